@@ -1,0 +1,96 @@
+"""Argument errors. Every message names the operator and the argument, what was given and what is
+accepted; shapes and values raise ValueError, types and dtypes raise TypeError."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+DTYPES = ("float32", "bfloat16", "float16")
+STATE_DTYPE = "float32"
+
+
+def arrays(
+    op: str, axes: Mapping[str, str], given: Mapping[str, Any], *, states: Iterable[str]
+) -> dict[str, jax.Array]:
+    """Check `given` against the axis letters in `axes` and return it as JAX arrays.
+
+    Operands named in `states` are float32; all others share one dtype of `DTYPES`. Nothing is cast.
+    """
+    for name, x in given.items():
+        if not isinstance(x, jax.Array | np.ndarray):
+            raise TypeError(
+                f"{op}: {name} is a {type(x).__name__}; accepted is a JAX or numpy array"
+            )
+    shapes(op, axes, given, states)
+    return {name: jnp.asarray(x) for name, x in given.items()}
+
+
+def shapes(
+    op: str, axes: Mapping[str, str], given: Mapping[str, Any], states: Iterable[str]
+) -> None:
+    """The checks of `arrays` on anything that has a shape and a dtype."""
+    for name in states:
+        if name in given and given[name].dtype != STATE_DTYPE:
+            raise TypeError(
+                f"{op}: {name} is {given[name].dtype}; accepted is {STATE_DTYPE}, "
+                "the dtype in which every state is kept"
+            )
+    _share_dtype(op, {name: x for name, x in given.items() if name not in states})
+    _share_sizes(op, axes, given)
+
+
+def _share_dtype(op: str, given: Mapping[str, Any]) -> None:
+    accepted = f"accepted are {', '.join(DTYPES)}, the same for {', '.join(given)}"
+    for name, x in given.items():
+        if x.dtype not in DTYPES:
+            raise TypeError(f"{op}: {name} is {x.dtype}; {accepted}")
+    usual = Counter(str(x.dtype) for x in given.values()).most_common(1)[0][0]
+    for name, x in given.items():
+        if x.dtype != usual:
+            raise TypeError(f"{op}: {name} is {x.dtype} where the others are {usual}; {accepted}")
+
+
+def _share_sizes(op: str, axes: Mapping[str, str], given: Mapping[str, Any]) -> None:
+    sizes: dict[str, int] = {}
+    first: dict[str, str] = {}
+    for name, x in given.items():
+        layout = f"[{', '.join(axes[name])}]"
+        if x.ndim != len(axes[name]):
+            raise ValueError(f"{op}: {name} has shape {x.shape}; accepted is {layout}")
+        for letter, size in zip(axes[name], x.shape, strict=True):
+            if sizes.setdefault(letter, size) != size:
+                raise ValueError(
+                    f"{op}: {name} has shape {x.shape}, so {letter} = {size}, where {first[letter]} "
+                    f"has {letter} = {sizes[letter]}; accepted is {layout} of matching sizes"
+                )
+            first.setdefault(letter, name)
+    for letter in "KV":
+        if sizes.get(letter) == 0:
+            raise ValueError(
+                f"{op}: {first[letter]} has shape {given[first[letter]].shape}, so {letter} = 0; "
+                "accepted are head sizes of at least 1"
+            )
+
+
+def choice(op: str, name: str, value: Any, accepted: Iterable[str]) -> str:
+    accepted = tuple(accepted)
+    if value not in accepted:
+        raise ValueError(
+            f"{op}: {name} is {value!r}; accepted are {', '.join(map(repr, accepted))}"
+        )
+    return value
+
+
+def precision(op: str, value: Any) -> lax.Precision:
+    try:
+        return lax.Precision.DEFAULT if value is None else lax.Precision(value)
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(
+            f"{op}: precision is {value!r}; accepted are None, 'default', 'high', 'highest' and "
+            "jax.lax.Precision"
+        ) from None

@@ -1,0 +1,39 @@
+"""What `w` means: the forms in which a decay is given, as a log decay in float32."""
+
+from collections.abc import Callable
+from typing import Literal, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+Decay: TypeAlias = Literal["log", "exp", "sigmoid"]
+
+MIN_LOG_DECAY = -200.0
+"""exp(-200) is 0 in float32, so flooring a log decay here changes no value and keeps every
+derivative finite."""
+
+SIGMOID_SCALE = 0.6065306597126334
+"""exp(-1/2), the largest decay rate of RWKV-7."""
+
+
+def _log(w: Array) -> Array:
+    return jnp.where(w < MIN_LOG_DECAY, MIN_LOG_DECAY, w)
+
+
+def _exp(w: Array) -> Array:
+    largest = jnp.log(-MIN_LOG_DECAY)
+    return -jnp.exp(jnp.where(w > largest, largest, w))
+
+
+def _sigmoid(w: Array) -> Array:
+    return -SIGMOID_SCALE * jax.nn.sigmoid(w)
+
+
+LOG_DECAY: dict[str, Callable[[Array], Array]] = {"log": _log, "exp": _exp, "sigmoid": _sigmoid}
+"""The log decay of each form. Comparisons, not clips: a NaN stays a NaN."""
+
+
+def decay_factor(w: Array, decay: Decay) -> Array:
+    """The factor by which a state channel shrinks, in float32."""
+    return jnp.exp(LOG_DECAY[decay](w.astype(jnp.float32)))

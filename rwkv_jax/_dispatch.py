@@ -1,0 +1,150 @@
+"""Which implementation of an operator runs, and why another cannot."""
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import jax
+from jax import Array, lax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from rwkv_jax import _check
+from rwkv_jax._batching import batched
+from rwkv_jax._partition import partitioned
+
+ORDER = ("ffi", "pallas", "xla")
+"""The implementations that `None` tries, first to last."""
+
+PLATFORMS = ("cpu", "cuda")
+"""Platforms with implementations of their own; all others share what runs on `OTHER`."""
+
+OTHER = "other"
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What a caller chooses, hashable, so that it can be a static argument."""
+
+    decay: Any
+    precision: lax.Precision
+    implementation: str | None
+    save: bool = False
+
+
+class Implementation(Protocol):
+    """A module with one function for each stage it has, and the reason where it cannot run."""
+
+    def why_not(
+        self, platform: str, stage: str, options: Options, operands: Mapping[str, Any]
+    ) -> str | None: ...
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Stage:
+    """One call that the implementations of an operator share: the axes of its operands and results."""
+
+    op: str
+    name: str
+    operands: Mapping[str, str]
+    results: Mapping[str, str]
+    implementations: Mapping[str, Any]
+
+    def why_not(
+        self, implementation: str, platform: str, options: Options, operands: Sequence[Any]
+    ) -> str | None:
+        named = dict(zip(self.operands, operands, strict=False))
+        module = self.implementations[implementation]
+        return module.why_not(platform, self.name, options, named)
+
+
+def options(
+    stage: Stage, *, decay: Any, precision: Any, implementation: Any, decays: Sequence[str]
+) -> Options:
+    """The checked options of a call."""
+    if implementation is not None:
+        _check.choice(stage.op, "implementation", implementation, stage.implementations)
+    return Options(
+        decay=_check.choice(stage.op, "decay", decay, decays),
+        precision=_check.precision(stage.op, precision),
+        implementation=implementation,
+    )
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def call(stage: Stage, options: Options, *operands: Array) -> tuple[Array, ...]:
+    """Run a stage; the implementation is chosen for the platform that the program is lowered for."""
+    axes = tuple(stage.operands.values()), tuple(stage.results.values())
+    run = functools.partial(_run, stage, options)
+    if options.implementation == "reference":
+        return partitioned(run, *axes, rule=False)(*operands)
+    return batched(partitioned(run, *axes), *axes)(*operands)
+
+
+def _run(stage: Stage, options: Options, *operands: Array) -> tuple[Array, ...]:
+    chosen = {p: _choose(stage, options, p, operands) for p in (*PLATFORMS, OTHER)}
+    reasons = [choice for choice in chosen.values() if isinstance(choice, Unavailable)]
+    if len(reasons) == len(chosen):
+        raise NotImplementedError(reasons[0].message)
+    branches = {
+        platform: functools.partial(_branch, stage, options, platform, choice)
+        for platform, choice in chosen.items()
+    }
+    if len(set(chosen.values())) == 1 and chosen[OTHER] != "ffi":
+        return branches[OTHER](*operands)
+    default = branches.pop(OTHER)
+    return lax.platform_dependent(*operands, **branches, default=default)
+
+
+@dataclasses.dataclass(frozen=True)
+class Unavailable:
+    message: str
+
+
+def _choose(stage: Stage, options: Options, platform: str, operands: Sequence[Any]) -> Any:
+    """The name of the implementation for a platform, or why there is none."""
+    name = options.implementation
+    candidates = [name] if name else [n for n in ORDER if n in stage.implementations]
+    reasons = {}
+    for candidate in candidates:
+        reasons[candidate] = stage.why_not(candidate, platform, options, operands)
+        if reasons[candidate] is None:
+            return candidate
+    why = "; ".join(f"{candidate}: {reason}" for candidate, reason in reasons.items())
+    return Unavailable(f"{stage.op}: no requested implementation runs on {platform}. {why}")
+
+
+def _branch(
+    stage: Stage, options: Options, platform: str, choice: Any, *operands: Array
+) -> tuple[Array, ...]:
+    if isinstance(choice, Unavailable):
+        # Never lowered for a platform that has the implementation; xla only gives the result types.
+        first, *rest = operands
+        operands = _refused.bind(first, reason=choice.message), *rest
+        choice = "xla"
+    return getattr(stage.implementations[choice], stage.name)(options, platform, *operands)
+
+
+_refused = Primitive("rwkv_jax_refused")
+_refused.def_abstract_eval(lambda x, *, reason: x)
+
+
+def _refuse(ctx: Any, x: Any, *, reason: str):
+    raise NotImplementedError(reason)
+
+
+mlir.register_lowering(_refused, _refuse)
+
+
+def implementations(
+    stages: Sequence[Stage], options: Options, operands: Sequence[Any], platform: str
+) -> dict[str, str | None]:
+    """For each implementation, None where it can run every stage, or the reason why it cannot."""
+    platform = platform if platform in PLATFORMS else OTHER
+
+    def why_not(name: str) -> str | None:
+        reasons = (stage.why_not(name, platform, options, operands) for stage in stages)
+        return next((reason for reason in reasons if reason), None)
+
+    return {name: why_not(name) for name in stages[0].implementations}

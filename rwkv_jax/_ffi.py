@@ -1,0 +1,79 @@
+"""The native modules: loading them, registering their targets, and calling a target."""
+
+import functools
+import importlib
+import pathlib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+
+MODULES = {"cpu": "rwkv_jax._cpu", "cuda": "rwkv_jax._cuda"}
+
+
+@functools.cache
+def _runtime_version() -> tuple[int, int]:
+    """The version of the XLA FFI that this jaxlib speaks, from the headers it ships."""
+    text = pathlib.Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text()
+    major, minor = (
+        re.search(rf"#define XLA_FFI_API_{part} (\d+)", text) for part in ("MAJOR", "MINOR")
+    )
+    if not (major and minor):
+        raise ImportError("this jaxlib does not say which XLA FFI version it speaks")
+    return int(major[1]), int(minor[1])
+
+
+def _load(platform: str, name: str) -> str | None:
+    """Register the targets of one module; the reason where that is impossible."""
+    try:
+        module = importlib.import_module(name)
+        runtime = _runtime_version()
+    except ImportError as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == name:
+            return (
+                f"this installation has no {platform.upper()} kernels (rwkv_jax.build_info()); "
+                + _HOW_TO_GET[platform]
+            )
+        return f"{name} cannot be loaded: {error}"
+    # Registering a handler that is newer than the runtime would break every later JAX computation.
+    if module.ffi_version() > runtime:
+        built = ".".join(map(str, module.ffi_version()))
+        return (
+            f"{name} was built for XLA FFI {built} and this jaxlib speaks "
+            f"{'.'.join(map(str, runtime))}; reinstall rwkv-jax or upgrade jax"
+        )
+    for target, capsule in module.registrations().items():
+        jax.ffi.register_ffi_target(target, capsule, platform=platform)
+    return None
+
+
+_HOW_TO_GET = {
+    "cpu": "reinstall rwkv-jax with a C++ compiler on PATH",
+    "cuda": "put nvcc on PATH, or set CUDACXX, and reinstall rwkv-jax with RWKV_JAX_CUDA=ON",
+}
+
+MISSING: dict[str, str | None] = {platform: _load(platform, m) for platform, m in MODULES.items()}
+"""For each platform, why its native module is missing, or None where it is there."""
+
+
+def why_not(platform: str) -> str | None:
+    """Why no native kernel runs on a platform, or None."""
+    return MISSING.get(platform, "native kernels exist for CPUs and for CUDA GPUs")
+
+
+def call(
+    target: str,
+    results: Sequence[tuple[Sequence[int], Any]],
+    *operands: Array,
+    aliases: Mapping[int, int] | None = None,
+    **attributes: int,
+) -> tuple[Array, ...]:
+    """Call a target. Results, given as (shape, dtype), vary over the manual mesh axes of the operands."""
+    like = jax.typeof(operands[0])
+    types = tuple(like.update(shape=s, dtype=np.dtype(d), weak_type=False) for s, d in results)
+    # JAX caches eager calls by the value of an attribute, so its type is fixed in this one place.
+    typed = {name: np.int64(value) for name, value in attributes.items()}
+    return tuple(jax.ffi.ffi_call(target, types, input_output_aliases=aliases)(*operands, **typed))

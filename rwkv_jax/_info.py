@@ -1,0 +1,78 @@
+"""What this installation can do."""
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import export
+
+from rwkv_jax import _check, _dispatch, _ffi
+from rwkv_jax.wkv7 import BACKWARD, DECAYS, FORWARD, STEP, ffi
+
+_STAGES = {"wkv7": (FORWARD, BACKWARD), "wkv7_step": (STEP,)}
+_TARGETS = (ffi.FORWARD, ffi.BACKWARD, ffi.STEP)
+
+
+def implementations(
+    op: str, *operands: Any, decay: str = "log", precision: Any = None, platform: str | None = None
+) -> dict[str, str | None]:
+    """Which implementations of an operator can run a call, and why the others cannot.
+
+    Args:
+      op: the name of a public operator, such as "wkv7".
+      operands: its array arguments, or `jax.ShapeDtypeStruct`s of them; the state may be left out.
+      decay: as the operator takes it.
+      precision: as the operator takes it.
+      platform: "cpu", "cuda" or another JAX platform; the default backend's if None.
+
+    Returns:
+      For each implementation, None if it can run this call and its gradient, or the reason why not.
+
+    Raises:
+      ValueError: `op` is unknown, or operands are too few or too many.
+    """
+    stages = _STAGES[_check.choice("implementations", "op", op, _STAGES)]
+    forward = stages[0]
+    names = list(forward.operands)
+    if not len(names) - 1 <= len(operands) <= len(names):
+        raise ValueError(
+            f"implementations: {op} takes the operands {', '.join(names)}, the last one optional "
+            f"here; {len(operands)} were given"
+        )
+    _check.shapes(op, forward.operands, dict(zip(names, operands, strict=False)), names[-1:])
+    options = _dispatch.options(
+        forward, decay=decay, precision=precision, implementation=None, decays=DECAYS
+    )
+    if platform is None:
+        platform = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
+    return _dispatch.implementations(stages, options, operands, platform)
+
+
+def build_info() -> dict[str, Any]:
+    """How the native modules of this installation were built, and why one of them is missing.
+
+    Returns:
+      "cxx" and "cuda_compiler": the compilers; "cpu_isas": the instruction sets among which the CPU
+      kernels choose at run time; "cuda_archs": the GPU architectures compiled for; "missing": for each
+      platform, None where its kernels are loaded, or the reason why they are not.
+    """
+    info: dict[str, Any] = {"cxx": None, "cpu_isas": (), "cuda_compiler": None, "cuda_archs": ()}
+    try:
+        _build: Any = importlib.import_module("rwkv_jax._build")  # written by the build
+    except ModuleNotFoundError:
+        pass
+    else:
+        info = {
+            "cxx": _build.CXX,
+            "cpu_isas": _build.CPU_ISAS,
+            "cuda_compiler": _build.CUDA_COMPILER or None,
+            "cuda_archs": _build.CUDA_ARCHS,
+        }
+    return info | {"missing": dict(_ffi.MISSING)}
+
+
+def export_checks() -> Sequence[export.DisabledSafetyCheck]:
+    """What `jax.export.export(..., disabled_checks=...)` needs to serialise a program that calls the
+    native kernels. The process that loads the program must have imported `rwkv_jax`."""
+    return [export.DisabledSafetyCheck.custom_call(target) for target in _TARGETS]

@@ -1,0 +1,112 @@
+"""How an operator runs on a mesh: each device computes its own batch rows and heads.
+
+Only the axes B and H may be sharded; every other axis is made whole first. Inside `shard_map` the
+operands already are one device's part. On an Explicit mesh the operator opens a `shard_map` of its
+own from the types of its operands; otherwise the compiler is given a partition rule, which costs
+nothing on a single device.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+from jax import Array, lax
+from jax.experimental.custom_partitioning import SdyShardingRule, custom_partitioning
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+SHARDABLE = "BH"
+
+Fn = Callable[..., tuple[Array, ...]]
+
+
+def vary_alike(*operands: Array) -> tuple[Array, ...]:
+    """Make all operands vary over the same manual mesh axes.
+
+    Must stand outside a `custom_vjp`: its transpose is the sum over devices that the gradient of a
+    replicated operand needs.
+    """
+    varying = [jax.typeof(x).manual_axis_type.varying for x in operands]
+    everything = frozenset().union(*varying)
+    return tuple(
+        lax.pcast(x, tuple(everything - axes), to="varying") if everything - axes else x
+        for x, axes in zip(operands, varying, strict=True)
+    )
+
+
+def partitioned(
+    fn: Fn, operand_axes: Sequence[str], result_axes: Sequence[str], *, rule: bool = True
+) -> Fn:
+    """`fn` run per device. With `rule=False` the compiler partitions `fn` as it sees fit on an Auto
+    mesh, which keeps `fn` differentiable."""
+
+    def call(*operands: Array) -> tuple[Array, ...]:
+        meshes = [jax.typeof(x).sharding.mesh for x in operands]
+        kinds = {kind for mesh in meshes for kind in mesh.axis_types}
+        if AxisType.Manual in kinds:
+            return fn(*operands)
+        if AxisType.Explicit in kinds:
+            mesh = next(m for m in meshes if AxisType.Explicit in m.axis_types)
+            return _explicit(fn, mesh, operand_axes, result_axes)(*operands)
+        return (_auto(fn, operand_axes, result_axes) if rule else fn)(*operands)
+
+    return call
+
+
+def _spec(shards: dict[str, Any], axes: str) -> P:
+    return P(*(shards.get(letter) for letter in axes))
+
+
+def _shards(specs: Iterable[P], operand_axes: Sequence[str]) -> dict[str, Any]:
+    """The mesh axes of each shardable letter: those of the first operand that is sharded along it."""
+    shards: dict[str, Any] = {}
+    taken: set[str] = set()
+    for spec, axes in zip(specs, operand_axes, strict=True):
+        for letter, mesh_axes in zip(axes, spec, strict=False):
+            names = {mesh_axes} if isinstance(mesh_axes, str) else set(mesh_axes or ())
+            if letter in SHARDABLE and letter not in shards and names and not names & taken:
+                shards[letter] = mesh_axes
+                taken |= names
+    return shards
+
+
+def _explicit(fn: Fn, mesh: Any, operand_axes: Sequence[str], result_axes: Sequence[str]) -> Fn:
+    names = {
+        n for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Explicit
+    }
+
+    def call(*operands: Array) -> tuple[Array, ...]:
+        shards = _shards((jax.typeof(x).sharding.spec for x in operands), operand_axes)
+        in_specs = tuple(_spec(shards, axes) for axes in operand_axes)
+        operands = tuple(
+            jax.sharding.reshard(x, NamedSharding(mesh, spec))
+            for x, spec in zip(operands, in_specs, strict=True)
+        )
+        return jax.shard_map(
+            fn,
+            mesh=mesh,
+            in_specs=in_specs,
+            out_specs=tuple(_spec(shards, axes) for axes in result_axes),
+            axis_names=names,
+        )(*operands)
+
+    return call
+
+
+def _auto(fn: Fn, operand_axes: Sequence[str], result_axes: Sequence[str]) -> Fn:
+    call = custom_partitioning(fn)
+
+    def partition(mesh: Any, operands: Any, results: Any):
+        shards = _shards((x.sharding.spec for x in operands), operand_axes)
+        place = [NamedSharding(mesh, _spec(shards, axes)) for axes in (*operand_axes, *result_axes)]
+        return mesh, fn, tuple(place[len(operand_axes) :]), tuple(place[: len(operand_axes)])
+
+    call.def_partition(
+        partition=partition,
+        sharding_rule=SdyShardingRule(
+            tuple(map(tuple, operand_axes)),
+            tuple(map(tuple, result_axes)),
+            need_replication_factors=tuple(sorted(set("".join(operand_axes)) - set(SHARDABLE))),
+        ),
+    )
+    return call

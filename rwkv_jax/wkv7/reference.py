@@ -1,0 +1,62 @@
+"""WKV7, one token at a time: the specification that every other implementation agrees with."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from rwkv_jax._decay import decay_factor
+from rwkv_jax._dispatch import Options
+from rwkv_jax._typing import Keys, State, TokenKeys, TokenValues, Values
+
+
+def why_not(platform: str, stage: str, options: Options, operands: Mapping[str, Any]) -> str | None:
+    return None
+
+
+def step(
+    options: Options,
+    platform: str,
+    r: TokenKeys,
+    w: TokenKeys,
+    k: TokenKeys,
+    v: TokenValues,
+    a: TokenKeys,
+    b: TokenKeys,
+    state: State,
+) -> tuple[TokenValues, State]:
+    """S = S diag(d) + (S a) b^T + v k^T, then y = S r."""
+    out_dtype = v.dtype
+    d = decay_factor(w, options.decay)
+    r, k, v, a, b = (x.astype(jnp.float32) for x in (r, k, v, a, b))
+    state = (
+        state * d[:, :, None, :]
+        + _apply(state, a)[..., None] * b[:, :, None, :]
+        + v[..., None] * k[:, :, None, :]
+    )
+    return _apply(state, r).astype(out_dtype), state
+
+
+def _apply(state: State, x: TokenKeys) -> TokenValues:
+    return jnp.einsum("bhvk,bhk->bhv", state, x, precision=lax.Precision.HIGHEST)
+
+
+def forward(
+    options: Options,
+    platform: str,
+    r: Keys,
+    w: Keys,
+    k: Keys,
+    v: Values,
+    a: Keys,
+    b: Keys,
+    initial_state: State,
+) -> tuple[Values, State]:
+    def body(state: State, token: tuple[TokenKeys | TokenValues, ...]) -> tuple[State, TokenValues]:
+        y, state = step(options, platform, *token, state)
+        return state, y
+
+    tokens = tuple(jnp.moveaxis(x, 1, 0) for x in (r, w, k, v, a, b))
+    final_state, y = lax.scan(body, initial_state, tokens)
+    return jnp.moveaxis(y, 0, 1), final_state
