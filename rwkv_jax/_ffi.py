@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array
 
 MODULES = {"cpu": "rwkv_jax._cpu", "cuda": "rwkv_jax._cuda"}
+REGISTRY_NAMES = {"cpu": "cpu", "cuda": "CUDA"}
 
 
 @functools.cache
@@ -46,7 +47,7 @@ def _load(platform: str, name: str) -> str | None:
             f"{'.'.join(map(str, runtime))}; reinstall rwkv-jax or upgrade jax"
         )
     for target, capsule in module.registrations().items():
-        jax.ffi.register_ffi_target(target, capsule, platform=platform)
+        jax.ffi.register_ffi_target(target, capsule, platform=REGISTRY_NAMES[platform])
     return None
 
 

@@ -15,6 +15,7 @@ BACKWARD = "rwkv_wkv7_bwd_v1"
 STEP = "rwkv_wkv7_step_v1"
 
 HEAD_SIZES = {"cpu": (16, 32, 64, 128, 256), "cuda": (16, 32, 64, 128)}
+BLOCK = 4
 DECAY_CODES = {"log": 0, "exp": 1, "sigmoid": 2}
 
 
@@ -73,17 +74,16 @@ def backward(
     inputs = (r, w, k, v, a, b)
     results = [(x.shape, x.dtype) for x in (*inputs, dfinal_state)]
     if platform == "cuda":
-        # Scratch for the states inside a chunk: a result, since a kernel may not allocate.
-        batch, *state_shape = dfinal_state.shape
-        results.append(((batch, SCRATCH_STATES, *state_shape), jnp.float32))
+        # A kernel may not allocate, so its scratch is one more result: the states inside a chunk,
+        # every BLOCK tokens, and S a of each of its tokens (ScratchSize in ffi/cuda/wkv7.h).
+        batch, heads, size, _ = dfinal_state.shape
+        floats = (CHUNK // BLOCK - 1) * size * size + CHUNK * size
+        results.append(((batch, heads, floats), jnp.float32))
     gradients = _ffi.call(
         BACKWARD, results, *inputs, states, dy, dfinal_state, decay=DECAY_CODES[options.decay]
     )
     dr, dw, dk, dv, da, db, dinitial_state = gradients[:7]
     return dr, dw, dk, dv, da, db, dinitial_state
-
-
-SCRATCH_STATES = CHUNK // 4
 
 
 def step(

@@ -1,0 +1,9 @@
+#include "rwkv_jax/module.h"
+
+#include "rwkv_jax/wkv7_calls.h"
+
+NB_MODULE(_cpu, module) {
+  rwkv_jax::Export(module, {{"rwkv_wkv7_fwd_v1", Wkv7Fwd},
+                            {"rwkv_wkv7_bwd_v1", Wkv7Bwd},
+                            {"rwkv_wkv7_step_v1", Wkv7Step}});
+}

@@ -1,0 +1,165 @@
+// Vectors of float as wide as the registers of the instruction set that a file is compiled for.
+//
+// Everything here has internal linkage. The kernels are compiled once per instruction set, and of a
+// function shared by those builds the linker would keep one copy, maybe for a CPU that is not this one.
+#pragma once
+
+#include <cstdint>
+#include <utility>
+
+#include "rwkv_jax/types.h"
+
+namespace rwkv_jax::cpu {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+
+using Vec = float __attribute__((vector_size(4 * kLanes)));
+using Bits = uint32_t __attribute__((vector_size(4 * kLanes)));
+using Ints = int32_t __attribute__((vector_size(4 * kLanes)));
+using Halves = uint16_t __attribute__((vector_size(2 * kLanes)));
+using UnalignedVec = float __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
+using UnalignedHalves = uint16_t __attribute__((vector_size(2 * kLanes), aligned(2), may_alias));
+
+inline Vec Load(const float* from) { return *reinterpret_cast<const UnalignedVec*>(from); }
+inline void Store(float* to, Vec x) { *reinterpret_cast<UnalignedVec*>(to) = x; }
+inline Vec Broadcast(float x) { return Vec{} + x; }
+
+// The conversions use integers for subnormal numbers, which XLA has the CPU flush to zero.
+
+inline Vec FromBF16(Bits x) { return reinterpret_cast<Vec>(x << 16); }
+
+inline Bits ToBF16(Vec x) {
+  const Bits bits = reinterpret_cast<Bits>(x);
+  return x == x ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : bits >> 16 | 0x40;
+}
+
+inline Vec FromF16(Bits x) {
+  const Bits magnitude = (x & 0x7fff) << 13, exponent = x & 0x7c00;
+  const Vec subnormal = __builtin_convertvector(reinterpret_cast<Ints>(x & 0x3ff), Vec) * 0x1p-24f;
+  const Bits finite = exponent == 0 ? reinterpret_cast<Bits>(subnormal) : magnitude + (112u << 23);
+  return reinterpret_cast<Vec>((exponent == 0x7c00 ? magnitude + (224u << 23) : finite) |
+                               (x & 0x8000) << 16);
+}
+
+inline Bits ToF16(Vec x) {
+  const Bits bits = reinterpret_cast<Bits>(x), magnitude = bits & 0x7fffffff;
+  const Bits normal = (magnitude - (112u << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13;
+  // The unit of 0.5 is that of the subnormals of float16, so this addition rounds to it.
+  const Bits subnormal = reinterpret_cast<Bits>(reinterpret_cast<Vec>(magnitude) + 0.5f) & 0xffff;
+  const Bits finite = magnitude < 0x38800000 ? subnormal : normal;
+  const Bits infinity = Bits{} + 0x7c00, nan = Bits{} + 0x7e00;
+  const Bits special = magnitude > 0x7f800000 ? nan : infinity;
+  return (magnitude < 0x47800000 ? finite : special) | (bits >> 16 & 0x8000);
+}
+
+inline Bits LoadHalves(const void* from, int64_t index) {
+  const auto* halves = static_cast<const uint16_t*>(from) + index;
+  return __builtin_convertvector(Halves(*reinterpret_cast<const UnalignedHalves*>(halves)), Bits);
+}
+
+inline void StoreHalves(void* to, int64_t index, Bits x) {
+  auto* halves = static_cast<uint16_t*>(to) + index;
+  *reinterpret_cast<UnalignedHalves*>(halves) = __builtin_convertvector(x, Halves);
+}
+
+// Asks for `count` elements of an array of `dtype` ahead of their use. (Not inlined, it would have no
+// effect that GCC knows of, and GCC would drop it.)
+[[gnu::always_inline]] inline void Prefetch(Dtype dtype, const void* from, int64_t index,
+                                            int64_t count) {
+  const int64_t bytes = dtype == Dtype::kF32 ? 4 : 2;
+  const char* const first = static_cast<const char*>(from) + index * bytes;
+  for (int64_t i = 0; i < count * bytes; i += 64) __builtin_prefetch(first + i);
+}
+
+// Copies `count` elements, a multiple of kLanes, from an array of `dtype` that starts at `index`.
+[[gnu::noinline]] void LoadRow(Dtype dtype, const void* from, int64_t index, int64_t count,
+                               float* to) {
+  if (dtype == Dtype::kF32) {
+    const float* const floats = static_cast<const float*>(from) + index;
+    for (int64_t i = 0; i < count; i += kLanes) Store(to + i, Load(floats + i));
+  } else if (dtype == Dtype::kBF16) {
+    for (int64_t i = 0; i < count; i += kLanes) Store(to + i, FromBF16(LoadHalves(from, index + i)));
+  } else {
+    for (int64_t i = 0; i < count; i += kLanes) Store(to + i, FromF16(LoadHalves(from, index + i)));
+  }
+}
+
+// The same to an array of `dtype`, rounding to nearest even.
+[[gnu::noinline]] void StoreRow(Dtype dtype, void* to, int64_t index, int64_t count,
+                                const float* from) {
+  if (dtype == Dtype::kF32) {
+    float* const floats = static_cast<float*>(to) + index;
+    for (int64_t i = 0; i < count; i += kLanes) Store(floats + i, Load(from + i));
+  } else if (dtype == Dtype::kBF16) {
+    for (int64_t i = 0; i < count; i += kLanes) StoreHalves(to, index + i, ToBF16(Load(from + i)));
+  } else {
+    for (int64_t i = 0; i < count; i += kLanes) StoreHalves(to, index + i, ToF16(Load(from + i)));
+  }
+}
+
+inline Vec Exp(Vec x) {
+  x = x > 89.0f ? Broadcast(89.0f) : x;  // beyond these the result is inf or 0; a NaN stays
+  x = x < -104.0f ? Broadcast(-104.0f) : x;
+  // Adding 1.5 * 2^23 rounds to an integer, which is then in the low bits.
+  const Vec shifted = x * 0x1.715476p+0f + 0x1.8p23f;
+  const Ints n = reinterpret_cast<Ints>(shifted) - 0x4b400000;
+  const Vec whole = shifted - 0x1.8p23f;
+  // ln 2 in two parts, the first of so few bits that its product with n is exact.
+  const Vec z = (x - whole * 0x1.63p-1f) + whole * 0x1.bd0106p-13f;
+  Vec power = z * (1.0f / 5040) + 1.0f / 720;
+  const float coefficients[] = {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f};
+  for (const float coefficient : coefficients) power = power * z + coefficient;
+  // 2^n in two factors, since it may be outside the range of float where the result is not.
+  const Ints half = n >> 1;
+  const auto power_of_two = [](Ints e) {
+    return reinterpret_cast<Vec>(reinterpret_cast<Bits>(e + 127) << 23);
+  };
+  return power * power_of_two(half) * power_of_two(n - half);
+}
+
+template <int... I>
+inline Vec Shuffle(Vec a, Vec b) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, I...);
+#else
+  return __builtin_shuffle(a, b, Ints{I...});
+#endif
+}
+
+using Lanes = std::make_integer_sequence<int, kLanes>;
+
+// Exchanges the lanes of `a` whose index has bit `S` with the lanes of `b` whose index has not.
+template <int S, int... J>
+inline void Exchange(Vec& a, Vec& b, std::integer_sequence<int, J...>) {
+  const Vec low = Shuffle<((J & S) ? kLanes + J - S : J)...>(a, b);
+  b = Shuffle<((J & S) ? kLanes + J : J + S)...>(a, b);
+  a = low;
+}
+
+template <int S = kLanes / 2>
+inline void Transpose(Vec (&x)[kLanes]) {
+  for (int i = 0; i < kLanes; ++i)
+    if ((i & S) == 0) Exchange<S>(x[i], x[i + S], Lanes());
+  if constexpr (S > 1) Transpose<S / 2>(x);
+}
+
+// Lane i of the result is the sum of the lanes of x[i]; x is overwritten.
+template <int S = kLanes / 2>
+inline Vec SumEach(Vec (&x)[kLanes]) {
+  for (int i = 0; i < S; ++i) {
+    Exchange<S>(x[i], x[i + S], Lanes());
+    x[i] += x[i + S];
+  }
+  if constexpr (S > 1) return SumEach<S / 2>(x);
+  return x[0];
+}
+
+}  // namespace
+}  // namespace rwkv_jax::cpu

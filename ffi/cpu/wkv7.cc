@@ -1,0 +1,352 @@
+// The WKV7 kernels, compiled once for each instruction set into the namespace RWKV_JAX_ISA.
+#include "wkv7.h"
+
+#include "vector.h"
+
+namespace rwkv_jax::cpu {
+namespace {
+
+int64_t Smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// Where the arrays of one head are.
+struct Head {
+  Head(const Wkv7Dims& dims, int64_t head)
+      : size(dims.head_size),
+        dims(dims),
+        batch(head / dims.heads),
+        head(head % dims.heads) {}
+
+  int64_t Token(int64_t t) const { return ((batch * dims.tokens + t) * dims.heads + head) * size; }
+  int64_t State() const { return (batch * dims.heads + head) * size * size; }
+  int64_t SavedState(int64_t n) const {
+    return ((batch * dims.saved + n) * dims.heads + head) * size * size;
+  }
+
+  const int64_t size;
+
+ private:
+  const Wkv7Dims dims;
+  const int64_t batch, head;
+};
+
+// Replaces `w` by the decay factor. `slope`, unless null, becomes the derivative of the log decay.
+[[gnu::noinline]] void DecayRow(Decay decay, int64_t count, float* w, float* slope) {
+  for (int64_t i = 0; i < count; i += kLanes) {
+    Vec x = Load(w + i), derivative = Broadcast(1.0f);
+    if (decay == Decay::kExp) {
+      x = derivative = -Exp(x);
+    } else if (decay == Decay::kSigmoid) {
+      const Vec e = Exp(x < -80.0f ? Broadcast(80.0f) : -x);  // finite
+      const Vec sigmoid = 1.0f / (1.0f + e);
+      x = -kSigmoidScale * sigmoid;
+      derivative = x * (e * sigmoid);
+    }
+    const auto floored = x < kMinLogDecay;
+    Store(w + i, Exp(floored ? Broadcast(kMinLogDecay) : x));
+    if (slope) Store(slope + i, floored ? Vec{} : derivative);
+  }
+}
+
+// The inputs of a run of tokens in float, [tokens, size], with d the decay factor.
+struct Inputs {
+  static int64_t Scratch(int64_t tokens, int64_t size) { return 6 * tokens * size; }
+
+  Inputs(float* scratch, int64_t tokens, int64_t size)
+      : r(scratch),
+        d(r + tokens * size),
+        k(d + tokens * size),
+        v(k + tokens * size),
+        a(v + tokens * size),
+        b(a + tokens * size) {}
+
+  void Load(const Wkv7Call& call, const Head& head, int64_t first, int64_t tokens,
+            float* slope) const {
+    for (int64_t t = 0; t < tokens; ++t) {
+      const int64_t from = head.Token(first + t), to = t * head.size;
+      LoadRow(call.dtype, call.r, from, head.size, r + to);
+      LoadRow(call.dtype, call.w, from, head.size, d + to);
+      LoadRow(call.dtype, call.k, from, head.size, k + to);
+      LoadRow(call.dtype, call.v, from, head.size, v + to);
+      LoadRow(call.dtype, call.a, from, head.size, a + to);
+      LoadRow(call.dtype, call.b, from, head.size, b + to);
+    }
+    DecayRow(call.decay, tokens * head.size, d, slope);
+  }
+
+  float *const r, *const d, *const k, *const v, *const a, *const b;
+};
+
+// Asks for the inputs of one token ahead of their use: the tokens of a head are too far apart in
+// memory for the CPU to foresee.
+[[gnu::always_inline]] inline void PrefetchInputs(const Wkv7Call& call, const Head& head,
+                                                  int64_t token) {
+  const void* const inputs[] = {call.r, call.w, call.k, call.v, call.a, call.b};
+  for (const void* input : inputs) Prefetch(call.dtype, input, head.Token(token), head.size);
+}
+
+// `rows` rows of a [V, K] state to or from `columns`, [K, rows].
+void LoadColumns(const float* state, int64_t size, int64_t rows, float* columns) {
+  for (int64_t row = 0; row < rows; row += kLanes)
+    for (int64_t key = 0; key < size; key += kLanes) {
+      Vec x[kLanes];
+      for (int i = 0; i < kLanes; ++i) x[i] = Load(state + (row + i) * size + key);
+      Transpose(x);
+      for (int i = 0; i < kLanes; ++i) Store(columns + (key + i) * rows + row, x[i]);
+    }
+}
+
+void StoreColumns(const float* columns, int64_t size, int64_t rows, float* state) {
+  for (int64_t row = 0; row < rows; row += kLanes)
+    for (int64_t key = 0; key < size; key += kLanes) {
+      Vec x[kLanes];
+      for (int i = 0; i < kLanes; ++i) x[i] = Load(columns + (key + i) * rows + row);
+      Transpose(x);
+      for (int i = 0; i < kLanes; ++i) Store(state + (row + i) * size + key, x[i]);
+    }
+}
+
+// Tokens that the forward pass loads at once; divides kChunk.
+constexpr int64_t kRun = 16;
+
+// The forward pass has a lane for each row of the state, so that S a and S r need no sum over lanes,
+// and one pass over the state does a token and S a of the next one.
+template <int kVecs>
+void ForwardRows(const Wkv7ForwardCall& call, const Head& head, int64_t first_row,
+                 float* scratch) {
+  constexpr int64_t kRows = kVecs * kLanes;
+  const int64_t size = head.size, offset = first_row * size;
+  const Inputs in(scratch, kRun, size);
+  float* const columns = scratch + Inputs::Scratch(kRun, size);
+  LoadColumns(call.initial_state + head.State() + offset, size, kRows, columns);
+
+  for (int64_t start = 0; start < call.dims.tokens; start += kRun) {
+    if (call.states && start % kChunk == 0)
+      StoreColumns(columns, size, kRows, call.states + head.SavedState(start / kChunk) + offset);
+    const int64_t tokens = Smaller(call.dims.tokens - start, kRun);
+    in.Load(call, head, start, tokens, nullptr);
+    Vec sa[kVecs] = {};
+    for (int64_t key = 0; key < size; ++key)
+      for (int i = 0; i < kVecs; ++i)
+        sa[i] += Load(columns + key * kRows + i * kLanes) * in.a[key];
+
+    for (int64_t t = 0; t < tokens; ++t) {
+      PrefetchInputs(call, head, Smaller(start + t + kRun, call.dims.tokens - 1));
+      const int64_t token = t * size, next = Smaller(t + 1, tokens - 1) * size;
+      Vec v[kVecs], y[kVecs] = {}, next_sa[kVecs] = {};
+      for (int i = 0; i < kVecs; ++i) v[i] = Load(in.v + token + first_row + i * kLanes);
+      for (int64_t key = 0; key < size; ++key) {
+        const float r = in.r[token + key], d = in.d[token + key], k = in.k[token + key];
+        const float b = in.b[token + key], a = in.a[next + key];
+        float* const column = columns + key * kRows;
+        for (int i = 0; i < kVecs; ++i) {
+          const Vec s = Load(column + i * kLanes) * d + (sa[i] * b + v[i] * k);
+          Store(column + i * kLanes, s);
+          y[i] += s * r;
+          next_sa[i] += s * a;
+        }
+      }
+      alignas(64) float row[kRows];
+      for (int i = 0; i < kVecs; ++i) {
+        Store(row + i * kLanes, y[i]);
+        sa[i] = next_sa[i];
+      }
+      StoreRow(call.dtype, call.y, head.Token(start + t) + first_row, kRows, row);
+    }
+  }
+  StoreColumns(columns, size, kRows, call.final_state + head.State() + offset);
+}
+
+// Vectors of rows that a pass can have in registers beside the scalars of a token.
+constexpr int kMaxVecs = kLanes == 16 ? 4 : 2;
+
+int64_t ForwardScratch(const Wkv7Dims& dims, int64_t rows) {
+  return Inputs::Scratch(kRun, dims.head_size) + dims.head_size * rows;
+}
+
+void Forward(const Wkv7ForwardCall& call, int64_t index, int64_t first_row, int64_t rows,
+             float* scratch) {
+  const Head head(call.dims, index);
+  if (rows == kLanes) return ForwardRows<1>(call, head, first_row, scratch);
+  if (rows == 2 * kLanes) return ForwardRows<2>(call, head, first_row, scratch);
+  if constexpr (kMaxVecs == 4) ForwardRows<4>(call, head, first_row, scratch);
+}
+
+// One chunk as the backward pass wants it: arrays of [tokens, size], but for those of one block of
+// kLanes rows, `states` [tokens + 1, kLanes, size] and `sa` [tokens, kLanes].
+struct Chunk : Inputs {
+  Chunk(float* scratch, int64_t tokens, int64_t size) : Inputs(scratch, tokens, size) {
+    float* free = scratch + Inputs::Scratch(tokens, size);
+    float** const arrays[] = {&dy, &slope, &dr, &dk, &dv, &da, &db, &dlog};
+    for (float** array : arrays) {
+      *array = free;
+      free += tokens * size;
+    }
+    sa = free;
+    states = sa + tokens * kLanes;
+  }
+
+  float *dy, *slope;
+  float *dr, *dk, *dv, *da, *db, *dlog;  // dlog without its factor d
+  float *sa, *states;
+};
+
+int64_t BackwardScratch(const Wkv7Dims& dims) {
+  const int64_t tokens = Smaller(dims.tokens, kChunk), size = dims.head_size;
+  return 14 * tokens * size + tokens * kLanes + (tokens + 1) * kLanes * size;
+}
+
+// Rows that are worked on together, so that the vectors of a token are loaded once for all of them.
+constexpr int kGroup = 4;
+
+// The states of a block of rows before each token of a chunk, and after the last one. Adds to dr.
+void Replay(const Chunk& chunk, int64_t tokens, int64_t size, int64_t first_row) {
+  Vec sum[kLanes] = {};
+  for (int row = 0; row < kLanes; ++row)
+    for (int64_t key = 0; key < size; key += kLanes)
+      sum[row] += Load(chunk.states + row * size + key) * Load(chunk.a + key);
+  for (int64_t t = 0; t < tokens; ++t) {
+    float* const sa = chunk.sa + t * kLanes;
+    Store(sa, SumEach(sum));
+    const int64_t token = t * size, next = Smaller(t + 1, tokens - 1) * size;
+    for (int first = 0; first < kLanes; first += kGroup) {
+      const float* const before = chunk.states + (t * kLanes + first) * size;
+      float* const after = chunk.states + ((t + 1) * kLanes + first) * size;
+      const float* const v = chunk.v + token + first_row + first;
+      const float* const dy = chunk.dy + token + first_row + first;
+      Vec partial[kGroup] = {};
+      for (int64_t key = 0; key < size; key += kLanes) {
+        const Vec d = Load(chunk.d + token + key), k = Load(chunk.k + token + key);
+        const Vec b = Load(chunk.b + token + key), next_a = Load(chunk.a + next + key);
+        Vec dr = Load(chunk.dr + token + key);
+        for (int i = 0; i < kGroup; ++i) {
+          const Vec s = Load(before + i * size + key) * d + (sa[first + i] * b + v[i] * k);
+          Store(after + i * size + key, s);
+          dr += s * dy[i];
+          partial[i] += s * next_a;
+        }
+        Store(chunk.dr + token + key, dr);
+      }
+      for (int i = 0; i < kGroup; ++i) sum[first + i] = partial[i];
+    }
+  }
+}
+
+// dS += dy r^T for a block of rows; then dv = dS k, and dsa = dS b is returned.
+Vec ReadOut(const Chunk& chunk, int64_t t, int64_t size, int64_t first_row, float* ds) {
+  const int64_t token = t * size;
+  Vec dv[kLanes], dsa[kLanes];
+  for (int first = 0; first < kLanes; first += kGroup) {
+    const float* const dy = chunk.dy + token + first_row + first;
+    Vec dv_part[kGroup] = {}, dsa_part[kGroup] = {};
+    for (int64_t key = 0; key < size; key += kLanes) {
+      const Vec r = Load(chunk.r + token + key), k = Load(chunk.k + token + key);
+      const Vec b = Load(chunk.b + token + key);
+      for (int i = 0; i < kGroup; ++i) {
+        float* const at = ds + (first + i) * size + key;
+        const Vec s = Load(at) + dy[i] * r;
+        Store(at, s);
+        dv_part[i] += s * k;
+        dsa_part[i] += s * b;
+      }
+    }
+    for (int i = 0; i < kGroup; ++i) {
+      dv[first + i] = dv_part[i];
+      dsa[first + i] = dsa_part[i];
+    }
+  }
+  Store(chunk.dv + token + first_row, SumEach(dv));
+  return SumEach(dsa);
+}
+
+// The sums over a block of rows for kVecs vectors of keys, and dS = dS diag(d) + dsa a^T.
+template <int kVecs>
+void StepBack(const Chunk& chunk, int64_t t, int64_t size, int64_t first_row, int64_t key,
+              const float* dsa, float* ds) {
+  const int64_t token = t * size + key;
+  const float* const v = chunk.v + t * size + first_row;
+  const float* const sa = chunk.sa + t * kLanes;
+  const float* const before = chunk.states + t * kLanes * size + key;
+  Vec dk[kVecs], da[kVecs], db[kVecs], dlog[kVecs], d[kVecs], a[kVecs];
+  for (int i = 0; i < kVecs; ++i) {
+    const int64_t at = token + i * kLanes;
+    dk[i] = Load(chunk.dk + at);
+    da[i] = Load(chunk.da + at);
+    db[i] = Load(chunk.db + at);
+    dlog[i] = Load(chunk.dlog + at);
+    d[i] = Load(chunk.d + at);
+    a[i] = Load(chunk.a + at);
+  }
+  for (int row = 0; row < kLanes; ++row) {
+    for (int i = 0; i < kVecs; ++i) {
+      float* const at = ds + row * size + key + i * kLanes;
+      const Vec x = Load(at), s = Load(before + row * size + i * kLanes);
+      dk[i] += x * v[row];
+      db[i] += x * sa[row];
+      dlog[i] += x * s;
+      da[i] += s * dsa[row];
+      Store(at, x * d[i] + dsa[row] * a[i]);
+    }
+  }
+  for (int i = 0; i < kVecs; ++i) {
+    const int64_t at = token + i * kLanes;
+    Store(chunk.dk + at, dk[i]);
+    Store(chunk.da + at, da[i]);
+    Store(chunk.db + at, db[i]);
+    Store(chunk.dlog + at, dlog[i]);
+  }
+}
+
+// The backward pass has a lane for each key, since most of its sums are over rows.
+void Backward(const Wkv7BackwardCall& call, int64_t index, float* scratch) {
+  const Head head(call.dims, index);
+  const int64_t size = head.size;
+  float* const ds = call.dinitial_state + head.State();
+  __builtin_memcpy(ds, call.dfinal_state + head.State(), size * size * sizeof(float));
+  const Chunk chunk(scratch, Smaller(call.dims.tokens, kChunk), size);
+  for (int64_t n = call.dims.saved - 1; n >= 0; --n) {
+    const int64_t tokens = Smaller(call.dims.tokens - n * kChunk, kChunk);
+    chunk.Load(call, head, n * kChunk, tokens, chunk.slope);
+    for (int64_t t = 0; t < tokens; ++t)
+      LoadRow(call.dtype, call.dy, head.Token(n * kChunk + t), size, chunk.dy + t * size);
+    float* const sums[] = {chunk.dr, chunk.dk, chunk.da, chunk.db, chunk.dlog};
+    for (float* sum : sums)
+      __builtin_memset(sum, 0, tokens * size * sizeof(float));
+
+    for (int64_t row = 0; row < size; row += kLanes) {
+      const float* const saved = call.states + head.SavedState(n) + row * size;
+      __builtin_memcpy(chunk.states, saved, kLanes * size * sizeof(float));
+      Replay(chunk, tokens, size, row);
+      float* const block = ds + row * size;
+      for (int64_t t = tokens - 1; t >= 0; --t) {
+        alignas(64) float dsa[kLanes];
+        Store(dsa, ReadOut(chunk, t, size, row, block));
+        constexpr int kVecs = kLanes == 16 ? 2 : 1;
+        int64_t key = 0;
+        for (; key + kVecs * kLanes <= size; key += kVecs * kLanes)
+          StepBack<kVecs>(chunk, t, size, row, key, dsa, block);
+        for (; key < size; key += kLanes) StepBack<1>(chunk, t, size, row, key, dsa, block);
+      }
+    }
+
+    for (int64_t i = 0; i < tokens * size; i += kLanes)
+      Store(chunk.dlog + i, Load(chunk.dlog + i) * Load(chunk.d + i) * Load(chunk.slope + i));
+    for (int64_t t = 0; t < tokens; ++t) {
+      const int64_t to = head.Token(n * kChunk + t), from = t * size;
+      StoreRow(call.dtype, call.dr, to, size, chunk.dr + from);
+      StoreRow(call.dtype, call.dw, to, size, chunk.dlog + from);
+      StoreRow(call.dtype, call.dk, to, size, chunk.dk + from);
+      StoreRow(call.dtype, call.dv, to, size, chunk.dv + from);
+      StoreRow(call.dtype, call.da, to, size, chunk.da + from);
+      StoreRow(call.dtype, call.db, to, size, chunk.db + from);
+    }
+  }
+}
+
+}  // namespace
+
+namespace RWKV_JAX_ISA {
+const Wkv7Kernels kWkv7 = {kLanes,  kMaxVecs * kLanes, ForwardScratch,
+                           Forward, BackwardScratch,   Backward};
+}
+
+}  // namespace rwkv_jax::cpu

@@ -1,0 +1,8 @@
+#include "rwkv_jax/module.h"
+#include "rwkv_jax/wkv7_calls.h"
+
+NB_MODULE(_cuda, module) {
+  rwkv_jax::Export(module, {{"rwkv_wkv7_fwd_v1", Wkv7Fwd},
+                            {"rwkv_wkv7_bwd_v1", Wkv7Bwd},
+                            {"rwkv_wkv7_step_v1", Wkv7Step}});
+}

@@ -1,0 +1,272 @@
+// How the threads of a block share one head's state, and how they bring in its tokens.
+//
+// A warp owns whole rows of the state S [V, K]: rows never mix, so what is summed over a row stays
+// inside the warp and only what is summed over a column crosses warps. Inside the warp a lane owns a
+// tile of kRows x kCols elements in registers.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "rwkv_jax/types.h"
+
+namespace rwkv_jax::cuda {
+
+__host__ __device__ constexpr int Min(int a, int b) { return a < b ? a : b; }
+
+template <int kHeadSize, int kMaxRows>
+struct Tile {
+  static constexpr int N = kHeadSize;
+  static constexpr int kCols = 8;
+  static constexpr int kColGroups = N / kCols;
+  static constexpr int kRowGroups = 32 / kColGroups;
+  static constexpr int kRows = Min(kMaxRows, N / kRowGroups);
+  static constexpr int kWarps = N / (kRowGroups * kRows);
+  static constexpr int kThreads = 32 * kWarps;
+
+  int col_group, first_row, lane;
+
+  __device__ Tile()
+      : col_group(threadIdx.x % kColGroups),
+        first_row(threadIdx.x / kColGroups * kRows),
+        lane(threadIdx.x % 32) {}
+
+  // A lane owns columns 4g..4g+3 of each half, so that the lanes of a row read 128 bytes in a row.
+  __device__ int Col(int c) const { return c / 4 * (N / 2) + 4 * col_group + c % 4; }
+};
+
+template <typename G>
+using Fragment = float[G::kRows][G::kCols];
+
+__device__ inline float4 Pack(const float* x) { return {x[0], x[1], x[2], x[3]}; }
+
+__device__ inline void Unpack(float4 packed, float* x) {
+  x[0] = packed.x, x[1] = packed.y, x[2] = packed.z, x[3] = packed.w;
+}
+
+template <typename G>
+__device__ void LoadCols(const G& tile, const float* row, float (&x)[G::kCols]) {
+#pragma unroll
+  for (int c = 0; c < G::kCols; c += 4)
+    Unpack(*reinterpret_cast<const float4*>(row + tile.Col(c)), &x[c]);
+}
+
+template <typename G>
+__device__ void LoadRows(const G& tile, const float* col, float (&x)[G::kRows]) {
+  if constexpr (G::kRows % 4 == 0) {
+#pragma unroll
+    for (int i = 0; i < G::kRows; i += 4)
+      Unpack(*reinterpret_cast<const float4*>(col + tile.first_row + i), x + i);
+  } else {
+#pragma unroll
+    for (int i = 0; i < G::kRows; ++i) x[i] = col[tile.first_row + i];
+  }
+}
+
+template <typename G>
+__device__ void StoreRows(const G& tile, float* col, const float (&x)[G::kRows]) {
+  if constexpr (G::kRows % 4 == 0) {
+#pragma unroll
+    for (int i = 0; i < G::kRows; i += 4)
+      *reinterpret_cast<float4*>(col + tile.first_row + i) = Pack(x + i);
+  } else {
+#pragma unroll
+    for (int i = 0; i < G::kRows; ++i) col[tile.first_row + i] = x[i];
+  }
+}
+
+template <typename G>
+__device__ void LoadState(const G& tile, const float* state, Fragment<G>& s) {
+#pragma unroll
+  for (int i = 0; i < G::kRows; ++i) LoadCols(tile, state + (tile.first_row + i) * G::N, s[i]);
+}
+
+template <typename G>
+__device__ void StoreState(const G& tile, float* state, const Fragment<G>& s) {
+#pragma unroll
+  for (int i = 0; i < G::kRows; ++i)
+#pragma unroll
+    for (int c = 0; c < G::kCols; c += 4)
+      *reinterpret_cast<float4*>(state + (tile.first_row + i) * G::N + tile.Col(c)) = Pack(&s[i][c]);
+}
+
+// Sums x over the lanes that differ in the bits [kLow, kHigh) of their number; all get the sums.
+template <int kLow, int kHigh, int kCount>
+__device__ void AllReduce(float (&x)[kCount]) {
+#pragma unroll
+  for (int bit = kLow; bit < kHigh; bit *= 2)
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) x[i] += __shfl_xor_sync(~0u, x[i], bit);
+}
+
+// The same sums, shared out: x[0..] of each lane holds kCount / (kHigh / kLow) of them, at least one.
+// Returns the index of the first, or -1 where a lower lane holds the same.
+template <int kLow, int kHigh, int kCount>
+__device__ int ReduceScatter(float (&x)[kCount], int lane) {
+  int first = 0;
+  int left = kCount;
+  bool again = false;
+#pragma unroll
+  for (int bit = kHigh / 2; bit >= kLow; bit /= 2) {
+    const bool upper = lane & bit;
+    if (left > 1) {
+      left /= 2;
+#pragma unroll
+      for (int i = 0; i < left; ++i) {
+        const float keep = upper ? x[i + left] : x[i];
+        const float give = upper ? x[i] : x[i + left];
+        x[i] = keep + __shfl_xor_sync(~0u, give, bit);
+      }
+      first += upper ? left : 0;
+    } else {
+      x[0] += __shfl_xor_sync(~0u, x[0], bit);
+      again |= upper;
+    }
+  }
+  return again ? -1 : first;
+}
+
+// Per-row sums of s * x over the columns.
+template <typename G>
+__device__ void PartialDot(const Fragment<G>& s, const float (&x)[G::kCols],
+                           float (&sums)[G::kRows]) {
+#pragma unroll
+  for (int i = 0; i < G::kRows; ++i) {
+    float even = s[i][0] * x[0], odd = s[i][1] * x[1];
+#pragma unroll
+    for (int c = 2; c < G::kCols; c += 2) {
+      even = fmaf(s[i][c], x[c], even);
+      odd = fmaf(s[i][c + 1], x[c + 1], odd);
+    }
+    sums[i] = even + odd;
+  }
+}
+
+template <typename G>
+__device__ void Dot(const Fragment<G>& s, const float (&x)[G::kCols],
+                    float (&sums)[G::kRows]) {
+  PartialDot<G>(s, x, sums);
+  AllReduce<1, G::kColGroups>(sums);
+}
+
+// s = s diag(d) + left right^T
+template <typename G>
+__device__ void DecayAndAdd(Fragment<G>& s, const float (&d)[G::kCols],
+                            const float (&left)[G::kRows],
+                            const float (&right)[G::kCols]) {
+#pragma unroll
+  for (int i = 0; i < G::kRows; ++i)
+#pragma unroll
+    for (int c = 0; c < G::kCols; ++c)
+      s[i][c] = fmaf(s[i][c], d[c], left[i] * right[c]);
+}
+
+// s += left right^T
+template <typename G>
+__device__ void Add(Fragment<G>& s, const float (&left)[G::kRows],
+                    const float (&right)[G::kCols]) {
+#pragma unroll
+  for (int i = 0; i < G::kRows; ++i)
+#pragma unroll
+    for (int c = 0; c < G::kCols; ++c) s[i][c] = fmaf(left[i], right[c], s[i][c]);
+}
+
+__device__ inline float ToFloat(float x) { return x; }
+__device__ inline float ToFloat(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ inline float ToFloat(__half x) { return __half2float(x); }
+
+template <typename T>
+__device__ T FromFloat(float x);
+template <>
+__device__ inline float FromFloat<float>(float x) { return x; }
+template <>
+__device__ inline __nv_bfloat16 FromFloat<__nv_bfloat16>(float x) { return __float2bfloat16_rn(x); }
+template <>
+__device__ inline __half FromFloat<__half>(float x) { return __float2half_rn(x); }
+
+// The decay factor of w, and its derivative in w. Comparisons, not fmaxf, so that a NaN stays a NaN.
+__device__ inline float2 DecayAndSlope(float w, Decay form) {
+  float log_decay = w, log_slope = 1.0f;
+  if (form == Decay::kExp) {
+    log_decay = -expf(w);
+    log_decay = log_decay < kMinLogDecay ? kMinLogDecay : log_decay;
+    log_slope = log_decay;
+  } else if (form == Decay::kSigmoid) {
+    log_decay = __fdividef(-kSigmoidScale, 1.0f + expf(-w));
+    log_slope = __fdividef(log_decay, 1.0f + expf(w));
+  } else {
+    log_decay = log_decay < kMinLogDecay ? kMinLogDecay : log_decay;
+  }
+  const float d = expf(log_decay);
+  return {d, d * log_slope};
+}
+
+// Brings kTokens rows of w and of kVectors - 1 other vectors of N elements from global memory, by way
+// of registers so that the next tile travels while this one is computed, into shared memory as float,
+// w as decay factors. A token past the end comes as one that changes no state: decay 1, all else 0.
+template <typename T, typename G, int kVectors, int kTokens>
+class TokenLoader {
+ public:
+  // `count` tokens from element `first` of each vector on, `stride` elements apart; w is vectors[0].
+  __device__ void Fetch(const T* const* vectors, int64_t first, int64_t stride, int count) {
+    if (DecayToken() < Min(count, kTokens))
+      w_ = *reinterpret_cast<const Decays*>(vectors[0] + first + DecayToken() * stride +
+                                            threadIdx.x * kDecays % G::N);
+#pragma unroll
+    for (int j = 0; j < kMine; ++j) {
+      const int piece = Index(j), token = piece / kRowPieces % kTokens;
+      if (piece < kPieces && token < count) {
+        const T* row = vectors[1 + piece / (kRowPieces * kTokens)] + first + token * stride;
+        mine_[j] = *reinterpret_cast<const Piece*>(row + piece % kRowPieces * kPiece);
+      }
+    }
+  }
+
+  // `tile` is [kVectors, kTokens, N]; `slopes` [kTokens, N] gets the derivatives of the decay factors.
+  template <bool kSlopes>
+  __device__ void Store(float* tile, float* slopes, int count, Decay form) const {
+#pragma unroll
+    for (int e = 0; e < kDecays; ++e) {
+      if (DecayToken() >= kTokens) continue;
+      float2 decay{1.0f, 0.0f};
+      if (DecayToken() < count) decay = DecayAndSlope(ToFloat(w_.x[e]), form);
+      tile[threadIdx.x * kDecays + e] = decay.x;
+      if constexpr (kSlopes) slopes[threadIdx.x * kDecays + e] = decay.y;
+    }
+#pragma unroll
+    for (int j = 0; j < kMine; ++j) {
+      const int piece = Index(j), token = piece / kRowPieces % kTokens;
+      if (piece >= kPieces) continue;
+      float x[kPiece];
+#pragma unroll
+      for (int e = 0; e < kPiece; ++e) x[e] = token < count ? ToFloat(mine_[j].x[e]) : 0.0f;
+#pragma unroll
+      for (int e = 0; e < kPiece; e += 4)
+        *reinterpret_cast<float4*>(tile + kTokens * G::N + piece * kPiece + e) = Pack(x + e);
+    }
+  }
+
+ private:
+  // Decay factors cost far more than a conversion, so every thread has the same number of them.
+  static constexpr int kDecays = (kTokens * G::N + G::kThreads - 1) / G::kThreads;
+  static constexpr int kPiece = 8;
+  static constexpr int kRowPieces = G::N / kPiece;
+  static constexpr int kPieces = (kVectors - 1) * kTokens * kRowPieces;
+  static constexpr int kMine = (kPieces + G::kThreads - 1) / G::kThreads;
+  struct alignas(Min(16, kDecays * sizeof(T))) Decays {
+    T x[kDecays];
+  };
+  struct alignas(16) Piece {
+    T x[kPiece];
+  };
+
+  static __device__ int DecayToken() { return threadIdx.x * kDecays / G::N; }
+  static __device__ int Index(int j) { return threadIdx.x + j * G::kThreads; }
+
+  Decays w_;
+  Piece mine_[kMine];
+};
+
+}  // namespace rwkv_jax::cuda

@@ -1,0 +1,64 @@
+// WKV7 on CUDA: from XLA's operands to the kernels.
+#include "wkv7.h"
+
+#include <string>
+
+#include "rwkv_jax/wkv7_calls.h"
+
+namespace rwkv_jax::cuda {
+namespace {
+
+ffi::Error Launched(const char* what, cudaError_t error) {
+  if (error == cudaSuccess) return ffi::Error::Success();
+  return ffi::Error::Internal(std::string(what) + ": " + cudaGetErrorString(error));
+}
+
+ffi::Error Forward(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                   int64_t decay) {
+  Operands operands("rwkv_wkv7_fwd", args, rets);
+  Wkv7ForwardCall call;
+  ReadForward(operands, decay, kMaxHeadSize, call);
+  if (ffi::Error error = operands.Finish(); error.failure()) return error;
+  return Launched("rwkv_wkv7_fwd", Wkv7Forward(stream, call));
+}
+
+ffi::Error Step(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                int64_t decay) {
+  Operands operands("rwkv_wkv7_step", args, rets);
+  Wkv7ForwardCall call;
+  ReadStep(operands, decay, kMaxHeadSize, call);
+  if (ffi::Error error = operands.Finish(); error.failure()) return error;
+  return Launched("rwkv_wkv7_step", Wkv7Forward(stream, call));
+}
+
+ffi::Error Backward(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                    int64_t decay) {
+  Operands operands("rwkv_wkv7_bwd", args, rets);
+  Wkv7BackwardCall call;
+  ReadBackward(operands, decay, kMaxHeadSize, call);
+  float* const scratch = operands.FloatRet("scratch", "BHX");
+  const int64_t floats = ScratchSize(call.dims.head_size);
+  operands.Require(operands.Size('X') == floats, "scratch has ", operands.Size('X'),
+                   " floats a head; expected ", floats);
+  if (ffi::Error error = operands.Finish(); error.failure()) return error;
+  return Launched("rwkv_wkv7_bwd", Wkv7Backward(stream, call, scratch));
+}
+
+auto Binding() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::PlatformStream<cudaStream_t>>()
+      .RemainingArgs()
+      .RemainingRets()
+      .Attr<int64_t>("decay");
+}
+
+}  // namespace
+}  // namespace rwkv_jax::cuda
+
+// The handlers only launch kernels, so they may be part of a CUDA graph.
+RWKV_JAX_HANDLER(Wkv7Fwd, rwkv_jax::cuda::Forward, rwkv_jax::cuda::Binding(),
+                 {rwkv_jax::ffi::Traits::kCmdBufferCompatible});
+RWKV_JAX_HANDLER(Wkv7Bwd, rwkv_jax::cuda::Backward, rwkv_jax::cuda::Binding(),
+                 {rwkv_jax::ffi::Traits::kCmdBufferCompatible});
+RWKV_JAX_HANDLER(Wkv7Step, rwkv_jax::cuda::Step, rwkv_jax::cuda::Binding(),
+                 {rwkv_jax::ffi::Traits::kCmdBufferCompatible});

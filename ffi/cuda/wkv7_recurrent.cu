@@ -1,0 +1,514 @@
+// WKV7 one token at a time, all in float: exact for every decay, one block of threads per head.
+#include <cuda_runtime.h>
+
+#include <type_traits>
+
+#include "tile.cuh"
+#include "wkv7.h"
+
+namespace rwkv_jax::cuda {
+namespace {
+
+// Where one head lives in arrays [B, T, H, N] and [B, H, N, N].
+template <int N>
+struct Head {
+  int64_t batch, head, heads, tokens;
+
+  __device__ Head(int64_t tokens, int64_t heads)
+      : batch(blockIdx.x / heads), head(blockIdx.x % heads), heads(heads), tokens(tokens) {}
+
+  __device__ int64_t FirstToken() const { return (batch * tokens * heads + head) * N; }
+  __device__ int64_t TokenStride() const { return heads * N; }
+  __device__ int64_t State() const { return static_cast<int64_t>(blockIdx.x) * N * N; }
+  // The saved state before token n * kChunk, in [B, chunks, H, N, N].
+  __device__ int64_t SavedState(int64_t n) const {
+    const int64_t chunks = (tokens + kChunk - 1) / kChunk;
+    return ((batch * chunks + n) * heads + head) * N * N;
+  }
+};
+
+// Rows of a tile of tokens in shared memory. The backward pass replays with the first five alone.
+enum Vector { kW, kK, kV, kA, kB, kR, kDy };
+constexpr int kReplayVectors = 5;
+constexpr int kForwardVectors = 6;
+constexpr int kBackwardVectors = 7;
+
+template <typename T>
+struct Vectors {
+  const T* x[kBackwardVectors];
+};
+
+// One token of a tile [vectors, kTokens, N].
+template <int N, int kTokens>
+struct TokenView {
+  const float* tile;
+  int token;
+
+  __device__ const float* Row(Vector vector) const {
+    return tile + (vector * kTokens + token) * N;
+  }
+};
+
+// S a_t
+template <typename G, int kTokens>
+__device__ void ReadFromState(const G& tile, const TokenView<G::N, kTokens>& at,
+                              const Fragment<G>& s, float (&sa)[G::kRows]) {
+  float a[G::kCols];
+  LoadCols(tile, at.Row(kA), a);
+  Dot<G>(s, a, sa);
+}
+
+// S_{t-1} becomes S_t.
+template <typename G, int kTokens>
+__device__ void UpdateState(const G& tile, const TokenView<G::N, kTokens>& at,
+                            const float (&sa)[G::kRows], Fragment<G>& s) {
+  float d[G::kCols], x[G::kCols], v[G::kRows];
+  LoadCols(tile, at.Row(kW), d);
+  LoadCols(tile, at.Row(kB), x);
+  DecayAndAdd<G>(s, d, sa, x);
+  LoadRows(tile, at.Row(kV), v);
+  LoadCols(tile, at.Row(kK), x);
+  Add<G>(s, v, x);
+}
+
+template <typename T, int N, int kTokens>
+struct ForwardShared {
+  float tile[2][kForwardVectors * kTokens * N];
+  alignas(16) T y[2][kTokens * N];
+};
+
+template <int N>
+using ForwardTile = Tile<N, 4>;
+
+// Tokens come in tiles of kTokens. Built for kBlocks blocks per multiprocessor: with many heads they
+// hide each other's latency, with few heads one block is faster for having more registers.
+template <typename T, int N, int kTokens, int kBlocks>
+__global__ __launch_bounds__(ForwardTile<N>::kThreads, kBlocks) void ForwardKernel(
+    const __grid_constant__ Vectors<T> inputs, int64_t tokens, int64_t heads, Decay decay,
+    const float* initial_state, T* y, float* final_state, float* states) {
+  extern __shared__ __align__(16) unsigned char memory[];
+  auto& shared = *reinterpret_cast<ForwardShared<T, N, kTokens>*>(memory);
+  using G = ForwardTile<N>;
+  const G tile;
+  const Head<N> head(tokens, heads);
+  const int64_t stride = head.TokenStride();
+  y += head.FirstToken();
+
+  Fragment<G> s;
+  LoadState(tile, initial_state + head.State(), s);
+
+  TokenLoader<T, G, kForwardVectors, kTokens> loader;
+  const auto count_at = [&](int64_t first) {
+    return static_cast<int>(tokens - first < kTokens ? tokens - first : kTokens);
+  };
+  if (tokens > 0) {
+    loader.Fetch(inputs.x, head.FirstToken(), stride, count_at(0));
+    loader.template Store<false>(shared.tile[0], nullptr, count_at(0), decay);
+  }
+  __syncthreads();
+
+  int stage = 0;
+  for (int64_t first = 0; first < tokens; first += kTokens, stage ^= 1) {
+    const int count = count_at(first);
+    const int64_t next = first + kTokens;
+    if (next < tokens) loader.Fetch(inputs.x, head.FirstToken() + next * stride, stride, count_at(next));
+    if (states != nullptr && first % kChunk == 0)
+      StoreState(tile, states + head.SavedState(first / kChunk), s);
+
+    float out[kTokens][G::kRows];
+    int first_sum = 0;
+#pragma unroll
+    for (int t = 0; t < kTokens; ++t) {
+      const TokenView<N, kTokens> at{shared.tile[stage], t};
+      float sa[G::kRows], r[G::kCols];
+      ReadFromState(tile, at, s, sa);
+      UpdateState(tile, at, sa, s);
+      LoadCols(tile, at.Row(kR), r);
+      PartialDot<G>(s, r, out[t]);
+      first_sum = ReduceScatter<1, G::kColGroups>(out[t], tile.lane);
+    }
+    // Stored together: a store between two tokens would hold back the loads of the second.
+    if (first_sum >= 0)
+#pragma unroll
+      for (int t = 0; t < kTokens; ++t)
+        shared.y[stage][t * N + tile.first_row + first_sum] = FromFloat<T>(out[t][0]);
+
+    if (next < tokens)
+      loader.template Store<false>(shared.tile[stage ^ 1], nullptr, count_at(next), decay);
+    __syncthreads();
+    struct alignas(16) Piece {
+      T x[8];
+    };
+    for (int i = threadIdx.x; i < count * N / 8; i += G::kThreads)
+      *reinterpret_cast<Piece*>(y + (first + i / (N / 8)) * stride + i % (N / 8) * 8) =
+          reinterpret_cast<const Piece*>(shared.y[stage])[i];
+  }
+  StoreState(tile, final_state + head.State(), s);
+}
+
+template <typename T>
+struct Gradients {
+  T *r, *w, *k, *v, *a, *b;
+  float* initial_state;
+};
+
+// The gradients that are sums over the rows of S.
+enum ColumnSum { kDr, kDw, kDk, kDa, kDb, kColumnSums };
+
+// A lane of a large head has more rows: registers and shared memory admit no more warps.
+template <int N>
+using BackwardTile = Tile<N, N == 128 ? 8 : 4>;
+
+template <typename G>
+struct BackwardShared {
+  // Large heads have no room to keep S_0 beside S_1 and S_2, nor the sums of more than one token.
+  static constexpr bool kLarge = G::N > 64;
+  static constexpr int kSumStages = kLarge ? 1 : 2;
+  static constexpr int kSumTokens = kLarge ? 1 : kBlock;
+
+  float tile[2][kBackwardVectors * kBlock * G::N];
+  float slope[2][kBlock * G::N];
+  float sa[2][kBlock * G::N];
+  // States of a block as each thread holds them: S_1, S_2 and perhaps S_0.
+  float4 kept[kLarge ? 2 : 3][G::kRows * G::kCols / 4][G::kThreads];
+  // What each warp has for the gradients of a token.
+  float sums[kSumStages][kSumTokens][G::kWarps][kColumnSums][G::N];
+};
+
+template <typename G>
+__device__ void Keep(float4 (*slot)[G::kThreads], const Fragment<G>& s) {
+#pragma unroll
+  for (int i = 0; i < G::kRows; ++i)
+#pragma unroll
+    for (int c = 0; c < G::kCols; c += 4)
+      slot[(i * G::kCols + c) / 4][threadIdx.x] = Pack(&s[i][c]);
+}
+
+template <typename G>
+__device__ void Recall(const float4 (*slot)[G::kThreads], Fragment<G>& s) {
+#pragma unroll
+  for (int i = 0; i < G::kRows; ++i)
+#pragma unroll
+    for (int c = 0; c < G::kCols; c += 4)
+      Unpack(slot[(i * G::kCols + c) / 4][threadIdx.x], &s[i][c]);
+}
+
+template <typename G>
+__device__ void Copy(const Fragment<G>& from, Fragment<G>& to) {
+#pragma unroll
+  for (int i = 0; i < G::kRows; ++i)
+#pragma unroll
+    for (int c = 0; c < G::kCols; ++c) to[i][c] = from[i][c];
+}
+
+// Columns of x^T m.
+template <typename G>
+__device__ void TransposedDot(const float (&x)[G::kRows], const Fragment<G>& m,
+                              float (&out)[G::kCols]) {
+#pragma unroll
+  for (int c = 0; c < G::kCols; ++c) {
+    out[c] = x[0] * m[0][c];
+#pragma unroll
+    for (int i = 1; i < G::kRows; ++i) out[c] = fmaf(x[i], m[i][c], out[c]);
+  }
+}
+
+// One token backwards. `ds` enters as the gradient of S_t without the share of y_t and leaves as that
+// of S_{t-1}. The sums over this warp's rows go to `sums`, and dv to `dv` if that is not null.
+template <typename T, typename G>
+__device__ void BackwardToken(const G& tile, const TokenView<G::N, kBlock>& at,
+                              const float* slope_row, const float* sa_row,
+                              const Fragment<G>& s_before, Fragment<G>& ds, float (*sums)[G::N],
+                              T* dv) {
+  constexpr int kRows = G::kRows, kCols = G::kCols;
+  float left[kCols > G::kRowGroups ? kCols / G::kRowGroups : 1][kColumnSums];
+  int first = 0;
+  const auto sum_over_rows = [&](float(&column)[kCols], ColumnSum which) {
+    first = ReduceScatter<G::kColGroups, 32>(column, tile.lane);
+#pragma unroll
+    for (int c = 0; c < sizeof(left) / sizeof(left[0]); ++c) left[c][which] = column[c];
+  };
+
+  float dy[kRows], v[kRows], sa[kRows], dsa[kRows], rows[kRows];
+  float b[kCols], k[kCols], x[kCols], column[kCols];
+  LoadRows(tile, at.Row(kDy), dy);
+  LoadCols(tile, at.Row(kR), x);
+  Add<G>(ds, dy, x);
+  LoadCols(tile, at.Row(kB), b);
+  Dot<G>(ds, b, dsa);
+
+  LoadCols(tile, at.Row(kK), k);
+  PartialDot<G>(ds, k, rows);
+  const int first_dv = ReduceScatter<1, G::kColGroups>(rows, tile.lane);
+  LoadRows(tile, at.Row(kV), v);
+  LoadRows(tile, sa_row, sa);
+  TransposedDot<G>(v, ds, column);
+  sum_over_rows(column, kDk);
+  TransposedDot<G>(sa, ds, column);
+  sum_over_rows(column, kDb);
+
+  LoadCols(tile, slope_row, x);
+#pragma unroll
+  for (int c = 0; c < kCols; ++c) {
+    column[c] = ds[0][c] * s_before[0][c];
+#pragma unroll
+    for (int i = 1; i < kRows; ++i) column[c] = fmaf(ds[i][c], s_before[i][c], column[c]);
+    column[c] *= x[c];
+  }
+  sum_over_rows(column, kDw);
+
+  // dr_t = S_t^T dy, written with S_{t-1} so that S_t need not be kept.
+  LoadCols(tile, at.Row(kW), x);
+  TransposedDot<G>(dy, s_before, column);
+  float sa_dy = 0.0f, v_dy = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    sa_dy = fmaf(sa[i], dy[i], sa_dy);
+    v_dy = fmaf(v[i], dy[i], v_dy);
+  }
+#pragma unroll
+  for (int c = 0; c < kCols; ++c)
+    column[c] = fmaf(x[c], column[c], fmaf(sa_dy, b[c], v_dy * k[c]));
+  sum_over_rows(column, kDr);
+
+  TransposedDot<G>(dsa, s_before, column);
+  sum_over_rows(column, kDa);
+  LoadCols(tile, at.Row(kA), b);
+  DecayAndAdd<G>(ds, x, dsa, b);
+
+  // Stored together: a store in between would hold back the loads behind it.
+  if (first >= 0)
+#pragma unroll
+    for (int which = 0; which < kColumnSums; ++which)
+#pragma unroll
+      for (int c = 0; c < sizeof(left) / sizeof(left[0]); ++c)
+        sums[which][tile.Col(first + c)] = left[c][which];
+  if (first_dv >= 0 && dv != nullptr) dv[tile.first_row + first_dv] = FromFloat<T>(rows[0]);
+}
+
+// Adds up what the warps left and writes the gradients of one token.
+template <typename T, typename G>
+__device__ void WriteColumnSums(const float (&sums)[G::kWarps][kColumnSums][G::N],
+                                int64_t token, const Gradients<T>& out) {
+  T* const gradients[kColumnSums] = {out.r, out.w, out.k, out.a, out.b};
+#pragma unroll
+  for (int i = 0; i < kColumnSums * G::N; i += G::kThreads) {
+    const int which = (i + threadIdx.x) / G::N, col = threadIdx.x % G::N;
+    if (which >= kColumnSums) break;
+    float sum = 0.0f;
+#pragma unroll
+    for (int warp = 0; warp < G::kWarps; ++warp) sum += sums[warp][which][col];
+    gradients[which][token + col] = FromFloat<T>(sum);
+  }
+}
+
+// Chunks run last to first. In a chunk the saved state is replayed once to find the state before each
+// block of kBlock tokens; each block is then replayed from there, which leaves S_{t-1} of its tokens
+// at hand, and taken backwards. The decay is never inverted.
+template <typename T, int N>
+__global__ __launch_bounds__(BackwardTile<N>::kThreads, N == 64 ? 2 : 1) void BackwardKernel(
+    const __grid_constant__ Vectors<T> inputs, int64_t tokens, int64_t heads, Decay decay,
+    const float* states, const float* dfinal_state, const __grid_constant__ Gradients<T> out,
+    float* scratch) {
+  using G = BackwardTile<N>;
+  static_assert(kBlock * N <= 4 * G::kThreads);
+  static_assert(kBlock == 4, "S_0, S_1 and S_2 are kept or reloaded, S_3 is in registers");
+  extern __shared__ __align__(16) unsigned char memory[];
+  using Shared = BackwardShared<G>;
+  constexpr bool kLarge = Shared::kLarge;
+  auto& shared = *reinterpret_cast<Shared*>(memory);
+  constexpr int kRows = G::kRows;
+  const G tile;
+  const Head<N> head(tokens, heads);
+  const int64_t stride = head.TokenStride();
+  constexpr int64_t kScratch = ScratchSize(N);
+  float* const block_states = scratch + blockIdx.x * kScratch;
+  float* const chunk_sa = block_states + (kChunk / kBlock - 1) * N * N;
+
+  Fragment<G> ds, s;
+  LoadState(tile, dfinal_state + head.State(), ds);
+
+  for (int64_t chunk = (tokens + kChunk - 1) / kChunk - 1; chunk >= 0; --chunk) {
+    const int64_t start = chunk * kChunk;
+    const int64_t first_token = head.FirstToken() + start * stride;
+    const int in_chunk = static_cast<int>(tokens - start < kChunk ? tokens - start : kChunk);
+    const int blocks = (in_chunk + kBlock - 1) / kBlock;
+    const float* const saved = states + head.SavedState(chunk);
+    const auto count_of = [&](int block) { return Min(kBlock, in_chunk - block * kBlock); };
+    const auto token_of = [&](int block) { return first_token + block * kBlock * stride; };
+    const auto state_of = [&](int block) {
+      return block > 0 ? block_states + (block - 1) * N * N : saved;
+    };
+
+    LoadState(tile, saved, s);
+    TokenLoader<T, G, kReplayVectors, kBlock> replay_loader;
+    replay_loader.Fetch(inputs.x, token_of(0), stride, count_of(0));
+    replay_loader.template Store<false>(shared.tile[0], nullptr, count_of(0), decay);
+    __syncthreads();
+    for (int block = 0; block < blocks; ++block) {
+      const bool more = block + 1 < blocks;
+      if (more) replay_loader.Fetch(inputs.x, token_of(block + 1), stride, count_of(block + 1));
+      if (block > 0) StoreState(tile, block_states + (block - 1) * N * N, s);
+      float sa[kBlock][kRows];
+#pragma unroll
+      for (int t = 0; t < kBlock; ++t) {
+        const TokenView<N, kBlock> at{shared.tile[block % 2], t};
+        ReadFromState(tile, at, s, sa[t]);
+        UpdateState(tile, at, sa[t], s);
+      }
+      if (tile.col_group == 0)
+#pragma unroll
+        for (int t = 0; t < kBlock; ++t)
+          StoreRows(tile, chunk_sa + (block * kBlock + t) * N, sa[t]);
+      if (more)
+        replay_loader.template Store<false>(shared.tile[(block + 1) % 2], nullptr,
+                                            count_of(block + 1), decay);
+      __syncthreads();
+    }
+
+    TokenLoader<T, G, kBackwardVectors, kBlock> loader;
+    float4 sa_piece;
+    const auto fetch = [&](int block) {
+      loader.Fetch(inputs.x, token_of(block), stride, count_of(block));
+      if (4 * threadIdx.x < kBlock * N)
+        sa_piece = *reinterpret_cast<const float4*>(chunk_sa + block * kBlock * N + 4 * threadIdx.x);
+    };
+    const auto store = [&](int block) {
+      loader.template Store<true>(shared.tile[block % 2], shared.slope[block % 2], count_of(block),
+                                  decay);
+      if (4 * threadIdx.x < kBlock * N)
+        *reinterpret_cast<float4*>(&shared.sa[block % 2][4 * threadIdx.x]) = sa_piece;
+    };
+    Fragment<G> s_next;
+    fetch(blocks - 1);
+    store(blocks - 1);
+    if constexpr (!kLarge) LoadState(tile, state_of(blocks - 1), s_next);
+    __syncthreads();
+    for (int block = blocks - 1; block >= 0; --block) {
+      const int count = count_of(block), stage = block % 2;
+      if (block > 0) fetch(block - 1);
+      if constexpr (kLarge) {
+        LoadState(tile, state_of(block), s);
+      } else {
+        Copy<G>(s_next, s);
+        Keep<G>(shared.kept[2], s);
+        if (block > 0) LoadState(tile, state_of(block - 1), s_next);
+      }
+#pragma unroll
+      for (int t = 0; t < kBlock - 1; ++t) {
+        float sa[kRows];
+        LoadRows(tile, shared.sa[stage] + t * N, sa);
+        UpdateState(tile, TokenView<N, kBlock>{shared.tile[stage], t}, sa, s);
+        if (t < kBlock - 2) Keep<G>(shared.kept[t], s);
+      }
+      auto& sums = shared.sums[stage % Shared::kSumStages];
+      const auto token = [&](int t) { return token_of(block) + t * stride; };
+#pragma unroll
+      for (int t = kBlock - 1; t >= 0; --t) {
+        if (t == 0 && kLarge)
+          LoadState(tile, state_of(block), s);
+        else if (t < kBlock - 1)
+          Recall<G>(shared.kept[t > 0 ? t - 1 : 2], s);
+        BackwardToken<T, G>(tile, {shared.tile[stage], t}, shared.slope[stage] + t * N,
+                            shared.sa[stage] + t * N, s, ds,
+                            sums[t % Shared::kSumTokens][threadIdx.x / 32],
+                            t < count ? out.v + token(t) : nullptr);
+        if constexpr (kLarge) {
+          __syncthreads();
+          if (t < count) WriteColumnSums<T, G>(sums[0], token(t), out);
+          __syncthreads();
+        }
+      }
+      if (block > 0) store(block - 1);
+      __syncthreads();
+      // While a warp still reads these sums, the others may be at the next block, which has others.
+      if constexpr (!kLarge)
+        for (int t = 0; t < count; ++t) WriteColumnSums<T, G>(sums[t], token(t), out);
+    }
+  }
+  StoreState(tile, out.initial_state + head.State(), ds);
+}
+
+template <typename T>
+Vectors<T> Inputs(const Wkv7Call& call, const void* dy) {
+  const void* const x[] = {call.w, call.k, call.v, call.a, call.b, call.r, dy};
+  Vectors<T> vectors;
+  for (int i = 0; i < kBackwardVectors; ++i) vectors.x[i] = static_cast<const T*>(x[i]);
+  return vectors;
+}
+
+// One block for each head.
+template <typename... Parameters, typename... Arguments>
+cudaError_t Launch(void (*kernel)(Parameters...), int threads, size_t shared_bytes,
+                   cudaStream_t stream, const Wkv7Dims& dims, Arguments... arguments) {
+  // Set at every launch: the attribute belongs to the current device.
+  const cudaError_t error = cudaFuncSetAttribute(
+      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
+  if (error != cudaSuccess) return error;
+  kernel<<<dims.batch * dims.heads, threads, shared_bytes, stream>>>(arguments...);
+  return cudaGetLastError();
+}
+
+// Calls fn(T(), integral_constant<int, N>()) with the element type and the head size.
+template <typename T, typename Fn>
+cudaError_t ForHeadSize(int64_t head_size, Fn&& fn) {
+  switch (head_size) {
+    case 16: return fn(T(), std::integral_constant<int, 16>());
+    case 32: return fn(T(), std::integral_constant<int, 32>());
+    case 64: return fn(T(), std::integral_constant<int, 64>());
+    case 128: return fn(T(), std::integral_constant<int, 128>());
+    default: return cudaErrorInvalidValue;
+  }
+}
+
+template <typename Fn>
+cudaError_t Dispatch(const Wkv7Call& call, Fn&& fn) {
+  if (call.dims.batch * call.dims.heads == 0) return cudaSuccess;
+  switch (call.dtype) {
+    case Dtype::kF32: return ForHeadSize<float>(call.dims.head_size, fn);
+    case Dtype::kBF16: return ForHeadSize<__nv_bfloat16>(call.dims.head_size, fn);
+    case Dtype::kF16: return ForHeadSize<__half>(call.dims.head_size, fn);
+  }
+  return cudaErrorInvalidValue;
+}
+
+// Below this many heads a multiprocessor of any current GPU has little more than one.
+constexpr int64_t kFewHeads = 200;
+
+}  // namespace
+
+cudaError_t Wkv7Forward(cudaStream_t stream, const Wkv7ForwardCall& call) {
+  return Dispatch(call, [&](auto zero, auto size) {
+    using T = decltype(zero);
+    constexpr int N = size();
+    const auto launch = [&](auto tokens, auto blocks) {
+      constexpr int kTokens = tokens(), kBlocks = blocks();
+      return Launch(ForwardKernel<T, N, kTokens, kBlocks>, ForwardTile<N>::kThreads,
+                    sizeof(ForwardShared<T, N, kTokens>), stream, call.dims, Inputs<T>(call, nullptr), call.dims.tokens,
+                       call.dims.heads, call.decay, call.initial_state, static_cast<T*>(call.y),
+                       call.final_state, call.states);
+    };
+    constexpr std::integral_constant<int, 1> one;
+    constexpr std::integral_constant<int, N == 128 ? 1 : 4> many;
+    if (call.dims.tokens == 1) return launch(one, many);
+    constexpr std::integral_constant<int, 8> tile;
+    return call.dims.batch * call.dims.heads < kFewHeads ? launch(tile, one) : launch(tile, many);
+  });
+}
+
+cudaError_t Wkv7Backward(cudaStream_t stream, const Wkv7BackwardCall& call, float* scratch) {
+  return Dispatch(call, [&](auto zero, auto size) {
+    using T = decltype(zero);
+    constexpr int N = size();
+    const Gradients<T> gradients{static_cast<T*>(call.dr), static_cast<T*>(call.dw),
+                                 static_cast<T*>(call.dk), static_cast<T*>(call.dv),
+                                 static_cast<T*>(call.da), static_cast<T*>(call.db),
+                                 call.dinitial_state};
+    return Launch(BackwardKernel<T, N>, BackwardTile<N>::kThreads,
+                  sizeof(BackwardShared<BackwardTile<N>>), stream, call.dims,
+                     Inputs<T>(call, call.dy), call.dims.tokens, call.dims.heads, call.decay,
+                     call.states, call.dfinal_state, gradients, scratch);
+  });
+}
+
+}  // namespace rwkv_jax::cuda

@@ -1,0 +1,127 @@
+// The operands and results of a call, read one after another and checked by name.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <sstream>
+#include <string>
+#include <string_view>
+
+#include "rwkv_jax/ffi.h"
+#include "rwkv_jax/types.h"
+
+namespace rwkv_jax {
+
+// Each of the four readers takes the next operand or result, checks its dtype and its shape, and
+// returns its data. Axes are letters; a letter has the same size wherever it occurs. After the first
+// error the readers return null and Finish returns that error, so that a handler can read everything
+// first and ask once.
+class Operands {
+ public:
+  Operands(const char* op, ffi::RemainingArgs args, ffi::RemainingRets rets)
+      : op_(op), args_(args), rets_(rets) {}
+
+  // A tensor of float32, bfloat16 or float16, the same for all tensors of a call.
+  const void* Arg(const char* name, const char* axes) { return Next(args_, arg_, name, axes, false); }
+  void* Ret(const char* name, const char* axes) { return Next(rets_, ret_, name, axes, false); }
+
+  // A state or scratch, always float32.
+  const float* FloatArg(const char* name, const char* axes) {
+    return static_cast<const float*>(Next(args_, arg_, name, axes, true));
+  }
+  float* FloatRet(const char* name, const char* axes) {
+    return static_cast<float*>(Next(rets_, ret_, name, axes, true));
+  }
+
+  // 0 for an axis that no operand has.
+  int64_t Size(char axis) const { return axes_[axis - 'A'].size; }
+  Dtype dtype() const {
+    return dtype_ == ffi::BF16 ? Dtype::kBF16 : dtype_ == ffi::F16 ? Dtype::kF16 : Dtype::kF32;
+  }
+
+  // Unless `condition` holds, an error of the given parts; the first error is the one that counts.
+  template <typename... Parts>
+  void Require(bool condition, const Parts&... parts) {
+    if (condition || error_.failure()) return;
+    std::ostringstream message;
+    message << op_ << ": ";
+    (message << ... << parts);
+    error_ = ffi::Error::InvalidArgument(message.str());
+  }
+
+  ffi::Error Finish() {
+    Require(arg_ == args_.size(), args_.size(), " operands given; expected ", arg_);
+    Require(ret_ == rets_.size(), rets_.size(), " results given; expected ", ret_);
+    return error_;
+  }
+
+ private:
+  struct Axis {
+    int64_t size = 0;
+    const char* first = nullptr;  // the operand that had this axis first
+  };
+
+  static const ffi::AnyBuffer& Get(const ffi::AnyBuffer& buffer) { return buffer; }
+  static const ffi::AnyBuffer& Get(ffi::Result<ffi::AnyBuffer>& buffer) { return *buffer; }
+
+  template <typename Remaining>
+  void* Next(const Remaining& remaining, size_t& position, const char* name, const char* axes,
+             bool is_float) {
+    const size_t index = position++;
+    auto found = remaining.template get<ffi::AnyBuffer>(index);
+    Require(found.has_value(), name, " is missing or is not an array");
+    if (error_.failure()) return nullptr;
+    const ffi::AnyBuffer& buffer = Get(*found);
+    CheckType(name, buffer.element_type(), is_float);
+    CheckShape(name, axes, buffer.dimensions());
+    return error_.failure() ? nullptr : buffer.untyped_data();
+  }
+
+  void CheckType(const char* name, ffi::DataType given, bool is_float) {
+    if (is_float) {
+      Require(given == ffi::F32, name, " is ", given, "; expected F32");
+      return;
+    }
+    Require(given == ffi::F32 || given == ffi::BF16 || given == ffi::F16, name, " is ", given,
+            "; expected F32, BF16 or F16");
+    if (dtype_ == ffi::DataType::INVALID) {
+      dtype_ = given;
+      first_ = name;
+    }
+    Require(given == dtype_, name, " is ", given, " where ", first_, " is ", dtype_,
+            "; expected the same");
+  }
+
+  void CheckShape(const char* name, const char* axes, ffi::AnyBuffer::Dimensions given) {
+    const std::string_view letters = axes;
+    if (given.size() != letters.size())
+      Require(false, name, " has shape ", List(given), "; expected ", List(letters));
+    if (error_.failure()) return;
+    for (size_t i = 0; i < letters.size(); ++i) {
+      Axis& axis = axes_[letters[i] - 'A'];
+      if (axis.first == nullptr) axis = {given[i], name};
+      if (given[i] != axis.size)
+        Require(false, name, " has shape ", List(given), ", so ", letters[i], " = ", given[i],
+                ", where ", axis.first, " has ", letters[i], " = ", axis.size, "; expected ",
+                List(letters), " of matching sizes");
+    }
+  }
+
+  template <typename Items>
+  static std::string List(const Items& items) {
+    std::ostringstream list;
+    for (size_t i = 0; i < items.size(); ++i) list << (i ? ", " : "") << items[i];
+    return "[" + list.str() + "]";
+  }
+
+  const char* op_;
+  ffi::RemainingArgs args_;
+  ffi::RemainingRets rets_;
+  size_t arg_ = 0, ret_ = 0;
+  ffi::DataType dtype_ = ffi::DataType::INVALID;
+  const char* first_ = nullptr;
+  std::array<Axis, 26> axes_;
+  ffi::Error error_;
+};
+
+}  // namespace rwkv_jax

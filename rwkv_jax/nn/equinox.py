@@ -1,0 +1,106 @@
+"""RWKV-7 layers for Equinox, with the official initialisation.
+
+`params` of each layer is the parameter tree of `rwkv_jax.models.rwkv7`; that module says what the
+layers compute, in which modes and dtypes. As usual in Equinox, inputs and states have no batch
+axis: use `jax.vmap`.
+"""
+
+from typing import TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+from jaxtyping import Float, Float32, Int, Key
+
+from rwkv_jax.models import rwkv7
+
+Tree = TypeVar("Tree")
+
+
+def _batch(tree: Tree) -> Tree:
+    return jax.tree.map(lambda x: x[None], tree)
+
+
+def _unbatch(tree: Tree) -> Tree:
+    return jax.tree.map(lambda x: x[0], tree)
+
+
+class TimeMix(eqx.Module):
+    """Time mixing of layer `layer` (from 0) among `layers`."""
+
+    params: rwkv7.TimeMixParams
+    implementation: str | None = eqx.field(static=True)
+
+    def __init__(
+        self,
+        width: int,
+        head_size: int = 64,
+        *,
+        layer: int,
+        layers: int,
+        implementation: str | None = None,
+        key: Key[Array, ""],
+    ):
+        self.params = rwkv7.init_time_mix(key, width, head_size, layer=layer, layers=layers)
+        self.implementation = implementation
+
+    def __call__(
+        self,
+        x: Float[Array, "*T C"],
+        state: rwkv7.TimeMixState | None = None,
+        v_first: Float[Array, "*T C"] | None = None,
+    ) -> tuple[Float[Array, "*T C"], rwkv7.TimeMixState, Float[Array, "*T C"]]:
+        """`rwkv7.time_mix` of a sequence [T, C] or a token [C]: output, state, `v_first`."""
+        x, state, v_first = _batch((x, state, v_first))
+        return _unbatch(
+            rwkv7.time_mix(self.params, x, state, v_first, implementation=self.implementation)
+        )
+
+
+class ChannelMix(eqx.Module):
+    """Channel mixing of layer `layer` (from 0) among `layers`."""
+
+    params: rwkv7.ChannelMixParams
+
+    def __init__(self, width: int, *, layer: int, layers: int, key: Key[Array, ""]):
+        self.params = rwkv7.init_channel_mix(key, width, layer=layer, layers=layers)
+
+    def __call__(
+        self, x: Float[Array, "*T C"], state: Float[Array, " C"] | None = None
+    ) -> tuple[Float[Array, "*T C"], Float[Array, " C"]]:
+        """`rwkv7.channel_mix` of a sequence [T, C] or a token [C]: output, state."""
+        x, state = _batch((x, state))
+        return _unbatch(rwkv7.channel_mix(self.params, x, state))
+
+
+class RWKV7(eqx.Module):
+    """The language model. Parameters are float32; it computes in `dtype`."""
+
+    params: rwkv7.Params
+    dtype: jnp.dtype = eqx.field(static=True)
+    implementation: str | None = eqx.field(static=True)
+
+    def __init__(
+        self,
+        config: rwkv7.Config,
+        *,
+        dtype: DTypeLike = jnp.float32,
+        implementation: str | None = None,
+        key: Key[Array, ""],
+    ):
+        self.params = rwkv7.init(key, config)
+        self.dtype = jnp.dtype(dtype)
+        self.implementation = implementation
+
+    def __call__(
+        self, tokens: Int[Array, "*T"], state: rwkv7.State | None = None
+    ) -> tuple[Float32[Array, "*T vocabulary"], rwkv7.State]:
+        """`rwkv7.rwkv7` of a sequence [T] or a token []: logits, state."""
+        tokens, state = _batch((tokens, state))
+        return _unbatch(
+            rwkv7.rwkv7(
+                self.params, tokens, state, dtype=self.dtype, implementation=self.implementation
+            )
+        )

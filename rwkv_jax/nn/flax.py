@@ -1,0 +1,97 @@
+"""RWKV-7 layers for Flax NNX, with the official initialisation.
+
+`params` of each layer is the parameter tree of `rwkv_jax.models.rwkv7` with an `nnx.Param` at each
+leaf; that module says what the layers compute, in which modes and dtypes.
+"""
+
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.typing import DTypeLike
+from jaxtyping import Float, Float32, Int
+
+from rwkv_jax.models import rwkv7
+
+Tree = TypeVar("Tree")
+
+
+def parameters(tree: Tree) -> Tree:
+    """The same tree with an `nnx.Param` around each array."""
+    return nnx.data(jax.tree.map(nnx.Param, tree))
+
+
+def arrays(tree: Tree) -> Tree:
+    """The same tree with the array of each `nnx.Param`."""
+    return jax.tree.map(lambda x: x[...], tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
+
+
+class TimeMix(nnx.Module):
+    """Time mixing of layer `layer` (from 0) among `layers`."""
+
+    def __init__(
+        self,
+        width: int,
+        head_size: int = 64,
+        *,
+        layer: int,
+        layers: int,
+        implementation: str | None = None,
+        rngs: nnx.Rngs,
+    ):
+        self.params = parameters(
+            rwkv7.init_time_mix(rngs.params(), width, head_size, layer=layer, layers=layers)
+        )
+        self.implementation = implementation
+
+    def __call__(
+        self,
+        x: Float[Array, "B *T C"],
+        state: rwkv7.TimeMixState | None = None,
+        v_first: Float[Array, "B *T C"] | None = None,
+    ) -> tuple[Float[Array, "B *T C"], rwkv7.TimeMixState, Float[Array, "B *T C"]]:
+        """`rwkv7.time_mix` of a sequence [B, T, C] or a token [B, C]: output, state, `v_first`."""
+        return rwkv7.time_mix(
+            arrays(self.params), x, state, v_first, implementation=self.implementation
+        )
+
+
+class ChannelMix(nnx.Module):
+    """Channel mixing of layer `layer` (from 0) among `layers`."""
+
+    def __init__(self, width: int, *, layer: int, layers: int, rngs: nnx.Rngs):
+        self.params = parameters(
+            rwkv7.init_channel_mix(rngs.params(), width, layer=layer, layers=layers)
+        )
+
+    def __call__(
+        self, x: Float[Array, "B *T C"], state: Float[Array, "B C"] | None = None
+    ) -> tuple[Float[Array, "B *T C"], Float[Array, "B C"]]:
+        """`rwkv7.channel_mix` of a sequence [B, T, C] or a token [B, C]: output, state."""
+        return rwkv7.channel_mix(arrays(self.params), x, state)
+
+
+class RWKV7(nnx.Module):
+    """The language model. Parameters are float32; it computes in `dtype`."""
+
+    def __init__(
+        self,
+        config: rwkv7.Config,
+        *,
+        dtype: DTypeLike = jnp.float32,
+        implementation: str | None = None,
+        rngs: nnx.Rngs,
+    ):
+        self.params = parameters(rwkv7.init(rngs.params(), config))
+        self.dtype = jnp.dtype(dtype)
+        self.implementation = implementation
+
+    def __call__(
+        self, tokens: Int[Array, "B *T"], state: rwkv7.State | None = None
+    ) -> tuple[Float32[Array, "B *T vocabulary"], rwkv7.State]:
+        """`rwkv7.rwkv7` of sequences [B, T] or a token each [B]: logits, state."""
+        return rwkv7.rwkv7(
+            arrays(self.params), tokens, state, dtype=self.dtype, implementation=self.implementation
+        )

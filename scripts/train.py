@@ -1,0 +1,330 @@
+"""Train a byte-level RWKV-7 language model, by default on the sources of Python's standard library.
+
+    python scripts/train.py                      # the demo: minutes on two CPU cores
+    python scripts/train.py --data book.txt --size small --steps 20000
+    python scripts/train.py --resume             # after Ctrl-C; loses no step
+
+Writes checkpoint.npz (every array by its name, and the log), log.json and loss.png to --out.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import math
+import os
+import signal
+import sys
+import sysconfig
+import time
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import matplotlib
+import numpy as np
+import optax
+from flax import nnx
+from tqdm import tqdm
+
+from rwkv_jax.models import rwkv7
+from rwkv_jax.nn.flax import RWKV7, arrays
+
+SIZES = {
+    "tiny": rwkv7.Config(layers=2, width=64, head_size=32, vocabulary=256),
+    "demo": rwkv7.Config(layers=4, width=128, head_size=64, vocabulary=256),
+    "small": rwkv7.Config(layers=6, width=384, head_size=64, vocabulary=256),
+    "0.1b": rwkv7.Config(layers=12, width=768, head_size=64, vocabulary=256),
+}
+NOT_OURS = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
+HELD_OUT_EVERY = 20
+MAY_CHANGE = {"out", "resume", "save_every", "sample", "temperature", "prompt"}
+"""Options that a resumed run need not share with the interrupted one."""
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Train a byte-level RWKV-7 language model.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    sizes = ", ".join(f"{n} = {c.layers}x{c.width}" for n, c in SIZES.items())
+    add("--size", choices=SIZES, default="demo", help=f"layers x width: {sizes}")
+    add("--layers", type=int, help="instead of that of --size")
+    add("--width", type=int, help="instead of that of --size")
+    add("--head-size", type=int, help="instead of that of --size")
+    add("--data", type=Path, help="a file, or a folder of files; the standard library if not given")
+    add("--pattern", default="*.py", help="which files of a folder, at any depth")
+    add("--steps", type=int, default=1000, help="optimizer steps")
+    add("--batch", type=int, default=8, help="sequences a step")
+    add("--context", type=int, default=128, help="bytes a sequence")
+    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the activations")
+    add(
+        "--implementation",
+        choices=("ffi", "xla", "reference"),
+        help="of wkv7; the best if not given",
+    )
+    add("--learning-rate", type=float, default=4e-3, help="at its peak")
+    add("--warmup", type=int, default=50, help="steps until the peak")
+    add("--weight-decay", type=float, default=0.1, help="of matrices")
+    add("--seed", type=int, default=0, help="of parameters, data order and sample")
+    add("--eval-every", type=int, default=200, help="steps between held-out losses")
+    add("--eval-bytes", type=int, default=65536, help="held-out bytes that are predicted")
+    add("--save-every", type=int, default=500, help="steps between checkpoints")
+    add("--out", type=Path, default=Path("out/train"), help="output folder")
+    add("--resume", action="store_true", help="continue from the checkpoint in --out")
+    add("--prompt", default="def ", help="what the sample continues")
+    add("--sample", type=int, default=500, help="bytes of text to generate at the end")
+    add("--temperature", type=float, default=0.7, help="of the sample")
+    return parser.parse_args(argv)
+
+
+def config(args: argparse.Namespace) -> rwkv7.Config:
+    sizes = {"layers": args.layers, "width": args.width, "head_size": args.head_size}
+    return dataclasses.replace(SIZES[args.size], **{n: s for n, s in sizes.items() if s})
+
+
+def read(data: Path | None, pattern: str) -> tuple[np.ndarray, np.ndarray]:
+    """Training and held-out bytes: every twentieth file is held out, or the end of a single one."""
+    folder = data or Path(sysconfig.get_path("stdlib"))
+    if folder.is_file():
+        text = np.frombuffer(folder.read_bytes(), np.uint8)
+        cut = len(text) - len(text) // HELD_OUT_EVERY
+        return text[:cut], text[cut:]
+    paths = sorted(path.relative_to(folder) for path in folder.rglob(pattern))
+    files = [(folder / path).read_bytes() for path in paths if NOT_OURS.isdisjoint(path.parts)]
+    held_out = files[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
+    del files[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
+    if not held_out:
+        sys.exit(
+            f"{folder} has {len(files)} files {pattern}; needed are {HELD_OUT_EVERY} or one file"
+        )
+    train, test = (np.frombuffer(b"\n".join(part), np.uint8) for part in (files, held_out))
+    return train, test
+
+
+def batch_at(step: int, text: np.ndarray, args: argparse.Namespace) -> np.ndarray:
+    """The sequences of a step, a function of the seed and the step alone: [batch, context + 1]."""
+    starts = np.random.default_rng((args.seed, step)).integers(
+        len(text) - args.context, size=args.batch
+    )
+    return windows(text, starts, args.context)
+
+
+def windows(text: np.ndarray, starts: np.ndarray, context: int) -> np.ndarray:
+    return text[starts[:, None] + np.arange(context + 1)].astype(np.int32)
+
+
+def ngram_losses(train: np.ndarray, held_out: np.ndarray) -> dict[str, float]:
+    """Nats a byte of a unigram (add-one) and a bigram (backed by that unigram) model, counted in
+    `train`, where the model predicts: all but the first byte of each row of `held_out`."""
+    before, after = held_out[:, :-1], held_out[:, 1:]
+    pairs = np.bincount(train[:-1].astype(np.int32) * 256 + train[1:], minlength=65536)
+    pairs = pairs.reshape(256, 256)
+    unigram = (np.bincount(train, minlength=256) + 1) / (len(train) + 256)
+    bigram = (pairs + unigram) / (pairs.sum(1, keepdims=True) + 1)
+    return {
+        "unigram": float(-np.log(unigram[after]).mean()),
+        "bigram": float(-np.log(bigram[before, after]).mean()),
+    }
+
+
+def make_optimizer(args: argparse.Namespace) -> optax.GradientTransformation:
+    """AdamW as in the official training: matrices decay, and `w0` learns at twice the rate."""
+    schedule = optax.warmup_cosine_decay_schedule(
+        0,
+        args.learning_rate,
+        args.warmup,
+        max(args.steps, args.warmup + 1),
+        args.learning_rate / 20,
+    )
+
+    def where(test):
+        def mask(params):
+            return jax.tree_util.tree_map_with_path(
+                lambda path, x: test(jax.tree_util.keystr(path, simple=True, separator="."), x),
+                params,
+            )
+
+        return mask
+
+    return optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.scale_by_adam(0.9, 0.99, eps=1e-18),
+        optax.add_decayed_weights(
+            args.weight_decay, where(lambda name, x: "weight" in name and x.ndim == 2)
+        ),
+        optax.masked(optax.scale(2.0), where(lambda name, x: "w0" in name)),
+        optax.scale_by_learning_rate(schedule),
+    )
+
+
+def loss_of(model: RWKV7, tokens: jax.Array) -> jax.Array:
+    """Mean nats a byte of predicting each byte of [B, T + 1] tokens but the first."""
+    logits, _ = model(tokens[:, :-1])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+@nnx.jit
+def train_step(model: RWKV7, optimizer: nnx.Optimizer, tokens: jax.Array) -> jax.Array:
+    loss, gradients = nnx.value_and_grad(loss_of)(model, tokens)
+    optimizer.update(model, gradients)
+    return loss
+
+
+eval_step = nnx.jit(loss_of)
+
+
+def variables(model: RWKV7, optimizer: nnx.Optimizer) -> dict[str, nnx.Variable]:
+    """Everything that a training step changes, by name."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(
+        {"model": model.params, "optimizer": optimizer.opt_state, "step": optimizer.step},
+        is_leaf=lambda x: isinstance(x, nnx.Variable),
+    )
+    return {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in leaves}
+
+
+def save(path: Path, state: dict[str, nnx.Variable], record: dict[str, Any]) -> None:
+    """Replaces the checkpoint in one step: an interruption leaves the old one or the new one."""
+    scratch = path.with_suffix(".tmp")
+    with open(scratch, "wb") as file:
+        values: dict[str, Any] = {name: np.asarray(x[...]) for name, x in state.items()}
+        np.savez(file, record=np.array(json.dumps(record)), **values)
+    os.replace(scratch, path)
+
+
+def load(path: Path, state: dict[str, nnx.Variable], expected: dict[str, Any]) -> dict[str, Any]:
+    """Sets the variables and returns the record, whose options are to be as `expected`."""
+    if not path.is_file():
+        sys.exit(f"{path} does not exist; run without --resume first")
+    with np.load(path) as file:
+        record = json.loads(str(file["record"]))
+        for name, value in expected.items():
+            if record["options"][name] != value:
+                sys.exit(f"{path} was made with {name} {record['options'][name]}, not {value}")
+        for name, x in state.items():
+            x[...] = jnp.asarray(file[name])
+    return record
+
+
+def plot(path: Path, log: dict[str, Any]) -> None:
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    axes.plot(
+        range(1, len(log["train"]) + 1), log["train"], lw=0.5, alpha=0.6, label="RWKV-7, training"
+    )
+    axes.plot(*zip(*log["held_out"], strict=True), "o-", label="RWKV-7, held out")
+    for (name, loss), style in zip(log["ngrams"].items(), (":", "--"), strict=True):
+        axes.axhline(loss, color="gray", ls=style, label=f"{name}, held out")
+    axes.set(xlabel="step", ylabel="loss (nats per byte)", ylim=(0, None))
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    args.out.mkdir(parents=True, exist_ok=True)
+    checkpoint = args.out / "checkpoint.npz"
+    text, held_out = read(args.data, args.pattern)
+    count = max(1, min(args.eval_bytes, len(held_out) - 1) // args.context)
+    held_out = windows(
+        held_out, np.linspace(0, len(held_out) - args.context - 1, count).astype(int), args.context
+    )
+
+    options = {name: x for name, x in vars(args).items() if name not in MAY_CHANGE}
+    options |= {"data": zlib.crc32(text.tobytes()), **dataclasses.asdict(config(args))}
+    model = RWKV7(
+        config(args),
+        dtype=args.dtype,
+        implementation=args.implementation,
+        rngs=nnx.Rngs(args.seed),
+    )
+    optimizer = nnx.Optimizer(model, make_optimizer(args), wrt=nnx.Param)
+    state = variables(model, optimizer)
+    log = {"train": [], "held_out": [], "ngrams": ngram_losses(text, held_out)}
+    if args.resume:
+        log = load(checkpoint, state, options)["log"]
+    first = len(log["train"])
+
+    sizes = sum(x.size for x in jax.tree.leaves(arrays(model.params)))
+    print(f"RWKV-7 of {sizes:,} parameters on {jax.devices()[0]}, {args.dtype}")
+    print(f"{len(text):,} bytes to train on, {held_out[:, 1:].size:,} held-out bytes to predict")
+
+    def evaluate() -> float:
+        parts = [held_out[i : i + args.batch] for i in range(0, len(held_out), args.batch)]
+        losses = [float(eval_step(model, jnp.asarray(part))) for part in parts]
+        return float(np.average(losses, weights=[len(part) for part in parts]))
+
+    interrupted = False
+
+    def interrupt(*_) -> None:
+        nonlocal interrupted
+        interrupted = True
+        signal.signal(signal.SIGINT, usual)
+
+    # The step under way is finished first; a second Ctrl-C stops at once.
+    usual = signal.signal(signal.SIGINT, interrupt)
+    began = time.perf_counter()
+    tokens = args.batch * args.context
+    bar = tqdm(
+        total=args.steps * tokens,
+        initial=first * tokens,
+        unit="tok",
+        unit_scale=True,
+        desc="training",
+    )
+    done = first
+    while done < args.steps and not interrupted:
+        loss = train_step(model, optimizer, jnp.asarray(batch_at(done, text, args)))
+        log["train"].append(float(loss))
+        done += 1
+        if done % args.eval_every == 0 or done == args.steps:
+            log["held_out"].append((done, evaluate()))
+        held = f"{log['held_out'][-1][1]:.3f}" if log["held_out"] else "-"
+        bar.set_postfix_str(
+            f"loss {np.mean(log['train'][-20:]):.3f}, held out {held}", refresh=False
+        )
+        bar.update(tokens)
+        if done % args.save_every == 0 or done == args.steps or interrupted:
+            save(checkpoint, state, {"options": options, "log": log})
+    bar.close()
+    signal.signal(signal.SIGINT, usual)
+    if interrupted:
+        print(f"Interrupted after step {done}; --resume continues from {checkpoint}")
+        return 130
+    print(f"Trained {args.steps - first} steps in {time.perf_counter() - began:.0f} s")
+
+    (args.out / "log.json").write_text(json.dumps({"options": options, **log}, indent=1))
+    plot(args.out / "loss.png", log)
+    losses = log["ngrams"] | {"RWKV-7": log["held_out"][-1][1]}
+    print(f"\n{'held-out loss':14} nats/byte  bits/byte")
+    for name, loss in losses.items():
+        print(f"{name:14} {loss:9.3f}  {loss / math.log(2):9.3f}")
+
+    prompt = args.prompt.encode()
+    generate = jax.jit(
+        functools.partial(
+            rwkv7.generate,
+            length=args.sample,
+            temperature=args.temperature,
+            dtype=args.dtype,
+            implementation=args.implementation,
+        )
+    )
+    sample = generate(
+        arrays(model.params), jax.random.key(args.seed), jnp.asarray([list(prompt)], jnp.int32)
+    )
+    written = prompt + bytes(np.asarray(sample[0], np.uint8))
+    print(f"\nsample, decoded one byte at a time:\n{written.decode(errors='replace')}")
+    print(f"\nWrote {checkpoint}, log.json and loss.png")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,171 @@
+"""The shapes, dtypes, decays and seeds that tests and benchmarks use, and inputs made from them."""
+
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+BENCH_SHAPES = {
+    "8x4096x64x64": (8, 4096, 64, 64),
+    "1x32768x64x64": (1, 32768, 64, 64),
+    "1x4096x32x64": (1, 4096, 32, 64),
+    "8x4096x32x128": (8, 4096, 32, 128),
+    "1x1024x12x64": (1, 1024, 12, 64),
+}
+"""Benchmark shapes [B, T, H, K]; the last one is the CPU's."""
+
+DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+
+LARGEST = {"float32": 1e30, "bfloat16": 1e30, "float16": 6e4}
+"""The extreme of each dtype that a decay has to survive."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call. `V` is the value size where it differs from the key size."""
+
+    B: int
+    T: int
+    H: int
+    K: int
+    V: int | None = None
+    dtype: str = "float32"
+    decay: str = "sigmoid"
+    regime: str = "model"
+    state: bool = True
+    seed: int = 0
+
+    @property
+    def values(self) -> int:
+        return self.K if self.V is None else self.V
+
+    def __str__(self) -> str:
+        sizes = f"B{self.B}-T{self.T}-H{self.H}-K{self.K}" + (f"-V{self.V}" if self.V else "")
+        start = "state" if self.state else "zeros"
+        return f"{sizes}-{self.dtype}-{self.decay}-{self.regime}-{start}"
+
+
+SHAPES = (
+    Case(1, 0, 2, 64),
+    Case(0, 17, 2, 64, dtype="bfloat16"),
+    Case(3, 1, 2, 16, state=False),
+    Case(1, 15, 3, 32, decay="exp"),
+    Case(3, 16, 2, 64, dtype="bfloat16", state=False),
+    Case(1, 17, 2, 128, dtype="float16"),
+    Case(3, 63, 1, 32, dtype="bfloat16", decay="log"),
+    Case(1, 64, 2, 64, decay="log", state=False),
+    Case(3, 65, 2, 16, dtype="float16", decay="exp"),
+    Case(1, 65, 1, 128, dtype="bfloat16", decay="exp", state=False),
+    Case(1, 1000, 2, 64),
+    Case(1, 1000, 2, 64, dtype="bfloat16", decay="exp"),
+    Case(2, 100, 1, 256, decay="log"),
+)
+"""Every sequence length around a block or a chunk, every batch and head size, at least once."""
+
+GENERAL = (
+    Case(2, 33, 2, 48),
+    Case(2, 33, 1, 1, V=5, dtype="bfloat16"),
+    Case(1, 65, 2, 32, V=64, decay="exp"),
+)
+"""Head sizes that no native kernel has."""
+
+REGIMES = tuple(
+    Case(2, 65, 2, 32, dtype=dtype, decay=decay, regime=regime)
+    for dtype, decay, regime in (
+        ("float32", "log", "near 0"),
+        ("float32", "log", "near 1"),
+        ("float32", "log", "extreme"),
+        ("float32", "log", "mixed"),
+        ("float32", "exp", "near 0"),
+        ("float32", "exp", "near 1"),
+        ("float32", "exp", "extreme"),
+        ("float32", "exp", "mixed"),
+        ("float32", "sigmoid", "extreme"),
+        ("float32", "sigmoid", "mixed"),
+        ("bfloat16", "log", "mixed"),
+        ("bfloat16", "exp", "extreme"),
+        ("bfloat16", "sigmoid", "near 1"),
+        ("float16", "log", "extreme"),
+        ("float16", "exp", "mixed"),
+        ("float16", "sigmoid", "near 0"),
+    )
+)
+"""Decays that vanish, stay or jump, in every form and dtype; one shape, so that programs are shared."""
+
+WKV7 = (*SHAPES, *GENERAL, *REGIMES)
+
+WKV7_STEP = (
+    Case(3, 1, 2, 64),
+    Case(1, 1, 3, 32, dtype="bfloat16", decay="exp"),
+    Case(2, 1, 2, 128, dtype="float16", decay="log"),
+    Case(0, 1, 2, 64),
+    Case(2, 1, 2, 16, decay="exp", regime="extreme"),
+    Case(2, 1, 2, 16, decay="log", regime="mixed"),
+    Case(1, 1, 2, 24, V=40, dtype="bfloat16"),
+)
+
+
+def _log_decay(form: str, rate: np.ndarray) -> np.ndarray:
+    """The `w` of a form whose decay factor is `exp(-rate)`."""
+    if form == "log":
+        return -rate
+    if form == "exp":
+        return np.log(rate)
+    share = np.minimum(rate / np.exp(-0.5), 0.999)
+    return np.log(share / (1 - share))
+
+
+def decays(case: Case, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """`w` of one regime: what the model has, decay factors near 0 or 1, or extremes of the dtype."""
+    low, high = {
+        "near 0": (15.0, 30.0),
+        "near 1": (1e-5, 1e-3),
+    }.get(case.regime, (0.005, 0.6))
+    w = _log_decay(case.decay, rng.uniform(low, high, shape))
+    extremes = np.array([-LARGEST[case.dtype], -100.0, 100.0, LARGEST[case.dtype]])
+    if case.decay == "log":
+        extremes = -np.abs(extremes)
+    if case.regime == "extreme":
+        return rng.choice(extremes, shape)
+    if case.regime == "mixed":
+        return np.where(rng.random(shape) < 0.2, rng.choice(extremes, shape), w)
+    return w
+
+
+def wkv7(case: Case) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """The operands of `rwkv_jax.wkv7`, already rounded to their dtype, and unit-variance cotangents.
+
+    As in the model, `a` is minus a unit vector and `b` that vector times a learning rate.
+    """
+    rng = np.random.default_rng([case.seed, case.B, case.T, case.H, case.K])
+    keys = (case.B, case.T, case.H, case.K)
+    values = (case.B, case.T, case.H, case.values)
+    states = (case.B, case.H, case.values, case.K)
+    dtype = DTYPES[case.dtype]
+
+    kk = rng.standard_normal(keys)
+    kk /= np.linalg.norm(kk, axis=-1, keepdims=True)
+    inputs = {
+        "r": rng.standard_normal(keys),
+        "w": decays(case, rng, keys),
+        "k": rng.standard_normal(keys) / np.sqrt(case.K),
+        "v": rng.standard_normal(values),
+        "a": -kk,
+        "b": kk * rng.uniform(0, 1, keys),
+    }
+    inputs = {name: x.astype(dtype) for name, x in inputs.items()}
+    if case.state:
+        inputs["initial_state"] = rng.standard_normal(states).astype(np.float32)
+    cotangents = {
+        "dy": rng.standard_normal(values).astype(dtype),
+        "dfinal_state": rng.standard_normal(states).astype(np.float32),
+    }
+    return inputs, cotangents
+
+
+def wkv7_step(case: Case) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """The operands of `rwkv_jax.wkv7_step`, those of `wkv7` at one token, and cotangents."""
+    inputs, cotangents = wkv7(case)
+    step = {name: x[:, 0] for name, x in inputs.items() if name != "initial_state"}
+    step["state"] = inputs["initial_state"]
+    return step, {"dy": cotangents["dy"][:, 0], "dstate": cotangents["dfinal_state"]}

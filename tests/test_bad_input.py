@@ -1,0 +1,224 @@
+"""Arguments that are refused, with a message that names the argument, and unusual ones that work."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import cases
+import rwkv_jax
+import tolerance
+from cases import Case
+from operators import OPERATORS, available
+
+pytestmark = pytest.mark.usefixtures("unchecked_types")
+
+CASE = Case(2, 16, 2, 32)
+STATE = {"wkv7": "initial_state", "wkv7_step": "state"}
+
+each_operator = pytest.mark.parametrize("op", OPERATORS)
+each_implementation = pytest.mark.parametrize("implementation", available("wkv7", CASE))
+
+
+def _arguments(op: str, **changed: Any) -> dict[str, Any]:
+    inputs, _ = OPERATORS[op].make(Case(2, 16, 2, 32))
+    return inputs | {"decay": "sigmoid"} | changed
+
+
+def _refuses(op: str, error: type[Exception], message: str, **changed: Any) -> None:
+    """The message is matched as it stands, behind the operator's name."""
+    with pytest.raises(error, match=re.escape(f"{op}: {message}")):
+        OPERATORS[op].function(**_arguments(op, **changed))
+
+
+@each_operator
+@pytest.mark.parametrize("name", ["r", "w", "k", "v", "a", "b", "state"])
+def test_wrong_rank(op: str, name: str) -> None:
+    name = STATE[op] if name == "state" else name
+    x = _arguments(op)[name]
+    for wrong in (x[0], x[None], np.float32(0) * x.sum()):
+        wrong = np.asarray(wrong)
+        _refuses(op, ValueError, f"{name} has shape {wrong.shape}; accepted is [", **{name: wrong})
+
+
+@each_operator
+@pytest.mark.parametrize("name", ["w", "k", "v", "a", "b", "state"])
+@pytest.mark.parametrize("axis", [0, -2, -1])
+def test_mismatched_sizes(op: str, name: str, axis: int) -> None:
+    name = STATE[op] if name == "state" else name
+    if name == "v" and axis == -1:
+        name = STATE[op]  # V is v's own to choose: the state is what disagrees with it
+        changed = {"v": _arguments(op)["v"][..., :-1]}
+    else:
+        x = _arguments(op)[name]
+        changed = {name: np.concatenate([x, x], axis)}
+    with pytest.raises(ValueError, match=rf"^{op}: {name} has shape \(.*\), so [BTHKV] = "):
+        OPERATORS[op].function(**_arguments(op, **changed))
+
+
+@each_operator
+@pytest.mark.parametrize("name", ["r", "w", "k", "v", "a", "b"])
+def test_the_odd_dtype_is_named(op: str, name: str) -> None:
+    x = _arguments(op)[name].astype(jnp.bfloat16)
+    _refuses(op, TypeError, f"{name} is bfloat16 where the others are float32", **{name: x})
+
+
+@each_operator
+@pytest.mark.parametrize("dtype", ["int32", "uint8", "bool", "complex64", "float64"])
+def test_dtypes_that_are_not_accepted(op: str, dtype: str) -> None:
+    arrays = _arguments(op)
+    for names in (["k"], ["r", "w", "k", "v", "a", "b"]):
+        changed = {name: arrays[name].astype(dtype) for name in names}
+        _refuses(op, TypeError, f"{names[0]} is {dtype}; accepted are float32", **changed)
+
+
+def test_float64_under_x64() -> None:
+    arrays = _arguments("wkv7")
+    with jax.enable_x64(True):
+        wide = {name: jnp.asarray(arrays[name], "float64") for name in ("r", "w", "k", "v", "a")}
+        _refuses("wkv7", TypeError, "r is float64; accepted are float32", **wide)
+        result = rwkv_jax.wkv7(**arrays)
+        assert [x.dtype for x in result] == ["float32", "float32"]
+
+
+@each_operator
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int32", "float64"])
+def test_state_of_a_wrong_dtype(op: str, dtype: str) -> None:
+    name = STATE[op]
+    x = _arguments(op)[name].astype(dtype)
+    _refuses(op, TypeError, f"{name} is {dtype}; accepted is float32", **{name: x})
+
+
+@each_operator
+@pytest.mark.parametrize("value", [[1.0, 2.0], 1.0, None, "r", (np.ones(2),)], ids=repr)
+def test_operands_that_are_no_arrays(op: str, value: Any) -> None:
+    _refuses(op, TypeError, f"k is a {type(value).__name__}; accepted is a JAX or numpy", k=value)
+
+
+@each_operator
+@pytest.mark.parametrize("value", ["Log", "", None, 0, "softplus"])
+def test_unknown_decay(op: str, value: Any) -> None:
+    accepted = "'log', 'exp', 'sigmoid'"
+    _refuses(op, ValueError, f"decay is {value!r}; accepted are {accepted}", decay=value)
+
+
+@each_operator
+@pytest.mark.parametrize("value", ["best", 7, "float32x"])
+def test_unknown_precision(op: str, value: Any) -> None:
+    _refuses(op, ValueError, f"precision is {value!r}; accepted are None", precision=value)
+
+
+@each_operator
+@pytest.mark.parametrize("value", ["FFI", "cuda", "", 0])
+def test_unknown_implementation(op: str, value: Any) -> None:
+    message = f"implementation is {value!r}; accepted are 'ffi'"
+    _refuses(op, ValueError, message, implementation=value)
+
+
+@each_operator
+def test_unhashable_options(op: str) -> None:
+    _refuses(op, ValueError, "decay is ['log']", decay=["log"])
+    _refuses(op, ValueError, "implementation is ['xla']", implementation=["xla"])
+    _refuses(op, ValueError, "precision is ['high']", precision=["high"])
+
+
+@each_operator
+def test_options_are_keywords(op: str) -> None:
+    arrays = _arguments(op)
+    arrays.pop("decay")
+    with pytest.raises(TypeError):
+        OPERATORS[op].function(*arrays.values(), "sigmoid")
+
+
+def test_errors_come_while_tracing() -> None:
+    arrays = _arguments("wkv7")
+    arrays.pop("decay")
+    with pytest.raises(ValueError, match="wkv7: k has shape"):
+        jax.eval_shape(rwkv_jax.wkv7, **arrays | {"k": arrays["k"][0]})
+
+
+@each_implementation
+@pytest.mark.parametrize("axis", "BTH")
+def test_empty_axes(implementation: str, axis: str) -> None:
+    sizes = {"B": 2, "T": 16, "H": 2} | {axis: 0}
+    inputs, _ = cases.wkv7(Case(**sizes, K=32))
+
+    def loss(inputs: dict) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        y, state = rwkv_jax.wkv7(**inputs, decay="sigmoid", implementation=implementation)
+        return jnp.sum(y) + jnp.sum(state), (y, state)
+
+    gradients, (y, state) = jax.grad(loss, has_aux=True)(inputs)
+    assert y.shape == inputs["v"].shape
+    if axis == "T":
+        np.testing.assert_array_equal(state, inputs["initial_state"])
+    assert {name: x.shape for name, x in gradients.items()} == {
+        name: x.shape for name, x in inputs.items()
+    }
+
+
+@each_operator
+@pytest.mark.parametrize("axis", ["K", "V"])
+def test_heads_without_channels(op: str, axis: str) -> None:
+    arrays = _arguments(op)
+    names = ["r", "w", "k", "a", "b", STATE[op]] if axis == "K" else ["v"]
+    changed = {name: arrays[name][..., :0] for name in names}
+    if axis == "V":
+        changed[STATE[op]] = arrays[STATE[op]][..., :0, :]
+    name = "r" if axis == "K" else "v"
+    _refuses(op, ValueError, f"{name} has shape {changed[name].shape}, so {axis} = 0", **changed)
+
+
+@each_implementation
+def test_arrays_that_are_not_contiguous(implementation: str) -> None:
+    arrays = _arguments("wkv7", implementation=implementation)
+    expected = rwkv_jax.wkv7(**arrays)
+    arrays["r"] = np.asfortranarray(arrays["r"])
+    arrays["k"] = np.repeat(arrays["k"], 2, axis=1)[:, ::2]
+    arrays["v"] = arrays["v"][:, ::-1].copy()[:, ::-1]
+    arrays["initial_state"] = arrays["initial_state"].swapaxes(2, 3).copy().swapaxes(2, 3)
+    assert not any(arrays[n].flags.c_contiguous for n in ("r", "k", "v", "initial_state"))
+    for result, right in zip(rwkv_jax.wkv7(**arrays), expected, strict=True):
+        np.testing.assert_array_equal(result, right)
+
+
+@each_implementation
+def test_deleted_operands_are_an_error(implementation: str) -> None:
+    arrays = _arguments("wkv7", implementation=implementation)
+    state = jnp.array(arrays.pop("initial_state"))
+    jax.jit(lambda x: x + 1, donate_argnums=0)(state)
+    with pytest.raises((RuntimeError, ValueError), match="deleted|donated"):
+        rwkv_jax.wkv7(**arrays, initial_state=state)
+
+
+@each_implementation
+@pytest.mark.parametrize("decay", ["log", "exp", "sigmoid"])
+@pytest.mark.parametrize("name", ["r", "w", "k", "v", "a", "b", "initial_state"])
+def test_nan_reaches_its_own_head_only(implementation: str, decay: str, name: str) -> None:
+    inputs, cotangents = cases.wkv7(Case(2, 16, 2, 32, decay=decay))
+    spoiled = inputs[name].copy()
+    head = (1, slice(None), 0) if name != "initial_state" else (1, 0)
+    spoiled[(1, 7, 0, 3) if name != "initial_state" else (1, 0, 2, 3)] = np.nan
+    names = tuple(inputs)
+
+    def loss(operands: tuple) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        y, state = rwkv_jax.wkv7(*operands, decay=decay, implementation=implementation)
+        return jnp.vdot(y, cotangents["dy"]) + jnp.vdot(state, cotangents["dfinal_state"]), (
+            y,
+            state,
+        )
+
+    gradients, (y, state) = _NAN_CALLS(implementation, decay)(
+        tuple((inputs | {name: spoiled}).values()), cotangents
+    )
+    del loss
+    assert np.isnan(y[1, :, 0]).any()
+    assert np.isnan(y[1, 7, 0]).any() or name == "initial_state"
+    if name != "r":
+        assert np.isnan(state[1, 0]).any()
+    for label, x in dict(zip(names, gradients, strict=True), y=y, state=state).items():
+        other = np.ones(x.shape, bool)
+        other[head if x.ndim == 4 and x.shape[1] == 16 else (1, 0)] = False
+        assert np.isfinite(np.asarray(x)[other]).all(), label

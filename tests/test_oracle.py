@@ -1,0 +1,78 @@
+import numpy as np
+import pytest
+
+import cases
+import oracle
+from cases import Case
+
+SMALL = Case(2, 5, 2, 3, V=4)
+
+
+def _objective(inputs: dict, cotangents: dict, decay: str) -> float:
+    results = oracle.wkv7(inputs, decay)
+    return sum(float(np.sum(results[name] * cotangents[f"d{name}"])) for name in results)
+
+
+@pytest.mark.parametrize("decay", oracle.DECAY)
+@pytest.mark.parametrize("name", ["r", "w", "k", "v", "a", "b", "initial_state"])
+def test_backward_is_the_derivative_of_forward(name: str, decay: str) -> None:
+    inputs, cotangents = cases.wkv7(SMALL)
+    inputs = {n: x.astype(np.float64) for n, x in inputs.items()}
+    if decay == "log":
+        inputs["w"] = -np.abs(inputs["w"])
+    gradient = oracle.wkv7(inputs, decay, cotangents)[f"d{name}"]
+
+    numeric, step = np.zeros_like(gradient), 1e-5
+    for index in np.ndindex(gradient.shape):
+        ends = []
+        for sign in (1, -1):
+            moved = inputs[name].copy()
+            moved[index] += sign * step
+            ends.append(_objective(inputs | {name: moved}, cotangents, decay))
+        numeric[index] = (ends[0] - ends[1]) / (2 * step)
+    np.testing.assert_allclose(gradient, numeric, rtol=1e-6, atol=1e-8)
+
+
+def test_one_token_by_hand() -> None:
+    one = np.ones((1, 1, 1, 1))
+    results = oracle.wkv7(
+        {"r": 2 * one, "w": np.log(0.5) * one, "k": 3 * one, "v": 5 * one, "a": -one, "b": 0.25 * one}
+        | {"initial_state": 8 * one},
+        "log",
+    )
+    state = 8 * 0.5 + (8 * -1) * 0.25 + 5 * 3
+    np.testing.assert_allclose(results["final_state"], state)
+    np.testing.assert_allclose(results["y"], 2 * state)
+
+
+@pytest.mark.parametrize(
+    ("form", "w", "factor", "slope"),
+    [
+        ("log", -1e30, 0.0, 0.0),
+        ("log", 0.0, 1.0, 1.0),
+        ("exp", 1e30, 0.0, 0.0),
+        ("exp", -1e30, 1.0, 0.0),
+        ("exp", 0.0, np.exp(-1), -np.exp(-1)),
+        ("sigmoid", 1e30, np.exp(-np.exp(-0.5)), 0.0),
+        ("sigmoid", -1e30, 1.0, 0.0),
+        ("sigmoid", 0.0, np.exp(-np.exp(-0.5) / 2), -np.exp(-0.5) / 4 * np.exp(-np.exp(-0.5) / 2)),
+    ],
+)
+def test_decay_forms(form: str, w: float, factor: float, slope: float) -> None:
+    np.testing.assert_allclose(oracle.decay(form, np.array(w)), (factor, slope), rtol=1e-14)
+
+
+def test_step_is_one_token_of_the_sequence() -> None:
+    inputs, cotangents = cases.wkv7_step(Case(2, 1, 2, 3, V=4))
+    results = oracle.wkv7_step(inputs, "sigmoid", cotangents)
+    assert set(results) == {"y", "state", "dr", "dw", "dk", "dv", "da", "db", "dstate"}
+    # The value itself, from the formula rather than from the sequence.
+    r, w, k, v, a, b, before = (x.astype(np.float64) for x in inputs.values())
+    d = np.exp(-np.exp(-0.5) / (1 + np.exp(-w)))
+    state = (
+        before * d[:, :, None, :]
+        + np.einsum("bhvk,bhk,bhj->bhvj", before, a, b)
+        + np.einsum("bhv,bhk->bhvk", v, k)
+    )
+    np.testing.assert_allclose(results["state"], state, rtol=1e-12)
+    np.testing.assert_allclose(results["y"], np.einsum("bhvk,bhk->bhv", state, r), rtol=1e-12)
