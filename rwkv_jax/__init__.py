@@ -1,7 +1,7 @@
 """RWKV time-mixing operators for JAX.
 
-Operators: `wkv7` and `wkv7_step`. `implementations` says which implementation of an operator can run
-a given call, and `build_info` how the native kernels of this installation were built.
+Operators: `wkv7` and `wkv7_step`. `implementations` says which implementation of an operator can
+run a given call, and `build_info` how the native kernels of this installation were built.
 """
 
 from rwkv_jax._info import build_info as build_info

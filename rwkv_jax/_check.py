@@ -65,8 +65,9 @@ def _share_sizes(op: str, axes: Mapping[str, str], given: Mapping[str, Any]) -> 
         for letter, size in zip(axes[name], x.shape, strict=True):
             if sizes.setdefault(letter, size) != size:
                 raise ValueError(
-                    f"{op}: {name} has shape {x.shape}, so {letter} = {size}, where {first[letter]} "
-                    f"has {letter} = {sizes[letter]}; accepted is {layout} of matching sizes"
+                    f"{op}: {name} has shape {x.shape}, so {letter} = {size}, where "
+                    f"{first[letter]} has {letter} = {sizes[letter]}; accepted is {layout} of "
+                    "matching sizes"
                 )
             first.setdefault(letter, name)
     for letter in "KV":

@@ -16,12 +16,12 @@ ChunkFn = Callable[..., tuple[Array, Array]]
 
 
 def boundaries(tokens: int, length: int) -> int:
-    """How many states a sequence saves: one before each chunk, the last chunk perhaps a short one."""
+    """How many states a sequence saves: one before each chunk, also before a short last one."""
     return -(-tokens // length)
 
 
 def _split(x: Array, length: int) -> tuple[Array, Array]:
-    """The whole chunks of `x` [B, T, ...] as [n, B, length, ...], and what is left [B, T % length, ...]."""
+    """The whole chunks of `x` [B, T, ...] as [n, B, length, ...], and the tokens left over."""
     whole = x.shape[1] // length
     head, tail = x[:, : whole * length], x[:, whole * length :]
     return jnp.moveaxis(head.reshape(x.shape[0], whole, length, *x.shape[2:]), 1, 0), tail
@@ -45,7 +45,7 @@ def forward(
     """`(outputs, final state, states)`, the states at chunk boundaries [B, N, ...], or N = 0."""
     whole, tail = _split_all(inputs, length)
 
-    def body(state: Array, chunk: list[Array]) -> tuple[Array, tuple[Array, Array | None]]:
+    def body(state: Array, chunk: list[Array]) -> tuple[Array, Any]:
         after, outputs = chunk_fn(state, *chunk)
         return after, (outputs, state if save else None)
 

@@ -43,7 +43,7 @@ class Implementation(Protocol):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stage:
-    """One call that the implementations of an operator share: the axes of its operands and results."""
+    """A call that all implementations of an operator have: the axes of its operands and results."""
 
     op: str
     name: str
@@ -74,7 +74,7 @@ def options(
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def call(stage: Stage, options: Options, *operands: Array) -> tuple[Array, ...]:
-    """Run a stage; the implementation is chosen for the platform that the program is lowered for."""
+    """Run a stage; the platform that the program is lowered for decides the implementation."""
     axes = tuple(stage.operands.values()), tuple(stage.results.values())
     run = functools.partial(_run, stage, options)
     if options.implementation == "reference":
@@ -82,37 +82,43 @@ def call(stage: Stage, options: Options, *operands: Array) -> tuple[Array, ...]:
     return batched(partitioned(run, *axes), *axes)(*operands)
 
 
+@dataclasses.dataclass(frozen=True)
+class Unavailable:
+    """Why no implementation that the caller admits runs on a platform."""
+
+    reason: str
+
+
 def _run(stage: Stage, options: Options, *operands: Array) -> tuple[Array, ...]:
     chosen = {p: _choose(stage, options, p, operands) for p in (*PLATFORMS, OTHER)}
-    reasons = [choice for choice in chosen.values() if isinstance(choice, Unavailable)]
-    if len(reasons) == len(chosen):
-        raise NotImplementedError(reasons[0].message)
+    if all(isinstance(choice, Unavailable) for choice in chosen.values()):
+        raise NotImplementedError(_cannot_run(stage, options, chosen))
     branches = {
         platform: functools.partial(_branch, stage, options, platform, choice)
         for platform, choice in chosen.items()
     }
-    if len(set(chosen.values())) == 1 and chosen[OTHER] != "ffi":
+    if set(chosen.values()) == {"xla"} or set(chosen.values()) == {"reference"}:
         return branches[OTHER](*operands)
     default = branches.pop(OTHER)
     return lax.platform_dependent(*operands, **branches, default=default)
 
 
-@dataclasses.dataclass(frozen=True)
-class Unavailable:
-    message: str
+def _cannot_run(stage: Stage, options: Options, chosen: Mapping[str, Any]) -> str:
+    where = "; ".join(f"on {platform}: {choice.reason}" for platform, choice in chosen.items())
+    return f"{stage.op}: implementation {options.implementation!r} cannot run this call {where}"
 
 
 def _choose(stage: Stage, options: Options, platform: str, operands: Sequence[Any]) -> Any:
     """The name of the implementation for a platform, or why there is none."""
     name = options.implementation
     candidates = [name] if name else [n for n in ORDER if n in stage.implementations]
-    reasons = {}
+    reasons = []
     for candidate in candidates:
-        reasons[candidate] = stage.why_not(candidate, platform, options, operands)
-        if reasons[candidate] is None:
+        reason = stage.why_not(candidate, platform, options, operands)
+        if reason is None:
             return candidate
-    why = "; ".join(f"{candidate}: {reason}" for candidate, reason in reasons.items())
-    return Unavailable(f"{stage.op}: no requested implementation runs on {platform}. {why}")
+        reasons.append(reason)
+    return Unavailable("; ".join(reasons))
 
 
 def _branch(
@@ -121,7 +127,8 @@ def _branch(
     if isinstance(choice, Unavailable):
         # Never lowered for a platform that has the implementation; xla only gives the result types.
         first, *rest = operands
-        operands = _refused.bind(first, reason=choice.message), *rest
+        reason = _cannot_run(stage, options, {platform: choice})
+        operands = _refused.bind(first, reason=reason), *rest
         choice = "xla"
     return getattr(stage.implementations[choice], stage.name)(options, platform, *operands)
 

@@ -4,7 +4,7 @@ import functools
 import importlib
 import pathlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -69,10 +69,10 @@ def call(
     target: str,
     results: Sequence[tuple[Sequence[int], Any]],
     *operands: Array,
-    aliases: Mapping[int, int] | None = None,
+    aliases: dict[int, int] | None = None,
     **attributes: int,
 ) -> tuple[Array, ...]:
-    """Call a target. Results, given as (shape, dtype), vary over the manual mesh axes of the operands."""
+    """Call a target. Results, given as (shape, dtype), vary over the operands' manual mesh axes."""
     like = jax.typeof(operands[0])
     types = tuple(like.update(shape=s, dtype=np.dtype(d), weak_type=False) for s, d in results)
     # JAX caches eager calls by the value of an attribute, so its type is fixed in this one place.

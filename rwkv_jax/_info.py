@@ -54,8 +54,8 @@ def build_info() -> dict[str, Any]:
 
     Returns:
       "cxx" and "cuda_compiler": the compilers; "cpu_isas": the instruction sets among which the CPU
-      kernels choose at run time; "cuda_archs": the GPU architectures compiled for; "missing": for each
-      platform, None where its kernels are loaded, or the reason why they are not.
+      kernels choose at run time; "cuda_archs": the GPU architectures compiled for; "missing": for
+      each platform, None where its kernels are loaded, or the reason why they are not.
     """
     info: dict[str, Any] = {"cxx": None, "cpu_isas": (), "cuda_compiler": None, "cuda_archs": ()}
     try:
@@ -73,6 +73,6 @@ def build_info() -> dict[str, Any]:
 
 
 def export_checks() -> Sequence[export.DisabledSafetyCheck]:
-    """What `jax.export.export(..., disabled_checks=...)` needs to serialise a program that calls the
-    native kernels. The process that loads the program must have imported `rwkv_jax`."""
+    """What `jax.export.export(..., disabled_checks=...)` needs to serialise a program that calls
+    the native kernels. The process that loads the program must have imported `rwkv_jax`."""
     return [export.DisabledSafetyCheck.custom_call(target) for target in _TARGETS]

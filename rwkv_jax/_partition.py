@@ -11,7 +11,11 @@ from typing import Any
 
 import jax
 from jax import Array, lax
-from jax.experimental.custom_partitioning import SdyShardingRule, custom_partitioning
+from jax.experimental.custom_partitioning import (
+    ArrayMapping,
+    SdyShardingRule,
+    custom_partitioning,
+)
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -27,7 +31,7 @@ def vary_alike(*operands: Array) -> tuple[Array, ...]:
     replicated operand needs.
     """
     varying = [jax.typeof(x).manual_axis_type.varying for x in operands]
-    everything = frozenset().union(*varying)
+    everything = frozenset[str]().union(*varying)
     return tuple(
         lax.pcast(x, tuple(everything - axes), to="varying") if everything - axes else x
         for x, axes in zip(operands, varying, strict=True)
@@ -58,7 +62,7 @@ def _spec(shards: dict[str, Any], axes: str) -> P:
 
 
 def _shards(specs: Iterable[P], operand_axes: Sequence[str]) -> dict[str, Any]:
-    """The mesh axes of each shardable letter: those of the first operand that is sharded along it."""
+    """The mesh axes of each shardable letter: those of the first operand sharded along it."""
     shards: dict[str, Any] = {}
     taken: set[str] = set()
     for spec, axes in zip(specs, operand_axes, strict=True):
@@ -104,8 +108,8 @@ def _auto(fn: Fn, operand_axes: Sequence[str], result_axes: Sequence[str]) -> Fn
     call.def_partition(
         partition=partition,
         sharding_rule=SdyShardingRule(
-            tuple(map(tuple, operand_axes)),
-            tuple(map(tuple, result_axes)),
+            tuple(ArrayMapping(*axes) for axes in operand_axes),
+            tuple(ArrayMapping(*axes) for axes in result_axes),
             need_replication_factors=tuple(sorted(set("".join(operand_axes)) - set(SHARDABLE))),
         ),
     )

@@ -29,7 +29,7 @@ using UnalignedHalves = uint16_t __attribute__((vector_size(2 * kLanes), aligned
 
 inline Vec Load(const float* from) { return *reinterpret_cast<const UnalignedVec*>(from); }
 inline void Store(float* to, Vec x) { *reinterpret_cast<UnalignedVec*>(to) = x; }
-inline Vec Broadcast(float x) { return Vec{} + x; }
+inline Vec Broadcast(float x) { return x - Vec{}; }
 
 // The conversions use integers for subnormal numbers, which XLA has the CPU flush to zero.
 
@@ -69,13 +69,10 @@ inline void StoreHalves(void* to, int64_t index, Bits x) {
   *reinterpret_cast<UnalignedHalves*>(halves) = __builtin_convertvector(x, Halves);
 }
 
-// Asks for `count` elements of an array of `dtype` ahead of their use. (Not inlined, it would have no
+// Asks for element `index` of an array of `dtype` ahead of its use. (Not inlined, it would have no
 // effect that GCC knows of, and GCC would drop it.)
-[[gnu::always_inline]] inline void Prefetch(Dtype dtype, const void* from, int64_t index,
-                                            int64_t count) {
-  const int64_t bytes = dtype == Dtype::kF32 ? 4 : 2;
-  const char* const first = static_cast<const char*>(from) + index * bytes;
-  for (int64_t i = 0; i < count * bytes; i += 64) __builtin_prefetch(first + i);
+[[gnu::always_inline]] inline void Prefetch(Dtype dtype, const void* array, int64_t index) {
+  __builtin_prefetch(static_cast<const char*>(array) + index * (dtype == Dtype::kF32 ? 4 : 2));
 }
 
 // Copies `count` elements, a multiple of kLanes, from an array of `dtype` that starts at `index`.
@@ -104,24 +101,27 @@ inline void StoreHalves(void* to, int64_t index, Bits x) {
   }
 }
 
+// `x` within [low, high], by comparisons, so that a NaN stays one.
+inline Vec Clamp(Vec x, float low, float high) {
+  x = x > high ? Broadcast(high) : x;
+  return x < low ? Broadcast(low) : x;
+}
+
+// exp(x), within 2 units in the last place, for x in [kMinExp, kMaxExp] or NaN. The ends give 0 and
+// infinity.
+constexpr float kMinExp = -87.3f, kMaxExp = 89.0f;
+
 inline Vec Exp(Vec x) {
-  x = x > 89.0f ? Broadcast(89.0f) : x;  // beyond these the result is inf or 0; a NaN stays
-  x = x < -104.0f ? Broadcast(-104.0f) : x;
   // Adding 1.5 * 2^23 rounds to an integer, which is then in the low bits.
   const Vec shifted = x * 0x1.715476p+0f + 0x1.8p23f;
   const Ints n = reinterpret_cast<Ints>(shifted) - 0x4b400000;
   const Vec whole = shifted - 0x1.8p23f;
   // ln 2 in two parts, the first of so few bits that its product with n is exact.
-  const Vec z = (x - whole * 0x1.63p-1f) + whole * 0x1.bd0106p-13f;
-  Vec power = z * (1.0f / 5040) + 1.0f / 720;
-  const float coefficients[] = {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f};
-  for (const float coefficient : coefficients) power = power * z + coefficient;
-  // 2^n in two factors, since it may be outside the range of float where the result is not.
-  const Ints half = n >> 1;
-  const auto power_of_two = [](Ints e) {
-    return reinterpret_cast<Vec>(reinterpret_cast<Bits>(e + 127) << 23);
-  };
-  return power * power_of_two(half) * power_of_two(n - half);
+  const Vec z = (x - whole * 0x1.63p-1f) + whole * 0x1.bd0106p-13f, z2 = z * z;
+  const Vec high = (z * (1.0f / 5040) + 1.0f / 720) * z2 + (z * (1.0f / 120) + 1.0f / 24);
+  const Vec power = (high * z2 + (z * (1.0f / 6) + 0.5f)) * z2 + z + 1.0f;
+  // Twice 2^(n-1), since 2^128 is infinite where the result may not be.
+  return (power + power) * reinterpret_cast<Vec>(reinterpret_cast<Bits>(n + 126) << 23);
 }
 
 template <int... I>

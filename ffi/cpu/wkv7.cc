@@ -29,21 +29,24 @@ struct Head {
   const int64_t batch, head;
 };
 
-// Replaces `w` by the decay factor. `slope`, unless null, becomes the derivative of the log decay.
+// Replaces `w` by the decay factor d. `slope`, unless null, becomes the derivative of the log decay
+// with respect to w, which is finite, so that its product with a d of 0 is 0.
 [[gnu::noinline]] void DecayRow(Decay decay, int64_t count, float* w, float* slope) {
   for (int64_t i = 0; i < count; i += kLanes) {
     Vec x = Load(w + i), derivative = Broadcast(1.0f);
-    if (decay == Decay::kExp) {
-      x = derivative = -Exp(x);
-    } else if (decay == Decay::kSigmoid) {
-      const Vec e = Exp(x < -80.0f ? Broadcast(80.0f) : -x);  // finite
+    if (decay == Decay::kLog) {
+      x = Clamp(x, kMinExp, kMaxExp);
+    } else if (decay == Decay::kExp) {
+      derivative = -Exp(Clamp(x, kMinExp, 5.0f));  // exp(-exp(5)) is 0
+      x = Clamp(derivative, kMinExp, 0.0f);
+    } else {
+      const Vec e = Exp(Clamp(-x, -80.0f, 80.0f));
       const Vec sigmoid = 1.0f / (1.0f + e);
       x = -kSigmoidScale * sigmoid;
       derivative = x * (e * sigmoid);
     }
-    const auto floored = x < kMinLogDecay;
-    Store(w + i, Exp(floored ? Broadcast(kMinLogDecay) : x));
-    if (slope) Store(slope + i, floored ? Vec{} : derivative);
+    Store(w + i, Exp(x));
+    if (slope) Store(slope + i, derivative);
   }
 }
 
@@ -78,10 +81,9 @@ struct Inputs {
 
 // Asks for the inputs of one token ahead of their use: the tokens of a head are too far apart in
 // memory for the CPU to foresee.
-[[gnu::always_inline]] inline void PrefetchInputs(const Wkv7Call& call, const Head& head,
-                                                  int64_t token) {
+[[gnu::always_inline]] inline void PrefetchInputs(const Wkv7Call& call, int64_t index) {
   const void* const inputs[] = {call.r, call.w, call.k, call.v, call.a, call.b};
-  for (const void* input : inputs) Prefetch(call.dtype, input, head.Token(token), head.size);
+  for (const void* input : inputs) Prefetch(call.dtype, input, index);
 }
 
 // `rows` rows of a [V, K] state to or from `columns`, [K, rows].
@@ -130,11 +132,15 @@ void ForwardRows(const Wkv7ForwardCall& call, const Head& head, int64_t first_ro
         sa[i] += Load(columns + key * kRows + i * kLanes) * in.a[key];
 
     for (int64_t t = 0; t < tokens; ++t) {
-      PrefetchInputs(call, head, Smaller(start + t + kRun, call.dims.tokens - 1));
+      const int64_t ahead = Smaller(start + t + kRun, call.dims.tokens - 1);
       const int64_t token = t * size, next = Smaller(t + 1, tokens - 1) * size;
       Vec v[kVecs], y[kVecs] = {}, next_sa[kVecs] = {};
       for (int i = 0; i < kVecs; ++i) v[i] = Load(in.v + token + first_row + i * kLanes);
       for (int64_t key = 0; key < size; ++key) {
+        if (key % 16 == 0) {
+          PrefetchInputs(call, head.Token(ahead) + key);
+          Prefetch(call.dtype, call.y, head.Token(ahead) + key);
+        }
         const float r = in.r[token + key], d = in.d[token + key], k = in.k[token + key];
         const float b = in.b[token + key], a = in.a[next + key];
         float* const column = columns + key * kRows;
@@ -205,21 +211,24 @@ void Replay(const Chunk& chunk, int64_t tokens, int64_t size, int64_t first_row)
     for (int64_t key = 0; key < size; key += kLanes)
       sum[row] += Load(chunk.states + row * size + key) * Load(chunk.a + key);
   for (int64_t t = 0; t < tokens; ++t) {
-    float* const sa = chunk.sa + t * kLanes;
-    Store(sa, SumEach(sum));
+    float* const all_sa = chunk.sa + t * kLanes;
+    Store(all_sa, SumEach(sum));
     const int64_t token = t * size, next = Smaller(t + 1, tokens - 1) * size;
     for (int first = 0; first < kLanes; first += kGroup) {
       const float* const before = chunk.states + (t * kLanes + first) * size;
       float* const after = chunk.states + ((t + 1) * kLanes + first) * size;
-      const float* const v = chunk.v + token + first_row + first;
-      const float* const dy = chunk.dy + token + first_row + first;
-      Vec partial[kGroup] = {};
+      Vec sa[kGroup], v[kGroup], dy[kGroup], partial[kGroup] = {};
+      for (int i = 0; i < kGroup; ++i) {
+        sa[i] = Broadcast(all_sa[first + i]);
+        v[i] = Broadcast(chunk.v[token + first_row + first + i]);
+        dy[i] = Broadcast(chunk.dy[token + first_row + first + i]);
+      }
       for (int64_t key = 0; key < size; key += kLanes) {
         const Vec d = Load(chunk.d + token + key), k = Load(chunk.k + token + key);
         const Vec b = Load(chunk.b + token + key), next_a = Load(chunk.a + next + key);
         Vec dr = Load(chunk.dr + token + key);
         for (int i = 0; i < kGroup; ++i) {
-          const Vec s = Load(before + i * size + key) * d + (sa[first + i] * b + v[i] * k);
+          const Vec s = Load(before + i * size + key) * d + (sa[i] * b + v[i] * k);
           Store(after + i * size + key, s);
           dr += s * dy[i];
           partial[i] += s * next_a;
@@ -236,8 +245,8 @@ Vec ReadOut(const Chunk& chunk, int64_t t, int64_t size, int64_t first_row, floa
   const int64_t token = t * size;
   Vec dv[kLanes], dsa[kLanes];
   for (int first = 0; first < kLanes; first += kGroup) {
-    const float* const dy = chunk.dy + token + first_row + first;
-    Vec dv_part[kGroup] = {}, dsa_part[kGroup] = {};
+    Vec dy[kGroup], dv_part[kGroup] = {}, dsa_part[kGroup] = {};
+    for (int i = 0; i < kGroup; ++i) dy[i] = Broadcast(chunk.dy[token + first_row + first + i]);
     for (int64_t key = 0; key < size; key += kLanes) {
       const Vec r = Load(chunk.r + token + key), k = Load(chunk.k + token + key);
       const Vec b = Load(chunk.b + token + key);
@@ -318,6 +327,15 @@ void Backward(const Wkv7BackwardCall& call, int64_t index, float* scratch) {
       Replay(chunk, tokens, size, row);
       float* const block = ds + row * size;
       for (int64_t t = tokens - 1; t >= 0; --t) {
+        // A slice of what is loaded next and of what is stored at the end of this chunk.
+        const int64_t now = head.Token(n * kChunk + t) + row;
+        if (n > 0) {
+          const int64_t next = head.Token((n - 1) * kChunk + t) + row;
+          PrefetchInputs(call, next);
+          Prefetch(call.dtype, call.dy, next);
+        }
+        const void* const outputs[] = {call.dr, call.dw, call.dk, call.dv, call.da, call.db};
+        for (const void* output : outputs) Prefetch(call.dtype, output, now);
         alignas(64) float dsa[kLanes];
         Store(dsa, ReadOut(chunk, t, size, row, block));
         constexpr int kVecs = kLanes == 16 ? 2 : 1;

@@ -221,45 +221,27 @@ __device__ void BackwardToken(const G& tile, const TokenView<G::N, kBlock>& at,
                               const Fragment<G>& s_before, Fragment<G>& ds, float (*sums)[G::N],
                               T* dv) {
   constexpr int kRows = G::kRows, kCols = G::kCols;
-  float left[kCols > G::kRowGroups ? kCols / G::kRowGroups : 1][kColumnSums];
-  int first = 0;
-  const auto sum_over_rows = [&](float(&column)[kCols], ColumnSum which) {
-    first = ReduceScatter<G::kColGroups, 32>(column, tile.lane);
-#pragma unroll
-    for (int c = 0; c < sizeof(left) / sizeof(left[0]); ++c) left[c][which] = column[c];
-  };
+  float dy[kRows], v[kRows], sa[kRows], dsa[kRows], dv_rows[kRows];
+  float r[kCols], b[kCols], k[kCols], d[kCols], a[kCols], slope[kCols];
+  float column[kColumnSums][kCols];
 
-  float dy[kRows], v[kRows], sa[kRows], dsa[kRows], rows[kRows];
-  float b[kCols], k[kCols], x[kCols], column[kCols];
   LoadRows(tile, at.Row(kDy), dy);
-  LoadCols(tile, at.Row(kR), x);
-  Add<G>(ds, dy, x);
+  LoadCols(tile, at.Row(kR), r);
+  Add<G>(ds, dy, r);
   LoadCols(tile, at.Row(kB), b);
   Dot<G>(ds, b, dsa);
 
   LoadCols(tile, at.Row(kK), k);
-  PartialDot<G>(ds, k, rows);
-  const int first_dv = ReduceScatter<1, G::kColGroups>(rows, tile.lane);
+  PartialDot<G>(ds, k, dv_rows);
   LoadRows(tile, at.Row(kV), v);
   LoadRows(tile, sa_row, sa);
-  TransposedDot<G>(v, ds, column);
-  sum_over_rows(column, kDk);
-  TransposedDot<G>(sa, ds, column);
-  sum_over_rows(column, kDb);
-
-  LoadCols(tile, slope_row, x);
-#pragma unroll
-  for (int c = 0; c < kCols; ++c) {
-    column[c] = ds[0][c] * s_before[0][c];
-#pragma unroll
-    for (int i = 1; i < kRows; ++i) column[c] = fmaf(ds[i][c], s_before[i][c], column[c]);
-    column[c] *= x[c];
-  }
-  sum_over_rows(column, kDw);
+  TransposedDot<G>(v, ds, column[kDk]);
+  TransposedDot<G>(sa, ds, column[kDb]);
 
   // dr_t = S_t^T dy, written with S_{t-1} so that S_t need not be kept.
-  LoadCols(tile, at.Row(kW), x);
-  TransposedDot<G>(dy, s_before, column);
+  LoadCols(tile, at.Row(kW), d);
+  LoadCols(tile, slope_row, slope);
+  TransposedDot<G>(dy, s_before, column[kDr]);
   float sa_dy = 0.0f, v_dy = 0.0f;
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
@@ -267,38 +249,59 @@ __device__ void BackwardToken(const G& tile, const TokenView<G::N, kBlock>& at,
     v_dy = fmaf(v[i], dy[i], v_dy);
   }
 #pragma unroll
-  for (int c = 0; c < kCols; ++c)
-    column[c] = fmaf(x[c], column[c], fmaf(sa_dy, b[c], v_dy * k[c]));
-  sum_over_rows(column, kDr);
-
-  TransposedDot<G>(dsa, s_before, column);
-  sum_over_rows(column, kDa);
-  LoadCols(tile, at.Row(kA), b);
-  DecayAndAdd<G>(ds, x, dsa, b);
+  for (int c = 0; c < kCols; ++c) {
+    column[kDr][c] = fmaf(d[c], column[kDr][c], fmaf(sa_dy, b[c], v_dy * k[c]));
+    column[kDw][c] = ds[0][c] * s_before[0][c];
+#pragma unroll
+    for (int i = 1; i < kRows; ++i)
+      column[kDw][c] = fmaf(ds[i][c], s_before[i][c], column[kDw][c]);
+    column[kDw][c] *= slope[c];
+  }
+  TransposedDot<G>(dsa, s_before, column[kDa]);
+  LoadCols(tile, at.Row(kA), a);
+  DecayAndAdd<G>(ds, d, dsa, a);
 
   // Stored together: a store in between would hold back the loads behind it.
+  int first = 0;
+#pragma unroll
+  for (int which = 0; which < kColumnSums; ++which)
+    first = ReduceScatter<G::kColGroups, 32>(column[which], tile.lane);
+  constexpr int kLeft = kCols > G::kRowGroups ? kCols / G::kRowGroups : 1;
   if (first >= 0)
 #pragma unroll
     for (int which = 0; which < kColumnSums; ++which)
 #pragma unroll
-      for (int c = 0; c < sizeof(left) / sizeof(left[0]); ++c)
-        sums[which][tile.Col(first + c)] = left[c][which];
-  if (first_dv >= 0 && dv != nullptr) dv[tile.first_row + first_dv] = FromFloat<T>(rows[0]);
+      for (int c = 0; c < kLeft; ++c) sums[which][tile.Col(first + c)] = column[which][c];
+  const int first_dv = ReduceScatter<1, G::kColGroups>(dv_rows, tile.lane);
+  if (first_dv >= 0 && dv != nullptr)
+    dv[tile.first_row + first_dv] = FromFloat<T>(dv_rows[0]);
 }
 
-// Adds up what the warps left and writes the gradients of one token.
-template <typename T, typename G>
-__device__ void WriteColumnSums(const float (&sums)[G::kWarps][kColumnSums][G::N],
-                                int64_t token, const Gradients<T>& out) {
+// Adds up what the warps left and writes the gradients of `count` tokens, of which the first is at
+// element `first` of each array.
+template <typename T, typename G, int kTokens>
+__device__ void WriteColumnSums(const float (&sums)[kTokens][G::kWarps][kColumnSums][G::N],
+                                int count, int64_t first, int64_t stride,
+                                const Gradients<T>& out) {
   T* const gradients[kColumnSums] = {out.r, out.w, out.k, out.a, out.b};
+  constexpr int kPiece = 4;
+  struct alignas(kPiece * sizeof(T)) Piece {
+    T x[kPiece];
+  };
 #pragma unroll
-  for (int i = 0; i < kColumnSums * G::N; i += G::kThreads) {
-    const int which = (i + threadIdx.x) / G::N, col = threadIdx.x % G::N;
-    if (which >= kColumnSums) break;
-    float sum = 0.0f;
+  for (int which = 0; which < kColumnSums; ++which) {
+    for (int i = kPiece * threadIdx.x; i < count * G::N; i += kPiece * G::kThreads) {
+      const int t = i / G::N, col = i % G::N;
+      float sum[kPiece] = {};
 #pragma unroll
-    for (int warp = 0; warp < G::kWarps; ++warp) sum += sums[warp][which][col];
-    gradients[which][token + col] = FromFloat<T>(sum);
+      for (int warp = 0; warp < G::kWarps; ++warp)
+#pragma unroll
+        for (int e = 0; e < kPiece; ++e) sum[e] += sums[t][warp][which][col + e];
+      Piece piece;
+#pragma unroll
+      for (int e = 0; e < kPiece; ++e) piece.x[e] = FromFloat<T>(sum[e]);
+      *reinterpret_cast<Piece*>(gradients[which] + first + t * stride + col) = piece;
+    }
   }
 }
 
@@ -415,15 +418,14 @@ __global__ __launch_bounds__(BackwardTile<N>::kThreads, N == 64 ? 2 : 1) void Ba
                             t < count ? out.v + token(t) : nullptr);
         if constexpr (kLarge) {
           __syncthreads();
-          if (t < count) WriteColumnSums<T, G>(sums[0], token(t), out);
+          WriteColumnSums<T, G>(sums, t < count, token(t), stride, out);
           __syncthreads();
         }
       }
       if (block > 0) store(block - 1);
       __syncthreads();
       // While a warp still reads these sums, the others may be at the next block, which has others.
-      if constexpr (!kLarge)
-        for (int t = 0; t < count; ++t) WriteColumnSums<T, G>(sums[t], token(t), out);
+      if constexpr (!kLarge) WriteColumnSums<T, G>(sums, count, token(0), stride, out);
     }
   }
   StoreState(tile, out.initial_state + head.State(), ds);

@@ -97,7 +97,7 @@ def wkv7(
       differentiable once in reverse mode, with respect to all seven array arguments.
 
     Raises:
-      TypeError: an argument is not an array, or its dtype is not accepted or not that of the others.
+      TypeError: an argument is not an array, or has a dtype that is not accepted or not shared.
       ValueError: an argument has a wrong rank or size, or an option is unknown.
       NotImplementedError: the named implementation cannot run this call; the message says why. If
         only the platform is at fault, this is raised when the program is lowered.
@@ -128,8 +128,8 @@ def _wkv7(options: Options, *operands: Array) -> tuple[Array, Array]:
 def _forward(options: Options, *operands: Array) -> tuple[tuple[Array, Array], Residuals]:
     saving = dataclasses.replace(options, save=True)
     y, final_state, states = _dispatch.call(FORWARD, saving, *operands)
-    *inputs, _ = operands
-    return (y, final_state), Residuals(*inputs, states)
+    r, w, k, v, a, b, _ = operands
+    return (y, final_state), Residuals(r, w, k, v, a, b, states)
 
 
 def _backward(
@@ -157,12 +157,12 @@ def wkv7_step(
     """One token of `wkv7`, for decoding.
 
     The arguments are those of `wkv7` without the time axis: `r`, `w`, `k`, `a`, `b` are [B, H, K],
-    `v` is [B, H, V] and `state` [B, H, V, K] is float32. Where the caller donates `state`, the native
-    kernels update it in place.
+    `v` is [B, H, V] and `state` [B, H, V, K] is float32. Where the caller donates `state`, the
+    native kernels update it in place.
 
     Returns:
-      `y` [B, H, V] in the dtype of `v`, and the next state. Equal to `wkv7` on one token, derivatives
-      included.
+      `y` [B, H, V] in the dtype of `v`, and the next state. Equal to `wkv7` on one token,
+      derivatives included.
 
     Raises:
       TypeError, ValueError, NotImplementedError: as `wkv7`.
@@ -174,8 +174,8 @@ def wkv7_step(
     )
     operands = vary_alike(*arrays.values())
     if implementation == "reference":
-        y, state = _dispatch.call(STEP, options, *operands)
-        return y, state
+        y, next_state = _dispatch.call(STEP, options, *operands)
+        return y, next_state
     return _wkv7_step(options, *operands)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from rwkv_jax._decay import decay_factor
 from rwkv_jax._dispatch import Options
@@ -53,8 +53,9 @@ def forward(
     b: Keys,
     initial_state: State,
 ) -> tuple[Values, State]:
-    def body(state: State, token: tuple[TokenKeys | TokenValues, ...]) -> tuple[State, TokenValues]:
-        y, state = step(options, platform, *token, state)
+    def body(state: State, token: tuple[Array, ...]) -> tuple[State, TokenValues]:
+        r, w, k, v, a, b = token
+        y, state = step(options, platform, r, w, k, v, a, b, state)
         return state, y
 
     tokens = tuple(jnp.moveaxis(x, 1, 0) for x in (r, w, k, v, a, b))

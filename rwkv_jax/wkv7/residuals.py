@@ -1,4 +1,4 @@
-"""What the forward pass of WKV7 leaves to the backward pass, whichever implementation runs either."""
+"""What the forward pass of WKV7 leaves to the backward pass, whichever implementation runs."""
 
 from typing import NamedTuple
 

@@ -1,7 +1,7 @@
 """WKV7 in chunks of plain jnp, for any backend, head size and decay.
 
-Inside a block of L tokens the recurrence is solved at once. With P[i, j] = d_{j+1} ... d_i the decay
-from token j to token i (a product of factors <= 1, so nothing overflows and nothing is divided by):
+Inside a block of L tokens the recurrence is solved at once. With P[i, j] = d_{j+1} ... d_i the
+decay from token j to token i (a product of factors <= 1, so nothing overflows or is divided by):
 
     A_ij = a_i . (P[i-1, j] b_j)   B_ij = a_i . (P[i-1, j] k_j)      for j < i
     Q_ij = r_i . (P[i, j] b_j)     R_ij = r_i . (P[i, j] k_j)        for j <= i
@@ -109,7 +109,7 @@ def backward(
     def chunk(state: State, *inputs: Array) -> tuple[State, Values]:
         return _chunk(options, state, *inputs)
 
-    gradients, dinitial_state = _chunked.backward(
+    (dr, dw, dk, dv, da, db), dinitial_state = _chunked.backward(
         chunk, CHUNK, states, (r, w, k, v, a, b), dy, dfinal_state
     )
-    return (*gradients, dinitial_state)
+    return dr, dw, dk, dv, da, db, dinitial_state

@@ -1,0 +1,17 @@
+"""What a compiled or lowered program contains."""
+
+import re
+
+COLLECTIVE = re.compile(
+    r"\b(all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter|collective-broadcast)\b"
+)
+TARGET = re.compile(r"\brwkv_\w+")
+
+
+def collectives(text: str) -> set[str]:
+    return set(COLLECTIVE.findall(text))
+
+
+def targets(text: str) -> set[str]:
+    """The native targets that a program calls."""
+    return set(TARGET.findall("\n".join(x for x in text.splitlines() if "custom" in x)))

@@ -1,0 +1,238 @@
+"""Which implementation runs, what is said where one cannot, and what an installation reports."""
+
+import subprocess
+import sys
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import cases
+import hlo
+import rwkv_jax
+from cases import Case
+from operators import OPERATORS, available
+from rwkv_jax import _ffi
+
+CASE = Case(2, 16, 2, 32)
+TARGETS = {"rwkv_wkv7_fwd_v1", "rwkv_wkv7_bwd_v1"}
+PLATFORM = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
+NATIVE = "ffi" in available("wkv7", CASE)
+
+each_operator = pytest.mark.parametrize("op", OPERATORS)
+
+
+def _gradients(implementation: str | None, inputs: dict) -> dict:
+    def loss(inputs: dict) -> jax.Array:
+        y, state = rwkv_jax.wkv7(**inputs, implementation=implementation)
+        return jnp.sum(y) + jnp.sum(state)
+
+    return jax.grad(loss)(inputs)
+
+
+def _lowered(implementation: str | None, platform: str, case: Case = CASE) -> str:
+    inputs, _ = cases.wkv7(case)
+    traced = jax.jit(_gradients, static_argnums=0).trace(implementation, inputs)
+    return traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+@pytest.fixture
+def pretend(monkeypatch: pytest.MonkeyPatch):
+    """Say that the native module of a platform is missing for a reason, or there."""
+
+    def change(platform: str, reason: str | None) -> None:
+        monkeypatch.setitem(_ffi.MISSING, platform, reason)
+        jax.clear_caches()
+
+    yield change
+    monkeypatch.undo()
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("implementation", [None, *available("wkv7", CASE)])
+def test_what_is_compiled_here(implementation: str | None) -> None:
+    inputs, _ = cases.wkv7(CASE)
+    compiled = jax.jit(_gradients, static_argnums=0).lower(implementation, inputs).compile()
+    native = NATIVE and implementation in (None, "ffi")
+    assert hlo.targets(compiled.as_text()) == (TARGETS if native else set())
+
+
+@pytest.mark.parametrize("implementation", [None, *available("wkv7_step", Case(2, 1, 2, 32))])
+def test_what_a_step_compiles_to_here(implementation: str | None) -> None:
+    inputs, _ = cases.wkv7_step(Case(2, 1, 2, 32))
+    step = jax.jit(lambda inputs: rwkv_jax.wkv7_step(**inputs, implementation=implementation))
+    native = NATIVE and implementation in (None, "ffi")
+    text = step.lower(inputs).compile().as_text()
+    assert hlo.targets(text) == ({"rwkv_wkv7_step_v1"} if native else set())
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_the_platform_is_that_of_the_lowering(platform: str, pretend: Any) -> None:
+    """Not that of the default device: a program for another machine is lowered here."""
+    pretend("cpu", None)
+    pretend("cuda", None)
+    assert hlo.targets(_lowered(None, platform)) == TARGETS
+    assert hlo.targets(_lowered("ffi", platform)) == TARGETS
+    assert hlo.targets(_lowered("xla", platform)) == set()
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_without_native_kernels(platform: str, pretend: Any) -> None:
+    pretend(platform, "the kernels are on holiday")
+    assert hlo.targets(_lowered(None, platform)) == set()
+    with pytest.raises(NotImplementedError, match=f"{platform}.*the kernels are on holiday"):
+        _lowered("ffi", platform)
+
+
+def test_without_any_native_kernels_the_error_comes_while_tracing(pretend: Any) -> None:
+    for platform in ("cpu", "cuda"):
+        pretend(platform, "the kernels are on holiday")
+    inputs, _ = cases.wkv7(CASE)
+    with pytest.raises(NotImplementedError, match="wkv7: .*the kernels are on holiday"):
+        jax.eval_shape(lambda inputs: rwkv_jax.wkv7(**inputs, implementation="ffi"), inputs)
+
+
+@pytest.mark.parametrize("platform", ["tpu", "rocm"])
+def test_other_platforms(platform: str) -> None:
+    assert hlo.targets(_lowered(None, platform)) == set()
+    # Native kernels somewhere, so that only the platform is at fault.
+    if any(reason is None for reason in _ffi.MISSING.values()):
+        with pytest.raises(NotImplementedError, match="native kernels exist for CPUs and for CUDA"):
+            _lowered("ffi", platform)
+
+
+@pytest.mark.parametrize("case", cases.GENERAL, ids=str)
+def test_head_sizes_without_native_kernels_run_on_xla(case: Case) -> None:
+    assert hlo.targets(_lowered(None, PLATFORM, case)) == set()
+    inputs, _ = cases.wkv7(case)
+    reason = rwkv_jax.implementations("wkv7", *inputs.values())["ffi"]
+    assert reason is not None
+    with pytest.raises(NotImplementedError, match="wkv7: .*ffi: "):
+        jax.eval_shape(lambda inputs: rwkv_jax.wkv7(**inputs, implementation="ffi"), inputs)
+    if NATIVE:
+        assert f"K = {case.K} and V = {case.values}" in reason
+
+
+@pytest.mark.parametrize("size", [16, 32, 64, 128])
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_native_kernels_take_these(platform: str, dtype: str, size: int, pretend: Any) -> None:
+    """So that a case that a kernel should have is never left out of the other tests unnoticed."""
+    pretend(platform, None)
+    assert "ffi" in available("wkv7", Case(1, 5, 1, size, dtype=dtype), platform)
+    assert "ffi" in available("wkv7_step", Case(1, 1, 1, size, dtype=dtype), platform)
+
+
+@each_operator
+def test_implementations(op: str) -> None:
+    operator = OPERATORS[op]
+    inputs, _ = operator.make(Case(2, 1, 2, 32))
+    result = rwkv_jax.implementations(op, *inputs.values(), decay="sigmoid", precision="highest")
+    assert result == {"ffi": _ffi.MISSING.get(PLATFORM), "xla": None, "reference": None}
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs.values()]
+    assert rwkv_jax.implementations(op, *shapes) == result
+    assert rwkv_jax.implementations(op, *shapes[:-1]) == result
+
+    on_tpu = rwkv_jax.implementations(op, *shapes, platform="tpu")
+    assert on_tpu["ffi"] == "native kernels exist for CPUs and for CUDA GPUs"
+    assert on_tpu["xla"] is None
+
+
+@each_operator
+def test_implementations_refuses(op: str) -> None:
+    inputs, _ = OPERATORS[op].make(CASE)
+    operands = tuple(inputs.values())
+    with pytest.raises(ValueError, match="op is 'wkv9'; accepted are"):
+        rwkv_jax.implementations("wkv9", *operands)
+    with pytest.raises(ValueError, match="takes the operands r, w, k, v, a, b, "):
+        rwkv_jax.implementations(op, *operands[:3])
+    with pytest.raises(ValueError, match="8 were given"):
+        rwkv_jax.implementations(op, *operands, operands[-1])
+    with pytest.raises(ValueError, match=f"{op}: k has shape"):
+        rwkv_jax.implementations(op, *operands[:2], operands[2][0], *operands[3:])
+
+
+def test_build_info() -> None:
+    info = rwkv_jax.build_info()
+    assert set(info) == {"cxx", "cpu_isas", "cuda_compiler", "cuda_archs", "missing"}
+    assert set(info["missing"]) == {"cpu", "cuda"}
+    if info["missing"]["cpu"] is None:
+        assert info["cxx"]
+        assert info["cpu_isas"]
+    if info["missing"]["cuda"] is None:
+        assert info["cuda_compiler"]
+        assert info["cuda_archs"]
+    else:
+        assert "cuda" in info["missing"]["cuda"].lower()
+
+
+def _module(version: tuple[int, int], registrations: Any) -> types.ModuleType:
+    module = types.ModuleType("rwkv_jax._fake")
+    vars(module).update(ffi_version=lambda: version, registrations=registrations)
+    return module
+
+
+def test_a_module_for_a_newer_xla_is_not_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    def register() -> dict:
+        raise AssertionError("a handler that is too new breaks every later computation")
+
+    monkeypatch.setitem(sys.modules, "rwkv_jax._fake", _module((99, 1), register))
+    reason = _ffi._load("cpu", "rwkv_jax._fake")
+    assert reason is not None
+    assert "rwkv_jax._fake was built for XLA FFI 99.1 and this jaxlib speaks 0." in reason
+    assert "upgrade jax" in reason
+
+
+def test_a_module_for_an_older_xla_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rwkv_jax._fake", _module((0, 1), dict))
+    assert _ffi._load("cpu", "rwkv_jax._fake") is None
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_a_module_that_was_not_built(platform: str) -> None:
+    reason = _ffi._load(platform, "rwkv_jax._never_built")
+    assert reason is not None
+    assert f"this installation has no {platform.upper()} kernels" in reason
+    assert "reinstall rwkv-jax" in reason
+
+
+def test_a_module_that_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str) -> types.ModuleType:
+        raise ImportError("undefined symbol: _Z3foov")
+
+    monkeypatch.setattr(_ffi.importlib, "import_module", fail)
+    reason = _ffi._load("cpu", "rwkv_jax._cpu")
+    assert reason == "rwkv_jax._cpu cannot be loaded: undefined symbol: _Z3foov"
+
+
+IMPORT = """
+import sys, time
+import jax
+start = time.process_time()
+import rwkv_jax
+print(time.process_time() - start)
+assert not {"flax", "equinox", "optax", "matplotlib", "tqdm", "jax.experimental.pallas"} & set(sys.modules)
+"""
+
+
+def test_import_is_quick_and_touches_no_device() -> None:
+    """JAX is told to use a platform that does not exist: any computation would fail."""
+    times = []
+    for _ in range(3):
+        run = subprocess.run(
+            [sys.executable, "-c", IMPORT],
+            env=_environment(JAX_PLATFORMS="nowhere"),
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        times.append(float(run.stdout))
+    assert min(times) <= 0.3
+
+
+def _environment(**changed: str) -> dict[str, str]:
+    import os
+
+    return {**os.environ, **changed}
