@@ -24,7 +24,7 @@ using Vec = float __attribute__((vector_size(4 * kLanes)));
 using Bits = uint32_t __attribute__((vector_size(4 * kLanes)));
 using Ints = int32_t __attribute__((vector_size(4 * kLanes)));
 using Halves = uint16_t __attribute__((vector_size(2 * kLanes)));
-using UnalignedVec = float __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
+using UnalignedVec = float __attribute__((vector_size(4 * kLanes), aligned(4)));
 using UnalignedHalves = uint16_t __attribute__((vector_size(2 * kLanes), aligned(2), may_alias));
 
 inline Vec Load(const float* from) { return *reinterpret_cast<const UnalignedVec*>(from); }
@@ -133,30 +133,46 @@ inline Vec Shuffle(Vec a, Vec b) {
 #endif
 }
 
+template <int S, int... J>
+inline Vec Swap(Vec x, std::integer_sequence<int, J...>) {
+  return Shuffle<(J ^ S)...>(x, x);
+}
+
+template <int S, int... J>
+inline Vec Pick(Vec a, Vec b, std::integer_sequence<int, J...>) {
+  return Shuffle<((J & S) ? kLanes + J : J)...>(a, b);
+}
+
 using Lanes = std::make_integer_sequence<int, kLanes>;
 
-// Exchanges the lanes of `a` whose index has bit `S` with the lanes of `b` whose index has not.
-template <int S, int... J>
-inline void Exchange(Vec& a, Vec& b, std::integer_sequence<int, J...>) {
-  const Vec low = Shuffle<((J & S) ? kLanes + J - S : J)...>(a, b);
-  b = Shuffle<((J & S) ? kLanes + J : J + S)...>(a, b);
-  a = low;
+// Lane i of the result is lane i ^ S of x.
+template <int S>
+inline Vec Swap(Vec x) {
+  return Swap<S>(x, Lanes());
+}
+
+// The lanes of `a`, but of `b` where the index of the lane has bit S.
+template <int S>
+inline Vec Pick(Vec a, Vec b) {
+  return Pick<S>(a, b, Lanes());
 }
 
 template <int S = kLanes / 2>
 inline void Transpose(Vec (&x)[kLanes]) {
-  for (int i = 0; i < kLanes; ++i)
-    if ((i & S) == 0) Exchange<S>(x[i], x[i + S], Lanes());
+  for (int i = 0; i < kLanes; ++i) {
+    if (i & S) continue;
+    const Vec low = Pick<S>(x[i], Swap<S>(x[i + S]));
+    x[i + S] = Pick<S>(Swap<S>(x[i]), x[i + S]);
+    x[i] = low;
+  }
   if constexpr (S > 1) Transpose<S / 2>(x);
 }
 
 // Lane i of the result is the sum of the lanes of x[i]; x is overwritten.
 template <int S = kLanes / 2>
 inline Vec SumEach(Vec (&x)[kLanes]) {
-  for (int i = 0; i < S; ++i) {
-    Exchange<S>(x[i], x[i + S], Lanes());
-    x[i] += x[i + S];
-  }
+  for (int i = 0; i < S; ++i)
+    x[i] = Pick<S>(x[i], x[i + S]) + Swap<S>(Pick<S>(x[i + S], x[i]));
   if constexpr (S > 1) return SumEach<S / 2>(x);
   return x[0];
 }

@@ -263,8 +263,9 @@ Vec ReadOut(const Chunk& chunk, int64_t t, int64_t size, int64_t first_row, floa
       dsa[first + i] = dsa_part[i];
     }
   }
+  const Vec result = SumEach(dsa);
   Store(chunk.dv + token + first_row, SumEach(dv));
-  return SumEach(dsa);
+  return result;
 }
 
 // The sums over a block of rows for kVecs vectors of keys, and dS = dS diag(d) + dsa a^T.
