@@ -24,17 +24,21 @@ SHARDABLE = "BH"
 Fn = Callable[..., tuple[Array, ...]]
 
 
-def vary_alike(*operands: Array) -> tuple[Array, ...]:
-    """Make all operands vary over the same manual mesh axes.
+def alike(operand_axes: Iterable[str], *operands: Array) -> tuple[Array, ...]:
+    """Give all operands the same mesh axes: those of one sharding on an Explicit mesh, and those over
+    which any of them varies inside `shard_map`.
 
-    Must stand outside a `custom_vjp`: its transpose is the sum over devices that the gradient of a
-    replicated operand needs.
+    Must stand outside a `custom_vjp`, so that each gradient gets its operand's own sharding back, and
+    that of a replicated operand is summed over devices.
     """
+    axes = tuple(operand_axes)
+    if mesh := _explicit_mesh(operands):
+        operands = _reshard(mesh, _shards(_specs(operands), axes), axes, operands)
     varying = [jax.typeof(x).manual_axis_type.varying for x in operands]
     everything = frozenset[str]().union(*varying)
     return tuple(
-        lax.pcast(x, tuple(everything - axes), to="varying") if everything - axes else x
-        for x, axes in zip(operands, varying, strict=True)
+        lax.pcast(x, tuple(everything - mine), to="varying") if everything - mine else x
+        for x, mine in zip(operands, varying, strict=True)
     )
 
 
@@ -45,16 +49,36 @@ def partitioned(
     mesh, which keeps `fn` differentiable."""
 
     def call(*operands: Array) -> tuple[Array, ...]:
-        meshes = [jax.typeof(x).sharding.mesh for x in operands]
-        kinds = {kind for mesh in meshes for kind in mesh.axis_types}
-        if AxisType.Manual in kinds:
-            return fn(*operands)
-        if AxisType.Explicit in kinds:
-            mesh = next(m for m in meshes if AxisType.Explicit in m.axis_types)
+        manual = AxisType.Manual in {
+            kind for x in operands for kind in jax.typeof(x).sharding.mesh.axis_types
+        }
+        mesh = _explicit_mesh(operands)
+        # JAX 0.10 cannot differentiate a shard_map inside another one, which is what `rule` is about.
+        if mesh and (rule or not manual):
             return _explicit(fn, mesh, operand_axes, result_axes)(*operands)
+        if manual:
+            return fn(*operands)
         return (_auto(fn, operand_axes, result_axes) if rule else fn)(*operands)
 
     return call
+
+
+def _explicit_mesh(operands: Iterable[Array]) -> Any:
+    meshes = (jax.typeof(x).sharding.mesh for x in operands)
+    return next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), None)
+
+
+def _specs(operands: Iterable[Array]) -> list[P]:
+    return [jax.typeof(x).sharding.spec for x in operands]
+
+
+def _reshard(
+    mesh: Any, shards: dict[str, Any], operand_axes: Iterable[str], operands: Iterable[Array]
+) -> tuple[Array, ...]:
+    return tuple(
+        jax.sharding.reshard(x, NamedSharding(mesh, _spec(shards, axes)))
+        for x, axes in zip(operands, operand_axes, strict=True)
+    )
 
 
 def _spec(shards: dict[str, Any], axes: str) -> P:
@@ -80,25 +104,22 @@ def _explicit(fn: Fn, mesh: Any, operand_axes: Sequence[str], result_axes: Seque
     }
 
     def call(*operands: Array) -> tuple[Array, ...]:
-        shards = _shards((jax.typeof(x).sharding.spec for x in operands), operand_axes)
-        in_specs = tuple(_spec(shards, axes) for axes in operand_axes)
-        operands = tuple(
-            jax.sharding.reshard(x, NamedSharding(mesh, spec))
-            for x, spec in zip(operands, in_specs, strict=True)
-        )
+        shards = _shards(_specs(operands), operand_axes)
         return jax.shard_map(
             fn,
             mesh=mesh,
-            in_specs=in_specs,
+            in_specs=tuple(_spec(shards, axes) for axes in operand_axes),
             out_specs=tuple(_spec(shards, axes) for axes in result_axes),
             axis_names=names,
-        )(*operands)
+        )(*_reshard(mesh, shards, operand_axes, operands))
 
     return call
 
 
 def _auto(fn: Fn, operand_axes: Sequence[str], result_axes: Sequence[str]) -> Fn:
     call = custom_partitioning(fn)
+    # The letters in the order in which they appear, as the rule wants its special factors.
+    letters = dict.fromkeys("".join((*operand_axes, *result_axes)))
 
     def partition(mesh: Any, operands: Any, results: Any):
         shards = _shards((x.sharding.spec for x in operands), operand_axes)
@@ -110,7 +131,7 @@ def _auto(fn: Fn, operand_axes: Sequence[str], result_axes: Sequence[str]) -> Fn
         sharding_rule=SdyShardingRule(
             tuple(ArrayMapping(*axes) for axes in operand_axes),
             tuple(ArrayMapping(*axes) for axes in result_axes),
-            need_replication_factors=tuple(sorted(set("".join(operand_axes)) - set(SHARDABLE))),
+            need_replication_factors=tuple(x for x in letters if x not in SHARDABLE),
         ),
     )
     return call

@@ -91,6 +91,7 @@ class Row:
     direction: str
     contestant: str
     ours: bool
+    floor_ms: float = 0.0
     error: float | None = None
     note: str = ""
     failed: bool = False
@@ -169,10 +170,9 @@ def fla(op: str, keys: int) -> Program:
     operator = rwkv7.fused_recurrent_rwkv7 if step else rwkv7.chunk_rwkv7
 
     def convert(name: str, x: jax.Array) -> Any:
-        x = torch.from_dlpack(x)
         if "state" in name:
-            return x.mT.contiguous()
-        return x[:, None] if step else x
+            return torch.from_dlpack(jnp.swapaxes(x, -1, -2))
+        return torch.from_dlpack(x[:, None] if step else x)
 
     def prepare(inputs: Arrays, cotangents: Arrays) -> Any:
         converted = {name: convert(name, x) for name, x in inputs.items()}
@@ -195,9 +195,9 @@ def fla(op: str, keys: int) -> Program:
         named = {"y": y[:, 0] if step else y, OPERATORS[op].results[1]: state}
         named |= {f"d{name}": x for name, x in called[1]}
         torch.cuda.synchronize()
+        arrays = {n: jnp.from_dlpack(x.detach().contiguous()) for n, x in named.items()}
         return {
-            name: jnp.from_dlpack((x.mT if "state" in name else x).detach().contiguous())
-            for name, x in named.items()
+            name: jnp.swapaxes(x, -1, -2) if "state" in name else x for name, x in arrays.items()
         }
 
     def clock(loop: Callable[[], Any]) -> float:
@@ -376,10 +376,11 @@ def measure(args: argparse.Namespace, shape: str, copy_speed: float) -> list[Row
     for direction in DIRECTIONS:
         ready: list[tuple[Row, Callable[[], float]]] = []
         here: list[Row] = []
+        floor = operands.bytes[direction] / copy_speed / 1e6
         for program, left_out in programs:
             if direction not in program.call:
                 continue
-            row = Row(shape, direction, program.name, program.ours)
+            row = Row(shape, direction, program.name, program.ours, floor)
             here.append(row)
             if left_out and direction == "forward+backward":
                 row.note = left_out
@@ -401,10 +402,10 @@ def measure(args: argparse.Namespace, shape: str, copy_speed: float) -> list[Row
                 row.note, row.failed = reason_of(failure), True
         times = [[run() for _, run in ready] for _ in range(args.repeats)]
         for (row, _), samples in zip(ready, zip(*times, strict=True), strict=False):
-            middle = statistics.median(samples)
-            row.ms, row.best_ms = 1e3 * middle, 1e3 * min(samples)
-            row.floor_gb_s = operands.bytes[direction] / middle / 1e9
-            row.over_floor = copy_speed / row.floor_gb_s
+            ms = 1e3 * statistics.median(samples)
+            row.ms, row.best_ms = ms, 1e3 * min(samples)
+            row.floor_gb_s = operands.bytes[direction] / ms / 1e6
+            row.over_floor = ms / floor
         scan = next((row.ms for row in here if row.contestant == "reference"), None)
         peer = min((row.ms for row in here if row.ms and not row.ours), default=None)
         for row in here:
@@ -432,7 +433,7 @@ def copy_gb_s(device: str) -> float:
 
 
 def table(rows: Sequence[Row]) -> Iterator[str]:
-    columns = "ms", "GB/s", "x floor", "vs scan", "vs peer", "error"
+    columns = "ms", "best", "GB/s", "x floor", "vs scan", "vs peer", "error"
     for shape, direction in dict.fromkeys((row.shape, row.direction) for row in rows):
         yield ""
         yield f"{shape + ', ' + direction:36}" + "".join(f"{column:>10}" for column in columns)
@@ -440,12 +441,15 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
             if row.ms is None:
                 yield f"  {row.contestant:20}{row.note}"
                 continue
-            assert row.floor_gb_s is not None
-            assert row.over_floor is not None
             ratios = (
                 f"{r:.2f}x" if r else "-" for r in (row.faster_than_scan, row.faster_than_peer)
             )
-            speed = f"{row.ms:.3f}", f"{row.floor_gb_s:.1f}", f"{row.over_floor:.2f}"
+            speed = (
+                f"{row.ms:.3f}",
+                f"{row.best_ms:.3f}",
+                f"{row.floor_gb_s:.1f}",
+                f"{row.over_floor:.2f}",
+            )
             cells = *speed, *ratios, f"{row.error:.1e}"
             yield f"  {row.contestant:34}" + "".join(f"{cell:>10}" for cell in cells)
 
@@ -470,11 +474,12 @@ def plot(rows: Sequence[Row], copy_speed: float, title: str, path: Path) -> None
         times = np.array([row.ms for row in timed])
         colors = ["C0" if row.ours else "C7" for row in timed]
         bars = axes.barh([row.contestant for row in timed], times, color=colors)
-        axes.bar_label(bars, [f"{ms:.3g}" for ms in times], padding=3)
-        floor = timed[0].ms / timed[0].over_floor
-        axes.axvline(floor, color="C3", linestyle="--", label=f"memory floor {floor:.2g} ms")
-        axes.set(xscale="log", xlim=(floor / 2, 3 * times.max()), title=", ".join(key), xlabel="ms")
-        axes.legend(loc="lower right", fontsize="small")
+        axes.bar_label(bars, [f"{ms:,.2f}" for ms in times], padding=3)
+        floor = timed[0].floor_ms
+        axes.axvline(floor, color="C3", linestyle="--")
+        right = times.max() * (times.max() / floor) ** 0.2
+        label = f"ms (dashed: memory floor, {floor:.2g} ms)"
+        axes.set(xscale="log", xlim=(floor / 2, right), title=", ".join(key), xlabel=label)
     figure.suptitle(f"{title}; copy {copy_speed:.0f} GB/s")
     figure.savefig(path, dpi=120)
 

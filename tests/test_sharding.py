@@ -46,7 +46,14 @@ def _value_and_gradients(implementation: str | None, *operands: jax.Array) -> tu
         )
 
     results, vjp = jax.vjp(call, *inputs)
-    return *results, *vjp((dy, dstate))
+    cotangents = tuple(map(_typed_as, (dy, dstate), results))
+    return *results, *vjp(cotangents)
+
+
+def _typed_as(x: jax.Array, like: jax.Array) -> jax.Array:
+    """On an Explicit mesh a cotangent has to be sharded as its result is."""
+    sharding = jax.typeof(like).sharding
+    return x if jax.typeof(x).sharding == sharding else jax.sharding.reshard(x, sharding)
 
 
 def _operands(case: Case = CASE) -> tuple[np.ndarray, ...]:

@@ -287,14 +287,16 @@ void StepBack(const Chunk& chunk, int64_t t, int64_t size, int64_t first_row, in
     a[i] = Load(chunk.a + at);
   }
   for (int row = 0; row < kLanes; ++row) {
+    const Vec row_v = Broadcast(v[row]), row_sa = Broadcast(sa[row]);
+    const Vec row_dsa = Broadcast(dsa[row]);
     for (int i = 0; i < kVecs; ++i) {
       float* const at = ds + row * size + key + i * kLanes;
       const Vec x = Load(at), s = Load(before + row * size + i * kLanes);
-      dk[i] += x * v[row];
-      db[i] += x * sa[row];
+      dk[i] += x * row_v;
+      db[i] += x * row_sa;
       dlog[i] += x * s;
-      da[i] += s * dsa[row];
-      Store(at, x * d[i] + dsa[row] * a[i]);
+      da[i] += s * row_dsa;
+      Store(at, x * d[i] + row_dsa * a[i]);
     }
   }
   for (int i = 0; i < kVecs; ++i) {

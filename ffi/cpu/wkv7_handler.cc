@@ -16,8 +16,10 @@ constexpr int64_t kMaxHeadSize = 256;
 
 const Wkv7Kernels& Kernels() {
 #if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx512f")) return avx512::kWkv7;
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return avx2::kWkv7;
+  if (__builtin_cpu_supports("fma")) {
+    if (__builtin_cpu_supports("avx512f")) return avx512::kWkv7;
+    if (__builtin_cpu_supports("avx2")) return avx2::kWkv7;
+  }
 #endif
   return baseline::kWkv7;
 }

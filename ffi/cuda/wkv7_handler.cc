@@ -36,12 +36,12 @@ ffi::Error Backward(cudaStream_t stream, ffi::RemainingArgs args, ffi::Remaining
   Operands operands("rwkv_wkv7_bwd", args, rets);
   Wkv7BackwardCall call;
   ReadBackward(operands, decay, kMaxHeadSize, call);
-  float* const scratch = operands.FloatRet("scratch", "BHX");
-  const int64_t floats = ScratchSize(call.dims.head_size);
-  operands.Require(operands.Size('X') == floats, "scratch has ", operands.Size('X'),
-                   " floats a head; expected ", floats);
+  float* const scratch = operands.FloatRet("scratch", "BHSX");
+  const int64_t segments = operands.Size('S'), floats = ScratchSize(call.dims.head_size);
+  operands.Require(segments >= 1 && operands.Size('X') == floats, "scratch has ", segments,
+                   " segments of ", operands.Size('X'), " floats; expected at least 1 of ", floats);
   if (ffi::Error error = operands.Finish(); error.failure()) return error;
-  return Launched("rwkv_wkv7_bwd", Wkv7Backward(stream, call, scratch));
+  return Launched("rwkv_wkv7_bwd", Wkv7Backward(stream, call, segments, scratch));
 }
 
 auto Binding() {

@@ -12,18 +12,18 @@ namespace {
 // Where one head lives in arrays [B, T, H, N] and [B, H, N, N].
 template <int N>
 struct Head {
-  int64_t batch, head, heads, tokens;
+  int64_t index, batch, head, heads, tokens;
 
-  __device__ Head(int64_t tokens, int64_t heads)
-      : batch(blockIdx.x / heads), head(blockIdx.x % heads), heads(heads), tokens(tokens) {}
+  __device__ Head(int64_t index, int64_t tokens, int64_t heads)
+      : index(index), batch(index / heads), head(index % heads), heads(heads), tokens(tokens) {}
 
   __device__ int64_t FirstToken() const { return (batch * tokens * heads + head) * N; }
   __device__ int64_t TokenStride() const { return heads * N; }
-  __device__ int64_t State() const { return static_cast<int64_t>(blockIdx.x) * N * N; }
+  __device__ int64_t State() const { return index * N * N; }
+  __device__ int64_t Chunks() const { return (tokens + kChunk - 1) / kChunk; }
   // The saved state before token n * kChunk, in [B, chunks, H, N, N].
   __device__ int64_t SavedState(int64_t n) const {
-    const int64_t chunks = (tokens + kChunk - 1) / kChunk;
-    return ((batch * chunks + n) * heads + head) * N * N;
+    return ((batch * Chunks() + n) * heads + head) * N * N;
   }
 };
 
@@ -35,6 +35,9 @@ constexpr int kBackwardVectors = 7;
 
 template <typename T>
 struct Vectors {
+  template <typename... Pointers>
+  explicit Vectors(Pointers... pointers) : x{static_cast<const T*>(pointers)...} {}
+
   const T* x[kBackwardVectors];
 };
 
@@ -90,7 +93,7 @@ __global__ __launch_bounds__(ForwardTile<N>::kThreads, kBlocks) void ForwardKern
   auto& shared = *reinterpret_cast<ForwardShared<T, N, kTokens>*>(memory);
   using G = ForwardTile<N>;
   const G tile;
-  const Head<N> head(tokens, heads);
+  const Head<N> head(blockIdx.x, tokens, heads);
   const int64_t stride = head.TokenStride();
   y += head.FirstToken();
 
@@ -144,6 +147,68 @@ __global__ __launch_bounds__(ForwardTile<N>::kThreads, kBlocks) void ForwardKern
           reinterpret_cast<const Piece*>(shared.y[stage])[i];
   }
   StoreState(tile, final_state + head.State(), s);
+}
+
+// The chunks of a head are shared out among `segments` blocks. Each needs the gradient of the state at
+// the end of its segment, which is the start of its part of the scratch [B, H, segments, ScratchSize].
+struct Segments {
+  int64_t segments;
+  float* scratch;
+
+  __device__ int64_t Length(int64_t chunks) const { return (chunks + segments - 1) / segments; }
+  template <int N>
+  __device__ float* Scratch(int64_t head, int64_t segment) const {
+    constexpr int64_t kSize = ScratchSize(N);
+    return scratch + (head * segments + segment) * kSize;
+  }
+};
+
+// The gradient of the state at the end of each segment but the last. It follows a recurrence of its
+// own, which needs no state: dS <- (dS + dy r^T) diag(d) + ((dS + dy r^T) b) a^T.
+template <typename T, int N>
+__global__ __launch_bounds__(ForwardTile<N>::kThreads) void SegmentKernel(
+    const __grid_constant__ Vectors<T> inputs, int64_t tokens, int64_t heads, Decay decay,
+    const float* dfinal_state, Segments segments) {
+  enum { kDecayRow, kARow, kBRow, kRRow, kDyRow, kRowsOfTile };
+  using G = ForwardTile<N>;
+  constexpr int kTokens = 8;
+  __shared__ __align__(16) float shared[kRowsOfTile * kTokens * N];
+  const G tile;
+  const Head<N> head(blockIdx.x, tokens, heads);
+  const int64_t stride = head.TokenStride();
+  const int64_t length = segments.Length(head.Chunks()) * kChunk;
+
+  Fragment<G> ds;
+  LoadState(tile, dfinal_state + head.State(), ds);
+  TokenLoader<T, G, kRowsOfTile, kTokens> loader;
+  const auto count_at = [&](int64_t first) {
+    return static_cast<int>(tokens - first < kTokens ? tokens - first : kTokens);
+  };
+  const auto fetch = [&](int64_t first) {
+    loader.Fetch(inputs.x, head.FirstToken() + first * stride, stride, count_at(first));
+  };
+  int64_t first = (tokens - 1) / kTokens * kTokens;
+  fetch(first);
+  for (; first >= length; first -= kTokens) {
+    __syncthreads();
+    loader.template Store<false>(shared, nullptr, count_at(first), decay);
+    __syncthreads();
+    if (first > length) fetch(first - kTokens);
+#pragma unroll
+    for (int t = kTokens - 1; t >= 0; --t) {
+      float dy[G::kRows], dsa[G::kRows], x[G::kCols], d[G::kCols];
+      LoadRows(tile, shared + (kDyRow * kTokens + t) * N, dy);
+      LoadCols(tile, shared + (kRRow * kTokens + t) * N, x);
+      Add<G>(ds, dy, x);
+      LoadCols(tile, shared + (kBRow * kTokens + t) * N, x);
+      Dot<G>(ds, x, dsa);
+      LoadCols(tile, shared + (kDecayRow * kTokens + t) * N, d);
+      LoadCols(tile, shared + (kARow * kTokens + t) * N, x);
+      DecayAndAdd<G>(ds, d, dsa, x);
+    }
+    if (first % length == 0)
+      StoreState(tile, segments.Scratch<N>(head.index, first / length - 1), ds);
+  }
 }
 
 template <typename T>
@@ -305,14 +370,14 @@ __device__ void WriteColumnSums(const float (&sums)[kTokens][G::kWarps][kColumnS
   }
 }
 
-// Chunks run last to first. In a chunk the saved state is replayed once to find the state before each
+// The chunks of a segment run last to first. In a chunk the saved state is replayed once to find the state before each
 // block of kBlock tokens; each block is then replayed from there, which leaves S_{t-1} of its tokens
 // at hand, and taken backwards. The decay is never inverted.
 template <typename T, int N>
 __global__ __launch_bounds__(BackwardTile<N>::kThreads, N == 64 ? 2 : 1) void BackwardKernel(
     const __grid_constant__ Vectors<T> inputs, int64_t tokens, int64_t heads, Decay decay,
     const float* states, const float* dfinal_state, const __grid_constant__ Gradients<T> out,
-    float* scratch) {
+    Segments segments) {
   using G = BackwardTile<N>;
   static_assert(kBlock * N <= 4 * G::kThreads);
   static_assert(kBlock == 4, "S_0, S_1 and S_2 are kept or reloaded, S_3 is in registers");
@@ -322,16 +387,21 @@ __global__ __launch_bounds__(BackwardTile<N>::kThreads, N == 64 ? 2 : 1) void Ba
   auto& shared = *reinterpret_cast<Shared*>(memory);
   constexpr int kRows = G::kRows;
   const G tile;
-  const Head<N> head(tokens, heads);
+  const Head<N> head(blockIdx.x / segments.segments, tokens, heads);
+  const int64_t segment = blockIdx.x % segments.segments;
+  const int64_t length = segments.Length(head.Chunks());
+  const int64_t first_chunk = segment * length;
+  const int64_t last_chunk =
+      first_chunk + length < head.Chunks() ? first_chunk + length : head.Chunks();
   const int64_t stride = head.TokenStride();
-  constexpr int64_t kScratch = ScratchSize(N);
-  float* const block_states = scratch + blockIdx.x * kScratch;
+  float* const ds_end = segments.Scratch<N>(head.index, segment);
+  float* const block_states = ds_end + N * N;
   float* const chunk_sa = block_states + (kChunk / kBlock - 1) * N * N;
 
   Fragment<G> ds, s;
-  LoadState(tile, dfinal_state + head.State(), ds);
+  LoadState(tile, last_chunk == head.Chunks() ? dfinal_state + head.State() : ds_end, ds);
 
-  for (int64_t chunk = (tokens + kChunk - 1) / kChunk - 1; chunk >= 0; --chunk) {
+  for (int64_t chunk = last_chunk - 1; chunk >= first_chunk; --chunk) {
     const int64_t start = chunk * kChunk;
     const int64_t first_token = head.FirstToken() + start * stride;
     const int in_chunk = static_cast<int>(tokens - start < kChunk ? tokens - start : kChunk);
@@ -428,26 +498,17 @@ __global__ __launch_bounds__(BackwardTile<N>::kThreads, N == 64 ? 2 : 1) void Ba
       if constexpr (!kLarge) WriteColumnSums<T, G>(sums, count, token(0), stride, out);
     }
   }
-  StoreState(tile, out.initial_state + head.State(), ds);
+  if (segment == 0) StoreState(tile, out.initial_state + head.State(), ds);
 }
 
-template <typename T>
-Vectors<T> Inputs(const Wkv7Call& call, const void* dy) {
-  const void* const x[] = {call.w, call.k, call.v, call.a, call.b, call.r, dy};
-  Vectors<T> vectors;
-  for (int i = 0; i < kBackwardVectors; ++i) vectors.x[i] = static_cast<const T*>(x[i]);
-  return vectors;
-}
-
-// One block for each head.
 template <typename... Parameters, typename... Arguments>
-cudaError_t Launch(void (*kernel)(Parameters...), int threads, size_t shared_bytes,
-                   cudaStream_t stream, const Wkv7Dims& dims, Arguments... arguments) {
+cudaError_t Launch(void (*kernel)(Parameters...), int64_t blocks, int threads, size_t shared_bytes,
+                   cudaStream_t stream, Arguments... arguments) {
   // Set at every launch: the attribute belongs to the current device.
   const cudaError_t error = cudaFuncSetAttribute(
       kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
   if (error != cudaSuccess) return error;
-  kernel<<<dims.batch * dims.heads, threads, shared_bytes, stream>>>(arguments...);
+  kernel<<<static_cast<unsigned>(blocks), threads, shared_bytes, stream>>>(arguments...);
   return cudaGetLastError();
 }
 
@@ -483,22 +544,25 @@ cudaError_t Wkv7Forward(cudaStream_t stream, const Wkv7ForwardCall& call) {
   return Dispatch(call, [&](auto zero, auto size) {
     using T = decltype(zero);
     constexpr int N = size();
+    const int64_t heads = call.dims.batch * call.dims.heads;
     const auto launch = [&](auto tokens, auto blocks) {
       constexpr int kTokens = tokens(), kBlocks = blocks();
-      return Launch(ForwardKernel<T, N, kTokens, kBlocks>, ForwardTile<N>::kThreads,
-                    sizeof(ForwardShared<T, N, kTokens>), stream, call.dims, Inputs<T>(call, nullptr), call.dims.tokens,
-                       call.dims.heads, call.decay, call.initial_state, static_cast<T*>(call.y),
-                       call.final_state, call.states);
+      return Launch(ForwardKernel<T, N, kTokens, kBlocks>, heads, ForwardTile<N>::kThreads,
+                    sizeof(ForwardShared<T, N, kTokens>), stream,
+                    Vectors<T>(call.w, call.k, call.v, call.a, call.b, call.r), call.dims.tokens,
+                    call.dims.heads, call.decay, call.initial_state, static_cast<T*>(call.y),
+                    call.final_state, call.states);
     };
     constexpr std::integral_constant<int, 1> one;
     constexpr std::integral_constant<int, N == 128 ? 1 : 4> many;
     if (call.dims.tokens == 1) return launch(one, many);
     constexpr std::integral_constant<int, 8> tile;
-    return call.dims.batch * call.dims.heads < kFewHeads ? launch(tile, one) : launch(tile, many);
+    return heads < kFewHeads ? launch(tile, one) : launch(tile, many);
   });
 }
 
-cudaError_t Wkv7Backward(cudaStream_t stream, const Wkv7BackwardCall& call, float* scratch) {
+cudaError_t Wkv7Backward(cudaStream_t stream, const Wkv7BackwardCall& call, int64_t segments,
+                         float* scratch) {
   return Dispatch(call, [&](auto zero, auto size) {
     using T = decltype(zero);
     constexpr int N = size();
@@ -506,10 +570,20 @@ cudaError_t Wkv7Backward(cudaStream_t stream, const Wkv7BackwardCall& call, floa
                                  static_cast<T*>(call.dk), static_cast<T*>(call.dv),
                                  static_cast<T*>(call.da), static_cast<T*>(call.db),
                                  call.dinitial_state};
-    return Launch(BackwardKernel<T, N>, BackwardTile<N>::kThreads,
-                  sizeof(BackwardShared<BackwardTile<N>>), stream, call.dims,
-                     Inputs<T>(call, call.dy), call.dims.tokens, call.dims.heads, call.decay,
-                     call.states, call.dfinal_state, gradients, scratch);
+    const Vectors<T> inputs(call.w, call.k, call.v, call.a, call.b, call.r, call.dy);
+    const int64_t heads = call.dims.batch * call.dims.heads;
+    const Segments shared_out{segments, scratch};
+    if (segments > 1) {
+      const cudaError_t error =
+          Launch(SegmentKernel<T, N>, heads, ForwardTile<N>::kThreads, 0, stream,
+                 Vectors<T>(call.w, call.a, call.b, call.r, call.dy), call.dims.tokens,
+                 call.dims.heads, call.decay, call.dfinal_state, shared_out);
+      if (error != cudaSuccess) return error;
+    }
+    return Launch(BackwardKernel<T, N>, heads * segments, BackwardTile<N>::kThreads,
+                  sizeof(BackwardShared<BackwardTile<N>>), stream, inputs, call.dims.tokens,
+                  call.dims.heads, call.decay, call.states, call.dfinal_state, gradients,
+                  shared_out);
   });
 }
 

@@ -11,7 +11,7 @@ from jax import Array
 from rwkv_jax import _check, _dispatch
 from rwkv_jax._decay import Decay
 from rwkv_jax._dispatch import Options, Stage
-from rwkv_jax._partition import vary_alike
+from rwkv_jax._partition import alike
 from rwkv_jax._typing import Operand
 from rwkv_jax.wkv7 import ffi, reference, xla
 from rwkv_jax.wkv7.residuals import Residuals
@@ -112,7 +112,7 @@ def wkv7(
     if initial_state is None:
         batch, _, heads, keys = arrays["r"].shape
         arrays["initial_state"] = jnp.zeros((batch, heads, arrays["v"].shape[-1], keys))
-    operands = vary_alike(*arrays.values())
+    operands = alike(FORWARD.operands.values(), *arrays.values())
     if implementation == "reference":
         y, final_state = _dispatch.call(REFERENCE, options, *operands)
         return y, final_state
@@ -172,7 +172,7 @@ def wkv7_step(
     options = _dispatch.options(
         STEP, decay=decay, precision=precision, implementation=implementation, decays=DECAYS
     )
-    operands = vary_alike(*arrays.values())
+    operands = alike(STEP.operands.values(), *arrays.values())
     if implementation == "reference":
         y, next_state = _dispatch.call(STEP, options, *operands)
         return y, next_state

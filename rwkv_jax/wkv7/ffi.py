@@ -16,6 +16,8 @@ STEP = "rwkv_wkv7_step_v1"
 
 HEAD_SIZES = {"cpu": (16, 32, 64, 128, 256), "cuda": (16, 32, 64, 128)}
 BLOCK = 4
+"""Tokens between the states that the CUDA backward pass keeps inside a chunk."""
+
 DECAY_CODES = {"log": 0, "exp": 1, "sigmoid": 2}
 
 
@@ -58,6 +60,13 @@ def forward(
     return y, final_state, states
 
 
+def _segments(heads: int, chunks: int) -> int:
+    """Into how many segments the CUDA backward pass splits a sequence so as to fill a large GPU with
+    few heads. Segments cost a pass over the sequence, so many heads do without."""
+    few = 0 < heads <= 128
+    return max(1, min(chunks, 512 // heads)) if few else 1
+
+
 def backward(
     options: Options,
     platform: str,
@@ -74,11 +83,12 @@ def backward(
     inputs = (r, w, k, v, a, b)
     results = [(x.shape, x.dtype) for x in (*inputs, dfinal_state)]
     if platform == "cuda":
-        # A kernel may not allocate, so its scratch is one more result: the states inside a chunk,
-        # every BLOCK tokens, and S a of each of its tokens (ScratchSize in ffi/cuda/wkv7.h).
+        # A kernel may not allocate, so its scratch is one more result (ScratchSize in
+        # ffi/cuda/wkv7.h).
         batch, heads, size, _ = dfinal_state.shape
-        floats = (CHUNK // BLOCK - 1) * size * size + CHUNK * size
-        results.append(((batch, heads, floats), jnp.float32))
+        floats = CHUNK // BLOCK * size * size + CHUNK * size
+        segments = _segments(batch * heads, states.shape[1])
+        results.append(((batch, heads, segments, floats), jnp.float32))
     gradients = _ffi.call(
         BACKWARD, results, *inputs, states, dy, dfinal_state, decay=DECAY_CODES[options.decay]
     )
