@@ -141,7 +141,7 @@ def in_jax(name: str, decay: str, op: str, function: Callable[..., Any], **more:
     if not step:
         programs["forward+backward"] = jax.jit(backward)
     calls = {name: functools.partial(call, program) for name, program in programs.items()}
-    # A step's state goes on to the next call, direction donates it: a reader needs its own.
+    # A step's state goes on to the next call, which donates it: a reader needs its own.
     results = functools.partial(jax.tree.map, jnp.copy) if step else dict
     return Program(name, decay, prepare, calls, results, seconds, **more)
 
@@ -162,7 +162,7 @@ def rwkv_ops(kernel: str, op: str, keys: int) -> Program:
 
 
 def fla(op: str, keys: int) -> Program:
-    """flash-linear-attention, direction keeps the transpose of the state."""
+    """flash-linear-attention, which keeps the transpose of the state."""
     torch, rwkv7 = importlib.import_module("torch"), importlib.import_module("fla.ops.rwkv7")
     if not torch.cuda.is_available():
         raise RuntimeError("PyTorch finds no GPU")
@@ -474,7 +474,7 @@ def plot(rows: Sequence[Row], copy_speed: float, title: str, path: Path) -> None
         times = np.array([row.ms for row in timed])
         colors = ["C0" if row.ours else "C7" for row in timed]
         bars = axes.barh([row.contestant for row in timed], times, color=colors)
-        axes.bar_label(bars, [f"{ms:,.2f}" for ms in times], padding=3)
+        axes.bar_label(bars, [f"{ms:,.1f}" if ms >= 10 else f"{ms:.3g}" for ms in times], padding=3)
         floor = timed[0].floor_ms
         axes.axvline(floor, color="C3", linestyle="--")
         right = times.max() * (times.max() / floor) ** 0.2
@@ -515,7 +515,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         jax.config.update("jax_platforms", {"gpu": "cuda"}.get(args.device, args.device))
     try:
         args.device = jax.default_backend()
-    except RuntimeError as failure:
+    except (RuntimeError, AssertionError) as failure:
         parser.error(f"JAX finds no {args.device} here: {failure}")
     if args.device not in DEFAULTS:
         parser.error(f"no benchmark for {args.device}; --device cpu works everywhere")

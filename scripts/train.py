@@ -45,6 +45,12 @@ MAY_CHANGE = {"out", "resume", "save_every", "sample", "temperature", "prompt"}
 """Options that a resumed run need not share with the interrupted one."""
 
 
+def positive(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive integer")
+    return number
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Train a byte-level RWKV-7 language model.",
@@ -53,14 +59,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     sizes = ", ".join(f"{n} = {c.layers}x{c.width}" for n, c in SIZES.items())
     add("--size", choices=SIZES, default="demo", help=f"layers x width: {sizes}")
-    add("--layers", type=int, help="instead of that of --size")
-    add("--width", type=int, help="instead of that of --size")
-    add("--head-size", type=int, help="instead of that of --size")
+    add("--layers", type=positive, help="instead of that of --size")
+    add("--width", type=positive, help="instead of that of --size")
+    add("--head-size", type=positive, help="instead of that of --size")
     add("--data", type=Path, help="a file, or a folder of files; the standard library if not given")
     add("--pattern", default="*.py", help="which files of a folder, at any depth")
-    add("--steps", type=int, default=1000, help="optimizer steps")
-    add("--batch", type=int, default=8, help="sequences a step")
-    add("--context", type=int, default=128, help="bytes a sequence")
+    add("--steps", type=positive, default=1000, help="optimizer steps")
+    add("--batch", type=positive, default=8, help="sequences a step")
+    add("--context", type=positive, default=128, help="bytes a sequence")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the activations")
     add(
         "--implementation",
@@ -71,13 +77,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--warmup", type=int, default=50, help="steps until the peak")
     add("--weight-decay", type=float, default=0.1, help="of matrices")
     add("--seed", type=int, default=0, help="of parameters, data order and sample")
-    add("--eval-every", type=int, default=200, help="steps between held-out losses")
-    add("--eval-bytes", type=int, default=65536, help="held-out bytes that are predicted")
-    add("--save-every", type=int, default=500, help="steps between checkpoints")
+    add("--eval-every", type=positive, default=200, help="steps between held-out losses")
+    add("--eval-bytes", type=positive, default=65536, help="held-out bytes that are predicted")
+    add("--save-every", type=positive, default=500, help="steps between checkpoints")
     add("--out", type=Path, default=Path("out/train"), help="output folder")
     add("--resume", action="store_true", help="continue from the checkpoint in --out")
     add("--prompt", default="def ", help="what the sample continues")
-    add("--sample", type=int, default=500, help="bytes of text to generate at the end")
+    add("--sample", type=positive, default=500, help="bytes of text to generate at the end")
     add("--temperature", type=float, default=0.7, help="of the sample")
     return parser.parse_args(argv)
 
@@ -106,8 +112,14 @@ def read(data: Path | None, pattern: str) -> tuple[np.ndarray, np.ndarray]:
     return train, test
 
 
+def check_size(text: np.ndarray, context: int) -> np.ndarray:
+    if len(text) <= context:
+        sys.exit(f"there are {len(text)} bytes; needed are more than the context, {context}")
+    return text
+
+
 def batch_at(step: int, text: np.ndarray, args: argparse.Namespace) -> np.ndarray:
-    """The sequences of a step, a function of the seed and the step alone: [batch, context + 1]."""
+    """Sequences [batch, context + 1] that depend on the seed and the step alone."""
     starts = np.random.default_rng((args.seed, step)).integers(
         len(text) - args.context, size=args.batch
     )
@@ -227,40 +239,27 @@ def plot(path: Path, log: dict[str, Any]) -> None:
     pyplot.close(figure)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    args = parse(argv)
-    args.out.mkdir(parents=True, exist_ok=True)
-    checkpoint = args.out / "checkpoint.npz"
-    text, held_out = read(args.data, args.pattern)
-    count = max(1, min(args.eval_bytes, len(held_out) - 1) // args.context)
-    held_out = windows(
-        held_out, np.linspace(0, len(held_out) - args.context - 1, count).astype(int), args.context
-    )
+def evaluate(model: RWKV7, held_out: np.ndarray, batch: int) -> float:
+    parts = [held_out[i : i + batch] for i in range(0, len(held_out), batch)]
+    losses = [float(eval_step(model, jnp.asarray(part))) for part in parts]
+    return float(np.average(losses, weights=[len(part) for part in parts]))
 
-    options = {name: x for name, x in vars(args).items() if name not in MAY_CHANGE}
-    options |= {"data": zlib.crc32(text.tobytes()), **dataclasses.asdict(config(args))}
-    model = RWKV7(
-        config(args),
-        dtype=args.dtype,
-        implementation=args.implementation,
-        rngs=nnx.Rngs(args.seed),
-    )
+
+def train(
+    args: argparse.Namespace,
+    model: RWKV7,
+    text: np.ndarray,
+    held_out: np.ndarray,
+    options: dict[str, Any],
+) -> dict[str, Any] | None:
+    """The log of a finished run, or None after Ctrl-C."""
+    checkpoint = args.out / "checkpoint.npz"
     optimizer = nnx.Optimizer(model, make_optimizer(args), wrt=nnx.Param)
     state = variables(model, optimizer)
     log = {"train": [], "held_out": [], "ngrams": ngram_losses(text, held_out)}
     if args.resume:
         log = load(checkpoint, state, options)["log"]
-    first = len(log["train"])
-
-    sizes = sum(x.size for x in jax.tree.leaves(arrays(model.params)))
-    print(f"RWKV-7 of {sizes:,} parameters on {jax.devices()[0]}, {args.dtype}")
-    print(f"{len(text):,} bytes to train on, {held_out[:, 1:].size:,} held-out bytes to predict")
-
-    def evaluate() -> float:
-        parts = [held_out[i : i + args.batch] for i in range(0, len(held_out), args.batch)]
-        losses = [float(eval_step(model, jnp.asarray(part))) for part in parts]
-        return float(np.average(losses, weights=[len(part) for part in parts]))
-
+    done = first = len(log["train"])
     interrupted = False
 
     def interrupt(*_) -> None:
@@ -270,44 +269,37 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     # The step under way is finished first; a second Ctrl-C stops at once.
     usual = signal.signal(signal.SIGINT, interrupt)
-    began = time.perf_counter()
     tokens = args.batch * args.context
-    bar = tqdm(
-        total=args.steps * tokens,
-        initial=first * tokens,
+    began = time.perf_counter()
+    with tqdm(
+        desc="training",
         unit="tok",
         unit_scale=True,
-        desc="training",
-    )
-    done = first
-    while done < args.steps and not interrupted:
-        loss = train_step(model, optimizer, jnp.asarray(batch_at(done, text, args)))
-        log["train"].append(float(loss))
-        done += 1
-        if done % args.eval_every == 0 or done == args.steps:
-            log["held_out"].append((done, evaluate()))
-        held = f"{log['held_out'][-1][1]:.3f}" if log["held_out"] else "-"
-        bar.set_postfix_str(
-            f"loss {np.mean(log['train'][-20:]):.3f}, held out {held}", refresh=False
-        )
-        bar.update(tokens)
-        if done % args.save_every == 0 or done == args.steps or interrupted:
-            save(checkpoint, state, {"options": options, "log": log})
-    bar.close()
+        total=args.steps * tokens,
+        initial=first * tokens,
+    ) as bar:
+        while done < args.steps and not interrupted:
+            loss = train_step(model, optimizer, jnp.asarray(batch_at(done, text, args)))
+            log["train"].append(float(loss))
+            done += 1
+            if done % args.eval_every == 0 or done == args.steps:
+                log["held_out"].append([done, evaluate(model, held_out, args.batch)])
+            recent = f"loss {np.mean(log['train'][-20:]):.3f}"
+            held = f", held out {log['held_out'][-1][1]:.3f}" if log["held_out"] else ""
+            bar.set_postfix_str(recent + held, refresh=False)
+            bar.update(tokens)
+            if done % args.save_every == 0 or done == args.steps or interrupted:
+                save(checkpoint, state, {"options": options, "log": log})
     signal.signal(signal.SIGINT, usual)
     if interrupted:
         print(f"Interrupted after step {done}; --resume continues from {checkpoint}")
-        return 130
-    print(f"Trained {args.steps - first} steps in {time.perf_counter() - began:.0f} s")
+        return None
+    print(f"Trained {done - first} steps in {time.perf_counter() - began:.0f} s")
+    return log
 
-    (args.out / "log.json").write_text(json.dumps({"options": options, **log}, indent=1))
-    plot(args.out / "loss.png", log)
-    losses = log["ngrams"] | {"RWKV-7": log["held_out"][-1][1]}
-    print(f"\n{'held-out loss':14} nats/byte  bits/byte")
-    for name, loss in losses.items():
-        print(f"{name:14} {loss:9.3f}  {loss / math.log(2):9.3f}")
 
-    prompt = args.prompt.encode()
+def sample(args: argparse.Namespace, model: RWKV7) -> str:
+    """Text that continues the prompt, decoded one byte at a time."""
     generate = jax.jit(
         functools.partial(
             rwkv7.generate,
@@ -317,12 +309,38 @@ def main(argv: Sequence[str] | None = None) -> int:
             implementation=args.implementation,
         )
     )
-    sample = generate(
-        arrays(model.params), jax.random.key(args.seed), jnp.asarray([list(prompt)], jnp.int32)
+    prompt = args.prompt.encode()
+    tokens = jnp.asarray([list(prompt)], jnp.int32)
+    new = generate(arrays(model.params), jax.random.key(args.seed), tokens)
+    return (prompt + bytes(np.asarray(new[0], np.uint8))).decode(errors="replace")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    text, held_out = (check_size(part, args.context) for part in read(args.data, args.pattern))
+    count = max(1, min(args.eval_bytes, len(held_out)) // args.context)
+    starts = np.linspace(0, len(held_out) - args.context - 1, count)
+    held_out = windows(held_out, starts.astype(int), args.context)
+    options = {name: x for name, x in vars(args).items() if name not in MAY_CHANGE}
+    options |= {"data": zlib.crc32(text.tobytes()), **dataclasses.asdict(config(args))}
+    model = RWKV7(
+        config(args), dtype=args.dtype, implementation=args.implementation, rngs=nnx.Rngs(args.seed)
     )
-    written = prompt + bytes(np.asarray(sample[0], np.uint8))
-    print(f"\nsample, decoded one byte at a time:\n{written.decode(errors='replace')}")
-    print(f"\nWrote {checkpoint}, log.json and loss.png")
+    parameters = sum(x.size for x in rwkv7.names(arrays(model.params)).values())
+    print(f"RWKV-7 of {parameters:,} parameters on {jax.devices()[0]}, {args.dtype}")
+    print(f"{len(text):,} bytes to train on, {held_out[:, 1:].size:,} held-out bytes to predict")
+
+    args.out.mkdir(parents=True, exist_ok=True)
+    log = train(args, model, text, held_out, options)
+    if log is None:
+        return 130
+    (args.out / "log.json").write_text(json.dumps({"options": options, **log}, indent=1))
+    plot(args.out / "loss.png", log)
+    print(f"\n{'held-out loss':14} nats/byte  bits/byte")
+    for name, loss in (log["ngrams"] | {"RWKV-7": log["held_out"][-1][1]}).items():
+        print(f"{name:14} {loss:9.3f}  {loss / math.log(2):9.3f}")
+    print(f"\nsample, decoded one byte at a time:\n{sample(args, model)}")
+    print(f"\nWrote checkpoint.npz, log.json and loss.png to {args.out}")
     return 0
 
 

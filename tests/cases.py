@@ -1,9 +1,14 @@
 """The shapes, dtypes, decays and seeds that tests and benchmarks use, and inputs made from them."""
 
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import ml_dtypes
 import numpy as np
+
+Arrays: TypeAlias = dict[str, Any]
+"""Numpy arrays by the name of an argument, which `**` hands on; `Any`, since no type checker could
+tell them from the options beside them."""
 
 BENCH_SHAPES = {
     "8x4096x64x64": (8, 4096, 64, 64),
@@ -90,7 +95,7 @@ REGIMES = tuple(
         ("float16", "sigmoid", "near 0"),
     )
 )
-"""Decays that vanish, stay or jump, in every form and dtype; one shape, so that programs are shared."""
+"""Decays that vanish, stay or jump, in every form and dtype; one shape, so programs are shared."""
 
 WKV7 = (*SHAPES, *GENERAL, *REGIMES)
 
@@ -116,7 +121,7 @@ def _log_decay(form: str, rate: np.ndarray) -> np.ndarray:
 
 
 def decays(case: Case, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """`w` of one regime: what the model has, decay factors near 0 or 1, or extremes of the dtype."""
+    """`w` of one regime: as in the model, factors near 0 or 1, or extremes of the dtype."""
     low, high = {
         "near 0": (15.0, 30.0),
         "near 1": (1e-5, 1e-3),
@@ -132,8 +137,8 @@ def decays(case: Case, rng: np.random.Generator, shape: tuple[int, ...]) -> np.n
     return w
 
 
-def wkv7(case: Case) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """The operands of `rwkv_jax.wkv7`, already rounded to their dtype, and unit-variance cotangents.
+def wkv7(case: Case) -> tuple[Arrays, Arrays]:
+    """The operands of `rwkv_jax.wkv7`, rounded to their dtype, and cotangents of unit variance.
 
     As in the model, `a` is minus a unit vector and `b` that vector times a learning rate.
     """
@@ -163,7 +168,7 @@ def wkv7(case: Case) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     return inputs, cotangents
 
 
-def wkv7_step(case: Case) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+def wkv7_step(case: Case) -> tuple[Arrays, Arrays]:
     """The operands of `rwkv_jax.wkv7_step`, those of `wkv7` at one token, and cotangents."""
     inputs, cotangents = wkv7(case)
     step = {name: x[:, 0] for name, x in inputs.items() if name != "initial_state"}

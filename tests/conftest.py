@@ -1,9 +1,12 @@
 import os
+from typing import Any
 
 # Before JAX is imported: several CPU devices for the sharding tests.
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
 )
+# Several test processes share one GPU.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
 import jaxtyping
@@ -11,11 +14,20 @@ import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# A GPU multiplies float32 matrices in TF32 unless told otherwise.
+jax.config.update("jax_default_matmul_precision", "highest")
 
 # Before rwkv_jax is imported: its annotations are checked at run time, in tests only.
 jaxtyping.install_import_hook("rwkv_jax", "beartype.beartype")
 
-import rwkv_jax
+import rwkv_jax  # noqa: E402
+
+# Files whose tests need what is not here; RWKV_JAX_REQUIRE says that it has to be.
+PLATFORM = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
+NATIVE = rwkv_jax.build_info()["missing"].get(PLATFORM, "no such kernels") is None
+collect_ignore = ([] if NATIVE else ["test_ffi.py"]) + (
+    [] if NATIVE and PLATFORM == "cuda" else ["test_gpu.py"]
+)
 
 
 def pytest_sessionstart() -> None:
@@ -31,8 +43,17 @@ def pytest_sessionstart() -> None:
             pytest.exit(f"RWKV_JAX_REQUIRE: {platform}: {error}", returncode=1)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The chunked form takes seconds to compile, which is most of the time of a whole run."""
+    for item in items:
+        params = getattr(getattr(item, "callspec", None), "params", {})
+        short = "case" in params and params["case"].T <= 17
+        if params.get("implementation") == "xla" and not short:
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture
-def cpus() -> list[jax.Device]:
+def cpus() -> list[Any]:
     """The forced CPU devices, on a machine with a GPU as well."""
     devices = jax.devices("cpu")
     assert len(devices) == 4

@@ -8,10 +8,10 @@ COLLECTIVE = re.compile(
 TARGET = re.compile(r"\brwkv_\w+")
 
 
-def collectives(text: str) -> set[str]:
-    return set(COLLECTIVE.findall(text))
+def collectives(text: str | None) -> set[str]:
+    return set(COLLECTIVE.findall(text or ""))
 
 
-def targets(text: str) -> set[str]:
+def targets(text: str | None) -> set[str]:
     """The native targets that a program calls."""
-    return set(TARGET.findall("\n".join(x for x in text.splitlines() if "custom" in x)))
+    return set(TARGET.findall("\n".join(x for x in (text or "").splitlines() if "custom" in x)))

@@ -11,22 +11,20 @@ import numpy as np
 import cases
 import oracle
 import rwkv_jax
-from cases import Case
+from cases import Arrays, Case
 
 
 @dataclass(frozen=True)
 class Operator:
     function: Callable[..., tuple[jax.Array, jax.Array]]
     oracle: Callable[..., dict[str, np.ndarray]]
-    make: Callable[[Case], tuple[dict[str, np.ndarray], dict[str, np.ndarray]]]
+    make: Callable[[Case], tuple[Arrays, Arrays]]
     cases: tuple[Case, ...]
     results: tuple[str, ...]
 
 
 OPERATORS = {
-    "wkv7": Operator(
-        rwkv_jax.wkv7, oracle.wkv7, cases.wkv7, cases.WKV7, ("y", "final_state")
-    ),
+    "wkv7": Operator(rwkv_jax.wkv7, oracle.wkv7, cases.wkv7, cases.WKV7, ("y", "final_state")),
     "wkv7_step": Operator(
         rwkv_jax.wkv7_step, oracle.wkv7_step, cases.wkv7_step, cases.WKV7_STEP, ("y", "state")
     ),

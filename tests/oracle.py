@@ -1,7 +1,7 @@
 """The operators in numpy float64, one token at a time, forwards and backwards by hand.
 
-Written from the recurrence and independent of the package. `tests/test_oracle.py` checks the backward
-pass against finite differences of the forward pass.
+Written from the recurrence and independent of the package. `tests/test_oracle.py` checks the
+backward pass against finite differences of the forward pass.
 """
 
 from collections.abc import Callable, Mapping
@@ -59,7 +59,7 @@ def wkv7(inputs: Arrays, form: str, cotangents: Arrays | None = None) -> dict[st
     """`y` and `final_state`; with the cotangents `dy` and `dfinal_state`, every gradient as well.
 
     The arrays have the operator's own layout: [B, T, H, K] and [B, H, V, K]. Without an
-    `initial_state` the state starts as zeros. Gradients are named after their inputs: `dr`, `dw`, ...
+    `initial_state` the state starts as zeros. Gradients are named after their inputs: `dr`, `dw`.
     """
     inputs = {name: np.asarray(x, np.float64) for name, x in inputs.items()}
     r, w, k, v, a, b = (inputs[name] for name in ("r", "w", "k", "v", "a", "b"))

@@ -91,7 +91,7 @@ def test_without_any_native_kernels_the_error_comes_while_tracing(pretend: Any) 
     for platform in ("cpu", "cuda"):
         pretend(platform, "the kernels are on holiday")
     inputs, _ = cases.wkv7(CASE)
-    with pytest.raises(NotImplementedError, match="wkv7: .*the kernels are on holiday"):
+    with pytest.raises(NotImplementedError, match=r"wkv7: .*the kernels are on holiday"):
         jax.eval_shape(lambda inputs: rwkv_jax.wkv7(**inputs, implementation="ffi"), inputs)
 
 

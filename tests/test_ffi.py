@@ -1,4 +1,4 @@
-"""The native kernels of the default platform: wrong calls, unwritten outputs, threads, repeatability."""
+"""The native kernels of the default platform, called by themselves."""
 
 import concurrent.futures
 from collections.abc import Callable
@@ -21,9 +21,7 @@ PLATFORM = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
 CASE = Case(2, 65, 2, 32)
 
 
-def _options(**changed: Any) -> Options:
-    given = {"decay": "sigmoid", "precision": lax.Precision.DEFAULT, "implementation": "ffi"}
-    return Options(**given | {"save": True} | changed)
+OPTIONS = Options("sigmoid", lax.Precision.DEFAULT, "ffi", save=True)
 
 
 def _call(stage: str, case: Case) -> tuple[Callable[..., tuple[jax.Array, ...]], dict]:
@@ -42,7 +40,7 @@ def _call(stage: str, case: Case) -> tuple[Callable[..., tuple[jax.Array, ...]],
         operands |= {"states": states} | cotangents
 
     def call(*operands: jax.Array) -> tuple[jax.Array, ...]:
-        return getattr(ffi, stage)(_options(), PLATFORM, *operands)
+        return getattr(ffi, stage)(OPTIONS, PLATFORM, *operands)
 
     return call, {name: jnp.asarray(x) for name, x in operands.items()}
 
@@ -64,10 +62,10 @@ OPS = {"forward": "wkv7", "backward": "wkv7 backward", "step": "wkv7_step"}
 
 @pytest.mark.usefixtures("unchecked_types")
 @pytest.mark.parametrize("wrong", SPOILED)
-@pytest.mark.parametrize(("stage", "name"), [(s, n) for s, names in OPERANDS.items() for n in names])
-def test_wrong_operands(
-    stage: str, name: str, wrong: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    ("stage", "name"), [(s, n) for s, names in OPERANDS.items() for n in names]
+)
+def test_wrong_operands(stage: str, name: str, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The call itself is spoiled, behind all checks of the package."""
     call, operands = _call(stage, CASE)
     position, through = list(operands).index(name), _ffi.call
@@ -76,7 +74,9 @@ def test_wrong_operands(
         spoiled = list(operands)
         spoiled[position] = SPOILED[wrong](spoiled[position])
         # An alias has to match the operand that it replaces, which is no longer so.
-        return through(target, results, *spoiled, **{n: x for n, x in rest.items() if n != "aliases"})
+        return through(
+            target, results, *spoiled, **{n: x for n, x in rest.items() if n != "aliases"}
+        )
 
     monkeypatch.setattr(_ffi, "call", spoil)
     # The first operand that has an axis sets its size, and r the dtype: a later one is then odd.
@@ -179,7 +179,9 @@ def test_outputs_are_written_whole(stage: str, case: Case) -> None:
         assert np.isfinite(np.asarray(x, np.float32)).all()
 
 
-@pytest.mark.parametrize("case", [Case(2, 65, 4, 64), Case(1, 1000, 2, 64, dtype="bfloat16")], ids=str)
+@pytest.mark.parametrize(
+    "case", [Case(2, 65, 4, 64), Case(1, 1000, 2, 64, dtype="bfloat16")], ids=str
+)
 def test_three_runs_are_bitwise_equal(case: Case) -> None:
     for stage in ("forward", "backward", "step"):
         call, operands = _call(stage, case)

@@ -1,4 +1,4 @@
-"""Outputs, final states and all gradients of every operator, in every implementation, on every case."""
+"""Results and all gradients of every operator, in every implementation, on every case."""
 
 import jax
 import numpy as np

@@ -36,7 +36,14 @@ def test_backward_is_the_derivative_of_forward(name: str, decay: str) -> None:
 def test_one_token_by_hand() -> None:
     one = np.ones((1, 1, 1, 1))
     results = oracle.wkv7(
-        {"r": 2 * one, "w": np.log(0.5) * one, "k": 3 * one, "v": 5 * one, "a": -one, "b": 0.25 * one}
+        {
+            "r": 2 * one,
+            "w": np.log(0.5) * one,
+            "k": 3 * one,
+            "v": 5 * one,
+            "a": -one,
+            "b": 0.25 * one,
+        }
         | {"initial_state": 8 * one},
         "log",
     )

@@ -32,7 +32,7 @@ PLACES = {
 }
 
 
-def _mesh(axis_type: AxisType, cpus: list[jax.Device]) -> Mesh:
+def _mesh(axis_type: AxisType, cpus: list[Any]) -> Mesh:
     return jax.make_mesh((2, 2), ("data", "model"), axis_types=(axis_type,) * 2, devices=cpus)
 
 
@@ -61,7 +61,7 @@ def _operands(case: Case = CASE) -> tuple[np.ndarray, ...]:
     return (*inputs.values(), *cotangents.values())
 
 
-def _expected(operands: tuple, cpu: jax.Device) -> tuple:
+def _expected(operands: tuple, cpu: Any) -> tuple:
     call = jax.jit(_value_and_gradients, static_argnums=0)
     return call("reference", *jax.device_put(operands, cpu))
 
@@ -76,7 +76,10 @@ def _assert_alike(results: Any, expected: Any) -> None:
 
 def _put(mesh: Mesh, place: tuple, operands: tuple) -> tuple[tuple, list[NamedSharding]]:
     batch, heads = place
-    specs = [P(batch, heads, None, None) if i in (6, 8) else P(batch, None, heads, None) for i in range(9)]
+    specs = [
+        P(batch, heads, None, None) if i in (6, 8) else P(batch, None, heads, None)
+        for i in range(9)
+    ]
     shardings = [NamedSharding(mesh, spec) for spec in specs]
     return tuple(jax.device_put(x, s) for x, s in zip(operands, shardings, strict=True)), shardings
 
@@ -85,7 +88,7 @@ def _put(mesh: Mesh, place: tuple, operands: tuple) -> tuple[tuple, list[NamedSh
 @each_mesh
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES.keys())
 def test_batch_and_heads_need_no_collective(
-    implementation: str, axis_type: AxisType, place: tuple, cpus: list[jax.Device]
+    implementation: str, axis_type: AxisType, place: tuple, cpus: list[Any]
 ) -> None:
     operands = _operands()
     placed, shardings = _put(_mesh(axis_type, cpus), place, operands)
@@ -107,7 +110,7 @@ def test_batch_and_heads_need_no_collective(
 @each_implementation
 @each_mesh
 def test_sharded_time_is_gathered(
-    implementation: str, axis_type: AxisType, cpus: list[jax.Device]
+    implementation: str, axis_type: AxisType, cpus: list[Any]
 ) -> None:
     mesh, operands = _mesh(axis_type, cpus), _operands()
     sequence, state = NamedSharding(mesh, P("data", "model")), NamedSharding(mesh, P("data"))
@@ -119,7 +122,7 @@ def test_sharded_time_is_gathered(
 @each_implementation
 @each_mesh
 def test_sharded_channels_are_gathered(
-    implementation: str, axis_type: AxisType, cpus: list[jax.Device]
+    implementation: str, axis_type: AxisType, cpus: list[Any]
 ) -> None:
     mesh, operands = _mesh(axis_type, cpus), _operands()
     last = NamedSharding(mesh, P("data", None, None, "model"))
@@ -132,7 +135,7 @@ def test_sharded_channels_are_gathered(
 @each_mesh
 @pytest.mark.parametrize("replicated", ["w", "initial_state"])
 def test_operands_that_are_sharded_differently(
-    implementation: str, axis_type: AxisType, replicated: str, cpus: list[jax.Device]
+    implementation: str, axis_type: AxisType, replicated: str, cpus: list[Any]
 ) -> None:
     mesh, operands = _mesh(axis_type, cpus), _operands()
     placed = list(_put(mesh, ("data", "model"), operands)[0])
@@ -145,7 +148,7 @@ def test_operands_that_are_sharded_differently(
 
 @each_implementation
 @each_mesh
-def test_uneven_batch(implementation: str, axis_type: AxisType, cpus: list[jax.Device]) -> None:
+def test_uneven_batch(implementation: str, axis_type: AxisType, cpus: list[Any]) -> None:
     """Three sequences on two devices: replicated, since JAX does not shard them evenly."""
     mesh, operands = _mesh(axis_type, cpus), _operands(Case(3, 16, 4, 16))
     placed, _ = _put(mesh, (None, "model"), operands)
@@ -156,7 +159,7 @@ def test_uneven_batch(implementation: str, axis_type: AxisType, cpus: list[jax.D
 @each_implementation
 @each_mesh
 def test_vmap_keeps_the_batch_where_it_is(
-    implementation: str, axis_type: AxisType, cpus: list[jax.Device]
+    implementation: str, axis_type: AxisType, cpus: list[Any]
 ) -> None:
     several = [_operands(Case(4, 16, 4, 16, seed=seed)) for seed in range(2)]
     mesh = _mesh(axis_type, cpus)
@@ -194,7 +197,7 @@ def _shared(*operands: jax.Array, mesh: Mesh, check_vma: bool, implementation: s
     )(*operands)
 
 
-def _shared_operands(cpu: jax.Device) -> tuple[tuple, tuple]:
+def _shared_operands(cpu: Any) -> tuple[tuple, tuple]:
     """Operands of one device's batch where they are shared, and the gradients that are due."""
     operands = list(_operands())
     whole = list(operands)
@@ -202,9 +205,7 @@ def _shared_operands(cpu: jax.Device) -> tuple[tuple, tuple]:
         operands[i] = operands[i][:1]
         whole[i] = np.repeat(operands[i], 4, axis=0)
     _, _, *gradients = _expected(tuple(whole), cpu)
-    due = tuple(
-        g.sum(axis=0, keepdims=True) if i in (1, 6) else g for i, g in enumerate(gradients)
-    )
+    due = tuple(g.sum(axis=0, keepdims=True) if i in (1, 6) else g for i, g in enumerate(gradients))
     return tuple(operands), due
 
 
@@ -219,15 +220,13 @@ def _gradients_alike(gradients: Any, due: Any) -> None:
 @each_implementation
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_gradients_of_replicated_operands_through_shard_map(
-    implementation: str, check_vma: bool, cpus: list[jax.Device]
+    implementation: str, check_vma: bool, cpus: list[Any]
 ) -> None:
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=cpus)
     operands, due = _shared_operands(cpus[0])
 
     def loss(*operands: jax.Array) -> jax.Array:
-        return _shared(
-            *operands, mesh=mesh, check_vma=check_vma, implementation=implementation
-        )
+        return _shared(*operands, mesh=mesh, check_vma=check_vma, implementation=implementation)
 
     gradients = jax.jit(jax.grad(loss, argnums=range(7)))(*operands)
     _gradients_alike(gradients, due)
@@ -235,7 +234,7 @@ def test_gradients_of_replicated_operands_through_shard_map(
 
 @each_implementation
 def test_gradients_of_replicated_operands_inside_shard_map(
-    implementation: str, cpus: list[jax.Device]
+    implementation: str, cpus: list[Any]
 ) -> None:
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=cpus)
     operands, due = _shared_operands(cpus[0])
@@ -255,7 +254,7 @@ def test_gradients_of_replicated_operands_inside_shard_map(
 
 
 @each_implementation
-def test_results_vary_as_the_operands_do(implementation: str, cpus: list[jax.Device]) -> None:
+def test_results_vary_as_the_operands_do(implementation: str, cpus: list[Any]) -> None:
     """A result typed as if it were the same on all devices could leave a shard_map as such."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=cpus)
     call = jax.shard_map(
@@ -271,7 +270,7 @@ def test_results_vary_as_the_operands_do(implementation: str, cpus: list[jax.Dev
 @each_implementation
 @each_mesh
 def test_manual_over_one_axis_of_two(
-    implementation: str, axis_type: AxisType, cpus: list[jax.Device]
+    implementation: str, axis_type: AxisType, cpus: list[Any]
 ) -> None:
     mesh, operands = _mesh(axis_type, cpus), _operands()
     placed, _ = _put(mesh, ("data", "model"), operands)
@@ -288,7 +287,7 @@ def test_manual_over_one_axis_of_two(
 @each_implementation
 @each_mesh
 def test_step_needs_no_collective(
-    implementation: str, axis_type: AxisType, cpus: list[jax.Device]
+    implementation: str, axis_type: AxisType, cpus: list[Any]
 ) -> None:
     inputs, _ = cases.wkv7_step(Case(4, 1, 4, 16))
     sharding = NamedSharding(_mesh(axis_type, cpus), P("data", "model"))

@@ -81,15 +81,17 @@ def test_a_donated_state_is_updated_in_place(tokens: int) -> None:
     state = jnp.array(inputs.pop("state"))
 
     def decode(inputs: dict, state: jax.Array) -> tuple[jax.Array, jax.Array]:
-        for _ in range(tokens):
+        y, state = rwkv_jax.wkv7_step(**inputs, state=state)
+        for _ in range(tokens - 1):
             y, state = rwkv_jax.wkv7_step(**inputs, state=state)
         return y, state
 
     expected = jax.jit(decode)(inputs, state)[1]
     step = jax.jit(decode, donate_argnames="state").lower(inputs, state).compile()
-    assert "input_output_alias={ {1}: (6, {}, may-alias) }" in step.as_text()
+    text = step.as_text() or ""
+    assert "input_output_alias={ {1}: (6, {}, may-alias) }" in text
     if "ffi" in available("wkv7_step", Case(2, 1, 2, 64)):
-        copies = [line for line in step.as_text().splitlines() if " copy(" in line]
+        copies = [line for line in text.splitlines() if " copy(" in line]
         assert not [line for line in copies if "f32[2,2,64,64]" in line]
 
     pointer = state.unsafe_buffer_pointer()

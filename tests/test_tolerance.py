@@ -38,7 +38,9 @@ def test_the_rounding_of_the_result_is_allowed_for() -> None:
     expected = np.linspace(1, 2, 1000)
     tolerance.assert_close({"y": expected.astype(np.float16)}, {"y": expected}, 1e-9)
     with pytest.raises(AssertionError):
-        tolerance.assert_close({"y": expected.astype(np.float16).astype(float)}, {"y": expected}, 1e-9)
+        tolerance.assert_close(
+            {"y": expected.astype(np.float16).astype(float)}, {"y": expected}, 1e-9
+        )
 
 
 def test_zeros_have_to_be_zeros() -> None:

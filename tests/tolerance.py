@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 
 EXACT_FLOAT32 = 1e-5
-"""Float32 throughout: float32 operands with precision HIGHEST, or a kernel that has no other way."""
+"""Float32 throughout: float32 operands with precision HIGHEST, or a kernel without another way."""
 
 SEQUENTIAL = 2e-3
 """A kernel that takes one token at a time, on bfloat16 or float16 operands."""
@@ -30,7 +30,7 @@ def ceiling(name: str, implementation: str, dtype: str, *, highest: bool) -> flo
 
 
 def rms_error(x: np.ndarray, expected: np.ndarray) -> float:
-    """`||x - expected|| / ||expected||`; 0 where both are all zeros, and NaN never compares small."""
+    """`||x - expected|| / ||expected||`; 0 where both are zeros, and NaN never compares small."""
     x, expected = np.asarray(x, np.float64), np.asarray(expected, np.float64)
     difference, size = np.linalg.norm(x - expected), np.linalg.norm(expected)
     if difference == 0:
@@ -39,19 +39,21 @@ def rms_error(x: np.ndarray, expected: np.ndarray) -> float:
 
 
 def assert_close(
-    results: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray], ceilings: float | Mapping
+    results: Mapping[str, np.ndarray],
+    expected: Mapping[str, np.ndarray],
+    ceilings: float | Mapping[str, float],
 ) -> None:
     """Every array of `results` against the one of the same name in `expected`.
 
-    An array may differ by its ceiling times the expected norm, plus what rounding the expected values
-    to its own dtype costs.
+    An array may differ by its ceiling times the expected norm, plus what rounding the expected
+    values to its own dtype costs.
     """
     assert set(results) == set(expected)
     wrong = []
     for name, x in results.items():
         reference = np.asarray(expected[name], np.float64)
         assert x.shape == reference.shape, f"{name} has shape {x.shape}, expected {reference.shape}"
-        ceiling = ceilings if isinstance(ceilings, float) else ceilings[name]
+        ceiling = ceilings[name] if isinstance(ceilings, Mapping) else ceilings
         with np.errstate(over="ignore", under="ignore"):
             rounding = np.linalg.norm(reference.astype(x.dtype) - reference)
         size, error = np.linalg.norm(reference), np.linalg.norm(np.float64(x) - reference)

@@ -11,9 +11,9 @@
 
 namespace rwkv_jax::cpu {
 
-// Calls body(worker, item) for each item in [0, items), with at most `workers` calls at a time, each
-// with its own worker number. The caller is worker 0 and does whatever the pool does not come to, so
-// it waits for items under way but never for the pool: a busy pool cannot block it.
+// Calls body(worker, item) for each of `items` > 0 items, with at most `workers` calls at a time,
+// each with its own worker number. The caller is worker 0 and does whatever the pool does not come
+// to: it waits for items under way but never for the pool, so a busy pool cannot block it.
 template <typename Body>
 void ParallelFor(ffi::ThreadPool& pool, int64_t workers, int64_t items, const Body& body) {
   struct Progress {

@@ -1,7 +1,8 @@
 // Vectors of float as wide as the registers of the instruction set that a file is compiled for.
 //
 // Everything here has internal linkage. The kernels are compiled once per instruction set, and of a
-// function shared by those builds the linker would keep one copy, maybe for a CPU that is not this one.
+// function that those builds share the linker would keep one copy, maybe for a CPU that is not this
+// one.
 #pragma once
 
 #include <cstdint>
@@ -82,9 +83,11 @@ inline void StoreHalves(void* to, int64_t index, Bits x) {
     const float* const floats = static_cast<const float*>(from) + index;
     for (int64_t i = 0; i < count; i += kLanes) Store(to + i, Load(floats + i));
   } else if (dtype == Dtype::kBF16) {
-    for (int64_t i = 0; i < count; i += kLanes) Store(to + i, FromBF16(LoadHalves(from, index + i)));
+    for (int64_t i = 0; i < count; i += kLanes)
+      Store(to + i, FromBF16(LoadHalves(from, index + i)));
   } else {
-    for (int64_t i = 0; i < count; i += kLanes) Store(to + i, FromF16(LoadHalves(from, index + i)));
+    for (int64_t i = 0; i < count; i += kLanes)
+      Store(to + i, FromF16(LoadHalves(from, index + i)));
   }
 }
 
@@ -95,9 +98,11 @@ inline void StoreHalves(void* to, int64_t index, Bits x) {
     float* const floats = static_cast<float*>(to) + index;
     for (int64_t i = 0; i < count; i += kLanes) Store(floats + i, Load(from + i));
   } else if (dtype == Dtype::kBF16) {
-    for (int64_t i = 0; i < count; i += kLanes) StoreHalves(to, index + i, ToBF16(Load(from + i)));
+    for (int64_t i = 0; i < count; i += kLanes)
+      StoreHalves(to, index + i, ToBF16(Load(from + i)));
   } else {
-    for (int64_t i = 0; i < count; i += kLanes) StoreHalves(to, index + i, ToF16(Load(from + i)));
+    for (int64_t i = 0; i < count; i += kLanes)
+      StoreHalves(to, index + i, ToF16(Load(from + i)));
   }
 }
 

@@ -110,60 +110,68 @@ void StoreColumns(const float* columns, int64_t size, int64_t rows, float* state
 // Tokens that the forward pass loads at once; divides kChunk.
 constexpr int64_t kRun = 16;
 
-// The forward pass has a lane for each row of the state, so that S a and S r need no sum over lanes,
-// and one pass over the state does a token and S a of the next one.
+// The forward pass over `rows` rows, kVecs vectors of them at a time. There is a lane for each row,
+// so that S a and S r need no sum over lanes, and one pass over the state does a token and S a of
+// the next one.
 template <int kVecs>
-void ForwardRows(const Wkv7ForwardCall& call, const Head& head, int64_t first_row,
+void ForwardRows(const Wkv7ForwardCall& call, const Head& head, int64_t first_row, int64_t rows,
                  float* scratch) {
   constexpr int64_t kRows = kVecs * kLanes;
   const int64_t size = head.size, offset = first_row * size;
   const Inputs in(scratch, kRun, size);
-  float* const columns = scratch + Inputs::Scratch(kRun, size);
-  LoadColumns(call.initial_state + head.State() + offset, size, kRows, columns);
+  float* const states = scratch + Inputs::Scratch(kRun, size);
+  const float* const initial_state = call.initial_state + head.State() + offset;
+  for (int64_t row = 0; row < rows; row += kRows)
+    LoadColumns(initial_state + row * size, size, kRows, states + row * size);
 
   for (int64_t start = 0; start < call.dims.tokens; start += kRun) {
-    if (call.states && start % kChunk == 0)
-      StoreColumns(columns, size, kRows, call.states + head.SavedState(start / kChunk) + offset);
     const int64_t tokens = Smaller(call.dims.tokens - start, kRun);
     in.Load(call, head, start, tokens, nullptr);
-    Vec sa[kVecs] = {};
-    for (int64_t key = 0; key < size; ++key)
-      for (int i = 0; i < kVecs; ++i)
-        sa[i] += Load(columns + key * kRows + i * kLanes) * in.a[key];
+    for (int64_t row = 0; row < rows; row += kRows) {
+      float* const columns = states + row * size;
+      if (call.states && start % kChunk == 0) {
+        float* const saved = call.states + head.SavedState(start / kChunk) + offset;
+        StoreColumns(columns, size, kRows, saved + row * size);
+      }
+      const float* const values = in.v + first_row + row;
+      Vec sa[kVecs] = {};
+      for (int64_t key = 0; key < size; ++key)
+        for (int i = 0; i < kVecs; ++i)
+          sa[i] += Load(columns + key * kRows + i * kLanes) * in.a[key];
 
-    for (int64_t t = 0; t < tokens; ++t) {
-      const int64_t ahead = Smaller(start + t + kRun, call.dims.tokens - 1);
-      const int64_t token = t * size, next = Smaller(t + 1, tokens - 1) * size;
-      Vec v[kVecs], y[kVecs] = {}, next_sa[kVecs] = {};
-      for (int i = 0; i < kVecs; ++i) v[i] = Load(in.v + token + first_row + i * kLanes);
-      for (int64_t key = 0; key < size; ++key) {
-        if (key % 16 == 0) {
-          PrefetchInputs(call, head.Token(ahead) + key);
-          Prefetch(call.dtype, call.y, head.Token(ahead) + key);
+      for (int64_t t = 0; t < tokens; ++t) {
+        const int64_t token = t * size, next = Smaller(t + 1, tokens - 1) * size;
+        const int64_t ahead = head.Token(Smaller(start + kRun + t, call.dims.tokens - 1));
+        Vec v[kVecs], y[kVecs] = {}, next_sa[kVecs] = {};
+        for (int i = 0; i < kVecs; ++i) v[i] = Load(values + token + i * kLanes);
+        for (int64_t key = 0; key < size; ++key) {
+          if (key % 16 == 0 && row == 0) {
+            PrefetchInputs(call, ahead + key);
+            Prefetch(call.dtype, call.y, ahead + key);
+          }
+          const float r = in.r[token + key], d = in.d[token + key], k = in.k[token + key];
+          const float b = in.b[token + key], a = in.a[next + key];
+          float* const column = columns + key * kRows;
+          for (int i = 0; i < kVecs; ++i) {
+            const Vec s = Load(column + i * kLanes) * d + (sa[i] * b + v[i] * k);
+            Store(column + i * kLanes, s);
+            y[i] += s * r;
+            next_sa[i] += s * a;
+          }
         }
-        const float r = in.r[token + key], d = in.d[token + key], k = in.k[token + key];
-        const float b = in.b[token + key], a = in.a[next + key];
-        float* const column = columns + key * kRows;
+        alignas(64) float y_row[kRows];
         for (int i = 0; i < kVecs; ++i) {
-          const Vec s = Load(column + i * kLanes) * d + (sa[i] * b + v[i] * k);
-          Store(column + i * kLanes, s);
-          y[i] += s * r;
-          next_sa[i] += s * a;
+          Store(y_row + i * kLanes, y[i]);
+          sa[i] = next_sa[i];
         }
+        StoreRow(call.dtype, call.y, head.Token(start + t) + first_row + row, kRows, y_row);
       }
-      alignas(64) float row[kRows];
-      for (int i = 0; i < kVecs; ++i) {
-        Store(row + i * kLanes, y[i]);
-        sa[i] = next_sa[i];
-      }
-      StoreRow(call.dtype, call.y, head.Token(start + t) + first_row, kRows, row);
     }
   }
-  StoreColumns(columns, size, kRows, call.final_state + head.State() + offset);
+  float* const final_state = call.final_state + head.State() + offset;
+  for (int64_t row = 0; row < rows; row += kRows)
+    StoreColumns(states + row * size, size, kRows, final_state + row * size);
 }
-
-// Vectors of rows that a pass can have in registers beside the scalars of a token.
-constexpr int kMaxVecs = kLanes == 16 ? 4 : 2;
 
 int64_t ForwardScratch(const Wkv7Dims& dims, int64_t rows) {
   return Inputs::Scratch(kRun, dims.head_size) + dims.head_size * rows;
@@ -171,10 +179,15 @@ int64_t ForwardScratch(const Wkv7Dims& dims, int64_t rows) {
 
 void Forward(const Wkv7ForwardCall& call, int64_t index, int64_t first_row, int64_t rows,
              float* scratch) {
+  // As many vectors of rows as the registers take beside the scalars of a token.
+  constexpr int kMaxVecs = kLanes == 16 ? 4 : 2;
   const Head head(call.dims, index);
-  if (rows == kLanes) return ForwardRows<1>(call, head, first_row, scratch);
-  if (rows == 2 * kLanes) return ForwardRows<2>(call, head, first_row, scratch);
-  if constexpr (kMaxVecs == 4) ForwardRows<4>(call, head, first_row, scratch);
+  if (rows >= kMaxVecs * kLanes)
+    ForwardRows<kMaxVecs>(call, head, first_row, rows, scratch);
+  else if (rows == 2 * kLanes)
+    ForwardRows<2>(call, head, first_row, rows, scratch);
+  else
+    ForwardRows<1>(call, head, first_row, rows, scratch);
 }
 
 // One chunk as the backward pass wants it: arrays of [tokens, size], but for those of one block of
@@ -240,7 +253,7 @@ void Replay(const Chunk& chunk, int64_t tokens, int64_t size, int64_t first_row)
   }
 }
 
-// dS += dy r^T for a block of rows; then dv = dS k, and dsa = dS b is returned.
+// dS += dy r^T for a block of rows, then dv = dS k; returns dsa = dS b.
 Vec ReadOut(const Chunk& chunk, int64_t t, int64_t size, int64_t first_row, float* ds) {
   const int64_t token = t * size;
   Vec dv[kLanes], dsa[kLanes];
@@ -321,8 +334,7 @@ void Backward(const Wkv7BackwardCall& call, int64_t index, float* scratch) {
     for (int64_t t = 0; t < tokens; ++t)
       LoadRow(call.dtype, call.dy, head.Token(n * kChunk + t), size, chunk.dy + t * size);
     float* const sums[] = {chunk.dr, chunk.dk, chunk.da, chunk.db, chunk.dlog};
-    for (float* sum : sums)
-      __builtin_memset(sum, 0, tokens * size * sizeof(float));
+    for (float* sum : sums) __builtin_memset(sum, 0, tokens * size * sizeof(float));
 
     for (int64_t row = 0; row < size; row += kLanes) {
       const float* const saved = call.states + head.SavedState(n) + row * size;
@@ -366,8 +378,7 @@ void Backward(const Wkv7BackwardCall& call, int64_t index, float* scratch) {
 }  // namespace
 
 namespace RWKV_JAX_ISA {
-const Wkv7Kernels kWkv7 = {kLanes,  kMaxVecs * kLanes, ForwardScratch,
-                           Forward, BackwardScratch,   Backward};
+const Wkv7Kernels kWkv7 = {kLanes, ForwardScratch, Forward, BackwardScratch, Backward};
 }
 
 }  // namespace rwkv_jax::cpu

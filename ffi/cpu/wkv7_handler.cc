@@ -59,7 +59,7 @@ ffi::Error RunForward(const char* op, ffi::ThreadPool& pool, const Wkv7ForwardCa
   const Wkv7Kernels& kernels = Kernels();
   const int64_t workers = Workers(pool, call.dims), size = call.dims.head_size;
   const int64_t heads = call.dims.batch * call.dims.heads;
-  int64_t rows = std::min(kernels.max_rows, size);
+  int64_t rows = size;
   while (rows > kernels.min_rows && heads * (size / rows) < workers) rows /= 2;
   const int64_t parts = size / rows;
   return Run(op, pool, workers, heads * parts, kernels.forward_scratch(call.dims, rows),

@@ -15,25 +15,25 @@ ffi::Error Launched(const char* what, cudaError_t error) {
 
 ffi::Error Forward(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
                    int64_t decay) {
-  Operands operands("rwkv_wkv7_fwd", args, rets);
+  Operands operands("wkv7", args, rets);
   Wkv7ForwardCall call;
   ReadForward(operands, decay, kMaxHeadSize, call);
   if (ffi::Error error = operands.Finish(); error.failure()) return error;
-  return Launched("rwkv_wkv7_fwd", Wkv7Forward(stream, call));
+  return Launched("wkv7", Wkv7Forward(stream, call));
 }
 
 ffi::Error Step(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
                 int64_t decay) {
-  Operands operands("rwkv_wkv7_step", args, rets);
+  Operands operands("wkv7_step", args, rets);
   Wkv7ForwardCall call;
   ReadStep(operands, decay, kMaxHeadSize, call);
   if (ffi::Error error = operands.Finish(); error.failure()) return error;
-  return Launched("rwkv_wkv7_step", Wkv7Forward(stream, call));
+  return Launched("wkv7_step", Wkv7Forward(stream, call));
 }
 
 ffi::Error Backward(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
                     int64_t decay) {
-  Operands operands("rwkv_wkv7_bwd", args, rets);
+  Operands operands("wkv7 backward", args, rets);
   Wkv7BackwardCall call;
   ReadBackward(operands, decay, kMaxHeadSize, call);
   float* const scratch = operands.FloatRet("scratch", "BHSX");
@@ -41,7 +41,7 @@ ffi::Error Backward(cudaStream_t stream, ffi::RemainingArgs args, ffi::Remaining
   operands.Require(segments >= 1 && operands.Size('X') == floats, "scratch has ", segments,
                    " segments of ", operands.Size('X'), " floats; expected at least 1 of ", floats);
   if (ffi::Error error = operands.Finish(); error.failure()) return error;
-  return Launched("rwkv_wkv7_bwd", Wkv7Backward(stream, call, segments, scratch));
+  return Launched("wkv7 backward", Wkv7Backward(stream, call, segments, scratch));
 }
 
 auto Binding() {

@@ -145,12 +145,13 @@ def init(key: Key[Array, ""], config: Config) -> Params:
     """Parameters with the official initialisation, float32."""
     embedding, head, *blocks = jax.random.split(key, 2 + config.layers)
     vocabulary, width = config.vocabulary, config.width
-    return Params(
+    params = Params(
         emb=Weight(jax.random.uniform(embedding, (vocabulary, width), minval=-1e-4, maxval=1e-4)),
         blocks=tuple(_init_block(block, layer, config) for layer, block in enumerate(blocks)),
         ln_out=_init_norm(width),
         head=Weight(_orthogonal(head, vocabulary, width, 0.5)),
     )
+    return _cast(params, jnp.float32)
 
 
 def _init_block(key: Key[Array, ""], layer: int, config: Config) -> BlockParams:
@@ -176,7 +177,7 @@ def init_time_mix(
     Config(layers, width, head_size)
     keys = iter(jax.random.split(key, 7))
     depth = layer / max(layers - 1, 1)
-    channel = jnp.arange(width)
+    channel = jnp.arange(width, dtype=jnp.float32)
     fraction = channel / max(width - 1, 1)
     linear = fraction - 0.5
     half = max(head_size - 1, 1) / 2
@@ -196,9 +197,9 @@ def init_time_mix(
     w1, w2 = low_rank(2.5)
     a1, a2 = low_rank(2.5)
     v1, v2 = low_rank(1.7)
-    g1, g2 = low_rank(5)
+    g1, g2 = low_rank(5.0)
     first = layer == 0
-    return TimeMixParams(
+    params = TimeMixParams(
         x_r=mix(0.2),
         x_w=mix(0.9),
         x_k=mix(0.7),
@@ -219,27 +220,29 @@ def init_time_mix(
         k_k=0.71 - 0.1 * linear,
         k_a=jnp.full(width, 1.02),
         r_k=jnp.full((width // head_size, head_size), -0.04),
-        receptance=square(1),
+        receptance=square(1.0),
         key=square(0.1),
-        value=square(1),
+        value=square(1.0),
         output=Weight(jnp.zeros((width, width))),
         ln_x=Norm(jnp.full(width, ((1 + layer) / layers) ** 0.7), jnp.zeros(width)),
     )
+    return _cast(params, jnp.float32)
 
 
 def init_channel_mix(
     key: Key[Array, ""], width: int, *, layer: int, layers: int
 ) -> ChannelMixParams:
     """Channel mixing of layer `layer` (from 0) among `layers`, four times as wide inside."""
-    return ChannelMixParams(
+    params = ChannelMixParams(
         x_k=_init_mix(width, (1 - layer / layers) ** 4),
         key=Weight(jax.nn.initializers.orthogonal()(key, (4 * width, width))),
         value=Weight(jnp.zeros((width, 4 * width))),
     )
+    return _cast(params, jnp.float32)
 
 
 def _init_mix(width: int, exponent: float) -> Array:
-    return 1 - (jnp.arange(width) / width) ** exponent
+    return 1 - (jnp.arange(width, dtype=jnp.float32) / width) ** exponent
 
 
 def _init_norm(width: int) -> Norm:
@@ -271,7 +274,7 @@ def initial_state(params: Params, batch: int, dtype: DTypeLike = jnp.float32) ->
 
 def _initial_wkv(params: TimeMixParams, batch: int) -> WkvState:
     heads, head_size = params.r_k.shape
-    return jnp.zeros((batch, heads, head_size, head_size))
+    return jnp.zeros((batch, heads, head_size, head_size), jnp.float32)
 
 
 def rwkv7(
@@ -365,7 +368,7 @@ def time_mix(
     Raises:
       ValueError: `v_first` is missing.
     """
-    p = _cast(params, x.dtype)
+    p = _beside(params, x)
     heads, head_size = p.r_k.shape
     if state is None:
         state = TimeMixState(jnp.zeros_like(x[:, 0] if x.ndim == 3 else x), _initial_wkv(p, len(x)))
@@ -393,7 +396,7 @@ def time_mix(
     mix = wkv7 if x.ndim == 3 else wkv7_step
     y, wkv = mix(r, w, k, v, -kk, kk * a, state.wkv, decay="sigmoid", implementation=implementation)
     y = _normalise(y, GROUP_NORM_EPS).reshape(x.shape) * p.ln_x.weight + p.ln_x.bias
-    bonus = (r * k * p.r_k).sum(-1, keepdims=True) * v
+    bonus = (r * k * jnp.broadcast_to(p.r_k, r.shape)).sum(-1, keepdims=True) * v
     y = _linear(p.output, (y + bonus.reshape(x.shape)) * g)
     return y, TimeMixState(shift, wkv), v_first
 
@@ -408,7 +411,7 @@ def channel_mix(
     `state` is the input of the token before these, zeros if None. Returns the output like `x` and
     the next state.
     """
-    p = _cast(params, x.dtype)
+    p = _beside(params, x)
     if state is None:
         state = jnp.zeros_like(x[:, 0] if x.ndim == 3 else x)
     before, shift = _shift(x, state)
@@ -417,7 +420,7 @@ def channel_mix(
 
 
 def layer_norm(params: Norm, x: Float[Array, "*shape C"]) -> Float[Array, "*shape C"]:
-    p = _cast(params, x.dtype)
+    p = _beside(params, x)
     return _normalise(x, LAYER_NORM_EPS) * p.weight + p.bias
 
 
@@ -452,3 +455,12 @@ def _linear(p: Weight, x: Array) -> Array:
 
 def _cast(params: Tree, dtype: DTypeLike) -> Tree:
     return jax.tree.map(lambda x: x.astype(dtype), params)
+
+
+def _beside(params: Tree, x: Array) -> Tree:
+    """In the dtype of `x`, and vectors with as many axes."""
+
+    def beside(p: Array) -> Array:
+        return p.reshape((1,) * (x.ndim - 1) + p.shape) if p.ndim == 1 else p
+
+    return jax.tree.map(beside, _cast(params, x.dtype))

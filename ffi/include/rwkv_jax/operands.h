@@ -13,17 +13,21 @@
 namespace rwkv_jax {
 
 // Each of the four readers takes the next operand or result, checks its dtype and its shape, and
-// returns its data. Axes are letters; a letter has the same size wherever it occurs. After the first
-// error the readers return null and Finish returns that error, so that a handler can read everything
-// first and ask once.
+// returns its data. Axes are letters; a letter has the same size wherever it occurs. After the
+// first error the readers return null and Finish returns that error, so that a handler can read
+// everything first and ask once.
 class Operands {
  public:
   Operands(const char* op, ffi::RemainingArgs args, ffi::RemainingRets rets)
       : op_(op), args_(args), rets_(rets) {}
 
   // A tensor of float32, bfloat16 or float16, the same for all tensors of a call.
-  const void* Arg(const char* name, const char* axes) { return Next(args_, arg_, name, axes, false); }
-  void* Ret(const char* name, const char* axes) { return Next(rets_, ret_, name, axes, false); }
+  const void* Arg(const char* name, const char* axes) {
+    return Next(args_, arg_, name, axes, false);
+  }
+  void* Ret(const char* name, const char* axes) {
+    return Next(rets_, ret_, name, axes, false);
+  }
 
   // A state or scratch, always float32.
   const float* FloatArg(const char* name, const char* axes) {
@@ -43,10 +47,7 @@ class Operands {
   template <typename... Parts>
   void Require(bool condition, const Parts&... parts) {
     if (condition || error_.failure()) return;
-    std::ostringstream message;
-    message << op_ << ": ";
-    (message << ... << parts);
-    error_ = ffi::Error::InvalidArgument(message.str());
+    error_ = ffi::Error::InvalidArgument((Text(op_) + ": " + ... + Text(parts)));
   }
 
   ffi::Error Finish() {
@@ -109,9 +110,21 @@ class Operands {
 
   template <typename Items>
   static std::string List(const Items& items) {
-    std::ostringstream list;
-    for (size_t i = 0; i < items.size(); ++i) list << (i ? ", " : "") << items[i];
-    return "[" + list.str() + "]";
+    std::string list;
+    for (size_t i = 0; i < items.size(); ++i) list += (i ? ", " : "") + Text(items[i]);
+    return "[" + list + "]";
+  }
+
+  // Not by way of a stream: inside a process with several C++ runtimes, writing a number to one may
+  // crash.
+  static std::string Text(const std::string& text) { return text; }
+  static std::string Text(char letter) { return std::string(1, letter); }
+  static std::string Text(int64_t number) { return std::to_string(number); }
+  static std::string Text(size_t number) { return std::to_string(number); }
+  static std::string Text(ffi::DataType type) {
+    std::ostringstream name;
+    name << type;
+    return name.str();
   }
 
   const char* op_;

@@ -5,7 +5,7 @@ namespace rwkv_jax {
 
 enum class Dtype { kF32, kBF16, kF16 };
 
-// What w is; the codes are those of the `decay` attribute, the meanings those of rwkv_jax/_decay.py.
+// What w is, as in rwkv_jax/_decay.py; the codes are those of the `decay` attribute.
 enum class Decay { kLog = 0, kExp = 1, kSigmoid = 2 };
 
 // A log decay is floored here: exp(-200) is 0 in float32, and every derivative stays finite.

@@ -16,8 +16,8 @@ struct Wkv7Dims {
   int64_t saved;      // N, the states saved for the backward pass: ceil(tokens / kChunk), or 0
 };
 
-// Arrays are dense and row-major: the inputs, y and their cotangents [B, T, H, K] of `dtype`, a state
-// [B, H, V, K] and the saved states [B, N, H, V, K] of float.
+// Arrays are dense and row-major: the inputs, y and their cotangents [B, T, H, K] of `dtype`, a
+// state [B, H, V, K] and the saved states [B, N, H, V, K] of float.
 struct Wkv7Call {
   Wkv7Dims dims;
   Dtype dtype;

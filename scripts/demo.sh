@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# Trains a small RWKV-7 language model on the sources of Python's standard library, in minutes on
+# two CPU cores. Needs Python 3.11 to 3.13 with pip and a C++ compiler; a GPU is used if there is one.
+#
+#   bash scripts/demo.sh                  options go to scripts/train.py, such as --steps or --resume
+#   PYTHON=python3.12 bash scripts/demo.sh          with this Python (python3 if not given)
+#   DEMO_VENV=/tmp/venv bash scripts/demo.sh        virtual environment there (.venv-demo if not given)
+#   DEMO_VENV=none bash scripts/demo.sh             no virtual environment and no download: $PYTHON has
+#                                                   all packages, those of the build among them
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+python=${PYTHON:-python3}
+venv=${DEMO_VENV:-.venv-demo}
+
+if [[ $venv == none ]]; then
+  "$python" -m pip install --quiet --no-build-isolation --no-deps .
+else
+  extras=train
+  # JAX for CUDA 13 needs driver 580 or newer, for CUDA 12 525 or newer.
+  driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1) || driver=
+  driver=${driver%%.*}
+  if [[ $driver =~ ^[0-9]+$ ]]; then
+    if ((driver >= 580)); then extras=train,cuda13; elif ((driver >= 525)); then extras=train,cuda12; fi
+  fi
+  echo "Installing rwkv-jax[$extras] into $venv"
+  "$python" -m venv "$venv"
+  python=$venv/bin/python
+  "$python" -m pip install --quiet --disable-pip-version-check ".[$extras]"
+fi
+
+exec "$python" scripts/train.py --size demo --out out/demo "$@"

@@ -1,0 +1,265 @@
+"""`rwkv_jax.models.rwkv7` against the paper in numpy; its two modes and its initialisation."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import oracle
+import tolerance
+from rwkv_jax.models import rwkv7
+
+CONFIG = rwkv7.Config(layers=2, width=64, head_size=32, vocabulary=256)
+BATCH, TOKENS = 2, 37
+
+NORM = ("weight", "bias")
+VECTORS = ("x_r", "x_w", "x_k", "x_v", "x_a", "x_g", "w0", "a0", "v0", "k_k", "k_a", "r_k")
+MATRICES = ("w1", "w2", "a1", "a2", "v1", "v2", "g1", "g2")
+LINEAR = ("receptance.weight", "key.weight", "value.weight", "output.weight")
+ZERO_AT_FIRST = ("w1", "a1", "v1", "g1", "output.weight", "ffn.value.weight", "bias")
+
+
+def official_names(layers: int) -> set[str]:
+    """What an official checkpoint holds, but for the `v0`, `v1`, `v2` of the first layer."""
+    names = {"emb.weight", "ln_out.weight", "ln_out.bias", "head.weight"}
+    names |= {f"blocks.0.ln0.{x}" for x in NORM}
+    for layer in range(layers):
+        att = {*VECTORS, *MATRICES, *LINEAR, *(f"ln_x.{x}" for x in NORM)}
+        att -= {"v0", "v1", "v2"} if layer == 0 else set()
+        names |= {f"blocks.{layer}.att.{x}" for x in att}
+        names |= {f"blocks.{layer}.ffn.{x}" for x in ("x_k", "key.weight", "value.weight")}
+        names |= {f"blocks.{layer}.{norm}.{x}" for norm in ("ln1", "ln2") for x in NORM}
+    return names
+
+
+@pytest.fixture(scope="module")
+def initial() -> rwkv7.Params:
+    return jax.jit(rwkv7.init, static_argnames="config")(jax.random.key(0), config=CONFIG)
+
+
+@pytest.fixture(scope="module")
+def params(initial: rwkv7.Params) -> rwkv7.Params:
+    """Away from the initial values, many of which are zero."""
+    rng = np.random.default_rng(1)
+
+    def noisy(x: jax.Array) -> jax.Array:
+        return x + 0.1 * rng.standard_normal(x.shape).astype(np.float32)
+
+    return jax.tree.map(noisy, initial)
+
+
+@pytest.fixture(scope="module")
+def tokens() -> jax.Array:
+    return jax.random.randint(jax.random.key(2), (BATCH, TOKENS), 0, CONFIG.vocabulary)
+
+
+forward = jax.jit(rwkv7.rwkv7, static_argnames=("dtype", "implementation"))
+
+
+def assert_close(tree: object, expected: object, ceiling: float = tolerance.EXACT_FLOAT32) -> None:
+    leaves, others = (
+        {jax.tree_util.keystr(path): np.asarray(x) for path, x in paths}
+        for paths in map(jax.tree_util.tree_leaves_with_path, (tree, expected))
+    )
+    tolerance.assert_close(leaves, others, ceiling)
+
+
+class Paper:
+    """The model in numpy, float64, one sequence, token by token within each layer."""
+
+    def __init__(self, params: rwkv7.Params):
+        self.p = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+
+    def __call__(self, tokens: np.ndarray) -> np.ndarray:
+        x = self.p.emb.weight[tokens]
+        v_first = None
+        for layer, block in enumerate(self.p.blocks):
+            if layer == 0:
+                x = self.norm(block.ln0, x, 1e-5)
+            y, v = self.time_mix(block.att, self.norm(block.ln1, x, 1e-5), v_first)
+            v_first = v if layer == 0 else v_first
+            x = x + y
+            x = x + self.channel_mix(block.ffn, self.norm(block.ln2, x, 1e-5))
+        return self.norm(self.p.ln_out, x, 1e-5) @ self.p.head.weight.T
+
+    @staticmethod
+    def norm(p: rwkv7.Norm, x: np.ndarray, eps: float) -> np.ndarray:
+        x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + eps)
+        return x * p.weight + p.bias
+
+    @staticmethod
+    def shifted(x: np.ndarray) -> np.ndarray:
+        return np.concatenate([np.zeros_like(x[:1]), x[:-1]])
+
+    def time_mix(
+        self, p: rwkv7.TimeMixParams, x: np.ndarray, v_first: np.ndarray | None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        def sigmoid(x):
+            return 1 / (1 + np.exp(-x))
+
+        def mixed(mix):
+            return x * (1 - mix) + self.shifted(x) * mix
+
+        def heads(x):
+            return x.reshape(1, len(x), *p.r_k.shape)
+
+        r = mixed(p.x_r) @ p.receptance.weight.T
+        # The paper's own form of the decay: -softplus(-x) - 1/2, then exp(-exp()).
+        w = -np.logaddexp(0, -(p.w0 + np.tanh(mixed(p.x_w) @ p.w1) @ p.w2)) - 0.5
+        k = mixed(p.x_k) @ p.key.weight.T
+        v = mixed(p.x_v) @ p.value.weight.T
+        if v_first is not None:
+            v = v + (v_first - v) * sigmoid(p.v0 + mixed(p.x_v) @ p.v1 @ p.v2)
+        a = sigmoid(p.a0 + mixed(p.x_a) @ p.a1 @ p.a2)
+        g = sigmoid(mixed(p.x_g) @ p.g1) @ p.g2
+        kk = heads(k * p.k_k)
+        kk = kk / np.linalg.norm(kk, axis=-1, keepdims=True)
+        k = k * (1 + (a - 1) * p.k_a)
+        r, w, k, a, values = map(heads, (r, w, k, a, v))
+        state = np.zeros((1, *p.r_k.shape, p.r_k.shape[1]))
+        operands = {"r": r, "w": w, "k": k, "v": values, "a": -kk, "b": kk * a}
+        y = oracle.wkv7(operands | {"initial_state": state}, "exp")["y"]
+        y = (y - y.mean(-1, keepdims=True)) / np.sqrt(y.var(-1, keepdims=True) + 64e-5)
+        y = y.reshape(x.shape) * p.ln_x.weight + p.ln_x.bias
+        y = y + ((r * k * p.r_k).sum(-1, keepdims=True) * values).reshape(x.shape)
+        return (y * g) @ p.output.weight.T, v
+
+    def channel_mix(self, p: rwkv7.ChannelMixParams, x: np.ndarray) -> np.ndarray:
+        mixed = x * (1 - p.x_k) + self.shifted(x) * p.x_k
+        return np.maximum(mixed @ p.key.weight.T, 0) ** 2 @ p.value.weight.T
+
+
+@pytest.mark.parametrize("implementation", [None, "reference"])
+def test_logits_are_those_of_the_paper(
+    params: rwkv7.Params, tokens: jax.Array, implementation: str | None
+) -> None:
+    with jax.default_matmul_precision("highest"):
+        logits, _ = forward(params, tokens, implementation=implementation)
+    paper = Paper(params)
+    expected = np.stack([paper(sequence) for sequence in np.asarray(tokens)])
+    assert_close(logits, expected, 1e-4)
+
+
+@pytest.mark.parametrize(("dtype", "ceiling"), [("float32", 1e-4), ("bfloat16", 3e-2)])
+def test_decoding_is_the_sequence(
+    params: rwkv7.Params, tokens: jax.Array, dtype: str, ceiling: float
+) -> None:
+    expected, expected_state = forward(params, tokens, dtype=dtype)
+
+    @jax.jit
+    def decode(params: rwkv7.Params, tokens: jax.Array) -> tuple[jax.Array, rwkv7.State]:
+        def step(state, token):
+            logits, state = rwkv7.rwkv7(params, token, state, dtype=dtype)
+            return state, logits
+
+        start = rwkv7.initial_state(params, BATCH, dtype)
+        state, logits = jax.lax.scan(step, start, tokens.T)
+        return jnp.moveaxis(logits, 0, 1), state
+
+    logits, state = decode(params, tokens)
+    assert logits.dtype == jnp.float32
+    assert all(s.att.wkv.dtype == jnp.float32 for s in state)
+    assert_close((logits, state), (expected, expected_state), ceiling)
+
+
+@pytest.mark.parametrize("cut", [0, 1, 16])
+def test_split_sequence_is_the_whole_one(params: rwkv7.Params, tokens: jax.Array, cut: int) -> None:
+    first, state = forward(params, tokens[:, :cut])
+    second, state = forward(params, tokens[:, cut:], state)
+    logits = jnp.concatenate([first, second], axis=1)
+    assert_close((logits, state), forward(params, tokens), 1e-4)
+
+
+def test_every_parameter_and_state_has_a_gradient(params: rwkv7.Params, tokens: jax.Array) -> None:
+    state = jax.tree.map(lambda x: x + 0.1, rwkv7.initial_state(params, BATCH))
+
+    @jax.jit
+    @jax.grad
+    def gradient(both: tuple[rwkv7.Params, rwkv7.State]) -> jax.Array:
+        logits, _ = rwkv7.rwkv7(both[0], tokens, both[1])
+        return jnp.square(logits).mean()
+
+    for path, x in jax.tree_util.tree_leaves_with_path(gradient((params, state))):
+        assert jnp.isfinite(x).all(), jax.tree_util.keystr(path)
+        assert x.any(), jax.tree_util.keystr(path)
+
+
+def test_bfloat16_is_close_to_float32(params: rwkv7.Params, tokens: jax.Array) -> None:
+    logits, state = forward(params, tokens, dtype="bfloat16")
+    assert logits.dtype == jnp.float32
+    assert state[0].ffn.dtype == jnp.bfloat16
+    assert_close(logits, forward(params, tokens)[0], 5e-2)
+
+
+def test_vmap_is_a_batch(params: rwkv7.Params, tokens: jax.Array) -> None:
+    logits, state = jax.jit(jax.vmap(lambda x: rwkv7.rwkv7(params, x[None])))(tokens)
+    expected = forward(params, tokens)
+    assert_close((logits[:, 0], jax.tree.map(lambda x: x[:, 0], state)), expected, 1e-4)
+
+
+def test_names_are_those_of_official_checkpoints(initial: rwkv7.Params) -> None:
+    assert set(rwkv7.names(initial)) == official_names(CONFIG.layers)
+
+
+def test_official_sizes() -> None:
+    """RWKV-7 "Goose" 0.1B: 191 million parameters, and its low ranks."""
+    config = rwkv7.Config(layers=12, width=768)
+    shapes = jax.eval_shape(functools.partial(rwkv7.init, config=config), jax.random.key(0))
+    att = shapes.blocks[1].att
+    ranks = [x.shape[1] for x in (att.w1, att.a1, att.v1, att.g1) if x is not None]
+    assert ranks == [64, 64, 32, 128]
+    assert sum(math.prod(x.shape) for x in jax.tree.leaves(shapes)) == pytest.approx(
+        191e6, rel=3e-3
+    )
+
+
+def test_initial_values(initial: rwkv7.Params) -> None:
+    for name, x in rwkv7.names(initial).items():
+        assert x.dtype == jnp.float32
+        assert bool(x.any()) != name.endswith(ZERO_AT_FIRST), name
+    first, *_, last = initial.blocks
+    assert jnp.allclose(last.att.ln_x.weight, 1)
+    assert jnp.allclose(first.att.ln_x.weight, CONFIG.layers**-0.7)
+    # From hand-evaluated formulas: the two ends of a vector over all channels.
+    assert jnp.allclose(first.att.w0[jnp.array([0, -1])], jnp.array([-8.0, 3.0]))
+    assert jnp.allclose(last.att.a0[jnp.array([0, -1])], jnp.array([-0.69, 0.31]))
+    gram = first.ffn.key.weight.T @ first.ffn.key.weight
+    assert jnp.allclose(gram, jnp.eye(CONFIG.width), atol=1e-5)
+
+
+def test_initial_loss_is_that_of_a_guess(initial: rwkv7.Params, tokens: jax.Array) -> None:
+    logits, _ = forward(initial, tokens[:, :-1])
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+    assert float(losses.mean()) == pytest.approx(math.log(CONFIG.vocabulary), abs=0.3)
+
+
+def test_generation_takes_the_likeliest_token_when_cold(
+    params: rwkv7.Params, tokens: jax.Array
+) -> None:
+    length = 5
+    generate = jax.jit(functools.partial(rwkv7.generate, length=length, temperature=1e-4))
+    new = generate(params, jax.random.key(0), tokens)
+    assert new.shape == (BATCH, length)
+    logits, _ = forward(params, jnp.concatenate([tokens, new], axis=1))
+    assert (logits[:, TOKENS - 1 : -1].argmax(-1) == new).all()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"layers": 0, "width": 64}, "layers is 0"),
+        ({"layers": 1, "width": 100}, "width is 100; accepted is a multiple of head_size = 64"),
+    ],
+)
+def test_bad_sizes(sizes: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        rwkv7.Config(**sizes)
+
+
+def test_later_layer_needs_the_first_value(params: rwkv7.Params) -> None:
+    with pytest.raises(ValueError, match="v_first is None"):
+        rwkv7.time_mix(params.blocks[1].att, jnp.zeros((1, 2, CONFIG.width)))

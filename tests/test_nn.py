@@ -1,0 +1,189 @@
+"""`rwkv_jax.nn`: Flax and Equinox layers are equal, and start as the functional core does."""
+
+import subprocess
+import sys
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import tolerance
+from rwkv_jax.models import rwkv7
+from rwkv_jax.nn import equinox, flax
+
+WIDTH, HEAD_SIZE = 32, 16
+CONFIG = rwkv7.Config(layers=2, width=WIDTH, head_size=HEAD_SIZE, vocabulary=256)
+BATCH, TOKENS = 2, 9
+
+rng = np.random.default_rng(0)
+
+
+def normal(*shape: int) -> jax.Array:
+    return jnp.asarray(rng.standard_normal(shape, np.float32))
+
+
+STATE = rwkv7.TimeMixState(
+    normal(BATCH, WIDTH), normal(BATCH, WIDTH // HEAD_SIZE, HEAD_SIZE, HEAD_SIZE)
+)
+
+
+def twins(name: str) -> tuple[Any, Any, tuple[Any, ...]]:
+    """Both forms of a layer and a batch of sequence inputs, the states among them."""
+    rngs, key = nnx.Rngs(0), jax.random.key(1)
+    x = normal(BATCH, TOKENS, WIDTH)
+    if name == "TimeMix":
+        return (
+            flax.TimeMix(WIDTH, HEAD_SIZE, layer=1, layers=2, rngs=rngs),
+            equinox.TimeMix(WIDTH, HEAD_SIZE, layer=1, layers=2, key=key),
+            (x, STATE, normal(BATCH, TOKENS, WIDTH)),
+        )
+    if name == "ChannelMix":
+        return (
+            flax.ChannelMix(WIDTH, layer=1, layers=2, rngs=rngs),
+            equinox.ChannelMix(WIDTH, layer=1, layers=2, key=key),
+            (x, STATE.shift),
+        )
+    tokens = jnp.asarray(rng.integers(0, 256, (BATCH, TOKENS)), jnp.int32)
+    state = tuple(rwkv7.BlockState(STATE, STATE.shift) for _ in range(CONFIG.layers))
+    return (
+        flax.RWKV7(CONFIG, rngs=rngs),
+        equinox.RWKV7(CONFIG, key=key),
+        (tokens, state),
+    )
+
+
+def alike(module: Any, layer: Any) -> tuple[Any, Any]:
+    """The same parameters in both, away from the initial values, many of which are zero."""
+    params = jax.tree.map(lambda x: x + 0.1 * normal(*x.shape), layer.params)
+    module.params = flax.parameters(params)
+    return module, eqx.tree_at(lambda x: x.params, layer, params)
+
+
+def decoding(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The inputs of the first token of each sequence."""
+    state = inputs[1]
+    x, *rest = (z[:, 0] for z in (inputs[0], *inputs[2:]))
+    return (x, state, *rest)
+
+
+def assert_close(tree: Any, expected: Any) -> None:
+    leaves, others = (
+        {str(i): np.asarray(x) for i, x in enumerate(jax.tree.leaves(t))} for t in (tree, expected)
+    )
+    tolerance.assert_close(leaves, others, tolerance.EXACT_FLOAT32)
+
+
+def scalar(results: Any) -> tuple[jax.Array, Any]:
+    squares = (jnp.square(x).mean() for x in jax.tree.leaves(results))
+    return sum(squares, jnp.float32(0)), results
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        *((name, mode) for name in ("TimeMix", "ChannelMix") for mode in ("sequence", "decode")),
+        ("RWKV7", "sequence"),
+    ],
+)
+def test_twins_are_equal(name: str, mode: str) -> None:
+    module, layer, inputs = twins(name)
+    module, layer = alike(module, layer)
+    if mode == "decode":
+        inputs = decoding(inputs)
+
+    @nnx.jit
+    def of_flax(module, *inputs):
+        return nnx.value_and_grad(lambda m: scalar(m(*inputs)), has_aux=True)(module)
+
+    @eqx.filter_jit
+    def of_equinox(layer, *inputs):
+        def loss(layer):
+            return scalar(jax.vmap(layer)(*inputs))
+
+        return eqx.filter_value_and_grad(loss, has_aux=True)(layer)
+
+    results, gradients = of_flax(module, *inputs)
+    results_, gradients_ = of_equinox(layer, *inputs)
+    assert jax.tree.structure(results) == jax.tree.structure(results_)
+    assert_close(results, results_)
+    by_name, by_name_ = (
+        {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in leaves}
+        for leaves in (
+            jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(gradients)),
+            jax.tree_util.tree_leaves_with_path(gradients_),
+        )
+    )
+    assert set(by_name) == set(by_name_)
+    assert all(x.any() for x in by_name.values())
+    tolerance.assert_close(
+        {name: np.asarray(x) for name, x in by_name.items()},
+        {name: np.asarray(x) for name, x in by_name_.items()},
+        tolerance.EXACT_FLOAT32,
+    )
+
+
+@pytest.mark.parametrize("name", ["TimeMix", "ChannelMix", "RWKV7"])
+@pytest.mark.parametrize("mode", ["sequence", "decode"])
+def test_state_is_optional(name: str, mode: str) -> None:
+    module, layer, inputs = twins(name)
+    module, layer = alike(module, layer)
+    if mode == "decode":
+        inputs = decoding(inputs)
+    x, state, *rest = inputs
+    of_flax, of_equinox = nnx.jit(lambda *args: module(*args)), eqx.filter_jit(layer)
+    results = of_flax(x, None, *rest)
+    assert_close(results, of_flax(x, jax.tree.map(jnp.zeros_like, state), *rest))
+    first = jax.tree.map(lambda z: z[0], (x, None, *rest))
+    assert_close(of_equinox(*first), jax.tree.map(lambda z: z[0], results))
+
+
+def test_first_layer_gives_its_value() -> None:
+    module = flax.TimeMix(WIDTH, HEAD_SIZE, layer=0, layers=2, rngs=nnx.Rngs(0))
+    x = normal(BATCH, TOKENS, WIDTH)
+    y, _, v_first = module(x)
+    assert not y.any()  # the official initialisation has an output of zero
+    assert v_first.shape == x.shape
+    assert v_first.any()
+
+
+def test_both_start_with_the_official_initialisation() -> None:
+    module, layer, _ = twins("RWKV7")
+    key = nnx.Rngs(0).params()
+    expected = rwkv7.init(key, CONFIG)
+    assert_close(flax.arrays(module.params), expected)
+    assert_close(equinox.RWKV7(CONFIG, key=key), expected)
+    assert set(rwkv7.names(layer.params)) == set(rwkv7.names(expected))
+
+
+def test_flax_paths_are_official_names() -> None:
+    module, _, _ = twins("RWKV7")
+    paths = {".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(module))}
+    names = rwkv7.names(flax.arrays(module.params))
+    assert paths == {f"params.{name}" for name in names}
+
+
+def test_bfloat16_model_keeps_float32_parameters() -> None:
+    config = rwkv7.Config(1, WIDTH, HEAD_SIZE, 256)
+    model = flax.RWKV7(config, dtype="bfloat16", rngs=nnx.Rngs(0))
+
+    @nnx.jit
+    def gradient(model, tokens):
+        return nnx.grad(lambda m: scalar(m(tokens)[0]), has_aux=True)(model)
+
+    gradients, logits = gradient(model, jnp.arange(8)[None])
+    assert logits.dtype == jnp.float32
+    assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(gradients))
+    assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(flax.arrays(model.params)))
+
+
+def test_the_package_imports_no_framework() -> None:
+    code = (
+        "import sys, rwkv_jax, rwkv_jax.models, rwkv_jax.nn\n"
+        "found = {'flax', 'equinox', 'optax'} & set(sys.modules)\n"
+        "sys.exit(f'imported {found}' if found else 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
