@@ -25,11 +25,11 @@ Fn = Callable[..., tuple[Array, ...]]
 
 
 def alike(operand_axes: Iterable[str], *operands: Array) -> tuple[Array, ...]:
-    """Give all operands the same mesh axes: those of one sharding on an Explicit mesh, and those over
-    which any of them varies inside `shard_map`.
+    """Give all operands the same mesh axes: those of one sharding on an Explicit mesh, and those
+    over which any of them varies inside `shard_map`.
 
-    Must stand outside a `custom_vjp`, so that each gradient gets its operand's own sharding back, and
-    that of a replicated operand is summed over devices.
+    Must stand outside a `custom_vjp`, so that each gradient gets its operand's own sharding back,
+    and that of a replicated operand is summed over devices.
     """
     axes = tuple(operand_axes)
     if mesh := _explicit_mesh(operands):
@@ -53,7 +53,7 @@ def partitioned(
             kind for x in operands for kind in jax.typeof(x).sharding.mesh.axis_types
         }
         mesh = _explicit_mesh(operands)
-        # JAX 0.10 cannot differentiate a shard_map inside another one, which is what `rule` is about.
+        # JAX 0.10 cannot differentiate a shard_map inside another one: hence `rule`.
         if mesh and (rule or not manual):
             return _explicit(fn, mesh, operand_axes, result_axes)(*operands)
         if manual:

@@ -61,8 +61,8 @@ def forward(
 
 
 def _segments(heads: int, chunks: int) -> int:
-    """Into how many segments the CUDA backward pass splits a sequence so as to fill a large GPU with
-    few heads. Segments cost a pass over the sequence, so many heads do without."""
+    """Into how many segments the CUDA backward pass splits a sequence so as to fill a large GPU
+    with few heads. Segments cost a pass over the sequence, so many heads do without."""
     few = 0 < heads <= 128
     return max(1, min(chunks, 512 // heads)) if few else 1
 
