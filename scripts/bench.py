@@ -178,7 +178,8 @@ def fla(op: str, keys: int) -> Program:
         converted = {name: convert(name, x) for name, x in inputs.items()}
         converted["initial_state"] = converted.pop("state" if step else "initial_state")
         leaves = {name: x.detach().requires_grad_() for name, x in converted.items()}
-        return leaves, [convert(name, x) for name, x in cotangents.items()]
+        names = [f"d{name}" for name in OPERATORS[op].results]
+        return leaves, [convert(name, cotangents[name]) for name in names]
 
     def forward(operands: Any) -> Any:
         with torch.no_grad():

@@ -77,7 +77,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--warmup", type=int, default=50, help="steps until the peak")
     add("--weight-decay", type=float, default=0.1, help="of matrices")
     add("--seed", type=int, default=0, help="of parameters, data order and sample")
-    add("--eval-every", type=positive, default=200, help="steps between held-out losses")
+    add("--eval-every", type=positive, default=250, help="steps between held-out losses")
     add("--eval-bytes", type=positive, default=65536, help="held-out bytes that are predicted")
     add("--save-every", type=positive, default=500, help="steps between checkpoints")
     add("--out", type=Path, default=Path("out/train"), help="output folder")
