@@ -4,7 +4,7 @@
 #
 #   bash scripts/demo.sh                  options go to scripts/train.py, such as --steps or --resume
 #   PYTHON=python3.12 bash scripts/demo.sh          with this Python (python3 if not given)
-#   DEMO_VENV=/tmp/venv bash scripts/demo.sh        virtual environment there (.venv-demo if not given)
+#   DEMO_VENV=venvs/demo bash scripts/demo.sh       virtual environment there (.venv-demo if not given)
 #   DEMO_VENV=none bash scripts/demo.sh             no virtual environment and no download: $PYTHON has
 #                                                   all packages, those of the build among them
 set -euo pipefail

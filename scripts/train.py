@@ -82,9 +82,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--save-every", type=positive, default=500, help="steps between checkpoints")
     add("--out", type=Path, default=Path("out/train"), help="output folder")
     add("--resume", action="store_true", help="continue from the checkpoint in --out")
-    add("--prompt", default="def ", help="what the sample continues")
+    add("--prompt", default="class ", help="what the sample continues")
     add("--sample", type=positive, default=500, help="bytes of text to generate at the end")
-    add("--temperature", type=float, default=0.7, help="of the sample")
+    add("--temperature", type=float, default=0.9, help="of the sample")
     return parser.parse_args(argv)
 
 
