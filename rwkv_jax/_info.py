@@ -11,7 +11,6 @@ from rwkv_jax import _check, _dispatch, _ffi
 from rwkv_jax.wkv7 import BACKWARD, DECAYS, FORWARD, STEP, ffi
 
 _STAGES = {"wkv7": (FORWARD, BACKWARD), "wkv7_step": (STEP,)}
-_TARGETS = (ffi.FORWARD, ffi.BACKWARD, ffi.STEP)
 
 
 def implementations(
@@ -75,4 +74,4 @@ def build_info() -> dict[str, Any]:
 def export_checks() -> Sequence[export.DisabledSafetyCheck]:
     """What `jax.export.export(..., disabled_checks=...)` needs to serialise a program that calls
     the native kernels. The process that loads the program must have imported `rwkv_jax`."""
-    return [export.DisabledSafetyCheck.custom_call(target) for target in _TARGETS]
+    return [export.DisabledSafetyCheck.custom_call(target) for target in ffi.TARGETS]

@@ -11,6 +11,8 @@ namespace rwkv_jax::cuda {
 
 constexpr int64_t kMaxHeadSize = 128;
 
+// --- One token at a time, in float (wkv7_recurrent.cu): any dtype, head sizes 16 to 128, any decay.
+
 // Tokens between two states that the backward pass keeps in its scratch.
 constexpr int64_t kBlock = 4;
 
@@ -20,10 +22,91 @@ __host__ __device__ constexpr int64_t ScratchSize(int64_t head_size) {
   return kChunk / kBlock * head_size * head_size + kChunk * head_size;
 }
 
-cudaError_t Wkv7Forward(cudaStream_t stream, const Wkv7ForwardCall& call);
+// If `only` [B, H] is given, the heads that it marks with anything but 0.
+cudaError_t Wkv7Forward(cudaStream_t stream, const Wkv7ForwardCall& call,
+                        const float* only = nullptr);
 
-// Any number of segments >= 1; `scratch` is [B, H, segments, ScratchSize(K)].
+// Any number of segments >= 1; `scratch` has at least ScratchSize(K) floats for each of them, and
+// `stride` floats for each head.
 cudaError_t Wkv7Backward(cudaStream_t stream, const Wkv7BackwardCall& call, int64_t segments,
-                         float* scratch);
+                         float* scratch, int64_t stride, const float* only = nullptr);
+
+// --- On matrix units: 16-bit dtypes, head sizes 64 and 128, any decay. The kernels of wkv7_scan.cu and
+// wkv7_gradient.cu take frames of kChunk tokens that do not decay too far for their arithmetic. A head
+// with another frame they mark in `inexact` [B, H] and leave undefined, and the kernels above redo it.
+
+// The tokens of a head are shared out among `count` segments of whole frames. A run of tokens takes a
+// state S to S M + D; the memory has, for each head and each segment but the last, first D, which
+// becomes the state at the end of the segment, then M.
+constexpr int64_t kMaxSegments = 65535;  // of the second axis of a grid
+
+struct Segments {
+  int64_t count;
+  float* memory;
+  int64_t stride;  // floats for each head
+
+  static constexpr int64_t Size(int64_t head_size, int64_t count) {
+    return 2 * head_size * head_size * (count - 1);
+  }
+#ifdef __CUDACC__
+  __device__ int64_t Frames(int64_t frames) const { return (frames + count - 1) / count; }
+  template <int N>
+  __device__ float* State(int64_t head, int64_t segment) const {
+    return memory + head * stride + 2 * N * N * segment;
+  }
+  template <int N>
+  __device__ float* Factor(int64_t head, int64_t segment) const {
+    return State<N>(head, segment) + N * N;
+  }
+#endif
+};
+
+// The gradient of the state at the end of each frame, bfloat16: for every 16 columns 2 * K pieces, one
+// for each thread of the kernel that wrote them.
+struct FrameGradients {
+  uint4* memory;
+  int64_t stride;  // pieces for each head
+
+  // Floats for each head.
+  static constexpr int64_t Size(int64_t head_size, int64_t frames) {
+    return frames * head_size * head_size / 2;
+  }
+};
+
+// Scratch of the backward pass, [B, H, stride]. A head that the matrix units leave to the kernels
+// above has no use for it, so those may have it all.
+struct ChunkScratch {
+  float* memory;
+  int64_t stride, segments;
+
+  static int64_t Size(const Wkv7Call& call, int64_t segments) {
+    const int64_t size = call.dims.head_size;
+    const int64_t floats = FrameGradients::Size(size, call.dims.saved) +
+                           Segments::Size(size, segments);
+    return floats < ScratchSize(size) ? ScratchSize(size) : floats;
+  }
+  FrameGradients Gradients() const { return {reinterpret_cast<uint4*>(memory), stride / 4}; }
+  Segments StateSegments(const Wkv7Call& call) const {
+    return {segments, memory + FrameGradients::Size(call.dims.head_size, call.dims.saved), stride};
+  }
+};
+
+cudaError_t Wkv7ChunkForward(cudaStream_t stream, const Wkv7ForwardCall& call,
+                             const Segments& segments, float* inexact);
+
+cudaError_t Wkv7ChunkBackward(cudaStream_t stream, const Wkv7BackwardCall& call,
+                              const ChunkScratch& scratch, float* inexact);
+
+// The parts of the two; `inexact` is null where no decay can go too far.
+cudaError_t Wkv7Scan(cudaStream_t stream, const Wkv7ForwardCall& call, const Segments& segments,
+                     float* inexact);
+
+cudaError_t Wkv7ReverseScan(cudaStream_t stream, const Wkv7BackwardCall& call,
+                            const Segments& segments, const FrameGradients& gradients,
+                            float* inexact);
+
+// All gradients but dinitial_state, from what the reverse scan has left.
+cudaError_t Wkv7FrameBackward(cudaStream_t stream, const Wkv7BackwardCall& call,
+                              const FrameGradients& gradients, const float* inexact);
 
 }  // namespace rwkv_jax::cuda

@@ -1,6 +1,7 @@
 // WKV7 on CUDA: from XLA's operands to the kernels.
 #include "wkv7.h"
 
+#include <limits>
 #include <string>
 
 #include "rwkv_jax/wkv7_calls.h"
@@ -41,7 +42,51 @@ ffi::Error Backward(cudaStream_t stream, ffi::RemainingArgs args, ffi::Remaining
   operands.Require(segments >= 1 && operands.Size('X') == floats, "scratch has ", segments,
                    " segments of ", operands.Size('X'), " floats; expected at least 1 of ", floats);
   if (ffi::Error error = operands.Finish(); error.failure()) return error;
-  return Launched("wkv7 backward", Wkv7Backward(stream, call, segments, scratch));
+  return Launched("wkv7 backward",
+                  Wkv7Backward(stream, call, segments, scratch, segments * floats));
+}
+
+void RequireChunked(Operands& operands, const Wkv7Call& call, int64_t segments) {
+  operands.Require(call.dtype != Dtype::kF32, "r is F32; the kernels on matrix units take BF16 or F16");
+  operands.Require(call.dims.head_size >= 64, "r has K = ", call.dims.head_size,
+                   "; the kernels on matrix units take 64 or 128");
+  constexpr int64_t kMaxStride = std::numeric_limits<int32_t>::max();
+  operands.Require(call.dims.heads <= kMaxStride / call.dims.head_size, "r has H = ",
+                   call.dims.heads, "; H * K must be at most ", kMaxStride);
+  operands.Require(segments >= 1 && segments <= kMaxSegments, "segments is ", segments,
+                   "; expected 1 to ", kMaxSegments);
+}
+
+ffi::Error ChunkForward(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                        int64_t decay, int64_t count) {
+  Operands operands("wkv7", args, rets);
+  Wkv7ForwardCall call;
+  ReadForward(operands, decay, kMaxHeadSize, call);
+  float* const scratch = operands.FloatRet("scratch", "BHX");
+  float* const inexact = operands.FloatRet("inexact", "BH");
+  RequireChunked(operands, call, count);
+  const Segments segments{count, scratch, operands.Size('X')};
+  const int64_t floats = Segments::Size(call.dims.head_size, count);
+  operands.Require(segments.stride == floats, "scratch has ", segments.stride,
+                   " floats for each head; expected ", floats);
+  if (ffi::Error error = operands.Finish(); error.failure()) return error;
+  return Launched("wkv7", Wkv7ChunkForward(stream, call, segments, inexact));
+}
+
+ffi::Error ChunkBackward(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                         int64_t decay, int64_t count) {
+  Operands operands("wkv7 backward", args, rets);
+  Wkv7BackwardCall call;
+  ReadBackward(operands, decay, kMaxHeadSize, call);
+  float* const memory = operands.FloatRet("scratch", "BHX");
+  float* const inexact = operands.FloatRet("inexact", "BH");
+  RequireChunked(operands, call, count);
+  const ChunkScratch scratch{memory, operands.Size('X'), count};
+  const int64_t floats = ChunkScratch::Size(call, count);
+  operands.Require(scratch.stride == floats, "scratch has ", scratch.stride,
+                   " floats for each head; expected ", floats);
+  if (ffi::Error error = operands.Finish(); error.failure()) return error;
+  return Launched("wkv7 backward", Wkv7ChunkBackward(stream, call, scratch, inexact));
 }
 
 auto Binding() {
@@ -52,6 +97,8 @@ auto Binding() {
       .Attr<int64_t>("decay");
 }
 
+auto ChunkBinding() { return Binding().Attr<int64_t>("segments"); }
+
 }  // namespace
 }  // namespace rwkv_jax::cuda
 
@@ -59,6 +106,10 @@ auto Binding() {
 RWKV_JAX_HANDLER(Wkv7Fwd, rwkv_jax::cuda::Forward, rwkv_jax::cuda::Binding(),
                  {rwkv_jax::ffi::Traits::kCmdBufferCompatible});
 RWKV_JAX_HANDLER(Wkv7Bwd, rwkv_jax::cuda::Backward, rwkv_jax::cuda::Binding(),
+                 {rwkv_jax::ffi::Traits::kCmdBufferCompatible});
+RWKV_JAX_HANDLER(Wkv7ChunkFwd, rwkv_jax::cuda::ChunkForward, rwkv_jax::cuda::ChunkBinding(),
+                 {rwkv_jax::ffi::Traits::kCmdBufferCompatible});
+RWKV_JAX_HANDLER(Wkv7ChunkBwd, rwkv_jax::cuda::ChunkBackward, rwkv_jax::cuda::ChunkBinding(),
                  {rwkv_jax::ffi::Traits::kCmdBufferCompatible});
 RWKV_JAX_HANDLER(Wkv7Step, rwkv_jax::cuda::Step, rwkv_jax::cuda::Binding(),
                  {rwkv_jax::ffi::Traits::kCmdBufferCompatible});

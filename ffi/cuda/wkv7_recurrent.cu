@@ -1,8 +1,5 @@
 // WKV7 one token at a time, all in float: exact for every decay, one block of threads per head.
-#include <cuda_runtime.h>
-
-#include <type_traits>
-
+#include "launch.cuh"
 #include "tile.cuh"
 #include "wkv7.h"
 
@@ -88,7 +85,8 @@ using ForwardTile = Tile<N, 4>;
 template <typename T, int N, int kTokens, int kBlocks>
 __global__ __launch_bounds__(ForwardTile<N>::kThreads, kBlocks) void ForwardKernel(
     const __grid_constant__ Vectors<T> inputs, int64_t tokens, int64_t heads, Decay decay,
-    const float* initial_state, T* y, float* final_state, float* states) {
+    const float* initial_state, T* y, float* final_state, float* states, const float* only) {
+  if (only != nullptr && only[blockIdx.x] == 0.0f) return;
   extern __shared__ __align__(16) unsigned char memory[];
   auto& shared = *reinterpret_cast<ForwardShared<T, N, kTokens>*>(memory);
   using G = ForwardTile<N>;
@@ -150,16 +148,18 @@ __global__ __launch_bounds__(ForwardTile<N>::kThreads, kBlocks) void ForwardKern
 }
 
 // The chunks of a head are shared out among `segments` blocks. Each needs the gradient of the state at
-// the end of its segment, which is the start of its part of the scratch [B, H, segments, ScratchSize].
-struct Segments {
+// the end of its segment, which is the start of its part of the scratch.
+struct Split {
   int64_t segments;
   float* scratch;
+  int64_t stride;  // floats for each head
+  const float* only;
 
+  __device__ bool Skips(int64_t head) const { return only != nullptr && only[head] == 0.0f; }
   __device__ int64_t Length(int64_t chunks) const { return (chunks + segments - 1) / segments; }
   template <int N>
   __device__ float* Scratch(int64_t head, int64_t segment) const {
-    constexpr int64_t kSize = ScratchSize(N);
-    return scratch + (head * segments + segment) * kSize;
+    return scratch + head * stride + segment * ScratchSize(N);
   }
 };
 
@@ -168,7 +168,8 @@ struct Segments {
 template <typename T, int N>
 __global__ __launch_bounds__(ForwardTile<N>::kThreads) void SegmentKernel(
     const __grid_constant__ Vectors<T> inputs, int64_t tokens, int64_t heads, Decay decay,
-    const float* dfinal_state, Segments segments) {
+    const float* dfinal_state, Split split) {
+  if (split.Skips(blockIdx.x)) return;
   enum { kDecayRow, kARow, kBRow, kRRow, kDyRow, kRowsOfTile };
   using G = ForwardTile<N>;
   constexpr int kTokens = 8;
@@ -176,7 +177,7 @@ __global__ __launch_bounds__(ForwardTile<N>::kThreads) void SegmentKernel(
   const G tile;
   const Head<N> head(blockIdx.x, tokens, heads);
   const int64_t stride = head.TokenStride();
-  const int64_t length = segments.Length(head.Chunks()) * kChunk;
+  const int64_t length = split.Length(head.Chunks()) * kChunk;
 
   Fragment<G> ds;
   LoadState(tile, dfinal_state + head.State(), ds);
@@ -207,7 +208,7 @@ __global__ __launch_bounds__(ForwardTile<N>::kThreads) void SegmentKernel(
       DecayAndAdd<G>(ds, d, dsa, x);
     }
     if (first % length == 0)
-      StoreState(tile, segments.Scratch<N>(head.index, first / length - 1), ds);
+      StoreState(tile, split.Scratch<N>(head.index, first / length - 1), ds);
   }
 }
 
@@ -377,7 +378,7 @@ template <typename T, int N>
 __global__ __launch_bounds__(BackwardTile<N>::kThreads, N == 64 ? 2 : 1) void BackwardKernel(
     const __grid_constant__ Vectors<T> inputs, int64_t tokens, int64_t heads, Decay decay,
     const float* states, const float* dfinal_state, const __grid_constant__ Gradients<T> out,
-    Segments segments) {
+    Split split) {
   using G = BackwardTile<N>;
   static_assert(kBlock * N <= 4 * G::kThreads);
   static_assert(kBlock == 4, "S_0, S_1 and S_2 are kept or reloaded, S_3 is in registers");
@@ -387,14 +388,15 @@ __global__ __launch_bounds__(BackwardTile<N>::kThreads, N == 64 ? 2 : 1) void Ba
   auto& shared = *reinterpret_cast<Shared*>(memory);
   constexpr int kRows = G::kRows;
   const G tile;
-  const Head<N> head(blockIdx.x / segments.segments, tokens, heads);
-  const int64_t segment = blockIdx.x % segments.segments;
-  const int64_t length = segments.Length(head.Chunks());
+  const Head<N> head(blockIdx.x / split.segments, tokens, heads);
+  if (split.Skips(head.index)) return;
+  const int64_t segment = blockIdx.x % split.segments;
+  const int64_t length = split.Length(head.Chunks());
   const int64_t first_chunk = segment * length;
   const int64_t last_chunk =
       first_chunk + length < head.Chunks() ? first_chunk + length : head.Chunks();
   const int64_t stride = head.TokenStride();
-  float* const ds_end = segments.Scratch<N>(head.index, segment);
+  float* const ds_end = split.Scratch<N>(head.index, segment);
   float* const block_states = ds_end + N * N;
   float* const chunk_sa = block_states + (kChunk / kBlock - 1) * N * N;
 
@@ -501,57 +503,24 @@ __global__ __launch_bounds__(BackwardTile<N>::kThreads, N == 64 ? 2 : 1) void Ba
   if (segment == 0) StoreState(tile, out.initial_state + head.State(), ds);
 }
 
-template <typename... Parameters, typename... Arguments>
-cudaError_t Launch(void (*kernel)(Parameters...), int64_t blocks, int threads, size_t shared_bytes,
-                   cudaStream_t stream, Arguments... arguments) {
-  // Set at every launch: the attribute belongs to the current device.
-  const cudaError_t error = cudaFuncSetAttribute(
-      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
-  if (error != cudaSuccess) return error;
-  kernel<<<static_cast<unsigned>(blocks), threads, shared_bytes, stream>>>(arguments...);
-  return cudaGetLastError();
-}
-
-// Calls fn(T(), integral_constant<int, N>()) with the element type and the head size.
-template <typename T, typename Fn>
-cudaError_t ForHeadSize(int64_t head_size, Fn&& fn) {
-  switch (head_size) {
-    case 16: return fn(T(), std::integral_constant<int, 16>());
-    case 32: return fn(T(), std::integral_constant<int, 32>());
-    case 64: return fn(T(), std::integral_constant<int, 64>());
-    case 128: return fn(T(), std::integral_constant<int, 128>());
-    default: return cudaErrorInvalidValue;
-  }
-}
-
-template <typename Fn>
-cudaError_t Dispatch(const Wkv7Call& call, Fn&& fn) {
-  if (call.dims.batch * call.dims.heads == 0) return cudaSuccess;
-  switch (call.dtype) {
-    case Dtype::kF32: return ForHeadSize<float>(call.dims.head_size, fn);
-    case Dtype::kBF16: return ForHeadSize<__nv_bfloat16>(call.dims.head_size, fn);
-    case Dtype::kF16: return ForHeadSize<__half>(call.dims.head_size, fn);
-  }
-  return cudaErrorInvalidValue;
-}
-
 // Below this many heads a multiprocessor of any current GPU has little more than one.
 constexpr int64_t kFewHeads = 200;
 
 }  // namespace
 
-cudaError_t Wkv7Forward(cudaStream_t stream, const Wkv7ForwardCall& call) {
-  return Dispatch(call, [&](auto zero, auto size) {
+cudaError_t Wkv7Forward(cudaStream_t stream, const Wkv7ForwardCall& call, const float* only) {
+  const int64_t heads = call.dims.batch * call.dims.heads;
+  if (heads == 0) return cudaSuccess;
+  return ForAllTypes<16, 32, 64, 128>(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
     using T = decltype(zero);
     constexpr int N = size();
-    const int64_t heads = call.dims.batch * call.dims.heads;
     const auto launch = [&](auto tokens, auto blocks) {
       constexpr int kTokens = tokens(), kBlocks = blocks();
       return Launch(ForwardKernel<T, N, kTokens, kBlocks>, heads, ForwardTile<N>::kThreads,
                     sizeof(ForwardShared<T, N, kTokens>), stream,
                     Vectors<T>(call.w, call.k, call.v, call.a, call.b, call.r), call.dims.tokens,
                     call.dims.heads, call.decay, call.initial_state, static_cast<T*>(call.y),
-                    call.final_state, call.states);
+                    call.final_state, call.states, only);
     };
     constexpr std::integral_constant<int, 1> one;
     constexpr std::integral_constant<int, N == 128 ? 1 : 4> many;
@@ -562,8 +531,10 @@ cudaError_t Wkv7Forward(cudaStream_t stream, const Wkv7ForwardCall& call) {
 }
 
 cudaError_t Wkv7Backward(cudaStream_t stream, const Wkv7BackwardCall& call, int64_t segments,
-                         float* scratch) {
-  return Dispatch(call, [&](auto zero, auto size) {
+                         float* scratch, int64_t stride, const float* only) {
+  const int64_t heads = call.dims.batch * call.dims.heads;
+  if (heads == 0) return cudaSuccess;
+  return ForAllTypes<16, 32, 64, 128>(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
     using T = decltype(zero);
     constexpr int N = size();
     const Gradients<T> gradients{static_cast<T*>(call.dr), static_cast<T*>(call.dw),
@@ -571,19 +542,17 @@ cudaError_t Wkv7Backward(cudaStream_t stream, const Wkv7BackwardCall& call, int6
                                  static_cast<T*>(call.da), static_cast<T*>(call.db),
                                  call.dinitial_state};
     const Vectors<T> inputs(call.w, call.k, call.v, call.a, call.b, call.r, call.dy);
-    const int64_t heads = call.dims.batch * call.dims.heads;
-    const Segments shared_out{segments, scratch};
+    const Split split{segments, scratch, stride, only};
     if (segments > 1) {
       const cudaError_t error =
           Launch(SegmentKernel<T, N>, heads, ForwardTile<N>::kThreads, 0, stream,
                  Vectors<T>(call.w, call.a, call.b, call.r, call.dy), call.dims.tokens,
-                 call.dims.heads, call.decay, call.dfinal_state, shared_out);
+                 call.dims.heads, call.decay, call.dfinal_state, split);
       if (error != cudaSuccess) return error;
     }
     return Launch(BackwardKernel<T, N>, heads * segments, BackwardTile<N>::kThreads,
                   sizeof(BackwardShared<BackwardTile<N>>), stream, inputs, call.dims.tokens,
-                  call.dims.heads, call.decay, call.states, call.dfinal_state, gradients,
-                  shared_out);
+                  call.dims.heads, call.decay, call.states, call.dfinal_state, gradients, split);
   });
 }
 

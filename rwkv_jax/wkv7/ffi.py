@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from rwkv_jax import _chunked, _ffi
@@ -12,9 +13,16 @@ from rwkv_jax.wkv7.residuals import CHUNK
 
 FORWARD = "rwkv_wkv7_fwd_v1"
 BACKWARD = "rwkv_wkv7_bwd_v1"
+CHUNK_FORWARD = "rwkv_wkv7_chunk_fwd_v1"
+CHUNK_BACKWARD = "rwkv_wkv7_chunk_bwd_v1"
 STEP = "rwkv_wkv7_step_v1"
+TARGETS = (FORWARD, BACKWARD, CHUNK_FORWARD, CHUNK_BACKWARD, STEP)
 
 HEAD_SIZES = {"cpu": (16, 32, 64, 128, 256), "cuda": (16, 32, 64, 128)}
+MATRIX_HEAD_SIZES = (64, 128)
+MATRIX_TOKENS = 16
+"""The head sizes of the kernels on matrix units, and the tokens that make one product."""
+
 BLOCK = 4
 """Tokens between the states that the CUDA backward pass keeps inside a chunk."""
 
@@ -33,6 +41,25 @@ def why_not(platform: str, stage: str, options: Options, operands: Mapping[str, 
     return None
 
 
+def on_matrix_units(platform: str, options: Options, r: Keys) -> bool:
+    """Whether the kernels on matrix units run a call, rather than those that take one token at a
+    time, which are exact, take all dtypes and head sizes, and are as fast on a few tokens."""
+    return (
+        platform == "cuda"
+        and r.dtype != jnp.float32
+        and options.precision != jax.lax.Precision.HIGHEST
+        and r.shape[-1] in MATRIX_HEAD_SIZES
+        and r.shape[1] >= MATRIX_TOKENS
+    )
+
+
+def _scan_segments(heads: int, frames: int) -> int:
+    """Into how many segments the kernels on matrix units split a sequence. Splitting costs a pass over
+    the sequence, and gives few heads more of a large GPU, which has 132 multiprocessors of 4 blocks."""
+    few = 0 < heads < 96
+    return max(1, min(frames, 264 // heads + 1)) if few else 1
+
+
 def forward(
     options: Options,
     platform: str,
@@ -44,20 +71,40 @@ def forward(
     b: Keys,
     initial_state: State,
 ) -> tuple[Values, State, States]:
-    tokens = r.shape[1]
-    batch, *state_shape = initial_state.shape
-    saved = _chunked.boundaries(tokens, CHUNK) if options.save else 0
-    y, final_state, states = _ffi.call(
-        FORWARD,
-        [
-            (v.shape, v.dtype),
-            (initial_state.shape, jnp.float32),
-            ((batch, saved, *state_shape), jnp.float32),
-        ],
-        *(r, w, k, v, a, b, initial_state),
-        decay=DECAY_CODES[options.decay],
+    batch, tokens, heads, size = r.shape
+    frames = _chunked.boundaries(tokens, CHUNK)
+    target = FORWARD
+    attributes = {"decay": DECAY_CODES[options.decay]}
+    results = [
+        (v.shape, v.dtype),
+        (initial_state.shape, jnp.float32),
+        ((batch, frames if options.save else 0, heads, size, size), jnp.float32),
+    ]
+    if on_matrix_units(platform, options, r):
+        target = CHUNK_FORWARD
+        segments = _scan_segments(batch * heads, frames)
+        attributes["segments"] = segments
+        results += _scratch(batch, heads, _summaries(size, segments))
+    y, final_state, states, *_ = _ffi.call(
+        target, results, *(r, w, k, v, a, b, initial_state), **attributes
     )
     return y, final_state, states
+
+
+# A kernel may not allocate, so its scratch is one more result. The sizes are those of
+# ffi/cuda/wkv7.h, and a handler refuses others.
+
+
+def _scratch(batch: int, heads: int, floats: int) -> list[tuple[tuple[int, ...], Any]]:
+    return [((batch, heads, floats), jnp.float32), ((batch, heads), jnp.float32)]
+
+
+def _summaries(size: int, segments: int) -> int:
+    return 2 * size * size * (segments - 1)
+
+
+def _replay(size: int) -> int:
+    return CHUNK // BLOCK * size * size + CHUNK * size
 
 
 def _segments(heads: int, chunks: int) -> int:
@@ -81,17 +128,20 @@ def backward(
     dfinal_state: State,
 ) -> tuple[Keys, Keys, Keys, Values, Keys, Keys, State]:
     inputs = (r, w, k, v, a, b)
+    batch, frames, heads, size, _ = states.shape
+    target = BACKWARD
+    attributes = {"decay": DECAY_CODES[options.decay]}
     results = [(x.shape, x.dtype) for x in (*inputs, dfinal_state)]
-    if platform == "cuda":
-        # A kernel may not allocate, so its scratch is one more result (ScratchSize in
-        # ffi/cuda/wkv7.h).
-        batch, heads, size, _ = dfinal_state.shape
-        floats = CHUNK // BLOCK * size * size + CHUNK * size
-        segments = _segments(batch * heads, states.shape[1])
-        results.append(((batch, heads, segments, floats), jnp.float32))
-    gradients = _ffi.call(
-        BACKWARD, results, *inputs, states, dy, dfinal_state, decay=DECAY_CODES[options.decay]
-    )
+    if on_matrix_units(platform, options, r):
+        target = CHUNK_BACKWARD
+        segments = _scan_segments(batch * heads, frames)
+        attributes["segments"] = segments
+        floats = frames * size * size // 2 + _summaries(size, segments)
+        results += _scratch(batch, heads, max(floats, _replay(size)))
+    elif platform == "cuda":
+        segments = _segments(batch * heads, frames)
+        results.append(((batch, heads, segments, _replay(size)), jnp.float32))
+    gradients = _ffi.call(target, results, *inputs, states, dy, dfinal_state, **attributes)
     dr, dw, dk, dv, da, db, dinitial_state = gradients[:7]
     return dr, dw, dk, dv, da, db, dinitial_state
 

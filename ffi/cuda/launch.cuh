@@ -1,0 +1,51 @@
+// From a call to the kernel for its element type and head size.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "rwkv_jax/types.h"
+
+namespace rwkv_jax::cuda {
+
+template <typename... Parameters, typename... Arguments>
+cudaError_t Launch(void (*kernel)(Parameters...), dim3 blocks, int threads, size_t shared_bytes,
+                   cudaStream_t stream, Arguments... arguments) {
+  // Set at every launch: the attribute belongs to the current device.
+  const cudaError_t error = cudaFuncSetAttribute(
+      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
+  if (error != cudaSuccess) return error;
+  kernel<<<blocks, threads, shared_bytes, stream>>>(arguments...);
+  return cudaGetLastError();
+}
+
+// Calls fn(T(), integral_constant<int, N>()) with the element type T, out of those given, and the
+// head size N, out of kSizes.
+template <int... kSizes, typename T, typename Fn>
+cudaError_t ForHeadSize(int64_t head_size, T zero, Fn&& fn) {
+  cudaError_t error = cudaErrorInvalidValue;
+  ((head_size == kSizes ? void(error = fn(zero, std::integral_constant<int, kSizes>())) : void()),
+   ...);
+  return error;
+}
+
+template <int... kSizes, typename Fn>
+cudaError_t ForHalfTypes(Dtype dtype, int64_t head_size, Fn&& fn) {
+  switch (dtype) {
+    case Dtype::kBF16: return ForHeadSize<kSizes...>(head_size, __nv_bfloat16(), fn);
+    case Dtype::kF16: return ForHeadSize<kSizes...>(head_size, __half(), fn);
+    default: return cudaErrorInvalidValue;
+  }
+}
+
+template <int... kSizes, typename Fn>
+cudaError_t ForAllTypes(Dtype dtype, int64_t head_size, Fn&& fn) {
+  if (dtype == Dtype::kF32) return ForHeadSize<kSizes...>(head_size, 0.0f, fn);
+  return ForHalfTypes<kSizes...>(dtype, head_size, fn);
+}
+
+}  // namespace rwkv_jax::cuda

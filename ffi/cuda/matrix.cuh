@@ -1,0 +1,394 @@
+// Products on the matrix units, and how their operands lie in shared memory and in registers.
+//
+// Operands are bfloat16, sums are float. The left operand and the sum of a product are in the registers
+// of a warp, which has 16 rows of them; the right operand is in shared memory, where all warps read it.
+// Compiled for sm_90a a product is one instruction of a warpgroup (four warps, 64 rows) that runs on
+// while the warps go on; for any other architecture it is mma.sync. Only this file knows of that.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#define RWKV_JAX_WARPGROUP_PRODUCTS 1
+#else
+#define RWKV_JAX_WARPGROUP_PRODUCTS 0
+#endif
+
+namespace rwkv_jax::cuda {
+
+// A 16 x 16 left operand. Lane l has rows l/4 (registers 0 and 2) and l/4 + 8 (1 and 3), and of them
+// columns 2(l%4) and the next (0 and 1) and those plus 8 (2 and 3).
+using Left = uint32_t[4];
+
+// Sums, in tiles of 16 x 8. Lane l has columns 2(l%4) and the next of rows l/4 (elements 0 and 1) and
+// l/4 + 8 (2 and 3). Two tiles side by side, rounded, are a Left.
+template <int kTiles>
+using Sum = float[kTiles][4];
+
+// Two elements of a 16-bit type in one register.
+template <typename T>
+struct Pair;
+
+template <>
+struct Pair<__nv_bfloat16> {
+  static __device__ uint32_t Round(float low, float high) {
+    uint32_t pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+  }
+  static __device__ float Low(uint32_t pair) { return __uint_as_float(pair << 16); }
+  static __device__ float High(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
+};
+
+template <>
+struct Pair<__half> {
+  static __device__ uint32_t Round(float low, float high) {
+    uint32_t pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+  }
+  static __device__ float Low(uint32_t pair) {
+    return __low2float(*reinterpret_cast<const __half2*>(&pair));
+  }
+  static __device__ float High(uint32_t pair) {
+    return __high2float(*reinterpret_cast<const __half2*>(&pair));
+  }
+};
+
+using Bf16 = Pair<__nv_bfloat16>;
+
+// Two tiles of sums as a left operand.
+__device__ inline void Round(const float (&left)[4], const float (&right)[4], Left& a) {
+  a[0] = Bf16::Round(left[0], left[1]);
+  a[1] = Bf16::Round(left[2], left[3]);
+  a[2] = Bf16::Round(right[0], right[1]);
+  a[3] = Bf16::Round(right[2], right[3]);
+}
+
+__device__ inline int Lane() { return threadIdx.x % 32; }
+
+// By way of a shuffle, so that the compiler knows that all lanes agree.
+__device__ inline int Warp() { return __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0); }
+
+__device__ inline uint32_t SharedAddress(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// A tile in shared memory has rows of 64 elements, 128 bytes: eight pieces of 16 bytes, of which the
+// p-th lies in place p ^ (row % 8), so that eight rows of one piece, or eight pieces of one row, lie
+// in different banks. Tiles start at multiples of 1024 bytes.
+constexpr int kTileCols = 64;
+constexpr int kRowBytes = 2 * kTileCols;
+constexpr int kTileAlignment = 1024;
+
+__device__ inline uint32_t PieceAddress(uint32_t tile, int row, int piece) {
+  return tile + row * kRowBytes + ((piece ^ (row & 7)) << 4);
+}
+
+// Where this lane points for the four 8 x 8 matrices of the 16 x 16 block at `row` (a multiple of 16)
+// and columns 16 * block: upper left, lower left, upper right, lower right, as in a Left; or, by rows,
+// upper left, upper right, lower left, lower right. A block has pieces 2 * block and the next of each
+// row, so the swizzle leaves the bits of `block` to a constant.
+__device__ inline uint32_t BlockAddress(uint32_t tile, int row, int block) {
+  const int lane = Lane();
+  return tile + row * kRowBytes + (PieceAddress(0, lane % 16, lane / 16) ^ (block << 5));
+}
+
+__device__ inline uint32_t BlockAddressByRows(uint32_t tile, int row, int block) {
+  const int lane = Lane();
+  return tile + row * kRowBytes +
+         (PieceAddress(0, lane % 8 + lane / 16 * 8, lane / 8 % 2) ^ (block << 5));
+}
+
+// A small operand of 16 x 16 blocks of 512 bytes in a column; each is four 8 x 8 matrices of 128
+// bytes: upper left, upper right, lower left, lower right.
+constexpr int kBlockBytes = 512;
+
+__device__ inline uint32_t PackedBlockAddress(uint32_t block) {
+  const int lane = Lane();
+  return block + lane / 8 % 2 * 256 + lane / 16 * 128 + lane % 8 * 16;
+}
+
+__device__ inline uint32_t PackedBlockAddressByRows(uint32_t block) {
+  return block + Lane() * 16;
+}
+
+__device__ inline void LoadMatrices(uint32_t address, uint32_t (&x)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(address)
+               : "memory");
+}
+
+__device__ inline void LoadTransposed(uint32_t address, uint32_t (&x)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(address)
+               : "memory");
+}
+
+// An 8 x 8 matrix across the lanes, transposed.
+__device__ inline uint32_t Transposed(uint32_t x) {
+  uint32_t y;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
+}
+
+__device__ inline void StoreMatrices(uint32_t address, const uint32_t (&x)[4]) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+               "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+               : "memory");
+#else
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t row = __shfl_sync(~0u, address, 8 * i + Lane() / 4);
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(row + 4 * (Lane() % 4)), "r"(x[i]) : "memory");
+  }
+#endif
+}
+
+__device__ inline void StoreTransposed(uint32_t address, const uint32_t (&x)[4]) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                   address),
+               "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+               : "memory");
+#else
+  StoreMatrices(address, {Transposed(x[0]), Transposed(x[1]), Transposed(x[2]), Transposed(x[3])});
+#endif
+}
+
+// The block at `row` and columns 16 * block of a tile as a left operand, and its transpose.
+__device__ inline void LoadLeft(uint32_t tile, int row, int block, Left& a) {
+  LoadMatrices(BlockAddress(tile, row, block), a);
+}
+
+__device__ inline void LoadLeftTransposed(uint32_t tile, int row, int block, Left& a) {
+  LoadTransposed(BlockAddressByRows(tile, row, block), a);
+}
+
+// sum += a b of one warp; b0 and b1 are the upper and the lower 8 x 8 of b, each as its transpose.
+__device__ inline void WarpMultiply(float (&sum)[4], const Left& a, uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// The same on float16 operands.
+__device__ inline void WarpMultiplyHalf(float (&sum)[4], const Left& a, uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Right operands of 16 rows k and 8 * kTiles columns n. `Load` gives the registers for two tiles of
+// columns, 2 * pair and the next, in the order {tile 0 upper, tile 0 lower, tile 1 upper, tile 1 lower}.
+
+// Row n of the tile is column n of the operand; k are the columns 16 * block to 16 * block + 15.
+struct RowsAreColumns {
+  uint32_t tile;
+  int block = 0;
+
+  static constexpr bool kRowsAreK = false;
+  __device__ void Load(int pair, uint32_t (&b)[4]) const {
+    LoadMatrices(BlockAddressByRows(tile, 16 * pair, block), b);
+  }
+  __device__ uint64_t Descriptor() const;
+};
+
+// Row k of the operand is row 16 * block + k of the tile.
+struct RowsAreRows {
+  uint32_t tile;
+  int block = 0;
+
+  static constexpr bool kRowsAreK = true;
+  __device__ void Load(int pair, uint32_t (&b)[4]) const {
+    LoadTransposed(BlockAddress(tile, 16 * block, pair), b);
+  }
+  __device__ uint64_t Descriptor() const;
+};
+
+// Row n of packed blocks is column n of the operand.
+struct PackedBlocks {
+  uint32_t blocks;
+
+  static constexpr bool kRowsAreK = false;
+  __device__ void Load(int pair, uint32_t (&b)[4]) const {
+    LoadMatrices(PackedBlockAddressByRows(blocks + pair * kBlockBytes), b);
+  }
+  __device__ uint64_t Descriptor() const;
+};
+
+// A matrix in shared memory as a warpgroup product takes it: the address of its tile and its offset
+// there, the bytes from one 8 x 8 matrix to the next along k and along n, and whether its rows are
+// swizzled.
+__device__ inline uint64_t MatrixDescriptor(uint32_t tile, int offset, int k_bytes, int n_bytes,
+                                            bool swizzled) {
+  const uint32_t low = (tile >> 4) + (offset >> 4) + (k_bytes >> 4 << 16);
+  const uint32_t high = (n_bytes >> 4) + (swizzled ? 1u << 30 : 0u);
+  return static_cast<uint64_t>(high) << 32 | low;
+}
+
+__device__ inline uint64_t RowsAreColumns::Descriptor() const {
+  return MatrixDescriptor(tile, 32 * block, 16, 8 * kRowBytes, true);
+}
+
+__device__ inline uint64_t RowsAreRows::Descriptor() const {
+  return MatrixDescriptor(tile, 16 * kRowBytes * block, 8 * kRowBytes, 8 * kRowBytes, true);
+}
+
+__device__ inline uint64_t PackedBlocks::Descriptor() const {
+  return MatrixDescriptor(blocks, 0, 128, 256, false);
+}
+
+// What was stored to shared memory by this thread becomes visible to products after the next barrier.
+__device__ inline void PublishOperands() {
+#if RWKV_JAX_WARPGROUP_PRODUCTS
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
+// Products are issued between BeginProducts and CommitProducts; WaitForProducts<n> returns when at
+// most n of the committed groups still run. Until then neither operands nor sums may be touched, and
+// then each sum is to be Settled before it is read.
+__device__ inline void BeginProducts() {
+#if RWKV_JAX_WARPGROUP_PRODUCTS
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#endif
+}
+
+__device__ inline void CommitProducts() {
+#if RWKV_JAX_WARPGROUP_PRODUCTS
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+#endif
+}
+
+template <int kRunning>
+__device__ void WaitForProducts() {
+#if RWKV_JAX_WARPGROUP_PRODUCTS
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kRunning) : "memory");
+#endif
+}
+
+template <int kTiles>
+__device__ void Settle(Sum<kTiles>& sum) {
+#if RWKV_JAX_WARPGROUP_PRODUCTS
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i)
+    asm volatile("" : "+f"(sum[i][0]), "+f"(sum[i][1]), "+f"(sum[i][2]), "+f"(sum[i][3])::"memory");
+#endif
+}
+
+#if RWKV_JAX_WARPGROUP_PRODUCTS
+
+#define RWKV_JAX_SUM(i) "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3])
+
+template <int kAdd, int kRowsAreK>
+__device__ void WarpgroupMultiply(Sum<2>& c, const Left& a, uint64_t b) {
+  asm volatile(
+      "{.reg .pred add; setp.ne.b32 add, %13, 0; wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7}, {%8, %9, %10, %11}, %12, add, 1, 1, %14;}"
+      : RWKV_JAX_SUM(0), RWKV_JAX_SUM(1)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kAdd), "n"(kRowsAreK));
+}
+
+template <int kAdd, int kRowsAreK>
+__device__ void WarpgroupMultiply(Sum<4>& c, const Left& a, uint64_t b) {
+  asm volatile(
+      "{.reg .pred add; setp.ne.b32 add, %21, 0; wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+      "{%16, %17, %18, %19}, %20, add, 1, 1, %22;}"
+      : RWKV_JAX_SUM(0), RWKV_JAX_SUM(1), RWKV_JAX_SUM(2), RWKV_JAX_SUM(3)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kAdd), "n"(kRowsAreK));
+}
+
+template <int kAdd, int kRowsAreK>
+__device__ void WarpgroupMultiply(Sum<8>& c, const Left& a, uint64_t b) {
+  asm volatile(
+      "{.reg .pred add; setp.ne.b32 add, %37, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, "
+      "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, add, "
+      "1, 1, %38;}"
+      : RWKV_JAX_SUM(0), RWKV_JAX_SUM(1), RWKV_JAX_SUM(2), RWKV_JAX_SUM(3), RWKV_JAX_SUM(4),
+        RWKV_JAX_SUM(5), RWKV_JAX_SUM(6), RWKV_JAX_SUM(7)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kAdd), "n"(kRowsAreK));
+}
+
+#undef RWKV_JAX_SUM
+
+#endif  // RWKV_JAX_WARPGROUP_PRODUCTS
+
+// sum = a b, or sum += a b if kAdd.
+template <bool kAdd, int kTiles, typename Right>
+__device__ void Multiply(Sum<kTiles>& sum, const Left& a, const Right& b) {
+#if RWKV_JAX_WARPGROUP_PRODUCTS
+  WarpgroupMultiply<kAdd, Right::kRowsAreK>(sum, a, b.Descriptor());
+#else
+#pragma unroll
+  for (int pair = 0; pair < kTiles / 2; ++pair) {
+    uint32_t x[4];
+    b.Load(pair, x);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float(&tile)[4] = sum[2 * pair + i];
+      if constexpr (!kAdd) tile[0] = tile[1] = tile[2] = tile[3] = 0.0f;
+      WarpMultiply(tile, a, x[2 * i], x[2 * i + 1]);
+    }
+  }
+#endif
+}
+
+// Copies 16 bytes from global to shared memory, or clears them, without waiting.
+__device__ inline void CopyAsync(uint32_t to, const void* from, bool present) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+               "r"(present ? 16 : 0)
+               : "memory");
+}
+
+// Counts the arrivals of copies: a phase ends when those of all threads have arrived.
+class CopyBarrier {
+ public:
+  __device__ explicit CopyBarrier(uint32_t address) : address_(address) {}
+
+  __device__ void Init(int threads) const {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(address_), "r"(threads) : "memory");
+  }
+  // Arrives once all copies that this thread has started are done.
+  __device__ void ArriveAfterCopies() const {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(address_) : "memory");
+  }
+  __device__ void Wait(uint32_t parity) const {
+    uint32_t done;
+    do {
+#if __CUDA_ARCH__ >= 900
+      asm volatile(
+          "{.reg .pred done; mbarrier.try_wait.parity.shared.b64 done, [%1], %2; "
+          "selp.u32 %0, 1, 0, done;}"
+          : "=r"(done)
+          : "r"(address_), "r"(parity)
+          : "memory");
+#else
+      asm volatile(
+          "{.reg .pred done; mbarrier.test_wait.parity.shared.b64 done, [%1], %2; "
+          "selp.u32 %0, 1, 0, done;}"
+          : "=r"(done)
+          : "r"(address_), "r"(parity)
+          : "memory");
+#endif
+    } while (!done);
+  }
+
+ private:
+  uint32_t address_;
+};
+
+__device__ inline void WaitForCopies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+}  // namespace rwkv_jax::cuda

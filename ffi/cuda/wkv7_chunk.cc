@@ -1,0 +1,43 @@
+// WKV7 on matrix units: which kernels run one after another.
+#include "wkv7.h"
+
+namespace rwkv_jax::cuda {
+namespace {
+
+bool IsEmpty(const Wkv7Dims& dims) { return dims.batch * dims.heads == 0; }
+
+// `inexact` ready for the kernels, or null where no frame can decay too far.
+cudaError_t Prepare(cudaStream_t stream, const Wkv7Call& call, float*& inexact) {
+  if (call.decay == Decay::kSigmoid) {
+    inexact = nullptr;
+    return cudaSuccess;
+  }
+  return cudaMemsetAsync(inexact, 0, sizeof(float) * call.dims.batch * call.dims.heads, stream);
+}
+
+}  // namespace
+
+cudaError_t Wkv7ChunkForward(cudaStream_t stream, const Wkv7ForwardCall& call,
+                             const Segments& segments, float* inexact) {
+  if (IsEmpty(call.dims)) return cudaSuccess;
+  cudaError_t error = Prepare(stream, call, inexact);
+  if (error == cudaSuccess) error = Wkv7Scan(stream, call, segments, inexact);
+  if (error == cudaSuccess && inexact != nullptr) error = Wkv7Forward(stream, call, inexact);
+  return error;
+}
+
+cudaError_t Wkv7ChunkBackward(cudaStream_t stream, const Wkv7BackwardCall& call,
+                              const ChunkScratch& scratch, float* inexact) {
+  if (IsEmpty(call.dims)) return cudaSuccess;
+  const FrameGradients gradients = scratch.Gradients();
+  cudaError_t error = Prepare(stream, call, inexact);
+  if (error == cudaSuccess)
+    error = Wkv7ReverseScan(stream, call, scratch.StateSegments(call), gradients, inexact);
+  if (error == cudaSuccess) error = Wkv7FrameBackward(stream, call, gradients, inexact);
+  // The heads that are left have no use for the rest of the scratch, so it is theirs.
+  if (error == cudaSuccess && inexact != nullptr)
+    error = Wkv7Backward(stream, call, 1, scratch.memory, scratch.stride, inexact);
+  return error;
+}
+
+}  // namespace rwkv_jax::cuda
