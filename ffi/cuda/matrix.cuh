@@ -1,7 +1,7 @@
 // Products on the matrix units, and how their operands lie in shared memory and in registers.
 //
-// Operands are bfloat16, sums are float. The left operand and the sum of a product are in the registers
-// of a warp, which has 16 rows of them; the right operand is in shared memory, where all warps read it.
+// Operands are bfloat16, sums are float. The sum of a product is in the registers of a warp, which has 16
+// rows of it; the left operand too, or it is in shared memory as the right operand is.
 // Compiled for sm_90a a product is one instruction of a warpgroup (four warps, 64 rows) that runs on
 // while the warps go on; for any other architecture it is mma.sync. Only this file knows of that.
 #pragma once
@@ -188,38 +188,46 @@ __device__ inline void WarpMultiplyHalf(float (&sum)[4], const Left& a, uint32_t
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Right operands of 16 rows k and 8 * kTiles columns n. `Load` gives the registers for two tiles of
-// columns, 2 * pair and the next, in the order {tile 0 upper, tile 0 lower, tile 1 upper, tile 1 lower}.
+// Operands in shared memory: 16 steps k of the sum, and 8 * kTiles columns of a right operand or, for
+// the four warps of a warpgroup, 64 rows of a left one. `Load` gives the registers of a right operand
+// for two tiles of columns, 2 * pair and the next, in the order {tile 0 upper, tile 0 lower, tile 1
+// upper, tile 1 lower}; `LoadLeft` those of a left operand for the rows of a warp.
 
-// Row n of the tile is column n of the operand; k are the columns 16 * block to 16 * block + 15.
-struct RowsAreColumns {
+// k runs along the rows of a tile, from column 16 * block on.
+struct KAlongRows {
   uint32_t tile;
   int block = 0;
 
-  static constexpr bool kRowsAreK = false;
+  static constexpr bool kDown = false;
   __device__ void Load(int pair, uint32_t (&b)[4]) const {
     LoadMatrices(BlockAddressByRows(tile, 16 * pair, block), b);
   }
-  __device__ uint64_t Descriptor() const;
-};
-
-// Row k of the operand is row 16 * block + k of the tile.
-struct RowsAreRows {
-  uint32_t tile;
-  int block = 0;
-
-  static constexpr bool kRowsAreK = true;
-  __device__ void Load(int pair, uint32_t (&b)[4]) const {
-    LoadTransposed(BlockAddress(tile, 16 * block, pair), b);
+  __device__ void LoadLeft(int warp, Left& a) const {
+    cuda::LoadLeft(tile, 16 * warp, block, a);
   }
   __device__ uint64_t Descriptor() const;
 };
 
-// Row n of packed blocks is column n of the operand.
+// k runs down the rows of a tile, from row 16 * block on; the operand starts at column 16 * column.
+struct KDownRows {
+  uint32_t tile;
+  int block = 0, column = 0;
+
+  static constexpr bool kDown = true;
+  __device__ void Load(int pair, uint32_t (&b)[4]) const {
+    LoadTransposed(BlockAddress(tile, 16 * block, column + pair), b);
+  }
+  __device__ void LoadLeft(int warp, Left& a) const {
+    LoadLeftTransposed(tile, 16 * block, column + warp, a);
+  }
+  __device__ uint64_t Descriptor() const;
+};
+
+// k runs along the rows of packed blocks.
 struct PackedBlocks {
   uint32_t blocks;
 
-  static constexpr bool kRowsAreK = false;
+  static constexpr bool kDown = false;
   __device__ void Load(int pair, uint32_t (&b)[4]) const {
     LoadMatrices(PackedBlockAddressByRows(blocks + pair * kBlockBytes), b);
   }
@@ -227,21 +235,21 @@ struct PackedBlocks {
 };
 
 // A matrix in shared memory as a warpgroup product takes it: the address of its tile and its offset
-// there, the bytes from one 8 x 8 matrix to the next along k and along n, and whether its rows are
-// swizzled.
-__device__ inline uint64_t MatrixDescriptor(uint32_t tile, int offset, int k_bytes, int n_bytes,
-                                            bool swizzled) {
-  const uint32_t low = (tile >> 4) + (offset >> 4) + (k_bytes >> 4 << 16);
-  const uint32_t high = (n_bytes >> 4) + (swizzled ? 1u << 30 : 0u);
+// there, the bytes between 8 x 8 matrices (in packed blocks along k and across it, in swizzled tiles
+// from eight rows to the next), and whether its rows are swizzled.
+__device__ inline uint64_t MatrixDescriptor(uint32_t tile, int offset, int leading_bytes,
+                                            int stride_bytes, bool swizzled) {
+  const uint32_t low = (tile >> 4) + (offset >> 4) + (leading_bytes >> 4 << 16);
+  const uint32_t high = (stride_bytes >> 4) + (swizzled ? 1u << 30 : 0u);
   return static_cast<uint64_t>(high) << 32 | low;
 }
 
-__device__ inline uint64_t RowsAreColumns::Descriptor() const {
+__device__ inline uint64_t KAlongRows::Descriptor() const {
   return MatrixDescriptor(tile, 32 * block, 16, 8 * kRowBytes, true);
 }
 
-__device__ inline uint64_t RowsAreRows::Descriptor() const {
-  return MatrixDescriptor(tile, 16 * kRowBytes * block, 8 * kRowBytes, 8 * kRowBytes, true);
+__device__ inline uint64_t KDownRows::Descriptor() const {
+  return MatrixDescriptor(tile, 16 * kRowBytes * block + 32 * column, 8 * kRowBytes, 8 * kRowBytes, true);
 }
 
 __device__ inline uint64_t PackedBlocks::Descriptor() const {
@@ -290,46 +298,69 @@ __device__ void Settle(Sum<kTiles>& sum) {
 
 #define RWKV_JAX_SUM(i) "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3])
 
-template <int kAdd, int kRowsAreK>
+template <bool kAdd, bool kRightDown>
 __device__ void WarpgroupMultiply(Sum<2>& c, const Left& a, uint64_t b) {
   asm volatile(
-      "{.reg .pred add; setp.ne.b32 add, %13, 0; wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7}, {%8, %9, %10, %11}, %12, add, 1, 1, %14;}"
+      "{.reg .pred add; setp.ne.b32 add, %13, 0; "
+      "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7}, "
+      "{%8, %9, %10, %11}, %12, add, 1, 1, %14;}"
       : RWKV_JAX_SUM(0), RWKV_JAX_SUM(1)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kAdd), "n"(kRowsAreK));
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(int{kAdd}), "n"(int{kRightDown}));
 }
 
-template <int kAdd, int kRowsAreK>
+template <bool kAdd, bool kRightDown>
 __device__ void WarpgroupMultiply(Sum<4>& c, const Left& a, uint64_t b) {
   asm volatile(
-      "{.reg .pred add; setp.ne.b32 add, %21, 0; wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
-      "{%16, %17, %18, %19}, %20, add, 1, 1, %22;}"
+      "{.reg .pred add; setp.ne.b32 add, %21, 0; "
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, "
+      "%8, %9, %10, %11, %12, %13, %14, %15}, {%16, %17, %18, %19}, %20, add, 1, 1, %22;}"
       : RWKV_JAX_SUM(0), RWKV_JAX_SUM(1), RWKV_JAX_SUM(2), RWKV_JAX_SUM(3)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kAdd), "n"(kRowsAreK));
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(int{kAdd}), "n"(int{kRightDown}));
 }
 
-template <int kAdd, int kRowsAreK>
+template <bool kAdd, bool kLeftDown, bool kRightDown>
+__device__ void WarpgroupMultiply(Sum<4>& c, uint64_t a, uint64_t b) {
+  asm volatile(
+      "{.reg .pred add; setp.ne.b32 add, %18, 0; "
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, "
+      "%8, %9, %10, %11, %12, %13, %14, %15}, %16, %17, add, 1, 1, %19, %20;}"
+      : RWKV_JAX_SUM(0), RWKV_JAX_SUM(1), RWKV_JAX_SUM(2), RWKV_JAX_SUM(3)
+      : "l"(a), "l"(b), "n"(int{kAdd}), "n"(int{kLeftDown}), "n"(int{kRightDown}));
+}
+
+template <bool kAdd, bool kRightDown>
 __device__ void WarpgroupMultiply(Sum<8>& c, const Left& a, uint64_t b) {
   asm volatile(
-      "{.reg .pred add; setp.ne.b32 add, %37, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, "
-      "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, add, "
-      "1, 1, %38;}"
-      : RWKV_JAX_SUM(0), RWKV_JAX_SUM(1), RWKV_JAX_SUM(2), RWKV_JAX_SUM(3), RWKV_JAX_SUM(4),
-        RWKV_JAX_SUM(5), RWKV_JAX_SUM(6), RWKV_JAX_SUM(7)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kAdd), "n"(kRowsAreK));
+      "{.reg .pred add; setp.ne.b32 add, %37, 0; "
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, "
+      "%8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, "
+      "%26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, add, 1, 1, %38;}"
+      : RWKV_JAX_SUM(0), RWKV_JAX_SUM(1), RWKV_JAX_SUM(2), RWKV_JAX_SUM(3),
+        RWKV_JAX_SUM(4), RWKV_JAX_SUM(5), RWKV_JAX_SUM(6), RWKV_JAX_SUM(7)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(int{kAdd}), "n"(int{kRightDown}));
+}
+
+template <bool kAdd, bool kLeftDown, bool kRightDown>
+__device__ void WarpgroupMultiply(Sum<8>& c, uint64_t a, uint64_t b) {
+  asm volatile(
+      "{.reg .pred add; setp.ne.b32 add, %34, 0; "
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, "
+      "%8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, "
+      "%26, %27, %28, %29, %30, %31}, %32, %33, add, 1, 1, %35, %36;}"
+      : RWKV_JAX_SUM(0), RWKV_JAX_SUM(1), RWKV_JAX_SUM(2), RWKV_JAX_SUM(3),
+        RWKV_JAX_SUM(4), RWKV_JAX_SUM(5), RWKV_JAX_SUM(6), RWKV_JAX_SUM(7)
+      : "l"(a), "l"(b), "n"(int{kAdd}), "n"(int{kLeftDown}), "n"(int{kRightDown}));
 }
 
 #undef RWKV_JAX_SUM
 
 #endif  // RWKV_JAX_WARPGROUP_PRODUCTS
 
-// sum = a b, or sum += a b if kAdd.
+// sum = a b, or sum += a b if kAdd, with a in registers.
 template <bool kAdd, int kTiles, typename Right>
 __device__ void Multiply(Sum<kTiles>& sum, const Left& a, const Right& b) {
 #if RWKV_JAX_WARPGROUP_PRODUCTS
-  WarpgroupMultiply<kAdd, Right::kRowsAreK>(sum, a, b.Descriptor());
+  WarpgroupMultiply<kAdd, Right::kDown>(sum, a, b.Descriptor());
 #else
 #pragma unroll
   for (int pair = 0; pair < kTiles / 2; ++pair) {
@@ -342,6 +373,18 @@ __device__ void Multiply(Sum<kTiles>& sum, const Left& a, const Right& b) {
       WarpMultiply(tile, a, x[2 * i], x[2 * i + 1]);
     }
   }
+#endif
+}
+
+// The same with a in shared memory, for the rows of this warp of its warpgroup.
+template <bool kAdd, int kTiles, typename LeftTile, typename Right>
+__device__ void Multiply(Sum<kTiles>& sum, int warp, const LeftTile& a, const Right& b) {
+#if RWKV_JAX_WARPGROUP_PRODUCTS
+  WarpgroupMultiply<kAdd, LeftTile::kDown, Right::kDown>(sum, a.Descriptor(), b.Descriptor());
+#else
+  Left rows;
+  a.LoadLeft(warp, rows);
+  Multiply<kAdd>(sum, rows, b);
 #endif
 }
 

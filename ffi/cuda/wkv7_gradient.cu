@@ -22,6 +22,11 @@
 //
 // in which what is both written and read in that run occurs twice and cancels: hence every factor is
 // the rounded one that the other side has, too.
+//
+// All but the products of tokens by tokens is computed transposed, with channels as the rows. Then a
+// left operand is the same for two results and stays in registers, what one product gives is a left
+// operand of the next, and sums over tokens run along the rows, which one warp has. What bounds the
+// kernel is the traffic of shared memory.
 #include "launch.cuh"
 #include "wkv7.h"
 #include "wkv7_chunk.cuh"
@@ -44,11 +49,18 @@ struct Frames {
   const float* inexact;
 };
 
-// Tiles of tokens have kPanels panels of 64 channels, states [V, K] as many panels of 64 columns.
+// Two warpgroups have a panel of 64 channels, and each of them half of the tokens. Tiles of tokens have
+// kPanels panels of 64 channels, states [V, K] as many panels of 64 columns.
+constexpr int kHalf = kFrame / 2;
+constexpr int kHalfBlocks = kHalf / kSub;
+constexpr int kHalfTiles = kHalf / 8;
+using HalfSum = Sum<kHalfTiles>;  // 64 channels by half of the tokens
+
 template <int N>
 struct FrameLayout {
   static constexpr int kPanels = N / kTileCols;
-  static constexpr int kThreads = 2 * N;
+  static constexpr int kGroups = 2 * kPanels;
+  static constexpr int kThreads = 128 * kGroups;
   static constexpr int kPanel = kFrame * kRowBytes;
   static constexpr int kStatePanel = N * kRowBytes;
   static constexpr int kTokens = kPanels * kPanel;
@@ -60,68 +72,88 @@ struct FrameLayout {
   static constexpr int kKh = kBh + kTokens;
   static constexpr int kV = kKh + kTokens;
   static constexpr int kDy = kV + kTokens;
-  static constexpr int kZ = kDy + kTokens;  // w, then Z, dU, dZ
-  static constexpr int kU = kZ + kTokens;
-  static constexpr int kSp = kU + kTokens;
+  static constexpr int kU = kDy + kTokens;
+  static constexpr int kDz = kU + kTokens;  // first w
+  static constexpr int kSp = kDz + kTokens;
   static constexpr int kDs = kSp + kState;
   // Of tokens by tokens, first the products themselves, then their gradients; M is first Aab.
-  static constexpr int kQrb = kDs + kState;
+  static constexpr int kM = kDs + kState;
+  static constexpr int kAak = kM + kPanel;
+  static constexpr int kQrb = kAak + kPanel;
   static constexpr int kQrk = kQrb + kPanel;
-  static constexpr int kAak = kQrk + kPanel;
-  static constexpr int kM = kAak + kPanel;
-  static constexpr int kSums = kM + kPanel;  // float [4, N]: sums over the 16 tokens of each warp
+  static constexpr int kSums = kQrk + kPanel;  // float [4, N]
   static constexpr int kBytes = kSums + 4 * N * sizeof(float);
 };
 
-// Left operands of 16-token blocks: the rows of this warp in a tile, or in its transpose.
-struct RowsOf {
+// Operands of several blocks of 16: a tile of which the sum runs along the rows, panel after panel, or
+// down the rows.
+struct Along {
   uint32_t tile;
   int panel_bytes = 0;
 
-  __device__ void Load(int warp, int block, Left& a) const {
-    LoadLeft(tile + block / 4 * panel_bytes, 16 * warp, block % 4, a);
-  }
-};
-
-struct ColumnsOf {
-  uint32_t tile;
-
-  __device__ void Load(int warp, int block, Left& a) const {
-    LoadLeftTransposed(tile, 16 * block, warp, a);
-  }
-};
-
-// Right operands: a tile as it is, its rows being summed over, or transposed.
-struct Plain {
-  uint32_t tile;
-
-  __device__ RowsAreRows Block(int block) const { return {tile, block}; }
-};
-
-struct Transpose {
-  uint32_t tile;
-  int panel_bytes = 0;
-
-  __device__ RowsAreColumns Block(int block) const {
+  __device__ KAlongRows Block(int block) const {
     return {tile + block / 4 * panel_bytes, block % 4};
   }
 };
 
+struct Down {
+  uint32_t tile;
+  int column = 0;  // the first, in units of 16
+
+  __device__ KDownRows Block(int block) const { return {tile, block, column}; }
+};
+
 // sum = left right, or sum += left right, over kBlocks blocks of 16; to be waited for.
-template <bool kAdd, int kBlocks, typename LeftTile, typename RightTile>
-__device__ void Product(int warp, Sum<8>& sum, const LeftTile& left, const RightTile& right) {
-  Left a[kBlocks];
-#pragma unroll
-  for (int block = 0; block < kBlocks; ++block) left.Load(warp, block, a[block]);
+template <bool kAdd, int kBlocks, typename LeftTile, typename Right>
+__device__ void Product(int warp, Sum<8>& sum, const LeftTile& left, const Right& right) {
   BeginProducts();
 #pragma unroll
   for (int block = 0; block < kBlocks; ++block) {
     if (kAdd || block > 0)
-      Multiply<true>(sum, a[block], right.Block(block));
+      Multiply<true>(sum, warp, left.Block(block), right.Block(block));
     else
-      Multiply<false>(sum, a[block], right.Block(block));
+      Multiply<false>(sum, warp, left.Block(block), right.Block(block));
   }
   CommitProducts();
+}
+
+// The same with the left operand in registers.
+template <bool kAdd, typename Right>
+__device__ void Product(Sum<8>& sum, const Left (&left)[kFrameBlocks], const Right& right) {
+  BeginProducts();
+#pragma unroll
+  for (int block = 0; block < kFrameBlocks; ++block) {
+    if (kAdd || block > 0)
+      Multiply<true>(sum, left[block], right.Block(block));
+    else
+      Multiply<false>(sum, left[block], right.Block(block));
+  }
+  CommitProducts();
+}
+
+// Two products with the transpose of the same tile, of which this warp has columns 16 * column on.
+template <bool kAdd, int kBlocks, typename Right>
+__device__ void ProductOfTranspose(HalfSum (&sums)[2], uint32_t tile, int column,
+                                   const Right& first, const Right& second) {
+  Left left[kBlocks];
+#pragma unroll
+  for (int block = 0; block < kBlocks; ++block)
+    LoadLeftTransposed(tile, 16 * block, column, left[block]);
+  BeginProducts();
+#pragma unroll
+  for (int block = 0; block < kBlocks; ++block) {
+    if (kAdd || block > 0) {
+      Multiply<true>(sums[0], left[block], first.Block(block));
+      Multiply<true>(sums[1], left[block], second.Block(block));
+    } else {
+      Multiply<false>(sums[0], left[block], first.Block(block));
+      Multiply<false>(sums[1], left[block], second.Block(block));
+    }
+  }
+  CommitProducts();
+  WaitForProducts<0>();
+  Settle(sums[0]);
+  Settle(sums[1]);
 }
 
 __device__ void Finish(Sum<8>& sum) {
@@ -129,45 +161,82 @@ __device__ void Finish(Sum<8>& sum) {
   Settle(sum);
 }
 
-// The rows of this warp, rounded, into a tile.
-template <typename T = __nv_bfloat16>
-__device__ void StoreSum(int warp, uint32_t tile, const Sum<8>& sum) {
+__device__ void RoundSum(const Sum<8>& sum, Left (&rounded)[kFrameBlocks]) {
 #pragma unroll
-  for (int block = 0; block < kFrameBlocks; ++block) {
-    const auto& left = sum[2 * block];
-    const auto& right = sum[2 * block + 1];
-    StoreMatrices(BlockAddress(tile, 16 * warp, block),
-                  {Pair<T>::Round(left[0], left[1]), Pair<T>::Round(left[2], left[3]),
-                   Pair<T>::Round(right[0], right[1]), Pair<T>::Round(right[2], right[3])});
-  }
+  for (int block = 0; block < kFrameBlocks; ++block)
+    Round(sum[2 * block], sum[2 * block + 1], rounded[block]);
 }
 
-// Calls fn(block, x) with each block of the rows of this warp, in the order of a Left.
-template <typename Fn>
-__device__ void ForEachBlock(int warp, uint32_t tile, Fn&& fn) {
-#pragma unroll
-  for (int block = 0; block < kFrameBlocks; ++block) {
-    uint32_t x[4];
-    LoadMatrices(BlockAddress(tile, 16 * warp, block), x);
-    fn(block, x);
-  }
-}
+// The 16 channels of a tile of tokens that a warp has, as 16 tokens of them lie in two tiles of a sum.
+struct ChannelTile {
+  uint32_t tile;
+  int column;  // the channels, in units of 16
 
-// Clears what lies above the diagonal of 64 x 64, and the diagonal unless it is kept.
-__device__ void KeepLower(int warp, bool diagonal, Sum<8>& sum) {
+  __device__ uint32_t Address(int block) const {
+    return BlockAddressByRows(tile, 16 * block, column);
+  }
+  __device__ void Load(int block, uint32_t (&x)[4]) const { LoadTransposed(Address(block), x); }
+  __device__ void Store(int block, const uint32_t (&x)[4]) const {
+    StoreTransposed(Address(block), x);
+  }
+  // Tiles 2 * kBlocks of a sum as blocks `first` and on.
+  template <typename T, int kTiles>
+  __device__ void StoreSum(int first, const Sum<kTiles>& sum) const {
 #pragma unroll
-  for (int tile = 0; tile < 8; ++tile)
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const int below = 16 * warp + Lane() / 4 + diagonal - 2 * (Lane() % 4);
-      if (below <= 8 * tile + e % 2 - 8 * (e / 2)) sum[tile][e] = 0.0f;
+    for (int block = 0; block < kTiles / 2; ++block) {
+      const auto& left = sum[2 * block];
+      const auto& right = sum[2 * block + 1];
+      Store(first + block,
+            {Pair<T>::Round(left[0], left[1]), Pair<T>::Round(left[2], left[3]),
+             Pair<T>::Round(right[0], right[1]), Pair<T>::Round(right[2], right[3])});
     }
+  }
+  // Calls fn(tile, element, low, high) with the elements of blocks `first` and on as a HalfSum has
+  // them, by pairs.
+  template <typename Fn>
+  __device__ void ForEachPair(int first, Fn&& fn) const {
+#pragma unroll
+    for (int block = 0; block < kHalfBlocks; ++block) {
+      uint32_t x[4];
+      Load(first + block, x);
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        fn(2 * block + i / 2, i % 2 * 2, Bf16::Low(x[i]), Bf16::High(x[i]));
+    }
+  }
+};
+
+// Calls fn(tile, element) for all elements of a HalfSum.
+template <typename Fn>
+__device__ void ForEachElement(Fn&& fn) {
+#pragma unroll
+  for (int tile = 0; tile < kHalfTiles; ++tile)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) fn(tile, e);
 }
 
-// Waits for the four warps of this warpgroup.
-__device__ void SynchronizeGroup(int group) {
+// The lower triangle of tokens by tokens, rounded, into a tile, with the diagonal if it is kept.
+__device__ void StoreLower(int warp, uint32_t tile, bool diagonal, const Sum<8>& sum) {
+#pragma unroll
+  for (int block = 0; block < kFrameBlocks; ++block) {
+    Left x = {};
+    if (block < warp) {
+      Round(sum[2 * block], sum[2 * block + 1], x);
+    } else if (block == warp) {
+      Sum<2> corner;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) corner[i / 4][i % 4] = sum[2 * block + i / 4][i % 4];
+      KeepLower(diagonal, corner);
+      Round(corner[0], corner[1], x);
+    }
+    StoreMatrices(BlockAddress(tile, 16 * warp, block), x);
+  }
+}
+
+// Waits for `threads` threads, those that give the same number; 0 is __syncthreads.
+__device__ void Synchronize(int number, int threads) {
   PublishOperands();
-  asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory");
+  asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
 // 16 x 16 blocks of a tile of tokens by tokens.
@@ -201,7 +270,7 @@ __device__ void InvertTile(int warp, int group, uint32_t address) {
   }
   InvertUnitLower(sum, own);
   tile.Store(warp, warp, own);
-  SynchronizeGroup(group);
+  Synchronize(1 + group, 128);
 
   // Blocks of 32: the lower left one is D_w A_{w, w-1} D_{w-1}.
   if (warp % 2 == 1) {
@@ -215,7 +284,7 @@ __device__ void InvertTile(int warp, int group, uint32_t address) {
     Round(corner[0], corner[1], x);
     tile.Store(warp, warp - 1, x);
   }
-  SynchronizeGroup(group);
+  Synchronize(1 + group, 128);
 
   // All 64: W = A D of the upper half, in place, then D of the lower half times W.
   Left w[2];
@@ -233,7 +302,7 @@ __device__ void InvertTile(int warp, int group, uint32_t address) {
     tile.Store(warp, 0, w[0]);
     tile.Store(warp, 1, w[1]);
   }
-  SynchronizeGroup(group);
+  Synchronize(1 + group, 128);
   if (warp >= 2) {
     tile.LoadRows(warp, 2, x);
 #pragma unroll
@@ -244,7 +313,7 @@ __device__ void InvertTile(int warp, int group, uint32_t address) {
       Round(corner[0], corner[1], w[col]);
     }
   }
-  SynchronizeGroup(group);
+  Synchronize(1 + group, 128);
   if (warp >= 2) {
     tile.Store(warp, 0, w[0]);
     tile.Store(warp, 1, w[1]);
@@ -263,23 +332,25 @@ __device__ inline float2 LogDecayAndSlope(float w, Decay form) {
 }
 
 template <typename T, int N>
-__global__ __launch_bounds__(2 * N, N == 64 ? 2 : 1) void GradientKernel(
+__global__ __launch_bounds__(4 * N, N == 64 ? 2 : 1) void GradientKernel(
     const __grid_constant__ Frames<T> in) {
   using L = FrameLayout<N>;
   constexpr int kBlocks = N / kSub;
   extern __shared__ __align__(kTileAlignment) unsigned char memory[];
   const uint32_t shared = SharedAddress(memory);
-  const int warp = Warp() % 4, group = Warp() / 4, lane = Lane();
+  const int warp = Warp() % 4, group = Warp() / 4, panel = group / 2, half = group % 2;
+  const int lane = Lane();
   const int64_t head = blockIdx.x, frame = blockIdx.y, frames = gridDim.y;
   if (in.inexact != nullptr && in.inexact[head] != 0.0f) return;
 
   const int64_t batch = head / in.heads, first_token = frame * kFrame;
-  const int64_t stride = in.heads * N;
-  const int64_t first = (batch * in.tokens + first_token) * stride + (head - batch * in.heads) * N;
+  const int stride = static_cast<int>(in.heads * N);
+  const int64_t first =
+      (batch * in.tokens + first_token) * stride + (head - batch * in.heads) * N;
   const int64_t left_tokens = in.tokens - first_token;
   const int tokens = static_cast<int>(left_tokens < kFrame ? left_tokens : kFrame);
 
-  // A piece of 16 bytes of each tile per step.
+  // All of the frame, in pieces of 16 bytes. dS comes as the blocks of the warps that had its rows.
   constexpr int kRowPieces = N / 8;
   const auto copy = [&](int tile, const T* from) {
 #pragma unroll
@@ -288,381 +359,342 @@ __global__ __launch_bounds__(2 * N, N == 64 ? 2 : 1) void GradientKernel(
       const int row = index / kRowPieces, piece = index % kRowPieces;
       const bool there = row < tokens;
       CopyAsync(PieceAddress(shared + tile + piece / 8 * L::kPanel, row, piece % 8),
-                from + (there ? first + row * stride + piece * 8 : 0), there);
+                from + (there ? first + static_cast<int64_t>(row) * stride + piece * 8 : 0), there);
     }
   };
-  copy(L::kZ, in.w);
+  copy(L::kDz, in.w);
   copy(L::kAt, in.a);
   copy(L::kBh, in.b);
   copy(L::kKh, in.k);
   copy(L::kRt, in.r);
   copy(L::kV, in.v);
   copy(L::kDy, in.dy);
-
-  // dS comes as the blocks of the warps that have its rows.
-  const uint4* const gradient =
-      in.gradients.memory + head * in.gradients.stride + frame * kBlocks * L::kThreads + threadIdx.x;
+  constexpr int kGradientThreads = 2 * N;
+  constexpr int kGradientSteps = kBlocks * kGradientThreads / L::kThreads;
+  uint4 gradient[kGradientSteps];
 #pragma unroll
-  for (int block = 0; block < kBlocks; ++block) {
-    const uint4 x = gradient[block * L::kThreads];
-    StoreMatrices(BlockAddress(shared + L::kDs + block / 4 * L::kStatePanel,
-                               kFrame * group + 16 * warp, block % 4),
-                  {x.x, x.y, x.z, x.w});
-  }
-  constexpr int kStateSteps = N * kRowPieces / L::kThreads;
-  const int state_piece = threadIdx.x % kRowPieces;
-  float4 state[kStateSteps][2];
+  for (int i = 0; i < kGradientSteps; ++i)
+    gradient[i] = in.gradients.memory[head * in.gradients.stride +
+                                      frame * kBlocks * kGradientThreads + threadIdx.x +
+                                      i * L::kThreads];
+  constexpr int kStateSteps = N * N / 4 / L::kThreads;
+  float4 state[kStateSteps];
   {
     const int64_t index = head + (batch * (frames - 1) + frame) * in.heads;  // [B, frames, H]
-    const float4* const from =
-        reinterpret_cast<const float4*>(in.states + index * N * N) + 2 * threadIdx.x;
 #pragma unroll
     for (int i = 0; i < kStateSteps; ++i)
-      state[i][0] = from[2 * i * L::kThreads], state[i][1] = from[2 * i * L::kThreads + 1];
+      state[i] = reinterpret_cast<const float4*>(in.states + index * N * N)[threadIdx.x +
+                                                                            i * L::kThreads];
+  }
+#pragma unroll
+  for (int i = 0; i < kGradientSteps; ++i) {
+    const int index = threadIdx.x + i * L::kThreads;
+    const int block = index / kGradientThreads, row = index % kGradientThreads / 32 * 16;
+    StoreMatrices(BlockAddress(shared + L::kDs + block / 4 * L::kStatePanel, row, block % 4),
+                  {gradient[i].x, gradient[i].y, gradient[i].z, gradient[i].w});
   }
   WaitForCopies();
   __syncthreads();
 
-  // In this warpgroup's panel: sums of log2 decays over the tokens after each token, those of a warp
-  // first, then with the sums of the warps after it.
-  const uint32_t own_panel = group * L::kPanel;
+  const auto at = [&](int tile) { return shared + tile; };
+  const auto own = [&](int tile) { return shared + tile + panel * L::kPanel; };
+  const auto channels = [&](int tile) { return ChannelTile{own(tile), warp}; };
+  const int first_block = half * kHalfBlocks;  // of the tokens of this warpgroup
+
+  // Sums of log2 decays over the tokens after each token.
   float* const sums = reinterpret_cast<float*>(memory + L::kSums);
-  const auto sums_of = [&](int of_warp, int tile) {
-    return reinterpret_cast<float2*>(sums + of_warp * N + kTileCols * group + 8 * tile +
-                                     2 * (lane % 4));
-  };
-  Sum<8> after = {};
-  uint32_t raw_w[kFrameBlocks][4];
+  const int channel = kTileCols * panel + 16 * warp + lane / 4;  // of elements 0 and 1; 2 and 3: + 8
+  HalfSum after = {};
+  uint32_t raw_w[kHalfBlocks][4];
   {
-    const Ones later(false, false, true), from(false, true, true), itself(false, true, false);
-    const Rows rows{0, tokens - 16 * warp};
-    uint32_t log_decays[kFrameBlocks][4];
+    const Ones later(false, false, true), all(true, true, true), itself(false, true, false);
+    // As right operands of two tiles: the second has the lower rows of the transpose.
+    const auto add = [](float(&sum)[4], const Left& log_decays, const Ones& ones, int tile) {
+      WarpMultiplyHalf(sum, log_decays, ones.a[tile], ones.a[tile + 2]);
+    };
+    float total[4] = {};
+    Left log_decays[kFrameBlocks];
 #pragma unroll
     for (int block = 0; block < kFrameBlocks; ++block) {
-      const uint32_t tile = shared + L::kZ + own_panel;
-      uint32_t w[4];
-      LoadTransposed(BlockAddress(tile, 16 * warp, block), w);
-      LogDecays<T>(w, in.decay, rows, log_decays[block]);
-      LoadMatrices(BlockAddress(tile, 16 * warp, block), raw_w[block]);
+      uint32_t w[4], x[4];
+      LoadTransposed(BlockAddress(own(L::kDz), 16 * block, warp), w);
+      LogDecays<T>(w, in.decay, Rows{0, tokens - 16 * block}, x);
+      log_decays[block][0] = x[0], log_decays[block][1] = x[2];
+      log_decays[block][2] = x[1], log_decays[block][3] = x[3];
+      add(total, log_decays[block], all, 0);
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const uint32_t upper = log_decays[block][2 * i], lower = log_decays[block][2 * i + 1];
-        WarpMultiplyHalf(after[2 * block + i], later.a, upper, lower);
-        float all[4] = {};  // of its first row
-        WarpMultiplyHalf(all, from.a, upper, lower);
-        if (lane < 4) *sums_of(warp, 2 * block + i) = {all[0], all[1]};
-      }
+      for (int i = 0; i < 4; ++i)
+        if (block / kHalfBlocks == half) raw_w[block % kHalfBlocks][i] = w[i];
     }
-    __syncthreads();
+    if (half == 0 && lane % 4 == 0) sums[channel] = total[0], sums[channel + 8] = total[2];
+    Left own_log_decays[kHalfBlocks];
 #pragma unroll
-    for (int tile = 0; tile < 8; ++tile)
-      for (int of_warp = warp + 1; of_warp < 4; ++of_warp) {
-        const float2 sum = *sums_of(of_warp, tile);
-        after[tile][0] += sum.x, after[tile][1] += sum.y;
-        after[tile][2] += sum.x, after[tile][3] += sum.y;
+    for (int block = 0; block < kFrameBlocks; ++block)
+#pragma unroll
+      for (int tile = 0; tile < kHalfTiles; ++tile) {
+        const int own_block = first_block + tile / 2;
+        if (block > own_block) add(after[tile], log_decays[block], all, tile % 2);
+        if (block == own_block) {
+          add(after[tile], log_decays[block], later, tile % 2);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) own_log_decays[tile / 2][i] = log_decays[block][i];
+        }
       }
 
-    const auto scale = [&](uint32_t tile, int block, const float(&e)[2][4]) {
-      uint32_t x[4];
-      const uint32_t address = BlockAddress(tile + own_panel, 16 * warp, block);
-      LoadMatrices(address, x);
-      Scale<T>(e, x);
-      StoreMatrices(address, x);
-    };
 #pragma unroll
-    for (int block = 0; block < kFrameBlocks; ++block) {
+    for (int block = 0; block < kHalfBlocks; ++block) {
       float e[2][4];
-#pragma unroll
-      for (int i = 0; i < 2; ++i)
-#pragma unroll
-        for (int j = 0; j < 4; ++j) e[i][j] = Exp2(after[2 * block + i][j]);
-      scale(shared + L::kBh, block, e);
-      scale(shared + L::kKh, block, e);
-#pragma unroll
-      for (int i = 0; i < 2; ++i)
-#pragma unroll
-        for (int j = 0; j < 4; ++j) e[i][j] = Exp2(-after[2 * block + i][j]);
-      scale(shared + L::kRt, block, e);
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        float from_here[4];
-#pragma unroll
-        for (int j = 0; j < 4; ++j) from_here[j] = after[2 * block + i][j];
-        WarpMultiplyHalf(from_here, itself.a, log_decays[block][2 * i],
-                         log_decays[block][2 * i + 1]);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) e[i][j] = Exp2(-from_here[j]);
-      }
-      scale(shared + L::kAt, block, e);
-      if constexpr (std::is_same_v<T, __half>) {
+      const auto scale = [&](int tile) {
+        uint32_t x[4];
+        channels(tile).Load(first_block + block, x);
+        Scale<T>(e, x);
+        channels(tile).Store(first_block + block, x);
+      };
+      const auto set = [&](auto value) {
 #pragma unroll
         for (int i = 0; i < 2; ++i)
 #pragma unroll
-          for (int j = 0; j < 4; ++j) e[i][j] = 1.0f;
-        scale(shared + L::kV, block, e);
-        scale(shared + L::kDy, block, e);
+          for (int j = 0; j < 4; ++j) e[i][j] = value(i, j);
+      };
+      set([&](int i, int j) { return Exp2(after[2 * block + i][j]); });
+      scale(L::kBh);
+      scale(L::kKh);
+      set([&](int i, int j) { return Exp2(-after[2 * block + i][j]); });
+      scale(L::kRt);
+      set([&](int i, int j) { return after[2 * block + i][j]; });
+#pragma unroll
+      for (int i = 0; i < 2; ++i) add(e[i], own_log_decays[block], itself, i);
+      set([&](int i, int j) { return Exp2(-e[i][j]); });
+      scale(L::kAt);
+      if constexpr (std::is_same_v<T, __half>) {
+        set([](int, int) { return 1.0f; });
+        scale(L::kV);
+        scale(L::kDy);
       }
     }
   }
-
-  {
-    float e[8];
+  __syncthreads();
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      float total = 0.0f;
-#pragma unroll
-      for (int of_warp = 0; of_warp < 4; ++of_warp) total += sums[of_warp * N + state_piece * 8 + i];
-      e[i] = Exp2(total);
-    }
-#pragma unroll
-    for (int i = 0; i < kStateSteps; ++i) {
-      const float4 x = state[i][0], y = state[i][1];
-      const int row = threadIdx.x / kRowPieces + i * L::kThreads / kRowPieces;
-      const int panel = L::kSp + state_piece / 8 * L::kStatePanel;
-      *reinterpret_cast<uint4*>(memory + PieceAddress(panel, row, state_piece % 8)) = {
-          Bf16::Round(x.x * e[0], x.y * e[1]), Bf16::Round(x.z * e[2], x.w * e[3]),
-          Bf16::Round(y.x * e[4], y.y * e[5]), Bf16::Round(y.z * e[6], y.w * e[7])};
-    }
+  for (int i = 0; i < kStateSteps; ++i) {
+    const int index = threadIdx.x + i * L::kThreads, row = index / (N / 4), col = index % (N / 4) * 4;
+    const float4 x = state[i], log2 = *reinterpret_cast<const float4*>(sums + col);
+    const uint32_t piece =
+        PieceAddress(L::kSp + col / kTileCols * L::kStatePanel, row, col % kTileCols / 8);
+    *reinterpret_cast<uint2*>(memory + piece + 2 * (col % 8)) = {
+        Bf16::Round(x.x * Exp2(log2.x), x.y * Exp2(log2.y)),
+        Bf16::Round(x.z * Exp2(log2.z), x.w * Exp2(log2.w))};
   }
   PublishOperands();
   __syncthreads();
 
-  const auto at = [&](int tile) { return shared + tile; };
-  const auto own = [&](int tile) { return shared + tile + own_panel; };
-  const auto own_state = [&](int tile) { return shared + tile + group * L::kStatePanel; };
-  const auto own_values = [&](int tile) { return shared + tile + group * kFrame * kRowBytes; };
-  const auto rows = [&](int tile) { return RowsOf{shared + tile, L::kPanel}; };
-  Sum<8> sum;
-
-  // The products of tokens by tokens, shared out among the warpgroups.
+  // The products of tokens by tokens: the first warpgroup of a panel has those with At and later their
+  // gradients, the second those with Rt; with two panels each has one of the two.
+  const auto all_along = [&](int tile) { return Along{at(tile), L::kPanel}; };
   const auto square = [&](int to, int left, int right, bool diagonal) {
-    Product<false, kBlocks>(warp, sum, rows(left), Transpose{at(right), L::kPanel});
+    Sum<8> sum;
+    Product<false, kBlocks>(warp, sum, all_along(left), all_along(right));
     Finish(sum);
-    KeepLower(warp, diagonal, sum);
-    StoreSum(warp, at(to), sum);
+    StoreLower(warp, at(to), diagonal, sum);
   };
-  if (group == 0) {
-    square(L::kM, L::kAt, L::kBh, false);
-    square(L::kAak, L::kAt, L::kKh, false);
-  }
-  if (group == L::kPanels - 1) {
-    square(L::kQrb, L::kRt, L::kBh, true);
-    square(L::kQrk, L::kRt, L::kKh, true);
-  }
-  if (group == 0) {
-    __syncwarp();
-    InvertTile(warp, group, at(L::kM));
+  const bool takes_b = panel == 0, takes_k = panel == L::kPanels - 1;
+  if (half == 0) {
+    if (takes_b) square(L::kM, L::kAt, L::kBh, false);
+    if (takes_k) square(L::kAak, L::kAt, L::kKh, false);
+    if (takes_b) {
+      __syncwarp();
+      InvertTile(warp, group, at(L::kM));
+    }
+  } else {
+    if (takes_b) square(L::kQrb, L::kRt, L::kBh, true);
+    if (takes_k) square(L::kQrk, L::kRt, L::kKh, true);
   }
   PublishOperands();
   __syncthreads();
 
-  // Of the values of this warpgroup: Z, U, dU, dZ, dV.
-  Product<false, kBlocks>(warp, sum, rows(L::kAt), Transpose{own_values(L::kSp), L::kStatePanel});
-  Product<true, kFrameBlocks>(warp, sum, RowsOf{at(L::kAak)}, Plain{own(L::kV)});
-  Finish(sum);
-  StoreSum(warp, own(L::kZ), sum);
-  SynchronizeGroup(group);
-  Product<false, kFrameBlocks>(warp, sum, RowsOf{at(L::kM)}, Plain{own(L::kZ)});
-  Finish(sum);
-  StoreSum(warp, own(L::kU), sum);
-  Product<false, kFrameBlocks>(warp, sum, ColumnsOf{at(L::kQrb)}, Plain{own(L::kDy)});
-  Product<true, kBlocks>(warp, sum, rows(L::kBh), Transpose{own_values(L::kDs), L::kStatePanel});
-  Finish(sum);
-  SynchronizeGroup(group);
-  StoreSum(warp, own(L::kZ), sum);
-  SynchronizeGroup(group);
-  Product<false, kFrameBlocks>(warp, sum, ColumnsOf{at(L::kM)}, Plain{own(L::kZ)});
-  Finish(sum);
-  SynchronizeGroup(group);
-  StoreSum(warp, own(L::kZ), sum);
-  SynchronizeGroup(group);
-  Product<false, kFrameBlocks>(warp, sum, ColumnsOf{at(L::kQrk)}, Plain{own(L::kDy)});
-  Product<true, kBlocks>(warp, sum, rows(L::kKh), Transpose{own_values(L::kDs), L::kStatePanel});
-  Product<true, kFrameBlocks>(warp, sum, ColumnsOf{at(L::kAak)}, Plain{own(L::kZ)});
-  Finish(sum);
+  // Z, U and dU, dZ, dV of the values of this panel, one chain for each of its warpgroups.
+  const auto rows_along = [&](int tile) {
+    return Along{at(tile) + panel * kFrame * kRowBytes, L::kStatePanel};
+  };
+  Sum<8> dv;
+  if (half == 0) {
+    Sum<8> z, u;
+    Left rounded[kFrameBlocks];
+    Product<false, kBlocks>(warp, z, rows_along(L::kSp), all_along(L::kAt));
+    Product<true, kFrameBlocks>(warp, z, Down{own(L::kV)}, Along{at(L::kAak)});
+    Finish(z);
+    RoundSum(z, rounded);
+    Product<false>(u, rounded, Along{at(L::kM)});
+    Finish(u);
+    channels(L::kU).template StoreSum<__nv_bfloat16>(0, u);
+  } else {
+    Sum<8> du, dz;
+    Left rounded[kFrameBlocks];
+    Product<false, kFrameBlocks>(warp, du, Down{own(L::kDy)}, Down{at(L::kQrb)});
+    Product<true, kBlocks>(warp, du, rows_along(L::kDs), all_along(L::kBh));
+    Finish(du);
+    RoundSum(du, rounded);
+    Product<false>(dz, rounded, Down{at(L::kM)});
+    Finish(dz);
+    channels(L::kDz).template StoreSum<__nv_bfloat16>(0, dz);
+    RoundSum(dz, rounded);
+    Product<false, kFrameBlocks>(warp, dv, Down{own(L::kDy)}, Down{at(L::kQrk)});
+    Product<true, kBlocks>(warp, dv, rows_along(L::kDs), all_along(L::kKh));
+    Product<true>(dv, rounded, Down{at(L::kAak)});
+    Finish(dv);
+  }
+  PublishOperands();
   __syncthreads();
 
-  // The rows of this warp go out by way of a tile that they have to themselves.
-  const auto emit = [&](uint32_t tile, T* out) {
-    __syncwarp();
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int row = 16 * warp + 4 * i + lane / 8, piece = lane % 8;
-      const uint4 x =
-          *reinterpret_cast<const uint4*>(memory + (PieceAddress(tile, row, piece) - shared));
+  // Rows of a tile go out once all warps of this warpgroup have stored their channels there.
+  const auto emit = [&](uint32_t tile, int first_row, int rows, T* out) {
+    Synchronize(1 + group, 128);
+    for (int i = threadIdx.x % 128 / 8; i < rows; i += 16) {
+      const int row = first_row + i, piece = threadIdx.x % 8;
       if (row < tokens)
-        *reinterpret_cast<uint4*>(out + first + row * stride + kTileCols * group + piece * 8) = x;
+        *reinterpret_cast<uint4*>(out + first + static_cast<int64_t>(row) * stride +
+                                  kTileCols * panel + piece * 8) =
+            *reinterpret_cast<const uint4*>(memory + PieceAddress(tile - shared, row, piece));
     }
-    __syncwarp();
   };
-  {
-    const uint32_t tile = at(group == 0 ? L::kQrb : L::kM);
-    StoreSum<T>(warp, tile, sum);
-    emit(tile, in.dv);
-  }
-  __syncthreads();
-
-  // The gradients of the products of tokens by tokens.
-  if (group == 0) {
-    square(L::kQrb, L::kDy, L::kU, true);
-    square(L::kQrk, L::kDy, L::kV, true);
-  }
-  if (group == L::kPanels - 1) {
-    square(L::kM, L::kZ, L::kU, false);
-    square(L::kAak, L::kZ, L::kV, false);
+  if (half == 0) {
+    if (takes_b) square(L::kM, L::kDz, L::kU, false);
+    if (takes_k) square(L::kAak, L::kDz, L::kV, false);
+  } else {
+    const uint32_t stage = at(panel == 0 ? L::kQrb : L::kQrk);
+    ChannelTile{stage, warp}.template StoreSum<T>(0, dv);
+    emit(stage, 0, kFrame, in.dv);
+    Synchronize(1 + group, 128);
+    if (takes_b) square(L::kQrb, L::kDy, L::kU, true);
+    if (takes_k) square(L::kQrk, L::kDy, L::kV, true);
   }
   PublishOperands();
   __syncthreads();
 
-  // Of the keys of this warpgroup: dB, dK, dR, dA and what they say of the decays.
-  Sum<8> reads = {};          // Rt dRt - Bh dBh - Kh dKh + At dAt
-  float written[8][2] = {};   // columns of dS * S_L, summed over the rows of this thread
-  // The columns of `sum` are the gradient of a scaled operand: what it says of the decays, and out.
-  const auto gradient_of = [&](int scaled, float sign, uint32_t stage, T* out, auto factor) {
-    ForEachBlock(warp, own(scaled), [&](int block, const uint32_t(&x)[4]) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int tile = 2 * block + i / 2, e = i % 2 * 2;
-        reads[tile][e] += sign * Bf16::Low(x[i]) * sum[tile][e];
-        reads[tile][e + 1] += sign * Bf16::High(x[i]) * sum[tile][e + 1];
-      }
-    });
-#pragma unroll
-    for (int tile = 0; tile < 8; ++tile)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) sum[tile][e] *= factor(tile, e);
-    // Rows of the operand that becomes the stage are read by the same warp of each warpgroup.
-    if (L::kPanels > 1) __syncthreads();
-    StoreSum<T>(warp, stage, sum);
-    emit(stage, out);
+  // Of the keys of this panel and half of the tokens: dB, dK, then dR, dA, and what they say of the
+  // decays.
+  const auto half_along = [&](int tile) {
+    return Along{at(tile) + half * kHalf * kRowBytes, L::kPanel};
   };
-  const auto up = [&](int tile, int e) { return Exp2(-after[tile][e]); };
-  const auto down = [&](int tile, int e) { return Exp2(after[tile][e]); };
-  const auto add_written = [&](int scaled) {
-    ForEachBlock(warp, own(scaled), [&](int block, const uint32_t(&x)[4]) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int tile = 2 * block + i / 2, e = i % 2 * 2;
-        written[tile][0] += Bf16::Low(x[i]) * sum[tile][e];
-        written[tile][1] += Bf16::High(x[i]) * sum[tile][e + 1];
-      }
+  const auto half_down = [&](int tile) { return Down{at(tile), first_block}; };
+  const auto state_of = [&](int tile) { return at(tile) + panel * L::kStatePanel; };
+  HalfSum reads = {};         // Rt dRt - Bh dBh - Kh dKh + At dAt
+  float written[2] = {};      // dS * S_L, summed over some of the rows of the state
+  const auto add_reads = [&](int scaled, float sign, const HalfSum& sum) {
+    channels(scaled).ForEachPair(first_block, [&](int tile, int e, float low, float high) {
+      reads[tile][e] += sign * low * sum[tile][e];
+      reads[tile][e + 1] += sign * high * sum[tile][e + 1];
     });
   };
-
-  // dS * Sp, of rows of the state that this warp takes.
-#pragma unroll
-  for (int panel = 0; panel < L::kPanels; ++panel) {
-    const int offset = panel * kFrame * kRowBytes;
-    ForEachBlock(warp, own_state(L::kDs) + offset, [&](int block, const uint32_t(&x)[4]) {
-      uint32_t s[4];
-      LoadMatrices(BlockAddress(own_state(L::kSp) + offset, 16 * warp, block), s);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        written[2 * block + i / 2][0] += Bf16::Low(x[i]) * Bf16::Low(s[i]);
-        written[2 * block + i / 2][1] += Bf16::High(x[i]) * Bf16::High(s[i]);
-      }
+  const auto add_written = [&](int scaled, const HalfSum& sum) {
+    channels(scaled).ForEachPair(first_block, [&](int tile, int e, float low, float high) {
+      written[e / 2] += low * sum[tile][e] + high * sum[tile][e + 1];
     });
+  };
+  // The tokens of this half are operands of no other.
+  const auto all_done = [&] { Synchronize(1 + L::kGroups + half, 128 * L::kPanels); };
+  const auto stage_and_emit = [&](const HalfSum(&pair)[2], int first_stage, T* first_out,
+                                  int second_stage, T* second_out) {
+    all_done();
+    channels(first_stage).template StoreSum<T>(first_block, pair[0]);
+    channels(second_stage).template StoreSum<T>(first_block, pair[1]);
+    emit(own(first_stage), half * kHalf, kHalf, first_out);
+    emit(own(second_stage), half * kHalf, kHalf, second_out);
+  };
+#pragma unroll
+  for (int i = 0; i < kBlocks / 2; ++i) {
+    const int block = half * (kBlocks / 2) + i;
+    uint32_t s[4], ds[4];
+    ChannelTile{state_of(L::kSp), warp}.Load(block, s);
+    ChannelTile{state_of(L::kDs), warp}.Load(block, ds);
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+      written[j % 2] += Bf16::Low(s[j]) * Bf16::Low(ds[j]) + Bf16::High(s[j]) * Bf16::High(ds[j]);
   }
 
-  Product<false, kBlocks>(warp, sum, rows(L::kU), Plain{own_state(L::kDs)});
-  Finish(sum);
-  add_written(L::kBh);
-  Product<true, kFrameBlocks>(warp, sum, ColumnsOf{at(L::kQrb)}, Plain{own(L::kRt)});
-  Product<true, kFrameBlocks>(warp, sum, ColumnsOf{at(L::kM)}, Plain{own(L::kAt)});
-  Finish(sum);
-  gradient_of(L::kBh, -1.0f, own(L::kU), in.db, down);
-
-  Product<false, kBlocks>(warp, sum, rows(L::kV), Plain{own_state(L::kDs)});
-  Finish(sum);
-  add_written(L::kKh);
-  Product<true, kFrameBlocks>(warp, sum, ColumnsOf{at(L::kQrk)}, Plain{own(L::kRt)});
-  Product<true, kFrameBlocks>(warp, sum, ColumnsOf{at(L::kAak)}, Plain{own(L::kAt)});
-  Finish(sum);
-  gradient_of(L::kKh, -1.0f, own(L::kV), in.dk, down);
-
-  Product<false, kBlocks>(warp, sum, rows(L::kDy), Plain{own_state(L::kSp)});
-  Product<true, kFrameBlocks>(warp, sum, RowsOf{at(L::kQrb)}, Plain{own(L::kBh)});
-  Product<true, kFrameBlocks>(warp, sum, RowsOf{at(L::kQrk)}, Plain{own(L::kKh)});
-  Finish(sum);
-  gradient_of(L::kRt, 1.0f, own(L::kDy), in.dr, up);
-
-  Product<false, kBlocks>(warp, sum, rows(L::kZ), Plain{own_state(L::kSp)});
-  Product<true, kFrameBlocks>(warp, sum, RowsOf{at(L::kM)}, Plain{own(L::kBh)});
-  Product<true, kFrameBlocks>(warp, sum, RowsOf{at(L::kAak)}, Plain{own(L::kKh)});
-  Finish(sum);
-  Sum<8> own_reads;  // At dAt, which a token's own decay does not scale
-  ForEachBlock(warp, own(L::kAt), [&](int block, const uint32_t(&x)[4]) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int tile = 2 * block + i / 2, e = i % 2 * 2;
-      own_reads[tile][e] = Bf16::Low(x[i]) * sum[tile][e];
-      own_reads[tile][e + 1] = Bf16::High(x[i]) * sum[tile][e + 1];
-    }
+  HalfSum pair[2];
+  ProductOfTranspose<false, kBlocks>(pair, state_of(L::kDs), warp, half_along(L::kU),
+                                     half_along(L::kV));
+  add_written(L::kBh, pair[0]);
+  add_written(L::kKh, pair[1]);
+  ProductOfTranspose<true, kFrameBlocks>(pair, own(L::kRt), warp, half_down(L::kQrb),
+                                         half_down(L::kQrk));
+  ProductOfTranspose<true, kFrameBlocks>(pair, own(L::kAt), warp, half_down(L::kM),
+                                         half_down(L::kAak));
+  add_reads(L::kBh, -1.0f, pair[0]);
+  add_reads(L::kKh, -1.0f, pair[1]);
+  ForEachElement([&](int tile, int e) {
+    const float factor = Exp2(after[tile][e]);
+    pair[0][tile][e] *= factor, pair[1][tile][e] *= factor;
   });
-  Sum<8> slope;
-#pragma unroll
-  for (int tile = 0; tile < 8; ++tile)
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const uint32_t pair = raw_w[tile / 2][tile % 2 * 2 + e / 2];
-      const float2 log_decay =
-          LogDecayAndSlope(e % 2 ? Pair<T>::High(pair) : Pair<T>::Low(pair), in.decay);
-      slope[tile][e] = log_decay.y;
-      sum[tile][e] *= Exp2(-after[tile][e] - kLog2E * log_decay.x);
-      reads[tile][e] += own_reads[tile][e];
-    }
-  __syncthreads();
-  StoreSum<T>(warp, own(L::kZ), sum);
-  emit(own(L::kZ), in.da);
+  stage_and_emit(pair, L::kU, in.db, L::kV, in.dk);
 
-  // Sums over the tokens from each on, and over all of what is written; first inside a warp.
+  ProductOfTranspose<false, kBlocks>(pair, state_of(L::kSp), warp, half_along(L::kDy),
+                                     half_along(L::kDz));
+  ProductOfTranspose<true, kFrameBlocks>(pair, own(L::kBh), warp, half_along(L::kQrb),
+                                         half_along(L::kM));
+  ProductOfTranspose<true, kFrameBlocks>(pair, own(L::kKh), warp, half_along(L::kQrk),
+                                         half_along(L::kAak));
+  add_reads(L::kRt, 1.0f, pair[0]);
+  HalfSum own_reads;  // At dAt, which the decay of its own token does not scale
+  channels(L::kAt).ForEachPair(first_block, [&](int tile, int e, float low, float high) {
+    own_reads[tile][e] = low * pair[1][tile][e];
+    own_reads[tile][e + 1] = high * pair[1][tile][e + 1];
+  });
+  HalfSum slope;
+  ForEachElement([&](int tile, int e) {
+    const uint32_t w = raw_w[tile / 2][tile % 2 + e / 2 * 2];
+    const float2 log_decay = LogDecayAndSlope(e % 2 ? Pair<T>::High(w) : Pair<T>::Low(w), in.decay);
+    slope[tile][e] = log_decay.y;
+    pair[0][tile][e] *= Exp2(-after[tile][e]);
+    pair[1][tile][e] *= Exp2(-after[tile][e] - kLog2E * log_decay.x);
+    reads[tile][e] += own_reads[tile][e];
+  });
+  stage_and_emit(pair, L::kDy, in.dr, L::kDz, in.da);
+
+  // Sums over the tokens of this half from each on: a row of a sum is that of four lanes.
+  float later_reads[2] = {};
 #pragma unroll
-  for (int tile = 0; tile < 8; ++tile)
+  for (int tile = kHalfTiles - 1; tile >= 0; --tile)
 #pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      float lower = reads[tile][2 + j], upper = reads[tile][j];
+    for (int i = 0; i < 2; ++i) {
+      float(&x)[4] = reads[tile];
+      const float both = x[2 * i] + x[2 * i + 1];
+      float from_here = both;
 #pragma unroll
-      for (int step = 4; step < 32; step *= 2) {
-        const float from_lower = __shfl_down_sync(~0u, lower, step);
-        const float from_upper = __shfl_down_sync(~0u, upper, step);
-        if (lane + step < 32) lower += from_lower, upper += from_upper;
-        written[tile][j] += __shfl_xor_sync(~0u, written[tile][j], step);
+      for (int step = 1; step < 4; step *= 2) {
+        const float next = __shfl_down_sync(~0u, from_here, step, 4);
+        if (lane % 4 + step < 4) from_here += next;
       }
-      upper += __shfl_sync(~0u, lower, lane % 4);
-      reads[tile][j] = upper, reads[tile][2 + j] = lower;
+      const float next = __shfl_down_sync(~0u, from_here, 1, 4);
+      const float later = later_reads[i] + (lane % 4 < 3 ? next : 0.0f);
+      later_reads[i] += __shfl_sync(~0u, from_here, 0, 4);
+      x[2 * i + 1] += later;
+      x[2 * i] = x[2 * i] + x[2 * i + 1];
     }
-  // The tiles of tokens by tokens have served their purpose.
-  float* const written_sums = reinterpret_cast<float*>(memory + L::kQrb);
-  const auto written_of = [&](int of_warp, int tile) {
-    return reinterpret_cast<float2*>(written_sums + of_warp * N + kTileCols * group + 8 * tile +
-                                     2 * (lane % 4));
-  };
-  if (lane < 4)
 #pragma unroll
-    for (int tile = 0; tile < 8; ++tile) {
-      *sums_of(warp, tile) = {reads[tile][0], reads[tile][1]};
-      *written_of(warp, tile) = {written[tile][0], written[tile][1]};
+  for (int i = 0; i < 2; ++i)
+#pragma unroll
+    for (int step = 1; step < 4; step *= 2)
+      written[i] += __shfl_xor_sync(~0u, written[i], step);
+  // [what is written, in each half; what is read, in the second], by channel
+  if (lane % 4 == 0)
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      sums[(1 + half) * N + channel + 8 * i] = written[i];
+      if (half == 1) sums[3 * N + channel + 8 * i] = later_reads[i];
     }
   __syncthreads();
+  float total[2];
 #pragma unroll
-  for (int tile = 0; tile < 8; ++tile) {
-    float2 total = {0.0f, 0.0f};
-#pragma unroll
-    for (int of_warp = 0; of_warp < 4; ++of_warp) {
-      const float2 x = *written_of(of_warp, tile);
-      total.x += x.x, total.y += x.y;
-      if (of_warp > warp) {
-        const float2 later = *sums_of(of_warp, tile);
-        total.x += later.x, total.y += later.y;
-      }
-    }
-#pragma unroll
-    for (int e = 0; e < 4; ++e)
-      sum[tile][e] = slope[tile][e] * (reads[tile][e] - own_reads[tile][e] +
-                                       (e % 2 ? total.y : total.x));
+  for (int i = 0; i < 2; ++i) {
+    const float* const sum = sums + channel + 8 * i;
+    total[i] = sum[N] + sum[2 * N] + (half == 0 ? sum[3 * N] : 0.0f);
   }
-  StoreSum<T>(warp, own(L::kAt), sum);
-  emit(own(L::kAt), in.dw);
+  ForEachElement([&](int tile, int e) {
+    reads[tile][e] = slope[tile][e] * (reads[tile][e] - own_reads[tile][e] + total[e / 2]);
+  });
+  channels(L::kAt).template StoreSum<T>(first_block, reads);
+  emit(own(L::kAt), half * kHalf, kHalf, in.dw);
 }
 
 }  // namespace

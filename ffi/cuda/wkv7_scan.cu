@@ -157,7 +157,7 @@ __device__ void MultiplyChunk(int warp, uint32_t slot, uint32_t matrices) {
     Left a;
     LoadLeft(left + panel * L::kReadStride, 0, block % 4, a);
     uint32_t b[4];
-    RowsAreColumns{right + panel * L::kTile, block % 4}.Load(0, b);
+    KAlongRows{right + panel * L::kTile, block % 4}.Load(0, b);
     WarpMultiply(m[0], a, b[0], b[1]);
     WarpMultiply(m[1], a, b[2], b[3]);
   }
@@ -245,7 +245,7 @@ __device__ void AdvanceState(int warp, uint32_t slot, uint32_t matrices, uint32_
     BeginProducts();
 #pragma unroll
     for (int block = 0; block < kPanelBlocks; ++block) {
-      const RowsAreColumns read{slot + panel * L::kReadStride, block};
+      const KAlongRows read{slot + panel * L::kReadStride, block};
       if (panel == 0 && block == 0)
         Multiply<false>(zy, before[block], read);
       else
@@ -256,7 +256,7 @@ __device__ void AdvanceState(int warp, uint32_t slot, uint32_t matrices, uint32_
   CommitProducts();
 #pragma unroll
   for (int panel = 0; panel < L::kPanels; ++panel)
-    Multiply<true>(s[panel], v, RowsAreRows{slot + L::kK + panel * L::kTile});
+    Multiply<true>(s[panel], v, KDownRows{slot + L::kK + panel * L::kTile});
   CommitProducts();
   WaitForProducts<1>();
   Settle(zy);
@@ -280,7 +280,7 @@ __device__ void AdvanceState(int warp, uint32_t slot, uint32_t matrices, uint32_
   }
 #pragma unroll
   for (int panel = 0; panel < L::kPanels; ++panel)
-    Multiply<true>(s[panel], u_rounded, RowsAreRows{slot + L::kB + panel * L::kTile});
+    Multiply<true>(s[panel], u_rounded, KDownRows{slot + L::kB + panel * L::kTile});
   CommitProducts();
   if constexpr (kOutput) {
     WaitForProducts<1>();
