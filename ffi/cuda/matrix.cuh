@@ -42,6 +42,15 @@ struct Pair<__nv_bfloat16> {
   }
   static __device__ float Low(uint32_t pair) { return __uint_as_float(pair << 16); }
   static __device__ float High(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
+  static __device__ uint32_t Multiply(uint32_t a, uint32_t b) {
+    uint32_t pair;
+#if __CUDA_ARCH__ >= 900
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
+#else
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(a), "r"(b), "r"(0x80008000u));  // + -0
+#endif
+    return pair;
+  }
 };
 
 template <>
@@ -60,6 +69,12 @@ struct Pair<__half> {
 };
 
 using Bf16 = Pair<__nv_bfloat16>;
+
+template <typename T>
+__device__ uint32_t ToBf16(uint32_t pair) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) return pair;
+  return Bf16::Round(Pair<T>::Low(pair), Pair<T>::High(pair));
+}
 
 // Two tiles of sums as a left operand.
 __device__ inline void Round(const float (&left)[4], const float (&right)[4], Left& a) {

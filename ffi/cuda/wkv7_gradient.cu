@@ -131,29 +131,37 @@ __device__ void Product(Sum<8>& sum, const Left (&left)[kFrameBlocks], const Rig
   CommitProducts();
 }
 
-// Two products with the transpose of the same tile, of which this warp has columns 16 * column on.
-template <bool kAdd, int kBlocks, typename Right>
-__device__ void ProductOfTranspose(HalfSum (&sums)[2], uint32_t tile, int column,
-                                   const Right& first, const Right& second) {
-  Left left[kBlocks];
+// Left operands from the transpose of a tile, of which this warp has columns 16 * column on: blocks
+// `first` and on.
+template <int kBlocks>
+__device__ void LoadTransposedTile(uint32_t tile, int column, int first, Left (&left)[kBlocks]) {
 #pragma unroll
   for (int block = 0; block < kBlocks; ++block)
-    LoadLeftTransposed(tile, 16 * block, column, left[block]);
+    LoadLeftTransposed(tile, 16 * (first + block), column, left[block]);
+}
+
+// Two products with the same left operand, blocks `first` and on; to be waited for.
+template <bool kAdd, int kBlocks, typename Right>
+__device__ void ProductPair(HalfSum (&sums)[2], const Left (&left)[kBlocks], int first,
+                            const Right& right_of_first, const Right& right_of_second) {
   BeginProducts();
 #pragma unroll
   for (int block = 0; block < kBlocks; ++block) {
     if (kAdd || block > 0) {
-      Multiply<true>(sums[0], left[block], first.Block(block));
-      Multiply<true>(sums[1], left[block], second.Block(block));
+      Multiply<true>(sums[0], left[block], right_of_first.Block(first + block));
+      Multiply<true>(sums[1], left[block], right_of_second.Block(first + block));
     } else {
-      Multiply<false>(sums[0], left[block], first.Block(block));
-      Multiply<false>(sums[1], left[block], second.Block(block));
+      Multiply<false>(sums[0], left[block], right_of_first.Block(first + block));
+      Multiply<false>(sums[1], left[block], right_of_second.Block(first + block));
     }
   }
   CommitProducts();
+}
+
+__device__ void Finish(HalfSum (&pair)[2]) {
   WaitForProducts<0>();
-  Settle(sums[0]);
-  Settle(sums[1]);
+  Settle(pair[0]);
+  Settle(pair[1]);
 }
 
 __device__ void Finish(Sum<8>& sum) {
@@ -235,7 +243,6 @@ __device__ void StoreLower(int warp, uint32_t tile, bool diagonal, const Sum<8>&
 
 // Waits for `threads` threads, those that give the same number; 0 is __syncthreads.
 __device__ void Synchronize(int number, int threads) {
-  PublishOperands();
   asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
@@ -320,15 +327,15 @@ __device__ void InvertTile(int warp, int group, uint32_t address) {
   }
 }
 
-// The log decay of w and its derivative in w.
+// The log decay of w and its derivative in w; by selection, since branches would outnumber what they
+// save.
 __device__ inline float2 LogDecayAndSlope(float w, Decay form) {
-  if (form == Decay::kSigmoid) {
-    const float exponent = -kLog2E * w;
-    const float e = Exp2(exponent > 126.0f ? 126.0f : exponent), s = Reciprocal(1.0f + e);
-    return {-kSigmoidScale * s, -kSigmoidScale * s * s * e};
-  }
-  const float x = form == Decay::kExp ? -Exp2(kLog2E * w) : w;
-  return {x, form == Decay::kExp ? x : 1.0f};
+  const bool sigmoid = form == Decay::kSigmoid;
+  const float exponent = (sigmoid ? -kLog2E : kLog2E) * w;
+  const float e = Exp2(exponent > 126.0f ? 126.0f : exponent);
+  const float s = Reciprocal(1.0f + e), scaled = -kSigmoidScale * s;
+  const float log_decay = sigmoid ? scaled : form == Decay::kExp ? -e : w;
+  return {log_decay, sigmoid ? scaled * s * e : form == Decay::kExp ? -e : 1.0f};
 }
 
 template <typename T, int N>
@@ -413,33 +420,29 @@ __global__ __launch_bounds__(4 * N, N == 64 ? 2 : 1) void GradientKernel(
       WarpMultiplyHalf(sum, log_decays, ones.a[tile], ones.a[tile + 2]);
     };
     float total[4] = {};
-    Left log_decays[kFrameBlocks];
+    Left log_decays[kHalfBlocks];
 #pragma unroll
-    for (int block = 0; block < kFrameBlocks; ++block) {
-      uint32_t w[4], x[4];
-      LoadTransposed(BlockAddress(own(L::kDz), 16 * block, warp), w);
-      LogDecays<T>(w, in.decay, Rows{0, tokens - 16 * block}, x);
+    for (int block = 0; block < kHalfBlocks; ++block) {
+      uint32_t x[4];
+      LoadTransposed(BlockAddress(own(L::kDz), 16 * (first_block + block), warp), raw_w[block]);
+      LogDecays<T>(raw_w[block], in.decay, Rows{0, tokens - 16 * (first_block + block)}, x);
       log_decays[block][0] = x[0], log_decays[block][1] = x[2];
       log_decays[block][2] = x[1], log_decays[block][3] = x[3];
       add(total, log_decays[block], all, 0);
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        if (block / kHalfBlocks == half) raw_w[block % kHalfBlocks][i] = w[i];
+      for (int tile = 0; tile < 2 * block; ++tile) add(after[tile], log_decays[block], all, tile % 2);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) add(after[2 * block + i], log_decays[block], later, i);
     }
-    if (half == 0 && lane % 4 == 0) sums[channel] = total[0], sums[channel + 8] = total[2];
-    Left own_log_decays[kHalfBlocks];
-#pragma unroll
-    for (int block = 0; block < kFrameBlocks; ++block)
-#pragma unroll
-      for (int tile = 0; tile < kHalfTiles; ++tile) {
-        const int own_block = first_block + tile / 2;
-        if (block > own_block) add(after[tile], log_decays[block], all, tile % 2);
-        if (block == own_block) {
-          add(after[tile], log_decays[block], later, tile % 2);
-#pragma unroll
-          for (int i = 0; i < 4; ++i) own_log_decays[tile / 2][i] = log_decays[block][i];
-        }
-      }
+    if (lane % 4 == 0) {
+      sums[half * N + channel] = total[0];
+      sums[half * N + channel + 8] = total[2];
+    }
+    __syncthreads();
+    if (half == 0) {
+      const float later_half[2] = {sums[N + channel], sums[N + channel + 8]};
+      ForEachElement([&](int tile, int e) { after[tile][e] += later_half[e / 2]; });
+    }
 
 #pragma unroll
     for (int block = 0; block < kHalfBlocks; ++block) {
@@ -463,7 +466,7 @@ __global__ __launch_bounds__(4 * N, N == 64 ? 2 : 1) void GradientKernel(
       scale(L::kRt);
       set([&](int i, int j) { return after[2 * block + i][j]; });
 #pragma unroll
-      for (int i = 0; i < 2; ++i) add(e[i], own_log_decays[block], itself, i);
+      for (int i = 0; i < 2; ++i) add(e[i], log_decays[block], itself, i);
       set([&](int i, int j) { return Exp2(-e[i][j]); });
       scale(L::kAt);
       if constexpr (std::is_same_v<T, __half>) {
@@ -473,22 +476,23 @@ __global__ __launch_bounds__(4 * N, N == 64 ? 2 : 1) void GradientKernel(
       }
     }
   }
-  __syncthreads();
 #pragma unroll
   for (int i = 0; i < kStateSteps; ++i) {
     const int index = threadIdx.x + i * L::kThreads, row = index / (N / 4), col = index % (N / 4) * 4;
-    const float4 x = state[i], log2 = *reinterpret_cast<const float4*>(sums + col);
+    const float4 x = state[i], first_half = *reinterpret_cast<const float4*>(sums + col),
+                 second_half = *reinterpret_cast<const float4*>(sums + N + col);
     const uint32_t piece =
         PieceAddress(L::kSp + col / kTileCols * L::kStatePanel, row, col % kTileCols / 8);
     *reinterpret_cast<uint2*>(memory + piece + 2 * (col % 8)) = {
-        Bf16::Round(x.x * Exp2(log2.x), x.y * Exp2(log2.y)),
-        Bf16::Round(x.z * Exp2(log2.z), x.w * Exp2(log2.w))};
+        Bf16::Round(x.x * Exp2(first_half.x + second_half.x), x.y * Exp2(first_half.y + second_half.y)),
+        Bf16::Round(x.z * Exp2(first_half.z + second_half.z),
+                    x.w * Exp2(first_half.w + second_half.w))};
   }
   PublishOperands();
   __syncthreads();
 
-  // The products of tokens by tokens: the first warpgroup of a panel has those with At and later their
-  // gradients, the second those with Rt; with two panels each has one of the two.
+  // The products of tokens by tokens, and later their gradients, are shared out among the warpgroups.
+  // The one with the product to be inverted has no other, if there are two.
   const auto all_along = [&](int tile) { return Along{at(tile), L::kPanel}; };
   const auto square = [&](int to, int left, int right, bool diagonal) {
     Sum<8> sum;
@@ -496,28 +500,41 @@ __global__ __launch_bounds__(4 * N, N == 64 ? 2 : 1) void GradientKernel(
     Finish(sum);
     StoreLower(warp, at(to), diagonal, sum);
   };
-  const bool takes_b = panel == 0, takes_k = panel == L::kPanels - 1;
-  if (half == 0) {
-    if (takes_b) square(L::kM, L::kAt, L::kBh, false);
-    if (takes_k) square(L::kAak, L::kAt, L::kKh, false);
-    if (takes_b) {
-      __syncwarp();
-      InvertTile(warp, group, at(L::kM));
-    }
-  } else {
-    if (takes_b) square(L::kQrb, L::kRt, L::kBh, true);
-    if (takes_k) square(L::kQrk, L::kRt, L::kKh, true);
+  if (group == 0) {
+    square(L::kM, L::kAt, L::kBh, false);
+    __syncwarp();
+    InvertTile(warp, group, at(L::kM));
   }
+  if (group == (L::kPanels == 1 ? 1 : 2)) square(L::kAak, L::kAt, L::kKh, false);
+  if (group == 1) square(L::kQrb, L::kRt, L::kBh, true);
+  if (group == L::kGroups - 1) square(L::kQrk, L::kRt, L::kKh, true);
   PublishOperands();
   __syncthreads();
 
-  // Z, U and dU, dZ, dV of the values of this panel, one chain for each of its warpgroups.
+  // The values of this panel: the first of its warpgroups has Z, U and then the gradients of the
+  // products of tokens by tokens, the second dU, dZ, dV.
   const auto rows_along = [&](int tile) {
     return Along{at(tile) + panel * kFrame * kRowBytes, L::kStatePanel};
   };
-  Sum<8> dv;
+  const auto wait_for_group = [&] { Synchronize(1 + group, 128); };
+  const auto wait_for_half = [&] { Synchronize(1 + L::kGroups + half, 128 * L::kPanels); };
+  const auto wait_for_all = [&] {
+    PublishOperands();
+    Synchronize(0, L::kThreads);
+  };
+  // Rows of a tile, which all warps of this warpgroup have stored their channels to, go out.
+  const auto emit = [&](uint32_t tile, int first_row, int rows, T* out) {
+    for (int i = threadIdx.x % 128 / 8; i < rows; i += 16) {
+      const int row = first_row + i, piece = threadIdx.x % 8;
+      if (row < tokens)
+        *reinterpret_cast<uint4*>(out + first + static_cast<int64_t>(row) * stride +
+                                  kTileCols * panel + piece * 8) =
+            *reinterpret_cast<const uint4*>(memory + PieceAddress(tile - shared, row, piece));
+    }
+  };
+  const bool takes_b = panel == 0, takes_k = panel == L::kPanels - 1;
   if (half == 0) {
-    Sum<8> z, u;
+    Sum<8> z, u, dqrb, dqrk;
     Left rounded[kFrameBlocks];
     Product<false, kBlocks>(warp, z, rows_along(L::kSp), all_along(L::kAt));
     Product<true, kFrameBlocks>(warp, z, Down{own(L::kV)}, Along{at(L::kAak)});
@@ -526,8 +543,36 @@ __global__ __launch_bounds__(4 * N, N == 64 ? 2 : 1) void GradientKernel(
     Product<false>(u, rounded, Along{at(L::kM)});
     Finish(u);
     channels(L::kU).template StoreSum<__nv_bfloat16>(0, u);
+    PublishOperands();
+    wait_for_half();
+    if (takes_b) Product<false, kBlocks>(warp, dqrb, all_along(L::kDy), all_along(L::kU));
+    if (takes_k) Product<false, kBlocks>(warp, dqrk, all_along(L::kDy), all_along(L::kV));
+    WaitForProducts<0>();
+    wait_for_all();
+
+    Sum<8> daab, daak;
+    if (takes_b) {
+      Settle(dqrb);
+      StoreLower(warp, at(L::kQrb), true, dqrb);
+      Product<false, kBlocks>(warp, daab, all_along(L::kDz), all_along(L::kU));
+    }
+    if (takes_k) {
+      Settle(dqrk);
+      StoreLower(warp, at(L::kQrk), true, dqrk);
+      Product<false, kBlocks>(warp, daak, all_along(L::kDz), all_along(L::kV));
+    }
+    WaitForProducts<0>();
+    wait_for_all();  // until dV has gone
+    if (takes_b) {
+      Settle(daab);
+      StoreLower(warp, at(L::kM), false, daab);
+    }
+    if (takes_k) {
+      Settle(daak);
+      StoreLower(warp, at(L::kAak), false, daak);
+    }
   } else {
-    Sum<8> du, dz;
+    Sum<8> du, dz, dv;
     Left rounded[kFrameBlocks];
     Product<false, kFrameBlocks>(warp, du, Down{own(L::kDy)}, Down{at(L::kQrb)});
     Product<true, kBlocks>(warp, du, rows_along(L::kDs), all_along(L::kBh));
@@ -541,31 +586,13 @@ __global__ __launch_bounds__(4 * N, N == 64 ? 2 : 1) void GradientKernel(
     Product<true, kBlocks>(warp, dv, rows_along(L::kDs), all_along(L::kKh));
     Product<true>(dv, rounded, Down{at(L::kAak)});
     Finish(dv);
-  }
-  PublishOperands();
-  __syncthreads();
+    wait_for_all();
 
-  // Rows of a tile go out once all warps of this warpgroup have stored their channels there.
-  const auto emit = [&](uint32_t tile, int first_row, int rows, T* out) {
-    Synchronize(1 + group, 128);
-    for (int i = threadIdx.x % 128 / 8; i < rows; i += 16) {
-      const int row = first_row + i, piece = threadIdx.x % 8;
-      if (row < tokens)
-        *reinterpret_cast<uint4*>(out + first + static_cast<int64_t>(row) * stride +
-                                  kTileCols * panel + piece * 8) =
-            *reinterpret_cast<const uint4*>(memory + PieceAddress(tile - shared, row, piece));
-    }
-  };
-  if (half == 0) {
-    if (takes_b) square(L::kM, L::kDz, L::kU, false);
-    if (takes_k) square(L::kAak, L::kDz, L::kV, false);
-  } else {
-    const uint32_t stage = at(panel == 0 ? L::kQrb : L::kQrk);
+    const uint32_t stage = at(panel == 0 ? L::kM : L::kAak);
     ChannelTile{stage, warp}.template StoreSum<T>(0, dv);
+    wait_for_group();
     emit(stage, 0, kFrame, in.dv);
-    Synchronize(1 + group, 128);
-    if (takes_b) square(L::kQrb, L::kDy, L::kU, true);
-    if (takes_k) square(L::kQrk, L::kDy, L::kV, true);
+    wait_for_all();
   }
   PublishOperands();
   __syncthreads();
@@ -590,13 +617,12 @@ __global__ __launch_bounds__(4 * N, N == 64 ? 2 : 1) void GradientKernel(
       written[e / 2] += low * sum[tile][e] + high * sum[tile][e + 1];
     });
   };
-  // The tokens of this half are operands of no other.
-  const auto all_done = [&] { Synchronize(1 + L::kGroups + half, 128 * L::kPanels); };
   const auto stage_and_emit = [&](const HalfSum(&pair)[2], int first_stage, T* first_out,
                                   int second_stage, T* second_out) {
-    all_done();
+    wait_for_half();  // whose tokens are operands of no other
     channels(first_stage).template StoreSum<T>(first_block, pair[0]);
     channels(second_stage).template StoreSum<T>(first_block, pair[1]);
+    wait_for_group();
     emit(own(first_stage), half * kHalf, kHalf, first_out);
     emit(own(second_stage), half * kHalf, kHalf, second_out);
   };
@@ -611,15 +637,40 @@ __global__ __launch_bounds__(4 * N, N == 64 ? 2 : 1) void GradientKernel(
       written[j % 2] += Bf16::Low(s[j]) * Bf16::Low(ds[j]) + Bf16::High(s[j]) * Bf16::High(ds[j]);
   }
 
+  // A left operand is loaded while the product before it runs. Of products with a triangle of tokens by
+  // tokens half of the tokens have half of the blocks.
   HalfSum pair[2];
-  ProductOfTranspose<false, kBlocks>(pair, state_of(L::kDs), warp, half_along(L::kU),
-                                     half_along(L::kV));
-  add_written(L::kBh, pair[0]);
-  add_written(L::kKh, pair[1]);
-  ProductOfTranspose<true, kFrameBlocks>(pair, own(L::kRt), warp, half_down(L::kQrb),
-                                         half_down(L::kQrk));
-  ProductOfTranspose<true, kFrameBlocks>(pair, own(L::kAt), warp, half_down(L::kM),
-                                         half_down(L::kAak));
+  const auto add_triangles = [&](auto blocks, int first, int left, int next_left, auto right,
+                                 int right_of_first, int right_of_second, int next_of_first,
+                                 int next_of_second, auto meanwhile) {
+    constexpr int kCount = decltype(blocks)::value;
+    Left x[kCount], next[kCount];
+    LoadTransposedTile(own(left), warp, first, x);
+    Finish(pair);
+    meanwhile();
+    ProductPair<true>(pair, x, first, right(right_of_first), right(right_of_second));
+    LoadTransposedTile(own(next_left), warp, first, next);
+    ProductPair<true>(pair, next, first, right(next_of_first), right(next_of_second));
+    Finish(pair);
+  };
+  constexpr std::integral_constant<int, kFrameBlocks> all_blocks;
+  constexpr std::integral_constant<int, kHalfBlocks> half_blocks;
+  {
+    Left ds[kBlocks];
+    LoadTransposedTile(state_of(L::kDs), warp, 0, ds);
+    ProductPair<false>(pair, ds, 0, half_along(L::kU), half_along(L::kV));
+    const auto add_all = [&](auto blocks, int first_of_blocks) {
+      add_triangles(blocks, first_of_blocks, L::kRt, L::kAt, half_down, L::kQrb, L::kQrk, L::kM,
+                    L::kAak, [&] {
+                      add_written(L::kBh, pair[0]);
+                      add_written(L::kKh, pair[1]);
+                    });
+    };
+    if (half == 0)
+      add_all(all_blocks, 0);
+    else
+      add_all(half_blocks, kHalfBlocks);
+  }
   add_reads(L::kBh, -1.0f, pair[0]);
   add_reads(L::kKh, -1.0f, pair[1]);
   ForEachElement([&](int tile, int e) {
@@ -628,12 +679,18 @@ __global__ __launch_bounds__(4 * N, N == 64 ? 2 : 1) void GradientKernel(
   });
   stage_and_emit(pair, L::kU, in.db, L::kV, in.dk);
 
-  ProductOfTranspose<false, kBlocks>(pair, state_of(L::kSp), warp, half_along(L::kDy),
-                                     half_along(L::kDz));
-  ProductOfTranspose<true, kFrameBlocks>(pair, own(L::kBh), warp, half_along(L::kQrb),
-                                         half_along(L::kM));
-  ProductOfTranspose<true, kFrameBlocks>(pair, own(L::kKh), warp, half_along(L::kQrk),
-                                         half_along(L::kAak));
+  {
+    Left sp[kBlocks];
+    LoadTransposedTile(state_of(L::kSp), warp, 0, sp);
+    ProductPair<false>(pair, sp, 0, half_along(L::kDy), half_along(L::kDz));
+    const auto add_all = [&](auto blocks) {
+      add_triangles(blocks, 0, L::kBh, L::kKh, half_along, L::kQrb, L::kM, L::kQrk, L::kAak, [] {});
+    };
+    if (half == 0)
+      add_all(half_blocks);
+    else
+      add_all(all_blocks);
+  }
   add_reads(L::kRt, 1.0f, pair[0]);
   HalfSum own_reads;  // At dAt, which the decay of its own token does not scale
   channels(L::kAt).ForEachPair(first_block, [&](int tile, int e, float low, float high) {

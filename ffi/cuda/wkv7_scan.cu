@@ -37,16 +37,24 @@ struct Scan {
   float* end;
   T* y;
   float* states;             // forward: [B, frames, H, V, K], or null
-  FrameGradients gradients;  // backward; its memory may be null
+  FrameGradients gradients;  // backward
   Segments segments;
-  bool summarize;  // find the summaries of the segments, all but the last
   float* inexact;
 };
 
-template <int N, bool kOutput>
+// How warpgroups share the work on a chunk: one does it all, so that more blocks fit a multiprocessor
+// and hide each other's latency; or each step of it has warpgroups of its own, so that a chunk takes
+// less time; or, for the summary of a segment, two states advance that start as zero and as the
+// identity, and their warpgroups share the rest.
+enum class Work { kTogether, kSplit, kSummary };
+
+template <int N, bool kOutput, Work kWork>
 struct Layout {
   static constexpr int kPanels = N / kTileCols;
-  static constexpr int kThreads = 2 * N;
+  static constexpr bool kSplit = kWork == Work::kSplit, kSummary = kWork == Work::kSummary;
+  static constexpr int kStateThreads = 2 * N;
+  static constexpr int kThreads = kStateThreads * (kSummary ? 2 : 1) + (kSplit ? 256 : 0);
+  static constexpr int kBlocks = kThreads > 256 ? 1 : 512 / kThreads;  // on a multiprocessor
   static constexpr int kTile = kSub * kRowBytes;
   static constexpr int kMatrices = 4 * kBlockBytes;
   static constexpr int kDecayStride = N / 4 + 4;  // so that four lanes read different banks
@@ -60,9 +68,10 @@ struct Layout {
   static constexpr int kV = kK + kPanels * kTile;
   static constexpr int kSlot = kV + kPanels * kTile;
 
-  static constexpr int kSlots = 4;
-  static constexpr int kW = kSlots * kSlot;  // consumed two chunks before the rest: a ring of 2
-  static constexpr int kY = kW + 2 * kPanels * kTile;
+  static constexpr int kSlots = kSplit ? 8 : 4;
+  static constexpr int kDecaySlots = kSplit ? 8 : 2;  // consumed two chunks before the rest
+  static constexpr int kW = kSlots * kSlot;
+  static constexpr int kY = kW + kDecaySlots * kPanels * kTile;
   static constexpr int kM = kY + (kOutput ? 2 * kPanels * kTile : 0);
   static constexpr int kDecays = kM + 2 * kMatrices;
   static constexpr int kDecayBytes = 4 * 4 * kDecayStride;
@@ -75,20 +84,25 @@ struct Carry {
   float sum[2][2];
 };
 
-// Scales the columns 16 * block to 16 * block + 15 of a chunk in place, and leaves exp(G) of its last
-// token in `decays`. Returns whether the sums stay in range.
-template <typename T, int N, bool kReverse, bool kOutput>
+// Scales the 16 columns of a chunk that are `warp`'s in place, and leaves exp(G) of its last token in
+// `decays`. Returns whether the sums stay in range.
+template <typename T, typename L, bool kReverse, bool kOutput>
 __device__ bool ScaleChunk(int warp, uint32_t slot, uint32_t w_tile, float* decays, Decay form,
                            const Rows& rows, const Ones& inclusive, const Ones& exclusive,
                            bool new_frame, Carry& carry) {
-  using L = Layout<N, kOutput>;
   const int lane = Lane(), panel = warp / 4;
   const uint32_t here = BlockAddress(0, 0, warp % 4);
+  const uint32_t a_tile = slot + L::kA + panel * L::kReadStride + here;
+  const uint32_t r_tile = slot + L::kR + panel * L::kReadStride + here;
+  const uint32_t b_tile = slot + L::kB + panel * L::kTile + here;
+  const uint32_t k_tile = slot + L::kK + panel * L::kTile + here;
+  const uint32_t v_tile = slot + L::kV + panel * L::kTile + here;
+
   uint32_t w[4], log_decays[4];
   LoadTransposed(w_tile + panel * L::kTile + here, w);
   LogDecays<T>(w, form, rows, log_decays);
 
-  float sum[2][4], before[2][4], e[2][4];
+  float sum[2][4], before[2][4];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
 #pragma unroll
@@ -99,38 +113,43 @@ __device__ bool ScaleChunk(int warp, uint32_t slot, uint32_t w_tile, float* deca
     for (int j = 0; j < 2; ++j) carry.sum[i][j] = __shfl_sync(~0u, sum[i][2 + j], 28 | lane);
   }
 
+  // Factors are rounded: two products then take one instruction.
+  uint32_t e[4];
   const auto exponentials = [&](float sign, const float(&x)[2][4]) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i)
-#pragma unroll
-      for (int j = 0; j < 4; ++j) e[i][j] = Exp2(sign * x[i][j]);
+    for (int i = 0; i < 4; ++i) {
+      const float* pair = &x[i / 2][i % 2 * 2];
+      e[i] = Bf16::Round(Exp2(sign * pair[0]), Exp2(sign * pair[1]));
+    }
   };
   const auto scale = [&](uint32_t tile) {
     uint32_t x[4];
-    LoadMatrices(tile + here, x);
-    Scale<T>(e, x);
-    StoreMatrices(tile + here, x);
+    LoadMatrices(tile, x);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) x[i] = Bf16::Multiply(ToBf16<T>(x[i]), e[i]);
+    StoreMatrices(tile, x);
   };
   exponentials(1.0f, before);
-  scale(slot + L::kA + panel * L::kReadStride);
+  scale(a_tile);
   if constexpr (kReverse) {
     exponentials(-1.0f, before);
-    scale(slot + L::kK + panel * L::kTile);
+    scale(k_tile);
   }
   exponentials(1.0f, sum);
-  if constexpr (kOutput) scale(slot + L::kR + panel * L::kReadStride);
+  if constexpr (kOutput) scale(r_tile);
+  // The state is not rounded at the end of a frame, so its factors are not.
   if (lane >= 28)
     *reinterpret_cast<float4*>(decays + (lane & 3) * L::kDecayStride + 4 * warp) = {
-        e[0][2], e[0][3], e[1][2], e[1][3]};
+        Exp2(sum[0][2]), Exp2(sum[0][3]), Exp2(sum[1][2]), Exp2(sum[1][3])};
   exponentials(-1.0f, sum);
-  scale(slot + L::kB + panel * L::kTile);
-  if constexpr (!kReverse) scale(slot + L::kK + panel * L::kTile);
+  scale(b_tile);
+  if constexpr (!kReverse) scale(k_tile);
   if constexpr (std::is_same_v<T, __half>) {
+    uint32_t x[4];
+    LoadMatrices(v_tile, x);
 #pragma unroll
-    for (int i = 0; i < 2; ++i)
-#pragma unroll
-      for (int j = 0; j < 4; ++j) e[i][j] = 1.0f;
-    scale(slot + L::kV + panel * L::kTile);
+    for (int i = 0; i < 4; ++i) x[i] = ToBf16<T>(x[i]);
+    StoreMatrices(v_tile, x);
   }
   bool in_range = true;
   if (form != Decay::kSigmoid) {
@@ -143,16 +162,15 @@ __device__ bool ScaleChunk(int warp, uint32_t slot, uint32_t w_tile, float* deca
 }
 
 // The matrices of 16 x 16 of a chunk, one per warp: tril(At Kh^T), tril(Rt Kh^T), M, tril(Rt Bh^T).
-template <int N, bool kReverse, bool kOutput>
+template <typename L, bool kReverse, bool kOutput>
 __device__ void MultiplyChunk(int warp, uint32_t slot, uint32_t matrices) {
-  using L = Layout<N, kOutput>;
   if (warp >= (kOutput ? 4 : 2)) return;
   const bool reads_r = warp >= 2, writes_k = warp % 2 == 1;
   const uint32_t left = slot + (reads_r ? L::kR : L::kA);
   const uint32_t right = slot + (writes_k ? L::kK : L::kB);
   Sum<2> m = {};
 #pragma unroll
-  for (int block = 0; block < N / kSub; ++block) {
+  for (int block = 0; block < L::kPanels * 4; ++block) {
     const int panel = block / 4;
     Left a;
     LoadLeft(left + panel * L::kReadStride, 0, block % 4, a);
@@ -180,7 +198,7 @@ struct StateTiles {
   // Calls fn(index, element) for elements 0 and 2 of each tile, which are followed by 1 and 3.
   template <typename Fn>
   static __device__ void ForEachPair(Fn&& fn) {
-    const int row = threadIdx.x / 32 * 16 + Lane() / 4, col = 2 * (Lane() % 4);
+    const int row = threadIdx.x / 32 % (N / 16) * 16 + Lane() / 4, col = 2 * (Lane() % 4);
 #pragma unroll
     for (int panel = 0; panel < kPanels; ++panel)
 #pragma unroll
@@ -222,14 +240,13 @@ __device__ void RoundPanel(const Sum<8>& panel, Left (&rounded)[kPanelBlocks]) {
 }
 
 // One chunk: y, and the state after it from the state before it.
-template <typename T, int N, bool kOutput>
+template <typename T, typename L, bool kOutput>
 __device__ void AdvanceState(int warp, uint32_t slot, uint32_t matrices, uint32_t y_tile,
-                             typename StateTiles<N>::State& s) {
-  using L = Layout<N, kOutput>;
+                             bool has_values, float (&s)[L::kPanels][8][4]) {
   constexpr int kReadTiles = kOutput ? 4 : 2;
   const int panel_of_v = warp / 4;
-  Left v;
-  LoadLeftTransposed(slot + L::kV + panel_of_v * L::kTile, 0, warp % 4, v);
+  Left v = {};
+  if (has_values) LoadLeftTransposed(slot + L::kV + panel_of_v * L::kTile, 0, warp % 4, v);
 
   Sum<kReadTiles> zy;  // [Z | Y]^T = S [At; Rt]^T + V^T [Aak; Qrk]^T
 #pragma unroll
@@ -295,21 +312,27 @@ __device__ void AdvanceState(int warp, uint32_t slot, uint32_t matrices, uint32_
 }
 
 // The chunks are a pipeline with one barrier per chunk: while chunk c advances the state, the matrices
-// of c + 1 are computed, then the operands of c + 2 are scaled, and those of c + 4 are on their way.
-template <typename T, int N, bool kReverse, bool kOutput>
-__global__ __launch_bounds__(2 * N, N == 64 ? 4 : 2) void ScanKernel(
-    const __grid_constant__ Scan<T> scan) {
-  using L = Layout<N, kOutput>;
+// of c + 1 are computed, the operands of c + 2 are scaled, and those after it are on their way.
+template <typename T, int N, bool kReverse, bool kOutput, Work kWork>
+__global__ __launch_bounds__(Layout<N, kOutput, kWork>::kThreads,
+                             Layout<N, kOutput, kWork>::kBlocks)
+void ScanKernel(const __grid_constant__ Scan<T> scan) {
+  using L = Layout<N, kOutput, kWork>;
+  constexpr bool kTogether = kWork == Work::kTogether;
+  static_assert(!kTogether || N == kTileCols, "a warpgroup advances 64 rows of a state");
   using Tiles = StateTiles<N>;
   extern __shared__ __align__(kTileAlignment) unsigned char memory[];
   const uint32_t shared = SharedAddress(memory);
-  const int warp = Warp();
+  const int warpgroup = kTogether ? 0 : Warp() / 4, warp = Warp() % (4 * L::kPanels);  // of its state
+  const bool identity = L::kSummary && warpgroup >= L::kPanels;
+  const bool advances = !L::kSplit || warpgroup < L::kPanels;
+  const bool multiplies = warpgroup == (L::kSplit ? L::kPanels : 0);
+  const bool scales = warpgroup == (kTogether ? 0 : L::kSplit ? L::kPanels + 1 : 1);
+  const bool copies = warpgroup == (L::kSummary ? 2 * L::kPanels - 1 : 0);
   const int64_t head = blockIdx.x;
   const int64_t order = blockIdx.y;  // of the segments, as they come in the recurrence
-  const bool identity = blockIdx.z == 1;
   const Segments& segments = scan.segments;
   if (scan.inexact != nullptr && scan.inexact[head] != 0.0f) return;
-  if (identity && order == 0) return;  // its start is known, so its summary is its end
 
   const int64_t frames = (scan.tokens + kChunk - 1) / kChunk;
   const int64_t segment = kReverse ? segments.count - 1 - order : order;
@@ -320,15 +343,17 @@ __global__ __launch_bounds__(2 * N, N == 64 ? 4 : 2) void ScanKernel(
   const int chunks = tokens > 0 ? (tokens + kSub - 1) / kSub : 0;
 
   typename Tiles::State s;
-  if (scan.summarize && order > 0)
+  // The start of the first segment is known, and its summary is its end.
+  if (!advances) {
+  } else if (L::kSummary && order > 0)
     Tiles::SetDiagonal(identity ? 1.0f : 0.0f, s);
   else
     Tiles::Load(order == 0 ? scan.start + head * N * N
                            : segments.State<N>(head, order - 1), s);
 
-  // Where the rows of a chunk lie: backwards, the first row is its last token.
-  const int copy_row = threadIdx.x / (N / 8), copy_piece = threadIdx.x % (N / 8);
-  const uint32_t copy_to = PieceAddress(0, copy_row, copy_piece % 8);
+  // A piece of 16 bytes of a panel. Backwards, the first row of a chunk is its last token.
+  const int copy_row = threadIdx.x % 128 / 8, copy_piece = threadIdx.x % 8;
+  const uint32_t copy_to = PieceAddress(0, copy_row, copy_piece);
   const auto time_of = [&](int chunk) { return kReverse ? chunks - 1 - chunk : chunk; };
   const auto token_of = [&](int chunk) {
     return time_of(chunk) * kSub + (kReverse ? kSub - 1 - copy_row : copy_row);
@@ -347,31 +372,35 @@ __global__ __launch_bounds__(2 * N, N == 64 ? 4 : 2) void ScanKernel(
   const auto barrier_of = [&](int chunk) {
     return CopyBarrier(shared + L::kBarriers + 8 * (chunk % L::kSlots));
   };
-  const auto copy_operands = [&](int chunk) {
+  const auto for_panels_of = [&](int chunk, auto copy) {
     const int token = token_of(chunk);
     const bool there = token < tokens;
-    const int64_t from = there ? element_of(token) : 0;
-    const int panel = copy_piece / 8;
+#pragma unroll
+    for (int panel = 0; panel < L::kPanels; ++panel)
+      copy(panel, there ? element_of(token) + kTileCols * panel : 0, there);
+  };
+  const auto copy_operands = [&](int chunk) {
     const uint32_t to = slot_of(chunk) + copy_to;
-    CopyAsync(to + L::kA + panel * L::kReadStride, scan.a + from, there);
-    if constexpr (kOutput) CopyAsync(to + L::kR + panel * L::kReadStride, scan.r + from, there);
-    CopyAsync(to + L::kB + panel * L::kTile, scan.b + from, there);
-    CopyAsync(to + L::kK + panel * L::kTile, scan.k + from, there);
-    CopyAsync(to + L::kV + panel * L::kTile, scan.v + from, there && !identity);
+    for_panels_of(chunk, [&](int panel, int64_t from, bool there) {
+      CopyAsync(to + L::kA + panel * L::kReadStride, scan.a + from, there);
+      if constexpr (kOutput) CopyAsync(to + L::kR + panel * L::kReadStride, scan.r + from, there);
+      CopyAsync(to + L::kB + panel * L::kTile, scan.b + from, there);
+      CopyAsync(to + L::kK + panel * L::kTile, scan.k + from, there);
+      CopyAsync(to + L::kV + panel * L::kTile, scan.v + from, there);
+    });
   };
   const auto w_of = [&](int chunk) {
-    return shared + L::kW + chunk % 2 * L::kPanels * L::kTile;
+    return shared + L::kW + chunk % L::kDecaySlots * L::kPanels * L::kTile;
   };
   const auto copy_decays = [&](int chunk) {
-    const int token = token_of(chunk);
-    const bool there = token < tokens;
-    CopyAsync(w_of(chunk) + copy_piece / 8 * L::kTile + copy_to,
-              scan.w + (there ? element_of(token) : 0), there);
+    for_panels_of(chunk, [&](int panel, int64_t from, bool there) {
+      CopyAsync(w_of(chunk) + panel * L::kTile + copy_to, scan.w + from, there);
+    });
     barrier_of(chunk).ArriveAfterCopies();
   };
 
   const Ones inclusive(true, true, false), exclusive(true, false, false);
-  Carry carry = {};
+  Carry carry[L::kPanels] = {};
   bool in_range = true;
   const auto starts_frame = [&](int chunk) {
     return kReverse ? chunk == 0 || time_of(chunk) % 4 == 3 : chunk % 4 == 0;
@@ -384,19 +413,21 @@ __global__ __launch_bounds__(2 * N, N == 64 ? 4 : 2) void ScanKernel(
   };
   const auto scale = [&](int chunk) {
     barrier_of(chunk).Wait(chunk / L::kSlots % 2);
-    in_range &= ScaleChunk<T, N, kReverse, kOutput>(
-        warp, slot_of(chunk), w_of(chunk), decays_of(chunk), scan.decay, rows_of(chunk), inclusive,
-        exclusive, starts_frame(chunk), carry);
+#pragma unroll
+    for (int panel = 0; panel < L::kPanels; ++panel)
+      in_range &= ScaleChunk<T, L, kReverse, kOutput>(
+          warp % 4 + 4 * panel, slot_of(chunk), w_of(chunk), decays_of(chunk), scan.decay,
+          rows_of(chunk), inclusive, exclusive, starts_frame(chunk), carry[panel]);
   };
   const auto matrices_of = [&](int chunk) {
     return shared + L::kM + chunk % 2 * L::kMatrices;
   };
   const auto multiply = [&](int chunk) {
-    MultiplyChunk<N, kReverse, kOutput>(warp, slot_of(chunk), matrices_of(chunk));
+    MultiplyChunk<L, kReverse, kOutput>(warp % 4, slot_of(chunk), matrices_of(chunk));
   };
   // Returns false where the block has to give up.
   const auto synchronize = [&] {
-    PublishOperands();
+    if (multiplies || scales) PublishOperands();
     if (scan.inexact == nullptr) {
       __syncthreads();
       return true;
@@ -408,79 +439,87 @@ __global__ __launch_bounds__(2 * N, N == 64 ? 4 : 2) void ScanKernel(
     if (threadIdx.x == 0) scan.inexact[head] = 1.0f;
   };
 
-  if (threadIdx.x < L::kSlots) barrier_of(threadIdx.x).Init(L::kThreads);
+  if (threadIdx.x < L::kSlots) barrier_of(threadIdx.x).Init(128);
   __syncthreads();
-  for (int chunk = 0; chunk < L::kSlots && chunk < chunks; ++chunk) {
-    copy_operands(chunk);
-    if (chunk < 2) copy_decays(chunk);
-  }
-  for (int chunk = 0; chunk < 2 && chunk < chunks; ++chunk) scale(chunk);
+  if (copies)
+    for (int chunk = 0; chunk < L::kSlots && chunk < chunks; ++chunk) {
+      copy_operands(chunk);
+      if (chunk < L::kDecaySlots) copy_decays(chunk);
+    }
+  if (scales)
+    for (int chunk = 0; chunk < 2 && chunk < chunks; ++chunk) scale(chunk);
   if (!synchronize()) return give_up();
-  for (int chunk = 2; chunk < L::kSlots && chunk < chunks; ++chunk) copy_decays(chunk);
-  if (chunks > 0) multiply(0);
+  if (copies)
+    for (int chunk = L::kDecaySlots; chunk < L::kSlots && chunk < chunks; ++chunk)
+      copy_decays(chunk);
+  if (multiplies && chunks > 0) multiply(0);
   PublishOperands();
   __syncthreads();
 
 #pragma unroll 1
   for (int chunk = 0; chunk < chunks; ++chunk) {
-    if (chunk + 1 < chunks) multiply(chunk + 1);
+    if (multiplies && chunk + 1 < chunks) multiply(chunk + 1);
 
-    if (starts_frame(chunk)) {
-      const int64_t frame = first_frame + time_of(chunk) / 4;
-      if constexpr (kReverse) {
-        if (scan.gradients.memory != nullptr) {
+    const uint32_t y_tile = shared + L::kY + chunk % 2 * L::kPanels * L::kTile;
+    if (advances) {
+      if (starts_frame(chunk)) {
+        const int64_t frame = first_frame + time_of(chunk) / 4;
+        if constexpr (L::kSummary) {
+        } else if constexpr (kReverse) {
           uint4* const to = scan.gradients.memory + head * scan.gradients.stride +
-                            frame * (N / kSub) * L::kThreads + threadIdx.x;
+                            frame * (N / kSub) * L::kStateThreads + threadIdx.x;
 #pragma unroll
           for (int panel = 0; panel < L::kPanels; ++panel) {
             Left x[kPanelBlocks];
             RoundPanel(s[panel], x);
 #pragma unroll
             for (int block = 0; block < kPanelBlocks; ++block)
-              to[(panel * kPanelBlocks + block) * L::kThreads] = {x[block][0], x[block][1],
-                                                                  x[block][2], x[block][3]};
+              to[(panel * kPanelBlocks + block) * L::kStateThreads] = {x[block][0], x[block][1],
+                                                                       x[block][2], x[block][3]};
           }
+        } else if (scan.states != nullptr) {
+          // [B, frames, H, V, K], and head is batch * H + h
+          const int64_t index = head + (batch * (frames - 1) + frame) * scan.heads;
+          Tiles::Store(s, scan.states + index * N * N);
         }
-      } else if (scan.states != nullptr) {
-        // [B, frames, H, V, K], and head is batch * H + h
-        const int64_t index = head + (batch * (frames - 1) + frame) * scan.heads;
-        Tiles::Store(s, scan.states + index * N * N);
       }
-    }
-    const uint32_t y_tile = shared + L::kY + chunk % 2 * L::kPanels * L::kTile;
-    AdvanceState<T, N, kOutput>(warp, slot_of(chunk), matrices_of(chunk), y_tile, s);
-    if (ends_frame(chunk)) {
-      const float* const decays = decays_of(chunk) + (threadIdx.x & 3) * L::kDecayStride;
+      AdvanceState<T, L, kOutput>(warp, slot_of(chunk), matrices_of(chunk), y_tile, !identity, s);
+      if (ends_frame(chunk)) {
+        const float* const decays = decays_of(chunk) + (threadIdx.x & 3) * L::kDecayStride;
 #pragma unroll
-      for (int pair = 0; pair < N / 16; ++pair) {
-        const float4 d = *reinterpret_cast<const float4*>(decays + 4 * pair);
-        float(&left_tile)[4] = s[pair / 4][pair % 4 * 2];
-        float(&right_tile)[4] = s[pair / 4][pair % 4 * 2 + 1];
-        left_tile[0] *= d.x, left_tile[1] *= d.y, left_tile[2] *= d.x, left_tile[3] *= d.y;
-        right_tile[0] *= d.z, right_tile[1] *= d.w, right_tile[2] *= d.z, right_tile[3] *= d.w;
+        for (int pair = 0; pair < N / 16; ++pair) {
+          const float4 d = *reinterpret_cast<const float4*>(decays + 4 * pair);
+          float(&left_tile)[4] = s[pair / 4][pair % 4 * 2];
+          float(&right_tile)[4] = s[pair / 4][pair % 4 * 2 + 1];
+          left_tile[0] *= d.x, left_tile[1] *= d.y, left_tile[2] *= d.x, left_tile[3] *= d.y;
+          right_tile[0] *= d.z, right_tile[1] *= d.w, right_tile[2] *= d.z, right_tile[3] *= d.w;
+        }
       }
     }
 
-    if (chunk + 2 < chunks) scale(chunk + 2);
+    if (scales && chunk + 2 < chunks) scale(chunk + 2);
     if (!synchronize()) return give_up();
     if constexpr (kOutput) {
-      const int token = token_of(chunk);
-      const unsigned char* const from =
-          memory + (y_tile - shared) + copy_piece / 8 * L::kTile + copy_to;
-      if (token < tokens)
-        *reinterpret_cast<uint4*>(scan.y + element_of(token)) =
+      const int token = token_of(chunk), panel = warpgroup;
+      const unsigned char* const from = memory + (y_tile - shared) + panel * L::kTile + copy_to;
+      if (advances && token < tokens)
+        *reinterpret_cast<uint4*>(scan.y + element_of(token) + kTileCols * panel) =
             *reinterpret_cast<const uint4*>(from);
     }
-    if (chunk + L::kSlots < chunks) {
+    if (copies && chunk + L::kSlots < chunks) {
       copy_operands(chunk + L::kSlots);
       copy_decays(chunk + L::kSlots);
     }
   }
 
-  if (scan.summarize)
-    Tiles::Store(s, identity ? segments.Factor<N>(head, order) : segments.State<N>(head, order));
-  else if (order == segments.count - 1)
-    Tiles::Store(s, scan.end + head * N * N);
+  if (!advances) return;
+  if (!L::kSummary) {
+    if (order == segments.count - 1) Tiles::Store(s, scan.end + head * N * N);
+  } else if (!identity) {
+    Tiles::Store(s, segments.State<N>(head, order));
+  } else if (order > 0) {
+    Tiles::Store(s, segments.Factor<N>(head, order));
+  }
 }
 
 // From the summaries of the segments the state at the end of each: S_i = S_{i-1} M_i + D_i, where S_0
@@ -526,30 +565,34 @@ __global__ __launch_bounds__(kCombineThreads) void CombineKernel(Segments segmen
   }
 }
 
+// With more blocks than these there are enough on a multiprocessor of a large GPU to hide latency.
+constexpr int64_t kSplitBlocks = 264;
+
 // The whole sequence, or segment by segment: first what each does to a state, then, from the state at
 // the start of each, all of them at once.
 template <typename T, int N, bool kReverse>
 cudaError_t Run(cudaStream_t stream, Scan<T> scan, int64_t heads) {
-  const auto launch = [&](auto output, int segments, int roles) {
-    using L = Layout<N, output()>;
-    const dim3 blocks(static_cast<unsigned>(heads), segments, roles);
-    return Launch(ScanKernel<T, N, kReverse, output()>, blocks, L::kThreads, L::kBytes, stream,
-                  scan);
+  const auto launch = [&](auto output, auto work, int64_t segments) {
+    using L = Layout<N, output(), work()>;
+    const dim3 blocks(static_cast<unsigned>(heads), static_cast<unsigned>(segments));
+    return Launch(ScanKernel<T, N, kReverse, output(), work()>, blocks, L::kThreads, L::kBytes,
+                  stream, scan);
   };
-  const int segments = static_cast<int>(scan.segments.count);
+  constexpr std::bool_constant<!kReverse> output;
+  const int64_t segments = scan.segments.count;
   if (segments > 1) {
-    scan.summarize = true;
-    if (cudaError_t error = launch(std::false_type(), segments - 1, segments > 2 ? 2 : 1);
-        error != cudaSuccess)
-      return error;
-    scan.summarize = false;
     const dim3 blocks(static_cast<unsigned>(heads), N / kCombineRows);
-    if (cudaError_t error = Launch(CombineKernel<N>, blocks, kCombineThreads,
-                                   N * N * sizeof(float), stream, scan.segments, scan.inexact);
-        error != cudaSuccess)
-      return error;
+    cudaError_t error = launch(std::false_type(), std::integral_constant<Work, Work::kSummary>(),
+                               segments - 1);
+    if (error == cudaSuccess)
+      error = Launch(CombineKernel<N>, blocks, kCombineThreads, N * N * sizeof(float), stream,
+                     scan.segments, scan.inexact);
+    if (error != cudaSuccess) return error;
   }
-  return launch(std::bool_constant<!kReverse>(), segments, 1);
+  if constexpr (N == kTileCols)
+    if (heads * segments > kSplitBlocks)
+      return launch(output, std::integral_constant<Work, Work::kTogether>(), segments);
+  return launch(output, std::integral_constant<Work, Work::kSplit>(), segments);
 }
 
 }  // namespace
