@@ -34,11 +34,14 @@ class Options:
 
 
 class Implementation(Protocol):
-    """A module with one function for each stage it has, and the reason where it cannot run."""
+    """A module with one function for each stage it has, the reason where it cannot run, and in a
+    few words how it does where it can."""
 
     def why_not(
         self, platform: str, stage: str, options: Options, operands: Mapping[str, Any]
     ) -> str | None: ...
+
+    def how(self, platform: str, options: Options, operands: Mapping[str, Any]) -> str: ...
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -145,13 +148,18 @@ mlir.register_lowering(_refused, _refuse)
 
 
 def implementations(
-    stages: Sequence[Stage], options: Options, operands: Sequence[Any], platform: str
+    stages: Sequence[Stage], options: Options, operands: Sequence[Any], platform: str, details: bool
 ) -> dict[str, str | None]:
-    """For each implementation, None where it can run every stage, or the reason why it cannot."""
+    """For each implementation, None (with details, how it runs) where it can run every stage, or
+    the reason why it cannot."""
     platform = platform if platform in PLATFORMS else OTHER
+    named = dict(zip(stages[0].operands, operands, strict=False))
 
-    def why_not(name: str) -> str | None:
+    def describe(name: str) -> str | None:
         reasons = (stage.why_not(name, platform, options, operands) for stage in stages)
-        return next((reason for reason in reasons if reason), None)
+        reason = next((reason for reason in reasons if reason), None)
+        if reason or not details:
+            return reason
+        return stages[0].implementations[name].how(platform, options, named)
 
-    return {name: why_not(name) for name in stages[0].implementations}
+    return {name: describe(name) for name in stages[0].implementations}

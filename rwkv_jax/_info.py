@@ -14,7 +14,12 @@ _STAGES = {"wkv7": (FORWARD, BACKWARD), "wkv7_step": (STEP,)}
 
 
 def implementations(
-    op: str, *operands: Any, decay: str = "log", precision: Any = None, platform: str | None = None
+    op: str,
+    *operands: Any,
+    decay: str = "log",
+    precision: Any = None,
+    platform: str | None = None,
+    details: bool = False,
 ) -> dict[str, str | None]:
     """Which implementations of an operator can run a call, and why the others cannot.
 
@@ -24,6 +29,8 @@ def implementations(
       decay: as the operator takes it.
       precision: as the operator takes it.
       platform: "cpu", "cuda" or another JAX platform; the default backend's if None.
+      details: say of an implementation that can run in a few words how it does (which kernels and
+        in what arithmetic), in place of None.
 
     Returns:
       For each implementation, None if it can run this call and its gradient, or the reason why not.
@@ -45,7 +52,7 @@ def implementations(
     )
     if platform is None:
         platform = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
-    return _dispatch.implementations(stages, options, operands, platform)
+    return _dispatch.implementations(stages, options, operands, platform, details)
 
 
 def build_info() -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The public operators, one row each, and how a test calls any of them."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,14 @@ def available(name: str, case: Case, platform: str | None = None) -> list[str]:
     inputs, _ = OPERATORS[name].make(case)
     can = rwkv_jax.implementations(name, *inputs.values(), decay=case.decay, platform=platform)
     return [implementation for implementation, reason in can.items() if reason is None]
+
+
+def sequential(
+    name: str, implementation: str, inputs: Mapping[str, Any], precision: str | None = None
+) -> bool:
+    """Whether an implementation takes one token at a time here, in float32."""
+    details = rwkv_jax.implementations(name, *inputs.values(), precision=precision, details=True)
+    return "one token at a time" in (details[implementation] or "")
 
 
 def everything() -> list[tuple[str, Case, str]]:

@@ -136,9 +136,37 @@ def test_implementations(op: str) -> None:
     assert rwkv_jax.implementations(op, *shapes) == result
     assert rwkv_jax.implementations(op, *shapes[:-1]) == result
 
+    for platform in ("cpu", "cuda", "tpu"):
+        details = rwkv_jax.implementations(op, *shapes, platform=platform, details=True)
+        reasons = rwkv_jax.implementations(op, *shapes, platform=platform)
+        assert details["reference"] == "lax.scan, one token at a time in float32"
+        assert details["xla"] == "chunks in plain jax.numpy"
+        assert reasons["ffi"] in (None, details["ffi"])
     on_tpu = rwkv_jax.implementations(op, *shapes, platform="tpu")
     assert on_tpu["ffi"] == "native kernels exist for CPUs and for CUDA GPUs"
     assert on_tpu["xla"] is None
+
+
+def test_which_cuda_kernels_run(pretend: Any) -> None:
+    pretend("cuda", None)
+
+    def details(case: Case, precision: str | None = None) -> str | None:
+        inputs, _ = cases.wkv7(case)
+        return rwkv_jax.implementations(
+            "wkv7", *inputs.values(), platform="cuda", precision=precision, details=True
+        )["ffi"]
+
+    matrix_units = "CUDA kernels on matrix units, bfloat16 with float32 sums"
+    recurrent = "CUDA kernels, one token at a time in float32"
+    for dtype in ("bfloat16", "float16"):
+        for size in (64, 128):
+            assert details(Case(1, 16, 1, size, dtype=dtype)) == matrix_units
+            assert details(Case(1, 16, 1, size, dtype=dtype), "highest") == recurrent
+            assert details(Case(1, 15, 1, size, dtype=dtype)) == recurrent
+    assert details(Case(1, 16, 1, 32, dtype="bfloat16")) == recurrent
+    assert details(Case(1, 16, 1, 64)) == recurrent
+    lowered = _lowered(None, "cuda", Case(2, 16, 2, 64, dtype="bfloat16"))
+    assert hlo.targets(lowered) == {"rwkv_wkv7_chunk_fwd_v1", "rwkv_wkv7_chunk_bwd_v1"}
 
 
 @each_operator

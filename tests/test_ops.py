@@ -6,7 +6,7 @@ import pytest
 
 import tolerance
 from cases import Case
-from operators import OPERATORS, available, everything, value_and_gradients
+from operators import OPERATORS, available, everything, sequential, value_and_gradients
 
 
 def _check(name: str, case: Case, implementation: str | None, precision: str | None) -> None:
@@ -21,11 +21,14 @@ def _check(name: str, case: Case, implementation: str | None, precision: str | N
     expected = operator.oracle(inputs, case.decay, cotangents)
 
     runs = implementation or available(name, case)[0]
-    highest = precision == "highest"
+    kind = {
+        "sequential": sequential(name, runs, inputs, precision),
+        "highest": precision == "highest",
+    }
     tolerance.assert_close(
         jax.device_get(results),
         expected,
-        {n: tolerance.ceiling(n, runs, case.dtype, highest=highest) for n in results},
+        {n: tolerance.ceiling(n, case.dtype, **kind) for n in results},
     )
     dtypes = {n: str(x.dtype) for n, x in results.items()}
     assert dtypes == {n: "float32" if "state" in n else case.dtype for n in results}

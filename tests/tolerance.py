@@ -17,12 +17,10 @@ VANISHED = 1e-30
 """Root mean square below which an array counts as zeros: the slope of a decay at the extremes lies
 under the float32 range, where XLA flushes and a kernel may bound its exponents."""
 
-SEQUENTIAL_IMPLEMENTATIONS = ("reference", "ffi")
 
-
-def ceiling(name: str, implementation: str, dtype: str, *, highest: bool) -> float:
+def ceiling(name: str, dtype: str, *, sequential: bool, highest: bool) -> float:
     """The ceiling for one array; `name` starts with a d where it is a gradient."""
-    if implementation in SEQUENTIAL_IMPLEMENTATIONS:
+    if sequential:
         return EXACT_FLOAT32 if dtype == "float32" else SEQUENTIAL
     if dtype == "float32" and highest:
         return EXACT_FLOAT32

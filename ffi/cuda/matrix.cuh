@@ -403,7 +403,7 @@ __device__ void Multiply(Sum<kTiles>& sum, int warp, const LeftTile& a, const Ri
 #endif
 }
 
-// Copies 16 bytes from global to shared memory, or clears them, without waiting.
+// Copies 16 bytes from global to shared memory without waiting, or clears them and reads nothing.
 __device__ inline void CopyAsync(uint32_t to, const void* from, bool present) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
                "r"(present ? 16 : 0)

@@ -33,7 +33,8 @@ cudaError_t Wkv7Backward(cudaStream_t stream, const Wkv7BackwardCall& call, int6
 
 // --- On matrix units: 16-bit dtypes, head sizes 64 and 128, any decay. The kernels of wkv7_scan.cu and
 // wkv7_gradient.cu take frames of kChunk tokens that do not decay too far for their arithmetic. A head
-// with another frame they mark in `inexact` [B, H] and leave undefined, and the kernels above redo it.
+// with another frame they mark in `inexact` [B, H] and leave undefined, and the kernels above redo it;
+// on a device with too little shared memory for them those do it all.
 
 // The tokens of a head are shared out among `count` segments of whole frames. A run of tokens takes a
 // state S to S M + D; the memory has, for each head and each segment but the last, first D, which

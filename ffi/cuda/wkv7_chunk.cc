@@ -22,6 +22,7 @@ cudaError_t Wkv7ChunkForward(cudaStream_t stream, const Wkv7ForwardCall& call,
   if (IsEmpty(call.dims)) return cudaSuccess;
   cudaError_t error = Prepare(stream, call, inexact);
   if (error == cudaSuccess) error = Wkv7Scan(stream, call, segments, inexact);
+  if (error == cudaErrorNotSupported) return Wkv7Forward(stream, call);
   if (error == cudaSuccess && inexact != nullptr) error = Wkv7Forward(stream, call, inexact);
   return error;
 }
@@ -34,9 +35,12 @@ cudaError_t Wkv7ChunkBackward(cudaStream_t stream, const Wkv7BackwardCall& call,
   if (error == cudaSuccess)
     error = Wkv7ReverseScan(stream, call, scratch.StateSegments(call), gradients, inexact);
   if (error == cudaSuccess) error = Wkv7FrameBackward(stream, call, gradients, inexact);
-  // The heads that are left have no use for the rest of the scratch, so it is theirs.
-  if (error == cudaSuccess && inexact != nullptr)
-    error = Wkv7Backward(stream, call, 1, scratch.memory, scratch.stride, inexact);
+  // Heads that are not done above have no use for the rest of the scratch, so it is theirs.
+  const auto recurrent = [&](const float* only) {
+    return Wkv7Backward(stream, call, 1, scratch.memory, scratch.stride, only);
+  };
+  if (error == cudaErrorNotSupported) return recurrent(nullptr);
+  if (error == cudaSuccess && inexact != nullptr) error = recurrent(inexact);
   return error;
 }
 

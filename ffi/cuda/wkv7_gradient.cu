@@ -366,7 +366,7 @@ __global__ __launch_bounds__(4 * N, N == 64 ? 2 : 1) void GradientKernel(
       const int row = index / kRowPieces, piece = index % kRowPieces;
       const bool there = row < tokens;
       CopyAsync(PieceAddress(shared + tile + piece / 8 * L::kPanel, row, piece % 8),
-                from + (there ? first + static_cast<int64_t>(row) * stride + piece * 8 : 0), there);
+                from + first + static_cast<int64_t>(row) * stride + piece * 8, there);
     }
   };
   copy(L::kDz, in.w);

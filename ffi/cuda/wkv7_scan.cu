@@ -216,9 +216,25 @@ struct StateTiles {
   }
 
   static __device__ void Store(const State& s, float* to) {
-    ForEachPair([&](int index, int panel, int tile, int e) {
-      *reinterpret_cast<float2*>(to + index) = {s[panel][tile][e], s[panel][tile][e + 1]};
-    });
+    if constexpr (kPanels > 1) {
+      ForEachPair([&](int index, int panel, int tile, int e) {
+        *reinterpret_cast<float2*>(to + index) = {s[panel][tile][e], s[panel][tile][e + 1]};
+      });
+    } else {
+      // Lanes trade by twos, so that each stores four columns of a row. (Larger states leave no
+      // registers for that.)
+      const bool odd = Lane() % 2;
+      const int row = threadIdx.x / 32 % (N / 16) * 16 + Lane() / 4 + 8 * odd;
+      to += row * N + 4 * (Lane() % 4 / 2);
+#pragma unroll
+      for (int tile = 0; tile < 8; ++tile) {
+        const float(&x)[4] = s[0][tile];
+        const float first = __shfl_xor_sync(~0u, odd ? x[0] : x[2], 1);
+        const float second = __shfl_xor_sync(~0u, odd ? x[1] : x[3], 1);
+        *reinterpret_cast<float4*>(to + 8 * tile) =
+            odd ? float4{first, second, x[2], x[3]} : float4{x[0], x[1], first, second};
+      }
+    }
   }
 
   static __device__ void SetDiagonal(float value, State& s) {
@@ -377,7 +393,7 @@ void ScanKernel(const __grid_constant__ Scan<T> scan) {
     const bool there = token < tokens;
 #pragma unroll
     for (int panel = 0; panel < L::kPanels; ++panel)
-      copy(panel, there ? element_of(token) + kTileCols * panel : 0, there);
+      copy(panel, element_of(token) + kTileCols * panel, there);
   };
   const auto copy_operands = [&](int chunk) {
     const uint32_t to = slot_of(chunk) + copy_to;
@@ -565,7 +581,8 @@ __global__ __launch_bounds__(kCombineThreads) void CombineKernel(Segments segmen
   }
 }
 
-// With more blocks than these there are enough on a multiprocessor of a large GPU to hide latency.
+// Up to so many blocks, two on each multiprocessor of a large GPU, it is faster that a chunk takes less
+// time; with more, that more of them hide each other's latency.
 constexpr int64_t kSplitBlocks = 264;
 
 // The whole sequence, or segment by segment: first what each does to a state, then, from the state at
@@ -589,10 +606,17 @@ cudaError_t Run(cudaStream_t stream, Scan<T> scan, int64_t heads) {
                      scan.segments, scan.inexact);
     if (error != cudaSuccess) return error;
   }
-  if constexpr (N == kTileCols)
-    if (heads * segments > kSplitBlocks)
-      return launch(output, std::integral_constant<Work, Work::kTogether>(), segments);
-  return launch(output, std::integral_constant<Work, Work::kSplit>(), segments);
+  const auto split = [&] {
+    return launch(output, std::integral_constant<Work, Work::kSplit>(), segments);
+  };
+  if constexpr (N > kTileCols) {
+    return split();
+  } else {
+    const cudaError_t error =
+        heads * segments > kSplitBlocks ? cudaErrorNotSupported : split();
+    if (error != cudaErrorNotSupported) return error;
+    return launch(output, std::integral_constant<Work, Work::kTogether>(), segments);
+  }
 }
 
 }  // namespace

@@ -41,23 +41,35 @@ def why_not(platform: str, stage: str, options: Options, operands: Mapping[str, 
     return None
 
 
-def on_matrix_units(platform: str, options: Options, r: Keys) -> bool:
+def _on_matrix_units(platform: str, options: Options, r: Any) -> bool:
     """Whether the kernels on matrix units run a call, rather than those that take one token at a
-    time, which are exact, take all dtypes and head sizes, and are as fast on a few tokens."""
+    time in float32, which have all dtypes and head sizes and are as fast on a few tokens. The
+    former leave a head whose decays are out of their range to the latter."""
     return (
         platform == "cuda"
         and r.dtype != jnp.float32
         and options.precision != jax.lax.Precision.HIGHEST
         and r.shape[-1] in MATRIX_HEAD_SIZES
+        and r.ndim == 4
         and r.shape[1] >= MATRIX_TOKENS
     )
 
 
-def _scan_segments(heads: int, frames: int) -> int:
-    """Into how many segments the kernels on matrix units split a sequence. Splitting costs a pass over
-    the sequence, and gives few heads more of a large GPU, which has 132 multiprocessors of 4 blocks."""
-    few = 0 < heads < 96
-    return max(1, min(frames, 264 // heads + 1)) if few else 1
+def how(platform: str, options: Options, operands: Mapping[str, Any]) -> str:
+    if _on_matrix_units(platform, options, operands["r"]):
+        return "CUDA kernels on matrix units, bfloat16 with float32 sums"
+    language = {"cpu": "C++", "cuda": "CUDA"}[platform]
+    return f"{language} kernels, one token at a time in float32"
+
+
+def _scan_segments(heads: int, size: int, frames: int) -> int:
+    """Into how many segments the kernels on matrix units split a sequence so as to give few heads
+    more of a large GPU. Splitting costs a pass over the sequence and shortens two: measured on 132
+    multiprocessors, it pays from about 8 segments on, which 64 heads of 64 can fill the GPU with;
+    a head of 128 takes a multiprocessor to itself, and 3 segments pay."""
+    if heads == 0 or heads > (64 if size == 64 else 42):
+        return 1
+    return max(1, min(frames, max(8, 128 // heads + 1) if size == 64 else 128 // heads))
 
 
 def forward(
@@ -74,15 +86,15 @@ def forward(
     batch, tokens, heads, size = r.shape
     frames = _chunked.boundaries(tokens, CHUNK)
     target = FORWARD
-    attributes = {"decay": DECAY_CODES[options.decay]}
+    attributes: dict[str, Any] = {"decay": DECAY_CODES[options.decay]}
     results = [
         (v.shape, v.dtype),
         (initial_state.shape, jnp.float32),
         ((batch, frames if options.save else 0, heads, size, size), jnp.float32),
     ]
-    if on_matrix_units(platform, options, r):
+    if _on_matrix_units(platform, options, r):
         target = CHUNK_FORWARD
-        segments = _scan_segments(batch * heads, frames)
+        segments = _scan_segments(batch * heads, size, frames)
         attributes["segments"] = segments
         results += _scratch(batch, heads, _summaries(size, segments))
     y, final_state, states, *_ = _ffi.call(
@@ -130,11 +142,11 @@ def backward(
     inputs = (r, w, k, v, a, b)
     batch, frames, heads, size, _ = states.shape
     target = BACKWARD
-    attributes = {"decay": DECAY_CODES[options.decay]}
+    attributes: dict[str, Any] = {"decay": DECAY_CODES[options.decay]}
     results = [(x.shape, x.dtype) for x in (*inputs, dfinal_state)]
-    if on_matrix_units(platform, options, r):
+    if _on_matrix_units(platform, options, r):
         target = CHUNK_BACKWARD
-        segments = _scan_segments(batch * heads, frames)
+        segments = _scan_segments(batch * heads, size, frames)
         attributes["segments"] = segments
         floats = frames * size * size // 2 + _summaries(size, segments)
         results += _scratch(batch, heads, max(floats, _replay(size)))

@@ -15,6 +15,10 @@ def why_not(platform: str, stage: str, options: Options, operands: Mapping[str, 
     return None
 
 
+def how(platform: str, options: Options, operands: Mapping[str, Any]) -> str:
+    return "lax.scan, one token at a time in float32"
+
+
 def step(
     options: Options,
     platform: str,

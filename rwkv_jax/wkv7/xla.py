@@ -32,6 +32,10 @@ def why_not(platform: str, stage: str, options: Options, operands: Mapping[str, 
     return None
 
 
+def how(platform: str, options: Options, operands: Mapping[str, Any]) -> str:
+    return "chunks in plain jax.numpy"
+
+
 def _block(options: Options, state: State, *inputs: Array) -> tuple[State, Values]:
     out_dtype = inputs[3].dtype
     d = decay_factor(inputs[1], options.decay)
