@@ -751,6 +751,7 @@ __global__ __launch_bounds__(4 * N, N == 64 ? 2 : 1) void GradientKernel(
     reads[tile][e] = slope[tile][e] * (reads[tile][e] - own_reads[tile][e] + total[e / 2]);
   });
   channels(L::kAt).template StoreSum<T>(first_block, reads);
+  wait_for_group();
   emit(own(L::kAt), half * kHalf, kHalf, in.dw);
 }
 
