@@ -241,7 +241,7 @@ __device__ void StoreLower(int warp, uint32_t tile, bool diagonal, const Sum<8>&
   }
 }
 
-// Waits for `threads` threads, those that give the same number; 0 is __syncthreads.
+// Waits for `threads` threads, those that give the same number; 0 is taken by __syncthreads.
 __device__ void Synchronize(int number, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
@@ -520,7 +520,7 @@ __global__ __launch_bounds__(4 * N, N == 64 ? 2 : 1) void GradientKernel(
   const auto wait_for_half = [&] { Synchronize(1 + L::kGroups + half, 128 * L::kPanels); };
   const auto wait_for_all = [&] {
     PublishOperands();
-    Synchronize(0, L::kThreads);
+    Synchronize(1 + L::kGroups + 2, L::kThreads);
   };
   // Rows of a tile, which all warps of this warpgroup have stored their channels to, go out.
   const auto emit = [&](uint32_t tile, int first_row, int rows, T* out) {
@@ -751,7 +751,7 @@ __global__ __launch_bounds__(4 * N, N == 64 ? 2 : 1) void GradientKernel(
     reads[tile][e] = slope[tile][e] * (reads[tile][e] - own_reads[tile][e] + total[e / 2]);
   });
   channels(L::kAt).template StoreSum<T>(first_block, reads);
-  wait_for_group();
+  __syncthreads();
   emit(own(L::kAt), half * kHalf, kHalf, in.dw);
 }
 
