@@ -43,6 +43,7 @@ struct Frames {
   const T *r, *w, *k, *v, *a, *b, *dy;
   T *dr, *dw, *dk, *dv, *da, *db;
   int64_t tokens, heads;
+  unsigned all_heads;  // B * H
   Decay decay;
   const float* states;
   FrameGradients gradients;
@@ -347,7 +348,8 @@ __global__ __launch_bounds__(4 * N, N == 64 ? 2 : 1) void GradientKernel(
   const uint32_t shared = SharedAddress(memory);
   const int warp = Warp() % 4, group = Warp() / 4, panel = group / 2, half = group % 2;
   const int lane = Lane();
-  const int64_t head = blockIdx.x, frame = blockIdx.y, frames = gridDim.y;
+  const int64_t head = blockIdx.x % in.all_heads, frame = blockIdx.x / in.all_heads;
+  const int64_t frames = gridDim.x / in.all_heads;
   if (in.inexact != nullptr && in.inexact[head] != 0.0f) return;
 
   const int64_t batch = head / in.heads, first_token = frame * kFrame;
@@ -760,6 +762,7 @@ __global__ __launch_bounds__(4 * N, N == 64 ? 2 : 1) void GradientKernel(
 cudaError_t Wkv7FrameBackward(cudaStream_t stream, const Wkv7BackwardCall& call,
                               const FrameGradients& gradients, const float* inexact) {
   if (call.dims.tokens == 0) return cudaSuccess;
+  const unsigned heads = static_cast<unsigned>(call.dims.batch * call.dims.heads);
   return ForHalfTypes<64, 128>(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
     using T = decltype(zero);
     using L = FrameLayout<size()>;
@@ -768,10 +771,9 @@ cudaError_t Wkv7FrameBackward(cudaStream_t stream, const Wkv7BackwardCall& call,
     const Frames<T> frames{in(call.r),  in(call.w),  in(call.k),  in(call.v),  in(call.a),
                            in(call.b),  in(call.dy), out(call.dr), out(call.dw), out(call.dk),
                            out(call.dv), out(call.da), out(call.db), call.dims.tokens,
-                           call.dims.heads, call.decay, call.states, gradients, inexact};
-    const dim3 blocks(static_cast<unsigned>(call.dims.batch * call.dims.heads),
-                      static_cast<unsigned>(call.dims.saved));
-    return Launch(GradientKernel<T, size()>, blocks, L::kThreads, L::kBytes, stream, frames);
+                           call.dims.heads, heads, call.decay, call.states, gradients, inexact};
+    return Launch(GradientKernel<T, size()>, static_cast<unsigned>(heads * call.dims.saved),
+                  L::kThreads, L::kBytes, stream, frames);
   });
 }
 
