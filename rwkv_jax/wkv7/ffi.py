@@ -65,11 +65,11 @@ def how(platform: str, options: Options, operands: Mapping[str, Any]) -> str:
 def _scan_segments(heads: int, size: int, frames: int) -> int:
     """Into how many segments the kernels on matrix units split a sequence so as to give few heads
     more of a large GPU. Splitting costs a pass over the sequence and shortens two: measured on 132
-    multiprocessors, it pays from about 8 segments on, which 64 heads of 64 can fill the GPU with;
-    a head of 128 takes a multiprocessor to itself, and 3 segments pay."""
+    multiprocessors, which hold two blocks each in the first pass over heads of 64, it pays from 8
+    segments on, and up to 64 heads; a head of 128 takes a multiprocessor to itself, and 3 pay."""
     if heads == 0 or heads > (64 if size == 64 else 42):
         return 1
-    return max(1, min(frames, max(8, 128 // heads + 1) if size == 64 else 128 // heads))
+    return max(1, min(frames, max(8, 264 // heads + 1) if size == 64 else 128 // heads))
 
 
 def forward(
