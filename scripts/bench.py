@@ -55,6 +55,9 @@ STEPS = {"wkv7": "wkv7_step"}
 STEP_SHAPES = {"step 256x64x64": (256, 64, 64)}
 """Decoding, [B, H, K]."""
 
+LOOP_HEADS, LOOP_KEYS, LOOP_TOKENS = 32, 64, 1000
+"""One sequence decoded inside one program, where what a call of a kernel costs shows."""
+
 DEFAULTS = {
     "cpu": {"dtype": "float32", "shapes": ["1x1024x12x64"]},
     "gpu": {"dtype": "bfloat16", "shapes": [*list(BENCH_SHAPES)[:4], *STEP_SHAPES]},
@@ -424,6 +427,22 @@ def measure(args: argparse.Namespace, shape: str, copy_speed: float) -> list[Row
     return rows
 
 
+def loop_us(args: argparse.Namespace) -> float:
+    """Microseconds for a token decoded by `wkv7_step` inside a jitted loop."""
+    case = Case(1, 1, LOOP_HEADS, LOOP_KEYS, dtype=args.dtype, decay=args.decay)
+    inputs, _ = OPERATORS["wkv7_step"].make(case)
+    state, v = inputs.pop("state"), inputs.pop("v")
+
+    def token(_: int, carried: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        y, state = rwkv_jax.wkv7_step(**inputs, v=carried[0], state=carried[1], decay=args.decay)
+        return y, state
+
+    program = jax.jit(lambda v, state: jax.lax.fori_loop(0, LOOP_TOKENS, token, (v, state)))
+    operands = jnp.asarray(v), jnp.asarray(state)
+    samples = [seconds(lambda: program(*operands)) for _ in range(1 + args.repeats)]
+    return 1e6 * statistics.median(samples[1:]) / LOOP_TOKENS
+
+
 def copy_gb_s(device: str) -> float:
     """The speed of a large copy on the device, bytes read plus bytes written."""
     size = {"cpu": 2**26, "gpu": 2**28}[device]
@@ -537,14 +556,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     kind, copy_speed = jax.devices()[0].device_kind, copy_gb_s(args.device)
     title = f"{args.op}, {args.dtype}, {kind}, {os.cpu_count()} cores, jax {jax.__version__}"
     rows = [row for shape in args.shapes for row in measure(args, shape, copy_speed)]
+    loop = loop_us(args) if args.op == "wkv7" else None
     if args.json:
-        about = {"title": title, "decay": args.decay, "copy_gb_s": copy_speed}
+        about = {"title": title, "decay": args.decay, "copy_gb_s": copy_speed, "loop_us": loop}
         about |= {"build": rwkv_jax.build_info(), "rows": [asdict(row) for row in rows]}
         args.json.write_text(json.dumps(about, indent=2) + "\n")
     if args.plot and any(row.ms for row in rows):
         plot(rows, copy_speed, title, args.plot)
     print(f"{title}; a copy runs at {copy_speed:.1f} GB/s")
     print(*table(rows), sep="\n")
+    if loop:
+        where = f"{LOOP_HEADS} heads of {LOOP_KEYS}, inside a jitted loop"
+        print(f"\none token of one sequence, {where}: {loop:.2f} us")
     return int(any(row.failed and row.ours for row in rows))
 
 
