@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "ptx.cuh"
 #include "rwkv_jax/types.h"
 
 namespace rwkv_jax::cuda {
@@ -26,7 +27,11 @@ cudaError_t Launch(void (*kernel)(Parameters...), dim3 blocks, int threads, size
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                  static_cast<int>(shared_bytes));
   if (error != cudaSuccess) return error;
+#ifdef RWKV_JAX_EMULATION
+  emulation::Launch([&] { kernel(arguments...); }, blocks, threads);
+#else
   kernel<<<blocks, threads, shared_bytes, stream>>>(arguments...);
+#endif
   return cudaGetLastError();
 }
 

@@ -6,11 +6,10 @@
 // while the warps go on; for any other architecture it is mma.sync. Only this file knows of that.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <cstdint>
 #include <type_traits>
+
+#include "ptx.cuh"
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #define RWKV_JAX_WARPGROUP_PRODUCTS 1
@@ -35,31 +34,15 @@ struct Pair;
 
 template <>
 struct Pair<__nv_bfloat16> {
-  static __device__ uint32_t Round(float low, float high) {
-    uint32_t pair;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-  }
+  static __device__ uint32_t Round(float low, float high) { return RoundToBf16(low, high); }
+  static __device__ uint32_t Multiply(uint32_t a, uint32_t b) { return MultiplyBf16(a, b); }
   static __device__ float Low(uint32_t pair) { return __uint_as_float(pair << 16); }
   static __device__ float High(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
-  static __device__ uint32_t Multiply(uint32_t a, uint32_t b) {
-    uint32_t pair;
-#if __CUDA_ARCH__ >= 900
-    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
-#else
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(a), "r"(b), "r"(0x80008000u));  // + -0
-#endif
-    return pair;
-  }
 };
 
 template <>
 struct Pair<__half> {
-  static __device__ uint32_t Round(float low, float high) {
-    uint32_t pair;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-  }
+  static __device__ uint32_t Round(float low, float high) { return RoundToHalf(low, high); }
   static __device__ float Low(uint32_t pair) {
     return __low2float(*reinterpret_cast<const __half2*>(&pair));
   }
@@ -88,10 +71,6 @@ __device__ inline int Lane() { return threadIdx.x % 32; }
 
 // By way of a shuffle, so that the compiler knows that all lanes agree.
 __device__ inline int Warp() { return __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0); }
-
-__device__ inline uint32_t SharedAddress(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
 
 // A tile in shared memory has rows of 64 elements, 128 bytes: eight pieces of 16 bytes, of which the
 // p-th lies in place p ^ (row % 8), so that eight rows of one piece, or eight pieces of one row, lie
@@ -132,47 +111,19 @@ __device__ inline uint32_t PackedBlockAddressByRows(uint32_t block) {
   return block + Lane() * 16;
 }
 
-__device__ inline void LoadMatrices(uint32_t address, uint32_t (&x)[4]) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-               : "r"(address)
-               : "memory");
-}
-
-__device__ inline void LoadTransposed(uint32_t address, uint32_t (&x)[4]) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-               : "r"(address)
-               : "memory");
-}
-
-// An 8 x 8 matrix across the lanes, transposed.
-__device__ inline uint32_t Transposed(uint32_t x) {
-  uint32_t y;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
-  return y;
-}
-
 __device__ inline void StoreMatrices(uint32_t address, const uint32_t (&x)[4]) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
-               "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
-               : "memory");
+  StoreMatricesNatively(address, x);
 #else
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const uint32_t row = __shfl_sync(~0u, address, 8 * i + Lane() / 4);
-    asm volatile("st.shared.b32 [%0], %1;" ::"r"(row + 4 * (Lane() % 4)), "r"(x[i]) : "memory");
-  }
+  for (int i = 0; i < 4; ++i)
+    StoreWord(__shfl_sync(~0u, address, 8 * i + Lane() / 4) + 4 * (Lane() % 4), x[i]);
 #endif
 }
 
 __device__ inline void StoreTransposed(uint32_t address, const uint32_t (&x)[4]) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                   address),
-               "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
-               : "memory");
+  StoreTransposedNatively(address, x);
 #else
   StoreMatrices(address, {Transposed(x[0]), Transposed(x[1]), Transposed(x[2]), Transposed(x[3])});
 #endif
@@ -185,22 +136,6 @@ __device__ inline void LoadLeft(uint32_t tile, int row, int block, Left& a) {
 
 __device__ inline void LoadLeftTransposed(uint32_t tile, int row, int block, Left& a) {
   LoadTransposed(BlockAddressByRows(tile, row, block), a);
-}
-
-// sum += a b of one warp; b0 and b1 are the upper and the lower 8 x 8 of b, each as its transpose.
-__device__ inline void WarpMultiply(float (&sum)[4], const Left& a, uint32_t b0, uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-      "{%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-// The same on float16 operands.
-__device__ inline void WarpMultiplyHalf(float (&sum)[4], const Left& a, uint32_t b0, uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-      "{%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 // Operands in shared memory: 16 steps k of the sum, and 8 * kTiles columns of a right operand or, for
@@ -402,51 +337,5 @@ __device__ void Multiply(Sum<kTiles>& sum, int warp, const LeftTile& a, const Ri
   Multiply<kAdd>(sum, rows, b);
 #endif
 }
-
-// Copies 16 bytes from global to shared memory without waiting, or clears them and reads nothing.
-__device__ inline void CopyAsync(uint32_t to, const void* from, bool present) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
-               "r"(present ? 16 : 0)
-               : "memory");
-}
-
-// Counts the arrivals of copies: a phase ends when those of all threads have arrived.
-class CopyBarrier {
- public:
-  __device__ explicit CopyBarrier(uint32_t address) : address_(address) {}
-
-  __device__ void Init(int threads) const {
-    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(address_), "r"(threads) : "memory");
-  }
-  // Arrives once all copies that this thread has started are done.
-  __device__ void ArriveAfterCopies() const {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(address_) : "memory");
-  }
-  __device__ void Wait(uint32_t parity) const {
-    uint32_t done;
-    do {
-#if __CUDA_ARCH__ >= 900
-      asm volatile(
-          "{.reg .pred done; mbarrier.try_wait.parity.shared.b64 done, [%1], %2; "
-          "selp.u32 %0, 1, 0, done;}"
-          : "=r"(done)
-          : "r"(address_), "r"(parity)
-          : "memory");
-#else
-      asm volatile(
-          "{.reg .pred done; mbarrier.test_wait.parity.shared.b64 done, [%1], %2; "
-          "selp.u32 %0, 1, 0, done;}"
-          : "=r"(done)
-          : "r"(address_), "r"(parity)
-          : "memory");
-#endif
-    } while (!done);
-  }
-
- private:
-  uint32_t address_;
-};
-
-__device__ inline void WaitForCopies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 }  // namespace rwkv_jax::cuda

@@ -19,18 +19,6 @@ constexpr float kMaxFrameLog2 = 86.0f;
 
 constexpr float kLog2E = 1.4426950408889634f;
 
-__device__ inline float Exp2(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-__device__ inline float Reciprocal(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 // Log decays are summed as float16, times this scale so that slow ones are not subnormal: the
 // rounding of one changes its factor d by a relative |log d| / 4096 at most.
 constexpr float kLogScale = 256.0f;

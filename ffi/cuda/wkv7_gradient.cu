@@ -242,11 +242,6 @@ __device__ void StoreLower(int warp, uint32_t tile, bool diagonal, const Sum<8>&
   }
 }
 
-// Waits for `threads` threads, those that give the same number; 0 is taken by __syncthreads.
-__device__ void Synchronize(int number, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
-}
-
 // 16 x 16 blocks of a tile of tokens by tokens.
 struct SquareTile {
   uint32_t tile;
@@ -344,7 +339,7 @@ __global__ __launch_bounds__(4 * N, N == 64 ? 2 : 1) void GradientKernel(
     const __grid_constant__ Frames<T> in) {
   using L = FrameLayout<N>;
   constexpr int kBlocks = N / kSub;
-  extern __shared__ __align__(kTileAlignment) unsigned char memory[];
+  RWKV_JAX_DYNAMIC_SHARED(kTileAlignment, memory);
   const uint32_t shared = SharedAddress(memory);
   const int warp = Warp() % 4, group = Warp() / 4, panel = group / 2, half = group % 2;
   const int lane = Lane();

@@ -337,7 +337,7 @@ void ScanKernel(const __grid_constant__ Scan<T> scan) {
   constexpr bool kTogether = kWork == Work::kTogether;
   static_assert(!kTogether || N == kTileCols, "a warpgroup advances 64 rows of a state");
   using Tiles = StateTiles<N>;
-  extern __shared__ __align__(kTileAlignment) unsigned char memory[];
+  RWKV_JAX_DYNAMIC_SHARED(kTileAlignment, memory);
   const uint32_t shared = SharedAddress(memory);
   const int warpgroup = kTogether ? 0 : Warp() / 4, warp = Warp() % (4 * L::kPanels);  // of its state
   const bool identity = L::kSummary && warpgroup >= L::kPanels;
@@ -548,7 +548,8 @@ __global__ __launch_bounds__(kCombineThreads) void CombineKernel(Segments segmen
                                                                  const float* inexact) {
   constexpr int kCols = kCombineRows * N / kCombineThreads;
   __shared__ float s[kCombineRows][N];
-  extern __shared__ __align__(16) float factor[];  // [N, N]
+  RWKV_JAX_DYNAMIC_SHARED(16, memory);
+  float* const factor = reinterpret_cast<float*>(memory);  // [N, N]
   const int64_t head = blockIdx.x;
   const int first_row = blockIdx.y * kCombineRows;
   const int row = threadIdx.x * kCols / N, col = threadIdx.x * kCols % N;
@@ -583,7 +584,11 @@ __global__ __launch_bounds__(kCombineThreads) void CombineKernel(Segments segmen
 
 // Up to so many blocks, two on each multiprocessor of a large GPU, it is faster that a chunk takes less
 // time; with more, that more of them hide each other's latency.
+#ifdef RWKV_JAX_EMULATION
+constexpr int64_t kSplitBlocks = 1;  // so that small tests have both
+#else
 constexpr int64_t kSplitBlocks = 264;
+#endif
 
 // The whole sequence, or segment by segment: first what each does to a state, then, from the state at
 // the start of each, all of them at once.

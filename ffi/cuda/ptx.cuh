@@ -1,0 +1,172 @@
+// The instructions that CUDA C++ has no name for, and nothing else, so that the kernels can be tested on
+// a machine without a GPU: tests/emulation has the same functions for threads that a CPU runs.
+#pragma once
+
+#ifdef RWKV_JAX_EMULATION
+#include "emulation.h"
+#else
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+// The shared memory that a launch asks for.
+#define RWKV_JAX_DYNAMIC_SHARED(alignment, name) \
+  extern __shared__ __align__(alignment) unsigned char name[]
+
+namespace rwkv_jax::cuda {
+
+__device__ inline uint32_t SharedAddress(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// Waits for `threads` threads, those that give the same number; 0 is taken by __syncthreads.
+__device__ inline void Synchronize(int number, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+
+__device__ inline float Exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ inline float Reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Pairs of 16-bit elements in one register.
+__device__ inline uint32_t RoundToBf16(float low, float high) {
+  uint32_t pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+__device__ inline uint32_t RoundToHalf(float low, float high) {
+  uint32_t pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+__device__ inline uint32_t MultiplyBf16(uint32_t a, uint32_t b) {
+  uint32_t pair;
+#if __CUDA_ARCH__ >= 900
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
+#else
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(a), "r"(b), "r"(0x80008000u));  // + -0
+#endif
+  return pair;
+}
+
+// Four 8 x 8 matrices of 16-bit elements: lane l points to row l % 8 of matrix l / 8, and of each has
+// row l / 4, columns 2 (l % 4) and the next (of its transpose, where it is transposed).
+__device__ inline void LoadMatrices(uint32_t address, uint32_t (&x)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(address)
+               : "memory");
+}
+
+__device__ inline void LoadTransposed(uint32_t address, uint32_t (&x)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(address)
+               : "memory");
+}
+
+// An 8 x 8 matrix across the lanes, transposed.
+__device__ inline uint32_t Transposed(uint32_t x) {
+  uint32_t y;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
+}
+
+#if __CUDA_ARCH__ >= 900
+__device__ inline void StoreMatricesNatively(uint32_t address, const uint32_t (&x)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+               "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+               : "memory");
+}
+
+__device__ inline void StoreTransposedNatively(uint32_t address, const uint32_t (&x)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                   address),
+               "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+               : "memory");
+}
+#endif
+
+__device__ inline void StoreWord(uint32_t address, uint32_t x) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
+}
+
+// sum += a b of one warp, all in the registers of its lanes as matrix.cuh has them; b0 and b1 are the upper and the lower 8 x 8 of b, each as its transpose.
+__device__ inline void WarpMultiply(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0,
+                                    uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// The same on float16 operands.
+__device__ inline void WarpMultiplyHalf(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0,
+                                    uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Copies 16 bytes from global to shared memory without waiting, or clears them and reads nothing.
+__device__ inline void CopyAsync(uint32_t to, const void* from, bool present) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+               "r"(present ? 16 : 0)
+               : "memory");
+}
+
+// Counts the arrivals of copies: a phase ends when those of all threads have arrived.
+class CopyBarrier {
+ public:
+  __device__ explicit CopyBarrier(uint32_t address) : address_(address) {}
+
+  __device__ void Init(int threads) const {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(address_), "r"(threads) : "memory");
+  }
+  // Arrives once all copies that this thread has started are done.
+  __device__ void ArriveAfterCopies() const {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(address_) : "memory");
+  }
+  __device__ void Wait(uint32_t parity) const {
+    uint32_t done;
+    do {
+#if __CUDA_ARCH__ >= 900
+      asm volatile(
+          "{.reg .pred done; mbarrier.try_wait.parity.shared.b64 done, [%1], %2; "
+          "selp.u32 %0, 1, 0, done;}"
+          : "=r"(done)
+          : "r"(address_), "r"(parity)
+          : "memory");
+#else
+      asm volatile(
+          "{.reg .pred done; mbarrier.test_wait.parity.shared.b64 done, [%1], %2; "
+          "selp.u32 %0, 1, 0, done;}"
+          : "=r"(done)
+          : "r"(address_), "r"(parity)
+          : "memory");
+#endif
+    } while (!done);
+  }
+
+ private:
+  uint32_t address_;
+};
+
+__device__ inline void WaitForCopies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+}  // namespace rwkv_jax::cuda
+
+#endif  // RWKV_JAX_EMULATION

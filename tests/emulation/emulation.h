@@ -1,0 +1,378 @@
+// CUDA on one CPU thread, as far as the kernels on matrix units need it: a block at a time, each of its
+// threads a fiber that runs until it has to wait for others. Which warp runs next is drawn at random
+// from `seed`, so that a barrier that is missing shows as a result that depends on the seed.
+//
+// It takes the place of ffi/cuda/ptx.cuh, compiled as for sm_80.
+#pragma once
+
+#include <immintrin.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <random>
+#include <vector>
+
+#define __CUDACC__ 1
+#define __CUDA_ARCH__ 800
+#define __global__
+#define __device__
+#define __host__
+#define __grid_constant__
+#define __launch_bounds__(...)
+#define __shared__ static  // one block at a time
+
+struct dim3 {
+  unsigned x, y, z;
+  dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+};
+struct float2 {
+  float x, y;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+struct uint2 {
+  uint32_t x, y;
+};
+struct alignas(16) uint4 {
+  uint32_t x, y, z, w;
+};
+struct __nv_bfloat16 {
+  uint16_t bits = 0;
+};
+struct __half {
+  uint16_t bits = 0;
+};
+struct __half2 {
+  __half x, y;
+};
+
+using cudaError_t = int;
+using cudaStream_t = void*;
+enum {
+  cudaSuccess,
+  cudaErrorInvalidValue,
+  cudaErrorNotSupported,
+  cudaFuncAttributeMaxDynamicSharedMemorySize,
+  cudaDevAttrMaxSharedMemoryPerBlockOptin
+};
+
+namespace emulation {
+
+constexpr int kSharedBytes = 232448;
+alignas(1024) inline unsigned char shared[kSharedBytes];
+inline std::mt19937 random;
+
+struct Fiber {
+  ucontext_t context;
+  std::vector<char> stack = std::vector<char>(1 << 17);
+  std::function<bool()> ready;
+  unsigned thread;
+  bool done;
+};
+struct Barrier {
+  unsigned arrived = 0, generation = 0;
+  bool all = true, result = true;
+};
+struct WarpState {
+  uint32_t posted[32][6];  // what each lane shows the others
+  Barrier barrier;
+};
+
+inline std::vector<Fiber> fibers;
+inline Fiber* current;
+inline ucontext_t scheduler;
+inline std::function<void()> kernel;
+inline std::map<int, Barrier> barriers;
+inline std::vector<WarpState> warps;
+inline dim3 block_index, grid;
+inline unsigned threads;
+
+inline int Lane() { return current->thread % 32; }
+inline WarpState& OwnWarp() { return warps[current->thread / 32]; }
+
+inline void WaitUntil(std::function<bool()> ready) {
+  if (ready()) return;
+  current->ready = std::move(ready);
+  swapcontext(&current->context, &scheduler);
+}
+
+inline bool Arrive(Barrier& barrier, unsigned count, bool value = true) {
+  const unsigned generation = barrier.generation;
+  barrier.all = barrier.all && value;
+  if (++barrier.arrived == count) {
+    barrier.result = barrier.all;
+    barrier.all = true;
+    barrier.arrived = 0;
+    ++barrier.generation;
+  }
+  WaitUntil([&barrier, generation] { return barrier.generation != generation; });
+  return barrier.result;
+}
+
+// All lanes post, then all read, before any goes on.
+template <typename Read>
+auto Exchange(std::initializer_list<uint32_t> words, Read&& read) {
+  WarpState& warp = OwnWarp();
+  std::copy(words.begin(), words.end(), warp.posted[Lane()]);
+  Arrive(warp.barrier, 32);
+  auto result = read(warp.posted);
+  Arrive(warp.barrier, 32);
+  return result;
+}
+
+inline void RunFiber() {
+  kernel();
+  current->done = true;
+  swapcontext(&current->context, &scheduler);
+}
+
+inline void RunBlock() {
+  barriers.clear();
+  warps.assign(threads / 32, {});
+  std::memset(shared, 0xff, sizeof(shared));  // NaN, in all types
+  for (unsigned t = 0; t < threads; ++t) {
+    Fiber& fiber = fibers[t];
+    getcontext(&fiber.context);
+    fiber.context.uc_stack.ss_sp = fiber.stack.data();
+    fiber.context.uc_stack.ss_size = fiber.stack.size();
+    fiber.context.uc_link = &scheduler;
+    fiber.ready = nullptr;
+    fiber.thread = t;
+    fiber.done = false;
+    makecontext(&fiber.context, RunFiber, 0);
+  }
+  const auto runs = [](Fiber& fiber) {
+    if (fiber.done || (fiber.ready && !fiber.ready())) return false;
+    fiber.ready = nullptr;
+    current = &fiber;
+    swapcontext(&scheduler, &fiber.context);
+    return true;
+  };
+  // A warp runs as far as it can; then another one is drawn.
+  std::vector<unsigned> order(threads / 32);
+  for (unsigned i = 0; i < order.size(); ++i) order[i] = i;
+  for (;;) {
+    std::shuffle(order.begin(), order.end(), random);
+    bool any = false;
+    for (unsigned warp : order) {
+      bool ran;
+      do {
+        ran = false;
+        for (unsigned lane = 0; lane < 32; ++lane) ran |= runs(fibers[32 * warp + lane]);
+        any |= ran;
+      } while (ran);
+      if (any) break;
+    }
+    if (any) continue;
+    if (std::all_of(fibers.begin(), fibers.begin() + threads, [](auto& f) { return f.done; })) return;
+    std::fprintf(stderr, "the threads of a block wait for each other\n");
+    std::abort();
+  }
+}
+
+inline void Launch(std::function<void()> call, dim3 blocks, int block_threads) {
+  kernel = std::move(call);
+  grid = blocks;
+  threads = block_threads;
+  if (fibers.size() < threads) fibers.resize(threads);
+  for (unsigned z = 0; z < grid.z; ++z)
+    for (unsigned y = 0; y < grid.y; ++y)
+      for (unsigned x = 0; x < grid.x; ++x) {
+        block_index = dim3(x, y, z);
+        RunBlock();
+      }
+}
+
+inline float FromBf16(uint16_t bits) {
+  const uint32_t word = uint32_t{bits} << 16;
+  float x;
+  std::memcpy(&x, &word, 4);
+  return x;
+}
+inline uint16_t ToBf16(float x) {
+  uint32_t word;
+  std::memcpy(&word, &x, 4);
+  if ((word & 0x7fffffff) > 0x7f800000) return 0x7fff;
+  return static_cast<uint16_t>((word + 0x7fff + (word >> 16 & 1)) >> 16);
+}
+inline float FromHalf(uint16_t bits) { return _cvtsh_ss(bits); }
+
+// One warp's product of 16 x 16 and 16 x 8, from elements that `value` reads.
+template <typename Value>
+void Multiply(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, Value&& value) {
+  Exchange({a[0], a[1], a[2], a[3], b0, b1}, [&](const auto& posted) {
+    for (int e = 0; e < 4; ++e) {
+      const int row = Lane() / 4 + e / 2 * 8, col = 2 * (Lane() % 4) + e % 2;
+      for (int k = 0; k < 16; ++k) {
+        const uint32_t left = posted[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2];
+        const uint32_t right = posted[col * 4 + k % 8 / 2][4 + k / 8];
+        sum[e] += value(left >> k % 2 * 16) * value(right >> k % 2 * 16);
+      }
+    }
+    return 0;
+  });
+}
+
+template <typename T>
+T Shuffle(T x, int source) {
+  uint32_t word;
+  std::memcpy(&word, &x, 4);
+  word = Exchange({word}, [&](const auto& posted) { return posted[source][0]; });
+  std::memcpy(&x, &word, 4);
+  return x;
+}
+
+struct Index {
+  unsigned x;
+};
+
+}  // namespace emulation
+
+#define threadIdx (emulation::Index{emulation::current->thread})
+#define blockIdx (emulation::block_index)
+#define gridDim (emulation::grid)
+
+template <typename Kernel>
+cudaError_t cudaFuncSetAttribute(Kernel, int, int) {
+  return cudaSuccess;
+}
+inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+inline cudaError_t cudaGetDevice(int* device) { return *device = 0; }
+inline cudaError_t cudaDeviceGetAttribute(int* value, int, int) {
+  *value = emulation::kSharedBytes;
+  return cudaSuccess;
+}
+
+inline float __uint_as_float(uint32_t word) {
+  float x;
+  std::memcpy(&x, &word, 4);
+  return x;
+}
+inline float __low2float(__half2 pair) { return emulation::FromHalf(pair.x.bits); }
+inline float __high2float(__half2 pair) { return emulation::FromHalf(pair.y.bits); }
+inline void __syncthreads() { emulation::Arrive(emulation::barriers[0], emulation::threads); }
+inline int __syncthreads_and(int value) {
+  return emulation::Arrive(emulation::barriers[0], emulation::threads, value != 0);
+}
+inline void __syncwarp() { emulation::Arrive(emulation::OwnWarp().barrier, 32); }
+template <typename T>
+T __shfl_sync(unsigned, T x, int lane, int width = 32) {
+  return emulation::Shuffle(x, emulation::Lane() / width * width + lane % width);
+}
+template <typename T>
+T __shfl_down_sync(unsigned, T x, int step, int width = 32) {
+  const int lane = emulation::Lane(), source = lane + step;
+  return emulation::Shuffle(x, source / width == lane / width ? source : lane);
+}
+template <typename T>
+T __shfl_xor_sync(unsigned, T x, int mask) {
+  return emulation::Shuffle(x, emulation::Lane() ^ mask);
+}
+
+#define RWKV_JAX_DYNAMIC_SHARED(alignment, name) unsigned char* const name = emulation::shared
+
+namespace rwkv_jax::cuda {
+
+inline uint32_t SharedAddress(const void* pointer) {
+  return static_cast<const unsigned char*>(pointer) - emulation::shared;
+}
+
+inline void Synchronize(int number, int threads) {
+  emulation::Arrive(emulation::barriers[number], threads);
+}
+
+inline float Exp2(float x) { return x < -126.0f ? 0.0f : std::exp2(x); }
+inline float Reciprocal(float x) { return 1.0f / x; }
+
+inline uint32_t RoundToBf16(float low, float high) {
+  return emulation::ToBf16(low) | uint32_t{emulation::ToBf16(high)} << 16;
+}
+inline uint32_t RoundToHalf(float low, float high) {
+  return uint32_t{_cvtss_sh(low, 0)} | uint32_t{_cvtss_sh(high, 0)} << 16;
+}
+inline uint32_t MultiplyBf16(uint32_t a, uint32_t b) {
+  const auto value = emulation::FromBf16;
+  return RoundToBf16(value(a) * value(b), value(a >> 16) * value(b >> 16));
+}
+
+inline void LoadBlocks(uint32_t address, bool transposed, uint32_t (&x)[4]) {
+  emulation::Exchange({address}, [&](const auto& posted) {
+    for (int i = 0; i < 4; ++i) {
+      uint16_t pair[2];
+      for (int e = 0; e < 2; ++e) {
+        int row = emulation::Lane() / 4, col = 2 * (emulation::Lane() % 4) + e;
+        if (transposed) std::swap(row, col);
+        std::memcpy(&pair[e], emulation::shared + posted[8 * i + row][0] + 2 * col, 2);
+      }
+      x[i] = pair[0] | uint32_t{pair[1]} << 16;
+    }
+    return 0;
+  });
+}
+inline void LoadMatrices(uint32_t address, uint32_t (&x)[4]) { LoadBlocks(address, false, x); }
+inline void LoadTransposed(uint32_t address, uint32_t (&x)[4]) { LoadBlocks(address, true, x); }
+
+inline uint32_t Transposed(uint32_t x) {
+  return emulation::Exchange({x}, [](const auto& posted) {
+    uint32_t pair = 0;
+    for (int e = 0; e < 2; ++e) {
+      const int row = 2 * (emulation::Lane() % 4) + e, col = emulation::Lane() / 4;
+      pair |= (posted[row * 4 + col / 2][0] >> col % 2 * 16 & 0xffff) << 16 * e;
+    }
+    return pair;
+  });
+}
+
+inline void StoreWord(uint32_t address, uint32_t x) {
+  std::memcpy(emulation::shared + address, &x, 4);
+}
+
+inline void WarpMultiply(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  emulation::Multiply(sum, a, b0, b1, emulation::FromBf16);
+}
+inline void WarpMultiplyHalf(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  emulation::Multiply(sum, a, b0, b1, emulation::FromHalf);
+}
+
+inline void CopyAsync(uint32_t to, const void* from, bool present) {
+  if (present)
+    std::memcpy(emulation::shared + to, from, 16);
+  else
+    std::memset(emulation::shared + to, 0, 16);
+}
+inline void WaitForCopies() {}
+
+class CopyBarrier {
+ public:
+  explicit CopyBarrier(uint32_t address)
+      : state_(reinterpret_cast<State*>(emulation::shared + address)) {}
+
+  void Init(int threads) const {
+    *state_ = {static_cast<uint16_t>(threads), static_cast<uint16_t>(threads), 0};
+  }
+  void ArriveAfterCopies() const {
+    if (--state_->pending > 0) return;
+    state_->pending = state_->threads;
+    ++state_->phase;
+  }
+  void Wait(uint32_t parity) const {
+    emulation::WaitUntil([state = state_, parity] { return state->phase % 2 != parity; });
+  }
+
+ private:
+  struct State {
+    uint16_t pending, threads;
+    uint32_t phase;
+  };
+  State* state_;
+};
+
+}  // namespace rwkv_jax::cuda

@@ -1,0 +1,51 @@
+// The kernels on matrix units for test_emulation.py.
+#include "emulation.h"
+
+#include "wkv7_gradient.cu"
+#include "wkv7_scan.cu"
+
+using namespace rwkv_jax;
+using namespace rwkv_jax::cuda;
+
+extern "C" int64_t ScratchFloats(int64_t tokens, int64_t head_size, int64_t segments) {
+  Wkv7Call call;
+  call.dims = {1, tokens, 1, head_size, (tokens + kChunk - 1) / kChunk};
+  return ChunkScratch::Size(call, segments);
+}
+
+// Forward and backward; `sizes` are B, T, H, K, and the arrays those of the two calls in order.
+extern "C" int Wkv7(unsigned seed, const int64_t* sizes, int half, int decay, int64_t segments,
+                    void* const* arrays) {
+  emulation::random.seed(seed);
+  const auto floats = [&](int i) { return static_cast<float*>(arrays[i]); };
+  Wkv7ForwardCall forward;
+  forward.dims = {sizes[0], sizes[1], sizes[2], sizes[3], (sizes[1] + kChunk - 1) / kChunk};
+  forward.dtype = half ? Dtype::kF16 : Dtype::kBF16;
+  forward.decay = static_cast<Decay>(decay);
+  forward.r = arrays[0], forward.w = arrays[1], forward.k = arrays[2];
+  forward.v = arrays[3], forward.a = arrays[4], forward.b = arrays[5];
+  forward.initial_state = floats(6);
+  forward.y = arrays[7];
+  forward.final_state = floats(8);
+  forward.states = floats(9);
+  float* const scratch = floats(10);
+  float* const inexact = forward.decay == Decay::kSigmoid ? nullptr : floats(11);
+
+  Wkv7BackwardCall backward;
+  static_cast<Wkv7Call&>(backward) = forward;
+  backward.states = forward.states;
+  backward.dy = arrays[12];
+  backward.dfinal_state = floats(13);
+  backward.dr = arrays[14], backward.dw = arrays[15], backward.dk = arrays[16];
+  backward.dv = arrays[17], backward.da = arrays[18], backward.db = arrays[19];
+  backward.dinitial_state = floats(20);
+
+  const Segments parts{segments, scratch, Segments::Size(sizes[3], segments)};
+  const ChunkScratch rest{scratch, ChunkScratch::Size(backward, segments), segments};
+  int error = Wkv7Scan(nullptr, forward, parts, inexact);
+  if (!error)
+    error = Wkv7ReverseScan(nullptr, backward, rest.StateSegments(backward), rest.Gradients(),
+                            inexact);
+  if (!error) error = Wkv7FrameBackward(nullptr, backward, rest.Gradients(), inexact);
+  return error;
+}
