@@ -348,7 +348,8 @@ void ScanKernel(const __grid_constant__ Scan<T> scan) {
   const int64_t head = blockIdx.x;
   const int64_t order = blockIdx.y;  // of the segments, as they come in the recurrence
   const Segments& segments = scan.segments;
-  if (scan.inexact != nullptr && scan.inexact[head] != 0.0f) return;
+  // Another segment of the head may give up now, so the threads agree on what they have seen.
+  if (scan.inexact != nullptr && !__syncthreads_and(scan.inexact[head] == 0.0f)) return;
 
   const int64_t frames = (scan.tokens + kChunk - 1) / kChunk;
   const int64_t segment = kReverse ? segments.count - 1 - order : order;
