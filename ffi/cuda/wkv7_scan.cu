@@ -549,7 +549,7 @@ __global__ __launch_bounds__(kCombineThreads) void CombineKernel(Segments segmen
                                                                  const float* inexact) {
   constexpr int kCols = kCombineRows * N / kCombineThreads;
   __shared__ float s[kCombineRows][N];
-  RWKV_JAX_DYNAMIC_SHARED(16, memory);
+  RWKV_JAX_DYNAMIC_SHARED(kTileAlignment, memory);
   float* const factor = reinterpret_cast<float*>(memory);  // [N, N]
   const int64_t head = blockIdx.x;
   const int first_row = blockIdx.y * kCombineRows;
