@@ -94,6 +94,7 @@ def _run(
         (Case(1, 81, 1, 128, dtype="bfloat16"), 1),
         (Case(1, 130, 1, 128, dtype="float16", decay="exp", regime="near 1"), 2),
         (Case(1, 70, 2, 64, dtype="bfloat16", decay="log", regime="mixed"), 1),
+        (Case(1, 200, 2, 64, dtype="bfloat16", decay="exp", regime="mixed"), 3),
         (Case(1, 81, 2, 64, dtype="bfloat16"), 1),
     ],
     ids=str,
