@@ -1,3 +1,4 @@
+import importlib
 import os
 from typing import Any
 
@@ -20,7 +21,7 @@ jax.config.update("jax_default_matmul_precision", "highest")
 # Before rwkv_jax is imported: its annotations are checked at run time, in tests only.
 jaxtyping.install_import_hook("rwkv_jax", "beartype.beartype")
 
-import rwkv_jax  # noqa: E402
+rwkv_jax = importlib.import_module("rwkv_jax")
 
 # Files whose tests need what is not here; RWKV_JAX_REQUIRE says that it has to be.
 PLATFORM = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()

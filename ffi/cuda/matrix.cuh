@@ -59,12 +59,20 @@ __device__ uint32_t ToBf16(uint32_t pair) {
   return Bf16::Round(Pair<T>::Low(pair), Pair<T>::High(pair));
 }
 
-// Two tiles of sums as a left operand.
-__device__ inline void Round(const float (&left)[4], const float (&right)[4], Left& a) {
-  a[0] = Bf16::Round(left[0], left[1]);
-  a[1] = Bf16::Round(left[2], left[3]);
-  a[2] = Bf16::Round(right[0], right[1]);
-  a[3] = Bf16::Round(right[2], right[3]);
+// Two tiles of sums, rounded; as bfloat16 they are a left operand.
+template <typename T = __nv_bfloat16>
+__device__ void Round(const float (&left)[4], const float (&right)[4], uint32_t (&x)[4]) {
+  x[0] = Pair<T>::Round(left[0], left[1]);
+  x[1] = Pair<T>::Round(left[2], left[3]);
+  x[2] = Pair<T>::Round(right[0], right[1]);
+  x[3] = Pair<T>::Round(right[2], right[3]);
+}
+
+// 64 columns of sums as left operands.
+__device__ inline void RoundPanel(const Sum<8>& sum, Left (&rounded)[4]) {
+#pragma unroll
+  for (int block = 0; block < 4; ++block)
+    Round(sum[2 * block], sum[2 * block + 1], rounded[block]);
 }
 
 __device__ inline int Lane() { return threadIdx.x % 32; }
@@ -266,16 +274,6 @@ __device__ void WarpgroupMultiply(Sum<4>& c, const Left& a, uint64_t b) {
       "%8, %9, %10, %11, %12, %13, %14, %15}, {%16, %17, %18, %19}, %20, add, 1, 1, %22;}"
       : RWKV_JAX_SUM(0), RWKV_JAX_SUM(1), RWKV_JAX_SUM(2), RWKV_JAX_SUM(3)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(int{kAdd}), "n"(int{kRightDown}));
-}
-
-template <bool kAdd, bool kLeftDown, bool kRightDown>
-__device__ void WarpgroupMultiply(Sum<4>& c, uint64_t a, uint64_t b) {
-  asm volatile(
-      "{.reg .pred add; setp.ne.b32 add, %18, 0; "
-      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, "
-      "%8, %9, %10, %11, %12, %13, %14, %15}, %16, %17, add, 1, 1, %19, %20;}"
-      : RWKV_JAX_SUM(0), RWKV_JAX_SUM(1), RWKV_JAX_SUM(2), RWKV_JAX_SUM(3)
-      : "l"(a), "l"(b), "n"(int{kAdd}), "n"(int{kLeftDown}), "n"(int{kRightDown}));
 }
 
 template <bool kAdd, bool kRightDown>

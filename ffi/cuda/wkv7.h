@@ -36,11 +36,11 @@ cudaError_t Wkv7Backward(cudaStream_t stream, const Wkv7BackwardCall& call, int6
 // with another frame they mark in `inexact` [B, H] and leave undefined, and the kernels above redo it;
 // on a device with too little shared memory for them those do it all.
 
+constexpr int64_t kMaxSegments = 65535;  // of the second axis of a grid
+
 // The tokens of a head are shared out among `count` segments of whole frames. A run of tokens takes a
 // state S to S M + D; the memory has, for each head and each segment but the last, first D, which
 // becomes the state at the end of the segment, then M.
-constexpr int64_t kMaxSegments = 65535;  // of the second axis of a grid
-
 struct Segments {
   int64_t count;
   float* memory;

@@ -170,12 +170,6 @@ __device__ void Finish(Sum<8>& sum) {
   Settle(sum);
 }
 
-__device__ void RoundSum(const Sum<8>& sum, Left (&rounded)[kFrameBlocks]) {
-#pragma unroll
-  for (int block = 0; block < kFrameBlocks; ++block)
-    Round(sum[2 * block], sum[2 * block + 1], rounded[block]);
-}
-
 // The 16 channels of a tile of tokens that a warp has, as 16 tokens of them lie in two tiles of a sum.
 struct ChannelTile {
   uint32_t tile;
@@ -188,16 +182,14 @@ struct ChannelTile {
   __device__ void Store(int block, const uint32_t (&x)[4]) const {
     StoreTransposed(Address(block), x);
   }
-  // Tiles 2 * kBlocks of a sum as blocks `first` and on.
+  // The tiles of a sum, by twos, as blocks `first` and on.
   template <typename T, int kTiles>
   __device__ void StoreSum(int first, const Sum<kTiles>& sum) const {
 #pragma unroll
     for (int block = 0; block < kTiles / 2; ++block) {
-      const auto& left = sum[2 * block];
-      const auto& right = sum[2 * block + 1];
-      Store(first + block,
-            {Pair<T>::Round(left[0], left[1]), Pair<T>::Round(left[2], left[3]),
-             Pair<T>::Round(right[0], right[1]), Pair<T>::Round(right[2], right[3])});
+      uint32_t x[4];
+      Round<T>(sum[2 * block], sum[2 * block + 1], x);
+      Store(first + block, x);
     }
   }
   // Calls fn(tile, element, low, high) with the elements of blocks `first` and on as a HalfSum has
@@ -536,7 +528,7 @@ __global__ __launch_bounds__(4 * N, N == 64 ? 2 : 1) void GradientKernel(
     Product<false, kBlocks>(warp, z, rows_along(L::kSp), all_along(L::kAt));
     Product<true, kFrameBlocks>(warp, z, Down{own(L::kV)}, Along{at(L::kAak)});
     Finish(z);
-    RoundSum(z, rounded);
+    RoundPanel(z, rounded);
     Product<false>(u, rounded, Along{at(L::kM)});
     Finish(u);
     channels(L::kU).template StoreSum<__nv_bfloat16>(0, u);
@@ -574,11 +566,11 @@ __global__ __launch_bounds__(4 * N, N == 64 ? 2 : 1) void GradientKernel(
     Product<false, kFrameBlocks>(warp, du, Down{own(L::kDy)}, Down{at(L::kQrb)});
     Product<true, kBlocks>(warp, du, rows_along(L::kDs), all_along(L::kBh));
     Finish(du);
-    RoundSum(du, rounded);
+    RoundPanel(du, rounded);
     Product<false>(dz, rounded, Down{at(L::kM)});
     Finish(dz);
     channels(L::kDz).template StoreSum<__nv_bfloat16>(0, dz);
-    RoundSum(dz, rounded);
+    RoundPanel(dz, rounded);
     Product<false, kFrameBlocks>(warp, dv, Down{own(L::kDy)}, Down{at(L::kQrk)});
     Product<true, kBlocks>(warp, dv, rows_along(L::kDs), all_along(L::kKh));
     Product<true>(dv, rounded, Down{at(L::kAak)});
@@ -712,8 +704,7 @@ __global__ __launch_bounds__(4 * N, N == 64 ? 2 : 1) void GradientKernel(
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       float(&x)[4] = reads[tile];
-      const float both = x[2 * i] + x[2 * i + 1];
-      float from_here = both;
+      float from_here = x[2 * i] + x[2 * i + 1];
 #pragma unroll
       for (int step = 1; step < 4; step *= 2) {
         const float next = __shfl_down_sync(~0u, from_here, step, 4);
@@ -723,7 +714,7 @@ __global__ __launch_bounds__(4 * N, N == 64 ? 2 : 1) void GradientKernel(
       const float later = later_reads[i] + (lane % 4 < 3 ? next : 0.0f);
       later_reads[i] += __shfl_sync(~0u, from_here, 0, 4);
       x[2 * i + 1] += later;
-      x[2 * i] = x[2 * i] + x[2 * i + 1];
+      x[2 * i] += x[2 * i + 1];
     }
 #pragma unroll
   for (int i = 0; i < 2; ++i)

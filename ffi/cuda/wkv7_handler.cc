@@ -46,15 +46,18 @@ ffi::Error Backward(cudaStream_t stream, ffi::RemainingArgs args, ffi::Remaining
                   Wkv7Backward(stream, call, segments, scratch, segments * floats));
 }
 
-void RequireChunked(Operands& operands, const Wkv7Call& call, int64_t segments) {
+// `floats` is the scratch for each head.
+void RequireChunked(Operands& operands, const Wkv7Call& call, int64_t segments, int64_t floats) {
   operands.Require(call.dtype != Dtype::kF32, "r is F32; the kernels on matrix units take BF16 or F16");
   operands.Require(call.dims.head_size >= 64, "r has K = ", call.dims.head_size,
                    "; the kernels on matrix units take 64 or 128");
   constexpr int64_t kMaxStride = std::numeric_limits<int32_t>::max();
-  operands.Require(call.dims.heads <= kMaxStride / call.dims.head_size, "r has H = ",
+  operands.Require(call.dims.heads * call.dims.head_size <= kMaxStride, "r has H = ",
                    call.dims.heads, "; H * K must be at most ", kMaxStride);
   operands.Require(segments >= 1 && segments <= kMaxSegments, "segments is ", segments,
                    "; expected 1 to ", kMaxSegments);
+  operands.Require(operands.Size('X') == floats, "scratch has ", operands.Size('X'),
+                   " floats for each head; expected ", floats);
 }
 
 ffi::Error ChunkForward(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
@@ -64,11 +67,8 @@ ffi::Error ChunkForward(cudaStream_t stream, ffi::RemainingArgs args, ffi::Remai
   ReadForward(operands, decay, kMaxHeadSize, call);
   float* const scratch = operands.FloatRet("scratch", "BHX");
   float* const inexact = operands.FloatRet("inexact", "BH");
-  RequireChunked(operands, call, count);
+  RequireChunked(operands, call, count, Segments::Size(call.dims.head_size, count));
   const Segments segments{count, scratch, operands.Size('X')};
-  const int64_t floats = Segments::Size(call.dims.head_size, count);
-  operands.Require(segments.stride == floats, "scratch has ", segments.stride,
-                   " floats for each head; expected ", floats);
   if (ffi::Error error = operands.Finish(); error.failure()) return error;
   return Launched("wkv7", Wkv7ChunkForward(stream, call, segments, inexact));
 }
@@ -80,11 +80,8 @@ ffi::Error ChunkBackward(cudaStream_t stream, ffi::RemainingArgs args, ffi::Rema
   ReadBackward(operands, decay, kMaxHeadSize, call);
   float* const memory = operands.FloatRet("scratch", "BHX");
   float* const inexact = operands.FloatRet("inexact", "BH");
-  RequireChunked(operands, call, count);
+  RequireChunked(operands, call, count, ChunkScratch::Size(call, count));
   const ChunkScratch scratch{memory, operands.Size('X'), count};
-  const int64_t floats = ChunkScratch::Size(call, count);
-  operands.Require(scratch.stride == floats, "scratch has ", scratch.stride,
-                   " floats for each head; expected ", floats);
   if (ffi::Error error = operands.Finish(); error.failure()) return error;
   return Launched("wkv7 backward", Wkv7ChunkBackward(stream, call, scratch, inexact));
 }

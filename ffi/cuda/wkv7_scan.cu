@@ -246,14 +246,7 @@ struct StateTiles {
   }
 };
 
-// 64 columns of a state as left operands.
 constexpr int kPanelBlocks = kTileCols / kSub;
-
-__device__ void RoundPanel(const Sum<8>& panel, Left (&rounded)[kPanelBlocks]) {
-#pragma unroll
-  for (int block = 0; block < kPanelBlocks; ++block)
-    Round(panel[2 * block], panel[2 * block + 1], rounded[block]);
-}
 
 // One chunk: y, and the state after it from the state before it.
 template <typename T, typename L, bool kOutput>
