@@ -40,24 +40,25 @@ def _split_all(xs: Sequence[Array], length: int) -> tuple[list[Array], list[Arra
 
 
 def forward(
-    chunk_fn: ChunkFn, length: int, state: Array, inputs: Sequence[Array], *, save: bool
+    chunk_fn: ChunkFn, length: int, state: Array, inputs: Sequence[Array], *, save: Any
 ) -> tuple[Array, Array, Array]:
-    """`(outputs, final state, states)`, the states at chunk boundaries [B, N, ...], or N = 0."""
+    """`(outputs, final state, states)`: the states at chunk boundaries [B, N, ...] in the dtype
+    `save`, or N = 0 of them if that is None."""
     whole, tail = _split_all(inputs, length)
 
     def body(state: Array, chunk: list[Array]) -> tuple[Array, Any]:
         after, outputs = chunk_fn(state, *chunk)
-        return after, (outputs, state if save else None)
+        return after, (outputs, None if save is None else state.astype(save))
 
     if whole[0].shape[0] or tail is None:
         state, (outputs, saved) = lax.scan(body, state, whole)
-        states = jnp.moveaxis(saved, 0, 1) if save else state[:, None][:, :0]
+        states = state[:, None][:, :0] if save is None else jnp.moveaxis(saved, 0, 1)
         outputs = _join(outputs, None)
     else:
-        states, outputs = state[:, None][:, :0], None
+        states, outputs = state[:, None][:, :0].astype(save or state.dtype), None
     if tail is not None:
-        if save:
-            states = jnp.concatenate([states, state[:, None]], axis=1)
+        if save is not None:
+            states = jnp.concatenate([states, state[:, None].astype(save)], axis=1)
         state, last = chunk_fn(state, *tail)
         outputs = last if outputs is None else jnp.concatenate([outputs, last], axis=1)
     assert outputs is not None
@@ -77,7 +78,7 @@ def backward(
 
     def pull_back(d_state: Array, state: Array, chunk: list[Array]) -> tuple[Array, list[Array]]:
         *inputs, d_outputs = chunk
-        _, vjp = jax.vjp(chunk_fn, state, *inputs)
+        _, vjp = jax.vjp(chunk_fn, state.astype(d_state.dtype), *inputs)
         d_state, *d_inputs = vjp((d_state, d_outputs))
         return d_state, d_inputs
 

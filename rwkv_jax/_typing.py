@@ -17,7 +17,7 @@ Operand: TypeAlias = jax.Array | np.ndarray
 Keys: TypeAlias = Float[Array, "B T H K"]
 Values: TypeAlias = Float[Array, "B T H V"]
 State: TypeAlias = Float32[Array, "B H V K"]
-States: TypeAlias = Float32[Array, "B N H V K"]
+States: TypeAlias = Float[Array, "B N H V K"]
 
 TokenKeys: TypeAlias = Float[Array, "B H K"]
 TokenValues: TypeAlias = Float[Array, "B H V"]

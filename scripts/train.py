@@ -22,6 +22,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+# Before JAX starts: on a GPU XLA may otherwise choose other kernels in a run that is resumed.
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_deterministic_ops=true"
+
 import jax
 import jax.numpy as jnp
 import matplotlib

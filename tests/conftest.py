@@ -2,9 +2,10 @@ import importlib
 import os
 from typing import Any
 
-# Before JAX is imported: several CPU devices for the sharding tests.
+# Before JAX is imported: several CPU devices for the sharding tests, and what train.py sets.
 os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+    os.environ.get("XLA_FLAGS", "")
+    + " --xla_force_host_platform_device_count=4 --xla_gpu_deterministic_ops=true"
 )
 # Several test processes share one GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

@@ -69,7 +69,7 @@ def _run(
         "y": poisoned(inputs["v"].shape, inputs["v"].dtype),
         "final_state": poisoned(state, np.float32),
     }
-    states = poisoned((case.B, frames, case.H, case.K, case.K), np.float32)
+    states = poisoned((case.B, frames, case.H, case.K, case.K), cases.DTYPES["bfloat16"])
     floats = case.B * case.H * kernels.ScratchFloats(case.T, case.K, segments)
     memory = poisoned((floats + 4,), np.float32)
     scratch = memory[-memory.ctypes.data % 16 // 4 :]

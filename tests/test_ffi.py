@@ -16,6 +16,7 @@ from cases import Case
 from rwkv_jax import _ffi
 from rwkv_jax._dispatch import Options
 from rwkv_jax.wkv7 import ffi
+from rwkv_jax.wkv7.residuals import states_dtype
 
 PLATFORM = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
 CASE = Case(2, 65, 2, 32)
@@ -37,7 +38,8 @@ def _call(stage: str, case: Case) -> tuple[Callable[..., tuple[jax.Array, ...]],
             (case.B, -(-case.T // 64), case.H, case.values, case.K), np.float32
         )
         operands = {n: x for n, x in inputs.items() if n != "initial_state"}
-        operands |= {"states": states} | cotangents
+        dtype = states_dtype(OPTIONS, operands["r"].dtype)
+        operands |= {"states": states.astype(dtype)} | cotangents
 
     def call(*operands: jax.Array) -> tuple[jax.Array, ...]:
         return getattr(ffi, stage)(OPTIONS, PLATFORM, *operands)

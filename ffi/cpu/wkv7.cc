@@ -97,13 +97,20 @@ void LoadColumns(const float* state, int64_t size, int64_t rows, float* columns)
     }
 }
 
-void StoreColumns(const float* columns, int64_t size, int64_t rows, float* state) {
+void StoreColumns(const float* columns, int64_t size, int64_t rows, Dtype dtype, void* to,
+                  int64_t index) {
   for (int64_t row = 0; row < rows; row += kLanes)
     for (int64_t key = 0; key < size; key += kLanes) {
       Vec x[kLanes];
       for (int i = 0; i < kLanes; ++i) x[i] = Load(columns + (key + i) * rows + row);
       Transpose(x);
-      for (int i = 0; i < kLanes; ++i) Store(state + (row + i) * size + key, x[i]);
+      for (int i = 0; i < kLanes; ++i) {
+        const int64_t at = index + (row + i) * size + key;
+        if (dtype == Dtype::kF32)
+          Store(static_cast<float*>(to) + at, x[i]);
+        else
+          StoreHalves(to, at, ToBF16(x[i]));
+      }
     }
 }
 
@@ -129,10 +136,9 @@ void ForwardRows(const Wkv7ForwardCall& call, const Head& head, int64_t first_ro
     in.Load(call, head, start, tokens, nullptr);
     for (int64_t row = 0; row < rows; row += kRows) {
       float* const columns = states + row * size;
-      if (call.states && start % kChunk == 0) {
-        float* const saved = call.states + head.SavedState(start / kChunk) + offset;
-        StoreColumns(columns, size, kRows, saved + row * size);
-      }
+      if (call.states && start % kChunk == 0)
+        StoreColumns(columns, size, kRows, call.states_dtype, call.states,
+                     head.SavedState(start / kChunk) + offset + row * size);
       const float* const values = in.v + first_row + row;
       Vec sa[kVecs] = {};
       for (int64_t key = 0; key < size; ++key)
@@ -168,9 +174,9 @@ void ForwardRows(const Wkv7ForwardCall& call, const Head& head, int64_t first_ro
       }
     }
   }
-  float* const final_state = call.final_state + head.State() + offset;
   for (int64_t row = 0; row < rows; row += kRows)
-    StoreColumns(states + row * size, size, kRows, final_state + row * size);
+    StoreColumns(states + row * size, size, kRows, Dtype::kF32, call.final_state,
+                 head.State() + offset + row * size);
 }
 
 int64_t ForwardScratch(const Wkv7Dims& dims, int64_t rows) {
@@ -337,8 +343,8 @@ void Backward(const Wkv7BackwardCall& call, int64_t index, float* scratch) {
     for (float* sum : sums) __builtin_memset(sum, 0, tokens * size * sizeof(float));
 
     for (int64_t row = 0; row < size; row += kLanes) {
-      const float* const saved = call.states + head.SavedState(n) + row * size;
-      __builtin_memcpy(chunk.states, saved, kLanes * size * sizeof(float));
+      LoadRow(call.states_dtype, call.states, head.SavedState(n) + row * size, kLanes * size,
+              chunk.states);
       Replay(chunk, tokens, size, row);
       float* const block = ds + row * size;
       for (int64_t t = tokens - 1; t >= 0; --t) {

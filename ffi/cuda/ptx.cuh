@@ -26,6 +26,18 @@ __device__ inline void Synchronize(int number, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
+// The same; returns whether `value` is true of all of them.
+__device__ inline bool SynchronizeAll(int number, int threads, bool value) {
+  uint32_t all;
+  asm volatile(
+      "{.reg .pred value, all; setp.ne.b32 value, %3, 0; "
+      "bar.red.and.pred all, %1, %2, value; selp.u32 %0, 1, 0, all;}"
+      : "=r"(all)
+      : "r"(number), "r"(threads), "r"(static_cast<uint32_t>(value))
+      : "memory");
+  return all;
+}
+
 __device__ inline float Exp2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -165,7 +177,17 @@ class CopyBarrier {
   uint32_t address_;
 };
 
-__device__ inline void WaitForCopies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+// The copies since the last one are a group; WaitForCopies<n> returns when all groups but the last n
+// are done, WaitForCopies<0> when all copies are.
+__device__ inline void CommitCopies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int kRunning>
+__device__ void WaitForCopies() {
+  if constexpr (kRunning > 0)
+    asm volatile("cp.async.wait_group %0;" ::"n"(kRunning) : "memory");
+  else
+    asm volatile("cp.async.wait_all;" ::: "memory");
+}
 
 }  // namespace rwkv_jax::cuda
 

@@ -10,6 +10,7 @@
 
 #include <cstdint>
 
+#include "ptx.cuh"
 #include "rwkv_jax/types.h"
 
 namespace rwkv_jax::cuda {
@@ -78,18 +79,41 @@ __device__ void StoreRows(const G& tile, float* col, const float (&x)[G::kRows])
 }
 
 template <typename G>
-__device__ void LoadState(const G& tile, const float* state, Fragment<G>& s) {
+__device__ void LoadCols(const G& tile, const __nv_bfloat16* row, float (&x)[G::kCols]) {
+#pragma unroll
+  for (int c = 0; c < G::kCols; c += 4) {
+    const uint2 pairs = *reinterpret_cast<const uint2*>(row + tile.Col(c));
+    x[c] = __uint_as_float(pairs.x << 16), x[c + 1] = __uint_as_float(pairs.x & 0xffff0000u);
+    x[c + 2] = __uint_as_float(pairs.y << 16), x[c + 3] = __uint_as_float(pairs.y & 0xffff0000u);
+  }
+}
+
+template <typename G>
+__device__ void StoreCols(const G& tile, float* row, const float (&x)[G::kCols]) {
+#pragma unroll
+  for (int c = 0; c < G::kCols; c += 4)
+    *reinterpret_cast<float4*>(row + tile.Col(c)) = Pack(&x[c]);
+}
+
+template <typename G>
+__device__ void StoreCols(const G& tile, __nv_bfloat16* row, const float (&x)[G::kCols]) {
+#pragma unroll
+  for (int c = 0; c < G::kCols; c += 4)
+    *reinterpret_cast<uint2*>(row + tile.Col(c)) = {RoundToBf16(x[c], x[c + 1]),
+                                                    RoundToBf16(x[c + 2], x[c + 3])};
+}
+
+// `T` is float or bfloat16.
+template <typename G, typename T>
+__device__ void LoadState(const G& tile, const T* state, Fragment<G>& s) {
 #pragma unroll
   for (int i = 0; i < G::kRows; ++i) LoadCols(tile, state + (tile.first_row + i) * G::N, s[i]);
 }
 
-template <typename G>
-__device__ void StoreState(const G& tile, float* state, const Fragment<G>& s) {
+template <typename G, typename T>
+__device__ void StoreState(const G& tile, T* state, const Fragment<G>& s) {
 #pragma unroll
-  for (int i = 0; i < G::kRows; ++i)
-#pragma unroll
-    for (int c = 0; c < G::kCols; c += 4)
-      *reinterpret_cast<float4*>(state + (tile.first_row + i) * G::N + tile.Col(c)) = Pack(&s[i][c]);
+  for (int i = 0; i < G::kRows; ++i) StoreCols(tile, state + (tile.first_row + i) * G::N, s[i]);
 }
 
 // Sums x over the lanes that differ in the bits [kLow, kHigh) of their number; all get the sums.

@@ -31,7 +31,7 @@ cudaError_t Wkv7Forward(cudaStream_t stream, const Wkv7ForwardCall& call,
 cudaError_t Wkv7Backward(cudaStream_t stream, const Wkv7BackwardCall& call, int64_t segments,
                          float* scratch, int64_t stride, const float* only = nullptr);
 
-// --- On matrix units: 16-bit dtypes, head sizes 64 and 128, any decay. The kernels of wkv7_scan.cu and
+// --- On matrix units: 16-bit dtypes, head sizes 64 and 128, any decay, saved states in bfloat16. The kernels of wkv7_scan.cu and
 // wkv7_gradient.cu take frames of kChunk tokens that do not decay too far for their arithmetic. A head
 // with another frame they mark in `inexact` [B, H] and leave undefined, and the kernels above redo it;
 // on a device with too little shared memory for them those do it all.
@@ -62,8 +62,7 @@ struct Segments {
 #endif
 };
 
-// The gradient of the state at the end of each frame, bfloat16: for every 16 columns 2 * K pieces, one
-// for each thread of the kernel that wrote them.
+// The gradient of the state at the end of each frame, [V, K] of bfloat16 in pieces of eight columns.
 struct FrameGradients {
   uint4* memory;
   int64_t stride;  // pieces for each head

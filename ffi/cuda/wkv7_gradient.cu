@@ -45,7 +45,7 @@ struct Frames {
   int64_t tokens, heads;
   unsigned all_heads;  // B * H
   Decay decay;
-  const float* states;
+  const uint4* states;  // [B, frames, H, V, K] of bfloat16
   FrameGradients gradients;
   const float* inexact;
 };
@@ -331,6 +331,7 @@ __global__ __launch_bounds__(4 * N, N == 64 ? 2 : 1) void GradientKernel(
     const __grid_constant__ Frames<T> in) {
   using L = FrameLayout<N>;
   constexpr int kBlocks = N / kSub;
+  constexpr bool kBf16 = std::is_same_v<T, __nv_bfloat16>;
   RWKV_JAX_DYNAMIC_SHARED(kTileAlignment, memory);
   const uint32_t shared = SharedAddress(memory);
   const int warp = Warp() % 4, group = Warp() / 4, panel = group / 2, half = group % 2;
@@ -346,7 +347,7 @@ __global__ __launch_bounds__(4 * N, N == 64 ? 2 : 1) void GradientKernel(
   const int64_t left_tokens = in.tokens - first_token;
   const int tokens = static_cast<int>(left_tokens < kFrame ? left_tokens : kFrame);
 
-  // All of the frame, in pieces of 16 bytes. dS comes as the blocks of the warps that had its rows.
+  // All of the frame, in pieces of 16 bytes: first the decays, then what they scale, then the rest.
   constexpr int kRowPieces = N / 8;
   const auto copy = [&](int tile, const T* from) {
 #pragma unroll
@@ -358,38 +359,34 @@ __global__ __launch_bounds__(4 * N, N == 64 ? 2 : 1) void GradientKernel(
                 from + first + static_cast<int64_t>(row) * stride + piece * 8, there);
     }
   };
+  const auto state_tile = [&](int tile, int step) {
+    const int index = threadIdx.x + step * L::kThreads;
+    const int row = index / kRowPieces, piece = index % kRowPieces;
+    return PieceAddress(tile + piece / 8 * L::kStatePanel, row, piece % 8);
+  };
   copy(L::kDz, in.w);
+  CommitCopies();
   copy(L::kAt, in.a);
   copy(L::kBh, in.b);
   copy(L::kKh, in.k);
   copy(L::kRt, in.r);
+  if constexpr (kBf16) CommitCopies();
   copy(L::kV, in.v);
   copy(L::kDy, in.dy);
-  constexpr int kGradientThreads = 2 * N;
-  constexpr int kGradientSteps = kBlocks * kGradientThreads / L::kThreads;
-  uint4 gradient[kGradientSteps];
-#pragma unroll
-  for (int i = 0; i < kGradientSteps; ++i)
-    gradient[i] = in.gradients.memory[head * in.gradients.stride +
-                                      frame * kBlocks * kGradientThreads + threadIdx.x +
-                                      i * L::kThreads];
-  constexpr int kStateSteps = N * N / 4 / L::kThreads;
-  float4 state[kStateSteps];
+  constexpr int kStatePieces = N * kRowPieces, kStateSteps = kStatePieces / L::kThreads;
+  uint4 state[kStateSteps];
   {
     const int64_t index = head + (batch * (frames - 1) + frame) * in.heads;  // [B, frames, H]
+    const uint4* const gradient =
+        in.gradients.memory + head * in.gradients.stride + frame * kStatePieces;
 #pragma unroll
-    for (int i = 0; i < kStateSteps; ++i)
-      state[i] = reinterpret_cast<const float4*>(in.states + index * N * N)[threadIdx.x +
-                                                                            i * L::kThreads];
+    for (int i = 0; i < kStateSteps; ++i) {
+      CopyAsync(state_tile(shared + L::kDs, i), gradient + threadIdx.x + i * L::kThreads, true);
+      state[i] = in.states[index * kStatePieces + threadIdx.x + i * L::kThreads];
+    }
   }
-#pragma unroll
-  for (int i = 0; i < kGradientSteps; ++i) {
-    const int index = threadIdx.x + i * L::kThreads;
-    const int block = index / kGradientThreads, row = index % kGradientThreads / 32 * 16;
-    StoreMatrices(BlockAddress(shared + L::kDs + block / 4 * L::kStatePanel, row, block % 4),
-                  {gradient[i].x, gradient[i].y, gradient[i].z, gradient[i].w});
-  }
-  WaitForCopies();
+  CommitCopies();
+  WaitForCopies<kBf16 ? 2 : 1>();
   __syncthreads();
 
   const auto at = [&](int tile) { return shared + tile; };
@@ -427,6 +424,7 @@ __global__ __launch_bounds__(4 * N, N == 64 ? 2 : 1) void GradientKernel(
       sums[half * N + channel] = total[0];
       sums[half * N + channel + 8] = total[2];
     }
+    WaitForCopies<kBf16 ? 1 : 0>();
     __syncthreads();
     if (half == 0) {
       const float later_half[2] = {sums[N + channel], sums[N + channel + 8]};
@@ -458,25 +456,29 @@ __global__ __launch_bounds__(4 * N, N == 64 ? 2 : 1) void GradientKernel(
       for (int i = 0; i < 2; ++i) add(e[i], log_decays[block], itself, i);
       set([&](int i, int j) { return Exp2(-e[i][j]); });
       scale(L::kAt);
-      if constexpr (std::is_same_v<T, __half>) {
+      if constexpr (!kBf16) {
         set([](int, int) { return 1.0f; });
         scale(L::kV);
         scale(L::kDy);
       }
     }
   }
+  {
+    float e[8];  // of the columns of this thread
+    const int col = threadIdx.x % kRowPieces * 8;
 #pragma unroll
-  for (int i = 0; i < kStateSteps; ++i) {
-    const int index = threadIdx.x + i * L::kThreads, row = index / (N / 4), col = index % (N / 4) * 4;
-    const float4 x = state[i], first_half = *reinterpret_cast<const float4*>(sums + col),
-                 second_half = *reinterpret_cast<const float4*>(sums + N + col);
-    const uint32_t piece =
-        PieceAddress(L::kSp + col / kTileCols * L::kStatePanel, row, col % kTileCols / 8);
-    *reinterpret_cast<uint2*>(memory + piece + 2 * (col % 8)) = {
-        Bf16::Round(x.x * Exp2(first_half.x + second_half.x), x.y * Exp2(first_half.y + second_half.y)),
-        Bf16::Round(x.z * Exp2(first_half.z + second_half.z),
-                    x.w * Exp2(first_half.w + second_half.w))};
+    for (int c = 0; c < 8; ++c) e[c] = Exp2(sums[col + c] + sums[N + col + c]);
+#pragma unroll
+    for (int i = 0; i < kStateSteps; ++i) {
+      const auto scaled = [&](uint32_t x, int c) {
+        return Bf16::Round(Bf16::Low(x) * e[c], Bf16::High(x) * e[c + 1]);
+      };
+      *reinterpret_cast<uint4*>(memory + state_tile(L::kSp, i)) = {
+          scaled(state[i].x, 0), scaled(state[i].y, 2), scaled(state[i].z, 4),
+          scaled(state[i].w, 6)};
+    }
   }
+  WaitForCopies<0>();
   PublishOperands();
   __syncthreads();
 
@@ -757,7 +759,7 @@ cudaError_t Wkv7FrameBackward(cudaStream_t stream, const Wkv7BackwardCall& call,
     const Frames<T> frames{in(call.r),  in(call.w),  in(call.k),  in(call.v),  in(call.a),
                            in(call.b),  in(call.dy), out(call.dr), out(call.dw), out(call.dk),
                            out(call.dv), out(call.da), out(call.db), call.dims.tokens,
-                           call.dims.heads, heads, call.decay, call.states, gradients, inexact};
+                           call.dims.heads, heads, call.decay, static_cast<const uint4*>(call.states), gradients, inexact};
     return Launch(GradientKernel<T, size()>, static_cast<unsigned>(heads * call.dims.saved),
                   L::kThreads, L::kBytes, stream, frames);
   });

@@ -49,6 +49,8 @@ ffi::Error Backward(cudaStream_t stream, ffi::RemainingArgs args, ffi::Remaining
 // `floats` is the scratch for each head.
 void RequireChunked(Operands& operands, const Wkv7Call& call, int64_t segments, int64_t floats) {
   operands.Require(call.dtype != Dtype::kF32, "r is F32; the kernels on matrix units take BF16 or F16");
+  operands.Require(call.states_dtype == Dtype::kBF16, "states is F32; the kernels on matrix units ",
+                   "take BF16");
   operands.Require(call.dims.head_size >= 64, "r has K = ", call.dims.head_size,
                    "; the kernels on matrix units take 64 or 128");
   constexpr int64_t kMaxStride = std::numeric_limits<int32_t>::max();

@@ -38,6 +38,27 @@ struct Vectors {
   const T* x[kBackwardVectors];
 };
 
+// The states at chunk boundaries, float or bfloat16.
+struct SavedStates {
+  void* data;
+  bool rounded;
+
+  template <typename G>
+  __device__ void Load(const G& tile, int64_t index, Fragment<G>& s) const {
+    if (rounded)
+      LoadState(tile, static_cast<const __nv_bfloat16*>(data) + index, s);
+    else
+      LoadState(tile, static_cast<const float*>(data) + index, s);
+  }
+  template <typename G>
+  __device__ void Store(const G& tile, int64_t index, const Fragment<G>& s) const {
+    if (rounded)
+      StoreState(tile, static_cast<__nv_bfloat16*>(data) + index, s);
+    else
+      StoreState(tile, static_cast<float*>(data) + index, s);
+  }
+};
+
 // One token of a tile [vectors, kTokens, N].
 template <int N, int kTokens>
 struct TokenView {
@@ -85,7 +106,7 @@ using ForwardTile = Tile<N, 4>;
 template <typename T, int N, int kTokens, int kBlocks>
 __global__ __launch_bounds__(ForwardTile<N>::kThreads, kBlocks) void ForwardKernel(
     const __grid_constant__ Vectors<T> inputs, int64_t tokens, int64_t heads, Decay decay,
-    const float* initial_state, T* y, float* final_state, float* states, const float* only) {
+    const float* initial_state, T* y, float* final_state, SavedStates states, const float* only) {
   if (only != nullptr && only[blockIdx.x] == 0.0f) return;
   extern __shared__ __align__(16) unsigned char memory[];
   auto& shared = *reinterpret_cast<ForwardShared<T, N, kTokens>*>(memory);
@@ -113,8 +134,8 @@ __global__ __launch_bounds__(ForwardTile<N>::kThreads, kBlocks) void ForwardKern
     const int count = count_at(first);
     const int64_t next = first + kTokens;
     if (next < tokens) loader.Fetch(inputs.x, head.FirstToken() + next * stride, stride, count_at(next));
-    if (states != nullptr && first % kChunk == 0)
-      StoreState(tile, states + head.SavedState(first / kChunk), s);
+    if (states.data != nullptr && first % kChunk == 0)
+      states.Store(tile, head.SavedState(first / kChunk), s);
 
     float out[kTokens][G::kRows];
     int first_sum = 0;
@@ -377,7 +398,7 @@ __device__ void WriteColumnSums(const float (&sums)[kTokens][G::kWarps][kColumnS
 template <typename T, int N>
 __global__ __launch_bounds__(BackwardTile<N>::kThreads, N == 64 ? 2 : 1) void BackwardKernel(
     const __grid_constant__ Vectors<T> inputs, int64_t tokens, int64_t heads, Decay decay,
-    const float* states, const float* dfinal_state, const __grid_constant__ Gradients<T> out,
+    SavedStates states, const float* dfinal_state, const __grid_constant__ Gradients<T> out,
     Split split) {
   using G = BackwardTile<N>;
   static_assert(kBlock * N <= 4 * G::kThreads);
@@ -408,14 +429,16 @@ __global__ __launch_bounds__(BackwardTile<N>::kThreads, N == 64 ? 2 : 1) void Ba
     const int64_t first_token = head.FirstToken() + start * stride;
     const int in_chunk = static_cast<int>(tokens - start < kChunk ? tokens - start : kChunk);
     const int blocks = (in_chunk + kBlock - 1) / kBlock;
-    const float* const saved = states + head.SavedState(chunk);
     const auto count_of = [&](int block) { return Min(kBlock, in_chunk - block * kBlock); };
     const auto token_of = [&](int block) { return first_token + block * kBlock * stride; };
-    const auto state_of = [&](int block) {
-      return block > 0 ? block_states + (block - 1) * N * N : saved;
+    const auto load_state = [&](int block, Fragment<G>& s) {
+      if (block > 0)
+        LoadState(tile, block_states + (block - 1) * N * N, s);
+      else
+        states.Load(tile, head.SavedState(chunk), s);
     };
 
-    LoadState(tile, saved, s);
+    load_state(0, s);
     TokenLoader<T, G, kReplayVectors, kBlock> replay_loader;
     replay_loader.Fetch(inputs.x, token_of(0), stride, count_of(0));
     replay_loader.template Store<false>(shared.tile[0], nullptr, count_of(0), decay);
@@ -457,17 +480,17 @@ __global__ __launch_bounds__(BackwardTile<N>::kThreads, N == 64 ? 2 : 1) void Ba
     Fragment<G> s_next;
     fetch(blocks - 1);
     store(blocks - 1);
-    if constexpr (!kLarge) LoadState(tile, state_of(blocks - 1), s_next);
+    if constexpr (!kLarge) load_state(blocks - 1, s_next);
     __syncthreads();
     for (int block = blocks - 1; block >= 0; --block) {
       const int count = count_of(block), stage = block % 2;
       if (block > 0) fetch(block - 1);
       if constexpr (kLarge) {
-        LoadState(tile, state_of(block), s);
+        load_state(block, s);
       } else {
         Copy<G>(s_next, s);
         Keep<G>(shared.kept[2], s);
-        if (block > 0) LoadState(tile, state_of(block - 1), s_next);
+        if (block > 0) load_state(block - 1, s_next);
       }
 #pragma unroll
       for (int t = 0; t < kBlock - 1; ++t) {
@@ -481,7 +504,7 @@ __global__ __launch_bounds__(BackwardTile<N>::kThreads, N == 64 ? 2 : 1) void Ba
 #pragma unroll
       for (int t = kBlock - 1; t >= 0; --t) {
         if (t == 0 && kLarge)
-          LoadState(tile, state_of(block), s);
+          load_state(block, s);
         else if (t < kBlock - 1)
           Recall<G>(shared.kept[t > 0 ? t - 1 : 2], s);
         BackwardToken<T, G>(tile, {shared.tile[stage], t}, shared.slope[stage] + t * N,
@@ -520,7 +543,8 @@ cudaError_t Wkv7Forward(cudaStream_t stream, const Wkv7ForwardCall& call, const 
                     sizeof(ForwardShared<T, N, kTokens>), stream,
                     Vectors<T>(call.w, call.k, call.v, call.a, call.b, call.r), call.dims.tokens,
                     call.dims.heads, call.decay, call.initial_state, static_cast<T*>(call.y),
-                    call.final_state, call.states, only);
+                    call.final_state, SavedStates{call.states, call.states_dtype == Dtype::kBF16},
+                    only);
     };
     constexpr std::integral_constant<int, 1> one;
     constexpr std::integral_constant<int, N == 128 ? 1 : 4> many;
@@ -543,6 +567,7 @@ cudaError_t Wkv7Backward(cudaStream_t stream, const Wkv7BackwardCall& call, int6
                                  call.dinitial_state};
     const Vectors<T> inputs(call.w, call.k, call.v, call.a, call.b, call.r, call.dy);
     const Split split{segments, scratch, stride, only};
+    const SavedStates states{const_cast<void*>(call.states), call.states_dtype == Dtype::kBF16};
     if (segments > 1) {
       const cudaError_t error =
           Launch(SegmentKernel<T, N>, heads, ForwardTile<N>::kThreads, 0, stream,
@@ -552,7 +577,7 @@ cudaError_t Wkv7Backward(cudaStream_t stream, const Wkv7BackwardCall& call, int6
     }
     return Launch(BackwardKernel<T, N>, heads * segments, BackwardTile<N>::kThreads,
                   sizeof(BackwardShared<BackwardTile<N>>), stream, inputs, call.dims.tokens,
-                  call.dims.heads, call.decay, call.states, call.dfinal_state, gradients, split);
+                  call.dims.heads, call.decay, states, call.dfinal_state, gradients, split);
   });
 }
 

@@ -36,7 +36,7 @@ struct Scan {
   const float* start;
   float* end;
   T* y;
-  float* states;             // forward: [B, frames, H, V, K], or null
+  uint4* states;             // forward: [B, frames, H, V, K] of bfloat16, or null
   FrameGradients gradients;  // backward
   Segments segments;
   float* inexact;
@@ -237,6 +237,33 @@ struct StateTiles {
     }
   }
 
+  // As bfloat16, in pieces of eight columns. Of two blocks of a row four lanes have four pieces, a word
+  // of each, and trade so that each has a piece.
+  static __device__ void StoreRounded(const State& s, uint4* to) {
+    const int lane = Lane();
+    to += (threadIdx.x / 32 % (N / 16) * 16 + lane / 4) * (N / 8) + lane % 4;
+#pragma unroll
+    for (int panel = 0; panel < kPanels; ++panel)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int tile = i / 2 * 4, e = i % 2 * 2;
+        uint32_t word[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+          word[j] = Bf16::Round(s[panel][tile + j][e], s[panel][tile + j][e + 1]);
+        const auto trade = [&](int distance, uint32_t& low, uint32_t& high) {
+          const bool upper = lane & distance;
+          const uint32_t got = __shfl_xor_sync(~0u, upper ? low : high, distance);
+          (upper ? low : high) = got;
+        };
+        trade(1, word[0], word[1]);
+        trade(1, word[2], word[3]);
+        trade(2, word[0], word[2]);
+        trade(2, word[1], word[3]);
+        to[4 * e * (N / 8) + 8 * panel + tile] = {word[0], word[1], word[2], word[3]};
+      }
+  }
+
   static __device__ void SetDiagonal(float value, State& s) {
     ForEachPair([&](int index, int panel, int tile, int e) {
       const int row = index / N, col = index % N;
@@ -334,15 +361,14 @@ void ScanKernel(const __grid_constant__ Scan<T> scan) {
   const uint32_t shared = SharedAddress(memory);
   const int warpgroup = kTogether ? 0 : Warp() / 4, warp = Warp() % (4 * L::kPanels);  // of its state
   const bool identity = L::kSummary && warpgroup >= L::kPanels;
-  const bool advances = !L::kSplit || warpgroup < L::kPanels;
   const bool multiplies = warpgroup == (L::kSplit ? L::kPanels : 0);
   const bool scales = warpgroup == (kTogether ? 0 : L::kSplit ? L::kPanels + 1 : 1);
-  const bool copies = warpgroup == (L::kSummary ? 2 * L::kPanels - 1 : 0);
+  const bool copies = L::kSummary ? warpgroup == 2 * L::kPanels - 1 : multiplies;
   const int64_t head = blockIdx.x;
   const int64_t order = blockIdx.y;  // of the segments, as they come in the recurrence
   const Segments& segments = scan.segments;
   // Another segment of the head may give up now, so the threads agree on what they have seen.
-  if (scan.inexact != nullptr && !__syncthreads_and(scan.inexact[head] == 0.0f)) return;
+  if (scan.inexact != nullptr && !SynchronizeAll(1, L::kThreads, scan.inexact[head] == 0.0f)) return;
 
   const int64_t frames = (scan.tokens + kChunk - 1) / kChunk;
   const int64_t segment = kReverse ? segments.count - 1 - order : order;
@@ -351,15 +377,6 @@ void ScanKernel(const __grid_constant__ Scan<T> scan) {
   const int64_t left = scan.tokens - first_token, most = segments.Frames(frames) * kChunk;
   const int tokens = static_cast<int>(left < most ? left : most);
   const int chunks = tokens > 0 ? (tokens + kSub - 1) / kSub : 0;
-
-  typename Tiles::State s;
-  // The start of the first segment is known, and its summary is its end.
-  if (!advances) {
-  } else if (L::kSummary && order > 0)
-    Tiles::SetDiagonal(identity ? 1.0f : 0.0f, s);
-  else
-    Tiles::Load(order == 0 ? scan.start + head * N * N
-                           : segments.State<N>(head, order - 1), s);
 
   // A piece of 16 bytes of a panel. Backwards, the first row of a chunk is its last token.
   const int copy_row = threadIdx.x % 128 / 8, copy_piece = threadIdx.x % 8;
@@ -437,16 +454,16 @@ void ScanKernel(const __grid_constant__ Scan<T> scan) {
   };
   // Returns false where the block has to give up.
   const auto synchronize = [&] {
-    if (multiplies || scales) PublishOperands();
-    if (scan.inexact == nullptr) {
-      __syncthreads();
-      return true;
+    bool goes_on = true;
+    if (scan.inexact == nullptr)
+      Synchronize(1, L::kThreads);
+    else
+      goes_on = SynchronizeAll(1, L::kThreads, in_range);
+    if (!goes_on) {
+      WaitForCopies<0>();
+      if (threadIdx.x == 0) scan.inexact[head] = 1.0f;
     }
-    return __syncthreads_and(in_range) != 0;
-  };
-  const auto give_up = [&] {
-    WaitForCopies();
-    if (threadIdx.x == 0) scan.inexact[head] = 1.0f;
+    return goes_on;
   };
 
   if (threadIdx.x < L::kSlots) barrier_of(threadIdx.x).Init(128);
@@ -458,7 +475,8 @@ void ScanKernel(const __grid_constant__ Scan<T> scan) {
     }
   if (scales)
     for (int chunk = 0; chunk < 2 && chunk < chunks; ++chunk) scale(chunk);
-  if (!synchronize()) return give_up();
+  PublishOperands();
+  if (!synchronize()) return;
   if (copies)
     for (int chunk = L::kDecaySlots; chunk < L::kSlots && chunk < chunks; ++chunk)
       copy_decays(chunk);
@@ -466,70 +484,85 @@ void ScanKernel(const __grid_constant__ Scan<T> scan) {
   PublishOperands();
   __syncthreads();
 
+  // The work of a warpgroup: that on the state, that for it, or both.
+  const auto run = [&](auto on_state, auto for_state) {
+    constexpr bool kOnState = decltype(on_state)::value, kForState = decltype(for_state)::value;
+    typename Tiles::State s;
+    if constexpr (kOnState) {
+      // The start of the first segment is known, and its summary is its end.
+      if (L::kSummary && order > 0)
+        Tiles::SetDiagonal(identity ? 1.0f : 0.0f, s);
+      else
+        Tiles::Load(order == 0 ? scan.start + head * N * N
+                               : segments.State<N>(head, order - 1), s);
+    }
 #pragma unroll 1
-  for (int chunk = 0; chunk < chunks; ++chunk) {
-    if (multiplies && chunk + 1 < chunks) multiply(chunk + 1);
-
-    const uint32_t y_tile = shared + L::kY + chunk % 2 * L::kPanels * L::kTile;
-    if (advances) {
-      if (starts_frame(chunk)) {
-        const int64_t frame = first_frame + time_of(chunk) / 4;
-        if constexpr (L::kSummary) {
-        } else if constexpr (kReverse) {
-          uint4* const to = scan.gradients.memory + head * scan.gradients.stride +
-                            frame * (N / kSub) * L::kStateThreads + threadIdx.x;
-#pragma unroll
-          for (int panel = 0; panel < L::kPanels; ++panel) {
-            Left x[kPanelBlocks];
-            RoundPanel(s[panel], x);
-#pragma unroll
-            for (int block = 0; block < kPanelBlocks; ++block)
-              to[(panel * kPanelBlocks + block) * L::kStateThreads] = {x[block][0], x[block][1],
-                                                                       x[block][2], x[block][3]};
+    for (int chunk = 0; chunk < chunks; ++chunk) {
+      const uint32_t y_tile = shared + L::kY + chunk % 2 * L::kPanels * L::kTile;
+      if constexpr (kForState)
+        if (multiplies && chunk + 1 < chunks) multiply(chunk + 1);
+      if constexpr (kOnState) {
+        if (!L::kSummary && starts_frame(chunk)) {
+          const int64_t frame = first_frame + time_of(chunk) / 4;
+          if constexpr (kReverse) {
+            Tiles::StoreRounded(s, scan.gradients.memory + head * scan.gradients.stride +
+                                       frame * (N * N / 8));
+          } else if (scan.states != nullptr) {
+            // [B, frames, H, V, K], and head is batch * H + h
+            const int64_t index = head + (batch * (frames - 1) + frame) * scan.heads;
+            Tiles::StoreRounded(s, scan.states + index * (N * N / 8));
           }
-        } else if (scan.states != nullptr) {
-          // [B, frames, H, V, K], and head is batch * H + h
-          const int64_t index = head + (batch * (frames - 1) + frame) * scan.heads;
-          Tiles::Store(s, scan.states + index * N * N);
         }
-      }
-      AdvanceState<T, L, kOutput>(warp, slot_of(chunk), matrices_of(chunk), y_tile, !identity, s);
-      if (ends_frame(chunk)) {
-        const float* const decays = decays_of(chunk) + (threadIdx.x & 3) * L::kDecayStride;
+        AdvanceState<T, L, kOutput>(warp, slot_of(chunk), matrices_of(chunk), y_tile, !identity, s);
+        if (ends_frame(chunk)) {
+          const float* const decays = decays_of(chunk) + (threadIdx.x & 3) * L::kDecayStride;
 #pragma unroll
-        for (int pair = 0; pair < N / 16; ++pair) {
-          const float4 d = *reinterpret_cast<const float4*>(decays + 4 * pair);
-          float(&left_tile)[4] = s[pair / 4][pair % 4 * 2];
-          float(&right_tile)[4] = s[pair / 4][pair % 4 * 2 + 1];
-          left_tile[0] *= d.x, left_tile[1] *= d.y, left_tile[2] *= d.x, left_tile[3] *= d.y;
-          right_tile[0] *= d.z, right_tile[1] *= d.w, right_tile[2] *= d.z, right_tile[3] *= d.w;
+          for (int pair = 0; pair < N / 16; ++pair) {
+            const float4 d = *reinterpret_cast<const float4*>(decays + 4 * pair);
+            float(&left_tile)[4] = s[pair / 4][pair % 4 * 2];
+            float(&right_tile)[4] = s[pair / 4][pair % 4 * 2 + 1];
+            left_tile[0] *= d.x, left_tile[1] *= d.y, left_tile[2] *= d.x, left_tile[3] *= d.y;
+            right_tile[0] *= d.z, right_tile[1] *= d.w, right_tile[2] *= d.z, right_tile[3] *= d.w;
+          }
+        }
+      }
+      if constexpr (kForState) {
+        if (scales && chunk + 2 < chunks) scale(chunk + 2);
+        if (multiplies || scales) PublishOperands();
+      }
+      if (!synchronize()) return;
+      if constexpr (kForState) {
+        if (kOutput && multiplies) {
+          const int token = token_of(chunk);
+#pragma unroll
+          for (int panel = 0; panel < L::kPanels; ++panel)
+            if (token < tokens)
+              *reinterpret_cast<uint4*>(scan.y + element_of(token) + kTileCols * panel) =
+                  *reinterpret_cast<const uint4*>(memory + (y_tile - shared) + panel * L::kTile +
+                                                  copy_to);
+        }
+        if (copies && chunk + L::kSlots < chunks) {
+          copy_operands(chunk + L::kSlots);
+          copy_decays(chunk + L::kSlots);
         }
       }
     }
-
-    if (scales && chunk + 2 < chunks) scale(chunk + 2);
-    if (!synchronize()) return give_up();
-    if constexpr (kOutput) {
-      const int token = token_of(chunk), panel = warpgroup;
-      const unsigned char* const from = memory + (y_tile - shared) + panel * L::kTile + copy_to;
-      if (advances && token < tokens)
-        *reinterpret_cast<uint4*>(scan.y + element_of(token) + kTileCols * panel) =
-            *reinterpret_cast<const uint4*>(from);
+    if constexpr (kOnState) {
+      if (!L::kSummary) {
+        if (order == segments.count - 1) Tiles::Store(s, scan.end + head * N * N);
+      } else if (!identity) {
+        Tiles::Store(s, segments.State<N>(head, order));
+      } else if (order > 0) {
+        Tiles::Store(s, segments.Factor<N>(head, order));
+      }
     }
-    if (copies && chunk + L::kSlots < chunks) {
-      copy_operands(chunk + L::kSlots);
-      copy_decays(chunk + L::kSlots);
-    }
-  }
-
-  if (!advances) return;
-  if (!L::kSummary) {
-    if (order == segments.count - 1) Tiles::Store(s, scan.end + head * N * N);
-  } else if (!identity) {
-    Tiles::Store(s, segments.State<N>(head, order));
-  } else if (order > 0) {
-    Tiles::Store(s, segments.Factor<N>(head, order));
-  }
+  };
+  if constexpr (!L::kSplit)
+    run(std::true_type(), std::true_type());
+  else if (warpgroup < L::kPanels)
+    run(std::true_type(), std::false_type());
+  else
+    run(std::false_type(), std::true_type());
 }
 
 // From the summaries of the segments the state at the end of each: S_i = S_{i-1} M_i + D_i, where S_0
@@ -630,7 +663,7 @@ cudaError_t Wkv7Scan(cudaStream_t stream, const Wkv7ForwardCall& call, const Seg
     scan.k = in(call.k), scan.v = in(call.v), scan.w = in(call.w);
     scan.tokens = call.dims.tokens, scan.heads = call.dims.heads, scan.decay = call.decay;
     scan.start = call.initial_state, scan.end = call.final_state;
-    scan.y = static_cast<T*>(call.y), scan.states = call.states;
+    scan.y = static_cast<T*>(call.y), scan.states = static_cast<uint4*>(call.states);
     scan.segments = segments, scan.inexact = inexact;
     return Run<T, size(), false>(stream, scan, call.dims.batch * call.dims.heads);
   });

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from rwkv_jax import _chunked, _ffi
 from rwkv_jax._dispatch import Options
 from rwkv_jax._typing import Keys, State, States, TokenKeys, TokenValues, Values
-from rwkv_jax.wkv7.residuals import CHUNK
+from rwkv_jax.wkv7.residuals import CHUNK, states_dtype
 
 FORWARD = "rwkv_wkv7_fwd_v1"
 BACKWARD = "rwkv_wkv7_bwd_v1"
@@ -90,7 +90,10 @@ def forward(
     results = [
         (v.shape, v.dtype),
         (initial_state.shape, jnp.float32),
-        ((batch, frames if options.save else 0, heads, size, size), jnp.float32),
+        (
+            (batch, frames if options.save else 0, heads, size, size),
+            states_dtype(options, r.dtype),
+        ),
     ]
     if _on_matrix_units(platform, options, r):
         target = CHUNK_FORWARD

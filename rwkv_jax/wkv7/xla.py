@@ -21,7 +21,7 @@ from rwkv_jax._decay import decay_factor
 from rwkv_jax._dispatch import Options
 from rwkv_jax._typing import Keys, State, States, Values
 from rwkv_jax.wkv7 import reference
-from rwkv_jax.wkv7.residuals import CHUNK
+from rwkv_jax.wkv7.residuals import CHUNK, states_dtype
 
 BLOCK = 16
 
@@ -76,7 +76,7 @@ def _chunk(options: Options, state: State, *inputs: Array) -> tuple[State, Value
     def block(state: State, *inputs: Array) -> tuple[State, Values]:
         return _block(options, state, *inputs)
 
-    y, state, _ = _chunked.forward(block, BLOCK, state, inputs, save=False)
+    y, state, _ = _chunked.forward(block, BLOCK, state, inputs, save=None)
     return state, y
 
 
@@ -94,7 +94,11 @@ def forward(
     def chunk(state: State, *inputs: Array) -> tuple[State, Values]:
         return _chunk(options, state, *inputs)
 
-    return _chunked.forward(chunk, CHUNK, initial_state, (r, w, k, v, a, b), save=options.save)
+    dtype = states_dtype(options, r.dtype)
+    y, final_state, states = _chunked.forward(
+        chunk, CHUNK, initial_state, (r, w, k, v, a, b), save=dtype if options.save else None
+    )
+    return y, final_state, states.astype(dtype)
 
 
 def backward(

@@ -70,10 +70,15 @@ constexpr int kSharedBytes = 232448;
 alignas(1024) inline unsigned char shared[kSharedBytes];
 inline std::mt19937 random;
 
+struct Copy {
+  uint32_t to;
+  const void* from;  // null where the copy clears
+};
 struct Fiber {
   ucontext_t context;
   std::vector<char> stack = std::vector<char>(1 << 17);
   std::function<bool()> ready;
+  std::vector<std::vector<Copy>> copies;  // under way, by group; the last is still open
   unsigned thread;
   bool done;
 };
@@ -145,6 +150,7 @@ inline void RunBlock() {
     fiber.context.uc_stack.ss_size = fiber.stack.size();
     fiber.context.uc_link = &scheduler;
     fiber.ready = nullptr;
+    fiber.copies.assign(1, {});
     fiber.thread = t;
     fiber.done = false;
     makecontext(&fiber.context, RunFiber, 0);
@@ -259,9 +265,6 @@ inline float __uint_as_float(uint32_t word) {
 inline float __low2float(__half2 pair) { return emulation::FromHalf(pair.x.bits); }
 inline float __high2float(__half2 pair) { return emulation::FromHalf(pair.y.bits); }
 inline void __syncthreads() { emulation::Arrive(emulation::barriers[0], emulation::threads); }
-inline int __syncthreads_and(int value) {
-  return emulation::Arrive(emulation::barriers[0], emulation::threads, value != 0);
-}
 inline void __syncwarp() { emulation::Arrive(emulation::OwnWarp().barrier, 32); }
 template <typename T>
 T __shfl_sync(unsigned, T x, int lane, int width = 32) {
@@ -287,6 +290,9 @@ inline uint32_t SharedAddress(const void* pointer) {
 
 inline void Synchronize(int number, int threads) {
   emulation::Arrive(emulation::barriers[number], threads);
+}
+inline bool SynchronizeAll(int number, int threads, bool value) {
+  return emulation::Arrive(emulation::barriers[number], threads, value);
 }
 
 inline float Exp2(float x) { return x < -126.0f ? 0.0f : std::exp2(x); }
@@ -342,13 +348,25 @@ inline void WarpMultiplyHalf(float (&sum)[4], const uint32_t (&a)[4], uint32_t b
   emulation::Multiply(sum, a, b0, b1, emulation::FromHalf);
 }
 
+// Copies arrive as late as they may.
 inline void CopyAsync(uint32_t to, const void* from, bool present) {
-  if (present)
-    std::memcpy(emulation::shared + to, from, 16);
-  else
-    std::memset(emulation::shared + to, 0, 16);
+  emulation::current->copies.back().push_back({to, present ? from : nullptr});
 }
-inline void WaitForCopies() {}
+inline void CommitCopies() { emulation::current->copies.emplace_back(); }
+template <int kRunning>
+void WaitForCopies() {
+  auto& groups = emulation::current->copies;
+  while (groups.size() > (kRunning > 0 ? kRunning + 1 : 0)) {
+    for (const auto& copy : groups.front()) {
+      if (copy.from)
+        std::memcpy(emulation::shared + copy.to, copy.from, 16);
+      else
+        std::memset(emulation::shared + copy.to, 0, 16);
+    }
+    groups.erase(groups.begin());
+  }
+  if (groups.empty()) groups.emplace_back();
+}
 
 class CopyBarrier {
  public:
@@ -359,6 +377,7 @@ class CopyBarrier {
     *state_ = {static_cast<uint16_t>(threads), static_cast<uint16_t>(threads), 0};
   }
   void ArriveAfterCopies() const {
+    WaitForCopies<0>();
     if (--state_->pending > 0) return;
     state_->pending = state_->threads;
     ++state_->phase;

@@ -27,7 +27,8 @@ extern "C" int Wkv7(unsigned seed, const int64_t* sizes, int half, int decay, in
   forward.initial_state = floats(6);
   forward.y = arrays[7];
   forward.final_state = floats(8);
-  forward.states = floats(9);
+  forward.states = arrays[9];
+  forward.states_dtype = Dtype::kBF16;
   float* const scratch = floats(10);
   float* const inexact = forward.decay == Decay::kSigmoid ? nullptr : floats(11);
 

@@ -12,7 +12,7 @@
 
 namespace rwkv_jax {
 
-// Each of the four readers takes the next operand or result, checks its dtype and its shape, and
+// Each of the readers takes the next operand or result, checks its dtype and its shape, and
 // returns its data. Axes are letters; a letter has the same size wherever it occurs. After the
 // first error the readers return null and Finish returns that error, so that a handler can read
 // everything first and ask once.
@@ -23,25 +23,31 @@ class Operands {
 
   // A tensor of float32, bfloat16 or float16, the same for all tensors of a call.
   const void* Arg(const char* name, const char* axes) {
-    return Next(args_, arg_, name, axes, false);
+    return Next(args_, arg_, name, axes, kShared);
   }
   void* Ret(const char* name, const char* axes) {
-    return Next(rets_, ret_, name, axes, false);
+    return Next(rets_, ret_, name, axes, kShared);
   }
 
   // A state or scratch, always float32.
   const float* FloatArg(const char* name, const char* axes) {
-    return static_cast<const float*>(Next(args_, arg_, name, axes, true));
+    return static_cast<const float*>(Next(args_, arg_, name, axes, kFloat));
   }
   float* FloatRet(const char* name, const char* axes) {
-    return static_cast<float*>(Next(rets_, ret_, name, axes, true));
+    return static_cast<float*>(Next(rets_, ret_, name, axes, kFloat));
+  }
+
+  // Saved states, float32 or, if the tensors are not, bfloat16; after at least one of those.
+  const void* StatesArg(const char* name, const char* axes, Dtype& dtype) {
+    return Next(args_, arg_, name, axes, kStates, &dtype);
+  }
+  void* StatesRet(const char* name, const char* axes, Dtype& dtype) {
+    return Next(rets_, ret_, name, axes, kStates, &dtype);
   }
 
   // 0 for an axis that no operand has.
   int64_t Size(char axis) const { return axes_[axis - 'A'].size; }
-  Dtype dtype() const {
-    return dtype_ == ffi::BF16 ? Dtype::kBF16 : dtype_ == ffi::F16 ? Dtype::kF16 : Dtype::kF32;
-  }
+  Dtype dtype() const { return DtypeOf(dtype_); }
 
   // Unless `condition` holds, an error of the given parts; the first error is the one that counts.
   template <typename... Parts>
@@ -57,6 +63,8 @@ class Operands {
   }
 
  private:
+  enum Types { kShared, kFloat, kStates };
+
   struct Axis {
     int64_t size = 0;
     const char* first = nullptr;  // the operand that had this axis first
@@ -67,20 +75,27 @@ class Operands {
 
   template <typename Remaining>
   void* Next(const Remaining& remaining, size_t& position, const char* name, const char* axes,
-             bool is_float) {
+             Types types, Dtype* dtype = nullptr) {
     const size_t index = position++;
     auto found = remaining.template get<ffi::AnyBuffer>(index);
     Require(found.has_value(), name, " is missing or is not an array");
     if (error_.failure()) return nullptr;
     const ffi::AnyBuffer& buffer = Get(*found);
-    CheckType(name, buffer.element_type(), is_float);
+    CheckType(name, buffer.element_type(), types);
     CheckShape(name, axes, buffer.dimensions());
+    if (dtype != nullptr) *dtype = DtypeOf(buffer.element_type());
     return error_.failure() ? nullptr : buffer.untyped_data();
   }
 
-  void CheckType(const char* name, ffi::DataType given, bool is_float) {
-    if (is_float) {
+  void CheckType(const char* name, ffi::DataType given, Types types) {
+    if (types == kFloat) {
       Require(given == ffi::F32, name, " is ", given, "; expected F32");
+      return;
+    }
+    if (types == kStates) {
+      const bool may_round = dtype_ != ffi::F32;
+      Require(given == ffi::F32 || (given == ffi::BF16 && may_round), name, " is ", given,
+              may_round ? "; expected F32 or BF16" : "; expected F32");
       return;
     }
     Require(given == ffi::F32 || given == ffi::BF16 || given == ffi::F16, name, " is ", given,
@@ -91,6 +106,10 @@ class Operands {
     }
     Require(given == dtype_, name, " is ", given, " where ", first_, " is ", dtype_,
             "; expected the same");
+  }
+
+  static Dtype DtypeOf(ffi::DataType type) {
+    return type == ffi::BF16 ? Dtype::kBF16 : type == ffi::F16 ? Dtype::kF16 : Dtype::kF32;
   }
 
   void CheckShape(const char* name, const char* axes, ffi::AnyBuffer::Dimensions given) {

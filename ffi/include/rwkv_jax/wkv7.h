@@ -17,10 +17,11 @@ struct Wkv7Dims {
 };
 
 // Arrays are dense and row-major: the inputs, y and their cotangents [B, T, H, K] of `dtype`, a
-// state [B, H, V, K] and the saved states [B, N, H, V, K] of float.
+// state [B, H, V, K] of float, and the saved states [B, N, H, V, K] of `states_dtype`, which is kF32
+// or kBF16.
 struct Wkv7Call {
   Wkv7Dims dims;
-  Dtype dtype;
+  Dtype dtype, states_dtype;
   Decay decay;
   const void *r, *w, *k, *v, *a, *b;
 };
@@ -29,11 +30,11 @@ struct Wkv7ForwardCall : Wkv7Call {
   const float* initial_state;  // may be final_state
   void* y;
   float* final_state;
-  float* states;  // null if none are to be saved
+  void* states;  // null if none are to be saved
 };
 
 struct Wkv7BackwardCall : Wkv7Call {
-  const float* states;
+  const void* states;
   const void* dy;
   const float* dfinal_state;
   void *dr, *dw, *dk, *dv, *da, *db;

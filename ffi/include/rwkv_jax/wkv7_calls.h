@@ -50,7 +50,7 @@ inline void ReadForward(Operands& operands, int64_t decay, int64_t max_head_size
   call.initial_state = operands.FloatArg("initial_state", "BHVK");
   call.y = operands.Ret("y", "BTHV");
   call.final_state = operands.FloatRet("final_state", "BHVK");
-  call.states = operands.FloatRet("states", "BNHVK");
+  call.states = operands.StatesRet("states", "BNHVK", call.states_dtype);
   const int64_t tokens = operands.Size('T'), saved = operands.Size('N');
   internal::ReadSizes(operands, tokens, decay, max_head_size, call);
   operands.Require(saved == 0 || saved == internal::Chunks(tokens), "states has N = ", saved,
@@ -61,7 +61,7 @@ inline void ReadForward(Operands& operands, int64_t decay, int64_t max_head_size
 inline void ReadBackward(Operands& operands, int64_t decay, int64_t max_head_size,
                          Wkv7BackwardCall& call) {
   internal::ReadInputs(operands, "BTHK", "BTHV", call);
-  call.states = operands.FloatArg("states", "BNHVK");
+  call.states = operands.StatesArg("states", "BNHVK", call.states_dtype);
   call.dy = operands.Arg("dy", "BTHV");
   call.dfinal_state = operands.FloatArg("dfinal_state", "BHVK");
   call.dr = operands.Ret("dr", "BTHK");
@@ -85,6 +85,7 @@ inline void ReadStep(Operands& operands, int64_t decay, int64_t max_head_size,
   call.y = operands.Ret("y", "BHV");
   call.final_state = operands.FloatRet("state", "BHVK");
   call.states = nullptr;
+  call.states_dtype = Dtype::kF32;
   internal::ReadSizes(operands, 1, decay, max_head_size, call);
 }
 
