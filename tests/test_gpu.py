@@ -122,7 +122,7 @@ def test_matrix_units_run_and_save_nothing_without_a_gradient() -> None:
     forward = jax.jit(lambda xs: rwkv_jax.wkv7(**xs, decay="sigmoid")).lower(inputs).compile()
     assert hlo.targets(forward.as_text()) == {"rwkv_wkv7_chunk_fwd_v1"}
     assert "bf16[2,0,2,64,64]" in (forward.as_text() or "")
-    assert "f32[2,2,2,64,64]" in (lowered.compile().as_text() or "")
+    assert "bf16[2,2,2,64,64]" in (lowered.compile().as_text() or "")
 
     details = rwkv_jax.implementations("wkv7", *inputs.values(), details=True)
     assert details["ffi"] == "CUDA kernels on matrix units, bfloat16 with float32 sums"
