@@ -555,7 +555,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     kind, copy_speed = jax.devices()[0].device_kind, copy_gb_s(args.device)
     title = f"{args.op}, {args.dtype}, {kind}, {os.cpu_count()} cores, jax {jax.__version__}"
-    rows = [row for shape in args.shapes for row in measure(args, shape, copy_speed)]
+    print(f"{title}; a copy runs at {copy_speed:.1f} GB/s", flush=True)
+    rows = []
+    for shape in args.shapes:
+        rows += (here := measure(args, shape, copy_speed))
+        print(*table(here), sep="\n", flush=True)
     loop = loop_us(args) if args.op == "wkv7" else None
     if args.json:
         about = {"title": title, "decay": args.decay, "copy_gb_s": copy_speed, "loop_us": loop}
@@ -563,8 +567,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.json.write_text(json.dumps(about, indent=2) + "\n")
     if args.plot and any(row.ms for row in rows):
         plot(rows, copy_speed, title, args.plot)
-    print(f"{title}; a copy runs at {copy_speed:.1f} GB/s")
-    print(*table(rows), sep="\n")
     if loop:
         where = f"{LOOP_HEADS} heads of {LOOP_KEYS}, inside a jitted loop"
         print(f"\none token of one sequence, {where}: {loop:.2f} us")
