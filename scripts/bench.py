@@ -55,8 +55,9 @@ STEPS = {"wkv7": "wkv7_step"}
 STEP_SHAPES = {"step 256x64x64": (256, 64, 64)}
 """Decoding, [B, H, K]."""
 
-LOOP_HEADS, LOOP_KEYS, LOOP_TOKENS = 32, 64, 1000
-"""One sequence decoded inside one program, where what a call of a kernel costs shows."""
+LOOP_HEADS, LOOP_KEYS, LOOP_TOKENS, LOOP_UNROLLS = 32, 64, 1024, (1, 16)
+"""One sequence decoded inside one program, where what a call of a kernel costs shows, with so many
+tokens in an iteration: a model has as many calls in one as it has layers."""
 
 DEFAULTS = {
     "cpu": {"dtype": "float32", "shapes": ["1x1024x12x64"]},
@@ -427,8 +428,9 @@ def measure(args: argparse.Namespace, shape: str, copy_speed: float) -> list[Row
     return rows
 
 
-def loop_us(args: argparse.Namespace) -> float:
-    """Microseconds for a token decoded by `wkv7_step` inside a jitted loop."""
+def loop_us(args: argparse.Namespace) -> dict[str, float]:
+    """Microseconds for a token decoded by `wkv7_step` inside a jitted loop, for each number of
+    tokens in an iteration, and for an iteration that only counts."""
     case = Case(1, 1, LOOP_HEADS, LOOP_KEYS, dtype=args.dtype, decay=args.decay)
     inputs, _ = OPERATORS["wkv7_step"].make(case)
     state, v = inputs.pop("state"), inputs.pop("v")
@@ -437,10 +439,15 @@ def loop_us(args: argparse.Namespace) -> float:
         y, state = rwkv_jax.wkv7_step(**inputs, v=carried[0], state=carried[1], decay=args.decay)
         return y, state
 
-    program = jax.jit(lambda v, state: jax.lax.fori_loop(0, LOOP_TOKENS, token, (v, state)))
+    def microseconds(body: Callable[[int, Any], Any], unroll: int, *operands: jax.Array) -> float:
+        program = jax.jit(lambda *x: jax.lax.fori_loop(0, LOOP_TOKENS, body, x, unroll=unroll))
+        samples = [seconds(lambda: program(*operands)) for _ in range(1 + args.repeats)]
+        return 1e6 * statistics.median(samples[1:]) / LOOP_TOKENS
+
     operands = jnp.asarray(v), jnp.asarray(state)
-    samples = [seconds(lambda: program(*operands)) for _ in range(1 + args.repeats)]
-    return 1e6 * statistics.median(samples[1:]) / LOOP_TOKENS
+    times = {str(n): microseconds(token, n, *operands) for n in LOOP_UNROLLS}
+    empty = microseconds(lambda i, x: (x[0] + i,), 1, jnp.zeros((), jnp.int32))
+    return times | {"empty": empty}
 
 
 def copy_gb_s(device: str) -> float:
@@ -568,8 +575,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.plot and any(row.ms for row in rows):
         plot(rows, copy_speed, title, args.plot)
     if loop:
-        where = f"{LOOP_HEADS} heads of {LOOP_KEYS}, inside a jitted loop"
-        print(f"\none token of one sequence, {where}: {loop:.2f} us")
+        print(
+            f"\none token of one sequence, {LOOP_HEADS} heads of {LOOP_KEYS}, inside a jitted loop:"
+        )
+        for tokens in LOOP_UNROLLS:
+            print(f"  {loop[str(tokens)]:.2f} us with {tokens} in an iteration")
+        print(f"  ({loop['empty']:.2f} us for an iteration that only counts)")
     return int(any(row.failed and row.ours for row in rows))
 
 
