@@ -1,12 +1,17 @@
 """RWKV time-mixing operators for JAX.
 
-Operators: `wkv7` and `wkv7_step`. `implementations` says which implementation of an operator can
-run a given call, and `build_info` how the native kernels of this installation were built.
+Operators: `wkv5`, `wkv6` and `wkv7`, and for one token `wkv5_step`, `wkv6_step` and `wkv7_step`.
+`implementations` says which implementation of an operator can run a given call, and `build_info`
+how the native kernels of this installation were built.
 """
 
 from rwkv_jax._info import build_info as build_info
 from rwkv_jax._info import export_checks as export_checks
 from rwkv_jax._info import implementations as implementations
+from rwkv_jax.wkv5 import wkv5 as wkv5
+from rwkv_jax.wkv5 import wkv5_step as wkv5_step
+from rwkv_jax.wkv6 import wkv6 as wkv6
+from rwkv_jax.wkv6 import wkv6_step as wkv6_step
 from rwkv_jax.wkv7 import wkv7 as wkv7
 from rwkv_jax.wkv7 import wkv7_step as wkv7_step
 

@@ -37,3 +37,19 @@ LOG_DECAY: dict[str, Callable[[Array], Array]] = {"log": _log, "exp": _exp, "sig
 def decay_factor(w: Array, decay: Decay) -> Array:
     """The factor by which a state channel shrinks, in float32."""
     return jnp.exp(LOG_DECAY[decay](w.astype(jnp.float32)))
+
+
+def decay_products(d: Array) -> tuple[Array, Array, Array, Array]:
+    """Products of consecutive decay factors [B, H, L, K].
+
+    Those of the tokens after j up to i, and up to i - 1: [B, H, L, L, K], 0 where i < j and where
+    i <= j. Those of the first tokens up to i, and up to i - 1: [B, H, L, K]. Nothing is divided by,
+    so a factor of 0 does no harm.
+    """
+    i, j = jnp.arange(d.shape[2])[:, None], jnp.arange(d.shape[2])[None, :]
+    upto = jnp.cumprod(jnp.where((i > j)[..., None], d[:, :, :, None, :], 1.0), axis=2)
+    upto = jnp.where((i >= j)[..., None], upto, 0.0)
+    before = jnp.where((i > j)[..., None], jnp.roll(upto, 1, axis=2), 0.0)
+    from_start = jnp.cumprod(d, axis=2)
+    before_start = jnp.concatenate([jnp.ones_like(d[:, :, :1]), from_start[:, :, :-1]], axis=2)
+    return upto, before, from_start, before_start

@@ -8,9 +8,15 @@ import jax
 from jax import export
 
 from rwkv_jax import _check, _dispatch, _ffi
-from rwkv_jax.wkv7 import BACKWARD, DECAYS, FORWARD, STEP, ffi
+from rwkv_jax.wkv5 import OPERATOR as WKV5
+from rwkv_jax.wkv6 import OPERATOR as WKV6
+from rwkv_jax.wkv7 import OPERATOR as WKV7
+from rwkv_jax.wkv7 import ffi
 
-_STAGES = {"wkv7": (FORWARD, BACKWARD), "wkv7_step": (STEP,)}
+_OPERATORS = (WKV5, WKV6, WKV7)
+_CALLS = {x.name: (x, x.arguments, (x.forward, x.backward)) for x in _OPERATORS} | {
+    x.step.op: (x, x.step_arguments, (x.step,)) for x in _OPERATORS
+}
 
 
 def implementations(
@@ -38,18 +44,15 @@ def implementations(
     Raises:
       ValueError: `op` is unknown, or operands are too few or too many.
     """
-    stages = _STAGES[_check.choice("implementations", "op", op, _STAGES)]
-    forward = stages[0]
-    names = list(forward.operands)
-    if not len(names) - 1 <= len(operands) <= len(names):
+    operator, arguments, stages = _CALLS[_check.choice("implementations", "op", op, _CALLS)]
+    names, states = list(arguments), list(arguments)[len(operator.inputs) :]
+    if len(operands) not in (len(names), len(names) - len(states)):
         raise ValueError(
-            f"implementations: {op} takes the operands {', '.join(names)}, the last one optional "
+            f"implementations: {op} takes the operands {', '.join(names)}, the state optional "
             f"here; {len(operands)} were given"
         )
-    _check.shapes(op, forward.operands, dict(zip(names, operands, strict=False)), names[-1:])
-    options = _dispatch.options(
-        forward, decay=decay, precision=precision, implementation=None, decays=DECAYS
-    )
+    _check.shapes(op, arguments, dict(zip(names, operands, strict=False)), states)
+    options = operator.options(stages[0], decay=decay, precision=precision, implementation=None)
     if platform is None:
         platform = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
     return _dispatch.implementations(stages, options, operands, platform, details)

@@ -42,6 +42,14 @@ def alike(operand_axes: Iterable[str], *operands: Array) -> tuple[Array, ...]:
     )
 
 
+def repeated(x: Array, axes: str, like: Array, like_axes: str) -> Array:
+    """`x`, which has no axis B, for each batch row of `like`, and with the rows where those are."""
+    sharding = None
+    if mesh := _explicit_mesh([like]):
+        sharding = NamedSharding(mesh, _spec(_shards(_specs([like]), [like_axes]), f"B{axes}"))
+    return lax.broadcast(x, (like.shape[like_axes.index("B")],), out_sharding=sharding)
+
+
 def partitioned(
     fn: Fn, operand_axes: Sequence[str], result_axes: Sequence[str], *, rule: bool = True
 ) -> Fn:

@@ -1,6 +1,7 @@
 """The shapes, dtypes, decays and seeds that tests and benchmarks use, and inputs made from them."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import ml_dtypes
@@ -99,6 +100,18 @@ REGIMES = tuple(
 
 WKV7 = (*SHAPES, *GENERAL, *REGIMES)
 
+WKV6_DECAYS = ("log", "exp")
+
+
+def for_wkv6(case: Case) -> Case:
+    """A case with a form of decay that WKV5 and WKV6 take."""
+    return case if case.decay in WKV6_DECAYS else replace(case, decay="exp")
+
+
+WKV6 = tuple(dict.fromkeys(map(for_wkv6, WKV7)))
+WKV5 = tuple(case for case in WKV6 if case.regime == "model" or case.dtype == "float32")
+"""Fewer, since its arithmetic is that of WKV6."""
+
 WKV7_STEP = (
     Case(3, 1, 2, 64),
     Case(1, 1, 3, 32, dtype="bfloat16", decay="exp"),
@@ -108,6 +121,7 @@ WKV7_STEP = (
     Case(2, 1, 2, 16, decay="log", regime="mixed"),
     Case(1, 1, 2, 24, V=40, dtype="bfloat16"),
 )
+WKV6_STEP = tuple(dict.fromkeys(map(for_wkv6, WKV7_STEP)))
 
 
 def _log_decay(form: str, rate: np.ndarray) -> np.ndarray:
@@ -168,9 +182,30 @@ def wkv7(case: Case) -> tuple[Arrays, Arrays]:
     return inputs, cotangents
 
 
+def wkv6(case: Case, *, constant: bool = False) -> tuple[Arrays, Arrays]:
+    """The operands of `rwkv_jax.wkv6`, or with a constant decay of `rwkv_jax.wkv5`, as `wkv7`."""
+    case = for_wkv6(case)
+    rng = np.random.default_rng([case.seed, case.B, case.T, case.H, case.K])
+    given, cotangents = wkv7(case)
+    inputs = {name: given[name] for name in ("r", "w", "k", "v")}
+    shared = (case.H, case.K)
+    if constant:
+        inputs["w"] = decays(case, rng, shared).astype(DTYPES[case.dtype])
+    inputs["u"] = rng.standard_normal(shared).astype(DTYPES[case.dtype])
+    return inputs | {n: x for n, x in given.items() if n == "initial_state"}, cotangents
+
+
+def wkv5(case: Case) -> tuple[Arrays, Arrays]:
+    return wkv6(case, constant=True)
+
+
+def step(make: Callable[[Case], tuple[Arrays, Arrays]], case: Case) -> tuple[Arrays, Arrays]:
+    """The operands of an operator for one token, those of the sequence, and cotangents."""
+    inputs, cotangents = make(case)
+    token = {n: x[:, 0] if x.ndim == 4 else x for n, x in inputs.items() if n != "initial_state"}
+    token["state"] = inputs["initial_state"]
+    return token, {"dy": cotangents["dy"][:, 0], "dstate": cotangents["dfinal_state"]}
+
+
 def wkv7_step(case: Case) -> tuple[Arrays, Arrays]:
-    """The operands of `rwkv_jax.wkv7_step`, those of `wkv7` at one token, and cotangents."""
-    inputs, cotangents = wkv7(case)
-    step = {name: x[:, 0] for name, x in inputs.items() if name != "initial_state"}
-    step["state"] = inputs["initial_state"]
-    return step, {"dy": cotangents["dy"][:, 0], "dstate": cotangents["dfinal_state"]}
+    return step(wkv7, case)

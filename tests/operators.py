@@ -1,17 +1,19 @@
 """The public operators, one row each, and how a test calls any of them."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+import pytest
 
 import cases
 import oracle
 import rwkv_jax
-from cases import Arrays, Case
+from cases import WKV6_DECAYS, Arrays, Case
 
 
 @dataclass(frozen=True)
@@ -21,21 +23,93 @@ class Operator:
     make: Callable[[Case], tuple[Arrays, Arrays]]
     cases: tuple[Case, ...]
     results: tuple[str, ...]
+    inputs: tuple[str, ...]
+    shared: frozenset[str] = frozenset()
+    """The inputs that all sequences of a batch share."""
+    decays: tuple[str, ...] = WKV6_DECAYS
+
+    def suited(self, case: Case) -> Case:
+        """A case with a form of decay that this operator takes."""
+        return case if case.decay in self.decays else cases.for_wkv6(case)
 
 
-OPERATORS = {
-    "wkv7": Operator(rwkv_jax.wkv7, oracle.wkv7, cases.wkv7, cases.WKV7, ("y", "final_state")),
-    "wkv7_step": Operator(
-        rwkv_jax.wkv7_step, oracle.wkv7_step, cases.wkv7_step, cases.WKV7_STEP, ("y", "state")
+_WKV7 = {"inputs": tuple("rwkvab"), "decays": ("log", "exp", "sigmoid")}
+_WKV6 = {"inputs": tuple("rwkvu"), "shared": frozenset("u")}
+_WKV5 = {"inputs": tuple("rwkvu"), "shared": frozenset("wu")}
+
+SEQUENCES = {
+    "wkv7": Operator(
+        *(rwkv_jax.wkv7, oracle.wkv7, cases.wkv7, cases.WKV7, ("y", "final_state")), **_WKV7
+    ),
+    "wkv6": Operator(
+        *(rwkv_jax.wkv6, oracle.wkv6, cases.wkv6, cases.WKV6, ("y", "final_state")), **_WKV6
+    ),
+    "wkv5": Operator(
+        *(rwkv_jax.wkv5, oracle.wkv5, cases.wkv5, cases.WKV5, ("y", "final_state")), **_WKV5
     ),
 }
+"""The operators on whole sequences."""
+
+
+def _step(name: str, function: Callable[..., Any], several: tuple[Case, ...]) -> Operator:
+    sequence = SEQUENCES[name]
+    return dataclasses.replace(
+        sequence,
+        function=function,
+        oracle=functools.partial(oracle.step, sequence.oracle),
+        make=functools.partial(cases.step, sequence.make),
+        cases=several,
+        results=("y", "state"),
+    )
+
+
+STEPS = {
+    "wkv7_step": _step("wkv7", rwkv_jax.wkv7_step, cases.WKV7_STEP),
+    "wkv6_step": _step("wkv6", rwkv_jax.wkv6_step, cases.WKV6_STEP),
+    "wkv5_step": _step("wkv5", rwkv_jax.wkv5_step, cases.WKV6_STEP),
+}
+"""The same on one token."""
+
+OPERATORS = SEQUENCES | STEPS
 
 
 def available(name: str, case: Case, platform: str | None = None) -> list[str]:
     """The implementations that can run a case on a platform, the default backend's if None."""
+    case = OPERATORS[name].suited(case)
     inputs, _ = OPERATORS[name].make(case)
     can = rwkv_jax.implementations(name, *inputs.values(), decay=case.decay, platform=platform)
     return [implementation for implementation, reason in can.items() if reason is None]
+
+
+class Run(NamedTuple):
+    """An operator on whole sequences and an implementation that can run it."""
+
+    op: str
+    implementation: str | None
+
+    @property
+    def operator(self) -> Operator:
+        return OPERATORS[self.op]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*self.operator.inputs, "initial_state")
+
+    def __call__(self, *operands: Any, **options: Any) -> tuple[jax.Array, jax.Array]:
+        decay = self.operator.decays[-1]
+        return self.operator.function(
+            *operands, **{"decay": decay, "implementation": self.implementation} | options
+        )
+
+
+def runs(case: Case, platform: str | None = None) -> list[Any]:
+    """Every run of a case, as parameters of a test; of WKV5, which has the arithmetic of WKV6, that
+    of the implementation that comes first."""
+    return [
+        pytest.param(Run(op, implementation), id=f"{op}-{implementation}")
+        for op in SEQUENCES
+        for implementation in available(op, case, platform)[: 1 if op == "wkv5" else None]
+    ]
 
 
 def sequential(

@@ -100,18 +100,68 @@ def wkv7(inputs: Arrays, form: str, cotangents: Arrays | None = None) -> dict[st
     return results | gradients
 
 
-def wkv7_step(inputs: Arrays, form: str, cotangents: Arrays | None = None) -> dict[str, Array]:
-    """`wkv7` on one token, without the time axis; the state goes in and comes out as `state`."""
+def wkv6(inputs: Arrays, form: str, cotangents: Arrays | None = None) -> dict[str, Array]:
+    """As `wkv7`; `u` is [H, K]."""
+    inputs = {name: np.asarray(x, np.float64) for name, x in inputs.items()}
+    r, w, k, v, u = (inputs[name] for name in ("r", "w", "k", "v", "u"))
+    batch, tokens, heads, keys = r.shape
+    d, slope = decay(form, w)
 
-    def in_time(named: Arrays) -> dict[str, Array]:
-        return {name: x if "state" in name else x[:, None] for name, x in named.items()}
+    states = np.zeros((tokens + 1, batch, heads, v.shape[-1], keys))
+    states[0] = inputs.get("initial_state", 0.0)
+    y = np.zeros(v.shape)
+    for t in range(tokens):
+        written = _outer(v[:, t], k[:, t])
+        y[:, t] = _matvec(states[t] + written * u[:, None, :], r[:, t])
+        states[t + 1] = states[t] * d[:, t, :, None, :] + written
+    results = {"y": y, "final_state": states[tokens]}
+    if cotangents is None:
+        return results
 
-    sequence = in_time(inputs)
-    sequence["initial_state"] = sequence.pop("state")
+    dy = np.asarray(cotangents["dy"], np.float64)
+    dstate = np.asarray(cotangents["dfinal_state"], np.float64)
+    gradients = {f"d{name}": np.zeros(x.shape) for name, x in inputs.items()}
+    for t in reversed(range(tokens)):
+        before = states[t]
+        own = np.sum(v[:, t] * dy[:, t], axis=-1, keepdims=True)
+        gradients["dr"][:, t] = _matvec(np.swapaxes(before, -1, -2), dy[:, t]) + own * u * k[:, t]
+        gradients["dk"][:, t] = _matvec(np.swapaxes(dstate, -1, -2), v[:, t]) + own * u * r[:, t]
+        read = np.sum(r[:, t] * u * k[:, t], axis=-1, keepdims=True)
+        gradients["dv"][:, t] = _matvec(dstate, k[:, t]) + read * dy[:, t]
+        gradients["du"] += np.sum(own * r[:, t] * k[:, t], axis=0)
+        gradients["dw"][:, t] = slope[:, t] * np.sum(dstate * before, axis=-2)
+        dstate = dstate * d[:, t, :, None, :] + _outer(dy[:, t], r[:, t])
+    if "initial_state" in inputs:
+        gradients["dinitial_state"] = dstate
+    return results | gradients
+
+
+def wkv5(inputs: Arrays, form: str, cotangents: Arrays | None = None) -> dict[str, Array]:
+    """`wkv6` with the same `w` [H, K] for all tokens."""
+    everywhere = np.broadcast_to(np.asarray(inputs["w"], np.float64), inputs["r"].shape)
+    results = wkv6({**inputs, "w": everywhere}, form, cotangents)
+    if cotangents is not None:
+        results["dw"] = results["dw"].sum(axis=(0, 1))
+    return results
+
+
+def step(
+    sequence: Callable[..., dict[str, Array]],
+    inputs: Arrays,
+    form: str,
+    cotangents: Arrays | None = None,
+) -> dict[str, Array]:
+    """An operator on one token, without the time axis; the state is called `state`, both ways."""
+
+    def has_time(name: str) -> bool:
+        return name == "y" or ("state" not in name and inputs[name.removeprefix("d")].ndim == 3)
+
+    given = {name: x[:, None] if has_time(name) else x for name, x in inputs.items()}
+    given["initial_state"] = given.pop("state")
     if cotangents is not None:
         cotangents = {"dy": cotangents["dy"][:, None], "dfinal_state": cotangents["dstate"]}
-    results = wkv7(sequence, form, cotangents)
+    results = sequence(given, form, cotangents)
     renamed = {"final_state": "state", "dinitial_state": "dstate"}
     return {
-        renamed.get(name, name): x if "state" in name else x[:, 0] for name, x in results.items()
+        renamed.get(name, name): x[:, 0] if has_time(name) else x for name, x in results.items()
     }

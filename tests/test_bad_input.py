@@ -1,5 +1,6 @@
 """Arguments that are refused, by name, and unusual ones that work."""
 
+import dataclasses
 import re
 from typing import Any
 
@@ -8,23 +9,27 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import cases
 import rwkv_jax
 from cases import Case
-from operators import OPERATORS, available, value_and_gradients
+from operators import OPERATORS, STEPS, Run, runs, value_and_gradients
 
 pytestmark = pytest.mark.usefixtures("unchecked_types")
 
 CASE = Case(2, 16, 2, 32)
-STATE = {"wkv7": "initial_state", "wkv7_step": "state"}
+STATE = {op: "state" if op in STEPS else "initial_state" for op in OPERATORS}
+ARGUMENTS = [(op, n) for op, x in OPERATORS.items() for n in (*x.inputs, STATE[op])]
 
 each_operator = pytest.mark.parametrize("op", OPERATORS)
-each_implementation = pytest.mark.parametrize("implementation", available("wkv7", CASE))
+each_argument = pytest.mark.parametrize(("op", "name"), ARGUMENTS)
+each_input = pytest.mark.parametrize(
+    ("op", "name"), [(op, name) for op, x in OPERATORS.items() for name in x.inputs]
+)
+each_run = pytest.mark.parametrize("run", runs(CASE))
 
 
 def _arguments(op: str, **changed: Any) -> dict[str, Any]:
-    inputs, _ = OPERATORS[op].make(Case(2, 16, 2, 32))
-    return inputs | {"decay": "sigmoid"} | changed
+    inputs, _ = OPERATORS[op].make(CASE)
+    return inputs | {"decay": OPERATORS[op].decays[-1]} | changed
 
 
 def _refuses(op: str, error: type[Exception], message: str, **changed: Any) -> None:
@@ -33,21 +38,17 @@ def _refuses(op: str, error: type[Exception], message: str, **changed: Any) -> N
         OPERATORS[op].function(**_arguments(op, **changed))
 
 
-@each_operator
-@pytest.mark.parametrize("name", ["r", "w", "k", "v", "a", "b", "state"])
+@each_argument
 def test_wrong_rank(op: str, name: str) -> None:
-    name = STATE[op] if name == "state" else name
     x = _arguments(op)[name]
     for wrong in (x[0], x[None], np.float32(0) * x.sum()):
         wrong = np.asarray(wrong)
         _refuses(op, ValueError, f"{name} has shape {wrong.shape}; accepted is [", **{name: wrong})
 
 
-@each_operator
-@pytest.mark.parametrize("name", ["w", "k", "v", "a", "b", "state"])
+@pytest.mark.parametrize(("op", "name"), [(op, name) for op, name in ARGUMENTS if name != "r"])
 @pytest.mark.parametrize("axis", [0, -2, -1])
 def test_mismatched_sizes(op: str, name: str, axis: int) -> None:
-    name = STATE[op] if name == "state" else name
     if name == "v" and axis == -1:
         name = STATE[op]  # V is v's own to choose: the state is what disagrees with it
         changed = {"v": _arguments(op)["v"][..., :-1]}
@@ -58,8 +59,7 @@ def test_mismatched_sizes(op: str, name: str, axis: int) -> None:
         OPERATORS[op].function(**_arguments(op, **changed))
 
 
-@each_operator
-@pytest.mark.parametrize("name", ["r", "w", "k", "v", "a", "b"])
+@each_input
 def test_the_odd_dtype_is_named(op: str, name: str) -> None:
     x = _arguments(op)[name].astype(jnp.bfloat16)
     _refuses(op, TypeError, f"{name} is bfloat16 where the others are float32", **{name: x})
@@ -69,7 +69,7 @@ def test_the_odd_dtype_is_named(op: str, name: str) -> None:
 @pytest.mark.parametrize("dtype", ["int32", "uint8", "bool", "complex64", "float64"])
 def test_dtypes_that_are_not_accepted(op: str, dtype: str) -> None:
     arrays = _arguments(op)
-    for names in (["k"], ["r", "w", "k", "v", "a", "b"]):
+    for names in (["k"], OPERATORS[op].inputs):
         changed = {name: arrays[name].astype(dtype) for name in names}
         _refuses(op, TypeError, f"{names[0]} is {dtype}; accepted are float32", **changed)
 
@@ -100,7 +100,7 @@ def test_operands_that_are_no_arrays(op: str, value: Any) -> None:
 @each_operator
 @pytest.mark.parametrize("value", ["Log", "", None, 0, "softplus"])
 def test_unknown_decay(op: str, value: Any) -> None:
-    accepted = "'log', 'exp', 'sigmoid'"
+    accepted = ", ".join(map(repr, OPERATORS[op].decays))
     _refuses(op, ValueError, f"decay is {value!r}; accepted are {accepted}", decay=value)
 
 
@@ -113,7 +113,8 @@ def test_unknown_precision(op: str, value: Any) -> None:
 @each_operator
 @pytest.mark.parametrize("value", ["FFI", "cuda", "", 0])
 def test_unknown_implementation(op: str, value: Any) -> None:
-    message = f"implementation is {value!r}; accepted are 'ffi'"
+    first = next(iter(rwkv_jax.implementations(op, *OPERATORS[op].make(CASE)[0].values())))
+    message = f"implementation is {value!r}; accepted are {first!r}"
     _refuses(op, ValueError, message, implementation=value)
 
 
@@ -139,14 +140,14 @@ def test_errors_come_while_tracing() -> None:
         jax.eval_shape(rwkv_jax.wkv7, **arrays | {"k": arrays["k"][0]})
 
 
-@each_implementation
+@each_run
 @pytest.mark.parametrize("axis", "BTH")
-def test_empty_axes(implementation: str, axis: str) -> None:
+def test_empty_axes(run: Run, axis: str) -> None:
     shapes = {"B": Case(0, 16, 2, 32), "T": Case(2, 0, 2, 32), "H": Case(2, 16, 0, 32)}
-    inputs, _ = cases.wkv7(shapes[axis])
+    inputs, _ = run.operator.make(shapes[axis])
 
     def loss(inputs: dict) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        y, state = rwkv_jax.wkv7(**inputs, decay="sigmoid", implementation=implementation)
+        y, state = run(**inputs)
         return jnp.sum(y) + jnp.sum(state), (y, state)
 
     gradients, (y, state) = jax.grad(loss, has_aux=True)(inputs)
@@ -162,7 +163,8 @@ def test_empty_axes(implementation: str, axis: str) -> None:
 @pytest.mark.parametrize("axis", ["K", "V"])
 def test_heads_without_channels(op: str, axis: str) -> None:
     arrays = _arguments(op)
-    names = ["r", "w", "k", "a", "b", STATE[op]] if axis == "K" else ["v"]
+    keys = [name for name in OPERATORS[op].inputs if name != "v"]
+    names = [*keys, STATE[op]] if axis == "K" else ["v"]
     changed = {name: arrays[name][..., :0] for name in names}
     if axis == "V":
         changed[STATE[op]] = arrays[STATE[op]][..., :0, :]
@@ -170,41 +172,51 @@ def test_heads_without_channels(op: str, axis: str) -> None:
     _refuses(op, ValueError, f"{name} has shape {changed[name].shape}, so {axis} = 0", **changed)
 
 
-@each_implementation
-def test_arrays_that_are_not_contiguous(implementation: str) -> None:
-    arrays = _arguments("wkv7", implementation=implementation)
-    expected = rwkv_jax.wkv7(**arrays)
+@each_run
+def test_arrays_that_are_not_contiguous(run: Run) -> None:
+    arrays = _arguments(run.op)
+    expected = run(**arrays)
     arrays["r"] = np.asfortranarray(arrays["r"])
     arrays["k"] = np.repeat(arrays["k"], 2, axis=1)[:, ::2]
     arrays["v"] = arrays["v"][:, ::-1].copy()[:, ::-1]
     arrays["initial_state"] = arrays["initial_state"].swapaxes(2, 3).copy().swapaxes(2, 3)
     assert not any(arrays[n].flags.c_contiguous for n in ("r", "k", "v", "initial_state"))
-    for result, right in zip(rwkv_jax.wkv7(**arrays), expected, strict=True):
+    for result, right in zip(run(**arrays), expected, strict=True):
         np.testing.assert_array_equal(result, right)
 
 
-@each_implementation
-def test_deleted_operands_are_an_error(implementation: str) -> None:
-    arrays = _arguments("wkv7", implementation=implementation)
+@each_run
+def test_deleted_operands_are_an_error(run: Run) -> None:
+    arrays = _arguments(run.op)
     state = jnp.array(arrays.pop("initial_state"))
     jax.jit(lambda x: x + 1, donate_argnums=0)(state)
     with pytest.raises((RuntimeError, ValueError), match=r"deleted|donated"):
-        rwkv_jax.wkv7(**arrays, initial_state=state)
+        run(**arrays, initial_state=state)
 
 
-@each_implementation
-@pytest.mark.parametrize("decay", ["log", "exp", "sigmoid"])
-@pytest.mark.parametrize("name", ["r", "w", "k", "v", "a", "b", "initial_state"])
-def test_nan_reaches_its_own_head_only(implementation: str, decay: str, name: str) -> None:
-    inputs, cotangents = cases.wkv7(Case(2, 16, 2, 32, decay=decay))
+@pytest.mark.parametrize(
+    ("run", "decay", "name"),
+    [
+        (run, decay, name)
+        for run in (x.values[0] for x in runs(CASE))
+        for decay in run.operator.decays
+        for name in run.names
+        if name not in run.operator.shared
+    ],
+)
+def test_nan_reaches_its_own_head_only(run: Run, decay: str, name: str) -> None:
+    inputs, cotangents = run.operator.make(dataclasses.replace(CASE, decay=decay))
     inputs[name] = inputs[name].copy()
     inputs[name][(1, 0, 2, 3) if "state" in name else (1, 7, 0, 3)] = np.nan
-    options = (("decay", decay), ("implementation", implementation))
-    results = jax.device_get(value_and_gradients("wkv7", options, inputs, cotangents))
+    options = (("decay", decay), ("implementation", run.implementation))
+    results = jax.device_get(value_and_gradients(run.op, options, inputs, cotangents))
 
-    assert np.isnan(results["y"][1, 7, 0]).any()
+    assert np.isnan(results["y"][1, 8 if name == "w" else 7, 0]).any()
     assert name == "r" or np.isnan(results["final_state"][1, 0]).any()
     for label, x in results.items():
         others = np.ones(x.shape, bool)
-        others[(1, 0) if "state" in label else (1, slice(None), 0)] = False
+        if label.removeprefix("d") in run.operator.shared:
+            others[0] = False
+        else:
+            others[(1, 0) if "state" in label else (1, slice(None), 0)] = False
         assert np.isfinite(x[others]).all(), label

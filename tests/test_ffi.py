@@ -14,9 +14,9 @@ import cases
 import rwkv_jax
 from cases import Case
 from rwkv_jax import _ffi
+from rwkv_jax._chunked import states_dtype
 from rwkv_jax._dispatch import Options
 from rwkv_jax.wkv7 import ffi
-from rwkv_jax.wkv7.residuals import states_dtype
 
 PLATFORM = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
 CASE = Case(2, 65, 2, 32)

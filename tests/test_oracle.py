@@ -4,23 +4,31 @@ import pytest
 import cases
 import oracle
 from cases import Case
+from operators import SEQUENCES
 
 SMALL = Case(2, 5, 2, 3, V=4)
 
 
-def _objective(inputs: dict, cotangents: dict, decay: str) -> float:
-    results = oracle.wkv7(inputs, decay)
+def _objective(name: str, inputs: dict, cotangents: dict, decay: str) -> float:
+    results = SEQUENCES[name].oracle(inputs, decay)
     return sum(float(np.sum(results[name] * cotangents[f"d{name}"])) for name in results)
 
 
-@pytest.mark.parametrize("decay", oracle.DECAY)
-@pytest.mark.parametrize("name", ["r", "w", "k", "v", "a", "b", "initial_state"])
-def test_backward_is_the_derivative_of_forward(name: str, decay: str) -> None:
-    inputs, cotangents = cases.wkv7(SMALL)
+@pytest.mark.parametrize(
+    ("op", "decay", "name"),
+    [
+        (op, decay, name)
+        for op, operator in SEQUENCES.items()
+        for decay in operator.decays
+        for name in (*operator.inputs, "initial_state")
+    ],
+)
+def test_backward_is_the_derivative_of_forward(op: str, decay: str, name: str) -> None:
+    inputs, cotangents = SEQUENCES[op].make(SMALL)
     inputs = {n: x.astype(np.float64) for n, x in inputs.items()}
     if decay == "log":
         inputs["w"] = -np.abs(inputs["w"])
-    gradient = oracle.wkv7(inputs, decay, cotangents)[f"d{name}"]
+    gradient = SEQUENCES[op].oracle(inputs, decay, cotangents)[f"d{name}"]
 
     numeric, step = np.zeros_like(gradient), 1e-5
     for index in np.ndindex(gradient.shape):
@@ -28,7 +36,7 @@ def test_backward_is_the_derivative_of_forward(name: str, decay: str) -> None:
         for sign in (1, -1):
             moved = inputs[name].copy()
             moved[index] += sign * step
-            ends.append(_objective(inputs | {name: moved}, cotangents, decay))
+            ends.append(_objective(op, inputs | {name: moved}, cotangents, decay))
         numeric[index] = (ends[0] - ends[1]) / (2 * step)
     np.testing.assert_allclose(gradient, numeric, rtol=1e-6, atol=1e-8)
 
@@ -52,6 +60,16 @@ def test_one_token_by_hand() -> None:
     np.testing.assert_allclose(results["y"], 2 * state)
 
 
+@pytest.mark.parametrize("op", ["wkv5", "wkv6"])
+def test_one_token_of_wkv6_by_hand(op: str) -> None:
+    one = np.ones((1, 1, 1, 1))
+    inputs = {"r": 2 * one, "k": 3 * one, "v": 5 * one, "initial_state": 8 * one}
+    inputs |= {"w": np.log(0.5) * (one if op == "wkv6" else one[0, 0]), "u": 0.25 * one[0, 0]}
+    results = SEQUENCES[op].oracle(inputs, "log")
+    np.testing.assert_allclose(results["y"], (8 + 5 * 0.25 * 3) * 2)
+    np.testing.assert_allclose(results["final_state"], 8 * 0.5 + 5 * 3)
+
+
 @pytest.mark.parametrize(
     ("form", "w", "factor", "slope"),
     [
@@ -71,7 +89,7 @@ def test_decay_forms(form: str, w: float, factor: float, slope: float) -> None:
 
 def test_step_is_one_token_of_the_sequence() -> None:
     inputs, cotangents = cases.wkv7_step(Case(2, 1, 2, 3, V=4))
-    results = oracle.wkv7_step(inputs, "sigmoid", cotangents)
+    results = oracle.step(oracle.wkv7, inputs, "sigmoid", cotangents)
     assert set(results) == {"y", "state", "dr", "dw", "dk", "dv", "da", "db", "dstate"}
     # The value itself, from the formula rather than from the sequence.
     r, w, k, v, a, b, before = (x.astype(np.float64) for x in inputs.values())

@@ -9,19 +9,13 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import cases
 import hlo
-import rwkv_jax
 import tolerance
 from cases import Case
-from operators import available
+from operators import OPERATORS, STEPS, Run, available, runs
 
-CASE = Case(4, 16, 4, 16)
-NAMES = ("r", "w", "k", "v", "a", "b", "initial_state")
-RESULTS = ("y", "final_state", *(f"d{name}" for name in NAMES))
-AVAILABLE = available("wkv7", CASE, platform="cpu")
-
-each_implementation = pytest.mark.parametrize("implementation", AVAILABLE)
+CASE, STEP_CASE = Case(4, 16, 4, 16), Case(4, 1, 4, 16)
+each_run = pytest.mark.parametrize("run", runs(CASE, platform="cpu"))
 each_mesh = pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 
 PLACES = {
@@ -36,18 +30,19 @@ def _mesh(axis_type: AxisType, cpus: list[Any]) -> Mesh:
     return jax.make_mesh((2, 2), ("data", "model"), axis_types=(axis_type,) * 2, devices=cpus)
 
 
-def _value_and_gradients(implementation: str | None, *operands: jax.Array) -> tuple:
+def _labels(run: Run) -> tuple[str, ...]:
+    return ("y", "final_state", *(f"d{name}" for name in run.names))
+
+
+def _value_and_gradients(run: Run, *operands: jax.Array) -> tuple:
     """Results and gradients, without a loss, whose sum would be a collective of its own."""
     *inputs, dy, dstate = operands
-
-    def call(*inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return rwkv_jax.wkv7(
-            *inputs, decay="sigmoid", precision="highest", implementation=implementation
-        )
-
-    results, vjp = jax.vjp(call, *inputs)
+    results, vjp = jax.vjp(lambda *xs: run(*xs, precision="highest"), *inputs)
     cotangents = tuple(map(_typed_as, (dy, dstate), results))
     return *results, *vjp(cotangents)
+
+
+_jitted = jax.jit(_value_and_gradients, static_argnums=0)
 
 
 def _typed_as(x: jax.Array, like: jax.Array) -> jax.Array:
@@ -56,245 +51,246 @@ def _typed_as(x: jax.Array, like: jax.Array) -> jax.Array:
     return x if jax.typeof(x).sharding == sharding else jax.sharding.reshard(x, sharding)
 
 
-def _operands(case: Case = CASE) -> tuple[np.ndarray, ...]:
-    inputs, cotangents = cases.wkv7(case)
-    return (*inputs.values(), *cotangents.values())
+def _operands(run: Run, case: Case = CASE) -> tuple[np.ndarray, ...]:
+    inputs, cotangents = run.operator.make(case)
+    return (*(inputs[name] for name in run.names), *cotangents.values())
 
 
-def _expected(operands: tuple, cpu: Any) -> tuple:
-    call = jax.jit(_value_and_gradients, static_argnums=0)
-    return call("reference", *jax.device_put(operands, cpu))
+def _expected(run: Run, operands: tuple, cpu: Any) -> tuple:
+    return _jitted(Run(run.op, "reference"), *jax.device_put(operands, cpu))
 
 
-def _assert_alike(results: Any, expected: Any) -> None:
+def _assert_alike(run: Run, results: Any, expected: Any) -> None:
     tolerance.assert_close(
-        {name: np.asarray(x) for name, x in zip(RESULTS, results, strict=True)},
-        {name: np.asarray(x) for name, x in zip(RESULTS, expected, strict=True)},
+        {name: np.asarray(x) for name, x in zip(_labels(run), results, strict=True)},
+        {name: np.asarray(x) for name, x in zip(_labels(run), expected, strict=True)},
         tolerance.EXACT_FLOAT32,
     )
 
 
-def _put(mesh: Mesh, place: tuple, operands: tuple) -> tuple[tuple, list[NamedSharding]]:
+def _specs(run: Run, sequence: P, state: P, shared: P) -> tuple[P, ...]:
+    """One for each operand: the inputs, the state, and the cotangents of `y` and of the state."""
+    inputs = [shared if name in run.operator.shared else sequence for name in run.operator.inputs]
+    return (*inputs, state, sequence, state)
+
+
+def _put(mesh: Mesh, specs: tuple[P, ...], operands: tuple) -> tuple[jax.Array, ...]:
+    return tuple(
+        jax.device_put(x, NamedSharding(mesh, spec))
+        for x, spec in zip(operands, specs, strict=True)
+    )
+
+
+def _placed(run: Run, place: tuple) -> tuple[P, ...]:
     batch, heads = place
-    specs = [
-        P(batch, heads, None, None) if i in (6, 8) else P(batch, None, heads, None)
-        for i in range(9)
-    ]
-    shardings = [NamedSharding(mesh, spec) for spec in specs]
-    return tuple(jax.device_put(x, s) for x, s in zip(operands, shardings, strict=True)), shardings
+    state = P(batch, heads, None, None)
+    return _specs(run, P(batch, None, heads, None), state, P(heads, None))
 
 
-@each_implementation
+def _summed(run: Run, place: tuple) -> set[str]:
+    """The collectives that the gradients of parameters need, which the batch shares."""
+    batch, _ = place
+    return {"all-reduce"} if batch and run.operator.shared else set()
+
+
+@each_run
 @each_mesh
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES.keys())
 def test_batch_and_heads_need_no_collective(
-    implementation: str, axis_type: AxisType, place: tuple, cpus: list[Any]
+    run: Run, axis_type: AxisType, place: tuple, cpus: list[Any]
 ) -> None:
-    operands = _operands()
-    placed, shardings = _put(_mesh(axis_type, cpus), place, operands)
-    compiled = (
-        jax.jit(_value_and_gradients, static_argnums=0).lower(implementation, *placed).compile()
-    )
+    mesh, operands, specs = _mesh(axis_type, cpus), _operands(run), _placed(run, place)
+    placed = _put(mesh, specs, operands)
+    compiled = _jitted.lower(run, *placed).compile()
     results = compiled(*placed)
-    _assert_alike(results, _expected(operands, cpus[0]))
+    _assert_alike(run, results, _expected(run, operands, cpus[0]))
 
     text = compiled.as_text()
-    assert hlo.collectives(text) == set()
-    native = {"rwkv_wkv7_fwd_v1", "rwkv_wkv7_bwd_v1"} if implementation == "ffi" else set()
-    assert hlo.targets(text) == native
-    sequence, state = shardings[0], shardings[6]
-    for name, x in zip(RESULTS, results, strict=True):
-        assert x.sharding.is_equivalent_to(state if "state" in name else sequence, 4), name
+    assert hlo.collectives(text) == _summed(run, place)
+    native = {f"rwkv_{run.op}_fwd_v1", f"rwkv_{run.op}_bwd_v1"}
+    assert hlo.targets(text) == (native if run.implementation == "ffi" else set())
+    *inputs, y, state = specs
+    for name, x, spec in zip(_labels(run), results, (y, state, *inputs), strict=True):
+        assert x.sharding.is_equivalent_to(NamedSharding(mesh, spec), x.ndim), name
 
 
-@each_implementation
+@each_run
 @each_mesh
-def test_sharded_time_is_gathered(
-    implementation: str, axis_type: AxisType, cpus: list[Any]
-) -> None:
-    mesh, operands = _mesh(axis_type, cpus), _operands()
-    sequence, state = NamedSharding(mesh, P("data", "model")), NamedSharding(mesh, P("data"))
-    placed = [jax.device_put(x, state if i in (6, 8) else sequence) for i, x in enumerate(operands)]
-    results = jax.jit(_value_and_gradients, static_argnums=0)(implementation, *placed)
-    _assert_alike(results, _expected(operands, cpus[0]))
+def test_sharded_time_is_gathered(run: Run, axis_type: AxisType, cpus: list[Any]) -> None:
+    mesh, operands = _mesh(axis_type, cpus), _operands(run)
+    placed = _put(mesh, _specs(run, P("data", "model"), P("data"), P()), operands)
+    _assert_alike(run, _jitted(run, *placed), _expected(run, operands, cpus[0]))
 
 
-@each_implementation
+@each_run
 @each_mesh
-def test_sharded_channels_are_gathered(
-    implementation: str, axis_type: AxisType, cpus: list[Any]
-) -> None:
-    mesh, operands = _mesh(axis_type, cpus), _operands()
-    last = NamedSharding(mesh, P("data", None, None, "model"))
-    placed = [jax.device_put(x, last) for x in operands]
-    results = jax.jit(_value_and_gradients, static_argnums=0)(implementation, *placed)
-    _assert_alike(results, _expected(operands, cpus[0]))
+def test_sharded_channels_are_gathered(run: Run, axis_type: AxisType, cpus: list[Any]) -> None:
+    mesh, operands = _mesh(axis_type, cpus), _operands(run)
+    last = P("data", None, None, "model")
+    placed = _put(mesh, _specs(run, last, last, P(None, "model")), operands)
+    _assert_alike(run, _jitted(run, *placed), _expected(run, operands, cpus[0]))
 
 
-@each_implementation
+@each_run
 @each_mesh
 @pytest.mark.parametrize("replicated", ["w", "initial_state"])
 def test_operands_that_are_sharded_differently(
-    implementation: str, axis_type: AxisType, replicated: str, cpus: list[Any]
+    run: Run, axis_type: AxisType, replicated: str, cpus: list[Any]
 ) -> None:
-    mesh, operands = _mesh(axis_type, cpus), _operands()
-    placed = list(_put(mesh, ("data", "model"), operands)[0])
-    odd = NAMES.index(replicated)
-    placed[odd] = jax.device_put(operands[odd], NamedSharding(mesh, P(None, None, None, None)))
+    mesh, operands = _mesh(axis_type, cpus), _operands(run)
+    placed = list(_put(mesh, _placed(run, ("data", "model")), operands))
+    odd = run.names.index(replicated)
+    placed[odd] = jax.device_put(operands[odd], NamedSharding(mesh, P(*[None] * placed[odd].ndim)))
     placed[0] = jax.device_put(operands[0], NamedSharding(mesh, P("model", None, "data", None)))
-    results = jax.jit(_value_and_gradients, static_argnums=0)(implementation, *placed)
-    _assert_alike(results, _expected(operands, cpus[0]))
+    _assert_alike(run, _jitted(run, *placed), _expected(run, operands, cpus[0]))
 
 
-@each_implementation
+@each_run
 @each_mesh
-def test_uneven_batch(implementation: str, axis_type: AxisType, cpus: list[Any]) -> None:
+def test_uneven_batch(run: Run, axis_type: AxisType, cpus: list[Any]) -> None:
     """Three sequences on two devices: replicated, since JAX does not shard them evenly."""
-    mesh, operands = _mesh(axis_type, cpus), _operands(Case(3, 16, 4, 16))
-    placed, _ = _put(mesh, (None, "model"), operands)
-    results = jax.jit(_value_and_gradients, static_argnums=0)(implementation, *placed)
-    _assert_alike(results, _expected(operands, cpus[0]))
+    mesh, operands = _mesh(axis_type, cpus), _operands(run, Case(3, 16, 4, 16))
+    placed = _put(mesh, _placed(run, (None, "model")), operands)
+    _assert_alike(run, _jitted(run, *placed), _expected(run, operands, cpus[0]))
 
 
-@each_implementation
+@each_run
 @each_mesh
-def test_vmap_keeps_the_batch_where_it_is(
-    implementation: str, axis_type: AxisType, cpus: list[Any]
-) -> None:
-    several = [_operands(Case(4, 16, 4, 16, seed=seed)) for seed in range(2)]
+def test_vmap_keeps_the_batch_where_it_is(run: Run, axis_type: AxisType, cpus: list[Any]) -> None:
+    several = [_operands(run, Case(4, 16, 4, 16, seed=seed)) for seed in range(2)]
     mesh = _mesh(axis_type, cpus)
-    sequence = NamedSharding(mesh, P(None, "data", None, "model", None))
-    state = NamedSharding(mesh, P(None, "data", "model", None, None))
-    placed = tuple(
-        jax.device_put(np.stack(xs), state if i in (6, 8) else sequence)
-        for i, xs in enumerate(zip(*several, strict=True))
-    )
-    call = jax.jit(jax.vmap(lambda *xs: _value_and_gradients(implementation, *xs)))
+    specs = [P(None, *spec) for spec in _placed(run, ("data", "model"))]
+    stacked = tuple(np.stack(xs) for xs in zip(*several, strict=True))
+    placed = _put(mesh, tuple(specs), stacked)
+    call = jax.jit(jax.vmap(lambda *xs: _value_and_gradients(run, *xs)))
     compiled = call.lower(*placed).compile()
     results = compiled(*placed)
     for i, operands in enumerate(several):
-        _assert_alike([x[i] for x in results], _expected(operands, cpus[0]))
+        _assert_alike(run, [x[i] for x in results], _expected(run, operands, cpus[0]))
     if axis_type == AxisType.Auto:
-        assert hlo.collectives(compiled.as_text()) == set()
+        assert hlo.collectives(compiled.as_text()) == _summed(run, ("data", "model"))
 
 
-def _shared(*operands: jax.Array, mesh: Mesh, check_vma: bool, implementation: str) -> jax.Array:
-    """A loss whose `w` and `initial_state` are the same on all devices along "data"."""
-
-    def local(*operands: jax.Array) -> jax.Array:
-        *inputs, dy, dstate = operands
-        y, state = rwkv_jax.wkv7(
-            *inputs, decay="sigmoid", precision="highest", implementation=implementation
-        )
-        return jax.lax.psum(jnp.vdot(y, dy) + jnp.vdot(state, dstate), "data")
-
-    return jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=tuple(P() if i in (1, 6) else P("data") for i in range(9)),
-        out_specs=P(),
-        check_vma=check_vma,
-    )(*operands)
+def _replicated(run: Run) -> list[bool]:
+    """Of each operand: `w`, the parameters and the state are the same on all devices."""
+    return [n in {"w", "initial_state"} | run.operator.shared for n in (*run.names, "dy", "dstate")]
 
 
-def _shared_operands(cpu: Any) -> tuple[tuple, tuple]:
+def _local_loss(run: Run, *operands: jax.Array) -> jax.Array:
+    *inputs, dy, dstate = operands
+    y, state = run(*inputs, precision="highest")
+    return jax.lax.psum(jnp.vdot(y, dy) + jnp.vdot(state, dstate), "data")
+
+
+def _shared_operands(run: Run, cpu: Any) -> tuple[tuple, tuple]:
     """Operands of one device's batch where they are shared, and the gradients that are due."""
-    operands = list(_operands())
+    operands = list(_operands(run))
     whole = list(operands)
-    for i in (1, 6):
+    repeated = [
+        same and name not in run.operator.shared
+        for same, name in zip(_replicated(run), run.names, strict=False)
+    ]
+    for i in (i for i, repeat in enumerate(repeated) if repeat):
         operands[i] = operands[i][:1]
         whole[i] = np.repeat(operands[i], 4, axis=0)
-    _, _, *gradients = _expected(tuple(whole), cpu)
-    due = tuple(g.sum(axis=0, keepdims=True) if i in (1, 6) else g for i, g in enumerate(gradients))
+    _, _, *gradients = _expected(run, tuple(whole), cpu)
+    due = tuple(
+        g.sum(axis=0, keepdims=True) if repeat else g
+        for g, repeat in zip(gradients, repeated, strict=True)
+    )
     return tuple(operands), due
 
 
-def _gradients_alike(gradients: Any, due: Any) -> None:
+def _gradients_alike(run: Run, gradients: Any, due: Any) -> None:
     tolerance.assert_close(
-        {name: np.asarray(x) for name, x in zip(NAMES, gradients, strict=True)},
-        {name: np.asarray(x) for name, x in zip(NAMES, due, strict=True)},
+        {name: np.asarray(x) for name, x in zip(run.names, gradients, strict=True)},
+        {name: np.asarray(x) for name, x in zip(run.names, due, strict=True)},
         tolerance.EXACT_FLOAT32,
     )
 
 
-@each_implementation
+@each_run
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_gradients_of_replicated_operands_through_shard_map(
-    implementation: str, check_vma: bool, cpus: list[Any]
+    run: Run, check_vma: bool, cpus: list[Any]
 ) -> None:
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=cpus)
-    operands, due = _shared_operands(cpus[0])
+    operands, due = _shared_operands(run, cpus[0])
+    loss = jax.shard_map(
+        lambda *xs: _local_loss(run, *xs),
+        mesh=mesh,
+        in_specs=tuple(P() if same else P("data") for same in _replicated(run)),
+        out_specs=P(),
+        check_vma=check_vma,
+    )
+    gradients = jax.jit(jax.grad(loss, argnums=range(len(due))))(*operands)
+    _gradients_alike(run, gradients, due)
 
-    def loss(*operands: jax.Array) -> jax.Array:
-        return _shared(*operands, mesh=mesh, check_vma=check_vma, implementation=implementation)
 
-    gradients = jax.jit(jax.grad(loss, argnums=range(7)))(*operands)
-    _gradients_alike(gradients, due)
-
-
-@each_implementation
-def test_gradients_of_replicated_operands_inside_shard_map(
-    implementation: str, cpus: list[Any]
-) -> None:
+@each_run
+def test_gradients_of_replicated_operands_inside_shard_map(run: Run, cpus: list[Any]) -> None:
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=cpus)
-    operands, due = _shared_operands(cpus[0])
+    operands, due = _shared_operands(run, cpus[0])
 
     def local(*operands: jax.Array) -> tuple[jax.Array, ...]:
-        def loss(*inputs: jax.Array) -> jax.Array:
-            y, state = rwkv_jax.wkv7(
-                *inputs, decay="sigmoid", precision="highest", implementation=implementation
-            )
-            return jax.lax.psum(jnp.vdot(y, operands[7]) + jnp.vdot(state, operands[8]), "data")
+        gradient = jax.grad(lambda *xs: _local_loss(run, *xs), argnums=range(len(due)))
+        return gradient(*operands)
 
-        return jax.grad(loss, argnums=range(7))(*operands[:7])
-
-    specs = tuple(P() if i in (1, 6) else P("data") for i in range(9))
-    call = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=specs[:7])
-    _gradients_alike(jax.jit(call)(*operands), due)
+    specs = tuple(P() if same else P("data") for same in _replicated(run))
+    call = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=specs[: len(due)])
+    _gradients_alike(run, jax.jit(call)(*operands), due)
 
 
-@each_implementation
-def test_results_vary_as_the_operands_do(implementation: str, cpus: list[Any]) -> None:
+@each_run
+def test_results_vary_as_the_operands_do(run: Run, cpus: list[Any]) -> None:
     """A result typed as if it were the same on all devices could leave a shard_map as such."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=cpus)
     call = jax.shard_map(
-        lambda *xs: _value_and_gradients(implementation, *xs)[:2],
+        lambda *xs: _value_and_gradients(run, *xs)[:2],
         mesh=mesh,
-        in_specs=P("data"),
+        in_specs=_specs(run, P("data"), P("data"), P()),
         out_specs=(P("data"), P()),
     )
     with pytest.raises(ValueError, match="out_specs"):
-        jax.eval_shape(call, *_operands())
+        jax.eval_shape(call, *_operands(run))
 
 
-@each_implementation
+@each_run
 @each_mesh
-def test_manual_over_one_axis_of_two(
-    implementation: str, axis_type: AxisType, cpus: list[Any]
-) -> None:
-    mesh, operands = _mesh(axis_type, cpus), _operands()
-    placed, _ = _put(mesh, ("data", "model"), operands)
+def test_manual_over_one_axis_of_two(run: Run, axis_type: AxisType, cpus: list[Any]) -> None:
+    mesh, operands = _mesh(axis_type, cpus), _operands(run)
+    placed = _put(mesh, _placed(run, ("data", "model")), operands)
+    *inputs, y, state = specs = _specs(run, P("data"), P("data"), P())
     call = jax.shard_map(
-        lambda *xs: _value_and_gradients(implementation, *xs),
+        lambda *xs: _value_and_gradients(run, *xs),
         mesh=mesh,
-        in_specs=P("data"),
-        out_specs=P("data"),
+        in_specs=specs,
+        out_specs=(y, state, *inputs),
         axis_names={"data"},
     )
-    _assert_alike(jax.jit(call)(*placed), _expected(operands, cpus[0]))
+    _assert_alike(run, jax.jit(call)(*placed), _expected(run, operands, cpus[0]))
 
 
-@each_implementation
+@pytest.mark.parametrize(
+    ("op", "implementation"), [(op, x) for op in STEPS for x in available(op, STEP_CASE, "cpu")]
+)
 @each_mesh
 def test_step_needs_no_collective(
-    implementation: str, axis_type: AxisType, cpus: list[Any]
+    op: str, implementation: str, axis_type: AxisType, cpus: list[Any]
 ) -> None:
-    inputs, _ = cases.wkv7_step(Case(4, 1, 4, 16))
-    sharding = NamedSharding(_mesh(axis_type, cpus), P("data", "model"))
-    placed = {name: jax.device_put(x, sharding) for name, x in inputs.items()}
+    inputs, _ = OPERATORS[op].make(STEP_CASE)
+    mesh = _mesh(axis_type, cpus)
+    placed = {
+        name: jax.device_put(
+            x,
+            NamedSharding(mesh, P("model") if name in OPERATORS[op].shared else P("data", "model")),
+        )
+        for name, x in inputs.items()
+    }
 
     def step(inputs: dict) -> tuple[jax.Array, jax.Array]:
-        return rwkv_jax.wkv7_step(**inputs, precision="highest", implementation=implementation)
+        function = OPERATORS[op].function
+        return function(**inputs, precision="highest", implementation=implementation)
 
     compiled = jax.jit(step).lower(placed).compile()
     expected = jax.jit(step)(jax.device_put(inputs, cpus[0]))

@@ -1,48 +1,22 @@
 """WKV7, the time mixing of RWKV-7 "Goose"."""
 
-import dataclasses
-import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 
-from rwkv_jax import _check, _dispatch
+from rwkv_jax import _check
 from rwkv_jax._decay import Decay
-from rwkv_jax._dispatch import Options, Stage
-from rwkv_jax._partition import alike
+from rwkv_jax._operator import Operator
 from rwkv_jax._typing import Operand
 from rwkv_jax.wkv7 import ffi, reference, xla
-from rwkv_jax.wkv7.residuals import Residuals
 
-IMPLEMENTATIONS = {"ffi": ffi, "xla": xla, "reference": reference}
-DECAYS = ("log", "exp", "sigmoid")
-
-_SEQUENCE = {"r": "BTHK", "w": "BTHK", "k": "BTHK", "v": "BTHV", "a": "BTHK", "b": "BTHK"}
-_TOKEN = {name: axes.replace("T", "") for name, axes in _SEQUENCE.items()}
-
-FORWARD = Stage(
+OPERATOR = Operator(
     "wkv7",
-    "forward",
-    operands=_SEQUENCE | {"initial_state": "BHVK"},
-    results={"y": "BTHV", "final_state": "BHVK", "states": "BNHVK"},
-    implementations=IMPLEMENTATIONS,
-)
-BACKWARD = Stage(
-    "wkv7",
-    "backward",
-    operands=_SEQUENCE | {"states": "BNHVK", "dy": "BTHV", "dfinal_state": "BHVK"},
-    results={f"d{name}": axes for name, axes in FORWARD.operands.items()},
-    implementations=IMPLEMENTATIONS,
-)
-REFERENCE = dataclasses.replace(FORWARD, results={"y": "BTHV", "final_state": "BHVK"})
-STEP = Stage(
-    "wkv7_step",
-    "step",
-    operands=_TOKEN | {"state": "BHVK"},
-    results={"y": "BHV", "state": "BHVK"},
-    implementations=IMPLEMENTATIONS,
+    inputs={"r": "BTHK", "w": "BTHK", "k": "BTHK", "v": "BTHV", "a": "BTHK", "b": "BTHK"},
+    state={"state": "BHVK"},
+    decays=("log", "exp", "sigmoid"),
+    implementations={"ffi": ffi, "xla": xla, "reference": reference},
 )
 
 
@@ -105,40 +79,12 @@ def wkv7(
     given: dict[str, Any] = {"r": r, "w": w, "k": k, "v": v, "a": a, "b": b}
     if initial_state is not None:
         given["initial_state"] = initial_state
-    arrays = _check.arrays("wkv7", FORWARD.operands, given, states=("initial_state",))
-    options = _dispatch.options(
-        FORWARD, decay=decay, precision=precision, implementation=implementation, decays=DECAYS
+    arrays = _check.arrays("wkv7", OPERATOR.arguments, given, states=("initial_state",))
+    options = OPERATOR.options(
+        OPERATOR.forward, decay=decay, precision=precision, implementation=implementation
     )
-    if initial_state is None:
-        batch, _, heads, keys = arrays["r"].shape
-        arrays["initial_state"] = jnp.zeros((batch, heads, arrays["v"].shape[-1], keys))
-    operands = alike(FORWARD.operands.values(), *arrays.values())
-    if implementation == "reference":
-        y, final_state = _dispatch.call(REFERENCE, options, *operands)
-        return y, final_state
-    return _wkv7(options, *operands)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _wkv7(options: Options, *operands: Array) -> tuple[Array, Array]:
-    y, final_state, _ = _dispatch.call(FORWARD, options, *operands)
+    y, final_state = OPERATOR.over_sequence(options, arrays)
     return y, final_state
-
-
-def _forward(options: Options, *operands: Array) -> tuple[tuple[Array, Array], Residuals]:
-    saving = dataclasses.replace(options, save=True)
-    y, final_state, states = _dispatch.call(FORWARD, saving, *operands)
-    r, w, k, v, a, b, _ = operands
-    return (y, final_state), Residuals(r, w, k, v, a, b, states)
-
-
-def _backward(
-    options: Options, residuals: Residuals, cotangents: tuple[Array, Array]
-) -> tuple[Array, ...]:
-    return _dispatch.call(BACKWARD, options, *residuals, *cotangents)
-
-
-_wkv7.defvjp(_forward, _backward)
 
 
 def wkv7_step(
@@ -168,37 +114,9 @@ def wkv7_step(
       TypeError, ValueError, NotImplementedError: as `wkv7`.
     """
     given = {"r": r, "w": w, "k": k, "v": v, "a": a, "b": b, "state": state}
-    arrays = _check.arrays("wkv7_step", STEP.operands, given, states=("state",))
-    options = _dispatch.options(
-        STEP, decay=decay, precision=precision, implementation=implementation, decays=DECAYS
+    arrays = _check.arrays("wkv7_step", OPERATOR.step_arguments, given, states=("state",))
+    options = OPERATOR.options(
+        OPERATOR.step, decay=decay, precision=precision, implementation=implementation
     )
-    operands = alike(STEP.operands.values(), *arrays.values())
-    if implementation == "reference":
-        y, next_state = _dispatch.call(STEP, options, *operands)
-        return y, next_state
-    return _wkv7_step(options, *operands)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _wkv7_step(options: Options, *operands: Array) -> tuple[Array, Array]:
-    y, state = _dispatch.call(STEP, options, *operands)
-    return y, state
-
-
-def _step_forward(
-    options: Options, *operands: Array
-) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
-    return _wkv7_step(options, *operands), operands
-
-
-def _step_backward(
-    options: Options, operands: tuple[Array, ...], cotangents: tuple[Array, Array]
-) -> tuple[Array, ...]:
-    *inputs, state = operands
-    dy, dstate = cotangents
-    sequence = [x[:, None] for x in (*inputs, state, dy)]
-    *dinputs, dinitial_state = _dispatch.call(BACKWARD, options, *sequence, dstate)
-    return (*(x[:, 0] for x in dinputs), dinitial_state)
-
-
-_wkv7_step.defvjp(_step_forward, _step_backward)
+    y, next_state = OPERATOR.over_token(options, arrays)
+    return y, next_state

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from rwkv_jax import _chunked, _ffi
+from rwkv_jax._chunked import CHUNK, states_dtype
 from rwkv_jax._dispatch import Options
 from rwkv_jax._typing import Keys, State, States, TokenKeys, TokenValues, Values
-from rwkv_jax.wkv7.residuals import CHUNK, states_dtype
 
 FORWARD = "rwkv_wkv7_fwd_v1"
 BACKWARD = "rwkv_wkv7_bwd_v1"
@@ -84,7 +84,7 @@ def forward(
     initial_state: State,
 ) -> tuple[Values, State, States]:
     batch, tokens, heads, size = r.shape
-    frames = _chunked.boundaries(tokens, CHUNK)
+    frames = _chunked.boundaries(tokens)
     target = FORWARD
     attributes: dict[str, Any] = {"decay": DECAY_CODES[options.decay]}
     results = [

@@ -1,11 +1,13 @@
 """WKV7, one token at a time: the specification that every other implementation agrees with."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import lax
 
+from rwkv_jax import _chunked
 from rwkv_jax._decay import decay_factor
 from rwkv_jax._dispatch import Options
 from rwkv_jax._typing import Keys, State, TokenKeys, TokenValues, Values
@@ -57,11 +59,5 @@ def forward(
     b: Keys,
     initial_state: State,
 ) -> tuple[Values, State]:
-    def body(state: State, token: tuple[Array, ...]) -> tuple[State, TokenValues]:
-        r, w, k, v, a, b = token
-        y, state = step(options, platform, r, w, k, v, a, b, state)
-        return state, y
-
-    tokens = tuple(jnp.moveaxis(x, 1, 0) for x in (r, w, k, v, a, b))
-    final_state, y = lax.scan(body, initial_state, tokens)
-    return jnp.moveaxis(y, 0, 1), final_state
+    one = functools.partial(step, options, platform)
+    return _chunked.token_by_token(one, initial_state, (r, w, k, v, a, b))

@@ -10,6 +10,7 @@ decay from token j to token i (a product of factors <= 1, so nothing overflows o
     S <- S diag(P[L, start]) + U^T (P[L, j] b_j) + V^T (P[L, j] k_j)
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,13 +18,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from rwkv_jax import _chunked
-from rwkv_jax._decay import decay_factor
+from rwkv_jax._decay import decay_factor, decay_products
 from rwkv_jax._dispatch import Options
 from rwkv_jax._typing import Keys, State, States, Values
 from rwkv_jax.wkv7 import reference
-from rwkv_jax.wkv7.residuals import CHUNK, states_dtype
-
-BLOCK = 16
 
 step = reference.step
 
@@ -42,17 +40,10 @@ def _block(options: Options, state: State, *inputs: Array) -> tuple[State, Value
     r, d, k, v, a, b = (
         jnp.moveaxis(x.astype(jnp.float32), 1, 2) for x in (inputs[0], d, *inputs[2:])
     )
-    length = r.shape[2]
+    upto, before, from_start, before_start = decay_products(d)
 
     def einsum(equation: str, *operands: Array) -> Array:
         return jnp.einsum(equation, *operands, precision=options.precision)
-
-    i, j = jnp.arange(length)[:, None], jnp.arange(length)[None, :]
-    upto = jnp.cumprod(jnp.where((i > j)[..., None], d[:, :, :, None, :], 1.0), axis=2)
-    upto = jnp.where((i >= j)[..., None], upto, 0.0)
-    before = jnp.where((i > j)[..., None], jnp.roll(upto, 1, axis=2), 0.0)
-    from_start = jnp.cumprod(d, axis=2)
-    before_start = jnp.concatenate([jnp.ones_like(d[:, :, :1]), from_start[:, :, :-1]], axis=2)
 
     pairs = "bhik,bhjk,bhijk->bhij"
     z = einsum("bhik,bhvk->bhiv", a * before_start, state)
@@ -72,14 +63,6 @@ def _block(options: Options, state: State, *inputs: Array) -> tuple[State, Value
     return state, jnp.moveaxis(y, 2, 1).astype(out_dtype)
 
 
-def _chunk(options: Options, state: State, *inputs: Array) -> tuple[State, Values]:
-    def block(state: State, *inputs: Array) -> tuple[State, Values]:
-        return _block(options, state, *inputs)
-
-    y, state, _ = _chunked.forward(block, BLOCK, state, inputs, save=None)
-    return state, y
-
-
 def forward(
     options: Options,
     platform: str,
@@ -91,14 +74,8 @@ def forward(
     b: Keys,
     initial_state: State,
 ) -> tuple[Values, State, States]:
-    def chunk(state: State, *inputs: Array) -> tuple[State, Values]:
-        return _chunk(options, state, *inputs)
-
-    dtype = states_dtype(options, r.dtype)
-    y, final_state, states = _chunked.forward(
-        chunk, CHUNK, initial_state, (r, w, k, v, a, b), save=dtype if options.save else None
-    )
-    return y, final_state, states.astype(dtype)
+    block = functools.partial(_block, options)
+    return _chunked.forward(block, options, initial_state, (r, w, k, v, a, b))
 
 
 def backward(
@@ -114,10 +91,8 @@ def backward(
     dy: Values,
     dfinal_state: State,
 ) -> tuple[Keys, Keys, Keys, Values, Keys, Keys, State]:
-    def chunk(state: State, *inputs: Array) -> tuple[State, Values]:
-        return _chunk(options, state, *inputs)
-
-    (dr, dw, dk, dv, da, db), dinitial_state = _chunked.backward(
-        chunk, CHUNK, states, (r, w, k, v, a, b), dy, dfinal_state
+    block = functools.partial(_block, options)
+    (dr, dw, dk, dv, da, db), _, dinitial_state = _chunked.backward(
+        block, states, dy, dfinal_state, (r, w, k, v, a, b)
     )
     return dr, dw, dk, dv, da, db, dinitial_state

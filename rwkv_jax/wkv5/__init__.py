@@ -1,0 +1,126 @@
+"""WKV5, the time mixing of RWKV-5 "Eagle"."""
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from rwkv_jax import _check
+from rwkv_jax._operator import Operator
+from rwkv_jax._typing import Operand
+from rwkv_jax.wkv5 import reference, xla
+
+OPERATOR = Operator(
+    "wkv5",
+    inputs={"r": "BTHK", "w": "HK", "k": "BTHK", "v": "BTHV", "u": "HK"},
+    state={"state": "BHVK"},
+    decays=("log", "exp"),
+    implementations={"xla": xla, "reference": reference},
+)
+
+
+def _each(x: Any, r: Any) -> Any:
+    """A parameter of each head as one of each channel; anything else as it is, to be refused."""
+    if not (isinstance(x, jax.Array | np.ndarray) and x.ndim == 2 and x.shape[1] == 1):
+        return x
+    return jnp.broadcast_to(x, (x.shape[0], *np.shape(r)[-1:]))
+
+
+def wkv5(
+    r: Operand,
+    w: Operand,
+    k: Operand,
+    v: Operand,
+    u: Operand,
+    initial_state: Operand | None = None,
+    *,
+    decay: Literal["log", "exp"] = "log",
+    precision: jax.lax.PrecisionLike = None,
+    implementation: str | None = None,
+) -> tuple[Array, Array]:
+    r"""The recurrence of RWKV-5 over whole sequences.
+
+    For each head, with the state S a [V, K] matrix that starts as `initial_state`::
+
+        y_t = (S_{t-1} + v_t (u * k_t)^T) r_t
+        S_t = S_{t-1} diag(d) + v_t k_t^T
+
+    so that a token reads what the tokens before it have written, and itself with the weight `u`.
+    Source: "Eagle and Finch: RWKV with Matrix-Valued States and Dynamic Recurrence"
+    (arXiv:2404.05892), and the official CUDA kernels of RWKV-LM, with whose state layout and (for
+    "exp") decay this function agrees. RWKV-5.0 and 5.1 have one decay and one bonus for each head.
+
+    Args:
+      r: receptance, [B, T, H, K]. Any B >= 0, T >= 0 and H >= 0.
+      w: decay, the same for all tokens, [H, K], or [H, 1] with one for each head, in the form that
+        `decay` names.
+      k: key, [B, T, H, K].
+      v: value, [B, T, H, V].
+      u: the bonus of the present token, [H, K], or [H, 1].
+      initial_state: [B, H, V, K], float32; zeros if None. (flash-linear-attention keeps the
+        transpose, [B, H, K, V].)
+      decay: what `w` is. "log": the log decay itself, <= 0, so d = exp(w). "exp", the form of the
+        official kernels: d = exp(-exp(w)). Any finite `w` is accepted; a decay that underflows to 0
+        clears its channel.
+      precision: as `jax.lax.Precision`. HIGHEST computes in float32 throughout.
+      implementation: "xla", or "reference" (one `lax.scan` step, differentiable any number of times
+        and in forward mode). None is xla.
+
+    `r`, `w`, `k`, `v`, `u` share one dtype: float32, bfloat16 or float16. The state is always
+    float32 and so is all accumulation.
+
+    Returns:
+      `y` [B, T, H, V] in the dtype of `v`, and the final state [B, H, V, K] in float32. Both are
+      differentiable once in reverse mode, with respect to all six array arguments. The gradients
+      of `w` and `u` are sums over the batch, in an order that does not change.
+
+    Raises:
+      TypeError: an argument is not an array, or has a dtype that is not accepted or not shared.
+      ValueError: an argument has a wrong rank or size, or an option is unknown.
+      NotImplementedError: the named implementation cannot run this call; the message says why.
+    """
+    given: dict[str, Any] = {"r": r, "w": _each(w, r), "k": k, "v": v, "u": _each(u, r)}
+    if initial_state is not None:
+        given["initial_state"] = initial_state
+    arrays = _check.arrays("wkv5", OPERATOR.arguments, given, states=("initial_state",))
+    options = OPERATOR.options(
+        OPERATOR.forward, decay=decay, precision=precision, implementation=implementation
+    )
+    y, final_state = OPERATOR.over_sequence(options, arrays)
+    return y, final_state
+
+
+def wkv5_step(
+    r: Operand,
+    w: Operand,
+    k: Operand,
+    v: Operand,
+    u: Operand,
+    state: Operand,
+    *,
+    decay: Literal["log", "exp"] = "log",
+    precision: jax.lax.PrecisionLike = None,
+    implementation: str | None = None,
+) -> tuple[Array, Array]:
+    """One token of `wkv5`, for decoding.
+
+    The arguments are those of `wkv5` without the time axis: `r`, `k` are [B, H, K], `v` is
+    [B, H, V], `w` and `u` are [H, K] or [H, 1], and `state` [B, H, V, K] is float32.
+
+    Returns:
+      `y` [B, H, V] in the dtype of `v`, and the next state. Equal to `wkv5` on one token,
+      derivatives included.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as `wkv5`.
+    """
+    given: dict[str, Any] = {"r": r, "w": _each(w, r), "k": k, "v": v, "u": _each(u, r)}
+    given["state"] = state
+    arrays = _check.arrays("wkv5_step", OPERATOR.step_arguments, given, states=("state",))
+    options = OPERATOR.options(
+        OPERATOR.step, decay=decay, precision=precision, implementation=implementation
+    )
+    y, next_state = OPERATOR.over_token(options, arrays)
+    return y, next_state
