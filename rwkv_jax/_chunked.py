@@ -1,9 +1,9 @@
 """Any block function, run over a whole sequence, and its reverse-mode derivative.
 
 A block function maps `(state, *inputs, *constants)` to `(state, outputs)`, where each input and
-output is `[B, L, ...]` for any L >= 1 and a constant is the same for all blocks. Blocks of BLOCK
-tokens make chunks of CHUNK. Only the states at chunk boundaries are kept for the backward pass,
-which differentiates one chunk at a time, last to first.
+output is `[B, L, ...]` for any L >= 1, a constant is the same for all blocks, and the state is an
+array or a tuple of them. Blocks of BLOCK tokens make chunks of CHUNK. Only the states at chunk
+boundaries are kept for the backward pass, which differentiates one chunk at a time, last to first.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ CHUNK = 64
 """Tokens between two saved states; `states[:, n]` is the state before token `n * CHUNK`. The native
 kernels have the same number as `kChunk`."""
 
-BlockFn = Callable[..., tuple[Array, Array]]
+BlockFn = Callable[..., tuple[Any, Array]]
 
 
 def boundaries(tokens: int) -> int:
@@ -38,12 +38,12 @@ def states_dtype(options: Options, dtype: Any) -> Any:
 
 
 def token_by_token(
-    step: Callable[..., tuple[Array, Array]], state: Array, inputs: Sequence[Array]
-) -> tuple[Array, Array]:
+    step: Callable[..., tuple[Array, Any]], state: Any, inputs: Sequence[Array]
+) -> tuple[Array, Any]:
     """`(outputs, final state)` of a step that maps one token of `inputs` and the state, its last
     argument, to an output and the next state."""
 
-    def body(state: Array, token: Sequence[Array]) -> tuple[Array, Array]:
+    def body(state: Any, token: Sequence[Array]) -> tuple[Any, Array]:
         output, state = step(*token, state)
         return state, output
 
@@ -53,43 +53,44 @@ def token_by_token(
 
 def forward(
     block: BlockFn,
-    options: Options,
-    state: Array,
+    state: Any,
     inputs: Sequence[Array],
     constants: Sequence[Array] = (),
-) -> tuple[Array, Array, Array]:
+    *,
+    save: bool,
+    save_as: Any = jnp.float32,
+) -> tuple[Array, Any, Any]:
     """`(outputs, final state, states)`: the states at chunk boundaries [B, N, ...], or N = 0 of
     them if they are not to be saved."""
-    dtype = states_dtype(options, inputs[0].dtype)
     outputs, state, states = _pieces(
         lambda state, *inputs: _chunk(block, state, inputs, constants),
         CHUNK,
         state,
         inputs,
-        save=dtype if options.save else None,
+        save=save_as if save else None,
     )
-    return outputs, state, states.astype(dtype)
+    return outputs, state, _cast(states, save_as)
 
 
 def backward(
     block: BlockFn,
-    states: Array,
+    states: Any,
     d_outputs: Array,
-    d_state: Array,
+    d_state: Any,
     inputs: Sequence[Array],
     constants: Sequence[Array] = (),
-) -> tuple[tuple[Array, ...], tuple[Array, ...], Array]:
+) -> tuple[tuple[Array, ...], tuple[Array, ...], Any]:
     """Cotangents of the inputs, of the constants and of the initial state."""
     whole, tail = _split_all((*inputs, d_outputs), CHUNK)
     # In float32, since gradients of all chunks are added up.
     constants32 = tuple(x.astype(jnp.float32) for x in constants)
 
-    def pull_back(sums: Any, state: Array, chunk: list[Array]) -> tuple[Any, tuple[Array, ...]]:
+    def pull_back(sums: Any, state: Any, chunk: list[Array]) -> tuple[Any, tuple[Array, ...]]:
         d_state, d_constants = sums
         *inputs, d_outputs = chunk
         _, vjp = jax.vjp(
             lambda *operands: _chunk(block, *operands),
-            *(state.astype(d_state.dtype), tuple(inputs), constants32),
+            *(_cast(state, jnp.float32), tuple(inputs), constants32),
         )
         d_state, d_inputs, more = vjp((d_state, d_outputs))
         return (d_state, jax.tree.map(jnp.add, d_constants, more)), d_inputs
@@ -97,12 +98,12 @@ def backward(
     sums = d_state, jax.tree.map(jnp.zeros_like, constants32)
     d_tail: Sequence[Any] = [None] * len(inputs)
     if tail is not None:
-        sums, d_tail = pull_back(sums, states[:, -1], tail)
-        states = states[:, :-1]
+        sums, d_tail = pull_back(sums, jax.tree.map(lambda x: x[:, -1], states), tail)
+        states = jax.tree.map(lambda x: x[:, :-1], states)
     sums, d_whole = lax.scan(
         lambda sums, chunk: pull_back(sums, *chunk),
         sums,
-        (jnp.moveaxis(states, 1, 0), whole),
+        (jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), states), whole),
         reverse=True,
     )
     d_state, d_constants = sums
@@ -114,8 +115,8 @@ def backward(
 
 
 def _chunk(
-    block: BlockFn, state: Array, inputs: Sequence[Array], constants: Sequence[Array]
-) -> tuple[Array, Array]:
+    block: BlockFn, state: Any, inputs: Sequence[Array], constants: Sequence[Array]
+) -> tuple[Any, Array]:
     outputs, state, _ = _pieces(
         lambda state, *inputs: block(state, *inputs, *constants), BLOCK, state, inputs, save=None
     )
@@ -123,29 +124,36 @@ def _chunk(
 
 
 def _pieces(
-    fn: BlockFn, length: int, state: Array, inputs: Sequence[Array], *, save: Any
-) -> tuple[Array, Array, Array]:
+    fn: BlockFn, length: int, state: Any, inputs: Sequence[Array], *, save: Any
+) -> tuple[Array, Any, Any]:
     """`fn` on one piece of the inputs after another: `(outputs, final state, states)`, the states
     before each piece in the dtype `save`, none if that is None."""
     whole, tail = _split_all(inputs, length)
 
-    def body(state: Array, piece: list[Array]) -> tuple[Array, Any]:
+    def body(state: Any, piece: list[Array]) -> tuple[Any, Any]:
         after, outputs = fn(state, *piece)
-        return after, (outputs, None if save is None else state.astype(save))
+        return after, (outputs, None if save is None else _cast(state, save))
 
+    outputs, states = None, jax.tree.map(lambda x: x[:, None][:, :0], state)
     if whole[0].shape[0] or tail is None:
         state, (outputs, saved) = lax.scan(body, state, whole)
-        states = state[:, None][:, :0] if save is None else jnp.moveaxis(saved, 0, 1)
         outputs = _join(outputs, None)
-    else:
-        states, outputs = state[:, None][:, :0].astype(save or state.dtype), None
+        if save is not None:
+            states = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), saved)
     if tail is not None:
         if save is not None:
-            states = jnp.concatenate([states, state[:, None].astype(save)], axis=1)
+            states = jax.tree.map(
+                lambda xs, x: jnp.concatenate([xs, x[:, None]], axis=1),
+                *(_cast(states, save), _cast(state, save)),
+            )
         state, last = fn(state, *tail)
         outputs = last if outputs is None else jnp.concatenate([outputs, last], axis=1)
     assert outputs is not None
     return outputs, state, states
+
+
+def _cast(state: Any, dtype: Any) -> Any:
+    return jax.tree.map(lambda x: x.astype(dtype), state)
 
 
 def _split(x: Array, length: int) -> tuple[Array, Array]:

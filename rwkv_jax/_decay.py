@@ -53,3 +53,16 @@ def decay_products(d: Array) -> tuple[Array, Array, Array, Array]:
     from_start = jnp.cumprod(d, axis=2)
     before_start = jnp.concatenate([jnp.ones_like(d[:, :, :1]), from_start[:, :, :-1]], axis=2)
     return upto, before, from_start, before_start
+
+
+LARGEST_RATE = 1e30
+
+
+def unbounded_log_decay(w: Array, decay: Decay) -> Array:
+    """The log decay in float32 where it is not only exponentiated, but compared and added to other
+    exponents, so that one below MIN_LOG_DECAY is not as good as another. Finite for a finite w."""
+    w = w.astype(jnp.float32)
+    if decay == "log":
+        return w
+    largest = jnp.log(LARGEST_RATE)
+    return -jnp.exp(jnp.where(w > largest, largest, w))

@@ -8,12 +8,13 @@ import jax
 from jax import export
 
 from rwkv_jax import _check, _dispatch, _ffi
+from rwkv_jax.wkv4 import OPERATOR as WKV4
 from rwkv_jax.wkv5 import OPERATOR as WKV5
 from rwkv_jax.wkv6 import OPERATOR as WKV6
 from rwkv_jax.wkv7 import OPERATOR as WKV7
 from rwkv_jax.wkv7 import ffi
 
-_OPERATORS = (WKV5, WKV6, WKV7)
+_OPERATORS = (WKV4, WKV5, WKV6, WKV7)
 _CALLS = {x.name: (x, x.arguments, (x.forward, x.backward)) for x in _OPERATORS} | {
     x.step.op: (x, x.step_arguments, (x.step,)) for x in _OPERATORS
 }

@@ -1,9 +1,9 @@
 """How an operator runs on a mesh: each device computes its own batch rows and heads.
 
-Only the axes B and H may be sharded; every other axis is made whole first. Inside `shard_map` the
-operands already are one device's part. On an Explicit mesh the operator opens a `shard_map` of its
-own from the types of its operands; otherwise the compiler is given a partition rule, which costs
-nothing on a single device.
+Only the axes B, H and C may be sharded; every other axis is made whole first. Inside `shard_map`
+the operands already are one device's part. On an Explicit mesh the operator opens a `shard_map` of
+its own from the types of its operands; otherwise the compiler is given a partition rule, which
+costs nothing on a single device.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -19,7 +19,7 @@ from jax.experimental.custom_partitioning import (
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-SHARDABLE = "BH"
+SHARDABLE = "BHC"
 
 Fn = Callable[..., tuple[Array, ...]]
 

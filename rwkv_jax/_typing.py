@@ -3,6 +3,7 @@
 B  batch: independent sequences          K  key channels of a head
 T  time: tokens                          V  value channels of a head
 H  heads                                 N  saved chunk boundaries
+C  channels, of operators without heads
 """
 
 from typing import TypeAlias

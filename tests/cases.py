@@ -1,6 +1,6 @@
 """The shapes, dtypes, decays and seeds that tests and benchmarks use, and inputs made from them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -112,6 +112,8 @@ WKV6 = tuple(dict.fromkeys(map(for_wkv6, WKV7)))
 WKV5 = tuple(case for case in WKV6 if case.regime == "model" or case.dtype == "float32")
 """Fewer, since its arithmetic is that of WKV6."""
 
+WKV4 = tuple(case for case in WKV6 if case.V is None)
+
 WKV7_STEP = (
     Case(3, 1, 2, 64),
     Case(1, 1, 3, 32, dtype="bfloat16", decay="exp"),
@@ -122,6 +124,7 @@ WKV7_STEP = (
     Case(1, 1, 2, 24, V=40, dtype="bfloat16"),
 )
 WKV6_STEP = tuple(dict.fromkeys(map(for_wkv6, WKV7_STEP)))
+WKV4_STEP = tuple(case for case in WKV6_STEP if case.V is None)
 
 
 def _log_decay(form: str, rate: np.ndarray) -> np.ndarray:
@@ -199,13 +202,43 @@ def wkv5(case: Case) -> tuple[Arrays, Arrays]:
     return wkv6(case, constant=True)
 
 
-def step(make: Callable[[Case], tuple[Arrays, Arrays]], case: Case) -> tuple[Arrays, Arrays]:
+def wkv4(case: Case) -> tuple[Arrays, Arrays]:
+    """The operands of `rwkv_jax.wkv4`, with the parts of the state by their names, in H * K
+    channels; keys that are large where decays are extreme. (Larger ones would leave a weight fewer
+    digits than the ceilings ask for: an exponent of 100 in float32 has an error of 4e-6.)"""
+    case = for_wkv6(case)
+    rng = np.random.default_rng([case.seed, case.B, case.T, case.H, case.K])
+    channels, dtype = case.H * case.K, DTYPES[case.dtype]
+    tokens, part = (case.B, case.T, channels), (case.B, channels)
+    large = 10.0 if case.regime in ("extreme", "mixed") else 1.0
+    inputs = {
+        "w": decays(case, rng, (channels,)),
+        "u": rng.standard_normal(channels),
+        "k": large * rng.standard_normal(tokens),
+        "v": rng.standard_normal(tokens),
+    }
+    inputs = {name: x.astype(dtype) for name, x in inputs.items()}
+
+    def parts(form: str, den: np.ndarray) -> Arrays:
+        sums = {"num": rng.standard_normal(part), "den": den, "log_max": rng.standard_normal(part)}
+        return {form.format(name): x.astype(np.float32) for name, x in sums.items()}
+
+    cotangents = {"dy": rng.standard_normal(tokens).astype(dtype)}
+    cotangents |= parts("dfinal_{}", rng.standard_normal(part))
+    if case.state:
+        inputs |= parts("initial_{}", rng.uniform(0.5, 2, part))
+    return inputs, cotangents
+
+
+def step(
+    make: Callable[[Case], tuple[Arrays, Arrays]], timed: Iterable[str], case: Case
+) -> tuple[Arrays, Arrays]:
     """The operands of an operator for one token, those of the sequence, and cotangents."""
     inputs, cotangents = make(case)
-    token = {n: x[:, 0] if x.ndim == 4 else x for n, x in inputs.items() if n != "initial_state"}
-    token["state"] = inputs["initial_state"]
-    return token, {"dy": cotangents["dy"][:, 0], "dstate": cotangents["dfinal_state"]}
+    token = {n.replace("initial_", ""): x[:, 0] if n in timed else x for n, x in inputs.items()}
+    dtoken = {n.replace("final_", ""): x for n, x in cotangents.items()}
+    return token, dtoken | {"dy": cotangents["dy"][:, 0]}
 
 
 def wkv7_step(case: Case) -> tuple[Arrays, Arrays]:
-    return step(wkv7, case)
+    return step(wkv7, "rwkvab", case)

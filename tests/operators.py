@@ -18,34 +18,64 @@ from cases import WKV6_DECAYS, Arrays, Case
 
 @dataclass(frozen=True)
 class Operator:
-    function: Callable[..., tuple[jax.Array, jax.Array]]
+    """An operator as a function of named arrays that returns a tuple of them."""
+
+    function: Callable[..., tuple[jax.Array, ...]]
     oracle: Callable[..., dict[str, np.ndarray]]
     make: Callable[[Case], tuple[Arrays, Arrays]]
     cases: tuple[Case, ...]
-    results: tuple[str, ...]
     inputs: tuple[str, ...]
+    decays: tuple[str, ...] = WKV6_DECAYS
     shared: frozenset[str] = frozenset()
     """The inputs that all sequences of a batch share."""
-    decays: tuple[str, ...] = WKV6_DECAYS
+    states: tuple[str, ...] = ("initial_state",)
+    results: tuple[str, ...] = ("y", "final_state")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*self.inputs, *self.states)
 
     def suited(self, case: Case) -> Case:
         """A case with a form of decay that this operator takes."""
         return case if case.decay in self.decays else cases.for_wkv6(case)
 
 
-_WKV7 = {"inputs": tuple("rwkvab"), "decays": ("log", "exp", "sigmoid")}
-_WKV6 = {"inputs": tuple("rwkvu"), "shared": frozenset("u")}
-_WKV5 = {"inputs": tuple("rwkvu"), "shared": frozenset("wu")}
+def _flat(function: Callable[..., Any], form: str) -> Callable[..., tuple[jax.Array, ...]]:
+    """WKV4 with the parts of its state as arguments and results of their own."""
+    names = [form.format(name) for name in rwkv_jax.Wkv4State._fields]
+
+    def call(*operands: Any, **named: Any) -> tuple[jax.Array, ...]:
+        places = (*"wukv", *names)
+        if len(operands) > len(places):
+            return function(*operands)
+        named |= zip(places[: len(operands)], operands, strict=True)
+        parts = [named.pop(name) for name in names if name in named]
+        if parts:
+            named[form.format("state")] = rwkv_jax.Wkv4State(*parts)
+        y, state = function(**named)
+        return y, *state
+
+    return call
+
 
 SEQUENCES = {
     "wkv7": Operator(
-        *(rwkv_jax.wkv7, oracle.wkv7, cases.wkv7, cases.WKV7, ("y", "final_state")), **_WKV7
+        *(rwkv_jax.wkv7, oracle.wkv7, cases.wkv7, cases.WKV7, tuple("rwkvab")),
+        decays=("log", "exp", "sigmoid"),
     ),
     "wkv6": Operator(
-        *(rwkv_jax.wkv6, oracle.wkv6, cases.wkv6, cases.WKV6, ("y", "final_state")), **_WKV6
+        *(rwkv_jax.wkv6, oracle.wkv6, cases.wkv6, cases.WKV6, tuple("rwkvu")),
+        shared=frozenset("u"),
     ),
     "wkv5": Operator(
-        *(rwkv_jax.wkv5, oracle.wkv5, cases.wkv5, cases.WKV5, ("y", "final_state")), **_WKV5
+        *(rwkv_jax.wkv5, oracle.wkv5, cases.wkv5, cases.WKV5, tuple("rwkvu")),
+        shared=frozenset("wu"),
+    ),
+    "wkv4": Operator(
+        *(_flat(rwkv_jax.wkv4, "initial_{}"), oracle.wkv4, cases.wkv4, cases.WKV4, tuple("wukv")),
+        shared=frozenset("wu"),
+        states=("initial_num", "initial_den", "initial_log_max"),
+        results=("y", "final_num", "final_den", "final_log_max"),
     ),
 }
 """The operators on whole sequences."""
@@ -53,13 +83,15 @@ SEQUENCES = {
 
 def _step(name: str, function: Callable[..., Any], several: tuple[Case, ...]) -> Operator:
     sequence = SEQUENCES[name]
+    timed = [x for x in sequence.inputs if x not in sequence.shared]
     return dataclasses.replace(
         sequence,
         function=function,
-        oracle=functools.partial(oracle.step, sequence.oracle),
-        make=functools.partial(cases.step, sequence.make),
+        oracle=functools.partial(oracle.step, sequence.oracle, timed),
+        make=functools.partial(cases.step, sequence.make, timed),
         cases=several,
-        results=("y", "state"),
+        states=tuple(x.replace("initial_", "") for x in sequence.states),
+        results=tuple(x.replace("final_", "") for x in sequence.results),
     )
 
 
@@ -67,6 +99,7 @@ STEPS = {
     "wkv7_step": _step("wkv7", rwkv_jax.wkv7_step, cases.WKV7_STEP),
     "wkv6_step": _step("wkv6", rwkv_jax.wkv6_step, cases.WKV6_STEP),
     "wkv5_step": _step("wkv5", rwkv_jax.wkv5_step, cases.WKV6_STEP),
+    "wkv4_step": _step("wkv4", _flat(rwkv_jax.wkv4_step, "{}"), cases.WKV4_STEP),
 }
 """The same on one token."""
 
@@ -93,9 +126,9 @@ class Run(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
-        return (*self.operator.inputs, "initial_state")
+        return self.operator.names
 
-    def __call__(self, *operands: Any, **options: Any) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, *operands: Any, **options: Any) -> tuple[jax.Array, ...]:
         decay = self.operator.decays[-1]
         return self.operator.function(
             *operands, **{"decay": decay, "implementation": self.implementation} | options

@@ -4,7 +4,7 @@ Written from the recurrence and independent of the package. `tests/test_oracle.p
 backward pass against finite differences of the forward pass.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeAlias
 
 import numpy as np
@@ -145,23 +145,95 @@ def wkv5(inputs: Arrays, form: str, cotangents: Arrays | None = None) -> dict[st
     return results
 
 
+def wkv4(inputs: Arrays, form: str, cotangents: Arrays | None = None) -> dict[str, Array]:
+    """`y` and `final_num`, `final_den`, `final_log_max`; without an initial state there is nothing.
+    The largest weight is one of two, and its gradient goes to that one."""
+    inputs = {name: np.asarray(x, np.float64) for name, x in inputs.items()}
+    w, u, k, v = (inputs[name] for name in ("w", "u", "k", "v"))
+    if form == "exp":
+        w, slope = -np.exp(np.minimum(w, 500.0)), -np.exp(np.minimum(w, 500.0))
+    else:
+        slope = np.ones(w.shape)
+    batch, tokens, channels = k.shape
+    states = np.zeros((tokens + 1, 3, batch, channels))
+    states[0, 2] = -1e38
+    for i, name in enumerate(("initial_num", "initial_den", "initial_log_max")):
+        states[0, i] = inputs.get(name, states[0, i])
+
+    def weights(before: Array, now: Array) -> tuple[Array, Array, Array]:
+        largest = np.maximum(before, now)
+        return np.exp(before - largest), np.exp(now - largest), largest
+
+    y = np.zeros(v.shape)
+    for t in range(tokens):
+        num, den, log_max = states[t]
+        past, own, _ = weights(log_max, u + k[:, t])
+        y[:, t] = (past * num + own * v[:, t]) / (past * den + own)
+        past, own, largest = weights(log_max + w, k[:, t])
+        states[t + 1] = past * num + own * v[:, t], past * den + own, largest
+    results = dict(zip(("final_num", "final_den", "final_log_max"), states[tokens], strict=True))
+    results = {"y": y, **results}
+    if cotangents is None:
+        return results
+
+    dy, *dstate = (np.asarray(cotangents[f"d{name}"], np.float64) for name in results)
+    dnum, dden, dlog_max = dstate
+    gradients = {f"d{name}": np.zeros(x.shape) for name, x in inputs.items()}
+    for t in reversed(range(tokens)):
+        num, den, log_max = states[t]
+        past, own, _ = weights(log_max + w, k[:, t])
+        dpast = (dnum * num + dden * den) * past
+        down = (dnum * v[:, t] + dden) * own
+        dlargest = dlog_max - dpast - down
+        decayed = log_max + w >= k[:, t]
+        dpast += np.where(decayed, dlargest, 0.0)
+        down += np.where(decayed, 0.0, dlargest)
+        gradients["dw"] += np.sum(dpast, axis=0)
+        gradients["dk"][:, t] = down
+        gradients["dv"][:, t] = dnum * own
+        dnum, dden, dlog_max = dnum * past, dden * past, dpast
+
+        past, own, _ = weights(log_max, u + k[:, t])
+        total = past * den + own
+        dsum, dtotal = dy[:, t] / total, -dy[:, t] * y[:, t] / total
+        down = (dsum * v[:, t] + dtotal) * own
+        gradients["du"] += np.sum(down, axis=0)
+        gradients["dk"][:, t] += down
+        gradients["dv"][:, t] += dsum * own
+        dnum, dden = dnum + dsum * past, dden + dtotal * past
+        dlog_max = dlog_max + (dsum * num + dtotal * den) * past
+    gradients["dw"] *= slope
+    if "initial_num" in inputs:
+        gradients |= {"dinitial_num": dnum, "dinitial_den": dden, "dinitial_log_max": dlog_max}
+    return results | gradients
+
+
 def step(
     sequence: Callable[..., dict[str, Array]],
+    timed: Iterable[str],
     inputs: Arrays,
     form: str,
     cotangents: Arrays | None = None,
 ) -> dict[str, Array]:
-    """An operator on one token, without the time axis; the state is called `state`, both ways."""
+    """An operator on one token, without the time axis that the inputs `timed` have. The initial and
+    the final state of the sequence have the same name here."""
+    timed = {"y", *timed}
 
-    def has_time(name: str) -> bool:
-        return name == "y" or ("state" not in name and inputs[name.removeprefix("d")].ndim == 3)
+    def in_sequence(named: Arrays, form: str) -> dict[str, Array]:
+        return {
+            n if n in shared else n if n in timed else form.format(n): x[:, None]
+            if n in timed
+            else x
+            for n, x in named.items()
+        }
 
-    given = {name: x[:, None] if has_time(name) else x for name, x in inputs.items()}
-    given["initial_state"] = given.pop("state")
+    shared = {name for name in inputs if name in ("w", "u") and name not in timed}
+    given = in_sequence(inputs, "initial_{}")
     if cotangents is not None:
-        cotangents = {"dy": cotangents["dy"][:, None], "dfinal_state": cotangents["dstate"]}
-    results = sequence(given, form, cotangents)
-    renamed = {"final_state": "state", "dinitial_state": "dstate"}
-    return {
-        renamed.get(name, name): x[:, 0] if has_time(name) else x for name, x in results.items()
-    }
+        bare = {name.removeprefix("d"): x for name, x in cotangents.items()}
+        cotangents = {f"d{n}": x for n, x in in_sequence(bare, "final_{}").items()}
+    renamed = {}
+    for name, x in sequence(given, form, cotangents).items():
+        short = name.replace("initial_", "").replace("final_", "")
+        renamed[short] = x[:, 0] if name.removeprefix("d") in timed else x
+    return renamed

@@ -11,13 +11,13 @@ import pytest
 
 import rwkv_jax
 from cases import Case
-from operators import OPERATORS, STEPS, Run, runs, value_and_gradients
+from operators import OPERATORS, Run, runs, value_and_gradients
 
 pytestmark = pytest.mark.usefixtures("unchecked_types")
 
 CASE = Case(2, 16, 2, 32)
-STATE = {op: "state" if op in STEPS else "initial_state" for op in OPERATORS}
-ARGUMENTS = [(op, n) for op, x in OPERATORS.items() for n in (*x.inputs, STATE[op])]
+ARGUMENTS = [(op, name) for op, x in OPERATORS.items() for name in x.names]
+WITH_HEADS = [op for op in OPERATORS if "wkv4" not in op]
 
 each_operator = pytest.mark.parametrize("op", OPERATORS)
 each_argument = pytest.mark.parametrize(("op", "name"), ARGUMENTS)
@@ -46,16 +46,31 @@ def test_wrong_rank(op: str, name: str) -> None:
         _refuses(op, ValueError, f"{name} has shape {wrong.shape}; accepted is [", **{name: wrong})
 
 
-@pytest.mark.parametrize(("op", "name"), [(op, name) for op, name in ARGUMENTS if name != "r"])
-@pytest.mark.parametrize("axis", [0, -2, -1])
+def _decided_before(op: str, name: str, axis: int) -> bool:
+    """Whether an argument before this one has an axis of the same kind."""
+    operator = OPERATORS[op]
+    first_timed = next(x for x in operator.inputs if x not in operator.shared)
+    last = operator.make(CASE)[0][name].ndim - 1
+    return name != operator.inputs[0] and (name != first_timed or axis == last)
+
+
+@pytest.mark.parametrize(
+    ("op", "name", "axis"),
+    [
+        (op, name, axis)
+        for op, name in ARGUMENTS
+        for axis in range(OPERATORS[op].make(CASE)[0][name].ndim)
+        if _decided_before(op, name, axis)
+    ],
+)
 def test_mismatched_sizes(op: str, name: str, axis: int) -> None:
-    if name == "v" and axis == -1:
-        name = STATE[op]  # V is v's own to choose: the state is what disagrees with it
+    if name == "v" and op in WITH_HEADS and axis == _arguments(op)["v"].ndim - 1:
+        name = OPERATORS[op].states[0]  # V is v's own to choose: the state disagrees with it
         changed = {"v": _arguments(op)["v"][..., :-1]}
     else:
         x = _arguments(op)[name]
         changed = {name: np.concatenate([x, x], axis)}
-    with pytest.raises(ValueError, match=rf"^{op}: {name} has shape \(.*\), so [BTHKV] = "):
+    with pytest.raises(ValueError, match=rf"^{op}: {name} has shape \(.*\), so [BTHKVC] = "):
         OPERATORS[op].function(**_arguments(op, **changed))
 
 
@@ -83,10 +98,9 @@ def test_float64_under_x64() -> None:
         assert [x.dtype for x in result] == ["float32", "float32"]
 
 
-@each_operator
+@pytest.mark.parametrize(("op", "name"), [(op, n) for op, x in OPERATORS.items() for n in x.states])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int32", "float64"])
-def test_state_of_a_wrong_dtype(op: str, dtype: str) -> None:
-    name = STATE[op]
+def test_state_of_a_wrong_dtype(op: str, name: str, dtype: str) -> None:
     x = _arguments(op)[name].astype(dtype)
     _refuses(op, TypeError, f"{name} is {dtype}; accepted is float32", **{name: x})
 
@@ -144,30 +158,32 @@ def test_errors_come_while_tracing() -> None:
 @pytest.mark.parametrize("axis", "BTH")
 def test_empty_axes(run: Run, axis: str) -> None:
     shapes = {"B": Case(0, 16, 2, 32), "T": Case(2, 0, 2, 32), "H": Case(2, 16, 0, 32)}
+    states = run.operator.states
     inputs, _ = run.operator.make(shapes[axis])
 
-    def loss(inputs: dict) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        y, state = run(**inputs)
-        return jnp.sum(y) + jnp.sum(state), (y, state)
+    def loss(inputs: dict) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        results = run(**inputs)
+        return jnp.sum(jnp.stack([jnp.sum(x) for x in results])), results
 
-    gradients, (y, state) = jax.grad(loss, has_aux=True)(inputs)
+    gradients, (y, *after) = jax.grad(loss, has_aux=True)(inputs)
     assert y.shape == inputs["v"].shape
     if axis == "T":
-        np.testing.assert_array_equal(state, inputs["initial_state"])
+        for name, x in zip(states, after, strict=True):
+            np.testing.assert_array_equal(x, inputs[name])
     assert {name: x.shape for name, x in gradients.items()} == {
         name: x.shape for name, x in inputs.items()
     }
 
 
-@each_operator
+@pytest.mark.parametrize("op", WITH_HEADS)
 @pytest.mark.parametrize("axis", ["K", "V"])
 def test_heads_without_channels(op: str, axis: str) -> None:
-    arrays = _arguments(op)
+    arrays, (state,) = _arguments(op), OPERATORS[op].states
     keys = [name for name in OPERATORS[op].inputs if name != "v"]
-    names = [*keys, STATE[op]] if axis == "K" else ["v"]
+    names = [*keys, state] if axis == "K" else ["v"]
     changed = {name: arrays[name][..., :0] for name in names}
     if axis == "V":
-        changed[STATE[op]] = arrays[STATE[op]][..., :0, :]
+        changed[state] = arrays[state][..., :0, :]
     name = "r" if axis == "K" else "v"
     _refuses(op, ValueError, f"{name} has shape {changed[name].shape}, so {axis} = 0", **changed)
 
@@ -176,11 +192,11 @@ def test_heads_without_channels(op: str, axis: str) -> None:
 def test_arrays_that_are_not_contiguous(run: Run) -> None:
     arrays = _arguments(run.op)
     expected = run(**arrays)
-    arrays["r"] = np.asfortranarray(arrays["r"])
+    state = run.operator.states[0]
     arrays["k"] = np.repeat(arrays["k"], 2, axis=1)[:, ::2]
     arrays["v"] = arrays["v"][:, ::-1].copy()[:, ::-1]
-    arrays["initial_state"] = arrays["initial_state"].swapaxes(2, 3).copy().swapaxes(2, 3)
-    assert not any(arrays[n].flags.c_contiguous for n in ("r", "k", "v", "initial_state"))
+    arrays[state] = np.asfortranarray(arrays[state])
+    assert not any(arrays[n].flags.c_contiguous for n in ("k", "v", state))
     for result, right in zip(run(**arrays), expected, strict=True):
         np.testing.assert_array_equal(result, right)
 
@@ -188,10 +204,11 @@ def test_arrays_that_are_not_contiguous(run: Run) -> None:
 @each_run
 def test_deleted_operands_are_an_error(run: Run) -> None:
     arrays = _arguments(run.op)
-    state = jnp.array(arrays.pop("initial_state"))
-    jax.jit(lambda x: x + 1, donate_argnums=0)(state)
+    name = run.operator.states[0]
+    arrays[name] = jnp.array(arrays[name])
+    jax.jit(lambda x: x + 1, donate_argnums=0)(arrays[name])
     with pytest.raises((RuntimeError, ValueError), match=r"deleted|donated"):
-        run(**arrays, initial_state=state)
+        run(**arrays)
 
 
 @pytest.mark.parametrize(
@@ -205,18 +222,24 @@ def test_deleted_operands_are_an_error(run: Run) -> None:
     ],
 )
 def test_nan_reaches_its_own_head_only(run: Run, decay: str, name: str) -> None:
-    inputs, cotangents = run.operator.make(dataclasses.replace(CASE, decay=decay))
+    """Or, in an operator without heads, its own channel."""
+    operator, own = run.operator, 0 if run.op in WITH_HEADS else 5
+    inputs, cotangents = operator.make(dataclasses.replace(CASE, decay=decay))
     inputs[name] = inputs[name].copy()
-    inputs[name][(1, 0, 2, 3) if "state" in name else (1, 7, 0, 3)] = np.nan
+    place = (1, own) if name in operator.states else (1, 7, own)
+    inputs[name][(*place, *[3] * (inputs[name].ndim - len(place)))] = np.nan
     options = (("decay", decay), ("implementation", run.implementation))
     results = jax.device_get(value_and_gradients(run.op, options, inputs, cotangents))
 
-    assert np.isnan(results["y"][1, 8 if name == "w" else 7, 0]).any()
-    assert name == "r" or np.isnan(results["final_state"][1, 0]).any()
+    assert np.isnan(results["y"][1, 8 if name == "w" else 7, own]).any()
+    ends = [results[end][1, own] for end in operator.results[1:]]
+    assert name == "r" or any(np.isnan(end).any() for end in ends)
     for label, x in results.items():
         others = np.ones(x.shape, bool)
-        if label.removeprefix("d") in run.operator.shared:
-            others[0] = False
+        if label.removeprefix("d") in operator.shared:
+            others[own] = False
+        elif {label, label.removeprefix("d")} & {*operator.states, *operator.results[1:]}:
+            others[1, own] = False
         else:
-            others[(1, 0) if "state" in label else (1, slice(None), 0)] = False
+            others[1, :, own] = False
         assert np.isfinite(x[others]).all(), label

@@ -44,8 +44,11 @@ def _check(name: str, case: Case, implementation: str | None, precision: str | N
         expected,
         {n: tolerance.ceiling(n, case.dtype, **kind) for n in results},
     )
+    states = {*operator.states, *operator.results[1:]}
     dtypes = {n: str(x.dtype) for n, x in results.items()}
-    assert dtypes == {n: "float32" if "state" in n else case.dtype for n in results}
+    assert dtypes == {
+        n: "float32" if states & {n, n.removeprefix("d")} else case.dtype for n in results
+    }
 
 
 @pytest.mark.parametrize(
@@ -91,9 +94,10 @@ def test_no_tokens_return_the_state(run: Run) -> None:
     inputs, cotangents = run.operator.make(Case(2, 0, 2, 32))
     options = (("implementation", run.implementation),)
     results = value_and_gradients(run.op, options, inputs, cotangents)
-    assert results["y"].shape == (2, 0, 2, 32)
-    np.testing.assert_array_equal(results["final_state"], inputs["initial_state"])
-    np.testing.assert_array_equal(results["dinitial_state"], cotangents["dfinal_state"])
+    assert results["y"].shape == inputs["v"].shape
+    for start, end in zip(run.operator.states, run.operator.results[1:], strict=True):
+        np.testing.assert_array_equal(results[end], inputs[start])
+        np.testing.assert_array_equal(results[f"d{start}"], cotangents[f"d{end}"])
 
 
 def test_one_decay_and_bonus_for_each_head() -> None:

@@ -20,7 +20,7 @@ def _objective(name: str, inputs: dict, cotangents: dict, decay: str) -> float:
         (op, decay, name)
         for op, operator in SEQUENCES.items()
         for decay in operator.decays
-        for name in (*operator.inputs, "initial_state")
+        for name in operator.names
     ],
 )
 def test_backward_is_the_derivative_of_forward(op: str, decay: str, name: str) -> None:
@@ -89,7 +89,7 @@ def test_decay_forms(form: str, w: float, factor: float, slope: float) -> None:
 
 def test_step_is_one_token_of_the_sequence() -> None:
     inputs, cotangents = cases.wkv7_step(Case(2, 1, 2, 3, V=4))
-    results = oracle.step(oracle.wkv7, inputs, "sigmoid", cotangents)
+    results = oracle.step(oracle.wkv7, "rwkvab", inputs, "sigmoid", cotangents)
     assert set(results) == {"y", "state", "dr", "dw", "dk", "dv", "da", "db", "dstate"}
     # The value itself, from the formula rather than from the sequence.
     r, w, k, v, a, b, before = (x.astype(np.float64) for x in inputs.values())

@@ -15,7 +15,9 @@ from cases import Case
 from operators import OPERATORS, STEPS, Run, available, runs
 
 CASE, STEP_CASE = Case(4, 16, 4, 16), Case(4, 1, 4, 16)
-each_run = pytest.mark.parametrize("run", runs(CASE, platform="cpu"))
+RUNS = runs(CASE, platform="cpu")
+
+each_run = pytest.mark.parametrize("run", RUNS)
 each_mesh = pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 
 PLACES = {
@@ -31,14 +33,14 @@ def _mesh(axis_type: AxisType, cpus: list[Any]) -> Mesh:
 
 
 def _labels(run: Run) -> tuple[str, ...]:
-    return ("y", "final_state", *(f"d{name}" for name in run.names))
+    return (*run.operator.results, *(f"d{name}" for name in run.names))
 
 
 def _value_and_gradients(run: Run, *operands: jax.Array) -> tuple:
     """Results and gradients, without a loss, whose sum would be a collective of its own."""
-    *inputs, dy, dstate = operands
-    results, vjp = jax.vjp(lambda *xs: run(*xs, precision="highest"), *inputs)
-    cotangents = tuple(map(_typed_as, (dy, dstate), results))
+    count = len(run.names)
+    results, vjp = jax.vjp(lambda *xs: run(*xs, precision="highest"), *operands[:count])
+    cotangents = tuple(map(_typed_as, operands[count:], results))
     return *results, *vjp(cotangents)
 
 
@@ -71,7 +73,14 @@ def _assert_alike(run: Run, results: Any, expected: Any) -> None:
 def _specs(run: Run, sequence: P, state: P, shared: P) -> tuple[P, ...]:
     """One for each operand: the inputs, the state, and the cotangents of `y` and of the state."""
     inputs = [shared if name in run.operator.shared else sequence for name in run.operator.inputs]
-    return (*inputs, state, sequence, state)
+    states = [state] * len(run.operator.states)
+    return (*inputs, *states, sequence, *states)
+
+
+def _of_results(run: Run, specs: tuple[P, ...]) -> tuple[P, ...]:
+    """Of the results and gradients, from those of the operands."""
+    count = len(run.names)
+    return (*specs[count:], *specs[:count])
 
 
 def _put(mesh: Mesh, specs: tuple[P, ...], operands: tuple) -> tuple[jax.Array, ...]:
@@ -83,8 +92,7 @@ def _put(mesh: Mesh, specs: tuple[P, ...], operands: tuple) -> tuple[jax.Array, 
 
 def _placed(run: Run, place: tuple) -> tuple[P, ...]:
     batch, heads = place
-    state = P(batch, heads, None, None)
-    return _specs(run, P(batch, None, heads, None), state, P(heads, None))
+    return _specs(run, P(batch, None, heads), P(batch, heads), P(heads))
 
 
 def _summed(run: Run, place: tuple) -> set[str]:
@@ -109,8 +117,7 @@ def test_batch_and_heads_need_no_collective(
     assert hlo.collectives(text) == _summed(run, place)
     native = {f"rwkv_{run.op}_fwd_v1", f"rwkv_{run.op}_bwd_v1"}
     assert hlo.targets(text) == (native if run.implementation == "ffi" else set())
-    *inputs, y, state = specs
-    for name, x, spec in zip(_labels(run), results, (y, state, *inputs), strict=True):
+    for name, x, spec in zip(_labels(run), results, _of_results(run, specs), strict=True):
         assert x.sharding.is_equivalent_to(NamedSharding(mesh, spec), x.ndim), name
 
 
@@ -122,7 +129,7 @@ def test_sharded_time_is_gathered(run: Run, axis_type: AxisType, cpus: list[Any]
     _assert_alike(run, _jitted(run, *placed), _expected(run, operands, cpus[0]))
 
 
-@each_run
+@pytest.mark.parametrize("run", [x for x in RUNS if x.values[0].op != "wkv4"])
 @each_mesh
 def test_sharded_channels_are_gathered(run: Run, axis_type: AxisType, cpus: list[Any]) -> None:
     mesh, operands = _mesh(axis_type, cpus), _operands(run)
@@ -133,15 +140,16 @@ def test_sharded_channels_are_gathered(run: Run, axis_type: AxisType, cpus: list
 
 @each_run
 @each_mesh
-@pytest.mark.parametrize("replicated", ["w", "initial_state"])
+@pytest.mark.parametrize("replicated", ["w", "the state"])
 def test_operands_that_are_sharded_differently(
     run: Run, axis_type: AxisType, replicated: str, cpus: list[Any]
 ) -> None:
     mesh, operands = _mesh(axis_type, cpus), _operands(run)
     placed = list(_put(mesh, _placed(run, ("data", "model")), operands))
-    odd = run.names.index(replicated)
+    odd = run.names.index("w") if replicated == "w" else -1 + len(run.names)
     placed[odd] = jax.device_put(operands[odd], NamedSharding(mesh, P(*[None] * placed[odd].ndim)))
-    placed[0] = jax.device_put(operands[0], NamedSharding(mesh, P("model", None, "data", None)))
+    odd_places = ("model", None, "data")[: operands[0].ndim]
+    placed[0] = jax.device_put(operands[0], NamedSharding(mesh, P(*odd_places)))
     _assert_alike(run, _jitted(run, *placed), _expected(run, operands, cpus[0]))
 
 
@@ -173,13 +181,14 @@ def test_vmap_keeps_the_batch_where_it_is(run: Run, axis_type: AxisType, cpus: l
 
 def _replicated(run: Run) -> list[bool]:
     """Of each operand: `w`, the parameters and the state are the same on all devices."""
-    return [n in {"w", "initial_state"} | run.operator.shared for n in (*run.names, "dy", "dstate")]
+    same = {"w", *run.operator.states} | run.operator.shared
+    return [name in same for name in (*run.names, *run.operator.results)]
 
 
 def _local_loss(run: Run, *operands: jax.Array) -> jax.Array:
-    *inputs, dy, dstate = operands
-    y, state = run(*inputs, precision="highest")
-    return jax.lax.psum(jnp.vdot(y, dy) + jnp.vdot(state, dstate), "data")
+    count = len(run.names)
+    results = run(*operands[:count], precision="highest")
+    return jax.lax.psum(sum(map(jnp.vdot, results, operands[count:])), "data")
 
 
 def _shared_operands(run: Run, cpu: Any) -> tuple[tuple, tuple]:
@@ -193,7 +202,7 @@ def _shared_operands(run: Run, cpu: Any) -> tuple[tuple, tuple]:
     for i in (i for i, repeat in enumerate(repeated) if repeat):
         operands[i] = operands[i][:1]
         whole[i] = np.repeat(operands[i], 4, axis=0)
-    _, _, *gradients = _expected(run, tuple(whole), cpu)
+    gradients = _expected(run, tuple(whole), cpu)[len(run.operator.results) :]
     due = tuple(
         g.sum(axis=0, keepdims=True) if repeat else g
         for g, repeat in zip(gradients, repeated, strict=True)
@@ -246,7 +255,7 @@ def test_results_vary_as_the_operands_do(run: Run, cpus: list[Any]) -> None:
     """A result typed as if it were the same on all devices could leave a shard_map as such."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=cpus)
     call = jax.shard_map(
-        lambda *xs: _value_and_gradients(run, *xs)[:2],
+        lambda *xs: run(*xs[: len(run.names)], precision="highest")[:2],
         mesh=mesh,
         in_specs=_specs(run, P("data"), P("data"), P()),
         out_specs=(P("data"), P()),
@@ -260,12 +269,12 @@ def test_results_vary_as_the_operands_do(run: Run, cpus: list[Any]) -> None:
 def test_manual_over_one_axis_of_two(run: Run, axis_type: AxisType, cpus: list[Any]) -> None:
     mesh, operands = _mesh(axis_type, cpus), _operands(run)
     placed = _put(mesh, _placed(run, ("data", "model")), operands)
-    *inputs, y, state = specs = _specs(run, P("data"), P("data"), P())
+    specs = _specs(run, P("data"), P("data"), P())
     call = jax.shard_map(
         lambda *xs: _value_and_gradients(run, *xs),
         mesh=mesh,
         in_specs=specs,
-        out_specs=(y, state, *inputs),
+        out_specs=_of_results(run, specs),
         axis_names={"data"},
     )
     _assert_alike(run, jax.jit(call)(*placed), _expected(run, operands, cpus[0]))
@@ -288,7 +297,7 @@ def test_step_needs_no_collective(
         for name, x in inputs.items()
     }
 
-    def step(inputs: dict) -> tuple[jax.Array, jax.Array]:
+    def step(inputs: dict) -> tuple[jax.Array, ...]:
         function = OPERATORS[op].function
         return function(**inputs, precision="highest", implementation=implementation)
 

@@ -30,7 +30,11 @@ def forward(
     initial_state: State,
 ) -> tuple[Values, State, States]:
     run = functools.partial(_block, options)
-    return _chunked.forward(run, options, initial_state, (r, k, v), (w, u))
+    return _chunked.forward(
+        *(run, initial_state, (r, k, v), (w, u)),
+        save=options.save,
+        save_as=_chunked.states_dtype(options, r.dtype),
+    )
 
 
 def backward(

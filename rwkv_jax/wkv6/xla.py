@@ -55,7 +55,11 @@ def forward(
     initial_state: State,
 ) -> tuple[Values, State, States]:
     run = functools.partial(block, options)
-    return _chunked.forward(run, options, initial_state, (r, w, k, v), (u,))
+    return _chunked.forward(
+        *(run, initial_state, (r, w, k, v), (u,)),
+        save=options.save,
+        save_as=_chunked.states_dtype(options, r.dtype),
+    )
 
 
 def backward(

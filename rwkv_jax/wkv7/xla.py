@@ -75,7 +75,11 @@ def forward(
     initial_state: State,
 ) -> tuple[Values, State, States]:
     block = functools.partial(_block, options)
-    return _chunked.forward(block, options, initial_state, (r, w, k, v, a, b))
+    return _chunked.forward(
+        *(block, initial_state, (r, w, k, v, a, b)),
+        save=options.save,
+        save_as=_chunked.states_dtype(options, r.dtype),
+    )
 
 
 def backward(

@@ -1,0 +1,132 @@
+"""WKV4, the time mixing of RWKV-4 "Dove"."""
+
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from rwkv_jax import _check
+from rwkv_jax._operator import Operator
+from rwkv_jax._typing import Operand
+from rwkv_jax.wkv4 import reference, xla
+
+OPERATOR = Operator(
+    "wkv4",
+    inputs={"w": "C", "u": "C", "k": "BTC", "v": "BTC"},
+    state={"num": "BC", "den": "BC", "log_max": "BC"},
+    decays=("log", "exp"),
+    implementations={"xla": xla, "reference": reference},
+)
+
+NOTHING = -1e38
+"""The `log_max` of a state without tokens."""
+
+
+class Wkv4State(NamedTuple):
+    """The sums over past tokens of weights times values, `num * exp(log_max)`, and of weights,
+    `den * exp(log_max)`; `log_max` is the log of the largest weight. Each is [B, C] in float32."""
+
+    num: Operand
+    den: Operand
+    log_max: Operand
+
+
+def wkv4(
+    w: Operand,
+    u: Operand,
+    k: Operand,
+    v: Operand,
+    initial_state: Wkv4State | None = None,
+    *,
+    decay: Literal["log", "exp"] = "log",
+    precision: jax.lax.PrecisionLike = None,
+    implementation: str | None = None,
+) -> tuple[Array, Wkv4State]:
+    r"""The recurrence of RWKV-4 over whole sequences: a mean of values, with weights that decay.
+
+    For each channel, with the log decay w <= 0::
+
+        y_t = (sum_{i<t} e^{(t-1-i) w + k_i} v_i + e^{u + k_t} v_t)
+              / (sum_{i<t} e^{(t-1-i) w + k_i} + e^{u + k_t})
+
+    and, if there is an initial state, its two sums before the first token. Source: "RWKV:
+    Reinventing RNNs for the Transformer Era" (arXiv:2305.13048), and the official CUDA kernels of
+    RWKV-LM.
+
+    Args:
+      w: decay, the same for all tokens, [C], in the form that `decay` names.
+      u: the bonus of the present token, [C].
+      k: key, [B, T, C]. Any B >= 0, T >= 0 and C >= 0, and any finite value.
+      v: value, [B, T, C].
+      initial_state: as `Wkv4State`; that of no tokens if None.
+      decay: what `w` is. "log": the log decay itself, <= 0. "exp", the parameter of the official
+        models: the log decay is -exp(w).
+      precision: as `jax.lax.Precision`; all computation is in float32.
+      implementation: "xla", or "reference" (one `lax.scan` step, differentiable any number of times
+        and in forward mode). None is xla.
+
+    `w`, `u`, `k`, `v` share one dtype: float32, bfloat16 or float16. The state is always float32.
+
+    Returns:
+      `y` [B, T, C] in the dtype of `v`, and the final state, whose `log_max` is the largest
+      exponent so far. Both are differentiable once in reverse mode, with respect to all arguments.
+      The gradients of `w` and `u` are sums over the batch, in an order that does not change.
+
+    Raises:
+      TypeError: an argument is not an array, or has a dtype that is not accepted or not shared.
+      ValueError: an argument has a wrong rank or size, or an option is unknown.
+      NotImplementedError: the named implementation cannot run this call; the message says why.
+    """
+    given: dict[str, Any] = {"w": w, "u": u, "k": k, "v": v}
+    names = list(OPERATOR.arguments)[len(given) :]
+    if initial_state is not None:
+        given |= zip(names, _parts("wkv4: initial_state", initial_state), strict=True)
+    arrays = _check.arrays("wkv4", OPERATOR.arguments, given, states=names)
+    options = OPERATOR.options(
+        OPERATOR.forward, decay=decay, precision=precision, implementation=implementation
+    )
+    if initial_state is None:
+        nothing = jnp.zeros((arrays["k"].shape[0], arrays["k"].shape[2]))
+        arrays |= zip(names, (nothing, nothing, nothing + NOTHING), strict=True)
+    y, *final_state = OPERATOR.over_sequence(options, arrays)
+    return y, Wkv4State(*final_state)
+
+
+def wkv4_step(
+    w: Operand,
+    u: Operand,
+    k: Operand,
+    v: Operand,
+    state: Wkv4State,
+    *,
+    decay: Literal["log", "exp"] = "log",
+    precision: jax.lax.PrecisionLike = None,
+    implementation: str | None = None,
+) -> tuple[Array, Wkv4State]:
+    """One token of `wkv4`, for decoding.
+
+    The arguments are those of `wkv4` without the time axis: `k` and `v` are [B, C].
+
+    Returns:
+      `y` [B, C] in the dtype of `v`, and the next state. Equal to `wkv4` on one token, derivatives
+      included.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as `wkv4`.
+    """
+    given: dict[str, Any] = {"w": w, "u": u, "k": k, "v": v}
+    given |= zip(OPERATOR.state, _parts("wkv4_step: state", state), strict=True)
+    arrays = _check.arrays("wkv4_step", OPERATOR.step_arguments, given, states=OPERATOR.state)
+    options = OPERATOR.options(
+        OPERATOR.step, decay=decay, precision=precision, implementation=implementation
+    )
+    y, *next_state = OPERATOR.over_token(options, arrays)
+    return y, Wkv4State(*next_state)
+
+
+def _parts(name: str, state: Any) -> tuple[Any, Any, Any]:
+    if not (isinstance(state, tuple) and len(state) == 3):
+        raise TypeError(f"{name} is a {type(state).__name__}; accepted is a Wkv4State")
+    num, den, log_max = state
+    return num, den, log_max

@@ -1,0 +1,83 @@
+"""WKV4 in chunks of plain jnp: for each token of a block the weights of all tokens before it, by
+their exponents less the largest."""
+
+import functools
+from typing import TypeAlias
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float32
+
+from rwkv_jax import _chunked
+from rwkv_jax._decay import unbounded_log_decay
+from rwkv_jax._dispatch import Options
+from rwkv_jax.wkv4 import reference
+from rwkv_jax.wkv4.reference import Part, Token, Tokens
+from rwkv_jax.wkv7 import xla as wkv7
+
+why_not, how = wkv7.why_not, wkv7.how
+step = reference.step
+
+Parts: TypeAlias = Float32[Array, "B N C"]
+State: TypeAlias = tuple[Array, ...]
+
+
+def _block(
+    options: Options, state: State, k: Tokens, v: Tokens, w: Token, u: Token
+) -> tuple[State, Tokens]:
+    num, den, log_max = (x[:, None] for x in state)
+    k32, v32 = k.astype(jnp.float32)[:, None], v.astype(jnp.float32)[:, None]
+    log_decay = unbounded_log_decay(w, options.decay)[:, None]
+    # The state before token i, and after the last: [B, L + 1, C], its weights [B, L + 1, L, C].
+    tokens = k.shape[1]
+    ages = lax.iota(jnp.float32, tokens + 1)[None, :, None]
+    added = ages[:, :, None] - 1 - ages[:, None, :tokens]
+    weights = jnp.where(added >= 0, added * log_decay[:, None] + k32, -jnp.inf)
+    start = ages * log_decay + log_max
+    log_max = jnp.maximum(start, jnp.max(weights, axis=2))
+    weights = jnp.exp(weights - log_max[:, :, None])
+    start = jnp.exp(start - log_max)
+    num = start * num + jnp.sum(weights * v32, axis=2)
+    den = start * den + jnp.sum(weights, axis=2)
+    y = reference.read(u[:, None], k, v, num[:, :-1], den[:, :-1], log_max[:, :-1])
+    return (num[:, -1], den[:, -1], log_max[:, -1]), y
+
+
+def forward(
+    options: Options,
+    platform: str,
+    w: Token,
+    u: Token,
+    k: Tokens,
+    v: Tokens,
+    initial_num: Part,
+    initial_den: Part,
+    initial_log_max: Part,
+) -> tuple[Tokens, Part, Part, Part, Parts, Parts, Parts]:
+    start = initial_num, initial_den, initial_log_max
+    run = functools.partial(_block, options)
+    y, end, states = _chunked.forward(run, start, (k, v), (w, u), save=options.save)
+    return y, *end, *states
+
+
+def backward(
+    options: Options,
+    platform: str,
+    w: Token,
+    u: Token,
+    k: Tokens,
+    v: Tokens,
+    nums: Parts,
+    dens: Parts,
+    log_maxs: Parts,
+    dy: Tokens,
+    dfinal_num: Part,
+    dfinal_den: Part,
+    dfinal_log_max: Part,
+) -> tuple[Token, Token, Tokens, Tokens, Part, Part, Part]:
+    run = functools.partial(_block, options)
+    (dk, dv), (dw, du), dstart = _chunked.backward(
+        *(run, (nums, dens, log_maxs), dy, (dfinal_num, dfinal_den, dfinal_log_max)),
+        *((k, v), (w, u)),
+    )
+    return dw, du, dk, dv, *dstart
