@@ -12,7 +12,6 @@ from rwkv_jax.wkv4 import OPERATOR as WKV4
 from rwkv_jax.wkv5 import OPERATOR as WKV5
 from rwkv_jax.wkv6 import OPERATOR as WKV6
 from rwkv_jax.wkv7 import OPERATOR as WKV7
-from rwkv_jax.wkv7 import ffi
 
 _OPERATORS = (WKV4, WKV5, WKV6, WKV7)
 _CALLS = {x.name: (x, x.arguments, (x.forward, x.backward)) for x in _OPERATORS} | {
@@ -85,4 +84,8 @@ def build_info() -> dict[str, Any]:
 def export_checks() -> Sequence[export.DisabledSafetyCheck]:
     """What `jax.export.export(..., disabled_checks=...)` needs to serialise a program that calls
     the native kernels. The process that loads the program must have imported `rwkv_jax`."""
-    return [export.DisabledSafetyCheck.custom_call(target) for target in ffi.TARGETS]
+    return [
+        export.DisabledSafetyCheck.custom_call(target)
+        for operator in _OPERATORS
+        for target in operator.implementations["ffi"].TARGETS
+    ]

@@ -44,12 +44,13 @@ import rwkv_jax
 BENCH_SHAPES, Case = (
     getattr(importlib.import_module("cases"), n) for n in ("BENCH_SHAPES", "Case")
 )
-OPERATORS, sequential = (
-    getattr(importlib.import_module("operators"), n) for n in ("OPERATORS", "sequential")
+OPERATORS, SEQUENCES, library, sequential = (
+    getattr(importlib.import_module("operators"), n)
+    for n in ("OPERATORS", "SEQUENCES", "library", "sequential")
 )
 tolerance = importlib.import_module("tolerance")
 
-STEPS = {"wkv7": "wkv7_step"}
+STEPS = {op: f"{op}_step" for op in SEQUENCES}
 """The operators, and the one for a single token that belongs to each."""
 
 STEP_SHAPES = {"step 256x64x64": (256, 64, 64)}
@@ -91,6 +92,20 @@ class Program:
     ours: bool = False
 
 
+def library_of(op: str) -> Any:
+    """The package's description of an operator or of its step."""
+    return library(op.removesuffix("_step"))
+
+
+def axes_of(op: str) -> dict[str, str]:
+    """The axes of all operands, results, cotangents and gradients."""
+    described = library_of(op)
+    step = op in STEPS.values()
+    arguments = described.step_arguments if step else described.arguments
+    results = (described.step if step else described.reference).results
+    return {f"{d}{n}": x for d in ("", "d") for n, x in (arguments | dict(results)).items()}
+
+
 @dataclass
 class Row:
     shape: str
@@ -117,29 +132,26 @@ def seconds(loop: Callable[[], Any]) -> float:
 
 def in_jax(name: str, decay: str, op: str, function: Callable[..., Any], **more: Any) -> Program:
     """A contestant from a function of the operator's own operands, in its own layout."""
-    step = op in STEPS.values()
-    state_name = "state" if step else "initial_state"
+    step, operator = op in STEPS.values(), OPERATORS[op]
 
-    def forward(state: Any, inputs: Arrays, _: Arrays) -> dict[str, Any]:
-        results = function(**inputs, **{state_name: state})
-        return dict(zip(OPERATORS[op].results, results, strict=True))
+    def forward(states: Arrays, inputs: Arrays, _: Arrays) -> dict[str, Any]:
+        return dict(zip(operator.results, function(**inputs, **states), strict=True))
 
-    def backward(state: Any, inputs: Arrays, cotangents: Arrays) -> dict[str, Any]:
-        results, vjp = jax.vjp(lambda s, x: forward(s, x, {}), state, inputs)
-        dstate, gradients = vjp({result: cotangents[f"d{result}"] for result in results})
-        gradients = {f"d{name}": x for name, x in gradients.items()}
-        return results | gradients | {f"d{state_name}": dstate}
+    def backward(states: Arrays, inputs: Arrays, cotangents: Arrays) -> dict[str, Any]:
+        results, vjp = jax.vjp(lambda s, x: forward(s, x, {}), states, inputs)
+        dstates, gradients = vjp({result: cotangents[f"d{result}"] for result in results})
+        return results | {f"d{name}": x for name, x in (gradients | dstates).items()}
 
     def prepare(inputs: Arrays, cotangents: Arrays) -> list[Any]:
-        rest = {name: x for name, x in inputs.items() if name != state_name}
-        # Donation takes the array away, and other contestants share it.
-        state = jnp.copy(inputs[state_name]) if step else inputs[state_name]
-        return [state, rest, cotangents]
+        # Donation takes an array away, and other contestants share it.
+        states = {n: jnp.copy(inputs[n]) if step else inputs[n] for n in operator.states}
+        rest = {name: x for name, x in inputs.items() if name not in states}
+        return [states, rest, cotangents]
 
     def call(program: Callable[..., Any], operands: list[Any]) -> dict[str, Any]:
         results = program(*operands)
         if step:
-            operands[0] = results["state"]
+            operands[0] = {name: results[name] for name in operator.states}
         # Calls that a CPU has been handed may run side by side.
         return jax.block_until_ready(results) if jax.default_backend() == "cpu" else results
 
@@ -152,7 +164,9 @@ def in_jax(name: str, decay: str, op: str, function: Callable[..., Any], **more:
     return Program(name, decay, prepare, calls, results, seconds, **more)
 
 
-def rwkv_ops(kernel: str, op: str, keys: int) -> Program:
+def rwkv_ops(kernel: str, op: str, keys: int) -> Program | None:
+    if library_of(op).name != "wkv7":
+        return None
     os.environ |= {"KERAS_BACKEND": "jax", "KERNEL_TYPE": "native"}  # import compiles nothing then
     package = importlib.import_module("rwkv_ops")
     if op == "wkv7":
@@ -167,18 +181,24 @@ def rwkv_ops(kernel: str, op: str, keys: int) -> Program:
     return in_jax(f"rwkv-ops {kernel}", "exp", op, function)
 
 
-def fla(op: str, keys: int) -> Program:
+def fla(op: str, keys: int) -> Program | None:
     """flash-linear-attention, which keeps the transpose of the state."""
-    torch, rwkv7 = importlib.import_module("torch"), importlib.import_module("fla.ops.rwkv7")
+    generation = {"wkv7": "rwkv7", "wkv6": "rwkv6"}.get(library_of(op).name)
+    if generation is None:
+        return None
+    torch, module = (
+        importlib.import_module("torch"),
+        importlib.import_module(f"fla.ops.{generation}"),
+    )
     if not torch.cuda.is_available():
         raise RuntimeError("PyTorch finds no GPU")
     step = op in STEPS.values()
-    operator = rwkv7.fused_recurrent_rwkv7 if step else rwkv7.chunk_rwkv7
+    operator = getattr(module, f"{'fused_recurrent' if step else 'chunk'}_{generation}")
 
     def convert(name: str, x: jax.Array) -> Any:
         if "state" in name:
             return torch.from_dlpack(jnp.swapaxes(x, -1, -2))
-        return torch.from_dlpack(x[:, None] if step else x)
+        return torch.from_dlpack(x[:, None] if step and name not in OPERATORS[op].shared else x)
 
     def prepare(inputs: Arrays, cotangents: Arrays) -> Any:
         converted = {name: convert(name, x) for name, x in inputs.items()}
@@ -219,7 +239,7 @@ def fla(op: str, keys: int) -> Program:
     return Program("fla", "log", prepare, calls, results, clock)
 
 
-PEERS: dict[str, dict[str, tuple[str, Callable[[str, int], Program]]]] = {
+PEERS: dict[str, dict[str, tuple[str, Callable[[str, int], Program | None]]]] = {
     "cpu": {"rwkv-ops native": ("rwkv_ops", functools.partial(rwkv_ops, "native"))},
     "gpu": {
         "rwkv-ops cuda": ("rwkv_ops", functools.partial(rwkv_ops, "cuda")),
@@ -227,14 +247,15 @@ PEERS: dict[str, dict[str, tuple[str, Callable[[str, int], Program]]]] = {
         "fla": ("fla", fla),
     },
 }
-"""For each device, the peers: the module that has to be there, and what makes a program of it."""
+"""For each device, the peers: the module that has to be there, and what makes a program of it, or
+None of an operator that it lacks."""
 
 
 class Operands:
     """The operands of one shape, in any form of decay, and what the oracle says of a small case."""
 
     def __init__(self, op: str, sizes: Sequence[int], dtype: str, device: str):
-        self.op, self.step = op, op in STEPS.values()
+        self.op, self.step, self.axes = op, op in STEPS.values(), axes_of(op)
         batch, tokens, heads, keys = (sizes[0], 1, *sizes[1:]) if self.step else sizes
         self.full = Case(batch, tokens, heads, keys, dtype=dtype)
         self.tokens, self.heads = min(tokens, TOKENS), math.gcd(heads, HEADS)
@@ -243,7 +264,7 @@ class Operands:
         inputs, cotangents = jax.eval_shape(lambda: self.repeated("log"))
         size = {name: x.size * x.dtype.itemsize for name, x in (inputs | cotangents).items()}
         operands, results = (sum(size[n] for n in names) for names in (inputs, cotangents))
-        self.shapes = [inputs[name] for name in self.small("log")[0]]  # JAX sorts the names
+        self.inputs = {name: inputs[name] for name in self.small("log")[0]}  # JAX sorts the names
         self.bytes = {
             "forward": operands + results,
             "forward+backward": 3 * operands + 2 * results,
@@ -259,19 +280,17 @@ class Operands:
 
     def repeated(self, decay: str, seed: int = 0) -> tuple[Arrays, Arrays]:
         full, copies = self.full, self.full.H // self.heads
+        times = {"B": full.B, "T": math.ceil(full.T / self.tokens), "H": copies, "C": copies}
 
         @jax.jit
         def repeat(named: Arrays) -> Arrays:
-            times = {
-                3: (full.B, copies, 1),
-                4: (full.B, math.ceil(full.T / self.tokens), copies, 1),
-            }
-            state = (full.B, copies, 1, 1)
-            return {
-                name: jnp.tile(x, state)
-                if "state" in name
-                else jnp.tile(x, times[x.ndim])[:, : full.T if x.ndim == 4 else None]
+            repeated = {
+                name: jnp.tile(x, [times.get(letter, 1) for letter in self.axes[name]])
                 for name, x in named.items()
+            }
+            return {
+                name: x[:, : full.T] if "T" in self.axes[name] else x
+                for name, x in repeated.items()
             }
 
         inputs, cotangents, _ = self.small(decay, seed)
@@ -308,12 +327,14 @@ class Operands:
         except AssertionError as wrong:
             return error, str(wrong)
         for name, x in program.results(program.call[direction](operands)).items():
-            axis = 1 if "state" in name or self.step else 2
+            axes = self.axes[name]
+            axis = next(axes.index(letter) for letter in "HC" if letter in axes)
             if name == "y" and not self.step:
                 x = x[:, : self.tokens]
             small = results[name]
-            if name != "y" and self.tokens < self.full.T:
-                small = jax.lax.slice_in_dim(x[:1], 0, self.heads, axis=axis)
+            if "B" not in axes or (name != "y" and self.tokens < self.full.T):
+                first = x[:1] if "B" in axes else x
+                small = jax.lax.slice_in_dim(first, 0, small.shape[axis], axis=axis)
             distance = float(copies_differ(x, small, axis))
             if not distance <= 2 * ceilings[name]:
                 return (
@@ -339,7 +360,9 @@ def contestants(
     """Programs with the reason why a gradient is left out, or a row that says why there is none."""
     op, full = operands.op, operands.full
     platform = {"gpu": "cuda"}.get(args.device, args.device)
-    reasons = rwkv_jax.implementations(op, *operands.shapes, decay=args.decay, platform=platform)
+    reasons = rwkv_jax.implementations(
+        op, *operands.inputs.values(), decay=args.decay, platform=platform
+    )
     for name in args.implementations or reasons:
         reason = reasons.get(name, "there is no such implementation")
         if reason:
@@ -348,7 +371,8 @@ def contestants(
             continue
         options = {"decay": args.decay, "implementation": name}
         function = functools.partial(OPERATORS[op].function, **options)
-        states = 4 * full.B * full.T * full.H * full.K**2
+        state = sum(operands.inputs[name].size for name in OPERATORS[op].states)
+        states = 4 * full.T * state
         large = name == "reference" and states > SCAN_LIMIT and not args.implementations
         left_out = f"left out: it would keep {states / 1e9:.0f} GB of states" if large else ""
         yield in_jax(name, args.decay, op, function, ours=True), left_out
@@ -357,7 +381,9 @@ def contestants(
             yield Row(shape, DIRECTIONS[0], name, False, note="not installed")
             continue
         try:
-            yield load(op, full.K), ""
+            program = load(op, full.K)
+            if program is not None:
+                yield program, ""
         except Exception as failure:
             yield Row(shape, DIRECTIONS[0], name, False, note=reason_of(failure), failed=True)
 
@@ -535,8 +561,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--decay",
         choices=("log", "exp", "sigmoid"),
-        default="sigmoid",
-        help="form of w (not peers')",
+        help="form of w (not peers'); that of the official models, if not given",
     )
     add("--implementations", nargs="+", metavar="NAME", help="every one that can run, if not given")
     add("--repeats", type=int, default=9, help="batches for each median")
@@ -554,6 +579,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.device not in DEFAULTS:
         parser.error(f"no benchmark for {args.device}; --device cpu works everywhere")
     args.dtype = args.dtype or DEFAULTS[args.device]["dtype"]
+    args.decay = args.decay or SEQUENCES[args.op].decays[-1]
+    if args.decay not in SEQUENCES[args.op].decays:
+        parser.error(f"{args.op} has no decay {args.decay!r}")
     args.shapes = args.shapes or DEFAULTS[args.device]["shapes"]
     return args
 

@@ -112,7 +112,12 @@ WKV6 = tuple(dict.fromkeys(map(for_wkv6, WKV7)))
 WKV5 = tuple(case for case in WKV6 if case.regime == "model" or case.dtype == "float32")
 """Fewer, since its arithmetic is that of WKV6."""
 
-WKV4 = tuple(case for case in WKV6 if case.V is None)
+WKV4 = (
+    *(case for case in WKV6 if case.V is None),
+    Case(2, 17, 3, 7, decay="log"),
+    Case(2, 17, 3, 7, dtype="bfloat16", decay="exp"),
+)
+"""With numbers of channels that no vector and no warp divides."""
 
 WKV7_STEP = (
     Case(3, 1, 2, 64),

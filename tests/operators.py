@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -104,6 +105,11 @@ STEPS = {
 """The same on one token."""
 
 OPERATORS = SEQUENCES | STEPS
+
+
+def library(op: str) -> Any:
+    """The package's own account of an operator on whole sequences: the axes of all its arrays."""
+    return importlib.import_module(f"rwkv_jax.{op}").OPERATOR
 
 
 def available(name: str, case: Case, platform: str | None = None) -> list[str]:

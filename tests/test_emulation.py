@@ -1,4 +1,5 @@
-"""The CUDA kernels on matrix units, run by a CPU: the code for sm_80, without warpgroup products.
+"""CUDA kernels run by a CPU: those on matrix units, as the code for sm_80, without warpgroup
+products, and the float kernels of WKV6, WKV5 and WKV4.
 
 Every block is run warp by warp in an order drawn from a seed. Results that depend on the seed show
 a barrier that is missing.
@@ -23,6 +24,7 @@ TESTS = Path(__file__).parent
 FFI = TESTS.parent / "ffi"
 CUDA_HEADERS = ("cuda_bf16.h", "cuda_fp16.h", "cuda_runtime.h", "cuda_runtime_api.h")
 DECAYS = ("log", "exp", "sigmoid")
+SOURCES = ("kernels.cc", "wkv6_recurrent.cc", "wkv4.cc")
 
 pytestmark = [
     pytest.mark.skipif(
@@ -43,44 +45,61 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         [
             *("g++", "-std=c++20", "-O2", "-mf16c", "-w", "-fPIC", "-shared"),
             *("-DRWKV_JAX_EMULATION", *(f"-I{path}" for path in includes), "-x", "c++"),
-            *(TESTS / "emulation" / "kernels.cc", "-o", folder / "kernels.so"),
+            *(TESTS / "emulation" / source for source in SOURCES),
+            *("-o", folder / "kernels.so"),
         ],
         check=True,
     )
     library = ctypes.CDLL(str(folder / "kernels.so"))
     library.ScratchFloats.restype = ctypes.c_int64
     library.ScratchFloats.argtypes = [ctypes.c_int64] * 3
+    library.Wkv6ScratchFloats.restype = ctypes.c_int64
+    library.Wkv6ScratchFloats.argtypes = [ctypes.c_int64]
     return library
+
+
+def _poisoned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """An array of NaN, aligned as those of a device are."""
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    memory = np.empty(size + 16, np.uint8)
+    start = -memory.ctypes.data % 16
+    array = memory[start : start + size].view(dtype).reshape(shape)
+    array[...] = np.nan
+    return array
+
+
+def _aligned(x: np.ndarray) -> np.ndarray:
+    array = _poisoned(x.shape, x.dtype)
+    array[...] = x
+    return array
+
+
+def _pointers(arrays: list[np.ndarray]) -> Any:
+    return (ctypes.c_void_p * len(arrays))(*(x.ctypes.data for x in arrays))
 
 
 def _run(
     kernels: Any, seed: int, case: Case, segments: int, inputs: Arrays, cotangents: Arrays
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """Results and gradients, and the heads that are left to the other kernels."""
-
-    def poisoned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-        return np.full(shape, np.nan).astype(dtype)
-
     heads = (case.B, case.H)
     state = (*heads, case.K, case.K)
     frames = -(-case.T // 64)
-    operands = [inputs[name] for name in (*"rwkvab", "initial_state")]
+    operands = [_aligned(inputs[name]) for name in (*"rwkvab", "initial_state")]
     results = {
-        "y": poisoned(inputs["v"].shape, inputs["v"].dtype),
-        "final_state": poisoned(state, np.float32),
+        "y": _poisoned(inputs["v"].shape, inputs["v"].dtype),
+        "final_state": _poisoned(state, np.float32),
     }
-    states = poisoned((case.B, frames, case.H, case.K, case.K), cases.DTYPES["bfloat16"])
+    states = _poisoned((case.B, frames, case.H, case.K, case.K), cases.DTYPES["bfloat16"])
     floats = case.B * case.H * kernels.ScratchFloats(case.T, case.K, segments)
-    memory = poisoned((floats + 4,), np.float32)
-    scratch = memory[-memory.ctypes.data % 16 // 4 :]
+    scratch = _poisoned((floats,), np.float32)
     left = np.zeros(heads, np.float32)
-    given = [cotangents["dy"], cotangents["dfinal_state"]]
-    gradients = {f"d{n}": poisoned(inputs[n].shape, inputs[n].dtype) for n in inputs}
+    given = [_aligned(cotangents[name]) for name in ("dy", "dfinal_state")]
+    gradients = {f"d{n}": _poisoned(inputs[n].shape, inputs[n].dtype) for n in inputs}
     arrays = [*operands, *results.values(), states, scratch, left, *given, *gradients.values()]
-    pointers = (ctypes.c_void_p * len(arrays))(*(x.ctypes.data for x in arrays))
     sizes = (ctypes.c_int64 * 4)(case.B, case.T, case.H, case.K)
     decay, half = DECAYS.index(case.decay), case.dtype == "float16"
-    error = kernels.Wkv7(seed, sizes, half, decay, ctypes.c_int64(segments), pointers)
+    error = kernels.Wkv7(seed, sizes, half, decay, ctypes.c_int64(segments), _pointers(arrays))
     assert error == 0
     return results | gradients, left
 
@@ -114,3 +133,157 @@ def test_emulated_kernels(kernels: Any, case: Case, segments: int) -> None:
             others, _ = _run(kernels, seed, case, segments, inputs, cotangents)
             for name, x in results.items():
                 assert x.tobytes() == others[name].tobytes(), name
+
+
+def _run_wkv6(
+    kernels: Any, seed: int, case: Case, segments: int, inputs: Arrays, cotangents: Arrays
+) -> dict[str, np.ndarray]:
+    constant = inputs["w"].ndim == 2
+    state = (case.B, case.H, case.K, case.K)
+    floats = case.dtype == "float32"
+    saved = (case.B, -(-case.T // 64), case.H, case.K, case.K)
+    summed = (case.B, segments, case.H, case.K)
+    results = {
+        "y": _poisoned(inputs["v"].shape, inputs["v"].dtype),
+        "final_state": _poisoned(state, np.float32),
+    }
+    gradients = {f"d{n}": _poisoned(inputs[n].shape, inputs[n].dtype) for n in "rwkv"}
+    gradients["du"] = _poisoned(summed, np.float32)
+    if constant:
+        gradients["dw"] = _poisoned(summed, np.float32)
+    gradients["dinitial_state"] = _poisoned(state, np.float32)
+
+    parameter = np.zeros((case.B, case.H, case.K), np.float32)
+    w = inputs["w"] + parameter if constant else inputs["w"]
+    arrays = [
+        *map(_aligned, (inputs["r"], w, inputs["k"], inputs["v"], inputs["u"] + parameter)),
+        _aligned(inputs["initial_state"]),
+        *results.values(),
+        _poisoned(saved, np.float32 if floats else cases.DTYPES["bfloat16"]),
+        *map(_aligned, (cotangents["dy"], cotangents["dfinal_state"])),
+        *gradients.values(),
+        _poisoned((segments, *state[:2], kernels.Wkv6ScratchFloats(case.K)), np.float32),
+    ]
+    sizes = (ctypes.c_int64 * 4)(case.B, case.T, case.H, case.K)
+    dtype, decay = list(cases.DTYPES).index(case.dtype), DECAYS.index(case.decay)
+    error = kernels.Wkv6(
+        *(seed, sizes, dtype, decay, constant), ctypes.c_int64(segments), _pointers(arrays)
+    )
+    assert error == 0
+    for name in ("du", "dw") if constant else ("du",):
+        gradients[name] = gradients[name].sum((0, 1))
+    return results | gradients
+
+
+@pytest.mark.parametrize(
+    ("case", "constant", "segments"),
+    [
+        (Case(1, 0, 2, 16, decay="log"), True, 3),
+        (Case(2, 1, 1, 32, decay="log"), False, 1),
+        (Case(2, 70, 2, 16, decay="exp", regime="mixed"), False, 1),
+        (Case(1, 133, 1, 32, dtype="float16", decay="log"), True, 4),
+        (Case(1, 70, 2, 64, decay="exp"), False, 1),
+        (Case(1, 130, 1, 64, decay="log", regime="mixed"), False, 3),
+        (Case(2, 130, 1, 64, dtype="bfloat16", decay="exp"), True, 3),
+        (Case(1, 69, 1, 64, dtype="bfloat16", decay="log", regime="mixed"), True, 1),
+        (Case(1, 130, 1, 128, decay="log"), False, 2),
+    ],
+    ids=str,
+)
+def test_emulated_recurrence(kernels: Any, case: Case, constant: bool, segments: int) -> None:
+    inputs, cotangents = cases.wkv6(case, constant=constant)
+    results = _run_wkv6(kernels, 1, case, segments, inputs, cotangents)
+    expected = (oracle.wkv5 if constant else oracle.wkv6)(inputs, case.decay, cotangents)
+    limits = {n: tolerance.ceiling(n, case.dtype, sequential=True, highest=True) for n in results}
+    tolerance.assert_close(results, expected, limits)
+    others = _run_wkv6(kernels, 2, case, segments, inputs, cotangents)
+    for name, x in results.items():
+        assert x.tobytes() == others[name].tobytes(), name
+
+
+def _run_wkv4(
+    kernels: Any, seed: int, case: Case, segments: int, inputs: Arrays, cotangents: Arrays
+) -> dict[str, np.ndarray]:
+    tokens, part = inputs["k"].shape, (case.B, case.H * case.K)
+    parts = ("num", "den", "log_max")
+    saved = (case.B, -(-case.T // 64), part[1])
+    summed = (case.B, segments, part[1])
+    results = {"y": _poisoned(tokens, inputs["v"].dtype)}
+    results |= {f"final_{name}": _poisoned(part, np.float32) for name in parts}
+    gradients = {f"d{name}": _poisoned(summed, np.float32) for name in "wu"}
+    gradients |= {f"d{name}": _poisoned(tokens, inputs[name].dtype) for name in "kv"}
+    gradients |= {f"dinitial_{name}": _poisoned(part, np.float32) for name in parts}
+    parameter = np.zeros(part, np.float32)
+    arrays = [
+        *(_aligned(inputs[name] + parameter) for name in "wu"),
+        *(_aligned(inputs[name]) for name in ("k", "v", *(f"initial_{name}" for name in parts))),
+        *results.values(),
+        *(_poisoned(saved, np.float32) for _ in parts),
+        *(_aligned(x) for x in cotangents.values()),
+        *gradients.values(),
+        *(_poisoned((case.B, segments - 1, x, part[1]), np.float32) for x in (3, 4)),
+    ]
+    sizes = (ctypes.c_int64 * 3)(case.B, case.T, part[1])
+    dtype, decay = list(cases.DTYPES).index(case.dtype), DECAYS.index(case.decay)
+    error = kernels.Wkv4(seed, sizes, dtype, decay, ctypes.c_int64(segments), _pointers(arrays))
+    assert error == 0
+    for name in ("dw", "du"):
+        gradients[name] = gradients[name].sum((0, 1))
+    return results | gradients
+
+
+@pytest.mark.parametrize(
+    ("case", "segments"),
+    [
+        (Case(1, 0, 1, 32, decay="log"), 1),
+        (Case(2, 1, 1, 16, decay="log"), 3),
+        (Case(2, 69, 1, 64, decay="exp"), 1),
+        (Case(1, 300, 1, 33, decay="log"), 3),
+        (Case(2, 130, 1, 35, dtype="bfloat16", decay="exp"), 3),
+        (Case(1, 200, 1, 66, dtype="float16", decay="log"), 2),
+        (Case(1, 128, 1, 64, dtype="bfloat16", decay="log", regime="near 1"), 1),
+        (Case(1, 133, 1, 40, decay="log", regime="near 0"), 1),
+        (Case(1, 133, 1, 40, decay="log", regime="near 1"), 3),
+        (Case(2, 133, 1, 40, decay="log", regime="extreme"), 3),
+        (Case(2, 133, 1, 40, decay="exp", regime="mixed"), 2),
+        (Case(1, 133, 1, 64, dtype="bfloat16", decay="exp", regime="extreme"), 1),
+        (Case(1, 133, 1, 64, dtype="float16", decay="log", regime="mixed"), 3),
+    ],
+    ids=str,
+)
+def test_emulated_wkv4(kernels: Any, case: Case, segments: int) -> None:
+    inputs, cotangents = cases.wkv4(case)
+    results = _run_wkv4(kernels, 1, case, segments, inputs, cotangents)
+    expected = oracle.wkv4(inputs, case.decay, cotangents)
+    limits = {n: tolerance.ceiling(n, case.dtype, sequential=True, highest=True) for n in results}
+    tolerance.assert_close(results, expected, limits)
+    others = _run_wkv4(kernels, 2, case, segments, inputs, cotangents)
+    for name, x in results.items():
+        assert x.tobytes() == others[name].tobytes(), name
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(3, 1, 1, 100, dtype="bfloat16", decay="exp"),
+        Case(2, 1, 1, 33, decay="log", regime="mixed"),
+    ],
+    ids=str,
+)
+def test_emulated_wkv4_step(kernels: Any, case: Case) -> None:
+    """The state is updated in place."""
+    inputs, _ = cases.step(cases.wkv4, "kv", case)
+    y = _poisoned(inputs["v"].shape, inputs["v"].dtype)
+    state = {name: _aligned(inputs[name]) for name in ("num", "den", "log_max")}
+    parameter = np.zeros(y.shape, np.float32)
+    arrays = [
+        *(_aligned(inputs[name] + parameter) for name in "wu"),
+        *(_aligned(inputs[name]) for name in "kv"),
+        *(y, *state.values()),
+    ]
+    sizes = (ctypes.c_int64 * 3)(case.B, 1, y.shape[1])
+    dtype, decay = list(cases.DTYPES).index(case.dtype), DECAYS.index(case.decay)
+    assert kernels.Wkv4InPlace(sizes, dtype, decay, _pointers(arrays)) == 0
+    expected = oracle.step(oracle.wkv4, "kv", inputs, case.decay)
+    limit = tolerance.ceiling("y", case.dtype, sequential=True, highest=True)
+    tolerance.assert_close({"y": y, **state}, expected, limit)

@@ -13,38 +13,48 @@ from jax import lax
 import cases
 import rwkv_jax
 from cases import Case
+from operators import OPERATORS, library
 from rwkv_jax import _ffi
 from rwkv_jax._chunked import states_dtype
 from rwkv_jax._dispatch import Options
-from rwkv_jax.wkv7 import ffi
 
 PLATFORM = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
 CASE = Case(2, 65, 2, 32)
 
 
-OPTIONS = Options("sigmoid", lax.Precision.DEFAULT, "ffi", save=True)
+OPS = ("wkv7", "wkv6", "wkv4")
+"""Those of WKV5 are the kernels of WKV6."""
+
+STAGES = {"forward": "{}", "backward": "{} backward", "step": "{}_step"}
+"""And the name by which an error calls each."""
 
 
-def _call(stage: str, case: Case) -> tuple[Callable[..., tuple[jax.Array, ...]], dict]:
+def _call(
+    op: str, stage: str, case: Case
+) -> tuple[Callable[..., tuple[jax.Array, ...]], dict[str, jax.Array]]:
     """A stage of the native implementation, and operands for it by name."""
     rng = np.random.default_rng(0)
-    inputs, cotangents = cases.wkv7(case)
-    if stage == "step":
-        operands, _ = cases.wkv7_step(case)
-    elif stage == "forward":
-        operands = inputs
-    else:
-        states = rng.standard_normal(
-            (case.B, -(-case.T // 64), case.H, case.values, case.K), np.float32
-        )
-        operands = {n: x for n, x in inputs.items() if n != "initial_state"}
-        dtype = states_dtype(OPTIONS, operands["r"].dtype)
-        operands |= {"states": states.astype(dtype)} | cotangents
+    operator = OPERATORS[f"{op}_step" if stage == "step" else op]
+    described, implementation = getattr(library(op), stage), library(op).implementations["ffi"]
+    case = operator.suited(case)
+    options = Options(operator.decays[-1], lax.Precision.DEFAULT, "ffi", save=True)
+    inputs, cotangents = operator.make(case)
+    operands: dict[str, Any] = inputs | cotangents
+    for name in operator.shared:
+        shape = (case.B, *operands[name].shape)
+        operands[name] = np.broadcast_to(operands[name], shape).astype(np.float32)
+    for name, axes in described.operands.items():
+        if "N" in axes:
+            batch, *rest = operands[f"dfinal_{name[:-1]}"].shape
+            # Positive, since the states of WKV4 are divided by.
+            saved = rng.uniform(0.5, 2, (batch, -(-case.T // 64), *rest))
+            dtype = states_dtype(options, operands["k"].dtype) if "K" in axes else np.float32
+            operands[name] = saved.astype(dtype)
 
     def call(*operands: jax.Array) -> tuple[jax.Array, ...]:
-        return getattr(ffi, stage)(OPTIONS, PLATFORM, *operands)
+        return getattr(implementation, stage)(options, PLATFORM, *operands)
 
-    return call, {name: jnp.asarray(x) for name, x in operands.items()}
+    return call, {name: jnp.asarray(operands[name]) for name in described.operands}
 
 
 SPOILED = {
@@ -54,22 +64,26 @@ SPOILED = {
     "dtype": lambda x: x.astype(jnp.int32),
     "float": lambda x: x.astype(jnp.float16),
 }
-OPERANDS = {
-    "forward": ("r", "w", "k", "v", "a", "b", "initial_state"),
-    "backward": ("r", "w", "k", "v", "a", "b", "states", "dy", "dfinal_state"),
-    "step": ("r", "w", "k", "v", "a", "b", "state"),
-}
-OPS = {"forward": "wkv7", "backward": "wkv7 backward", "step": "wkv7_step"}
+
+
+def _spoilings() -> list[tuple[str, str, str, str]]:
+    """Everything for WKV7; for the others what tells whether the axes and the type are right."""
+    return [
+        (op, stage, name, wrong)
+        for op in OPS
+        for stage in STAGES
+        for name in getattr(library(op), stage).operands
+        for wrong in (SPOILED if op == "wkv7" else ("shape", "float"))
+    ]
 
 
 @pytest.mark.usefixtures("unchecked_types")
-@pytest.mark.parametrize("wrong", SPOILED)
-@pytest.mark.parametrize(
-    ("stage", "name"), [(s, n) for s, names in OPERANDS.items() for n in names]
-)
-def test_wrong_operands(stage: str, name: str, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("op", "stage", "name", "wrong"), _spoilings())
+def test_wrong_operands(
+    op: str, stage: str, name: str, wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The call itself is spoiled, behind all checks of the package."""
-    call, operands = _call(stage, CASE)
+    call, operands = _call(op, stage, CASE)
     position, through = list(operands).index(name), _ffi.call
 
     def spoil(target: str, results: Any, *operands: jax.Array, **rest: Any) -> Any:
@@ -81,16 +95,19 @@ def test_wrong_operands(stage: str, name: str, wrong: str, monkeypatch: pytest.M
         )
 
     monkeypatch.setattr(_ffi, "call", spoil)
-    # The first operand that has an axis sets its size, and r the dtype: a later one is then odd.
-    expected = rf"INVALID_ARGUMENT: {OPS[stage]}: .*\b{name}\b (has|is)\b"
+    # The first operand that has an axis sets its size, or its dtype: a later one is then odd.
+    expected = rf"INVALID_ARGUMENT: {STAGES[stage].format(op)}: .*\b{name}\b (has|is)\b"
     with pytest.raises(jax.errors.JaxRuntimeError, match=expected):
         jax.block_until_ready(call(*operands.values()))
 
 
 @pytest.mark.usefixtures("unchecked_types")
-@pytest.mark.parametrize("stage", OPERANDS)
-def test_wrong_results_attributes_and_numbers(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    call, operands = _call(stage, CASE)
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("op", OPS)
+def test_wrong_results_attributes_and_numbers(
+    op: str, stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call, operands = _call(op, stage, CASE)
     through = _ffi.call
 
     def error(change: Callable[[list, list, dict], None]) -> str:
@@ -106,12 +123,13 @@ def test_wrong_results_attributes_and_numbers(stage: str, monkeypatch: pytest.Mo
             call(*operands.values())
         return str(raised.value)
 
-    assert "decay is 7" in error(lambda results, given, rest: rest.update(decay=7))
+    forms = len(OPERATORS[op].decays)
+    assert f"decay is {forms}" in error(lambda results, given, rest: rest.update(decay=forms))
     assert "decay is -1" in error(lambda results, given, rest: rest.update(decay=-1))
     assert "attributes" in error(lambda results, given, rest: rest.pop("decay"))
     assert "attributes" in error(lambda results, given, rest: rest.update(unknown=1))
     missing = error(lambda results, given, rest: given.pop())
-    assert OPERANDS[stage][-1] in missing or "operands given" in missing
+    assert list(operands)[-1] in missing or "operands given" in missing
     assert "operands given" in error(lambda results, given, rest: given.append(given[0]))
     error(lambda results, given, rest: results.pop())
     error(lambda results, given, rest: results.append(results[0]))
@@ -125,30 +143,56 @@ def test_wrong_results_attributes_and_numbers(stage: str, monkeypatch: pytest.Mo
 
 @pytest.mark.usefixtures("unchecked_types")
 @pytest.mark.parametrize("saved", [1, 3])
-def test_wrong_number_of_states(saved: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("op", OPS)
+def test_wrong_number_of_states(op: str, saved: int, monkeypatch: pytest.MonkeyPatch) -> None:
     through = _ffi.call
+    forward, backward = (
+        [place for place, axes in enumerate(several.values()) if "N" in axes]
+        for several in (library(op).forward.results, library(op).backward.operands)
+    )
 
     def spoil(target: str, results: Any, *operands: jax.Array, **rest: Any) -> Any:
-        if target == ffi.FORWARD:
-            shape, dtype = results[2]
-            results = [*results[:2], ((shape[0], saved, *shape[2:]), dtype)]
+        results, given = list(results), list(operands)
+        if target.endswith("_bwd_v1"):
+            for place in backward:
+                given[place] = jnp.zeros((given[place].shape[0], saved, *given[place].shape[2:]))
         else:
-            given = list(operands)
-            given[6] = jnp.zeros((given[6].shape[0], saved, *given[6].shape[2:]))
-            operands = tuple(given)
-        return jax.block_until_ready(through(target, results, *operands, **rest))
+            for place in forward:
+                shape, dtype = results[place]
+                results[place] = ((shape[0], saved, *shape[2:]), dtype)
+        return jax.block_until_ready(through(target, results, *given, **rest))
 
     for stage in ("forward", "backward"):
-        call, operands = _call(stage, CASE)
+        call, operands = _call(op, stage, CASE)
         monkeypatch.setattr(_ffi, "call", spoil)
         with pytest.raises(jax.errors.JaxRuntimeError, match=f"states has N = {saved}; expected"):
             call(*operands.values())
         monkeypatch.undo()
 
 
+@pytest.mark.usefixtures("unchecked_types")
+@pytest.mark.parametrize("op", ["wkv6", "wkv4"])
+def test_wrong_number_of_partial_sums(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    through, results = _ffi.call, list(library(op).backward.results)
+    places = [results.index(f"d{name}") for name in OPERATORS[op].shared]
+
+    def spoil(target: str, results: Any, *operands: jax.Array, **rest: Any) -> Any:
+        results = list(results)
+        for place in places:
+            shape, dtype = results[place]
+            results[place] = ((shape[0], 99, *shape[2:]), dtype)
+        return jax.block_until_ready(through(target, results, *operands, **rest))
+
+    call, operands = _call(op, "backward", CASE)
+    monkeypatch.setattr(_ffi, "call", spoil)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"INVALID_ARGUMENT.* 99\b"):
+        call(*operands.values())
+
+
 @pytest.mark.parametrize("size", [8, 24, 48, 512])
-def test_a_head_size_that_it_lacks(size: int) -> None:
-    call, operands = _call("forward", Case(1, 2, 1, size))
+@pytest.mark.parametrize("op", ["wkv7", "wkv6"])
+def test_a_head_size_that_it_lacks(op: str, size: int) -> None:
+    call, operands = _call(op, "forward", Case(1, 2, 1, size))
     with pytest.raises(jax.errors.JaxRuntimeError, match=f"INVALID_ARGUMENT.*K = {size}"):
         jax.block_until_ready(call(*operands.values()))
 
@@ -162,11 +206,15 @@ POISONED = (
 )
 
 
-@pytest.mark.parametrize("case", POISONED, ids=str)
+@pytest.mark.parametrize(
+    ("op", "case"),
+    [(op, case) for op in OPS for case in POISONED] + [("wkv4", Case(1, 65, 3, 7))],
+    ids=str,
+)
 @pytest.mark.parametrize("stage", ["forward", "backward"])
-def test_outputs_are_written_whole(stage: str, case: Case) -> None:
+def test_outputs_are_written_whole(op: str, stage: str, case: Case) -> None:
     """Every output goes to a donated buffer full of NaN: what is not written stays NaN."""
-    call, operands = _call(stage, case)
+    call, operands = _call(op, stage, case)
     given = tuple(operands.values())
     types = jax.eval_shape(call, *given)
     poison = tuple(jnp.full(x.shape, jnp.nan, x.dtype) for x in types)
@@ -184,9 +232,10 @@ def test_outputs_are_written_whole(stage: str, case: Case) -> None:
 @pytest.mark.parametrize(
     "case", [Case(2, 65, 4, 64), Case(1, 1000, 2, 64, dtype="bfloat16")], ids=str
 )
-def test_three_runs_are_bitwise_equal(case: Case) -> None:
-    for stage in ("forward", "backward", "step"):
-        call, operands = _call(stage, case)
+@pytest.mark.parametrize("op", OPS)
+def test_three_runs_are_bitwise_equal(op: str, case: Case) -> None:
+    for stage in STAGES:
+        call, operands = _call(op, stage, case)
         jitted = jax.jit(call)
         first, *others = [jax.device_get(jitted(*operands.values())) for _ in range(3)]
         for other in others:

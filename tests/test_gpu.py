@@ -1,5 +1,6 @@
 """What only a CUDA device can show. All other test files run there as well, on the CUDA kernels."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -11,162 +12,191 @@ import pytest
 
 import cases
 import hlo
-import oracle
 import rwkv_jax
 import tolerance
 from cases import Case
-from operators import OPERATORS, value_and_gradients
-from rwkv_jax.wkv7 import ffi
+from operators import OPERATORS, SEQUENCES, STEPS, value_and_gradients
 
-OPTIONS = (("decay", "sigmoid"), ("implementation", "ffi"), ("precision", "highest"))
-ON_MATRIX_UNITS = (*OPTIONS[:2], ("precision", None))
-MATRIX_TARGETS = {"rwkv_wkv7_chunk_fwd_v1", "rwkv_wkv7_chunk_bwd_v1"}
+OPS_ON_MATRIX_UNITS = {"wkv7": (64, 128), "wkv6": (64,), "wkv5": (64,)}
+"""The operators with kernels on matrix units, and the head sizes of those."""
+
+ON_MATRIX_UNITS = [(op, size) for op, sizes in OPS_ON_MATRIX_UNITS.items() for size in sizes]
+
+
+def _options(op: str, case: Case, precision: str | None = None) -> tuple:
+    decay = OPERATORS[op].suited(case).decay
+    return (("decay", decay), ("implementation", "ffi"), ("precision", precision))
+
+
+def _run(op: str, case: Case, precision: str | None = None) -> dict:
+    inputs, cotangents = OPERATORS[op].make(case)
+    return jax.device_get(
+        value_and_gradients(op, _options(op, case, precision), inputs, cotangents)
+    )
+
+
+def _expected(op: str, case: Case) -> dict:
+    case = OPERATORS[op].suited(case)
+    inputs, cotangents = OPERATORS[op].make(case)
+    return OPERATORS[op].oracle(inputs, case.decay, cotangents)
 
 
 @pytest.mark.parametrize("size", [16, 32, 64, 128])
 @pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize("name", OPERATORS)
-def test_every_dtype_and_head_size(name: str, dtype: str, size: int) -> None:
-    case = Case(3, 1 if name == "wkv7_step" else 150, 3, size, dtype=dtype)
-    operator = OPERATORS[name]
-    inputs, cotangents = operator.make(case)
-    results = value_and_gradients(name, OPTIONS, inputs, cotangents)
-    tolerance.assert_close(
-        jax.device_get(results),
-        operator.oracle(inputs, case.decay, cotangents),
-        {n: tolerance.ceiling(n, dtype, sequential=True, highest=True) for n in results},
-    )
+@pytest.mark.parametrize("op", OPERATORS)
+def test_every_dtype_and_head_size(op: str, dtype: str, size: int) -> None:
+    case = Case(3, 1 if op in STEPS else 150, 3, size, dtype=dtype)
+    results = _run(op, case, "highest")
+    limits = {n: tolerance.ceiling(n, dtype, sequential=True, highest=True) for n in results}
+    tolerance.assert_close(results, _expected(op, case), limits)
 
 
-def test_the_kernels_run_on_the_gpu() -> None:
-    inputs, cotangents = cases.wkv7(Case(2, 65, 2, 64))
-    compiled = value_and_gradients.lower("wkv7", OPTIONS, inputs, cotangents).compile()
-    assert hlo.targets(compiled.as_text()) == {"rwkv_wkv7_fwd_v1", "rwkv_wkv7_bwd_v1"}
+@pytest.mark.parametrize("op", SEQUENCES)
+def test_the_kernels_run_on_the_gpu(op: str) -> None:
+    case = Case(2, 65, 2, 64)
+    inputs, cotangents = OPERATORS[op].make(case)
+    options = _options(op, case)
+    compiled = value_and_gradients.lower(op, options, inputs, cotangents).compile()
+    assert hlo.targets(compiled.as_text()) == {f"rwkv_{op}_fwd_v1", f"rwkv_{op}_bwd_v1"}
     results = compiled(inputs, cotangents)
     assert {d.platform for x in results.values() for d in x.devices()} == {"gpu"}
 
 
-def _assert_close_to_the_oracle(case: Case) -> None:
-    inputs, cotangents = cases.wkv7(case)
-    options = (("decay", case.decay), *ON_MATRIX_UNITS[1:])
-    results = jax.device_get(value_and_gradients("wkv7", options, inputs, cotangents))
-    tolerance.assert_close(
-        results,
-        oracle.wkv7(inputs, case.decay, cotangents),
-        {n: tolerance.ceiling(n, case.dtype, sequential=False, highest=False) for n in results},
-    )
+def _assert_close_to_the_oracle(op: str, case: Case) -> None:
+    results = _run(op, case)
+    limits = {n: tolerance.ceiling(n, case.dtype, sequential=False, highest=False) for n in results}
+    tolerance.assert_close(results, _expected(op, case), limits)
 
 
 @pytest.mark.parametrize("tokens", [16, 17, 63, 64, 65, 150, 1000])
-@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize(("op", "size"), ON_MATRIX_UNITS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_matrix_units(dtype: str, size: int, tokens: int) -> None:
-    _assert_close_to_the_oracle(Case(2, tokens, 3, size, dtype=dtype))
+def test_matrix_units(dtype: str, op: str, size: int, tokens: int) -> None:
+    _assert_close_to_the_oracle(op, Case(2, tokens, 3, size, dtype=dtype))
 
 
-@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize(
+    ("op", "size", "decay"),
+    [(op, size, decay) for op, size in ON_MATRIX_UNITS for decay in OPERATORS[op].decays],
+)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("decay", ["log", "exp", "sigmoid"])
 @pytest.mark.parametrize("regime", ["model", "near 0", "near 1", "mixed", "extreme"])
-def test_matrix_units_with_any_decay(regime: str, decay: str, dtype: str, size: int) -> None:
-    """Frames that decay too far are left to the other kernels, by the head."""
-    _assert_close_to_the_oracle(Case(1, 130, 3, size, dtype=dtype, decay=decay, regime=regime))
+def test_matrix_units_with_any_decay(
+    regime: str, dtype: str, op: str, size: int, decay: str
+) -> None:
+    """WKV7 leaves heads that decay too far to the other kernels; WKV6 takes them by halves."""
+    case = Case(1, 130, 3, size, dtype=dtype, decay=decay, regime=regime)
+    _assert_close_to_the_oracle(op, case)
 
 
-def test_one_head_that_decays_too_far_changes_no_other() -> None:
+@pytest.mark.parametrize("op", OPS_ON_MATRIX_UNITS)
+def test_one_head_that_decays_too_far_changes_no_other(op: str) -> None:
     case = Case(2, 100, 3, 64, dtype="bfloat16", decay="log")
-    inputs, cotangents = cases.wkv7(case)
-    options = (("decay", "log"), *ON_MATRIX_UNITS[1:])
-    before = value_and_gradients("wkv7", options, inputs, cotangents)
+    inputs, cotangents = OPERATORS[op].make(case)
+    before = jax.device_get(value_and_gradients(op, _options(op, case), inputs, cotangents))
     inputs["w"] = inputs["w"].copy()
-    inputs["w"][1, 70:, 2] = -50
-    after = jax.device_get(value_and_gradients("wkv7", options, inputs, cotangents))
-    expected = oracle.wkv7(inputs, "log", cotangents)
-    for name, x in jax.device_get(before).items():
+    place = (2,) if "w" in OPERATORS[op].shared else (1, slice(70, None), 2)
+    inputs["w"][place] = -50
+    after = jax.device_get(value_and_gradients(op, _options(op, case), inputs, cotangents))
+    expected = OPERATORS[op].oracle(inputs, "log", cotangents)
+    for name, x in before.items():
+        if name.removeprefix("d") in OPERATORS[op].shared:
+            continue  # sums over the batch
         axis = 1 if "state" in name else 2
         others = np.ones((2, 3), bool)
-        others[1, 2] = False
+        others[slice(None) if "w" in OPERATORS[op].shared else 1, 2] = False
         np.testing.assert_array_equal(
             np.moveaxis(x, axis, 1)[others], np.moveaxis(after[name], axis, 1)[others]
         )
         changed = [np.moveaxis(y[name], axis, 1)[~others] for y in (after, expected)]
-        tolerance.assert_close({name: changed[0]}, {name: changed[1]}, tolerance.SEQUENTIAL)
+        ceilings = tolerance.SEQUENTIAL if op == "wkv7" else tolerance.CHUNKED["gradient"]
+        tolerance.assert_close({name: changed[0]}, {name: changed[1]}, ceilings)
 
 
-@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize(("op", "size"), ON_MATRIX_UNITS)
 @pytest.mark.parametrize(("tokens", "segments"), [(64, 1), (129, 2), (500, 3), (1000, 7), (130, 9)])
-def test_segments(tokens: int, segments: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_segments(
+    tokens: int, segments: int, op: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """More segments than frames among them: some are empty."""
-    monkeypatch.setattr(ffi, "_scan_segments", lambda *_: segments)
+    module = importlib.import_module(f"rwkv_jax.{'wkv7' if op == 'wkv7' else 'wkv6'}.ffi")
+    monkeypatch.setattr(module, "_scan_segments", lambda *_: segments)
     jax.clear_caches()
-    for decay in ("sigmoid", "exp"):
-        _assert_close_to_the_oracle(Case(1, tokens, 2, size, dtype="bfloat16", decay=decay))
+    for decay in {"exp", OPERATORS[op].decays[-1]}:
+        _assert_close_to_the_oracle(op, Case(1, tokens, 2, size, dtype="bfloat16", decay=decay))
     jax.clear_caches()
 
 
-def test_a_long_sequence_stays_accurate() -> None:
+@pytest.mark.parametrize("op", OPS_ON_MATRIX_UNITS)
+def test_a_long_sequence_stays_accurate(op: str) -> None:
     """Against the exact kernels, which agree with the oracle on shorter ones."""
-    inputs, cotangents = jax.device_put(cases.wkv7(Case(1, 32768, 2, 64, dtype="bfloat16")))
-    results, exact = (
-        jax.device_get(value_and_gradients("wkv7", options, inputs, cotangents))
-        for options in (ON_MATRIX_UNITS, OPTIONS)
-    )
+    case = Case(1, 32768, 2, 64, dtype="bfloat16")
+    results, exact = _run(op, case), _run(op, case, "highest")
     limits = {n: tolerance.CHUNKED["gradient" if n[0] == "d" else "output"] for n in results}
     tolerance.assert_close(results, exact, limits)
 
 
-def test_matrix_units_run_and_save_nothing_without_a_gradient() -> None:
-    inputs, cotangents = cases.wkv7(Case(2, 65, 2, 64, dtype="bfloat16"))
-    lowered = value_and_gradients.lower("wkv7", ON_MATRIX_UNITS, inputs, cotangents)
-    assert hlo.targets(lowered.compile().as_text()) == MATRIX_TARGETS
-    forward = jax.jit(lambda xs: rwkv_jax.wkv7(**xs, decay="sigmoid")).lower(inputs).compile()
-    assert hlo.targets(forward.as_text()) == {"rwkv_wkv7_chunk_fwd_v1"}
+@pytest.mark.parametrize("op", OPS_ON_MATRIX_UNITS)
+def test_matrix_units_run_and_save_nothing_without_a_gradient(op: str) -> None:
+    case = Case(2, 65, 2, 64, dtype="bfloat16")
+    inputs, cotangents = OPERATORS[op].make(case)
+    lowered = value_and_gradients.lower(op, _options(op, case), inputs, cotangents)
+    targets = {f"rwkv_{op}_chunk_fwd_v1", f"rwkv_{op}_chunk_bwd_v1"}
+    assert hlo.targets(lowered.compile().as_text()) == targets
+    function, decay = OPERATORS[op].function, OPERATORS[op].decays[-1]
+    forward = jax.jit(lambda xs: function(**xs, decay=decay)).lower(inputs).compile()
+    assert hlo.targets(forward.as_text()) == {f"rwkv_{op}_chunk_fwd_v1"}
     assert "bf16[2,0,2,64,64]" in (forward.as_text() or "")
     assert "bf16[2,2,2,64,64]" in (lowered.compile().as_text() or "")
 
-    details = rwkv_jax.implementations("wkv7", *inputs.values(), details=True)
+    details = rwkv_jax.implementations(op, *inputs.values(), details=True)
     assert details["ffi"] == "CUDA kernels on matrix units, bfloat16 with float32 sums"
-    exact = rwkv_jax.implementations("wkv7", *inputs.values(), precision="highest", details=True)
+    exact = rwkv_jax.implementations(op, *inputs.values(), precision="highest", details=True)
     assert exact["ffi"] == "CUDA kernels, one token at a time in float32"
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize("size", [32, 64, 128])
-@pytest.mark.parametrize(
-    ("batch", "options"), [(8, OPTIONS), (8, ON_MATRIX_UNITS), (1, ON_MATRIX_UNITS)]
-)
+@pytest.mark.parametrize("op", ["wkv7", "wkv6", "wkv4"])
+@pytest.mark.parametrize(("batch", "precision"), [(8, "highest"), (8, None), (1, None)])
 def test_three_runs_on_a_full_gpu_are_bitwise_equal(
-    batch: int, options: tuple, dtype: str, size: int
+    batch: int, precision: str | None, op: str, dtype: str, size: int
 ) -> None:
-    inputs, cotangents = jax.device_put(cases.wkv7(Case(batch, 300, 32, size, dtype=dtype)))
+    case = Case(batch, 300, 32, size, dtype=dtype)
+    inputs, cotangents = jax.device_put(OPERATORS[op].make(case))
+    options = _options(op, case, precision)
     first, *others = [
-        jax.device_get(value_and_gradients("wkv7", options, inputs, cotangents)) for _ in range(3)
+        jax.device_get(value_and_gradients(op, options, inputs, cotangents)) for _ in range(3)
     ]
     for other in others:
         for name, x in first.items():
             assert x.tobytes() == other[name].tobytes(), name
 
 
-def test_the_gpu_agrees_with_the_cpu() -> None:
-    inputs, cotangents = cases.wkv7(Case(2, 200, 2, 64))
-    on_gpu = value_and_gradients("wkv7", OPTIONS, inputs, cotangents)
-    options = (*OPTIONS[:1], ("implementation", None), *OPTIONS[2:])
-    on_cpu = value_and_gradients(
-        "wkv7", options, *jax.device_put((inputs, cotangents), jax.devices("cpu")[0])
-    )
-    tolerance.assert_close(jax.device_get(on_gpu), jax.device_get(on_cpu), tolerance.EXACT_FLOAT32)
-
-
-def test_more_heads_than_a_grid_axis_holds() -> None:
-    """65,535 is the limit of the second and third axis."""
-    inputs, _ = cases.wkv7(Case(1, 1, 70_000, 16))
-    y, state = rwkv_jax.wkv7(**inputs, decay="sigmoid", implementation="ffi")
-    expected = rwkv_jax.wkv7(**inputs, decay="sigmoid", implementation="xla", precision="highest")
+@pytest.mark.parametrize("op", SEQUENCES)
+def test_the_gpu_agrees_with_the_cpu(op: str) -> None:
+    case = Case(2, 200, 2, 64)
+    decay, _, precision = _options(op, case, "highest")
+    arrays = jax.device_put(OPERATORS[op].make(case), jax.devices("cpu")[0])
+    on_cpu = value_and_gradients(op, (decay, ("implementation", None), precision), *arrays)
     tolerance.assert_close(
-        {"y": np.asarray(y), "state": np.asarray(state)},
-        {"y": np.asarray(expected[0]), "state": np.asarray(expected[1])},
-        tolerance.EXACT_FLOAT32,
+        _run(op, case, "highest"), jax.device_get(on_cpu), tolerance.EXACT_FLOAT32
     )
+
+
+@pytest.mark.parametrize("op", SEQUENCES)
+def test_more_heads_than_a_grid_axis_holds(op: str) -> None:
+    """65,535 is the limit of the second and third axis."""
+    operator, case = OPERATORS[op], Case(1, 1, 70_000, 16)
+    inputs, _ = operator.make(case)
+    results, expected = (
+        dict(zip(operator.results, jax.device_get(operator.function(**inputs, **x)), strict=True))
+        for x in (
+            dict(_options(op, case)),
+            dict(_options(op, case, "highest")) | {"implementation": "xla"},
+        )
+    )
+    tolerance.assert_close(results, expected, tolerance.EXACT_FLOAT32)
 
 
 GRAPH = """
@@ -186,6 +216,19 @@ def gradients(*operands):
     return jax.grad(loss, argnums=range(7))(*operands)
 
 @jax.jit
+def others(r, w, k, v, *_):
+    def loss(r, w, k, v):
+        u, flat = r[0, 0], lambda x: x.reshape(2, 130, -1)
+        y6, s6 = rwkv_jax.wkv6(r, -jnp.abs(w), k, v, u, implementation="ffi")
+        y5, s5 = rwkv_jax.wkv5(r, -jnp.abs(w[0, 0]), k, v, u, implementation="ffi")
+        y4, s4 = rwkv_jax.wkv4(
+            -jnp.abs(w[0, 0].ravel()), u.ravel(), flat(k), flat(v), implementation="ffi"
+        )
+        sums = [jnp.sum(x.astype(jnp.float32) ** 2) for x in (y6, s6, y5, s5, y4, *s4[:2])]
+        return sum(sums)
+    return jax.grad(loss, argnums=range(4))(r, w, k, v)
+
+@jax.jit
 def decode(state, *operands):
     for t in range(6):
         token = [x[:, t] for x in operands]
@@ -195,7 +238,8 @@ def decode(state, *operands):
 results = []
 for _ in range(4):  # captured, then replayed
     results.append(jax.device_get((
-        gradients(*operands, state), gradients(*halves, state), decode(state, *operands)
+        gradients(*operands, state), gradients(*halves, state), decode(state, *operands),
+        others(*operands), others(*halves),
     )))
 for other in results[1:]:
     jax.tree.map(np.testing.assert_array_equal, results[0], other)

@@ -1,75 +1,92 @@
 """What a gradient needs beside its operands and results."""
 
+import math
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
-import cases
-import rwkv_jax
 from cases import BENCH_SHAPES, Case
-from operators import available
+from operators import Run, available, library
 
 # So many heads that the CUDA kernels do not split a sequence, which costs scratch up to a bound.
 HEADS, SIZE = 136, 64
-STATE = HEADS * SIZE * SIZE * 4
+AXES = {"B": 1, "H": HEADS, "K": SIZE, "V": SIZE, "C": HEADS * SIZE}
+RUNS = [
+    pytest.param(Run(op, implementation), id=f"{op}-{implementation}")
+    for op in ("wkv7", "wkv6", "wkv4")
+    for implementation in available(op, Case(1, 16, 1, SIZE))
+    if implementation == "ffi" or (op == "wkv7" and implementation != "reference")
+]
 
 
-def _memory(implementation: str, case: Case) -> Any:
-    inputs, cotangents = cases.wkv7(case)
-    shapes = jax.eval_shape(lambda *xs: xs, *inputs.values(), *cotangents.values())
-
-    def gradients(*given: jax.Array) -> tuple:
-        *operands, dy, dstate = given
-
-        def call(*xs: jax.Array) -> tuple[jax.Array, jax.Array]:
-            return rwkv_jax.wkv7(*xs, decay="sigmoid", implementation=implementation)
-
-        results, vjp = jax.vjp(call, *operands)
-        return *results, *vjp((dy, dstate))
-
-    return jax.jit(gradients).lower(*shapes).compile().memory_analysis()
+def _shapes(arrays: Mapping[str, str], tokens: int) -> list[Any]:
+    sizes = {**AXES, "T": tokens}
+    return [
+        jax.ShapeDtypeStruct([sizes[letter] for letter in axes], np.float32)
+        for axes in arrays.values()
+    ]
 
 
-@pytest.mark.parametrize(
-    "implementation", [x for x in available("wkv7", Case(1, 16, 1, SIZE)) if x != "reference"]
-)
-def test_backward_memory_grows_with_chunks_not_with_tokens(implementation: str) -> None:
+def _memory(run: Run, tokens: int) -> Any:
+    described = library(run.op)
+    operands = _shapes(described.arguments, tokens)
+    cotangents = _shapes(described.reference.results, tokens)
+
+    def gradients(operands: list, cotangents: list) -> tuple:
+        results, vjp = jax.vjp(lambda *xs: run(*xs), *operands)
+        return *results, *vjp(tuple(cotangents))
+
+    return jax.jit(gradients).lower(operands, cotangents).compile().memory_analysis()
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_backward_memory_grows_with_chunks_not_with_tokens(run: Run) -> None:
     """One saved state in 64 tokens, and a few arrays the size of the operands."""
-    short, long = (_memory(implementation, Case(1, tokens, HEADS, SIZE)) for tokens in (1024, 2048))
+    short, long = (_memory(run, tokens) for tokens in (1024, 2048))
     grown = long.temp_size_in_bytes - short.temp_size_in_bytes
     operands = long.argument_size_in_bytes - short.argument_size_in_bytes
-    assert grown <= 1024 // 64 * STATE + 3 * operands
-    assert grown < 1024 * STATE / 4
+    state = sum(4 * math.prod(x.shape) for x in _shapes(library(run.op).state, 0))
+    assert grown <= 1024 // 64 * state + 3 * operands
+    assert grown < 1024 * state / 4
 
 
 PEAK = """
-import re, jax, numpy as np
+import importlib, re, jax, numpy as np
 import rwkv_jax
 
 def kilobytes(what):
     return int(re.search(rf"{what}:\\s+(\\d+)", open("/proc/self/status").read())[1])
 
 rng = np.random.default_rng(0)
+operator = importlib.import_module("rwkv_jax.%s").OPERATOR
 B, T, H, K = %r
-operands = [jax.numpy.asarray(rng.standard_normal((B, T, H, K), np.float32) / 8) for _ in range(7)]
-state = jax.numpy.zeros((B, H, K, K))
+sizes = dict(B=B, T=T, H=H, K=K, V=K)
+
+def arrays(axes):
+    shapes = [[sizes[letter] for letter in several] for several in axes.values()]
+    return [jax.numpy.asarray(rng.standard_normal(shape, np.float32) / 8) for shape in shapes]
+
+operands, cotangents = arrays(operator.arguments), arrays(operator.reference.results)
 
 @jax.jit
-def gradients(r, w, k, v, a, b, dy, state, dstate):
-    call = lambda *xs: rwkv_jax.wkv7(*xs, decay="sigmoid", implementation="ffi")
-    results, vjp = jax.vjp(call, r, w, k, v, a, b, state)
-    return *results, *vjp((dy, dstate))
+def gradients(operands, cotangents):
+    function = getattr(rwkv_jax, operator.name)
+    call = lambda *xs: function(*xs, decay="exp", implementation="ffi")
+    results, vjp = jax.vjp(call, *operands)
+    return *results, *vjp(tuple(cotangents))
 
-gradients = gradients.lower(*operands, state, state).compile()
+gradients = gradients.lower(operands, cotangents).compile()
 open("/proc/self/clear_refs", "w").write("5")
 before = kilobytes("VmHWM")
-results = jax.block_until_ready(gradients(*operands, state, state))
+results = jax.block_until_ready(gradients(operands, cotangents))
 grown = 1024 * (kilobytes("VmHWM") - before)
-inputs = sum(x.nbytes for x in operands) + state.nbytes
+inputs = sum(x.nbytes for x in operands + cotangents)
 outputs = sum(x.nbytes for x in results)
 print((inputs + grown) / (inputs + outputs))
 """
@@ -77,10 +94,11 @@ print((inputs + grown) / (inputs + outputs))
 
 if "ffi" in available("wkv7", Case(1, 16, 1, SIZE), platform="cpu"):
 
-    def test_peak_memory_of_the_cpu_kernels() -> None:
+    @pytest.mark.parametrize("op", ["wkv7", "wkv6"])
+    def test_peak_memory_of_the_cpu_kernels(op: str) -> None:
         """Measured on the process, since what a kernel allocates for itself is unknown to XLA."""
         run = subprocess.run(
-            [sys.executable, "-c", PEAK % (BENCH_SHAPES["1x1024x12x64"],)],
+            [sys.executable, "-c", PEAK % (op, BENCH_SHAPES["1x1024x12x64"])],
             env={**os.environ, "JAX_PLATFORMS": "cpu"},
             check=True,
             capture_output=True,

@@ -1,112 +1,127 @@
-"""`wkv7_step` as a decoder uses it; its values and gradients are rows of test_ops.py."""
+"""The steps as a decoder uses them; their values and gradients are rows of test_ops.py."""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import cases
-import rwkv_jax
 import tolerance
 from cases import Case
-from operators import available, sequential
+from operators import SEQUENCES, Run, available, sequential
 
 TOKENS = 20
-INPUTS = ("r", "w", "k", "v", "a", "b")
+RUNS = [
+    pytest.param(Run(op, implementation), id=f"{op}-{implementation}")
+    for op in ("wkv7", "wkv6", "wkv4")
+    for implementation in available(f"{op}_step", Case(1, 1, 1, 64))
+    if op == "wkv7" or implementation == "ffi"
+]
 
-each_implementation = pytest.mark.parametrize(
-    "implementation", available("wkv7_step", Case(1, 1, 1, 64))
-)
+
+def _given(op: str, case: Case) -> tuple[dict[str, Any], dict[str, Any], tuple[Any, ...]]:
+    """The inputs that have a time axis, those that do not, and the parts of the state."""
+    operator = SEQUENCES[op]
+    inputs, _ = operator.make(operator.suited(case))
+    state = tuple(inputs.pop(name) for name in operator.states)
+    shared = {name: inputs.pop(name) for name in sorted(operator.shared)}
+    return inputs, shared, state
 
 
-@each_implementation
+def _sequence(run: Run, inputs: dict[str, Any], state: tuple[Any, ...]) -> tuple[jax.Array, ...]:
+    return run(**inputs, **dict(zip(run.operator.states, state, strict=True)))
+
+
+def _step(run: Run, inputs: dict[str, Any], state: tuple[Any, ...]) -> tuple[jax.Array, ...]:
+    step = Run(f"{run.op}_step", run.implementation)
+    return step(**inputs, **dict(zip(step.operator.states, state, strict=True)))
+
+
+@pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_decoding_is_the_sequence(implementation: str, dtype: str) -> None:
-    inputs, _ = cases.wkv7(Case(2, TOKENS, 2, 64, dtype=dtype))
-    state = inputs.pop("initial_state")
+def test_decoding_is_the_sequence(run: Run, dtype: str) -> None:
+    inputs, shared, start = _given(run.op, Case(2, TOKENS, 2, 64, dtype=dtype))
 
     @jax.jit
-    def decode(inputs: dict, state: jax.Array) -> tuple[jax.Array, jax.Array]:
-        def body(state: jax.Array, token: dict) -> tuple[jax.Array, jax.Array]:
-            y, state = rwkv_jax.wkv7_step(
-                **token, state=state, decay="sigmoid", implementation=implementation
-            )
-            return state, y
+    def decode(inputs: dict, state: tuple) -> tuple[jax.Array, ...]:
+        def body(state: tuple, token: dict) -> tuple[tuple, jax.Array]:
+            y, *after = _step(run, token | shared, state)
+            return tuple(after), y
 
         tokens = {name: jnp.moveaxis(x, 1, 0) for name, x in inputs.items()}
         state, y = jax.lax.scan(body, state, tokens)
-        return jnp.moveaxis(y, 0, 1), state
+        return jnp.moveaxis(y, 0, 1), *state
 
-    y, final_state = decode(inputs, state)
-    expected = rwkv_jax.wkv7(
-        **inputs, initial_state=state, decay="sigmoid", implementation="reference"
-    )
-    ceiling = tolerance.EXACT_FLOAT32 if dtype == "float32" else tolerance.SEQUENTIAL
+    expected = _sequence(Run(run.op, "reference"), inputs | shared, start)
+    names = run.operator.results
     tolerance.assert_close(
-        {"y": np.asarray(y), "final_state": np.asarray(final_state)},
-        {"y": np.asarray(expected[0]), "final_state": np.asarray(expected[1])},
-        ceiling,
+        dict(zip(names, map(np.asarray, decode(inputs, start)), strict=True)),
+        dict(zip(names, map(np.asarray, expected), strict=True)),
+        tolerance.EXACT_FLOAT32 if dtype == "float32" else tolerance.SEQUENTIAL,
     )
 
 
-@each_implementation
-def test_split_sequence_is_the_whole_one(implementation: str) -> None:
-    inputs, _ = cases.wkv7(Case(1, 33, 2, 64))
-    state = inputs.pop("initial_state")
-
-    def run(part: slice, state: jax.Array) -> tuple[jax.Array, jax.Array]:
-        tokens = {name: x[:, part] for name, x in inputs.items()}
-        return rwkv_jax.wkv7(
-            **tokens, initial_state=state, decay="sigmoid", implementation=implementation
-        )
-
-    first, middle = run(slice(0, 32), state)
+@pytest.mark.parametrize("run", RUNS)
+def test_split_sequence_is_the_whole_one(run: Run) -> None:
+    inputs, shared, start = _given(run.op, Case(1, 33, 2, 64))
+    part = {name: x[:, :32] for name, x in inputs.items()}
     token = {name: x[:, 32] for name, x in inputs.items()}
-    last, end = rwkv_jax.wkv7_step(
-        **token, state=middle, decay="sigmoid", implementation=implementation
-    )
-    whole, final_state = run(slice(0, 33), state)
-    highest = implementation != "xla" or jax.default_backend() == "cpu"
-    kind = sequential("wkv7", implementation, inputs)
-    ceiling = tolerance.ceiling("y", "float32", sequential=kind, highest=highest)
+    first, *middle = _sequence(run, part | shared, start)
+    last, *end = _step(run, token | shared, tuple(middle))
+    whole, *final = _sequence(run, inputs | shared, start)
+    highest = run.implementation != "xla" or jax.default_backend() == "cpu"
+    in_order = {name: (inputs | shared)[name] for name in run.operator.inputs}
+    kind = sequential(run.op, str(run.implementation), in_order)
+    y, *names = run.operator.results
     tolerance.assert_close(
-        {"y": np.concatenate([first, last[:, None]], axis=1), "state": np.asarray(end)},
-        {"y": np.asarray(whole), "state": np.asarray(final_state)},
-        ceiling,
+        {y: np.concatenate([first, last[:, None]], axis=1)}
+        | dict(zip(names, map(np.asarray, end), strict=True)),
+        {y: np.asarray(whole)} | dict(zip(names, map(np.asarray, final), strict=True)),
+        tolerance.ceiling("y", "float32", sequential=kind, highest=highest),
     )
 
 
+@pytest.mark.parametrize("op", ["wkv7", "wkv6", "wkv4"])
 @pytest.mark.parametrize("tokens", [1, 3])
-def test_a_donated_state_is_updated_in_place(tokens: int) -> None:
-    inputs, _ = cases.wkv7_step(Case(2, 1, 2, 64))
-    state = jnp.array(inputs.pop("state"))
+def test_a_donated_state_is_updated_in_place(op: str, tokens: int) -> None:
+    run = Run(op, None)
+    inputs, shared, given = _given(op, Case(2, 1, 2, 64))
+    inputs = {name: x[:, 0] for name, x in inputs.items()} | shared
+    state = tuple(map(jnp.array, given))
 
-    def decode(inputs: dict, state: jax.Array) -> tuple[jax.Array, jax.Array]:
-        y, state = rwkv_jax.wkv7_step(**inputs, state=state)
+    # The state first: `y` may have its shape, and would get a buffer of it.
+    def decode(inputs: dict, state: tuple) -> tuple[jax.Array, ...]:
+        y, *after = _step(run, inputs, state)
         for _ in range(tokens - 1):
-            y, state = rwkv_jax.wkv7_step(**inputs, state=state)
-        return y, state
+            y, *after = _step(run, inputs, tuple(after))
+        return *after, y
 
-    expected = jax.jit(decode)(inputs, state)[1]
+    *expected, _ = jax.jit(decode)(inputs, state)
     step = jax.jit(decode, donate_argnames="state").lower(inputs, state).compile()
     text = step.as_text() or ""
-    assert "input_output_alias={ {1}: (6, {}, may-alias) }" in text
-    if "ffi" in available("wkv7_step", Case(2, 1, 2, 64)):
+    for part in range(len(state)):
+        assert f"{{{part}}}: ({len(inputs) + part}, {{}}, may-alias)" in text
+    if "ffi" in available(f"{op}_step", Case(2, 1, 2, 64)):
+        shape = ",".join(map(str, state[0].shape))
         copies = [line for line in text.splitlines() if " copy(" in line]
-        assert not [line for line in copies if "f32[2,2,64,64]" in line]
+        assert not [line for line in copies if f"f32[{shape}]" in line]
 
-    pointer = state.unsafe_buffer_pointer()
-    _, after = step(inputs, state)
-    assert state.is_deleted()
-    assert after.unsafe_buffer_pointer() == pointer
-    np.testing.assert_array_equal(after, expected)
+    pointers = [x.unsafe_buffer_pointer() for x in state]
+    *after, _ = step(inputs, state)
+    assert all(x.is_deleted() for x in state)
+    assert [x.unsafe_buffer_pointer() for x in after] == pointers
+    for x, right in zip(after, expected, strict=True):
+        np.testing.assert_array_equal(x, right)
 
 
-@each_implementation
-def test_a_state_that_is_not_donated_stays(implementation: str) -> None:
-    inputs, _ = cases.wkv7_step(Case(2, 1, 2, 64))
-    state = jnp.array(inputs.pop("state"))
-    before = np.array(state)
-    _, after = rwkv_jax.wkv7_step(**inputs, state=state, implementation=implementation)
-    np.testing.assert_array_equal(state, before)
-    assert not np.array_equal(after, before)
+@pytest.mark.parametrize("run", RUNS)
+def test_a_state_that_is_not_donated_stays(run: Run) -> None:
+    inputs, shared, given = _given(run.op, Case(2, 1, 2, 64))
+    token = {name: x[:, 0] for name, x in inputs.items()}
+    state = tuple(map(jnp.array, given))
+    before = [np.array(x) for x in state]
+    _, *after = _step(run, token | shared, state)
+    for x, old, new in zip(state, before, after, strict=True):
+        np.testing.assert_array_equal(x, old)
+        assert not np.array_equal(new, old)

@@ -13,6 +13,8 @@
 namespace rwkv_jax::cpu {
 namespace {
 
+inline int64_t Smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
 #if defined(__AVX512F__)
 constexpr int kLanes = 16;
 #elif defined(__AVX2__)
@@ -76,34 +78,29 @@ inline void StoreHalves(void* to, int64_t index, Bits x) {
   __builtin_prefetch(static_cast<const char*>(array) + index * (dtype == Dtype::kF32 ? 4 : 2));
 }
 
-// Copies `count` elements, a multiple of kLanes, from an array of `dtype` that starts at `index`.
-[[gnu::noinline]] void LoadRow(Dtype dtype, const void* from, int64_t index, int64_t count,
-                               float* to) {
-  if (dtype == Dtype::kF32) {
-    const float* const floats = static_cast<const float*>(from) + index;
-    for (int64_t i = 0; i < count; i += kLanes) Store(to + i, Load(floats + i));
-  } else if (dtype == Dtype::kBF16) {
-    for (int64_t i = 0; i < count; i += kLanes)
-      Store(to + i, FromBF16(LoadHalves(from, index + i)));
-  } else {
-    for (int64_t i = 0; i < count; i += kLanes)
-      Store(to + i, FromF16(LoadHalves(from, index + i)));
-  }
+// A vector from an array of `dtype`, and to one, rounding to nearest even.
+inline Vec LoadAs(Dtype dtype, const void* from, int64_t index) {
+  if (dtype == Dtype::kF32) return Load(static_cast<const float*>(from) + index);
+  const Bits halves = LoadHalves(from, index);
+  return dtype == Dtype::kBF16 ? FromBF16(halves) : FromF16(halves);
 }
 
-// The same to an array of `dtype`, rounding to nearest even.
-[[gnu::noinline]] void StoreRow(Dtype dtype, void* to, int64_t index, int64_t count,
-                                const float* from) {
-  if (dtype == Dtype::kF32) {
-    float* const floats = static_cast<float*>(to) + index;
-    for (int64_t i = 0; i < count; i += kLanes) Store(floats + i, Load(from + i));
-  } else if (dtype == Dtype::kBF16) {
-    for (int64_t i = 0; i < count; i += kLanes)
-      StoreHalves(to, index + i, ToBF16(Load(from + i)));
-  } else {
-    for (int64_t i = 0; i < count; i += kLanes)
-      StoreHalves(to, index + i, ToF16(Load(from + i)));
-  }
+inline void StoreAs(Dtype dtype, void* to, int64_t index, Vec x) {
+  if (dtype == Dtype::kF32)
+    Store(static_cast<float*>(to) + index, x);
+  else
+    StoreHalves(to, index, dtype == Dtype::kBF16 ? ToBF16(x) : ToF16(x));
+}
+
+// The same for `count` elements, a multiple of kLanes.
+[[gnu::noinline]] inline void LoadRow(Dtype dtype, const void* from, int64_t index,
+                                      int64_t count, float* to) {
+  for (int64_t i = 0; i < count; i += kLanes) Store(to + i, LoadAs(dtype, from, index + i));
+}
+
+[[gnu::noinline]] inline void StoreRow(Dtype dtype, void* to, int64_t index, int64_t count,
+                                       const float* from) {
+  for (int64_t i = 0; i < count; i += kLanes) StoreAs(dtype, to, index + i, Load(from + i));
 }
 
 // `x` within [low, high], by comparisons, so that a NaN stays one.
@@ -171,6 +168,13 @@ inline void Transpose(Vec (&x)[kLanes]) {
     x[i] = low;
   }
   if constexpr (S > 1) Transpose<S / 2>(x);
+}
+
+template <int S = kLanes / 2>
+inline float Sum(Vec x) {
+  x += Swap<S>(x);
+  if constexpr (S > 1) return Sum<S / 2>(x);
+  return x[0];
 }
 
 // Lane i of the result is the sum of the lanes of x[i]; x is overwritten.

@@ -1,57 +1,23 @@
-// The WKV7 kernels, compiled once for each instruction set into the namespace RWKV_JAX_ISA.
+// The WKV7 kernels, compiled once for each instruction set RWKV_JAX_ISA.
 #include "wkv7.h"
 
-#include "vector.h"
+#include "heads.h"
 
 namespace rwkv_jax::cpu {
 namespace {
 
-int64_t Smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-
-// Where the arrays of one head are.
-struct Head {
-  Head(const Wkv7Dims& dims, int64_t head)
-      : size(dims.head_size),
-        dims(dims),
-        batch(head / dims.heads),
-        head(head % dims.heads) {}
-
-  int64_t Token(int64_t t) const { return ((batch * dims.tokens + t) * dims.heads + head) * size; }
-  int64_t State() const { return (batch * dims.heads + head) * size * size; }
-  int64_t SavedState(int64_t n) const {
-    return ((batch * dims.saved + n) * dims.heads + head) * size * size;
-  }
-
-  const int64_t size;
-
- private:
-  const Wkv7Dims dims;
-  const int64_t batch, head;
-};
-
-// Replaces `w` by the decay factor d. `slope`, unless null, becomes the derivative of the log decay
-// with respect to w, which is finite, so that its product with a d of 0 is 0.
-[[gnu::noinline]] void DecayRow(Decay decay, int64_t count, float* w, float* slope) {
-  for (int64_t i = 0; i < count; i += kLanes) {
-    Vec x = Load(w + i), derivative = Broadcast(1.0f);
-    if (decay == Decay::kLog) {
-      x = Clamp(x, kMinExp, kMaxExp);
-    } else if (decay == Decay::kExp) {
-      derivative = -Exp(Clamp(x, kMinExp, 5.0f));  // exp(-exp(5)) is 0
-      x = Clamp(derivative, kMinExp, 0.0f);
-    } else {
-      const Vec e = Exp(Clamp(-x, -80.0f, 80.0f));
-      const Vec sigmoid = 1.0f / (1.0f + e);
-      x = -kSigmoidScale * sigmoid;
-      derivative = x * (e * sigmoid);
-    }
-    Store(w + i, Exp(x));
-    if (slope) Store(slope + i, derivative);
-  }
+// Asks for the inputs of one token ahead of their use: the tokens of a head are too far apart in
+// memory for the CPU to foresee.
+[[gnu::always_inline]] inline void PrefetchInputs(const Wkv7Call& call, int64_t index) {
+  const void* const inputs[] = {call.r, call.w, call.k, call.v, call.a, call.b};
+  for (const void* input : inputs) Prefetch(call.dtype, input, index);
 }
 
 // The inputs of a run of tokens in float, [tokens, size], with d the decay factor.
 struct Inputs {
+  // As many vectors of rows as the registers take beside the scalars of a token.
+  static constexpr int kMaxVecs = kLanes == 16 ? 4 : 2;
+
   static int64_t Scratch(int64_t tokens, int64_t size) { return 6 * tokens * size; }
 
   Inputs(float* scratch, int64_t tokens, int64_t size)
@@ -62,7 +28,7 @@ struct Inputs {
         a(v + tokens * size),
         b(a + tokens * size) {}
 
-  void Load(const Wkv7Call& call, const Head& head, int64_t first, int64_t tokens,
+  void Read(const Wkv7Call& call, const Head& head, int64_t first, int64_t tokens,
             float* slope) const {
     for (int64_t t = 0; t < tokens; ++t) {
       const int64_t from = head.Token(first + t), to = t * head.size;
@@ -76,125 +42,43 @@ struct Inputs {
     DecayRow(call.decay, tokens * head.size, d, slope);
   }
 
-  float *const r, *const d, *const k, *const v, *const a, *const b;
-};
+  // One pass over the state does a token and S a of the next one.
+  template <int kVecs>
+  void Forward(const Wkv7ForwardCall& call, const Head& head, int64_t start, int64_t tokens,
+               int64_t row, bool prefetch, float* columns) const {
+    constexpr int64_t kRows = kVecs * kLanes;
+    const int64_t size = head.size;
+    Vec sa[kVecs] = {};
+    for (int64_t key = 0; key < size; ++key)
+      for (int i = 0; i < kVecs; ++i) sa[i] += Load(columns + key * kRows + i * kLanes) * a[key];
 
-// Asks for the inputs of one token ahead of their use: the tokens of a head are too far apart in
-// memory for the CPU to foresee.
-[[gnu::always_inline]] inline void PrefetchInputs(const Wkv7Call& call, int64_t index) {
-  const void* const inputs[] = {call.r, call.w, call.k, call.v, call.a, call.b};
-  for (const void* input : inputs) Prefetch(call.dtype, input, index);
-}
-
-// `rows` rows of a [V, K] state to or from `columns`, [K, rows].
-void LoadColumns(const float* state, int64_t size, int64_t rows, float* columns) {
-  for (int64_t row = 0; row < rows; row += kLanes)
-    for (int64_t key = 0; key < size; key += kLanes) {
-      Vec x[kLanes];
-      for (int i = 0; i < kLanes; ++i) x[i] = Load(state + (row + i) * size + key);
-      Transpose(x);
-      for (int i = 0; i < kLanes; ++i) Store(columns + (key + i) * rows + row, x[i]);
-    }
-}
-
-void StoreColumns(const float* columns, int64_t size, int64_t rows, Dtype dtype, void* to,
-                  int64_t index) {
-  for (int64_t row = 0; row < rows; row += kLanes)
-    for (int64_t key = 0; key < size; key += kLanes) {
-      Vec x[kLanes];
-      for (int i = 0; i < kLanes; ++i) x[i] = Load(columns + (key + i) * rows + row);
-      Transpose(x);
-      for (int i = 0; i < kLanes; ++i) {
-        const int64_t at = index + (row + i) * size + key;
-        if (dtype == Dtype::kF32)
-          Store(static_cast<float*>(to) + at, x[i]);
-        else
-          StoreHalves(to, at, ToBF16(x[i]));
-      }
-    }
-}
-
-// Tokens that the forward pass loads at once; divides kChunk.
-constexpr int64_t kRun = 16;
-
-// The forward pass over `rows` rows, kVecs vectors of them at a time. There is a lane for each row,
-// so that S a and S r need no sum over lanes, and one pass over the state does a token and S a of
-// the next one.
-template <int kVecs>
-void ForwardRows(const Wkv7ForwardCall& call, const Head& head, int64_t first_row, int64_t rows,
-                 float* scratch) {
-  constexpr int64_t kRows = kVecs * kLanes;
-  const int64_t size = head.size, offset = first_row * size;
-  const Inputs in(scratch, kRun, size);
-  float* const states = scratch + Inputs::Scratch(kRun, size);
-  const float* const initial_state = call.initial_state + head.State() + offset;
-  for (int64_t row = 0; row < rows; row += kRows)
-    LoadColumns(initial_state + row * size, size, kRows, states + row * size);
-
-  for (int64_t start = 0; start < call.dims.tokens; start += kRun) {
-    const int64_t tokens = Smaller(call.dims.tokens - start, kRun);
-    in.Load(call, head, start, tokens, nullptr);
-    for (int64_t row = 0; row < rows; row += kRows) {
-      float* const columns = states + row * size;
-      if (call.states && start % kChunk == 0)
-        StoreColumns(columns, size, kRows, call.states_dtype, call.states,
-                     head.SavedState(start / kChunk) + offset + row * size);
-      const float* const values = in.v + first_row + row;
-      Vec sa[kVecs] = {};
-      for (int64_t key = 0; key < size; ++key)
-        for (int i = 0; i < kVecs; ++i)
-          sa[i] += Load(columns + key * kRows + i * kLanes) * in.a[key];
-
-      for (int64_t t = 0; t < tokens; ++t) {
-        const int64_t token = t * size, next = Smaller(t + 1, tokens - 1) * size;
-        const int64_t ahead = head.Token(Smaller(start + kRun + t, call.dims.tokens - 1));
-        Vec v[kVecs], y[kVecs] = {}, next_sa[kVecs] = {};
-        for (int i = 0; i < kVecs; ++i) v[i] = Load(values + token + i * kLanes);
-        for (int64_t key = 0; key < size; ++key) {
-          if (key % 16 == 0 && row == 0) {
-            PrefetchInputs(call, ahead + key);
-            Prefetch(call.dtype, call.y, ahead + key);
-          }
-          const float r = in.r[token + key], d = in.d[token + key], k = in.k[token + key];
-          const float b = in.b[token + key], a = in.a[next + key];
-          float* const column = columns + key * kRows;
-          for (int i = 0; i < kVecs; ++i) {
-            const Vec s = Load(column + i * kLanes) * d + (sa[i] * b + v[i] * k);
-            Store(column + i * kLanes, s);
-            y[i] += s * r;
-            next_sa[i] += s * a;
-          }
+    for (int64_t t = 0; t < tokens; ++t) {
+      const int64_t token = t * size, next = Smaller(t + 1, tokens - 1) * size;
+      const int64_t ahead = head.Token(Smaller(start + kRun + t, call.dims.tokens - 1));
+      Vec values[kVecs], y[kVecs] = {}, next_sa[kVecs] = {};
+      for (int i = 0; i < kVecs; ++i) values[i] = Load(v + token + row + i * kLanes);
+      for (int64_t key = 0; key < size; ++key) {
+        if (key % 16 == 0 && prefetch) {
+          PrefetchInputs(call, ahead + key);
+          Prefetch(call.dtype, call.y, ahead + key);
         }
-        alignas(64) float y_row[kRows];
+        const float r_key = r[token + key], d_key = d[token + key], k_key = k[token + key];
+        const float b_key = b[token + key], a_key = a[next + key];
+        float* const column = columns + key * kRows;
         for (int i = 0; i < kVecs; ++i) {
-          Store(y_row + i * kLanes, y[i]);
-          sa[i] = next_sa[i];
+          const Vec s = Load(column + i * kLanes) * d_key + (sa[i] * b_key + values[i] * k_key);
+          Store(column + i * kLanes, s);
+          y[i] += s * r_key;
+          next_sa[i] += s * a_key;
         }
-        StoreRow(call.dtype, call.y, head.Token(start + t) + first_row + row, kRows, y_row);
       }
+      for (int i = 0; i < kVecs; ++i) sa[i] = next_sa[i];
+      StoreVecs(call.dtype, call.y, head.Token(start + t) + row, y);
     }
   }
-  for (int64_t row = 0; row < rows; row += kRows)
-    StoreColumns(states + row * size, size, kRows, Dtype::kF32, call.final_state,
-                 head.State() + offset + row * size);
-}
 
-int64_t ForwardScratch(const Wkv7Dims& dims, int64_t rows) {
-  return Inputs::Scratch(kRun, dims.head_size) + dims.head_size * rows;
-}
-
-void Forward(const Wkv7ForwardCall& call, int64_t index, int64_t first_row, int64_t rows,
-             float* scratch) {
-  // As many vectors of rows as the registers take beside the scalars of a token.
-  constexpr int kMaxVecs = kLanes == 16 ? 4 : 2;
-  const Head head(call.dims, index);
-  if (rows >= kMaxVecs * kLanes)
-    ForwardRows<kMaxVecs>(call, head, first_row, rows, scratch);
-  else if (rows == 2 * kLanes)
-    ForwardRows<2>(call, head, first_row, rows, scratch);
-  else
-    ForwardRows<1>(call, head, first_row, rows, scratch);
-}
+  float *const r, *const d, *const k, *const v, *const a, *const b;
+};
 
 // One chunk as the backward pass wants it: arrays of [tokens, size], but for those of one block of
 // kLanes rows, `states` [tokens + 1, kLanes, size] and `sa` [tokens, kLanes].
@@ -215,13 +99,10 @@ struct Chunk : Inputs {
   float *sa, *states;
 };
 
-int64_t BackwardScratch(const Wkv7Dims& dims) {
+int64_t BackwardScratch(const HeadDims& dims) {
   const int64_t tokens = Smaller(dims.tokens, kChunk), size = dims.head_size;
   return 14 * tokens * size + tokens * kLanes + (tokens + 1) * kLanes * size;
 }
-
-// Rows that are worked on together, so that the vectors of a token are loaded once for all of them.
-constexpr int kGroup = 4;
 
 // The states of a block of rows before each token of a chunk, and after the last one. Adds to dr.
 void Replay(const Chunk& chunk, int64_t tokens, int64_t size, int64_t first_row) {
@@ -336,7 +217,7 @@ void Backward(const Wkv7BackwardCall& call, int64_t index, float* scratch) {
   const Chunk chunk(scratch, Smaller(call.dims.tokens, kChunk), size);
   for (int64_t n = call.dims.saved - 1; n >= 0; --n) {
     const int64_t tokens = Smaller(call.dims.tokens - n * kChunk, kChunk);
-    chunk.Load(call, head, n * kChunk, tokens, chunk.slope);
+    chunk.Read(call, head, n * kChunk, tokens, chunk.slope);
     for (int64_t t = 0; t < tokens; ++t)
       LoadRow(call.dtype, call.dy, head.Token(n * kChunk + t), size, chunk.dy + t * size);
     float* const sums[] = {chunk.dr, chunk.dk, chunk.da, chunk.db, chunk.dlog};
@@ -383,8 +264,7 @@ void Backward(const Wkv7BackwardCall& call, int64_t index, float* scratch) {
 
 }  // namespace
 
-namespace RWKV_JAX_ISA {
-const Wkv7Kernels kWkv7 = {kLanes, ForwardScratch, Forward, BackwardScratch, Backward};
-}
+const Wkv7Kernels Wkv7Kernels::RWKV_JAX_ISA = {
+    {kLanes, ForwardScratch<Inputs>, Forward<Inputs>, BackwardScratch, Backward}};
 
 }  // namespace rwkv_jax::cpu

@@ -50,6 +50,11 @@ __device__ inline float Reciprocal(float x) {
   return y;
 }
 
+// Has L2 fetch what is at an address of global memory.
+__device__ inline void Prefetch(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
 // Pairs of 16-bit elements in one register.
 __device__ inline uint32_t RoundToBf16(float low, float high) {
   uint32_t pair;
@@ -131,6 +136,17 @@ __device__ inline void WarpMultiplyHalf(float (&sum)[4], const uint32_t (&a)[4],
       "{%8, %9}, {%0, %1, %2, %3};"
       : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// sum += a b with a 16 x 8 and b 8 x 8 of floats, of which the product sees 10 bits behind the point. Lane l
+// has rows l / 4 (a[0] and a[2]) and that plus 8 of a, columns l % 4 (a[0], a[1]) and that plus 4, and column
+// l / 4 of b, rows l % 4 and that plus 4.
+__device__ inline void WarpMultiplyFloat(float (&sum)[4], const float (&a)[4], float b0, float b1) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+      : "r"(__float_as_uint(a[0])), "r"(__float_as_uint(a[1])), "r"(__float_as_uint(a[2])),
+        "r"(__float_as_uint(a[3])), "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
 }
 
 // Copies 16 bytes from global to shared memory without waiting, or clears them and reads nothing.

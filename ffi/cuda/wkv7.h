@@ -5,11 +5,10 @@
 
 #include <cstdint>
 
+#include "frames.h"
 #include "rwkv_jax/wkv7.h"
 
 namespace rwkv_jax::cuda {
-
-constexpr int64_t kMaxHeadSize = 128;
 
 // --- One token at a time, in float (wkv7_recurrent.cu): any dtype, head sizes 16 to 128, any decay.
 
@@ -36,8 +35,6 @@ cudaError_t Wkv7Backward(cudaStream_t stream, const Wkv7BackwardCall& call, int6
 // with another frame they mark in `inexact` [B, H] and leave undefined, and the kernels above redo it;
 // on a device with too little shared memory for them those do it all.
 
-constexpr int64_t kMaxSegments = 65535;  // of the second axis of a grid
-
 // The tokens of a head are shared out among `count` segments of whole frames. A run of tokens takes a
 // state S to S M + D; the memory has, for each head and each segment but the last, first D, which
 // becomes the state at the end of the segment, then M.
@@ -60,17 +57,6 @@ struct Segments {
     return State<N>(head, segment) + N * N;
   }
 #endif
-};
-
-// The gradient of the state at the end of each frame, [V, K] of bfloat16 in pieces of eight columns.
-struct FrameGradients {
-  uint4* memory;
-  int64_t stride;  // pieces for each head
-
-  // Floats for each head.
-  static constexpr int64_t Size(int64_t head_size, int64_t frames) {
-    return frames * head_size * head_size / 2;
-  }
 };
 
 // Scratch of the backward pass, [B, H, stride]. A head that the matrix units leave to the kernels

@@ -4,7 +4,7 @@
 namespace rwkv_jax::cuda {
 namespace {
 
-bool IsEmpty(const Wkv7Dims& dims) { return dims.batch * dims.heads == 0; }
+bool IsEmpty(const HeadDims& dims) { return dims.batch * dims.heads == 0; }
 
 // `inexact` ready for the kernels, or null where no frame can decay too far.
 cudaError_t Prepare(cudaStream_t stream, const Wkv7Call& call, float*& inexact) {

@@ -1,18 +1,13 @@
 // WKV7 on CUDA: from XLA's operands to the kernels.
 #include "wkv7.h"
 
-#include <limits>
-#include <string>
+#include <cstdint>
 
+#include "handler.h"
 #include "rwkv_jax/wkv7_calls.h"
 
 namespace rwkv_jax::cuda {
 namespace {
-
-ffi::Error Launched(const char* what, cudaError_t error) {
-  if (error == cudaSuccess) return ffi::Error::Success();
-  return ffi::Error::Internal(std::string(what) + ": " + cudaGetErrorString(error));
-}
 
 ffi::Error Forward(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
                    int64_t decay) {
@@ -46,20 +41,10 @@ ffi::Error Backward(cudaStream_t stream, ffi::RemainingArgs args, ffi::Remaining
                   Wkv7Backward(stream, call, segments, scratch, segments * floats));
 }
 
-// `floats` is the scratch for each head.
 void RequireChunked(Operands& operands, const Wkv7Call& call, int64_t segments, int64_t floats) {
-  operands.Require(call.dtype != Dtype::kF32, "r is F32; the kernels on matrix units take BF16 or F16");
-  operands.Require(call.states_dtype == Dtype::kBF16, "states is F32; the kernels on matrix units ",
-                   "take BF16");
   operands.Require(call.dims.head_size >= 64, "r has K = ", call.dims.head_size,
                    "; the kernels on matrix units take 64 or 128");
-  constexpr int64_t kMaxStride = std::numeric_limits<int32_t>::max();
-  operands.Require(call.dims.heads * call.dims.head_size <= kMaxStride, "r has H = ",
-                   call.dims.heads, "; H * K must be at most ", kMaxStride);
-  operands.Require(segments >= 1 && segments <= kMaxSegments, "segments is ", segments,
-                   "; expected 1 to ", kMaxSegments);
-  operands.Require(operands.Size('X') == floats, "scratch has ", operands.Size('X'),
-                   " floats for each head; expected ", floats);
+  RequireMatrixUnits(operands, call, segments, floats);
 }
 
 ffi::Error ChunkForward(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
@@ -88,27 +73,11 @@ ffi::Error ChunkBackward(cudaStream_t stream, ffi::RemainingArgs args, ffi::Rema
   return Launched("wkv7 backward", Wkv7ChunkBackward(stream, call, scratch, inexact));
 }
 
-auto Binding() {
-  return ffi::Ffi::Bind()
-      .Ctx<ffi::PlatformStream<cudaStream_t>>()
-      .RemainingArgs()
-      .RemainingRets()
-      .Attr<int64_t>("decay");
-}
-
-auto ChunkBinding() { return Binding().Attr<int64_t>("segments"); }
-
 }  // namespace
 }  // namespace rwkv_jax::cuda
 
-// The handlers only launch kernels, so they may be part of a CUDA graph.
-RWKV_JAX_HANDLER(Wkv7Fwd, rwkv_jax::cuda::Forward, rwkv_jax::cuda::Binding(),
-                 {rwkv_jax::ffi::Traits::kCmdBufferCompatible});
-RWKV_JAX_HANDLER(Wkv7Bwd, rwkv_jax::cuda::Backward, rwkv_jax::cuda::Binding(),
-                 {rwkv_jax::ffi::Traits::kCmdBufferCompatible});
-RWKV_JAX_HANDLER(Wkv7ChunkFwd, rwkv_jax::cuda::ChunkForward, rwkv_jax::cuda::ChunkBinding(),
-                 {rwkv_jax::ffi::Traits::kCmdBufferCompatible});
-RWKV_JAX_HANDLER(Wkv7ChunkBwd, rwkv_jax::cuda::ChunkBackward, rwkv_jax::cuda::ChunkBinding(),
-                 {rwkv_jax::ffi::Traits::kCmdBufferCompatible});
-RWKV_JAX_HANDLER(Wkv7Step, rwkv_jax::cuda::Step, rwkv_jax::cuda::Binding(),
-                 {rwkv_jax::ffi::Traits::kCmdBufferCompatible});
+RWKV_JAX_CUDA_HANDLER(Wkv7Fwd, rwkv_jax::cuda::Forward, rwkv_jax::cuda::Binding());
+RWKV_JAX_CUDA_HANDLER(Wkv7Bwd, rwkv_jax::cuda::Backward, rwkv_jax::cuda::Binding());
+RWKV_JAX_CUDA_HANDLER(Wkv7ChunkFwd, rwkv_jax::cuda::ChunkForward, rwkv_jax::cuda::ChunkBinding());
+RWKV_JAX_CUDA_HANDLER(Wkv7ChunkBwd, rwkv_jax::cuda::ChunkBackward, rwkv_jax::cuda::ChunkBinding());
+RWKV_JAX_CUDA_HANDLER(Wkv7Step, rwkv_jax::cuda::Step, rwkv_jax::cuda::Binding());

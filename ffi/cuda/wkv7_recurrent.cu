@@ -1,28 +1,11 @@
 // WKV7 one token at a time, all in float: exact for every decay, one block of threads per head.
 #include "launch.cuh"
+#include "recurrent.cuh"
 #include "tile.cuh"
 #include "wkv7.h"
 
 namespace rwkv_jax::cuda {
 namespace {
-
-// Where one head lives in arrays [B, T, H, N] and [B, H, N, N].
-template <int N>
-struct Head {
-  int64_t index, batch, head, heads, tokens;
-
-  __device__ Head(int64_t index, int64_t tokens, int64_t heads)
-      : index(index), batch(index / heads), head(index % heads), heads(heads), tokens(tokens) {}
-
-  __device__ int64_t FirstToken() const { return (batch * tokens * heads + head) * N; }
-  __device__ int64_t TokenStride() const { return heads * N; }
-  __device__ int64_t State() const { return index * N * N; }
-  __device__ int64_t Chunks() const { return (tokens + kChunk - 1) / kChunk; }
-  // The saved state before token n * kChunk, in [B, chunks, H, N, N].
-  __device__ int64_t SavedState(int64_t n) const {
-    return ((batch * Chunks() + n) * heads + head) * N * N;
-  }
-};
 
 // Rows of a tile of tokens in shared memory. The backward pass replays with the first five alone.
 enum Vector { kW, kK, kV, kA, kB, kR, kDy };
@@ -36,27 +19,6 @@ struct Vectors {
   explicit Vectors(Pointers... pointers) : x{static_cast<const T*>(pointers)...} {}
 
   const T* x[kBackwardVectors];
-};
-
-// The states at chunk boundaries, float or bfloat16.
-struct SavedStates {
-  void* data;
-  bool rounded;
-
-  template <typename G>
-  __device__ void Load(const G& tile, int64_t index, Fragment<G>& s) const {
-    if (rounded)
-      LoadState(tile, static_cast<const __nv_bfloat16*>(data) + index, s);
-    else
-      LoadState(tile, static_cast<const float*>(data) + index, s);
-  }
-  template <typename G>
-  __device__ void Store(const G& tile, int64_t index, const Fragment<G>& s) const {
-    if (rounded)
-      StoreState(tile, static_cast<__nv_bfloat16*>(data) + index, s);
-    else
-      StoreState(tile, static_cast<float*>(data) + index, s);
-  }
 };
 
 // One token of a tile [vectors, kTokens, N].
@@ -168,19 +130,14 @@ __global__ __launch_bounds__(ForwardTile<N>::kThreads, kBlocks) void ForwardKern
   StoreState(tile, final_state + head.State(), s);
 }
 
-// The chunks of a head are shared out among `segments` blocks. Each needs the gradient of the state at
-// the end of its segment, which is the start of its part of the scratch.
-struct Split {
-  int64_t segments;
-  float* scratch;
-  int64_t stride;  // floats for each head
+// If `only` is given, the heads that it marks.
+struct MarkedSplit : Split {
   const float* only;
 
   __device__ bool Skips(int64_t head) const { return only != nullptr && only[head] == 0.0f; }
-  __device__ int64_t Length(int64_t chunks) const { return (chunks + segments - 1) / segments; }
   template <int N>
   __device__ float* Scratch(int64_t head, int64_t segment) const {
-    return scratch + head * stride + segment * ScratchSize(N);
+    return Split::Scratch(head, segment, ScratchSize(N));
   }
 };
 
@@ -189,7 +146,7 @@ struct Split {
 template <typename T, int N>
 __global__ __launch_bounds__(ForwardTile<N>::kThreads) void SegmentKernel(
     const __grid_constant__ Vectors<T> inputs, int64_t tokens, int64_t heads, Decay decay,
-    const float* dfinal_state, Split split) {
+    const float* dfinal_state, MarkedSplit split) {
   if (split.Skips(blockIdx.x)) return;
   enum { kDecayRow, kARow, kBRow, kRRow, kDyRow, kRowsOfTile };
   using G = ForwardTile<N>;
@@ -286,18 +243,6 @@ __device__ void Copy(const Fragment<G>& from, Fragment<G>& to) {
   for (int i = 0; i < G::kRows; ++i)
 #pragma unroll
     for (int c = 0; c < G::kCols; ++c) to[i][c] = from[i][c];
-}
-
-// Columns of x^T m.
-template <typename G>
-__device__ void TransposedDot(const float (&x)[G::kRows], const Fragment<G>& m,
-                              float (&out)[G::kCols]) {
-#pragma unroll
-  for (int c = 0; c < G::kCols; ++c) {
-    out[c] = x[0] * m[0][c];
-#pragma unroll
-    for (int i = 1; i < G::kRows; ++i) out[c] = fmaf(x[i], m[i][c], out[c]);
-  }
 }
 
 // One token backwards. `ds` enters as the gradient of S_t without the share of y_t and leaves as that
@@ -399,7 +344,7 @@ template <typename T, int N>
 __global__ __launch_bounds__(BackwardTile<N>::kThreads, N == 64 ? 2 : 1) void BackwardKernel(
     const __grid_constant__ Vectors<T> inputs, int64_t tokens, int64_t heads, Decay decay,
     SavedStates states, const float* dfinal_state, const __grid_constant__ Gradients<T> out,
-    Split split) {
+    MarkedSplit split) {
   using G = BackwardTile<N>;
   static_assert(kBlock * N <= 4 * G::kThreads);
   static_assert(kBlock == 4, "S_0, S_1 and S_2 are kept or reloaded, S_3 is in registers");
@@ -566,7 +511,7 @@ cudaError_t Wkv7Backward(cudaStream_t stream, const Wkv7BackwardCall& call, int6
                                  static_cast<T*>(call.da), static_cast<T*>(call.db),
                                  call.dinitial_state};
     const Vectors<T> inputs(call.w, call.k, call.v, call.a, call.b, call.r, call.dy);
-    const Split split{segments, scratch, stride, only};
+    const MarkedSplit split{{segments, scratch, stride}, only};
     const SavedStates states{const_cast<void*>(call.states), call.states_dtype == Dtype::kBF16};
     if (segments > 1) {
       const cudaError_t error =

@@ -9,14 +9,14 @@ from jax import Array
 from rwkv_jax import _check
 from rwkv_jax._operator import Operator
 from rwkv_jax._typing import Operand
-from rwkv_jax.wkv4 import reference, xla
+from rwkv_jax.wkv4 import ffi, reference, xla
 
 OPERATOR = Operator(
     "wkv4",
     inputs={"w": "C", "u": "C", "k": "BTC", "v": "BTC"},
     state={"num": "BC", "den": "BC", "log_max": "BC"},
     decays=("log", "exp"),
-    implementations={"xla": xla, "reference": reference},
+    implementations={"ffi": ffi, "xla": xla, "reference": reference},
 )
 
 NOTHING = -1e38

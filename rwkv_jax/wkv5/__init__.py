@@ -10,14 +10,14 @@ from jax import Array
 from rwkv_jax import _check
 from rwkv_jax._operator import Operator
 from rwkv_jax._typing import Operand
-from rwkv_jax.wkv5 import reference, xla
+from rwkv_jax.wkv5 import ffi, reference, xla
 
 OPERATOR = Operator(
     "wkv5",
     inputs={"r": "BTHK", "w": "HK", "k": "BTHK", "v": "BTHV", "u": "HK"},
     state={"state": "BHVK"},
     decays=("log", "exp"),
-    implementations={"xla": xla, "reference": reference},
+    implementations={"ffi": ffi, "xla": xla, "reference": reference},
 )
 
 

@@ -41,7 +41,7 @@ def why_not(platform: str, stage: str, options: Options, operands: Mapping[str, 
     return None
 
 
-def _on_matrix_units(platform: str, options: Options, r: Any) -> bool:
+def on_matrix_units(platform: str, options: Options, r: Any) -> bool:
     """Whether the kernels on matrix units run a call, rather than those that take one token at a
     time in float32, which have all dtypes and head sizes and are as fast on a few tokens. The
     former leave a head whose decays are out of their range to the latter."""
@@ -56,7 +56,11 @@ def _on_matrix_units(platform: str, options: Options, r: Any) -> bool:
 
 
 def how(platform: str, options: Options, operands: Mapping[str, Any]) -> str:
-    if _on_matrix_units(platform, options, operands["r"]):
+    return kernels(platform, on_matrix_units(platform, options, operands["r"]))
+
+
+def kernels(platform: str, matrix_units: bool) -> str:
+    if matrix_units:
         return "CUDA kernels on matrix units, bfloat16 with float32 sums"
     language = {"cpu": "C++", "cuda": "CUDA"}[platform]
     return f"{language} kernels, one token at a time in float32"
@@ -95,11 +99,10 @@ def forward(
             states_dtype(options, r.dtype),
         ),
     ]
-    if _on_matrix_units(platform, options, r):
+    if on_matrix_units(platform, options, r):
         target = CHUNK_FORWARD
-        segments = _scan_segments(batch * heads, size, frames)
-        attributes["segments"] = segments
-        results += _scratch(batch, heads, _summaries(size, segments))
+        count = attributes["segments"] = _scan_segments(batch * heads, size, frames)
+        results += _scratch(batch, heads, _summaries(size, count))
     y, final_state, states, *_ = _ffi.call(
         target, results, *(r, w, k, v, a, b, initial_state), **attributes
     )
@@ -122,7 +125,7 @@ def _replay(size: int) -> int:
     return CHUNK // BLOCK * size * size + CHUNK * size
 
 
-def _segments(heads: int, chunks: int) -> int:
+def segments(heads: int, chunks: int) -> int:
     """Into how many segments the CUDA backward pass splits a sequence so as to fill a large GPU
     with few heads. Segments cost a pass over the sequence, so many heads do without."""
     few = 0 < heads <= 128
@@ -147,15 +150,14 @@ def backward(
     target = BACKWARD
     attributes: dict[str, Any] = {"decay": DECAY_CODES[options.decay]}
     results = [(x.shape, x.dtype) for x in (*inputs, dfinal_state)]
-    if _on_matrix_units(platform, options, r):
+    if on_matrix_units(platform, options, r):
         target = CHUNK_BACKWARD
-        segments = _scan_segments(batch * heads, size, frames)
-        attributes["segments"] = segments
-        floats = frames * size * size // 2 + _summaries(size, segments)
+        count = attributes["segments"] = _scan_segments(batch * heads, size, frames)
+        floats = frames * size * size // 2 + _summaries(size, count)
         results += _scratch(batch, heads, max(floats, _replay(size)))
     elif platform == "cuda":
-        segments = _segments(batch * heads, frames)
-        results.append(((batch, heads, segments, _replay(size)), jnp.float32))
+        count = segments(batch * heads, frames)
+        results.append(((batch, heads, count, _replay(size)), jnp.float32))
     gradients = _ffi.call(target, results, *inputs, states, dy, dfinal_state, **attributes)
     dr, dw, dk, dv, da, db, dinitial_state = gradients[:7]
     return dr, dw, dk, dv, da, db, dinitial_state

@@ -262,6 +262,16 @@ inline float __uint_as_float(uint32_t word) {
   std::memcpy(&x, &word, 4);
   return x;
 }
+inline uint32_t __float_as_uint(float x) {
+  uint32_t word;
+  std::memcpy(&word, &x, 4);
+  return word;
+}
+inline float __fdividef(float x, float y) { return x / y; }
+inline float __bfloat162float(__nv_bfloat16 x) { return emulation::FromBf16(x.bits); }
+inline float __half2float(__half x) { return emulation::FromHalf(x.bits); }
+inline __nv_bfloat16 __float2bfloat16_rn(float x) { return {emulation::ToBf16(x)}; }
+inline __half __float2half_rn(float x) { return {_cvtss_sh(x, 0)}; }
 inline float __low2float(__half2 pair) { return emulation::FromHalf(pair.x.bits); }
 inline float __high2float(__half2 pair) { return emulation::FromHalf(pair.y.bits); }
 inline void __syncthreads() { emulation::Arrive(emulation::barriers[0], emulation::threads); }
@@ -297,6 +307,7 @@ inline bool SynchronizeAll(int number, int threads, bool value) {
 
 inline float Exp2(float x) { return x < -126.0f ? 0.0f : std::exp2(x); }
 inline float Reciprocal(float x) { return 1.0f / x; }
+inline void Prefetch(const void*) {}
 
 inline uint32_t RoundToBf16(float low, float high) {
   return emulation::ToBf16(low) | uint32_t{emulation::ToBf16(high)} << 16;
@@ -346,6 +357,24 @@ inline void WarpMultiply(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, u
 }
 inline void WarpMultiplyHalf(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   emulation::Multiply(sum, a, b0, b1, emulation::FromHalf);
+}
+
+inline void WarpMultiplyFloat(float (&sum)[4], const float (&a)[4], float b0, float b1) {
+  const auto word = [](float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    return bits & 0xffffe000;
+  };
+  emulation::Exchange(
+      {word(a[0]), word(a[1]), word(a[2]), word(a[3]), word(b0), word(b1)}, [&](const auto& posted) {
+        for (int e = 0; e < 4; ++e) {
+          const int row = emulation::Lane() / 4 + e / 2 * 8, col = 2 * (emulation::Lane() % 4) + e % 2;
+          for (int k = 0; k < 8; ++k)
+            sum[e] += __uint_as_float(posted[row % 8 * 4 + k % 4][row / 8 + k / 4 * 2]) *
+                      __uint_as_float(posted[col * 4 + k % 4][4 + k / 4]);
+        }
+        return 0;
+      });
 }
 
 // Copies arrive as late as they may.

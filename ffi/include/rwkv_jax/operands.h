@@ -56,6 +56,37 @@ class Operands {
     error_ = ffi::Error::InvalidArgument((Text(op_) + ": " + ... + Text(parts)));
   }
 
+  // The sizes of an operator with heads, the native kernels' limits checked.
+  HeadDims Heads(int64_t tokens, int64_t max_head_size) {
+    const int64_t keys = Size('K'), values = Size('V');
+    const bool power_of_two = (keys & (keys - 1)) == 0;
+    Require(keys == values && power_of_two && keys >= 16 && keys <= max_head_size,
+            "r and v have K = ", keys, " and V = ", values,
+            "; expected K = V, a power of two from 16 to ", max_head_size);
+    return {Size('B'), tokens, Size('H'), keys, Size('N')};
+  }
+
+  Decay DecayForm(int64_t decay, Decay last) {
+    const bool sigmoid = last == Decay::kSigmoid;
+    Require(decay >= 0 && decay <= static_cast<int64_t>(last), "decay is ", decay,
+            sigmoid ? "; expected 0 (log), 1 (exp) or 2 (sigmoid)" : "; expected 0 (log) or 1 (exp)");
+    return static_cast<Decay>(decay);
+  }
+
+  // Whether a forward pass saves states, which are either none or one for each chunk.
+  bool Saves() {
+    const int64_t saved = Size('N'), chunks = Chunks(Size('T'));
+    Require(saved == 0 || saved == chunks, "states has N = ", saved, "; expected 0 or ", chunks,
+            " for ", Size('T'), " tokens");
+    return saved != 0;
+  }
+
+  void RequireSaved() {
+    const int64_t saved = Size('N'), chunks = Chunks(Size('T'));
+    Require(saved == chunks, "states has N = ", saved, "; expected ", chunks, " for ", Size('T'),
+            " tokens");
+  }
+
   ffi::Error Finish() {
     Require(arg_ == args_.size(), args_.size(), " operands given; expected ", arg_);
     Require(ret_ == rets_.size(), rets_.size(), " results given; expected ", ret_);

@@ -1,26 +1,15 @@
 // What the WKV7 kernels of all platforms take and give.
 #pragma once
 
-#include <cstdint>
-
 #include "rwkv_jax/types.h"
 
 namespace rwkv_jax {
-
-// Tokens between two saved states, as CHUNK in rwkv_jax/wkv7/residuals.py.
-constexpr int64_t kChunk = 64;
-
-struct Wkv7Dims {
-  int64_t batch, tokens, heads;
-  int64_t head_size;  // K = V
-  int64_t saved;      // N, the states saved for the backward pass: ceil(tokens / kChunk), or 0
-};
 
 // Arrays are dense and row-major: the inputs, y and their cotangents [B, T, H, K] of `dtype`, a
 // state [B, H, V, K] of float, and the saved states [B, N, H, V, K] of `states_dtype`, which is kF32
 // or kBF16.
 struct Wkv7Call {
-  Wkv7Dims dims;
+  HeadDims dims;
   Dtype dtype, states_dtype;
   Decay decay;
   const void *r, *w, *k, *v, *a, *b;

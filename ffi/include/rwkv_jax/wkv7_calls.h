@@ -28,19 +28,10 @@ inline void ReadInputs(Operands& operands, const char* keys, const char* values,
 
 inline void ReadSizes(Operands& operands, int64_t tokens, int64_t decay, int64_t max_head_size,
                       Wkv7Call& call) {
-  const int64_t keys = operands.Size('K'), values = operands.Size('V');
-  const bool power_of_two = (keys & (keys - 1)) == 0;
-  operands.Require(keys == values && power_of_two && keys >= 16 && keys <= max_head_size,
-                   "r and v have K = ", keys, " and V = ", values,
-                   "; expected K = V, a power of two from 16 to ", max_head_size);
-  operands.Require(decay >= 0 && decay <= 2, "decay is ", decay,
-                   "; expected 0 (log), 1 (exp) or 2 (sigmoid)");
-  call.dims = {operands.Size('B'), tokens, operands.Size('H'), keys, operands.Size('N')};
+  call.dims = operands.Heads(tokens, max_head_size);
   call.dtype = operands.dtype();
-  call.decay = static_cast<Decay>(decay);
+  call.decay = operands.DecayForm(decay, Decay::kSigmoid);
 }
-
-inline int64_t Chunks(int64_t tokens) { return (tokens + kChunk - 1) / kChunk; }
 
 }  // namespace internal
 
@@ -51,11 +42,8 @@ inline void ReadForward(Operands& operands, int64_t decay, int64_t max_head_size
   call.y = operands.Ret("y", "BTHV");
   call.final_state = operands.FloatRet("final_state", "BHVK");
   call.states = operands.StatesRet("states", "BNHVK", call.states_dtype);
-  const int64_t tokens = operands.Size('T'), saved = operands.Size('N');
-  internal::ReadSizes(operands, tokens, decay, max_head_size, call);
-  operands.Require(saved == 0 || saved == internal::Chunks(tokens), "states has N = ", saved,
-                   "; expected 0 or ", internal::Chunks(tokens), " for ", tokens, " tokens");
-  if (saved == 0) call.states = nullptr;
+  internal::ReadSizes(operands, operands.Size('T'), decay, max_head_size, call);
+  if (!operands.Saves()) call.states = nullptr;
 }
 
 inline void ReadBackward(Operands& operands, int64_t decay, int64_t max_head_size,
@@ -71,10 +59,8 @@ inline void ReadBackward(Operands& operands, int64_t decay, int64_t max_head_siz
   call.da = operands.Ret("da", "BTHK");
   call.db = operands.Ret("db", "BTHK");
   call.dinitial_state = operands.FloatRet("dinitial_state", "BHVK");
-  const int64_t tokens = operands.Size('T'), saved = operands.Size('N');
-  internal::ReadSizes(operands, tokens, decay, max_head_size, call);
-  operands.Require(saved == internal::Chunks(tokens), "states has N = ", saved, "; expected ",
-                   internal::Chunks(tokens), " for ", tokens, " tokens");
+  internal::ReadSizes(operands, operands.Size('T'), decay, max_head_size, call);
+  operands.RequireSaved();
 }
 
 // The forward pass of one token.

@@ -1,0 +1,141 @@
+// What the kernels of operators with a state for each head share. As in vector.h, everything has
+// internal linkage.
+#pragma once
+
+#include <cstdint>
+
+#include "rwkv_jax/types.h"
+#include "vector.h"
+
+namespace rwkv_jax::cpu {
+namespace {
+
+// Where the arrays of one head are.
+struct Head {
+  Head(const HeadDims& dims, int64_t head)
+      : size(dims.head_size),
+        dims(dims),
+        batch(head / dims.heads),
+        head(head % dims.heads) {}
+
+  int64_t Token(int64_t t) const { return ((batch * dims.tokens + t) * dims.heads + head) * size; }
+  int64_t Parameter() const { return (batch * dims.heads + head) * size; }
+  int64_t State() const { return Parameter() * size; }
+  int64_t SavedState(int64_t n) const {
+    return ((batch * dims.saved + n) * dims.heads + head) * size * size;
+  }
+
+  const int64_t size;
+
+ private:
+  const HeadDims dims;
+  const int64_t batch, head;
+};
+
+// Replaces `w` by the decay factor d. `slope`, unless null, becomes the derivative of the log decay
+// with respect to w, which is finite, so that its product with a d of 0 is 0.
+[[gnu::noinline]] inline void DecayRow(Decay decay, int64_t count, float* w, float* slope) {
+  for (int64_t i = 0; i < count; i += kLanes) {
+    Vec x = Load(w + i), derivative = Broadcast(1.0f);
+    if (decay == Decay::kLog) {
+      x = Clamp(x, kMinExp, kMaxExp);
+    } else if (decay == Decay::kExp) {
+      derivative = -Exp(Clamp(x, kMinExp, 5.0f));  // exp(-exp(5)) is 0
+      x = Clamp(derivative, kMinExp, 0.0f);
+    } else {
+      const Vec e = Exp(Clamp(-x, -80.0f, 80.0f));
+      const Vec sigmoid = 1.0f / (1.0f + e);
+      x = -kSigmoidScale * sigmoid;
+      derivative = x * (e * sigmoid);
+    }
+    Store(w + i, Exp(x));
+    if (slope) Store(slope + i, derivative);
+  }
+}
+
+// `rows` rows of a [V, K] state to or from `columns`, [K, rows].
+inline void LoadColumns(const float* state, int64_t size, int64_t rows, float* columns) {
+  for (int64_t row = 0; row < rows; row += kLanes)
+    for (int64_t key = 0; key < size; key += kLanes) {
+      Vec x[kLanes];
+      for (int i = 0; i < kLanes; ++i) x[i] = Load(state + (row + i) * size + key);
+      Transpose(x);
+      for (int i = 0; i < kLanes; ++i) Store(columns + (key + i) * rows + row, x[i]);
+    }
+}
+
+inline void StoreColumns(const float* columns, int64_t size, int64_t rows, Dtype dtype, void* to,
+                         int64_t index) {
+  for (int64_t row = 0; row < rows; row += kLanes)
+    for (int64_t key = 0; key < size; key += kLanes) {
+      Vec x[kLanes];
+      for (int i = 0; i < kLanes; ++i) x[i] = Load(columns + (key + i) * rows + row);
+      Transpose(x);
+      for (int i = 0; i < kLanes; ++i) StoreAs(dtype, to, index + (row + i) * size + key, x[i]);
+    }
+}
+
+template <int kVecs>
+inline void StoreVecs(Dtype dtype, void* to, int64_t index, const Vec (&x)[kVecs]) {
+  alignas(64) float row[kVecs * kLanes];
+  for (int i = 0; i < kVecs; ++i) Store(row + i * kLanes, x[i]);
+  StoreRow(dtype, to, index, kVecs * kLanes, row);
+}
+
+// Tokens that the forward pass loads at once; divides kChunk.
+constexpr int64_t kRun = 16;
+
+// The forward pass over `rows` rows, kVecs vectors of them at a time. There is a lane for each row,
+// so that the state times a vector needs no sum over lanes.
+//
+// `Inputs` are those of a run of tokens: Read loads them, and Forward takes a block of rows, whose
+// first one is `row`, through them.
+template <int kVecs, typename Inputs, typename Call>
+void ForwardRows(const Call& call, const Head& head, int64_t first_row, int64_t rows,
+                 float* scratch) {
+  constexpr int64_t kRows = kVecs * kLanes;
+  const int64_t size = head.size, offset = first_row * size;
+  const Inputs in(scratch, kRun, size);
+  float* const states = scratch + Inputs::Scratch(kRun, size);
+  const float* const initial_state = call.initial_state + head.State() + offset;
+  for (int64_t row = 0; row < rows; row += kRows)
+    LoadColumns(initial_state + row * size, size, kRows, states + row * size);
+
+  for (int64_t start = 0; start < call.dims.tokens; start += kRun) {
+    const int64_t tokens = Smaller(call.dims.tokens - start, kRun);
+    in.Read(call, head, start, tokens, nullptr);
+    for (int64_t row = 0; row < rows; row += kRows) {
+      float* const columns = states + row * size;
+      if (call.states && start % kChunk == 0)
+        StoreColumns(columns, size, kRows, call.states_dtype, call.states,
+                     head.SavedState(start / kChunk) + offset + row * size);
+      in.template Forward<kVecs>(call, head, start, tokens, first_row + row, row == 0, columns);
+    }
+  }
+  for (int64_t row = 0; row < rows; row += kRows)
+    StoreColumns(states + row * size, size, kRows, Dtype::kF32, call.final_state,
+                 head.State() + offset + row * size);
+}
+
+template <typename Inputs>
+int64_t ForwardScratch(const HeadDims& dims, int64_t rows) {
+  return Inputs::Scratch(kRun, dims.head_size) + dims.head_size * rows;
+}
+
+template <typename Inputs, typename Call>
+void Forward(const Call& call, int64_t index, int64_t first_row, int64_t rows, float* scratch) {
+  const Head head(call.dims, index);
+  if (rows >= Inputs::kMaxVecs * kLanes)
+    ForwardRows<Inputs::kMaxVecs, Inputs>(call, head, first_row, rows, scratch);
+  else if (rows == 2 * kLanes)
+    ForwardRows<2, Inputs>(call, head, first_row, rows, scratch);
+  else
+    ForwardRows<1, Inputs>(call, head, first_row, rows, scratch);
+}
+
+// Rows that the backward pass works on together, so that the vectors of a token are loaded once for
+// all of them.
+constexpr int kGroup = 4;
+
+}  // namespace
+}  // namespace rwkv_jax::cpu

@@ -1,0 +1,21 @@
+// WKV4 on CPUs: what a handler asks of the kernels.
+#pragma once
+
+#include <cstdint>
+
+#include "rwkv_jax/wkv4.h"
+
+namespace rwkv_jax::cpu {
+
+// Channels are independent of each other, and a call takes so many of them, or what is left.
+constexpr int64_t kChannels = 128;
+
+// The kernels for one instruction set.
+struct Wkv4Kernels {
+  void (*forward)(const Wkv4ForwardCall& call, int64_t batch, int64_t first_channel);
+  void (*backward)(const Wkv4BackwardCall& call, int64_t batch, int64_t first_channel);
+
+  static const Wkv4Kernels baseline, avx2, avx512;
+};
+
+}  // namespace rwkv_jax::cpu

@@ -1,0 +1,241 @@
+// The WKV6 kernels, which are also those of WKV5, compiled once for each instruction set,
+// RWKV_JAX_ISA.
+#include "wkv6.h"
+
+#include "heads.h"
+
+namespace rwkv_jax::cpu {
+namespace {
+
+// Asks for the inputs of one token ahead of their use: the tokens of a head are too far apart in
+// memory for the CPU to foresee.
+[[gnu::always_inline]] inline void PrefetchInputs(const Wkv6Call& call, int64_t index) {
+  const void* const inputs[] = {call.r, call.k, call.v};
+  for (const void* input : inputs) Prefetch(call.dtype, input, index);
+  if (!call.constant_decay) Prefetch(call.dtype, call.w, index);
+}
+
+// The inputs of a run of tokens in float, [tokens, size], with d the decay factor.
+struct Inputs {
+  // As many vectors of rows as the registers take beside the scalars of a token.
+  static constexpr int kMaxVecs = 4;
+
+  static int64_t Scratch(int64_t tokens, int64_t size) { return 4 * tokens * size; }
+
+  Inputs(float* scratch, int64_t tokens, int64_t size)
+      : r(scratch), d(r + tokens * size), k(d + tokens * size), v(k + tokens * size) {}
+
+  void Read(const Wkv6Call& call, const Head& head, int64_t first, int64_t tokens,
+            float* slope) const {
+    for (int64_t t = 0; t < tokens; ++t) {
+      const int64_t from = head.Token(first + t), to = t * head.size;
+      LoadRow(call.dtype, call.r, from, head.size, r + to);
+      LoadRow(call.dtype, call.k, from, head.size, k + to);
+      LoadRow(call.dtype, call.v, from, head.size, v + to);
+      if (call.constant_decay)
+        LoadRow(Dtype::kF32, call.w, head.Parameter(), head.size, d + to);
+      else
+        LoadRow(call.dtype, call.w, from, head.size, d + to);
+    }
+    DecayRow(call.decay, tokens * head.size, d, slope);
+  }
+
+  template <int kVecs>
+  void Forward(const Wkv6ForwardCall& call, const Head& head, int64_t start, int64_t tokens,
+               int64_t row, bool prefetch, float* columns) const {
+    constexpr int64_t kRows = kVecs * kLanes;
+    const int64_t size = head.size;
+    const float* const u = call.u + head.Parameter();
+    for (int64_t t = 0; t < tokens; ++t) {
+      const int64_t token = t * size;
+      const int64_t ahead = head.Token(Smaller(start + kRun + t, call.dims.tokens - 1));
+      Vec own = {};
+      for (int64_t key = 0; key < size; key += kLanes)
+        own += Load(r + token + key) * Load(u + key) * Load(k + token + key);
+      const float own_weight = Sum(own);
+      Vec values[kVecs], y[kVecs] = {};
+      for (int i = 0; i < kVecs; ++i) values[i] = Load(v + token + row + i * kLanes);
+      for (int64_t key = 0; key < size; ++key) {
+        if (key % 16 == 0 && prefetch) {
+          PrefetchInputs(call, ahead + key);
+          Prefetch(call.dtype, call.y, ahead + key);
+        }
+        const float r_key = r[token + key], d_key = d[token + key], k_key = k[token + key];
+        float* const column = columns + key * kRows;
+        for (int i = 0; i < kVecs; ++i) {
+          const Vec s = Load(column + i * kLanes);
+          y[i] += s * r_key;
+          Store(column + i * kLanes, s * d_key + values[i] * k_key);
+        }
+      }
+      for (int i = 0; i < kVecs; ++i) y[i] += values[i] * own_weight;
+      StoreVecs(call.dtype, call.y, head.Token(start + t) + row, y);
+    }
+  }
+
+  float *const r, *const d, *const k, *const v;
+};
+
+// One chunk as the backward pass wants it: arrays of [tokens, size], but for the `states` of one
+// block of kLanes rows, [tokens + 1, kLanes, size].
+struct Chunk : Inputs {
+  Chunk(float* scratch, int64_t tokens, int64_t size) : Inputs(scratch, tokens, size) {
+    float* free = scratch + Inputs::Scratch(tokens, size);
+    float** const arrays[] = {&dy, &slope, &dr, &dk, &dv, &dlog, &states};
+    for (float** array : arrays) {
+      *array = free;
+      free += tokens * size;
+    }
+  }
+
+  float *dy, *slope;
+  float *dr, *dk, *dv, *dlog;  // dlog without its factor d
+  float* states;
+};
+
+int64_t BackwardScratch(const HeadDims& dims) {
+  const int64_t tokens = Smaller(dims.tokens, kChunk), size = dims.head_size;
+  return 10 * tokens * size + (tokens + 1) * kLanes * size;
+}
+
+// Starts the gradients of a chunk with those of what a token reads of itself, v (u * k)^T r.
+void OwnGradients(const Chunk& chunk, int64_t tokens, int64_t size, const float* u, float* du) {
+  for (int64_t t = 0; t < tokens; ++t) {
+    const int64_t token = t * size;
+    Vec own = {}, down = {};
+    for (int64_t i = 0; i < size; i += kLanes) {
+      own += Load(chunk.r + token + i) * Load(u + i) * Load(chunk.k + token + i);
+      down += Load(chunk.v + token + i) * Load(chunk.dy + token + i);
+    }
+    const float weight = Sum(own), dweight = Sum(down);
+    for (int64_t i = 0; i < size; i += kLanes) {
+      const Vec r = Load(chunk.r + token + i) * dweight, k = Load(chunk.k + token + i);
+      Store(chunk.dr + token + i, Load(u + i) * k * dweight);
+      Store(chunk.dk + token + i, Load(u + i) * r);
+      Store(chunk.dv + token + i, Load(chunk.dy + token + i) * weight);
+      Store(chunk.dlog + token + i, Vec{});
+      Store(du + i, Load(du + i) + r * k);
+    }
+  }
+}
+
+// The states of a block of rows before each token of a chunk, and after the last one. Adds to dr.
+void Replay(const Chunk& chunk, int64_t tokens, int64_t size, int64_t first_row) {
+  for (int64_t t = 0; t < tokens; ++t) {
+    const int64_t token = t * size;
+    for (int first = 0; first < kLanes; first += kGroup) {
+      const float* const before = chunk.states + (t * kLanes + first) * size;
+      float* const after = chunk.states + ((t + 1) * kLanes + first) * size;
+      Vec v[kGroup], dy[kGroup];
+      for (int i = 0; i < kGroup; ++i) {
+        v[i] = Broadcast(chunk.v[token + first_row + first + i]);
+        dy[i] = Broadcast(chunk.dy[token + first_row + first + i]);
+      }
+      for (int64_t key = 0; key < size; key += kLanes) {
+        const Vec d = Load(chunk.d + token + key), k = Load(chunk.k + token + key);
+        Vec dr = Load(chunk.dr + token + key);
+        for (int i = 0; i < kGroup; ++i) {
+          const Vec s = Load(before + i * size + key);
+          dr += s * dy[i];
+          Store(after + i * size + key, s * d + v[i] * k);
+        }
+        Store(chunk.dr + token + key, dr);
+      }
+    }
+  }
+}
+
+// Takes dS of a block of rows from after a token to before it. Adds to dk, dv and dlog.
+void StepBack(const Chunk& chunk, int64_t t, int64_t size, int64_t first_row, float* ds) {
+  const int64_t token = t * size;
+  Vec sums[kLanes];
+  for (int first = 0; first < kLanes; first += kGroup) {
+    const float* const before = chunk.states + (t * kLanes + first) * size;
+    Vec v[kGroup], dy[kGroup], dv[kGroup] = {};
+    for (int i = 0; i < kGroup; ++i) {
+      v[i] = Broadcast(chunk.v[token + first_row + first + i]);
+      dy[i] = Broadcast(chunk.dy[token + first_row + first + i]);
+    }
+    for (int64_t key = 0; key < size; key += kLanes) {
+      const Vec r = Load(chunk.r + token + key), d = Load(chunk.d + token + key);
+      const Vec k = Load(chunk.k + token + key);
+      Vec dk = Load(chunk.dk + token + key), dlog = Load(chunk.dlog + token + key);
+      for (int i = 0; i < kGroup; ++i) {
+        float* const at = ds + (first + i) * size + key;
+        const Vec x = Load(at);
+        dv[i] += x * k;
+        dk += x * v[i];
+        dlog += x * Load(before + i * size + key);
+        Store(at, x * d + dy[i] * r);
+      }
+      Store(chunk.dk + token + key, dk);
+      Store(chunk.dlog + token + key, dlog);
+    }
+    for (int i = 0; i < kGroup; ++i) sums[first + i] = dv[i];
+  }
+  float* const dv = chunk.dv + token + first_row;
+  Store(dv, Load(dv) + SumEach(sums));
+}
+
+// The backward pass has a lane for each key, since most of its sums are over rows.
+void Backward(const Wkv6BackwardCall& call, int64_t index, float* scratch) {
+  const Head head(call.dims, index);
+  const int64_t size = head.size;
+  float* const ds = call.dinitial_state + head.State();
+  __builtin_memcpy(ds, call.dfinal_state + head.State(), size * size * sizeof(float));
+  const float* const u = call.u + head.Parameter();
+  float* const du = call.du + head.Parameter();
+  float* const summed_dw =
+      call.constant_decay ? static_cast<float*>(call.dw) + head.Parameter() : nullptr;
+  __builtin_memset(du, 0, size * sizeof(float));
+  if (summed_dw) __builtin_memset(summed_dw, 0, size * sizeof(float));
+  const Chunk chunk(scratch, Smaller(call.dims.tokens, kChunk), size);
+  for (int64_t n = call.dims.saved - 1; n >= 0; --n) {
+    const int64_t tokens = Smaller(call.dims.tokens - n * kChunk, kChunk);
+    chunk.Read(call, head, n * kChunk, tokens, chunk.slope);
+    for (int64_t t = 0; t < tokens; ++t)
+      LoadRow(call.dtype, call.dy, head.Token(n * kChunk + t), size, chunk.dy + t * size);
+    OwnGradients(chunk, tokens, size, u, du);
+
+    for (int64_t row = 0; row < size; row += kLanes) {
+      LoadRow(call.states_dtype, call.states, head.SavedState(n) + row * size, kLanes * size,
+              chunk.states);
+      Replay(chunk, tokens, size, row);
+      for (int64_t t = tokens - 1; t >= 0; --t) {
+        // A slice of what is loaded next and of what is stored at the end of this chunk.
+        const int64_t now = head.Token(n * kChunk + t) + row;
+        if (n > 0) {
+          const int64_t next = head.Token((n - 1) * kChunk + t) + row;
+          PrefetchInputs(call, next);
+          Prefetch(call.dtype, call.dy, next);
+        }
+        const void* const outputs[] = {call.dr, call.dk, call.dv};
+        for (const void* output : outputs) Prefetch(call.dtype, output, now);
+        if (!summed_dw) Prefetch(call.dtype, call.dw, now);
+        StepBack(chunk, t, size, row, ds + row * size);
+      }
+    }
+
+    for (int64_t i = 0; i < tokens * size; i += kLanes)
+      Store(chunk.dlog + i, Load(chunk.dlog + i) * Load(chunk.d + i) * Load(chunk.slope + i));
+    for (int64_t t = 0; t < tokens; ++t) {
+      const int64_t to = head.Token(n * kChunk + t), from = t * size;
+      StoreRow(call.dtype, call.dr, to, size, chunk.dr + from);
+      StoreRow(call.dtype, call.dk, to, size, chunk.dk + from);
+      StoreRow(call.dtype, call.dv, to, size, chunk.dv + from);
+      if (!summed_dw) {
+        StoreRow(call.dtype, call.dw, to, size, chunk.dlog + from);
+        continue;
+      }
+      for (int64_t i = 0; i < size; i += kLanes)
+        Store(summed_dw + i, Load(summed_dw + i) + Load(chunk.dlog + from + i));
+    }
+  }
+}
+
+}  // namespace
+
+const Wkv6Kernels Wkv6Kernels::RWKV_JAX_ISA = {
+    {kLanes, ForwardScratch<Inputs>, Forward<Inputs>, BackwardScratch, Backward}};
+
+}  // namespace rwkv_jax::cpu

@@ -1,0 +1,182 @@
+// What the kernels on matrix units share: the log decays of a chunk of tokens, and a state in registers.
+#pragma once
+
+#include "matrix.cuh"
+#include "rwkv_jax/types.h"
+
+namespace rwkv_jax::cuda {
+
+// Tokens that are taken together: those of one matrix product.
+constexpr int kSub = 16;
+
+// The least log2 of a decay factor, which then is 0.
+constexpr float kMinLog2Decay = -172.0f;
+
+constexpr float kLog2E = 1.4426950408889634f;
+
+// Log decays are summed as float16, times this scale so that slow ones are not subnormal: the
+// rounding of one changes its factor d by a relative |log d| / 4096 at most.
+constexpr float kLogScale = 256.0f;
+constexpr uint32_t kInverseLogScale = 0x1c001c00;  // 1 / 256, twice, in float16
+
+// The base-2 logarithm of the decay factor of w, times the scale. A comparison, not fmaxf, so that a NaN
+// stays a NaN.
+template <Decay kForm>
+__device__ float ScaledLogDecay(float w) {
+  constexpr float kScale = kLog2E * kLogScale;
+  if (kForm == Decay::kSigmoid)
+    return -kSigmoidScale * kScale * Reciprocal(1.0f + Exp2(-kLog2E * w));
+  constexpr float kLeast = kMinLog2Decay * kLogScale;
+  const float x = kForm == Decay::kExp ? -kScale * Exp2(kLog2E * w) : kScale * w;
+  return x < kLeast ? kLeast : x;
+}
+
+// Which of the tokens of a chunk are there; a row of the others changes no state.
+struct Rows {
+  int first, end;
+
+  __device__ bool All() const { return first <= 0 && end >= kSub; }
+  __device__ bool Has(int row) const { return row >= first && row < end; }
+};
+
+template <typename T, Decay kForm>
+__device__ void ScaledLogDecays(const uint32_t (&w)[4], uint32_t (&log_decays)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    log_decays[i] = Pair<__half>::Round(ScaledLogDecay<kForm>(Pair<T>::Low(w[i])),
+                                        ScaledLogDecay<kForm>(Pair<T>::High(w[i])));
+}
+
+// Clears the log decays of tokens that are not there.
+__device__ inline void KeepRows(const Rows& rows, uint32_t (&log_decays)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int row = i % 2 * 8 + 2 * (Lane() % 4);
+    log_decays[i] &= (rows.Has(row) ? 0xffffu : 0u) | (rows.Has(row + 1) ? 0xffff0000u : 0u);
+  }
+}
+
+// The scaled log decays of 16 tokens and 16 channels, as right operands for two tiles of 8 channels,
+// from the block of w that LoadTransposed has brought.
+template <typename T>
+__device__ void LogDecays(const uint32_t (&w)[4], Decay form, const Rows& rows,
+                          uint32_t (&log_decays)[4]) {
+  if (form == Decay::kSigmoid)
+    ScaledLogDecays<T, Decay::kSigmoid>(w, log_decays);
+  else if (form == Decay::kExp)
+    ScaledLogDecays<T, Decay::kExp>(w, log_decays);
+  else
+    ScaledLogDecays<T, Decay::kLog>(w, log_decays);
+  if (!rows.All()) KeepRows(rows, log_decays);
+}
+
+// Ones below, on or above the diagonal of a 16 x 16 matrix, over the scale of the log decays: as a
+// left operand it sums them.
+struct Ones {
+  Left a;
+
+  __device__ Ones(bool below, bool diagonal, bool above) {
+    const int row = Lane() / 4, col = 2 * (Lane() % 4);
+    const auto has = [&](int col) {
+      return col < row ? below : col == row ? diagonal : above;
+    };
+    a[0] = a[3] = kInverseLogScale &
+                  ((has(col) ? 0xffffu : 0u) | (has(col + 1) ? 0xffff0000u : 0u));
+    a[1] = below ? kInverseLogScale : 0u;
+    a[2] = above ? kInverseLogScale : 0u;
+  }
+};
+
+// Clears what lies above the diagonal of a 16 x 16 matrix, and the diagonal too unless it is kept.
+__device__ inline void KeepLower(bool diagonal, Sum<2>& m) {
+  const int below = Lane() / 4 - 2 * (Lane() % 4) + diagonal;  // in both blocks of the diagonal
+  if (below <= 0) m[0][0] = m[1][2] = 0.0f;
+  if (below <= 1) m[0][1] = m[1][3] = 0.0f;
+  m[1][0] = m[1][1] = 0.0f;
+}
+
+// The rows of a state that this thread has: those of one warp, in the tiles of a Sum.
+template <int N>
+struct StateTiles {
+  static constexpr int kPanels = N / kTileCols;
+  using State = float[kPanels][8][4];
+
+  // Calls fn(index, element) for elements 0 and 2 of each tile, which are followed by 1 and 3.
+  template <typename Fn>
+  static __device__ void ForEachPair(Fn&& fn) {
+    const int row = threadIdx.x / 32 % (N / 16) * 16 + Lane() / 4, col = 2 * (Lane() % 4);
+#pragma unroll
+    for (int panel = 0; panel < kPanels; ++panel)
+#pragma unroll
+      for (int tile = 0; tile < 8; ++tile)
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          fn((row + 8 * half) * N + 64 * panel + 8 * tile + col, panel, tile, 2 * half);
+  }
+
+  static __device__ void Load(const float* from, State& s) {
+    ForEachPair([&](int index, int panel, int tile, int e) {
+      const float2 pair = *reinterpret_cast<const float2*>(from + index);
+      s[panel][tile][e] = pair.x, s[panel][tile][e + 1] = pair.y;
+    });
+  }
+
+  static __device__ void Store(const State& s, float* to) {
+    if constexpr (kPanels > 1) {
+      ForEachPair([&](int index, int panel, int tile, int e) {
+        *reinterpret_cast<float2*>(to + index) = {s[panel][tile][e], s[panel][tile][e + 1]};
+      });
+    } else {
+      // Lanes trade by twos, so that each stores four columns of a row. (Larger states leave no
+      // registers for that.)
+      const bool odd = Lane() % 2;
+      const int row = threadIdx.x / 32 % (N / 16) * 16 + Lane() / 4 + 8 * odd;
+      to += row * N + 4 * (Lane() % 4 / 2);
+#pragma unroll
+      for (int tile = 0; tile < 8; ++tile) {
+        const float(&x)[4] = s[0][tile];
+        const float first = __shfl_xor_sync(~0u, odd ? x[0] : x[2], 1);
+        const float second = __shfl_xor_sync(~0u, odd ? x[1] : x[3], 1);
+        *reinterpret_cast<float4*>(to + 8 * tile) =
+            odd ? float4{first, second, x[2], x[3]} : float4{x[0], x[1], first, second};
+      }
+    }
+  }
+
+  // As bfloat16, in pieces of eight columns. Of two blocks of a row four lanes have four pieces, a word
+  // of each, and trade so that each has a piece.
+  static __device__ void StoreRounded(const State& s, uint4* to) {
+    const int lane = Lane();
+    to += (threadIdx.x / 32 % (N / 16) * 16 + lane / 4) * (N / 8) + lane % 4;
+#pragma unroll
+    for (int panel = 0; panel < kPanels; ++panel)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int tile = i / 2 * 4, e = i % 2 * 2;
+        uint32_t word[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+          word[j] = Bf16::Round(s[panel][tile + j][e], s[panel][tile + j][e + 1]);
+        const auto trade = [&](int distance, uint32_t& low, uint32_t& high) {
+          const bool upper = lane & distance;
+          const uint32_t got = __shfl_xor_sync(~0u, upper ? low : high, distance);
+          (upper ? low : high) = got;
+        };
+        trade(1, word[0], word[1]);
+        trade(1, word[2], word[3]);
+        trade(2, word[0], word[2]);
+        trade(2, word[1], word[3]);
+        to[4 * e * (N / 8) + 8 * panel + tile] = {word[0], word[1], word[2], word[3]};
+      }
+  }
+
+  static __device__ void SetDiagonal(float value, State& s) {
+    ForEachPair([&](int index, int panel, int tile, int e) {
+      const int row = index / N, col = index % N;
+      s[panel][tile][e] = row == col ? value : 0.0f;
+      s[panel][tile][e + 1] = row == col + 1 ? value : 0.0f;
+    });
+  }
+};
+
+}  // namespace rwkv_jax::cuda

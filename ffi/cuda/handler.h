@@ -1,0 +1,51 @@
+// What the handlers share.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <limits>
+#include <string>
+
+#include "frames.h"
+#include "rwkv_jax/operands.h"
+
+namespace rwkv_jax::cuda {
+
+constexpr int64_t kMaxHeadSize = 128;
+
+inline ffi::Error Launched(const char* what, cudaError_t error) {
+  if (error == cudaSuccess) return ffi::Error::Success();
+  return ffi::Error::Internal(std::string(what) + ": " + cudaGetErrorString(error));
+}
+
+inline auto Binding() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::PlatformStream<cudaStream_t>>()
+      .RemainingArgs()
+      .RemainingRets()
+      .Attr<int64_t>("decay");
+}
+
+inline auto ChunkBinding() { return Binding().Attr<int64_t>("segments"); }
+
+// What all kernels on matrix units need; `floats` is the scratch for each head.
+template <typename Call>
+void RequireMatrixUnits(Operands& operands, const Call& call, int64_t segments, int64_t floats) {
+  operands.Require(call.dtype != Dtype::kF32, "r is F32; the kernels on matrix units take BF16 or F16");
+  operands.Require(call.states_dtype == Dtype::kBF16, "states is F32; the kernels on matrix units ",
+                   "take BF16");
+  constexpr int64_t kMaxStride = std::numeric_limits<int32_t>::max();
+  operands.Require(call.dims.heads * call.dims.head_size <= kMaxStride, "r has H = ",
+                   call.dims.heads, "; H * K must be at most ", kMaxStride);
+  operands.Require(segments >= 1 && segments <= kMaxSegments, "segments is ", segments,
+                   "; expected 1 to ", kMaxSegments);
+  operands.Require(operands.Size('X') == floats, "scratch has ", operands.Size('X'),
+                   " floats for each head; expected ", floats);
+}
+
+}  // namespace rwkv_jax::cuda
+
+// RWKV_JAX_HANDLER for handlers that only launch kernels, so that they may be part of a CUDA graph.
+#define RWKV_JAX_CUDA_HANDLER(fn, impl, binding) \
+  RWKV_JAX_HANDLER(fn, impl, binding, {rwkv_jax::ffi::Traits::kCmdBufferCompatible})

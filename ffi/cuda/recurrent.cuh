@@ -1,0 +1,79 @@
+// What the kernels that go through a sequence in float share: where a head lives, its saved states,
+// and how the backward pass of a head is split.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
+
+#include "rwkv_jax/types.h"
+#include "tile.cuh"
+
+namespace rwkv_jax::cuda {
+
+// Where one head lives in arrays [B, T, H, N] and [B, H, N, N].
+template <int N>
+struct Head {
+  int64_t index, batch, head, heads, tokens;
+
+  __device__ Head(int64_t index, int64_t tokens, int64_t heads)
+      : index(index), batch(index / heads), head(index % heads), heads(heads), tokens(tokens) {}
+
+  __device__ int64_t FirstToken() const { return (batch * tokens * heads + head) * N; }
+  __device__ int64_t TokenStride() const { return heads * N; }
+  __device__ int64_t State() const { return index * N * N; }
+  __device__ int64_t Chunks() const { return (tokens + kChunk - 1) / kChunk; }
+  // The saved state before token n * kChunk, in [B, chunks, H, N, N].
+  __device__ int64_t SavedState(int64_t n) const {
+    return ((batch * Chunks() + n) * heads + head) * N * N;
+  }
+};
+
+// The states at chunk boundaries, float or bfloat16.
+struct SavedStates {
+  void* data;
+  bool rounded;
+
+  template <typename G>
+  __device__ void Load(const G& tile, int64_t index, Fragment<G>& s) const {
+    if (rounded)
+      LoadState(tile, static_cast<const __nv_bfloat16*>(data) + index, s);
+    else
+      LoadState(tile, static_cast<const float*>(data) + index, s);
+  }
+  template <typename G>
+  __device__ void Store(const G& tile, int64_t index, const Fragment<G>& s) const {
+    if (rounded)
+      StoreState(tile, static_cast<__nv_bfloat16*>(data) + index, s);
+    else
+      StoreState(tile, static_cast<float*>(data) + index, s);
+  }
+};
+
+// The chunks of a head are shared out among `segments` blocks. Each needs the gradient of the state
+// at the end of its segment, which is the start of its part of the scratch.
+struct Split {
+  int64_t segments;
+  float* scratch;
+  int64_t stride;  // floats for each head
+
+  __device__ int64_t Length(int64_t chunks) const { return (chunks + segments - 1) / segments; }
+  // `size` floats for each segment.
+  __device__ float* Scratch(int64_t head, int64_t segment, int64_t size) const {
+    return scratch + head * stride + segment * size;
+  }
+};
+
+// Columns of x^T m.
+template <typename G>
+__device__ void TransposedDot(const float (&x)[G::kRows], const Fragment<G>& m,
+                              float (&out)[G::kCols]) {
+#pragma unroll
+  for (int c = 0; c < G::kCols; ++c) {
+    out[c] = x[0] * m[0][c];
+#pragma unroll
+    for (int i = 1; i < G::kRows; ++i) out[c] = fmaf(x[i], m[i][c], out[c]);
+  }
+}
+
+}  // namespace rwkv_jax::cuda

@@ -1,0 +1,413 @@
+// WKV4 in runs of tokens side by side, all in float.
+//
+// A block has the channels that a warp reads as 128 bytes, and walks over tiles of tokens. Of a
+// tile each warp has a run of kRun consecutive tokens. It first finds what they add up to by
+// themselves; from these sums and the state at the start of the tile each warp then has the state
+// at the start of its run, and takes its tokens once more. Backwards the same is done with the
+// runs that come after.
+//
+// Sums of weights are kept as sums times e^log_max. Inside a run whose weights are not too far
+// from each other all are taken relative to one gauge, which leaves one exponential for each
+// token. Another run, or one with fewer tokens, goes token by token as the reference does.
+#pragma once
+
+#include <cfloat>
+#include <cstdint>
+#include <type_traits>
+
+#include "launch.cuh"
+#include "matrix.cuh"
+#include "rwkv_jax/wkv4.h"
+
+namespace rwkv_jax::cuda::wkv4 {
+
+constexpr int kRun = 8;
+constexpr int kWarps = 8;
+constexpr int kThreads = 32 * kWarps;
+static_assert(kRun * kWarps == kChunk, "a tile starts at a saved state");
+
+// Exponents to base 2 that differ by less are not too far from each other: products of three such
+// weights are in the range of float.
+constexpr float kNear = 40.0f;
+
+// As kMinLogDecay, but for exponents up to the largest float; as in rwkv_jax/_decay.py.
+constexpr float kMaxLogRate = 69.07755f;
+
+constexpr float kLog2E = 1.44269504f;
+
+__device__ inline float Exp(float x) { return Exp2(x * kLog2E); }
+
+// num e^log_max and den e^log_max.
+struct Sums {
+  float num, den, log_max;
+};
+
+__device__ inline Sums Nothing() { return {0.0f, 0.0f, -FLT_MAX}; }
+
+// `sums` after a decay, and `more`.
+__device__ inline Sums Add(const Sums& sums, float log_decay, const Sums& more) {
+  const float decayed = sums.log_max + log_decay;
+  const float log_max = fmaxf(decayed, more.log_max);
+  const float before = Exp(decayed - log_max), now = Exp(more.log_max - log_max);
+  return {fmaf(before, sums.num, now * more.num), fmaf(before, sums.den, now * more.den), log_max};
+}
+
+// The log decay of w, and its derivative.
+__device__ inline float2 LogDecay(float w, Decay form) {
+  float slope = 1.0f;
+  if (form == Decay::kExp) {
+    const bool largest = w > kMaxLogRate;
+    w = -expf(largest ? kMaxLogRate : w);
+    slope = largest ? 0.0f : w;
+  }
+  // Not -inf, of which no tokens at all would make NaN.
+  return {w < -FLT_MAX ? -FLT_MAX : w, slope};
+}
+
+// What does not change along the tokens.
+struct Channel {
+  float w;             // the log decay
+  float decay, bonus;  // e^w and e^u
+};
+
+// The channels of a lane are the elements of one word of 4 bytes.
+template <typename T>
+constexpr int kWidth = 4 / sizeof(T);
+
+template <typename T>
+__device__ void Unpack(uint32_t word, float (&x)[kWidth<T>]) {
+  if constexpr (std::is_same_v<T, float>)
+    x[0] = __uint_as_float(word);
+  else
+    x[0] = Pair<T>::Low(word), x[1] = Pair<T>::High(word);
+}
+
+template <typename T>
+__device__ uint32_t Pack(const float (&x)[kWidth<T>]) {
+  if constexpr (std::is_same_v<T, float>)
+    return __float_as_uint(x[0]);
+  else
+    return Pair<T>::Round(x[0], x[1]);
+}
+
+// Where the channels of a lane are in arrays [rows, C].
+template <typename T>
+class Column {
+ public:
+  static constexpr int kChannels = 32 * kWidth<T>;  // of a block
+
+  __device__ explicit Column(int64_t channels) : channels(channels) {
+    const unsigned groups = (channels + kChannels - 1) / kChannels;
+    sequence = blockIdx.x / groups;
+    first_ = int64_t{blockIdx.x % groups} * kChannels + Lane() * kWidth<T>;
+    const int64_t left = channels - first_;
+    count = left < 0 ? 0 : left < kWidth<T> ? static_cast<int>(left) : kWidth<T>;
+    words = count == kWidth<T> && channels % kWidth<T> == 0;
+  }
+
+  int64_t channels, sequence;
+  int count;   // of the channels of the lane there are
+  bool words;  // whether they are a word in every row
+
+  // The first element of the lane in a row; that in the next one is `channels` further.
+  __device__ int64_t At(int64_t row) const { return row * channels + first_; }
+
+  // Element by element.
+  __device__ void LoadEach(const void* array, int64_t at, float (&x)[kWidth<T>]) const {
+    uint32_t word = 0;
+    for (int c = 0; c < count; ++c)
+      word |= uint32_t{static_cast<const Element*>(array)[at + c]} << 16 * c;
+    Unpack<T>(word, x);
+  }
+  __device__ void StoreEach(void* array, int64_t at, const float (&x)[kWidth<T>]) const {
+    const uint32_t word = Pack<T>(x);
+    for (int c = 0; c < count; ++c)
+      static_cast<Element*>(array)[at + c] = static_cast<Element>(word >> 16 * c);
+  }
+
+  template <typename E>
+  __device__ void Fetch(const E* array, int64_t at) const {
+    if (count > 0) Prefetch(array + at);
+  }
+
+  __device__ float LoadFloat(const float* array, int64_t row, int c) const {
+    return c < count ? array[At(row) + c] : 0.0f;
+  }
+  __device__ void StoreFloat(float* array, int64_t row, int c, float x) const {
+    if (c < count) array[At(row) + c] = x;
+  }
+
+  template <typename Float>
+  __device__ Sums LoadState(const Wkv4State<Float>& state, int64_t row, int c) const {
+    return {LoadFloat(state.num, row, c), LoadFloat(state.den, row, c),
+            LoadFloat(state.log_max, row, c)};
+  }
+  __device__ void StoreState(const Wkv4State<float>& state, int64_t row, int c,
+                             const Sums& sums) const {
+    StoreFloat(state.num, row, c, sums.num);
+    StoreFloat(state.den, row, c, sums.den);
+    StoreFloat(state.log_max, row, c, sums.log_max);
+  }
+  // u itself, which only tokens one by one need.
+  __device__ float LoadBonus(const Wkv4Call& call, int c) const {
+    return LoadFloat(call.u, sequence, c);
+  }
+  __device__ Channel LoadChannel(const Wkv4Call& call, int c) const {
+    const float w = LogDecay(LoadFloat(call.w, sequence, c), call.decay).x;
+    return {w, expf(w), expf(LoadBonus(call, c))};
+  }
+
+ private:
+  using Element = std::conditional_t<kWidth<T> == 1, uint32_t, uint16_t>;
+
+  int64_t first_;
+};
+
+// The chunks of a sequence are shared out among segments, of which the last is empty only if there
+// are no chunks.
+struct Split {
+  int64_t tokens, segments;
+  int64_t chunks;  // of a segment, or one more in the last `longer` segments
+  int64_t longer;
+
+  Split(int64_t tokens, int64_t segments)
+      : tokens(tokens),
+        segments(segments),
+        chunks(Chunks(tokens) / segments),
+        longer(Chunks(tokens) % segments) {}
+
+  // The first token of a segment; that of the one behind the last is the number of tokens.
+  __device__ int64_t First(int64_t segment) const {
+    const int64_t shorter = segments - longer;
+    const int64_t chunk = segment * chunks + (segment > shorter ? segment - shorter : 0);
+    return chunk * kChunk < tokens ? chunk * kChunk : tokens;
+  }
+  __device__ int64_t Length(int64_t segment) const { return First(segment + 1) - First(segment); }
+};
+
+// The tokens of the tile at `start`; none past the end.
+__device__ inline int TileLength(int64_t start, int64_t end) {
+  const int64_t left = end - start;
+  return left < 0 ? 0 : left < kChunk ? static_cast<int>(left) : static_cast<int>(kChunk);
+}
+
+// Sums in shared memory, of the channels of a warp.
+template <int kChannels>
+struct Slot {
+  float parts[3][32][kChannels];
+
+  __device__ void Put(int c, const Sums& sums) {
+    parts[0][Lane()][c] = sums.num;
+    parts[1][Lane()][c] = sums.den;
+    parts[2][Lane()][c] = sums.log_max;
+  }
+  __device__ Sums Get(int c) const {
+    return {parts[0][Lane()][c], parts[1][Lane()][c], parts[2][Lane()][c]};
+  }
+};
+
+// One for each run of a tile, and one for what comes into the tile.
+template <typename T>
+using Slots = Slot<kWidth<T>>[kWarps + 1];
+
+// What the sums of the runs from `first` up to `end` and those that come into the tile add up to,
+// `age(slot)` tokens later each.
+template <typename T, typename Age>
+__device__ void Gather(const Slots<T>& slots, int first, int end,
+                       const Channel (&channel)[kWidth<T>], const Age& age,
+                       Sums (&sums)[kWidth<T>]) {
+  const auto exponent = [&](int j, int c) {
+    return fmaf(age(j), channel[c].w, slots[j].parts[2][Lane()][c]);
+  };
+#pragma unroll
+  for (int c = 0; c < kWidth<T>; ++c) sums[c] = {0.0f, 0.0f, exponent(kWarps, c)};
+#pragma unroll
+  for (int j = 0; j < kWarps; ++j)
+    if (first <= j && j < end)
+#pragma unroll
+      for (int c = 0; c < kWidth<T>; ++c) sums[c].log_max = fmaxf(sums[c].log_max, exponent(j, c));
+#pragma unroll
+  for (int j = 0; j <= kWarps; ++j)
+    if (j == kWarps || (first <= j && j < end))
+#pragma unroll
+      for (int c = 0; c < kWidth<T>; ++c) {
+        const float scale = Exp(exponent(j, c) - sums[c].log_max);
+        sums[c].num = fmaf(scale, slots[j].parts[0][Lane()][c], sums[c].num);
+        sums[c].den = fmaf(scale, slots[j].parts[1][Lane()][c], sums[c].den);
+      }
+}
+
+// The state at the start of the run of `warp`, or with kWarps at the end of the tile, from the
+// runs before.
+template <typename T>
+__device__ void Before(const Slots<T>& slots, int warp, int length,
+                       const Channel (&channel)[kWidth<T>], Sums (&sums)[kWidth<T>]) {
+  const float to = fminf(kRun * warp, length);
+  const auto age = [&](int j) {
+    return j == kWarps ? to : to - fminf(kRun * (j + 1), length);
+  };
+  Gather<T>(slots, 0, warp, channel, age, sums);
+}
+
+// The cotangent of the state at the end of the run of `warp`, from the runs after it.
+template <typename T>
+__device__ void After(const Slots<T>& slots, int warp, int length,
+                      const Channel (&channel)[kWidth<T>], Sums (&sums)[kWidth<T>]) {
+  const float to = fminf(kRun * (warp + 1), length);
+  const auto age = [&](int j) { return fminf(kRun * j, length) - to; };
+  Gather<T>(slots, warp + 1, kWarps, channel, age, sums);
+}
+
+// Where a run is.
+template <typename T>
+struct Place {
+  static constexpr int W = kWidth<T>;
+
+  int64_t row;  // of the first token, in arrays [B * T, C]
+  int count;
+
+  // In a tile of `length` tokens.
+  __device__ Place(const Column<T>& column, int64_t tile_row, int length, int warp)
+      : row(tile_row + kRun * warp) {
+    const int left = length - kRun * warp;
+    count = left < 0 || column.count == 0 ? 0 : left < kRun ? left : kRun;
+  }
+
+  // Whether the tokens are kRun whole words.
+  __device__ bool Whole(const Column<T>& column) const { return column.words && count == kRun; }
+
+  // Calls body(t, c, key, value) for tokens one by one, in little code.
+  template <typename Body>
+  __device__ void ForEach(const Column<T>& column, const Wkv4Call& call, const Body& body) const {
+#pragma unroll 1
+    for (int t = 0; t < count; ++t) ForToken(column, call, t, body);
+  }
+  template <typename Body>
+  __device__ void ForEachBackwards(const Column<T>& column, const Wkv4Call& call,
+                                   const Body& body) const {
+#pragma unroll 1
+    for (int t = count - 1; t >= 0; --t) ForToken(column, call, t, body);
+  }
+
+  // The token that log_max of the run is from.
+  __device__ int LargestToken(const Column<T>& column, const Wkv4Call& call, float w,
+                              int channel) const {
+    float log_max = -FLT_MAX;
+    int token = 0;
+    ForEach(column, call, [&](int t, int c, float key, float) {
+      if (c != channel) return;
+      if (key > log_max + w) token = t;
+      log_max = fmaxf(log_max + w, key);
+    });
+    return token;
+  }
+
+ private:
+  template <typename Body>
+  __device__ void ForToken(const Column<T>& column, const Wkv4Call& call, int t,
+                           const Body& body) const {
+    float key[W], value[W];
+    column.LoadEach(call.k, column.At(row + t), key);
+    column.LoadEach(call.v, column.At(row + t), value);
+#pragma unroll
+    for (int c = 0; c < W; ++c) body(t, c, key[c], value[c]);
+  }
+};
+
+// The words of one of the arrays [B, T, C] in a run that is whole.
+struct Words {
+  uint32_t x[kRun];
+
+  template <typename T>
+  __device__ void Load(const Column<T>& column, const void* array, int64_t row) {
+    const T* at = static_cast<const T*>(array) + column.At(row);
+#pragma unroll
+    for (int t = 0; t < kRun; ++t, at += column.channels)
+      x[t] = *reinterpret_cast<const uint32_t*>(at);
+  }
+};
+
+// The weights e^(k_t) of a run, and their sums.
+template <typename T>
+struct Weights {
+  static constexpr int W = kWidth<T>;
+
+  bool near;       // the run is whole, and its weights are near each other
+  float gauge[W];  // the weights below are 2^-gauge of what they are
+  float weight[kRun][W], weighted[kRun][W];  // these times v_t
+  Sums sums[W];
+
+  __device__ float Relative(float log_weight, int c) const {
+    return Exp2(fmaf(log_weight, kLog2E, -gauge[c]));
+  }
+
+  __device__ Weights(const Column<T>& column, const Wkv4Call& call, const Place<T>& place,
+                     const Words& k, const Words& v, const Channel (&channel)[W]) {
+    near = place.Whole(column);
+    if (near) SumNear(k, v, channel);
+    if (near) return;
+#pragma unroll
+    for (int c = 0; c < W; ++c) sums[c] = Nothing();
+    place.ForEach(column, call, [&](int, int c, float key, float value) {
+      sums[c] = Add(sums[c], channel[c].w, {value, 1.0f, key});
+    });
+  }
+
+ private:
+  // Finds only then that weights are not near.
+  __device__ void SumNear(const Words& k, const Words& v, const Channel (&channel)[W]) {
+    float key[W], value[W], range[W];
+    Unpack<T>(k.x[0], key);
+#pragma unroll
+    for (int c = 0; c < W; ++c) {
+      sums[c] = Nothing();
+      gauge[c] = key[c] * kLog2E;
+      range[c] = 0.0f;
+    }
+#pragma unroll
+    for (int t = 0; t < kRun; ++t) {
+      Unpack<T>(k.x[t], key);
+      Unpack<T>(v.x[t], value);
+#pragma unroll
+      for (int c = 0; c < W; ++c) {
+        const float relative = fmaf(key[c], kLog2E, -gauge[c]);
+        range[c] = fmaxf(range[c], fabsf(relative));
+        weight[t][c] = Exp2(relative);
+        weighted[t][c] = weight[t][c] * value[c];
+        sums[c].num = fmaf(channel[c].decay, sums[c].num, weighted[t][c]);
+        sums[c].den = fmaf(channel[c].decay, sums[c].den, weight[t][c]);
+        sums[c].log_max = fmaxf(sums[c].log_max + channel[c].w, key[c]);
+      }
+    }
+#pragma unroll
+    for (int c = 0; c < W; ++c) {
+      near = near && range[c] <= kNear && channel[c].bonus >= Exp2(-kNear) &&
+             channel[c].bonus <= Exp2(kNear);
+      const float scale = Exp2(-fmaf(sums[c].log_max, kLog2E, -gauge[c]));
+      sums[c].num *= scale;
+      sums[c].den *= scale;
+    }
+  }
+};
+
+template <typename T>
+int64_t Columns(const Wkv4Dims& dims) {
+  constexpr int64_t kChannels = Column<T>::kChannels;
+  return dims.batch * ((dims.channels + kChannels - 1) / kChannels);
+}
+
+// The sums in scratch [B, S, X, C], where row (b S + s) X has those of segment s of sequence b.
+inline Wkv4State<float> Summaries(const Wkv4Call& call, float* scratch) {
+  return {scratch, scratch + call.dims.channels, scratch + 2 * call.dims.channels};
+}
+
+template <typename Fn>
+cudaError_t ForTypes(Dtype dtype, Fn&& fn) {
+  switch (dtype) {
+    case Dtype::kBF16: return fn(__nv_bfloat16());
+    case Dtype::kF16: return fn(__half());
+    default: return fn(0.0f);
+  }
+}
+
+}  // namespace rwkv_jax::cuda::wkv4

@@ -1,0 +1,411 @@
+// The backward pass of WKV4.
+//
+// In absolute terms N = num e^log_max and D = den e^log_max are linear in what came before:
+//   y_t = (N_t + o_t v_t) / (D_t + o_t), o_t = e^(u + k_t)
+//   N_{t+1} = e^w N_t + e^(k_t) v_t, D_{t+1} = e^w D_t + e^(k_t)
+// so their cotangents A and B are sums that decay backwards, added up as the state itself is:
+//   A_t = e^w A_{t+1} + a_t, a_t = dy_t / (D_t + o_t);  B_t = e^w B_{t+1} + b_t, b_t = -a_t y_t
+// where the cotangents of the final num and den come in as A_T and B_T times e^log_max. What is
+// left of the cotangent of the final log_max goes back to the token or the initial state that
+// log_max is from.
+#include "wkv4.cuh"
+#include "wkv4.h"
+
+namespace rwkv_jax::cuda {
+namespace wkv4 {
+namespace {
+
+// The scale of a weight times a cotangent. The weight is in the denominators of the cotangent, so
+// this is at most 1, but for what runs take as their gauge, and but for huge exponents, whose
+// rounding errors would make it infinite.
+__device__ float Weigh(float weight_log, float cotangent_log_max) {
+  return Exp2(fminf((weight_log + cotangent_log_max) * kLog2E, 2.0f * kNear));
+}
+
+template <typename T>
+struct BackwardShared {
+  static constexpr int W = kWidth<T>;
+
+  // For each token of a run the state before it: num, den and, unless weights are near, log_max.
+  float kept[kRun][3][W][kThreads];
+  // Of two tiles, since one is read while the next one comes.
+  Slots<T> runs[2], cotangents[2];
+  float dlog_max[W][32];
+
+  __device__ float& Kept(int t, int part, int c) { return kept[t][part][c][threadIdx.x]; }
+};
+
+// A run backwards.
+template <typename T>
+struct BackwardRun {
+  static constexpr int W = kWidth<T>;
+
+  const Column<T>& column;
+  const Wkv4BackwardCall& call;
+  const Channel (&channel)[W];
+  BackwardShared<T>& shared;
+  const Place<T>& place;
+  const Weights<T>& weights;
+  const Words &k, &v, &dy;
+  bool near;
+
+  struct Own {
+    Sums cotangent;  // a_t and b_t
+    float weight;    // o_t
+    float lead;      // v_t - y_t, which is exactly 0 where there is nothing before
+  };
+  // Token t in the general way; the keys and values are given.
+  __device__ Own OwnCotangent(const Sums& state, int t, int c, float key, float value) const {
+    float dys[W];
+    column.LoadEach(call.dy, column.At(place.row + t), dys);
+    const float own = column.LoadBonus(call, c) + key;
+    const float log_max = fmaxf(state.log_max, own);
+    const float before = Exp(state.log_max - log_max), now = Exp(own - log_max);
+    const float scale = Reciprocal(fmaf(before, state.den, now));
+    const float lead = before * fmaf(state.den, value, -state.num) * scale;
+    const float num = dys[c] * scale;
+    return {{num, -num * (value - lead), -log_max}, now, lead};
+  }
+
+  // Token t where weights are near: e^(k_t), a_t and b_t, from N_t and D_t.
+  struct Near {
+    float weight, a, b, lead;
+  };
+  __device__ Near NearToken(int c, float num, float den, float key, float value, float dy) const {
+    const float weight = weights.Relative(key, c), own = channel[c].bonus * weight;
+    const float scale = Reciprocal(den + own), a = dy * scale;
+    const float lead = fmaf(den, value, -num) * scale;
+    return {weight, a, -a * (value - lead), lead};
+  }
+
+  // Keeps the states before the tokens, and finds what their y add to the cotangent of the state
+  // before the run.
+  __device__ void Replay(const Sums (&before)[W], Sums (&cotangents)[W]) {
+    near = weights.near;
+#pragma unroll
+    for (int c = 0; c < W; ++c)
+      near = near && fmaf(before[c].log_max, kLog2E, -weights.gauge[c]) <= kNear;
+#pragma unroll
+    for (int c = 0; c < W; ++c) cotangents[c] = Nothing();
+    if (near) {
+      float num[W], den[W], decays[W];
+#pragma unroll
+      for (int c = 0; c < W; ++c) {
+        const float scale = weights.Relative(before[c].log_max, c);
+        num[c] = before[c].num * scale;
+        den[c] = before[c].den * scale;
+        decays[c] = 1.0f;
+      }
+#pragma unroll
+      for (int t = 0; t < kRun; ++t) {
+        float key[W], value[W], dys[W];
+        Unpack<T>(k.x[t], key);
+        Unpack<T>(v.x[t], value);
+        Unpack<T>(dy.x[t], dys);
+#pragma unroll
+        for (int c = 0; c < W; ++c) {
+          shared.Kept(t, 0, c) = num[c];
+          shared.Kept(t, 1, c) = den[c];
+          const Near near = NearToken(c, num[c], den[c], key[c], value[c], dys[c]);
+          cotangents[c].num = fmaf(decays[c], near.a, cotangents[c].num);
+          cotangents[c].den = fmaf(decays[c], near.b, cotangents[c].den);
+          num[c] = fmaf(channel[c].decay, num[c], near.weight * value[c]);
+          den[c] = fmaf(channel[c].decay, den[c], near.weight);
+          decays[c] *= channel[c].decay;
+        }
+      }
+      // Relative to a key, which is the gauge but for rounding.
+      float key[W];
+      Unpack<T>(k.x[0], key);
+#pragma unroll
+      for (int c = 0; c < W; ++c) {
+        const float scale = weights.Relative(key[c], c);
+        cotangents[c] = {cotangents[c].num * scale, cotangents[c].den * scale, -key[c]};
+      }
+    } else {
+      Sums state[W];
+#pragma unroll
+      for (int c = 0; c < W; ++c) state[c] = before[c];
+      place.ForEach(column, call, [&](int t, int c, float key, float value) {
+        shared.Kept(t, 0, c) = state[c].num;
+        shared.Kept(t, 1, c) = state[c].den;
+        shared.Kept(t, 2, c) = state[c].log_max;
+        state[c] = Add(state[c], channel[c].w, {value, 1.0f, key});
+      });
+      place.ForEachBackwards(column, call, [&](int t, int c, float key, float value) {
+        const Own own = OwnCotangent(Kept(t, c), t, c, key, value);
+        cotangents[c] = Add(cotangents[c], channel[c].w, own.cotangent);
+      });
+    }
+  }
+
+  __device__ Sums Kept(int t, int c) const {
+    return {shared.Kept(t, 0, c), shared.Kept(t, 1, c), shared.Kept(t, 2, c)};
+  }
+
+  // dk and dv, from the cotangent of the state after the run; token at[c] has dlog_max added to its
+  // dk.
+  __device__ void Write(const Sums (&after)[W], const int (&at)[W], const float (&dlog_max)[W],
+                        float (&dw)[W], float (&du)[W]) {
+    float dk[W], dv[W];
+    if (near) {
+      float num[W], den[W], to_w[W] = {}, to_u[W] = {};
+#pragma unroll
+      for (int c = 0; c < W; ++c) {
+        const float scale =
+            Exp2(fminf(fmaf(after[c].log_max, kLog2E, weights.gauge[c]), 2.0f * kNear));
+        num[c] = after[c].num * scale;
+        den[c] = after[c].den * scale;
+      }
+      const int64_t last = column.At(place.row + kRun - 1);
+      T *dk_to = static_cast<T*>(call.dk) + last, *dv_to = static_cast<T*>(call.dv) + last;
+#pragma unroll
+      for (int t = kRun - 1; t >= 0; --t, dk_to -= column.channels, dv_to -= column.channels) {
+        float key[W], value[W], dys[W];
+        Unpack<T>(k.x[t], key);
+        Unpack<T>(v.x[t], value);
+        Unpack<T>(dy.x[t], dys);
+#pragma unroll
+        for (int c = 0; c < W; ++c) {
+          const float kept_num = shared.Kept(t, 0, c), kept_den = shared.Kept(t, 1, c);
+          to_w[c] = fmaf(num[c], kept_num, fmaf(den[c], kept_den, to_w[c]));
+          const Near near = NearToken(c, kept_num, kept_den, key[c], value[c], dys[c]);
+          const float to_own = near.a * near.lead;
+          to_u[c] = fmaf(near.weight, to_own, to_u[c]);
+          dv[c] = near.weight * fmaf(channel[c].bonus, near.a, num[c]);
+          dk[c] = fmaf(near.weight,
+                       fmaf(channel[c].bonus, to_own, fmaf(num[c], value[c], den[c])),
+                       t == at[c] ? dlog_max[c] : 0.0f);
+          num[c] = fmaf(channel[c].decay, num[c], near.a);
+          den[c] = fmaf(channel[c].decay, den[c], near.b);
+        }
+        *reinterpret_cast<uint32_t*>(dk_to) = Pack<T>(dk);
+        *reinterpret_cast<uint32_t*>(dv_to) = Pack<T>(dv);
+      }
+#pragma unroll
+      for (int c = 0; c < W; ++c) {
+        dw[c] = fmaf(channel[c].decay, to_w[c], dw[c]);
+        du[c] = fmaf(channel[c].bonus, to_u[c], du[c]);
+      }
+    } else {
+      Sums rest[W];
+#pragma unroll
+      for (int c = 0; c < W; ++c) rest[c] = after[c];
+      place.ForEachBackwards(column, call, [&](int t, int c, float key, float value) {
+        const Sums state = Kept(t, c);
+        const Own own = OwnCotangent(state, t, c, key, value);
+        const float past = Weigh(state.log_max + channel[c].w, rest[c].log_max);
+        dw[c] = fmaf(past, fmaf(rest[c].num, state.num, rest[c].den * state.den), dw[c]);
+        const float to_own = own.weight * own.cotangent.num * own.lead;
+        du[c] += to_own;
+        const float weight = Weigh(key, rest[c].log_max);
+        dv[c] = fmaf(weight, rest[c].num, own.weight * own.cotangent.num);
+        dk[c] = fmaf(weight, fmaf(rest[c].num, value, rest[c].den), to_own);
+        if (t == at[c]) dk[c] += dlog_max[c];
+        rest[c] = Add(rest[c], channel[c].w, own.cotangent);
+        if (c == W - 1) {
+          column.StoreEach(call.dk, column.At(place.row + t), dk);
+          column.StoreEach(call.dv, column.At(place.row + t), dv);
+        }
+      });
+    }
+  }
+};
+
+// The run that log_max at the end of a tile is from, or -1 if it is from the state at the start.
+template <typename T>
+__device__ int LargestRun(const Slots<T>& runs, int length, float w, int c) {
+  const auto log_max = [&](int j) { return runs[j].parts[2][Lane()][c]; };
+  float largest = log_max(0);
+  int run = 0;
+  for (int j = 1; kRun * j < length; ++j) {
+    largest = fmaf(fminf(kRun, length - kRun * j), w, largest);
+    if (log_max(j) > largest) largest = log_max(j), run = j;
+  }
+  return fmaf(length, w, log_max(kWarps)) >= largest ? -1 : run;
+}
+
+// Has L2 fetch what a run needs.
+template <typename T>
+__device__ void FetchRun(const Column<T>& column, const Wkv4BackwardCall& call, int64_t row,
+                         int64_t state_row) {
+  int64_t at = column.At(row);
+#pragma unroll
+  for (int t = 0; t < kRun; ++t, at += column.channels)
+    for (const void* array : {call.k, call.v, call.dy})
+      column.Fetch(static_cast<const T*>(array), at);
+  if (threadIdx.x < 32)
+    for (const float* array : {call.states.num, call.states.den, call.states.log_max})
+      column.Fetch(array, column.At(state_row));
+}
+
+// A block for each segment of a column, its chunks last to first. First, for all segments but the
+// first, with kSummary: the cotangent of the state at the start of the segment, as far as it comes
+// from these tokens, and how much of a cotangent of the log_max at the end is left there. Of the
+// last segment both are the whole.
+template <typename T, bool kSummary>
+__global__ __launch_bounds__(kThreads, 2) void BackwardKernel(
+    const __grid_constant__ Wkv4BackwardCall call, const __grid_constant__ Split split,
+    Wkv4State<float> summaries) {
+  constexpr int W = kWidth<T>;
+  RWKV_JAX_DYNAMIC_SHARED(16, memory);
+  auto& shared = *reinterpret_cast<BackwardShared<T>*>(memory);
+  const int warp = Warp();
+  const Column<T> column(call.dims.channels);
+  const int64_t tokens = split.tokens, segments = split.segments;
+  const int64_t segment = blockIdx.y + (kSummary ? 1 : 0);
+  const int64_t begin = split.First(segment), end = split.First(segment + 1);
+  const int64_t state_row = column.sequence * call.dims.saved;
+  const auto summary_row = [&](int64_t i) {
+    return (column.sequence * (segments - 1) + i - 1) * kWkv4BackwardSummary;
+  };
+  float* const summary_dlog_max = summaries.num + 3 * call.dims.channels;
+
+  Channel channel[W];
+  float dlog_max[W];  // what is left of the cotangent of the final log_max
+  float dw[W] = {}, du[W] = {};
+#pragma unroll
+  for (int c = 0; c < W; ++c) {
+    channel[c] = column.LoadChannel(call, c);
+    Sums cotangent = Nothing();  // of the state at the end of the segment
+    dlog_max[c] = 1.0f;
+    if (segment == segments - 1) {
+      // If there are tokens, log_max is not 0, but found with the first tile.
+      cotangent = column.LoadState(call.dfinal_state, column.sequence, c);
+      dlog_max[c] = cotangent.log_max;
+      cotangent.log_max = 0.0f;
+    } else if (!kSummary) {
+#pragma unroll 1
+      for (int64_t i = segments - 1; i > segment; --i) {
+        cotangent = Add(cotangent, split.Length(i) * channel[c].w,
+                        column.LoadState(summaries, summary_row(i), c));
+        dlog_max[c] *= column.LoadFloat(summary_dlog_max, summary_row(i), c);
+      }
+    }
+    if (warp == 0) shared.cotangents[0][kWarps].Put(c, cotangent);
+  }
+
+  bool final = segment == segments - 1;  // the last tile of the sequence
+  int64_t chunk = (end + kChunk - 1) / kChunk;
+  const int64_t first_chunk = begin / kChunk, last_length = end - (chunk - 1) * kChunk;
+  int stage = 0;
+  for (; begin < end && chunk > first_chunk; final = false, stage ^= 1) {
+    --chunk;
+    const int length = final ? static_cast<int>(last_length) : static_cast<int>(kChunk);
+    const Place<T> place(column, column.sequence * tokens + chunk * kChunk, length, warp);
+    Words k, v, dy;
+    if (place.Whole(column)) {
+      k.Load(column, call.k, place.row);
+      v.Load(column, call.v, place.row);
+      dy.Load(column, call.dy, place.row);
+    }
+    if (chunk > first_chunk)
+      FetchRun(column, call, place.row - kChunk, state_row + chunk - 1);
+    Slots<T>&runs = shared.runs[stage], &cotangents = shared.cotangents[stage];
+    Sums before[W], added[W], after[W];
+    if (warp == 0)
+#pragma unroll
+      for (int c = 0; c < W; ++c)
+        runs[kWarps].Put(c, column.LoadState(call.states, state_row + chunk, c));
+    const Weights<T> weights(column, call, place, k, v, channel);
+#pragma unroll
+    for (int c = 0; c < W; ++c) runs[warp].Put(c, weights.sums[c]);
+    __syncthreads();
+
+    if (final && warp == 0) {
+      Before<T>(runs, kWarps, length, channel, before);
+#pragma unroll
+      for (int c = 0; c < W; ++c) {
+        const Sums dlast = column.LoadState(call.dfinal_state, column.sequence, c);
+        shared.dlog_max[c][Lane()] =
+            dlast.log_max - fmaf(dlast.num, before[c].num, dlast.den * before[c].den);
+        cotangents[kWarps].Put(c, {dlast.num, dlast.den, -before[c].log_max});
+      }
+    }
+    Before<T>(runs, warp, length, channel, before);
+    BackwardRun<T> run{column, call, channel, shared, place, weights, k, v, dy};
+    run.Replay(before, added);
+#pragma unroll
+    for (int c = 0; c < W; ++c) cotangents[warp].Put(c, added[c]);
+    __syncthreads();
+
+    After<T>(cotangents, warp, length, channel, after);
+    // The token that what is left of dlog_max goes to, or kRun if it is in another run, or -1.
+    int at[W];
+#pragma unroll
+    for (int c = 0; c < W; ++c) {
+      if (warp == 0)
+        shared.cotangents[stage ^ 1][kWarps].Put(
+            c, Add(after[c], place.count * channel[c].w, cotangents[0].Get(c)));
+      if (final) dlog_max[c] = shared.dlog_max[c][Lane()];
+      at[c] = -1;
+      if (dlog_max[c] == 0.0f) continue;
+      const int largest = LargestRun<T>(runs, length, channel[c].w, c);
+      if (largest == warp) {
+        at[c] = place.LargestToken(column, call, channel[c].w, c);
+        dw[c] = fmaf(length - 1 - kRun * warp - at[c], dlog_max[c], dw[c]);
+      } else if (largest >= 0) {
+        at[c] = kRun;
+      } else if (warp == 0) {
+        dw[c] = fmaf(length, dlog_max[c], dw[c]);
+      }
+    }
+    if constexpr (!kSummary) run.Write(after, at, dlog_max, dw, du);
+#pragma unroll
+    for (int c = 0; c < W; ++c)
+      if (at[c] >= 0) dlog_max[c] = 0.0f;
+  }
+
+  // What each warp has for dw and du takes the place of sums that nobody reads any more.
+  Slots<T>& last = shared.cotangents[stage];
+#pragma unroll
+  for (int c = 0; c < W; ++c) last[warp].Put(c, {dw[c], du[c], 0.0f});
+  __syncthreads();
+  if (warp != 0) return;
+#pragma unroll
+  for (int c = 0; c < W; ++c) {
+    const Sums cotangent = last[kWarps].Get(c);
+    if constexpr (kSummary) {
+      column.StoreState(summaries, summary_row(segment), c, cotangent);
+      column.StoreFloat(summary_dlog_max, summary_row(segment), c, dlog_max[c]);
+    } else {
+      for (int j = 1; j < kWarps; ++j) {
+        dw[c] += last[j].Get(c).num;
+        du[c] += last[j].Get(c).den;
+      }
+      const float slope = LogDecay(column.LoadFloat(call.w, column.sequence, c), call.decay).y;
+      column.StoreFloat(call.dw, column.sequence * segments + segment, c, dw[c] * slope);
+      column.StoreFloat(call.du, column.sequence * segments + segment, c, du[c]);
+      if (segment > 0) continue;
+      const Sums state = tokens > 0 ? column.LoadState(call.states, state_row, c) : Sums{};
+      const float scale = Weigh(state.log_max, cotangent.log_max);
+      const float dnum = cotangent.num * scale, dden = cotangent.den * scale;
+      const float rest = fmaf(dnum, state.num, fmaf(dden, state.den, dlog_max[c]));
+      column.StoreState(call.dinitial_state, column.sequence, c, {dnum, dden, rest});
+    }
+  }
+}
+
+}  // namespace
+}  // namespace wkv4
+
+cudaError_t Wkv4Backward(cudaStream_t stream, const Wkv4BackwardCall& call, float* scratch) {
+  return wkv4::ForTypes(call.dtype, [&](auto zero) -> cudaError_t {
+    using T = decltype(zero);
+    constexpr size_t kShared = sizeof(wkv4::BackwardShared<T>);
+    const wkv4::Split split(call.dims.tokens, call.partials);
+    const Wkv4State<float> summaries = wkv4::Summaries(call, scratch);
+    const int64_t columns = wkv4::Columns<T>(call.dims), segments = call.partials;
+    if (columns == 0) return cudaSuccess;
+    if (segments > 1) {
+      const cudaError_t error =
+          Launch(wkv4::BackwardKernel<T, true>, dim3(columns, segments - 1), wkv4::kThreads,
+                 kShared, stream, call, split, summaries);
+      if (error != cudaSuccess) return error;
+    }
+    return Launch(wkv4::BackwardKernel<T, false>, dim3(columns, segments), wkv4::kThreads, kShared,
+                  stream, call, split, summaries);
+  });
+}
+
+}  // namespace rwkv_jax::cuda

@@ -1,0 +1,178 @@
+// The forward pass of WKV4, and its step.
+#include "tile.cuh"
+#include "wkv4.cuh"
+#include "wkv4.h"
+
+namespace rwkv_jax::cuda {
+namespace wkv4 {
+namespace {
+
+__device__ float Read(const Sums& state, float u, float key, float value) {
+  const float own = u + key;
+  const float log_max = fmaxf(state.log_max, own);
+  const float before = Exp(state.log_max - log_max), now = Exp(own - log_max);
+  return fmaf(before, state.num, now * value) * Reciprocal(fmaf(before, state.den, now));
+}
+
+// The tokens of a run once more, from the state before it.
+template <typename T>
+__device__ void Write(const Column<T>& column, const Wkv4ForwardCall& call, const Place<T>& place,
+                      const Weights<T>& weights, const Channel (&channel)[kWidth<T>],
+                      Sums (&state)[kWidth<T>]) {
+  constexpr int W = kWidth<T>;
+  bool near = weights.near;
+#pragma unroll
+  for (int c = 0; c < W; ++c)
+    near = near && fmaf(state[c].log_max, kLog2E, -weights.gauge[c]) <= kNear;
+  float y[W];
+  if (near) {
+#pragma unroll
+    for (int c = 0; c < W; ++c) {
+      const float scale = weights.Relative(state[c].log_max, c);
+      state[c].num *= scale;
+      state[c].den *= scale;
+    }
+    T* to = static_cast<T*>(call.y) + column.At(place.row);
+#pragma unroll
+    for (int t = 0; t < kRun; ++t, to += column.channels) {
+#pragma unroll
+      for (int c = 0; c < W; ++c) {
+        const float weight = weights.weight[t][c], weighted = weights.weighted[t][c];
+        y[c] = fmaf(channel[c].bonus, weighted, state[c].num) *
+               Reciprocal(fmaf(channel[c].bonus, weight, state[c].den));
+        state[c].num = fmaf(channel[c].decay, state[c].num, weighted);
+        state[c].den = fmaf(channel[c].decay, state[c].den, weight);
+      }
+      *reinterpret_cast<uint32_t*>(to) = Pack<T>(y);
+    }
+  } else {
+    place.ForEach(column, call, [&](int t, int c, float key, float value) {
+      y[c] = Read(state[c], column.LoadBonus(call, c), key, value);
+      state[c] = Add(state[c], channel[c].w, {value, 1.0f, key});
+      if (c == W - 1) column.StoreEach(call.y, column.At(place.row + t), y);
+    });
+  }
+}
+
+// A block for each segment of a column. First, for all segments but the last, with kSummary: what
+// the tokens of the segment add up to by themselves.
+template <typename T, bool kSummary>
+__global__ __launch_bounds__(kThreads, 2) void ForwardKernel(
+    const __grid_constant__ Wkv4ForwardCall call, const __grid_constant__ Split split,
+    Wkv4State<float> summaries) {
+  constexpr int W = kWidth<T>;
+  __shared__ Slots<T> slots[2];
+  const int warp = Warp();
+  const bool last_warp = warp == kWarps - 1;
+  const Column<T> column(call.dims.channels);
+  const int64_t segment = blockIdx.y;
+  const int64_t begin = split.First(segment), end = split.First(segment + 1);
+  const int64_t sequence_row = column.sequence * split.tokens;
+  const int64_t summary_row = column.sequence * (split.segments - 1) * kWkv4ForwardSummary;
+  Channel channel[W];
+  Sums state[W];  // at the start of the tile; the last warp keeps track of it
+#pragma unroll
+  for (int c = 0; c < W; ++c) {
+    channel[c] = column.LoadChannel(call, c);
+    state[c] = kSummary ? Nothing() : column.LoadState(call.initial_state, column.sequence, c);
+#pragma unroll 1
+    for (int64_t i = 0; i < segment && !kSummary; ++i)
+      state[c] = Add(state[c], split.Length(i) * channel[c].w,
+                     column.LoadState(summaries, summary_row + i * kWkv4ForwardSummary, c));
+  }
+
+  // The words of the next tile come while this one is finished.
+  Words k, v;
+  const auto load = [&](const Place<T>& place) {
+    if (!place.Whole(column)) return;
+    k.Load(column, call.k, place.row);
+    v.Load(column, call.v, place.row);
+  };
+  const auto place_at = [&](int64_t start) {
+    return Place<T>(column, sequence_row + start, TileLength(start, end), warp);
+  };
+  load(place_at(begin));
+  int stage = 0;
+  for (int64_t start = begin; start < end; start += kChunk, stage ^= 1) {
+    const Place<T> place = place_at(start);
+    const Weights<T> weights(column, call, place, k, v, channel);
+    load(place_at(start + kChunk));
+#pragma unroll
+    for (int c = 0; c < W; ++c) {
+      slots[stage][warp].Put(c, weights.sums[c]);
+      if (last_warp) slots[stage][kWarps].Put(c, state[c]);
+    }
+    __syncthreads();
+    Sums before[W];
+    Before<T>(slots[stage], warp, TileLength(start, end), channel, before);
+#pragma unroll
+    for (int c = 0; c < W; ++c) {
+      if (last_warp) state[c] = Add(before[c], place.count * channel[c].w, weights.sums[c]);
+      if (!kSummary && warp == 0 && call.states.num != nullptr)
+        column.StoreState(call.states, column.sequence * call.dims.saved + start / kChunk, c,
+                          before[c]);
+    }
+    if constexpr (!kSummary) Write(column, call, place, weights, channel, before);
+  }
+
+#pragma unroll
+  for (int c = 0; c < W; ++c) {
+    if (!last_warp) continue;
+    if constexpr (kSummary)
+      column.StoreState(summaries, summary_row + segment * kWkv4ForwardSummary, c, state[c]);
+    else if (segment == split.segments - 1)
+      column.StoreState(call.final_state, column.sequence, c, state[c]);
+  }
+}
+
+// A thread for each channel of each sequence.
+template <typename T>
+__global__ __launch_bounds__(kThreads) void StepKernel(
+    const __grid_constant__ Wkv4ForwardCall call) {
+  const int64_t channels = call.dims.batch * call.dims.channels;
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (i >= channels) return;
+  const float key = ToFloat(static_cast<const T*>(call.k)[i]);
+  const float value = ToFloat(static_cast<const T*>(call.v)[i]);
+  const Sums state{call.initial_state.num[i], call.initial_state.den[i],
+                   call.initial_state.log_max[i]};
+  static_cast<T*>(call.y)[i] = FromFloat<T>(Read(state, call.u[i], key, value));
+  const Sums after = Add(state, LogDecay(call.w[i], call.decay).x, {value, 1.0f, key});
+  call.final_state.num[i] = after.num;
+  call.final_state.den[i] = after.den;
+  call.final_state.log_max[i] = after.log_max;
+}
+
+}  // namespace
+}  // namespace wkv4
+
+cudaError_t Wkv4Forward(cudaStream_t stream, const Wkv4ForwardCall& call, int64_t segments,
+                        float* scratch) {
+  return wkv4::ForTypes(call.dtype, [&](auto zero) -> cudaError_t {
+    using T = decltype(zero);
+    const wkv4::Split split(call.dims.tokens, segments);
+    const Wkv4State<float> summaries = wkv4::Summaries(call, scratch);
+    const int64_t columns = wkv4::Columns<T>(call.dims);
+    if (columns == 0) return cudaSuccess;
+    if (segments > 1) {
+      const cudaError_t error =
+          Launch(wkv4::ForwardKernel<T, true>, dim3(columns, segments - 1), wkv4::kThreads, 0,
+                 stream, call, split, summaries);
+      if (error != cudaSuccess) return error;
+    }
+    return Launch(wkv4::ForwardKernel<T, false>, dim3(columns, segments), wkv4::kThreads, 0,
+                  stream, call, split, summaries);
+  });
+}
+
+cudaError_t Wkv4Step(cudaStream_t stream, const Wkv4ForwardCall& call) {
+  const int64_t channels = call.dims.batch * call.dims.channels;
+  if (channels == 0) return cudaSuccess;
+  return wkv4::ForTypes(call.dtype, [&](auto zero) -> cudaError_t {
+    return Launch(wkv4::StepKernel<decltype(zero)>,
+                  (channels + wkv4::kThreads - 1) / wkv4::kThreads, wkv4::kThreads, 0, stream,
+                  call);
+  });
+}
+
+}  // namespace rwkv_jax::cuda

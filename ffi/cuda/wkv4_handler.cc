@@ -1,0 +1,59 @@
+// WKV4 on CUDA: from XLA's operands to the kernels.
+#include <cstdint>
+
+#include "handler.h"
+#include "rwkv_jax/wkv4_calls.h"
+#include "wkv4.h"
+
+namespace rwkv_jax::cuda {
+namespace {
+
+// Scratch has the size for all segments but one; `segments` gets how many there are.
+float* ReadScratch(Operands& operands, int64_t summary, int64_t& segments) {
+  float* const scratch = operands.FloatRet("scratch", "BSXC");
+  segments = operands.Size('S') + 1;
+  operands.Require(segments <= kMaxWkv4Segments && operands.Size('X') == summary,
+                   "scratch has S = ", segments - 1, " and X = ", operands.Size('X'),
+                   "; expected S < ", kMaxWkv4Segments, " and X = ", summary);
+  return scratch;
+}
+
+ffi::Error Forward(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                   int64_t decay) {
+  Operands operands("wkv4", args, rets);
+  Wkv4ForwardCall call;
+  ReadForward(operands, decay, call);
+  int64_t segments;
+  float* const scratch = ReadScratch(operands, kWkv4ForwardSummary, segments);
+  if (ffi::Error error = operands.Finish(); error.failure()) return error;
+  return Launched("wkv4", Wkv4Forward(stream, call, segments, scratch));
+}
+
+ffi::Error Backward(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                    int64_t decay) {
+  Operands operands("wkv4 backward", args, rets);
+  Wkv4BackwardCall call;
+  ReadBackward(operands, decay, call);
+  int64_t segments;
+  float* const scratch = ReadScratch(operands, kWkv4BackwardSummary, segments);
+  operands.Require(call.partials == segments, "dw has P = ", call.partials, "; expected ", segments,
+                   ", one more than scratch has S");
+  if (ffi::Error error = operands.Finish(); error.failure()) return error;
+  return Launched("wkv4 backward", Wkv4Backward(stream, call, scratch));
+}
+
+ffi::Error Step(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                int64_t decay) {
+  Operands operands("wkv4_step", args, rets);
+  Wkv4ForwardCall call;
+  ReadStep(operands, decay, call);
+  if (ffi::Error error = operands.Finish(); error.failure()) return error;
+  return Launched("wkv4_step", Wkv4Step(stream, call));
+}
+
+}  // namespace
+}  // namespace rwkv_jax::cuda
+
+RWKV_JAX_CUDA_HANDLER(Wkv4Fwd, rwkv_jax::cuda::Forward, rwkv_jax::cuda::Binding());
+RWKV_JAX_CUDA_HANDLER(Wkv4Bwd, rwkv_jax::cuda::Backward, rwkv_jax::cuda::Binding());
+RWKV_JAX_CUDA_HANDLER(Wkv4Step, rwkv_jax::cuda::Step, rwkv_jax::cuda::Binding());

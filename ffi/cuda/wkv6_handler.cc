@@ -1,0 +1,103 @@
+// WKV5 and WKV6 on CUDA: from XLA's operands to the kernels, which they share.
+#include "wkv6.h"
+
+#include <cstdint>
+
+#include "handler.h"
+#include "rwkv_jax/wkv6_calls.h"
+
+namespace rwkv_jax::cuda {
+namespace {
+
+template <bool kConstantDecay>
+ffi::Error Forward(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                   int64_t decay) {
+  const char* const op = kConstantDecay ? "wkv5" : "wkv6";
+  Operands operands(op, args, rets);
+  Wkv6ForwardCall call;
+  call.constant_decay = kConstantDecay;
+  ReadForward(operands, decay, kMaxHeadSize, call);
+  if (ffi::Error error = operands.Finish(); error.failure()) return error;
+  return Launched(op, Wkv6Forward(stream, call));
+}
+
+template <bool kConstantDecay>
+ffi::Error Backward(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                    int64_t decay) {
+  const char* const op = kConstantDecay ? "wkv5 backward" : "wkv6 backward";
+  Operands operands(op, args, rets);
+  Wkv6BackwardCall call;
+  call.constant_decay = kConstantDecay;
+  ReadBackward(operands, decay, kMaxHeadSize, call);
+  float* const scratch = operands.FloatRet("scratch", "BHPX");
+  const int64_t floats = Wkv6ScratchSize(call.dims.head_size);
+  operands.Require(call.partials >= 1 && operands.Size('X') == floats, "scratch has ",
+                   call.partials, " segments of ", operands.Size('X'),
+                   " floats; expected at least 1 of ", floats);
+  if (ffi::Error error = operands.Finish(); error.failure()) return error;
+  return Launched(op, Wkv6Backward(stream, call, call.partials, scratch));
+}
+
+template <bool kConstantDecay>
+ffi::Error Step(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                int64_t decay) {
+  const char* const op = kConstantDecay ? "wkv5_step" : "wkv6_step";
+  Operands operands(op, args, rets);
+  Wkv6ForwardCall call;
+  call.constant_decay = kConstantDecay;
+  ReadStep(operands, decay, kMaxHeadSize, call);
+  if (ffi::Error error = operands.Finish(); error.failure()) return error;
+  return Launched(op, Wkv6Forward(stream, call));
+}
+
+void RequireChunked(Operands& operands, const Wkv6Call& call, int64_t segments, int64_t floats) {
+  operands.Require(call.dims.head_size == kMatrixHeadSize, "r has K = ", call.dims.head_size,
+                   "; the kernels on matrix units take 64");
+  RequireMatrixUnits(operands, call, segments, floats);
+}
+
+template <bool kConstantDecay>
+ffi::Error ChunkForward(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                        int64_t decay, int64_t count) {
+  const char* const op = kConstantDecay ? "wkv5" : "wkv6";
+  Operands operands(op, args, rets);
+  Wkv6ForwardCall call;
+  call.constant_decay = kConstantDecay;
+  ReadForward(operands, decay, kMaxHeadSize, call);
+  float* const scratch = operands.FloatRet("scratch", "BHX");
+  RequireChunked(operands, call, count, Wkv6Segments::Size(count));
+  const Wkv6Segments segments{count, scratch, operands.Size('X')};
+  if (ffi::Error error = operands.Finish(); error.failure()) return error;
+  return Launched(op, Wkv6ChunkForward(stream, call, segments));
+}
+
+template <bool kConstantDecay>
+ffi::Error ChunkBackward(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                         int64_t decay, int64_t count) {
+  const char* const op = kConstantDecay ? "wkv5 backward" : "wkv6 backward";
+  Operands operands(op, args, rets);
+  Wkv6BackwardCall call;
+  call.constant_decay = kConstantDecay;
+  ReadBackward(operands, decay, kMaxHeadSize, call);
+  float* const memory = operands.FloatRet("scratch", "BHX");
+  RequireChunked(operands, call, count, Wkv6ChunkScratch::Size(call, count));
+  operands.Require(call.partials == call.dims.saved, "du has P = ", call.partials, "; expected ",
+                   call.dims.saved, ", one for each frame");
+  const Wkv6ChunkScratch scratch{memory, operands.Size('X'), count};
+  if (ffi::Error error = operands.Finish(); error.failure()) return error;
+  return Launched(op, Wkv6ChunkBackward(stream, call, scratch));
+}
+
+}  // namespace
+}  // namespace rwkv_jax::cuda
+
+RWKV_JAX_CUDA_HANDLER(Wkv5Fwd, rwkv_jax::cuda::Forward<true>, rwkv_jax::cuda::Binding());
+RWKV_JAX_CUDA_HANDLER(Wkv5Bwd, rwkv_jax::cuda::Backward<true>, rwkv_jax::cuda::Binding());
+RWKV_JAX_CUDA_HANDLER(Wkv5Step, rwkv_jax::cuda::Step<true>, rwkv_jax::cuda::Binding());
+RWKV_JAX_CUDA_HANDLER(Wkv6Fwd, rwkv_jax::cuda::Forward<false>, rwkv_jax::cuda::Binding());
+RWKV_JAX_CUDA_HANDLER(Wkv6Bwd, rwkv_jax::cuda::Backward<false>, rwkv_jax::cuda::Binding());
+RWKV_JAX_CUDA_HANDLER(Wkv6Step, rwkv_jax::cuda::Step<false>, rwkv_jax::cuda::Binding());
+RWKV_JAX_CUDA_HANDLER(Wkv5ChunkFwd, rwkv_jax::cuda::ChunkForward<true>, rwkv_jax::cuda::ChunkBinding());
+RWKV_JAX_CUDA_HANDLER(Wkv5ChunkBwd, rwkv_jax::cuda::ChunkBackward<true>, rwkv_jax::cuda::ChunkBinding());
+RWKV_JAX_CUDA_HANDLER(Wkv6ChunkFwd, rwkv_jax::cuda::ChunkForward<false>, rwkv_jax::cuda::ChunkBinding());
+RWKV_JAX_CUDA_HANDLER(Wkv6ChunkBwd, rwkv_jax::cuda::ChunkBackward<false>, rwkv_jax::cuda::ChunkBinding());

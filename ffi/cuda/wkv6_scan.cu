@@ -1,0 +1,429 @@
+// WKV6 on matrix units, from token to token: the forward pass, and the gradient of the state. One block of
+// threads per head, or per head and segment of its tokens; a frame of 64 tokens at a time.
+#include "wkv6_chunk.cuh"
+
+namespace rwkv_jax::cuda {
+namespace {
+
+constexpr int kThreads = 128;  // a warpgroup has the 64 rows of a state
+constexpr int kBlocksPerMultiprocessor = 4;
+
+template <typename T>
+struct Forward {
+  const T *r, *k, *v;
+  const void* w;
+  const float* u;
+  int64_t tokens, heads;
+  Decay decay;
+  const float* start;
+  float* end;
+  T* y;
+  uint4* states;  // [B, frames, H, V, K] of bfloat16, or null
+  Wkv6Segments segments;
+};
+
+// The frames of a segment.
+struct Run {
+  int64_t head, batch, first_frame, frames;  // `frames` of the whole sequence
+  int count;                                 // of this segment
+
+  __device__ Run(const Wkv6Segments& segments, int64_t segment, int64_t tokens, int64_t heads)
+      : head(blockIdx.x), batch(head / heads), frames((tokens + kFrame - 1) / kFrame) {
+    const int64_t most = segments.Frames(frames);
+    first_frame = segment * most;
+    const int64_t left = frames - first_frame;
+    count = static_cast<int>(left < 0 ? 0 : left < most ? left : most);
+  }
+
+  // Of frame i of this segment.
+  __device__ FrameCopier<kThreads> Frame(int i, int64_t tokens, int64_t heads) const {
+    const int64_t token = (first_frame + i) * kFrame, left = tokens - token;
+    return {((batch * tokens + token) * heads + head - batch * heads) * kHeadSize,
+            static_cast<int>(heads) * kHeadSize, static_cast<int>(left < kFrame ? left : kFrame)};
+  }
+};
+
+struct ForwardLayout {
+  // r becomes Rt, k becomes Kh, and v becomes y.
+  static constexpr int kR = 0;
+  static constexpr int kK = kR + 2 * kTile;
+  static constexpr int kV = kK + 2 * kTile;
+  static constexpr int kW = kV + kTile;
+  static constexpr int kA = kW + kTile;
+  static constexpr int kFactors = kA + kFrameChunks * kBlockBytes;
+  static constexpr int kU = kFactors + kFrameChunks * kFactorFloats * 4;
+  static constexpr int kConstant = kU + kHeadSize * 2;
+  static constexpr int kBytes = kConstant + kHeadSize * 4;
+};
+
+// Scales the operands of a chunk in place, and leaves A and exp(G_L).
+template <typename T, bool kConstant>
+__device__ void PrepareChunk(const FrameDecays<T, kConstant>& decays, int chunk, uint32_t r_tile,
+                             uint32_t k_tile, const uint32_t* u, const RawChunk<T>& raw,
+                             uint32_t a_block, float* factors) {
+  Sum<2> a = {}, bonus = {};
+  bool far = false;
+#pragma unroll
+  for (int block = 0; block < kBlocks; ++block) {
+    DecaySums sums;
+    SumByToken(decays, chunk, block, raw.count, sums);
+    float total[2][2];
+    LastRow(sums, total);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) far |= !(total[i / 2][i % 2] >= -kMaxChunkLog2);
+    const float factor[2][2] = {{Exp2(total[0][0]), Exp2(total[0][1])},
+                                {Exp2(total[1][0]), Exp2(total[1][1])}};
+    StoreFactors(block, factor, factors);
+
+    uint32_t r[4], k[4], e[4], x[4];
+    LoadMatrices(BlockAddress(r_tile, 16 * chunk, block), r);
+    LoadMatrices(BlockAddress(k_tile, 16 * chunk, block), k);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) r[i] = ToBf16<T>(r[i]), k[i] = ToBf16<T>(k[i]);
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      x[i] = Bf16::Multiply(r[i], u[8 * block + i / 2 * 4 + Lane() % 4]);
+    AddTokenProducts(bonus, x, k);
+    Exponentials([&](int i, int j) { return total[i][j % 2] - sums.upto[i][j]; }, e);
+    MultiplyPairs(k, e, x);
+    StoreMatrices(BlockAddress(k_tile, 16 * chunk, block), x);
+    Exponentials([&](int i, int j) { return -sums.upto[i][j]; }, e);
+    MultiplyPairs(k, e, k);
+    Exponentials([&](int i, int j) { return sums.before[i][j]; }, e);
+    MultiplyPairs(r, e, r);
+    StoreMatrices(BlockAddress(r_tile, 16 * chunk, block), r);
+    AddTokenProducts(a, r, k);
+  }
+  if (__any_sync(~0u, far)) MultiplyByHalves(decays, chunk, raw, 0, kBlocks, a);
+  KeepLower(false, a);
+  SetDiagonal(bonus, a);
+  Left rounded;
+  Round(a[0], a[1], rounded);
+  StoreMatrices(PackedBlockAddress(a_block), rounded);
+}
+
+template <typename T, bool kConstant>
+__global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void ForwardKernel(
+    const __grid_constant__ Forward<T> in) {
+  using L = ForwardLayout;
+  RWKV_JAX_DYNAMIC_SHARED(kTileAlignment, memory);
+  const uint32_t shared = SharedAddress(memory);
+  const int warp = Warp();
+  const int64_t segment = blockIdx.y;
+  const Run run(in.segments, segment, in.tokens, in.heads);
+  const auto frame = [&](int i) { return run.Frame(i, in.tokens, in.heads); };
+  const auto r_tile = [&](int i) { return shared + L::kR + i % 2 * kTile; };
+  const auto k_tile = [&](int i) { return shared + L::kK + i % 2 * kTile; };
+  const auto copy_keys = [&](int i) {
+    const auto copier = frame(i);
+    if constexpr (!kConstant) copier.Copy(shared + L::kW, static_cast<const T*>(in.w));
+    copier.Copy(r_tile(i), in.r);
+    copier.Copy(k_tile(i), in.k);
+    CommitCopies();
+  };
+  const auto copy_values = [&](int i) {
+    frame(i).Copy(shared + L::kV, in.v);
+    CommitCopies();
+  };
+  if (run.count > 0) {
+    copy_keys(0);
+    copy_values(0);
+  }
+
+  float* const constant = reinterpret_cast<float*>(memory + L::kConstant);
+  uint32_t* const u = reinterpret_cast<uint32_t*>(memory + L::kU);
+  if constexpr (kConstant)
+    LoadConstantDecays(static_cast<const float*>(in.w) + run.head * kHeadSize, in.decay, constant);
+  if (threadIdx.x < kHeadSize / 2) {
+    const float2 pair = reinterpret_cast<const float2*>(in.u + run.head * kHeadSize)[threadIdx.x];
+    u[threadIdx.x] = Bf16::Round(pair.x, pair.y);
+  }
+  float* const factors = reinterpret_cast<float*>(memory + L::kFactors);
+  const FrameDecays<T, kConstant> decays{shared + L::kW, constant, in.decay};
+
+  Tiles::State state;
+  Sum<8>& s = state[0];
+  constexpr int kState = kHeadSize * kHeadSize;
+  Tiles::Load(segment == 0 ? in.start + run.head * kState
+                               : in.segments.State(run.head, segment - 1), state);
+#pragma unroll 1
+  for (int i = 0; i < run.count; ++i) {
+    const FrameCopier<kThreads> now = frame(i);
+    WaitForCopies<1>();
+    __syncthreads();
+    {
+      const int count = now.tokens - kSub * warp;
+      const int64_t first = now.first + static_cast<int64_t>(kSub * warp) * now.stride;
+      const RawChunk<T> raw{in.r + first, in.k + first, now.stride,
+                            count < 0 ? 0 : count < kSub ? count : kSub};
+      PrepareChunk(decays, warp, r_tile(i), k_tile(i), u, raw, shared + L::kA + warp * kBlockBytes,
+                   factors + warp * kFactorFloats);
+    }
+    WaitForCopies<0>();
+    ConvertOwnPieces<T, kThreads>(memory + L::kV);
+    PublishOperands();
+    __syncthreads();
+    if (i + 1 < run.count) copy_keys(i + 1);
+
+    if (in.states != nullptr) {
+      // head is batch * H + h
+      const int64_t index =
+          run.head + (run.batch * (run.frames - 1) + run.first_frame + i) * in.heads;
+      Tiles::StoreRounded(state, in.states + index * (kState / 8));
+    }
+#pragma unroll
+    for (int chunk = 0; chunk < kFrameChunks; ++chunk) {
+      const uint32_t values = shared + L::kV + chunk * kChunkRows;
+      Left v, before[kBlocks];
+      LoadLeftTransposed(values, 0, warp, v);
+      RoundPanel(s, before);
+      ScaleColumns(factors + chunk * kFactorFloats, s);
+      Sum<2> y;
+      BeginProducts();
+      Multiply<false>(y, v, PackedBlocks{shared + L::kA + chunk * kBlockBytes});
+#pragma unroll
+      for (int block = 0; block < kBlocks; ++block)
+        Multiply<true>(y, before[block], KAlongRows{r_tile(i) + chunk * kChunkRows, block});
+      CommitProducts();
+      Multiply<true>(s, v, KDownRows{k_tile(i) + chunk * kChunkRows});
+      CommitProducts();
+      WaitForProducts<1>();
+      Settle(y);
+      // To where this warp alone has read.
+      StoreTransposed(BlockAddress(values, 0, warp),
+                      {Pair<T>::Round(y[0][0], y[0][1]), Pair<T>::Round(y[1][0], y[1][1]),
+                       Pair<T>::Round(y[0][2], y[0][3]), Pair<T>::Round(y[1][2], y[1][3])});
+      WaitForProducts<0>();
+      Settle(s);
+    }
+    __syncthreads();
+    now.ForEachPiece([&](uint32_t from, int64_t element, bool there) {
+      if (there)
+        *reinterpret_cast<uint4*>(in.y + element) =
+            *reinterpret_cast<const uint4*>(memory + L::kV + from);
+    });
+    if (i + 1 < run.count) copy_values(i + 1);
+  }
+  if (segment == in.segments.count - 1) Tiles::Store(state, in.end + run.head * kState);
+}
+
+// Of a recurrence S <- S diag(d) + x z^T without outputs: forwards that of the state, backwards that of
+// its gradient, dS <- dS diag(d) + dy r^T. A frame is a single step, since z is scaled by the decays of
+// the tokens that come after it in the recurrence, which are at most 1.
+template <typename T>
+struct StateScan {
+  const T *x, *z;
+  const void* w;
+  int64_t tokens, heads;
+  Decay decay;
+  const float* start;
+  float* end;                    // null: `segments` get what each does to a state
+  FrameGradients gradients;  // if not null, get the state before each frame
+  Wkv6Segments segments;
+};
+
+struct StateLayout {
+  static constexpr int kX = 0;
+  static constexpr int kZ = kTile;
+  static constexpr int kW = 2 * kTile;
+  static constexpr int kSlot = 3 * kTile;
+  static constexpr int kFactors = 2 * kSlot;
+  static constexpr int kConstant = kFactors + kFactorFloats * 4;
+  static constexpr int kBytes = kConstant + kHeadSize * 4;
+};
+
+// Scales the 16 channels of a frame that are `warp`'s; `total` becomes the sums of their log2 decays.
+template <typename T, bool kConstant, bool kReverse>
+__device__ void ScaleFrame(const FrameDecays<T, kConstant>& decays, int warp, uint32_t z_tile,
+                           int tokens, float (&total)[2][4]) {
+  const Ones sooner(kReverse, false, !kReverse), all(true, true, true);
+#pragma unroll
+  for (int step = 0; step < kFrameChunks; ++step) {
+    const int chunk = kReverse ? step : kFrameChunks - 1 - step;
+    float sum[2][4];
+    if constexpr (kConstant) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int token = 16 * chunk + Lane() / 4 + e / 2 * 8;
+          const float d = decays.constant[16 * warp + 8 * i + 2 * (Lane() % 4) + e % 2];
+          const int after = kReverse ? token : tokens - 1 - token;
+          sum[i][e] = d * static_cast<float>(after > 0 ? after : 0);
+          total[i][e] = d * static_cast<float>(tokens);
+        }
+    } else {
+      uint32_t log_decays[4];
+      decays.Load(chunk, warp, tokens - 16 * chunk, log_decays);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) sum[i][e] = total[i][e];
+        WarpMultiplyHalf(sum[i], sooner.a, log_decays[2 * i], log_decays[2 * i + 1]);
+        WarpMultiplyHalf(total[i], all.a, log_decays[2 * i], log_decays[2 * i + 1]);
+      }
+    }
+    uint32_t z[4], e[4];
+    LoadMatrices(BlockAddress(z_tile, 16 * chunk, warp), z);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) z[i] = ToBf16<T>(z[i]);
+    Exponentials([&](int i, int j) { return sum[i][j]; }, e);
+    MultiplyPairs(z, e, z);
+    StoreMatrices(BlockAddress(z_tile, 16 * chunk, warp), z);
+  }
+}
+
+template <typename T, bool kConstant, bool kReverse>
+__global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void StateKernel(
+    const __grid_constant__ StateScan<T> in) {
+  using L = StateLayout;
+  RWKV_JAX_DYNAMIC_SHARED(kTileAlignment, memory);
+  const uint32_t shared = SharedAddress(memory);
+  const int warp = Warp();
+  const int64_t order = blockIdx.y;  // of the segments, as they come in the recurrence
+  const int64_t segment = kReverse ? in.segments.count - 1 - order : order;
+  const Run run(in.segments, segment, in.tokens, in.heads);
+  // Frame i as it comes in the recurrence.
+  const auto place = [&](int i) { return kReverse ? run.count - 1 - i : i; };
+  const auto frame = [&](int i) { return run.Frame(place(i), in.tokens, in.heads); };
+  const auto slot = [&](int i) { return shared + i % 2 * L::kSlot; };
+  const auto copy = [&](int i) {
+    const auto copier = frame(i);
+    if constexpr (!kConstant) copier.Copy(slot(i) + L::kW, static_cast<const T*>(in.w));
+    copier.Copy(slot(i) + L::kZ, in.z);
+    copier.Copy(slot(i) + L::kX, in.x);
+    CommitCopies();
+  };
+  if (run.count > 0) copy(0);
+  float* const constant = reinterpret_cast<float*>(memory + L::kConstant);
+  if constexpr (kConstant)
+    LoadConstantDecays(static_cast<const float*>(in.w) + run.head * kHeadSize, in.decay, constant);
+  float* const factors = reinterpret_cast<float*>(memory + L::kFactors);
+
+  Tiles::State state = {};
+  Sum<8>& s = state[0];
+  constexpr int kState = kHeadSize * kHeadSize;
+  const bool summary = in.end == nullptr;
+  if (order == 0)
+    Tiles::Load(in.start + run.head * kState, state);
+  else if (!summary)
+    Tiles::Load(in.segments.State(run.head, order - 1), state);
+  float all[2][4] = {};
+#pragma unroll 1
+  for (int i = 0; i < run.count; ++i) {
+    WaitForCopies<0>();
+    ConvertOwnPieces<T, kThreads>(memory + (slot(i) - shared) + L::kX);
+    __syncthreads();
+    if (i + 1 < run.count) copy(i + 1);
+    float total[2][4] = {};
+    ScaleFrame<T, kConstant, kReverse>({slot(i) + L::kW, constant, in.decay}, warp,
+                                       slot(i) + L::kZ, frame(i).tokens, total);
+    StoreFactors(warp, {{Exp2(total[0][0]), Exp2(total[0][1])}, {Exp2(total[1][0]), Exp2(total[1][1])}},
+                 factors);
+#pragma unroll
+    for (int e = 0; e < 8; ++e) all[e / 4][e % 4] += total[e / 4][e % 4];
+    PublishOperands();
+    __syncthreads();
+    if (in.gradients.memory != nullptr)
+      Tiles::StoreRounded(state, in.gradients.memory + run.head * in.gradients.stride +
+                                     (run.first_frame + place(i)) * (kState / 8));
+    ScaleColumns(factors, s);
+    BeginProducts();
+#pragma unroll
+    for (int chunk = 0; chunk < kFrameChunks; ++chunk)
+      Multiply<true>(s, warp, KDownRows{slot(i) + L::kX, chunk}, KDownRows{slot(i) + L::kZ, chunk});
+    CommitProducts();
+    WaitForProducts<0>();
+    Settle(s);
+  }
+  if (!summary) {
+    if (order == in.segments.count - 1) Tiles::Store(state, in.end + run.head * kState);
+  } else {
+    Tiles::Store(state, in.segments.State(run.head, order));
+    float* const factor = in.segments.Factor(run.head, order);
+    if (Lane() < 4)
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        factor[16 * warp + e / 2 * 8 + 2 * Lane() + e % 2] = Exp2(all[e / 2][e % 2]);
+  }
+}
+
+// From what the segments do to a state the state at the end of each: S_i = S_{i-1} diag(F_i) + D_i, where
+// S_0 is there already, and D_i becomes S_i.
+constexpr int kCombineThreads = 256;
+
+__global__ __launch_bounds__(kCombineThreads) void CombineKernel(Wkv6Segments segments) {
+  const int64_t head = blockIdx.x;
+  const int at = blockIdx.y * kCombineThreads + threadIdx.x;
+  float sum = segments.State(head, 0)[at];
+#pragma unroll 4
+  for (int order = 1; order < segments.count - 1; ++order) {
+    float& d = segments.State(head, order)[at];
+    sum = fmaf(sum, segments.Factor(head, order)[at % kHeadSize], d);
+    d = sum;
+  }
+}
+
+template <typename T, bool kConstant, bool kReverse>
+cudaError_t ScanStates(cudaStream_t stream, const StateScan<T>& scan, int64_t heads, int64_t segments) {
+  const dim3 blocks(static_cast<unsigned>(heads), static_cast<unsigned>(segments));
+  return Launch(StateKernel<T, kConstant, kReverse>, blocks, kThreads, StateLayout::kBytes, stream,
+                scan);
+}
+
+// The state at the start of each segment.
+template <typename T, bool kConstant, bool kReverse>
+cudaError_t FindStarts(cudaStream_t stream, StateScan<T> scan, int64_t heads) {
+  if (scan.segments.count == 1) return cudaSuccess;
+  scan.end = nullptr;
+  scan.gradients = {};
+  cudaError_t error =
+      ScanStates<T, kConstant, kReverse>(stream, scan, heads, scan.segments.count - 1);
+  if (error != cudaSuccess || scan.segments.count == 2) return error;
+  const dim3 blocks(static_cast<unsigned>(heads), kHeadSize * kHeadSize / kCombineThreads);
+  return Launch(CombineKernel, blocks, kCombineThreads, 0, stream, scan.segments);
+}
+
+// Calls fn(T(), bool_constant<constant decay>()).
+template <typename Fn>
+cudaError_t ForKinds(const Wkv6Call& call, Fn&& fn) {
+  return ForHalfTypes<kHeadSize>(call.dtype, call.dims.head_size, [&](auto zero, auto) {
+    return call.constant_decay ? fn(zero, std::true_type()) : fn(zero, std::false_type());
+  });
+}
+
+}  // namespace
+
+cudaError_t Wkv6Scan(cudaStream_t stream, const Wkv6ForwardCall& call, const Wkv6Segments& segments) {
+  return ForKinds(call, [&](auto zero, auto constant) {
+    using T = decltype(zero);
+    const auto in = [](const void* x) { return static_cast<const T*>(x); };
+    const int64_t heads = call.dims.batch * call.dims.heads;
+    const StateScan<T> scan{in(call.v), in(call.k), call.w, call.dims.tokens, call.dims.heads,
+                            call.decay, call.initial_state, call.final_state, {}, segments};
+    const cudaError_t error = FindStarts<T, constant(), false>(stream, scan, heads);
+    if (error != cudaSuccess) return error;
+    const Forward<T> forward{in(call.r), in(call.k), in(call.v), call.w, call.u, call.dims.tokens,
+                             call.dims.heads, call.decay, call.initial_state, call.final_state,
+                             static_cast<T*>(call.y), static_cast<uint4*>(call.states), segments};
+    const dim3 blocks(static_cast<unsigned>(heads), static_cast<unsigned>(segments.count));
+    return Launch(ForwardKernel<T, constant()>, blocks, kThreads, ForwardLayout::kBytes, stream,
+                  forward);
+  });
+}
+
+cudaError_t Wkv6ReverseScan(cudaStream_t stream, const Wkv6BackwardCall& call,
+                            const Wkv6Segments& segments, const FrameGradients& gradients) {
+  return ForKinds(call, [&](auto zero, auto constant) {
+    using T = decltype(zero);
+    const auto in = [](const void* x) { return static_cast<const T*>(x); };
+    const int64_t heads = call.dims.batch * call.dims.heads;
+    const StateScan<T> scan{in(call.dy), in(call.r), call.w, call.dims.tokens, call.dims.heads,
+                            call.decay, call.dfinal_state, call.dinitial_state, gradients, segments};
+    const cudaError_t error = FindStarts<T, constant(), true>(stream, scan, heads);
+    if (error != cudaSuccess) return error;
+    return ScanStates<T, constant(), true>(stream, scan, heads, segments.count);
+  });
+}
+
+}  // namespace rwkv_jax::cuda

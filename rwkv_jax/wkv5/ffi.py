@@ -1,0 +1,13 @@
+"""WKV5 on the native kernels: those of WKV6, under names of its own."""
+
+import functools
+
+from rwkv_jax.wkv6 import ffi as wkv6
+
+why_not, how = wkv6.why_not, wkv6.how
+
+TARGETS = wkv6.targets("wkv5")
+
+forward = functools.partial(wkv6.forward, op="wkv5")
+backward = functools.partial(wkv6.backward, op="wkv5")
+step = functools.partial(wkv6.step, op="wkv5")

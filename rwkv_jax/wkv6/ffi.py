@@ -1,0 +1,155 @@
+"""WKV6 on the native kernels: their targets, attributes and limits. Those of WKV5 differ in name
+and in that all tokens have the same w."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from rwkv_jax import _chunked, _ffi
+from rwkv_jax._chunked import CHUNK, states_dtype
+from rwkv_jax._dispatch import Options
+from rwkv_jax._typing import Keys, State, States, TokenKeys, TokenValues, Values
+from rwkv_jax.wkv7.ffi import DECAY_CODES, kernels, on_matrix_units, segments, why_not
+
+__all__ = ["TARGETS", "backward", "forward", "how", "step", "targets", "why_not"]
+
+
+def targets(op: str) -> tuple[str, ...]:
+    stages = ("fwd", "bwd", "chunk_fwd", "chunk_bwd", "step")
+    return tuple(f"rwkv_{op}_{stage}_v1" for stage in stages)
+
+
+TARGETS = targets("wkv6")
+
+TILE = 8
+"""Tokens between the states that the CUDA backward pass in float32 keeps inside a chunk."""
+
+
+MATRIX_HEAD_SIZE = 64
+"""The head size of the kernels on matrix units."""
+
+
+def _on_matrix_units(platform: str, options: Options, r: Any) -> bool:
+    return r.shape[-1] == MATRIX_HEAD_SIZE and on_matrix_units(platform, options, r)
+
+
+def how(platform: str, options: Options, operands: Mapping[str, Any]) -> str:
+    return kernels(platform, _on_matrix_units(platform, options, operands["r"]))
+
+
+def _scan_segments(heads: int, frames: int) -> int:
+    """Into how many segments the kernels on matrix units split a sequence so as to give few heads
+    more of a large GPU. Splitting costs a pass over the sequence: measured on 132 multiprocessors,
+    it pays until each has two blocks of threads."""
+    return max(1, min(frames, 264 // heads)) if heads else 1
+
+
+# A kernel may not allocate, so its scratch is one more result. The sizes are those of
+# ffi/cuda/wkv6.h, and a handler refuses others.
+
+
+def _scratch(size: int, count: int) -> int:
+    """What each segment but the last does to a state."""
+    return (size * size + size) * (count - 1)
+
+
+def _replay(size: int) -> int:
+    return CHUNK // TILE * size * size
+
+
+def forward(
+    options: Options,
+    platform: str,
+    r: Keys,
+    w: Array,
+    k: Keys,
+    v: Values,
+    u: TokenKeys,
+    initial_state: State,
+    op: str = "wkv6",
+) -> tuple[Values, State, States]:
+    batch, tokens, heads, size = r.shape
+    frames = _chunked.boundaries(tokens)
+    target, _, chunk_target, _, _ = targets(op)
+    attributes: dict[str, Any] = {"decay": DECAY_CODES[options.decay]}
+    saved = (batch, frames if options.save else 0, heads, size, size)
+    results: list[tuple[Any, Any]] = [
+        (v.shape, v.dtype),
+        (initial_state.shape, jnp.float32),
+        (saved, states_dtype(options, r.dtype)),
+    ]
+    if _on_matrix_units(platform, options, r):
+        target = chunk_target
+        count = attributes["segments"] = _scan_segments(batch * heads, frames)
+        results.append(((batch, heads, _scratch(size, count)), jnp.float32))
+    y, final_state, states, *_ = _ffi.call(
+        target, results, *(r, w, k, v, u, initial_state), **attributes
+    )
+    return y, final_state, states
+
+
+def backward(
+    options: Options,
+    platform: str,
+    r: Keys,
+    w: Array,
+    k: Keys,
+    v: Values,
+    u: TokenKeys,
+    states: States,
+    dy: Values,
+    dfinal_state: State,
+    op: str = "wkv6",
+) -> tuple[Keys, Array, Keys, Values, TokenKeys, State]:
+    batch, frames, heads, size, _ = states.shape
+    _, target, _, chunk_target, _ = targets(op)
+    attributes: dict[str, Any] = {"decay": DECAY_CODES[options.decay]}
+    scratch: list[tuple[Any, Any]] = []
+    partials = 1
+    if _on_matrix_units(platform, options, r):
+        target, partials = chunk_target, frames
+        count = attributes["segments"] = _scan_segments(batch * heads, frames)
+        floats = max(frames * size * size // 2 + _scratch(size, count), _replay(size))
+        scratch = [((batch, heads, floats), jnp.float32)]
+    elif platform == "cuda":
+        partials = segments(batch * heads, frames)
+        scratch = [((batch, heads, partials, _replay(size)), jnp.float32)]
+    summed = (batch, partials, heads, size)
+    constant = w.ndim == u.ndim
+    results = [
+        (r.shape, r.dtype),
+        (summed, jnp.float32) if constant else (w.shape, w.dtype),
+        (k.shape, k.dtype),
+        (v.shape, v.dtype),
+        (summed, jnp.float32),
+        (dfinal_state.shape, jnp.float32),
+        *scratch,
+    ]
+    operands = (r, w, k, v, u, states, dy, dfinal_state)
+    dr, dw, dk, dv, du, dinitial_state, *_ = _ffi.call(target, results, *operands, **attributes)
+    if constant:
+        dw = jnp.sum(dw, axis=1)
+    return dr, dw, dk, dv, jnp.sum(du, axis=1), dinitial_state
+
+
+def step(
+    options: Options,
+    platform: str,
+    r: TokenKeys,
+    w: TokenKeys,
+    k: TokenKeys,
+    v: TokenValues,
+    u: TokenKeys,
+    state: State,
+    op: str = "wkv6",
+) -> tuple[TokenValues, State]:
+    y, state = _ffi.call(
+        targets(op)[-1],
+        [(v.shape, v.dtype), (state.shape, jnp.float32)],
+        *(r, w, k, v, u, state),
+        aliases={5: 1},
+        decay=DECAY_CODES[options.decay],
+    )
+    return y, state

@@ -1,0 +1,41 @@
+// The float kernels of WKV6 and WKV5 for test_emulation.py.
+#include "emulation.h"
+
+#include "wkv6_recurrent.cu"
+
+using namespace rwkv_jax;
+using namespace rwkv_jax::cuda;
+
+extern "C" int64_t Wkv6ScratchFloats(int64_t head_size) { return Wkv6ScratchSize(head_size); }
+
+// Forward and backward; `sizes` are B, T, H, K, and the arrays those of the two calls in order.
+extern "C" int Wkv6(unsigned seed, const int64_t* sizes, int dtype, int decay, int constant_decay,
+                    int64_t segments, void* const* arrays) {
+  emulation::random.seed(seed);
+  const auto floats = [&](int i) { return static_cast<float*>(arrays[i]); };
+  Wkv6ForwardCall forward;
+  forward.dims = {sizes[0], sizes[1], sizes[2], sizes[3], Chunks(sizes[1])};
+  forward.dtype = static_cast<Dtype>(dtype);
+  forward.states_dtype = forward.dtype == Dtype::kF32 ? Dtype::kF32 : Dtype::kBF16;
+  forward.decay = static_cast<Decay>(decay);
+  forward.constant_decay = constant_decay;
+  forward.r = arrays[0], forward.w = arrays[1], forward.k = arrays[2], forward.v = arrays[3];
+  forward.u = floats(4);
+  forward.initial_state = floats(5);
+  forward.y = arrays[6];
+  forward.final_state = floats(7);
+  forward.states = arrays[8];
+
+  Wkv6BackwardCall backward;
+  static_cast<Wkv6Call&>(backward) = forward;
+  backward.states = forward.states;
+  backward.dy = arrays[9];
+  backward.dfinal_state = floats(10);
+  backward.partials = segments;
+  backward.dr = arrays[11], backward.dw = arrays[12], backward.dk = arrays[13];
+  backward.dv = arrays[14];
+  backward.du = floats(15), backward.dinitial_state = floats(16);
+
+  const int error = Wkv6Forward(nullptr, forward);
+  return error ? error : Wkv6Backward(nullptr, backward, segments, floats(17));
+}
