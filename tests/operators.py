@@ -142,12 +142,18 @@ class Run(NamedTuple):
 
 
 def runs(case: Case, platform: str | None = None) -> list[Any]:
-    """Every run of a case, as parameters of a test; of WKV5, which has the arithmetic of WKV6, that
-    of the implementation that comes first."""
+    """Runs of a case, as parameters of a test: every implementation of WKV7, those of the others
+    that are not JAX's own derivative of a scan, and of WKV5, which has the arithmetic of WKV6, that
+    which comes first."""
+    taken = {"wkv7": None, "wkv5": 1}
     return [
-        pytest.param(Run(op, implementation), id=f"{op}-{implementation}")
+        pytest.param(
+            Run(op, implementation),
+            id=f"{op}-{implementation}",
+            marks=() if op == "wkv7" or place == 0 else pytest.mark.slow,
+        )
         for op in SEQUENCES
-        for implementation in available(op, case, platform)[: 1 if op == "wkv5" else None]
+        for place, implementation in enumerate(available(op, case, platform)[: taken.get(op, 2)])
     ]
 
 

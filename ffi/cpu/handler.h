@@ -1,5 +1,5 @@
-// What the handlers share: the kernels for this CPU, threads and their scratch, and the stages of an
-// operator with a state for each head.
+// What the handlers share: the kernels for this CPU, threads and their scratch, and the stages of
+// an operator with a state for each head.
 #pragma once
 
 #include <algorithm>

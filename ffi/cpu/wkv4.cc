@@ -149,10 +149,10 @@ void Forward(const Wkv4ForwardCall& call, int64_t batch, int64_t first_channel) 
 
 // Takes the gradients of a vector of channels from after a chunk to before it.
 //
-// A state is as good as one with another log_max and sums scaled to it, so the gradient of log_max is
-// that of the sums, dnum * num + dden * den, plus what a user of the final log_max adds to it. Here
-// that second part alone stands for it, except before the first and after the last token. A step
-// passes it on to the larger exponent, or half each to equal ones.
+// The exponents that a weight is relative to cancel out of y, so what y adds to the gradient of
+// log_max is what it takes from that of u + k. A step hands the gradient of its log_max, which is
+// that of all weights in the next state, to the larger exponent, less what the other has by its own
+// weight; or half of the difference to each of two equal ones.
 void BackwardChunk(const Wkv4BackwardCall& call, const Channels& channels, int64_t n) {
   const int64_t start = n * kChunk, tokens = Smaller(call.dims.tokens - start, kChunk);
   const int64_t count = channels.count;
@@ -173,7 +173,6 @@ void BackwardChunk(const Wkv4BackwardCall& call, const Channels& channels, int64
   }
 
   auto [dnum, dden, dlog_max] = LoadState(call.dinitial_state, channels.Once(), count);
-  if (n == call.dims.saved - 1) dlog_max -= dnum * state.num + dden * state.den;
   Vec dw = LoadUpTo(count, Dtype::kF32, call.dw, channels.Once());
   Vec du = LoadUpTo(count, Dtype::kF32, call.du, channels.Once());
   for (int64_t t = tokens - 1; t >= 0; --t) {
@@ -190,12 +189,14 @@ void BackwardChunk(const Wkv4BackwardCall& call, const Channels& channels, int64
     const auto& [num, den, log_max] = before;
 
     const Vec decayed = log_max + parameters.log_decay;
-    const Vec tie = decayed == k ? Broadcast(0.5f) : Vec{};
-    const Vec passed = dlog_max * (decayed > k ? Broadcast(1.0f) : tie);
-    dw += kept.past * (dnum * num + dden * den) + passed;
-    Vec dk = kept.now * (dnum * v + dden) + (dlog_max - passed);
+    const Vec dpast = kept.past * (dnum * num + dden * den);
+    const Vec dnow = kept.now * (dnum * v + dden);
+    const Vec tied = 0.5f * (dlog_max + dpast - dnow);
+    const auto older = decayed > k;
+    const Vec ddecayed = older ? dlog_max - dnow : decayed == k ? tied : dpast;
+    Vec dk = older ? dnow : dlog_max - ddecayed;
     Vec dv = kept.now * dnum;
-    dlog_max = passed;
+    dw += ddecayed;
 
     const Weights read = Relative(log_max, parameters.u + k);
     const Vec scale = 1.0f / (read.past * den + read.now);
@@ -204,16 +205,14 @@ void BackwardChunk(const Wkv4BackwardCall& call, const Channels& channels, int64
     const Vec dbonus = read.now * dsum * (v - y);
     du += dbonus;
     dk += dbonus;
+    dlog_max = ddecayed - dbonus;
     dv += read.now * dsum;
     dnum = kept.past * dnum + read.past * dsum;
     dden = kept.past * dden - read.past * dsum * y;
     StoreUpTo(count, call.dtype, call.dk, token, dk);
     StoreUpTo(count, call.dtype, call.dv, token, dv);
   }
-  if (n == 0) {
-    dlog_max += dnum * replayed[0].state.num + dden * replayed[0].state.den;
-    dw *= parameters.slope;
-  }
+  if (n == 0) dw *= parameters.slope;
   StoreState(call.dinitial_state, channels.Once(), count, {dnum, dden, dlog_max});
   StoreUpTo(count, Dtype::kF32, call.dw, channels.Once(), dw);
   StoreUpTo(count, Dtype::kF32, call.du, channels.Once(), du);

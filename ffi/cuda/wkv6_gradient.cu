@@ -394,7 +394,7 @@ __global__ __launch_bounds__(kThreads, 2) void GradientKernel(const __grid_const
   const auto row_factors = [&](int chunk, float(&f)[2]) {
 #pragma unroll
     for (int i = 0; i < 2; ++i)
-      f[i] = factors_of(chunk)[lane / 4 % 8 / 2 * kFactorStride + 4 * warp + 2 * i + lane / 4 % 2];
+      f[i] = factors_of(chunk)[lane / 8 * kFactorStride + 4 * warp + 2 * i + lane / 4 % 2];
   };
   Left x[kBlocks];
   Sum<8> state;

@@ -63,8 +63,9 @@ def wkv4(
       decay: what `w` is. "log": the log decay itself, <= 0. "exp", the parameter of the official
         models: the log decay is -exp(w).
       precision: as `jax.lax.Precision`; all computation is in float32.
-      implementation: "xla", or "reference" (one `lax.scan` step, differentiable any number of times
-        and in forward mode). None is xla.
+      implementation: "ffi" (native kernels on CPU and CUDA), "xla", or "reference" (one `lax.scan`
+        step, differentiable any number of times and in forward mode). None takes the first of ffi
+        and xla that can run where the program is lowered.
 
     `w`, `u`, `k`, `v` share one dtype: float32, bfloat16 or float16. The state is always float32.
 

@@ -54,9 +54,11 @@ def wkv6(
       decay: what `w` is. "log": the log decay itself, <= 0, so d = exp(w). "exp", the form of the
         official kernels: d = exp(-exp(w)). Any finite `w` is accepted; a decay that underflows to 0
         clears its channel.
-      precision: as `jax.lax.Precision`. HIGHEST computes in float32 throughout.
-      implementation: "xla", or "reference" (one `lax.scan` step, differentiable any number of times
-        and in forward mode). None is xla.
+      precision: as `jax.lax.Precision`. HIGHEST computes in float32 throughout; the default may use
+        matrix units in lower precision with float32 accumulation.
+      implementation: "ffi" (native kernels on CPU and CUDA), "xla", or "reference" (one `lax.scan`
+        step, differentiable any number of times and in forward mode). None takes the first of ffi
+        and xla that can run where the program is lowered.
 
     `r`, `w`, `k`, `v`, `u` share one dtype: float32, bfloat16 or float16. The state is always
     float32 and so is all accumulation.

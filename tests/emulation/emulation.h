@@ -289,6 +289,13 @@ template <typename T>
 T __shfl_xor_sync(unsigned, T x, int mask) {
   return emulation::Shuffle(x, emulation::Lane() ^ mask);
 }
+inline bool __any_sync(unsigned, bool value) {
+  return emulation::Exchange({uint32_t{value}}, [](const auto& posted) {
+    bool any = false;
+    for (int lane = 0; lane < 32; ++lane) any |= posted[lane][0] != 0;
+    return any;
+  });
+}
 
 #define RWKV_JAX_DYNAMIC_SHARED(alignment, name) unsigned char* const name = emulation::shared
 

@@ -1,4 +1,4 @@
-// The float kernels of WKV6 and WKV5 for test_emulation.py.
+// The kernels of WKV6 and WKV5 for test_emulation.py.
 #include "emulation.h"
 
 #include "wkv6_recurrent.cu"
@@ -6,11 +6,18 @@
 using namespace rwkv_jax;
 using namespace rwkv_jax::cuda;
 
-extern "C" int64_t Wkv6ScratchFloats(int64_t head_size) { return Wkv6ScratchSize(head_size); }
+// For each head.
+extern "C" int64_t Wkv6ScratchFloats(int64_t tokens, int64_t head_size, int64_t segments,
+                                     int matrix_units) {
+  Wkv6Call call;
+  call.dims = {1, tokens, 1, head_size, Chunks(tokens)};
+  return matrix_units ? Wkv6ChunkScratch::Size(call, segments)
+                      : segments * Wkv6ScratchSize(head_size);
+}
 
 // Forward and backward; `sizes` are B, T, H, K, and the arrays those of the two calls in order.
 extern "C" int Wkv6(unsigned seed, const int64_t* sizes, int dtype, int decay, int constant_decay,
-                    int64_t segments, void* const* arrays) {
+                    int64_t segments, int matrix_units, void* const* arrays) {
   emulation::random.seed(seed);
   const auto floats = [&](int i) { return static_cast<float*>(arrays[i]); };
   Wkv6ForwardCall forward;
@@ -31,11 +38,18 @@ extern "C" int Wkv6(unsigned seed, const int64_t* sizes, int dtype, int decay, i
   backward.states = forward.states;
   backward.dy = arrays[9];
   backward.dfinal_state = floats(10);
-  backward.partials = segments;
+  backward.partials = matrix_units ? forward.dims.saved : segments;
   backward.dr = arrays[11], backward.dw = arrays[12], backward.dk = arrays[13];
   backward.dv = arrays[14];
   backward.du = floats(15), backward.dinitial_state = floats(16);
 
-  const int error = Wkv6Forward(nullptr, forward);
-  return error ? error : Wkv6Backward(nullptr, backward, segments, floats(17));
+  float* const scratch = floats(17);
+  if (!matrix_units) {
+    const int error = Wkv6Forward(nullptr, forward);
+    return error ? error : Wkv6Backward(nullptr, backward, segments, scratch);
+  }
+  const int error =
+      Wkv6ChunkForward(nullptr, forward, {segments, scratch, Wkv6Segments::Size(segments)});
+  const int64_t stride = Wkv6ChunkScratch::Size(backward, segments);
+  return error ? error : Wkv6ChunkBackward(nullptr, backward, {scratch, stride, segments});
 }

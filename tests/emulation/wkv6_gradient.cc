@@ -1,0 +1,3 @@
+#include "emulation.h"
+
+#include "wkv6_gradient.cu"
