@@ -141,19 +141,13 @@ class Run(NamedTuple):
         )
 
 
-def runs(case: Case, platform: str | None = None) -> list[Any]:
-    """Runs of a case, as parameters of a test: every implementation of WKV7, those of the others
-    that are not JAX's own derivative of a scan, and of WKV5, which has the arithmetic of WKV6, that
-    which comes first."""
-    taken = {"wkv7": None, "wkv5": 1}
+def runs(case: Case, platform: str | None = None, *, others: int = 1) -> list[Any]:
+    """Runs of a case, as parameters of a test: every implementation of WKV7, and so many of the
+    other operators, which have the same rules of batching, partition and differentiation."""
     return [
-        pytest.param(
-            Run(op, implementation),
-            id=f"{op}-{implementation}",
-            marks=() if op == "wkv7" or place == 0 else pytest.mark.slow,
-        )
+        pytest.param(Run(op, implementation), id=f"{op}-{implementation}")
         for op in SEQUENCES
-        for place, implementation in enumerate(available(op, case, platform)[: taken.get(op, 2)])
+        for implementation in available(op, case, platform)[: None if op == "wkv7" else others]
     ]
 
 

@@ -24,7 +24,7 @@ each_argument = pytest.mark.parametrize(("op", "name"), ARGUMENTS)
 each_input = pytest.mark.parametrize(
     ("op", "name"), [(op, name) for op, x in OPERATORS.items() for name in x.inputs]
 )
-each_run = pytest.mark.parametrize("run", runs(CASE))
+each_run = pytest.mark.parametrize("run", runs(CASE, others=2))
 
 
 def _arguments(op: str, **changed: Any) -> dict[str, Any]:
@@ -215,7 +215,7 @@ def test_deleted_operands_are_an_error(run: Run) -> None:
     ("run", "decay", "name"),
     [
         (run, decay, name)
-        for run in (x.values[0] for x in runs(CASE))
+        for run in (x.values[0] for x in runs(CASE, others=2))
         for decay in run.operator.decays
         for name in run.names
         if name not in run.operator.shared

@@ -1,5 +1,7 @@
 """Which implementation runs, what is said where one cannot, and what an installation reports."""
 
+import dataclasses
+import functools
 import os
 import subprocess
 import sys
@@ -14,28 +16,32 @@ import cases
 import hlo
 import rwkv_jax
 from cases import Case
-from operators import OPERATORS, available
+from operators import OPERATORS, SEQUENCES, STEPS, available
 from rwkv_jax import _ffi
 
 CASE = Case(2, 16, 2, 32)
-TARGETS = {"rwkv_wkv7_fwd_v1", "rwkv_wkv7_bwd_v1"}
 PLATFORM = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
 NATIVE = "ffi" in available("wkv7", CASE)
 
 each_operator = pytest.mark.parametrize("op", OPERATORS)
+each_sequence = pytest.mark.parametrize("op", SEQUENCES)
 
 
-def _gradients(implementation: str | None, inputs: dict) -> dict:
+def _targets(op: str, kind: str = "") -> set[str]:
+    return {f"rwkv_{op}_{kind}fwd_v1", f"rwkv_{op}_{kind}bwd_v1"}
+
+
+def _gradients(op: str, implementation: str | None, inputs: dict) -> dict:
     def loss(inputs: dict) -> jax.Array:
-        y, state = rwkv_jax.wkv7(**inputs, implementation=implementation)
-        return jnp.sum(y.astype(jnp.float32)) + jnp.sum(state)
+        results = OPERATORS[op].function(**inputs, implementation=implementation)
+        return sum((jnp.sum(x.astype(jnp.float32)) for x in results), jnp.float32(0))
 
     return jax.grad(loss)(inputs)
 
 
-def _lowered(implementation: str | None, platform: str, case: Case = CASE) -> str:
-    inputs, _ = cases.wkv7(case)
-    traced = jax.jit(_gradients, static_argnums=0).trace(implementation, inputs)
+def _lowered(implementation: str | None, platform: str, case: Case = CASE, op: str = "wkv7") -> str:
+    inputs, _ = OPERATORS[op].make(case)
+    traced = jax.jit(_gradients, static_argnums=(0, 1)).trace(op, implementation, inputs)
     return traced.lower(lowering_platforms=(platform,)).as_text()
 
 
@@ -52,31 +58,38 @@ def pretend(monkeypatch: pytest.MonkeyPatch):
     jax.clear_caches()
 
 
-@pytest.mark.parametrize("implementation", [None, *available("wkv7", CASE)])
-def test_what_is_compiled_here(implementation: str | None) -> None:
-    inputs, _ = cases.wkv7(CASE)
-    compiled = jax.jit(_gradients, static_argnums=0).lower(implementation, inputs).compile()
+@pytest.mark.parametrize(
+    ("op", "implementation"), [(op, name) for op in SEQUENCES for name in (None, "ffi", "xla")]
+)
+def test_what_is_compiled_here(op: str, implementation: str | None) -> None:
+    if implementation not in (None, *available(op, CASE)):
+        return
+    inputs, _ = OPERATORS[op].make(CASE)
+    compiled = jax.jit(_gradients, static_argnums=(0, 1)).lower(op, implementation, inputs)
     native = NATIVE and implementation in (None, "ffi")
-    assert hlo.targets(compiled.as_text()) == (TARGETS if native else set())
+    assert hlo.targets(compiled.compile().as_text()) == (_targets(op) if native else set())
 
 
-@pytest.mark.parametrize("implementation", [None, *available("wkv7_step", Case(2, 1, 2, 32))])
-def test_what_a_step_compiles_to_here(implementation: str | None) -> None:
-    inputs, _ = cases.wkv7_step(Case(2, 1, 2, 32))
-    step = jax.jit(lambda inputs: rwkv_jax.wkv7_step(**inputs, implementation=implementation))
-    native = NATIVE and implementation in (None, "ffi")
-    text = step.lower(inputs).compile().as_text()
-    assert hlo.targets(text) == ({"rwkv_wkv7_step_v1"} if native else set())
+@pytest.mark.parametrize("op", STEPS)
+def test_what_a_step_compiles_to_here(op: str) -> None:
+    case = Case(2, 1, 2, 32)
+    inputs, _ = OPERATORS[op].make(case)
+    for implementation in (None, *available(op, case)):
+        step = jax.jit(functools.partial(OPERATORS[op].function, implementation=implementation))
+        text = step.lower(**inputs).compile().as_text()
+        native = NATIVE and implementation in (None, "ffi")
+        assert hlo.targets(text) == ({f"rwkv_{op}_v1"} if native else set())
 
 
+@each_sequence
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
-def test_the_platform_is_that_of_the_lowering(platform: str, pretend: Any) -> None:
+def test_the_platform_is_that_of_the_lowering(platform: str, op: str, pretend: Any) -> None:
     """Not that of the default device: a program for another machine is lowered here."""
     pretend("cpu", None)
     pretend("cuda", None)
-    assert hlo.targets(_lowered(None, platform)) == TARGETS
-    assert hlo.targets(_lowered("ffi", platform)) == TARGETS
-    assert hlo.targets(_lowered("xla", platform)) == set()
+    assert hlo.targets(_lowered(None, platform, op=op)) == _targets(op)
+    assert hlo.targets(_lowered("ffi", platform, op=op)) == _targets(op)
+    assert hlo.targets(_lowered("xla", platform, op=op)) == set()
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
@@ -122,8 +135,9 @@ def test_head_sizes_without_native_kernels_run_on_xla(case: Case) -> None:
 def test_native_kernels_take_these(platform: str, dtype: str, size: int, pretend: Any) -> None:
     """So that a case that a kernel should have is never left out of the other tests unnoticed."""
     pretend(platform, None)
-    assert "ffi" in available("wkv7", Case(1, 5, 1, size, dtype=dtype), platform)
-    assert "ffi" in available("wkv7_step", Case(1, 1, 1, size, dtype=dtype), platform)
+    for op in OPERATORS:
+        tokens = 1 if op in STEPS else 5
+        assert "ffi" in available(op, Case(1, tokens, 1, size, dtype=dtype), platform), op
 
 
 @each_operator
@@ -153,23 +167,24 @@ def test_implementations(op: str) -> None:
 def test_which_cuda_kernels_run(pretend: Any) -> None:
     pretend("cuda", None)
 
-    def details(case: Case, precision: str | None = None) -> str | None:
-        inputs, _ = cases.wkv7(case)
+    def details(op: str, case: Case, precision: str | None = None) -> str | None:
+        inputs, _ = OPERATORS[op].make(case)
         return rwkv_jax.implementations(
-            "wkv7", *inputs.values(), platform="cuda", precision=precision, details=True
+            op, *inputs.values(), platform="cuda", precision=precision, details=True
         )["ffi"]
 
     matrix_units = "CUDA kernels on matrix units, bfloat16 with float32 sums"
     recurrent = "CUDA kernels, one token at a time in float32"
-    for dtype in ("bfloat16", "float16"):
-        for size in (64, 128):
-            assert details(Case(1, 16, 1, size, dtype=dtype)) == matrix_units
-            assert details(Case(1, 16, 1, size, dtype=dtype), "highest") == recurrent
-            assert details(Case(1, 15, 1, size, dtype=dtype)) == recurrent
-    assert details(Case(1, 16, 1, 32, dtype="bfloat16")) == recurrent
-    assert details(Case(1, 16, 1, 64)) == recurrent
-    lowered = _lowered(None, "cuda", Case(2, 16, 2, 64, dtype="bfloat16"))
-    assert hlo.targets(lowered) == {"rwkv_wkv7_chunk_fwd_v1", "rwkv_wkv7_chunk_bwd_v1"}
+    for op, sizes in (("wkv7", (64, 128)), ("wkv6", (64,)), ("wkv5", (64,))):
+        for dtype in ("bfloat16", "float16"):
+            for size in (32, 64, 128):
+                case = Case(1, 16, 1, size, dtype=dtype)
+                assert details(op, case) == (matrix_units if size in sizes else recurrent)
+                assert details(op, case, "highest") == recurrent
+                assert details(op, dataclasses.replace(case, T=15)) == recurrent
+        assert details(op, Case(1, 16, 1, 64)) == recurrent
+        lowered = _lowered(None, "cuda", Case(2, 16, 2, 64, dtype="bfloat16"), op)
+        assert hlo.targets(lowered) == _targets(op, "chunk_")
 
 
 @each_operator

@@ -102,6 +102,17 @@ inline Vec Larger(Vec a, Vec b) {
   return a == a ? larger : a;
 }
 
+// The weights of a state and of a token after it. `decayed` is the sum of log_max and log_decay as it
+// was rounded; the sums take what is missing, so that over many tokens log_max does not drift away
+// from them.
+inline Weights Weigh(Vec log_max, Vec log_decay, Vec decayed, Vec k) {
+  Weights weights = Relative(decayed, k);
+  const Vec missing = (log_max - decayed) + log_decay, none = {};
+  const auto small = missing * missing < 1e-4f;
+  weights.past += weights.past * (small ? missing : none);
+  return weights;
+}
+
 // The state after a token with these weights.
 inline State Add(const State& state, const Weights& weights, Vec log_max, Vec v) {
   return {weights.past * state.num + weights.now * v, weights.past * state.den + weights.now,
@@ -130,7 +141,8 @@ void ForwardRun(const Wkv4ForwardCall& call, const Channels& channels, int64_t s
     StoreUpTo(count, call.dtype, call.y, token,
               (read.past * state.num + read.now * v) / (read.past * state.den + read.now));
     const Vec decayed = state.log_max + parameters.log_decay;
-    state = Add(state, Relative(decayed, k), Larger(decayed, k), v);
+    const Weights weights = Weigh(state.log_max, parameters.log_decay, decayed, k);
+    state = Add(state, weights, Larger(decayed, k), v);
   }
   StoreState(call.final_state, channels.Once(), count, state);
 }
@@ -168,7 +180,7 @@ void BackwardChunk(const Wkv4BackwardCall& call, const Channels& channels, int64
     const Vec k = LoadUpTo(count, call.dtype, call.k, channels.Token(start + t));
     const Vec v = LoadUpTo(count, call.dtype, call.v, channels.Token(start + t));
     const Vec decayed = state.log_max + parameters.log_decay;
-    replayed[t] = {state, Relative(decayed, k), k, v};
+    replayed[t] = {state, Weigh(state.log_max, parameters.log_decay, decayed, k), k, v};
     state = Add(state, replayed[t].kept, Larger(decayed, k), v);
   }
 

@@ -281,26 +281,45 @@ __device__ void AddFarPairs(const unsigned char* da, const RawChunk<T>& raw, int
     const float late = token % 2 ? x[1][2 * half + 1] : x[1][2 * half];
     return __shfl_sync(~0u, token < 8 ? early : late, (lane & ~3) | token % 8 / 2);
   };
+  // One reading token i after another; a lane has four of the tokens j that have written before it.
 #pragma unroll 1
-  for (int j = 0; j < kSub; ++j)
-#pragma unroll 1
-    for (int i = j + 1; i < kSub; ++i) {
-      const uint16_t bits = *reinterpret_cast<const uint16_t*>(
-          da + i / 8 * 256 + j / 8 * 128 + i % 8 * 16 + j % 8 * 2);
-      const float d = Bf16::Low(bits);
+  for (int i = 1; i < kSub; ++i) {
+    const unsigned char* const row = da + i / 8 * 256 + i % 8 * 16 + own * 2;
+    const uint32_t d[2] = {*reinterpret_cast<const uint32_t*>(row),
+                           *reinterpret_cast<const uint32_t*>(row + 128)};
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float decayed = d * Exp2(of(sums.before, i, half) - of(sums.upto, j, half));
-        const float r = of(pairs.r, i, half) * decayed, k = of(pairs.k, j, half);
+    for (int half = 0; half < 2; ++half) {
+      const float before = of(sums.before, i, half), r = of(pairs.r, i, half);
+      float sooner = 0.0f;  // what is read of the tokens of the tiles before
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const int token = 8 * (e / 2) + own + e % 2, at = 2 * half + e % 2;
-          if (token == i) pairs.read[e / 2][at] += decayed * k;
-          if (token == j) pairs.written[e / 2][at] += r;
-          if (token > j && token < i) pairs.spanning[e / 2][at] += r * k;
+      for (int tile = 0; tile < 2; ++tile) {
+        float read[2];
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int j = 8 * tile + own + e, at = 2 * half + e;
+          const float decayed = j < i ? (e ? Bf16::High(d[tile]) : Bf16::Low(d[tile])) *
+                                            Exp2(before - sums.upto[tile][at])
+                                      : 0.0f;
+          pairs.written[tile][at] += decayed * r;
+          read[e] = decayed * pairs.k[tile][at];
         }
+        float upto = read[0] + read[1];
+#pragma unroll
+        for (int step = 1; step < 4; step *= 2) {
+          const float last = __shfl_sync(~0u, upto, lane < step ? 0 : lane - step);
+          if (lane % 4 >= step) upto += last;
+        }
+        const float last = __shfl_sync(~0u, upto, lane == 0 ? 0 : lane - 1);
+        const float passed = lane % 4 > 0 ? sooner + last : sooner;
+        if (8 * tile + own < i) pairs.spanning[tile][2 * half] += r * passed;
+        if (8 * tile + own + 1 < i) pairs.spanning[tile][2 * half + 1] += r * (passed + read[0]);
+        sooner += __shfl_sync(~0u, upto, lane | 3);
       }
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        if (8 * (e / 2) + own + e % 2 == i) pairs.read[e / 2][2 * half + e % 2] = sooner;
     }
+  }
 }
 
 template <typename T, bool kConstant>

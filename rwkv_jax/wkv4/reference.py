@@ -53,11 +53,12 @@ def read(u: Array, k: Array, v: Array, num: Array, den: Array, log_max: Array) -
 
 
 def add(state: Sequence[Array], w: Array, added: Sequence[Array]) -> tuple[Array, ...]:
-    """The state after a decay of w, plus what is added to it."""
+    """The state after a decay of w, plus what is added to it. The exponents are compared with the
+    largest as it was rounded, so that over many tokens it does not drift away from the sums."""
     num, den, log_max = state
     more_num, more_den, more_max = added
     largest = jnp.maximum(log_max + w, more_max)
-    before, now = jnp.exp(log_max + w - largest), jnp.exp(more_max - largest)
+    before, now = jnp.exp((log_max - largest) + w), jnp.exp(more_max - largest)
     return before * num + now * more_num, before * den + now * more_den, largest
 
 

@@ -32,15 +32,16 @@ def _block(
     tokens = k.shape[1]
     ages = lax.iota(jnp.float32, tokens + 1)[None, :, None]
     added = ages[:, :, None] - 1 - ages[:, None, :tokens]
-    weights = jnp.where(added >= 0, added * log_decay[:, None] + k32, -jnp.inf)
-    start = ages * log_decay + log_max
-    log_max = jnp.maximum(start, jnp.max(weights, axis=2))
-    weights = jnp.exp(weights - log_max[:, :, None])
-    start = jnp.exp(start - log_max)
+    decays, decay = added * log_decay[:, None], ages * log_decay
+    weights = jnp.where(added >= 0, decays + k32, -jnp.inf)
+    largest = jnp.maximum(decay + log_max, jnp.max(weights, axis=2))
+    # As in the reference, against drift.
+    weights = jnp.where(added >= 0, (k32 - largest[:, :, None]) + decays, -jnp.inf)
+    weights, start = jnp.exp(weights), jnp.exp((log_max - largest) + decay)
     num = start * num + jnp.sum(weights * v32, axis=2)
     den = start * den + jnp.sum(weights, axis=2)
-    y = reference.read(u[:, None], k, v, num[:, :-1], den[:, :-1], log_max[:, :-1])
-    return (num[:, -1], den[:, -1], log_max[:, -1]), y
+    y = reference.read(u[:, None], k, v, num[:, :-1], den[:, :-1], largest[:, :-1])
+    return (num[:, -1], den[:, -1], largest[:, -1]), y
 
 
 def forward(
