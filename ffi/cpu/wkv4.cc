@@ -113,6 +113,81 @@ inline Weights Weigh(Vec log_max, Vec log_decay, Vec decayed, Vec k) {
   return weights;
 }
 
+// The weights with which a token reads the state before it, and itself, and those with which the two
+// make the next state.
+struct TokenWeights {
+  Weights read, kept;
+};
+
+// Relative to log_max, which moves from token to token, so that any exponent is right.
+struct MovingMax {
+  explicit MovingMax(const Parameters& parameters) : u(parameters.u), w(parameters.log_decay) {}
+
+  State Enter(const State& state) const { return state; }
+  State Leave(const State& state) const { return state; }
+  State EnterGradient(const State& dstate, Vec) const { return dstate; }
+  State LeaveGradient(const State& dstate, Vec) const { return dstate; }
+  // What is kept of a token, and its weights.
+  using Kept = TokenWeights;
+  Kept Token(Vec log_max, Vec decayed, Vec k) const {
+    return {Relative(log_max, u + k), Weigh(log_max, w, decayed, k)};
+  }
+  TokenWeights WeightsOf(const Kept& kept) const { return kept; }
+
+  const Vec u, w;
+};
+
+// Relative to one number for all tokens of a run: one exponential a token where MovingMax takes two.
+class CommonMax {
+ public:
+  // For the keys of `tokens` tokens after a state.
+  template <typename Key>
+  CommonMax(const Parameters& parameters, Vec log_max, int64_t tokens, const Key& key)
+      : max_(log_max), min_(log_max), u_(parameters.u), w_(parameters.log_decay) {
+    for (int64_t t = 0; t < tokens; ++t) {
+      const Vec k = key(t);
+      max_ = k > max_ ? k : max_;
+      min_ = k < min_ ? k : min_;
+      sum_ += k;
+    }
+    bonus_ = Exp(Clamp(u_, kMinExp, kMaxExp));
+    kept_ = Exp(Clamp(w_, kMinExp, 0.0f));
+  }
+
+  // Whether no exponent is so far from another that a weight could vanish; not for a NaN.
+  bool Right() const {
+    constexpr float kFar = 40;
+    const auto right = (max_ - min_ < kFar) & (u_ < kFar) & (u_ > -kFar) & (w_ <= 0.0f) &
+                       (sum_ == sum_);
+    for (int i = 0; i < kLanes; ++i)
+      if (!right[i]) return false;
+    return true;
+  }
+
+  State Enter(const State& state) const { return Scaled(state, state.log_max - max_); }
+  State Leave(const State& state) const { return Scaled(state, max_ - state.log_max); }
+  State EnterGradient(const State& dstate, Vec log_max) const {
+    return Scaled(dstate, max_ - log_max);
+  }
+  State LeaveGradient(const State& dstate, Vec log_max) const {
+    return Scaled(dstate, log_max - max_);
+  }
+  using Kept = Vec;
+  Kept Token(Vec, Vec, Vec k) const { return Exp(k - max_); }
+  TokenWeights WeightsOf(Kept now) const {
+    return {{Broadcast(1.0f), bonus_ * now}, {kept_, now}};
+  }
+
+ private:
+  static State Scaled(const State& state, Vec exponent) {
+    const Vec scale = Exp(exponent);
+    return {scale * state.num, scale * state.den, state.log_max};
+  }
+
+  Vec max_, min_, sum_ = {}, bonus_, kept_;
+  const Vec u_, w_;
+};
+
 // The state after a token with these weights.
 inline State Add(const State& state, const Weights& weights, Vec log_max, Vec v) {
   return {weights.past * state.num + weights.now * v, weights.past * state.den + weights.now,
@@ -123,12 +198,11 @@ inline State Add(const State& state, const Weights& weights, Vec log_max, Vec v)
 // kChunk.
 constexpr int64_t kRun = 16;
 
-void ForwardRun(const Wkv4ForwardCall& call, const Channels& channels, int64_t start) {
-  const int64_t count = channels.count, end = Smaller(start + kRun, call.dims.tokens);
-  const Parameters parameters(call, channels);
-  State state = LoadState(call.final_state, channels.Once(), count);
-  if (call.states.num && start % kChunk == 0)
-    StoreState(call.states, channels.SavedState(start / kChunk), count, state);
+template <typename Max>
+State ForwardTokens(const Wkv4ForwardCall& call, const Channels& channels, const Max& max,
+                    Vec log_decay, State state, int64_t start, int64_t end) {
+  const int64_t count = channels.count;
+  state = max.Enter(state);
   for (int64_t t = start; t < end; ++t) {
     const int64_t token = channels.Token(t);
     const int64_t ahead = channels.Token(Smaller(t + kRun, call.dims.tokens - 1));
@@ -137,13 +211,28 @@ void ForwardRun(const Wkv4ForwardCall& call, const Channels& channels, int64_t s
     Prefetch(call.dtype, call.y, ahead);
     const Vec k = LoadUpTo(count, call.dtype, call.k, token);
     const Vec v = LoadUpTo(count, call.dtype, call.v, token);
-    const Weights read = Relative(state.log_max, parameters.u + k);
+    const Vec decayed = state.log_max + log_decay;
+    const auto [read, kept] = max.WeightsOf(max.Token(state.log_max, decayed, k));
     StoreUpTo(count, call.dtype, call.y, token,
               (read.past * state.num + read.now * v) / (read.past * state.den + read.now));
-    const Vec decayed = state.log_max + parameters.log_decay;
-    const Weights weights = Weigh(state.log_max, parameters.log_decay, decayed, k);
-    state = Add(state, weights, Larger(decayed, k), v);
+    state = Add(state, kept, Larger(decayed, k), v);
   }
+  return max.Leave(state);
+}
+
+void ForwardRun(const Wkv4ForwardCall& call, const Channels& channels, int64_t start) {
+  const int64_t count = channels.count, end = Smaller(start + kRun, call.dims.tokens);
+  const Parameters parameters(call, channels);
+  State state = LoadState(call.final_state, channels.Once(), count);
+  if (call.states.num && start % kChunk == 0)
+    StoreState(call.states, channels.SavedState(start / kChunk), count, state);
+  const CommonMax common(parameters, state.log_max, end - start, [&](int64_t t) {
+    return LoadUpTo(count, call.dtype, call.k, channels.Token(start + t));
+  });
+  const auto run = [&](const auto& max) {
+    return ForwardTokens(call, channels, max, parameters.log_decay, state, start, end);
+  };
+  state = common.Right() ? run(common) : run(MovingMax(parameters));
   StoreState(call.final_state, channels.Once(), count, state);
 }
 
@@ -165,26 +254,29 @@ void Forward(const Wkv4ForwardCall& call, int64_t batch, int64_t first_channel) 
 // log_max is what it takes from that of u + k. A step hands the gradient of its log_max, which is
 // that of all weights in the next state, to the larger exponent, less what the other has by its own
 // weight; or half of the difference to each of two equal ones.
-void BackwardChunk(const Wkv4BackwardCall& call, const Channels& channels, int64_t n) {
+template <typename Max>
+void BackwardTokens(const Wkv4BackwardCall& call, const Channels& channels, const Max& max,
+                    const Parameters& parameters, State state, int64_t n) {
   const int64_t start = n * kChunk, tokens = Smaller(call.dims.tokens - start, kChunk);
   const int64_t count = channels.count;
-  const Parameters parameters(call, channels);
   struct Token {
-    State state;  // before it
-    Weights kept;
+    State before;
+    typename Max::Kept kept;
     Vec k, v;
   };
   Token replayed[kChunk];
-  State state = LoadState(call.states, channels.SavedState(n), count);
+  const Vec first_log_max = state.log_max;
+  state = max.Enter(state);
   for (int64_t t = 0; t < tokens; ++t) {
     const Vec k = LoadUpTo(count, call.dtype, call.k, channels.Token(start + t));
     const Vec v = LoadUpTo(count, call.dtype, call.v, channels.Token(start + t));
     const Vec decayed = state.log_max + parameters.log_decay;
-    replayed[t] = {state, Weigh(state.log_max, parameters.log_decay, decayed, k), k, v};
-    state = Add(state, replayed[t].kept, Larger(decayed, k), v);
+    replayed[t] = {state, max.Token(state.log_max, decayed, k), k, v};
+    state = Add(state, max.WeightsOf(replayed[t].kept).kept, Larger(decayed, k), v);
   }
 
-  auto [dnum, dden, dlog_max] = LoadState(call.dinitial_state, channels.Once(), count);
+  auto [dnum, dden, dlog_max] = max.EnterGradient(
+      LoadState(call.dinitial_state, channels.Once(), count), state.log_max);
   Vec dw = LoadUpTo(count, Dtype::kF32, call.dw, channels.Once());
   Vec du = LoadUpTo(count, Dtype::kF32, call.du, channels.Once());
   for (int64_t t = tokens - 1; t >= 0; --t) {
@@ -197,8 +289,9 @@ void BackwardChunk(const Wkv4BackwardCall& call, const Channels& channels, int64
       Prefetch(call.dtype, call.dk, next);
       Prefetch(call.dtype, call.dv, next);
     }
-    const auto& [before, kept, k, v] = replayed[t];
-    const auto& [num, den, log_max] = before;
+    const auto& [num, den, log_max] = replayed[t].before;
+    const auto [read, kept] = max.WeightsOf(replayed[t].kept);
+    const Vec k = replayed[t].k, v = replayed[t].v;
 
     const Vec decayed = log_max + parameters.log_decay;
     const Vec dpast = kept.past * (dnum * num + dden * den);
@@ -210,7 +303,6 @@ void BackwardChunk(const Wkv4BackwardCall& call, const Channels& channels, int64
     Vec dv = kept.now * dnum;
     dw += ddecayed;
 
-    const Weights read = Relative(log_max, parameters.u + k);
     const Vec scale = 1.0f / (read.past * den + read.now);
     const Vec y = (read.past * num + read.now * v) * scale;
     const Vec dsum = LoadUpTo(count, call.dtype, call.dy, token) * scale;
@@ -225,9 +317,23 @@ void BackwardChunk(const Wkv4BackwardCall& call, const Channels& channels, int64
     StoreUpTo(count, call.dtype, call.dv, token, dv);
   }
   if (n == 0) dw *= parameters.slope;
-  StoreState(call.dinitial_state, channels.Once(), count, {dnum, dden, dlog_max});
+  StoreState(call.dinitial_state, channels.Once(), count,
+             max.LeaveGradient({dnum, dden, dlog_max}, first_log_max));
   StoreUpTo(count, Dtype::kF32, call.dw, channels.Once(), dw);
   StoreUpTo(count, Dtype::kF32, call.du, channels.Once(), du);
+}
+
+void BackwardChunk(const Wkv4BackwardCall& call, const Channels& channels, int64_t n) {
+  const int64_t start = n * kChunk, tokens = Smaller(call.dims.tokens - start, kChunk);
+  const Parameters parameters(call, channels);
+  const State state = LoadState(call.states, channels.SavedState(n), channels.count);
+  const CommonMax common(parameters, state.log_max, tokens, [&](int64_t t) {
+    return LoadUpTo(channels.count, call.dtype, call.k, channels.Token(start + t));
+  });
+  if (common.Right())
+    BackwardTokens(call, channels, common, parameters, state, n);
+  else
+    BackwardTokens(call, channels, MovingMax(parameters), parameters, state, n);
 }
 
 void Backward(const Wkv4BackwardCall& call, int64_t batch, int64_t first_channel) {
