@@ -2,9 +2,11 @@
 
 Operators: `wkv4`, `wkv5`, `wkv6` and `wkv7`, and for one token `wkv4_step` and so on.
 `implementations` says which implementation of an operator can run a given call, and `build_info`
-how the native kernels of this installation were built.
+how the native kernels of this installation were built. `rwkv_jax.sharding` runs the operators on
+many devices.
 """
 
+from rwkv_jax import sharding as sharding
 from rwkv_jax._info import build_info as build_info
 from rwkv_jax._info import export_checks as export_checks
 from rwkv_jax._info import implementations as implementations

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -53,6 +53,15 @@ class Stage:
     operands: Mapping[str, str]
     results: Mapping[str, str]
     implementations: Mapping[str, Any]
+    otherwise: tuple[str, Callable[..., Any]] | None = None
+    """For an implementation without this stage: one that it has, and how that does it."""
+
+    def of(self, implementation: str) -> Callable[..., Any]:
+        module = self.implementations[implementation]
+        if self.otherwise is None or hasattr(module, self.name):
+            return getattr(module, self.name)
+        other, how = self.otherwise
+        return functools.partial(how, getattr(module, other))
 
     def why_not(
         self, implementation: str, platform: str, options: Options, operands: Sequence[Any]
@@ -78,11 +87,11 @@ def options(
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def call(stage: Stage, options: Options, *operands: Array) -> tuple[Array, ...]:
     """Run a stage; the platform that the program is lowered for decides the implementation."""
-    axes = tuple(stage.operands.values()), tuple(stage.results.values())
-    run = functools.partial(_run, stage, options)
+    named = stage.op, functools.partial(_run, stage, options), stage.operands, stage.results
     if options.implementation == "reference":
-        return partitioned(run, *axes, rule=False)(*operands)
-    return batched(partitioned(run, *axes), *axes)(*operands)
+        return partitioned(*named, rule=False)(*operands)
+    axes = tuple(stage.operands.values()), tuple(stage.results.values())
+    return batched(partitioned(*named), *axes)(*operands)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +142,7 @@ def _branch(
         reason = _cannot_run(stage, options, {platform: choice})
         operands = _refused.bind(first, reason=reason), *rest
         choice = "xla"
-    return getattr(stage.implementations[choice], stage.name)(options, platform, *operands)
+    return stage.of(choice)(options, platform, *operands)
 
 
 _refused = Primitive("rwkv_jax_refused")

@@ -8,17 +8,18 @@ gradient for each, so that it is mapped and sharded like everything else and sum
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
-from rwkv_jax import _dispatch
+from rwkv_jax import _check, _dispatch, _over_devices
 from rwkv_jax._dispatch import Options, Stage
-from rwkv_jax._partition import alike, repeated
+from rwkv_jax._partition import alike, check_whole, repeated
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +30,14 @@ class Operator:
     state: Mapping[str, str]
     decays: Sequence[str]
     implementations: Mapping[str, Any]
+    segments: Any
+    """A module: what a run of tokens does to a state."""
+    state_type: Callable[..., Any] | None = None
+    """What makes the state that callers see of its parts, where there are several."""
+    empty: Mapping[str, float] = field(default_factory=dict)
+    """The parts of a state without tokens that are not 0."""
+    per_head: frozenset[str] = frozenset()
+    """The inputs [H, K] that callers may give as [H, 1]."""
 
     @functools.cached_property
     def arguments(self) -> dict[str, str]:
@@ -59,10 +68,73 @@ class Operator:
         return dataclasses.replace(self.forward, results=results)
 
     @functools.cached_property
+    def summary(self) -> Stage:
+        """What all tokens do to a state, as a map of which `segments` knows the use."""
+        return dataclasses.replace(
+            self.forward,
+            name="summary",
+            operands=_batched(self.inputs),
+            results=self.segments.AXES,
+            otherwise=("forward", self.segments.summarize),
+        )
+
+    @functools.cached_property
+    def reverse_summary(self) -> Stage:
+        """The gradient of the initial state alone."""
+        count = len(self.inputs)
+        return dataclasses.replace(
+            self.backward,
+            name="reverse_summary",
+            results=dict(list(self.backward.results.items())[count:]),
+            otherwise=("backward", lambda backward, *operands: backward(*operands)[count:]),
+        )
+
+    @functools.cached_property
     def step(self) -> Stage:
         operands = _batched(self.step_arguments)
         results = {"y": operands["v"], **self.state}
         return Stage(f"{self.name}_step", "step", operands, results, self.implementations)
+
+    def sequence(self, given: Mapping[str, Any], **options: Any) -> tuple[Array, Any]:
+        """The public function on whole sequences, of its arguments and options by name."""
+        arrays = self.checked(self.name, self.arguments, given, "initial_state")
+        return self.packed(self.over_sequence(self.options(self.forward, **options), arrays))
+
+    def token(self, given: Mapping[str, Any], **options: Any) -> tuple[Array, Any]:
+        """The public function on one token."""
+        arrays = self.checked(self.step.op, self.step_arguments, given, "state")
+        return self.packed(self.over_token(self.options(self.step, **options), arrays))
+
+    def checked(
+        self, name: str, arguments: Mapping[str, str], given: Mapping[str, Any], state: str
+    ) -> dict[str, Array]:
+        """The arrays by name, the parts of a state among them, if one was given."""
+        arrays = {n: self._whole(n, x, given) for n, x in given.items() if n != state}
+        parts = list(arguments)[len(self.inputs) :]
+        if given[state] is not None or state == "state":
+            arrays |= zip(parts, self._parts(f"{name}: {state}", given[state]), strict=True)
+        return _check.arrays(name, arguments, arrays, states=parts)
+
+    def _whole(self, name: str, x: Any, given: Mapping[str, Any]) -> Any:
+        """A parameter of each head as one of each channel; anything else as it is, to be refused
+        where it is wrong."""
+        one = isinstance(x, jax.Array | np.ndarray) and x.ndim == 2 and x.shape[1] == 1
+        if name not in self.per_head or not one:
+            return x
+        return jnp.broadcast_to(x, (x.shape[0], *np.shape(given["r"])[-1:]))
+
+    def _parts(self, name: str, state: Any) -> Sequence[Any]:
+        if self.state_type is None:
+            return [state]
+        if not (isinstance(state, tuple) and len(state) == len(self.state)):
+            accepted = getattr(self.state_type, "__name__", self.state_type)
+            raise TypeError(f"{name} is a {type(state).__name__}; accepted is a {accepted}")
+        return state
+
+    def packed(self, results: Sequence[Any]) -> tuple[Any, Any]:
+        """`y` and the state as callers see them."""
+        y, *state = results
+        return y, self.state_type(*state) if self.state_type else state[0]
 
     def options(self, stage: Stage, *, decay: Any, precision: Any, implementation: Any) -> Options:
         return _dispatch.options(
@@ -73,26 +145,32 @@ class Operator:
             decays=self.decays,
         )
 
-    def over_sequence(self, options: Options, arrays: Mapping[str, Array]) -> tuple[Array, ...]:
-        """`y` and the final state; a state that is not among the arrays starts as zeros."""
+    def over_sequence(
+        self, options: Options, arrays: Mapping[str, Array], axis: Any = None
+    ) -> tuple[Array, ...]:
+        """`y` and the final state. A state that is not among the arrays starts without tokens.
+        Inside `shard_map` a sequence may be distributed along a mesh axis."""
         sizes = {
             letter: size
             for name, axes in self.inputs.items()
             for letter, size in zip(axes, arrays[name].shape, strict=True)
         }
-        zeros = {
-            name: jnp.zeros([sizes[letter] for letter in axes])
-            for name, axes in self._states("initial_{}").items()
+        states = dict(zip(self._states("initial_{}"), self.state, strict=True))
+        start = {
+            name: jnp.full([sizes[x] for x in self.state[part]], self.empty.get(part, 0.0))
+            for name, part in states.items()
             if name not in arrays
         }
-        operands = _prepared(self.arguments, {**arrays, **zeros})
+        operands = _prepared(self.name, self.arguments, {**arrays, **start}, axis)
+        if axis is not None:
+            return _over_devices.run(self, options, axis, *operands)
         if options.implementation == "reference":
             return _dispatch.call(self.reference, options, *operands)
         return _sequence(self, options, *operands)
 
     def over_token(self, options: Options, arrays: Mapping[str, Array]) -> tuple[Array, ...]:
         """`y` and the next state."""
-        operands = _prepared(self.step_arguments, arrays)
+        operands = _prepared(self.step.op, self.step_arguments, arrays)
         if options.implementation == "reference":
             return _dispatch.call(self.step, options, *operands)
         return _token(self, options, *operands)
@@ -110,10 +188,14 @@ def _batched(axes: Mapping[str, str]) -> dict[str, str]:
     return {name: x if "B" in x else f"B{x}" for name, x in axes.items()}
 
 
-def _prepared(axes: Mapping[str, str], arrays: Mapping[str, Array]) -> tuple[Array, ...]:
+def _prepared(
+    op: str, axes: Mapping[str, str], arrays: Mapping[str, Array], axis: Any = None
+) -> tuple[Array, ...]:
     """The operands of a stage, on the same mesh axes. Parameters are so before they are repeated:
     their gradients are summed over the batch before they are summed over devices."""
-    operands = dict(zip(axes, alike(axes.values(), *(arrays[name] for name in axes)), strict=True))
+    ordered = [arrays[name] for name in axes]
+    check_whole(op, axes, ordered)
+    operands = dict(zip(axes, alike(axes.values(), *ordered, axis=axis), strict=True))
     batched = next(name for name in axes if "B" in axes[name])
     for name, x in operands.items():
         if "B" not in axes[name]:

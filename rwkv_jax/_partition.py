@@ -1,12 +1,12 @@
 """How an operator runs on a mesh: each device computes its own batch rows and heads.
 
-Only the axes B, H and C may be sharded; every other axis is made whole first. Inside `shard_map`
-the operands already are one device's part. On an Explicit mesh the operator opens a `shard_map` of
-its own from the types of its operands; otherwise the compiler is given a partition rule, which
-costs nothing on a single device.
+The axes B, H and C stay sharded, T and N are made whole first, and K and V are refused. Inside
+`shard_map` the operands already are one device's part. On an Explicit mesh the operator opens a
+`shard_map` of its own from the types of its operands; otherwise the compiler is given a partition
+rule, which costs nothing on a single device.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,14 +19,14 @@ from jax.experimental.custom_partitioning import (
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-SHARDABLE = "BHC"
+SHARDABLE, WHOLE = "BHC", "KV"
 
 Fn = Callable[..., tuple[Array, ...]]
 
 
-def alike(operand_axes: Iterable[str], *operands: Array) -> tuple[Array, ...]:
+def alike(operand_axes: Iterable[str], *operands: Array, axis: Any = None) -> tuple[Array, ...]:
     """Give all operands the same mesh axes: those of one sharding on an Explicit mesh, and those
-    over which any of them varies inside `shard_map`.
+    over which any of them varies inside `shard_map`, `axis` among them.
 
     Must stand outside a `custom_vjp`, so that each gradient gets its operand's own sharding back,
     and that of a replicated operand is summed over devices.
@@ -36,10 +36,28 @@ def alike(operand_axes: Iterable[str], *operands: Array) -> tuple[Array, ...]:
         operands = _reshard(mesh, _shards(_specs(operands), axes), axes, operands)
     varying = [jax.typeof(x).manual_axis_type.varying for x in operands]
     everything = frozenset[str]().union(*varying)
+    if axis is not None:
+        everything |= jax.typeof(lax.axis_index(axis)).manual_axis_type.varying
     return tuple(
         lax.pcast(x, tuple(everything - mine), to="varying") if everything - mine else x
         for x, mine in zip(operands, varying, strict=True)
     )
+
+
+def check_whole(op: str, axes: Mapping[str, str], operands: Iterable[Array]) -> None:
+    """Refuse operands of an Explicit mesh that are sharded inside a head."""
+    if _explicit_mesh(operands := tuple(operands)):
+        _check_whole(op, axes, _specs(operands))
+
+
+def _check_whole(op: str, axes: Mapping[str, str], specs: Iterable[P]) -> None:
+    for (name, letters), spec in zip(axes.items(), specs, strict=True):
+        for letter, mesh_axes in zip(letters, spec, strict=False):
+            if letter in WHOLE and mesh_axes:
+                raise ValueError(
+                    f"{op}: {name} [{', '.join(letters)}] is sharded along {letter} over "
+                    f"{mesh_axes!r}; accepted are shards of B, H and C, and of T, which is gathered"
+                )
 
 
 def repeated(x: Array, axes: str, like: Array, like_axes: str) -> Array:
@@ -51,10 +69,11 @@ def repeated(x: Array, axes: str, like: Array, like_axes: str) -> Array:
 
 
 def partitioned(
-    fn: Fn, operand_axes: Sequence[str], result_axes: Sequence[str], *, rule: bool = True
+    op: str, fn: Fn, names: Mapping[str, str], results: Mapping[str, str], *, rule: bool = True
 ) -> Fn:
     """`fn` run per device. With `rule=False` the compiler partitions `fn` as it sees fit on an Auto
     mesh, which keeps `fn` differentiable."""
+    operand_axes, result_axes = tuple(names.values()), tuple(results.values())
 
     def call(*operands: Array) -> tuple[Array, ...]:
         manual = AxisType.Manual in {
@@ -66,7 +85,7 @@ def partitioned(
             return _explicit(fn, mesh, operand_axes, result_axes)(*operands)
         if manual:
             return fn(*operands)
-        return (_auto(fn, operand_axes, result_axes) if rule else fn)(*operands)
+        return (_auto(op, fn, names, result_axes) if rule else fn)(*operands)
 
     return call
 
@@ -124,13 +143,16 @@ def _explicit(fn: Fn, mesh: Any, operand_axes: Sequence[str], result_axes: Seque
     return call
 
 
-def _auto(fn: Fn, operand_axes: Sequence[str], result_axes: Sequence[str]) -> Fn:
+def _auto(op: str, fn: Fn, names: Mapping[str, str], result_axes: Sequence[str]) -> Fn:
+    operand_axes = tuple(names.values())
     call = custom_partitioning(fn)
     # The letters in the order in which they appear, as the rule wants its special factors.
     letters = dict.fromkeys("".join((*operand_axes, *result_axes)))
 
     def partition(mesh: Any, operands: Any, results: Any):
-        shards = _shards((x.sharding.spec for x in operands), operand_axes)
+        specs = [x.sharding.spec for x in operands]
+        _check_whole(op, names, specs)
+        shards = _shards(specs, operand_axes)
         place = [NamedSharding(mesh, _spec(shards, axes)) for axes in (*operand_axes, *result_axes)]
         return mesh, fn, tuple(place[len(operand_axes) :]), tuple(place[: len(operand_axes)])
 

@@ -1,74 +1,66 @@
 """Segments of a sequence as maps of the state."""
 
 import itertools
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import cases
-import oracle
-import rwkv_jax
 import tolerance
 from cases import Case
-from operators import available
-from rwkv_jax.wkv7 import segments
+from operators import Run, library, runs
+from rwkv_jax import _dispatch
 
-CASE = Case(2, 48, 2, 32)
-CUTS = [0, 7, 24, 41, 48]
+CUTS = [0, 7, 24, 24, 41, 48]
+CASE = Case(2, CUTS[-1], 2, 32)
+EXACT = {"precision": "highest"}
 
-each_implementation = pytest.mark.parametrize("implementation", available("wkv7", CASE))
-
-
-def _parts(implementation: str, inputs: dict) -> segments.Segment:
-    """The summaries of all parts, stacked."""
-    parts = [
-        segments.summarize(
-            *(inputs[name][:, i:j] for name in "wkvab"),
-            decay="sigmoid",
-            precision="highest",
-            implementation=implementation,
-        )
-        for i, j in itertools.pairwise(CUTS)
-    ]
-    return jax.tree.map(lambda *xs: jnp.stack(xs), *parts)
+each_run = pytest.mark.parametrize("run", runs(CASE))
 
 
-@each_implementation
-def test_the_states_between_parts(implementation: str) -> None:
-    inputs, _ = cases.wkv7(CASE)
-    upto = jax.lax.associative_scan(segments.combine, _parts(implementation, inputs))
-    states = segments.apply(upto, inputs["initial_state"])
-    zeros = {"dy": np.zeros_like(inputs["v"]), "dfinal_state": np.zeros_like(states[0])}
-    for cut, state in zip(CUTS[1:], states, strict=True):
-        part = {n: x if n == "initial_state" else x[:, :cut] for n, x in inputs.items()}
-        cotangents = zeros | {"dy": zeros["dy"][:, :cut]}
-        expected = oracle.wkv7(part, CASE.decay, cotangents)["final_state"]
-        tolerance.assert_close(
-            {"state": np.asarray(state)}, {"state": expected}, tolerance.EXACT_FLOAT32
-        )
+def _part(run: Run, inputs: dict, i: int, j: int) -> dict:
+    return {n: x if n in run.operator.shared else x[:, i:j] for n, x in inputs.items()}
 
 
-@each_implementation
-def test_gradients_pass_through_the_summaries(implementation: str) -> None:
-    inputs, cotangents = cases.wkv7(CASE)
+@each_run
+@pytest.mark.parametrize("regime", ["model", "mixed"])
+def test_states_between_parts(run: Run, regime: str) -> None:
+    """Also that of the whole, from maps that are combined first."""
+    own, operator = run.operator, library(run.op)
+    case = own.suited(Case(2, CUTS[-1], 2, 32, decay="log", regime=regime))
+    given, _ = own.make(case)
+    inputs = {name: given[name] for name in own.inputs}
+    start = state = tuple(jnp.asarray(given[name]) for name in own.states)
+    options = operator.options(
+        operator.summary, decay="log", implementation=run.implementation, **EXACT
+    )
+    maps = []
+    for i, j in itertools.pairwise(CUTS):
+        part = _part(run, inputs, i, j)
+        batched = {
+            n: np.broadcast_to(x, (case.B, *x.shape)) if n in own.shared else x
+            for n, x in part.items()
+        }
+        maps.append(_dispatch.call(operator.summary, options, *map(jnp.asarray, batched.values())))
+        after = operator.segments.apply(maps[-1], state)
+        state = run(*part.values(), *state, decay="log", **EXACT)[1:]
+        _assert_alike(run, after, state)
+    at_once = operator.segments.apply(_combined(operator, maps), start)
+    _assert_alike(run, at_once, state)
 
-    def by_parts(inputs: dict) -> jax.Array:
-        parts = _parts(implementation, inputs)
-        state = inputs["initial_state"]
-        for i in range(len(CUTS) - 1):
-            state = segments.apply(jax.tree.map(lambda x, i=i: x[i], parts), state)
-        return jnp.sum(state * cotangents["dfinal_state"])
 
-    def at_once(inputs: dict) -> jax.Array:
-        _, state = rwkv_jax.wkv7(
-            **inputs, decay="sigmoid", precision="highest", implementation="reference"
-        )
-        return jnp.sum(state * cotangents["dfinal_state"])
+def _combined(operator: Any, maps: list) -> Any:
+    whole = maps[0]
+    for x in maps[1:]:
+        whole = operator.segments.combine(whole, x)
+    return whole
 
+
+def _assert_alike(run: Run, found: tuple, expected: tuple) -> None:
+    names = run.operator.results[1:]
     tolerance.assert_close(
-        jax.device_get(jax.grad(by_parts)(inputs)),
-        jax.device_get(jax.grad(at_once)(inputs)),
+        {n: np.asarray(x) for n, x in zip(names, found, strict=True)},
+        {n: np.asarray(x) for n, x in zip(names, expected, strict=True)},
         tolerance.EXACT_FLOAT32,
     )

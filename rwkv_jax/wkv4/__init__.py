@@ -1,26 +1,13 @@
 """WKV4, the time mixing of RWKV-4 "Dove"."""
 
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 
-from rwkv_jax import _check
 from rwkv_jax._operator import Operator
 from rwkv_jax._typing import Operand
-from rwkv_jax.wkv4 import ffi, reference, xla
-
-OPERATOR = Operator(
-    "wkv4",
-    inputs={"w": "C", "u": "C", "k": "BTC", "v": "BTC"},
-    state={"num": "BC", "den": "BC", "log_max": "BC"},
-    decays=("log", "exp"),
-    implementations={"ffi": ffi, "xla": xla, "reference": reference},
-)
-
-NOTHING = -1e38
-"""The `log_max` of a state without tokens."""
+from rwkv_jax.wkv4 import ffi, reference, segments, xla
 
 
 class Wkv4State(NamedTuple):
@@ -30,6 +17,18 @@ class Wkv4State(NamedTuple):
     num: Operand
     den: Operand
     log_max: Operand
+
+
+OPERATOR = Operator(
+    "wkv4",
+    inputs={"w": "C", "u": "C", "k": "BTC", "v": "BTC"},
+    state={"num": "BC", "den": "BC", "log_max": "BC"},
+    decays=("log", "exp"),
+    implementations={"ffi": ffi, "xla": xla, "reference": reference},
+    segments=segments,
+    state_type=Wkv4State,
+    empty={"log_max": reference.NOTHING},
+)
 
 
 def wkv4(
@@ -79,19 +78,8 @@ def wkv4(
       ValueError: an argument has a wrong rank or size, or an option is unknown.
       NotImplementedError: the named implementation cannot run this call; the message says why.
     """
-    given: dict[str, Any] = {"w": w, "u": u, "k": k, "v": v}
-    names = list(OPERATOR.arguments)[len(given) :]
-    if initial_state is not None:
-        given |= zip(names, _parts("wkv4: initial_state", initial_state), strict=True)
-    arrays = _check.arrays("wkv4", OPERATOR.arguments, given, states=names)
-    options = OPERATOR.options(
-        OPERATOR.forward, decay=decay, precision=precision, implementation=implementation
-    )
-    if initial_state is None:
-        nothing = jnp.zeros((arrays["k"].shape[0], arrays["k"].shape[2]))
-        arrays |= zip(names, (nothing, nothing, nothing + NOTHING), strict=True)
-    y, *final_state = OPERATOR.over_sequence(options, arrays)
-    return y, Wkv4State(*final_state)
+    given = {"w": w, "u": u, "k": k, "v": v, "initial_state": initial_state}
+    return OPERATOR.sequence(given, decay=decay, precision=precision, implementation=implementation)
 
 
 def wkv4_step(
@@ -116,18 +104,5 @@ def wkv4_step(
     Raises:
       TypeError, ValueError, NotImplementedError: as `wkv4`.
     """
-    given: dict[str, Any] = {"w": w, "u": u, "k": k, "v": v}
-    given |= zip(OPERATOR.state, _parts("wkv4_step: state", state), strict=True)
-    arrays = _check.arrays("wkv4_step", OPERATOR.step_arguments, given, states=OPERATOR.state)
-    options = OPERATOR.options(
-        OPERATOR.step, decay=decay, precision=precision, implementation=implementation
-    )
-    y, *next_state = OPERATOR.over_token(options, arrays)
-    return y, Wkv4State(*next_state)
-
-
-def _parts(name: str, state: Any) -> tuple[Any, Any, Any]:
-    if not (isinstance(state, tuple) and len(state) == 3):
-        raise TypeError(f"{name} is a {type(state).__name__}; accepted is a Wkv4State")
-    num, den, log_max = state
-    return num, den, log_max
+    given = {"w": w, "u": u, "k": k, "v": v, "state": state}
+    return OPERATOR.token(given, decay=decay, precision=precision, implementation=implementation)

@@ -15,6 +15,9 @@ Token: TypeAlias = Float[Array, "B C"]
 Tokens: TypeAlias = Float[Array, "B T C"]
 Part: TypeAlias = Float32[Array, "B C"]
 
+NOTHING = -1e38
+"""The `log_max` of a state without tokens."""
+
 
 def why_not(platform: str, stage: str, options: Options, operands: Mapping[str, Any]) -> str | None:
     return None

@@ -1,16 +1,13 @@
 """WKV5, the time mixing of RWKV-5 "Eagle"."""
 
-from typing import Any, Literal
+from typing import Literal
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
-from rwkv_jax import _check
 from rwkv_jax._operator import Operator
 from rwkv_jax._typing import Operand
-from rwkv_jax.wkv5 import ffi, reference, xla
+from rwkv_jax.wkv5 import ffi, reference, segments, xla
 
 OPERATOR = Operator(
     "wkv5",
@@ -18,14 +15,9 @@ OPERATOR = Operator(
     state={"state": "BHVK"},
     decays=("log", "exp"),
     implementations={"ffi": ffi, "xla": xla, "reference": reference},
+    segments=segments,
+    per_head=frozenset("wu"),
 )
-
-
-def _each(x: Any, r: Any) -> Any:
-    """A parameter of each head as one of each channel; anything else as it is, to be refused."""
-    if not (isinstance(x, jax.Array | np.ndarray) and x.ndim == 2 and x.shape[1] == 1):
-        return x
-    return jnp.broadcast_to(x, (x.shape[0], *np.shape(r)[-1:]))
 
 
 def wkv5(
@@ -83,15 +75,8 @@ def wkv5(
       ValueError: an argument has a wrong rank or size, or an option is unknown.
       NotImplementedError: the named implementation cannot run this call; the message says why.
     """
-    given: dict[str, Any] = {"r": r, "w": _each(w, r), "k": k, "v": v, "u": _each(u, r)}
-    if initial_state is not None:
-        given["initial_state"] = initial_state
-    arrays = _check.arrays("wkv5", OPERATOR.arguments, given, states=("initial_state",))
-    options = OPERATOR.options(
-        OPERATOR.forward, decay=decay, precision=precision, implementation=implementation
-    )
-    y, final_state = OPERATOR.over_sequence(options, arrays)
-    return y, final_state
+    given = {"r": r, "w": w, "k": k, "v": v, "u": u, "initial_state": initial_state}
+    return OPERATOR.sequence(given, decay=decay, precision=precision, implementation=implementation)
 
 
 def wkv5_step(
@@ -118,11 +103,5 @@ def wkv5_step(
     Raises:
       TypeError, ValueError, NotImplementedError: as `wkv5`.
     """
-    given: dict[str, Any] = {"r": r, "w": _each(w, r), "k": k, "v": v, "u": _each(u, r)}
-    given["state"] = state
-    arrays = _check.arrays("wkv5_step", OPERATOR.step_arguments, given, states=("state",))
-    options = OPERATOR.options(
-        OPERATOR.step, decay=decay, precision=precision, implementation=implementation
-    )
-    y, next_state = OPERATOR.over_token(options, arrays)
-    return y, next_state
+    given = {"r": r, "w": w, "k": k, "v": v, "u": u, "state": state}
+    return OPERATOR.token(given, decay=decay, precision=precision, implementation=implementation)

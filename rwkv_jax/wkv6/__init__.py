@@ -1,14 +1,13 @@
 """WKV6, the time mixing of RWKV-6 "Finch"."""
 
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 from jax import Array
 
-from rwkv_jax import _check
 from rwkv_jax._operator import Operator
 from rwkv_jax._typing import Operand
-from rwkv_jax.wkv6 import ffi, reference, xla
+from rwkv_jax.wkv6 import ffi, reference, segments, xla
 
 OPERATOR = Operator(
     "wkv6",
@@ -16,6 +15,7 @@ OPERATOR = Operator(
     state={"state": "BHVK"},
     decays=("log", "exp"),
     implementations={"ffi": ffi, "xla": xla, "reference": reference},
+    segments=segments,
 )
 
 
@@ -73,15 +73,8 @@ def wkv6(
       ValueError: an argument has a wrong rank or size, or an option is unknown.
       NotImplementedError: the named implementation cannot run this call; the message says why.
     """
-    given: dict[str, Any] = {"r": r, "w": w, "k": k, "v": v, "u": u}
-    if initial_state is not None:
-        given["initial_state"] = initial_state
-    arrays = _check.arrays("wkv6", OPERATOR.arguments, given, states=("initial_state",))
-    options = OPERATOR.options(
-        OPERATOR.forward, decay=decay, precision=precision, implementation=implementation
-    )
-    y, final_state = OPERATOR.over_sequence(options, arrays)
-    return y, final_state
+    given = {"r": r, "w": w, "k": k, "v": v, "u": u, "initial_state": initial_state}
+    return OPERATOR.sequence(given, decay=decay, precision=precision, implementation=implementation)
 
 
 def wkv6_step(
@@ -108,11 +101,5 @@ def wkv6_step(
     Raises:
       TypeError, ValueError, NotImplementedError: as `wkv6`.
     """
-    given: dict[str, Any] = {"r": r, "w": w, "k": k, "v": v, "u": u}
-    given["state"] = state
-    arrays = _check.arrays("wkv6_step", OPERATOR.step_arguments, given, states=("state",))
-    options = OPERATOR.options(
-        OPERATOR.step, decay=decay, precision=precision, implementation=implementation
-    )
-    y, next_state = OPERATOR.over_token(options, arrays)
-    return y, next_state
+    given = {"r": r, "w": w, "k": k, "v": v, "u": u, "state": state}
+    return OPERATOR.token(given, decay=decay, precision=precision, implementation=implementation)

@@ -1,15 +1,12 @@
 """WKV7, the time mixing of RWKV-7 "Goose"."""
 
-from typing import Any
-
 import jax
 from jax import Array
 
-from rwkv_jax import _check
 from rwkv_jax._decay import Decay
 from rwkv_jax._operator import Operator
 from rwkv_jax._typing import Operand
-from rwkv_jax.wkv7 import ffi, reference, xla
+from rwkv_jax.wkv7 import ffi, reference, segments, xla
 
 OPERATOR = Operator(
     "wkv7",
@@ -17,6 +14,7 @@ OPERATOR = Operator(
     state={"state": "BHVK"},
     decays=("log", "exp", "sigmoid"),
     implementations={"ffi": ffi, "xla": xla, "reference": reference},
+    segments=segments,
 )
 
 
@@ -76,15 +74,8 @@ def wkv7(
       NotImplementedError: the named implementation cannot run this call; the message says why. If
         only the platform is at fault, this is raised when the program is lowered.
     """
-    given: dict[str, Any] = {"r": r, "w": w, "k": k, "v": v, "a": a, "b": b}
-    if initial_state is not None:
-        given["initial_state"] = initial_state
-    arrays = _check.arrays("wkv7", OPERATOR.arguments, given, states=("initial_state",))
-    options = OPERATOR.options(
-        OPERATOR.forward, decay=decay, precision=precision, implementation=implementation
-    )
-    y, final_state = OPERATOR.over_sequence(options, arrays)
-    return y, final_state
+    given = {"r": r, "w": w, "k": k, "v": v, "a": a, "b": b, "initial_state": initial_state}
+    return OPERATOR.sequence(given, decay=decay, precision=precision, implementation=implementation)
 
 
 def wkv7_step(
@@ -114,9 +105,4 @@ def wkv7_step(
       TypeError, ValueError, NotImplementedError: as `wkv7`.
     """
     given = {"r": r, "w": w, "k": k, "v": v, "a": a, "b": b, "state": state}
-    arrays = _check.arrays("wkv7_step", OPERATOR.step_arguments, given, states=("state",))
-    options = OPERATOR.options(
-        OPERATOR.step, decay=decay, precision=precision, implementation=implementation
-    )
-    y, next_state = OPERATOR.over_token(options, arrays)
-    return y, next_state
+    return OPERATOR.token(given, decay=decay, precision=precision, implementation=implementation)

@@ -1,4 +1,4 @@
-"""A run of tokens as one map of the state: what splits a sequence into parts, over devices too.
+"""A run of tokens as one map of the state: what splits a sequence into parts.
 
 The tokens of a segment take the state S [V, K] of a head to S M + D, where D [V, K] is the run from
 S = 0 and M [K, K] the run from S = I with v = 0. Maps compose, so that each part of a sequence can
@@ -6,59 +6,53 @@ be summarized on its own, the states between the parts found from the summaries 
 parts computed at once, each from its own state.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 from jax import Array, lax
 
-from rwkv_jax._decay import Decay
-from rwkv_jax._typing import Operand
-from rwkv_jax.wkv7 import wkv7
+from rwkv_jax._dispatch import Options
+from rwkv_jax._partition import alike
+from rwkv_jax._typing import Keys, Values
 
+AXES = {"factor": "BHLK", "added": "BHVK"}
+"""Of a map, M and D, both in float32. L is K."""
 
-class Segment(NamedTuple):
-    """`factor` M [B, H, K, K] and `added` D [B, H, V, K], both float32."""
-
-    factor: Array
-    added: Array
+Map: TypeAlias = tuple[Array, Array]
 
 
 def summarize(
-    w: Operand,
-    k: Operand,
-    v: Operand,
-    a: Operand,
-    b: Operand,
-    *,
-    decay: Decay = "log",
-    precision: lax.PrecisionLike = None,
-    implementation: str | None = None,
-) -> Segment:
-    """The map of all tokens given; arguments and derivatives are those of `wkv7`."""
+    forward: Callable[..., Any],
+    options: Options,
+    platform: str,
+    r: Keys,
+    w: Keys,
+    k: Keys,
+    v: Values,
+    a: Keys,
+    b: Keys,
+) -> Map:
+    """The map of all tokens, by the forward pass of an implementation."""
     batch, _, heads, size = k.shape
 
-    def run(v: Operand, start: Array) -> Array:
-        _, end = wkv7(
-            *(k, w, k, v, a, b, start),
-            decay=decay,
-            precision=precision,
-            implementation=implementation,
-        )
-        return end
+    def run(v: Values, start: Array) -> Array:
+        return forward(options, platform, *alike(["BTHK"] * 6 + ["BHVK"], r, w, k, v, a, b, start))[
+            1
+        ]
 
     identity = jnp.broadcast_to(jnp.eye(size), (batch, heads, size, size))
-    return Segment(
-        factor=run(jnp.zeros_like(k), identity),
-        added=run(v, jnp.zeros((batch, heads, v.shape[-1], size))),
-    )
+    none = jnp.zeros((batch, heads, v.shape[-1], size))
+    return run(jnp.zeros_like(k), identity), run(v, none)
 
 
-def apply(segment: Segment, state: Operand) -> Array:
-    """The state after a segment, S M + D, from the state before it."""
-    return jnp.matmul(state, segment.factor, precision=lax.Precision.HIGHEST) + segment.added
+def apply(segment: Map, state: tuple[Array]) -> tuple[Array]:
+    """The state after a segment, S M + D, from the state before it; broadcasts."""
+    factor, added = segment
+    return (jnp.matmul(state[0], factor, precision=lax.Precision.HIGHEST) + added,)
 
 
-def combine(first: Segment, second: Segment) -> Segment:
-    """The map of two segments, one after the other; associative, and it broadcasts."""
-    factor = jnp.matmul(first.factor, second.factor, precision=lax.Precision.HIGHEST)
-    return Segment(factor, apply(second, first.added))
+def combine(first: Map, second: Map) -> Map:
+    """The map of two segments, one after the other."""
+    factor = jnp.matmul(first[0], second[0], precision=lax.Precision.HIGHEST)
+    return factor, *apply(second, first[1:])
