@@ -150,6 +150,39 @@ def test_emulated_kernels(kernels: Any, case: Case, segments: int) -> None:
                 assert x.tobytes() == others[name].tobytes(), name
 
 
+@pytest.mark.parametrize(
+    "case",
+    [Case(1, 81, 2, 64, dtype="bfloat16"), Case(2, 16, 1, 128, dtype="float16")],
+    ids=str,
+)
+def test_emulated_summaries(kernels: Any, case: Case) -> None:
+    inputs, cotangents = cases.wkv7(case)
+    given = [*(inputs[n] for n in "wkvabr"), *cotangents.values()]
+    arrays = [_aligned(x) for x in given]
+    state = (case.B, case.H, case.K, case.K)
+    results = {n: _poisoned(state, np.float32) for n in ("factor", "added", "dinitial_state")}
+    sizes = (ctypes.c_int64 * 4)(case.B, case.T, case.H, case.K)
+    pointers = _pointers([*arrays, *results.values()])
+    assert kernels.Wkv7Summaries(1, sizes, case.dtype == "float16", pointers) == 0
+
+    identity = np.broadcast_to(np.eye(case.K, dtype=np.float32), state)
+    runs = {
+        "added": {"initial_state": np.zeros(state, np.float32)},
+        "factor": {"initial_state": identity, "v": np.zeros_like(inputs["v"])},
+    }
+    expected = {
+        name: oracle.wkv7(inputs | run, case.decay, cotangents)["final_state"]
+        for name, run in runs.items()
+    }
+    gradients = oracle.wkv7(inputs, case.decay, cotangents)
+    expected["dinitial_state"] = gradients["dinitial_state"]
+    limits = {
+        n: tolerance.ceiling(of, case.dtype, sequential=False, highest=False)
+        for n, of in zip(results, ("final_state", "final_state", "dinitial_state"), strict=True)
+    }
+    tolerance.assert_close(results, expected, limits)
+
+
 def _run_wkv6(
     kernels: Any,
     seed: int,

@@ -1,5 +1,7 @@
 """What only a CUDA device can show. All other test files run there as well, on the CUDA kernels."""
 
+import dataclasses
+import functools
 import importlib
 import os
 import subprocess
@@ -15,10 +17,14 @@ import hlo
 import rwkv_jax
 import tolerance
 from cases import Case
-from operators import OPERATORS, SEQUENCES, STEPS, value_and_gradients
+from operators import OPERATORS, SEQUENCES, STEPS, library, value_and_gradients
+from rwkv_jax import _dispatch
+from rwkv_jax._chunked import CHUNK
 
 OPS_ON_MATRIX_UNITS = {"wkv7": (64, 128), "wkv6": (64,), "wkv5": (64,)}
 """The operators with kernels on matrix units, and the head sizes of those."""
+
+SUMMARIES_ON_MATRIX_UNITS = ("wkv7",)
 
 ON_MATRIX_UNITS = [(op, size) for op, sizes in OPS_ON_MATRIX_UNITS.items() for size in sizes]
 
@@ -125,6 +131,41 @@ def test_segments(
     for decay in {"exp", OPERATORS[op].decays[-1]}:
         _assert_close_to_the_oracle(op, Case(1, tokens, 2, size, dtype="bfloat16", decay=decay))
     jax.clear_caches()
+
+
+@pytest.mark.parametrize("case", [Case(2, 100, 3, 64), Case(1, 16, 2, 128)], ids=str)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("op", SUMMARIES_ON_MATRIX_UNITS)
+def test_summaries(op: str, dtype: str, case: Case) -> None:
+    """Against those of runs from zeros and from the identity, in float32 throughout."""
+    operator = library(op)
+    case = OPERATORS[op].suited(dataclasses.replace(case, dtype=dtype))
+    inputs, cotangents = OPERATORS[op].make(case)
+    operands = [jnp.asarray(inputs[name]) for name in operator.inputs]
+    for i, name in enumerate(operator.inputs):
+        if name in OPERATORS[op].shared:
+            shape = (case.B, *operands[i].shape)
+            operands[i] = jnp.broadcast_to(operands[i], shape).astype(jnp.float32)
+    frames = -(-case.T // CHUNK)
+    states = jnp.zeros((case.B, frames, case.H, case.K, case.K), jnp.bfloat16)
+    given = {"summary": operands, "reverse_summary": [*operands, states, *cotangents.values()]}
+    for stage, args in given.items():
+        found = {}
+        for precision in (None, "highest"):
+            options = operator.options(
+                getattr(operator, stage),
+                decay=case.decay,
+                precision=precision,
+                implementation="ffi",
+            )
+            call = functools.partial(_dispatch.call, getattr(operator, stage), options)
+            compiled = jax.jit(call).lower(*args).compile()
+            own = f"rwkv_{op}_{stage}_v1" in hlo.targets(compiled.as_text())
+            assert own == (precision is None)
+            results = compiled(*args)
+            found[precision] = {str(i): np.asarray(x) for i, x in enumerate(results)}
+        limits = dict.fromkeys(found[None], tolerance.CHUNKED["gradient"])
+        tolerance.assert_close(found[None], found["highest"], limits)
 
 
 @pytest.mark.parametrize("op", OPS_ON_MATRIX_UNITS)

@@ -29,15 +29,20 @@ inline auto Binding() {
 
 inline auto ChunkBinding() { return Binding().Attr<int64_t>("segments"); }
 
-// What all kernels on matrix units need; `floats` is the scratch for each head.
+// What all kernels on matrix units need.
 template <typename Call>
-void RequireMatrixUnits(Operands& operands, const Call& call, int64_t segments, int64_t floats) {
-  operands.Require(call.dtype != Dtype::kF32, "r is F32; the kernels on matrix units take BF16 or F16");
+void RequireMatrixUnits(Operands& operands, const Call& call) {
+  operands.Require(call.dtype != Dtype::kF32, "w is F32; the kernels on matrix units take BF16 or F16");
+  constexpr int64_t kMaxStride = std::numeric_limits<int32_t>::max();
+  operands.Require(call.dims.heads * call.dims.head_size <= kMaxStride, "w has H = ",
+                   call.dims.heads, "; H * K must be at most ", kMaxStride);
+}
+
+// What those that save states or read them do; `floats` is the scratch for each head.
+template <typename Call>
+void RequireScratch(Operands& operands, const Call& call, int64_t segments, int64_t floats) {
   operands.Require(call.states_dtype == Dtype::kBF16, "states is F32; the kernels on matrix units ",
                    "take BF16");
-  constexpr int64_t kMaxStride = std::numeric_limits<int32_t>::max();
-  operands.Require(call.dims.heads * call.dims.head_size <= kMaxStride, "r has H = ",
-                   call.dims.heads, "; H * K must be at most ", kMaxStride);
   operands.Require(segments >= 1 && segments <= kMaxSegments, "segments is ", segments,
                    "; expected 1 to ", kMaxSegments);
   operands.Require(operands.Size('X') == floats, "scratch has ", operands.Size('X'),

@@ -9,6 +9,8 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(Wkv6ChunkFwd);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(Wkv6ChunkBwd);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(Wkv7ChunkFwd);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(Wkv7ChunkBwd);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(Wkv7Summary);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(Wkv7ReverseSummary);
 
 NB_MODULE(_cuda, module) {
   rwkv_jax::Export(module, {{"rwkv_wkv4_fwd_v1", Wkv4Fwd},
@@ -28,5 +30,7 @@ NB_MODULE(_cuda, module) {
                             {"rwkv_wkv7_bwd_v1", Wkv7Bwd},
                             {"rwkv_wkv7_chunk_fwd_v1", Wkv7ChunkFwd},
                             {"rwkv_wkv7_chunk_bwd_v1", Wkv7ChunkBwd},
+                            {"rwkv_wkv7_summary_v1", Wkv7Summary},
+                            {"rwkv_wkv7_reverse_summary_v1", Wkv7ReverseSummary},
                             {"rwkv_wkv7_step_v1", Wkv7Step}});
 }

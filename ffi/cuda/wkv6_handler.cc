@@ -53,7 +53,8 @@ ffi::Error Step(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets
 void RequireChunked(Operands& operands, const Wkv6Call& call, int64_t segments, int64_t floats) {
   operands.Require(call.dims.head_size == kMatrixHeadSize, "r has K = ", call.dims.head_size,
                    "; the kernels on matrix units take 64");
-  RequireMatrixUnits(operands, call, segments, floats);
+  RequireMatrixUnits(operands, call);
+  RequireScratch(operands, call, segments, floats);
 }
 
 template <bool kConstantDecay>

@@ -83,7 +83,14 @@ cudaError_t Wkv7ChunkForward(cudaStream_t stream, const Wkv7ForwardCall& call,
 cudaError_t Wkv7ChunkBackward(cudaStream_t stream, const Wkv7BackwardCall& call,
                               const ChunkScratch& scratch, float* inexact);
 
-// The parts of the two; `inexact` is null where no decay can go too far.
+// What the tokens of a head do to a state, S M + D, for decays that cannot go too far, those of
+// Decay::kSigmoid. On every device with matrix units, whatever its shared memory.
+cudaError_t Wkv7Summary(cudaStream_t stream, const Wkv7SummaryCall& call);
+
+// Of the backward pass dinitial_state alone; needs neither k nor v nor the states.
+cudaError_t Wkv7ReverseSummary(cudaStream_t stream, const Wkv7BackwardCall& call);
+
+// The parts of the two passes; `inexact` is null where no decay can go too far.
 cudaError_t Wkv7Scan(cudaStream_t stream, const Wkv7ForwardCall& call, const Segments& segments,
                      float* inexact);
 

@@ -41,10 +41,21 @@ ffi::Error Backward(cudaStream_t stream, ffi::RemainingArgs args, ffi::Remaining
                   Wkv7Backward(stream, call, segments, scratch, segments * floats));
 }
 
-void RequireChunked(Operands& operands, const Wkv7Call& call, int64_t segments, int64_t floats) {
-  operands.Require(call.dims.head_size >= 64, "r has K = ", call.dims.head_size,
+void RequireMatrices(Operands& operands, const Wkv7Call& call) {
+  operands.Require(call.dims.head_size >= 64, "w has K = ", call.dims.head_size,
                    "; the kernels on matrix units take 64 or 128");
-  RequireMatrixUnits(operands, call, segments, floats);
+  RequireMatrixUnits(operands, call);
+}
+
+void RequireChunked(Operands& operands, const Wkv7Call& call, int64_t segments, int64_t floats) {
+  RequireMatrices(operands, call);
+  RequireScratch(operands, call, segments, floats);
+}
+
+void RequireSummed(Operands& operands, const Wkv7Call& call) {
+  RequireMatrices(operands, call);
+  operands.Require(call.decay == Decay::kSigmoid, "decay is ", static_cast<int64_t>(call.decay),
+                   "; a summary on matrix units takes 2 (sigmoid)");
 }
 
 ffi::Error ChunkForward(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
@@ -73,6 +84,40 @@ ffi::Error ChunkBackward(cudaStream_t stream, ffi::RemainingArgs args, ffi::Rema
   return Launched("wkv7 backward", Wkv7ChunkBackward(stream, call, scratch, inexact));
 }
 
+ffi::Error Summary(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                   int64_t decay) {
+  Operands operands("wkv7 summary", args, rets);
+  Wkv7SummaryCall call = {};
+  call.w = operands.Arg("w", "BTHK");
+  call.k = operands.Arg("k", "BTHK");
+  call.v = operands.Arg("v", "BTHV");
+  call.a = operands.Arg("a", "BTHK");
+  call.b = operands.Arg("b", "BTHK");
+  call.factor = operands.FloatRet("factor", "BHKK");
+  call.added = operands.FloatRet("added", "BHVK");
+  internal::ReadSizes(operands, operands.Size('T'), decay, kMaxHeadSize, call);
+  RequireSummed(operands, call);
+  if (ffi::Error error = operands.Finish(); error.failure()) return error;
+  return Launched("wkv7 summary", Wkv7Summary(stream, call));
+}
+
+ffi::Error ReverseSummary(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                          int64_t decay) {
+  Operands operands("wkv7 reverse summary", args, rets);
+  Wkv7BackwardCall call = {};
+  call.r = operands.Arg("r", "BTHK");
+  call.w = operands.Arg("w", "BTHK");
+  call.a = operands.Arg("a", "BTHK");
+  call.b = operands.Arg("b", "BTHK");
+  call.dy = operands.Arg("dy", "BTHV");
+  call.dfinal_state = operands.FloatArg("dfinal_state", "BHVK");
+  call.dinitial_state = operands.FloatRet("dinitial_state", "BHVK");
+  internal::ReadSizes(operands, operands.Size('T'), decay, kMaxHeadSize, call);
+  RequireSummed(operands, call);
+  if (ffi::Error error = operands.Finish(); error.failure()) return error;
+  return Launched("wkv7 reverse summary", Wkv7ReverseSummary(stream, call));
+}
+
 }  // namespace
 }  // namespace rwkv_jax::cuda
 
@@ -80,4 +125,7 @@ RWKV_JAX_CUDA_HANDLER(Wkv7Fwd, rwkv_jax::cuda::Forward, rwkv_jax::cuda::Binding(
 RWKV_JAX_CUDA_HANDLER(Wkv7Bwd, rwkv_jax::cuda::Backward, rwkv_jax::cuda::Binding());
 RWKV_JAX_CUDA_HANDLER(Wkv7ChunkFwd, rwkv_jax::cuda::ChunkForward, rwkv_jax::cuda::ChunkBinding());
 RWKV_JAX_CUDA_HANDLER(Wkv7ChunkBwd, rwkv_jax::cuda::ChunkBackward, rwkv_jax::cuda::ChunkBinding());
+RWKV_JAX_CUDA_HANDLER(Wkv7Summary, rwkv_jax::cuda::Summary, rwkv_jax::cuda::Binding());
+RWKV_JAX_CUDA_HANDLER(Wkv7ReverseSummary, rwkv_jax::cuda::ReverseSummary,
+                      rwkv_jax::cuda::Binding());
 RWKV_JAX_CUDA_HANDLER(Wkv7Step, rwkv_jax::cuda::Step, rwkv_jax::cuda::Binding());

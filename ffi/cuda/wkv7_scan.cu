@@ -19,6 +19,8 @@
 //
 // but a token adds dy r^T before it reads and decays, where the forward pass adds v k^T after it. So r
 // is scaled by exp(-G'), and the triangle of products with it keeps its diagonal.
+#include <utility>
+
 #include "launch.cuh"
 #include "wkv7.h"
 #include "wkv7_chunk.cuh"
@@ -38,7 +40,10 @@ struct Scan {
   T* y;
   uint4* states;             // forward: [B, frames, H, V, K] of bfloat16, or null
   FrameGradients gradients;  // backward
+  // If it has no memory, a summary is that of all tokens: D of them goes to `end`, from `start` if that
+  // is not null, and M to `factor`, unless that is null.
   Segments segments;
+  float* factor;
   float* inexact;
 };
 
@@ -405,8 +410,8 @@ void ScanKernel(const __grid_constant__ Scan<T> scan) {
     constexpr bool kOnState = decltype(on_state)::value, kForState = decltype(for_state)::value;
     typename Tiles::State s;
     if constexpr (kOnState) {
-      // The start of the first segment is known, and its summary is its end.
-      if (L::kSummary && order > 0)
+      // The start of the first segment may be known, and its summary is its end.
+      if (L::kSummary && (order > 0 || scan.start == nullptr))
         Tiles::SetDiagonal(identity ? 1.0f : 0.0f, s);
       else
         Tiles::Load(order == 0 ? scan.start + head * N * N
@@ -466,6 +471,9 @@ void ScanKernel(const __grid_constant__ Scan<T> scan) {
     if constexpr (kOnState) {
       if (!L::kSummary) {
         if (order == segments.count - 1) Tiles::Store(s, scan.end + head * N * N);
+      } else if (segments.memory == nullptr) {
+        float* const to = identity ? scan.factor : scan.end;
+        if (to != nullptr) Tiles::Store(s, to + head * N * N);
       } else if (!identity) {
         Tiles::Store(s, segments.State<N>(head, order));
       } else if (order > 0) {
@@ -533,29 +541,31 @@ constexpr int64_t kSplitBlocks = 1;  // so that small tests have both
 constexpr int64_t kSplitBlocks = 264;
 #endif
 
+template <typename T, int N, bool kReverse, bool kOutput, Work kWork>
+cudaError_t LaunchScan(cudaStream_t stream, const Scan<T>& scan, int64_t heads, int64_t segments) {
+  using L = Layout<N, kOutput, kWork>;
+  const dim3 blocks(static_cast<unsigned>(heads), static_cast<unsigned>(segments));
+  return Launch(ScanKernel<T, N, kReverse, kOutput, kWork>, blocks, L::kThreads, L::kBytes, stream,
+                scan);
+}
+
 // The whole sequence, or segment by segment: first what each does to a state, then, from the state at
 // the start of each, all of them at once.
 template <typename T, int N, bool kReverse>
-cudaError_t Run(cudaStream_t stream, Scan<T> scan, int64_t heads) {
-  const auto launch = [&](auto output, auto work, int64_t segments) {
-    using L = Layout<N, output(), work()>;
-    const dim3 blocks(static_cast<unsigned>(heads), static_cast<unsigned>(segments));
-    return Launch(ScanKernel<T, N, kReverse, output(), work()>, blocks, L::kThreads, L::kBytes,
-                  stream, scan);
-  };
-  constexpr std::bool_constant<!kReverse> output;
+cudaError_t Run(cudaStream_t stream, const Scan<T>& scan, int64_t heads) {
+  constexpr bool kOutput = !kReverse;
   const int64_t segments = scan.segments.count;
   if (segments > 1) {
     const dim3 blocks(static_cast<unsigned>(heads), N / kCombineRows);
-    cudaError_t error = launch(std::false_type(), std::integral_constant<Work, Work::kSummary>(),
-                               segments - 1);
+    cudaError_t error =
+        LaunchScan<T, N, kReverse, false, Work::kSummary>(stream, scan, heads, segments - 1);
     if (error == cudaSuccess)
       error = Launch(CombineKernel<N>, blocks, kCombineThreads, N * N * sizeof(float), stream,
                      scan.segments, scan.inexact);
     if (error != cudaSuccess) return error;
   }
   const auto split = [&] {
-    return launch(output, std::integral_constant<Work, Work::kSplit>(), segments);
+    return LaunchScan<T, N, kReverse, kOutput, Work::kSplit>(stream, scan, heads, segments);
   };
   if constexpr (N > kTileCols) {
     return split();
@@ -563,9 +573,34 @@ cudaError_t Run(cudaStream_t stream, Scan<T> scan, int64_t heads) {
     const cudaError_t error =
         heads * segments > kSplitBlocks ? cudaErrorNotSupported : split();
     if (error != cudaErrorNotSupported) return error;
-    return launch(output, std::integral_constant<Work, Work::kTogether>(), segments);
+    return LaunchScan<T, N, kReverse, kOutput, Work::kTogether>(stream, scan, heads, segments);
   }
 }
+
+}  // namespace
+
+namespace {
+
+template <typename T>
+Scan<T> ForwardScan(const Wkv7Call& call) {
+  const auto in = [](const void* x) { return static_cast<const T*>(x); };
+  Scan<T> scan = {};
+  scan.a = in(call.a), scan.r = in(call.r), scan.b = in(call.b);
+  scan.k = in(call.k), scan.v = in(call.v), scan.w = in(call.w);
+  scan.tokens = call.dims.tokens, scan.heads = call.dims.heads, scan.decay = call.decay;
+  return scan;
+}
+
+template <typename T>
+Scan<T> ReverseScan(const Wkv7BackwardCall& call) {
+  Scan<T> scan = ForwardScan<T>(call);
+  std::swap(scan.a, scan.b);
+  scan.k = scan.r, scan.r = nullptr, scan.v = static_cast<const T*>(call.dy);
+  scan.start = call.dfinal_state, scan.end = call.dinitial_state;
+  return scan;
+}
+
+int64_t Heads(const Wkv7Call& call) { return call.dims.batch * call.dims.heads; }
 
 }  // namespace
 
@@ -573,15 +608,11 @@ cudaError_t Wkv7Scan(cudaStream_t stream, const Wkv7ForwardCall& call, const Seg
                      float* inexact) {
   return ForHalfTypes<64, 128>(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
     using T = decltype(zero);
-    const auto in = [](const void* x) { return static_cast<const T*>(x); };
-    Scan<T> scan = {};
-    scan.a = in(call.a), scan.r = in(call.r), scan.b = in(call.b);
-    scan.k = in(call.k), scan.v = in(call.v), scan.w = in(call.w);
-    scan.tokens = call.dims.tokens, scan.heads = call.dims.heads, scan.decay = call.decay;
+    Scan<T> scan = ForwardScan<T>(call);
     scan.start = call.initial_state, scan.end = call.final_state;
     scan.y = static_cast<T*>(call.y), scan.states = static_cast<uint4*>(call.states);
     scan.segments = segments, scan.inexact = inexact;
-    return Run<T, size(), false>(stream, scan, call.dims.batch * call.dims.heads);
+    return Run<T, size(), false>(stream, scan, Heads(call));
   });
 }
 
@@ -590,15 +621,29 @@ cudaError_t Wkv7ReverseScan(cudaStream_t stream, const Wkv7BackwardCall& call,
                             float* inexact) {
   return ForHalfTypes<64, 128>(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
     using T = decltype(zero);
-    const auto in = [](const void* x) { return static_cast<const T*>(x); };
-    Scan<T> scan = {};
-    scan.a = in(call.b), scan.b = in(call.a);
-    scan.k = in(call.r), scan.v = in(call.dy), scan.w = in(call.w);
-    scan.tokens = call.dims.tokens, scan.heads = call.dims.heads, scan.decay = call.decay;
-    scan.start = call.dfinal_state, scan.end = call.dinitial_state;
-    scan.gradients = gradients;
-    scan.segments = segments, scan.inexact = inexact;
-    return Run<T, size(), true>(stream, scan, call.dims.batch * call.dims.heads);
+    Scan<T> scan = ReverseScan<T>(call);
+    scan.gradients = gradients, scan.segments = segments, scan.inexact = inexact;
+    return Run<T, size(), true>(stream, scan, Heads(call));
+  });
+}
+
+cudaError_t Wkv7Summary(cudaStream_t stream, const Wkv7SummaryCall& call) {
+  if (Heads(call) == 0) return cudaSuccess;
+  return ForHalfTypes<64, 128>(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
+    using T = decltype(zero);
+    Scan<T> scan = ForwardScan<T>(call);
+    scan.end = call.added, scan.factor = call.factor, scan.segments.count = 1;
+    return LaunchScan<T, size(), false, false, Work::kSummary>(stream, scan, Heads(call), 1);
+  });
+}
+
+cudaError_t Wkv7ReverseSummary(cudaStream_t stream, const Wkv7BackwardCall& call) {
+  if (Heads(call) == 0) return cudaSuccess;
+  return ForHalfTypes<64, 128>(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
+    using T = decltype(zero);
+    Scan<T> scan = ReverseScan<T>(call);
+    scan.segments.count = 1;
+    return LaunchScan<T, size(), true, false, Work::kSummary>(stream, scan, Heads(call), 1);
   });
 }
 

@@ -11,7 +11,13 @@ from rwkv_jax import _chunked, _ffi
 from rwkv_jax._chunked import CHUNK, states_dtype
 from rwkv_jax._dispatch import Options
 from rwkv_jax._typing import Keys, State, States, TokenKeys, TokenValues, Values
-from rwkv_jax.wkv7.ffi import DECAY_CODES, kernels, on_matrix_units, segments, why_not
+from rwkv_jax.wkv7.ffi import (
+    DECAY_CODES,
+    gradient_segments,
+    kernels,
+    on_matrix_units,
+    why_not,
+)
 
 __all__ = ["TARGETS", "backward", "forward", "how", "step", "targets", "why_not"]
 
@@ -114,7 +120,7 @@ def backward(
         floats = max(frames * size * size // 2 + _scratch(size, count), _replay(size))
         scratch = [((batch, heads, floats), jnp.float32)]
     elif platform == "cuda":
-        partials = segments(batch * heads, frames)
+        partials = gradient_segments(batch * heads, frames)
         scratch = [((batch, heads, partials, _replay(size)), jnp.float32)]
     summed = (batch, partials, heads, size)
     constant = w.ndim == u.ndim

@@ -10,13 +10,16 @@ from rwkv_jax import _chunked, _ffi
 from rwkv_jax._chunked import CHUNK, states_dtype
 from rwkv_jax._dispatch import Options
 from rwkv_jax._typing import Keys, State, States, TokenKeys, TokenValues, Values
+from rwkv_jax.wkv7 import segments
 
 FORWARD = "rwkv_wkv7_fwd_v1"
 BACKWARD = "rwkv_wkv7_bwd_v1"
 CHUNK_FORWARD = "rwkv_wkv7_chunk_fwd_v1"
 CHUNK_BACKWARD = "rwkv_wkv7_chunk_bwd_v1"
+SUMMARY = "rwkv_wkv7_summary_v1"
+REVERSE_SUMMARY = "rwkv_wkv7_reverse_summary_v1"
 STEP = "rwkv_wkv7_step_v1"
-TARGETS = (FORWARD, BACKWARD, CHUNK_FORWARD, CHUNK_BACKWARD, STEP)
+TARGETS = (FORWARD, BACKWARD, CHUNK_FORWARD, CHUNK_BACKWARD, SUMMARY, REVERSE_SUMMARY, STEP)
 
 HEAD_SIZES = {"cpu": (16, 32, 64, 128, 256), "cuda": (16, 32, 64, 128)}
 MATRIX_HEAD_SIZES = (64, 128)
@@ -125,7 +128,7 @@ def _replay(size: int) -> int:
     return CHUNK // BLOCK * size * size + CHUNK * size
 
 
-def segments(heads: int, chunks: int) -> int:
+def gradient_segments(heads: int, chunks: int) -> int:
     """Into how many segments the CUDA backward pass splits a sequence so as to fill a large GPU
     with few heads. Segments cost a pass over the sequence, so many heads do without."""
     few = 0 < heads <= 128
@@ -156,11 +159,54 @@ def backward(
         floats = frames * size * size // 2 + _summaries(size, count)
         results += _scratch(batch, heads, max(floats, _replay(size)))
     elif platform == "cuda":
-        count = segments(batch * heads, frames)
+        count = gradient_segments(batch * heads, frames)
         results.append(((batch, heads, count, _replay(size)), jnp.float32))
     gradients = _ffi.call(target, results, *inputs, states, dy, dfinal_state, **attributes)
     dr, dw, dk, dv, da, db, dinitial_state = gradients[:7]
     return dr, dw, dk, dv, da, db, dinitial_state
+
+
+def _summarizes(platform: str, options: Options, r: Any) -> bool:
+    """Whether a kernel computes what tokens do to a state alone: on matrix units, where no decay can
+    be out of their range."""
+    return options.decay == "sigmoid" and on_matrix_units(platform, options, r)
+
+
+def summary(
+    options: Options, platform: str, r: Keys, w: Keys, k: Keys, v: Values, a: Keys, b: Keys
+) -> segments.Map:
+    if not _summarizes(platform, options, r):
+        return segments.summarize(forward, options, platform, r, w, k, v, a, b)
+    batch, _, heads, size = r.shape
+    of_state = ((batch, heads, size, size), jnp.float32)
+    decay = DECAY_CODES[options.decay]
+    factor, added = _ffi.call(SUMMARY, [of_state, of_state], *(w, k, v, a, b), decay=decay)
+    return factor, added
+
+
+def reverse_summary(
+    options: Options,
+    platform: str,
+    r: Keys,
+    w: Keys,
+    k: Keys,
+    v: Values,
+    a: Keys,
+    b: Keys,
+    states: States,
+    dy: Values,
+    dfinal_state: State,
+) -> tuple[State]:
+    if not _summarizes(platform, options, r):
+        *_, dinitial_state = backward(options, platform, r, w, k, v, a, b, states, dy, dfinal_state)
+        return (dinitial_state,)
+    (dinitial_state,) = _ffi.call(
+        REVERSE_SUMMARY,
+        [(dfinal_state.shape, jnp.float32)],
+        *(r, w, a, b, dy, dfinal_state),
+        decay=DECAY_CODES[options.decay],
+    )
+    return (dinitial_state,)
 
 
 def step(

@@ -50,3 +50,25 @@ extern "C" int Wkv7(unsigned seed, const int64_t* sizes, int half, int decay, in
   if (!error) error = Wkv7FrameBackward(nullptr, backward, rest.Gradients(), inexact);
   return error;
 }
+
+// A summary and a reverse summary: the inputs w, k, v, a, b and r, dy, dfinal_state, and the results.
+extern "C" int Wkv7Summaries(unsigned seed, const int64_t* sizes, int half, void* const* arrays) {
+  emulation::random.seed(seed);
+  const auto floats = [&](int i) { return static_cast<float*>(arrays[i]); };
+  Wkv7SummaryCall summary = {};
+  summary.dims = {sizes[0], sizes[1], sizes[2], sizes[3], 0};
+  summary.dtype = half ? Dtype::kF16 : Dtype::kBF16;
+  summary.decay = Decay::kSigmoid;
+  summary.w = arrays[0], summary.k = arrays[1], summary.v = arrays[2];
+  summary.a = arrays[3], summary.b = arrays[4];
+  summary.factor = floats(8), summary.added = floats(9);
+
+  Wkv7BackwardCall backward = {};
+  static_cast<Wkv7Call&>(backward) = summary;
+  backward.k = backward.v = nullptr;
+  backward.r = arrays[5], backward.dy = arrays[6];
+  backward.dfinal_state = floats(7), backward.dinitial_state = floats(10);
+
+  const int error = Wkv7Summary(nullptr, summary);
+  return error ? error : Wkv7ReverseSummary(nullptr, backward);
+}

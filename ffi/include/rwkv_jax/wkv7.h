@@ -15,6 +15,11 @@ struct Wkv7Call {
   const void *r, *w, *k, *v, *a, *b;
 };
 
+// Of all tokens together; needs no r.
+struct Wkv7SummaryCall : Wkv7Call {
+  float *factor, *added;  // M [B, H, K, K] and D [B, H, V, K]
+};
+
 struct Wkv7ForwardCall : Wkv7Call {
   const float* initial_state;  // may be final_state
   void* y;
