@@ -5,8 +5,12 @@
 
 XLA_FFI_DECLARE_HANDLER_SYMBOL(Wkv5ChunkFwd);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(Wkv5ChunkBwd);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(Wkv5Summary);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(Wkv5ReverseSummary);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(Wkv6ChunkFwd);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(Wkv6ChunkBwd);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(Wkv6Summary);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(Wkv6ReverseSummary);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(Wkv7ChunkFwd);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(Wkv7ChunkBwd);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(Wkv7Summary);
@@ -20,11 +24,15 @@ NB_MODULE(_cuda, module) {
                             {"rwkv_wkv5_bwd_v1", Wkv5Bwd},
                             {"rwkv_wkv5_chunk_fwd_v1", Wkv5ChunkFwd},
                             {"rwkv_wkv5_chunk_bwd_v1", Wkv5ChunkBwd},
+                            {"rwkv_wkv5_summary_v1", Wkv5Summary},
+                            {"rwkv_wkv5_reverse_summary_v1", Wkv5ReverseSummary},
                             {"rwkv_wkv5_step_v1", Wkv5Step},
                             {"rwkv_wkv6_fwd_v1", Wkv6Fwd},
                             {"rwkv_wkv6_bwd_v1", Wkv6Bwd},
                             {"rwkv_wkv6_chunk_fwd_v1", Wkv6ChunkFwd},
                             {"rwkv_wkv6_chunk_bwd_v1", Wkv6ChunkBwd},
+                            {"rwkv_wkv6_summary_v1", Wkv6Summary},
+                            {"rwkv_wkv6_reverse_summary_v1", Wkv6ReverseSummary},
                             {"rwkv_wkv6_step_v1", Wkv6Step},
                             {"rwkv_wkv7_fwd_v1", Wkv7Fwd},
                             {"rwkv_wkv7_bwd_v1", Wkv7Bwd},

@@ -79,7 +79,13 @@ cudaError_t Wkv6ChunkForward(cudaStream_t stream, const Wkv6ForwardCall& call,
 cudaError_t Wkv6ChunkBackward(cudaStream_t stream, const Wkv6BackwardCall& call,
                               const Wkv6ChunkScratch& scratch);
 
-// The parts of the two.
+// What the tokens of a head do to a state, S diag(d) + D.
+cudaError_t Wkv6Summary(cudaStream_t stream, const Wkv6SummaryCall& call);
+
+// Of the backward pass dinitial_state alone; needs neither k nor v nor the states.
+cudaError_t Wkv6ReverseSummary(cudaStream_t stream, const Wkv6BackwardCall& call);
+
+// The parts of the two passes.
 cudaError_t Wkv6Scan(cudaStream_t stream, const Wkv6ForwardCall& call, const Wkv6Segments& segments);
 
 cudaError_t Wkv6ReverseScan(cudaStream_t stream, const Wkv6BackwardCall& call,

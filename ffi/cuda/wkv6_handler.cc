@@ -50,10 +50,14 @@ ffi::Error Step(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets
   return Launched(op, Wkv6Forward(stream, call));
 }
 
-void RequireChunked(Operands& operands, const Wkv6Call& call, int64_t segments, int64_t floats) {
-  operands.Require(call.dims.head_size == kMatrixHeadSize, "r has K = ", call.dims.head_size,
+void RequireMatrices(Operands& operands, const Wkv6Call& call) {
+  operands.Require(call.dims.head_size == kMatrixHeadSize, "v has K = ", call.dims.head_size,
                    "; the kernels on matrix units take 64");
   RequireMatrixUnits(operands, call);
+}
+
+void RequireChunked(Operands& operands, const Wkv6Call& call, int64_t segments, int64_t floats) {
+  RequireMatrices(operands, call);
   RequireScratch(operands, call, segments, floats);
 }
 
@@ -89,6 +93,46 @@ ffi::Error ChunkBackward(cudaStream_t stream, ffi::RemainingArgs args, ffi::Rema
   return Launched(op, Wkv6ChunkBackward(stream, call, scratch));
 }
 
+const void* ReadDecays(Operands& operands, bool constant_decay) {
+  return constant_decay ? operands.FloatArg("w", "BHK") : operands.Arg("w", "BTHK");
+}
+
+template <bool kConstantDecay>
+ffi::Error Summary(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                   int64_t decay) {
+  const char* const op = kConstantDecay ? "wkv5 summary" : "wkv6 summary";
+  Operands operands(op, args, rets);
+  Wkv6SummaryCall call = {};
+  call.constant_decay = kConstantDecay;
+  call.w = ReadDecays(operands, kConstantDecay);
+  call.k = operands.Arg("k", "BTHK");
+  call.v = operands.Arg("v", "BTHV");
+  call.factor = operands.FloatRet("factor", "BHK");
+  call.added = operands.FloatRet("added", "BHVK");
+  internal::ReadSizes(operands, operands.Size('T'), decay, kMaxHeadSize, call);
+  RequireMatrices(operands, call);
+  if (ffi::Error error = operands.Finish(); error.failure()) return error;
+  return Launched(op, Wkv6Summary(stream, call));
+}
+
+template <bool kConstantDecay>
+ffi::Error ReverseSummary(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                          int64_t decay) {
+  const char* const op = kConstantDecay ? "wkv5 reverse summary" : "wkv6 reverse summary";
+  Operands operands(op, args, rets);
+  Wkv6BackwardCall call = {};
+  call.constant_decay = kConstantDecay;
+  call.r = operands.Arg("r", "BTHK");
+  call.w = ReadDecays(operands, kConstantDecay);
+  call.dy = operands.Arg("dy", "BTHV");
+  call.dfinal_state = operands.FloatArg("dfinal_state", "BHVK");
+  call.dinitial_state = operands.FloatRet("dinitial_state", "BHVK");
+  internal::ReadSizes(operands, operands.Size('T'), decay, kMaxHeadSize, call);
+  RequireMatrices(operands, call);
+  if (ffi::Error error = operands.Finish(); error.failure()) return error;
+  return Launched(op, Wkv6ReverseSummary(stream, call));
+}
+
 }  // namespace
 }  // namespace rwkv_jax::cuda
 
@@ -102,3 +146,7 @@ RWKV_JAX_CUDA_HANDLER(Wkv5ChunkFwd, rwkv_jax::cuda::ChunkForward<true>, rwkv_jax
 RWKV_JAX_CUDA_HANDLER(Wkv5ChunkBwd, rwkv_jax::cuda::ChunkBackward<true>, rwkv_jax::cuda::ChunkBinding());
 RWKV_JAX_CUDA_HANDLER(Wkv6ChunkFwd, rwkv_jax::cuda::ChunkForward<false>, rwkv_jax::cuda::ChunkBinding());
 RWKV_JAX_CUDA_HANDLER(Wkv6ChunkBwd, rwkv_jax::cuda::ChunkBackward<false>, rwkv_jax::cuda::ChunkBinding());
+RWKV_JAX_CUDA_HANDLER(Wkv5Summary, rwkv_jax::cuda::Summary<true>, rwkv_jax::cuda::Binding());
+RWKV_JAX_CUDA_HANDLER(Wkv5ReverseSummary, rwkv_jax::cuda::ReverseSummary<true>, rwkv_jax::cuda::Binding());
+RWKV_JAX_CUDA_HANDLER(Wkv6Summary, rwkv_jax::cuda::Summary<false>, rwkv_jax::cuda::Binding());
+RWKV_JAX_CUDA_HANDLER(Wkv6ReverseSummary, rwkv_jax::cuda::ReverseSummary<false>, rwkv_jax::cuda::Binding());

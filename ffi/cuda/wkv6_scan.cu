@@ -216,10 +216,11 @@ struct StateScan {
   const void* w;
   int64_t tokens, heads;
   Decay decay;
-  const float* start;
-  float* end;                    // null: `segments` get what each does to a state
+  const float* start;        // zeros if null
+  float* end;                // null: `segments` get what each does to a state
   FrameGradients gradients;  // if not null, get the state before each frame
   Wkv6Segments segments;
+  float* factor = nullptr;  // [B, H, K], if not null: the decay of all tokens together
 };
 
 struct StateLayout {
@@ -304,9 +305,9 @@ __global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void StateKerne
   Sum<8>& s = state[0];
   constexpr int kState = kHeadSize * kHeadSize;
   const bool summary = in.end == nullptr;
-  if (order == 0)
+  if (order == 0 && in.start != nullptr)
     Tiles::Load(in.start + run.head * kState, state);
-  else if (!summary)
+  else if (order > 0 && !summary)
     Tiles::Load(in.segments.State(run.head, order - 1), state);
   float all[2][4] = {};
 #pragma unroll 1
@@ -336,16 +337,17 @@ __global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void StateKerne
     WaitForProducts<0>();
     Settle(s);
   }
-  if (!summary) {
-    if (order == in.segments.count - 1) Tiles::Store(state, in.end + run.head * kState);
-  } else {
+  if (summary)
     Tiles::Store(state, in.segments.State(run.head, order));
-    float* const factor = in.segments.Factor(run.head, order);
-    if (Lane() < 4)
+  else if (order == in.segments.count - 1)
+    Tiles::Store(state, in.end + run.head * kState);
+  float* const factor = summary               ? in.segments.Factor(run.head, order)
+                        : in.factor != nullptr ? in.factor + run.head * kHeadSize
+                                               : nullptr;
+  if (factor != nullptr && Lane() < 4)
 #pragma unroll
-      for (int e = 0; e < 4; ++e)
-        factor[16 * warp + e / 2 * 8 + 2 * Lane() + e % 2] = Exp2(all[e / 2][e % 2]);
-  }
+    for (int e = 0; e < 4; ++e)
+      factor[16 * warp + e / 2 * 8 + 2 * Lane() + e % 2] = Exp2(all[e / 2][e % 2]);
 }
 
 // From what the segments do to a state the state at the end of each: S_i = S_{i-1} diag(F_i) + D_i, where
@@ -394,19 +396,34 @@ cudaError_t ForKinds(const Wkv6Call& call, Fn&& fn) {
 
 }  // namespace
 
+namespace {
+
+int64_t Heads(const Wkv6Call& call) { return call.dims.batch * call.dims.heads; }
+
+template <typename T>
+StateScan<T> ScanOf(const Wkv6Call& call, const void* x, const void* z, const float* start, float* end,
+                    const FrameGradients& gradients, const Wkv6Segments& segments) {
+  return {static_cast<const T*>(x), static_cast<const T*>(z), call.w, call.dims.tokens,
+          call.dims.heads, call.decay, start, end, gradients, segments};
+}
+
+constexpr Wkv6Segments kOneSegment = {1, nullptr, 0};
+
+}  // namespace
+
 cudaError_t Wkv6Scan(cudaStream_t stream, const Wkv6ForwardCall& call, const Wkv6Segments& segments) {
   return ForKinds(call, [&](auto zero, auto constant) {
     using T = decltype(zero);
     const auto in = [](const void* x) { return static_cast<const T*>(x); };
-    const int64_t heads = call.dims.batch * call.dims.heads;
-    const StateScan<T> scan{in(call.v), in(call.k), call.w, call.dims.tokens, call.dims.heads,
-                            call.decay, call.initial_state, call.final_state, {}, segments};
-    const cudaError_t error = FindStarts<T, constant(), false>(stream, scan, heads);
+    const cudaError_t error = FindStarts<T, constant(), false>(
+        stream,
+        ScanOf<T>(call, call.v, call.k, call.initial_state, call.final_state, {}, segments),
+        Heads(call));
     if (error != cudaSuccess) return error;
     const Forward<T> forward{in(call.r), in(call.k), in(call.v), call.w, call.u, call.dims.tokens,
                              call.dims.heads, call.decay, call.initial_state, call.final_state,
                              static_cast<T*>(call.y), static_cast<uint4*>(call.states), segments};
-    const dim3 blocks(static_cast<unsigned>(heads), static_cast<unsigned>(segments.count));
+    const dim3 blocks(static_cast<unsigned>(Heads(call)), static_cast<unsigned>(segments.count));
     return Launch(ForwardKernel<T, constant()>, blocks, kThreads, ForwardLayout::kBytes, stream,
                   forward);
   });
@@ -416,13 +433,32 @@ cudaError_t Wkv6ReverseScan(cudaStream_t stream, const Wkv6BackwardCall& call,
                             const Wkv6Segments& segments, const FrameGradients& gradients) {
   return ForKinds(call, [&](auto zero, auto constant) {
     using T = decltype(zero);
-    const auto in = [](const void* x) { return static_cast<const T*>(x); };
-    const int64_t heads = call.dims.batch * call.dims.heads;
-    const StateScan<T> scan{in(call.dy), in(call.r), call.w, call.dims.tokens, call.dims.heads,
-                            call.decay, call.dfinal_state, call.dinitial_state, gradients, segments};
-    const cudaError_t error = FindStarts<T, constant(), true>(stream, scan, heads);
+    const StateScan<T> scan = ScanOf<T>(call, call.dy, call.r, call.dfinal_state,
+                                        call.dinitial_state, gradients, segments);
+    const cudaError_t error = FindStarts<T, constant(), true>(stream, scan, Heads(call));
     if (error != cudaSuccess) return error;
-    return ScanStates<T, constant(), true>(stream, scan, heads, segments.count);
+    return ScanStates<T, constant(), true>(stream, scan, Heads(call), segments.count);
+  });
+}
+
+cudaError_t Wkv6Summary(cudaStream_t stream, const Wkv6SummaryCall& call) {
+  if (Heads(call) == 0) return cudaSuccess;
+  return ForKinds(call, [&](auto zero, auto constant) {
+    using T = decltype(zero);
+    StateScan<T> scan = ScanOf<T>(call, call.v, call.k, nullptr, call.added, {}, kOneSegment);
+    scan.factor = call.factor;
+    return ScanStates<T, constant(), false>(stream, scan, Heads(call), 1);
+  });
+}
+
+cudaError_t Wkv6ReverseSummary(cudaStream_t stream, const Wkv6BackwardCall& call) {
+  if (Heads(call) == 0) return cudaSuccess;
+  return ForKinds(call, [&](auto zero, auto constant) {
+    using T = decltype(zero);
+    return ScanStates<T, constant(), true>(
+        stream,
+        ScanOf<T>(call, call.dy, call.r, call.dfinal_state, call.dinitial_state, {}, kOneSegment),
+        Heads(call), 1);
   });
 }
 

@@ -10,4 +10,6 @@ TARGETS = wkv6.targets("wkv5")
 
 forward = functools.partial(wkv6.forward, op="wkv5")
 backward = functools.partial(wkv6.backward, op="wkv5")
+summary = functools.partial(wkv6.summary, op="wkv5")
+reverse_summary = functools.partial(wkv6.reverse_summary, op="wkv5")
 step = functools.partial(wkv6.step, op="wkv5")

@@ -1,6 +1,7 @@
 """WKV6 on the native kernels: their targets, attributes and limits. Those of WKV5 differ in name
 and in that all tokens have the same w."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from rwkv_jax import _chunked, _ffi
 from rwkv_jax._chunked import CHUNK, states_dtype
 from rwkv_jax._dispatch import Options
 from rwkv_jax._typing import Keys, State, States, TokenKeys, TokenValues, Values
+from rwkv_jax.wkv6 import segments
 from rwkv_jax.wkv7.ffi import (
     DECAY_CODES,
     gradient_segments,
@@ -19,12 +21,28 @@ from rwkv_jax.wkv7.ffi import (
     why_not,
 )
 
-__all__ = ["TARGETS", "backward", "forward", "how", "step", "targets", "why_not"]
+__all__ = [
+    "TARGETS",
+    "backward",
+    "forward",
+    "how",
+    "reverse_summary",
+    "step",
+    "summary",
+    "targets",
+    "why_not",
+]
+
+
+STAGES = ("fwd", "bwd", "chunk_fwd", "chunk_bwd", "summary", "reverse_summary", "step")
+
+
+def target(op: str, stage: str) -> str:
+    return f"rwkv_{op}_{stage}_v1"
 
 
 def targets(op: str) -> tuple[str, ...]:
-    stages = ("fwd", "bwd", "chunk_fwd", "chunk_bwd", "step")
-    return tuple(f"rwkv_{op}_{stage}_v1" for stage in stages)
+    return tuple(target(op, stage) for stage in STAGES)
 
 
 TARGETS = targets("wkv6")
@@ -78,7 +96,7 @@ def forward(
 ) -> tuple[Values, State, States]:
     batch, tokens, heads, size = r.shape
     frames = _chunked.boundaries(tokens)
-    target, _, chunk_target, _, _ = targets(op)
+    stage = "fwd"
     attributes: dict[str, Any] = {"decay": DECAY_CODES[options.decay]}
     saved = (batch, frames if options.save else 0, heads, size, size)
     results: list[tuple[Any, Any]] = [
@@ -87,11 +105,11 @@ def forward(
         (saved, states_dtype(options, r.dtype)),
     ]
     if _on_matrix_units(platform, options, r):
-        target = chunk_target
+        stage = "chunk_fwd"
         count = attributes["segments"] = _scan_segments(batch * heads, frames)
         results.append(((batch, heads, _scratch(size, count)), jnp.float32))
     y, final_state, states, *_ = _ffi.call(
-        target, results, *(r, w, k, v, u, initial_state), **attributes
+        target(op, stage), results, *(r, w, k, v, u, initial_state), **attributes
     )
     return y, final_state, states
 
@@ -110,12 +128,12 @@ def backward(
     op: str = "wkv6",
 ) -> tuple[Keys, Array, Keys, Values, TokenKeys, State]:
     batch, frames, heads, size, _ = states.shape
-    _, target, _, chunk_target, _ = targets(op)
+    stage = "bwd"
     attributes: dict[str, Any] = {"decay": DECAY_CODES[options.decay]}
     scratch: list[tuple[Any, Any]] = []
     partials = 1
     if _on_matrix_units(platform, options, r):
-        target, partials = chunk_target, frames
+        stage, partials = "chunk_bwd", frames
         count = attributes["segments"] = _scan_segments(batch * heads, frames)
         floats = max(frames * size * size // 2 + _scratch(size, count), _replay(size))
         scratch = [((batch, heads, floats), jnp.float32)]
@@ -134,10 +152,62 @@ def backward(
         *scratch,
     ]
     operands = (r, w, k, v, u, states, dy, dfinal_state)
-    dr, dw, dk, dv, du, dinitial_state, *_ = _ffi.call(target, results, *operands, **attributes)
+    dr, dw, dk, dv, du, dinitial_state, *_ = _ffi.call(
+        target(op, stage), results, *operands, **attributes
+    )
     if constant:
         dw = jnp.sum(dw, axis=1)
     return dr, dw, dk, dv, jnp.sum(du, axis=1), dinitial_state
+
+
+def summary(
+    options: Options,
+    platform: str,
+    r: Keys,
+    w: Array,
+    k: Keys,
+    v: Values,
+    u: TokenKeys,
+    op: str = "wkv6",
+) -> segments.Map:
+    if not _on_matrix_units(platform, options, r):
+        run = functools.partial(forward, op=op)
+        return segments.summarize(run, options, platform, r, w, k, v, u)
+    batch, _, heads, size = r.shape
+    factor, added = _ffi.call(
+        target(op, "summary"),
+        [((batch, heads, size), jnp.float32), ((batch, heads, size, size), jnp.float32)],
+        *(w, k, v),
+        decay=DECAY_CODES[options.decay],
+    )
+    return factor, added
+
+
+def reverse_summary(
+    options: Options,
+    platform: str,
+    r: Keys,
+    w: Array,
+    k: Keys,
+    v: Values,
+    u: TokenKeys,
+    states: States,
+    dy: Values,
+    dfinal_state: State,
+    op: str = "wkv6",
+) -> tuple[State]:
+    if not _on_matrix_units(platform, options, r):
+        *_, dinitial_state = backward(
+            *(options, platform, r, w, k, v, u, states, dy, dfinal_state), op=op
+        )
+        return (dinitial_state,)
+    (dinitial_state,) = _ffi.call(
+        target(op, "reverse_summary"),
+        [(dfinal_state.shape, jnp.float32)],
+        *(r, w, dy, dfinal_state),
+        decay=DECAY_CODES[options.decay],
+    )
+    return (dinitial_state,)
 
 
 def step(
@@ -152,7 +222,7 @@ def step(
     op: str = "wkv6",
 ) -> tuple[TokenValues, State]:
     y, state = _ffi.call(
-        targets(op)[-1],
+        target(op, "step"),
         [(v.shape, v.dtype), (state.shape, jnp.float32)],
         *(r, w, k, v, u, state),
         aliases={5: 1},

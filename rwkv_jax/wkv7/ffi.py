@@ -167,8 +167,8 @@ def backward(
 
 
 def _summarizes(platform: str, options: Options, r: Any) -> bool:
-    """Whether a kernel computes what tokens do to a state alone: on matrix units, where no decay can
-    be out of their range."""
+    """Whether a kernel computes what tokens do to a state alone: on matrix units, where no decay
+    can be out of their range."""
     return options.decay == "sigmoid" and on_matrix_units(platform, options, r)
 
 

@@ -18,6 +18,11 @@ struct Wkv6Call {
   const float* u;
 };
 
+// Of all tokens together; needs neither r nor u.
+struct Wkv6SummaryCall : Wkv6Call {
+  float *factor, *added;  // d [B, H, K] and D [B, H, V, K]
+};
+
 struct Wkv6ForwardCall : Wkv6Call {
   const float* initial_state;  // may be final_state
   void* y;
