@@ -91,6 +91,9 @@ def shard(
                 name: jax.sharding.reshard(x, NamedSharding(mesh, specs[name]))
                 for name, x in arrays.items()
             }
+        if any(x.size == 0 for x in arrays.values()):
+            # A shard_map whose operands are all constants, as empty arrays are, does not compile.
+            return call.run(arrays, options, None)
         results = call.operator.step if call.is_step else call.operator.reference
         return jax.shard_map(
             lambda arrays: call.run(arrays, options, sequence),

@@ -1,10 +1,15 @@
 """What a compiled or lowered program contains."""
 
+import math
 import re
 
 COLLECTIVE = re.compile(
     r"\b(all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter|collective-broadcast)\b"
 )
+RESULT = re.compile(
+    r"= (.*?) (?:all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)\("
+)
+ARRAY = re.compile(r"\b(?:f|bf|s|u|pred)(8|16|32|64)?\[([\d,]*)\]")
 TARGET = re.compile(r"\brwkv_\w+")
 
 
@@ -15,3 +20,11 @@ def collectives(text: str | None) -> set[str]:
 def targets(text: str | None) -> set[str]:
     """The native targets that a program calls."""
     return set(TARGET.findall("\n".join(x for x in (text or "").splitlines() if "custom" in x)))
+
+
+def exchanged(text: str | None) -> int:
+    """Bytes that the results of all collectives have."""
+    arrays = [x for line in RESULT.findall(text or "") for x in ARRAY.findall(line)]
+    return sum(
+        int(bits or 8) // 8 * math.prod(map(int, filter(None, n.split(",")))) for bits, n in arrays
+    )
