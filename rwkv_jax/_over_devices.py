@@ -39,7 +39,10 @@ def run(operator: Any, options: Options, axis: Any, *operands: Array) -> Arrays:
     """`y` of the tokens of this device, and the state after those of all, the same everywhere. The
     initial state, too, is that of the whole sequence."""
     if options.implementation == "reference":
-        (y, *after), *_ = _forward(operator, operator.reference, options, axis, operands)
+        # Kept for a derivative are the operands alone: of everything else some is not used, on
+        # which the partitioner of jaxlib 0.11 crashes.
+        forward = functools.partial(_forward, operator, operator.reference, options, axis)
+        y, *after = jax.checkpoint(lambda *xs: forward(xs)[0])(*operands)
     else:
         results: Arrays = _run(operator, options, axis, *operands)
         y, *after = results
