@@ -12,6 +12,7 @@ from types import ModuleType
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
@@ -40,8 +41,9 @@ def options(tmp_path: Path) -> list[str]:
 
 
 def arrays(folder: Path) -> dict[str, np.ndarray]:
-    with np.load(folder / "checkpoint.npz") as file:
-        return {name: file[name] for name in file.files if name != "record"}
+    where = json.loads((folder / "checkpoint.json").read_text())["arrays"]
+    with ocp.StandardCheckpointer() as checkpointer:
+        return jax.tree.map(np.asarray, checkpointer.restore((folder / where).absolute()))
 
 
 def test_interrupted_run_resumes_exactly(

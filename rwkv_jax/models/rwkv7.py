@@ -515,9 +515,9 @@ def _shift(
         return last, x
     if x.shape[1] == 0:
         return x, last
-    # The compiler exchanges one token where a sequence is distributed: it knows `roll`.
-    first = lax.broadcasted_iota(jnp.int32, (1, x.shape[1], 1), 1) == 0
-    return jnp.where(first, last[:, None], jnp.roll(x, 1, axis=1)), x[:, -1]
+    # Where a sequence is distributed, the compiler finds that this exchanges one token.
+    before = lax.pad(x, jnp.zeros((), x.dtype), ((0, 0, 0), (1, -1, 0), (0, 0, 0)))
+    return lax.dynamic_update_slice_in_dim(before, last[:, None], 0, axis=1), x[:, -1]
 
 
 def _linear(p: Weight, x: Array) -> Array:
