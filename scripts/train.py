@@ -154,8 +154,12 @@ def make_mesh(args: argparse.Namespace) -> Mesh:
         accepted = "at most that many" if jax.process_count() == 1 else "all of them"
         sys.exit(f"--mesh has {count} devices where there are {present}; accepted are {accepted}")
     model = config(args)
-    divided = {"data": args.batch, "model": model.width // model.head_size, "seq": args.context}
-    for (axis, size), name in zip(divided.items(), ("--batch", "heads", "--context"), strict=True):
+    heads = model.width // model.head_size
+    for axis, name, size in (
+        ("data", "--batch", args.batch),
+        ("model", "the number of heads", heads),
+        ("seq", "--context", args.context),
+    ):
         if size % sizes[axis]:
             sys.exit(
                 f"--mesh has {axis}={sizes[axis]} where {name} is {size}; "
@@ -173,6 +177,15 @@ def place(x: Any, sharding: NamedSharding) -> jax.Array:
     """An array that all processes have, each giving its own devices their parts of it."""
     x = np.asarray(x)
     return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+
+def gathered(tree: Any, mesh: Mesh) -> Any:
+    """The same arrays, whole on each device.
+
+    One program, while `device_put` would start one for each array: over processes on CPUs programs
+    that run at once may wait for each other without end.
+    """
+    return jax.jit(lambda tree: tree, out_shardings=NamedSharding(mesh, P()))(tree)
 
 
 def make_model(args: argparse.Namespace, mesh: Mesh) -> RWKV7:
@@ -472,7 +485,7 @@ def sample(args: argparse.Namespace, mesh: Mesh, model: RWKV7) -> str:
             implementation=args.implementation,
         )
     )
-    params = jax.device_put(arrays(model.params), NamedSharding(mesh, P()))
+    params = gathered(arrays(model.params), mesh)
     prompt = args.prompt.encode()
     tokens = jnp.asarray([list(prompt)], jnp.int32)
     new = np.asarray(generate(params, jax.random.key(args.seed), tokens))
