@@ -3,16 +3,31 @@
     python scripts/train.py                      # the demo: minutes on two CPU cores
     python scripts/train.py --data book.txt --size small --steps 20000
     python scripts/train.py --resume             # after Ctrl-C; loses no step
+    python scripts/train.py --mesh data=2,seq=4  # on 8 devices
 
-Writes checkpoint.npz (every array by its name, and the log), log.json and loss.png to --out.
+Writes checkpoint.json (options and log) with a folder of every array by its name, log.json and
+loss.png to --out.
+
+The axes of --mesh are data (rows of the batch; also parts of parameters and optimizer state), model
+(heads, inner channels and the vocabulary) and seq (consecutive parts of the context), the last one
+over the nearest devices. A run may resume on another mesh. Without GPUs,
+XLA_FLAGS=--xla_force_host_platform_device_count=8 makes 8 devices of a CPU.
+
+Several processes train on one mesh of all their devices. Start each with the same options and its
+--process, on one host each with GPUs of its own (CUDA_VISIBLE_DEVICES). --out is a folder that all
+of them share; the first one prints.
+
+    python scripts/train.py --mesh data=16 --coordinator HOST:12345 --processes 2 --process 0
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import json
 import math
 import os
+import shutil
 import signal
 import sys
 import sysconfig
@@ -30,21 +45,30 @@ import jax.numpy as jnp
 import matplotlib
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 from flax import nnx
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
 from rwkv_jax.models import rwkv7
-from rwkv_jax.nn.flax import RWKV7, arrays
+from rwkv_jax.nn.flax import RWKV7, arrays, parameters
+from rwkv_jax.sharding import shard
+from rwkv_jax.wkv7 import wkv7
 
 SIZES = {
     "tiny": rwkv7.Config(layers=2, width=64, head_size=32, vocabulary=256),
     "demo": rwkv7.Config(layers=4, width=128, head_size=64, vocabulary=256),
     "small": rwkv7.Config(layers=6, width=384, head_size=64, vocabulary=256),
     "0.1b": rwkv7.Config(layers=12, width=768, head_size=64, vocabulary=256),
+    "1.5b": rwkv7.Config(layers=24, width=2048, head_size=64, vocabulary=256),
 }
+AXES = ("data", "model", "seq")
 NOT_OURS = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
 HELD_OUT_EVERY = 20
-MAY_CHANGE = {"out", "resume", "save_every", "sample", "temperature", "prompt"}
+MAY_CHANGE = {"out", "resume", "save_every", "sample", "temperature", "prompt", "peak"}
+MAY_CHANGE |= {"mesh", "coordinator", "processes", "process"}
 """Options that a resumed run need not share with the interrupted one."""
 
 
@@ -52,6 +76,19 @@ def positive(text: str) -> int:
     if (number := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a positive integer")
     return number
+
+
+def mesh_sizes(text: str) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        axis, _, number = part.partition("=")
+        if axis not in AXES or axis in sizes or not number.isdecimal() or int(number) < 1:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} has {part!r}; accepted are data=N, model=N and seq=N, each once, with "
+                "commas between them"
+            )
+        sizes[axis] = int(number)
+    return sizes
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -88,12 +125,85 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--prompt", default="class ", help="what the sample continues")
     add("--sample", type=positive, default=500, help="bytes of text to generate at the end")
     add("--temperature", type=float, default=0.9, help="of the sample")
-    return parser.parse_args(argv)
+    add("--mesh", type=mesh_sizes, help="devices, as in data=2,model=2,seq=2; one if not given")
+    add("--coordinator", metavar="HOST:PORT", help="of several processes: where the first one is")
+    add("--processes", type=positive, help="how many there are")
+    add("--process", type=int, help="which one this is, from 0")
+    add("--peak", type=float, help="TFLOP/s of a device, to say how much of it is made use of")
+    args = parser.parse_args(argv)
+    several = (args.coordinator, args.processes, args.process)
+    if several != (None, None, None):
+        if None in several:
+            parser.error("--coordinator, --processes and --process go together")
+        if args.process not in range(args.processes):
+            parser.error(f"--process is {args.process}; accepted is 0 to {args.processes - 1}")
+    return args
 
 
 def config(args: argparse.Namespace) -> rwkv7.Config:
     sizes = {"layers": args.layers, "width": args.width, "head_size": args.head_size}
     return dataclasses.replace(SIZES[args.size], **{n: s for n, s in sizes.items() if s})
+
+
+def make_mesh(args: argparse.Namespace) -> Mesh:
+    """The devices of --mesh; an axis that it does not name has one."""
+    given = args.mesh or {}
+    sizes = {axis: 1 for axis in AXES if axis not in given} | given
+    count, present = math.prod(sizes.values()), jax.device_count()
+    if count > present or (jax.process_count() > 1 and count < present):
+        accepted = "at most that many" if jax.process_count() == 1 else "all of them"
+        sys.exit(f"--mesh has {count} devices where there are {present}; accepted are {accepted}")
+    model = config(args)
+    heads = model.width // model.head_size
+    for axis, name, size in (
+        ("data", "--batch", args.batch),
+        ("model", "the number of heads", heads),
+        ("seq", "--context", args.context),
+    ):
+        if size % sizes[axis]:
+            sys.exit(
+                f"--mesh has {axis}={sizes[axis]} where {name} is {size}; "
+                f"accepted is what divides {size}"
+            )
+    return jax.make_mesh(
+        tuple(sizes.values()),
+        tuple(sizes),
+        axis_types=(AxisType.Auto,) * len(sizes),
+        devices=jax.devices()[:count],
+    )
+
+
+def place(x: Any, sharding: NamedSharding) -> jax.Array:
+    """An array that all processes have, each giving its own devices their parts of it."""
+    x = np.asarray(x)
+    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+
+def gathered(tree: Any, mesh: Mesh) -> Any:
+    """The same arrays, whole on each device.
+
+    One program, while `device_put` would start one for each array: over processes on CPUs programs
+    that run at once may wait for each other without end.
+    """
+    return jax.jit(lambda tree: tree, out_shardings=NamedSharding(mesh, P()))(tree)
+
+
+def make_model(args: argparse.Namespace, mesh: Mesh) -> RWKV7:
+    wkv = wkv7
+    if mesh.size > 1:
+        sequence = "seq" if mesh.shape["seq"] > 1 else None
+        wkv = shard(wkv7, mesh, batch="data", heads="model", sequence=sequence)
+    model = RWKV7(
+        config(args),
+        dtype=args.dtype,
+        implementation=args.implementation,
+        wkv=wkv,
+        rngs=nnx.Rngs(args.seed),
+    )
+    params = arrays(model.params)
+    places = rwkv7.shardings(params, mesh, data="data", model="model")
+    model.params = parameters(jax.tree.map(place, params, places))
+    return model
 
 
 def read(data: Path | None, pattern: str) -> tuple[np.ndarray, np.ndarray]:
@@ -177,20 +287,47 @@ def make_optimizer(args: argparse.Namespace) -> optax.GradientTransformation:
     )
 
 
-def loss_of(model: RWKV7, tokens: jax.Array) -> jax.Array:
-    """Mean nats a byte of predicting each byte of [B, T + 1] tokens but the first."""
-    logits, _ = model(tokens[:, :-1])
-    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+def losses_of(mesh: Mesh, model: RWKV7, tokens: jax.Array) -> jax.Array:
+    """Nats of predicting each byte of [B, T + 1] tokens but the first: [B, T]."""
+    inputs, labels = jax.lax.with_sharding_constraint(
+        (tokens[:, :-1], tokens[:, 1:]), NamedSharding(mesh, P("data", "seq"))
+    )
+    params = arrays(model.params)
+    # Each parameter is gathered to compute with it, and its gradient is scattered.
+    for data in ("data", None):
+        params = jax.lax.with_sharding_constraint(
+            params, rwkv7.shardings(params, mesh, data=data, model="model")
+        )
+    logits, _ = rwkv7.rwkv7(
+        params, inputs, dtype=model.dtype, implementation=model.implementation, wkv=model.wkv
+    )
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
 
 
-@nnx.jit
-def train_step(model: RWKV7, optimizer: nnx.Optimizer, tokens: jax.Array) -> jax.Array:
-    loss, gradients = nnx.value_and_grad(loss_of)(model, tokens)
+@functools.partial(nnx.jit, static_argnums=0)
+def train_step(mesh: Mesh, model: RWKV7, optimizer: nnx.Optimizer, tokens: jax.Array) -> jax.Array:
+    loss, gradients = nnx.value_and_grad(lambda m: losses_of(mesh, m, tokens).mean())(model)
     optimizer.update(model, gradients)
     return loss
 
 
-eval_step = nnx.jit(loss_of)
+@functools.partial(nnx.jit, static_argnums=(0, 3))
+def eval_step(mesh: Mesh, model: RWKV7, tokens: jax.Array, rows: int) -> jax.Array:
+    """The loss of the first `rows`; others fill up a batch that the mesh does not divide."""
+    return losses_of(mesh, model, tokens)[:rows].mean()
+
+
+def flops_per_token(params: rwkv7.Params) -> int:
+    """Floating-point operations of training on a token: each number of a matrix is multiplied and
+    added once forward and twice backward, and each of a state [K, K] takes part in four products
+    of the time mixing. What is computed anew backward does not count."""
+    matrices = sum(
+        x.size
+        for name, x in rwkv7.names(params).items()
+        if x.ndim == 2 and not name.startswith("emb.") and not name.endswith(".r_k")
+    )
+    states = sum(block.att.r_k.size * block.att.r_k.shape[1] for block in params.blocks)
+    return 6 * (matrices + 4 * states)
 
 
 def variables(model: RWKV7, optimizer: nnx.Optimizer) -> dict[str, nnx.Variable]:
@@ -202,26 +339,39 @@ def variables(model: RWKV7, optimizer: nnx.Optimizer) -> dict[str, nnx.Variable]
     return {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in leaves}
 
 
-def save(path: Path, state: dict[str, nnx.Variable], record: dict[str, Any]) -> None:
-    """Replaces the checkpoint in one step: an interruption leaves the old one or the new one."""
-    scratch = path.with_suffix(".tmp")
-    with open(scratch, "wb") as file:
-        values: dict[str, Any] = {name: np.asarray(x[...]) for name, x in state.items()}
-        np.savez(file, record=np.array(json.dumps(record)), **values)
-    os.replace(scratch, path)
+def save(folder: Path, state: dict[str, nnx.Variable], record: dict[str, Any]) -> None:
+    """Replaces the checkpoint in one step: an interruption leaves the old one or the new one.
+
+    The record names the folder of the arrays, which go where those of the old record are not.
+    """
+    path = folder / "checkpoint.json"
+    old = json.loads(path.read_text())["arrays"] if path.is_file() else None
+    new = "arrays.1" if old == "arrays.0" else "arrays.0"
+    with ocp.StandardCheckpointer() as checkpointer:
+        values = {name: x[...] for name, x in state.items()}
+        checkpointer.save((folder / new).absolute(), values, force=True)
+    if jax.process_index() == 0:
+        scratch = path.with_suffix(".tmp")
+        scratch.write_text(json.dumps({**record, "arrays": new}))
+        os.replace(scratch, path)
+        shutil.rmtree(folder / str(old), ignore_errors=True)
 
 
-def load(path: Path, state: dict[str, nnx.Variable], expected: dict[str, Any]) -> dict[str, Any]:
-    """Sets the variables and returns the record, whose options are to be as `expected`."""
+def load(folder: Path, state: dict[str, nnx.Variable], expected: dict[str, Any]) -> dict[str, Any]:
+    """Sets the variables, each where it is, and returns the record, whose options are to be as
+    `expected`."""
+    path = folder / "checkpoint.json"
     if not path.is_file():
         sys.exit(f"{path} does not exist; run without --resume first")
-    with np.load(path) as file:
-        record = json.loads(str(file["record"]))
-        for name, value in expected.items():
-            if record["options"][name] != value:
-                sys.exit(f"{path} was made with {name} {record['options'][name]}, not {value}")
-        for name, x in state.items():
-            x[...] = jnp.asarray(file[name])
+    record = json.loads(path.read_text())
+    for name, value in expected.items():
+        if record["options"][name] != value:
+            sys.exit(f"{path} was made with {name} {record['options'][name]}, not {value}")
+    with ocp.StandardCheckpointer() as checkpointer:
+        places = {name: x[...] for name, x in state.items()}
+        values = checkpointer.restore((folder / record["arrays"]).absolute(), places)
+    for name, x in state.items():
+        x[...] = values[name]
     return record
 
 
@@ -242,28 +392,41 @@ def plot(path: Path, log: dict[str, Any]) -> None:
     pyplot.close(figure)
 
 
-def evaluate(model: RWKV7, held_out: np.ndarray, batch: int) -> float:
+def evaluate(mesh: Mesh, model: RWKV7, held_out: np.ndarray, batch: int) -> float:
     parts = [held_out[i : i + batch] for i in range(0, len(held_out), batch)]
-    losses = [float(eval_step(model, jnp.asarray(part))) for part in parts]
+    rows = NamedSharding(mesh, P("data"))
+    losses = []
+    for part in parts:
+        filled = np.pad(part, ((0, -len(part) % mesh.shape["data"]), (0, 0)))
+        losses.append(float(eval_step(mesh, model, place(filled, rows), len(part))))
     return float(np.average(losses, weights=[len(part) for part in parts]))
+
+
+def in_any_process(flag: bool) -> bool:
+    if jax.process_count() == 1:
+        return flag
+    return bool(multihost_utils.process_allgather(np.array(flag)).any())
 
 
 def train(
     args: argparse.Namespace,
+    mesh: Mesh,
     model: RWKV7,
     text: np.ndarray,
     held_out: np.ndarray,
     options: dict[str, Any],
 ) -> dict[str, Any] | None:
     """The log of a finished run, or None after Ctrl-C."""
-    checkpoint = args.out / "checkpoint.npz"
     optimizer = nnx.Optimizer(model, make_optimizer(args), wrt=nnx.Param)
     state = variables(model, optimizer)
+    for x in state.values():
+        if x.ndim == 0:  # counts; all else is where its parameter is
+            x[...] = place(x[...], NamedSharding(mesh, P()))
     log = {"train": [], "held_out": [], "ngrams": ngram_losses(text, held_out)}
     if args.resume:
-        log = load(checkpoint, state, options)["log"]
+        log = load(args.out, state, options)["log"]
     done = first = len(log["train"])
-    interrupted = False
+    interrupted = stopped = False
 
     def interrupt(*_) -> None:
         nonlocal interrupted
@@ -274,35 +437,45 @@ def train(
     usual = signal.signal(signal.SIGINT, interrupt)
     tokens = args.batch * args.context
     began = time.perf_counter()
+    times = []
     with tqdm(
         desc="training",
         unit="tok",
         unit_scale=True,
         total=args.steps * tokens,
         initial=first * tokens,
+        disable=jax.process_index() > 0,
     ) as bar:
-        while done < args.steps and not interrupted:
-            loss = train_step(model, optimizer, jnp.asarray(batch_at(done, text, args)))
-            log["train"].append(float(loss))
+        while done < args.steps and not stopped:
+            start = time.perf_counter()
+            batch = place(batch_at(done, text, args), NamedSharding(mesh, P("data")))
+            log["train"].append(float(train_step(mesh, model, optimizer, batch)))
+            times.append(time.perf_counter() - start)
             done += 1
             if done % args.eval_every == 0 or done == args.steps:
-                log["held_out"].append([done, evaluate(model, held_out, args.batch)])
+                log["held_out"].append([done, evaluate(mesh, model, held_out, args.batch)])
             recent = f"loss {np.mean(log['train'][-20:]):.3f}"
             held = f", held out {log['held_out'][-1][1]:.3f}" if log["held_out"] else ""
             bar.set_postfix_str(recent + held, refresh=False)
             bar.update(tokens)
-            if done % args.save_every == 0 or done == args.steps or interrupted:
-                save(checkpoint, state, {"options": options, "log": log})
+            stopped = in_any_process(interrupted)
+            if done % args.save_every == 0 or done == args.steps or stopped:
+                save(args.out, state, {"options": options, "log": log})
     signal.signal(signal.SIGINT, usual)
-    if interrupted:
-        print(f"Interrupted after step {done}; --resume continues from {checkpoint}")
+    if stopped:
+        print(f"Interrupted after step {done}; --resume continues from {args.out}")
         return None
     print(f"Trained {done - first} steps in {time.perf_counter() - began:.0f} s")
+    if times[1:]:
+        speed = tokens * len(times[1:]) / sum(times[1:])
+        flops = speed * flops_per_token(arrays(model.params)) / 1e12
+        share = f", {flops / mesh.size / args.peak:.1%} of the peak" if args.peak else ""
+        print(f"{speed:,.0f} tokens/s after the first step, {flops:.3g} TFLOP/s{share}")
     return log
 
 
-def sample(args: argparse.Namespace, model: RWKV7) -> str:
-    """Text that continues the prompt, decoded one byte at a time."""
+def sample(args: argparse.Namespace, mesh: Mesh, model: RWKV7) -> str:
+    """Text that continues the prompt, decoded one byte at a time, on each device the same."""
     generate = jax.jit(
         functools.partial(
             rwkv7.generate,
@@ -312,38 +485,48 @@ def sample(args: argparse.Namespace, model: RWKV7) -> str:
             implementation=args.implementation,
         )
     )
+    params = gathered(arrays(model.params), mesh)
     prompt = args.prompt.encode()
     tokens = jnp.asarray([list(prompt)], jnp.int32)
-    new = generate(arrays(model.params), jax.random.key(args.seed), tokens)
-    return (prompt + bytes(np.asarray(new[0], np.uint8))).decode(errors="replace")
+    new = np.asarray(generate(params, jax.random.key(args.seed), tokens))
+    return (prompt + bytes(new[0].astype(np.uint8))).decode(errors="replace")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
+    if args.coordinator:
+        jax.distributed.initialize(args.coordinator, args.processes, args.process)
+    with contextlib.redirect_stdout(sys.stdout if jax.process_index() == 0 else None):
+        return run(args)
+
+
+def run(args: argparse.Namespace) -> int:
+    mesh = make_mesh(args)
     text, held_out = (check_size(part, args.context) for part in read(args.data, args.pattern))
     count = max(1, min(args.eval_bytes, len(held_out)) // args.context)
     starts = np.linspace(0, len(held_out) - args.context - 1, count)
     held_out = windows(held_out, starts.astype(int), args.context)
     options = {name: x for name, x in vars(args).items() if name not in MAY_CHANGE}
     options |= {"data": zlib.crc32(text.tobytes()), **dataclasses.asdict(config(args))}
-    model = RWKV7(
-        config(args), dtype=args.dtype, implementation=args.implementation, rngs=nnx.Rngs(args.seed)
-    )
-    parameters = sum(x.size for x in rwkv7.names(arrays(model.params)).values())
-    print(f"RWKV-7 of {parameters:,} parameters on {jax.devices()[0]}, {args.dtype}")
+    model = make_model(args, mesh)
+    size = sum(x.size for x in rwkv7.names(arrays(model.params)).values())
+    where = ", ".join(f"{axis}={n}" for axis, n in mesh.shape.items() if n > 1)
+    where = f"{mesh.devices.flat[0]}" + (f" and others ({where})" if where else "")
+    print(f"RWKV-7 of {size:,} parameters on {where}, {args.dtype}")
     print(f"{len(text):,} bytes to train on, {held_out[:, 1:].size:,} held-out bytes to predict")
 
     args.out.mkdir(parents=True, exist_ok=True)
-    log = train(args, model, text, held_out, options)
+    log = train(args, mesh, model, text, held_out, options)
     if log is None:
         return 130
-    (args.out / "log.json").write_text(json.dumps({"options": options, **log}, indent=1))
-    plot(args.out / "loss.png", log)
+    if jax.process_index() == 0:
+        (args.out / "log.json").write_text(json.dumps({"options": options, **log}, indent=1))
+        plot(args.out / "loss.png", log)
     print(f"\n{'held-out loss':14} nats/byte  bits/byte")
     for name, loss in (log["ngrams"] | {"RWKV-7": log["held_out"][-1][1]}).items():
         print(f"{name:14} {loss:9.3f}  {loss / math.log(2):9.3f}")
-    print(f"\nsample, decoded one byte at a time:\n{sample(args, model)}")
-    print(f"\nWrote checkpoint.npz, log.json and loss.png to {args.out}")
+    print(f"\nsample, decoded one byte at a time:\n{sample(args, mesh, model)}")
+    print(f"\nWrote a checkpoint, log.json and loss.png to {args.out}")
     return 0
 
 

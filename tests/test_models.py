@@ -2,16 +2,22 @@
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
+import hlo
 import oracle
 import tolerance
 from rwkv_jax.models import rwkv7
+from rwkv_jax.sharding import shard
+from rwkv_jax.wkv7 import wkv7
 
 CONFIG = rwkv7.Config(layers=2, width=64, head_size=32, vocabulary=256)
 BATCH, TOKENS = 2, 37
@@ -263,3 +269,75 @@ def test_bad_sizes(sizes: dict[str, int], message: str) -> None:
 def test_later_layer_needs_the_first_value(params: rwkv7.Params) -> None:
     with pytest.raises(ValueError, match="v_first is None"):
         rwkv7.time_mix(params.blocks[1].att, jnp.zeros((1, 2, CONFIG.width)))
+
+
+OPTIMIZER = optax.adamw(0.1, eps=1e-3)
+
+
+def training_step(
+    params: Any,
+    inputs: jax.Array,
+    labels: jax.Array,
+    wkv: Any = wkv7,
+    gathered: Any = lambda params: params,
+) -> tuple[Any, ...]:
+    """The loss, the gradients and the parameters after a step."""
+
+    def loss(params: rwkv7.Params) -> jax.Array:
+        logits, _ = rwkv7.rwkv7(gathered(params), inputs, wkv=wkv)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+    value, gradients = jax.value_and_grad(loss)(params)
+    updates, _ = OPTIMIZER.update(gradients, OPTIMIZER.init(params), params)
+    return value, gradients, optax.apply_updates(params, updates)
+
+
+@pytest.fixture(scope="module")
+def after_a_step(params: rwkv7.Params) -> tuple[tuple[jax.Array, ...], tuple[Any, ...]]:
+    text = jax.random.randint(jax.random.key(3), (4, 33), 0, CONFIG.vocabulary)
+    batch = text[:, :-1], text[:, 1:]
+    # The strictness that tests ask of the package is not asked of optax.
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        return batch, jax.jit(training_step)(params, *batch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(2, 2, 1), (1, 2, 2)], ids=str)
+def test_training_step_on_a_mesh(
+    params: rwkv7.Params, after_a_step: Any, sizes: tuple[int, int, int], cpus: list[Any]
+) -> None:
+    """Only summaries and single tokens of a sequence are exchanged, and no whole activations but
+    the sums of a layer."""
+    names, kinds = ("data", "model", "seq"), (AxisType.Auto,) * 3
+    mesh = jax.make_mesh(sizes, names, axis_types=kinds, devices=cpus)
+    batch, expected = after_a_step
+    along = {name: name if size > 1 else None for name, size in mesh.shape.items()}
+    wkv = shard(wkv7, mesh, batch="data", heads="model", sequence=along["seq"])
+    placed = rwkv7.shardings(params, mesh, data="data", model="model")
+    gathered = functools.partial(
+        jax.lax.with_sharding_constraint, shardings=rwkv7.shardings(params, mesh, model="model")
+    )
+    step = jax.jit(
+        functools.partial(training_step, wkv=wkv, gathered=gathered),
+        out_shardings=(None, placed, placed),
+    )
+    tokens = NamedSharding(mesh, P("data", "seq"))
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        operands = jax.device_put((params, *batch), (placed, tokens, tokens))
+        assert_close(step(*operands), expected, 1e-4)
+        text = step.lower(*operands).compile().as_text()
+    due = {"all-gather", "all-reduce"} | ({"collective-permute"} if along["seq"] else set())
+    assert hlo.collectives(text) <= due | {"reduce-scatter"}
+
+
+def test_parameters_that_do_not_divide_stay_whole(cpus: list[Any]) -> None:
+    mesh = jax.make_mesh((4,), ("model",), axis_types=(AxisType.Auto,), devices=cpus)
+    config = rwkv7.Config(layers=2, width=64, head_size=32, vocabulary=250)
+    shapes = jax.eval_shape(functools.partial(rwkv7.init, config=config), jax.random.key(0))
+    placed = rwkv7.shardings(shapes, mesh, model="model")
+    assert placed.emb.weight.spec == P(None, None)
+    assert placed.blocks[1].att.r_k.spec == P(None)
+    assert placed.blocks[1].att.receptance.weight.spec == P("model", None)
+    assert placed.blocks[1].ffn.value.weight.spec == P(None, "model")
+    with pytest.raises(ValueError, match="data is 'batch'; accepted"):
+        rwkv7.shardings(shapes, mesh, data="batch")

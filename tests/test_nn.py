@@ -14,6 +14,7 @@ from flax import nnx
 import tolerance
 from rwkv_jax.models import rwkv7
 from rwkv_jax.nn import equinox, flax
+from rwkv_jax.wkv7 import wkv7
 
 WIDTH, HEAD_SIZE = 32, 16
 CONFIG = rwkv7.Config(layers=2, width=WIDTH, head_size=HEAD_SIZE, vocabulary=256)
@@ -139,6 +140,24 @@ def test_state_is_optional(name: str, mode: str) -> None:
     assert_close(results, of_flax(x, jax.tree.map(jnp.zeros_like, state), *rest))
     first = jax.tree.map(lambda z: z[0], (x, None, *rest))
     assert_close(of_equinox(*first), jax.tree.map(lambda z: z[0], results))
+
+
+def test_sequences_are_mixed_by_what_the_layer_is_given() -> None:
+    sequences = []
+
+    def spy(r, *args, **options):
+        sequences.append(r.shape)
+        return wkv7(r, *args, **options)
+
+    model = flax.RWKV7(CONFIG, wkv=spy, rngs=nnx.Rngs(0))
+    tokens = jnp.zeros((BATCH, TOKENS), jnp.int32)
+    _, state = model(tokens)
+    model(tokens[:, 0], state)
+    shape = (BATCH, TOKENS, WIDTH // HEAD_SIZE, HEAD_SIZE)
+    assert sequences == [shape] * CONFIG.layers
+
+    equinox.RWKV7(CONFIG, wkv=spy, key=jax.random.key(0))(tokens[0])
+    assert sequences[CONFIG.layers :] == [(1, *shape[1:])] * CONFIG.layers
 
 
 def test_first_layer_gives_its_value() -> None:

@@ -12,11 +12,19 @@ from types import ModuleType
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from rwkv_jax.models import rwkv7
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 TEXT = b"the quick brown fox jumps over the lazy dog\n" * 200
 STEPS, INTERRUPTED_AT = 8, 5
+
+needs_devices = pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
 
 
 @pytest.fixture
@@ -35,13 +43,27 @@ def train() -> Iterator[ModuleType]:
 def options(tmp_path: Path) -> list[str]:
     (tmp_path / "text").write_bytes(TEXT)
     given = {"layers": 1, "width": 32, "head-size": 16, "steps": STEPS, "batch": 2, "context": 16}
-    given |= {"eval-every": 3, "eval-bytes": 64, "save-every": 2, "sample": 8, "warmup": 2}
+    given |= {"eval-every": 3, "eval-bytes": 48, "save-every": 2, "sample": 8, "warmup": 2}
     return [f"--data={tmp_path / 'text'}", *(f"--{name}={x}" for name, x in given.items())]
 
 
 def arrays(folder: Path) -> dict[str, np.ndarray]:
-    with np.load(folder / "checkpoint.npz") as file:
-        return {name: file[name] for name in file.files if name != "record"}
+    where = json.loads((folder / "checkpoint.json").read_text())["arrays"]
+    with ocp.StandardCheckpointer() as checkpointer:
+        return jax.tree.map(np.asarray, checkpointer.restore((folder / where).absolute()))
+
+
+def interrupt(train: ModuleType, monkeypatch: pytest.MonkeyPatch, options: list[str]) -> None:
+    batch_at = train.batch_at
+
+    def interrupting(step: int, *rest):
+        if step == INTERRUPTED_AT - 1:
+            signal.raise_signal(signal.SIGINT)
+        return batch_at(step, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "batch_at", interrupting)
+        assert train.main(options) == 130
 
 
 def test_interrupted_run_resumes_exactly(
@@ -54,19 +76,10 @@ def test_interrupted_run_resumes_exactly(
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert train.main([*options, f"--out={whole}"]) == 0
     output = capsys.readouterr().out
-    assert all(name in output for name in ("unigram", "bigram", "RWKV-7", "sample"))
+    assert all(name in output for name in ("unigram", "bigram", "RWKV-7", "sample", "tokens/s"))
     assert (whole / "loss.png").read_bytes().startswith(b"\x89PNG")
 
-    batch_at = train.batch_at
-
-    def interrupting(step: int, *rest):
-        if step == INTERRUPTED_AT - 1:
-            signal.raise_signal(signal.SIGINT)
-        return batch_at(step, *rest)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(train, "batch_at", interrupting)
-        assert train.main([*options, f"--out={parts}"]) == 130
+    interrupt(train, monkeypatch, [*options, f"--out={parts}"])
     assert f"after step {INTERRUPTED_AT};" in capsys.readouterr().out
     assert not (parts / "log.json").exists()
 
@@ -83,6 +96,87 @@ def test_interrupted_run_resumes_exactly(
 
     with pytest.raises(SystemExit, match="was made with batch 2, not 4"):
         train.main([*options, f"--out={parts}", "--resume", "--batch=4"])
+
+
+@needs_devices
+def test_run_resumes_on_another_mesh(
+    train: ModuleType, options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert train.main([*options, f"--out={whole}"]) == 0
+    # Three held-out rows, which two devices do not share evenly.
+    interrupt(train, monkeypatch, [*options, f"--out={parts}", "--mesh=data=2,seq=2"])
+    assert train.main([*options, f"--out={parts}", "--mesh=model=2", "--resume"]) == 0
+    log, expected = (json.loads((out / "log.json").read_text()) for out in (parts, whole))
+    assert log["options"] == expected["options"]
+    assert len(log["train"]) == STEPS
+    for name in ("train", "held_out"):
+        np.testing.assert_allclose(log[name], expected[name], rtol=1e-5)
+
+
+@needs_devices
+def test_training_keeps_everything_where_it_is(train: ModuleType, options: list[str]) -> None:
+    args = train.parse([*options, "--mesh=model=2,data=2"])
+    mesh = train.make_mesh(args)
+    model = train.make_model(args, mesh)
+    optimizer = nnx.Optimizer(model, train.make_optimizer(args), wrt=nnx.Param)
+    state = train.variables(model, optimizer)
+    places = {name: x[...].sharding for name, x in state.items()}
+    for name in ("model", "optimizer.1.mu.params", "optimizer.1.nu.params"):
+        place = places[f"{name}.blocks.0.att.receptance.weight"]
+        assert place.is_equivalent_to(NamedSharding(mesh, P("model", "data")), 2)
+    train.train_step(mesh, model, optimizer, np.zeros((2, 17), np.int32))
+    for name, x in state.items():
+        assert x.ndim == 0 or x[...].sharding.is_equivalent_to(places[name], x.ndim), name
+
+
+@pytest.mark.parametrize("text", ["", "data", "data=0", "data=x", "batch=2", "data=2,data=2"])
+def test_bad_mesh(
+    train: ModuleType, options: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        train.main([*options, f"--mesh={text}"])
+    assert "accepted are data=N, model=N and seq=N" in capsys.readouterr().err
+
+
+@needs_devices
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        ("data=1000", "--mesh has 1000 devices where there are .* at most that many"),
+        ("data=4", "data=4 where --batch is 2; accepted is what divides 2"),
+        ("seq=3", "seq=3 where --context is 16"),
+        ("model=4", "model=4 where the number of heads is 2"),
+    ],
+)
+def test_mesh_that_does_not_fit(
+    train: ModuleType, options: list[str], mesh: str, message: str
+) -> None:
+    with pytest.raises(SystemExit, match=message):
+        train.main([*options, f"--mesh={mesh}"])
+
+
+def test_processes_go_together(
+    train: ModuleType, options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    several = ["--coordinator=localhost:1", "--processes=2"]
+    for given, message in (([], "go together"), (["--process=2"], "accepted is 0 to 1")):
+        with pytest.raises(SystemExit):
+            train.main([*options, *several, *given])
+        assert message in capsys.readouterr().err
+
+
+def test_flops_are_mostly_those_of_the_matrices(train: ModuleType) -> None:
+    """Of the official 1.5B, which has 1.53e9 parameters, 2 * 65536 * 2048 outside of the layers."""
+    counts = []
+
+    def count(key: jax.Array) -> None:
+        counts.append(train.flops_per_token(rwkv7.init(key, train.SIZES["1.5b"])))
+
+    jax.eval_shape(count, jax.random.key(0))
+    layers = 1.53e9 - 2 * 65536 * 2048
+    states = 24 * 32 * 64**2
+    assert counts == [pytest.approx(6 * (layers + 256 * 2048 + 4 * states), rel=5e-3)]
 
 
 def test_resume_needs_a_checkpoint(train: ModuleType, options: list[str], tmp_path: Path) -> None:

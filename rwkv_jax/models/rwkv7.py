@@ -15,14 +15,17 @@ initialisation, the training code of RWKV-LM.
 import dataclasses
 import functools
 import math
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Float, Float32, Int, Key
 
+from rwkv_jax import _check
 from rwkv_jax._typing import State as WkvState
 from rwkv_jax.wkv7 import wkv7, wkv7_step
 
@@ -261,6 +264,65 @@ def names(params: Params) -> dict[str, Array]:
     return {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in leaves}
 
 
+_BY_OUTPUT = ("emb.weight", "head.weight", "receptance.weight", "key.weight", "att.value.weight")
+_BY_INPUT = ("output.weight", "ffn.value.weight")
+_DISTRIBUTED: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
+    (_BY_OUTPUT, ("model", "data")),
+    (_BY_INPUT, ("data", "model")),
+    (("w1", "a1", "v1", "g1"), ("data",)),
+    (("w2", "a2", "v2", "g2"), ("data", "model")),
+    (("w0", "a0", "v0", "k_k", "k_a", "r_k", "ln_x.weight", "ln_x.bias"), ("model",)),
+)
+"""How the names of parameters end, and what their axes are distributed along. Others are whole."""
+
+
+def shardings(
+    params: Params,
+    mesh: Mesh,
+    *,
+    data: str | tuple[str, ...] | None = None,
+    model: str | tuple[str, ...] | None = None,
+) -> Any:
+    """Where the parameters are on a mesh: a tree of `NamedSharding`, for `jit` and `device_put`.
+
+    With `data`, each device keeps a part of the parameters and of whatever is as they are, such as
+    moments of the gradients. To compute, gather them along these axes first, which the compiler
+    may not find by itself:
+
+        jax.lax.with_sharding_constraint(params, shardings(params, mesh, model="model"))
+
+    Args:
+      params: the parameters, or their shapes.
+      mesh: a mesh with axes of type Auto.
+      data: mesh axes to save memory along, such as those of the batch.
+      model: mesh axes of heads, of the channels within the mixings and of the vocabulary.
+
+    Returns:
+      The tree of `params`. An axis that does not divide evenly stays whole.
+
+    Raises:
+      ValueError: an axis is not one of the mesh.
+    """
+    along = {"data": data, "model": model}
+    devices = {}
+    for place, axes in along.items():
+        names = (axes,) if isinstance(axes, str) else axes or ()
+        for name in names:
+            _check.choice("shardings", place, name, mesh.axis_names)
+        devices[place] = math.prod(mesh.shape[name] for name in names)
+
+    def sharding(path: tuple, x: Any) -> NamedSharding:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        places = next((places for ends, places in _DISTRIBUTED if name.endswith(ends)), ())
+        spec = (
+            along[place] if size % devices[place] == 0 else None
+            for size, place in zip(x.shape, places, strict=False)
+        )
+        return NamedSharding(mesh, PartitionSpec(*spec))
+
+    return jax.tree_util.tree_map_with_path(sharding, params)
+
+
 def initial_state(params: Params, batch: int, dtype: DTypeLike = jnp.float32) -> State:
     """The state before the first token: zeros, the shifts in the dtype of the activations."""
 
@@ -284,6 +346,7 @@ def rwkv7(
     *,
     dtype: DTypeLike = jnp.float32,
     implementation: str | None = None,
+    wkv: Callable = wkv7,
 ) -> tuple[Float32[Array, "B *T vocabulary"], State]:
     """Logits of the next token after each of `tokens`, [B, T], or after one token each, [B].
 
@@ -293,6 +356,7 @@ def rwkv7(
       state: what the tokens before these left; `initial_state` if None.
       dtype: what to compute in.
       implementation: of `wkv7`.
+      wkv: what computes the time mixing of a sequence: `wkv7`, or `sharding.shard` of it.
 
     Returns:
       Logits [B, T, vocabulary] or [B, vocabulary] in float32, and the next state.
@@ -306,7 +370,7 @@ def rwkv7(
         if p.ln0 is not None:
             x = layer_norm(p.ln0, x)
         dx, att, v_first = time_mix(
-            p.att, layer_norm(p.ln1, x), s.att, v_first, implementation=implementation
+            p.att, layer_norm(p.ln1, x), s.att, v_first, implementation=implementation, wkv=wkv
         )
         x = x + dx
         dx, ffn = channel_mix(p.ffn, layer_norm(p.ln2, x), s.ffn)
@@ -352,6 +416,7 @@ def time_mix(
     v_first: Float[Array, "B *T C"] | None = None,
     *,
     implementation: str | None = None,
+    wkv: Callable = wkv7,
 ) -> tuple[Float[Array, "B *T C"], TimeMixState, Float[Array, "B *T C"]]:
     """Time mixing of a sequence [B, T, C] or a token [B, C], in the dtype of `x`.
 
@@ -361,6 +426,7 @@ def time_mix(
       state: what the tokens before these left; zeros if None.
       v_first: the value of the first layer, for any other layer.
       implementation: of `wkv7`.
+      wkv: what computes the time mixing of a sequence: `wkv7`, or `sharding.shard` of it.
 
     Returns:
       The output like `x`, the next state, and the value of the first layer.
@@ -393,12 +459,14 @@ def time_mix(
 
     r, w, k, v, a, kk = (z.reshape(*z.shape[:-1], heads, head_size) for z in (r, w, k, v, a, kk))
     kk = _unit(kk)
-    mix = wkv7 if x.ndim == 3 else wkv7_step
-    y, wkv = mix(r, w, k, v, -kk, kk * a, state.wkv, decay="sigmoid", implementation=implementation)
+    mix = wkv if x.ndim == 3 else wkv7_step
+    y, last = mix(
+        r, w, k, v, -kk, kk * a, state.wkv, decay="sigmoid", implementation=implementation
+    )
     y = _normalise(y, GROUP_NORM_EPS).reshape(x.shape) * p.ln_x.weight + p.ln_x.bias
     bonus = (r * k * jnp.broadcast_to(p.r_k, r.shape)).sum(-1, keepdims=True) * v
     y = _linear(p.output, (y + bonus.reshape(x.shape)) * g)
-    return y, TimeMixState(shift, wkv), v_first
+    return y, TimeMixState(shift, last), v_first
 
 
 def channel_mix(
@@ -445,8 +513,11 @@ def _shift(
     last = last.astype(x.dtype)
     if x.ndim == 2:
         return last, x
-    tokens = jnp.concatenate([last[:, None], x], axis=1)
-    return tokens[:, :-1], tokens[:, -1]
+    if x.shape[1] == 0:
+        return x, last
+    # Where a sequence is distributed, the compiler finds that this exchanges one token.
+    before = lax.pad(x, jnp.zeros((), x.dtype), ((0, 0, 0), (1, -1, 0), (0, 0, 0)))
+    return lax.dynamic_update_slice_in_dim(before, last[:, None], 0, axis=1), x[:, -1]
 
 
 def _linear(p: Weight, x: Array) -> Array:

@@ -5,6 +5,7 @@ layers compute, in which modes and dtypes. As usual in Equinox, inputs and state
 axis: use `jax.vmap`.
 """
 
+from collections.abc import Callable
 from typing import TypeVar
 
 import equinox as eqx
@@ -15,6 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Float32, Int, Key
 
 from rwkv_jax.models import rwkv7
+from rwkv_jax.wkv7 import wkv7
 
 Tree = TypeVar("Tree")
 
@@ -32,6 +34,7 @@ class TimeMix(eqx.Module):
 
     params: rwkv7.TimeMixParams
     implementation: str | None = eqx.field(static=True)
+    wkv: Callable = eqx.field(static=True)
 
     def __init__(
         self,
@@ -41,10 +44,12 @@ class TimeMix(eqx.Module):
         layer: int,
         layers: int,
         implementation: str | None = None,
+        wkv: Callable = wkv7,
         key: Key[Array, ""],
     ):
         self.params = rwkv7.init_time_mix(key, width, head_size, layer=layer, layers=layers)
         self.implementation = implementation
+        self.wkv = wkv
 
     def __call__(
         self,
@@ -55,7 +60,14 @@ class TimeMix(eqx.Module):
         """`rwkv7.time_mix` of a sequence [T, C] or a token [C]: output, state, `v_first`."""
         x, state, v_first = _batch((x, state, v_first))
         return _unbatch(
-            rwkv7.time_mix(self.params, x, state, v_first, implementation=self.implementation)
+            rwkv7.time_mix(
+                self.params,
+                x,
+                state,
+                v_first,
+                implementation=self.implementation,
+                wkv=self.wkv,
+            )
         )
 
 
@@ -81,6 +93,7 @@ class RWKV7(eqx.Module):
     params: rwkv7.Params
     dtype: jnp.dtype = eqx.field(static=True)
     implementation: str | None = eqx.field(static=True)
+    wkv: Callable = eqx.field(static=True)
 
     def __init__(
         self,
@@ -88,11 +101,13 @@ class RWKV7(eqx.Module):
         *,
         dtype: DTypeLike = jnp.float32,
         implementation: str | None = None,
+        wkv: Callable = wkv7,
         key: Key[Array, ""],
     ):
         self.params = rwkv7.init(key, config)
         self.dtype = jnp.dtype(dtype)
         self.implementation = implementation
+        self.wkv = wkv
 
     def __call__(
         self, tokens: Int[Array, "*T"], state: rwkv7.State | None = None
@@ -101,6 +116,11 @@ class RWKV7(eqx.Module):
         tokens, state = _batch((tokens, state))
         return _unbatch(
             rwkv7.rwkv7(
-                self.params, tokens, state, dtype=self.dtype, implementation=self.implementation
+                self.params,
+                tokens,
+                state,
+                dtype=self.dtype,
+                implementation=self.implementation,
+                wkv=self.wkv,
             )
         )

@@ -4,6 +4,7 @@
 leaf; that module says what the layers compute, in which modes and dtypes.
 """
 
+from collections.abc import Callable
 from typing import TypeVar
 
 import jax
@@ -14,6 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Float32, Int
 
 from rwkv_jax.models import rwkv7
+from rwkv_jax.wkv7 import wkv7
 
 Tree = TypeVar("Tree")
 
@@ -39,12 +41,14 @@ class TimeMix(nnx.Module):
         layer: int,
         layers: int,
         implementation: str | None = None,
+        wkv: Callable = wkv7,
         rngs: nnx.Rngs,
     ):
         self.params = parameters(
             rwkv7.init_time_mix(rngs.params(), width, head_size, layer=layer, layers=layers)
         )
         self.implementation = implementation
+        self.wkv = wkv
 
     def __call__(
         self,
@@ -54,7 +58,12 @@ class TimeMix(nnx.Module):
     ) -> tuple[Float[Array, "B *T C"], rwkv7.TimeMixState, Float[Array, "B *T C"]]:
         """`rwkv7.time_mix` of a sequence [B, T, C] or a token [B, C]: output, state, `v_first`."""
         return rwkv7.time_mix(
-            arrays(self.params), x, state, v_first, implementation=self.implementation
+            arrays(self.params),
+            x,
+            state,
+            v_first,
+            implementation=self.implementation,
+            wkv=self.wkv,
         )
 
 
@@ -82,16 +91,23 @@ class RWKV7(nnx.Module):
         *,
         dtype: DTypeLike = jnp.float32,
         implementation: str | None = None,
+        wkv: Callable = wkv7,
         rngs: nnx.Rngs,
     ):
         self.params = parameters(rwkv7.init(rngs.params(), config))
         self.dtype = jnp.dtype(dtype)
         self.implementation = implementation
+        self.wkv = wkv
 
     def __call__(
         self, tokens: Int[Array, "B *T"], state: rwkv7.State | None = None
     ) -> tuple[Float32[Array, "B *T vocabulary"], rwkv7.State]:
         """`rwkv7.rwkv7` of sequences [B, T] or a token each [B]: logits, state."""
         return rwkv7.rwkv7(
-            arrays(self.params), tokens, state, dtype=self.dtype, implementation=self.implementation
+            arrays(self.params),
+            tokens,
+            state,
+            dtype=self.dtype,
+            implementation=self.implementation,
+            wkv=self.wkv,
         )

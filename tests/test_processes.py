@@ -1,0 +1,107 @@
+"""A training step on the devices of several processes is that of one process on one device.
+
+Run as a script this file is one of the processes.
+"""
+
+import importlib.util
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+
+import tolerance
+
+TRAIN = Path(__file__).parents[1] / "scripts" / "train.py"
+MODEL = ("--layers=2", "--width=32", "--head-size=16", "--batch=2", "--context=32")
+MESHES = ("data=2,seq=2", "seq=2,model=2", "data=2,model=2")
+"""On two processes with two devices each the first axis is over processes."""
+
+TIMEOUT = 300
+
+
+def load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("train", TRAIN)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def step(train: ModuleType, *options: str) -> dict[str, np.ndarray]:
+    """The loss of a step and all that is changed in it, from parameters that are not zero."""
+    import jax
+    import optax
+    from flax import nnx
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    args = train.parse([*MODEL, *options])
+    mesh = train.make_mesh(args)
+    model = train.make_model(args, mesh)
+    rng = np.random.default_rng(0)
+    for x in jax.tree.leaves(nnx.state(model), is_leaf=lambda x: isinstance(x, nnx.Variable)):
+        noise = 0.1 * rng.standard_normal(x.shape).astype(np.float32)
+        x[...] = x[...] + train.place(noise, x[...].sharding)
+    # With a larger epsilon than usual, so that a step depends on how large a gradient is.
+    optimizer = nnx.Optimizer(model, optax.adamw(0.1, eps=1e-3), wrt=nnx.Param)
+    text = rng.integers(0, 256, 1000).astype(np.uint8)
+    tokens = train.place(train.batch_at(0, text, args), NamedSharding(mesh, PartitionSpec("data")))
+    loss = train.train_step(mesh, model, optimizer, tokens)
+    state = {name: x[...] for name, x in train.variables(model, optimizer).items()}
+    return jax.tree.map(np.asarray, train.gathered({"loss": loss, **state}, mesh))
+
+
+def main(out: str, implementation: str, *processes: str) -> None:
+    train = load()
+    if processes:
+        import jax
+
+        address, count, index = processes
+        jax.distributed.initialize(address, int(count), int(index))
+    for mesh in MESHES if processes else ("data=1",):
+        results = step(train, f"--mesh={mesh}", f"--implementation={implementation}")
+        np.savez(Path(out) / mesh, allow_pickle=False, **results)
+
+
+def test_steps_of_two_processes_are_those_of_one(tmp_path: Path) -> None:
+    import rwkv_jax
+
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    native = rwkv_jax.build_info()["missing"]["cpu"] is None
+    outs = [tmp_path / name for name in ("one", "first", "second")]
+    runs = []
+    for out, processes in zip(outs, ((), (address, "2", "0"), (address, "2", "1")), strict=True):
+        out.mkdir()
+        flags = "--xla_force_host_platform_device_count=2"
+        command = [sys.executable, __file__, str(out), "ffi" if native else "reference", *processes]
+        with open(out / "output", "w") as output:
+            env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+            runs.append(subprocess.Popen(command, stdout=output, stderr=output, env=env))
+    try:
+        codes = [run.wait(TIMEOUT) for run in runs]
+    finally:
+        for run in runs:
+            run.kill()
+            run.wait()
+        output = "\n".join((out / "output").read_text() for out in outs)
+    assert codes == [0, 0, 0], output
+
+    def results(out: Path, mesh: str) -> dict[str, np.ndarray]:
+        with np.load(out / f"{mesh}.npz") as file:
+            return dict(file)
+
+    expected = results(outs[0], "data=1")
+    assert "optimizer.0.nu.params.blocks.1.att.receptance.weight" in expected
+    for out in outs[1:]:
+        for mesh in MESHES:
+            tolerance.assert_close(results(out, mesh), expected, 1e-4)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
