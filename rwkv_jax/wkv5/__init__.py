@@ -8,6 +8,7 @@ import numpy as np
 from jax import Array
 
 from rwkv_jax import _check
+from rwkv_jax._dispatch import Lazy
 from rwkv_jax._operator import Operator
 from rwkv_jax._typing import Operand
 from rwkv_jax.wkv5 import ffi, reference, xla
@@ -17,7 +18,12 @@ OPERATOR = Operator(
     inputs={"r": "BTHK", "w": "HK", "k": "BTHK", "v": "BTHV", "u": "HK"},
     state={"state": "BHVK"},
     decays=("log", "exp"),
-    implementations={"ffi": ffi, "xla": xla, "reference": reference},
+    implementations={
+        "ffi": ffi,
+        "pallas": Lazy("rwkv_jax.wkv5.pallas"),
+        "xla": xla,
+        "reference": reference,
+    },
 )
 
 

@@ -6,6 +6,7 @@ import jax
 from jax import Array
 
 from rwkv_jax import _check
+from rwkv_jax._dispatch import Lazy
 from rwkv_jax._operator import Operator
 from rwkv_jax._typing import Operand
 from rwkv_jax.wkv6 import ffi, reference, xla
@@ -15,7 +16,12 @@ OPERATOR = Operator(
     inputs={"r": "BTHK", "w": "BTHK", "k": "BTHK", "v": "BTHV", "u": "HK"},
     state={"state": "BHVK"},
     decays=("log", "exp"),
-    implementations={"ffi": ffi, "xla": xla, "reference": reference},
+    implementations={
+        "ffi": ffi,
+        "pallas": Lazy("rwkv_jax.wkv6.pallas"),
+        "xla": xla,
+        "reference": reference,
+    },
 )
 
 

@@ -7,6 +7,7 @@ from jax import Array
 
 from rwkv_jax import _check
 from rwkv_jax._decay import Decay
+from rwkv_jax._dispatch import Lazy
 from rwkv_jax._operator import Operator
 from rwkv_jax._typing import Operand
 from rwkv_jax.wkv7 import ffi, reference, xla
@@ -16,7 +17,12 @@ OPERATOR = Operator(
     inputs={"r": "BTHK", "w": "BTHK", "k": "BTHK", "v": "BTHV", "a": "BTHK", "b": "BTHK"},
     state={"state": "BHVK"},
     decays=("log", "exp", "sigmoid"),
-    implementations={"ffi": ffi, "xla": xla, "reference": reference},
+    implementations={
+        "ffi": ffi,
+        "pallas": Lazy("rwkv_jax.wkv7.pallas"),
+        "xla": xla,
+        "reference": reference,
+    },
 )
 
 

@@ -1,0 +1,530 @@
+"""What the Pallas kernels of all operators share: the arithmetic of a chunk's decays, the walk over
+a sequence chunk by chunk, and how that walk becomes a kernel on each platform.
+
+A chunk function maps arrays of a few tokens of one head, and its state, to results; it consists of
+elementwise operations and of products of matrices, so that every platform takes it as it is. The
+state stays on the chip for the whole sequence. On a GPU one program walks along the sequence of one
+head; on a TPU, whose blocks are copied to its memory as a whole, the last axis of the grid does.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas import triton as pltriton
+
+from rwkv_jax._chunked import BLOCK, CHUNK, boundaries, states_dtype
+from rwkv_jax._decay import LOG_DECAY
+from rwkv_jax._dispatch import Options
+
+INTERPRET: str | None = None
+"""The platform whose kernels the interpreter of Pallas runs on CPUs, which is slow: for tests."""
+
+PLATFORMS = ("cuda", "tpu")
+
+HEAD_SIZES = (16, 32, 64, 128)
+"""The tiles of a GPU are powers of two, and 16 is the least of a product."""
+
+ROWS = 64
+"""Rows of a state that one GPU program of the forward pass keeps. They do not depend on each other,
+so more value channels are more programs."""
+
+
+class Tuning(NamedTuple):
+    """How a GPU program is compiled: groups of 32 threads, and loads in flight."""
+
+    num_warps: int
+    num_stages: int
+
+
+FORWARD = {16: Tuning(4, 2), 32: Tuning(4, 2), 64: Tuning(4, 2), 128: Tuning(4, 2)}
+BACKWARD = {16: Tuning(4, 1), 32: Tuning(4, 1), 64: Tuning(4, 1), 128: Tuning(8, 1)}
+"""By the larger of K and V."""
+
+HALVES = (8, 4, 2, 1)
+"""Half the lengths into which a chunk of BLOCK tokens is cut, and cut again."""
+
+BOUNDED = ("sigmoid",)
+"""Forms whose log decay is never below -0.61, so that a chunk's decay may be divided by."""
+
+Arrays: TypeAlias = tuple[Array, ...]
+
+
+def why_not(platform: str, stage: str, options: Options, operands: Mapping[str, Any]) -> str | None:
+    if platform not in PLATFORMS and not (platform == "cpu" and INTERPRET):
+        return "pallas kernels exist for CUDA GPUs and for TPUs"
+    key_size, value_size = operands["r"].shape[-1], operands["v"].shape[-1]
+    if not {key_size, value_size} <= set(HEAD_SIZES):
+        sizes = ", ".join(map(str, HEAD_SIZES))
+        return f"K = {key_size} and V = {value_size}; the pallas kernels take {sizes}"
+    return None
+
+
+def how(platform: str, options: Options, operands: Mapping[str, Any]) -> str:
+    compiler = {"cuda": "Triton", "tpu": "Mosaic", "cpu": "interpreter"}[platform]
+    operands_are = product(options, operands["r"].dtype).dtype.__name__
+    return f"Pallas kernels ({compiler}), chunks of {BLOCK} tokens, products of {operands_are}"
+
+
+class Product(NamedTuple):
+    """Products of matrices, and sums, in float32 of operands in `dtype`."""
+
+    dtype: Any
+    precision: lax.Precision
+
+    def __call__(self, x: Array, y: Array, over: tuple[int, int] = (1, 0)) -> Array:
+        """The sum over an axis of `x` and an axis of `y`."""
+        return lax.dot_general(
+            x.astype(self.dtype),
+            y.astype(self.dtype),
+            (((over[0],), (over[1],)), ((), ())),
+            precision=self.precision,
+            preferred_element_type=jnp.float32,
+        )
+
+    def sums(self, chosen: Array, x: Array, over: int = 1) -> Array:
+        """The sums of the rows of `x` that an axis of `chosen`, of 0, 1 and -1, says."""
+        if self.dtype == jnp.float32:
+            exact = Product(jnp.float32, lax.Precision.HIGHEST)
+            return exact(chosen, x, (over, 0))
+        high = x.astype(self.dtype)
+        low = x - high.astype(jnp.float32)
+        return self(chosen, high, (over, 0)) + self(chosen, low, (over, 0))
+
+
+def product(options: Options, dtype: Any) -> Product:
+    """Of 16-bit inputs in bfloat16, the range of which a decay needs, unless the call is exact."""
+    if options.precision == lax.Precision.HIGHEST or dtype == jnp.float32:
+        fast = options.precision == lax.Precision.DEFAULT
+        return Product(jnp.float32, lax.Precision.DEFAULT if fast else lax.Precision.HIGHEST)
+    return Product(jnp.bfloat16, lax.Precision.DEFAULT)
+
+
+def _token(axis: int) -> Array:
+    return lax.broadcasted_iota(jnp.int32, (BLOCK, BLOCK), axis)
+
+
+def diagonal(x: Array) -> Array:
+    """The matrix with the diagonal `x` [L, 1]."""
+    return jnp.where(_token(0) == _token(1), x, 0.0)
+
+
+def diagonal_of(x: Array) -> Array:
+    return jnp.sum(jnp.where(_token(0) == _token(1), x, 0.0), axis=1, keepdims=True)
+
+
+def up_to_present(x: Array) -> Array:
+    return jnp.where(_token(0) >= _token(1), x, 0.0)
+
+
+def _of_halves(half: int) -> Array:
+    """The pairs of a token in the second half of a piece, and one in the first half of it: half is
+    the highest bit in which their places differ."""
+    i, j = _token(0), _token(1)
+    differ = i ^ j
+    return (i > j) & (half <= differ) & (differ < 2 * half)
+
+
+def inverse(product: Product, x: Array) -> Array:
+    """(I - x)^-1 for an x below the diagonal: of pieces of two tokens, of four and so on. No powers
+    of x appear, which may be large where the inverse is not."""
+    result = diagonal(jnp.ones((BLOCK, 1), jnp.float32))
+    for half in reversed(HALVES):
+        between = jnp.where(_of_halves(half), x, 0.0)
+        if half > 1:
+            between = product(product(result, between), result)
+        result += between
+    return result
+
+
+class Level(NamedTuple):
+    """Factors [L, K] of the decay between two tokens j < i, after j and before i, for the pairs
+    that `mask` has: `rows[i] * columns[j]`."""
+
+    rows: Array
+    columns: Array
+    mask: Array
+
+
+class Decays(NamedTuple):
+    """Those of a chunk's tokens [L, K]: of each one, of all before it, of all after it, of all
+    [1, K], and between two of them."""
+
+    own: Array
+    before: Array
+    after: Array
+    whole: Array
+    levels: tuple[Level, ...]
+
+
+class Exponents(NamedTuple):
+    """The cotangents of the logarithms of `Decays`."""
+
+    own: Array
+    before: Array
+    after: Array
+    whole: Array
+    levels: tuple[tuple[Array, Array], ...]
+
+
+def log_decay(w: Array, decay: str, valid: Array | None) -> Array:
+    """That of each token [L, K], also where `w` [1, K] is the same for all. Tokens that are not
+    valid, with which the last chunk is filled up, do not decay."""
+    result = jnp.broadcast_to(LOG_DECAY[decay](w), (BLOCK, w.shape[1]))
+    return result if valid is None else jnp.where(valid, result, 0.0)
+
+
+def _between(half: int) -> Array:
+    """1 for each token between another, of the first axis, and the middle of its piece."""
+    i, t = _token(0), _token(1)
+    middle = (i & -(2 * half)) + half
+    second = (middle <= t) & (t < i)
+    first = (i < t) & (t < middle)
+    return jnp.where((i >= middle) & second | (i < middle) & first, 1.0, 0.0)
+
+
+def _past() -> Array:
+    return jnp.where(_token(1) < _token(0), 1.0, 0.0)
+
+
+def _from_middle() -> Array:
+    """What sums up the tokens before one, less those of the first half."""
+    return _past() - jnp.where(_token(1) < BLOCK // 2, 1.0, 0.0)
+
+
+def _first_half() -> Array:
+    return lax.broadcasted_iota(jnp.int32, (BLOCK, 1), 0) < BLOCK // 2
+
+
+def decays(product: Product, log_decay: Array, decay: str) -> Decays:
+    """Where decays are bounded, one product has all pairs of tokens, with factors that grow away
+    from the middle of the chunk. Otherwise all factors are at most 1: a pair of tokens is in
+    different halves of just one piece, and the factors lead to the middle of that."""
+    total = jnp.sum(log_decay, axis=0, keepdims=True)
+    own, whole = jnp.exp(log_decay), jnp.exp(total)
+    if decay in BOUNDED:
+        exponents = product.sums(_from_middle(), log_decay)
+        first = jnp.sum(jnp.where(_first_half(), log_decay, 0.0), axis=0, keepdims=True)
+        rows, columns = jnp.exp(exponents), jnp.exp(-(exponents + log_decay))
+        level = Level(rows, columns, _token(0) > _token(1))
+        return Decays(own, rows * jnp.exp(first), columns * jnp.exp(total - first), whole, (level,))
+    before = jnp.exp(product.sums(_past(), log_decay))
+    after = jnp.exp(product.sums(_past(), log_decay, over=0))
+    levels = []
+    for half in HALVES:
+        factors = jnp.exp(product.sums(_between(half), log_decay))
+        levels.append(Level(factors, factors, _of_halves(half)))
+    return Decays(own, before, after, whole, tuple(levels))
+
+
+def log_decay_gradient(product: Product, exponents: Exponents, decay: str) -> Array:
+    """The transpose of `decays`."""
+    own, before, after, whole, levels = exponents
+
+    def total(x: Array) -> Array:
+        return jnp.sum(x, axis=0, keepdims=True)
+
+    if decay in BOUNDED:
+        ((rows, columns),) = levels
+        result = product.sums(_from_middle(), rows - columns + before - after, over=0)
+        result += own - columns - after + total(after) + whole
+        return result + jnp.where(_first_half(), total(before) - total(after), 0.0)
+    result = own + whole + product.sums(_past(), before, over=0) + product.sums(_past(), after)
+    for half, (rows, columns) in zip(HALVES, levels, strict=True):
+        result += product.sums(_between(half), rows + columns, over=0)
+    return result
+
+
+def pairs(
+    product: Product, levels: Sequence[Level], rows: Sequence[Array], columns: Sequence[Array]
+) -> list[list[Array]]:
+    """For x of the rows and y of the columns the matrix of x_i . (decay between i and j) y_j, with
+    zeros where j >= i."""
+    result = [[jnp.zeros((BLOCK, BLOCK), jnp.float32) for _ in columns] for _ in rows]
+    for level in levels:
+        left = [x * level.rows for x in rows]
+        right = [y * level.columns for y in columns]
+        for i, x in enumerate(left):
+            for j, y in enumerate(right):
+                result[i][j] += jnp.where(level.mask, product(x, y, (1, 1)), 0.0)
+    return result
+
+
+def pairs_gradient(
+    product: Product,
+    levels: Sequence[Level],
+    rows: Sequence[Array],
+    columns: Sequence[Array],
+    d_pairs: Sequence[Sequence[Array]],
+) -> tuple[list[Array], list[Array], tuple[tuple[Array, Array], ...]]:
+    """Cotangents of the rows, of the columns and of the exponents of the levels."""
+    d_rows = [jnp.zeros_like(x) for x in rows]
+    d_columns = [jnp.zeros_like(y) for y in columns]
+    exponents = []
+    for level in levels:
+        # Rounded as the products take them: contributions to exponents cancel each other.
+        left = [(x * level.rows).astype(product.dtype) for x in rows]
+        right = [(y * level.columns).astype(product.dtype) for y in columns]
+        d_left = [jnp.zeros_like(x) for x in rows]
+        d_right = [jnp.zeros_like(y) for y in columns]
+        for i, x in enumerate(left):
+            for j, y in enumerate(right):
+                d_pair = jnp.where(level.mask, d_pairs[i][j], 0.0)
+                d_left[i] += product(d_pair, y)
+                d_right[j] += product(d_pair, x, (0, 0))
+        exponents.append((_dotted(d_left, left), _dotted(d_right, right)))
+        d_rows = [d + x * level.rows for d, x in zip(d_rows, d_left, strict=True)]
+        d_columns = [d + x * level.columns for d, x in zip(d_columns, d_right, strict=True)]
+    return d_rows, d_columns, tuple(exponents)
+
+
+def _dotted(xs: Sequence[Array], ys: Sequence[Array]) -> Array:
+    first, *rest = (x * y.astype(jnp.float32) for x, y in zip(xs, ys, strict=True))
+    return sum(rest, first)
+
+
+Named: TypeAlias = dict[str, Array]
+Refs: TypeAlias = dict[str, Any]
+Operands: TypeAlias = dict[str, tuple[str, Array]]
+"""Arrays and their axes; `1` is an axis of length 1."""
+
+Body: TypeAlias = Callable[[Refs, int, Any, Arrays], Arrays]
+
+Chunk: TypeAlias = Callable[[Named, Array, Array | None], tuple[Array, Array]]
+"""`(inputs, state, valid) -> (y, state)` for inputs [L, ...] and state [V, K]; `y` is [V, L]."""
+
+ChunkGradient: TypeAlias = Callable[[Named, Array, Array, Array, Array | None], tuple[Named, Array]]
+"""`(inputs, state, dy, dstate, valid) -> (gradients, dstate)`; `dy` is [L, V]."""
+
+CHUNKS = CHUNK // BLOCK
+
+
+def forward(
+    chunk: Chunk,
+    options: Options,
+    platform: str,
+    inputs: Mapping[str, Array],
+    initial_state: Array,
+) -> tuple[Array, Array, Array]:
+    """`y`, the final state and the states before each frame of CHUNK tokens. Inputs are [B, T, H,
+    ...], or [B, H, K] where all tokens have the same."""
+    batch, tokens, heads, _ = inputs["r"].shape
+    nothing = initial_state[:, None][:, :0].astype(states_dtype(options, inputs["r"].dtype))
+    if 0 in (batch, tokens, heads):
+        return inputs["v"], initial_state, nothing
+
+    operands = _with_axes(inputs)
+
+    def body(refs: Refs, count: int, first: Any, carry: Arrays) -> Arrays:
+        def one(i: Any, state: Array) -> Array:
+            if options.save:
+                states = refs["states"]
+
+                @pl.when(lax.rem(i, CHUNKS) == 0)
+                def _():
+                    states[lax.div(i, CHUNKS)] = state.astype(states.dtype)
+
+            here, valid = _chunk_of(refs, operands, i, first, tokens)
+            y, state = chunk(here, state, valid)
+            refs["y"][_rows(i)] = y.T.astype(refs["y"].dtype)
+            return state
+
+        return (lax.fori_loop(0, count, one, *carry),)
+
+    results = {"y": ("BTHV", inputs["v"].dtype)}
+    if options.save:
+        results["states"] = ("BNHVK", nothing.dtype)
+    named = _walk(
+        *(body, platform, operands, {"state": ("BHVK", initial_state)}, results),
+        rows=ROWS,
+        tuning=FORWARD[max(initial_state.shape[2:])],
+        reverse=False,
+    )
+    return named["y"], named["state"], named.get("states", nothing)
+
+
+def backward(
+    chunk: Chunk,
+    gradient: ChunkGradient,
+    options: Options,
+    platform: str,
+    inputs: Mapping[str, Array],
+    states: Array,
+    dy: Array,
+    dfinal_state: Array,
+) -> tuple[Array, ...]:
+    """The cotangents of the inputs in their order, and of the initial state. The states of a frame
+    are computed again from the one before it."""
+    batch, tokens, heads, _ = inputs["r"].shape
+    if 0 in (batch, tokens, heads):
+        return *(jnp.zeros_like(x) for x in inputs.values()), dfinal_state
+    operands = _with_axes(inputs)
+    shared = [name for name, (axes, _) in operands.items() if "T" not in axes]
+
+    def body(refs: Refs, count: int, first: Any, carry: Arrays) -> Arrays:
+        def one(n: Any, carry: Arrays) -> Arrays:
+            i = count - 1 - n
+            frame = lax.div(i, CHUNKS)
+
+            def replay(j: Any, state: Array) -> Array:
+                here, valid = _chunk_of(refs, operands, j, first, tokens)
+                return chunk(here, state, valid)[1]
+
+            start = refs["states"][frame].astype(jnp.float32)
+            state = lax.fori_loop(frame * CHUNKS, i, replay, start)
+            here, valid = _chunk_of(refs, operands, i, first, tokens)
+            dstate, *sums = carry
+            gradients, dstate = gradient(here, state, refs["dy"][_rows(i)], dstate, valid)
+            for name in operands:
+                if name not in shared:
+                    ref = refs[f"d{name}"]
+                    ref[_rows(i)] = gradients[name].astype(ref.dtype)
+            return dstate, *(x + gradients[name] for name, x in zip(shared, sums, strict=True))
+
+        return lax.fori_loop(0, count, one, carry)
+
+    carried: Operands = {"dinitial_state": ("BHVK", dfinal_state)}
+    for name in shared:
+        axes, x = operands[name]
+        carried[f"d{name}"] = axes, jnp.zeros_like(x)
+    named = _walk(
+        body,
+        platform,
+        operands | {"states": ("BNHVK", states), "dy": ("BTHV", dy)},
+        carried,
+        {f"d{n}": (axes, x.dtype) for n, (axes, x) in operands.items() if n not in shared},
+        rows=dfinal_state.shape[2],
+        tuning=BACKWARD[max(dfinal_state.shape[2:])],
+        reverse=True,
+    )
+    return *(named[f"d{n}"].reshape(x.shape) for n, x in inputs.items()), named["dinitial_state"]
+
+
+def _with_axes(inputs: Mapping[str, Array]) -> Operands:
+    """The inputs with axes. Those of a whole head get one more, since blocks have two."""
+    return {
+        name: ("BTHV" if name == "v" else "BTHK", x) if x.ndim == 4 else ("BH1K", x[:, :, None])
+        for name, x in inputs.items()
+    }
+
+
+def _rows(i: Any) -> Any:
+    return pl.ds(i * BLOCK, BLOCK)
+
+
+def _chunk_of(
+    refs: Refs, operands: Operands, i: Any, first: Any, tokens: int
+) -> tuple[Named, Array | None]:
+    """The inputs of chunk `i`, where `first` is the number of the first one in `refs`, and which of
+    its tokens [L, 1] there are, None if all of all chunks."""
+    here = {
+        n: refs[n][_rows(i)] if "T" in axes else refs[n][...] for n, (axes, _) in operands.items()
+    }
+    if tokens % CHUNK == 0:
+        return here, None
+    number = (first + i) * BLOCK + lax.broadcasted_iota(jnp.int32, (BLOCK, 1), 0)
+    return here, number < tokens
+
+
+def _walk(
+    body: Body,
+    platform: str,
+    operands: Operands,
+    carried: Operands,
+    results: dict[str, tuple[str, Any]],
+    *,
+    rows: int,
+    tuning: Tuning,
+    reverse: bool,
+) -> Named:
+    """The results, and what was carried to the end, by name.
+
+    `body(refs, chunks, first, carry)` does so many chunks, the first of which has that number, on
+    references by name. A GPU program does all chunks for so many rows of V; on a TPU one frame
+    after another is copied to the chip, and what is carried lies there in between.
+    """
+    on_tpu = (INTERPRET if platform == "cpu" else platform) == "tpu"
+    given = operands | carried
+    made = results | {name: (axes, x.dtype) for name, (axes, x) in carried.items()}
+    sizes = {a: n for axes, x in given.values() for a, n in zip(axes, x.shape, strict=True)}
+    tokens, frames = sizes["T"], boundaries(sizes["T"])
+    sizes |= {"T": frames * CHUNK, "N": frames}
+    window = 1 if on_tpu else frames
+    block = sizes | {"T": window * CHUNK, "N": window, "B": None, "H": None}
+
+    def number(n: Any) -> Any:
+        """The frame that a TPU does in its step n."""
+        return frames - 1 - n if reverse else n
+
+    parts, heads = 1, sizes["H"]
+    if not on_tpu:
+        block["V"] = min(sizes["V"], rows)
+        parts = sizes["V"] // block["V"]
+
+    def place(i: Any, n: Any = 0) -> dict[str, Any]:
+        head = lax.div(i, parts)
+        here = {"B": lax.div(head, heads), "H": lax.rem(head, heads), "V": lax.rem(i, parts)}
+        return here | {"T": number(n), "N": number(n)} if on_tpu else here
+
+    def order(axes: str) -> str:
+        """On a TPU the two axes of a block have to be the last ones."""
+        return "BH" + axes.replace("B", "").replace("H", "") if on_tpu else axes
+
+    def spec(axes: str) -> pl.BlockSpec:
+        shape = tuple(block[a] for a in order(axes))
+        return pl.BlockSpec(shape, lambda *i: tuple(place(*i).get(a, 0) for a in order(axes)))
+
+    def laid_out(axes: str, x: Array) -> Array:
+        missing = [sizes[a] - n for a, n in zip(axes, x.shape, strict=True)]
+        if any(missing):
+            x = jnp.pad(x, [(0, n) for n in missing])
+        return x.transpose([axes.index(a) for a in order(axes)])
+
+    def taken(axes: str, x: Array) -> Array:
+        x = x.transpose([order(axes).index(a) for a in axes])
+        return x[:, :tokens] if "T" in axes else x
+
+    def kernel(*refs: Any) -> None:
+        starts, ends = refs[len(operands) : len(given)], refs[len(refs) - len(carried) :]
+        inner = (*refs[: len(operands)], *refs[len(given) :])
+        named = dict(zip((*operands, *results), inner, strict=False))
+        first = 0
+        if on_tpu:
+            step = pl.program_id(1)
+            first = number(step) * CHUNKS
+
+            @pl.when(step == 0)
+            def _():
+                for start, end in zip(starts, ends, strict=True):
+                    end[...] = start[...]
+
+            starts = ends
+        carry = body(named, window * CHUNKS, first, tuple(start[...] for start in starts))
+        for end, x in zip(ends, carry, strict=True):
+            end[...] = x
+
+    if on_tpu:
+        parameters: Any = pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"))
+    else:
+        parameters = pltriton.CompilerParams(**tuning._asdict())
+    first, *_ = (x for _, x in given.values())
+    out = pl.pallas_call(
+        kernel,
+        [_type(first, [sizes[a] for a in order(axes)], dtype) for axes, dtype in made.values()],
+        grid=(sizes["B"] * heads * parts, *([frames] if on_tpu else [])),
+        in_specs=[spec(axes) for axes, _ in given.values()],
+        out_specs=[spec(axes) for axes, _ in made.values()],
+        compiler_params=parameters,
+        interpret=platform == "cpu",
+        name="_".join(("rwkv", *results)),
+    )(*(laid_out(axes, x) for axes, x in given.values()))
+    return {n: taken(axes, x) for (n, (axes, _)), x in zip(made.items(), out, strict=True)}
+
+
+def _type(like: Array, shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
+    """One that varies over the same mesh axes."""
+    return jax.eval_shape(lambda x: jnp.zeros_like(x, shape=shape, dtype=dtype), like)
