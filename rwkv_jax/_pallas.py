@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas import triton as pltriton
 
-from rwkv_jax._chunked import BLOCK, CHUNK, boundaries, states_dtype
+from rwkv_jax._chunked import CHUNK, boundaries, states_dtype
 from rwkv_jax._decay import LOG_DECAY
 from rwkv_jax._dispatch import Options
 
@@ -35,18 +35,21 @@ so more value channels are more programs."""
 
 
 class Tuning(NamedTuple):
-    """How a GPU program is compiled: groups of 32 threads, and loads in flight."""
+    """Tokens of a chunk, and how a GPU program is compiled: groups of 32 threads, and loads in
+    flight."""
 
-    num_warps: int
-    num_stages: int
+    tokens: int
+    num_warps: int = 4
+    num_stages: int = 1
 
 
-FORWARD = {16: Tuning(4, 2), 32: Tuning(4, 2), 64: Tuning(4, 2), 128: Tuning(4, 2)}
-BACKWARD = {16: Tuning(4, 1), 32: Tuning(4, 1), 64: Tuning(4, 1), 128: Tuning(8, 1)}
-"""By the larger of K and V."""
+FORWARD = {16: Tuning(64), 32: Tuning(64), 64: Tuning(64), 128: Tuning(64)}
+BACKWARD = {16: Tuning(64), 32: Tuning(64), 64: Tuning(64), 128: Tuning(16)}
+"""For bounded decays and products of bfloat16, by the larger of K and V."""
 
-HALVES = (8, 4, 2, 1)
-"""Half the lengths into which a chunk of BLOCK tokens is cut, and cut again."""
+OTHERWISE = Tuning(16)
+"""Other decays take more products the longer a chunk is, and float32 more registers and time to
+compile. Tokens are a power of two that divides CHUNK."""
 
 BOUNDED = ("sigmoid",)
 """Forms whose log decay is never below -0.61, so that a chunk's decay may be divided by."""
@@ -66,15 +69,15 @@ def why_not(platform: str, stage: str, options: Options, operands: Mapping[str, 
 
 def how(platform: str, options: Options, operands: Mapping[str, Any]) -> str:
     compiler = {"cuda": "Triton", "tpu": "Mosaic", "cpu": "interpreter"}[platform]
-    operands_are = product(options, operands["r"].dtype).dtype.__name__
-    return f"Pallas kernels ({compiler}), chunks of {BLOCK} tokens, products of {operands_are}"
+    dtype = product(options, operands["r"].dtype).dtype.__name__
+    return f"Pallas kernels ({compiler}), chunks with products of {dtype} operands"
 
 
 class Product(NamedTuple):
-    """Products of matrices, and sums, in float32 of operands in `dtype`."""
+    """Products of matrices in float32, of operands in `dtype`."""
 
     dtype: Any
-    precision: lax.Precision
+    precision: Any
 
     def __call__(self, x: Array, y: Array, over: tuple[int, int] = (1, 0)) -> Array:
         """The sum over an axis of `x` and an axis of `y`."""
@@ -87,44 +90,51 @@ class Product(NamedTuple):
         )
 
     def sums(self, chosen: Array, x: Array, over: int = 1) -> Array:
-        """The sums of the rows of `x` that an axis of `chosen`, of 0, 1 and -1, says."""
-        if self.dtype == jnp.float32:
-            exact = Product(jnp.float32, lax.Precision.HIGHEST)
-            return exact(chosen, x, (over, 0))
-        high = x.astype(self.dtype)
-        low = x - high.astype(jnp.float32)
-        return self(chosen, high, (over, 0)) + self(chosen, low, (over, 0))
+        """The sums of those rows of `x` that an axis of `chosen`, of 0, 1 and -1, says: with 16
+        digits, or all where the operands of products have all."""
+        add = Product(jnp.bfloat16, lax.Precision.DEFAULT)
+        result = jnp.zeros_like(x)
+        for _ in range(3 if self.dtype == jnp.float32 else 2):
+            leading = x.astype(add.dtype)
+            result += add(chosen, leading, (over, 0))
+            x -= leading.astype(jnp.float32)
+        return result
 
 
 def product(options: Options, dtype: Any) -> Product:
-    """Of 16-bit inputs in bfloat16, the range of which a decay needs, unless the call is exact."""
-    if options.precision == lax.Precision.HIGHEST or dtype == jnp.float32:
-        fast = options.precision == lax.Precision.DEFAULT
-        return Product(jnp.float32, lax.Precision.DEFAULT if fast else lax.Precision.HIGHEST)
-    return Product(jnp.bfloat16, lax.Precision.DEFAULT)
+    """Of 16-bit inputs in bfloat16, whose range factors need, unless the call is to be exact."""
+    if dtype != jnp.float32 and options.precision != lax.Precision.HIGHEST:
+        return Product(jnp.bfloat16, lax.Precision.DEFAULT)
+    fast = options.precision == lax.Precision.DEFAULT
+    return Product(jnp.float32, lax.Precision.DEFAULT if fast else lax.Precision.HIGHEST)
 
 
-def _token(axis: int) -> Array:
-    return lax.broadcasted_iota(jnp.int32, (BLOCK, BLOCK), axis)
+def _places(length: int) -> tuple[Array, Array]:
+    """Those of a pair of tokens."""
+    i, j = (lax.broadcasted_iota(jnp.int32, (length, length), axis) for axis in (0, 1))
+    return i, j
 
 
 def diagonal(x: Array) -> Array:
     """The matrix with the diagonal `x` [L, 1]."""
-    return jnp.where(_token(0) == _token(1), x, 0.0)
+    i, j = _places(x.shape[0])
+    return jnp.where(i == j, x, 0.0)
 
 
 def diagonal_of(x: Array) -> Array:
-    return jnp.sum(jnp.where(_token(0) == _token(1), x, 0.0), axis=1, keepdims=True)
+    i, j = _places(x.shape[0])
+    return jnp.sum(jnp.where(i == j, x, 0.0), axis=1, keepdims=True)
 
 
-def up_to_present(x: Array) -> Array:
-    return jnp.where(_token(0) >= _token(1), x, 0.0)
+def _halves(length: int) -> list[int]:
+    """Half the lengths of the pieces into which a chunk is cut, and cut again."""
+    return [length >> n for n in range(1, length.bit_length())]
 
 
-def _of_halves(half: int) -> Array:
+def _of_halves(length: int, half: int) -> Array:
     """The pairs of a token in the second half of a piece, and one in the first half of it: half is
     the highest bit in which their places differ."""
-    i, j = _token(0), _token(1)
+    i, j = _places(length)
     differ = i ^ j
     return (i > j) & (half <= differ) & (differ < 2 * half)
 
@@ -132,9 +142,10 @@ def _of_halves(half: int) -> Array:
 def inverse(product: Product, x: Array) -> Array:
     """(I - x)^-1 for an x below the diagonal: of pieces of two tokens, of four and so on. No powers
     of x appear, which may be large where the inverse is not."""
-    result = diagonal(jnp.ones((BLOCK, 1), jnp.float32))
-    for half in reversed(HALVES):
-        between = jnp.where(_of_halves(half), x, 0.0)
+    length = x.shape[0]
+    result = diagonal(jnp.ones((length, 1), jnp.float32))
+    for half in reversed(_halves(length)):
+        between = jnp.where(_of_halves(length, half), x, 0.0)
         if half > 1:
             between = product(product(result, between), result)
         result += between
@@ -151,91 +162,107 @@ class Level(NamedTuple):
 
 
 class Decays(NamedTuple):
-    """Those of a chunk's tokens [L, K]: of each one, of all before it, of all after it, of all
-    [1, K], and between two of them."""
+    """Factors of a chunk [L, K] and of its state [1, K].
+
+    own: the decay of each token.
+    before: with `entry`, that of all tokens before one.
+    after: with `leave`, that of all tokens after one.
+    stay: with `entry` and `leave`, that of all tokens.
+    levels: that of the tokens between two.
+    """
 
     own: Array
     before: Array
     after: Array
-    whole: Array
+    entry: Array
+    stay: Array
+    leave: Array
     levels: tuple[Level, ...]
 
 
 class Exponents(NamedTuple):
-    """The cotangents of the logarithms of `Decays`."""
+    """The cotangents of the logarithms of `Decays`, but of `entry` and `leave`, which follow."""
 
     own: Array
     before: Array
     after: Array
-    whole: Array
+    stay: Array
     levels: tuple[tuple[Array, Array], ...]
 
 
-def log_decay(w: Array, decay: str, valid: Array | None) -> Array:
+def log_decay(w: Array, decay: str, length: int, valid: Array | None) -> Array:
     """That of each token [L, K], also where `w` [1, K] is the same for all. Tokens that are not
     valid, with which the last chunk is filled up, do not decay."""
-    result = jnp.broadcast_to(LOG_DECAY[decay](w), (BLOCK, w.shape[1]))
+    result = jnp.broadcast_to(LOG_DECAY[decay](w), (length, w.shape[1]))
     return result if valid is None else jnp.where(valid, result, 0.0)
 
 
-def _between(half: int) -> Array:
+def _between(length: int, half: int) -> Array:
     """1 for each token between another, of the first axis, and the middle of its piece."""
-    i, t = _token(0), _token(1)
+    i, t = _places(length)
     middle = (i & -(2 * half)) + half
     second = (middle <= t) & (t < i)
     first = (i < t) & (t < middle)
     return jnp.where((i >= middle) & second | (i < middle) & first, 1.0, 0.0)
 
 
-def _past() -> Array:
-    return jnp.where(_token(1) < _token(0), 1.0, 0.0)
+def _past(length: int) -> Array:
+    i, t = _places(length)
+    return jnp.where(t < i, 1.0, 0.0)
 
 
-def _from_middle() -> Array:
+def _from_middle(length: int) -> Array:
     """What sums up the tokens before one, less those of the first half."""
-    return _past() - jnp.where(_token(1) < BLOCK // 2, 1.0, 0.0)
+    _, t = _places(length)
+    return _past(length) - jnp.where(t < length // 2, 1.0, 0.0)
 
 
-def _first_half() -> Array:
-    return lax.broadcasted_iota(jnp.int32, (BLOCK, 1), 0) < BLOCK // 2
+def _first_half(x: Array) -> Array:
+    i = lax.broadcasted_iota(jnp.int32, (x.shape[0], 1), 0)
+    return jnp.where(i < x.shape[0] // 2, x, 0.0)
+
+
+def total(x: Array) -> Array:
+    return jnp.sum(x, axis=0, keepdims=True)
 
 
 def decays(product: Product, log_decay: Array, decay: str) -> Decays:
-    """Where decays are bounded, one product has all pairs of tokens, with factors that grow away
-    from the middle of the chunk. Otherwise all factors are at most 1: a pair of tokens is in
-    different halves of just one piece, and the factors lead to the middle of that."""
-    total = jnp.sum(log_decay, axis=0, keepdims=True)
-    own, whole = jnp.exp(log_decay), jnp.exp(total)
+    """Where decays are bounded, one product has all pairs of tokens: factors grow away from the
+    middle of the chunk, to which the state is brought and from which it is taken. Otherwise all
+    factors are at most 1: a pair of tokens is in different halves of just one piece, and the
+    factors lead to the middle of that."""
+    length = log_decay.shape[0]
+    own, whole = jnp.exp(log_decay), total(log_decay)
     if decay in BOUNDED:
-        exponents = product.sums(_from_middle(), log_decay)
-        first = jnp.sum(jnp.where(_first_half(), log_decay, 0.0), axis=0, keepdims=True)
+        exponents = product.sums(_from_middle(length), log_decay)
         rows, columns = jnp.exp(exponents), jnp.exp(-(exponents + log_decay))
-        level = Level(rows, columns, _token(0) > _token(1))
-        return Decays(own, rows * jnp.exp(first), columns * jnp.exp(total - first), whole, (level,))
-    before = jnp.exp(product.sums(_past(), log_decay))
-    after = jnp.exp(product.sums(_past(), log_decay, over=0))
+        first, one = total(_first_half(log_decay)), jnp.ones_like(whole)
+        level = Level(rows, columns, _past(length) > 0)
+        return Decays(own, rows, columns, jnp.exp(first), one, jnp.exp(whole - first), (level,))
+    before = jnp.exp(product.sums(_past(length), log_decay))
+    after = jnp.exp(product.sums(_past(length), log_decay, over=0))
     levels = []
-    for half in HALVES:
-        factors = jnp.exp(product.sums(_between(half), log_decay))
-        levels.append(Level(factors, factors, _of_halves(half)))
-    return Decays(own, before, after, whole, tuple(levels))
+    for half in _halves(length):
+        factors = jnp.exp(product.sums(_between(length, half), log_decay))
+        levels.append(Level(factors, factors, _of_halves(length, half)))
+    one = jnp.ones_like(whole)
+    return Decays(own, before, after, one, jnp.exp(whole), one, tuple(levels))
 
 
 def log_decay_gradient(product: Product, exponents: Exponents, decay: str) -> Array:
     """The transpose of `decays`."""
-    own, before, after, whole, levels = exponents
-
-    def total(x: Array) -> Array:
-        return jnp.sum(x, axis=0, keepdims=True)
-
+    own, before, after, stay, levels = exponents
+    length = own.shape[0]
     if decay in BOUNDED:
         ((rows, columns),) = levels
-        result = product.sums(_from_middle(), rows - columns + before - after, over=0)
-        result += own - columns - after + total(after) + whole
-        return result + jnp.where(_first_half(), total(before) - total(after), 0.0)
-    result = own + whole + product.sums(_past(), before, over=0) + product.sums(_past(), after)
-    for half, (rows, columns) in zip(HALVES, levels, strict=True):
-        result += product.sums(_between(half), rows + columns, over=0)
+        rows, columns = rows + before, columns + after
+        entry, leave = stay + total(before), stay + total(after)
+        result = product.sums(_from_middle(length), rows - columns, over=0) + own - columns
+        return result + leave + _first_half(jnp.broadcast_to(entry - leave, own.shape))
+    result = own + stay
+    result += product.sums(_past(length), before, over=0) + product.sums(_past(length), after)
+    for half, (rows, columns) in zip(_halves(length), levels, strict=True):
+        result += product.sums(_between(length, half), rows + columns, over=0)
     return result
 
 
@@ -244,7 +271,7 @@ def pairs(
 ) -> list[list[Array]]:
     """For x of the rows and y of the columns the matrix of x_i . (decay between i and j) y_j, with
     zeros where j >= i."""
-    result = [[jnp.zeros((BLOCK, BLOCK), jnp.float32) for _ in columns] for _ in rows]
+    result = [[jnp.zeros((rows[0].shape[0],) * 2, jnp.float32) for _ in columns] for _ in rows]
     for level in levels:
         left = [x * level.rows for x in rows]
         right = [y * level.columns for y in columns]
@@ -300,8 +327,6 @@ Chunk: TypeAlias = Callable[[Named, Array, Array | None], tuple[Array, Array]]
 ChunkGradient: TypeAlias = Callable[[Named, Array, Array, Array, Array | None], tuple[Named, Array]]
 """`(inputs, state, dy, dstate, valid) -> (gradients, dstate)`; `dy` is [L, V]."""
 
-CHUNKS = CHUNK // BLOCK
-
 
 def forward(
     chunk: Chunk,
@@ -313,35 +338,37 @@ def forward(
     """`y`, the final state and the states before each frame of CHUNK tokens. Inputs are [B, T, H,
     ...], or [B, H, K] where all tokens have the same."""
     batch, tokens, heads, _ = inputs["r"].shape
-    nothing = initial_state[:, None][:, :0].astype(states_dtype(options, inputs["r"].dtype))
+    saved = batch, boundaries(tokens) if options.save else 0, *initial_state.shape[1:]
+    save_as = states_dtype(options, inputs["r"].dtype)
+    nothing = jnp.broadcast_to(initial_state[:, None], saved).astype(save_as)
     if 0 in (batch, tokens, heads):
         return inputs["v"], initial_state, nothing
-
-    operands = _with_axes(inputs)
+    operands, tuning = _with_axes(inputs), _tuning(FORWARD, options, inputs)
+    in_frame = CHUNK // tuning.tokens
 
     def body(refs: Refs, count: int, first: Any, carry: Arrays) -> Arrays:
         def one(i: Any, state: Array) -> Array:
             if options.save:
                 states = refs["states"]
 
-                @pl.when(lax.rem(i, CHUNKS) == 0)
+                @pl.when(lax.rem(i, in_frame) == 0)
                 def _():
-                    states[lax.div(i, CHUNKS)] = state.astype(states.dtype)
+                    states[lax.div(i, in_frame)] = state.astype(states.dtype)
 
-            here, valid = _chunk_of(refs, operands, i, first, tokens)
+            here, valid = _chunk_of(refs, operands, tuning.tokens, i, first, tokens)
             y, state = chunk(here, state, valid)
-            refs["y"][_rows(i)] = y.T.astype(refs["y"].dtype)
+            refs["y"][_rows(i, tuning.tokens)] = y.T.astype(refs["y"].dtype)
             return state
 
         return (lax.fori_loop(0, count, one, *carry),)
 
     results = {"y": ("BTHV", inputs["v"].dtype)}
     if options.save:
-        results["states"] = ("BNHVK", nothing.dtype)
+        results["states"] = ("BNHVK", save_as)
     named = _walk(
         *(body, platform, operands, {"state": ("BHVK", initial_state)}, results),
         rows=ROWS,
-        tuning=FORWARD[max(initial_state.shape[2:])],
+        tuning=tuning,
         reverse=False,
     )
     return named["y"], named["state"], named.get("states", nothing)
@@ -357,32 +384,33 @@ def backward(
     dy: Array,
     dfinal_state: Array,
 ) -> tuple[Array, ...]:
-    """The cotangents of the inputs in their order, and of the initial state. The states of a frame
-    are computed again from the one before it."""
+    """The cotangents of the inputs in their order, and of the initial state. States inside a frame
+    of CHUNK tokens are computed again from the one before it."""
     batch, tokens, heads, _ = inputs["r"].shape
     if 0 in (batch, tokens, heads):
         return *(jnp.zeros_like(x) for x in inputs.values()), dfinal_state
-    operands = _with_axes(inputs)
+    operands, tuning = _with_axes(inputs), _tuning(BACKWARD, options, inputs)
+    in_frame = CHUNK // tuning.tokens
     shared = [name for name, (axes, _) in operands.items() if "T" not in axes]
 
     def body(refs: Refs, count: int, first: Any, carry: Arrays) -> Arrays:
+        def replay(i: Any, state: Array) -> Array:
+            here, valid = _chunk_of(refs, operands, tuning.tokens, i, first, tokens)
+            return chunk(here, state, valid)[1]
+
         def one(n: Any, carry: Arrays) -> Arrays:
             i = count - 1 - n
-            frame = lax.div(i, CHUNKS)
-
-            def replay(j: Any, state: Array) -> Array:
-                here, valid = _chunk_of(refs, operands, j, first, tokens)
-                return chunk(here, state, valid)[1]
-
-            start = refs["states"][frame].astype(jnp.float32)
-            state = lax.fori_loop(frame * CHUNKS, i, replay, start)
-            here, valid = _chunk_of(refs, operands, i, first, tokens)
+            frame, rows = lax.div(i, in_frame), _rows(i, tuning.tokens)
+            state = refs["states"][frame].astype(jnp.float32)
+            if in_frame > 1:
+                state = lax.fori_loop(frame * in_frame, i, replay, state)
+            here, valid = _chunk_of(refs, operands, tuning.tokens, i, first, tokens)
             dstate, *sums = carry
-            gradients, dstate = gradient(here, state, refs["dy"][_rows(i)], dstate, valid)
+            gradients, dstate = gradient(here, state, refs["dy"][rows], dstate, valid)
             for name in operands:
                 if name not in shared:
                     ref = refs[f"d{name}"]
-                    ref[_rows(i)] = gradients[name].astype(ref.dtype)
+                    ref[rows] = gradients[name].astype(ref.dtype)
             return dstate, *(x + gradients[name] for name, x in zip(shared, sums, strict=True))
 
         return lax.fori_loop(0, count, one, carry)
@@ -398,7 +426,7 @@ def backward(
         carried,
         {f"d{n}": (axes, x.dtype) for n, (axes, x) in operands.items() if n not in shared},
         rows=dfinal_state.shape[2],
-        tuning=BACKWARD[max(dfinal_state.shape[2:])],
+        tuning=tuning,
         reverse=True,
     )
     return *(named[f"d{n}"].reshape(x.shape) for n, x in inputs.items()), named["dinitial_state"]
@@ -412,21 +440,27 @@ def _with_axes(inputs: Mapping[str, Array]) -> Operands:
     }
 
 
-def _rows(i: Any) -> Any:
-    return pl.ds(i * BLOCK, BLOCK)
+def _tuning(by_size: Mapping[int, Tuning], options: Options, inputs: Mapping[str, Array]) -> Tuning:
+    dtype = product(options, inputs["r"].dtype).dtype
+    if options.decay not in BOUNDED or dtype == jnp.float32:
+        return OTHERWISE
+    return by_size[max(inputs["r"].shape[-1], inputs["v"].shape[-1])]
+
+
+def _rows(i: Any, length: int) -> Any:
+    return pl.ds(i * length, length)
 
 
 def _chunk_of(
-    refs: Refs, operands: Operands, i: Any, first: Any, tokens: int
+    refs: Refs, operands: Operands, length: int, i: Any, first: Any, tokens: int
 ) -> tuple[Named, Array | None]:
     """The inputs of chunk `i`, where `first` is the number of the first one in `refs`, and which of
     its tokens [L, 1] there are, None if all of all chunks."""
-    here = {
-        n: refs[n][_rows(i)] if "T" in axes else refs[n][...] for n, (axes, _) in operands.items()
-    }
+    rows = _rows(i, length)
+    here = {n: refs[n][rows] if "T" in axes else refs[n][...] for n, (axes, _) in operands.items()}
     if tokens % CHUNK == 0:
         return here, None
-    number = (first + i) * BLOCK + lax.broadcasted_iota(jnp.int32, (BLOCK, 1), 0)
+    number = (first + i) * length + lax.broadcasted_iota(jnp.int32, (length, 1), 0)
     return here, number < tokens
 
 
@@ -448,6 +482,7 @@ def _walk(
     after another is copied to the chip, and what is carried lies there in between.
     """
     on_tpu = (INTERPRET if platform == "cpu" else platform) == "tpu"
+    in_frame = CHUNK // tuning.tokens
     given = operands | carried
     made = results | {name: (axes, x.dtype) for name, (axes, x) in carried.items()}
     sizes = {a: n for axes, x in given.values() for a, n in zip(axes, x.shape, strict=True)}
@@ -495,7 +530,7 @@ def _walk(
         first = 0
         if on_tpu:
             step = pl.program_id(1)
-            first = number(step) * CHUNKS
+            first = number(step) * in_frame
 
             @pl.when(step == 0)
             def _():
@@ -503,14 +538,14 @@ def _walk(
                     end[...] = start[...]
 
             starts = ends
-        carry = body(named, window * CHUNKS, first, tuple(start[...] for start in starts))
+        carry = body(named, window * in_frame, first, tuple(start[...] for start in starts))
         for end, x in zip(ends, carry, strict=True):
             end[...] = x
 
     if on_tpu:
         parameters: Any = pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"))
     else:
-        parameters = pltriton.CompilerParams(**tuning._asdict())
+        parameters = pltriton.CompilerParams(tuning.num_warps, tuning.num_stages)
     first, *_ = (x for _, x in given.values())
     out = pl.pallas_call(
         kernel,

@@ -1,25 +1,31 @@
 """The Pallas kernels without the devices that they are for: run by an interpreter, and lowered."""
 
 import dataclasses
-from typing import Any
+import importlib
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
-import cases
 import rwkv_jax
 import tolerance
 from cases import Case
 from operators import OPERATORS, value_and_gradients
-from rwkv_jax import _pallas
+from rwkv_jax import _dispatch, _ffi, _pallas
 
 OPS = ("wkv7", "wkv6", "wkv5")
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*Triton.*:DeprecationWarning")
+KERNEL = {"cuda": "__gpu$xla.gpu.triton", "tpu": "tpu_custom_call"}
+DEVICE = {"cuda": ("NVIDIA H200", 1, "gpu"), "tpu": ("TPU v5 lite", 1, "tpu")}
+
+each_op = pytest.mark.parametrize("op", OPS)
+each_platform = pytest.mark.parametrize("platform", _pallas.PLATFORMS)
+
+pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
 
 
 @pytest.fixture(scope="module", params=_pallas.PLATFORMS)
@@ -85,3 +91,123 @@ def test_both_forms_of_kernels(interpreted: str, op: str, case: Case) -> None:
 @pytest.mark.parametrize(("op", "case"), ON_CUDA, ids=str)
 def test_against_the_oracle(interpreted: str, op: str, case: Case) -> None:
     _check(op, case)
+
+
+@pytest.mark.parametrize("interpreted", ["cuda"], indirect=True)
+@pytest.mark.parametrize("case", [Case(2, 0, 1, 16), Case(0, 5, 1, 16)], ids=str)
+@each_op
+def test_nothing_to_do(interpreted: str, op: str, case: Case) -> None:
+    _check(op, case)
+
+
+@pytest.mark.parametrize("interpreted", ["cuda"], indirect=True)
+def test_vmap_of_gradients(interpreted: str) -> None:
+    case = Case(1, 17, 1, 16)
+    several = [OPERATORS["wkv6"].make(dataclasses.replace(case, seed=n))[0] for n in range(2)]
+    stacked = {name: np.stack([x[name] for x in several]) for name in several[0]}
+
+    def gradients(implementation: str):
+        def loss(inputs: dict) -> jax.Array:
+            options = {"decay": "exp", "precision": "highest", "implementation": implementation}
+            y, state = OPERATORS["wkv6"].function(**inputs, **options)
+            return jnp.sum(jnp.sin(y)) + jnp.sum(jnp.cos(state))
+
+        return jax.device_get(jax.vmap(jax.grad(loss))(stacked))
+
+    tolerance.assert_close(gradients("pallas"), gradients("reference"), tolerance.EXACT_FLOAT32)
+
+
+@pytest.mark.parametrize("interpreted", ["cuda"], indirect=True)
+def test_shard_map(interpreted: str, cpus: list) -> None:
+    """With an operand, `u`, that all devices have. The interpreter cannot run with `check_vma`."""
+    inputs, _ = OPERATORS["wkv6"].make(Case(2, 17, 1, 16))
+    mesh = jax.make_mesh((2,), ("d",), devices=cpus[:2], axis_types=(AxisType.Auto,))
+    specs = {name: P() if name == "u" else P("d") for name in inputs}
+
+    def gradients(implementation: str, check_vma: bool, inputs: dict) -> dict:
+        def results(inputs: dict) -> tuple:
+            return OPERATORS["wkv6"].function(
+                **inputs, decay="exp", precision="highest", implementation=implementation
+            )
+
+        if implementation == "pallas":
+            results = jax.shard_map(
+                results, mesh=mesh, in_specs=(specs,), out_specs=P("d"), check_vma=check_vma
+            )
+        return jax.grad(lambda xs: sum(jnp.sum(jnp.sin(x)) for x in results(xs)))(inputs)
+
+    run = jax.jit(gradients, static_argnums=(0, 1))
+    run.trace("pallas", True, inputs)
+    tolerance.assert_close(
+        jax.device_get(run("pallas", False, inputs)),
+        jax.device_get(run("reference", False, inputs)),
+        tolerance.EXACT_FLOAT32,
+    )
+
+
+def _lowered(op: str, platform: str, case: Case, implementation: str | None = "pallas") -> str:
+    inputs, cotangents = OPERATORS[op].make(case)
+    options = {"decay": OPERATORS[op].suited(case).decay, "implementation": implementation}
+    options["precision"] = "highest" if case.dtype == "float32" else "default"
+    arrays = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (inputs, cotangents))
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice(*DEVICE[platform]))):
+        traced = value_and_gradients.trace(op, tuple(options.items()), *arrays)
+        return traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@each_op
+@each_platform
+def test_lowering(platform: str, op: str, dtype: str, size: int) -> None:
+    """Of the forward and of the backward kernel, with and without a chunk to fill up."""
+    for tokens, decay in ((128, OPERATORS[op].decays[-1]), (100, "exp")):
+        text = _lowered(op, platform, Case(2, tokens, 2, size, dtype=dtype, decay=decay))
+        assert text.count(KERNEL[platform]) == 2
+
+
+@each_op
+def test_when_it_is_chosen(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a name, where no native kernels are and it was measured to be faster."""
+    for platform in ("cpu", "cuda"):
+        monkeypatch.setitem(_ffi.MISSING, platform, "on holiday")
+    for platform, expected in (("cuda", 2), ("tpu", 0)):
+        jax.clear_caches()
+        text = _lowered(op, platform, Case(1, 16, 1, 32), implementation=None)
+        assert text.count(KERNEL[platform]) == expected
+    monkeypatch.undo()
+    jax.clear_caches()
+
+
+@each_op
+def test_why_not(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_pallas, "INTERPRET", None)
+
+    def reason(case: Case, platform: str) -> str | None:
+        inputs, _ = OPERATORS[op].make(case)
+        return rwkv_jax.implementations(op, *inputs.values(), platform=platform)["pallas"]
+
+    for platform in _pallas.PLATFORMS:
+        assert reason(Case(1, 5, 1, 16, V=128), platform) is None
+        for case in (Case(1, 5, 1, 48), Case(1, 5, 1, 8), Case(1, 5, 1, 64, V=65)):
+            expected = (
+                f"K = {case.K} and V = {case.values}; the pallas kernels take 16, 32, 64, 128"
+            )
+            assert reason(case, platform) == expected
+    for platform in ("cpu", "rocm"):
+        expected = "pallas kernels exist for CUDA GPUs and for TPUs"
+        assert reason(Case(1, 5, 1, 64), platform) == expected
+
+
+def test_without_pallas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jax.experimental.pallas", None)
+    monkeypatch.delitem(sys.modules, "rwkv_jax._pallas")
+    monkeypatch.delitem(sys.modules, "rwkv_jax.wkv7.pallas", raising=False)
+    inputs, _ = OPERATORS["wkv7"].make(Case(1, 5, 1, 64))
+    shapes = dict(inputs)
+    lazy = _dispatch.Lazy("rwkv_jax.wkv7.pallas")
+    options = _dispatch.Options("log", jax.lax.Precision.DEFAULT, None)
+    reason = lazy.why_not("cuda", "forward", options, shapes)
+    assert reason is not None
+    assert "rwkv_jax.wkv7.pallas cannot be imported" in reason
+    assert importlib.import_module("rwkv_jax")

@@ -1,11 +1,11 @@
 """WKV6 in Pallas kernels: the chunk form of `xla.py`, and its derivative by hand.
 
-With the decays of `rwkv_jax.wkv7.pallas` as elementwise factors of rows [K], and S the state before
-a chunk of L tokens:
+With the letters of `rwkv_jax.wkv7.pallas`, and decays that are not bounded, so that S is the state
+before the chunk:
 
     R_ij = r_i . P[i, j] k_j    for j < i,    R_ii = r_i . u k_i
     Y = (r before) S^T + R V
-    S <- S diag(whole) + V^T (k after)
+    S_after = S diag(stay) + V^T (k after)
 
 `w` may be that of each token [L, K], or one for all [1, K], which is what WKV5 has.
 """
@@ -32,50 +32,54 @@ def _pairs(product: Product, decays: Decays, r: Array, k: Array, u: Array) -> Ar
 
 
 def _chunk(
-    options: Options, inputs: Named, state: Array, valid: Array | None
+    product: Product, decay: str, inputs: Named, state: Array, valid: Array | None
 ) -> tuple[Array, Array]:
-    product = _pallas.product(options, inputs["r"].dtype)
     r, w, k, u = (inputs[name].astype(jnp.float32) for name in "rwku")
     v = inputs["v"]
-    log_decay = _pallas.log_decay(w, options.decay, valid)
-    decays = _pallas.decays(product, log_decay, options.decay)
+    decays = _pallas.decays(product, _pallas.log_decay(w, decay, len(r), valid), decay)
     pairs = _pairs(product, decays, r, k, u)
     y = product(state, r * decays.before, (1, 1)) + product(v, pairs, (0, 1))
-    return y, state * decays.whole + product(v, k * decays.after, (0, 0))
+    return y, state * decays.stay + product(v, k * decays.after, (0, 0))
 
 
 def _gradient(
-    options: Options, inputs: Named, state: Array, dy: Array, dstate: Array, valid: Array | None
+    product: Product,
+    decay: str,
+    inputs: Named,
+    state: Array,
+    dy: Array,
+    dstate: Array,
+    valid: Array | None,
 ) -> tuple[Named, Array]:
-    product = _pallas.product(options, inputs["r"].dtype)
     r, w, k, u = (inputs[name].astype(jnp.float32) for name in "rwku")
     v = inputs["v"]
-    log_decay, pull_back = jax.vjp(lambda w: _pallas.log_decay(w, options.decay, valid), w)
-    decays = _pallas.decays(product, log_decay, options.decay)
-    _, before, after, whole, levels = decays
-    r_start, k_end = r * before, k * after
+    log_decay, pull_back = jax.vjp(lambda w: _pallas.log_decay(w, decay, len(r), valid), w)
+    decays = _pallas.decays(product, log_decay, decay)
+    r_start, k_end = r * decays.before, k * decays.after
     dr_start, dk_end = product(dy, state), product(v, dstate)
 
     pairs = _pairs(product, decays, r, k, u)
     d_pairs = product(dy, v, (1, 1))
-    (dr,), (dk,), d_levels = _pallas.pairs_gradient(product, levels, (r,), (k,), ((d_pairs,),))
-    own = _pallas.diagonal_of(d_pairs)
+    (dr,), (dk,), d_levels = _pallas.pairs_gradient(
+        product, decays.levels, (r,), (k,), ((d_pairs,),)
+    )
+    bonus = _pallas.diagonal_of(d_pairs)
     exponents = Exponents(
-        own=jnp.zeros_like(log_decay),
+        own=jnp.zeros_like(r),
         before=dr_start * r_start,
         after=dk_end * k_end,
-        whole=jnp.sum(dstate * state, axis=0, keepdims=True) * whole,
+        stay=_pallas.total(dstate * state) * decays.stay,
         levels=d_levels,
     )
-    (dw,) = pull_back(_pallas.log_decay_gradient(product, exponents, options.decay))
+    (dw,) = pull_back(_pallas.log_decay_gradient(product, exponents, decay))
     gradients = {
-        "r": dr + dr_start * before + own * u * k,
+        "r": dr + dr_start * decays.before + bonus * u * k,
         "w": dw,
-        "k": dk + dk_end * after + own * u * r,
+        "k": dk + dk_end * decays.after + bonus * u * r,
         "v": (product(dy, pairs, (0, 0)) + product(dstate, k_end, (1, 1))).T,
-        "u": jnp.sum(own * r * k, axis=0, keepdims=True),
+        "u": _pallas.total(bonus * r * k),
     }
-    return gradients, dstate * whole + product(dy, r_start, (0, 0))
+    return gradients, dstate * decays.stay + product(dy, r_start, (0, 0))
 
 
 def forward(
@@ -89,7 +93,8 @@ def forward(
     initial_state: State,
 ) -> tuple[Values, State, States]:
     inputs = {"r": r, "w": w, "k": k, "v": v, "u": u}
-    chunk = functools.partial(_chunk, options)
+    product = _pallas.product(options, r.dtype)
+    chunk = functools.partial(_chunk, product, options.decay)
     return _pallas.forward(chunk, options, platform, inputs, initial_state)
 
 
@@ -106,7 +111,9 @@ def backward(
     dfinal_state: State,
 ) -> tuple[Keys, Array, Keys, Values, TokenKeys, State]:
     inputs = {"r": r, "w": w, "k": k, "v": v, "u": u}
-    chunk, gradient = functools.partial(_chunk, options), functools.partial(_gradient, options)
+    product = _pallas.product(options, r.dtype)
+    chunk = functools.partial(_chunk, product, options.decay)
+    gradient = functools.partial(_gradient, product, options.decay)
     dr, dw, dk, dv, du, dinitial_state = _pallas.backward(
         chunk, gradient, options, platform, inputs, states, dy, dfinal_state
     )

@@ -1,15 +1,15 @@
 """WKV7 in Pallas kernels: the chunk form of `xla.py`, and its derivative by hand.
 
-Token i of a chunk of L decays by d_i = `own`, all tokens before it by `before`, all after it by
-`after`, the chunk by `whole`, and those between j and i, without both, by P[i, j]. All these are
-elementwise factors of rows [K]. With S the state before the chunk:
+Token i of a chunk of L decays by d_i, and those between j and i, without both, by P[i, j]. S is the
+state in the middle of the chunk (or before it: see `_pallas.decays`), S = S_before diag(entry), and
+`before` and `after` are decays from and to there. All these are elementwise factors of rows [K].
 
     A_ij = a_i . P[i, j] b_j            B_ij = a_i . P[i, j] k_j            for j < i
     Q_ij = r_i . d_i P[i, j] b_j        R_ij = r_i . d_i P[i, j] k_j        for j < i
     Q_ii = r_i . b_i                    R_ii = r_i . k_i
     U = (I - A)^-1 ((a before) S^T + B V)                 row i of U is a_i read from its state
-    Y = (r own before) S^T + Q U + R V
-    S <- S diag(whole) + U^T (b after) + V^T (k after)
+    Y = (r d before) S^T + Q U + R V
+    S_after = (S diag(stay) + U^T (b after) + V^T (k after)) diag(leave)
 
 What has V channels is transposed here, U^T [V, L], since products then have the rows of the state.
 """
@@ -41,7 +41,7 @@ class _Pairs(NamedTuple):
 
 
 def _solved(product: Product, decays: Decays, inputs: Named, state: Array) -> tuple[_Pairs, Array]:
-    """The matrices of a chunk, and U^T."""
+    """The matrices of a chunk, and U^T; `state` is that in the middle."""
     r, k, v, a, b = (inputs[name] for name in "rkvab")
     (a_b, a_k), (r_b, r_k) = _pallas.pairs(product, decays.levels, (a, r * decays.own), (b, k))
     r_b += _pallas.diagonal(jnp.sum(r * b, axis=1, keepdims=True))
@@ -56,33 +56,36 @@ def _float32(inputs: Named) -> Named:
 
 
 def _chunk(
-    options: Options, inputs: Named, state: Array, valid: Array | None
+    product: Product, decay: str, inputs: Named, state: Array, valid: Array | None
 ) -> tuple[Array, Array]:
-    product = _pallas.product(options, inputs["r"].dtype)
     inputs = _float32(inputs)
-    log_decay = _pallas.log_decay(inputs["w"], options.decay, valid)
-    decays = _pallas.decays(product, log_decay, options.decay)
+    r, w, k, v, b = (inputs[name] for name in "rwkvb")
+    decays = _pallas.decays(product, _pallas.log_decay(w, decay, len(r), valid), decay)
+    state *= decays.entry
     pairs, u = _solved(product, decays, inputs, state)
-    r, k, v, b = (inputs[name] for name in "rkvb")
     y = product(state, r * decays.own * decays.before, (1, 1))
     y += product(u, pairs.q, (1, 1)) + product(v, pairs.r, (0, 1))
-    state = state * decays.whole
+    state *= decays.stay
     state += product(u, b * decays.after) + product(v, k * decays.after, (0, 0))
-    return y, state
+    return y, state * decays.leave
 
 
 def _gradient(
-    options: Options, inputs: Named, state: Array, dy: Array, dstate: Array, valid: Array | None
+    product: Product,
+    decay: str,
+    inputs: Named,
+    state: Array,
+    dy: Array,
+    dstate: Array,
+    valid: Array | None,
 ) -> tuple[Named, Array]:
-    product = _pallas.product(options, inputs["r"].dtype)
     inputs = _float32(inputs)
-    log_decay, pull_back = jax.vjp(
-        lambda w: _pallas.log_decay(w, options.decay, valid), inputs["w"]
-    )
-    decays = _pallas.decays(product, log_decay, options.decay)
-    own, before, after, whole, _ = decays
+    r, w, k, v, a, b = (inputs[name] for name in "rwkvab")
+    log_decay, pull_back = jax.vjp(lambda w: _pallas.log_decay(w, decay, len(r), valid), w)
+    decays = _pallas.decays(product, log_decay, decay)
+    own, before, after, entry, stay, leave, levels = decays
+    state, dstate = state * entry, dstate * leave
     pairs, u = _solved(product, decays, inputs, state)
-    r, k, v, a, b = (inputs[name] for name in "rkvab")
     decayed = r * own
     r_start, a_start, b_end, k_end = decayed * before, a * before, b * after, k * after
 
@@ -96,8 +99,8 @@ def _gradient(
         (product(dread, u, (0, 0)), product(dread, v, (0, 1))),
         (product(dy, u), product(dy, v, (1, 1))),
     )
-    (da, ddecayed), (db, dk), levels = _pallas.pairs_gradient(
-        product, decays.levels, (a, decayed), (b, k), d_pairs
+    (da, ddecayed), (db, dk), d_levels = _pallas.pairs_gradient(
+        product, levels, (a, decayed), (b, k), d_pairs
     )
     dq, dr = map(_pallas.diagonal_of, d_pairs[1])
     ddecayed += dr_start * before
@@ -112,12 +115,12 @@ def _gradient(
         own=ddecayed * decayed,
         before=dr_start * r_start + da_start * a_start,
         after=db_end * b_end + dk_end * k_end,
-        whole=jnp.sum(dstate * state, axis=0, keepdims=True) * whole,
-        levels=levels,
+        stay=_pallas.total(dstate * state) * stay,
+        levels=d_levels,
     )
-    (gradients["w"],) = pull_back(_pallas.log_decay_gradient(product, exponents, options.decay))
-    dstate = dstate * whole + product(dy, r_start, (0, 0)) + product(dread, a_start)
-    return gradients, dstate
+    (gradients["w"],) = pull_back(_pallas.log_decay_gradient(product, exponents, decay))
+    dstate = dstate * stay + product(dy, r_start, (0, 0)) + product(dread, a_start)
+    return gradients, dstate * entry
 
 
 def forward(
@@ -132,7 +135,8 @@ def forward(
     initial_state: State,
 ) -> tuple[Values, State, States]:
     inputs = {"r": r, "w": w, "k": k, "v": v, "a": a, "b": b}
-    chunk = functools.partial(_chunk, options)
+    product = _pallas.product(options, r.dtype)
+    chunk = functools.partial(_chunk, product, options.decay)
     return _pallas.forward(chunk, options, platform, inputs, initial_state)
 
 
@@ -150,7 +154,9 @@ def backward(
     dfinal_state: State,
 ) -> tuple[Keys, Keys, Keys, Values, Keys, Keys, State]:
     inputs = {"r": r, "w": w, "k": k, "v": v, "a": a, "b": b}
-    chunk, gradient = functools.partial(_chunk, options), functools.partial(_gradient, options)
+    product = _pallas.product(options, r.dtype)
+    chunk = functools.partial(_chunk, product, options.decay)
+    gradient = functools.partial(_gradient, product, options.decay)
     dr, dw, dk, dv, da, db, dinitial_state = _pallas.backward(
         chunk, gradient, options, platform, inputs, states, dy, dfinal_state
     )
