@@ -29,6 +29,10 @@ PLATFORMS = ("cuda", "tpu")
 HEAD_SIZES = (16, 32, 64, 128)
 """The tiles of a GPU are powers of two, and 16 is the least of a product."""
 
+FLOAT32_HEAD_SIZES = (16, 32, 64)
+"""Those of a GPU where products are of float32, which is instructions and not matrix units: Triton
+takes minutes to compile the backward kernel of a head of 128."""
+
 ROWS = 64
 """Rows of a state that one GPU program of the forward pass keeps. They do not depend on each other,
 so more value channels are more programs."""
@@ -44,10 +48,10 @@ class Tuning(NamedTuple):
 
 
 FORWARD = {16: Tuning(64), 32: Tuning(64), 64: Tuning(64), 128: Tuning(64)}
-BACKWARD = {16: Tuning(64), 32: Tuning(64), 64: Tuning(64), 128: Tuning(16)}
+BACKWARD = {16: Tuning(64), 32: Tuning(64), 64: Tuning(64), 128: Tuning(16, num_warps=8)}
 """For bounded decays and products of bfloat16, by the larger of K and V."""
 
-OTHERWISE = Tuning(16)
+OTHERWISE = {16: Tuning(16), 32: Tuning(16), 64: Tuning(16), 128: Tuning(16, num_warps=8)}
 """Other decays take more products the longer a chunk is, and float32 more registers and time to
 compile. Tokens are a power of two that divides CHUNK."""
 
@@ -61,9 +65,15 @@ def why_not(platform: str, stage: str, options: Options, operands: Mapping[str, 
     if platform not in PLATFORMS and not (platform == "cpu" and INTERPRET):
         return "pallas kernels exist for CUDA GPUs and for TPUs"
     key_size, value_size = operands["r"].shape[-1], operands["v"].shape[-1]
-    if not {key_size, value_size} <= set(HEAD_SIZES):
-        sizes = ", ".join(map(str, HEAD_SIZES))
-        return f"K = {key_size} and V = {value_size}; the pallas kernels take {sizes}"
+    sizes = HEAD_SIZES
+    if platform == "cuda" and product(options, operands["r"].dtype).dtype == jnp.float32:
+        sizes = FLOAT32_HEAD_SIZES
+    if not {key_size, value_size} <= set(sizes):
+        accepted = ", ".join(map(str, sizes))
+        arithmetic = "" if sizes == HEAD_SIZES else " in float32 on CUDA"
+        return (
+            f"K = {key_size} and V = {value_size}; the pallas kernels take {accepted}{arithmetic}"
+        )
     return None
 
 
@@ -443,7 +453,7 @@ def _with_axes(inputs: Mapping[str, Array]) -> Operands:
 def _tuning(by_size: Mapping[int, Tuning], options: Options, inputs: Mapping[str, Array]) -> Tuning:
     dtype = product(options, inputs["r"].dtype).dtype
     if options.decay not in BOUNDED or dtype == jnp.float32:
-        return OTHERWISE
+        by_size = OTHERWISE
     return by_size[max(inputs["r"].shape[-1], inputs["v"].shape[-1])]
 
 
@@ -555,7 +565,7 @@ def _walk(
         out_specs=[spec(axes) for axes, _ in made.values()],
         compiler_params=parameters,
         interpret=platform == "cpu",
-        name="_".join(("rwkv", *results)),
+        name="_".join(("wkv", *results)),
     )(*(laid_out(axes, x) for axes, x in given.values()))
     return {n: taken(axes, x) for (n, (axes, _)), x in zip(made.items(), out, strict=True)}
 

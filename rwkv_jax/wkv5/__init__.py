@@ -72,9 +72,10 @@ def wkv5(
         clears its channel.
       precision: as `jax.lax.Precision`. HIGHEST computes in float32 throughout; the default may use
         matrix units in lower precision with float32 accumulation.
-      implementation: "ffi" (native kernels on CPU and CUDA), "xla", or "reference" (one `lax.scan`
-        step, differentiable any number of times and in forward mode). None takes the first of ffi
-        and xla that can run where the program is lowered.
+      implementation: "ffi" (native kernels on CPU and CUDA), "pallas" (Pallas kernels on CUDA and
+        TPU), "xla", or "reference" (one `lax.scan` step, differentiable any number of times and in
+        forward mode). None takes the first that can run where the program is lowered: ffi, on CUDA
+        pallas, xla.
 
     `r`, `w`, `k`, `v`, `u` share one dtype: float32, bfloat16 or float16. The state is always
     float32 and so is all accumulation.
