@@ -23,8 +23,8 @@ ORDER = {
     "tpu": ("xla",),
     OTHER: ("xla",),
 }
-"""The implementations that `None` tries on each platform, first to last: pallas only where it was
-measured to be faster than xla."""
+"""The implementations that `None` tries on each platform, first to last: pallas only where it is
+meant to be faster than xla. (No time of it was measured yet.)"""
 
 PLATFORMS = tuple(platform for platform in ORDER if platform != OTHER)
 """Platforms with implementations of their own; all others share what runs on `OTHER`."""

@@ -161,7 +161,7 @@ def test_lowering(platform: str, op: str, dtype: str, size: int) -> None:
 
 @each_op
 def test_when_it_is_chosen(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a name, where no native kernels are and it was measured to be faster."""
+    """Without a name: on CUDA GPUs, where there are no native kernels."""
     for platform in ("cpu", "cuda"):
         monkeypatch.setitem(_ffi.MISSING, platform, "on holiday")
     for platform, expected in (("cuda", 2), ("tpu", 0)):
