@@ -4,6 +4,7 @@ import jax
 from jax import Array
 
 from rwkv_jax._decay import Decay
+from rwkv_jax._dispatch import Lazy
 from rwkv_jax._operator import Operator
 from rwkv_jax._typing import Operand
 from rwkv_jax.wkv7 import ffi, reference, segments, xla
@@ -13,7 +14,12 @@ OPERATOR = Operator(
     inputs={"r": "BTHK", "w": "BTHK", "k": "BTHK", "v": "BTHV", "a": "BTHK", "b": "BTHK"},
     state={"state": "BHVK"},
     decays=("log", "exp", "sigmoid"),
-    implementations={"ffi": ffi, "xla": xla, "reference": reference},
+    implementations={
+        "ffi": ffi,
+        "pallas": Lazy("rwkv_jax.wkv7.pallas"),
+        "xla": xla,
+        "reference": reference,
+    },
     segments=segments,
 )
 
@@ -57,9 +63,10 @@ def wkv7(
         decay that underflows to 0 clears its channel.
       precision: as `jax.lax.Precision`. HIGHEST computes in float32 throughout; the default may use
         matrix units in lower precision with float32 accumulation.
-      implementation: "ffi" (native kernels on CPU and CUDA), "xla", or "reference" (one `lax.scan`
-        step, differentiable any number of times and in forward mode). None takes the first of ffi
-        and xla that can run where the program is lowered.
+      implementation: "ffi" (native kernels on CPU and CUDA), "pallas" (Pallas kernels on CUDA and
+        TPU), "xla", or "reference" (one `lax.scan` step, differentiable any number of times and in
+        forward mode). None takes the first that can run where the program is lowered: ffi, on CUDA
+        pallas, xla.
 
     `r`, `w`, `k`, `v`, `a`, `b` share one dtype: float32, bfloat16 or float16. The state is always
     float32 and so is all accumulation.

@@ -1,0 +1,594 @@
+"""What the Pallas kernels of all operators share: the arithmetic of a chunk's decays, the walk over
+a sequence chunk by chunk, and how that walk becomes a kernel on each platform.
+
+A chunk function maps arrays of a few tokens of one head, and its state, to results; it consists of
+elementwise operations and of products of matrices, so that every platform takes it as it is. The
+state stays on the chip for the whole sequence. On a GPU one program walks along the sequence of one
+head; on a TPU, whose blocks are copied to its memory as a whole, the last axis of the grid does.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas import triton as pltriton
+
+from rwkv_jax._chunked import CHUNK, boundaries, states_dtype
+from rwkv_jax._decay import LOG_DECAY
+from rwkv_jax._dispatch import Options
+
+INTERPRET: str | None = None
+"""The platform whose kernels the interpreter of Pallas runs on CPUs, which is slow: for tests."""
+
+PLATFORMS = ("cuda", "tpu")
+
+HEAD_SIZES = (16, 32, 64, 128)
+"""The tiles of a GPU are powers of two, and 16 is the least of a product."""
+
+FLOAT32_HEAD_SIZES = (16, 32, 64)
+"""Those of a GPU where products are of float32, which is instructions and not matrix units: Triton
+takes minutes to compile the backward kernel of a head of 128."""
+
+ROWS = 32
+"""Rows of a state that one GPU program of the forward pass keeps. They do not depend on each other,
+so more value channels are more programs."""
+
+
+class Tuning(NamedTuple):
+    """Tokens of a chunk, and how a GPU program is compiled: groups of 32 threads, and loads in
+    flight."""
+
+    tokens: int
+    num_warps: int = 4
+    num_stages: int = 1
+
+
+class Tunings(NamedTuple):
+    """By the larger of K and V, for bounded decays and products of bfloat16, and otherwise: other
+    decays take more products the longer a chunk is, and float32 more registers and time to compile.
+    Tokens are a power of two that divides CHUNK."""
+
+    bounded: Mapping[int, Tuning]
+    otherwise: Mapping[int, Tuning]
+
+
+_FEW = {16: Tuning(16), 32: Tuning(16), 64: Tuning(16), 128: Tuning(16, num_warps=8)}
+FORWARD = Tunings(
+    {16: Tuning(64), 32: Tuning(64), 64: Tuning(16, num_warps=2), 128: Tuning(16)},
+    _FEW | {64: Tuning(16, num_warps=2)},
+)
+BACKWARD = Tunings({16: Tuning(64), 32: Tuning(64), 64: Tuning(64), 128: _FEW[128]}, _FEW)
+"""Heads of 64 as measured on an H200."""
+
+BOUNDED = ("sigmoid",)
+"""Forms whose log decay is never below -0.61, so that a chunk's decay may be divided by."""
+
+Arrays: TypeAlias = tuple[Array, ...]
+
+
+def why_not(platform: str, stage: str, options: Options, operands: Mapping[str, Any]) -> str | None:
+    if platform not in PLATFORMS and not (platform == "cpu" and INTERPRET):
+        return "pallas kernels exist for CUDA GPUs and for TPUs"
+    if platform == "cuda" and not _lowers_for_gpus():
+        return (
+            "JAX lowers pallas kernels for the kind of GPU that is here, and there is none; "
+            "jax.sharding.use_abstract_mesh takes an abstract device"
+        )
+    key_size, value_size = operands["r"].shape[-1], operands["v"].shape[-1]
+    sizes = HEAD_SIZES
+    if platform == "cuda" and product(options, operands["r"].dtype).dtype == jnp.float32:
+        sizes = FLOAT32_HEAD_SIZES
+    if not {key_size, value_size} <= set(sizes):
+        accepted = ", ".join(map(str, sizes))
+        arithmetic = "" if sizes == HEAD_SIZES else " in float32 on CUDA"
+        return (
+            f"K = {key_size} and V = {value_size}; the pallas kernels take {accepted}{arithmetic}"
+        )
+    return None
+
+
+def _lowers_for_gpus() -> bool:
+    known = jax.sharding.get_abstract_mesh().abstract_device is not None
+    return known or jax.default_backend() == "gpu" or jax.__version_info__ < (0, 11)
+
+
+def how(platform: str, options: Options, operands: Mapping[str, Any]) -> str:
+    compiler = {"cuda": "Triton", "tpu": "Mosaic", "cpu": "interpreter"}[platform]
+    dtype = product(options, operands["r"].dtype).dtype.__name__
+    return f"Pallas kernels ({compiler}), chunks with products of {dtype} operands"
+
+
+class Product(NamedTuple):
+    """Products of matrices in float32, of operands in `dtype`."""
+
+    dtype: Any
+    precision: Any
+
+    def __call__(self, x: Array, y: Array, over: tuple[int, int] = (1, 0)) -> Array:
+        """The sum over an axis of `x` and an axis of `y`."""
+        return lax.dot_general(
+            x.astype(self.dtype),
+            y.astype(self.dtype),
+            (((over[0],), (over[1],)), ((), ())),
+            precision=self.precision,
+            preferred_element_type=jnp.float32,
+        )
+
+    def sums(self, chosen: Array, x: Array, over: int = 1) -> Array:
+        """The sums of those rows of `x` that an axis of `chosen`, of 0, 1 and -1, says: with 16
+        digits, or all where the operands of products have all."""
+        add = Product(jnp.bfloat16, lax.Precision.DEFAULT)
+        result = jnp.zeros_like(x)
+        for _ in range(3 if self.dtype == jnp.float32 else 2):
+            leading = x.astype(add.dtype)
+            result += add(chosen, leading, (over, 0))
+            x -= leading.astype(jnp.float32)
+        return result
+
+
+def product(options: Options, dtype: Any) -> Product:
+    """Of 16-bit inputs in bfloat16, whose range factors need, unless the call is to be exact."""
+    if dtype != jnp.float32 and options.precision != lax.Precision.HIGHEST:
+        return Product(jnp.bfloat16, lax.Precision.DEFAULT)
+    fast = options.precision == lax.Precision.DEFAULT
+    return Product(jnp.float32, lax.Precision.DEFAULT if fast else lax.Precision.HIGHEST)
+
+
+def _places(length: int) -> tuple[Array, Array]:
+    """Those of a pair of tokens."""
+    i, j = (lax.broadcasted_iota(jnp.int32, (length, length), axis) for axis in (0, 1))
+    return i, j
+
+
+def diagonal(x: Array) -> Array:
+    """The matrix with the diagonal `x` [L, 1]."""
+    i, j = _places(x.shape[0])
+    return jnp.where(i == j, x, 0.0)
+
+
+def diagonal_of(x: Array) -> Array:
+    i, j = _places(x.shape[0])
+    return jnp.sum(jnp.where(i == j, x, 0.0), axis=1, keepdims=True)
+
+
+def _halves(length: int) -> list[int]:
+    """Half the lengths of the pieces into which a chunk is cut, and cut again."""
+    return [length >> n for n in range(1, length.bit_length())]
+
+
+def _of_halves(length: int, half: int) -> Array:
+    """The pairs of a token in the second half of a piece, and one in the first half of it: half is
+    the highest bit in which their places differ."""
+    i, j = _places(length)
+    differ = i ^ j
+    return (i > j) & (half <= differ) & (differ < 2 * half)
+
+
+def inverse(product: Product, x: Array) -> Array:
+    """(I - x)^-1 for an x below the diagonal: of pieces of two tokens, of four and so on. No powers
+    of x appear, which may be large where the inverse is not."""
+    length = x.shape[0]
+    result = diagonal(jnp.ones((length, 1), jnp.float32))
+    for half in reversed(_halves(length)):
+        between = jnp.where(_of_halves(length, half), x, 0.0)
+        if half > 1:
+            between = product(product(result, between), result)
+        result += between
+    return result
+
+
+class Level(NamedTuple):
+    """Factors [L, K] of the decay between two tokens j < i, after j and before i, for the pairs
+    that `mask` has: `rows[i] * columns[j]`."""
+
+    rows: Array
+    columns: Array
+    mask: Array
+
+
+class Decays(NamedTuple):
+    """Factors of a chunk [L, K] and of its state [1, K].
+
+    own: the decay of each token.
+    before: with `entry`, that of all tokens before one.
+    after: with `leave`, that of all tokens after one.
+    stay: with `entry` and `leave`, that of all tokens.
+    levels: that of the tokens between two.
+    """
+
+    own: Array
+    before: Array
+    after: Array
+    entry: Array
+    stay: Array
+    leave: Array
+    levels: tuple[Level, ...]
+
+
+class Exponents(NamedTuple):
+    """The cotangents of the logarithms of `Decays`, but of `entry` and `leave`, which follow."""
+
+    own: Array
+    before: Array
+    after: Array
+    stay: Array
+    levels: tuple[tuple[Array, Array], ...]
+
+
+def log_decay(w: Array, decay: str, length: int, valid: Array | None) -> Array:
+    """That of each token [L, K], also where `w` [1, K] is the same for all. Tokens that are not
+    valid, with which the last chunk is filled up, do not decay."""
+    result = jnp.broadcast_to(LOG_DECAY[decay](w), (length, w.shape[1]))
+    return result if valid is None else jnp.where(valid, result, 0.0)
+
+
+def _between(length: int, half: int) -> Array:
+    """1 for each token between another, of the first axis, and the middle of its piece."""
+    i, t = _places(length)
+    middle = (i & -(2 * half)) + half
+    second = (middle <= t) & (t < i)
+    first = (i < t) & (t < middle)
+    return jnp.where((i >= middle) & second | (i < middle) & first, 1.0, 0.0)
+
+
+def _past(length: int) -> Array:
+    i, t = _places(length)
+    return jnp.where(t < i, 1.0, 0.0)
+
+
+def _from_middle(length: int) -> Array:
+    """What sums up the tokens before one, less those of the first half."""
+    _, t = _places(length)
+    return _past(length) - jnp.where(t < length // 2, 1.0, 0.0)
+
+
+def _first_half(x: Array) -> Array:
+    i = lax.broadcasted_iota(jnp.int32, (x.shape[0], 1), 0)
+    return jnp.where(i < x.shape[0] // 2, x, 0.0)
+
+
+def total(x: Array) -> Array:
+    return jnp.sum(x, axis=0, keepdims=True)
+
+
+def decays(product: Product, log_decay: Array, decay: str) -> Decays:
+    """Where decays are bounded, one product has all pairs of tokens: factors grow away from the
+    middle of the chunk, to which the state is brought and from which it is taken. Otherwise all
+    factors are at most 1: a pair of tokens is in different halves of just one piece, and the
+    factors lead to the middle of that."""
+    length = log_decay.shape[0]
+    own, whole = jnp.exp(log_decay), total(log_decay)
+    if decay in BOUNDED:
+        exponents = product.sums(_from_middle(length), log_decay)
+        rows, columns = jnp.exp(exponents), jnp.exp(-(exponents + log_decay))
+        first, one = total(_first_half(log_decay)), jnp.ones_like(whole)
+        level = Level(rows, columns, _past(length) > 0)
+        return Decays(own, rows, columns, jnp.exp(first), one, jnp.exp(whole - first), (level,))
+    before = jnp.exp(product.sums(_past(length), log_decay))
+    after = jnp.exp(product.sums(_past(length), log_decay, over=0))
+    levels = []
+    for half in _halves(length):
+        factors = jnp.exp(product.sums(_between(length, half), log_decay))
+        levels.append(Level(factors, factors, _of_halves(length, half)))
+    one = jnp.ones_like(whole)
+    return Decays(own, before, after, one, jnp.exp(whole), one, tuple(levels))
+
+
+def log_decay_gradient(product: Product, exponents: Exponents, decay: str) -> Array:
+    """The transpose of `decays`."""
+    own, before, after, stay, levels = exponents
+    length = own.shape[0]
+    if decay in BOUNDED:
+        ((rows, columns),) = levels
+        rows, columns = rows + before, columns + after
+        entry, leave = stay + total(before), stay + total(after)
+        result = product.sums(_from_middle(length), rows - columns, over=0) + own - columns
+        return result + leave + _first_half(jnp.broadcast_to(entry - leave, own.shape))
+    result = own + stay
+    result += product.sums(_past(length), before, over=0) + product.sums(_past(length), after)
+    for half, (rows, columns) in zip(_halves(length), levels, strict=True):
+        result += product.sums(_between(length, half), rows + columns, over=0)
+    return result
+
+
+def pairs(
+    product: Product, levels: Sequence[Level], rows: Sequence[Array], columns: Sequence[Array]
+) -> list[list[Array]]:
+    """For x of the rows and y of the columns the matrix of x_i . (decay between i and j) y_j, with
+    zeros where j >= i."""
+    result = [[jnp.zeros((rows[0].shape[0],) * 2, jnp.float32) for _ in columns] for _ in rows]
+    for level in levels:
+        left = [x * level.rows for x in rows]
+        right = [y * level.columns for y in columns]
+        for i, x in enumerate(left):
+            for j, y in enumerate(right):
+                result[i][j] += jnp.where(level.mask, product(x, y, (1, 1)), 0.0)
+    return result
+
+
+def pairs_gradient(
+    product: Product,
+    levels: Sequence[Level],
+    rows: Sequence[Array],
+    columns: Sequence[Array],
+    d_pairs: Sequence[Sequence[Array]],
+) -> tuple[list[Array], list[Array], tuple[tuple[Array, Array], ...]]:
+    """Cotangents of the rows, of the columns and of the exponents of the levels."""
+    d_rows = [jnp.zeros_like(x) for x in rows]
+    d_columns = [jnp.zeros_like(y) for y in columns]
+    exponents = []
+    for level in levels:
+        # Rounded as the products take them: contributions to exponents cancel each other.
+        left = [(x * level.rows).astype(product.dtype) for x in rows]
+        right = [(y * level.columns).astype(product.dtype) for y in columns]
+        d_left = [jnp.zeros_like(x) for x in rows]
+        d_right = [jnp.zeros_like(y) for y in columns]
+        for i, x in enumerate(left):
+            for j, y in enumerate(right):
+                d_pair = jnp.where(level.mask, d_pairs[i][j], 0.0)
+                d_left[i] += product(d_pair, y)
+                d_right[j] += product(d_pair, x, (0, 0))
+        exponents.append((_dotted(d_left, left), _dotted(d_right, right)))
+        d_rows = [d + x * level.rows for d, x in zip(d_rows, d_left, strict=True)]
+        d_columns = [d + x * level.columns for d, x in zip(d_columns, d_right, strict=True)]
+    return d_rows, d_columns, tuple(exponents)
+
+
+def _dotted(xs: Sequence[Array], ys: Sequence[Array]) -> Array:
+    first, *rest = (x * y.astype(jnp.float32) for x, y in zip(xs, ys, strict=True))
+    return sum(rest, first)
+
+
+Named: TypeAlias = dict[str, Array]
+Refs: TypeAlias = dict[str, Any]
+Operands: TypeAlias = dict[str, tuple[str, Array]]
+"""Arrays and their axes; `1` is an axis of length 1."""
+
+Body: TypeAlias = Callable[[Refs, int, Any, Arrays], Arrays]
+
+Chunk: TypeAlias = Callable[[Named, Array, Array | None], tuple[Array, Array]]
+"""`(inputs, state, valid) -> (y, state)` for inputs [L, ...] and state [V, K]; `y` is [V, L]."""
+
+ChunkGradient: TypeAlias = Callable[[Named, Array, Array, Array, Array | None], tuple[Named, Array]]
+"""`(inputs, state, dy, dstate, valid) -> (gradients, dstate)`; `dy` is [L, V]."""
+
+
+def forward(
+    chunk: Chunk,
+    options: Options,
+    platform: str,
+    inputs: Mapping[str, Array],
+    initial_state: Array,
+) -> tuple[Array, Array, Array]:
+    """`y`, the final state and the states before each frame of CHUNK tokens. Inputs are [B, T, H,
+    ...], or [B, H, K] where all tokens have the same."""
+    batch, tokens, heads, _ = inputs["r"].shape
+    saved = batch, boundaries(tokens) if options.save else 0, *initial_state.shape[1:]
+    save_as = states_dtype(options, inputs["r"].dtype)
+    nothing = jnp.broadcast_to(initial_state[:, None], saved).astype(save_as)
+    if 0 in (batch, tokens, heads):
+        return inputs["v"], initial_state, nothing
+    operands, tuning = _with_axes(inputs), _tuning(FORWARD, options, inputs)
+    in_frame = CHUNK // tuning.tokens
+
+    def body(refs: Refs, count: int, first: Any, carry: Arrays) -> Arrays:
+        def one(i: Any, state: Array) -> Array:
+            if options.save:
+                states = refs["states"]
+
+                @pl.when(lax.rem(i, in_frame) == 0)
+                def _():
+                    states[lax.div(i, in_frame)] = state.astype(states.dtype)
+
+            here, valid = _chunk_of(refs, operands, tuning.tokens, i, first, tokens)
+            y, state = chunk(here, state, valid)
+            refs["y"][_rows(i, tuning.tokens)] = y.T.astype(refs["y"].dtype)
+            return state
+
+        return (lax.fori_loop(0, count, one, *carry),)
+
+    results = {"y": ("BTHV", inputs["v"].dtype)}
+    if options.save:
+        results["states"] = ("BNHVK", save_as)
+    named = _walk(
+        *(body, platform, operands, {"state": ("BHVK", initial_state)}, results),
+        rows=ROWS,
+        tuning=tuning,
+        reverse=False,
+    )
+    return named["y"], named["state"], named.get("states", nothing)
+
+
+def backward(
+    chunk: Chunk,
+    gradient: ChunkGradient,
+    options: Options,
+    platform: str,
+    inputs: Mapping[str, Array],
+    states: Array,
+    dy: Array,
+    dfinal_state: Array,
+) -> tuple[Array, ...]:
+    """The cotangents of the inputs in their order, and of the initial state. States inside a frame
+    of CHUNK tokens are computed again from the one before it."""
+    batch, tokens, heads, _ = inputs["r"].shape
+    if 0 in (batch, tokens, heads):
+        return *(jnp.zeros_like(x) for x in inputs.values()), dfinal_state
+    operands, tuning = _with_axes(inputs), _tuning(BACKWARD, options, inputs)
+    in_frame = CHUNK // tuning.tokens
+    shared = [name for name, (axes, _) in operands.items() if "T" not in axes]
+
+    def body(refs: Refs, count: int, first: Any, carry: Arrays) -> Arrays:
+        def replay(i: Any, state: Array) -> Array:
+            here, valid = _chunk_of(refs, operands, tuning.tokens, i, first, tokens)
+            return chunk(here, state, valid)[1]
+
+        def one(n: Any, carry: Arrays) -> Arrays:
+            i = count - 1 - n
+            frame, rows = lax.div(i, in_frame), _rows(i, tuning.tokens)
+            state = refs["states"][frame].astype(jnp.float32)
+            if in_frame > 1:
+                state = lax.fori_loop(frame * in_frame, i, replay, state)
+            here, valid = _chunk_of(refs, operands, tuning.tokens, i, first, tokens)
+            dstate, *sums = carry
+            gradients, dstate = gradient(here, state, refs["dy"][rows], dstate, valid)
+            for name in operands:
+                if name not in shared:
+                    ref = refs[f"d{name}"]
+                    ref[rows] = gradients[name].astype(ref.dtype)
+            return dstate, *(x + gradients[name] for name, x in zip(shared, sums, strict=True))
+
+        return lax.fori_loop(0, count, one, carry)
+
+    carried: Operands = {"dinitial_state": ("BHVK", dfinal_state)}
+    for name in shared:
+        axes, x = operands[name]
+        carried[f"d{name}"] = axes, jnp.zeros_like(x)
+    named = _walk(
+        body,
+        platform,
+        operands | {"states": ("BNHVK", states), "dy": ("BTHV", dy)},
+        carried,
+        {f"d{n}": (axes, x.dtype) for n, (axes, x) in operands.items() if n not in shared},
+        rows=dfinal_state.shape[2],
+        tuning=tuning,
+        reverse=True,
+    )
+    return *(named[f"d{n}"].reshape(x.shape) for n, x in inputs.items()), named["dinitial_state"]
+
+
+def _with_axes(inputs: Mapping[str, Array]) -> Operands:
+    """The inputs with axes. Those of a whole head get one more, since blocks have two."""
+    return {
+        name: ("BTHV" if name == "v" else "BTHK", x) if x.ndim == 4 else ("BH1K", x[:, :, None])
+        for name, x in inputs.items()
+    }
+
+
+def _tuning(tunings: Tunings, options: Options, inputs: Mapping[str, Array]) -> Tuning:
+    exact = product(options, inputs["r"].dtype).dtype == jnp.float32
+    bounded = options.decay in BOUNDED and not exact
+    by_size = tunings.bounded if bounded else tunings.otherwise
+    return by_size[max(inputs["r"].shape[-1], inputs["v"].shape[-1])]
+
+
+def _rows(i: Any, length: int) -> Any:
+    return pl.ds(i * length, length)
+
+
+def _chunk_of(
+    refs: Refs, operands: Operands, length: int, i: Any, first: Any, tokens: int
+) -> tuple[Named, Array | None]:
+    """The inputs of chunk `i`, where `first` is the number of the first one in `refs`, and which of
+    its tokens [L, 1] there are, None if all of all chunks."""
+    rows = _rows(i, length)
+    here = {n: refs[n][rows] if "T" in axes else refs[n][...] for n, (axes, _) in operands.items()}
+    if tokens % CHUNK == 0:
+        return here, None
+    number = (first + i) * length + lax.broadcasted_iota(jnp.int32, (length, 1), 0)
+    return here, number < tokens
+
+
+def _walk(
+    body: Body,
+    platform: str,
+    operands: Operands,
+    carried: Operands,
+    results: dict[str, tuple[str, Any]],
+    *,
+    rows: int,
+    tuning: Tuning,
+    reverse: bool,
+) -> Named:
+    """The results, and what was carried to the end, by name.
+
+    `body(refs, chunks, first, carry)` does so many chunks, the first of which has that number, on
+    references by name. A GPU program does all chunks for so many rows of V; on a TPU one frame
+    after another is copied to the chip, and what is carried lies there in between.
+    """
+    on_tpu = (INTERPRET if platform == "cpu" else platform) == "tpu"
+    in_frame = CHUNK // tuning.tokens
+    given = operands | carried
+    made = results | {name: (axes, x.dtype) for name, (axes, x) in carried.items()}
+    sizes = {a: n for axes, x in given.values() for a, n in zip(axes, x.shape, strict=True)}
+    tokens, frames = sizes["T"], boundaries(sizes["T"])
+    sizes |= {"T": frames * CHUNK, "N": frames}
+    window = 1 if on_tpu else frames
+    block = sizes | {"T": window * CHUNK, "N": window, "B": None, "H": None}
+
+    def number(n: Any) -> Any:
+        """The frame that a TPU does in its step n."""
+        return frames - 1 - n if reverse else n
+
+    parts, heads = 1, sizes["H"]
+    if not on_tpu:
+        block["V"] = min(sizes["V"], rows)
+        parts = sizes["V"] // block["V"]
+
+    def place(i: Any, n: Any = 0) -> dict[str, Any]:
+        head = lax.div(i, parts)
+        here = {"B": lax.div(head, heads), "H": lax.rem(head, heads), "V": lax.rem(i, parts)}
+        return here | {"T": number(n), "N": number(n)} if on_tpu else here
+
+    def order(axes: str) -> str:
+        """On a TPU the two axes of a block have to be the last ones."""
+        return "BH" + axes.replace("B", "").replace("H", "") if on_tpu else axes
+
+    def spec(axes: str) -> pl.BlockSpec:
+        shape = tuple(block[a] for a in order(axes))
+        return pl.BlockSpec(shape, lambda *i: tuple(place(*i).get(a, 0) for a in order(axes)))
+
+    def laid_out(axes: str, x: Array) -> Array:
+        missing = [sizes[a] - n for a, n in zip(axes, x.shape, strict=True)]
+        if any(missing):
+            x = jnp.pad(x, [(0, n) for n in missing])
+        return x.transpose([axes.index(a) for a in order(axes)])
+
+    def taken(axes: str, x: Array) -> Array:
+        x = x.transpose([order(axes).index(a) for a in axes])
+        return x[:, :tokens] if "T" in axes else x
+
+    def kernel(*refs: Any) -> None:
+        starts, ends = refs[len(operands) : len(given)], refs[len(refs) - len(carried) :]
+        inner = (*refs[: len(operands)], *refs[len(given) :])
+        named = dict(zip((*operands, *results), inner, strict=False))
+        first = 0
+        if on_tpu:
+            step = pl.program_id(1)
+            first = number(step) * in_frame
+
+            @pl.when(step == 0)
+            def _():
+                for start, end in zip(starts, ends, strict=True):
+                    end[...] = start[...]
+
+            starts = ends
+        carry = body(named, window * in_frame, first, tuple(start[...] for start in starts))
+        for end, x in zip(ends, carry, strict=True):
+            end[...] = x
+
+    if on_tpu:
+        parameters: Any = pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"))
+    else:
+        parameters = pltriton.CompilerParams(tuning.num_warps, tuning.num_stages)
+    first, *_ = (x for _, x in given.values())
+    out = pl.pallas_call(
+        kernel,
+        [_type(first, [sizes[a] for a in order(axes)], dtype) for axes, dtype in made.values()],
+        grid=(sizes["B"] * heads * parts, *([frames] if on_tpu else [])),
+        in_specs=[spec(axes) for axes, _ in given.values()],
+        out_specs=[spec(axes) for axes, _ in made.values()],
+        compiler_params=parameters,
+        interpret=platform == "cpu",
+        name="_".join(("wkv", *results)),
+    )(*(laid_out(axes, x) for axes, x in given.values()))
+    return {n: taken(axes, x) for (n, (axes, _)), x in zip(made.items(), out, strict=True)}
+
+
+def _type(like: Array, shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
+    """One that varies over the same mesh axes."""
+    return jax.eval_shape(lambda x: jnp.zeros_like(x, shape=shape, dtype=dtype), like)
