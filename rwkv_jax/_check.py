@@ -15,7 +15,7 @@ STATE_DTYPE = "float32"
 
 
 def arrays(
-    op: str, axes: Mapping[str, str], given: Mapping[str, Any], *, states: Iterable[str]
+    op: str, axes: Mapping[str, str], given: Mapping[str, Any], states: Iterable[str]
 ) -> dict[str, jax.Array]:
     """Check `given` against the axis letters in `axes` and return it as JAX arrays.
 
@@ -49,6 +49,8 @@ def _share_dtype(op: str, given: Mapping[str, Any]) -> None:
     for name, x in given.items():
         if x.dtype not in DTYPES:
             raise TypeError(f"{op}: {name} is {x.dtype}; {accepted}")
+    if not given:
+        return
     usual = Counter(str(x.dtype) for x in given.values()).most_common(1)[0][0]
     for name, x in given.items():
         if x.dtype != usual:

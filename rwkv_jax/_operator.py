@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from rwkv_jax import _check, _dispatch, _over_devices
+from rwkv_jax import _check, _dispatch, _over_devices, _slots
 from rwkv_jax._dispatch import Options, Stage
 from rwkv_jax._partition import alike, check_whole, repeated
 
@@ -97,13 +97,45 @@ class Operator:
 
     def sequence(self, given: Mapping[str, Any], **options: Any) -> tuple[Array, Any]:
         """The public function on whole sequences, of its arguments and options by name."""
-        arrays = self.checked(self.name, self.arguments, given, "initial_state")
-        return self.packed(self.over_sequence(self.options(self.forward, **options), arrays))
+        arrays, put_back = self._slotted(self.name, self.arguments, given, "initial_state")
+        results = self.over_sequence(self.options(self.forward, **options), arrays)
+        return self.packed(put_back(results))
 
     def token(self, given: Mapping[str, Any], **options: Any) -> tuple[Array, Any]:
         """The public function on one token."""
-        arrays = self.checked(self.step.op, self.step_arguments, given, "state")
-        return self.packed(self.over_token(self.options(self.step, **options), arrays))
+        arrays, put_back = self._slotted(self.step.op, self.step_arguments, given, "state")
+        results = self.over_token(self.options(self.step, **options), arrays)
+        return self.packed(put_back(results))
+
+    def _slotted(
+        self, name: str, arguments: Mapping[str, str], given: Mapping[str, Any], state: str
+    ) -> tuple[dict[str, Array], Callable[[Sequence[Array]], Sequence[Array]]]:
+        """The checked arrays, with the rows of a pool in place of it where there are slots, and
+        what puts them back."""
+        given = dict(given)
+        if (slots := given.pop("slots")) is None:
+            return self.checked(name, arguments, given, state), lambda results: results
+        if given[state] is None:
+            raise ValueError(f"{name}: {state} is None; accepted with slots is a pool of states")
+        parts = self._parts(f"{name}: {state}", given[state])
+        names = [f"{state}.{part}" for part in self.state] if self.state_type else [state]
+        axes = [x.replace("B", "P") for x in self.state.values()]
+        pool = _check.arrays(
+            name, dict(zip(names, axes, strict=True)), dict(zip(names, parts, strict=True)), names
+        ).values()
+        like = next(n for n in arguments if "B" in arguments[n])
+        slots = _slots.checked(name, slots, np.shape(given[like])[:1], len(next(iter(pool))))
+        rows = [_slots.rows_of(x, slots) for x in pool]
+        given[state] = self.state_type(*rows) if self.state_type else rows[0]
+
+        def put_back(results: Sequence[Array]) -> Sequence[Array]:
+            y, *states = results
+            kept = [
+                _slots.replaced(*x) for x in zip(pool, [slots] * len(states), states, strict=True)
+            ]
+            return _slots.only_active(y, slots, len(kept[0])), *kept
+
+        return self.checked(name, arguments, given, state), put_back
 
     def checked(
         self, name: str, arguments: Mapping[str, str], given: Mapping[str, Any], state: str

@@ -154,6 +154,10 @@ class _Call(NamedTuple):
         bound = inspect.signature(self.function).bind(*args, **named)
         bound.apply_defaults()
         given = bound.arguments
+        if given.pop("slots") is not None:
+            raise ValueError(
+                f"{self.name}: slots over a mesh; accepted is None, and states [B, ...]"
+            )
         options = {name: given.pop(name) for name in ("decay", "precision", "implementation")}
         stage = self.operator.step if self.is_step else self.operator.forward
         state = "state" if self.is_step else "initial_state"

@@ -38,6 +38,7 @@ def wkv4(
     v: Operand,
     initial_state: Wkv4State | None = None,
     *,
+    slots: Operand | None = None,
     decay: Literal["log", "exp"] = "log",
     precision: jax.lax.PrecisionLike = None,
     implementation: str | None = None,
@@ -59,6 +60,11 @@ def wkv4(
       k: key, [B, T, C]. Any B >= 0, T >= 0 and C >= 0, and any finite value.
       v: value, [B, T, C].
       initial_state: as `Wkv4State`; that of no tokens if None.
+      slots: int32 [B], rows of a pool of states [P, ...], which `initial_state` then is. The pool
+        comes back with these rows replaced, in place where it is donated. A row with a slot below 0
+        is not active: its `y` is 0. Slots that the pool does not have or that are there twice raise
+        a ValueError where they are known; otherwise the former are not active, and of the latter
+        the last is kept.
       decay: what `w` is. "log": the log decay itself, <= 0. "exp", the parameter of the official
         models: the log decay is -exp(w).
       precision: as `jax.lax.Precision`; all computation is in float32.
@@ -78,7 +84,7 @@ def wkv4(
       ValueError: an argument has a wrong rank or size, or an option is unknown.
       NotImplementedError: the named implementation cannot run this call; the message says why.
     """
-    given = {"w": w, "u": u, "k": k, "v": v, "initial_state": initial_state}
+    given = {"w": w, "u": u, "k": k, "v": v, "initial_state": initial_state, "slots": slots}
     return OPERATOR.sequence(given, decay=decay, precision=precision, implementation=implementation)
 
 
@@ -89,6 +95,7 @@ def wkv4_step(
     v: Operand,
     state: Wkv4State,
     *,
+    slots: Operand | None = None,
     decay: Literal["log", "exp"] = "log",
     precision: jax.lax.PrecisionLike = None,
     implementation: str | None = None,
@@ -97,6 +104,8 @@ def wkv4_step(
 
     The arguments are those of `wkv4` without the time axis: `k` and `v` are [B, C].
 
+    With `slots` as in `wkv4`, `state` is a pool, which the caller donates.
+
     Returns:
       `y` [B, C] in the dtype of `v`, and the next state. Equal to `wkv4` on one token, derivatives
       included.
@@ -104,5 +113,5 @@ def wkv4_step(
     Raises:
       TypeError, ValueError, NotImplementedError: as `wkv4`.
     """
-    given = {"w": w, "u": u, "k": k, "v": v, "state": state}
+    given = {"w": w, "u": u, "k": k, "v": v, "state": state, "slots": slots}
     return OPERATOR.token(given, decay=decay, precision=precision, implementation=implementation)

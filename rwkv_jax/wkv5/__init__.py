@@ -34,6 +34,7 @@ def wkv5(
     u: Operand,
     initial_state: Operand | None = None,
     *,
+    slots: Operand | None = None,
     decay: Literal["log", "exp"] = "log",
     precision: jax.lax.PrecisionLike = None,
     implementation: str | None = None,
@@ -59,6 +60,11 @@ def wkv5(
       u: the bonus of the present token, [H, K], or [H, 1].
       initial_state: [B, H, V, K], float32; zeros if None. (flash-linear-attention keeps the
         transpose, [B, H, K, V].)
+      slots: int32 [B], rows of a pool of states [P, ...], which `initial_state` then is. The pool
+        comes back with these rows replaced, in place where it is donated. A row with a slot below 0
+        is not active: its `y` is 0. Slots that the pool does not have or that are there twice raise
+        a ValueError where they are known; otherwise the former are not active, and of the latter
+        the last is kept.
       decay: what `w` is. "log": the log decay itself, <= 0, so d = exp(w). "exp", the form of the
         official kernels: d = exp(-exp(w)). Any finite `w` is accepted; a decay that underflows to 0
         clears its channel.
@@ -82,7 +88,7 @@ def wkv5(
       ValueError: an argument has a wrong rank or size, or an option is unknown.
       NotImplementedError: the named implementation cannot run this call; the message says why.
     """
-    given = {"r": r, "w": w, "k": k, "v": v, "u": u, "initial_state": initial_state}
+    given = {"r": r, "w": w, "k": k, "v": v, "u": u, "initial_state": initial_state, "slots": slots}
     return OPERATOR.sequence(given, decay=decay, precision=precision, implementation=implementation)
 
 
@@ -94,6 +100,7 @@ def wkv5_step(
     u: Operand,
     state: Operand,
     *,
+    slots: Operand | None = None,
     decay: Literal["log", "exp"] = "log",
     precision: jax.lax.PrecisionLike = None,
     implementation: str | None = None,
@@ -103,6 +110,8 @@ def wkv5_step(
     The arguments are those of `wkv5` without the time axis: `r`, `k` are [B, H, K], `v` is
     [B, H, V], `w` and `u` are [H, K] or [H, 1], and `state` [B, H, V, K] is float32.
 
+    With `slots` as in `wkv5`, `state` is a pool, which the caller donates.
+
     Returns:
       `y` [B, H, V] in the dtype of `v`, and the next state. Equal to `wkv5` on one token,
       derivatives included.
@@ -110,5 +119,5 @@ def wkv5_step(
     Raises:
       TypeError, ValueError, NotImplementedError: as `wkv5`.
     """
-    given = {"r": r, "w": w, "k": k, "v": v, "u": u, "state": state}
+    given = {"r": r, "w": w, "k": k, "v": v, "u": u, "state": state, "slots": slots}
     return OPERATOR.token(given, decay=decay, precision=precision, implementation=implementation)

@@ -33,6 +33,7 @@ def wkv6(
     u: Operand,
     initial_state: Operand | None = None,
     *,
+    slots: Operand | None = None,
     decay: Literal["log", "exp"] = "log",
     precision: jax.lax.PrecisionLike = None,
     implementation: str | None = None,
@@ -57,6 +58,11 @@ def wkv6(
       u: the bonus of the present token, [H, K].
       initial_state: [B, H, V, K], float32; zeros if None. (flash-linear-attention keeps the
         transpose, [B, H, K, V].)
+      slots: int32 [B], rows of a pool of states [P, ...], which `initial_state` then is. The pool
+        comes back with these rows replaced, in place where it is donated. A row with a slot below 0
+        is not active: its `y` is 0. Slots that the pool does not have or that are there twice raise
+        a ValueError where they are known; otherwise the former are not active, and of the latter
+        the last is kept.
       decay: what `w` is. "log": the log decay itself, <= 0, so d = exp(w). "exp", the form of the
         official kernels: d = exp(-exp(w)). Any finite `w` is accepted; a decay that underflows to 0
         clears its channel.
@@ -80,7 +86,7 @@ def wkv6(
       ValueError: an argument has a wrong rank or size, or an option is unknown.
       NotImplementedError: the named implementation cannot run this call; the message says why.
     """
-    given = {"r": r, "w": w, "k": k, "v": v, "u": u, "initial_state": initial_state}
+    given = {"r": r, "w": w, "k": k, "v": v, "u": u, "initial_state": initial_state, "slots": slots}
     return OPERATOR.sequence(given, decay=decay, precision=precision, implementation=implementation)
 
 
@@ -92,6 +98,7 @@ def wkv6_step(
     u: Operand,
     state: Operand,
     *,
+    slots: Operand | None = None,
     decay: Literal["log", "exp"] = "log",
     precision: jax.lax.PrecisionLike = None,
     implementation: str | None = None,
@@ -101,6 +108,8 @@ def wkv6_step(
     The arguments are those of `wkv6` without the time axis: `r`, `w`, `k` are [B, H, K], `v` is
     [B, H, V], `u` [H, K] and `state` [B, H, V, K] is float32.
 
+    With `slots` as in `wkv6`, `state` is a pool, which the caller donates.
+
     Returns:
       `y` [B, H, V] in the dtype of `v`, and the next state. Equal to `wkv6` on one token,
       derivatives included.
@@ -108,5 +117,5 @@ def wkv6_step(
     Raises:
       TypeError, ValueError, NotImplementedError: as `wkv6`.
     """
-    given = {"r": r, "w": w, "k": k, "v": v, "u": u, "state": state}
+    given = {"r": r, "w": w, "k": k, "v": v, "u": u, "state": state, "slots": slots}
     return OPERATOR.token(given, decay=decay, precision=precision, implementation=implementation)

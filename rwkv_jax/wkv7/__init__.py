@@ -33,6 +33,7 @@ def wkv7(
     b: Operand,
     initial_state: Operand | None = None,
     *,
+    slots: Operand | None = None,
     decay: Decay = "log",
     precision: jax.lax.PrecisionLike = None,
     implementation: str | None = None,
@@ -58,6 +59,11 @@ def wkv7(
       b: where what was read is written back, [B, T, H, K].
       initial_state: [B, H, V, K], float32; zeros if None. (flash-linear-attention keeps the
         transpose, [B, H, K, V].)
+      slots: int32 [B], rows of a pool of states [P, ...], which `initial_state` then is. The pool
+        comes back with these rows replaced, in place where it is donated. A row with a slot below 0
+        is not active: its `y` is 0. Slots that the pool does not have or that are there twice raise
+        a ValueError where they are known; otherwise the former are not active, and of the latter
+        the last is kept.
       decay: what `w` is. "log": the log decay itself, <= 0, so d = exp(w). "exp": d = exp(-exp(w)).
         "sigmoid", the form of RWKV-7: d = exp(-exp(-1/2) sigmoid(w)). Any finite `w` is accepted; a
         decay that underflows to 0 clears its channel.
@@ -81,7 +87,16 @@ def wkv7(
       NotImplementedError: the named implementation cannot run this call; the message says why. If
         only the platform is at fault, this is raised when the program is lowered.
     """
-    given = {"r": r, "w": w, "k": k, "v": v, "a": a, "b": b, "initial_state": initial_state}
+    given = {
+        "r": r,
+        "w": w,
+        "k": k,
+        "v": v,
+        "a": a,
+        "b": b,
+        "initial_state": initial_state,
+        "slots": slots,
+    }
     return OPERATOR.sequence(given, decay=decay, precision=precision, implementation=implementation)
 
 
@@ -94,6 +109,7 @@ def wkv7_step(
     b: Operand,
     state: Operand,
     *,
+    slots: Operand | None = None,
     decay: Decay = "log",
     precision: jax.lax.PrecisionLike = None,
     implementation: str | None = None,
@@ -104,6 +120,8 @@ def wkv7_step(
     `v` is [B, H, V] and `state` [B, H, V, K] is float32. Where the caller donates `state`, the
     native kernels update it in place.
 
+    With `slots` as in `wkv7`, `state` is a pool, which the caller donates.
+
     Returns:
       `y` [B, H, V] in the dtype of `v`, and the next state. Equal to `wkv7` on one token,
       derivatives included.
@@ -111,5 +129,5 @@ def wkv7_step(
     Raises:
       TypeError, ValueError, NotImplementedError: as `wkv7`.
     """
-    given = {"r": r, "w": w, "k": k, "v": v, "a": a, "b": b, "state": state}
+    given = {"r": r, "w": w, "k": k, "v": v, "a": a, "b": b, "state": state, "slots": slots}
     return OPERATOR.token(given, decay=decay, precision=precision, implementation=implementation)
