@@ -1,8 +1,12 @@
-"""`scripts/train.py`: it learns, and an interrupted run resumes as if it had not been."""
+"""The training scripts. `train.py` learns, and an interrupted run resumes as if it had not been;
+`long_context.py` learns from documents in pieces as from whole ones."""
 
+import contextlib
+import functools
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -27,15 +31,21 @@ STEPS, INTERRUPTED_AT = 8, 5
 needs_devices = pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
 
 
-@pytest.fixture
-def train() -> Iterator[ModuleType]:
-    spec = importlib.util.spec_from_file_location("train", SCRIPTS / "train.py")
+@contextlib.contextmanager
+def script(name: str) -> Iterator[ModuleType]:
+    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     # The strictness that tests ask of the package is not asked of optax and flax.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield module
+
+
+@pytest.fixture
+def train() -> Iterator[ModuleType]:
+    with script("train") as module:
         yield module
 
 
@@ -213,3 +223,45 @@ def test_ngrams_know_what_they_counted(train: ModuleType) -> None:
     losses = train.ngram_losses(text, text[None, :101])
     assert losses["unigram"] == pytest.approx(np.log(2), abs=0.05)
     assert losses["bigram"] == pytest.approx(0, abs=0.01)
+
+
+@pytest.fixture
+def long_context() -> Iterator[ModuleType]:
+    with script("long_context") as module:
+        yield module
+
+
+def test_documents_in_pieces(
+    long_context: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Gradients of the whole, in the memory of a piece; and it learns, with and without them."""
+    (tmp_path / "text").write_bytes(TEXT)
+    options = [f"--data={tmp_path / 'text'}", "--piece=16", "--steps=4"]
+    for more in ([], ["--detach"]):
+        assert long_context.main([*options, *more]) == 0
+        output = capsys.readouterr().out
+        one, several, whole = map(float, re.findall(r"([\d.]+) MB", output))
+        assert one < several < whole / 4
+        (difference,) = re.findall(r"differ from those of the whole by (\S+)", output)
+        assert float(difference) < 1e-5
+        first, last = map(float, re.findall(r"loss (\S+) to (\S+) nats", output)[0])
+        assert last < first - 0.5
+
+
+def test_detached_pieces_do_not_learn_from_later_ones(long_context: ModuleType) -> None:
+    """With parameters of which states matter: the official ones begin with an output of zeros."""
+    shapes = rwkv7.init(jax.random.key(0), rwkv7.Config(1, 16, 16, vocabulary=8))
+    leaves, tree = jax.tree.flatten(shapes)
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    params = jax.tree.unflatten(
+        tree, [jax.random.normal(k, x.shape) / 2 for k, x in zip(keys, leaves, strict=True)]
+    )
+    tokens = jax.random.randint(jax.random.key(2), (1, 17), 0, 8)
+
+    def gradients(detach: bool) -> rwkv7.Params:
+        loss = functools.partial(long_context.loss_of, pieces=2, detach=detach)
+        return jax.grad(loss)(params, tokens)
+
+    whole, apart = gradients(False), gradients(True)
+    difference = jax.tree.map(np.subtract, whole, apart)
+    assert long_context.norm(difference) > 1e-2 * long_context.norm(whole)
