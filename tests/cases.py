@@ -109,7 +109,7 @@ def for_wkv6(case: Case) -> Case:
 
 
 WKV6 = tuple(dict.fromkeys(map(for_wkv6, WKV7)))
-WKV5 = tuple(case for case in WKV6 if case.regime == "model" or case.dtype == "float32")
+WKV5 = tuple(case for case in WKV6 if case.regime in ("model", "mixed"))
 """Fewer, since its arithmetic is that of WKV6."""
 
 WKV4 = (

@@ -50,7 +50,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         params = getattr(getattr(item, "callspec", None), "params", {})
         short = "case" in params and params["case"].T <= 17
-        if params.get("implementation") == "xla" and not short:
+        implementation = getattr(params.get("run"), "implementation", params.get("implementation"))
+        if implementation == "xla" and not short:
             item.add_marker(pytest.mark.slow)
 
 

@@ -173,7 +173,14 @@ def everything() -> list[tuple[str, Case, str]]:
         for name, operator in OPERATORS.items()
         for case in operator.cases
         for implementation in available(name, case)
+        if not (implementation == "xla" and name in ("wkv4", "wkv5") and _is_long(case))
     ]
+
+
+def _is_long(case: Case) -> bool:
+    """Compiles for long, and is not of float32, in which the chunked form of WKV4 and WKV5 computes
+    whatever the dtype; that of WKV5 is also that of WKV6."""
+    return case.dtype != "float32" and case.T > 17
 
 
 @functools.partial(jax.jit, static_argnames=("name", "options"))

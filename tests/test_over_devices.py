@@ -113,6 +113,7 @@ def test_shard(run: Run, mesh: str, axis_type: AxisType, check_vma: bool, cpus: 
         assert hlo.collectives(compiled.as_text()) == ({"all-reduce"} if shared else set())
 
 
+@pytest.mark.slow
 @each_run
 def test_parts_on_each_device(run: Run, cpus: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut further on each device, as few heads on a large GPU are."""
@@ -209,6 +210,7 @@ def test_nothing(run: Run, case: Case, cpus: list[Any]) -> None:
     _assert_right(found, expected)
 
 
+@pytest.mark.slow
 @each_native_run
 def test_sixteen_bits(run: Run, cpus: list[Any]) -> None:
     case = Case(1, 64, 2, 16, dtype="bfloat16")
@@ -220,6 +222,7 @@ def test_sixteen_bits(run: Run, cpus: list[Any]) -> None:
     tolerance.assert_close({n: np.asarray(x) for n, x in found.items()}, expected, limits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("regime", ["near 0", "mixed", "extreme"])
 @pytest.mark.parametrize("op", SEQUENCES)
 def test_any_decay(op: str, regime: str, cpus: list[Any]) -> None:

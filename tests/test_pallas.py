@@ -76,6 +76,7 @@ def test_both_forms_of_kernels(interpreted: str, op: str, case: Case) -> None:
     _check(op, case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interpreted", ["cuda"], indirect=True)
 @pytest.mark.parametrize(("op", "case"), ON_CUDA, ids=str)
 def test_against_the_oracle(interpreted: str, op: str, case: Case) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 
 import tolerance
 
+TESTS = Path(__file__).parent
 TRAIN = Path(__file__).parents[1] / "scripts" / "train.py"
 MODEL = ("--layers=2", "--width=32", "--head-size=16", "--batch=2", "--context=32")
 MESHES = ("data=2,seq=2", "seq=2,model=2", "data=2,model=2")
@@ -82,6 +83,8 @@ def test_steps_of_two_processes_are_those_of_one(tmp_path: Path) -> None:
         command = [sys.executable, __file__, str(out), "ffi" if native else "reference", *processes]
         with open(out / "output", "w") as output:
             env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+            # What pytest adds to the path of its own process.
+            env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(TESTS), env.get("PYTHONPATH"))))
             runs.append(subprocess.Popen(command, stdout=output, stderr=output, env=env))
     try:
         codes = [run.wait(TIMEOUT) for run in runs]

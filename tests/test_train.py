@@ -108,6 +108,7 @@ def test_interrupted_run_resumes_exactly(
         train.main([*options, f"--out={parts}", "--resume", "--batch=4"])
 
 
+@pytest.mark.slow
 @needs_devices
 def test_run_resumes_on_another_mesh(
     train: ModuleType, options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -231,6 +232,7 @@ def long_context() -> Iterator[ModuleType]:
         yield module
 
 
+@pytest.mark.slow
 def test_documents_in_pieces(
     long_context: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
