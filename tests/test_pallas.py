@@ -90,6 +90,7 @@ def test_nothing_to_do(interpreted: str, op: str, case: Case) -> None:
     _check(op, case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interpreted", ["cuda"], indirect=True)
 def test_vmap_of_gradients(interpreted: str) -> None:
     case = Case(1, 17, 1, 16)
@@ -107,6 +108,7 @@ def test_vmap_of_gradients(interpreted: str) -> None:
     tolerance.assert_close(gradients("pallas"), gradients("reference"), tolerance.EXACT_FLOAT32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interpreted", ["cuda"], indirect=True)
 def test_shard_map(interpreted: str, cpus: list) -> None:
     """With an operand, `u`, that all devices have. The interpreter cannot run with `check_vma`."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 import numpy as np
+import pytest
 
 import tolerance
 
@@ -68,6 +69,7 @@ def main(out: str, implementation: str, *processes: str) -> None:
         np.savez(Path(out) / mesh, allow_pickle=False, **results)
 
 
+@pytest.mark.slow
 def test_steps_of_two_processes_are_those_of_one(tmp_path: Path) -> None:
     import rwkv_jax
 

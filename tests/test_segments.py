@@ -23,6 +23,7 @@ def _part(run: Run, inputs: dict, i: int, j: int) -> dict:
     return {n: x if n in run.operator.shared else x[:, i:j] for n, x in inputs.items()}
 
 
+@pytest.mark.slow
 @each_run
 @pytest.mark.parametrize("regime", ["model", "mixed"])
 def test_states_between_parts(run: Run, regime: str) -> None:

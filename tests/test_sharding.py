@@ -15,7 +15,9 @@ from cases import Case
 from operators import OPERATORS, STEPS, Run, available, runs
 
 CASE, STEP_CASE = Case(4, 16, 4, 16), Case(4, 1, 4, 16)
-RUNS = runs(CASE, platform="cpu")
+RUNS = [x for x in runs(CASE, platform="cpu") if x.values[0].implementation != "xla"]
+XLA = Run("wkv7", "xla")
+"""It differs only in what each device runs, and compiles slowly."""
 
 each_run = pytest.mark.parametrize("run", RUNS)
 each_mesh = pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
@@ -101,9 +103,18 @@ def _summed(run: Run, place: tuple) -> set[str]:
     return {"all-reduce"} if batch and run.operator.shared else set()
 
 
-@each_run
+@pytest.mark.parametrize(
+    ("run", "place"),
+    [
+        *(
+            pytest.param(*run.values, place, id=f"{run.id}-{name}")
+            for run in RUNS
+            for name, place in PLACES.items()
+        ),
+        pytest.param(XLA, PLACES["batch and heads"], marks=pytest.mark.slow),
+    ],
+)
 @each_mesh
-@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES.keys())
 def test_batch_and_heads_need_no_collective(
     run: Run, axis_type: AxisType, place: tuple, cpus: list[Any]
 ) -> None:
