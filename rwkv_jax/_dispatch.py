@@ -85,14 +85,18 @@ class Stage:
     results: Mapping[str, str]
     implementations: Mapping[str, Any]
     otherwise: tuple[str, Callable[..., Any]] | None = None
-    """For an implementation without this stage: one that it has, and how that does it."""
+    """For an implementation without this stage, or one that returns NotImplemented for a call: a
+    stage that it has, and how that does it."""
 
-    def of(self, implementation: str) -> Callable[..., Any]:
+    def run(self, implementation: str, *call: Any) -> tuple[Array, ...]:
         module = self.implementations[implementation]
-        if self.otherwise is None or hasattr(module, self.name):
-            return getattr(module, self.name)
-        other, how = self.otherwise
-        return functools.partial(how, getattr(module, other))
+        if self.otherwise is None:
+            return getattr(module, self.name)(*call)
+        results = getattr(module, self.name, lambda *_: NotImplemented)(*call)
+        if results is NotImplemented:
+            other, how = self.otherwise
+            results = how(getattr(module, other), *call)
+        return results
 
     def why_not(
         self, implementation: str, platform: str, options: Options, operands: Sequence[Any]
@@ -175,7 +179,7 @@ def _branch(
         reason = _cannot_run(stage, options, {platform: choice})
         operands = _refused.bind(first, reason=reason), *rest
         choice = "xla"
-    return stage.of(choice)(options, platform, *operands)
+    return stage.run(choice, options, platform, *operands)
 
 
 _refused = Primitive("rwkv_jax_refused")

@@ -18,6 +18,9 @@ _CALLS = {x.name: (x, x.arguments, (x.forward, x.backward)) for x in _OPERATORS}
     x.step.op: (x, x.step_arguments, (x.step,)) for x in _OPERATORS
 }
 
+_TRITON = "__gpu$xla.gpu.triton"
+"""The target in which JAX puts a Pallas kernel for a GPU."""
+
 
 def implementations(
     op: str,
@@ -83,9 +86,7 @@ def build_info() -> dict[str, Any]:
 
 def export_checks() -> Sequence[export.DisabledSafetyCheck]:
     """What `jax.export.export(..., disabled_checks=...)` needs to serialise a program that calls
-    the native kernels. The process that loads the program must have imported `rwkv_jax`."""
-    return [
-        export.DisabledSafetyCheck.custom_call(target)
-        for operator in _OPERATORS
-        for target in operator.implementations["ffi"].TARGETS
-    ]
+    the native kernels, or those of Pallas on a GPU. The process that loads the program must have
+    imported `rwkv_jax`."""
+    targets = [t for op in _OPERATORS for t in op.implementations["ffi"].TARGETS]
+    return [export.DisabledSafetyCheck.custom_call(t) for t in (*targets, _TRITON)]

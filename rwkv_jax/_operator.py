@@ -130,10 +130,9 @@ class Operator:
 
         def put_back(results: Sequence[Array]) -> Sequence[Array]:
             y, *states = results
-            kept = [
-                _slots.replaced(*x) for x in zip(pool, [slots] * len(states), states, strict=True)
-            ]
-            return _slots.only_active(y, slots, len(kept[0])), *kept
+            kept = _slots.last_of_each(slots)
+            after = [_slots.replaced(x, kept, rows) for x, rows in zip(pool, states, strict=True)]
+            return _slots.only_active(y, slots, len(after[0])), *after
 
         return self.checked(name, arguments, given, state), put_back
 
@@ -189,7 +188,9 @@ class Operator:
         }
         states = dict(zip(self._states("initial_{}"), self.state, strict=True))
         start = {
-            name: jnp.full([sizes[x] for x in self.state[part]], self.empty.get(part, 0.0))
+            name: jnp.full(
+                [sizes[x] for x in self.state[part]], self.empty.get(part, 0.0), jnp.float32
+            )
             for name, part in states.items()
             if name not in arrays
         }

@@ -576,7 +576,7 @@ def _walk(
     else:
         parameters = pltriton.CompilerParams(tuning.num_warps, tuning.num_stages)
     first, *_ = (x for _, x in given.values())
-    out = pl.pallas_call(
+    call = pl.pallas_call(
         kernel,
         [_type(first, [sizes[a] for a in order(axes)], dtype) for axes, dtype in made.values()],
         grid=(sizes["B"] * heads * parts, *([frames] if on_tpu else [])),
@@ -585,7 +585,9 @@ def _walk(
         compiler_params=parameters,
         interpret=platform == "cpu",
         name="_".join(("wkv", *results)),
-    )(*(laid_out(axes, x) for axes, x in given.values()))
+    )
+    with jax.enable_x64(False):  # for the type of indices
+        out = call(*(laid_out(axes, x) for axes, x in given.values()))
     return {n: taken(axes, x) for (n, (axes, _)), x in zip(made.items(), out, strict=True)}
 
 

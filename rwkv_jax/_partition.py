@@ -64,7 +64,7 @@ def repeated(x: Array, axes: str, like: Array, like_axes: str) -> Array:
     """`x`, which has no axis B, for each batch row of `like`, and with the rows where those are."""
     sharding = None
     if mesh := _explicit_mesh([like]):
-        sharding = NamedSharding(mesh, _spec(_shards(_specs([like]), [like_axes]), f"B{axes}"))
+        sharding = NamedSharding(mesh, spec_of(_shards(_specs([like]), [like_axes]), f"B{axes}"))
     return lax.broadcast(x, (like.shape[like_axes.index("B")],), out_sharding=sharding)
 
 
@@ -90,6 +90,11 @@ def partitioned(
     return call
 
 
+def axis_names(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Of the mesh axes that shard one axis of an array."""
+    return (axes,) if isinstance(axes, str) else tuple(axes or ())
+
+
 def _explicit_mesh(operands: Iterable[Array]) -> Any:
     meshes = (jax.typeof(x).sharding.mesh for x in operands)
     return next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), None)
@@ -103,12 +108,13 @@ def _reshard(
     mesh: Any, shards: dict[str, Any], operand_axes: Iterable[str], operands: Iterable[Array]
 ) -> tuple[Array, ...]:
     return tuple(
-        jax.sharding.reshard(x, NamedSharding(mesh, _spec(shards, axes)))
+        jax.sharding.reshard(x, NamedSharding(mesh, spec_of(shards, axes)))
         for x, axes in zip(operands, operand_axes, strict=True)
     )
 
 
-def _spec(shards: dict[str, Any], axes: str) -> P:
+def spec_of(shards: Mapping[str, Any], axes: str) -> P:
+    """That of an array with these axes, from the mesh axes of each letter."""
     return P(*(shards.get(letter) for letter in axes))
 
 
@@ -118,7 +124,7 @@ def _shards(specs: Iterable[P], operand_axes: Sequence[str]) -> dict[str, Any]:
     taken: set[str] = set()
     for spec, axes in zip(specs, operand_axes, strict=True):
         for letter, mesh_axes in zip(axes, spec, strict=False):
-            names = {mesh_axes} if isinstance(mesh_axes, str) else set(mesh_axes or ())
+            names = set(axis_names(mesh_axes))
             if letter in SHARDABLE and letter not in shards and names and not names & taken:
                 shards[letter] = mesh_axes
                 taken |= names
@@ -135,8 +141,8 @@ def _explicit(fn: Fn, mesh: Any, operand_axes: Sequence[str], result_axes: Seque
         return jax.shard_map(
             fn,
             mesh=mesh,
-            in_specs=tuple(_spec(shards, axes) for axes in operand_axes),
-            out_specs=tuple(_spec(shards, axes) for axes in result_axes),
+            in_specs=tuple(spec_of(shards, axes) for axes in operand_axes),
+            out_specs=tuple(spec_of(shards, axes) for axes in result_axes),
             axis_names=names,
         )(*_reshard(mesh, shards, operand_axes, operands))
 
@@ -153,7 +159,9 @@ def _auto(op: str, fn: Fn, names: Mapping[str, str], result_axes: Sequence[str])
         specs = [x.sharding.spec for x in operands]
         _check_whole(op, names, specs)
         shards = _shards(specs, operand_axes)
-        place = [NamedSharding(mesh, _spec(shards, axes)) for axes in (*operand_axes, *result_axes)]
+        place = [
+            NamedSharding(mesh, spec_of(shards, axes)) for axes in (*operand_axes, *result_axes)
+        ]
         return mesh, fn, tuple(place[len(operand_axes) :]), tuple(place[: len(operand_axes)])
 
     call.def_partition(

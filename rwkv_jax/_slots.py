@@ -51,9 +51,12 @@ def only_active(y: Array, slots: Array, size: int) -> Array:
     return jnp.where(active.reshape(-1, *[1] * (y.ndim - 1)), y, jnp.zeros_like(y))
 
 
-def replaced(pool: Array, slots: Array, rows: Array) -> Array:
-    """The pool with these rows, in place where the pool is donated."""
+def last_of_each(slots: Array) -> Array:
+    """-1 in place of each slot that a later row has too."""
     same = slots[:, None] == slots[None, :]
-    later = jnp.triu(same, 1).any(axis=1)
-    slots = jnp.where(later, -1, slots)
+    return jnp.where(jnp.triu(same, 1).any(axis=1), -1, slots)
+
+
+def replaced(pool: Array, slots: Array, rows: Array) -> Array:
+    """The pool with these rows, of different slots, in place where it is donated."""
     return pool.at[slots].set(rows, mode="drop", wrap_negative_indices=False)

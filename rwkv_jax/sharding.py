@@ -10,15 +10,16 @@ own.
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import jax
 from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from rwkv_jax import _check
 from rwkv_jax._operator import Operator
+from rwkv_jax._partition import axis_names, spec_of
 from rwkv_jax.wkv4 import OPERATOR as WKV4
 from rwkv_jax.wkv4 import wkv4, wkv4_step
 from rwkv_jax.wkv5 import OPERATOR as WKV5
@@ -85,7 +86,7 @@ def shard(
     def sharded(*args: Any, **named: Any) -> tuple[Any, Any]:
         arrays, options = call.bind(*args, **named)
         _check_sizes(call, mesh, letters, arrays)
-        specs = {name: _spec(letters, call.arguments[name]) for name in arrays}
+        specs = {name: spec_of(letters, call.arguments[name]) for name in arrays}
         if AxisType.Explicit in mesh.axis_types:
             arrays = {
                 name: jax.sharding.reshard(x, NamedSharding(mesh, specs[name]))
@@ -100,7 +101,7 @@ def shard(
             mesh=mesh,
             in_specs=(specs,),
             out_specs=call.operator.packed(
-                [_spec(letters, axes) for axes in results.results.values()]
+                [spec_of(letters, axes) for axes in results.results.values()]
             ),
             check_vma=check_vma,
         )(arrays)
@@ -181,7 +182,7 @@ def _call_of(function: Any) -> _Call:
 def _check_places(op: str, mesh: Any, places: Mapping[str, Axes]) -> None:
     taken: dict[str, str] = {}
     for place, axes in places.items():
-        for axis in _names(axes):
+        for axis in axis_names(axes):
             _check.choice(op, place, axis, mesh.axis_names)
             if axis in taken:
                 raise ValueError(
@@ -194,19 +195,9 @@ def _check_places(op: str, mesh: Any, places: Mapping[str, Axes]) -> None:
 def _check_sizes(call: _Call, mesh: Any, letters: Mapping[str, Axes], arrays: Mapping) -> None:
     for name, x in arrays.items():
         for letter, size in zip(call.arguments[name], x.shape, strict=True):
-            devices = 1
-            for axis in _names(letters.get(letter)):
-                devices *= mesh.shape[axis]
+            devices = math.prod(mesh.shape[axis] for axis in axis_names(letters.get(letter)))
             if size % devices:
                 raise ValueError(
                     f"{call.name}: {name} has shape {x.shape}, so {letter} = {size}; accepted is a "
                     f"multiple of {devices}, the devices along {letters[letter]!r}"
                 )
-
-
-def _names(axes: Axes) -> tuple[str, ...]:
-    return (axes,) if isinstance(axes, str) else tuple(axes or ())
-
-
-def _spec(letters: Mapping[str, Axes], axes: str) -> P:
-    return P(*(letters.get(letter) for letter in axes))

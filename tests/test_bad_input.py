@@ -89,13 +89,18 @@ def test_dtypes_that_are_not_accepted(op: str, dtype: str) -> None:
         _refuses(op, TypeError, f"{names[0]} is {dtype}; accepted are float32", **changed)
 
 
-def test_float64_under_x64() -> None:
-    arrays = _arguments("wkv7")
+@each_operator
+def test_float64_under_x64(op: str) -> None:
+    """Refused, and never made of what is not given."""
+    arrays, states = _arguments(op), OPERATORS[op].states
     with jax.enable_x64(True):
-        wide = {name: jnp.asarray(arrays[name], "float64") for name in ("r", "w", "k", "v", "a")}
-        _refuses("wkv7", TypeError, "r is float64; accepted are float32", **wide)
-        result = rwkv_jax.wkv7(**arrays)
-        assert [x.dtype for x in result] == ["float32", "float32"]
+        wide = {name: jnp.asarray(arrays[name], "float64") for name in OPERATORS[op].inputs}
+        _refuses(op, TypeError, f"{next(iter(wide))} is float64; accepted are float32", **wide)
+        step = op.endswith("_step")
+        given = {name: x for name, x in arrays.items() if step or name not in states}
+        for implementation in (None, "xla", "reference"):
+            result = OPERATORS[op].function(**given, implementation=implementation)
+            assert {x.dtype.name for x in jax.tree.leaves(result)} == {"float32"}
 
 
 @pytest.mark.parametrize(("op", "name"), [(op, n) for op, x in OPERATORS.items() for n in x.states])

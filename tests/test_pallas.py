@@ -1,6 +1,7 @@
 """The Pallas kernels without the devices that they are for: run by an interpreter, and lowered."""
 
 import dataclasses
+import functools
 import importlib
 import sys
 
@@ -160,6 +161,24 @@ def test_lowering(platform: str, op: str, dtype: str, size: int) -> None:
     for tokens, decay in ((128, OPERATORS[op].decays[-1]), (100, "log")):
         text = _lowered(op, platform, Case(2, tokens, 2, size, dtype=dtype, decay=decay))
         assert text.count(KERNEL[platform]) == 2
+
+
+@each_platform
+@each_op
+def test_lowering_where_numbers_have_64_bits(platform: str, op: str) -> None:
+    with jax.enable_x64(True):
+        text = _lowered(op, platform, Case(1, 100, 2, 64))
+    assert text.count(KERNEL[platform]) == 2
+
+
+@each_op
+def test_export(op: str) -> None:
+    inputs, _ = OPERATORS[op].make(Case(1, 16, 1, 32))
+    call = functools.partial(getattr(rwkv_jax, op), decay="log", implementation="pallas")
+    exported = jax.export.export(
+        jax.jit(call), platforms=["cuda"], disabled_checks=rwkv_jax.export_checks()
+    )(*inputs.values())
+    assert KERNEL["cuda"] in jax.export.deserialize(exported.serialize()).mlir_module()
 
 
 @each_op

@@ -243,7 +243,7 @@ def test_documents_in_pieces(
         assert long_context.main([*options, *more]) == 0
         output = capsys.readouterr().out
         one, several, whole = map(float, re.findall(r"([\d.]+) MB", output))
-        assert one < several < whole / 4
+        assert 0 < several - one < (whole - one) / 4  # a GPU's libraries take memory of their own
         (difference,) = re.findall(r"differ from those of the whole by (\S+)", output)
         assert float(difference) < 1e-5
         first, last = map(float, re.findall(r"loss (\S+) to (\S+) nats", output)[0])

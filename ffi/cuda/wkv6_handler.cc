@@ -93,10 +93,6 @@ ffi::Error ChunkBackward(cudaStream_t stream, ffi::RemainingArgs args, ffi::Rema
   return Launched(op, Wkv6ChunkBackward(stream, call, scratch));
 }
 
-const void* ReadDecays(Operands& operands, bool constant_decay) {
-  return constant_decay ? operands.FloatArg("w", "BHK") : operands.Arg("w", "BTHK");
-}
-
 template <bool kConstantDecay>
 ffi::Error Summary(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
                    int64_t decay) {
@@ -104,7 +100,7 @@ ffi::Error Summary(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingR
   Operands operands(op, args, rets);
   Wkv6SummaryCall call = {};
   call.constant_decay = kConstantDecay;
-  call.w = ReadDecays(operands, kConstantDecay);
+  call.w = internal::ReadDecays(operands, "BTHK", kConstantDecay);
   call.k = operands.Arg("k", "BTHK");
   call.v = operands.Arg("v", "BTHV");
   call.factor = operands.FloatRet("factor", "BHK");
@@ -123,7 +119,7 @@ ffi::Error ReverseSummary(cudaStream_t stream, ffi::RemainingArgs args, ffi::Rem
   Wkv6BackwardCall call = {};
   call.constant_decay = kConstantDecay;
   call.r = operands.Arg("r", "BTHK");
-  call.w = ReadDecays(operands, kConstantDecay);
+  call.w = internal::ReadDecays(operands, "BTHK", kConstantDecay);
   call.dy = operands.Arg("dy", "BTHV");
   call.dfinal_state = operands.FloatArg("dfinal_state", "BHVK");
   call.dinitial_state = operands.FloatRet("dinitial_state", "BHVK");

@@ -394,10 +394,6 @@ cudaError_t ForKinds(const Wkv6Call& call, Fn&& fn) {
   });
 }
 
-}  // namespace
-
-namespace {
-
 int64_t Heads(const Wkv6Call& call) { return call.dims.batch * call.dims.heads; }
 
 template <typename T>

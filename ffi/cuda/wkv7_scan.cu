@@ -577,10 +577,6 @@ cudaError_t Run(cudaStream_t stream, const Scan<T>& scan, int64_t heads) {
   }
 }
 
-}  // namespace
-
-namespace {
-
 template <typename T>
 Scan<T> ForwardScan(const Wkv7Call& call) {
   const auto in = [](const void* x) { return static_cast<const T*>(x); };

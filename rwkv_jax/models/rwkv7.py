@@ -26,6 +26,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Float32, Int, Key
 
 from rwkv_jax import _check
+from rwkv_jax._partition import axis_names
 from rwkv_jax._typing import State as WkvState
 from rwkv_jax.wkv7 import wkv7, wkv7_step
 
@@ -306,7 +307,7 @@ def shardings(
     along = {"data": data, "model": model}
     devices = {}
     for place, axes in along.items():
-        names = (axes,) if isinstance(axes, str) else axes or ()
+        names = axis_names(axes)
         for name in names:
             _check.choice("shardings", place, name, mesh.axis_names)
         devices[place] = math.prod(mesh.shape[name] for name in names)

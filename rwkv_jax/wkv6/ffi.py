@@ -1,8 +1,8 @@
 """WKV6 on the native kernels: their targets, attributes and limits. Those of WKV5 differ in name
 and in that all tokens have the same w."""
 
-import functools
 from collections.abc import Mapping
+from types import NotImplementedType
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,12 +12,12 @@ from rwkv_jax import _chunked, _ffi
 from rwkv_jax._chunked import CHUNK, states_dtype
 from rwkv_jax._dispatch import Options
 from rwkv_jax._typing import Keys, State, States, TokenKeys, TokenValues, Values
-from rwkv_jax.wkv6 import segments
+from rwkv_jax.wkv6.segments import Map
 from rwkv_jax.wkv7.ffi import (
     DECAY_CODES,
-    gradient_segments,
     kernels,
     on_matrix_units,
+    segments,
     why_not,
 )
 
@@ -138,7 +138,7 @@ def backward(
         floats = max(frames * size * size // 2 + _scratch(size, count), _replay(size))
         scratch = [((batch, heads, floats), jnp.float32)]
     elif platform == "cuda":
-        partials = gradient_segments(batch * heads, frames)
+        partials = segments(batch * heads, frames)
         scratch = [((batch, heads, partials, _replay(size)), jnp.float32)]
     summed = (batch, partials, heads, size)
     constant = w.ndim == u.ndim
@@ -169,10 +169,9 @@ def summary(
     v: Values,
     u: TokenKeys,
     op: str = "wkv6",
-) -> segments.Map:
+) -> Map | NotImplementedType:
     if not _on_matrix_units(platform, options, r):
-        run = functools.partial(forward, op=op)
-        return segments.summarize(run, options, platform, r, w, k, v, u)
+        return NotImplemented
     batch, _, heads, size = r.shape
     factor, added = _ffi.call(
         target(op, "summary"),
@@ -184,23 +183,11 @@ def summary(
 
 
 def reverse_summary(
-    options: Options,
-    platform: str,
-    r: Keys,
-    w: Array,
-    k: Keys,
-    v: Values,
-    u: TokenKeys,
-    states: States,
-    dy: Values,
-    dfinal_state: State,
-    op: str = "wkv6",
-) -> tuple[State]:
+    options: Options, platform: str, *operands: Array, op: str = "wkv6"
+) -> tuple[State] | NotImplementedType:
+    r, w, _, _, _, _, dy, dfinal_state = operands
     if not _on_matrix_units(platform, options, r):
-        *_, dinitial_state = backward(
-            *(options, platform, r, w, k, v, u, states, dy, dfinal_state), op=op
-        )
-        return (dinitial_state,)
+        return NotImplemented
     (dinitial_state,) = _ffi.call(
         target(op, "reverse_summary"),
         [(dfinal_state.shape, jnp.float32)],

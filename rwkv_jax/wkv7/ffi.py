@@ -1,16 +1,18 @@
 """WKV7 on the native kernels: their targets, attributes and limits."""
 
 from collections.abc import Mapping
+from types import NotImplementedType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from rwkv_jax import _chunked, _ffi
 from rwkv_jax._chunked import CHUNK, states_dtype
 from rwkv_jax._dispatch import Options
 from rwkv_jax._typing import Keys, State, States, TokenKeys, TokenValues, Values
-from rwkv_jax.wkv7 import segments
+from rwkv_jax.wkv7.segments import Map
 
 FORWARD = "rwkv_wkv7_fwd_v1"
 BACKWARD = "rwkv_wkv7_bwd_v1"
@@ -128,7 +130,7 @@ def _replay(size: int) -> int:
     return CHUNK // BLOCK * size * size + CHUNK * size
 
 
-def gradient_segments(heads: int, chunks: int) -> int:
+def segments(heads: int, chunks: int) -> int:
     """Into how many segments the CUDA backward pass splits a sequence so as to fill a large GPU
     with few heads. Segments cost a pass over the sequence, so many heads do without."""
     few = 0 < heads <= 128
@@ -159,7 +161,7 @@ def backward(
         floats = frames * size * size // 2 + _summaries(size, count)
         results += _scratch(batch, heads, max(floats, _replay(size)))
     elif platform == "cuda":
-        count = gradient_segments(batch * heads, frames)
+        count = segments(batch * heads, frames)
         results.append(((batch, heads, count, _replay(size)), jnp.float32))
     gradients = _ffi.call(target, results, *inputs, states, dy, dfinal_state, **attributes)
     dr, dw, dk, dv, da, db, dinitial_state = gradients[:7]
@@ -174,9 +176,9 @@ def _summarizes(platform: str, options: Options, r: Any) -> bool:
 
 def summary(
     options: Options, platform: str, r: Keys, w: Keys, k: Keys, v: Values, a: Keys, b: Keys
-) -> segments.Map:
+) -> Map | NotImplementedType:
     if not _summarizes(platform, options, r):
-        return segments.summarize(forward, options, platform, r, w, k, v, a, b)
+        return NotImplemented
     batch, _, heads, size = r.shape
     of_state = ((batch, heads, size, size), jnp.float32)
     decay = DECAY_CODES[options.decay]
@@ -185,21 +187,11 @@ def summary(
 
 
 def reverse_summary(
-    options: Options,
-    platform: str,
-    r: Keys,
-    w: Keys,
-    k: Keys,
-    v: Values,
-    a: Keys,
-    b: Keys,
-    states: States,
-    dy: Values,
-    dfinal_state: State,
-) -> tuple[State]:
+    options: Options, platform: str, *operands: Array
+) -> tuple[State] | NotImplementedType:
+    r, w, _, _, a, b, _, dy, dfinal_state = operands
     if not _summarizes(platform, options, r):
-        *_, dinitial_state = backward(options, platform, r, w, k, v, a, b, states, dy, dfinal_state)
-        return (dinitial_state,)
+        return NotImplemented
     (dinitial_state,) = _ffi.call(
         REVERSE_SUMMARY,
         [(dfinal_state.shape, jnp.float32)],

@@ -37,9 +37,9 @@ def summarize(
     batch, _, heads, size = k.shape
 
     def run(v: Values, start: Array) -> Array:
-        return forward(options, platform, *alike(["BTHK"] * 6 + ["BHVK"], r, w, k, v, a, b, start))[
-            1
-        ]
+        operands = alike(["BTHK"] * 6 + ["BHVK"], r, w, k, v, a, b, start)
+        _, end, *_ = forward(options, platform, *operands)
+        return end
 
     identity = jnp.broadcast_to(jnp.eye(size), (batch, heads, size, size))
     none = jnp.zeros((batch, heads, v.shape[-1], size))

@@ -20,9 +20,13 @@ namespace rwkv_jax {
 
 namespace internal {
 
+inline const void* ReadDecays(Operands& operands, const char* keys, bool constant) {
+  return constant ? operands.FloatArg("w", "BHK") : operands.Arg("w", keys);
+}
+
 inline void ReadInputs(Operands& operands, const char* keys, const char* values, Wkv6Call& call) {
   call.r = operands.Arg("r", keys);
-  call.w = call.constant_decay ? operands.FloatArg("w", "BHK") : operands.Arg("w", keys);
+  call.w = ReadDecays(operands, keys, call.constant_decay);
   call.k = operands.Arg("k", keys);
   call.v = operands.Arg("v", values);
   call.u = operands.FloatArg("u", "BHK");
