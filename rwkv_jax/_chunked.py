@@ -2,8 +2,9 @@
 
 A block function maps `(state, *inputs, *constants)` to `(state, outputs)`, where each input and
 output is `[B, L, ...]` for any L >= 1, a constant is the same for all blocks, and the state is an
-array or a tuple of them. Blocks of BLOCK tokens make chunks of CHUNK. Only the states at chunk
-boundaries are kept for the backward pass, which differentiates one chunk at a time, last to first.
+array or a tuple of them. Of several sequences in a row it gets the marks by name. Blocks of BLOCK
+tokens make chunks of CHUNK. Only the states at chunk boundaries are kept for the backward pass,
+which differentiates one chunk at a time, last to first.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from rwkv_jax import _packing
 from rwkv_jax._dispatch import Options
 
 BLOCK = 16
@@ -38,16 +40,34 @@ def states_dtype(options: Options, dtype: Any) -> Any:
 
 
 def token_by_token(
-    step: Callable[..., tuple[Array, Any]], state: Any, inputs: Sequence[Array]
+    step: Callable[..., tuple[Array, Any]],
+    state: Any,
+    inputs: Sequence[Array],
+    marks: Array | None = None,
+    empty: float | tuple[float, ...] = 0.0,
 ) -> tuple[Array, Any]:
     """`(outputs, final state)` of a step that maps one token of `inputs` and the state, its last
-    argument, to an output and the next state."""
+    argument, to an output and the next state. Where a segment starts, the state is `empty`."""
+
+    def choose(condition: Array, x: Any, y: Any) -> Any:
+        def one(x: Array, y: Array) -> Array:
+            return jnp.where(condition.reshape(-1, *[1] * (x.ndim - 1)), x, y)
+
+        return jax.tree.map(one, x, y)
 
     def body(state: Any, token: Sequence[Array]) -> tuple[Any, Array]:
-        output, state = step(*token, state)
-        return state, output
+        if marks is None:
+            output, state = step(*token, state)
+            return state, output
+        *token, mark = token
+        new = jax.tree.map(lambda x, value: jnp.full_like(x, value), state, empty)
+        before = choose(mark == _packing.STARTS, new, state)
+        output, after = step(*token, before)
+        there = mark != _packing.ABSENT
+        return choose(there, after, before), choose(there, output, jnp.zeros_like(output))
 
-    state, outputs = lax.scan(body, state, [jnp.moveaxis(x, 1, 0) for x in inputs])
+    tokens = _packing.cleared(marks, inputs) + ([] if marks is None else [marks])
+    state, outputs = lax.scan(body, state, [jnp.moveaxis(x, 1, 0) for x in tokens])
     return jnp.moveaxis(outputs, 0, 1), state
 
 
@@ -56,6 +76,7 @@ def forward(
     state: Any,
     inputs: Sequence[Array],
     constants: Sequence[Array] = (),
+    marks: Array | None = None,
     *,
     save: bool,
     save_as: Any = jnp.float32,
@@ -63,10 +84,11 @@ def forward(
     """`(outputs, final state, states)`: the states at chunk boundaries [B, N, ...], or N = 0 of
     them if they are not to be saved."""
     outputs, state, states = _pieces(
-        lambda state, *inputs: _chunk(block, state, inputs, constants),
+        lambda state, inputs, marks: _chunk(block, state, inputs, constants, marks),
         CHUNK,
         state,
-        inputs,
+        _packing.cleared(marks, inputs),
+        marks,
         save=save_as if save else None,
     )
     return outputs, state, _cast(states, save_as)
@@ -79,17 +101,19 @@ def backward(
     d_state: Any,
     inputs: Sequence[Array],
     constants: Sequence[Array] = (),
+    marks: Array | None = None,
 ) -> tuple[tuple[Array, ...], tuple[Array, ...], Any]:
     """Cotangents of the inputs, of the constants and of the initial state."""
-    whole, tail = _split_all((*inputs, d_outputs), CHUNK)
+    given = _packing.cleared(marks, (*inputs, d_outputs))
+    whole, tail = _split_all(given if marks is None else (*given, marks), CHUNK)
     # In float32, since gradients of all chunks are added up.
     constants32 = tuple(x.astype(jnp.float32) for x in constants)
 
     def pull_back(sums: Any, state: Any, chunk: list[Array]) -> tuple[Any, tuple[Array, ...]]:
         d_state, d_constants = sums
-        *inputs, d_outputs = chunk
+        *inputs, d_outputs = chunk if marks is None else chunk[:-1]
         _, vjp = jax.vjp(
-            lambda *operands: _chunk(block, *operands),
+            lambda *operands: _chunk(block, *operands, None if marks is None else chunk[-1]),
             *(_cast(state, jnp.float32), tuple(inputs), constants32),
         )
         d_state, d_inputs, more = vjp((d_state, d_outputs))
@@ -115,23 +139,37 @@ def backward(
 
 
 def _chunk(
-    block: BlockFn, state: Any, inputs: Sequence[Array], constants: Sequence[Array]
+    block: BlockFn,
+    state: Any,
+    inputs: Sequence[Array],
+    constants: Sequence[Array],
+    marks: Array | None,
 ) -> tuple[Any, Array]:
-    outputs, state, _ = _pieces(
-        lambda state, *inputs: block(state, *inputs, *constants), BLOCK, state, inputs, save=None
-    )
+    def run(state: Any, inputs: Sequence[Array], marks: Array | None) -> tuple[Any, Array]:
+        return block(state, *inputs, *constants, **({} if marks is None else {"marks": marks}))
+
+    outputs, state, _ = _pieces(run, BLOCK, state, inputs, marks, save=None)
     return state, outputs
 
 
 def _pieces(
-    fn: BlockFn, length: int, state: Any, inputs: Sequence[Array], *, save: Any
+    fn: Callable[..., tuple[Any, Array]],
+    length: int,
+    state: Any,
+    inputs: Sequence[Array],
+    marks: Array | None,
+    *,
+    save: Any,
 ) -> tuple[Array, Any, Any]:
-    """`fn` on one piece of the inputs after another: `(outputs, final state, states)`, the states
-    before each piece in the dtype `save`, none if that is None."""
-    whole, tail = _split_all(inputs, length)
+    """`fn(state, inputs, marks)` on one piece after another: `(outputs, final state, states)`, the
+    states before each piece in the dtype `save`, none if that is None."""
+    whole, tail = _split_all(inputs if marks is None else (*inputs, marks), length)
+
+    def step(state: Any, piece: Sequence[Array]) -> tuple[Any, Array]:
+        return fn(state, piece, None) if marks is None else fn(state, piece[:-1], piece[-1])
 
     def body(state: Any, piece: list[Array]) -> tuple[Any, Any]:
-        after, outputs = fn(state, *piece)
+        after, outputs = step(state, piece)
         return after, (outputs, None if save is None else _cast(state, save))
 
     outputs, states = None, jax.tree.map(lambda x: x[:, None][:, :0], state)
@@ -146,7 +184,7 @@ def _pieces(
                 lambda xs, x: jnp.concatenate([xs, x[:, None]], axis=1),
                 *(_cast(states, save), _cast(state, save)),
             )
-        state, last = fn(state, *tail)
+        state, last = step(state, tail)
         outputs = last if outputs is None else jnp.concatenate([outputs, last], axis=1)
     assert outputs is not None
     return outputs, state, states

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from rwkv_jax import _packing
+
 Decay: TypeAlias = Literal["log", "exp", "sigmoid"]
 
 MIN_LOG_DECAY = -200.0
@@ -39,19 +41,29 @@ def decay_factor(w: Array, decay: Decay) -> Array:
     return jnp.exp(LOG_DECAY[decay](w.astype(jnp.float32)))
 
 
-def decay_products(d: Array) -> tuple[Array, Array, Array, Array]:
+def decay_products(d: Array, marks: Array | None = None) -> tuple[Array, Array, Array, Array]:
     """Products of consecutive decay factors [B, H, L, K].
 
     Those of the tokens after j up to i, and up to i - 1: [B, H, L, L, K], 0 where i < j and where
     i <= j. Those of the first tokens up to i, and up to i - 1: [B, H, L, K]. Nothing is divided by,
-    so a factor of 0 does no harm.
+    so a factor of 0 does no harm. Of several sequences in a row, padding does not decay, and a
+    product is 0 where i is of another segment than j, or than what was before the first token.
     """
+    if marks is not None:
+        d = jnp.where((marks != _packing.ABSENT)[:, None, :, None], d, 1.0)
     i, j = jnp.arange(d.shape[2])[:, None], jnp.arange(d.shape[2])[None, :]
     upto = jnp.cumprod(jnp.where((i > j)[..., None], d[:, :, :, None, :], 1.0), axis=2)
     upto = jnp.where((i >= j)[..., None], upto, 0.0)
     before = jnp.where((i > j)[..., None], jnp.roll(upto, 1, axis=2), 0.0)
     from_start = jnp.cumprod(d, axis=2)
     before_start = jnp.concatenate([jnp.ones_like(d[:, :, :1]), from_start[:, :, :-1]], axis=2)
+    if marks is not None:
+        own = _packing.segments(marks)[:, None]
+        same, first = own[..., :, None] == own[..., None, :], own == 0
+        upto, before = (jnp.where(same[..., None], x, 0.0) for x in (upto, before))
+        from_start, before_start = (
+            jnp.where(first[..., None], x, 0.0) for x in (from_start, before_start)
+        )
     return upto, before, from_start, before_start
 
 

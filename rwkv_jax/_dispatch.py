@@ -88,6 +88,15 @@ class Stage:
     """For an implementation without this stage, or one that returns NotImplemented for a call: a
     stage that it has, and how that does it."""
 
+    @functools.cached_property
+    def marked(self) -> "Stage":
+        """The same of several sequences in a row, with a mark for each token."""
+        return dataclasses.replace(self, operands={**self.operands, "marks": "BT"})
+
+    def of(self, operands: Sequence[Any]) -> "Stage":
+        """This, or where there are marks behind its own operands, `marked`."""
+        return self if len(operands) == len(self.operands) else self.marked
+
     def run(self, implementation: str, *call: Any) -> tuple[Array, ...]:
         module = self.implementations[implementation]
         if self.otherwise is None:
@@ -194,18 +203,19 @@ mlir.register_lowering(_refused, _refuse)
 
 
 def implementations(
-    stages: Sequence[Stage], options: Options, operands: Sequence[Any], platform: str, details: bool
+    stages: Sequence[Stage],
+    options: Options,
+    named: Mapping[str, Any],
+    platform: str,
+    details: bool,
 ) -> dict[str, str | None]:
     """For each implementation, None (with details, how it runs) where it can run every stage, or
     the reason why it cannot."""
     platform = platform if platform in PLATFORMS else OTHER
-    named = dict(zip(stages[0].operands, operands, strict=False))
 
-    def describe(name: str) -> str | None:
-        reasons = (stage.why_not(name, platform, options, operands) for stage in stages)
+    def describe(module: Any) -> str | None:
+        reasons = (module.why_not(platform, stage.name, options, named) for stage in stages)
         reason = next((reason for reason in reasons if reason), None)
-        if reason or not details:
-            return reason
-        return stages[0].implementations[name].how(platform, options, named)
+        return reason if reason or not details else module.how(platform, options, named)
 
-    return {name: describe(name) for name in stages[0].implementations}
+    return {name: describe(module) for name, module in stages[0].implementations.items()}

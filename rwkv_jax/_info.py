@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax import export
 
-from rwkv_jax import _check, _dispatch, _ffi
+from rwkv_jax import _check, _dispatch, _ffi, _packing
 from rwkv_jax.wkv4 import OPERATOR as WKV4
 from rwkv_jax.wkv5 import OPERATOR as WKV5
 from rwkv_jax.wkv6 import OPERATOR as WKV6
@@ -25,6 +25,7 @@ _TRITON = "__gpu$xla.gpu.triton"
 def implementations(
     op: str,
     *operands: Any,
+    segment_ids: Any = None,
     decay: str = "log",
     precision: Any = None,
     platform: str | None = None,
@@ -35,6 +36,7 @@ def implementations(
     Args:
       op: the name of a public operator, such as "wkv7".
       operands: its array arguments, or `jax.ShapeDtypeStruct`s of them; the state may be left out.
+      segment_ids: as the operator takes it, if it does.
       decay: as the operator takes it.
       precision: as the operator takes it.
       platform: "cpu", "cuda" or another JAX platform; the default backend's if None.
@@ -54,11 +56,14 @@ def implementations(
             f"implementations: {op} takes the operands {', '.join(names)}, the state optional "
             f"here; {len(operands)} were given"
         )
-    _check.shapes(op, arguments, dict(zip(names, operands, strict=False)), states)
+    named = dict(zip(names, operands, strict=False))
+    _check.shapes(op, arguments, named, states)
+    if segment_ids is not None:
+        named["marks"] = _packing.checked(op, segment_ids, named["v"].shape[:2])
     options = operator.options(stages[0], decay=decay, precision=precision, implementation=None)
     if platform is None:
         platform = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
-    return _dispatch.implementations(stages, options, operands, platform, details)
+    return _dispatch.implementations(stages, options, named, platform, details)
 
 
 def build_info() -> dict[str, Any]:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from rwkv_jax import _check, _dispatch, _over_devices, _slots
+from rwkv_jax import _check, _dispatch, _over_devices, _packing, _slots
 from rwkv_jax._dispatch import Options, Stage
 from rwkv_jax._partition import alike, check_whole, repeated
 
@@ -97,8 +97,11 @@ class Operator:
 
     def sequence(self, given: Mapping[str, Any], **options: Any) -> tuple[Array, Any]:
         """The public function on whole sequences, of its arguments and options by name."""
+        given = dict(given)
+        ids = given.pop("segment_ids")
         arrays, put_back = self._slotted(self.name, self.arguments, given, "initial_state")
-        results = self.over_sequence(self.options(self.forward, **options), arrays)
+        marks = None if ids is None else _packing.marks(self.checked_ids(ids, arrays))
+        results = self.over_sequence(self.options(self.forward, **options), arrays, marks)
         return self.packed(put_back(results))
 
     def token(self, given: Mapping[str, Any], **options: Any) -> tuple[Array, Any]:
@@ -146,6 +149,11 @@ class Operator:
             arrays |= zip(parts, self._parts(f"{name}: {state}", given[state]), strict=True)
         return _check.arrays(name, arguments, arrays, states=parts)
 
+    def checked_ids(self, ids: Any, arrays: Mapping[str, Array]) -> Array:
+        """`segment_ids` [B, T], with T whole on an Explicit mesh."""
+        ids = _packing.checked(self.name, ids, arrays["v"].shape[:2])
+        return alike(["BT"], ids)[0]
+
     def _whole(self, name: str, x: Any, given: Mapping[str, Any]) -> Any:
         """A parameter of each head as one of each channel; anything else as it is, to be refused
         where it is wrong."""
@@ -177,7 +185,11 @@ class Operator:
         )
 
     def over_sequence(
-        self, options: Options, arrays: Mapping[str, Array], axis: Any = None
+        self,
+        options: Options,
+        arrays: Mapping[str, Array],
+        marks: Array | None = None,
+        axis: Any = None,
     ) -> tuple[Array, ...]:
         """`y` and the final state. A state that is not among the arrays starts without tokens.
         Inside `shard_map` a sequence may be distributed along a mesh axis."""
@@ -194,11 +206,14 @@ class Operator:
             for name, part in states.items()
             if name not in arrays
         }
-        operands = _prepared(self.name, self.arguments, {**arrays, **start}, axis)
+        axes, given = self.arguments, {**arrays, **start}
+        if marks is not None:
+            axes, given = {**axes, "marks": "BT"}, {**given, "marks": marks}
+        operands = _prepared(self.name, axes, given, axis)
         if axis is not None:
             return _over_devices.run(self, options, axis, *operands)
         if options.implementation == "reference":
-            return _dispatch.call(self.reference, options, *operands)
+            return _dispatch.call(self.reference.of(operands), options, *operands)
         return _sequence(self, options, *operands)
 
     def over_token(self, options: Options, arrays: Mapping[str, Array]) -> tuple[Array, ...]:
@@ -240,27 +255,30 @@ def _prepared(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _sequence(operator: Operator, options: Options, *operands: Array) -> tuple[Array, ...]:
-    results = _dispatch.call(operator.forward, options, *operands)
+    results = _dispatch.call(operator.forward.of(operands), options, *operands)
     return tuple(results[: 1 + len(operator.state)])
 
 
 def _sequence_forward(
     operator: Operator, options: Options, *operands: Array
-) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+) -> tuple[tuple[Array, ...], tuple[tuple[Array, ...], tuple[Array, ...]]]:
     saving = dataclasses.replace(options, save=True)
-    results = _dispatch.call(operator.forward, saving, *operands)
+    results = _dispatch.call(operator.forward.of(operands), saving, *operands)
     count = 1 + len(operator.state)
-    residuals = (*operands[: len(operator.inputs)], *results[count:])
-    return tuple(results[:count]), residuals
+    inputs, marks = operands[: len(operator.inputs)], operands[len(operator.arguments) :]
+    return tuple(results[:count]), ((*inputs, *results[count:]), marks)
 
 
 def _sequence_backward(
     operator: Operator,
     options: Options,
-    residuals: tuple[Array, ...],
+    residuals: tuple[tuple[Array, ...], tuple[Array, ...]],
     cotangents: tuple[Array, ...],
-) -> tuple[Array, ...]:
-    return _dispatch.call(operator.backward, options, *residuals, *cotangents)
+) -> tuple[Array | None, ...]:
+    saved, marks = residuals
+    operands = *saved, *cotangents, *marks
+    gradients = _dispatch.call(operator.backward.of(operands), options, *operands)
+    return *gradients, *[None] * len(marks)
 
 
 _sequence.defvjp(_sequence_forward, _sequence_backward)

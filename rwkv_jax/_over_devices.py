@@ -66,15 +66,16 @@ def _run_forward(operator: Any, options: Options, axis: Any, *operands: Array) -
 
 def _run_backward(
     operator: Any, options: Options, axis: Any, residuals: Any, cotangents: Arrays
-) -> Arrays:
-    saved, inputs, of_parts, of_devices = residuals
+) -> tuple[Array | None, ...]:
+    saved, inputs, of_parts, of_devices, marks = residuals
     dy, *dend = cotangents
     cut = _Cut(operator.backward.operands, of_parts[1][0].shape[1])
     given = *inputs, *saved, cut(dy, "dy")
 
     def pull_back(stage: Any, dafter: Arrays) -> Arrays:
         """From the gradients of the states after the parts, [B, P, ...]."""
-        return _dispatch.call(stage, options, *given, *map(_flat, dafter))
+        operands = *given, *map(_flat, dafter), *marks
+        return _dispatch.call(stage.of(operands), options, *operands)
 
     def chain(maps_and_states: Any, own: Arrays, after: Arrays) -> tuple[Arrays, Arrays]:
         """The gradients of the state before and after each of some runs of tokens [n, ...], from
@@ -101,7 +102,8 @@ def _run_backward(
     found = pull_back(operator.backward, dafter)[: len(inputs)]
     dinputs = [cut.undo(x, name) for x, name in zip(found, operator.inputs, strict=True)]
     # It is that of the whole sequence: one device hands it on, since the caller adds them up.
-    return *dinputs, *(jnp.where(index == 0, x, jnp.zeros_like(x)) for x in dinitial)
+    dinitial = tuple(jnp.where(index == 0, x, jnp.zeros_like(x)) for x in dinitial)
+    return *dinputs, *dinitial, *[None] * len(marks)
 
 
 _run.defvjp(_run_forward, _run_backward)
@@ -109,27 +111,30 @@ _run.defvjp(_run_forward, _run_backward)
 
 def _forward(
     operator: Any, stage: Any, options: Options, axis: Any, operands: Sequence[Array]
-) -> tuple[Arrays, Arrays, Any, Any]:
+) -> tuple[Arrays, Arrays, Any, Any, Arrays]:
     """`y` and the state after the tokens of this device, and whatever else the stage gives of the
     parts; the inputs of the parts; the maps of the parts and the states before them, [B, P, ...];
-    and the same of the devices, [devices, B, ...]."""
+    the same of the devices, [devices, B, ...]; and the marks of the parts, if there are any."""
     combine, apply = operator.segments.combine, operator.segments.apply
+    stage, summary = stage.of(operands), operator.summary
     count, tokens = len(operator.inputs), operands[list(operator.inputs).index("k")].shape[1]
-    initial = tuple(operands[count:])
+    initial, marks = tuple(operands[count:][: len(operator.state)]), ()
     cut = _Cut(stage.operands, _parts(initial[0], tokens))
     inputs = tuple(map(cut, operands[:count], operator.inputs))
+    if "marks" in stage.operands:
+        summary, marks = summary.marked, (cut(operands[-1], "marks"),)
     summing = dataclasses.replace(options, save=False)
-    maps = tuple(map(cut.open, _dispatch.call(operator.summary, summing, *inputs)))
+    maps = tuple(map(cut.open, _dispatch.call(summary, summing, *inputs, *marks)))
     upto = lax.associative_scan(combine, maps, axis=1)
     all_maps = lax.all_gather(tuple(x[:, -1] for x in upto), axis)
     _, starts = lax.scan(lambda state, x: (apply(x, state), state), initial, all_maps, unroll=8)
     start = tuple(x[:, None] for x in _at(starts, lax.axis_index(axis)))
     later = apply(tuple(x[:, :-1] for x in upto), start)
     states = tuple(jnp.concatenate(x, axis=1) for x in zip(start, later, strict=True))
-    y, *rest = _dispatch.call(stage, options, *inputs, *map(_flat, states))
+    y, *rest = _dispatch.call(stage, options, *inputs, *map(_flat, states), *marks)
     after = [cut.open(x)[:, -1] for x in rest[: len(initial)]]
     results = cut.undo(y, "v"), *after, *rest[len(initial) :]
-    return results, inputs, (maps, states), (all_maps, starts)
+    return results, inputs, (maps, states), (all_maps, starts), marks
 
 
 def _parts(state: Array, tokens: int) -> int:

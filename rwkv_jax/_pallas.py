@@ -78,6 +78,8 @@ def why_not(platform: str, stage: str, options: Options, operands: Mapping[str, 
             "JAX lowers pallas kernels for the kind of GPU that is here, and there is none; "
             "jax.sharding.use_abstract_mesh takes an abstract device"
         )
+    if "marks" in operands:
+        return "the pallas kernels take one sequence in a row, without segment_ids"
     key_size, value_size = operands["r"].shape[-1], operands["v"].shape[-1]
     sizes = HEAD_SIZES
     if platform == "cuda" and product(options, operands["r"].dtype).dtype == jnp.float32:

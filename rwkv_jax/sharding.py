@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 import jax
 from jax.sharding import AxisType, NamedSharding
 
-from rwkv_jax import _check
+from rwkv_jax import _check, _packing
 from rwkv_jax._operator import Operator
 from rwkv_jax._partition import axis_names, spec_of
 from rwkv_jax.wkv4 import OPERATOR as WKV4
@@ -84,9 +84,11 @@ def shard(
 
     @functools.wraps(operator)
     def sharded(*args: Any, **named: Any) -> tuple[Any, Any]:
-        arrays, options = call.bind(*args, **named)
+        arrays, ids, options = call.bind(*args, **named)
         _check_sizes(call, mesh, letters, arrays)
-        specs = {name: spec_of(letters, call.arguments[name]) for name in arrays}
+        if ids is not None:
+            arrays["marks"] = _packing.marks(ids)
+        specs = {name: spec_of(letters, call.axes(name)) for name in arrays}
         if AxisType.Explicit in mesh.axis_types:
             arrays = {
                 name: jax.sharding.reshard(x, NamedSharding(mesh, specs[name]))
@@ -130,7 +132,10 @@ def sequence_parallel(operator: Fn, axis: str | tuple[str, ...]) -> Fn:
 
     @functools.wraps(operator)
     def distributed(*args: Any, **named: Any) -> tuple[Any, Any]:
-        return call.run(*call.bind(*args, **named), axis)
+        arrays, ids, options = call.bind(*args, **named)
+        if ids is not None:
+            arrays["marks"] = _packing.over_devices(ids, axis)
+        return call.run(arrays, options, axis)
 
     return cast(Fn, distributed)
 
@@ -150,8 +155,11 @@ class _Call(NamedTuple):
     def arguments(self) -> Mapping[str, str]:
         return self.operator.step_arguments if self.is_step else self.operator.arguments
 
-    def bind(self, *args: Any, **named: Any) -> tuple[dict[str, Any], Any]:
-        """The arrays by name, checked, and the options."""
+    def axes(self, name: str) -> str:
+        return "BT" if name == "marks" else self.arguments[name]
+
+    def bind(self, *args: Any, **named: Any) -> tuple[dict[str, Any], Any, Any]:
+        """The arrays by name, checked, the segment ids, and the options."""
         bound = inspect.signature(self.function).bind(*args, **named)
         bound.apply_defaults()
         given = bound.arguments
@@ -162,13 +170,18 @@ class _Call(NamedTuple):
         options = {name: given.pop(name) for name in ("decay", "precision", "implementation")}
         stage = self.operator.step if self.is_step else self.operator.forward
         state = "state" if self.is_step else "initial_state"
+        ids = given.pop("segment_ids", None)
         arrays = self.operator.checked(self.name, self.arguments, given, state)
-        return arrays, self.operator.options(stage, **options)
+        if ids is not None:
+            ids = self.operator.checked_ids(ids, arrays)
+        return arrays, ids, self.operator.options(stage, **options)
 
     def run(self, arrays: Mapping[str, Any], options: Any, axis: Axes) -> tuple[Any, Any]:
         if self.is_step:
             return self.operator.packed(self.operator.over_token(options, arrays))
-        return self.operator.packed(self.operator.over_sequence(options, arrays, axis))
+        arrays = dict(arrays)
+        marks = arrays.pop("marks", None)
+        return self.operator.packed(self.operator.over_sequence(options, arrays, marks, axis))
 
 
 def _call_of(function: Any) -> _Call:

@@ -18,6 +18,8 @@ TARGETS = (FORWARD, BACKWARD, STEP)
 
 
 def why_not(platform: str, stage: str, options: Options, operands: Mapping[str, Any]) -> str | None:
+    if "marks" in operands:
+        return "the native kernels take one sequence in a row"
     return _ffi.why_not(platform)
 
 

@@ -10,6 +10,7 @@ from jaxtyping import Float, Float32
 from rwkv_jax import _chunked
 from rwkv_jax._decay import unbounded_log_decay
 from rwkv_jax._dispatch import Options
+from rwkv_jax._packing import Marks
 
 Token: TypeAlias = Float[Array, "B C"]
 Tokens: TypeAlias = Float[Array, "B T C"]
@@ -75,11 +76,12 @@ def forward(
     initial_num: Part,
     initial_den: Part,
     initial_log_max: Part,
+    marks: Marks | None = None,
 ) -> tuple[Tokens, Part, Part, Part]:
     def one(k: Array, v: Array, state: tuple[Array, ...]) -> tuple[Array, tuple[Array, ...]]:
         y, *after = step(options, platform, w, u, k, v, *state)
         return y, tuple(after)
 
     start = initial_num, initial_den, initial_log_max
-    y, (num, den, log_max) = _chunked.token_by_token(one, start, (k, v))
+    y, (num, den, log_max) = _chunked.token_by_token(one, start, (k, v), marks, (0.0, 0.0, NOTHING))
     return y, num, den, log_max

@@ -7,8 +7,10 @@ from typing import Any, TypeAlias
 import jax.numpy as jnp
 from jax import Array
 
+from rwkv_jax import _packing
 from rwkv_jax._decay import unbounded_log_decay
 from rwkv_jax._dispatch import Options
+from rwkv_jax._packing import Marks
 from rwkv_jax._partition import alike
 from rwkv_jax.wkv4.reference import NOTHING, Token, Tokens, add
 
@@ -26,12 +28,19 @@ def summarize(
     u: Token,
     k: Tokens,
     v: Tokens,
+    marks: Marks | None = None,
 ) -> Map:
     none = jnp.zeros((k.shape[0], k.shape[2]))
     axes = ["BC", "BC", "BTC", "BTC", "BC", "BC", "BC"]
     operands = alike(axes, w, u, k, v, none, none, none + NOTHING)
-    _, *added = forward(options, platform, *operands)
-    return k.shape[1] * unbounded_log_decay(w, options.decay), *added[:3]
+    more = () if marks is None else (marks,)
+    _, *added = forward(options, platform, *operands, *more)
+    log_decay = unbounded_log_decay(w, options.decay)
+    if marks is None:
+        total = k.shape[1] * log_decay
+    else:
+        total = _packing.total(marks, jnp.broadcast_to(log_decay[:, None], k.shape))
+    return total, *added[:3]
 
 
 def apply(segment: Map, state: tuple[Array, ...]) -> tuple[Array, ...]:

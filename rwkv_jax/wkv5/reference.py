@@ -2,6 +2,7 @@
 
 from rwkv_jax import _chunked
 from rwkv_jax._dispatch import Options
+from rwkv_jax._packing import Marks
 from rwkv_jax._typing import Keys, State, TokenKeys, TokenValues, Values
 from rwkv_jax.wkv6 import reference as wkv6
 
@@ -20,8 +21,9 @@ def forward(
     v: Values,
     u: TokenKeys,
     initial_state: State,
+    marks: Marks | None = None,
 ) -> tuple[Values, State]:
     def one(r: TokenKeys, k: TokenKeys, v: TokenValues, state: State) -> tuple[TokenValues, State]:
         return step(options, platform, r, w, k, v, u, state)
 
-    return _chunked.token_by_token(one, initial_state, (r, k, v))
+    return _chunked.token_by_token(one, initial_state, (r, k, v), marks)

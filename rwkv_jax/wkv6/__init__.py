@@ -33,6 +33,7 @@ def wkv6(
     u: Operand,
     initial_state: Operand | None = None,
     *,
+    segment_ids: Operand | None = None,
     slots: Operand | None = None,
     decay: Literal["log", "exp"] = "log",
     precision: jax.lax.PrecisionLike = None,
@@ -58,6 +59,11 @@ def wkv6(
       u: the bonus of the present token, [H, K].
       initial_state: [B, H, V, K], float32; zeros if None. (flash-linear-attention keeps the
         transpose, [B, H, K, V].)
+      segment_ids: integers [B, T] that say which tokens of a row belong together: several sequences
+        in a row, with 0 for padding. A segment is a run of tokens with the same id. The first one
+        of a row goes on from `initial_state`, every other one starts from a state without tokens,
+        and the final state is the one after the last. Padding changes no state, and its `y` and its
+        gradients are 0.
       slots: int32 [B], rows of a pool of states [P, ...], which `initial_state` then is. The pool
         comes back with these rows replaced, in place where it is donated. A row with a slot below 0
         is not active: its `y` is 0. Slots that the pool does not have or that are there twice raise
@@ -86,7 +92,16 @@ def wkv6(
       ValueError: an argument has a wrong rank or size, or an option is unknown.
       NotImplementedError: the named implementation cannot run this call; the message says why.
     """
-    given = {"r": r, "w": w, "k": k, "v": v, "u": u, "initial_state": initial_state, "slots": slots}
+    given = {
+        "r": r,
+        "w": w,
+        "k": k,
+        "v": v,
+        "u": u,
+        "initial_state": initial_state,
+        "segment_ids": segment_ids,
+        "slots": slots,
+    }
     return OPERATOR.sequence(given, decay=decay, precision=precision, implementation=implementation)
 
 

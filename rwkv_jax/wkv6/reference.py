@@ -9,6 +9,7 @@ from jax import Array, lax
 from rwkv_jax import _chunked
 from rwkv_jax._decay import decay_factor
 from rwkv_jax._dispatch import Options
+from rwkv_jax._packing import Marks
 from rwkv_jax._typing import Keys, State, TokenKeys, TokenValues, Values
 
 
@@ -55,8 +56,9 @@ def forward(
     v: Values,
     u: TokenKeys,
     initial_state: State,
+    marks: Marks | None = None,
 ) -> tuple[Values, State]:
     def one(r: TokenKeys, w: TokenKeys, k: TokenKeys, v: TokenValues, state: State):
         return step(options, platform, r, w, k, v, u, state)
 
-    return _chunked.token_by_token(one, initial_state, (r, w, k, v))
+    return _chunked.token_by_token(one, initial_state, (r, w, k, v), marks)

@@ -7,8 +7,10 @@ from typing import Any, TypeAlias
 import jax.numpy as jnp
 from jax import Array
 
+from rwkv_jax import _packing
 from rwkv_jax._decay import unbounded_log_decay
 from rwkv_jax._dispatch import Options
+from rwkv_jax._packing import Marks
 from rwkv_jax._partition import alike
 from rwkv_jax._typing import Keys, TokenKeys, Values
 
@@ -27,14 +29,20 @@ def summarize(
     k: Keys,
     v: Values,
     u: TokenKeys,
+    marks: Marks | None = None,
 ) -> Map:
     batch, tokens, heads, size = v.shape
     log_decay = unbounded_log_decay(w, options.decay)
-    # That of WKV5 is the same for all tokens.
-    total = jnp.sum(log_decay, axis=1) if w.ndim == k.ndim else tokens * log_decay
+    more = () if marks is None else (marks,)
+    constant = w.ndim < k.ndim  # that of WKV5 is the same for all tokens
+    if marks is None:
+        total = tokens * log_decay if constant else jnp.sum(log_decay, axis=1)
+    else:
+        each = jnp.broadcast_to(log_decay[:, None] if constant else log_decay, k.shape)
+        total = _packing.total(marks, each)
     none = jnp.zeros((batch, heads, size, k.shape[-1]))
     axes = [*["BTHK"[: w.ndim]] * 4, "BHK", "BHVK"]
-    _, added, *_ = forward(options, platform, *alike(axes, r, w, k, v, u, none))
+    _, added, *_ = forward(options, platform, *alike(axes, r, w, k, v, u, none), *more)
     return jnp.exp(total), added
 
 

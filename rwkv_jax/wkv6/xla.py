@@ -16,6 +16,7 @@ from jax import Array
 from rwkv_jax import _chunked
 from rwkv_jax._decay import decay_factor, decay_products
 from rwkv_jax._dispatch import Options
+from rwkv_jax._packing import Marks
 from rwkv_jax._typing import Keys, State, States, TokenKeys, Values
 from rwkv_jax.wkv6 import reference
 from rwkv_jax.wkv7 import xla as wkv7
@@ -25,13 +26,21 @@ step = reference.step
 
 
 def block(
-    options: Options, state: State, r: Keys, w: Keys, k: Keys, v: Values, u: TokenKeys
+    options: Options,
+    state: State,
+    r: Keys,
+    w: Keys,
+    k: Keys,
+    v: Values,
+    u: TokenKeys,
+    *,
+    marks: Marks | None = None,
 ) -> tuple[State, Values]:
     out_dtype = v.dtype
     d = decay_factor(w, options.decay)
     r, d, k, v = (jnp.moveaxis(x.astype(jnp.float32), 1, 2) for x in (r, d, k, v))
     u = u.astype(jnp.float32)[:, :, None, :]
-    upto, before, from_start, before_start = decay_products(d)
+    upto, before, from_start, before_start = decay_products(d, marks)
 
     def einsum(equation: str, *operands: Array) -> Array:
         return jnp.einsum(equation, *operands, precision=options.precision)
@@ -53,10 +62,11 @@ def forward(
     v: Values,
     u: TokenKeys,
     initial_state: State,
+    marks: Marks | None = None,
 ) -> tuple[Values, State, States]:
     run = functools.partial(block, options)
     return _chunked.forward(
-        *(run, initial_state, (r, w, k, v), (u,)),
+        *(run, initial_state, (r, w, k, v), (u,), marks),
         save=options.save,
         save_as=_chunked.states_dtype(options, r.dtype),
     )
@@ -73,9 +83,10 @@ def backward(
     states: States,
     dy: Values,
     dfinal_state: State,
+    marks: Marks | None = None,
 ) -> tuple[Keys, Keys, Keys, Values, TokenKeys, State]:
     run = functools.partial(block, options)
     (dr, dw, dk, dv), (du,), dinitial_state = _chunked.backward(
-        run, states, dy, dfinal_state, (r, w, k, v), (u,)
+        run, states, dy, dfinal_state, (r, w, k, v), (u,), marks
     )
     return dr, dw, dk, dv, du, dinitial_state

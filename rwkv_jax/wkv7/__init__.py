@@ -33,6 +33,7 @@ def wkv7(
     b: Operand,
     initial_state: Operand | None = None,
     *,
+    segment_ids: Operand | None = None,
     slots: Operand | None = None,
     decay: Decay = "log",
     precision: jax.lax.PrecisionLike = None,
@@ -59,6 +60,11 @@ def wkv7(
       b: where what was read is written back, [B, T, H, K].
       initial_state: [B, H, V, K], float32; zeros if None. (flash-linear-attention keeps the
         transpose, [B, H, K, V].)
+      segment_ids: integers [B, T] that say which tokens of a row belong together: several sequences
+        in a row, with 0 for padding. A segment is a run of tokens with the same id. The first one
+        of a row goes on from `initial_state`, every other one starts from a state without tokens,
+        and the final state is the one after the last. Padding changes no state, and its `y` and its
+        gradients are 0.
       slots: int32 [B], rows of a pool of states [P, ...], which `initial_state` then is. The pool
         comes back with these rows replaced, in place where it is donated. A row with a slot below 0
         is not active: its `y` is 0. Slots that the pool does not have or that are there twice raise
@@ -95,6 +101,7 @@ def wkv7(
         "a": a,
         "b": b,
         "initial_state": initial_state,
+        "segment_ids": segment_ids,
         "slots": slots,
     }
     return OPERATOR.sequence(given, decay=decay, precision=precision, implementation=implementation)

@@ -37,6 +37,8 @@ DECAY_CODES = {"log": 0, "exp": 1, "sigmoid": 2}
 def why_not(platform: str, stage: str, options: Options, operands: Mapping[str, Any]) -> str | None:
     if reason := _ffi.why_not(platform):
         return reason
+    if "marks" in operands:
+        return "the native kernels take one sequence in a row"
     key_size, value_size = operands["r"].shape[-1], operands["v"].shape[-1]
     if key_size != value_size or key_size not in HEAD_SIZES[platform]:
         sizes = ", ".join(map(str, HEAD_SIZES[platform]))

@@ -10,6 +10,7 @@ from jax import lax
 from rwkv_jax import _chunked
 from rwkv_jax._decay import decay_factor
 from rwkv_jax._dispatch import Options
+from rwkv_jax._packing import Marks
 from rwkv_jax._typing import Keys, State, TokenKeys, TokenValues, Values
 
 
@@ -58,6 +59,7 @@ def forward(
     a: Keys,
     b: Keys,
     initial_state: State,
+    marks: Marks | None = None,
 ) -> tuple[Values, State]:
     one = functools.partial(step, options, platform)
-    return _chunked.token_by_token(one, initial_state, (r, w, k, v, a, b))
+    return _chunked.token_by_token(one, initial_state, (r, w, k, v, a, b), marks)

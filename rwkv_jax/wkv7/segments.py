@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from rwkv_jax._dispatch import Options
+from rwkv_jax._packing import Marks
 from rwkv_jax._partition import alike
 from rwkv_jax._typing import Keys, Values
 
@@ -32,13 +33,15 @@ def summarize(
     v: Values,
     a: Keys,
     b: Keys,
+    marks: Marks | None = None,
 ) -> Map:
     """The map of all tokens, by the forward pass of an implementation."""
     batch, _, heads, size = k.shape
+    more = () if marks is None else (marks,)
 
     def run(v: Values, start: Array) -> Array:
         operands = alike(["BTHK"] * 6 + ["BHVK"], r, w, k, v, a, b, start)
-        _, end, *_ = forward(options, platform, *operands)
+        _, end, *_ = forward(options, platform, *operands, *more)
         return end
 
     identity = jnp.broadcast_to(jnp.eye(size), (batch, heads, size, size))

@@ -20,6 +20,7 @@ from jax import Array, lax
 from rwkv_jax import _chunked
 from rwkv_jax._decay import decay_factor, decay_products
 from rwkv_jax._dispatch import Options
+from rwkv_jax._packing import Marks
 from rwkv_jax._typing import Keys, State, States, Values
 from rwkv_jax.wkv7 import reference
 
@@ -34,13 +35,15 @@ def how(platform: str, options: Options, operands: Mapping[str, Any]) -> str:
     return "chunks in plain jax.numpy"
 
 
-def _block(options: Options, state: State, *inputs: Array) -> tuple[State, Values]:
+def _block(
+    options: Options, state: State, *inputs: Array, marks: Marks | None = None
+) -> tuple[State, Values]:
     out_dtype = inputs[3].dtype
     d = decay_factor(inputs[1], options.decay)
     r, d, k, v, a, b = (
         jnp.moveaxis(x.astype(jnp.float32), 1, 2) for x in (inputs[0], d, *inputs[2:])
     )
-    upto, before, from_start, before_start = decay_products(d)
+    upto, before, from_start, before_start = decay_products(d, marks)
 
     def einsum(equation: str, *operands: Array) -> Array:
         return jnp.einsum(equation, *operands, precision=options.precision)
@@ -73,10 +76,11 @@ def forward(
     a: Keys,
     b: Keys,
     initial_state: State,
+    marks: Marks | None = None,
 ) -> tuple[Values, State, States]:
     block = functools.partial(_block, options)
     return _chunked.forward(
-        *(block, initial_state, (r, w, k, v, a, b)),
+        *(block, initial_state, (r, w, k, v, a, b), (), marks),
         save=options.save,
         save_as=_chunked.states_dtype(options, r.dtype),
     )
@@ -94,9 +98,10 @@ def backward(
     states: States,
     dy: Values,
     dfinal_state: State,
+    marks: Marks | None = None,
 ) -> tuple[Keys, Keys, Keys, Values, Keys, Keys, State]:
     block = functools.partial(_block, options)
     (dr, dw, dk, dv, da, db), _, dinitial_state = _chunked.backward(
-        block, states, dy, dfinal_state, (r, w, k, v, a, b)
+        block, states, dy, dfinal_state, (r, w, k, v, a, b), (), marks
     )
     return dr, dw, dk, dv, da, db, dinitial_state
