@@ -85,9 +85,12 @@ def total(marks: Array, log_decay: Array) -> Array:
     return jnp.where(starts, -jnp.inf, jnp.sum(log_decay, axis=1))
 
 
-def words(marks: Array) -> Array:
-    """As native kernels take them, [B, M] of uint32, one for 16 tokens and whole chunks of them: a
-    bit for each token that starts a segment, and above these one for each that is padding."""
+def operand(marks: Array | None) -> tuple[Array, ...]:
+    """The last operand of a native kernel, if there is one: [B, M] of uint32, a word for 16 tokens
+    and whole chunks of them, with a bit for each token that starts a segment, and above these one
+    for each that is padding."""
+    if marks is None:
+        return ()
     batch, tokens = marks.shape
     missing = -tokens % (4 * WORD)
     marks = jnp.pad(marks, ((0, 0), (0, missing)), constant_values=ABSENT)
@@ -96,4 +99,4 @@ def words(marks: Array) -> Array:
     bits = ((marks == STARTS).astype(jnp.uint32) << place) | (
         (marks == ABSENT).astype(jnp.uint32) << (place + WORD)
     )
-    return jnp.sum(bits, axis=2, dtype=jnp.uint32)
+    return (jnp.sum(bits, axis=2, dtype=jnp.uint32),)

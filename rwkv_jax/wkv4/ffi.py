@@ -5,8 +5,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from rwkv_jax import _chunked, _ffi
+from rwkv_jax import _chunked, _ffi, _packing
 from rwkv_jax._dispatch import Options
+from rwkv_jax._packing import Marks
 from rwkv_jax.wkv4.reference import Part, Token, Tokens
 from rwkv_jax.wkv4.xla import Parts
 from rwkv_jax.wkv7.ffi import DECAY_CODES
@@ -16,10 +17,13 @@ BACKWARD = "rwkv_wkv4_bwd_v1"
 STEP = "rwkv_wkv4_step_v1"
 TARGETS = (FORWARD, BACKWARD, STEP)
 
+MARKED: tuple[str, ...] = ()
+"""Platforms whose kernels take several sequences in a row."""
+
 
 def why_not(platform: str, stage: str, options: Options, operands: Mapping[str, Any]) -> str | None:
-    if "marks" in operands:
-        return "the native kernels take one sequence in a row"
+    if "marks" in operands and platform not in MARKED:
+        return f"the {platform} kernels take one sequence in a row, without segment_ids"
     return _ffi.why_not(platform)
 
 
@@ -59,6 +63,7 @@ def forward(
     initial_num: Part,
     initial_den: Part,
     initial_log_max: Part,
+    marks: Marks | None = None,
 ) -> tuple[Tokens, Part, Part, Part, Parts, Parts, Parts]:
     batch, tokens, channels = k.shape
     saved = (batch, _chunked.boundaries(tokens) if options.save else 0, channels)
@@ -70,7 +75,7 @@ def forward(
             *[(saved, jnp.float32)] * 3,
             *_scratch(platform, k, 3),
         ],
-        *(w, u, k, v, initial_num, initial_den, initial_log_max),
+        *(w, u, k, v, initial_num, initial_den, initial_log_max, *_packing.operand(marks)),
         decay=DECAY_CODES[options.decay],
     )
     return y, num, den, log_max, nums, dens, log_maxs
@@ -90,6 +95,7 @@ def backward(
     dfinal_num: Part,
     dfinal_den: Part,
     dfinal_log_max: Part,
+    marks: Marks | None = None,
 ) -> tuple[Token, Token, Tokens, Tokens, Part, Part, Part]:
     summed = (w.shape[0], _segments(platform, k), w.shape[1])
     dw, du, dk, dv, dnum, dden, dlog_max, *_ = _ffi.call(
@@ -102,6 +108,7 @@ def backward(
             *_scratch(platform, k, 4),
         ],
         *(w, u, k, v, nums, dens, log_maxs, dy, dfinal_num, dfinal_den, dfinal_log_max),
+        *_packing.operand(marks),
         decay=DECAY_CODES[options.decay],
     )
     return jnp.sum(dw, axis=1), jnp.sum(du, axis=1), dk, dv, dnum, dden, dlog_max

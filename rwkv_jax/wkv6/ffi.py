@@ -8,9 +8,10 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from rwkv_jax import _chunked, _ffi
+from rwkv_jax import _chunked, _ffi, _packing
 from rwkv_jax._chunked import CHUNK, states_dtype
 from rwkv_jax._dispatch import Options
+from rwkv_jax._packing import Marks
 from rwkv_jax._typing import Keys, State, States, TokenKeys, TokenValues, Values
 from rwkv_jax.wkv6.segments import Map
 from rwkv_jax.wkv7.ffi import (
@@ -92,6 +93,7 @@ def forward(
     v: Values,
     u: TokenKeys,
     initial_state: State,
+    marks: Marks | None = None,
     op: str = "wkv6",
 ) -> tuple[Values, State, States]:
     batch, tokens, heads, size = r.shape
@@ -109,7 +111,8 @@ def forward(
         count = attributes["segments"] = _scan_segments(batch * heads, frames)
         results.append(((batch, heads, _scratch(size, count)), jnp.float32))
     y, final_state, states, *_ = _ffi.call(
-        target(op, stage), results, *(r, w, k, v, u, initial_state), **attributes
+        *(target(op, stage), results, r, w, k, v, u, initial_state, *_packing.operand(marks)),
+        **attributes,
     )
     return y, final_state, states
 
@@ -125,6 +128,7 @@ def backward(
     states: States,
     dy: Values,
     dfinal_state: State,
+    marks: Marks | None = None,
     op: str = "wkv6",
 ) -> tuple[Keys, Array, Keys, Values, TokenKeys, State]:
     batch, frames, heads, size, _ = states.shape
@@ -151,7 +155,7 @@ def backward(
         (dfinal_state.shape, jnp.float32),
         *scratch,
     ]
-    operands = (r, w, k, v, u, states, dy, dfinal_state)
+    operands = (r, w, k, v, u, states, dy, dfinal_state, *_packing.operand(marks))
     dr, dw, dk, dv, du, dinitial_state, *_ = _ffi.call(
         target(op, stage), results, *operands, **attributes
     )

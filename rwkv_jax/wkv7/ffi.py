@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from rwkv_jax import _chunked, _ffi
+from rwkv_jax import _chunked, _ffi, _packing
 from rwkv_jax._chunked import CHUNK, states_dtype
 from rwkv_jax._dispatch import Options
+from rwkv_jax._packing import Marks
 from rwkv_jax._typing import Keys, State, States, TokenKeys, TokenValues, Values
 from rwkv_jax.wkv7.segments import Map
 
@@ -24,6 +25,9 @@ STEP = "rwkv_wkv7_step_v1"
 TARGETS = (FORWARD, BACKWARD, CHUNK_FORWARD, CHUNK_BACKWARD, SUMMARY, REVERSE_SUMMARY, STEP)
 
 HEAD_SIZES = {"cpu": (16, 32, 64, 128, 256), "cuda": (16, 32, 64, 128)}
+MARKED: tuple[str, ...] = ()
+"""Platforms whose kernels take several sequences in a row."""
+
 MATRIX_HEAD_SIZES = (64, 128)
 MATRIX_TOKENS = 16
 """The head sizes of the kernels on matrix units, and the tokens that make one product."""
@@ -37,8 +41,8 @@ DECAY_CODES = {"log": 0, "exp": 1, "sigmoid": 2}
 def why_not(platform: str, stage: str, options: Options, operands: Mapping[str, Any]) -> str | None:
     if reason := _ffi.why_not(platform):
         return reason
-    if "marks" in operands:
-        return "the native kernels take one sequence in a row"
+    if "marks" in operands and platform not in MARKED:
+        return f"the {platform} kernels take one sequence in a row, without segment_ids"
     key_size, value_size = operands["r"].shape[-1], operands["v"].shape[-1]
     if key_size != value_size or key_size not in HEAD_SIZES[platform]:
         sizes = ", ".join(map(str, HEAD_SIZES[platform]))
@@ -93,6 +97,7 @@ def forward(
     a: Keys,
     b: Keys,
     initial_state: State,
+    marks: Marks | None = None,
 ) -> tuple[Values, State, States]:
     batch, tokens, heads, size = r.shape
     frames = _chunked.boundaries(tokens)
@@ -111,7 +116,7 @@ def forward(
         count = attributes["segments"] = _scan_segments(batch * heads, size, frames)
         results += _scratch(batch, heads, _summaries(size, count))
     y, final_state, states, *_ = _ffi.call(
-        target, results, *(r, w, k, v, a, b, initial_state), **attributes
+        *(target, results, r, w, k, v, a, b, initial_state, *_packing.operand(marks)), **attributes
     )
     return y, final_state, states
 
@@ -151,6 +156,7 @@ def backward(
     states: States,
     dy: Values,
     dfinal_state: State,
+    marks: Marks | None = None,
 ) -> tuple[Keys, Keys, Keys, Values, Keys, Keys, State]:
     inputs = (r, w, k, v, a, b)
     batch, frames, heads, size, _ = states.shape
@@ -165,7 +171,8 @@ def backward(
     elif platform == "cuda":
         count = segments(batch * heads, frames)
         results.append(((batch, heads, count, _replay(size)), jnp.float32))
-    gradients = _ffi.call(target, results, *inputs, states, dy, dfinal_state, **attributes)
+    operands = *inputs, states, dy, dfinal_state, *_packing.operand(marks)
+    gradients = _ffi.call(target, results, *operands, **attributes)
     dr, dw, dk, dv, da, db, dinitial_state = gradients[:7]
     return dr, dw, dk, dv, da, db, dinitial_state
 

@@ -8,6 +8,7 @@
 #include <string_view>
 
 #include "rwkv_jax/ffi.h"
+#include "rwkv_jax/marks.h"
 #include "rwkv_jax/types.h"
 
 namespace rwkv_jax {
@@ -43,6 +44,15 @@ class Operands {
   }
   void* StatesRet(const char* name, const char* axes, Dtype& dtype) {
     return Next(rets_, ret_, name, axes, kStates, &dtype);
+  }
+
+  // The marks of `tokens` tokens, which come behind all other operands, if they do.
+  Marks MarksArg(int64_t tokens) {
+    if (arg_ == args_.size()) return {};
+    const void* const words = Next(args_, arg_, "marks", "BM", kWords);
+    Require(Size('M') == Marks::Words(tokens), "marks has M = ", Size('M'), "; expected ",
+            Marks::Words(tokens), " for ", tokens, " tokens");
+    return {static_cast<const uint32_t*>(words), Size('M')};
   }
 
   // 0 for an axis that no operand has.
@@ -94,7 +104,7 @@ class Operands {
   }
 
  private:
-  enum Types { kShared, kFloat, kStates };
+  enum Types { kShared, kFloat, kStates, kWords };
 
   struct Axis {
     int64_t size = 0;
@@ -121,6 +131,10 @@ class Operands {
   void CheckType(const char* name, ffi::DataType given, Types types) {
     if (types == kFloat) {
       Require(given == ffi::F32, name, " is ", given, "; expected F32");
+      return;
+    }
+    if (types == kWords) {
+      Require(given == ffi::U32, name, " is ", given, "; expected U32");
       return;
     }
     if (types == kStates) {

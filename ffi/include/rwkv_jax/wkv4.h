@@ -1,7 +1,7 @@
 // What the WKV4 kernels of all platforms take and give.
 #pragma once
 
-#include "rwkv_jax/types.h"
+#include "rwkv_jax/marks.h"
 
 namespace rwkv_jax {
 
@@ -25,6 +25,7 @@ struct Wkv4Call {
   Decay decay;  // kLog or kExp
   const float *w, *u;
   const void *k, *v;
+  Marks marks;
 };
 
 struct Wkv4ForwardCall : Wkv4Call {

@@ -54,6 +54,7 @@ inline void ReadForward(Operands& operands, int64_t decay, Wkv4ForwardCall& call
   call.y = operands.Ret("y", "BTC");
   call.final_state = internal::StateRets(operands, {"final_num", "final_den", "final_log_max"}, "BC");
   call.states = internal::StateRets(operands, {"nums", "dens", "log_maxs"}, "BNC");
+  call.marks = operands.MarksArg(operands.Size('T'));
   internal::ReadSizes(operands, operands.Size('T'), decay, call);
   if (!operands.Saves()) call.states = {};
 }
@@ -71,6 +72,7 @@ inline void ReadBackward(Operands& operands, int64_t decay, Wkv4BackwardCall& ca
   call.dinitial_state =
       internal::StateRets(operands, {"dinitial_num", "dinitial_den", "dinitial_log_max"}, "BC");
   call.partials = operands.Size('P');
+  call.marks = operands.MarksArg(operands.Size('T'));
   internal::ReadSizes(operands, operands.Size('T'), decay, call);
   operands.RequireSaved();
 }

@@ -2,7 +2,7 @@
 // all tokens.
 #pragma once
 
-#include "rwkv_jax/types.h"
+#include "rwkv_jax/marks.h"
 
 namespace rwkv_jax {
 
@@ -16,6 +16,7 @@ struct Wkv6Call {
   bool constant_decay;  // w is a parameter
   const void *r, *w, *k, *v;
   const float* u;
+  Marks marks;
 };
 
 // Of all tokens together; needs neither r nor u.

@@ -48,6 +48,7 @@ inline void ReadForward(Operands& operands, int64_t decay, int64_t max_head_size
   call.y = operands.Ret("y", "BTHV");
   call.final_state = operands.FloatRet("final_state", "BHVK");
   call.states = operands.StatesRet("states", "BNHVK", call.states_dtype);
+  call.marks = operands.MarksArg(operands.Size('T'));
   internal::ReadSizes(operands, operands.Size('T'), decay, max_head_size, call);
   if (!operands.Saves()) call.states = nullptr;
 }
@@ -65,6 +66,7 @@ inline void ReadBackward(Operands& operands, int64_t decay, int64_t max_head_siz
   call.du = operands.FloatRet("du", "BPHK");
   call.dinitial_state = operands.FloatRet("dinitial_state", "BHVK");
   call.partials = operands.Size('P');
+  call.marks = operands.MarksArg(operands.Size('T'));
   internal::ReadSizes(operands, operands.Size('T'), decay, max_head_size, call);
   operands.RequireSaved();
 }

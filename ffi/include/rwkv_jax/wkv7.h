@@ -1,7 +1,7 @@
 // What the WKV7 kernels of all platforms take and give.
 #pragma once
 
-#include "rwkv_jax/types.h"
+#include "rwkv_jax/marks.h"
 
 namespace rwkv_jax {
 
@@ -13,6 +13,7 @@ struct Wkv7Call {
   Dtype dtype, states_dtype;
   Decay decay;
   const void *r, *w, *k, *v, *a, *b;
+  Marks marks;
 };
 
 // Of all tokens together; needs no r.

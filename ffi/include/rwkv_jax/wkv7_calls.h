@@ -42,6 +42,7 @@ inline void ReadForward(Operands& operands, int64_t decay, int64_t max_head_size
   call.y = operands.Ret("y", "BTHV");
   call.final_state = operands.FloatRet("final_state", "BHVK");
   call.states = operands.StatesRet("states", "BNHVK", call.states_dtype);
+  call.marks = operands.MarksArg(operands.Size('T'));
   internal::ReadSizes(operands, operands.Size('T'), decay, max_head_size, call);
   if (!operands.Saves()) call.states = nullptr;
 }
@@ -59,6 +60,7 @@ inline void ReadBackward(Operands& operands, int64_t decay, int64_t max_head_siz
   call.da = operands.Ret("da", "BTHK");
   call.db = operands.Ret("db", "BTHK");
   call.dinitial_state = operands.FloatRet("dinitial_state", "BHVK");
+  call.marks = operands.MarksArg(operands.Size('T'));
   internal::ReadSizes(operands, operands.Size('T'), decay, max_head_size, call);
   operands.RequireSaved();
 }
