@@ -15,13 +15,16 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import cases
 import oracle
+import test_packing
 import tolerance
 from cases import Arrays, Case
+from rwkv_jax import _packing
 
 TESTS = Path(__file__).parent
 FFI = TESTS.parent / "ffi"
@@ -93,8 +96,24 @@ def _pointers(arrays: list[np.ndarray]) -> Any:
     return (ctypes.c_void_p * len(arrays))(*(x.ctypes.data for x in arrays))
 
 
+def _words(ids: np.ndarray | None) -> Any:
+    """The marks of segments, aligned as those of a device are."""
+    if ids is None:
+        return None
+    (words,) = _packing.operand(_packing.marks(jnp.asarray(ids)))
+    bits = _poisoned(words.shape, np.float32).view(np.uint32)
+    bits[...] = words
+    return bits
+
+
 def _run(
-    kernels: Any, seed: int, case: Case, segments: int, inputs: Arrays, cotangents: Arrays
+    kernels: Any,
+    seed: int,
+    case: Case,
+    segments: int,
+    inputs: Arrays,
+    cotangents: Arrays,
+    ids: np.ndarray | None = None,
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """Results and gradients, and the heads that are left to the other kernels."""
     heads = (case.B, case.H)
@@ -114,7 +133,11 @@ def _run(
     arrays = [*operands, *results.values(), states, scratch, left, *given, *gradients.values()]
     sizes = (ctypes.c_int64 * 4)(case.B, case.T, case.H, case.K)
     decay, half = DECAYS.index(case.decay), case.dtype == "float16"
-    error = kernels.Wkv7(seed, sizes, half, decay, ctypes.c_int64(segments), _pointers(arrays))
+    words = _words(ids)
+    marks = None if words is None else ctypes.c_void_p(words.ctypes.data)
+    error = kernels.Wkv7(
+        seed, sizes, half, decay, ctypes.c_int64(segments), marks, _pointers(arrays)
+    )
     assert error == 0
     return results | gradients, left
 
@@ -151,6 +174,40 @@ def test_emulated_kernels(kernels: Any, case: Case, segments: int) -> None:
 
 
 @pytest.mark.parametrize(
+    ("case", "segments"),
+    [
+        (Case(3, 130, 1, 64, dtype="bfloat16"), 1),
+        (Case(3, 130, 1, 64, dtype="float16", decay="log"), 3),
+        (Case(3, 130, 1, 128, dtype="bfloat16"), 2),
+    ],
+    ids=str,
+)
+def test_emulated_rows_of_several_sequences(kernels: Any, case: Case, segments: int) -> None:
+    ids = np.array(
+        [
+            [1] * 5 + [2] * 60 + [1] * 40 + [3] * 25,
+            [0] * 3 + [4] * 20 + [0] * 10 + [4] * 31 + [9] * 16 + [5, 6, 7] * 12 + [0] * 14,
+            [1] * 64 + [2] * 48 + [0] * 18,
+        ]
+    )
+    inputs, cotangents = cases.wkv7(case)
+    for name in "rwkvab":
+        inputs[name][ids == 0] = np.nan
+    cotangents["dy"][ids == 0] = np.nan
+    results, left = _run(kernels, 1, case, segments, inputs, cotangents, ids)
+    assert not left.any()
+    expected = test_packing.expected("wkv7", inputs, ids, case.decay, cotangents)
+    limits = {
+        n: tolerance.ceiling(n, case.dtype, sequential=False, highest=False) for n in results
+    }
+    tolerance.assert_close(results, expected, limits)
+    for seed in (2, 3):
+        others, _ = _run(kernels, seed, case, segments, inputs, cotangents, ids)
+        for name, x in results.items():
+            assert x.tobytes() == others[name].tobytes(), name
+
+
+@pytest.mark.parametrize(
     "case",
     [Case(1, 81, 2, 64, dtype="bfloat16"), Case(2, 16, 1, 128, dtype="float16")],
     ids=str,
@@ -163,7 +220,7 @@ def test_emulated_summaries(kernels: Any, case: Case) -> None:
     results = {n: _poisoned(state, np.float32) for n in ("factor", "added", "dinitial_state")}
     sizes = (ctypes.c_int64 * 4)(case.B, case.T, case.H, case.K)
     pointers = _pointers([*arrays, *results.values()])
-    assert kernels.Wkv7Summaries(1, sizes, case.dtype == "float16", pointers) == 0
+    assert kernels.Wkv7Summaries(1, sizes, case.dtype == "float16", None, pointers) == 0
 
     identity = np.broadcast_to(np.eye(case.K, dtype=np.float32), state)
     runs = {

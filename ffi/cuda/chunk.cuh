@@ -2,7 +2,7 @@
 #pragma once
 
 #include "matrix.cuh"
-#include "rwkv_jax/types.h"
+#include "rwkv_jax/marks.h"
 
 namespace rwkv_jax::cuda {
 
@@ -34,10 +34,86 @@ __device__ float ScaledLogDecay(float w) {
 // Which of the tokens of a chunk are there; a row of the others changes no state.
 struct Rows {
   int first, end;
+  uint32_t absent = 0;  // a bit for each row that is padding
 
-  __device__ bool All() const { return first <= 0 && end >= kSub; }
-  __device__ bool Has(int row) const { return row >= first && row < end; }
+  __device__ bool All() const { return first <= 0 && end >= kSub && absent == 0; }
+  __device__ bool Has(int row) const {
+    return row >= first && row < end && (absent >> row & 1) == 0;
+  }
 };
+
+// The marks of a chunk, a bit for each row of its matrices: before which rows the state is cleared, and
+// which are padding. Backwards, where the first row is the last token, it is cleared after the row of a
+// token that starts a segment, which may be behind the last one.
+struct RowMarks {
+  uint32_t clears, absent;
+
+  __device__ RowMarks(uint32_t word, bool reverse) {
+    if (reverse) word = __brev(word);
+    clears = reverse ? word >> 15 & 0x1fffeu : word & 0xffffu;
+    absent = reverse ? word & 0xffffu : word >> 16;
+  }
+  // The rows before FirstCleared() see the state before the chunk, those from Last() on are in that
+  // after it; where none clears it, neither is called.
+  __device__ int FirstCleared() const { return __ffs(clears) - 1; }
+  __device__ int Last() const { return 31 - __clz(clears); }
+  // The first row of the segment that a row is in, or 0.
+  __device__ int SegmentOf(int row) const {
+    const uint32_t upto = clears & ((2u << row) - 1);
+    return upto == 0 ? 0 : 31 - __clz(upto);
+  }
+};
+
+// The marks of a frame of kChunk tokens, a bit for each: which start a segment, and which are padding.
+struct FrameMarks {
+  uint64_t starts = 0, absent = 0;
+
+  __device__ FrameMarks(const Marks& marks, int64_t row, int64_t frame) {
+    if (!marks.Given()) return;
+    const uint4 x = reinterpret_cast<const uint4*>(marks.words + row * marks.per_row)[frame];
+    const auto four = [](uint64_t a, uint64_t b, uint64_t c, uint64_t d) {
+      return a | b << 16 | c << 32 | d << 48;
+    };
+    starts = four(x.x & 0xffff, x.y & 0xffff, x.z & 0xffff, x.w & 0xffff);
+    absent = four(x.x >> 16, x.y >> 16, x.z >> 16, x.w >> 16);
+  }
+  // The tokens before FirstStart() are of the segment before the frame, those from LastStart() on of
+  // that after it; called where there is one.
+  __device__ int FirstStart() const { return __ffsll(starts) - 1; }
+  __device__ int LastStart() const { return 63 - __clzll(starts); }
+  // The first token of the segment that a token is in, or 0, and the first of the next one, or 64.
+  __device__ int SegmentOf(int token) const {
+    const uint64_t upto = starts & ((uint64_t{2} << token) - 1);
+    return upto == 0 ? 0 : 63 - __clzll(upto);
+  }
+  __device__ int SegmentEnd(int token) const {
+    const uint64_t later = starts & ~((uint64_t{2} << token) - 1);
+    return later == 0 ? 64 : __ffsll(later) - 1;
+  }
+  // Of the block of kSub tokens from this one on.
+  __device__ uint32_t Absent(int token) const { return absent >> token & 0xffff; }
+};
+
+// Clears the columns of a sum, one for each token from `first` on, that are not from `begin` to `end`.
+template <int kTiles>
+__device__ void KeepTokens(int first, int begin, int end, float (*sum)[4]) {
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int token = first + 8 * tile + 2 * (Lane() % 4) + e % 2;
+      if (token < begin || token >= end) sum[tile][e] = 0.0f;
+    }
+}
+
+// Clears the columns of a left operand before `begin`.
+__device__ inline void KeepTokensFrom(int begin, Left& x) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int col = i / 2 * 8 + 2 * (Lane() % 4);
+    x[i] &= (col >= begin ? 0xffffu : 0u) | (col + 1 >= begin ? 0xffff0000u : 0u);
+  }
+}
 
 template <typename T, Decay kForm>
 __device__ void ScaledLogDecays(const uint32_t (&w)[4], uint32_t (&log_decays)[4]) {
@@ -93,6 +169,16 @@ __device__ inline void KeepLower(bool diagonal, Sum<2>& m) {
   if (below <= 0) m[0][0] = m[1][2] = 0.0f;
   if (below <= 1) m[0][1] = m[1][3] = 0.0f;
   m[1][0] = m[1][1] = 0.0f;
+}
+
+// Clears what reads from another segment.
+__device__ inline void KeepSegments(const RowMarks& marks, Sum<2>& m) {
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    const int begin = marks.SegmentOf(Lane() / 4 + e / 2 * 8), col = 2 * (Lane() % 4) + e % 2;
+    if (col < begin) m[0][e] = 0.0f;
+    if (col + 8 < begin) m[1][e] = 0.0f;
+  }
 }
 
 // The rows of a state that this thread has: those of one warp, in the tiles of a Sum.

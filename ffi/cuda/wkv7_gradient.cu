@@ -45,6 +45,7 @@ struct Frames {
   int64_t tokens, heads;
   unsigned all_heads;  // B * H
   Decay decay;
+  Marks marks;
   const uint4* states;  // [B, frames, H, V, K] of bfloat16
   FrameGradients gradients;
   const float* inexact;
@@ -216,8 +217,18 @@ __device__ void ForEachElement(Fn&& fn) {
     for (int e = 0; e < 4; ++e) fn(tile, e);
 }
 
-// The lower triangle of tokens by tokens, rounded, into a tile, with the diagonal if it is kept.
-__device__ void StoreLower(int warp, uint32_t tile, bool diagonal, const Sum<8>& sum) {
+// The lower triangle of tokens by tokens, rounded, into a tile, with the diagonal if it is kept, and
+// without what reads from another segment.
+__device__ void StoreLower(int warp, uint32_t tile, bool diagonal, const FrameMarks& marks,
+                           Sum<8>& sum) {
+  if (marks.starts != 0)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int begin = marks.SegmentOf(16 * warp + Lane() / 4 + e / 2 * 8);
+#pragma unroll
+      for (int tile = 0; tile < 8; ++tile)
+        if (8 * tile + 2 * (Lane() % 4) + e % 2 < begin) sum[tile][e] = 0.0f;
+    }
 #pragma unroll
   for (int block = 0; block < kFrameBlocks; ++block) {
     Left x = {};
@@ -343,6 +354,8 @@ __global__ __launch_bounds__(4 * N, N == 64 ? 2 : 1) void GradientKernel(
   if (in.inexact != nullptr && in.inexact[head] != 0.0f) return;
 
   const int64_t batch = head / in.heads, first_token = frame * kFrame;
+  // Read again wherever they are needed: there are no registers to keep them.
+  const auto marks = [&] { return FrameMarks(in.marks, batch, frame); };
   const int stride = static_cast<int>(in.heads * N);
   const int64_t first =
       (batch * in.tokens + first_token) * stride + (head - batch * in.heads) * N;
@@ -351,12 +364,13 @@ __global__ __launch_bounds__(4 * N, N == 64 ? 2 : 1) void GradientKernel(
 
   // All of the frame, in pieces of 16 bytes: first the decays, then what they scale, then the rest.
   constexpr int kRowPieces = N / 8;
+  const uint64_t absent = marks().absent;
   const auto copy = [&](int tile, const T* from) {
 #pragma unroll
     for (int i = 0; i < kFrame * kRowPieces / L::kThreads; ++i) {
       const int index = threadIdx.x + i * L::kThreads;
       const int row = index / kRowPieces, piece = index % kRowPieces;
-      const bool there = row < tokens;
+      const bool there = row < tokens && (absent >> row & 1) == 0;
       CopyAsync(PieceAddress(shared + tile + piece / 8 * L::kPanel, row, piece % 8),
                 from + first + static_cast<int64_t>(row) * stride + piece * 8, there);
     }
@@ -413,7 +427,8 @@ __global__ __launch_bounds__(4 * N, N == 64 ? 2 : 1) void GradientKernel(
     for (int block = 0; block < kHalfBlocks; ++block) {
       uint32_t x[4];
       LoadTransposed(BlockAddress(own(L::kDz), 16 * (first_block + block), warp), raw_w[block]);
-      LogDecays<T>(raw_w[block], in.decay, Rows{0, tokens - 16 * (first_block + block)}, x);
+      const int token = 16 * (first_block + block);
+      LogDecays<T>(raw_w[block], in.decay, Rows{0, tokens - token, marks().Absent(token)}, x);
       log_decays[block][0] = x[0], log_decays[block][1] = x[2];
       log_decays[block][2] = x[1], log_decays[block][3] = x[3];
       add(total, log_decays[block], all, 0);
@@ -491,7 +506,7 @@ __global__ __launch_bounds__(4 * N, N == 64 ? 2 : 1) void GradientKernel(
     Sum<8> sum;
     Product<false, kBlocks>(warp, sum, all_along(left), all_along(right));
     Finish(sum);
-    StoreLower(warp, at(to), diagonal, sum);
+    StoreLower(warp, at(to), diagonal, marks(), sum);
   };
   if (group == 0) {
     square(L::kM, L::kAt, L::kBh, false);
@@ -533,6 +548,10 @@ __global__ __launch_bounds__(4 * N, N == 64 ? 2 : 1) void GradientKernel(
     Sum<8> z, u, dqrb, dqrk;
     Left rounded[kFrameBlocks];
     Product<false, kBlocks>(warp, z, rows_along(L::kSp), all_along(L::kAt));
+    if (const FrameMarks of_frame = marks(); of_frame.starts != 0) {
+      Finish(z);
+      KeepTokens<8>(0, 0, of_frame.FirstStart(), z);
+    }
     Product<true, kFrameBlocks>(warp, z, Down{own(L::kV)}, Along{at(L::kAak)});
     Finish(z);
     RoundPanel(z, rounded);
@@ -549,37 +568,45 @@ __global__ __launch_bounds__(4 * N, N == 64 ? 2 : 1) void GradientKernel(
     Sum<8> daab, daak;
     if (takes_b) {
       Settle(dqrb);
-      StoreLower(warp, at(L::kQrb), true, dqrb);
+      StoreLower(warp, at(L::kQrb), true, marks(), dqrb);
       Product<false, kBlocks>(warp, daab, all_along(L::kDz), all_along(L::kU));
     }
     if (takes_k) {
       Settle(dqrk);
-      StoreLower(warp, at(L::kQrk), true, dqrk);
+      StoreLower(warp, at(L::kQrk), true, marks(), dqrk);
       Product<false, kBlocks>(warp, daak, all_along(L::kDz), all_along(L::kV));
     }
     WaitForProducts<0>();
     wait_for_all();  // until dV has gone
     if (takes_b) {
       Settle(daab);
-      StoreLower(warp, at(L::kM), false, daab);
+      StoreLower(warp, at(L::kM), false, marks(), daab);
     }
     if (takes_k) {
       Settle(daak);
-      StoreLower(warp, at(L::kAak), false, daak);
+      StoreLower(warp, at(L::kAak), false, marks(), daak);
     }
   } else {
     Sum<8> du, dz, dv;
     Left rounded[kFrameBlocks];
-    Product<false, kFrameBlocks>(warp, du, Down{own(L::kDy)}, Down{at(L::kQrb)});
-    Product<true, kBlocks>(warp, du, rows_along(L::kDs), all_along(L::kBh));
+    const auto keep_last = [&](Sum<8>& sum) {
+      if (const FrameMarks of_frame = marks(); of_frame.starts != 0) {
+        Finish(sum);
+        KeepTokens<8>(0, of_frame.LastStart(), kFrame, sum);
+      }
+    };
+    Product<false, kBlocks>(warp, du, rows_along(L::kDs), all_along(L::kBh));
+    keep_last(du);
+    Product<true, kFrameBlocks>(warp, du, Down{own(L::kDy)}, Down{at(L::kQrb)});
     Finish(du);
     RoundPanel(du, rounded);
     Product<false>(dz, rounded, Down{at(L::kM)});
     Finish(dz);
     channels(L::kDz).template StoreSum<__nv_bfloat16>(0, dz);
     RoundPanel(dz, rounded);
-    Product<false, kFrameBlocks>(warp, dv, Down{own(L::kDy)}, Down{at(L::kQrk)});
-    Product<true, kBlocks>(warp, dv, rows_along(L::kDs), all_along(L::kKh));
+    Product<false, kBlocks>(warp, dv, rows_along(L::kDs), all_along(L::kKh));
+    keep_last(dv);
+    Product<true, kFrameBlocks>(warp, dv, Down{own(L::kDy)}, Down{at(L::kQrk)});
     Product<true>(dv, rounded, Down{at(L::kAak)});
     Finish(dv);
     wait_for_all();
@@ -622,15 +649,17 @@ __global__ __launch_bounds__(4 * N, N == 64 ? 2 : 1) void GradientKernel(
     emit(own(first_stage), half * kHalf, kHalf, first_out);
     emit(own(second_stage), half * kHalf, kHalf, second_out);
   };
+  if (marks().starts == 0) {
 #pragma unroll
-  for (int i = 0; i < kBlocks / 2; ++i) {
-    const int block = half * (kBlocks / 2) + i;
-    uint32_t s[4], ds[4];
-    ChannelTile{state_of(L::kSp), warp}.Load(block, s);
-    ChannelTile{state_of(L::kDs), warp}.Load(block, ds);
+    for (int i = 0; i < kBlocks / 2; ++i) {
+      const int block = half * (kBlocks / 2) + i;
+      uint32_t s[4], ds[4];
+      ChannelTile{state_of(L::kSp), warp}.Load(block, s);
+      ChannelTile{state_of(L::kDs), warp}.Load(block, ds);
 #pragma unroll
-    for (int j = 0; j < 4; ++j)
-      written[j % 2] += Bf16::Low(s[j]) * Bf16::Low(ds[j]) + Bf16::High(s[j]) * Bf16::High(ds[j]);
+      for (int j = 0; j < 4; ++j)
+        written[j % 2] += Bf16::Low(s[j]) * Bf16::Low(ds[j]) + Bf16::High(s[j]) * Bf16::High(ds[j]);
+    }
   }
 
   // A left operand is loaded while the product before it runs. Of products with a triangle of tokens by
@@ -658,6 +687,9 @@ __global__ __launch_bounds__(4 * N, N == 64 ? 2 : 1) void GradientKernel(
     const auto add_all = [&](auto blocks, int first_of_blocks) {
       add_triangles(blocks, first_of_blocks, L::kRt, L::kAt, half_down, L::kQrb, L::kQrk, L::kM,
                     L::kAak, [&] {
+                      if (const FrameMarks of_frame = marks(); of_frame.starts != 0)
+                        for (HalfSum& sum : pair)
+                          KeepTokens<kHalfTiles>(half * kHalf, of_frame.LastStart(), kFrame, sum);
                       add_written(L::kBh, pair[0]);
                       add_written(L::kKh, pair[1]);
                     });
@@ -680,7 +712,11 @@ __global__ __launch_bounds__(4 * N, N == 64 ? 2 : 1) void GradientKernel(
     LoadTransposedTile(state_of(L::kSp), warp, 0, sp);
     ProductPair<false>(pair, sp, 0, half_along(L::kDy), half_along(L::kDz));
     const auto add_all = [&](auto blocks) {
-      add_triangles(blocks, 0, L::kBh, L::kKh, half_along, L::kQrb, L::kM, L::kQrk, L::kAak, [] {});
+      add_triangles(blocks, 0, L::kBh, L::kKh, half_along, L::kQrb, L::kM, L::kQrk, L::kAak, [&] {
+        if (const FrameMarks of_frame = marks(); of_frame.starts != 0)
+          for (HalfSum& sum : pair)
+            KeepTokens<kHalfTiles>(half * kHalf, 0, of_frame.FirstStart(), sum);
+      });
     };
     if (half == 0)
       add_all(half_blocks);
@@ -704,25 +740,35 @@ __global__ __launch_bounds__(4 * N, N == 64 ? 2 : 1) void GradientKernel(
   });
   stage_and_emit(pair, L::kDy, in.dr, L::kDz, in.da);
 
-  // Sums over the tokens of this half from each on: a row of a sum is that of four lanes.
+  // Sums over the tokens of this half from each on, as far as its segment: a row of a sum is that of
+  // four lanes.
   float later_reads[2] = {};
+  const auto sum_up = [&](auto same_segment) {
 #pragma unroll
-  for (int tile = kHalfTiles - 1; tile >= 0; --tile)
+    for (int tile = kHalfTiles - 1; tile >= 0; --tile) {
+      const int token = half * kHalf + 8 * tile + 2 * (lane % 4), behind = token - 2 * (lane % 4) + 8;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      float(&x)[4] = reads[tile];
-      float from_here = x[2 * i] + x[2 * i + 1];
+      for (int i = 0; i < 2; ++i) {
+        float(&x)[4] = reads[tile];
+        float from_here = x[2 * i];
+        if (same_segment(token, token + 1)) from_here += x[2 * i + 1];
 #pragma unroll
-      for (int step = 1; step < 4; step *= 2) {
-        const float next = __shfl_down_sync(~0u, from_here, step, 4);
-        if (lane % 4 + step < 4) from_here += next;
+        for (int step = 1; step < 4; step *= 2) {
+          const float next = __shfl_down_sync(~0u, from_here, step, 4);
+          if (lane % 4 + step < 4 && same_segment(token, token + 2 * step)) from_here += next;
+        }
+        const float next = __shfl_down_sync(~0u, from_here, 1, 4);
+        if (same_segment(token + 1, behind)) x[2 * i + 1] += later_reads[i];
+        if (lane % 4 < 3 && same_segment(token + 1, token + 2)) x[2 * i + 1] += next;
+        if (same_segment(token, token + 1)) x[2 * i] += x[2 * i + 1];
+        later_reads[i] = __shfl_sync(~0u, x[2 * i], 0, 4);
       }
-      const float next = __shfl_down_sync(~0u, from_here, 1, 4);
-      const float later = later_reads[i] + (lane % 4 < 3 ? next : 0.0f);
-      later_reads[i] += __shfl_sync(~0u, from_here, 0, 4);
-      x[2 * i + 1] += later;
-      x[2 * i] += x[2 * i + 1];
     }
+  };
+  if (const FrameMarks of_frame = marks(); of_frame.starts == 0)
+    sum_up([](int, int) { return true; });
+  else
+    sum_up([&](int token, int later) { return of_frame.SegmentEnd(token) > later; });
 #pragma unroll
   for (int i = 0; i < 2; ++i)
 #pragma unroll
@@ -742,9 +788,21 @@ __global__ __launch_bounds__(4 * N, N == 64 ? 2 : 1) void GradientKernel(
     const float* const sum = sums + channel + 8 * i;
     total[i] = sum[N] + sum[2 * N] + (half == 0 ? sum[3 * N] : 0.0f);
   }
-  ForEachElement([&](int tile, int e) {
-    reads[tile][e] = slope[tile][e] * (reads[tile][e] - own_reads[tile][e] + total[e / 2]);
-  });
+  if (const FrameMarks of_frame = marks(); (of_frame.starts | of_frame.absent) == 0) {
+    ForEachElement([&](int tile, int e) {
+      reads[tile][e] = slope[tile][e] * (reads[tile][e] - own_reads[tile][e] + total[e / 2]);
+    });
+  } else {
+    ForEachElement([&](int tile, int e) {
+      const int token = half * kHalf + 8 * tile + 2 * (lane % 4) + e % 2;
+      const int end = of_frame.SegmentEnd(token);
+      const float* const sum = sums + channel + 8 * (e / 2);
+      float x = reads[tile][e] - own_reads[tile][e];
+      if (half == 0 && end > kHalf) x += sum[3 * N];
+      if (end == kFrame) x += sum[N] + sum[2 * N];
+      reads[tile][e] = of_frame.absent >> token & 1 ? 0.0f : slope[tile][e] * x;
+    });
+  }
   channels(L::kAt).template StoreSum<T>(first_block, reads);
   __syncthreads();
   emit(own(L::kAt), half * kHalf, kHalf, in.dw);
@@ -764,7 +822,7 @@ cudaError_t Wkv7FrameBackward(cudaStream_t stream, const Wkv7BackwardCall& call,
     const Frames<T> frames{in(call.r),  in(call.w),  in(call.k),  in(call.v),  in(call.a),
                            in(call.b),  in(call.dy), out(call.dr), out(call.dw), out(call.dk),
                            out(call.dv), out(call.da), out(call.db), call.dims.tokens,
-                           call.dims.heads, heads, call.decay, static_cast<const uint4*>(call.states), gradients, inexact};
+                           call.dims.heads, heads, call.decay, call.marks, static_cast<const uint4*>(call.states), gradients, inexact};
     return Launch(GradientKernel<T, size()>, static_cast<unsigned>(heads * call.dims.saved),
                   L::kThreads, L::kBytes, stream, frames);
   });

@@ -35,6 +35,7 @@ struct Scan {
   const T *a, *r, *b, *k, *v, *w;
   int64_t tokens, heads;
   Decay decay;
+  Marks marks;
   const float* start;
   float* end;
   T* y;
@@ -81,7 +82,8 @@ struct Layout {
   static constexpr int kDecays = kM + 2 * kMatrices;
   static constexpr int kDecayBytes = 4 * 4 * kDecayStride;
   static constexpr int kBarriers = kDecays + kSlots * kDecayBytes;
-  static constexpr int kBytes = kBarriers + 8 * kSlots;
+  static constexpr int kWords = kBarriers + 8 * kSlots;  // of marks, one for each slot
+  static constexpr int kBytes = kWords + 4 * kSlots;
 };
 
 // Two sums for each of the columns, as tiles of one warp see them.
@@ -168,7 +170,7 @@ __device__ bool ScaleChunk(int warp, uint32_t slot, uint32_t w_tile, float* deca
 
 // The matrices of 16 x 16 of a chunk, one per warp: tril(At Kh^T), tril(Rt Kh^T), M, tril(Rt Bh^T).
 template <typename L, bool kReverse, bool kOutput>
-__device__ void MultiplyChunk(int warp, uint32_t slot, uint32_t matrices) {
+__device__ void MultiplyChunk(int warp, uint32_t slot, uint32_t matrices, const RowMarks& marks) {
   if (warp >= (kOutput ? 4 : 2)) return;
   const bool reads_r = warp >= 2, writes_k = warp % 2 == 1;
   const uint32_t left = slot + (reads_r ? L::kR : L::kA);
@@ -185,6 +187,7 @@ __device__ void MultiplyChunk(int warp, uint32_t slot, uint32_t matrices) {
     WarpMultiply(m[1], a, b[2], b[3]);
   }
   KeepLower(reads_r || (kReverse && writes_k), m);
+  if (marks.clears != 0) KeepSegments(marks, m);
   Left rounded;
   if (warp == 0)
     InvertUnitLower(m, rounded);
@@ -196,10 +199,12 @@ __device__ void MultiplyChunk(int warp, uint32_t slot, uint32_t matrices) {
 
 constexpr int kPanelBlocks = kTileCols / kSub;
 
-// One chunk: y, and the state after it from the state before it.
-template <typename T, typename L, bool kOutput>
+// One chunk: y, and the state after it from the state before it. If the state is cleared on the way,
+// products wait for each other.
+template <typename T, typename L, bool kOutput, bool kClears>
 __device__ void AdvanceState(int warp, uint32_t slot, uint32_t matrices, uint32_t y_tile,
-                             bool has_values, float (&s)[L::kPanels][8][4]) {
+                             bool has_values, const RowMarks& marks,
+                             float (&s)[L::kPanels][8][4]) {
   constexpr int kReadTiles = kOutput ? 4 : 2;
   const int panel_of_v = warp / 4;
   Left v = {};
@@ -226,8 +231,29 @@ __device__ void AdvanceState(int warp, uint32_t slot, uint32_t matrices, uint32_
         Multiply<true>(zy, before[block], read);
     }
   }
+  if constexpr (kClears) {
+    CommitProducts();
+    WaitForProducts<0>();
+    Settle(zy);
+#pragma unroll
+    for (int half = 0; half < kReadTiles; half += 2)
+      KeepTokens<2>(0, 0, marks.FirstCleared(), &zy[half]);
+    BeginProducts();
+  }
   Multiply<true>(zy, v, PackedBlocks{matrices});
   CommitProducts();
+  if constexpr (kClears) {
+    WaitForProducts<0>();
+    Settle(zy);
+    KeepTokensFrom(marks.Last(), v);
+#pragma unroll
+    for (int panel = 0; panel < L::kPanels; ++panel)
+#pragma unroll
+      for (int tile = 0; tile < 8; ++tile)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) s[panel][tile][e] = 0.0f;
+    BeginProducts();
+  }
 #pragma unroll
   for (int panel = 0; panel < L::kPanels; ++panel)
     Multiply<true>(s[panel], v, KDownRows{slot + L::kK + panel * L::kTile});
@@ -252,6 +278,11 @@ __device__ void AdvanceState(int warp, uint32_t slot, uint32_t matrices, uint32_
     Multiply<true>(zy, u_rounded, PackedBlocks{matrices + 2 * kBlockBytes});
     CommitProducts();
   }
+  if constexpr (kClears) {
+    WaitForProducts<0>();
+    KeepTokensFrom(marks.Last(), u_rounded);
+    BeginProducts();
+  }
 #pragma unroll
   for (int panel = 0; panel < L::kPanels; ++panel)
     Multiply<true>(s[panel], u_rounded, KDownRows{slot + L::kB + panel * L::kTile});
@@ -268,9 +299,14 @@ __device__ void AdvanceState(int warp, uint32_t slot, uint32_t matrices, uint32_
   for (int panel = 0; panel < L::kPanels; ++panel) Settle(s[panel]);
 }
 
+// Heads of 128 have a kernel of their own for rows of several sequences: in one that is for both, ptxas
+// lets every product wait for the one before it.
+template <int N>
+constexpr bool kForAll = N == kTileCols;
+
 // The chunks are a pipeline with one barrier per chunk: while chunk c advances the state, the matrices
 // of c + 1 are computed, the operands of c + 2 are scaled, and those after it are on their way.
-template <typename T, int N, bool kReverse, bool kOutput, Work kWork>
+template <typename T, int N, bool kReverse, bool kOutput, Work kWork, bool kMarked>
 __global__ __launch_bounds__(Layout<N, kOutput, kWork>::kThreads,
                              Layout<N, kOutput, kWork>::kBlocks)
 void ScanKernel(const __grid_constant__ Scan<T> scan) {
@@ -288,6 +324,7 @@ void ScanKernel(const __grid_constant__ Scan<T> scan) {
   const int64_t head = blockIdx.x;
   const int64_t order = blockIdx.y;  // of the segments, as they come in the recurrence
   const Segments& segments = scan.segments;
+  const bool marked = kMarked && scan.marks.Given();
   // Another segment of the head may give up now, so the threads agree on what they have seen.
   if (scan.inexact != nullptr && !SynchronizeAll(1, L::kThreads, scan.inexact[head] == 0.0f)) return;
 
@@ -311,25 +348,35 @@ void ScanKernel(const __grid_constant__ Scan<T> scan) {
   const int64_t first = (batch * scan.tokens + first_token) * stride +
                         (head - batch * scan.heads) * N + copy_piece * 8;
   const auto element_of = [&](int token) { return first + static_cast<int64_t>(token) * stride; };
+
+  // The marks of a chunk are on their way with its operands.
+  uint32_t* const words = reinterpret_cast<uint32_t*>(memory + L::kWords);
+  const auto word_of = [&](int chunk) {
+    return marked ? scan.marks.Word(batch, first_token + time_of(chunk) * kSub) : 0u;
+  };
+  const auto marks_of = [&](int chunk) {
+    return RowMarks(marked ? words[chunk % L::kSlots] : 0u, kReverse);
+  };
   const auto rows_of = [&](int chunk) {
     const int there = tokens - time_of(chunk) * kSub;
-    return kReverse ? Rows{kSub - there, kSub} : Rows{0, there};
+    const uint32_t absent = marks_of(chunk).absent;
+    return kReverse ? Rows{kSub - there, kSub, absent} : Rows{0, there, absent};
   };
 
   const auto slot_of = [&](int chunk) { return shared + chunk % L::kSlots * L::kSlot; };
   const auto barrier_of = [&](int chunk) {
     return CopyBarrier(shared + L::kBarriers + 8 * (chunk % L::kSlots));
   };
-  const auto for_panels_of = [&](int chunk, auto copy) {
+  const auto for_panels_of = [&](int chunk, uint32_t word, auto copy) {
     const int token = token_of(chunk);
-    const bool there = token < tokens;
+    const bool there = token < tokens && (word >> (kSub + token % kSub) & 1) == 0;
 #pragma unroll
     for (int panel = 0; panel < L::kPanels; ++panel)
       copy(panel, element_of(token) + kTileCols * panel, there);
   };
-  const auto copy_operands = [&](int chunk) {
+  const auto copy_operands = [&](int chunk, uint32_t word) {
     const uint32_t to = slot_of(chunk) + copy_to;
-    for_panels_of(chunk, [&](int panel, int64_t from, bool there) {
+    for_panels_of(chunk, word, [&](int panel, int64_t from, bool there) {
       CopyAsync(to + L::kA + panel * L::kReadStride, scan.a + from, there);
       if constexpr (kOutput) CopyAsync(to + L::kR + panel * L::kReadStride, scan.r + from, there);
       CopyAsync(to + L::kB + panel * L::kTile, scan.b + from, there);
@@ -341,7 +388,7 @@ void ScanKernel(const __grid_constant__ Scan<T> scan) {
     return shared + L::kW + chunk % L::kDecaySlots * L::kPanels * L::kTile;
   };
   const auto copy_decays = [&](int chunk) {
-    for_panels_of(chunk, [&](int panel, int64_t from, bool there) {
+    for_panels_of(chunk, 0, [&](int panel, int64_t from, bool there) {
       CopyAsync(w_of(chunk) + panel * L::kTile + copy_to, scan.w + from, there);
     });
     barrier_of(chunk).ArriveAfterCopies();
@@ -371,7 +418,8 @@ void ScanKernel(const __grid_constant__ Scan<T> scan) {
     return shared + L::kM + chunk % 2 * L::kMatrices;
   };
   const auto multiply = [&](int chunk) {
-    MultiplyChunk<L, kReverse, kOutput>(warp % 4, slot_of(chunk), matrices_of(chunk));
+    MultiplyChunk<L, kReverse, kOutput>(warp % 4, slot_of(chunk), matrices_of(chunk),
+                                        marks_of(chunk));
   };
   // Returns false where the block has to give up.
   const auto synchronize = [&] {
@@ -387,11 +435,14 @@ void ScanKernel(const __grid_constant__ Scan<T> scan) {
     return goes_on;
   };
 
-  if (threadIdx.x < L::kSlots) barrier_of(threadIdx.x).Init(128);
+  if (threadIdx.x < L::kSlots) {
+    barrier_of(threadIdx.x).Init(128);
+    if (static_cast<int>(threadIdx.x) < chunks) words[threadIdx.x] = word_of(threadIdx.x);
+  }
   __syncthreads();
   if (copies)
     for (int chunk = 0; chunk < L::kSlots && chunk < chunks; ++chunk) {
-      copy_operands(chunk);
+      copy_operands(chunk, word_of(chunk));
       if (chunk < L::kDecaySlots) copy_decays(chunk);
     }
   if (scales)
@@ -404,6 +455,8 @@ void ScanKernel(const __grid_constant__ Scan<T> scan) {
   if (multiplies && chunks > 0) multiply(0);
   PublishOperands();
   __syncthreads();
+
+  uint32_t coming = copies && L::kSlots < chunks ? word_of(L::kSlots) : 0u;
 
   // The work of a warpgroup: that on the state, that for it, or both.
   const auto run = [&](auto on_state, auto for_state) {
@@ -434,7 +487,15 @@ void ScanKernel(const __grid_constant__ Scan<T> scan) {
             Tiles::StoreRounded(s, scan.states + index * (N * N / 8));
           }
         }
-        AdvanceState<T, L, kOutput>(warp, slot_of(chunk), matrices_of(chunk), y_tile, !identity, s);
+        const auto advance = [&](auto clears, const RowMarks& marks) {
+          AdvanceState<T, L, kOutput, decltype(clears)::value>(
+              warp, slot_of(chunk), matrices_of(chunk), y_tile, !identity, marks, s);
+        };
+        const RowMarks marks = marks_of(chunk);
+        if (!kMarked || marks.clears == 0)
+          advance(std::false_type(), marks);
+        else
+          advance(std::bool_constant<kMarked>(), marks);
         if (ends_frame(chunk)) {
           const float* const decays = decays_of(chunk) + (threadIdx.x & 3) * L::kDecayStride;
 #pragma unroll
@@ -463,8 +524,10 @@ void ScanKernel(const __grid_constant__ Scan<T> scan) {
                                                   copy_to);
         }
         if (copies && chunk + L::kSlots < chunks) {
-          copy_operands(chunk + L::kSlots);
+          if (marked && threadIdx.x % 128 == 0) words[chunk % L::kSlots] = coming;
+          copy_operands(chunk + L::kSlots, coming);
           copy_decays(chunk + L::kSlots);
+          if (chunk + L::kSlots + 1 < chunks) coming = word_of(chunk + L::kSlots + 1);
         }
       }
     }
@@ -545,8 +608,13 @@ template <typename T, int N, bool kReverse, bool kOutput, Work kWork>
 cudaError_t LaunchScan(cudaStream_t stream, const Scan<T>& scan, int64_t heads, int64_t segments) {
   using L = Layout<N, kOutput, kWork>;
   const dim3 blocks(static_cast<unsigned>(heads), static_cast<unsigned>(segments));
-  return Launch(ScanKernel<T, N, kReverse, kOutput, kWork>, blocks, L::kThreads, L::kBytes, stream,
-                scan);
+  const auto launch = [&](auto marked) {
+    return Launch(ScanKernel<T, N, kReverse, kOutput, kWork, decltype(marked)::value>, blocks,
+                  L::kThreads, L::kBytes, stream, scan);
+  };
+  if constexpr (!kForAll<N>)
+    if (!scan.marks.Given()) return launch(std::false_type());
+  return launch(std::true_type());
 }
 
 // The whole sequence, or segment by segment: first what each does to a state, then, from the state at
@@ -584,6 +652,7 @@ Scan<T> ForwardScan(const Wkv7Call& call) {
   scan.a = in(call.a), scan.r = in(call.r), scan.b = in(call.b);
   scan.k = in(call.k), scan.v = in(call.v), scan.w = in(call.w);
   scan.tokens = call.dims.tokens, scan.heads = call.dims.heads, scan.decay = call.decay;
+  scan.marks = call.marks;
   return scan;
 }
 

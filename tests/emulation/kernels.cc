@@ -15,10 +15,11 @@ extern "C" int64_t ScratchFloats(int64_t tokens, int64_t head_size, int64_t segm
 
 // Forward and backward; `sizes` are B, T, H, K, and the arrays those of the two calls in order.
 extern "C" int Wkv7(unsigned seed, const int64_t* sizes, int half, int decay, int64_t segments,
-                    void* const* arrays) {
+                    const uint32_t* marks, void* const* arrays) {
   emulation::random.seed(seed);
   const auto floats = [&](int i) { return static_cast<float*>(arrays[i]); };
   Wkv7ForwardCall forward;
+  forward.marks = {marks, Marks::Words(sizes[1])};
   forward.dims = {sizes[0], sizes[1], sizes[2], sizes[3], (sizes[1] + kChunk - 1) / kChunk};
   forward.dtype = half ? Dtype::kF16 : Dtype::kBF16;
   forward.decay = static_cast<Decay>(decay);
@@ -52,13 +53,15 @@ extern "C" int Wkv7(unsigned seed, const int64_t* sizes, int half, int decay, in
 }
 
 // A summary and a reverse summary: the inputs w, k, v, a, b and r, dy, dfinal_state, and the results.
-extern "C" int Wkv7Summaries(unsigned seed, const int64_t* sizes, int half, void* const* arrays) {
+extern "C" int Wkv7Summaries(unsigned seed, const int64_t* sizes, int half, const uint32_t* marks,
+                             void* const* arrays) {
   emulation::random.seed(seed);
   const auto floats = [&](int i) { return static_cast<float*>(arrays[i]); };
   Wkv7SummaryCall summary = {};
   summary.dims = {sizes[0], sizes[1], sizes[2], sizes[3], 0};
   summary.dtype = half ? Dtype::kF16 : Dtype::kBF16;
   summary.decay = Decay::kSigmoid;
+  summary.marks = {marks, Marks::Words(sizes[1])};
   summary.w = arrays[0], summary.k = arrays[1], summary.v = arrays[2];
   summary.a = arrays[3], summary.b = arrays[4];
   summary.factor = floats(8), summary.added = floats(9);
