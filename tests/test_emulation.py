@@ -106,6 +106,10 @@ def _words(ids: np.ndarray | None) -> Any:
     return bits
 
 
+def _address(x: np.ndarray | None) -> Any:
+    return None if x is None else ctypes.c_void_p(x.ctypes.data)
+
+
 def _run(
     kernels: Any,
     seed: int,
@@ -134,9 +138,8 @@ def _run(
     sizes = (ctypes.c_int64 * 4)(case.B, case.T, case.H, case.K)
     decay, half = DECAYS.index(case.decay), case.dtype == "float16"
     words = _words(ids)
-    marks = None if words is None else ctypes.c_void_p(words.ctypes.data)
     error = kernels.Wkv7(
-        seed, sizes, half, decay, ctypes.c_int64(segments), marks, _pointers(arrays)
+        *(seed, sizes, half, decay, ctypes.c_int64(segments), _address(words)), _pointers(arrays)
     )
     assert error == 0
     return results | gradients, left
@@ -173,6 +176,22 @@ def test_emulated_kernels(kernels: Any, case: Case, segments: int) -> None:
                 assert x.tobytes() == others[name].tobytes(), name
 
 
+IDS = np.array(
+    [
+        [1] * 5 + [2] * 60 + [1] * 40 + [3] * 25,
+        [0] * 3 + [4] * 20 + [0] * 10 + [4] * 31 + [9] * 16 + [5, 6, 7] * 12 + [0] * 14,
+        [1] * 64 + [2] * 48 + [0] * 18,
+    ]
+)
+"""The segments of rows of 130 tokens."""
+
+
+def _spoil_padding(inputs: Arrays, cotangents: Arrays, ids: np.ndarray) -> None:
+    for x in (*inputs.values(), cotangents["dy"]):
+        if x.shape[:2] == ids.shape:
+            x[ids == 0] = np.nan
+
+
 @pytest.mark.parametrize(
     ("case", "segments"),
     [
@@ -183,26 +202,15 @@ def test_emulated_kernels(kernels: Any, case: Case, segments: int) -> None:
     ids=str,
 )
 def test_emulated_rows_of_several_sequences(kernels: Any, case: Case, segments: int) -> None:
-    ids = np.array(
-        [
-            [1] * 5 + [2] * 60 + [1] * 40 + [3] * 25,
-            [0] * 3 + [4] * 20 + [0] * 10 + [4] * 31 + [9] * 16 + [5, 6, 7] * 12 + [0] * 14,
-            [1] * 64 + [2] * 48 + [0] * 18,
-        ]
-    )
     inputs, cotangents = cases.wkv7(case)
-    for name in "rwkvab":
-        inputs[name][ids == 0] = np.nan
-    cotangents["dy"][ids == 0] = np.nan
-    results, left = _run(kernels, 1, case, segments, inputs, cotangents, ids)
+    expected = test_packing.expected("wkv7", inputs, IDS, case.decay, cotangents)
+    _spoil_padding(inputs, cotangents, IDS)
+    results, left = _run(kernels, 1, case, segments, inputs, cotangents, IDS)
     assert not left.any()
-    expected = test_packing.expected("wkv7", inputs, ids, case.decay, cotangents)
-    limits = {
-        n: tolerance.ceiling(n, case.dtype, sequential=False, highest=False) for n in results
-    }
+    limits = {n: tolerance.ceiling(n, case.dtype, sequential=False, highest=False) for n in results}
     tolerance.assert_close(results, expected, limits)
     for seed in (2, 3):
-        others, _ = _run(kernels, seed, case, segments, inputs, cotangents, ids)
+        others, _ = _run(kernels, seed, case, segments, inputs, cotangents, IDS)
         for name, x in results.items():
             assert x.tobytes() == others[name].tobytes(), name
 
@@ -248,6 +256,7 @@ def _run_wkv6(
     matrix_units: bool,
     inputs: Arrays,
     cotangents: Arrays,
+    ids: np.ndarray | None = None,
 ) -> dict[str, np.ndarray]:
     constant = inputs["w"].ndim == 2
     state = (case.B, case.H, case.K, case.K)
@@ -278,9 +287,10 @@ def _run_wkv6(
     ]
     sizes = (ctypes.c_int64 * 4)(case.B, case.T, case.H, case.K)
     dtype, decay = list(cases.DTYPES).index(case.dtype), DECAYS.index(case.decay)
+    words = _words(ids)
     error = kernels.Wkv6(
         *(seed, sizes, dtype, decay, constant, ctypes.c_int64(segments), matrix_units),
-        _pointers(arrays),
+        *(_address(words), _pointers(arrays)),
     )
     assert error == 0
     for name in ("du", "dw") if constant else ("du",):
@@ -324,15 +334,41 @@ def test_emulated_matrix_units(kernels: Any, case: Case, constant: bool, segment
     _check_wkv6(kernels, case, constant, segments, matrix_units=True)
 
 
+@pytest.mark.parametrize(
+    ("case", "constant", "segments"),
+    [
+        (Case(3, 130, 1, 64, dtype="bfloat16", decay="exp"), False, 1),
+        (Case(3, 130, 1, 64, dtype="float16", decay="log"), False, 3),
+        (Case(3, 130, 1, 64, dtype="bfloat16", decay="log", regime="mixed"), False, 2),
+        (Case(3, 130, 1, 64, dtype="bfloat16", decay="exp"), True, 2),
+    ],
+    ids=str,
+)
+def test_emulated_matrix_units_on_several_sequences(
+    kernels: Any, case: Case, constant: bool, segments: int
+) -> None:
+    _check_wkv6(kernels, case, constant, segments, matrix_units=True, ids=IDS)
+
+
 def _check_wkv6(
-    kernels: Any, case: Case, constant: bool, segments: int, *, matrix_units: bool
+    kernels: Any,
+    case: Case,
+    constant: bool,
+    segments: int,
+    *,
+    matrix_units: bool,
+    ids: np.ndarray | None = None,
 ) -> None:
     inputs, cotangents = cases.wkv6(case, constant=constant)
+    expected = (oracle.wkv5 if constant else oracle.wkv6)(inputs, case.decay, cotangents)
+    if ids is not None:
+        op = "wkv5" if constant else "wkv6"
+        expected = test_packing.expected(op, inputs, ids, case.decay, cotangents)
+        _spoil_padding(inputs, cotangents, ids)
     results, others = (
-        _run_wkv6(kernels, seed, case, segments, matrix_units, inputs, cotangents)
+        _run_wkv6(kernels, seed, case, segments, matrix_units, inputs, cotangents, ids)
         for seed in (1, 2)
     )
-    expected = (oracle.wkv5 if constant else oracle.wkv6)(inputs, case.decay, cotangents)
     exact = not matrix_units
     limits = {n: tolerance.ceiling(n, case.dtype, sequential=exact, highest=exact) for n in results}
     tolerance.assert_close(results, expected, limits)

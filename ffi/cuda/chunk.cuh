@@ -31,27 +31,23 @@ __device__ float ScaledLogDecay(float w) {
   return x < kLeast ? kLeast : x;
 }
 
-// Which of the tokens of a chunk are there; a row of the others changes no state.
-struct Rows {
-  int first, end;
-  uint32_t absent = 0;  // a bit for each row that is padding
+constexpr uint32_t kAllRows = 0xffff;
 
-  __device__ bool All() const { return first <= 0 && end >= kSub && absent == 0; }
-  __device__ bool Has(int row) const {
-    return row >= first && row < end && (absent >> row & 1) == 0;
-  }
-};
+// Of a chunk that has `count` tokens, those that are no padding.
+__device__ inline uint32_t Present(int count, uint32_t absent) {
+  return (count <= 0 ? 0u : count < kSub ? (1u << count) - 1 : kAllRows) & ~absent;
+}
 
-// The marks of a chunk, a bit for each row of its matrices: before which rows the state is cleared, and
-// which are padding. Backwards, where the first row is the last token, it is cleared after the row of a
-// token that starts a segment, which may be behind the last one.
+// A bit for each row of the matrices of a chunk: before which rows the state is cleared, and which rows
+// are tokens; one of the others changes no state. Backwards, where the first row is the last token, the
+// state is cleared after the row of a token that starts a segment, which may be behind the last one.
 struct RowMarks {
-  uint32_t clears, absent;
+  uint32_t clears, there;
 
-  __device__ RowMarks(uint32_t word, bool reverse) {
-    if (reverse) word = __brev(word);
-    clears = reverse ? word >> 15 & 0x1fffeu : word & 0xffffu;
-    absent = reverse ? word & 0xffffu : word >> 16;
+  // Of the word of a chunk that has `count` tokens.
+  __device__ RowMarks(uint32_t word, int count, bool reverse = false)
+      : clears(word & kAllRows), there(Present(count, word >> 16)) {
+    if (reverse) clears = __brev(clears) >> 15, there = __brev(there) >> 16;
   }
   // The rows before FirstCleared() see the state before the chunk, those from Last() on are in that
   // after it; where none clears it, neither is called.
@@ -68,6 +64,7 @@ struct RowMarks {
 struct FrameMarks {
   uint64_t starts = 0, absent = 0;
 
+  __device__ FrameMarks() {}
   __device__ FrameMarks(const Marks& marks, int64_t row, int64_t frame) {
     if (!marks.Given()) return;
     const uint4 x = reinterpret_cast<const uint4*>(marks.words + row * marks.per_row)[frame];
@@ -90,8 +87,8 @@ struct FrameMarks {
     const uint64_t later = starts & ~((uint64_t{2} << token) - 1);
     return later == 0 ? 64 : __ffsll(later) - 1;
   }
-  // Of the block of kSub tokens from this one on.
-  __device__ uint32_t Absent(int token) const { return absent >> token & 0xffff; }
+  // Of the chunk of kSub tokens from this one on.
+  __device__ uint32_t Absent(int token) const { return absent >> token & kAllRows; }
 };
 
 // Clears the columns of a sum, one for each token from `first` on, that are not from `begin` to `end`.
@@ -106,12 +103,13 @@ __device__ void KeepTokens(int first, int begin, int end, float (*sum)[4]) {
     }
 }
 
-// Clears the columns of a left operand before `begin`.
-__device__ inline void KeepTokensFrom(int begin, Left& x) {
+// The same of a left operand.
+__device__ inline void KeepTokens(int begin, int end, Left& x) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int col = i / 2 * 8 + 2 * (Lane() % 4);
-    x[i] &= (col >= begin ? 0xffffu : 0u) | (col + 1 >= begin ? 0xffff0000u : 0u);
+    const auto kept = [&](int col) { return col >= begin && col < end; };
+    x[i] &= (kept(col) ? 0xffffu : 0u) | (kept(col + 1) ? 0xffff0000u : 0u);
   }
 }
 
@@ -124,18 +122,18 @@ __device__ void ScaledLogDecays(const uint32_t (&w)[4], uint32_t (&log_decays)[4
 }
 
 // Clears the log decays of tokens that are not there.
-__device__ inline void KeepRows(const Rows& rows, uint32_t (&log_decays)[4]) {
+__device__ inline void KeepRows(uint32_t there, uint32_t (&log_decays)[4]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const int row = i % 2 * 8 + 2 * (Lane() % 4);
-    log_decays[i] &= (rows.Has(row) ? 0xffffu : 0u) | (rows.Has(row + 1) ? 0xffff0000u : 0u);
+    const uint32_t rows = there >> (i % 2 * 8 + 2 * (Lane() % 4));
+    log_decays[i] &= (rows & 1 ? 0xffffu : 0u) | (rows & 2 ? 0xffff0000u : 0u);
   }
 }
 
 // The scaled log decays of 16 tokens and 16 channels, as right operands for two tiles of 8 channels,
 // from the block of w that LoadTransposed has brought.
 template <typename T>
-__device__ void LogDecays(const uint32_t (&w)[4], Decay form, const Rows& rows,
+__device__ void LogDecays(const uint32_t (&w)[4], Decay form, uint32_t there,
                           uint32_t (&log_decays)[4]) {
   if (form == Decay::kSigmoid)
     ScaledLogDecays<T, Decay::kSigmoid>(w, log_decays);
@@ -143,7 +141,7 @@ __device__ void LogDecays(const uint32_t (&w)[4], Decay form, const Rows& rows,
     ScaledLogDecays<T, Decay::kExp>(w, log_decays);
   else
     ScaledLogDecays<T, Decay::kLog>(w, log_decays);
-  if (!rows.All()) KeepRows(rows, log_decays);
+  if (there != kAllRows) KeepRows(there, log_decays);
 }
 
 // Ones below, on or above the diagonal of a 16 x 16 matrix, over the scale of the log decays: as a

@@ -8,6 +8,9 @@
 //   A  = tril_strict(Rt Kb^T) + diag(R (u K)^T)
 //   Y  = Rt S^T + A V        S <- S diag(exp(G_L)) + V^T Kh.
 //
+// Where a state is cleared before a token of the chunk, Rt S^T lacks the rows from the first such token
+// on, Kh those before the last, exp(G_L) is 0, and A has no pairs of different segments.
+//
 // Rt and Kh have factors of at most 1, so the state is right for any decay. Kb has not: a chunk that
 // decays further than kMaxChunkLog2 takes the products of its tokens by halves, without it.
 #pragma once
@@ -37,8 +40,8 @@ struct FrameDecays {
   Decay form;
   bool converted = false;  // the tile of w has become one of log decays
 
-  // Those of 16 channels of a chunk that has `count` tokens, as right operands for two tiles of 8 channels.
-  __device__ void Load(int chunk, int block, int count, uint32_t (&log_decays)[4]) const {
+  // Those of 16 channels of a chunk, as right operands for two tiles of 8 channels.
+  __device__ void Load(int chunk, int block, uint32_t there, uint32_t (&log_decays)[4]) const {
     uint32_t w[4];
     LoadTransposed(BlockAddress(w_tile, 16 * chunk, block), w);
     if (converted) {
@@ -49,7 +52,7 @@ struct FrameDecays {
         ScaledLogDecays<T, Decay::kExp>(w, log_decays);
       else
         ScaledLogDecays<T, Decay::kLog>(w, log_decays);
-      if (count < kSub) KeepRows(Rows{0, count}, log_decays);
+      if (there != kAllRows) KeepRows(there, log_decays);
     }
   }
 };
@@ -57,6 +60,13 @@ struct FrameDecays {
 // Sums of log2 decays before and up to each token.
 struct DecaySums {
   float before[2][4], upto[2][4];
+
+  // Of a token, if all have the same.
+  __device__ void Set(int i, int e, float log_decay, uint32_t there, int token) {
+    const int earlier = __popc(there & ((1u << token) - 1));
+    before[i][e] = log_decay * static_cast<float>(earlier);
+    upto[i][e] = log_decay * static_cast<float>(earlier + (there >> token & 1));
+  }
 };
 
 // With tokens as the rows of a tile of sums.
@@ -72,41 +82,33 @@ __device__ inline void SumByToken(const uint32_t (&log_decays)[4], DecaySums& su
 }
 
 template <typename T, bool kConstant>
-__device__ void SumByToken(const FrameDecays<T, kConstant>& decays, int chunk, int block, int count,
-                           DecaySums& sums) {
+__device__ void SumByToken(const FrameDecays<T, kConstant>& decays, int chunk, int block,
+                           uint32_t there, DecaySums& sums) {
   if constexpr (kConstant) {
     const int row = Lane() / 4, col = 16 * block + 2 * (Lane() % 4);
 #pragma unroll
     for (int i = 0; i < 2; ++i)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const float log_decay = decays.constant[col + 8 * i + e % 2];
-        const int token = row + e / 2 * 8;
-        sums.before[i][e] = log_decay * static_cast<float>(token < count ? token : count);
-        sums.upto[i][e] = log_decay * static_cast<float>(token < count ? token + 1 : count);
-      }
+      for (int e = 0; e < 4; ++e)
+        sums.Set(i, e, decays.constant[col + 8 * i + e % 2], there, row + e / 2 * 8);
   } else {
     uint32_t log_decays[4];
-    decays.Load(chunk, block, count, log_decays);
+    decays.Load(chunk, block, there, log_decays);
     SumByToken(log_decays, sums);
   }
 }
 
 // With the channels as rows: a chunk of the 16 channels of a warp, from converted decays.
 template <typename T, bool kConstant>
-__device__ void SumByChannel(const FrameDecays<T, kConstant>& decays, int chunk, int warp, int count,
-                             DecaySums& sums) {
+__device__ void SumByChannel(const FrameDecays<T, kConstant>& decays, int chunk, int warp,
+                             uint32_t there, DecaySums& sums) {
   if constexpr (kConstant) {
     const int row = 16 * warp + Lane() / 4, col = 2 * (Lane() % 4);
 #pragma unroll
     for (int i = 0; i < 2; ++i)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const float log_decay = decays.constant[row + e / 2 * 8];
-        const int token = col + 8 * i + e % 2;
-        sums.before[i][e] = log_decay * static_cast<float>(token < count ? token : count);
-        sums.upto[i][e] = log_decay * static_cast<float>(token < count ? token + 1 : count);
-      }
+      for (int e = 0; e < 4; ++e)
+        sums.Set(i, e, decays.constant[row + e / 2 * 8], there, col + 8 * i + e % 2);
   } else {
     const Ones inclusive(true, true, false), exclusive(true, false, false);
     uint32_t x[4];
@@ -151,14 +153,15 @@ __device__ inline void AddTokenProducts(Sum<2>& sum, const uint32_t (&x)[4], con
 }
 
 // Factors of channels, so that the four lanes of a row find theirs in different banks: those of two tiles
-// of a lane, by lane % 4.
+// of a lane, by lane % 4. They are 0 where a state is cleared.
 constexpr int kFactorStride = kHeadSize / 4 + 4;
 constexpr int kFactorFloats = 4 * kFactorStride;
 
-__device__ inline void StoreFactors(int block, const float (&factor)[2][2], float* factors) {
-  if (Lane() < 4)
-    *reinterpret_cast<float4*>(factors + Lane() * kFactorStride + 4 * block) = {
-        factor[0][0], factor[0][1], factor[1][0], factor[1][1]};
+__device__ inline void StoreFactors(int block, const float (&factor)[2][2], bool clears,
+                                    float* factors) {
+  float4 x = {factor[0][0], factor[0][1], factor[1][0], factor[1][1]};
+  if (clears) x = {0.0f, 0.0f, 0.0f, 0.0f};
+  if (Lane() < 4) *reinterpret_cast<float4*>(factors + Lane() * kFactorStride + 4 * block) = x;
 }
 
 // S diag(factors), for rows of S.
@@ -178,14 +181,15 @@ __device__ inline void ScaleColumns(const float* factors, Sum<8>& s) {
 template <typename T>
 struct RawChunk {
   const T *r, *k;
-  int stride, count;
+  int stride;
+  RowMarks marks;
 
   // A block of 16 channels of r or k as a Left.
   __device__ void Load(const T* from, int block, uint32_t (&x)[4]) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int row = Lane() / 4 + i % 2 * 8, col = 16 * block + i / 2 * 8 + 2 * (Lane() % 4);
-      x[i] = row < count ? *reinterpret_cast<const uint32_t*>(
+      x[i] = marks.there >> row & 1 ? *reinterpret_cast<const uint32_t*>(
                                from + static_cast<int64_t>(row) * stride + col)
                          : 0u;
     }
@@ -207,7 +211,7 @@ __device__ void MultiplyByHalves(const FrameDecays<T, kConstant>& decays, int ch
 #pragma unroll 1
     for (int block = first_block; block < end_block; ++block) {
       DecaySums sums;
-      SumByToken(decays, chunk, block, raw.count, sums);
+      SumByToken(decays, chunk, block, raw.marks.there, sums);
       uint32_t r[4], k[4];
       raw.Load(raw.r, block, r);
       raw.Load(raw.k, block, k);
@@ -259,6 +263,7 @@ template <int kThreads>
 struct FrameCopier {
   int64_t first;  // element
   int stride, tokens;
+  uint64_t absent = 0;  // a bit for each token that is padding
 
   template <typename Fn>
   __device__ void ForEachPiece(Fn&& fn) const {
@@ -269,15 +274,24 @@ struct FrameCopier {
 #pragma unroll
     for (int i = 0; i < kFrame / kRows; ++i)
       fn(at + i * kRows * kRowBytes, element + i * kRows * static_cast<int64_t>(stride),
-         row + i * kRows < tokens);
+         row + i * kRows);
   }
   template <typename T>
   __device__ void Copy(uint32_t tile, const T* from) const {
-    ForEachPiece([&](uint32_t to, int64_t element, bool there) {
-      CopyAsync(tile + to, from + element, there);
+    ForEachPiece([&](uint32_t to, int64_t element, int row) {
+      CopyAsync(tile + to, from + element, row < tokens && (absent >> row & 1) == 0);
     });
   }
 };
+
+// Rows of a block of operands as a Left: those before `begin`, or not before `end`, are cleared.
+__device__ inline void KeepRowsBetween(int begin, int end, uint32_t (&x)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int row = Lane() / 4 + i % 2 * 8;
+    if (row < begin || row >= end) x[i] = 0u;
+  }
+}
 
 // The pieces of a tile that this thread has copied, as bfloat16.
 template <typename T, int kThreads>

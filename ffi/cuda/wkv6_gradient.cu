@@ -48,6 +48,7 @@ struct Frames {
   int64_t tokens;
   unsigned heads, all_heads;  // H, B * H
   Decay decay;
+  Marks marks;
   const uint4* states;  // [B, frames, H, V, K] of bfloat16
   FrameGradients gradients;
 };
@@ -100,18 +101,19 @@ __device__ void PrepareChunk(const FrameDecays<T, kConstant>& decays, int chunk,
   const float* const u = reinterpret_cast<const float*>(memory + L::kU);
   Sum<2> a = {}, bonus = {};
   bool far = false;
+  const bool clears = raw.marks.clears != 0;
   DecaySums all_sums[kBlocks / 2];
 #pragma unroll
   for (int i = 0; i < kBlocks / 2; ++i) {
     const int block = half * (kBlocks / 2) + i;
     if constexpr (kConstant) {
-      SumByToken(decays, chunk, block, raw.count, all_sums[i]);
+      SumByToken(decays, chunk, block, raw.marks.there, all_sums[i]);
 #pragma unroll
       for (int e = 0; e < 4; ++e)
         far |= decays.constant[16 * block + e / 2 * 8 + 2 * (Lane() % 4) + e % 2] < -kMaxTokenLog2;
     } else {
       uint32_t log_decays[4];
-      decays.Load(chunk, block, raw.count, log_decays);
+      decays.Load(chunk, block, raw.marks.there, log_decays);
       SumByToken(log_decays, all_sums[i]);
       // Without their signs float16s compare as integers.
 #pragma unroll
@@ -134,7 +136,7 @@ __device__ void PrepareChunk(const FrameDecays<T, kConstant>& decays, int chunk,
     LastRow(sums, total);
     const float factor[2][2] = {{Exp2(total[0][0]), Exp2(total[0][1])},
                                 {Exp2(total[1][0]), Exp2(total[1][1])}};
-    StoreFactors(block, factor, factors);
+    StoreFactors(block, factor, clears, factors);
     uint32_t r[4], k[4], e[4], x[4];
     LoadMatrices(shared + L::kR + here, r);
     LoadMatrices(shared + L::kKh + here, k);
@@ -157,6 +159,7 @@ __device__ void PrepareChunk(const FrameDecays<T, kConstant>& decays, int chunk,
       MultiplyPairs(k, to_end, x);
       MultiplyPairs(k, e, k);
     }
+    if (clears) KeepRowsBetween(raw.marks.Last(), kSub, x);
     StoreMatrices(shared + L::kKh + here, x);
     StoreMatrices(shared + L::kKb + here, k);
     Exponentials([&](int i, int j) { return sums.before[i][j]; }, e);
@@ -170,6 +173,7 @@ __device__ void PrepareChunk(const FrameDecays<T, kConstant>& decays, int chunk,
     MultiplyByHalves(converted, chunk, raw, half * (kBlocks / 2), (half + 1) * (kBlocks / 2), a);
   }
   KeepLower(false, a);
+  if (clears) KeepSegments(raw.marks, a);
   SetDiagonal(bonus, a);
   const uint32_t at = shared + L::kAt + (2 * chunk + half) * kBlockBytes;
   // Transposed: the upper right block and the lower left one change places.
@@ -179,7 +183,8 @@ __device__ void PrepareChunk(const FrameDecays<T, kConstant>& decays, int chunk,
 }
 
 // dA and D of a chunk, or dA^T and D.
-__device__ void PrepareGradient(int chunk, int left, int right, int to, unsigned char* memory) {
+__device__ void PrepareGradient(int chunk, int left, int right, int to, unsigned char* memory,
+                                const RowMarks& marks) {
   using L = GradientLayout;
   const uint32_t shared = SharedAddress(memory);
   Sum<2> da = {};
@@ -206,6 +211,8 @@ __device__ void PrepareGradient(int chunk, int left, int right, int to, unsigned
     for (int e = 0; e < 4; ++e) {
       const int i = row + e / 2 * 8, j = col + 8 * tile + e % 2;
       if (below ? i <= j : i >= j) da[tile][e] = 0.0f;
+      if (marks.clears != 0 && (below ? j < marks.SegmentOf(i) : i < marks.SegmentOf(j)))
+        da[tile][e] = 0.0f;
     }
   Left rounded;
   Round(da[0], da[1], rounded);
@@ -272,8 +279,8 @@ __device__ void AddFarPairs(const unsigned char* da, const RawChunk<T>& raw, int
     for (int e = 0; e < 4; ++e) {
       const int token = 8 * i + own + e % 2;
       const int64_t at = static_cast<int64_t>(token) * raw.stride + channel + e / 2 * 8;
-      pairs.r[i][e] = token < raw.count ? ToFloat(raw.r[at]) : 0.0f;
-      pairs.k[i][e] = token < raw.count ? ToFloat(raw.k[at]) : 0.0f;
+      pairs.r[i][e] = raw.marks.there >> token & 1 ? ToFloat(raw.r[at]) : 0.0f;
+      pairs.k[i][e] = raw.marks.there >> token & 1 ? ToFloat(raw.k[at]) : 0.0f;
     }
   // Of another token, in row `half`.
   const auto of = [&](const float(&x)[2][4], int token, int half) {
@@ -336,7 +343,8 @@ __global__ __launch_bounds__(kThreads, 2) void GradientKernel(const __grid_const
   const FrameCopier<kThreads> copier{
       ((batch * in.tokens + first_token) * in.heads + (head - batch * in.heads)) * kHeadSize,
       static_cast<int>(in.heads) * kHeadSize,
-      static_cast<int>(left_tokens < kFrame ? left_tokens : kFrame)};
+      static_cast<int>(left_tokens < kFrame ? left_tokens : kFrame),
+      FrameMarks(in.marks, batch, frame).absent};
 
   if constexpr (!kConstant) copier.Copy(shared + L::kW, static_cast<const T*>(in.w));
   copier.Copy(shared + L::kR, in.r);
@@ -365,13 +373,14 @@ __global__ __launch_bounds__(kThreads, 2) void GradientKernel(const __grid_const
                        floats(L::kConstant));
   if (threadIdx.x < kHeadSize) floats(L::kU)[threadIdx.x] = in.u[head * kHeadSize + threadIdx.x];
   const FrameDecays<T, kConstant> decays{shared + L::kW, floats(L::kConstant), in.decay};
-  const auto tokens_of = [&](int chunk) {
-    const int count = copier.tokens - kSub * chunk;
-    return count < 0 ? 0 : count < kSub ? count : kSub;
+  // Read again wherever they are needed: there are no registers to keep them.
+  const auto marks_of = [&](int chunk) {
+    const uint32_t word = in.marks.Given() ? in.marks.Word(batch, first_token + kSub * chunk) : 0u;
+    return RowMarks(word, copier.tokens - kSub * chunk);
   };
   const auto raw_of = [&](int chunk) {
     const int64_t first = copier.first + static_cast<int64_t>(kSub * chunk) * copier.stride;
-    return RawChunk<T>{in.r + first, in.k + first, copier.stride, tokens_of(chunk)};
+    return RawChunk<T>{in.r + first, in.k + first, copier.stride, marks_of(chunk)};
   };
 
   WaitForCopies<1>();
@@ -380,9 +389,9 @@ __global__ __launch_bounds__(kThreads, 2) void GradientKernel(const __grid_const
   __syncthreads();
   PrepareChunk(decays, warp, group, memory, raw_of(warp));
   if (group == 0)
-    PrepareGradient(warp, L::kDy, L::kV, L::kDa, memory);
+    PrepareGradient(warp, L::kDy, L::kV, L::kDa, memory, marks_of(warp));
   else
-    PrepareGradient(warp, L::kV, L::kDy, L::kDat, memory);
+    PrepareGradient(warp, L::kV, L::kDy, L::kDat, memory, marks_of(warp));
   WaitForCopies<0>();
   PublishOperands();
   __syncthreads();
@@ -391,6 +400,11 @@ __global__ __launch_bounds__(kThreads, 2) void GradientKernel(const __grid_const
   const auto block_of = [&](int at, int chunk) { return shared + at + chunk * kBlockBytes; };
   const auto factors_of = [&](int chunk) { return floats(L::kFactors) + chunk * kFactorFloats; };
   const int first_chunk = group * kOwnChunks;
+  // Of the tokens of a chunk those that see the state before it.
+  const auto keep_first = [&](int chunk, Left& tokens) {
+    if (const RowMarks marks = marks_of(chunk); marks.clears != 0)
+      KeepTokens(0, marks.FirstCleared(), tokens);
+  };
 
   // One warpgroup has dV, with dS by its rows; the other dS by its columns, rounded as it is after each
   // chunk.
@@ -431,7 +445,8 @@ __global__ __launch_bounds__(kThreads, 2) void GradientKernel(const __grid_const
       Left dy;
       LoadLeftTransposed(rows(L::kDy, chunk), 0, warp, dy);
       Sum<2> dv;
-      Left before[kBlocks];
+      Left before[kBlocks], seeing = {dy[0], dy[1], dy[2], dy[3]};
+      keep_first(chunk, seeing);
       RoundPanel(state, before);
       ScaleColumns(factors_of(chunk), state);
       BeginProducts();
@@ -441,7 +456,7 @@ __global__ __launch_bounds__(kThreads, 2) void GradientKernel(const __grid_const
       for (int block = 0; block < kBlocks; ++block)
         Multiply<true>(dv, before[block], KAlongRows{rows(L::kKh, chunk), block});
       CommitProducts();
-      Multiply<true>(state, dy, KDownRows{rows(L::kR, chunk)});
+      Multiply<true>(state, seeing, KDownRows{rows(L::kR, chunk)});
       CommitProducts();
       WaitForProducts<1>();
       Settle(dv);
@@ -458,6 +473,7 @@ __global__ __launch_bounds__(kThreads, 2) void GradientKernel(const __grid_const
       Left r;
       float f[2];
       LoadLeftTransposed(rows(L::kR, chunk), 0, warp, r);
+      keep_first(chunk, r);
       row_factors(chunk, f);
       ScaleRows(f, state);
       BeginProducts();
@@ -518,7 +534,7 @@ __global__ __launch_bounds__(kThreads, 2) void GradientKernel(const __grid_const
   // What a chunk that decays too far lacks: all that needs r, k or pairs of its tokens.
   const auto add_far = [&](int chunk) {
     DecaySums sums;
-    SumByChannel(decays, chunk, warp, tokens_of(chunk), sums);
+    SumByChannel(decays, chunk, warp, marks_of(chunk).there, sums);
     FarPairs far = {};
     AddFarPairs(memory + L::kDa + chunk * kBlockBytes, raw_of(chunk), channel, sums, far);
     ForEachElement([&](int i, int e) {
@@ -544,7 +560,9 @@ __global__ __launch_bounds__(kThreads, 2) void GradientKernel(const __grid_const
     float passing[2];             // exp(G_L) sum_v S dS
     float f[2];
     row_factors(chunk, f);
-    {
+    const auto multiply = [&](auto clears) {
+      constexpr bool kClears = decltype(clears)::value;
+      const RowMarks marks = marks_of(chunk);
       Left before[kBlocks], r, k;
       RoundPanel(s, before);
       LoadLeftTransposed(rows(L::kR, chunk), 0, warp, r);
@@ -557,6 +575,13 @@ __global__ __launch_bounds__(kThreads, 2) void GradientKernel(const __grid_const
           Multiply<true>(reads, before[block], KAlongRows{rows(L::kDy, chunk), block});
         else
           Multiply<false>(reads, before[block], KAlongRows{rows(L::kDy, chunk), block});
+      }
+      if constexpr (kClears) {
+        CommitProducts();
+        WaitForProducts<0>();
+        Settle(reads);
+        KeepTokens<2>(0, 0, marks.FirstCleared(), reads);
+        BeginProducts();
       }
       Multiply<false>(pairs, r, PackedBlocks{block_of(L::kDat, chunk)});
       Multiply<true>(reads, k, PackedBlocks{block_of(L::kDa, chunk)});
@@ -587,12 +612,19 @@ __global__ __launch_bounds__(kThreads, 2) void GradientKernel(const __grid_const
       CommitProducts();
       WaitForProducts<0>();
       Settle(writes);
-    }
+      if constexpr (kClears) KeepTokens<2>(0, marks.Last(), kSub, writes);
+    };
+    if (marks_of(chunk).clears == 0)
+      multiply(std::false_type());
+    else
+      multiply(std::true_type());
     if (own + 1 < kOwnChunks) advance(chunk);
 
-    const int count = tokens_of(chunk);
+    const RowMarks marks = marks_of(chunk);
+    const uint32_t there = marks.there;
+    const bool by_difference = far || marks.clears != 0;  // f is 0, or exp(-G) infinite
     DecaySums sums;
-    SumByChannel(decays, chunk, warp, count, sums);
+    SumByChannel(decays, chunk, warp, there, sums);
     float total[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) total[i] = __shfl_sync(~0u, sums.upto[1][2 * i + 1], lane | 3);
@@ -616,7 +648,7 @@ __global__ __launch_bounds__(kThreads, 2) void GradientKernel(const __grid_const
     ForEachElement([&](int i, int e) {
       written[i][e] *= writes[i][e];
       inverse[i][e] = Exp2(-sums.upto[i][e]);
-      writes[i][e] *= far ? Exp2(total[e / 2] - sums.upto[i][e]) : f[e / 2] * inverse[i][e];
+      writes[i][e] *= by_difference ? Exp2(total[e / 2] - sums.upto[i][e]) : f[e / 2] * inverse[i][e];
     });
     {
       float r[2][4], k[2][4];
@@ -645,10 +677,14 @@ __global__ __launch_bounds__(kThreads, 2) void GradientKernel(const __grid_const
     AddSums(written, false, dw);
     if constexpr (kConstant) {
       ForEachElement([&](int i, int e) {
-        if (8 * i + 2 * (lane % 4) + e % 2 < count) dw_sum[e / 2] += dw[i][e];
+        if (there >> (8 * i + 2 * (lane % 4) + e % 2) & 1) dw_sum[e / 2] += dw[i][e];
       });
     } else {
       scale_by_slope(sums, dw);
+      if (there != kAllRows)
+        ForEachElement([&](int i, int e) {
+          if ((there >> (8 * i + 2 * (lane % 4) + e % 2) & 1) == 0) dw[i][e] = 0.0f;
+        });
       stage(L::kS, dw);
     }
   }
@@ -671,8 +707,8 @@ __global__ __launch_bounds__(kThreads, 2) void GradientKernel(const __grid_const
     }
   }
   __syncthreads();
-  copier.ForEachPiece([&](uint32_t from, int64_t element, bool there) {
-    if (!there) return;
+  copier.ForEachPiece([&](uint32_t from, int64_t element, int row) {
+    if (row >= copier.tokens) return;
     const auto emit = [&](int tile, T* out) {
       *reinterpret_cast<uint4*>(out + element) =
           *reinterpret_cast<const uint4*>(memory + tile + from);
@@ -708,7 +744,7 @@ cudaError_t Wkv6FrameBackward(cudaStream_t stream, const Wkv6BackwardCall& call,
     const auto out = [](void* x) { return static_cast<T*>(x); };
     const Frames<T> frames{in(call.r), in(call.k), in(call.v), in(call.dy), call.w, call.u,
                            out(call.dr), out(call.dk), out(call.dv), call.dw, call.du,
-                           call.dims.tokens, static_cast<unsigned>(call.dims.heads), heads, call.decay,
+                           call.dims.tokens, static_cast<unsigned>(call.dims.heads), heads, call.decay, call.marks,
                            static_cast<const uint4*>(call.states), gradients};
     const auto launch = [&](auto kernel) {
       return Launch(kernel, static_cast<unsigned>(heads * call.dims.saved), kThreads,

@@ -15,6 +15,7 @@ struct Forward {
   const float* u;
   int64_t tokens, heads;
   Decay decay;
+  Marks marks;
   const float* start;
   float* end;
   T* y;
@@ -36,10 +37,15 @@ struct Run {
   }
 
   // Of frame i of this segment.
-  __device__ FrameCopier<kThreads> Frame(int i, int64_t tokens, int64_t heads) const {
+  __device__ FrameCopier<kThreads> Frame(int i, int64_t tokens, int64_t heads,
+                                         uint64_t absent = 0) const {
     const int64_t token = (first_frame + i) * kFrame, left = tokens - token;
     return {((batch * tokens + token) * heads + head - batch * heads) * kHeadSize,
-            static_cast<int>(heads) * kHeadSize, static_cast<int>(left < kFrame ? left : kFrame)};
+            static_cast<int>(heads) * kHeadSize, static_cast<int>(left < kFrame ? left : kFrame),
+            absent};
+  }
+  __device__ FrameMarks MarksOf(int i, const Marks& marks) const {
+    return {marks, batch, first_frame + i};
   }
 };
 
@@ -63,17 +69,18 @@ __device__ void PrepareChunk(const FrameDecays<T, kConstant>& decays, int chunk,
                              uint32_t a_block, float* factors) {
   Sum<2> a = {}, bonus = {};
   bool far = false;
+  const bool clears = raw.marks.clears != 0;
 #pragma unroll
   for (int block = 0; block < kBlocks; ++block) {
     DecaySums sums;
-    SumByToken(decays, chunk, block, raw.count, sums);
+    SumByToken(decays, chunk, block, raw.marks.there, sums);
     float total[2][2];
     LastRow(sums, total);
 #pragma unroll
     for (int i = 0; i < 4; ++i) far |= !(total[i / 2][i % 2] >= -kMaxChunkLog2);
     const float factor[2][2] = {{Exp2(total[0][0]), Exp2(total[0][1])},
                                 {Exp2(total[1][0]), Exp2(total[1][1])}};
-    StoreFactors(block, factor, factors);
+    StoreFactors(block, factor, clears, factors);
 
     uint32_t r[4], k[4], e[4], x[4];
     LoadMatrices(BlockAddress(r_tile, 16 * chunk, block), r);
@@ -86,16 +93,19 @@ __device__ void PrepareChunk(const FrameDecays<T, kConstant>& decays, int chunk,
     AddTokenProducts(bonus, x, k);
     Exponentials([&](int i, int j) { return total[i][j % 2] - sums.upto[i][j]; }, e);
     MultiplyPairs(k, e, x);
+    if (clears) KeepRowsBetween(raw.marks.Last(), kSub, x);
     StoreMatrices(BlockAddress(k_tile, 16 * chunk, block), x);
     Exponentials([&](int i, int j) { return -sums.upto[i][j]; }, e);
     MultiplyPairs(k, e, k);
     Exponentials([&](int i, int j) { return sums.before[i][j]; }, e);
     MultiplyPairs(r, e, r);
-    StoreMatrices(BlockAddress(r_tile, 16 * chunk, block), r);
     AddTokenProducts(a, r, k);
+    if (clears) KeepRowsBetween(0, raw.marks.FirstCleared(), r);
+    StoreMatrices(BlockAddress(r_tile, 16 * chunk, block), r);
   }
   if (__any_sync(~0u, far)) MultiplyByHalves(decays, chunk, raw, 0, kBlocks, a);
   KeepLower(false, a);
+  if (clears) KeepSegments(raw.marks, a);
   SetDiagonal(bonus, a);
   Left rounded;
   Round(a[0], a[1], rounded);
@@ -111,23 +121,26 @@ __global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void ForwardKer
   const int warp = Warp();
   const int64_t segment = blockIdx.y;
   const Run run(in.segments, segment, in.tokens, in.heads);
-  const auto frame = [&](int i) { return run.Frame(i, in.tokens, in.heads); };
+  const auto frame = [&](int i, uint64_t absent = 0) {
+    return run.Frame(i, in.tokens, in.heads, absent);
+  };
   const auto r_tile = [&](int i) { return shared + L::kR + i % 2 * kTile; };
   const auto k_tile = [&](int i) { return shared + L::kK + i % 2 * kTile; };
-  const auto copy_keys = [&](int i) {
-    const auto copier = frame(i);
+  const auto copy_keys = [&](int i, uint64_t absent) {
+    const auto copier = frame(i, absent);
     if constexpr (!kConstant) copier.Copy(shared + L::kW, static_cast<const T*>(in.w));
     copier.Copy(r_tile(i), in.r);
     copier.Copy(k_tile(i), in.k);
     CommitCopies();
   };
-  const auto copy_values = [&](int i) {
-    frame(i).Copy(shared + L::kV, in.v);
+  const auto copy_values = [&](int i, uint64_t absent) {
+    frame(i, absent).Copy(shared + L::kV, in.v);
     CommitCopies();
   };
   if (run.count > 0) {
-    copy_keys(0);
-    copy_values(0);
+    const uint64_t absent = run.MarksOf(0, in.marks).absent;
+    copy_keys(0, absent);
+    copy_values(0, absent);
   }
 
   float* const constant = reinterpret_cast<float*>(memory + L::kConstant);
@@ -149,13 +162,15 @@ __global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void ForwardKer
 #pragma unroll 1
   for (int i = 0; i < run.count; ++i) {
     const FrameCopier<kThreads> now = frame(i);
+    const int64_t own_token = (run.first_frame + i) * kFrame + kSub * warp;
+    const uint32_t word = in.marks.Given() ? in.marks.Word(run.batch, own_token) : 0u;
+    const uint64_t coming = i + 1 < run.count ? run.MarksOf(i + 1, in.marks).absent : 0u;
     WaitForCopies<1>();
     __syncthreads();
     {
-      const int count = now.tokens - kSub * warp;
       const int64_t first = now.first + static_cast<int64_t>(kSub * warp) * now.stride;
       const RawChunk<T> raw{in.r + first, in.k + first, now.stride,
-                            count < 0 ? 0 : count < kSub ? count : kSub};
+                            RowMarks(word, now.tokens - kSub * warp)};
       PrepareChunk(decays, warp, r_tile(i), k_tile(i), u, raw, shared + L::kA + warp * kBlockBytes,
                    factors + warp * kFactorFloats);
     }
@@ -163,7 +178,7 @@ __global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void ForwardKer
     ConvertOwnPieces<T, kThreads>(memory + L::kV);
     PublishOperands();
     __syncthreads();
-    if (i + 1 < run.count) copy_keys(i + 1);
+    if (i + 1 < run.count) copy_keys(i + 1, coming);
 
     if (in.states != nullptr) {
       // head is batch * H + h
@@ -197,12 +212,12 @@ __global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void ForwardKer
       Settle(s);
     }
     __syncthreads();
-    now.ForEachPiece([&](uint32_t from, int64_t element, bool there) {
-      if (there)
+    now.ForEachPiece([&](uint32_t from, int64_t element, int row) {
+      if (row < now.tokens)
         *reinterpret_cast<uint4*>(in.y + element) =
             *reinterpret_cast<const uint4*>(memory + L::kV + from);
     });
-    if (i + 1 < run.count) copy_values(i + 1);
+    if (i + 1 < run.count) copy_values(i + 1, coming);
   }
   if (segment == in.segments.count - 1) Tiles::Store(state, in.end + run.head * kState);
 }
@@ -216,6 +231,7 @@ struct StateScan {
   const void* w;
   int64_t tokens, heads;
   Decay decay;
+  Marks marks;
   const float* start;        // zeros if null
   float* end;                // null: `segments` get what each does to a state
   FrameGradients gradients;  // if not null, get the state before each frame
@@ -233,11 +249,17 @@ struct StateLayout {
   static constexpr int kBytes = kConstant + kHeadSize * 4;
 };
 
-// Scales the 16 channels of a frame that are `warp`'s; `total` becomes the sums of their log2 decays.
+// Scales the 16 channels of a frame that are `warp`'s; `total` becomes the sums of their log2 decays. Rows
+// that are cut off from the state after the frame in the recurrence are cleared.
 template <typename T, bool kConstant, bool kReverse>
 __device__ void ScaleFrame(const FrameDecays<T, kConstant>& decays, int warp, uint32_t z_tile,
-                           int tokens, float (&total)[2][4]) {
+                           int tokens, const FrameMarks& marks, float (&total)[2][4]) {
   const Ones sooner(kReverse, false, !kReverse), all(true, true, true);
+  const bool clears = marks.starts != 0;
+  const int begin = clears && !kReverse ? marks.LastStart() : 0;
+  const int end = clears && kReverse ? marks.FirstStart() : kFrame;
+  const uint64_t there =
+      (tokens < kFrame ? (uint64_t{1} << tokens) - 1 : ~uint64_t{0}) & ~marks.absent;
 #pragma unroll
   for (int step = 0; step < kFrameChunks; ++step) {
     const int chunk = kReverse ? step : kFrameChunks - 1 - step;
@@ -249,13 +271,13 @@ __device__ void ScaleFrame(const FrameDecays<T, kConstant>& decays, int warp, ui
         for (int e = 0; e < 4; ++e) {
           const int token = 16 * chunk + Lane() / 4 + e / 2 * 8;
           const float d = decays.constant[16 * warp + 8 * i + 2 * (Lane() % 4) + e % 2];
-          const int after = kReverse ? token : tokens - 1 - token;
-          sum[i][e] = d * static_cast<float>(after > 0 ? after : 0);
-          total[i][e] = d * static_cast<float>(tokens);
+          const uint64_t upto = (uint64_t{2} << token) - 1;
+          sum[i][e] = d * static_cast<float>(__popcll(there & (kReverse ? upto >> 1 : ~upto)));
+          total[i][e] = d * static_cast<float>(__popcll(there));
         }
     } else {
       uint32_t log_decays[4];
-      decays.Load(chunk, warp, tokens - 16 * chunk, log_decays);
+      decays.Load(chunk, warp, static_cast<uint32_t>(there >> 16 * chunk) & kAllRows, log_decays);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
 #pragma unroll
@@ -270,6 +292,7 @@ __device__ void ScaleFrame(const FrameDecays<T, kConstant>& decays, int warp, ui
     for (int i = 0; i < 4; ++i) z[i] = ToBf16<T>(z[i]);
     Exponentials([&](int i, int j) { return sum[i][j]; }, e);
     MultiplyPairs(z, e, z);
+    if (clears) KeepRowsBetween(begin - 16 * chunk, end - 16 * chunk, z);
     StoreMatrices(BlockAddress(z_tile, 16 * chunk, warp), z);
   }
 }
@@ -286,16 +309,23 @@ __global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void StateKerne
   const Run run(in.segments, segment, in.tokens, in.heads);
   // Frame i as it comes in the recurrence.
   const auto place = [&](int i) { return kReverse ? run.count - 1 - i : i; };
-  const auto frame = [&](int i) { return run.Frame(place(i), in.tokens, in.heads); };
+  const auto marks_of = [&](int i) { return run.MarksOf(place(i), in.marks); };
+  const auto frame = [&](int i, uint64_t absent = 0) {
+    return run.Frame(place(i), in.tokens, in.heads, absent);
+  };
   const auto slot = [&](int i) { return shared + i % 2 * L::kSlot; };
-  const auto copy = [&](int i) {
-    const auto copier = frame(i);
+  const auto copy = [&](int i, uint64_t absent) {
+    const auto copier = frame(i, absent);
     if constexpr (!kConstant) copier.Copy(slot(i) + L::kW, static_cast<const T*>(in.w));
     copier.Copy(slot(i) + L::kZ, in.z);
     copier.Copy(slot(i) + L::kX, in.x);
     CommitCopies();
   };
-  if (run.count > 0) copy(0);
+  FrameMarks coming;
+  if (run.count > 0) {
+    coming = marks_of(0);
+    copy(0, coming.absent);
+  }
   float* const constant = reinterpret_cast<float*>(memory + L::kConstant);
   if constexpr (kConstant)
     LoadConstantDecays(static_cast<const float*>(in.w) + run.head * kHeadSize, in.decay, constant);
@@ -310,17 +340,21 @@ __global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void StateKerne
   else if (order > 0 && !summary)
     Tiles::Load(in.segments.State(run.head, order - 1), state);
   float all[2][4] = {};
+  bool any_start = false;
 #pragma unroll 1
   for (int i = 0; i < run.count; ++i) {
+    const FrameMarks marks = coming;
+    if (i + 1 < run.count) coming = marks_of(i + 1);
     WaitForCopies<0>();
     ConvertOwnPieces<T, kThreads>(memory + (slot(i) - shared) + L::kX);
     __syncthreads();
-    if (i + 1 < run.count) copy(i + 1);
+    if (i + 1 < run.count) copy(i + 1, coming.absent);
     float total[2][4] = {};
     ScaleFrame<T, kConstant, kReverse>({slot(i) + L::kW, constant, in.decay}, warp,
-                                       slot(i) + L::kZ, frame(i).tokens, total);
+                                       slot(i) + L::kZ, frame(i).tokens, marks, total);
+    any_start |= marks.starts != 0;
     StoreFactors(warp, {{Exp2(total[0][0]), Exp2(total[0][1])}, {Exp2(total[1][0]), Exp2(total[1][1])}},
-                 factors);
+                 marks.starts != 0, factors);
 #pragma unroll
     for (int e = 0; e < 8; ++e) all[e / 4][e % 4] += total[e / 4][e % 4];
     PublishOperands();
@@ -347,7 +381,8 @@ __global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void StateKerne
   if (factor != nullptr && Lane() < 4)
 #pragma unroll
     for (int e = 0; e < 4; ++e)
-      factor[16 * warp + e / 2 * 8 + 2 * Lane() + e % 2] = Exp2(all[e / 2][e % 2]);
+      factor[16 * warp + e / 2 * 8 + 2 * Lane() + e % 2] =
+          any_start ? 0.0f : Exp2(all[e / 2][e % 2]);
 }
 
 // From what the segments do to a state the state at the end of each: S_i = S_{i-1} diag(F_i) + D_i, where
@@ -400,7 +435,7 @@ template <typename T>
 StateScan<T> ScanOf(const Wkv6Call& call, const void* x, const void* z, const float* start, float* end,
                     const FrameGradients& gradients, const Wkv6Segments& segments) {
   return {static_cast<const T*>(x), static_cast<const T*>(z), call.w, call.dims.tokens,
-          call.dims.heads, call.decay, start, end, gradients, segments};
+          call.dims.heads, call.decay, call.marks, start, end, gradients, segments};
 }
 
 constexpr Wkv6Segments kOneSegment = {1, nullptr, 0};
@@ -417,7 +452,8 @@ cudaError_t Wkv6Scan(cudaStream_t stream, const Wkv6ForwardCall& call, const Wkv
         Heads(call));
     if (error != cudaSuccess) return error;
     const Forward<T> forward{in(call.r), in(call.k), in(call.v), call.w, call.u, call.dims.tokens,
-                             call.dims.heads, call.decay, call.initial_state, call.final_state,
+                             call.dims.heads, call.decay, call.marks, call.initial_state,
+                             call.final_state,
                              static_cast<T*>(call.y), static_cast<uint4*>(call.states), segments};
     const dim3 blocks(static_cast<unsigned>(Heads(call)), static_cast<unsigned>(segments.count));
     return Launch(ForwardKernel<T, constant()>, blocks, kThreads, ForwardLayout::kBytes, stream,

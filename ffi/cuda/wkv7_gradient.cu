@@ -428,7 +428,7 @@ __global__ __launch_bounds__(4 * N, N == 64 ? 2 : 1) void GradientKernel(
       uint32_t x[4];
       LoadTransposed(BlockAddress(own(L::kDz), 16 * (first_block + block), warp), raw_w[block]);
       const int token = 16 * (first_block + block);
-      LogDecays<T>(raw_w[block], in.decay, Rows{0, tokens - token, marks().Absent(token)}, x);
+      LogDecays<T>(raw_w[block], in.decay, Present(tokens - token, marks().Absent(token)), x);
       log_decays[block][0] = x[0], log_decays[block][1] = x[2];
       log_decays[block][2] = x[1], log_decays[block][3] = x[3];
       add(total, log_decays[block], all, 0);

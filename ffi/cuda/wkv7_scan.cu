@@ -95,7 +95,7 @@ struct Carry {
 // `decays`. Returns whether the sums stay in range.
 template <typename T, typename L, bool kReverse, bool kOutput>
 __device__ bool ScaleChunk(int warp, uint32_t slot, uint32_t w_tile, float* decays, Decay form,
-                           const Rows& rows, const Ones& inclusive, const Ones& exclusive,
+                           uint32_t there, const Ones& inclusive, const Ones& exclusive,
                            bool new_frame, Carry& carry) {
   const int lane = Lane(), panel = warp / 4;
   const uint32_t here = BlockAddress(0, 0, warp % 4);
@@ -107,7 +107,7 @@ __device__ bool ScaleChunk(int warp, uint32_t slot, uint32_t w_tile, float* deca
 
   uint32_t w[4], log_decays[4];
   LoadTransposed(w_tile + panel * L::kTile + here, w);
-  LogDecays<T>(w, form, rows, log_decays);
+  LogDecays<T>(w, form, there, log_decays);
 
   float sum[2][4], before[2][4];
 #pragma unroll
@@ -245,7 +245,7 @@ __device__ void AdvanceState(int warp, uint32_t slot, uint32_t matrices, uint32_
   if constexpr (kClears) {
     WaitForProducts<0>();
     Settle(zy);
-    KeepTokensFrom(marks.Last(), v);
+    KeepTokens(marks.Last(), kSub, v);
 #pragma unroll
     for (int panel = 0; panel < L::kPanels; ++panel)
 #pragma unroll
@@ -280,7 +280,7 @@ __device__ void AdvanceState(int warp, uint32_t slot, uint32_t matrices, uint32_
   }
   if constexpr (kClears) {
     WaitForProducts<0>();
-    KeepTokensFrom(marks.Last(), u_rounded);
+    KeepTokens(marks.Last(), kSub, u_rounded);
     BeginProducts();
   }
 #pragma unroll
@@ -355,12 +355,8 @@ void ScanKernel(const __grid_constant__ Scan<T> scan) {
     return marked ? scan.marks.Word(batch, first_token + time_of(chunk) * kSub) : 0u;
   };
   const auto marks_of = [&](int chunk) {
-    return RowMarks(marked ? words[chunk % L::kSlots] : 0u, kReverse);
-  };
-  const auto rows_of = [&](int chunk) {
-    const int there = tokens - time_of(chunk) * kSub;
-    const uint32_t absent = marks_of(chunk).absent;
-    return kReverse ? Rows{kSub - there, kSub, absent} : Rows{0, there, absent};
+    return RowMarks(marked ? words[chunk % L::kSlots] : 0u, tokens - time_of(chunk) * kSub,
+                    kReverse);
   };
 
   const auto slot_of = [&](int chunk) { return shared + chunk % L::kSlots * L::kSlot; };
@@ -412,7 +408,7 @@ void ScanKernel(const __grid_constant__ Scan<T> scan) {
     for (int panel = 0; panel < L::kPanels; ++panel)
       in_range &= ScaleChunk<T, L, kReverse, kOutput>(
           warp % 4 + 4 * panel, slot_of(chunk), w_of(chunk), decays_of(chunk), scan.decay,
-          rows_of(chunk), inclusive, exclusive, starts_frame(chunk), carry[panel]);
+          marks_of(chunk).there, inclusive, exclusive, starts_frame(chunk), carry[panel]);
   };
   const auto matrices_of = [&](int chunk) {
     return shared + L::kM + chunk % 2 * L::kMatrices;

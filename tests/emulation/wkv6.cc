@@ -17,7 +17,8 @@ extern "C" int64_t Wkv6ScratchFloats(int64_t tokens, int64_t head_size, int64_t 
 
 // Forward and backward; `sizes` are B, T, H, K, and the arrays those of the two calls in order.
 extern "C" int Wkv6(unsigned seed, const int64_t* sizes, int dtype, int decay, int constant_decay,
-                    int64_t segments, int matrix_units, void* const* arrays) {
+                    int64_t segments, int matrix_units, const uint32_t* marks,
+                    void* const* arrays) {
   emulation::random.seed(seed);
   const auto floats = [&](int i) { return static_cast<float*>(arrays[i]); };
   Wkv6ForwardCall forward;
@@ -26,6 +27,7 @@ extern "C" int Wkv6(unsigned seed, const int64_t* sizes, int dtype, int decay, i
   forward.states_dtype = forward.dtype == Dtype::kF32 ? Dtype::kF32 : Dtype::kBF16;
   forward.decay = static_cast<Decay>(decay);
   forward.constant_decay = constant_decay;
+  forward.marks = {marks, Marks::Words(sizes[1])};
   forward.r = arrays[0], forward.w = arrays[1], forward.k = arrays[2], forward.v = arrays[3];
   forward.u = floats(4);
   forward.initial_state = floats(5);
