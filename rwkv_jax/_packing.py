@@ -85,7 +85,7 @@ def total(marks: Array, log_decay: Array) -> Array:
     return jnp.where(starts, -jnp.inf, jnp.sum(log_decay, axis=1))
 
 
-def operand(marks: Array | None) -> tuple[Array, ...]:
+def operand(marks: Array | None = None) -> tuple[Array, ...]:
     """The last operand of a native kernel, if there is one: [B, M] of uint32, a word for 16 tokens
     and whole chunks of them, with a bit for each token that starts a segment, and above these one
     for each that is padding."""

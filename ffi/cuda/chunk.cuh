@@ -66,7 +66,6 @@ struct FrameMarks {
 
   __device__ FrameMarks() {}
   __device__ FrameMarks(const Marks& marks, int64_t row, int64_t frame) {
-    if (!marks.Given()) return;
     const uint4 x = reinterpret_cast<const uint4*>(marks.words + row * marks.per_row)[frame];
     const auto four = [](uint64_t a, uint64_t b, uint64_t c, uint64_t d) {
       return a | b << 16 | c << 32 | d << 48;

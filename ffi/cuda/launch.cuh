@@ -9,7 +9,7 @@
 #include <type_traits>
 
 #include "ptx.cuh"
-#include "rwkv_jax/types.h"
+#include "rwkv_jax/marks.h"
 
 namespace rwkv_jax::cuda {
 
@@ -58,6 +58,13 @@ template <int... kSizes, typename Fn>
 cudaError_t ForAllTypes(Dtype dtype, int64_t head_size, Fn&& fn) {
   if (dtype == Dtype::kF32) return ForHeadSize<kSizes...>(head_size, 0.0f, fn);
   return ForHalfTypes<kSizes...>(dtype, head_size, fn);
+}
+
+// Calls fn(bool_constant<whether rows are of several sequences>()): those have kernels of their own,
+// since only to ask costs the others a tenth of their time.
+template <typename Fn>
+cudaError_t ForMarks(const Marks& marks, Fn&& fn) {
+  return marks.Given() ? fn(std::true_type()) : fn(std::false_type());
 }
 
 }  // namespace rwkv_jax::cuda

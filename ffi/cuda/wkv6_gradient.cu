@@ -329,7 +329,7 @@ __device__ void AddFarPairs(const unsigned char* da, const RawChunk<T>& raw, int
   }
 }
 
-template <typename T, bool kConstant>
+template <typename T, bool kConstant, bool kMarked>
 __global__ __launch_bounds__(kThreads, 2) void GradientKernel(const __grid_constant__ Frames<T> in) {
   using L = GradientLayout;
   RWKV_JAX_DYNAMIC_SHARED(kTileAlignment, memory);
@@ -344,7 +344,7 @@ __global__ __launch_bounds__(kThreads, 2) void GradientKernel(const __grid_const
       ((batch * in.tokens + first_token) * in.heads + (head - batch * in.heads)) * kHeadSize,
       static_cast<int>(in.heads) * kHeadSize,
       static_cast<int>(left_tokens < kFrame ? left_tokens : kFrame),
-      FrameMarks(in.marks, batch, frame).absent};
+      (kMarked ? FrameMarks(in.marks, batch, frame) : FrameMarks()).absent};
 
   if constexpr (!kConstant) copier.Copy(shared + L::kW, static_cast<const T*>(in.w));
   copier.Copy(shared + L::kR, in.r);
@@ -375,7 +375,7 @@ __global__ __launch_bounds__(kThreads, 2) void GradientKernel(const __grid_const
   const FrameDecays<T, kConstant> decays{shared + L::kW, floats(L::kConstant), in.decay};
   // Read again wherever they are needed: there are no registers to keep them.
   const auto marks_of = [&](int chunk) {
-    const uint32_t word = in.marks.Given() ? in.marks.Word(batch, first_token + kSub * chunk) : 0u;
+    const uint32_t word = kMarked ? in.marks.Word(batch, first_token + kSub * chunk) : 0u;
     return RowMarks(word, copier.tokens - kSub * chunk);
   };
   const auto raw_of = [&](int chunk) {
@@ -750,7 +750,10 @@ cudaError_t Wkv6FrameBackward(cudaStream_t stream, const Wkv6BackwardCall& call,
       return Launch(kernel, static_cast<unsigned>(heads * call.dims.saved), kThreads,
                     GradientLayout::kBytes, stream, frames);
     };
-    return call.constant_decay ? launch(GradientKernel<T, true>) : launch(GradientKernel<T, false>);
+    return ForMarks(call.marks, [&](auto marked) {
+      return call.constant_decay ? launch(GradientKernel<T, true, marked()>)
+                                 : launch(GradientKernel<T, false, marked()>);
+    });
   });
 }
 

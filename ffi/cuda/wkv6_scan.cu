@@ -44,8 +44,9 @@ struct Run {
             static_cast<int>(heads) * kHeadSize, static_cast<int>(left < kFrame ? left : kFrame),
             absent};
   }
+  template <bool kMarked>
   __device__ FrameMarks MarksOf(int i, const Marks& marks) const {
-    return {marks, batch, first_frame + i};
+    return kMarked ? FrameMarks(marks, batch, first_frame + i) : FrameMarks();
   }
 };
 
@@ -112,7 +113,7 @@ __device__ void PrepareChunk(const FrameDecays<T, kConstant>& decays, int chunk,
   StoreMatrices(PackedBlockAddress(a_block), rounded);
 }
 
-template <typename T, bool kConstant>
+template <typename T, bool kConstant, bool kMarked>
 __global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void ForwardKernel(
     const __grid_constant__ Forward<T> in) {
   using L = ForwardLayout;
@@ -138,7 +139,7 @@ __global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void ForwardKer
     CommitCopies();
   };
   if (run.count > 0) {
-    const uint64_t absent = run.MarksOf(0, in.marks).absent;
+    const uint64_t absent = run.template MarksOf<kMarked>(0, in.marks).absent;
     copy_keys(0, absent);
     copy_values(0, absent);
   }
@@ -163,8 +164,9 @@ __global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void ForwardKer
   for (int i = 0; i < run.count; ++i) {
     const FrameCopier<kThreads> now = frame(i);
     const int64_t own_token = (run.first_frame + i) * kFrame + kSub * warp;
-    const uint32_t word = in.marks.Given() ? in.marks.Word(run.batch, own_token) : 0u;
-    const uint64_t coming = i + 1 < run.count ? run.MarksOf(i + 1, in.marks).absent : 0u;
+    const uint32_t word = kMarked ? in.marks.Word(run.batch, own_token) : 0u;
+    const uint64_t coming =
+        i + 1 < run.count ? run.template MarksOf<kMarked>(i + 1, in.marks).absent : 0u;
     WaitForCopies<1>();
     __syncthreads();
     {
@@ -297,7 +299,7 @@ __device__ void ScaleFrame(const FrameDecays<T, kConstant>& decays, int warp, ui
   }
 }
 
-template <typename T, bool kConstant, bool kReverse>
+template <typename T, bool kConstant, bool kReverse, bool kMarked>
 __global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void StateKernel(
     const __grid_constant__ StateScan<T> in) {
   using L = StateLayout;
@@ -309,7 +311,7 @@ __global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void StateKerne
   const Run run(in.segments, segment, in.tokens, in.heads);
   // Frame i as it comes in the recurrence.
   const auto place = [&](int i) { return kReverse ? run.count - 1 - i : i; };
-  const auto marks_of = [&](int i) { return run.MarksOf(place(i), in.marks); };
+  const auto marks_of = [&](int i) { return run.template MarksOf<kMarked>(place(i), in.marks); };
   const auto frame = [&](int i, uint64_t absent = 0) {
     return run.Frame(place(i), in.tokens, in.heads, absent);
   };
@@ -404,8 +406,10 @@ __global__ __launch_bounds__(kCombineThreads) void CombineKernel(Wkv6Segments se
 template <typename T, bool kConstant, bool kReverse>
 cudaError_t ScanStates(cudaStream_t stream, const StateScan<T>& scan, int64_t heads, int64_t segments) {
   const dim3 blocks(static_cast<unsigned>(heads), static_cast<unsigned>(segments));
-  return Launch(StateKernel<T, kConstant, kReverse>, blocks, kThreads, StateLayout::kBytes, stream,
-                scan);
+  return ForMarks(scan.marks, [&](auto marked) {
+    return Launch(StateKernel<T, kConstant, kReverse, marked()>, blocks, kThreads,
+                  StateLayout::kBytes, stream, scan);
+  });
 }
 
 // The state at the start of each segment.
@@ -456,8 +460,10 @@ cudaError_t Wkv6Scan(cudaStream_t stream, const Wkv6ForwardCall& call, const Wkv
                              call.final_state,
                              static_cast<T*>(call.y), static_cast<uint4*>(call.states), segments};
     const dim3 blocks(static_cast<unsigned>(Heads(call)), static_cast<unsigned>(segments.count));
-    return Launch(ForwardKernel<T, constant()>, blocks, kThreads, ForwardLayout::kBytes, stream,
-                  forward);
+    return ForMarks(call.marks, [&](auto marked) {
+      return Launch(ForwardKernel<T, constant(), marked()>, blocks, kThreads,
+                    ForwardLayout::kBytes, stream, forward);
+    });
   });
 }
 

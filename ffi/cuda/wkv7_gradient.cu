@@ -339,7 +339,7 @@ __device__ inline float2 LogDecayAndSlope(float w, Decay form) {
   return {log_decay, sigmoid ? scaled * s * e : form == Decay::kExp ? -e : 1.0f};
 }
 
-template <typename T, int N>
+template <typename T, int N, bool kMarked>
 __global__ __launch_bounds__(4 * N, N == 64 ? 2 : 1) void GradientKernel(
     const __grid_constant__ Frames<T> in) {
   using L = FrameLayout<N>;
@@ -355,7 +355,9 @@ __global__ __launch_bounds__(4 * N, N == 64 ? 2 : 1) void GradientKernel(
 
   const int64_t batch = head / in.heads, first_token = frame * kFrame;
   // Read again wherever they are needed: there are no registers to keep them.
-  const auto marks = [&] { return FrameMarks(in.marks, batch, frame); };
+  const auto marks = [&] {
+    return kMarked ? FrameMarks(in.marks, batch, frame) : FrameMarks();
+  };
   const int stride = static_cast<int>(in.heads * N);
   const int64_t first =
       (batch * in.tokens + first_token) * stride + (head - batch * in.heads) * N;
@@ -823,8 +825,11 @@ cudaError_t Wkv7FrameBackward(cudaStream_t stream, const Wkv7BackwardCall& call,
                            in(call.b),  in(call.dy), out(call.dr), out(call.dw), out(call.dk),
                            out(call.dv), out(call.da), out(call.db), call.dims.tokens,
                            call.dims.heads, heads, call.decay, call.marks, static_cast<const uint4*>(call.states), gradients, inexact};
-    return Launch(GradientKernel<T, size()>, static_cast<unsigned>(heads * call.dims.saved),
-                  L::kThreads, L::kBytes, stream, frames);
+    return ForMarks(call.marks, [&](auto marked) {
+      return Launch(GradientKernel<T, size(), marked()>,
+                    static_cast<unsigned>(heads * call.dims.saved), L::kThreads, L::kBytes, stream,
+                    frames);
+    });
   });
 }
 

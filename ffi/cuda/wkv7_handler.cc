@@ -95,6 +95,7 @@ ffi::Error Summary(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingR
   call.b = operands.Arg("b", "BTHK");
   call.factor = operands.FloatRet("factor", "BHKK");
   call.added = operands.FloatRet("added", "BHVK");
+  call.marks = operands.MarksArg(operands.Size('T'));
   internal::ReadSizes(operands, operands.Size('T'), decay, kMaxHeadSize, call);
   RequireSummed(operands, call);
   if (ffi::Error error = operands.Finish(); error.failure()) return error;
@@ -112,6 +113,7 @@ ffi::Error ReverseSummary(cudaStream_t stream, ffi::RemainingArgs args, ffi::Rem
   call.dy = operands.Arg("dy", "BTHV");
   call.dfinal_state = operands.FloatArg("dfinal_state", "BHVK");
   call.dinitial_state = operands.FloatRet("dinitial_state", "BHVK");
+  call.marks = operands.MarksArg(operands.Size('T'));
   internal::ReadSizes(operands, operands.Size('T'), decay, kMaxHeadSize, call);
   RequireSummed(operands, call);
   if (ffi::Error error = operands.Finish(); error.failure()) return error;

@@ -299,11 +299,6 @@ __device__ void AdvanceState(int warp, uint32_t slot, uint32_t matrices, uint32_
   for (int panel = 0; panel < L::kPanels; ++panel) Settle(s[panel]);
 }
 
-// Heads of 128 have a kernel of their own for rows of several sequences: in one that is for both, ptxas
-// lets every product wait for the one before it.
-template <int N>
-constexpr bool kForAll = N == kTileCols;
-
 // The chunks are a pipeline with one barrier per chunk: while chunk c advances the state, the matrices
 // of c + 1 are computed, the operands of c + 2 are scaled, and those after it are on their way.
 template <typename T, int N, bool kReverse, bool kOutput, Work kWork, bool kMarked>
@@ -324,7 +319,6 @@ void ScanKernel(const __grid_constant__ Scan<T> scan) {
   const int64_t head = blockIdx.x;
   const int64_t order = blockIdx.y;  // of the segments, as they come in the recurrence
   const Segments& segments = scan.segments;
-  const bool marked = kMarked && scan.marks.Given();
   // Another segment of the head may give up now, so the threads agree on what they have seen.
   if (scan.inexact != nullptr && !SynchronizeAll(1, L::kThreads, scan.inexact[head] == 0.0f)) return;
 
@@ -352,10 +346,10 @@ void ScanKernel(const __grid_constant__ Scan<T> scan) {
   // The marks of a chunk are on their way with its operands.
   uint32_t* const words = reinterpret_cast<uint32_t*>(memory + L::kWords);
   const auto word_of = [&](int chunk) {
-    return marked ? scan.marks.Word(batch, first_token + time_of(chunk) * kSub) : 0u;
+    return kMarked ? scan.marks.Word(batch, first_token + time_of(chunk) * kSub) : 0u;
   };
   const auto marks_of = [&](int chunk) {
-    return RowMarks(marked ? words[chunk % L::kSlots] : 0u, tokens - time_of(chunk) * kSub,
+    return RowMarks(kMarked ? words[chunk % L::kSlots] : 0u, tokens - time_of(chunk) * kSub,
                     kReverse);
   };
 
@@ -433,7 +427,7 @@ void ScanKernel(const __grid_constant__ Scan<T> scan) {
 
   if (threadIdx.x < L::kSlots) {
     barrier_of(threadIdx.x).Init(128);
-    if (static_cast<int>(threadIdx.x) < chunks) words[threadIdx.x] = word_of(threadIdx.x);
+    if (kMarked && static_cast<int>(threadIdx.x) < chunks) words[threadIdx.x] = word_of(threadIdx.x);
   }
   __syncthreads();
   if (copies)
@@ -488,7 +482,7 @@ void ScanKernel(const __grid_constant__ Scan<T> scan) {
               warp, slot_of(chunk), matrices_of(chunk), y_tile, !identity, marks, s);
         };
         const RowMarks marks = marks_of(chunk);
-        if (!kMarked || marks.clears == 0)
+        if (marks.clears == 0)
           advance(std::false_type(), marks);
         else
           advance(std::bool_constant<kMarked>(), marks);
@@ -520,7 +514,7 @@ void ScanKernel(const __grid_constant__ Scan<T> scan) {
                                                   copy_to);
         }
         if (copies && chunk + L::kSlots < chunks) {
-          if (marked && threadIdx.x % 128 == 0) words[chunk % L::kSlots] = coming;
+          if (kMarked && threadIdx.x % 128 == 0) words[chunk % L::kSlots] = coming;
           copy_operands(chunk + L::kSlots, coming);
           copy_decays(chunk + L::kSlots);
           if (chunk + L::kSlots + 1 < chunks) coming = word_of(chunk + L::kSlots + 1);
@@ -604,13 +598,10 @@ template <typename T, int N, bool kReverse, bool kOutput, Work kWork>
 cudaError_t LaunchScan(cudaStream_t stream, const Scan<T>& scan, int64_t heads, int64_t segments) {
   using L = Layout<N, kOutput, kWork>;
   const dim3 blocks(static_cast<unsigned>(heads), static_cast<unsigned>(segments));
-  const auto launch = [&](auto marked) {
-    return Launch(ScanKernel<T, N, kReverse, kOutput, kWork, decltype(marked)::value>, blocks,
-                  L::kThreads, L::kBytes, stream, scan);
-  };
-  if constexpr (!kForAll<N>)
-    if (!scan.marks.Given()) return launch(std::false_type());
-  return launch(std::true_type());
+  return ForMarks(scan.marks, [&](auto marked) {
+    return Launch(ScanKernel<T, N, kReverse, kOutput, kWork, marked()>, blocks, L::kThreads,
+                  L::kBytes, stream, scan);
+  });
 }
 
 // The whole sequence, or segment by segment: first what each does to a state, then, from the state at

@@ -172,6 +172,7 @@ def summary(
     k: Keys,
     v: Values,
     u: TokenKeys,
+    marks: Marks | None = None,
     op: str = "wkv6",
 ) -> Map | NotImplementedType:
     if not _on_matrix_units(platform, options, r):
@@ -180,7 +181,7 @@ def summary(
     factor, added = _ffi.call(
         target(op, "summary"),
         [((batch, heads, size), jnp.float32), ((batch, heads, size, size), jnp.float32)],
-        *(w, k, v),
+        *(w, k, v, *_packing.operand(marks)),
         decay=DECAY_CODES[options.decay],
     )
     return factor, added
@@ -189,13 +190,13 @@ def summary(
 def reverse_summary(
     options: Options, platform: str, *operands: Array, op: str = "wkv6"
 ) -> tuple[State] | NotImplementedType:
-    r, w, _, _, _, _, dy, dfinal_state = operands
+    r, w, _, _, _, _, dy, dfinal_state, *marks = operands
     if not _on_matrix_units(platform, options, r):
         return NotImplemented
     (dinitial_state,) = _ffi.call(
         target(op, "reverse_summary"),
         [(dfinal_state.shape, jnp.float32)],
-        *(r, w, dy, dfinal_state),
+        *(r, w, dy, dfinal_state, *_packing.operand(*marks)),
         decay=DECAY_CODES[options.decay],
     )
     return (dinitial_state,)

@@ -184,27 +184,36 @@ def _summarizes(platform: str, options: Options, r: Any) -> bool:
 
 
 def summary(
-    options: Options, platform: str, r: Keys, w: Keys, k: Keys, v: Values, a: Keys, b: Keys
+    options: Options,
+    platform: str,
+    r: Keys,
+    w: Keys,
+    k: Keys,
+    v: Values,
+    a: Keys,
+    b: Keys,
+    marks: Marks | None = None,
 ) -> Map | NotImplementedType:
     if not _summarizes(platform, options, r):
         return NotImplemented
     batch, _, heads, size = r.shape
     of_state = ((batch, heads, size, size), jnp.float32)
     decay = DECAY_CODES[options.decay]
-    factor, added = _ffi.call(SUMMARY, [of_state, of_state], *(w, k, v, a, b), decay=decay)
+    operands = w, k, v, a, b, *_packing.operand(marks)
+    factor, added = _ffi.call(SUMMARY, [of_state, of_state], *operands, decay=decay)
     return factor, added
 
 
 def reverse_summary(
     options: Options, platform: str, *operands: Array
 ) -> tuple[State] | NotImplementedType:
-    r, w, _, _, a, b, _, dy, dfinal_state = operands
+    r, w, _, _, a, b, _, dy, dfinal_state, *marks = operands
     if not _summarizes(platform, options, r):
         return NotImplemented
     (dinitial_state,) = _ffi.call(
         REVERSE_SUMMARY,
         [(dfinal_state.shape, jnp.float32)],
-        *(r, w, a, b, dy, dfinal_state),
+        *(r, w, a, b, dy, dfinal_state, *_packing.operand(*marks)),
         decay=DECAY_CODES[options.decay],
     )
     return (dinitial_state,)

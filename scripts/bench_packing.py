@@ -1,0 +1,136 @@
+"""Time documents of different lengths: packed in rows with `segment_ids`, or each padded to the longest
+in a row of its own, against rows of the same size that are one sequence each.
+
+    python scripts/bench_packing.py --op wkv7
+    python scripts/bench_packing.py --op wkv6 --shape 8x4096x64x64 --mean 256 1024
+
+The lengths of documents are geometrically distributed, and a row is filled until one does not fit,
+which is then cut. All run in turn, as in bench.py.
+"""
+
+import argparse
+import functools
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).parent))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import bench
+
+SHAPES = {"gpu": "8x4096x64x64", "cpu": "2x1024x4x64"}
+MEANS = {"gpu": [128, 512, 2048], "cpu": [128]}
+
+
+def ids_of(batch: int, tokens: int, mean: int) -> np.ndarray:
+    """Rows of documents with ids from 1 on."""
+    rng = np.random.default_rng(mean)
+    starts = rng.random((batch, tokens)) < 1 / mean
+    return 1 + np.cumsum(starts, axis=1).astype(np.int32)
+
+
+def lengths_of(ids: np.ndarray) -> np.ndarray:
+    return np.concatenate([np.unique(row, return_counts=True)[1] for row in ids])
+
+
+def programs(op: str, decay: str) -> dict[str, Callable[..., Any]]:
+    """By direction, of the inputs, the cotangents and perhaps the segments."""
+    operator = bench.OPERATORS[op]
+
+    def forward(inputs: Any, _: Any, ids: Any = None) -> Any:
+        return operator.function(**inputs, decay=decay, segment_ids=ids)
+
+    def both(inputs: Any, cotangents: Any, ids: Any = None) -> Any:
+        results, vjp = jax.vjp(lambda inputs: forward(inputs, None, ids), inputs)
+        return results, vjp(tuple(cotangents[f"d{name}"] for name in operator.results))
+
+    return dict(zip(bench.DIRECTIONS, map(jax.jit, (forward, both)), strict=True))
+
+
+def measure(args: argparse.Namespace) -> Iterator[str]:
+    sizes = tuple(map(int, args.shape.split("x")))
+    batch, tokens, *heads = sizes
+    kinds = programs(args.op, args.decay)
+
+    def given(batch: int, tokens: int) -> tuple[Any, Any]:
+        operands = bench.Operands(args.op, (batch, tokens, *heads), args.dtype, args.device)
+        return operands.repeated(args.decay)
+
+    whole = given(batch, tokens)
+    for mean in args.mean:
+        ids = ids_of(batch, tokens, mean)
+        lengths = lengths_of(ids)
+        contestants = {
+            "whole": whole,
+            "packed": (*whole, jnp.asarray(ids)),
+            "padded": given(len(lengths), int(lengths.max())),
+        }
+        for direction, program in kinds.items():
+            loops = {}
+            for name, operands in contestants.items():
+                call = functools.partial(program, *operands)
+                jax.block_until_ready(call())
+                took = bench.seconds(call)
+                count = max(1, int(bench.BATCH_SECONDS[args.device] / took))
+                loops[name] = functools.partial(seconds, call, count)
+            samples = [[run() for run in loops.values()] for _ in range(args.repeats)]
+            ms = [1e3 * statistics.median(x) for x in zip(*samples, strict=True)]
+            yield (
+                f"{mean:8}{len(lengths):11}{lengths.max():9} {direction:17}"
+                + "".join(f"{x:10.3f}" for x in ms)
+                + f"{ms[1] / ms[0]:9.1%}{ms[2] / ms[1]:9.2f}"
+            )
+
+
+def seconds(call: Callable[[], Any], count: int) -> float:
+    def loop() -> Any:
+        for _ in range(count - 1):
+            result = call()
+            if jax.default_backend() == "cpu":
+                jax.block_until_ready(result)
+        return call()
+
+    return bench.seconds(loop) / count
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Time packed sequences.")
+    add = parser.add_argument
+    add("--device", choices=("cpu", "gpu"), help="what JAX has, if not given")
+    add("--op", choices=bench.SEQUENCES, default="wkv7")
+    add("--shape", help="B, T, H, K of the rows")
+    add("--mean", type=int, nargs="+", help="lengths of documents")
+    add("--dtype", choices=("float32", "bfloat16", "float16"), help="as in bench.py")
+    add("--repeats", type=int, default=9, help="batches for each median")
+    args = parser.parse_args(argv)
+    if args.device:
+        jax.config.update("jax_platforms", {"gpu": "cuda"}.get(args.device, args.device))
+    args.device = jax.default_backend()
+    args.dtype = args.dtype or bench.DEFAULTS[args.device]["dtype"]
+    args.shape = args.shape or SHAPES[args.device]
+    args.mean = args.mean or MEANS[args.device]
+    args.decay = bench.SEQUENCES[args.op].decays[-1]
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    print(
+        f"{args.op}, {args.shape}, {args.dtype}, {jax.devices()[0].device_kind}, jax "
+        f"{jax.__version__}; milliseconds\n{'mean':>8}{'documents':>11}{'longest':>9} {'':17}"
+        f"{'whole':>10}{'packed':>10}{'padded':>10}{'packed':>9}{'faster':>9}\n"
+        f"{'':76}{'of whole':>9}{'than pad':>9}"
+    )
+    for line in measure(args):
+        print(line, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
