@@ -9,16 +9,10 @@ namespace rwkv_jax::cuda {
 
 constexpr int64_t kMaxSegments = 65535;  // of the second axis of a grid
 
-// The gradient of the state at the end of each frame of kChunk tokens, [V, K] of bfloat16 in pieces of
-// eight columns.
-struct FrameGradients {
-  uint4* memory;
-  int64_t stride;  // pieces for each head
-
-  // Floats for each head.
-  static constexpr int64_t Size(int64_t head_size, int64_t frames) {
-    return frames * head_size * head_size / 2;
-  }
-};
+// For each head, the floats of the gradients of the state at the end of each frame of kChunk tokens,
+// [B, frames, H, V, K] of bfloat16, as the saved states are.
+constexpr int64_t FrameGradientsSize(int64_t head_size, int64_t frames) {
+  return frames * head_size * head_size / 2;
+}
 
 }  // namespace rwkv_jax::cuda

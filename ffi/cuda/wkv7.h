@@ -38,23 +38,33 @@ cudaError_t Wkv7Backward(cudaStream_t stream, const Wkv7BackwardCall& call, int6
 // The tokens of a head are shared out among `count` segments of whole frames. A run of tokens takes a
 // state S to S M + D; the memory has, for each head and each segment but the last, first D, which
 // becomes the state at the end of the segment, then M.
+//
+// Sequences of different lengths have segments of as many frames as if there were one, and so different
+// numbers of them, `count` at most. Of a segment that is not the last of its sequence the memory is at
+// its own place among the tokens of all, where there is one for each head.
 struct Segments {
   int64_t count;
   float* memory;
-  int64_t stride;  // floats for each head
+  int64_t stride;      // floats for each head
+  int64_t frames = 0;  // of a segment, if there are sequences
 
   static constexpr int64_t Size(int64_t head_size, int64_t count) {
     return 2 * head_size * head_size * (count - 1);
   }
 #ifdef __CUDACC__
-  __device__ int64_t Frames(int64_t frames) const { return (frames + count - 1) / count; }
-  template <int N>
-  __device__ float* State(int64_t head, int64_t segment) const {
-    return memory + head * stride + 2 * N * N * segment;
+  __device__ int64_t Frames(int64_t all) const {
+    return frames > 0 ? frames : (all + count - 1) / count;
   }
-  template <int N>
-  __device__ float* Factor(int64_t head, int64_t segment) const {
-    return State<N>(head, segment) + N * N;
+  __device__ int64_t Count(int64_t all) const {
+    return frames == 0 ? count : all == 0 ? 1 : (all + frames - 1) / frames;
+  }
+  // Of a segment as it comes in the recurrence; the head is row * heads + h.
+  template <int N, bool kReverse>
+  __device__ float* State(int64_t head, int64_t heads, const Span& span, int64_t order) const {
+    if (frames == 0) return memory + head * stride + 2 * N * N * order;
+    const int64_t segment = kReverse ? Count(span.Frames()) - 1 - order : order;
+    const int64_t place = (span.first_token + segment * frames * kChunk) / (frames * kChunk);
+    return memory + head % heads * stride + 2 * N * N * place;
   }
 #endif
 };
@@ -67,13 +77,15 @@ struct ChunkScratch {
 
   static int64_t Size(const Wkv7Call& call, int64_t segments) {
     const int64_t size = call.dims.head_size;
-    const int64_t floats = FrameGradients::Size(size, call.dims.saved) +
+    const int64_t floats = FrameGradientsSize(size, call.dims.saved) +
                            Segments::Size(size, segments);
     return floats < ScratchSize(size) ? ScratchSize(size) : floats;
   }
-  FrameGradients Gradients() const { return {reinterpret_cast<uint4*>(memory), stride / 4}; }
+  uint4* Gradients() const { return reinterpret_cast<uint4*>(memory); }
   Segments StateSegments(const Wkv7Call& call) const {
-    return {segments, memory + FrameGradients::Size(call.dims.head_size, call.dims.saved), stride};
+    const int64_t size = call.dims.head_size, heads = call.dims.batch * call.dims.heads;
+    return {segments, memory + heads * FrameGradientsSize(size, call.dims.saved),
+            Segments::Size(size, segments)};
   }
 };
 
@@ -95,11 +107,10 @@ cudaError_t Wkv7Scan(cudaStream_t stream, const Wkv7ForwardCall& call, const Seg
                      float* inexact);
 
 cudaError_t Wkv7ReverseScan(cudaStream_t stream, const Wkv7BackwardCall& call,
-                            const Segments& segments, const FrameGradients& gradients,
-                            float* inexact);
+                            const Segments& segments, uint4* gradients, float* inexact);
 
 // All gradients but dinitial_state, from what the reverse scan has left.
 cudaError_t Wkv7FrameBackward(cudaStream_t stream, const Wkv7BackwardCall& call,
-                              const FrameGradients& gradients, const float* inexact);
+                              const uint4* gradients, const float* inexact);
 
 }  // namespace rwkv_jax::cuda

@@ -30,7 +30,7 @@ cudaError_t Wkv7ChunkForward(cudaStream_t stream, const Wkv7ForwardCall& call,
 cudaError_t Wkv7ChunkBackward(cudaStream_t stream, const Wkv7BackwardCall& call,
                               const ChunkScratch& scratch, float* inexact) {
   if (IsEmpty(call.dims)) return cudaSuccess;
-  const FrameGradients gradients = scratch.Gradients();
+  uint4* const gradients = scratch.Gradients();
   cudaError_t error = Prepare(stream, call, inexact);
   if (error == cudaSuccess)
     error = Wkv7ReverseScan(stream, call, scratch.StateSegments(call), gradients, inexact);

@@ -42,12 +42,12 @@ template <typename T>
 struct Frames {
   const T *r, *w, *k, *v, *a, *b, *dy;
   T *dr, *dw, *dk, *dv, *da, *db;
-  int64_t tokens, heads;
-  unsigned all_heads;  // B * H
+  int64_t tokens;
+  unsigned heads, frames;
   Decay decay;
   Marks marks;
-  const uint4* states;  // [B, frames, H, V, K] of bfloat16
-  FrameGradients gradients;
+  Sequences sequences;
+  const uint4 *states, *gradients;  // [B, frames, H, V, K] of bfloat16
   const float* inexact;
 };
 
@@ -349,19 +349,21 @@ __global__ __launch_bounds__(4 * N, N == 64 ? 2 : 1) void GradientKernel(
   const uint32_t shared = SharedAddress(memory);
   const int warp = Warp() % 4, group = Warp() / 4, panel = group / 2, half = group % 2;
   const int lane = Lane();
-  const int64_t head = blockIdx.x % in.all_heads, frame = blockIdx.x / in.all_heads;
-  const int64_t frames = gridDim.x / in.all_heads;
-  if (in.inexact != nullptr && in.inexact[head] != 0.0f) return;
-
-  const int64_t batch = head / in.heads, first_token = frame * kFrame;
+  // Of [B, frames, H].
+  const int64_t all_frames = blockIdx.x / in.heads, own_head = blockIdx.x - all_frames * in.heads;
+  const int64_t batch = in.sequences.Given() ? in.sequences.owners[all_frames]
+                                             : all_frames / in.frames;
+  if (batch < 0) return;
+  if (in.inexact != nullptr && in.inexact[batch * in.heads + own_head] != 0.0f) return;
+  const Span span = in.sequences(batch, in.tokens);
+  const int64_t frame = all_frames - span.first_frame, first_token = frame * kFrame;
   // Read again wherever they are needed: there are no registers to keep them.
   const auto marks = [&] {
     return kMarked ? FrameMarks(in.marks, batch, frame) : FrameMarks();
   };
   const int stride = static_cast<int>(in.heads * N);
-  const int64_t first =
-      (batch * in.tokens + first_token) * stride + (head - batch * in.heads) * N;
-  const int64_t left_tokens = in.tokens - first_token;
+  const int64_t first = (span.first_token + first_token) * stride + own_head * N;
+  const int64_t left_tokens = span.tokens - first_token;
   const int tokens = static_cast<int>(left_tokens < kFrame ? left_tokens : kFrame);
 
   // All of the frame, in pieces of 16 bytes: first the decays, then what they scale, then the rest.
@@ -394,13 +396,11 @@ __global__ __launch_bounds__(4 * N, N == 64 ? 2 : 1) void GradientKernel(
   constexpr int kStatePieces = N * kRowPieces, kStateSteps = kStatePieces / L::kThreads;
   uint4 state[kStateSteps];
   {
-    const int64_t index = head + (batch * (frames - 1) + frame) * in.heads;  // [B, frames, H]
-    const uint4* const gradient =
-        in.gradients.memory + head * in.gradients.stride + frame * kStatePieces;
+    const int64_t index = static_cast<int64_t>(blockIdx.x) * kStatePieces + threadIdx.x;
 #pragma unroll
     for (int i = 0; i < kStateSteps; ++i) {
-      CopyAsync(state_tile(shared + L::kDs, i), gradient + threadIdx.x + i * L::kThreads, true);
-      state[i] = in.states[index * kStatePieces + threadIdx.x + i * L::kThreads];
+      CopyAsync(state_tile(shared + L::kDs, i), in.gradients + index + i * L::kThreads, true);
+      state[i] = in.states[index + i * L::kThreads];
     }
   }
   CommitCopies();
@@ -813,9 +813,10 @@ __global__ __launch_bounds__(4 * N, N == 64 ? 2 : 1) void GradientKernel(
 }  // namespace
 
 cudaError_t Wkv7FrameBackward(cudaStream_t stream, const Wkv7BackwardCall& call,
-                              const FrameGradients& gradients, const float* inexact) {
+                              const uint4* gradients, const float* inexact) {
   if (call.dims.tokens == 0) return cudaSuccess;
-  const unsigned heads = static_cast<unsigned>(call.dims.batch * call.dims.heads);
+  const int64_t rows = call.sequences.Given() ? 1 : call.dims.batch;
+  const int64_t blocks = rows * call.dims.saved * call.dims.heads;
   return ForHalfTypes<64, 128>(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
     using T = decltype(zero);
     using L = FrameLayout<size()>;
@@ -824,11 +825,13 @@ cudaError_t Wkv7FrameBackward(cudaStream_t stream, const Wkv7BackwardCall& call,
     const Frames<T> frames{in(call.r),  in(call.w),  in(call.k),  in(call.v),  in(call.a),
                            in(call.b),  in(call.dy), out(call.dr), out(call.dw), out(call.dk),
                            out(call.dv), out(call.da), out(call.db), call.dims.tokens,
-                           call.dims.heads, heads, call.decay, call.marks, static_cast<const uint4*>(call.states), gradients, inexact};
+                           static_cast<unsigned>(call.dims.heads),
+                           static_cast<unsigned>(call.dims.saved), call.decay, call.marks,
+                           call.sequences, static_cast<const uint4*>(call.states), gradients,
+                           inexact};
     return ForMarks(call.marks, [&](auto marked) {
       return Launch(GradientKernel<T, size(), marked()>,
-                    static_cast<unsigned>(heads * call.dims.saved), L::kThreads, L::kBytes, stream,
-                    frames);
+                    static_cast<unsigned>(blocks), L::kThreads, L::kBytes, stream, frames);
     });
   });
 }

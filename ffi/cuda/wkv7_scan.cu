@@ -36,11 +36,12 @@ struct Scan {
   int64_t tokens, heads;
   Decay decay;
   Marks marks;
+  Sequences sequences;
   const float* start;
   float* end;
   T* y;
   uint4* states;             // forward: [B, frames, H, V, K] of bfloat16, or null
-  FrameGradients gradients;  // backward
+  uint4* gradients;          // backward: the same
   // If it has no memory, a summary is that of all tokens: D of them goes to `end`, from `start` if that
   // is not null, and M to `factor`, unless that is null.
   Segments segments;
@@ -322,13 +323,20 @@ void ScanKernel(const __grid_constant__ Scan<T> scan) {
   // Another segment of the head may give up now, so the threads agree on what they have seen.
   if (scan.inexact != nullptr && !SynchronizeAll(1, L::kThreads, scan.inexact[head] == 0.0f)) return;
 
-  const int64_t frames = (scan.tokens + kChunk - 1) / kChunk;
-  const int64_t segment = kReverse ? segments.count - 1 - order : order;
-  const int64_t first_frame = segment * segments.Frames(frames);
-  const int64_t first_token = first_frame * kChunk;
-  const int64_t left = scan.tokens - first_token, most = segments.Frames(frames) * kChunk;
+  const int64_t batch = head / scan.heads;
+  const Span span = scan.sequences(batch, scan.tokens);
+  const int64_t in_segment = segments.Frames(span.Frames()), count = segments.Count(span.Frames());
+  const bool for_later = L::kSummary && segments.memory != nullptr;
+  if (order >= count - for_later) return;
+  const int64_t segment = kReverse ? count - 1 - order : order;
+  const int64_t first_frame = segment * in_segment, first_token = first_frame * kChunk;
+  const int64_t left = span.tokens - first_token, most = in_segment * kChunk;
   const int tokens = static_cast<int>(left < most ? left : most);
   const int chunks = tokens > 0 ? (tokens + kSub - 1) / kSub : 0;
+
+  const auto state_at = [&](int64_t order) {
+    return segments.State<N, kReverse>(head, scan.heads, span, order);
+  };
 
   // A piece of 16 bytes of a panel. Backwards, the first row of a chunk is its last token.
   const int copy_row = threadIdx.x % 128 / 8, copy_piece = threadIdx.x % 8;
@@ -337,9 +345,8 @@ void ScanKernel(const __grid_constant__ Scan<T> scan) {
   const auto token_of = [&](int chunk) {
     return time_of(chunk) * kSub + (kReverse ? kSub - 1 - copy_row : copy_row);
   };
-  const int64_t batch = head / scan.heads;
   const int stride = static_cast<int>(scan.heads * N);
-  const int64_t first = (batch * scan.tokens + first_token) * stride +
+  const int64_t first = (span.first_token + first_token) * stride +
                         (head - batch * scan.heads) * N + copy_piece * 8;
   const auto element_of = [&](int token) { return first + static_cast<int64_t>(token) * stride; };
 
@@ -458,7 +465,7 @@ void ScanKernel(const __grid_constant__ Scan<T> scan) {
         Tiles::SetDiagonal(identity ? 1.0f : 0.0f, s);
       else
         Tiles::Load(order == 0 ? scan.start + head * N * N
-                               : segments.State<N>(head, order - 1), s);
+                               : state_at(order - 1), s);
     }
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; ++chunk) {
@@ -467,13 +474,12 @@ void ScanKernel(const __grid_constant__ Scan<T> scan) {
         if (multiplies && chunk + 1 < chunks) multiply(chunk + 1);
       if constexpr (kOnState) {
         if (!L::kSummary && starts_frame(chunk)) {
-          const int64_t frame = first_frame + time_of(chunk) / 4;
+          // Of [B, frames, H], and head is batch * H + h.
+          const int64_t frame = span.first_frame + first_frame + time_of(chunk) / 4;
+          const int64_t index = head + (frame - batch) * scan.heads;
           if constexpr (kReverse) {
-            Tiles::StoreRounded(s, scan.gradients.memory + head * scan.gradients.stride +
-                                       frame * (N * N / 8));
+            Tiles::StoreRounded(s, scan.gradients + index * (N * N / 8));
           } else if (scan.states != nullptr) {
-            // [B, frames, H, V, K], and head is batch * H + h
-            const int64_t index = head + (batch * (frames - 1) + frame) * scan.heads;
             Tiles::StoreRounded(s, scan.states + index * (N * N / 8));
           }
         }
@@ -523,14 +529,14 @@ void ScanKernel(const __grid_constant__ Scan<T> scan) {
     }
     if constexpr (kOnState) {
       if (!L::kSummary) {
-        if (order == segments.count - 1) Tiles::Store(s, scan.end + head * N * N);
-      } else if (segments.memory == nullptr) {
+        if (order == count - 1) Tiles::Store(s, scan.end + head * N * N);
+      } else if (!for_later) {
         float* const to = identity ? scan.factor : scan.end;
         if (to != nullptr) Tiles::Store(s, to + head * N * N);
       } else if (!identity) {
-        Tiles::Store(s, segments.State<N>(head, order));
+        Tiles::Store(s, state_at(order));
       } else if (order > 0) {
-        Tiles::Store(s, segments.Factor<N>(head, order));
+        Tiles::Store(s, state_at(order) + N * N);
       }
     }
   };
@@ -547,8 +553,10 @@ void ScanKernel(const __grid_constant__ Scan<T> scan) {
 constexpr int kCombineThreads = 128;
 constexpr int kCombineRows = 8;
 
-template <int N>
+template <int N, bool kReverse>
 __global__ __launch_bounds__(kCombineThreads) void CombineKernel(Segments segments,
+                                                                 Sequences sequences,
+                                                                 int64_t tokens, int64_t heads,
                                                                  const float* inexact) {
   constexpr int kCols = kCombineRows * N / kCombineThreads;
   __shared__ float s[kCombineRows][N];
@@ -559,14 +567,18 @@ __global__ __launch_bounds__(kCombineThreads) void CombineKernel(Segments segmen
   const int row = threadIdx.x * kCols / N, col = threadIdx.x * kCols % N;
   if (inexact != nullptr && inexact[head] != 0.0f) return;
 
+  const Span span = sequences(head / heads, tokens);
+  const int64_t count = segments.Count(span.Frames());
+  if (count <= 2) return;
   float sum[kCols];
-  const auto at = [&](int order) {
-    return segments.State<N>(head, order) + (first_row + row) * N + col;
+  const auto state_at = [&](int order) {
+    return segments.State<N, kReverse>(head, heads, span, order);
   };
+  const auto at = [&](int order) { return state_at(order) + (first_row + row) * N + col; };
 #pragma unroll
   for (int c = 0; c < kCols; ++c) sum[c] = at(0)[c];
-  for (int order = 1; order < segments.count - 1; ++order) {
-    const float4* const from = reinterpret_cast<const float4*>(segments.Factor<N>(head, order));
+  for (int order = 1; order < count - 1; ++order) {
+    const float4* const from = reinterpret_cast<const float4*>(state_at(order) + N * N);
     for (int i = threadIdx.x; i < N * N / 4; i += kCombineThreads)
       reinterpret_cast<float4*>(factor)[i] = from[i];
 #pragma unroll
@@ -615,8 +627,8 @@ cudaError_t Run(cudaStream_t stream, const Scan<T>& scan, int64_t heads) {
     cudaError_t error =
         LaunchScan<T, N, kReverse, false, Work::kSummary>(stream, scan, heads, segments - 1);
     if (error == cudaSuccess)
-      error = Launch(CombineKernel<N>, blocks, kCombineThreads, N * N * sizeof(float), stream,
-                     scan.segments, scan.inexact);
+      error = Launch(CombineKernel<N, kReverse>, blocks, kCombineThreads, N * N * sizeof(float),
+                     stream, scan.segments, scan.sequences, scan.tokens, scan.heads, scan.inexact);
     if (error != cudaSuccess) return error;
   }
   const auto split = [&] {
@@ -639,7 +651,7 @@ Scan<T> ForwardScan(const Wkv7Call& call) {
   scan.a = in(call.a), scan.r = in(call.r), scan.b = in(call.b);
   scan.k = in(call.k), scan.v = in(call.v), scan.w = in(call.w);
   scan.tokens = call.dims.tokens, scan.heads = call.dims.heads, scan.decay = call.decay;
-  scan.marks = call.marks;
+  scan.marks = call.marks, scan.sequences = call.sequences;
   return scan;
 }
 
@@ -669,8 +681,7 @@ cudaError_t Wkv7Scan(cudaStream_t stream, const Wkv7ForwardCall& call, const Seg
 }
 
 cudaError_t Wkv7ReverseScan(cudaStream_t stream, const Wkv7BackwardCall& call,
-                            const Segments& segments, const FrameGradients& gradients,
-                            float* inexact) {
+                            const Segments& segments, uint4* gradients, float* inexact) {
   return ForHalfTypes<64, 128>(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
     using T = decltype(zero);
     Scan<T> scan = ReverseScan<T>(call);

@@ -1,7 +1,7 @@
 // What the WKV7 kernels of all platforms take and give.
 #pragma once
 
-#include "rwkv_jax/marks.h"
+#include "rwkv_jax/sequences.h"
 
 namespace rwkv_jax {
 
@@ -14,6 +14,7 @@ struct Wkv7Call {
   Decay decay;
   const void *r, *w, *k, *v, *a, *b;
   Marks marks;
+  Sequences sequences;
 };
 
 // Of all tokens together; needs no r.

@@ -1,0 +1,32 @@
+// Sequences of different lengths, one after another in rows of a batch.
+#pragma once
+
+#include <cstdint>
+
+#include "rwkv_jax/marks.h"
+
+namespace rwkv_jax {
+
+// The tokens of one sequence, and its frames of kChunk tokens, for each of which a state is saved.
+struct Span {
+  int64_t first_token, tokens, first_frame;
+
+  RWKV_JAX_ANYWHERE int64_t Frames() const { return (tokens + kChunk - 1) / kChunk; }
+};
+
+// If it is given, the batch of a call are these sequences, wherever they are in its rows of tokens; the
+// caller vouches that they do not overlap.
+struct Sequences {
+  const int32_t* spans = nullptr;   // [sequences, 4]: a Span, and nothing
+  const int32_t* owners = nullptr;  // [frames]: the sequence of each, or -1
+
+  RWKV_JAX_ANYWHERE bool Given() const { return spans != nullptr; }
+  // Without sequences, row `index` of `tokens` tokens.
+  RWKV_JAX_ANYWHERE Span operator()(int64_t index, int64_t tokens) const {
+    if (!Given()) return {index * tokens, tokens, index * ((tokens + kChunk - 1) / kChunk)};
+    const int32_t* const span = spans + 4 * index;
+    return {span[0], span[1], span[2]};
+  }
+};
+
+}  // namespace rwkv_jax
