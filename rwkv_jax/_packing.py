@@ -95,7 +95,7 @@ def operand(marks: Array | None) -> tuple[Array, ...]:
     missing = -tokens % (4 * WORD)
     marks = jnp.pad(marks, ((0, 0), (0, missing)), constant_values=ABSENT)
     marks = marks.reshape(batch, (tokens + missing) // WORD, WORD)
-    place = jnp.arange(WORD, dtype=jnp.uint32)
+    place = lax.broadcasted_iota(jnp.uint32, marks.shape, 2)
     bits = ((marks == STARTS).astype(jnp.uint32) << place) | (
         (marks == ABSENT).astype(jnp.uint32) << (place + WORD)
     )
