@@ -63,12 +63,10 @@ def expected(op: str, inputs: dict, ids: np.ndarray, decay: str, cotangents: dic
     timed = [n for n in own.inputs if n not in own.shared]
     _, *finals = own.results
     whole = {n: np.zeros(np.shape(inputs[n])) for n in own.inputs}
-    found: dict[str, Any] = {"y": np.zeros(np.shape(cotangents["dy"]))} | {
-        f"d{n}": x for n, x in whole.items()
-    }
+    found = {"y": np.zeros(np.shape(cotangents["dy"]))} | {f"d{n}": x for n, x in whole.items()}
     for name in finals:
         found[name] = np.zeros(cotangents[f"d{name}"].shape)
-    initial = {n: np.float64(inputs[n]) for n in own.states if n in inputs}
+    initial: dict[str, Any] = {n: np.float64(inputs[n]) for n in own.states if n in inputs}
     found |= {f"d{n}": np.zeros(x.shape) for n, x in initial.items()}
     empty = own.oracle(_none(own, inputs), decay)
     for row, marks in enumerate(ids):
