@@ -121,8 +121,9 @@ struct TokenWeights {
 };
 
 // Relative to log_max, which moves from token to token, so that any exponent is right.
+template <bool kMarked>
 struct MovingMax {
-  static constexpr bool kMarks = true;  // whether tokens may have marks
+  static constexpr bool kMarks = kMarked;  // whether tokens may have marks
 
   explicit MovingMax(const Parameters& parameters) : u(parameters.u), w(parameters.log_decay) {}
 
@@ -254,7 +255,9 @@ void ForwardRun(const Wkv4ForwardCall& call, const Channels& channels, int64_t s
     return ForwardTokens(call, channels, max, parameters.log_decay, state, start, end);
   };
   const bool marked = Marked(call.marks, channels.batch, start, end);
-  state = !marked && common.Right() ? run(common) : run(MovingMax(parameters));
+  state = marked           ? run(MovingMax<true>(parameters))
+          : common.Right() ? run(common)
+                           : run(MovingMax<false>(parameters));
   StoreState(call.final_state, channels.Once(), count, state);
 }
 
@@ -361,10 +364,12 @@ void BackwardChunk(const Wkv4BackwardCall& call, const Channels& channels, int64
   const CommonMax common(parameters, state.log_max, tokens, [&](int64_t t) {
     return LoadUpTo(channels.count, call.dtype, call.k, channels.Token(start + t));
   });
-  if (!Marked(call.marks, channels.batch, start, start + tokens) && common.Right())
+  if (Marked(call.marks, channels.batch, start, start + tokens))
+    BackwardTokens(call, channels, MovingMax<true>(parameters), parameters, state, n);
+  else if (common.Right())
     BackwardTokens(call, channels, common, parameters, state, n);
   else
-    BackwardTokens(call, channels, MovingMax(parameters), parameters, state, n);
+    BackwardTokens(call, channels, MovingMax<false>(parameters), parameters, state, n);
 }
 
 void Backward(const Wkv4BackwardCall& call, int64_t batch, int64_t first_channel) {
