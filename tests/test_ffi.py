@@ -14,9 +14,10 @@ import cases
 import rwkv_jax
 from cases import Case
 from operators import OPERATORS, library
-from rwkv_jax import _ffi
+from rwkv_jax import _ffi, _packing
 from rwkv_jax._chunked import states_dtype
 from rwkv_jax._dispatch import Options
+from rwkv_jax._packing import ABSENT, GOES_ON, STARTS
 
 PLATFORM = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
 CASE = Case(2, 65, 2, 32)
@@ -190,6 +191,83 @@ def test_wrong_number_of_partial_sums(op: str, monkeypatch: pytest.MonkeyPatch) 
         call(*operands.values())
 
 
+def _marks(case: Case) -> jax.Array:
+    """Of rows that all begin with a start, and have all kinds of marks."""
+    marks = np.random.default_rng(0).choice([GOES_ON, STARTS, ABSENT], (case.B, case.T))
+    marks[:, :1] = STARTS
+    return jnp.asarray(marks, jnp.uint8)
+
+
+SPOILED_MARKS = {
+    "dtype": (lambda x: x.astype(jnp.int32), "marks is S32; expected U32"),
+    "tokens": (
+        lambda x: jnp.concatenate([x, x], axis=1),
+        "marks has M = 16; expected 8 for 65 tokens",
+    ),
+    "fewer tokens": (lambda x: x[:, :-1], "marks has M = 7; expected 8 for 65 tokens"),
+    "rank": (lambda x: x[0], r"marks has shape \[8\]; expected \[B, M\]"),
+    "batch": (lambda x: x[:1], r"marks has shape \[1, 8\], so B = 1, where r has B = 2"),
+}
+
+
+@pytest.mark.usefixtures("unchecked_types")
+@pytest.mark.parametrize("wrong", SPOILED_MARKS)
+@pytest.mark.parametrize("stage", ["forward", "backward"])
+@pytest.mark.parametrize("op", OPS)
+def test_wrong_marks(op: str, stage: str, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    call, operands = _call(op, stage, CASE)
+    spoil, expected = SPOILED_MARKS[wrong]
+    if op == "wkv4":
+        expected = expected.replace("where r", "where w")
+    through = _ffi.call
+
+    def spoiled(target: str, results: Any, *operands: jax.Array, **rest: Any) -> Any:
+        *others, words = operands
+        return through(target, results, *others, spoil(words), **rest)
+
+    monkeypatch.setattr(_ffi, "call", spoiled)
+    expected = f"INVALID_ARGUMENT: {STAGES[stage].format(op)}: {expected}"
+    with pytest.raises(jax.errors.JaxRuntimeError, match=expected):
+        jax.block_until_ready(call(*operands.values(), _marks(CASE)))
+
+
+@pytest.mark.usefixtures("unchecked_types")
+@pytest.mark.parametrize("op", OPS)
+def test_a_step_has_no_marks(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    call, operands = _call(op, "step", CASE)
+    (words,), through = _packing.operand(_marks(Case(CASE.B, 1, 1, 1))), _ffi.call
+    monkeypatch.setattr(_ffi, "call", lambda *x, **rest: through(*x, words, **rest))
+    expected = rf"INVALID_ARGUMENT: {op}_step: {len(operands) + 1} operands given; expected"
+    with pytest.raises(jax.errors.JaxRuntimeError, match=expected):
+        jax.block_until_ready(call(*operands.values()))
+
+
+def _mark(op: str, operands: dict[str, jax.Array], case: Case = CASE) -> dict[str, jax.Array]:
+    """The operands with marks, if the kernels take them."""
+    stage, options = library(op).forward.marked, Options("log", lax.Precision.DEFAULT, "ffi")
+    marked = operands | {"marks": _marks(case)}
+    if reason := stage.implementations["ffi"].why_not(PLATFORM, "forward", options, marked):
+        pytest.skip(reason)
+    return marked
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_start_at_the_first_token(op: str) -> None:
+    """As where a sequence goes on on another device: what was before is not read."""
+    call, operands = _call(op, "forward", CASE)
+    operands = _mark(op, operands)
+    nothing = {n: jnp.full_like(x, jnp.nan) for n, x in operands.items() if "initial" in n}
+    assert nothing
+    for given in (operands, operands | nothing):
+        y, *finals = call(*given.values())[: 1 + len(nothing)]
+        assert all(np.isfinite(x).all() for x in (y, *finals))
+    call, operands = _call(op, "backward", CASE)
+    results = call(*_mark(op, operands).values())
+    for name, x in zip(library(op).backward.results, results, strict=True):
+        assert np.isfinite(x).all()
+        assert np.any(x) != name.startswith("dinitial"), name
+
+
 @pytest.mark.parametrize("size", [8, 24, 48, 512])
 @pytest.mark.parametrize("op", ["wkv7", "wkv6"])
 def test_a_head_size_that_it_lacks(op: str, size: int) -> None:
@@ -213,9 +291,12 @@ POISONED = (
     ids=str,
 )
 @pytest.mark.parametrize("stage", ["forward", "backward"])
-def test_outputs_are_written_whole(op: str, stage: str, case: Case) -> None:
+@pytest.mark.parametrize("marked", [False, True], ids=["alone", "marked"])
+def test_outputs_are_written_whole(op: str, stage: str, case: Case, marked: bool) -> None:
     """Every output goes to a donated buffer full of NaN: what is not written stays NaN."""
     call, operands = _call(op, stage, case)
+    if marked:
+        operands = _mark(op, operands, case)
     given = tuple(operands.values())
     types = jax.eval_shape(call, *given)
     poison = tuple(jnp.full(x.shape, jnp.nan, x.dtype) for x in types)

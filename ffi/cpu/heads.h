@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "rwkv_jax/types.h"
+#include "rwkv_jax/marks.h"
 #include "vector.h"
 
 namespace rwkv_jax::cpu {
@@ -14,8 +14,8 @@ namespace {
 struct Head {
   Head(const HeadDims& dims, int64_t head)
       : size(dims.head_size),
-        dims(dims),
         batch(head / dims.heads),
+        dims(dims),
         head(head % dims.heads) {}
 
   int64_t Token(int64_t t) const { return ((batch * dims.tokens + t) * dims.heads + head) * size; }
@@ -25,12 +25,39 @@ struct Head {
     return ((batch * dims.saved + n) * dims.heads + head) * size * size;
   }
 
-  const int64_t size;
+  const int64_t size, batch;
 
  private:
   const HeadDims dims;
-  const int64_t batch, head;
+  const int64_t head;
 };
+
+// The tokens of a run or a chunk. Arrays of what is loaded have a row for each that is there, one
+// after another, so that the kernels need not know of padding.
+struct Tokens {
+  Tokens(Marks marks, int64_t row, int64_t first, int64_t all) : all(all) {
+    int64_t end = all;
+    for (int64_t t = first; t < first + all; ++t) {
+      starts[there] = marks.Starts(row, t);
+      at[marks.Absent(row, t) ? --end : there++] = t;
+    }
+  }
+
+  const int64_t all;
+  int64_t there = 0;    // those that are no padding
+  int64_t at[kChunk];   // first these in their order, then padding
+  bool starts[kChunk];  // whether the state is cleared before each of them
+};
+
+inline void Clear(float* x, int64_t count) { __builtin_memset(x, 0, count * sizeof(float)); }
+
+// The results of padding.
+inline void StoreZeros(const Tokens& tokens, const Head& head, int64_t first, int64_t count,
+                       Dtype dtype, void* to) {
+  for (int64_t i = tokens.there; i < tokens.all; ++i)
+    __builtin_memset(static_cast<char*>(to) + (head.Token(tokens.at[i]) + first) * Bytes(dtype), 0,
+                     count * Bytes(dtype));
+}
 
 // Replaces `w` by the decay factor d. `slope`, unless null, becomes the derivative of the log decay
 // with respect to w, which is finite, so that its product with a d of 0 is 0.
@@ -89,7 +116,7 @@ constexpr int64_t kRun = 16;
 // so that the state times a vector needs no sum over lanes.
 //
 // `Inputs` are those of a run of tokens: Read loads them, and Forward takes a block of rows, whose
-// first one is `row`, through them.
+// first one is `row`, through them, of which there is at least one.
 template <int kVecs, typename Inputs, typename Call>
 void ForwardRows(const Call& call, const Head& head, int64_t first_row, int64_t rows,
                  float* scratch) {
@@ -102,14 +129,16 @@ void ForwardRows(const Call& call, const Head& head, int64_t first_row, int64_t 
     LoadColumns(initial_state + row * size, size, kRows, states + row * size);
 
   for (int64_t start = 0; start < call.dims.tokens; start += kRun) {
-    const int64_t tokens = Smaller(call.dims.tokens - start, kRun);
-    in.Read(call, head, start, tokens, nullptr);
+    const Tokens tokens(call.marks, head.batch, start, Smaller(call.dims.tokens - start, kRun));
+    in.Read(call, head, tokens, nullptr);
+    StoreZeros(tokens, head, first_row, rows, call.dtype, call.y);
     for (int64_t row = 0; row < rows; row += kRows) {
       float* const columns = states + row * size;
       if (call.states && start % kChunk == 0)
         StoreColumns(columns, size, kRows, call.states_dtype, call.states,
                      head.SavedState(start / kChunk) + offset + row * size);
-      in.template Forward<kVecs>(call, head, start, tokens, first_row + row, row == 0, columns);
+      if (tokens.there > 0)
+        in.template Forward<kVecs>(call, head, tokens, first_row + row, row == 0, columns);
     }
   }
   for (int64_t row = 0; row < rows; row += kRows)

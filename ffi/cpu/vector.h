@@ -78,6 +78,8 @@ inline void StoreHalves(void* to, int64_t index, Bits x) {
   __builtin_prefetch(static_cast<const char*>(array) + index * (dtype == Dtype::kF32 ? 4 : 2));
 }
 
+inline int64_t Bytes(Dtype dtype) { return dtype == Dtype::kF32 ? 4 : 2; }
+
 // A vector from an array of `dtype`, and to one, rounding to nearest even.
 inline Vec LoadAs(Dtype dtype, const void* from, int64_t index) {
   if (dtype == Dtype::kF32) return Load(static_cast<const float*>(from) + index);

@@ -9,20 +9,18 @@ namespace {
 // Where the arrays of a vector of channels are, of which there are `count` in the arrays.
 struct Channels {
   Channels(const Wkv4Dims& dims, int64_t batch, int64_t first)
-      : count(Smaller(dims.channels - first, kLanes)), dims(dims), batch(batch), first(first) {}
+      : count(Smaller(dims.channels - first, kLanes)), batch(batch), dims(dims), first(first) {}
 
   int64_t Once() const { return batch * dims.channels + first; }
   int64_t Token(int64_t t) const { return (batch * dims.tokens + t) * dims.channels + first; }
   int64_t SavedState(int64_t n) const { return (batch * dims.saved + n) * dims.channels + first; }
 
-  const int64_t count;
+  const int64_t count, batch;
 
  private:
   const Wkv4Dims& dims;
-  const int64_t batch, first;
+  const int64_t first;
 };
-
-int64_t Bytes(Dtype dtype) { return dtype == Dtype::kF32 ? 4 : 2; }
 
 // LoadAs and StoreAs for a vector that is maybe the last, and short; it is then filled with zeros.
 [[gnu::noinline]] Vec LoadShort(Dtype dtype, const void* from, int64_t index, int64_t count) {
@@ -52,6 +50,9 @@ inline void StoreUpTo(int64_t count, Dtype dtype, void* to, int64_t index, Vec x
 struct State {
   Vec num, den, log_max;
 };
+
+// The state that a segment starts from; -1e38 is NOTHING in rwkv_jax/wkv4/reference.py.
+inline State Nothing() { return {Vec{}, Vec{}, Broadcast(-1e38f)}; }
 
 template <typename Float>
 State LoadState(const Wkv4State<Float>& from, int64_t index, int64_t count) {
@@ -120,7 +121,10 @@ struct TokenWeights {
 };
 
 // Relative to log_max, which moves from token to token, so that any exponent is right.
+template <bool kMarked>
 struct MovingMax {
+  static constexpr bool kMarks = kMarked;  // whether tokens may have marks
+
   explicit MovingMax(const Parameters& parameters) : u(parameters.u), w(parameters.log_decay) {}
 
   State Enter(const State& state) const { return state; }
@@ -137,9 +141,22 @@ struct MovingMax {
   const Vec u, w;
 };
 
-// Relative to one number for all tokens of a run: one exponential a token where MovingMax takes two.
+// Whether any token of a row has a mark, from `start`, the first one of a word, to before `end`.
+bool Marked(const Marks& marks, int64_t row, int64_t start, int64_t end) {
+  uint32_t marked = 0;
+  for (int64_t t = start; marks.Given() && t < end; t += kWordTokens) {
+    const uint32_t word = marks.Word(row, t);
+    marked |= (word | word >> kWordTokens) & ((1u << Smaller(end - t, kWordTokens)) - 1);
+  }
+  return marked != 0;
+}
+
+// Relative to one number for all tokens of a run without marks: one exponential a token where
+// MovingMax takes two.
 class CommonMax {
  public:
+  static constexpr bool kMarks = false;
+
   // For the keys of `tokens` tokens after a state.
   template <typename Key>
   CommonMax(const Parameters& parameters, Vec log_max, int64_t tokens, const Key& key)
@@ -209,6 +226,11 @@ State ForwardTokens(const Wkv4ForwardCall& call, const Channels& channels, const
     Prefetch(call.dtype, call.k, ahead);
     Prefetch(call.dtype, call.v, ahead);
     Prefetch(call.dtype, call.y, ahead);
+    if (Max::kMarks && call.marks.Absent(channels.batch, t)) {
+      StoreUpTo(count, call.dtype, call.y, token, Vec{});
+      continue;
+    }
+    if (Max::kMarks && call.marks.Starts(channels.batch, t)) state = Nothing();
     const Vec k = LoadUpTo(count, call.dtype, call.k, token);
     const Vec v = LoadUpTo(count, call.dtype, call.v, token);
     const Vec decayed = state.log_max + log_decay;
@@ -232,7 +254,10 @@ void ForwardRun(const Wkv4ForwardCall& call, const Channels& channels, int64_t s
   const auto run = [&](const auto& max) {
     return ForwardTokens(call, channels, max, parameters.log_decay, state, start, end);
   };
-  state = common.Right() ? run(common) : run(MovingMax(parameters));
+  const bool marked = Marked(call.marks, channels.batch, start, end);
+  state = marked           ? run(MovingMax<true>(parameters))
+          : common.Right() ? run(common)
+                           : run(MovingMax<false>(parameters));
   StoreState(call.final_state, channels.Once(), count, state);
 }
 
@@ -268,6 +293,8 @@ void BackwardTokens(const Wkv4BackwardCall& call, const Channels& channels, cons
   const Vec first_log_max = state.log_max;
   state = max.Enter(state);
   for (int64_t t = 0; t < tokens; ++t) {
+    if (Max::kMarks && call.marks.Absent(channels.batch, start + t)) continue;
+    if (Max::kMarks && call.marks.Starts(channels.batch, start + t)) state = Nothing();
     const Vec k = LoadUpTo(count, call.dtype, call.k, channels.Token(start + t));
     const Vec v = LoadUpTo(count, call.dtype, call.v, channels.Token(start + t));
     const Vec decayed = state.log_max + parameters.log_decay;
@@ -288,6 +315,11 @@ void BackwardTokens(const Wkv4BackwardCall& call, const Channels& channels, cons
       Prefetch(call.dtype, call.dy, next);
       Prefetch(call.dtype, call.dk, next);
       Prefetch(call.dtype, call.dv, next);
+    }
+    if (Max::kMarks && call.marks.Absent(channels.batch, start + t)) {
+      StoreUpTo(count, call.dtype, call.dk, token, Vec{});
+      StoreUpTo(count, call.dtype, call.dv, token, Vec{});
+      continue;
     }
     const auto& [num, den, log_max] = replayed[t].before;
     const auto [read, kept] = max.WeightsOf(replayed[t].kept);
@@ -315,6 +347,8 @@ void BackwardTokens(const Wkv4BackwardCall& call, const Channels& channels, cons
     dden = kept.past * dden - read.past * dsum * y;
     StoreUpTo(count, call.dtype, call.dk, token, dk);
     StoreUpTo(count, call.dtype, call.dv, token, dv);
+    if (Max::kMarks && call.marks.Starts(channels.batch, start + t))
+      dnum = dden = dlog_max = Vec{};
   }
   if (n == 0) dw *= parameters.slope;
   StoreState(call.dinitial_state, channels.Once(), count,
@@ -330,10 +364,12 @@ void BackwardChunk(const Wkv4BackwardCall& call, const Channels& channels, int64
   const CommonMax common(parameters, state.log_max, tokens, [&](int64_t t) {
     return LoadUpTo(channels.count, call.dtype, call.k, channels.Token(start + t));
   });
-  if (common.Right())
+  if (Marked(call.marks, channels.batch, start, start + tokens))
+    BackwardTokens(call, channels, MovingMax<true>(parameters), parameters, state, n);
+  else if (common.Right())
     BackwardTokens(call, channels, common, parameters, state, n);
   else
-    BackwardTokens(call, channels, MovingMax(parameters), parameters, state, n);
+    BackwardTokens(call, channels, MovingMax<false>(parameters), parameters, state, n);
 }
 
 void Backward(const Wkv4BackwardCall& call, int64_t batch, int64_t first_channel) {

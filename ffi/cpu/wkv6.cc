@@ -25,10 +25,9 @@ struct Inputs {
   Inputs(float* scratch, int64_t tokens, int64_t size)
       : r(scratch), d(r + tokens * size), k(d + tokens * size), v(k + tokens * size) {}
 
-  void Read(const Wkv6Call& call, const Head& head, int64_t first, int64_t tokens,
-            float* slope) const {
-    for (int64_t t = 0; t < tokens; ++t) {
-      const int64_t from = head.Token(first + t), to = t * head.size;
+  void Read(const Wkv6Call& call, const Head& head, const Tokens& tokens, float* slope) const {
+    for (int64_t t = 0; t < tokens.there; ++t) {
+      const int64_t from = head.Token(tokens.at[t]), to = t * head.size;
       LoadRow(call.dtype, call.r, from, head.size, r + to);
       LoadRow(call.dtype, call.k, from, head.size, k + to);
       LoadRow(call.dtype, call.v, from, head.size, v + to);
@@ -37,18 +36,19 @@ struct Inputs {
       else
         LoadRow(call.dtype, call.w, from, head.size, d + to);
     }
-    DecayRow(call.decay, tokens * head.size, d, slope);
+    DecayRow(call.decay, tokens.there * head.size, d, slope);
   }
 
   template <int kVecs>
-  void Forward(const Wkv6ForwardCall& call, const Head& head, int64_t start, int64_t tokens,
-               int64_t row, bool prefetch, float* columns) const {
+  void Forward(const Wkv6ForwardCall& call, const Head& head, const Tokens& tokens, int64_t row,
+               bool prefetch, float* columns) const {
     constexpr int64_t kRows = kVecs * kLanes;
     const int64_t size = head.size;
     const float* const u = call.u + head.Parameter();
-    for (int64_t t = 0; t < tokens; ++t) {
+    for (int64_t t = 0; t < tokens.there; ++t) {
       const int64_t token = t * size;
-      const int64_t ahead = head.Token(Smaller(start + kRun + t, call.dims.tokens - 1));
+      const int64_t ahead = head.Token(Smaller(tokens.at[t] + kRun, call.dims.tokens - 1));
+      if (tokens.starts[t]) Clear(columns, size * kRows);
       Vec own = {};
       for (int64_t key = 0; key < size; key += kLanes)
         own += Load(r + token + key) * Load(u + key) * Load(k + token + key);
@@ -69,7 +69,7 @@ struct Inputs {
         }
       }
       for (int i = 0; i < kVecs; ++i) y[i] += values[i] * own_weight;
-      StoreVecs(call.dtype, call.y, head.Token(start + t) + row, y);
+      StoreVecs(call.dtype, call.y, head.Token(tokens.at[t]) + row, y);
     }
   }
 
@@ -120,9 +120,10 @@ void OwnGradients(const Chunk& chunk, int64_t tokens, int64_t size, const float*
 }
 
 // The states of a block of rows before each token of a chunk, and after the last one. Adds to dr.
-void Replay(const Chunk& chunk, int64_t tokens, int64_t size, int64_t first_row) {
-  for (int64_t t = 0; t < tokens; ++t) {
+void Replay(const Chunk& chunk, const Tokens& tokens, int64_t size, int64_t first_row) {
+  for (int64_t t = 0; t < tokens.there; ++t) {
     const int64_t token = t * size;
+    if (tokens.starts[t]) Clear(chunk.states + t * kLanes * size, kLanes * size);
     for (int first = 0; first < kLanes; first += kGroup) {
       const float* const before = chunk.states + (t * kLanes + first) * size;
       float* const after = chunk.states + ((t + 1) * kLanes + first) * size;
@@ -187,39 +188,43 @@ void Backward(const Wkv6BackwardCall& call, int64_t index, float* scratch) {
   float* const du = call.du + head.Parameter();
   float* const summed_dw =
       call.constant_decay ? static_cast<float*>(call.dw) + head.Parameter() : nullptr;
-  __builtin_memset(du, 0, size * sizeof(float));
-  if (summed_dw) __builtin_memset(summed_dw, 0, size * sizeof(float));
+  Clear(du, size);
+  if (summed_dw) Clear(summed_dw, size);
   const Chunk chunk(scratch, Smaller(call.dims.tokens, kChunk), size);
+  void* const outputs[] = {call.dr, call.dk, call.dv, call.dw};
+  const int count = summed_dw ? 3 : 4;
   for (int64_t n = call.dims.saved - 1; n >= 0; --n) {
-    const int64_t tokens = Smaller(call.dims.tokens - n * kChunk, kChunk);
-    chunk.Read(call, head, n * kChunk, tokens, chunk.slope);
-    for (int64_t t = 0; t < tokens; ++t)
-      LoadRow(call.dtype, call.dy, head.Token(n * kChunk + t), size, chunk.dy + t * size);
-    OwnGradients(chunk, tokens, size, u, du);
+    const int64_t first = n * kChunk;
+    const Tokens tokens(call.marks, head.batch, first, Smaller(call.dims.tokens - first, kChunk));
+    for (int i = 0; i < count; ++i) StoreZeros(tokens, head, 0, size, call.dtype, outputs[i]);
+    if (tokens.there == 0) continue;
+    chunk.Read(call, head, tokens, chunk.slope);
+    for (int64_t t = 0; t < tokens.there; ++t)
+      LoadRow(call.dtype, call.dy, head.Token(tokens.at[t]), size, chunk.dy + t * size);
+    OwnGradients(chunk, tokens.there, size, u, du);
 
     for (int64_t row = 0; row < size; row += kLanes) {
       LoadRow(call.states_dtype, call.states, head.SavedState(n) + row * size, kLanes * size,
               chunk.states);
       Replay(chunk, tokens, size, row);
-      for (int64_t t = tokens - 1; t >= 0; --t) {
+      for (int64_t t = tokens.there - 1; t >= 0; --t) {
         // A slice of what is loaded next and of what is stored at the end of this chunk.
-        const int64_t now = head.Token(n * kChunk + t) + row;
+        const int64_t now = head.Token(tokens.at[t]) + row;
         if (n > 0) {
-          const int64_t next = head.Token((n - 1) * kChunk + t) + row;
+          const int64_t next = head.Token(tokens.at[t] - kChunk) + row;
           PrefetchInputs(call, next);
           Prefetch(call.dtype, call.dy, next);
         }
-        const void* const outputs[] = {call.dr, call.dk, call.dv};
-        for (const void* output : outputs) Prefetch(call.dtype, output, now);
-        if (!summed_dw) Prefetch(call.dtype, call.dw, now);
+        for (int i = 0; i < count; ++i) Prefetch(call.dtype, outputs[i], now);
         StepBack(chunk, t, size, row, ds + row * size);
+        if (tokens.starts[t]) Clear(ds + row * size, kLanes * size);
       }
     }
 
-    for (int64_t i = 0; i < tokens * size; i += kLanes)
+    for (int64_t i = 0; i < tokens.there * size; i += kLanes)
       Store(chunk.dlog + i, Load(chunk.dlog + i) * Load(chunk.d + i) * Load(chunk.slope + i));
-    for (int64_t t = 0; t < tokens; ++t) {
-      const int64_t to = head.Token(n * kChunk + t), from = t * size;
+    for (int64_t t = 0; t < tokens.there; ++t) {
+      const int64_t to = head.Token(tokens.at[t]), from = t * size;
       StoreRow(call.dtype, call.dr, to, size, chunk.dr + from);
       StoreRow(call.dtype, call.dk, to, size, chunk.dk + from);
       StoreRow(call.dtype, call.dv, to, size, chunk.dv + from);

@@ -28,10 +28,9 @@ struct Inputs {
         a(v + tokens * size),
         b(a + tokens * size) {}
 
-  void Read(const Wkv7Call& call, const Head& head, int64_t first, int64_t tokens,
-            float* slope) const {
-    for (int64_t t = 0; t < tokens; ++t) {
-      const int64_t from = head.Token(first + t), to = t * head.size;
+  void Read(const Wkv7Call& call, const Head& head, const Tokens& tokens, float* slope) const {
+    for (int64_t t = 0; t < tokens.there; ++t) {
+      const int64_t from = head.Token(tokens.at[t]), to = t * head.size;
       LoadRow(call.dtype, call.r, from, head.size, r + to);
       LoadRow(call.dtype, call.w, from, head.size, d + to);
       LoadRow(call.dtype, call.k, from, head.size, k + to);
@@ -39,22 +38,26 @@ struct Inputs {
       LoadRow(call.dtype, call.a, from, head.size, a + to);
       LoadRow(call.dtype, call.b, from, head.size, b + to);
     }
-    DecayRow(call.decay, tokens * head.size, d, slope);
+    DecayRow(call.decay, tokens.there * head.size, d, slope);
   }
 
   // One pass over the state does a token and S a of the next one.
   template <int kVecs>
-  void Forward(const Wkv7ForwardCall& call, const Head& head, int64_t start, int64_t tokens,
-               int64_t row, bool prefetch, float* columns) const {
+  void Forward(const Wkv7ForwardCall& call, const Head& head, const Tokens& tokens, int64_t row,
+               bool prefetch, float* columns) const {
     constexpr int64_t kRows = kVecs * kLanes;
     const int64_t size = head.size;
     Vec sa[kVecs] = {};
     for (int64_t key = 0; key < size; ++key)
       for (int i = 0; i < kVecs; ++i) sa[i] += Load(columns + key * kRows + i * kLanes) * a[key];
 
-    for (int64_t t = 0; t < tokens; ++t) {
-      const int64_t token = t * size, next = Smaller(t + 1, tokens - 1) * size;
-      const int64_t ahead = head.Token(Smaller(start + kRun + t, call.dims.tokens - 1));
+    for (int64_t t = 0; t < tokens.there; ++t) {
+      const int64_t token = t * size, next = Smaller(t + 1, tokens.there - 1) * size;
+      const int64_t ahead = head.Token(Smaller(tokens.at[t] + kRun, call.dims.tokens - 1));
+      if (tokens.starts[t]) {
+        Clear(columns, size * kRows);
+        for (int i = 0; i < kVecs; ++i) sa[i] = Vec{};
+      }
       Vec values[kVecs], y[kVecs] = {}, next_sa[kVecs] = {};
       for (int i = 0; i < kVecs; ++i) values[i] = Load(v + token + row + i * kLanes);
       for (int64_t key = 0; key < size; ++key) {
@@ -73,7 +76,7 @@ struct Inputs {
         }
       }
       for (int i = 0; i < kVecs; ++i) sa[i] = next_sa[i];
-      StoreVecs(call.dtype, call.y, head.Token(start + t) + row, y);
+      StoreVecs(call.dtype, call.y, head.Token(tokens.at[t]) + row, y);
     }
   }
 
@@ -105,15 +108,19 @@ int64_t BackwardScratch(const HeadDims& dims) {
 }
 
 // The states of a block of rows before each token of a chunk, and after the last one. Adds to dr.
-void Replay(const Chunk& chunk, int64_t tokens, int64_t size, int64_t first_row) {
+void Replay(const Chunk& chunk, const Tokens& tokens, int64_t size, int64_t first_row) {
   Vec sum[kLanes] = {};
   for (int row = 0; row < kLanes; ++row)
     for (int64_t key = 0; key < size; key += kLanes)
       sum[row] += Load(chunk.states + row * size + key) * Load(chunk.a + key);
-  for (int64_t t = 0; t < tokens; ++t) {
+  for (int64_t t = 0; t < tokens.there; ++t) {
     float* const all_sa = chunk.sa + t * kLanes;
     Store(all_sa, SumEach(sum));
-    const int64_t token = t * size, next = Smaller(t + 1, tokens - 1) * size;
+    if (tokens.starts[t]) {
+      Clear(chunk.states + t * kLanes * size, kLanes * size);
+      Clear(all_sa, kLanes);
+    }
+    const int64_t token = t * size, next = Smaller(t + 1, tokens.there - 1) * size;
     for (int first = 0; first < kLanes; first += kGroup) {
       const float* const before = chunk.states + (t * kLanes + first) * size;
       float* const after = chunk.states + ((t + 1) * kLanes + first) * size;
@@ -215,28 +222,31 @@ void Backward(const Wkv7BackwardCall& call, int64_t index, float* scratch) {
   float* const ds = call.dinitial_state + head.State();
   __builtin_memcpy(ds, call.dfinal_state + head.State(), size * size * sizeof(float));
   const Chunk chunk(scratch, Smaller(call.dims.tokens, kChunk), size);
+  void* const outputs[] = {call.dr, call.dw, call.dk, call.dv, call.da, call.db};
   for (int64_t n = call.dims.saved - 1; n >= 0; --n) {
-    const int64_t tokens = Smaller(call.dims.tokens - n * kChunk, kChunk);
-    chunk.Read(call, head, n * kChunk, tokens, chunk.slope);
-    for (int64_t t = 0; t < tokens; ++t)
-      LoadRow(call.dtype, call.dy, head.Token(n * kChunk + t), size, chunk.dy + t * size);
+    const int64_t first = n * kChunk;
+    const Tokens tokens(call.marks, head.batch, first, Smaller(call.dims.tokens - first, kChunk));
+    for (void* output : outputs) StoreZeros(tokens, head, 0, size, call.dtype, output);
+    if (tokens.there == 0) continue;
+    chunk.Read(call, head, tokens, chunk.slope);
+    for (int64_t t = 0; t < tokens.there; ++t)
+      LoadRow(call.dtype, call.dy, head.Token(tokens.at[t]), size, chunk.dy + t * size);
     float* const sums[] = {chunk.dr, chunk.dk, chunk.da, chunk.db, chunk.dlog};
-    for (float* sum : sums) __builtin_memset(sum, 0, tokens * size * sizeof(float));
+    for (float* sum : sums) Clear(sum, tokens.there * size);
 
     for (int64_t row = 0; row < size; row += kLanes) {
       LoadRow(call.states_dtype, call.states, head.SavedState(n) + row * size, kLanes * size,
               chunk.states);
       Replay(chunk, tokens, size, row);
       float* const block = ds + row * size;
-      for (int64_t t = tokens - 1; t >= 0; --t) {
+      for (int64_t t = tokens.there - 1; t >= 0; --t) {
         // A slice of what is loaded next and of what is stored at the end of this chunk.
-        const int64_t now = head.Token(n * kChunk + t) + row;
+        const int64_t now = head.Token(tokens.at[t]) + row;
         if (n > 0) {
-          const int64_t next = head.Token((n - 1) * kChunk + t) + row;
+          const int64_t next = head.Token(tokens.at[t] - kChunk) + row;
           PrefetchInputs(call, next);
           Prefetch(call.dtype, call.dy, next);
         }
-        const void* const outputs[] = {call.dr, call.dw, call.dk, call.dv, call.da, call.db};
         for (const void* output : outputs) Prefetch(call.dtype, output, now);
         alignas(64) float dsa[kLanes];
         Store(dsa, ReadOut(chunk, t, size, row, block));
@@ -245,13 +255,14 @@ void Backward(const Wkv7BackwardCall& call, int64_t index, float* scratch) {
         for (; key + kVecs * kLanes <= size; key += kVecs * kLanes)
           StepBack<kVecs>(chunk, t, size, row, key, dsa, block);
         for (; key < size; key += kLanes) StepBack<1>(chunk, t, size, row, key, dsa, block);
+        if (tokens.starts[t]) Clear(block, kLanes * size);
       }
     }
 
-    for (int64_t i = 0; i < tokens * size; i += kLanes)
+    for (int64_t i = 0; i < tokens.there * size; i += kLanes)
       Store(chunk.dlog + i, Load(chunk.dlog + i) * Load(chunk.d + i) * Load(chunk.slope + i));
-    for (int64_t t = 0; t < tokens; ++t) {
-      const int64_t to = head.Token(n * kChunk + t), from = t * size;
+    for (int64_t t = 0; t < tokens.there; ++t) {
+      const int64_t to = head.Token(tokens.at[t]), from = t * size;
       StoreRow(call.dtype, call.dr, to, size, chunk.dr + from);
       StoreRow(call.dtype, call.dw, to, size, chunk.dlog + from);
       StoreRow(call.dtype, call.dk, to, size, chunk.dk + from);

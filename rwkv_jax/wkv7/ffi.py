@@ -25,7 +25,7 @@ STEP = "rwkv_wkv7_step_v1"
 TARGETS = (FORWARD, BACKWARD, CHUNK_FORWARD, CHUNK_BACKWARD, SUMMARY, REVERSE_SUMMARY, STEP)
 
 HEAD_SIZES = {"cpu": (16, 32, 64, 128, 256), "cuda": (16, 32, 64, 128)}
-MARKED: tuple[str, ...] = ()
+MARKED = ("cpu",)
 """Platforms whose kernels take several sequences in a row."""
 
 MATRIX_HEAD_SIZES = (64, 128)
