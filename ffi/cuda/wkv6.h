@@ -33,27 +33,9 @@ cudaError_t Wkv6Backward(cudaStream_t stream, const Wkv6BackwardCall& call, int6
 
 constexpr int kMatrixHeadSize = 64;
 
-// The tokens of a head are shared out among `count` segments of whole frames. A run of tokens takes a
-// state S to S diag(F) + D; the memory has, for each head and each segment but the last, first D, which
-// becomes the state at the end of the segment, then F.
-struct Wkv6Segments {
-  int64_t count;
-  float* memory;
-  int64_t stride;  // floats for each head
-
-  static constexpr int kState = kMatrixHeadSize * kMatrixHeadSize;
-
-  static constexpr int64_t Size(int64_t count) { return (kState + kMatrixHeadSize) * (count - 1); }
-#ifdef __CUDACC__
-  __device__ int64_t Frames(int64_t frames) const { return (frames + count - 1) / count; }
-  __device__ float* State(int64_t head, int64_t segment) const {
-    return memory + head * stride + (kState + kMatrixHeadSize) * segment;
-  }
-  __device__ float* Factor(int64_t head, int64_t segment) const {
-    return State(head, segment) + kState;
-  }
-#endif
-};
+// A run of tokens takes a state S to S diag(F) + D: of a segment there is first D, which becomes the
+// state at its end, then F.
+constexpr int64_t kWkv6SummarySize = kMatrixHeadSize * kMatrixHeadSize + kMatrixHeadSize;
 
 // Scratch of the backward pass, [B, H, stride], or all of it that of the kernels above.
 struct Wkv6ChunkScratch {
@@ -62,18 +44,20 @@ struct Wkv6ChunkScratch {
 
   static int64_t Size(const Wkv6Call& call, int64_t segments) {
     const int64_t floats =
-        FrameGradients::Size(kMatrixHeadSize, call.dims.saved) + Wkv6Segments::Size(segments);
+        FrameGradientsSize(kMatrixHeadSize, call.dims.saved) + kWkv6SummarySize * (segments - 1);
     const int64_t least = Wkv6ScratchSize(kMatrixHeadSize);
     return floats < least ? least : floats;
   }
-  FrameGradients Gradients() const { return {reinterpret_cast<uint4*>(memory), stride / 4}; }
-  Wkv6Segments StateSegments(const Wkv6Call& call) const {
-    return {segments, memory + FrameGradients::Size(kMatrixHeadSize, call.dims.saved), stride};
+  uint4* Gradients() const { return reinterpret_cast<uint4*>(memory); }
+  Segments StateSegments(const Wkv6Call& call) const {
+    const int64_t heads = call.dims.batch * call.dims.heads;
+    return {segments, memory + heads * FrameGradientsSize(kMatrixHeadSize, call.dims.saved),
+            kWkv6SummarySize};
   }
 };
 
 cudaError_t Wkv6ChunkForward(cudaStream_t stream, const Wkv6ForwardCall& call,
-                             const Wkv6Segments& segments);
+                             const Segments& segments);
 
 // Gives a partial sum for each frame.
 cudaError_t Wkv6ChunkBackward(cudaStream_t stream, const Wkv6BackwardCall& call,
@@ -86,13 +70,13 @@ cudaError_t Wkv6Summary(cudaStream_t stream, const Wkv6SummaryCall& call);
 cudaError_t Wkv6ReverseSummary(cudaStream_t stream, const Wkv6BackwardCall& call);
 
 // The parts of the two passes.
-cudaError_t Wkv6Scan(cudaStream_t stream, const Wkv6ForwardCall& call, const Wkv6Segments& segments);
+cudaError_t Wkv6Scan(cudaStream_t stream, const Wkv6ForwardCall& call, const Segments& segments);
 
 cudaError_t Wkv6ReverseScan(cudaStream_t stream, const Wkv6BackwardCall& call,
-                            const Wkv6Segments& segments, const FrameGradients& gradients);
+                            const Segments& segments, uint4* gradients);
 
 // All gradients but dinitial_state, from what the reverse scan has left.
 cudaError_t Wkv6FrameBackward(cudaStream_t stream, const Wkv6BackwardCall& call,
-                              const FrameGradients& gradients);
+                              const uint4* gradients);
 
 }  // namespace rwkv_jax::cuda

@@ -4,7 +4,7 @@
 namespace rwkv_jax::cuda {
 
 cudaError_t Wkv6ChunkForward(cudaStream_t stream, const Wkv6ForwardCall& call,
-                             const Wkv6Segments& segments) {
+                             const Segments& segments) {
   if (call.dims.batch * call.dims.heads == 0) return cudaSuccess;
   const cudaError_t error = Wkv6Scan(stream, call, segments);
   return error == cudaErrorNotSupported ? Wkv6Forward(stream, call) : error;
@@ -13,7 +13,7 @@ cudaError_t Wkv6ChunkForward(cudaStream_t stream, const Wkv6ForwardCall& call,
 cudaError_t Wkv6ChunkBackward(cudaStream_t stream, const Wkv6BackwardCall& call,
                               const Wkv6ChunkScratch& scratch) {
   if (call.dims.batch * call.dims.heads == 0) return cudaSuccess;
-  const FrameGradients gradients = scratch.Gradients();
+  uint4* const gradients = scratch.Gradients();
   cudaError_t error = Wkv6ReverseScan(stream, call, scratch.StateSegments(call), gradients);
   if (error == cudaSuccess) error = Wkv6FrameBackward(stream, call, gradients);
   return error == cudaErrorNotSupported ? Wkv6Backward(stream, call, 1, scratch.memory) : error;

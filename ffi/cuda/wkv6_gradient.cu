@@ -46,11 +46,11 @@ struct Frames {
   void* dw;
   float* du;
   int64_t tokens;
-  unsigned heads, all_heads;  // H, B * H
+  unsigned heads, frames;
   Decay decay;
   Marks marks;
-  const uint4* states;  // [B, frames, H, V, K] of bfloat16
-  FrameGradients gradients;
+  Sequences sequences;
+  const uint4 *states, *gradients;  // [B, frames, H, V, K] of bfloat16
 };
 
 struct GradientLayout {
@@ -329,19 +329,37 @@ __device__ void AddFarPairs(const unsigned char* da, const RawChunk<T>& raw, int
   }
 }
 
+// A frame of no sequence adds nothing to the gradients of parameters.
+template <typename T>
+__device__ void ClearPartialSums(const Frames<T>& in, bool constant) {
+  if (threadIdx.x >= kHeadSize) return;
+  const int64_t to = static_cast<int64_t>(blockIdx.x) * kHeadSize + threadIdx.x;
+  in.du[to] = 0.0f;
+  if (constant) static_cast<float*>(in.dw)[to] = 0.0f;
+}
+
 template <typename T, bool kConstant, bool kMarked>
 __global__ __launch_bounds__(kThreads, 2) void GradientKernel(const __grid_constant__ Frames<T> in) {
   using L = GradientLayout;
   RWKV_JAX_DYNAMIC_SHARED(kTileAlignment, memory);
   const uint32_t shared = SharedAddress(memory);
   const int warp = Warp() % 4, group = Warp() / 4, lane = Lane();
-  // Divisions of 64 bits would cost more than all copies.
-  const unsigned frame = blockIdx.x / in.all_heads, head = blockIdx.x - frame * in.all_heads;
-  const unsigned batch = head / in.heads, frames = gridDim.x / in.all_heads;
-  const int64_t first_token = static_cast<int64_t>(frame) * kFrame;
-  const int64_t left_tokens = in.tokens - first_token;
+  // Of [B, frames, H]. Divisions of 64 bits would cost more than all copies.
+  const unsigned all_frames = blockIdx.x / in.heads, own_head = blockIdx.x - all_frames * in.heads;
+  const int batch = in.sequences.Given() ? in.sequences.owners[all_frames]
+                                         : static_cast<int>(all_frames / in.frames);
+  if (batch < 0) {
+    ClearPartialSums(in, kConstant);
+    return;
+  }
+  const int64_t head = static_cast<int64_t>(batch) * in.heads + own_head;
+  const Span span = in.sequences.Given()
+                        ? in.sequences(batch, 0)
+                        : Span{batch * in.tokens, in.tokens, static_cast<int64_t>(batch) * in.frames};
+  const int64_t frame = all_frames - span.first_frame, first_token = frame * kFrame;
+  const int64_t left_tokens = span.tokens - first_token;
   const FrameCopier<kThreads> copier{
-      ((batch * in.tokens + first_token) * in.heads + (head - batch * in.heads)) * kHeadSize,
+      ((span.first_token + first_token) * in.heads + own_head) * kHeadSize,
       static_cast<int>(in.heads) * kHeadSize,
       static_cast<int>(left_tokens < kFrame ? left_tokens : kFrame),
       (kMarked ? FrameMarks(in.marks, batch, frame) : FrameMarks()).absent};
@@ -354,10 +372,8 @@ __global__ __launch_bounds__(kThreads, 2) void GradientKernel(const __grid_const
   CommitCopies();
   {
     constexpr int kPieces = kHeadSize * kHeadSize / 8;
-    const uint4* const states =
-        in.states + (head + static_cast<int64_t>(batch * (frames - 1) + frame) * in.heads) * kPieces;
-    const uint4* const gradients =
-        in.gradients.memory + head * in.gradients.stride + static_cast<int64_t>(frame) * kPieces;
+    const uint4* const states = in.states + static_cast<int64_t>(blockIdx.x) * kPieces;
+    const uint4* const gradients = in.gradients + static_cast<int64_t>(blockIdx.x) * kPieces;
     const uint32_t to = PieceAddress(shared, threadIdx.x / 8, threadIdx.x % 8);
 #pragma unroll
     for (int i = 0; i < kPieces / kThreads; ++i) {
@@ -720,8 +736,7 @@ __global__ __launch_bounds__(kThreads, 2) void GradientKernel(const __grid_const
   });
   if (threadIdx.x < kHeadSize) {
     // [B, frames, H, K]
-    const int64_t to =
-        (head + static_cast<int64_t>(batch * (frames - 1) + frame) * in.heads) * kHeadSize + threadIdx.x;
+    const int64_t to = static_cast<int64_t>(blockIdx.x) * kHeadSize + threadIdx.x;
     in.du[to] = sums[threadIdx.x] + sums[2 * kHeadSize + threadIdx.x];
     if constexpr (kConstant) {
       const float slope =
@@ -735,20 +750,23 @@ __global__ __launch_bounds__(kThreads, 2) void GradientKernel(const __grid_const
 }  // namespace
 
 cudaError_t Wkv6FrameBackward(cudaStream_t stream, const Wkv6BackwardCall& call,
-                              const FrameGradients& gradients) {
+                              const uint4* gradients) {
   if (call.dims.tokens == 0) return cudaSuccess;
-  const unsigned heads = static_cast<unsigned>(call.dims.batch * call.dims.heads);
+  const int64_t rows = call.sequences.Given() ? 1 : call.dims.batch;
+  const int64_t blocks = rows * call.dims.saved * call.dims.heads;
   return ForHalfTypes<kHeadSize>(call.dtype, call.dims.head_size, [&](auto zero, auto) {
     using T = decltype(zero);
     const auto in = [](const void* x) { return static_cast<const T*>(x); };
     const auto out = [](void* x) { return static_cast<T*>(x); };
     const Frames<T> frames{in(call.r), in(call.k), in(call.v), in(call.dy), call.w, call.u,
                            out(call.dr), out(call.dk), out(call.dv), call.dw, call.du,
-                           call.dims.tokens, static_cast<unsigned>(call.dims.heads), heads, call.decay, call.marks,
+                           call.dims.tokens, static_cast<unsigned>(call.dims.heads),
+                           static_cast<unsigned>(call.dims.saved), call.decay, call.marks,
+                           call.sequences,
                            static_cast<const uint4*>(call.states), gradients};
     const auto launch = [&](auto kernel) {
-      return Launch(kernel, static_cast<unsigned>(heads * call.dims.saved), kThreads,
-                    GradientLayout::kBytes, stream, frames);
+      return Launch(kernel, static_cast<unsigned>(blocks), kThreads, GradientLayout::kBytes, stream,
+                    frames);
     };
     return ForMarks(call.marks, [&](auto marked) {
       return call.constant_decay ? launch(GradientKernel<T, true, marked()>)

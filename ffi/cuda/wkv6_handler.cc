@@ -5,6 +5,7 @@
 
 #include "handler.h"
 #include "rwkv_jax/wkv6_calls.h"
+#include "sequences.h"
 
 namespace rwkv_jax::cuda {
 namespace {
@@ -70,8 +71,8 @@ ffi::Error ChunkForward(cudaStream_t stream, ffi::RemainingArgs args, ffi::Remai
   call.constant_decay = kConstantDecay;
   ReadForward(operands, decay, kMaxHeadSize, call);
   float* const scratch = operands.FloatRet("scratch", "BHX");
-  RequireChunked(operands, call, count, Wkv6Segments::Size(count));
-  const Wkv6Segments segments{count, scratch, operands.Size('X')};
+  const Segments segments{count, scratch, kWkv6SummarySize};
+  RequireChunked(operands, call, count, segments.Stride());
   if (ffi::Error error = operands.Finish(); error.failure()) return error;
   return Launched(op, Wkv6ChunkForward(stream, call, segments));
 }
@@ -131,8 +132,88 @@ ffi::Error ReverseSummary(cudaStream_t stream, ffi::RemainingArgs args, ffi::Rem
   return Launched(op, Wkv6ReverseSummary(stream, call));
 }
 
+// As of WKV7; parameters are there once for each sequence, and their gradients are sums for each frame.
+void RequireSequences(Operands& operands, const Wkv6Call& call, const Segments& segments) {
+  RequireMatrices(operands, call);
+  RequireScratch(operands, call, segments.count, segments.Stride());
+}
+
+void ReadSequenceInputs(Operands& operands, Wkv6Call& call) {
+  call.r = operands.Arg("r", "BTHK");
+  call.w = call.constant_decay ? operands.FloatArg("w", "BSHK") : operands.Arg("w", "BTHK");
+  call.k = operands.Arg("k", "BTHK");
+  call.v = operands.Arg("v", "BTHV");
+  call.u = operands.FloatArg("u", "BSHK");
+}
+
+template <bool kConstantDecay>
+ffi::Error SequencesForward(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                            int64_t decay, int64_t count) {
+  const char* const op = kConstantDecay ? "wkv5" : "wkv6";
+  Operands operands(op, args, rets);
+  Wkv6ForwardCall call;
+  call.constant_decay = kConstantDecay;
+  ReadSequenceInputs(operands, call);
+  call.initial_state = operands.FloatArg("initial_state", "BSHVK");
+  call.sequences.spans = operands.IntArg("spans", "BSW");
+  call.y = operands.Ret("y", "BTHV");
+  call.final_state = operands.FloatRet("final_state", "BSHVK");
+  call.states = operands.StatesRet("states", "BNHVK", call.states_dtype);
+  float* const scratch = operands.FloatRet("scratch", "HX");
+  ReadSequences(operands, decay, call);
+  if (call.dims.saved == 0) call.states = nullptr;
+  const Segments segments = SegmentsOf(operands, count, scratch, kWkv6SummarySize);
+  RequireSequences(operands, call, segments);
+  if (ffi::Error error = operands.Finish(); error.failure()) return error;
+  cudaError_t error = ClearOutside(stream, operands, call, {call.y});
+  if (error == cudaSuccess && call.dims.batch * call.dims.heads > 0)
+    error = Wkv6Scan(stream, call, segments);
+  return Launched(op, error);
+}
+
+template <bool kConstantDecay>
+ffi::Error SequencesBackward(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                             int64_t decay, int64_t count) {
+  const char* const op = kConstantDecay ? "wkv5 backward" : "wkv6 backward";
+  Operands operands(op, args, rets);
+  Wkv6BackwardCall call;
+  call.constant_decay = kConstantDecay;
+  ReadSequenceInputs(operands, call);
+  call.states = operands.StatesArg("states", "BNHVK", call.states_dtype);
+  call.dy = operands.Arg("dy", "BTHV");
+  call.dfinal_state = operands.FloatArg("dfinal_state", "BSHVK");
+  call.sequences.spans = operands.IntArg("spans", "BSW");
+  call.sequences.owners = operands.IntArg("owners", "BN");
+  call.dr = operands.Ret("dr", "BTHK");
+  call.dw = kConstantDecay ? operands.FloatRet("dw", "BNHK") : operands.Ret("dw", "BTHK");
+  call.dk = operands.Ret("dk", "BTHK");
+  call.dv = operands.Ret("dv", "BTHV");
+  call.du = operands.FloatRet("du", "BNHK");
+  call.dinitial_state = operands.FloatRet("dinitial_state", "BSHVK");
+  float* const scratch = operands.FloatRet("scratch", "HX");
+  uint4* const gradients = reinterpret_cast<uint4*>(operands.FloatRet("gradients", "BNHY"));
+  ReadSequences(operands, decay, call);
+  const Segments segments = SegmentsOf(operands, count, scratch, kWkv6SummarySize);
+  RequireSequences(operands, call, segments);
+  RequireGradients(operands, call);
+  if (ffi::Error error = operands.Finish(); error.failure()) return error;
+  cudaError_t error =
+      kConstantDecay ? ClearOutside(stream, operands, call, {call.dr, call.dk, call.dv})
+                     : ClearOutside(stream, operands, call, {call.dr, call.dw, call.dk, call.dv});
+  if (error == cudaSuccess && call.dims.batch * call.dims.heads > 0) {
+    error = Wkv6ReverseScan(stream, call, segments, gradients);
+    if (error == cudaSuccess) error = Wkv6FrameBackward(stream, call, gradients);
+  }
+  return Launched(op, error);
+}
+
 }  // namespace
 }  // namespace rwkv_jax::cuda
+
+RWKV_JAX_CUDA_HANDLER(Wkv5SequencesFwd, rwkv_jax::cuda::SequencesForward<true>, rwkv_jax::cuda::ChunkBinding());
+RWKV_JAX_CUDA_HANDLER(Wkv5SequencesBwd, rwkv_jax::cuda::SequencesBackward<true>, rwkv_jax::cuda::ChunkBinding());
+RWKV_JAX_CUDA_HANDLER(Wkv6SequencesFwd, rwkv_jax::cuda::SequencesForward<false>, rwkv_jax::cuda::ChunkBinding());
+RWKV_JAX_CUDA_HANDLER(Wkv6SequencesBwd, rwkv_jax::cuda::SequencesBackward<false>, rwkv_jax::cuda::ChunkBinding());
 
 RWKV_JAX_CUDA_HANDLER(Wkv5Fwd, rwkv_jax::cuda::Forward<true>, rwkv_jax::cuda::Binding());
 RWKV_JAX_CUDA_HANDLER(Wkv5Bwd, rwkv_jax::cuda::Backward<true>, rwkv_jax::cuda::Binding());

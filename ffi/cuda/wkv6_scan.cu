@@ -16,33 +16,46 @@ struct Forward {
   int64_t tokens, heads;
   Decay decay;
   Marks marks;
+  Sequences sequences;
   const float* start;
   float* end;
   T* y;
   uint4* states;  // [B, frames, H, V, K] of bfloat16, or null
-  Wkv6Segments segments;
+  Segments segments;
 };
 
 // The frames of a segment.
+template <bool kReverse>
 struct Run {
-  int64_t head, batch, first_frame, frames;  // `frames` of the whole sequence
-  int count;                                 // of this segment
+  int64_t head, heads, batch;
+  Span span;
+  int64_t segments, first_frame;  // `segments` of the sequence
+  int count;                      // frames
 
-  __device__ Run(const Wkv6Segments& segments, int64_t segment, int64_t tokens, int64_t heads)
-      : head(blockIdx.x), batch(head / heads), frames((tokens + kFrame - 1) / kFrame) {
-    const int64_t most = segments.Frames(frames);
-    first_frame = segment * most;
-    const int64_t left = frames - first_frame;
+  // Of the segment of this block, as it comes in the recurrence.
+  template <typename Scan>
+  __device__ explicit Run(const Scan& in)
+      : head(blockIdx.x),
+        heads(in.heads),
+        batch(head / heads),
+        span(in.sequences(batch, in.tokens)),
+        segments(in.segments.Count(span.Frames())) {
+    const int64_t order = blockIdx.y, most = in.segments.Frames(span.Frames());
+    first_frame = (kReverse ? segments - 1 - order : order) * most;
+    const int64_t left = span.Frames() - first_frame;
     count = static_cast<int>(left < 0 ? 0 : left < most ? left : most);
   }
 
   // Of frame i of this segment.
-  __device__ FrameCopier<kThreads> Frame(int i, int64_t tokens, int64_t heads,
-                                         uint64_t absent = 0) const {
-    const int64_t token = (first_frame + i) * kFrame, left = tokens - token;
-    return {((batch * tokens + token) * heads + head - batch * heads) * kHeadSize,
+  __device__ FrameCopier<kThreads> Frame(int i, uint64_t absent = 0) const {
+    const int64_t token = (first_frame + i) * kFrame, left = span.tokens - token;
+    return {((span.first_token + token) * heads + head - batch * heads) * kHeadSize,
             static_cast<int>(heads) * kHeadSize, static_cast<int>(left < kFrame ? left : kFrame),
             absent};
+  }
+  // Its place in [B, frames, H].
+  __device__ int64_t Place(int i) const {
+    return head + (span.first_frame + first_frame + i - batch) * heads;
   }
   template <bool kMarked>
   __device__ FrameMarks MarksOf(int i, const Marks& marks) const {
@@ -121,10 +134,9 @@ __global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void ForwardKer
   const uint32_t shared = SharedAddress(memory);
   const int warp = Warp();
   const int64_t segment = blockIdx.y;
-  const Run run(in.segments, segment, in.tokens, in.heads);
-  const auto frame = [&](int i, uint64_t absent = 0) {
-    return run.Frame(i, in.tokens, in.heads, absent);
-  };
+  const Run<false> run(in);
+  if (segment >= run.segments) return;
+  const auto frame = [&](int i, uint64_t absent = 0) { return run.Frame(i, absent); };
   const auto r_tile = [&](int i) { return shared + L::kR + i % 2 * kTile; };
   const auto k_tile = [&](int i) { return shared + L::kK + i % 2 * kTile; };
   const auto copy_keys = [&](int i, uint64_t absent) {
@@ -159,7 +171,9 @@ __global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void ForwardKer
   Sum<8>& s = state[0];
   constexpr int kState = kHeadSize * kHeadSize;
   Tiles::Load(segment == 0 ? in.start + run.head * kState
-                               : in.segments.State(run.head, segment - 1), state);
+                               : in.segments.template Summary<false>(run.head, in.heads, run.span,
+                                                                     segment - 1),
+              state);
 #pragma unroll 1
   for (int i = 0; i < run.count; ++i) {
     const FrameCopier<kThreads> now = frame(i);
@@ -182,12 +196,7 @@ __global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void ForwardKer
     __syncthreads();
     if (i + 1 < run.count) copy_keys(i + 1, coming);
 
-    if (in.states != nullptr) {
-      // head is batch * H + h
-      const int64_t index =
-          run.head + (run.batch * (run.frames - 1) + run.first_frame + i) * in.heads;
-      Tiles::StoreRounded(state, in.states + index * (kState / 8));
-    }
+    if (in.states != nullptr) Tiles::StoreRounded(state, in.states + run.Place(i) * (kState / 8));
 #pragma unroll
     for (int chunk = 0; chunk < kFrameChunks; ++chunk) {
       const uint32_t values = shared + L::kV + chunk * kChunkRows;
@@ -221,7 +230,7 @@ __global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void ForwardKer
     });
     if (i + 1 < run.count) copy_values(i + 1, coming);
   }
-  if (segment == in.segments.count - 1) Tiles::Store(state, in.end + run.head * kState);
+  if (segment == run.segments - 1) Tiles::Store(state, in.end + run.head * kState);
 }
 
 // Of a recurrence S <- S diag(d) + x z^T without outputs: forwards that of the state, backwards that of
@@ -234,10 +243,11 @@ struct StateScan {
   int64_t tokens, heads;
   Decay decay;
   Marks marks;
-  const float* start;        // zeros if null
-  float* end;                // null: `segments` get what each does to a state
-  FrameGradients gradients;  // if not null, get the state before each frame
-  Wkv6Segments segments;
+  Sequences sequences;
+  const float* start;  // zeros if null
+  float* end;          // null: `segments` get what each does to a state
+  uint4* gradients;    // if not null, get the state before each frame, as the saved states
+  Segments segments;
   float* factor = nullptr;  // [B, H, K], if not null: the decay of all tokens together
 };
 
@@ -307,13 +317,14 @@ __global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void StateKerne
   const uint32_t shared = SharedAddress(memory);
   const int warp = Warp();
   const int64_t order = blockIdx.y;  // of the segments, as they come in the recurrence
-  const int64_t segment = kReverse ? in.segments.count - 1 - order : order;
-  const Run run(in.segments, segment, in.tokens, in.heads);
+  const Run<kReverse> run(in);
+  const bool summary = in.end == nullptr;
+  if (order >= run.segments - summary) return;
   // Frame i as it comes in the recurrence.
   const auto place = [&](int i) { return kReverse ? run.count - 1 - i : i; };
   const auto marks_of = [&](int i) { return run.template MarksOf<kMarked>(place(i), in.marks); };
   const auto frame = [&](int i, uint64_t absent = 0) {
-    return run.Frame(place(i), in.tokens, in.heads, absent);
+    return run.Frame(place(i), absent);
   };
   const auto slot = [&](int i) { return shared + i % 2 * L::kSlot; };
   const auto copy = [&](int i, uint64_t absent) {
@@ -336,11 +347,13 @@ __global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void StateKerne
   Tiles::State state = {};
   Sum<8>& s = state[0];
   constexpr int kState = kHeadSize * kHeadSize;
-  const bool summary = in.end == nullptr;
+  const auto summary_of = [&](int64_t order) {
+    return in.segments.template Summary<kReverse>(run.head, in.heads, run.span, order);
+  };
   if (order == 0 && in.start != nullptr)
     Tiles::Load(in.start + run.head * kState, state);
   else if (order > 0 && !summary)
-    Tiles::Load(in.segments.State(run.head, order - 1), state);
+    Tiles::Load(summary_of(order - 1), state);
   float all[2][4] = {};
   bool any_start = false;
 #pragma unroll 1
@@ -361,9 +374,8 @@ __global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void StateKerne
     for (int e = 0; e < 8; ++e) all[e / 4][e % 4] += total[e / 4][e % 4];
     PublishOperands();
     __syncthreads();
-    if (in.gradients.memory != nullptr)
-      Tiles::StoreRounded(state, in.gradients.memory + run.head * in.gradients.stride +
-                                     (run.first_frame + place(i)) * (kState / 8));
+    if (in.gradients != nullptr)
+      Tiles::StoreRounded(state, in.gradients + run.Place(place(i)) * (kState / 8));
     ScaleColumns(factors, s);
     BeginProducts();
 #pragma unroll
@@ -374,10 +386,10 @@ __global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void StateKerne
     Settle(s);
   }
   if (summary)
-    Tiles::Store(state, in.segments.State(run.head, order));
-  else if (order == in.segments.count - 1)
+    Tiles::Store(state, summary_of(order));
+  else if (order == run.segments - 1)
     Tiles::Store(state, in.end + run.head * kState);
-  float* const factor = summary               ? in.segments.Factor(run.head, order)
+  float* const factor = summary               ? summary_of(order) + kState
                         : in.factor != nullptr ? in.factor + run.head * kHeadSize
                                                : nullptr;
   if (factor != nullptr && Lane() < 4)
@@ -391,14 +403,24 @@ __global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void StateKerne
 // S_0 is there already, and D_i becomes S_i.
 constexpr int kCombineThreads = 256;
 
-__global__ __launch_bounds__(kCombineThreads) void CombineKernel(Wkv6Segments segments) {
+template <bool kReverse>
+__global__ __launch_bounds__(kCombineThreads) void CombineKernel(Segments segments,
+                                                                 Sequences sequences,
+                                                                 int64_t tokens, int64_t heads) {
   const int64_t head = blockIdx.x;
+  const Span span = sequences(head / heads, tokens);
+  const auto summary_of = [&](int64_t order) {
+    return segments.Summary<kReverse>(head, heads, span, order);
+  };
+  const int64_t count = segments.Count(span.Frames());
+  if (count <= 2) return;
   const int at = blockIdx.y * kCombineThreads + threadIdx.x;
-  float sum = segments.State(head, 0)[at];
+  float sum = summary_of(0)[at];
 #pragma unroll 4
-  for (int order = 1; order < segments.count - 1; ++order) {
-    float& d = segments.State(head, order)[at];
-    sum = fmaf(sum, segments.Factor(head, order)[at % kHeadSize], d);
+  for (int order = 1; order < count - 1; ++order) {
+    float* const summary = summary_of(order);
+    float& d = summary[at];
+    sum = fmaf(sum, summary[kHeadSize * kHeadSize + at % kHeadSize], d);
     d = sum;
   }
 }
@@ -417,12 +439,13 @@ template <typename T, bool kConstant, bool kReverse>
 cudaError_t FindStarts(cudaStream_t stream, StateScan<T> scan, int64_t heads) {
   if (scan.segments.count == 1) return cudaSuccess;
   scan.end = nullptr;
-  scan.gradients = {};
+  scan.gradients = nullptr;
   cudaError_t error =
       ScanStates<T, kConstant, kReverse>(stream, scan, heads, scan.segments.count - 1);
   if (error != cudaSuccess || scan.segments.count == 2) return error;
   const dim3 blocks(static_cast<unsigned>(heads), kHeadSize * kHeadSize / kCombineThreads);
-  return Launch(CombineKernel, blocks, kCombineThreads, 0, stream, scan.segments);
+  return Launch(CombineKernel<kReverse>, blocks, kCombineThreads, 0, stream, scan.segments,
+                scan.sequences, scan.tokens, scan.heads);
 }
 
 // Calls fn(T(), bool_constant<constant decay>()).
@@ -437,27 +460,27 @@ int64_t Heads(const Wkv6Call& call) { return call.dims.batch * call.dims.heads; 
 
 template <typename T>
 StateScan<T> ScanOf(const Wkv6Call& call, const void* x, const void* z, const float* start, float* end,
-                    const FrameGradients& gradients, const Wkv6Segments& segments) {
+                    uint4* gradients, const Segments& segments) {
   return {static_cast<const T*>(x), static_cast<const T*>(z), call.w, call.dims.tokens,
-          call.dims.heads, call.decay, call.marks, start, end, gradients, segments};
+          call.dims.heads, call.decay, call.marks, call.sequences, start, end, gradients, segments};
 }
 
-constexpr Wkv6Segments kOneSegment = {1, nullptr, 0};
+constexpr Segments kOneSegment = {1, nullptr, 0};
 
 }  // namespace
 
-cudaError_t Wkv6Scan(cudaStream_t stream, const Wkv6ForwardCall& call, const Wkv6Segments& segments) {
+cudaError_t Wkv6Scan(cudaStream_t stream, const Wkv6ForwardCall& call, const Segments& segments) {
   return ForKinds(call, [&](auto zero, auto constant) {
     using T = decltype(zero);
     const auto in = [](const void* x) { return static_cast<const T*>(x); };
     const cudaError_t error = FindStarts<T, constant(), false>(
         stream,
-        ScanOf<T>(call, call.v, call.k, call.initial_state, call.final_state, {}, segments),
+        ScanOf<T>(call, call.v, call.k, call.initial_state, call.final_state, nullptr, segments),
         Heads(call));
     if (error != cudaSuccess) return error;
     const Forward<T> forward{in(call.r), in(call.k), in(call.v), call.w, call.u, call.dims.tokens,
-                             call.dims.heads, call.decay, call.marks, call.initial_state,
-                             call.final_state,
+                             call.dims.heads, call.decay, call.marks, call.sequences,
+                             call.initial_state, call.final_state,
                              static_cast<T*>(call.y), static_cast<uint4*>(call.states), segments};
     const dim3 blocks(static_cast<unsigned>(Heads(call)), static_cast<unsigned>(segments.count));
     return ForMarks(call.marks, [&](auto marked) {
@@ -468,7 +491,7 @@ cudaError_t Wkv6Scan(cudaStream_t stream, const Wkv6ForwardCall& call, const Wkv
 }
 
 cudaError_t Wkv6ReverseScan(cudaStream_t stream, const Wkv6BackwardCall& call,
-                            const Wkv6Segments& segments, const FrameGradients& gradients) {
+                            const Segments& segments, uint4* gradients) {
   return ForKinds(call, [&](auto zero, auto constant) {
     using T = decltype(zero);
     const StateScan<T> scan = ScanOf<T>(call, call.dy, call.r, call.dfinal_state,
@@ -483,7 +506,7 @@ cudaError_t Wkv6Summary(cudaStream_t stream, const Wkv6SummaryCall& call) {
   if (Heads(call) == 0) return cudaSuccess;
   return ForKinds(call, [&](auto zero, auto constant) {
     using T = decltype(zero);
-    StateScan<T> scan = ScanOf<T>(call, call.v, call.k, nullptr, call.added, {}, kOneSegment);
+    StateScan<T> scan = ScanOf<T>(call, call.v, call.k, nullptr, call.added, nullptr, kOneSegment);
     scan.factor = call.factor;
     return ScanStates<T, constant(), false>(stream, scan, Heads(call), 1);
   });
@@ -495,7 +518,8 @@ cudaError_t Wkv6ReverseSummary(cudaStream_t stream, const Wkv6BackwardCall& call
     using T = decltype(zero);
     return ScanStates<T, constant(), true>(
         stream,
-        ScanOf<T>(call, call.dy, call.r, call.dfinal_state, call.dinitial_state, {}, kOneSegment),
+        ScanOf<T>(call, call.dy, call.r, call.dfinal_state, call.dinitial_state, nullptr,
+                  kOneSegment),
         Heads(call), 1);
   });
 }

@@ -35,39 +35,9 @@ cudaError_t Wkv7Backward(cudaStream_t stream, const Wkv7BackwardCall& call, int6
 // with another frame they mark in `inexact` [B, H] and leave undefined, and the kernels above redo it;
 // on a device with too little shared memory for them those do it all.
 
-// The tokens of a head are shared out among `count` segments of whole frames. A run of tokens takes a
-// state S to S M + D; the memory has, for each head and each segment but the last, first D, which
-// becomes the state at the end of the segment, then M.
-//
-// Sequences of different lengths have segments of as many frames as if there were one, and so different
-// numbers of them, `count` at most. Of a segment that is not the last of its sequence the memory is at
-// its own place among the tokens of all, where there is one for each head.
-struct Segments {
-  int64_t count;
-  float* memory;
-  int64_t stride;      // floats for each head
-  int64_t frames = 0;  // of a segment, if there are sequences
-
-  static constexpr int64_t Size(int64_t head_size, int64_t count) {
-    return 2 * head_size * head_size * (count - 1);
-  }
-#ifdef __CUDACC__
-  __device__ int64_t Frames(int64_t all) const {
-    return frames > 0 ? frames : (all + count - 1) / count;
-  }
-  __device__ int64_t Count(int64_t all) const {
-    return frames == 0 ? count : all == 0 ? 1 : (all + frames - 1) / frames;
-  }
-  // Of a segment as it comes in the recurrence; the head is row * heads + h.
-  template <int N, bool kReverse>
-  __device__ float* State(int64_t head, int64_t heads, const Span& span, int64_t order) const {
-    if (frames == 0) return memory + head * stride + 2 * N * N * order;
-    const int64_t segment = kReverse ? Count(span.Frames()) - 1 - order : order;
-    const int64_t place = (span.first_token + segment * frames * kChunk) / (frames * kChunk);
-    return memory + head % heads * stride + 2 * N * N * place;
-  }
-#endif
-};
+// A run of tokens takes a state S to S M + D: of a segment there is first D, which becomes the state at
+// its end, then M.
+constexpr int64_t SummarySize(int64_t head_size) { return 2 * head_size * head_size; }
 
 // Scratch of the backward pass, [B, H, stride]. A head that the matrix units leave to the kernels
 // above has no use for it, so those may have it all.
@@ -78,14 +48,14 @@ struct ChunkScratch {
   static int64_t Size(const Wkv7Call& call, int64_t segments) {
     const int64_t size = call.dims.head_size;
     const int64_t floats = FrameGradientsSize(size, call.dims.saved) +
-                           Segments::Size(size, segments);
+                           SummarySize(size) * (segments - 1);
     return floats < ScratchSize(size) ? ScratchSize(size) : floats;
   }
   uint4* Gradients() const { return reinterpret_cast<uint4*>(memory); }
   Segments StateSegments(const Wkv7Call& call) const {
     const int64_t size = call.dims.head_size, heads = call.dims.batch * call.dims.heads;
     return {segments, memory + heads * FrameGradientsSize(size, call.dims.saved),
-            Segments::Size(size, segments)};
+            SummarySize(size)};
   }
 };
 

@@ -5,6 +5,7 @@
 
 #include "handler.h"
 #include "rwkv_jax/wkv7_calls.h"
+#include "sequences.h"
 
 namespace rwkv_jax::cuda {
 namespace {
@@ -65,8 +66,8 @@ ffi::Error ChunkForward(cudaStream_t stream, ffi::RemainingArgs args, ffi::Remai
   ReadForward(operands, decay, kMaxHeadSize, call);
   float* const scratch = operands.FloatRet("scratch", "BHX");
   float* const inexact = operands.FloatRet("inexact", "BH");
-  RequireChunked(operands, call, count, Segments::Size(call.dims.head_size, count));
-  const Segments segments{count, scratch, operands.Size('X')};
+  const Segments segments{count, scratch, SummarySize(call.dims.head_size)};
+  RequireChunked(operands, call, count, segments.Stride());
   if (ffi::Error error = operands.Finish(); error.failure()) return error;
   return Launched("wkv7", Wkv7ChunkForward(stream, call, segments, inexact));
 }
@@ -120,8 +121,75 @@ ffi::Error ReverseSummary(cudaStream_t stream, ffi::RemainingArgs args, ffi::Rem
   return Launched("wkv7 reverse summary", Wkv7ReverseSummary(stream, call));
 }
 
+void RequireSequences(Operands& operands, const Wkv7Call& call, const Segments& segments) {
+  RequireSummed(operands, call);
+  RequireScratch(operands, call, segments.count, segments.Stride());
+}
+
+ffi::Error SequencesForward(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                            int64_t decay, int64_t count) {
+  Operands operands("wkv7", args, rets);
+  Wkv7ForwardCall call;
+  internal::ReadInputs(operands, "BTHK", "BTHV", call);
+  call.initial_state = operands.FloatArg("initial_state", "BSHVK");
+  call.sequences.spans = operands.IntArg("spans", "BSW");
+  call.y = operands.Ret("y", "BTHV");
+  call.final_state = operands.FloatRet("final_state", "BSHVK");
+  call.states = operands.StatesRet("states", "BNHVK", call.states_dtype);
+  float* const scratch = operands.FloatRet("scratch", "HX");
+  ReadSequences(operands, decay, call);
+  if (call.dims.saved == 0) call.states = nullptr;
+  const Segments segments =
+      SegmentsOf(operands, count, scratch, SummarySize(call.dims.head_size));
+  RequireSequences(operands, call, segments);
+  if (ffi::Error error = operands.Finish(); error.failure()) return error;
+  cudaError_t error = ClearOutside(stream, operands, call, {call.y});
+  if (error == cudaSuccess && call.dims.batch * call.dims.heads > 0)
+    error = Wkv7Scan(stream, call, segments, nullptr);
+  return Launched("wkv7 of sequences", error);
+}
+
+ffi::Error SequencesBackward(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                             int64_t decay, int64_t count) {
+  Operands operands("wkv7 backward", args, rets);
+  Wkv7BackwardCall call;
+  internal::ReadInputs(operands, "BTHK", "BTHV", call);
+  call.states = operands.StatesArg("states", "BNHVK", call.states_dtype);
+  call.dy = operands.Arg("dy", "BTHV");
+  call.dfinal_state = operands.FloatArg("dfinal_state", "BSHVK");
+  call.sequences.spans = operands.IntArg("spans", "BSW");
+  call.sequences.owners = operands.IntArg("owners", "BN");
+  call.dr = operands.Ret("dr", "BTHK");
+  call.dw = operands.Ret("dw", "BTHK");
+  call.dk = operands.Ret("dk", "BTHK");
+  call.dv = operands.Ret("dv", "BTHV");
+  call.da = operands.Ret("da", "BTHK");
+  call.db = operands.Ret("db", "BTHK");
+  call.dinitial_state = operands.FloatRet("dinitial_state", "BSHVK");
+  float* const scratch = operands.FloatRet("scratch", "HX");
+  uint4* const gradients = reinterpret_cast<uint4*>(operands.FloatRet("gradients", "BNHY"));
+  ReadSequences(operands, decay, call);
+  const Segments segments =
+      SegmentsOf(operands, count, scratch, SummarySize(call.dims.head_size));
+  RequireSequences(operands, call, segments);
+  RequireGradients(operands, call);
+  if (ffi::Error error = operands.Finish(); error.failure()) return error;
+  cudaError_t error = ClearOutside(stream, operands, call,
+                                   {call.dr, call.dw, call.dk, call.dv, call.da, call.db});
+  if (error == cudaSuccess && call.dims.batch * call.dims.heads > 0) {
+    error = Wkv7ReverseScan(stream, call, segments, gradients, nullptr);
+    if (error == cudaSuccess) error = Wkv7FrameBackward(stream, call, gradients, nullptr);
+  }
+  return Launched("wkv7 backward of sequences", error);
+}
+
 }  // namespace
 }  // namespace rwkv_jax::cuda
+
+RWKV_JAX_CUDA_HANDLER(Wkv7SequencesFwd, rwkv_jax::cuda::SequencesForward,
+                      rwkv_jax::cuda::ChunkBinding());
+RWKV_JAX_CUDA_HANDLER(Wkv7SequencesBwd, rwkv_jax::cuda::SequencesBackward,
+                      rwkv_jax::cuda::ChunkBinding());
 
 RWKV_JAX_CUDA_HANDLER(Wkv7Fwd, rwkv_jax::cuda::Forward, rwkv_jax::cuda::Binding());
 RWKV_JAX_CUDA_HANDLER(Wkv7Bwd, rwkv_jax::cuda::Backward, rwkv_jax::cuda::Binding());

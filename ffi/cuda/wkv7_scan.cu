@@ -335,7 +335,7 @@ void ScanKernel(const __grid_constant__ Scan<T> scan) {
   const int chunks = tokens > 0 ? (tokens + kSub - 1) / kSub : 0;
 
   const auto state_at = [&](int64_t order) {
-    return segments.State<N, kReverse>(head, scan.heads, span, order);
+    return segments.Summary<kReverse>(head, scan.heads, span, order);
   };
 
   // A piece of 16 bytes of a panel. Backwards, the first row of a chunk is its last token.
@@ -572,7 +572,7 @@ __global__ __launch_bounds__(kCombineThreads) void CombineKernel(Segments segmen
   if (count <= 2) return;
   float sum[kCols];
   const auto state_at = [&](int order) {
-    return segments.State<N, kReverse>(head, heads, span, order);
+    return segments.Summary<kReverse>(head, heads, span, order);
   };
   const auto at = [&](int order) { return state_at(order) + (first_row + row) * N + col; };
 #pragma unroll
@@ -631,6 +631,9 @@ cudaError_t Run(cudaStream_t stream, const Scan<T>& scan, int64_t heads) {
                      stream, scan.segments, scan.sequences, scan.tokens, scan.heads, scan.inexact);
     if (error != cudaSuccess) return error;
   }
+  const auto blocks_of = [&](int64_t segments) {
+    return scan.segments.frames == 0 ? heads * segments : heads + scan.heads * (segments - 1);
+  };
   const auto split = [&] {
     return LaunchScan<T, N, kReverse, kOutput, Work::kSplit>(stream, scan, heads, segments);
   };
@@ -638,7 +641,7 @@ cudaError_t Run(cudaStream_t stream, const Scan<T>& scan, int64_t heads) {
     return split();
   } else {
     const cudaError_t error =
-        heads * segments > kSplitBlocks ? cudaErrorNotSupported : split();
+        blocks_of(segments) > kSplitBlocks ? cudaErrorNotSupported : split();
     if (error != cudaErrorNotSupported) return error;
     return LaunchScan<T, N, kReverse, kOutput, Work::kTogether>(stream, scan, heads, segments);
   }

@@ -42,7 +42,7 @@ extern "C" int Wkv7(unsigned seed, const int64_t* sizes, int half, int decay, in
   backward.dv = arrays[17], backward.da = arrays[18], backward.db = arrays[19];
   backward.dinitial_state = floats(20);
 
-  const Segments parts{segments, scratch, Segments::Size(sizes[3], segments)};
+  const Segments parts{segments, scratch, SummarySize(sizes[3])};
   const ChunkScratch rest{scratch, ChunkScratch::Size(backward, segments), segments};
   int error = Wkv7Scan(nullptr, forward, parts, inexact);
   if (!error)

@@ -51,7 +51,7 @@ extern "C" int Wkv6(unsigned seed, const int64_t* sizes, int dtype, int decay, i
     return error ? error : Wkv6Backward(nullptr, backward, segments, scratch);
   }
   const int error =
-      Wkv6ChunkForward(nullptr, forward, {segments, scratch, Wkv6Segments::Size(segments)});
+      Wkv6ChunkForward(nullptr, forward, {segments, scratch, kWkv6SummarySize});
   const int64_t stride = Wkv6ChunkScratch::Size(backward, segments);
   return error ? error : Wkv6ChunkBackward(nullptr, backward, {scratch, stride, segments});
 }

@@ -55,6 +55,11 @@ class Operands {
     return {static_cast<const uint32_t*>(words), Size('M')};
   }
 
+  // Numbers, always int32.
+  const int32_t* IntArg(const char* name, const char* axes) {
+    return static_cast<const int32_t*>(Next(args_, arg_, name, axes, kInts));
+  }
+
   // 0 for an axis that no operand has.
   int64_t Size(char axis) const { return axes_[axis - 'A'].size; }
   Dtype dtype() const { return DtypeOf(dtype_); }
@@ -104,7 +109,7 @@ class Operands {
   }
 
  private:
-  enum Types { kShared, kFloat, kStates, kWords };
+  enum Types { kShared, kFloat, kStates, kWords, kInts };
 
   struct Axis {
     int64_t size = 0;
@@ -131,6 +136,10 @@ class Operands {
   void CheckType(const char* name, ffi::DataType given, Types types) {
     if (types == kFloat) {
       Require(given == ffi::F32, name, " is ", given, "; expected F32");
+      return;
+    }
+    if (types == kInts) {
+      Require(given == ffi::S32, name, " is ", given, "; expected S32");
       return;
     }
     if (types == kWords) {

@@ -2,7 +2,7 @@
 // all tokens.
 #pragma once
 
-#include "rwkv_jax/marks.h"
+#include "rwkv_jax/sequences.h"
 
 namespace rwkv_jax {
 
@@ -17,6 +17,7 @@ struct Wkv6Call {
   const void *r, *w, *k, *v;
   const float* u;
   Marks marks;
+  Sequences sequences;
 };
 
 // Of all tokens together; needs neither r nor u.

@@ -1,0 +1,57 @@
+// Rows of sequences of different lengths: what their handlers share.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <initializer_list>
+
+#include "frames.h"
+#include "handler.h"
+#include "rwkv_jax/operands.h"
+
+namespace rwkv_jax::cuda {
+
+// The sizes of a call, whose operands and results have been read: states are [B, S, H, V, K], of which
+// frames of a row are saved, or none.
+template <typename Call>
+void ReadSequences(Operands& operands, int64_t decay, Call& call) {
+  const int64_t rows = operands.Size('B'), sequences = operands.Size('S'), tokens = operands.Size('T');
+  const int64_t saved = operands.Size('N'), frames = tokens / kChunk + sequences;
+  internal::ReadSizes(operands, rows * tokens, decay, kMaxHeadSize, call);
+  operands.Require(operands.Size('W') == 4, "spans has W = ", operands.Size('W'), "; expected 4");
+  operands.Require(saved == 0 || saved == frames, "states has N = ", saved, "; expected ", frames,
+                   " for ", tokens, " tokens of ", sequences, " sequences");
+  call.dims.batch = rows * sequences;
+  call.dims.saved = rows * saved;
+}
+
+// Of `count` segments as if all tokens were one sequence.
+inline Segments SegmentsOf(Operands& operands, int64_t count, float* memory, int64_t size) {
+  const int64_t all = Chunks(operands.Size('B') * operands.Size('T'));
+  operands.Require(count >= 1 && count <= kMaxSegments, "segments is ", count, "; expected 1 to ",
+                   kMaxSegments);
+  const int64_t frames = count > 1 ? (all + count - 1) / count : 0;
+  return {count, memory, size, frames > 0 || count <= 1 ? frames : 1};
+}
+
+template <typename Call>
+void RequireGradients(Operands& operands, const Call& call) {
+  const int64_t floats = FrameGradientsSize(call.dims.head_size, 1);
+  operands.Require(operands.Size('Y') == floats, "gradients has ", operands.Size('Y'),
+                   " floats for each frame; expected ", floats);
+}
+
+// Clears the tokens [B, T] of results that no sequence has, those before the first and after the last
+// sequence of a row; of each token so many bytes, a multiple of 16.
+cudaError_t ClearOutside(cudaStream_t stream, const Sequences& sequences, int64_t rows,
+                         int64_t sequences_of_row, int64_t tokens, int64_t bytes,
+                         std::initializer_list<void*> results);
+
+template <typename Call>
+cudaError_t ClearOutside(cudaStream_t stream, const Operands& operands, const Call& call,
+                         std::initializer_list<void*> results) {
+  return ClearOutside(stream, call.sequences, operands.Size('B'), operands.Size('S'),
+                      operands.Size('T'), 2 * call.dims.heads * call.dims.head_size, results);
+}
+
+}  // namespace rwkv_jax::cuda
