@@ -2,9 +2,10 @@
 
 `cu_seqlens` [S + 1] says where: sequence s has the tokens from `cu_seqlens[s]` to
 `cu_seqlens[s + 1]`. An implementation may have stages for this. For any other the row is cut into
-frames of a fixed number of tokens, which start anew with each sequence and end in padding where it
-ends. Each frame goes on from the state of its sequence and replaces it; in the backward pass, from
-the last frame to the first, its gradient.
+frames of one chunk, which start anew with each sequence and end in padding where it ends. (Longer
+frames are fewer, but their padding costs more than that saves.) Each frame goes on from the state
+of its sequence and replaces it; in the backward pass, from the last frame to the first, its
+gradient.
 
 Lengths that only the device knows are clamped to the tokens there are and to never decrease.
 """
@@ -81,10 +82,6 @@ def differentiated(operator: Any) -> Differentiated:
     )
 
 
-def frame_length(tokens: int, sequences: int) -> int:
-    return min(tokens, CHUNK)
-
-
 class _Frames(NamedTuple):
     """Of rows [B, T], in the order of the sequences."""
 
@@ -116,7 +113,7 @@ def _rows(x: Array, *shape: int) -> Array:
 
 def _frames(cu: Array, tokens: int) -> _Frames:
     sequences = cu.shape[1] - 1
-    length = frame_length(tokens, sequences)
+    length = min(tokens, CHUNK)
     most = (tokens + sequences * (length - 1)) // length
     cu = lax.cummax(jnp.clip(cu, 0, tokens), axis=1)
     upto = jnp.cumsum(-(-jnp.diff(cu) // length), axis=1, dtype=jnp.int32)
