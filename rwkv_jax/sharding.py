@@ -88,7 +88,7 @@ def shard(
         arrays, ids, cu, options = call.bind(*args, **named)
         _check_sizes(call, mesh, letters, arrays)
         if ids is not None:
-            arrays["marks"] = _packing.marks(ids)
+            arrays["segment_ids"] = ids
         if cu is not None:
             for place in ("batch", "sequence"):
                 if places[place] is not None:
@@ -147,7 +147,7 @@ def sequence_parallel(operator: Fn, axis: str | tuple[str, ...]) -> Fn:
                 f"{call.name}: cu_seqlens along {axis!r}; accepted is None, and segment_ids"
             )
         if ids is not None:
-            arrays["marks"] = _packing.over_devices(ids, axis)
+            arrays["segment_ids"] = ids
         return call.run(arrays, options, axis)
 
     return cast(Fn, distributed)
@@ -169,7 +169,7 @@ class _Call(NamedTuple):
         return self.operator.step_arguments if self.is_step else self.operator.arguments
 
     def axes(self, name: str) -> str:
-        return {"marks": "BT", "cu_seqlens": "Z"}.get(name) or self.arguments[name]
+        return {"segment_ids": "BT", "cu_seqlens": "Z"}.get(name) or self.arguments[name]
 
     def bind(self, *args: Any, **named: Any) -> tuple[dict[str, Any], Any, Any, Any]:
         """The arrays by name, checked, `segment_ids` and `cu_seqlens`, and the options."""
@@ -197,9 +197,11 @@ class _Call(NamedTuple):
         if self.is_step:
             return self.operator.packed(self.operator.over_token(options, arrays))
         arrays = dict(arrays)
-        marks, cu = arrays.pop("marks", None), arrays.pop("cu_seqlens", None)
+        ids, cu, marks = arrays.pop("segment_ids", None), arrays.pop("cu_seqlens", None), None
         if cu is not None:
             return self.operator.packed(self.operator.over_sequences(options, arrays, cu))
+        if ids is not None:
+            marks = _packing.marks(ids) if axis is None else _packing.over_devices(ids, axis)
         return self.operator.packed(self.operator.over_sequence(options, arrays, marks, axis))
 
 
