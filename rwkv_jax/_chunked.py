@@ -112,8 +112,9 @@ def backward(
     def pull_back(sums: Any, state: Any, chunk: list[Array]) -> tuple[Any, tuple[Array, ...]]:
         d_state, d_constants = sums
         *inputs, d_outputs = chunk if marks is None else chunk[:-1]
+        own = None if marks is None else chunk[-1]
         _, vjp = jax.vjp(
-            lambda *operands: _chunk(block, *operands, None if marks is None else chunk[-1]),
+            lambda state, inputs, constants: _chunk(block, state, inputs, constants, own),
             *(_cast(state, jnp.float32), tuple(inputs), constants32),
         )
         d_state, d_inputs, more = vjp((d_state, d_outputs))

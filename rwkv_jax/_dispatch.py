@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 from jax import Array, lax
@@ -111,8 +111,23 @@ class Stage:
         self, implementation: str, platform: str, options: Options, operands: Sequence[Any]
     ) -> str | None:
         named = dict(zip(self.operands, operands, strict=False))
+        if "cu_seqlens" in named:
+            named["marks"] = named["cu_seqlens"]  # what it is done with, where it is not a stage
         module = self.implementations[implementation]
         return module.why_not(platform, self.name, options, named)
+
+
+class Differentiated(NamedTuple):
+    """The stages of a function and of its derivative."""
+
+    forward: Stage
+    """From inputs and states to `y`, states and what the backward pass needs."""
+    backward: Stage
+    """From inputs, what was saved and the cotangents to the gradients of inputs and states."""
+    reference: Stage
+    """The forward pass of the reference, which JAX differentiates."""
+    inputs: int
+    states: int
 
 
 def options(

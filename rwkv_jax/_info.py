@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax import export
 
-from rwkv_jax import _check, _dispatch, _ffi, _packing
+from rwkv_jax import _check, _dispatch, _ffi, _packing, _sequences
 from rwkv_jax.wkv4 import OPERATOR as WKV4
 from rwkv_jax.wkv5 import OPERATOR as WKV5
 from rwkv_jax.wkv6 import OPERATOR as WKV6
@@ -26,6 +26,7 @@ def implementations(
     op: str,
     *operands: Any,
     segment_ids: Any = None,
+    cu_seqlens: Any = None,
     decay: str = "log",
     precision: Any = None,
     platform: str | None = None,
@@ -37,6 +38,7 @@ def implementations(
       op: the name of a public operator, such as "wkv7".
       operands: its array arguments, or `jax.ShapeDtypeStruct`s of them; the state may be left out.
       segment_ids: as the operator takes it, if it does.
+      cu_seqlens: likewise.
       decay: as the operator takes it.
       precision: as the operator takes it.
       platform: "cpu", "cuda" or another JAX platform; the default backend's if None.
@@ -57,7 +59,12 @@ def implementations(
             f"here; {len(operands)} were given"
         )
     named = dict(zip(names, operands, strict=False))
+    if cu_seqlens is not None:
+        arguments, stages = operator.arguments_of_sequences, operator.of_sequences[:2]
     _check.shapes(op, arguments, named, states)
+    if cu_seqlens is not None:
+        cu = _sequences.checked(op, cu_seqlens, *named["v"].shape[:2])
+        named |= {"cu_seqlens": cu, "marks": cu}
     if segment_ids is not None:
         named["marks"] = _packing.checked(op, segment_ids, named["v"].shape[:2])
     options = operator.options(stages[0], decay=decay, precision=precision, implementation=None)

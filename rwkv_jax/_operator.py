@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from rwkv_jax import _check, _dispatch, _over_devices, _packing, _slots
-from rwkv_jax._dispatch import Options, Stage
+from rwkv_jax import _check, _dispatch, _over_devices, _packing, _sequences, _slots
+from rwkv_jax._dispatch import Differentiated, Options, Stage
 from rwkv_jax._partition import alike, check_whole, repeated
 
 
@@ -45,6 +45,13 @@ class Operator:
         return {**self.inputs, **self._states("initial_{}")}
 
     @functools.cached_property
+    def arguments_of_sequences(self) -> dict[str, str]:
+        """The same of sequences in one row, with S states."""
+        return {
+            n: x if n in self.inputs else x.replace("B", "S") for n, x in self.arguments.items()
+        }
+
+    @functools.cached_property
     def step_arguments(self) -> dict[str, str]:
         tokens = {name: axes.replace("T", "") for name, axes in self.inputs.items()}
         return {**tokens, **self.state}
@@ -66,6 +73,16 @@ class Operator:
         """The forward pass of the reference, which JAX differentiates."""
         results = {"y": self.inputs["v"], **self._states("final_{}")}
         return dataclasses.replace(self.forward, results=results)
+
+    @functools.cached_property
+    def differentiated(self) -> Differentiated:
+        counts = len(self.inputs), len(self.state)
+        return Differentiated(self.forward, self.backward, self.reference, *counts)
+
+    @functools.cached_property
+    def of_sequences(self) -> Differentiated:
+        """The same of sequences of different lengths in a row, with a state each."""
+        return _sequences.differentiated(self)
 
     @functools.cached_property
     def summary(self) -> Stage:
@@ -98,7 +115,13 @@ class Operator:
     def sequence(self, given: Mapping[str, Any], **options: Any) -> tuple[Array, Any]:
         """The public function on whole sequences, of its arguments and options by name."""
         given = dict(given)
-        ids = given.pop("segment_ids")
+        ids, cu = given.pop("segment_ids"), given.pop("cu_seqlens")
+        if cu is not None:
+            self.check_alone(segment_ids=ids, slots=given.pop("slots"))
+            arrays, cu = self.checked_sequences(given, cu)
+            return self.packed(
+                self.over_sequences(self.options(self.forward, **options), arrays, cu)
+            )
         arrays, put_back = self._slotted(self.name, self.arguments, given, "initial_state")
         marks = None if ids is None else _packing.marks(self.checked_ids(ids, arrays))
         results = self.over_sequence(self.options(self.forward, **options), arrays, marks)
@@ -154,6 +177,28 @@ class Operator:
         ids = _packing.checked(self.name, ids, arrays["v"].shape[:2])
         return alike(["BT"], ids)[0]
 
+    def check_alone(self, **others: Any) -> None:
+        for name, x in others.items():
+            if x is not None:
+                raise ValueError(
+                    f"{self.name}: {name} with cu_seqlens; accepted is None for one of them"
+                )
+
+    def checked_sequences(
+        self, given: Mapping[str, Any], cu: Any
+    ) -> tuple[dict[str, Array], Array]:
+        """The arrays by name, with a state for each sequence of the one row, and `cu_seqlens`."""
+        arguments = self.arguments_of_sequences
+        arrays = self.checked(self.name, arguments, given, "initial_state")
+        cu = _sequences.checked(self.name, cu, *arrays["v"].shape[:2])
+        for name, axes in arguments.items():
+            if "S" in axes and name in arrays and len(arrays[name]) != len(cu) - 1:
+                raise ValueError(
+                    f"{self.name}: {name} has shape {arrays[name].shape}, so S = "
+                    f"{len(arrays[name])}, where cu_seqlens has S + 1 = {len(cu)}"
+                )
+        return arrays, cu
+
     def _whole(self, name: str, x: Any, given: Mapping[str, Any]) -> Any:
         """A parameter of each head as one of each channel; anything else as it is, to be refused
         where it is wrong."""
@@ -193,11 +238,45 @@ class Operator:
     ) -> tuple[Array, ...]:
         """`y` and the final state. A state that is not among the arrays starts without tokens.
         Inside `shard_map` a sequence may be distributed along a mesh axis."""
-        sizes = {
+        axes, given = self.arguments, self._started(arrays)
+        if marks is not None:
+            axes, given = {**axes, "marks": "BT"}, {**given, "marks": marks}
+        operands = _prepared(self.name, axes, given, axis)
+        if axis is not None:
+            return _over_devices.run(self, options, axis, *operands)
+        if options.implementation == "reference":
+            return _dispatch.call(self.reference.of(operands), options, *operands)
+        return _sequence(self.differentiated, options, *operands)
+
+    def over_sequences(
+        self, options: Options, arrays: Mapping[str, Array], cu: Array
+    ) -> tuple[Array, ...]:
+        """`y` and the final states of sequences one after another in a single row."""
+        given = self._started(arrays, B=len(cu) - 1)
+        states = self._states("initial_{}")
+        if given["v"].size == 0 or len(cu) == 1:
+            return jnp.zeros_like(given["v"]), *(given[name] for name in states)
+        stages = self.of_sequences
+        axes = {**_sequences.several(self.arguments), "cu_seqlens": "BZ"}
+        given |= {n: given[n][None] for n in states} | {"cu_seqlens": cu[None]}
+        operands = _prepared(self.name, axes, given)
+        results: tuple[Array, ...] = (
+            _dispatch.call(stages.reference, options, *operands)
+            if options.implementation == "reference"
+            else _sequence(stages, options, *operands)
+        )
+        y, *after = results
+        return y, *(jnp.squeeze(x, 0) for x in after)
+
+    def _started(self, arrays: Mapping[str, Array], **sizes: int) -> dict[str, Array]:
+        """The arrays, and for states that are not among them those without tokens. `sizes` says
+        which axes of a state have not the size that they have in the inputs."""
+        of_inputs = {
             letter: size
             for name, axes in self.inputs.items()
             for letter, size in zip(axes, arrays[name].shape, strict=True)
         }
+        sizes = of_inputs | sizes
         states = dict(zip(self._states("initial_{}"), self.state, strict=True))
         start = {
             name: jnp.full(
@@ -206,15 +285,7 @@ class Operator:
             for name, part in states.items()
             if name not in arrays
         }
-        axes, given = self.arguments, {**arrays, **start}
-        if marks is not None:
-            axes, given = {**axes, "marks": "BT"}, {**given, "marks": marks}
-        operands = _prepared(self.name, axes, given, axis)
-        if axis is not None:
-            return _over_devices.run(self, options, axis, *operands)
-        if options.implementation == "reference":
-            return _dispatch.call(self.reference.of(operands), options, *operands)
-        return _sequence(self, options, *operands)
+        return {**arrays, **start}
 
     def over_token(self, options: Options, arrays: Mapping[str, Array]) -> tuple[Array, ...]:
         """`y` and the next state."""
@@ -254,31 +325,31 @@ def _prepared(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _sequence(operator: Operator, options: Options, *operands: Array) -> tuple[Array, ...]:
-    results = _dispatch.call(operator.forward.of(operands), options, *operands)
-    return tuple(results[: 1 + len(operator.state)])
+def _sequence(stages: Differentiated, options: Options, *operands: Array) -> tuple[Array, ...]:
+    results = _dispatch.call(stages.forward.of(operands), options, *operands)
+    return tuple(results[: 1 + stages.states])
 
 
 def _sequence_forward(
-    operator: Operator, options: Options, *operands: Array
+    stages: Differentiated, options: Options, *operands: Array
 ) -> tuple[tuple[Array, ...], tuple[tuple[Array, ...], tuple[Array, ...]]]:
     saving = dataclasses.replace(options, save=True)
-    results = _dispatch.call(operator.forward.of(operands), saving, *operands)
-    count = 1 + len(operator.state)
-    inputs, marks = operands[: len(operator.inputs)], operands[len(operator.arguments) :]
-    return tuple(results[:count]), ((*inputs, *results[count:]), marks)
+    results = _dispatch.call(stages.forward.of(operands), saving, *operands)
+    count = 1 + stages.states
+    inputs, others = operands[: stages.inputs], operands[stages.inputs + stages.states :]
+    return tuple(results[:count]), ((*inputs, *results[count:]), others)
 
 
 def _sequence_backward(
-    operator: Operator,
+    stages: Differentiated,
     options: Options,
     residuals: tuple[tuple[Array, ...], tuple[Array, ...]],
     cotangents: tuple[Array, ...],
 ) -> tuple[Array | None, ...]:
-    saved, marks = residuals
-    operands = *saved, *cotangents, *marks
-    gradients = _dispatch.call(operator.backward.of(operands), options, *operands)
-    return *gradients, *[None] * len(marks)
+    saved, others = residuals
+    operands = *saved, *cotangents, *others
+    gradients = _dispatch.call(stages.backward.of(operands), options, *operands)
+    return *gradients, *[None] * len(others)
 
 
 _sequence.defvjp(_sequence_forward, _sequence_backward)

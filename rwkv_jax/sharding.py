@@ -60,8 +60,9 @@ def shard(
 
     Returns:
       A function with the arguments, results, derivatives and errors of `operator`, all arrays of
-      global shape. States are not distributed along the sequence. It stands inside `jit` or not,
-      and is differentiable as `operator` is.
+      global shape. States are not distributed along the sequence. `cu_seqlens` goes with `heads`
+      alone, and `slots` with no mesh. It stands inside `jit` or not, and is differentiable as
+      `operator` is.
 
     Raises:
       TypeError: `operator` is not one of the functions above.
@@ -84,10 +85,18 @@ def shard(
 
     @functools.wraps(operator)
     def sharded(*args: Any, **named: Any) -> tuple[Any, Any]:
-        arrays, ids, options = call.bind(*args, **named)
+        arrays, ids, cu, options = call.bind(*args, **named)
         _check_sizes(call, mesh, letters, arrays)
         if ids is not None:
-            arrays["marks"] = _packing.marks(ids)
+            arrays["segment_ids"] = ids
+        if cu is not None:
+            for place in ("batch", "sequence"):
+                if places[place] is not None:
+                    raise ValueError(
+                        f"{call.name}: cu_seqlens with {place} = {places[place]!r}; accepted with "
+                        "it are mesh axes of heads alone"
+                    )
+            arrays["cu_seqlens"] = cu
         specs = {name: spec_of(letters, call.axes(name)) for name in arrays}
         if AxisType.Explicit in mesh.axis_types:
             arrays = {
@@ -132,9 +141,13 @@ def sequence_parallel(operator: Fn, axis: str | tuple[str, ...]) -> Fn:
 
     @functools.wraps(operator)
     def distributed(*args: Any, **named: Any) -> tuple[Any, Any]:
-        arrays, ids, options = call.bind(*args, **named)
+        arrays, ids, cu, options = call.bind(*args, **named)
+        if cu is not None:
+            raise ValueError(
+                f"{call.name}: cu_seqlens along {axis!r}; accepted is None, and segment_ids"
+            )
         if ids is not None:
-            arrays["marks"] = _packing.over_devices(ids, axis)
+            arrays["segment_ids"] = ids
         return call.run(arrays, options, axis)
 
     return cast(Fn, distributed)
@@ -156,10 +169,10 @@ class _Call(NamedTuple):
         return self.operator.step_arguments if self.is_step else self.operator.arguments
 
     def axes(self, name: str) -> str:
-        return "BT" if name == "marks" else self.arguments[name]
+        return {"segment_ids": "BT", "cu_seqlens": "Z"}.get(name) or self.arguments[name]
 
-    def bind(self, *args: Any, **named: Any) -> tuple[dict[str, Any], Any, Any]:
-        """The arrays by name, checked, the segment ids, and the options."""
+    def bind(self, *args: Any, **named: Any) -> tuple[dict[str, Any], Any, Any, Any]:
+        """The arrays by name, checked, `segment_ids` and `cu_seqlens`, and the options."""
         bound = inspect.signature(self.function).bind(*args, **named)
         bound.apply_defaults()
         given = bound.arguments
@@ -170,17 +183,25 @@ class _Call(NamedTuple):
         options = {name: given.pop(name) for name in ("decay", "precision", "implementation")}
         stage = self.operator.step if self.is_step else self.operator.forward
         state = "state" if self.is_step else "initial_state"
-        ids = given.pop("segment_ids", None)
-        arrays = self.operator.checked(self.name, self.arguments, given, state)
+        ids, cu = given.pop("segment_ids", None), given.pop("cu_seqlens", None)
+        if cu is not None:
+            self.operator.check_alone(segment_ids=ids)
+            arrays, cu = self.operator.checked_sequences(given, cu)
+        else:
+            arrays = self.operator.checked(self.name, self.arguments, given, state)
         if ids is not None:
             ids = self.operator.checked_ids(ids, arrays)
-        return arrays, ids, self.operator.options(stage, **options)
+        return arrays, ids, cu, self.operator.options(stage, **options)
 
     def run(self, arrays: Mapping[str, Any], options: Any, axis: Axes) -> tuple[Any, Any]:
         if self.is_step:
             return self.operator.packed(self.operator.over_token(options, arrays))
         arrays = dict(arrays)
-        marks = arrays.pop("marks", None)
+        ids, cu, marks = arrays.pop("segment_ids", None), arrays.pop("cu_seqlens", None), None
+        if cu is not None:
+            return self.operator.packed(self.operator.over_sequences(options, arrays, cu))
+        if ids is not None:
+            marks = _packing.marks(ids) if axis is None else _packing.over_devices(ids, axis)
         return self.operator.packed(self.operator.over_sequence(options, arrays, marks, axis))
 
 

@@ -207,6 +207,61 @@ def test_vmap_is_a_batch(params: rwkv7.Params, tokens: jax.Array) -> None:
     assert_close((logits[:, 0], jax.tree.map(lambda x: x[:, 0], state)), expected, 1e-4)
 
 
+LENGTH = 6
+DOCUMENTS = np.array(
+    [
+        [0] * 2 + [1] * LENGTH + [0] * 3 + [1] * LENGTH + [0] * 5,
+        [2] * LENGTH + [3] * LENGTH + [2] * LENGTH + [0] * 4,
+    ]
+)
+"""Padding in front, between and behind, and documents next to each other."""
+
+
+@pytest.mark.parametrize("given", [True, pytest.param(False, marks=pytest.mark.slow)], ids=str)
+def test_packed_rows_are_documents_alone(
+    params: rwkv7.Params, tokens: jax.Array, given: bool
+) -> None:
+    """Logits, the states after the rows, and the gradients of parameters and states."""
+    tokens, ids = tokens[:, : DOCUMENTS.shape[1]], jnp.asarray(DOCUMENTS, jnp.int32)
+    state = jax.tree.map(lambda x: x + 0.1, rwkv7.initial_state(params, BATCH)) if given else None
+    model = functools.partial(rwkv7.rwkv7, implementation="reference")
+    rows, places = (x.reshape(-1, LENGTH) for x in np.nonzero(DOCUMENTS))
+    firsts, lasts = np.array([0, 2]), np.array([1, 4])
+
+    def packed(params: rwkv7.Params, state: rwkv7.State | None) -> Any:
+        logits, after = model(params, tokens, state, segment_ids=ids)
+        return logits[rows, places], after
+
+    def alone(params: rwkv7.Params, state: rwkv7.State | None) -> Any:
+        """Each in a row of its own."""
+        starts = rwkv7.initial_state(params, len(rows))
+        if state is not None:
+            starts = jax.tree.map(lambda x, y: x.at[firsts].set(y), starts, state)
+        logits, after = model(params, tokens[rows, places], starts)
+        return logits, jax.tree.map(lambda x: x[lasts], after)
+
+    def both(call: Any, *operands: Any) -> Any:
+        results, vjp = jax.vjp(call, *operands)
+        return results, vjp(jax.tree.map(jnp.cos, results))
+
+    found, expected = (jax.jit(functools.partial(both, x))(params, state) for x in (packed, alone))
+    assert_close(found, expected, 1e-4)
+
+
+@pytest.mark.usefixtures("unchecked_types")
+def test_segment_ids_of_the_model_are_checked(params: rwkv7.Params, tokens: jax.Array) -> None:
+    ids, att = jnp.ones((BATCH, TOKENS + 1), jnp.int32), params.blocks[0].att
+    x = jnp.zeros((BATCH, TOKENS, CONFIG.width))
+    with pytest.raises(ValueError, match=r"rwkv7: segment_ids has shape \(2, 38\)"):
+        rwkv7.rwkv7(params, tokens, segment_ids=ids)
+    with pytest.raises(ValueError, match="rwkv7: segment_ids with one token a row"):
+        rwkv7.rwkv7(params, tokens[:, 0], segment_ids=ids[:, 0])
+    with pytest.raises(ValueError, match="time_mix: segment_ids has shape"):
+        rwkv7.time_mix(att, x, segment_ids=ids)
+    with pytest.raises(TypeError, match="channel_mix: segment_ids is float32"):
+        rwkv7.channel_mix(params.blocks[0].ffn, x, segment_ids=x[..., 0])
+
+
 def test_names_are_those_of_official_checkpoints(initial: rwkv7.Params) -> None:
     assert set(rwkv7.names(initial)) == official_names(CONFIG.layers)
 

@@ -142,6 +142,20 @@ def test_state_is_optional(name: str, mode: str) -> None:
     assert_close(of_equinox(*first), jax.tree.map(lambda z: z[0], results))
 
 
+@pytest.mark.parametrize("name", ["TimeMix", "ChannelMix", "RWKV7"])
+def test_segment_ids_reach_the_functions(name: str) -> None:
+    module, layer, inputs = twins(name)
+    module, layer = alike(module, layer)
+    ids = jnp.asarray([[1] * 4 + [2] * 5, [0] * 2 + [1] * 4 + [0] * 3], jnp.int32)
+    function = {"TimeMix": rwkv7.time_mix, "ChannelMix": rwkv7.channel_mix, "RWKV7": rwkv7.rwkv7}
+    expected = jax.jit(function[name])(flax.arrays(module.params), *inputs, segment_ids=ids)
+    of_flax = nnx.jit(lambda *xs, ids: module(*xs, segment_ids=ids))(*inputs, ids=ids)
+    one = eqx.filter_jit(lambda *xs, ids: layer(*xs, segment_ids=ids))
+    of_equinox = one(*jax.tree.map(lambda x: x[1], inputs), ids=ids[1])
+    assert_close(of_flax, expected)
+    assert_close(of_equinox, jax.tree.map(lambda x: x[1], expected))
+
+
 def test_sequences_are_mixed_by_what_the_layer_is_given() -> None:
     sequences = []
 

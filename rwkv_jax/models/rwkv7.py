@@ -8,6 +8,9 @@ Every forward function has two modes, told apart by the rank of its input: a seq
 axis, a single token (decoding) has none. Both take a state and return the next one. Parameters are
 cast to the dtype of the activations; normalisation, states and logits are float32.
 
+Rows of a batch may hold several documents, with `segment_ids` as `wkv7` takes them: neither a state
+nor the shift of a token crosses from one to the next, and what comes out for padding means nothing.
+
 Source: "RWKV-7 Goose with Expressive Dynamic State Evolution" (arXiv:2503.14456) and, for the
 initialisation, the training code of RWKV-LM.
 """
@@ -25,7 +28,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Float, Float32, Int, Key
 
-from rwkv_jax import _check
+from rwkv_jax import _check, _packing
 from rwkv_jax._partition import axis_names
 from rwkv_jax._typing import State as WkvState
 from rwkv_jax.wkv7 import wkv7, wkv7_step
@@ -345,6 +348,7 @@ def rwkv7(
     tokens: Int[Array, "B *T"],
     state: State | None = None,
     *,
+    segment_ids: Int[Array, "B T"] | None = None,
     dtype: DTypeLike = jnp.float32,
     implementation: str | None = None,
     wkv: Callable = wkv7,
@@ -355,13 +359,19 @@ def rwkv7(
       params: the parameters.
       tokens: integers below the size of the vocabulary.
       state: what the tokens before these left; `initial_state` if None.
+      segment_ids: of sequences, which tokens of a row are one document, 0 for padding. The first
+        document goes on from `state`, and the next state is that after the last.
       dtype: what to compute in.
       implementation: of `wkv7`.
       wkv: what computes the time mixing of a sequence: `wkv7`, or `sharding.shard` of it.
 
     Returns:
       Logits [B, T, vocabulary] or [B, vocabulary] in float32, and the next state.
+
+    Raises:
+      TypeError, ValueError: `segment_ids` is wrong, or given with one token each.
     """
+    _check_ids("rwkv7", segment_ids, tokens.shape)
     if state is None:
         state = initial_state(params, tokens.shape[0], dtype)
     x = params.emb.weight[tokens].astype(dtype)
@@ -371,10 +381,13 @@ def rwkv7(
         if p.ln0 is not None:
             x = layer_norm(p.ln0, x)
         dx, att, v_first = time_mix(
-            p.att, layer_norm(p.ln1, x), s.att, v_first, implementation=implementation, wkv=wkv
+            *(p.att, layer_norm(p.ln1, x), s.att, v_first),
+            segment_ids=segment_ids,
+            implementation=implementation,
+            wkv=wkv,
         )
         x = x + dx
-        dx, ffn = channel_mix(p.ffn, layer_norm(p.ln2, x), s.ffn)
+        dx, ffn = channel_mix(p.ffn, layer_norm(p.ln2, x), s.ffn, segment_ids=segment_ids)
         x = x + dx
         next_state.append(BlockState(att, ffn))
     x = layer_norm(params.ln_out, x)
@@ -416,6 +429,7 @@ def time_mix(
     state: TimeMixState | None = None,
     v_first: Float[Array, "B *T C"] | None = None,
     *,
+    segment_ids: Int[Array, "B T"] | None = None,
     implementation: str | None = None,
     wkv: Callable = wkv7,
 ) -> tuple[Float[Array, "B *T C"], TimeMixState, Float[Array, "B *T C"]]:
@@ -426,6 +440,7 @@ def time_mix(
       x: the normalised input.
       state: what the tokens before these left; zeros if None.
       v_first: the value of the first layer, for any other layer.
+      segment_ids: as `rwkv7` takes it.
       implementation: of `wkv7`.
       wkv: what computes the time mixing of a sequence: `wkv7`, or `sharding.shard` of it.
 
@@ -434,12 +449,14 @@ def time_mix(
 
     Raises:
       ValueError: `v_first` is missing.
+      TypeError, ValueError: `segment_ids` is wrong, or given with a token.
     """
+    _check_ids("time_mix", segment_ids, x.shape[:-1])
     p = _beside(params, x)
     heads, head_size = p.r_k.shape
     if state is None:
         state = TimeMixState(jnp.zeros_like(x[:, 0] if x.ndim == 3 else x), _initial_wkv(p, len(x)))
-    before, shift = _shift(x, state.shift)
+    before, shift = _shift(x, state.shift, segment_ids)
     mixes = (p.x_r, p.x_w, p.x_k, p.x_v, p.x_a, p.x_g)
     xr, xw, xk, xv, xa, xg = (x + (before - x) * mix for mix in mixes)
 
@@ -461,9 +478,10 @@ def time_mix(
     r, w, k, v, a, kk = (z.reshape(*z.shape[:-1], heads, head_size) for z in (r, w, k, v, a, kk))
     kk = _unit(kk)
     mix = wkv if x.ndim == 3 else wkv7_step
-    y, last = mix(
-        r, w, k, v, -kk, kk * a, state.wkv, decay="sigmoid", implementation=implementation
-    )
+    options = {"decay": "sigmoid", "implementation": implementation}
+    if segment_ids is not None:
+        options["segment_ids"] = segment_ids
+    y, last = mix(r, w, k, v, -kk, kk * a, state.wkv, **options)
     y = _normalise(y, GROUP_NORM_EPS).reshape(x.shape) * p.ln_x.weight + p.ln_x.bias
     bonus = (r * k * jnp.broadcast_to(p.r_k, r.shape)).sum(-1, keepdims=True) * v
     y = _linear(p.output, (y + bonus.reshape(x.shape)) * g)
@@ -474,16 +492,19 @@ def channel_mix(
     params: ChannelMixParams,
     x: Float[Array, "B *T C"],
     state: Float[Array, "B C"] | None = None,
+    *,
+    segment_ids: Int[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B *T C"], Float[Array, "B C"]]:
     """Channel mixing of a sequence [B, T, C] or a token [B, C], in the dtype of `x`.
 
-    `state` is the input of the token before these, zeros if None. Returns the output like `x` and
-    the next state.
+    `state` is the input of the token before these, zeros if None; `segment_ids` is as `rwkv7` takes
+    it. Returns the output like `x` and the next state.
     """
+    _check_ids("channel_mix", segment_ids, x.shape[:-1])
     p = _beside(params, x)
     if state is None:
         state = jnp.zeros_like(x[:, 0] if x.ndim == 3 else x)
-    before, shift = _shift(x, state)
+    before, shift = _shift(x, state, segment_ids)
     k = jax.nn.relu(_linear(p.key, x + (before - x) * p.x_k))
     return _linear(p.value, k * k), shift
 
@@ -507,8 +528,16 @@ def _unit(x: Array) -> Array:
     return (wide * lax.rsqrt(jnp.maximum(square, UNIT_NORM_EPS**2))).astype(x.dtype)
 
 
+def _check_ids(name: str, ids: Any, shape: tuple[int, ...]) -> None:
+    if ids is None:
+        return
+    if len(shape) != 2:
+        raise ValueError(f"{name}: segment_ids with one token a row; accepted is None")
+    _packing.checked(name, ids, shape)
+
+
 def _shift(
-    x: Float[Array, "B *T C"], last: Float[Array, "B C"]
+    x: Float[Array, "B *T C"], last: Float[Array, "B C"], ids: Int[Array, "B T"] | None = None
 ) -> tuple[Float[Array, "B *T C"], Float[Array, "B C"]]:
     """The token before each token, and the last token."""
     last = last.astype(x.dtype)
@@ -518,7 +547,19 @@ def _shift(
         return x, last
     # Where a sequence is distributed, the compiler finds that this exchanges one token.
     before = lax.pad(x, jnp.zeros((), x.dtype), ((0, 0, 0), (1, -1, 0), (0, 0, 0)))
-    return lax.dynamic_update_slice_in_dim(before, last[:, None], 0, axis=1), x[:, -1]
+    before = lax.dynamic_update_slice_in_dim(before, last[:, None], 0, axis=1)
+    if ids is None:
+        return before, x[:, -1]
+    marks = _packing.marks(ids)
+    there, tokens = marks != _packing.ABSENT, x.shape[1]
+    place = lax.broadcasted_iota(jnp.int32, ids.shape, 1)
+    # Padding may stand before the first token and behind the last one.
+    first = place == jnp.min(jnp.where(there, place, tokens), axis=1, keepdims=True)
+    before = jnp.where(first[..., None], last[:, None], before)
+    before = jnp.where((marks == _packing.STARTS)[..., None], jnp.zeros_like(x), before)
+    end = jnp.max(jnp.where(there, place, -1), axis=1)[:, None, None]
+    after = jnp.take_along_axis(x, jnp.maximum(end, 0), axis=1)[:, 0]
+    return before, jnp.where(end[:, 0] < 0, last, after)
 
 
 def _linear(p: Weight, x: Array) -> Array:

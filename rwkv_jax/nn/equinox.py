@@ -56,15 +56,18 @@ class TimeMix(eqx.Module):
         x: Float[Array, "*T C"],
         state: rwkv7.TimeMixState | None = None,
         v_first: Float[Array, "*T C"] | None = None,
+        *,
+        segment_ids: Int[Array, " T"] | None = None,
     ) -> tuple[Float[Array, "*T C"], rwkv7.TimeMixState, Float[Array, "*T C"]]:
         """`rwkv7.time_mix` of a sequence [T, C] or a token [C]: output, state, `v_first`."""
-        x, state, v_first = _batch((x, state, v_first))
+        x, state, v_first, segment_ids = _batch((x, state, v_first, segment_ids))
         return _unbatch(
             rwkv7.time_mix(
                 self.params,
                 x,
                 state,
                 v_first,
+                segment_ids=segment_ids,
                 implementation=self.implementation,
                 wkv=self.wkv,
             )
@@ -80,11 +83,15 @@ class ChannelMix(eqx.Module):
         self.params = rwkv7.init_channel_mix(key, width, layer=layer, layers=layers)
 
     def __call__(
-        self, x: Float[Array, "*T C"], state: Float[Array, " C"] | None = None
+        self,
+        x: Float[Array, "*T C"],
+        state: Float[Array, " C"] | None = None,
+        *,
+        segment_ids: Int[Array, " T"] | None = None,
     ) -> tuple[Float[Array, "*T C"], Float[Array, " C"]]:
         """`rwkv7.channel_mix` of a sequence [T, C] or a token [C]: output, state."""
-        x, state = _batch((x, state))
-        return _unbatch(rwkv7.channel_mix(self.params, x, state))
+        x, state, ids = _batch((x, state, segment_ids))
+        return _unbatch(rwkv7.channel_mix(self.params, x, state, segment_ids=ids))
 
 
 class RWKV7(eqx.Module):
@@ -110,15 +117,20 @@ class RWKV7(eqx.Module):
         self.wkv = wkv
 
     def __call__(
-        self, tokens: Int[Array, "*T"], state: rwkv7.State | None = None
+        self,
+        tokens: Int[Array, "*T"],
+        state: rwkv7.State | None = None,
+        *,
+        segment_ids: Int[Array, " T"] | None = None,
     ) -> tuple[Float32[Array, "*T vocabulary"], rwkv7.State]:
         """`rwkv7.rwkv7` of a sequence [T] or a token []: logits, state."""
-        tokens, state = _batch((tokens, state))
+        tokens, state, segment_ids = _batch((tokens, state, segment_ids))
         return _unbatch(
             rwkv7.rwkv7(
                 self.params,
                 tokens,
                 state,
+                segment_ids=segment_ids,
                 dtype=self.dtype,
                 implementation=self.implementation,
                 wkv=self.wkv,

@@ -55,6 +55,8 @@ class TimeMix(nnx.Module):
         x: Float[Array, "B *T C"],
         state: rwkv7.TimeMixState | None = None,
         v_first: Float[Array, "B *T C"] | None = None,
+        *,
+        segment_ids: Int[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B *T C"], rwkv7.TimeMixState, Float[Array, "B *T C"]]:
         """`rwkv7.time_mix` of a sequence [B, T, C] or a token [B, C]: output, state, `v_first`."""
         return rwkv7.time_mix(
@@ -62,6 +64,7 @@ class TimeMix(nnx.Module):
             x,
             state,
             v_first,
+            segment_ids=segment_ids,
             implementation=self.implementation,
             wkv=self.wkv,
         )
@@ -76,10 +79,14 @@ class ChannelMix(nnx.Module):
         )
 
     def __call__(
-        self, x: Float[Array, "B *T C"], state: Float[Array, "B C"] | None = None
+        self,
+        x: Float[Array, "B *T C"],
+        state: Float[Array, "B C"] | None = None,
+        *,
+        segment_ids: Int[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B *T C"], Float[Array, "B C"]]:
         """`rwkv7.channel_mix` of a sequence [B, T, C] or a token [B, C]: output, state."""
-        return rwkv7.channel_mix(arrays(self.params), x, state)
+        return rwkv7.channel_mix(arrays(self.params), x, state, segment_ids=segment_ids)
 
 
 class RWKV7(nnx.Module):
@@ -100,13 +107,18 @@ class RWKV7(nnx.Module):
         self.wkv = wkv
 
     def __call__(
-        self, tokens: Int[Array, "B *T"], state: rwkv7.State | None = None
+        self,
+        tokens: Int[Array, "B *T"],
+        state: rwkv7.State | None = None,
+        *,
+        segment_ids: Int[Array, "B T"] | None = None,
     ) -> tuple[Float32[Array, "B *T vocabulary"], rwkv7.State]:
         """`rwkv7.rwkv7` of sequences [B, T] or a token each [B]: logits, state."""
         return rwkv7.rwkv7(
             arrays(self.params),
             tokens,
             state,
+            segment_ids=segment_ids,
             dtype=self.dtype,
             implementation=self.implementation,
             wkv=self.wkv,

@@ -39,6 +39,7 @@ def wkv4(
     initial_state: Wkv4State | None = None,
     *,
     segment_ids: Operand | None = None,
+    cu_seqlens: Operand | None = None,
     slots: Operand | None = None,
     decay: Literal["log", "exp"] = "log",
     precision: jax.lax.PrecisionLike = None,
@@ -66,6 +67,12 @@ def wkv4(
         of a row goes on from `initial_state`, every other one starts from a state without tokens,
         and the final state is the one after the last. Padding changes no state, and its `y` and its
         gradients are 0.
+      cu_seqlens: int32 [S + 1], for S sequences of different lengths in a single row, B = 1:
+        sequence s has the tokens from `cu_seqlens[s]` to `cu_seqlens[s + 1]`, none if these are
+        equal, and states of its own, so `initial_state` and the final state are of [S, C] each.
+        Numbers that do not go from 0 to T or that decrease raise a ValueError where they are known;
+        otherwise they are clamped, and tokens of no sequence have a `y` and gradients of 0. Not
+        together with `segment_ids` or `slots`.
       slots: int32 [B], rows of a pool of states [P, ...], which `initial_state` then is. The pool
         comes back with these rows replaced, in place where it is donated. A row with a slot below 0
         is not active: its `y` is 0. Slots that the pool does not have or that are there twice raise
@@ -97,6 +104,7 @@ def wkv4(
         "v": v,
         "initial_state": initial_state,
         "segment_ids": segment_ids,
+        "cu_seqlens": cu_seqlens,
         "slots": slots,
     }
     return OPERATOR.sequence(given, decay=decay, precision=precision, implementation=implementation)
