@@ -111,33 +111,68 @@ def _rows(x: Array, *shape: int) -> Array:
     return lax.iota(jnp.int32, x.shape[0]).reshape(shape)
 
 
-def _frames(cu: Array, tokens: int) -> _Frames:
+def _find(ends: Array, count: int) -> Array:
+    """How many of the ends [B, S] are at or before each number below a count [B, count]."""
+    numbers = lax.iota(jnp.int32, count)
+    search = functools.partial(jnp.searchsorted, side="right")
+    return jax.vmap(search, in_axes=(0, None))(ends, numbers).astype(jnp.int32)
+
+
+class _Layout(NamedTuple):
+    """Where sequences and their frames are in a row of tokens."""
+
+    cu: Array
+    """Clamped."""
+    length: int
+    """Of a frame."""
+    first: Array
+    """The first frame of each sequence, and the number of all, [B, S + 1]."""
+    owner: Array
+    """The sequence of each frame, [B, F]."""
+    used: Array
+    """Whether there is such a frame, [B, F]: F is as many as there can be."""
+
+
+def _layout(cu: Array, tokens: int) -> _Layout:
     sequences = cu.shape[1] - 1
     length = min(tokens, CHUNK)
     most = (tokens + sequences * (length - 1)) // length
     cu = lax.cummax(jnp.clip(cu, 0, tokens), axis=1)
     upto = jnp.cumsum(-(-jnp.diff(cu) // length), axis=1, dtype=jnp.int32)
-    first = jnp.pad(upto, ((0, 0), (1, 0)))
+    owner = jnp.minimum(_find(upto, most), sequences - 1)
+    used = lax.broadcasted_iota(jnp.int32, owner.shape, 1) < upto[:, -1:]
+    return _Layout(cu, length, jnp.pad(upto, ((0, 0), (1, 0))), owner, used)
 
-    def find(ends: Array, count: int) -> Array:
-        """How many of the ends [B, S] are at or before each number below a count [B, count]."""
-        numbers = lax.iota(jnp.int32, count)
-        search = functools.partial(jnp.searchsorted, side="right")
-        return jax.vmap(search, in_axes=(0, None))(ends, numbers).astype(jnp.int32)
+
+def spans(cu: Array, tokens: int) -> tuple[Array, Array]:
+    """What native kernels want to know of rows [B, T]. Of each sequence [B, S, 4]: its first token,
+    how many there are, the first of its frames, and nothing; and of each frame the sequence [B, F],
+    or -1 where there is none. All are counted over all rows."""
+    cu, _, first, owner, used = _layout(cu, tokens)
+    row = lax.broadcasted_iota(jnp.int32, cu[:, 1:].shape, 0)
+    frames, sequences = owner.shape[1], cu.shape[1] - 1
+    numbers = row * tokens + cu[:, :-1], jnp.diff(cu), row * frames + first[:, :-1], row
+    owner = lax.broadcasted_iota(jnp.int32, owner.shape, 0) * sequences + owner
+    return jnp.stack(numbers, axis=2), jnp.where(used, owner, -1)
+
+
+def _frames(cu: Array, tokens: int) -> _Frames:
+    sequences = cu.shape[1] - 1
+    cu, length, first, which, used = _layout(cu, tokens)
+    most = which.shape[1]
 
     def of(numbers: Array, which: Array) -> Array:
         return jnp.take_along_axis(numbers, which, axis=1)
 
-    which = jnp.minimum(find(upto, most), sequences - 1)
     number = lax.broadcasted_iota(jnp.int32, which.shape, 1)
     start = of(cu, which) + (number - of(first, which)) * length
-    end = jnp.where(number < upto[:, -1:], of(cu, which + 1), 0)
+    end = jnp.where(used, of(cu, which + 1), 0)
     index = start[..., None] + lax.iota(jnp.int32, length)[None, None]
     marks = jnp.where(
         index < end[..., None], jnp.uint8(_packing.GOES_ON), jnp.uint8(_packing.ABSENT)
     )
 
-    own = find(cu[:, 1:], tokens)
+    own = _find(cu[:, 1:], tokens)
     token = lax.broadcasted_iota(jnp.int32, own.shape, 1)
     there = (own < sequences) & (token >= cu[:, :1])
     own = jnp.minimum(own, sequences - 1)

@@ -1,11 +1,12 @@
-"""Time documents of different lengths: packed in rows with `segment_ids`, or each padded to the longest
-in a row of its own, against rows of the same size that are one sequence each.
+"""Time documents of different lengths: packed in rows with `segment_ids`, in a single row with
+`cu_seqlens` and a state each, or each padded to the longest in a row of its own, against rows of the
+same size that are one sequence each.
 
     python scripts/bench_packing.py --op wkv7
     python scripts/bench_packing.py --op wkv6 --shape 8x4096x64x64 --mean 256 1024
 
-The lengths of documents are geometrically distributed, and a row is filled until one does not fit,
-which is then cut. All run in turn, as in bench.py.
+The lengths of documents are geometrically distributed; the last of a row is cut. All run in turn, as
+in bench.py.
 """
 
 import argparse
@@ -40,14 +41,14 @@ def lengths_of(ids: np.ndarray) -> np.ndarray:
 
 
 def programs(op: str, decay: str) -> dict[str, Callable[..., Any]]:
-    """By direction, of the inputs, the cotangents and perhaps the segments."""
+    """By direction, of the inputs, the cotangents and how they are packed."""
     operator = bench.OPERATORS[op]
 
-    def forward(inputs: Any, _: Any, ids: Any = None) -> Any:
-        return operator.function(**inputs, decay=decay, segment_ids=ids)
+    def forward(inputs: Any, _: Any, packing: Any) -> Any:
+        return operator.function(**inputs, decay=decay, **packing)
 
-    def both(inputs: Any, cotangents: Any, ids: Any = None) -> Any:
-        results, vjp = jax.vjp(lambda inputs: forward(inputs, None, ids), inputs)
+    def both(inputs: Any, cotangents: Any, packing: Any) -> Any:
+        results, vjp = jax.vjp(lambda inputs: forward(inputs, None, packing), inputs)
         return results, vjp(tuple(cotangents[f"d{name}"] for name in operator.results))
 
     return dict(zip(bench.DIRECTIONS, map(jax.jit, (forward, both)), strict=True))
@@ -62,14 +63,26 @@ def measure(args: argparse.Namespace) -> Iterator[str]:
         operands = bench.Operands(args.op, (batch, tokens, *heads), args.dtype, args.device)
         return operands.repeated(args.decay)
 
+    def in_one_row(sequences: int) -> tuple[Any, Any]:
+        """All tokens, and so many states."""
+        row, states = given(1, batch * tokens), given(sequences, 1)
+        names = {*operator.states, *(f"d{name}" for name in operator.results[1:])}
+        inputs, cotangents = (
+            {n: (y if n in names else x)[n] for n in x} for x, y in zip(row, states, strict=True)
+        )
+        return inputs, cotangents
+
+    operator = bench.OPERATORS[args.op]
     whole = given(batch, tokens)
     for mean in args.mean:
         ids = ids_of(batch, tokens, mean)
         lengths = lengths_of(ids)
+        cu = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         contestants = {
-            "whole": whole,
-            "packed": (*whole, jnp.asarray(ids)),
-            "padded": given(len(lengths), int(lengths.max())),
+            "whole": (*whole, {}),
+            "segment_ids": (*whole, {"segment_ids": jnp.asarray(ids)}),
+            "cu_seqlens": (*in_one_row(len(lengths)), {"cu_seqlens": jnp.asarray(cu)}),
+            "padded": (*given(len(lengths), int(lengths.max())), {}),
         }
         for direction, program in kinds.items():
             loops = {}
@@ -83,8 +96,8 @@ def measure(args: argparse.Namespace) -> Iterator[str]:
             ms = [1e3 * statistics.median(x) for x in zip(*samples, strict=True)]
             yield (
                 f"{mean:8}{len(lengths):11}{lengths.max():9} {direction:17}"
-                + "".join(f"{x:10.3f}" for x in ms)
-                + f"{ms[1] / ms[0]:9.1%}{ms[2] / ms[1]:9.2f}"
+                + "".join(f"{x:12.3f}" for x in ms)
+                + f"{ms[1] / ms[0]:12.1%}{ms[2] / ms[0]:12.1%}"
             )
 
 
@@ -124,8 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(
         f"{args.op}, {args.shape}, {args.dtype}, {jax.devices()[0].device_kind}, jax "
         f"{jax.__version__}; milliseconds\n{'mean':>8}{'documents':>11}{'longest':>9} {'':17}"
-        f"{'whole':>10}{'packed':>10}{'padded':>10}{'packed':>9}{'faster':>9}\n"
-        f"{'':76}{'of whole':>9}{'than pad':>9}"
+        f"{'whole':>12}{'segment_ids':>12}{'cu_seqlens':>12}{'padded':>12}  the middle two of whole"
     )
     for line in measure(args):
         print(line, flush=True)

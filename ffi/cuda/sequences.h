@@ -16,7 +16,9 @@ namespace rwkv_jax::cuda {
 template <typename Call>
 void ReadSequences(Operands& operands, int64_t decay, Call& call) {
   const int64_t rows = operands.Size('B'), sequences = operands.Size('S'), tokens = operands.Size('T');
-  const int64_t saved = operands.Size('N'), frames = tokens / kChunk + sequences;
+  const int64_t length = tokens < kChunk ? tokens : kChunk;
+  const int64_t saved = operands.Size('N');
+  const int64_t frames = length == 0 ? 0 : (tokens + sequences * (length - 1)) / length;
   internal::ReadSizes(operands, rows * tokens, decay, kMaxHeadSize, call);
   operands.Require(operands.Size('W') == 4, "spans has W = ", operands.Size('W'), "; expected 4");
   operands.Require(saved == 0 || saved == frames, "states has N = ", saved, "; expected ", frames,
@@ -30,8 +32,8 @@ inline Segments SegmentsOf(Operands& operands, int64_t count, float* memory, int
   const int64_t all = Chunks(operands.Size('B') * operands.Size('T'));
   operands.Require(count >= 1 && count <= kMaxSegments, "segments is ", count, "; expected 1 to ",
                    kMaxSegments);
-  const int64_t frames = count > 1 ? (all + count - 1) / count : 0;
-  return {count, memory, size, frames > 0 || count <= 1 ? frames : 1};
+  if (count <= 1) return {count, memory, size};
+  return {count, memory, size, all > 0 ? (all + count - 1) / count : 1};
 }
 
 template <typename Call>

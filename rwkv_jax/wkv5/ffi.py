@@ -10,6 +10,8 @@ TARGETS = wkv6.targets("wkv5")
 
 forward = functools.partial(wkv6.forward, op="wkv5")
 backward = functools.partial(wkv6.backward, op="wkv5")
+forward_sequences = functools.partial(wkv6.forward_sequences, op="wkv5")
+backward_sequences = functools.partial(wkv6.backward_sequences, op="wkv5")
 summary = functools.partial(wkv6.summary, op="wkv5")
 reverse_summary = functools.partial(wkv6.reverse_summary, op="wkv5")
 step = functools.partial(wkv6.step, op="wkv5")

@@ -1,14 +1,14 @@
 """WKV6 on the native kernels: their targets, attributes and limits. Those of WKV5 differ in name
 and in that all tokens have the same w."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import NotImplementedType
 from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
 
-from rwkv_jax import _chunked, _ffi, _packing
+from rwkv_jax import _chunked, _ffi, _packing, _sequences
 from rwkv_jax._chunked import CHUNK, states_dtype
 from rwkv_jax._dispatch import Options
 from rwkv_jax._packing import Marks
@@ -19,13 +19,16 @@ from rwkv_jax.wkv7.ffi import (
     kernels,
     on_matrix_units,
     segments,
+    sequence_segments,
     why_not,
 )
 
 __all__ = [
     "TARGETS",
     "backward",
+    "backward_sequences",
     "forward",
+    "forward_sequences",
     "how",
     "reverse_summary",
     "step",
@@ -35,7 +38,10 @@ __all__ = [
 ]
 
 
-STAGES = ("fwd", "bwd", "chunk_fwd", "chunk_bwd", "summary", "reverse_summary", "step")
+STAGES = (
+    *("fwd", "bwd", "chunk_fwd", "chunk_bwd", "sequences_fwd", "sequences_bwd"),
+    *("summary", "reverse_summary", "step"),
+)
 
 
 def target(op: str, stage: str) -> str:
@@ -162,6 +168,77 @@ def backward(
     if constant:
         dw = jnp.sum(dw, axis=1)
     return dr, dw, dk, dv, jnp.sum(du, axis=1), dinitial_state
+
+
+def forward_sequences(
+    options: Options, platform: str, *operands: Array, op: str = "wkv6"
+) -> tuple[Values, Array, States] | NotImplementedType:
+    """As that of WKV7. Each sequence has the parameters of its row."""
+    *inputs, initial_state, cu = operands
+    r, v = inputs[0], inputs[3]
+    if not _on_matrix_units(platform, options, r):
+        return NotImplemented
+    batch, tokens, heads, size = r.shape
+    spans, owners = _sequences.spans(cu, tokens)
+    count, scratch = sequence_segments(_segments_of, r, _scratch(size, 2))
+    frames = owners.shape[1] if options.save else 0
+    y, final_state, states, _ = _ffi.call(
+        target(op, "sequences_fwd"),
+        [
+            (v.shape, v.dtype),
+            (initial_state.shape, jnp.float32),
+            ((batch, frames, heads, size, size), jnp.bfloat16),
+            scratch,
+        ],
+        *(*_for_each(inputs, initial_state), initial_state, spans),
+        decay=DECAY_CODES[options.decay],
+        segments=count,
+    )
+    return y, final_state, states
+
+
+def backward_sequences(
+    options: Options, platform: str, *operands: Array, op: str = "wkv6"
+) -> tuple[Array, ...] | NotImplementedType:
+    *inputs, states, dy, dfinal_state, cu = operands
+    r, w, k, v, u = inputs
+    if not _on_matrix_units(platform, options, r):
+        return NotImplemented
+    size = r.shape[3]
+    spans, owners = _sequences.spans(cu, r.shape[1])
+    count, scratch = sequence_segments(_segments_of, r, _scratch(size, 2))
+    summed = ((*states.shape[:3], size), jnp.float32)
+    gradients = ((*states.shape[:3], size * size // 2), jnp.float32)
+    constant = w.ndim == u.ndim
+    dr, dw, dk, dv, du, dinitial_state, _, _ = _ffi.call(
+        target(op, "sequences_bwd"),
+        [
+            (r.shape, r.dtype),
+            summed if constant else (w.shape, w.dtype),
+            (k.shape, k.dtype),
+            (v.shape, v.dtype),
+            summed,
+            (dfinal_state.shape, jnp.float32),
+            scratch,
+            gradients,
+        ],
+        *(*_for_each(inputs, dfinal_state), states, dy, dfinal_state, spans, owners),
+        decay=DECAY_CODES[options.decay],
+        segments=count,
+    )
+    if constant:
+        dw = jnp.sum(dw, axis=1)
+    return dr, dw, dk, dv, jnp.sum(du, axis=1), dinitial_state
+
+
+def _segments_of(heads: int, size: int, frames: int) -> int:
+    return _scan_segments(heads, frames)
+
+
+def _for_each(inputs: Sequence[Array], state: Array) -> list[Array]:
+    """The inputs, parameters [B, H, K] as [B, S, H, K]."""
+    sequences = state.shape[1]
+    return [jnp.repeat(x[:, None], sequences, axis=1) if x.ndim == 3 else x for x in inputs]
 
 
 def summary(

@@ -1,6 +1,6 @@
 """WKV7 on the native kernels: their targets, attributes and limits."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import NotImplementedType
 from typing import Any
 
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from rwkv_jax import _chunked, _ffi, _packing
+from rwkv_jax import _chunked, _ffi, _packing, _sequences
 from rwkv_jax._chunked import CHUNK, states_dtype
 from rwkv_jax._dispatch import Options
 from rwkv_jax._packing import Marks
@@ -19,10 +19,15 @@ FORWARD = "rwkv_wkv7_fwd_v1"
 BACKWARD = "rwkv_wkv7_bwd_v1"
 CHUNK_FORWARD = "rwkv_wkv7_chunk_fwd_v1"
 CHUNK_BACKWARD = "rwkv_wkv7_chunk_bwd_v1"
+SEQUENCES_FORWARD = "rwkv_wkv7_sequences_fwd_v1"
+SEQUENCES_BACKWARD = "rwkv_wkv7_sequences_bwd_v1"
 SUMMARY = "rwkv_wkv7_summary_v1"
 REVERSE_SUMMARY = "rwkv_wkv7_reverse_summary_v1"
 STEP = "rwkv_wkv7_step_v1"
-TARGETS = (FORWARD, BACKWARD, CHUNK_FORWARD, CHUNK_BACKWARD, SUMMARY, REVERSE_SUMMARY, STEP)
+TARGETS = (
+    *(FORWARD, BACKWARD, CHUNK_FORWARD, CHUNK_BACKWARD, SEQUENCES_FORWARD, SEQUENCES_BACKWARD),
+    *(SUMMARY, REVERSE_SUMMARY, STEP),
+)
 
 HEAD_SIZES = {"cpu": (16, 32, 64, 128, 256), "cuda": (16, 32, 64, 128)}
 MARKED = ("cpu",)
@@ -175,6 +180,63 @@ def backward(
     gradients = _ffi.call(target, results, *operands, **attributes)
     dr, dw, dk, dv, da, db, dinitial_state = gradients[:7]
     return dr, dw, dk, dv, da, db, dinitial_state
+
+
+def forward_sequences(
+    options: Options, platform: str, *operands: Array
+) -> tuple[Values, Array, States] | NotImplementedType:
+    """Of `rwkv_jax._sequences`: the states are [B, S, H, V, K]."""
+    *inputs, initial_state, cu = operands
+    r, _, _, v, _, _ = inputs
+    if not _summarizes(platform, options, r):
+        return NotImplemented
+    batch, tokens, heads, size = r.shape
+    spans, owners = _sequences.spans(cu, tokens)
+    count, scratch = sequence_segments(_scan_segments, r, _summaries(size, 2))
+    frames = owners.shape[1] if options.save else 0
+    y, final_state, states, _ = _ffi.call(
+        SEQUENCES_FORWARD,
+        [
+            (v.shape, v.dtype),
+            (initial_state.shape, jnp.float32),
+            ((batch, frames, heads, size, size), jnp.bfloat16),
+            scratch,
+        ],
+        *(*inputs, initial_state, spans),
+        decay=DECAY_CODES[options.decay],
+        segments=count,
+    )
+    return y, final_state, states
+
+
+def backward_sequences(
+    options: Options, platform: str, *operands: Array
+) -> tuple[Array, ...] | NotImplementedType:
+    *inputs, states, dy, dfinal_state, cu = operands
+    r = inputs[0]
+    if not _summarizes(platform, options, r):
+        return NotImplemented
+    size = r.shape[3]
+    spans, owners = _sequences.spans(cu, r.shape[1])
+    count, scratch = sequence_segments(_scan_segments, r, _summaries(size, 2))
+    gradients = ((*states.shape[:3], size * size // 2), jnp.float32)
+    *found, _, _ = _ffi.call(
+        SEQUENCES_BACKWARD,
+        [*((x.shape, x.dtype) for x in (*inputs, dfinal_state)), scratch, gradients],
+        *(*inputs, states, dy, dfinal_state, spans, owners),
+        decay=DECAY_CODES[options.decay],
+        segments=count,
+    )
+    return tuple(found)
+
+
+def sequence_segments(rule: Callable[..., int], r: Array, summary: int) -> tuple[int, Any]:
+    """Into how many segments all tokens would be split if they were one sequence, and the scratch
+    for what they do to a state: longer sequences are split into segments of that length."""
+    batch, tokens, heads, size = r.shape
+    frames = _chunked.boundaries(batch * tokens)
+    count = rule(batch * heads, size, frames)
+    return count, ((heads, summary * count if count > 1 else 0), jnp.float32)
 
 
 def _summarizes(platform: str, options: Options, r: Any) -> bool:
