@@ -1,12 +1,12 @@
 """Time documents of different lengths: packed in rows with `segment_ids`, in a single row with
-`cu_seqlens` and a state each, or each padded to the longest in a row of its own, against rows of the
-same size that are one sequence each.
+`cu_seqlens` and a state each, or each padded to the longest in a row of its own, against rows of
+the same size that are one sequence each.
 
     python scripts/bench_packing.py --op wkv7
     python scripts/bench_packing.py --op wkv6 --shape 8x4096x64x64 --mean 256 1024
 
-The lengths of documents are geometrically distributed; the last of a row is cut. All run in turn, as
-in bench.py.
+The lengths of documents are geometrically distributed; the last of a row is cut. All run in turn,
+as in bench.py.
 """
 
 import argparse
