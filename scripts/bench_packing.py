@@ -1,5 +1,5 @@
-"""Time documents of different lengths: packed in rows with `segment_ids`, or each padded to the longest
-in a row of its own, against rows of the same size that are one sequence each.
+"""Time documents of different lengths: packed in rows with `segment_ids`, or each padded to the
+longest in a row of its own, against rows of the same size that are one sequence each.
 
     python scripts/bench_packing.py --op wkv7
     python scripts/bench_packing.py --op wkv6 --shape 8x4096x64x64 --mean 256 1024

@@ -159,7 +159,9 @@ def test_any_lengths(run: Run, several: list[int]) -> None:
     assert_right(found_by(run, inputs, cotangents, np.array(several, np.int32)), expected)
 
 
-@of_two
+@pytest.mark.parametrize(
+    "run", [FAST["wkv4"], pytest.param(FAST["wkv7"], marks=pytest.mark.slow)], ids=["wkv4", "wkv7"]
+)
 def test_vmap(run: Run) -> None:
     """With lengths that are mapped and that are not, and an operand that is not."""
     inputs, cotangents = made(run.op, CASE, len(CU) - 1)
