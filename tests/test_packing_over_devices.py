@@ -165,7 +165,7 @@ def test_parts_on_each_device(op: str, cpus: list[Any], monkeypatch: pytest.Monk
     tolerance.assert_close(arrays, {n: wanted[n] for n in arrays}, tolerance.EXACT_FLOAT32)
 
 
-@pytest.mark.parametrize("op", ["wkv7", "wkv4"])
+@pytest.mark.parametrize("op", ["wkv7", pytest.param("wkv4", marks=pytest.mark.slow)])
 def test_bytes_exchanged_do_not_depend_on_the_tokens(op: str, cpus: list[Any]) -> None:
     """And are a few integers a row more than those of rows of one sequence."""
     run, batch = RUNS[op], 2

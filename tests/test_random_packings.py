@@ -92,7 +92,9 @@ def test_any_integers(dtype: str) -> None:
     np.testing.assert_array_equal(found, right)
 
 
-@of_two
+@pytest.mark.parametrize(
+    "run", [RUNS["wkv7"], pytest.param(RUNS["wkv4"], marks=pytest.mark.slow)], ids=["wkv7", "wkv4"]
+)
 def test_vmap(run: Run) -> None:
     """With ids that are mapped and that are not, and an operand that is not."""
     inputs, cotangents = made(run)

@@ -134,6 +134,46 @@ def test_sixteen_bits(run: Run) -> None:
     assert_right(found, expected, limits)
 
 
+TRACED = np.array([-3, 20, 18, 150, 150, 290, 7], np.int32)
+"""Lengths that only the device knows, and that are wrong."""
+
+
+@pytest.mark.parametrize("cu", [LONG, TRACED], ids=["long", "wrong"])
+@pytest.mark.parametrize(
+    ("op", "case"),
+    [
+        ("wkv7", Case(1, 300, 2, 64, dtype="bfloat16")),
+        ("wkv7", Case(1, 300, 70, 64, dtype="float16", state=False)),
+        ("wkv7", Case(1, 300, 1, 128, dtype="bfloat16")),
+        ("wkv6", Case(1, 300, 2, 64, dtype="bfloat16", decay="exp")),
+        ("wkv6", Case(1, 300, 1, 64, dtype="float16", decay="log", regime="mixed")),
+        ("wkv5", Case(1, 300, 2, 64, dtype="bfloat16", decay="exp")),
+    ],
+    ids=str,
+)
+def test_shapes_of_matrix_units(op: str, case: Case, cu: np.ndarray) -> None:
+    run = Run(op, None)
+    clamped = np.maximum.accumulate(np.clip(cu, 0, case.T))
+    inputs, cotangents = made(op, case, len(cu) - 1)
+    expected = _in_a_row(run, alone(op, inputs, clamped, case.decay, cotangents), clamped, case.T)
+    found = found_by(run, inputs, cotangents, cu, decay=case.decay, precision="default")
+    limits = {
+        n: tolerance.ceiling(n, case.dtype, sequential=False, highest=False) for n in found
+    }
+    assert_right(found, expected, limits)
+
+
+def _in_a_row(run: Run, expected: dict, cu: np.ndarray, tokens: int) -> dict:
+    """With zeros for the tokens that no sequence has."""
+    timed = {n for n in run.operator.inputs if n not in run.operator.shared}
+    placed = dict(expected)
+    for name, x in expected.items():
+        if name == "y" or name[1:] in timed:
+            placed[name] = np.zeros((1, tokens, *x.shape[2:]))
+            placed[name][:, cu[0] : cu[-1]] = x
+    return placed
+
+
 COUNT = 5
 cuts = strategies.lists(strategies.integers(0, TOKENS), min_size=COUNT - 1, max_size=COUNT - 1)
 right = cuts.map(lambda several: [0, *sorted(several), TOKENS])
@@ -152,14 +192,13 @@ def test_any_lengths(run: Run, several: list[int]) -> None:
     inputs, cotangents = made(run.op, Case(1, TOKENS, 1, 16), COUNT)
     cu = np.maximum.accumulate(np.clip(np.array(several), 0, TOKENS))
     expected = alone(run.op, inputs, cu, run.operator.decays[-1], cotangents)
-    for name, x in expected.items():
-        if name == "y" or (name[1:] in run.operator.inputs and name[1:] not in run.operator.shared):
-            expected[name] = np.zeros((1, TOKENS, *x.shape[2:]))
-            expected[name][:, cu[0] : cu[-1]] = x
+    expected = _in_a_row(run, expected, cu, TOKENS)
     assert_right(found_by(run, inputs, cotangents, np.array(several, np.int32)), expected)
 
 
-@of_two
+@pytest.mark.parametrize(
+    "run", [FAST["wkv4"], pytest.param(FAST["wkv7"], marks=pytest.mark.slow)], ids=["wkv4", "wkv7"]
+)
 def test_vmap(run: Run) -> None:
     """With lengths that are mapped and that are not, and an operand that is not."""
     inputs, cotangents = made(run.op, CASE, len(CU) - 1)

@@ -32,9 +32,11 @@ def summarize(
     marks: Marks | None = None,
 ) -> Map:
     batch, tokens, heads, size = v.shape
+    constant = w.ndim < k.ndim  # that of WKV5 is the same for all tokens
+    if not constant:
+        (w,) = _packing.cleared(marks, [w])
     log_decay = unbounded_log_decay(w, options.decay)
     more = () if marks is None else (marks,)
-    constant = w.ndim < k.ndim  # that of WKV5 is the same for all tokens
     if marks is None:
         total = tokens * log_decay if constant else jnp.sum(log_decay, axis=1)
     else:
