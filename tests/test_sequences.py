@@ -66,12 +66,15 @@ def operands(run: Run, inputs: Mapping[str, Any], cu: Any) -> dict[str, Any]:
     return {**inputs, **options, "precision": "highest", "cu_seqlens": cu}
 
 
-@functools.partial(jax.jit, static_argnames="run")
-def found_by(run: Run, inputs: dict, cotangents: dict, cu: Any) -> dict:
+@functools.partial(jax.jit, static_argnames=("run", "options"))
+def found_by(
+    run: Run, inputs: dict, cotangents: dict, cu: Any, options: tuple[tuple[str, Any], ...] = ()
+) -> dict:
     own = run.operator
 
     def call(inputs: dict) -> dict:
-        return dict(zip(own.results, own.function(**operands(run, inputs, cu)), strict=True))
+        results = own.function(**operands(run, inputs, cu) | dict(options))
+        return dict(zip(own.results, results, strict=True))
 
     results, vjp = jax.vjp(call, inputs)
     (gradients,) = vjp({name: cotangents[f"d{name}"] for name in own.results})
@@ -156,10 +159,9 @@ def test_shapes_of_matrix_units(op: str, case: Case, cu: np.ndarray) -> None:
     clamped = np.maximum.accumulate(np.clip(cu, 0, case.T))
     inputs, cotangents = made(op, case, len(cu) - 1)
     expected = _in_a_row(run, alone(op, inputs, clamped, case.decay, cotangents), clamped, case.T)
-    found = found_by(run, inputs, cotangents, cu, decay=case.decay, precision="default")
-    limits = {
-        n: tolerance.ceiling(n, case.dtype, sequential=False, highest=False) for n in found
-    }
+    options = ("decay", case.decay), ("precision", "default")
+    found = found_by(run, inputs, cotangents, cu, options)
+    limits = {n: tolerance.ceiling(n, case.dtype, sequential=False, highest=False) for n in found}
     assert_right(found, expected, limits)
 
 

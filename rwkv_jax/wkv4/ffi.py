@@ -17,7 +17,7 @@ BACKWARD = "rwkv_wkv4_bwd_v1"
 STEP = "rwkv_wkv4_step_v1"
 TARGETS = (FORWARD, BACKWARD, STEP)
 
-MARKED = ("cpu",)
+MARKED = ("cpu", "cuda")
 """Platforms whose kernels take several sequences in a row."""
 
 
