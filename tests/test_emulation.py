@@ -1,5 +1,5 @@
 """CUDA kernels run by a CPU: those on matrix units, as the code for sm_80, without warpgroup
-products, and the float kernels of WKV6, WKV5 and WKV4.
+products, and the float kernels of all operators.
 
 Every block is run warp by warp in an order drawn from a seed. Results that depend on the seed show
 a barrier that is missing.
@@ -8,6 +8,7 @@ a barrier that is missing.
 import concurrent.futures
 import ctypes
 import fcntl
+import functools
 import os
 import platform
 import shutil
@@ -24,13 +25,17 @@ import oracle
 import test_packing
 import tolerance
 from cases import Arrays, Case
+from operators import SEQUENCES
 from rwkv_jax import _packing
 
 TESTS = Path(__file__).parent
 FFI = TESTS.parent / "ffi"
 CUDA_HEADERS = ("cuda_bf16.h", "cuda_fp16.h", "cuda_runtime.h", "cuda_runtime_api.h")
 DECAYS = ("log", "exp", "sigmoid")
-SOURCES = ("kernels.cc", "wkv6.cc", "wkv6_gradient.cc", "wkv6_scan.cc", "wkv4.cc")
+SOURCES = (
+    *("kernels.cc", "wkv7_recurrent.cc"),
+    *("wkv6.cc", "wkv6_gradient.cc", "wkv6_scan.cc", "wkv4.cc"),
+)
 
 pytestmark = [
     pytest.mark.skipif(
@@ -73,6 +78,8 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     library.ScratchFloats.argtypes = [ctypes.c_int64] * 3
     library.Wkv6ScratchFloats.restype = ctypes.c_int64
     library.Wkv6ScratchFloats.argtypes = [*[ctypes.c_int64] * 3, ctypes.c_int]
+    library.Wkv7TokensScratchFloats.restype = ctypes.c_int64
+    library.Wkv7TokensScratchFloats.argtypes = [ctypes.c_int64]
     return library
 
 
@@ -377,7 +384,13 @@ def _check_wkv6(
 
 
 def _run_wkv4(
-    kernels: Any, seed: int, case: Case, segments: int, inputs: Arrays, cotangents: Arrays
+    kernels: Any,
+    seed: int,
+    case: Case,
+    segments: int,
+    inputs: Arrays,
+    cotangents: Arrays,
+    ids: np.ndarray | None = None,
 ) -> dict[str, np.ndarray]:
     tokens, part = inputs["k"].shape, (case.B, case.H * case.K)
     parts = ("num", "den", "log_max")
@@ -400,7 +413,10 @@ def _run_wkv4(
     ]
     sizes = (ctypes.c_int64 * 3)(case.B, case.T, part[1])
     dtype, decay = list(cases.DTYPES).index(case.dtype), DECAYS.index(case.decay)
-    error = kernels.Wkv4(seed, sizes, dtype, decay, ctypes.c_int64(segments), _pointers(arrays))
+    words = _words(ids)
+    error = kernels.Wkv4(
+        *(seed, sizes, dtype, decay, ctypes.c_int64(segments), _address(words)), _pointers(arrays)
+    )
     assert error == 0
     for name in ("dw", "du"):
         gradients[name] = gradients[name].sum((0, 1))
@@ -462,3 +478,147 @@ def test_emulated_wkv4_step(kernels: Any, case: Case) -> None:
     expected = oracle.step(oracle.wkv4, "kv", inputs, case.decay)
     limit = tolerance.ceiling("y", case.dtype, sequential=True, highest=True)
     tolerance.assert_close({"y": y, **state}, expected, limit)
+
+
+def _run_wkv7_tokens(
+    kernels: Any,
+    seed: int,
+    case: Case,
+    segments: int,
+    inputs: Arrays,
+    cotangents: Arrays,
+    ids: np.ndarray | None = None,
+) -> dict[str, np.ndarray]:
+    state = (case.B, case.H, case.K, case.K)
+    saved = (case.B, -(-case.T // 64), *state[1:])
+    scratch = segments * kernels.Wkv7TokensScratchFloats(case.K)
+    floats = case.dtype == "float32"
+    results = {
+        "y": _poisoned(inputs["v"].shape, inputs["v"].dtype),
+        "final_state": _poisoned(state, np.float32),
+    }
+    gradients = {f"d{n}": _poisoned(inputs[n].shape, inputs[n].dtype) for n in inputs}
+    arrays = [
+        *(_aligned(inputs[name]) for name in (*"rwkvab", "initial_state")),
+        *results.values(),
+        _poisoned(saved, np.float32 if floats else cases.DTYPES["bfloat16"]),
+        _poisoned((*state[:2], scratch), np.float32),
+        *(_aligned(cotangents[name]) for name in ("dy", "dfinal_state")),
+        *gradients.values(),
+    ]
+    sizes = (ctypes.c_int64 * 4)(case.B, case.T, case.H, case.K)
+    dtype, decay = list(cases.DTYPES).index(case.dtype), DECAYS.index(case.decay)
+    words = _words(ids)
+    error = kernels.Wkv7Tokens(
+        *(seed, sizes, dtype, decay, ctypes.c_int64(segments), _address(words)), _pointers(arrays)
+    )
+    assert error == 0
+    return results | gradients
+
+
+def _run_recurrence(
+    op: str,
+    kernels: Any,
+    seed: int,
+    case: Case,
+    segments: int,
+    inputs: Arrays,
+    cotangents: Arrays,
+    ids: np.ndarray | None = None,
+) -> dict[str, np.ndarray]:
+    """By the kernels of an operator that compute in float."""
+    given = inputs, cotangents, ids
+    if op == "wkv4":
+        return _run_wkv4(kernels, seed, case, segments, *given)
+    if op == "wkv7":
+        return _run_wkv7_tokens(kernels, seed, case, segments, *given)
+    return _run_wkv6(kernels, seed, case, segments, False, *given)
+
+
+@pytest.mark.parametrize(
+    ("case", "segments"),
+    [
+        (Case(2, 1, 1, 32, decay="log"), 1),
+        (Case(1, 70, 2, 16, decay="exp", regime="mixed"), 1),
+        (Case(1, 133, 1, 32, dtype="float16", decay="log"), 2),
+        (Case(1, 130, 1, 64, dtype="bfloat16"), 3),
+        (Case(1, 69, 1, 128), 1),
+    ],
+    ids=str,
+)
+def test_emulated_wkv7_tokens(kernels: Any, case: Case, segments: int) -> None:
+    inputs, cotangents = cases.wkv7(case)
+    results, others = (
+        _run_wkv7_tokens(kernels, seed, case, segments, inputs, cotangents) for seed in (1, 2)
+    )
+    expected = oracle.wkv7(inputs, case.decay, cotangents)
+    limits = {n: tolerance.ceiling(n, case.dtype, sequential=True, highest=True) for n in results}
+    tolerance.assert_close(results, expected, limits)
+    for name, x in results.items():
+        assert x.tobytes() == others[name].tobytes(), name
+
+
+PACKED = [
+    ("wkv7", Case(4, 70, 1, 16, decay="exp"), 1),
+    ("wkv7", Case(4, 133, 1, 32, dtype="float16", decay="log", regime="mixed"), 3),
+    ("wkv7", Case(3, 135, 1, 64, dtype="bfloat16"), 2),
+    ("wkv7", Case(2, 70, 1, 128), 2),
+    ("wkv6", Case(4, 70, 1, 16, decay="exp", regime="mixed"), 1),
+    ("wkv6", Case(4, 133, 2, 32, dtype="float16", decay="log"), 3),
+    ("wkv6", Case(4, 200, 1, 64, dtype="bfloat16", decay="exp"), 3),
+    ("wkv6", Case(3, 70, 1, 128, decay="log"), 2),
+    ("wkv5", Case(4, 133, 1, 64, decay="log"), 2),
+    ("wkv4", Case(4, 70, 1, 33, decay="log"), 1),
+    ("wkv4", Case(5, 200, 1, 64, decay="exp"), 3),
+    ("wkv4", Case(5, 200, 1, 32, decay="log", regime="mixed"), 4),
+    ("wkv4", Case(4, 320, 1, 66, dtype="bfloat16", decay="log"), 3),
+    ("wkv4", Case(4, 133, 1, 35, dtype="float16", decay="exp"), 2),
+]
+
+
+def _ids(case: Case, seed: int = 0) -> np.ndarray:
+    """Rows of short segments, of long ones, and of padding here and there, at the start and at the
+    end; the last row has nothing else."""
+    random = np.random.default_rng(seed)
+    rows = np.zeros((case.B, case.T), np.int32)
+    for row, longest in zip(rows[:-1], (9, 64, 150, 90), strict=False):
+        start = 0
+        while start < case.T:
+            length = random.integers(1, longest)
+            row[start : start + length] = random.integers(0, 1 << 10) * (random.random() < 0.8)
+            start += length
+    return rows
+
+
+@pytest.mark.parametrize(("op", "case", "segments"), PACKED, ids=str)
+def test_emulated_packing(kernels: Any, op: str, case: Case, segments: int) -> None:
+    """What is not finite in padding, or in another segment, reaches nothing."""
+    own, ids = SEQUENCES[op], _ids(case)
+    inputs, cotangents = own.make(case)
+    timed = [name for name in own.inputs if name not in own.shared]
+    for x in (*(inputs[name] for name in timed), cotangents["dy"]):
+        x[ids == 0] = np.nan
+    run = functools.partial(_run_recurrence, op, kernels)
+    results = run(1, case, segments, inputs, cotangents, ids)
+    expected = test_packing.expected(op, inputs, ids, case.decay, cotangents)
+    limits = {n: tolerance.ceiling(n, case.dtype, sequential=True, highest=True) for n in results}
+    tolerance.assert_close(results, expected, limits)
+    for name in ("y", *(f"d{n}" for n in timed)):
+        assert not results[name][ids == 0].any(), name
+    others = run(2, case, segments, inputs, cotangents, ids)
+    for name, x in results.items():
+        assert x.tobytes() == others[name].tobytes(), name
+
+    poisoned = np.zeros(ids.shape, bool)
+    for row, parts in enumerate(map(test_packing.parts_of, ids)):
+        if len(parts) > 2:
+            poisoned[row, parts[len(parts) // 2]] = True
+    for i, name in enumerate((*timed, "dy")):
+        x = cotangents["dy"] if name == "dy" else inputs[name]
+        x[poisoned] = (np.inf, np.nan)[i % 2]
+    others = run(1, case, segments, inputs, cotangents, ids)
+    for name in (f"d{n}" for n in own.shared):
+        del results[name]
+    for name, x in results.items():
+        x, other = (a[~poisoned] if a.shape[1] == case.T else a for a in (x, others[name]))
+        assert x.tobytes() == other.tobytes(), name

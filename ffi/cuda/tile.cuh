@@ -10,6 +10,7 @@
 
 #include <cstdint>
 
+#include "marks.cuh"
 #include "ptx.cuh"
 #include "rwkv_jax/types.h"
 
@@ -40,6 +41,15 @@ struct Tile {
 
 template <typename G>
 using Fragment = float[G::kRows][G::kCols];
+
+// By stores, so that nothing is left of what is not finite either.
+template <typename G>
+__device__ void Clear(Fragment<G>& s) {
+#pragma unroll
+  for (int i = 0; i < G::kRows; ++i)
+#pragma unroll
+    for (int c = 0; c < G::kCols; ++c) s[i][c] = 0.0f;
+}
 
 __device__ inline float4 Pack(const float* x) { return {x[0], x[1], x[2], x[3]}; }
 
@@ -229,7 +239,8 @@ __device__ inline float2 DecayAndSlope(float w, Decay form) {
 
 // Brings kTokens rows of w and of kVectors - 1 other vectors of N elements from global memory, by way
 // of registers so that the next tile travels while this one is computed, into shared memory as float,
-// w as decay factors. A token past the end comes as one that changes no state: decay 1, all else 0.
+// w as decay factors. A token past the end, or one that is padding, comes as one that changes no state:
+// decay 1, all else 0.
 template <typename T, typename G, int kVectors, int kTokens>
 class TokenLoader {
  public:
@@ -249,13 +260,15 @@ class TokenLoader {
   }
 
   // `tile` is [kVectors, kTokens, N]; `slopes` [kTokens, N] gets the derivatives of the decay factors.
-  template <bool kSlopes>
-  __device__ void Store(float* tile, float* slopes, int count, Decay form) const {
+  template <bool kSlopes, bool kMarked>
+  __device__ void Store(float* tile, float* slopes, int count, TileMarks<kMarked> marks,
+                        Decay form) const {
+    const auto there = [&](int token) { return token < count && !marks.Absent(token); };
 #pragma unroll
     for (int e = 0; e < kDecays; ++e) {
       if (DecayToken() >= kTokens) continue;
       float2 decay{1.0f, 0.0f};
-      if (DecayToken() < count) decay = DecayAndSlope(ToFloat(w_.x[e]), form);
+      if (there(DecayToken())) decay = DecayAndSlope(ToFloat(w_.x[e]), form);
       tile[threadIdx.x * kDecays + e] = decay.x;
       if constexpr (kSlopes) slopes[threadIdx.x * kDecays + e] = decay.y;
     }
@@ -265,7 +278,7 @@ class TokenLoader {
       if (piece >= kPieces) continue;
       float x[kPiece];
 #pragma unroll
-      for (int e = 0; e < kPiece; ++e) x[e] = token < count ? ToFloat(mine_[j].x[e]) : 0.0f;
+      for (int e = 0; e < kPiece; ++e) x[e] = there(token) ? ToFloat(mine_[j].x[e]) : 0.0f;
 #pragma unroll
       for (int e = 0; e < kPiece; e += 4)
         *reinterpret_cast<float4*>(tile + kTokens * G::N + piece * kPiece + e) = Pack(x + e);

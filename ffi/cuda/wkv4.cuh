@@ -8,14 +8,18 @@
 //
 // Sums of weights are kept as sums times e^log_max. Inside a run whose weights are not too far
 // from each other all are taken relative to one gauge, which leaves one exponential for each
-// token. Another run, or one with fewer tokens, goes token by token as the reference does.
+// token. Another run, or one with fewer tokens, goes token by token as the reference does, and so
+// does one in which a segment starts or which has padding. That has no part in decays: ages are
+// counted in tokens that are there.
 #pragma once
 
 #include <cfloat>
 #include <cstdint>
 #include <type_traits>
 
+#include "chunk.cuh"
 #include "launch.cuh"
+#include "marks.cuh"
 #include "matrix.cuh"
 #include "rwkv_jax/wkv4.h"
 
@@ -185,11 +189,100 @@ struct Split {
   __device__ int64_t Length(int64_t segment) const { return First(segment + 1) - First(segment); }
 };
 
+// Over some tokens of a sequence: how many of them count, and whether the state before them is lost.
+struct Span {
+  float tokens;
+  bool starts;
+
+  // `sums` after these tokens, and what they add up to by themselves.
+  __device__ Sums Join(const Sums& sums, float w, const Sums& more) const {
+    return starts ? more : Add(sums, tokens * w, more);
+  }
+};
+
+// Over segment `i` of a sequence, found by a warp together.
+template <bool kMarked>
+__device__ Span SpanOf(const Split& split, int64_t i, const Marks& marks, int64_t sequence) {
+  if constexpr (!kMarked) {
+    return {static_cast<float>(split.Length(i)), false};
+  } else {
+    const int64_t end = (split.First(i + 1) + kChunk - 1) / kChunk;
+    int64_t tokens = 0;
+    bool starts = false;
+    for (int64_t chunk = split.First(i) / kChunk + Lane(); chunk < end; chunk += 32) {
+      const FrameMarks frame(marks, sequence, chunk);
+      tokens += kChunk - __popcll(frame.absent);
+      starts = starts || frame.starts != 0;
+    }
+    float total = tokens;
+#pragma unroll
+    for (int bit = 1; bit < 32; bit *= 2) total += __shfl_xor_sync(~0u, total, bit);
+    return {total, __any_sync(~0u, starts) != 0};
+  }
+}
+
 // The tokens of the tile at `start`; none past the end.
 __device__ inline int TileLength(int64_t start, int64_t end) {
   const int64_t left = end - start;
   return left < 0 ? 0 : left < kChunk ? static_cast<int>(left) : static_cast<int>(kChunk);
 }
+
+// The marks of the tile at `start`, if that is before `end`.
+template <bool kMarked>
+__device__ FrameMarks LoadFrame(const Marks& marks, int64_t sequence, int64_t start, int64_t end) {
+  if constexpr (kMarked)
+    if (start < end) return {marks, sequence, start / kChunk};
+  return {};
+}
+
+// A tile of `length` tokens, and what its marks say of its runs.
+template <bool kMarked>
+struct Runs {
+  int length;
+
+  __device__ Runs(int length, const FrameMarks&) : length(length) {}
+
+  // The tokens of the first runs, of all runs, and those after a token.
+  __device__ float Tokens(int runs) const { return fminf(kRun * runs, length); }
+  __device__ float Tokens() const { return length; }
+  __device__ float TokensAfter(int token) const { return length - 1 - token; }
+  // Of a run that has tokens.
+  __device__ Span Of(int run) const { return {fminf(kRun, length - kRun * run), false}; }
+  // Whether a segment starts in one of the runs from `first` up to `end`.
+  __device__ bool Start(int, int) const { return false; }
+  __device__ TileMarks<false> MarksOf(int) const { return {}; }
+};
+
+template <>
+struct Runs<true> {
+  int length;
+  FrameMarks marks;
+
+  __device__ Runs(int length, const FrameMarks& marks) : length(length), marks(marks) {}
+
+  __device__ float Tokens(int runs) const {
+    return kRun * runs - __popcll(marks.absent & Before(runs));
+  }
+  __device__ float Tokens() const { return Tokens(kWarps); }
+  __device__ float TokensAfter(int token) const {
+    return kChunk - 1 - token - __popcll(marks.absent >> token);
+  }
+  __device__ Span Of(int run) const {
+    return {Tokens(run + 1) - Tokens(run), Start(run, run + 1)};
+  }
+  __device__ bool Start(int first, int end) const {
+    return (marks.starts & Before(end) & ~Before(first)) != 0;
+  }
+  __device__ TileMarks<true> MarksOf(int run) const {
+    const auto bits = [&](uint64_t x) { return static_cast<uint32_t>(x >> kRun * run) & 0xff; };
+    return {bits(marks.starts) | bits(marks.absent) << kWordTokens};
+  }
+
+ private:
+  static __device__ uint64_t Before(int runs) {
+    return runs >= kWarps ? ~uint64_t{0} : (uint64_t{1} << kRun * runs) - 1;
+  }
+};
 
 // Sums in shared memory, of the channels of a warp.
 template <int kChannels>
@@ -210,25 +303,25 @@ struct Slot {
 template <typename T>
 using Slots = Slot<kWidth<T>>[kWarps + 1];
 
-// What the sums of the runs from `first` up to `end` and those that come into the tile add up to,
-// `age(slot)` tokens later each.
-template <typename T, typename Age>
-__device__ void Gather(const Slots<T>& slots, int first, int end,
-                       const Channel (&channel)[kWidth<T>], const Age& age,
-                       Sums (&sums)[kWidth<T>]) {
+// What sums add up to, `age(slot)` tokens later each: those of the runs for which counts(slot) holds,
+// and if counts(kWarps) those that come into the tile.
+template <typename T, typename Age, typename Counts>
+__device__ void Gather(const Slots<T>& slots, const Channel (&channel)[kWidth<T>], const Age& age,
+                       const Counts& counts, Sums (&sums)[kWidth<T>]) {
   const auto exponent = [&](int j, int c) {
     return fmaf(age(j), channel[c].w, slots[j].parts[2][Lane()][c]);
   };
 #pragma unroll
-  for (int c = 0; c < kWidth<T>; ++c) sums[c] = {0.0f, 0.0f, exponent(kWarps, c)};
+  for (int c = 0; c < kWidth<T>; ++c)
+    sums[c] = {0.0f, 0.0f, counts(kWarps) ? exponent(kWarps, c) : -FLT_MAX};
 #pragma unroll
   for (int j = 0; j < kWarps; ++j)
-    if (first <= j && j < end)
+    if (counts(j))
 #pragma unroll
       for (int c = 0; c < kWidth<T>; ++c) sums[c].log_max = fmaxf(sums[c].log_max, exponent(j, c));
 #pragma unroll
   for (int j = 0; j <= kWarps; ++j)
-    if (j == kWarps || (first <= j && j < end))
+    if (counts(j))
 #pragma unroll
       for (int c = 0; c < kWidth<T>; ++c) {
         const float scale = Exp(exponent(j, c) - sums[c].log_max);
@@ -238,45 +331,56 @@ __device__ void Gather(const Slots<T>& slots, int first, int end,
 }
 
 // The state at the start of the run of `warp`, or with kWarps at the end of the tile, from the
-// runs before.
-template <typename T>
-__device__ void Before(const Slots<T>& slots, int warp, int length,
+// runs before. A run has put down what it adds up to since the last start in it.
+template <typename T, bool kMarked>
+__device__ void Before(const Slots<T>& slots, int warp, const Runs<kMarked>& runs,
                        const Channel (&channel)[kWidth<T>], Sums (&sums)[kWidth<T>]) {
-  const float to = fminf(kRun * warp, length);
-  const auto age = [&](int j) {
-    return j == kWarps ? to : to - fminf(kRun * (j + 1), length);
+  const float to = runs.Tokens(warp);
+  const auto age = [&](int j) { return j == kWarps ? to : to - runs.Tokens(j + 1); };
+  const auto counts = [&](int j) {
+    return j == kWarps ? !runs.Start(0, warp) : j < warp && !runs.Start(j + 1, warp);
   };
-  Gather<T>(slots, 0, warp, channel, age, sums);
+  Gather<T>(slots, channel, age, counts, sums);
 }
 
-// The cotangent of the state at the end of the run of `warp`, from the runs after it.
-template <typename T>
-__device__ void After(const Slots<T>& slots, int warp, int length,
+// The cotangent of the state at the end of the run of `warp`, from the runs after it. A run has put
+// down what comes from its tokens up to the first start in it.
+template <typename T, bool kMarked>
+__device__ void After(const Slots<T>& slots, int warp, const Runs<kMarked>& runs,
                       const Channel (&channel)[kWidth<T>], Sums (&sums)[kWidth<T>]) {
-  const float to = fminf(kRun * (warp + 1), length);
-  const auto age = [&](int j) { return fminf(kRun * j, length) - to; };
-  Gather<T>(slots, warp + 1, kWarps, channel, age, sums);
+  const float to = runs.Tokens(warp + 1);
+  const auto age = [&](int j) { return runs.Tokens(j) - to; };
+  const auto counts = [&](int j) { return j > warp && !runs.Start(warp + 1, j); };
+  Gather<T>(slots, channel, age, counts, sums);
 }
 
 // Where a run is.
-template <typename T>
+template <typename T, bool kMarked>
 struct Place {
   static constexpr int W = kWidth<T>;
 
   int64_t row;  // of the first token, in arrays [B * T, C]
   int count;
+  TileMarks<kMarked> marks;
 
-  // In a tile of `length` tokens.
-  __device__ Place(const Column<T>& column, int64_t tile_row, int length, int warp)
-      : row(tile_row + kRun * warp) {
-    const int left = length - kRun * warp;
+  __device__ Place(const Column<T>& column, int64_t tile_row, const Runs<kMarked>& runs, int warp)
+      : row(tile_row + kRun * warp), marks(runs.MarksOf(warp)) {
+    const int left = runs.length - kRun * warp;
     count = left < 0 || column.count == 0 ? 0 : left < kRun ? left : kRun;
   }
 
-  // Whether the tokens are kRun whole words.
-  __device__ bool Whole(const Column<T>& column) const { return column.words && count == kRun; }
+  // Whether the tokens are kRun whole words, without marks.
+  __device__ bool Whole(const Column<T>& column) const {
+    return column.words && count == kRun && (!kMarked || marks.bits == 0);
+  }
+  // Where the lane has channels.
+  __device__ Span Over() const {
+    return {static_cast<float>(kMarked ? kRun - __popc(marks.bits >> kWordTokens) : count),
+            marks.Starts(0, kRun)};
+  }
 
-  // Calls body(t, c, key, value) for tokens one by one, in little code.
+  // Calls body(t, c, key, value) for tokens one by one, in little code. Where a token is padding,
+  // key and value are 0.
   template <typename Body>
   __device__ void ForEach(const Column<T>& column, const Wkv4Call& call, const Body& body) const {
 #pragma unroll 1
@@ -295,7 +399,8 @@ struct Place {
     float log_max = -FLT_MAX;
     int token = 0;
     ForEach(column, call, [&](int t, int c, float key, float) {
-      if (c != channel) return;
+      if (c != channel || marks.Absent(t)) return;
+      if (marks.Starts(t)) log_max = -FLT_MAX;
       if (key > log_max + w) token = t;
       log_max = fmaxf(log_max + w, key);
     });
@@ -306,9 +411,11 @@ struct Place {
   template <typename Body>
   __device__ void ForToken(const Column<T>& column, const Wkv4Call& call, int t,
                            const Body& body) const {
-    float key[W], value[W];
-    column.LoadEach(call.k, column.At(row + t), key);
-    column.LoadEach(call.v, column.At(row + t), value);
+    float key[W] = {}, value[W] = {};
+    if (!marks.Absent(t)) {
+      column.LoadEach(call.k, column.At(row + t), key);
+      column.LoadEach(call.v, column.At(row + t), value);
+    }
 #pragma unroll
     for (int c = 0; c < W; ++c) body(t, c, key[c], value[c]);
   }
@@ -327,8 +434,22 @@ struct Words {
   }
 };
 
+// The state before token t as the token finds it, or the cotangent of what it was left as.
+template <bool kMarked>
+__device__ void Enter(TileMarks<kMarked> marks, int t, Sums& state) {
+  if (marks.Starts(t)) state = Nothing();
+}
+
+// The state before token t becomes that after it.
+template <bool kMarked>
+__device__ void Take(TileMarks<kMarked> marks, int t, float w, float key, float value,
+                     Sums& state) {
+  Enter(marks, t, state);
+  if (!marks.Absent(t)) state = Add(state, w, {value, 1.0f, key});
+}
+
 // The weights e^(k_t) of a run, and their sums.
-template <typename T>
+template <typename T, bool kMarked>
 struct Weights {
   static constexpr int W = kWidth<T>;
 
@@ -341,15 +462,16 @@ struct Weights {
     return Exp2(fmaf(log_weight, kLog2E, -gauge[c]));
   }
 
-  __device__ Weights(const Column<T>& column, const Wkv4Call& call, const Place<T>& place,
-                     const Words& k, const Words& v, const Channel (&channel)[W]) {
+  __device__ Weights(const Column<T>& column, const Wkv4Call& call,
+                     const Place<T, kMarked>& place, const Words& k, const Words& v,
+                     const Channel (&channel)[W]) {
     near = place.Whole(column);
     if (near) SumNear(k, v, channel);
     if (near) return;
 #pragma unroll
     for (int c = 0; c < W; ++c) sums[c] = Nothing();
-    place.ForEach(column, call, [&](int, int c, float key, float value) {
-      sums[c] = Add(sums[c], channel[c].w, {value, 1.0f, key});
+    place.ForEach(column, call, [&](int t, int c, float key, float value) {
+      Take(place.marks, t, channel[c].w, key, value, sums[c]);
     });
   }
 

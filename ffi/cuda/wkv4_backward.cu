@@ -36,7 +36,7 @@ struct BackwardShared {
 };
 
 // A run backwards.
-template <typename T>
+template <typename T, bool kMarked>
 struct BackwardRun {
   static constexpr int W = kWidth<T>;
 
@@ -44,8 +44,8 @@ struct BackwardRun {
   const Wkv4BackwardCall& call;
   const Channel (&channel)[W];
   BackwardShared<T>& shared;
-  const Place<T>& place;
-  const Weights<T>& weights;
+  const Place<T, kMarked>& place;
+  const Weights<T, kMarked>& weights;
   const Words &k, &v, &dy;
   bool near;
 
@@ -127,14 +127,17 @@ struct BackwardRun {
 #pragma unroll
       for (int c = 0; c < W; ++c) state[c] = before[c];
       place.ForEach(column, call, [&](int t, int c, float key, float value) {
+        Enter(place.marks, t, state[c]);
         shared.Kept(t, 0, c) = state[c].num;
         shared.Kept(t, 1, c) = state[c].den;
         shared.Kept(t, 2, c) = state[c].log_max;
-        state[c] = Add(state[c], channel[c].w, {value, 1.0f, key});
+        Take(place.marks, t, channel[c].w, key, value, state[c]);
       });
       place.ForEachBackwards(column, call, [&](int t, int c, float key, float value) {
+        if (place.marks.Absent(t)) return;
         const Own own = OwnCotangent(Kept(t, c), t, c, key, value);
         cotangents[c] = Add(cotangents[c], channel[c].w, own.cotangent);
+        Enter(place.marks, t, cotangents[c]);
       });
     }
   }
@@ -192,17 +195,21 @@ struct BackwardRun {
 #pragma unroll
       for (int c = 0; c < W; ++c) rest[c] = after[c];
       place.ForEachBackwards(column, call, [&](int t, int c, float key, float value) {
-        const Sums state = Kept(t, c);
-        const Own own = OwnCotangent(state, t, c, key, value);
-        const float past = Weigh(state.log_max + channel[c].w, rest[c].log_max);
-        dw[c] = fmaf(past, fmaf(rest[c].num, state.num, rest[c].den * state.den), dw[c]);
-        const float to_own = own.weight * own.cotangent.num * own.lead;
-        du[c] += to_own;
-        const float weight = Weigh(key, rest[c].log_max);
-        dv[c] = fmaf(weight, rest[c].num, own.weight * own.cotangent.num);
-        dk[c] = fmaf(weight, fmaf(rest[c].num, value, rest[c].den), to_own);
-        if (t == at[c]) dk[c] += dlog_max[c];
-        rest[c] = Add(rest[c], channel[c].w, own.cotangent);
+        dv[c] = dk[c] = 0.0f;
+        if (!place.marks.Absent(t)) {
+          const Sums state = Kept(t, c);
+          const Own own = OwnCotangent(state, t, c, key, value);
+          const float past = Weigh(state.log_max + channel[c].w, rest[c].log_max);
+          dw[c] = fmaf(past, fmaf(rest[c].num, state.num, rest[c].den * state.den), dw[c]);
+          const float to_own = own.weight * own.cotangent.num * own.lead;
+          du[c] += to_own;
+          const float weight = Weigh(key, rest[c].log_max);
+          dv[c] = fmaf(weight, rest[c].num, own.weight * own.cotangent.num);
+          dk[c] = fmaf(weight, fmaf(rest[c].num, value, rest[c].den), to_own);
+          if (t == at[c]) dk[c] += dlog_max[c];
+          rest[c] = Add(rest[c], channel[c].w, own.cotangent);
+          Enter(place.marks, t, rest[c]);
+        }
         if (c == W - 1) {
           column.StoreEach(call.dk, column.At(place.row + t), dk);
           column.StoreEach(call.dv, column.At(place.row + t), dv);
@@ -213,16 +220,18 @@ struct BackwardRun {
 };
 
 // The run that log_max at the end of a tile is from, or -1 if it is from the state at the start.
-template <typename T>
-__device__ int LargestRun(const Slots<T>& runs, int length, float w, int c) {
-  const auto log_max = [&](int j) { return runs[j].parts[2][Lane()][c]; };
+template <typename T, bool kMarked>
+__device__ int LargestRun(const Slots<T>& slots, const Runs<kMarked>& runs, float w, int c) {
+  const auto log_max = [&](int j) { return slots[j].parts[2][Lane()][c]; };
   float largest = log_max(0);
   int run = 0;
-  for (int j = 1; kRun * j < length; ++j) {
-    largest = fmaf(fminf(kRun, length - kRun * j), w, largest);
-    if (log_max(j) > largest) largest = log_max(j), run = j;
+  for (int j = 1; kRun * j < runs.length; ++j) {
+    const Span span = runs.Of(j);
+    largest = fmaf(span.tokens, w, largest);
+    if (span.starts || log_max(j) > largest) largest = log_max(j), run = j;
   }
-  return fmaf(length, w, log_max(kWarps)) >= largest ? -1 : run;
+  if (runs.Start(0, kWarps)) return run;
+  return fmaf(runs.Tokens(), w, log_max(kWarps)) >= largest ? -1 : run;
 }
 
 // Has L2 fetch what a run needs.
@@ -243,7 +252,7 @@ __device__ void FetchRun(const Column<T>& column, const Wkv4BackwardCall& call, 
 // first, with kSummary: the cotangent of the state at the start of the segment, as far as it comes
 // from these tokens, and how much of a cotangent of the log_max at the end is left there. Of the
 // last segment both are the whole.
-template <typename T, bool kSummary>
+template <typename T, bool kSummary, bool kMarked>
 __global__ __launch_bounds__(kThreads, 2) void BackwardKernel(
     const __grid_constant__ Wkv4BackwardCall call, const __grid_constant__ Split split,
     Wkv4State<float> summaries) {
@@ -277,8 +286,9 @@ __global__ __launch_bounds__(kThreads, 2) void BackwardKernel(
     } else if (!kSummary) {
 #pragma unroll 1
       for (int64_t i = segments - 1; i > segment; --i) {
-        cotangent = Add(cotangent, split.Length(i) * channel[c].w,
-                        column.LoadState(summaries, summary_row(i), c));
+        cotangent = SpanOf<kMarked>(split, i, call.marks, column.sequence)
+                        .Join(cotangent, channel[c].w,
+                              column.LoadState(summaries, summary_row(i), c));
         dlog_max[c] *= column.LoadFloat(summary_dlog_max, summary_row(i), c);
       }
     }
@@ -288,32 +298,39 @@ __global__ __launch_bounds__(kThreads, 2) void BackwardKernel(
   bool final = segment == segments - 1;  // the last tile of the sequence
   int64_t chunk = (end + kChunk - 1) / kChunk;
   const int64_t first_chunk = begin / kChunk, last_length = end - (chunk - 1) * kChunk;
+  const auto marks_of = [&](int64_t chunk) {
+    return LoadFrame<kMarked>(call.marks, column.sequence, chunk * kChunk, end);
+  };
+  FrameMarks next = marks_of(begin < end ? chunk - 1 : chunk);
   int stage = 0;
   for (; begin < end && chunk > first_chunk; final = false, stage ^= 1) {
     --chunk;
     const int length = final ? static_cast<int>(last_length) : static_cast<int>(kChunk);
-    const Place<T> place(column, column.sequence * tokens + chunk * kChunk, length, warp);
+    const Runs<kMarked> runs(length, next);
+    const Place<T, kMarked> place(column, column.sequence * tokens + chunk * kChunk, runs, warp);
     Words k, v, dy;
     if (place.Whole(column)) {
       k.Load(column, call.k, place.row);
       v.Load(column, call.v, place.row);
       dy.Load(column, call.dy, place.row);
     }
-    if (chunk > first_chunk)
+    if (chunk > first_chunk) {
       FetchRun(column, call, place.row - kChunk, state_row + chunk - 1);
-    Slots<T>&runs = shared.runs[stage], &cotangents = shared.cotangents[stage];
+      next = marks_of(chunk - 1);
+    }
+    Slots<T>&sums = shared.runs[stage], &cotangents = shared.cotangents[stage];
     Sums before[W], added[W], after[W];
     if (warp == 0)
 #pragma unroll
       for (int c = 0; c < W; ++c)
-        runs[kWarps].Put(c, column.LoadState(call.states, state_row + chunk, c));
-    const Weights<T> weights(column, call, place, k, v, channel);
+        sums[kWarps].Put(c, column.LoadState(call.states, state_row + chunk, c));
+    const Weights<T, kMarked> weights(column, call, place, k, v, channel);
 #pragma unroll
-    for (int c = 0; c < W; ++c) runs[warp].Put(c, weights.sums[c]);
+    for (int c = 0; c < W; ++c) sums[warp].Put(c, weights.sums[c]);
     __syncthreads();
 
     if (final && warp == 0) {
-      Before<T>(runs, kWarps, length, channel, before);
+      Before<T>(sums, kWarps, runs, channel, before);
 #pragma unroll
       for (int c = 0; c < W; ++c) {
         const Sums dlast = column.LoadState(call.dfinal_state, column.sequence, c);
@@ -322,32 +339,32 @@ __global__ __launch_bounds__(kThreads, 2) void BackwardKernel(
         cotangents[kWarps].Put(c, {dlast.num, dlast.den, -before[c].log_max});
       }
     }
-    Before<T>(runs, warp, length, channel, before);
-    BackwardRun<T> run{column, call, channel, shared, place, weights, k, v, dy};
+    Before<T>(sums, warp, runs, channel, before);
+    BackwardRun<T, kMarked> run{column, call, channel, shared, place, weights, k, v, dy};
     run.Replay(before, added);
 #pragma unroll
     for (int c = 0; c < W; ++c) cotangents[warp].Put(c, added[c]);
     __syncthreads();
 
-    After<T>(cotangents, warp, length, channel, after);
+    After<T>(cotangents, warp, runs, channel, after);
     // The token that what is left of dlog_max goes to, or kRun if it is in another run, or -1.
     int at[W];
 #pragma unroll
     for (int c = 0; c < W; ++c) {
       if (warp == 0)
         shared.cotangents[stage ^ 1][kWarps].Put(
-            c, Add(after[c], place.count * channel[c].w, cotangents[0].Get(c)));
+            c, place.Over().Join(after[c], channel[c].w, cotangents[0].Get(c)));
       if (final) dlog_max[c] = shared.dlog_max[c][Lane()];
       at[c] = -1;
       if (dlog_max[c] == 0.0f) continue;
-      const int largest = LargestRun<T>(runs, length, channel[c].w, c);
+      const int largest = LargestRun<T>(sums, runs, channel[c].w, c);
       if (largest == warp) {
         at[c] = place.LargestToken(column, call, channel[c].w, c);
-        dw[c] = fmaf(length - 1 - kRun * warp - at[c], dlog_max[c], dw[c]);
+        dw[c] = fmaf(runs.TokensAfter(kRun * warp + at[c]), dlog_max[c], dw[c]);
       } else if (largest >= 0) {
         at[c] = kRun;
       } else if (warp == 0) {
-        dw[c] = fmaf(length, dlog_max[c], dw[c]);
+        dw[c] = fmaf(runs.Tokens(), dlog_max[c], dw[c]);
       }
     }
     if constexpr (!kSummary) run.Write(after, at, dlog_max, dw, du);
@@ -377,7 +394,10 @@ __global__ __launch_bounds__(kThreads, 2) void BackwardKernel(
       column.StoreFloat(call.dw, column.sequence * segments + segment, c, dw[c] * slope);
       column.StoreFloat(call.du, column.sequence * segments + segment, c, du[c]);
       if (segment > 0) continue;
-      const Sums state = tokens > 0 ? column.LoadState(call.states, state_row, c) : Sums{};
+      // Of an initial state that no token reads nothing is to come back, whatever it is.
+      const bool unread = kMarked && cotangent.log_max <= -FLT_MAX;
+      const Sums state =
+          tokens > 0 && !unread ? column.LoadState(call.states, state_row, c) : Sums{};
       const float scale = Weigh(state.log_max, cotangent.log_max);
       const float dnum = cotangent.num * scale, dden = cotangent.den * scale;
       const float rest = fmaf(dnum, state.num, fmaf(dden, state.den, dlog_max[c]));
@@ -397,14 +417,16 @@ cudaError_t Wkv4Backward(cudaStream_t stream, const Wkv4BackwardCall& call, floa
     const Wkv4State<float> summaries = wkv4::Summaries(call, scratch);
     const int64_t columns = wkv4::Columns<T>(call.dims), segments = call.partials;
     if (columns == 0) return cudaSuccess;
-    if (segments > 1) {
-      const cudaError_t error =
-          Launch(wkv4::BackwardKernel<T, true>, dim3(columns, segments - 1), wkv4::kThreads,
-                 kShared, stream, call, split, summaries);
-      if (error != cudaSuccess) return error;
-    }
-    return Launch(wkv4::BackwardKernel<T, false>, dim3(columns, segments), wkv4::kThreads, kShared,
-                  stream, call, split, summaries);
+    return ForMarks(call.marks, [&](auto marked) {
+      if (segments > 1) {
+        const cudaError_t error =
+            Launch(wkv4::BackwardKernel<T, true, marked()>, dim3(columns, segments - 1),
+                   wkv4::kThreads, kShared, stream, call, split, summaries);
+        if (error != cudaSuccess) return error;
+      }
+      return Launch(wkv4::BackwardKernel<T, false, marked()>, dim3(columns, segments),
+                    wkv4::kThreads, kShared, stream, call, split, summaries);
+    });
   });
 }
 

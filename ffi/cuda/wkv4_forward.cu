@@ -15,10 +15,10 @@ __device__ float Read(const Sums& state, float u, float key, float value) {
 }
 
 // The tokens of a run once more, from the state before it.
-template <typename T>
-__device__ void Write(const Column<T>& column, const Wkv4ForwardCall& call, const Place<T>& place,
-                      const Weights<T>& weights, const Channel (&channel)[kWidth<T>],
-                      Sums (&state)[kWidth<T>]) {
+template <typename T, bool kMarked>
+__device__ void Write(const Column<T>& column, const Wkv4ForwardCall& call,
+                      const Place<T, kMarked>& place, const Weights<T, kMarked>& weights,
+                      const Channel (&channel)[kWidth<T>], Sums (&state)[kWidth<T>]) {
   constexpr int W = kWidth<T>;
   bool near = weights.near;
 #pragma unroll
@@ -47,8 +47,10 @@ __device__ void Write(const Column<T>& column, const Wkv4ForwardCall& call, cons
     }
   } else {
     place.ForEach(column, call, [&](int t, int c, float key, float value) {
-      y[c] = Read(state[c], column.LoadBonus(call, c), key, value);
-      state[c] = Add(state[c], channel[c].w, {value, 1.0f, key});
+      Enter(place.marks, t, state[c]);
+      y[c] = place.marks.Absent(t) ? 0.0f
+                                   : Read(state[c], column.LoadBonus(call, c), key, value);
+      Take(place.marks, t, channel[c].w, key, value, state[c]);
       if (c == W - 1) column.StoreEach(call.y, column.At(place.row + t), y);
     });
   }
@@ -56,7 +58,7 @@ __device__ void Write(const Column<T>& column, const Wkv4ForwardCall& call, cons
 
 // A block for each segment of a column. First, for all segments but the last, with kSummary: what
 // the tokens of the segment add up to by themselves.
-template <typename T, bool kSummary>
+template <typename T, bool kSummary, bool kMarked>
 __global__ __launch_bounds__(kThreads, 2) void ForwardKernel(
     const __grid_constant__ Wkv4ForwardCall call, const __grid_constant__ Split split,
     Wkv4State<float> summaries) {
@@ -77,25 +79,33 @@ __global__ __launch_bounds__(kThreads, 2) void ForwardKernel(
     state[c] = kSummary ? Nothing() : column.LoadState(call.initial_state, column.sequence, c);
 #pragma unroll 1
     for (int64_t i = 0; i < segment && !kSummary; ++i)
-      state[c] = Add(state[c], split.Length(i) * channel[c].w,
-                     column.LoadState(summaries, summary_row + i * kWkv4ForwardSummary, c));
+      state[c] = SpanOf<kMarked>(split, i, call.marks, column.sequence)
+                     .Join(state[c], channel[c].w,
+                           column.LoadState(summaries, summary_row + i * kWkv4ForwardSummary, c));
   }
 
   // The words of the next tile come while this one is finished.
   Words k, v;
-  const auto load = [&](const Place<T>& place) {
+  const auto load = [&](const Place<T, kMarked>& place) {
     if (!place.Whole(column)) return;
     k.Load(column, call.k, place.row);
     v.Load(column, call.v, place.row);
   };
-  const auto place_at = [&](int64_t start) {
-    return Place<T>(column, sequence_row + start, TileLength(start, end), warp);
+  FrameMarks next;
+  const auto runs_at = [&](int64_t start) {
+    return Runs<kMarked>(TileLength(start, end), next);
   };
+  const auto place_at = [&](int64_t start) {
+    return Place<T, kMarked>(column, sequence_row + start, runs_at(start), warp);
+  };
+  next = LoadFrame<kMarked>(call.marks, column.sequence, begin, end);
   load(place_at(begin));
   int stage = 0;
   for (int64_t start = begin; start < end; start += kChunk, stage ^= 1) {
-    const Place<T> place = place_at(start);
-    const Weights<T> weights(column, call, place, k, v, channel);
+    const Runs<kMarked> runs = runs_at(start);
+    const Place<T, kMarked> place = place_at(start);
+    const Weights<T, kMarked> weights(column, call, place, k, v, channel);
+    next = LoadFrame<kMarked>(call.marks, column.sequence, start + kChunk, end);
     load(place_at(start + kChunk));
 #pragma unroll
     for (int c = 0; c < W; ++c) {
@@ -104,10 +114,10 @@ __global__ __launch_bounds__(kThreads, 2) void ForwardKernel(
     }
     __syncthreads();
     Sums before[W];
-    Before<T>(slots[stage], warp, TileLength(start, end), channel, before);
+    Before<T>(slots[stage], warp, runs, channel, before);
 #pragma unroll
     for (int c = 0; c < W; ++c) {
-      if (last_warp) state[c] = Add(before[c], place.count * channel[c].w, weights.sums[c]);
+      if (last_warp) state[c] = place.Over().Join(before[c], channel[c].w, weights.sums[c]);
       if (!kSummary && warp == 0 && call.states.num != nullptr)
         column.StoreState(call.states, column.sequence * call.dims.saved + start / kChunk, c,
                           before[c]);
@@ -154,14 +164,16 @@ cudaError_t Wkv4Forward(cudaStream_t stream, const Wkv4ForwardCall& call, int64_
     const Wkv4State<float> summaries = wkv4::Summaries(call, scratch);
     const int64_t columns = wkv4::Columns<T>(call.dims);
     if (columns == 0) return cudaSuccess;
-    if (segments > 1) {
-      const cudaError_t error =
-          Launch(wkv4::ForwardKernel<T, true>, dim3(columns, segments - 1), wkv4::kThreads, 0,
-                 stream, call, split, summaries);
-      if (error != cudaSuccess) return error;
-    }
-    return Launch(wkv4::ForwardKernel<T, false>, dim3(columns, segments), wkv4::kThreads, 0,
-                  stream, call, split, summaries);
+    return ForMarks(call.marks, [&](auto marked) {
+      if (segments > 1) {
+        const cudaError_t error =
+            Launch(wkv4::ForwardKernel<T, true, marked()>, dim3(columns, segments - 1),
+                   wkv4::kThreads, 0, stream, call, split, summaries);
+        if (error != cudaSuccess) return error;
+      }
+      return Launch(wkv4::ForwardKernel<T, false, marked()>, dim3(columns, segments),
+                    wkv4::kThreads, 0, stream, call, split, summaries);
+    });
   });
 }
 

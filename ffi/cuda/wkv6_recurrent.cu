@@ -8,6 +8,9 @@
 // which spares a quarter of the work on S, and nearly half in the backward pass. Decays are only
 // multiplied, so one that underflows is as good as any other. What has no S in it is up to single
 // channels.
+//
+// Where S is cleared before one of the L tokens, the products above are those of tokens that it
+// keeps apart as well. Who adds them up leaves these out.
 #include "launch.cuh"
 #include "recurrent.cuh"
 #include "tile.cuh"
@@ -25,6 +28,7 @@ struct Inputs {
   const float* u;
   bool constant_decay;
   Decay decay;
+  Marks marks;
 
   Inputs(const Wkv6Call& call, const void* dy)
       : r(static_cast<const T*>(call.r)),
@@ -34,12 +38,13 @@ struct Inputs {
         w(call.w),
         u(call.u),
         constant_decay(call.constant_decay),
-        decay(call.decay) {}
+        decay(call.decay),
+        marks(call.marks) {}
 };
 
 // A tile of tokens has a block of L for each N threads. In the tile that starts at token `first`, a
-// thread brings in one channel of one block. A token past the end comes as one that changes no
-// state: decay 1, all else 0.
+// thread brings in one channel of one block. A token past the end, or one that is padding, comes as
+// one that changes no state: decay 1, all else 0.
 template <typename T, int N, int L, int kThreads>
 class Channel {
  public:
@@ -73,28 +78,43 @@ class Channel {
     if (!in_.constant_decay) Fetch(static_cast<const T*>(in_.w), first, w);
   }
 
-  __device__ void Convert(const T (&fetched)[L], int64_t first, float (&x)[L]) const {
+  // The marks of the block, out of those of the tile.
+  template <bool kMarked>
+  __device__ TileMarks<kMarked> Own(TileMarks<kMarked> marks) const {
+    return marks.From(part * L);
+  }
+
+  // From here on the marks are those of the block.
+  template <bool kMarked>
+  __device__ void Convert(const T (&fetched)[L], int64_t first, TileMarks<kMarked> marks,
+                          float (&x)[L]) const {
     const int count = Count(first);
 #pragma unroll
-    for (int t = 0; t < L; ++t) x[t] = t < count ? ToFloat(fetched[t]) : 0.0f;
+    for (int t = 0; t < L; ++t)
+      x[t] = t < count && !marks.Absent(t) ? ToFloat(fetched[t]) : 0.0f;
   }
   // Decay factors and their derivatives in w.
-  __device__ void ConvertDecay(const T (&w)[L], int64_t first, float (&d)[L],
-                               float (&slope)[L]) const {
+  template <bool kMarked>
+  __device__ void ConvertDecay(const T (&w)[L], int64_t first, TileMarks<kMarked> marks,
+                               float (&d)[L], float (&slope)[L]) const {
     const int count = Count(first);
 #pragma unroll
     for (int t = 0; t < L; ++t) {
       float2 x{1.0f, 0.0f};
-      if (t < count) x = in_.constant_decay ? fixed_ : DecayAndSlope(ToFloat(w[t]), in_.decay);
+      if (t < count && !marks.Absent(t))
+        x = in_.constant_decay ? fixed_ : DecayAndSlope(ToFloat(w[t]), in_.decay);
       d[t] = x.x, slope[t] = x.y;
     }
   }
 
-  __device__ void Write(const float (&x)[L], int64_t first, T* to) const {
+  template <bool kMarked>
+  __device__ void Write(const float (&x)[L], int64_t first, TileMarks<kMarked> marks,
+                        T* to) const {
     const int count = Count(first);
 #pragma unroll
     for (int t = 0; t < L; ++t)
-      if (t < count) to[origin_ + (first + t) * stride_] = FromFloat<T>(x[t]);
+      if (t < count)
+        to[origin_ + (first + t) * stride_] = FromFloat<T>(marks.Absent(t) ? 0.0f : x[t]);
   }
 
  private:
@@ -222,11 +242,24 @@ __device__ void AddSums(const float (&sums)[kWarps][kCount], float (&x)[kCount])
   }
 }
 
-// s = s diag(decay) + sum_t rows[t] cols[t]^T
-template <typename G, int L>
+// s = s diag(decay) + sum_t rows[t] cols[t]^T; if `cleared`, nothing is left of s, and only the
+// tokens count that `counts`.
+template <typename G, int L, typename Counts>
 __device__ void Advance(const G& tile, const float* decay, const float (&rows)[L][G::N],
-                        const float (&cols)[L][G::N], Fragment<G>& s) {
+                        const float (&cols)[L][G::N], bool cleared, Counts&& counts,
+                        Fragment<G>& s) {
   float d[G::kCols], row[G::kRows], col[G::kCols];
+  if (cleared) {
+    Clear<G>(s);
+#pragma unroll 1
+    for (int t = 0; t < L; ++t) {
+      if (!counts(t)) continue;
+      LoadRows(tile, rows[t], row);
+      LoadCols(tile, cols[t], col);
+      Add<G>(s, row, col);
+    }
+    return;
+  }
   LoadCols(tile, decay, d);
   LoadRows(tile, rows[0], row);
   LoadCols(tile, cols[0], col);
@@ -237,6 +270,22 @@ __device__ void Advance(const G& tile, const float* decay, const float (&rows)[L
     LoadCols(tile, cols[t], col);
     Add<G>(s, row, col);
   }
+}
+
+// The state before a block becomes that after it.
+template <typename G, typename B, bool kMarked>
+__device__ void AdvanceState(const G& tile, const B& block, TileMarks<kMarked> marks,
+                             Fragment<G>& s) {
+  const auto counts = [&](int t) { return !marks.Starts(t + 1, B::L); };
+  Advance(tile, block.decay, block.v, block.k, marks.Starts(0, B::L), counts, s);
+}
+
+// The gradient of the state after a block becomes that of the state before it.
+template <typename G, typename B, bool kMarked>
+__device__ void AdvanceGradient(const G& tile, const B& block, TileMarks<kMarked> marks,
+                                Fragment<G>& ds) {
+  const auto counts = [&](int t) { return !marks.Starts(0, t + 1); };
+  Advance(tile, block.decay, block.dy, block.r, marks.Starts(0, B::L), counts, ds);
 }
 
 template <int N>
@@ -254,7 +303,7 @@ using ForwardChannel = Channel<T, N, L, ForwardTile<N>::kThreads>;
 template <typename T, int N, int L>
 using ForwardMemory = ForwardShared<N, L, ForwardChannel<T, N, L>::kParts>;
 
-template <typename T, int N, int L>
+template <typename T, int N, int L, bool kMarked>
 __global__ __launch_bounds__(ForwardTile<N>::kThreads, N == 128 ? 1 : 4) void ForwardKernel(
     const __grid_constant__ Inputs<T> in, int64_t tokens, int64_t heads,
     const float* initial_state, T* y, float* final_state, SavedStates states) {
@@ -271,19 +320,22 @@ __global__ __launch_bounds__(ForwardTile<N>::kThreads, N == 128 ? 1 : 4) void Fo
   constexpr int kTile = own.kTile;
   const float u = in.u[head.index * N + own.channel];
   T raw_w[L], raw_r[L], raw_k[L], raw_v[L];
+  TileMarks<kMarked> marks, next_marks;
   const auto fetch = [&](int64_t first) {
     own.FetchDecay(first, raw_w);
     own.Fetch(in.r, first, raw_r);
     own.Fetch(in.k, first, raw_k);
     own.Fetch(in.v, first, raw_v);
+    next_marks = LoadMarks<kMarked>(in.marks, head.batch, first);
   };
   const auto put = [&](int64_t first) {
     auto& block = shared.blocks[first / kTile % 2][own.part];
+    const TileMarks<kMarked> own_marks = own.Own(next_marks);
     float d[L], slope[L], r[L], k[L], v[L], scores[L * L];
-    own.ConvertDecay(raw_w, first, d, slope);
-    own.Convert(raw_r, first, r);
-    own.Convert(raw_k, first, k);
-    own.Convert(raw_v, first, v);
+    own.ConvertDecay(raw_w, first, own_marks, d, slope);
+    own.Convert(raw_r, first, own_marks, r);
+    own.Convert(raw_k, first, own_marks, k);
+    own.Convert(raw_v, first, own_marks, v);
     PutDecay(d, own.channel, block);
     PutReads(d, r, own.channel, block);
     PutWrites(d, k, v, own.channel, block);
@@ -300,6 +352,7 @@ __global__ __launch_bounds__(ForwardTile<N>::kThreads, N == 128 ? 1 : 4) void Fo
   for (int64_t first = 0; first < tokens; first += kTile) {
     const int stage = first / kTile % 2;
     const bool more = first + kTile < tokens;
+    marks = next_marks;
     if (more) fetch(first + kTile);
     if (states.data != nullptr && first % kChunk == 0) {
       states.Store(tile, saved, s);
@@ -318,7 +371,7 @@ __global__ __launch_bounds__(ForwardTile<N>::kThreads, N == 128 ? 1 : 4) void Fo
 #pragma unroll
         for (int i = 0; i < G::kRows; ++i) out[t * G::kRows + i] = sums[i];
       }
-      Advance(tile, block.decay, block.v, block.k, s);
+      AdvanceState(tile, block, marks.From(part * L), s);
       ReduceAndPut<1, G::kColGroups>(out, tile.lane, [&](int i, float sum) {
         shared.y[stage][part][i / G::kRows][tile.first_row + i % G::kRows] = sum;
       });
@@ -326,17 +379,20 @@ __global__ __launch_bounds__(ForwardTile<N>::kThreads, N == 128 ? 1 : 4) void Fo
 
     if (more) put(first + kTile);
     const auto& block = shared.blocks[stage][own.part];
+    const TileMarks<kMarked> own_marks = own.Own(marks);
     float scores[L * L], out[L] = {};
     AddSums(block.scores, scores);
 #pragma unroll
     for (int i = 0; i < L; ++i)
 #pragma unroll
       for (int t = i; t < L; ++t)
-        out[t] = fmaf(scores[i * L + t], block.v[i][own.channel], out[t]);
+        if (!own_marks.Starts(i + 1, t + 1))
+          out[t] = fmaf(scores[i * L + t], block.v[i][own.channel], out[t]);
     __syncthreads();
 #pragma unroll
-    for (int t = 0; t < L; ++t) out[t] += shared.y[stage][own.part][t][own.channel];
-    own.Write(out, first, y);
+    for (int t = 0; t < L; ++t)
+      if (!own_marks.Starts(0, t + 1)) out[t] += shared.y[stage][own.part][t][own.channel];
+    own.Write(out, first, own_marks, y);
   }
   StoreState(tile, final_state + head.State(), s);
 }
@@ -351,7 +407,7 @@ struct alignas(16) SegmentBlock {
 };
 
 // The gradient of the state at the end of each segment but the last. It needs no state.
-template <typename T, int N>
+template <typename T, int N, bool kMarked>
 __global__ __launch_bounds__(ForwardTile<N>::kThreads) void SegmentKernel(
     const __grid_constant__ Inputs<T> in, int64_t tokens, int64_t heads,
     const float* dfinal_state, Split split) {
@@ -367,18 +423,21 @@ __global__ __launch_bounds__(ForwardTile<N>::kThreads) void SegmentKernel(
   Fragment<G> ds;
   LoadState(tile, dfinal_state + head.State(), ds);
   T raw_w[L], raw_r[L], raw_dy[L];
+  TileMarks<kMarked> next_marks;
   const auto fetch = [&](int64_t first) {
     own.FetchDecay(first, raw_w);
     own.Fetch(in.r, first, raw_r);
     own.Fetch(in.dy, first, raw_dy);
+    next_marks = LoadMarks<kMarked>(in.marks, head.batch, first);
   };
   int64_t first = (tokens - 1) / kTile * kTile;
   fetch(first);
   for (; first >= length; first -= kTile) {
+    const TileMarks<kMarked> marks = next_marks, own_marks = own.Own(marks);
     float d[L], slope[L], r[L], dy[L];
-    own.ConvertDecay(raw_w, first, d, slope);
-    own.Convert(raw_r, first, r);
-    own.Convert(raw_dy, first, dy);
+    own.ConvertDecay(raw_w, first, own_marks, d, slope);
+    own.Convert(raw_r, first, own_marks, r);
+    own.Convert(raw_dy, first, own_marks, dy);
     __syncthreads();
     PutDecay(d, own.channel, shared[own.part]);
     PutReads(d, r, own.channel, shared[own.part]);
@@ -388,7 +447,7 @@ __global__ __launch_bounds__(ForwardTile<N>::kThreads) void SegmentKernel(
     if (first > length) fetch(first - kTile);
 #pragma unroll 1
     for (int part = own.kParts - 1; part >= 0; --part)
-      Advance(tile, shared[part].decay, shared[part].dy, shared[part].r, ds);
+      AdvanceGradient(tile, shared[part], marks.From(part * L), ds);
     if (first % length == 0)
       StoreState(tile, split.Scratch(head.index, first / length - 1, Wkv6ScratchSize(N)), ds);
   }
@@ -418,10 +477,10 @@ struct BackwardShared {
 };
 
 // What S and dS have to do with the gradients of a block; dS becomes that of the state before it.
-template <typename G>
+template <typename G, bool kMarked>
 __device__ void BackwardStep(const G& tile, const BackwardBlock<G::N>& block,
-                             const Fragment<G>& s, Fragment<G>& ds, float (*columns)[G::N],
-                             float (*dv)[G::N]) {
+                             TileMarks<kMarked> marks, const Fragment<G>& s, Fragment<G>& ds,
+                             float (*columns)[G::N], float (*dv)[G::N]) {
   constexpr int kLeft = G::kCols > G::kRowGroups ? G::kCols / G::kRowGroups : 1;
   float column[G::kCols], row[G::kRows];
 
@@ -477,13 +536,13 @@ __device__ void BackwardStep(const G& tile, const BackwardBlock<G::N>& block,
   first = reduce(writes[kBlock]);
   put_columns(writes, kWriteSums, first);
 
-  Advance(tile, block.decay, block.dy, block.r, ds);
+  AdvanceGradient(tile, block, marks, ds);
 }
 
 // The chunks of a segment run last to first. In a chunk the saved state is replayed to find the
 // state before each tile, and then the tiles are taken backwards. Of a block, only what depends on
 // S before it or dS after it is summed over rows; each channel finds its gradients from that alone.
-template <typename T, int N>
+template <typename T, int N, bool kMarked>
 __global__ __launch_bounds__(BackwardTile<N>::kThreads, N == 128 ? 1 : 3) void BackwardKernel(
     const __grid_constant__ Inputs<T> in, int64_t tokens, int64_t heads, SavedStates states,
     const float* dfinal_state, const __grid_constant__ Gradients<T> out, Split split) {
@@ -522,7 +581,9 @@ __global__ __launch_bounds__(BackwardTile<N>::kThreads, N == 128 ? 1 : 3) void B
         states.Load(tile, head.SavedState(chunk), s);
     };
     T raw_w[L], raw_r[L], raw_k[L], raw_v[L], raw_dy[L];
+    TileMarks<kMarked> marks, next_marks;
     const auto fetch_writes = [&](int i) {
+      next_marks = LoadMarks<kMarked>(in.marks, head.batch, start + i * kTile);
       own.FetchDecay(start + i * kTile, raw_w);
       own.Fetch(in.k, start + i * kTile, raw_k);
       own.Fetch(in.v, start + i * kTile, raw_v);
@@ -535,9 +596,9 @@ __global__ __launch_bounds__(BackwardTile<N>::kThreads, N == 128 ? 1 : 3) void B
     const auto put_writes = [&](int i, float (&d)[L], float (&slope)[L], float (&k)[L],
                                 float (&v)[L]) {
       auto& block = shared.blocks[i % 2][own.part];
-      own.ConvertDecay(raw_w, start + i * kTile, d, slope);
-      own.Convert(raw_k, start + i * kTile, k);
-      own.Convert(raw_v, start + i * kTile, v);
+      own.ConvertDecay(raw_w, start + i * kTile, own.Own(next_marks), d, slope);
+      own.Convert(raw_k, start + i * kTile, own.Own(next_marks), k);
+      own.Convert(raw_v, start + i * kTile, own.Own(next_marks), v);
       PutDecay(d, own.channel, block);
       PutWrites(d, k, v, own.channel, block);
     };
@@ -545,8 +606,8 @@ __global__ __launch_bounds__(BackwardTile<N>::kThreads, N == 128 ? 1 : 3) void B
       float d[L], slope[L], r[L], k[L], v[L], dy[L];
       put_writes(i, d, slope, k, v);
       auto& block = shared.blocks[i % 2][own.part];
-      own.Convert(raw_r, start + i * kTile, r);
-      own.Convert(raw_dy, start + i * kTile, dy);
+      own.Convert(raw_r, start + i * kTile, own.Own(next_marks), r);
+      own.Convert(raw_dy, start + i * kTile, own.Own(next_marks), dy);
       PutReads(d, r, own.channel, block);
 #pragma unroll
       for (int t = 0; t < L; ++t) {
@@ -571,12 +632,11 @@ __global__ __launch_bounds__(BackwardTile<N>::kThreads, N == 128 ? 1 : 3) void B
       __syncthreads();
       for (int i = 0; i + 1 < tiles; ++i) {
         const bool more = i + 2 < tiles;
+        marks = next_marks;
         if (more) fetch_writes(i + 1);
 #pragma unroll 1
-        for (int part = 0; part < kParts; ++part) {
-          const auto& block = shared.blocks[i % 2][part];
-          Advance(tile, block.decay, block.v, block.k, s);
-        }
+        for (int part = 0; part < kParts; ++part)
+          AdvanceState(tile, shared.blocks[i % 2][part], marks.From(part * L), s);
         StoreState(tile, ds_end + (i + 1) * N * N, s);
         if (more) put_writes(i + 1, d, slope, k, v);
         __syncthreads();
@@ -587,6 +647,7 @@ __global__ __launch_bounds__(BackwardTile<N>::kThreads, N == 128 ? 1 : 3) void B
     put(tiles - 1);
     __syncthreads();
     for (int i = tiles - 1; i >= 0; --i) {
+      marks = next_marks;
       if (i > 0) fetch(i - 1);
       const auto& blocks = shared.blocks[i % 2];
 #pragma unroll 1
@@ -594,30 +655,32 @@ __global__ __launch_bounds__(BackwardTile<N>::kThreads, N == 128 ? 1 : 3) void B
         if (part + 1 < kParts) load_state(i);
 #pragma unroll 1
         for (int before = 0; before < part; ++before)
-          Advance(tile, blocks[before].decay, blocks[before].v, blocks[before].k, s);
-        BackwardStep(tile, blocks[part], s, ds, shared.columns[part][threadIdx.x / 32],
-                     shared.dv[part]);
+          AdvanceState(tile, blocks[before], marks.From(before * L), s);
+        BackwardStep(tile, blocks[part], marks.From(part * L), s, ds,
+                     shared.columns[part][threadIdx.x / 32], shared.dv[part]);
       }
       if (i > 0) load_state(i - 1);
       __syncthreads();
 
       const auto& block = blocks[own.part];
+      const TileMarks<kMarked> own_marks = own.Own(marks);
       const int64_t first = start + i * kTile;
       {
         float scores[L * L], x[L];
         AddSums(block.scores, scores);
 #pragma unroll
         for (int t = 0; t < L; ++t) {
-          x[t] = shared.dv[own.part][t][own.channel];
+          x[t] = own_marks.Starts(t + 1, L) ? 0.0f : shared.dv[own.part][t][own.channel];
 #pragma unroll
           for (int j = t; j < L; ++j)
-            x[t] = fmaf(scores[t * L + j], block.dy[j][own.channel], x[t]);
+            if (!own_marks.Starts(t + 1, j + 1))
+              x[t] = fmaf(scores[t * L + j], block.dy[j][own.channel], x[t]);
         }
-        own.Write(x, first, out.v);
+        own.Write(x, first, own_marks, out.v);
       }
 
       // In their channel, the products of S_{t-1} and of dS_t with dy_j, v_j and each other follow
-      // the recurrences of S and dS.
+      // the recurrences of S and dS, and are cleared where these are.
       float products[L * L], columns[kColumnSums];
       AddSums(block.products, products);
 #pragma unroll
@@ -639,28 +702,36 @@ __global__ __launch_bounds__(BackwardTile<N>::kThreads, N == 128 ? 1 : 3) void B
       float state = columns[kStateSum], dr[L], dw[L], dk[L], dw_sum = 0.0f, du_sum = 0.0f;
 #pragma unroll
       for (int t = 0; t < L; ++t) {
+        if (own_marks.Starts(t)) {
+          state = 0.0f;
+#pragma unroll
+          for (int j = t; j < L; ++j) reads[j] = 0.0f;
+        }
         dr[t] = fmaf(products[t * L + t], u * k[t], reads[t]);
         float x = state;
 #pragma unroll
-        for (int j = L - 1; j > t; --j) x = fmaf(x, d[j], r[j] * reads[j]);
-        dw[t] = slope[t] * x;
+        for (int j = L - 1; j > t; --j)
+          x = own_marks.Starts(j) ? 0.0f : fmaf(x, d[j], r[j] * reads[j]);
+        dw[t] = own_marks.Absent(t) ? 0.0f : slope[t] * x;
         dw_sum += dw[t];
 #pragma unroll
         for (int j = t + 1; j < L; ++j)
           reads[j] = fmaf(reads[j], d[t], k[t] * products[t * L + j]);
         state = fmaf(state, d[t], k[t] * writes[t]);
       }
-      own.Write(dr, first, out.r);
-      if (!in.constant_decay) own.Write(dw, first, static_cast<T*>(out.w));
+      own.Write(dr, first, own_marks, out.r);
+      if (!in.constant_decay) own.Write(dw, first, own_marks, static_cast<T*>(out.w));
 #pragma unroll
       for (int t = L - 1; t >= 0; --t) {
         dk[t] = fmaf(products[t * L + t], u * r[t], writes[t]);
         du_sum = fmaf(products[t * L + t], r[t] * k[t], du_sum);
 #pragma unroll
         for (int j = 0; j < t; ++j)
-          writes[j] = fmaf(writes[j], d[t], r[t] * products[j * L + t]);
+          writes[j] = own_marks.Starts(t)
+                          ? 0.0f
+                          : fmaf(writes[j], d[t], r[t] * products[j * L + t]);
       }
-      own.Write(dk, first, out.k);
+      own.Write(dk, first, own_marks, out.k);
       du_total += du_sum;
       dw_total += dw_sum;
       if (i > 0) put(i - 1);
@@ -693,16 +764,19 @@ cudaError_t Wkv6Forward(cudaStream_t stream, const Wkv6ForwardCall& call) {
   return ForAllTypes<16, 32, 64, 128>(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
     using T = decltype(zero);
     constexpr int N = size();
-    const auto launch = [&](auto tokens) {
+    const auto launch = [&](auto tokens, auto marked) {
       constexpr int L = tokens();
-      return Launch(ForwardKernel<T, N, L>, heads, ForwardTile<N>::kThreads,
+      return Launch(ForwardKernel<T, N, L, marked()>, heads, ForwardTile<N>::kThreads,
                     sizeof(ForwardMemory<T, N, L>), stream, Inputs<T>(call, nullptr),
                     call.dims.tokens, call.dims.heads, call.initial_state,
                     static_cast<T*>(call.y), call.final_state,
                     SavedStates{call.states, call.states_dtype == Dtype::kBF16});
     };
-    if (call.dims.tokens == 1) return launch(std::integral_constant<int, 1>());
-    return launch(std::integral_constant<int, kBlock>());
+    if (call.dims.tokens == 1 && !call.marks.Given())
+      return launch(std::integral_constant<int, 1>(), std::false_type());
+    return ForMarks(call.marks, [&](auto marked) {
+      return launch(std::integral_constant<int, kBlock>(), marked);
+    });
   });
 }
 
@@ -720,15 +794,17 @@ cudaError_t Wkv6Backward(cudaStream_t stream, const Wkv6BackwardCall& call, int6
                                  call.du, call.dinitial_state, call.partials};
     const Split split{segments, scratch, segments * Wkv6ScratchSize(N)};
     const SavedStates states{const_cast<void*>(call.states), call.states_dtype == Dtype::kBF16};
-    if (segments > 1 && call.dims.tokens > 0) {
-      const cudaError_t error =
-          Launch(SegmentKernel<T, N>, heads, ForwardTile<N>::kThreads, 0, stream, inputs,
-                 call.dims.tokens, call.dims.heads, call.dfinal_state, split);
-      if (error != cudaSuccess) return error;
-    }
-    return Launch(BackwardKernel<T, N>, heads * segments, G::kThreads,
-                  sizeof(BackwardShared<G, G::kThreads / N>), stream, inputs, call.dims.tokens,
-                  call.dims.heads, states, call.dfinal_state, gradients, split);
+    return ForMarks(call.marks, [&](auto marked) {
+      if (segments > 1 && call.dims.tokens > 0) {
+        const cudaError_t error =
+            Launch(SegmentKernel<T, N, marked()>, heads, ForwardTile<N>::kThreads, 0, stream,
+                   inputs, call.dims.tokens, call.dims.heads, call.dfinal_state, split);
+        if (error != cudaSuccess) return error;
+      }
+      return Launch(BackwardKernel<T, N, marked()>, heads * segments, G::kThreads,
+                    sizeof(BackwardShared<G, G::kThreads / N>), stream, inputs, call.dims.tokens,
+                    call.dims.heads, states, call.dfinal_state, gradients, split);
+    });
   });
 }
 

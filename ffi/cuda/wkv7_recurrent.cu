@@ -65,12 +65,13 @@ using ForwardTile = Tile<N, 4>;
 
 // Tokens come in tiles of kTokens. Built for kBlocks blocks per multiprocessor: with many heads they
 // hide each other's latency, with few heads one block is faster for having more registers.
-template <typename T, int N, int kTokens, int kBlocks>
+template <typename T, int N, int kTokens, int kBlocks, bool kMarked>
 __global__ __launch_bounds__(ForwardTile<N>::kThreads, kBlocks) void ForwardKernel(
     const __grid_constant__ Vectors<T> inputs, int64_t tokens, int64_t heads, Decay decay,
-    const float* initial_state, T* y, float* final_state, SavedStates states, const float* only) {
+    Marks marks, const float* initial_state, T* y, float* final_state, SavedStates states,
+    const float* only) {
   if (only != nullptr && only[blockIdx.x] == 0.0f) return;
-  extern __shared__ __align__(16) unsigned char memory[];
+  RWKV_JAX_DYNAMIC_SHARED(16, memory);
   auto& shared = *reinterpret_cast<ForwardShared<T, N, kTokens>*>(memory);
   using G = ForwardTile<N>;
   const G tile;
@@ -85,9 +86,14 @@ __global__ __launch_bounds__(ForwardTile<N>::kThreads, kBlocks) void ForwardKern
   const auto count_at = [&](int64_t first) {
     return static_cast<int>(tokens - first < kTokens ? tokens - first : kTokens);
   };
+  TileMarks<kMarked> own, next_own;
+  const auto fetch = [&](int64_t first) {
+    loader.Fetch(inputs.x, head.FirstToken() + first * stride, stride, count_at(first));
+    next_own = LoadMarks<kMarked>(marks, head.batch, first);
+  };
   if (tokens > 0) {
-    loader.Fetch(inputs.x, head.FirstToken(), stride, count_at(0));
-    loader.template Store<false>(shared.tile[0], nullptr, count_at(0), decay);
+    fetch(0);
+    loader.template Store<false>(shared.tile[0], nullptr, count_at(0), next_own, decay);
   }
   __syncthreads();
 
@@ -95,7 +101,8 @@ __global__ __launch_bounds__(ForwardTile<N>::kThreads, kBlocks) void ForwardKern
   for (int64_t first = 0; first < tokens; first += kTokens, stage ^= 1) {
     const int count = count_at(first);
     const int64_t next = first + kTokens;
-    if (next < tokens) loader.Fetch(inputs.x, head.FirstToken() + next * stride, stride, count_at(next));
+    own = next_own;
+    if (next < tokens) fetch(next);
     if (states.data != nullptr && first % kChunk == 0)
       states.Store(tile, head.SavedState(first / kChunk), s);
 
@@ -105,6 +112,7 @@ __global__ __launch_bounds__(ForwardTile<N>::kThreads, kBlocks) void ForwardKern
     for (int t = 0; t < kTokens; ++t) {
       const TokenView<N, kTokens> at{shared.tile[stage], t};
       float sa[G::kRows], r[G::kCols];
+      if (own.Starts(t)) Clear<G>(s);
       ReadFromState(tile, at, s, sa);
       UpdateState(tile, at, sa, s);
       LoadCols(tile, at.Row(kR), r);
@@ -118,20 +126,20 @@ __global__ __launch_bounds__(ForwardTile<N>::kThreads, kBlocks) void ForwardKern
         shared.y[stage][t * N + tile.first_row + first_sum] = FromFloat<T>(out[t][0]);
 
     if (next < tokens)
-      loader.template Store<false>(shared.tile[stage ^ 1], nullptr, count_at(next), decay);
+      loader.template Store<false>(shared.tile[stage ^ 1], nullptr, count_at(next), next_own, decay);
     __syncthreads();
     struct alignas(16) Piece {
       T x[8];
     };
     for (int i = threadIdx.x; i < count * N / 8; i += G::kThreads)
       *reinterpret_cast<Piece*>(y + (first + i / (N / 8)) * stride + i % (N / 8) * 8) =
-          reinterpret_cast<const Piece*>(shared.y[stage])[i];
+          own.Absent(i / (N / 8)) ? Piece{} : reinterpret_cast<const Piece*>(shared.y[stage])[i];
   }
   StoreState(tile, final_state + head.State(), s);
 }
 
 // If `only` is given, the heads that it marks.
-struct MarkedSplit : Split {
+struct SomeHeadsSplit : Split {
   const float* only;
 
   __device__ bool Skips(int64_t head) const { return only != nullptr && only[head] == 0.0f; }
@@ -143,10 +151,10 @@ struct MarkedSplit : Split {
 
 // The gradient of the state at the end of each segment but the last. It follows a recurrence of its
 // own, which needs no state: dS <- (dS + dy r^T) diag(d) + ((dS + dy r^T) b) a^T.
-template <typename T, int N>
+template <typename T, int N, bool kMarked>
 __global__ __launch_bounds__(ForwardTile<N>::kThreads) void SegmentKernel(
     const __grid_constant__ Vectors<T> inputs, int64_t tokens, int64_t heads, Decay decay,
-    const float* dfinal_state, MarkedSplit split) {
+    Marks marks, const float* dfinal_state, SomeHeadsSplit split) {
   if (split.Skips(blockIdx.x)) return;
   enum { kDecayRow, kARow, kBRow, kRRow, kDyRow, kRowsOfTile };
   using G = ForwardTile<N>;
@@ -163,14 +171,17 @@ __global__ __launch_bounds__(ForwardTile<N>::kThreads) void SegmentKernel(
   const auto count_at = [&](int64_t first) {
     return static_cast<int>(tokens - first < kTokens ? tokens - first : kTokens);
   };
+  TileMarks<kMarked> next_own;
   const auto fetch = [&](int64_t first) {
     loader.Fetch(inputs.x, head.FirstToken() + first * stride, stride, count_at(first));
+    next_own = LoadMarks<kMarked>(marks, head.batch, first);
   };
   int64_t first = (tokens - 1) / kTokens * kTokens;
   fetch(first);
   for (; first >= length; first -= kTokens) {
+    const TileMarks<kMarked> own = next_own;
     __syncthreads();
-    loader.template Store<false>(shared, nullptr, count_at(first), decay);
+    loader.template Store<false>(shared, nullptr, count_at(first), own, decay);
     __syncthreads();
     if (first > length) fetch(first - kTokens);
 #pragma unroll
@@ -184,6 +195,7 @@ __global__ __launch_bounds__(ForwardTile<N>::kThreads) void SegmentKernel(
       LoadCols(tile, shared + (kDecayRow * kTokens + t) * N, d);
       LoadCols(tile, shared + (kARow * kTokens + t) * N, x);
       DecayAndAdd<G>(ds, d, dsa, x);
+      if (own.Starts(t)) Clear<G>(ds);
     }
     if (first % length == 0)
       StoreState(tile, split.Scratch<N>(head.index, first / length - 1), ds);
@@ -247,11 +259,11 @@ __device__ void Copy(const Fragment<G>& from, Fragment<G>& to) {
 
 // One token backwards. `ds` enters as the gradient of S_t without the share of y_t and leaves as that
 // of S_{t-1}. The sums over this warp's rows go to `sums`, and dv to `dv` if that is not null.
-template <typename T, typename G>
+template <typename T, typename G, bool kMarked>
 __device__ void BackwardToken(const G& tile, const TokenView<G::N, kBlock>& at,
                               const float* slope_row, const float* sa_row,
-                              const Fragment<G>& s_before, Fragment<G>& ds, float (*sums)[G::N],
-                              T* dv) {
+                              TileMarks<kMarked> marks, const Fragment<G>& s_before,
+                              Fragment<G>& ds, float (*sums)[G::N], T* dv) {
   constexpr int kRows = G::kRows, kCols = G::kCols;
   float dy[kRows], v[kRows], sa[kRows], dsa[kRows], dv_rows[kRows];
   float r[kCols], b[kCols], k[kCols], d[kCols], a[kCols], slope[kCols];
@@ -292,6 +304,7 @@ __device__ void BackwardToken(const G& tile, const TokenView<G::N, kBlock>& at,
   TransposedDot<G>(dsa, s_before, column[kDa]);
   LoadCols(tile, at.Row(kA), a);
   DecayAndAdd<G>(ds, d, dsa, a);
+  if (marks.Starts(at.token)) Clear<G>(ds);
 
   // Stored together: a store in between would hold back the loads behind it.
   int first = 0;
@@ -306,15 +319,15 @@ __device__ void BackwardToken(const G& tile, const TokenView<G::N, kBlock>& at,
       for (int c = 0; c < kLeft; ++c) sums[which][tile.Col(first + c)] = column[which][c];
   const int first_dv = ReduceScatter<1, G::kColGroups>(dv_rows, tile.lane);
   if (first_dv >= 0 && dv != nullptr)
-    dv[tile.first_row + first_dv] = FromFloat<T>(dv_rows[0]);
+    dv[tile.first_row + first_dv] = FromFloat<T>(marks.Absent(at.token) ? 0.0f : dv_rows[0]);
 }
 
 // Adds up what the warps left and writes the gradients of `count` tokens, of which the first is at
 // element `first` of each array.
-template <typename T, typename G, int kTokens>
+template <typename T, typename G, int kTokens, bool kMarked>
 __device__ void WriteColumnSums(const float (&sums)[kTokens][G::kWarps][kColumnSums][G::N],
-                                int count, int64_t first, int64_t stride,
-                                const Gradients<T>& out) {
+                                int count, TileMarks<kMarked> marks, int64_t first,
+                                int64_t stride, const Gradients<T>& out) {
   T* const gradients[kColumnSums] = {out.r, out.w, out.k, out.a, out.b};
   constexpr int kPiece = 4;
   struct alignas(kPiece * sizeof(T)) Piece {
@@ -331,7 +344,8 @@ __device__ void WriteColumnSums(const float (&sums)[kTokens][G::kWarps][kColumnS
         for (int e = 0; e < kPiece; ++e) sum[e] += sums[t][warp][which][col + e];
       Piece piece;
 #pragma unroll
-      for (int e = 0; e < kPiece; ++e) piece.x[e] = FromFloat<T>(sum[e]);
+      for (int e = 0; e < kPiece; ++e)
+        piece.x[e] = FromFloat<T>(marks.Absent(t) ? 0.0f : sum[e]);
       *reinterpret_cast<Piece*>(gradients[which] + first + t * stride + col) = piece;
     }
   }
@@ -340,15 +354,15 @@ __device__ void WriteColumnSums(const float (&sums)[kTokens][G::kWarps][kColumnS
 // The chunks of a segment run last to first. In a chunk the saved state is replayed once to find the state before each
 // block of kBlock tokens; each block is then replayed from there, which leaves S_{t-1} of its tokens
 // at hand, and taken backwards. The decay is never inverted.
-template <typename T, int N>
+template <typename T, int N, bool kMarked>
 __global__ __launch_bounds__(BackwardTile<N>::kThreads, N == 64 ? 2 : 1) void BackwardKernel(
     const __grid_constant__ Vectors<T> inputs, int64_t tokens, int64_t heads, Decay decay,
-    SavedStates states, const float* dfinal_state, const __grid_constant__ Gradients<T> out,
-    MarkedSplit split) {
+    Marks marks, SavedStates states, const float* dfinal_state,
+    const __grid_constant__ Gradients<T> out, SomeHeadsSplit split) {
   using G = BackwardTile<N>;
   static_assert(kBlock * N <= 4 * G::kThreads);
   static_assert(kBlock == 4, "S_0, S_1 and S_2 are kept or reloaded, S_3 is in registers");
-  extern __shared__ __align__(16) unsigned char memory[];
+  RWKV_JAX_DYNAMIC_SHARED(16, memory);
   using Shared = BackwardShared<G>;
   constexpr bool kLarge = Shared::kLarge;
   auto& shared = *reinterpret_cast<Shared*>(memory);
@@ -376,6 +390,10 @@ __global__ __launch_bounds__(BackwardTile<N>::kThreads, N == 64 ? 2 : 1) void Ba
     const int blocks = (in_chunk + kBlock - 1) / kBlock;
     const auto count_of = [&](int block) { return Min(kBlock, in_chunk - block * kBlock); };
     const auto token_of = [&](int block) { return first_token + block * kBlock * stride; };
+    const auto marks_of = [&](int block) {
+      return LoadMarks<kMarked>(marks, head.batch, start + block * kBlock);
+    };
+    // As it was left, before the first token of the block may clear it.
     const auto load_state = [&](int block, Fragment<G>& s) {
       if (block > 0)
         LoadState(tile, block_states + (block - 1) * N * N, s);
@@ -386,16 +404,22 @@ __global__ __launch_bounds__(BackwardTile<N>::kThreads, N == 64 ? 2 : 1) void Ba
     load_state(0, s);
     TokenLoader<T, G, kReplayVectors, kBlock> replay_loader;
     replay_loader.Fetch(inputs.x, token_of(0), stride, count_of(0));
-    replay_loader.template Store<false>(shared.tile[0], nullptr, count_of(0), decay);
+    TileMarks<kMarked> own, next_own = marks_of(0);
+    replay_loader.template Store<false>(shared.tile[0], nullptr, count_of(0), next_own, decay);
     __syncthreads();
     for (int block = 0; block < blocks; ++block) {
       const bool more = block + 1 < blocks;
-      if (more) replay_loader.Fetch(inputs.x, token_of(block + 1), stride, count_of(block + 1));
+      own = next_own;
+      if (more) {
+        replay_loader.Fetch(inputs.x, token_of(block + 1), stride, count_of(block + 1));
+        next_own = marks_of(block + 1);
+      }
       if (block > 0) StoreState(tile, block_states + (block - 1) * N * N, s);
       float sa[kBlock][kRows];
 #pragma unroll
       for (int t = 0; t < kBlock; ++t) {
         const TokenView<N, kBlock> at{shared.tile[block % 2], t};
+        if (own.Starts(t)) Clear<G>(s);
         ReadFromState(tile, at, s, sa[t]);
         UpdateState(tile, at, sa[t], s);
       }
@@ -405,7 +429,7 @@ __global__ __launch_bounds__(BackwardTile<N>::kThreads, N == 64 ? 2 : 1) void Ba
           StoreRows(tile, chunk_sa + (block * kBlock + t) * N, sa[t]);
       if (more)
         replay_loader.template Store<false>(shared.tile[(block + 1) % 2], nullptr,
-                                            count_of(block + 1), decay);
+                                            count_of(block + 1), next_own, decay);
       __syncthreads();
     }
 
@@ -413,12 +437,13 @@ __global__ __launch_bounds__(BackwardTile<N>::kThreads, N == 64 ? 2 : 1) void Ba
     float4 sa_piece;
     const auto fetch = [&](int block) {
       loader.Fetch(inputs.x, token_of(block), stride, count_of(block));
+      next_own = marks_of(block);
       if (4 * threadIdx.x < kBlock * N)
         sa_piece = *reinterpret_cast<const float4*>(chunk_sa + block * kBlock * N + 4 * threadIdx.x);
     };
     const auto store = [&](int block) {
       loader.template Store<true>(shared.tile[block % 2], shared.slope[block % 2], count_of(block),
-                                  decay);
+                                  next_own, decay);
       if (4 * threadIdx.x < kBlock * N)
         *reinterpret_cast<float4*>(&shared.sa[block % 2][4 * threadIdx.x]) = sa_piece;
     };
@@ -429,11 +454,14 @@ __global__ __launch_bounds__(BackwardTile<N>::kThreads, N == 64 ? 2 : 1) void Ba
     __syncthreads();
     for (int block = blocks - 1; block >= 0; --block) {
       const int count = count_of(block), stage = block % 2;
+      own = next_own;
       if (block > 0) fetch(block - 1);
       if constexpr (kLarge) {
         load_state(block, s);
+        if (own.Starts(0)) Clear<G>(s);
       } else {
         Copy<G>(s_next, s);
+        if (own.Starts(0)) Clear<G>(s);
         Keep<G>(shared.kept[2], s);
         if (block > 0) load_state(block - 1, s_next);
       }
@@ -442,30 +470,33 @@ __global__ __launch_bounds__(BackwardTile<N>::kThreads, N == 64 ? 2 : 1) void Ba
         float sa[kRows];
         LoadRows(tile, shared.sa[stage] + t * N, sa);
         UpdateState(tile, TokenView<N, kBlock>{shared.tile[stage], t}, sa, s);
+        if (own.Starts(t + 1)) Clear<G>(s);
         if (t < kBlock - 2) Keep<G>(shared.kept[t], s);
       }
       auto& sums = shared.sums[stage % Shared::kSumStages];
       const auto token = [&](int t) { return token_of(block) + t * stride; };
 #pragma unroll
       for (int t = kBlock - 1; t >= 0; --t) {
-        if (t == 0 && kLarge)
+        if (t == 0 && kLarge) {
           load_state(block, s);
-        else if (t < kBlock - 1)
+          if (own.Starts(0)) Clear<G>(s);
+        } else if (t < kBlock - 1) {
           Recall<G>(shared.kept[t > 0 ? t - 1 : 2], s);
+        }
         BackwardToken<T, G>(tile, {shared.tile[stage], t}, shared.slope[stage] + t * N,
-                            shared.sa[stage] + t * N, s, ds,
+                            shared.sa[stage] + t * N, own, s, ds,
                             sums[t % Shared::kSumTokens][threadIdx.x / 32],
                             t < count ? out.v + token(t) : nullptr);
         if constexpr (kLarge) {
           __syncthreads();
-          WriteColumnSums<T, G>(sums, t < count, token(t), stride, out);
+          WriteColumnSums<T, G>(sums, t < count, own.From(t), token(t), stride, out);
           __syncthreads();
         }
       }
       if (block > 0) store(block - 1);
       __syncthreads();
       // While a warp still reads these sums, the others may be at the next block, which has others.
-      if constexpr (!kLarge) WriteColumnSums<T, G>(sums, count, token(0), stride, out);
+      if constexpr (!kLarge) WriteColumnSums<T, G>(sums, count, own, token(0), stride, out);
     }
   }
   if (segment == 0) StoreState(tile, out.initial_state + head.State(), ds);
@@ -482,20 +513,22 @@ cudaError_t Wkv7Forward(cudaStream_t stream, const Wkv7ForwardCall& call, const 
   return ForAllTypes<16, 32, 64, 128>(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
     using T = decltype(zero);
     constexpr int N = size();
-    const auto launch = [&](auto tokens, auto blocks) {
+    const auto launch = [&](auto tokens, auto blocks, auto marked) {
       constexpr int kTokens = tokens(), kBlocks = blocks();
-      return Launch(ForwardKernel<T, N, kTokens, kBlocks>, heads, ForwardTile<N>::kThreads,
-                    sizeof(ForwardShared<T, N, kTokens>), stream,
+      return Launch(ForwardKernel<T, N, kTokens, kBlocks, marked()>, heads,
+                    ForwardTile<N>::kThreads, sizeof(ForwardShared<T, N, kTokens>), stream,
                     Vectors<T>(call.w, call.k, call.v, call.a, call.b, call.r), call.dims.tokens,
-                    call.dims.heads, call.decay, call.initial_state, static_cast<T*>(call.y),
-                    call.final_state, SavedStates{call.states, call.states_dtype == Dtype::kBF16},
-                    only);
+                    call.dims.heads, call.decay, call.marks, call.initial_state,
+                    static_cast<T*>(call.y), call.final_state,
+                    SavedStates{call.states, call.states_dtype == Dtype::kBF16}, only);
     };
     constexpr std::integral_constant<int, 1> one;
-    constexpr std::integral_constant<int, N == 128 ? 1 : 4> many;
-    if (call.dims.tokens == 1) return launch(one, many);
+    constexpr std::integral_constant<int, N == 64 ? 4 : 1> many;
+    if (call.dims.tokens == 1 && !call.marks.Given()) return launch(one, many, std::false_type());
     constexpr std::integral_constant<int, 8> tile;
-    return heads < kFewHeads ? launch(tile, one) : launch(tile, many);
+    return ForMarks(call.marks, [&](auto marked) {
+      return heads < kFewHeads ? launch(tile, one, marked) : launch(tile, many, marked);
+    });
   });
 }
 
@@ -511,18 +544,21 @@ cudaError_t Wkv7Backward(cudaStream_t stream, const Wkv7BackwardCall& call, int6
                                  static_cast<T*>(call.da), static_cast<T*>(call.db),
                                  call.dinitial_state};
     const Vectors<T> inputs(call.w, call.k, call.v, call.a, call.b, call.r, call.dy);
-    const MarkedSplit split{{segments, scratch, stride}, only};
+    const SomeHeadsSplit split{{segments, scratch, stride}, only};
     const SavedStates states{const_cast<void*>(call.states), call.states_dtype == Dtype::kBF16};
-    if (segments > 1) {
-      const cudaError_t error =
-          Launch(SegmentKernel<T, N>, heads, ForwardTile<N>::kThreads, 0, stream,
-                 Vectors<T>(call.w, call.a, call.b, call.r, call.dy), call.dims.tokens,
-                 call.dims.heads, call.decay, call.dfinal_state, split);
-      if (error != cudaSuccess) return error;
-    }
-    return Launch(BackwardKernel<T, N>, heads * segments, BackwardTile<N>::kThreads,
-                  sizeof(BackwardShared<BackwardTile<N>>), stream, inputs, call.dims.tokens,
-                  call.dims.heads, call.decay, states, call.dfinal_state, gradients, split);
+    return ForMarks(call.marks, [&](auto marked) {
+      if (segments > 1 && call.dims.tokens > 0) {
+        const cudaError_t error =
+            Launch(SegmentKernel<T, N, marked()>, heads, ForwardTile<N>::kThreads, 0, stream,
+                   Vectors<T>(call.w, call.a, call.b, call.r, call.dy), call.dims.tokens,
+                   call.dims.heads, call.decay, call.marks, call.dfinal_state, split);
+        if (error != cudaSuccess) return error;
+      }
+      return Launch(BackwardKernel<T, N, marked()>, heads * segments, BackwardTile<N>::kThreads,
+                    sizeof(BackwardShared<BackwardTile<N>>), stream, inputs, call.dims.tokens,
+                    call.dims.heads, call.decay, call.marks, states, call.dfinal_state, gradients,
+                    split);
+    });
   });
 }
 

@@ -26,6 +26,7 @@
 #define __host__
 #define __grid_constant__
 #define __launch_bounds__(...)
+#define __align__(...) __attribute__((aligned(__VA_ARGS__)))
 #define __shared__ static  // one block at a time
 
 struct dim3 {

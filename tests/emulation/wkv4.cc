@@ -25,10 +25,10 @@ struct Arrays {
 
 }  // namespace
 
-// Forward and backward; `sizes` are B, T, C, and the arrays those of the two calls in order, then
-// the scratch of both.
+// Forward and backward; `sizes` are B, T, C, the arrays those of the two calls in order, then the
+// scratch of both, and the marks null where each row is one sequence.
 extern "C" int Wkv4(unsigned seed, const int64_t* sizes, int dtype, int decay, int64_t segments,
-                    void* const* pointers) {
+                    const uint32_t* marks, void* const* pointers) {
   emulation::random.seed(seed);
   Arrays arrays{pointers};
   Wkv4ForwardCall forward;
@@ -37,6 +37,7 @@ extern "C" int Wkv4(unsigned seed, const int64_t* sizes, int dtype, int decay, i
   forward.decay = static_cast<Decay>(decay);
   forward.w = arrays.Floats(), forward.u = arrays.Floats();
   forward.k = arrays.Any(), forward.v = arrays.Any();
+  forward.marks = {marks, Marks::Words(sizes[1])};
   forward.initial_state = arrays.State<const float>();
   forward.y = arrays.Any();
   forward.final_state = arrays.State<float>();

@@ -15,7 +15,8 @@ extern "C" int64_t Wkv6ScratchFloats(int64_t tokens, int64_t head_size, int64_t 
                       : segments * Wkv6ScratchSize(head_size);
 }
 
-// Forward and backward; `sizes` are B, T, H, K, and the arrays those of the two calls in order.
+// Forward and backward; `sizes` are B, T, H, K, the arrays those of the two calls in order, and the
+// marks null where each row is one sequence.
 extern "C" int Wkv6(unsigned seed, const int64_t* sizes, int dtype, int decay, int constant_decay,
                     int64_t segments, int matrix_units, const uint32_t* marks,
                     void* const* arrays) {

@@ -1,0 +1,35 @@
+// What the marks of a row say of a tile of its tokens.
+#pragma once
+
+#include <cstdint>
+
+#include "rwkv_jax/marks.h"
+
+namespace rwkv_jax::cuda {
+
+// Of tokens that lie within a word, from the one at bit 0 on. Without kMarked, where each row is one
+// sequence, there is nothing to keep and nothing to ask.
+template <bool kMarked>
+struct TileMarks {
+  uint32_t bits = 0;
+
+  __device__ bool Absent(int t) const { return kMarked && bits >> (kWordTokens + t) & 1; }
+  // Whether the state is cleared before token t, or before one from `first` up to `end`.
+  __device__ bool Starts(int t) const { return kMarked && bits >> t & 1; }
+  __device__ bool Starts(int first, int end) const {
+    return kMarked && (bits & ((1u << end) - (1u << first))) != 0;
+  }
+  // The same tokens, from token t on.
+  __device__ TileMarks From(int t) const { return {bits >> t}; }
+};
+
+// Those from `token` of a row on.
+template <bool kMarked>
+__device__ TileMarks<kMarked> LoadMarks(const Marks& marks, int64_t row, int64_t token) {
+  if constexpr (kMarked)
+    return {marks.Word(row, token) >> token % kWordTokens};
+  else
+    return {};
+}
+
+}  // namespace rwkv_jax::cuda
