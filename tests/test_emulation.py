@@ -187,7 +187,6 @@ IDS = np.array(
     [
         [1] * 5 + [2] * 60 + [1] * 40 + [3] * 25,
         [0] * 3 + [4] * 20 + [0] * 10 + [4] * 31 + [9] * 16 + [5, 6, 7] * 12 + [0] * 14,
-        [1] * 64 + [2] * 48 + [0] * 18,
     ]
 )
 """The segments of rows of 130 tokens."""
@@ -202,24 +201,24 @@ def _spoil_padding(inputs: Arrays, cotangents: Arrays, ids: np.ndarray) -> None:
 @pytest.mark.parametrize(
     ("case", "segments"),
     [
-        (Case(3, 130, 1, 64, dtype="bfloat16"), 1),
-        (Case(3, 130, 1, 64, dtype="float16", decay="log"), 3),
-        (Case(3, 130, 1, 128, dtype="bfloat16"), 2),
+        (Case(2, 130, 1, 64, dtype="bfloat16"), 1),
+        (Case(2, 130, 1, 64, dtype="float16", decay="log"), 3),
+        (Case(1, 81, 1, 128, dtype="bfloat16"), 2),
     ],
     ids=str,
 )
 def test_emulated_rows_of_several_sequences(kernels: Any, case: Case, segments: int) -> None:
     inputs, cotangents = cases.wkv7(case)
-    expected = test_packing.expected("wkv7", inputs, IDS, case.decay, cotangents)
-    _spoil_padding(inputs, cotangents, IDS)
-    results, left = _run(kernels, 1, case, segments, inputs, cotangents, IDS)
+    ids = IDS[: case.B, : case.T]
+    expected = test_packing.expected("wkv7", inputs, ids, case.decay, cotangents)
+    _spoil_padding(inputs, cotangents, ids)
+    results, left = _run(kernels, 1, case, segments, inputs, cotangents, ids)
     assert not left.any()
     limits = {n: tolerance.ceiling(n, case.dtype, sequential=False, highest=False) for n in results}
     tolerance.assert_close(results, expected, limits)
-    for seed in (2, 3):
-        others, _ = _run(kernels, seed, case, segments, inputs, cotangents, IDS)
-        for name, x in results.items():
-            assert x.tobytes() == others[name].tobytes(), name
+    others, _ = _run(kernels, 2, case, segments, inputs, cotangents, ids)
+    for name, x in results.items():
+        assert x.tobytes() == others[name].tobytes(), name
 
 
 @pytest.mark.parametrize(
@@ -344,10 +343,10 @@ def test_emulated_matrix_units(kernels: Any, case: Case, constant: bool, segment
 @pytest.mark.parametrize(
     ("case", "constant", "segments"),
     [
-        (Case(3, 130, 1, 64, dtype="bfloat16", decay="exp"), False, 1),
-        (Case(3, 130, 1, 64, dtype="float16", decay="log"), False, 3),
-        (Case(3, 130, 1, 64, dtype="bfloat16", decay="log", regime="mixed"), False, 2),
-        (Case(3, 130, 1, 64, dtype="bfloat16", decay="exp"), True, 2),
+        (Case(2, 130, 1, 64, dtype="bfloat16", decay="exp"), False, 1),
+        (Case(2, 130, 1, 64, dtype="float16", decay="log"), False, 3),
+        (Case(2, 130, 1, 64, dtype="bfloat16", decay="log", regime="mixed"), False, 2),
+        (Case(2, 130, 1, 64, dtype="bfloat16", decay="exp"), True, 2),
     ],
     ids=str,
 )
@@ -562,7 +561,7 @@ PACKED = [
     ("wkv7", Case(4, 70, 1, 16, decay="exp"), 1),
     ("wkv7", Case(4, 133, 1, 32, dtype="float16", decay="log", regime="mixed"), 3),
     ("wkv7", Case(3, 135, 1, 64, dtype="bfloat16"), 2),
-    ("wkv7", Case(2, 70, 1, 128), 2),
+    ("wkv7", Case(2, 37, 1, 128), 2),
     ("wkv6", Case(4, 70, 1, 16, decay="exp", regime="mixed"), 1),
     ("wkv6", Case(4, 133, 2, 32, dtype="float16", decay="log"), 3),
     ("wkv6", Case(4, 200, 1, 64, dtype="bfloat16", decay="exp"), 3),

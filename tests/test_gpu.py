@@ -14,9 +14,10 @@ import pytest
 import cases
 import hlo
 import rwkv_jax
+import test_sequences
 import tolerance
 from cases import Case
-from operators import OPERATORS, SEQUENCES, STEPS, library, value_and_gradients
+from operators import OPERATORS, SEQUENCES, STEPS, Run, library, value_and_gradients
 from rwkv_jax import _dispatch
 from rwkv_jax._chunked import CHUNK
 
@@ -323,3 +324,33 @@ def test_a_program_of_many_steps() -> None:
         {"state": np.asarray(decode("reference"))},
         tolerance.EXACT_FLOAT32,
     )
+
+
+TRACED = np.array([-3, 20, 18, 150, 150, 290, 7], np.int32)
+"""Lengths that only the device knows, and that are wrong."""
+
+
+@pytest.mark.parametrize("cu", [test_sequences.LONG, TRACED], ids=["long", "wrong"])
+@pytest.mark.parametrize(
+    ("op", "case"),
+    [
+        ("wkv7", Case(1, 300, 2, 64, dtype="bfloat16")),
+        ("wkv7", Case(1, 300, 70, 64, dtype="float16", state=False)),
+        ("wkv7", Case(1, 300, 1, 128, dtype="bfloat16")),
+        ("wkv6", Case(1, 300, 2, 64, dtype="bfloat16", decay="exp")),
+        ("wkv6", Case(1, 300, 1, 64, dtype="float16", decay="log", regime="mixed")),
+        ("wkv5", Case(1, 300, 2, 64, dtype="bfloat16", decay="exp")),
+    ],
+    ids=str,
+)
+def test_sequences_on_matrix_units(op: str, case: Case, cu: np.ndarray) -> None:
+    run = Run(op, "ffi")
+    clamped = np.maximum.accumulate(np.clip(cu, 0, case.T))
+    inputs, cotangents = test_sequences.made(op, case, len(cu) - 1)
+    expected = test_sequences.in_a_row(
+        run, test_sequences.alone(op, inputs, clamped, case.decay, cotangents), clamped, case.T
+    )
+    options = ("decay", case.decay), ("precision", "default")
+    found = test_sequences.found_by(run, inputs, cotangents, cu, options)
+    limits = {n: tolerance.ceiling(n, case.dtype, sequential=False, highest=False) for n in found}
+    test_sequences.assert_right(found, expected, limits)

@@ -137,35 +137,7 @@ def test_sixteen_bits(run: Run) -> None:
     assert_right(found, expected, limits)
 
 
-TRACED = np.array([-3, 20, 18, 150, 150, 290, 7], np.int32)
-"""Lengths that only the device knows, and that are wrong."""
-
-
-@pytest.mark.parametrize("cu", [LONG, TRACED], ids=["long", "wrong"])
-@pytest.mark.parametrize(
-    ("op", "case"),
-    [
-        ("wkv7", Case(1, 300, 2, 64, dtype="bfloat16")),
-        ("wkv7", Case(1, 300, 70, 64, dtype="float16", state=False)),
-        ("wkv7", Case(1, 300, 1, 128, dtype="bfloat16")),
-        ("wkv6", Case(1, 300, 2, 64, dtype="bfloat16", decay="exp")),
-        ("wkv6", Case(1, 300, 1, 64, dtype="float16", decay="log", regime="mixed")),
-        ("wkv5", Case(1, 300, 2, 64, dtype="bfloat16", decay="exp")),
-    ],
-    ids=str,
-)
-def test_shapes_of_matrix_units(op: str, case: Case, cu: np.ndarray) -> None:
-    run = Run(op, None)
-    clamped = np.maximum.accumulate(np.clip(cu, 0, case.T))
-    inputs, cotangents = made(op, case, len(cu) - 1)
-    expected = _in_a_row(run, alone(op, inputs, clamped, case.decay, cotangents), clamped, case.T)
-    options = ("decay", case.decay), ("precision", "default")
-    found = found_by(run, inputs, cotangents, cu, options)
-    limits = {n: tolerance.ceiling(n, case.dtype, sequential=False, highest=False) for n in found}
-    assert_right(found, expected, limits)
-
-
-def _in_a_row(run: Run, expected: dict, cu: np.ndarray, tokens: int) -> dict:
+def in_a_row(run: Run, expected: dict, cu: np.ndarray, tokens: int) -> dict:
     """With zeros for the tokens that no sequence has."""
     timed = {n for n in run.operator.inputs if n not in run.operator.shared}
     placed = dict(expected)
@@ -194,7 +166,7 @@ def test_any_lengths(run: Run, several: list[int]) -> None:
     inputs, cotangents = made(run.op, Case(1, TOKENS, 1, 16), COUNT)
     cu = np.maximum.accumulate(np.clip(np.array(several), 0, TOKENS))
     expected = alone(run.op, inputs, cu, run.operator.decays[-1], cotangents)
-    expected = _in_a_row(run, expected, cu, TOKENS)
+    expected = in_a_row(run, expected, cu, TOKENS)
     assert_right(found_by(run, inputs, cotangents, np.array(several, np.int32)), expected)
 
 
