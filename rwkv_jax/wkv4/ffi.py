@@ -17,13 +17,8 @@ BACKWARD = "rwkv_wkv4_bwd_v1"
 STEP = "rwkv_wkv4_step_v1"
 TARGETS = (FORWARD, BACKWARD, STEP)
 
-MARKED = ("cpu", "cuda")
-"""Platforms whose kernels take several sequences in a row."""
-
 
 def why_not(platform: str, stage: str, options: Options, operands: Mapping[str, Any]) -> str | None:
-    if "marks" in operands and platform not in MARKED:
-        return f"the {platform} kernels take one sequence in a row, without segment_ids"
     return _ffi.why_not(platform)
 
 

@@ -30,9 +30,6 @@ TARGETS = (
 )
 
 HEAD_SIZES = {"cpu": (16, 32, 64, 128, 256), "cuda": (16, 32, 64, 128)}
-MARKED = ("cpu", "cuda")
-"""Platforms whose kernels take several sequences in a row."""
-
 MATRIX_HEAD_SIZES = (64, 128)
 MATRIX_TOKENS = 16
 """The head sizes of the kernels on matrix units, and the tokens that make one product."""
@@ -46,8 +43,6 @@ DECAY_CODES = {"log": 0, "exp": 1, "sigmoid": 2}
 def why_not(platform: str, stage: str, options: Options, operands: Mapping[str, Any]) -> str | None:
     if reason := _ffi.why_not(platform):
         return reason
-    if "marks" in operands and platform not in MARKED:
-        return f"the {platform} kernels take one sequence in a row, without segment_ids"
     key_size, value_size = operands["r"].shape[-1], operands["v"].shape[-1]
     if key_size != value_size or key_size not in HEAD_SIZES[platform]:
         sizes = ", ".join(map(str, HEAD_SIZES[platform]))
