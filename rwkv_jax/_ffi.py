@@ -65,6 +65,17 @@ def why_not(platform: str) -> str | None:
     return MISSING.get(platform, "native kernels exist for CPUs and for CUDA GPUs")
 
 
+LITTLE_SHARED_MEMORY = ("7.5", "8.6", "8.9", "12.0", "12.1")
+"""Compute capabilities whose blocks have less of it than the gradients on matrix units need."""
+
+
+def fits_matrix_units() -> bool:
+    """Whether the GPUs that are here run all kernels on matrix units. Where there is none, programs
+    are lowered for others, of which nothing is known."""
+    found = {getattr(device, "compute_capability", None) for device in jax.devices()}
+    return not found & set(LITTLE_SHARED_MEMORY)
+
+
 def call(
     target: str,
     results: Sequence[tuple[Sequence[int], Any]],

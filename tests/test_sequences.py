@@ -19,7 +19,7 @@ import rwkv_jax
 import tolerance
 from cases import Case
 from operators import SEQUENCES, Run, flat, library, sequential
-from rwkv_jax import sharding
+from rwkv_jax import _ffi, sharding
 
 TOKENS = 70
 """Of a row: more than a frame."""
@@ -337,3 +337,22 @@ def test_refusals(op: str, cpus: list[Any]) -> None:
         flat(op, sharding.shard(function, devices, sequence="x"))(**inputs, cu_seqlens=right)
     with pytest.raises(ValueError, match=f"{op}: cu_seqlens along 'x'; accepted is None"):
         flat(op, sharding.sequence_parallel(function, "x"))(**inputs, cu_seqlens=right)
+
+
+@pytest.mark.parametrize("fits", [True, False])
+@pytest.mark.parametrize("op", ["wkv7", "wkv6", "wkv5"])
+def test_kernels_for_sequences(op: str, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On matrix units, where the GPU has the shared memory for them; else frame by frame."""
+    monkeypatch.setitem(_ffi.MISSING, "cuda", None)
+    monkeypatch.setattr(_ffi, "fits_matrix_units", lambda: fits)
+    jax.clear_caches()
+    case = Case(1, TOKENS, 2, 64, dtype="bfloat16")
+    inputs, cotangents = made(op, case, len(CU) - 1)
+    options = ("decay", SEQUENCES[op].decays[-1]), ("precision", "default")
+    with hlo.device("cuda"):
+        traced = found_by.trace(Run(op, "ffi"), inputs, cotangents, CU, options)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    kind = "sequences" if fits else "chunk"
+    assert hlo.targets(text) == {f"rwkv_{op}_{kind}_{which}_v1" for which in ("fwd", "bwd")}
+    monkeypatch.undo()
+    jax.clear_caches()

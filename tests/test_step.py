@@ -1,5 +1,6 @@
 """The steps as a decoder uses them; their values and gradients are rows of test_ops.py."""
 
+import functools
 from typing import Any
 
 import jax
@@ -79,6 +80,32 @@ def test_split_sequence_is_the_whole_one(run: Run) -> None:
         | dict(zip(names, map(np.asarray, end), strict=True)),
         {y: np.asarray(whole)} | dict(zip(names, map(np.asarray, final), strict=True)),
         tolerance.ceiling("y", "float32", sequential=kind, highest=highest),
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("op", ["wkv7", "wkv6", "wkv5", "wkv4"])
+def test_prefill_then_decode(op: str, dtype: str) -> None:
+    """On the kernels that take one token at a time: on CPUs the same bits, but for WKV4, whose
+    exponents are relative to one of several numbers."""
+    run = Run(op, "ffi" if "ffi" in available(f"{op}_step", Case(1, 1, 1, 64)) else "reference")
+    inputs, shared, state = _given(op, Case(2, 37, 2, 64, dtype=dtype))
+    call, one = (functools.partial(f, run) for f in (_sequence, _step))
+    exact = {"precision": "highest"}
+    whole = call(inputs | shared | exact, state)
+    y, *after = call({n: x[:, :20] for n, x in inputs.items()} | shared | exact, state)
+    rows = [np.asarray(y)]
+    for t in range(20, 37):
+        y, *after = one({n: x[:, t] for n, x in inputs.items()} | shared | exact, tuple(after))
+        rows.append(np.asarray(y)[:, None])
+    found = np.concatenate(rows, axis=1), *map(np.asarray, after)
+    pairs = list(zip(run.operator.results, found, map(np.asarray, whole), strict=True))
+    if jax.default_backend() == "cpu" and op != "wkv4":
+        assert all(x.tobytes() == y.tobytes() for _, x, y in pairs)
+    tolerance.assert_close(
+        {n: x for n, x, _ in pairs},
+        {n: y for n, _, y in pairs},
+        tolerance.ceiling("y", dtype, sequential=True, highest=True),
     )
 
 

@@ -30,10 +30,10 @@ cudaError_t Wkv7Forward(cudaStream_t stream, const Wkv7ForwardCall& call,
 cudaError_t Wkv7Backward(cudaStream_t stream, const Wkv7BackwardCall& call, int64_t segments,
                          float* scratch, int64_t stride, const float* only = nullptr);
 
-// --- On matrix units: 16-bit dtypes, head sizes 64 and 128, any decay, saved states in bfloat16. The kernels of wkv7_scan.cu and
-// wkv7_gradient.cu take frames of kChunk tokens that do not decay too far for their arithmetic. A head
-// with another frame they mark in `inexact` [B, H] and leave undefined, and the kernels above redo it;
-// on a device with too little shared memory for them those do it all.
+// --- On matrix units: 16-bit dtypes, head sizes 64 and 128, any decay, saved states in bfloat16. The
+// kernels of wkv7_scan.cu and wkv7_gradient.cu take frames of kChunk tokens that do not decay too far
+// for their arithmetic. A head with another frame they mark in `inexact` [B, H] and leave undefined,
+// and the kernels above redo it; on a device with too little shared memory for them those do it all.
 
 // A run of tokens takes a state S to S M + D: of a segment there is first D, which becomes the state at
 // its end, then M.

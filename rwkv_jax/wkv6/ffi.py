@@ -176,7 +176,7 @@ def forward_sequences(
     """As that of WKV7. Each sequence has the parameters of its row."""
     *inputs, initial_state, cu = operands
     r, v = inputs[0], inputs[3]
-    if not _on_matrix_units(platform, options, r):
+    if not (_on_matrix_units(platform, options, r) and _ffi.fits_matrix_units()):
         return NotImplemented
     batch, tokens, heads, size = r.shape
     spans, owners = _sequences.spans(cu, tokens)
@@ -202,7 +202,7 @@ def backward_sequences(
 ) -> tuple[Array, ...] | NotImplementedType:
     *inputs, states, dy, dfinal_state, cu = operands
     r, w, k, v, u = inputs
-    if not _on_matrix_units(platform, options, r):
+    if not (_on_matrix_units(platform, options, r) and _ffi.fits_matrix_units()):
         return NotImplemented
     size = r.shape[3]
     spans, owners = _sequences.spans(cu, r.shape[1])

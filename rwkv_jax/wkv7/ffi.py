@@ -183,7 +183,7 @@ def forward_sequences(
     """Of `rwkv_jax._sequences`: the states are [B, S, H, V, K]."""
     *inputs, initial_state, cu = operands
     r, _, _, v, _, _ = inputs
-    if not _summarizes(platform, options, r):
+    if not (_summarizes(platform, options, r) and _ffi.fits_matrix_units()):
         return NotImplemented
     batch, tokens, heads, size = r.shape
     spans, owners = _sequences.spans(cu, tokens)
@@ -209,7 +209,7 @@ def backward_sequences(
 ) -> tuple[Array, ...] | NotImplementedType:
     *inputs, states, dy, dfinal_state, cu = operands
     r = inputs[0]
-    if not _summarizes(platform, options, r):
+    if not (_summarizes(platform, options, r) and _ffi.fits_matrix_units()):
         return NotImplemented
     size = r.shape[3]
     spans, owners = _sequences.spans(cu, r.shape[1])
