@@ -177,10 +177,9 @@ def test_emulated_kernels(kernels: Any, case: Case, segments: int) -> None:
             n: tolerance.ceiling(n, case.dtype, sequential=False, highest=False) for n in results
         }
         tolerance.assert_close(results, expected, limits)
-        for seed in (2, 3):
-            others, _ = _run(kernels, seed, case, segments, inputs, cotangents)
-            for name, x in results.items():
-                assert x.tobytes() == others[name].tobytes(), name
+        others, _ = _run(kernels, 2, case, segments, inputs, cotangents)
+        for name, x in results.items():
+            assert x.tobytes() == others[name].tobytes(), name
 
 
 IDS = np.array(
@@ -560,13 +559,13 @@ def test_emulated_wkv7_tokens(kernels: Any, case: Case, segments: int) -> None:
 PACKED = [
     ("wkv7", Case(4, 70, 1, 16, decay="exp"), 1),
     ("wkv7", Case(4, 133, 1, 32, dtype="float16", decay="log", regime="mixed"), 3),
-    ("wkv7", Case(3, 135, 1, 64, dtype="bfloat16"), 2),
+    ("wkv7", Case(2, 135, 1, 64, dtype="bfloat16"), 2),
     ("wkv7", Case(2, 37, 1, 128), 2),
     ("wkv6", Case(4, 70, 1, 16, decay="exp", regime="mixed"), 1),
-    ("wkv6", Case(4, 133, 2, 32, dtype="float16", decay="log"), 3),
-    ("wkv6", Case(4, 200, 1, 64, dtype="bfloat16", decay="exp"), 3),
-    ("wkv6", Case(3, 70, 1, 128, decay="log"), 2),
-    ("wkv5", Case(4, 133, 1, 64, decay="log"), 2),
+    ("wkv6", Case(3, 133, 2, 32, dtype="float16", decay="log"), 3),
+    ("wkv6", Case(2, 135, 1, 64, dtype="bfloat16", decay="exp"), 2),
+    ("wkv6", Case(2, 37, 1, 128, decay="log"), 2),
+    ("wkv5", Case(2, 133, 1, 64, decay="log"), 2),
     ("wkv4", Case(4, 70, 1, 33, decay="log"), 1),
     ("wkv4", Case(5, 200, 1, 64, decay="exp"), 3),
     ("wkv4", Case(5, 200, 1, 32, decay="log", regime="mixed"), 4),

@@ -175,9 +175,10 @@ def test_lowering_where_numbers_have_64_bits(platform: str, op: str) -> None:
 def test_export(op: str) -> None:
     inputs, _ = OPERATORS[op].make(Case(1, 16, 1, 32))
     call = functools.partial(getattr(rwkv_jax, op), decay="log", implementation="pallas")
-    exported = jax.export.export(
-        jax.jit(call), platforms=["cuda"], disabled_checks=rwkv_jax.export_checks()
-    )(*inputs.values())
+    with hlo.device("cuda"):
+        exported = jax.export.export(
+            jax.jit(call), platforms=["cuda"], disabled_checks=rwkv_jax.export_checks()
+        )(*inputs.values())
     assert KERNEL["cuda"] in jax.export.deserialize(exported.serialize()).mlir_module()
 
 
