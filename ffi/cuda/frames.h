@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <initializer_list>
 
 #include "rwkv_jax/sequences.h"
 
@@ -48,5 +49,11 @@ struct Segments {
   }
 #endif
 };
+
+// Clears the tokens [B, T] of results that no sequence has, those before the first and after the last
+// sequence of a row; of each token so many bytes, a multiple of 16.
+cudaError_t ClearOutside(cudaStream_t stream, const Sequences& sequences, int64_t rows,
+                         int64_t sequences_of_row, int64_t tokens, int64_t bytes,
+                         std::initializer_list<void*> results);
 
 }  // namespace rwkv_jax::cuda

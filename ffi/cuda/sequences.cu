@@ -1,7 +1,6 @@
+// What rows of sequences of different lengths need beside the kernels of an operator.
+#include "frames.h"
 #include "launch.cuh"
-#include "rwkv_jax/sequences.h"
-
-#include <initializer_list>
 
 namespace rwkv_jax::cuda {
 namespace {

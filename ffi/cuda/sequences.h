@@ -43,12 +43,6 @@ void RequireGradients(Operands& operands, const Call& call) {
                    " floats for each frame; expected ", floats);
 }
 
-// Clears the tokens [B, T] of results that no sequence has, those before the first and after the last
-// sequence of a row; of each token so many bytes, a multiple of 16.
-cudaError_t ClearOutside(cudaStream_t stream, const Sequences& sequences, int64_t rows,
-                         int64_t sequences_of_row, int64_t tokens, int64_t bytes,
-                         std::initializer_list<void*> results);
-
 template <typename Call>
 cudaError_t ClearOutside(cudaStream_t stream, const Operands& operands, const Call& call,
                          std::initializer_list<void*> results) {

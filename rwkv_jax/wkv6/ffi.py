@@ -16,6 +16,7 @@ from rwkv_jax._typing import Keys, State, States, TokenKeys, TokenValues, Values
 from rwkv_jax.wkv6.segments import Map
 from rwkv_jax.wkv7.ffi import (
     DECAY_CODES,
+    call_on_sequences,
     kernels,
     on_matrix_units,
     segments,
@@ -175,26 +176,12 @@ def forward_sequences(
 ) -> tuple[Values, Array, States] | NotImplementedType:
     """As that of WKV7. Each sequence has the parameters of its row."""
     *inputs, initial_state, cu = operands
-    r, v = inputs[0], inputs[3]
+    r = inputs[0]
     if not (_on_matrix_units(platform, options, r) and _ffi.fits_matrix_units()):
         return NotImplemented
-    batch, tokens, heads, size = r.shape
-    spans, owners = _sequences.spans(cu, tokens)
-    count, scratch = sequence_segments(_segments_of, r, _scratch(size, 2))
-    frames = owners.shape[1] if options.save else 0
-    y, final_state, states, _ = _ffi.call(
-        target(op, "sequences_fwd"),
-        [
-            (v.shape, v.dtype),
-            (initial_state.shape, jnp.float32),
-            ((batch, frames, heads, size, size), jnp.bfloat16),
-            scratch,
-        ],
-        *(*_for_each(inputs, initial_state), initial_state, spans),
-        decay=DECAY_CODES[options.decay],
-        segments=count,
-    )
-    return y, final_state, states
+    split = sequence_segments(_segments_of, r, _scratch(r.shape[3], 2))
+    each = _for_each(inputs, initial_state)
+    return call_on_sequences(target(op, "sequences_fwd"), options, split, each, initial_state, cu)
 
 
 def backward_sequences(

@@ -1,6 +1,6 @@
 """WKV7 on the native kernels: their targets, attributes and limits."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import NotImplementedType
 from typing import Any
 
@@ -182,15 +182,28 @@ def forward_sequences(
 ) -> tuple[Values, Array, States] | NotImplementedType:
     """Of `rwkv_jax._sequences`: the states are [B, S, H, V, K]."""
     *inputs, initial_state, cu = operands
-    r, _, _, v, _, _ = inputs
+    r = inputs[0]
     if not (_summarizes(platform, options, r) and _ffi.fits_matrix_units()):
         return NotImplemented
+    split = sequence_segments(_scan_segments, r, _summaries(r.shape[3], 2))
+    return call_on_sequences(SEQUENCES_FORWARD, options, split, inputs, initial_state, cu)
+
+
+def call_on_sequences(
+    target: str,
+    options: Options,
+    split: tuple[int, Any],
+    inputs: Sequence[Array],
+    initial_state: Array,
+    cu: Array,
+) -> tuple[Values, Array, States]:
+    r, v = inputs[0], inputs[3]
     batch, tokens, heads, size = r.shape
     spans, owners = _sequences.spans(cu, tokens)
-    count, scratch = sequence_segments(_scan_segments, r, _summaries(size, 2))
+    count, scratch = split
     frames = owners.shape[1] if options.save else 0
     y, final_state, states, _ = _ffi.call(
-        SEQUENCES_FORWARD,
+        target,
         [
             (v.shape, v.dtype),
             (initial_state.shape, jnp.float32),
