@@ -12,16 +12,16 @@
 namespace rwkv_jax::cuda {
 
 // The sizes of a call, whose operands and results have been read: states are [B, S, H, V, K], of which
-// frames of a row are saved, or none.
+// frames of a row are saved, or none if they may be left out.
 template <typename Call>
-void ReadSequences(Operands& operands, int64_t decay, Call& call) {
+void ReadSequences(Operands& operands, int64_t decay, bool may_leave_out, Call& call) {
   const int64_t rows = operands.Size('B'), sequences = operands.Size('S'), tokens = operands.Size('T');
   const int64_t length = tokens < kChunk ? tokens : kChunk;
   const int64_t saved = operands.Size('N');
   const int64_t frames = length == 0 ? 0 : (tokens + sequences * (length - 1)) / length;
   internal::ReadSizes(operands, rows * tokens, decay, kMaxHeadSize, call);
   operands.Require(operands.Size('W') == 4, "spans has W = ", operands.Size('W'), "; expected 4");
-  operands.Require(saved == 0 || saved == frames, "states has N = ", saved, "; expected ", frames,
+  operands.Require(saved == frames || (saved == 0 && may_leave_out), "states has N = ", saved, "; expected ", frames,
                    " for ", tokens, " tokens of ", sequences, " sequences");
   call.dims.batch = rows * sequences;
   call.dims.saved = rows * saved;

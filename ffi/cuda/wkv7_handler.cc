@@ -137,7 +137,7 @@ ffi::Error SequencesForward(cudaStream_t stream, ffi::RemainingArgs args, ffi::R
   call.final_state = operands.FloatRet("final_state", "BSHVK");
   call.states = operands.StatesRet("states", "BNHVK", call.states_dtype);
   float* const scratch = operands.FloatRet("scratch", "HX");
-  ReadSequences(operands, decay, call);
+  ReadSequences(operands, decay, true, call);
   if (call.dims.saved == 0) call.states = nullptr;
   const Segments segments =
       SegmentsOf(operands, count, scratch, SummarySize(call.dims.head_size));
@@ -168,7 +168,7 @@ ffi::Error SequencesBackward(cudaStream_t stream, ffi::RemainingArgs args, ffi::
   call.dinitial_state = operands.FloatRet("dinitial_state", "BSHVK");
   float* const scratch = operands.FloatRet("scratch", "HX");
   uint4* const gradients = reinterpret_cast<uint4*>(operands.FloatRet("gradients", "BNHY"));
-  ReadSequences(operands, decay, call);
+  ReadSequences(operands, decay, false, call);
   const Segments segments =
       SegmentsOf(operands, count, scratch, SummarySize(call.dims.head_size));
   RequireSequences(operands, call, segments);
