@@ -144,16 +144,35 @@ def _layout(cu: Array, tokens: int) -> _Layout:
     return _Layout(cu, length, jnp.pad(upto, ((0, 0), (1, 0))), owner, used)
 
 
-def spans(cu: Array, tokens: int) -> tuple[Array, Array]:
-    """What native kernels want to know of rows [B, T]. Of each sequence [B, S, 4]: its first token,
-    how many there are, the first of its frames, and nothing; and of each frame the sequence [B, F],
-    or -1 where there is none. All are counted over all rows."""
+class Native(NamedTuple):
+    """What native kernels take, for which the sequences of all rows are those of one batch [C]."""
+
+    inputs: list[Array]
+    """Those of tokens [B, T, ...], and those that all tokens share, for each sequence [C, ...]."""
+    states: list[Array]
+    """[C, ...]"""
+    spans: Array
+    """Of each sequence [C, 4]: its first token, how many there are, the first of its frames, and
+    nothing; counted over all rows."""
+    owners: Array
+    """Of each frame [B, F] its sequence, or -1 if it is none."""
+
+
+def native(inputs: Sequence[Array], states: Sequence[Array], cu: Array) -> Native:
+    """Of inputs [B, ...] and states [B, S, ...]."""
+    batch, tokens = max(inputs, key=jnp.ndim).shape[:2]
     cu, _, first, owner, used = _layout(cu, tokens)
     row = lax.broadcasted_iota(jnp.int32, cu[:, 1:].shape, 0)
     frames, sequences = owner.shape[1], cu.shape[1] - 1
     numbers = row * tokens + cu[:, :-1], jnp.diff(cu), row * frames + first[:, :-1], row
     owner = lax.broadcasted_iota(jnp.int32, owner.shape, 0) * sequences + owner
-    return jnp.stack(numbers, axis=2), jnp.where(used, owner, -1)
+    most = max(map(jnp.ndim, inputs))
+    return Native(
+        [x if x.ndim == most else jnp.repeat(x, sequences, axis=0) for x in inputs],
+        [x.reshape(batch * sequences, *x.shape[2:]) for x in states],
+        jnp.stack(numbers, axis=2).reshape(batch * sequences, 4),
+        jnp.where(used, owner, -1),
+    )
 
 
 def _frames(cu: Array, tokens: int) -> _Frames:

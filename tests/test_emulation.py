@@ -23,10 +23,11 @@ import pytest
 import cases
 import oracle
 import test_packing
+import test_sequences
 import tolerance
 from cases import Arrays, Case
 from operators import SEQUENCES
-from rwkv_jax import _packing
+from rwkv_jax import _packing, _sequences
 
 TESTS = Path(__file__).parent
 FFI = TESTS.parent / "ffi"
@@ -103,18 +104,25 @@ def _pointers(arrays: list[np.ndarray]) -> Any:
     return (ctypes.c_void_p * len(arrays))(*(x.ctypes.data for x in arrays))
 
 
-def _words(ids: np.ndarray | None) -> Any:
-    """The marks of segments, aligned as those of a device are."""
-    if ids is None:
-        return None
-    (words,) = _packing.operand(_packing.marks(jnp.asarray(ids)))
-    bits = _poisoned(words.shape, np.float32).view(np.uint32)
-    bits[...] = words
-    return bits
+class Rows:
+    """How the rows of a call are shared, if they are: `ids` says which tokens are a segment, or
+    `cu` which ones are a sequence of a single row."""
 
-
-def _address(x: np.ndarray | None) -> Any:
-    return None if x is None else ctypes.c_void_p(x.ctypes.data)
+    def __init__(self, case: Case, ids: np.ndarray | None = None, cu: np.ndarray | None = None):
+        self.cu = cu
+        self.sequences, self.frames = case.B, -(-case.T // 64)
+        given: list[Any] = [None, None, None]
+        if ids is not None:
+            given[0] = _packing.operand(_packing.marks(jnp.asarray(ids)))[0]
+        if cu is not None:
+            row = jnp.zeros((1, case.T, 1))
+            of_row = _sequences.native([row], [], jnp.asarray(cu, jnp.int32)[None])
+            given[1:] = of_row.spans, of_row.owners
+            self.sequences, self.frames = len(cu) - 1, of_row.owners.shape[1]
+        bits = (None if x is None else np.asarray(x).view(np.float32) for x in given)
+        self._kept = [None if x is None else _aligned(x) for x in bits]
+        addresses = [0 if x is None else x.ctypes.data for x in self._kept]
+        self.address = ctypes.byref((ctypes.c_int64 * 4)(*addresses, self.frames))
 
 
 def _run(
@@ -124,29 +132,30 @@ def _run(
     segments: int,
     inputs: Arrays,
     cotangents: Arrays,
-    ids: np.ndarray | None = None,
+    rows: Rows,
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """Results and gradients, and the heads that are left to the other kernels."""
-    heads = (case.B, case.H)
-    state = (*heads, case.K, case.K)
-    frames = -(-case.T // 64)
+    state = inputs["initial_state"].shape
+    heads = state[:2]
     operands = [_aligned(inputs[name]) for name in (*"rwkvab", "initial_state")]
     results = {
         "y": _poisoned(inputs["v"].shape, inputs["v"].dtype),
         "final_state": _poisoned(state, np.float32),
     }
-    states = _poisoned((case.B, frames, case.H, case.K, case.K), cases.DTYPES["bfloat16"])
+    saved = (len(inputs["v"]), rows.frames, *state[1:])
+    states = _poisoned(saved, cases.DTYPES["bfloat16"])
     floats = case.B * case.H * kernels.ScratchFloats(case.T, case.K, segments)
+    if rows.cu is not None:
+        floats = case.H * (rows.frames + 4 * segments) * case.K**2 // 2
     scratch = _poisoned((floats,), np.float32)
     left = np.zeros(heads, np.float32)
     given = [_aligned(cotangents[name]) for name in ("dy", "dfinal_state")]
     gradients = {f"d{n}": _poisoned(inputs[n].shape, inputs[n].dtype) for n in inputs}
     arrays = [*operands, *results.values(), states, scratch, left, *given, *gradients.values()]
-    sizes = (ctypes.c_int64 * 4)(case.B, case.T, case.H, case.K)
+    sizes = (ctypes.c_int64 * 4)(rows.sequences, case.T, case.H, case.K)
     decay, half = DECAYS.index(case.decay), case.dtype == "float16"
-    words = _words(ids)
     error = kernels.Wkv7(
-        *(seed, sizes, half, decay, ctypes.c_int64(segments), _address(words)), _pointers(arrays)
+        *(seed, sizes, half, decay, ctypes.c_int64(segments), rows.address), _pointers(arrays)
     )
     assert error == 0
     return results | gradients, left
@@ -168,7 +177,7 @@ def _run(
 )
 def test_emulated_kernels(kernels: Any, case: Case, segments: int) -> None:
     inputs, cotangents = cases.wkv7(case)
-    results, left = _run(kernels, 1, case, segments, inputs, cotangents)
+    results, left = _run(kernels, 1, case, segments, inputs, cotangents, Rows(case))
     expected = oracle.wkv7(inputs, case.decay, cotangents)
     too_far = case.regime == "mixed"
     assert left.all() if too_far else not left.any()
@@ -177,7 +186,7 @@ def test_emulated_kernels(kernels: Any, case: Case, segments: int) -> None:
             n: tolerance.ceiling(n, case.dtype, sequential=False, highest=False) for n in results
         }
         tolerance.assert_close(results, expected, limits)
-        others, _ = _run(kernels, 2, case, segments, inputs, cotangents)
+        others, _ = _run(kernels, 2, case, segments, inputs, cotangents, Rows(case))
         for name, x in results.items():
             assert x.tobytes() == others[name].tobytes(), name
 
@@ -211,11 +220,11 @@ def test_emulated_rows_of_several_sequences(kernels: Any, case: Case, segments: 
     ids = IDS[: case.B, : case.T]
     expected = test_packing.expected("wkv7", inputs, ids, case.decay, cotangents)
     _spoil_padding(inputs, cotangents, ids)
-    results, left = _run(kernels, 1, case, segments, inputs, cotangents, ids)
+    results, left = _run(kernels, 1, case, segments, inputs, cotangents, Rows(case, ids))
     assert not left.any()
     limits = {n: tolerance.ceiling(n, case.dtype, sequential=False, highest=False) for n in results}
     tolerance.assert_close(results, expected, limits)
-    others, _ = _run(kernels, 2, case, segments, inputs, cotangents, ids)
+    others, _ = _run(kernels, 2, case, segments, inputs, cotangents, Rows(case, ids))
     for name, x in results.items():
         assert x.tobytes() == others[name].tobytes(), name
 
@@ -261,14 +270,16 @@ def _run_wkv6(
     matrix_units: bool,
     inputs: Arrays,
     cotangents: Arrays,
-    ids: np.ndarray | None = None,
+    rows: Rows,
 ) -> dict[str, np.ndarray]:
     constant = inputs["w"].ndim == 2
-    state = (case.B, case.H, case.K, case.K)
+    state = inputs["initial_state"].shape
     floats = case.dtype == "float32"
-    saved = (case.B, -(-case.T // 64), case.H, case.K, case.K)
-    summed = (case.B, saved[1] if matrix_units else segments, case.H, case.K)
-    scratch = kernels.Wkv6ScratchFloats(case.T, case.K, segments, matrix_units)
+    saved = (len(inputs["v"]), rows.frames, *state[1:])
+    summed = (*saved[:2], *state[1:3]) if matrix_units else (state[0], segments, *state[1:3])
+    scratch = state[0] * kernels.Wkv6ScratchFloats(case.T, case.K, segments, matrix_units)
+    if rows.cu is not None and matrix_units:
+        scratch = (rows.frames // 2 + 2 * segments) * case.K**2
     results = {
         "y": _poisoned(inputs["v"].shape, inputs["v"].dtype),
         "final_state": _poisoned(state, np.float32),
@@ -279,7 +290,7 @@ def _run_wkv6(
         gradients["dw"] = _poisoned(summed, np.float32)
     gradients["dinitial_state"] = _poisoned(state, np.float32)
 
-    parameter = np.zeros((case.B, case.H, case.K), np.float32)
+    parameter = np.zeros(state[:3], np.float32)
     w = inputs["w"] + parameter if constant else inputs["w"]
     arrays = [
         *map(_aligned, (inputs["r"], w, inputs["k"], inputs["v"], inputs["u"] + parameter)),
@@ -288,14 +299,13 @@ def _run_wkv6(
         _poisoned(saved, np.float32 if floats else cases.DTYPES["bfloat16"]),
         *map(_aligned, (cotangents["dy"], cotangents["dfinal_state"])),
         *gradients.values(),
-        _poisoned((*state[:2], scratch), np.float32),
+        _poisoned((case.H, scratch), np.float32),
     ]
-    sizes = (ctypes.c_int64 * 4)(case.B, case.T, case.H, case.K)
+    sizes = (ctypes.c_int64 * 4)(rows.sequences, case.T, case.H, case.K)
     dtype, decay = list(cases.DTYPES).index(case.dtype), DECAYS.index(case.decay)
-    words = _words(ids)
     error = kernels.Wkv6(
         *(seed, sizes, dtype, decay, constant, ctypes.c_int64(segments), matrix_units),
-        *(_address(words), _pointers(arrays)),
+        *(rows.address, _pointers(arrays)),
     )
     assert error == 0
     for name in ("du", "dw") if constant else ("du",):
@@ -370,8 +380,9 @@ def _check_wkv6(
         op = "wkv5" if constant else "wkv6"
         expected = test_packing.expected(op, inputs, ids, case.decay, cotangents)
         _spoil_padding(inputs, cotangents, ids)
+    rows = Rows(case, ids)
     results, others = (
-        _run_wkv6(kernels, seed, case, segments, matrix_units, inputs, cotangents, ids)
+        _run_wkv6(kernels, seed, case, segments, matrix_units, inputs, cotangents, rows)
         for seed in (1, 2)
     )
     exact = not matrix_units
@@ -388,12 +399,12 @@ def _run_wkv4(
     segments: int,
     inputs: Arrays,
     cotangents: Arrays,
-    ids: np.ndarray | None = None,
+    rows: Rows,
 ) -> dict[str, np.ndarray]:
-    tokens, part = inputs["k"].shape, (case.B, case.H * case.K)
+    tokens, part = inputs["k"].shape, inputs["initial_num"].shape
     parts = ("num", "den", "log_max")
-    saved = (case.B, -(-case.T // 64), part[1])
-    summed = (case.B, segments, part[1])
+    saved = (len(inputs["k"]), rows.frames, part[1])
+    summed = (part[0], segments, part[1])
     results = {"y": _poisoned(tokens, inputs["v"].dtype)}
     results |= {f"final_{name}": _poisoned(part, np.float32) for name in parts}
     gradients = {f"d{name}": _poisoned(summed, np.float32) for name in "wu"}
@@ -407,13 +418,12 @@ def _run_wkv4(
         *(_poisoned(saved, np.float32) for _ in parts),
         *(_aligned(x) for x in cotangents.values()),
         *gradients.values(),
-        *(_poisoned((case.B, segments - 1, x, part[1]), np.float32) for x in (3, 4)),
+        *(_poisoned((part[0], segments - 1, x, part[1]), np.float32) for x in (3, 4)),
     ]
-    sizes = (ctypes.c_int64 * 3)(case.B, case.T, part[1])
+    sizes = (ctypes.c_int64 * 3)(rows.sequences, case.T, part[1])
     dtype, decay = list(cases.DTYPES).index(case.dtype), DECAYS.index(case.decay)
-    words = _words(ids)
     error = kernels.Wkv4(
-        *(seed, sizes, dtype, decay, ctypes.c_int64(segments), _address(words)), _pointers(arrays)
+        *(seed, sizes, dtype, decay, ctypes.c_int64(segments), rows.address), _pointers(arrays)
     )
     assert error == 0
     for name in ("dw", "du"):
@@ -442,11 +452,11 @@ def _run_wkv4(
 )
 def test_emulated_wkv4(kernels: Any, case: Case, segments: int) -> None:
     inputs, cotangents = cases.wkv4(case)
-    results = _run_wkv4(kernels, 1, case, segments, inputs, cotangents)
+    results = _run_wkv4(kernels, 1, case, segments, inputs, cotangents, Rows(case))
     expected = oracle.wkv4(inputs, case.decay, cotangents)
     limits = {n: tolerance.ceiling(n, case.dtype, sequential=True, highest=True) for n in results}
     tolerance.assert_close(results, expected, limits)
-    others = _run_wkv4(kernels, 2, case, segments, inputs, cotangents)
+    others = _run_wkv4(kernels, 2, case, segments, inputs, cotangents, Rows(case))
     for name, x in results.items():
         assert x.tobytes() == others[name].tobytes(), name
 
@@ -485,10 +495,11 @@ def _run_wkv7_tokens(
     segments: int,
     inputs: Arrays,
     cotangents: Arrays,
-    ids: np.ndarray | None = None,
+    rows: Rows,
 ) -> dict[str, np.ndarray]:
-    state = (case.B, case.H, case.K, case.K)
-    saved = (case.B, -(-case.T // 64), *state[1:])
+    state = inputs["initial_state"].shape
+    saved = (len(inputs["v"]), rows.frames, *state[1:])
+    at_a_time = -(-state[0] * case.H // 2)
     scratch = segments * kernels.Wkv7TokensScratchFloats(case.K)
     floats = case.dtype == "float32"
     results = {
@@ -500,15 +511,15 @@ def _run_wkv7_tokens(
         *(_aligned(inputs[name]) for name in (*"rwkvab", "initial_state")),
         *results.values(),
         _poisoned(saved, np.float32 if floats else cases.DTYPES["bfloat16"]),
-        _poisoned((*state[:2], scratch), np.float32),
+        _poisoned((at_a_time, scratch), np.float32),
         *(_aligned(cotangents[name]) for name in ("dy", "dfinal_state")),
         *gradients.values(),
     ]
-    sizes = (ctypes.c_int64 * 4)(case.B, case.T, case.H, case.K)
+    sizes = (ctypes.c_int64 * 4)(rows.sequences, case.T, case.H, case.K)
     dtype, decay = list(cases.DTYPES).index(case.dtype), DECAYS.index(case.decay)
-    words = _words(ids)
+    counts = ctypes.c_int64(segments), ctypes.c_int64(at_a_time)
     error = kernels.Wkv7Tokens(
-        *(seed, sizes, dtype, decay, ctypes.c_int64(segments), _address(words)), _pointers(arrays)
+        *(seed, sizes, dtype, decay, *counts, rows.address), _pointers(arrays)
     )
     assert error == 0
     return results | gradients
@@ -522,10 +533,10 @@ def _run_recurrence(
     segments: int,
     inputs: Arrays,
     cotangents: Arrays,
-    ids: np.ndarray | None = None,
+    rows: Rows,
 ) -> dict[str, np.ndarray]:
     """By the kernels of an operator that compute in float."""
-    given = inputs, cotangents, ids
+    given = inputs, cotangents, rows
     if op == "wkv4":
         return _run_wkv4(kernels, seed, case, segments, *given)
     if op == "wkv7":
@@ -547,7 +558,8 @@ def _run_recurrence(
 def test_emulated_wkv7_tokens(kernels: Any, case: Case, segments: int) -> None:
     inputs, cotangents = cases.wkv7(case)
     results, others = (
-        _run_wkv7_tokens(kernels, seed, case, segments, inputs, cotangents) for seed in (1, 2)
+        _run_wkv7_tokens(kernels, seed, case, segments, inputs, cotangents, Rows(case))
+        for seed in (1, 2)
     )
     expected = oracle.wkv7(inputs, case.decay, cotangents)
     limits = {n: tolerance.ceiling(n, case.dtype, sequential=True, highest=True) for n in results}
@@ -597,13 +609,13 @@ def test_emulated_packing(kernels: Any, op: str, case: Case, segments: int) -> N
     for x in (*(inputs[name] for name in timed), cotangents["dy"]):
         x[ids == 0] = np.nan
     run = functools.partial(_run_recurrence, op, kernels)
-    results = run(1, case, segments, inputs, cotangents, ids)
+    results = run(1, case, segments, inputs, cotangents, Rows(case, ids))
     expected = test_packing.expected(op, inputs, ids, case.decay, cotangents)
     limits = {n: tolerance.ceiling(n, case.dtype, sequential=True, highest=True) for n in results}
     tolerance.assert_close(results, expected, limits)
     for name in ("y", *(f"d{n}" for n in timed)):
         assert not results[name][ids == 0].any(), name
-    others = run(2, case, segments, inputs, cotangents, ids)
+    others = run(2, case, segments, inputs, cotangents, Rows(case, ids))
     for name, x in results.items():
         assert x.tobytes() == others[name].tobytes(), name
 
@@ -614,9 +626,78 @@ def test_emulated_packing(kernels: Any, op: str, case: Case, segments: int) -> N
     for i, name in enumerate((*timed, "dy")):
         x = cotangents["dy"] if name == "dy" else inputs[name]
         x[poisoned] = (np.inf, np.nan)[i % 2]
-    others = run(1, case, segments, inputs, cotangents, ids)
+    others = run(1, case, segments, inputs, cotangents, Rows(case, ids))
     for name in (f"d{n}" for n in own.shared):
         del results[name]
     for name, x in results.items():
         x, other = (a[~poisoned] if a.shape[1] == case.T else a for a in (x, others[name]))
         assert x.tobytes() == other.tobytes(), name
+
+
+def _run_on_matrices(
+    op: str,
+    kernels: Any,
+    seed: int,
+    case: Case,
+    segments: int,
+    inputs: Arrays,
+    cotangents: Arrays,
+    rows: Rows,
+) -> dict[str, np.ndarray]:
+    given = inputs, cotangents, rows
+    if op == "wkv7":
+        results, _ = _run(kernels, seed, case, segments, *given)
+        return results
+    return _run_wkv6(kernels, seed, case, segments, True, *given)
+
+
+BY_TOKEN, ON_MATRICES = False, True
+"""The kernels."""
+
+
+@pytest.mark.parametrize(
+    ("op", "case", "segments", "matrix_units"),
+    [
+        ("wkv7", Case(1, 300, 1, 16, decay="exp", regime="mixed"), 1, BY_TOKEN),
+        ("wkv7", Case(1, 300, 2, 32, dtype="float16", decay="log"), 3, BY_TOKEN),
+        ("wkv6", Case(1, 300, 2, 16, decay="exp", regime="mixed"), 1, BY_TOKEN),
+        ("wkv6", Case(1, 300, 1, 32, dtype="bfloat16", decay="log"), 3, BY_TOKEN),
+        ("wkv5", Case(1, 300, 1, 32, decay="log"), 2, BY_TOKEN),
+        ("wkv4", Case(1, 300, 1, 33, decay="log"), 1, BY_TOKEN),
+        ("wkv4", Case(1, 300, 1, 40, decay="log", regime="mixed"), 4, BY_TOKEN),
+        ("wkv4", Case(1, 300, 1, 66, dtype="bfloat16", decay="exp"), 3, BY_TOKEN),
+        ("wkv7", Case(1, 300, 1, 64, dtype="bfloat16"), 1, ON_MATRICES),
+        ("wkv7", Case(1, 300, 1, 64, dtype="float16"), 3, ON_MATRICES),
+        ("wkv7", Case(1, 300, 1, 128, dtype="bfloat16"), 2, ON_MATRICES),
+        (
+            "wkv6",
+            Case(1, 300, 1, 64, dtype="bfloat16", decay="log", regime="mixed"),
+            1,
+            ON_MATRICES,
+        ),
+        ("wkv6", Case(1, 300, 1, 64, dtype="float16", decay="exp"), 3, ON_MATRICES),
+        ("wkv5", Case(1, 300, 1, 64, dtype="bfloat16", decay="log"), 2, ON_MATRICES),
+    ],
+    ids=str,
+)
+def test_emulated_sequences(
+    kernels: Any, op: str, case: Case, segments: int, matrix_units: bool
+) -> None:
+    """Of different lengths in a row, of which they have not the first and the last tokens: these
+    are not written."""
+    own, cu = SEQUENCES[op], np.minimum(test_sequences.LONG + 3, case.T - 2)
+    inputs, cotangents = test_sequences.made(op, case, len(cu) - 1)
+    expected = test_sequences.alone(op, inputs, cu, case.decay, cotangents)
+    way = _run_on_matrices if matrix_units else _run_recurrence
+    run, rows = functools.partial(way, op, kernels), Rows(case, cu=cu)
+    results, others = (run(seed, case, segments, inputs, cotangents, rows) for seed in (1, 2))
+    timed = {"y", *(f"d{n}" for n in own.inputs if n not in own.shared)}
+    for name, x in results.items():
+        assert x.tobytes() == others[name].tobytes(), name
+        if name in timed:
+            outside = np.concatenate([x[:, : cu[0]], x[:, cu[-1] :]], axis=1)
+            assert np.isnan(np.float32(outside)).all(), name
+            results[name] = x[:, cu[0] : cu[-1]]
+    exact = not matrix_units
+    limits = {n: tolerance.ceiling(n, case.dtype, sequential=exact, highest=exact) for n in results}
+    tolerance.assert_close(results, expected, limits)

@@ -1,6 +1,7 @@
 """The native kernels of the default platform, called by themselves."""
 
 import concurrent.futures
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -199,7 +200,7 @@ def _marks(case: Case) -> jax.Array:
 
 
 SPOILED_MARKS = {
-    "dtype": (lambda x: x.astype(jnp.int32), "marks is S32; expected U32"),
+    "dtype": (lambda x: x.astype(jnp.float32), "marks is F32; expected U32"),
     "tokens": (
         lambda x: jnp.concatenate([x, x], axis=1),
         "marks has M = 16; expected 8 for 65 tokens",
@@ -208,6 +209,43 @@ SPOILED_MARKS = {
     "rank": (lambda x: x[0], r"marks has shape \[8\]; expected \[B, M\]"),
     "batch": (lambda x: x[:1], r"marks has shape \[1, 8\], so B = 1, where r has B = 2"),
 }
+
+
+SPOILED_SPANS = {
+    "dtype": (lambda x: x.astype(jnp.float32), "(marks|spans) is F32; expected|.*where .* has B ="),
+    "rank": (lambda x: x[0], r"spans has shape \[4\]; expected \[S, W\]"),
+    "size": (lambda x: x[:, :3], "spans has W = 3; expected 4"),
+    "fewer": (lambda x: x[:2], r"spans has shape \[2, 4\], so S = 2, where .* has S = 4"),
+}
+
+
+@pytest.mark.usefixtures("unchecked_types")
+@pytest.mark.parametrize("wrong", SPOILED_SPANS)
+@pytest.mark.parametrize("stage", ["forward", "backward"])
+@pytest.mark.parametrize("op", OPS)
+def test_wrong_spans(op: str, stage: str, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two sequences in each of two rows."""
+    _, operands = _call(op, stage, CASE)
+    implementation = library(op).implementations["ffi"]
+    options = Options(OPERATORS[op].decays[-1], lax.Precision.DEFAULT, "ffi", save=True)
+    several = [
+        jnp.stack([x, x], axis=1) if name.startswith(("initial_", "dfinal_")) else x
+        for name, x in operands.items()
+    ]
+    cu = jnp.asarray([[0, 30, CASE.T], [0, 0, CASE.T]], jnp.int32)
+    call = functools.partial(getattr(implementation, f"{stage}_sequences"), options, PLATFORM)
+    jax.block_until_ready(call(*several, cu))
+    spoil, expected = SPOILED_SPANS[wrong]
+    through = _ffi.call
+
+    def spoiled(target: str, results: Any, *operands: jax.Array, **rest: Any) -> Any:
+        *others, spans = operands
+        return through(target, results, *others, spoil(spans), **rest)
+
+    monkeypatch.setattr(_ffi, "call", spoiled)
+    expected = f"INVALID_ARGUMENT: {STAGES[stage].format(op)}: {expected}"
+    with pytest.raises(jax.errors.JaxRuntimeError, match=expected):
+        jax.block_until_ready(call(*several, cu))
 
 
 @pytest.mark.usefixtures("unchecked_types")

@@ -338,21 +338,35 @@ def test_refusals(op: str, cpus: list[Any]) -> None:
         flat(op, sharding.sequence_parallel(function, "x"))(**inputs, cu_seqlens=right)
 
 
+BF16, F32 = "bfloat16", "float32"
+
+
 @pytest.mark.parametrize(
-    ("op", "fits"), [("wkv7", True), ("wkv7", False), ("wkv6", True), ("wkv5", True)]
+    ("op", "dtype", "options", "targets"),
+    [
+        *((op, BF16, {}, f"rwkv_{op}_sequences_%s_v1") for op in ("wkv7", "wkv6", "wkv5")),
+        *((op, F32, {}, f"rwkv_{op}_%s_v1") for op in SEQUENCES),
+        ("wkv4", BF16, {}, "rwkv_wkv4_%s_v1"),
+        ("wkv7", BF16, {"decay": "log"}, "rwkv_wkv7_%s_v1"),
+        ("wkv6", BF16, {"precision": "highest"}, "rwkv_wkv6_%s_v1"),
+        ("wkv7", BF16, {"fits": False}, "rwkv_wkv7_%s_v1"),
+    ],
+    ids=str,
 )
-def test_kernels_for_sequences(op: str, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On matrix units, where the GPU has the shared memory for them; else frame by frame."""
+def test_kernels_for_sequences(
+    op: str, dtype: str, options: dict, targets: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On matrix units, if they are for such a call and fit the GPU; else one token at a time."""
+    options = {"decay": SEQUENCES[op].decays[-1], "precision": "default", **options}
+    fits = options.pop("fits", True)
     monkeypatch.setitem(_ffi.MISSING, "cuda", None)
     monkeypatch.setattr(_ffi, "fits_matrix_units", lambda: fits)
     jax.clear_caches()
-    case = Case(1, TOKENS, 2, 64, dtype="bfloat16")
-    inputs, cotangents = made(op, case, len(CU) - 1)
-    options = ("decay", SEQUENCES[op].decays[-1]), ("precision", "default")
+    inputs, cotangents = made(op, Case(1, TOKENS, 2, 64, dtype=dtype), len(CU) - 1)
     with hlo.device("cuda"):
-        traced = found_by.trace(Run(op, "ffi"), inputs, cotangents, CU, options)
+        run = Run(op, "ffi")
+        traced = found_by.trace(run, inputs, cotangents, CU, tuple(options.items()))
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    kind = "sequences" if fits else "chunk"
-    assert hlo.targets(text) == {f"rwkv_{op}_{kind}_{which}_v1" for which in ("fwd", "bwd")}
+    assert hlo.targets(text) == {targets % "fwd", targets % "bwd"}
     monkeypatch.undo()
     jax.clear_caches()

@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
+#include <initializer_list>
 #include <memory>
 #include <new>
 #include <string>
@@ -35,9 +37,42 @@ inline int64_t Workers(const ffi::ThreadPool& pool, int64_t updates) {
   return std::clamp<int64_t>(updates / kWorthAThread, 1, std::max<int64_t>(pool.num_threads(), 1));
 }
 
-inline int64_t Workers(const ffi::ThreadPool& pool, const HeadDims& dims) {
-  return Workers(pool,
-                 dims.batch * dims.heads * dims.tokens * dims.head_size * dims.head_size);
+// The tokens of all sequences.
+template <typename Call>
+int64_t AllTokens(const Call& call) {
+  int64_t tokens = 0;
+  for (int64_t i = 0; i < call.dims.batch; ++i)
+    tokens += call.sequences(i, call.dims.tokens).tokens;
+  return tokens;
+}
+
+template <typename Call>
+int64_t Workers(const ffi::ThreadPool& pool, const Call& call) {
+  const HeadDims& dims = call.dims;
+  return Workers(pool, AllTokens(call) * dims.heads * dims.head_size * dims.head_size);
+}
+
+// Clears those tokens of results, with `size` elements each, that no sequence has.
+inline void ClearOutside(const Operands& operands, const Sequences& sequences, int64_t size,
+                         std::initializer_list<void*> results) {
+  const int64_t rows = operands.Size('B'), tokens = operands.Size('T');
+  if (!sequences.Given() || rows == 0) return;
+  size *= operands.dtype() == Dtype::kF32 ? 4 : 2;
+  for (int64_t row = 0; row < rows; ++row) {
+    const Span span = sequences.OfRow(row, operands.Size('S') / rows, tokens);
+    const int64_t end = span.first_token + span.tokens;
+    for (void* result : results) {
+      char* const to = static_cast<char*>(result);
+      std::memset(to + row * tokens * size, 0, (span.first_token - row * tokens) * size);
+      std::memset(to + end * size, 0, ((row + 1) * tokens - end) * size);
+    }
+  }
+}
+
+template <typename Call>
+void ClearOutside(const Operands& operands, const Call& call,
+                  std::initializer_list<void*> results) {
+  ClearOutside(operands, call.sequences, call.dims.heads * call.dims.head_size, results);
 }
 
 // Calls body(item, scratch) for each item, with `floats` of scratch.
@@ -65,7 +100,7 @@ ffi::Error Run(const char* op, ffi::ThreadPool& pool, int64_t workers, int64_t i
 template <typename Kernels, typename Call>
 ffi::Error RunForward(const char* op, ffi::ThreadPool& pool, const Call& call) {
   const Kernels& kernels = Best<Kernels>();
-  const int64_t workers = Workers(pool, call.dims), size = call.dims.head_size;
+  const int64_t workers = Workers(pool, call), size = call.dims.head_size;
   const int64_t heads = call.dims.batch * call.dims.heads;
   int64_t rows = size;
   while (rows > kernels.min_rows && heads * (size / rows) < workers) rows /= 2;
@@ -79,7 +114,7 @@ ffi::Error RunForward(const char* op, ffi::ThreadPool& pool, const Call& call) {
 template <typename Kernels, typename Call>
 ffi::Error RunBackward(const char* op, ffi::ThreadPool& pool, const Call& call) {
   const Kernels& kernels = Best<Kernels>();
-  return Run(op, pool, Workers(pool, call.dims), call.dims.batch * call.dims.heads,
+  return Run(op, pool, Workers(pool, call), call.dims.batch * call.dims.heads,
              kernels.backward_scratch(call.dims),
              [&](int64_t head, float* scratch) { kernels.backward(call, head, scratch); });
 }

@@ -4,32 +4,34 @@
 
 #include <cstdint>
 
-#include "rwkv_jax/marks.h"
+#include "rwkv_jax/sequences.h"
 #include "vector.h"
 
 namespace rwkv_jax::cpu {
 namespace {
 
-// Where the arrays of one head are.
+// Where the arrays of one head of a sequence are.
 struct Head {
-  Head(const HeadDims& dims, int64_t head)
-      : size(dims.head_size),
-        batch(head / dims.heads),
-        dims(dims),
-        head(head % dims.heads) {}
+  template <typename Call>
+  Head(const Call& call, int64_t index)
+      : size(call.dims.head_size),
+        sequence(index / call.dims.heads),
+        span(call.sequences(sequence, call.dims.tokens)),
+        index(index),
+        heads(call.dims.heads) {}
 
-  int64_t Token(int64_t t) const { return ((batch * dims.tokens + t) * dims.heads + head) * size; }
-  int64_t Parameter() const { return (batch * dims.heads + head) * size; }
+  int64_t Token(int64_t t) const { return ((span.first_token + t) * heads + index % heads) * size; }
+  int64_t Parameter() const { return index * size; }
   int64_t State() const { return Parameter() * size; }
   int64_t SavedState(int64_t n) const {
-    return ((batch * dims.saved + n) * dims.heads + head) * size * size;
+    return ((span.first_frame + n) * heads + index % heads) * size * size;
   }
 
-  const int64_t size, batch;
+  const int64_t size, sequence;
+  const Span span;
 
  private:
-  const HeadDims dims;
-  const int64_t head;
+  const int64_t index, heads;
 };
 
 // The tokens of a run or a chunk. Arrays of what is loaded have a row for each that is there, one
@@ -128,8 +130,8 @@ void ForwardRows(const Call& call, const Head& head, int64_t first_row, int64_t 
   for (int64_t row = 0; row < rows; row += kRows)
     LoadColumns(initial_state + row * size, size, kRows, states + row * size);
 
-  for (int64_t start = 0; start < call.dims.tokens; start += kRun) {
-    const Tokens tokens(call.marks, head.batch, start, Smaller(call.dims.tokens - start, kRun));
+  for (int64_t start = 0; start < head.span.tokens; start += kRun) {
+    const Tokens tokens(call.marks, head.sequence, start, Smaller(head.span.tokens - start, kRun));
     in.Read(call, head, tokens, nullptr);
     StoreZeros(tokens, head, first_row, rows, call.dtype, call.y);
     for (int64_t row = 0; row < rows; row += kRows) {
@@ -153,7 +155,7 @@ int64_t ForwardScratch(const HeadDims& dims, int64_t rows) {
 
 template <typename Inputs, typename Call>
 void Forward(const Call& call, int64_t index, int64_t first_row, int64_t rows, float* scratch) {
-  const Head head(call.dims, index);
+  const Head head(call, index);
   if (rows >= Inputs::kMaxVecs * kLanes)
     ForwardRows<Inputs::kMaxVecs, Inputs>(call, head, first_row, rows, scratch);
   else if (rows == 2 * kLanes)

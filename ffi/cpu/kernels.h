@@ -12,7 +12,7 @@ namespace rwkv_jax::cpu {
 template <typename ForwardCall, typename BackwardCall>
 struct HeadKernels {
   // The rows of a state are independent of each other in the forward pass. A call takes `rows` of
-  // them, a power of two from min_rows on, of one head, counted over batch and heads.
+  // them, a power of two from min_rows on, of one head, counted over sequences and heads.
   int64_t min_rows;
   int64_t (*forward_scratch)(const HeadDims& dims, int64_t rows);
   void (*forward)(const ForwardCall& call, int64_t head, int64_t first_row, int64_t rows,

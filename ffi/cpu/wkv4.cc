@@ -6,20 +6,24 @@
 namespace rwkv_jax::cpu {
 namespace {
 
-// Where the arrays of a vector of channels are, of which there are `count` in the arrays.
+// Where the arrays of a vector of channels of a sequence are, of which there are `count` in the arrays.
 struct Channels {
-  Channels(const Wkv4Dims& dims, int64_t batch, int64_t first)
-      : count(Smaller(dims.channels - first, kLanes)), batch(batch), dims(dims), first(first) {}
+  Channels(const Wkv4Call& call, int64_t sequence, int64_t first)
+      : count(Smaller(call.dims.channels - first, kLanes)),
+        sequence(sequence),
+        span(call.sequences(sequence, call.dims.tokens)),
+        all(call.dims.channels),
+        first(first) {}
 
-  int64_t Once() const { return batch * dims.channels + first; }
-  int64_t Token(int64_t t) const { return (batch * dims.tokens + t) * dims.channels + first; }
-  int64_t SavedState(int64_t n) const { return (batch * dims.saved + n) * dims.channels + first; }
+  int64_t Once() const { return sequence * all + first; }
+  int64_t Token(int64_t t) const { return (span.first_token + t) * all + first; }
+  int64_t SavedState(int64_t n) const { return (span.first_frame + n) * all + first; }
 
-  const int64_t count, batch;
+  const int64_t count, sequence;
+  const Span span;
 
  private:
-  const Wkv4Dims& dims;
-  const int64_t first;
+  const int64_t all, first;
 };
 
 // LoadAs and StoreAs for a vector that is maybe the last, and short; it is then filled with zeros.
@@ -222,15 +226,15 @@ State ForwardTokens(const Wkv4ForwardCall& call, const Channels& channels, const
   state = max.Enter(state);
   for (int64_t t = start; t < end; ++t) {
     const int64_t token = channels.Token(t);
-    const int64_t ahead = channels.Token(Smaller(t + kRun, call.dims.tokens - 1));
+    const int64_t ahead = channels.Token(Smaller(t + kRun, channels.span.tokens - 1));
     Prefetch(call.dtype, call.k, ahead);
     Prefetch(call.dtype, call.v, ahead);
     Prefetch(call.dtype, call.y, ahead);
-    if (Max::kMarks && call.marks.Absent(channels.batch, t)) {
+    if (Max::kMarks && call.marks.Absent(channels.sequence, t)) {
       StoreUpTo(count, call.dtype, call.y, token, Vec{});
       continue;
     }
-    if (Max::kMarks && call.marks.Starts(channels.batch, t)) state = Nothing();
+    if (Max::kMarks && call.marks.Starts(channels.sequence, t)) state = Nothing();
     const Vec k = LoadUpTo(count, call.dtype, call.k, token);
     const Vec v = LoadUpTo(count, call.dtype, call.v, token);
     const Vec decayed = state.log_max + log_decay;
@@ -243,7 +247,7 @@ State ForwardTokens(const Wkv4ForwardCall& call, const Channels& channels, const
 }
 
 void ForwardRun(const Wkv4ForwardCall& call, const Channels& channels, int64_t start) {
-  const int64_t count = channels.count, end = Smaller(start + kRun, call.dims.tokens);
+  const int64_t count = channels.count, end = Smaller(start + kRun, channels.span.tokens);
   const Parameters parameters(call, channels);
   State state = LoadState(call.final_state, channels.Once(), count);
   if (call.states.num && start % kChunk == 0)
@@ -254,23 +258,24 @@ void ForwardRun(const Wkv4ForwardCall& call, const Channels& channels, int64_t s
   const auto run = [&](const auto& max) {
     return ForwardTokens(call, channels, max, parameters.log_decay, state, start, end);
   };
-  const bool marked = Marked(call.marks, channels.batch, start, end);
+  const bool marked = Marked(call.marks, channels.sequence, start, end);
   state = marked           ? run(MovingMax<true>(parameters))
           : common.Right() ? run(common)
                            : run(MovingMax<false>(parameters));
   StoreState(call.final_state, channels.Once(), count, state);
 }
 
-void Forward(const Wkv4ForwardCall& call, int64_t batch, int64_t first_channel) {
+void Forward(const Wkv4ForwardCall& call, int64_t sequence, int64_t first_channel) {
+  const int64_t tokens = call.sequences(sequence, call.dims.tokens).tokens;
   const int64_t end = Smaller(first_channel + kChannels, call.dims.channels);
   for (int64_t c = first_channel; c < end; c += kLanes) {
-    const Channels channels(call.dims, batch, c);
+    const Channels channels(call, sequence, c);
     StoreState(call.final_state, channels.Once(), channels.count,
                LoadState(call.initial_state, channels.Once(), channels.count));
   }
-  for (int64_t start = 0; start < call.dims.tokens; start += kRun)
+  for (int64_t start = 0; start < tokens; start += kRun)
     for (int64_t c = first_channel; c < end; c += kLanes)
-      ForwardRun(call, Channels(call.dims, batch, c), start);
+      ForwardRun(call, Channels(call, sequence, c), start);
 }
 
 // Takes the gradients of a vector of channels from after a chunk to before it.
@@ -282,7 +287,7 @@ void Forward(const Wkv4ForwardCall& call, int64_t batch, int64_t first_channel) 
 template <typename Max>
 void BackwardTokens(const Wkv4BackwardCall& call, const Channels& channels, const Max& max,
                     const Parameters& parameters, State state, int64_t n) {
-  const int64_t start = n * kChunk, tokens = Smaller(call.dims.tokens - start, kChunk);
+  const int64_t start = n * kChunk, tokens = Smaller(channels.span.tokens - start, kChunk);
   const int64_t count = channels.count;
   struct Token {
     State before;
@@ -293,8 +298,8 @@ void BackwardTokens(const Wkv4BackwardCall& call, const Channels& channels, cons
   const Vec first_log_max = state.log_max;
   state = max.Enter(state);
   for (int64_t t = 0; t < tokens; ++t) {
-    if (Max::kMarks && call.marks.Absent(channels.batch, start + t)) continue;
-    if (Max::kMarks && call.marks.Starts(channels.batch, start + t)) state = Nothing();
+    if (Max::kMarks && call.marks.Absent(channels.sequence, start + t)) continue;
+    if (Max::kMarks && call.marks.Starts(channels.sequence, start + t)) state = Nothing();
     const Vec k = LoadUpTo(count, call.dtype, call.k, channels.Token(start + t));
     const Vec v = LoadUpTo(count, call.dtype, call.v, channels.Token(start + t));
     const Vec decayed = state.log_max + parameters.log_decay;
@@ -316,7 +321,7 @@ void BackwardTokens(const Wkv4BackwardCall& call, const Channels& channels, cons
       Prefetch(call.dtype, call.dk, next);
       Prefetch(call.dtype, call.dv, next);
     }
-    if (Max::kMarks && call.marks.Absent(channels.batch, start + t)) {
+    if (Max::kMarks && call.marks.Absent(channels.sequence, start + t)) {
       StoreUpTo(count, call.dtype, call.dk, token, Vec{});
       StoreUpTo(count, call.dtype, call.dv, token, Vec{});
       continue;
@@ -347,7 +352,7 @@ void BackwardTokens(const Wkv4BackwardCall& call, const Channels& channels, cons
     dden = kept.past * dden - read.past * dsum * y;
     StoreUpTo(count, call.dtype, call.dk, token, dk);
     StoreUpTo(count, call.dtype, call.dv, token, dv);
-    if (Max::kMarks && call.marks.Starts(channels.batch, start + t))
+    if (Max::kMarks && call.marks.Starts(channels.sequence, start + t))
       dnum = dden = dlog_max = Vec{};
   }
   if (n == 0) dw *= parameters.slope;
@@ -358,13 +363,13 @@ void BackwardTokens(const Wkv4BackwardCall& call, const Channels& channels, cons
 }
 
 void BackwardChunk(const Wkv4BackwardCall& call, const Channels& channels, int64_t n) {
-  const int64_t start = n * kChunk, tokens = Smaller(call.dims.tokens - start, kChunk);
+  const int64_t start = n * kChunk, tokens = Smaller(channels.span.tokens - start, kChunk);
   const Parameters parameters(call, channels);
   const State state = LoadState(call.states, channels.SavedState(n), channels.count);
   const CommonMax common(parameters, state.log_max, tokens, [&](int64_t t) {
     return LoadUpTo(channels.count, call.dtype, call.k, channels.Token(start + t));
   });
-  if (Marked(call.marks, channels.batch, start, start + tokens))
+  if (Marked(call.marks, channels.sequence, start, start + tokens))
     BackwardTokens(call, channels, MovingMax<true>(parameters), parameters, state, n);
   else if (common.Right())
     BackwardTokens(call, channels, common, parameters, state, n);
@@ -372,18 +377,19 @@ void BackwardChunk(const Wkv4BackwardCall& call, const Channels& channels, int64
     BackwardTokens(call, channels, MovingMax<false>(parameters), parameters, state, n);
 }
 
-void Backward(const Wkv4BackwardCall& call, int64_t batch, int64_t first_channel) {
+void Backward(const Wkv4BackwardCall& call, int64_t sequence, int64_t first_channel) {
   const int64_t end = Smaller(first_channel + kChannels, call.dims.channels);
   for (int64_t c = first_channel; c < end; c += kLanes) {
-    const Channels channels(call.dims, batch, c);
+    const Channels channels(call, sequence, c);
     StoreState(call.dinitial_state, channels.Once(), channels.count,
                LoadState(call.dfinal_state, channels.Once(), channels.count));
     StoreUpTo(channels.count, Dtype::kF32, call.dw, channels.Once(), Vec{});
     StoreUpTo(channels.count, Dtype::kF32, call.du, channels.Once(), Vec{});
   }
-  for (int64_t n = call.dims.saved - 1; n >= 0; --n)
+  const int64_t frames = call.sequences(sequence, call.dims.tokens).Frames();
+  for (int64_t n = frames - 1; n >= 0; --n)
     for (int64_t c = first_channel; c < end; c += kLanes)
-      BackwardChunk(call, Channels(call.dims, batch, c), n);
+      BackwardChunk(call, Channels(call, sequence, c), n);
 }
 
 }  // namespace

@@ -12,8 +12,8 @@ constexpr int64_t kChannels = 128;
 
 // The kernels for one instruction set.
 struct Wkv4Kernels {
-  void (*forward)(const Wkv4ForwardCall& call, int64_t batch, int64_t first_channel);
-  void (*backward)(const Wkv4BackwardCall& call, int64_t batch, int64_t first_channel);
+  void (*forward)(const Wkv4ForwardCall& call, int64_t sequence, int64_t first_channel);
+  void (*backward)(const Wkv4BackwardCall& call, int64_t sequence, int64_t first_channel);
 
   static const Wkv4Kernels baseline, avx2, avx512;
 };

@@ -9,14 +9,14 @@
 namespace rwkv_jax::cpu {
 namespace {
 
-// Calls kernel(call, batch, first_channel) for all blocks of channels.
+// Calls kernel(call, sequence, first_channel) for all blocks of channels.
 template <typename Call>
 ffi::Error RunBlocks(const char* op, ffi::ThreadPool& pool, const Call& call,
                      void (*kernel)(const Call&, int64_t, int64_t)) {
   const Wkv4Dims& dims = call.dims;
   const int64_t blocks = (dims.channels + kChannels - 1) / kChannels;
   // With its exponentials, a token of a channel takes about as long as 16 elements of a matrix.
-  const int64_t workers = Workers(pool, 16 * dims.batch * dims.tokens * dims.channels);
+  const int64_t workers = Workers(pool, 16 * AllTokens(call) * dims.channels);
   return Run(op, pool, workers, dims.batch * blocks, 0, [&](int64_t item, float*) {
     kernel(call, item / blocks, item % blocks * kChannels);
   });
@@ -28,6 +28,7 @@ ffi::Error Forward(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remaining
   Wkv4ForwardCall call;
   ReadForward(operands, decay, call);
   if (ffi::Error error = operands.Finish(); error.failure()) return error;
+  ClearOutside(operands, call.sequences, call.dims.channels, {call.y});
   return RunBlocks("wkv4", pool, call, Best<Wkv4Kernels>().forward);
 }
 
@@ -38,6 +39,7 @@ ffi::Error Backward(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remainin
   ReadBackward(operands, decay, call);
   operands.Require(call.partials == 1, "dw has P = ", call.partials, "; expected 1");
   if (ffi::Error error = operands.Finish(); error.failure()) return error;
+  ClearOutside(operands, call.sequences, call.dims.channels, {call.dk, call.dv});
   return RunBlocks("wkv4 backward", pool, call, Best<Wkv4Kernels>().backward);
 }
 

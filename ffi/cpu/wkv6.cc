@@ -47,7 +47,7 @@ struct Inputs {
     const float* const u = call.u + head.Parameter();
     for (int64_t t = 0; t < tokens.there; ++t) {
       const int64_t token = t * size;
-      const int64_t ahead = head.Token(Smaller(tokens.at[t] + kRun, call.dims.tokens - 1));
+      const int64_t ahead = head.Token(Smaller(tokens.at[t] + kRun, head.span.tokens - 1));
       if (tokens.starts[t]) Clear(columns, size * kRows);
       Vec own = {};
       for (int64_t key = 0; key < size; key += kLanes)
@@ -180,7 +180,7 @@ void StepBack(const Chunk& chunk, int64_t t, int64_t size, int64_t first_row, fl
 
 // The backward pass has a lane for each key, since most of its sums are over rows.
 void Backward(const Wkv6BackwardCall& call, int64_t index, float* scratch) {
-  const Head head(call.dims, index);
+  const Head head(call, index);
   const int64_t size = head.size;
   float* const ds = call.dinitial_state + head.State();
   __builtin_memcpy(ds, call.dfinal_state + head.State(), size * size * sizeof(float));
@@ -193,9 +193,10 @@ void Backward(const Wkv6BackwardCall& call, int64_t index, float* scratch) {
   const Chunk chunk(scratch, Smaller(call.dims.tokens, kChunk), size);
   void* const outputs[] = {call.dr, call.dk, call.dv, call.dw};
   const int count = summed_dw ? 3 : 4;
-  for (int64_t n = call.dims.saved - 1; n >= 0; --n) {
+  for (int64_t n = head.span.Frames() - 1; n >= 0; --n) {
     const int64_t first = n * kChunk;
-    const Tokens tokens(call.marks, head.batch, first, Smaller(call.dims.tokens - first, kChunk));
+    const Tokens tokens(call.marks, head.sequence, first,
+                        Smaller(head.span.tokens - first, kChunk));
     for (int i = 0; i < count; ++i) StoreZeros(tokens, head, 0, size, call.dtype, outputs[i]);
     if (tokens.there == 0) continue;
     chunk.Read(call, head, tokens, chunk.slope);

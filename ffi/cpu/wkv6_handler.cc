@@ -18,6 +18,7 @@ ffi::Error Forward(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remaining
   call.constant_decay = kConstantDecay;
   ReadForward(operands, decay, kMaxHeadSize, call);
   if (ffi::Error error = operands.Finish(); error.failure()) return error;
+  ClearOutside(operands, call, {call.y});
   return RunForward<Wkv6Kernels>(op, pool, call);
 }
 
@@ -31,6 +32,8 @@ ffi::Error Backward(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remainin
   ReadBackward(operands, decay, kMaxHeadSize, call);
   operands.Require(call.partials == 1, "du has P = ", call.partials, "; expected 1");
   if (ffi::Error error = operands.Finish(); error.failure()) return error;
+  ClearOutside(operands, call, {call.dr, call.dk, call.dv});
+  if (!kConstantDecay) ClearOutside(operands, call, {call.dw});
   return RunBackward<Wkv6Kernels>(op, pool, call);
 }
 

@@ -53,7 +53,7 @@ struct Inputs {
 
     for (int64_t t = 0; t < tokens.there; ++t) {
       const int64_t token = t * size, next = Smaller(t + 1, tokens.there - 1) * size;
-      const int64_t ahead = head.Token(Smaller(tokens.at[t] + kRun, call.dims.tokens - 1));
+      const int64_t ahead = head.Token(Smaller(tokens.at[t] + kRun, head.span.tokens - 1));
       if (tokens.starts[t]) {
         Clear(columns, size * kRows);
         for (int i = 0; i < kVecs; ++i) sa[i] = Vec{};
@@ -217,15 +217,16 @@ void StepBack(const Chunk& chunk, int64_t t, int64_t size, int64_t first_row, in
 
 // The backward pass has a lane for each key, since most of its sums are over rows.
 void Backward(const Wkv7BackwardCall& call, int64_t index, float* scratch) {
-  const Head head(call.dims, index);
+  const Head head(call, index);
   const int64_t size = head.size;
   float* const ds = call.dinitial_state + head.State();
   __builtin_memcpy(ds, call.dfinal_state + head.State(), size * size * sizeof(float));
   const Chunk chunk(scratch, Smaller(call.dims.tokens, kChunk), size);
   void* const outputs[] = {call.dr, call.dw, call.dk, call.dv, call.da, call.db};
-  for (int64_t n = call.dims.saved - 1; n >= 0; --n) {
+  for (int64_t n = head.span.Frames() - 1; n >= 0; --n) {
     const int64_t first = n * kChunk;
-    const Tokens tokens(call.marks, head.batch, first, Smaller(call.dims.tokens - first, kChunk));
+    const Tokens tokens(call.marks, head.sequence, first,
+                        Smaller(head.span.tokens - first, kChunk));
     for (void* output : outputs) StoreZeros(tokens, head, 0, size, call.dtype, output);
     if (tokens.there == 0) continue;
     chunk.Read(call, head, tokens, chunk.slope);

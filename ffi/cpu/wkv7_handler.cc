@@ -15,6 +15,7 @@ ffi::Error Forward(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remaining
   Wkv7ForwardCall call;
   ReadForward(operands, decay, kMaxHeadSize, call);
   if (ffi::Error error = operands.Finish(); error.failure()) return error;
+  ClearOutside(operands, call, {call.y});
   return RunForward<Wkv7Kernels>("wkv7", pool, call);
 }
 
@@ -24,6 +25,7 @@ ffi::Error Backward(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remainin
   Wkv7BackwardCall call;
   ReadBackward(operands, decay, kMaxHeadSize, call);
   if (ffi::Error error = operands.Finish(); error.failure()) return error;
+  ClearOutside(operands, call, {call.dr, call.dw, call.dk, call.dv, call.da, call.db});
   return RunBackward<Wkv7Kernels>("wkv7 backward", pool, call);
 }
 

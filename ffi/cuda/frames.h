@@ -1,4 +1,4 @@
-// What the handlers and the kernels on matrix units of several operators share.
+// What the handlers and the kernels of several operators share.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -11,6 +11,15 @@
 namespace rwkv_jax::cuda {
 
 constexpr int64_t kMaxSegments = 65535;  // of the second axis of a grid
+
+// Scratch of a backward pass one token at a time, which replays the sequence from saved states: what it
+// keeps for each of the `segments` that run side by side of each of so many heads, counted over
+// sequences and heads. Those run at a time.
+struct ReplayScratch {
+  float* memory;
+  int64_t heads, segments;
+  int64_t stride;  // floats for each head
+};
 
 // For each head, the floats of the gradients of the state at the end of each frame of kChunk tokens,
 // [B, frames, H, V, K] of bfloat16, as the saved states are.
@@ -51,9 +60,9 @@ struct Segments {
 };
 
 // Clears the tokens [B, T] of results that no sequence has, those before the first and after the last
-// sequence of a row; of each token so many bytes, a multiple of 16.
+// sequence of a row; of each token `size` numbers of 16 bits.
 cudaError_t ClearOutside(cudaStream_t stream, const Sequences& sequences, int64_t rows,
-                         int64_t sequences_of_row, int64_t tokens, int64_t bytes,
+                         int64_t sequences_of_row, int64_t tokens, int64_t size,
                          std::initializer_list<void*> results);
 
 }  // namespace rwkv_jax::cuda

@@ -29,6 +29,21 @@ inline auto Binding() {
 
 inline auto ChunkBinding() { return Binding().Attr<int64_t>("segments"); }
 
+// With `floats` for each segment.
+inline ReplayScratch ReadReplayScratch(Operands& operands, int64_t floats) {
+  float* const memory = operands.FloatRet("scratch", "GHPX");
+  const int64_t segments = operands.Size('P'), sequences = operands.Size('G');
+  operands.Require(operands.Size('X') == floats, "scratch has ", operands.Size('X'),
+                   " floats for each segment; expected ", floats);
+  operands.Require(segments >= 1 && (sequences >= 1 || operands.Size('S') == 0), "scratch is for ",
+                   segments, " segments of ", sequences, " sequences; expected at least 1");
+  return {memory, sequences * operands.Size('H'), segments, segments * floats};
+}
+
+inline void RequireRows(Operands& operands) {
+  operands.Require(!operands.HasSequences(), "spans is given; the target for sequences takes it");
+}
+
 // What all kernels on matrix units need.
 template <typename Call>
 void RequireMatrixUnits(Operands& operands, const Call& call) {

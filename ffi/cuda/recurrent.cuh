@@ -6,26 +6,31 @@
 
 #include <cstdint>
 
-#include "rwkv_jax/types.h"
+#include "frames.h"
+#include "rwkv_jax/sequences.h"
 #include "tile.cuh"
 
 namespace rwkv_jax::cuda {
 
-// Where one head lives in arrays [B, T, H, N] and [B, H, N, N].
+// Where one head of a sequence lives in arrays [B, T, H, N] and [S, H, N, N].
 template <int N>
 struct Head {
-  int64_t index, batch, head, heads, tokens;
+  int64_t index, sequence, head, heads;
+  Span span;
 
-  __device__ Head(int64_t index, int64_t tokens, int64_t heads)
-      : index(index), batch(index / heads), head(index % heads), heads(heads), tokens(tokens) {}
+  __device__ Head(int64_t index, int64_t tokens, int64_t heads, const Sequences& sequences)
+      : index(index),
+        sequence(index / heads),
+        head(index % heads),
+        heads(heads),
+        span(sequences(sequence, tokens)) {}
 
-  __device__ int64_t FirstToken() const { return (batch * tokens * heads + head) * N; }
+  __device__ int64_t FirstToken() const { return (span.first_token * heads + head) * N; }
   __device__ int64_t TokenStride() const { return heads * N; }
   __device__ int64_t State() const { return index * N * N; }
-  __device__ int64_t Chunks() const { return (tokens + kChunk - 1) / kChunk; }
-  // The saved state before token n * kChunk, in [B, chunks, H, N, N].
+  // The saved state before token n * kChunk, in [frames, H, N, N].
   __device__ int64_t SavedState(int64_t n) const {
-    return ((batch * Chunks() + n) * heads + head) * N * N;
+    return ((span.first_frame + n) * heads + head) * N * N;
   }
 };
 
@@ -50,19 +55,33 @@ struct SavedStates {
   }
 };
 
-// The chunks of a head are shared out among `segments` blocks. Each needs the gradient of the state
-// at the end of its segment, which is the start of its part of the scratch.
+// The chunks of a head are shared out among segments, a block for each. Each needs the gradient of the
+// state at the end of its segment, which is the start of its part of the scratch.
 struct Split {
-  int64_t segments;
-  float* scratch;
-  int64_t stride;  // floats for each head
+  int64_t first_head;  // of those that run at a time
+  ReplayScratch scratch;
 
-  __device__ int64_t Length(int64_t chunks) const { return (chunks + segments - 1) / segments; }
+  __device__ int64_t Head() const { return first_head + blockIdx.x / scratch.segments; }
+  __device__ int64_t Segment() const { return blockIdx.x % scratch.segments; }
+  __device__ int64_t Length(int64_t chunks) const {
+    return (chunks + scratch.segments - 1) / scratch.segments;
+  }
   // `size` floats for each segment.
   __device__ float* Scratch(int64_t head, int64_t segment, int64_t size) const {
-    return scratch + head * stride + segment * size;
+    return scratch.memory + (head - first_head) * scratch.stride + segment * size;
   }
 };
+
+// Calls launch(split, how many) for one lot of heads after another.
+template <typename Fn>
+cudaError_t ForHeads(int64_t heads, const ReplayScratch& scratch, Fn&& launch) {
+  cudaError_t error = cudaSuccess;
+  for (int64_t first = 0; first < heads && error == cudaSuccess; first += scratch.heads) {
+    const int64_t left = heads - first;
+    error = launch(Split{first, scratch}, left < scratch.heads ? left : scratch.heads);
+  }
+  return error;
+}
 
 // Columns of x^T m.
 template <typename G>

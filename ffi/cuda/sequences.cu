@@ -10,41 +10,36 @@ constexpr int kBlocks = 128;
 constexpr int kMaxResults = 6;
 
 struct Results {
-  uint4* of[kMaxResults];
+  uint16_t* of[kMaxResults];
 };
 
 __global__ __launch_bounds__(kThreads) void ClearKernel(Sequences sequences, int64_t sequences_of_row,
-                                                        int64_t tokens, int64_t pieces,
+                                                        int64_t tokens, int64_t size,
                                                         Results results) {
-  const int64_t row = blockIdx.y, start = row * tokens;
-  int64_t first = start + tokens, end = first;
-  if (sequences_of_row > 0) {
-    first = sequences(row * sequences_of_row, 0).first_token;
-    const Span last = sequences((row + 1) * sequences_of_row - 1, 0);
-    end = last.first_token + last.tokens;
-  }
-  uint4* const to = results.of[blockIdx.z];
+  const int64_t row = blockIdx.x, start = row * tokens;
+  const Span span = sequences.OfRow(row, sequences_of_row, tokens);
+  uint16_t* const to = results.of[blockIdx.z];
   const auto clear = [&](int64_t from, int64_t upto) {
-    for (int64_t i = from * pieces + blockIdx.x * kThreads + threadIdx.x; i < upto * pieces;
+    for (int64_t i = from * size + blockIdx.y * kThreads + threadIdx.x; i < upto * size;
          i += kBlocks * kThreads)
-      to[i] = {0u, 0u, 0u, 0u};
+      to[i] = 0;
   };
-  clear(start, first);
-  clear(end, start + tokens);
+  clear(start, span.first_token);
+  clear(span.first_token + span.tokens, start + tokens);
 }
 
 }  // namespace
 
 cudaError_t ClearOutside(cudaStream_t stream, const Sequences& sequences, int64_t rows,
-                         int64_t sequences_of_row, int64_t tokens, int64_t bytes,
+                         int64_t sequences_of_row, int64_t tokens, int64_t size,
                          std::initializer_list<void*> results) {
   if (rows == 0 || tokens == 0) return cudaSuccess;
   Results all = {};
   unsigned count = 0;
-  for (void* result : results) all.of[count++] = static_cast<uint4*>(result);
-  const dim3 blocks(kBlocks, static_cast<unsigned>(rows), count);
+  for (void* result : results) all.of[count++] = static_cast<uint16_t*>(result);
+  const dim3 blocks(static_cast<unsigned>(rows), kBlocks, count);
   return Launch(ClearKernel, blocks, kThreads, 0, stream, sequences, sequences_of_row, tokens,
-                bytes / static_cast<int64_t>(sizeof(uint4)), all);
+                size, all);
 }
 
 }  // namespace rwkv_jax::cuda

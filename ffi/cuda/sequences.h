@@ -11,43 +11,43 @@
 
 namespace rwkv_jax::cuda {
 
-// The sizes of a call, whose operands and results have been read: states are [B, S, H, V, K], of which
-// frames of a row are saved, or none if they may be left out.
-template <typename Call>
-void ReadSequences(Operands& operands, int64_t decay, bool may_leave_out, Call& call) {
-  const int64_t rows = operands.Size('B'), sequences = operands.Size('S'), tokens = operands.Size('T');
-  const int64_t length = tokens < kChunk ? tokens : kChunk;
-  const int64_t saved = operands.Size('N');
-  const int64_t frames = length == 0 ? 0 : (tokens + sequences * (length - 1)) / length;
-  internal::ReadSizes(operands, rows * tokens, decay, kMaxHeadSize, call);
-  operands.Require(operands.Size('W') == 4, "spans has W = ", operands.Size('W'), "; expected 4");
-  operands.Require(saved == frames || (saved == 0 && may_leave_out), "states has N = ", saved, "; expected ", frames,
-                   " for ", tokens, " tokens of ", sequences, " sequences");
-  call.dims.batch = rows * sequences;
-  call.dims.saved = rows * saved;
-}
-
-// Of `count` segments as if all tokens were one sequence.
-inline Segments SegmentsOf(Operands& operands, int64_t count, float* memory, int64_t size) {
+// On matrix units `count` segments are as if all tokens were one sequence.
+inline Segments ReadSegments(Operands& operands, int64_t count, int64_t size) {
+  float* const memory = operands.FloatRet("scratch", "HX");
   const int64_t all = Chunks(operands.Size('B') * operands.Size('T'));
+  operands.Require(operands.HasSequences(), "spans is missing");
   operands.Require(count >= 1 && count <= kMaxSegments, "segments is ", count, "; expected 1 to ",
                    kMaxSegments);
   if (count <= 1) return {count, memory, size};
   return {count, memory, size, all > 0 ? (all + count - 1) / count : 1};
 }
 
+// The gradients of the state at the end of each frame; the call gets the sequences of the frames.
 template <typename Call>
-void RequireGradients(Operands& operands, const Call& call) {
+uint4* ReadFrameGradients(Operands& operands, Call& call) {
+  call.sequences.owners = operands.IntArg("owners", "BN");
+  float* const gradients = operands.FloatRet("gradients", "BNHY");
   const int64_t floats = FrameGradientsSize(call.dims.head_size, 1);
   operands.Require(operands.Size('Y') == floats, "gradients has ", operands.Size('Y'),
                    " floats for each frame; expected ", floats);
+  return reinterpret_cast<uint4*>(gradients);
+}
+
+// Of results with `size` elements for each token.
+inline cudaError_t ClearOutside(cudaStream_t stream, const Operands& operands,
+                                const Sequences& sequences, int64_t size,
+                                std::initializer_list<void*> results) {
+  const int64_t rows = operands.Size('B');
+  if (!sequences.Given() || rows == 0) return cudaSuccess;
+  return ClearOutside(stream, sequences, rows, operands.Size('S') / rows, operands.Size('T'),
+                      operands.dtype() == Dtype::kF32 ? 2 * size : size, results);
 }
 
 template <typename Call>
 cudaError_t ClearOutside(cudaStream_t stream, const Operands& operands, const Call& call,
                          std::initializer_list<void*> results) {
-  return ClearOutside(stream, call.sequences, operands.Size('B'), operands.Size('S'),
-                      operands.Size('T'), 2 * call.dims.heads * call.dims.head_size, results);
+  return ClearOutside(stream, operands, call.sequences, call.dims.heads * call.dims.head_size,
+                      results);
 }
 
 }  // namespace rwkv_jax::cuda

@@ -174,11 +174,11 @@ struct Split {
   int64_t chunks;  // of a segment, or one more in the last `longer` segments
   int64_t longer;
 
-  Split(int64_t tokens, int64_t segments)
-      : tokens(tokens),
+  __device__ Split(const Span& span, int64_t segments)
+      : tokens(span.tokens),
         segments(segments),
-        chunks(Chunks(tokens) / segments),
-        longer(Chunks(tokens) % segments) {}
+        chunks(span.Frames() / segments),
+        longer(span.Frames() % segments) {}
 
   // The first token of a segment; that of the one behind the last is the number of tokens.
   __device__ int64_t First(int64_t segment) const {
@@ -189,8 +189,8 @@ struct Split {
   __device__ int64_t Length(int64_t segment) const { return First(segment + 1) - First(segment); }
 };
 
-// Over some tokens of a sequence: how many of them count, and whether the state before them is lost.
-struct Span {
+// Some tokens of a sequence: how many of them count, and whether the state before them is lost.
+struct Passage {
   float tokens;
   bool starts;
 
@@ -200,9 +200,9 @@ struct Span {
   }
 };
 
-// Over segment `i` of a sequence, found by a warp together.
+// Segment `i` of a sequence, found by a warp together.
 template <bool kMarked>
-__device__ Span SpanOf(const Split& split, int64_t i, const Marks& marks, int64_t sequence) {
+__device__ Passage PassageOf(const Split& split, int64_t i, const Marks& marks, int64_t sequence) {
   if constexpr (!kMarked) {
     return {static_cast<float>(split.Length(i)), false};
   } else {
@@ -247,7 +247,7 @@ struct Runs {
   __device__ float Tokens() const { return length; }
   __device__ float TokensAfter(int token) const { return length - 1 - token; }
   // Of a run that has tokens.
-  __device__ Span Of(int run) const { return {fminf(kRun, length - kRun * run), false}; }
+  __device__ Passage Of(int run) const { return {fminf(kRun, length - kRun * run), false}; }
   // Whether a segment starts in one of the runs from `first` up to `end`.
   __device__ bool Start(int, int) const { return false; }
   __device__ TileMarks<false> MarksOf(int) const { return {}; }
@@ -267,7 +267,7 @@ struct Runs<true> {
   __device__ float TokensAfter(int token) const {
     return kChunk - 1 - token - __popcll(marks.absent >> token);
   }
-  __device__ Span Of(int run) const {
+  __device__ Passage Of(int run) const {
     return {Tokens(run + 1) - Tokens(run), Start(run, run + 1)};
   }
   __device__ bool Start(int first, int end) const {
@@ -374,7 +374,7 @@ struct Place {
     return column.words && count == kRun && (!kMarked || marks.bits == 0);
   }
   // Where the lane has channels.
-  __device__ Span Over() const {
+  __device__ Passage Over() const {
     return {static_cast<float>(kMarked ? kRun - __popc(marks.bits >> kWordTokens) : count),
             marks.Starts(0, kRun)};
   }
@@ -518,7 +518,7 @@ int64_t Columns(const Wkv4Dims& dims) {
   return dims.batch * ((dims.channels + kChannels - 1) / kChannels);
 }
 
-// The sums in scratch [B, S, X, C], where row (b S + s) X has those of segment s of sequence b.
+// The sums in scratch [S, Z, X, C], where row (s Z + z) X has those of segment z of sequence s.
 inline Wkv4State<float> Summaries(const Wkv4Call& call, float* scratch) {
   return {scratch, scratch + call.dims.channels, scratch + 2 * call.dims.channels};
 }

@@ -226,9 +226,9 @@ __device__ int LargestRun(const Slots<T>& slots, const Runs<kMarked>& runs, floa
   float largest = log_max(0);
   int run = 0;
   for (int j = 1; kRun * j < runs.length; ++j) {
-    const Span span = runs.Of(j);
-    largest = fmaf(span.tokens, w, largest);
-    if (span.starts || log_max(j) > largest) largest = log_max(j), run = j;
+    const Passage passage = runs.Of(j);
+    largest = fmaf(passage.tokens, w, largest);
+    if (passage.starts || log_max(j) > largest) largest = log_max(j), run = j;
   }
   if (runs.Start(0, kWarps)) return run;
   return fmaf(runs.Tokens(), w, log_max(kWarps)) >= largest ? -1 : run;
@@ -254,17 +254,16 @@ __device__ void FetchRun(const Column<T>& column, const Wkv4BackwardCall& call, 
 // last segment both are the whole.
 template <typename T, bool kSummary, bool kMarked>
 __global__ __launch_bounds__(kThreads, 2) void BackwardKernel(
-    const __grid_constant__ Wkv4BackwardCall call, const __grid_constant__ Split split,
-    Wkv4State<float> summaries) {
+    const __grid_constant__ Wkv4BackwardCall call, int64_t segments, Wkv4State<float> summaries) {
   constexpr int W = kWidth<T>;
   RWKV_JAX_DYNAMIC_SHARED(16, memory);
   auto& shared = *reinterpret_cast<BackwardShared<T>*>(memory);
   const int warp = Warp();
   const Column<T> column(call.dims.channels);
-  const int64_t tokens = split.tokens, segments = split.segments;
+  const Span span = call.sequences(column.sequence, call.dims.tokens);
+  const Split split(span, segments);
   const int64_t segment = blockIdx.y + (kSummary ? 1 : 0);
   const int64_t begin = split.First(segment), end = split.First(segment + 1);
-  const int64_t state_row = column.sequence * call.dims.saved;
   const auto summary_row = [&](int64_t i) {
     return (column.sequence * (segments - 1) + i - 1) * kWkv4BackwardSummary;
   };
@@ -286,7 +285,7 @@ __global__ __launch_bounds__(kThreads, 2) void BackwardKernel(
     } else if (!kSummary) {
 #pragma unroll 1
       for (int64_t i = segments - 1; i > segment; --i) {
-        cotangent = SpanOf<kMarked>(split, i, call.marks, column.sequence)
+        cotangent = PassageOf<kMarked>(split, i, call.marks, column.sequence)
                         .Join(cotangent, channel[c].w,
                               column.LoadState(summaries, summary_row(i), c));
         dlog_max[c] *= column.LoadFloat(summary_dlog_max, summary_row(i), c);
@@ -307,7 +306,7 @@ __global__ __launch_bounds__(kThreads, 2) void BackwardKernel(
     --chunk;
     const int length = final ? static_cast<int>(last_length) : static_cast<int>(kChunk);
     const Runs<kMarked> runs(length, next);
-    const Place<T, kMarked> place(column, column.sequence * tokens + chunk * kChunk, runs, warp);
+    const Place<T, kMarked> place(column, span.first_token + chunk * kChunk, runs, warp);
     Words k, v, dy;
     if (place.Whole(column)) {
       k.Load(column, call.k, place.row);
@@ -315,7 +314,7 @@ __global__ __launch_bounds__(kThreads, 2) void BackwardKernel(
       dy.Load(column, call.dy, place.row);
     }
     if (chunk > first_chunk) {
-      FetchRun(column, call, place.row - kChunk, state_row + chunk - 1);
+      FetchRun(column, call, place.row - kChunk, span.first_frame + chunk - 1);
       next = marks_of(chunk - 1);
     }
     Slots<T>&sums = shared.runs[stage], &cotangents = shared.cotangents[stage];
@@ -323,7 +322,7 @@ __global__ __launch_bounds__(kThreads, 2) void BackwardKernel(
     if (warp == 0)
 #pragma unroll
       for (int c = 0; c < W; ++c)
-        sums[kWarps].Put(c, column.LoadState(call.states, state_row + chunk, c));
+        sums[kWarps].Put(c, column.LoadState(call.states, span.first_frame + chunk, c));
     const Weights<T, kMarked> weights(column, call, place, k, v, channel);
 #pragma unroll
     for (int c = 0; c < W; ++c) sums[warp].Put(c, weights.sums[c]);
@@ -397,7 +396,7 @@ __global__ __launch_bounds__(kThreads, 2) void BackwardKernel(
       // Of an initial state that no token reads nothing is to come back, whatever it is.
       const bool unread = kMarked && cotangent.log_max <= -FLT_MAX;
       const Sums state =
-          tokens > 0 && !unread ? column.LoadState(call.states, state_row, c) : Sums{};
+          span.tokens > 0 && !unread ? column.LoadState(call.states, span.first_frame, c) : Sums{};
       const float scale = Weigh(state.log_max, cotangent.log_max);
       const float dnum = cotangent.num * scale, dden = cotangent.den * scale;
       const float rest = fmaf(dnum, state.num, fmaf(dden, state.den, dlog_max[c]));
@@ -413,7 +412,6 @@ cudaError_t Wkv4Backward(cudaStream_t stream, const Wkv4BackwardCall& call, floa
   return wkv4::ForTypes(call.dtype, [&](auto zero) -> cudaError_t {
     using T = decltype(zero);
     constexpr size_t kShared = sizeof(wkv4::BackwardShared<T>);
-    const wkv4::Split split(call.dims.tokens, call.partials);
     const Wkv4State<float> summaries = wkv4::Summaries(call, scratch);
     const int64_t columns = wkv4::Columns<T>(call.dims), segments = call.partials;
     if (columns == 0) return cudaSuccess;
@@ -421,11 +419,11 @@ cudaError_t Wkv4Backward(cudaStream_t stream, const Wkv4BackwardCall& call, floa
       if (segments > 1) {
         const cudaError_t error =
             Launch(wkv4::BackwardKernel<T, true, marked()>, dim3(columns, segments - 1),
-                   wkv4::kThreads, kShared, stream, call, split, summaries);
+                   wkv4::kThreads, kShared, stream, call, segments, summaries);
         if (error != cudaSuccess) return error;
       }
       return Launch(wkv4::BackwardKernel<T, false, marked()>, dim3(columns, segments),
-                    wkv4::kThreads, kShared, stream, call, split, summaries);
+                    wkv4::kThreads, kShared, stream, call, segments, summaries);
     });
   });
 }

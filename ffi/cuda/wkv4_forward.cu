@@ -59,18 +59,18 @@ __device__ void Write(const Column<T>& column, const Wkv4ForwardCall& call,
 // A block for each segment of a column. First, for all segments but the last, with kSummary: what
 // the tokens of the segment add up to by themselves.
 template <typename T, bool kSummary, bool kMarked>
-__global__ __launch_bounds__(kThreads, 2) void ForwardKernel(
-    const __grid_constant__ Wkv4ForwardCall call, const __grid_constant__ Split split,
-    Wkv4State<float> summaries) {
+__global__ __launch_bounds__(kThreads, kWidth<T> == 1 ? 3 : 2) void ForwardKernel(
+    const __grid_constant__ Wkv4ForwardCall call, int64_t segments, Wkv4State<float> summaries) {
   constexpr int W = kWidth<T>;
   __shared__ Slots<T> slots[2];
   const int warp = Warp();
   const bool last_warp = warp == kWarps - 1;
   const Column<T> column(call.dims.channels);
   const int64_t segment = blockIdx.y;
+  const Span span = call.sequences(column.sequence, call.dims.tokens);
+  const Split split(span, segments);
   const int64_t begin = split.First(segment), end = split.First(segment + 1);
-  const int64_t sequence_row = column.sequence * split.tokens;
-  const int64_t summary_row = column.sequence * (split.segments - 1) * kWkv4ForwardSummary;
+  const int64_t summary_row = column.sequence * (segments - 1) * kWkv4ForwardSummary;
   Channel channel[W];
   Sums state[W];  // at the start of the tile; the last warp keeps track of it
 #pragma unroll
@@ -79,7 +79,7 @@ __global__ __launch_bounds__(kThreads, 2) void ForwardKernel(
     state[c] = kSummary ? Nothing() : column.LoadState(call.initial_state, column.sequence, c);
 #pragma unroll 1
     for (int64_t i = 0; i < segment && !kSummary; ++i)
-      state[c] = SpanOf<kMarked>(split, i, call.marks, column.sequence)
+      state[c] = PassageOf<kMarked>(split, i, call.marks, column.sequence)
                      .Join(state[c], channel[c].w,
                            column.LoadState(summaries, summary_row + i * kWkv4ForwardSummary, c));
   }
@@ -96,7 +96,7 @@ __global__ __launch_bounds__(kThreads, 2) void ForwardKernel(
     return Runs<kMarked>(TileLength(start, end), next);
   };
   const auto place_at = [&](int64_t start) {
-    return Place<T, kMarked>(column, sequence_row + start, runs_at(start), warp);
+    return Place<T, kMarked>(column, span.first_token + start, runs_at(start), warp);
   };
   next = LoadFrame<kMarked>(call.marks, column.sequence, begin, end);
   load(place_at(begin));
@@ -119,7 +119,7 @@ __global__ __launch_bounds__(kThreads, 2) void ForwardKernel(
     for (int c = 0; c < W; ++c) {
       if (last_warp) state[c] = place.Over().Join(before[c], channel[c].w, weights.sums[c]);
       if (!kSummary && warp == 0 && call.states.num != nullptr)
-        column.StoreState(call.states, column.sequence * call.dims.saved + start / kChunk, c,
+        column.StoreState(call.states, span.first_frame + start / kChunk, c,
                           before[c]);
     }
     if constexpr (!kSummary) Write(column, call, place, weights, channel, before);
@@ -130,7 +130,7 @@ __global__ __launch_bounds__(kThreads, 2) void ForwardKernel(
     if (!last_warp) continue;
     if constexpr (kSummary)
       column.StoreState(summaries, summary_row + segment * kWkv4ForwardSummary, c, state[c]);
-    else if (segment == split.segments - 1)
+    else if (segment == segments - 1)
       column.StoreState(call.final_state, column.sequence, c, state[c]);
   }
 }
@@ -160,7 +160,6 @@ cudaError_t Wkv4Forward(cudaStream_t stream, const Wkv4ForwardCall& call, int64_
                         float* scratch) {
   return wkv4::ForTypes(call.dtype, [&](auto zero) -> cudaError_t {
     using T = decltype(zero);
-    const wkv4::Split split(call.dims.tokens, segments);
     const Wkv4State<float> summaries = wkv4::Summaries(call, scratch);
     const int64_t columns = wkv4::Columns<T>(call.dims);
     if (columns == 0) return cudaSuccess;
@@ -168,11 +167,11 @@ cudaError_t Wkv4Forward(cudaStream_t stream, const Wkv4ForwardCall& call, int64_
       if (segments > 1) {
         const cudaError_t error =
             Launch(wkv4::ForwardKernel<T, true, marked()>, dim3(columns, segments - 1),
-                   wkv4::kThreads, 0, stream, call, split, summaries);
+                   wkv4::kThreads, 0, stream, call, segments, summaries);
         if (error != cudaSuccess) return error;
       }
       return Launch(wkv4::ForwardKernel<T, false, marked()>, dim3(columns, segments),
-                    wkv4::kThreads, 0, stream, call, split, summaries);
+                    wkv4::kThreads, 0, stream, call, segments, summaries);
     });
   });
 }

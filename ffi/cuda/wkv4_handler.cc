@@ -3,6 +3,7 @@
 
 #include "handler.h"
 #include "rwkv_jax/wkv4_calls.h"
+#include "sequences.h"
 #include "wkv4.h"
 
 namespace rwkv_jax::cuda {
@@ -10,11 +11,11 @@ namespace {
 
 // Scratch has the size for all segments but one; `segments` gets how many there are.
 float* ReadScratch(Operands& operands, int64_t summary, int64_t& segments) {
-  float* const scratch = operands.FloatRet("scratch", "BSXC");
-  segments = operands.Size('S') + 1;
+  float* const scratch = operands.FloatRet("scratch", "SZXC");
+  segments = operands.Size('Z') + 1;
   operands.Require(segments <= kMaxWkv4Segments && operands.Size('X') == summary,
-                   "scratch has S = ", segments - 1, " and X = ", operands.Size('X'),
-                   "; expected S < ", kMaxWkv4Segments, " and X = ", summary);
+                   "scratch has Z = ", segments - 1, " and X = ", operands.Size('X'),
+                   "; expected Z < ", kMaxWkv4Segments, " and X = ", summary);
   return scratch;
 }
 
@@ -26,7 +27,9 @@ ffi::Error Forward(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingR
   int64_t segments;
   float* const scratch = ReadScratch(operands, kWkv4ForwardSummary, segments);
   if (ffi::Error error = operands.Finish(); error.failure()) return error;
-  return Launched("wkv4", Wkv4Forward(stream, call, segments, scratch));
+  cudaError_t error = ClearOutside(stream, operands, call.sequences, call.dims.channels, {call.y});
+  if (error == cudaSuccess) error = Wkv4Forward(stream, call, segments, scratch);
+  return Launched("wkv4", error);
 }
 
 ffi::Error Backward(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
@@ -37,9 +40,12 @@ ffi::Error Backward(cudaStream_t stream, ffi::RemainingArgs args, ffi::Remaining
   int64_t segments;
   float* const scratch = ReadScratch(operands, kWkv4BackwardSummary, segments);
   operands.Require(call.partials == segments, "dw has P = ", call.partials, "; expected ", segments,
-                   ", one more than scratch has S");
+                   ", one more than scratch has Z");
   if (ffi::Error error = operands.Finish(); error.failure()) return error;
-  return Launched("wkv4 backward", Wkv4Backward(stream, call, scratch));
+  cudaError_t error =
+      ClearOutside(stream, operands, call.sequences, call.dims.channels, {call.dk, call.dv});
+  if (error == cudaSuccess) error = Wkv4Backward(stream, call, scratch);
+  return Launched("wkv4 backward", error);
 }
 
 ffi::Error Step(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,

@@ -23,10 +23,10 @@ __host__ __device__ constexpr int64_t Wkv6ScratchSize(int64_t head_size) {
 
 cudaError_t Wkv6Forward(cudaStream_t stream, const Wkv6ForwardCall& call);
 
-// Each segment gives a partial sum, and the partial sums beyond them are zeros; at least one segment.
-// `scratch` is [B, H, segments, Wkv6ScratchSize(K)].
-cudaError_t Wkv6Backward(cudaStream_t stream, const Wkv6BackwardCall& call, int64_t segments,
-                         float* scratch);
+// Each segment gives a partial sum, and the partial sums beyond them are zeros. `scratch` has at least
+// Wkv6ScratchSize(K) floats for each segment.
+cudaError_t Wkv6Backward(cudaStream_t stream, const Wkv6BackwardCall& call,
+                         const ReplayScratch& scratch);
 
 // --- On matrix units (wkv6_scan.cu, wkv6_gradient.cu): 16-bit dtypes, head size 64, any decay, saved
 // states in bfloat16. On a device with too little shared memory for them the kernels above do it all.

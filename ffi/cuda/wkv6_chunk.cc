@@ -16,7 +16,9 @@ cudaError_t Wkv6ChunkBackward(cudaStream_t stream, const Wkv6BackwardCall& call,
   uint4* const gradients = scratch.Gradients();
   cudaError_t error = Wkv6ReverseScan(stream, call, scratch.StateSegments(call), gradients);
   if (error == cudaSuccess) error = Wkv6FrameBackward(stream, call, gradients);
-  return error == cudaErrorNotSupported ? Wkv6Backward(stream, call, 1, scratch.memory) : error;
+  if (error != cudaErrorNotSupported) return error;
+  const int64_t heads = call.dims.batch * call.dims.heads;
+  return Wkv6Backward(stream, call, {scratch.memory, heads, 1, scratch.stride});
 }
 
 }  // namespace rwkv_jax::cuda

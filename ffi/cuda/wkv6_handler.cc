@@ -19,7 +19,16 @@ ffi::Error Forward(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingR
   call.constant_decay = kConstantDecay;
   ReadForward(operands, decay, kMaxHeadSize, call);
   if (ffi::Error error = operands.Finish(); error.failure()) return error;
-  return Launched(op, Wkv6Forward(stream, call));
+  cudaError_t error = ClearOutside(stream, operands, call, {call.y});
+  if (error == cudaSuccess) error = Wkv6Forward(stream, call);
+  return Launched(op, error);
+}
+
+cudaError_t ClearOutside(cudaStream_t stream, const Operands& operands,
+                         const Wkv6BackwardCall& call) {
+  if (call.constant_decay)
+    return ClearOutside(stream, operands, call, {call.dr, call.dk, call.dv});
+  return ClearOutside(stream, operands, call, {call.dr, call.dw, call.dk, call.dv});
 }
 
 template <bool kConstantDecay>
@@ -30,13 +39,11 @@ ffi::Error Backward(cudaStream_t stream, ffi::RemainingArgs args, ffi::Remaining
   Wkv6BackwardCall call;
   call.constant_decay = kConstantDecay;
   ReadBackward(operands, decay, kMaxHeadSize, call);
-  float* const scratch = operands.FloatRet("scratch", "BHPX");
-  const int64_t floats = Wkv6ScratchSize(call.dims.head_size);
-  operands.Require(call.partials >= 1 && operands.Size('X') == floats, "scratch has ",
-                   call.partials, " segments of ", operands.Size('X'),
-                   " floats; expected at least 1 of ", floats);
+  const ReplayScratch scratch = ReadReplayScratch(operands, Wkv6ScratchSize(call.dims.head_size));
   if (ffi::Error error = operands.Finish(); error.failure()) return error;
-  return Launched(op, Wkv6Backward(stream, call, call.partials, scratch));
+  cudaError_t error = ClearOutside(stream, operands, call);
+  if (error == cudaSuccess) error = Wkv6Backward(stream, call, scratch);
+  return Launched(op, error);
 }
 
 template <bool kConstantDecay>
@@ -59,6 +66,7 @@ void RequireMatrices(Operands& operands, const Wkv6Call& call) {
 
 void RequireChunked(Operands& operands, const Wkv6Call& call, int64_t segments, int64_t floats) {
   RequireMatrices(operands, call);
+  RequireRows(operands);
   RequireScratch(operands, call, segments, floats);
 }
 
@@ -106,7 +114,7 @@ ffi::Error Summary(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingR
   call.v = operands.Arg("v", "BTHV");
   call.factor = operands.FloatRet("factor", "BHK");
   call.added = operands.FloatRet("added", "BHVK");
-  call.marks = operands.MarksArg(operands.Size('T'));
+  call.marks = operands.MarksArg();
   internal::ReadSizes(operands, operands.Size('T'), decay, kMaxHeadSize, call);
   RequireMatrices(operands, call);
   if (ffi::Error error = operands.Finish(); error.failure()) return error;
@@ -125,25 +133,16 @@ ffi::Error ReverseSummary(cudaStream_t stream, ffi::RemainingArgs args, ffi::Rem
   call.dy = operands.Arg("dy", "BTHV");
   call.dfinal_state = operands.FloatArg("dfinal_state", "BHVK");
   call.dinitial_state = operands.FloatRet("dinitial_state", "BHVK");
-  call.marks = operands.MarksArg(operands.Size('T'));
+  call.marks = operands.MarksArg();
   internal::ReadSizes(operands, operands.Size('T'), decay, kMaxHeadSize, call);
   RequireMatrices(operands, call);
   if (ffi::Error error = operands.Finish(); error.failure()) return error;
   return Launched(op, Wkv6ReverseSummary(stream, call));
 }
 
-// As of WKV7; parameters are there once for each sequence, and their gradients are sums for each frame.
 void RequireSequences(Operands& operands, const Wkv6Call& call, const Segments& segments) {
   RequireMatrices(operands, call);
   RequireScratch(operands, call, segments.count, segments.Stride());
-}
-
-void ReadSequenceInputs(Operands& operands, Wkv6Call& call) {
-  call.r = operands.Arg("r", "BTHK");
-  call.w = call.constant_decay ? operands.FloatArg("w", "BSHK") : operands.Arg("w", "BTHK");
-  call.k = operands.Arg("k", "BTHK");
-  call.v = operands.Arg("v", "BTHV");
-  call.u = operands.FloatArg("u", "BSHK");
 }
 
 template <bool kConstantDecay>
@@ -153,16 +152,8 @@ ffi::Error SequencesForward(cudaStream_t stream, ffi::RemainingArgs args, ffi::R
   Operands operands(op, args, rets);
   Wkv6ForwardCall call;
   call.constant_decay = kConstantDecay;
-  ReadSequenceInputs(operands, call);
-  call.initial_state = operands.FloatArg("initial_state", "BSHVK");
-  call.sequences.spans = operands.IntArg("spans", "BSW");
-  call.y = operands.Ret("y", "BTHV");
-  call.final_state = operands.FloatRet("final_state", "BSHVK");
-  call.states = operands.StatesRet("states", "BNHVK", call.states_dtype);
-  float* const scratch = operands.FloatRet("scratch", "HX");
-  ReadSequences(operands, decay, true, call);
-  if (call.dims.saved == 0) call.states = nullptr;
-  const Segments segments = SegmentsOf(operands, count, scratch, kWkv6SummarySize);
+  ReadForward(operands, decay, kMaxHeadSize, call);
+  const Segments segments = ReadSegments(operands, count, kWkv6SummarySize);
   RequireSequences(operands, call, segments);
   if (ffi::Error error = operands.Finish(); error.failure()) return error;
   cudaError_t error = ClearOutside(stream, operands, call, {call.y});
@@ -171,6 +162,7 @@ ffi::Error SequencesForward(cudaStream_t stream, ffi::RemainingArgs args, ffi::R
   return Launched(op, error);
 }
 
+// With a partial sum for each frame of a row.
 template <bool kConstantDecay>
 ffi::Error SequencesBackward(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
                              int64_t decay, int64_t count) {
@@ -178,28 +170,12 @@ ffi::Error SequencesBackward(cudaStream_t stream, ffi::RemainingArgs args, ffi::
   Operands operands(op, args, rets);
   Wkv6BackwardCall call;
   call.constant_decay = kConstantDecay;
-  ReadSequenceInputs(operands, call);
-  call.states = operands.StatesArg("states", "BNHVK", call.states_dtype);
-  call.dy = operands.Arg("dy", "BTHV");
-  call.dfinal_state = operands.FloatArg("dfinal_state", "BSHVK");
-  call.sequences.spans = operands.IntArg("spans", "BSW");
-  call.sequences.owners = operands.IntArg("owners", "BN");
-  call.dr = operands.Ret("dr", "BTHK");
-  call.dw = kConstantDecay ? operands.FloatRet("dw", "BNHK") : operands.Ret("dw", "BTHK");
-  call.dk = operands.Ret("dk", "BTHK");
-  call.dv = operands.Ret("dv", "BTHV");
-  call.du = operands.FloatRet("du", "BNHK");
-  call.dinitial_state = operands.FloatRet("dinitial_state", "BSHVK");
-  float* const scratch = operands.FloatRet("scratch", "HX");
-  uint4* const gradients = reinterpret_cast<uint4*>(operands.FloatRet("gradients", "BNHY"));
-  ReadSequences(operands, decay, false, call);
-  const Segments segments = SegmentsOf(operands, count, scratch, kWkv6SummarySize);
+  ReadBackward(operands, decay, kMaxHeadSize, call, "BNHK");
+  const Segments segments = ReadSegments(operands, count, kWkv6SummarySize);
+  uint4* const gradients = ReadFrameGradients(operands, call);
   RequireSequences(operands, call, segments);
-  RequireGradients(operands, call);
   if (ffi::Error error = operands.Finish(); error.failure()) return error;
-  cudaError_t error =
-      kConstantDecay ? ClearOutside(stream, operands, call, {call.dr, call.dk, call.dv})
-                     : ClearOutside(stream, operands, call, {call.dr, call.dw, call.dk, call.dv});
+  cudaError_t error = ClearOutside(stream, operands, call);
   if (error == cudaSuccess && call.dims.batch * call.dims.heads > 0) {
     error = Wkv6ReverseScan(stream, call, segments, gradients);
     if (error == cudaSuccess) error = Wkv6FrameBackward(stream, call, gradients);

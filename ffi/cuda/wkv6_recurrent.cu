@@ -29,6 +29,7 @@ struct Inputs {
   bool constant_decay;
   Decay decay;
   Marks marks;
+  Sequences sequences;
 
   Inputs(const Wkv6Call& call, const void* dy)
       : r(static_cast<const T*>(call.r)),
@@ -39,7 +40,8 @@ struct Inputs {
         u(call.u),
         constant_decay(call.constant_decay),
         decay(call.decay),
-        marks(call.marks) {}
+        marks(call.marks),
+        sequences(call.sequences) {}
 };
 
 // A tile of tokens has a block of L for each N threads. In the tile that starts at token `first`, a
@@ -55,7 +57,7 @@ class Channel {
 
   __device__ Channel(const Inputs<T>& in, const Head<N>& head)
       : in_(in),
-        tokens_(head.tokens),
+        tokens_(head.span.tokens),
         stride_(head.TokenStride()),
         origin_(head.FirstToken() + part * L * stride_ + channel) {
     if (in.constant_decay)
@@ -305,13 +307,14 @@ using ForwardMemory = ForwardShared<N, L, ForwardChannel<T, N, L>::kParts>;
 
 template <typename T, int N, int L, bool kMarked>
 __global__ __launch_bounds__(ForwardTile<N>::kThreads, N == 128 ? 1 : 4) void ForwardKernel(
-    const __grid_constant__ Inputs<T> in, int64_t tokens, int64_t heads,
+    const __grid_constant__ Inputs<T> in, int64_t row_tokens, int64_t heads,
     const float* initial_state, T* y, float* final_state, SavedStates states) {
   RWKV_JAX_DYNAMIC_SHARED(16, memory);
   auto& shared = *reinterpret_cast<ForwardMemory<T, N, L>*>(memory);
   using G = ForwardTile<N>;
   const G tile;
-  const Head<N> head(blockIdx.x, tokens, heads);
+  const Head<N> head(blockIdx.x, row_tokens, heads, in.sequences);
+  const int64_t tokens = head.span.tokens;
 
   Fragment<G> s;
   LoadState(tile, initial_state + head.State(), s);
@@ -326,7 +329,7 @@ __global__ __launch_bounds__(ForwardTile<N>::kThreads, N == 128 ? 1 : 4) void Fo
     own.Fetch(in.r, first, raw_r);
     own.Fetch(in.k, first, raw_k);
     own.Fetch(in.v, first, raw_v);
-    next_marks = LoadMarks<kMarked>(in.marks, head.batch, first);
+    next_marks = LoadMarks<kMarked>(in.marks, head.sequence, first);
   };
   const auto put = [&](int64_t first) {
     auto& block = shared.blocks[first / kTile % 2][own.part];
@@ -409,16 +412,18 @@ struct alignas(16) SegmentBlock {
 // The gradient of the state at the end of each segment but the last. It needs no state.
 template <typename T, int N, bool kMarked>
 __global__ __launch_bounds__(ForwardTile<N>::kThreads) void SegmentKernel(
-    const __grid_constant__ Inputs<T> in, int64_t tokens, int64_t heads,
+    const __grid_constant__ Inputs<T> in, int64_t row_tokens, int64_t heads,
     const float* dfinal_state, Split split) {
   using G = ForwardTile<N>;
   constexpr int L = kBlock;
   const G tile;
-  const Head<N> head(blockIdx.x, tokens, heads);
+  const Head<N> head(split.first_head + blockIdx.x, row_tokens, heads, in.sequences);
+  const int64_t tokens = head.span.tokens;
+  if (tokens == 0) return;
   const ForwardChannel<T, N, L> own(in, head);
   constexpr int kTile = own.kTile;
   __shared__ SegmentBlock<N> shared[own.kParts];
-  const int64_t length = split.Length(head.Chunks()) * kChunk;
+  const int64_t length = split.Length(head.span.Frames()) * kChunk;
 
   Fragment<G> ds;
   LoadState(tile, dfinal_state + head.State(), ds);
@@ -428,7 +433,7 @@ __global__ __launch_bounds__(ForwardTile<N>::kThreads) void SegmentKernel(
     own.FetchDecay(first, raw_w);
     own.Fetch(in.r, first, raw_r);
     own.Fetch(in.dy, first, raw_dy);
-    next_marks = LoadMarks<kMarked>(in.marks, head.batch, first);
+    next_marks = LoadMarks<kMarked>(in.marks, head.sequence, first);
   };
   int64_t first = (tokens - 1) / kTile * kTile;
   fetch(first);
@@ -544,7 +549,7 @@ __device__ void BackwardStep(const G& tile, const BackwardBlock<G::N>& block,
 // S before it or dS after it is summed over rows; each channel finds its gradients from that alone.
 template <typename T, int N, bool kMarked>
 __global__ __launch_bounds__(BackwardTile<N>::kThreads, N == 128 ? 1 : 3) void BackwardKernel(
-    const __grid_constant__ Inputs<T> in, int64_t tokens, int64_t heads, SavedStates states,
+    const __grid_constant__ Inputs<T> in, int64_t row_tokens, int64_t heads, SavedStates states,
     const float* dfinal_state, const __grid_constant__ Gradients<T> out, Split split) {
   using G = BackwardTile<N>;
   constexpr int L = kBlock;
@@ -554,16 +559,15 @@ __global__ __launch_bounds__(BackwardTile<N>::kThreads, N == 128 ? 1 : 3) void B
   RWKV_JAX_DYNAMIC_SHARED(16, memory);
   auto& shared = *reinterpret_cast<BackwardShared<G, kParts>*>(memory);
   const G tile;
-  const Head<N> head(blockIdx.x / split.segments, tokens, heads);
-  const int64_t segment = blockIdx.x % split.segments;
-  const int64_t length = split.Length(head.Chunks());
+  const Head<N> head(split.Head(), row_tokens, heads, in.sequences);
+  const int64_t tokens = head.span.tokens, chunks = head.span.Frames();
+  const int64_t segment = split.Segment(), length = split.Length(chunks);
   const int64_t first_chunk = segment * length;
-  const int64_t last_chunk =
-      first_chunk + length < head.Chunks() ? first_chunk + length : head.Chunks();
+  const int64_t last_chunk = first_chunk + length < chunks ? first_chunk + length : chunks;
   float* const ds_end = split.Scratch(head.index, segment, Wkv6ScratchSize(N));
 
   Fragment<G> ds, s;
-  LoadState(tile, last_chunk == head.Chunks() ? dfinal_state + head.State() : ds_end, ds);
+  LoadState(tile, last_chunk == chunks ? dfinal_state + head.State() : ds_end, ds);
 
   const Own own(in, head);
   float& du_total = shared.du[own.part][own.channel];
@@ -583,7 +587,7 @@ __global__ __launch_bounds__(BackwardTile<N>::kThreads, N == 128 ? 1 : 3) void B
     T raw_w[L], raw_r[L], raw_k[L], raw_v[L], raw_dy[L];
     TileMarks<kMarked> marks, next_marks;
     const auto fetch_writes = [&](int i) {
-      next_marks = LoadMarks<kMarked>(in.marks, head.batch, start + i * kTile);
+      next_marks = LoadMarks<kMarked>(in.marks, head.sequence, start + i * kTile);
       own.FetchDecay(start + i * kTile, raw_w);
       own.Fetch(in.k, start + i * kTile, raw_k);
       own.Fetch(in.v, start + i * kTile, raw_v);
@@ -747,8 +751,8 @@ __global__ __launch_bounds__(BackwardTile<N>::kThreads, N == 128 ? 1 : 3) void B
       du_total += shared.du[part][own.channel];
       dw_total += shared.dw[part][own.channel];
     }
-    for (int64_t i = segment; i < out.partials; i += split.segments) {
-      const int64_t at = ((head.batch * out.partials + i) * heads + head.head) * N + own.channel;
+    for (int64_t i = segment; i < out.partials; i += split.scratch.segments) {
+      const int64_t at = ((head.sequence * out.partials + i) * heads + head.head) * N + own.channel;
       out.u[at] = i == segment ? du_total : 0.0f;
       if (in.constant_decay) static_cast<float*>(out.w)[at] = i == segment ? dw_total : 0.0f;
     }
@@ -772,7 +776,7 @@ cudaError_t Wkv6Forward(cudaStream_t stream, const Wkv6ForwardCall& call) {
                     static_cast<T*>(call.y), call.final_state,
                     SavedStates{call.states, call.states_dtype == Dtype::kBF16});
     };
-    if (call.dims.tokens == 1 && !call.marks.Given())
+    if (call.dims.tokens == 1 && !call.marks.Given() && !call.sequences.Given())
       return launch(std::integral_constant<int, 1>(), std::false_type());
     return ForMarks(call.marks, [&](auto marked) {
       return launch(std::integral_constant<int, kBlock>(), marked);
@@ -780,10 +784,9 @@ cudaError_t Wkv6Forward(cudaStream_t stream, const Wkv6ForwardCall& call) {
   });
 }
 
-cudaError_t Wkv6Backward(cudaStream_t stream, const Wkv6BackwardCall& call, int64_t segments,
-                         float* scratch) {
+cudaError_t Wkv6Backward(cudaStream_t stream, const Wkv6BackwardCall& call,
+                         const ReplayScratch& scratch) {
   const int64_t heads = call.dims.batch * call.dims.heads;
-  if (heads == 0) return cudaSuccess;
   return ForAllTypes<16, 32, 64, 128>(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
     using T = decltype(zero);
     constexpr int N = size();
@@ -792,18 +795,20 @@ cudaError_t Wkv6Backward(cudaStream_t stream, const Wkv6BackwardCall& call, int6
     const Gradients<T> gradients{static_cast<T*>(call.dr), static_cast<T*>(call.dk),
                                  static_cast<T*>(call.dv), call.dw,
                                  call.du, call.dinitial_state, call.partials};
-    const Split split{segments, scratch, segments * Wkv6ScratchSize(N)};
     const SavedStates states{const_cast<void*>(call.states), call.states_dtype == Dtype::kBF16};
     return ForMarks(call.marks, [&](auto marked) {
-      if (segments > 1 && call.dims.tokens > 0) {
-        const cudaError_t error =
-            Launch(SegmentKernel<T, N, marked()>, heads, ForwardTile<N>::kThreads, 0, stream,
-                   inputs, call.dims.tokens, call.dims.heads, call.dfinal_state, split);
-        if (error != cudaSuccess) return error;
-      }
-      return Launch(BackwardKernel<T, N, marked()>, heads * segments, G::kThreads,
-                    sizeof(BackwardShared<G, G::kThreads / N>), stream, inputs, call.dims.tokens,
-                    call.dims.heads, states, call.dfinal_state, gradients, split);
+      return ForHeads(heads, scratch, [&](const Split& split, int64_t count) {
+        if (scratch.segments > 1 && call.dims.tokens > 0) {
+          const cudaError_t error =
+              Launch(SegmentKernel<T, N, marked()>, count, ForwardTile<N>::kThreads, 0, stream,
+                     inputs, call.dims.tokens, call.dims.heads, call.dfinal_state, split);
+          if (error != cudaSuccess) return error;
+        }
+        return Launch(BackwardKernel<T, N, marked()>, count * scratch.segments, G::kThreads,
+                      sizeof(BackwardShared<G, G::kThreads / N>), stream, inputs,
+                      call.dims.tokens, call.dims.heads, states, call.dfinal_state, gradients,
+                      split);
+      });
     });
   });
 }

@@ -25,10 +25,9 @@ __host__ __device__ constexpr int64_t ScratchSize(int64_t head_size) {
 cudaError_t Wkv7Forward(cudaStream_t stream, const Wkv7ForwardCall& call,
                         const float* only = nullptr);
 
-// Any number of segments >= 1; `scratch` has at least ScratchSize(K) floats for each of them, and
-// `stride` floats for each head.
-cudaError_t Wkv7Backward(cudaStream_t stream, const Wkv7BackwardCall& call, int64_t segments,
-                         float* scratch, int64_t stride, const float* only = nullptr);
+// `scratch` has at least ScratchSize(K) floats for each segment.
+cudaError_t Wkv7Backward(cudaStream_t stream, const Wkv7BackwardCall& call,
+                         const ReplayScratch& scratch, const float* only = nullptr);
 
 // --- On matrix units: 16-bit dtypes, head sizes 64 and 128, any decay, saved states in bfloat16. The
 // kernels of wkv7_scan.cu and wkv7_gradient.cu take frames of kChunk tokens that do not decay too far

@@ -37,7 +37,8 @@ cudaError_t Wkv7ChunkBackward(cudaStream_t stream, const Wkv7BackwardCall& call,
   if (error == cudaSuccess) error = Wkv7FrameBackward(stream, call, gradients, inexact);
   // Heads that are not done above have no use for the rest of the scratch, so it is theirs.
   const auto recurrent = [&](const float* only) {
-    return Wkv7Backward(stream, call, 1, scratch.memory, scratch.stride, only);
+    const int64_t heads = call.dims.batch * call.dims.heads;
+    return Wkv7Backward(stream, call, {scratch.memory, heads, 1, scratch.stride}, only);
   };
   if (error == cudaErrorNotSupported) return recurrent(nullptr);
   if (error == cudaSuccess && inexact != nullptr) error = recurrent(inexact);

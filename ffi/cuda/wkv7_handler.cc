@@ -16,7 +16,9 @@ ffi::Error Forward(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingR
   Wkv7ForwardCall call;
   ReadForward(operands, decay, kMaxHeadSize, call);
   if (ffi::Error error = operands.Finish(); error.failure()) return error;
-  return Launched("wkv7", Wkv7Forward(stream, call));
+  cudaError_t error = ClearOutside(stream, operands, call, {call.y});
+  if (error == cudaSuccess) error = Wkv7Forward(stream, call);
+  return Launched("wkv7", error);
 }
 
 ffi::Error Step(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
@@ -28,18 +30,22 @@ ffi::Error Step(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets
   return Launched("wkv7_step", Wkv7Forward(stream, call));
 }
 
+cudaError_t ClearOutside(cudaStream_t stream, const Operands& operands,
+                         const Wkv7BackwardCall& call) {
+  return ClearOutside(stream, operands, call,
+                      {call.dr, call.dw, call.dk, call.dv, call.da, call.db});
+}
+
 ffi::Error Backward(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
                     int64_t decay) {
   Operands operands("wkv7 backward", args, rets);
   Wkv7BackwardCall call;
   ReadBackward(operands, decay, kMaxHeadSize, call);
-  float* const scratch = operands.FloatRet("scratch", "BHSX");
-  const int64_t segments = operands.Size('S'), floats = ScratchSize(call.dims.head_size);
-  operands.Require(segments >= 1 && operands.Size('X') == floats, "scratch has ", segments,
-                   " segments of ", operands.Size('X'), " floats; expected at least 1 of ", floats);
+  const ReplayScratch scratch = ReadReplayScratch(operands, ScratchSize(call.dims.head_size));
   if (ffi::Error error = operands.Finish(); error.failure()) return error;
-  return Launched("wkv7 backward",
-                  Wkv7Backward(stream, call, segments, scratch, segments * floats));
+  cudaError_t error = ClearOutside(stream, operands, call);
+  if (error == cudaSuccess) error = Wkv7Backward(stream, call, scratch);
+  return Launched("wkv7 backward", error);
 }
 
 void RequireMatrices(Operands& operands, const Wkv7Call& call) {
@@ -50,6 +56,7 @@ void RequireMatrices(Operands& operands, const Wkv7Call& call) {
 
 void RequireChunked(Operands& operands, const Wkv7Call& call, int64_t segments, int64_t floats) {
   RequireMatrices(operands, call);
+  RequireRows(operands);
   RequireScratch(operands, call, segments, floats);
 }
 
@@ -96,7 +103,7 @@ ffi::Error Summary(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingR
   call.b = operands.Arg("b", "BTHK");
   call.factor = operands.FloatRet("factor", "BHKK");
   call.added = operands.FloatRet("added", "BHVK");
-  call.marks = operands.MarksArg(operands.Size('T'));
+  call.marks = operands.MarksArg();
   internal::ReadSizes(operands, operands.Size('T'), decay, kMaxHeadSize, call);
   RequireSummed(operands, call);
   if (ffi::Error error = operands.Finish(); error.failure()) return error;
@@ -114,7 +121,7 @@ ffi::Error ReverseSummary(cudaStream_t stream, ffi::RemainingArgs args, ffi::Rem
   call.dy = operands.Arg("dy", "BTHV");
   call.dfinal_state = operands.FloatArg("dfinal_state", "BHVK");
   call.dinitial_state = operands.FloatRet("dinitial_state", "BHVK");
-  call.marks = operands.MarksArg(operands.Size('T'));
+  call.marks = operands.MarksArg();
   internal::ReadSizes(operands, operands.Size('T'), decay, kMaxHeadSize, call);
   RequireSummed(operands, call);
   if (ffi::Error error = operands.Finish(); error.failure()) return error;
@@ -130,57 +137,31 @@ ffi::Error SequencesForward(cudaStream_t stream, ffi::RemainingArgs args, ffi::R
                             int64_t decay, int64_t count) {
   Operands operands("wkv7", args, rets);
   Wkv7ForwardCall call;
-  internal::ReadInputs(operands, "BTHK", "BTHV", call);
-  call.initial_state = operands.FloatArg("initial_state", "BSHVK");
-  call.sequences.spans = operands.IntArg("spans", "BSW");
-  call.y = operands.Ret("y", "BTHV");
-  call.final_state = operands.FloatRet("final_state", "BSHVK");
-  call.states = operands.StatesRet("states", "BNHVK", call.states_dtype);
-  float* const scratch = operands.FloatRet("scratch", "HX");
-  ReadSequences(operands, decay, true, call);
-  if (call.dims.saved == 0) call.states = nullptr;
-  const Segments segments =
-      SegmentsOf(operands, count, scratch, SummarySize(call.dims.head_size));
+  ReadForward(operands, decay, kMaxHeadSize, call);
+  const Segments segments = ReadSegments(operands, count, SummarySize(call.dims.head_size));
   RequireSequences(operands, call, segments);
   if (ffi::Error error = operands.Finish(); error.failure()) return error;
   cudaError_t error = ClearOutside(stream, operands, call, {call.y});
   if (error == cudaSuccess && call.dims.batch * call.dims.heads > 0)
     error = Wkv7Scan(stream, call, segments, nullptr);
-  return Launched("wkv7 of sequences", error);
+  return Launched("wkv7", error);
 }
 
 ffi::Error SequencesBackward(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
                              int64_t decay, int64_t count) {
   Operands operands("wkv7 backward", args, rets);
   Wkv7BackwardCall call;
-  internal::ReadInputs(operands, "BTHK", "BTHV", call);
-  call.states = operands.StatesArg("states", "BNHVK", call.states_dtype);
-  call.dy = operands.Arg("dy", "BTHV");
-  call.dfinal_state = operands.FloatArg("dfinal_state", "BSHVK");
-  call.sequences.spans = operands.IntArg("spans", "BSW");
-  call.sequences.owners = operands.IntArg("owners", "BN");
-  call.dr = operands.Ret("dr", "BTHK");
-  call.dw = operands.Ret("dw", "BTHK");
-  call.dk = operands.Ret("dk", "BTHK");
-  call.dv = operands.Ret("dv", "BTHV");
-  call.da = operands.Ret("da", "BTHK");
-  call.db = operands.Ret("db", "BTHK");
-  call.dinitial_state = operands.FloatRet("dinitial_state", "BSHVK");
-  float* const scratch = operands.FloatRet("scratch", "HX");
-  uint4* const gradients = reinterpret_cast<uint4*>(operands.FloatRet("gradients", "BNHY"));
-  ReadSequences(operands, decay, false, call);
-  const Segments segments =
-      SegmentsOf(operands, count, scratch, SummarySize(call.dims.head_size));
+  ReadBackward(operands, decay, kMaxHeadSize, call);
+  const Segments segments = ReadSegments(operands, count, SummarySize(call.dims.head_size));
+  uint4* const gradients = ReadFrameGradients(operands, call);
   RequireSequences(operands, call, segments);
-  RequireGradients(operands, call);
   if (ffi::Error error = operands.Finish(); error.failure()) return error;
-  cudaError_t error = ClearOutside(stream, operands, call,
-                                   {call.dr, call.dw, call.dk, call.dv, call.da, call.db});
+  cudaError_t error = ClearOutside(stream, operands, call);
   if (error == cudaSuccess && call.dims.batch * call.dims.heads > 0) {
     error = Wkv7ReverseScan(stream, call, segments, gradients, nullptr);
     if (error == cudaSuccess) error = Wkv7FrameBackward(stream, call, gradients, nullptr);
   }
-  return Launched("wkv7 backward of sequences", error);
+  return Launched("wkv7 backward", error);
 }
 
 }  // namespace

@@ -67,16 +67,16 @@ using ForwardTile = Tile<N, 4>;
 // hide each other's latency, with few heads one block is faster for having more registers.
 template <typename T, int N, int kTokens, int kBlocks, bool kMarked>
 __global__ __launch_bounds__(ForwardTile<N>::kThreads, kBlocks) void ForwardKernel(
-    const __grid_constant__ Vectors<T> inputs, int64_t tokens, int64_t heads, Decay decay,
-    Marks marks, const float* initial_state, T* y, float* final_state, SavedStates states,
+    const __grid_constant__ Vectors<T> inputs, int64_t row_tokens, int64_t heads, Decay decay,
+    Marks marks, Sequences sequences, const float* initial_state, T* y, float* final_state, SavedStates states,
     const float* only) {
   if (only != nullptr && only[blockIdx.x] == 0.0f) return;
   RWKV_JAX_DYNAMIC_SHARED(16, memory);
   auto& shared = *reinterpret_cast<ForwardShared<T, N, kTokens>*>(memory);
   using G = ForwardTile<N>;
   const G tile;
-  const Head<N> head(blockIdx.x, tokens, heads);
-  const int64_t stride = head.TokenStride();
+  const Head<N> head(blockIdx.x, row_tokens, heads, sequences);
+  const int64_t tokens = head.span.tokens, stride = head.TokenStride();
   y += head.FirstToken();
 
   Fragment<G> s;
@@ -89,7 +89,7 @@ __global__ __launch_bounds__(ForwardTile<N>::kThreads, kBlocks) void ForwardKern
   TileMarks<kMarked> own, next_own;
   const auto fetch = [&](int64_t first) {
     loader.Fetch(inputs.x, head.FirstToken() + first * stride, stride, count_at(first));
-    next_own = LoadMarks<kMarked>(marks, head.batch, first);
+    next_own = LoadMarks<kMarked>(marks, head.sequence, first);
   };
   if (tokens > 0) {
     fetch(0);
@@ -98,13 +98,16 @@ __global__ __launch_bounds__(ForwardTile<N>::kThreads, kBlocks) void ForwardKern
   __syncthreads();
 
   int stage = 0;
+  int64_t saved = head.SavedState(0);
   for (int64_t first = 0; first < tokens; first += kTokens, stage ^= 1) {
     const int count = count_at(first);
     const int64_t next = first + kTokens;
     own = next_own;
     if (next < tokens) fetch(next);
-    if (states.data != nullptr && first % kChunk == 0)
-      states.Store(tile, head.SavedState(first / kChunk), s);
+    if (states.data != nullptr && first % kChunk == 0) {
+      states.Store(tile, saved, s);
+      saved += heads * N * N;
+    }
 
     float out[kTokens][G::kRows];
     int first_sum = 0;
@@ -153,17 +156,19 @@ struct SomeHeadsSplit : Split {
 // own, which needs no state: dS <- (dS + dy r^T) diag(d) + ((dS + dy r^T) b) a^T.
 template <typename T, int N, bool kMarked>
 __global__ __launch_bounds__(ForwardTile<N>::kThreads) void SegmentKernel(
-    const __grid_constant__ Vectors<T> inputs, int64_t tokens, int64_t heads, Decay decay,
-    Marks marks, const float* dfinal_state, SomeHeadsSplit split) {
-  if (split.Skips(blockIdx.x)) return;
+    const __grid_constant__ Vectors<T> inputs, int64_t row_tokens, int64_t heads, Decay decay,
+    Marks marks, Sequences sequences, const float* dfinal_state, SomeHeadsSplit split) {
+  const int64_t index = split.first_head + blockIdx.x;
+  if (split.Skips(index)) return;
   enum { kDecayRow, kARow, kBRow, kRRow, kDyRow, kRowsOfTile };
   using G = ForwardTile<N>;
   constexpr int kTokens = 8;
   __shared__ __align__(16) float shared[kRowsOfTile * kTokens * N];
   const G tile;
-  const Head<N> head(blockIdx.x, tokens, heads);
-  const int64_t stride = head.TokenStride();
-  const int64_t length = split.Length(head.Chunks()) * kChunk;
+  const Head<N> head(index, row_tokens, heads, sequences);
+  const int64_t tokens = head.span.tokens, stride = head.TokenStride();
+  if (tokens == 0) return;
+  const int64_t length = split.Length(head.span.Frames()) * kChunk;
 
   Fragment<G> ds;
   LoadState(tile, dfinal_state + head.State(), ds);
@@ -174,7 +179,7 @@ __global__ __launch_bounds__(ForwardTile<N>::kThreads) void SegmentKernel(
   TileMarks<kMarked> next_own;
   const auto fetch = [&](int64_t first) {
     loader.Fetch(inputs.x, head.FirstToken() + first * stride, stride, count_at(first));
-    next_own = LoadMarks<kMarked>(marks, head.batch, first);
+    next_own = LoadMarks<kMarked>(marks, head.sequence, first);
   };
   int64_t first = (tokens - 1) / kTokens * kTokens;
   fetch(first);
@@ -356,8 +361,8 @@ __device__ void WriteColumnSums(const float (&sums)[kTokens][G::kWarps][kColumnS
 // at hand, and taken backwards. The decay is never inverted.
 template <typename T, int N, bool kMarked>
 __global__ __launch_bounds__(BackwardTile<N>::kThreads, N == 64 ? 2 : 1) void BackwardKernel(
-    const __grid_constant__ Vectors<T> inputs, int64_t tokens, int64_t heads, Decay decay,
-    Marks marks, SavedStates states, const float* dfinal_state,
+    const __grid_constant__ Vectors<T> inputs, int64_t row_tokens, int64_t heads, Decay decay,
+    Marks marks, Sequences sequences, SavedStates states, const float* dfinal_state,
     const __grid_constant__ Gradients<T> out, SomeHeadsSplit split) {
   using G = BackwardTile<N>;
   static_assert(kBlock * N <= 4 * G::kThreads);
@@ -368,20 +373,19 @@ __global__ __launch_bounds__(BackwardTile<N>::kThreads, N == 64 ? 2 : 1) void Ba
   auto& shared = *reinterpret_cast<Shared*>(memory);
   constexpr int kRows = G::kRows;
   const G tile;
-  const Head<N> head(blockIdx.x / split.segments, tokens, heads);
+  const Head<N> head(split.Head(), row_tokens, heads, sequences);
   if (split.Skips(head.index)) return;
-  const int64_t segment = blockIdx.x % split.segments;
-  const int64_t length = split.Length(head.Chunks());
+  const int64_t tokens = head.span.tokens, chunks = head.span.Frames();
+  const int64_t segment = split.Segment(), length = split.Length(chunks);
   const int64_t first_chunk = segment * length;
-  const int64_t last_chunk =
-      first_chunk + length < head.Chunks() ? first_chunk + length : head.Chunks();
+  const int64_t last_chunk = first_chunk + length < chunks ? first_chunk + length : chunks;
   const int64_t stride = head.TokenStride();
   float* const ds_end = split.Scratch<N>(head.index, segment);
   float* const block_states = ds_end + N * N;
   float* const chunk_sa = block_states + (kChunk / kBlock - 1) * N * N;
 
   Fragment<G> ds, s;
-  LoadState(tile, last_chunk == head.Chunks() ? dfinal_state + head.State() : ds_end, ds);
+  LoadState(tile, last_chunk == chunks ? dfinal_state + head.State() : ds_end, ds);
 
   for (int64_t chunk = last_chunk - 1; chunk >= first_chunk; --chunk) {
     const int64_t start = chunk * kChunk;
@@ -391,7 +395,7 @@ __global__ __launch_bounds__(BackwardTile<N>::kThreads, N == 64 ? 2 : 1) void Ba
     const auto count_of = [&](int block) { return Min(kBlock, in_chunk - block * kBlock); };
     const auto token_of = [&](int block) { return first_token + block * kBlock * stride; };
     const auto marks_of = [&](int block) {
-      return LoadMarks<kMarked>(marks, head.batch, start + block * kBlock);
+      return LoadMarks<kMarked>(marks, head.sequence, start + block * kBlock);
     };
     // As it was left, before the first token of the block may clear it.
     const auto load_state = [&](int block, Fragment<G>& s) {
@@ -518,13 +522,14 @@ cudaError_t Wkv7Forward(cudaStream_t stream, const Wkv7ForwardCall& call, const 
       return Launch(ForwardKernel<T, N, kTokens, kBlocks, marked()>, heads,
                     ForwardTile<N>::kThreads, sizeof(ForwardShared<T, N, kTokens>), stream,
                     Vectors<T>(call.w, call.k, call.v, call.a, call.b, call.r), call.dims.tokens,
-                    call.dims.heads, call.decay, call.marks, call.initial_state,
+                    call.dims.heads, call.decay, call.marks, call.sequences, call.initial_state,
                     static_cast<T*>(call.y), call.final_state,
                     SavedStates{call.states, call.states_dtype == Dtype::kBF16}, only);
     };
     constexpr std::integral_constant<int, 1> one;
     constexpr std::integral_constant<int, N == 64 ? 4 : 1> many;
-    if (call.dims.tokens == 1 && !call.marks.Given()) return launch(one, many, std::false_type());
+    if (call.dims.tokens == 1 && !call.marks.Given() && !call.sequences.Given())
+      return launch(one, many, std::false_type());
     constexpr std::integral_constant<int, 8> tile;
     return ForMarks(call.marks, [&](auto marked) {
       return heads < kFewHeads ? launch(tile, one, marked) : launch(tile, many, marked);
@@ -532,10 +537,9 @@ cudaError_t Wkv7Forward(cudaStream_t stream, const Wkv7ForwardCall& call, const 
   });
 }
 
-cudaError_t Wkv7Backward(cudaStream_t stream, const Wkv7BackwardCall& call, int64_t segments,
-                         float* scratch, int64_t stride, const float* only) {
+cudaError_t Wkv7Backward(cudaStream_t stream, const Wkv7BackwardCall& call,
+                         const ReplayScratch& scratch, const float* only) {
   const int64_t heads = call.dims.batch * call.dims.heads;
-  if (heads == 0) return cudaSuccess;
   return ForAllTypes<16, 32, 64, 128>(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
     using T = decltype(zero);
     constexpr int N = size();
@@ -544,20 +548,23 @@ cudaError_t Wkv7Backward(cudaStream_t stream, const Wkv7BackwardCall& call, int6
                                  static_cast<T*>(call.da), static_cast<T*>(call.db),
                                  call.dinitial_state};
     const Vectors<T> inputs(call.w, call.k, call.v, call.a, call.b, call.r, call.dy);
-    const SomeHeadsSplit split{{segments, scratch, stride}, only};
     const SavedStates states{const_cast<void*>(call.states), call.states_dtype == Dtype::kBF16};
     return ForMarks(call.marks, [&](auto marked) {
-      if (segments > 1 && call.dims.tokens > 0) {
-        const cudaError_t error =
-            Launch(SegmentKernel<T, N, marked()>, heads, ForwardTile<N>::kThreads, 0, stream,
-                   Vectors<T>(call.w, call.a, call.b, call.r, call.dy), call.dims.tokens,
-                   call.dims.heads, call.decay, call.marks, call.dfinal_state, split);
-        if (error != cudaSuccess) return error;
-      }
-      return Launch(BackwardKernel<T, N, marked()>, heads * segments, BackwardTile<N>::kThreads,
-                    sizeof(BackwardShared<BackwardTile<N>>), stream, inputs, call.dims.tokens,
-                    call.dims.heads, call.decay, call.marks, states, call.dfinal_state, gradients,
-                    split);
+      return ForHeads(heads, scratch, [&](const Split& part, int64_t count) {
+        const SomeHeadsSplit split{part, only};
+        if (scratch.segments > 1 && call.dims.tokens > 0) {
+          const cudaError_t error =
+              Launch(SegmentKernel<T, N, marked()>, count, ForwardTile<N>::kThreads, 0, stream,
+                     Vectors<T>(call.w, call.a, call.b, call.r, call.dy), call.dims.tokens,
+                     call.dims.heads, call.decay, call.marks, call.sequences, call.dfinal_state,
+                     split);
+          if (error != cudaSuccess) return error;
+        }
+        return Launch(BackwardKernel<T, N, marked()>, count * scratch.segments,
+                      BackwardTile<N>::kThreads, sizeof(BackwardShared<BackwardTile<N>>), stream,
+                      inputs, call.dims.tokens, call.dims.heads, call.decay, call.marks,
+                      call.sequences, states, call.dfinal_state, gradients, split);
+      });
     });
   });
 }

@@ -1,11 +1,12 @@
 """WKV4 on the native kernels: their targets, attributes and limits."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+from jax import Array
 
-from rwkv_jax import _chunked, _ffi, _packing
+from rwkv_jax import _chunked, _ffi, _packing, _sequences
 from rwkv_jax._dispatch import Options
 from rwkv_jax._packing import Marks
 from rwkv_jax.wkv4.reference import Part, Token, Tokens
@@ -29,22 +30,21 @@ def how(platform: str, options: Options, operands: Mapping[str, Any]) -> str:
     }[platform]
 
 
-def _segments(platform: str, k: Any) -> int:
+def _segments(platform: str, k: Any, sequences: int) -> int:
     """Into how many segments the CUDA kernels split a sequence, so as to fill a GPU of 132
     multiprocessors with few channels. Splitting costs a pass over the sequence. A block, of which a
     multiprocessor has two, takes as many channels as 128 bytes have elements."""
-    batch, tokens, channels = k.shape
-    blocks = batch * -(-channels * k.dtype.itemsize // 128)
+    _, tokens, channels = k.shape
+    blocks = sequences * -(-channels * k.dtype.itemsize // 128)
     if platform != "cuda" or not 0 < blocks <= 132:
         return 1
     return max(1, min(_chunked.boundaries(tokens), 264 // blocks))
 
 
-def _scratch(platform: str, k: Any, summary: int) -> list[tuple[tuple[int, ...], Any]]:
+def _scratch(platform: str, k: Any, sequences: int, summary: int) -> list[tuple[Any, Any]]:
     """A kernel may not allocate, so its scratch is one more result. A handler refuses other sizes
     than those of ffi/cuda/wkv4.h."""
-    batch, _, channels = k.shape
-    shape = (batch, _segments(platform, k) - 1, summary, channels)
+    shape = sequences, _segments(platform, k, sequences) - 1, summary, k.shape[2]
     return [(shape, jnp.float32)] if platform == "cuda" else []
 
 
@@ -60,17 +60,31 @@ def forward(
     initial_log_max: Part,
     marks: Marks | None = None,
 ) -> tuple[Tokens, Part, Part, Part, Parts, Parts, Parts]:
-    batch, tokens, channels = k.shape
-    saved = (batch, _chunked.boundaries(tokens) if options.save else 0, channels)
+    state = initial_num, initial_den, initial_log_max
+    frames = _chunked.boundaries(k.shape[1])
+    return _forward(options, platform, (w, u, k, v), state, frames, *_packing.operand(marks))
+
+
+def _forward(
+    options: Options,
+    platform: str,
+    inputs: Sequence[Array],
+    state: Sequence[Array],
+    frames: int,
+    *rows: Array,
+) -> tuple[Array, Array, Array, Array, Array, Array, Array]:
+    k, v = inputs[2:]
+    sequences, channels = state[0].shape
+    saved = (len(k), frames if options.save else 0, channels)
     y, num, den, log_max, nums, dens, log_maxs, *_ = _ffi.call(
         FORWARD,
         [
             (v.shape, v.dtype),
-            *[(initial_num.shape, jnp.float32)] * 3,
+            *((x.shape, jnp.float32) for x in state),
             *[(saved, jnp.float32)] * 3,
-            *_scratch(platform, k, 3),
+            *_scratch(platform, k, sequences, 3),
         ],
-        *(w, u, k, v, initial_num, initial_den, initial_log_max, *_packing.operand(marks)),
+        *(*inputs, *state, *rows),
         decay=DECAY_CODES[options.decay],
     )
     return y, num, den, log_max, nums, dens, log_maxs
@@ -92,21 +106,56 @@ def backward(
     dfinal_log_max: Part,
     marks: Marks | None = None,
 ) -> tuple[Token, Token, Tokens, Tokens, Part, Part, Part]:
-    summed = (w.shape[0], _segments(platform, k), w.shape[1])
+    dstate = dfinal_num, dfinal_den, dfinal_log_max
+    saved, rows = (nums, dens, log_maxs), _packing.operand(marks)
+    return _backward(options, platform, (w, u, k, v), saved, dy, dstate, *rows)
+
+
+def _backward(
+    options: Options,
+    platform: str,
+    inputs: Sequence[Array],
+    saved: Sequence[Array],
+    dy: Array,
+    dstate: Sequence[Array],
+    *rows: Array,
+) -> tuple[Array, Array, Array, Array, Array, Array, Array]:
+    k, v = inputs[2:]
+    sequences, channels = dstate[0].shape
+    count = _segments(platform, k, sequences)
+    summed = sequences, count, channels
     dw, du, dk, dv, dnum, dden, dlog_max, *_ = _ffi.call(
         BACKWARD,
         [
             *[(summed, jnp.float32)] * 2,
-            (k.shape, k.dtype),
-            (v.shape, v.dtype),
-            *[(dfinal_num.shape, jnp.float32)] * 3,
-            *_scratch(platform, k, 4),
+            *((x.shape, x.dtype) for x in (k, v, *dstate)),
+            *_scratch(platform, k, sequences, 4),
         ],
-        *(w, u, k, v, nums, dens, log_maxs, dy, dfinal_num, dfinal_den, dfinal_log_max),
-        *_packing.operand(marks),
+        *(*inputs, *saved, dy, *dstate, *rows),
         decay=DECAY_CODES[options.decay],
     )
-    return jnp.sum(dw, axis=1), jnp.sum(du, axis=1), dk, dv, dnum, dden, dlog_max
+
+    def total(x: Array) -> Array:
+        return jnp.sum(x.reshape(len(k), sequences * count // max(1, len(k)), channels), axis=1)
+
+    return total(dw), total(du), dk, dv, dnum, dden, dlog_max
+
+
+def forward_sequences(options: Options, platform: str, *operands: Array) -> tuple[Array, ...]:
+    """Of `rwkv_jax._sequences`: the states are [B, S, C]."""
+    inputs, states, cu = operands[:4], operands[4:7], operands[7]
+    inputs, before, spans, owners = _sequences.native(inputs, states, cu)
+    y, *found = _forward(options, platform, inputs, before, owners.shape[1], spans)
+    after = (x.reshape(states[0].shape) for x in found[:3])
+    return y, *after, *found[3:]
+
+
+def backward_sequences(options: Options, platform: str, *operands: Array) -> tuple[Array, ...]:
+    inputs, saved, dy = operands[:4], operands[4:7], operands[7]
+    dstates, cu = operands[8:11], operands[11]
+    inputs, dstate, spans, _ = _sequences.native(inputs, dstates, cu)
+    *found, dnum, dden, dlog_max = _backward(options, platform, inputs, saved, dy, dstate, spans)
+    return *found, *(x.reshape(dstates[0].shape) for x in (dnum, dden, dlog_max))
 
 
 def step(

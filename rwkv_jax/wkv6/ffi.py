@@ -9,17 +9,20 @@ import jax.numpy as jnp
 from jax import Array
 
 from rwkv_jax import _chunked, _ffi, _packing, _sequences
-from rwkv_jax._chunked import CHUNK, states_dtype
+from rwkv_jax._chunked import CHUNK
 from rwkv_jax._dispatch import Options
 from rwkv_jax._packing import Marks
 from rwkv_jax._typing import Keys, State, States, TokenKeys, TokenValues, Values
 from rwkv_jax.wkv6.segments import Map
 from rwkv_jax.wkv7.ffi import (
     DECAY_CODES,
+    Results,
     call_on_sequences,
+    forward_by_token,
+    forward_results,
     kernels,
     on_matrix_units,
-    segments,
+    replay_scratch,
     sequence_segments,
     why_not,
 )
@@ -105,21 +108,20 @@ def forward(
 ) -> tuple[Values, State, States]:
     batch, tokens, heads, size = r.shape
     frames = _chunked.boundaries(tokens)
-    stage = "fwd"
-    attributes: dict[str, Any] = {"decay": DECAY_CODES[options.decay]}
-    saved = (batch, frames if options.save else 0, heads, size, size)
-    results: list[tuple[Any, Any]] = [
-        (v.shape, v.dtype),
-        (initial_state.shape, jnp.float32),
-        (saved, states_dtype(options, r.dtype)),
-    ]
-    if _on_matrix_units(platform, options, r):
-        stage = "chunk_fwd"
-        count = attributes["segments"] = _scan_segments(batch * heads, frames)
-        results.append(((batch, heads, _scratch(size, count)), jnp.float32))
-    y, final_state, states, *_ = _ffi.call(
-        *(target(op, stage), results, r, w, k, v, u, initial_state, *_packing.operand(marks)),
-        **attributes,
+    inputs, rows = (r, w, k, v, u), _packing.operand(marks)
+    if not _on_matrix_units(platform, options, r):
+        of_tokens = target(op, "fwd")
+        return forward_by_token(of_tokens, options, inputs, initial_state, frames, *rows)
+    count = _scan_segments(batch * heads, frames)
+    y, final_state, states, _ = _ffi.call(
+        target(op, "chunk_fwd"),
+        [
+            *forward_results(options, inputs, initial_state, frames),
+            ((batch, heads, _scratch(size, count)), jnp.float32),
+        ],
+        *(*inputs, initial_state, *rows),
+        decay=DECAY_CODES[options.decay],
+        segments=count,
     )
     return y, final_state, states
 
@@ -139,93 +141,110 @@ def backward(
     op: str = "wkv6",
 ) -> tuple[Keys, Array, Keys, Values, TokenKeys, State]:
     batch, frames, heads, size, _ = states.shape
-    stage = "bwd"
-    attributes: dict[str, Any] = {"decay": DECAY_CODES[options.decay]}
-    scratch: list[tuple[Any, Any]] = []
-    partials = 1
-    if _on_matrix_units(platform, options, r):
-        stage, partials = "chunk_bwd", frames
-        count = attributes["segments"] = _scan_segments(batch * heads, frames)
-        floats = max(frames * size * size // 2 + _scratch(size, count), _replay(size))
-        scratch = [((batch, heads, floats), jnp.float32)]
-    elif platform == "cuda":
-        partials = segments(batch * heads, frames)
-        scratch = [((batch, heads, partials, _replay(size)), jnp.float32)]
-    summed = (batch, partials, heads, size)
-    constant = w.ndim == u.ndim
-    results = [
-        (r.shape, r.dtype),
-        (summed, jnp.float32) if constant else (w.shape, w.dtype),
-        (k.shape, k.dtype),
-        (v.shape, v.dtype),
-        (summed, jnp.float32),
-        (dfinal_state.shape, jnp.float32),
-        *scratch,
-    ]
-    operands = (r, w, k, v, u, states, dy, dfinal_state, *_packing.operand(marks))
-    dr, dw, dk, dv, du, dinitial_state, *_ = _ffi.call(
-        target(op, stage), results, *operands, **attributes
+    inputs, rows = (r, w, k, v, u), _packing.operand(marks)
+    operands = *inputs, states, dy, dfinal_state, *rows
+    if not _on_matrix_units(platform, options, r):
+        return _backward_by_token(platform, options, inputs, *operands[len(inputs) :], op=op)
+    count = _scan_segments(batch * heads, frames)
+    floats = max(frames * size * size // 2 + _scratch(size, count), _replay(size))
+    found = _ffi.call(
+        target(op, "chunk_bwd"),
+        [
+            *_gradients(inputs, (batch, frames), dfinal_state),
+            ((batch, heads, floats), jnp.float32),
+        ],
+        *operands,
+        decay=DECAY_CODES[options.decay],
+        segments=count,
     )
-    if constant:
-        dw = jnp.sum(dw, axis=1)
-    return dr, dw, dk, dv, jnp.sum(du, axis=1), dinitial_state
+    return _summed(found, batch)
+
+
+def _backward_by_token(
+    platform: str,
+    options: Options,
+    inputs: Sequence[Array],
+    states: Array,
+    dy: Array,
+    dfinal_state: Array,
+    *rows: Array,
+    op: str,
+) -> tuple[Array, Array, Array, Array, Array, Array]:
+    frames, size = states.shape[1], states.shape[-1]
+    partials, scratch = replay_scratch(platform, dfinal_state, frames, _replay(size))
+    found = _ffi.call(
+        target(op, "bwd"),
+        [*_gradients(inputs, (len(dfinal_state), partials), dfinal_state), *scratch],
+        *(*inputs, states, dy, dfinal_state, *rows),
+        decay=DECAY_CODES[options.decay],
+    )
+    return _summed(found, len(dy))
+
+
+def _gradients(inputs: Sequence[Array], parts: Sequence[int], dfinal_state: Array) -> Results:
+    """Of parameters there are so many sums [*parts, H, K]."""
+    most = inputs[0].ndim
+    return [
+        *(
+            (x.shape, x.dtype) if x.ndim == most else ((*parts, *x.shape[1:]), jnp.float32)
+            for x in inputs
+        ),
+        (dfinal_state.shape, jnp.float32),
+    ]
+
+
+def _summed(found: Sequence[Array], batch: int) -> tuple[Array, Array, Array, Array, Array, Array]:
+    """The sums of parameters of each row added up; not what comes behind the gradients."""
+    dr, dw, dk, dv, du, dinitial_state, *_ = found
+
+    def total(x: Array) -> Array:
+        sequences, parts, *shape = x.shape
+        return jnp.sum(x.reshape(batch, sequences * parts // max(1, batch), *shape), axis=1)
+
+    constant = dw.shape != dr.shape
+    return dr, total(dw) if constant else dw, dk, dv, total(du), dinitial_state
 
 
 def forward_sequences(
     options: Options, platform: str, *operands: Array, op: str = "wkv6"
-) -> tuple[Values, Array, States] | NotImplementedType:
+) -> tuple[Array, Array, Array]:
     """As that of WKV7. Each sequence has the parameters of its row."""
     *inputs, initial_state, cu = operands
     r = inputs[0]
-    if not (_on_matrix_units(platform, options, r) and _ffi.fits_matrix_units()):
-        return NotImplemented
+    matrices = _on_matrix_units(platform, options, r) and _ffi.fits_matrix_units()
     split = sequence_segments(_segments_of, r, _scratch(r.shape[3], 2))
-    each = _for_each(inputs, initial_state)
-    return call_on_sequences(target(op, "sequences_fwd"), options, split, each, initial_state, cu)
+    targets = target(op, "sequences_fwd"), target(op, "fwd")
+    return call_on_sequences(
+        targets, options, split if matrices else None, inputs, initial_state, cu
+    )
 
 
 def backward_sequences(
     options: Options, platform: str, *operands: Array, op: str = "wkv6"
-) -> tuple[Array, ...] | NotImplementedType:
+) -> tuple[Array, ...]:
     *inputs, states, dy, dfinal_state, cu = operands
-    r, w, k, v, u = inputs
-    if not (_on_matrix_units(platform, options, r) and _ffi.fits_matrix_units()):
-        return NotImplemented
-    size = r.shape[3]
-    spans, owners = _sequences.spans(cu, r.shape[1])
-    count, scratch = sequence_segments(_segments_of, r, _scratch(size, 2))
-    summed = ((*states.shape[:3], size), jnp.float32)
-    gradients = ((*states.shape[:3], size * size // 2), jnp.float32)
-    constant = w.ndim == u.ndim
-    dr, dw, dk, dv, du, dinitial_state, _, _ = _ffi.call(
-        target(op, "sequences_bwd"),
-        [
-            (r.shape, r.dtype),
-            summed if constant else (w.shape, w.dtype),
-            (k.shape, k.dtype),
-            (v.shape, v.dtype),
-            summed,
-            (dfinal_state.shape, jnp.float32),
-            scratch,
-            gradients,
-        ],
-        *(*_for_each(inputs, dfinal_state), states, dy, dfinal_state, spans, owners),
-        decay=DECAY_CODES[options.decay],
-        segments=count,
-    )
-    if constant:
-        dw = jnp.sum(dw, axis=1)
-    return dr, dw, dk, dv, jnp.sum(du, axis=1), dinitial_state
+    inputs, (dstate,), spans, owners = _sequences.native(inputs, [dfinal_state], cu)
+    r, size = inputs[0], states.shape[-1]
+    if _on_matrix_units(platform, options, r) and _ffi.fits_matrix_units():
+        count, scratch = sequence_segments(_segments_of, r, _scratch(size, 2))
+        gradients = ((*states.shape[:3], size * size // 2), jnp.float32)
+        found = _ffi.call(
+            target(op, "sequences_bwd"),
+            [*_gradients(inputs, states.shape[:2], dstate), scratch, gradients],
+            *(*inputs, states, dy, dstate, spans, owners),
+            decay=DECAY_CODES[options.decay],
+            segments=count,
+        )
+        *gradients, dinitial_state = _summed(found, len(dy))
+    else:
+        *gradients, dinitial_state = _backward_by_token(
+            platform, options, inputs, states, dy, dstate, spans, op=op
+        )
+    return *gradients, dinitial_state.reshape(dfinal_state.shape)
 
 
 def _segments_of(heads: int, size: int, frames: int) -> int:
     return _scan_segments(heads, frames)
-
-
-def _for_each(inputs: Sequence[Array], state: Array) -> list[Array]:
-    """The inputs, parameters [B, H, K] as [B, S, H, K]."""
-    sequences = state.shape[1]
-    return [jnp.repeat(x[:, None], sequences, axis=1) if x.ndim == 3 else x for x in inputs]
 
 
 def summary(

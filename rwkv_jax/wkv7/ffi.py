@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from types import NotImplementedType
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -101,31 +101,60 @@ def forward(
 ) -> tuple[Values, State, States]:
     batch, tokens, heads, size = r.shape
     frames = _chunked.boundaries(tokens)
-    target = FORWARD
-    attributes: dict[str, Any] = {"decay": DECAY_CODES[options.decay]}
-    results = [
-        (v.shape, v.dtype),
-        (initial_state.shape, jnp.float32),
-        (
-            (batch, frames if options.save else 0, heads, size, size),
-            states_dtype(options, r.dtype),
-        ),
-    ]
-    if on_matrix_units(platform, options, r):
-        target = CHUNK_FORWARD
-        count = attributes["segments"] = _scan_segments(batch * heads, size, frames)
-        results += _scratch(batch, heads, _summaries(size, count))
+    inputs, rows = (r, w, k, v, a, b), _packing.operand(marks)
+    if not on_matrix_units(platform, options, r):
+        return forward_by_token(FORWARD, options, inputs, initial_state, frames, *rows)
+    count = _scan_segments(batch * heads, size, frames)
     y, final_state, states, *_ = _ffi.call(
-        *(target, results, r, w, k, v, a, b, initial_state, *_packing.operand(marks)), **attributes
+        CHUNK_FORWARD,
+        [
+            *forward_results(options, inputs, initial_state, frames),
+            *_scratch(batch, heads, _summaries(size, count)),
+        ],
+        *(*inputs, initial_state, *rows),
+        decay=DECAY_CODES[options.decay],
+        segments=count,
     )
     return y, final_state, states
+
+
+def forward_by_token(
+    target: str,
+    options: Options,
+    inputs: Sequence[Array],
+    initial_state: Array,
+    frames: int,
+    *rows: Array,
+) -> tuple[Array, Array, Array]:
+    """One token at a time, of rows with so many frames."""
+    results = forward_results(options, inputs, initial_state, frames)
+    operands = *inputs, initial_state, *rows
+    y, final_state, states = _ffi.call(target, results, *operands, decay=DECAY_CODES[options.decay])
+    return y, final_state, states
+
+
+Results: TypeAlias = list[tuple[Sequence[int], Any]]
+"""Their shapes and dtypes."""
+
+
+def forward_results(
+    options: Options, inputs: Sequence[Array], initial_state: Array, frames: int
+) -> Results:
+    v = inputs[3]
+    batch, _, heads, size = v.shape
+    saved = batch, frames if options.save else 0, heads, size, size
+    return [
+        (v.shape, v.dtype),
+        (initial_state.shape, jnp.float32),
+        (saved, states_dtype(options, v.dtype)),
+    ]
 
 
 # A kernel may not allocate, so its scratch is one more result. The sizes are those of
 # ffi/cuda/wkv7.h, and a handler refuses others.
 
 
-def _scratch(batch: int, heads: int, floats: int) -> list[tuple[tuple[int, ...], Any]]:
+def _scratch(batch: int, heads: int, floats: int) -> Results:
     return [((batch, heads, floats), jnp.float32), ((batch, heads), jnp.float32)]
 
 
@@ -135,6 +164,22 @@ def _summaries(size: int, segments: int) -> int:
 
 def _replay(size: int) -> int:
     return CHUNK // BLOCK * size * size + CHUNK * size
+
+
+HEADS_AT_A_TIME = 1056
+"""Of all sequences, in the CUDA backward pass that goes token by token, which has hundreds of
+kilobytes of scratch for each: 8 for each of 132 multiprocessors."""
+
+
+def replay_scratch(platform: str, state: Array, frames: int, floats: int) -> tuple[int, Results]:
+    """Into how many segments the backward pass that goes token by token splits sequences with these
+    states [B, H, V, K], and its scratch, so many floats for each segment."""
+    if platform != "cuda":
+        return 1, []
+    batch, heads = state.shape[:2]
+    count = segments(batch * heads, frames)
+    lot = min(batch, max(1, HEADS_AT_A_TIME // max(1, heads)))
+    return count, [((lot, heads, count, floats), jnp.float32)]
 
 
 def segments(heads: int, chunks: int) -> int:
@@ -158,84 +203,104 @@ def backward(
     dfinal_state: State,
     marks: Marks | None = None,
 ) -> tuple[Keys, Keys, Keys, Values, Keys, Keys, State]:
-    inputs = (r, w, k, v, a, b)
+    inputs, rows = (r, w, k, v, a, b), _packing.operand(marks)
     batch, frames, heads, size, _ = states.shape
-    target = BACKWARD
-    attributes: dict[str, Any] = {"decay": DECAY_CODES[options.decay]}
-    results = [(x.shape, x.dtype) for x in (*inputs, dfinal_state)]
-    if on_matrix_units(platform, options, r):
-        target = CHUNK_BACKWARD
-        count = attributes["segments"] = _scan_segments(batch * heads, size, frames)
-        floats = frames * size * size // 2 + _summaries(size, count)
-        results += _scratch(batch, heads, max(floats, _replay(size)))
-    elif platform == "cuda":
-        count = segments(batch * heads, frames)
-        results.append(((batch, heads, count, _replay(size)), jnp.float32))
-    operands = *inputs, states, dy, dfinal_state, *_packing.operand(marks)
-    gradients = _ffi.call(target, results, *operands, **attributes)
-    dr, dw, dk, dv, da, db, dinitial_state = gradients[:7]
+    if not on_matrix_units(platform, options, r):
+        return _backward_by_token(platform, options, inputs, states, dy, dfinal_state, *rows)
+    count = _scan_segments(batch * heads, size, frames)
+    floats = frames * size * size // 2 + _summaries(size, count)
+    dr, dw, dk, dv, da, db, dinitial_state, _, _ = _ffi.call(
+        CHUNK_BACKWARD,
+        [
+            *((x.shape, x.dtype) for x in (*inputs, dfinal_state)),
+            *_scratch(batch, heads, max(floats, _replay(size))),
+        ],
+        *(*inputs, states, dy, dfinal_state, *rows),
+        decay=DECAY_CODES[options.decay],
+        segments=count,
+    )
+    return dr, dw, dk, dv, da, db, dinitial_state
+
+
+def _backward_by_token(
+    platform: str,
+    options: Options,
+    inputs: Sequence[Array],
+    states: Array,
+    dy: Array,
+    dfinal_state: Array,
+    *rows: Array,
+) -> tuple[Array, Array, Array, Array, Array, Array, Array]:
+    frames, size = states.shape[1], states.shape[-1]
+    _, scratch = replay_scratch(platform, dfinal_state, frames, _replay(size))
+    dr, dw, dk, dv, da, db, dinitial_state, *_ = _ffi.call(
+        BACKWARD,
+        [*((x.shape, x.dtype) for x in (*inputs, dfinal_state)), *scratch],
+        *(*inputs, states, dy, dfinal_state, *rows),
+        decay=DECAY_CODES[options.decay],
+    )
     return dr, dw, dk, dv, da, db, dinitial_state
 
 
 def forward_sequences(
     options: Options, platform: str, *operands: Array
-) -> tuple[Values, Array, States] | NotImplementedType:
+) -> tuple[Array, Array, Array]:
     """Of `rwkv_jax._sequences`: the states are [B, S, H, V, K]."""
     *inputs, initial_state, cu = operands
     r = inputs[0]
-    if not (_summarizes(platform, options, r) and _ffi.fits_matrix_units()):
-        return NotImplemented
+    matrices = _summarizes(platform, options, r) and _ffi.fits_matrix_units()
     split = sequence_segments(_scan_segments, r, _summaries(r.shape[3], 2))
-    return call_on_sequences(SEQUENCES_FORWARD, options, split, inputs, initial_state, cu)
+    targets = SEQUENCES_FORWARD, FORWARD
+    return call_on_sequences(
+        targets, options, split if matrices else None, inputs, initial_state, cu
+    )
 
 
 def call_on_sequences(
-    target: str,
+    targets: tuple[str, str],
     options: Options,
-    split: tuple[int, Any],
+    split: tuple[int, Any] | None,
     inputs: Sequence[Array],
     initial_state: Array,
     cu: Array,
-) -> tuple[Values, Array, States]:
-    r, v = inputs[0], inputs[3]
-    batch, tokens, heads, size = r.shape
-    spans, owners = _sequences.spans(cu, tokens)
-    count, scratch = split
-    frames = owners.shape[1] if options.save else 0
-    y, final_state, states, _ = _ffi.call(
-        target,
-        [
-            (v.shape, v.dtype),
-            (initial_state.shape, jnp.float32),
-            ((batch, frames, heads, size, size), jnp.bfloat16),
-            scratch,
-        ],
-        *(*inputs, initial_state, spans),
-        decay=DECAY_CODES[options.decay],
-        segments=count,
-    )
-    return y, final_state, states
+) -> tuple[Array, Array, Array]:
+    """By the first target on matrix units, in so many segments; without these by the second."""
+    on_matrices, by_token = targets
+    inputs, (state,), spans, owners = _sequences.native(inputs, [initial_state], cu)
+    frames = owners.shape[1]
+    if split is None:
+        y, final_state, states = forward_by_token(by_token, options, inputs, state, frames, spans)
+    else:
+        count, scratch = split
+        y, final_state, states, _ = _ffi.call(
+            on_matrices,
+            [*forward_results(options, inputs, state, frames), scratch],
+            *(*inputs, state, spans),
+            decay=DECAY_CODES[options.decay],
+            segments=count,
+        )
+    return y, final_state.reshape(initial_state.shape), states
 
 
-def backward_sequences(
-    options: Options, platform: str, *operands: Array
-) -> tuple[Array, ...] | NotImplementedType:
+def backward_sequences(options: Options, platform: str, *operands: Array) -> tuple[Array, ...]:
     *inputs, states, dy, dfinal_state, cu = operands
-    r = inputs[0]
-    if not (_summarizes(platform, options, r) and _ffi.fits_matrix_units()):
-        return NotImplemented
-    size = r.shape[3]
-    spans, owners = _sequences.spans(cu, r.shape[1])
-    count, scratch = sequence_segments(_scan_segments, r, _summaries(size, 2))
-    gradients = ((*states.shape[:3], size * size // 2), jnp.float32)
-    *found, _, _ = _ffi.call(
-        SEQUENCES_BACKWARD,
-        [*((x.shape, x.dtype) for x in (*inputs, dfinal_state)), scratch, gradients],
-        *(*inputs, states, dy, dfinal_state, spans, owners),
-        decay=DECAY_CODES[options.decay],
-        segments=count,
-    )
-    return tuple(found)
+    inputs, (dstate,), spans, owners = _sequences.native(inputs, [dfinal_state], cu)
+    r, size = inputs[0], states.shape[-1]
+    if _summarizes(platform, options, r) and _ffi.fits_matrix_units():
+        count, scratch = sequence_segments(_scan_segments, r, _summaries(size, 2))
+        gradients = ((*states.shape[:3], size * size // 2), jnp.float32)
+        *found, dinitial_state, _, _ = _ffi.call(
+            SEQUENCES_BACKWARD,
+            [*((x.shape, x.dtype) for x in (*inputs, dstate)), scratch, gradients],
+            *(*inputs, states, dy, dstate, spans, owners),
+            decay=DECAY_CODES[options.decay],
+            segments=count,
+        )
+    else:
+        *found, dinitial_state = _backward_by_token(
+            platform, options, inputs, states, dy, dstate, spans
+        )
+    return *found, dinitial_state.reshape(dfinal_state.shape)
 
 
 def sequence_segments(rule: Callable[..., int], r: Array, summary: int) -> tuple[int, Any]:

@@ -1,5 +1,6 @@
 // The kernels on matrix units for test_emulation.py.
 #include "emulation.h"
+#include "rows.h"
 
 #include "wkv7_gradient.cu"
 #include "wkv7_scan.cu"
@@ -13,14 +14,15 @@ extern "C" int64_t ScratchFloats(int64_t tokens, int64_t head_size, int64_t segm
   return ChunkScratch::Size(call, segments);
 }
 
-// Forward and backward; `sizes` are B, T, H, K, and the arrays those of the two calls in order.
+// Forward and backward; `sizes` are B, T, H, K, and the arrays those of the two calls in order. The
+// scratch of sequences has the gradients of frames first.
 extern "C" int Wkv7(unsigned seed, const int64_t* sizes, int half, int decay, int64_t segments,
-                    const uint32_t* marks, void* const* arrays) {
+                    const emulation::Rows& rows, void* const* arrays) {
   emulation::random.seed(seed);
   const auto floats = [&](int i) { return static_cast<float*>(arrays[i]); };
   Wkv7ForwardCall forward;
-  forward.marks = {marks, Marks::Words(sizes[1])};
-  forward.dims = {sizes[0], sizes[1], sizes[2], sizes[3], (sizes[1] + kChunk - 1) / kChunk};
+  forward.dims = {sizes[0], sizes[1], sizes[2], sizes[3]};
+  rows.Put(forward);
   forward.dtype = half ? Dtype::kF16 : Dtype::kBF16;
   forward.decay = static_cast<Decay>(decay);
   forward.r = arrays[0], forward.w = arrays[1], forward.k = arrays[2];
@@ -42,6 +44,14 @@ extern "C" int Wkv7(unsigned seed, const int64_t* sizes, int half, int decay, in
   backward.dv = arrays[17], backward.da = arrays[18], backward.db = arrays[19];
   backward.dinitial_state = floats(20);
 
+  if (rows.spans != nullptr) {
+    uint4* const gradients = reinterpret_cast<uint4*>(scratch);
+    float* const memory = scratch + sizes[2] * FrameGradientsSize(sizes[3], rows.frames);
+    const Segments parts = rows.SegmentsOf(sizes[1], segments, memory, SummarySize(sizes[3]));
+    int error = Wkv7Scan(nullptr, forward, parts, nullptr);
+    if (!error) error = Wkv7ReverseScan(nullptr, backward, parts, gradients, nullptr);
+    return error ? error : Wkv7FrameBackward(nullptr, backward, gradients, nullptr);
+  }
   const Segments parts{segments, scratch, SummarySize(sizes[3])};
   const ChunkScratch rest{scratch, ChunkScratch::Size(backward, segments), segments};
   int error = Wkv7Scan(nullptr, forward, parts, inexact);

@@ -1,5 +1,6 @@
 // The kernels of WKV4 for test_emulation.py.
 #include "emulation.h"
+#include "rows.h"
 
 #include "wkv4_backward.cu"
 #include "wkv4_forward.cu"
@@ -26,18 +27,18 @@ struct Arrays {
 }  // namespace
 
 // Forward and backward; `sizes` are B, T, C, the arrays those of the two calls in order, then the
-// scratch of both, and the marks null where each row is one sequence.
+// scratch of both.
 extern "C" int Wkv4(unsigned seed, const int64_t* sizes, int dtype, int decay, int64_t segments,
-                    const uint32_t* marks, void* const* pointers) {
+                    const emulation::Rows& rows, void* const* pointers) {
   emulation::random.seed(seed);
   Arrays arrays{pointers};
   Wkv4ForwardCall forward;
-  forward.dims = {sizes[0], sizes[1], sizes[2], Chunks(sizes[1])};
+  forward.dims = {sizes[0], sizes[1], sizes[2]};
+  rows.Put(forward);
   forward.dtype = static_cast<Dtype>(dtype);
   forward.decay = static_cast<Decay>(decay);
   forward.w = arrays.Floats(), forward.u = arrays.Floats();
   forward.k = arrays.Any(), forward.v = arrays.Any();
-  forward.marks = {marks, Marks::Words(sizes[1])};
   forward.initial_state = arrays.State<const float>();
   forward.y = arrays.Any();
   forward.final_state = arrays.State<float>();

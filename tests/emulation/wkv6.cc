@@ -1,5 +1,6 @@
 // The kernels of WKV6 and WKV5 for test_emulation.py.
 #include "emulation.h"
+#include "rows.h"
 
 #include "wkv6_recurrent.cu"
 
@@ -15,20 +16,20 @@ extern "C" int64_t Wkv6ScratchFloats(int64_t tokens, int64_t head_size, int64_t 
                       : segments * Wkv6ScratchSize(head_size);
 }
 
-// Forward and backward; `sizes` are B, T, H, K, the arrays those of the two calls in order, and the
-// marks null where each row is one sequence.
+// Forward and backward; `sizes` are B, T, H, K, and the arrays those of the two calls in order. The
+// scratch of sequences on matrix units has the gradients of frames first.
 extern "C" int Wkv6(unsigned seed, const int64_t* sizes, int dtype, int decay, int constant_decay,
-                    int64_t segments, int matrix_units, const uint32_t* marks,
+                    int64_t segments, int matrix_units, const emulation::Rows& rows,
                     void* const* arrays) {
   emulation::random.seed(seed);
   const auto floats = [&](int i) { return static_cast<float*>(arrays[i]); };
   Wkv6ForwardCall forward;
-  forward.dims = {sizes[0], sizes[1], sizes[2], sizes[3], Chunks(sizes[1])};
+  forward.dims = {sizes[0], sizes[1], sizes[2], sizes[3]};
+  rows.Put(forward);
   forward.dtype = static_cast<Dtype>(dtype);
   forward.states_dtype = forward.dtype == Dtype::kF32 ? Dtype::kF32 : Dtype::kBF16;
   forward.decay = static_cast<Decay>(decay);
   forward.constant_decay = constant_decay;
-  forward.marks = {marks, Marks::Words(sizes[1])};
   forward.r = arrays[0], forward.w = arrays[1], forward.k = arrays[2], forward.v = arrays[3];
   forward.u = floats(4);
   forward.initial_state = floats(5);
@@ -49,7 +50,16 @@ extern "C" int Wkv6(unsigned seed, const int64_t* sizes, int dtype, int decay, i
   float* const scratch = floats(17);
   if (!matrix_units) {
     const int error = Wkv6Forward(nullptr, forward);
-    return error ? error : Wkv6Backward(nullptr, backward, segments, scratch);
+    const int64_t heads = sizes[0] * sizes[2], stride = segments * Wkv6ScratchSize(sizes[3]);
+    return error ? error : Wkv6Backward(nullptr, backward, {scratch, heads, segments, stride});
+  }
+  if (rows.spans != nullptr) {
+    uint4* const gradients = reinterpret_cast<uint4*>(scratch);
+    float* const memory = scratch + sizes[2] * FrameGradientsSize(sizes[3], rows.frames);
+    const Segments parts = rows.SegmentsOf(sizes[1], segments, memory, kWkv6SummarySize);
+    int error = Wkv6Scan(nullptr, forward, parts);
+    if (!error) error = Wkv6ReverseScan(nullptr, backward, parts, gradients);
+    return error ? error : Wkv6FrameBackward(nullptr, backward, gradients);
   }
   const int error =
       Wkv6ChunkForward(nullptr, forward, {segments, scratch, kWkv6SummarySize});

@@ -1,5 +1,6 @@
 // The kernels of WKV7 that take one token at a time for test_emulation.py.
 #include "emulation.h"
+#include "rows.h"
 
 #include "wkv7_recurrent.cu"
 
@@ -9,20 +10,21 @@ using namespace rwkv_jax::cuda;
 // For each segment of each head.
 extern "C" int64_t Wkv7TokensScratchFloats(int64_t head_size) { return ScratchSize(head_size); }
 
-// Forward and backward; `sizes` are B, T, H, K, the arrays those of the two calls in order, and the
-// marks null where each row is one sequence.
+// Forward and backward; `sizes` are B, T, H, K, and the arrays those of the two calls in order. So
+// many heads of all sequences run at a time.
 extern "C" int Wkv7Tokens(unsigned seed, const int64_t* sizes, int dtype, int decay,
-                          int64_t segments, const uint32_t* marks, void* const* arrays) {
+                          int64_t segments, int64_t heads, const emulation::Rows& rows,
+                          void* const* arrays) {
   emulation::random.seed(seed);
   const auto floats = [&](int i) { return static_cast<float*>(arrays[i]); };
   Wkv7ForwardCall forward;
-  forward.dims = {sizes[0], sizes[1], sizes[2], sizes[3], Chunks(sizes[1])};
+  forward.dims = {sizes[0], sizes[1], sizes[2], sizes[3]};
+  rows.Put(forward);
   forward.dtype = static_cast<Dtype>(dtype);
   forward.states_dtype = forward.dtype == Dtype::kF32 ? Dtype::kF32 : Dtype::kBF16;
   forward.decay = static_cast<Decay>(decay);
   forward.r = arrays[0], forward.w = arrays[1], forward.k = arrays[2];
   forward.v = arrays[3], forward.a = arrays[4], forward.b = arrays[5];
-  forward.marks = {marks, Marks::Words(sizes[1])};
   forward.initial_state = floats(6);
   forward.y = arrays[7];
   forward.final_state = floats(8);
@@ -38,7 +40,6 @@ extern "C" int Wkv7Tokens(unsigned seed, const int64_t* sizes, int dtype, int de
   backward.dinitial_state = floats(19);
 
   const int error = Wkv7Forward(nullptr, forward);
-  return error ? error
-               : Wkv7Backward(nullptr, backward, segments, floats(10),
-                              segments * ScratchSize(sizes[3]));
+  const int64_t stride = segments * ScratchSize(sizes[3]);
+  return error ? error : Wkv7Backward(nullptr, backward, {floats(10), heads, segments, stride});
 }

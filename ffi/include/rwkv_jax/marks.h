@@ -5,10 +5,11 @@
 
 #include "rwkv_jax/types.h"
 
+// Inlined on CPUs, whose kernels are built for several instruction sets, with one copy of what is not.
 #ifdef __CUDACC__
 #define RWKV_JAX_ANYWHERE __host__ __device__
 #else
-#define RWKV_JAX_ANYWHERE
+#define RWKV_JAX_ANYWHERE [[gnu::always_inline]]
 #endif
 
 namespace rwkv_jax {

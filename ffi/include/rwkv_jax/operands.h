@@ -8,7 +8,7 @@
 #include <string_view>
 
 #include "rwkv_jax/ffi.h"
-#include "rwkv_jax/marks.h"
+#include "rwkv_jax/sequences.h"
 #include "rwkv_jax/types.h"
 
 namespace rwkv_jax {
@@ -17,10 +17,17 @@ namespace rwkv_jax {
 // returns its data. Axes are letters; a letter has the same size wherever it occurs. After the
 // first error the readers return null and Finish returns that error, so that a handler can read
 // everything first and ask once.
+//
+// B are the rows of tokens, and S the sequences: those of all rows together if operands of integers
+// behind all others say where they are, and else the rows.
 class Operands {
  public:
   Operands(const char* op, ffi::RemainingArgs args, ffi::RemainingRets rets)
-      : op_(op), args_(args), rets_(rets) {}
+      : op_(op), args_(args), rets_(rets) {
+    if (args.size() == 0) return;
+    const auto last = args.get<ffi::AnyBuffer>(args.size() - 1);
+    has_sequences_ = last.has_value() && last->element_type() == ffi::S32;
+  }
 
   // A tensor of float32, bfloat16 or float16, the same for all tensors of a call.
   const void* Arg(const char* name, const char* axes) {
@@ -46,9 +53,21 @@ class Operands {
     return Next(rets_, ret_, name, axes, kStates, &dtype);
   }
 
-  // The marks of `tokens` tokens, which come behind all other operands, if they do.
-  Marks MarksArg(int64_t tokens) {
+  // What comes behind all other operands, if anything does, for rows that are no single sequences:
+  // the marks of their tokens, or where sequences are.
+  void RowsArg(Marks& marks, Sequences& sequences) {
+    if (has_sequences_) {
+      sequences.spans = IntArg("spans", "SW");
+      Require(Size('W') == 4, "spans has W = ", Size('W'), "; expected 4");
+      Require(Size('B') == 0 ? Size('S') == 0 : Size('S') % Size('B') == 0, "spans has S = ",
+              Size('S'), "; expected as many in each of ", Size('B'), " rows");
+    } else {
+      marks = MarksArg();
+    }
+  }
+  Marks MarksArg() {
     if (arg_ == args_.size()) return {};
+    const int64_t tokens = Size('T');
     const void* const words = Next(args_, arg_, "marks", "BM", kWords);
     Require(Size('M') == Marks::Words(tokens), "marks has M = ", Size('M'), "; expected ",
             Marks::Words(tokens), " for ", tokens, " tokens");
@@ -61,7 +80,8 @@ class Operands {
   }
 
   // 0 for an axis that no operand has.
-  int64_t Size(char axis) const { return axes_[axis - 'A'].size; }
+  int64_t Size(char axis) const { return axes_[Letter(axis) - 'A'].size; }
+  bool HasSequences() const { return has_sequences_; }
   Dtype dtype() const { return DtypeOf(dtype_); }
 
   // Unless `condition` holds, an error of the given parts; the first error is the one that counts.
@@ -78,7 +98,7 @@ class Operands {
     Require(keys == values && power_of_two && keys >= 16 && keys <= max_head_size,
             "r and v have K = ", keys, " and V = ", values,
             "; expected K = V, a power of two from 16 to ", max_head_size);
-    return {Size('B'), tokens, Size('H'), keys, Size('N')};
+    return {Size('S'), tokens, Size('H'), keys, Saved()};
   }
 
   Decay DecayForm(int64_t decay, Decay last) {
@@ -88,18 +108,18 @@ class Operands {
     return static_cast<Decay>(decay);
   }
 
+  // The saved states of a row, or of all rows together if there are sequences.
+  int64_t Saved() const { return has_sequences_ ? Size('B') * Size('N') : Size('N'); }
+
   // Whether a forward pass saves states, which are either none or one for each chunk.
   bool Saves() {
-    const int64_t saved = Size('N'), chunks = Chunks(Size('T'));
-    Require(saved == 0 || saved == chunks, "states has N = ", saved, "; expected 0 or ", chunks,
-            " for ", Size('T'), " tokens");
-    return saved != 0;
+    RequireSaved(true);
+    return Size('N') != 0;
   }
-
-  void RequireSaved() {
-    const int64_t saved = Size('N'), chunks = Chunks(Size('T'));
-    Require(saved == chunks, "states has N = ", saved, "; expected ", chunks, " for ", Size('T'),
-            " tokens");
+  void RequireSaved(bool or_none = false) {
+    const int64_t saved = Size('N'), chunks = RowChunks();
+    Require(saved == chunks || (or_none && saved == 0), "states has N = ", saved, "; expected ",
+            or_none ? "0 or " : "", chunks, " for ", Size('T'), " tokens");
   }
 
   ffi::Error Finish() {
@@ -109,6 +129,16 @@ class Operands {
   }
 
  private:
+  // The chunks of a row; of its sequences as many as there can be.
+  int64_t RowChunks() const {
+    const int64_t tokens = Size('T');
+    if (!has_sequences_ || tokens == 0 || Size('B') == 0) return Chunks(tokens);
+    const int64_t length = tokens < kChunk ? tokens : kChunk;
+    return (tokens + Size('S') / Size('B') * (length - 1)) / length;
+  }
+
+  char Letter(char axis) const { return axis == 'S' && !has_sequences_ ? 'B' : axis; }
+
   enum Types { kShared, kFloat, kStates, kWords, kInts };
 
   struct Axis {
@@ -128,7 +158,9 @@ class Operands {
     if (error_.failure()) return nullptr;
     const ffi::AnyBuffer& buffer = Get(*found);
     CheckType(name, buffer.element_type(), types);
-    CheckShape(name, axes, buffer.dimensions());
+    std::string letters = axes;
+    for (char& letter : letters) letter = Letter(letter);
+    CheckShape(name, letters, buffer.dimensions());
     if (dtype != nullptr) *dtype = DtypeOf(buffer.element_type());
     return error_.failure() ? nullptr : buffer.untyped_data();
   }
@@ -166,8 +198,8 @@ class Operands {
     return type == ffi::BF16 ? Dtype::kBF16 : type == ffi::F16 ? Dtype::kF16 : Dtype::kF32;
   }
 
-  void CheckShape(const char* name, const char* axes, ffi::AnyBuffer::Dimensions given) {
-    const std::string_view letters = axes;
+  void CheckShape(const char* name, std::string_view letters,
+                  ffi::AnyBuffer::Dimensions given) {
     if (given.size() != letters.size())
       Require(false, name, " has shape ", List(given), "; expected ", List(letters));
     if (error_.failure()) return;
@@ -203,6 +235,7 @@ class Operands {
   const char* op_;
   ffi::RemainingArgs args_;
   ffi::RemainingRets rets_;
+  bool has_sequences_ = false;
   size_t arg_ = 0, ret_ = 0;
   ffi::DataType dtype_ = ffi::DataType::INVALID;
   const char* first_ = nullptr;

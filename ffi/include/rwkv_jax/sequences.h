@@ -27,6 +27,13 @@ struct Sequences {
     const int32_t* const span = spans + 4 * index;
     return {span[0], span[1], span[2]};
   }
+  // All tokens that `each` sequences have of a row.
+  RWKV_JAX_ANYWHERE Span OfRow(int64_t row, int64_t each, int64_t tokens) const {
+    if (each == 0) return {row * tokens, 0, 0};
+    const Span first = (*this)(row * each, tokens), last = (*this)((row + 1) * each - 1, tokens);
+    return {first.first_token, last.first_token + last.tokens - first.first_token,
+            first.first_frame};
+  }
 };
 
 }  // namespace rwkv_jax

@@ -1,7 +1,7 @@
 // What the WKV4 kernels of all platforms take and give.
 #pragma once
 
-#include "rwkv_jax/marks.h"
+#include "rwkv_jax/sequences.h"
 
 namespace rwkv_jax {
 
@@ -26,6 +26,7 @@ struct Wkv4Call {
   const float *w, *u;
   const void *k, *v;
   Marks marks;
+  Sequences sequences;
 };
 
 struct Wkv4ForwardCall : Wkv4Call {

@@ -18,8 +18,8 @@ namespace rwkv_jax {
 namespace internal {
 
 inline void ReadInputs(Operands& operands, const char* tokens, Wkv4Call& call) {
-  call.w = operands.FloatArg("w", "BC");
-  call.u = operands.FloatArg("u", "BC");
+  call.w = operands.FloatArg("w", "SC");
+  call.u = operands.FloatArg("u", "SC");
   call.k = operands.Arg("k", tokens);
   call.v = operands.Arg("v", tokens);
 }
@@ -40,7 +40,7 @@ inline Wkv4State<float> StateRets(Operands& operands, const char* const (&names)
 }
 
 inline void ReadSizes(Operands& operands, int64_t tokens, int64_t decay, Wkv4Call& call) {
-  call.dims = {operands.Size('B'), tokens, operands.Size('C'), operands.Size('N')};
+  call.dims = {operands.Size('S'), tokens, operands.Size('C'), operands.Saved()};
   call.dtype = operands.dtype();
   call.decay = operands.DecayForm(decay, Decay::kExp);
 }
@@ -50,11 +50,11 @@ inline void ReadSizes(Operands& operands, int64_t tokens, int64_t decay, Wkv4Cal
 inline void ReadForward(Operands& operands, int64_t decay, Wkv4ForwardCall& call) {
   internal::ReadInputs(operands, "BTC", call);
   call.initial_state =
-      internal::StateArgs(operands, {"initial_num", "initial_den", "initial_log_max"}, "BC");
+      internal::StateArgs(operands, {"initial_num", "initial_den", "initial_log_max"}, "SC");
   call.y = operands.Ret("y", "BTC");
-  call.final_state = internal::StateRets(operands, {"final_num", "final_den", "final_log_max"}, "BC");
+  call.final_state = internal::StateRets(operands, {"final_num", "final_den", "final_log_max"}, "SC");
   call.states = internal::StateRets(operands, {"nums", "dens", "log_maxs"}, "BNC");
-  call.marks = operands.MarksArg(operands.Size('T'));
+  operands.RowsArg(call.marks, call.sequences);
   internal::ReadSizes(operands, operands.Size('T'), decay, call);
   if (!operands.Saves()) call.states = {};
 }
@@ -64,15 +64,15 @@ inline void ReadBackward(Operands& operands, int64_t decay, Wkv4BackwardCall& ca
   call.states = internal::StateArgs(operands, {"nums", "dens", "log_maxs"}, "BNC");
   call.dy = operands.Arg("dy", "BTC");
   call.dfinal_state =
-      internal::StateArgs(operands, {"dfinal_num", "dfinal_den", "dfinal_log_max"}, "BC");
-  call.dw = operands.FloatRet("dw", "BPC");
-  call.du = operands.FloatRet("du", "BPC");
+      internal::StateArgs(operands, {"dfinal_num", "dfinal_den", "dfinal_log_max"}, "SC");
+  call.dw = operands.FloatRet("dw", "SPC");
+  call.du = operands.FloatRet("du", "SPC");
   call.dk = operands.Ret("dk", "BTC");
   call.dv = operands.Ret("dv", "BTC");
   call.dinitial_state =
-      internal::StateRets(operands, {"dinitial_num", "dinitial_den", "dinitial_log_max"}, "BC");
+      internal::StateRets(operands, {"dinitial_num", "dinitial_den", "dinitial_log_max"}, "SC");
   call.partials = operands.Size('P');
-  call.marks = operands.MarksArg(operands.Size('T'));
+  operands.RowsArg(call.marks, call.sequences);
   internal::ReadSizes(operands, operands.Size('T'), decay, call);
   operands.RequireSaved();
 }

@@ -21,7 +21,7 @@ namespace rwkv_jax {
 namespace internal {
 
 inline const void* ReadDecays(Operands& operands, const char* keys, bool constant) {
-  return constant ? operands.FloatArg("w", "BHK") : operands.Arg("w", keys);
+  return constant ? operands.FloatArg("w", "SHK") : operands.Arg("w", keys);
 }
 
 inline void ReadInputs(Operands& operands, const char* keys, const char* values, Wkv6Call& call) {
@@ -29,7 +29,7 @@ inline void ReadInputs(Operands& operands, const char* keys, const char* values,
   call.w = ReadDecays(operands, keys, call.constant_decay);
   call.k = operands.Arg("k", keys);
   call.v = operands.Arg("v", values);
-  call.u = operands.FloatArg("u", "BHK");
+  call.u = operands.FloatArg("u", "SHK");
 }
 
 inline void ReadSizes(Operands& operands, int64_t tokens, int64_t decay, int64_t max_head_size,
@@ -44,29 +44,29 @@ inline void ReadSizes(Operands& operands, int64_t tokens, int64_t decay, int64_t
 inline void ReadForward(Operands& operands, int64_t decay, int64_t max_head_size,
                         Wkv6ForwardCall& call) {
   internal::ReadInputs(operands, "BTHK", "BTHV", call);
-  call.initial_state = operands.FloatArg("initial_state", "BHVK");
+  call.initial_state = operands.FloatArg("initial_state", "SHVK");
   call.y = operands.Ret("y", "BTHV");
-  call.final_state = operands.FloatRet("final_state", "BHVK");
+  call.final_state = operands.FloatRet("final_state", "SHVK");
   call.states = operands.StatesRet("states", "BNHVK", call.states_dtype);
-  call.marks = operands.MarksArg(operands.Size('T'));
+  operands.RowsArg(call.marks, call.sequences);
   internal::ReadSizes(operands, operands.Size('T'), decay, max_head_size, call);
   if (!operands.Saves()) call.states = nullptr;
 }
 
 inline void ReadBackward(Operands& operands, int64_t decay, int64_t max_head_size,
-                         Wkv6BackwardCall& call) {
+                         Wkv6BackwardCall& call, const char* partials = "SPHK") {
   internal::ReadInputs(operands, "BTHK", "BTHV", call);
   call.states = operands.StatesArg("states", "BNHVK", call.states_dtype);
   call.dy = operands.Arg("dy", "BTHV");
-  call.dfinal_state = operands.FloatArg("dfinal_state", "BHVK");
+  call.dfinal_state = operands.FloatArg("dfinal_state", "SHVK");
   call.dr = operands.Ret("dr", "BTHK");
-  call.dw = call.constant_decay ? operands.FloatRet("dw", "BPHK") : operands.Ret("dw", "BTHK");
+  call.dw = call.constant_decay ? operands.FloatRet("dw", partials) : operands.Ret("dw", "BTHK");
   call.dk = operands.Ret("dk", "BTHK");
   call.dv = operands.Ret("dv", "BTHV");
-  call.du = operands.FloatRet("du", "BPHK");
-  call.dinitial_state = operands.FloatRet("dinitial_state", "BHVK");
+  call.du = operands.FloatRet("du", partials);
+  call.dinitial_state = operands.FloatRet("dinitial_state", "SHVK");
   call.partials = operands.Size('P');
-  call.marks = operands.MarksArg(operands.Size('T'));
+  operands.RowsArg(call.marks, call.sequences);
   internal::ReadSizes(operands, operands.Size('T'), decay, max_head_size, call);
   operands.RequireSaved();
 }

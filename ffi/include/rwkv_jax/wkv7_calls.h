@@ -38,11 +38,11 @@ inline void ReadSizes(Operands& operands, int64_t tokens, int64_t decay, int64_t
 inline void ReadForward(Operands& operands, int64_t decay, int64_t max_head_size,
                         Wkv7ForwardCall& call) {
   internal::ReadInputs(operands, "BTHK", "BTHV", call);
-  call.initial_state = operands.FloatArg("initial_state", "BHVK");
+  call.initial_state = operands.FloatArg("initial_state", "SHVK");
   call.y = operands.Ret("y", "BTHV");
-  call.final_state = operands.FloatRet("final_state", "BHVK");
+  call.final_state = operands.FloatRet("final_state", "SHVK");
   call.states = operands.StatesRet("states", "BNHVK", call.states_dtype);
-  call.marks = operands.MarksArg(operands.Size('T'));
+  operands.RowsArg(call.marks, call.sequences);
   internal::ReadSizes(operands, operands.Size('T'), decay, max_head_size, call);
   if (!operands.Saves()) call.states = nullptr;
 }
@@ -52,15 +52,15 @@ inline void ReadBackward(Operands& operands, int64_t decay, int64_t max_head_siz
   internal::ReadInputs(operands, "BTHK", "BTHV", call);
   call.states = operands.StatesArg("states", "BNHVK", call.states_dtype);
   call.dy = operands.Arg("dy", "BTHV");
-  call.dfinal_state = operands.FloatArg("dfinal_state", "BHVK");
+  call.dfinal_state = operands.FloatArg("dfinal_state", "SHVK");
   call.dr = operands.Ret("dr", "BTHK");
   call.dw = operands.Ret("dw", "BTHK");
   call.dk = operands.Ret("dk", "BTHK");
   call.dv = operands.Ret("dv", "BTHV");
   call.da = operands.Ret("da", "BTHK");
   call.db = operands.Ret("db", "BTHK");
-  call.dinitial_state = operands.FloatRet("dinitial_state", "BHVK");
-  call.marks = operands.MarksArg(operands.Size('T'));
+  call.dinitial_state = operands.FloatRet("dinitial_state", "SHVK");
+  operands.RowsArg(call.marks, call.sequences);
   internal::ReadSizes(operands, operands.Size('T'), decay, max_head_size, call);
   operands.RequireSaved();
 }
