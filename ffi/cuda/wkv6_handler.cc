@@ -24,8 +24,8 @@ ffi::Error Forward(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingR
   return Launched(op, error);
 }
 
-cudaError_t ClearOutside(cudaStream_t stream, const Operands& operands,
-                         const Wkv6BackwardCall& call) {
+cudaError_t ClearGradients(cudaStream_t stream, const Operands& operands,
+                           const Wkv6BackwardCall& call) {
   if (call.constant_decay)
     return ClearOutside(stream, operands, call, {call.dr, call.dk, call.dv});
   return ClearOutside(stream, operands, call, {call.dr, call.dw, call.dk, call.dv});
@@ -41,7 +41,7 @@ ffi::Error Backward(cudaStream_t stream, ffi::RemainingArgs args, ffi::Remaining
   ReadBackward(operands, decay, kMaxHeadSize, call);
   const ReplayScratch scratch = ReadReplayScratch(operands, Wkv6ScratchSize(call.dims.head_size));
   if (ffi::Error error = operands.Finish(); error.failure()) return error;
-  cudaError_t error = ClearOutside(stream, operands, call);
+  cudaError_t error = ClearGradients(stream, operands, call);
   if (error == cudaSuccess) error = Wkv6Backward(stream, call, scratch);
   return Launched(op, error);
 }
@@ -175,7 +175,7 @@ ffi::Error SequencesBackward(cudaStream_t stream, ffi::RemainingArgs args, ffi::
   uint4* const gradients = ReadFrameGradients(operands, call);
   RequireSequences(operands, call, segments);
   if (ffi::Error error = operands.Finish(); error.failure()) return error;
-  cudaError_t error = ClearOutside(stream, operands, call);
+  cudaError_t error = ClearGradients(stream, operands, call);
   if (error == cudaSuccess && call.dims.batch * call.dims.heads > 0) {
     error = Wkv6ReverseScan(stream, call, segments, gradients);
     if (error == cudaSuccess) error = Wkv6FrameBackward(stream, call, gradients);

@@ -30,8 +30,8 @@ ffi::Error Step(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets
   return Launched("wkv7_step", Wkv7Forward(stream, call));
 }
 
-cudaError_t ClearOutside(cudaStream_t stream, const Operands& operands,
-                         const Wkv7BackwardCall& call) {
+cudaError_t ClearGradients(cudaStream_t stream, const Operands& operands,
+                           const Wkv7BackwardCall& call) {
   return ClearOutside(stream, operands, call,
                       {call.dr, call.dw, call.dk, call.dv, call.da, call.db});
 }
@@ -43,7 +43,7 @@ ffi::Error Backward(cudaStream_t stream, ffi::RemainingArgs args, ffi::Remaining
   ReadBackward(operands, decay, kMaxHeadSize, call);
   const ReplayScratch scratch = ReadReplayScratch(operands, ScratchSize(call.dims.head_size));
   if (ffi::Error error = operands.Finish(); error.failure()) return error;
-  cudaError_t error = ClearOutside(stream, operands, call);
+  cudaError_t error = ClearGradients(stream, operands, call);
   if (error == cudaSuccess) error = Wkv7Backward(stream, call, scratch);
   return Launched("wkv7 backward", error);
 }
@@ -156,7 +156,7 @@ ffi::Error SequencesBackward(cudaStream_t stream, ffi::RemainingArgs args, ffi::
   uint4* const gradients = ReadFrameGradients(operands, call);
   RequireSequences(operands, call, segments);
   if (ffi::Error error = operands.Finish(); error.failure()) return error;
-  cudaError_t error = ClearOutside(stream, operands, call);
+  cudaError_t error = ClearGradients(stream, operands, call);
   if (error == cudaSuccess && call.dims.batch * call.dims.heads > 0) {
     error = Wkv7ReverseScan(stream, call, segments, gradients, nullptr);
     if (error == cudaSuccess) error = Wkv7FrameBackward(stream, call, gradients, nullptr);
