@@ -157,7 +157,7 @@ def backward(
         decay=DECAY_CODES[options.decay],
         segments=count,
     )
-    return _summed(found, batch)
+    return _summed(found, inputs)
 
 
 def _backward_by_token(
@@ -178,7 +178,7 @@ def _backward_by_token(
         *(*inputs, states, dy, dfinal_state, *rows),
         decay=DECAY_CODES[options.decay],
     )
-    return _summed(found, len(dy))
+    return _summed(found, inputs)
 
 
 def _gradients(inputs: Sequence[Array], parts: Sequence[int], dfinal_state: Array) -> Results:
@@ -193,16 +193,20 @@ def _gradients(inputs: Sequence[Array], parts: Sequence[int], dfinal_state: Arra
     ]
 
 
-def _summed(found: Sequence[Array], batch: int) -> tuple[Array, Array, Array, Array, Array, Array]:
+def _summed(
+    found: Sequence[Array], inputs: Sequence[Array]
+) -> tuple[Array, Array, Array, Array, Array, Array]:
     """The sums of parameters of each row added up; not what comes behind the gradients."""
-    dr, dw, dk, dv, du, dinitial_state, *_ = found
+    batch, most = len(inputs[0]), inputs[0].ndim
 
     def total(x: Array) -> Array:
         sequences, parts, *shape = x.shape
         return jnp.sum(x.reshape(batch, sequences * parts // max(1, batch), *shape), axis=1)
 
-    constant = dw.shape != dr.shape
-    return dr, total(dw) if constant else dw, dk, dv, total(du), dinitial_state
+    dr, dw, dk, dv, du = (
+        dx if x.ndim == most else total(dx) for x, dx in zip(inputs, found, strict=False)
+    )
+    return dr, dw, dk, dv, du, found[len(inputs)]
 
 
 def forward_sequences(
@@ -235,7 +239,7 @@ def backward_sequences(
             decay=DECAY_CODES[options.decay],
             segments=count,
         )
-        *gradients, dinitial_state = _summed(found, len(dy))
+        *gradients, dinitial_state = _summed(found, inputs)
     else:
         *gradients, dinitial_state = _backward_by_token(
             platform, options, inputs, states, dy, dstate, spans, op=op
