@@ -5,6 +5,10 @@ A chunk function maps arrays of a few tokens of one head, and its state, to resu
 elementwise operations and of products of matrices, so that every platform takes it as it is. The
 state stays on the chip for the whole sequence. On a GPU one program walks along the sequence of one
 head; on a TPU, whose blocks are copied to its memory as a whole, the last axis of the grid does.
+
+The backward pass is such a walk for the gradient of the state alone, from the end. With that, and
+the states of all chunks, computed again from those that were saved, the gradients of all chunks are
+computed side by side.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,13 +33,9 @@ PLATFORMS = ("cuda", "tpu")
 HEAD_SIZES = (16, 32, 64, 128)
 """The tiles of a GPU are powers of two, and 16 is the least of a product."""
 
-FLOAT32_HEAD_SIZES = (16, 32, 64)
-"""Those of a GPU where products are of float32, which is instructions and not matrix units: Triton
-takes minutes to compile the backward kernel of a head of 128."""
-
 ROWS = 32
-"""Rows of a state that one GPU program of the forward pass keeps. They do not depend on each other,
-so more value channels are more programs."""
+"""Rows of a state, or of its gradient, that one GPU program keeps along a sequence. They do not
+depend on each other, so more value channels are more programs."""
 
 
 class Tuning(NamedTuple):
@@ -57,11 +57,11 @@ class Tunings(NamedTuple):
 
 
 _FEW = {16: Tuning(16), 32: Tuning(16), 64: Tuning(16), 128: Tuning(16, num_warps=8)}
-FORWARD = Tunings(
+WALKS = Tunings(
     {16: Tuning(64), 32: Tuning(64), 64: Tuning(16, num_warps=2), 128: Tuning(16)},
     _FEW | {64: Tuning(16, num_warps=2)},
 )
-BACKWARD = Tunings({16: Tuning(64), 32: Tuning(64), 64: Tuning(64), 128: _FEW[128]}, _FEW)
+GRADIENTS = Tunings(_FEW | {16: Tuning(64), 32: Tuning(64)}, _FEW)
 """Heads of 64 as measured on an H200."""
 
 BOUNDED = ("sigmoid",)
@@ -81,15 +81,9 @@ def why_not(platform: str, stage: str, options: Options, operands: Mapping[str, 
     if "marks" in operands:
         return "the pallas kernels take one sequence in a row, without segment_ids"
     key_size, value_size = operands["r"].shape[-1], operands["v"].shape[-1]
-    sizes = HEAD_SIZES
-    if platform == "cuda" and product(options, operands["r"].dtype).dtype == jnp.float32:
-        sizes = FLOAT32_HEAD_SIZES
-    if not {key_size, value_size} <= set(sizes):
-        accepted = ", ".join(map(str, sizes))
-        arithmetic = "" if sizes == HEAD_SIZES else " in float32 on CUDA"
-        return (
-            f"K = {key_size} and V = {value_size}; the pallas kernels take {accepted}{arithmetic}"
-        )
+    if not {key_size, value_size} <= set(HEAD_SIZES):
+        accepted = ", ".join(map(str, HEAD_SIZES))
+        return f"K = {key_size} and V = {value_size}; the pallas kernels take {accepted}"
     return None
 
 
@@ -355,8 +349,11 @@ Body: TypeAlias = Callable[[Refs, int, Any, Arrays], Arrays]
 Chunk: TypeAlias = Callable[[Named, Array, Array | None], tuple[Array, Array]]
 """`(inputs, state, valid) -> (y, state)` for inputs [L, ...] and state [V, K]; `y` is [V, L]."""
 
-ChunkGradient: TypeAlias = Callable[[Named, Array, Array, Array, Array | None], tuple[Named, Array]]
-"""`(inputs, state, dy, dstate, valid) -> (gradients, dstate)`; `dy` is [L, V]."""
+ChunkBack: TypeAlias = Callable[[Named, Array, Array, Array | None], Array]
+"""`(inputs, dy, dstate, valid) -> dstate`, the gradient of the state before; `dy` is [L, V]."""
+
+ChunkGradient: TypeAlias = Callable[[Named, Array, Array, Array, Array | None], Named]
+"""`(inputs, state, dy, dstate, valid) -> gradients`, from the gradient of the state after."""
 
 
 def forward(
@@ -374,7 +371,7 @@ def forward(
     nothing = jnp.broadcast_to(initial_state[:, None], saved).astype(save_as)
     if 0 in (batch, tokens, heads):
         return inputs["v"], initial_state, nothing
-    operands, tuning = _with_axes(inputs), _tuning(FORWARD, options, inputs)
+    operands, tuning = _with_axes(inputs), _tuning(WALKS, options, inputs)
     in_frame = CHUNK // tuning.tokens
 
     def body(refs: Refs, count: int, first: Any, carry: Arrays) -> Arrays:
@@ -400,13 +397,14 @@ def forward(
         *(body, platform, operands, {"state": ("BHVK", initial_state)}, results),
         rows=ROWS,
         tuning=tuning,
-        reverse=False,
+        order=FROM_START,
     )
     return named["y"], named["state"], named.get("states", nothing)
 
 
 def backward(
     chunk: Chunk,
+    back: ChunkBack,
     gradient: ChunkGradient,
     options: Options,
     platform: str,
@@ -415,52 +413,108 @@ def backward(
     dy: Array,
     dfinal_state: Array,
 ) -> tuple[Array, ...]:
-    """The cotangents of the inputs in their order, and of the initial state. States inside a frame
-    of CHUNK tokens are computed again from the one before it."""
+    """The cotangents of the inputs in their order, and of the initial state."""
     batch, tokens, heads, _ = inputs["r"].shape
     if 0 in (batch, tokens, heads):
         return *(jnp.zeros_like(x) for x in inputs.values()), dfinal_state
-    operands, tuning = _with_axes(inputs), _tuning(BACKWARD, options, inputs)
-    in_frame = CHUNK // tuning.tokens
-    shared = [name for name, (axes, _) in operands.items() if "T" not in axes]
+    operands = _with_axes(inputs) | {"dy": ("BTHV", dy)}
+    tuning = _tuning(GRADIENTS, options, inputs)
+    walk = tuning._replace(num_warps=_tuning(WALKS, options, inputs).num_warps)
+    dstates, dinitial_state = _dstates(back, platform, operands, dfinal_state, states.dtype, walk)
+    if tuning.tokens < CHUNK:
+        states = _states(chunk, platform, operands, states, walk)
+    operands |= {"states": ("BMHVK", states), "dstates": ("BMHVK", dstates)}
+    gradients = _gradients(gradient, platform, operands, list(inputs), tuning)
+    return *(x.reshape(inputs[n].shape) for n, x in gradients.items()), dinitial_state
+
+
+def _dstates(
+    back: ChunkBack,
+    platform: str,
+    operands: Operands,
+    dfinal_state: Array,
+    dtype: Any,
+    tuning: Tuning,
+) -> tuple[Array, Array]:
+    """The gradients of the states after each chunk, and of the initial state."""
+    tokens = operands["dy"][1].shape[1]
 
     def body(refs: Refs, count: int, first: Any, carry: Arrays) -> Arrays:
-        def replay(i: Any, state: Array) -> Array:
+        def one(n: Any, dstate: Array) -> Array:
+            i, dstates = count - 1 - n, refs["dstates"]
+            dstates[i] = dstate.astype(dstates.dtype)
+            here, valid = _chunk_of(refs, operands, tuning.tokens, i, first, tokens)
+            return back(here, here["dy"], dstate, valid)
+
+        return (lax.fori_loop(0, count, one, *carry),)
+
+    named = _walk(
+        *(body, platform, operands, {"dstate": ("BHVK", dfinal_state)}),
+        {"dstates": ("BMHVK", dtype)},
+        rows=ROWS,
+        tuning=tuning,
+        order=FROM_END,
+    )
+    return named["dstates"], named["dstate"]
+
+
+def _states(
+    chunk: Chunk, platform: str, operands: Operands, states: Array, tuning: Tuning
+) -> Array:
+    """Those before each chunk, from those before each frame."""
+    tokens = operands["dy"][1].shape[1]
+
+    def body(refs: Refs, count: int, first: Any, carry: Arrays) -> Arrays:
+        def one(i: Any, state: Array) -> Array:
+            result = refs["result"]
+            result[i] = state.astype(result.dtype)
             here, valid = _chunk_of(refs, operands, tuning.tokens, i, first, tokens)
             return chunk(here, state, valid)[1]
 
-        def one(n: Any, carry: Arrays) -> Arrays:
-            i = count - 1 - n
-            frame, rows = lax.div(i, in_frame), _rows(i, tuning.tokens)
-            state = refs["states"][frame].astype(jnp.float32)
-            if in_frame > 1:
-                state = lax.fori_loop(frame * in_frame, i, replay, state)
-            here, valid = _chunk_of(refs, operands, tuning.tokens, i, first, tokens)
-            dstate, *sums = carry
-            gradients, dstate = gradient(here, state, refs["dy"][rows], dstate, valid)
-            for name in operands:
-                if name not in shared:
-                    ref = refs[f"d{name}"]
-                    ref[rows] = gradients[name].astype(ref.dtype)
-            return dstate, *(x + gradients[name] for name, x in zip(shared, sums, strict=True))
+        lax.fori_loop(0, count, one, refs["states"][0].astype(jnp.float32))
+        return ()
 
-        return lax.fori_loop(0, count, one, carry)
-
-    carried: Operands = {"dinitial_state": ("BHVK", dfinal_state)}
-    for name in shared:
-        axes, x = operands[name]
-        carried[f"d{name}"] = axes, jnp.zeros_like(x)
     named = _walk(
-        body,
-        platform,
-        operands | {"states": ("BNHVK", states), "dy": ("BTHV", dy)},
-        carried,
-        {f"d{n}": (axes, x.dtype) for n, (axes, x) in operands.items() if n not in shared},
-        rows=dfinal_state.shape[2],
+        *(body, platform, operands | {"states": ("BNHVK", states)}, {}),
+        {"result": ("BMHVK", states.dtype)},
+        rows=ROWS,
         tuning=tuning,
-        reverse=True,
+        order=SIDE_BY_SIDE,
     )
-    return *(named[f"d{n}"].reshape(x.shape) for n, x in inputs.items()), named["dinitial_state"]
+    return named["result"]
+
+
+def _gradients(
+    gradient: ChunkGradient,
+    platform: str,
+    operands: Operands,
+    inputs: Sequence[str],
+    tuning: Tuning,
+) -> Named:
+    """Those of the inputs."""
+    tokens = operands["dy"][1].shape[1]
+    shared = [name for name in inputs if "T" not in operands[name][0]]
+    given = {n: x for n, x in operands.items() if n not in ("states", "dstates")}
+
+    def body(refs: Refs, count: int, first: Any, carry: Arrays) -> Arrays:
+        here, valid = _chunk_of(refs, given, tuning.tokens, 0, first, tokens)
+        state, dstate = (refs[name][0].astype(jnp.float32) for name in ("states", "dstates"))
+        for name, x in gradient(here, state, here["dy"], dstate, valid).items():
+            ref = refs[f"d{name}"]
+            ref[0 if name in shared else slice(None)] = x.astype(ref.dtype)
+        return ()
+
+    of_tokens = {f"d{n}": operands[n] for n in inputs if n not in shared}
+    named = _walk(
+        *(body, platform, operands, {}),
+        {n: (axes, x.dtype) for n, (axes, x) in of_tokens.items()}
+        | {f"d{n}": ("BMH1K", jnp.float32) for n in shared},
+        rows=max(HEAD_SIZES),
+        tuning=tuning,
+        order=SIDE_BY_SIDE,
+        span=tuning.tokens,
+    )
+    return {n: jnp.sum(named[f"d{n}"], 1) if n in shared else named[f"d{n}"] for n in inputs}
 
 
 def _with_axes(inputs: Mapping[str, Array]) -> Operands:
@@ -495,6 +549,9 @@ def _chunk_of(
     return here, number < tokens
 
 
+FROM_START, FROM_END, SIDE_BY_SIDE = "from start", "from end", "side by side"
+
+
 def _walk(
     body: Body,
     platform: str,
@@ -504,27 +561,35 @@ def _walk(
     *,
     rows: int,
     tuning: Tuning,
-    reverse: bool,
+    order: str,
+    span: int = CHUNK,
 ) -> Named:
     """The results, and what was carried to the end, by name.
 
     `body(refs, chunks, first, carry)` does so many chunks, the first of which has that number, on
-    references by name. A GPU program does all chunks for so many rows of V; on a TPU one frame
-    after another is copied to the chip, and what is carried lies there in between.
+    references by name, for so many rows of V on a GPU. Spans of tokens side by side, with nothing
+    carried, are programs; otherwise a GPU program does all of them, and on a TPU one after another
+    is copied to the chip, where what is carried lies in between.
     """
     on_tpu = (INTERPRET if platform == "cpu" else platform) == "tpu"
-    in_frame = CHUNK // tuning.tokens
     given = operands | carried
     made = results | {name: (axes, x.dtype) for name, (axes, x) in carried.items()}
     sizes = {a: n for axes, x in given.values() for a, n in zip(axes, x.shape, strict=True)}
-    tokens, frames = sizes["T"], boundaries(sizes["T"])
-    sizes |= {"T": frames * CHUNK, "N": frames}
-    window = 1 if on_tpu else frames
-    block = sizes | {"T": window * CHUNK, "N": window, "B": None, "H": None}
+    tokens, whole = sizes["T"], not on_tpu and order != SIDE_BY_SIDE
+
+    def cut(length: int) -> dict[str, int]:
+        """So many tokens, and the frames and chunks that these are."""
+        return {"T": length, "N": length // CHUNK, "M": length // tuning.tokens}
+
+    padded = boundaries(tokens) * CHUNK
+    span = padded if whole else span
+    chunks, spans = span // tuning.tokens, padded // span
+    sizes |= cut(padded)
+    block = sizes | cut(span) | {"B": None, "H": None}
 
     def number(n: Any) -> Any:
-        """The frame that a TPU does in its step n."""
-        return frames - 1 - n if reverse else n
+        """The span of place n in the grid."""
+        return spans - 1 - n if order == FROM_END else n
 
     parts, heads = 1, sizes["H"]
     if not on_tpu:
@@ -534,34 +599,33 @@ def _walk(
     def place(i: Any, n: Any = 0) -> dict[str, Any]:
         head = lax.div(i, parts)
         here = {"B": lax.div(head, heads), "H": lax.rem(head, heads), "V": lax.rem(i, parts)}
-        return here | {"T": number(n), "N": number(n)} if on_tpu else here
+        return here if whole else here | dict.fromkeys("TNM", number(n))
 
-    def order(axes: str) -> str:
+    def arranged(axes: str) -> str:
         """On a TPU the two axes of a block have to be the last ones."""
         return "BH" + axes.replace("B", "").replace("H", "") if on_tpu else axes
 
     def spec(axes: str) -> pl.BlockSpec:
-        shape = tuple(block[a] for a in order(axes))
-        return pl.BlockSpec(shape, lambda *i: tuple(place(*i).get(a, 0) for a in order(axes)))
+        shape = tuple(block[a] for a in arranged(axes))
+        return pl.BlockSpec(shape, lambda *i: tuple(place(*i).get(a, 0) for a in arranged(axes)))
 
     def laid_out(axes: str, x: Array) -> Array:
         missing = [sizes[a] - n for a, n in zip(axes, x.shape, strict=True)]
         if any(missing):
             x = jnp.pad(x, [(0, n) for n in missing])
-        return x.transpose([axes.index(a) for a in order(axes)])
+        return x.transpose([axes.index(a) for a in arranged(axes)])
 
     def taken(axes: str, x: Array) -> Array:
-        x = x.transpose([order(axes).index(a) for a in axes])
+        x = x.transpose([arranged(axes).index(a) for a in axes])
         return x[:, :tokens] if "T" in axes else x
 
     def kernel(*refs: Any) -> None:
         starts, ends = refs[len(operands) : len(given)], refs[len(refs) - len(carried) :]
         inner = (*refs[: len(operands)], *refs[len(given) :])
         named = dict(zip((*operands, *results), inner, strict=False))
-        first = 0
+        first = 0 if whole else number(pl.program_id(1)) * chunks
         if on_tpu:
             step = pl.program_id(1)
-            first = number(step) * in_frame
 
             @pl.when(step == 0)
             def _():
@@ -569,19 +633,20 @@ def _walk(
                     end[...] = start[...]
 
             starts = ends
-        carry = body(named, window * in_frame, first, tuple(start[...] for start in starts))
+        carry = body(named, chunks, first, tuple(start[...] for start in starts))
         for end, x in zip(ends, carry, strict=True):
             end[...] = x
 
     if on_tpu:
-        parameters: Any = pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"))
+        along = "parallel" if order == SIDE_BY_SIDE else "arbitrary"
+        parameters: Any = pltpu.CompilerParams(dimension_semantics=("parallel", along))
     else:
         parameters = pltriton.CompilerParams(tuning.num_warps, tuning.num_stages)
     first, *_ = (x for _, x in given.values())
     call = pl.pallas_call(
         kernel,
-        [_type(first, [sizes[a] for a in order(axes)], dtype) for axes, dtype in made.values()],
-        grid=(sizes["B"] * heads * parts, *([frames] if on_tpu else [])),
+        [_type(first, [sizes[a] for a in arranged(axes)], dtype) for axes, dtype in made.values()],
+        grid=(sizes["B"] * heads * parts, *([] if whole else [spans])),
         in_specs=[spec(axes) for axes, _ in given.values()],
         out_specs=[spec(axes) for axes, _ in made.values()],
         compiler_params=parameters,

@@ -42,6 +42,14 @@ def _chunk(
     return y, state * decays.stay + product(v, k * decays.after, (0, 0))
 
 
+def _back(
+    product: Product, decay: str, inputs: Named, dy: Array, dstate: Array, valid: Array | None
+) -> Array:
+    r, w = (inputs[name].astype(jnp.float32) for name in "rw")
+    decays = _pallas.decays(product, _pallas.log_decay(w, decay, len(r), valid), decay)
+    return dstate * decays.stay + product(dy, r * decays.before, (0, 0))
+
+
 def _gradient(
     product: Product,
     decay: str,
@@ -50,7 +58,7 @@ def _gradient(
     dy: Array,
     dstate: Array,
     valid: Array | None,
-) -> tuple[Named, Array]:
+) -> Named:
     r, w, k, u = (inputs[name].astype(jnp.float32) for name in "rwku")
     v = inputs["v"]
     log_decay, pull_back = jax.vjp(lambda w: _pallas.log_decay(w, decay, len(r), valid), w)
@@ -72,14 +80,13 @@ def _gradient(
         levels=d_levels,
     )
     (dw,) = pull_back(_pallas.log_decay_gradient(product, exponents, decay))
-    gradients = {
+    return {
         "r": dr + dr_start * decays.before + bonus * u * k,
         "w": dw,
         "k": dk + dk_end * decays.after + bonus * u * r,
         "v": (product(dy, pairs, (0, 0)) + product(dstate, k_end, (1, 1))).T,
         "u": _pallas.total(bonus * r * k),
     }
-    return gradients, dstate * decays.stay + product(dy, r_start, (0, 0))
 
 
 def forward(
@@ -113,8 +120,9 @@ def backward(
     inputs = {"r": r, "w": w, "k": k, "v": v, "u": u}
     product = _pallas.product(options, r.dtype)
     chunk = functools.partial(_chunk, product, options.decay)
+    back = functools.partial(_back, product, options.decay)
     gradient = functools.partial(_gradient, product, options.decay)
     dr, dw, dk, dv, du, dinitial_state = _pallas.backward(
-        chunk, gradient, options, platform, inputs, states, dy, dfinal_state
+        chunk, back, gradient, options, platform, inputs, states, dy, dfinal_state
     )
     return dr, dw, dk, dv, du, dinitial_state

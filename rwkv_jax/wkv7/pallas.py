@@ -40,15 +40,18 @@ class _Pairs(NamedTuple):
     inverse: Array
 
 
-def _solved(product: Product, decays: Decays, inputs: Named, state: Array) -> tuple[_Pairs, Array]:
-    """The matrices of a chunk, and U^T; `state` is that in the middle."""
-    r, k, v, a, b = (inputs[name] for name in "rkvab")
+def _pairs(product: Product, decays: Decays, inputs: Named) -> _Pairs:
+    r, k, a, b = (inputs[name] for name in "rkab")
     (a_b, a_k), (r_b, r_k) = _pallas.pairs(product, decays.levels, (a, r * decays.own), (b, k))
     r_b += _pallas.diagonal(jnp.sum(r * b, axis=1, keepdims=True))
     r_k += _pallas.diagonal(jnp.sum(r * k, axis=1, keepdims=True))
-    pairs = _Pairs(a_k, r_b, r_k, _pallas.inverse(product, a_b))
-    read = product(state, a * decays.before, (1, 1)) + product(v, a_k, (0, 1))
-    return pairs, product(read, pairs.inverse, (1, 1))
+    return _Pairs(a_k, r_b, r_k, _pallas.inverse(product, a_b))
+
+
+def _solved(product: Product, pairs: _Pairs, decays: Decays, inputs: Named, state: Array) -> Array:
+    """U^T; `state` is that in the middle."""
+    read = product(state, inputs["a"] * decays.before, (1, 1))
+    return product(read + product(inputs["v"], pairs.b, (0, 1)), pairs.inverse, (1, 1))
 
 
 def _float32(inputs: Named) -> Named:
@@ -62,12 +65,33 @@ def _chunk(
     r, w, k, v, b = (inputs[name] for name in "rwkvb")
     decays = _pallas.decays(product, _pallas.log_decay(w, decay, len(r), valid), decay)
     state *= decays.entry
-    pairs, u = _solved(product, decays, inputs, state)
+    pairs = _pairs(product, decays, inputs)
+    u = _solved(product, pairs, decays, inputs, state)
     y = product(state, r * decays.own * decays.before, (1, 1))
     y += product(u, pairs.q, (1, 1)) + product(v, pairs.r, (0, 1))
     state *= decays.stay
     state += product(u, b * decays.after) + product(v, k * decays.after, (0, 0))
     return y, state * decays.leave
+
+
+def _dread(product: Product, pairs: _Pairs, b_end: Array, dy: Array, dstate: Array) -> Array:
+    """The cotangent of what all tokens read, [V, L]."""
+    du = product(dy, pairs.q, (0, 0)) + product(dstate, b_end, (1, 1))
+    return product(du, pairs.inverse)
+
+
+def _back(
+    product: Product, decay: str, inputs: Named, dy: Array, dstate: Array, valid: Array | None
+) -> Array:
+    inputs = _float32(inputs)
+    r, w, a, b = (inputs[name] for name in "rwab")
+    decays = _pallas.decays(product, _pallas.log_decay(w, decay, len(r), valid), decay)
+    dstate *= decays.leave
+    pairs = _pairs(product, decays, inputs)
+    dread = _dread(product, pairs, b * decays.after, dy, dstate)
+    r_start, a_start = r * decays.own * decays.before, a * decays.before
+    dstate = dstate * decays.stay + product(dy, r_start, (0, 0)) + product(dread, a_start)
+    return dstate * decays.entry
 
 
 def _gradient(
@@ -78,19 +102,19 @@ def _gradient(
     dy: Array,
     dstate: Array,
     valid: Array | None,
-) -> tuple[Named, Array]:
+) -> Named:
     inputs = _float32(inputs)
     r, w, k, v, a, b = (inputs[name] for name in "rwkvab")
     log_decay, pull_back = jax.vjp(lambda w: _pallas.log_decay(w, decay, len(r), valid), w)
     decays = _pallas.decays(product, log_decay, decay)
     own, before, after, entry, stay, leave, levels = decays
     state, dstate = state * entry, dstate * leave
-    pairs, u = _solved(product, decays, inputs, state)
+    pairs = _pairs(product, decays, inputs)
+    u = _solved(product, pairs, decays, inputs, state)
     decayed = r * own
     r_start, a_start, b_end, k_end = decayed * before, a * before, b * after, k * after
 
-    du = product(dy, pairs.q, (0, 0)) + product(dstate, b_end, (1, 1))
-    dread = product(du, pairs.inverse)
+    dread = _dread(product, pairs, b_end, dy, dstate)
     dv = product(dy, pairs.r, (0, 0)) + product(dstate, k_end, (1, 1)) + product(dread, pairs.b)
     dr_start, da_start = product(dy, state), product(dread, state, (0, 0))
     db_end, dk_end = product(u, dstate, (0, 0)), product(v, dstate)
@@ -119,8 +143,7 @@ def _gradient(
         levels=d_levels,
     )
     (gradients["w"],) = pull_back(_pallas.log_decay_gradient(product, exponents, decay))
-    dstate = dstate * stay + product(dy, r_start, (0, 0)) + product(dread, a_start)
-    return gradients, dstate * entry
+    return gradients
 
 
 def forward(
@@ -156,8 +179,9 @@ def backward(
     inputs = {"r": r, "w": w, "k": k, "v": v, "a": a, "b": b}
     product = _pallas.product(options, r.dtype)
     chunk = functools.partial(_chunk, product, options.decay)
+    back = functools.partial(_back, product, options.decay)
     gradient = functools.partial(_gradient, product, options.decay)
     dr, dw, dk, dv, da, db, dinitial_state = _pallas.backward(
-        chunk, gradient, options, platform, inputs, states, dy, dfinal_state
+        chunk, back, gradient, options, platform, inputs, states, dy, dfinal_state
     )
     return dr, dw, dk, dv, da, db, dinitial_state
