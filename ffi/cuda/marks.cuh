@@ -19,6 +19,10 @@ struct TileMarks {
   __device__ bool Starts(int first, int end) const {
     return kMarked && (bits & ((1u << end) - (1u << first))) != 0;
   }
+  // Whether the first `count` tokens have any.
+  __device__ bool Any(int count) const {
+    return kMarked && (bits & ((1u << count) - 1) * ((1u << kWordTokens) + 1)) != 0;
+  }
   // The same tokens, from token t on.
   __device__ TileMarks From(int t) const { return {bits >> t}; }
 };
@@ -30,6 +34,16 @@ __device__ TileMarks<kMarked> LoadMarks(const Marks& marks, int64_t row, int64_t
     return {marks.Word(row, token) >> token % kWordTokens};
   else
     return {};
+}
+
+// Calls body(marks) with the marks of kTokens tokens, or with none if they have none, which is built as
+// if no row had any. All threads of a block have the same marks.
+template <int kTokens, bool kMarked, typename Body>
+__device__ void WithMarks(TileMarks<kMarked> marks, Body&& body) {
+  if (marks.Any(kTokens))
+    body(marks);
+  else
+    body(TileMarks<false>());
 }
 
 }  // namespace rwkv_jax::cuda

@@ -333,12 +333,13 @@ __global__ __launch_bounds__(ForwardTile<N>::kThreads, N == 128 ? 1 : 4) void Fo
   };
   const auto put = [&](int64_t first) {
     auto& block = shared.blocks[first / kTile % 2][own.part];
-    const TileMarks<kMarked> own_marks = own.Own(next_marks);
     float d[L], slope[L], r[L], k[L], v[L], scores[L * L];
-    own.ConvertDecay(raw_w, first, own_marks, d, slope);
-    own.Convert(raw_r, first, own_marks, r);
-    own.Convert(raw_k, first, own_marks, k);
-    own.Convert(raw_v, first, own_marks, v);
+    WithMarks<kTile>(next_marks, [&](auto marks) {
+      own.ConvertDecay(raw_w, first, own.Own(marks), d, slope);
+      own.Convert(raw_r, first, own.Own(marks), r);
+      own.Convert(raw_k, first, own.Own(marks), k);
+      own.Convert(raw_v, first, own.Own(marks), v);
+    });
     PutDecay(d, own.channel, block);
     PutReads(d, r, own.channel, block);
     PutWrites(d, k, v, own.channel, block);
@@ -362,40 +363,44 @@ __global__ __launch_bounds__(ForwardTile<N>::kThreads, N == 128 ? 1 : 4) void Fo
       saved += heads * N * N;
     }
 
+    WithMarks<kTile>(marks, [&](auto marks) {
 #pragma unroll 1
-    for (int part = 0; part < own.kParts && first + part * L < tokens; ++part) {
-      const auto& block = shared.blocks[stage][part];
-      float out[L * G::kRows];
+      for (int part = 0; part < own.kParts && first + part * L < tokens; ++part) {
+        const auto& block = shared.blocks[stage][part];
+        float out[L * G::kRows];
 #pragma unroll
-      for (int t = 0; t < L; ++t) {
-        float r[G::kCols], sums[G::kRows];
-        LoadCols(tile, block.r[t], r);
-        PartialDot<G>(s, r, sums);
+        for (int t = 0; t < L; ++t) {
+          float r[G::kCols], sums[G::kRows];
+          LoadCols(tile, block.r[t], r);
+          PartialDot<G>(s, r, sums);
 #pragma unroll
-        for (int i = 0; i < G::kRows; ++i) out[t * G::kRows + i] = sums[i];
+          for (int i = 0; i < G::kRows; ++i) out[t * G::kRows + i] = sums[i];
+        }
+        AdvanceState(tile, block, marks.From(part * L), s);
+        ReduceAndPut<1, G::kColGroups>(out, tile.lane, [&](int i, float sum) {
+          shared.y[stage][part][i / G::kRows][tile.first_row + i % G::kRows] = sum;
+        });
       }
-      AdvanceState(tile, block, marks.From(part * L), s);
-      ReduceAndPut<1, G::kColGroups>(out, tile.lane, [&](int i, float sum) {
-        shared.y[stage][part][i / G::kRows][tile.first_row + i % G::kRows] = sum;
-      });
-    }
+    });
 
     if (more) put(first + kTile);
-    const auto& block = shared.blocks[stage][own.part];
-    const TileMarks<kMarked> own_marks = own.Own(marks);
-    float scores[L * L], out[L] = {};
-    AddSums(block.scores, scores);
+    WithMarks<kTile>(marks, [&](auto marks) {
+      const auto& block = shared.blocks[stage][own.part];
+      const auto own_marks = own.Own(marks);
+      float scores[L * L], out[L] = {};
+      AddSums(block.scores, scores);
 #pragma unroll
-    for (int i = 0; i < L; ++i)
+      for (int i = 0; i < L; ++i)
 #pragma unroll
-      for (int t = i; t < L; ++t)
-        if (!own_marks.Starts(i + 1, t + 1))
-          out[t] = fmaf(scores[i * L + t], block.v[i][own.channel], out[t]);
-    __syncthreads();
+        for (int t = i; t < L; ++t)
+          if (!own_marks.Starts(i + 1, t + 1))
+            out[t] = fmaf(scores[i * L + t], block.v[i][own.channel], out[t]);
+      __syncthreads();
 #pragma unroll
-    for (int t = 0; t < L; ++t)
-      if (!own_marks.Starts(0, t + 1)) out[t] += shared.y[stage][own.part][t][own.channel];
-    own.Write(out, first, own_marks, y);
+      for (int t = 0; t < L; ++t)
+        if (!own_marks.Starts(0, t + 1)) out[t] += shared.y[stage][own.part][t][own.channel];
+      own.Write(out, first, own_marks, y);
+    });
   }
   StoreState(tile, final_state + head.State(), s);
 }
@@ -438,11 +443,13 @@ __global__ __launch_bounds__(ForwardTile<N>::kThreads) void SegmentKernel(
   int64_t first = (tokens - 1) / kTile * kTile;
   fetch(first);
   for (; first >= length; first -= kTile) {
-    const TileMarks<kMarked> marks = next_marks, own_marks = own.Own(marks);
+    const TileMarks<kMarked> marks = next_marks;
     float d[L], slope[L], r[L], dy[L];
-    own.ConvertDecay(raw_w, first, own_marks, d, slope);
-    own.Convert(raw_r, first, own_marks, r);
-    own.Convert(raw_dy, first, own_marks, dy);
+    WithMarks<kTile>(marks, [&](auto marks) {
+      own.ConvertDecay(raw_w, first, own.Own(marks), d, slope);
+      own.Convert(raw_r, first, own.Own(marks), r);
+      own.Convert(raw_dy, first, own.Own(marks), dy);
+    });
     __syncthreads();
     PutDecay(d, own.channel, shared[own.part]);
     PutReads(d, r, own.channel, shared[own.part]);
@@ -450,9 +457,11 @@ __global__ __launch_bounds__(ForwardTile<N>::kThreads) void SegmentKernel(
     for (int t = 0; t < L; ++t) shared[own.part].dy[t][own.channel] = dy[t];
     __syncthreads();
     if (first > length) fetch(first - kTile);
+    WithMarks<kTile>(marks, [&](auto marks) {
 #pragma unroll 1
-    for (int part = own.kParts - 1; part >= 0; --part)
-      AdvanceGradient(tile, shared[part], marks.From(part * L), ds);
+      for (int part = own.kParts - 1; part >= 0; --part)
+        AdvanceGradient(tile, shared[part], marks.From(part * L), ds);
+    });
     if (first % length == 0)
       StoreState(tile, split.Scratch(head.index, first / length - 1, Wkv6ScratchSize(N)), ds);
   }
@@ -600,9 +609,11 @@ __global__ __launch_bounds__(BackwardTile<N>::kThreads, N == 128 ? 1 : 3) void B
     const auto put_writes = [&](int i, float (&d)[L], float (&slope)[L], float (&k)[L],
                                 float (&v)[L]) {
       auto& block = shared.blocks[i % 2][own.part];
-      own.ConvertDecay(raw_w, start + i * kTile, own.Own(next_marks), d, slope);
-      own.Convert(raw_k, start + i * kTile, own.Own(next_marks), k);
-      own.Convert(raw_v, start + i * kTile, own.Own(next_marks), v);
+      WithMarks<kTile>(next_marks, [&](auto marks) {
+        own.ConvertDecay(raw_w, start + i * kTile, own.Own(marks), d, slope);
+        own.Convert(raw_k, start + i * kTile, own.Own(marks), k);
+        own.Convert(raw_v, start + i * kTile, own.Own(marks), v);
+      });
       PutDecay(d, own.channel, block);
       PutWrites(d, k, v, own.channel, block);
     };
@@ -610,8 +621,10 @@ __global__ __launch_bounds__(BackwardTile<N>::kThreads, N == 128 ? 1 : 3) void B
       float d[L], slope[L], r[L], k[L], v[L], dy[L];
       put_writes(i, d, slope, k, v);
       auto& block = shared.blocks[i % 2][own.part];
-      own.Convert(raw_r, start + i * kTile, own.Own(next_marks), r);
-      own.Convert(raw_dy, start + i * kTile, own.Own(next_marks), dy);
+      WithMarks<kTile>(next_marks, [&](auto marks) {
+        own.Convert(raw_r, start + i * kTile, own.Own(marks), r);
+        own.Convert(raw_dy, start + i * kTile, own.Own(marks), dy);
+      });
       PutReads(d, r, own.channel, block);
 #pragma unroll
       for (int t = 0; t < L; ++t) {
@@ -638,9 +651,11 @@ __global__ __launch_bounds__(BackwardTile<N>::kThreads, N == 128 ? 1 : 3) void B
         const bool more = i + 2 < tiles;
         marks = next_marks;
         if (more) fetch_writes(i + 1);
+        WithMarks<kTile>(marks, [&](auto marks) {
 #pragma unroll 1
-        for (int part = 0; part < kParts; ++part)
-          AdvanceState(tile, shared.blocks[i % 2][part], marks.From(part * L), s);
+          for (int part = 0; part < kParts; ++part)
+            AdvanceState(tile, shared.blocks[i % 2][part], marks.From(part * L), s);
+        });
         StoreState(tile, ds_end + (i + 1) * N * N, s);
         if (more) put_writes(i + 1, d, slope, k, v);
         __syncthreads();
@@ -667,77 +682,79 @@ __global__ __launch_bounds__(BackwardTile<N>::kThreads, N == 128 ? 1 : 3) void B
       __syncthreads();
 
       const auto& block = blocks[own.part];
-      const TileMarks<kMarked> own_marks = own.Own(marks);
       const int64_t first = start + i * kTile;
-      {
-        float scores[L * L], x[L];
-        AddSums(block.scores, scores);
+      WithMarks<kTile>(marks, [&](auto marks) {
+        const auto own_marks = own.Own(marks);
+        {
+          float scores[L * L], x[L];
+          AddSums(block.scores, scores);
+#pragma unroll
+          for (int t = 0; t < L; ++t) {
+            x[t] = own_marks.Starts(t + 1, L) ? 0.0f : shared.dv[own.part][t][own.channel];
+#pragma unroll
+            for (int j = t; j < L; ++j)
+              if (!own_marks.Starts(t + 1, j + 1))
+                x[t] = fmaf(scores[t * L + j], block.dy[j][own.channel], x[t]);
+          }
+          own.Write(x, first, own_marks, out.v);
+        }
+
+        // In their channel, the products of S_{t-1} and of dS_t with dy_j, v_j and each other follow
+        // the recurrences of S and dS, and are cleared where these are.
+        float products[L * L], columns[kColumnSums];
+        AddSums(block.products, products);
+#pragma unroll
+        for (int which = 0; which < kColumnSums; ++which) {
+          columns[which] = 0.0f;
+#pragma unroll
+          for (int warp = 0; warp < G::kWarps; ++warp)
+            columns[which] += shared.columns[own.part][warp][which][own.channel];
+        }
+        float d[L], slope[L], r[L], k[L];
 #pragma unroll
         for (int t = 0; t < L; ++t) {
-          x[t] = own_marks.Starts(t + 1, L) ? 0.0f : shared.dv[own.part][t][own.channel];
-#pragma unroll
-          for (int j = t; j < L; ++j)
-            if (!own_marks.Starts(t + 1, j + 1))
-              x[t] = fmaf(scores[t * L + j], block.dy[j][own.channel], x[t]);
+          const float4 x = block.own[t][own.channel];
+          d[t] = x.x, slope[t] = x.y, r[t] = x.z, k[t] = x.w;
         }
-        own.Write(x, first, own_marks, out.v);
-      }
-
-      // In their channel, the products of S_{t-1} and of dS_t with dy_j, v_j and each other follow
-      // the recurrences of S and dS, and are cleared where these are.
-      float products[L * L], columns[kColumnSums];
-      AddSums(block.products, products);
+        const float u = in.u[head.index * N + own.channel];
+        float* const reads = columns + kReadSums;
+        float* const writes = columns + kWriteSums;
+        float state = columns[kStateSum], dr[L], dw[L], dk[L], dw_sum = 0.0f, du_sum = 0.0f;
 #pragma unroll
-      for (int which = 0; which < kColumnSums; ++which) {
-        columns[which] = 0.0f;
+        for (int t = 0; t < L; ++t) {
+          if (own_marks.Starts(t)) {
+            state = 0.0f;
 #pragma unroll
-        for (int warp = 0; warp < G::kWarps; ++warp)
-          columns[which] += shared.columns[own.part][warp][which][own.channel];
-      }
-      float d[L], slope[L], r[L], k[L];
+            for (int j = t; j < L; ++j) reads[j] = 0.0f;
+          }
+          dr[t] = fmaf(products[t * L + t], u * k[t], reads[t]);
+          float x = state;
 #pragma unroll
-      for (int t = 0; t < L; ++t) {
-        const float4 x = block.own[t][own.channel];
-        d[t] = x.x, slope[t] = x.y, r[t] = x.z, k[t] = x.w;
-      }
-      const float u = in.u[head.index * N + own.channel];
-      float* const reads = columns + kReadSums;
-      float* const writes = columns + kWriteSums;
-      float state = columns[kStateSum], dr[L], dw[L], dk[L], dw_sum = 0.0f, du_sum = 0.0f;
+          for (int j = L - 1; j > t; --j)
+            x = own_marks.Starts(j) ? 0.0f : fmaf(x, d[j], r[j] * reads[j]);
+          dw[t] = own_marks.Absent(t) ? 0.0f : slope[t] * x;
+          dw_sum += dw[t];
 #pragma unroll
-      for (int t = 0; t < L; ++t) {
-        if (own_marks.Starts(t)) {
-          state = 0.0f;
-#pragma unroll
-          for (int j = t; j < L; ++j) reads[j] = 0.0f;
+          for (int j = t + 1; j < L; ++j)
+            reads[j] = fmaf(reads[j], d[t], k[t] * products[t * L + j]);
+          state = fmaf(state, d[t], k[t] * writes[t]);
         }
-        dr[t] = fmaf(products[t * L + t], u * k[t], reads[t]);
-        float x = state;
+        own.Write(dr, first, own_marks, out.r);
+        if (!in.constant_decay) own.Write(dw, first, own_marks, static_cast<T*>(out.w));
 #pragma unroll
-        for (int j = L - 1; j > t; --j)
-          x = own_marks.Starts(j) ? 0.0f : fmaf(x, d[j], r[j] * reads[j]);
-        dw[t] = own_marks.Absent(t) ? 0.0f : slope[t] * x;
-        dw_sum += dw[t];
+        for (int t = L - 1; t >= 0; --t) {
+          dk[t] = fmaf(products[t * L + t], u * r[t], writes[t]);
+          du_sum = fmaf(products[t * L + t], r[t] * k[t], du_sum);
 #pragma unroll
-        for (int j = t + 1; j < L; ++j)
-          reads[j] = fmaf(reads[j], d[t], k[t] * products[t * L + j]);
-        state = fmaf(state, d[t], k[t] * writes[t]);
-      }
-      own.Write(dr, first, own_marks, out.r);
-      if (!in.constant_decay) own.Write(dw, first, own_marks, static_cast<T*>(out.w));
-#pragma unroll
-      for (int t = L - 1; t >= 0; --t) {
-        dk[t] = fmaf(products[t * L + t], u * r[t], writes[t]);
-        du_sum = fmaf(products[t * L + t], r[t] * k[t], du_sum);
-#pragma unroll
-        for (int j = 0; j < t; ++j)
-          writes[j] = own_marks.Starts(t)
-                          ? 0.0f
-                          : fmaf(writes[j], d[t], r[t] * products[j * L + t]);
-      }
-      own.Write(dk, first, own_marks, out.k);
-      du_total += du_sum;
-      dw_total += dw_sum;
+          for (int j = 0; j < t; ++j)
+            writes[j] = own_marks.Starts(t)
+                            ? 0.0f
+                            : fmaf(writes[j], d[t], r[t] * products[j * L + t]);
+        }
+        own.Write(dk, first, own_marks, out.k);
+        du_total += du_sum;
+        dw_total += dw_sum;
+      });
       if (i > 0) put(i - 1);
       __syncthreads();
     }
