@@ -1,14 +1,15 @@
 """What the Pallas kernels of all operators share: the arithmetic of a chunk's decays, the walk over
 a sequence chunk by chunk, and how that walk becomes a kernel on each platform.
 
-A chunk function maps arrays of a few tokens of one head, and its state, to results; it consists of
-elementwise operations and of products of matrices, so that every platform takes it as it is. The
-state stays on the chip for the whole sequence. On a GPU one program walks along the sequence of one
-head; on a TPU, whose blocks are copied to its memory as a whole, the last axis of the grid does.
+What a chunk of tokens does to the state before it needs the tokens alone, so it is prepared for all
+chunks side by side; then a walk along the sequence, with the state on the chip, takes few products
+for each. The backward pass is such a walk for the gradient of the state, from the end. With that,
+and the states of all chunks, computed again from those that were saved, the gradients of all chunks
+are computed side by side.
 
-The backward pass is such a walk for the gradient of the state alone, from the end. With that, and
-the states of all chunks, computed again from those that were saved, the gradients of all chunks are
-computed side by side.
+The functions of a chunk consist of elementwise operations and of products of matrices, so that
+every platform takes them as they are. On a GPU one program walks along the sequence of one head; on
+a TPU, whose blocks are copied to its memory as a whole, the last axis of the grid does.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +34,7 @@ PLATFORMS = ("cuda", "tpu")
 HEAD_SIZES = (16, 32, 64, 128)
 """The tiles of a GPU are powers of two, and 16 is the least of a product."""
 
-ROWS = 32
+ROWS = 64
 """Rows of a state, or of its gradient, that one GPU program keeps along a sequence. They do not
 depend on each other, so more value channels are more programs."""
 
@@ -57,12 +58,11 @@ class Tunings(NamedTuple):
 
 
 _FEW = {16: Tuning(16), 32: Tuning(16), 64: Tuning(16), 128: Tuning(16, num_warps=8)}
-WALKS = Tunings(
-    {16: Tuning(64), 32: Tuning(64), 64: Tuning(16, num_warps=2), 128: Tuning(16)},
-    _FEW | {64: Tuning(16, num_warps=2)},
-)
-GRADIENTS = Tunings(_FEW | {16: Tuning(64), 32: Tuning(64)}, _FEW)
+CHUNKS = Tunings(_FEW | {16: Tuning(64), 32: Tuning(64)}, _FEW)
 """Heads of 64 as measured on an H200."""
+
+WALK_STAGES = {16: 3, 32: 3, 64: 3, 128: 1}
+"""Loads in flight of the walks, by head size: three chunks of 128 do not fit every GPU."""
 
 BOUNDED = ("sigmoid",)
 """Forms whose log decay is never below -0.61, so that a chunk's decay may be divided by."""
@@ -344,20 +344,38 @@ Refs: TypeAlias = dict[str, Any]
 Operands: TypeAlias = dict[str, tuple[str, Array]]
 """Arrays and their axes; `1` is an axis of length 1."""
 
+Results: TypeAlias = dict[str, tuple[str, Any]]
+"""Axes and dtypes."""
+
 Body: TypeAlias = Callable[[Refs, int, Any, Arrays], Arrays]
 
-Chunk: TypeAlias = Callable[[Named, Array, Array | None], tuple[Array, Array]]
-"""`(inputs, state, valid) -> (y, state)` for inputs [L, ...] and state [V, K]; `y` is [V, L]."""
+PREPARED = {
+    "stay": "BMH1K",
+    "reads": "BTHK",
+    "fresh": "BTHV",
+    "keys": "BTHK",
+    "solved": "BTHK",
+    "own": "BTHV",
+    "kept": "BTHK",
+}
+"""What a chunk does to the state S before it, with the names of these for what is prepared:
 
-ChunkBack: TypeAlias = Callable[[Named, Array, Array, Array | None], Array]
-"""`(inputs, dy, dstate, valid) -> dstate`, the gradient of the state before; `dy` is [L, V]."""
+    Y = reads S^T + fresh
+    S_after = S diag(stay) + V^T keys + U^T kept,    U = solved S^T + own
+
+The second sum of products is of operators whose writes read the state.
+"""
+
+Prepare: TypeAlias = Callable[[Named, Array | None], Named]
+"""`(inputs, valid) -> prepared`, for inputs [L, ...]."""
 
 ChunkGradient: TypeAlias = Callable[[Named, Array, Array, Array, Array | None], Named]
-"""`(inputs, state, dy, dstate, valid) -> gradients`, from the gradient of the state after."""
+"""`(inputs, state, dy, dstate, valid) -> gradients`, from the state before and the gradient of that
+after; `dy` is [L, V]."""
 
 
 def forward(
-    chunk: Chunk,
+    prepare: Prepare,
     options: Options,
     platform: str,
     inputs: Mapping[str, Array],
@@ -371,40 +389,50 @@ def forward(
     nothing = jnp.broadcast_to(initial_state[:, None], saved).astype(save_as)
     if 0 in (batch, tokens, heads):
         return inputs["v"], initial_state, nothing
-    operands, tuning = _with_axes(inputs), _tuning(WALKS, options, inputs)
-    in_frame = CHUNK // tuning.tokens
+    chunks = _Chunks(options, platform, inputs)
+    operands = chunks.prepared(prepare, _with_axes(inputs))
 
     def body(refs: Refs, count: int, first: Any, carry: Arrays) -> Arrays:
         def one(i: Any, state: Array) -> Array:
             if options.save:
                 states = refs["states"]
 
-                @pl.when(lax.rem(i, in_frame) == 0)
+                @pl.when(lax.rem(i, chunks.in_frame) == 0)
                 def _():
-                    states[lax.div(i, in_frame)] = state.astype(states.dtype)
+                    states[lax.div(i, chunks.in_frame)] = state.astype(states.dtype)
 
-            here, valid = _chunk_of(refs, operands, tuning.tokens, i, first, tokens)
-            y, state = chunk(here, state, valid)
-            refs["y"][_rows(i, tuning.tokens)] = y.T.astype(refs["y"].dtype)
-            return state
+            here = chunks.at(refs, operands, i)
+            y = chunks.product(state, here["reads"], (1, 1)) + here["fresh"].T.astype(jnp.float32)
+            chunks.put(refs["y"], i, y.T)
+            return _after(chunks.product, here, state)
 
         return (lax.fori_loop(0, count, one, *carry),)
 
     results = {"y": ("BTHV", inputs["v"].dtype)}
     if options.save:
         results["states"] = ("BNHVK", save_as)
-    named = _walk(
-        *(body, platform, operands, {"state": ("BHVK", initial_state)}, results),
-        rows=ROWS,
-        tuning=tuning,
-        order=FROM_START,
-    )
+    named = chunks.walk(body, operands, {"state": ("BHVK", initial_state)}, results, FROM_START)
     return named["y"], named["state"], named.get("states", nothing)
 
 
+def _after(product: Product, here: Named, state: Array) -> Array:
+    result = state * here["stay"] + product(here["v"], here["keys"], (0, 0))
+    if "solved" in here:
+        u = product(state, here["solved"], (1, 1)) + here["own"].T.astype(jnp.float32)
+        result += product(u, here["kept"])
+    return result
+
+
+def _before(product: Product, here: Named, dstate: Array) -> Array:
+    """The gradient of the state before."""
+    result = dstate * here["stay"] + product(here["dy"], here["reads"], (0, 0))
+    if "solved" in here:
+        result += product(product(dstate, here["kept"], (1, 1)), here["solved"])
+    return result
+
+
 def backward(
-    chunk: Chunk,
-    back: ChunkBack,
+    prepare: Prepare,
     gradient: ChunkGradient,
     options: Options,
     platform: str,
@@ -417,104 +445,144 @@ def backward(
     batch, tokens, heads, _ = inputs["r"].shape
     if 0 in (batch, tokens, heads):
         return *(jnp.zeros_like(x) for x in inputs.values()), dfinal_state
+    chunks = _Chunks(options, platform, inputs)
     operands = _with_axes(inputs) | {"dy": ("BTHV", dy)}
-    tuning = _tuning(GRADIENTS, options, inputs)
-    walk = tuning._replace(num_warps=_tuning(WALKS, options, inputs).num_warps)
-    dstates, dinitial_state = _dstates(back, platform, operands, dfinal_state, states.dtype, walk)
-    if tuning.tokens < CHUNK:
-        states = _states(chunk, platform, operands, states, walk)
-    operands |= {"states": ("BMHVK", states), "dstates": ("BMHVK", dstates)}
-    gradients = _gradients(gradient, platform, operands, list(inputs), tuning)
-    return *(x.reshape(inputs[n].shape) for n, x in gradients.items()), dinitial_state
+    prepared = chunks.prepared(prepare, operands)
 
-
-def _dstates(
-    back: ChunkBack,
-    platform: str,
-    operands: Operands,
-    dfinal_state: Array,
-    dtype: Any,
-    tuning: Tuning,
-) -> tuple[Array, Array]:
-    """The gradients of the states after each chunk, and of the initial state."""
-    tokens = operands["dy"][1].shape[1]
-
-    def body(refs: Refs, count: int, first: Any, carry: Arrays) -> Arrays:
+    def dstates(refs: Refs, count: int, first: Any, carry: Arrays) -> Arrays:
         def one(n: Any, dstate: Array) -> Array:
-            i, dstates = count - 1 - n, refs["dstates"]
-            dstates[i] = dstate.astype(dstates.dtype)
-            here, valid = _chunk_of(refs, operands, tuning.tokens, i, first, tokens)
-            return back(here, here["dy"], dstate, valid)
+            i, result = count - 1 - n, refs["dstates"]
+            result[i] = dstate.astype(result.dtype)
+            return _before(chunks.product, chunks.at(refs, prepared, i), dstate)
 
         return (lax.fori_loop(0, count, one, *carry),)
 
-    named = _walk(
-        *(body, platform, operands, {"dstate": ("BHVK", dfinal_state)}),
-        {"dstates": ("BMHVK", dtype)},
-        rows=ROWS,
-        tuning=tuning,
-        order=FROM_END,
-    )
-    return named["dstates"], named["dstate"]
+    dstate: Operands = {"dstate": ("BHVK", dfinal_state)}
+    result = {"dstates": ("BMHVK", states.dtype)}
+    found = chunks.walk(dstates, prepared, dstate, result, FROM_END)
+    operands["dstates"] = "BMHVK", found["dstates"]
+    operands["states"] = "BMHVK", _states(chunks, prepared, states)
+    gradients = _gradients(chunks, gradient, operands, list(inputs))
+    return *(gradients[n].reshape(x.shape) for n, x in inputs.items()), found["dstate"]
 
 
-def _states(
-    chunk: Chunk, platform: str, operands: Operands, states: Array, tuning: Tuning
-) -> Array:
+def _states(chunks: "_Chunks", prepared: Operands, states: Array) -> Array:
     """Those before each chunk, from those before each frame."""
-    tokens = operands["dy"][1].shape[1]
+    if chunks.in_frame == 1:
+        return states
 
     def body(refs: Refs, count: int, first: Any, carry: Arrays) -> Arrays:
         def one(i: Any, state: Array) -> Array:
             result = refs["result"]
             result[i] = state.astype(result.dtype)
-            here, valid = _chunk_of(refs, operands, tuning.tokens, i, first, tokens)
-            return chunk(here, state, valid)[1]
+            return _after(chunks.product, chunks.at(refs, prepared, i), state)
 
         lax.fori_loop(0, count, one, refs["states"][0].astype(jnp.float32))
         return ()
 
-    named = _walk(
-        *(body, platform, operands | {"states": ("BNHVK", states)}, {}),
-        {"result": ("BMHVK", states.dtype)},
-        rows=ROWS,
-        tuning=tuning,
-        order=SIDE_BY_SIDE,
-    )
-    return named["result"]
+    operands, result = prepared | {"states": ("BNHVK", states)}, {"result": ("BMHVK", states.dtype)}
+    return chunks.walk(body, operands, {}, result, SIDE_BY_SIDE)["result"]
 
 
 def _gradients(
-    gradient: ChunkGradient,
-    platform: str,
-    operands: Operands,
-    inputs: Sequence[str],
-    tuning: Tuning,
+    chunks: "_Chunks", gradient: ChunkGradient, operands: Operands, inputs: Sequence[str]
 ) -> Named:
     """Those of the inputs."""
-    tokens = operands["dy"][1].shape[1]
     shared = [name for name in inputs if "T" not in operands[name][0]]
-    given = {n: x for n, x in operands.items() if n not in ("states", "dstates")}
 
     def body(refs: Refs, count: int, first: Any, carry: Arrays) -> Arrays:
-        here, valid = _chunk_of(refs, given, tuning.tokens, 0, first, tokens)
-        state, dstate = (refs[name][0].astype(jnp.float32) for name in ("states", "dstates"))
-        for name, x in gradient(here, state, here["dy"], dstate, valid).items():
+        here = chunks.at(refs, operands, 0)
+        state, dstate = (here.pop(name).astype(jnp.float32) for name in ("states", "dstates"))
+        found = gradient(here, state, here.pop("dy"), dstate, chunks.valid(first))
+        for name, x in found.items():
             ref = refs[f"d{name}"]
             ref[0 if name in shared else slice(None)] = x.astype(ref.dtype)
         return ()
 
     of_tokens = {f"d{n}": operands[n] for n in inputs if n not in shared}
-    named = _walk(
-        *(body, platform, operands, {}),
-        {n: (axes, x.dtype) for n, (axes, x) in of_tokens.items()}
-        | {f"d{n}": ("BMH1K", jnp.float32) for n in shared},
-        rows=max(HEAD_SIZES),
-        tuning=tuning,
-        order=SIDE_BY_SIDE,
-        span=tuning.tokens,
-    )
+    results = {n: (axes, x.dtype) for n, (axes, x) in of_tokens.items()}
+    results |= {f"d{n}": ("BMH1K", jnp.float32) for n in shared}
+    named = chunks.each(body, operands, results)
     return {n: jnp.sum(named[f"d{n}"], 1) if n in shared else named[f"d{n}"] for n in inputs}
+
+
+class _Chunks:
+    """How a call is cut into chunks, and what runs on them."""
+
+    def __init__(self, options: Options, platform: str, inputs: Mapping[str, Array]) -> None:
+        r, v = inputs["r"], inputs["v"]
+        self.product = product(options, r.dtype)
+        bounded = options.decay in BOUNDED and self.product.dtype != jnp.float32
+        tunings = CHUNKS.bounded if bounded else CHUNKS.otherwise
+        size = max(r.shape[-1], v.shape[-1])
+        self._tuning, self._platform = tunings[size], platform
+        self._walk = self._tuning._replace(num_stages=WALK_STAGES[size])
+        self.length, self._tokens = self._tuning.tokens, r.shape[1]
+        self.in_frame = CHUNK // self.length
+
+    def at(self, refs: Refs, operands: Operands, i: Any) -> Named:
+        """The arrays of chunk `i`."""
+        where = {"T": self._rows(i), "M": i}
+        return {
+            name: refs[name][next((where[a] for a in axes if a in where), ...)]
+            for name, (axes, _) in operands.items()
+        }
+
+    def put(self, ref: Any, i: Any, x: Array) -> None:
+        ref[self._rows(i)] = x.astype(ref.dtype)
+
+    def _rows(self, i: Any) -> Any:
+        return pl.ds(i * self.length, self.length)
+
+    def valid(self, number: Any) -> Array | None:
+        """Which tokens [L, 1] of a chunk there are, None if all of all chunks."""
+        if self._tokens % CHUNK == 0:
+            return None
+        place = lax.broadcasted_iota(jnp.int32, (self.length, 1), 0)
+        return number * self.length + place < self._tokens
+
+    def prepared(self, prepare: Prepare, operands: Operands) -> Operands:
+        """What a walk reads: what is prepared, the values, and `dy` if it is there."""
+        inputs = {n: x for n, x in operands.items() if n != "dy"}
+
+        def body(refs: Refs, count: int, first: Any, carry: Arrays) -> Arrays:
+            found = prepare(self.at(refs, inputs, 0), self.valid(first))
+            for name, x in found.items():
+                ref = refs[name]
+                ref[0 if name == "stay" else slice(None)] = x.astype(ref.dtype)
+            return ()
+
+        one = {n: jax.ShapeDtypeStruct(self._of_chunk(*x), x[1].dtype) for n, x in inputs.items()}
+        names = jax.eval_shape(lambda one: prepare(one, None), one)
+        results = {n: (PREPARED[n], self.product.dtype) for n in names}
+        results["stay"] = PREPARED["stay"], jnp.float32
+        made = self.each(body, inputs, results)
+        operands = {n: x for n, x in operands.items() if n in ("v", "dy")}
+        return operands | {name: (PREPARED[name], x) for name, x in made.items()}
+
+    def _of_chunk(self, axes: str, x: Array) -> tuple[int, ...]:
+        sizes = dict(zip(axes, x.shape, strict=True)) | {"T": self.length}
+        return tuple(sizes[a] for a in axes if a not in "BH")
+
+    def each(self, body: Body, operands: Operands, results: Results) -> Named:
+        """One chunk for each program."""
+        return _walk(
+            *(body, self._platform, operands, {}, results),
+            rows=max(HEAD_SIZES),
+            tuning=self._tuning,
+            order=SIDE_BY_SIDE,
+            span=self.length,
+        )
+
+    def walk(
+        self, body: Body, operands: Operands, carried: Operands, results: Results, order: str
+    ) -> Named:
+        return _walk(
+            *(body, self._platform, operands, carried, results),
+            rows=ROWS,
+            tuning=self._walk,
+            order=order,
+        )
 
 
 def _with_axes(inputs: Mapping[str, Array]) -> Operands:
@@ -525,30 +593,6 @@ def _with_axes(inputs: Mapping[str, Array]) -> Operands:
     }
 
 
-def _tuning(tunings: Tunings, options: Options, inputs: Mapping[str, Array]) -> Tuning:
-    exact = product(options, inputs["r"].dtype).dtype == jnp.float32
-    bounded = options.decay in BOUNDED and not exact
-    by_size = tunings.bounded if bounded else tunings.otherwise
-    return by_size[max(inputs["r"].shape[-1], inputs["v"].shape[-1])]
-
-
-def _rows(i: Any, length: int) -> Any:
-    return pl.ds(i * length, length)
-
-
-def _chunk_of(
-    refs: Refs, operands: Operands, length: int, i: Any, first: Any, tokens: int
-) -> tuple[Named, Array | None]:
-    """The inputs of chunk `i`, where `first` is the number of the first one in `refs`, and which of
-    its tokens [L, 1] there are, None if all of all chunks."""
-    rows = _rows(i, length)
-    here = {n: refs[n][rows] if "T" in axes else refs[n][...] for n, (axes, _) in operands.items()}
-    if tokens % CHUNK == 0:
-        return here, None
-    number = (first + i) * length + lax.broadcasted_iota(jnp.int32, (length, 1), 0)
-    return here, number < tokens
-
-
 FROM_START, FROM_END, SIDE_BY_SIDE = "from start", "from end", "side by side"
 
 
@@ -557,7 +601,7 @@ def _walk(
     platform: str,
     operands: Operands,
     carried: Operands,
-    results: dict[str, tuple[str, Any]],
+    results: Results,
     *,
     rows: int,
     tuning: Tuning,
@@ -575,6 +619,7 @@ def _walk(
     given = operands | carried
     made = results | {name: (axes, x.dtype) for name, (axes, x) in carried.items()}
     sizes = {a: n for axes, x in given.values() for a, n in zip(axes, x.shape, strict=True)}
+    sizes["1"] = 1
     tokens, whole = sizes["T"], not on_tpu and order != SIDE_BY_SIDE
 
     def cut(length: int) -> dict[str, int]:

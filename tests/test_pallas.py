@@ -37,8 +37,8 @@ def interpreted(request: pytest.FixtureRequest):
     jax.clear_caches()
 
 
-KERNELS = 4
-"""For both directions: forward, the gradient of the state, the states of chunks, and gradients."""
+KERNELS = 6
+"""Forward and backward what is prepared and a walk, then the states of chunks, and gradients."""
 
 
 def _check(op: str, case: Case, precision: str | None = None) -> None:

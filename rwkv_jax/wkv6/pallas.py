@@ -31,23 +31,15 @@ def _pairs(product: Product, decays: Decays, r: Array, k: Array, u: Array) -> Ar
     return pairs + _pallas.diagonal(jnp.sum(r * u * k, axis=1, keepdims=True))
 
 
-def _chunk(
-    product: Product, decay: str, inputs: Named, state: Array, valid: Array | None
-) -> tuple[Array, Array]:
+def _prepare(product: Product, decay: str, inputs: Named, valid: Array | None) -> Named:
     r, w, k, u = (inputs[name].astype(jnp.float32) for name in "rwku")
-    v = inputs["v"]
     decays = _pallas.decays(product, _pallas.log_decay(w, decay, len(r), valid), decay)
-    pairs = _pairs(product, decays, r, k, u)
-    y = product(state, r * decays.before, (1, 1)) + product(v, pairs, (0, 1))
-    return y, state * decays.stay + product(v, k * decays.after, (0, 0))
-
-
-def _back(
-    product: Product, decay: str, inputs: Named, dy: Array, dstate: Array, valid: Array | None
-) -> Array:
-    r, w = (inputs[name].astype(jnp.float32) for name in "rw")
-    decays = _pallas.decays(product, _pallas.log_decay(w, decay, len(r), valid), decay)
-    return dstate * decays.stay + product(dy, r * decays.before, (0, 0))
+    return {
+        "stay": decays.stay,
+        "reads": r * decays.before,
+        "fresh": product(_pairs(product, decays, r, k, u), inputs["v"]),
+        "keys": k * decays.after,
+    }
 
 
 def _gradient(
@@ -101,8 +93,8 @@ def forward(
 ) -> tuple[Values, State, States]:
     inputs = {"r": r, "w": w, "k": k, "v": v, "u": u}
     product = _pallas.product(options, r.dtype)
-    chunk = functools.partial(_chunk, product, options.decay)
-    return _pallas.forward(chunk, options, platform, inputs, initial_state)
+    prepare = functools.partial(_prepare, product, options.decay)
+    return _pallas.forward(prepare, options, platform, inputs, initial_state)
 
 
 def backward(
@@ -119,10 +111,9 @@ def backward(
 ) -> tuple[Keys, Array, Keys, Values, TokenKeys, State]:
     inputs = {"r": r, "w": w, "k": k, "v": v, "u": u}
     product = _pallas.product(options, r.dtype)
-    chunk = functools.partial(_chunk, product, options.decay)
-    back = functools.partial(_back, product, options.decay)
+    prepare = functools.partial(_prepare, product, options.decay)
     gradient = functools.partial(_gradient, product, options.decay)
     dr, dw, dk, dv, du, dinitial_state = _pallas.backward(
-        chunk, back, gradient, options, platform, inputs, states, dy, dfinal_state
+        prepare, gradient, options, platform, inputs, states, dy, dfinal_state
     )
     return dr, dw, dk, dv, du, dinitial_state

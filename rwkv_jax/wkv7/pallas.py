@@ -48,50 +48,27 @@ def _pairs(product: Product, decays: Decays, inputs: Named) -> _Pairs:
     return _Pairs(a_k, r_b, r_k, _pallas.inverse(product, a_b))
 
 
-def _solved(product: Product, pairs: _Pairs, decays: Decays, inputs: Named, state: Array) -> Array:
-    """U^T; `state` is that in the middle."""
-    read = product(state, inputs["a"] * decays.before, (1, 1))
-    return product(read + product(inputs["v"], pairs.b, (0, 1)), pairs.inverse, (1, 1))
-
-
 def _float32(inputs: Named) -> Named:
     return {name: x if name == "v" else x.astype(jnp.float32) for name, x in inputs.items()}
 
 
-def _chunk(
-    product: Product, decay: str, inputs: Named, state: Array, valid: Array | None
-) -> tuple[Array, Array]:
+def _prepare(product: Product, decay: str, inputs: Named, valid: Array | None) -> Named:
     inputs = _float32(inputs)
-    r, w, k, v, b = (inputs[name] for name in "rwkvb")
+    r, w, k, v, a, b = (inputs[name] for name in "rwkvab")
     decays = _pallas.decays(product, _pallas.log_decay(w, decay, len(r), valid), decay)
-    state *= decays.entry
     pairs = _pairs(product, decays, inputs)
-    u = _solved(product, pairs, decays, inputs, state)
-    y = product(state, r * decays.own * decays.before, (1, 1))
-    y += product(u, pairs.q, (1, 1)) + product(v, pairs.r, (0, 1))
-    state *= decays.stay
-    state += product(u, b * decays.after) + product(v, k * decays.after, (0, 0))
-    return y, state * decays.leave
-
-
-def _dread(product: Product, pairs: _Pairs, b_end: Array, dy: Array, dstate: Array) -> Array:
-    """The cotangent of what all tokens read, [V, L]."""
-    du = product(dy, pairs.q, (0, 0)) + product(dstate, b_end, (1, 1))
-    return product(du, pairs.inverse)
-
-
-def _back(
-    product: Product, decay: str, inputs: Named, dy: Array, dstate: Array, valid: Array | None
-) -> Array:
-    inputs = _float32(inputs)
-    r, w, a, b = (inputs[name] for name in "rwab")
-    decays = _pallas.decays(product, _pallas.log_decay(w, decay, len(r), valid), decay)
-    dstate *= decays.leave
-    pairs = _pairs(product, decays, inputs)
-    dread = _dread(product, pairs, b * decays.after, dy, dstate)
-    r_start, a_start = r * decays.own * decays.before, a * decays.before
-    dstate = dstate * decays.stay + product(dy, r_start, (0, 0)) + product(dread, a_start)
-    return dstate * decays.entry
+    solved = product(pairs.inverse, a * decays.before)
+    own = product(pairs.inverse, product(pairs.b, v))
+    reads = r * decays.own * decays.before + product(pairs.q, solved)
+    return {
+        "stay": decays.entry * decays.stay * decays.leave,
+        "reads": reads * decays.entry,
+        "fresh": product(pairs.q, own) + product(pairs.r, v),
+        "keys": k * decays.after * decays.leave,
+        "solved": solved * decays.entry,
+        "own": own,
+        "kept": b * decays.after * decays.leave,
+    }
 
 
 def _gradient(
@@ -110,11 +87,13 @@ def _gradient(
     own, before, after, entry, stay, leave, levels = decays
     state, dstate = state * entry, dstate * leave
     pairs = _pairs(product, decays, inputs)
-    u = _solved(product, pairs, decays, inputs, state)
     decayed = r * own
     r_start, a_start, b_end, k_end = decayed * before, a * before, b * after, k * after
+    u = product(state, a_start, (1, 1)) + product(v, pairs.b, (0, 1))
+    u = product(u, pairs.inverse, (1, 1))
 
-    dread = _dread(product, pairs, b_end, dy, dstate)
+    du = product(dy, pairs.q, (0, 0)) + product(dstate, b_end, (1, 1))
+    dread = product(du, pairs.inverse)
     dv = product(dy, pairs.r, (0, 0)) + product(dstate, k_end, (1, 1)) + product(dread, pairs.b)
     dr_start, da_start = product(dy, state), product(dread, state, (0, 0))
     db_end, dk_end = product(u, dstate, (0, 0)), product(v, dstate)
@@ -159,8 +138,8 @@ def forward(
 ) -> tuple[Values, State, States]:
     inputs = {"r": r, "w": w, "k": k, "v": v, "a": a, "b": b}
     product = _pallas.product(options, r.dtype)
-    chunk = functools.partial(_chunk, product, options.decay)
-    return _pallas.forward(chunk, options, platform, inputs, initial_state)
+    prepare = functools.partial(_prepare, product, options.decay)
+    return _pallas.forward(prepare, options, platform, inputs, initial_state)
 
 
 def backward(
@@ -178,10 +157,9 @@ def backward(
 ) -> tuple[Keys, Keys, Keys, Values, Keys, Keys, State]:
     inputs = {"r": r, "w": w, "k": k, "v": v, "a": a, "b": b}
     product = _pallas.product(options, r.dtype)
-    chunk = functools.partial(_chunk, product, options.decay)
-    back = functools.partial(_back, product, options.decay)
+    prepare = functools.partial(_prepare, product, options.decay)
     gradient = functools.partial(_gradient, product, options.decay)
     dr, dw, dk, dv, da, db, dinitial_state = _pallas.backward(
-        chunk, back, gradient, options, platform, inputs, states, dy, dfinal_state
+        prepare, gradient, options, platform, inputs, states, dy, dfinal_state
     )
     return dr, dw, dk, dv, da, db, dinitial_state
