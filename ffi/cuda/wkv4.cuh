@@ -8,9 +8,11 @@
 //
 // Sums of weights are kept as sums times e^log_max. Inside a run whose weights are not too far
 // from each other all are taken relative to one gauge, which leaves one exponential for each
-// token. Another run, or one with fewer tokens, goes token by token as the reference does, and so
-// does one in which a segment starts or which has padding. That has no part in decays: ages are
-// counted in tokens that are there.
+// token. Another run goes token by token as the reference does.
+//
+// Where segments start inside a run, each of them has a gauge of its own, or goes token by token,
+// whatever the others do. Padding, as which the tokens past the end of a row count, has no part in
+// decays: ages are counted in tokens that are there.
 #pragma once
 
 #include <cfloat>
@@ -203,22 +205,22 @@ struct Passage {
 // Segment `i` of a sequence, found by a warp together.
 template <bool kMarked>
 __device__ Passage PassageOf(const Split& split, int64_t i, const Marks& marks, int64_t sequence) {
-  if constexpr (!kMarked) {
-    return {static_cast<float>(split.Length(i)), false};
-  } else {
-    const int64_t end = (split.First(i + 1) + kChunk - 1) / kChunk;
-    int64_t tokens = 0;
-    bool starts = false;
-    for (int64_t chunk = split.First(i) / kChunk + Lane(); chunk < end; chunk += 32) {
-      const FrameMarks frame(marks, sequence, chunk);
-      tokens += kChunk - __popcll(frame.absent);
-      starts = starts || frame.starts != 0;
-    }
-    float total = tokens;
+  if constexpr (kMarked)
+    if (marks.Given()) {
+      const int64_t end = (split.First(i + 1) + kChunk - 1) / kChunk;
+      int64_t tokens = 0;
+      bool starts = false;
+      for (int64_t chunk = split.First(i) / kChunk + Lane(); chunk < end; chunk += 32) {
+        const FrameMarks frame(marks, sequence, chunk);
+        tokens += kChunk - __popcll(frame.absent);
+        starts = starts || frame.starts != 0;
+      }
+      float total = tokens;
 #pragma unroll
-    for (int bit = 1; bit < 32; bit *= 2) total += __shfl_xor_sync(~0u, total, bit);
-    return {total, __any_sync(~0u, starts) != 0};
-  }
+      for (int bit = 1; bit < 32; bit *= 2) total += __shfl_xor_sync(~0u, total, bit);
+      return {total, __any_sync(~0u, starts) != 0};
+    }
+  return {static_cast<float>(split.Length(i)), false};
 }
 
 // The tokens of the tile at `start`; none past the end.
@@ -227,20 +229,36 @@ __device__ inline int TileLength(int64_t start, int64_t end) {
   return left < 0 ? 0 : left < kChunk ? static_cast<int>(left) : static_cast<int>(kChunk);
 }
 
-// The marks of the tile at `start`, if that is before `end`.
+// The marks of kTiles tiles of a row, in shared memory.
 template <bool kMarked>
-__device__ FrameMarks LoadFrame(const Marks& marks, int64_t sequence, int64_t start, int64_t end) {
-  if constexpr (kMarked)
-    if (start < end) return {marks, sequence, start / kChunk};
-  return {};
-}
+struct RowMarks {
+  static constexpr unsigned kTileWords = kChunk / kWordTokens, kTiles = kThreads / kTileWords;
+
+  uint32_t (&words)[kThreads];
+
+  // Brings those of a tile and of the ones beside it; by all threads.
+  __device__ void Bring(const Marks& marks, int64_t row, int64_t tile) {
+    if constexpr (kMarked) {
+      const int64_t word = tile / kTiles * kThreads + threadIdx.x;
+      const bool there = marks.Given() && word < marks.per_row;
+      __syncthreads();
+      words[threadIdx.x] = there ? marks.words[row * marks.per_row + word] : 0;
+      __syncthreads();
+    }
+  }
+  // Whether those of a tile come with the ones of the tile before it.
+  __device__ bool Follows(unsigned tile) const { return !kMarked || tile % kTiles != 0; }
+  __device__ const uint32_t* Of(unsigned tile) const {
+    return kMarked ? words + tile % kTiles * kTileWords : nullptr;
+  }
+};
 
 // A tile of `length` tokens, and what its marks say of its runs.
 template <bool kMarked>
 struct Runs {
   int length;
 
-  __device__ Runs(int length, const FrameMarks&) : length(length) {}
+  __device__ Runs(int length, const uint32_t*) : length(length) {}
 
   // The tokens of the first runs, of all runs, and those after a token.
   __device__ float Tokens(int runs) const { return fminf(kRun * runs, length); }
@@ -248,41 +266,91 @@ struct Runs {
   __device__ float TokensAfter(int token) const { return length - 1 - token; }
   // Of a run that has tokens.
   __device__ Passage Of(int run) const { return {fminf(kRun, length - kRun * run), false}; }
-  // Whether a segment starts in one of the runs from `first` up to `end`.
-  __device__ bool Start(int, int) const { return false; }
+  __device__ bool Start() const { return false; }
+  // Whether what is in a slot, below, reaches the start of a run, or back to its end.
+  __device__ auto ReachStart(int run) const {
+    return [run](int slot) { return slot == kWarps || slot < run; };
+  }
+  __device__ auto ReachEnd(int run) const {
+    return [run](int slot) { return slot > run; };
+  }
   __device__ TileMarks<false> MarksOf(int) const { return {}; }
 };
 
+// Tokens past the end of the tile are padding, with and without marks.
 template <>
 struct Runs<true> {
   int length;
-  FrameMarks marks;
+  const uint32_t* words;  // in shared memory
+  uint32_t any;           // the bits that any of these words has
 
-  __device__ Runs(int length, const FrameMarks& marks) : length(length), marks(marks) {}
+  __device__ Runs(int length, const uint32_t* words) : length(length), words(words) {
+    const uint4 x = *reinterpret_cast<const uint4*>(words);
+    any = x.x | x.y | x.z | x.w;
+  }
 
   __device__ float Tokens(int runs) const {
-    return kRun * runs - __popcll(marks.absent & Before(runs));
+    return kRun * runs - __popcll(Absent() & Before(runs));
   }
   __device__ float Tokens() const { return Tokens(kWarps); }
   __device__ float TokensAfter(int token) const {
-    return kChunk - 1 - token - __popcll(marks.absent >> token);
+    return kChunk - 1 - token - __popcll(Absent() >> token);
   }
   __device__ Passage Of(int run) const {
-    return {Tokens(run + 1) - Tokens(run), Start(run, run + 1)};
+    return {Tokens(run + 1) - Tokens(run), MarksOf(run).Starts(0, kRun)};
   }
-  __device__ bool Start(int first, int end) const {
-    return (marks.starts & Before(end) & ~Before(first)) != 0;
+  __device__ bool Padded() const { return length < kChunk || any >> kWordTokens != 0; }
+  __device__ bool Start() const { return (any & 0xffff) != 0; }
+  __device__ auto ReachStart(int run) const {
+    uint32_t slots = (1u << run) - 1 | 1u << kWarps;
+    if (Start()) {
+      const uint64_t starts = Starts() & Before(run);
+      if (starts != 0) slots = (1u << run) - (1u << (63 - __clzll(starts)) / kRun);
+    }
+    return [slots](int slot) { return slots >> slot & 1; };
   }
+  __device__ auto ReachEnd(int run) const {
+    uint32_t slots = (2u << kWarps) - (2u << run);
+    if (Start()) {
+      const uint64_t starts = Starts() & ~Before(run + 1);
+      if (starts != 0) slots = (2u << (__ffsll(starts) - 1) / kRun) - (2u << run);
+    }
+    return [slots](int slot) { return slots >> slot & 1; };
+  }
+  // Without what is past the end.
   __device__ TileMarks<true> MarksOf(int run) const {
-    const auto bits = [&](uint64_t x) { return static_cast<uint32_t>(x >> kRun * run) & 0xff; };
-    return {bits(marks.starts) | bits(marks.absent) << kWordTokens};
+    return {words[run / 2] >> run % 2 * kRun & 0xff00ff};
   }
 
  private:
+  static_assert(kWordTokens == 2 * kRun && kWarps == 8);
+
+  __device__ uint64_t Starts() const {
+    return words[0] & 0xffff | words[1] << 16 |
+           static_cast<uint64_t>(words[2] & 0xffff | words[3] << 16) << 32;
+  }
+  __device__ uint64_t Absent() const {
+    const uint64_t absent = words[0] >> 16 | words[1] & 0xffff0000 |
+                            static_cast<uint64_t>(words[2] >> 16 | words[3] & 0xffff0000) << 32;
+    return length < kChunk ? absent | ~uint64_t{0} << length : absent;
+  }
   static __device__ uint64_t Before(int runs) {
     return runs >= kWarps ? ~uint64_t{0} : (uint64_t{1} << kRun * runs) - 1;
   }
 };
+
+// Those of a tile without padding, which need not be counted.
+struct AllRuns : Runs<true> {
+  __device__ float Tokens(int runs) const { return fminf(kRun * runs, length); }
+};
+
+// Calls body(runs), with AllRuns for a tile without padding.
+template <bool kMarked, typename Body>
+__device__ void WithRuns(const Runs<kMarked>& runs, const Body& body) {
+  if constexpr (kMarked)
+    if (!runs.Padded()) return body(AllRuns{runs});
+  body(runs);
+}
 
 // Sums in shared memory, of the channels of a warp.
 template <int kChannels>
@@ -335,12 +403,11 @@ __device__ void Gather(const Slots<T>& slots, const Channel (&channel)[kWidth<T>
 template <typename T, bool kMarked>
 __device__ void Before(const Slots<T>& slots, int warp, const Runs<kMarked>& runs,
                        const Channel (&channel)[kWidth<T>], Sums (&sums)[kWidth<T>]) {
-  const float to = runs.Tokens(warp);
-  const auto age = [&](int j) { return j == kWarps ? to : to - runs.Tokens(j + 1); };
-  const auto counts = [&](int j) {
-    return j == kWarps ? !runs.Start(0, warp) : j < warp && !runs.Start(j + 1, warp);
-  };
-  Gather<T>(slots, channel, age, counts, sums);
+  WithRuns(runs, [&](const auto& runs) {
+    const float to = runs.Tokens(warp);
+    const auto age = [&](int j) { return j == kWarps ? to : to - runs.Tokens(j + 1); };
+    Gather<T>(slots, channel, age, runs.ReachStart(warp), sums);
+  });
 }
 
 // The cotangent of the state at the end of the run of `warp`, from the runs after it. A run has put
@@ -348,10 +415,11 @@ __device__ void Before(const Slots<T>& slots, int warp, const Runs<kMarked>& run
 template <typename T, bool kMarked>
 __device__ void After(const Slots<T>& slots, int warp, const Runs<kMarked>& runs,
                       const Channel (&channel)[kWidth<T>], Sums (&sums)[kWidth<T>]) {
-  const float to = runs.Tokens(warp + 1);
-  const auto age = [&](int j) { return runs.Tokens(j) - to; };
-  const auto counts = [&](int j) { return j > warp && !runs.Start(warp + 1, j); };
-  Gather<T>(slots, channel, age, counts, sums);
+  WithRuns(runs, [&](const auto& runs) {
+    const float to = runs.Tokens(warp + 1);
+    const auto age = [&](int j) { return runs.Tokens(j) - to; };
+    Gather<T>(slots, channel, age, runs.ReachEnd(warp), sums);
+  });
 }
 
 // Where a run is.
@@ -364,14 +432,36 @@ struct Place {
   TileMarks<kMarked> marks;
 
   __device__ Place(const Column<T>& column, int64_t tile_row, const Runs<kMarked>& runs, int warp)
-      : row(tile_row + kRun * warp), marks(runs.MarksOf(warp)) {
-    const int left = runs.length - kRun * warp;
+      : Place(column, tile_row, runs.length, warp) {
+    marks = runs.MarksOf(warp);
+    if (kMarked) marks.bits |= 0xff0000 << count & 0xff0000;
+  }
+  // Of which nobody asks for the marks.
+  __device__ Place(const Column<T>& column, int64_t tile_row, int tile_length, int warp)
+      : row(tile_row + kRun * warp) {
+    const int left = tile_length - kRun * warp;
     count = left < 0 || column.count == 0 ? 0 : left < kRun ? left : kRun;
   }
 
-  // Whether the tokens are kRun whole words, without marks.
+  // Whether the tokens are words, and kRun of them if nothing says which ones are not there.
   __device__ bool Whole(const Column<T>& column) const {
-    return column.words && count == kRun && (!kMarked || marks.bits == 0);
+    return column.words && (kMarked ? count > 0 : count == kRun);
+  }
+  // Calls body(marks), without any in a run of kRun tokens that has none.
+  template <typename Body>
+  __device__ void WithMarks(const Body& body) const {
+    if constexpr (kMarked)
+      if (marks.bits != 0) return body(marks);
+    body(TileMarks<false>());
+  }
+  // Whether there is a token t in the row, as far as body(marks) cannot know.
+  __device__ bool Has(TileMarks<true>, int t) const { return t < count; }
+  __device__ bool Has(TileMarks<false>, int) const { return true; }
+  // A bit for each token that reads the state before the run.
+  __device__ uint32_t Readers() const {
+    if (!kMarked) return ~0u;
+    const uint32_t starts = marks.bits & ((1u << kRun) - 1);
+    return ((starts & -starts) - 1) & ~(marks.bits >> kWordTokens);
   }
   // Where the lane has channels.
   __device__ Passage Over() const {
@@ -425,12 +515,18 @@ struct Place {
 struct Words {
   uint32_t x[kRun];
 
-  template <typename T>
-  __device__ void Load(const Column<T>& column, const void* array, int64_t row) {
-    const T* at = static_cast<const T*>(array) + column.At(row);
+  template <typename T, bool kMarked>
+  __device__ void Load(const Column<T>& column, const void* array, const Place<T, kMarked>& place) {
+    const T* at = static_cast<const T*>(array) + column.At(place.row);
+    const auto load = [&](int count) {
 #pragma unroll
-    for (int t = 0; t < kRun; ++t, at += column.channels)
-      x[t] = *reinterpret_cast<const uint32_t*>(at);
+      for (int t = 0; t < kRun; ++t, at += column.channels)
+        x[t] = t < count ? *reinterpret_cast<const uint32_t*>(at) : 0;
+    };
+    if (kMarked && place.count < kRun)
+      load(place.count);
+    else
+      load(kRun);
   }
 };
 
@@ -453,21 +549,26 @@ template <typename T, bool kMarked>
 struct Weights {
   static constexpr int W = kWidth<T>;
 
-  bool near;       // the run is whole, and its weights are near each other
-  float gauge[W];  // the weights below are 2^-gauge of what they are
-  float weight[kRun][W], weighted[kRun][W];  // these times v_t
+  // A bit for each token, the same for all of a segment: it has to go by itself, since the run is
+  // not whole or the weights of the segment are not near each other.
+  uint32_t slow;
+  float gauge[W];  // of the first segment; the weights below are 2^-gauge of what they are
+  float weight[kRun][W], weighted[kRun][W];  // these times v_t; 0 for padding
   Sums sums[W];
 
-  __device__ float Relative(float log_weight, int c) const {
-    return Exp2(fmaf(log_weight, kLog2E, -gauge[c]));
+  static __device__ float Gauge(float key) { return key * kLog2E; }
+  static __device__ float Relative(float log_weight, float gauge) {
+    return Exp2(fmaf(log_weight, kLog2E, -gauge));
   }
 
   __device__ Weights(const Column<T>& column, const Wkv4Call& call,
                      const Place<T, kMarked>& place, const Words& k, const Words& v,
                      const Channel (&channel)[W]) {
-    near = place.Whole(column);
-    if (near) SumNear(k, v, channel);
-    if (near) return;
+    slow = ~0u;
+    if (place.Whole(column))
+      place.WithMarks([&](auto marks) { SumNear(marks, k, v, channel); });
+    // Of the last segment.
+    if (!(slow >> (kRun - 1) & 1)) return;
 #pragma unroll
     for (int c = 0; c < W; ++c) sums[c] = Nothing();
     place.ForEach(column, call, [&](int t, int c, float key, float value) {
@@ -477,38 +578,68 @@ struct Weights {
 
  private:
   // Finds only then that weights are not near.
-  __device__ void SumNear(const Words& k, const Words& v, const Channel (&channel)[W]) {
-    float key[W], value[W], range[W];
-    Unpack<T>(k.x[0], key);
+  template <bool kSome>
+  __device__ void SumNear(TileMarks<kSome> marks, const Words& k, const Words& v,
+                          const Channel (&channel)[W]) {
+    uint32_t first = 0;  // of the tokens that are there
+#pragma unroll
+    for (int t = kRun - 1; t >= 0; --t)
+      if (!marks.Absent(t)) first = k.x[t];
+    float key[W], value[W];
+    float now[W], range[W];  // the gauge of the segment, and how far from it the keys are
+    Unpack<T>(first, key);
 #pragma unroll
     for (int c = 0; c < W; ++c) {
       sums[c] = Nothing();
-      gauge[c] = key[c] * kLog2E;
+      gauge[c] = now[c] = Gauge(key[c]);
       range[c] = 0.0f;
     }
+    slow = 0;
+    uint32_t earlier = 0;  // tokens, before the segment
+    const auto end_segment = [&](uint32_t upto) {
+      bool near = true;
+#pragma unroll
+      for (int c = 0; c < W; ++c)  // a distance that is NaN is not in the range, but in the sum
+        near = near && range[c] <= kNear && (!kSome || sums[c].den == sums[c].den);
+      if (!near) slow |= upto & ~earlier;
+      earlier = upto;
+    };
 #pragma unroll
     for (int t = 0; t < kRun; ++t) {
       Unpack<T>(k.x[t], key);
       Unpack<T>(v.x[t], value);
+      if (marks.Starts(t)) {
+        end_segment((1u << t) - 1);
+#pragma unroll
+        for (int c = 0; c < W; ++c) {
+          sums[c] = Nothing();
+          now[c] = Gauge(key[c]);
+          range[c] = 0.0f;
+        }
+      }
 #pragma unroll
       for (int c = 0; c < W; ++c) {
-        const float relative = fmaf(key[c], kLog2E, -gauge[c]);
+        const float relative = fmaf(key[c], kLog2E, -now[c]);
+        weight[t][c] = marks.Absent(t) ? 0.0f : Exp2(relative);
+        weighted[t][c] = marks.Absent(t) ? 0.0f : weight[t][c] * value[c];
+        if (marks.Absent(t)) continue;
         range[c] = fmaxf(range[c], fabsf(relative));
-        weight[t][c] = Exp2(relative);
-        weighted[t][c] = weight[t][c] * value[c];
         sums[c].num = fmaf(channel[c].decay, sums[c].num, weighted[t][c]);
         sums[c].den = fmaf(channel[c].decay, sums[c].den, weight[t][c]);
         sums[c].log_max = fmaxf(sums[c].log_max + channel[c].w, key[c]);
       }
     }
+    end_segment(~0u);
 #pragma unroll
     for (int c = 0; c < W; ++c) {
-      near = near && range[c] <= kNear && channel[c].bonus >= Exp2(-kNear) &&
-             channel[c].bonus <= Exp2(kNear);
-      const float scale = Exp2(-fmaf(sums[c].log_max, kLog2E, -gauge[c]));
+      if (!(channel[c].bonus >= Exp2(-kNear) && channel[c].bonus <= Exp2(kNear))) slow = ~0u;
+      const float scale = Exp2(-fmaf(sums[c].log_max, kLog2E, -now[c]));
       sums[c].num *= scale;
       sums[c].den *= scale;
     }
+    if (kSome && marks.bits >> kWordTokens == (1u << kRun) - 1)
+#pragma unroll
+      for (int c = 0; c < W; ++c) sums[c] = Nothing();
   }
 };
 
@@ -521,6 +652,13 @@ int64_t Columns(const Wkv4Dims& dims) {
 // The sums in scratch [S, Z, X, C], where row (s Z + z) X has those of segment z of sequence s.
 inline Wkv4State<float> Summaries(const Wkv4Call& call, float* scratch) {
   return {scratch, scratch + call.dims.channels, scratch + 2 * call.dims.channels};
+}
+
+// As ForMarks, and so for sequences too, whose last runs are not of kRun tokens.
+template <typename Fn>
+cudaError_t ForRows(const Wkv4Call& call, Fn&& fn) {
+  const bool marked = call.marks.Given() || call.sequences.Given();
+  return marked ? fn(std::true_type()) : fn(std::false_type());
 }
 
 template <typename Fn>

@@ -27,6 +27,7 @@ struct BackwardShared {
   static constexpr int W = kWidth<T>;
 
   // For each token of a run the state before it: num, den and, unless weights are near, log_max.
+  // Where weights are near and the run has marks, the third is the weight of the token.
   float kept[kRun][3][W][kThreads];
   // Of two tiles, since one is read while the next one comes.
   Slots<T> runs[2], cotangents[2];
@@ -47,7 +48,7 @@ struct BackwardRun {
   const Place<T, kMarked>& place;
   const Weights<T, kMarked>& weights;
   const Words &k, &v, &dy;
-  bool near;
+  uint32_t slow;
 
   struct Own {
     Sums cotangent;  // a_t and b_t
@@ -67,78 +68,105 @@ struct BackwardRun {
     return {{num, -num * (value - lead), -log_max}, now, lead};
   }
 
-  // Token t where weights are near: e^(k_t), a_t and b_t, from N_t and D_t.
+  // Token t where weights are near: a_t and b_t, from N_t and D_t.
   struct Near {
-    float weight, a, b, lead;
+    float a, b, lead;
   };
-  __device__ Near NearToken(int c, float num, float den, float key, float value, float dy) const {
-    const float weight = weights.Relative(key, c), own = channel[c].bonus * weight;
+  __device__ Near NearToken(int c, float weight, float num, float den, float value,
+                            float dy) const {
+    const float own = channel[c].bonus * weight;
     const float scale = Reciprocal(den + own), a = dy * scale;
     const float lead = fmaf(den, value, -num) * scale;
-    return {weight, a, -a * (value - lead), lead};
+    return {a, -a * (value - lead), lead};
   }
+  __device__ bool Fast() const { return kMarked ? slow != ~0u : slow == 0; }
+  __device__ bool Slow(int t) const { return !kMarked || slow >> t & 1; }
 
   // Keeps the states before the tokens, and finds what their y add to the cotangent of the state
   // before the run.
   __device__ void Replay(const Sums (&before)[W], Sums (&cotangents)[W]) {
-    near = weights.near;
+    slow = weights.slow;
 #pragma unroll
     for (int c = 0; c < W; ++c)
-      near = near && fmaf(before[c].log_max, kLog2E, -weights.gauge[c]) <= kNear;
+      if (!(fmaf(before[c].log_max, kLog2E, -weights.gauge[c]) <= kNear)) slow |= place.Readers();
 #pragma unroll
     for (int c = 0; c < W; ++c) cotangents[c] = Nothing();
-    if (near) {
-      float num[W], den[W], decays[W];
+    if (Fast()) {
+      place.WithMarks([&](auto marks) { ReplayNear(marks, before, cotangents); });
+      if (!kMarked || slow == 0) return;
+    }
+    Sums state[W], rest[W];
+#pragma unroll
+    for (int c = 0; c < W; ++c) state[c] = before[c], rest[c] = Nothing();
+    place.ForEach(column, call, [&](int t, int c, float key, float value) {
+      if (!Slow(t)) return;
+      Enter(place.marks, t, state[c]);
+      shared.Kept(t, 0, c) = state[c].num;
+      shared.Kept(t, 1, c) = state[c].den;
+      shared.Kept(t, 2, c) = state[c].log_max;
+      Take(place.marks, t, channel[c].w, key, value, state[c]);
+    });
+    place.ForEachBackwards(column, call, [&](int t, int c, float key, float value) {
+      if (place.marks.Absent(t)) return;
+      if (Slow(t)) {
+        const Own own = OwnCotangent(Kept(t, c), t, c, key, value);
+        rest[c] = Add(rest[c], channel[c].w, own.cotangent);
+      }
+      Enter(place.marks, t, rest[c]);
+    });
+    if (!kMarked || slow & place.Readers())
+#pragma unroll
+      for (int c = 0; c < W; ++c) cotangents[c] = rest[c];
+  }
+
+  template <bool kSome>
+  __device__ void ReplayNear(TileMarks<kSome> marks, const Sums (&before)[W],
+                             Sums (&cotangents)[W]) {
+    float num[W], den[W], decays[W], gauge[W];
+#pragma unroll
+    for (int c = 0; c < W; ++c) {
+      const float scale = weights.Relative(before[c].log_max, weights.gauge[c]);
+      num[c] = before[c].num * scale;
+      den[c] = before[c].den * scale;
+      decays[c] = 1.0f;
+      gauge[c] = weights.gauge[c];
+    }
+#pragma unroll
+    for (int t = 0; t < kRun; ++t) {
+      float key[W], value[W], dys[W];
+      Unpack<T>(k.x[t], key);
+      Unpack<T>(v.x[t], value);
+      Unpack<T>(dy.x[t], dys);
 #pragma unroll
       for (int c = 0; c < W; ++c) {
-        const float scale = weights.Relative(before[c].log_max, c);
-        num[c] = before[c].num * scale;
-        den[c] = before[c].den * scale;
-        decays[c] = 1.0f;
-      }
-#pragma unroll
-      for (int t = 0; t < kRun; ++t) {
-        float key[W], value[W], dys[W];
-        Unpack<T>(k.x[t], key);
-        Unpack<T>(v.x[t], value);
-        Unpack<T>(dy.x[t], dys);
-#pragma unroll
-        for (int c = 0; c < W; ++c) {
-          shared.Kept(t, 0, c) = num[c];
-          shared.Kept(t, 1, c) = den[c];
-          const Near near = NearToken(c, num[c], den[c], key[c], value[c], dys[c]);
+        if (marks.Starts(t)) {
+          num[c] = den[c] = 0.0f;
+          gauge[c] = weights.Gauge(key[c]);
+        }
+        const float weight = weights.Relative(key[c], gauge[c]);
+        shared.Kept(t, 0, c) = num[c];
+        shared.Kept(t, 1, c) = den[c];
+        if (kSome) shared.Kept(t, 2, c) = weight;
+        if (marks.Absent(t)) continue;
+        const Near near = NearToken(c, weight, num[c], den[c], value[c], dys[c]);
+        if (!marks.Starts(0, t + 1)) {
           cotangents[c].num = fmaf(decays[c], near.a, cotangents[c].num);
           cotangents[c].den = fmaf(decays[c], near.b, cotangents[c].den);
-          num[c] = fmaf(channel[c].decay, num[c], near.weight * value[c]);
-          den[c] = fmaf(channel[c].decay, den[c], near.weight);
           decays[c] *= channel[c].decay;
         }
+        num[c] = fmaf(channel[c].decay, num[c], weight * value[c]);
+        den[c] = fmaf(channel[c].decay, den[c], weight);
       }
-      // Relative to a key, which is the gauge but for rounding.
-      float key[W];
-      Unpack<T>(k.x[0], key);
+    }
+    if (kSome && place.Readers() == 0) return;
+    // Relative to a key, which is the gauge but for rounding.
+    float key[W];
+    Unpack<T>(k.x[0], key);
 #pragma unroll
-      for (int c = 0; c < W; ++c) {
-        const float scale = weights.Relative(key[c], c);
-        cotangents[c] = {cotangents[c].num * scale, cotangents[c].den * scale, -key[c]};
-      }
-    } else {
-      Sums state[W];
-#pragma unroll
-      for (int c = 0; c < W; ++c) state[c] = before[c];
-      place.ForEach(column, call, [&](int t, int c, float key, float value) {
-        Enter(place.marks, t, state[c]);
-        shared.Kept(t, 0, c) = state[c].num;
-        shared.Kept(t, 1, c) = state[c].den;
-        shared.Kept(t, 2, c) = state[c].log_max;
-        Take(place.marks, t, channel[c].w, key, value, state[c]);
-      });
-      place.ForEachBackwards(column, call, [&](int t, int c, float key, float value) {
-        if (place.marks.Absent(t)) return;
-        const Own own = OwnCotangent(Kept(t, c), t, c, key, value);
-        cotangents[c] = Add(cotangents[c], channel[c].w, own.cotangent);
-        Enter(place.marks, t, cotangents[c]);
-      });
+    for (int c = 0; c < W; ++c) {
+      if (kSome) key[c] = weights.gauge[c] * (1.0f / kLog2E);
+      const float scale = weights.Relative(key[c], weights.gauge[c]);
+      cotangents[c] = {cotangents[c].num * scale, cotangents[c].den * scale, -key[c]};
     }
   }
 
@@ -150,71 +178,98 @@ struct BackwardRun {
   // dk.
   __device__ void Write(const Sums (&after)[W], const int (&at)[W], const float (&dlog_max)[W],
                         float (&dw)[W], float (&du)[W]) {
+    if (Fast()) {
+      place.WithMarks([&](auto marks) { WriteNear(marks, after, at, dlog_max, dw, du); });
+      if (!kMarked || slow == 0) return;
+    }
     float dk[W], dv[W];
-    if (near) {
-      float num[W], den[W], to_w[W] = {}, to_u[W] = {};
+    Sums rest[W];
+#pragma unroll
+    for (int c = 0; c < W; ++c) rest[c] = after[c];
+    place.ForEachBackwards(column, call, [&](int t, int c, float key, float value) {
+      if (!Slow(t)) {
+        Enter(place.marks, t, rest[c]);
+        return;
+      }
+      dv[c] = dk[c] = 0.0f;
+      if (!place.marks.Absent(t)) {
+        const Sums state = Kept(t, c);
+        const Own own = OwnCotangent(state, t, c, key, value);
+        const float past = Weigh(state.log_max + channel[c].w, rest[c].log_max);
+        dw[c] = fmaf(past, fmaf(rest[c].num, state.num, rest[c].den * state.den), dw[c]);
+        const float to_own = own.weight * own.cotangent.num * own.lead;
+        du[c] += to_own;
+        const float weight = Weigh(key, rest[c].log_max);
+        dv[c] = fmaf(weight, rest[c].num, own.weight * own.cotangent.num);
+        dk[c] = fmaf(weight, fmaf(rest[c].num, value, rest[c].den), to_own);
+        if (t == at[c]) dk[c] += dlog_max[c];
+        rest[c] = Add(rest[c], channel[c].w, own.cotangent);
+        Enter(place.marks, t, rest[c]);
+      }
+      if (c == W - 1) {
+        column.StoreEach(call.dk, column.At(place.row + t), dk);
+        column.StoreEach(call.dv, column.At(place.row + t), dv);
+      }
+    });
+  }
+
+  template <bool kSome>
+  __device__ void WriteNear(TileMarks<kSome> marks, const Sums (&after)[W], const int (&at)[W],
+                            const float (&dlog_max)[W], float (&dw)[W], float (&du)[W]) {
+    float dk[W], dv[W], num[W], den[W], to_w[W] = {}, to_u[W] = {};
+#pragma unroll
+    for (int c = 0; c < W; ++c) num[c] = weights.gauge[c];
+#pragma unroll
+    for (int t = 0; t < kRun; ++t) {
+      float key[W];
+      Unpack<T>(k.x[t], key);
+#pragma unroll
+      for (int c = 0; c < W; ++c)
+        if (marks.Starts(t)) num[c] = weights.Gauge(key[c]);
+    }
+#pragma unroll
+    for (int c = 0; c < W; ++c) {
+      const float scale = Exp2(fminf(fmaf(after[c].log_max, kLog2E, num[c]), 2.0f * kNear));
+      num[c] = after[c].num * scale;
+      den[c] = after[c].den * scale;
+    }
+    const int64_t last = column.At(place.row + kRun - 1);
+    T *dk_to = static_cast<T*>(call.dk) + last, *dv_to = static_cast<T*>(call.dv) + last;
+#pragma unroll
+    for (int t = kRun - 1; t >= 0; --t, dk_to -= column.channels, dv_to -= column.channels) {
+      float key[W], value[W], dys[W];
+      Unpack<T>(k.x[t], key);
+      Unpack<T>(v.x[t], value);
+      Unpack<T>(dy.x[t], dys);
 #pragma unroll
       for (int c = 0; c < W; ++c) {
-        const float scale =
-            Exp2(fminf(fmaf(after[c].log_max, kLog2E, weights.gauge[c]), 2.0f * kNear));
-        num[c] = after[c].num * scale;
-        den[c] = after[c].den * scale;
-      }
-      const int64_t last = column.At(place.row + kRun - 1);
-      T *dk_to = static_cast<T*>(call.dk) + last, *dv_to = static_cast<T*>(call.dv) + last;
-#pragma unroll
-      for (int t = kRun - 1; t >= 0; --t, dk_to -= column.channels, dv_to -= column.channels) {
-        float key[W], value[W], dys[W];
-        Unpack<T>(k.x[t], key);
-        Unpack<T>(v.x[t], value);
-        Unpack<T>(dy.x[t], dys);
-#pragma unroll
-        for (int c = 0; c < W; ++c) {
-          const float kept_num = shared.Kept(t, 0, c), kept_den = shared.Kept(t, 1, c);
+        dk[c] = dv[c] = 0.0f;
+        if (marks.Absent(t)) continue;
+        const float kept_num = shared.Kept(t, 0, c), kept_den = shared.Kept(t, 1, c);
+        const float weight =
+            kSome ? shared.Kept(t, 2, c) : weights.Relative(key[c], weights.gauge[c]);
+        const Near near = NearToken(c, weight, kept_num, kept_den, value[c], dys[c]);
+        const float to_own = near.a * near.lead;
+        if (!kSome || !Slow(t)) {
           to_w[c] = fmaf(num[c], kept_num, fmaf(den[c], kept_den, to_w[c]));
-          const Near near = NearToken(c, kept_num, kept_den, key[c], value[c], dys[c]);
-          const float to_own = near.a * near.lead;
-          to_u[c] = fmaf(near.weight, to_own, to_u[c]);
-          dv[c] = near.weight * fmaf(channel[c].bonus, near.a, num[c]);
-          dk[c] = fmaf(near.weight,
-                       fmaf(channel[c].bonus, to_own, fmaf(num[c], value[c], den[c])),
-                       t == at[c] ? dlog_max[c] : 0.0f);
-          num[c] = fmaf(channel[c].decay, num[c], near.a);
-          den[c] = fmaf(channel[c].decay, den[c], near.b);
+          to_u[c] = fmaf(weight, to_own, to_u[c]);
         }
+        dv[c] = weight * fmaf(channel[c].bonus, near.a, num[c]);
+        dk[c] = fmaf(weight, fmaf(channel[c].bonus, to_own, fmaf(num[c], value[c], den[c])),
+                     t == at[c] ? dlog_max[c] : 0.0f);
+        num[c] = fmaf(channel[c].decay, num[c], near.a);
+        den[c] = fmaf(channel[c].decay, den[c], near.b);
+        if (marks.Starts(t)) num[c] = den[c] = 0.0f;
+      }
+      if (place.Has(marks, t)) {
         *reinterpret_cast<uint32_t*>(dk_to) = Pack<T>(dk);
         *reinterpret_cast<uint32_t*>(dv_to) = Pack<T>(dv);
       }
+    }
 #pragma unroll
-      for (int c = 0; c < W; ++c) {
-        dw[c] = fmaf(channel[c].decay, to_w[c], dw[c]);
-        du[c] = fmaf(channel[c].bonus, to_u[c], du[c]);
-      }
-    } else {
-      Sums rest[W];
-#pragma unroll
-      for (int c = 0; c < W; ++c) rest[c] = after[c];
-      place.ForEachBackwards(column, call, [&](int t, int c, float key, float value) {
-        dv[c] = dk[c] = 0.0f;
-        if (!place.marks.Absent(t)) {
-          const Sums state = Kept(t, c);
-          const Own own = OwnCotangent(state, t, c, key, value);
-          const float past = Weigh(state.log_max + channel[c].w, rest[c].log_max);
-          dw[c] = fmaf(past, fmaf(rest[c].num, state.num, rest[c].den * state.den), dw[c]);
-          const float to_own = own.weight * own.cotangent.num * own.lead;
-          du[c] += to_own;
-          const float weight = Weigh(key, rest[c].log_max);
-          dv[c] = fmaf(weight, rest[c].num, own.weight * own.cotangent.num);
-          dk[c] = fmaf(weight, fmaf(rest[c].num, value, rest[c].den), to_own);
-          if (t == at[c]) dk[c] += dlog_max[c];
-          rest[c] = Add(rest[c], channel[c].w, own.cotangent);
-          Enter(place.marks, t, rest[c]);
-        }
-        if (c == W - 1) {
-          column.StoreEach(call.dk, column.At(place.row + t), dk);
-          column.StoreEach(call.dv, column.At(place.row + t), dv);
-        }
-      });
+    for (int c = 0; c < W; ++c) {
+      dw[c] = fmaf(channel[c].decay, to_w[c], dw[c]);
+      du[c] = fmaf(channel[c].bonus, to_u[c], du[c]);
     }
   }
 };
@@ -230,7 +285,7 @@ __device__ int LargestRun(const Slots<T>& slots, const Runs<kMarked>& runs, floa
     largest = fmaf(passage.tokens, w, largest);
     if (passage.starts || log_max(j) > largest) largest = log_max(j), run = j;
   }
-  if (runs.Start(0, kWarps)) return run;
+  if (runs.Start()) return run;
   return fmaf(runs.Tokens(), w, log_max(kWarps)) >= largest ? -1 : run;
 }
 
@@ -258,6 +313,8 @@ __global__ __launch_bounds__(kThreads, 2) void BackwardKernel(
   constexpr int W = kWidth<T>;
   RWKV_JAX_DYNAMIC_SHARED(16, memory);
   auto& shared = *reinterpret_cast<BackwardShared<T>*>(memory);
+  __shared__ __align__(16) uint32_t words[kThreads];
+  RowMarks<kMarked> marks{words};
   const int warp = Warp();
   const Column<T> column(call.dims.channels);
   const Span span = call.sequences(column.sequence, call.dims.tokens);
@@ -297,26 +354,21 @@ __global__ __launch_bounds__(kThreads, 2) void BackwardKernel(
   bool final = segment == segments - 1;  // the last tile of the sequence
   int64_t chunk = (end + kChunk - 1) / kChunk;
   const int64_t first_chunk = begin / kChunk, last_length = end - (chunk - 1) * kChunk;
-  const auto marks_of = [&](int64_t chunk) {
-    return LoadFrame<kMarked>(call.marks, column.sequence, chunk * kChunk, end);
-  };
-  FrameMarks next = marks_of(begin < end ? chunk - 1 : chunk);
+  if (begin < end) marks.Bring(call.marks, column.sequence, chunk - 1);
   int stage = 0;
   for (; begin < end && chunk > first_chunk; final = false, stage ^= 1) {
     --chunk;
     const int length = final ? static_cast<int>(last_length) : static_cast<int>(kChunk);
-    const Runs<kMarked> runs(length, next);
+    const Runs<kMarked> runs(length, marks.Of(chunk));
     const Place<T, kMarked> place(column, span.first_token + chunk * kChunk, runs, warp);
     Words k, v, dy;
     if (place.Whole(column)) {
-      k.Load(column, call.k, place.row);
-      v.Load(column, call.v, place.row);
-      dy.Load(column, call.dy, place.row);
+      k.Load(column, call.k, place);
+      v.Load(column, call.v, place);
+      dy.Load(column, call.dy, place);
     }
-    if (chunk > first_chunk) {
+    if (chunk > first_chunk)
       FetchRun(column, call, place.row - kChunk, span.first_frame + chunk - 1);
-      next = marks_of(chunk - 1);
-    }
     Slots<T>&sums = shared.runs[stage], &cotangents = shared.cotangents[stage];
     Sums before[W], added[W], after[W];
     if (warp == 0)
@@ -370,6 +422,8 @@ __global__ __launch_bounds__(kThreads, 2) void BackwardKernel(
 #pragma unroll
     for (int c = 0; c < W; ++c)
       if (at[c] >= 0) dlog_max[c] = 0.0f;
+    if (chunk > first_chunk && !marks.Follows(chunk))
+      marks.Bring(call.marks, column.sequence, chunk - 1);
   }
 
   // What each warp has for dw and du takes the place of sums that nobody reads any more.
@@ -415,7 +469,7 @@ cudaError_t Wkv4Backward(cudaStream_t stream, const Wkv4BackwardCall& call, floa
     const Wkv4State<float> summaries = wkv4::Summaries(call, scratch);
     const int64_t columns = wkv4::Columns<T>(call.dims), segments = call.partials;
     if (columns == 0) return cudaSuccess;
-    return ForMarks(call.marks, [&](auto marked) {
+    return wkv4::ForRows(call, [&](auto marked) {
       if (segments > 1) {
         const cudaError_t error =
             Launch(wkv4::BackwardKernel<T, true, marked()>, dim3(columns, segments - 1),

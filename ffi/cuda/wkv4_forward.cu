@@ -20,40 +20,48 @@ __device__ void Write(const Column<T>& column, const Wkv4ForwardCall& call,
                       const Place<T, kMarked>& place, const Weights<T, kMarked>& weights,
                       const Channel (&channel)[kWidth<T>], Sums (&state)[kWidth<T>]) {
   constexpr int W = kWidth<T>;
-  bool near = weights.near;
+  uint32_t slow = weights.slow;
 #pragma unroll
   for (int c = 0; c < W; ++c)
-    near = near && fmaf(state[c].log_max, kLog2E, -weights.gauge[c]) <= kNear;
+    if (!(fmaf(state[c].log_max, kLog2E, -weights.gauge[c]) <= kNear)) slow |= place.Readers();
   float y[W];
-  if (near) {
-#pragma unroll
-    for (int c = 0; c < W; ++c) {
-      const float scale = weights.Relative(state[c].log_max, c);
-      state[c].num *= scale;
-      state[c].den *= scale;
-    }
-    T* to = static_cast<T*>(call.y) + column.At(place.row);
-#pragma unroll
-    for (int t = 0; t < kRun; ++t, to += column.channels) {
+  if (kMarked ? slow != ~0u : slow == 0) {
+    place.WithMarks([&](auto marks) {
+      float num[W], den[W];
 #pragma unroll
       for (int c = 0; c < W; ++c) {
-        const float weight = weights.weight[t][c], weighted = weights.weighted[t][c];
-        y[c] = fmaf(channel[c].bonus, weighted, state[c].num) *
-               Reciprocal(fmaf(channel[c].bonus, weight, state[c].den));
-        state[c].num = fmaf(channel[c].decay, state[c].num, weighted);
-        state[c].den = fmaf(channel[c].decay, state[c].den, weight);
+        const float scale = weights.Relative(state[c].log_max, weights.gauge[c]);
+        num[c] = state[c].num * scale;
+        den[c] = state[c].den * scale;
       }
-      *reinterpret_cast<uint32_t*>(to) = Pack<T>(y);
-    }
-  } else {
-    place.ForEach(column, call, [&](int t, int c, float key, float value) {
-      Enter(place.marks, t, state[c]);
-      y[c] = place.marks.Absent(t) ? 0.0f
-                                   : Read(state[c], column.LoadBonus(call, c), key, value);
-      Take(place.marks, t, channel[c].w, key, value, state[c]);
-      if (c == W - 1) column.StoreEach(call.y, column.At(place.row + t), y);
+      T* to = static_cast<T*>(call.y) + column.At(place.row);
+#pragma unroll
+      for (int t = 0; t < kRun; ++t, to += column.channels) {
+#pragma unroll
+        for (int c = 0; c < W; ++c) {
+          if (marks.Starts(t)) num[c] = den[c] = 0.0f;
+          const float weight = weights.weight[t][c], weighted = weights.weighted[t][c];
+          y[c] = fmaf(channel[c].bonus, weighted, num[c]) *
+                 Reciprocal(fmaf(channel[c].bonus, weight, den[c]));
+          if (marks.Absent(t)) {
+            y[c] = 0.0f;
+            continue;
+          }
+          num[c] = fmaf(channel[c].decay, num[c], weighted);
+          den[c] = fmaf(channel[c].decay, den[c], weight);
+        }
+        if (place.Has(marks, t)) *reinterpret_cast<uint32_t*>(to) = Pack<T>(y);
+      }
     });
+    if (!kMarked || slow == 0) return;
   }
+  place.ForEach(column, call, [&](int t, int c, float key, float value) {
+    if (kMarked && !(slow >> t & 1)) return;
+    Enter(place.marks, t, state[c]);
+    y[c] = place.marks.Absent(t) ? 0.0f : Read(state[c], column.LoadBonus(call, c), key, value);
+    Take(place.marks, t, channel[c].w, key, value, state[c]);
+    if (c == W - 1) column.StoreEach(call.y, column.At(place.row + t), y);
+  });
 }
 
 // A block for each segment of a column. First, for all segments but the last, with kSummary: what
@@ -63,6 +71,8 @@ __global__ __launch_bounds__(kThreads, kWidth<T> == 1 ? 3 : 2) void ForwardKerne
     const __grid_constant__ Wkv4ForwardCall call, int64_t segments, Wkv4State<float> summaries) {
   constexpr int W = kWidth<T>;
   __shared__ Slots<T> slots[2];
+  __shared__ __align__(16) uint32_t words[kThreads];
+  RowMarks<kMarked> marks{words};
   const int warp = Warp();
   const bool last_warp = warp == kWarps - 1;
   const Column<T> column(call.dims.channels);
@@ -72,66 +82,62 @@ __global__ __launch_bounds__(kThreads, kWidth<T> == 1 ? 3 : 2) void ForwardKerne
   const int64_t begin = split.First(segment), end = split.First(segment + 1);
   const int64_t summary_row = column.sequence * (segments - 1) * kWkv4ForwardSummary;
   Channel channel[W];
-  Sums state[W];  // at the start of the tile; the last warp keeps track of it
 #pragma unroll
   for (int c = 0; c < W; ++c) {
     channel[c] = column.LoadChannel(call, c);
-    state[c] = kSummary ? Nothing() : column.LoadState(call.initial_state, column.sequence, c);
+    Sums state = kSummary ? Nothing() : column.LoadState(call.initial_state, column.sequence, c);
 #pragma unroll 1
     for (int64_t i = 0; i < segment && !kSummary; ++i)
-      state[c] = PassageOf<kMarked>(split, i, call.marks, column.sequence)
-                     .Join(state[c], channel[c].w,
-                           column.LoadState(summaries, summary_row + i * kWkv4ForwardSummary, c));
+      state = PassageOf<kMarked>(split, i, call.marks, column.sequence)
+                  .Join(state, channel[c].w,
+                        column.LoadState(summaries, summary_row + i * kWkv4ForwardSummary, c));
+    // The last warp keeps track of the state at the start of the tile.
+    if (last_warp) slots[0][kWarps].Put(c, state);
   }
 
   // The words of the next tile come while this one is finished.
   Words k, v;
-  const auto load = [&](const Place<T, kMarked>& place) {
+  const auto load = [&](int64_t start) {
+    const Place<T, kMarked> place(column, span.first_token + start, TileLength(start, end), warp);
     if (!place.Whole(column)) return;
-    k.Load(column, call.k, place.row);
-    v.Load(column, call.v, place.row);
+    k.Load(column, call.k, place);
+    v.Load(column, call.v, place);
   };
-  FrameMarks next;
-  const auto runs_at = [&](int64_t start) {
-    return Runs<kMarked>(TileLength(start, end), next);
-  };
-  const auto place_at = [&](int64_t start) {
-    return Place<T, kMarked>(column, span.first_token + start, runs_at(start), warp);
-  };
-  next = LoadFrame<kMarked>(call.marks, column.sequence, begin, end);
-  load(place_at(begin));
+  load(begin);
+  marks.Bring(call.marks, column.sequence, begin / kChunk);
   int stage = 0;
   for (int64_t start = begin; start < end; start += kChunk, stage ^= 1) {
-    const Runs<kMarked> runs = runs_at(start);
-    const Place<T, kMarked> place = place_at(start);
+    const Runs<kMarked> runs(TileLength(start, end), marks.Of(start / kChunk));
+    const Place<T, kMarked> place(column, span.first_token + start, runs, warp);
     const Weights<T, kMarked> weights(column, call, place, k, v, channel);
-    next = LoadFrame<kMarked>(call.marks, column.sequence, start + kChunk, end);
-    load(place_at(start + kChunk));
+    load(start + kChunk);
 #pragma unroll
-    for (int c = 0; c < W; ++c) {
-      slots[stage][warp].Put(c, weights.sums[c]);
-      if (last_warp) slots[stage][kWarps].Put(c, state[c]);
-    }
+    for (int c = 0; c < W; ++c) slots[stage][warp].Put(c, weights.sums[c]);
     __syncthreads();
     Sums before[W];
     Before<T>(slots[stage], warp, runs, channel, before);
 #pragma unroll
-    for (int c = 0; c < W; ++c) {
-      if (last_warp) state[c] = place.Over().Join(before[c], channel[c].w, weights.sums[c]);
-      if (!kSummary && warp == 0 && call.states.num != nullptr)
-        column.StoreState(call.states, span.first_frame + start / kChunk, c,
-                          before[c]);
-    }
+    for (int c = 0; c < W; ++c)
+      if (last_warp)
+        slots[stage ^ 1][kWarps].Put(
+            c, place.Over().Join(before[c], channel[c].w, weights.sums[c]));
+    if (!kSummary && warp == 0 && call.states.num != nullptr)
+#pragma unroll
+      for (int c = 0; c < W; ++c)
+        column.StoreState(call.states, span.first_frame + start / kChunk, c, before[c]);
     if constexpr (!kSummary) Write(column, call, place, weights, channel, before);
+    const int64_t next = start / kChunk + 1;
+    if (!marks.Follows(next)) marks.Bring(call.marks, column.sequence, next);
   }
 
 #pragma unroll
   for (int c = 0; c < W; ++c) {
     if (!last_warp) continue;
+    const Sums state = slots[stage][kWarps].Get(c);
     if constexpr (kSummary)
-      column.StoreState(summaries, summary_row + segment * kWkv4ForwardSummary, c, state[c]);
+      column.StoreState(summaries, summary_row + segment * kWkv4ForwardSummary, c, state);
     else if (segment == segments - 1)
-      column.StoreState(call.final_state, column.sequence, c, state[c]);
+      column.StoreState(call.final_state, column.sequence, c, state);
   }
 }
 
@@ -163,7 +169,7 @@ cudaError_t Wkv4Forward(cudaStream_t stream, const Wkv4ForwardCall& call, int64_
     const Wkv4State<float> summaries = wkv4::Summaries(call, scratch);
     const int64_t columns = wkv4::Columns<T>(call.dims);
     if (columns == 0) return cudaSuccess;
-    return ForMarks(call.marks, [&](auto marked) {
+    return wkv4::ForRows(call, [&](auto marked) {
       if (segments > 1) {
         const cudaError_t error =
             Launch(wkv4::ForwardKernel<T, true, marked()>, dim3(columns, segments - 1),
