@@ -583,6 +583,8 @@ PACKED = [
     ("wkv4", Case(5, 200, 1, 32, decay="log", regime="mixed"), 4),
     ("wkv4", Case(4, 320, 1, 66, dtype="bfloat16", decay="log"), 3),
     ("wkv4", Case(4, 133, 1, 35, dtype="float16", decay="exp"), 2),
+    ("wkv4", Case(4, 200, 1, 64, dtype="bfloat16", decay="log", regime="mixed"), 2),
+    ("wkv4", Case(2, 4170, 1, 4, decay="log"), 1),
 ]
 
 

@@ -434,7 +434,7 @@ struct Place {
   __device__ Place(const Column<T>& column, int64_t tile_row, const Runs<kMarked>& runs, int warp)
       : Place(column, tile_row, runs.length, warp) {
     marks = runs.MarksOf(warp);
-    if (kMarked) marks.bits |= 0xff0000 << count & 0xff0000;
+    if (kMarked) marks.bits |= 0xff0000u << count & 0xff0000;
   }
   // Of which nobody asks for the marks.
   __device__ Place(const Column<T>& column, int64_t tile_row, int tile_length, int warp)
@@ -599,7 +599,7 @@ struct Weights {
     const auto end_segment = [&](uint32_t upto) {
       bool near = true;
 #pragma unroll
-      for (int c = 0; c < W; ++c)  // a distance that is NaN is not in the range, but in the sum
+      for (int c = 0; c < W; ++c)  // the range drops a distance that is NaN
         near = near && range[c] <= kNear && (!kSome || sums[c].den == sums[c].den);
       if (!near) slow |= upto & ~earlier;
       earlier = upto;
