@@ -368,5 +368,9 @@ def test_kernels_for_sequences(
         traced = found_by.trace(run, inputs, cotangents, CU, tuple(options.items()))
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert hlo.targets(text) == {targets % "fwd", targets % "bwd"}
+    ways = rwkv_jax.implementations(
+        *(op, *inputs.values()), cu_seqlens=CU, platform="cuda", details=True, **options
+    )
+    assert ("matrix units" in str(ways["ffi"])) == ("sequences" in targets)
     monkeypatch.undo()
     jax.clear_caches()

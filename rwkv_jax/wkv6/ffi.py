@@ -70,8 +70,13 @@ def _on_matrix_units(platform: str, options: Options, r: Any) -> bool:
     return r.shape[-1] == MATRIX_HEAD_SIZE and on_matrix_units(platform, options, r)
 
 
+def _sequences_on_matrix_units(platform: str, options: Options, r: Any) -> bool:
+    return _on_matrix_units(platform, options, r) and _ffi.fits_matrix_units()
+
+
 def how(platform: str, options: Options, operands: Mapping[str, Any]) -> str:
-    return kernels(platform, _on_matrix_units(platform, options, operands["r"]))
+    on_matrices = _sequences_on_matrix_units if "cu_seqlens" in operands else _on_matrix_units
+    return kernels(platform, on_matrices(platform, options, operands["r"]))
 
 
 def _scan_segments(heads: int, frames: int) -> int:
@@ -215,7 +220,7 @@ def forward_sequences(
     """As that of WKV7. Each sequence has the parameters of its row."""
     *inputs, initial_state, cu = operands
     r = inputs[0]
-    matrices = _on_matrix_units(platform, options, r) and _ffi.fits_matrix_units()
+    matrices = _sequences_on_matrix_units(platform, options, r)
     split = sequence_segments(_segments_of, r, _scratch(r.shape[3], 2))
     targets = target(op, "sequences_fwd"), target(op, "fwd")
     return call_on_sequences(
@@ -229,7 +234,7 @@ def backward_sequences(
     *inputs, states, dy, dfinal_state, cu = operands
     inputs, (dstate,), spans, owners = _sequences.native(inputs, [dfinal_state], cu)
     r, size = inputs[0], states.shape[-1]
-    if _on_matrix_units(platform, options, r) and _ffi.fits_matrix_units():
+    if _sequences_on_matrix_units(platform, options, r):
         count, scratch = sequence_segments(_segments_of, r, _scratch(size, 2))
         gradients = ((*states.shape[:3], size * size // 2), jnp.float32)
         found = _ffi.call(

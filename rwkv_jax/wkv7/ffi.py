@@ -67,7 +67,8 @@ def on_matrix_units(platform: str, options: Options, r: Any) -> bool:
 
 
 def how(platform: str, options: Options, operands: Mapping[str, Any]) -> str:
-    return kernels(platform, on_matrix_units(platform, options, operands["r"]))
+    on_matrices = _sequences_on_matrix_units if "cu_seqlens" in operands else on_matrix_units
+    return kernels(platform, on_matrices(platform, options, operands["r"]))
 
 
 def kernels(platform: str, matrix_units: bool) -> str:
@@ -248,7 +249,7 @@ def forward_sequences(
     """Of `rwkv_jax._sequences`: the states are [B, S, H, V, K]."""
     *inputs, initial_state, cu = operands
     r = inputs[0]
-    matrices = _summarizes(platform, options, r) and _ffi.fits_matrix_units()
+    matrices = _sequences_on_matrix_units(platform, options, r)
     split = sequence_segments(_scan_segments, r, _summaries(r.shape[3], 2))
     targets = SEQUENCES_FORWARD, FORWARD
     return call_on_sequences(
@@ -286,7 +287,7 @@ def backward_sequences(options: Options, platform: str, *operands: Array) -> tup
     *inputs, states, dy, dfinal_state, cu = operands
     inputs, (dstate,), spans, owners = _sequences.native(inputs, [dfinal_state], cu)
     r, size = inputs[0], states.shape[-1]
-    if _summarizes(platform, options, r) and _ffi.fits_matrix_units():
+    if _sequences_on_matrix_units(platform, options, r):
         count, scratch = sequence_segments(_scan_segments, r, _summaries(size, 2))
         gradients = ((*states.shape[:3], size * size // 2), jnp.float32)
         *found, dinitial_state, _, _ = _ffi.call(
@@ -316,6 +317,11 @@ def _summarizes(platform: str, options: Options, r: Any) -> bool:
     """Whether a kernel computes what tokens do to a state alone: on matrix units, where no decay
     can be out of their range."""
     return options.decay == "sigmoid" and on_matrix_units(platform, options, r)
+
+
+def _sequences_on_matrix_units(platform: str, options: Options, r: Any) -> bool:
+    """Of several sequences in a row none can be left to the other kernels."""
+    return _summarizes(platform, options, r) and _ffi.fits_matrix_units()
 
 
 def summary(
