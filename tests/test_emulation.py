@@ -636,6 +636,19 @@ def test_emulated_packing(kernels: Any, op: str, case: Case, segments: int) -> N
         assert x.tobytes() == other.tobytes(), name
 
 
+def test_emulated_wkv4_jumps(kernels: Any) -> None:
+    """Keys of which weights next to each other, in one segment or in two, are out of the range of
+    float32."""
+    case = Case(5, 200, 1, 16, decay="log", regime="near 1")
+    inputs, cotangents = cases.wkv4(case)
+    ids, random = _ids(case), np.random.default_rng(0)
+    jumps = random.choice([0, 0, -90, 90], (case.B, case.T // 5, case.K))
+    inputs["k"] += np.repeat(np.float32(jumps), 5, axis=1)
+    results = _run_wkv4(kernels, 1, case, 3, inputs, cotangents, Rows(case, ids))
+    expected = test_packing.expected("wkv4", inputs, ids, case.decay, cotangents)
+    tolerance.assert_close(results, expected, 1e-4)
+
+
 def _run_on_matrices(
     op: str,
     kernels: Any,

@@ -76,11 +76,13 @@ ON_CUDA = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("op", "case"), FORMS, ids=str)
 def test_both_forms_of_kernels(interpreted: str, op: str, case: Case) -> None:
     _check(op, case)
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 @pytest.mark.parametrize("interpreted", ["cuda"], indirect=True)
 @pytest.mark.parametrize(("op", "case"), ON_CUDA, ids=str)
@@ -95,6 +97,7 @@ def test_nothing_to_do(interpreted: str, op: str, case: Case) -> None:
     _check(op, case)
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 @pytest.mark.parametrize("interpreted", ["cuda"], indirect=True)
 def test_vmap_of_gradients(interpreted: str) -> None:
@@ -113,6 +116,7 @@ def test_vmap_of_gradients(interpreted: str) -> None:
     tolerance.assert_close(gradients("pallas"), gradients("reference"), tolerance.EXACT_FLOAT32)
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 @pytest.mark.parametrize("interpreted", ["cuda"], indirect=True)
 def test_shard_map(interpreted: str, cpus: list) -> None:

@@ -271,7 +271,7 @@ def test_detached_pieces_do_not_learn_from_later_ones(long_context: ModuleType) 
 
     def gradients(detach: bool) -> rwkv7.Params:
         loss = functools.partial(long_context.loss_of, pieces=2, detach=detach)
-        return jax.grad(loss)(params, tokens)
+        return jax.jit(jax.grad(loss))(params, tokens)
 
     whole, apart = gradients(False), gradients(True)
     difference = jax.tree.map(np.subtract, whole, apart)
