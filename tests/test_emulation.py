@@ -525,9 +525,10 @@ def _run_wkv7_tokens(
     return results | gradients
 
 
-def _run_recurrence(
+def _run_kernels(
     op: str,
     kernels: Any,
+    matrix_units: bool,
     seed: int,
     case: Case,
     segments: int,
@@ -535,13 +536,14 @@ def _run_recurrence(
     cotangents: Arrays,
     rows: Rows,
 ) -> dict[str, np.ndarray]:
-    """By the kernels of an operator that compute in float."""
+    """By those on matrix units, or by those that compute in float."""
+    call = kernels, seed, case, segments
     given = inputs, cotangents, rows
     if op == "wkv4":
-        return _run_wkv4(kernels, seed, case, segments, *given)
-    if op == "wkv7":
-        return _run_wkv7_tokens(kernels, seed, case, segments, *given)
-    return _run_wkv6(kernels, seed, case, segments, False, *given)
+        return _run_wkv4(*call, *given)
+    if op != "wkv7":
+        return _run_wkv6(*call, matrix_units, *given)
+    return _run(*call, *given)[0] if matrix_units else _run_wkv7_tokens(*call, *given)
 
 
 @pytest.mark.parametrize(
@@ -610,7 +612,7 @@ def test_emulated_packing(kernels: Any, op: str, case: Case, segments: int) -> N
     timed = [name for name in own.inputs if name not in own.shared]
     for x in (*(inputs[name] for name in timed), cotangents["dy"]):
         x[ids == 0] = np.nan
-    run = functools.partial(_run_recurrence, op, kernels)
+    run = functools.partial(_run_kernels, op, kernels, False)
     results = run(1, case, segments, inputs, cotangents, Rows(case, ids))
     expected = test_packing.expected(op, inputs, ids, case.decay, cotangents)
     limits = {n: tolerance.ceiling(n, case.dtype, sequential=True, highest=True) for n in results}
@@ -647,23 +649,6 @@ def test_emulated_wkv4_jumps(kernels: Any) -> None:
     results = _run_wkv4(kernels, 1, case, 3, inputs, cotangents, Rows(case, ids))
     expected = test_packing.expected("wkv4", inputs, ids, case.decay, cotangents)
     tolerance.assert_close(results, expected, 1e-4)
-
-
-def _run_on_matrices(
-    op: str,
-    kernels: Any,
-    seed: int,
-    case: Case,
-    segments: int,
-    inputs: Arrays,
-    cotangents: Arrays,
-    rows: Rows,
-) -> dict[str, np.ndarray]:
-    given = inputs, cotangents, rows
-    if op == "wkv7":
-        results, _ = _run(kernels, seed, case, segments, *given)
-        return results
-    return _run_wkv6(kernels, seed, case, segments, True, *given)
 
 
 BY_TOKEN, ON_MATRICES = False, True
@@ -703,8 +688,8 @@ def test_emulated_sequences(
     own, cu = SEQUENCES[op], np.minimum(test_sequences.LONG + 3, case.T - 2)
     inputs, cotangents = test_sequences.made(op, case, len(cu) - 1)
     expected = test_sequences.alone(op, inputs, cu, case.decay, cotangents)
-    way = _run_on_matrices if matrix_units else _run_recurrence
-    run, rows = functools.partial(way, op, kernels), Rows(case, cu=cu)
+    run = functools.partial(_run_kernels, op, kernels, matrix_units)
+    rows = Rows(case, cu=cu)
     results, others = (run(seed, case, segments, inputs, cotangents, rows) for seed in (1, 2))
     timed = {"y", *(f"d{n}" for n in own.inputs if n not in own.shared)}
     for name, x in results.items():
