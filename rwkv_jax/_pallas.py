@@ -12,7 +12,7 @@ every platform takes them as they are. On a GPU one program walks along the sequ
 a TPU, whose blocks are copied to its memory as a whole, the last axis of the grid does.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -22,6 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas import triton as pltriton
 
+from rwkv_jax import _packing
 from rwkv_jax._chunked import CHUNK, boundaries, states_dtype
 from rwkv_jax._decay import LOG_DECAY
 from rwkv_jax._dispatch import Options
@@ -78,8 +79,6 @@ def why_not(platform: str, stage: str, options: Options, operands: Mapping[str, 
             "JAX lowers pallas kernels for the kind of GPU that is here, and there is none; "
             "jax.sharding.use_abstract_mesh takes an abstract device"
         )
-    if "marks" in operands:
-        return "the pallas kernels take one sequence in a row, without segment_ids"
     key_size, value_size = operands["r"].shape[-1], operands["v"].shape[-1]
     if not {key_size, value_size} <= set(HEAD_SIZES):
         accepted = ", ".join(map(str, HEAD_SIZES))
@@ -144,6 +143,12 @@ def diagonal(x: Array) -> Array:
     """The matrix with the diagonal `x` [L, 1]."""
     i, j = _places(x.shape[0])
     return jnp.where(i == j, x, 0.0)
+
+
+def _row(x: Array) -> Array:
+    """`x` [L, 1] as [1, L]."""
+    i, j = _places(x.shape[0])
+    return jnp.sum(jnp.where(i == j, x, 0), axis=0, keepdims=True)
 
 
 def diagonal_of(x: Array) -> Array:
@@ -215,11 +220,19 @@ class Exponents(NamedTuple):
     levels: tuple[tuple[Array, Array], ...]
 
 
-def log_decay(w: Array, decay: str, length: int, valid: Array | None) -> Array:
-    """That of each token [L, K], also where `w` [1, K] is the same for all. Tokens that are not
-    valid, with which the last chunk is filled up, do not decay."""
+class Tokens(NamedTuple):
+    """Which tokens of a chunk there are, and which segment each belongs to, counted from 0 at the
+    one that goes on from the state before; [L, 1] each, None if all are there, or of one."""
+
+    there: Array | None = None
+    segment: Array | None = None
+
+
+def log_decay(w: Array, decay: str, length: int, tokens: Tokens) -> Array:
+    """That of each token [L, K], also where `w` [1, K] is the same for all. Those that are not
+    there do not decay."""
     result = jnp.broadcast_to(LOG_DECAY[decay](w), (length, w.shape[1]))
-    return result if valid is None else jnp.where(valid, result, 0.0)
+    return result if tokens.there is None else jnp.where(tokens.there, result, 0.0)
 
 
 def _between(length: int, half: int) -> Array:
@@ -251,11 +264,24 @@ def total(x: Array) -> Array:
     return jnp.sum(x, axis=0, keepdims=True)
 
 
-def decays(product: Product, log_decay: Array, decay: str) -> Decays:
+def decays(product: Product, log_decay: Array, decay: str, tokens: Tokens) -> Decays:
     """Where decays are bounded, one product has all pairs of tokens: factors grow away from the
     middle of the chunk, to which the state is brought and from which it is taken. Otherwise all
     factors are at most 1: a pair of tokens is in different halves of just one piece, and the
-    factors lead to the middle of that."""
+    factors lead to the middle of that. Between segments all factors are 0."""
+    result = _of_one_segment(product, log_decay, decay)
+    if (segment := tokens.segment) is None:
+        return result
+    last, same = jnp.max(segment, axis=0, keepdims=True), segment == _row(segment)
+    return result._replace(
+        before=jnp.where(segment == 0, result.before, 0.0),
+        after=jnp.where(segment == last, result.after, 0.0),
+        stay=jnp.where(last == 0, result.stay, 0.0),
+        levels=tuple(x._replace(mask=x.mask & same) for x in result.levels),
+    )
+
+
+def _of_one_segment(product: Product, log_decay: Array, decay: str) -> Decays:
     length = log_decay.shape[0]
     own, whole = jnp.exp(log_decay), total(log_decay)
     if decay in BOUNDED:
@@ -366,12 +392,17 @@ PREPARED = {
 The second sum of products is of operators whose writes read the state.
 """
 
-Prepare: TypeAlias = Callable[[Named, Array | None], Named]
-"""`(inputs, valid) -> prepared`, for inputs [L, ...]."""
+AFTER = ("tokens", "stay", "v", "keys", "solved", "own", "kept")
+BEFORE = ("tokens", "stay", "dy", "reads", "solved", "kept")
+"""What the state after a chunk is computed from, and the gradient of that before."""
 
-ChunkGradient: TypeAlias = Callable[[Named, Array, Array, Array, Array | None], Named]
-"""`(inputs, state, dy, dstate, valid) -> gradients`, from the state before and the gradient of that
-after; `dy` is [L, V]."""
+Prepare: TypeAlias = Callable[[Named, Tokens], Named]
+"""`(inputs, tokens) -> prepared`, for inputs [L, ...], which are 0 for tokens that are not there.
+What no kernel reads is not computed."""
+
+ChunkGradient: TypeAlias = Callable[[Named, Array, Array, Array, Tokens], Named]
+"""`(inputs, state, dy, dstate, tokens) -> gradients`, from the state before and the gradient of
+that after; `dy` is [L, V]."""
 
 
 def forward(
@@ -380,6 +411,7 @@ def forward(
     platform: str,
     inputs: Mapping[str, Array],
     initial_state: Array,
+    marks: Array | None,
 ) -> tuple[Array, Array, Array]:
     """`y`, the final state and the states before each frame of CHUNK tokens. Inputs are [B, T, H,
     ...], or [B, H, K] where all tokens have the same."""
@@ -390,25 +422,24 @@ def forward(
     if 0 in (batch, tokens, heads):
         return inputs["v"], initial_state, nothing
     chunks = _Chunks(options, platform, inputs)
-    operands = chunks.prepared(prepare, _with_axes(inputs))
+    operands = chunks.prepared(prepare, chunks.given(inputs, marks), ("reads", "fresh", *AFTER))
 
     def body(refs: Refs, count: int, first: Any, carry: Arrays) -> Arrays:
         def one(i: Any, state: Array) -> Array:
             if options.save:
-                states = refs["states"]
 
                 @pl.when(lax.rem(i, chunks.in_frame) == 0)
                 def _():
-                    states[lax.div(i, chunks.in_frame)] = state.astype(states.dtype)
+                    chunks.put(refs, results, i, states=state)
 
             here = chunks.at(refs, operands, i)
             y = chunks.product(state, here["reads"], (1, 1)) + here["fresh"].T.astype(jnp.float32)
-            chunks.put(refs["y"], i, y.T)
+            chunks.put(refs, results, i, y=y.T)
             return _after(chunks.product, here, state)
 
         return (lax.fori_loop(0, count, one, *carry),)
 
-    results = {"y": ("BTHV", inputs["v"].dtype)}
+    results: Results = {"y": ("BTHV", inputs["v"].dtype)}
     if options.save:
         results["states"] = ("BNHVK", save_as)
     named = chunks.walk(body, operands, {"state": ("BHVK", initial_state)}, results, FROM_START)
@@ -440,48 +471,53 @@ def backward(
     states: Array,
     dy: Array,
     dfinal_state: Array,
+    marks: Array | None,
 ) -> tuple[Array, ...]:
     """The cotangents of the inputs in their order, and of the initial state."""
     batch, tokens, heads, _ = inputs["r"].shape
     if 0 in (batch, tokens, heads):
         return *(jnp.zeros_like(x) for x in inputs.values()), dfinal_state
     chunks = _Chunks(options, platform, inputs)
-    operands = _with_axes(inputs) | {"dy": ("BTHV", dy)}
-    prepared = chunks.prepared(prepare, operands)
+    operands = chunks.given({**inputs, "dy": dy}, marks)
+    prepared = chunks.prepared(prepare, operands, {*AFTER, *BEFORE})
+    needed, results = _only(prepared, BEFORE), {"dstates": ("BMHVK", states.dtype)}
 
     def dstates(refs: Refs, count: int, first: Any, carry: Arrays) -> Arrays:
         def one(n: Any, dstate: Array) -> Array:
-            i, result = count - 1 - n, refs["dstates"]
-            result[i] = dstate.astype(result.dtype)
-            return _before(chunks.product, chunks.at(refs, prepared, i), dstate)
+            i = count - 1 - n
+            chunks.put(refs, results, i, dstates=dstate)
+            return _before(chunks.product, chunks.at(refs, needed, i), dstate)
 
         return (lax.fori_loop(0, count, one, *carry),)
 
     dstate: Operands = {"dstate": ("BHVK", dfinal_state)}
-    result = {"dstates": ("BMHVK", states.dtype)}
-    found = chunks.walk(dstates, prepared, dstate, result, FROM_END)
+    found = chunks.walk(dstates, needed, dstate, results, FROM_END)
     operands["dstates"] = "BMHVK", found["dstates"]
-    operands["states"] = "BMHVK", _states(chunks, prepared, states)
+    operands["states"] = "BMHVK", _states(chunks, _only(prepared, AFTER), states)
     gradients = _gradients(chunks, gradient, operands, list(inputs))
     return *(gradients[n].reshape(x.shape) for n, x in inputs.items()), found["dstate"]
+
+
+def _only(operands: Operands, names: Sequence[str]) -> Operands:
+    return {name: operands[name] for name in names if name in operands}
 
 
 def _states(chunks: "_Chunks", prepared: Operands, states: Array) -> Array:
     """Those before each chunk, from those before each frame."""
     if chunks.in_frame == 1:
         return states
+    results = {"result": ("BMHVK", states.dtype)}
 
     def body(refs: Refs, count: int, first: Any, carry: Arrays) -> Arrays:
         def one(i: Any, state: Array) -> Array:
-            result = refs["result"]
-            result[i] = state.astype(result.dtype)
+            chunks.put(refs, results, i, result=state)
             return _after(chunks.product, chunks.at(refs, prepared, i), state)
 
         lax.fori_loop(0, count, one, refs["states"][0].astype(jnp.float32))
         return ()
 
-    operands, result = prepared | {"states": ("BNHVK", states)}, {"result": ("BMHVK", states.dtype)}
-    return chunks.walk(body, operands, {}, result, SIDE_BY_SIDE)["result"]
+    operands = prepared | {"states": ("BNHVK", states)}
+    return chunks.walk(body, operands, {}, results, SIDE_BY_SIDE)["result"]
 
 
 def _gradients(
@@ -489,19 +525,17 @@ def _gradients(
 ) -> Named:
     """Those of the inputs."""
     shared = [name for name in inputs if "T" not in operands[name][0]]
+    of_tokens = {f"d{n}": operands[n] for n in inputs if n not in shared}
+    results: Results = {n: (axes, x.dtype) for n, (axes, x) in of_tokens.items()}
+    results |= {f"d{n}": ("BMH1K", jnp.float32) for n in shared}
 
     def body(refs: Refs, count: int, first: Any, carry: Arrays) -> Arrays:
-        here = chunks.at(refs, operands, 0)
+        here, tokens = chunks.here(refs, operands, first)
         state, dstate = (here.pop(name).astype(jnp.float32) for name in ("states", "dstates"))
-        found = gradient(here, state, here.pop("dy"), dstate, chunks.valid(first))
-        for name, x in found.items():
-            ref = refs[f"d{name}"]
-            ref[0 if name in shared else slice(None)] = x.astype(ref.dtype)
+        found = gradient(here, state, here.pop("dy"), dstate, tokens)
+        chunks.put(refs, results, 0, **{f"d{name}": x for name, x in found.items()})
         return ()
 
-    of_tokens = {f"d{n}": operands[n] for n in inputs if n not in shared}
-    results = {n: (axes, x.dtype) for n, (axes, x) in of_tokens.items()}
-    results |= {f"d{n}": ("BMH1K", jnp.float32) for n in shared}
     named = chunks.each(body, operands, results)
     return {n: jnp.sum(named[f"d{n}"], 1) if n in shared else named[f"d{n}"] for n in inputs}
 
@@ -520,45 +554,76 @@ class _Chunks:
         self.length, self._tokens = self._tuning.tokens, r.shape[1]
         self.in_frame = CHUNK // self.length
 
+    def given(self, inputs: Mapping[str, Array], marks: Array | None) -> Operands:
+        """The operands of kernels: the inputs with their axes, of which those of a whole head get
+        one more, since blocks have two, and what `here` reads of the marks."""
+        operands: Operands = {}
+        for name, x in inputs.items():
+            of_token = "BTHV" if name in ("v", "dy") else "BTHK"
+            operands[name] = (of_token, x) if x.ndim == 4 else ("BH1K", x[:, :, None])
+        if marks is not None:
+            operands["tokens"] = "BT1", self._numbered(marks)[:, :, None]
+        return operands
+
+    def _numbered(self, marks: Array) -> Array:
+        """The segment of each token, counted from 1 in each chunk, and negative for those that are
+        not there; 0 is what arrays are filled up with."""
+        batch, tokens = marks.shape
+        whole = jnp.pad(marks, ((0, 0), (0, -tokens % self.length)))
+        starts = whole.reshape(batch, -1, self.length) == _packing.STARTS
+        number = 1 + jnp.cumsum(starts, axis=2, dtype=jnp.int32).reshape(whole.shape)[:, :tokens]
+        return jnp.where(marks == _packing.ABSENT, -number, number)
+
     def at(self, refs: Refs, operands: Operands, i: Any) -> Named:
-        """The arrays of chunk `i`."""
-        where = {"T": self._rows(i), "M": i}
-        return {
-            name: refs[name][next((where[a] for a in axes if a in where), ...)]
-            for name, (axes, _) in operands.items()
-        }
+        """The arrays of chunk `i`, those that callers gave with zeros for tokens that are not
+        there."""
+        arrays = {name: refs[name][self._place(axes, i)] for name, (axes, _) in operands.items()}
+        if "tokens" in arrays:
+            there = arrays["tokens"] > 0
+            for name, (axes, _) in operands.items():
+                if "T" in axes and name != "tokens" and name not in PREPARED:
+                    arrays[name] = jnp.where(there, arrays[name], jnp.zeros_like(arrays[name]))
+        return arrays
 
-    def put(self, ref: Any, i: Any, x: Array) -> None:
-        ref[self._rows(i)] = x.astype(ref.dtype)
+    def put(self, refs: Refs, results: Results, i: Any, **arrays: Array) -> None:
+        """Results of chunk `i`, or of its frame."""
+        for name, x in arrays.items():
+            refs[name][self._place(results[name][0], i)] = x.astype(refs[name].dtype)
 
-    def _rows(self, i: Any) -> Any:
-        return pl.ds(i * self.length, self.length)
+    def _place(self, axes: str, i: Any) -> Any:
+        of_frame = lax.div(i, self.in_frame) if "N" in axes else 0
+        where = {"T": pl.ds(i * self.length, self.length), "M": i, "N": of_frame}
+        return next((where[a] for a in axes if a in where), ...)
 
-    def valid(self, number: Any) -> Array | None:
-        """Which tokens [L, 1] of a chunk there are, None if all of all chunks."""
+    def here(self, refs: Refs, operands: Operands, number: Any) -> tuple[Named, Tokens]:
+        """The arrays of the only chunk that a kernel has, of that number in the sequence, and
+        which tokens there are."""
+        arrays = self.at(refs, operands, 0)
+        if "tokens" in arrays:
+            numbers = arrays.pop("tokens")
+            return arrays, Tokens(numbers > 0, jnp.maximum(jnp.abs(numbers), 1) - 1)
         if self._tokens % CHUNK == 0:
-            return None
+            return arrays, Tokens()
         place = lax.broadcasted_iota(jnp.int32, (self.length, 1), 0)
-        return number * self.length + place < self._tokens
+        return arrays, Tokens(number * self.length + place < self._tokens)
 
-    def prepared(self, prepare: Prepare, operands: Operands) -> Operands:
-        """What a walk reads: what is prepared, the values, and `dy` if it is there."""
+    def prepared(self, prepare: Prepare, operands: Operands, names: Collection[str]) -> Operands:
+        """What walks read: what is prepared, as far as it is named, the values, and `dy` if it is
+        there."""
         inputs = {n: x for n, x in operands.items() if n != "dy"}
+        one = {n: jax.ShapeDtypeStruct(self._of_chunk(*x), x[1].dtype) for n, x in inputs.items()}
+        found = jax.eval_shape(lambda one: prepare(one, Tokens()), one)
+        results: Results = {n: (PREPARED[n], self.product.dtype) for n in found if n in names}
+        results["stay"] = PREPARED["stay"], jnp.float32
 
         def body(refs: Refs, count: int, first: Any, carry: Arrays) -> Arrays:
-            found = prepare(self.at(refs, inputs, 0), self.valid(first))
-            for name, x in found.items():
-                ref = refs[name]
-                ref[0 if name == "stay" else slice(None)] = x.astype(ref.dtype)
+            found = prepare(*self.here(refs, inputs, first))
+            self.put(refs, results, 0, **{n: found[n] for n in results})
             return ()
 
-        one = {n: jax.ShapeDtypeStruct(self._of_chunk(*x), x[1].dtype) for n, x in inputs.items()}
-        names = jax.eval_shape(lambda one: prepare(one, None), one)
-        results = {n: (PREPARED[n], self.product.dtype) for n in names}
-        results["stay"] = PREPARED["stay"], jnp.float32
         made = self.each(body, inputs, results)
-        operands = {n: x for n, x in operands.items() if n in ("v", "dy")}
-        return operands | {name: (PREPARED[name], x) for name, x in made.items()}
+        walked = {n: x for n, x in operands.items() if n in ("v", "dy", "tokens")}
+        return walked | {name: (PREPARED[name], x) for name, x in made.items()}
 
     def _of_chunk(self, axes: str, x: Array) -> tuple[int, ...]:
         sizes = dict(zip(axes, x.shape, strict=True)) | {"T": self.length}
@@ -583,14 +648,6 @@ class _Chunks:
             tuning=self._walk,
             order=order,
         )
-
-
-def _with_axes(inputs: Mapping[str, Array]) -> Operands:
-    """The inputs with axes. Those of a whole head get one more, since blocks have two."""
-    return {
-        name: ("BTHV" if name == "v" else "BTHK", x) if x.ndim == 4 else ("BH1K", x[:, :, None])
-        for name, x in inputs.items()
-    }
 
 
 FROM_START, FROM_END, SIDE_BY_SIDE = "from start", "from end", "side by side"
@@ -648,7 +705,7 @@ def _walk(
 
     def arranged(axes: str) -> str:
         """On a TPU the two axes of a block have to be the last ones."""
-        return "BH" + axes.replace("B", "").replace("H", "") if on_tpu else axes
+        return "".join(sorted(axes, key=lambda a: a not in "BH")) if on_tpu else axes
 
     def spec(axes: str) -> pl.BlockSpec:
         shape = tuple(block[a] for a in arranged(axes))

@@ -103,7 +103,7 @@ def _none(own: Any, inputs: dict) -> dict:
     return {n: inputs[n] if n in own.shared else inputs[n][:1, :0] for n in own.inputs}
 
 
-def _check(run: Run, case: Case, ids: np.ndarray) -> None:
+def check(run: Run, case: Case, ids: np.ndarray) -> None:
     inputs, cotangents = run.operator.make(case)
     for name in run.operator.inputs:
         if name not in run.operator.shared:
@@ -148,7 +148,7 @@ def _value_and_gradients(run: Run, options: dict, inputs: dict, cotangents: dict
 
 @pytest.mark.parametrize(("run", "case"), RUNS)
 def test_segments_are_as_if_alone(run: Run, case: Case) -> None:
-    _check(run, case, ROWS)
+    check(run, case, ROWS)
 
 
 SIZES = (
@@ -184,7 +184,7 @@ def test_rows_of_any_size(run: Run, case: Case) -> None:
             part[:] = i * (rng.random() < 0.7)
     if case.T > 128:
         ids[0, 64:128] = 0
-    _check(run, case, ids)
+    check(run, case, ids)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

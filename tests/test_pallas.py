@@ -14,9 +14,11 @@ from jax.sharding import PartitionSpec as P
 
 import hlo
 import rwkv_jax
+import test_packing
+import test_sequences
 import tolerance
 from cases import Case
-from operators import OPERATORS, value_and_gradients
+from operators import OPERATORS, Run, value_and_gradients
 from rwkv_jax import _dispatch, _ffi, _pallas
 
 OPS = ("wkv7", "wkv6", "wkv5")
@@ -83,11 +85,37 @@ def test_both_forms_of_kernels(interpreted: str, op: str, case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.parametrize("interpreted", ["cuda"], indirect=True)
 @pytest.mark.parametrize(("op", "case"), ON_CUDA, ids=str)
 def test_against_the_oracle(interpreted: str, op: str, case: Case) -> None:
     _check(op, case)
+
+
+IDS = np.array([[0] * 3 + [4] * 20 + [0] * 10 + [4, 5, 6] * 6 + [0] * 2 + [9] * 28])
+
+PACKED = (
+    ("wkv7", Case(1, 81, 1, 32, V=16, decay="log", dtype="bfloat16")),
+    ("wkv7", Case(1, 81, 1, 16)),
+    ("wkv6", Case(1, 81, 1, 16, decay="log", regime="mixed")),
+    ("wkv5", Case(1, 81, 1, 16, state=False)),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("op", "case"), PACKED, ids=str)
+def test_several_sequences_in_a_row(interpreted: str, op: str, case: Case) -> None:
+    case = OPERATORS[op].suited(case)
+    test_packing.check(Run(op, "pallas"), case, IDS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("interpreted", ["cuda"], indirect=True)
+def test_sequences_with_states(interpreted: str) -> None:
+    run, cu = Run("wkv6", "pallas"), np.array([0, 0, 3, 70], np.int32)
+    inputs, cotangents = test_sequences.made("wkv6", Case(1, 70, 1, 16), 3)
+    expected = test_sequences.alone("wkv6", inputs, cu, run.operator.decays[-1], cotangents)
+    found = test_sequences.found_by(run, inputs, cotangents, cu)
+    test_sequences.assert_right(found, expected)
 
 
 @pytest.mark.parametrize("interpreted", ["cuda"], indirect=True)
@@ -97,7 +125,6 @@ def test_nothing_to_do(interpreted: str, op: str, case: Case) -> None:
     _check(op, case)
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 @pytest.mark.parametrize("interpreted", ["cuda"], indirect=True)
 def test_vmap_of_gradients(interpreted: str) -> None:
@@ -116,7 +143,6 @@ def test_vmap_of_gradients(interpreted: str) -> None:
     tolerance.assert_close(gradients("pallas"), gradients("reference"), tolerance.EXACT_FLOAT32)
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 @pytest.mark.parametrize("interpreted", ["cuda"], indirect=True)
 def test_shard_map(interpreted: str, cpus: list) -> None:
@@ -146,8 +172,15 @@ def test_shard_map(interpreted: str, cpus: list) -> None:
     )
 
 
-def _lowered(op: str, platform: str, case: Case, implementation: str | None = "pallas") -> str:
+def _lowered(
+    op: str,
+    platform: str,
+    case: Case,
+    implementation: str | None = "pallas",
+    ids: np.ndarray | None = None,
+) -> str:
     inputs, cotangents = OPERATORS[op].make(case)
+    inputs |= {} if ids is None else {"segment_ids": ids}
     options = {"decay": OPERATORS[op].suited(case).decay, "implementation": implementation}
     options["precision"] = "highest" if case.dtype == "float32" else "default"
     arrays = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (inputs, cotangents))
@@ -169,6 +202,10 @@ def test_lowering(platform: str, op: str, dtype: str, size: int) -> None:
     """Of all kernels, with and without a chunk to fill up."""
     for tokens, decay in ((128, OPERATORS[op].decays[-1]), (100, "log")):
         text = _lowered(op, platform, Case(2, tokens, 2, size, dtype=dtype, decay=decay))
+        assert text.count(KERNEL[platform]) == KERNELS
+    if (op, size) == ("wkv7", 64):
+        ids = np.ones((2, 100), np.int32)
+        text = _lowered(op, platform, Case(2, 100, 2, size, dtype=dtype), ids=ids)
         assert text.count(KERNEL[platform]) == KERNELS
 
 

@@ -18,7 +18,8 @@ from jax import Array
 
 from rwkv_jax import _pallas
 from rwkv_jax._dispatch import Options
-from rwkv_jax._pallas import Decays, Exponents, Named, Product
+from rwkv_jax._packing import Marks
+from rwkv_jax._pallas import Decays, Exponents, Named, Product, Tokens
 from rwkv_jax._typing import Keys, State, States, TokenKeys, Values
 from rwkv_jax.wkv6 import xla
 
@@ -31,9 +32,9 @@ def _pairs(product: Product, decays: Decays, r: Array, k: Array, u: Array) -> Ar
     return pairs + _pallas.diagonal(jnp.sum(r * u * k, axis=1, keepdims=True))
 
 
-def _prepare(product: Product, decay: str, inputs: Named, valid: Array | None) -> Named:
+def _prepare(product: Product, decay: str, inputs: Named, tokens: Tokens) -> Named:
     r, w, k, u = (inputs[name].astype(jnp.float32) for name in "rwku")
-    decays = _pallas.decays(product, _pallas.log_decay(w, decay, len(r), valid), decay)
+    decays = _pallas.decays(product, _pallas.log_decay(w, decay, len(r), tokens), decay, tokens)
     return {
         "stay": decays.stay,
         "reads": r * decays.before,
@@ -49,12 +50,12 @@ def _gradient(
     state: Array,
     dy: Array,
     dstate: Array,
-    valid: Array | None,
+    tokens: Tokens,
 ) -> Named:
     r, w, k, u = (inputs[name].astype(jnp.float32) for name in "rwku")
     v = inputs["v"]
-    log_decay, pull_back = jax.vjp(lambda w: _pallas.log_decay(w, decay, len(r), valid), w)
-    decays = _pallas.decays(product, log_decay, decay)
+    log_decay, pull_back = jax.vjp(lambda w: _pallas.log_decay(w, decay, len(r), tokens), w)
+    decays = _pallas.decays(product, log_decay, decay, tokens)
     r_start, k_end = r * decays.before, k * decays.after
     dr_start, dk_end = product(dy, state), product(v, dstate)
 
@@ -90,11 +91,12 @@ def forward(
     v: Values,
     u: TokenKeys,
     initial_state: State,
+    marks: Marks | None = None,
 ) -> tuple[Values, State, States]:
     inputs = {"r": r, "w": w, "k": k, "v": v, "u": u}
     product = _pallas.product(options, r.dtype)
     prepare = functools.partial(_prepare, product, options.decay)
-    return _pallas.forward(prepare, options, platform, inputs, initial_state)
+    return _pallas.forward(prepare, options, platform, inputs, initial_state, marks)
 
 
 def backward(
@@ -108,12 +110,13 @@ def backward(
     states: States,
     dy: Values,
     dfinal_state: State,
+    marks: Marks | None = None,
 ) -> tuple[Keys, Array, Keys, Values, TokenKeys, State]:
     inputs = {"r": r, "w": w, "k": k, "v": v, "u": u}
     product = _pallas.product(options, r.dtype)
     prepare = functools.partial(_prepare, product, options.decay)
     gradient = functools.partial(_gradient, product, options.decay)
     dr, dw, dk, dv, du, dinitial_state = _pallas.backward(
-        prepare, gradient, options, platform, inputs, states, dy, dfinal_state
+        prepare, gradient, options, platform, inputs, states, dy, dfinal_state, marks
     )
     return dr, dw, dk, dv, du, dinitial_state

@@ -23,7 +23,8 @@ from jax import Array
 
 from rwkv_jax import _pallas
 from rwkv_jax._dispatch import Options
-from rwkv_jax._pallas import Decays, Exponents, Named, Product
+from rwkv_jax._packing import Marks
+from rwkv_jax._pallas import Decays, Exponents, Named, Product, Tokens
 from rwkv_jax._typing import Keys, State, States, Values
 from rwkv_jax.wkv7 import xla
 
@@ -52,10 +53,10 @@ def _float32(inputs: Named) -> Named:
     return {name: x if name == "v" else x.astype(jnp.float32) for name, x in inputs.items()}
 
 
-def _prepare(product: Product, decay: str, inputs: Named, valid: Array | None) -> Named:
+def _prepare(product: Product, decay: str, inputs: Named, tokens: Tokens) -> Named:
     inputs = _float32(inputs)
     r, w, k, v, a, b = (inputs[name] for name in "rwkvab")
-    decays = _pallas.decays(product, _pallas.log_decay(w, decay, len(r), valid), decay)
+    decays = _pallas.decays(product, _pallas.log_decay(w, decay, len(r), tokens), decay, tokens)
     pairs = _pairs(product, decays, inputs)
     solved = product(pairs.inverse, a * decays.before)
     own = product(pairs.inverse, product(pairs.b, v))
@@ -78,12 +79,12 @@ def _gradient(
     state: Array,
     dy: Array,
     dstate: Array,
-    valid: Array | None,
+    tokens: Tokens,
 ) -> Named:
     inputs = _float32(inputs)
     r, w, k, v, a, b = (inputs[name] for name in "rwkvab")
-    log_decay, pull_back = jax.vjp(lambda w: _pallas.log_decay(w, decay, len(r), valid), w)
-    decays = _pallas.decays(product, log_decay, decay)
+    log_decay, pull_back = jax.vjp(lambda w: _pallas.log_decay(w, decay, len(r), tokens), w)
+    decays = _pallas.decays(product, log_decay, decay, tokens)
     own, before, after, entry, stay, leave, levels = decays
     state, dstate = state * entry, dstate * leave
     pairs = _pairs(product, decays, inputs)
@@ -135,11 +136,12 @@ def forward(
     a: Keys,
     b: Keys,
     initial_state: State,
+    marks: Marks | None = None,
 ) -> tuple[Values, State, States]:
     inputs = {"r": r, "w": w, "k": k, "v": v, "a": a, "b": b}
     product = _pallas.product(options, r.dtype)
     prepare = functools.partial(_prepare, product, options.decay)
-    return _pallas.forward(prepare, options, platform, inputs, initial_state)
+    return _pallas.forward(prepare, options, platform, inputs, initial_state, marks)
 
 
 def backward(
@@ -154,12 +156,13 @@ def backward(
     states: States,
     dy: Values,
     dfinal_state: State,
+    marks: Marks | None = None,
 ) -> tuple[Keys, Keys, Keys, Values, Keys, Keys, State]:
     inputs = {"r": r, "w": w, "k": k, "v": v, "a": a, "b": b}
     product = _pallas.product(options, r.dtype)
     prepare = functools.partial(_prepare, product, options.decay)
     gradient = functools.partial(_gradient, product, options.decay)
     dr, dw, dk, dv, da, db, dinitial_state = _pallas.backward(
-        prepare, gradient, options, platform, inputs, states, dy, dfinal_state
+        prepare, gradient, options, platform, inputs, states, dy, dfinal_state, marks
     )
     return dr, dw, dk, dv, da, db, dinitial_state
