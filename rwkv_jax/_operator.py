@@ -115,52 +115,61 @@ class Operator:
     def sequence(self, given: Mapping[str, Any], **options: Any) -> tuple[Array, Any]:
         """The public function on whole sequences, of its arguments and options by name."""
         given = dict(given)
+        chosen = self.options(self.forward, **options)
         ids, cu = given.pop("segment_ids"), given.pop("cu_seqlens")
         if cu is not None:
-            self.check_alone(segment_ids=ids, slots=given.pop("slots"))
+            self.check_without_ids(ids)
+            states = tuple(n - 1 for n in np.shape(cu)[:1])
+            given, pool = self._pooled(self.name, given, "initial_state", states)
             arrays, cu = self.checked_sequences(given, cu)
-            return self.packed(
-                self.over_sequences(self.options(self.forward, **options), arrays, cu)
-            )
-        arrays, put_back = self._slotted(self.name, self.arguments, given, "initial_state")
+            results = self.over_sequences(chosen, arrays, cu)
+            if pool is not None:
+                owner = _sequences.owners(cu, arrays["v"].shape[1])
+                active = jnp.pad(pool.active(), (0, 1))[owner][None]
+                results = pool.after(results[0], results[1:], active)
+            return self.packed(results)
+        states = self._batch(self.arguments, given)
+        given, pool = self._pooled(self.name, given, "initial_state", states)
+        arrays = self.checked(self.name, self.arguments, given, "initial_state")
         marks = None if ids is None else _packing.marks(self.checked_ids(ids, arrays))
-        results = self.over_sequence(self.options(self.forward, **options), arrays, marks)
-        return self.packed(put_back(results))
+        results = self.over_sequence(chosen, arrays, marks)
+        return self.packed(self._put_back(pool, results))
 
     def token(self, given: Mapping[str, Any], **options: Any) -> tuple[Array, Any]:
         """The public function on one token."""
-        arrays, put_back = self._slotted(self.step.op, self.step_arguments, given, "state")
+        arguments, name = self.step_arguments, self.step.op
+        given, pool = self._pooled(name, given, "state", self._batch(arguments, given))
+        arrays = self.checked(name, arguments, given, "state")
         results = self.over_token(self.options(self.step, **options), arrays)
-        return self.packed(put_back(results))
+        return self.packed(self._put_back(pool, results))
 
-    def _slotted(
-        self, name: str, arguments: Mapping[str, str], given: Mapping[str, Any], state: str
-    ) -> tuple[dict[str, Array], Callable[[Sequence[Array]], Sequence[Array]]]:
-        """The checked arrays, with the rows of a pool in place of it where there are slots, and
-        what puts them back."""
+    def _batch(self, arguments: Mapping[str, str], given: Mapping[str, Any]) -> tuple[int, ...]:
+        """[B] of what may be wrong yet."""
+        return np.shape(given[next(n for n in arguments if "B" in arguments[n])])[:1]
+
+    def _pooled(
+        self, name: str, given: Mapping[str, Any], state: str, states: tuple[int, ...]
+    ) -> tuple[dict[str, Any], _slots.Pool | None]:
+        """What was given, and where there are slots, one for each of so many states, the pool,
+        with its rows in place of it."""
         given = dict(given)
         if (slots := given.pop("slots")) is None:
-            return self.checked(name, arguments, given, state), lambda results: results
+            return given, None
         if given[state] is None:
             raise ValueError(f"{name}: {state} is None; accepted with slots is a pool of states")
         parts = self._parts(f"{name}: {state}", given[state])
         names = [f"{state}.{part}" for part in self.state] if self.state_type else [state]
         axes = [x.replace("B", "P") for x in self.state.values()]
-        pool = _check.arrays(
+        checked = _check.arrays(
             name, dict(zip(names, axes, strict=True)), dict(zip(names, parts, strict=True)), names
-        ).values()
-        like = next(n for n in arguments if "B" in arguments[n])
-        slots = _slots.checked(name, slots, np.shape(given[like])[:1], len(next(iter(pool))))
-        rows = [_slots.rows_of(x, slots) for x in pool]
-        given[state] = self.state_type(*rows) if self.state_type else rows[0]
+        )
+        parts = list(checked.values())
+        pool = _slots.Pool(parts, _slots.checked(name, slots, states, len(parts[0])))
+        rows = pool.rows()
+        return given | {state: self.state_type(*rows) if self.state_type else rows[0]}, pool
 
-        def put_back(results: Sequence[Array]) -> Sequence[Array]:
-            y, *states = results
-            kept = _slots.last_of_each(slots)
-            after = [_slots.replaced(x, kept, rows) for x, rows in zip(pool, states, strict=True)]
-            return _slots.only_active(y, slots, len(after[0])), *after
-
-        return self.checked(name, arguments, given, state), put_back
+    def _put_back(self, pool: _slots.Pool | None, results: tuple[Array, ...]) -> tuple[Array, ...]:
+        return results if pool is None else pool.after(results[0], results[1:], pool.active())
 
     def checked(
         self, name: str, arguments: Mapping[str, str], given: Mapping[str, Any], state: str
@@ -177,12 +186,11 @@ class Operator:
         ids = _packing.checked(self.name, ids, arrays["v"].shape[:2])
         return alike(["BT"], ids)[0]
 
-    def check_alone(self, **others: Any) -> None:
-        for name, x in others.items():
-            if x is not None:
-                raise ValueError(
-                    f"{self.name}: {name} with cu_seqlens; accepted is None for one of them"
-                )
+    def check_without_ids(self, ids: Any) -> None:
+        if ids is not None:
+            raise ValueError(
+                f"{self.name}: segment_ids with cu_seqlens; accepted is None for one of them"
+            )
 
     def checked_sequences(
         self, given: Mapping[str, Any], cu: Any

@@ -118,6 +118,17 @@ def _find(ends: Array, count: int) -> Array:
     return jax.vmap(search, in_axes=(0, None))(ends, numbers).astype(jnp.int32)
 
 
+def owners(cu: Array, tokens: int) -> Array:
+    """The sequence of each token of a row [T], S where it is none's."""
+    sequences, cu = len(cu) - 1, _clamped(cu[None], tokens)
+    owner = _find(cu[:, 1:], tokens)[0]
+    return jnp.where(lax.iota(jnp.int32, tokens) < cu[0, 0], sequences, owner)
+
+
+def _clamped(cu: Array, tokens: int) -> Array:
+    return lax.cummax(jnp.clip(cu, 0, tokens), axis=1)
+
+
 class _Layout(NamedTuple):
     """Where sequences and their frames are in a row of tokens."""
 
@@ -137,7 +148,7 @@ def _layout(cu: Array, tokens: int) -> _Layout:
     sequences = cu.shape[1] - 1
     length = min(tokens, CHUNK)
     most = (tokens + sequences * (length - 1)) // length
-    cu = lax.cummax(jnp.clip(cu, 0, tokens), axis=1)
+    cu = _clamped(cu, tokens)
     upto = jnp.cumsum(-(-jnp.diff(cu) // length), axis=1, dtype=jnp.int32)
     owner = jnp.minimum(_find(upto, most), sequences - 1)
     used = lax.broadcasted_iota(jnp.int32, owner.shape, 1) < upto[:, -1:]

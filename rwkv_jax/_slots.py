@@ -1,4 +1,5 @@
-"""Rows of a pool of states [P, ...], of which a call continues some: `slots` [B] says which.
+"""Rows of a pool of states [P, ...], of which a call continues some: `slots` [B] says which, or
+[S] for sequences in a single row.
 
 A slot below 0 is of a row that is not active: its `y` is 0 and it changes nothing. Where slots are
 known when a call is traced, one that the pool does not have and one that is there twice are errors;
@@ -6,7 +7,8 @@ where they are not, a row with a slot that the pool does not have is not active,
 with one slot the last one is kept.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +24,9 @@ def checked(op: str, slots: Any, batch: tuple[int, ...], size: int) -> Array:
     if slots.dtype != jnp.int32:
         raise TypeError(f"{op}: slots is {slots.dtype}; accepted is int32")
     if slots.shape != batch:
-        raise ValueError(f"{op}: slots has shape {slots.shape}; accepted is [B], here {batch}")
+        raise ValueError(
+            f"{op}: slots has shape {slots.shape}; accepted is one for each state, here {batch}"
+        )
     if not isinstance(slots, core.Tracer):
         _check_values(op, np.asarray(slots), size)
     return jnp.asarray(slots)
@@ -41,22 +45,31 @@ def _check_values(op: str, slots: np.ndarray, size: int) -> None:
         )
 
 
-def rows_of(pool: Array, slots: Array) -> Array:
-    """The states [B, ...]; zeros for rows that are not active."""
-    return pool.at[slots].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+class Pool(NamedTuple):
+    parts: Sequence[Array]
+    """The parts of the states, [P, ...] each."""
+    slots: Array
+
+    def rows(self) -> list[Array]:
+        """The states [B, ...]; zeros for rows that are not active."""
+        mode = {"mode": "fill", "fill_value": 0, "wrap_negative_indices": False}
+        return [x.at[self.slots].get(**mode) for x in self.parts]
+
+    def active(self) -> Array:
+        """Which rows are active [B]."""
+        return (self.slots >= 0) & (self.slots < len(self.parts[0]))
+
+    def after(self, y: Array, states: Sequence[Array], active: Array) -> tuple[Array, ...]:
+        """`y` with zeros where it is not `active` [B] or [B, T], and the pool with these states, in
+        place where it is donated."""
+        y = jnp.where(active.reshape(*active.shape, *[1] * (y.ndim - active.ndim)), y, 0)
+        kept, mode = _last_of_each(self.slots), {"mode": "drop", "wrap_negative_indices": False}
+        return y, *(
+            x.at[kept].set(rows, **mode) for x, rows in zip(self.parts, states, strict=True)
+        )
 
 
-def only_active(y: Array, slots: Array, size: int) -> Array:
-    active = (slots >= 0) & (slots < size)
-    return jnp.where(active.reshape(-1, *[1] * (y.ndim - 1)), y, jnp.zeros_like(y))
-
-
-def last_of_each(slots: Array) -> Array:
+def _last_of_each(slots: Array) -> Array:
     """-1 in place of each slot that a later row has too."""
     same = slots[:, None] == slots[None, :]
     return jnp.where(jnp.triu(same, 1).any(axis=1), -1, slots)
-
-
-def replaced(pool: Array, slots: Array, rows: Array) -> Array:
-    """The pool with these rows, of different slots, in place where it is donated."""
-    return pool.at[slots].set(rows, mode="drop", wrap_negative_indices=False)

@@ -185,7 +185,7 @@ class _Call(NamedTuple):
         state = "state" if self.is_step else "initial_state"
         ids, cu = given.pop("segment_ids", None), given.pop("cu_seqlens", None)
         if cu is not None:
-            self.operator.check_alone(segment_ids=ids)
+            self.operator.check_without_ids(ids)
             arrays, cu = self.operator.checked_sequences(given, cu)
         else:
             arrays = self.operator.checked(self.name, self.arguments, given, state)

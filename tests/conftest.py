@@ -32,6 +32,14 @@ collect_ignore = ([] if NATIVE else ["test_ffi.py"]) + (
 )
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--kernels-on-gpu",
+        metavar="ARCH",
+        help="test_emulation.py: no emulation, but the kernels on a GPU, compiled for e.g. sm_90a",
+    )
+
+
 def pytest_sessionstart() -> None:
     """RWKV_JAX_REQUIRE=cpu,cuda: native kernels that have to be there, so that nothing is left out
     unnoticed on a machine that is known to have them."""
@@ -49,7 +57,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The chunked form takes seconds to compile, which is most of the time of a whole run."""
     for item in items:
         params = getattr(getattr(item, "callspec", None), "params", {})
-        short = "case" in params and params["case"].T <= 17
+        short = getattr(params.get("case"), "T", 18) <= 17
         implementation = getattr(params.get("run"), "implementation", params.get("implementation"))
         if implementation == "xla" and not short:
             item.add_marker(pytest.mark.slow)

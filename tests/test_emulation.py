@@ -3,6 +3,12 @@ products, and the float kernels of all operators.
 
 Every block is run warp by warp in an order drawn from a seed. Results that depend on the seed show
 a barrier that is missing.
+
+On a machine with a GPU the same tests run the kernels there, without JAX next to them, and so under
+compute-sanitizer (memcheck or racecheck):
+
+    compute-sanitizer --tool memcheck python -m pytest --kernels-on-gpu sm_90a \\
+        tests/test_emulation.py
 """
 
 import concurrent.futures
@@ -13,6 +19,7 @@ import os
 import platform
 import shutil
 import subprocess
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -47,34 +54,56 @@ pytestmark = [
 ]
 
 
-def _build(folder: Path) -> None:
+def _emulated(folder: Path) -> list[Any]:
+    """The compiler, with CUDA's headers replaced."""
     for header in CUDA_HEADERS:
         (folder / header).write_text('#include "emulation.h"\n')
-    includes = (folder, TESTS / "emulation", FFI / "cuda", FFI / "include")
-    compiler = ("g++", "-std=c++20", "-O2", "-mf16c", "-w", "-fPIC")
-    compile_one = (*compiler, "-c", "-DRWKV_JAX_EMULATION", *(f"-I{path}" for path in includes))
+    includes = f"-I{folder}", f"-I{TESTS / 'emulation' / 'cpu'}"
+    language = "-x", "c++", "-std=c++20", "-O2", "-mf16c", "-w", "-fPIC"
+    return ["g++", *language, "-DRWKV_JAX_EMULATION", *includes]
+
+
+def _on_gpu(arch: str) -> list[Any]:
+    nvcc = os.environ.get("CUDACXX") or shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+    includes = [f"-I{TESTS / 'emulation' / 'gpu'}"]
+    options = "-std=c++17", f"-arch={arch}", "-lineinfo", "-w", "-Xcompiler", "-fPIC"
+    return [nvcc, "-x", "cu", *options, *includes]
+
+
+def _build(folder: Path, arch: str | None) -> None:
+    compiler = _on_gpu(arch) if arch else _emulated(folder)
+    includes = (f"-I{FFI / path}" for path in ("cuda", "include"))
+    compile_one = [*compiler, "-DRWKV_JAX_SMALL_TESTS", *includes, "-c"]
     objects = [folder / f"{source}.o" for source in SOURCES]
 
     def run(source: str, to: Path) -> None:
-        file = TESTS / "emulation" / source
-        subprocess.run([*compile_one, "-x", "c++", file, "-o", to], check=True)
+        subprocess.run([*compile_one, TESTS / "emulation" / source, "-o", to], check=True)
 
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(run, SOURCES, objects))
-    subprocess.run([*compiler, "-shared", *objects, "-o", folder / "kernels.so"], check=True)
+    link = [compiler[0], "-shared", *(["-cudart", "shared"] if arch else []), *objects]
+    subprocess.run([*link, "-o", folder / "kernels.so"], check=True)
 
 
 @pytest.fixture(scope="session")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+def kernels(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> ctypes.CDLL:
     """Built by the first of the workers that need it."""
+    arch = request.config.getoption("--kernels-on-gpu")
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "emulation"
     folder.mkdir(exist_ok=True)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "kernels.so").exists():
-            _build(folder)
+            _build(folder, arch)
+    if arch:
+        os.environ["CUDA_LAUNCH_BLOCKING"] = "1"
     library = ctypes.CDLL(str(folder / "kernels.so"))
+    if arch:
+        global _memory
+        _memory = functools.partial(_managed, library)
     library.ScratchFloats.restype = ctypes.c_int64
     library.ScratchFloats.argtypes = [ctypes.c_int64] * 3
     library.Wkv6ScratchFloats.restype = ctypes.c_int64
@@ -84,12 +113,27 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return library
 
 
-def _poisoned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """An array of NaN, aligned as those of a device are."""
-    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+def _managed(library: ctypes.CDLL, size: int) -> np.ndarray:
+    """Bytes that a GPU and this process have, exactly so many."""
+    address = ctypes.c_void_p()
+    assert library.cudaMallocManaged(ctypes.byref(address), ctypes.c_size_t(max(size, 1)), 1) == 0
+    assert address.value
+    memory = (ctypes.c_uint8 * size).from_address(address.value)
+    weakref.finalize(memory, library.cudaFree, address)
+    return np.ctypeslib.as_array(memory)
+
+
+def _memory(size: int) -> np.ndarray:
+    """Bytes, aligned as those of a device are."""
     memory = np.empty(size + 16, np.uint8)
     start = -memory.ctypes.data % 16
-    array = memory[start : start + size].view(dtype).reshape(shape)
+    return memory[start : start + size]
+
+
+def _poisoned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """An array of NaN."""
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    array = _memory(size).view(dtype).reshape(shape)
     array[...] = np.nan
     return array
 
@@ -683,21 +727,51 @@ BY_TOKEN, ON_MATRICES = False, True
 def test_emulated_sequences(
     kernels: Any, op: str, case: Case, segments: int, matrix_units: bool
 ) -> None:
-    """Of different lengths in a row, of which they have not the first and the last tokens: these
-    are not written."""
-    own, cu = SEQUENCES[op], np.minimum(test_sequences.LONG + 3, case.T - 2)
+    """Of different lengths in a row, of which they have not the first and the last tokens."""
+    cu = np.minimum(test_sequences.LONG + 3, case.T - 2)
+    _check_sequences(kernels, op, case, segments, matrix_units, cu)
+
+
+def _check_sequences(
+    kernels: Any, op: str, case: Case, segments: int, matrix_units: bool, cu: np.ndarray
+) -> None:
+    """Tokens of no sequence are not written."""
+    own, clamped = SEQUENCES[op], np.maximum.accumulate(np.clip(cu, 0, case.T))
     inputs, cotangents = test_sequences.made(op, case, len(cu) - 1)
-    expected = test_sequences.alone(op, inputs, cu, case.decay, cotangents)
+    expected = test_sequences.alone(op, inputs, clamped, case.decay, cotangents)
     run = functools.partial(_run_kernels, op, kernels, matrix_units)
     rows = Rows(case, cu=cu)
     results, others = (run(seed, case, segments, inputs, cotangents, rows) for seed in (1, 2))
     timed = {"y", *(f"d{n}" for n in own.inputs if n not in own.shared)}
+    first, last = clamped[0], clamped[-1]
     for name, x in results.items():
         assert x.tobytes() == others[name].tobytes(), name
         if name in timed:
-            outside = np.concatenate([x[:, : cu[0]], x[:, cu[-1] :]], axis=1)
+            outside = np.concatenate([x[:, :first], x[:, last:]], axis=1)
             assert np.isnan(np.float32(outside)).all(), name
-            results[name] = x[:, cu[0] : cu[-1]]
+            results[name] = x[:, first:last]
     exact = not matrix_units
     limits = {n: tolerance.ceiling(n, case.dtype, sequential=exact, highest=exact) for n in results}
     tolerance.assert_close(results, expected, limits)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(
+    ("op", "case", "matrix_units"),
+    [
+        ("wkv7", Case(1, 200, 1, 16, decay="exp"), BY_TOKEN),
+        ("wkv6", Case(1, 200, 1, 16, decay="log"), BY_TOKEN),
+        ("wkv4", Case(1, 200, 1, 16, decay="log"), BY_TOKEN),
+        ("wkv7", Case(1, 200, 1, 64, dtype="bfloat16"), ON_MATRICES),
+        ("wkv6", Case(1, 200, 1, 64, dtype="bfloat16", decay="exp"), ON_MATRICES),
+    ],
+    ids=str,
+)
+def test_emulated_sequences_that_are_wrong(
+    kernels: Any, op: str, case: Case, matrix_units: bool, seed: int
+) -> None:
+    """Numbers of any size in any order are those that they are clamped to."""
+    random = np.random.default_rng(seed)
+    sizes = random.choice([10, 300, 1 << 31], 6)
+    cu = np.array([random.integers(-size, size) for size in sizes], np.int32)
+    _check_sequences(kernels, op, case, 1 + 2 * seed, matrix_units, cu)

@@ -36,7 +36,7 @@ def _given(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _named(run: Run, results: Any) -> dict[str, np.ndarray]:
-    return {n: np.asarray(x) for n, x in zip(run.operator.results, results, strict=True)}
+    return {n: np.array(x) for n, x in zip(run.operator.results, results, strict=True)}
 
 
 def _expected(run: Run, inputs: dict, pool: dict, slots: list[int]) -> dict[str, np.ndarray]:
@@ -128,6 +128,32 @@ def test_gradients_of_a_pool(op: str) -> None:
     _assert_alike(found, expected)
 
 
+@pytest.mark.parametrize("op", SEQUENCES)
+@pytest.mark.parametrize("cu", [[0, 2, 2, 5], [1, 4, 3, 9], [-7, 0, 2, 3]], ids=str)
+def test_sequences_in_a_row(op: str, cu: list[int]) -> None:
+    """A prompt into each slot; also where it is wrong where the sequences are."""
+    run = Run(op, None)
+    inputs, pool = _given(run)
+    row = {n: x if n in run.operator.shared else x[:1] for n, x in inputs.items()}
+    places = np.array(cu, np.int32)
+
+    @jax.jit
+    def call(pool: dict, slots: Any, places: Any) -> Any:
+        return run(**row, **pool, slots=slots, cu_seqlens=places)
+
+    found = _named(run, call(pool, SLOTS, places))
+    y, *states = run.operator.results
+    given = {n: x[np.maximum(SLOTS, 0)] for n, x in pool.items()}
+    alone = _named(run, jax.jit(lambda cu: run(**row, **given, cu_seqlens=cu))(places))
+    first, last = np.maximum.accumulate(np.clip(cu, 0, 5))[1:3]
+    alone[y][:, first:last] = 0
+    for state, x in zip(states, pool.values(), strict=True):
+        after = x.copy()
+        after[SLOTS[[0, 2]]] = alone[state][[0, 2]]
+        alone[state] = after
+    _assert_alike(found, alone)
+
+
 @pytest.mark.usefixtures("unchecked_types")
 @pytest.mark.parametrize("op", ["wkv7", "wkv7_step", "wkv4_step"])
 def test_refusals(op: str) -> None:
@@ -142,7 +168,7 @@ def test_refusals(op: str) -> None:
         call(np.array([5, 0, 1], np.int32))
     with pytest.raises(ValueError, match=f"{op}: slots has 2 more than once"):
         call(np.array([2, 0, 2], np.int32))
-    with pytest.raises(ValueError, match=rf"{op}: slots has shape \(2,\); accepted is \[B\]"):
+    with pytest.raises(ValueError, match=rf"{op}: slots has shape \(2,\); accepted is one for"):
         call(np.array([2, 0], np.int32))
     with pytest.raises(TypeError, match=f"{op}: slots is float32; accepted is int32"):
         call(np.array([2, 0, 1], np.float32))
@@ -158,3 +184,13 @@ def test_slots_without_a_pool() -> None:
     inputs, _ = _given(Run("wkv7", None))
     with pytest.raises(ValueError, match="wkv7: initial_state is None; accepted with slots"):
         SEQUENCES["wkv7"].function(**inputs, slots=SLOTS)
+
+
+def test_slots_for_other_sequences() -> None:
+    run = Run("wkv7", None)
+    inputs, pool = _given(run)
+    row = {n: x[:1] for n, x in inputs.items()}
+    with pytest.raises(
+        ValueError, match=r"wkv7: slots has shape \(3,\); accepted is one for .*\(2"
+    ):
+        run(**row, **pool, slots=SLOTS, cu_seqlens=np.array([0, 1, 5], np.int32))

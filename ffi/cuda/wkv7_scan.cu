@@ -600,7 +600,7 @@ __global__ __launch_bounds__(kCombineThreads) void CombineKernel(Segments segmen
 
 // Up to so many blocks, two on each multiprocessor of a large GPU, it is faster that a chunk takes less
 // time; with more, that more of them hide each other's latency.
-#ifdef RWKV_JAX_EMULATION
+#ifdef RWKV_JAX_SMALL_TESTS
 constexpr int64_t kSplitBlocks = 1;  // so that small tests have both
 #else
 constexpr int64_t kSplitBlocks = 264;

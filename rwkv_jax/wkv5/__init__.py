@@ -72,12 +72,12 @@ def wkv5(
         equal, and states of its own, so `initial_state` and the final state are [S, H, V, K].
         Numbers that do not go from 0 to T or that decrease raise a ValueError where they are known;
         otherwise they are clamped, and tokens of no sequence have a `y` and gradients of 0. Not
-        together with `segment_ids` or `slots`.
-      slots: int32 [B], rows of a pool of states [P, ...], which `initial_state` then is. The pool
-        comes back with these rows replaced, in place where it is donated. A row with a slot below 0
-        is not active: its `y` is 0. Slots that the pool does not have or that are there twice raise
-        a ValueError where they are known; otherwise the former are not active, and of the latter
-        the last is kept.
+        together with `segment_ids`.
+      slots: int32 [B], with `cu_seqlens` [S], rows of a pool of states [P, ...], which
+        `initial_state` then is. The pool comes back with these rows replaced, in place where it
+        is donated. A row or sequence with a slot below 0 is not active: its `y` is 0. Slots that
+        the pool does not have or that are there twice raise a ValueError where they are known;
+        otherwise the former are not active, and of the latter the last is kept.
       decay: what `w` is. "log": the log decay itself, <= 0, so d = exp(w). "exp", the form of the
         official kernels: d = exp(-exp(w)). Any finite `w` is accepted; a decay that underflows to 0
         clears its channel.
