@@ -192,7 +192,7 @@ def _run(
     if rows.cu is not None:
         floats = case.H * (rows.frames + 4 * segments) * case.K**2 // 2
     scratch = _poisoned((floats,), np.float32)
-    left = np.zeros(heads, np.float32)
+    left = _aligned(np.zeros(heads, np.float32))
     given = [_aligned(cotangents[name]) for name in ("dy", "dfinal_state")]
     gradients = {f"d{n}": _poisoned(inputs[n].shape, inputs[n].dtype) for n in inputs}
     arrays = [*operands, *results.values(), states, scratch, left, *given, *gradients.values()]
