@@ -163,8 +163,8 @@ class Native(NamedTuple):
     states: list[Array]
     """[C, ...]"""
     spans: Array
-    """Of each sequence [C, 4]: its first token, how many there are, the first of its frames, and
-    nothing; counted over all rows."""
+    """Of each sequence [C, 4]: its first token, how many there are, the first of its frames,
+    counted over all rows; and, of all sequences, which one is to run then, the longest first."""
     owners: Array
     """Of each frame [B, F] its sequence, or -1 if it is none."""
 
@@ -175,13 +175,15 @@ def native(inputs: Sequence[Array], states: Sequence[Array], cu: Array) -> Nativ
     cu, _, first, owner, used = _layout(cu, tokens)
     row = lax.broadcasted_iota(jnp.int32, cu[:, 1:].shape, 0)
     frames, sequences = owner.shape[1], cu.shape[1] - 1
-    numbers = row * tokens + cu[:, :-1], jnp.diff(cu), row * frames + first[:, :-1], row
+    lengths = jnp.diff(cu)
+    numbers = row * tokens + cu[:, :-1], lengths, row * frames + first[:, :-1]
+    in_turn = jnp.argsort(lengths, axis=None, descending=True).astype(jnp.int32)
     owner = lax.broadcasted_iota(jnp.int32, owner.shape, 0) * sequences + owner
     most = max(map(jnp.ndim, inputs))
     return Native(
         [x if x.ndim == most else jnp.repeat(x, sequences, axis=0) for x in inputs],
         [x.reshape(batch * sequences, *x.shape[2:]) for x in states],
-        jnp.stack(numbers, axis=2).reshape(batch * sequences, 4),
+        jnp.stack([*(x.reshape(-1) for x in numbers), in_turn], axis=1),
         jnp.where(used, owner, -1),
     )
 

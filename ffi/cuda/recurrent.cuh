@@ -15,11 +15,13 @@ namespace rwkv_jax::cuda {
 // Where one head of a sequence lives in arrays [B, T, H, N] and [S, H, N, N].
 template <int N>
 struct Head {
+  int64_t turn;  // which one this is of those that run
   int64_t index, sequence, head, heads;
   Span span;
 
-  __device__ Head(int64_t index, int64_t tokens, int64_t heads, const Sequences& sequences)
-      : index(index),
+  __device__ Head(int64_t turn, int64_t tokens, int64_t heads, const Sequences& sequences)
+      : turn(turn),
+        index(sequences.HeadInTurn(turn, heads)),
         sequence(index / heads),
         head(index % heads),
         heads(heads),
@@ -61,14 +63,14 @@ struct Split {
   int64_t first_head;  // of those that run at a time
   ReplayScratch scratch;
 
-  __device__ int64_t Head() const { return first_head + blockIdx.x / scratch.segments; }
+  __device__ int64_t Turn() const { return first_head + blockIdx.x / scratch.segments; }
   __device__ int64_t Segment() const { return blockIdx.x % scratch.segments; }
   __device__ int64_t Length(int64_t chunks) const {
     return (chunks + scratch.segments - 1) / scratch.segments;
   }
   // `size` floats for each segment.
-  __device__ float* Scratch(int64_t head, int64_t segment, int64_t size) const {
-    return scratch.memory + (head - first_head) * scratch.stride + segment * size;
+  __device__ float* Scratch(int64_t turn, int64_t segment, int64_t size) const {
+    return scratch.memory + (turn - first_head) * scratch.stride + segment * size;
   }
 };
 

@@ -102,9 +102,9 @@ class Column {
  public:
   static constexpr int kChannels = 32 * kWidth<T>;  // of a block
 
-  __device__ explicit Column(int64_t channels) : channels(channels) {
+  __device__ Column(int64_t channels, const Sequences& sequences) : channels(channels) {
     const unsigned groups = (channels + kChannels - 1) / kChannels;
-    sequence = blockIdx.x / groups;
+    sequence = sequences.InTurn(blockIdx.x / groups);
     first_ = int64_t{blockIdx.x % groups} * kChannels + Lane() * kWidth<T>;
     const int64_t left = channels - first_;
     count = left < 0 ? 0 : left < kWidth<T> ? static_cast<int>(left) : kWidth<T>;

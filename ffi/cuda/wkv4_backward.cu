@@ -316,7 +316,7 @@ __global__ __launch_bounds__(kThreads, 2) void BackwardKernel(
   __shared__ __align__(16) uint32_t words[kThreads];
   RowMarks<kMarked> marks{words};
   const int warp = Warp();
-  const Column<T> column(call.dims.channels);
+  const Column<T> column(call.dims.channels, call.sequences);
   const Span span = call.sequences(column.sequence, call.dims.tokens);
   const Split split(span, segments);
   const int64_t segment = blockIdx.y + (kSummary ? 1 : 0);

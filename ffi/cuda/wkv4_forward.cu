@@ -75,7 +75,7 @@ __global__ __launch_bounds__(kThreads, kWidth<T> == 1 ? 3 : 2) void ForwardKerne
   RowMarks<kMarked> marks{words};
   const int warp = Warp();
   const bool last_warp = warp == kWarps - 1;
-  const Column<T> column(call.dims.channels);
+  const Column<T> column(call.dims.channels, call.sequences);
   const int64_t segment = blockIdx.y;
   const Span span = call.sequences(column.sequence, call.dims.tokens);
   const Split split(span, segments);

@@ -463,7 +463,7 @@ __global__ __launch_bounds__(ForwardTile<N>::kThreads) void SegmentKernel(
         AdvanceGradient(tile, shared[part], marks.From(part * L), ds);
     });
     if (first % length == 0)
-      StoreState(tile, split.Scratch(head.index, first / length - 1, Wkv6ScratchSize(N)), ds);
+      StoreState(tile, split.Scratch(head.turn, first / length - 1, Wkv6ScratchSize(N)), ds);
   }
 }
 
@@ -568,12 +568,12 @@ __global__ __launch_bounds__(BackwardTile<N>::kThreads, N == 128 ? 1 : 3) void B
   RWKV_JAX_DYNAMIC_SHARED(16, memory);
   auto& shared = *reinterpret_cast<BackwardShared<G, kParts>*>(memory);
   const G tile;
-  const Head<N> head(split.Head(), row_tokens, heads, in.sequences);
+  const Head<N> head(split.Turn(), row_tokens, heads, in.sequences);
   const int64_t tokens = head.span.tokens, chunks = head.span.Frames();
   const int64_t segment = split.Segment(), length = split.Length(chunks);
   const int64_t first_chunk = segment * length;
   const int64_t last_chunk = first_chunk + length < chunks ? first_chunk + length : chunks;
-  float* const ds_end = split.Scratch(head.index, segment, Wkv6ScratchSize(N));
+  float* const ds_end = split.Scratch(head.turn, segment, Wkv6ScratchSize(N));
 
   Fragment<G> ds, s;
   LoadState(tile, last_chunk == chunks ? dfinal_state + head.State() : ds_end, ds);

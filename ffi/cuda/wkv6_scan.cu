@@ -35,7 +35,7 @@ struct Run {
   // Of the segment of this block, as it comes in the recurrence.
   template <typename Scan>
   __device__ explicit Run(const Scan& in)
-      : head(blockIdx.x),
+      : head(in.sequences.HeadInTurn(blockIdx.x, in.heads)),
         heads(in.heads),
         batch(head / heads),
         span(in.sequences(batch, in.tokens)),

@@ -70,12 +70,12 @@ __global__ __launch_bounds__(ForwardTile<N>::kThreads, kBlocks) void ForwardKern
     const __grid_constant__ Vectors<T> inputs, int64_t row_tokens, int64_t heads, Decay decay,
     Marks marks, Sequences sequences, const float* initial_state, T* y, float* final_state, SavedStates states,
     const float* only) {
-  if (only != nullptr && only[blockIdx.x] == 0.0f) return;
+  const Head<N> head(blockIdx.x, row_tokens, heads, sequences);
+  if (only != nullptr && only[head.index] == 0.0f) return;
   RWKV_JAX_DYNAMIC_SHARED(16, memory);
   auto& shared = *reinterpret_cast<ForwardShared<T, N, kTokens>*>(memory);
   using G = ForwardTile<N>;
   const G tile;
-  const Head<N> head(blockIdx.x, row_tokens, heads, sequences);
   const int64_t tokens = head.span.tokens, stride = head.TokenStride();
   y += head.FirstToken();
 
@@ -147,8 +147,8 @@ struct SomeHeadsSplit : Split {
 
   __device__ bool Skips(int64_t head) const { return only != nullptr && only[head] == 0.0f; }
   template <int N>
-  __device__ float* Scratch(int64_t head, int64_t segment) const {
-    return Split::Scratch(head, segment, ScratchSize(N));
+  __device__ float* Scratch(int64_t turn, int64_t segment) const {
+    return Split::Scratch(turn, segment, ScratchSize(N));
   }
 };
 
@@ -158,14 +158,13 @@ template <typename T, int N, bool kMarked>
 __global__ __launch_bounds__(ForwardTile<N>::kThreads) void SegmentKernel(
     const __grid_constant__ Vectors<T> inputs, int64_t row_tokens, int64_t heads, Decay decay,
     Marks marks, Sequences sequences, const float* dfinal_state, SomeHeadsSplit split) {
-  const int64_t index = split.first_head + blockIdx.x;
-  if (split.Skips(index)) return;
   enum { kDecayRow, kARow, kBRow, kRRow, kDyRow, kRowsOfTile };
   using G = ForwardTile<N>;
   constexpr int kTokens = 8;
   __shared__ __align__(16) float shared[kRowsOfTile * kTokens * N];
   const G tile;
-  const Head<N> head(index, row_tokens, heads, sequences);
+  const Head<N> head(split.first_head + blockIdx.x, row_tokens, heads, sequences);
+  if (split.Skips(head.index)) return;
   const int64_t tokens = head.span.tokens, stride = head.TokenStride();
   if (tokens == 0) return;
   const int64_t length = split.Length(head.span.Frames()) * kChunk;
@@ -203,7 +202,7 @@ __global__ __launch_bounds__(ForwardTile<N>::kThreads) void SegmentKernel(
       if (own.Starts(t)) Clear<G>(ds);
     }
     if (first % length == 0)
-      StoreState(tile, split.Scratch<N>(head.index, first / length - 1), ds);
+      StoreState(tile, split.Scratch<N>(head.turn, first / length - 1), ds);
   }
 }
 
@@ -373,14 +372,14 @@ __global__ __launch_bounds__(BackwardTile<N>::kThreads, N == 64 ? 2 : 1) void Ba
   auto& shared = *reinterpret_cast<Shared*>(memory);
   constexpr int kRows = G::kRows;
   const G tile;
-  const Head<N> head(split.Head(), row_tokens, heads, sequences);
+  const Head<N> head(split.Turn(), row_tokens, heads, sequences);
   if (split.Skips(head.index)) return;
   const int64_t tokens = head.span.tokens, chunks = head.span.Frames();
   const int64_t segment = split.Segment(), length = split.Length(chunks);
   const int64_t first_chunk = segment * length;
   const int64_t last_chunk = first_chunk + length < chunks ? first_chunk + length : chunks;
   const int64_t stride = head.TokenStride();
-  float* const ds_end = split.Scratch<N>(head.index, segment);
+  float* const ds_end = split.Scratch<N>(head.turn, segment);
   float* const block_states = ds_end + N * N;
   float* const chunk_sa = block_states + (kChunk / kBlock - 1) * N * N;
 

@@ -317,7 +317,7 @@ void ScanKernel(const __grid_constant__ Scan<T> scan) {
   const bool multiplies = warpgroup == (L::kSplit ? L::kPanels : 0);
   const bool scales = warpgroup == (kTogether ? 0 : L::kSplit ? L::kPanels + 1 : 1);
   const bool copies = L::kSummary ? warpgroup == 2 * L::kPanels - 1 : multiplies;
-  const int64_t head = blockIdx.x;
+  const int64_t head = scan.sequences.HeadInTurn(blockIdx.x, scan.heads);
   const int64_t order = blockIdx.y;  // of the segments, as they come in the recurrence
   const Segments& segments = scan.segments;
   // Another segment of the head may give up now, so the threads agree on what they have seen.

@@ -17,7 +17,7 @@ struct Span {
 // If it is given, the batch of a call are these sequences, wherever they are in its rows of tokens; the
 // caller vouches that they do not overlap.
 struct Sequences {
-  const int32_t* spans = nullptr;   // [sequences, 4]: a Span, and nothing
+  const int32_t* spans = nullptr;   // [sequences, 4]: a Span, and which sequence is to run then
   const int32_t* owners = nullptr;  // [frames]: the sequence of each, or -1
 
   RWKV_JAX_ANYWHERE bool Given() const { return spans != nullptr; }
@@ -26,6 +26,15 @@ struct Sequences {
     if (!Given()) return {index * tokens, tokens, index * ((tokens + kChunk - 1) / kChunk)};
     const int32_t* const span = spans + 4 * index;
     return {span[0], span[1], span[2]};
+  }
+  // The sequence that is to run as number `index`: long ones first, so that none is waited for at the
+  // end.
+  RWKV_JAX_ANYWHERE int64_t InTurn(int64_t index) const {
+    return Given() ? spans[4 * index + 3] : index;
+  }
+  // The same of heads, of which each sequence has so many.
+  RWKV_JAX_ANYWHERE int64_t HeadInTurn(int64_t index, int64_t heads) const {
+    return Given() ? InTurn(index / heads) * heads + index % heads : index;
   }
   // All tokens that `each` sequences have of a row.
   RWKV_JAX_ANYWHERE Span OfRow(int64_t row, int64_t each, int64_t tokens) const {
