@@ -27,6 +27,10 @@ from rwkv_jax._dispatch import Differentiated, Options, Stage
 
 Arrays = tuple[Array, ...]
 
+LONG = 8 * CHUNK
+"""Tokens by which a sequence is so much longer than another that it is to run before it. Short ones
+are in the order in which they lie in memory."""
+
 
 def checked(op: str, cu: Any, batch: int, tokens: int) -> Array:
     if not isinstance(cu, jax.Array | np.ndarray):
@@ -114,7 +118,7 @@ def _rows(x: Array, *shape: int) -> Array:
 def _find(ends: Array, count: int) -> Array:
     """How many of the ends [B, S] are at or before each number below a count [B, count]."""
     numbers = lax.iota(jnp.int32, count)
-    search = functools.partial(jnp.searchsorted, side="right")
+    search = functools.partial(jnp.searchsorted, side="right", method="scan_unrolled")
     return jax.vmap(search, in_axes=(0, None))(ends, numbers).astype(jnp.int32)
 
 
@@ -163,8 +167,8 @@ class Native(NamedTuple):
     states: list[Array]
     """[C, ...]"""
     spans: Array
-    """Of each sequence [C, 4]: its first token, how many there are, the first of its frames,
-    counted over all rows; and, of all sequences, which one is to run then, the longest first."""
+    """Of each sequence [C, 8]: its first token, how many there are, the first of its frames,
+    counted over all rows, and its number; then the same of the one whose turn it is to run."""
     owners: Array
     """Of each frame [B, F] its sequence, or -1 if it is none."""
 
@@ -177,13 +181,15 @@ def native(inputs: Sequence[Array], states: Sequence[Array], cu: Array) -> Nativ
     frames, sequences = owner.shape[1], cu.shape[1] - 1
     lengths = jnp.diff(cu)
     numbers = row * tokens + cu[:, :-1], lengths, row * frames + first[:, :-1]
-    in_turn = jnp.argsort(lengths, axis=None, descending=True).astype(jnp.int32)
+    number = lax.iota(jnp.int32, batch * sequences)
+    spans = jnp.stack([*(x.reshape(-1) for x in numbers), number], axis=1)
+    in_turn = jnp.argsort(lengths // LONG, axis=None, descending=True)
     owner = lax.broadcasted_iota(jnp.int32, owner.shape, 0) * sequences + owner
     most = max(map(jnp.ndim, inputs))
     return Native(
         [x if x.ndim == most else jnp.repeat(x, sequences, axis=0) for x in inputs],
         [x.reshape(batch * sequences, *x.shape[2:]) for x in states],
-        jnp.stack([*(x.reshape(-1) for x in numbers), in_turn], axis=1),
+        jnp.concatenate([spans, spans[in_turn]], axis=1),
         jnp.where(used, owner, -1),
     )
 

@@ -26,6 +26,7 @@ import numpy as np
 import bench
 
 SHAPES = {"gpu": "8x4096x64x64", "cpu": "2x1024x4x64"}
+CONTESTANTS = ["whole", "segment_ids", "cu_seqlens", "padded"]
 MEANS = {"gpu": [128, 512, 2048], "cpu": [128]}
 
 
@@ -40,12 +41,12 @@ def lengths_of(ids: np.ndarray) -> np.ndarray:
     return np.concatenate([np.unique(row, return_counts=True)[1] for row in ids])
 
 
-def programs(op: str, decay: str) -> dict[str, Callable[..., Any]]:
+def programs(op: str, **options: Any) -> dict[str, Callable[..., Any]]:
     """By direction, of the inputs, the cotangents and how they are packed."""
     operator = bench.OPERATORS[op]
 
     def forward(inputs: Any, _: Any, packing: Any) -> Any:
-        return operator.function(**inputs, decay=decay, **packing)
+        return operator.function(**inputs, **options, **packing)
 
     def both(inputs: Any, cotangents: Any, packing: Any) -> Any:
         results, vjp = jax.vjp(lambda inputs: forward(inputs, None, packing), inputs)
@@ -57,7 +58,7 @@ def programs(op: str, decay: str) -> dict[str, Callable[..., Any]]:
 def measure(args: argparse.Namespace) -> Iterator[str]:
     sizes = tuple(map(int, args.shape.split("x")))
     batch, tokens, *heads = sizes
-    kinds = programs(args.op, args.decay)
+    kinds = programs(args.op, decay=args.decay, implementation=args.implementation)
 
     def given(batch: int, tokens: int) -> tuple[Any, Any]:
         operands = bench.Operands(args.op, (batch, tokens, *heads), args.dtype, args.device)
@@ -84,6 +85,7 @@ def measure(args: argparse.Namespace) -> Iterator[str]:
             "cu_seqlens": (*in_one_row(len(lengths)), {"cu_seqlens": jnp.asarray(cu)}),
             "padded": (*given(len(lengths), int(lengths.max())), {}),
         }
+        contestants = {name: contestants[name] for name in args.contestants}
         for direction, program in kinds.items():
             loops = {}
             for name, operands in contestants.items():
@@ -96,8 +98,7 @@ def measure(args: argparse.Namespace) -> Iterator[str]:
             ms = [1e3 * statistics.median(x) for x in zip(*samples, strict=True)]
             yield (
                 f"{mean:8}{len(lengths):11}{lengths.max():9} {direction:17}"
-                + "".join(f"{x:12.3f}" for x in ms)
-                + f"{ms[1] / ms[0]:12.1%}{ms[2] / ms[0]:12.1%}"
+                + "".join(f"{x:12.3f}{x / ms[0]:7.0%}" for x in ms)
             )
 
 
@@ -119,6 +120,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--op", choices=bench.SEQUENCES, default="wkv7")
     add("--shape", help="B, T, H, K of the rows")
     add("--mean", type=int, nargs="+", help="lengths of documents")
+    add("--implementation", help="the one that runs by itself, if not given")
+    add("--contestants", nargs="+", choices=CONTESTANTS, default=CONTESTANTS)
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="as in bench.py")
     add("--repeats", type=int, default=9, help="batches for each median")
     args = parser.parse_args(argv)
@@ -136,8 +139,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     print(
         f"{args.op}, {args.shape}, {args.dtype}, {jax.devices()[0].device_kind}, jax "
-        f"{jax.__version__}; milliseconds\n{'mean':>8}{'documents':>11}{'longest':>9} {'':17}"
-        f"{'whole':>12}{'segment_ids':>12}{'cu_seqlens':>12}{'padded':>12}  the middle two of whole"
+        f"{jax.__version__}; milliseconds, and of the first\n"
+        f"{'mean':>8}{'documents':>11}{'longest':>9} {'':17}"
+        + "".join(f"{name:>12}{'':7}" for name in args.contestants)
     )
     for line in measure(args):
         print(line, flush=True)

@@ -20,12 +20,14 @@ struct Head {
   Span span;
 
   __device__ Head(int64_t turn, int64_t tokens, int64_t heads, const Sequences& sequences)
+      : Head(turn, heads, sequences.InTurn(turn / heads, tokens)) {}
+  __device__ Head(int64_t turn, int64_t heads, const Turn& now)
       : turn(turn),
-        index(sequences.HeadInTurn(turn, heads)),
-        sequence(index / heads),
-        head(index % heads),
+        index(now.sequence * heads + turn % heads),
+        sequence(now.sequence),
+        head(turn % heads),
         heads(heads),
-        span(sequences(sequence, tokens)) {}
+        span(now.span) {}
 
   __device__ int64_t FirstToken() const { return (span.first_token * heads + head) * N; }
   __device__ int64_t TokenStride() const { return heads * N; }

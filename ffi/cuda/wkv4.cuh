@@ -102,9 +102,11 @@ class Column {
  public:
   static constexpr int kChannels = 32 * kWidth<T>;  // of a block
 
-  __device__ Column(int64_t channels, const Sequences& sequences) : channels(channels) {
+  __device__ Column(int64_t channels, int64_t tokens, const Sequences& sequences)
+      : channels(channels) {
     const unsigned groups = (channels + kChannels - 1) / kChannels;
-    sequence = sequences.InTurn(blockIdx.x / groups);
+    const Turn turn = sequences.InTurn(blockIdx.x / groups, tokens);
+    sequence = turn.sequence, span = turn.span;
     first_ = int64_t{blockIdx.x % groups} * kChannels + Lane() * kWidth<T>;
     const int64_t left = channels - first_;
     count = left < 0 ? 0 : left < kWidth<T> ? static_cast<int>(left) : kWidth<T>;
@@ -112,6 +114,7 @@ class Column {
   }
 
   int64_t channels, sequence;
+  Span span;
   int count;   // of the channels of the lane there are
   bool words;  // whether they are a word in every row
 

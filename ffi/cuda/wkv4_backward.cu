@@ -316,8 +316,8 @@ __global__ __launch_bounds__(kThreads, 2) void BackwardKernel(
   __shared__ __align__(16) uint32_t words[kThreads];
   RowMarks<kMarked> marks{words};
   const int warp = Warp();
-  const Column<T> column(call.dims.channels, call.sequences);
-  const Span span = call.sequences(column.sequence, call.dims.tokens);
+  const Column<T> column(call.dims.channels, call.dims.tokens, call.sequences);
+  const Span& span = column.span;
   const Split split(span, segments);
   const int64_t segment = blockIdx.y + (kSummary ? 1 : 0);
   const int64_t begin = split.First(segment), end = split.First(segment + 1);

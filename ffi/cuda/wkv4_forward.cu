@@ -75,9 +75,9 @@ __global__ __launch_bounds__(kThreads, kWidth<T> == 1 ? 3 : 2) void ForwardKerne
   RowMarks<kMarked> marks{words};
   const int warp = Warp();
   const bool last_warp = warp == kWarps - 1;
-  const Column<T> column(call.dims.channels, call.sequences);
+  const Column<T> column(call.dims.channels, call.dims.tokens, call.sequences);
   const int64_t segment = blockIdx.y;
-  const Span span = call.sequences(column.sequence, call.dims.tokens);
+  const Span& span = column.span;
   const Split split(span, segments);
   const int64_t begin = split.First(segment), end = split.First(segment + 1);
   const int64_t summary_row = column.sequence * (segments - 1) * kWkv4ForwardSummary;

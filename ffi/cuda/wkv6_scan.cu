@@ -35,10 +35,13 @@ struct Run {
   // Of the segment of this block, as it comes in the recurrence.
   template <typename Scan>
   __device__ explicit Run(const Scan& in)
-      : head(in.sequences.HeadInTurn(blockIdx.x, in.heads)),
+      : Run(in, in.sequences.InTurn(blockIdx.x / in.heads, in.tokens)) {}
+  template <typename Scan>
+  __device__ Run(const Scan& in, const Turn& turn)
+      : head(turn.sequence * in.heads + blockIdx.x % in.heads),
         heads(in.heads),
-        batch(head / heads),
-        span(in.sequences(batch, in.tokens)),
+        batch(turn.sequence),
+        span(turn.span),
         segments(in.segments.Count(span.Frames())) {
     const int64_t order = blockIdx.y, most = in.segments.Frames(span.Frames());
     first_frame = (kReverse ? segments - 1 - order : order) * most;

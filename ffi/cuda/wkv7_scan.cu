@@ -317,14 +317,15 @@ void ScanKernel(const __grid_constant__ Scan<T> scan) {
   const bool multiplies = warpgroup == (L::kSplit ? L::kPanels : 0);
   const bool scales = warpgroup == (kTogether ? 0 : L::kSplit ? L::kPanels + 1 : 1);
   const bool copies = L::kSummary ? warpgroup == 2 * L::kPanels - 1 : multiplies;
-  const int64_t head = scan.sequences.HeadInTurn(blockIdx.x, scan.heads);
+  const Turn turn = scan.sequences.InTurn(blockIdx.x / scan.heads, scan.tokens);
+  const int64_t head = turn.sequence * scan.heads + blockIdx.x % scan.heads;
   const int64_t order = blockIdx.y;  // of the segments, as they come in the recurrence
   const Segments& segments = scan.segments;
   // Another segment of the head may give up now, so the threads agree on what they have seen.
   if (scan.inexact != nullptr && !SynchronizeAll(1, L::kThreads, scan.inexact[head] == 0.0f)) return;
 
-  const int64_t batch = head / scan.heads;
-  const Span span = scan.sequences(batch, scan.tokens);
+  const int64_t batch = turn.sequence;
+  const Span& span = turn.span;
   const int64_t in_segment = segments.Frames(span.Frames()), count = segments.Count(span.Frames());
   const bool for_later = L::kSummary && segments.memory != nullptr;
   if (order >= count - for_later) return;

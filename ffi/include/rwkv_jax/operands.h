@@ -58,7 +58,7 @@ class Operands {
   void RowsArg(Marks& marks, Sequences& sequences) {
     if (has_sequences_) {
       sequences.spans = IntArg("spans", "SW");
-      Require(Size('W') == 4, "spans has W = ", Size('W'), "; expected 4");
+      Require(Size('W') == kSpanWords, "spans has W = ", Size('W'), "; expected ", kSpanWords);
       Require(Size('B') == 0 ? Size('S') == 0 : Size('S') % Size('B') == 0, "spans has S = ",
               Size('S'), "; expected as many in each of ", Size('B'), " rows");
     } else {

@@ -14,27 +14,34 @@ struct Span {
   RWKV_JAX_ANYWHERE int64_t Frames() const { return (tokens + kChunk - 1) / kChunk; }
 };
 
+struct Turn {
+  Span span;
+  int64_t sequence;
+};
+
+constexpr int64_t kSpanWords = 8;
+
 // If it is given, the batch of a call are these sequences, wherever they are in its rows of tokens; the
 // caller vouches that they do not overlap.
 struct Sequences {
-  const int32_t* spans = nullptr;   // [sequences, 4]: a Span, and which sequence is to run then
+  // [sequences, kSpanWords]: the Span of each and its number, and those of the one that is to run when
+  // it would be the turn of this one in their order.
+  const int32_t* spans = nullptr;
   const int32_t* owners = nullptr;  // [frames]: the sequence of each, or -1
 
   RWKV_JAX_ANYWHERE bool Given() const { return spans != nullptr; }
   // Without sequences, row `index` of `tokens` tokens.
   RWKV_JAX_ANYWHERE Span operator()(int64_t index, int64_t tokens) const {
     if (!Given()) return {index * tokens, tokens, index * ((tokens + kChunk - 1) / kChunk)};
-    const int32_t* const span = spans + 4 * index;
+    const int32_t* const span = spans + kSpanWords * index;
     return {span[0], span[1], span[2]};
   }
-  // The sequence that is to run as number `index`: long ones first, so that none is waited for at the
-  // end.
-  RWKV_JAX_ANYWHERE int64_t InTurn(int64_t index) const {
-    return Given() ? spans[4 * index + 3] : index;
-  }
-  // The same of heads, of which each sequence has so many.
-  RWKV_JAX_ANYWHERE int64_t HeadInTurn(int64_t index, int64_t heads) const {
-    return Given() ? InTurn(index / heads) * heads + index % heads : index;
+  // The sequence that is to run as number `index`: long ones come first, so that none is waited for at
+  // the end.
+  RWKV_JAX_ANYWHERE Turn InTurn(int64_t index, int64_t tokens) const {
+    if (!Given()) return {(*this)(index, tokens), index};
+    const int32_t* const turn = spans + kSpanWords * index + kSpanWords / 2;
+    return {{turn[0], turn[1], turn[2]}, turn[3]};
   }
   // All tokens that `each` sequences have of a row.
   RWKV_JAX_ANYWHERE Span OfRow(int64_t row, int64_t each, int64_t tokens) const {
