@@ -40,30 +40,26 @@ ROWS = 64
 depend on each other, so more value channels are more programs."""
 
 
-class Tuning(NamedTuple):
-    """Tokens of a chunk, and how a GPU program is compiled: groups of 32 threads, and loads in
-    flight."""
+TOKENS = 16
+"""Of a chunk: fewer are too few for products of matrices, and more take more of them."""
 
-    tokens: int
+IN_FRAME = CHUNK // TOKENS
+"""Chunks from one saved state to the next."""
+
+
+class Tuning(NamedTuple):
+    """How a GPU program is compiled: groups of 32 threads, and loads in flight."""
+
     num_warps: int = 4
     num_stages: int = 1
 
 
-class Tunings(NamedTuple):
-    """By the larger of K and V, for bounded decays and products of bfloat16, and otherwise: other
-    decays take more products the longer a chunk is, and float32 more registers and time to compile.
-    Tokens are a power of two that divides CHUNK."""
+ALONE = {16: Tuning(), 32: Tuning(), 64: Tuning(), 128: Tuning(num_warps=8)}
+"""For kernels with a chunk for each program, by the larger of K and V, as measured on an H200."""
 
-    bounded: Mapping[int, Tuning]
-    otherwise: Mapping[int, Tuning]
-
-
-_FEW = {16: Tuning(16), 32: Tuning(16), 64: Tuning(16), 128: Tuning(16, num_warps=8)}
-CHUNKS = Tunings(_FEW | {16: Tuning(64), 32: Tuning(64)}, _FEW)
-"""Heads of 64 as measured on an H200."""
-
-WALK_STAGES = {16: 3, 32: 3, 64: 3, 128: 1}
-"""Loads in flight of the walks, by head size: three chunks of 128 do not fit every GPU."""
+WALKS = {size: Tuning(num_stages=3) for size in (16, 32, 64)} | {128: Tuning(num_stages=2)}
+FLOAT32_WALKS = WALKS | {128: Tuning(num_warps=8)}
+"""For walks; more chunks of 128 do not fit every GPU."""
 
 BOUNDED = ("sigmoid",)
 """Forms whose log decay is never below -0.61, so that a chunk's decay may be divided by."""
@@ -392,9 +388,13 @@ PREPARED = {
 The second sum of products is of operators whose writes read the state.
 """
 
-AFTER = ("tokens", "stay", "v", "keys", "solved", "own", "kept")
-BEFORE = ("tokens", "stay", "dy", "reads", "solved", "kept")
+AFTER = ("stay", "v", "keys", "solved", "own", "kept")
+BEFORE = ("stay", "dy", "reads", "solved", "kept")
 """What the state after a chunk is computed from, and the gradient of that before."""
+
+WALKED = ("v", "dy")
+"""What a walk reads as it was given. Elsewhere kernels clear what is not there; here that would
+cost as much as the rest."""
 
 Prepare: TypeAlias = Callable[[Named, Tokens], Named]
 """`(inputs, tokens) -> prepared`, for inputs [L, ...], which are 0 for tokens that are not there.
@@ -428,7 +428,7 @@ def forward(
         def one(i: Any, state: Array) -> Array:
             if options.save:
 
-                @pl.when(lax.rem(i, chunks.in_frame) == 0)
+                @pl.when(lax.rem(i, IN_FRAME) == 0)
                 def _():
                     chunks.put(refs, results, i, states=state)
 
@@ -504,8 +504,6 @@ def _only(operands: Operands, names: Sequence[str]) -> Operands:
 
 def _states(chunks: "_Chunks", prepared: Operands, states: Array) -> Array:
     """Those before each chunk, from those before each frame."""
-    if chunks.in_frame == 1:
-        return states
     results = {"result": ("BMHVK", states.dtype)}
 
     def body(refs: Refs, count: int, first: Any, carry: Arrays) -> Arrays:
@@ -546,21 +544,20 @@ class _Chunks:
     def __init__(self, options: Options, platform: str, inputs: Mapping[str, Array]) -> None:
         r, v = inputs["r"], inputs["v"]
         self.product = product(options, r.dtype)
-        bounded = options.decay in BOUNDED and self.product.dtype != jnp.float32
-        tunings = CHUNKS.bounded if bounded else CHUNKS.otherwise
         size = max(r.shape[-1], v.shape[-1])
-        self._tuning, self._platform = tunings[size], platform
-        self._walk = self._tuning._replace(num_stages=WALK_STAGES[size])
-        self.length, self._tokens = self._tuning.tokens, r.shape[1]
-        self.in_frame = CHUNK // self.length
+        walks = FLOAT32_WALKS if self.product.dtype == jnp.float32 else WALKS
+        self._alone, self._walk, self._platform = ALONE[size], walks[size], platform
+        self._tokens = r.shape[1]
 
     def given(self, inputs: Mapping[str, Array], marks: Array | None) -> Operands:
         """The operands of kernels: the inputs with their axes, of which those of a whole head get
         one more, since blocks have two, and what `here` reads of the marks."""
         operands: Operands = {}
         for name, x in inputs.items():
-            of_token = "BTHV" if name in ("v", "dy") else "BTHK"
-            operands[name] = (of_token, x) if x.ndim == 4 else ("BH1K", x[:, :, None])
+            if name in WALKED:
+                operands[name] = "BTHV", _packing.cleared(marks, [x])[0]
+            else:
+                operands[name] = ("BTHK", x) if x.ndim == 4 else ("BH1K", x[:, :, None])
         if marks is not None:
             operands["tokens"] = "BT1", self._numbered(marks)[:, :, None]
         return operands
@@ -569,21 +566,14 @@ class _Chunks:
         """The segment of each token, counted from 1 in each chunk, and negative for those that are
         not there; 0 is what arrays are filled up with."""
         batch, tokens = marks.shape
-        whole = jnp.pad(marks, ((0, 0), (0, -tokens % self.length)))
-        starts = whole.reshape(batch, -1, self.length) == _packing.STARTS
+        whole = jnp.pad(marks, ((0, 0), (0, -tokens % TOKENS)))
+        starts = whole.reshape(batch, -1, TOKENS) == _packing.STARTS
         number = 1 + jnp.cumsum(starts, axis=2, dtype=jnp.int32).reshape(whole.shape)[:, :tokens]
         return jnp.where(marks == _packing.ABSENT, -number, number)
 
     def at(self, refs: Refs, operands: Operands, i: Any) -> Named:
-        """The arrays of chunk `i`, those that callers gave with zeros for tokens that are not
-        there."""
-        arrays = {name: refs[name][self._place(axes, i)] for name, (axes, _) in operands.items()}
-        if "tokens" in arrays:
-            there = arrays["tokens"] > 0
-            for name, (axes, _) in operands.items():
-                if "T" in axes and name != "tokens" and name not in PREPARED:
-                    arrays[name] = jnp.where(there, arrays[name], jnp.zeros_like(arrays[name]))
-        return arrays
+        """The arrays of chunk `i`."""
+        return {name: refs[name][self._place(axes, i)] for name, (axes, _) in operands.items()}
 
     def put(self, refs: Refs, results: Results, i: Any, **arrays: Array) -> None:
         """Results of chunk `i`, or of its frame."""
@@ -591,21 +581,24 @@ class _Chunks:
             refs[name][self._place(results[name][0], i)] = x.astype(refs[name].dtype)
 
     def _place(self, axes: str, i: Any) -> Any:
-        of_frame = lax.div(i, self.in_frame) if "N" in axes else 0
-        where = {"T": pl.ds(i * self.length, self.length), "M": i, "N": of_frame}
+        of_frame = lax.div(i, IN_FRAME) if "N" in axes else 0
+        where = {"T": pl.ds(i * TOKENS, TOKENS), "M": i, "N": of_frame}
         return next((where[a] for a in axes if a in where), ...)
 
     def here(self, refs: Refs, operands: Operands, number: Any) -> tuple[Named, Tokens]:
-        """The arrays of the only chunk that a kernel has, of that number in the sequence, and
-        which tokens there are."""
+        """The arrays of the only chunk that a kernel has, of that number in the sequence, with
+        zeros for tokens that are not there, and which tokens there are."""
         arrays = self.at(refs, operands, 0)
         if "tokens" in arrays:
             numbers = arrays.pop("tokens")
-            return arrays, Tokens(numbers > 0, jnp.maximum(jnp.abs(numbers), 1) - 1)
+            there = numbers > 0
+            for name in (n for n in arrays if n not in WALKED and "T" in operands[n][0]):
+                arrays[name] = jnp.where(there, arrays[name], jnp.zeros_like(arrays[name]))
+            return arrays, Tokens(there, jnp.maximum(jnp.abs(numbers), 1) - 1)
         if self._tokens % CHUNK == 0:
             return arrays, Tokens()
-        place = lax.broadcasted_iota(jnp.int32, (self.length, 1), 0)
-        return arrays, Tokens(number * self.length + place < self._tokens)
+        place = lax.broadcasted_iota(jnp.int32, (TOKENS, 1), 0)
+        return arrays, Tokens(number * TOKENS + place < self._tokens)
 
     def prepared(self, prepare: Prepare, operands: Operands, names: Collection[str]) -> Operands:
         """What walks read: what is prepared, as far as it is named, the values, and `dy` if it is
@@ -622,11 +615,11 @@ class _Chunks:
             return ()
 
         made = self.each(body, inputs, results)
-        walked = {n: x for n, x in operands.items() if n in ("v", "dy", "tokens")}
+        walked = {n: x for n, x in operands.items() if n in WALKED}
         return walked | {name: (PREPARED[name], x) for name, x in made.items()}
 
     def _of_chunk(self, axes: str, x: Array) -> tuple[int, ...]:
-        sizes = dict(zip(axes, x.shape, strict=True)) | {"T": self.length}
+        sizes = dict(zip(axes, x.shape, strict=True)) | {"T": TOKENS}
         return tuple(sizes[a] for a in axes if a not in "BH")
 
     def each(self, body: Body, operands: Operands, results: Results) -> Named:
@@ -634,9 +627,9 @@ class _Chunks:
         return _walk(
             *(body, self._platform, operands, {}, results),
             rows=max(HEAD_SIZES),
-            tuning=self._tuning,
+            tuning=self._alone,
             order=SIDE_BY_SIDE,
-            span=self.length,
+            span=TOKENS,
         )
 
     def walk(
@@ -681,11 +674,11 @@ def _walk(
 
     def cut(length: int) -> dict[str, int]:
         """So many tokens, and the frames and chunks that these are."""
-        return {"T": length, "N": length // CHUNK, "M": length // tuning.tokens}
+        return {"T": length, "N": length // CHUNK, "M": length // TOKENS}
 
     padded = boundaries(tokens) * CHUNK
     span = padded if whole else span
-    chunks, spans = span // tuning.tokens, padded // span
+    chunks, spans = span // TOKENS, padded // span
     sizes |= cut(padded)
     block = sizes | cut(span) | {"B": None, "H": None}
 
