@@ -28,8 +28,9 @@ from rwkv_jax._dispatch import Differentiated, Options, Stage
 Arrays = tuple[Array, ...]
 
 LONG = 8 * CHUNK
-"""Tokens by which a sequence is so much longer than another that it is to run before it. Short ones
-are in the order in which they lie in memory."""
+"""Tokens that there have to be for each sequence so that native kernels take the longest ones
+first: no block of threads is then left with one at the end. Shorter ones gain less than finding out
+whose turn it is costs."""
 
 
 def checked(op: str, cu: Any, batch: int, tokens: int) -> Array:
@@ -167,8 +168,9 @@ class Native(NamedTuple):
     states: list[Array]
     """[C, ...]"""
     spans: Array
-    """Of each sequence [C, 8]: its first token, how many there are, the first of its frames,
-    counted over all rows, and its number; then the same of the one whose turn it is to run."""
+    """Of each sequence [C, 4]: its first token, how many there are, the first of its frames,
+    counted over all rows, and its number. Of long ones [C, 8]: then the same of the one whose turn
+    it is to run."""
     owners: Array
     """Of each frame [B, F] its sequence, or -1 if it is none."""
 
@@ -183,13 +185,15 @@ def native(inputs: Sequence[Array], states: Sequence[Array], cu: Array) -> Nativ
     numbers = row * tokens + cu[:, :-1], lengths, row * frames + first[:, :-1]
     number = lax.iota(jnp.int32, batch * sequences)
     spans = jnp.stack([*(x.reshape(-1) for x in numbers), number], axis=1)
-    in_turn = jnp.argsort(lengths // LONG, axis=None, descending=True)
+    if tokens >= LONG * sequences:
+        in_turn = jnp.argsort(lengths, axis=None, descending=True)
+        spans = jnp.concatenate([spans, spans[in_turn]], axis=1)
     owner = lax.broadcasted_iota(jnp.int32, owner.shape, 0) * sequences + owner
     most = max(map(jnp.ndim, inputs))
     return Native(
         [x if x.ndim == most else jnp.repeat(x, sequences, axis=0) for x in inputs],
         [x.reshape(batch * sequences, *x.shape[2:]) for x in states],
-        jnp.concatenate([spans, spans[in_turn]], axis=1),
+        spans,
         jnp.where(used, owner, -1),
     )
 

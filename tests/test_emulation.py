@@ -152,23 +152,32 @@ class Rows:
     """How the rows of a call are shared, if they are: `ids` says which tokens are a segment, or
     `cu` which ones are a sequence of a single row."""
 
-    def __init__(self, case: Case, ids: np.ndarray | None = None, cu: np.ndarray | None = None):
+    def __init__(
+        self,
+        case: Case,
+        ids: np.ndarray | None = None,
+        cu: np.ndarray | None = None,
+        *,
+        in_turn: bool = False,
+    ):
         self.cu = cu
         self.sequences, self.frames = case.B, -(-case.T // 64)
         given: list[Any] = [None, None, None]
+        words = 0
         if ids is not None:
             given[0] = _packing.operand(_packing.marks(jnp.asarray(ids)))[0]
         if cu is not None:
             row = jnp.zeros((1, case.T, 1))
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(_sequences, "LONG", 1)  # so that they run in another order
+                patch.setattr(_sequences, "LONG", 1 if in_turn else case.T + 1)
                 of_row = _sequences.native([row], [], jnp.asarray(cu, jnp.int32)[None])
             given[1:] = of_row.spans, of_row.owners
             self.sequences, self.frames = len(cu) - 1, of_row.owners.shape[1]
+            words = of_row.spans.shape[1]
         bits = (None if x is None else np.asarray(x).view(np.float32) for x in given)
         self._kept = [None if x is None else _aligned(x) for x in bits]
         addresses = [0 if x is None else x.ctypes.data for x in self._kept]
-        self.address = ctypes.byref((ctypes.c_int64 * 4)(*addresses, self.frames))
+        self.address = ctypes.byref((ctypes.c_int64 * 5)(*addresses, words, self.frames))
 
 
 def _run(
@@ -737,13 +746,15 @@ def test_emulated_sequences(
 def _check_sequences(
     kernels: Any, op: str, case: Case, segments: int, matrix_units: bool, cu: np.ndarray
 ) -> None:
-    """Tokens of no sequence are not written."""
+    """Tokens of no sequence are not written, and which sequence runs first makes no difference."""
     own, clamped = SEQUENCES[op], np.maximum.accumulate(np.clip(cu, 0, case.T))
     inputs, cotangents = test_sequences.made(op, case, len(cu) - 1)
     expected = test_sequences.alone(op, inputs, clamped, case.decay, cotangents)
     run = functools.partial(_run_kernels, op, kernels, matrix_units)
-    rows = Rows(case, cu=cu)
-    results, others = (run(seed, case, segments, inputs, cotangents, rows) for seed in (1, 2))
+    results, others = (
+        run(seed, case, segments, inputs, cotangents, Rows(case, cu=cu, in_turn=in_turn))
+        for seed, in_turn in ((1, False), (2, True))
+    )
     timed = {"y", *(f"d{n}" for n in own.inputs if n not in own.shared)}
     first, last = clamped[0], clamped[-1]
     for name, x in results.items():

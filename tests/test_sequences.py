@@ -19,7 +19,7 @@ import rwkv_jax
 import tolerance
 from cases import Case
 from operators import SEQUENCES, Run, flat, library, sequential
-from rwkv_jax import _ffi, sharding
+from rwkv_jax import _ffi, _sequences, sharding
 
 TOKENS = 70
 """Of a row: more than a frame."""
@@ -124,6 +124,16 @@ def test_sequences_are_as_if_alone(run: Run) -> None:
     inputs, cotangents = made(run.op, Case(1, int(LONG[-1]), 2, 16), len(LONG) - 1)
     expected = alone(run.op, inputs, LONG, run.operator.decays[-1], cotangents)
     assert_right(found_by(run, inputs, cotangents, LONG), expected)
+
+
+@each_fast
+def test_long_sequences(run: Run) -> None:
+    """Of which native kernels take the longest first."""
+    cu = np.array([0, 300, 1100], np.int32)
+    assert cu[-1] >= _sequences.LONG * 2
+    inputs, cotangents = made(run.op, Case(1, int(cu[-1]), 1, 16), len(cu) - 1)
+    expected = alone(run.op, inputs, cu, run.operator.decays[-1], cotangents)
+    assert_right(found_by(run, inputs, cotangents, cu), expected)
 
 
 @of_two

@@ -11,12 +11,13 @@ namespace emulation {
 struct Rows {
   const uint32_t* marks;
   const int32_t *spans, *owners;
+  int64_t words;   // of a sequence in spans
   int64_t frames;  // of all rows, for which states are saved
 
   template <typename Call>
   void Put(Call& call) const {
     call.marks = {marks, rwkv_jax::Marks::Words(call.dims.tokens)};
-    call.sequences = {spans, owners};
+    call.sequences = {spans, owners, words};
     call.dims.saved = spans == nullptr ? rwkv_jax::Chunks(call.dims.tokens) : frames;
   }
   // As the handlers for sequences make them.

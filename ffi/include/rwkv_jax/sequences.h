@@ -19,28 +19,30 @@ struct Turn {
   int64_t sequence;
 };
 
-constexpr int64_t kSpanWords = 8;
-
 // If it is given, the batch of a call are these sequences, wherever they are in its rows of tokens; the
 // caller vouches that they do not overlap.
 struct Sequences {
-  // [sequences, kSpanWords]: the Span of each and its number, and those of the one that is to run when
-  // it would be the turn of this one in their order.
+  // [sequences, words]: the Span of each and its number; with kWordsInTurn then the same of the sequence
+  // that is to run as the first, the second and so on, long ones before others, so that none is
+  // waited for at the end. To know these takes the time of a load before anything else, so short
+  // sequences have none.
   const int32_t* spans = nullptr;
   const int32_t* owners = nullptr;  // [frames]: the sequence of each, or -1
+  int64_t words = kWords;
+
+  static constexpr int64_t kWords = 4, kWordsInTurn = 8;
 
   RWKV_JAX_ANYWHERE bool Given() const { return spans != nullptr; }
   // Without sequences, row `index` of `tokens` tokens.
   RWKV_JAX_ANYWHERE Span operator()(int64_t index, int64_t tokens) const {
     if (!Given()) return {index * tokens, tokens, index * ((tokens + kChunk - 1) / kChunk)};
-    const int32_t* const span = spans + kSpanWords * index;
+    const int32_t* const span = spans + words * index;
     return {span[0], span[1], span[2]};
   }
-  // The sequence that is to run as number `index`: long ones come first, so that none is waited for at
-  // the end.
+  // What is to run as number `index`.
   RWKV_JAX_ANYWHERE Turn InTurn(int64_t index, int64_t tokens) const {
-    if (!Given()) return {(*this)(index, tokens), index};
-    const int32_t* const turn = spans + kSpanWords * index + kSpanWords / 2;
+    if (!Given() || words == kWords) return {(*this)(index, tokens), index};
+    const int32_t* const turn = spans + words * index + kWords;
     return {{turn[0], turn[1], turn[2]}, turn[3]};
   }
   // All tokens that `each` sequences have of a row.
