@@ -706,6 +706,24 @@ def test_emulated_wkv4_jumps(kernels: Any) -> None:
     tolerance.assert_close(results, expected, 1e-4)
 
 
+@pytest.mark.parametrize("marked", [False, True])
+def test_emulated_wkv4_without_weight(kernels: Any, marked: bool) -> None:
+    """Keys of -inf, of a whole run of tokens too."""
+    case = Case(1, 100, 1, 16, decay="log")
+    inputs, cotangents = cases.wkv4(case)
+    inputs["k"][:, 13:45] = -np.inf
+    ids = np.ones((1, case.T), np.int32)
+    ids[:, 90:] = 2
+    rows = Rows(case, ids if marked else None)
+    results = _run_wkv4(kernels, 1, case, 1, inputs, cotangents, rows)
+    inputs["k"][:, 13:45] = -1e4
+    expected = oracle.wkv4(inputs, case.decay, cotangents)
+    if marked:
+        expected = test_packing.expected("wkv4", inputs, ids, case.decay, cotangents)
+    limits = {n: tolerance.ceiling(n, case.dtype, sequential=True, highest=True) for n in results}
+    tolerance.assert_close(results, expected, limits)
+
+
 BY_TOKEN, ON_MATRICES = False, True
 """The kernels."""
 

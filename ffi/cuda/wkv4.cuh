@@ -602,8 +602,8 @@ struct Weights {
     const auto end_segment = [&](uint32_t upto) {
       bool near = true;
 #pragma unroll
-      for (int c = 0; c < W; ++c)  // the range drops a distance that is NaN
-        near = near && range[c] <= kNear && (!kSome || sums[c].den == sums[c].den);
+      for (int c = 0; c < W; ++c)  // the range drops a distance that is NaN, as between keys of -inf
+        near = near && range[c] <= kNear && sums[c].den == sums[c].den;
       if (!near) slow |= upto & ~earlier;
       earlier = upto;
     };
