@@ -565,10 +565,9 @@ class _Chunks:
     def _numbered(self, marks: Array) -> Array:
         """The segment of each token, counted from 1 in each chunk, and negative for those that are
         not there; 0 is what arrays are filled up with."""
-        batch, tokens = marks.shape
+        tokens = marks.shape[1]
         whole = jnp.pad(marks, ((0, 0), (0, -tokens % TOKENS)))
-        starts = whole.reshape(batch, -1, TOKENS) == _packing.STARTS
-        number = 1 + jnp.cumsum(starts, axis=2, dtype=jnp.int32).reshape(whole.shape)[:, :tokens]
+        number = 1 + _packing.segments(whole.reshape(-1, TOKENS)).reshape(whole.shape)[:, :tokens]
         return jnp.where(marks == _packing.ABSENT, -number, number)
 
     def at(self, refs: Refs, operands: Operands, i: Any) -> Named:
