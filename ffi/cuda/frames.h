@@ -27,12 +27,18 @@ constexpr int64_t FrameGradientsSize(int64_t head_size, int64_t frames) {
   return frames * head_size * head_size / 2;
 }
 
+// What a block has: a segment of a sequence, or none if it is negative.
+struct Piece {
+  Turn turn;
+  int64_t segment;
+};
+
 // The tokens of a head are shared out among `count` segments of whole frames, so that few heads fill a
 // GPU. The memory has what each but the last, in the order of the recurrence, does to a state.
 //
 // Sequences of different lengths have segments as long as if they were one, so different numbers of
-// them, `count` at most. Then the summary of a segment has its place by where the segment is among the
-// tokens of all.
+// them, `count` at most. Each segment has a place by where it is among the tokens of all; no two that
+// are not the first of their sequence have the same, and the place of none is as large as `count`.
 struct Segments {
   int64_t count;
   float* memory;
@@ -41,6 +47,17 @@ struct Segments {
 
   // Floats for each head, or for each of those that all sequences share.
   int64_t Stride() const { return size * (frames == 0 ? count - 1 : count); }
+  // For each head of a row a block for each segment of so many sequences. Of sequences of different
+  // lengths one for each place, and then one for each sequence.
+  dim3 Blocks(int64_t sequences, int64_t heads) const { return Grid(sequences, heads, count); }
+  // Of which the last segment in the order of the recurrence has none.
+  dim3 SummaryBlocks(int64_t sequences, int64_t heads) const {
+    return frames == 0 ? Grid(sequences, heads, count - 1) : Grid(0, heads, count);
+  }
+  // The same with one for all segments.
+  int64_t SummarizedHeads(int64_t sequences, int64_t heads) const {
+    return (frames == 0 ? sequences : count - 1) * heads;
+  }
 #ifdef __CUDACC__
   __device__ int64_t Frames(int64_t all) const {
     return frames == 0 ? (all + count - 1) / count : frames;
@@ -48,13 +65,62 @@ struct Segments {
   __device__ int64_t Count(int64_t all) const {
     return frames == 0 ? count : all == 0 ? 1 : (all + frames - 1) / frames;
   }
+  // What this block has of `Blocks`, or of `SummaryBlocks`, where the block of each place is for the
+  // segment there or, in the order of tokens, for the one before it, whichever comes first.
+  template <bool kReverse>
+  __device__ Piece PieceOfBlock(const Sequences& sequences, int64_t tokens, int64_t heads,
+                                bool summary) const {
+    const int64_t index = blockIdx.x / heads;
+    if (frames == 0)
+      return {sequences.InTurn(index, tokens), kReverse ? count - 1 - blockIdx.y : blockIdx.y};
+    if (index >= count - 1) return {sequences.InTurn(index - (count - 1), tokens), 0};
+    Piece piece = Later(sequences, index + 1);
+    if (summary && !kReverse) --piece.segment;
+    return piece;
+  }
+  // The sequence that a block of `SummarizedHeads` has, or -1.
+  __device__ int64_t SummarizedSequence(const Sequences& sequences, int64_t heads) const {
+    const int64_t index = blockIdx.x / heads;
+    if (frames == 0) return index;
+    const Piece piece = Later(sequences, index + 1);
+    return piece.segment == 1 ? piece.turn.sequence : -1;
+  }
   // Of a segment by its place in the recurrence. A head is b * heads + h.
   template <bool kReverse>
   __device__ float* Summary(int64_t head, int64_t heads, const Span& span, int64_t order) const {
     if (frames == 0) return memory + (head * (count - 1) + order) * size;
     const int64_t segment = kReverse ? Count(span.Frames()) - 1 - order : order;
-    const int64_t place = (span.first_token / kChunk + segment * frames) / frames;
-    return memory + (head % heads * count + place) * size;
+    return memory + (head % heads * count + Place(span) + segment) * size;
+  }
+#endif
+
+ private:
+  dim3 Grid(int64_t sequences, int64_t heads, int64_t segments) const {
+    if (frames == 0)
+      return dim3(static_cast<unsigned>(sequences * heads), static_cast<unsigned>(segments));
+    return dim3(static_cast<unsigned>((segments - 1 + sequences) * heads));
+  }
+#ifdef __CUDACC__
+  // Of the first segment.
+  __device__ unsigned Place(const Span& span) const {
+    return static_cast<unsigned>(span.first_token / kChunk) / static_cast<unsigned>(frames);
+  }
+  // The segment at a place that is not the first of its sequence, found by a warp together.
+  __device__ Piece Later(const Sequences& sequences, int64_t place) const {
+    int64_t begin = 0, end = sequences.count;
+    while (begin < end) {
+      const int64_t step = (end - begin + 31) / 32, probe = begin + threadIdx.x % 32 * step;
+      const bool earlier = probe < end && Place(sequences(probe, 0)) < place;
+      const int64_t count = __popc(__ballot_sync(~0u, earlier));
+      if (count == 0) break;
+      const int64_t most = begin + count * step;
+      end = end < most ? end : most;
+      begin += (count - 1) * step + 1;
+    }
+    if (begin == 0) return {{}, -1};
+    const Turn turn = {sequences(begin - 1, 0), begin - 1};
+    const int64_t segment = place - Place(turn.span);
+    return {turn, segment < Count(turn.span.Frames()) ? segment : -1};
   }
 #endif
 };

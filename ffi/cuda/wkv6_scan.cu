@@ -29,22 +29,26 @@ template <bool kReverse>
 struct Run {
   int64_t head, heads, batch;
   Span span;
-  int64_t segments, first_frame;  // `segments` of the sequence
-  int count;                      // frames
+  int segments, order;  // of the sequence, and which this is, as they come in the recurrence
+  int64_t first_frame;
+  int count;  // frames
 
-  // Of the segment of this block, as it comes in the recurrence.
+  // Of this block.
   template <typename Scan>
-  __device__ explicit Run(const Scan& in)
-      : Run(in, in.sequences.InTurn(blockIdx.x / in.heads, in.tokens)) {}
+  __device__ explicit Run(const Scan& in, bool summary = false)
+      : Run(in, in.segments.template PieceOfBlock<kReverse>(in.sequences, in.tokens, in.heads,
+                                                            summary)) {}
   template <typename Scan>
-  __device__ Run(const Scan& in, const Turn& turn)
-      : head(turn.sequence * in.heads + blockIdx.x % in.heads),
+  __device__ Run(const Scan& in, const Piece& piece)
+      : head(piece.turn.sequence * in.heads + blockIdx.x % in.heads),
         heads(in.heads),
-        batch(turn.sequence),
-        span(turn.span),
-        segments(in.segments.Count(span.Frames())) {
-    const int64_t order = blockIdx.y, most = in.segments.Frames(span.Frames());
-    first_frame = (kReverse ? segments - 1 - order : order) * most;
+        batch(piece.turn.sequence),
+        span(piece.turn.span),
+        segments(static_cast<int>(in.segments.Count(span.Frames()))),
+        order(static_cast<int>(kReverse && piece.segment >= 0 ? segments - 1 - piece.segment
+                                                                : piece.segment)) {
+    const int64_t most = in.segments.Frames(span.Frames());
+    first_frame = piece.segment * most;
     const int64_t left = span.Frames() - first_frame;
     count = static_cast<int>(left < 0 ? 0 : left < most ? left : most);
   }
@@ -136,9 +140,8 @@ __global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void ForwardKer
   RWKV_JAX_DYNAMIC_SHARED(kTileAlignment, memory);
   const uint32_t shared = SharedAddress(memory);
   const int warp = Warp();
-  const int64_t segment = blockIdx.y;
   const Run<false> run(in);
-  if (segment >= run.segments) return;
+  if (run.order < 0) return;
   const auto frame = [&](int i, uint64_t absent = 0) { return run.Frame(i, absent); };
   const auto r_tile = [&](int i) { return shared + L::kR + i % 2 * kTile; };
   const auto k_tile = [&](int i) { return shared + L::kK + i % 2 * kTile; };
@@ -173,9 +176,9 @@ __global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void ForwardKer
   Tiles::State state;
   Sum<8>& s = state[0];
   constexpr int kState = kHeadSize * kHeadSize;
-  Tiles::Load(segment == 0 ? in.start + run.head * kState
-                               : in.segments.template Summary<false>(run.head, in.heads, run.span,
-                                                                     segment - 1),
+  Tiles::Load(run.order == 0 ? in.start + run.head * kState
+                             : in.segments.template Summary<false>(run.head, in.heads, run.span,
+                                                                   run.order - 1),
               state);
 #pragma unroll 1
   for (int i = 0; i < run.count; ++i) {
@@ -233,7 +236,7 @@ __global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void ForwardKer
     });
     if (i + 1 < run.count) copy_values(i + 1, coming);
   }
-  if (segment == run.segments - 1) Tiles::Store(state, in.end + run.head * kState);
+  if (run.order == run.segments - 1) Tiles::Store(state, in.end + run.head * kState);
 }
 
 // Of a recurrence S <- S diag(d) + x z^T without outputs: forwards that of the state, backwards that of
@@ -319,10 +322,9 @@ __global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void StateKerne
   RWKV_JAX_DYNAMIC_SHARED(kTileAlignment, memory);
   const uint32_t shared = SharedAddress(memory);
   const int warp = Warp();
-  const int64_t order = blockIdx.y;  // of the segments, as they come in the recurrence
-  const Run<kReverse> run(in);
   const bool summary = in.end == nullptr;
-  if (order >= run.segments - summary) return;
+  const Run<kReverse> run(in, summary);
+  if (run.order < 0) return;
   // Frame i as it comes in the recurrence.
   const auto place = [&](int i) { return kReverse ? run.count - 1 - i : i; };
   const auto marks_of = [&](int i) { return run.template MarksOf<kMarked>(place(i), in.marks); };
@@ -353,10 +355,10 @@ __global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void StateKerne
   const auto summary_of = [&](int64_t order) {
     return in.segments.template Summary<kReverse>(run.head, in.heads, run.span, order);
   };
-  if (order == 0 && in.start != nullptr)
+  if (run.order == 0 && in.start != nullptr)
     Tiles::Load(in.start + run.head * kState, state);
-  else if (order > 0 && !summary)
-    Tiles::Load(summary_of(order - 1), state);
+  else if (run.order > 0 && !summary)
+    Tiles::Load(summary_of(run.order - 1), state);
   float all[2][4] = {};
   bool any_start = false;
 #pragma unroll 1
@@ -389,10 +391,10 @@ __global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void StateKerne
     Settle(s);
   }
   if (summary)
-    Tiles::Store(state, summary_of(order));
-  else if (order == run.segments - 1)
+    Tiles::Store(state, summary_of(run.order));
+  else if (run.order == run.segments - 1)
     Tiles::Store(state, in.end + run.head * kState);
-  float* const factor = summary               ? summary_of(order) + kState
+  float* const factor = summary               ? summary_of(run.order) + kState
                         : in.factor != nullptr ? in.factor + run.head * kHeadSize
                                                : nullptr;
   if (factor != nullptr && Lane() < 4)
@@ -410,8 +412,10 @@ template <bool kReverse>
 __global__ __launch_bounds__(kCombineThreads) void CombineKernel(Segments segments,
                                                                  Sequences sequences,
                                                                  int64_t tokens, int64_t heads) {
-  const int64_t head = blockIdx.x;
-  const Span span = sequences(head / heads, tokens);
+  const int64_t sequence = segments.SummarizedSequence(sequences, heads);
+  if (sequence < 0) return;
+  const int64_t head = sequence * heads + blockIdx.x % heads;
+  const Span span = sequences(sequence, tokens);
   const auto summary_of = [&](int64_t order) {
     return segments.Summary<kReverse>(head, heads, span, order);
   };
@@ -429,8 +433,7 @@ __global__ __launch_bounds__(kCombineThreads) void CombineKernel(Segments segmen
 }
 
 template <typename T, bool kConstant, bool kReverse>
-cudaError_t ScanStates(cudaStream_t stream, const StateScan<T>& scan, int64_t heads, int64_t segments) {
-  const dim3 blocks(static_cast<unsigned>(heads), static_cast<unsigned>(segments));
+cudaError_t ScanStates(cudaStream_t stream, const StateScan<T>& scan, dim3 blocks) {
   return ForMarks(scan.marks, [&](auto marked) {
     return Launch(StateKernel<T, kConstant, kReverse, marked()>, blocks, kThreads,
                   StateLayout::kBytes, stream, scan);
@@ -439,15 +442,17 @@ cudaError_t ScanStates(cudaStream_t stream, const StateScan<T>& scan, int64_t he
 
 // The state at the start of each segment.
 template <typename T, bool kConstant, bool kReverse>
-cudaError_t FindStarts(cudaStream_t stream, StateScan<T> scan, int64_t heads) {
-  if (scan.segments.count == 1) return cudaSuccess;
+cudaError_t FindStarts(cudaStream_t stream, StateScan<T> scan, int64_t batch) {
+  const Segments& segments = scan.segments;
+  if (segments.count == 1) return cudaSuccess;
   scan.end = nullptr;
   scan.gradients = nullptr;
-  cudaError_t error =
-      ScanStates<T, kConstant, kReverse>(stream, scan, heads, scan.segments.count - 1);
-  if (error != cudaSuccess || scan.segments.count == 2) return error;
-  const dim3 blocks(static_cast<unsigned>(heads), kHeadSize * kHeadSize / kCombineThreads);
-  return Launch(CombineKernel<kReverse>, blocks, kCombineThreads, 0, stream, scan.segments,
+  cudaError_t error = ScanStates<T, kConstant, kReverse>(
+      stream, scan, segments.SummaryBlocks(batch, scan.heads));
+  if (error != cudaSuccess || segments.count == 2) return error;
+  const dim3 blocks(static_cast<unsigned>(segments.SummarizedHeads(batch, scan.heads)),
+                    kHeadSize * kHeadSize / kCombineThreads);
+  return Launch(CombineKernel<kReverse>, blocks, kCombineThreads, 0, stream, segments,
                 scan.sequences, scan.tokens, scan.heads);
 }
 
@@ -479,13 +484,13 @@ cudaError_t Wkv6Scan(cudaStream_t stream, const Wkv6ForwardCall& call, const Seg
     const cudaError_t error = FindStarts<T, constant(), false>(
         stream,
         ScanOf<T>(call, call.v, call.k, call.initial_state, call.final_state, nullptr, segments),
-        Heads(call));
+        call.dims.batch);
     if (error != cudaSuccess) return error;
     const Forward<T> forward{in(call.r), in(call.k), in(call.v), call.w, call.u, call.dims.tokens,
                              call.dims.heads, call.decay, call.marks, call.sequences,
                              call.initial_state, call.final_state,
                              static_cast<T*>(call.y), static_cast<uint4*>(call.states), segments};
-    const dim3 blocks(static_cast<unsigned>(Heads(call)), static_cast<unsigned>(segments.count));
+    const dim3 blocks = segments.Blocks(call.dims.batch, call.dims.heads);
     return ForMarks(call.marks, [&](auto marked) {
       return Launch(ForwardKernel<T, constant(), marked()>, blocks, kThreads,
                     ForwardLayout::kBytes, stream, forward);
@@ -499,9 +504,10 @@ cudaError_t Wkv6ReverseScan(cudaStream_t stream, const Wkv6BackwardCall& call,
     using T = decltype(zero);
     const StateScan<T> scan = ScanOf<T>(call, call.dy, call.r, call.dfinal_state,
                                         call.dinitial_state, gradients, segments);
-    const cudaError_t error = FindStarts<T, constant(), true>(stream, scan, Heads(call));
+    const cudaError_t error = FindStarts<T, constant(), true>(stream, scan, call.dims.batch);
     if (error != cudaSuccess) return error;
-    return ScanStates<T, constant(), true>(stream, scan, Heads(call), segments.count);
+    return ScanStates<T, constant(), true>(stream, scan,
+                                           segments.Blocks(call.dims.batch, call.dims.heads));
   });
 }
 
@@ -511,7 +517,7 @@ cudaError_t Wkv6Summary(cudaStream_t stream, const Wkv6SummaryCall& call) {
     using T = decltype(zero);
     StateScan<T> scan = ScanOf<T>(call, call.v, call.k, nullptr, call.added, nullptr, kOneSegment);
     scan.factor = call.factor;
-    return ScanStates<T, constant(), false>(stream, scan, Heads(call), 1);
+    return ScanStates<T, constant(), false>(stream, scan, dim3(Heads(call)));
   });
 }
 
@@ -523,7 +529,7 @@ cudaError_t Wkv6ReverseSummary(cudaStream_t stream, const Wkv6BackwardCall& call
         stream,
         ScanOf<T>(call, call.dy, call.r, call.dfinal_state, call.dinitial_state, nullptr,
                   kOneSegment),
-        Heads(call), 1);
+        dim3(Heads(call)));
   });
 }
 

@@ -317,19 +317,19 @@ void ScanKernel(const __grid_constant__ Scan<T> scan) {
   const bool multiplies = warpgroup == (L::kSplit ? L::kPanels : 0);
   const bool scales = warpgroup == (kTogether ? 0 : L::kSplit ? L::kPanels + 1 : 1);
   const bool copies = L::kSummary ? warpgroup == 2 * L::kPanels - 1 : multiplies;
-  const Turn turn = scan.sequences.InTurn(blockIdx.x / scan.heads, scan.tokens);
-  const int64_t head = turn.sequence * scan.heads + blockIdx.x % scan.heads;
-  const int64_t order = blockIdx.y;  // of the segments, as they come in the recurrence
   const Segments& segments = scan.segments;
+  const bool for_later = L::kSummary && segments.memory != nullptr;
+  const auto [turn, segment] =
+      segments.PieceOfBlock<kReverse>(scan.sequences, scan.tokens, scan.heads, for_later);
+  if (segment < 0) return;
+  const int64_t head = turn.sequence * scan.heads + blockIdx.x % scan.heads;
   // Another segment of the head may give up now, so the threads agree on what they have seen.
   if (scan.inexact != nullptr && !SynchronizeAll(1, L::kThreads, scan.inexact[head] == 0.0f)) return;
 
   const int64_t batch = turn.sequence;
   const Span& span = turn.span;
   const int64_t in_segment = segments.Frames(span.Frames()), count = segments.Count(span.Frames());
-  const bool for_later = L::kSummary && segments.memory != nullptr;
-  if (order >= count - for_later) return;
-  const int64_t segment = kReverse ? count - 1 - order : order;
+  const int64_t order = kReverse ? count - 1 - segment : segment;  // in the recurrence
   const int64_t first_frame = segment * in_segment, first_token = first_frame * kChunk;
   const int64_t left = span.tokens - first_token, most = in_segment * kChunk;
   const int tokens = static_cast<int>(left < most ? left : most);
@@ -563,12 +563,14 @@ __global__ __launch_bounds__(kCombineThreads) void CombineKernel(Segments segmen
   __shared__ float s[kCombineRows][N];
   RWKV_JAX_DYNAMIC_SHARED(kTileAlignment, memory);
   float* const factor = reinterpret_cast<float*>(memory);  // [N, N]
-  const int64_t head = blockIdx.x;
+  const int64_t sequence = segments.SummarizedSequence(sequences, heads);
+  if (sequence < 0) return;
+  const int64_t head = sequence * heads + blockIdx.x % heads;
   const int first_row = blockIdx.y * kCombineRows;
   const int row = threadIdx.x * kCols / N, col = threadIdx.x * kCols % N;
   if (inexact != nullptr && inexact[head] != 0.0f) return;
 
-  const Span span = sequences(head / heads, tokens);
+  const Span span = sequences(sequence, tokens);
   const int64_t count = segments.Count(span.Frames());
   if (count <= 2) return;
   float sum[kCols];
@@ -608,9 +610,8 @@ constexpr int64_t kSplitBlocks = 264;
 #endif
 
 template <typename T, int N, bool kReverse, bool kOutput, Work kWork>
-cudaError_t LaunchScan(cudaStream_t stream, const Scan<T>& scan, int64_t heads, int64_t segments) {
+cudaError_t LaunchScan(cudaStream_t stream, const Scan<T>& scan, dim3 blocks) {
   using L = Layout<N, kOutput, kWork>;
-  const dim3 blocks(static_cast<unsigned>(heads), static_cast<unsigned>(segments));
   return ForMarks(scan.marks, [&](auto marked) {
     return Launch(ScanKernel<T, N, kReverse, kOutput, kWork, marked()>, blocks, L::kThreads,
                   L::kBytes, stream, scan);
@@ -620,31 +621,30 @@ cudaError_t LaunchScan(cudaStream_t stream, const Scan<T>& scan, int64_t heads, 
 // The whole sequence, or segment by segment: first what each does to a state, then, from the state at
 // the start of each, all of them at once.
 template <typename T, int N, bool kReverse>
-cudaError_t Run(cudaStream_t stream, const Scan<T>& scan, int64_t heads) {
+cudaError_t Run(cudaStream_t stream, const Scan<T>& scan, int64_t batch) {
   constexpr bool kOutput = !kReverse;
-  const int64_t segments = scan.segments.count;
-  if (segments > 1) {
-    const dim3 blocks(static_cast<unsigned>(heads), N / kCombineRows);
-    cudaError_t error =
-        LaunchScan<T, N, kReverse, false, Work::kSummary>(stream, scan, heads, segments - 1);
+  const Segments& segments = scan.segments;
+  if (segments.count > 1) {
+    cudaError_t error = LaunchScan<T, N, kReverse, false, Work::kSummary>(
+        stream, scan, segments.SummaryBlocks(batch, scan.heads));
+    const dim3 blocks(static_cast<unsigned>(segments.SummarizedHeads(batch, scan.heads)),
+                      N / kCombineRows);
     if (error == cudaSuccess)
       error = Launch(CombineKernel<N, kReverse>, blocks, kCombineThreads, N * N * sizeof(float),
-                     stream, scan.segments, scan.sequences, scan.tokens, scan.heads, scan.inexact);
+                     stream, segments, scan.sequences, scan.tokens, scan.heads, scan.inexact);
     if (error != cudaSuccess) return error;
   }
-  const auto blocks_of = [&](int64_t segments) {
-    return scan.segments.frames == 0 ? heads * segments : heads + scan.heads * (segments - 1);
-  };
+  const dim3 blocks = segments.Blocks(batch, scan.heads);
   const auto split = [&] {
-    return LaunchScan<T, N, kReverse, kOutput, Work::kSplit>(stream, scan, heads, segments);
+    return LaunchScan<T, N, kReverse, kOutput, Work::kSplit>(stream, scan, blocks);
   };
   if constexpr (N > kTileCols) {
     return split();
   } else {
     const cudaError_t error =
-        blocks_of(segments) > kSplitBlocks ? cudaErrorNotSupported : split();
+        blocks.x * blocks.y > kSplitBlocks ? cudaErrorNotSupported : split();
     if (error != cudaErrorNotSupported) return error;
-    return LaunchScan<T, N, kReverse, kOutput, Work::kTogether>(stream, scan, heads, segments);
+    return LaunchScan<T, N, kReverse, kOutput, Work::kTogether>(stream, scan, blocks);
   }
 }
 
@@ -680,7 +680,7 @@ cudaError_t Wkv7Scan(cudaStream_t stream, const Wkv7ForwardCall& call, const Seg
     scan.start = call.initial_state, scan.end = call.final_state;
     scan.y = static_cast<T*>(call.y), scan.states = static_cast<uint4*>(call.states);
     scan.segments = segments, scan.inexact = inexact;
-    return Run<T, size(), false>(stream, scan, Heads(call));
+    return Run<T, size(), false>(stream, scan, call.dims.batch);
   });
 }
 
@@ -690,7 +690,7 @@ cudaError_t Wkv7ReverseScan(cudaStream_t stream, const Wkv7BackwardCall& call,
     using T = decltype(zero);
     Scan<T> scan = ReverseScan<T>(call);
     scan.gradients = gradients, scan.segments = segments, scan.inexact = inexact;
-    return Run<T, size(), true>(stream, scan, Heads(call));
+    return Run<T, size(), true>(stream, scan, call.dims.batch);
   });
 }
 
@@ -700,7 +700,8 @@ cudaError_t Wkv7Summary(cudaStream_t stream, const Wkv7SummaryCall& call) {
     using T = decltype(zero);
     Scan<T> scan = ForwardScan<T>(call);
     scan.end = call.added, scan.factor = call.factor, scan.segments.count = 1;
-    return LaunchScan<T, size(), false, false, Work::kSummary>(stream, scan, Heads(call), 1);
+    return LaunchScan<T, size(), false, false, Work::kSummary>(stream, scan,
+                                                                  dim3(Heads(call)));
   });
 }
 
@@ -710,7 +711,8 @@ cudaError_t Wkv7ReverseSummary(cudaStream_t stream, const Wkv7BackwardCall& call
     using T = decltype(zero);
     Scan<T> scan = ReverseScan<T>(call);
     scan.segments.count = 1;
-    return LaunchScan<T, size(), true, false, Work::kSummary>(stream, scan, Heads(call), 1);
+    return LaunchScan<T, size(), true, false, Work::kSummary>(stream, scan,
+                                                                  dim3(Heads(call)));
   });
 }
 

@@ -58,7 +58,7 @@ class Operands {
   void RowsArg(Marks& marks, Sequences& sequences) {
     if (has_sequences_) {
       sequences.spans = IntArg("spans", "SW");
-      sequences.words = Size('W');
+      sequences.count = Size('S'), sequences.words = Size('W');
       Require(sequences.words == Sequences::kWords || sequences.words == Sequences::kWordsInTurn,
               "spans has W = ", sequences.words, "; expected 4 or 8");
       Require(Size('B') == 0 ? Size('S') == 0 : Size('S') % Size('B') == 0, "spans has S = ",

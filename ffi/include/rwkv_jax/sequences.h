@@ -28,7 +28,7 @@ struct Sequences {
   // sequences have none.
   const int32_t* spans = nullptr;
   const int32_t* owners = nullptr;  // [frames]: the sequence of each, or -1
-  int64_t words = kWords;
+  int64_t count = 0, words = kWords;
 
   static constexpr int64_t kWords = 4, kWordsInTurn = 8;
 

@@ -301,6 +301,13 @@ inline uint32_t __brev(uint32_t x) {
   for (int i = 0; i < 32; ++i) reversed |= (x >> i & 1) << (31 - i);
   return reversed;
 }
+inline uint32_t __ballot_sync(unsigned, bool value) {
+  return emulation::Exchange({uint32_t{value}}, [](const auto& posted) {
+    uint32_t lanes = 0;
+    for (int lane = 0; lane < 32; ++lane) lanes |= posted[lane][0] << lane;
+    return lanes;
+  });
+}
 inline bool __any_sync(unsigned, bool value) {
   return emulation::Exchange({uint32_t{value}}, [](const auto& posted) {
     bool any = false;
