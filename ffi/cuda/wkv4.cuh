@@ -486,20 +486,6 @@ struct Place {
     for (int t = count - 1; t >= 0; --t) ForToken(column, call, t, body);
   }
 
-  // The token that log_max of the run is from.
-  __device__ int LargestToken(const Column<T>& column, const Wkv4Call& call, float w,
-                              int channel) const {
-    float log_max = -FLT_MAX;
-    int token = 0;
-    ForEach(column, call, [&](int t, int c, float key, float) {
-      if (c != channel || marks.Absent(t)) return;
-      if (marks.Starts(t)) log_max = -FLT_MAX;
-      if (key > log_max + w) token = t;
-      log_max = fmaxf(log_max + w, key);
-    });
-    return token;
-  }
-
  private:
   template <typename Body>
   __device__ void ForToken(const Column<T>& column, const Wkv4Call& call, int t,

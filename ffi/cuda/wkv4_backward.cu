@@ -174,6 +174,31 @@ struct BackwardRun {
     return {shared.Kept(t, 0, c), shared.Kept(t, 1, c), shared.Kept(t, 2, c)};
   }
 
+  // The token that log_max of the run is from.
+  __device__ int LargestToken(int own) const {
+    float log_max = -FLT_MAX;
+    int token = 0;
+    const auto take = [&](int t, float key) {
+      if (place.marks.Absent(t)) return;
+      if (place.marks.Starts(t)) log_max = -FLT_MAX;
+      log_max += channel[own].w;
+      if (key > log_max) log_max = key, token = t;
+    };
+    if (place.Whole(column)) {
+#pragma unroll
+      for (int t = 0; t < kRun; ++t) {
+        float key[W];
+        Unpack<T>(k.x[t], key);
+        take(t, key[own]);
+      }
+    } else {
+      place.ForEach(column, call, [&](int t, int c, float key, float) {
+        if (c == own) take(t, key);
+      });
+    }
+    return token;
+  }
+
   // dk and dv, from the cotangent of the state after the run; token at[c] has dlog_max added to its
   // dk.
   __device__ void Write(const Sums (&after)[W], const int (&at)[W], const float (&dlog_max)[W],
@@ -410,7 +435,7 @@ __global__ __launch_bounds__(kThreads, 2) void BackwardKernel(
       if (dlog_max[c] == 0.0f) continue;
       const int largest = LargestRun<T>(sums, runs, channel[c].w, c);
       if (largest == warp) {
-        at[c] = place.LargestToken(column, call, channel[c].w, c);
+        at[c] = run.LargestToken(c);
         dw[c] = fmaf(runs.TokensAfter(kRun * warp + at[c]), dlog_max[c], dw[c]);
       } else if (largest >= 0) {
         at[c] = kRun;

@@ -81,6 +81,15 @@ __global__ __launch_bounds__(kThreads, kWidth<T> == 1 ? 3 : 2) void ForwardKerne
   const Split split(span, segments);
   const int64_t begin = split.First(segment), end = split.First(segment + 1);
   const int64_t summary_row = column.sequence * (segments - 1) * kWkv4ForwardSummary;
+  // The words of the next tile come while this one is finished.
+  Words k, v;
+  const auto load = [&](int64_t start) {
+    const Place<T, kMarked> place(column, span.first_token + start, TileLength(start, end), warp);
+    if (!place.Whole(column)) return;
+    k.Load(column, call.k, place);
+    v.Load(column, call.v, place);
+  };
+  load(begin);
   Channel channel[W];
 #pragma unroll
   for (int c = 0; c < W; ++c) {
@@ -95,15 +104,6 @@ __global__ __launch_bounds__(kThreads, kWidth<T> == 1 ? 3 : 2) void ForwardKerne
     if (last_warp) slots[0][kWarps].Put(c, state);
   }
 
-  // The words of the next tile come while this one is finished.
-  Words k, v;
-  const auto load = [&](int64_t start) {
-    const Place<T, kMarked> place(column, span.first_token + start, TileLength(start, end), warp);
-    if (!place.Whole(column)) return;
-    k.Load(column, call.k, place);
-    v.Load(column, call.v, place);
-  };
-  load(begin);
   marks.Bring(call.marks, column.sequence, begin / kChunk);
   int stage = 0;
   for (int64_t start = begin; start < end; start += kChunk, stage ^= 1) {
