@@ -13,6 +13,8 @@
 // Where segments start inside a run, each of them has a gauge of its own, or goes token by token,
 // whatever the others do. Padding, as which the tokens past the end of a row count, has no part in
 // decays: ages are counted in tokens that are there.
+//
+// Of very many sequences each warp has a column to itself, run by run, but for long ones.
 #pragma once
 
 #include <cfloat>
@@ -20,6 +22,7 @@
 #include <type_traits>
 
 #include "chunk.cuh"
+#include "frames.h"
 #include "launch.cuh"
 #include "marks.cuh"
 #include "matrix.cuh"
@@ -102,12 +105,12 @@ class Column {
  public:
   static constexpr int kChannels = 32 * kWidth<T>;  // of a block
 
-  __device__ Column(int64_t channels, int64_t tokens, const Sequences& sequences)
-      : channels(channels) {
-    const unsigned groups = (channels + kChannels - 1) / kChannels;
-    const Turn turn = sequences.InTurn(blockIdx.x / groups, tokens);
-    sequence = turn.sequence, span = turn.span;
-    first_ = int64_t{blockIdx.x % groups} * kChannels + Lane() * kWidth<T>;
+  static __host__ __device__ unsigned Groups(int64_t channels) {
+    return static_cast<unsigned>((channels + kChannels - 1) / kChannels);
+  }
+  __device__ Column(int64_t channels, const Turn& turn, unsigned group)
+      : channels(channels), sequence(turn.sequence), span(turn.span) {
+    first_ = int64_t{group} * kChannels + Lane() * kWidth<T>;
     const int64_t left = channels - first_;
     count = left < 0 ? 0 : left < kWidth<T> ? static_cast<int>(left) : kWidth<T>;
     words = count == kWidth<T> && channels % kWidth<T> == 0;
@@ -171,6 +174,62 @@ class Column {
 
   int64_t first_;
 };
+
+// From so many columns on, if they are of sequences, a warp has one to itself; blocks then only have
+// those of sequences with more tokens, which are few.
+#ifdef RWKV_JAX_SMALL_TESTS
+constexpr int64_t kManyColumns = 2, kFewTokens = kChunk;
+#else
+constexpr int64_t kManyColumns = 32 * 132, kFewTokens = 16 * kChunk;
+#endif
+
+template <typename T>
+int64_t Columns(const Wkv4Call& call) {
+  return call.dims.batch * Column<T>::Groups(call.dims.channels);
+}
+template <typename T>
+bool ByWarps(const Wkv4Call& call, int64_t segments) {
+  return call.sequences.Given() && segments == 1 && Columns<T>(call) >= kManyColumns;
+}
+// The places where sequences can have more tokens.
+inline Segments LongOnes(const Wkv4Call& call) {
+  constexpr int64_t kFrames = kFewTokens / kChunk;
+  return {(Chunks(call.sequences.tokens) + kFrames - 1) / kFrames, nullptr, 0, kFrames};
+}
+template <typename T>
+int64_t LongColumns(const Wkv4Call& call) {
+  return LongOnes(call).SummarizedHeads(call.dims.batch, Column<T>::Groups(call.dims.channels));
+}
+
+inline unsigned Blocks(int64_t columns) {
+  return static_cast<unsigned>((columns + kWarps - 1) / kWarps);
+}
+
+// The column of this block; its sequence is -1 if there is none. If `longs` has frames, these are the
+// columns of long sequences.
+template <typename T, bool kMarked>
+__device__ Column<T> ColumnOfBlock(const Wkv4Call& call, const Segments& longs) {
+  const unsigned groups = Column<T>::Groups(call.dims.channels);
+  Turn turn = {{}, -1};
+  if (kMarked && longs.frames > 0) {
+    turn.sequence = longs.SummarizedSequence(call.sequences, groups);
+    if (turn.sequence >= 0) turn.span = call.sequences(turn.sequence, call.dims.tokens);
+  } else {
+    turn = call.sequences.InTurn(blockIdx.x / groups, call.dims.tokens);
+  }
+  return Column<T>(call.dims.channels, turn, blockIdx.x % groups);
+}
+
+// That of this warp.
+template <typename T>
+__device__ Column<T> ColumnOfWarp(const Wkv4Call& call) {
+  const unsigned groups = Column<T>::Groups(call.dims.channels);
+  const unsigned index = blockIdx.x * kWarps + Warp(), turn = index / groups;
+  return Column<T>(call.dims.channels,
+                   turn < call.dims.batch ? call.sequences.InTurn(turn, call.dims.tokens)
+                                          : Turn{{}, -1},
+                   index % groups);
+}
 
 // The chunks of a sequence are shared out among segments, of which the last is empty only if there
 // are no chunks.
@@ -439,6 +498,12 @@ struct Place {
     marks = runs.MarksOf(warp);
     if (kMarked) marks.bits |= 0xff0000u << count & 0xff0000;
   }
+  // Without marks, of the `left` tokens from one on.
+  static __device__ Place Of(const Column<T>& column, int64_t row, int64_t left) {
+    Place place(column, row, left < kRun ? static_cast<int>(left) : kRun, 0);
+    if (kMarked) place.marks.bits = 0xff0000u << place.count & 0xff0000;
+    return place;
+  }
   // Of which nobody asks for the marks.
   __device__ Place(const Column<T>& column, int64_t tile_row, int tile_length, int warp)
       : row(tile_row + kRun * warp) {
@@ -631,12 +696,6 @@ struct Weights {
       for (int c = 0; c < W; ++c) sums[c] = Nothing();
   }
 };
-
-template <typename T>
-int64_t Columns(const Wkv4Dims& dims) {
-  constexpr int64_t kChannels = Column<T>::kChannels;
-  return dims.batch * ((dims.channels + kChannels - 1) / kChannels);
-}
 
 // The sums in scratch [S, Z, X, C], where row (s Z + z) X has those of segment z of sequence s.
 inline Wkv4State<float> Summaries(const Wkv4Call& call, float* scratch) {

@@ -23,17 +23,21 @@ __device__ float Weigh(float weight_log, float cotangent_log_max) {
 }
 
 template <typename T>
-struct BackwardShared {
+struct KeptStates {
   static constexpr int W = kWidth<T>;
 
   // For each token of a run the state before it: num, den and, unless weights are near, log_max.
   // Where weights are near and the run has marks, the third is the weight of the token.
   float kept[kRun][3][W][kThreads];
-  // Of two tiles, since one is read while the next one comes.
-  Slots<T> runs[2], cotangents[2];
-  float dlog_max[W][32];
 
   __device__ float& Kept(int t, int part, int c) { return kept[t][part][c][threadIdx.x]; }
+};
+
+template <typename T>
+struct BackwardShared : KeptStates<T> {
+  // Of two tiles, since one is read while the next one comes.
+  Slots<T> runs[2], cotangents[2];
+  float dlog_max[kWidth<T>][32];
 };
 
 // A run backwards.
@@ -44,7 +48,7 @@ struct BackwardRun {
   const Column<T>& column;
   const Wkv4BackwardCall& call;
   const Channel (&channel)[W];
-  BackwardShared<T>& shared;
+  KeptStates<T>& shared;
   const Place<T, kMarked>& place;
   const Weights<T, kMarked>& weights;
   const Words &k, &v, &dy;
@@ -317,15 +321,36 @@ __device__ int LargestRun(const Slots<T>& slots, const Runs<kMarked>& runs, floa
 // Has L2 fetch what a run needs.
 template <typename T>
 __device__ void FetchRun(const Column<T>& column, const Wkv4BackwardCall& call, int64_t row,
-                         int64_t state_row) {
+                         int count = kRun) {
   int64_t at = column.At(row);
 #pragma unroll
-  for (int t = 0; t < kRun; ++t, at += column.channels)
+  for (int t = 0; t < kRun && t < count; ++t, at += column.channels)
     for (const void* array : {call.k, call.v, call.dy})
       column.Fetch(static_cast<const T*>(array), at);
-  if (threadIdx.x < 32)
-    for (const float* array : {call.states.num, call.states.den, call.states.log_max})
-      column.Fetch(array, column.At(state_row));
+}
+
+template <typename T>
+__device__ void FetchState(const Column<T>& column, const Wkv4BackwardCall& call, int64_t row) {
+  for (const float* array : {call.states.num, call.states.den, call.states.log_max})
+    column.Fetch(array, column.At(row));
+}
+
+template <typename T>
+__device__ void StoreSums(const Column<T>& column, const Wkv4BackwardCall& call, int64_t row, int c,
+                          float dw, float du) {
+  const float slope = LogDecay(column.LoadFloat(call.w, column.sequence, c), call.decay).y;
+  column.StoreFloat(call.dw, row, c, dw * slope);
+  column.StoreFloat(call.du, row, c, du);
+}
+
+// From the cotangent of the state before the first token.
+template <typename T>
+__device__ void StoreInitial(const Column<T>& column, const Wkv4BackwardCall& call, int c,
+                             const Sums& state, const Sums& cotangent, float dlog_max) {
+  const float scale = Weigh(state.log_max, cotangent.log_max);
+  const float dnum = cotangent.num * scale, dden = cotangent.den * scale;
+  const float rest = fmaf(dnum, state.num, fmaf(dden, state.den, dlog_max));
+  column.StoreState(call.dinitial_state, column.sequence, c, {dnum, dden, rest});
 }
 
 // A block for each segment of a column, its chunks last to first. First, for all segments but the
@@ -334,14 +359,16 @@ __device__ void FetchRun(const Column<T>& column, const Wkv4BackwardCall& call, 
 // last segment both are the whole.
 template <typename T, bool kSummary, bool kMarked>
 __global__ __launch_bounds__(kThreads, 2) void BackwardKernel(
-    const __grid_constant__ Wkv4BackwardCall call, int64_t segments, Wkv4State<float> summaries) {
+    const __grid_constant__ Wkv4BackwardCall call, int64_t segments, Wkv4State<float> summaries,
+    Segments longs) {
   constexpr int W = kWidth<T>;
   RWKV_JAX_DYNAMIC_SHARED(16, memory);
   auto& shared = *reinterpret_cast<BackwardShared<T>*>(memory);
   __shared__ __align__(16) uint32_t words[kThreads];
   RowMarks<kMarked> marks{words};
   const int warp = Warp();
-  const Column<T> column(call.dims.channels, call.dims.tokens, call.sequences);
+  const Column<T> column = ColumnOfBlock<T, kMarked>(call, longs);
+  if (kMarked && column.sequence < 0) return;
   const Span& span = column.span;
   const Split split(span, segments);
   const int64_t segment = blockIdx.y + (kSummary ? 1 : 0);
@@ -392,8 +419,10 @@ __global__ __launch_bounds__(kThreads, 2) void BackwardKernel(
       v.Load(column, call.v, place);
       dy.Load(column, call.dy, place);
     }
-    if (chunk > first_chunk)
-      FetchRun(column, call, place.row - kChunk, span.first_frame + chunk - 1);
+    if (chunk > first_chunk) {
+      FetchRun(column, call, place.row - kChunk);
+      if (warp == 0) FetchState(column, call, span.first_frame + chunk - 1);
+    }
     Slots<T>&sums = shared.runs[stage], &cotangents = shared.cotangents[stage];
     Sums before[W], added[W], after[W];
     if (warp == 0)
@@ -468,19 +497,124 @@ __global__ __launch_bounds__(kThreads, 2) void BackwardKernel(
         dw[c] += last[j].Get(c).num;
         du[c] += last[j].Get(c).den;
       }
-      const float slope = LogDecay(column.LoadFloat(call.w, column.sequence, c), call.decay).y;
-      column.StoreFloat(call.dw, column.sequence * segments + segment, c, dw[c] * slope);
-      column.StoreFloat(call.du, column.sequence * segments + segment, c, du[c]);
+      StoreSums(column, call, column.sequence * segments + segment, c, dw[c], du[c]);
       if (segment > 0) continue;
       // Of an initial state that no token reads nothing is to come back, whatever it is.
       const bool unread = kMarked && cotangent.log_max <= -FLT_MAX;
       const Sums state =
           span.tokens > 0 && !unread ? column.LoadState(call.states, span.first_frame, c) : Sums{};
-      const float scale = Weigh(state.log_max, cotangent.log_max);
-      const float dnum = cotangent.num * scale, dden = cotangent.den * scale;
-      const float rest = fmaf(dnum, state.num, fmaf(dden, state.den, dlog_max[c]));
-      column.StoreState(call.dinitial_state, column.sequence, c, {dnum, dden, rest});
+      StoreInitial(column, call, c, state, cotangent, dlog_max[c]);
     }
+  }
+}
+
+template <typename T>
+struct ByWarpsShared : KeptStates<T> {
+  Slot<kWidth<T>> before[kWarps][kWarps];  // of each warp, the state before each run of a tile
+};
+
+// A warp for each column, run by run: those of a tile forwards for the states before them, and then
+// backwards.
+template <typename T>
+__global__ __launch_bounds__(kThreads, 2) void BackwardByWarpsKernel(
+    const __grid_constant__ Wkv4BackwardCall call) {
+  constexpr int W = kWidth<T>;
+  using Place = Place<T, true>;
+  using Weights = Weights<T, true>;
+  RWKV_JAX_DYNAMIC_SHARED(16, memory);
+  auto& shared = *reinterpret_cast<ByWarpsShared<T>*>(memory);
+  Slot<W>(&slots)[kWarps] = shared.before[Warp()];
+  const Column<T> column = ColumnOfWarp<T>(call);
+  const Span& span = column.span;
+  if (column.sequence < 0 || span.tokens > kFewTokens) return;
+  const auto fetch = [&](int64_t chunk) {
+    const int length = TileLength(chunk * kChunk, span.tokens);
+    for (int j = 0; kRun * j < length; ++j)
+      FetchRun(column, call, span.first_token + chunk * kChunk + kRun * j, length - kRun * j);
+    FetchState(column, call, span.first_frame + chunk);
+  };
+  int64_t chunk = span.Frames();
+  if (chunk > 0) fetch(chunk - 1);
+  Channel channel[W];
+  Sums state[W] = {}, cotangent[W];
+  float dlog_max[W], dw[W] = {}, du[W] = {};
+#pragma unroll
+  for (int c = 0; c < W; ++c) {
+    channel[c] = column.LoadChannel(call, c);
+    cotangent[c] = column.LoadState(call.dfinal_state, column.sequence, c);
+    dlog_max[c] = cotangent[c].log_max;
+    cotangent[c].log_max = 0.0f;
+  }
+  Words k, v, dy;
+#pragma unroll 1
+  for (bool final = true; chunk > 0; final = false) {
+    --chunk;
+    const int64_t start = chunk * kChunk;
+    const auto place_at = [&](int j) {
+      const Place place =
+          Place::Of(column, span.first_token + start + kRun * j, span.tokens - start - kRun * j);
+      if (!place.Whole(column)) return place;
+      k.Load(column, call.k, place);
+      v.Load(column, call.v, place);
+      dy.Load(column, call.dy, place);
+      return place;
+    };
+    const int length = TileLength(start, span.tokens);
+    if (chunk > 0) fetch(chunk - 1);
+#pragma unroll
+    for (int c = 0; c < W; ++c)
+      state[c] = column.LoadState(call.states, span.first_frame + chunk, c);
+    int j = 0;
+#pragma unroll 1
+    for (; kRun * j < length; ++j) {
+      const Place place = place_at(j);
+      const Weights weights(column, call, place, k, v, channel);
+#pragma unroll
+      for (int c = 0; c < W; ++c) {
+        slots[j].Put(c, state[c]);
+        state[c] = place.Over().Join(state[c], channel[c].w, weights.sums[c]);
+      }
+    }
+#pragma unroll
+    for (int c = 0; c < W; ++c) {
+      if (!final) continue;
+      // What was the cotangent of log_max, less what num and den have of it.
+      dlog_max[c] -= fmaf(cotangent[c].num, state[c].num, cotangent[c].den * state[c].den);
+      cotangent[c].log_max = -state[c].log_max;
+    }
+#pragma unroll 1
+    while (j-- > 0) {
+      const Place place = place_at(j);
+      const Weights weights(column, call, place, k, v, channel);
+      Sums added[W];
+      int at[W];
+#pragma unroll
+      for (int c = 0; c < W; ++c) state[c] = slots[j].Get(c);
+      BackwardRun<T, true> run{column, call, channel, shared, place, weights, k, v, dy};
+      run.Replay(state, added);
+#pragma unroll
+      for (int c = 0; c < W; ++c) {
+        at[c] = -1;
+        if (dlog_max[c] == 0.0f) continue;
+        float tokens = place.Over().tokens;
+        if (fmaf(tokens, channel[c].w, state[c].log_max) < weights.sums[c].log_max) {
+          at[c] = run.LargestToken(c);
+          tokens -= 1 + at[c];
+        }
+        dw[c] = fmaf(tokens, dlog_max[c], dw[c]);
+      }
+      run.Write(cotangent, at, dlog_max, dw, du);
+#pragma unroll
+      for (int c = 0; c < W; ++c) {
+        cotangent[c] = place.Over().Join(cotangent[c], channel[c].w, added[c]);
+        if (at[c] >= 0) dlog_max[c] = 0.0f;
+      }
+    }
+  }
+#pragma unroll
+  for (int c = 0; c < W; ++c) {
+    StoreSums(column, call, column.sequence, c, dw[c], du[c]);
+    StoreInitial(column, call, c, state[c], cotangent[c], dlog_max[c]);
   }
 }
 
@@ -492,17 +626,27 @@ cudaError_t Wkv4Backward(cudaStream_t stream, const Wkv4BackwardCall& call, floa
     using T = decltype(zero);
     constexpr size_t kShared = sizeof(wkv4::BackwardShared<T>);
     const Wkv4State<float> summaries = wkv4::Summaries(call, scratch);
-    const int64_t columns = wkv4::Columns<T>(call.dims), segments = call.partials;
+    const int64_t columns = wkv4::Columns<T>(call), segments = call.partials;
     if (columns == 0) return cudaSuccess;
+    constexpr Segments kAll = {1, nullptr, 0};
+    if (wkv4::ByWarps<T>(call, segments)) {
+      const cudaError_t error =
+          Launch(wkv4::BackwardByWarpsKernel<T>, wkv4::Blocks(columns), wkv4::kThreads,
+                 sizeof(wkv4::ByWarpsShared<T>), stream, call);
+      const int64_t longs = wkv4::LongColumns<T>(call);
+      if (error != cudaSuccess || longs == 0) return error;
+      return Launch(wkv4::BackwardKernel<T, false, true>, dim3(longs), wkv4::kThreads, kShared,
+                    stream, call, segments, summaries, wkv4::LongOnes(call));
+    }
     return wkv4::ForRows(call, [&](auto marked) {
       if (segments > 1) {
         const cudaError_t error =
             Launch(wkv4::BackwardKernel<T, true, marked()>, dim3(columns, segments - 1),
-                   wkv4::kThreads, kShared, stream, call, segments, summaries);
+                   wkv4::kThreads, kShared, stream, call, segments, summaries, kAll);
         if (error != cudaSuccess) return error;
       }
       return Launch(wkv4::BackwardKernel<T, false, marked()>, dim3(columns, segments),
-                    wkv4::kThreads, kShared, stream, call, segments, summaries);
+                    wkv4::kThreads, kShared, stream, call, segments, summaries, kAll);
     });
   });
 }

@@ -68,14 +68,16 @@ __device__ void Write(const Column<T>& column, const Wkv4ForwardCall& call,
 // the tokens of the segment add up to by themselves.
 template <typename T, bool kSummary, bool kMarked>
 __global__ __launch_bounds__(kThreads, kWidth<T> == 1 ? 3 : 2) void ForwardKernel(
-    const __grid_constant__ Wkv4ForwardCall call, int64_t segments, Wkv4State<float> summaries) {
+    const __grid_constant__ Wkv4ForwardCall call, int64_t segments, Wkv4State<float> summaries,
+    Segments longs) {
   constexpr int W = kWidth<T>;
   __shared__ Slots<T> slots[2];
   __shared__ __align__(16) uint32_t words[kThreads];
   RowMarks<kMarked> marks{words};
   const int warp = Warp();
   const bool last_warp = warp == kWarps - 1;
-  const Column<T> column(call.dims.channels, call.dims.tokens, call.sequences);
+  const Column<T> column = ColumnOfBlock<T, kMarked>(call, longs);
+  if (kMarked && column.sequence < 0) return;
   const int64_t segment = blockIdx.y;
   const Span& span = column.span;
   const Split split(span, segments);
@@ -141,6 +143,51 @@ __global__ __launch_bounds__(kThreads, kWidth<T> == 1 ? 3 : 2) void ForwardKerne
   }
 }
 
+// A warp for each column, run by run.
+template <typename T>
+__global__ __launch_bounds__(kThreads, kWidth<T> == 1 ? 3 : 2) void ForwardByWarpsKernel(
+    const __grid_constant__ Wkv4ForwardCall call) {
+  constexpr int W = kWidth<T>;
+  using Place = Place<T, true>;
+  const Column<T> column = ColumnOfWarp<T>(call);
+  const Span& span = column.span;
+  if (column.sequence < 0 || span.tokens > kFewTokens) return;
+  Words k, v;
+  const auto place_at = [&](int64_t start) {
+    return Place::Of(column, span.first_token + start, span.tokens - start);
+  };
+  const auto load = [&](int64_t start) {
+    const Place place = place_at(start);
+    if (!place.Whole(column)) return;
+    k.Load(column, call.k, place);
+    v.Load(column, call.v, place);
+  };
+  load(0);
+  Channel channel[W];
+  Sums state[W], before[W];
+#pragma unroll
+  for (int c = 0; c < W; ++c) {
+    channel[c] = column.LoadChannel(call, c);
+    state[c] = column.LoadState(call.initial_state, column.sequence, c);
+  }
+#pragma unroll 1
+  for (int64_t start = 0; start < span.tokens; start += kRun) {
+    const Place place = place_at(start);
+    const Weights<T, true> weights(column, call, place, k, v, channel);
+    load(start + kRun);
+#pragma unroll
+    for (int c = 0; c < W; ++c) {
+      if (start % kChunk == 0 && call.states.num != nullptr)
+        column.StoreState(call.states, span.first_frame + start / kChunk, c, state[c]);
+      before[c] = state[c];
+      state[c] = place.Over().Join(state[c], channel[c].w, weights.sums[c]);
+    }
+    Write(column, call, place, weights, channel, before);
+  }
+#pragma unroll
+  for (int c = 0; c < W; ++c) column.StoreState(call.final_state, column.sequence, c, state[c]);
+}
+
 // A thread for each channel of each sequence.
 template <typename T>
 __global__ __launch_bounds__(kThreads) void StepKernel(
@@ -167,17 +214,26 @@ cudaError_t Wkv4Forward(cudaStream_t stream, const Wkv4ForwardCall& call, int64_
   return wkv4::ForTypes(call.dtype, [&](auto zero) -> cudaError_t {
     using T = decltype(zero);
     const Wkv4State<float> summaries = wkv4::Summaries(call, scratch);
-    const int64_t columns = wkv4::Columns<T>(call.dims);
+    const int64_t columns = wkv4::Columns<T>(call);
     if (columns == 0) return cudaSuccess;
+    constexpr Segments kAll = {1, nullptr, 0};
+    if (wkv4::ByWarps<T>(call, segments)) {
+      const cudaError_t error = Launch(wkv4::ForwardByWarpsKernel<T>, wkv4::Blocks(columns),
+                                       wkv4::kThreads, 0, stream, call);
+      const int64_t longs = wkv4::LongColumns<T>(call);
+      if (error != cudaSuccess || longs == 0) return error;
+      return Launch(wkv4::ForwardKernel<T, false, true>, dim3(longs), wkv4::kThreads, 0, stream,
+                    call, segments, summaries, wkv4::LongOnes(call));
+    }
     return wkv4::ForRows(call, [&](auto marked) {
       if (segments > 1) {
         const cudaError_t error =
             Launch(wkv4::ForwardKernel<T, true, marked()>, dim3(columns, segments - 1),
-                   wkv4::kThreads, 0, stream, call, segments, summaries);
+                   wkv4::kThreads, 0, stream, call, segments, summaries, kAll);
         if (error != cudaSuccess) return error;
       }
       return Launch(wkv4::ForwardKernel<T, false, marked()>, dim3(columns, segments),
-                    wkv4::kThreads, 0, stream, call, segments, summaries);
+                    wkv4::kThreads, 0, stream, call, segments, summaries, kAll);
     });
   });
 }

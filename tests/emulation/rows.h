@@ -17,7 +17,7 @@ struct Rows {
   template <typename Call>
   void Put(Call& call) const {
     call.marks = {marks, rwkv_jax::Marks::Words(call.dims.tokens)};
-    call.sequences = {spans, owners, call.dims.batch, words};
+    call.sequences = {spans, owners, call.dims.batch, words, call.dims.tokens};
     call.dims.saved = spans == nullptr ? rwkv_jax::Chunks(call.dims.tokens) : frames;
   }
   // As the handlers for sequences make them.

@@ -59,6 +59,7 @@ class Operands {
     if (has_sequences_) {
       sequences.spans = IntArg("spans", "SW");
       sequences.count = Size('S'), sequences.words = Size('W');
+      sequences.tokens = Size('B') * Size('T');
       Require(sequences.words == Sequences::kWords || sequences.words == Sequences::kWordsInTurn,
               "spans has W = ", sequences.words, "; expected 4 or 8");
       Require(Size('B') == 0 ? Size('S') == 0 : Size('S') % Size('B') == 0, "spans has S = ",

@@ -29,6 +29,7 @@ struct Sequences {
   const int32_t* spans = nullptr;
   const int32_t* owners = nullptr;  // [frames]: the sequence of each, or -1
   int64_t count = 0, words = kWords;
+  int64_t tokens = 0;  // of all rows
 
   static constexpr int64_t kWords = 4, kWordsInTurn = 8;
 
