@@ -351,6 +351,28 @@ TRACED = np.array([-3, 20, 18, 150, 150, 290, 7], np.int32)
 )
 def test_kernels_on_sequences(op: str, case: Case, cu: np.ndarray) -> None:
     """On matrix units and by token; more heads than the backward pass by token takes at a time."""
+    _check_sequences(op, case, cu)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_wkv4_on_very_many_sequences(dtype: str) -> None:
+    """Of which each warp has one, but for the long ones."""
+    lengths = np.random.default_rng(0).integers(0, 20, 1000)
+    lengths[[0, 500]] = 1024, 1500
+    cu = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    _check_sequences("wkv4", Case(1, int(cu[-1]), 1, 257, dtype=dtype, decay="log"), cu)
+
+
+@pytest.mark.parametrize("tokens", [1, 70])
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_wkv4_on_very_many_rows(dtype: str, tokens: int) -> None:
+    case = Case(2000, tokens, 1, 66, dtype=dtype, decay="exp")
+    results = _run("wkv4", case)
+    limits = {n: tolerance.ceiling(n, dtype, sequential=True, highest=True) for n in results}
+    tolerance.assert_close(results, _expected("wkv4", case), limits)
+
+
+def _check_sequences(op: str, case: Case, cu: np.ndarray) -> None:
     run = Run(op, "ffi")
     clamped = np.maximum.accumulate(np.clip(cu, 0, case.T))
     inputs, cotangents = test_sequences.made(op, case, len(cu) - 1)

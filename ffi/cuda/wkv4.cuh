@@ -175,12 +175,12 @@ class Column {
   int64_t first_;
 };
 
-// From so many columns on, if they are of sequences, a warp has one to itself; blocks then only have
-// those of sequences with more tokens, which are few.
+// From so many columns on a warp has one to itself, unless there are marks. Blocks then only have those
+// with more tokens, which of sequences are few.
 #ifdef RWKV_JAX_SMALL_TESTS
 constexpr int64_t kManyColumns = 2, kFewTokens = kChunk;
 #else
-constexpr int64_t kManyColumns = 32 * 132, kFewTokens = 16 * kChunk;
+constexpr int64_t kManyColumns = 28 * 132, kFewTokens = 16 * kChunk;
 #endif
 
 template <typename T>
@@ -189,12 +189,14 @@ int64_t Columns(const Wkv4Call& call) {
 }
 template <typename T>
 bool ByWarps(const Wkv4Call& call, int64_t segments) {
-  return call.sequences.Given() && segments == 1 && Columns<T>(call) >= kManyColumns;
+  return !call.marks.Given() && segments == 1 && Columns<T>(call) >= kManyColumns &&
+         (call.sequences.Given() || call.dims.tokens <= kFewTokens);
 }
 // The places where sequences can have more tokens.
 inline Segments LongOnes(const Wkv4Call& call) {
   constexpr int64_t kFrames = kFewTokens / kChunk;
-  return {(Chunks(call.sequences.tokens) + kFrames - 1) / kFrames, nullptr, 0, kFrames};
+  const int64_t places = (Chunks(call.sequences.tokens) + kFrames - 1) / kFrames;
+  return {places > 0 ? places : 1, nullptr, 0, kFrames};
 }
 template <typename T>
 int64_t LongColumns(const Wkv4Call& call) {

@@ -629,7 +629,8 @@ cudaError_t Wkv4Backward(cudaStream_t stream, const Wkv4BackwardCall& call, floa
     const int64_t columns = wkv4::Columns<T>(call), segments = call.partials;
     if (columns == 0) return cudaSuccess;
     constexpr Segments kAll = {1, nullptr, 0};
-    if (wkv4::ByWarps<T>(call, segments)) {
+    // Of rows as long as each other this takes longer.
+    if (call.sequences.Given() && wkv4::ByWarps<T>(call, segments)) {
       const cudaError_t error =
           Launch(wkv4::BackwardByWarpsKernel<T>, wkv4::Blocks(columns), wkv4::kThreads,
                  sizeof(wkv4::ByWarpsShared<T>), stream, call);
