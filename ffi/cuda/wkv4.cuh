@@ -176,7 +176,7 @@ class Column {
 };
 
 // From so many columns on a warp has one to itself, unless there are marks. Blocks then only have those
-// with more tokens, which of sequences are few.
+// with more tokens, which are few of the sequences if these are short on average.
 #ifdef RWKV_JAX_SMALL_TESTS
 constexpr int64_t kManyColumns = 2, kFewTokens = kChunk;
 #else
@@ -188,9 +188,11 @@ int64_t Columns(const Wkv4Call& call) {
   return call.dims.batch * Column<T>::Groups(call.dims.channels);
 }
 template <typename T>
-bool ByWarps(const Wkv4Call& call, int64_t segments) {
+bool ByWarps(const Wkv4Call& call, int64_t segments, int64_t average) {
+  const Sequences& sequences = call.sequences;
   return !call.marks.Given() && segments == 1 && Columns<T>(call) >= kManyColumns &&
-         (call.sequences.Given() || call.dims.tokens <= kFewTokens);
+         (sequences.Given() ? sequences.tokens <= average * sequences.count
+                            : call.dims.tokens <= kFewTokens);
 }
 // The places where sequences can have more tokens.
 inline Segments LongOnes(const Wkv4Call& call) {

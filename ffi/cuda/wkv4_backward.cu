@@ -630,7 +630,7 @@ cudaError_t Wkv4Backward(cudaStream_t stream, const Wkv4BackwardCall& call, floa
     if (columns == 0) return cudaSuccess;
     constexpr Segments kAll = {1, nullptr, 0};
     // Of rows as long as each other this takes longer.
-    if (call.sequences.Given() && wkv4::ByWarps<T>(call, segments)) {
+    if (call.sequences.Given() && wkv4::ByWarps<T>(call, segments, 3 * kChunk)) {
       const cudaError_t error =
           Launch(wkv4::BackwardByWarpsKernel<T>, wkv4::Blocks(columns), wkv4::kThreads,
                  sizeof(wkv4::ByWarpsShared<T>), stream, call);

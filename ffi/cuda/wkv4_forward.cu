@@ -217,7 +217,7 @@ cudaError_t Wkv4Forward(cudaStream_t stream, const Wkv4ForwardCall& call, int64_
     const int64_t columns = wkv4::Columns<T>(call);
     if (columns == 0) return cudaSuccess;
     constexpr Segments kAll = {1, nullptr, 0};
-    if (wkv4::ByWarps<T>(call, segments)) {
+    if (wkv4::ByWarps<T>(call, segments, 4 * kChunk)) {
       const cudaError_t error = Launch(wkv4::ForwardByWarpsKernel<T>, wkv4::Blocks(columns),
                                        wkv4::kThreads, 0, stream, call);
       const int64_t longs = wkv4::LongColumns<T>(call);
