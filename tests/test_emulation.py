@@ -492,6 +492,7 @@ def _run_wkv4(
         (Case(1, 0, 1, 32, decay="log"), 1),
         (Case(2, 1, 1, 16, decay="log"), 3),
         (Case(2, 69, 1, 64, decay="exp"), 1),
+        (Case(3, 61, 1, 66, dtype="bfloat16", decay="log", regime="mixed"), 1),
         (Case(1, 300, 1, 33, decay="log"), 3),
         (Case(2, 130, 1, 35, dtype="bfloat16", decay="exp"), 3),
         (Case(1, 200, 1, 66, dtype="float16", decay="log"), 2),

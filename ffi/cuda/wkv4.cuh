@@ -14,7 +14,7 @@
 // whatever the others do. Padding, as which the tokens past the end of a row count, has no part in
 // decays: ages are counted in tokens that are there.
 //
-// Of very many sequences each warp has a column to itself, run by run, but for long ones.
+// Of very many sequences or rows a warp has a column to itself, run by run, unless they are long.
 #pragma once
 
 #include <cfloat>
