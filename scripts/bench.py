@@ -130,6 +130,29 @@ def seconds(loop: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
+def medians(calls: Sequence[Callable[[], Any]], device: str, repeats: int) -> list[float]:
+    """Of batches of each call, which run in turn, the median milliseconds of a call."""
+
+    def batch(call: Callable[[], Any], count: int) -> float:
+        def loop() -> Any:
+            for _ in range(count - 1):
+                result = call()
+                if device == "cpu":  # has no queue that would bound what is kept
+                    jax.block_until_ready(result)
+            return call()
+
+        return seconds(loop) / count
+
+    def ready(call: Callable[[], Any]) -> Callable[[], float]:
+        jax.block_until_ready(call())
+        count = max(1, int(BATCH_SECONDS[device] / batch(call, 2)))
+        return functools.partial(batch, call, count)
+
+    batches = [ready(call) for call in calls]
+    samples = [[run() for run in batches] for _ in range(repeats)]
+    return [1e3 * statistics.median(x) for x in zip(*samples, strict=True)]
+
+
 def in_jax(name: str, decay: str, op: str, function: Callable[..., Any], **more: Any) -> Program:
     """A contestant from a function of the operator's own operands, in its own layout."""
     step, operator = op in STEPS.values(), OPERATORS[op]

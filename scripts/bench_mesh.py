@@ -12,7 +12,6 @@ import argparse
 import functools
 import importlib
 import os
-import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -80,15 +79,8 @@ def measure(args: argparse.Namespace, kind: str) -> Iterator[str]:
         del results
         jitted: Any = calls["all"]
         text = jitted.args[0].lower(*ready["all"]).compile().as_text()
-        loops = {}
-        for name in ready:
-            took = bench.batch(programs[name], direction, [ready[name]], 2)
-            count = max(1, int(bench.BATCH_SECONDS[args.device] / took))
-            loops[name] = functools.partial(
-                bench.batch, programs[name], direction, [ready[name]], count
-            )
-        samples = [[run() for run in loops.values()] for _ in range(args.repeats)]
-        one, every = (1e3 * statistics.median(x) for x in zip(*samples, strict=True))
+        timed = [functools.partial(calls[name], ready[name]) for name in ready]
+        one, every = bench.medians(timed, args.device, args.repeats)
         yield (
             f"{kind:9} {'x'.join(map(str, sizes)):17} {direction:17}{one:9.3f}{every:9.3f}"
             f"{one / every:8.2f}{one / every / len(jax.devices()):9.1%}{error:10.1e}"

@@ -11,7 +11,6 @@ as in bench.py.
 
 import argparse
 import functools
-import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -87,30 +86,12 @@ def measure(args: argparse.Namespace) -> Iterator[str]:
         }
         contestants = {name: contestants[name] for name in args.contestants}
         for direction, program in kinds.items():
-            loops = {}
-            for name, operands in contestants.items():
-                call = functools.partial(program, *operands)
-                jax.block_until_ready(call())
-                took = bench.seconds(call)
-                count = max(1, int(bench.BATCH_SECONDS[args.device] / took))
-                loops[name] = functools.partial(seconds, call, count)
-            samples = [[run() for run in loops.values()] for _ in range(args.repeats)]
-            ms = [1e3 * statistics.median(x) for x in zip(*samples, strict=True)]
+            calls = [functools.partial(program, *operands) for operands in contestants.values()]
+            ms = bench.medians(calls, args.device, args.repeats)
             yield (
                 f"{mean:8}{len(lengths):11}{lengths.max():9} {direction:17}"
                 + "".join(f"{x:12.3f}{x / ms[0]:7.0%}" for x in ms)
             )
-
-
-def seconds(call: Callable[[], Any], count: int) -> float:
-    def loop() -> Any:
-        for _ in range(count - 1):
-            result = call()
-            if jax.default_backend() == "cpu":
-                jax.block_until_ready(result)
-        return call()
-
-    return bench.seconds(loop) / count
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
