@@ -65,8 +65,8 @@ struct Segments {
   __device__ int64_t Count(int64_t all) const {
     return frames == 0 ? count : all == 0 ? 1 : (all + frames - 1) / frames;
   }
-  // What this block has of `Blocks`, or of `SummaryBlocks`, where the block of each place is for the
-  // segment there or, in the order of tokens, for the one before it, whichever comes first.
+  // What this block has of `Blocks`, or of `SummaryBlocks`: then the block of a place has, of the segment
+  // there and the one before it, the one that comes first in the recurrence.
   template <bool kReverse>
   __device__ Piece PieceOfBlock(const Sequences& sequences, int64_t tokens, int64_t heads,
                                 bool summary) const {
@@ -124,6 +124,8 @@ struct Segments {
   }
 #endif
 };
+
+constexpr Segments kOneSegment = {1, nullptr, 0};
 
 // Clears the tokens [B, T] of results that no sequence has, those before the first and after the last
 // sequence of a row; of each token `size` numbers of 16 bits.

@@ -628,7 +628,6 @@ cudaError_t Wkv4Backward(cudaStream_t stream, const Wkv4BackwardCall& call, floa
     const Wkv4State<float> summaries = wkv4::Summaries(call, scratch);
     const int64_t columns = wkv4::Columns<T>(call), segments = call.partials;
     if (columns == 0) return cudaSuccess;
-    constexpr Segments kAll = {1, nullptr, 0};
     // Of rows as long as each other this takes longer.
     if (call.sequences.Given() && wkv4::ByWarps<T>(call, segments, 3 * kChunk)) {
       const cudaError_t error =
@@ -643,11 +642,11 @@ cudaError_t Wkv4Backward(cudaStream_t stream, const Wkv4BackwardCall& call, floa
       if (segments > 1) {
         const cudaError_t error =
             Launch(wkv4::BackwardKernel<T, true, marked()>, dim3(columns, segments - 1),
-                   wkv4::kThreads, kShared, stream, call, segments, summaries, kAll);
+                   wkv4::kThreads, kShared, stream, call, segments, summaries, kOneSegment);
         if (error != cudaSuccess) return error;
       }
       return Launch(wkv4::BackwardKernel<T, false, marked()>, dim3(columns, segments),
-                    wkv4::kThreads, kShared, stream, call, segments, summaries, kAll);
+                    wkv4::kThreads, kShared, stream, call, segments, summaries, kOneSegment);
     });
   });
 }

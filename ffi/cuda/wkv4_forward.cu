@@ -216,7 +216,6 @@ cudaError_t Wkv4Forward(cudaStream_t stream, const Wkv4ForwardCall& call, int64_
     const Wkv4State<float> summaries = wkv4::Summaries(call, scratch);
     const int64_t columns = wkv4::Columns<T>(call);
     if (columns == 0) return cudaSuccess;
-    constexpr Segments kAll = {1, nullptr, 0};
     if (wkv4::ByWarps<T>(call, segments, 4 * kChunk)) {
       const cudaError_t error = Launch(wkv4::ForwardByWarpsKernel<T>, wkv4::Blocks(columns),
                                        wkv4::kThreads, 0, stream, call);
@@ -229,11 +228,11 @@ cudaError_t Wkv4Forward(cudaStream_t stream, const Wkv4ForwardCall& call, int64_
       if (segments > 1) {
         const cudaError_t error =
             Launch(wkv4::ForwardKernel<T, true, marked()>, dim3(columns, segments - 1),
-                   wkv4::kThreads, 0, stream, call, segments, summaries, kAll);
+                   wkv4::kThreads, 0, stream, call, segments, summaries, kOneSegment);
         if (error != cudaSuccess) return error;
       }
       return Launch(wkv4::ForwardKernel<T, false, marked()>, dim3(columns, segments),
-                    wkv4::kThreads, 0, stream, call, segments, summaries, kAll);
+                    wkv4::kThreads, 0, stream, call, segments, summaries, kOneSegment);
     });
   });
 }

@@ -46,7 +46,7 @@ struct Run {
         span(piece.turn.span),
         segments(static_cast<int>(in.segments.Count(span.Frames()))),
         order(static_cast<int>(kReverse && piece.segment >= 0 ? segments - 1 - piece.segment
-                                                                : piece.segment)) {
+                                                              : piece.segment)) {
     const int64_t most = in.segments.Frames(span.Frames());
     first_frame = piece.segment * most;
     const int64_t left = span.Frames() - first_frame;
@@ -472,8 +472,6 @@ StateScan<T> ScanOf(const Wkv6Call& call, const void* x, const void* z, const fl
   return {static_cast<const T*>(x), static_cast<const T*>(z), call.w, call.dims.tokens,
           call.dims.heads, call.decay, call.marks, call.sequences, start, end, gradients, segments};
 }
-
-constexpr Segments kOneSegment = {1, nullptr, 0};
 
 }  // namespace
 
