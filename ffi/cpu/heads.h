@@ -24,7 +24,7 @@ struct Head {
   int64_t Parameter() const { return index * size; }
   int64_t State() const { return Parameter() * size; }
   int64_t SavedState(int64_t n) const {
-    return ((span.first_frame + n) * heads + index % heads) * size * size;
+    return ((span.first_chunk + n) * heads + index % heads) * size * size;
   }
 
   const int64_t size, sequence;

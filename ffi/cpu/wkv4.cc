@@ -17,7 +17,7 @@ struct Channels {
 
   int64_t Once() const { return sequence * all + first; }
   int64_t Token(int64_t t) const { return (span.first_token + t) * all + first; }
-  int64_t SavedState(int64_t n) const { return (span.first_frame + n) * all + first; }
+  int64_t SavedState(int64_t n) const { return (span.first_chunk + n) * all + first; }
 
   const int64_t count, sequence;
   const Span span;
@@ -386,8 +386,8 @@ void Backward(const Wkv4BackwardCall& call, int64_t sequence, int64_t first_chan
     StoreUpTo(channels.count, Dtype::kF32, call.dw, channels.Once(), Vec{});
     StoreUpTo(channels.count, Dtype::kF32, call.du, channels.Once(), Vec{});
   }
-  const int64_t frames = call.sequences(sequence, call.dims.tokens).Frames();
-  for (int64_t n = frames - 1; n >= 0; --n)
+  const int64_t chunks = call.sequences(sequence, call.dims.tokens).Chunks();
+  for (int64_t n = chunks - 1; n >= 0; --n)
     for (int64_t c = first_channel; c < end; c += kLanes)
       BackwardChunk(call, Channels(call, sequence, c), n);
 }

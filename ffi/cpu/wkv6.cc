@@ -193,7 +193,7 @@ void Backward(const Wkv6BackwardCall& call, int64_t index, float* scratch) {
   const Chunk chunk(scratch, Smaller(call.dims.tokens, kChunk), size);
   void* const outputs[] = {call.dr, call.dk, call.dv, call.dw};
   const int count = summed_dw ? 3 : 4;
-  for (int64_t n = head.span.Frames() - 1; n >= 0; --n) {
+  for (int64_t n = head.span.Chunks() - 1; n >= 0; --n) {
     const int64_t first = n * kChunk;
     const Tokens tokens(call.marks, head.sequence, first,
                         Smaller(head.span.tokens - first, kChunk));

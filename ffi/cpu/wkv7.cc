@@ -223,7 +223,7 @@ void Backward(const Wkv7BackwardCall& call, int64_t index, float* scratch) {
   __builtin_memcpy(ds, call.dfinal_state + head.State(), size * size * sizeof(float));
   const Chunk chunk(scratch, Smaller(call.dims.tokens, kChunk), size);
   void* const outputs[] = {call.dr, call.dw, call.dk, call.dv, call.da, call.db};
-  for (int64_t n = head.span.Frames() - 1; n >= 0; --n) {
+  for (int64_t n = head.span.Chunks() - 1; n >= 0; --n) {
     const int64_t first = n * kChunk;
     const Tokens tokens(call.marks, head.sequence, first,
                         Smaller(head.span.tokens - first, kChunk));

@@ -7,7 +7,7 @@
 namespace rwkv_jax::cuda {
 
 // Tokens that are taken together: those of one matrix product.
-constexpr int kSub = 16;
+constexpr int kTileTokens = 16;
 
 // The least log2 of a decay factor, which then is 0.
 constexpr float kMinLog2Decay = -172.0f;
@@ -35,7 +35,7 @@ constexpr uint32_t kAllRows = 0xffff;
 
 // Of a chunk that has `count` tokens, those that are no padding.
 __device__ inline uint32_t Present(int count, uint32_t absent) {
-  return (count <= 0 ? 0u : count < kSub ? (1u << count) - 1 : kAllRows) & ~absent;
+  return (count <= 0 ? 0u : count < kTileTokens ? (1u << count) - 1 : kAllRows) & ~absent;
 }
 
 // A bit for each row of the matrices of a chunk: before which rows the state is cleared, and which rows
@@ -61,11 +61,11 @@ struct RowMarks {
 };
 
 // The marks of a frame of kChunk tokens, a bit for each: which start a segment, and which are padding.
-struct FrameMarks {
+struct ChunkMarks {
   uint64_t starts = 0, absent = 0;
 
-  __device__ FrameMarks() {}
-  __device__ FrameMarks(const Marks& marks, int64_t row, int64_t frame) {
+  __device__ ChunkMarks() {}
+  __device__ ChunkMarks(const Marks& marks, int64_t row, int64_t frame) {
     const uint4 x = reinterpret_cast<const uint4*>(marks.words + row * marks.per_row)[frame];
     const auto four = [](uint64_t a, uint64_t b, uint64_t c, uint64_t d) {
       return a | b << 16 | c << 32 | d << 48;
@@ -86,7 +86,7 @@ struct FrameMarks {
     const uint64_t later = starts & ~((uint64_t{2} << token) - 1);
     return later == 0 ? 64 : __ffsll(later) - 1;
   }
-  // Of the chunk of kSub tokens from this one on.
+  // Of the chunk of kTileTokens tokens from this one on.
   __device__ uint32_t Absent(int token) const { return absent >> token & kAllRows; }
 };
 
@@ -161,7 +161,7 @@ struct Ones {
 };
 
 // Clears what lies above the diagonal of a 16 x 16 matrix, and the diagonal too unless it is kept.
-__device__ inline void KeepLower(bool diagonal, Sum<2>& m) {
+__device__ inline void KeepLower(bool diagonal, Accumulator<2>& m) {
   const int below = Lane() / 4 - 2 * (Lane() % 4) + diagonal;  // in both blocks of the diagonal
   if (below <= 0) m[0][0] = m[1][2] = 0.0f;
   if (below <= 1) m[0][1] = m[1][3] = 0.0f;
@@ -169,7 +169,7 @@ __device__ inline void KeepLower(bool diagonal, Sum<2>& m) {
 }
 
 // Clears what reads from another segment.
-__device__ inline void KeepSegments(const RowMarks& marks, Sum<2>& m) {
+__device__ inline void KeepSegments(const RowMarks& marks, Accumulator<2>& m) {
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
     const int begin = marks.SegmentOf(Lane() / 4 + e / 2 * 8), col = 2 * (Lane() % 4) + e % 2;
@@ -181,7 +181,7 @@ __device__ inline void KeepSegments(const RowMarks& marks, Sum<2>& m) {
 // The rows of a state that this thread has: those of one warp, in the tiles of a Sum.
 template <int N>
 struct StateTiles {
-  static constexpr int kPanels = N / kTileCols;
+  static constexpr int kPanels = N / kPanelCols;
   using State = float[kPanels][8][4];
 
   // Calls fn(index, element) for elements 0 and 2 of each tile, which are followed by 1 and 3.

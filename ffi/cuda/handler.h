@@ -7,7 +7,7 @@
 #include <limits>
 #include <string>
 
-#include "frames.h"
+#include "splits.h"
 #include "rwkv_jax/operands.h"
 
 namespace rwkv_jax::cuda {
@@ -27,17 +27,17 @@ inline auto Binding() {
       .Attr<int64_t>("decay");
 }
 
-inline auto ChunkBinding() { return Binding().Attr<int64_t>("segments"); }
+inline auto ChunkBinding() { return Binding().Attr<int64_t>("splits"); }
 
-// With `floats` for each segment.
+// With `floats` for each split.
 inline ReplayScratch ReadReplayScratch(Operands& operands, int64_t floats) {
   float* const memory = operands.FloatRet("scratch", "GHPX");
-  const int64_t segments = operands.Size('P'), sequences = operands.Size('G');
+  const int64_t splits = operands.Size('P'), sequences = operands.Size('G');
   operands.Require(operands.Size('X') == floats, "scratch has ", operands.Size('X'),
-                   " floats for each segment; expected ", floats);
-  operands.Require(segments >= 1 && (sequences >= 1 || operands.Size('S') == 0), "scratch is for ",
-                   segments, " segments of ", sequences, " sequences; expected at least 1");
-  return {memory, sequences * operands.Size('H'), segments, segments * floats};
+                   " floats for each split; expected ", floats);
+  operands.Require(splits >= 1 && (sequences >= 1 || operands.Size('S') == 0), "scratch is for ",
+                   splits, " splits of ", sequences, " sequences; expected at least 1");
+  return {memory, sequences * operands.Size('H'), splits, splits * floats};
 }
 
 inline void RequireRows(Operands& operands) {
@@ -55,11 +55,11 @@ void RequireMatrixUnits(Operands& operands, const Call& call) {
 
 // What those that save states or read them do; `floats` is the scratch for each head.
 template <typename Call>
-void RequireScratch(Operands& operands, const Call& call, int64_t segments, int64_t floats) {
+void RequireScratch(Operands& operands, const Call& call, int64_t splits, int64_t floats) {
   operands.Require(call.states_dtype == Dtype::kBF16, "states is F32; the kernels on matrix units ",
                    "take BF16");
-  operands.Require(segments >= 1 && segments <= kMaxSegments, "segments is ", segments,
-                   "; expected 1 to ", kMaxSegments);
+  operands.Require(splits >= 1 && splits <= kMaxSplits, "splits is ", splits,
+                   "; expected 1 to ", kMaxSplits);
   operands.Require(operands.Size('X') == floats, "scratch has ", operands.Size('X'),
                    " floats for each head; expected ", floats);
 }

@@ -26,7 +26,7 @@ using Left = uint32_t[4];
 // Sums, in tiles of 16 x 8. Lane l has columns 2(l%4) and the next of rows l/4 (elements 0 and 1) and
 // l/4 + 8 (2 and 3). Two tiles side by side, rounded, are a Left.
 template <int kTiles>
-using Sum = float[kTiles][4];
+using Accumulator = float[kTiles][4];
 
 // Two elements of a 16-bit type in one register.
 template <typename T>
@@ -69,7 +69,7 @@ __device__ void Round(const float (&left)[4], const float (&right)[4], uint32_t 
 }
 
 // 64 columns of sums as left operands.
-__device__ inline void RoundPanel(const Sum<8>& sum, Left (&rounded)[4]) {
+__device__ inline void RoundPanel(const Accumulator<8>& sum, Left (&rounded)[4]) {
 #pragma unroll
   for (int block = 0; block < 4; ++block)
     Round(sum[2 * block], sum[2 * block + 1], rounded[block]);
@@ -83,9 +83,9 @@ __device__ inline int Warp() { return __shfl_sync(~0u, static_cast<int>(threadId
 // A tile in shared memory has rows of 64 elements, 128 bytes: eight pieces of 16 bytes, of which the
 // p-th lies in place p ^ (row % 8), so that eight rows of one piece, or eight pieces of one row, lie
 // in different banks. Tiles start at multiples of 1024 bytes.
-constexpr int kTileCols = 64;
-constexpr int kRowBytes = 2 * kTileCols;
-constexpr int kTileAlignment = 1024;
+constexpr int kPanelCols = 64;
+constexpr int kRowBytes = 2 * kPanelCols;
+constexpr int kPanelAlignment = 1024;
 
 __device__ inline uint32_t PieceAddress(uint32_t tile, int row, int piece) {
   return tile + row * kRowBytes + ((piece ^ (row & 7)) << 4);
@@ -95,12 +95,12 @@ __device__ inline uint32_t PieceAddress(uint32_t tile, int row, int piece) {
 // and columns 16 * block: upper left, lower left, upper right, lower right, as in a Left; or, by rows,
 // upper left, upper right, lower left, lower right. A block has pieces 2 * block and the next of each
 // row, so the swizzle leaves the bits of `block` to a constant.
-__device__ inline uint32_t BlockAddress(uint32_t tile, int row, int block) {
+__device__ inline uint32_t TileAddress(uint32_t tile, int row, int block) {
   const int lane = Lane();
   return tile + row * kRowBytes + (PieceAddress(0, lane % 16, lane / 16) ^ (block << 5));
 }
 
-__device__ inline uint32_t BlockAddressByRows(uint32_t tile, int row, int block) {
+__device__ inline uint32_t TileAddressByRows(uint32_t tile, int row, int block) {
   const int lane = Lane();
   return tile + row * kRowBytes +
          (PieceAddress(0, lane % 8 + lane / 16 * 8, lane / 8 % 2) ^ (block << 5));
@@ -108,14 +108,14 @@ __device__ inline uint32_t BlockAddressByRows(uint32_t tile, int row, int block)
 
 // A small operand of 16 x 16 blocks of 512 bytes in a column; each is four 8 x 8 matrices of 128
 // bytes: upper left, upper right, lower left, lower right.
-constexpr int kBlockBytes = 512;
+constexpr int kTileBytes = 512;
 
-__device__ inline uint32_t PackedBlockAddress(uint32_t block) {
+__device__ inline uint32_t PackedTileAddress(uint32_t block) {
   const int lane = Lane();
   return block + lane / 8 % 2 * 256 + lane / 16 * 128 + lane % 8 * 16;
 }
 
-__device__ inline uint32_t PackedBlockAddressByRows(uint32_t block) {
+__device__ inline uint32_t PackedTileAddressByRows(uint32_t block) {
   return block + Lane() * 16;
 }
 
@@ -139,11 +139,11 @@ __device__ inline void StoreTransposed(uint32_t address, const uint32_t (&x)[4])
 
 // The block at `row` and columns 16 * block of a tile as a left operand, and its transpose.
 __device__ inline void LoadLeft(uint32_t tile, int row, int block, Left& a) {
-  LoadMatrices(BlockAddress(tile, row, block), a);
+  LoadMatrices(TileAddress(tile, row, block), a);
 }
 
 __device__ inline void LoadLeftTransposed(uint32_t tile, int row, int block, Left& a) {
-  LoadTransposed(BlockAddressByRows(tile, row, block), a);
+  LoadTransposed(TileAddressByRows(tile, row, block), a);
 }
 
 // Operands in shared memory: 16 steps k of the sum, and 8 * kTiles columns of a right operand or, for
@@ -158,7 +158,7 @@ struct KAlongRows {
 
   static constexpr bool kDown = false;
   __device__ void Load(int pair, uint32_t (&b)[4]) const {
-    LoadMatrices(BlockAddressByRows(tile, 16 * pair, block), b);
+    LoadMatrices(TileAddressByRows(tile, 16 * pair, block), b);
   }
   __device__ void LoadLeft(int warp, Left& a) const {
     cuda::LoadLeft(tile, 16 * warp, block, a);
@@ -173,7 +173,7 @@ struct KDownRows {
 
   static constexpr bool kDown = true;
   __device__ void Load(int pair, uint32_t (&b)[4]) const {
-    LoadTransposed(BlockAddress(tile, 16 * block, column + pair), b);
+    LoadTransposed(TileAddress(tile, 16 * block, column + pair), b);
   }
   __device__ void LoadLeft(int warp, Left& a) const {
     LoadLeftTransposed(tile, 16 * block, column + warp, a);
@@ -182,12 +182,12 @@ struct KDownRows {
 };
 
 // k runs along the rows of packed blocks.
-struct PackedBlocks {
+struct PackedTiles {
   uint32_t blocks;
 
   static constexpr bool kDown = false;
   __device__ void Load(int pair, uint32_t (&b)[4]) const {
-    LoadMatrices(PackedBlockAddressByRows(blocks + pair * kBlockBytes), b);
+    LoadMatrices(PackedTileAddressByRows(blocks + pair * kTileBytes), b);
   }
   __device__ uint64_t Descriptor() const;
 };
@@ -210,7 +210,7 @@ __device__ inline uint64_t KDownRows::Descriptor() const {
   return MatrixDescriptor(tile, 16 * kRowBytes * block + 32 * column, 8 * kRowBytes, 8 * kRowBytes, true);
 }
 
-__device__ inline uint64_t PackedBlocks::Descriptor() const {
+__device__ inline uint64_t PackedTiles::Descriptor() const {
   return MatrixDescriptor(blocks, 0, 128, 256, false);
 }
 
@@ -244,7 +244,7 @@ __device__ void WaitForProducts() {
 }
 
 template <int kTiles>
-__device__ void Settle(Sum<kTiles>& sum) {
+__device__ void Settle(Accumulator<kTiles>& sum) {
 #if RWKV_JAX_WARPGROUP_PRODUCTS
 #pragma unroll
   for (int i = 0; i < kTiles; ++i)
@@ -257,7 +257,7 @@ __device__ void Settle(Sum<kTiles>& sum) {
 #define RWKV_JAX_SUM(i) "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3])
 
 template <bool kAdd, bool kRightDown>
-__device__ void WarpgroupMultiply(Sum<2>& c, const Left& a, uint64_t b) {
+__device__ void WarpgroupMultiply(Accumulator<2>& c, const Left& a, uint64_t b) {
   asm volatile(
       "{.reg .pred add; setp.ne.b32 add, %13, 0; "
       "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7}, "
@@ -267,7 +267,7 @@ __device__ void WarpgroupMultiply(Sum<2>& c, const Left& a, uint64_t b) {
 }
 
 template <bool kAdd, bool kRightDown>
-__device__ void WarpgroupMultiply(Sum<4>& c, const Left& a, uint64_t b) {
+__device__ void WarpgroupMultiply(Accumulator<4>& c, const Left& a, uint64_t b) {
   asm volatile(
       "{.reg .pred add; setp.ne.b32 add, %21, 0; "
       "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, "
@@ -277,7 +277,7 @@ __device__ void WarpgroupMultiply(Sum<4>& c, const Left& a, uint64_t b) {
 }
 
 template <bool kAdd, bool kRightDown>
-__device__ void WarpgroupMultiply(Sum<8>& c, const Left& a, uint64_t b) {
+__device__ void WarpgroupMultiply(Accumulator<8>& c, const Left& a, uint64_t b) {
   asm volatile(
       "{.reg .pred add; setp.ne.b32 add, %37, 0; "
       "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, "
@@ -289,7 +289,7 @@ __device__ void WarpgroupMultiply(Sum<8>& c, const Left& a, uint64_t b) {
 }
 
 template <bool kAdd, bool kLeftDown, bool kRightDown>
-__device__ void WarpgroupMultiply(Sum<8>& c, uint64_t a, uint64_t b) {
+__device__ void WarpgroupMultiply(Accumulator<8>& c, uint64_t a, uint64_t b) {
   asm volatile(
       "{.reg .pred add; setp.ne.b32 add, %34, 0; "
       "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, "
@@ -306,7 +306,7 @@ __device__ void WarpgroupMultiply(Sum<8>& c, uint64_t a, uint64_t b) {
 
 // sum = a b, or sum += a b if kAdd, with a in registers.
 template <bool kAdd, int kTiles, typename Right>
-__device__ void Multiply(Sum<kTiles>& sum, const Left& a, const Right& b) {
+__device__ void Multiply(Accumulator<kTiles>& sum, const Left& a, const Right& b) {
 #if RWKV_JAX_WARPGROUP_PRODUCTS
   WarpgroupMultiply<kAdd, Right::kDown>(sum, a, b.Descriptor());
 #else
@@ -326,7 +326,7 @@ __device__ void Multiply(Sum<kTiles>& sum, const Left& a, const Right& b) {
 
 // The same with a in shared memory, for the rows of this warp of its warpgroup.
 template <bool kAdd, int kTiles, typename LeftTile, typename Right>
-__device__ void Multiply(Sum<kTiles>& sum, int warp, const LeftTile& a, const Right& b) {
+__device__ void Multiply(Accumulator<kTiles>& sum, int warp, const LeftTile& a, const Right& b) {
 #if RWKV_JAX_WARPGROUP_PRODUCTS
   WarpgroupMultiply<kAdd, LeftTile::kDown, Right::kDown>(sum, a.Descriptor(), b.Descriptor());
 #else

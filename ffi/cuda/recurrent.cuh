@@ -6,9 +6,9 @@
 
 #include <cstdint>
 
-#include "frames.h"
+#include "splits.h"
 #include "rwkv_jax/sequences.h"
-#include "tile.cuh"
+#include "fragment.cuh"
 
 namespace rwkv_jax::cuda {
 
@@ -34,7 +34,7 @@ struct Head {
   __device__ int64_t State() const { return index * N * N; }
   // The saved state before token n * kChunk, in [frames, H, N, N].
   __device__ int64_t SavedState(int64_t n) const {
-    return ((span.first_frame + n) * heads + head) * N * N;
+    return ((span.first_chunk + n) * heads + head) * N * N;
   }
 };
 
@@ -59,30 +59,30 @@ struct SavedStates {
   }
 };
 
-// The chunks of a head are shared out among segments, a block for each. Each needs the gradient of the
-// state at the end of its segment, which is the start of its part of the scratch.
-struct Split {
+// The chunks of a head are shared out among splits, a block for each. Each needs the gradient of the
+// state at the end of its split, which is the start of its part of the scratch.
+struct ReplayLot {
   int64_t first_head;  // of those that run at a time
   ReplayScratch scratch;
 
-  __device__ int64_t Turn() const { return first_head + blockIdx.x / scratch.segments; }
-  __device__ int64_t Segment() const { return blockIdx.x % scratch.segments; }
+  __device__ int64_t Turn() const { return first_head + blockIdx.x / scratch.splits; }
+  __device__ int64_t Split() const { return blockIdx.x % scratch.splits; }
   __device__ int64_t Length(int64_t chunks) const {
-    return (chunks + scratch.segments - 1) / scratch.segments;
+    return (chunks + scratch.splits - 1) / scratch.splits;
   }
-  // `size` floats for each segment.
-  __device__ float* Scratch(int64_t turn, int64_t segment, int64_t size) const {
-    return scratch.memory + (turn - first_head) * scratch.stride + segment * size;
+  // `size` floats for each split.
+  __device__ float* Scratch(int64_t turn, int64_t split, int64_t size) const {
+    return scratch.memory + (turn - first_head) * scratch.stride + split * size;
   }
 };
 
-// Calls launch(split, how many) for one lot of heads after another.
+// Calls launch(lot, how many) for one lot of heads after another.
 template <typename Fn>
 cudaError_t ForHeads(int64_t heads, const ReplayScratch& scratch, Fn&& launch) {
   cudaError_t error = cudaSuccess;
   for (int64_t first = 0; first < heads && error == cudaSuccess; first += scratch.heads) {
     const int64_t left = heads - first;
-    error = launch(Split{first, scratch}, left < scratch.heads ? left : scratch.heads);
+    error = launch(ReplayLot{first, scratch}, left < scratch.heads ? left : scratch.heads);
   }
   return error;
 }

@@ -1,5 +1,5 @@
 // What rows of sequences of different lengths need beside the kernels of an operator.
-#include "frames.h"
+#include "splits.h"
 #include "launch.cuh"
 
 namespace rwkv_jax::cuda {

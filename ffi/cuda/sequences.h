@@ -5,31 +5,31 @@
 
 #include <initializer_list>
 
-#include "frames.h"
+#include "splits.h"
 #include "handler.h"
 #include "rwkv_jax/operands.h"
 
 namespace rwkv_jax::cuda {
 
-// On matrix units `count` segments are as if all tokens were one sequence.
-inline Segments ReadSegments(Operands& operands, int64_t count, int64_t size) {
+// On matrix units `count` splits are as if all tokens were one sequence.
+inline Splits ReadSplits(Operands& operands, int64_t count, int64_t size) {
   float* const memory = operands.FloatRet("scratch", "HX");
   const int64_t all = Chunks(operands.Size('B') * operands.Size('T'));
   operands.Require(operands.HasSequences(), "spans is missing");
-  operands.Require(count >= 1 && count <= kMaxSegments, "segments is ", count, "; expected 1 to ",
-                   kMaxSegments);
+  operands.Require(count >= 1 && count <= kMaxSplits, "splits is ", count, "; expected 1 to ",
+                   kMaxSplits);
   if (count <= 1) return {count, memory, size};
   return {count, memory, size, all > 0 ? (all + count - 1) / count : 1};
 }
 
-// The gradients of the state at the end of each frame; the call gets the sequences of the frames.
+// The gradients of the state at the end of each chunk; the call gets the sequences of the chunks.
 template <typename Call>
-uint4* ReadFrameGradients(Operands& operands, Call& call) {
+uint4* ReadStateGradients(Operands& operands, Call& call) {
   call.sequences.owners = operands.IntArg("owners", "BN");
   float* const gradients = operands.FloatRet("gradients", "BNHY");
-  const int64_t floats = FrameGradientsSize(call.dims.head_size, 1);
+  const int64_t floats = StateGradientFloats(call.dims.head_size, 1);
   operands.Require(operands.Size('Y') == floats, "gradients has ", operands.Size('Y'),
-                   " floats for each frame; expected ", floats);
+                   " floats for each chunk; expected ", floats);
   return reinterpret_cast<uint4*>(gradients);
 }
 

@@ -22,7 +22,7 @@
 #include <type_traits>
 
 #include "chunk.cuh"
-#include "frames.h"
+#include "splits.h"
 #include "launch.cuh"
 #include "marks.cuh"
 #include "matrix.cuh"
@@ -188,14 +188,14 @@ int64_t Columns(const Wkv4Call& call) {
   return call.dims.batch * Column<T>::Groups(call.dims.channels);
 }
 template <typename T>
-bool ByWarps(const Wkv4Call& call, int64_t segments, int64_t average) {
+bool ByWarps(const Wkv4Call& call, int64_t splits, int64_t average) {
   const Sequences& sequences = call.sequences;
-  return !call.marks.Given() && segments == 1 && Columns<T>(call) >= kManyColumns &&
+  return !call.marks.Given() && splits == 1 && Columns<T>(call) >= kManyColumns &&
          (sequences.Given() ? sequences.tokens <= average * sequences.count
                             : call.dims.tokens <= kFewTokens);
 }
 // The places where sequences can have more tokens.
-inline Segments LongOnes(const Wkv4Call& call) {
+inline Splits LongOnes(const Wkv4Call& call) {
   constexpr int64_t kFrames = kFewTokens / kChunk;
   const int64_t places = (Chunks(call.sequences.tokens) + kFrames - 1) / kFrames;
   return {places > 0 ? places : 1, nullptr, 0, kFrames};
@@ -209,13 +209,13 @@ inline unsigned Blocks(int64_t columns) {
   return static_cast<unsigned>((columns + kWarps - 1) / kWarps);
 }
 
-// The column of this block; its sequence is -1 if there is none. If `longs` has frames, these are the
+// The column of this block; its sequence is -1 if there is none. If `longs` has chunks, these are the
 // columns of long sequences.
 template <typename T, bool kMarked>
-__device__ Column<T> ColumnOfBlock(const Wkv4Call& call, const Segments& longs) {
+__device__ Column<T> ColumnOfBlock(const Wkv4Call& call, const Splits& longs) {
   const unsigned groups = Column<T>::Groups(call.dims.channels);
   Turn turn = {{}, -1};
-  if (kMarked && longs.frames > 0) {
+  if (kMarked && longs.chunks > 0) {
     turn.sequence = longs.SummarizedSequence(call.sequences, groups);
     if (turn.sequence >= 0) turn.span = call.sequences(turn.sequence, call.dims.tokens);
   } else {
@@ -235,26 +235,26 @@ __device__ Column<T> ColumnOfWarp(const Wkv4Call& call) {
                    index % groups);
 }
 
-// The chunks of a sequence are shared out among segments, of which the last is empty only if there
+// The chunks of a sequence are shared out among splits, of which the last is empty only if there
 // are no chunks.
-struct Split {
-  int64_t tokens, segments;
-  int64_t chunks;  // of a segment, or one more in the last `longer` segments
+struct Division {
+  int64_t tokens, splits;
+  int64_t chunks;  // of a split, or one more in the last `longer` splits
   int64_t longer;
 
-  __device__ Split(const Span& span, int64_t segments)
+  __device__ Division(const Span& span, int64_t splits)
       : tokens(span.tokens),
-        segments(segments),
-        chunks(span.Frames() / segments),
-        longer(span.Frames() % segments) {}
+        splits(splits),
+        chunks(span.Chunks() / splits),
+        longer(span.Chunks() % splits) {}
 
-  // The first token of a segment; that of the one behind the last is the number of tokens.
-  __device__ int64_t First(int64_t segment) const {
-    const int64_t shorter = segments - longer;
-    const int64_t chunk = segment * chunks + (segment > shorter ? segment - shorter : 0);
+  // The first token of a split; that of the one behind the last is the number of tokens.
+  __device__ int64_t First(int64_t split) const {
+    const int64_t shorter = splits - longer;
+    const int64_t chunk = split * chunks + (split > shorter ? split - shorter : 0);
     return chunk * kChunk < tokens ? chunk * kChunk : tokens;
   }
-  __device__ int64_t Length(int64_t segment) const { return First(segment + 1) - First(segment); }
+  __device__ int64_t Length(int64_t split) const { return First(split + 1) - First(split); }
 };
 
 // Some tokens of a sequence: how many of them count, and whether the state before them is lost.
@@ -268,25 +268,25 @@ struct Passage {
   }
 };
 
-// Segment `i` of a sequence, found by a warp together.
+// Split `i` of a sequence, found by a warp together.
 template <bool kMarked>
-__device__ Passage PassageOf(const Split& split, int64_t i, const Marks& marks, int64_t sequence) {
+__device__ Passage PassageOf(const Division& division, int64_t i, const Marks& marks, int64_t sequence) {
   if constexpr (kMarked)
     if (marks.Given()) {
-      const int64_t end = (split.First(i + 1) + kChunk - 1) / kChunk;
+      const int64_t end = (division.First(i + 1) + kChunk - 1) / kChunk;
       int64_t tokens = 0;
       bool starts = false;
-      for (int64_t chunk = split.First(i) / kChunk + Lane(); chunk < end; chunk += 32) {
-        const FrameMarks frame(marks, sequence, chunk);
-        tokens += kChunk - __popcll(frame.absent);
-        starts = starts || frame.starts != 0;
+      for (int64_t chunk = division.First(i) / kChunk + Lane(); chunk < end; chunk += 32) {
+        const ChunkMarks of_chunk(marks, sequence, chunk);
+        tokens += kChunk - __popcll(of_chunk.absent);
+        starts = starts || of_chunk.starts != 0;
       }
       float total = tokens;
 #pragma unroll
       for (int bit = 1; bit < 32; bit *= 2) total += __shfl_xor_sync(~0u, total, bit);
       return {total, __any_sync(~0u, starts) != 0};
     }
-  return {static_cast<float>(split.Length(i)), false};
+  return {static_cast<float>(division.Length(i)), false};
 }
 
 // The tokens of the tile at `start`; none past the end.
@@ -608,9 +608,9 @@ struct Weights {
   static constexpr int W = kWidth<T>;
 
   // A bit for each token, the same for all of a segment: it has to go by itself, since the run is
-  // not whole or the weights of the segment are not near each other.
+  // not whole or the weights of the split are not near each other.
   uint32_t slow;
-  float gauge[W];  // of the first segment; the weights below are 2^-gauge of what they are
+  float gauge[W];  // of the first split; the weights below are 2^-gauge of what they are
   float weight[kRun][W], weighted[kRun][W];  // these times v_t; 0 for padding
   Sums sums[W];
 
@@ -625,7 +625,7 @@ struct Weights {
     slow = ~0u;
     if (place.Whole(column))
       place.WithMarks([&](auto marks) { SumNear(marks, k, v, channel); });
-    // Of the last segment.
+    // Of the last split.
     if (!(slow >> (kRun - 1) & 1)) return;
 #pragma unroll
     for (int c = 0; c < W; ++c) sums[c] = Nothing();
@@ -644,7 +644,7 @@ struct Weights {
     for (int t = kRun - 1; t >= 0; --t)
       if (!marks.Absent(t)) first = k.x[t];
     float key[W], value[W];
-    float now[W], range[W];  // the gauge of the segment, and how far from it the keys are
+    float now[W], range[W];  // the gauge of the split, and how far from it the keys are
     Unpack<T>(first, key);
 #pragma unroll
     for (int c = 0; c < W; ++c) {
@@ -653,8 +653,8 @@ struct Weights {
       range[c] = 0.0f;
     }
     slow = 0;
-    uint32_t earlier = 0;  // tokens, before the segment
-    const auto end_segment = [&](uint32_t upto) {
+    uint32_t earlier = 0;  // tokens, before the split
+    const auto end_split = [&](uint32_t upto) {
       bool near = true;
 #pragma unroll
       for (int c = 0; c < W; ++c)  // the range drops a distance that is NaN, as between keys of -inf
@@ -667,7 +667,7 @@ struct Weights {
       Unpack<T>(k.x[t], key);
       Unpack<T>(v.x[t], value);
       if (marks.Starts(t)) {
-        end_segment((1u << t) - 1);
+        end_split((1u << t) - 1);
 #pragma unroll
         for (int c = 0; c < W; ++c) {
           sums[c] = Nothing();
@@ -687,7 +687,7 @@ struct Weights {
         sums[c].log_max = fmaxf(sums[c].log_max + channel[c].w, key[c]);
       }
     }
-    end_segment(~0u);
+    end_split(~0u);
 #pragma unroll
     for (int c = 0; c < W; ++c) {
       if (!(channel[c].bonus >= Exp2(-kNear) && channel[c].bonus <= Exp2(kNear))) slow = ~0u;
@@ -701,7 +701,7 @@ struct Weights {
   }
 };
 
-// The sums in scratch [S, Z, X, C], where row (s Z + z) X has those of segment z of sequence s.
+// The sums in scratch [S, Z, X, C], where row (s Z + z) X has those of split z of sequence s.
 inline Wkv4State<float> Summaries(const Wkv4Call& call, float* scratch) {
   return {scratch, scratch + call.dims.channels, scratch + 2 * call.dims.channels};
 }

@@ -353,14 +353,14 @@ __device__ void StoreInitial(const Column<T>& column, const Wkv4BackwardCall& ca
   column.StoreState(call.dinitial_state, column.sequence, c, {dnum, dden, rest});
 }
 
-// A block for each segment of a column, its chunks last to first. First, for all segments but the
-// first, with kSummary: the cotangent of the state at the start of the segment, as far as it comes
+// A block for each split of a column, its chunks last to first. First, for all splits but the
+// first, with kSummary: the cotangent of the state at the start of the split, as far as it comes
 // from these tokens, and how much of a cotangent of the log_max at the end is left there. Of the
-// last segment both are the whole.
+// last split both are the whole.
 template <typename T, bool kSummary, bool kMarked>
 __global__ __launch_bounds__(kThreads, 2) void BackwardKernel(
-    const __grid_constant__ Wkv4BackwardCall call, int64_t segments, Wkv4State<float> summaries,
-    Segments longs) {
+    const __grid_constant__ Wkv4BackwardCall call, int64_t splits, Wkv4State<float> summaries,
+    Splits longs) {
   constexpr int W = kWidth<T>;
   RWKV_JAX_DYNAMIC_SHARED(16, memory);
   auto& shared = *reinterpret_cast<BackwardShared<T>*>(memory);
@@ -370,11 +370,11 @@ __global__ __launch_bounds__(kThreads, 2) void BackwardKernel(
   const Column<T> column = ColumnOfBlock<T, kMarked>(call, longs);
   if (kMarked && column.sequence < 0) return;
   const Span& span = column.span;
-  const Split split(span, segments);
-  const int64_t segment = blockIdx.y + (kSummary ? 1 : 0);
-  const int64_t begin = split.First(segment), end = split.First(segment + 1);
+  const Division division(span, splits);
+  const int64_t split = blockIdx.y + (kSummary ? 1 : 0);
+  const int64_t begin = division.First(split), end = division.First(split + 1);
   const auto summary_row = [&](int64_t i) {
-    return (column.sequence * (segments - 1) + i - 1) * kWkv4BackwardSummary;
+    return (column.sequence * (splits - 1) + i - 1) * kWkv4BackwardSummary;
   };
   float* const summary_dlog_max = summaries.num + 3 * call.dims.channels;
 
@@ -384,17 +384,17 @@ __global__ __launch_bounds__(kThreads, 2) void BackwardKernel(
 #pragma unroll
   for (int c = 0; c < W; ++c) {
     channel[c] = column.LoadChannel(call, c);
-    Sums cotangent = Nothing();  // of the state at the end of the segment
+    Sums cotangent = Nothing();  // of the state at the end of the split
     dlog_max[c] = 1.0f;
-    if (segment == segments - 1) {
+    if (split == splits - 1) {
       // If there are tokens, log_max is not 0, but found with the first tile.
       cotangent = column.LoadState(call.dfinal_state, column.sequence, c);
       dlog_max[c] = cotangent.log_max;
       cotangent.log_max = 0.0f;
     } else if (!kSummary) {
 #pragma unroll 1
-      for (int64_t i = segments - 1; i > segment; --i) {
-        cotangent = PassageOf<kMarked>(split, i, call.marks, column.sequence)
+      for (int64_t i = splits - 1; i > split; --i) {
+        cotangent = PassageOf<kMarked>(division, i, call.marks, column.sequence)
                         .Join(cotangent, channel[c].w,
                               column.LoadState(summaries, summary_row(i), c));
         dlog_max[c] *= column.LoadFloat(summary_dlog_max, summary_row(i), c);
@@ -403,7 +403,7 @@ __global__ __launch_bounds__(kThreads, 2) void BackwardKernel(
     if (warp == 0) shared.cotangents[0][kWarps].Put(c, cotangent);
   }
 
-  bool final = segment == segments - 1;  // the last tile of the sequence
+  bool final = split == splits - 1;  // the last tile of the sequence
   int64_t chunk = (end + kChunk - 1) / kChunk;
   const int64_t first_chunk = begin / kChunk, last_length = end - (chunk - 1) * kChunk;
   if (begin < end) marks.Bring(call.marks, column.sequence, chunk - 1);
@@ -421,14 +421,14 @@ __global__ __launch_bounds__(kThreads, 2) void BackwardKernel(
     }
     if (chunk > first_chunk) {
       FetchRun(column, call, place.row - kChunk);
-      if (warp == 0) FetchState(column, call, span.first_frame + chunk - 1);
+      if (warp == 0) FetchState(column, call, span.first_chunk + chunk - 1);
     }
     Slots<T>&sums = shared.runs[stage], &cotangents = shared.cotangents[stage];
     Sums before[W], added[W], after[W];
     if (warp == 0)
 #pragma unroll
       for (int c = 0; c < W; ++c)
-        sums[kWarps].Put(c, column.LoadState(call.states, span.first_frame + chunk, c));
+        sums[kWarps].Put(c, column.LoadState(call.states, span.first_chunk + chunk, c));
     const Weights<T, kMarked> weights(column, call, place, k, v, channel);
 #pragma unroll
     for (int c = 0; c < W; ++c) sums[warp].Put(c, weights.sums[c]);
@@ -490,19 +490,19 @@ __global__ __launch_bounds__(kThreads, 2) void BackwardKernel(
   for (int c = 0; c < W; ++c) {
     const Sums cotangent = last[kWarps].Get(c);
     if constexpr (kSummary) {
-      column.StoreState(summaries, summary_row(segment), c, cotangent);
-      column.StoreFloat(summary_dlog_max, summary_row(segment), c, dlog_max[c]);
+      column.StoreState(summaries, summary_row(split), c, cotangent);
+      column.StoreFloat(summary_dlog_max, summary_row(split), c, dlog_max[c]);
     } else {
       for (int j = 1; j < kWarps; ++j) {
         dw[c] += last[j].Get(c).num;
         du[c] += last[j].Get(c).den;
       }
-      StoreSums(column, call, column.sequence * segments + segment, c, dw[c], du[c]);
-      if (segment > 0) continue;
+      StoreSums(column, call, column.sequence * splits + split, c, dw[c], du[c]);
+      if (split > 0) continue;
       // Of an initial state that no token reads nothing is to come back, whatever it is.
       const bool unread = kMarked && cotangent.log_max <= -FLT_MAX;
       const Sums state =
-          span.tokens > 0 && !unread ? column.LoadState(call.states, span.first_frame, c) : Sums{};
+          span.tokens > 0 && !unread ? column.LoadState(call.states, span.first_chunk, c) : Sums{};
       StoreInitial(column, call, c, state, cotangent, dlog_max[c]);
     }
   }
@@ -531,9 +531,9 @@ __global__ __launch_bounds__(kThreads, 2) void BackwardByWarpsKernel(
     const int length = TileLength(chunk * kChunk, span.tokens);
     for (int j = 0; kRun * j < length; ++j)
       FetchRun(column, call, span.first_token + chunk * kChunk + kRun * j, length - kRun * j);
-    FetchState(column, call, span.first_frame + chunk);
+    FetchState(column, call, span.first_chunk + chunk);
   };
-  int64_t chunk = span.Frames();
+  int64_t chunk = span.Chunks();
   if (chunk > 0) fetch(chunk - 1);
   Channel channel[W];
   Sums state[W] = {}, cotangent[W];
@@ -563,7 +563,7 @@ __global__ __launch_bounds__(kThreads, 2) void BackwardByWarpsKernel(
     if (chunk > 0) fetch(chunk - 1);
 #pragma unroll
     for (int c = 0; c < W; ++c)
-      state[c] = column.LoadState(call.states, span.first_frame + chunk, c);
+      state[c] = column.LoadState(call.states, span.first_chunk + chunk, c);
     int j = 0;
 #pragma unroll 1
     for (; kRun * j < length; ++j) {
@@ -626,27 +626,27 @@ cudaError_t Wkv4Backward(cudaStream_t stream, const Wkv4BackwardCall& call, floa
     using T = decltype(zero);
     constexpr size_t kShared = sizeof(wkv4::BackwardShared<T>);
     const Wkv4State<float> summaries = wkv4::Summaries(call, scratch);
-    const int64_t columns = wkv4::Columns<T>(call), segments = call.partials;
+    const int64_t columns = wkv4::Columns<T>(call), splits = call.partials;
     if (columns == 0) return cudaSuccess;
     // Of rows as long as each other this takes longer.
-    if (call.sequences.Given() && wkv4::ByWarps<T>(call, segments, 3 * kChunk)) {
+    if (call.sequences.Given() && wkv4::ByWarps<T>(call, splits, 3 * kChunk)) {
       const cudaError_t error =
           Launch(wkv4::BackwardByWarpsKernel<T>, wkv4::Blocks(columns), wkv4::kThreads,
                  sizeof(wkv4::ByWarpsShared<T>), stream, call);
       const int64_t longs = wkv4::LongColumns<T>(call);
       if (error != cudaSuccess || longs == 0) return error;
       return Launch(wkv4::BackwardKernel<T, false, true>, dim3(longs), wkv4::kThreads, kShared,
-                    stream, call, segments, summaries, wkv4::LongOnes(call));
+                    stream, call, splits, summaries, wkv4::LongOnes(call));
     }
     return wkv4::ForRows(call, [&](auto marked) {
-      if (segments > 1) {
+      if (splits > 1) {
         const cudaError_t error =
-            Launch(wkv4::BackwardKernel<T, true, marked()>, dim3(columns, segments - 1),
-                   wkv4::kThreads, kShared, stream, call, segments, summaries, kOneSegment);
+            Launch(wkv4::BackwardKernel<T, true, marked()>, dim3(columns, splits - 1),
+                   wkv4::kThreads, kShared, stream, call, splits, summaries, kOneSplit);
         if (error != cudaSuccess) return error;
       }
-      return Launch(wkv4::BackwardKernel<T, false, marked()>, dim3(columns, segments),
-                    wkv4::kThreads, kShared, stream, call, segments, summaries, kOneSegment);
+      return Launch(wkv4::BackwardKernel<T, false, marked()>, dim3(columns, splits),
+                    wkv4::kThreads, kShared, stream, call, splits, summaries, kOneSplit);
     });
   });
 }

@@ -1,5 +1,5 @@
 // The forward pass of WKV4, and its step.
-#include "tile.cuh"
+#include "fragment.cuh"
 #include "wkv4.cuh"
 #include "wkv4.h"
 
@@ -64,12 +64,12 @@ __device__ void Write(const Column<T>& column, const Wkv4ForwardCall& call,
   });
 }
 
-// A block for each segment of a column. First, for all segments but the last, with kSummary: what
-// the tokens of the segment add up to by themselves.
+// A block for each split of a column. First, for all splits but the last, with kSummary: what
+// the tokens of the split add up to by themselves.
 template <typename T, bool kSummary, bool kMarked>
 __global__ __launch_bounds__(kThreads, kWidth<T> == 1 ? 3 : 2) void ForwardKernel(
-    const __grid_constant__ Wkv4ForwardCall call, int64_t segments, Wkv4State<float> summaries,
-    Segments longs) {
+    const __grid_constant__ Wkv4ForwardCall call, int64_t splits, Wkv4State<float> summaries,
+    Splits longs) {
   constexpr int W = kWidth<T>;
   __shared__ Slots<T> slots[2];
   __shared__ __align__(16) uint32_t words[kThreads];
@@ -78,11 +78,11 @@ __global__ __launch_bounds__(kThreads, kWidth<T> == 1 ? 3 : 2) void ForwardKerne
   const bool last_warp = warp == kWarps - 1;
   const Column<T> column = ColumnOfBlock<T, kMarked>(call, longs);
   if (kMarked && column.sequence < 0) return;
-  const int64_t segment = blockIdx.y;
+  const int64_t split = blockIdx.y;
   const Span& span = column.span;
-  const Split split(span, segments);
-  const int64_t begin = split.First(segment), end = split.First(segment + 1);
-  const int64_t summary_row = column.sequence * (segments - 1) * kWkv4ForwardSummary;
+  const Division division(span, splits);
+  const int64_t begin = division.First(split), end = division.First(split + 1);
+  const int64_t summary_row = column.sequence * (splits - 1) * kWkv4ForwardSummary;
   // The words of the next tile come while this one is finished.
   Words k, v;
   const auto load = [&](int64_t start) {
@@ -98,8 +98,8 @@ __global__ __launch_bounds__(kThreads, kWidth<T> == 1 ? 3 : 2) void ForwardKerne
     channel[c] = column.LoadChannel(call, c);
     Sums state = kSummary ? Nothing() : column.LoadState(call.initial_state, column.sequence, c);
 #pragma unroll 1
-    for (int64_t i = 0; i < segment && !kSummary; ++i)
-      state = PassageOf<kMarked>(split, i, call.marks, column.sequence)
+    for (int64_t i = 0; i < split && !kSummary; ++i)
+      state = PassageOf<kMarked>(division, i, call.marks, column.sequence)
                   .Join(state, channel[c].w,
                         column.LoadState(summaries, summary_row + i * kWkv4ForwardSummary, c));
     // The last warp keeps track of the state at the start of the tile.
@@ -126,7 +126,7 @@ __global__ __launch_bounds__(kThreads, kWidth<T> == 1 ? 3 : 2) void ForwardKerne
     if (!kSummary && warp == 0 && call.states.num != nullptr)
 #pragma unroll
       for (int c = 0; c < W; ++c)
-        column.StoreState(call.states, span.first_frame + start / kChunk, c, before[c]);
+        column.StoreState(call.states, span.first_chunk + start / kChunk, c, before[c]);
     if constexpr (!kSummary) Write(column, call, place, weights, channel, before);
     const int64_t next = start / kChunk + 1;
     if (!marks.Follows(next)) marks.Bring(call.marks, column.sequence, next);
@@ -137,8 +137,8 @@ __global__ __launch_bounds__(kThreads, kWidth<T> == 1 ? 3 : 2) void ForwardKerne
     if (!last_warp) continue;
     const Sums state = slots[stage][kWarps].Get(c);
     if constexpr (kSummary)
-      column.StoreState(summaries, summary_row + segment * kWkv4ForwardSummary, c, state);
-    else if (segment == segments - 1)
+      column.StoreState(summaries, summary_row + split * kWkv4ForwardSummary, c, state);
+    else if (split == splits - 1)
       column.StoreState(call.final_state, column.sequence, c, state);
   }
 }
@@ -178,7 +178,7 @@ __global__ __launch_bounds__(kThreads, kWidth<T> == 1 ? 3 : 2) void ForwardByWar
 #pragma unroll
     for (int c = 0; c < W; ++c) {
       if (start % kChunk == 0 && call.states.num != nullptr)
-        column.StoreState(call.states, span.first_frame + start / kChunk, c, state[c]);
+        column.StoreState(call.states, span.first_chunk + start / kChunk, c, state[c]);
       before[c] = state[c];
       state[c] = place.Over().Join(state[c], channel[c].w, weights.sums[c]);
     }
@@ -209,30 +209,30 @@ __global__ __launch_bounds__(kThreads) void StepKernel(
 }  // namespace
 }  // namespace wkv4
 
-cudaError_t Wkv4Forward(cudaStream_t stream, const Wkv4ForwardCall& call, int64_t segments,
+cudaError_t Wkv4Forward(cudaStream_t stream, const Wkv4ForwardCall& call, int64_t splits,
                         float* scratch) {
   return wkv4::ForTypes(call.dtype, [&](auto zero) -> cudaError_t {
     using T = decltype(zero);
     const Wkv4State<float> summaries = wkv4::Summaries(call, scratch);
     const int64_t columns = wkv4::Columns<T>(call);
     if (columns == 0) return cudaSuccess;
-    if (wkv4::ByWarps<T>(call, segments, 4 * kChunk)) {
+    if (wkv4::ByWarps<T>(call, splits, 4 * kChunk)) {
       const cudaError_t error = Launch(wkv4::ForwardByWarpsKernel<T>, wkv4::Blocks(columns),
                                        wkv4::kThreads, 0, stream, call);
       const int64_t longs = wkv4::LongColumns<T>(call);
       if (error != cudaSuccess || longs == 0) return error;
       return Launch(wkv4::ForwardKernel<T, false, true>, dim3(longs), wkv4::kThreads, 0, stream,
-                    call, segments, summaries, wkv4::LongOnes(call));
+                    call, splits, summaries, wkv4::LongOnes(call));
     }
     return wkv4::ForRows(call, [&](auto marked) {
-      if (segments > 1) {
+      if (splits > 1) {
         const cudaError_t error =
-            Launch(wkv4::ForwardKernel<T, true, marked()>, dim3(columns, segments - 1),
-                   wkv4::kThreads, 0, stream, call, segments, summaries, kOneSegment);
+            Launch(wkv4::ForwardKernel<T, true, marked()>, dim3(columns, splits - 1),
+                   wkv4::kThreads, 0, stream, call, splits, summaries, kOneSplit);
         if (error != cudaSuccess) return error;
       }
-      return Launch(wkv4::ForwardKernel<T, false, marked()>, dim3(columns, segments),
-                    wkv4::kThreads, 0, stream, call, segments, summaries, kOneSegment);
+      return Launch(wkv4::ForwardKernel<T, false, marked()>, dim3(columns, splits),
+                    wkv4::kThreads, 0, stream, call, splits, summaries, kOneSplit);
     });
   });
 }

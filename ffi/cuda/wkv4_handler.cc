@@ -9,13 +9,13 @@
 namespace rwkv_jax::cuda {
 namespace {
 
-// Scratch has the size for all segments but one; `segments` gets how many there are.
-float* ReadScratch(Operands& operands, int64_t summary, int64_t& segments) {
+// Scratch has the size for all splits but one; `splits` gets how many there are.
+float* ReadScratch(Operands& operands, int64_t summary, int64_t& splits) {
   float* const scratch = operands.FloatRet("scratch", "SZXC");
-  segments = operands.Size('Z') + 1;
-  operands.Require(segments <= kMaxWkv4Segments && operands.Size('X') == summary,
-                   "scratch has Z = ", segments - 1, " and X = ", operands.Size('X'),
-                   "; expected Z < ", kMaxWkv4Segments, " and X = ", summary);
+  splits = operands.Size('Z') + 1;
+  operands.Require(splits <= kMaxWkv4Splits && operands.Size('X') == summary,
+                   "scratch has Z = ", splits - 1, " and X = ", operands.Size('X'),
+                   "; expected Z < ", kMaxWkv4Splits, " and X = ", summary);
   return scratch;
 }
 
@@ -24,11 +24,11 @@ ffi::Error Forward(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingR
   Operands operands("wkv4", args, rets);
   Wkv4ForwardCall call;
   ReadForward(operands, decay, call);
-  int64_t segments;
-  float* const scratch = ReadScratch(operands, kWkv4ForwardSummary, segments);
+  int64_t splits;
+  float* const scratch = ReadScratch(operands, kWkv4ForwardSummary, splits);
   if (ffi::Error error = operands.Finish(); error.failure()) return error;
   cudaError_t error = ClearOutside(stream, operands, call.sequences, call.dims.channels, {call.y});
-  if (error == cudaSuccess) error = Wkv4Forward(stream, call, segments, scratch);
+  if (error == cudaSuccess) error = Wkv4Forward(stream, call, splits, scratch);
   return Launched("wkv4", error);
 }
 
@@ -37,9 +37,9 @@ ffi::Error Backward(cudaStream_t stream, ffi::RemainingArgs args, ffi::Remaining
   Operands operands("wkv4 backward", args, rets);
   Wkv4BackwardCall call;
   ReadBackward(operands, decay, call);
-  int64_t segments;
-  float* const scratch = ReadScratch(operands, kWkv4BackwardSummary, segments);
-  operands.Require(call.partials == segments, "dw has P = ", call.partials, "; expected ", segments,
+  int64_t splits;
+  float* const scratch = ReadScratch(operands, kWkv4BackwardSummary, splits);
+  operands.Require(call.partials == splits, "dw has P = ", call.partials, "; expected ", splits,
                    ", one more than scratch has Z");
   if (ffi::Error error = operands.Finish(); error.failure()) return error;
   cudaError_t error =

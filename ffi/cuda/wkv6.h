@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "frames.h"
+#include "splits.h"
 #include "rwkv_jax/wkv6.h"
 
 namespace rwkv_jax::cuda {
@@ -15,7 +15,7 @@ namespace rwkv_jax::cuda {
 // Tokens between two states that the backward pass keeps in its scratch.
 constexpr int64_t kWkv6Tile = 8;
 
-// Floats of scratch that the backward pass needs for one segment of one head: the gradient of the
+// Floats of scratch that the backward pass needs for one split of one head: the gradient of the
 // state at its end, and the states inside one chunk.
 __host__ __device__ constexpr int64_t Wkv6ScratchSize(int64_t head_size) {
   return kChunk / kWkv6Tile * head_size * head_size;
@@ -23,8 +23,8 @@ __host__ __device__ constexpr int64_t Wkv6ScratchSize(int64_t head_size) {
 
 cudaError_t Wkv6Forward(cudaStream_t stream, const Wkv6ForwardCall& call);
 
-// Each segment gives a partial sum, and the partial sums beyond them are zeros. `scratch` has at least
-// Wkv6ScratchSize(K) floats for each segment.
+// Each split gives a partial sum, and the partial sums beyond them are zeros. `scratch` has at least
+// Wkv6ScratchSize(K) floats for each split.
 cudaError_t Wkv6Backward(cudaStream_t stream, const Wkv6BackwardCall& call,
                          const ReplayScratch& scratch);
 
@@ -33,33 +33,33 @@ cudaError_t Wkv6Backward(cudaStream_t stream, const Wkv6BackwardCall& call,
 
 constexpr int kMatrixHeadSize = 64;
 
-// A run of tokens takes a state S to S diag(F) + D: of a segment there is first D, which becomes the
+// A run of tokens takes a state S to S diag(F) + D: of a split there is first D, which becomes the
 // state at its end, then F.
 constexpr int64_t kWkv6SummarySize = kMatrixHeadSize * kMatrixHeadSize + kMatrixHeadSize;
 
 // Scratch of the backward pass, [B, H, stride], or all of it that of the kernels above.
 struct Wkv6ChunkScratch {
   float* memory;
-  int64_t stride, segments;
+  int64_t stride, splits;
 
-  static int64_t Size(const Wkv6Call& call, int64_t segments) {
+  static int64_t Size(const Wkv6Call& call, int64_t splits) {
     const int64_t floats =
-        FrameGradientsSize(kMatrixHeadSize, call.dims.saved) + kWkv6SummarySize * (segments - 1);
+        StateGradientFloats(kMatrixHeadSize, call.dims.saved) + kWkv6SummarySize * (splits - 1);
     const int64_t least = Wkv6ScratchSize(kMatrixHeadSize);
     return floats < least ? least : floats;
   }
   uint4* Gradients() const { return reinterpret_cast<uint4*>(memory); }
-  Segments StateSegments(const Wkv6Call& call) const {
+  Splits StateSplits(const Wkv6Call& call) const {
     const int64_t heads = call.dims.batch * call.dims.heads;
-    return {segments, memory + heads * FrameGradientsSize(kMatrixHeadSize, call.dims.saved),
+    return {splits, memory + heads * StateGradientFloats(kMatrixHeadSize, call.dims.saved),
             kWkv6SummarySize};
   }
 };
 
 cudaError_t Wkv6ChunkForward(cudaStream_t stream, const Wkv6ForwardCall& call,
-                             const Segments& segments);
+                             const Splits& splits);
 
-// Gives a partial sum for each frame.
+// Gives a partial sum for each chunk.
 cudaError_t Wkv6ChunkBackward(cudaStream_t stream, const Wkv6BackwardCall& call,
                               const Wkv6ChunkScratch& scratch);
 
@@ -70,13 +70,13 @@ cudaError_t Wkv6Summary(cudaStream_t stream, const Wkv6SummaryCall& call);
 cudaError_t Wkv6ReverseSummary(cudaStream_t stream, const Wkv6BackwardCall& call);
 
 // The parts of the two passes.
-cudaError_t Wkv6Scan(cudaStream_t stream, const Wkv6ForwardCall& call, const Segments& segments);
+cudaError_t Wkv6Scan(cudaStream_t stream, const Wkv6ForwardCall& call, const Splits& splits);
 
 cudaError_t Wkv6ReverseScan(cudaStream_t stream, const Wkv6BackwardCall& call,
-                            const Segments& segments, uint4* gradients);
+                            const Splits& splits, uint4* gradients);
 
 // All gradients but dinitial_state, from what the reverse scan has left.
-cudaError_t Wkv6FrameBackward(cudaStream_t stream, const Wkv6BackwardCall& call,
+cudaError_t Wkv6Gradients(cudaStream_t stream, const Wkv6BackwardCall& call,
                               const uint4* gradients);
 
 }  // namespace rwkv_jax::cuda

@@ -9,10 +9,10 @@
 //   Y  = Rt S^T + A V        S <- S diag(exp(G_L)) + V^T Kh.
 //
 // Where a state is cleared before a token of the chunk, Rt S^T lacks the rows from the first such token
-// on, Kh those before the last, exp(G_L) is 0, and A has no pairs of different segments.
+// on, Kh those before the last, exp(G_L) is 0, and A has no pairs of different splits.
 //
 // Rt and Kh have factors of at most 1, so the state is right for any decay. Kb has not: a chunk that
-// decays further than kMaxChunkLog2 takes the products of its tokens by halves, without it.
+// decays further than kMaxTileLog2 takes the products of its tokens by halves, without it.
 #pragma once
 
 #include "chunk.cuh"
@@ -24,13 +24,13 @@ namespace rwkv_jax::cuda {
 constexpr int kHeadSize = kMatrixHeadSize;
 using Tiles = StateTiles<kHeadSize>;
 constexpr int kFrame = static_cast<int>(kChunk);
-constexpr int kFrameChunks = kFrame / kSub;
-constexpr int kBlocks = kHeadSize / kSub;  // of 16 channels
+constexpr int kFrameChunks = kFrame / kTileTokens;
+constexpr int kBlocks = kHeadSize / kTileTokens;  // of 16 channels
 constexpr int kTile = kFrame * kRowBytes;  // of a frame of tokens, or of a state
-constexpr int kChunkRows = kSub * kRowBytes;
-static_assert(kHeadSize == kTileCols && kFrame == kTileCols, "a frame and a state are one tile each");
+constexpr int kChunkRows = kTileTokens * kRowBytes;
+static_assert(kHeadSize == kPanelCols && kFrame == kPanelCols, "a frame and a state are one tile each");
 
-constexpr float kMaxChunkLog2 = 100.0f;
+constexpr float kMaxTileLog2 = 100.0f;
 
 // The log2 decays of a frame: a tile of w, or the same for all tokens.
 template <typename T, bool kConstant>
@@ -43,7 +43,7 @@ struct FrameDecays {
   // Those of 16 channels of a chunk, as right operands for two tiles of 8 channels.
   __device__ void Load(int chunk, int block, uint32_t there, uint32_t (&log_decays)[4]) const {
     uint32_t w[4];
-    LoadTransposed(BlockAddress(w_tile, 16 * chunk, block), w);
+    LoadTransposed(TileAddress(w_tile, 16 * chunk, block), w);
     if (converted) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) log_decays[i] = w[i];
@@ -112,7 +112,7 @@ __device__ void SumByChannel(const FrameDecays<T, kConstant>& decays, int chunk,
   } else {
     const Ones inclusive(true, true, false), exclusive(true, false, false);
     uint32_t x[4];
-    LoadTransposed(BlockAddress(decays.w_tile, 16 * chunk, warp), x);
+    LoadTransposed(TileAddress(decays.w_tile, 16 * chunk, warp), x);
     const Left log_decays = {x[0], x[2], x[1], x[3]};
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -147,7 +147,7 @@ __device__ inline void MultiplyPairs(const uint32_t (&x)[4], const uint32_t (&e)
 }
 
 // sum += x y^T of tokens by tokens, over 16 channels.
-__device__ inline void AddTokenProducts(Sum<2>& sum, const uint32_t (&x)[4], const uint32_t (&y)[4]) {
+__device__ inline void AddTokenProducts(Accumulator<2>& sum, const uint32_t (&x)[4], const uint32_t (&y)[4]) {
   WarpMultiply(sum[0], x, y[0], y[2]);
   WarpMultiply(sum[1], x, y[1], y[3]);
 }
@@ -165,7 +165,7 @@ __device__ inline void StoreFactors(int block, const float (&factor)[2][2], bool
 }
 
 // S diag(factors), for rows of S.
-__device__ inline void ScaleColumns(const float* factors, Sum<8>& s) {
+__device__ inline void ScaleColumns(const float* factors, Accumulator<8>& s) {
 #pragma unroll
   for (int block = 0; block < kBlocks; ++block) {
     const float4 f =
@@ -201,13 +201,13 @@ struct RawChunk {
 template <typename T, bool kConstant>
 __device__ void MultiplyByHalves(const FrameDecays<T, kConstant>& decays, int chunk,
                                  const RawChunk<T>& raw, int first_block, int end_block,
-                                 Sum<2>& a) {
+                                 Accumulator<2>& a) {
   const int row = Lane() / 4, col = 2 * (Lane() % 4);
 #pragma unroll
   for (int i = 0; i < 8; ++i) a[i / 4][i % 4] = 0.0f;
 #pragma unroll 1
-  for (int half = kSub / 2; half >= 1; half /= 2) {
-    Sum<2> part = {};
+  for (int half = kTileTokens / 2; half >= 1; half /= 2) {
+    Accumulator<2> part = {};
 #pragma unroll 1
     for (int block = first_block; block < end_block; ++block) {
       DecaySums sums;
@@ -248,7 +248,7 @@ __device__ void MultiplyByHalves(const FrameDecays<T, kConstant>& decays, int ch
 }
 
 // Sets the diagonal of a 16 x 16 matrix to that of another.
-__device__ inline void SetDiagonal(const Sum<2>& diagonal, Sum<2>& m) {
+__device__ inline void SetDiagonal(const Accumulator<2>& diagonal, Accumulator<2>& m) {
   const int row = Lane() / 4, col = 2 * (Lane() % 4);
 #pragma unroll
   for (int e = 0; e < 2; ++e)

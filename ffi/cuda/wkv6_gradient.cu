@@ -22,7 +22,7 @@
 // Products are computed transposed, with channels as the rows, so that what one of them gives is a left
 // operand of the next in registers, and sums over tokens run along the rows, which one warp has. Each of
 // two warpgroups has two chunks; it first moves the states to where those begin.
-#include "tile.cuh"
+#include "fragment.cuh"
 #include "wkv6_chunk.cuh"
 
 namespace rwkv_jax::cuda {
@@ -64,9 +64,9 @@ struct GradientLayout {
   static constexpr int kDs = kS + kTile;  // then dv
   // Of tokens by tokens, packed: A^T in two parts, each from half of the channels, dA and dA^T.
   static constexpr int kAt = kDs + kTile;
-  static constexpr int kDa = kAt + 2 * kFrameChunks * kBlockBytes;
-  static constexpr int kDat = kDa + kFrameChunks * kBlockBytes;
-  static constexpr int kFactors = kDat + kFrameChunks * kBlockBytes;
+  static constexpr int kDa = kAt + 2 * kFrameChunks * kTileBytes;
+  static constexpr int kDat = kDa + kFrameChunks * kTileBytes;
+  static constexpr int kFactors = kDat + kFrameChunks * kTileBytes;
   static constexpr int kD = kFactors + kFrameChunks * kFactorFloats * 4;  // float [64]
   static constexpr int kU = kD + kFrame * 4;
   static constexpr int kConstant = kU + kHeadSize * 4;
@@ -99,7 +99,7 @@ __device__ void PrepareChunk(const FrameDecays<T, kConstant>& decays, int chunk,
   const uint32_t shared = SharedAddress(memory);
   float* const factors = reinterpret_cast<float*>(memory + L::kFactors) + chunk * kFactorFloats;
   const float* const u = reinterpret_cast<const float*>(memory + L::kU);
-  Sum<2> a = {}, bonus = {};
+  Accumulator<2> a = {}, bonus = {};
   bool far = false;
   const bool clears = raw.marks.clears != 0;
   DecaySums all_sums[kBlocks / 2];
@@ -120,17 +120,17 @@ __device__ void PrepareChunk(const FrameDecays<T, kConstant>& decays, int chunk,
       for (int e = 0; e < 4; ++e)
         far |= (log_decays[e] & 0x7fffu) > kMaxTokenBits ||
                (log_decays[e] >> 16 & 0x7fffu) > kMaxTokenBits;
-      StoreTransposed(BlockAddress(decays.w_tile, 16 * chunk, block), log_decays);
+      StoreTransposed(TileAddress(decays.w_tile, 16 * chunk, block), log_decays);
     }
 #pragma unroll
-    for (int e = 0; e < 4; ++e) far |= !(all_sums[i].upto[e / 2][2 + e % 2] >= -kMaxChunkLog2);
+    for (int e = 0; e < 4; ++e) far |= !(all_sums[i].upto[e / 2][2 + e % 2] >= -kMaxTileLog2);
   }
   far = __any_sync(~0u, far);
   if (Lane() == 0) reinterpret_cast<int*>(memory + L::kFar)[2 * chunk + half] = far;
 #pragma unroll
   for (int i = 0; i < kBlocks / 2; ++i) {
     const int block = half * (kBlocks / 2) + i;
-    const uint32_t here = BlockAddress(0, 16 * chunk, block);
+    const uint32_t here = TileAddress(0, 16 * chunk, block);
     const DecaySums& sums = all_sums[i];
     float total[2][2];
     LastRow(sums, total);
@@ -159,7 +159,7 @@ __device__ void PrepareChunk(const FrameDecays<T, kConstant>& decays, int chunk,
       MultiplyPairs(k, to_end, x);
       MultiplyPairs(k, e, k);
     }
-    if (clears) KeepRowsBetween(raw.marks.Last(), kSub, x);
+    if (clears) KeepRowsBetween(raw.marks.Last(), kTileTokens, x);
     StoreMatrices(shared + L::kKh + here, x);
     StoreMatrices(shared + L::kKb + here, k);
     Exponentials([&](int i, int j) { return sums.before[i][j]; }, e);
@@ -175,9 +175,9 @@ __device__ void PrepareChunk(const FrameDecays<T, kConstant>& decays, int chunk,
   KeepLower(false, a);
   if (clears) KeepSegments(raw.marks, a);
   SetDiagonal(bonus, a);
-  const uint32_t at = shared + L::kAt + (2 * chunk + half) * kBlockBytes;
+  const uint32_t at = shared + L::kAt + (2 * chunk + half) * kTileBytes;
   // Transposed: the upper right block and the lower left one change places.
-  StoreTransposed(PackedBlockAddress(at),
+  StoreTransposed(PackedTileAddress(at),
                   {Bf16::Round(a[0][0], a[0][1]), Bf16::Round(a[1][0], a[1][1]),
                    Bf16::Round(a[0][2], a[0][3]), Bf16::Round(a[1][2], a[1][3])});
 }
@@ -187,12 +187,12 @@ __device__ void PrepareGradient(int chunk, int left, int right, int to, unsigned
                                 const RowMarks& marks) {
   using L = GradientLayout;
   const uint32_t shared = SharedAddress(memory);
-  Sum<2> da = {};
+  Accumulator<2> da = {};
 #pragma unroll
   for (int block = 0; block < kBlocks; ++block) {
     uint32_t x[4], y[4];
-    LoadMatrices(BlockAddress(shared + left, 16 * chunk, block), x);
-    LoadMatrices(BlockAddress(shared + right, 16 * chunk, block), y);
+    LoadMatrices(TileAddress(shared + left, 16 * chunk, block), x);
+    LoadMatrices(TileAddress(shared + right, 16 * chunk, block), y);
     AddTokenProducts(da, x, y);
   }
   float* const d = reinterpret_cast<float*>(memory + L::kD) + 16 * chunk;
@@ -216,12 +216,12 @@ __device__ void PrepareGradient(int chunk, int left, int right, int to, unsigned
     }
   Left rounded;
   Round(da[0], da[1], rounded);
-  StoreMatrices(PackedBlockAddress(shared + to + chunk * kBlockBytes), rounded);
+  StoreMatrices(PackedTileAddress(shared + to + chunk * kTileBytes), rounded);
 }
 
 // Adds to each element the sum of x over the tokens, which are the columns, that come later, or sooner. By
 // products with ones, of two parts of x that have 10 bits each, so that nothing is lost that counts.
-__device__ inline void AddSums(const Sum<2>& x, bool later, Sum<2>& sum) {
+__device__ inline void AddSums(const Accumulator<2>& x, bool later, Accumulator<2>& sum) {
   // Of the columns of a tile an operand has first the even ones, then the odd ones.
   const int row = 2 * (Lane() % 4), col = Lane() / 4;
   const float even = (later ? row > col : row < col) ? 1.0f : 0.0f;
@@ -246,7 +246,7 @@ __device__ inline void AddSums(const Sum<2>& x, bool later, Sum<2>& sum) {
 }
 
 // A Left operand's elements in the tiles of a sum.
-__device__ inline void Widen(const Left (&x)[kBlocks], Sum<8>& s) {
+__device__ inline void Widen(const Left (&x)[kBlocks], Accumulator<8>& s) {
 #pragma unroll
   for (int block = 0; block < kBlocks; ++block)
     ForEachPair([&](int n, int i, int e) {
@@ -256,7 +256,7 @@ __device__ inline void Widen(const Left (&x)[kBlocks], Sum<8>& s) {
 }
 
 // Rows of a sum, of the channels lane / 4 and the next but seven of a warp, scaled by channel.
-__device__ inline void ScaleRows(const float (&factors)[2], Sum<8>& s) {
+__device__ inline void ScaleRows(const float (&factors)[2], Accumulator<8>& s) {
 #pragma unroll
   for (int tile = 0; tile < 8; ++tile)
 #pragma unroll
@@ -290,7 +290,7 @@ __device__ void AddFarPairs(const unsigned char* da, const RawChunk<T>& raw, int
   };
   // One reading token i after another; a lane has four of the tokens j that have written before it.
 #pragma unroll 1
-  for (int i = 1; i < kSub; ++i) {
+  for (int i = 1; i < kTileTokens; ++i) {
     const unsigned char* const row = da + i / 8 * 256 + i % 8 * 16 + own * 2;
     const uint32_t d[2] = {*reinterpret_cast<const uint32_t*>(row),
                            *reinterpret_cast<const uint32_t*>(row + 128)};
@@ -341,7 +341,7 @@ __device__ void ClearPartialSums(const Frames<T>& in, bool constant) {
 template <typename T, bool kConstant, bool kMarked>
 __global__ __launch_bounds__(kThreads, 2) void GradientKernel(const __grid_constant__ Frames<T> in) {
   using L = GradientLayout;
-  RWKV_JAX_DYNAMIC_SHARED(kTileAlignment, memory);
+  RWKV_JAX_DYNAMIC_SHARED(kPanelAlignment, memory);
   const uint32_t shared = SharedAddress(memory);
   const int warp = Warp() % 4, group = Warp() / 4, lane = Lane();
   // Of [B, frames, H]. Divisions of 64 bits would cost more than all copies.
@@ -356,13 +356,13 @@ __global__ __launch_bounds__(kThreads, 2) void GradientKernel(const __grid_const
   const Span span = in.sequences.Given()
                         ? in.sequences(batch, 0)
                         : Span{batch * in.tokens, in.tokens, static_cast<int64_t>(batch) * in.frames};
-  const int64_t frame = all_frames - span.first_frame, first_token = frame * kFrame;
+  const int64_t frame = all_frames - span.first_chunk, first_token = frame * kFrame;
   const int64_t left_tokens = span.tokens - first_token;
   const FrameCopier<kThreads> copier{
       ((span.first_token + first_token) * in.heads + own_head) * kHeadSize,
       static_cast<int>(in.heads) * kHeadSize,
       static_cast<int>(left_tokens < kFrame ? left_tokens : kFrame),
-      (kMarked ? FrameMarks(in.marks, batch, frame) : FrameMarks()).absent};
+      (kMarked ? ChunkMarks(in.marks, batch, frame) : ChunkMarks()).absent};
 
   if constexpr (!kConstant) copier.Copy(shared + L::kW, static_cast<const T*>(in.w));
   copier.Copy(shared + L::kR, in.r);
@@ -391,11 +391,11 @@ __global__ __launch_bounds__(kThreads, 2) void GradientKernel(const __grid_const
   const FrameDecays<T, kConstant> decays{shared + L::kW, floats(L::kConstant), in.decay};
   // Read again wherever they are needed: there are no registers to keep them.
   const auto marks_of = [&](int chunk) {
-    const uint32_t word = kMarked ? in.marks.Word(batch, first_token + kSub * chunk) : 0u;
-    return RowMarks(word, copier.tokens - kSub * chunk);
+    const uint32_t word = kMarked ? in.marks.Word(batch, first_token + kTileTokens * chunk) : 0u;
+    return RowMarks(word, copier.tokens - kTileTokens * chunk);
   };
   const auto raw_of = [&](int chunk) {
-    const int64_t first = copier.first + static_cast<int64_t>(kSub * chunk) * copier.stride;
+    const int64_t first = copier.first + static_cast<int64_t>(kTileTokens * chunk) * copier.stride;
     return RawChunk<T>{in.r + first, in.k + first, copier.stride, marks_of(chunk)};
   };
 
@@ -413,7 +413,7 @@ __global__ __launch_bounds__(kThreads, 2) void GradientKernel(const __grid_const
   __syncthreads();
 
   const auto rows = [&](int tile, int chunk) { return shared + tile + chunk * kChunkRows; };
-  const auto block_of = [&](int at, int chunk) { return shared + at + chunk * kBlockBytes; };
+  const auto block_of = [&](int at, int chunk) { return shared + at + chunk * kTileBytes; };
   const auto factors_of = [&](int chunk) { return floats(L::kFactors) + chunk * kFactorFloats; };
   const int first_chunk = group * kOwnChunks;
   // Of the tokens of a chunk those that see the state before it.
@@ -446,7 +446,7 @@ __global__ __launch_bounds__(kThreads, 2) void GradientKernel(const __grid_const
       f[i] = factors_of(chunk)[lane / 8 * kFactorStride + 4 * warp + 2 * i + lane / 4 % 2];
   };
   Left x[kBlocks];
-  Sum<8> state;
+  Accumulator<8> state;
 #pragma unroll
   for (int block = 0; block < kBlocks; ++block)
     if (group == 0)
@@ -460,14 +460,14 @@ __global__ __launch_bounds__(kThreads, 2) void GradientKernel(const __grid_const
     for (int chunk = kFrameChunks - 1; chunk >= 0; --chunk) {
       Left dy;
       LoadLeftTransposed(rows(L::kDy, chunk), 0, warp, dy);
-      Sum<2> dv;
+      Accumulator<2> dv;
       Left before[kBlocks], seeing = {dy[0], dy[1], dy[2], dy[3]};
       keep_first(chunk, seeing);
       RoundPanel(state, before);
       ScaleColumns(factors_of(chunk), state);
       BeginProducts();
-      Multiply<false>(dv, dy, PackedBlocks{block_of(L::kAt, 2 * chunk)});
-      Multiply<true>(dv, dy, PackedBlocks{block_of(L::kAt, 2 * chunk + 1)});
+      Multiply<false>(dv, dy, PackedTiles{block_of(L::kAt, 2 * chunk)});
+      Multiply<true>(dv, dy, PackedTiles{block_of(L::kAt, 2 * chunk + 1)});
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block)
         Multiply<true>(dv, before[block], KAlongRows{rows(L::kKh, chunk), block});
@@ -476,7 +476,7 @@ __global__ __launch_bounds__(kThreads, 2) void GradientKernel(const __grid_const
       CommitProducts();
       WaitForProducts<1>();
       Settle(dv);
-      StoreTransposed(BlockAddress(rows(L::kDs, chunk), 0, warp),
+      StoreTransposed(TileAddress(rows(L::kDs, chunk), 0, warp),
                       {Pair<T>::Round(dv[0][0], dv[0][1]), Pair<T>::Round(dv[1][0], dv[1][1]),
                        Pair<T>::Round(dv[0][2], dv[0][3]), Pair<T>::Round(dv[1][2], dv[1][3])});
       WaitForProducts<0>();
@@ -503,7 +503,7 @@ __global__ __launch_bounds__(kThreads, 2) void GradientKernel(const __grid_const
   }
 
   // S by its columns, and all that is by channel.
-  Sum<8>& s = state;
+  Accumulator<8>& s = state;
 #pragma unroll
   for (int block = 0; block < kBlocks; ++block)
     LoadLeftTransposed(shared + L::kS, 16 * block, warp, x[block]);
@@ -527,8 +527,8 @@ __global__ __launch_bounds__(kThreads, 2) void GradientKernel(const __grid_const
   __syncthreads();  // dr, dk and dw go where other warps have read
 
   // Adds to what is in place for the gradients of a chunk, channels as rows.
-  const auto add_to = [&](int tile, int chunk, const Sum<2>& x) {
-    const uint32_t at = BlockAddressByRows(rows(tile, chunk), 0, warp);
+  const auto add_to = [&](int tile, int chunk, const Accumulator<2>& x) {
+    const uint32_t at = TileAddressByRows(rows(tile, chunk), 0, warp);
     uint32_t there[4], rounded[4];
     LoadTransposed(at, there);
     ForEachPair([&](int n, int i, int e) {
@@ -538,7 +538,7 @@ __global__ __launch_bounds__(kThreads, 2) void GradientKernel(const __grid_const
   };
   const auto d_of = [&](int chunk) { return floats(L::kD) + 16 * chunk + 2 * (lane % 4); };
   // From the gradient of the log decays that of w: in the form "exp" the slope is the log decay itself.
-  const auto scale_by_slope = [&](const DecaySums& sums, Sum<2>& dw) {
+  const auto scale_by_slope = [&](const DecaySums& sums, Accumulator<2>& dw) {
     if (in.decay != Decay::kExp) return;
     ForEachElement([&](int i, int e) {
       dw[i][e] *= (sums.upto[i][e] - sums.before[i][e]) * (1.0f / kLog2E);
@@ -552,7 +552,7 @@ __global__ __launch_bounds__(kThreads, 2) void GradientKernel(const __grid_const
     DecaySums sums;
     SumByChannel(decays, chunk, warp, marks_of(chunk).there, sums);
     FarPairs far = {};
-    AddFarPairs(memory + L::kDa + chunk * kBlockBytes, raw_of(chunk), channel, sums, far);
+    AddFarPairs(memory + L::kDa + chunk * kTileBytes, raw_of(chunk), channel, sums, far);
     ForEachElement([&](int i, int e) {
       const float d = d_of(chunk)[8 * i + e % 2], bonus = d * u_of[e / 2 * 8];
       du[e / 2] += d * far.r[i][e] * far.k[i][e];
@@ -572,7 +572,7 @@ __global__ __launch_bounds__(kThreads, 2) void GradientKernel(const __grid_const
   for (int own = 0; own < kOwnChunks; ++own) {
     const int chunk = first_chunk + own;
     const bool far = is_far(chunk);
-    Sum<2> reads, writes, pairs;  // dY S + dA Kb, V dS and dA^T Rt, transposed
+    Accumulator<2> reads, writes, pairs;  // dY S + dA Kb, V dS and dA^T Rt, transposed
     float passing[2];             // exp(G_L) sum_v S dS
     float f[2];
     row_factors(chunk, f);
@@ -599,8 +599,8 @@ __global__ __launch_bounds__(kThreads, 2) void GradientKernel(const __grid_const
         KeepTokens<2>(0, 0, marks.FirstCleared(), reads);
         BeginProducts();
       }
-      Multiply<false>(pairs, r, PackedBlocks{block_of(L::kDat, chunk)});
-      Multiply<true>(reads, k, PackedBlocks{block_of(L::kDa, chunk)});
+      Multiply<false>(pairs, r, PackedTiles{block_of(L::kDat, chunk)});
+      Multiply<true>(reads, k, PackedTiles{block_of(L::kDa, chunk)});
       CommitProducts();
       WaitForProducts<0>();
       Settle(reads);
@@ -608,7 +608,7 @@ __global__ __launch_bounds__(kThreads, 2) void GradientKernel(const __grid_const
       Left after[kBlocks];
       recall(chunk, after);
       // Of all products of a channel with a channel the diagonal, which lane / 8 of four has.
-      Sum<2> products = {};
+      Accumulator<2> products = {};
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block)
         AddTokenProducts(products, before[block], after[block]);
@@ -628,7 +628,7 @@ __global__ __launch_bounds__(kThreads, 2) void GradientKernel(const __grid_const
       CommitProducts();
       WaitForProducts<0>();
       Settle(writes);
-      if constexpr (kClears) KeepTokens<2>(0, marks.Last(), kSub, writes);
+      if constexpr (kClears) KeepTokens<2>(0, marks.Last(), kTileTokens, writes);
     };
     if (marks_of(chunk).clears == 0)
       multiply(std::false_type());
@@ -649,15 +649,15 @@ __global__ __launch_bounds__(kThreads, 2) void GradientKernel(const __grid_const
     float written[2][4], net[2][4], own_pairs[2][4];
     const auto load = [&](int tile, float(&to)[2][4]) {
       uint32_t x[4];
-      LoadTransposed(BlockAddressByRows(rows(tile, chunk), 0, warp), x);
+      LoadTransposed(TileAddressByRows(rows(tile, chunk), 0, warp), x);
       ForEachPair([&](int n, int i, int e) {
         to[i][e] = Bf16::Low(x[n]), to[i][e + 1] = Bf16::High(x[n]);
       });
     };
-    const auto stage = [&](int tile, const Sum<2>& x) {
+    const auto stage = [&](int tile, const Accumulator<2>& x) {
       uint32_t rounded[4];
       Round<T>(x[0], x[1], rounded);
-      StoreTransposed(BlockAddressByRows(rows(tile, chunk), 0, warp), rounded);
+      StoreTransposed(TileAddressByRows(rows(tile, chunk), 0, warp), rounded);
     };
     load(L::kKh, written);
     float inverse[2][4];  // exp(-G)
@@ -687,7 +687,7 @@ __global__ __launch_bounds__(kThreads, 2) void GradientKernel(const __grid_const
     stage(L::kR, reads);
     stage(L::kKb, writes);
 
-    Sum<2> dw;
+    Accumulator<2> dw;
     ForEachElement([&](int i, int e) { dw[i][e] = passing[e / 2] - own_pairs[i][e]; });
     AddSums(net, true, dw);
     AddSums(written, false, dw);
@@ -749,7 +749,7 @@ __global__ __launch_bounds__(kThreads, 2) void GradientKernel(const __grid_const
 
 }  // namespace
 
-cudaError_t Wkv6FrameBackward(cudaStream_t stream, const Wkv6BackwardCall& call,
+cudaError_t Wkv6Gradients(cudaStream_t stream, const Wkv6BackwardCall& call,
                               const uint4* gradients) {
   if (call.dims.tokens == 0) return cudaSuccess;
   const int64_t rows = call.sequences.Given() ? 1 : call.dims.batch;

@@ -64,10 +64,10 @@ void RequireMatrices(Operands& operands, const Wkv6Call& call) {
   RequireMatrixUnits(operands, call);
 }
 
-void RequireChunked(Operands& operands, const Wkv6Call& call, int64_t segments, int64_t floats) {
+void RequireChunked(Operands& operands, const Wkv6Call& call, int64_t splits, int64_t floats) {
   RequireMatrices(operands, call);
   RequireRows(operands);
-  RequireScratch(operands, call, segments, floats);
+  RequireScratch(operands, call, splits, floats);
 }
 
 template <bool kConstantDecay>
@@ -79,10 +79,10 @@ ffi::Error ChunkForward(cudaStream_t stream, ffi::RemainingArgs args, ffi::Remai
   call.constant_decay = kConstantDecay;
   ReadForward(operands, decay, kMaxHeadSize, call);
   float* const scratch = operands.FloatRet("scratch", "BHX");
-  const Segments segments{count, scratch, kWkv6SummarySize};
-  RequireChunked(operands, call, count, segments.Stride());
+  const Splits splits{count, scratch, kWkv6SummarySize};
+  RequireChunked(operands, call, count, splits.Stride());
   if (ffi::Error error = operands.Finish(); error.failure()) return error;
-  return Launched(op, Wkv6ChunkForward(stream, call, segments));
+  return Launched(op, Wkv6ChunkForward(stream, call, splits));
 }
 
 template <bool kConstantDecay>
@@ -96,7 +96,7 @@ ffi::Error ChunkBackward(cudaStream_t stream, ffi::RemainingArgs args, ffi::Rema
   float* const memory = operands.FloatRet("scratch", "BHX");
   RequireChunked(operands, call, count, Wkv6ChunkScratch::Size(call, count));
   operands.Require(call.partials == call.dims.saved, "du has P = ", call.partials, "; expected ",
-                   call.dims.saved, ", one for each frame");
+                   call.dims.saved, ", one for each chunk");
   const Wkv6ChunkScratch scratch{memory, operands.Size('X'), count};
   if (ffi::Error error = operands.Finish(); error.failure()) return error;
   return Launched(op, Wkv6ChunkBackward(stream, call, scratch));
@@ -140,9 +140,9 @@ ffi::Error ReverseSummary(cudaStream_t stream, ffi::RemainingArgs args, ffi::Rem
   return Launched(op, Wkv6ReverseSummary(stream, call));
 }
 
-void RequireSequences(Operands& operands, const Wkv6Call& call, const Segments& segments) {
+void RequireSequences(Operands& operands, const Wkv6Call& call, const Splits& splits) {
   RequireMatrices(operands, call);
-  RequireScratch(operands, call, segments.count, segments.Stride());
+  RequireScratch(operands, call, splits.count, splits.Stride());
 }
 
 template <bool kConstantDecay>
@@ -153,16 +153,16 @@ ffi::Error SequencesForward(cudaStream_t stream, ffi::RemainingArgs args, ffi::R
   Wkv6ForwardCall call;
   call.constant_decay = kConstantDecay;
   ReadForward(operands, decay, kMaxHeadSize, call);
-  const Segments segments = ReadSegments(operands, count, kWkv6SummarySize);
-  RequireSequences(operands, call, segments);
+  const Splits splits = ReadSplits(operands, count, kWkv6SummarySize);
+  RequireSequences(operands, call, splits);
   if (ffi::Error error = operands.Finish(); error.failure()) return error;
   cudaError_t error = ClearOutside(stream, operands, call, {call.y});
   if (error == cudaSuccess && call.dims.batch * call.dims.heads > 0)
-    error = Wkv6Scan(stream, call, segments);
+    error = Wkv6Scan(stream, call, splits);
   return Launched(op, error);
 }
 
-// With a partial sum for each frame of a row.
+// With a partial sum for each chunk of a row.
 template <bool kConstantDecay>
 ffi::Error SequencesBackward(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
                              int64_t decay, int64_t count) {
@@ -171,14 +171,14 @@ ffi::Error SequencesBackward(cudaStream_t stream, ffi::RemainingArgs args, ffi::
   Wkv6BackwardCall call;
   call.constant_decay = kConstantDecay;
   ReadBackward(operands, decay, kMaxHeadSize, call, "BNHK");
-  const Segments segments = ReadSegments(operands, count, kWkv6SummarySize);
-  uint4* const gradients = ReadFrameGradients(operands, call);
-  RequireSequences(operands, call, segments);
+  const Splits splits = ReadSplits(operands, count, kWkv6SummarySize);
+  uint4* const gradients = ReadStateGradients(operands, call);
+  RequireSequences(operands, call, splits);
   if (ffi::Error error = operands.Finish(); error.failure()) return error;
   cudaError_t error = ClearGradients(stream, operands, call);
   if (error == cudaSuccess && call.dims.batch * call.dims.heads > 0) {
-    error = Wkv6ReverseScan(stream, call, segments, gradients);
-    if (error == cudaSuccess) error = Wkv6FrameBackward(stream, call, gradients);
+    error = Wkv6ReverseScan(stream, call, splits, gradients);
+    if (error == cudaSuccess) error = Wkv6Gradients(stream, call, gradients);
   }
   return Launched(op, error);
 }

@@ -13,7 +13,7 @@
 // keeps apart as well. Who adds them up leaves these out.
 #include "launch.cuh"
 #include "recurrent.cuh"
-#include "tile.cuh"
+#include "fragment.cuh"
 #include "wkv6.h"
 
 namespace rwkv_jax::cuda {
@@ -407,28 +407,28 @@ __global__ __launch_bounds__(ForwardTile<N>::kThreads, N == 128 ? 1 : 4) void Fo
 
 // What of a block changes the gradient of the state.
 template <int kHeadSize>
-struct alignas(16) SegmentBlock {
+struct alignas(16) SplitBlock {
   static constexpr int N = kHeadSize;
   static constexpr int L = kBlock;
 
   float decay[N], r[L][N], dy[L][N];
 };
 
-// The gradient of the state at the end of each segment but the last. It needs no state.
+// The gradient of the state at the end of each split but the last. It needs no state.
 template <typename T, int N, bool kMarked>
-__global__ __launch_bounds__(ForwardTile<N>::kThreads) void SegmentKernel(
+__global__ __launch_bounds__(ForwardTile<N>::kThreads) void SplitKernel(
     const __grid_constant__ Inputs<T> in, int64_t row_tokens, int64_t heads,
-    const float* dfinal_state, Split split) {
+    const float* dfinal_state, ReplayLot lot) {
   using G = ForwardTile<N>;
   constexpr int L = kBlock;
   const G tile;
-  const Head<N> head(split.first_head + blockIdx.x, row_tokens, heads, in.sequences);
+  const Head<N> head(lot.first_head + blockIdx.x, row_tokens, heads, in.sequences);
   const int64_t tokens = head.span.tokens;
   if (tokens == 0) return;
   const ForwardChannel<T, N, L> own(in, head);
   constexpr int kTile = own.kTile;
-  __shared__ SegmentBlock<N> shared[own.kParts];
-  const int64_t length = split.Length(head.span.Frames()) * kChunk;
+  __shared__ SplitBlock<N> shared[own.kParts];
+  const int64_t length = lot.Length(head.span.Chunks()) * kChunk;
 
   Fragment<G> ds;
   LoadState(tile, dfinal_state + head.State(), ds);
@@ -463,7 +463,7 @@ __global__ __launch_bounds__(ForwardTile<N>::kThreads) void SegmentKernel(
         AdvanceGradient(tile, shared[part], marks.From(part * L), ds);
     });
     if (first % length == 0)
-      StoreState(tile, split.Scratch(head.turn, first / length - 1, Wkv6ScratchSize(N)), ds);
+      StoreState(tile, lot.Scratch(head.turn, first / length - 1, Wkv6ScratchSize(N)), ds);
   }
 }
 
@@ -553,13 +553,13 @@ __device__ void BackwardStep(const G& tile, const BackwardBlock<G::N>& block,
   AdvanceGradient(tile, block, marks, ds);
 }
 
-// The chunks of a segment run last to first. In a chunk the saved state is replayed to find the
+// The chunks of a split run last to first. In a chunk the saved state is replayed to find the
 // state before each tile, and then the tiles are taken backwards. Of a block, only what depends on
 // S before it or dS after it is summed over rows; each channel finds its gradients from that alone.
 template <typename T, int N, bool kMarked>
 __global__ __launch_bounds__(BackwardTile<N>::kThreads, N == 128 ? 1 : 3) void BackwardKernel(
     const __grid_constant__ Inputs<T> in, int64_t row_tokens, int64_t heads, SavedStates states,
-    const float* dfinal_state, const __grid_constant__ Gradients<T> out, Split split) {
+    const float* dfinal_state, const __grid_constant__ Gradients<T> out, ReplayLot lot) {
   using G = BackwardTile<N>;
   constexpr int L = kBlock;
   using Own = Channel<T, N, L, G::kThreads>;
@@ -568,12 +568,12 @@ __global__ __launch_bounds__(BackwardTile<N>::kThreads, N == 128 ? 1 : 3) void B
   RWKV_JAX_DYNAMIC_SHARED(16, memory);
   auto& shared = *reinterpret_cast<BackwardShared<G, kParts>*>(memory);
   const G tile;
-  const Head<N> head(split.Turn(), row_tokens, heads, in.sequences);
-  const int64_t tokens = head.span.tokens, chunks = head.span.Frames();
-  const int64_t segment = split.Segment(), length = split.Length(chunks);
-  const int64_t first_chunk = segment * length;
+  const Head<N> head(lot.Turn(), row_tokens, heads, in.sequences);
+  const int64_t tokens = head.span.tokens, chunks = head.span.Chunks();
+  const int64_t split = lot.Split(), length = lot.Length(chunks);
+  const int64_t first_chunk = split * length;
   const int64_t last_chunk = first_chunk + length < chunks ? first_chunk + length : chunks;
-  float* const ds_end = split.Scratch(head.turn, segment, Wkv6ScratchSize(N));
+  float* const ds_end = lot.Scratch(head.turn, split, Wkv6ScratchSize(N));
 
   Fragment<G> ds, s;
   LoadState(tile, last_chunk == chunks ? dfinal_state + head.State() : ds_end, ds);
@@ -768,13 +768,13 @@ __global__ __launch_bounds__(BackwardTile<N>::kThreads, N == 128 ? 1 : 3) void B
       du_total += shared.du[part][own.channel];
       dw_total += shared.dw[part][own.channel];
     }
-    for (int64_t i = segment; i < out.partials; i += split.scratch.segments) {
+    for (int64_t i = split; i < out.partials; i += lot.scratch.splits) {
       const int64_t at = ((head.sequence * out.partials + i) * heads + head.head) * N + own.channel;
-      out.u[at] = i == segment ? du_total : 0.0f;
-      if (in.constant_decay) static_cast<float*>(out.w)[at] = i == segment ? dw_total : 0.0f;
+      out.u[at] = i == split ? du_total : 0.0f;
+      if (in.constant_decay) static_cast<float*>(out.w)[at] = i == split ? dw_total : 0.0f;
     }
   }
-  if (segment == 0) StoreState(tile, out.initial_state + head.State(), ds);
+  if (split == 0) StoreState(tile, out.initial_state + head.State(), ds);
 }
 
 }  // namespace
@@ -814,17 +814,17 @@ cudaError_t Wkv6Backward(cudaStream_t stream, const Wkv6BackwardCall& call,
                                  call.du, call.dinitial_state, call.partials};
     const SavedStates states{const_cast<void*>(call.states), call.states_dtype == Dtype::kBF16};
     return ForMarks(call.marks, [&](auto marked) {
-      return ForHeads(heads, scratch, [&](const Split& split, int64_t count) {
-        if (scratch.segments > 1 && call.dims.tokens > 0) {
+      return ForHeads(heads, scratch, [&](const ReplayLot& lot, int64_t count) {
+        if (scratch.splits > 1 && call.dims.tokens > 0) {
           const cudaError_t error =
-              Launch(SegmentKernel<T, N, marked()>, count, ForwardTile<N>::kThreads, 0, stream,
-                     inputs, call.dims.tokens, call.dims.heads, call.dfinal_state, split);
+              Launch(SplitKernel<T, N, marked()>, count, ForwardTile<N>::kThreads, 0, stream,
+                     inputs, call.dims.tokens, call.dims.heads, call.dfinal_state, lot);
           if (error != cudaSuccess) return error;
         }
-        return Launch(BackwardKernel<T, N, marked()>, count * scratch.segments, G::kThreads,
+        return Launch(BackwardKernel<T, N, marked()>, count * scratch.splits, G::kThreads,
                       sizeof(BackwardShared<G, G::kThreads / N>), stream, inputs,
                       call.dims.tokens, call.dims.heads, states, call.dfinal_state, gradients,
-                      split);
+                      lot);
       });
     });
   });

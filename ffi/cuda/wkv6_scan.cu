@@ -1,5 +1,5 @@
 // WKV6 on matrix units, from token to token: the forward pass, and the gradient of the state. One block of
-// threads per head, or per head and segment of its tokens; a frame of 64 tokens at a time.
+// threads per head, or per head and split of its tokens; a frame of 64 tokens at a time.
 #include "wkv6_chunk.cuh"
 
 namespace rwkv_jax::cuda {
@@ -21,22 +21,22 @@ struct Forward {
   float* end;
   T* y;
   uint4* states;  // [B, frames, H, V, K] of bfloat16, or null
-  Segments segments;
+  Splits splits;
 };
 
-// The frames of a segment.
+// The frames of a split.
 template <bool kReverse>
 struct Run {
   int64_t head, heads, batch;
   Span span;
-  int segments, order;  // of the sequence, and which this is, as they come in the recurrence
+  int splits, order;  // of the sequence, and which this is, as they come in the recurrence
   int64_t first_frame;
   int count;  // frames
 
   // Of this block.
   template <typename Scan>
   __device__ explicit Run(const Scan& in, bool summary = false)
-      : Run(in, in.segments.template PieceOfBlock<kReverse>(in.sequences, in.tokens, in.heads,
+      : Run(in, in.splits.template WorkOfBlock<kReverse>(in.sequences, in.tokens, in.heads,
                                                             summary)) {}
   template <typename Scan>
   __device__ Run(const Scan& in, const Piece& piece)
@@ -44,16 +44,16 @@ struct Run {
         heads(in.heads),
         batch(piece.turn.sequence),
         span(piece.turn.span),
-        segments(static_cast<int>(in.segments.Count(span.Frames()))),
-        order(static_cast<int>(kReverse && piece.segment >= 0 ? segments - 1 - piece.segment
-                                                              : piece.segment)) {
-    const int64_t most = in.segments.Frames(span.Frames());
-    first_frame = piece.segment * most;
-    const int64_t left = span.Frames() - first_frame;
+        splits(static_cast<int>(in.splits.Count(span.Chunks()))),
+        order(static_cast<int>(kReverse && piece.split >= 0 ? splits - 1 - piece.split
+                                                              : piece.split)) {
+    const int64_t most = in.splits.ChunksPerSplit(span.Chunks());
+    first_frame = piece.split * most;
+    const int64_t left = span.Chunks() - first_frame;
     count = static_cast<int>(left < 0 ? 0 : left < most ? left : most);
   }
 
-  // Of frame i of this segment.
+  // Of frame i of this split.
   __device__ FrameCopier<kThreads> Frame(int i, uint64_t absent = 0) const {
     const int64_t token = (first_frame + i) * kFrame, left = span.tokens - token;
     return {((span.first_token + token) * heads + head - batch * heads) * kHeadSize,
@@ -62,11 +62,11 @@ struct Run {
   }
   // Its place in [B, frames, H].
   __device__ int64_t Place(int i) const {
-    return head + (span.first_frame + first_frame + i - batch) * heads;
+    return head + (span.first_chunk + first_frame + i - batch) * heads;
   }
   template <bool kMarked>
-  __device__ FrameMarks MarksOf(int i, const Marks& marks) const {
-    return kMarked ? FrameMarks(marks, batch, first_frame + i) : FrameMarks();
+  __device__ ChunkMarks MarksOf(int i, const Marks& marks) const {
+    return kMarked ? ChunkMarks(marks, batch, first_frame + i) : ChunkMarks();
   }
 };
 
@@ -77,7 +77,7 @@ struct ForwardLayout {
   static constexpr int kV = kK + 2 * kTile;
   static constexpr int kW = kV + kTile;
   static constexpr int kA = kW + kTile;
-  static constexpr int kFactors = kA + kFrameChunks * kBlockBytes;
+  static constexpr int kFactors = kA + kFrameChunks * kTileBytes;
   static constexpr int kU = kFactors + kFrameChunks * kFactorFloats * 4;
   static constexpr int kConstant = kU + kHeadSize * 2;
   static constexpr int kBytes = kConstant + kHeadSize * 4;
@@ -88,7 +88,7 @@ template <typename T, bool kConstant>
 __device__ void PrepareChunk(const FrameDecays<T, kConstant>& decays, int chunk, uint32_t r_tile,
                              uint32_t k_tile, const uint32_t* u, const RawChunk<T>& raw,
                              uint32_t a_block, float* factors) {
-  Sum<2> a = {}, bonus = {};
+  Accumulator<2> a = {}, bonus = {};
   bool far = false;
   const bool clears = raw.marks.clears != 0;
 #pragma unroll
@@ -98,14 +98,14 @@ __device__ void PrepareChunk(const FrameDecays<T, kConstant>& decays, int chunk,
     float total[2][2];
     LastRow(sums, total);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) far |= !(total[i / 2][i % 2] >= -kMaxChunkLog2);
+    for (int i = 0; i < 4; ++i) far |= !(total[i / 2][i % 2] >= -kMaxTileLog2);
     const float factor[2][2] = {{Exp2(total[0][0]), Exp2(total[0][1])},
                                 {Exp2(total[1][0]), Exp2(total[1][1])}};
     StoreFactors(block, factor, clears, factors);
 
     uint32_t r[4], k[4], e[4], x[4];
-    LoadMatrices(BlockAddress(r_tile, 16 * chunk, block), r);
-    LoadMatrices(BlockAddress(k_tile, 16 * chunk, block), k);
+    LoadMatrices(TileAddress(r_tile, 16 * chunk, block), r);
+    LoadMatrices(TileAddress(k_tile, 16 * chunk, block), k);
 #pragma unroll
     for (int i = 0; i < 4; ++i) r[i] = ToBf16<T>(r[i]), k[i] = ToBf16<T>(k[i]);
 #pragma unroll
@@ -114,15 +114,15 @@ __device__ void PrepareChunk(const FrameDecays<T, kConstant>& decays, int chunk,
     AddTokenProducts(bonus, x, k);
     Exponentials([&](int i, int j) { return total[i][j % 2] - sums.upto[i][j]; }, e);
     MultiplyPairs(k, e, x);
-    if (clears) KeepRowsBetween(raw.marks.Last(), kSub, x);
-    StoreMatrices(BlockAddress(k_tile, 16 * chunk, block), x);
+    if (clears) KeepRowsBetween(raw.marks.Last(), kTileTokens, x);
+    StoreMatrices(TileAddress(k_tile, 16 * chunk, block), x);
     Exponentials([&](int i, int j) { return -sums.upto[i][j]; }, e);
     MultiplyPairs(k, e, k);
     Exponentials([&](int i, int j) { return sums.before[i][j]; }, e);
     MultiplyPairs(r, e, r);
     AddTokenProducts(a, r, k);
     if (clears) KeepRowsBetween(0, raw.marks.FirstCleared(), r);
-    StoreMatrices(BlockAddress(r_tile, 16 * chunk, block), r);
+    StoreMatrices(TileAddress(r_tile, 16 * chunk, block), r);
   }
   if (__any_sync(~0u, far)) MultiplyByHalves(decays, chunk, raw, 0, kBlocks, a);
   KeepLower(false, a);
@@ -130,14 +130,14 @@ __device__ void PrepareChunk(const FrameDecays<T, kConstant>& decays, int chunk,
   SetDiagonal(bonus, a);
   Left rounded;
   Round(a[0], a[1], rounded);
-  StoreMatrices(PackedBlockAddress(a_block), rounded);
+  StoreMatrices(PackedTileAddress(a_block), rounded);
 }
 
 template <typename T, bool kConstant, bool kMarked>
 __global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void ForwardKernel(
     const __grid_constant__ Forward<T> in) {
   using L = ForwardLayout;
-  RWKV_JAX_DYNAMIC_SHARED(kTileAlignment, memory);
+  RWKV_JAX_DYNAMIC_SHARED(kPanelAlignment, memory);
   const uint32_t shared = SharedAddress(memory);
   const int warp = Warp();
   const Run<false> run(in);
@@ -174,26 +174,26 @@ __global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void ForwardKer
   const FrameDecays<T, kConstant> decays{shared + L::kW, constant, in.decay};
 
   Tiles::State state;
-  Sum<8>& s = state[0];
+  Accumulator<8>& s = state[0];
   constexpr int kState = kHeadSize * kHeadSize;
   Tiles::Load(run.order == 0 ? in.start + run.head * kState
-                             : in.segments.template Summary<false>(run.head, in.heads, run.span,
+                             : in.splits.template Summary<false>(run.head, in.heads, run.span,
                                                                    run.order - 1),
               state);
 #pragma unroll 1
   for (int i = 0; i < run.count; ++i) {
     const FrameCopier<kThreads> now = frame(i);
-    const int64_t own_token = (run.first_frame + i) * kFrame + kSub * warp;
+    const int64_t own_token = (run.first_frame + i) * kFrame + kTileTokens * warp;
     const uint32_t word = kMarked ? in.marks.Word(run.batch, own_token) : 0u;
     const uint64_t coming =
         i + 1 < run.count ? run.template MarksOf<kMarked>(i + 1, in.marks).absent : 0u;
     WaitForCopies<1>();
     __syncthreads();
     {
-      const int64_t first = now.first + static_cast<int64_t>(kSub * warp) * now.stride;
+      const int64_t first = now.first + static_cast<int64_t>(kTileTokens * warp) * now.stride;
       const RawChunk<T> raw{in.r + first, in.k + first, now.stride,
-                            RowMarks(word, now.tokens - kSub * warp)};
-      PrepareChunk(decays, warp, r_tile(i), k_tile(i), u, raw, shared + L::kA + warp * kBlockBytes,
+                            RowMarks(word, now.tokens - kTileTokens * warp)};
+      PrepareChunk(decays, warp, r_tile(i), k_tile(i), u, raw, shared + L::kA + warp * kTileBytes,
                    factors + warp * kFactorFloats);
     }
     WaitForCopies<0>();
@@ -210,9 +210,9 @@ __global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void ForwardKer
       LoadLeftTransposed(values, 0, warp, v);
       RoundPanel(s, before);
       ScaleColumns(factors + chunk * kFactorFloats, s);
-      Sum<2> y;
+      Accumulator<2> y;
       BeginProducts();
-      Multiply<false>(y, v, PackedBlocks{shared + L::kA + chunk * kBlockBytes});
+      Multiply<false>(y, v, PackedTiles{shared + L::kA + chunk * kTileBytes});
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block)
         Multiply<true>(y, before[block], KAlongRows{r_tile(i) + chunk * kChunkRows, block});
@@ -222,7 +222,7 @@ __global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void ForwardKer
       WaitForProducts<1>();
       Settle(y);
       // To where this warp alone has read.
-      StoreTransposed(BlockAddress(values, 0, warp),
+      StoreTransposed(TileAddress(values, 0, warp),
                       {Pair<T>::Round(y[0][0], y[0][1]), Pair<T>::Round(y[1][0], y[1][1]),
                        Pair<T>::Round(y[0][2], y[0][3]), Pair<T>::Round(y[1][2], y[1][3])});
       WaitForProducts<0>();
@@ -236,7 +236,7 @@ __global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void ForwardKer
     });
     if (i + 1 < run.count) copy_values(i + 1, coming);
   }
-  if (run.order == run.segments - 1) Tiles::Store(state, in.end + run.head * kState);
+  if (run.order == run.splits - 1) Tiles::Store(state, in.end + run.head * kState);
 }
 
 // Of a recurrence S <- S diag(d) + x z^T without outputs: forwards that of the state, backwards that of
@@ -251,9 +251,9 @@ struct StateScan {
   Marks marks;
   Sequences sequences;
   const float* start;  // zeros if null
-  float* end;          // null: `segments` get what each does to a state
+  float* end;          // null: `splits` get what each does to a state
   uint4* gradients;    // if not null, get the state before each frame, as the saved states
-  Segments segments;
+  Splits splits;
   float* factor = nullptr;  // [B, H, K], if not null: the decay of all tokens together
 };
 
@@ -271,7 +271,7 @@ struct StateLayout {
 // that are cut off from the state after the frame in the recurrence are cleared.
 template <typename T, bool kConstant, bool kReverse>
 __device__ void ScaleFrame(const FrameDecays<T, kConstant>& decays, int warp, uint32_t z_tile,
-                           int tokens, const FrameMarks& marks, float (&total)[2][4]) {
+                           int tokens, const ChunkMarks& marks, float (&total)[2][4]) {
   const Ones sooner(kReverse, false, !kReverse), all(true, true, true);
   const bool clears = marks.starts != 0;
   const int begin = clears && !kReverse ? marks.LastStart() : 0;
@@ -305,13 +305,13 @@ __device__ void ScaleFrame(const FrameDecays<T, kConstant>& decays, int warp, ui
       }
     }
     uint32_t z[4], e[4];
-    LoadMatrices(BlockAddress(z_tile, 16 * chunk, warp), z);
+    LoadMatrices(TileAddress(z_tile, 16 * chunk, warp), z);
 #pragma unroll
     for (int i = 0; i < 4; ++i) z[i] = ToBf16<T>(z[i]);
     Exponentials([&](int i, int j) { return sum[i][j]; }, e);
     MultiplyPairs(z, e, z);
     if (clears) KeepRowsBetween(begin - 16 * chunk, end - 16 * chunk, z);
-    StoreMatrices(BlockAddress(z_tile, 16 * chunk, warp), z);
+    StoreMatrices(TileAddress(z_tile, 16 * chunk, warp), z);
   }
 }
 
@@ -319,7 +319,7 @@ template <typename T, bool kConstant, bool kReverse, bool kMarked>
 __global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void StateKernel(
     const __grid_constant__ StateScan<T> in) {
   using L = StateLayout;
-  RWKV_JAX_DYNAMIC_SHARED(kTileAlignment, memory);
+  RWKV_JAX_DYNAMIC_SHARED(kPanelAlignment, memory);
   const uint32_t shared = SharedAddress(memory);
   const int warp = Warp();
   const bool summary = in.end == nullptr;
@@ -339,7 +339,7 @@ __global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void StateKerne
     copier.Copy(slot(i) + L::kX, in.x);
     CommitCopies();
   };
-  FrameMarks coming;
+  ChunkMarks coming;
   if (run.count > 0) {
     coming = marks_of(0);
     copy(0, coming.absent);
@@ -350,10 +350,10 @@ __global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void StateKerne
   float* const factors = reinterpret_cast<float*>(memory + L::kFactors);
 
   Tiles::State state = {};
-  Sum<8>& s = state[0];
+  Accumulator<8>& s = state[0];
   constexpr int kState = kHeadSize * kHeadSize;
   const auto summary_of = [&](int64_t order) {
-    return in.segments.template Summary<kReverse>(run.head, in.heads, run.span, order);
+    return in.splits.template Summary<kReverse>(run.head, in.heads, run.span, order);
   };
   if (run.order == 0 && in.start != nullptr)
     Tiles::Load(in.start + run.head * kState, state);
@@ -363,7 +363,7 @@ __global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void StateKerne
   bool any_start = false;
 #pragma unroll 1
   for (int i = 0; i < run.count; ++i) {
-    const FrameMarks marks = coming;
+    const ChunkMarks marks = coming;
     if (i + 1 < run.count) coming = marks_of(i + 1);
     WaitForCopies<0>();
     ConvertOwnPieces<T, kThreads>(memory + (slot(i) - shared) + L::kX);
@@ -392,7 +392,7 @@ __global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void StateKerne
   }
   if (summary)
     Tiles::Store(state, summary_of(run.order));
-  else if (run.order == run.segments - 1)
+  else if (run.order == run.splits - 1)
     Tiles::Store(state, in.end + run.head * kState);
   float* const factor = summary               ? summary_of(run.order) + kState
                         : in.factor != nullptr ? in.factor + run.head * kHeadSize
@@ -404,22 +404,22 @@ __global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void StateKerne
           any_start ? 0.0f : Exp2(all[e / 2][e % 2]);
 }
 
-// From what the segments do to a state the state at the end of each: S_i = S_{i-1} diag(F_i) + D_i, where
+// From what the splits do to a state the state at the end of each: S_i = S_{i-1} diag(F_i) + D_i, where
 // S_0 is there already, and D_i becomes S_i.
 constexpr int kCombineThreads = 256;
 
 template <bool kReverse>
-__global__ __launch_bounds__(kCombineThreads) void CombineKernel(Segments segments,
+__global__ __launch_bounds__(kCombineThreads) void CombineKernel(Splits splits,
                                                                  Sequences sequences,
                                                                  int64_t tokens, int64_t heads) {
-  const int64_t sequence = segments.SummarizedSequence(sequences, heads);
+  const int64_t sequence = splits.SummarizedSequence(sequences, heads);
   if (sequence < 0) return;
   const int64_t head = sequence * heads + blockIdx.x % heads;
   const Span span = sequences(sequence, tokens);
   const auto summary_of = [&](int64_t order) {
-    return segments.Summary<kReverse>(head, heads, span, order);
+    return splits.Summary<kReverse>(head, heads, span, order);
   };
-  const int64_t count = segments.Count(span.Frames());
+  const int64_t count = splits.Count(span.Chunks());
   if (count <= 2) return;
   const int at = blockIdx.y * kCombineThreads + threadIdx.x;
   float sum = summary_of(0)[at];
@@ -440,19 +440,19 @@ cudaError_t ScanStates(cudaStream_t stream, const StateScan<T>& scan, dim3 block
   });
 }
 
-// The state at the start of each segment.
+// The state at the start of each split.
 template <typename T, bool kConstant, bool kReverse>
 cudaError_t FindStarts(cudaStream_t stream, StateScan<T> scan, int64_t batch) {
-  const Segments& segments = scan.segments;
-  if (segments.count == 1) return cudaSuccess;
+  const Splits& splits = scan.splits;
+  if (splits.count == 1) return cudaSuccess;
   scan.end = nullptr;
   scan.gradients = nullptr;
   cudaError_t error = ScanStates<T, kConstant, kReverse>(
-      stream, scan, segments.SummaryBlocks(batch, scan.heads));
-  if (error != cudaSuccess || segments.count == 2) return error;
-  const dim3 blocks(static_cast<unsigned>(segments.SummarizedHeads(batch, scan.heads)),
+      stream, scan, splits.SummaryBlocks(batch, scan.heads));
+  if (error != cudaSuccess || splits.count == 2) return error;
+  const dim3 blocks(static_cast<unsigned>(splits.SummarizedHeads(batch, scan.heads)),
                     kHeadSize * kHeadSize / kCombineThreads);
-  return Launch(CombineKernel<kReverse>, blocks, kCombineThreads, 0, stream, segments,
+  return Launch(CombineKernel<kReverse>, blocks, kCombineThreads, 0, stream, splits,
                 scan.sequences, scan.tokens, scan.heads);
 }
 
@@ -468,27 +468,27 @@ int64_t Heads(const Wkv6Call& call) { return call.dims.batch * call.dims.heads; 
 
 template <typename T>
 StateScan<T> ScanOf(const Wkv6Call& call, const void* x, const void* z, const float* start, float* end,
-                    uint4* gradients, const Segments& segments) {
+                    uint4* gradients, const Splits& splits) {
   return {static_cast<const T*>(x), static_cast<const T*>(z), call.w, call.dims.tokens,
-          call.dims.heads, call.decay, call.marks, call.sequences, start, end, gradients, segments};
+          call.dims.heads, call.decay, call.marks, call.sequences, start, end, gradients, splits};
 }
 
 }  // namespace
 
-cudaError_t Wkv6Scan(cudaStream_t stream, const Wkv6ForwardCall& call, const Segments& segments) {
+cudaError_t Wkv6Scan(cudaStream_t stream, const Wkv6ForwardCall& call, const Splits& splits) {
   return ForKinds(call, [&](auto zero, auto constant) {
     using T = decltype(zero);
     const auto in = [](const void* x) { return static_cast<const T*>(x); };
     const cudaError_t error = FindStarts<T, constant(), false>(
         stream,
-        ScanOf<T>(call, call.v, call.k, call.initial_state, call.final_state, nullptr, segments),
+        ScanOf<T>(call, call.v, call.k, call.initial_state, call.final_state, nullptr, splits),
         call.dims.batch);
     if (error != cudaSuccess) return error;
     const Forward<T> forward{in(call.r), in(call.k), in(call.v), call.w, call.u, call.dims.tokens,
                              call.dims.heads, call.decay, call.marks, call.sequences,
                              call.initial_state, call.final_state,
-                             static_cast<T*>(call.y), static_cast<uint4*>(call.states), segments};
-    const dim3 blocks = segments.Blocks(call.dims.batch, call.dims.heads);
+                             static_cast<T*>(call.y), static_cast<uint4*>(call.states), splits};
+    const dim3 blocks = splits.Blocks(call.dims.batch, call.dims.heads);
     return ForMarks(call.marks, [&](auto marked) {
       return Launch(ForwardKernel<T, constant(), marked()>, blocks, kThreads,
                     ForwardLayout::kBytes, stream, forward);
@@ -497,15 +497,15 @@ cudaError_t Wkv6Scan(cudaStream_t stream, const Wkv6ForwardCall& call, const Seg
 }
 
 cudaError_t Wkv6ReverseScan(cudaStream_t stream, const Wkv6BackwardCall& call,
-                            const Segments& segments, uint4* gradients) {
+                            const Splits& splits, uint4* gradients) {
   return ForKinds(call, [&](auto zero, auto constant) {
     using T = decltype(zero);
     const StateScan<T> scan = ScanOf<T>(call, call.dy, call.r, call.dfinal_state,
-                                        call.dinitial_state, gradients, segments);
+                                        call.dinitial_state, gradients, splits);
     const cudaError_t error = FindStarts<T, constant(), true>(stream, scan, call.dims.batch);
     if (error != cudaSuccess) return error;
     return ScanStates<T, constant(), true>(stream, scan,
-                                           segments.Blocks(call.dims.batch, call.dims.heads));
+                                           splits.Blocks(call.dims.batch, call.dims.heads));
   });
 }
 
@@ -513,7 +513,7 @@ cudaError_t Wkv6Summary(cudaStream_t stream, const Wkv6SummaryCall& call) {
   if (Heads(call) == 0) return cudaSuccess;
   return ForKinds(call, [&](auto zero, auto constant) {
     using T = decltype(zero);
-    StateScan<T> scan = ScanOf<T>(call, call.v, call.k, nullptr, call.added, nullptr, kOneSegment);
+    StateScan<T> scan = ScanOf<T>(call, call.v, call.k, nullptr, call.added, nullptr, kOneSplit);
     scan.factor = call.factor;
     return ScanStates<T, constant(), false>(stream, scan, dim3(Heads(call)));
   });
@@ -526,7 +526,7 @@ cudaError_t Wkv6ReverseSummary(cudaStream_t stream, const Wkv6BackwardCall& call
     return ScanStates<T, constant(), true>(
         stream,
         ScanOf<T>(call, call.dy, call.r, call.dfinal_state, call.dinitial_state, nullptr,
-                  kOneSegment),
+                  kOneSplit),
         dim3(Heads(call)));
   });
 }

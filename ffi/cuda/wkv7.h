@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "frames.h"
+#include "splits.h"
 #include "rwkv_jax/wkv7.h"
 
 namespace rwkv_jax::cuda {
@@ -15,7 +15,7 @@ namespace rwkv_jax::cuda {
 // Tokens between two states that the backward pass keeps in its scratch.
 constexpr int64_t kBlock = 4;
 
-// Floats of scratch that the backward pass needs for one segment of one head: the gradient of the
+// Floats of scratch that the backward pass needs for one split of one head: the gradient of the
 // state at its end, the states inside one chunk, and S_{t-1} a_t for each token of the chunk.
 __host__ __device__ constexpr int64_t ScratchSize(int64_t head_size) {
   return kChunk / kBlock * head_size * head_size + kChunk * head_size;
@@ -25,16 +25,16 @@ __host__ __device__ constexpr int64_t ScratchSize(int64_t head_size) {
 cudaError_t Wkv7Forward(cudaStream_t stream, const Wkv7ForwardCall& call,
                         const float* only = nullptr);
 
-// `scratch` has at least ScratchSize(K) floats for each segment.
+// `scratch` has at least ScratchSize(K) floats for each split.
 cudaError_t Wkv7Backward(cudaStream_t stream, const Wkv7BackwardCall& call,
                          const ReplayScratch& scratch, const float* only = nullptr);
 
 // --- On matrix units: 16-bit dtypes, head sizes 64 and 128, any decay, saved states in bfloat16. The
-// kernels of wkv7_scan.cu and wkv7_gradient.cu take frames of kChunk tokens that do not decay too far
-// for their arithmetic. A head with another frame they mark in `inexact` [B, H] and leave undefined,
+// kernels of wkv7_scan.cu and wkv7_gradient.cu take chunks of kChunk tokens that do not decay too far
+// for their arithmetic. A head with another chunk they mark in `inexact` [B, H] and leave undefined,
 // and the kernels above redo it; on a device with too little shared memory for them those do it all.
 
-// A run of tokens takes a state S to S M + D: of a segment there is first D, which becomes the state at
+// A run of tokens takes a state S to S M + D: of a split there is first D, which becomes the state at
 // its end, then M.
 constexpr int64_t SummarySize(int64_t head_size) { return 2 * head_size * head_size; }
 
@@ -42,24 +42,24 @@ constexpr int64_t SummarySize(int64_t head_size) { return 2 * head_size * head_s
 // above has no use for it, so those may have it all.
 struct ChunkScratch {
   float* memory;
-  int64_t stride, segments;
+  int64_t stride, splits;
 
-  static int64_t Size(const Wkv7Call& call, int64_t segments) {
+  static int64_t Size(const Wkv7Call& call, int64_t splits) {
     const int64_t size = call.dims.head_size;
-    const int64_t floats = FrameGradientsSize(size, call.dims.saved) +
-                           SummarySize(size) * (segments - 1);
+    const int64_t floats = StateGradientFloats(size, call.dims.saved) +
+                           SummarySize(size) * (splits - 1);
     return floats < ScratchSize(size) ? ScratchSize(size) : floats;
   }
   uint4* Gradients() const { return reinterpret_cast<uint4*>(memory); }
-  Segments StateSegments(const Wkv7Call& call) const {
+  Splits StateSplits(const Wkv7Call& call) const {
     const int64_t size = call.dims.head_size, heads = call.dims.batch * call.dims.heads;
-    return {segments, memory + heads * FrameGradientsSize(size, call.dims.saved),
+    return {splits, memory + heads * StateGradientFloats(size, call.dims.saved),
             SummarySize(size)};
   }
 };
 
 cudaError_t Wkv7ChunkForward(cudaStream_t stream, const Wkv7ForwardCall& call,
-                             const Segments& segments, float* inexact);
+                             const Splits& splits, float* inexact);
 
 cudaError_t Wkv7ChunkBackward(cudaStream_t stream, const Wkv7BackwardCall& call,
                               const ChunkScratch& scratch, float* inexact);
@@ -72,14 +72,14 @@ cudaError_t Wkv7Summary(cudaStream_t stream, const Wkv7SummaryCall& call);
 cudaError_t Wkv7ReverseSummary(cudaStream_t stream, const Wkv7BackwardCall& call);
 
 // The parts of the two passes; `inexact` is null where no decay can go too far.
-cudaError_t Wkv7Scan(cudaStream_t stream, const Wkv7ForwardCall& call, const Segments& segments,
+cudaError_t Wkv7Scan(cudaStream_t stream, const Wkv7ForwardCall& call, const Splits& splits,
                      float* inexact);
 
 cudaError_t Wkv7ReverseScan(cudaStream_t stream, const Wkv7BackwardCall& call,
-                            const Segments& segments, uint4* gradients, float* inexact);
+                            const Splits& splits, uint4* gradients, float* inexact);
 
 // All gradients but dinitial_state, from what the reverse scan has left.
-cudaError_t Wkv7FrameBackward(cudaStream_t stream, const Wkv7BackwardCall& call,
+cudaError_t Wkv7Gradients(cudaStream_t stream, const Wkv7BackwardCall& call,
                               const uint4* gradients, const float* inexact);
 
 }  // namespace rwkv_jax::cuda

@@ -6,7 +6,7 @@ namespace {
 
 bool IsEmpty(const HeadDims& dims) { return dims.batch * dims.heads == 0; }
 
-// `inexact` ready for the kernels, or null where no frame can decay too far.
+// `inexact` ready for the kernels, or null where no chunk can decay too far.
 cudaError_t Prepare(cudaStream_t stream, const Wkv7Call& call, float*& inexact) {
   if (call.decay == Decay::kSigmoid) {
     inexact = nullptr;
@@ -18,10 +18,10 @@ cudaError_t Prepare(cudaStream_t stream, const Wkv7Call& call, float*& inexact) 
 }  // namespace
 
 cudaError_t Wkv7ChunkForward(cudaStream_t stream, const Wkv7ForwardCall& call,
-                             const Segments& segments, float* inexact) {
+                             const Splits& splits, float* inexact) {
   if (IsEmpty(call.dims)) return cudaSuccess;
   cudaError_t error = Prepare(stream, call, inexact);
-  if (error == cudaSuccess) error = Wkv7Scan(stream, call, segments, inexact);
+  if (error == cudaSuccess) error = Wkv7Scan(stream, call, splits, inexact);
   if (error == cudaErrorNotSupported) return Wkv7Forward(stream, call);
   if (error == cudaSuccess && inexact != nullptr) error = Wkv7Forward(stream, call, inexact);
   return error;
@@ -33,8 +33,8 @@ cudaError_t Wkv7ChunkBackward(cudaStream_t stream, const Wkv7BackwardCall& call,
   uint4* const gradients = scratch.Gradients();
   cudaError_t error = Prepare(stream, call, inexact);
   if (error == cudaSuccess)
-    error = Wkv7ReverseScan(stream, call, scratch.StateSegments(call), gradients, inexact);
-  if (error == cudaSuccess) error = Wkv7FrameBackward(stream, call, gradients, inexact);
+    error = Wkv7ReverseScan(stream, call, scratch.StateSplits(call), gradients, inexact);
+  if (error == cudaSuccess) error = Wkv7Gradients(stream, call, gradients, inexact);
   // Heads that are not done above have no use for the rest of the scratch, so it is theirs.
   const auto recurrent = [&](const float* only) {
     const int64_t heads = call.dims.batch * call.dims.heads;

@@ -12,8 +12,8 @@
 namespace rwkv_jax::cuda {
 
 // The largest sum of log2 decays of a frame: products of two scaled operands stay finite in float.
-constexpr float kMaxFrameLog2 = 86.0f;
-static_assert(kMinLog2Decay < -kMaxFrameLog2, "the least decay takes a frame out of the range");
+constexpr float kMaxChunkLog2 = 86.0f;
+static_assert(kMinLog2Decay < -kMaxChunkLog2, "the least decay takes a frame out of the range");
 
 // x scaled by e, which has the elements of two tiles of sums, as bfloat16.
 template <typename T>
@@ -33,7 +33,7 @@ __device__ void Scale(const float (&e)[2][4], uint32_t (&x)[4]) {
 // powers of m, which other ways need, may overflow where the inverse is moderate.
 //
 // The result must not take the place of m: ptxas 13.0 then rounds m again after it is overwritten.
-__device__ inline void InvertUnitLower(const Sum<2>& m, Left& inverse) {
+__device__ inline void InvertUnitLower(const Accumulator<2>& m, Left& inverse) {
   const int row = Lane() / 4, col = 2 * (Lane() % 4);
   const bool in_2 = col / 2 == row / 2, in_4 = col / 4 == row / 4;
   // The diagonal blocks of 8 x 8, both in one sum: the upper is its rows 0 to 7, the lower 8 to 15.

@@ -36,7 +36,7 @@ namespace {
 
 constexpr int kFrame = static_cast<int>(kChunk);
 static_assert(kFrame == 64, "a frame is the rows of a warpgroup and the columns of a tile");
-constexpr int kFrameBlocks = kFrame / kSub;
+constexpr int kFrameBlocks = kFrame / kTileTokens;
 
 template <typename T>
 struct Frames {
@@ -54,13 +54,13 @@ struct Frames {
 // Two warpgroups have a panel of 64 channels, and each of them half of the tokens. Tiles of tokens have
 // kPanels panels of 64 channels, states [V, K] as many panels of 64 columns.
 constexpr int kHalf = kFrame / 2;
-constexpr int kHalfBlocks = kHalf / kSub;
+constexpr int kHalfBlocks = kHalf / kTileTokens;
 constexpr int kHalfTiles = kHalf / 8;
-using HalfSum = Sum<kHalfTiles>;  // 64 channels by half of the tokens
+using HalfAccumulator = Accumulator<kHalfTiles>;  // 64 channels by half of the tokens
 
 template <int N>
 struct FrameLayout {
-  static constexpr int kPanels = N / kTileCols;
+  static constexpr int kPanels = N / kPanelCols;
   static constexpr int kGroups = 2 * kPanels;
   static constexpr int kThreads = 128 * kGroups;
   static constexpr int kPanel = kFrame * kRowBytes;
@@ -107,7 +107,7 @@ struct Down {
 
 // sum = left right, or sum += left right, over kBlocks blocks of 16; to be waited for.
 template <bool kAdd, int kBlocks, typename LeftTile, typename Right>
-__device__ void Product(int warp, Sum<8>& sum, const LeftTile& left, const Right& right) {
+__device__ void Product(int warp, Accumulator<8>& sum, const LeftTile& left, const Right& right) {
   BeginProducts();
 #pragma unroll
   for (int block = 0; block < kBlocks; ++block) {
@@ -121,7 +121,7 @@ __device__ void Product(int warp, Sum<8>& sum, const LeftTile& left, const Right
 
 // The same with the left operand in registers.
 template <bool kAdd, typename Right>
-__device__ void Product(Sum<8>& sum, const Left (&left)[kFrameBlocks], const Right& right) {
+__device__ void Product(Accumulator<8>& sum, const Left (&left)[kFrameBlocks], const Right& right) {
   BeginProducts();
 #pragma unroll
   for (int block = 0; block < kFrameBlocks; ++block) {
@@ -144,7 +144,7 @@ __device__ void LoadTransposedTile(uint32_t tile, int column, int first, Left (&
 
 // Two products with the same left operand, blocks `first` and on; to be waited for.
 template <bool kAdd, int kBlocks, typename Right>
-__device__ void ProductPair(HalfSum (&sums)[2], const Left (&left)[kBlocks], int first,
+__device__ void ProductPair(HalfAccumulator (&sums)[2], const Left (&left)[kBlocks], int first,
                             const Right& right_of_first, const Right& right_of_second) {
   BeginProducts();
 #pragma unroll
@@ -160,13 +160,13 @@ __device__ void ProductPair(HalfSum (&sums)[2], const Left (&left)[kBlocks], int
   CommitProducts();
 }
 
-__device__ void Finish(HalfSum (&pair)[2]) {
+__device__ void Finish(HalfAccumulator (&pair)[2]) {
   WaitForProducts<0>();
   Settle(pair[0]);
   Settle(pair[1]);
 }
 
-__device__ void Finish(Sum<8>& sum) {
+__device__ void Finish(Accumulator<8>& sum) {
   WaitForProducts<0>();
   Settle(sum);
 }
@@ -177,7 +177,7 @@ struct ChannelTile {
   int column;  // the channels, in units of 16
 
   __device__ uint32_t Address(int block) const {
-    return BlockAddressByRows(tile, 16 * block, column);
+    return TileAddressByRows(tile, 16 * block, column);
   }
   __device__ void Load(int block, uint32_t (&x)[4]) const { LoadTransposed(Address(block), x); }
   __device__ void Store(int block, const uint32_t (&x)[4]) const {
@@ -185,7 +185,7 @@ struct ChannelTile {
   }
   // The tiles of a sum, by twos, as blocks `first` and on.
   template <typename T, int kTiles>
-  __device__ void StoreSum(int first, const Sum<kTiles>& sum) const {
+  __device__ void StoreSum(int first, const Accumulator<kTiles>& sum) const {
 #pragma unroll
     for (int block = 0; block < kTiles / 2; ++block) {
       uint32_t x[4];
@@ -193,7 +193,7 @@ struct ChannelTile {
       Store(first + block, x);
     }
   }
-  // Calls fn(tile, element, low, high) with the elements of blocks `first` and on as a HalfSum has
+  // Calls fn(tile, element, low, high) with the elements of blocks `first` and on as a HalfAccumulator has
   // them, by pairs.
   template <typename Fn>
   __device__ void ForEachPair(int first, Fn&& fn) const {
@@ -208,7 +208,7 @@ struct ChannelTile {
   }
 };
 
-// Calls fn(tile, element) for all elements of a HalfSum.
+// Calls fn(tile, element) for all elements of a HalfAccumulator.
 template <typename Fn>
 __device__ void ForEachElement(Fn&& fn) {
 #pragma unroll
@@ -219,8 +219,8 @@ __device__ void ForEachElement(Fn&& fn) {
 
 // The lower triangle of tokens by tokens, rounded, into a tile, with the diagonal if it is kept, and
 // without what reads from another segment.
-__device__ void StoreLower(int warp, uint32_t tile, bool diagonal, const FrameMarks& marks,
-                           Sum<8>& sum) {
+__device__ void StoreLower(int warp, uint32_t tile, bool diagonal, const ChunkMarks& marks,
+                           Accumulator<8>& sum) {
   if (marks.starts != 0)
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
@@ -235,13 +235,13 @@ __device__ void StoreLower(int warp, uint32_t tile, bool diagonal, const FrameMa
     if (block < warp) {
       Round(sum[2 * block], sum[2 * block + 1], x);
     } else if (block == warp) {
-      Sum<2> corner;
+      Accumulator<2> corner;
 #pragma unroll
       for (int i = 0; i < 8; ++i) corner[i / 4][i % 4] = sum[2 * block + i / 4][i % 4];
       KeepLower(diagonal, corner);
       Round(corner[0], corner[1], x);
     }
-    StoreMatrices(BlockAddress(tile, 16 * warp, block), x);
+    StoreMatrices(TileAddress(tile, 16 * warp, block), x);
   }
 }
 
@@ -251,12 +251,12 @@ struct SquareTile {
 
   __device__ void LoadRows(int row, int col, Left& a) const { LoadLeft(tile, 16 * row, col, a); }
   __device__ void Store(int row, int col, const Left& a) const {
-    StoreMatrices(BlockAddress(tile, 16 * row, col), a);
+    StoreMatrices(TileAddress(tile, 16 * row, col), a);
   }
   // sum += a [row, col]
-  __device__ void AddProduct(Sum<2>& sum, const Left& a, int row, int col) const {
+  __device__ void AddProduct(Accumulator<2>& sum, const Left& a, int row, int col) const {
     uint32_t b[4];
-    LoadTransposed(BlockAddress(tile, 16 * row, col), b);
+    LoadTransposed(TileAddress(tile, 16 * row, col), b);
     WarpMultiply(sum[0], a, b[0], b[1]);
     WarpMultiply(sum[1], a, b[2], b[3]);
   }
@@ -269,7 +269,7 @@ constexpr int kInvertBarriers = 4;
 __device__ void InvertTile(int warp, int group, uint32_t address) {
   const SquareTile tile{address};
   Left x, own;
-  Sum<2> sum = {};
+  Accumulator<2> sum = {};
   tile.LoadRows(warp, warp, x);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -282,7 +282,7 @@ __device__ void InvertTile(int warp, int group, uint32_t address) {
 
   // Blocks of 32: the lower left one is D_w A_{w, w-1} D_{w-1}.
   if (warp % 2 == 1) {
-    Sum<2> left = {}, corner = {};
+    Accumulator<2> left = {}, corner = {};
     tile.LoadRows(warp, warp - 1, x);
     tile.AddProduct(left, x, warp - 1, warp - 1);
 #pragma unroll
@@ -302,7 +302,7 @@ __device__ void InvertTile(int warp, int group, uint32_t address) {
     tile.LoadRows(warp, 1, a[1]);
 #pragma unroll
     for (int col = 0; col < 2; ++col) {
-      Sum<2> left = {};
+      Accumulator<2> left = {};
 #pragma unroll
       for (int i = col; i < 2; ++i) tile.AddProduct(left, a[i], i, col);
       Round(left[0], left[1], w[col]);
@@ -315,7 +315,7 @@ __device__ void InvertTile(int warp, int group, uint32_t address) {
     tile.LoadRows(warp, 2, x);
 #pragma unroll
     for (int col = 0; col < 2; ++col) {
-      Sum<2> corner = {};
+      Accumulator<2> corner = {};
       tile.AddProduct(corner, warp == 2 ? own : x, 2, col);
       if (warp == 3) tile.AddProduct(corner, own, 3, col);
       Round(corner[0], corner[1], w[col]);
@@ -343,9 +343,9 @@ template <typename T, int N, bool kMarked>
 __global__ __launch_bounds__(4 * N, N == 64 ? 2 : 1) void GradientKernel(
     const __grid_constant__ Frames<T> in) {
   using L = FrameLayout<N>;
-  constexpr int kBlocks = N / kSub;
+  constexpr int kBlocks = N / kTileTokens;
   constexpr bool kBf16 = std::is_same_v<T, __nv_bfloat16>;
-  RWKV_JAX_DYNAMIC_SHARED(kTileAlignment, memory);
+  RWKV_JAX_DYNAMIC_SHARED(kPanelAlignment, memory);
   const uint32_t shared = SharedAddress(memory);
   const int warp = Warp() % 4, group = Warp() / 4, panel = group / 2, half = group % 2;
   const int lane = Lane();
@@ -356,10 +356,10 @@ __global__ __launch_bounds__(4 * N, N == 64 ? 2 : 1) void GradientKernel(
   if (batch < 0) return;
   if (in.inexact != nullptr && in.inexact[batch * in.heads + own_head] != 0.0f) return;
   const Span span = in.sequences(batch, in.tokens);
-  const int64_t frame = all_frames - span.first_frame, first_token = frame * kFrame;
+  const int64_t frame = all_frames - span.first_chunk, first_token = frame * kFrame;
   // Read again wherever they are needed: there are no registers to keep them.
   const auto marks = [&] {
-    return kMarked ? FrameMarks(in.marks, batch, frame) : FrameMarks();
+    return kMarked ? ChunkMarks(in.marks, batch, frame) : ChunkMarks();
   };
   const int stride = static_cast<int>(in.heads * N);
   const int64_t first = (span.first_token + first_token) * stride + own_head * N;
@@ -414,8 +414,8 @@ __global__ __launch_bounds__(4 * N, N == 64 ? 2 : 1) void GradientKernel(
 
   // Sums of log2 decays over the tokens after each token.
   float* const sums = reinterpret_cast<float*>(memory + L::kSums);
-  const int channel = kTileCols * panel + 16 * warp + lane / 4;  // of elements 0 and 1; 2 and 3: + 8
-  HalfSum after = {};
+  const int channel = kPanelCols * panel + 16 * warp + lane / 4;  // of elements 0 and 1; 2 and 3: + 8
+  HalfAccumulator after = {};
   uint32_t raw_w[kHalfBlocks][4];
   {
     const Ones later(false, false, true), all(true, true, true), itself(false, true, false);
@@ -428,7 +428,7 @@ __global__ __launch_bounds__(4 * N, N == 64 ? 2 : 1) void GradientKernel(
 #pragma unroll
     for (int block = 0; block < kHalfBlocks; ++block) {
       uint32_t x[4];
-      LoadTransposed(BlockAddress(own(L::kDz), 16 * (first_block + block), warp), raw_w[block]);
+      LoadTransposed(TileAddress(own(L::kDz), 16 * (first_block + block), warp), raw_w[block]);
       const int token = 16 * (first_block + block);
       LogDecays<T>(raw_w[block], in.decay, Present(tokens - token, marks().Absent(token)), x);
       log_decays[block][0] = x[0], log_decays[block][1] = x[2];
@@ -505,7 +505,7 @@ __global__ __launch_bounds__(4 * N, N == 64 ? 2 : 1) void GradientKernel(
   // The one with the product to be inverted has no other, if there are two.
   const auto all_along = [&](int tile) { return Along{at(tile), L::kPanel}; };
   const auto square = [&](int to, int left, int right, bool diagonal) {
-    Sum<8> sum;
+    Accumulator<8> sum;
     Product<false, kBlocks>(warp, sum, all_along(left), all_along(right));
     Finish(sum);
     StoreLower(warp, at(to), diagonal, marks(), sum);
@@ -541,16 +541,16 @@ __global__ __launch_bounds__(4 * N, N == 64 ? 2 : 1) void GradientKernel(
       const int row = first_row + i, piece = threadIdx.x % 8;
       if (row < tokens)
         *reinterpret_cast<uint4*>(out + first + static_cast<int64_t>(row) * stride +
-                                  kTileCols * panel + piece * 8) =
+                                  kPanelCols * panel + piece * 8) =
             *reinterpret_cast<const uint4*>(memory + PieceAddress(tile - shared, row, piece));
     }
   };
   const bool takes_b = panel == 0, takes_k = panel == L::kPanels - 1;
   if (half == 0) {
-    Sum<8> z, u, dqrb, dqrk;
+    Accumulator<8> z, u, dqrb, dqrk;
     Left rounded[kFrameBlocks];
     Product<false, kBlocks>(warp, z, rows_along(L::kSp), all_along(L::kAt));
-    if (const FrameMarks of_frame = marks(); of_frame.starts != 0) {
+    if (const ChunkMarks of_frame = marks(); of_frame.starts != 0) {
       Finish(z);
       KeepTokens<8>(0, 0, of_frame.FirstStart(), z);
     }
@@ -567,7 +567,7 @@ __global__ __launch_bounds__(4 * N, N == 64 ? 2 : 1) void GradientKernel(
     WaitForProducts<0>();
     wait_for_all();
 
-    Sum<8> daab, daak;
+    Accumulator<8> daab, daak;
     if (takes_b) {
       Settle(dqrb);
       StoreLower(warp, at(L::kQrb), true, marks(), dqrb);
@@ -589,10 +589,10 @@ __global__ __launch_bounds__(4 * N, N == 64 ? 2 : 1) void GradientKernel(
       StoreLower(warp, at(L::kAak), false, marks(), daak);
     }
   } else {
-    Sum<8> du, dz, dv;
+    Accumulator<8> du, dz, dv;
     Left rounded[kFrameBlocks];
-    const auto keep_last = [&](Sum<8>& sum) {
-      if (const FrameMarks of_frame = marks(); of_frame.starts != 0) {
+    const auto keep_last = [&](Accumulator<8>& sum) {
+      if (const ChunkMarks of_frame = marks(); of_frame.starts != 0) {
         Finish(sum);
         KeepTokens<8>(0, of_frame.LastStart(), kFrame, sum);
       }
@@ -629,20 +629,20 @@ __global__ __launch_bounds__(4 * N, N == 64 ? 2 : 1) void GradientKernel(
   };
   const auto half_down = [&](int tile) { return Down{at(tile), first_block}; };
   const auto state_of = [&](int tile) { return at(tile) + panel * L::kStatePanel; };
-  HalfSum reads = {};         // Rt dRt - Bh dBh - Kh dKh + At dAt
+  HalfAccumulator reads = {};         // Rt dRt - Bh dBh - Kh dKh + At dAt
   float written[2] = {};      // dS * S_L, summed over some of the rows of the state
-  const auto add_reads = [&](int scaled, float sign, const HalfSum& sum) {
+  const auto add_reads = [&](int scaled, float sign, const HalfAccumulator& sum) {
     channels(scaled).ForEachPair(first_block, [&](int tile, int e, float low, float high) {
       reads[tile][e] += sign * low * sum[tile][e];
       reads[tile][e + 1] += sign * high * sum[tile][e + 1];
     });
   };
-  const auto add_written = [&](int scaled, const HalfSum& sum) {
+  const auto add_written = [&](int scaled, const HalfAccumulator& sum) {
     channels(scaled).ForEachPair(first_block, [&](int tile, int e, float low, float high) {
       written[e / 2] += low * sum[tile][e] + high * sum[tile][e + 1];
     });
   };
-  const auto stage_and_emit = [&](const HalfSum(&pair)[2], int first_stage, T* first_out,
+  const auto stage_and_emit = [&](const HalfAccumulator(&pair)[2], int first_stage, T* first_out,
                                   int second_stage, T* second_out) {
     wait_for_half();  // whose tokens are operands of no other
     channels(first_stage).template StoreSum<T>(first_block, pair[0]);
@@ -666,7 +666,7 @@ __global__ __launch_bounds__(4 * N, N == 64 ? 2 : 1) void GradientKernel(
 
   // A left operand is loaded while the product before it runs. Of products with a triangle of tokens by
   // tokens half of the tokens have half of the blocks.
-  HalfSum pair[2];
+  HalfAccumulator pair[2];
   const auto add_triangles = [&](auto blocks, int first, int left, int next_left, auto right,
                                  int right_of_first, int right_of_second, int next_of_first,
                                  int next_of_second, auto meanwhile) {
@@ -689,8 +689,8 @@ __global__ __launch_bounds__(4 * N, N == 64 ? 2 : 1) void GradientKernel(
     const auto add_all = [&](auto blocks, int first_of_blocks) {
       add_triangles(blocks, first_of_blocks, L::kRt, L::kAt, half_down, L::kQrb, L::kQrk, L::kM,
                     L::kAak, [&] {
-                      if (const FrameMarks of_frame = marks(); of_frame.starts != 0)
-                        for (HalfSum& sum : pair)
+                      if (const ChunkMarks of_frame = marks(); of_frame.starts != 0)
+                        for (HalfAccumulator& sum : pair)
                           KeepTokens<kHalfTiles>(half * kHalf, of_frame.LastStart(), kFrame, sum);
                       add_written(L::kBh, pair[0]);
                       add_written(L::kKh, pair[1]);
@@ -715,8 +715,8 @@ __global__ __launch_bounds__(4 * N, N == 64 ? 2 : 1) void GradientKernel(
     ProductPair<false>(pair, sp, 0, half_along(L::kDy), half_along(L::kDz));
     const auto add_all = [&](auto blocks) {
       add_triangles(blocks, 0, L::kBh, L::kKh, half_along, L::kQrb, L::kM, L::kQrk, L::kAak, [&] {
-        if (const FrameMarks of_frame = marks(); of_frame.starts != 0)
-          for (HalfSum& sum : pair)
+        if (const ChunkMarks of_frame = marks(); of_frame.starts != 0)
+          for (HalfAccumulator& sum : pair)
             KeepTokens<kHalfTiles>(half * kHalf, 0, of_frame.FirstStart(), sum);
       });
     };
@@ -726,12 +726,12 @@ __global__ __launch_bounds__(4 * N, N == 64 ? 2 : 1) void GradientKernel(
       add_all(all_blocks);
   }
   add_reads(L::kRt, 1.0f, pair[0]);
-  HalfSum own_reads;  // At dAt, which the decay of its own token does not scale
+  HalfAccumulator own_reads;  // At dAt, which the decay of its own token does not scale
   channels(L::kAt).ForEachPair(first_block, [&](int tile, int e, float low, float high) {
     own_reads[tile][e] = low * pair[1][tile][e];
     own_reads[tile][e + 1] = high * pair[1][tile][e + 1];
   });
-  HalfSum slope;
+  HalfAccumulator slope;
   ForEachElement([&](int tile, int e) {
     const uint32_t w = raw_w[tile / 2][tile % 2 + e / 2 * 2];
     const float2 log_decay = LogDecayAndSlope(e % 2 ? Pair<T>::High(w) : Pair<T>::Low(w), in.decay);
@@ -767,7 +767,7 @@ __global__ __launch_bounds__(4 * N, N == 64 ? 2 : 1) void GradientKernel(
       }
     }
   };
-  if (const FrameMarks of_frame = marks(); of_frame.starts == 0)
+  if (const ChunkMarks of_frame = marks(); of_frame.starts == 0)
     sum_up([](int, int) { return true; });
   else
     sum_up([&](int token, int later) { return of_frame.SegmentEnd(token) > later; });
@@ -790,7 +790,7 @@ __global__ __launch_bounds__(4 * N, N == 64 ? 2 : 1) void GradientKernel(
     const float* const sum = sums + channel + 8 * i;
     total[i] = sum[N] + sum[2 * N] + (half == 0 ? sum[3 * N] : 0.0f);
   }
-  if (const FrameMarks of_frame = marks(); (of_frame.starts | of_frame.absent) == 0) {
+  if (const ChunkMarks of_frame = marks(); (of_frame.starts | of_frame.absent) == 0) {
     ForEachElement([&](int tile, int e) {
       reads[tile][e] = slope[tile][e] * (reads[tile][e] - own_reads[tile][e] + total[e / 2]);
     });
@@ -812,7 +812,7 @@ __global__ __launch_bounds__(4 * N, N == 64 ? 2 : 1) void GradientKernel(
 
 }  // namespace
 
-cudaError_t Wkv7FrameBackward(cudaStream_t stream, const Wkv7BackwardCall& call,
+cudaError_t Wkv7Gradients(cudaStream_t stream, const Wkv7BackwardCall& call,
                               const uint4* gradients, const float* inexact) {
   if (call.dims.tokens == 0) return cudaSuccess;
   const int64_t rows = call.sequences.Given() ? 1 : call.dims.batch;

@@ -54,10 +54,10 @@ void RequireMatrices(Operands& operands, const Wkv7Call& call) {
   RequireMatrixUnits(operands, call);
 }
 
-void RequireChunked(Operands& operands, const Wkv7Call& call, int64_t segments, int64_t floats) {
+void RequireChunked(Operands& operands, const Wkv7Call& call, int64_t splits, int64_t floats) {
   RequireMatrices(operands, call);
   RequireRows(operands);
-  RequireScratch(operands, call, segments, floats);
+  RequireScratch(operands, call, splits, floats);
 }
 
 void RequireSummed(Operands& operands, const Wkv7Call& call) {
@@ -73,10 +73,10 @@ ffi::Error ChunkForward(cudaStream_t stream, ffi::RemainingArgs args, ffi::Remai
   ReadForward(operands, decay, kMaxHeadSize, call);
   float* const scratch = operands.FloatRet("scratch", "BHX");
   float* const inexact = operands.FloatRet("inexact", "BH");
-  const Segments segments{count, scratch, SummarySize(call.dims.head_size)};
-  RequireChunked(operands, call, count, segments.Stride());
+  const Splits splits{count, scratch, SummarySize(call.dims.head_size)};
+  RequireChunked(operands, call, count, splits.Stride());
   if (ffi::Error error = operands.Finish(); error.failure()) return error;
-  return Launched("wkv7", Wkv7ChunkForward(stream, call, segments, inexact));
+  return Launched("wkv7", Wkv7ChunkForward(stream, call, splits, inexact));
 }
 
 ffi::Error ChunkBackward(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
@@ -128,9 +128,9 @@ ffi::Error ReverseSummary(cudaStream_t stream, ffi::RemainingArgs args, ffi::Rem
   return Launched("wkv7 reverse summary", Wkv7ReverseSummary(stream, call));
 }
 
-void RequireSequences(Operands& operands, const Wkv7Call& call, const Segments& segments) {
+void RequireSequences(Operands& operands, const Wkv7Call& call, const Splits& splits) {
   RequireSummed(operands, call);
-  RequireScratch(operands, call, segments.count, segments.Stride());
+  RequireScratch(operands, call, splits.count, splits.Stride());
 }
 
 ffi::Error SequencesForward(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
@@ -138,12 +138,12 @@ ffi::Error SequencesForward(cudaStream_t stream, ffi::RemainingArgs args, ffi::R
   Operands operands("wkv7", args, rets);
   Wkv7ForwardCall call;
   ReadForward(operands, decay, kMaxHeadSize, call);
-  const Segments segments = ReadSegments(operands, count, SummarySize(call.dims.head_size));
-  RequireSequences(operands, call, segments);
+  const Splits splits = ReadSplits(operands, count, SummarySize(call.dims.head_size));
+  RequireSequences(operands, call, splits);
   if (ffi::Error error = operands.Finish(); error.failure()) return error;
   cudaError_t error = ClearOutside(stream, operands, call, {call.y});
   if (error == cudaSuccess && call.dims.batch * call.dims.heads > 0)
-    error = Wkv7Scan(stream, call, segments, nullptr);
+    error = Wkv7Scan(stream, call, splits, nullptr);
   return Launched("wkv7", error);
 }
 
@@ -152,14 +152,14 @@ ffi::Error SequencesBackward(cudaStream_t stream, ffi::RemainingArgs args, ffi::
   Operands operands("wkv7 backward", args, rets);
   Wkv7BackwardCall call;
   ReadBackward(operands, decay, kMaxHeadSize, call);
-  const Segments segments = ReadSegments(operands, count, SummarySize(call.dims.head_size));
-  uint4* const gradients = ReadFrameGradients(operands, call);
-  RequireSequences(operands, call, segments);
+  const Splits splits = ReadSplits(operands, count, SummarySize(call.dims.head_size));
+  uint4* const gradients = ReadStateGradients(operands, call);
+  RequireSequences(operands, call, splits);
   if (ffi::Error error = operands.Finish(); error.failure()) return error;
   cudaError_t error = ClearGradients(stream, operands, call);
   if (error == cudaSuccess && call.dims.batch * call.dims.heads > 0) {
-    error = Wkv7ReverseScan(stream, call, segments, gradients, nullptr);
-    if (error == cudaSuccess) error = Wkv7FrameBackward(stream, call, gradients, nullptr);
+    error = Wkv7ReverseScan(stream, call, splits, gradients, nullptr);
+    if (error == cudaSuccess) error = Wkv7Gradients(stream, call, gradients, nullptr);
   }
   return Launched("wkv7 backward", error);
 }

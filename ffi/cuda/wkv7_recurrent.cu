@@ -1,7 +1,7 @@
 // WKV7 one token at a time, all in float: exact for every decay, one block of threads per head.
 #include "launch.cuh"
 #include "recurrent.cuh"
-#include "tile.cuh"
+#include "fragment.cuh"
 #include "wkv7.h"
 
 namespace rwkv_jax::cuda {
@@ -142,32 +142,32 @@ __global__ __launch_bounds__(ForwardTile<N>::kThreads, kBlocks) void ForwardKern
 }
 
 // If `only` is given, the heads that it marks.
-struct SomeHeadsSplit : Split {
+struct SomeHeadsLot : ReplayLot {
   const float* only;
 
   __device__ bool Skips(int64_t head) const { return only != nullptr && only[head] == 0.0f; }
   template <int N>
-  __device__ float* Scratch(int64_t turn, int64_t segment) const {
-    return Split::Scratch(turn, segment, ScratchSize(N));
+  __device__ float* Scratch(int64_t turn, int64_t split) const {
+    return ReplayLot::Scratch(turn, split, ScratchSize(N));
   }
 };
 
-// The gradient of the state at the end of each segment but the last. It follows a recurrence of its
+// The gradient of the state at the end of each split but the last. It follows a recurrence of its
 // own, which needs no state: dS <- (dS + dy r^T) diag(d) + ((dS + dy r^T) b) a^T.
 template <typename T, int N, bool kMarked>
-__global__ __launch_bounds__(ForwardTile<N>::kThreads) void SegmentKernel(
+__global__ __launch_bounds__(ForwardTile<N>::kThreads) void SplitKernel(
     const __grid_constant__ Vectors<T> inputs, int64_t row_tokens, int64_t heads, Decay decay,
-    Marks marks, Sequences sequences, const float* dfinal_state, SomeHeadsSplit split) {
+    Marks marks, Sequences sequences, const float* dfinal_state, SomeHeadsLot lot) {
   enum { kDecayRow, kARow, kBRow, kRRow, kDyRow, kRowsOfTile };
   using G = ForwardTile<N>;
   constexpr int kTokens = 8;
   __shared__ __align__(16) float shared[kRowsOfTile * kTokens * N];
   const G tile;
-  const Head<N> head(split.first_head + blockIdx.x, row_tokens, heads, sequences);
-  if (split.Skips(head.index)) return;
+  const Head<N> head(lot.first_head + blockIdx.x, row_tokens, heads, sequences);
+  if (lot.Skips(head.index)) return;
   const int64_t tokens = head.span.tokens, stride = head.TokenStride();
   if (tokens == 0) return;
-  const int64_t length = split.Length(head.span.Frames()) * kChunk;
+  const int64_t length = lot.Length(head.span.Chunks()) * kChunk;
 
   Fragment<G> ds;
   LoadState(tile, dfinal_state + head.State(), ds);
@@ -202,7 +202,7 @@ __global__ __launch_bounds__(ForwardTile<N>::kThreads) void SegmentKernel(
       if (own.Starts(t)) Clear<G>(ds);
     }
     if (first % length == 0)
-      StoreState(tile, split.Scratch<N>(head.turn, first / length - 1), ds);
+      StoreState(tile, lot.Scratch<N>(head.turn, first / length - 1), ds);
   }
 }
 
@@ -355,14 +355,14 @@ __device__ void WriteColumnSums(const float (&sums)[kTokens][G::kWarps][kColumnS
   }
 }
 
-// The chunks of a segment run last to first. In a chunk the saved state is replayed once to find the state before each
+// The chunks of a split run last to first. In a chunk the saved state is replayed once to find the state before each
 // block of kBlock tokens; each block is then replayed from there, which leaves S_{t-1} of its tokens
 // at hand, and taken backwards. The decay is never inverted.
 template <typename T, int N, bool kMarked>
 __global__ __launch_bounds__(BackwardTile<N>::kThreads, N == 64 ? 2 : 1) void BackwardKernel(
     const __grid_constant__ Vectors<T> inputs, int64_t row_tokens, int64_t heads, Decay decay,
     Marks marks, Sequences sequences, SavedStates states, const float* dfinal_state,
-    const __grid_constant__ Gradients<T> out, SomeHeadsSplit split) {
+    const __grid_constant__ Gradients<T> out, SomeHeadsLot lot) {
   using G = BackwardTile<N>;
   static_assert(kBlock * N <= 4 * G::kThreads);
   static_assert(kBlock == 4, "S_0, S_1 and S_2 are kept or reloaded, S_3 is in registers");
@@ -372,14 +372,14 @@ __global__ __launch_bounds__(BackwardTile<N>::kThreads, N == 64 ? 2 : 1) void Ba
   auto& shared = *reinterpret_cast<Shared*>(memory);
   constexpr int kRows = G::kRows;
   const G tile;
-  const Head<N> head(split.Turn(), row_tokens, heads, sequences);
-  if (split.Skips(head.index)) return;
-  const int64_t tokens = head.span.tokens, chunks = head.span.Frames();
-  const int64_t segment = split.Segment(), length = split.Length(chunks);
-  const int64_t first_chunk = segment * length;
+  const Head<N> head(lot.Turn(), row_tokens, heads, sequences);
+  if (lot.Skips(head.index)) return;
+  const int64_t tokens = head.span.tokens, chunks = head.span.Chunks();
+  const int64_t split = lot.Split(), length = lot.Length(chunks);
+  const int64_t first_chunk = split * length;
   const int64_t last_chunk = first_chunk + length < chunks ? first_chunk + length : chunks;
   const int64_t stride = head.TokenStride();
-  float* const ds_end = split.Scratch<N>(head.turn, segment);
+  float* const ds_end = lot.Scratch<N>(head.turn, split);
   float* const block_states = ds_end + N * N;
   float* const chunk_sa = block_states + (kChunk / kBlock - 1) * N * N;
 
@@ -502,7 +502,7 @@ __global__ __launch_bounds__(BackwardTile<N>::kThreads, N == 64 ? 2 : 1) void Ba
       if constexpr (!kLarge) WriteColumnSums<T, G>(sums, count, own, token(0), stride, out);
     }
   }
-  if (segment == 0) StoreState(tile, out.initial_state + head.State(), ds);
+  if (split == 0) StoreState(tile, out.initial_state + head.State(), ds);
 }
 
 // Below this many heads a multiprocessor of any current GPU has little more than one.
@@ -549,20 +549,20 @@ cudaError_t Wkv7Backward(cudaStream_t stream, const Wkv7BackwardCall& call,
     const Vectors<T> inputs(call.w, call.k, call.v, call.a, call.b, call.r, call.dy);
     const SavedStates states{const_cast<void*>(call.states), call.states_dtype == Dtype::kBF16};
     return ForMarks(call.marks, [&](auto marked) {
-      return ForHeads(heads, scratch, [&](const Split& part, int64_t count) {
-        const SomeHeadsSplit split{part, only};
-        if (scratch.segments > 1 && call.dims.tokens > 0) {
+      return ForHeads(heads, scratch, [&](const ReplayLot& own_lot, int64_t count) {
+        const SomeHeadsLot lot{own_lot, only};
+        if (scratch.splits > 1 && call.dims.tokens > 0) {
           const cudaError_t error =
-              Launch(SegmentKernel<T, N, marked()>, count, ForwardTile<N>::kThreads, 0, stream,
+              Launch(SplitKernel<T, N, marked()>, count, ForwardTile<N>::kThreads, 0, stream,
                      Vectors<T>(call.w, call.a, call.b, call.r, call.dy), call.dims.tokens,
                      call.dims.heads, call.decay, call.marks, call.sequences, call.dfinal_state,
-                     split);
+                     lot);
           if (error != cudaSuccess) return error;
         }
-        return Launch(BackwardKernel<T, N, marked()>, count * scratch.segments,
+        return Launch(BackwardKernel<T, N, marked()>, count * scratch.splits,
                       BackwardTile<N>::kThreads, sizeof(BackwardShared<BackwardTile<N>>), stream,
                       inputs, call.dims.tokens, call.dims.heads, call.decay, call.marks,
-                      call.sequences, states, call.dfinal_state, gradients, split);
+                      call.sequences, states, call.dfinal_state, gradients, lot);
       });
     });
   });

@@ -1,5 +1,5 @@
 // WKV7 on matrix units, the state from token to token: the forward pass, and the gradient of the state
-// in the backward pass. One block of threads per head, or per head and segment of its tokens.
+// in the backward pass. One block of threads per head, or per head and split of its tokens.
 //
 // Tokens are taken in chunks of L = 16 (rows of the matrices below are tokens), in the form
 //
@@ -44,26 +44,26 @@ struct Scan {
   uint4* gradients;          // backward: the same
   // If it has no memory, a summary is that of all tokens: D of them goes to `end`, from `start` if that
   // is not null, and M to `factor`, unless that is null.
-  Segments segments;
+  Splits splits;
   float* factor;
   float* inexact;
 };
 
 // How warpgroups share the work on a chunk: one does it all, so that more blocks fit a multiprocessor
 // and hide each other's latency; or each step of it has warpgroups of its own, so that a chunk takes
-// less time; or, for the summary of a segment, two states advance that start as zero and as the
+// less time; or, for the summary of a split, two states advance that start as zero and as the
 // identity, and their warpgroups share the rest.
 enum class Work { kTogether, kSplit, kSummary };
 
 template <int N, bool kOutput, Work kWork>
 struct Layout {
-  static constexpr int kPanels = N / kTileCols;
+  static constexpr int kPanels = N / kPanelCols;
   static constexpr bool kSplit = kWork == Work::kSplit, kSummary = kWork == Work::kSummary;
   static constexpr int kStateThreads = 2 * N;
   static constexpr int kThreads = kStateThreads * (kSummary ? 2 : 1) + (kSplit ? 256 : 0);
   static constexpr int kBlocks = kThreads > 256 ? 1 : 512 / kThreads;  // on a multiprocessor
-  static constexpr int kTile = kSub * kRowBytes;
-  static constexpr int kMatrices = 4 * kBlockBytes;
+  static constexpr int kTile = kTileTokens * kRowBytes;
+  static constexpr int kMatrices = 4 * kTileBytes;
   static constexpr int kDecayStride = N / 4 + 4;  // so that four lanes read different banks
 
   // In a slot. Rt follows At in each panel of 64 columns, so that the two are one operand.
@@ -99,7 +99,7 @@ __device__ bool ScaleChunk(int warp, uint32_t slot, uint32_t w_tile, float* deca
                            uint32_t there, const Ones& inclusive, const Ones& exclusive,
                            bool new_frame, Carry& carry) {
   const int lane = Lane(), panel = warp / 4;
-  const uint32_t here = BlockAddress(0, 0, warp % 4);
+  const uint32_t here = TileAddress(0, 0, warp % 4);
   const uint32_t a_tile = slot + L::kA + panel * L::kReadStride + here;
   const uint32_t r_tile = slot + L::kR + panel * L::kReadStride + here;
   const uint32_t b_tile = slot + L::kB + panel * L::kTile + here;
@@ -164,7 +164,7 @@ __device__ bool ScaleChunk(int warp, uint32_t slot, uint32_t w_tile, float* deca
 #pragma unroll
     for (int i = 0; i < 2; ++i)
 #pragma unroll
-      for (int j = 0; j < 4; ++j) in_range = in_range && fabsf(sum[i][j]) <= kMaxFrameLog2;
+      for (int j = 0; j < 4; ++j) in_range = in_range && fabsf(sum[i][j]) <= kMaxChunkLog2;
   }
   return in_range;
 }
@@ -176,7 +176,7 @@ __device__ void MultiplyChunk(int warp, uint32_t slot, uint32_t matrices, const 
   const bool reads_r = warp >= 2, writes_k = warp % 2 == 1;
   const uint32_t left = slot + (reads_r ? L::kR : L::kA);
   const uint32_t right = slot + (writes_k ? L::kK : L::kB);
-  Sum<2> m = {};
+  Accumulator<2> m = {};
 #pragma unroll
   for (int block = 0; block < L::kPanels * 4; ++block) {
     const int panel = block / 4;
@@ -195,10 +195,10 @@ __device__ void MultiplyChunk(int warp, uint32_t slot, uint32_t matrices, const 
   else
     Round(m[0], m[1], rounded);
   const int place = reads_r ? (writes_k ? 1 : 3) : (writes_k ? 0 : 2);
-  StoreMatrices(PackedBlockAddress(matrices + place * kBlockBytes), rounded);
+  StoreMatrices(PackedTileAddress(matrices + place * kTileBytes), rounded);
 }
 
-constexpr int kPanelBlocks = kTileCols / kSub;
+constexpr int kPanelBlocks = kPanelCols / kTileTokens;
 
 // One chunk: y, and the state after it from the state before it. If the state is cleared on the way,
 // products wait for each other.
@@ -211,7 +211,7 @@ __device__ void AdvanceState(int warp, uint32_t slot, uint32_t matrices, uint32_
   Left v = {};
   if (has_values) LoadLeftTransposed(slot + L::kV + panel_of_v * L::kTile, 0, warp % 4, v);
 
-  Sum<kReadTiles> zy;  // [Z | Y]^T = S [At; Rt]^T + V^T [Aak; Qrk]^T
+  Accumulator<kReadTiles> zy;  // [Z | Y]^T = S [At; Rt]^T + V^T [Aak; Qrk]^T
 #pragma unroll
   for (int panel = 0; panel < L::kPanels; ++panel) {
     // One panel at a time: there are no registers for the operands of two.
@@ -241,12 +241,12 @@ __device__ void AdvanceState(int warp, uint32_t slot, uint32_t matrices, uint32_
       KeepTokens<2>(0, 0, marks.FirstCleared(), &zy[half]);
     BeginProducts();
   }
-  Multiply<true>(zy, v, PackedBlocks{matrices});
+  Multiply<true>(zy, v, PackedTiles{matrices});
   CommitProducts();
   if constexpr (kClears) {
     WaitForProducts<0>();
     Settle(zy);
-    KeepTokens(marks.Last(), kSub, v);
+    KeepTokens(marks.Last(), kTileTokens, v);
 #pragma unroll
     for (int panel = 0; panel < L::kPanels; ++panel)
 #pragma unroll
@@ -264,9 +264,9 @@ __device__ void AdvanceState(int warp, uint32_t slot, uint32_t matrices, uint32_
 
   Left rounded;
   Round(zy[0], zy[1], rounded);
-  Sum<2> u;  // U^T = Z^T M^T
+  Accumulator<2> u;  // U^T = Z^T M^T
   BeginProducts();
-  Multiply<false>(u, rounded, PackedBlocks{matrices + 2 * kBlockBytes});
+  Multiply<false>(u, rounded, PackedTiles{matrices + 2 * kTileBytes});
   CommitProducts();
   WaitForProducts<0>();
   Settle(u);
@@ -276,12 +276,12 @@ __device__ void AdvanceState(int warp, uint32_t slot, uint32_t matrices, uint32_
   BeginProducts();
   if constexpr (kOutput) {
     // Y += Qrb U; the product with M beside it falls into Z, which is no longer needed.
-    Multiply<true>(zy, u_rounded, PackedBlocks{matrices + 2 * kBlockBytes});
+    Multiply<true>(zy, u_rounded, PackedTiles{matrices + 2 * kTileBytes});
     CommitProducts();
   }
   if constexpr (kClears) {
     WaitForProducts<0>();
-    KeepTokens(marks.Last(), kSub, u_rounded);
+    KeepTokens(marks.Last(), kTileTokens, u_rounded);
     BeginProducts();
   }
 #pragma unroll
@@ -291,7 +291,7 @@ __device__ void AdvanceState(int warp, uint32_t slot, uint32_t matrices, uint32_
   if constexpr (kOutput) {
     WaitForProducts<1>();
     Settle(zy);
-    StoreTransposed(BlockAddress(y_tile + panel_of_v * L::kTile, 0, warp % 4),
+    StoreTransposed(TileAddress(y_tile + panel_of_v * L::kTile, 0, warp % 4),
                     {Pair<T>::Round(zy[2][0], zy[2][1]), Pair<T>::Round(zy[3][0], zy[3][1]),
                      Pair<T>::Round(zy[2][2], zy[2][3]), Pair<T>::Round(zy[3][2], zy[3][3])});
   }
@@ -308,35 +308,35 @@ __global__ __launch_bounds__(Layout<N, kOutput, kWork>::kThreads,
 void ScanKernel(const __grid_constant__ Scan<T> scan) {
   using L = Layout<N, kOutput, kWork>;
   constexpr bool kTogether = kWork == Work::kTogether;
-  static_assert(!kTogether || N == kTileCols, "a warpgroup advances 64 rows of a state");
+  static_assert(!kTogether || N == kPanelCols, "a warpgroup advances 64 rows of a state");
   using Tiles = StateTiles<N>;
-  RWKV_JAX_DYNAMIC_SHARED(kTileAlignment, memory);
+  RWKV_JAX_DYNAMIC_SHARED(kPanelAlignment, memory);
   const uint32_t shared = SharedAddress(memory);
   const int warpgroup = kTogether ? 0 : Warp() / 4, warp = Warp() % (4 * L::kPanels);  // of its state
   const bool identity = L::kSummary && warpgroup >= L::kPanels;
   const bool multiplies = warpgroup == (L::kSplit ? L::kPanels : 0);
   const bool scales = warpgroup == (kTogether ? 0 : L::kSplit ? L::kPanels + 1 : 1);
   const bool copies = L::kSummary ? warpgroup == 2 * L::kPanels - 1 : multiplies;
-  const Segments& segments = scan.segments;
-  const bool for_later = L::kSummary && segments.memory != nullptr;
-  const auto [turn, segment] =
-      segments.PieceOfBlock<kReverse>(scan.sequences, scan.tokens, scan.heads, for_later);
-  if (segment < 0) return;
+  const Splits& splits = scan.splits;
+  const bool for_later = L::kSummary && splits.memory != nullptr;
+  const auto [turn, split] =
+      splits.WorkOfBlock<kReverse>(scan.sequences, scan.tokens, scan.heads, for_later);
+  if (split < 0) return;
   const int64_t head = turn.sequence * scan.heads + blockIdx.x % scan.heads;
-  // Another segment of the head may give up now, so the threads agree on what they have seen.
+  // Another split of the head may give up now, so the threads agree on what they have seen.
   if (scan.inexact != nullptr && !SynchronizeAll(1, L::kThreads, scan.inexact[head] == 0.0f)) return;
 
   const int64_t batch = turn.sequence;
   const Span& span = turn.span;
-  const int64_t in_segment = segments.Frames(span.Frames()), count = segments.Count(span.Frames());
-  const int64_t order = kReverse ? count - 1 - segment : segment;  // in the recurrence
-  const int64_t first_frame = segment * in_segment, first_token = first_frame * kChunk;
-  const int64_t left = span.tokens - first_token, most = in_segment * kChunk;
+  const int64_t in_split = splits.ChunksPerSplit(span.Chunks()), count = splits.Count(span.Chunks());
+  const int64_t order = kReverse ? count - 1 - split : split;  // in the recurrence
+  const int64_t first_frame = split * in_split, first_token = first_frame * kChunk;
+  const int64_t left = span.tokens - first_token, most = in_split * kChunk;
   const int tokens = static_cast<int>(left < most ? left : most);
-  const int chunks = tokens > 0 ? (tokens + kSub - 1) / kSub : 0;
+  const int chunks = tokens > 0 ? (tokens + kTileTokens - 1) / kTileTokens : 0;
 
   const auto state_at = [&](int64_t order) {
-    return segments.Summary<kReverse>(head, scan.heads, span, order);
+    return splits.Summary<kReverse>(head, scan.heads, span, order);
   };
 
   // A piece of 16 bytes of a panel. Backwards, the first row of a chunk is its last token.
@@ -344,7 +344,7 @@ void ScanKernel(const __grid_constant__ Scan<T> scan) {
   const uint32_t copy_to = PieceAddress(0, copy_row, copy_piece);
   const auto time_of = [&](int chunk) { return kReverse ? chunks - 1 - chunk : chunk; };
   const auto token_of = [&](int chunk) {
-    return time_of(chunk) * kSub + (kReverse ? kSub - 1 - copy_row : copy_row);
+    return time_of(chunk) * kTileTokens + (kReverse ? kTileTokens - 1 - copy_row : copy_row);
   };
   const int stride = static_cast<int>(scan.heads * N);
   const int64_t first = (span.first_token + first_token) * stride +
@@ -354,10 +354,10 @@ void ScanKernel(const __grid_constant__ Scan<T> scan) {
   // The marks of a chunk are on their way with its operands.
   uint32_t* const words = reinterpret_cast<uint32_t*>(memory + L::kWords);
   const auto word_of = [&](int chunk) {
-    return kMarked ? scan.marks.Word(batch, first_token + time_of(chunk) * kSub) : 0u;
+    return kMarked ? scan.marks.Word(batch, first_token + time_of(chunk) * kTileTokens) : 0u;
   };
   const auto marks_of = [&](int chunk) {
-    return RowMarks(kMarked ? words[chunk % L::kSlots] : 0u, tokens - time_of(chunk) * kSub,
+    return RowMarks(kMarked ? words[chunk % L::kSlots] : 0u, tokens - time_of(chunk) * kTileTokens,
                     kReverse);
   };
 
@@ -367,10 +367,10 @@ void ScanKernel(const __grid_constant__ Scan<T> scan) {
   };
   const auto for_panels_of = [&](int chunk, uint32_t word, auto copy) {
     const int token = token_of(chunk);
-    const bool there = token < tokens && (word >> (kSub + token % kSub) & 1) == 0;
+    const bool there = token < tokens && (word >> (kTileTokens + token % kTileTokens) & 1) == 0;
 #pragma unroll
     for (int panel = 0; panel < L::kPanels; ++panel)
-      copy(panel, element_of(token) + kTileCols * panel, there);
+      copy(panel, element_of(token) + kPanelCols * panel, there);
   };
   const auto copy_operands = [&](int chunk, uint32_t word) {
     const uint32_t to = slot_of(chunk) + copy_to;
@@ -461,7 +461,7 @@ void ScanKernel(const __grid_constant__ Scan<T> scan) {
     constexpr bool kOnState = decltype(on_state)::value, kForState = decltype(for_state)::value;
     typename Tiles::State s;
     if constexpr (kOnState) {
-      // The start of the first segment may be known, and its summary is its end.
+      // The start of the first split may be known, and its summary is its end.
       if (L::kSummary && (order > 0 || scan.start == nullptr))
         Tiles::SetDiagonal(identity ? 1.0f : 0.0f, s);
       else
@@ -476,7 +476,7 @@ void ScanKernel(const __grid_constant__ Scan<T> scan) {
       if constexpr (kOnState) {
         if (!L::kSummary && starts_frame(chunk)) {
           // Of [B, frames, H], and head is batch * H + h.
-          const int64_t frame = span.first_frame + first_frame + time_of(chunk) / 4;
+          const int64_t frame = span.first_chunk + first_frame + time_of(chunk) / 4;
           const int64_t index = head + (frame - batch) * scan.heads;
           if constexpr (kReverse) {
             Tiles::StoreRounded(s, scan.gradients + index * (N * N / 8));
@@ -516,7 +516,7 @@ void ScanKernel(const __grid_constant__ Scan<T> scan) {
 #pragma unroll
           for (int panel = 0; panel < L::kPanels; ++panel)
             if (token < tokens)
-              *reinterpret_cast<uint4*>(scan.y + element_of(token) + kTileCols * panel) =
+              *reinterpret_cast<uint4*>(scan.y + element_of(token) + kPanelCols * panel) =
                   *reinterpret_cast<const uint4*>(memory + (y_tile - shared) + panel * L::kTile +
                                                   copy_to);
         }
@@ -549,21 +549,21 @@ void ScanKernel(const __grid_constant__ Scan<T> scan) {
     run(std::false_type(), std::true_type());
 }
 
-// From the summaries of the segments the state at the end of each: S_i = S_{i-1} M_i + D_i, where S_0
+// From the summaries of the splits the state at the end of each: S_i = S_{i-1} M_i + D_i, where S_0
 // is there already, and D_i becomes S_i. A block has some rows of the state.
 constexpr int kCombineThreads = 128;
 constexpr int kCombineRows = 8;
 
 template <int N, bool kReverse>
-__global__ __launch_bounds__(kCombineThreads) void CombineKernel(Segments segments,
+__global__ __launch_bounds__(kCombineThreads) void CombineKernel(Splits splits,
                                                                  Sequences sequences,
                                                                  int64_t tokens, int64_t heads,
                                                                  const float* inexact) {
   constexpr int kCols = kCombineRows * N / kCombineThreads;
   __shared__ float s[kCombineRows][N];
-  RWKV_JAX_DYNAMIC_SHARED(kTileAlignment, memory);
+  RWKV_JAX_DYNAMIC_SHARED(kPanelAlignment, memory);
   float* const factor = reinterpret_cast<float*>(memory);  // [N, N]
-  const int64_t sequence = segments.SummarizedSequence(sequences, heads);
+  const int64_t sequence = splits.SummarizedSequence(sequences, heads);
   if (sequence < 0) return;
   const int64_t head = sequence * heads + blockIdx.x % heads;
   const int first_row = blockIdx.y * kCombineRows;
@@ -571,11 +571,11 @@ __global__ __launch_bounds__(kCombineThreads) void CombineKernel(Segments segmen
   if (inexact != nullptr && inexact[head] != 0.0f) return;
 
   const Span span = sequences(sequence, tokens);
-  const int64_t count = segments.Count(span.Frames());
+  const int64_t count = splits.Count(span.Chunks());
   if (count <= 2) return;
   float sum[kCols];
   const auto state_at = [&](int order) {
-    return segments.Summary<kReverse>(head, heads, span, order);
+    return splits.Summary<kReverse>(head, heads, span, order);
   };
   const auto at = [&](int order) { return state_at(order) + (first_row + row) * N + col; };
 #pragma unroll
@@ -618,27 +618,27 @@ cudaError_t LaunchScan(cudaStream_t stream, const Scan<T>& scan, dim3 blocks) {
   });
 }
 
-// The whole sequence, or segment by segment: first what each does to a state, then, from the state at
+// The whole sequence, or split by split: first what each does to a state, then, from the state at
 // the start of each, all of them at once.
 template <typename T, int N, bool kReverse>
 cudaError_t Run(cudaStream_t stream, const Scan<T>& scan, int64_t batch) {
   constexpr bool kOutput = !kReverse;
-  const Segments& segments = scan.segments;
-  if (segments.count > 1) {
+  const Splits& splits = scan.splits;
+  if (splits.count > 1) {
     cudaError_t error = LaunchScan<T, N, kReverse, false, Work::kSummary>(
-        stream, scan, segments.SummaryBlocks(batch, scan.heads));
-    const dim3 blocks(static_cast<unsigned>(segments.SummarizedHeads(batch, scan.heads)),
+        stream, scan, splits.SummaryBlocks(batch, scan.heads));
+    const dim3 blocks(static_cast<unsigned>(splits.SummarizedHeads(batch, scan.heads)),
                       N / kCombineRows);
     if (error == cudaSuccess)
       error = Launch(CombineKernel<N, kReverse>, blocks, kCombineThreads, N * N * sizeof(float),
-                     stream, segments, scan.sequences, scan.tokens, scan.heads, scan.inexact);
+                     stream, splits, scan.sequences, scan.tokens, scan.heads, scan.inexact);
     if (error != cudaSuccess) return error;
   }
-  const dim3 blocks = segments.Blocks(batch, scan.heads);
+  const dim3 blocks = splits.Blocks(batch, scan.heads);
   const auto split = [&] {
     return LaunchScan<T, N, kReverse, kOutput, Work::kSplit>(stream, scan, blocks);
   };
-  if constexpr (N > kTileCols) {
+  if constexpr (N > kPanelCols) {
     return split();
   } else {
     const cudaError_t error =
@@ -672,24 +672,24 @@ int64_t Heads(const Wkv7Call& call) { return call.dims.batch * call.dims.heads; 
 
 }  // namespace
 
-cudaError_t Wkv7Scan(cudaStream_t stream, const Wkv7ForwardCall& call, const Segments& segments,
+cudaError_t Wkv7Scan(cudaStream_t stream, const Wkv7ForwardCall& call, const Splits& splits,
                      float* inexact) {
   return ForHalfTypes<64, 128>(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
     using T = decltype(zero);
     Scan<T> scan = ForwardScan<T>(call);
     scan.start = call.initial_state, scan.end = call.final_state;
     scan.y = static_cast<T*>(call.y), scan.states = static_cast<uint4*>(call.states);
-    scan.segments = segments, scan.inexact = inexact;
+    scan.splits = splits, scan.inexact = inexact;
     return Run<T, size(), false>(stream, scan, call.dims.batch);
   });
 }
 
 cudaError_t Wkv7ReverseScan(cudaStream_t stream, const Wkv7BackwardCall& call,
-                            const Segments& segments, uint4* gradients, float* inexact) {
+                            const Splits& splits, uint4* gradients, float* inexact) {
   return ForHalfTypes<64, 128>(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
     using T = decltype(zero);
     Scan<T> scan = ReverseScan<T>(call);
-    scan.gradients = gradients, scan.segments = segments, scan.inexact = inexact;
+    scan.gradients = gradients, scan.splits = splits, scan.inexact = inexact;
     return Run<T, size(), true>(stream, scan, call.dims.batch);
   });
 }
@@ -699,7 +699,7 @@ cudaError_t Wkv7Summary(cudaStream_t stream, const Wkv7SummaryCall& call) {
   return ForHalfTypes<64, 128>(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
     using T = decltype(zero);
     Scan<T> scan = ForwardScan<T>(call);
-    scan.end = call.added, scan.factor = call.factor, scan.segments.count = 1;
+    scan.end = call.added, scan.factor = call.factor, scan.splits.count = 1;
     return LaunchScan<T, size(), false, false, Work::kSummary>(stream, scan,
                                                                   dim3(Heads(call)));
   });
@@ -710,7 +710,7 @@ cudaError_t Wkv7ReverseSummary(cudaStream_t stream, const Wkv7BackwardCall& call
   return ForHalfTypes<64, 128>(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
     using T = decltype(zero);
     Scan<T> scan = ReverseScan<T>(call);
-    scan.segments.count = 1;
+    scan.splits.count = 1;
     return LaunchScan<T, size(), true, false, Work::kSummary>(stream, scan,
                                                                   dim3(Heads(call)));
   });

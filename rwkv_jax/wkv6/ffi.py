@@ -126,7 +126,7 @@ def forward(
         ],
         *(*inputs, initial_state, *rows),
         decay=DECAY_CODES[options.decay],
-        segments=count,
+        splits=count,
     )
     return y, final_state, states
 
@@ -160,7 +160,7 @@ def backward(
         ],
         *operands,
         decay=DECAY_CODES[options.decay],
-        segments=count,
+        splits=count,
     )
     return _summed(found, inputs)
 
@@ -242,7 +242,7 @@ def backward_sequences(
             [*_gradients(inputs, states.shape[:2], dstate), scratch, gradients],
             *(*inputs, states, dy, dstate, spans, owners),
             decay=DECAY_CODES[options.decay],
-            segments=count,
+            splits=count,
         )
         *gradients, dinitial_state = _summed(found, inputs)
     else:

@@ -114,7 +114,7 @@ def forward(
         ],
         *(*inputs, initial_state, *rows),
         decay=DECAY_CODES[options.decay],
-        segments=count,
+        splits=count,
     )
     return y, final_state, states
 
@@ -218,7 +218,7 @@ def backward(
         ],
         *(*inputs, states, dy, dfinal_state, *rows),
         decay=DECAY_CODES[options.decay],
-        segments=count,
+        splits=count,
     )
     return dr, dw, dk, dv, da, db, dinitial_state
 
@@ -278,7 +278,7 @@ def call_on_sequences(
             [*forward_results(options, inputs, state, frames), scratch],
             *(*inputs, state, spans),
             decay=DECAY_CODES[options.decay],
-            segments=count,
+            splits=count,
         )
     return y, final_state.reshape(initial_state.shape), states
 
@@ -295,7 +295,7 @@ def backward_sequences(options: Options, platform: str, *operands: Array) -> tup
             [*((x.shape, x.dtype) for x in (*inputs, dstate)), scratch, gradients],
             *(*inputs, states, dy, dstate, spans, owners),
             decay=DECAY_CODES[options.decay],
-            segments=count,
+            splits=count,
         )
     else:
         *found, dinitial_state = _backward_by_token(

@@ -8,15 +8,15 @@
 using namespace rwkv_jax;
 using namespace rwkv_jax::cuda;
 
-extern "C" int64_t ScratchFloats(int64_t tokens, int64_t head_size, int64_t segments) {
+extern "C" int64_t ScratchFloats(int64_t tokens, int64_t head_size, int64_t splits) {
   Wkv7Call call;
   call.dims = {1, tokens, 1, head_size, (tokens + kChunk - 1) / kChunk};
-  return ChunkScratch::Size(call, segments);
+  return ChunkScratch::Size(call, splits);
 }
 
 // Forward and backward; `sizes` are B, T, H, K, and the arrays those of the two calls in order. The
 // scratch of sequences has the gradients of frames first.
-extern "C" int Wkv7(unsigned seed, const int64_t* sizes, int half, int decay, int64_t segments,
+extern "C" int Wkv7(unsigned seed, const int64_t* sizes, int half, int decay, int64_t splits,
                     const emulation::Rows& rows, void* const* arrays) {
   emulation::random.seed(seed);
   const auto floats = [&](int i) { return static_cast<float*>(arrays[i]); };
@@ -46,19 +46,19 @@ extern "C" int Wkv7(unsigned seed, const int64_t* sizes, int half, int decay, in
 
   if (rows.spans != nullptr) {
     uint4* const gradients = reinterpret_cast<uint4*>(scratch);
-    float* const memory = scratch + sizes[2] * FrameGradientsSize(sizes[3], rows.frames);
-    const Segments parts = rows.SegmentsOf(sizes[1], segments, memory, SummarySize(sizes[3]));
+    float* const memory = scratch + sizes[2] * StateGradientFloats(sizes[3], rows.frames);
+    const Splits parts = rows.SplitsOf(sizes[1], splits, memory, SummarySize(sizes[3]));
     int error = Wkv7Scan(nullptr, forward, parts, nullptr);
     if (!error) error = Wkv7ReverseScan(nullptr, backward, parts, gradients, nullptr);
-    return error ? error : Wkv7FrameBackward(nullptr, backward, gradients, nullptr);
+    return error ? error : Wkv7Gradients(nullptr, backward, gradients, nullptr);
   }
-  const Segments parts{segments, scratch, SummarySize(sizes[3])};
-  const ChunkScratch rest{scratch, ChunkScratch::Size(backward, segments), segments};
+  const Splits parts{splits, scratch, SummarySize(sizes[3])};
+  const ChunkScratch rest{scratch, ChunkScratch::Size(backward, splits), splits};
   int error = Wkv7Scan(nullptr, forward, parts, inexact);
   if (!error)
-    error = Wkv7ReverseScan(nullptr, backward, rest.StateSegments(backward), rest.Gradients(),
+    error = Wkv7ReverseScan(nullptr, backward, rest.StateSplits(backward), rest.Gradients(),
                             inexact);
-  if (!error) error = Wkv7FrameBackward(nullptr, backward, rest.Gradients(), inexact);
+  if (!error) error = Wkv7Gradients(nullptr, backward, rest.Gradients(), inexact);
   return error;
 }
 

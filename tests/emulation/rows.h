@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "frames.h"
+#include "splits.h"
 
 namespace emulation {
 
@@ -21,7 +21,7 @@ struct Rows {
     call.dims.saved = spans == nullptr ? rwkv_jax::Chunks(call.dims.tokens) : frames;
   }
   // As the handlers for sequences make them.
-  rwkv_jax::cuda::Segments SegmentsOf(int64_t tokens, int64_t count, float* memory,
+  rwkv_jax::cuda::Splits SplitsOf(int64_t tokens, int64_t count, float* memory,
                                       int64_t size) const {
     if (count == 1) return {count, memory, size};
     return {count, memory, size, (rwkv_jax::Chunks(tokens) + count - 1) / count};

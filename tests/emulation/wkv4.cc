@@ -28,7 +28,7 @@ struct Arrays {
 
 // Forward and backward; `sizes` are B, T, C, the arrays those of the two calls in order, then the
 // scratch of both.
-extern "C" int Wkv4(unsigned seed, const int64_t* sizes, int dtype, int decay, int64_t segments,
+extern "C" int Wkv4(unsigned seed, const int64_t* sizes, int dtype, int decay, int64_t splits,
                     const emulation::Rows& rows, void* const* pointers) {
   emulation::random.seed(seed);
   Arrays arrays{pointers};
@@ -49,12 +49,12 @@ extern "C" int Wkv4(unsigned seed, const int64_t* sizes, int dtype, int decay, i
   backward.states = {forward.states.num, forward.states.den, forward.states.log_max};
   backward.dy = arrays.Any();
   backward.dfinal_state = arrays.State<const float>();
-  backward.partials = segments;
+  backward.partials = splits;
   backward.dw = arrays.Floats(), backward.du = arrays.Floats();
   backward.dk = arrays.Any(), backward.dv = arrays.Any();
   backward.dinitial_state = arrays.State<float>();
 
-  const int error = Wkv4Forward(nullptr, forward, segments, arrays.Floats());
+  const int error = Wkv4Forward(nullptr, forward, splits, arrays.Floats());
   return error ? error : Wkv4Backward(nullptr, backward, arrays.Floats());
 }
 

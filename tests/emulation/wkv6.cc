@@ -8,18 +8,18 @@ using namespace rwkv_jax;
 using namespace rwkv_jax::cuda;
 
 // For each head.
-extern "C" int64_t Wkv6ScratchFloats(int64_t tokens, int64_t head_size, int64_t segments,
+extern "C" int64_t Wkv6ScratchFloats(int64_t tokens, int64_t head_size, int64_t splits,
                                      int matrix_units) {
   Wkv6Call call;
   call.dims = {1, tokens, 1, head_size, Chunks(tokens)};
-  return matrix_units ? Wkv6ChunkScratch::Size(call, segments)
-                      : segments * Wkv6ScratchSize(head_size);
+  return matrix_units ? Wkv6ChunkScratch::Size(call, splits)
+                      : splits * Wkv6ScratchSize(head_size);
 }
 
 // Forward and backward; `sizes` are B, T, H, K, and the arrays those of the two calls in order. The
 // scratch of sequences on matrix units has the gradients of frames first.
 extern "C" int Wkv6(unsigned seed, const int64_t* sizes, int dtype, int decay, int constant_decay,
-                    int64_t segments, int matrix_units, const emulation::Rows& rows,
+                    int64_t splits, int matrix_units, const emulation::Rows& rows,
                     void* const* arrays) {
   emulation::random.seed(seed);
   const auto floats = [&](int i) { return static_cast<float*>(arrays[i]); };
@@ -42,7 +42,7 @@ extern "C" int Wkv6(unsigned seed, const int64_t* sizes, int dtype, int decay, i
   backward.states = forward.states;
   backward.dy = arrays[9];
   backward.dfinal_state = floats(10);
-  backward.partials = matrix_units ? forward.dims.saved : segments;
+  backward.partials = matrix_units ? forward.dims.saved : splits;
   backward.dr = arrays[11], backward.dw = arrays[12], backward.dk = arrays[13];
   backward.dv = arrays[14];
   backward.du = floats(15), backward.dinitial_state = floats(16);
@@ -50,19 +50,19 @@ extern "C" int Wkv6(unsigned seed, const int64_t* sizes, int dtype, int decay, i
   float* const scratch = floats(17);
   if (!matrix_units) {
     const int error = Wkv6Forward(nullptr, forward);
-    const int64_t heads = sizes[0] * sizes[2], stride = segments * Wkv6ScratchSize(sizes[3]);
-    return error ? error : Wkv6Backward(nullptr, backward, {scratch, heads, segments, stride});
+    const int64_t heads = sizes[0] * sizes[2], stride = splits * Wkv6ScratchSize(sizes[3]);
+    return error ? error : Wkv6Backward(nullptr, backward, {scratch, heads, splits, stride});
   }
   if (rows.spans != nullptr) {
     uint4* const gradients = reinterpret_cast<uint4*>(scratch);
-    float* const memory = scratch + sizes[2] * FrameGradientsSize(sizes[3], rows.frames);
-    const Segments parts = rows.SegmentsOf(sizes[1], segments, memory, kWkv6SummarySize);
+    float* const memory = scratch + sizes[2] * StateGradientFloats(sizes[3], rows.frames);
+    const Splits parts = rows.SplitsOf(sizes[1], splits, memory, kWkv6SummarySize);
     int error = Wkv6Scan(nullptr, forward, parts);
     if (!error) error = Wkv6ReverseScan(nullptr, backward, parts, gradients);
-    return error ? error : Wkv6FrameBackward(nullptr, backward, gradients);
+    return error ? error : Wkv6Gradients(nullptr, backward, gradients);
   }
   const int error =
-      Wkv6ChunkForward(nullptr, forward, {segments, scratch, kWkv6SummarySize});
-  const int64_t stride = Wkv6ChunkScratch::Size(backward, segments);
-  return error ? error : Wkv6ChunkBackward(nullptr, backward, {scratch, stride, segments});
+      Wkv6ChunkForward(nullptr, forward, {splits, scratch, kWkv6SummarySize});
+  const int64_t stride = Wkv6ChunkScratch::Size(backward, splits);
+  return error ? error : Wkv6ChunkBackward(nullptr, backward, {scratch, stride, splits});
 }

@@ -7,13 +7,13 @@
 using namespace rwkv_jax;
 using namespace rwkv_jax::cuda;
 
-// For each segment of each head.
+// For each split of each head.
 extern "C" int64_t Wkv7TokensScratchFloats(int64_t head_size) { return ScratchSize(head_size); }
 
 // Forward and backward; `sizes` are B, T, H, K, and the arrays those of the two calls in order. So
 // many heads of all sequences run at a time.
 extern "C" int Wkv7Tokens(unsigned seed, const int64_t* sizes, int dtype, int decay,
-                          int64_t segments, int64_t heads, const emulation::Rows& rows,
+                          int64_t splits, int64_t heads, const emulation::Rows& rows,
                           void* const* arrays) {
   emulation::random.seed(seed);
   const auto floats = [&](int i) { return static_cast<float*>(arrays[i]); };
@@ -40,6 +40,6 @@ extern "C" int Wkv7Tokens(unsigned seed, const int64_t* sizes, int dtype, int de
   backward.dinitial_state = floats(19);
 
   const int error = Wkv7Forward(nullptr, forward);
-  const int64_t stride = segments * ScratchSize(sizes[3]);
-  return error ? error : Wkv7Backward(nullptr, backward, {floats(10), heads, segments, stride});
+  const int64_t stride = splits * ScratchSize(sizes[3]);
+  return error ? error : Wkv7Backward(nullptr, backward, {floats(10), heads, splits, stride});
 }

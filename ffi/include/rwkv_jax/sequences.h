@@ -7,11 +7,11 @@
 
 namespace rwkv_jax {
 
-// The tokens of one sequence, and its frames of kChunk tokens, for each of which a state is saved.
+// The tokens of one sequence, and its chunks of kChunk tokens, for each of which a state is saved.
 struct Span {
-  int64_t first_token, tokens, first_frame;
+  int64_t first_token, tokens, first_chunk;
 
-  RWKV_JAX_ANYWHERE int64_t Frames() const { return (tokens + kChunk - 1) / kChunk; }
+  RWKV_JAX_ANYWHERE int64_t Chunks() const { return (tokens + kChunk - 1) / kChunk; }
 };
 
 struct Turn {
@@ -27,7 +27,7 @@ struct Sequences {
   // waited for at the end. To know these takes the time of a load before anything else, so short
   // sequences have none.
   const int32_t* spans = nullptr;
-  const int32_t* owners = nullptr;  // [frames]: the sequence of each, or -1
+  const int32_t* owners = nullptr;  // [chunks]: the sequence of each, or -1
   int64_t count = 0, words = kWords;
   int64_t tokens = 0;  // of all rows
 
@@ -51,7 +51,7 @@ struct Sequences {
     if (each == 0) return {row * tokens, 0, 0};
     const Span first = (*this)(row * each, tokens), last = (*this)((row + 1) * each - 1, tokens);
     return {first.first_token, last.first_token + last.tokens - first.first_token,
-            first.first_frame};
+            first.first_chunk};
   }
 };
 

@@ -10,102 +10,102 @@
 
 namespace rwkv_jax::cuda {
 
-constexpr int64_t kMaxSegments = 65535;  // of the second axis of a grid
+constexpr int64_t kMaxSplits = 65535;  // of the second axis of a grid
 
 // Scratch of a backward pass one token at a time, which replays the sequence from saved states: what it
-// keeps for each of the `segments` that run side by side of each of so many heads, counted over
+// keeps for each of the `splits` that run side by side of each of so many heads, counted over
 // sequences and heads. Those run at a time.
 struct ReplayScratch {
   float* memory;
-  int64_t heads, segments;
+  int64_t heads, splits;
   int64_t stride;  // floats for each head
 };
 
-// For each head, the floats of the gradients of the state at the end of each frame of kChunk tokens,
-// [B, frames, H, V, K] of bfloat16, as the saved states are.
-constexpr int64_t FrameGradientsSize(int64_t head_size, int64_t frames) {
-  return frames * head_size * head_size / 2;
+// For each head, the floats of the gradients of the state at the end of each chunk of kChunk tokens,
+// [B, chunks, H, V, K] of bfloat16, as the saved states are.
+constexpr int64_t StateGradientFloats(int64_t head_size, int64_t chunks) {
+  return chunks * head_size * head_size / 2;
 }
 
-// What a block has: a segment of a sequence, or none if it is negative.
+// What a block has: a split of a sequence, or none if it is negative.
 struct Piece {
   Turn turn;
-  int64_t segment;
+  int64_t split;
 };
 
-// The tokens of a head are shared out among `count` segments of whole frames, so that few heads fill a
+// The tokens of a head are shared out among `count` splits of whole chunks, so that few heads fill a
 // GPU. The memory has what each but the last, in the order of the recurrence, does to a state.
 //
-// Sequences of different lengths have segments as long as if they were one, so different numbers of
-// them, `count` at most. Each segment has a place by where it is among the tokens of all; no two that
+// Sequences of different lengths have splits as long as if they were one, so different numbers of
+// them, `count` at most. Each split has a place by where it is among the tokens of all; no two that
 // are not the first of their sequence have the same, and the place of none is as large as `count`.
-struct Segments {
+struct Splits {
   int64_t count;
   float* memory;
   int64_t size;        // floats of a summary
-  int64_t frames = 0;  // of a segment, if there are sequences
+  int64_t chunks = 0;  // of a split, if there are sequences
 
   // Floats for each head, or for each of those that all sequences share.
-  int64_t Stride() const { return size * (frames == 0 ? count - 1 : count); }
-  // For each head of a row a block for each segment of so many sequences. Of sequences of different
+  int64_t Stride() const { return size * (chunks == 0 ? count - 1 : count); }
+  // For each head of a row a block for each split of so many sequences. Of sequences of different
   // lengths one for each place, and then one for each sequence.
   dim3 Blocks(int64_t sequences, int64_t heads) const { return Grid(sequences, heads, count); }
-  // Of which the last segment in the order of the recurrence has none.
+  // Of which the last split in the order of the recurrence has none.
   dim3 SummaryBlocks(int64_t sequences, int64_t heads) const {
-    return frames == 0 ? Grid(sequences, heads, count - 1) : Grid(0, heads, count);
+    return chunks == 0 ? Grid(sequences, heads, count - 1) : Grid(0, heads, count);
   }
-  // The same with one for all segments.
+  // The same with one for all splits.
   int64_t SummarizedHeads(int64_t sequences, int64_t heads) const {
-    return (frames == 0 ? sequences : count - 1) * heads;
+    return (chunks == 0 ? sequences : count - 1) * heads;
   }
 #ifdef __CUDACC__
-  __device__ int64_t Frames(int64_t all) const {
-    return frames == 0 ? (all + count - 1) / count : frames;
+  __device__ int64_t ChunksPerSplit(int64_t all) const {
+    return chunks == 0 ? (all + count - 1) / count : chunks;
   }
   __device__ int64_t Count(int64_t all) const {
-    return frames == 0 ? count : all == 0 ? 1 : (all + frames - 1) / frames;
+    return chunks == 0 ? count : all == 0 ? 1 : (all + chunks - 1) / chunks;
   }
-  // What this block has of `Blocks`, or of `SummaryBlocks`: then the block of a place has, of the segment
+  // What this block has of `Blocks`, or of `SummaryBlocks`: then the block of a place has, of the split
   // there and the one before it, the one that comes first in the recurrence.
   template <bool kReverse>
-  __device__ Piece PieceOfBlock(const Sequences& sequences, int64_t tokens, int64_t heads,
+  __device__ Piece WorkOfBlock(const Sequences& sequences, int64_t tokens, int64_t heads,
                                 bool summary) const {
     const int64_t index = blockIdx.x / heads;
-    if (frames == 0)
+    if (chunks == 0)
       return {sequences.InTurn(index, tokens), kReverse ? count - 1 - blockIdx.y : blockIdx.y};
     if (index >= count - 1) return {sequences.InTurn(index - (count - 1), tokens), 0};
     Piece piece = Later(sequences, index + 1);
-    if (summary && !kReverse) --piece.segment;
+    if (summary && !kReverse) --piece.split;
     return piece;
   }
   // The sequence that a block of `SummarizedHeads` has, or -1.
   __device__ int64_t SummarizedSequence(const Sequences& sequences, int64_t heads) const {
     const int64_t index = blockIdx.x / heads;
-    if (frames == 0) return index;
+    if (chunks == 0) return index;
     const Piece piece = Later(sequences, index + 1);
-    return piece.segment == 1 ? piece.turn.sequence : -1;
+    return piece.split == 1 ? piece.turn.sequence : -1;
   }
-  // Of a segment by its place in the recurrence. A head is b * heads + h.
+  // Of a split by its place in the recurrence. A head is b * heads + h.
   template <bool kReverse>
   __device__ float* Summary(int64_t head, int64_t heads, const Span& span, int64_t order) const {
-    if (frames == 0) return memory + (head * (count - 1) + order) * size;
-    const int64_t segment = kReverse ? Count(span.Frames()) - 1 - order : order;
-    return memory + (head % heads * count + Place(span) + segment) * size;
+    if (chunks == 0) return memory + (head * (count - 1) + order) * size;
+    const int64_t split = kReverse ? Count(span.Chunks()) - 1 - order : order;
+    return memory + (head % heads * count + Place(span) + split) * size;
   }
 #endif
 
  private:
-  dim3 Grid(int64_t sequences, int64_t heads, int64_t segments) const {
-    if (frames == 0)
-      return dim3(static_cast<unsigned>(sequences * heads), static_cast<unsigned>(segments));
-    return dim3(static_cast<unsigned>((segments - 1 + sequences) * heads));
+  dim3 Grid(int64_t sequences, int64_t heads, int64_t splits) const {
+    if (chunks == 0)
+      return dim3(static_cast<unsigned>(sequences * heads), static_cast<unsigned>(splits));
+    return dim3(static_cast<unsigned>((splits - 1 + sequences) * heads));
   }
 #ifdef __CUDACC__
-  // Of the first segment.
+  // Of the first split.
   __device__ unsigned Place(const Span& span) const {
-    return static_cast<unsigned>(span.first_token / kChunk) / static_cast<unsigned>(frames);
+    return static_cast<unsigned>(span.first_token / kChunk) / static_cast<unsigned>(chunks);
   }
-  // The segment at a place that is not the first of its sequence, found by a warp together.
+  // The split at a place that is not the first of its sequence, found by a warp together.
   __device__ Piece Later(const Sequences& sequences, int64_t place) const {
     int64_t begin = 0, end = sequences.count;
     while (begin < end) {
@@ -119,13 +119,13 @@ struct Segments {
     }
     if (begin == 0) return {{}, -1};
     const Turn turn = {sequences(begin - 1, 0), begin - 1};
-    const int64_t segment = place - Place(turn.span);
-    return {turn, segment < Count(turn.span.Frames()) ? segment : -1};
+    const int64_t split = place - Place(turn.span);
+    return {turn, split < Count(turn.span.Chunks()) ? split : -1};
   }
 #endif
 };
 
-constexpr Segments kOneSegment = {1, nullptr, 0};
+constexpr Splits kOneSplit = {1, nullptr, 0};
 
 // Clears the tokens [B, T] of results that no sequence has, those before the first and after the last
 // sequence of a row; of each token `size` numbers of 16 bits.
