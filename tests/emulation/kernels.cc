@@ -2,8 +2,8 @@
 #include "emulation.h"
 #include "rows.h"
 
-#include "wkv7_gradient.cu"
-#include "wkv7_scan.cu"
+#include "wkv7/gradients.cu"
+#include "wkv7/scan.cu"
 
 using namespace rwkv_jax;
 using namespace rwkv_jax::cuda;

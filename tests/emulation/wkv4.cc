@@ -2,8 +2,8 @@
 #include "emulation.h"
 #include "rows.h"
 
-#include "wkv4_backward.cu"
-#include "wkv4_forward.cu"
+#include "wkv4/backward.cu"
+#include "wkv4/forward.cu"
 
 using namespace rwkv_jax;
 using namespace rwkv_jax::cuda;

@@ -2,7 +2,7 @@
 #include "emulation.h"
 #include "rows.h"
 
-#include "wkv6_recurrent.cu"
+#include "wkv6/recurrent.cu"
 
 using namespace rwkv_jax;
 using namespace rwkv_jax::cuda;

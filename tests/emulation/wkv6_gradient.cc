@@ -1,3 +1,3 @@
 #include "emulation.h"
 
-#include "wkv6_gradient.cu"
+#include "wkv6/gradients.cu"

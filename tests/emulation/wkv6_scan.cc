@@ -1,4 +1,4 @@
 #include "emulation.h"
 
-#include "wkv6_chunk.cc"
-#include "wkv6_scan.cu"
+#include "wkv6/passes.cc"
+#include "wkv6/scan.cu"

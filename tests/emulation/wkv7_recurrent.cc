@@ -2,7 +2,7 @@
 #include "emulation.h"
 #include "rows.h"
 
-#include "wkv7_recurrent.cu"
+#include "wkv7/recurrent.cu"
 
 using namespace rwkv_jax;
 using namespace rwkv_jax::cuda;

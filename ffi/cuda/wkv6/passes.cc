@@ -1,5 +1,5 @@
 // WKV6 on matrix units: which kernels run one after another.
-#include "wkv6.h"
+#include "wkv6/kernels.h"
 
 namespace rwkv_jax::cuda {
 

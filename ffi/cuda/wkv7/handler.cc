@@ -1,11 +1,11 @@
 // WKV7 on CUDA: from XLA's operands to the kernels.
-#include "wkv7.h"
+#include "wkv7/kernels.h"
 
 #include <cstdint>
 
 #include "handler.h"
 #include "rwkv_jax/wkv7_calls.h"
-#include "sequences.h"
+#include "sequences_handler.h"
 
 namespace rwkv_jax::cuda {
 namespace {

@@ -14,7 +14,7 @@
 #include "launch.cuh"
 #include "recurrent.cuh"
 #include "fragment.cuh"
-#include "wkv6.h"
+#include "wkv6/kernels.h"
 
 namespace rwkv_jax::cuda {
 namespace {

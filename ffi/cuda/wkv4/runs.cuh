@@ -21,7 +21,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "chunk.cuh"
+#include "tiles.cuh"
 #include "splits.h"
 #include "launch.cuh"
 #include "marks.cuh"

@@ -1,7 +1,7 @@
 // The forward pass of WKV4, and its step.
 #include "fragment.cuh"
-#include "wkv4.cuh"
-#include "wkv4.h"
+#include "wkv4/runs.cuh"
+#include "wkv4/kernels.h"
 
 namespace rwkv_jax::cuda {
 namespace wkv4 {

@@ -1,4 +1,4 @@
-// What the matrix-unit kernels of WKV7 share beyond chunk.cuh: the range of a frame, and the inverse of a
+// What the matrix-unit kernels of WKV7 share beyond tiles.cuh: the range of a frame, and the inverse of a
 // chunk.
 //
 // Log decays are summed inside a frame of kChunk tokens, and the operands of a frame are scaled by
@@ -7,7 +7,7 @@
 // which takes any decay.
 #pragma once
 
-#include "chunk.cuh"
+#include "tiles.cuh"
 
 namespace rwkv_jax::cuda {
 

@@ -1,11 +1,11 @@
 // WKV5 and WKV6 on CUDA: from XLA's operands to the kernels, which they share.
-#include "wkv6.h"
+#include "wkv6/kernels.h"
 
 #include <cstdint>
 
 #include "handler.h"
 #include "rwkv_jax/wkv6_calls.h"
-#include "sequences.h"
+#include "sequences_handler.h"
 
 namespace rwkv_jax::cuda {
 namespace {

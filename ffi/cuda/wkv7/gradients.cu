@@ -28,8 +28,8 @@
 // operand of the next, and sums over tokens run along the rows, which one warp has. What bounds the
 // kernel is the traffic of shared memory.
 #include "launch.cuh"
-#include "wkv7.h"
-#include "wkv7_chunk.cuh"
+#include "wkv7/kernels.h"
+#include "wkv7/inverse.cuh"
 
 namespace rwkv_jax::cuda {
 namespace {

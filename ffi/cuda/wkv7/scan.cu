@@ -22,8 +22,8 @@
 #include <utility>
 
 #include "launch.cuh"
-#include "wkv7.h"
-#include "wkv7_chunk.cuh"
+#include "wkv7/kernels.h"
+#include "wkv7/inverse.cuh"
 
 namespace rwkv_jax::cuda {
 namespace {

@@ -15,9 +15,9 @@
 // decays further than kMaxTileLog2 takes the products of its tokens by halves, without it.
 #pragma once
 
-#include "chunk.cuh"
+#include "tiles.cuh"
 #include "launch.cuh"
-#include "wkv6.h"
+#include "wkv6/kernels.h"
 
 namespace rwkv_jax::cuda {
 

@@ -2,7 +2,7 @@
 #include "launch.cuh"
 #include "recurrent.cuh"
 #include "fragment.cuh"
-#include "wkv7.h"
+#include "wkv7/kernels.h"
 
 namespace rwkv_jax::cuda {
 namespace {

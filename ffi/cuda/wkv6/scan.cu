@@ -1,6 +1,6 @@
 // WKV6 on matrix units, from token to token: the forward pass, and the gradient of the state. One block of
 // threads per head, or per head and split of its tokens; a frame of 64 tokens at a time.
-#include "wkv6_chunk.cuh"
+#include "wkv6/decays.cuh"
 
 namespace rwkv_jax::cuda {
 namespace {

@@ -10,7 +10,7 @@
 
 namespace rwkv_jax::cuda {
 
-// --- In float (wkv6_recurrent.cu): any dtype, head sizes 16 to 128, any decay.
+// --- In float (recurrent.cu): any dtype, head sizes 16 to 128, any decay.
 
 // Tokens between two states that the backward pass keeps in its scratch.
 constexpr int64_t kWkv6Tile = 8;
@@ -28,7 +28,7 @@ cudaError_t Wkv6Forward(cudaStream_t stream, const Wkv6ForwardCall& call);
 cudaError_t Wkv6Backward(cudaStream_t stream, const Wkv6BackwardCall& call,
                          const ReplayScratch& scratch);
 
-// --- On matrix units (wkv6_scan.cu, wkv6_gradient.cu): 16-bit dtypes, head size 64, any decay, saved
+// --- On matrix units (scan.cu, gradients.cu): 16-bit dtypes, head size 64, any decay, saved
 // states in bfloat16. On a device with too little shared memory for them the kernels above do it all.
 
 constexpr int kMatrixHeadSize = 64;

@@ -3,8 +3,8 @@
 
 #include "handler.h"
 #include "rwkv_jax/wkv4_calls.h"
-#include "sequences.h"
-#include "wkv4.h"
+#include "sequences_handler.h"
+#include "wkv4/kernels.h"
 
 namespace rwkv_jax::cuda {
 namespace {

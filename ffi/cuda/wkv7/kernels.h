@@ -10,7 +10,7 @@
 
 namespace rwkv_jax::cuda {
 
-// --- One token at a time, in float (wkv7_recurrent.cu): any dtype, head sizes 16 to 128, any decay.
+// --- One token at a time, in float (recurrent.cu): any dtype, head sizes 16 to 128, any decay.
 
 // Tokens between two states that the backward pass keeps in its scratch.
 constexpr int64_t kBlock = 4;
@@ -30,7 +30,7 @@ cudaError_t Wkv7Backward(cudaStream_t stream, const Wkv7BackwardCall& call,
                          const ReplayScratch& scratch, const float* only = nullptr);
 
 // --- On matrix units: 16-bit dtypes, head sizes 64 and 128, any decay, saved states in bfloat16. The
-// kernels of wkv7_scan.cu and wkv7_gradient.cu take chunks of kChunk tokens that do not decay too far
+// kernels of scan.cu and gradients.cu take chunks of kChunk tokens that do not decay too far
 // for their arithmetic. A head with another chunk they mark in `inexact` [B, H] and leave undefined,
 // and the kernels above redo it; on a device with too little shared memory for them those do it all.
 

@@ -1,5 +1,5 @@
 // WKV7 on matrix units: which kernels run one after another.
-#include "wkv7.h"
+#include "wkv7/kernels.h"
 
 namespace rwkv_jax::cuda {
 namespace {

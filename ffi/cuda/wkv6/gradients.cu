@@ -1,7 +1,7 @@
 // WKV6 on matrix units, the gradients of the inputs: one block of threads per head and frame of 64 tokens,
 // from the state S before the frame and the gradient dS of the state after it.
 //
-// A frame is four chunks in the form of wkv6_chunk.cuh. With S before a chunk and dS after it,
+// A frame is four chunks in the form of wkv6_tiles.cuh. With S before a chunk and dS after it,
 //
 //   dA = tril_strict(dY V^T)    D = diag(dY V^T)
 //   dR = exp(G') (dY S + dA Kb) + D u K
@@ -23,7 +23,7 @@
 // operand of the next in registers, and sums over tokens run along the rows, which one warp has. Each of
 // two warpgroups has two chunks; it first moves the states to where those begin.
 #include "fragment.cuh"
-#include "wkv6_chunk.cuh"
+#include "wkv6/decays.cuh"
 
 namespace rwkv_jax::cuda {
 namespace {

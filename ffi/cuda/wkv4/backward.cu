@@ -8,8 +8,8 @@
 // where the cotangents of the final num and den come in as A_T and B_T times e^log_max. What is
 // left of the cotangent of the final log_max goes back to the token or the initial state that
 // log_max is from.
-#include "wkv4.cuh"
-#include "wkv4.h"
+#include "wkv4/runs.cuh"
+#include "wkv4/kernels.h"
 
 namespace rwkv_jax::cuda {
 namespace wkv4 {
