@@ -10,9 +10,9 @@ the device is timed and not Python; on a CPU each call is waited for. Peers (rwk
 flash-linear-attention on a GPU) are timed where they are installed, each in the form of decay that
 it takes. The memory floor counts every operand and result once, the backward pass as its own call.
 
-Operands repeat a small case of tests/cases.py over batch, heads and time. That case is compared
-with the float64 oracle, and every repetition in the timed result with the small one; where either
-fails, an error is printed in place of a speed.
+Operands repeat a small case of tests/support/cases.py over batch, heads and time. That case is
+compared with the float64 oracle, and every repetition in the timed result with the small one; where
+either fails, an error is printed in place of a speed.
 """
 
 import argparse
@@ -42,13 +42,13 @@ import numpy as np
 import rwkv_jax
 
 BENCH_SHAPES, Case = (
-    getattr(importlib.import_module("cases"), n) for n in ("BENCH_SHAPES", "Case")
+    getattr(importlib.import_module("support.cases"), n) for n in ("BENCH_SHAPES", "Case")
 )
 OPERATORS, SEQUENCES, library, sequential = (
-    getattr(importlib.import_module("operators"), n)
+    getattr(importlib.import_module("support.operators"), n)
     for n in ("OPERATORS", "SEQUENCES", "library", "sequential")
 )
-tolerance = importlib.import_module("tolerance")
+tolerance = importlib.import_module("support.tolerance")
 
 STEPS = {op: f"{op}_step" for op in SEQUENCES}
 """The operators, and the one for a single token that belongs to each."""

@@ -29,8 +29,8 @@ import rwkv_jax
 from rwkv_jax import sharding
 
 OPERATORS, SEQUENCES, tolerance = bench.OPERATORS, bench.SEQUENCES, bench.tolerance
-hlo = importlib.import_module("hlo")
-flat = importlib.import_module("operators").flat
+hlo = importlib.import_module("support.hlo")
+flat = importlib.import_module("support.operators").flat
 
 PLACES = {
     "batch": {"B": "devices"},

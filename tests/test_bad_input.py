@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import rwkv_jax
-from cases import Case
-from operators import OPERATORS, Run, runs, value_and_gradients
+from support.cases import Case
+from support.operators import OPERATORS, Run, runs, value_and_gradients
 
 pytestmark = pytest.mark.usefixtures("unchecked_types")
 

@@ -12,12 +12,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-import cases
-import hlo
 import rwkv_jax
-from cases import Case
-from operators import OPERATORS, SEQUENCES, STEPS, available
 from rwkv_jax import _ffi
+from support import cases, hlo
+from support.cases import Case
+from support.operators import OPERATORS, SEQUENCES, STEPS, available
 
 CASE = Case(2, 16, 2, 32)
 PLATFORM = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()

@@ -27,14 +27,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import cases
-import oracle
 import test_packing
 import test_sequences
-import tolerance
-from cases import Arrays, Case
-from operators import SEQUENCES
 from rwkv_jax import _packing, _sequences
+from support import cases, oracle, tolerance
+from support.cases import Arrays, Case
+from support.operators import SEQUENCES
 
 TESTS = Path(__file__).parent
 FFI = TESTS.parent / "ffi"

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from jax import lax
 
-import cases
 import rwkv_jax
-from cases import Case
-from operators import OPERATORS, library
 from rwkv_jax import _ffi, _packing
 from rwkv_jax._chunked import states_dtype
 from rwkv_jax._dispatch import Options
 from rwkv_jax._packing import ABSENT, GOES_ON, STARTS
+from support import cases
+from support.cases import Case
+from support.operators import OPERATORS, library
 
 PLATFORM = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
 CASE = Case(2, 65, 2, 32)

@@ -11,15 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import cases
-import hlo
 import rwkv_jax
 import test_sequences
-import tolerance
-from cases import Case
-from operators import OPERATORS, SEQUENCES, STEPS, Run, library, value_and_gradients
 from rwkv_jax import _dispatch
 from rwkv_jax._chunked import CHUNK
+from support import cases, hlo, tolerance
+from support.cases import Case
+from support.operators import OPERATORS, SEQUENCES, STEPS, Run, library, value_and_gradients
 
 OPS_ON_MATRIX_UNITS = {"wkv7": (64, 128), "wkv6": (64,), "wkv5": (64,)}
 """The operators with kernels on matrix units, and the head sizes of those."""

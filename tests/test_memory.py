@@ -11,8 +11,8 @@ import jax
 import numpy as np
 import pytest
 
-from cases import BENCH_SHAPES, Case
-from operators import Run, available, library
+from support.cases import BENCH_SHAPES, Case
+from support.operators import Run, available, library
 
 # So many heads that the CUDA kernels do not split a sequence, which costs scratch up to a bound.
 HEADS, SIZE = 136, 64

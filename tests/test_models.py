@@ -12,12 +12,10 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import hlo
-import oracle
-import tolerance
 from rwkv_jax.models import rwkv7
 from rwkv_jax.sharding import shard
 from rwkv_jax.wkv7 import wkv7
+from support import hlo, oracle, tolerance
 
 CONFIG = rwkv7.Config(layers=2, width=64, head_size=32, vocabulary=256)
 BATCH, TOKENS = 2, 37

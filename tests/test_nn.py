@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-import tolerance
 from rwkv_jax.models import rwkv7
 from rwkv_jax.nn import equinox, flax
 from rwkv_jax.wkv7 import wkv7
+from support import tolerance
 
 WIDTH, HEAD_SIZE = 32, 16
 CONFIG = rwkv7.Config(layers=2, width=WIDTH, head_size=HEAD_SIZE, vocabulary=256)

@@ -7,11 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import cases
 import rwkv_jax
-import tolerance
-from cases import Case
-from operators import (
+from support import cases, tolerance
+from support.cases import Case
+from support.operators import (
     OPERATORS,
     Run,
     available,

@@ -1,10 +1,9 @@
 import numpy as np
 import pytest
 
-import cases
-import oracle
-from cases import Case
-from operators import SEQUENCES
+from support import cases, oracle
+from support.cases import Case
+from support.operators import SEQUENCES
 
 SMALL = Case(2, 5, 2, 3, V=4)
 

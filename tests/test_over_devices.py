@@ -11,12 +11,11 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import hlo
 import rwkv_jax
-import tolerance
-from cases import Case
-from operators import SEQUENCES, STEPS, Run, flat, library, runs
 from rwkv_jax import _over_devices, sharding
+from support import hlo, tolerance
+from support.cases import Case
+from support.operators import SEQUENCES, STEPS, Run, flat, library, runs
 
 CASE = Case(4, 32, 4, 16)
 RUNS = [x for x in runs(CASE, platform="cpu") if x.values[0].implementation != "xla"]

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import rwkv_jax
-import tolerance
-from cases import Case
-from operators import SEQUENCES, Run, sequential
+from support import tolerance
+from support.cases import Case
+from support.operators import SEQUENCES, Run, sequential
 
 IDS = {
     "one": [3] * 70,

@@ -11,12 +11,11 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import hlo
 import rwkv_jax
-import tolerance
-from cases import Case
-from operators import Run, flat
 from rwkv_jax import _over_devices, sharding
+from support import hlo, tolerance
+from support.cases import Case
+from support.operators import Run, flat
 from test_packing import expected
 from test_random_packings import RUNS
 

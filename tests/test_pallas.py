@@ -12,14 +12,13 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-import hlo
 import rwkv_jax
 import test_packing
 import test_sequences
-import tolerance
-from cases import Case
-from operators import OPERATORS, Run, value_and_gradients
 from rwkv_jax import _dispatch, _ffi, _pallas
+from support import hlo, tolerance
+from support.cases import Case
+from support.operators import OPERATORS, Run, value_and_gradients
 
 OPS = ("wkv7", "wkv6", "wkv5")
 

@@ -14,7 +14,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-import tolerance
+from support import tolerance
 
 TESTS = Path(__file__).parent
 TRAIN = Path(__file__).parents[1] / "scripts" / "train.py"

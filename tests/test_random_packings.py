@@ -12,9 +12,9 @@ import pytest
 from hypothesis import strategies
 
 import rwkv_jax
-import tolerance
-from cases import Case
-from operators import SEQUENCES, Run
+from support import tolerance
+from support.cases import Case
+from support.operators import SEQUENCES, Run
 from test_packing import expected
 
 CASE = Case(2, 70, 1, 16)

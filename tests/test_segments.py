@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import tolerance
-from cases import Case
-from operators import Run, library, runs
 from rwkv_jax import _dispatch
+from support import tolerance
+from support.cases import Case
+from support.operators import Run, library, runs
 
 CUTS = [0, 7, 24, 24, 41, 48]
 CASE = Case(2, CUTS[-1], 2, 32)

@@ -14,12 +14,11 @@ from hypothesis import strategies
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import hlo
 import rwkv_jax
-import tolerance
-from cases import Case
-from operators import SEQUENCES, Run, flat, library, sequential
 from rwkv_jax import _ffi, _sequences, sharding
+from support import hlo, tolerance
+from support.cases import Case
+from support.operators import SEQUENCES, Run, flat, library, sequential
 
 TOKENS = 70
 """Of a row: more than a frame."""

@@ -9,10 +9,9 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import hlo
-import tolerance
-from cases import Case
-from operators import OPERATORS, STEPS, Run, available, runs
+from support import hlo, tolerance
+from support.cases import Case
+from support.operators import OPERATORS, STEPS, Run, available, runs
 
 CASE, STEP_CASE = Case(4, 16, 4, 16), Case(4, 1, 4, 16)
 RUNS = [x for x in runs(CASE, platform="cpu") if x.values[0].implementation != "xla"]

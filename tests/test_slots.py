@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import tolerance
-from cases import Case
-from operators import OPERATORS, SEQUENCES, STEPS, Run, available
+from support import tolerance
+from support.cases import Case
+from support.operators import OPERATORS, SEQUENCES, STEPS, Run, available
 
 POOL, SLOTS = 5, np.array([4, -1, 0], np.int32)
 CASES = {op: Case(3, 1 if op in STEPS else 5, 2, 16) for op in OPERATORS}

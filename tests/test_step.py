@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import tolerance
-from cases import Case
-from operators import SEQUENCES, Run, available, sequential
+from support import tolerance
+from support.cases import Case
+from support.operators import SEQUENCES, Run, available, sequential
 
 TOKENS = 20
 RUNS = [

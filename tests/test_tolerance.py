@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-import tolerance
+from support import tolerance
 
 ONES = {"y": np.ones(8)}
 

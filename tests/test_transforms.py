@@ -12,9 +12,9 @@ import pytest
 from jax import export
 
 import rwkv_jax
-import tolerance
-from cases import Case
-from operators import SEQUENCES, Run, runs
+from support import tolerance
+from support.cases import Case
+from support.operators import SEQUENCES, Run, runs
 
 CASE = Case(2, 16, 2, 32)
 ALL = runs(CASE)

@@ -11,10 +11,9 @@ import jax
 import numpy as np
 import pytest
 
-import cases
-import oracle
 import rwkv_jax
-from cases import WKV6_DECAYS, Arrays, Case
+from support import cases, oracle
+from support.cases import WKV6_DECAYS, Arrays, Case
 
 
 @dataclass(frozen=True)
