@@ -19,7 +19,7 @@ namespace rwkv_jax::cuda {
 __host__ __device__ constexpr int Min(int a, int b) { return a < b ? a : b; }
 
 template <int kHeadSize, int kMaxRows>
-struct Tile {
+struct StatePartition {
   static constexpr int N = kHeadSize;
   static constexpr int kCols = 8;
   static constexpr int kColGroups = N / kCols;
@@ -30,7 +30,7 @@ struct Tile {
 
   int col_group, first_row, lane;
 
-  __device__ Tile()
+  __device__ StatePartition()
       : col_group(threadIdx.x % kColGroups),
         first_row(threadIdx.x / kColGroups * kRows),
         lane(threadIdx.x % 32) {}

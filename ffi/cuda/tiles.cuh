@@ -34,7 +34,7 @@ __device__ float ScaledLogDecay(float w) {
 constexpr uint32_t kAllRows = 0xffff;
 
 // Of a chunk that has `count` tokens, those that are no padding.
-__device__ inline uint32_t Present(int count, uint32_t absent) {
+__device__ inline uint32_t PresentRows(int count, uint32_t absent) {
   return (count <= 0 ? 0u : count < kTileTokens ? (1u << count) - 1 : kAllRows) & ~absent;
 }
 
@@ -42,19 +42,19 @@ __device__ inline uint32_t Present(int count, uint32_t absent) {
 // are tokens; one of the others changes no state. Backwards, where the first row is the last token, the
 // state is cleared after the row of a token that starts a segment, which may be behind the last one.
 struct RowMarks {
-  uint32_t clears, there;
+  uint32_t clears, present;
 
   // Of the word of a chunk that has `count` tokens.
   __device__ RowMarks(uint32_t word, int count, bool reverse = false)
-      : clears(word & kAllRows), there(Present(count, word >> 16)) {
-    if (reverse) clears = __brev(clears) >> 15, there = __brev(there) >> 16;
+      : clears(word & kAllRows), present(PresentRows(count, word >> 16)) {
+    if (reverse) clears = __brev(clears) >> 15, present = __brev(present) >> 16;
   }
-  // The rows before FirstCleared() see the state before the chunk, those from Last() on are in that
+  // The rows before FirstCleared() see the state before the chunk, those from LastCleared() on are in that
   // after it; where none clears it, neither is called.
   __device__ int FirstCleared() const { return __ffs(clears) - 1; }
-  __device__ int Last() const { return 31 - __clz(clears); }
+  __device__ int LastCleared() const { return 31 - __clz(clears); }
   // The first row of the segment that a row is in, or 0.
-  __device__ int SegmentOf(int row) const {
+  __device__ int SegmentBegin(int row) const {
     const uint32_t upto = clears & ((2u << row) - 1);
     return upto == 0 ? 0 : 31 - __clz(upto);
   }
@@ -78,7 +78,7 @@ struct ChunkMarks {
   __device__ int FirstStart() const { return __ffsll(starts) - 1; }
   __device__ int LastStart() const { return 63 - __clzll(starts); }
   // The first token of the segment that a token is in, or 0, and the first of the next one, or 64.
-  __device__ int SegmentOf(int token) const {
+  __device__ int SegmentBegin(int token) const {
     const uint64_t upto = starts & ((uint64_t{2} << token) - 1);
     return upto == 0 ? 0 : 63 - __clzll(upto);
   }
@@ -172,7 +172,7 @@ __device__ inline void KeepLower(bool diagonal, Accumulator<2>& m) {
 __device__ inline void KeepSegments(const RowMarks& marks, Accumulator<2>& m) {
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
-    const int begin = marks.SegmentOf(Lane() / 4 + e / 2 * 8), col = 2 * (Lane() % 4) + e % 2;
+    const int begin = marks.SegmentBegin(Lane() / 4 + e / 2 * 8), col = 2 * (Lane() % 4) + e % 2;
     if (col < begin) m[0][e] = 0.0f;
     if (col + 8 < begin) m[1][e] = 0.0f;
   }
@@ -180,7 +180,7 @@ __device__ inline void KeepSegments(const RowMarks& marks, Accumulator<2>& m) {
 
 // The rows of a state that this thread has: those of one warp, in the tiles of a Sum.
 template <int N>
-struct StateTiles {
+struct StateAccumulator {
   static constexpr int kPanels = N / kPanelCols;
   using State = float[kPanels][8][4];
 

@@ -22,7 +22,7 @@
 namespace rwkv_jax::cuda {
 
 constexpr int kHeadSize = kMatrixHeadSize;
-using Tiles = StateTiles<kHeadSize>;
+using Tiles = StateAccumulator<kHeadSize>;
 constexpr int kFrame = static_cast<int>(kChunk);
 constexpr int kFrameChunks = kFrame / kTileTokens;
 constexpr int kBlocks = kHeadSize / kTileTokens;  // of 16 channels
@@ -189,7 +189,7 @@ struct RawChunk {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int row = Lane() / 4 + i % 2 * 8, col = 16 * block + i / 2 * 8 + 2 * (Lane() % 4);
-      x[i] = marks.there >> row & 1 ? *reinterpret_cast<const uint32_t*>(
+      x[i] = marks.present >> row & 1 ? *reinterpret_cast<const uint32_t*>(
                                from + static_cast<int64_t>(row) * stride + col)
                          : 0u;
     }
@@ -211,7 +211,7 @@ __device__ void MultiplyByHalves(const FrameDecays<T, kConstant>& decays, int ch
 #pragma unroll 1
     for (int block = first_block; block < end_block; ++block) {
       DecaySums sums;
-      SumByToken(decays, chunk, block, raw.marks.there, sums);
+      SumByToken(decays, chunk, block, raw.marks.present, sums);
       uint32_t r[4], k[4];
       raw.Load(raw.r, block, r);
       raw.Load(raw.k, block, k);

@@ -107,13 +107,13 @@ __device__ void PrepareChunk(const FrameDecays<T, kConstant>& decays, int chunk,
   for (int i = 0; i < kBlocks / 2; ++i) {
     const int block = half * (kBlocks / 2) + i;
     if constexpr (kConstant) {
-      SumByToken(decays, chunk, block, raw.marks.there, all_sums[i]);
+      SumByToken(decays, chunk, block, raw.marks.present, all_sums[i]);
 #pragma unroll
       for (int e = 0; e < 4; ++e)
         far |= decays.constant[16 * block + e / 2 * 8 + 2 * (Lane() % 4) + e % 2] < -kMaxTokenLog2;
     } else {
       uint32_t log_decays[4];
-      decays.Load(chunk, block, raw.marks.there, log_decays);
+      decays.Load(chunk, block, raw.marks.present, log_decays);
       SumByToken(log_decays, all_sums[i]);
       // Without their signs float16s compare as integers.
 #pragma unroll
@@ -159,7 +159,7 @@ __device__ void PrepareChunk(const FrameDecays<T, kConstant>& decays, int chunk,
       MultiplyPairs(k, to_end, x);
       MultiplyPairs(k, e, k);
     }
-    if (clears) KeepRowsBetween(raw.marks.Last(), kTileTokens, x);
+    if (clears) KeepRowsBetween(raw.marks.LastCleared(), kTileTokens, x);
     StoreMatrices(shared + L::kKh + here, x);
     StoreMatrices(shared + L::kKb + here, k);
     Exponentials([&](int i, int j) { return sums.before[i][j]; }, e);
@@ -211,7 +211,7 @@ __device__ void PrepareGradient(int chunk, int left, int right, int to, unsigned
     for (int e = 0; e < 4; ++e) {
       const int i = row + e / 2 * 8, j = col + 8 * tile + e % 2;
       if (below ? i <= j : i >= j) da[tile][e] = 0.0f;
-      if (marks.clears != 0 && (below ? j < marks.SegmentOf(i) : i < marks.SegmentOf(j)))
+      if (marks.clears != 0 && (below ? j < marks.SegmentBegin(i) : i < marks.SegmentBegin(j)))
         da[tile][e] = 0.0f;
     }
   Left rounded;
@@ -279,8 +279,8 @@ __device__ void AddFarPairs(const unsigned char* da, const RawChunk<T>& raw, int
     for (int e = 0; e < 4; ++e) {
       const int token = 8 * i + own + e % 2;
       const int64_t at = static_cast<int64_t>(token) * raw.stride + channel + e / 2 * 8;
-      pairs.r[i][e] = raw.marks.there >> token & 1 ? ToFloat(raw.r[at]) : 0.0f;
-      pairs.k[i][e] = raw.marks.there >> token & 1 ? ToFloat(raw.k[at]) : 0.0f;
+      pairs.r[i][e] = raw.marks.present >> token & 1 ? ToFloat(raw.r[at]) : 0.0f;
+      pairs.k[i][e] = raw.marks.present >> token & 1 ? ToFloat(raw.k[at]) : 0.0f;
     }
   // Of another token, in row `half`.
   const auto of = [&](const float(&x)[2][4], int token, int half) {
@@ -550,7 +550,7 @@ __global__ __launch_bounds__(kThreads, 2) void GradientKernel(const __grid_const
   // What a chunk that decays too far lacks: all that needs r, k or pairs of its tokens.
   const auto add_far = [&](int chunk) {
     DecaySums sums;
-    SumByChannel(decays, chunk, warp, marks_of(chunk).there, sums);
+    SumByChannel(decays, chunk, warp, marks_of(chunk).present, sums);
     FarPairs far = {};
     AddFarPairs(memory + L::kDa + chunk * kTileBytes, raw_of(chunk), channel, sums, far);
     ForEachElement([&](int i, int e) {
@@ -628,7 +628,7 @@ __global__ __launch_bounds__(kThreads, 2) void GradientKernel(const __grid_const
       CommitProducts();
       WaitForProducts<0>();
       Settle(writes);
-      if constexpr (kClears) KeepTokens<2>(0, marks.Last(), kTileTokens, writes);
+      if constexpr (kClears) KeepTokens<2>(0, marks.LastCleared(), kTileTokens, writes);
     };
     if (marks_of(chunk).clears == 0)
       multiply(std::false_type());
@@ -637,7 +637,7 @@ __global__ __launch_bounds__(kThreads, 2) void GradientKernel(const __grid_const
     if (own + 1 < kOwnChunks) advance(chunk);
 
     const RowMarks marks = marks_of(chunk);
-    const uint32_t there = marks.there;
+    const uint32_t there = marks.present;
     const bool by_difference = far || marks.clears != 0;  // f is 0, or exp(-G) infinite
     DecaySums sums;
     SumByChannel(decays, chunk, warp, there, sums);

@@ -291,7 +291,7 @@ __device__ void AdvanceGradient(const G& tile, const B& block, TileMarks<kMarked
 }
 
 template <int N>
-using ForwardTile = Tile<N, N == 32 ? 2 : 4>;
+using ForwardTile = StatePartition<N, N == 32 ? 2 : 4>;
 
 template <int N, int L, int kParts>
 struct ForwardShared {
@@ -477,7 +477,7 @@ struct Gradients {
 
 // A lane of a large head has more rows: registers and shared memory admit no more warps.
 template <int N>
-using BackwardTile = Tile<N, N == 128 ? 8 : N == 32 ? 2 : 4>;
+using BackwardTile = StatePartition<N, N == 128 ? 8 : N == 32 ? 2 : 4>;
 
 // Columns of S^T dy_t, those of dS^T v_t, and sum_v(dS * S).
 enum ColumnSum { kReadSums = 0, kWriteSums = kBlock, kStateSum = 2 * kBlock, kColumnSums };

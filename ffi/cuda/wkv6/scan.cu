@@ -94,7 +94,7 @@ __device__ void PrepareChunk(const FrameDecays<T, kConstant>& decays, int chunk,
 #pragma unroll
   for (int block = 0; block < kBlocks; ++block) {
     DecaySums sums;
-    SumByToken(decays, chunk, block, raw.marks.there, sums);
+    SumByToken(decays, chunk, block, raw.marks.present, sums);
     float total[2][2];
     LastRow(sums, total);
 #pragma unroll
@@ -114,7 +114,7 @@ __device__ void PrepareChunk(const FrameDecays<T, kConstant>& decays, int chunk,
     AddTokenProducts(bonus, x, k);
     Exponentials([&](int i, int j) { return total[i][j % 2] - sums.upto[i][j]; }, e);
     MultiplyPairs(k, e, x);
-    if (clears) KeepRowsBetween(raw.marks.Last(), kTileTokens, x);
+    if (clears) KeepRowsBetween(raw.marks.LastCleared(), kTileTokens, x);
     StoreMatrices(TileAddress(k_tile, 16 * chunk, block), x);
     Exponentials([&](int i, int j) { return -sums.upto[i][j]; }, e);
     MultiplyPairs(k, e, k);

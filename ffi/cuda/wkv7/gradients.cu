@@ -224,7 +224,7 @@ __device__ void StoreLower(int warp, uint32_t tile, bool diagonal, const ChunkMa
   if (marks.starts != 0)
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const int begin = marks.SegmentOf(16 * warp + Lane() / 4 + e / 2 * 8);
+      const int begin = marks.SegmentBegin(16 * warp + Lane() / 4 + e / 2 * 8);
 #pragma unroll
       for (int tile = 0; tile < 8; ++tile)
         if (8 * tile + 2 * (Lane() % 4) + e % 2 < begin) sum[tile][e] = 0.0f;
@@ -430,7 +430,7 @@ __global__ __launch_bounds__(4 * N, N == 64 ? 2 : 1) void GradientKernel(
       uint32_t x[4];
       LoadTransposed(TileAddress(own(L::kDz), 16 * (first_block + block), warp), raw_w[block]);
       const int token = 16 * (first_block + block);
-      LogDecays<T>(raw_w[block], in.decay, Present(tokens - token, marks().Absent(token)), x);
+      LogDecays<T>(raw_w[block], in.decay, PresentRows(tokens - token, marks().Absent(token)), x);
       log_decays[block][0] = x[0], log_decays[block][1] = x[2];
       log_decays[block][2] = x[1], log_decays[block][3] = x[3];
       add(total, log_decays[block], all, 0);

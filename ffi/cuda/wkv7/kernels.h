@@ -13,12 +13,12 @@ namespace rwkv_jax::cuda {
 // --- One token at a time, in float (recurrent.cu): any dtype, head sizes 16 to 128, any decay.
 
 // Tokens between two states that the backward pass keeps in its scratch.
-constexpr int64_t kBlock = 4;
+constexpr int64_t kReplayTokens = 4;
 
 // Floats of scratch that the backward pass needs for one split of one head: the gradient of the
 // state at its end, the states inside one chunk, and S_{t-1} a_t for each token of the chunk.
 __host__ __device__ constexpr int64_t ScratchSize(int64_t head_size) {
-  return kChunk / kBlock * head_size * head_size + kChunk * head_size;
+  return kChunk / kReplayTokens * head_size * head_size + kChunk * head_size;
 }
 
 // If `only` [B, H] is given, the heads that it marks with anything but 0.

@@ -61,7 +61,7 @@ struct ForwardShared {
 };
 
 template <int N>
-using ForwardTile = Tile<N, 4>;
+using ForwardTile = StatePartition<N, 4>;
 
 // Tokens come in tiles of kTokens. Built for kBlocks blocks per multiprocessor: with many heads they
 // hide each other's latency, with few heads one block is faster for having more registers.
@@ -217,18 +217,18 @@ enum ColumnSum { kDr, kDw, kDk, kDa, kDb, kColumnSums };
 
 // A lane of a large head has more rows: registers and shared memory admit no more warps.
 template <int N>
-using BackwardTile = Tile<N, N == 128 ? 8 : 4>;
+using BackwardTile = StatePartition<N, N == 128 ? 8 : 4>;
 
 template <typename G>
 struct BackwardShared {
   // Large heads have no room to keep S_0 beside S_1 and S_2, nor the sums of more than one token.
   static constexpr bool kLarge = G::N > 64;
   static constexpr int kSumStages = kLarge ? 1 : 2;
-  static constexpr int kSumTokens = kLarge ? 1 : kBlock;
+  static constexpr int kSumTokens = kLarge ? 1 : kReplayTokens;
 
-  float tile[2][kBackwardVectors * kBlock * G::N];
-  float slope[2][kBlock * G::N];
-  float sa[2][kBlock * G::N];
+  float tile[2][kBackwardVectors * kReplayTokens * G::N];
+  float slope[2][kReplayTokens * G::N];
+  float sa[2][kReplayTokens * G::N];
   // States of a block as each thread holds them: S_1, S_2 and perhaps S_0.
   float4 kept[kLarge ? 2 : 3][G::kRows * G::kCols / 4][G::kThreads];
   // What each warp has for the gradients of a token.
@@ -264,7 +264,7 @@ __device__ void Copy(const Fragment<G>& from, Fragment<G>& to) {
 // One token backwards. `ds` enters as the gradient of S_t without the share of y_t and leaves as that
 // of S_{t-1}. The sums over this warp's rows go to `sums`, and dv to `dv` if that is not null.
 template <typename T, typename G, bool kMarked>
-__device__ void BackwardToken(const G& tile, const TokenView<G::N, kBlock>& at,
+__device__ void BackwardToken(const G& tile, const TokenView<G::N, kReplayTokens>& at,
                               const float* slope_row, const float* sa_row,
                               TileMarks<kMarked> marks, const Fragment<G>& s_before,
                               Fragment<G>& ds, float (*sums)[G::N], T* dv) {
@@ -356,7 +356,7 @@ __device__ void WriteColumnSums(const float (&sums)[kTokens][G::kWarps][kColumnS
 }
 
 // The chunks of a split run last to first. In a chunk the saved state is replayed once to find the state before each
-// block of kBlock tokens; each block is then replayed from there, which leaves S_{t-1} of its tokens
+// block of kReplayTokens tokens; each block is then replayed from there, which leaves S_{t-1} of its tokens
 // at hand, and taken backwards. The decay is never inverted.
 template <typename T, int N, bool kMarked>
 __global__ __launch_bounds__(BackwardTile<N>::kThreads, N == 64 ? 2 : 1) void BackwardKernel(
@@ -364,8 +364,8 @@ __global__ __launch_bounds__(BackwardTile<N>::kThreads, N == 64 ? 2 : 1) void Ba
     Marks marks, Sequences sequences, SavedStates states, const float* dfinal_state,
     const __grid_constant__ Gradients<T> out, SomeHeadsLot lot) {
   using G = BackwardTile<N>;
-  static_assert(kBlock * N <= 4 * G::kThreads);
-  static_assert(kBlock == 4, "S_0, S_1 and S_2 are kept or reloaded, S_3 is in registers");
+  static_assert(kReplayTokens * N <= 4 * G::kThreads);
+  static_assert(kReplayTokens == 4, "S_0, S_1 and S_2 are kept or reloaded, S_3 is in registers");
   RWKV_JAX_DYNAMIC_SHARED(16, memory);
   using Shared = BackwardShared<G>;
   constexpr bool kLarge = Shared::kLarge;
@@ -381,7 +381,7 @@ __global__ __launch_bounds__(BackwardTile<N>::kThreads, N == 64 ? 2 : 1) void Ba
   const int64_t stride = head.TokenStride();
   float* const ds_end = lot.Scratch<N>(head.turn, split);
   float* const block_states = ds_end + N * N;
-  float* const chunk_sa = block_states + (kChunk / kBlock - 1) * N * N;
+  float* const chunk_sa = block_states + (kChunk / kReplayTokens - 1) * N * N;
 
   Fragment<G> ds, s;
   LoadState(tile, last_chunk == chunks ? dfinal_state + head.State() : ds_end, ds);
@@ -390,11 +390,11 @@ __global__ __launch_bounds__(BackwardTile<N>::kThreads, N == 64 ? 2 : 1) void Ba
     const int64_t start = chunk * kChunk;
     const int64_t first_token = head.FirstToken() + start * stride;
     const int in_chunk = static_cast<int>(tokens - start < kChunk ? tokens - start : kChunk);
-    const int blocks = (in_chunk + kBlock - 1) / kBlock;
-    const auto count_of = [&](int block) { return Min(kBlock, in_chunk - block * kBlock); };
-    const auto token_of = [&](int block) { return first_token + block * kBlock * stride; };
+    const int blocks = (in_chunk + kReplayTokens - 1) / kReplayTokens;
+    const auto count_of = [&](int block) { return Min(kReplayTokens, in_chunk - block * kReplayTokens); };
+    const auto token_of = [&](int block) { return first_token + block * kReplayTokens * stride; };
     const auto marks_of = [&](int block) {
-      return LoadMarks<kMarked>(marks, head.sequence, start + block * kBlock);
+      return LoadMarks<kMarked>(marks, head.sequence, start + block * kReplayTokens);
     };
     // As it was left, before the first token of the block may clear it.
     const auto load_state = [&](int block, Fragment<G>& s) {
@@ -405,7 +405,7 @@ __global__ __launch_bounds__(BackwardTile<N>::kThreads, N == 64 ? 2 : 1) void Ba
     };
 
     load_state(0, s);
-    TokenLoader<T, G, kReplayVectors, kBlock> replay_loader;
+    TokenLoader<T, G, kReplayVectors, kReplayTokens> replay_loader;
     replay_loader.Fetch(inputs.x, token_of(0), stride, count_of(0));
     TileMarks<kMarked> own, next_own = marks_of(0);
     replay_loader.template Store<false>(shared.tile[0], nullptr, count_of(0), next_own, decay);
@@ -418,36 +418,36 @@ __global__ __launch_bounds__(BackwardTile<N>::kThreads, N == 64 ? 2 : 1) void Ba
         next_own = marks_of(block + 1);
       }
       if (block > 0) StoreState(tile, block_states + (block - 1) * N * N, s);
-      float sa[kBlock][kRows];
+      float sa[kReplayTokens][kRows];
 #pragma unroll
-      for (int t = 0; t < kBlock; ++t) {
-        const TokenView<N, kBlock> at{shared.tile[block % 2], t};
+      for (int t = 0; t < kReplayTokens; ++t) {
+        const TokenView<N, kReplayTokens> at{shared.tile[block % 2], t};
         if (own.Starts(t)) Clear<G>(s);
         ReadFromState(tile, at, s, sa[t]);
         UpdateState(tile, at, sa[t], s);
       }
       if (tile.col_group == 0)
 #pragma unroll
-        for (int t = 0; t < kBlock; ++t)
-          StoreRows(tile, chunk_sa + (block * kBlock + t) * N, sa[t]);
+        for (int t = 0; t < kReplayTokens; ++t)
+          StoreRows(tile, chunk_sa + (block * kReplayTokens + t) * N, sa[t]);
       if (more)
         replay_loader.template Store<false>(shared.tile[(block + 1) % 2], nullptr,
                                             count_of(block + 1), next_own, decay);
       __syncthreads();
     }
 
-    TokenLoader<T, G, kBackwardVectors, kBlock> loader;
+    TokenLoader<T, G, kBackwardVectors, kReplayTokens> loader;
     float4 sa_piece;
     const auto fetch = [&](int block) {
       loader.Fetch(inputs.x, token_of(block), stride, count_of(block));
       next_own = marks_of(block);
-      if (4 * threadIdx.x < kBlock * N)
-        sa_piece = *reinterpret_cast<const float4*>(chunk_sa + block * kBlock * N + 4 * threadIdx.x);
+      if (4 * threadIdx.x < kReplayTokens * N)
+        sa_piece = *reinterpret_cast<const float4*>(chunk_sa + block * kReplayTokens * N + 4 * threadIdx.x);
     };
     const auto store = [&](int block) {
       loader.template Store<true>(shared.tile[block % 2], shared.slope[block % 2], count_of(block),
                                   next_own, decay);
-      if (4 * threadIdx.x < kBlock * N)
+      if (4 * threadIdx.x < kReplayTokens * N)
         *reinterpret_cast<float4*>(&shared.sa[block % 2][4 * threadIdx.x]) = sa_piece;
     };
     Fragment<G> s_next;
@@ -469,21 +469,21 @@ __global__ __launch_bounds__(BackwardTile<N>::kThreads, N == 64 ? 2 : 1) void Ba
         if (block > 0) load_state(block - 1, s_next);
       }
 #pragma unroll
-      for (int t = 0; t < kBlock - 1; ++t) {
+      for (int t = 0; t < kReplayTokens - 1; ++t) {
         float sa[kRows];
         LoadRows(tile, shared.sa[stage] + t * N, sa);
-        UpdateState(tile, TokenView<N, kBlock>{shared.tile[stage], t}, sa, s);
+        UpdateState(tile, TokenView<N, kReplayTokens>{shared.tile[stage], t}, sa, s);
         if (own.Starts(t + 1)) Clear<G>(s);
-        if (t < kBlock - 2) Keep<G>(shared.kept[t], s);
+        if (t < kReplayTokens - 2) Keep<G>(shared.kept[t], s);
       }
       auto& sums = shared.sums[stage % Shared::kSumStages];
       const auto token = [&](int t) { return token_of(block) + t * stride; };
 #pragma unroll
-      for (int t = kBlock - 1; t >= 0; --t) {
+      for (int t = kReplayTokens - 1; t >= 0; --t) {
         if (t == 0 && kLarge) {
           load_state(block, s);
           if (own.Starts(0)) Clear<G>(s);
-        } else if (t < kBlock - 1) {
+        } else if (t < kReplayTokens - 1) {
           Recall<G>(shared.kept[t > 0 ? t - 1 : 2], s);
         }
         BackwardToken<T, G>(tile, {shared.tile[stage], t}, shared.slope[stage] + t * N,

@@ -246,7 +246,7 @@ __device__ void AdvanceState(int warp, uint32_t slot, uint32_t matrices, uint32_
   if constexpr (kClears) {
     WaitForProducts<0>();
     Settle(zy);
-    KeepTokens(marks.Last(), kTileTokens, v);
+    KeepTokens(marks.LastCleared(), kTileTokens, v);
 #pragma unroll
     for (int panel = 0; panel < L::kPanels; ++panel)
 #pragma unroll
@@ -281,7 +281,7 @@ __device__ void AdvanceState(int warp, uint32_t slot, uint32_t matrices, uint32_
   }
   if constexpr (kClears) {
     WaitForProducts<0>();
-    KeepTokens(marks.Last(), kTileTokens, u_rounded);
+    KeepTokens(marks.LastCleared(), kTileTokens, u_rounded);
     BeginProducts();
   }
 #pragma unroll
@@ -309,7 +309,7 @@ void ScanKernel(const __grid_constant__ Scan<T> scan) {
   using L = Layout<N, kOutput, kWork>;
   constexpr bool kTogether = kWork == Work::kTogether;
   static_assert(!kTogether || N == kPanelCols, "a warpgroup advances 64 rows of a state");
-  using Tiles = StateTiles<N>;
+  using Tiles = StateAccumulator<N>;
   RWKV_JAX_DYNAMIC_SHARED(kPanelAlignment, memory);
   const uint32_t shared = SharedAddress(memory);
   const int warpgroup = kTogether ? 0 : Warp() / 4, warp = Warp() % (4 * L::kPanels);  // of its state
@@ -410,7 +410,7 @@ void ScanKernel(const __grid_constant__ Scan<T> scan) {
     for (int panel = 0; panel < L::kPanels; ++panel)
       in_range &= ScaleChunk<T, L, kReverse, kOutput>(
           warp % 4 + 4 * panel, slot_of(chunk), w_of(chunk), decays_of(chunk), scan.decay,
-          marks_of(chunk).there, inclusive, exclusive, starts_frame(chunk), carry[panel]);
+          marks_of(chunk).present, inclusive, exclusive, starts_frame(chunk), carry[panel]);
   };
   const auto matrices_of = [&](int chunk) {
     return shared + L::kM + chunk % 2 * L::kMatrices;
