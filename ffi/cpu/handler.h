@@ -1,22 +1,22 @@
-// What the handlers share: the kernels for this CPU, threads and their scratch, and the stages of
-// an operator with a state for each head.
+// The handlers on CPUs: from XLA's operands to the kernels for this CPU, on threads of XLA's pool.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <initializer_list>
 #include <memory>
 #include <new>
 #include <string>
+#include <vector>
 
 #include "parallel.h"
-#include "rwkv_jax/operands.h"
-#include "rwkv_jax/types.h"
+#include "rwkv_jax/description.h"
+#include "rwkv_jax/targets.h"
+#include "wkv4.h"
+#include "wkv6.h"
+#include "wkv7.h"
 
 namespace rwkv_jax::cpu {
-
-constexpr int64_t kMaxHeadSize = 256;
 
 // The kernels of an operator for the best instruction set that this CPU has.
 template <typename Kernels>
@@ -52,14 +52,14 @@ int64_t Workers(const ffi::ThreadPool& pool, const Call& call) {
   return Workers(pool, AllTokens(call) * dims.heads * dims.head_size * dims.head_size);
 }
 
-// Clears those tokens of results, with `size` elements each, that no sequence has.
-inline void ClearOutside(const Operands& operands, const Sequences& sequences, int64_t size,
-                         std::initializer_list<void*> results) {
-  const int64_t rows = operands.Size('B'), tokens = operands.Size('T');
+// Clears the tokens of results that no sequence has; each result has `size` elements for a token.
+inline void ClearOutside(const Problem& problem, const Sequences& sequences, int64_t size,
+                         const std::vector<void*>& results) {
+  const int64_t rows = problem.rows, tokens = problem.tokens;
   if (!sequences.Given() || rows == 0) return;
-  size *= operands.dtype() == Dtype::kF32 ? 4 : 2;
+  size *= problem.dtype == Dtype::kF32 ? 4 : 2;
   for (int64_t row = 0; row < rows; ++row) {
-    const Span span = sequences.OfRow(row, operands.Size('S') / rows, tokens);
+    const Span span = sequences.OfRow(row, problem.sequences / rows, tokens);
     const int64_t end = span.first_token + span.tokens;
     for (void* result : results) {
       char* const to = static_cast<char*>(result);
@@ -67,12 +67,6 @@ inline void ClearOutside(const Operands& operands, const Sequences& sequences, i
       std::memset(to + end * size, 0, ((row + 1) * tokens - end) * size);
     }
   }
-}
-
-template <typename Call>
-void ClearOutside(const Operands& operands, const Call& call,
-                  std::initializer_list<void*> results) {
-  ClearOutside(operands, call.sequences, call.dims.heads * call.dims.head_size, results);
 }
 
 // Calls body(item, scratch) for each item, with `floats` of scratch.
@@ -97,6 +91,7 @@ ffi::Error Run(const char* op, ffi::ThreadPool& pool, int64_t workers, int64_t i
   return ffi::Error::Success();
 }
 
+// Each thread takes some rows of the state of a head.
 template <typename Kernels, typename Call>
 ffi::Error RunForward(const char* op, ffi::ThreadPool& pool, const Call& call) {
   const Kernels& kernels = Best<Kernels>();
@@ -111,6 +106,7 @@ ffi::Error RunForward(const char* op, ffi::ThreadPool& pool, const Call& call) {
              });
 }
 
+// Each thread takes a head.
 template <typename Kernels, typename Call>
 ffi::Error RunBackward(const char* op, ffi::ThreadPool& pool, const Call& call) {
   const Kernels& kernels = Best<Kernels>();
@@ -119,9 +115,66 @@ ffi::Error RunBackward(const char* op, ffi::ThreadPool& pool, const Call& call) 
              [&](int64_t head, float* scratch) { kernels.backward(call, head, scratch); });
 }
 
-inline auto Binding() {
-  return ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets().Attr<int64_t>(
-      "decay");
+// Each thread takes kChannels channels of a sequence.
+template <typename Call>
+ffi::Error RunChannels(const char* op, ffi::ThreadPool& pool, const Call& call,
+                       void (*kernel)(const Call&, int64_t, int64_t)) {
+  const Wkv4Dims& dims = call.dims;
+  const int64_t groups = (dims.channels + kChannels - 1) / kChannels;
+  // With its exponentials, a token of a channel takes about as long as 16 elements of a matrix.
+  const int64_t workers = Workers(pool, 16 * AllTokens(call) * dims.channels);
+  return Run(op, pool, workers, dims.batch * groups, 0, [&](int64_t item, float*) {
+    kernel(call, item / groups, item % groups * kChannels);
+  });
 }
+
+inline ffi::Error RunCall(const char* op, ffi::ThreadPool& pool, const Wkv4ForwardCall& call) {
+  return RunChannels(op, pool, call, Best<Wkv4Kernels>().forward);
+}
+inline ffi::Error RunCall(const char* op, ffi::ThreadPool& pool, const Wkv4BackwardCall& call) {
+  return RunChannels(op, pool, call, Best<Wkv4Kernels>().backward);
+}
+inline ffi::Error RunCall(const char* op, ffi::ThreadPool& pool, const Wkv6ForwardCall& call) {
+  return RunForward<Wkv6Kernels>(op, pool, call);
+}
+inline ffi::Error RunCall(const char* op, ffi::ThreadPool& pool, const Wkv6BackwardCall& call) {
+  return RunBackward<Wkv6Kernels>(op, pool, call);
+}
+inline ffi::Error RunCall(const char* op, ffi::ThreadPool& pool, const Wkv7ForwardCall& call) {
+  return RunForward<Wkv7Kernels>(op, pool, call);
+}
+inline ffi::Error RunCall(const char* op, ffi::ThreadPool& pool, const Wkv7BackwardCall& call) {
+  return RunBackward<Wkv7Kernels>(op, pool, call);
+}
+
+// The platform of rwkv_jax/targets.h and rwkv_jax/module.h. The kernels take one token at a time, and
+// their scratch is memory of their own.
+struct Cpu {
+  using Context = ffi::ThreadPool;
+  using Argument = ffi::ThreadPool;
+  static constexpr bool kHasSummaries = false;
+  static constexpr int64_t kMaxHeadSize = 256;
+  static constexpr bool kOnlyLaunches = false;
+
+  template <typename Operator, Pass kPass>
+  static ffi::Error Handle(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                           const Attributes& attributes) {
+    CallReader<Operator> reader(kPass, args, rets, attributes, kMaxHeadSize);
+    CallOf<Operator, kPass> call = {};
+    reader.Read(call);
+    if (ffi::Error error = reader.operands.Finish(); error.failure()) return error;
+    ClearOutside(reader.problem, call.sequences, reader.TokenSize(), reader.TokenResults(call));
+    return RunCall(kOpNames[static_cast<int>(Operator::kOp)], pool, call);
+  }
+
+  static int64_t ScratchFloats(const Problem&) { return 0; }
+  static bool HasSummary(const Problem&) { return false; }
+  static Description PlanOf(int64_t, int64_t, const Problem&) {
+    return {{"kernel", std::string("token by token")},
+            {"splits", int64_t{1}},
+            {"scratch", int64_t{0}},
+            {"shared_memory", int64_t{0}}};
+  }
+};
 
 }  // namespace rwkv_jax::cpu

@@ -1,20 +1,5 @@
 #include "rwkv_jax/module.h"
 
-#include "rwkv_jax/wkv4_calls.h"
-#include "rwkv_jax/wkv6_calls.h"
-#include "rwkv_jax/wkv7_calls.h"
+#include "handler.h"
 
-NB_MODULE(_cpu, module) {
-  rwkv_jax::Export(module, {{"rwkv_wkv4_fwd_v1", Wkv4Fwd},
-                            {"rwkv_wkv4_bwd_v1", Wkv4Bwd},
-                            {"rwkv_wkv4_step_v1", Wkv4Step},
-                            {"rwkv_wkv5_fwd_v1", Wkv5Fwd},
-                            {"rwkv_wkv5_bwd_v1", Wkv5Bwd},
-                            {"rwkv_wkv5_step_v1", Wkv5Step},
-                            {"rwkv_wkv6_fwd_v1", Wkv6Fwd},
-                            {"rwkv_wkv6_bwd_v1", Wkv6Bwd},
-                            {"rwkv_wkv6_step_v1", Wkv6Step},
-                            {"rwkv_wkv7_fwd_v1", Wkv7Fwd},
-                            {"rwkv_wkv7_bwd_v1", Wkv7Bwd},
-                            {"rwkv_wkv7_step_v1", Wkv7Step}});
-}
+NB_MODULE(_cpu, module) { rwkv_jax::Export<rwkv_jax::cpu::Cpu>(module); }

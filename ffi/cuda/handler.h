@@ -1,71 +1,101 @@
-// What the handlers share.
+// The handlers on CUDA: from XLA's operands, by a plan for the device of the call, to the kernels.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
-#include <limits>
+#include <optional>
 #include <string>
+#include <utility>
 
+#include "plan.h"
+#include "rwkv_jax/targets.h"
 #include "splits.h"
-#include "rwkv_jax/operands.h"
+#include "wkv4/kernels.h"
+#include "wkv6/kernels.h"
+#include "wkv7/kernels.h"
 
 namespace rwkv_jax::cuda {
 
-constexpr int64_t kMaxHeadSize = 128;
-
-inline ffi::Error Launched(const char* what, cudaError_t error) {
-  if (error == cudaSuccess) return ffi::Error::Success();
-  return ffi::Error::Internal(std::string(what) + ": " + cudaGetErrorString(error));
+inline cudaError_t DescribeDevice(int ordinal, Device& device) {
+  int multiprocessors = 0, shared_memory = 0;
+  cudaError_t error =
+      cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, ordinal);
+  if (error == cudaSuccess)
+    error = cudaDeviceGetAttribute(&shared_memory, cudaDevAttrMaxSharedMemoryPerBlockOptin, ordinal);
+  device = {multiprocessors, shared_memory};
+  return error;
 }
 
-inline auto Binding() {
-  return ffi::Ffi::Bind()
-      .Ctx<ffi::PlatformStream<cudaStream_t>>()
-      .RemainingArgs()
-      .RemainingRets()
-      .Attr<int64_t>("decay");
+inline cudaError_t CurrentDevice(Device& device) {
+  int ordinal = 0;
+  const cudaError_t error = cudaGetDevice(&ordinal);
+  return error == cudaSuccess ? DescribeDevice(ordinal, device) : error;
 }
 
-inline auto ChunkBinding() { return Binding().Attr<int64_t>("splits"); }
+// The platform of rwkv_jax/targets.h and rwkv_jax/module.h. Handlers only launch kernels, so that they
+// may be part of a CUDA graph.
+struct Cuda {
+  using Context = ffi::PlatformStream<cudaStream_t>;
+  using Argument = cudaStream_t;
+  static constexpr bool kHasSummaries = true;
+  static constexpr int64_t kMaxHeadSize = cuda::kMaxHeadSize;
+  static constexpr bool kOnlyLaunches = true;
 
-// With `floats` for each split.
-inline ReplayScratch ReadReplayScratch(Operands& operands, int64_t floats) {
-  float* const memory = operands.FloatRet("scratch", "GHPX");
-  const int64_t splits = operands.Size('P'), sequences = operands.Size('G');
-  operands.Require(operands.Size('X') == floats, "scratch has ", operands.Size('X'),
-                   " floats for each split; expected ", floats);
-  operands.Require(splits >= 1 && (sequences >= 1 || operands.Size('S') == 0), "scratch is for ",
-                   splits, " splits of ", sequences, " sequences; expected at least 1");
-  return {memory, sequences * operands.Size('H'), splits, splits * floats};
-}
+  template <typename Operator, Pass kPass>
+  static ffi::Error Handle(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                           const Attributes& attributes) {
+    CallReader<Operator> reader(kPass, args, rets, attributes, kMaxHeadSize);
+    CallOf<Operator, kPass> call = {};
+    reader.Read(call);
+    if (ffi::Error error = reader.operands.Finish(); error.failure()) return error;
 
-inline void RequireRows(Operands& operands) {
-  operands.Require(!operands.HasSequences(), "spans is given; the target for sequences takes it");
-}
+    const Problem& problem = reader.problem;
+    Plan plan;
+    cudaError_t error = CurrentDevice(plan.device);
+    if (error != cudaSuccess) return reader.operands.Internal(cudaGetErrorString(error));
+    plan = MakePlan(plan.device, problem, reader.scratch.floats);
+    reader.operands.Require(plan.scratch <= reader.scratch.floats, "scratch has X = ",
+                            reader.scratch.floats, "; expected at least ", plan.scratch);
+    if constexpr (kPass == Pass::kSummary || kPass == Pass::kReverseSummary)
+      reader.operands.Require(plan.matrix_units,
+                              "no kernel computes this summary; has_summary tells which ones exist");
+    if (ffi::Error error = reader.operands.Finish(); error.failure()) return error;
 
-// What all kernels on matrix units need.
-template <typename Call>
-void RequireMatrixUnits(Operands& operands, const Call& call) {
-  operands.Require(call.dtype != Dtype::kF32, "w is F32; the kernels on matrix units take BF16 or F16");
-  constexpr int64_t kMaxStride = std::numeric_limits<int32_t>::max();
-  operands.Require(call.dims.heads * call.dims.head_size <= kMaxStride, "w has H = ",
-                   call.dims.heads, "; H * K must be at most ", kMaxStride);
-}
+    if constexpr (kPass == Pass::kForward || kPass == Pass::kBackward)
+      if (call.sequences.Given() && problem.rows > 0) {
+        const int64_t halves = reader.TokenSize() * (problem.dtype == Dtype::kF32 ? 2 : 1);
+        error = ClearOutside(stream, call.sequences, problem.rows,
+                             problem.sequences / problem.rows, problem.tokens, halves,
+                             reader.TokenResults(call));
+      }
+    if (error == cudaSuccess && problem.AllHeads() > 0) {
+      if constexpr (kPass == Pass::kStep)
+        error = RunStep(stream, call);
+      else if constexpr (kPass == Pass::kSummary)
+        error = RunSummary(stream, call);
+      else if constexpr (kPass == Pass::kReverseSummary)
+        error = RunReverseSummary(stream, call);
+      else
+        error = Run(stream, call, plan, reader.scratch.memory);
+    }
+    if (error != cudaSuccess) return reader.operands.Internal(cudaGetErrorString(error));
+    return ffi::Error::Success();
+  }
 
-// What those that save states or read them do; `floats` is the scratch for each head.
-template <typename Call>
-void RequireScratch(Operands& operands, const Call& call, int64_t splits, int64_t floats) {
-  operands.Require(call.states_dtype == Dtype::kBF16, "states is F32; the kernels on matrix units ",
-                   "take BF16");
-  operands.Require(splits >= 1 && splits <= kMaxSplits, "splits is ", splits,
-                   "; expected 1 to ", kMaxSplits);
-  operands.Require(operands.Size('X') == floats, "scratch has ", operands.Size('X'),
-                   " floats for each head; expected ", floats);
-}
+  static int64_t ScratchFloats(const Problem& problem) { return cuda::ScratchFloats(problem); }
+  static bool HasSummary(const Problem& problem) { return cuda::HasSummary(problem); }
+  static Description PlanOf(int64_t multiprocessors, int64_t shared_memory,
+                            const Problem& problem) {
+    return Describe(
+        MakePlan({multiprocessors, shared_memory}, problem, cuda::ScratchFloats(problem)));
+  }
+  // The multiprocessors of a device and the shared memory that its blocks may have, if it is there.
+  static std::optional<std::pair<int64_t, int64_t>> DeviceOf(int ordinal) {
+    Device device;
+    if (DescribeDevice(ordinal, device) != cudaSuccess) return std::nullopt;
+    return std::make_pair(device.multiprocessors, device.shared_memory);
+  }
+};
 
 }  // namespace rwkv_jax::cuda
-
-// RWKV_JAX_HANDLER for handlers that only launch kernels, so that they may be part of a CUDA graph.
-#define RWKV_JAX_CUDA_HANDLER(fn, impl, binding) \
-  RWKV_JAX_HANDLER(fn, impl, binding, {rwkv_jax::ffi::Traits::kCmdBufferCompatible})

@@ -13,19 +13,12 @@
 
 namespace rwkv_jax::cuda {
 
-// cudaErrorNotSupported, and nothing launched, where the device has less shared memory for a block.
 template <typename... Parameters, typename... Arguments>
 cudaError_t Launch(void (*kernel)(Parameters...), dim3 blocks, int threads, size_t shared_bytes,
                    cudaStream_t stream, Arguments... arguments) {
-  int device, most;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess)
-    error = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  if (error == cudaSuccess && shared_bytes > static_cast<size_t>(most)) return cudaErrorNotSupported;
   // Set at every launch: the attribute belongs to the current device.
-  if (error == cudaSuccess)
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 static_cast<int>(shared_bytes));
+  const cudaError_t error = cudaFuncSetAttribute(
+      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
   if (error != cudaSuccess) return error;
 #ifdef RWKV_JAX_EMULATION
   emulation::Launch([&] { kernel(arguments...); }, blocks, threads);

@@ -1,31 +1,27 @@
-// What the handlers and the kernels of several operators share.
+// How kernels share out the tokens of a sequence among splits, and what several operators have besides
+// their kernels.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
 #include <initializer_list>
+#include <vector>
 
 #include "rwkv_jax/sequences.h"
 
 namespace rwkv_jax::cuda {
 
-constexpr int64_t kMaxSplits = 65535;  // of the second axis of a grid
-
-// Scratch of a backward pass one token at a time, which replays the sequence from saved states: what it
-// keeps for each of the `splits` that run side by side of each of so many heads, counted over
-// sequences and heads. Those run at a time.
+// Scratch of a backward pass that goes token by token and replays the sequence from saved states. So many
+// heads, counted over all sequences, run at a time, each in `splits` splits, which run side by side.
 struct ReplayScratch {
   float* memory;
   int64_t heads, splits;
   int64_t stride;  // floats for each head
 };
 
-// For each head, the floats of the gradients of the state at the end of each chunk of kChunk tokens,
-// [B, chunks, H, V, K] of bfloat16, as the saved states are.
-constexpr int64_t StateGradientFloats(int64_t head_size, int64_t chunks) {
-  return chunks * head_size * head_size / 2;
-}
+// The floats of the gradient of one state at the end of a chunk, [V, K] of bfloat16.
+constexpr int64_t StateGradientFloats(int64_t head_size) { return head_size * head_size / 2; }
 
 // What a block has: a split of a sequence, or none if it is negative.
 struct Piece {
@@ -128,9 +124,20 @@ struct Splits {
 constexpr Splits kOneSplit = {1, nullptr, 0};
 
 // Clears the tokens [B, T] of results that no sequence has, those before the first and after the last
-// sequence of a row; of each token `size` numbers of 16 bits.
+// sequence of a row; of each token `size` numbers of 16 bits. There are at most 6 results.
 cudaError_t ClearOutside(cudaStream_t stream, const Sequences& sequences, int64_t rows,
                          int64_t sequences_of_row, int64_t tokens, int64_t size,
-                         std::initializer_list<void*> results);
+                         const std::vector<void*>& results);
+
+// The gradient of an input that all tokens share: partial sums [n, columns] and their sums [S, columns].
+struct PartialSums {
+  const float* from;
+  float* to;
+};
+
+// Adds up partial sums in a fixed order. Each of `count` sequences has `partials` of them, one after
+// another, or, if `sequences` are given, one for each of its chunks. There are at most 2 inputs.
+cudaError_t SumPartials(cudaStream_t stream, int64_t count, const Sequences& sequences,
+                        int64_t partials, int64_t columns, std::initializer_list<PartialSums> inputs);
 
 }  // namespace rwkv_jax::cuda

@@ -621,15 +621,18 @@ __global__ __launch_bounds__(kThreads, 2) void BackwardByWarpsKernel(
 }  // namespace
 }  // namespace wkv4
 
-cudaError_t Wkv4Backward(cudaStream_t stream, const Wkv4BackwardCall& call, float* scratch) {
+namespace {
+
+// dw and du are partial sums, one for each split.
+cudaError_t FindGradients(cudaStream_t stream, const Wkv4BackwardCall& call, const Plan& plan,
+                          float* scratch) {
   return wkv4::ForTypes(call.dtype, [&](auto zero) -> cudaError_t {
     using T = decltype(zero);
     constexpr size_t kShared = sizeof(wkv4::BackwardShared<T>);
     const Wkv4State<float> summaries = wkv4::Summaries(call, scratch);
-    const int64_t columns = wkv4::Columns<T>(call), splits = call.partials;
-    if (columns == 0) return cudaSuccess;
-    // Of rows as long as each other this takes longer.
-    if (call.sequences.Given() && wkv4::ByWarps<T>(call, splits, 3 * kChunk)) {
+    const int64_t columns = wkv4::Columns<T>(call), splits = plan.splits;
+    // With rows of equal lengths this takes longer.
+    if (call.sequences.Given() && wkv4::ByWarps<T>(call, plan, 3 * kChunk)) {
       const cudaError_t error =
           Launch(wkv4::BackwardByWarpsKernel<T>, wkv4::Blocks(columns), wkv4::kThreads,
                  sizeof(wkv4::ByWarpsShared<T>), stream, call);
@@ -649,6 +652,21 @@ cudaError_t Wkv4Backward(cudaStream_t stream, const Wkv4BackwardCall& call, floa
                     wkv4::kThreads, kShared, stream, call, splits, summaries, kOneSplit);
     });
   });
+}
+
+}  // namespace
+
+cudaError_t Run(cudaStream_t stream, const Wkv4BackwardCall& call, const Plan& plan,
+                float* scratch) {
+  if (!plan.adds_up) return FindGradients(stream, call, plan, scratch);
+  const int64_t batch = call.dims.batch, channels = call.dims.channels;
+  Wkv4BackwardCall partial = call;
+  partial.dw = scratch + plan.sums;
+  partial.du = partial.dw + batch * plan.splits * channels;
+  const cudaError_t error = FindGradients(stream, partial, plan, scratch);
+  if (error != cudaSuccess) return error;
+  return SumPartials(stream, batch, {}, plan.splits, channels,
+                     {{partial.dw, call.dw}, {partial.du, call.du}});
 }
 
 }  // namespace rwkv_jax::cuda

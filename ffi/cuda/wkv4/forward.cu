@@ -209,14 +209,14 @@ __global__ __launch_bounds__(kThreads) void StepKernel(
 }  // namespace
 }  // namespace wkv4
 
-cudaError_t Wkv4Forward(cudaStream_t stream, const Wkv4ForwardCall& call, int64_t splits,
-                        float* scratch) {
+cudaError_t Run(cudaStream_t stream, const Wkv4ForwardCall& call, const Plan& plan,
+                float* scratch) {
+  const int64_t splits = plan.splits;
   return wkv4::ForTypes(call.dtype, [&](auto zero) -> cudaError_t {
     using T = decltype(zero);
     const Wkv4State<float> summaries = wkv4::Summaries(call, scratch);
     const int64_t columns = wkv4::Columns<T>(call);
-    if (columns == 0) return cudaSuccess;
-    if (wkv4::ByWarps<T>(call, splits, 4 * kChunk)) {
+    if (wkv4::ByWarps<T>(call, plan, 4 * kChunk)) {
       const cudaError_t error = Launch(wkv4::ForwardByWarpsKernel<T>, wkv4::Blocks(columns),
                                        wkv4::kThreads, 0, stream, call);
       const int64_t longs = wkv4::LongColumns<T>(call);
@@ -237,9 +237,8 @@ cudaError_t Wkv4Forward(cudaStream_t stream, const Wkv4ForwardCall& call, int64_
   });
 }
 
-cudaError_t Wkv4Step(cudaStream_t stream, const Wkv4ForwardCall& call) {
+cudaError_t RunStep(cudaStream_t stream, const Wkv4ForwardCall& call) {
   const int64_t channels = call.dims.batch * call.dims.channels;
-  if (channels == 0) return cudaSuccess;
   return wkv4::ForTypes(call.dtype, [&](auto zero) -> cudaError_t {
     return Launch(wkv4::StepKernel<decltype(zero)>,
                   (channels + wkv4::kThreads - 1) / wkv4::kThreads, wkv4::kThreads, 0, stream,

@@ -26,6 +26,7 @@
 #include "launch.cuh"
 #include "marks.cuh"
 #include "matrix.cuh"
+#include "plan.h"
 #include "rwkv_jax/wkv4.h"
 
 namespace rwkv_jax::cuda::wkv4 {
@@ -175,12 +176,14 @@ class Column {
   int64_t first_;
 };
 
-// From so many columns on a warp has one to itself, unless there are marks. Blocks then only have those
-// with more tokens, which are few of the sequences if these are short on average.
+// From so many columns on, counted for each multiprocessor, a warp has one to itself, unless there are
+// marks. Blocks then only have the columns of sequences with more tokens than kFewTokens, which are few
+// if sequences are short on average.
+constexpr int64_t kManyColumns = 28;
 #ifdef RWKV_JAX_SMALL_TESTS
-constexpr int64_t kManyColumns = 2, kFewTokens = kChunk;
+constexpr int64_t kFewTokens = kChunk;
 #else
-constexpr int64_t kManyColumns = 28 * 132, kFewTokens = 16 * kChunk;
+constexpr int64_t kFewTokens = 16 * kChunk;
 #endif
 
 template <typename T>
@@ -188,9 +191,10 @@ int64_t Columns(const Wkv4Call& call) {
   return call.dims.batch * Column<T>::Groups(call.dims.channels);
 }
 template <typename T>
-bool ByWarps(const Wkv4Call& call, int64_t splits, int64_t average) {
+bool ByWarps(const Wkv4Call& call, const Plan& plan, int64_t average) {
   const Sequences& sequences = call.sequences;
-  return !call.marks.Given() && splits == 1 && Columns<T>(call) >= kManyColumns &&
+  return !call.marks.Given() && plan.splits == 1 &&
+         Columns<T>(call) >= kManyColumns * plan.device.multiprocessors &&
          (sequences.Given() ? sequences.tokens <= average * sequences.count
                             : call.dims.tokens <= kFewTokens);
 }

@@ -749,8 +749,10 @@ __global__ __launch_bounds__(kThreads, 2) void GradientKernel(const __grid_const
 
 }  // namespace
 
+int64_t Wkv6GradientSharedMemory() { return GradientLayout::kBytes; }
+
 cudaError_t Wkv6Gradients(cudaStream_t stream, const Wkv6BackwardCall& call,
-                              const uint4* gradients) {
+                          const uint4* gradients) {
   if (call.dims.tokens == 0) return cudaSuccess;
   const int64_t rows = call.sequences.Given() ? 1 : call.dims.batch;
   const int64_t blocks = rows * call.dims.saved * call.dims.heads;

@@ -1,21 +1,35 @@
-// WKV6 and WKV5 on CUDA: what a handler asks of the kernels. Pointers are to device memory.
+// WKV6 and WKV5 on CUDA: their passes, and the kernels that these launch. Pointers are to device memory.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
 
-#include "splits.h"
+#include "plan.h"
 #include "rwkv_jax/wkv6.h"
+#include "splits.h"
 
 namespace rwkv_jax::cuda {
 
-// --- In float (recurrent.cu): any dtype, head sizes 16 to 128, any decay.
+// --- The passes (passes.cc).
+
+cudaError_t Run(cudaStream_t stream, const Wkv6ForwardCall& call, const Plan& plan, float* scratch);
+cudaError_t Run(cudaStream_t stream, const Wkv6BackwardCall& call, const Plan& plan, float* scratch);
+
+// One token; the final state may be the initial state.
+cudaError_t RunStep(cudaStream_t stream, const Wkv6ForwardCall& call);
+
+// What the tokens of a head do to a state, and, of the backward pass, dinitial_state alone, which needs
+// neither k nor v nor the saved states. Both are computed on matrix units.
+cudaError_t RunSummary(cudaStream_t stream, const Wkv6SummaryCall& call);
+cudaError_t RunReverseSummary(cudaStream_t stream, const Wkv6BackwardCall& call);
+
+// --- Kernels that go token by token, in float (recurrent.cu): any dtype, head sizes 16 to 128, any decay.
 
 // Tokens between two states that the backward pass keeps in its scratch.
 constexpr int64_t kWkv6Tile = 8;
 
-// Floats of scratch that the backward pass needs for one split of one head: the gradient of the
+// The floats of scratch that the backward pass needs for one split of one head: the gradient of the
 // state at its end, and the states inside one chunk.
 __host__ __device__ constexpr int64_t Wkv6ScratchSize(int64_t head_size) {
   return kChunk / kWkv6Tile * head_size * head_size;
@@ -23,60 +37,31 @@ __host__ __device__ constexpr int64_t Wkv6ScratchSize(int64_t head_size) {
 
 cudaError_t Wkv6Forward(cudaStream_t stream, const Wkv6ForwardCall& call);
 
-// Each split gives a partial sum, and the partial sums beyond them are zeros. `scratch` has at least
-// Wkv6ScratchSize(K) floats for each split.
+// du, and the dw of WKV5, are partial sums, one for each split.
 cudaError_t Wkv6Backward(cudaStream_t stream, const Wkv6BackwardCall& call,
                          const ReplayScratch& scratch);
 
-// --- On matrix units (scan.cu, gradients.cu): 16-bit dtypes, head size 64, any decay, saved
-// states in bfloat16. On a device with too little shared memory for them the kernels above do it all.
+// --- Kernels on matrix units (scan.cu, gradients.cu): 16-bit dtypes, head size 64, any decay, saved
+// states in bfloat16.
 
 constexpr int kMatrixHeadSize = 64;
 
-// A run of tokens takes a state S to S diag(F) + D: of a split there is first D, which becomes the
-// state at its end, then F.
+// A run of tokens takes a state S to S diag(F) + D. The summary of a split is D, which becomes the state
+// at its end, and then F.
 constexpr int64_t kWkv6SummarySize = kMatrixHeadSize * kMatrixHeadSize + kMatrixHeadSize;
 
-// Scratch of the backward pass, [B, H, stride], or all of it that of the kernels above.
-struct Wkv6ChunkScratch {
-  float* memory;
-  int64_t stride, splits;
+// The bytes of shared memory that a block of any kernel of a pass needs, in each of the two files.
+int64_t Wkv6ScanSharedMemory(Pass pass);
+int64_t Wkv6GradientSharedMemory();
 
-  static int64_t Size(const Wkv6Call& call, int64_t splits) {
-    const int64_t floats =
-        StateGradientFloats(kMatrixHeadSize, call.dims.saved) + kWkv6SummarySize * (splits - 1);
-    const int64_t least = Wkv6ScratchSize(kMatrixHeadSize);
-    return floats < least ? least : floats;
-  }
-  uint4* Gradients() const { return reinterpret_cast<uint4*>(memory); }
-  Splits StateSplits(const Wkv6Call& call) const {
-    const int64_t heads = call.dims.batch * call.dims.heads;
-    return {splits, memory + heads * StateGradientFloats(kMatrixHeadSize, call.dims.saved),
-            kWkv6SummarySize};
-  }
-};
-
-cudaError_t Wkv6ChunkForward(cudaStream_t stream, const Wkv6ForwardCall& call,
-                             const Splits& splits);
-
-// Gives a partial sum for each chunk.
-cudaError_t Wkv6ChunkBackward(cudaStream_t stream, const Wkv6BackwardCall& call,
-                              const Wkv6ChunkScratch& scratch);
-
-// What the tokens of a head do to a state, S diag(d) + D.
-cudaError_t Wkv6Summary(cudaStream_t stream, const Wkv6SummaryCall& call);
-
-// Of the backward pass dinitial_state alone; needs neither k nor v nor the states.
-cudaError_t Wkv6ReverseSummary(cudaStream_t stream, const Wkv6BackwardCall& call);
-
-// The parts of the two passes.
 cudaError_t Wkv6Scan(cudaStream_t stream, const Wkv6ForwardCall& call, const Splits& splits);
 
+// Leaves the gradients of the states at the ends of chunks, [B, N, H, V, K] of bfloat16.
 cudaError_t Wkv6ReverseScan(cudaStream_t stream, const Wkv6BackwardCall& call,
                             const Splits& splits, uint4* gradients);
 
-// All gradients but dinitial_state, from what the reverse scan has left.
-cudaError_t Wkv6Gradients(cudaStream_t stream, const Wkv6BackwardCall& call,
-                              const uint4* gradients);
+// All gradients but dinitial_state, from what the reverse scan has left. du, and the dw of WKV5, are
+// partial sums, one for each chunk.
+cudaError_t Wkv6Gradients(cudaStream_t stream, const Wkv6BackwardCall& call, const uint4* gradients);
 
 }  // namespace rwkv_jax::cuda

@@ -1,24 +1,52 @@
-// WKV6 on matrix units: which kernels run one after another.
+// The passes of WKV6 and WKV5: which kernels run one after another.
 #include "wkv6/kernels.h"
 
 namespace rwkv_jax::cuda {
+namespace {
 
-cudaError_t Wkv6ChunkForward(cudaStream_t stream, const Wkv6ForwardCall& call,
-                             const Splits& splits) {
-  if (call.dims.batch * call.dims.heads == 0) return cudaSuccess;
-  const cudaError_t error = Wkv6Scan(stream, call, splits);
-  return error == cudaErrorNotSupported ? Wkv6Forward(stream, call) : error;
+Splits SplitsOf(const Plan& plan, float* scratch) {
+  return {plan.splits, scratch + plan.summaries, kWkv6SummarySize, plan.split_chunks};
 }
 
-cudaError_t Wkv6ChunkBackward(cudaStream_t stream, const Wkv6BackwardCall& call,
-                              const Wkv6ChunkScratch& scratch) {
-  if (call.dims.batch * call.dims.heads == 0) return cudaSuccess;
-  uint4* const gradients = scratch.Gradients();
-  cudaError_t error = Wkv6ReverseScan(stream, call, scratch.StateSplits(call), gradients);
-  if (error == cudaSuccess) error = Wkv6Gradients(stream, call, gradients);
-  if (error != cudaErrorNotSupported) return error;
-  const int64_t heads = call.dims.batch * call.dims.heads;
-  return Wkv6Backward(stream, call, {scratch.memory, heads, 1, scratch.stride});
+cudaError_t FindGradients(cudaStream_t stream, const Wkv6BackwardCall& call, const Plan& plan,
+                          float* scratch) {
+  if (!plan.matrix_units)
+    return Wkv6Backward(stream, call,
+                        {scratch + plan.replay, plan.replay_heads, plan.splits,
+                         plan.splits * plan.replay_floats});
+  uint4* const gradients = reinterpret_cast<uint4*>(scratch + plan.gradients);
+  const cudaError_t error = Wkv6ReverseScan(stream, call, SplitsOf(plan, scratch), gradients);
+  return error == cudaSuccess ? Wkv6Gradients(stream, call, gradients) : error;
+}
+
+}  // namespace
+
+cudaError_t Run(cudaStream_t stream, const Wkv6ForwardCall& call, const Plan& plan, float* scratch) {
+  if (!plan.matrix_units) return Wkv6Forward(stream, call);
+  return Wkv6Scan(stream, call, SplitsOf(plan, scratch));
+}
+
+cudaError_t Run(cudaStream_t stream, const Wkv6BackwardCall& call, const Plan& plan,
+                float* scratch) {
+  if (!plan.adds_up) return FindGradients(stream, call, plan, scratch);
+  // Sequences of different lengths have one partial sum for each chunk on matrix units.
+  const Sequences by_chunk = plan.matrix_units ? call.sequences : Sequences{};
+  const int64_t columns = call.dims.heads * call.dims.head_size;
+  const int64_t count = by_chunk.Given() ? call.dims.saved : call.dims.batch * plan.partials;
+  Wkv6BackwardCall partial = call;
+  partial.du = scratch + plan.sums;
+  if (call.constant_decay) partial.dw = partial.du + count * columns;
+  const cudaError_t error = FindGradients(stream, partial, plan, scratch);
+  if (error != cudaSuccess) return error;
+  const PartialSums u = {partial.du, call.du};
+  if (!call.constant_decay)
+    return SumPartials(stream, call.dims.batch, by_chunk, plan.partials, columns, {u});
+  const PartialSums w = {static_cast<float*>(partial.dw), static_cast<float*>(call.dw)};
+  return SumPartials(stream, call.dims.batch, by_chunk, plan.partials, columns, {u, w});
+}
+
+cudaError_t RunStep(cudaStream_t stream, const Wkv6ForwardCall& call) {
+  return Wkv6Forward(stream, call);
 }
 
 }  // namespace rwkv_jax::cuda

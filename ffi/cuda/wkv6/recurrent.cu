@@ -472,7 +472,6 @@ struct Gradients {
   T *r, *k, *v;
   void* w;
   float *u, *initial_state;
-  int64_t partials;
 };
 
 // A lane of a large head has more rows: registers and shared memory admit no more warps.
@@ -768,11 +767,10 @@ __global__ __launch_bounds__(BackwardTile<N>::kThreads, N == 128 ? 1 : 3) void B
       du_total += shared.du[part][own.channel];
       dw_total += shared.dw[part][own.channel];
     }
-    for (int64_t i = split; i < out.partials; i += lot.scratch.splits) {
-      const int64_t at = ((head.sequence * out.partials + i) * heads + head.head) * N + own.channel;
-      out.u[at] = i == split ? du_total : 0.0f;
-      if (in.constant_decay) static_cast<float*>(out.w)[at] = i == split ? dw_total : 0.0f;
-    }
+    const int64_t sum = head.sequence * lot.scratch.splits + split;
+    const int64_t at = (sum * heads + head.head) * N + own.channel;
+    out.u[at] = du_total;
+    if (in.constant_decay) static_cast<float*>(out.w)[at] = dw_total;
   }
   if (split == 0) StoreState(tile, out.initial_state + head.State(), ds);
 }
@@ -811,7 +809,7 @@ cudaError_t Wkv6Backward(cudaStream_t stream, const Wkv6BackwardCall& call,
     const Inputs<T> inputs(call, call.dy);
     const Gradients<T> gradients{static_cast<T*>(call.dr), static_cast<T*>(call.dk),
                                  static_cast<T*>(call.dv), call.dw,
-                                 call.du, call.dinitial_state, call.partials};
+                                 call.du, call.dinitial_state};
     const SavedStates states{const_cast<void*>(call.states), call.states_dtype == Dtype::kBF16};
     return ForMarks(call.marks, [&](auto marked) {
       return ForHeads(heads, scratch, [&](const ReplayLot& lot, int64_t count) {

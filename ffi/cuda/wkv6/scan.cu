@@ -1,5 +1,7 @@
 // WKV6 on matrix units, from token to token: the forward pass, and the gradient of the state. One block of
 // threads per head, or per head and split of its tokens; a frame of 64 tokens at a time.
+#include <algorithm>
+
 #include "wkv6/decays.cuh"
 
 namespace rwkv_jax::cuda {
@@ -464,7 +466,9 @@ cudaError_t ForKinds(const Wkv6Call& call, Fn&& fn) {
   });
 }
 
-int64_t Heads(const Wkv6Call& call) { return call.dims.batch * call.dims.heads; }
+dim3 BlockForEachHead(const Wkv6Call& call) {
+  return dim3(static_cast<unsigned>(call.dims.batch * call.dims.heads));
+}
 
 template <typename T>
 StateScan<T> ScanOf(const Wkv6Call& call, const void* x, const void* z, const float* start, float* end,
@@ -474,6 +478,11 @@ StateScan<T> ScanOf(const Wkv6Call& call, const void* x, const void* z, const fl
 }
 
 }  // namespace
+
+int64_t Wkv6ScanSharedMemory(Pass pass) {
+  const int64_t states = StateLayout::kBytes, forward = ForwardLayout::kBytes;
+  return pass == Pass::kForward ? std::max(states, forward) : states;
+}
 
 cudaError_t Wkv6Scan(cudaStream_t stream, const Wkv6ForwardCall& call, const Splits& splits) {
   return ForKinds(call, [&](auto zero, auto constant) {
@@ -509,25 +518,23 @@ cudaError_t Wkv6ReverseScan(cudaStream_t stream, const Wkv6BackwardCall& call,
   });
 }
 
-cudaError_t Wkv6Summary(cudaStream_t stream, const Wkv6SummaryCall& call) {
-  if (Heads(call) == 0) return cudaSuccess;
+cudaError_t RunSummary(cudaStream_t stream, const Wkv6SummaryCall& call) {
   return ForKinds(call, [&](auto zero, auto constant) {
     using T = decltype(zero);
     StateScan<T> scan = ScanOf<T>(call, call.v, call.k, nullptr, call.added, nullptr, kOneSplit);
     scan.factor = call.factor;
-    return ScanStates<T, constant(), false>(stream, scan, dim3(Heads(call)));
+    return ScanStates<T, constant(), false>(stream, scan, BlockForEachHead(call));
   });
 }
 
-cudaError_t Wkv6ReverseSummary(cudaStream_t stream, const Wkv6BackwardCall& call) {
-  if (Heads(call) == 0) return cudaSuccess;
+cudaError_t RunReverseSummary(cudaStream_t stream, const Wkv6BackwardCall& call) {
   return ForKinds(call, [&](auto zero, auto constant) {
     using T = decltype(zero);
     return ScanStates<T, constant(), true>(
         stream,
         ScanOf<T>(call, call.dy, call.r, call.dfinal_state, call.dinitial_state, nullptr,
                   kOneSplit),
-        dim3(Heads(call)));
+        BlockForEachHead(call));
   });
 }
 

@@ -812,8 +812,12 @@ __global__ __launch_bounds__(4 * N, N == 64 ? 2 : 1) void GradientKernel(
 
 }  // namespace
 
-cudaError_t Wkv7Gradients(cudaStream_t stream, const Wkv7BackwardCall& call,
-                              const uint4* gradients, const float* inexact) {
+int64_t Wkv7GradientSharedMemory(int64_t head_size) {
+  return head_size == 64 ? FrameLayout<64>::kBytes : FrameLayout<128>::kBytes;
+}
+
+cudaError_t Wkv7Gradients(cudaStream_t stream, const Wkv7BackwardCall& call, const uint4* gradients,
+                          const float* inexact) {
   if (call.dims.tokens == 0) return cudaSuccess;
   const int64_t rows = call.sequences.Given() ? 1 : call.dims.batch;
   const int64_t blocks = rows * call.dims.saved * call.dims.heads;

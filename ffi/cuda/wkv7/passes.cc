@@ -1,48 +1,59 @@
-// WKV7 on matrix units: which kernels run one after another.
+// The passes of WKV7: which kernels run one after another.
 #include "wkv7/kernels.h"
 
 namespace rwkv_jax::cuda {
 namespace {
 
-bool IsEmpty(const HeadDims& dims) { return dims.batch * dims.heads == 0; }
+Splits SplitsOf(const Wkv7Call& call, const Plan& plan, float* scratch) {
+  return {plan.splits, scratch + plan.summaries, SummarySize(call.dims.head_size),
+          plan.split_chunks};
+}
 
-// `inexact` ready for the kernels, or null where no chunk can decay too far.
-cudaError_t Prepare(cudaStream_t stream, const Wkv7Call& call, float*& inexact) {
-  if (call.decay == Decay::kSigmoid) {
-    inexact = nullptr;
-    return cudaSuccess;
-  }
+// Finds room for `inexact` and clears it, unless no chunk can decay too far.
+cudaError_t ClearInexact(cudaStream_t stream, const Wkv7Call& call, const Plan& plan,
+                         float* scratch, float*& inexact) {
+  inexact = nullptr;
+  if (call.decay == Decay::kSigmoid) return cudaSuccess;
+  inexact = scratch + plan.inexact;
   return cudaMemsetAsync(inexact, 0, sizeof(float) * call.dims.batch * call.dims.heads, stream);
 }
 
 }  // namespace
 
-cudaError_t Wkv7ChunkForward(cudaStream_t stream, const Wkv7ForwardCall& call,
-                             const Splits& splits, float* inexact) {
-  if (IsEmpty(call.dims)) return cudaSuccess;
-  cudaError_t error = Prepare(stream, call, inexact);
-  if (error == cudaSuccess) error = Wkv7Scan(stream, call, splits, inexact);
-  if (error == cudaErrorNotSupported) return Wkv7Forward(stream, call);
+cudaError_t Run(cudaStream_t stream, const Wkv7ForwardCall& call, const Plan& plan,
+                float* scratch) {
+  if (!plan.matrix_units) return Wkv7Forward(stream, call);
+  float* inexact;
+  cudaError_t error = ClearInexact(stream, call, plan, scratch, inexact);
+  if (error == cudaSuccess)
+    error = Wkv7Scan(stream, call, plan.device, SplitsOf(call, plan, scratch), inexact);
   if (error == cudaSuccess && inexact != nullptr) error = Wkv7Forward(stream, call, inexact);
   return error;
 }
 
-cudaError_t Wkv7ChunkBackward(cudaStream_t stream, const Wkv7BackwardCall& call,
-                              const ChunkScratch& scratch, float* inexact) {
-  if (IsEmpty(call.dims)) return cudaSuccess;
-  uint4* const gradients = scratch.Gradients();
-  cudaError_t error = Prepare(stream, call, inexact);
-  if (error == cudaSuccess)
-    error = Wkv7ReverseScan(stream, call, scratch.StateSplits(call), gradients, inexact);
-  if (error == cudaSuccess) error = Wkv7Gradients(stream, call, gradients, inexact);
-  // Heads that are not done above have no use for the rest of the scratch, so it is theirs.
-  const auto recurrent = [&](const float* only) {
-    const int64_t heads = call.dims.batch * call.dims.heads;
-    return Wkv7Backward(stream, call, {scratch.memory, heads, 1, scratch.stride}, only);
+cudaError_t Run(cudaStream_t stream, const Wkv7BackwardCall& call, const Plan& plan,
+                float* scratch) {
+  const auto replay = [&](int64_t splits, const float* only) {
+    return Wkv7Backward(stream, call,
+                        {scratch + plan.replay, plan.replay_heads, splits,
+                         splits * plan.replay_floats},
+                        only);
   };
-  if (error == cudaErrorNotSupported) return recurrent(nullptr);
-  if (error == cudaSuccess && inexact != nullptr) error = recurrent(inexact);
+  if (!plan.matrix_units) return replay(plan.splits, nullptr);
+  uint4* const gradients = reinterpret_cast<uint4*>(scratch + plan.gradients);
+  float* inexact;
+  cudaError_t error = ClearInexact(stream, call, plan, scratch, inexact);
+  if (error == cudaSuccess)
+    error = Wkv7ReverseScan(stream, call, plan.device, SplitsOf(call, plan, scratch), gradients,
+                            inexact);
+  if (error == cudaSuccess) error = Wkv7Gradients(stream, call, gradients, inexact);
+  // The kernels on matrix units no longer need their memory.
+  if (error == cudaSuccess && inexact != nullptr) error = replay(1, inexact);
   return error;
+}
+
+cudaError_t RunStep(cudaStream_t stream, const Wkv7ForwardCall& call) {
+  return Wkv7Forward(stream, call);
 }
 
 }  // namespace rwkv_jax::cuda

@@ -19,6 +19,7 @@
 //
 // but a token adds dy r^T before it reads and decays, where the forward pass adds v k^T after it. So r
 // is scaled by exp(-G'), and the triangle of products with it keeps its diagonal.
+#include <algorithm>
 #include <utility>
 
 #include "launch.cuh"
@@ -553,6 +554,8 @@ void ScanKernel(const __grid_constant__ Scan<T> scan) {
 // is there already, and D_i becomes S_i. A block has some rows of the state.
 constexpr int kCombineThreads = 128;
 constexpr int kCombineRows = 8;
+template <int N>
+constexpr int64_t kCombineBytes = N * N * sizeof(float);
 
 template <int N, bool kReverse>
 __global__ __launch_bounds__(kCombineThreads) void CombineKernel(Splits splits,
@@ -601,14 +604,6 @@ __global__ __launch_bounds__(kCombineThreads) void CombineKernel(Splits splits,
   }
 }
 
-// Up to so many blocks, two on each multiprocessor of a large GPU, it is faster that a chunk takes less
-// time; with more, that more of them hide each other's latency.
-#ifdef RWKV_JAX_SMALL_TESTS
-constexpr int64_t kSplitBlocks = 1;  // so that small tests have both
-#else
-constexpr int64_t kSplitBlocks = 264;
-#endif
-
 template <typename T, int N, bool kReverse, bool kOutput, Work kWork>
 cudaError_t LaunchScan(cudaStream_t stream, const Scan<T>& scan, dim3 blocks) {
   using L = Layout<N, kOutput, kWork>;
@@ -618,10 +613,10 @@ cudaError_t LaunchScan(cudaStream_t stream, const Scan<T>& scan, dim3 blocks) {
   });
 }
 
-// The whole sequence, or split by split: first what each does to a state, then, from the state at
-// the start of each, all of them at once.
+// The scan of all tokens, in splits if there are several: first what each does to a state, then, from
+// the state at the start of each, all of them at once.
 template <typename T, int N, bool kReverse>
-cudaError_t Run(cudaStream_t stream, const Scan<T>& scan, int64_t batch) {
+cudaError_t RunScan(cudaStream_t stream, const Scan<T>& scan, const Device& device, int64_t batch) {
   constexpr bool kOutput = !kReverse;
   const Splits& splits = scan.splits;
   if (splits.count > 1) {
@@ -630,22 +625,29 @@ cudaError_t Run(cudaStream_t stream, const Scan<T>& scan, int64_t batch) {
     const dim3 blocks(static_cast<unsigned>(splits.SummarizedHeads(batch, scan.heads)),
                       N / kCombineRows);
     if (error == cudaSuccess)
-      error = Launch(CombineKernel<N, kReverse>, blocks, kCombineThreads, N * N * sizeof(float),
-                     stream, splits, scan.sequences, scan.tokens, scan.heads, scan.inexact);
+      error = Launch(CombineKernel<N, kReverse>, blocks, kCombineThreads, kCombineBytes<N>, stream,
+                     splits, scan.sequences, scan.tokens, scan.heads, scan.inexact);
     if (error != cudaSuccess) return error;
   }
   const dim3 blocks = splits.Blocks(batch, scan.heads);
-  const auto split = [&] {
-    return LaunchScan<T, N, kReverse, kOutput, Work::kSplit>(stream, scan, blocks);
-  };
-  if constexpr (N > kPanelCols) {
-    return split();
-  } else {
-    const cudaError_t error =
-        blocks.x * blocks.y > kSplitBlocks ? cudaErrorNotSupported : split();
-    if (error != cudaErrorNotSupported) return error;
-    return LaunchScan<T, N, kReverse, kOutput, Work::kTogether>(stream, scan, blocks);
+  // With up to two blocks on each multiprocessor it is faster that a chunk takes less time; with more,
+  // that more of them hide each other's latency.
+  if constexpr (N == kPanelCols) {
+    const bool few = static_cast<int64_t>(blocks.x) * blocks.y <= 2 * device.multiprocessors;
+    if (!few || Layout<N, kOutput, Work::kSplit>::kBytes > device.shared_memory)
+      return LaunchScan<T, N, kReverse, kOutput, Work::kTogether>(stream, scan, blocks);
   }
+  return LaunchScan<T, N, kReverse, kOutput, Work::kSplit>(stream, scan, blocks);
+}
+
+template <int N>
+int64_t SharedMemory(Pass pass) {
+  const int64_t summary = Layout<N, false, Work::kSummary>::kBytes;
+  if (pass != Pass::kForward && pass != Pass::kBackward) return summary;
+  constexpr Work kLeast = N == kPanelCols ? Work::kTogether : Work::kSplit;
+  const int64_t scan = pass == Pass::kForward ? Layout<N, true, kLeast>::kBytes
+                                              : Layout<N, false, kLeast>::kBytes;
+  return std::max({summary, scan, kCombineBytes<N>});
 }
 
 template <typename T>
@@ -668,51 +670,54 @@ Scan<T> ReverseScan(const Wkv7BackwardCall& call) {
   return scan;
 }
 
-int64_t Heads(const Wkv7Call& call) { return call.dims.batch * call.dims.heads; }
+dim3 BlockForEachHead(const Wkv7Call& call) {
+  return dim3(static_cast<unsigned>(call.dims.batch * call.dims.heads));
+}
 
 }  // namespace
 
-cudaError_t Wkv7Scan(cudaStream_t stream, const Wkv7ForwardCall& call, const Splits& splits,
-                     float* inexact) {
+int64_t Wkv7ScanSharedMemory(Pass pass, int64_t head_size) {
+  return head_size == 64 ? SharedMemory<64>(pass) : SharedMemory<128>(pass);
+}
+
+cudaError_t Wkv7Scan(cudaStream_t stream, const Wkv7ForwardCall& call, const Device& device,
+                     const Splits& splits, float* inexact) {
   return ForHalfTypes<64, 128>(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
     using T = decltype(zero);
     Scan<T> scan = ForwardScan<T>(call);
     scan.start = call.initial_state, scan.end = call.final_state;
     scan.y = static_cast<T*>(call.y), scan.states = static_cast<uint4*>(call.states);
     scan.splits = splits, scan.inexact = inexact;
-    return Run<T, size(), false>(stream, scan, call.dims.batch);
+    return RunScan<T, size(), false>(stream, scan, device, call.dims.batch);
   });
 }
 
-cudaError_t Wkv7ReverseScan(cudaStream_t stream, const Wkv7BackwardCall& call,
+cudaError_t Wkv7ReverseScan(cudaStream_t stream, const Wkv7BackwardCall& call, const Device& device,
                             const Splits& splits, uint4* gradients, float* inexact) {
   return ForHalfTypes<64, 128>(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
     using T = decltype(zero);
     Scan<T> scan = ReverseScan<T>(call);
     scan.gradients = gradients, scan.splits = splits, scan.inexact = inexact;
-    return Run<T, size(), true>(stream, scan, call.dims.batch);
+    return RunScan<T, size(), true>(stream, scan, device, call.dims.batch);
   });
 }
 
-cudaError_t Wkv7Summary(cudaStream_t stream, const Wkv7SummaryCall& call) {
-  if (Heads(call) == 0) return cudaSuccess;
+cudaError_t RunSummary(cudaStream_t stream, const Wkv7SummaryCall& call) {
   return ForHalfTypes<64, 128>(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
     using T = decltype(zero);
     Scan<T> scan = ForwardScan<T>(call);
     scan.end = call.added, scan.factor = call.factor, scan.splits.count = 1;
     return LaunchScan<T, size(), false, false, Work::kSummary>(stream, scan,
-                                                                  dim3(Heads(call)));
+                                                               BlockForEachHead(call));
   });
 }
 
-cudaError_t Wkv7ReverseSummary(cudaStream_t stream, const Wkv7BackwardCall& call) {
-  if (Heads(call) == 0) return cudaSuccess;
+cudaError_t RunReverseSummary(cudaStream_t stream, const Wkv7BackwardCall& call) {
   return ForHalfTypes<64, 128>(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
     using T = decltype(zero);
     Scan<T> scan = ReverseScan<T>(call);
     scan.splits.count = 1;
-    return LaunchScan<T, size(), true, false, Work::kSummary>(stream, scan,
-                                                                  dim3(Heads(call)));
+    return LaunchScan<T, size(), true, false, Work::kSummary>(stream, scan, BlockForEachHead(call));
   });
 }
 

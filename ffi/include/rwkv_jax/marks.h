@@ -1,11 +1,12 @@
-// Where segments start that share a row of a batch, and which tokens belong to none.
+// Which tokens of a row start a segment, and which are padding.
 #pragma once
 
 #include <cstdint>
 
 #include "rwkv_jax/types.h"
 
-// Inlined on CPUs, whose kernels are built for several instruction sets, with one copy of what is not.
+// Functions that CPU kernels call are always inlined: the kernels are compiled once for each instruction
+// set, and of a function that is not inlined the linker would keep one copy for all of them.
 #ifdef __CUDACC__
 #define RWKV_JAX_ANYWHERE __host__ __device__
 #else
@@ -14,11 +15,12 @@
 
 namespace rwkv_jax {
 
+// One word has the marks of so many tokens.
 constexpr int64_t kWordTokens = 16;
 
-// A word for each kWordTokens tokens of a row, of whole chunks, as rwkv_jax/_packing.py makes them: its
-// low bits say before which tokens the state is cleared, its high bits which tokens are padding. Those
-// change no state; their y and their gradients are 0, and what they contain is not read.
+// A row has one word for every kWordTokens tokens, up to the end of its last chunk. The low 16 bits of a
+// word say before which tokens the state is cleared, its high 16 bits which tokens are padding. Padding
+// changes no state, its y and its gradients are 0, and its inputs are not read.
 struct Marks {
   const uint32_t* words = nullptr;  // [B, M], or null where each row is one sequence
   int64_t per_row = 0;              // M

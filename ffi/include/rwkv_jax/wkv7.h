@@ -1,13 +1,13 @@
-// What the WKV7 kernels of all platforms take and give.
+// The calls of WKV7: what the kernels of all platforms take and give.
 #pragma once
 
 #include "rwkv_jax/sequences.h"
 
 namespace rwkv_jax {
 
-// Arrays are dense and row-major: the inputs, y and their cotangents [B, T, H, K] of `dtype`, a
-// state [B, H, V, K] of float, and the saved states [B, N, H, V, K] of `states_dtype`, which is kF32
-// or kBF16.
+// Arrays are dense and row-major: the inputs, y and their cotangents are [B, T, H, K] of `dtype`; a
+// state is float [S, H, V, K]; saved states are [B, N, H, V, K] of `states_dtype`, which is kF32 or
+// kBF16.
 struct Wkv7Call {
   HeadDims dims;
   Dtype dtype, states_dtype;
@@ -17,16 +17,16 @@ struct Wkv7Call {
   Sequences sequences;
 };
 
-// Of all tokens together; needs no r.
+// All tokens of a sequence take a state S to S factor + added. r is not read.
 struct Wkv7SummaryCall : Wkv7Call {
-  float *factor, *added;  // M [B, H, K, K] and D [B, H, V, K]
+  float *factor, *added;  // [B, H, K, K] and [B, H, V, K]
 };
 
 struct Wkv7ForwardCall : Wkv7Call {
   const float* initial_state;  // may be final_state
   void* y;
   float* final_state;
-  void* states;  // null if none are to be saved
+  void* states;  // null if no states are saved
 };
 
 struct Wkv7BackwardCall : Wkv7Call {

@@ -1,0 +1,172 @@
+// The rules that all operators share; those of one operator are in its plan.cc.
+#include "plan.h"
+
+#include <algorithm>
+#include <string>
+
+#include "rules.h"
+#include "splits.h"
+
+namespace rwkv_jax::cuda {
+namespace {
+
+// The kernel that goes token by token backwards has hundreds of kilobytes of scratch for each head. It
+// takes so many heads at a time, 8 for each of 132 multiprocessors.
+constexpr int64_t kReplayHeads = 1056;
+// Where it only stands in for the kernels on matrix units on devices with too little shared memory for
+// them, there is scratch for at least so many.
+constexpr int64_t kFallbackHeads = 264;
+
+// The kernels on matrix units index the channels of a token with 32 bits.
+constexpr int64_t kMaxStride = std::numeric_limits<int32_t>::max();
+
+const Rules* RulesOf(Op op) {
+  return op == Op::kWkv4 ? nullptr : op == Op::kWkv7 ? &kWkv7Rules : &kWkv6Rules;
+}
+
+// Whether the kernels on matrix units take a problem on a device with enough shared memory.
+bool SuitsMatrixUnits(const Rules& rules, const Problem& problem) {
+  if (problem.dtype == Dtype::kF32 || problem.exact || problem.tokens < kTileTokens ||
+      !rules.takes_head_size(problem.head_size) ||
+      problem.heads * problem.head_size > kMaxStride)
+    return false;
+  const bool sequences = problem.packing == Packing::kSequences;
+  switch (problem.pass) {
+    case Pass::kForward:
+    case Pass::kBackward: return !sequences || !rules.may_be_inexact(problem);
+    case Pass::kStep: return false;
+    default: return !sequences && !rules.may_be_inexact(problem);
+  }
+}
+
+// The next part of the scratch, in whole lines of memory.
+int64_t Take(int64_t floats, int64_t& end) {
+  const int64_t begin = end;
+  end += (floats + 63) / 64 * 64;
+  return begin;
+}
+
+// The floats of one partial sum of all shared inputs for every sequence.
+int64_t SumFloats(const Rules& rules, const Problem& problem) {
+  return rules.shared_inputs(problem.op) * problem.heads * problem.head_size;
+}
+
+void LayOutMatrixUnits(const Rules& rules, const Problem& problem, Plan& plan) {
+  const bool backward = problem.pass == Pass::kBackward;
+  const bool sequences = problem.packing == Packing::kSequences;
+  const int64_t chunks = problem.ChunksOfRow();
+  plan.split_chunks = 0;
+  if (sequences && plan.splits > 1) {
+    const int64_t all = Chunks(problem.rows * problem.tokens);
+    plan.split_chunks = (all + plan.splits - 1) / plan.splits;
+  }
+  plan.scratch = 0;
+  const bool inexact = rules.may_be_inexact(problem);
+  plan.inexact = Take(inexact ? problem.AllHeads() : 0, plan.scratch);
+  // A sum for each chunk.
+  plan.partials = chunks;
+  plan.adds_up = backward && (chunks > 1 || sequences);
+  plan.sums = Take(plan.adds_up ? problem.rows * chunks * SumFloats(rules, problem) : 0, plan.scratch);
+  plan.replay = plan.scratch;
+  const Splits splits{plan.splits, nullptr, rules.summary_floats(problem.head_size),
+                      plan.split_chunks};
+  const int64_t summarized = sequences ? problem.heads : problem.AllHeads();
+  plan.summaries = Take(summarized * splits.Stride(), plan.scratch);
+  const int64_t states = backward ? problem.rows * chunks * problem.heads : 0;
+  plan.gradients = Take(states * StateGradientFloats(problem.head_size), plan.scratch);
+  if (backward && inexact)
+    plan.scratch = std::max(plan.scratch, plan.replay + plan.replay_heads * plan.replay_floats);
+}
+
+void LayOutTokens(const Rules& rules, const Problem& problem, Plan& plan) {
+  plan.scratch = 0;
+  plan.partials = plan.splits;
+  plan.adds_up = plan.splits > 1;
+  plan.sums = Take(plan.adds_up ? problem.sequences * plan.splits * SumFloats(rules, problem) : 0,
+                   plan.scratch);
+  plan.replay = Take(plan.replay_heads * plan.splits * plan.replay_floats, plan.scratch);
+}
+
+// In how many splits the kernel that goes token by token backwards runs: they fill a GPU that has few
+// heads. Splits cost a pass over the sequence, so many heads do without.
+int64_t ReplaySplits(const Device& device, const Problem& problem) {
+  const int64_t heads = problem.AllHeads();
+  if (heads == 0 || heads > Scaled(128, device)) return 1;
+  return std::max<int64_t>(1, std::min(problem.ChunksOfRow(), Scaled(512, device) / heads));
+}
+
+int64_t MatrixSplits(const Rules& rules, const Device& device, const Problem& problem) {
+  // All sequences of different lengths have splits as long as if they were one sequence.
+  const bool sequences = problem.packing == Packing::kSequences;
+  const int64_t chunks = Chunks(sequences ? problem.rows * problem.tokens : problem.tokens);
+  return rules.splits(device, problem.rows * problem.heads, problem.head_size, chunks);
+}
+
+Plan MakePlanOfHeads(const Rules& rules, const Device& device, const Problem& problem,
+                     int64_t available) {
+  Plan plan;
+  plan.device = device;
+  const bool suits = SuitsMatrixUnits(rules, problem);
+  plan.shared_memory = suits ? rules.shared_memory(problem.pass, problem.head_size) : 0;
+  plan.matrix_units = suits && plan.shared_memory <= device.shared_memory;
+  const bool backward = problem.pass == Pass::kBackward;
+  if (backward) {
+    plan.replay_heads = std::min(problem.AllHeads(), kReplayHeads);
+    plan.replay_floats = rules.replay_floats(problem.head_size);
+  } else if (problem.pass != Pass::kForward || !plan.matrix_units) {
+    return plan;
+  }
+
+  const auto lay_out = [&] {
+    plan.matrix_units ? LayOutMatrixUnits(rules, problem, plan) : LayOutTokens(rules, problem, plan);
+  };
+  plan.splits =
+      plan.matrix_units ? MatrixSplits(rules, device, problem) : ReplaySplits(device, problem);
+  lay_out();
+  while (plan.splits > 1 && plan.scratch > available) {
+    --plan.splits;
+    lay_out();
+  }
+  if (plan.scratch > available && plan.replay_heads > 1) {
+    const int64_t fitting = (available - plan.replay) / plan.replay_floats;
+    plan.replay_heads = std::clamp<int64_t>(fitting, 1, plan.replay_heads);
+    lay_out();
+  }
+  return plan;
+}
+
+}  // namespace
+
+Plan MakePlan(const Device& device, const Problem& problem, int64_t available) {
+  const Device bounded{std::min(device.multiprocessors, kMaxMultiprocessors), device.shared_memory};
+  const Rules* const rules = RulesOf(problem.op);
+  if (rules == nullptr) return MakeWkv4Plan(bounded, problem, available);
+  return MakePlanOfHeads(*rules, bounded, problem, available);
+}
+
+int64_t ScratchFloats(const Problem& problem) {
+  const Device largest{kMaxMultiprocessors, std::numeric_limits<int64_t>::max()};
+  const Plan plan = MakePlan(largest, problem);
+  if (!plan.matrix_units) return plan.scratch;
+  const Device smallest{1, 0};
+  const Plan fallback = MakePlan(smallest, problem, kFallbackHeads * plan.replay_floats);
+  return std::max(plan.scratch, fallback.scratch);
+}
+
+bool HasSummary(const Problem& problem) {
+  const Rules* const rules = RulesOf(problem.op);
+  Problem summary = problem;
+  summary.pass = Pass::kSummary;
+  return rules != nullptr && SuitsMatrixUnits(*rules, summary);
+}
+
+Description Describe(const Plan& plan) {
+  return {{"kernel", std::string(plan.matrix_units ? "matrix units" : "token by token")},
+          {"splits", plan.splits},
+          {"split_chunks", plan.split_chunks},
+          {"replay_heads", plan.replay_heads},
+          {"scratch", plan.scratch},
+          {"shared_memory", plan.shared_memory}};
+}
+
+}  // namespace rwkv_jax::cuda

@@ -1,0 +1,65 @@
+// How a call runs on a device: which kernels, in how many splits, and what lies where in its scratch. A
+// plan follows from the device and the problem alone, so it can be asked for without a GPU.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+
+#include "rwkv_jax/description.h"
+#include "rwkv_jax/problem.h"
+
+namespace rwkv_jax::cuda {
+
+// What a plan has to know of a device.
+struct Device {
+  int64_t multiprocessors;
+  int64_t shared_memory;  // bytes that one block may have
+};
+
+struct Plan {
+  Device device;
+  bool matrix_units = false;  // or else token by token in float32
+  // The bytes of shared memory that a block of the kernels on matrix units needs, also where they are
+  // not taken for lack of it; 0 where they do not suit the problem.
+  int64_t shared_memory = 0;
+
+  int64_t splits = 1;        // of a sequence
+  int64_t split_chunks = 0;  // the chunks of a split where sequences have different lengths, or else 0
+  // The gradient of an input that all tokens share is `partials` sums for each sequence, or, where
+  // sequences have different lengths, one for each chunk. If there are several, they are added up.
+  int64_t partials = 1;
+  bool adds_up = false;
+  // The kernel that goes token by token backwards takes so many heads at a time, counted over all
+  // sequences, and needs `replay_floats` of scratch for each split of a head.
+  int64_t replay_heads = 0, replay_floats = 0;
+
+  // Where the parts of the scratch begin, and how many floats it has. The replay uses memory that the
+  // kernels on matrix units use for summaries and gradients.
+  int64_t inexact = 0;    // [S, H]: not 0 for heads that the kernels on matrix units leave undefined
+  int64_t sums = 0;       // partial sums of the gradients of shared parameters
+  int64_t summaries = 0;  // what splits do to a state
+  int64_t gradients = 0;  // of the states at the ends of chunks
+  int64_t replay = 0;
+  int64_t scratch = 0;
+};
+
+constexpr int64_t kMaxHeadSize = 128;
+
+// No device has more multiprocessors, or else those beyond them are left out of a plan.
+constexpr int64_t kMaxMultiprocessors = 192;
+
+// The plan that needs at most `available` floats of scratch, or, if there is none, the one that needs
+// least.
+Plan MakePlan(const Device& device, const Problem& problem,
+              int64_t available = std::numeric_limits<int64_t>::max());
+
+// The floats of scratch with which a call runs well on any device.
+int64_t ScratchFloats(const Problem& problem);
+
+// Whether the targets `summary` and `reverse_summary` take a problem.
+bool HasSummary(const Problem& problem);
+
+// A plan for Python.
+Description Describe(const Plan& plan);
+
+}  // namespace rwkv_jax::cuda
