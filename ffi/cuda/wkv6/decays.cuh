@@ -1,18 +1,28 @@
-// What the matrix-unit kernels of WKV6 share: the decays of a chunk of L = 16 tokens, and the products
-// of its tokens by each other.
+// The mathematics that the matrix-unit kernels of WKV6 share: the decays of a tile of L = 16 tokens, and
+// the products of the tokens of a tile by each other.
 //
-// With G the sum of the log decays of a chunk up to a token, G' that before it and G_L that of all, rows
-// being tokens,
+// The recurrence is the time mixing of Finch (RWKV-6) in "Eagle and Finch: RWKV with Matrix-Valued States
+// and Dynamic Recurrence", arXiv:2404.05892; its official kernel is RWKV-v5/cuda/wkv6_cuda.cu of RWKV-LM.
+// For each head, with a state S [V, K], decay factors d_t [K] and the bonus u [K],
+//
+//   y_t = S r_t + ((u k_t)^T r_t) v_t        S <- S diag(d_t) + v_t k_t^T.
+//
+// The kernels take a tile of tokens at once, in the chunkwise form of gated linear attention
+// (arXiv:2312.06635). The rows of R, K, V and Y are the tokens of a tile. G is the sum of the log decays
+// of the tile up to and with a token, G' is the sum up to but without that token, and G_L is the sum over
+// the whole tile. Then
 //
 //   Rt = R exp(G')   Kh = K exp(G_L - G)   Kb = K exp(-G)
 //   A  = tril_strict(Rt Kb^T) + diag(R (u K)^T)
 //   Y  = Rt S^T + A V        S <- S diag(exp(G_L)) + V^T Kh.
 //
-// Where a state is cleared before a token of the chunk, Rt S^T lacks the rows from the first such token
-// on, Kh those before the last, exp(G_L) is 0, and A has no pairs of different splits.
+// Where a segment starts in the tile, the state is cleared before its first token. Then Rt S^T has no rows
+// from the first such token on, Kh has no rows before the last such token, exp(G_L) is 0, and A has no
+// pairs of tokens from different segments.
 //
-// Rt and Kh have factors of at most 1, so the state is right for any decay. Kb has not: a chunk that
-// decays further than kMaxTileLog2 takes the products of its tokens by halves, without it.
+// The factors of Rt and Kh are at most 1, so the state is accurate for any decay. The factors of Kb are at
+// least 1 and may overflow: a tile is "far" if it decays further than kMaxTileLog2, and its products of
+// tokens by tokens are computed without Kb, by halves (MultiplyByHalves).
 #pragma once
 
 #include "tiles.cuh"
@@ -23,27 +33,32 @@ namespace rwkv_jax::cuda {
 
 constexpr int kHeadSize = kMatrixHeadSize;
 using Tiles = StateAccumulator<kHeadSize>;
-constexpr int kFrame = static_cast<int>(kChunk);
-constexpr int kFrameChunks = kFrame / kTileTokens;
-constexpr int kBlocks = kHeadSize / kTileTokens;  // of 16 channels
-constexpr int kTile = kFrame * kRowBytes;  // of a frame of tokens, or of a state
-constexpr int kChunkRows = kTileTokens * kRowBytes;
-static_assert(kHeadSize == kPanelCols && kFrame == kPanelCols, "a frame and a state are one tile each");
+constexpr int kChunkTokens = static_cast<int>(kChunk);
+constexpr int kChunkTiles = kChunkTokens / kTileTokens;
+constexpr int kColumnTiles = kHeadSize / kTileTokens;  // tiles side by side in a panel
+// A panel has the 64 tokens of a chunk as its rows, or the 64 rows of a state.
+constexpr int kPanelBytes = kChunkTokens * kRowBytes;
+constexpr int kTileStride = kTileTokens * kRowBytes;  // bytes from a tile of tokens to the next one
+static_assert(kHeadSize == kPanelCols && kChunkTokens == kPanelCols,
+              "the tokens of a chunk, and a state, fill one panel each");
+
+// The sum of log2 decays of a tile below which the tile is far.
 
 constexpr float kMaxTileLog2 = 100.0f;
 
-// The log2 decays of a frame: a tile of w, or the same for all tokens.
+// The log2 decays of a chunk: a panel of w, or one row that all tokens have in common.
 template <typename T, bool kConstant>
-struct FrameDecays {
-  uint32_t w_tile;
+struct ChunkDecays {
+  uint32_t w_panel;
   const float* constant;  // [64], in shared memory
   Decay form;
-  bool converted = false;  // the tile of w has become one of log decays
+  bool converted = false;  // the panel has scaled log decays in place of w
 
-  // Those of 16 channels of a chunk, as right operands for two tiles of 8 channels.
-  __device__ void Load(int chunk, int block, uint32_t there, uint32_t (&log_decays)[4]) const {
+  // Loads the scaled log decays of a tile of tokens and 16 channels, as right operands of two products
+  // with 8 channels each.
+  __device__ void Load(int tile, int column, uint32_t present, uint32_t (&log_decays)[4]) const {
     uint32_t w[4];
-    LoadTransposed(TileAddress(w_tile, 16 * chunk, block), w);
+    LoadTransposed(TileAddress(w_panel, 16 * tile, column), w);
     if (converted) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) log_decays[i] = w[i];
@@ -52,24 +67,25 @@ struct FrameDecays {
         ScaledLogDecays<T, Decay::kExp>(w, log_decays);
       else
         ScaledLogDecays<T, Decay::kLog>(w, log_decays);
-      if (there != kAllRows) KeepRows(there, log_decays);
+      if (present != kAllRows) KeepRows(present, log_decays);
     }
   }
 };
 
-// Sums of log2 decays before and up to each token.
+// For each element of a 16 x 16 tile, the sums of log2 decays before its token (G') and up to it (G).
+// Element [i][e] lies where element e of half i of an Accumulator<2> lies.
 struct DecaySums {
   float before[2][4], upto[2][4];
 
-  // Of a token, if all have the same.
-  __device__ void Set(int i, int e, float log_decay, uint32_t there, int token) {
-    const int earlier = __popc(there & ((1u << token) - 1));
+  // Sets the sums of one element where all tokens have the same decay.
+  __device__ void Set(int i, int e, float log_decay, uint32_t present, int token) {
+    const int earlier = __popc(present & ((1u << token) - 1));
     before[i][e] = log_decay * static_cast<float>(earlier);
-    upto[i][e] = log_decay * static_cast<float>(earlier + (there >> token & 1));
+    upto[i][e] = log_decay * static_cast<float>(earlier + (present >> token & 1));
   }
 };
 
-// With tokens as the rows of a tile of sums.
+// The sums of log decays with tokens as the rows of the tile.
 __device__ inline void SumByToken(const uint32_t (&log_decays)[4], DecaySums& sums) {
   const Ones inclusive(true, true, false), exclusive(true, false, false);
 #pragma unroll
@@ -82,37 +98,38 @@ __device__ inline void SumByToken(const uint32_t (&log_decays)[4], DecaySums& su
 }
 
 template <typename T, bool kConstant>
-__device__ void SumByToken(const FrameDecays<T, kConstant>& decays, int chunk, int block,
-                           uint32_t there, DecaySums& sums) {
+__device__ void SumByToken(const ChunkDecays<T, kConstant>& decays, int tile, int column,
+                           uint32_t present, DecaySums& sums) {
   if constexpr (kConstant) {
-    const int row = Lane() / 4, col = 16 * block + 2 * (Lane() % 4);
+    const int row = Lane() / 4, col = 16 * column + 2 * (Lane() % 4);
 #pragma unroll
     for (int i = 0; i < 2; ++i)
 #pragma unroll
       for (int e = 0; e < 4; ++e)
-        sums.Set(i, e, decays.constant[col + 8 * i + e % 2], there, row + e / 2 * 8);
+        sums.Set(i, e, decays.constant[col + 8 * i + e % 2], present, row + e / 2 * 8);
   } else {
     uint32_t log_decays[4];
-    decays.Load(chunk, block, there, log_decays);
+    decays.Load(tile, column, present, log_decays);
     SumByToken(log_decays, sums);
   }
 }
 
-// With the channels as rows: a chunk of the 16 channels of a warp, from converted decays.
+// The sums of log decays with channels as the rows of the tile: the 16 channels of a warp, from a panel
+// that has scaled log decays already.
 template <typename T, bool kConstant>
-__device__ void SumByChannel(const FrameDecays<T, kConstant>& decays, int chunk, int warp,
-                             uint32_t there, DecaySums& sums) {
+__device__ void SumByChannel(const ChunkDecays<T, kConstant>& decays, int tile, int warp,
+                             uint32_t present, DecaySums& sums) {
   if constexpr (kConstant) {
     const int row = 16 * warp + Lane() / 4, col = 2 * (Lane() % 4);
 #pragma unroll
     for (int i = 0; i < 2; ++i)
 #pragma unroll
       for (int e = 0; e < 4; ++e)
-        sums.Set(i, e, decays.constant[row + e / 2 * 8], there, col + 8 * i + e % 2);
+        sums.Set(i, e, decays.constant[row + e / 2 * 8], present, col + 8 * i + e % 2);
   } else {
     const Ones inclusive(true, true, false), exclusive(true, false, false);
     uint32_t x[4];
-    LoadTransposed(TileAddress(decays.w_tile, 16 * chunk, warp), x);
+    LoadTransposed(TileAddress(decays.w_panel, 16 * tile, warp), x);
     const Left log_decays = {x[0], x[2], x[1], x[3]};
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -124,7 +141,7 @@ __device__ void SumByChannel(const FrameDecays<T, kConstant>& decays, int chunk,
   }
 }
 
-// The sums of a whole chunk, for the columns of this lane.
+// The sums over a whole tile (G_L), for the columns of this lane.
 __device__ inline void LastRow(const DecaySums& sums, float (&total)[2][2]) {
 #pragma unroll
   for (int i = 0; i < 2; ++i)
@@ -132,7 +149,7 @@ __device__ inline void LastRow(const DecaySums& sums, float (&total)[2][2]) {
     for (int e = 0; e < 2; ++e) total[i][e] = __shfl_sync(~0u, sums.upto[i][2 + e], 28 | Lane());
 }
 
-// exp2 of a value of each element of two tiles, rounded as a Left.
+// Rounds exp2(value(i, e)) for each element of an Accumulator<2> to a left operand.
 template <typename Value>
 __device__ void Exponentials(Value&& value, uint32_t (&e)[4]) {
 #pragma unroll
@@ -146,49 +163,51 @@ __device__ inline void MultiplyPairs(const uint32_t (&x)[4], const uint32_t (&e)
   for (int i = 0; i < 4; ++i) product[i] = Bf16::Multiply(x[i], e[i]);
 }
 
-// sum += x y^T of tokens by tokens, over 16 channels.
-__device__ inline void AddTokenProducts(Accumulator<2>& sum, const uint32_t (&x)[4], const uint32_t (&y)[4]) {
+// sum += x y^T, where x and y have 16 tokens by 16 channels each.
+__device__ inline void AddTokenProducts(Accumulator<2>& sum, const uint32_t (&x)[4],
+                                        const uint32_t (&y)[4]) {
   WarpMultiply(sum[0], x, y[0], y[2]);
   WarpMultiply(sum[1], x, y[1], y[3]);
 }
 
-// Factors of channels, so that the four lanes of a row find theirs in different banks: those of two tiles
-// of a lane, by lane % 4. They are 0 where a state is cleared.
+// The factors exp(G_L) of the channels of a tile in shared memory. They are sorted by lane % 4, the lanes
+// that have the same columns of an accumulator, so that the four lanes of a row read different banks. The
+// factors are 0 where the tile clears the state.
 constexpr int kFactorStride = kHeadSize / 4 + 4;
 constexpr int kFactorFloats = 4 * kFactorStride;
 
-__device__ inline void StoreFactors(int block, const float (&factor)[2][2], bool clears,
+__device__ inline void StoreFactors(int column, const float (&factor)[2][2], bool clears,
                                     float* factors) {
   float4 x = {factor[0][0], factor[0][1], factor[1][0], factor[1][1]};
   if (clears) x = {0.0f, 0.0f, 0.0f, 0.0f};
-  if (Lane() < 4) *reinterpret_cast<float4*>(factors + Lane() * kFactorStride + 4 * block) = x;
+  if (Lane() < 4) *reinterpret_cast<float4*>(factors + Lane() * kFactorStride + 4 * column) = x;
 }
 
-// S diag(factors), for rows of S.
+// S <- S diag(factors), with the rows of S as the rows of the accumulator.
 __device__ inline void ScaleColumns(const float* factors, Accumulator<8>& s) {
 #pragma unroll
-  for (int block = 0; block < kBlocks; ++block) {
+  for (int column = 0; column < kColumnTiles; ++column) {
     const float4 f =
-        *reinterpret_cast<const float4*>(factors + Lane() % 4 * kFactorStride + 4 * block);
-    float(&left)[4] = s[2 * block];
-    float(&right)[4] = s[2 * block + 1];
+        *reinterpret_cast<const float4*>(factors + Lane() % 4 * kFactorStride + 4 * column);
+    float(&left)[4] = s[2 * column];
+    float(&right)[4] = s[2 * column + 1];
     left[0] *= f.x, left[1] *= f.y, left[2] *= f.x, left[3] *= f.y;
     right[0] *= f.z, right[1] *= f.w, right[2] *= f.z, right[3] *= f.w;
   }
 }
 
-// Rows of r and k in global memory, from the first token of a chunk and the first channel of a head on.
+// The rows of r and k in global memory, from the first token of a tile and the first channel of a head on.
 template <typename T>
-struct RawChunk {
+struct RawTile {
   const T *r, *k;
   int stride;
   RowMarks marks;
 
-  // A block of 16 channels of r or k as a Left.
-  __device__ void Load(const T* from, int block, uint32_t (&x)[4]) const {
+  // Loads 16 channels of r or k as a left operand.
+  __device__ void Load(const T* from, int column, uint32_t (&x)[4]) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int row = Lane() / 4 + i % 2 * 8, col = 16 * block + i / 2 * 8 + 2 * (Lane() % 4);
+      const int row = Lane() / 4 + i % 2 * 8, col = 16 * column + i / 2 * 8 + 2 * (Lane() % 4);
       x[i] = marks.present >> row & 1 ? *reinterpret_cast<const uint32_t*>(
                                from + static_cast<int64_t>(row) * stride + col)
                          : 0u;
@@ -196,11 +215,12 @@ struct RawChunk {
   }
 };
 
-// tril_strict(Rt Kb^T) of some channels for any decay: of tokens in the two halves of a run of 16, of 8, of 4 and of 2,
-// the decay between them is that to the middle of the run times that from it, and none exceeds 1.
+// a = tril_strict(Rt Kb^T) over some of the channels, for any decay. A pair of tokens lies in the two halves
+// of exactly one aligned run of 16, 8, 4 or 2 tokens. The decay between the two is the decay from the one to
+// the middle of that run times the decay from there to the other, and neither factor exceeds 1.
 template <typename T, bool kConstant>
-__device__ void MultiplyByHalves(const FrameDecays<T, kConstant>& decays, int chunk,
-                                 const RawChunk<T>& raw, int first_block, int end_block,
+__device__ void MultiplyByHalves(const ChunkDecays<T, kConstant>& decays, int tile,
+                                 const RawTile<T>& raw, int first_column, int end_column,
                                  Accumulator<2>& a) {
   const int row = Lane() / 4, col = 2 * (Lane() % 4);
 #pragma unroll
@@ -209,12 +229,12 @@ __device__ void MultiplyByHalves(const FrameDecays<T, kConstant>& decays, int ch
   for (int half = kTileTokens / 2; half >= 1; half /= 2) {
     Accumulator<2> part = {};
 #pragma unroll 1
-    for (int block = first_block; block < end_block; ++block) {
+    for (int column = first_column; column < end_column; ++column) {
       DecaySums sums;
-      SumByToken(decays, chunk, block, raw.marks.present, sums);
+      SumByToken(decays, tile, column, raw.marks.present, sums);
       uint32_t r[4], k[4];
-      raw.Load(raw.r, block, r);
-      raw.Load(raw.k, block, k);
+      raw.Load(raw.r, column, r);
+      raw.Load(raw.k, column, k);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int token = row + i % 2 * 8, first = i % 2 * 2;
@@ -222,7 +242,7 @@ __device__ void MultiplyByHalves(const FrameDecays<T, kConstant>& decays, int ch
         float x[2];
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          // The sum up to the last token of the first half; with halves of 8 that is token 7.
+          // `middle` is the sum up to the last token of the first half; with halves of 8 that is token 7.
           const int from = half == 8 ? 7 : ((row & ~(2 * half - 1)) + half - 1) % 8;
           const float upper = sums.upto[i / 2][e], own = sums.upto[i / 2][first + e];
           const float mine = half == 8 ? upper : own;
@@ -238,11 +258,11 @@ __device__ void MultiplyByHalves(const FrameDecays<T, kConstant>& decays, int ch
       AddTokenProducts(part, r, k);
     }
 #pragma unroll
-    for (int tile = 0; tile < 2; ++tile)
+    for (int side = 0; side < 2; ++side)
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const int i = row + e / 2 * 8, j = 8 * tile + col + e % 2;
-        if (i / (2 * half) == j / (2 * half)) a[tile][e] += part[tile][e];
+        const int i = row + e / 2 * 8, j = 8 * side + col + e % 2;
+        if (i / (2 * half) == j / (2 * half)) a[side][e] += part[side][e];
       }
   }
 }
@@ -258,33 +278,37 @@ __device__ inline void SetDiagonal(const Accumulator<2>& diagonal, Accumulator<2
     }
 }
 
-// A frame of a head in arrays [B, T, H, 64], and the pieces of 16 bytes of it that a thread copies.
+// A chunk of one head in arrays [B, T, H, 64], and the pieces of 16 bytes of it that one thread copies.
 template <int kThreads>
-struct FrameCopier {
-  int64_t first;  // element
-  int stride, tokens;
+struct ChunkCopier {
+  int64_t first;  // the first element of the chunk in an array
+  int stride, tokens;   // elements from a token to the next one, tokens of the chunk
   uint64_t absent = 0;  // a bit for each token that is padding
+
+  // Calls fn(bytes from the start of a panel, element of an array, token) for each piece of this thread.
 
   template <typename Fn>
   __device__ void ForEachPiece(Fn&& fn) const {
-    constexpr int kRows = kThreads / 8;  // a multiple of 8, so they have their pieces in the same places
+    // A multiple of 8, so that a thread has its pieces in the same place of each of its rows.
+    constexpr int kRows = kThreads / 8;
     const int row = threadIdx.x / 8, piece = threadIdx.x % 8;
     const uint32_t at = PieceAddress(0, row, piece);
     const int64_t element = first + static_cast<int64_t>(row) * stride + piece * 8;
 #pragma unroll
-    for (int i = 0; i < kFrame / kRows; ++i)
+    for (int i = 0; i < kChunkTokens / kRows; ++i)
       fn(at + i * kRows * kRowBytes, element + i * kRows * static_cast<int64_t>(stride),
          row + i * kRows);
   }
+  // Starts to copy the pieces of this thread into a panel, with zeros for tokens that are padding.
   template <typename T>
-  __device__ void Copy(uint32_t tile, const T* from) const {
+  __device__ void Copy(uint32_t panel, const T* from) const {
     ForEachPiece([&](uint32_t to, int64_t element, int row) {
-      CopyAsync(tile + to, from + element, row < tokens && (absent >> row & 1) == 0);
+      CopyAsync(panel + to, from + element, row < tokens && (absent >> row & 1) == 0);
     });
   }
 };
 
-// Rows of a block of operands as a Left: those before `begin`, or not before `end`, are cleared.
+// Clears the rows of a left operand before row `begin` and from row `end` on.
 __device__ inline void KeepRowsBetween(int begin, int end, uint32_t (&x)[4]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -293,20 +317,20 @@ __device__ inline void KeepRowsBetween(int begin, int end, uint32_t (&x)[4]) {
   }
 }
 
-// The pieces of a tile that this thread has copied, as bfloat16.
+// Converts the pieces of a panel that this thread has copied to bfloat16.
 template <typename T, int kThreads>
-__device__ void ConvertOwnPieces(unsigned char* tile) {
+__device__ void ConvertOwnPieces(unsigned char* panel) {
   if constexpr (std::is_same_v<T, __half>) {
 #pragma unroll
-    for (int i = 0; i < kFrame * 8 / kThreads; ++i) {
+    for (int i = 0; i < kChunkTokens * 8 / kThreads; ++i) {
       uint4& x = *reinterpret_cast<uint4*>(
-          tile + PieceAddress(0, threadIdx.x / 8 + i * (kThreads / 8), threadIdx.x % 8));
+          panel + PieceAddress(0, threadIdx.x / 8 + i * (kThreads / 8), threadIdx.x % 8));
       x = {ToBf16<T>(x.x), ToBf16<T>(x.y), ToBf16<T>(x.z), ToBf16<T>(x.w)};
     }
   }
 }
 
-// The log2 decays that do not change, into shared memory.
+// Puts the log2 decays that all tokens have in common into shared memory.
 __device__ inline void LoadConstantDecays(const float* w, Decay form, float* log_decays) {
   if (threadIdx.x < kHeadSize) {
     const float x = w[threadIdx.x];

@@ -1,44 +1,73 @@
-// WKV6 on matrix units, the gradients of the inputs: one block of threads per head and frame of 64 tokens,
-// from the state S before the frame and the gradient dS of the state after it.
+// WKV6 on matrix units: the gradients of the inputs. A thread block has one head of one chunk of 64 tokens.
+// It starts from the state S before the chunk, which the forward pass has saved, and from the gradient dS
+// of the state after the chunk, which the reverse scan (scan.cu) has left. So all chunks run side by side.
 //
-// A frame is four chunks in the form of wkv6_tiles.cuh. With S before a chunk and dS after it,
+// wkv6/decays.cuh has the recurrence, its sources, and the notation G, Rt, Kh, Kb and A of a tile of 16
+// tokens. The official backward kernel, kernel_backward_111 and kernel_backward_222 in
+// RWKV-v5/cuda/wkv6_cuda.cu of RWKV-LM, computes the same gradients token by token.
 //
-//   dA = tril_strict(dY V^T)    D = diag(dY V^T)
-//   dR = exp(G') (dY S + dA Kb) + D u K
-//   dK = exp(G_L - G) (V dS) + exp(-G) (dA^T Rt) + D u R
-//   dV = Kh dS^T + A^T dY
-//   du = sum of D R K
+// The equations. A chunk is four tiles. With S before a tile and dS after it,
 //
-// and S and dS move on by S <- S diag(exp(G_L)) + V^T Kh and dS <- dS diag(exp(G_L)) + dY^T Rt.
+//   dA  = tril_strict(dY V^T)      D = diag(dY V^T)
+//   dRt = dY S + dA Kb             dR = exp(G') dRt + D u K
+//   dKh = V dS    dKb = dA^T Rt    dK = exp(G_L - G) dKh + exp(-G) dKb + D u R
+//   dV  = Kh dS^T + A^T dY         du = sum over tokens of D R K
 //
-// The decay of a token t scales what passes it, from a token before to a token after,
+// and from tile to tile S <- S diag(exp(G_L)) + V^T Kh and dS <- dS diag(exp(G_L)) + dY^T Rt.
 //
-//   dlog d_t = exp(G_L) sum_v S dS + sum_{j < t} Kh (V dS) + sum_{i > t} Rt (dY S)
-//            + sum_{i > t} Rt (dA Kb) - sum_{j >= t} Kb (dA^T Rt),
+// The decay of token t scales everything that passes token t, from a token before it to a token after it:
 //
-// where of the last two sums the pairs of tokens that both come after t cancel: hence both sides have the
-// same rounded factors.
+//   dlog d_t = exp(G_L) sum_v S dS + sum_{j < t} Kh dKh + sum_{i > t} Rt dRt - sum_{j >= t} Kb dKb.
 //
-// Products are computed transposed, with channels as the rows, so that what one of them gives is a left
-// operand of the next in registers, and sums over tokens run along the rows, which one warp has. Each of
-// two warpgroups has two chunks; it first moves the states to where those begin.
+// A pair of tokens that both come after t is in the third sum (by dA Kb) and in the fourth, and has to
+// cancel. So both sums are computed from the same rounded factors.
+//
+// A tile that decays too far for Kb takes its products of tokens by tokens without it: A by halves
+// (MultiplyByHalves), and the pairs of tokens in dR, dK, dlog d and du one by one (AddFarTile).
+//
+// Who does what. Most products are computed transposed, with channels as the rows. Then the result of one
+// product is in registers as the left operand of the next one, and a sum over tokens runs along the rows,
+// which are all in one warp. A warp has 16 rows of such a product, which are 16 channels.
+//
+//   phase                  warpgroup 0                    warpgroup 1
+//   LoadOperands, ...      all threads copy r, k, v, dy, w, S and dS of the chunk to shared memory
+//   ScaleOperands          Rt, Kh, Kb, A^T of a tile      the same for the other half of the channels,
+//                          for each warp, half channels   in the same tile for each warp
+//   TokenProducts          dA and D, a tile a warp        dA^T, a tile a warp
+//   ValueGradients         dV of all tiles, from dS
+//   KeepStateGradients                                    dS after each tile, kept for both warpgroups
+//   AdvanceState                                          S from the chunk's start to tile 2
+//   main loop              dR, dK, dW, du of tiles 0, 1   the same of tiles 2, 3
+//   AddFarTile             what far tiles among 0, 1 lack the same for far tiles among 2, 3
+//   epilogue               all threads store the gradients to global memory
+//
+// Who waits for whom. All threads meet at five barriers, each a __syncthreads; there are no others.
+//
+//   barrier           threads wait until all others have...       because next they...
+//   kCopied           copied r, k, v, dy, w                       scale tiles that others have copied
+//   kScaled           scaled tiles; copied S and dS               multiply the scaled operands
+//   kStateTaken       loaded dS into registers                    put dV in its place (warpgroup 0)
+//   kOperandsTaken    finished with Rt, S; kept dS of all tiles   put dR, dK, dW in the place of Rt, Kb, S
+//   kGradientsStaged  put gradients and sums in shared memory     store them as whole rows
 #include "fragment.cuh"
 #include "wkv6/decays.cuh"
 
 namespace rwkv_jax::cuda {
 namespace {
 
-// The decay of one token in log2, beyond which the pairs of a chunk are taken singly: what cancels of them
-// is rounded, so it would hide what passes a token that keeps so little. And its bits in float16, scaled.
+// A tile is also far if one token decays further than this, in log2. The pairs of tokens that cancel in
+// dlog d are rounded, and that error would hide what passes a token that keeps so little. The second
+// constant is the first one as a scaled log decay in float16.
 constexpr float kMaxTokenLog2 = 12.0f;
 constexpr uint32_t kMaxTokenBits = 0x6a00;
 static_assert(kMaxTokenLog2 * kLogScale == 3072.0f, "0x6a00 is 3072");
 
-constexpr int kThreads = 256;
-constexpr int kOwnChunks = kFrameChunks / 2;  // of a warpgroup
+constexpr int kThreads = 256;                       // two warpgroups
+constexpr int kTilesPerWarpgroup = kChunkTiles / 2;
+static_assert(kWordTokens == kTileTokens, "a word of marks says all about a tile");
 
 template <typename T>
-struct Frames {
+struct GradientArrays {
   const T *r, *k, *v, *dy;
   const void* w;
   const float* u;
@@ -46,103 +75,427 @@ struct Frames {
   void* dw;
   float* du;
   int64_t tokens;
-  unsigned heads, frames;
+  unsigned heads, chunks;
   Decay decay;
   Marks marks;
   Sequences sequences;
-  const uint4 *states, *gradients;  // [B, frames, H, V, K] of bfloat16
+  const uint4 *states, *gradients;  // [B, N, H, V, K] of bfloat16
 };
 
+// Byte offsets in shared memory. Names say what is there in the main loop; a comment says what else.
 struct GradientLayout {
-  static constexpr int kR = 0;             // Rt, then dr
-  static constexpr int kKh = kR + kTile;   // first k
-  static constexpr int kKb = kKh + kTile;  // k itself in a chunk that decays too far; then dk
-  static constexpr int kV = kKb + kTile;
-  static constexpr int kDy = kV + kTile;
-  static constexpr int kW = kDy + kTile;
-  static constexpr int kS = kW + kTile;   // then dw
-  static constexpr int kDs = kS + kTile;  // then dv
-  // Of tokens by tokens, packed: A^T in two parts, each from half of the channels, dA and dA^T.
-  static constexpr int kAt = kDs + kTile;
-  static constexpr int kDa = kAt + 2 * kFrameChunks * kTileBytes;
-  static constexpr int kDat = kDa + kFrameChunks * kTileBytes;
-  static constexpr int kFactors = kDat + kFrameChunks * kTileBytes;
-  static constexpr int kD = kFactors + kFrameChunks * kFactorFloats * 4;  // float [64]
-  static constexpr int kU = kD + kFrame * 4;
-  static constexpr int kConstant = kU + kHeadSize * 4;
-  static constexpr int kSums = kConstant + kHeadSize * 4;  // float [2][2][64]
-  static constexpr int kFar = kSums + 4 * kHeadSize * 4;   // int [4][2]
-  static constexpr int kAfter = kFar + 2 * kFrameChunks * 4;  // dS after each chunk, as its threads have it
-  static constexpr int kBytes = kAfter + kFrameChunks * kTile;
+  // Panels of 64 tokens or of a state.
+  static constexpr int kR = 0;                   // r, then Rt, then dr
+  static constexpr int kKh = kR + kPanelBytes;   // k, then Kh
+  static constexpr int kKb = kKh + kPanelBytes;  // Kb, or k in a far tile; then dk
+  static constexpr int kV = kKb + kPanelBytes;
+  static constexpr int kDy = kV + kPanelBytes;
+  static constexpr int kW = kDy + kPanelBytes;   // w, then scaled log decays
+  static constexpr int kS = kW + kPanelBytes;    // S, then dw
+  static constexpr int kDs = kS + kPanelBytes;   // dS, then dv
+  // Packed matrices of tokens by tokens, one for each tile. A^T is the sum of two matrices, each over half
+  // of the channels.
+  static constexpr int kAt = kDs + kPanelBytes;
+  static constexpr int kDa = kAt + 2 * kChunkTiles * kTileBytes;
+  static constexpr int kDat = kDa + kChunkTiles * kTileBytes;
+  static constexpr int kFactors = kDat + kChunkTiles * kTileBytes;         // exp(G_L) of each tile
+  static constexpr int kD = kFactors + kChunkTiles * kFactorFloats * 4;    // float [64 tokens]
+  static constexpr int kU = kD + kChunkTokens * 4;                         // float [64 channels]
+  static constexpr int kConstant = kU + kHeadSize * 4;                     // float [64 channels]
+  static constexpr int kSums = kConstant + kHeadSize * 4;  // float [warpgroup][du, dw][64 channels]
+  static constexpr int kFar = kSums + 4 * kHeadSize * 4;   // int [tile][half of the channels]
+  // dS after each tile, as left operands: a uint4 for each column tile and thread of a warpgroup.
+  static constexpr int kDsAfter = kFar + 2 * kChunkTiles * 4;
+  static constexpr int kBytes = kDsAfter + kChunkTiles * kPanelBytes;
 };
 
-// Calls fn(i, e) for all elements of two tiles.
+// The barriers of the kernel in the order in which threads pass them; the table above says who waits for
+// what. All are the barrier of __syncthreads: the name is for the reader.
+enum Barrier { kCopied, kScaled, kStateTaken, kOperandsTaken, kGradientsStaged };
+
+__device__ inline void WaitForAll(Barrier) { __syncthreads(); }
+
+// Calls fn(i, e) for each element of an Accumulator<2>.
 template <typename Fn>
 __device__ void ForEachElement(Fn&& fn) {
 #pragma unroll
   for (int x = 0; x < 8; ++x) fn(x / 4, x % 4);
 }
 
-// Calls fn(i, e) for pairs of elements of two tiles as a Left has them, (i, e) and (i, e + 1).
+// Calls fn(n, i, e) for each register n of a left operand, which has the elements (i, e) and (i, e + 1) of
+// an Accumulator<2>.
 template <typename Fn>
 __device__ void ForEachPair(Fn&& fn) {
 #pragma unroll
   for (int x = 0; x < 4; ++x) fn(x, x / 2, x % 2 * 2);
 }
 
-// Half of the channels of a chunk: scales them, and leaves their part of A^T, exp(G_L), and whether they
-// decay too far for Kb.
-template <typename T, bool kConstant>
-__device__ void PrepareChunk(const FrameDecays<T, kConstant>& decays, int chunk, int half,
-                             unsigned char* memory, const RawChunk<T>& raw) {
-  using L = GradientLayout;
-  const uint32_t shared = SharedAddress(memory);
-  float* const factors = reinterpret_cast<float*>(memory + L::kFactors) + chunk * kFactorFloats;
-  const float* const u = reinterpret_cast<const float*>(memory + L::kU);
-  Accumulator<2> a = {}, bonus = {};
-  bool far = false;
-  const bool clears = raw.marks.clears != 0;
-  DecaySums all_sums[kBlocks / 2];
+// Adds to each element the sum of x over the tokens, which are the columns, that come later, or sooner. The
+// sums are products of x with ones. x is split into two parts of 10 bits each, as much as a product sees of
+// an operand, so that nothing is lost that counts.
+__device__ inline void AddSums(const Accumulator<2>& x, bool later, Accumulator<2>& sum) {
+  // Of the 8 columns of a half, the left operand has the even ones first and then the odd ones.
+  const int row = 2 * (Lane() % 4), col = Lane() / 4;
+  const float even = (later ? row > col : row < col) ? 1.0f : 0.0f;
+  const float odd = (later ? row + 1 > col : row + 1 < col) ? 1.0f : 0.0f;
 #pragma unroll
-  for (int i = 0; i < kBlocks / 2; ++i) {
-    const int block = half * (kBlocks / 2) + i;
-    if constexpr (kConstant) {
-      SumByToken(decays, chunk, block, raw.marks.present, all_sums[i]);
+  for (int half = 0; half < 2; ++half) {
+    float high[4], low[4];
+    constexpr int kOrder[4] = {0, 2, 1, 3};
 #pragma unroll
-      for (int e = 0; e < 4; ++e)
-        far |= decays.constant[16 * block + e / 2 * 8 + 2 * (Lane() % 4) + e % 2] < -kMaxTokenLog2;
-    } else {
-      uint32_t log_decays[4];
-      decays.Load(chunk, block, raw.marks.present, log_decays);
-      SumByToken(log_decays, all_sums[i]);
-      // Without their signs float16s compare as integers.
-#pragma unroll
-      for (int e = 0; e < 4; ++e)
-        far |= (log_decays[e] & 0x7fffu) > kMaxTokenBits ||
-               (log_decays[e] >> 16 & 0x7fffu) > kMaxTokenBits;
-      StoreTransposed(TileAddress(decays.w_tile, 16 * chunk, block), log_decays);
+    for (int i = 0; i < 4; ++i) {
+      const float element = x[half][kOrder[i]];
+      high[i] = __uint_as_float(__float_as_uint(element) & 0xffffe000u);
+      low[i] = element - high[i];
     }
-#pragma unroll
-    for (int e = 0; e < 4; ++e) far |= !(all_sums[i].upto[e / 2][2 + e % 2] >= -kMaxTileLog2);
+    WarpMultiplyFloat(sum[half], high, even, odd);
+    WarpMultiplyFloat(sum[half], low, even, odd);
+    if (later == (half == 1)) {
+      WarpMultiplyFloat(sum[1 - half], high, 1.0f, 1.0f);
+      WarpMultiplyFloat(sum[1 - half], low, 1.0f, 1.0f);
+    }
   }
-  far = __any_sync(~0u, far);
-  if (Lane() == 0) reinterpret_cast<int*>(memory + L::kFar)[2 * chunk + half] = far;
+}
+
+// Widens the left operands of 64 columns to the elements of an accumulator.
+__device__ inline void Widen(const Left (&x)[kColumnTiles], Accumulator<8>& s) {
 #pragma unroll
-  for (int i = 0; i < kBlocks / 2; ++i) {
-    const int block = half * (kBlocks / 2) + i;
-    const uint32_t here = TileAddress(0, 16 * chunk, block);
-    const DecaySums& sums = all_sums[i];
+  for (int column = 0; column < kColumnTiles; ++column)
+    ForEachPair([&](int n, int i, int e) {
+      s[2 * column + i][e] = Bf16::Low(x[column][n]);
+      s[2 * column + i][e + 1] = Bf16::High(x[column][n]);
+    });
+}
+
+// s <- diag(factors) s, for the two rows that a lane has.
+__device__ inline void ScaleRows(const float (&factors)[2], Accumulator<8>& s) {
+#pragma unroll
+  for (int half = 0; half < 8; ++half)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) s[half][e] *= factors[e / 2];
+}
+
+// What a far tile has in place of products with Kb, with channels as rows like an Accumulator<2>.
+struct FarPairs {
+  float r[2][4], k[2][4];  // r and k themselves
+  float dr[2][4];          // sum over earlier tokens j of dA_ij k_j times the decay between i and j
+  float dk[2][4];          // sum over later tokens i of dA_ij r_i times the decay between i and j
+  float dlog[2][4];        // sum over the pairs of tokens j < t < i of r_i dA_ij k_j times that decay
+};
+
+// Loads r and k of a far tile and adds up its pairs of tokens, for the channels `channel` and channel + 8.
+// `da` points to the packed dA of the tile.
+template <typename T>
+__device__ void AddFarPairs(const unsigned char* da, const RawTile<T>& raw, int channel,
+                            const DecaySums& sums, FarPairs& pairs) {
+  const int lane = Lane(), own = 2 * (lane % 4);
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int token = 8 * i + own + e % 2;
+      const int64_t at = static_cast<int64_t>(token) * raw.stride + channel + e / 2 * 8;
+      pairs.r[i][e] = raw.marks.present >> token & 1 ? ToFloat(raw.r[at]) : 0.0f;
+      pairs.k[i][e] = raw.marks.present >> token & 1 ? ToFloat(raw.k[at]) : 0.0f;
+    }
+  // The element of any token in the row of this lane that `row` names, from the lane that has it.
+  const auto of = [&](const float(&x)[2][4], int token, int row) {
+    const float early = token % 2 ? x[0][2 * row + 1] : x[0][2 * row];
+    const float late = token % 2 ? x[1][2 * row + 1] : x[1][2 * row];
+    return __shfl_sync(~0u, token < 8 ? early : late, (lane & ~3) | token % 8 / 2);
+  };
+  // The loop takes one reading token i after another. A lane has four of the tokens j that have written
+  // before token i.
+#pragma unroll 1
+  for (int i = 1; i < kTileTokens; ++i) {
+    const unsigned char* const row_of_da = da + i / 8 * 256 + i % 8 * 16 + own * 2;
+    const uint32_t d[2] = {*reinterpret_cast<const uint32_t*>(row_of_da),
+                           *reinterpret_cast<const uint32_t*>(row_of_da + 128)};
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      const float before = of(sums.before, i, row), r = of(pairs.r, i, row);
+      float sooner = 0.0f;  // what token i reads of the tokens in the halves before this one
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float read[2];
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int j = 8 * half + own + e, at = 2 * row + e;
+          const float decayed = j < i ? (e ? Bf16::High(d[half]) : Bf16::Low(d[half])) *
+                                            Exp2(before - sums.upto[half][at])
+                                      : 0.0f;
+          pairs.dk[half][at] += decayed * r;
+          read[e] = decayed * pairs.k[half][at];
+        }
+        float upto = read[0] + read[1];
+#pragma unroll
+        for (int step = 1; step < 4; step *= 2) {
+          const float last = __shfl_sync(~0u, upto, lane < step ? 0 : lane - step);
+          if (lane % 4 >= step) upto += last;
+        }
+        const float last = __shfl_sync(~0u, upto, lane == 0 ? 0 : lane - 1);
+        const float passed = lane % 4 > 0 ? sooner + last : sooner;
+        if (8 * half + own < i) pairs.dlog[half][2 * row] += r * passed;
+        if (8 * half + own + 1 < i) pairs.dlog[half][2 * row + 1] += r * (passed + read[0]);
+        sooner += __shfl_sync(~0u, upto, lane | 3);
+      }
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        if (8 * (e / 2) + own + e % 2 == i) pairs.dr[e / 2][2 * row + e % 2] = sooner;
+    }
+  }
+}
+
+// A chunk that no sequence has adds nothing to the gradients of parameters.
+template <typename T>
+__device__ void ClearPartialSums(const GradientArrays<T>& in, bool constant) {
+  if (threadIdx.x >= kHeadSize) return;
+  const int64_t to = static_cast<int64_t>(blockIdx.x) * kHeadSize + threadIdx.x;
+  in.du[to] = 0.0f;
+  if (constant) static_cast<float*>(in.dw)[to] = 0.0f;
+}
+
+// One tile, with channels as rows.
+struct TileGradients {
+  Accumulator<2> drt, dkh, dkb;
+  float crossing[2];  // exp(G_L) sum_v S dS of the two channels of a lane
+};
+
+// One tile, with channels as rows: first Rt and Kb; then r and k, unless the tile is far.
+struct TileInputs {
+  float r[2][4], k[2][4];
+};
+
+// The products of which dlog d is a sum over tokens.
+struct DecayTerms {
+  Accumulator<2> kh_dkh, net, kb_dkb;  // net = Rt dRt - Kb dKb
+};
+
+// Sums over the tokens of a thread for its two channels.
+struct ParameterSums {
+  float du[2] = {}, dw[2] = {};
+};
+
+// The phases of the kernel, and what a thread keeps through all of them. Each phase runs in the registers
+// of the caller: functions are inlined, and a thread has 128 registers, all of which are in use.
+template <typename T, bool kConstant, bool kMarked>
+struct ChunkGradients {
+  using L = GradientLayout;
+
+  const GradientArrays<T>& in;
+  unsigned char* const memory;
+  const uint32_t shared;  // the address of `memory`
+  const int warp, warpgroup, lane;
+  const int64_t head;  // in [S, H]
+  const ChunkCopier<kThreads> copier;
+  const uint32_t* const marks;  // a word for each tile, in global memory
+  const ChunkDecays<T, kConstant> decays;
+  const int channel;  // the first channel of a lane in products with channels as rows; + 8 is the second
+
+  // `index` counts the chunks of the sequence, which starts at `span`.
+  __device__ ChunkGradients(const GradientArrays<T>& in, unsigned char* memory, int sequence,
+                            unsigned own_head, const Span& span, int64_t index)
+      : in(in),
+        memory(memory),
+        shared(SharedAddress(memory)),
+        warp(Warp() % 4),
+        warpgroup(Warp() / 4),
+        lane(Lane()),
+        head(static_cast<int64_t>(sequence) * in.heads + own_head),
+        copier(CopierOf(in, sequence, own_head, span, index)),
+        marks(kMarked ? in.marks.words + sequence * in.marks.per_row + index * kChunkTiles : nullptr),
+        decays{shared + L::kW, Floats(L::kConstant), in.decay},
+        channel(16 * warp + lane / 4) {}
+
+  static __device__ ChunkCopier<kThreads> CopierOf(const GradientArrays<T>& in, int sequence,
+                                                   unsigned own_head, const Span& span,
+                                                   int64_t index) {
+    const int64_t first_token = index * kChunkTokens, left = span.tokens - first_token;
+    return {((span.first_token + first_token) * in.heads + own_head) * kHeadSize,
+            static_cast<int>(in.heads) * kHeadSize,
+            static_cast<int>(left < kChunkTokens ? left : kChunkTokens),
+            (kMarked ? ChunkMarks(in.marks, sequence, index) : ChunkMarks()).absent};
+  }
+
+  // --- Where things are.
+
+  __device__ float* Floats(int at) const { return reinterpret_cast<float*>(memory + at); }
+  // The rows of a panel that are the tokens of a tile.
+  __device__ uint32_t Rows(int panel, int tile) const { return shared + panel + tile * kTileStride; }
+  // Matrix number `index` of an array of packed matrices of tokens by tokens.
+  __device__ uint32_t Packed(int at, int index) const { return shared + at + index * kTileBytes; }
+  __device__ float* FactorsOf(int tile) const { return Floats(L::kFactors) + tile * kFactorFloats; }
+  __device__ int FirstTile() const { return warpgroup * kTilesPerWarpgroup; }
+  // D of the tokens that a lane has as columns of an accumulator.
+  __device__ const float* DOf(int tile) const {
+    return Floats(L::kD) + kTileTokens * tile + 2 * (lane % 4);
+  }
+  // u of the two channels of a lane, the second one at [8].
+  __device__ const float* BonusOf() const { return Floats(L::kU) + channel; }
+  __device__ bool IsFar(int tile) const {
+    return reinterpret_cast<const int*>(memory + L::kFar)[2 * tile + warp / 2] != 0;
+  }
+  // Marks are read again wherever they are needed: there are no registers to keep them.
+  __device__ RowMarks MarksOf(int tile) const {
+    return RowMarks(kMarked ? marks[tile] : 0u, copier.tokens - kTileTokens * tile);
+  }
+  __device__ RawTile<T> RawTileOf(int tile) const {
+    const int64_t first = copier.first + static_cast<int64_t>(kTileTokens * tile) * copier.stride;
+    return {in.r + first, in.k + first, copier.stride, MarksOf(tile)};
+  }
+  // exp(G_L) of the two channels of a lane.
+  __device__ void LoadRowFactors(int tile, float (&factors)[2]) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      factors[i] = FactorsOf(tile)[lane / 8 * kFactorStride + 4 * warp + 2 * i + lane / 4 % 2];
+  }
+  // Clears the tokens of a left operand that do not see the state before the tile.
+  __device__ void KeepReadersOfState(int tile, Left& tokens) const {
+    if (const RowMarks marks = MarksOf(tile); marks.clears != 0)
+      KeepTokens(0, marks.FirstCleared(), tokens);
+  }
+  // dS after a tile, as this thread and the thread of the other warpgroup at the same place have it.
+  __device__ uint4* StateGradientAfter(int tile) const {
+    return reinterpret_cast<uint4*>(memory + L::kDsAfter + tile * kPanelBytes) + threadIdx.x % 128;
+  }
+  __device__ void KeepStateGradient(int tile, const Left (&x)[kColumnTiles]) const {
+#pragma unroll
+    for (int column = 0; column < kColumnTiles; ++column)
+      StateGradientAfter(tile)[128 * column] = {x[column][0], x[column][1], x[column][2],
+                                                x[column][3]};
+  }
+  __device__ void RecallStateGradient(int tile, Left (&x)[kColumnTiles]) const {
+#pragma unroll
+    for (int column = 0; column < kColumnTiles; ++column) {
+      const uint4 four = StateGradientAfter(tile)[128 * column];
+      x[column][0] = four.x, x[column][1] = four.y, x[column][2] = four.z, x[column][3] = four.w;
+    }
+  }
+  // The tokens of a tile by the 16 channels of a warp: where a lane points, for matrices with channels as
+  // rows.
+  __device__ uint32_t ByChannel(int panel, int tile) const {
+    return TileAddressByRows(Rows(panel, tile), 0, warp);
+  }
+  __device__ void LoadByChannel(int panel, int tile, float (&to)[2][4]) const {
+    uint32_t x[4];
+    LoadTransposed(ByChannel(panel, tile), x);
+    ForEachPair([&](int n, int i, int e) {
+      to[i][e] = Bf16::Low(x[n]), to[i][e + 1] = Bf16::High(x[n]);
+    });
+  }
+  // Rounds gradients of a tile and puts them where the epilogue takes them from.
+  __device__ void Stage(int panel, int tile, const Accumulator<2>& x) const {
+    uint32_t rounded[4];
+    Round<T>(x[0], x[1], rounded);
+    StoreTransposed(ByChannel(panel, tile), rounded);
+  }
+  // Adds to gradients that are staged already.
+  __device__ void AddToStaged(int panel, int tile, const Accumulator<2>& x) const {
+    uint32_t staged[4], rounded[4];
+    LoadTransposed(ByChannel(panel, tile), staged);
+    ForEachPair([&](int n, int i, int e) {
+      rounded[n] =
+          Pair<T>::Round(Pair<T>::Low(staged[n]) + x[i][e], Pair<T>::High(staged[n]) + x[i][e + 1]);
+    });
+    StoreTransposed(ByChannel(panel, tile), rounded);
+  }
+
+  // --- Prologue.
+
+  // All threads start to copy the operands of the chunk, and then S and dS, in two groups of copies.
+  __device__ void LoadOperands() const {
+    if constexpr (!kConstant) copier.Copy(shared + L::kW, static_cast<const T*>(in.w));
+    copier.Copy(shared + L::kR, in.r);
+    copier.Copy(shared + L::kKh, in.k);
+    copier.Copy(shared + L::kV, in.v);
+    copier.Copy(shared + L::kDy, in.dy);
+    CommitCopies();
+    constexpr int kPieces = kHeadSize * kHeadSize / 8;
+    const uint4* const states = in.states + static_cast<int64_t>(blockIdx.x) * kPieces;
+    const uint4* const gradients = in.gradients + static_cast<int64_t>(blockIdx.x) * kPieces;
+    const uint32_t to = PieceAddress(shared, threadIdx.x / 8, threadIdx.x % 8);
+#pragma unroll
+    for (int i = 0; i < kPieces / kThreads; ++i) {
+      const uint32_t rows = i * (kThreads / 8) * kRowBytes;
+      CopyAsync(to + L::kS + rows, states + threadIdx.x + i * kThreads, true);
+      CopyAsync(to + L::kDs + rows, gradients + threadIdx.x + i * kThreads, true);
+    }
+    CommitCopies();
+  }
+
+  // One thread for each channel brings u, and the decay if all tokens have the same.
+  __device__ void LoadParameters() const {
+    if constexpr (kConstant)
+      LoadConstantDecays(static_cast<const float*>(in.w) + head * kHeadSize, in.decay,
+                         Floats(L::kConstant));
+    if (threadIdx.x < kHeadSize) Floats(L::kU)[threadIdx.x] = in.u[head * kHeadSize + threadIdx.x];
+  }
+
+  // Each thread waits for the operands that it has copied. v and dy are used as they are, so they have to
+  // be bfloat16.
+  __device__ void WaitForOperands() const {
+    WaitForCopies<1>();
+    ConvertOwnPieces<T, kThreads>(memory + L::kV);
+    ConvertOwnPieces<T, kThreads>(memory + L::kDy);
+  }
+
+  // Each thread waits for what it has copied of S and dS, and lets products see all that it has stored.
+  __device__ void WaitForStates() const {
+    WaitForCopies<0>();
+    PublishOperands();
+  }
+
+  // --- Scaling: each warp has the tile of its number, and its warpgroup half of the channels.
+
+  static constexpr int kHalfColumns = kColumnTiles / 2;
+
+  // Sums the log decays of the tile (G and G'), stores scaled log decays in place of w, and returns whether
+  // the tile is far.
+  __device__ bool SumDecays(int tile, uint32_t present, DecaySums (&sums)[kHalfColumns]) const {
+    bool far = false;
+#pragma unroll
+    for (int i = 0; i < kHalfColumns; ++i) {
+      const int column = warpgroup * kHalfColumns + i;
+      if constexpr (kConstant) {
+        SumByToken(decays, tile, column, present, sums[i]);
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+          far |= decays.constant[16 * column + e / 2 * 8 + 2 * (Lane() % 4) + e % 2] < -kMaxTokenLog2;
+      } else {
+        uint32_t log_decays[4];
+        decays.Load(tile, column, present, log_decays);
+        SumByToken(log_decays, sums[i]);
+        // Without their signs float16s compare as integers.
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+          far |= (log_decays[e] & 0x7fffu) > kMaxTokenBits ||
+                 (log_decays[e] >> 16 & 0x7fffu) > kMaxTokenBits;
+        StoreTransposed(TileAddress(decays.w_panel, 16 * tile, column), log_decays);
+      }
+#pragma unroll
+      for (int e = 0; e < 4; ++e) far |= !(sums[i].upto[e / 2][2 + e % 2] >= -kMaxTileLog2);
+    }
+    return __any_sync(~0u, far);
+  }
+
+  // Stores exp(G_L), Rt, Kh and Kb of 16 channels, and adds their share of Rt Kb^T to `a` and of
+  // R (u K)^T to `bonus`. In a far tile k itself is stored in place of Kb, and `a` gets nothing useful.
+  __device__ void ScaleColumn(int tile, int column, bool far, const RowMarks& marks,
+                              const DecaySums& sums, Accumulator<2>& a, Accumulator<2>& bonus) const {
+    const bool clears = marks.clears != 0;
+    const float* const u = Floats(L::kU);
+    const uint32_t here = TileAddress(0, 16 * tile, column);
     float total[2][2];
     LastRow(sums, total);
     const float factor[2][2] = {{Exp2(total[0][0]), Exp2(total[0][1])},
                                 {Exp2(total[1][0]), Exp2(total[1][1])}};
-    StoreFactors(block, factor, clears, factors);
+    StoreFactors(column, factor, clears, FactorsOf(tile));
     uint32_t r[4], k[4], e[4], x[4];
     LoadMatrices(shared + L::kR + here, r);
     LoadMatrices(shared + L::kKh + here, k);
-    ForEachPair([&](int n, int tile, int) {
+    ForEachPair([&](int n, int half, int) {
       r[n] = ToBf16<T>(r[n]), k[n] = ToBf16<T>(k[n]);
-      const float* const pair = u + 16 * block + 8 * tile + 2 * (Lane() % 4);
+      const float* const pair = u + 16 * column + 8 * half + 2 * (Lane() % 4);
       x[n] = Bf16::Multiply(r[n], Bf16::Round(pair[0], pair[1]));
     });
     AddTokenProducts(bonus, x, k);
@@ -159,7 +512,7 @@ __device__ void PrepareChunk(const FrameDecays<T, kConstant>& decays, int chunk,
       MultiplyPairs(k, to_end, x);
       MultiplyPairs(k, e, k);
     }
-    if (clears) KeepRowsBetween(raw.marks.LastCleared(), kTileTokens, x);
+    if (clears) KeepRowsBetween(marks.LastCleared(), kTileTokens, x);
     StoreMatrices(shared + L::kKh + here, x);
     StoreMatrices(shared + L::kKb + here, k);
     Exponentials([&](int i, int j) { return sums.before[i][j]; }, e);
@@ -167,584 +520,437 @@ __device__ void PrepareChunk(const FrameDecays<T, kConstant>& decays, int chunk,
     StoreMatrices(shared + L::kR + here, r);
     AddTokenProducts(a, r, k);
   }
-  if (far) {
-    FrameDecays<T, kConstant> converted = decays;
-    converted.converted = true;
-    MultiplyByHalves(converted, chunk, raw, half * (kBlocks / 2), (half + 1) * (kBlocks / 2), a);
+
+  // Leaves exp(G_L), Rt, Kh, Kb, whether the tile is far, and the share of A^T that these channels have.
+  // Needs the copied r, k and w.
+  __device__ void ScaleOperands() const {
+    const int tile = warp, first_column = warpgroup * kHalfColumns;
+    const RawTile<T> raw = RawTileOf(tile);
+    DecaySums sums[kHalfColumns];
+    const bool far = SumDecays(tile, raw.marks.present, sums);
+    if (Lane() == 0) reinterpret_cast<int*>(memory + L::kFar)[2 * tile + warpgroup] = far;
+    Accumulator<2> a = {}, bonus = {};
+#pragma unroll
+    for (int i = 0; i < kHalfColumns; ++i)
+      ScaleColumn(tile, first_column + i, far, raw.marks, sums[i], a, bonus);
+    if (far) {
+      ChunkDecays<T, kConstant> converted = decays;
+      converted.converted = true;
+      MultiplyByHalves(converted, tile, raw, first_column, first_column + kHalfColumns, a);
+    }
+    KeepLower(false, a);
+    if (raw.marks.clears != 0) KeepSegments(raw.marks, a);
+    SetDiagonal(bonus, a);
+    // In the transpose, the upper right and the lower left 8 x 8 matrix change places.
+    StoreTransposed(PackedTileAddress(Packed(L::kAt, 2 * tile + warpgroup)),
+                    {Bf16::Round(a[0][0], a[0][1]), Bf16::Round(a[1][0], a[1][1]),
+                     Bf16::Round(a[0][2], a[0][3]), Bf16::Round(a[1][2], a[1][3])});
   }
-  KeepLower(false, a);
-  if (clears) KeepSegments(raw.marks, a);
-  SetDiagonal(bonus, a);
-  const uint32_t at = shared + L::kAt + (2 * chunk + half) * kTileBytes;
-  // Transposed: the upper right block and the lower left one change places.
-  StoreTransposed(PackedTileAddress(at),
-                  {Bf16::Round(a[0][0], a[0][1]), Bf16::Round(a[1][0], a[1][1]),
-                   Bf16::Round(a[0][2], a[0][3]), Bf16::Round(a[1][2], a[1][3])});
-}
 
-// dA and D of a chunk, or dA^T and D.
-__device__ void PrepareGradient(int chunk, int left, int right, int to, unsigned char* memory,
-                                const RowMarks& marks) {
-  using L = GradientLayout;
-  const uint32_t shared = SharedAddress(memory);
-  Accumulator<2> da = {};
+  // Leaves dA and D of the tile (warpgroup 0: left is dY, right is V), or dA^T (warpgroup 1: left is V,
+  // right is dY). Needs the copied v and dy.
+  __device__ void TokenProducts(int left, int right, int to) const {
+    const int tile = warp;
+    const RowMarks marks = MarksOf(tile);
+    const bool below = to == L::kDa;  // dA is below the diagonal, and dA^T above it
+    Accumulator<2> da = {};
 #pragma unroll
-  for (int block = 0; block < kBlocks; ++block) {
-    uint32_t x[4], y[4];
-    LoadMatrices(TileAddress(shared + left, 16 * chunk, block), x);
-    LoadMatrices(TileAddress(shared + right, 16 * chunk, block), y);
-    AddTokenProducts(da, x, y);
-  }
-  float* const d = reinterpret_cast<float*>(memory + L::kD) + 16 * chunk;
-  const int row = Lane() / 4, col = 2 * (Lane() % 4);
-#pragma unroll
-  for (int e = 0; e < 2; ++e)
-    if (to == L::kDa && row == col + e) {
-      d[row] = da[0][e];
-      d[row + 8] = da[1][2 + e];
+    for (int column = 0; column < kColumnTiles; ++column) {
+      uint32_t x[4], y[4];
+      LoadMatrices(TileAddress(shared + left, 16 * tile, column), x);
+      LoadMatrices(TileAddress(shared + right, 16 * tile, column), y);
+      AddTokenProducts(da, x, y);
     }
-  // Of dA what is below the diagonal.
-  const bool below = to == L::kDa;
+    float* const d = Floats(L::kD) + kTileTokens * tile;
+    const int row = Lane() / 4, col = 2 * (Lane() % 4);
 #pragma unroll
-  for (int tile = 0; tile < 2; ++tile)
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const int i = row + e / 2 * 8, j = col + 8 * tile + e % 2;
-      if (below ? i <= j : i >= j) da[tile][e] = 0.0f;
-      if (marks.clears != 0 && (below ? j < marks.SegmentBegin(i) : i < marks.SegmentBegin(j)))
-        da[tile][e] = 0.0f;
-    }
-  Left rounded;
-  Round(da[0], da[1], rounded);
-  StoreMatrices(PackedTileAddress(shared + to + chunk * kTileBytes), rounded);
-}
-
-// Adds to each element the sum of x over the tokens, which are the columns, that come later, or sooner. By
-// products with ones, of two parts of x that have 10 bits each, so that nothing is lost that counts.
-__device__ inline void AddSums(const Accumulator<2>& x, bool later, Accumulator<2>& sum) {
-  // Of the columns of a tile an operand has first the even ones, then the odd ones.
-  const int row = 2 * (Lane() % 4), col = Lane() / 4;
-  const float even = (later ? row > col : row < col) ? 1.0f : 0.0f;
-  const float odd = (later ? row + 1 > col : row + 1 < col) ? 1.0f : 0.0f;
-#pragma unroll
-  for (int tile = 0; tile < 2; ++tile) {
-    float high[4], low[4];
-    constexpr int kOrder[4] = {0, 2, 1, 3};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float element = x[tile][kOrder[i]];
-      high[i] = __uint_as_float(__float_as_uint(element) & 0xffffe000u);
-      low[i] = element - high[i];
-    }
-    WarpMultiplyFloat(sum[tile], high, even, odd);
-    WarpMultiplyFloat(sum[tile], low, even, odd);
-    if (later == (tile == 1)) {
-      WarpMultiplyFloat(sum[1 - tile], high, 1.0f, 1.0f);
-      WarpMultiplyFloat(sum[1 - tile], low, 1.0f, 1.0f);
-    }
-  }
-}
-
-// A Left operand's elements in the tiles of a sum.
-__device__ inline void Widen(const Left (&x)[kBlocks], Accumulator<8>& s) {
-#pragma unroll
-  for (int block = 0; block < kBlocks; ++block)
-    ForEachPair([&](int n, int i, int e) {
-      s[2 * block + i][e] = Bf16::Low(x[block][n]);
-      s[2 * block + i][e + 1] = Bf16::High(x[block][n]);
-    });
-}
-
-// Rows of a sum, of the channels lane / 4 and the next but seven of a warp, scaled by channel.
-__device__ inline void ScaleRows(const float (&factors)[2], Accumulator<8>& s) {
-#pragma unroll
-  for (int tile = 0; tile < 8; ++tile)
-#pragma unroll
-    for (int e = 0; e < 4; ++e) s[tile][e] *= factors[e / 2];
-}
-
-// Of a chunk that decays too far for Kb, in the tiles of sums with channels as rows: r and k themselves,
-// what is read from and written to by pairs of tokens, and what of that passes a token between them.
-struct FarPairs {
-  float r[2][4], k[2][4], read[2][4], written[2][4], spanning[2][4];
-};
-
-template <typename T>
-__device__ void AddFarPairs(const unsigned char* da, const RawChunk<T>& raw, int channel,
-                            const DecaySums& sums, FarPairs& pairs) {
-  const int lane = Lane(), own = 2 * (lane % 4);
-#pragma unroll
-  for (int i = 0; i < 2; ++i)
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const int token = 8 * i + own + e % 2;
-      const int64_t at = static_cast<int64_t>(token) * raw.stride + channel + e / 2 * 8;
-      pairs.r[i][e] = raw.marks.present >> token & 1 ? ToFloat(raw.r[at]) : 0.0f;
-      pairs.k[i][e] = raw.marks.present >> token & 1 ? ToFloat(raw.k[at]) : 0.0f;
-    }
-  // Of another token, in row `half`.
-  const auto of = [&](const float(&x)[2][4], int token, int half) {
-    const float early = token % 2 ? x[0][2 * half + 1] : x[0][2 * half];
-    const float late = token % 2 ? x[1][2 * half + 1] : x[1][2 * half];
-    return __shfl_sync(~0u, token < 8 ? early : late, (lane & ~3) | token % 8 / 2);
-  };
-  // One reading token i after another; a lane has four of the tokens j that have written before it.
-#pragma unroll 1
-  for (int i = 1; i < kTileTokens; ++i) {
-    const unsigned char* const row = da + i / 8 * 256 + i % 8 * 16 + own * 2;
-    const uint32_t d[2] = {*reinterpret_cast<const uint32_t*>(row),
-                           *reinterpret_cast<const uint32_t*>(row + 128)};
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float before = of(sums.before, i, half), r = of(pairs.r, i, half);
-      float sooner = 0.0f;  // what is read of the tokens of the tiles before
-#pragma unroll
-      for (int tile = 0; tile < 2; ++tile) {
-        float read[2];
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int j = 8 * tile + own + e, at = 2 * half + e;
-          const float decayed = j < i ? (e ? Bf16::High(d[tile]) : Bf16::Low(d[tile])) *
-                                            Exp2(before - sums.upto[tile][at])
-                                      : 0.0f;
-          pairs.written[tile][at] += decayed * r;
-          read[e] = decayed * pairs.k[tile][at];
-        }
-        float upto = read[0] + read[1];
-#pragma unroll
-        for (int step = 1; step < 4; step *= 2) {
-          const float last = __shfl_sync(~0u, upto, lane < step ? 0 : lane - step);
-          if (lane % 4 >= step) upto += last;
-        }
-        const float last = __shfl_sync(~0u, upto, lane == 0 ? 0 : lane - 1);
-        const float passed = lane % 4 > 0 ? sooner + last : sooner;
-        if (8 * tile + own < i) pairs.spanning[tile][2 * half] += r * passed;
-        if (8 * tile + own + 1 < i) pairs.spanning[tile][2 * half + 1] += r * (passed + read[0]);
-        sooner += __shfl_sync(~0u, upto, lane | 3);
+    for (int e = 0; e < 2; ++e)
+      if (below && row == col + e) {
+        d[row] = da[0][e];
+        d[row + 8] = da[1][2 + e];
       }
 #pragma unroll
-      for (int e = 0; e < 4; ++e)
-        if (8 * (e / 2) + own + e % 2 == i) pairs.read[e / 2][2 * half + e % 2] = sooner;
-    }
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int i = row + e / 2 * 8, j = col + 8 * half + e % 2;
+        if (below ? i <= j : i >= j) da[half][e] = 0.0f;
+        if (marks.clears != 0 && (below ? j < marks.SegmentBegin(i) : i < marks.SegmentBegin(j)))
+          da[half][e] = 0.0f;
+      }
+    Left rounded;
+    Round(da[0], da[1], rounded);
+    StoreMatrices(PackedTileAddress(Packed(to, tile)), rounded);
   }
-}
 
-// A frame of no sequence adds nothing to the gradients of parameters.
-template <typename T>
-__device__ void ClearPartialSums(const Frames<T>& in, bool constant) {
-  if (threadIdx.x >= kHeadSize) return;
-  const int64_t to = static_cast<int64_t>(blockIdx.x) * kHeadSize + threadIdx.x;
-  in.du[to] = 0.0f;
-  if (constant) static_cast<float*>(in.dw)[to] = 0.0f;
-}
+  // --- The gradient of the state, from the last tile to the first.
 
-template <typename T, bool kConstant, bool kMarked>
-__global__ __launch_bounds__(kThreads, 2) void GradientKernel(const __grid_constant__ Frames<T> in) {
-  using L = GradientLayout;
-  RWKV_JAX_DYNAMIC_SHARED(kPanelAlignment, memory);
-  const uint32_t shared = SharedAddress(memory);
-  const int warp = Warp() % 4, group = Warp() / 4, lane = Lane();
-  // Of [B, frames, H]. Divisions of 64 bits would cost more than all copies.
-  const unsigned all_frames = blockIdx.x / in.heads, own_head = blockIdx.x - all_frames * in.heads;
-  const int batch = in.sequences.Given() ? in.sequences.owners[all_frames]
-                                         : static_cast<int>(all_frames / in.frames);
-  if (batch < 0) {
-    ClearPartialSums(in, kConstant);
-    return;
+  // Loads dS after the chunk: warpgroup 0 has its rows (values) as rows, warpgroup 1 its columns (keys).
+  __device__ void LoadStateGradient(Left (&x)[kColumnTiles], Accumulator<8>& ds) const {
+#pragma unroll
+    for (int column = 0; column < kColumnTiles; ++column)
+      if (warpgroup == 0)
+        LoadLeft(shared + L::kDs, 16 * warp, column, x[column]);
+      else
+        LoadLeftTransposed(shared + L::kDs, 16 * column, warp, x[column]);
+    Widen(x, ds);
   }
-  const int64_t head = static_cast<int64_t>(batch) * in.heads + own_head;
-  const Span span = in.sequences.Given()
-                        ? in.sequences(batch, 0)
-                        : Span{batch * in.tokens, in.tokens, static_cast<int64_t>(batch) * in.frames};
-  const int64_t frame = all_frames - span.first_chunk, first_token = frame * kFrame;
-  const int64_t left_tokens = span.tokens - first_token;
-  const FrameCopier<kThreads> copier{
-      ((span.first_token + first_token) * in.heads + own_head) * kHeadSize,
-      static_cast<int>(in.heads) * kHeadSize,
-      static_cast<int>(left_tokens < kFrame ? left_tokens : kFrame),
-      (kMarked ? ChunkMarks(in.marks, batch, frame) : ChunkMarks()).absent};
 
-  if constexpr (!kConstant) copier.Copy(shared + L::kW, static_cast<const T*>(in.w));
-  copier.Copy(shared + L::kR, in.r);
-  copier.Copy(shared + L::kKh, in.k);
-  copier.Copy(shared + L::kV, in.v);
-  copier.Copy(shared + L::kDy, in.dy);
-  CommitCopies();
-  {
-    constexpr int kPieces = kHeadSize * kHeadSize / 8;
-    const uint4* const states = in.states + static_cast<int64_t>(blockIdx.x) * kPieces;
-    const uint4* const gradients = in.gradients + static_cast<int64_t>(blockIdx.x) * kPieces;
-    const uint32_t to = PieceAddress(shared, threadIdx.x / 8, threadIdx.x % 8);
-#pragma unroll
-    for (int i = 0; i < kPieces / kThreads; ++i) {
-      const uint32_t rows = i * (kThreads / 8) * kRowBytes;
-      CopyAsync(to + L::kS + rows, states + threadIdx.x + i * kThreads, true);
-      CopyAsync(to + L::kDs + rows, gradients + threadIdx.x + i * kThreads, true);
-    }
-    CommitCopies();
-  }
-  const auto floats = [&](int at) { return reinterpret_cast<float*>(memory + at); };
-  if constexpr (kConstant)
-    LoadConstantDecays(static_cast<const float*>(in.w) + head * kHeadSize, in.decay,
-                       floats(L::kConstant));
-  if (threadIdx.x < kHeadSize) floats(L::kU)[threadIdx.x] = in.u[head * kHeadSize + threadIdx.x];
-  const FrameDecays<T, kConstant> decays{shared + L::kW, floats(L::kConstant), in.decay};
-  // Read again wherever they are needed: there are no registers to keep them.
-  const auto marks_of = [&](int chunk) {
-    const uint32_t word = kMarked ? in.marks.Word(batch, first_token + kTileTokens * chunk) : 0u;
-    return RowMarks(word, copier.tokens - kTileTokens * chunk);
-  };
-  const auto raw_of = [&](int chunk) {
-    const int64_t first = copier.first + static_cast<int64_t>(kTileTokens * chunk) * copier.stride;
-    return RawChunk<T>{in.r + first, in.k + first, copier.stride, marks_of(chunk)};
-  };
-
-  WaitForCopies<1>();
-  ConvertOwnPieces<T, kThreads>(memory + L::kV);
-  ConvertOwnPieces<T, kThreads>(memory + L::kDy);
-  __syncthreads();
-  PrepareChunk(decays, warp, group, memory, raw_of(warp));
-  if (group == 0)
-    PrepareGradient(warp, L::kDy, L::kV, L::kDa, memory, marks_of(warp));
-  else
-    PrepareGradient(warp, L::kV, L::kDy, L::kDat, memory, marks_of(warp));
-  WaitForCopies<0>();
-  PublishOperands();
-  __syncthreads();
-
-  const auto rows = [&](int tile, int chunk) { return shared + tile + chunk * kChunkRows; };
-  const auto block_of = [&](int at, int chunk) { return shared + at + chunk * kTileBytes; };
-  const auto factors_of = [&](int chunk) { return floats(L::kFactors) + chunk * kFactorFloats; };
-  const int first_chunk = group * kOwnChunks;
-  // Of the tokens of a chunk those that see the state before it.
-  const auto keep_first = [&](int chunk, Left& tokens) {
-    if (const RowMarks marks = marks_of(chunk); marks.clears != 0)
-      KeepTokens(0, marks.FirstCleared(), tokens);
-  };
-
-  // One warpgroup has dV, with dS by its rows; the other dS by its columns, rounded as it is after each
-  // chunk.
-  const auto after = [&](int chunk) {
-    return reinterpret_cast<uint4*>(memory + L::kAfter + chunk * kTile) + threadIdx.x % 128;
-  };
-  const auto keep = [&](int chunk, const Left(&x)[kBlocks]) {
-#pragma unroll
-    for (int block = 0; block < kBlocks; ++block)
-      after(chunk)[128 * block] = {x[block][0], x[block][1], x[block][2], x[block][3]};
-  };
-  const auto recall = [&](int chunk, Left(&x)[kBlocks]) {
-#pragma unroll
-    for (int block = 0; block < kBlocks; ++block) {
-      const uint4 four = after(chunk)[128 * block];
-      x[block][0] = four.x, x[block][1] = four.y, x[block][2] = four.z, x[block][3] = four.w;
-    }
-  };
-  const int channel = 16 * warp + lane / 4;  // and the next but seven
-  const auto row_factors = [&](int chunk, float(&f)[2]) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-      f[i] = factors_of(chunk)[lane / 8 * kFactorStride + 4 * warp + 2 * i + lane / 4 % 2];
-  };
-  Left x[kBlocks];
-  Accumulator<8> state;
-#pragma unroll
-  for (int block = 0; block < kBlocks; ++block)
-    if (group == 0)
-      LoadLeft(shared + L::kDs, 16 * warp, block, x[block]);
-    else
-      LoadLeftTransposed(shared + L::kDs, 16 * block, warp, x[block]);
-  Widen(x, state);
-  __syncthreads();  // dv goes where dS was
-  if (group == 0) {
+  // Warpgroup 0: stages dV = Kh dS^T + A^T dY of each tile, and moves dS on. Computes dV^T, in which the
+  // values are rows.
+  __device__ void ValueGradients(Accumulator<8>& ds) const {
 #pragma unroll 1
-    for (int chunk = kFrameChunks - 1; chunk >= 0; --chunk) {
+    for (int tile = kChunkTiles - 1; tile >= 0; --tile) {
       Left dy;
-      LoadLeftTransposed(rows(L::kDy, chunk), 0, warp, dy);
+      LoadLeftTransposed(Rows(L::kDy, tile), 0, warp, dy);
       Accumulator<2> dv;
-      Left before[kBlocks], seeing = {dy[0], dy[1], dy[2], dy[3]};
-      keep_first(chunk, seeing);
-      RoundPanel(state, before);
-      ScaleColumns(factors_of(chunk), state);
+      Left after[kColumnTiles], seeing = {dy[0], dy[1], dy[2], dy[3]};
+      KeepReadersOfState(tile, seeing);
+      RoundPanel(ds, after);
+      ScaleColumns(FactorsOf(tile), ds);
       BeginProducts();
-      Multiply<false>(dv, dy, PackedTiles{block_of(L::kAt, 2 * chunk)});
-      Multiply<true>(dv, dy, PackedTiles{block_of(L::kAt, 2 * chunk + 1)});
+      Multiply<false>(dv, dy, PackedTiles{Packed(L::kAt, 2 * tile)});
+      Multiply<true>(dv, dy, PackedTiles{Packed(L::kAt, 2 * tile + 1)});
 #pragma unroll
-      for (int block = 0; block < kBlocks; ++block)
-        Multiply<true>(dv, before[block], KAlongRows{rows(L::kKh, chunk), block});
+      for (int column = 0; column < kColumnTiles; ++column)
+        Multiply<true>(dv, after[column], KAlongRows{Rows(L::kKh, tile), column});
       CommitProducts();
-      Multiply<true>(state, seeing, KDownRows{rows(L::kR, chunk)});
+      Multiply<true>(ds, seeing, KDownRows{Rows(L::kR, tile)});
       CommitProducts();
       WaitForProducts<1>();
       Settle(dv);
-      StoreTransposed(TileAddress(rows(L::kDs, chunk), 0, warp),
+      StoreTransposed(TileAddress(Rows(L::kDs, tile), 0, warp),
                       {Pair<T>::Round(dv[0][0], dv[0][1]), Pair<T>::Round(dv[1][0], dv[1][1]),
                        Pair<T>::Round(dv[0][2], dv[0][3]), Pair<T>::Round(dv[1][2], dv[1][3])});
       WaitForProducts<0>();
-      Settle(state);
-    }
-  } else {
-    keep(kFrameChunks - 1, x);
-#pragma unroll 1
-    for (int chunk = kFrameChunks - 1; chunk > 0; --chunk) {
-      Left r;
-      float f[2];
-      LoadLeftTransposed(rows(L::kR, chunk), 0, warp, r);
-      keep_first(chunk, r);
-      row_factors(chunk, f);
-      ScaleRows(f, state);
-      BeginProducts();
-      Multiply<true>(state, r, KDownRows{rows(L::kDy, chunk)});
-      CommitProducts();
-      WaitForProducts<0>();
-      Settle(state);
-      RoundPanel(state, x);
-      keep(chunk - 1, x);
+      Settle(ds);
     }
   }
 
-  // S by its columns, and all that is by channel.
-  Accumulator<8>& s = state;
+  // Warpgroup 1: keeps dS^T after each tile in shared memory, rounded, and moves dS on. `rounded` is dS
+  // after the chunk.
+  __device__ void KeepStateGradients(Left (&rounded)[kColumnTiles], Accumulator<8>& ds) const {
+    KeepStateGradient(kChunkTiles - 1, rounded);
+#pragma unroll 1
+    for (int tile = kChunkTiles - 1; tile > 0; --tile) {
+      Left r;
+      float factors[2];
+      LoadLeftTransposed(Rows(L::kR, tile), 0, warp, r);
+      KeepReadersOfState(tile, r);
+      LoadRowFactors(tile, factors);
+      ScaleRows(factors, ds);
+      BeginProducts();
+      Multiply<true>(ds, r, KDownRows{Rows(L::kDy, tile)});
+      CommitProducts();
+      WaitForProducts<0>();
+      Settle(ds);
+      RoundPanel(ds, rounded);
+      KeepStateGradient(tile - 1, rounded);
+    }
+  }
+
+  // --- The state, from the first tile to the last. Both warpgroups have S^T, with keys as rows.
+
+  __device__ void LoadState(Left (&x)[kColumnTiles], Accumulator<8>& s) const {
 #pragma unroll
-  for (int block = 0; block < kBlocks; ++block)
-    LoadLeftTransposed(shared + L::kS, 16 * block, warp, x[block]);
-  Widen(x, s);
-  const float* const u_of = floats(L::kU) + channel;
-  float du[2] = {}, dw_sum[2] = {};
-  const auto advance = [&](int chunk) {
+    for (int column = 0; column < kColumnTiles; ++column)
+      LoadLeftTransposed(shared + L::kS, 16 * column, warp, x[column]);
+    Widen(x, s);
+  }
+
+  // S <- S diag(exp(G_L)) + V^T Kh: from the state before a tile to that after it.
+  __device__ void AdvanceState(int tile, Accumulator<8>& s) const {
     Left k;
-    float f[2];
-    LoadLeftTransposed(rows(L::kKh, chunk), 0, warp, k);
-    row_factors(chunk, f);
-    ScaleRows(f, s);
+    float factors[2];
+    LoadLeftTransposed(Rows(L::kKh, tile), 0, warp, k);
+    LoadRowFactors(tile, factors);
+    ScaleRows(factors, s);
     BeginProducts();
-    Multiply<true>(s, k, KDownRows{rows(L::kV, chunk)});
+    Multiply<true>(s, k, KDownRows{Rows(L::kV, tile)});
     CommitProducts();
     WaitForProducts<0>();
     Settle(s);
-  };
-#pragma unroll 1
-  for (int chunk = 0; chunk < first_chunk; ++chunk) advance(chunk);
-  __syncthreads();  // dr, dk and dw go where other warps have read
+  }
 
-  // Adds to what is in place for the gradients of a chunk, channels as rows.
-  const auto add_to = [&](int tile, int chunk, const Accumulator<2>& x) {
-    const uint32_t at = TileAddressByRows(rows(tile, chunk), 0, warp);
-    uint32_t there[4], rounded[4];
-    LoadTransposed(at, there);
-    ForEachPair([&](int n, int i, int e) {
-      rounded[n] = Pair<T>::Round(Pair<T>::Low(there[n]) + x[i][e], Pair<T>::High(there[n]) + x[i][e + 1]);
+  // --- Main loop: the gradients of one tile. A warp has 16 channels, and its warpgroup has all.
+
+  // dRt, dKh, dKb and exp(G_L) sum_v S dS, from S before the tile and dS after it. kClears: the tile has
+  // starts of segments, at which the state is cleared.
+  template <bool kClears>
+  __device__ void StateProducts(int tile, bool far, const float (&factors)[2],
+                                const Accumulator<8>& s, TileGradients& d) const {
+    const RowMarks marks = MarksOf(tile);
+    Left before[kColumnTiles], r, k;
+    RoundPanel(s, before);
+    LoadLeftTransposed(Rows(L::kR, tile), 0, warp, r);
+    LoadLeftTransposed(Rows(L::kKb, tile), 0, warp, k);
+    if (far) k[0] = k[1] = k[2] = k[3] = 0u;
+    BeginProducts();
+#pragma unroll
+    for (int column = 0; column < kColumnTiles; ++column) {
+      if (column > 0)
+        Multiply<true>(d.drt, before[column], KAlongRows{Rows(L::kDy, tile), column});
+      else
+        Multiply<false>(d.drt, before[column], KAlongRows{Rows(L::kDy, tile), column});
+    }
+    if constexpr (kClears) {
+      CommitProducts();
+      WaitForProducts<0>();
+      Settle(d.drt);
+      KeepTokens<2>(0, 0, marks.FirstCleared(), d.drt);
+      BeginProducts();
+    }
+    Multiply<false>(d.dkb, r, PackedTiles{Packed(L::kDat, tile)});
+    Multiply<true>(d.drt, k, PackedTiles{Packed(L::kDa, tile)});
+    CommitProducts();
+    WaitForProducts<0>();
+    Settle(d.drt);
+    Settle(d.dkb);
+    Left after[kColumnTiles];
+    RecallStateGradient(tile, after);
+    // Of the products of all channels with all channels only the diagonal is needed. Lane / 8 of the four
+    // lanes of a row has it.
+    Accumulator<2> products = {};
+#pragma unroll
+    for (int column = 0; column < kColumnTiles; ++column)
+      AddTokenProducts(products, before[column], after[column]);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float own = lane / 4 % 2 ? products[i][2 * i + 1] : products[i][2 * i];
+      d.crossing[i] = factors[i] * __shfl_sync(~0u, own, (lane & ~3) | lane / 8);
+    }
+    BeginProducts();
+#pragma unroll
+    for (int column = 0; column < kColumnTiles; ++column) {
+      if (column > 0)
+        Multiply<true>(d.dkh, after[column], KAlongRows{Rows(L::kV, tile), column});
+      else
+        Multiply<false>(d.dkh, after[column], KAlongRows{Rows(L::kV, tile), column});
+    }
+    CommitProducts();
+    WaitForProducts<0>();
+    Settle(d.dkh);
+    if constexpr (kClears) KeepTokens<2>(0, marks.LastCleared(), kTileTokens, d.dkh);
+  }
+
+  // Kh dKh, Rt dRt - Kb dKb and Kb dKb. Loads Rt and Kb into `x`.
+  __device__ void DecayProducts(int tile, bool far, const TileGradients& d, TileInputs& x,
+                                DecayTerms& terms) const {
+    LoadByChannel(L::kKh, tile, terms.kh_dkh);
+    LoadByChannel(L::kR, tile, x.r);
+    LoadByChannel(L::kKb, tile, x.k);
+    ForEachElement([&](int i, int e) {
+      terms.kh_dkh[i][e] *= d.dkh[i][e];
+      terms.kb_dkb[i][e] = far ? 0.0f : x.k[i][e] * d.dkb[i][e];
+      terms.net[i][e] = x.r[i][e] * d.drt[i][e];
+      terms.net[i][e] -= terms.kb_dkb[i][e];
     });
-    StoreTransposed(at, rounded);
-  };
-  const auto d_of = [&](int chunk) { return floats(L::kD) + 16 * chunk + 2 * (lane % 4); };
-  // From the gradient of the log decays that of w: in the form "exp" the slope is the log decay itself.
-  const auto scale_by_slope = [&](const DecaySums& sums, Accumulator<2>& dw) {
+  }
+
+  // Stages dR = exp(G') dRt + D u K and dK = exp(G_L - G) dKh + exp(-G) dKb + D u R, and adds D R K to du.
+  // `x` has Rt and Kb before, R and K after. In a far tile all that needs R, K or dKb is left to
+  // AddFarTile.
+  __device__ void InputGradients(int tile, bool far, const RowMarks& marks, const float (&factors)[2],
+                                 const DecaySums& sums, TileInputs& x, TileGradients& d,
+                                 ParameterSums& parameters) const {
+    // Where exp(-G) may be infinite, or the factor is 0, exp(G_L - G) is not their product.
+    const bool by_difference = far || marks.clears != 0;
+    float total[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) total[i] = __shfl_sync(~0u, sums.upto[1][2 * i + 1], lane | 3);
+    ForEachElement([&](int i, int e) {
+      const float inverse = Exp2(-sums.upto[i][e]);
+      d.dkh[i][e] *= by_difference ? Exp2(total[e / 2] - sums.upto[i][e]) : factors[e / 2] * inverse;
+      d.drt[i][e] *= Exp2(sums.before[i][e]);
+      if (far) return;
+      x.r[i][e] *= Exp2(-sums.before[i][e]);
+      x.k[i][e] *= Exp2(sums.upto[i][e]);
+      const float own = DOf(tile)[8 * i + e % 2], bonus = own * BonusOf()[e / 2 * 8];
+      parameters.du[e / 2] += own * x.r[i][e] * x.k[i][e];
+      d.drt[i][e] += bonus * x.k[i][e];
+      d.dkh[i][e] += inverse * d.dkb[i][e] + bonus * x.r[i][e];
+    });
+    Stage(L::kR, tile, d.drt);
+    Stage(L::kKb, tile, d.dkh);
+  }
+
+  // From the gradient of the log decays to that of w. In the form "exp" the slope is the log decay itself.
+  __device__ void ScaleBySlope(const DecaySums& sums, Accumulator<2>& dw) const {
     if (in.decay != Decay::kExp) return;
     ForEachElement([&](int i, int e) {
       dw[i][e] *= (sums.upto[i][e] - sums.before[i][e]) * (1.0f / kLog2E);
     });
-  };
-  const auto is_far = [&](int chunk) {
-    return reinterpret_cast<const int*>(memory + L::kFar)[2 * chunk + warp / 2] != 0;
-  };
-  // What a chunk that decays too far lacks: all that needs r, k or pairs of its tokens.
-  const auto add_far = [&](int chunk) {
-    DecaySums sums;
-    SumByChannel(decays, chunk, warp, marks_of(chunk).present, sums);
-    FarPairs far = {};
-    AddFarPairs(memory + L::kDa + chunk * kTileBytes, raw_of(chunk), channel, sums, far);
-    ForEachElement([&](int i, int e) {
-      const float d = d_of(chunk)[8 * i + e % 2], bonus = d * u_of[e / 2 * 8];
-      du[e / 2] += d * far.r[i][e] * far.k[i][e];
-      far.read[i][e] += bonus * far.k[i][e];
-      far.written[i][e] += bonus * far.r[i][e];
-      if constexpr (kConstant) dw_sum[e / 2] += far.spanning[i][e];
-    });
-    add_to(L::kR, chunk, far.read);
-    add_to(L::kKb, chunk, far.written);
-    if constexpr (!kConstant) {
-      scale_by_slope(sums, far.spanning);
-      add_to(L::kS, chunk, far.spanning);
-    }
-  };
+  }
 
-#pragma unroll 1
-  for (int own = 0; own < kOwnChunks; ++own) {
-    const int chunk = first_chunk + own;
-    const bool far = is_far(chunk);
-    Accumulator<2> reads, writes, pairs;  // dY S + dA Kb, V dS and dA^T Rt, transposed
-    float passing[2];             // exp(G_L) sum_v S dS
-    float f[2];
-    row_factors(chunk, f);
-    const auto multiply = [&](auto clears) {
-      constexpr bool kClears = decltype(clears)::value;
-      const RowMarks marks = marks_of(chunk);
-      Left before[kBlocks], r, k;
-      RoundPanel(s, before);
-      LoadLeftTransposed(rows(L::kR, chunk), 0, warp, r);
-      LoadLeftTransposed(rows(L::kKb, chunk), 0, warp, k);
-      if (far) k[0] = k[1] = k[2] = k[3] = 0u;
-      BeginProducts();
-#pragma unroll
-      for (int block = 0; block < kBlocks; ++block) {
-        if (block > 0)
-          Multiply<true>(reads, before[block], KAlongRows{rows(L::kDy, chunk), block});
-        else
-          Multiply<false>(reads, before[block], KAlongRows{rows(L::kDy, chunk), block});
-      }
-      if constexpr (kClears) {
-        CommitProducts();
-        WaitForProducts<0>();
-        Settle(reads);
-        KeepTokens<2>(0, 0, marks.FirstCleared(), reads);
-        BeginProducts();
-      }
-      Multiply<false>(pairs, r, PackedTiles{block_of(L::kDat, chunk)});
-      Multiply<true>(reads, k, PackedTiles{block_of(L::kDa, chunk)});
-      CommitProducts();
-      WaitForProducts<0>();
-      Settle(reads);
-      Settle(pairs);
-      Left after[kBlocks];
-      recall(chunk, after);
-      // Of all products of a channel with a channel the diagonal, which lane / 8 of four has.
-      Accumulator<2> products = {};
-#pragma unroll
-      for (int block = 0; block < kBlocks; ++block)
-        AddTokenProducts(products, before[block], after[block]);
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float own = lane / 4 % 2 ? products[i][2 * i + 1] : products[i][2 * i];
-        passing[i] = f[i] * __shfl_sync(~0u, own, (lane & ~3) | lane / 8);
-      }
-      BeginProducts();
-#pragma unroll
-      for (int block = 0; block < kBlocks; ++block) {
-        if (block > 0)
-          Multiply<true>(writes, after[block], KAlongRows{rows(L::kV, chunk), block});
-        else
-          Multiply<false>(writes, after[block], KAlongRows{rows(L::kV, chunk), block});
-      }
-      CommitProducts();
-      WaitForProducts<0>();
-      Settle(writes);
-      if constexpr (kClears) KeepTokens<2>(0, marks.LastCleared(), kTileTokens, writes);
+  // Sums the terms of dlog d over the tokens of the tile, and stages dW or adds it up.
+  __device__ void DecayGradients(int tile, const float (&crossing)[2],
+                                 const DecaySums& sums, const DecayTerms& terms,
+                                 ParameterSums& parameters) const {
+    const uint32_t present = MarksOf(tile).present;
+    const auto padding = [&](int i, int e) {
+      return (present >> (8 * i + 2 * (lane % 4) + e % 2) & 1) == 0;
     };
-    if (marks_of(chunk).clears == 0)
-      multiply(std::false_type());
-    else
-      multiply(std::true_type());
-    if (own + 1 < kOwnChunks) advance(chunk);
-
-    const RowMarks marks = marks_of(chunk);
-    const uint32_t there = marks.present;
-    const bool by_difference = far || marks.clears != 0;  // f is 0, or exp(-G) infinite
-    DecaySums sums;
-    SumByChannel(decays, chunk, warp, there, sums);
-    float total[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) total[i] = __shfl_sync(~0u, sums.upto[1][2 * i + 1], lane | 3);
-
-    // Kh (V dS); Rt (dY S + dA Kb) - Kb (dA^T Rt), and the last of these.
-    float written[2][4], net[2][4], own_pairs[2][4];
-    const auto load = [&](int tile, float(&to)[2][4]) {
-      uint32_t x[4];
-      LoadTransposed(TileAddressByRows(rows(tile, chunk), 0, warp), x);
-      ForEachPair([&](int n, int i, int e) {
-        to[i][e] = Bf16::Low(x[n]), to[i][e + 1] = Bf16::High(x[n]);
-      });
-    };
-    const auto stage = [&](int tile, const Accumulator<2>& x) {
-      uint32_t rounded[4];
-      Round<T>(x[0], x[1], rounded);
-      StoreTransposed(TileAddressByRows(rows(tile, chunk), 0, warp), rounded);
-    };
-    load(L::kKh, written);
-    float inverse[2][4];  // exp(-G)
-    ForEachElement([&](int i, int e) {
-      written[i][e] *= writes[i][e];
-      inverse[i][e] = Exp2(-sums.upto[i][e]);
-      writes[i][e] *= by_difference ? Exp2(total[e / 2] - sums.upto[i][e]) : f[e / 2] * inverse[i][e];
-    });
-    {
-      float r[2][4], k[2][4];
-      load(L::kR, r);
-      load(L::kKb, k);
-      ForEachElement([&](int i, int e) {
-        net[i][e] = r[i][e] * reads[i][e];
-        own_pairs[i][e] = far ? 0.0f : k[i][e] * pairs[i][e];
-        net[i][e] -= own_pairs[i][e];
-        reads[i][e] *= Exp2(sums.before[i][e]);
-        if (far) return;
-        r[i][e] *= Exp2(-sums.before[i][e]);
-        k[i][e] *= Exp2(sums.upto[i][e]);
-        const float d = d_of(chunk)[8 * i + e % 2], bonus = d * u_of[e / 2 * 8];
-        du[e / 2] += d * r[i][e] * k[i][e];
-        reads[i][e] += bonus * k[i][e];
-        writes[i][e] += inverse[i][e] * pairs[i][e] + bonus * r[i][e];
-      });
-    }
-    stage(L::kR, reads);
-    stage(L::kKb, writes);
-
     Accumulator<2> dw;
-    ForEachElement([&](int i, int e) { dw[i][e] = passing[e / 2] - own_pairs[i][e]; });
-    AddSums(net, true, dw);
-    AddSums(written, false, dw);
+    ForEachElement([&](int i, int e) { dw[i][e] = crossing[e / 2] - terms.kb_dkb[i][e]; });
+    AddSums(terms.net, true, dw);
+    AddSums(terms.kh_dkh, false, dw);
     if constexpr (kConstant) {
       ForEachElement([&](int i, int e) {
-        if (there >> (8 * i + 2 * (lane % 4) + e % 2) & 1) dw_sum[e / 2] += dw[i][e];
+        if (!padding(i, e)) parameters.dw[e / 2] += dw[i][e];
       });
     } else {
-      scale_by_slope(sums, dw);
-      if (there != kAllRows)
+      ScaleBySlope(sums, dw);
+      if (present != kAllRows)
         ForEachElement([&](int i, int e) {
-          if ((there >> (8 * i + 2 * (lane % 4) + e % 2) & 1) == 0) dw[i][e] = 0.0f;
+          if (padding(i, e)) dw[i][e] = 0.0f;
         });
-      stage(L::kS, dw);
+      Stage(L::kS, tile, dw);
     }
-  }
-#pragma unroll 1
-  for (int chunk = first_chunk; chunk < first_chunk + kOwnChunks; ++chunk) {
-    if (is_far(chunk)) add_far(chunk);
   }
 
-  // Sums over tokens: first those of each warpgroup.
-  float* const sums = floats(L::kSums);
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    float x[2] = {du[i], dw_sum[i]};
-#pragma unroll
-    for (int which = 0; which < (kConstant ? 2 : 1); ++which) {
-      x[which] += __shfl_xor_sync(~0u, x[which], 1);
-      x[which] += __shfl_xor_sync(~0u, x[which], 2);
-      if (lane % 4 == 0)
-        sums[(2 * group + which) * kHeadSize + channel + 8 * i] = x[which];
+  // --- After the main loop.
+
+  // Adds what the staged gradients of a far tile lack: all that needs r, k or pairs of its tokens.
+  __device__ void AddFarTile(int tile, ParameterSums& parameters) const {
+    DecaySums sums;
+    SumByChannel(decays, tile, warp, MarksOf(tile).present, sums);
+    FarPairs far = {};
+    AddFarPairs(memory + L::kDa + tile * kTileBytes, RawTileOf(tile), channel, sums, far);
+    ForEachElement([&](int i, int e) {
+      const float own = DOf(tile)[8 * i + e % 2], bonus = own * BonusOf()[e / 2 * 8];
+      parameters.du[e / 2] += own * far.r[i][e] * far.k[i][e];
+      far.dr[i][e] += bonus * far.k[i][e];
+      far.dk[i][e] += bonus * far.r[i][e];
+      if constexpr (kConstant) parameters.dw[e / 2] += far.dlog[i][e];
+    });
+    AddToStaged(L::kR, tile, far.dr);
+    AddToStaged(L::kKb, tile, far.dk);
+    if constexpr (!kConstant) {
+      ScaleBySlope(sums, far.dlog);
+      AddToStaged(L::kS, tile, far.dlog);
     }
   }
-  __syncthreads();
-  copier.ForEachPiece([&](uint32_t from, int64_t element, int row) {
-    if (row >= copier.tokens) return;
-    const auto emit = [&](int tile, T* out) {
-      *reinterpret_cast<uint4*>(out + element) =
-          *reinterpret_cast<const uint4*>(memory + tile + from);
-    };
-    emit(L::kR, in.dr);
-    emit(L::kKb, in.dk);
-    emit(L::kDs, in.dv);
-    if constexpr (!kConstant) emit(L::kS, static_cast<T*>(in.dw));
-  });
-  if (threadIdx.x < kHeadSize) {
-    // [B, frames, H, K]
+
+  // Stages the sums of du, and of dw if all tokens have the same decay, over the tokens of each warpgroup.
+  __device__ void StageParameterSums(const ParameterSums& parameters) const {
+    float* const sums = Floats(L::kSums);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float x[2] = {parameters.du[i], parameters.dw[i]};
+#pragma unroll
+      for (int which = 0; which < (kConstant ? 2 : 1); ++which) {
+        x[which] += __shfl_xor_sync(~0u, x[which], 1);
+        x[which] += __shfl_xor_sync(~0u, x[which], 2);
+        if (lane % 4 == 0) sums[(2 * warpgroup + which) * kHeadSize + channel + 8 * i] = x[which];
+      }
+    }
+  }
+
+  // --- Epilogue: all threads store what is staged.
+
+  __device__ void StoreInputGradients() const {
+    copier.ForEachPiece([&](uint32_t from, int64_t element, int row) {
+      if (row >= copier.tokens) return;
+      const auto store = [&](int panel, T* to) {
+        *reinterpret_cast<uint4*>(to + element) =
+            *reinterpret_cast<const uint4*>(memory + panel + from);
+      };
+      store(L::kR, in.dr);
+      store(L::kKb, in.dk);
+      store(L::kDs, in.dv);
+      if constexpr (!kConstant) store(L::kS, static_cast<T*>(in.dw));
+    });
+  }
+
+  // Stores one partial sum for each chunk, [B, N, H, K].
+  __device__ void StoreParameterGradients() const {
+    if (threadIdx.x >= kHeadSize) return;
+    const float* const sums = Floats(L::kSums);
     const int64_t to = static_cast<int64_t>(blockIdx.x) * kHeadSize + threadIdx.x;
     in.du[to] = sums[threadIdx.x] + sums[2 * kHeadSize + threadIdx.x];
     if constexpr (kConstant) {
       const float slope =
-          in.decay == Decay::kExp ? floats(L::kConstant)[threadIdx.x] * (1.0f / kLog2E) : 1.0f;
+          in.decay == Decay::kExp ? Floats(L::kConstant)[threadIdx.x] * (1.0f / kLog2E) : 1.0f;
       static_cast<float*>(in.dw)[to] =
           slope * (sums[kHeadSize + threadIdx.x] + sums[3 * kHeadSize + threadIdx.x]);
     }
   }
+};
+
+template <typename T, bool kConstant, bool kMarked>
+__global__ __launch_bounds__(kThreads, 2) void GradientKernel(
+    const __grid_constant__ GradientArrays<T> in) {
+  using L = GradientLayout;
+  RWKV_JAX_DYNAMIC_SHARED(kPanelAlignment, memory);
+  // Blocks are [B, N, H]. Divisions of 64 bits would cost more than all copies.
+  const unsigned chunk = blockIdx.x / in.heads, own_head = blockIdx.x - chunk * in.heads;
+  const int sequence =
+      in.sequences.Given() ? in.sequences.owners[chunk] : static_cast<int>(chunk / in.chunks);
+  if (sequence < 0) return ClearPartialSums(in, kConstant);
+  const Span span = in.sequences.Given()
+                        ? in.sequences(sequence, 0)
+                        : Span{sequence * in.tokens, in.tokens,
+                               static_cast<int64_t>(sequence) * in.chunks};
+  const ChunkGradients<T, kConstant, kMarked> phases(in, memory, sequence, own_head, span,
+                                                     chunk - span.first_chunk);
+
+  phases.LoadOperands();
+  phases.LoadParameters();
+  phases.WaitForOperands();
+  WaitForAll(kCopied);
+  phases.ScaleOperands();
+  if (phases.warpgroup == 0)
+    phases.TokenProducts(L::kDy, L::kV, L::kDa);
+  else
+    phases.TokenProducts(L::kV, L::kDy, L::kDat);
+  phases.WaitForStates();
+  WaitForAll(kScaled);
+
+  Left rounded[kColumnTiles];
+  Accumulator<8> state;  // first dS, then S
+  phases.LoadStateGradient(rounded, state);
+  WaitForAll(kStateTaken);
+  if (phases.warpgroup == 0)
+    phases.ValueGradients(state);
+  else
+    phases.KeepStateGradients(rounded, state);
+
+  phases.LoadState(rounded, state);
+  const int first_tile = phases.FirstTile();
+#pragma unroll 1
+  for (int tile = 0; tile < first_tile; ++tile) phases.AdvanceState(tile, state);
+  WaitForAll(kOperandsTaken);
+
+  ParameterSums parameters;
+#pragma unroll 1
+  for (int own = 0; own < kTilesPerWarpgroup; ++own) {
+    const int tile = first_tile + own;
+    const bool far = phases.IsFar(tile);
+    float factors[2];
+    TileGradients gradients;
+    phases.LoadRowFactors(tile, factors);
+    if (phases.MarksOf(tile).clears == 0)
+      phases.template StateProducts<false>(tile, far, factors, state, gradients);
+    else
+      phases.template StateProducts<true>(tile, far, factors, state, gradients);
+    if (own + 1 < kTilesPerWarpgroup) phases.AdvanceState(tile, state);
+    const RowMarks marks = phases.MarksOf(tile);
+    DecaySums sums;
+    TileInputs inputs;
+    DecayTerms terms;
+    SumByChannel(phases.decays, tile, phases.warp, marks.present, sums);
+    phases.DecayProducts(tile, far, gradients, inputs, terms);
+    phases.InputGradients(tile, far, marks, factors, sums, inputs, gradients, parameters);
+    phases.DecayGradients(tile, gradients.crossing, sums, terms, parameters);
+  }
+#pragma unroll 1
+  for (int tile = first_tile; tile < first_tile + kTilesPerWarpgroup; ++tile)
+    if (phases.IsFar(tile)) phases.AddFarTile(tile, parameters);
+
+  phases.StageParameterSums(parameters);
+  WaitForAll(kGradientsStaged);
+  phases.StoreInputGradients();
+  phases.StoreParameterGradients();
 }
 
 }  // namespace
@@ -760,7 +966,7 @@ cudaError_t Wkv6Gradients(cudaStream_t stream, const Wkv6BackwardCall& call,
     using T = decltype(zero);
     const auto in = [](const void* x) { return static_cast<const T*>(x); };
     const auto out = [](void* x) { return static_cast<T*>(x); };
-    const Frames<T> frames{in(call.r), in(call.k), in(call.v), in(call.dy), call.w, call.u,
+    const GradientArrays<T> arrays{in(call.r), in(call.k), in(call.v), in(call.dy), call.w, call.u,
                            out(call.dr), out(call.dk), out(call.dv), call.dw, call.du,
                            call.dims.tokens, static_cast<unsigned>(call.dims.heads),
                            static_cast<unsigned>(call.dims.saved), call.decay, call.marks,
@@ -768,7 +974,7 @@ cudaError_t Wkv6Gradients(cudaStream_t stream, const Wkv6BackwardCall& call,
                            static_cast<const uint4*>(call.states), gradients};
     const auto launch = [&](auto kernel) {
       return Launch(kernel, static_cast<unsigned>(blocks), kThreads, GradientLayout::kBytes, stream,
-                    frames);
+                    arrays);
     };
     return ForMarks(call.marks, [&](auto marked) {
       return call.constant_decay ? launch(GradientKernel<T, true, marked()>)

@@ -56,10 +56,10 @@ struct Run {
   }
 
   // Of frame i of this split.
-  __device__ FrameCopier<kThreads> Frame(int i, uint64_t absent = 0) const {
-    const int64_t token = (first_frame + i) * kFrame, left = span.tokens - token;
+  __device__ ChunkCopier<kThreads> Frame(int i, uint64_t absent = 0) const {
+    const int64_t token = (first_frame + i) * kChunkTokens, left = span.tokens - token;
     return {((span.first_token + token) * heads + head - batch * heads) * kHeadSize,
-            static_cast<int>(heads) * kHeadSize, static_cast<int>(left < kFrame ? left : kFrame),
+            static_cast<int>(heads) * kHeadSize, static_cast<int>(left < kChunkTokens ? left : kChunkTokens),
             absent};
   }
   // Its place in [B, frames, H].
@@ -75,26 +75,26 @@ struct Run {
 struct ForwardLayout {
   // r becomes Rt, k becomes Kh, and v becomes y.
   static constexpr int kR = 0;
-  static constexpr int kK = kR + 2 * kTile;
-  static constexpr int kV = kK + 2 * kTile;
-  static constexpr int kW = kV + kTile;
-  static constexpr int kA = kW + kTile;
-  static constexpr int kFactors = kA + kFrameChunks * kTileBytes;
-  static constexpr int kU = kFactors + kFrameChunks * kFactorFloats * 4;
+  static constexpr int kK = kR + 2 * kPanelBytes;
+  static constexpr int kV = kK + 2 * kPanelBytes;
+  static constexpr int kW = kV + kPanelBytes;
+  static constexpr int kA = kW + kPanelBytes;
+  static constexpr int kFactors = kA + kChunkTiles * kTileBytes;
+  static constexpr int kU = kFactors + kChunkTiles * kFactorFloats * 4;
   static constexpr int kConstant = kU + kHeadSize * 2;
   static constexpr int kBytes = kConstant + kHeadSize * 4;
 };
 
 // Scales the operands of a chunk in place, and leaves A and exp(G_L).
 template <typename T, bool kConstant>
-__device__ void PrepareChunk(const FrameDecays<T, kConstant>& decays, int chunk, uint32_t r_tile,
-                             uint32_t k_tile, const uint32_t* u, const RawChunk<T>& raw,
+__device__ void PrepareChunk(const ChunkDecays<T, kConstant>& decays, int chunk, uint32_t r_tile,
+                             uint32_t k_tile, const uint32_t* u, const RawTile<T>& raw,
                              uint32_t a_block, float* factors) {
   Accumulator<2> a = {}, bonus = {};
   bool far = false;
   const bool clears = raw.marks.clears != 0;
 #pragma unroll
-  for (int block = 0; block < kBlocks; ++block) {
+  for (int block = 0; block < kColumnTiles; ++block) {
     DecaySums sums;
     SumByToken(decays, chunk, block, raw.marks.present, sums);
     float total[2][2];
@@ -126,7 +126,7 @@ __device__ void PrepareChunk(const FrameDecays<T, kConstant>& decays, int chunk,
     if (clears) KeepRowsBetween(0, raw.marks.FirstCleared(), r);
     StoreMatrices(TileAddress(r_tile, 16 * chunk, block), r);
   }
-  if (__any_sync(~0u, far)) MultiplyByHalves(decays, chunk, raw, 0, kBlocks, a);
+  if (__any_sync(~0u, far)) MultiplyByHalves(decays, chunk, raw, 0, kColumnTiles, a);
   KeepLower(false, a);
   if (clears) KeepSegments(raw.marks, a);
   SetDiagonal(bonus, a);
@@ -145,8 +145,8 @@ __global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void ForwardKer
   const Run<false> run(in);
   if (run.order < 0) return;
   const auto frame = [&](int i, uint64_t absent = 0) { return run.Frame(i, absent); };
-  const auto r_tile = [&](int i) { return shared + L::kR + i % 2 * kTile; };
-  const auto k_tile = [&](int i) { return shared + L::kK + i % 2 * kTile; };
+  const auto r_tile = [&](int i) { return shared + L::kR + i % 2 * kPanelBytes; };
+  const auto k_tile = [&](int i) { return shared + L::kK + i % 2 * kPanelBytes; };
   const auto copy_keys = [&](int i, uint64_t absent) {
     const auto copier = frame(i, absent);
     if constexpr (!kConstant) copier.Copy(shared + L::kW, static_cast<const T*>(in.w));
@@ -173,7 +173,7 @@ __global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void ForwardKer
     u[threadIdx.x] = Bf16::Round(pair.x, pair.y);
   }
   float* const factors = reinterpret_cast<float*>(memory + L::kFactors);
-  const FrameDecays<T, kConstant> decays{shared + L::kW, constant, in.decay};
+  const ChunkDecays<T, kConstant> decays{shared + L::kW, constant, in.decay};
 
   Tiles::State state;
   Accumulator<8>& s = state[0];
@@ -184,8 +184,8 @@ __global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void ForwardKer
               state);
 #pragma unroll 1
   for (int i = 0; i < run.count; ++i) {
-    const FrameCopier<kThreads> now = frame(i);
-    const int64_t own_token = (run.first_frame + i) * kFrame + kTileTokens * warp;
+    const ChunkCopier<kThreads> now = frame(i);
+    const int64_t own_token = (run.first_frame + i) * kChunkTokens + kTileTokens * warp;
     const uint32_t word = kMarked ? in.marks.Word(run.batch, own_token) : 0u;
     const uint64_t coming =
         i + 1 < run.count ? run.template MarksOf<kMarked>(i + 1, in.marks).absent : 0u;
@@ -193,7 +193,7 @@ __global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void ForwardKer
     __syncthreads();
     {
       const int64_t first = now.first + static_cast<int64_t>(kTileTokens * warp) * now.stride;
-      const RawChunk<T> raw{in.r + first, in.k + first, now.stride,
+      const RawTile<T> raw{in.r + first, in.k + first, now.stride,
                             RowMarks(word, now.tokens - kTileTokens * warp)};
       PrepareChunk(decays, warp, r_tile(i), k_tile(i), u, raw, shared + L::kA + warp * kTileBytes,
                    factors + warp * kFactorFloats);
@@ -206,9 +206,9 @@ __global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void ForwardKer
 
     if (in.states != nullptr) Tiles::StoreRounded(state, in.states + run.Place(i) * (kState / 8));
 #pragma unroll
-    for (int chunk = 0; chunk < kFrameChunks; ++chunk) {
-      const uint32_t values = shared + L::kV + chunk * kChunkRows;
-      Left v, before[kBlocks];
+    for (int chunk = 0; chunk < kChunkTiles; ++chunk) {
+      const uint32_t values = shared + L::kV + chunk * kTileStride;
+      Left v, before[kColumnTiles];
       LoadLeftTransposed(values, 0, warp, v);
       RoundPanel(s, before);
       ScaleColumns(factors + chunk * kFactorFloats, s);
@@ -216,10 +216,10 @@ __global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void ForwardKer
       BeginProducts();
       Multiply<false>(y, v, PackedTiles{shared + L::kA + chunk * kTileBytes});
 #pragma unroll
-      for (int block = 0; block < kBlocks; ++block)
-        Multiply<true>(y, before[block], KAlongRows{r_tile(i) + chunk * kChunkRows, block});
+      for (int block = 0; block < kColumnTiles; ++block)
+        Multiply<true>(y, before[block], KAlongRows{r_tile(i) + chunk * kTileStride, block});
       CommitProducts();
-      Multiply<true>(s, v, KDownRows{k_tile(i) + chunk * kChunkRows});
+      Multiply<true>(s, v, KDownRows{k_tile(i) + chunk * kTileStride});
       CommitProducts();
       WaitForProducts<1>();
       Settle(y);
@@ -261,9 +261,9 @@ struct StateScan {
 
 struct StateLayout {
   static constexpr int kX = 0;
-  static constexpr int kZ = kTile;
-  static constexpr int kW = 2 * kTile;
-  static constexpr int kSlot = 3 * kTile;
+  static constexpr int kZ = kPanelBytes;
+  static constexpr int kW = 2 * kPanelBytes;
+  static constexpr int kSlot = 3 * kPanelBytes;
   static constexpr int kFactors = 2 * kSlot;
   static constexpr int kConstant = kFactors + kFactorFloats * 4;
   static constexpr int kBytes = kConstant + kHeadSize * 4;
@@ -272,17 +272,17 @@ struct StateLayout {
 // Scales the 16 channels of a frame that are `warp`'s; `total` becomes the sums of their log2 decays. Rows
 // that are cut off from the state after the frame in the recurrence are cleared.
 template <typename T, bool kConstant, bool kReverse>
-__device__ void ScaleFrame(const FrameDecays<T, kConstant>& decays, int warp, uint32_t z_tile,
+__device__ void ScaleFrame(const ChunkDecays<T, kConstant>& decays, int warp, uint32_t z_tile,
                            int tokens, const ChunkMarks& marks, float (&total)[2][4]) {
   const Ones sooner(kReverse, false, !kReverse), all(true, true, true);
   const bool clears = marks.starts != 0;
   const int begin = clears && !kReverse ? marks.LastStart() : 0;
-  const int end = clears && kReverse ? marks.FirstStart() : kFrame;
+  const int end = clears && kReverse ? marks.FirstStart() : kChunkTokens;
   const uint64_t there =
-      (tokens < kFrame ? (uint64_t{1} << tokens) - 1 : ~uint64_t{0}) & ~marks.absent;
+      (tokens < kChunkTokens ? (uint64_t{1} << tokens) - 1 : ~uint64_t{0}) & ~marks.absent;
 #pragma unroll
-  for (int step = 0; step < kFrameChunks; ++step) {
-    const int chunk = kReverse ? step : kFrameChunks - 1 - step;
+  for (int step = 0; step < kChunkTiles; ++step) {
+    const int chunk = kReverse ? step : kChunkTiles - 1 - step;
     float sum[2][4];
     if constexpr (kConstant) {
 #pragma unroll
@@ -386,7 +386,7 @@ __global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void StateKerne
     ScaleColumns(factors, s);
     BeginProducts();
 #pragma unroll
-    for (int chunk = 0; chunk < kFrameChunks; ++chunk)
+    for (int chunk = 0; chunk < kChunkTiles; ++chunk)
       Multiply<true>(s, warp, KDownRows{slot(i) + L::kX, chunk}, KDownRows{slot(i) + L::kZ, chunk});
     CommitProducts();
     WaitForProducts<0>();
