@@ -4,119 +4,150 @@ distributed by `rwkv_jax.sharding.shard`.
     python scripts/bench_mesh.py --op wkv7                          # all GPUs of this machine
     XLA_FLAGS=--xla_force_host_platform_device_count=4 python scripts/bench_mesh.py --device cpu
 
-Both run in turn, as in bench.py, and their results are compared. Bytes are those of the results of
-all collectives in the compiled program, for one device; they do not depend on the tokens.
+Both run in turn, as in bench.py, and their results are compared. The table has the bytes of the
+results of all collectives in the compiled program, for one device; their number does not depend on
+how many tokens there are.
 """
 
 import argparse
 import functools
-import importlib
-import os
+import math
+import re
 import sys
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
-
-sys.path.append(str(Path(__file__).parent))
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import bench
 import rwkv_jax
+from benchmarking.operands import DIRECTIONS, Named, Operands, Shape, named_leaves, programs
+from benchmarking.report import Table, arguments, label_of, parse, title, write_json
+from benchmarking.timing import Contestant, time_in_turn
 from rwkv_jax import sharding
 
-OPERATORS, SEQUENCES, tolerance = bench.OPERATORS, bench.SEQUENCES, bench.tolerance
-hlo = importlib.import_module("support.hlo")
-flat = importlib.import_module("support.operators").flat
-
-PLACES = {
-    "batch": {"B": "devices"},
-    "heads": {"H": "devices", "C": "devices"},
-    "sequence": {"T": "devices"},
-}
+AXES = {"batch": "BS", "heads": "HC", "sequence": "T"}
+"""The axes of the operands that each kind of distribution spreads over the devices."""
 
 SIZES = {
     "gpu": {"batch": (8, 4096, 64, 64), "heads": (8, 4096, 64, 64), "sequence": (1, 32768, 64, 64)},
     "cpu": {"batch": (2, 256, 4, 64), "heads": (2, 256, 4, 64), "sequence": (1, 1024, 4, 64)},
 }
-"""B, T, H, K; of one device where the batch or the sequence is distributed, of all with heads."""
+"""B, T, H, K: for one device where the batch or the sequence is distributed, for all devices where
+the heads are."""
+
+COLLECTIVE = re.compile(
+    r"= (.*?) (all-gather|all-reduce|all-to-all|collective-permute|collective-broadcast"
+    r"|reduce-scatter)(?:-done)?\("
+)
+ARRAY = re.compile(r"\b(?:f|bf|s|u|pred)(8|16|32|64)?\[([\d,]*)\]")
 
 
-def sizes_of(args: argparse.Namespace, kind: str) -> tuple[int, int, int, int]:
+def collectives_of(text: str) -> tuple[int, list[str]]:
+    """The bytes of the results of all collectives in a compiled program, and their names."""
+    found = COLLECTIVE.findall(text)
+    sizes = (
+        int(bits or 8) // 8 * math.prod(map(int, filter(None, shape.split(","))))
+        for results, _ in found
+        for bits, shape in ARRAY.findall(results)
+    )
+    return sum(sizes), sorted({name for _, name in found})
+
+
+def largest_error(results: Named, expected: Named) -> float:
+    """The largest relative RMS error of an array."""
+
+    def error(x: jax.Array, y: jax.Array) -> float:
+        exact = np.asarray(y, np.float64)
+        return float(np.linalg.norm(np.asarray(x, np.float64) - exact) / np.linalg.norm(exact))
+
+    right = named_leaves(expected)
+    return max(error(x, right[name]) for name, x in named_leaves(results).items())
+
+
+def shape_at(args: argparse.Namespace, kind: str) -> Shape:
     batch, tokens, heads, keys = SIZES[args.device][kind]
     count = len(jax.devices())
     return batch * count ** (kind == "batch"), tokens * count ** (kind == "sequence"), heads, keys
 
 
-def measure(args: argparse.Namespace, kind: str) -> Iterator[str]:
-    op, sizes, places = args.op, sizes_of(args, kind), PLACES[kind]
-    operands = bench.Operands(op, sizes, args.dtype, args.device)
+def compare(
+    args: argparse.Namespace, operands: Operands, kind: str, direction: str
+) -> dict[str, Any]:
+    """Figures of one device and of all, for one direction."""
     mesh = jax.make_mesh((len(jax.devices()),), ("devices",), axis_types=(AxisType.Auto,))
+    figures: dict[str, Any] = {}
+    results: dict[str, Named] = {}
+
+    def placed(arrays: Named) -> Named:
+        def sharding_of(name: str) -> NamedSharding:
+            axes = operands.axes[name]
+            return NamedSharding(mesh, P(*("devices" if x in AXES[kind] else None for x in axes)))
+
+        return {name: jax.device_put(x, sharding_of(name)) for name, x in arrays.items()}
+
+    def contestant(name: str, operator: Callable[..., Any]) -> Contestant:
+        program = programs(functools.partial(operator, decay=args.decay))[direction]
+
+        def start() -> list[Callable[[], Any]]:
+            sets = operands.sets(args.decay)
+            if name == "all":
+                sets = [(placed(inputs), placed(cotangents)) for inputs, cotangents in sets]
+                compiled = program.lower(*sets[0], {}).compile()
+                figures["bytes"], figures["collectives"] = collectives_of(compiled.as_text())
+            calls = [functools.partial(program, *arrays, {}) for arrays in sets]
+            results[name] = calls[0]()
+            if len(results) == 2:
+                figures["differ"] = largest_error(results["all"], results["one"])
+                results.clear()
+            return calls
+
+        return Contestant(name, start)
+
+    operator = getattr(rwkv_jax, args.op)
     distributed: dict[str, Any] = {kind: "devices"}
-    function = flat(op, sharding.shard(getattr(rwkv_jax, op), mesh, **distributed))
-    programs = {
-        name: bench.in_jax(name, args.decay, op, functools.partial(f, decay=args.decay))
-        for name, f in (("one", OPERATORS[op].function), ("all", function))
-    }
-
-    def placed(name: str, x: jax.Array) -> jax.Array:
-        spec = P(*(places.get(letter) for letter in operands.axes[name]))
-        return jax.device_put(x, NamedSharding(mesh, spec))
-
-    given = operands.repeated(args.decay)
-    spread = [{name: placed(name, x) for name, x in named.items()} for named in given]
-    ready = {"one": programs["one"].prepare(*given), "all": programs["all"].prepare(*spread)}
-    for direction in bench.DIRECTIONS:
-        calls = {name: programs[name].call[direction] for name in ready}
-        results = {name: calls[name](ready[name]) for name in ready}
-        error = max(
-            tolerance.rms_error(np.asarray(x, np.float32), np.asarray(results["one"][name]))
-            for name, x in results["all"].items()
-        )
-        del results
-        jitted: Any = calls["all"]
-        text = jitted.args[0].lower(*ready["all"]).compile().as_text()
-        timed = [functools.partial(calls[name], ready[name]) for name in ready]
-        one, every = bench.medians(timed, args.device, args.repeats)
-        yield (
-            f"{kind:9} {'x'.join(map(str, sizes)):17} {direction:17}{one:9.3f}{every:9.3f}"
-            f"{one / every:8.2f}{one / every / len(jax.devices()):9.1%}{error:10.1e}"
-            f"{hlo.exchanged(text):12,}  {', '.join(sorted(hlo.collectives(text))) or '-'}"
-        )
-
-
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Time the operators on all devices and on one.")
-    add = parser.add_argument
-    add("--device", choices=("cpu", "gpu"), help="what JAX has, if not given")
-    add("--op", choices=SEQUENCES, default="wkv7")
-    add("--kinds", nargs="+", choices=PLACES, default=list(PLACES), help="what is distributed")
-    add("--dtype", choices=("float32", "bfloat16", "float16"), help="as in bench.py")
-    add("--repeats", type=int, default=9, help="batches for each median")
-    args = parser.parse_args(argv)
-    if args.device:
-        jax.config.update("jax_platforms", {"gpu": "cuda"}.get(args.device, args.device))
-    args.device = jax.default_backend()
-    args.dtype = args.dtype or bench.DEFAULTS[args.device]["dtype"]
-    args.decay = SEQUENCES[args.op].decays[-1]
-    return args
+    one = contestant("one", operator)
+    every = contestant("all", sharding.shard(operator, mesh, **distributed))
+    for name, timing in time_in_turn([one, every], args.repeats).items():
+        figures |= {f"{name}_ms": timing.ms, f"{name}_failure": timing.failure}
+    return figures
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parse(argv)
+    parser = arguments("Time the operators on all devices and on one.")
+    add = parser.add_argument
+    add("--kinds", nargs="+", choices=AXES, default=list(AXES), help="what is distributed")
+    args = parse(parser, argv)
     count = len(jax.devices())
-    print(
-        f"{args.op}, {args.dtype}, {count} x {jax.devices()[0].device_kind}, {os.cpu_count()} "
-        f"cores, jax {jax.__version__}\n{'':45}{'1: ms':>9}{f'{count}: ms':>9}{'faster':>8}"
-        f"{'of ideal':>9}{'differ':>10}{'bytes':>12}  collectives"
-    )
+    print(f"{title(args)}; {count} devices against one\n")
+    figures = "1: ms", f"{count}: ms", "faster", "of ideal", "differ", "bytes", "collectives"
+    table = Table("distributed, size, direction", *figures, widths=(46, 9))
+    rows = []
     for kind in args.kinds:
-        for line in measure(args, kind):
-            print(line, flush=True)
-    return 0
+        shape = shape_at(args, kind)
+        operands = Operands(args.op, shape, args.dtype)
+        for direction in DIRECTIONS:
+            about = {"kind": kind, "shape": label_of(shape), "direction": direction}
+            row = compare(args, operands, kind, direction)
+            rows.append(about | row)
+            one, every, what = row["one_ms"], row["all_ms"], ", ".join(about.values())
+            if one is None or every is None:
+                table.row(what, row["one_failure"] or row["all_failure"])
+                continue
+            table.row(
+                what,
+                f"{one:.3f}",
+                f"{every:.3f}",
+                f"{one / every:.2f}",
+                f"{one / every / count:.1%}",
+                f"{row['differ']:.1e}",
+                f"{row['bytes']:,}",
+                ", ".join(row["collectives"]) or "-",
+            )
+    write_json(args, rows)
+    return int(any(row["one_failure"] or row["all_failure"] for row in rows))
 
 
 if __name__ == "__main__":
