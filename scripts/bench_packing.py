@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     print(f"{title(args)}; {label_of(args.shape)}; milliseconds, and of the first\n")
     names = "direction", "mean", "documents", "longest"
-    table = Table(*names, *args.contestants, widths=(16, 9))
+    table = Table(*names, *args.contestants, widths=(16, 14))
     batch, tokens, *_ = args.shape
     rows: list[dict[str, Any]] = []
     for mean in args.mean:
