@@ -170,6 +170,41 @@ def test_decoding_is_the_sequence(
     assert_close((logits, state), (expected, expected_state), ceiling)
 
 
+def buffers(tree: object) -> list[int]:
+    return [x.unsafe_buffer_pointer() for x in jax.tree.leaves(tree)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+def test_decoding_replaces_a_donated_state(
+    params: rwkv7.Params, tokens: jax.Array, dtype: str, compiled: bool
+) -> None:
+    start = functools.partial(rwkv7.initial_state, batch=BATCH, dtype=dtype)
+    step = jax.jit(functools.partial(rwkv7.rwkv7, dtype=dtype), donate_argnums=2)
+    first = (jax.jit(start) if compiled else start)(params)
+    state, logits = first, []
+    for token in tokens.T[:3]:
+        assert len(set(buffers(state))) == len(jax.tree.leaves(state))
+        last, state = step(params, token, state)
+        logits.append(last)
+    assert all(x.is_deleted() for x in jax.tree.leaves(first))
+    expected = forward(params, tokens[:, :3], dtype=dtype)
+    assert_close((jnp.stack(logits, axis=1), state), expected, {"float32": 1e-4}.get(dtype, 3e-2))
+
+
+@pytest.mark.parametrize("shape", [(BATCH,), (BATCH, 1), (BATCH, 0)], ids=str)
+def test_states_share_no_buffer_with_what_was_given(
+    params: rwkv7.Params, shape: tuple[int, ...]
+) -> None:
+    """Also where a layer is called outside `jit`, so that each array may be donated alone."""
+    x, block = jnp.ones((*shape, CONFIG.width)), params.blocks[0]
+    for given in (None, rwkv7.initial_state(params, BATCH)[0]):
+        _, att, _ = rwkv7.time_mix(block.att, x, given and given.att)
+        _, ffn = rwkv7.channel_mix(block.ffn, x, given and given.ffn)
+        everything = buffers((x, given, att, ffn))
+        assert len(set(everything)) == len(everything)
+
+
 @pytest.mark.parametrize("cut", [0, 1, 16])
 def test_split_sequence_is_the_whole_one(params: rwkv7.Params, tokens: jax.Array, cut: int) -> None:
     first, state = forward(params, tokens[:, :cut])

@@ -143,6 +143,30 @@ def test_state_is_optional(name: str, mode: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["TimeMix", "ChannelMix", "RWKV7"])
+def test_decoding_replaces_a_donated_state(name: str) -> None:
+    """Through both layers, and the first state is the one of a call without a state or, of the
+    model, `initial_state`."""
+    module, layer, inputs = twins(name)
+    module, layer = alike(module, layer)
+    x, _, *rest = decoding(inputs)
+    if name == "RWKV7":
+        states = [rwkv7.initial_state(layer.params, BATCH) for _ in range(2)]
+    else:
+        states = [module(x, None, *rest)[1], jax.vmap(layer)(x, None, *rest)[1]]
+    of_flax = nnx.jit(lambda m, state: m(x, state, *rest), donate_argnums=1)
+    of_equinox = eqx.filter_jit(
+        lambda m, state: jax.vmap(m)(x, state, *rest), donate="all-except-first"
+    )
+    for _ in range(3):
+        firsts = tuple(states)
+        results, results_ = of_flax(module, firsts[0]), of_equinox(layer, firsts[1])
+        assert all(z.is_deleted() for z in jax.tree.leaves(firsts))
+        assert_close(results, results_)
+        states = [results[1], results_[1]]
+    assert not x.is_deleted()
+
+
+@pytest.mark.parametrize("name", ["TimeMix", "ChannelMix", "RWKV7"])
 def test_segment_ids_reach_the_functions(name: str) -> None:
     module, layer, inputs = twins(name)
     module, layer = alike(module, layer)

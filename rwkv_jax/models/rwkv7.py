@@ -331,9 +331,9 @@ def initial_state(params: Params, batch: int, dtype: DTypeLike = jnp.float32) ->
     """The state before the first token: zeros, the shifts in the dtype of the activations."""
 
     def block(p: BlockParams) -> BlockState:
-        heads, head_size = p.att.r_k.shape
-        shift = jnp.zeros((batch, heads * head_size), dtype)
-        return BlockState(TimeMixState(shift, _initial_wkv(p.att, batch)), shift)
+        # Two arrays, not one twice, so that the state can be donated.
+        att, ffn = (jnp.zeros((batch, p.att.r_k.size), dtype) for _ in range(2))
+        return BlockState(TimeMixState(att, _initial_wkv(p.att, batch)), ffn)
 
     return tuple(block(p) for p in params.blocks)
 
@@ -455,7 +455,7 @@ def time_mix(
     p = _beside(params, x)
     heads, head_size = p.r_k.shape
     if state is None:
-        state = TimeMixState(jnp.zeros_like(x[:, 0] if x.ndim == 3 else x), _initial_wkv(p, len(x)))
+        state = TimeMixState(_initial_shift(x), _initial_wkv(p, len(x)))
     before, shift = _shift(x, state.shift, segment_ids)
     mixes = (p.x_r, p.x_w, p.x_k, p.x_v, p.x_a, p.x_g)
     xr, xw, xk, xv, xa, xg = (x + (before - x) * mix for mix in mixes)
@@ -503,7 +503,7 @@ def channel_mix(
     _check_ids("channel_mix", segment_ids, x.shape[:-1])
     p = _beside(params, x)
     if state is None:
-        state = jnp.zeros_like(x[:, 0] if x.ndim == 3 else x)
+        state = _initial_shift(x)
     before, shift = _shift(x, state, segment_ids)
     k = jax.nn.relu(_linear(p.key, x + (before - x) * p.x_k))
     return _linear(p.value, k * k), shift
@@ -536,20 +536,29 @@ def _check_ids(name: str, ids: Any, shape: tuple[int, ...]) -> None:
     _packing.checked(name, ids, shape)
 
 
+def _initial_shift(x: Float[Array, "B *T C"]) -> Float[Array, "B C"]:
+    """Zeros, distributed over devices as one token of `x` is. `x` may have no tokens."""
+    return jnp.zeros_like(x[:, :1].sum(1) if x.ndim == 3 else x)
+
+
 def _shift(
     x: Float[Array, "B *T C"], last: Float[Array, "B C"], ids: Int[Array, "B T"] | None = None
 ) -> tuple[Float[Array, "B *T C"], Float[Array, "B C"]]:
-    """The token before each token, and the last token."""
+    """The token before each token, and the last token.
+
+    The last token is a copy, so that donating the next state deletes neither `x` nor `last`.
+    Compiled programs do not copy.
+    """
     last = last.astype(x.dtype)
     if x.ndim == 2:
-        return last, x
+        return last, jnp.copy(x)
     if x.shape[1] == 0:
-        return x, last
+        return x, jnp.copy(last)
     # Where a sequence is distributed, the compiler finds that this exchanges one token.
     before = lax.pad(x, jnp.zeros((), x.dtype), ((0, 0, 0), (1, -1, 0), (0, 0, 0)))
     before = lax.dynamic_update_slice_in_dim(before, last[:, None], 0, axis=1)
     if ids is None:
-        return before, x[:, -1]
+        return before, jnp.copy(x[:, -1])
     marks = _packing.marks(ids)
     there, tokens = marks != _packing.ABSENT, x.shape[1]
     place = lax.broadcasted_iota(jnp.int32, ids.shape, 1)
