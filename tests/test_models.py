@@ -2,7 +2,8 @@
 
 import functools
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import PyTree
 
 from rwkv_jax.models import rwkv7
 from rwkv_jax.sharding import shard
@@ -28,7 +30,8 @@ ZERO_AT_FIRST = ("w1", "a1", "v1", "g1", "output.weight", "ffn.value.weight", "b
 
 
 def official_names(layers: int) -> set[str]:
-    """What an official checkpoint holds, but for the `v0`, `v1`, `v2` of the first layer."""
+    """The names in an official checkpoint, except `v0`, `v1`, `v2` of the first layer, which are
+    unused there."""
     names = {"emb.weight", "ln_out.weight", "ln_out.bias", "head.weight"}
     names |= {f"blocks.0.ln0.{x}" for x in NORM}
     for layer in range(layers):
@@ -47,7 +50,7 @@ def initial() -> rwkv7.Params:
 
 @pytest.fixture(scope="module")
 def params(initial: rwkv7.Params) -> rwkv7.Params:
-    """Away from the initial values, many of which are zero."""
+    """Parameters with noise on the initial values, many of which are zero."""
     rng = np.random.default_rng(1)
 
     def noisy(x: jax.Array) -> jax.Array:
@@ -61,7 +64,7 @@ def tokens() -> jax.Array:
     return jax.random.randint(jax.random.key(2), (BATCH, TOKENS), 0, CONFIG.vocabulary)
 
 
-forward = jax.jit(rwkv7.rwkv7, static_argnames=("dtype", "implementation"))
+forward = jax.jit(rwkv7.apply, static_argnames=("dtype", "implementation"))
 
 
 def assert_close(tree: object, expected: object, ceiling: float = tolerance.EXACT_FLOAT32) -> None:
@@ -137,8 +140,12 @@ class Paper:
         return np.maximum(mixed @ p.key.weight.T, 0) ** 2 @ p.value.weight.T
 
 
+def test_apply_keeps_its_first_name() -> None:
+    assert rwkv7.rwkv7 is rwkv7.apply
+
+
 @pytest.mark.parametrize("implementation", [None, "reference"])
-def test_logits_are_those_of_the_paper(
+def test_logits_equal_the_paper(
     params: rwkv7.Params, tokens: jax.Array, implementation: str | None
 ) -> None:
     with jax.default_matmul_precision("highest"):
@@ -149,7 +156,7 @@ def test_logits_are_those_of_the_paper(
 
 
 @pytest.mark.parametrize(("dtype", "ceiling"), [("float32", 1e-4), ("bfloat16", 3e-2)])
-def test_decoding_is_the_sequence(
+def test_decoding_equals_the_sequence(
     params: rwkv7.Params, tokens: jax.Array, dtype: str, ceiling: float
 ) -> None:
     expected, expected_state = forward(params, tokens, dtype=dtype)
@@ -157,7 +164,7 @@ def test_decoding_is_the_sequence(
     @jax.jit
     def decode(params: rwkv7.Params, tokens: jax.Array) -> tuple[jax.Array, rwkv7.State]:
         def step(state, token):
-            logits, state = rwkv7.rwkv7(params, token, state, dtype=dtype)
+            logits, state = rwkv7.apply(params, token, state, dtype=dtype)
             return state, logits
 
         start = rwkv7.initial_state(params, BATCH, dtype)
@@ -180,7 +187,7 @@ def test_decoding_replaces_a_donated_state(
     params: rwkv7.Params, tokens: jax.Array, dtype: str, compiled: bool
 ) -> None:
     start = functools.partial(rwkv7.initial_state, batch=BATCH, dtype=dtype)
-    step = jax.jit(functools.partial(rwkv7.rwkv7, dtype=dtype), donate_argnums=2)
+    step = jax.jit(functools.partial(rwkv7.apply, dtype=dtype), donate_argnums=2)
     first = (jax.jit(start) if compiled else start)(params)
     state, logits = first, []
     for token in tokens.T[:3]:
@@ -206,7 +213,9 @@ def test_states_share_no_buffer_with_what_was_given(
 
 
 @pytest.mark.parametrize("cut", [0, 1, 16])
-def test_split_sequence_is_the_whole_one(params: rwkv7.Params, tokens: jax.Array, cut: int) -> None:
+def test_sequence_in_two_parts_equals_the_whole(
+    params: rwkv7.Params, tokens: jax.Array, cut: int
+) -> None:
     first, state = forward(params, tokens[:, :cut])
     second, state = forward(params, tokens[:, cut:], state)
     logits = jnp.concatenate([first, second], axis=1)
@@ -219,7 +228,7 @@ def test_every_parameter_and_state_has_a_gradient(params: rwkv7.Params, tokens: 
     @jax.jit
     @jax.grad
     def gradient(both: tuple[rwkv7.Params, rwkv7.State]) -> jax.Array:
-        logits, _ = rwkv7.rwkv7(both[0], tokens, both[1])
+        logits, _ = rwkv7.apply(both[0], tokens, both[1])
         return jnp.square(logits).mean()
 
     for path, x in jax.tree_util.tree_leaves_with_path(gradient((params, state))):
@@ -234,11 +243,13 @@ def test_bfloat16_is_close_to_float32(params: rwkv7.Params, tokens: jax.Array) -
     assert_close(logits, forward(params, tokens)[0], 5e-2)
 
 
-def test_vmap_is_a_batch(params: rwkv7.Params, tokens: jax.Array) -> None:
-    logits, state = jax.jit(jax.vmap(lambda x: rwkv7.rwkv7(params, x[None])))(tokens)
+def test_vmap_equals_a_batch(params: rwkv7.Params, tokens: jax.Array) -> None:
+    logits, state = jax.jit(jax.vmap(lambda x: rwkv7.apply(params, x[None])))(tokens)
     expected = forward(params, tokens)
     assert_close((logits[:, 0], jax.tree.map(lambda x: x[:, 0], state)), expected, 1e-4)
 
+
+Results: TypeAlias = tuple[jax.Array, rwkv7.State]
 
 LENGTH = 6
 DOCUMENTS = np.array(
@@ -247,33 +258,35 @@ DOCUMENTS = np.array(
         [2] * LENGTH + [3] * LENGTH + [2] * LENGTH + [0] * 4,
     ]
 )
-"""Padding in front, between and behind, and documents next to each other."""
+"""Segment ids with padding before, between and after documents, and with adjacent documents."""
 
 
 @pytest.mark.parametrize("given", [True, pytest.param(False, marks=pytest.mark.slow)], ids=str)
-def test_packed_rows_are_documents_alone(
+def test_packed_rows_equal_documents_alone(
     params: rwkv7.Params, tokens: jax.Array, given: bool
 ) -> None:
-    """Logits, the states after the rows, and the gradients of parameters and states."""
+    """Logits, next states, and the gradients of parameters and states are equal."""
     tokens, ids = tokens[:, : DOCUMENTS.shape[1]], jnp.asarray(DOCUMENTS, jnp.int32)
     state = jax.tree.map(lambda x: x + 0.1, rwkv7.initial_state(params, BATCH)) if given else None
-    model = functools.partial(rwkv7.rwkv7, implementation="reference")
+    model = functools.partial(rwkv7.apply, implementation="reference")
     rows, places = (x.reshape(-1, LENGTH) for x in np.nonzero(DOCUMENTS))
     firsts, lasts = np.array([0, 2]), np.array([1, 4])
 
-    def packed(params: rwkv7.Params, state: rwkv7.State | None) -> Any:
+    def packed(params: rwkv7.Params, state: rwkv7.State | None) -> Results:
         logits, after = model(params, tokens, state, segment_ids=ids)
         return logits[rows, places], after
 
-    def alone(params: rwkv7.Params, state: rwkv7.State | None) -> Any:
-        """Each in a row of its own."""
+    def alone(params: rwkv7.Params, state: rwkv7.State | None) -> Results:
+        """Each document in a row of its own."""
         starts = rwkv7.initial_state(params, len(rows))
         if state is not None:
             starts = jax.tree.map(lambda x, y: x.at[firsts].set(y), starts, state)
         logits, after = model(params, tokens[rows, places], starts)
         return logits, jax.tree.map(lambda x: x[lasts], after)
 
-    def both(call: Any, *operands: Any) -> Any:
+    def both(
+        call: Callable[..., Results], *operands: PyTree[jax.Array]
+    ) -> tuple[Results, PyTree[jax.Array]]:
         results, vjp = jax.vjp(call, *operands)
         return results, vjp(jax.tree.map(jnp.cos, results))
 
@@ -286,16 +299,16 @@ def test_segment_ids_of_the_model_are_checked(params: rwkv7.Params, tokens: jax.
     ids, att = jnp.ones((BATCH, TOKENS + 1), jnp.int32), params.blocks[0].att
     x = jnp.zeros((BATCH, TOKENS, CONFIG.width))
     with pytest.raises(ValueError, match=r"rwkv7: segment_ids has shape \(2, 38\)"):
-        rwkv7.rwkv7(params, tokens, segment_ids=ids)
+        rwkv7.apply(params, tokens, segment_ids=ids)
     with pytest.raises(ValueError, match="rwkv7: segment_ids with one token a row"):
-        rwkv7.rwkv7(params, tokens[:, 0], segment_ids=ids[:, 0])
+        rwkv7.apply(params, tokens[:, 0], segment_ids=ids[:, 0])
     with pytest.raises(ValueError, match="time_mix: segment_ids has shape"):
         rwkv7.time_mix(att, x, segment_ids=ids)
     with pytest.raises(TypeError, match="channel_mix: segment_ids is float32"):
         rwkv7.channel_mix(params.blocks[0].ffn, x, segment_ids=x[..., 0])
 
 
-def test_names_are_those_of_official_checkpoints(initial: rwkv7.Params) -> None:
+def test_names_are_official(initial: rwkv7.Params) -> None:
     assert set(rwkv7.names(initial)) == official_names(CONFIG.layers)
 
 
@@ -325,7 +338,7 @@ def test_initial_values(initial: rwkv7.Params) -> None:
     assert jnp.allclose(gram, jnp.eye(CONFIG.width), atol=1e-5)
 
 
-def test_initial_loss_is_that_of_a_guess(initial: rwkv7.Params, tokens: jax.Array) -> None:
+def test_initial_loss_is_of_a_uniform_guess(initial: rwkv7.Params, tokens: jax.Array) -> None:
     logits, _ = forward(initial, tokens[:, :-1])
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
     assert float(losses.mean()) == pytest.approx(math.log(CONFIG.vocabulary), abs=0.3)
@@ -362,17 +375,20 @@ def test_later_layer_needs_the_first_value(params: rwkv7.Params) -> None:
 OPTIMIZER = optax.adamw(0.1, eps=1e-3)
 
 
+Step: TypeAlias = tuple[jax.Array, PyTree[jax.Array], PyTree[jax.Array]]
+"""The loss, the gradients and the next parameters of a training step."""
+
+
 def training_step(
-    params: Any,
+    params: PyTree[jax.Array],
     inputs: jax.Array,
     labels: jax.Array,
-    wkv: Any = wkv7,
-    gathered: Any = lambda params: params,
-) -> tuple[Any, ...]:
-    """The loss, the gradients and the parameters after a step."""
+    wkv: rwkv7.Wkv = wkv7,
+    gathered: Callable[[PyTree[jax.Array]], PyTree[jax.Array]] = lambda params: params,
+) -> Step:
 
     def loss(params: rwkv7.Params) -> jax.Array:
-        logits, _ = rwkv7.rwkv7(gathered(params), inputs, wkv=wkv)
+        logits, _ = rwkv7.apply(gathered(params), inputs, wkv=wkv)
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
     value, gradients = jax.value_and_grad(loss)(params)
@@ -381,7 +397,8 @@ def training_step(
 
 
 @pytest.fixture(scope="module")
-def after_a_step(params: rwkv7.Params) -> tuple[tuple[jax.Array, ...], tuple[Any, ...]]:
+def after_a_step(params: rwkv7.Params) -> tuple[tuple[jax.Array, jax.Array], Step]:
+    """A batch and the results of a training step on one device."""
     text = jax.random.randint(jax.random.key(3), (4, 33), 0, CONFIG.vocabulary)
     batch = text[:, :-1], text[:, 1:]
     # The strictness that tests ask of the package is not asked of optax.
@@ -392,10 +409,13 @@ def after_a_step(params: rwkv7.Params) -> tuple[tuple[jax.Array, ...], tuple[Any
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(2, 2, 1), (1, 2, 2)], ids=str)
 def test_training_step_on_a_mesh(
-    params: rwkv7.Params, after_a_step: Any, sizes: tuple[int, int, int], cpus: list[Any]
+    params: rwkv7.Params,
+    after_a_step: tuple[tuple[jax.Array, jax.Array], Step],
+    sizes: tuple[int, int, int],
+    cpus: list[Any],
 ) -> None:
-    """Only summaries and single tokens of a sequence are exchanged, and no whole activations but
-    the sums of a layer."""
+    """Devices exchange only summaries and single tokens of a sequence, and no whole activations
+    except the sums of a layer."""
     names, kinds = ("data", "model", "seq"), (AxisType.Auto,) * 3
     mesh = jax.make_mesh(sizes, names, axis_types=kinds, devices=cpus)
     batch, expected = after_a_step
@@ -414,8 +434,8 @@ def test_training_step_on_a_mesh(
         operands = jax.device_put((params, *batch), (placed, tokens, tokens))
         assert_close(step(*operands), expected, 1e-4)
         text = step.lower(*operands).compile().as_text()
-    due = {"all-gather", "all-reduce"} | ({"collective-permute"} if along["seq"] else set())
-    assert hlo.collectives(text) <= due | {"reduce-scatter"}
+    allowed = {"all-gather", "all-reduce", "reduce-scatter"}
+    assert hlo.collectives(text) <= allowed | ({"collective-permute"} if along["seq"] else set())
 
 
 def test_parameters_that_do_not_divide_stay_whole(cpus: list[Any]) -> None:

@@ -1,8 +1,9 @@
-"""`rwkv_jax.nn`: Flax and Equinox layers are equal, and start as the functional core does."""
+"""`rwkv_jax.nn`: Flax and Equinox layers are equal, and start with the parameters of
+`rwkv_jax.models`."""
 
 import subprocess
 import sys
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import equinox as eqx
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jaxtyping import PyTree
 
 from rwkv_jax.models import rwkv7
 from rwkv_jax.nn import equinox, flax
@@ -19,6 +21,8 @@ from support import tolerance
 WIDTH, HEAD_SIZE = 32, 16
 CONFIG = rwkv7.Config(layers=2, width=WIDTH, head_size=HEAD_SIZE, vocabulary=256)
 BATCH, TOKENS = 2, 9
+
+Tree = TypeVar("Tree")
 
 rng = np.random.default_rng(0)
 
@@ -32,8 +36,14 @@ STATE = rwkv7.TimeMixState(
 )
 
 
-def twins(name: str) -> tuple[Any, Any, tuple[Any, ...]]:
-    """Both forms of a layer and a batch of sequence inputs, the states among them."""
+FlaxLayer: TypeAlias = flax.TimeMix | flax.ChannelMix | flax.RWKV7
+EquinoxLayer: TypeAlias = equinox.TimeMix | equinox.ChannelMix | equinox.RWKV7
+Inputs: TypeAlias = tuple[PyTree[jax.Array], ...]
+
+
+def twins(name: str) -> tuple[FlaxLayer, EquinoxLayer, Inputs]:
+    """A layer in both frameworks, and its inputs for a batch of sequences: `x` or the tokens, the
+    state and, for a time mixing, `v_first`."""
     rngs, key = nnx.Rngs(0), jax.random.key(1)
     x = normal(BATCH, TOKENS, WIDTH)
     if name == "TimeMix":
@@ -57,28 +67,29 @@ def twins(name: str) -> tuple[Any, Any, tuple[Any, ...]]:
     )
 
 
-def alike(module: Any, layer: Any) -> tuple[Any, Any]:
-    """The same parameters in both, away from the initial values, many of which are zero."""
+def alike(module: FlaxLayer, layer: EquinoxLayer) -> tuple[Any, Any]:
+    """Both layers with the same parameters: the initial ones with noise, because many are zero."""
     params = jax.tree.map(lambda x: x + 0.1 * normal(*x.shape), layer.params)
     module.params = flax.parameters(params)
     return module, eqx.tree_at(lambda x: x.params, layer, params)
 
 
-def decoding(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+def decoding(inputs: Inputs) -> Inputs:
     """The inputs of the first token of each sequence."""
     state = inputs[1]
     x, *rest = (z[:, 0] for z in (inputs[0], *inputs[2:]))
     return (x, state, *rest)
 
 
-def assert_close(tree: Any, expected: Any) -> None:
+def assert_close(tree: PyTree[jax.Array], expected: PyTree[jax.Array]) -> None:
     leaves, others = (
         {str(i): np.asarray(x) for i, x in enumerate(jax.tree.leaves(t))} for t in (tree, expected)
     )
     tolerance.assert_close(leaves, others, tolerance.EXACT_FLOAT32)
 
 
-def scalar(results: Any) -> tuple[jax.Array, Any]:
+def scalar(results: Tree) -> tuple[jax.Array, Tree]:
+    """A loss to differentiate, and the results themselves."""
     squares = (jnp.square(x).mean() for x in jax.tree.leaves(results))
     return sum(squares, jnp.float32(0)), results
 
@@ -144,8 +155,8 @@ def test_state_is_optional(name: str, mode: str) -> None:
 
 @pytest.mark.parametrize("name", ["TimeMix", "ChannelMix", "RWKV7"])
 def test_decoding_replaces_a_donated_state(name: str) -> None:
-    """Through both layers, and the first state is the one of a call without a state or, of the
-    model, `initial_state`."""
+    """Several steps in both frameworks. A model starts from `initial_state`, and a layer from the
+    state that a call without a state returns."""
     module, layer, inputs = twins(name)
     module, layer = alike(module, layer)
     x, _, *rest = decoding(inputs)
@@ -171,7 +182,7 @@ def test_segment_ids_reach_the_functions(name: str) -> None:
     module, layer, inputs = twins(name)
     module, layer = alike(module, layer)
     ids = jnp.asarray([[1] * 4 + [2] * 5, [0] * 2 + [1] * 4 + [0] * 3], jnp.int32)
-    function = {"TimeMix": rwkv7.time_mix, "ChannelMix": rwkv7.channel_mix, "RWKV7": rwkv7.rwkv7}
+    function = {"TimeMix": rwkv7.time_mix, "ChannelMix": rwkv7.channel_mix, "RWKV7": rwkv7.apply}
     expected = jax.jit(function[name])(flax.arrays(module.params), *inputs, segment_ids=ids)
     of_flax = nnx.jit(lambda *xs, ids: module(*xs, segment_ids=ids))(*inputs, ids=ids)
     one = eqx.filter_jit(lambda *xs, ids: layer(*xs, segment_ids=ids))
@@ -180,7 +191,7 @@ def test_segment_ids_reach_the_functions(name: str) -> None:
     assert_close(of_equinox, jax.tree.map(lambda x: x[1], expected))
 
 
-def test_sequences_are_mixed_by_what_the_layer_is_given() -> None:
+def test_layers_mix_sequences_with_the_given_function() -> None:
     sequences = []
 
     def spy(r, *args, **options):
@@ -202,7 +213,7 @@ def test_first_layer_gives_its_value() -> None:
     module = flax.TimeMix(WIDTH, HEAD_SIZE, layer=0, layers=2, rngs=nnx.Rngs(0))
     x = normal(BATCH, TOKENS, WIDTH)
     y, _, v_first = module(x)
-    assert not y.any()  # the official initialisation has an output of zero
+    assert not y.any()  # the official initialisation starts with outputs of zero
     assert v_first.shape == x.shape
     assert v_first.any()
 

@@ -1,11 +1,10 @@
 """RWKV-7 layers for Equinox, with the official initialisation.
 
-`params` of each layer is the parameter tree of `rwkv_jax.models.rwkv7`; that module says what the
-layers compute, in which modes and dtypes. As usual in Equinox, inputs and states have no batch
-axis: use `jax.vmap`.
+`params` of each layer is the parameter tree of `rwkv_jax.models.rwkv7`. The docstring of that
+module describes what the layers compute, their modes and dtypes. As usual in Equinox, inputs and
+states have no batch axis: use `jax.vmap`.
 """
 
-from collections.abc import Callable
 from typing import TypeVar
 
 import equinox as eqx
@@ -22,19 +21,21 @@ Tree = TypeVar("Tree")
 
 
 def _batch(tree: Tree) -> Tree:
+    """The same arrays with a batch axis of size 1 in front."""
     return jax.tree.map(lambda x: x[None], tree)
 
 
 def _unbatch(tree: Tree) -> Tree:
+    """The same arrays without the batch axis of size 1."""
     return jax.tree.map(lambda x: x[0], tree)
 
 
 class TimeMix(eqx.Module):
-    """Time mixing of layer `layer` (from 0) among `layers`."""
+    """The time mixing of layer `layer` (from 0) of a model with `layers` layers."""
 
     params: rwkv7.TimeMixParams
     implementation: str | None = eqx.field(static=True)
-    wkv: Callable = eqx.field(static=True)
+    wkv: rwkv7.Wkv = eqx.field(static=True)
 
     def __init__(
         self,
@@ -44,7 +45,7 @@ class TimeMix(eqx.Module):
         layer: int,
         layers: int,
         implementation: str | None = None,
-        wkv: Callable = wkv7,
+        wkv: rwkv7.Wkv = wkv7,
         key: Key[Array, ""],
     ):
         self.params = rwkv7.init_time_mix(key, width, head_size, layer=layer, layers=layers)
@@ -59,7 +60,8 @@ class TimeMix(eqx.Module):
         *,
         segment_ids: Int[Array, " T"] | None = None,
     ) -> tuple[Float[Array, "*T C"], rwkv7.TimeMixState, Float[Array, "*T C"]]:
-        """`rwkv7.time_mix` of a sequence [T, C] or a token [C]: output, state, `v_first`."""
+        """`rwkv7.time_mix` of a sequence [T, C] or a token [C]: the output, the next state and
+        the value of the first layer."""
         x, state, v_first, segment_ids = _batch((x, state, v_first, segment_ids))
         return _unbatch(
             rwkv7.time_mix(
@@ -75,7 +77,7 @@ class TimeMix(eqx.Module):
 
 
 class ChannelMix(eqx.Module):
-    """Channel mixing of layer `layer` (from 0) among `layers`."""
+    """The channel mixing of layer `layer` (from 0) of a model with `layers` layers."""
 
     params: rwkv7.ChannelMixParams
 
@@ -89,18 +91,19 @@ class ChannelMix(eqx.Module):
         *,
         segment_ids: Int[Array, " T"] | None = None,
     ) -> tuple[Float[Array, "*T C"], Float[Array, " C"]]:
-        """`rwkv7.channel_mix` of a sequence [T, C] or a token [C]: output, state."""
+        """`rwkv7.channel_mix` of a sequence [T, C] or a token [C]: the output and
+        the next state."""
         x, state, ids = _batch((x, state, segment_ids))
         return _unbatch(rwkv7.channel_mix(self.params, x, state, segment_ids=ids))
 
 
 class RWKV7(eqx.Module):
-    """The language model. Parameters are float32; it computes in `dtype`."""
+    """The language model. Parameters are float32, and activations have `dtype`."""
 
     params: rwkv7.Params
     dtype: jnp.dtype = eqx.field(static=True)
     implementation: str | None = eqx.field(static=True)
-    wkv: Callable = eqx.field(static=True)
+    wkv: rwkv7.Wkv = eqx.field(static=True)
 
     def __init__(
         self,
@@ -108,7 +111,7 @@ class RWKV7(eqx.Module):
         *,
         dtype: DTypeLike = jnp.float32,
         implementation: str | None = None,
-        wkv: Callable = wkv7,
+        wkv: rwkv7.Wkv = wkv7,
         key: Key[Array, ""],
     ):
         self.params = rwkv7.init(key, config)
@@ -123,10 +126,11 @@ class RWKV7(eqx.Module):
         *,
         segment_ids: Int[Array, " T"] | None = None,
     ) -> tuple[Float32[Array, "*T vocabulary"], rwkv7.State]:
-        """`rwkv7.rwkv7` of a sequence [T] or a token []: logits, state."""
+        """`rwkv7.apply` of a sequence [T] or a token []: the logits and the next
+        state."""
         tokens, state, segment_ids = _batch((tokens, state, segment_ids))
         return _unbatch(
-            rwkv7.rwkv7(
+            rwkv7.apply(
                 self.params,
                 tokens,
                 state,

@@ -1,10 +1,9 @@
 """RWKV-7 layers for Flax NNX, with the official initialisation.
 
 `params` of each layer is the parameter tree of `rwkv_jax.models.rwkv7` with an `nnx.Param` at each
-leaf; that module says what the layers compute, in which modes and dtypes.
+leaf. The docstring of that module describes what the layers compute, their modes and dtypes.
 """
 
-from collections.abc import Callable
 from typing import TypeVar
 
 import jax
@@ -31,7 +30,7 @@ def arrays(tree: Tree) -> Tree:
 
 
 class TimeMix(nnx.Module):
-    """Time mixing of layer `layer` (from 0) among `layers`."""
+    """The time mixing of layer `layer` (from 0) of a model with `layers` layers."""
 
     def __init__(
         self,
@@ -41,7 +40,7 @@ class TimeMix(nnx.Module):
         layer: int,
         layers: int,
         implementation: str | None = None,
-        wkv: Callable = wkv7,
+        wkv: rwkv7.Wkv = wkv7,
         rngs: nnx.Rngs,
     ):
         self.params = parameters(
@@ -58,7 +57,8 @@ class TimeMix(nnx.Module):
         *,
         segment_ids: Int[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B *T C"], rwkv7.TimeMixState, Float[Array, "B *T C"]]:
-        """`rwkv7.time_mix` of a sequence [B, T, C] or a token [B, C]: output, state, `v_first`."""
+        """`rwkv7.time_mix` of a sequence [B, T, C] or a token [B, C]: the output, the next state
+        and the value of the first layer."""
         return rwkv7.time_mix(
             arrays(self.params),
             x,
@@ -71,7 +71,7 @@ class TimeMix(nnx.Module):
 
 
 class ChannelMix(nnx.Module):
-    """Channel mixing of layer `layer` (from 0) among `layers`."""
+    """The channel mixing of layer `layer` (from 0) of a model with `layers` layers."""
 
     def __init__(self, width: int, *, layer: int, layers: int, rngs: nnx.Rngs):
         self.params = parameters(
@@ -85,12 +85,13 @@ class ChannelMix(nnx.Module):
         *,
         segment_ids: Int[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B *T C"], Float[Array, "B C"]]:
-        """`rwkv7.channel_mix` of a sequence [B, T, C] or a token [B, C]: output, state."""
+        """`rwkv7.channel_mix` of a sequence [B, T, C] or a token [B, C]: the output and
+        the next state."""
         return rwkv7.channel_mix(arrays(self.params), x, state, segment_ids=segment_ids)
 
 
 class RWKV7(nnx.Module):
-    """The language model. Parameters are float32; it computes in `dtype`."""
+    """The language model. Parameters are float32, and activations have `dtype`."""
 
     def __init__(
         self,
@@ -98,7 +99,7 @@ class RWKV7(nnx.Module):
         *,
         dtype: DTypeLike = jnp.float32,
         implementation: str | None = None,
-        wkv: Callable = wkv7,
+        wkv: rwkv7.Wkv = wkv7,
         rngs: nnx.Rngs,
     ):
         self.params = parameters(rwkv7.init(rngs.params(), config))
@@ -113,8 +114,9 @@ class RWKV7(nnx.Module):
         *,
         segment_ids: Int[Array, "B T"] | None = None,
     ) -> tuple[Float32[Array, "B *T vocabulary"], rwkv7.State]:
-        """`rwkv7.rwkv7` of sequences [B, T] or a token each [B]: logits, state."""
-        return rwkv7.rwkv7(
+        """`rwkv7.apply` of sequences [B, T] or a token each [B]: the logits and the next
+        state."""
+        return rwkv7.apply(
             arrays(self.params),
             tokens,
             state,

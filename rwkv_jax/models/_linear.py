@@ -1,0 +1,32 @@
+"""Linear maps without bias: within layers, as the embedding and as the output head."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+from jaxtyping import Float, Float32, Int
+
+
+class Weight(NamedTuple):
+    """The weight of a linear map, [outputs, inputs], or of an embedding, [vocabulary, C]."""
+
+    weight: Array
+
+
+def linear(params: Weight, x: Float[Array, "*shape inputs"]) -> Float[Array, "*shape outputs"]:
+    """The linear map in the dtype of `x` and the weight, which is the same."""
+    return jnp.einsum("...i,oi->...o", x, params.weight)
+
+
+def embed(
+    params: Weight, tokens: Int[Array, "*shape"], dtype: DTypeLike
+) -> Float[Array, "*shape C"]:
+    """The embedding of each token in `dtype`."""
+    return params.weight[tokens].astype(dtype)
+
+
+def logits(params: Weight, x: Float[Array, "*shape C"]) -> Float32[Array, "*shape vocabulary"]:
+    """The output head: multiplied in the dtype of `x`, with sums and results in float32."""
+    weight = params.weight.astype(x.dtype)
+    return jnp.einsum("...c,nc->...n", x, weight, preferred_element_type=jnp.float32)

@@ -1,0 +1,37 @@
+"""Trees of parameters: the name of each parameter, and the dtype and rank for computing with it."""
+
+from typing import TypeVar
+
+import jax
+from jax import Array
+from jax.tree_util import KeyPath
+from jax.typing import DTypeLike
+from jaxtyping import PyTree
+
+Tree = TypeVar("Tree")
+
+
+def name(path: KeyPath) -> str:
+    """The name of the parameter at `path`, as in `blocks.0.att.receptance.weight`."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def names(params: PyTree[Array]) -> dict[str, Array]:
+    """The parameters by their official names."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(params)
+    return {name(path): x for path, x in leaves}
+
+
+def cast(params: Tree, dtype: DTypeLike) -> Tree:
+    """The parameters in `dtype`."""
+    return jax.tree.map(lambda x: x.astype(dtype), params)
+
+
+def like(params: Tree, x: Array) -> Tree:
+    """The parameters in the dtype of `x`. Vectors get leading axes of size 1 up to the rank of `x`,
+    because broadcasting to another rank is an error under strict rank promotion."""
+
+    def with_rank(p: Array) -> Array:
+        return p.reshape((1,) * (x.ndim - 1) + p.shape) if p.ndim == 1 else p
+
+    return jax.tree.map(with_rank, cast(params, x.dtype))

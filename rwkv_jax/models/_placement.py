@@ -1,0 +1,54 @@
+"""Where the parameters of a model are on a mesh."""
+
+import math
+from typing import Literal, TypeAlias
+
+import jax
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import KeyPath
+from jaxtyping import PyTree
+
+from rwkv_jax import _check
+from rwkv_jax._partition import axis_names
+from rwkv_jax.models import _parameters
+
+Axis: TypeAlias = Literal["data", "model"]
+Rules: TypeAlias = tuple[tuple[tuple[str, ...], tuple[Axis, ...]], ...]
+"""Endings of the names of parameters, and what the leading axes of these parameters are distributed
+along. The first rule that fits a name counts; a parameter without a rule is whole on each device.
+"""
+
+MeshAxes: TypeAlias = str | tuple[str, ...] | None
+
+
+def shardings(
+    params: PyTree[Array | jax.ShapeDtypeStruct],
+    mesh: Mesh,
+    rules: Rules,
+    *,
+    data: MeshAxes = None,
+    model: MeshAxes = None,
+) -> PyTree[NamedSharding]:
+    """The sharding of each parameter. An axis that does not divide evenly stays whole.
+
+    Raises:
+      ValueError: `data` or `model` names an axis that the mesh does not have.
+    """
+    along: dict[Axis, MeshAxes] = {"data": data, "model": model}
+    devices = {}
+    for axis, mesh_axes in along.items():
+        for name in (names := axis_names(mesh_axes)):
+            _check.choice("shardings", axis, name, mesh.axis_names)
+        devices[axis] = math.prod(mesh.shape[name] for name in names)
+
+    def sharding(path: KeyPath, x: Array | jax.ShapeDtypeStruct) -> NamedSharding:
+        name = _parameters.name(path)
+        axes = next((axes for endings, axes in rules if name.endswith(endings)), ())
+        spec = (
+            along[axis] if size % devices[axis] == 0 else None
+            for size, axis in zip(x.shape, axes, strict=False)
+        )
+        return NamedSharding(mesh, PartitionSpec(*spec))
+
+    return jax.tree_util.tree_map_with_path(sharding, params)

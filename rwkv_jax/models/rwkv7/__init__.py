@@ -1,0 +1,42 @@
+"""The RWKV-7 "Goose" language model: parameters, initialisation and forward pass.
+
+Parameter trees have the field names of the official checkpoints, so the path of a parameter is its
+official name, as in `blocks.0.att.receptance.weight`. Weights have the official layout, [outputs,
+inputs]. Official vectors have leading axes of size 1; the vectors of these trees do not.
+
+Every forward function has two modes, which the rank of its input selects: a sequence has a time
+axis, a single token (decoding) has none. Both modes take a state and return the next one.
+Parameters are cast to the dtype of the activations; normalisations, states and logits are float32.
+
+A row of a batch may hold several documents, which `segment_ids` tells apart as in `wkv7`. Neither a
+state nor a token shift crosses from one document to the next. Results at padding have no meaning.
+
+Source: "RWKV-7 Goose with Expressive Dynamic State Evolution" (arXiv:2503.14456) and, for the
+initialisation, the training code of RWKV-LM.
+"""
+
+from rwkv_jax.models._linear import Weight as Weight
+from rwkv_jax.models._normalisation import Norm as Norm
+from rwkv_jax.models._normalisation import layer_norm as layer_norm
+from rwkv_jax.models._parameters import names as names
+from rwkv_jax.models.rwkv7.channel_mixing import channel_mix as channel_mix
+from rwkv_jax.models.rwkv7.config import Config as Config
+from rwkv_jax.models.rwkv7.decoding import generate as generate
+from rwkv_jax.models.rwkv7.initialisation import init as init
+from rwkv_jax.models.rwkv7.initialisation import init_channel_mix as init_channel_mix
+from rwkv_jax.models.rwkv7.initialisation import init_time_mix as init_time_mix
+from rwkv_jax.models.rwkv7.model import apply as apply
+from rwkv_jax.models.rwkv7.parameters import BlockParams as BlockParams
+from rwkv_jax.models.rwkv7.parameters import ChannelMixParams as ChannelMixParams
+from rwkv_jax.models.rwkv7.parameters import Params as Params
+from rwkv_jax.models.rwkv7.parameters import TimeMixParams as TimeMixParams
+from rwkv_jax.models.rwkv7.placement import shardings as shardings
+from rwkv_jax.models.rwkv7.state import BlockState as BlockState
+from rwkv_jax.models.rwkv7.state import State as State
+from rwkv_jax.models.rwkv7.state import TimeMixState as TimeMixState
+from rwkv_jax.models.rwkv7.state import initial_state as initial_state
+from rwkv_jax.models.rwkv7.time_mixing import Wkv as Wkv
+from rwkv_jax.models.rwkv7.time_mixing import time_mix as time_mix
+
+rwkv7 = apply
+"""The first name of `apply`, for callers that still use it."""

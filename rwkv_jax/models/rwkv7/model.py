@@ -1,0 +1,66 @@
+"""The forward pass of the model."""
+
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+from jaxtyping import Float32, Int
+
+from rwkv_jax.models._linear import embed, logits
+from rwkv_jax.models._normalisation import layer_norm
+from rwkv_jax.models._token_shift import check_segment_ids
+from rwkv_jax.models.rwkv7.channel_mixing import channel_mix
+from rwkv_jax.models.rwkv7.parameters import Params
+from rwkv_jax.models.rwkv7.state import BlockState, State, initial_state
+from rwkv_jax.models.rwkv7.time_mixing import Wkv, time_mix
+from rwkv_jax.wkv7 import wkv7
+
+
+def apply(
+    params: Params,
+    tokens: Int[Array, "B *T"],
+    state: State | None = None,
+    *,
+    segment_ids: Int[Array, "B T"] | None = None,
+    dtype: DTypeLike = jnp.float32,
+    implementation: str | None = None,
+    wkv: Wkv = wkv7,
+) -> tuple[Float32[Array, "B *T vocabulary"], State]:
+    """Logits of the next token after each token of a sequence [B, T], or after one token each, [B].
+
+    Args:
+      params: the parameters.
+      tokens: integers below the size of the vocabulary.
+      state: the state after the tokens before `tokens`; `initial_state` if None.
+      segment_ids: which tokens of a row are one document, with 0 for padding; for sequences only.
+        The first document goes on from `state`, every other one starts anew, and the next state is
+        the one after the last document.
+      dtype: the dtype of the activations.
+      implementation: the implementation of `wkv7`.
+      wkv: the function that mixes sequences: `wkv7`, or `sharding.shard(wkv7, ...)`.
+
+    Returns:
+      Logits [B, T, vocabulary] or [B, vocabulary] in float32, and the next state.
+
+    Raises:
+      TypeError, ValueError: `segment_ids` is wrong, or given with one token each.
+    """
+    check_segment_ids("rwkv7", segment_ids, tokens.shape)
+    if state is None:
+        state = initial_state(params, tokens.shape[0], dtype)
+    x = embed(params.emb, tokens, dtype)
+    v_first = None
+    next_state = []
+    for p, s in zip(params.blocks, state, strict=True):
+        if p.ln0 is not None:
+            x = layer_norm(p.ln0, x)
+        dx, att, v_first = time_mix(
+            *(p.att, layer_norm(p.ln1, x), s.att, v_first),
+            segment_ids=segment_ids,
+            implementation=implementation,
+            wkv=wkv,
+        )
+        x = x + dx
+        dx, ffn = channel_mix(p.ffn, layer_norm(p.ln2, x), s.ffn, segment_ids=segment_ids)
+        x = x + dx
+        next_state.append(BlockState(att, ffn))
+    return logits(params.head, layer_norm(params.ln_out, x)), tuple(next_state)
