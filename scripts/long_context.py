@@ -1,11 +1,12 @@
 """Train on documents longer than memory: in pieces, with the state carried from one to the next.
 
-    python scripts/long_context.py               # gradients through the states between pieces
-    python scripts/long_context.py --detach      # states alone: what came before is not adapted
+    python scripts/long_context.py               # gradients flow through the states between pieces
+    python scripts/long_context.py --detach      # gradients stop at the states between pieces
 
-Each piece is computed again in the backward pass, so that memory holds one piece and the states
-between pieces, however many there are. Without --detach the gradients are those of the whole
-document at once, which the script checks before it trains. It says how much memory either needs.
+The backward pass computes each piece again, so that memory holds one piece and the states between
+pieces, however many pieces there are. Without --detach the gradients are the gradients of the whole
+document at once, which the script checks before it trains. It prints how much memory each way
+needs.
 """
 
 import argparse
@@ -14,7 +15,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 sys.path.append(str(Path(__file__).parent))
 
@@ -22,26 +22,34 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jaxtyping import PyTree
 
-import train
 from rwkv_jax.models import rwkv7
+from training import data
+from training.options import SIZES, positive
 
 
 def loss_of(
     params: rwkv7.Params, tokens: jax.Array, *, pieces: int, detach: bool = False
 ) -> jax.Array:
-    """Mean nats a byte of predicting each of [B, N + 1] tokens but the first, in so many pieces."""
+    """The mean loss of predicting each of [B, T + 1] tokens but the first, in nats per byte.
+
+    The model reads the T tokens in `pieces` pieces. With `detach`, no gradient flows from a piece
+    to the pieces before it.
+    """
     batch = tokens.shape[0]
 
     def cut(x: jax.Array) -> jax.Array:
         return jnp.moveaxis(x.reshape(batch, pieces, -1), 1, 0)
 
     @jax.checkpoint
-    def piece(state: rwkv7.State, part: tuple[jax.Array, jax.Array]) -> tuple[Any, jax.Array]:
-        inputs, labels = part
+    def piece(
+        state: rwkv7.State, tokens: tuple[jax.Array, jax.Array]
+    ) -> tuple[rwkv7.State, jax.Array]:
+        inputs, labels = tokens
         if detach:
             state = jax.lax.stop_gradient(state)
-        logits, state = rwkv7.rwkv7(params, inputs, state)
+        logits, state = rwkv7.apply(params, inputs, state)
         return state, optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
     state = rwkv7.initial_state(params, batch)
@@ -49,13 +57,15 @@ def loss_of(
     return losses.mean()
 
 
-def compiled_gradient(params: rwkv7.Params, tokens: jax.Array, pieces: int) -> Any:
+def compiled_gradient(params: rwkv7.Params, tokens: jax.Array, pieces: int) -> jax.stages.Compiled:
+    """The program that computes the gradients of the parameters."""
     gradient = jax.jit(jax.grad(functools.partial(loss_of, pieces=pieces)))
     return gradient.lower(params, tokens).compile()
 
 
 def compare(params: rwkv7.Params, tokens: jax.Array, pieces: int) -> float:
-    """Prints what memory gradients need, and returns how far those in pieces are from the whole."""
+    """Print how much memory the gradients need, and return the relative difference between the
+    gradients in pieces and the gradients of the whole document."""
     length = (tokens.shape[1] - 1) // pieces
     programs = {
         f"one piece of {length}": (1, tokens[:, : length + 1]),
@@ -65,57 +75,67 @@ def compare(params: rwkv7.Params, tokens: jax.Array, pieces: int) -> float:
     results = {}
     for name, (count, part) in programs.items():
         program = compiled_gradient(params, part, count)
-        megabytes = program.memory_analysis().temp_size_in_bytes / 2**20
+        memory = program.memory_analysis()
+        assert memory is not None
+        megabytes = memory.temp_size_in_bytes / 2**20
         print(f"{name:24} {megabytes:8.1f} MB beside parameters and gradients")
         results[name] = program(params, part)
     _, in_pieces, whole = results.values()
     return norm(jax.tree.map(jnp.subtract, in_pieces, whole)) / norm(whole)
 
 
-def norm(tree: Any) -> float:
+def norm(tree: PyTree[jax.Array]) -> float:
+    """The Euclidean norm of all arrays together."""
     return sum(float(jnp.vdot(x, x)) for x in jax.tree.leaves(tree)) ** 0.5
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train on long documents, piece by piece.")
     add = parser.add_argument
-    add("--size", choices=train.SIZES, default="tiny")
+    add("--size", choices=SIZES, default="tiny", help="as train.py takes it")
     add("--data", type=Path, help="as train.py takes it")
     add("--pattern", default="*.py", help="as train.py takes it")
-    add("--pieces", type=train.positive, default=8, help="of a document")
-    add("--piece", type=train.positive, default=128, help="bytes of one")
-    add("--batch", type=train.positive, default=2, help="documents a step")
-    add("--steps", type=train.positive, default=20, help="optimizer steps")
-    add("--learning-rate", type=float, default=4e-3)
-    add("--seed", type=int, default=0, help="of parameters and data order")
+    add("--pieces", type=positive, default=8, help="pieces of each document")
+    add("--piece", type=positive, default=128, help="bytes of each piece")
+    add("--batch", type=positive, default=2, help="documents in each step")
+    add("--steps", type=positive, default=20, help="optimizer steps")
+    add("--learning-rate", type=float, default=4e-3, help="learning rate")
+    add("--seed", type=int, default=0, help="seed of parameters and data order")
     add("--detach", action="store_true", help="no gradients through the states between pieces")
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    args.context = args.pieces * args.piece
-    text, _ = train.read(args.data, args.pattern)
-    train.check_size(text, args.context)
-    params: Any = rwkv7.init(jax.random.key(args.seed), train.SIZES[args.size])
-    difference = compare(params, jnp.asarray(train.batch_at(0, text, args)), args.pieces)
+    context = args.pieces * args.piece
+    text, _ = data.read(args.data, args.pattern)
+    data.check_size(text, context)
+
+    def documents(step: int) -> jax.Array:
+        batch = data.batch_at(step, text, seed=args.seed, batch=args.batch, context=context)
+        return jnp.asarray(batch)
+
+    params: PyTree[jax.Array] = rwkv7.init(jax.random.key(args.seed), SIZES[args.size])
+    difference = compare(params, documents(0), args.pieces)
     print(f"gradients in pieces differ from those of the whole by {difference:.1e}")
 
     optimizer = optax.adam(args.learning_rate)
     loss = functools.partial(loss_of, pieces=args.pieces, detach=args.detach)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params: Any, state: Any, tokens: jax.Array) -> tuple[Any, Any, jax.Array]:
+    def step(
+        params: PyTree[jax.Array], moments: optax.OptState, tokens: jax.Array
+    ) -> tuple[PyTree[jax.Array], optax.OptState, jax.Array]:
         value, gradients = jax.value_and_grad(loss)(params, tokens)
-        updates, state = optimizer.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state, value
+        updates, moments = optimizer.update(gradients, moments, params)
+        return optax.apply_updates(params, updates), moments, value
 
-    state, losses, start = optimizer.init(params), [], time.perf_counter()
+    moments, losses, start = optimizer.init(params), [], time.perf_counter()
     for i in range(args.steps):
-        params, state, value = step(params, state, jnp.asarray(train.batch_at(i, text, args)))
+        params, moments, value = step(params, moments, documents(i))
         losses.append(float(value))
     print(
-        f"{args.steps} steps on documents of {args.context:,} bytes: loss {losses[0]:.3f} to "
+        f"{args.steps} steps on documents of {context:,} bytes: loss {losses[0]:.3f} to "
         f"{np.mean(losses[-3:]):.3f} nats a byte, {time.perf_counter() - start:.0f} s"
     )
     return 0

@@ -1,8 +1,9 @@
-"""A training step on the devices of several processes is that of one process on one device.
+"""A training step on the devices of several processes equals a step of one process on one device.
 
-Run as a script this file is one of the processes.
+Run as a script, this file is one of the processes.
 """
 
+import importlib
 import importlib.util
 import os
 import socket
@@ -20,7 +21,7 @@ TESTS = Path(__file__).parent
 TRAIN = Path(__file__).parents[1] / "scripts" / "train.py"
 MODEL = ("--layers=2", "--width=32", "--head-size=16", "--batch=2", "--context=32")
 MESHES = ("data=2,seq=2", "seq=2,model=2", "data=2,model=2")
-"""On two processes with two devices each the first axis is over processes."""
+"""Meshes of two processes with two devices each. The first axis lies across the processes."""
 
 TIMEOUT = 300
 
@@ -35,26 +36,29 @@ def load() -> ModuleType:
 
 
 def step(train: ModuleType, *options: str) -> dict[str, np.ndarray]:
-    """The loss of a step and all that is changed in it, from parameters that are not zero."""
+    """The loss of a training step and every array that it changes. The parameters start with noise,
+    because many of the initial ones are zero."""
     import jax
     import optax
     from flax import nnx
     from jax.sharding import NamedSharding, PartitionSpec
 
-    args = train.parse([*MODEL, *options])
-    mesh = train.make_mesh(args)
-    model = train.make_model(args, mesh)
+    steps = importlib.import_module("training.steps")
+    place = train.devices.place
+    args = train.options.parse([*MODEL, *options])
+    mesh, model = train.prepare(args)
     rng = np.random.default_rng(0)
     for x in jax.tree.leaves(nnx.state(model), is_leaf=lambda x: isinstance(x, nnx.Variable)):
         noise = 0.1 * rng.standard_normal(x.shape).astype(np.float32)
-        x[...] = x[...] + train.place(noise, x[...].sharding)
+        x[...] = x[...] + place(noise, x[...].sharding)
     # With a larger epsilon than usual, so that a step depends on how large a gradient is.
     optimizer = nnx.Optimizer(model, optax.adamw(0.1, eps=1e-3), wrt=nnx.Param)
     text = rng.integers(0, 256, 1000).astype(np.uint8)
-    tokens = train.place(train.batch_at(0, text, args), NamedSharding(mesh, PartitionSpec("data")))
-    loss = train.train_step(mesh, model, optimizer, tokens)
-    state = {name: x[...] for name, x in train.variables(model, optimizer).items()}
-    return jax.tree.map(np.asarray, train.gathered({"loss": loss, **state}, mesh))
+    batch = train.data.batch_at(0, text, seed=args.seed, batch=args.batch, context=args.context)
+    tokens = place(batch, NamedSharding(mesh, PartitionSpec("data")))
+    loss = steps.train_step(mesh, model, optimizer, tokens)
+    state = {name: x[...] for name, x in steps.variables(model, optimizer).items()}
+    return jax.tree.map(np.asarray, train.devices.gathered({"loss": loss, **state}, mesh))
 
 
 def main(out: str, implementation: str, *processes: str) -> None:
@@ -70,7 +74,7 @@ def main(out: str, implementation: str, *processes: str) -> None:
 
 
 @pytest.mark.slow
-def test_steps_of_two_processes_are_those_of_one(tmp_path: Path) -> None:
+def test_two_processes_step_as_one(tmp_path: Path) -> None:
     import rwkv_jax
 
     with socket.socket() as free:

@@ -1,8 +1,9 @@
-"""The training scripts. `train.py` learns, and an interrupted run resumes as if it had not been;
-`long_context.py` learns from documents in pieces as from whole ones."""
+"""The training scripts. `train.py` learns, and an interrupted run resumes as if it had not been
+interrupted; `long_context.py` learns from documents in pieces as from whole documents."""
 
 import contextlib
 import functools
+import importlib
 import importlib.util
 import json
 import os
@@ -64,15 +65,15 @@ def arrays(folder: Path) -> dict[str, np.ndarray]:
 
 
 def interrupt(train: ModuleType, monkeypatch: pytest.MonkeyPatch, options: list[str]) -> None:
-    batch_at = train.batch_at
+    batch_at = train.data.batch_at
 
-    def interrupting(step: int, *rest):
+    def interrupting(step: int, text: np.ndarray, **options: int) -> np.ndarray:
         if step == INTERRUPTED_AT - 1:
             signal.raise_signal(signal.SIGINT)
-        return batch_at(step, *rest)
+        return batch_at(step, text, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(train, "batch_at", interrupting)
+        patch.setattr(train.data, "batch_at", interrupting)
         assert train.main(options) == 130
 
 
@@ -127,16 +128,16 @@ def test_run_resumes_on_another_mesh(
 
 @needs_devices
 def test_training_keeps_everything_where_it_is(train: ModuleType, options: list[str]) -> None:
-    args = train.parse([*options, "--mesh=model=2,data=2"])
-    mesh = train.make_mesh(args)
-    model = train.make_model(args, mesh)
-    optimizer = nnx.Optimizer(model, train.make_optimizer(args), wrt=nnx.Param)
-    state = train.variables(model, optimizer)
+    steps = importlib.import_module("training.steps")
+    args = train.options.parse([*options, "--mesh=model=2,data=2"])
+    mesh, model = train.prepare(args)
+    optimizer = nnx.Optimizer(model, steps.make_optimizer(args), wrt=nnx.Param)
+    state = steps.variables(model, optimizer)
     places = {name: x[...].sharding for name, x in state.items()}
     for name in ("model", "optimizer.1.mu.params", "optimizer.1.nu.params"):
         place = places[f"{name}.blocks.0.att.receptance.weight"]
         assert place.is_equivalent_to(NamedSharding(mesh, P("model", "data")), 2)
-    train.train_step(mesh, model, optimizer, np.zeros((2, 17), np.int32))
+    steps.train_step(mesh, model, optimizer, np.zeros((2, 17), np.int32))
     for name, x in state.items():
         assert x.ndim == 0 or x[...].sharding.is_equivalent_to(places[name], x.ndim), name
 
@@ -177,12 +178,13 @@ def test_processes_go_together(
         assert message in capsys.readouterr().err
 
 
-def test_flops_are_mostly_those_of_the_matrices(train: ModuleType) -> None:
-    """Of the official 1.5B, which has 1.53e9 parameters, 2 * 65536 * 2048 outside of the layers."""
+def test_most_operations_are_of_matrices(train: ModuleType) -> None:
+    """The official 1.5B model has 1.53e9 parameters, 2 * 65536 * 2048 of them not in layers."""
     counts = []
 
     def count(key: jax.Array) -> None:
-        counts.append(train.flops_per_token(rwkv7.init(key, train.SIZES["1.5b"])))
+        params = rwkv7.init(key, train.options.SIZES["1.5b"])
+        counts.append(train.language_model.flops_per_token(params))
 
     jax.eval_shape(count, jax.random.key(0))
     layers = 1.53e9 - 2 * 65536 * 2048
@@ -208,20 +210,20 @@ def test_every_twentieth_file_is_held_out(train: ModuleType, tmp_path: Path) -> 
     (tmp_path / "test").mkdir()
     (tmp_path / "test" / "no.py").write_text("not ours")
     (tmp_path / "no.txt").write_text("not ours")
-    text, held_out = train.read(tmp_path, "*.py")
+    text, held_out = train.data.read(tmp_path, "*.py")
     assert bytes(held_out) == b"<19>\n<39>"
     assert bytes(text) == "\n".join(f"<{i}>" for i in range(40) if i % 20 != 19).encode()
 
 
 def test_standard_library_is_the_default(train: ModuleType) -> None:
-    text, held_out = train.read(None, "*.py")
+    text, held_out = train.data.read(None, "*.py")
     assert len(text) > 10 * len(held_out) > 1_000_000
     assert b"class OrderedDict" in bytes(text) + bytes(held_out)
 
 
-def test_ngrams_know_what_they_counted(train: ModuleType) -> None:
+def test_ngrams_predict_what_they_counted(train: ModuleType) -> None:
     text = np.frombuffer(b"ab" * 5000, np.uint8)
-    losses = train.ngram_losses(text, text[None, :101])
+    losses = train.data.ngram_losses(text, text[None, :101])
     assert losses["unigram"] == pytest.approx(np.log(2), abs=0.05)
     assert losses["bigram"] == pytest.approx(0, abs=0.01)
 
@@ -239,7 +241,8 @@ def test_documents_in_pieces(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Gradients of the whole, in the memory of a piece; and it learns, with and without them."""
+    """The gradients of the whole documents take little more memory than one piece, and the model
+    learns with and without --detach."""
     (tmp_path / "text").write_bytes(TEXT)
     options = [f"--data={tmp_path / 'text'}", "--piece=16", "--steps=4"]
 
@@ -255,12 +258,13 @@ def test_documents_in_pieces(
     assert 0 < several - one < (whole - one) / 4  # a GPU's libraries take memory of their own
     (difference,) = re.findall(r"differ from those of the whole by (\S+)", output)
     assert float(difference) < 1e-5
-    monkeypatch.setattr(long_context, "compare", lambda *_: 0.0)  # it does not detach
+    monkeypatch.setattr(long_context, "compare", lambda *_: 0.0)  # which does not detach
     output_of("--detach")
 
 
 def test_detached_pieces_do_not_learn_from_later_ones(long_context: ModuleType) -> None:
-    """With parameters of which states matter: the official ones begin with an output of zeros."""
+    """The parameters are random, because states do not matter with the official initial parameters,
+    whose output is zero."""
     shapes = rwkv7.init(jax.random.key(0), rwkv7.Config(1, 16, 16, vocabulary=8))
     leaves, tree = jax.tree.flatten(shapes)
     keys = jax.random.split(jax.random.key(1), len(leaves))

@@ -1,0 +1,1 @@
+"""What the training scripts consist of: a module for each concern."""

@@ -1,0 +1,81 @@
+"""The data: bytes of files, cut into sequences, and n-gram models of them to compare with."""
+
+import sys
+import sysconfig
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+NOT_OURS = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
+"""Folders whose files are left out, because they are not sources of the library itself."""
+
+HELD_OUT_EVERY = 20
+"""One file of so many is held out."""
+
+
+def read(data: Path | None, pattern: str) -> tuple[np.ndarray, np.ndarray]:
+    """Training and held-out bytes: every twentieth file is held out, or the end of a single file.
+
+    `data` is a file, a folder, or None for the standard library of Python."""
+    folder = data or Path(sysconfig.get_path("stdlib"))
+    if folder.is_file():
+        text = np.frombuffer(folder.read_bytes(), np.uint8)
+        cut = len(text) - len(text) // HELD_OUT_EVERY
+        return text[:cut], text[cut:]
+    paths = sorted(path.relative_to(folder) for path in folder.rglob(pattern))
+    files = [(folder / path).read_bytes() for path in paths if NOT_OURS.isdisjoint(path.parts)]
+    held_out = files[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
+    del files[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
+    if not held_out:
+        sys.exit(
+            f"{folder} has {len(files)} files {pattern}; needed are {HELD_OUT_EVERY} or one file"
+        )
+    train, test = (np.frombuffer(b"\n".join(part), np.uint8) for part in (files, held_out))
+    return train, test
+
+
+def check_size(text: np.ndarray, context: int) -> np.ndarray:
+    """`text`, if it has more bytes than a sequence."""
+    if len(text) <= context:
+        sys.exit(f"there are {len(text)} bytes; needed are more than the context, {context}")
+    return text
+
+
+def checksum(text: np.ndarray) -> int:
+    """A number that tells data apart."""
+    return zlib.crc32(text.tobytes())
+
+
+def batch_at(step: int, text: np.ndarray, *, seed: int, batch: int, context: int) -> np.ndarray:
+    """Sequences [batch, context + 1] that depend on the seed and the step alone."""
+    starts = np.random.default_rng((seed, step)).integers(len(text) - context, size=batch)
+    return _windows(text, starts, context)
+
+
+def evenly_spaced(text: np.ndarray, *, count: int, context: int) -> np.ndarray:
+    """`count` sequences, [count, context + 1], from the whole of `text`."""
+    starts = np.linspace(0, len(text) - context - 1, count)
+    return _windows(text, starts.astype(int), context)
+
+
+def _windows(text: np.ndarray, starts: np.ndarray, context: int) -> np.ndarray:
+    return text[starts[:, None] + np.arange(context + 1)].astype(np.int32)
+
+
+def ngram_losses(train: np.ndarray, held_out: np.ndarray) -> dict[str, float]:
+    """Losses of a unigram and a bigram model on all but the first byte of each row of `held_out`,
+    which are the bytes that the language model predicts. The losses are in nats per byte.
+
+    Both models count the bytes of `train`. The unigram model adds one to each count, and the bigram
+    model adds the probabilities of the unigram model.
+    """
+    before, after = held_out[:, :-1], held_out[:, 1:]
+    pairs = np.bincount(train[:-1].astype(np.int32) * 256 + train[1:], minlength=65536)
+    pairs = pairs.reshape(256, 256)
+    unigram = (np.bincount(train, minlength=256) + 1) / (len(train) + 256)
+    bigram = (pairs + unigram) / (pairs.sum(1, keepdims=True) + 1)
+    return {
+        "unigram": float(-np.log(unigram[after]).mean()),
+        "bigram": float(-np.log(bigram[before, after]).mean()),
+    }

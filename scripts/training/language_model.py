@@ -1,0 +1,66 @@
+"""The model on a mesh, its loss, and how many operations training it takes."""
+
+import jax
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from rwkv_jax.models import rwkv7
+from rwkv_jax.nn.flax import RWKV7, arrays, parameters
+from rwkv_jax.sharding import shard
+from rwkv_jax.wkv7 import wkv7
+from training.devices import place
+
+
+def make_model(
+    config: rwkv7.Config, mesh: Mesh, *, dtype: str, implementation: str | None, seed: int
+) -> RWKV7:
+    """The model with its initial parameters, which are distributed over the mesh."""
+    wkv = wkv7
+    if mesh.size > 1:
+        sequence = "seq" if mesh.shape["seq"] > 1 else None
+        wkv = shard(wkv7, mesh, batch="data", heads="model", sequence=sequence)
+    model = RWKV7(config, dtype=dtype, implementation=implementation, wkv=wkv, rngs=nnx.Rngs(seed))
+    params = arrays(model.params)
+    shardings = rwkv7.shardings(params, mesh, data="data", model="model")
+    model.params = parameters(jax.tree.map(place, params, shardings))
+    return model
+
+
+def losses(mesh: Mesh, model: RWKV7, tokens: jax.Array) -> jax.Array:
+    """Losses of predicting each byte of [B, T + 1] tokens but the first: [B, T], in nats."""
+    inputs, labels = jax.lax.with_sharding_constraint(
+        (tokens[:, :-1], tokens[:, 1:]), NamedSharding(mesh, P("data", "seq"))
+    )
+    params = arrays(model.params)
+    # Each parameter is gathered to compute with it, and its gradient is scattered.
+    for data in ("data", None):
+        params = jax.lax.with_sharding_constraint(
+            params, rwkv7.shardings(params, mesh, data=data, model="model")
+        )
+    logits, _ = rwkv7.apply(
+        params, inputs, dtype=model.dtype, implementation=model.implementation, wkv=model.wkv
+    )
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+
+
+def size(params: rwkv7.Params) -> int:
+    """How many numbers the parameters are."""
+    return sum(x.size for x in rwkv7.names(params).values())
+
+
+def flops_per_token(params: rwkv7.Params) -> int:
+    """Floating-point operations of training on a token.
+
+    Each number of a matrix is multiplied and added once in the forward pass and twice in the
+    backward pass, and each number of a state [K, K] takes part in four products of the time mixing.
+    Values that the backward pass computes again do not count.
+    """
+    matrices = sum(
+        x.size
+        for name, x in rwkv7.names(params).items()
+        if x.ndim == 2 and not name.startswith("emb.") and not name.endswith(".r_k")
+    )
+    states = sum(block.att.r_k.size * block.att.r_k.shape[1] for block in params.blocks)
+    return 6 * (matrices + 4 * states)

@@ -1,0 +1,79 @@
+"""The training loop."""
+
+import argparse
+import time
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from tqdm import tqdm
+
+from rwkv_jax.nn.flax import RWKV7
+from training import checkpoints, data, report
+from training.devices import place
+from training.interruption import Interruption
+from training.steps import evaluate, make_optimizer, train_step, variables
+
+
+def train(
+    args: argparse.Namespace,
+    mesh: Mesh,
+    model: RWKV7,
+    text: np.ndarray,
+    held_out: np.ndarray,
+    options: checkpoints.Options,
+) -> checkpoints.Log | None:
+    """Train on `text` and return the log of the finished run, or None after Ctrl-C.
+
+    `held_out` are the sequences to evaluate on. `options` go into the checkpoints.
+    """
+    optimizer = nnx.Optimizer(model, make_optimizer(args), wrt=nnx.Param)
+    state = variables(model, optimizer)
+    for x in state.values():
+        if x.ndim == 0:  # counts; every other variable already is where its parameter is
+            x[...] = place(x[...], NamedSharding(mesh, P()))
+    log: checkpoints.Log
+    log = {"train": [], "held_out": [], "ngrams": data.ngram_losses(text, held_out)}
+    if args.resume:
+        log = checkpoints.load(args.out, state, options)
+    done = first = len(log["train"])
+    stopped = False
+    tokens = args.batch * args.context
+    began = time.perf_counter()
+    times = []
+    progress = tqdm(
+        desc="training",
+        unit="tok",
+        unit_scale=True,
+        total=args.steps * tokens,
+        initial=first * tokens,
+        disable=jax.process_index() > 0,
+    )
+    with Interruption() as interruption, progress as bar:
+        while done < args.steps and not stopped:
+            start = time.perf_counter()
+            batch = data.batch_at(
+                done, text, seed=args.seed, batch=args.batch, context=args.context
+            )
+            placed = place(batch, NamedSharding(mesh, P("data")))
+            log["train"].append(float(train_step(mesh, model, optimizer, placed)))
+            times.append(time.perf_counter() - start)
+            done += 1
+            if done % args.eval_every == 0 or done == args.steps:
+                log["held_out"].append([done, evaluate(mesh, model, held_out, args.batch)])
+            recent = f"loss {np.mean(log['train'][-20:]):.3f}"
+            held = f", held out {log['held_out'][-1][1]:.3f}" if log["held_out"] else ""
+            bar.set_postfix_str(recent + held, refresh=False)
+            bar.update(tokens)
+            stopped = interruption.in_any_process()
+            if done % args.save_every == 0 or done == args.steps or stopped:
+                checkpoints.save(args.out, state, options, log)
+    if stopped:
+        print(f"Interrupted after step {done}; --resume continues from {args.out}")
+        return None
+    print(f"Trained {done - first} steps in {time.perf_counter() - began:.0f} s")
+    if times[1:]:
+        print(report.speed(mesh, model, tokens * len(times[1:]) / sum(times[1:]), args.peak))
+    return log

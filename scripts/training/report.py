@@ -1,0 +1,69 @@
+"""What a finished run shows: its speed, a plot and a table of losses, and generated text."""
+
+import argparse
+import functools
+import math
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import matplotlib
+import numpy as np
+from jax.sharding import Mesh
+
+from rwkv_jax.models import rwkv7
+from rwkv_jax.nn.flax import RWKV7, arrays
+from training.checkpoints import Log
+from training.devices import gathered
+from training.language_model import flops_per_token
+
+
+def speed(mesh: Mesh, model: RWKV7, tokens_per_second: float, peak: float | None) -> str:
+    """Tokens and operations per second, and which share of `peak` TFLOP/s each device reaches."""
+    teraflops = tokens_per_second * flops_per_token(arrays(model.params)) / 1e12
+    share = f", {teraflops / mesh.size / peak:.1%} of the peak" if peak else ""
+    return f"{tokens_per_second:,.0f} tokens/s after the first step, {teraflops:.3g} TFLOP/s{share}"
+
+
+def plot(path: Path, log: Log) -> None:
+    """Write a plot of all losses to `path`."""
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    axes.plot(
+        range(1, len(log["train"]) + 1), log["train"], lw=0.5, alpha=0.6, label="RWKV-7, training"
+    )
+    axes.plot(*zip(*log["held_out"], strict=True), "o-", label="RWKV-7, held out")
+    for (name, loss), style in zip(log["ngrams"].items(), (":", "--"), strict=True):
+        axes.axhline(loss, color="gray", ls=style, label=f"{name}, held out")
+    axes.set(xlabel="step", ylabel="loss (nats per byte)", ylim=(0, None))
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def table(log: Log) -> str:
+    """The held-out losses of the model and of the n-gram models."""
+    lines = [f"{'held-out loss':14} nats/byte  bits/byte"]
+    for name, loss in (log["ngrams"] | {"RWKV-7": log["held_out"][-1][1]}).items():
+        lines.append(f"{name:14} {loss:9.3f}  {loss / math.log(2):9.3f}")
+    return "\n".join(lines)
+
+
+def sample(args: argparse.Namespace, mesh: Mesh, model: RWKV7) -> str:
+    """Text that continues the prompt, decoded one byte at a time, on each device the same."""
+    generate = jax.jit(
+        functools.partial(
+            rwkv7.generate,
+            length=args.sample,
+            temperature=args.temperature,
+            dtype=args.dtype,
+            implementation=args.implementation,
+        )
+    )
+    params = gathered(arrays(model.params), mesh)
+    prompt = args.prompt.encode()
+    tokens = jnp.asarray([list(prompt)], jnp.int32)
+    new = np.asarray(generate(params, jax.random.key(args.seed), tokens))
+    return (prompt + bytes(new[0].astype(np.uint8))).decode(errors="replace")
