@@ -7,19 +7,11 @@ from typing import Any
 import jax
 from jax import export
 
-from rwkv_jax import _check, _dispatch, _ffi, _packing, _sequences
-from rwkv_jax.wkv4 import OPERATOR as WKV4
-from rwkv_jax.wkv5 import OPERATOR as WKV5
-from rwkv_jax.wkv6 import OPERATOR as WKV6
-from rwkv_jax.wkv7 import OPERATOR as WKV7
-
-_OPERATORS = (WKV4, WKV5, WKV6, WKV7)
-_CALLS = {x.name: (x, x.arguments, (x.forward, x.backward)) for x in _OPERATORS} | {
-    x.step.op: (x, x.step_arguments, (x.step,)) for x in _OPERATORS
-}
-
-_TRITON = "__gpu$xla.gpu.triton"
-"""The target in which JAX puts a Pallas kernel for a GPU."""
+from rwkv_jax._native import library
+from rwkv_jax._operator import check, dispatch
+from rwkv_jax._operator.call import SegmentIds, Sequences
+from rwkv_jax._operator.public import registered
+from rwkv_jax._packing import segments, sequences
 
 
 def implementations(
@@ -38,12 +30,13 @@ def implementations(
       op: the name of a public operator, such as "wkv7".
       operands: its array arguments, or `jax.ShapeDtypeStruct`s of them; the state may be left out.
       segment_ids: as the operator takes it, if it does.
-      cu_seqlens: likewise.
+      cu_seqlens: as the operator takes it, if it does.
       decay: as the operator takes it.
       precision: as the operator takes it.
       platform: "cpu", "cuda" or another JAX platform; the default backend's if None.
       details: say of an implementation that can run in a few words how it does (which kernels and
-        in what arithmetic), in place of None.
+        in what arithmetic), in place of None. For "ffi" on CUDA this is asked of the native code
+        that decides it, for the first GPU, or for one like an H100 where there is none.
 
     Returns:
       For each implementation, None if it can run this call and its gradient, or the reason why not.
@@ -51,26 +44,30 @@ def implementations(
     Raises:
       ValueError: `op` is unknown, or operands are too few or too many.
     """
-    operator, arguments, stages = _CALLS[_check.choice("implementations", "op", op, _CALLS)]
-    names, states = list(arguments), list(arguments)[len(operator.inputs) :]
+    functions = {function.name: function for function in registered()}
+    function = functions[check.choice("implementations", "op", op, functions)]
+    signature, arguments = function.operator.signature, function.arguments
+    names, states = list(arguments), list(arguments)[len(signature.inputs) :]
     if len(operands) not in (len(names), len(names) - len(states)):
         raise ValueError(
             f"implementations: {op} takes the operands {', '.join(names)}, the state optional "
             f"here; {len(operands)} were given"
         )
-    named = dict(zip(names, operands, strict=False))
+    given = dict(zip(names, operands, strict=False))
+    axes = arguments if cu_seqlens is None else function.arguments_of_sequences
+    check.shapes(op, axes, given, states)
+    inputs = {name: given[name] for name in signature.inputs}
+    packing = None
     if cu_seqlens is not None:
-        arguments, stages = operator.arguments_of_sequences, operator.of_sequences[:2]
-    _check.shapes(op, arguments, named, states)
-    if cu_seqlens is not None:
-        cu = _sequences.checked(op, cu_seqlens, *named["v"].shape[:2])
-        named |= {"cu_seqlens": cu, "marks": cu}
-    if segment_ids is not None:
-        named["marks"] = _packing.checked(op, segment_ids, named["v"].shape[:2])
-    options = operator.options(stages[0], decay=decay, precision=precision, implementation=None)
+        packing = Sequences(sequences.checked(op, cu_seqlens, *signature.row_sizes(inputs)))
+    elif segment_ids is not None:
+        packing = SegmentIds(segments.checked(op, segment_ids, *signature.row_sizes(inputs)))
+    options = check.options(
+        op, function.operator, decay=decay, precision=precision, implementation=None
+    )
     if platform is None:
         platform = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
-    return _dispatch.implementations(stages, options, named, platform, details)
+    return dispatch.reasons(function.operator, options, platform, inputs, packing, details=details)
 
 
 def build_info() -> dict[str, Any]:
@@ -93,12 +90,17 @@ def build_info() -> dict[str, Any]:
             "cuda_compiler": _build.CUDA_COMPILER or None,
             "cuda_archs": _build.CUDA_ARCHS,
         }
-    return info | {"missing": dict(_ffi.MISSING)}
+    return info | {"missing": dict(library.MISSING)}
 
 
 def export_checks() -> Sequence[export.DisabledSafetyCheck]:
     """What `jax.export.export(..., disabled_checks=...)` needs to serialise a program that calls
-    the native kernels, or those of Pallas on a GPU. The process that loads the program must have
+    the native kernels, or Pallas kernels on a GPU. The process that loads the program must have
     imported `rwkv_jax`."""
-    targets = [t for op in _OPERATORS for t in op.implementations["ffi"].TARGETS]
-    return [export.DisabledSafetyCheck.custom_call(t) for t in (*targets, _TRITON)]
+    targets = {
+        target
+        for function in registered()
+        for implementation in function.operator.implementations.values()
+        for target in implementation.targets
+    }
+    return [export.DisabledSafetyCheck.custom_call(target) for target in sorted(targets)]

@@ -1,24 +1,38 @@
-"""Axis letters and array types.
+"""The words and the axis letters of this package, and the types of its arrays.
 
-B  batch: independent sequences          K  key channels of a head
-T  time: tokens                          V  value channels of a head
-H  heads                                 N  saved chunk boundaries
-C  channels, of operators without heads
+Axes, each with one letter everywhere:
+
+    B  rows of a batch                 N  chunks of a row: saved states
+    T  tokens of a row: time           S  sequences of `cu_seqlens`
+    H  heads                           Z  offsets of `cu_seqlens`, S + 1
+    K  key channels of a head          P  rows of a pool of states
+    V  value channels of a head        M  words of marks in native kernels
+    C  channels, of operators without heads
+    L  a second K, in the map of a summary
+
+Words, each with one meaning everywhere:
+
+    chunk     64 tokens; a state is saved before each chunk for the backward pass
+    tile      16 tokens, or a 16 x 16 matrix: what one matrix instruction takes
+    segment   consecutive tokens of a row with the same id in `segment_ids`, such as a document
+    mark      of a token: it continues a segment, starts one, or is padding
+    sequence  one of `cu_seqlens`, with a state of its own
+    split     a part of a sequence that runs beside others on one device
+    shard     the part of an array that one device has
+    summary   what a run of tokens does to a state, as a map that composes
+    pool      the states of a server; a slot is a row of it
+    pass      what an implementation computes: forward, backward, step, summary, reverse summary
+    panel     in CUDA kernels, an array in shared memory with rows of 64 elements
 """
 
 from typing import TypeAlias
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float32
 
 Operand: TypeAlias = jax.Array | np.ndarray
-"""What a public function takes; `_check` says which shapes and dtypes it accepts."""
+"""What a public function takes; `_operator.check` says which shapes and dtypes it accepts."""
 
-Keys: TypeAlias = Float[Array, "B T H K"]
-Values: TypeAlias = Float[Array, "B T H V"]
 State: TypeAlias = Float32[Array, "B H V K"]
-States: TypeAlias = Float[Array, "B N H V K"]
-
-TokenKeys: TypeAlias = Float[Array, "B H K"]
-TokenValues: TypeAlias = Float[Array, "B H V"]
+"""The state of an operator with heads."""

@@ -9,8 +9,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath
 from jaxtyping import PyTree
 
-from rwkv_jax import _check
-from rwkv_jax._partition import axis_names
+from rwkv_jax._operator import check
+from rwkv_jax._operator.partition import axis_names
 from rwkv_jax.models import _parameters
 
 Axis: TypeAlias = Literal["data", "model"]
@@ -39,7 +39,7 @@ def shardings(
     devices = {}
     for axis, mesh_axes in along.items():
         for name in (names := axis_names(mesh_axes)):
-            _check.choice("shardings", axis, name, mesh.axis_names)
+            check.choice("shardings", axis, name, mesh.axis_names)
         devices[axis] = math.prod(mesh.shape[name] for name in names)
 
     def sharding(path: KeyPath, x: Array | jax.ShapeDtypeStruct) -> NamedSharding:

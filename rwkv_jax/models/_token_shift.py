@@ -5,9 +5,9 @@ The state of a token shift is the last token that the layer has seen, [B, C].
 
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, UInt8
 
-from rwkv_jax import _packing
+from rwkv_jax._packing import segments
 from rwkv_jax._typing import Operand
 
 
@@ -18,7 +18,7 @@ def check_segment_ids(name: str, ids: Operand | None, shape: tuple[int, ...]) ->
         return
     if len(shape) != 2:
         raise ValueError(f"{name}: segment_ids with one token a row; accepted is None")
-    _packing.checked(name, ids, shape)
+    segments.checked(name, ids, *shape)
 
 
 def initial_shift(x: Float[Array, "B *T C"]) -> Float[Array, "B C"]:
@@ -47,22 +47,22 @@ def token_shift(
     before = lax.dynamic_update_slice_in_dim(before, state[:, None], 0, axis=1)
     if segment_ids is None:
         return before, jnp.copy(x[:, -1])
-    return _shift_segments(x, before, state, _packing.marks(segment_ids))
+    return _shift_segments(x, before, state, segments.marks(segment_ids))
 
 
 def _shift_segments(
     x: Float[Array, "B T C"],
     before: Float[Array, "B T C"],
     state: Float[Array, "B C"],
-    marks: _packing.Marks,
+    marks: UInt8[Array, "B T"],
 ) -> tuple[Float[Array, "B T C"], Float[Array, "B C"]]:
     """`before` and the next state, corrected for segments: the first one goes on from `state`, the
     others start from zeros, and padding may stand before the first one and after the last one."""
-    present, tokens = marks != _packing.ABSENT, x.shape[1]
+    present, tokens = marks != segments.PADDING, x.shape[1]
     index = lax.broadcasted_iota(jnp.int32, marks.shape, 1)
     first = index == jnp.min(jnp.where(present, index, tokens), axis=1, keepdims=True)
     before = jnp.where(first[..., None], state[:, None], before)
-    before = jnp.where((marks == _packing.STARTS)[..., None], jnp.zeros_like(x), before)
+    before = jnp.where((marks == segments.STARTS)[..., None], jnp.zeros_like(x), before)
     last = jnp.max(jnp.where(present, index, -1), axis=1)[:, None, None]
     after = jnp.take_along_axis(x, jnp.maximum(last, 0), axis=1)[:, 0]
     return before, jnp.where(last[:, 0] < 0, state, after)

@@ -1,36 +1,30 @@
 """WKV4, the time mixing of RWKV-4 "Dove"."""
 
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import jax
 from jax import Array
 
-from rwkv_jax._operator import Operator
+from rwkv_jax._operator.operator import Operator
+from rwkv_jax._operator.public import public, run
 from rwkv_jax._typing import Operand
-from rwkv_jax.wkv4 import ffi, reference, segments, xla
-
-
-class Wkv4State(NamedTuple):
-    """The sums over past tokens of weights times values, `num * exp(log_max)`, and of weights,
-    `den * exp(log_max)`; `log_max` is the log of the largest weight. Each is [B, C] in float32."""
-
-    num: Operand
-    den: Operand
-    log_max: Operand
-
+from rwkv_jax.wkv4 import ffi, reference, xla
+from rwkv_jax.wkv4.signature import SIGNATURE
+from rwkv_jax.wkv4.signature import Wkv4State as Wkv4State
+from rwkv_jax.wkv4.summary import SUMMARY
 
 OPERATOR = Operator(
-    "wkv4",
-    inputs={"w": "C", "u": "C", "k": "BTC", "v": "BTC"},
-    state={"num": "BC", "den": "BC", "log_max": "BC"},
-    decays=("log", "exp"),
-    implementations={"ffi": ffi, "xla": xla, "reference": reference},
-    segments=segments,
-    state_type=Wkv4State,
-    empty={"log_max": reference.NOTHING},
+    SIGNATURE,
+    SUMMARY,
+    implementations={
+        "ffi": ffi.IMPLEMENTATION,
+        "xla": xla.IMPLEMENTATION,
+        "reference": reference.IMPLEMENTATION,
+    },
 )
 
 
+@public(OPERATOR)
 def wkv4(
     w: Operand,
     u: Operand,
@@ -97,19 +91,10 @@ def wkv4(
       ValueError: an argument has a wrong rank or size, or an option is unknown.
       NotImplementedError: the named implementation cannot run this call; the message says why.
     """
-    given = {
-        "w": w,
-        "u": u,
-        "k": k,
-        "v": v,
-        "initial_state": initial_state,
-        "segment_ids": segment_ids,
-        "cu_seqlens": cu_seqlens,
-        "slots": slots,
-    }
-    return OPERATOR.sequence(given, decay=decay, precision=precision, implementation=implementation)
+    return run(wkv4, locals())
 
 
+@public(OPERATOR, is_step=True)
 def wkv4_step(
     w: Operand,
     u: Operand,
@@ -135,5 +120,4 @@ def wkv4_step(
     Raises:
       TypeError, ValueError, NotImplementedError: as `wkv4`.
     """
-    given = {"w": w, "u": u, "k": k, "v": v, "state": state, "slots": slots}
-    return OPERATOR.token(given, decay=decay, precision=precision, implementation=implementation)
+    return run(wkv4_step, locals())

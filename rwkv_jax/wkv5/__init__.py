@@ -5,27 +5,28 @@ from typing import Literal
 import jax
 from jax import Array
 
-from rwkv_jax._dispatch import Lazy
-from rwkv_jax._operator import Operator
+from rwkv_jax._operator.implementation import Lazy
+from rwkv_jax._operator.operator import Operator
+from rwkv_jax._operator.public import public, run
+from rwkv_jax._pallas import TRITON_TARGET
 from rwkv_jax._typing import Operand
-from rwkv_jax.wkv5 import ffi, reference, segments, xla
+from rwkv_jax.wkv5 import ffi, reference, xla
+from rwkv_jax.wkv5.signature import SIGNATURE
+from rwkv_jax.wkv5.summary import SUMMARY
 
 OPERATOR = Operator(
-    "wkv5",
-    inputs={"r": "BTHK", "w": "HK", "k": "BTHK", "v": "BTHV", "u": "HK"},
-    state={"state": "BHVK"},
-    decays=("log", "exp"),
+    SIGNATURE,
+    SUMMARY,
     implementations={
-        "ffi": ffi,
-        "pallas": Lazy("rwkv_jax.wkv5.pallas"),
-        "xla": xla,
-        "reference": reference,
+        "ffi": ffi.IMPLEMENTATION,
+        "pallas": Lazy("rwkv_jax.wkv5.pallas", targets=(TRITON_TARGET,)),
+        "xla": xla.IMPLEMENTATION,
+        "reference": reference.IMPLEMENTATION,
     },
-    segments=segments,
-    per_head=frozenset("wu"),
 )
 
 
+@public(OPERATOR)
 def wkv5(
     r: Operand,
     w: Operand,
@@ -101,20 +102,10 @@ def wkv5(
       ValueError: an argument has a wrong rank or size, or an option is unknown.
       NotImplementedError: the named implementation cannot run this call; the message says why.
     """
-    given = {
-        "r": r,
-        "w": w,
-        "k": k,
-        "v": v,
-        "u": u,
-        "initial_state": initial_state,
-        "segment_ids": segment_ids,
-        "cu_seqlens": cu_seqlens,
-        "slots": slots,
-    }
-    return OPERATOR.sequence(given, decay=decay, precision=precision, implementation=implementation)
+    return run(wkv5, locals())
 
 
+@public(OPERATOR, is_step=True)
 def wkv5_step(
     r: Operand,
     w: Operand,
@@ -142,5 +133,4 @@ def wkv5_step(
     Raises:
       TypeError, ValueError, NotImplementedError: as `wkv5`.
     """
-    given = {"r": r, "w": w, "k": k, "v": v, "u": u, "state": state, "slots": slots}
-    return OPERATOR.token(given, decay=decay, precision=precision, implementation=implementation)
+    return run(wkv5_step, locals())

@@ -5,26 +5,28 @@ from typing import Literal
 import jax
 from jax import Array
 
-from rwkv_jax._dispatch import Lazy
-from rwkv_jax._operator import Operator
+from rwkv_jax._operator.implementation import Lazy
+from rwkv_jax._operator.operator import Operator
+from rwkv_jax._operator.public import public, run
+from rwkv_jax._pallas import TRITON_TARGET
 from rwkv_jax._typing import Operand
-from rwkv_jax.wkv6 import ffi, reference, segments, xla
+from rwkv_jax.wkv6 import ffi, reference, xla
+from rwkv_jax.wkv6.signature import SIGNATURE
+from rwkv_jax.wkv6.summary import SUMMARY
 
 OPERATOR = Operator(
-    "wkv6",
-    inputs={"r": "BTHK", "w": "BTHK", "k": "BTHK", "v": "BTHV", "u": "HK"},
-    state={"state": "BHVK"},
-    decays=("log", "exp"),
+    SIGNATURE,
+    SUMMARY,
     implementations={
-        "ffi": ffi,
-        "pallas": Lazy("rwkv_jax.wkv6.pallas"),
-        "xla": xla,
-        "reference": reference,
+        "ffi": ffi.IMPLEMENTATION,
+        "pallas": Lazy("rwkv_jax.wkv6.pallas", targets=(TRITON_TARGET,)),
+        "xla": xla.IMPLEMENTATION,
+        "reference": reference.IMPLEMENTATION,
     },
-    segments=segments,
 )
 
 
+@public(OPERATOR)
 def wkv6(
     r: Operand,
     w: Operand,
@@ -99,20 +101,10 @@ def wkv6(
       ValueError: an argument has a wrong rank or size, or an option is unknown.
       NotImplementedError: the named implementation cannot run this call; the message says why.
     """
-    given = {
-        "r": r,
-        "w": w,
-        "k": k,
-        "v": v,
-        "u": u,
-        "initial_state": initial_state,
-        "segment_ids": segment_ids,
-        "cu_seqlens": cu_seqlens,
-        "slots": slots,
-    }
-    return OPERATOR.sequence(given, decay=decay, precision=precision, implementation=implementation)
+    return run(wkv6, locals())
 
 
+@public(OPERATOR, is_step=True)
 def wkv6_step(
     r: Operand,
     w: Operand,
@@ -140,5 +132,4 @@ def wkv6_step(
     Raises:
       TypeError, ValueError, NotImplementedError: as `wkv6`.
     """
-    given = {"r": r, "w": w, "k": k, "v": v, "u": u, "state": state, "slots": slots}
-    return OPERATOR.token(given, decay=decay, precision=precision, implementation=implementation)
+    return run(wkv6_step, locals())

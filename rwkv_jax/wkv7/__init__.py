@@ -3,27 +3,29 @@
 import jax
 from jax import Array
 
-from rwkv_jax._decay import Decay
-from rwkv_jax._dispatch import Lazy
-from rwkv_jax._operator import Operator
+from rwkv_jax._operator.implementation import Lazy
+from rwkv_jax._operator.operator import Operator
+from rwkv_jax._operator.public import public, run
+from rwkv_jax._pallas import TRITON_TARGET
+from rwkv_jax._portable.decay import Decay
 from rwkv_jax._typing import Operand
-from rwkv_jax.wkv7 import ffi, reference, segments, xla
+from rwkv_jax.wkv7 import ffi, reference, xla
+from rwkv_jax.wkv7.signature import SIGNATURE
+from rwkv_jax.wkv7.summary import SUMMARY
 
 OPERATOR = Operator(
-    "wkv7",
-    inputs={"r": "BTHK", "w": "BTHK", "k": "BTHK", "v": "BTHV", "a": "BTHK", "b": "BTHK"},
-    state={"state": "BHVK"},
-    decays=("log", "exp", "sigmoid"),
+    SIGNATURE,
+    SUMMARY,
     implementations={
-        "ffi": ffi,
-        "pallas": Lazy("rwkv_jax.wkv7.pallas"),
-        "xla": xla,
-        "reference": reference,
+        "ffi": ffi.IMPLEMENTATION,
+        "pallas": Lazy("rwkv_jax.wkv7.pallas", targets=(TRITON_TARGET,)),
+        "xla": xla.IMPLEMENTATION,
+        "reference": reference.IMPLEMENTATION,
     },
-    segments=segments,
 )
 
 
+@public(OPERATOR)
 def wkv7(
     r: Operand,
     w: Operand,
@@ -100,21 +102,10 @@ def wkv7(
       NotImplementedError: the named implementation cannot run this call; the message says why. If
         only the platform is at fault, this is raised when the program is lowered.
     """
-    given = {
-        "r": r,
-        "w": w,
-        "k": k,
-        "v": v,
-        "a": a,
-        "b": b,
-        "initial_state": initial_state,
-        "segment_ids": segment_ids,
-        "cu_seqlens": cu_seqlens,
-        "slots": slots,
-    }
-    return OPERATOR.sequence(given, decay=decay, precision=precision, implementation=implementation)
+    return run(wkv7, locals())
 
 
+@public(OPERATOR, is_step=True)
 def wkv7_step(
     r: Operand,
     w: Operand,
@@ -144,5 +135,4 @@ def wkv7_step(
     Raises:
       TypeError, ValueError, NotImplementedError: as `wkv7`.
     """
-    given = {"r": r, "w": w, "k": k, "v": v, "a": a, "b": b, "state": state, "slots": slots}
-    return OPERATOR.token(given, decay=decay, precision=precision, implementation=implementation)
+    return run(wkv7_step, locals())

@@ -1,4 +1,4 @@
-"""The native modules: loading them, registering their targets, and calling a target."""
+"""The native modules: loading them, registering their targets, and asking and calling them."""
 
 import functools
 import importlib
@@ -17,7 +17,7 @@ REGISTRY_NAMES = {"cpu": "cpu", "cuda": "CUDA"}
 
 @functools.cache
 def _runtime_version() -> tuple[int, int]:
-    """The version of the XLA FFI that this jaxlib speaks, from the headers it ships."""
+    """The version of the XLA FFI that this jaxlib has, from the headers it ships."""
     text = pathlib.Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text()
     major, minor = (
         re.search(rf"#define XLA_FFI_API_{part} (\d+)", text) for part in ("MAJOR", "MINOR")
@@ -65,15 +65,34 @@ def why_not(platform: str) -> str | None:
     return MISSING.get(platform, "native kernels exist for CPUs and for CUDA GPUs")
 
 
-LITTLE_SHARED_MEMORY = ("7.5", "8.6", "8.9", "12.0", "12.1")
-"""Compute capabilities whose blocks have less of it than the gradients on matrix units need."""
+def module(platform: str) -> Any:
+    """The native module of a platform, which is there."""
+    return importlib.import_module(MODULES[platform])
 
 
-def fits_matrix_units() -> bool:
-    """Whether the GPUs that are here run all kernels on matrix units. Where there is none, programs
-    are lowered for others, of which nothing is known."""
-    found = {getattr(device, "compute_capability", None) for device in jax.devices()}
-    return not found & set(LITTLE_SHARED_MEMORY)
+def scratch(platform: str, op: str, name: str, **problem: int) -> int:
+    """How many float32 numbers of scratch the target of a pass needs at most, on any device.
+    Kernels may not allocate, so their scratch is one more result."""
+    return module(platform).scratch(op, name, **problem)
+
+
+def has_summary(platform: str, op: str, **problem: int) -> bool:
+    """Whether the summary targets take a call. If so, they do on every device."""
+    return module(platform).has_summary(op, **problem)
+
+
+def plans(platform: str, op: str, names: Sequence[str], **problem: int) -> list[dict[str, Any]]:
+    """How the targets of some passes compute a call: by the code with which they decide it, for the
+    first device of the platform. Where there is no such device, for one with as much shared memory
+    as any."""
+    native = module(platform)
+    multiprocessors, shared_memory = native.device(0) or LARGE_DEVICE
+    device = {"multiprocessors": multiprocessors, "shared_memory": shared_memory}
+    return [native.plan(op, name, **device, **problem) for name in names]
+
+
+LARGE_DEVICE = (132, 232448)
+"""The multiprocessors and the bytes of shared memory for a block of an H100 or H200."""
 
 
 def call(

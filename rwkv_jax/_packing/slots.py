@@ -1,19 +1,20 @@
-"""Rows of a pool of states [P, ...], of which a call continues some: `slots` [B] says which, or
-[S] for sequences in a single row.
+"""Slots: a call that continues some rows of a pool of states [P, ...].
 
-A slot below 0 is of a row that is not active: its `y` is 0 and it changes nothing. Where slots are
-known when a call is traced, one that the pool does not have and one that is there twice are errors;
-where they are not, a row with a slot that the pool does not have is not active, and of several rows
-with one slot the last one is kept.
+`slots` says which rows: [B], or [S] for sequences in a single row. A row or sequence with a slot
+below 0 is not active: its `y` is 0 and it changes nothing. Where slots are known when a call is
+traced, a slot that the pool does not have and a slot that is there twice are errors. Where they are
+not, a row with a slot that the pool does not have is not active, and of several rows with the same
+slot the last one is kept.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, core
+
+from rwkv_jax._operator.call import Arrays
 
 
 def checked(op: str, slots: Any, batch: tuple[int, ...], size: int) -> Array:
@@ -46,27 +47,27 @@ def _check_values(op: str, slots: np.ndarray, size: int) -> None:
 
 
 class Pool(NamedTuple):
-    parts: Sequence[Array]
-    """The parts of the states, [P, ...] each."""
+    """The parts of a pool of states, [P, ...] each, and the slots of a call."""
+
+    parts: Arrays
     slots: Array
 
-    def rows(self) -> list[Array]:
+    def rows(self) -> Arrays:
         """The states [B, ...]; zeros for rows that are not active."""
         mode = {"mode": "fill", "fill_value": 0, "wrap_negative_indices": False}
-        return [x.at[self.slots].get(**mode) for x in self.parts]
+        return {part: x.at[self.slots].get(**mode) for part, x in self.parts.items()}
 
     def active(self) -> Array:
         """Which rows are active [B]."""
-        return (self.slots >= 0) & (self.slots < len(self.parts[0]))
+        size = len(next(iter(self.parts.values())))
+        return (self.slots >= 0) & (self.slots < size)
 
-    def after(self, y: Array, states: Sequence[Array], active: Array) -> tuple[Array, ...]:
+    def after(self, y: Array, states: Arrays, active: Array) -> tuple[Array, Arrays]:
         """`y` with zeros where it is not `active` [B] or [B, T], and the pool with these states, in
         place where it is donated."""
         y = jnp.where(active.reshape(*active.shape, *[1] * (y.ndim - active.ndim)), y, 0)
         kept, mode = _last_of_each(self.slots), {"mode": "drop", "wrap_negative_indices": False}
-        return y, *(
-            x.at[kept].set(rows, **mode) for x, rows in zip(self.parts, states, strict=True)
-        )
+        return y, {p: x.at[kept].set(states[p], **mode) for p, x in self.parts.items()}
 
 
 def _last_of_each(slots: Array) -> Array:

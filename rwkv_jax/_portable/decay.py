@@ -1,4 +1,6 @@
-"""What `w` means: the forms in which a decay is given, as a log decay in float32."""
+"""The forms in which `w` gives a decay, as a log decay in float32.
+
+The native kernels have the same forms and constants (ffi/include/rwkv_jax/types.h)."""
 
 from collections.abc import Callable
 from typing import Literal, TypeAlias
@@ -7,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from rwkv_jax import _packing
+from rwkv_jax._packing import segments
 
 Decay: TypeAlias = Literal["log", "exp", "sigmoid"]
 
@@ -45,12 +47,12 @@ def decay_products(d: Array, marks: Array | None = None) -> tuple[Array, Array, 
     """Products of consecutive decay factors [B, H, L, K].
 
     Those of the tokens after j up to i, and up to i - 1: [B, H, L, L, K], 0 where i < j and where
-    i <= j. Those of the first tokens up to i, and up to i - 1: [B, H, L, K]. Nothing is divided by,
-    so a factor of 0 does no harm. Of several sequences in a row, padding does not decay, and a
-    product is 0 where i is of another segment than j, or than what was before the first token.
+    i <= j. Those of the first tokens up to i, and up to i - 1: [B, H, L, K]. Nothing is divided by
+    a product, so a factor of 0 does no harm. With marks, padding does not decay, and a product is 0
+    where token i belongs to another segment than token j, or than the state before the first.
     """
     if marks is not None:
-        d = jnp.where((marks != _packing.ABSENT)[:, None, :, None], d, 1.0)
+        d = jnp.where((marks != segments.PADDING)[:, None, :, None], d, 1.0)
     i, j = jnp.arange(d.shape[2])[:, None], jnp.arange(d.shape[2])[None, :]
     upto = jnp.cumprod(jnp.where((i > j)[..., None], d[:, :, :, None, :], 1.0), axis=2)
     upto = jnp.where((i >= j)[..., None], upto, 0.0)
@@ -58,7 +60,7 @@ def decay_products(d: Array, marks: Array | None = None) -> tuple[Array, Array, 
     from_start = jnp.cumprod(d, axis=2)
     before_start = jnp.concatenate([jnp.ones_like(d[:, :, :1]), from_start[:, :, :-1]], axis=2)
     if marks is not None:
-        own = _packing.segments(marks)[:, None]
+        own = segments.numbers(marks)[:, None]
         same, first = own[..., :, None] == own[..., None, :], own == 0
         upto, before = (jnp.where(same[..., None], x, 0.0) for x in (upto, before))
         from_start, before_start = (

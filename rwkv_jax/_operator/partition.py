@@ -7,7 +7,7 @@ rule, which costs nothing on a single device.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 from jax import Array, lax
@@ -21,7 +21,10 @@ from jax.sharding import PartitionSpec as P
 
 SHARDABLE, WHOLE = "BHC", "KV"
 
-Fn = Callable[..., tuple[Array, ...]]
+Fn: TypeAlias = Callable[..., tuple[Array, ...]]
+
+Named: TypeAlias = Sequence[tuple[str, str]]
+"""The name and the axes of each operand."""
 
 
 def alike(operand_axes: Iterable[str], *operands: Array, axis: Any = None) -> tuple[Array, ...]:
@@ -44,14 +47,14 @@ def alike(operand_axes: Iterable[str], *operands: Array, axis: Any = None) -> tu
     )
 
 
-def check_whole(op: str, axes: Mapping[str, str], operands: Iterable[Array]) -> None:
+def check_whole(op: str, axes: Named, operands: Iterable[Array]) -> None:
     """Refuse operands of an Explicit mesh that are sharded inside a head."""
     if _explicit_mesh(operands := tuple(operands)):
         _check_whole(op, axes, _specs(operands))
 
 
-def _check_whole(op: str, axes: Mapping[str, str], specs: Iterable[P]) -> None:
-    for (name, letters), spec in zip(axes.items(), specs, strict=True):
+def _check_whole(op: str, axes: Named, specs: Iterable[P]) -> None:
+    for (name, letters), spec in zip(axes, specs, strict=True):
         for letter, mesh_axes in zip(letters, spec, strict=False):
             if letter in WHOLE and mesh_axes:
                 raise ValueError(
@@ -69,11 +72,11 @@ def repeated(x: Array, axes: str, like: Array, like_axes: str) -> Array:
 
 
 def partitioned(
-    op: str, fn: Fn, names: Mapping[str, str], results: Mapping[str, str], *, rule: bool = True
+    op: str, fn: Fn, names: Named, result_axes: Sequence[str], *, rule: bool = True
 ) -> Fn:
     """`fn` run per device. With `rule=False` the compiler partitions `fn` as it sees fit on an Auto
     mesh, which keeps `fn` differentiable."""
-    operand_axes, result_axes = tuple(names.values()), tuple(results.values())
+    operand_axes = [axes for _, axes in names]
 
     def call(*operands: Array) -> tuple[Array, ...]:
         manual = AxisType.Manual in {
@@ -149,8 +152,8 @@ def _explicit(fn: Fn, mesh: Any, operand_axes: Sequence[str], result_axes: Seque
     return call
 
 
-def _auto(op: str, fn: Fn, names: Mapping[str, str], result_axes: Sequence[str]) -> Fn:
-    operand_axes = tuple(names.values())
+def _auto(op: str, fn: Fn, names: Named, result_axes: Sequence[str]) -> Fn:
+    operand_axes = [axes for _, axes in names]
     call = custom_partitioning(fn)
     # The letters in the order in which they appear, as the rule wants its special factors.
     letters = dict.fromkeys("".join((*operand_axes, *result_axes)))

@@ -1,5 +1,8 @@
-"""Argument errors. Every message names the operator and the argument, what was given and what is
-accepted; shapes and values raise ValueError, types and dtypes raise TypeError."""
+"""Argument errors.
+
+Every message names the operator and the argument, what was given and what is accepted. A wrong
+shape or value raises ValueError, a wrong type or dtype TypeError. Nothing is cast.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -9,6 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+from rwkv_jax._operator.call import Options
+from rwkv_jax._operator.operator import Operator
 
 DTYPES = ("float32", "bfloat16", "float16")
 STATE_DTYPE = "float32"
@@ -89,7 +95,7 @@ def choice(op: str, name: str, value: Any, accepted: Iterable[str]) -> str:
     return value
 
 
-def precision(op: str, value: Any) -> lax.Precision:
+def _precision(op: str, value: Any) -> lax.Precision:
     try:
         return lax.Precision.DEFAULT if value is None else lax.Precision(value)
     except (ValueError, KeyError, TypeError):
@@ -97,3 +103,16 @@ def precision(op: str, value: Any) -> lax.Precision:
             f"{op}: precision is {value!r}; accepted are None, 'default', 'high', 'highest' and "
             "jax.lax.Precision"
         ) from None
+
+
+def options(
+    op: str, operator: Operator, *, decay: Any, precision: Any, implementation: Any
+) -> Options:
+    """The options of a call."""
+    if implementation is not None:
+        choice(op, "implementation", implementation, operator.implementations)
+    return Options(
+        decay=choice(op, "decay", decay, operator.signature.decays),
+        precision=_precision(op, precision),
+        implementation=implementation,
+    )

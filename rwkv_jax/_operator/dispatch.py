@@ -1,0 +1,220 @@
+"""Which implementation of an operator runs, and why another cannot.
+
+`run` is the one way from the machinery to an implementation. Trees of operands become flat lists of
+arrays here, because the vmap and partition rules know arrays by the letters of their axes alone.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeAlias, overload
+
+import jax
+from jax import Array, lax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from rwkv_jax._operator.batching import batched
+from rwkv_jax._operator.call import (
+    Arrays,
+    Backward,
+    Forward,
+    Gradients,
+    Operands,
+    Options,
+    Packing,
+    Result,
+    Sequences,
+)
+from rwkv_jax._operator.implementation import Implementation
+from rwkv_jax._operator.operator import Operator
+from rwkv_jax._operator.partition import partitioned
+from rwkv_jax._packing import by_chunk
+
+OTHER = "other"
+
+ORDER = {
+    "cpu": ("ffi", "xla", "reference"),
+    "cuda": ("ffi", "pallas", "xla", "reference"),
+    "tpu": ("xla", "reference"),
+    OTHER: ("xla", "reference"),
+}
+"""The implementations that `None` tries on each platform, first to last: pallas only where it was
+measured to be faster than xla."""
+
+PLATFORMS = tuple(platform for platform in ORDER if platform != OTHER)
+"""Platforms with implementations of their own; all others share what runs on `OTHER`."""
+
+Pass: TypeAlias = Literal["forward", "backward", "step", "summary", "reverse_summary"]
+
+
+@overload
+def run(
+    operator: Operator, name: Literal["forward", "step"], options: Options, operands: Forward
+) -> Result: ...
+@overload
+def run(
+    operator: Operator, name: Literal["backward"], options: Options, operands: Backward
+) -> Gradients: ...
+@overload
+def run(
+    operator: Operator, name: Literal["summary"], options: Options, operands: Forward
+) -> Arrays: ...
+@overload
+def run(
+    operator: Operator, name: Literal["reverse_summary"], options: Options, operands: Backward
+) -> Arrays: ...
+def run(operator: Operator, name: Pass, options: Options, operands: Operands) -> Any:
+    """Run a pass; the platform that the program is lowered for decides the implementation."""
+    return _run(operator, name, options, operands)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _run(operator: Operator, name: Pass, options: Options, operands: Operands) -> Any:
+    operand_axes, result_axes = _axes(operator, name, options, operands.packing)
+    leaves, structure = jax.tree.flatten(operands)
+
+    def flat(*leaves: Array) -> tuple[Array, ...]:
+        return _on_any_platform(operator, name, options, structure, leaves)
+
+    is_reference = options.implementation == "reference"
+    call = partitioned(
+        _op(operator, name),
+        flat,
+        named(operand_axes),
+        jax.tree.leaves(result_axes),
+        rule=not is_reference,
+    )
+    if not is_reference:
+        call = batched(call, jax.tree.leaves(operand_axes), jax.tree.leaves(result_axes))
+    return jax.tree.unflatten(jax.tree.structure(result_axes), call(*leaves))
+
+
+def named(tree: Any) -> list[tuple[str, Any]]:
+    """The leaves of a tree of operands, each with the name under which messages speak of it."""
+    leaves, _ = jax.tree.flatten_with_path(tree)
+    return [(jax.tree_util.keystr(path[-1:], simple=True), leaf) for path, leaf in leaves]
+
+
+def _op(operator: Operator, name: Pass) -> str:
+    return operator.step_name if name == "step" else operator.name
+
+
+def _axes(operator: Operator, name: Pass, options: Options, packing: Packing) -> tuple[Any, Any]:
+    """The axes of the operands and of the results of a pass."""
+    signature = operator.signature
+    match name:
+        case "forward":
+            return signature.forward_axes(packing), signature.result_axes(packing, options)
+        case "backward":
+            return signature.backward_axes(packing), signature.gradient_axes(packing)
+        case "step":
+            return signature.step_axes()
+        case "summary":
+            operands = dataclasses.replace(signature.forward_axes(packing), state={})
+            return operands, dict(operator.summary.axes)
+        case "reverse_summary":
+            return signature.backward_axes(packing), signature.gradient_axes(packing).state
+
+
+def _compute(
+    operator: Operator, name: Pass, choice: str, options: Options, platform: str, operands: Any
+) -> Any:
+    implementation = operator.implementations[choice]
+    if name == "summary":
+        return implementation.summary(operator.summary, options, platform, operands)
+    if isinstance(operands.packing, Sequences) and not implementation.takes_sequences:
+        passes = {"forward": by_chunk.forward, "backward": by_chunk.backward}
+        compute = functools.partial(getattr(implementation, name), options, platform)
+        return passes[name](operator.signature, compute, operands)
+    return getattr(implementation, name)(options, platform, operands)
+
+
+@dataclasses.dataclass(frozen=True)
+class Unavailable:
+    """Why no implementation that the caller admits runs on a platform."""
+
+    reason: str
+
+
+def _on_any_platform(
+    operator: Operator, name: Pass, options: Options, structure: Any, leaves: Sequence[Array]
+) -> tuple[Array, ...]:
+    operands = jax.tree.unflatten(structure, leaves)
+    chosen = {platform: _choose(operator, options, platform, operands) for platform in ORDER}
+    if all(isinstance(choice, Unavailable) for choice in chosen.values()):
+        raise NotImplementedError(_cannot_run(_op(operator, name), options, chosen))
+
+    def branch(platform: str, choice: str | Unavailable, *leaves: Array) -> tuple[Array, ...]:
+        if isinstance(choice, Unavailable):
+            # Never lowered for a platform that has the implementation; the portable one only gives
+            # the types of the results.
+            reason = _cannot_run(_op(operator, name), options, {platform: choice})
+            leaves = _refused.bind(leaves[0], reason=reason), *leaves[1:]
+            choice = operator.portable
+        operands = jax.tree.unflatten(structure, leaves)
+        results = _compute(operator, name, choice, options, platform, operands)
+        return tuple(jax.tree.leaves(results))
+
+    branches = {
+        platform: functools.partial(branch, platform, choice)
+        for platform, choice in chosen.items()
+        if platform == OTHER or choice != chosen[OTHER]
+    }
+    default = branches.pop(OTHER)
+    if not branches:
+        return default(*leaves)
+    return lax.platform_dependent(*leaves, **branches, default=default)
+
+
+def _cannot_run(op: str, options: Options, chosen: Mapping[str, Any]) -> str:
+    where = "; ".join(f"on {platform}: {choice.reason}" for platform, choice in chosen.items())
+    return f"{op}: implementation {options.implementation!r} cannot run this call {where}"
+
+
+def _choose(
+    operator: Operator, options: Options, platform: str, operands: Operands
+) -> str | Unavailable:
+    """The name of the implementation for a platform, or why there is none."""
+    order = [name for name in ORDER[platform] if name in operator.implementations]
+    reasons = []
+    for name in [options.implementation] if options.implementation else order:
+        implementation = operator.implementations[name]
+        reason = implementation.why_not(platform, options, operands.inputs, operands.packing)
+        if reason is None:
+            return name
+        reasons.append(reason)
+    return Unavailable("; ".join(reasons))
+
+
+_refused = Primitive("rwkv_jax_refused")
+_refused.def_abstract_eval(lambda x, *, reason: x)
+
+
+def _refuse(ctx: Any, x: Any, *, reason: str):
+    raise NotImplementedError(reason)
+
+
+mlir.register_lowering(_refused, _refuse)
+
+
+def reasons(
+    operator: Operator,
+    options: Options,
+    platform: str,
+    inputs: Mapping[str, Any],
+    packing: Packing,
+    *,
+    details: bool,
+) -> dict[str, str | None]:
+    """For each implementation, None (with details, how it runs) where it can run a call, or the
+    reason why it cannot."""
+    platform = platform if platform in PLATFORMS else OTHER
+
+    def describe(implementation: Implementation) -> str | None:
+        reason = implementation.why_not(platform, options, inputs, packing)
+        if reason or not details:
+            return reason
+        return implementation.describe(platform, options, inputs, packing)
+
+    return {name: describe(x) for name, x in operator.implementations.items()}

@@ -1,0 +1,124 @@
+"""What every implementation of an operator provides, and what it may leave to the machinery."""
+
+import abc
+import functools
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, TypeAlias
+
+from rwkv_jax._operator.call import Arrays, Backward, Forward, Gradients, Options, Packing, Result
+
+ForwardFn: TypeAlias = Callable[[Forward], Result]
+
+
+class Summary(abc.ABC):
+    """What a run of tokens does to a state, as a map that composes.
+
+    Summaries let each part of a sequence be summarised on its own, the states between the parts be
+    found from the summaries alone, and then all parts be computed side by side, each from its own
+    state.
+    """
+
+    axes: ClassVar[Mapping[str, str]]
+    """The axes of each array of a summary, all in float32."""
+
+    @abc.abstractmethod
+    def of(self, forward: ForwardFn, options: Options, operands: Forward) -> Arrays:
+        """The summary of all tokens, by the forward pass of an implementation."""
+
+    @abc.abstractmethod
+    def apply(self, summary: Arrays, state: Arrays) -> Arrays:
+        """The state after the run, from the state before it. Leading axes broadcast."""
+
+    @abc.abstractmethod
+    def combine(self, first: Arrays, second: Arrays) -> Arrays:
+        """The summary of two runs, one after the other."""
+
+
+class Implementation(abc.ABC):
+    """One way to compute the passes of an operator, for all packings but, perhaps, sequences.
+
+    Operands are checked and on the same mesh axes; parameters come once for each row, in float32.
+    """
+
+    targets: tuple[str, ...] = ()
+    """The FFI targets that a program may call."""
+
+    takes_sequences = False
+    """Whether the passes take a packing of `Sequences`. Where not, the machinery runs them one
+    chunk after another (`rwkv_jax._packing.by_chunk`)."""
+
+    def why_not(
+        self, platform: str, options: Options, inputs: Mapping[str, Any], packing: Packing
+    ) -> str | None:
+        """Why a call with inputs of these shapes and dtypes cannot run, or None."""
+        return None
+
+    @abc.abstractmethod
+    def describe(
+        self, platform: str, options: Options, inputs: Mapping[str, Any], packing: Packing
+    ) -> str:
+        """In a few words, how a call that can run is computed."""
+
+    @abc.abstractmethod
+    def forward(self, options: Options, platform: str, operands: Forward) -> Result: ...
+
+    @abc.abstractmethod
+    def backward(self, options: Options, platform: str, operands: Backward) -> Gradients: ...
+
+    @abc.abstractmethod
+    def step(self, options: Options, platform: str, operands: Forward) -> Result:
+        """One token; no operand has the axis T."""
+
+    def summary(
+        self, summary: Summary, options: Options, platform: str, operands: Forward
+    ) -> Arrays:
+        """The summary of all tokens."""
+        return summary.of(functools.partial(self.forward, options, platform), options, operands)
+
+    def reverse_summary(self, options: Options, platform: str, operands: Backward) -> Arrays:
+        """The cotangent of the initial state alone."""
+        return self.backward(options, platform, operands).state
+
+
+class Lazy(Implementation):
+    """An implementation in a module that is imported when it is first asked for, because its
+    import costs time or may fail. The module calls it IMPLEMENTATION."""
+
+    def __init__(self, module: str, *, targets: tuple[str, ...] = ()) -> None:
+        self._name = module
+        self.targets = targets
+
+    @functools.cached_property
+    def _loaded(self) -> Implementation | ImportError:
+        try:
+            return importlib.import_module(self._name).IMPLEMENTATION
+        except ImportError as error:
+            return error
+
+    @property
+    def _implementation(self) -> Implementation:
+        if isinstance(self._loaded, ImportError):
+            raise self._loaded
+        return self._loaded
+
+    def why_not(
+        self, platform: str, options: Options, inputs: Mapping[str, Any], packing: Packing
+    ) -> str | None:
+        if isinstance(self._loaded, ImportError):
+            return f"{self._name} cannot be imported: {self._loaded}"
+        return self._loaded.why_not(platform, options, inputs, packing)
+
+    def describe(
+        self, platform: str, options: Options, inputs: Mapping[str, Any], packing: Packing
+    ) -> str:
+        return self._implementation.describe(platform, options, inputs, packing)
+
+    def forward(self, options: Options, platform: str, operands: Forward) -> Result:
+        return self._implementation.forward(options, platform, operands)
+
+    def backward(self, options: Options, platform: str, operands: Backward) -> Gradients:
+        return self._implementation.backward(options, platform, operands)
+
+    def step(self, options: Options, platform: str, operands: Forward) -> Result:
+        return self._implementation.step(options, platform, operands)

@@ -1,0 +1,152 @@
+"""Sequences in a row for an implementation that takes none: one chunk after another.
+
+Each chunk continues from the state of its sequence and replaces it. In the backward pass, from the
+last chunk to the first, the chunks do the same with the cotangent of the state. The last chunk of a
+sequence ends in padding. (Longer runs of tokens would be fewer, but their padding costs more than
+that saves.)
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from rwkv_jax._operator.call import (
+    Arrays,
+    Backward,
+    Forward,
+    Gradients,
+    Marks,
+    Packing,
+    Result,
+    Sequences,
+)
+from rwkv_jax._operator.signature import Signature
+from rwkv_jax._packing import segments, sequences
+
+
+class _Chunks(NamedTuple):
+    """The chunks of rows [B, T] in the order of their sequences; L is the length of a chunk.
+
+    sequence: the sequence of each chunk [N, B].
+    tokens: where the tokens of a chunk are in the row [N, B, L].
+    marks: the marks of these tokens [N, B, L].
+    place: the chunk of each token of the row, and its place there, [B, T] each.
+    there: whether each token of the row belongs to a sequence [B, T].
+    """
+
+    sequence: Array
+    tokens: Array
+    marks: Array
+    place: tuple[Array, Array]
+    there: Array
+
+    def cut(self, x: Array) -> Array:
+        """[B, T, ...] as [N, B, L, ...]."""
+        return x[_rows(x, 1, -1, 1), self.tokens]
+
+    def join(self, x: Array) -> Array:
+        """[N, B, L, ...] as [B, T, ...], with zeros for tokens of no sequence."""
+        chunk, offset = self.place
+        x = x[chunk, lax.broadcasted_iota(jnp.int32, chunk.shape, 0), offset]
+        there = self.there.reshape(*self.there.shape, *[1] * (x.ndim - 2))
+        return jnp.where(there, x, jnp.zeros_like(x))
+
+
+def _rows(x: Array, *shape: int) -> Array:
+    return lax.iota(jnp.int32, x.shape[0]).reshape(shape)
+
+
+def _chunks(offsets: Array, tokens: int) -> _Chunks:
+    count = offsets.shape[1] - 1
+    offsets, length, first, sequence, used = sequences.layout(offsets, tokens)
+    most = sequence.shape[1]
+
+    def of(numbers: Array, sequence: Array) -> Array:
+        return jnp.take_along_axis(numbers, sequence, axis=1)
+
+    number = lax.broadcasted_iota(jnp.int32, sequence.shape, 1)
+    start = of(offsets, sequence) + (number - of(first, sequence)) * length
+    end = jnp.where(used, of(offsets, sequence + 1), 0)
+    index = start[..., None] + lax.iota(jnp.int32, length)[None, None]
+    marks = jnp.where(
+        index < end[..., None], jnp.uint8(segments.CONTINUES), jnp.uint8(segments.PADDING)
+    )
+
+    own = sequences.find(offsets[:, 1:], tokens)
+    of_row = lax.broadcasted_iota(jnp.int32, own.shape, 1)
+    there = (offsets[:, :1] <= of_row) & (own < count)
+    own = jnp.minimum(own, count - 1)
+    before = of_row - of(offsets, own)
+    chunk = jnp.clip(of(first, own) + before // length, 0, most - 1)
+    return _Chunks(
+        sequence.T,
+        jnp.moveaxis(jnp.clip(index, 0, tokens - 1), 0, 1),
+        jnp.moveaxis(marks, 0, 1),
+        (chunk, jnp.where(there, before % length, 0)),
+        there,
+    )
+
+
+ForwardFn: TypeAlias = Callable[[Forward], Result]
+BackwardFn: TypeAlias = Callable[[Backward], Gradients]
+
+
+def forward(signature: Signature, one: ForwardFn, operands: Forward) -> Result:
+    """The forward pass, by that of an implementation on one chunk with marks."""
+    row = _Row(signature, operands.inputs, operands.packing)
+
+    def body(states: Arrays, chunk: Any) -> tuple[Arrays, Any]:
+        timed, sequence, marks = chunk
+        before = _at(states, sequence)
+        result = one(Forward({**timed, **row.shared}, before, Marks(marks)))
+        return _replaced(states, sequence, result.state), (result.y, result.states)
+
+    chunks = row.chunks
+    states, (y, saved) = lax.scan(body, operands.state, (row.timed, chunks.sequence, chunks.marks))
+    # [N, B, 1, ...] as [B, N, ...].
+    saved = jax.tree.map(lambda x: jnp.moveaxis(x[:, :, 0], 0, 1), saved)
+    return Result(chunks.join(y), states, saved)
+
+
+def backward(signature: Signature, one: BackwardFn, operands: Backward) -> Gradients:
+    """The backward pass, by that of an implementation on one chunk with marks."""
+    row = _Row(signature, operands.inputs, operands.packing)
+    chunks = row.chunks
+    saved = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0)[:, :, None], operands.states)
+
+    def body(sums: tuple[Arrays, Arrays], chunk: Any) -> tuple[tuple[Arrays, Arrays], Arrays]:
+        dshared, dstates = sums
+        timed, sequence, marks, dy, saved = chunk
+        after = _at(dstates, sequence)
+        found = one(Backward({**timed, **row.shared}, saved, dy, after, Marks(marks)))
+        dtimed = {name: found.inputs[name] for name in row.timed}
+        dshared = {name: dx + found.inputs[name] for name, dx in dshared.items()}
+        return (dshared, _replaced(dstates, sequence, found.state)), dtimed
+
+    xs = row.timed, chunks.sequence, chunks.marks, chunks.cut(operands.dy), saved
+    zeros = jax.tree.map(jnp.zeros_like, row.shared)
+    (dshared, dstates), dtimed = lax.scan(body, (zeros, operands.dstate), xs, reverse=True)
+    return Gradients(jax.tree.map(chunks.join, dtimed) | dshared, dstates)
+
+
+class _Row:
+    """The inputs of a call: those of tokens cut into chunks, and those that all tokens share."""
+
+    def __init__(self, signature: Signature, inputs: Arrays, packing: Packing) -> None:
+        assert isinstance(packing, Sequences)
+        tokens = inputs[signature.timed[0]].shape[1]
+        self.chunks = _chunks(packing.offsets, tokens)
+        self.timed = {name: self.chunks.cut(inputs[name]) for name in signature.timed}
+        self.shared = {name: inputs[name] for name in signature.shared}
+
+
+def _at(states: Arrays, sequence: Array) -> Arrays:
+    """Of states [B, S, ...] the state of one sequence in each row [B]."""
+    return {part: x[_rows(x, -1), sequence] for part, x in states.items()}
+
+
+def _replaced(states: Arrays, sequence: Array, after: Arrays) -> Arrays:
+    return {part: x.at[_rows(x, -1), sequence].set(after[part]) for part, x in states.items()}

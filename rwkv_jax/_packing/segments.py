@@ -1,0 +1,83 @@
+"""Segments: documents that share the rows of a batch.
+
+A segment is a run of tokens with the same id; the id 0 is padding. The first segment of a row
+continues from the initial state, every other segment starts from the state before any token, and
+the final state is the state after the last segment. Padding changes no state; its `y` and its
+gradients are 0.
+
+Implementations get a mark for each token: CONTINUES, STARTS or PADDING.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+CONTINUES, STARTS, PADDING = 0, 1, 2
+
+
+def checked(op: str, ids: Any, batch: int, tokens: int) -> Array:
+    if not isinstance(ids, jax.Array | np.ndarray):
+        raise TypeError(
+            f"{op}: segment_ids is a {type(ids).__name__}; accepted is a JAX or numpy array"
+        )
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise TypeError(f"{op}: segment_ids is {ids.dtype}; accepted are integers")
+    if ids.shape != (batch, tokens):
+        raise ValueError(
+            f"{op}: segment_ids has shape {ids.shape}; accepted is [B, T] = {(batch, tokens)}"
+        )
+    return jnp.asarray(ids)
+
+
+def marks(ids: Array, before: Array | None = None, seen: Array | bool = False) -> Array:
+    """The mark of each token [B, T]. Where rows continue those of another device, `before` [B] is
+    the last id there, and `seen` [B] says whether any earlier token belongs to a segment."""
+    there = ids != 0
+    if ids.shape[1] == 0:
+        return there.astype(jnp.uint8)
+    before = ids[:, 0] if before is None else before
+    changes = ids != jnp.concatenate([before[:, None], ids[:, :-1]], axis=1)
+    first = jnp.argmax(there, axis=1, keepdims=True)
+    later = (lax.broadcasted_iota(jnp.int32, ids.shape, 1) > first) | jnp.reshape(seen, (-1, 1))
+    marks = jnp.where(changes & later, jnp.uint8(STARTS), jnp.uint8(CONTINUES))
+    return jnp.where(there, marks, jnp.uint8(PADDING))
+
+
+def over_devices(ids: Array, axis: Any) -> Array:
+    """The marks of the tokens of this device, inside a `shard_map` whose devices have consecutive
+    tokens along `axis`."""
+    last = jnp.sum(ids[:, -1:], axis=1)
+    lasts, any_there = lax.all_gather((last, jnp.any(ids != 0, axis=1)), axis)
+    index = lax.axis_index(axis)
+    earlier = jnp.arange(len(lasts)) < index
+    before = lax.dynamic_index_in_dim(lasts, jnp.maximum(index - 1, 0), keepdims=False)
+    return marks(ids, before, jnp.any(any_there & earlier[:, None], axis=0))
+
+
+def numbers(marks: Array) -> Array:
+    """The number of the segment that each token belongs to, from 0 at the first token [B, L]."""
+    return jnp.cumsum(marks == STARTS, axis=1, dtype=jnp.int32)
+
+
+def there(marks: Array, like: Array) -> Array:
+    """Whether each token belongs to a segment: [B, T], and axes of size 1 for the rest of `like`."""
+    return jnp.expand_dims(marks != PADDING, tuple(range(2, like.ndim)))
+
+
+def cleared(marks: Array | None, xs: Sequence[Array]) -> list[Array]:
+    """Arrays [B, T, ...] with zeros in place of padding."""
+    if marks is None:
+        return list(xs)
+    return [jnp.where(there(marks, x), x, jnp.zeros_like(x)) for x in xs]
+
+
+def total(marks: Array, log_decay: Array) -> Array:
+    """The log decay [B, ...] over all tokens of the state before them, from the log decay of each
+    token [B, T, ...]. It is -inf where a segment starts, since nothing older remains."""
+    (log_decay,) = cleared(marks, [log_decay])
+    starts = jnp.expand_dims(jnp.any(marks == STARTS, axis=1), tuple(range(1, log_decay.ndim - 1)))
+    return jnp.where(starts, -jnp.inf, jnp.sum(log_decay, axis=1))
