@@ -11,7 +11,8 @@ import pytest
 
 import rwkv_jax
 from support.cases import Case
-from support.operators import OPERATORS, Run, runs, value_and_gradients
+from support.harness import operands, value_and_gradients
+from support.operators import OPERATORS, Run, runs
 
 pytestmark = pytest.mark.usefixtures("unchecked_types")
 
@@ -229,12 +230,12 @@ def test_deleted_operands_are_an_error(run: Run) -> None:
 def test_nan_reaches_its_own_head_only(run: Run, decay: str, name: str) -> None:
     """Or, in an operator without heads, its own channel."""
     operator, own = run.operator, 0 if run.op in WITH_HEADS else 5
-    inputs, cotangents = operator.make(dataclasses.replace(CASE, decay=decay))
+    inputs, cotangents = operands(run.op, dataclasses.replace(CASE, decay=decay))
     inputs[name] = inputs[name].copy()
     place = (1, own) if name in operator.states else (1, 7, own)
     inputs[name][(*place, *[3] * (inputs[name].ndim - len(place)))] = np.nan
-    options = (("decay", decay), ("implementation", run.implementation))
-    results = jax.device_get(value_and_gradients(run.op, options, inputs, cotangents))
+    found = value_and_gradients(run, inputs, cotangents, decay=decay, precision=None)
+    results = jax.device_get(found)
 
     assert np.isnan(results["y"][1, 8 if name == "w" else 7, own]).any()
     ends = [results[end][1, own] for end in operator.results[1:]]

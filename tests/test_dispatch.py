@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 import rwkv_jax
-from rwkv_jax import _ffi
-from support import cases, hlo
+from support import cases, hlo, internals
 from support.cases import Case
 from support.operators import OPERATORS, SEQUENCES, STEPS, available
 
@@ -50,8 +49,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch):
     """Say that the native module of a platform is missing for a reason, or there."""
 
     def change(platform: str, reason: str | None) -> None:
-        monkeypatch.setitem(_ffi.MISSING, platform, reason)
-        jax.clear_caches()
+        internals.pretend(monkeypatch, platform, reason)
 
     yield change
     monkeypatch.undo()
@@ -112,7 +110,7 @@ def test_without_any_native_kernels_the_error_comes_while_tracing(pretend: Any) 
 def test_other_platforms(platform: str) -> None:
     assert hlo.targets(_lowered(None, platform)) == set()
     # Native kernels somewhere, so that only the platform is at fault.
-    if any(reason is None for reason in _ffi.MISSING.values()):
+    if None in map(internals.missing, ("cpu", "cuda")):
         with pytest.raises(NotImplementedError, match="native kernels exist for CPUs and for CUDA"):
             _lowered("ffi", platform)
 
@@ -147,7 +145,7 @@ def test_implementations(op: str) -> None:
     result = rwkv_jax.implementations(
         op, *inputs.values(), decay=operator.decays[-1], precision="highest"
     )
-    native = {"ffi": _ffi.MISSING.get(PLATFORM)}
+    native = {"ffi": internals.missing(PLATFORM)}
     reason = None if PLATFORM == "cuda" else "pallas kernels exist for CUDA GPUs and for TPUs"
     pallas = {} if op.startswith("wkv4") else {"pallas": reason}
     assert result == native | pallas | {"xla": None, "reference": None}
@@ -229,7 +227,7 @@ def test_a_module_for_a_newer_xla_is_not_registered(monkeypatch: pytest.MonkeyPa
         raise AssertionError("a handler that is too new breaks every later computation")
 
     monkeypatch.setitem(sys.modules, "rwkv_jax._fake", _module((99, 1), register))
-    reason = _ffi._load("cpu", "rwkv_jax._fake")
+    reason = internals.load_native("cpu", "rwkv_jax._fake")
     assert reason is not None
     assert "rwkv_jax._fake was built for XLA FFI 99.1 and this jaxlib speaks 0." in reason
     assert "upgrade jax" in reason
@@ -237,12 +235,12 @@ def test_a_module_for_a_newer_xla_is_not_registered(monkeypatch: pytest.MonkeyPa
 
 def test_a_module_for_an_older_xla_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "rwkv_jax._fake", _module((0, 1), dict))
-    assert _ffi._load("cpu", "rwkv_jax._fake") is None
+    assert internals.load_native("cpu", "rwkv_jax._fake") is None
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
 def test_a_module_that_was_not_built(platform: str) -> None:
-    reason = _ffi._load(platform, "rwkv_jax._never_built")
+    reason = internals.load_native(platform, "rwkv_jax._never_built")
     assert reason is not None
     assert f"this installation has no {platform.upper()} kernels" in reason
     assert "reinstall rwkv-jax" in reason
@@ -252,8 +250,8 @@ def test_a_module_that_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(name: str) -> types.ModuleType:
         raise ImportError("undefined symbol: _Z3foov")
 
-    monkeypatch.setattr(_ffi.importlib, "import_module", fail)
-    reason = _ffi._load("cpu", "rwkv_jax._cpu")
+    internals.fail_to_import(monkeypatch, fail)
+    reason = internals.load_native("cpu", "rwkv_jax._cpu")
     assert reason == "rwkv_jax._cpu cannot be loaded: undefined symbol: _Z3foov"
 
 

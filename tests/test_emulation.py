@@ -27,10 +27,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import test_packing
-import test_sequences
 from rwkv_jax import _packing, _sequences
-from support import cases, oracle, tolerance
+from support import cases, harness, oracle, tolerance
 from support.cases import Arrays, Case
 from support.operators import SEQUENCES
 
@@ -271,7 +269,7 @@ def _spoil_padding(inputs: Arrays, cotangents: Arrays, ids: np.ndarray) -> None:
 def test_emulated_rows_of_several_sequences(kernels: Any, case: Case, segments: int) -> None:
     inputs, cotangents = cases.wkv7(case)
     ids = IDS[: case.B, : case.T]
-    expected = test_packing.expected("wkv7", inputs, ids, case.decay, cotangents)
+    expected = harness.expected("wkv7", inputs, cotangents, decay=case.decay, segment_ids=ids)
     _spoil_padding(inputs, cotangents, ids)
     results, left = _run(kernels, 1, case, segments, inputs, cotangents, Rows(case, ids))
     assert not left.any()
@@ -431,7 +429,7 @@ def _check_wkv6(
     expected = (oracle.wkv5 if constant else oracle.wkv6)(inputs, case.decay, cotangents)
     if ids is not None:
         op = "wkv5" if constant else "wkv6"
-        expected = test_packing.expected(op, inputs, ids, case.decay, cotangents)
+        expected = harness.expected(op, inputs, cotangents, decay=case.decay, segment_ids=ids)
         _spoil_padding(inputs, cotangents, ids)
     rows = Rows(case, ids)
     results, others = (
@@ -668,7 +666,7 @@ def test_emulated_packing(kernels: Any, op: str, case: Case, segments: int) -> N
         x[ids == 0] = np.nan
     run = functools.partial(_run_kernels, op, kernels, False)
     results = run(1, case, segments, inputs, cotangents, Rows(case, ids))
-    expected = test_packing.expected(op, inputs, ids, case.decay, cotangents)
+    expected = harness.expected(op, inputs, cotangents, decay=case.decay, segment_ids=ids)
     limits = {n: tolerance.ceiling(n, case.dtype, sequential=True, highest=True) for n in results}
     tolerance.assert_close(results, expected, limits)
     for name in ("y", *(f"d{n}" for n in timed)):
@@ -678,7 +676,7 @@ def test_emulated_packing(kernels: Any, op: str, case: Case, segments: int) -> N
         assert x.tobytes() == others[name].tobytes(), name
 
     poisoned = np.zeros(ids.shape, bool)
-    for row, parts in enumerate(map(test_packing.parts_of, ids)):
+    for row, parts in enumerate(map(harness.segments_of, ids)):
         if len(parts) > 2:
             poisoned[row, parts[len(parts) // 2]] = True
     for i, name in enumerate((*timed, "dy")):
@@ -701,7 +699,7 @@ def test_emulated_wkv4_jumps(kernels: Any) -> None:
     jumps = random.choice([0, 0, -90, 90], (case.B, case.T // 5, case.K))
     inputs["k"] += np.repeat(np.float32(jumps), 5, axis=1)
     results = _run_wkv4(kernels, 1, case, 3, inputs, cotangents, Rows(case, ids))
-    expected = test_packing.expected("wkv4", inputs, ids, case.decay, cotangents)
+    expected = harness.expected("wkv4", inputs, cotangents, decay=case.decay, segment_ids=ids)
     tolerance.assert_close(results, expected, 1e-4)
 
 
@@ -718,7 +716,7 @@ def test_emulated_wkv4_without_weight(kernels: Any, marked: bool) -> None:
     inputs["k"][:, 13:45] = -1e4
     expected = oracle.wkv4(inputs, case.decay, cotangents)
     if marked:
-        expected = test_packing.expected("wkv4", inputs, ids, case.decay, cotangents)
+        expected = harness.expected("wkv4", inputs, cotangents, decay=case.decay, segment_ids=ids)
     limits = {n: tolerance.ceiling(n, case.dtype, sequential=True, highest=True) for n in results}
     tolerance.assert_close(results, expected, limits)
 
@@ -756,7 +754,7 @@ def test_emulated_sequences(
     kernels: Any, op: str, case: Case, segments: int, matrix_units: bool
 ) -> None:
     """Of different lengths in a row, of which they have not the first and the last tokens."""
-    cu = np.minimum(test_sequences.LONG + 3, case.T - 2)
+    cu = np.minimum(cases.CU_SEQLENS + 3, case.T - 2)
     _check_sequences(kernels, op, case, segments, matrix_units, cu)
 
 
@@ -765,8 +763,8 @@ def _check_sequences(
 ) -> None:
     """Tokens of no sequence are not written, and which sequence runs first makes no difference."""
     own, clamped = SEQUENCES[op], np.maximum.accumulate(np.clip(cu, 0, case.T))
-    inputs, cotangents = test_sequences.made(op, case, len(cu) - 1)
-    expected = test_sequences.alone(op, inputs, clamped, case.decay, cotangents)
+    inputs, cotangents = harness.operands(op, case, cu_seqlens=cu)
+    expected = harness.expected(op, inputs, cotangents, decay=case.decay, cu_seqlens=cu)
     run = functools.partial(_run_kernels, op, kernels, matrix_units)
     results, others = (
         run(seed, case, segments, inputs, cotangents, Rows(case, cu=cu, in_turn=in_turn))
@@ -779,7 +777,7 @@ def _check_sequences(
         if name in timed:
             outside = np.concatenate([x[:, :first], x[:, last:]], axis=1)
             assert np.isnan(np.float32(outside)).all(), name
-            results[name] = x[:, first:last]
+            x[:, :first], x[:, last:] = 0, 0
     exact = not matrix_units
     limits = {n: tolerance.ceiling(n, case.dtype, sequential=exact, highest=exact) for n in results}
     tolerance.assert_close(results, expected, limits)

@@ -18,7 +18,8 @@ from rwkv_jax._dispatch import Options
 from rwkv_jax._packing import ABSENT, GOES_ON, STARTS
 from support import cases
 from support.cases import Case
-from support.operators import OPERATORS, library
+from support.internals import operator as library
+from support.operators import OPERATORS
 
 PLATFORM = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
 CASE = Case(2, 65, 2, 32)

@@ -1,7 +1,6 @@
 """What only a CUDA device can show. All other test files run there as well, on the CUDA kernels."""
 
 import functools
-import importlib
 import os
 import subprocess
 import sys
@@ -12,12 +11,10 @@ import numpy as np
 import pytest
 
 import rwkv_jax
-import test_sequences
-from rwkv_jax import _dispatch
-from rwkv_jax._chunked import CHUNK
-from support import cases, hlo, tolerance
+from support import cases, hlo, internals, tolerance
 from support.cases import Case
-from support.operators import OPERATORS, SEQUENCES, STEPS, Run, library, value_and_gradients
+from support.harness import assert_right, check, expected, operands, results, value_and_gradients
+from support.operators import OPERATORS, SEQUENCES, STEPS, Run
 
 OPS_ON_MATRIX_UNITS = {"wkv7": (64, 128), "wkv6": (64,), "wkv5": (64,)}
 """The operators with kernels on matrix units, and the head sizes of those."""
@@ -25,22 +22,10 @@ OPS_ON_MATRIX_UNITS = {"wkv7": (64, 128), "wkv6": (64,), "wkv5": (64,)}
 ON_MATRIX_UNITS = [(op, size) for op, sizes in OPS_ON_MATRIX_UNITS.items() for size in sizes]
 
 
-def _options(op: str, case: Case, precision: str | None = None) -> tuple:
-    decay = OPERATORS[op].suited(case).decay
-    return (("decay", decay), ("implementation", "ffi"), ("precision", precision))
-
-
 def _run(op: str, case: Case, precision: str | None = None) -> dict:
-    inputs, cotangents = OPERATORS[op].make(case)
-    return jax.device_get(
-        value_and_gradients(op, _options(op, case, precision), inputs, cotangents)
-    )
-
-
-def _expected(op: str, case: Case) -> dict:
-    case = OPERATORS[op].suited(case)
-    inputs, cotangents = OPERATORS[op].make(case)
-    return OPERATORS[op].oracle(inputs, case.decay, cotangents)
+    arrays, decay = operands(op, case), OPERATORS[op].suited(case).decay
+    found = value_and_gradients(Run(op, "ffi"), *arrays, decay=decay, precision=precision)
+    return jax.device_get(found)
 
 
 @pytest.mark.parametrize("size", [16, 32, 64, 128])
@@ -48,33 +33,24 @@ def _expected(op: str, case: Case) -> dict:
 @pytest.mark.parametrize("op", OPERATORS)
 def test_every_dtype_and_head_size(op: str, dtype: str, size: int) -> None:
     case = Case(3, 1 if op in STEPS else 150, 3, size, dtype=dtype)
-    results = _run(op, case, "highest")
-    limits = {n: tolerance.ceiling(n, dtype, sequential=True, highest=True) for n in results}
-    tolerance.assert_close(results, _expected(op, case), limits)
+    check(Run(op, "ffi"), case)
 
 
 @pytest.mark.parametrize("op", SEQUENCES)
 def test_the_kernels_run_on_the_gpu(op: str) -> None:
     case = Case(2, 65, 2, 64)
-    inputs, cotangents = OPERATORS[op].make(case)
-    options = _options(op, case)
-    compiled = value_and_gradients.lower(op, options, inputs, cotangents).compile()
+    arrays = operands(op, case)
+    compiled = value_and_gradients.lower(Run(op, "ffi"), *arrays, precision=None).compile()
     assert hlo.targets(compiled.as_text()) == {f"rwkv_{op}_fwd_v1", f"rwkv_{op}_bwd_v1"}
-    results = compiled(inputs, cotangents)
-    assert {d.platform for x in results.values() for d in x.devices()} == {"gpu"}
-
-
-def _assert_close_to_the_oracle(op: str, case: Case) -> None:
-    results = _run(op, case)
-    limits = {n: tolerance.ceiling(n, case.dtype, sequential=False, highest=False) for n in results}
-    tolerance.assert_close(results, _expected(op, case), limits)
+    found = compiled(*arrays)
+    assert {d.platform for x in found.values() for d in x.devices()} == {"gpu"}
 
 
 @pytest.mark.parametrize("tokens", [16, 17, 63, 64, 65, 150, 1000])
 @pytest.mark.parametrize(("op", "size"), ON_MATRIX_UNITS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_matrix_units(dtype: str, op: str, size: int, tokens: int) -> None:
-    _assert_close_to_the_oracle(op, Case(2, tokens, 3, size, dtype=dtype))
+    check(Run(op, "ffi"), Case(2, tokens, 3, size, dtype=dtype), precision=None)
 
 
 @pytest.mark.parametrize(
@@ -88,19 +64,20 @@ def test_matrix_units_with_any_decay(
 ) -> None:
     """WKV7 leaves heads that decay too far to the other kernels; WKV6 takes them by halves."""
     case = Case(1, 130, 3, size, dtype=dtype, decay=decay, regime=regime)
-    _assert_close_to_the_oracle(op, case)
+    check(Run(op, "ffi"), case, precision=None)
 
 
 @pytest.mark.parametrize("op", OPS_ON_MATRIX_UNITS)
 def test_one_head_that_decays_too_far_changes_no_other(op: str) -> None:
     case = Case(2, 100, 3, 64, dtype="bfloat16", decay="log")
-    inputs, cotangents = OPERATORS[op].make(case)
-    before = jax.device_get(value_and_gradients(op, _options(op, case), inputs, cotangents))
+    inputs, cotangents = operands(op, case)
+    call = functools.partial(value_and_gradients, Run(op, "ffi"), decay="log", precision=None)
+    before = jax.device_get(call(inputs, cotangents))
     inputs["w"] = inputs["w"].copy()
     place = (2,) if "w" in OPERATORS[op].shared else (1, slice(70, None), 2)
     inputs["w"][place] = -50
-    after = jax.device_get(value_and_gradients(op, _options(op, case), inputs, cotangents))
-    expected = OPERATORS[op].oracle(inputs, "log", cotangents)
+    after = jax.device_get(call(inputs, cotangents))
+    right = expected(op, inputs, cotangents, decay="log")
     for name, x in before.items():
         if name.removeprefix("d") in OPERATORS[op].shared:
             continue  # sums over the batch
@@ -110,22 +87,21 @@ def test_one_head_that_decays_too_far_changes_no_other(op: str) -> None:
         np.testing.assert_array_equal(
             np.moveaxis(x, axis, 1)[others], np.moveaxis(after[name], axis, 1)[others]
         )
-        changed = [np.moveaxis(y[name], axis, 1)[~others] for y in (after, expected)]
+        changed = [np.moveaxis(y[name], axis, 1)[~others] for y in (after, right)]
         ceilings = tolerance.SEQUENTIAL if op == "wkv7" else tolerance.CHUNKED["gradient"]
         tolerance.assert_close({name: changed[0]}, {name: changed[1]}, ceilings)
 
 
 @pytest.mark.parametrize(("op", "size"), ON_MATRIX_UNITS)
-@pytest.mark.parametrize(("tokens", "segments"), [(64, 1), (129, 2), (500, 3), (1000, 7), (130, 9)])
-def test_segments(
-    tokens: int, segments: int, op: str, size: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("tokens", "splits"), [(64, 1), (129, 2), (500, 3), (1000, 7), (130, 9)])
+def test_splits(
+    tokens: int, splits: int, op: str, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More segments than frames among them: some are empty."""
-    module = importlib.import_module(f"rwkv_jax.{'wkv7' if op == 'wkv7' else 'wkv6'}.ffi")
-    monkeypatch.setattr(module, "_scan_segments", lambda *_: segments)
-    jax.clear_caches()
+    """Where there are more splits than chunks, some are empty."""
+    internals.split_on_a_gpu(monkeypatch, op, splits)
     for decay in {"exp", OPERATORS[op].decays[-1]}:
-        _assert_close_to_the_oracle(op, Case(1, tokens, 2, size, dtype="bfloat16", decay=decay))
+        case = Case(1, tokens, 2, size, dtype="bfloat16", decay=decay)
+        check(Run(op, "ffi"), case, precision=None)
     jax.clear_caches()
 
 
@@ -133,51 +109,44 @@ def test_segments(
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(("op", "size"), ON_MATRIX_UNITS)
 def test_summaries(op: str, size: int, dtype: str, batch: int, tokens: int) -> None:
-    """Against those of runs from zeros and from the identity, in float32 throughout."""
-    operator = library(op)
-    case = OPERATORS[op].suited(Case(batch, tokens, 3, size, dtype=dtype))
-    inputs, cotangents = OPERATORS[op].make(case)
-    operands = [jnp.asarray(inputs[name]) for name in operator.inputs]
-    for i, name in enumerate(operator.inputs):
-        if name in OPERATORS[op].shared:
-            shape = (case.B, *operands[i].shape)
-            operands[i] = jnp.broadcast_to(operands[i], shape).astype(jnp.float32)
-    frames = -(-case.T // CHUNK)
-    states = jnp.zeros((case.B, frames, case.H, case.K, case.K), jnp.bfloat16)
-    given = {"summary": operands, "reverse_summary": [*operands, states, *cotangents.values()]}
-    for stage, args in given.items():
+    """Close to summaries in float32 throughout, from runs on zeros and on the identity."""
+    own = OPERATORS[op]
+    case = own.suited(Case(batch, tokens, 3, size, dtype=dtype))
+    inputs, cotangents = operands(op, case)
+    given = [jnp.asarray(inputs[name]) for name in own.inputs]
+    for i, name in enumerate(own.inputs):
+        if name in own.shared:
+            shape = (case.B, *given[i].shape)
+            given[i] = jnp.broadcast_to(given[i], shape).astype(jnp.float32)
+    chunks = -(-case.T // internals.CHUNK)
+    states = jnp.zeros((case.B, chunks, case.H, case.K, case.K), jnp.bfloat16)
+    passes = {"summary": given, "reverse_summary": [*given, states, *cotangents.values()]}
+    for name, args in passes.items():
         found = {}
         for precision in (None, "highest"):
-            options = operator.options(
-                getattr(operator, stage),
-                decay=case.decay,
-                precision=precision,
-                implementation="ffi",
-            )
-            call = functools.partial(_dispatch.call, getattr(operator, stage), options)
-            compiled = jax.jit(call).lower(*args).compile()
-            own = f"rwkv_{op}_{stage}_v1" in hlo.targets(compiled.as_text())
-            assert own == (precision is None)
-            results = compiled(*args)
-            found[precision] = {str(i): np.asarray(x) for i, x in enumerate(results)}
-        limits = dict.fromkeys(found[None], tolerance.CHUNKED["gradient"])
-        tolerance.assert_close(found[None], found["highest"], limits)
+            options = {"decay": case.decay, "precision": precision, "implementation": "ffi"}
+            call = functools.partial(internals.run_pass, op, name, **options)
+            compiled = jax.jit(call).lower(args).compile()
+            native = f"rwkv_{op}_{name}_v1" in hlo.targets(compiled.as_text())
+            assert native == (precision is None)
+            found[precision] = {str(i): x for i, x in enumerate(compiled(args))}
+        assert_right(found[None], found["highest"], tolerance.CHUNKED["gradient"])
 
 
 @pytest.mark.parametrize("op", OPS_ON_MATRIX_UNITS)
 def test_a_long_sequence_stays_accurate(op: str) -> None:
     """Against the exact kernels, which agree with the oracle on shorter ones."""
     case = Case(1, 32768, 2, 64, dtype="bfloat16")
-    results, exact = _run(op, case), _run(op, case, "highest")
-    limits = {n: tolerance.CHUNKED["gradient" if n[0] == "d" else "output"] for n in results}
-    tolerance.assert_close(results, exact, limits)
+    found, exact = _run(op, case), _run(op, case, "highest")
+    limits = {n: tolerance.CHUNKED["gradient" if n[0] == "d" else "output"] for n in found}
+    assert_right(found, exact, limits)
 
 
 @pytest.mark.parametrize("op", OPS_ON_MATRIX_UNITS)
 def test_matrix_units_run_and_save_nothing_without_a_gradient(op: str) -> None:
     case = Case(2, 65, 2, 64, dtype="bfloat16")
-    inputs, cotangents = OPERATORS[op].make(case)
-    lowered = value_and_gradients.lower(op, _options(op, case), inputs, cotangents)
+    inputs, cotangents = operands(op, case)
+    lowered = value_and_gradients.lower(Run(op, "ffi"), inputs, cotangents, precision=None)
     targets = {f"rwkv_{op}_chunk_fwd_v1", f"rwkv_{op}_chunk_bwd_v1"}
     assert hlo.targets(lowered.compile().as_text()) == targets
     function, decay = OPERATORS[op].function, OPERATORS[op].decays[-1]
@@ -200,10 +169,10 @@ def test_three_runs_on_a_full_gpu_are_bitwise_equal(
     batch: int, precision: str | None, op: str, dtype: str, size: int
 ) -> None:
     case = Case(batch, 300, 32, size, dtype=dtype)
-    inputs, cotangents = jax.device_put(OPERATORS[op].make(case))
-    options = _options(op, case, precision)
+    arrays, decay = jax.device_put(operands(op, case)), OPERATORS[op].suited(case).decay
+    options = {"decay": decay, "precision": precision}
     first, *others = [
-        jax.device_get(value_and_gradients(op, options, inputs, cotangents)) for _ in range(3)
+        jax.device_get(value_and_gradients(Run(op, "ffi"), *arrays, **options)) for _ in range(3)
     ]
     for other in others:
         for name, x in first.items():
@@ -213,27 +182,17 @@ def test_three_runs_on_a_full_gpu_are_bitwise_equal(
 @pytest.mark.parametrize("op", SEQUENCES)
 def test_the_gpu_agrees_with_the_cpu(op: str) -> None:
     case = Case(2, 200, 2, 64)
-    decay, _, precision = _options(op, case, "highest")
-    arrays = jax.device_put(OPERATORS[op].make(case), jax.devices("cpu")[0])
-    on_cpu = value_and_gradients(op, (decay, ("implementation", None), precision), *arrays)
-    tolerance.assert_close(
-        _run(op, case, "highest"), jax.device_get(on_cpu), tolerance.EXACT_FLOAT32
-    )
+    arrays = jax.device_put(operands(op, case), jax.devices("cpu")[0])
+    on_cpu = value_and_gradients(Run(op, None), *arrays)
+    assert_right(_run(op, case, "highest"), jax.device_get(on_cpu))
 
 
 @pytest.mark.parametrize("op", SEQUENCES)
 def test_more_heads_than_a_grid_axis_holds(op: str) -> None:
     """65,535 is the limit of the second and third axis."""
-    operator, case = OPERATORS[op], Case(1, 1, 70_000, 16)
-    inputs, _ = operator.make(case)
-    results, expected = (
-        dict(zip(operator.results, jax.device_get(operator.function(**inputs, **x)), strict=True))
-        for x in (
-            dict(_options(op, case)),
-            dict(_options(op, case, "highest")) | {"implementation": "xla"},
-        )
-    )
-    tolerance.assert_close(results, expected, tolerance.EXACT_FLOAT32)
+    inputs, _ = operands(op, Case(1, 1, 70_000, 16))
+    found = results(Run(op, "ffi"), **inputs, precision=None)
+    assert_right(found, results(Run(op, "xla"), **inputs))
 
 
 GRAPH = """
@@ -328,7 +287,7 @@ TRACED = np.array([-3, 20, 18, 150, 150, 290, 7], np.int32)
 """Lengths that only the device knows, and that are wrong."""
 
 
-@pytest.mark.parametrize("cu", [test_sequences.LONG, TRACED], ids=["long", "wrong"])
+@pytest.mark.parametrize("cu", [cases.CU_SEQLENS, TRACED], ids=["long", "wrong"])
 @pytest.mark.parametrize(
     ("op", "case"),
     [
@@ -354,7 +313,7 @@ def test_kernels_on_sequences(op: str, case: Case, cu: np.ndarray) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_wkv4_on_very_many_sequences(dtype: str) -> None:
-    """Of which each warp has one, but for the long ones."""
+    """A warp runs each sequence, but for the long ones."""
     lengths = np.random.default_rng(0).integers(0, 20, 1000)
     lengths[[0, 500]] = 1024, 1500
     cu = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
@@ -365,20 +324,13 @@ def test_wkv4_on_very_many_sequences(dtype: str) -> None:
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 def test_wkv4_on_very_many_rows(dtype: str, tokens: int) -> None:
     case = Case(2000, tokens, 1, 66, dtype=dtype, decay="exp")
-    results = _run("wkv4", case)
-    limits = {n: tolerance.ceiling(n, dtype, sequential=True, highest=True) for n in results}
-    tolerance.assert_close(results, _expected("wkv4", case), limits)
+    check(Run("wkv4", "ffi"), case, precision=None)
 
 
 def _check_sequences(op: str, case: Case, cu: np.ndarray) -> None:
-    run = Run(op, "ffi")
-    clamped = np.maximum.accumulate(np.clip(cu, 0, case.T))
-    inputs, cotangents = test_sequences.made(op, case, len(cu) - 1)
-    expected = test_sequences.in_a_row(
-        run, test_sequences.alone(op, inputs, clamped, case.decay, cotangents), clamped, case.T
-    )
-    options = ("decay", case.decay), ("precision", "default")
-    found = test_sequences.found_by(run, inputs, cotangents, cu, options)
+    run, options = Run(op, "ffi"), {"decay": case.decay, "cu_seqlens": cu}
+    inputs, cotangents = operands(op, case, cu_seqlens=cu)
+    found = value_and_gradients(run, inputs, cotangents, precision="default", **options)
     exact = case.dtype == "float32"
     limits = {n: tolerance.ceiling(n, case.dtype, sequential=exact, highest=exact) for n in found}
-    test_sequences.assert_right(found, expected, limits)
+    assert_right(found, expected(op, inputs, cotangents, **options), limits)

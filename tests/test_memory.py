@@ -1,4 +1,4 @@
-"""What a gradient needs beside its operands and results."""
+"""The memory that a gradient needs beside its operands and results."""
 
 import math
 import os
@@ -11,8 +11,9 @@ import jax
 import numpy as np
 import pytest
 
+from support import internals
 from support.cases import BENCH_SHAPES, Case
-from support.operators import Run, available, library
+from support.operators import Run, available
 
 # So many heads that the CUDA kernels do not split a sequence, which costs scratch up to a bound.
 HEADS, SIZE = 136, 64
@@ -34,9 +35,8 @@ def _shapes(arrays: Mapping[str, str], tokens: int) -> list[Any]:
 
 
 def _memory(run: Run, tokens: int) -> Any:
-    described = library(run.op)
-    operands = _shapes(described.arguments, tokens)
-    cotangents = _shapes(described.reference.results, tokens)
+    operands = _shapes(internals.axes_of_arguments(run.op), tokens)
+    cotangents = _shapes(internals.axes_of_results(run.op), tokens)
 
     def gradients(operands: list, cotangents: list) -> tuple:
         results, vjp = jax.vjp(lambda *xs: run(*xs), *operands)
@@ -51,20 +51,20 @@ def test_backward_memory_grows_with_chunks_not_with_tokens(run: Run) -> None:
     short, long = (_memory(run, tokens) for tokens in (1024, 2048))
     grown = long.temp_size_in_bytes - short.temp_size_in_bytes
     operands = long.argument_size_in_bytes - short.argument_size_in_bytes
-    state = sum(4 * math.prod(x.shape) for x in _shapes(library(run.op).state, 0))
+    state = sum(4 * math.prod(x.shape) for x in _shapes(internals.axes_of_state(run.op), 0))
     assert grown <= 1024 // 64 * state + 3 * operands
     assert grown < 1024 * state / 4
 
 
 PEAK = """
-import importlib, re, jax, numpy as np
+import re, jax, numpy as np
 import rwkv_jax
 
 def kilobytes(what):
     return int(re.search(rf"{what}:\\s+(\\d+)", open("/proc/self/status").read())[1])
 
 rng = np.random.default_rng(0)
-operator = importlib.import_module("rwkv_jax.%s").OPERATOR
+op, arguments, results = %r
 B, T, H, K = %r
 sizes = dict(B=B, T=T, H=H, K=K, V=K)
 
@@ -72,11 +72,11 @@ def arrays(axes):
     shapes = [[sizes[letter] for letter in several] for several in axes.values()]
     return [jax.numpy.asarray(rng.standard_normal(shape, np.float32) / 8) for shape in shapes]
 
-operands, cotangents = arrays(operator.arguments), arrays(operator.reference.results)
+operands, cotangents = arrays(arguments), arrays(results)
 
 @jax.jit
 def gradients(operands, cotangents):
-    function = getattr(rwkv_jax, operator.name)
+    function = getattr(rwkv_jax, op)
     call = lambda *xs: function(*xs, decay="exp", implementation="ffi")
     results, vjp = jax.vjp(call, *operands)
     return *results, *vjp(tuple(cotangents))
@@ -97,8 +97,9 @@ if "ffi" in available("wkv7", Case(1, 16, 1, SIZE), platform="cpu"):
     @pytest.mark.parametrize("op", ["wkv7", "wkv6"])
     def test_peak_memory_of_the_cpu_kernels(op: str) -> None:
         """Measured on the process, since what a kernel allocates for itself is unknown to XLA."""
+        axes = dict(internals.axes_of_arguments(op)), dict(internals.axes_of_results(op))
         run = subprocess.run(
-            [sys.executable, "-c", PEAK % (op, BENCH_SHAPES["1x1024x12x64"])],
+            [sys.executable, "-c", PEAK % ((op, *axes), BENCH_SHAPES["1x1024x12x64"])],
             env={**os.environ, "JAX_PLATFORMS": "cpu"},
             check=True,
             capture_output=True,

@@ -1,65 +1,49 @@
 """The Pallas kernels without the devices that they are for: run by an interpreter, and lowered."""
 
-import dataclasses
 import functools
 import importlib
-import sys
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import rwkv_jax
-import test_packing
-import test_sequences
-from rwkv_jax import _dispatch, _ffi, _pallas
-from support import hlo, tolerance
+from support import hlo, internals, meshes
 from support.cases import Case
-from support.operators import OPERATORS, Run, value_and_gradients
+from support.harness import assert_right, check, expected, operands, value_and_gradients
+from support.operators import OPERATORS, Run
+
+PALLAS = internals.pallas()
 
 OPS = ("wkv7", "wkv6", "wkv5")
 
 KERNEL = {"cuda": "__gpu$xla.gpu.triton", "tpu": "tpu_custom_call"}
 
 each_op = pytest.mark.parametrize("op", OPS)
-each_platform = pytest.mark.parametrize("platform", _pallas.PLATFORMS)
+each_platform = pytest.mark.parametrize("platform", PALLAS.PLATFORMS)
 
 
-@pytest.fixture(scope="module", params=_pallas.PLATFORMS)
+@pytest.fixture(scope="module", params=PALLAS.PLATFORMS)
 def interpreted(request: pytest.FixtureRequest):
     """The platform whose kernels run on the CPU."""
     with pytest.MonkeyPatch.context() as patch, jax.default_device(jax.devices("cpu")[0]):
-        patch.setattr(_pallas, "INTERPRET", request.param)
+        patch.setattr(PALLAS, "INTERPRET", request.param)
         jax.clear_caches()
         yield request.param
     jax.clear_caches()
 
 
 KERNELS = 6
-"""Forward and backward what is prepared and a walk, then the states of chunks, and gradients."""
+"""Two to prepare the tiles, two walks along the sequence (forward and backward), one for the states
+of all tiles and one for the gradients."""
 
 
-def _check(op: str, case: Case, precision: str | None = None) -> None:
-    operator = OPERATORS[op]
-    case = operator.suited(case)
-    inputs, cotangents = operator.make(case)
-    highest = precision is None and case.dtype == "float32"
-    options = {
-        "decay": case.decay,
-        "implementation": "pallas",
-        "precision": "highest" if highest else precision or "default",
-    }
-    results = value_and_gradients(op, tuple(options.items()), inputs, cotangents)
-    limits = {
-        n: tolerance.ceiling(n, case.dtype, sequential=False, highest=highest) for n in results
-    }
-    expected = operator.oracle(inputs, case.decay, cotangents)
-    tolerance.assert_close(jax.device_get(results), expected, limits)
-    for name, x in results.items():
-        assert x.dtype == ("float32" if "state" in name else case.dtype), name
+def _check(op: str, case: Case, **packing: Any) -> None:
+    precision = "highest" if case.dtype == "float32" else None
+    check(Run(op, "pallas"), case, precision=precision, **packing)
 
 
 FORMS = (
@@ -67,7 +51,7 @@ FORMS = (
     ("wkv6", Case(1, 65, 2, 16, dtype="bfloat16")),
     ("wkv5", Case(1, 65, 1, 32, V=16)),
 )
-"""More than a frame, and one chunk more than its last token fills."""
+"""A chunk and one token of the next."""
 
 ON_CUDA = (
     ("wkv7", Case(2, 1, 1, 64, state=False)),
@@ -102,19 +86,14 @@ PACKED = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("op", "case"), PACKED, ids=str)
-def test_several_sequences_in_a_row(interpreted: str, op: str, case: Case) -> None:
-    case = OPERATORS[op].suited(case)
-    test_packing.check(Run(op, "pallas"), case, IDS)
+def test_several_segments_in_a_row(interpreted: str, op: str, case: Case) -> None:
+    _check(op, case, segment_ids=IDS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("interpreted", ["cuda"], indirect=True)
 def test_sequences_with_states(interpreted: str) -> None:
-    run, cu = Run("wkv6", "pallas"), np.array([0, 0, 3, 70], np.int32)
-    inputs, cotangents = test_sequences.made("wkv6", Case(1, 70, 1, 16), 3)
-    expected = test_sequences.alone("wkv6", inputs, cu, run.operator.decays[-1], cotangents)
-    found = test_sequences.found_by(run, inputs, cotangents, cu)
-    test_sequences.assert_right(found, expected)
+    _check("wkv6", Case(1, 70, 1, 16), cu_seqlens=np.array([0, 0, 3, 70], np.int32))
 
 
 @pytest.mark.parametrize("interpreted", ["cuda"], indirect=True)
@@ -127,64 +106,50 @@ def test_nothing_to_do(interpreted: str, op: str, case: Case) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("interpreted", ["cuda"], indirect=True)
 def test_vmap_of_gradients(interpreted: str) -> None:
-    case = Case(1, 17, 1, 16)
-    several = [OPERATORS["wkv6"].make(dataclasses.replace(case, seed=n))[0] for n in range(2)]
-    stacked = {name: np.stack([x[name] for x in several]) for name in several[0]}
-
-    def gradients(implementation: str):
-        def loss(inputs: dict) -> jax.Array:
-            options = {"decay": "exp", "precision": "highest", "implementation": implementation}
-            y, state = OPERATORS["wkv6"].function(**inputs, **options)
-            return jnp.sum(jnp.sin(y)) + jnp.sum(jnp.cos(state))
-
-        return jax.device_get(jax.vmap(jax.grad(loss))(stacked))
-
-    tolerance.assert_close(gradients("pallas"), gradients("reference"), tolerance.EXACT_FLOAT32)
+    run = Run("wkv6", "pallas")
+    several = [operands(run.op, Case(1, 17, 1, 16, seed=seed)) for seed in range(2)]
+    stacked = jax.tree.map(lambda *xs: np.stack(xs), *several)
+    found = jax.vmap(functools.partial(value_and_gradients, run))(*stacked)
+    for i, one in enumerate(several):
+        assert_right({name: x[i] for name, x in found.items()}, expected(run.op, *one))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("interpreted", ["cuda"], indirect=True)
 def test_shard_map(interpreted: str, cpus: list) -> None:
     """With an operand, `u`, that all devices have. The interpreter cannot run with `check_vma`."""
-    inputs, _ = OPERATORS["wkv6"].make(Case(2, 17, 1, 16))
-    mesh = jax.make_mesh((2,), ("d",), devices=cpus[:2], axis_types=(AxisType.Auto,))
+    run, (inputs, cotangents) = Run("wkv6", "pallas"), operands("wkv6", Case(2, 17, 1, 16))
     specs = {name: P() if name == "u" else P("d") for name in inputs}
 
-    def gradients(implementation: str, check_vma: bool, inputs: dict) -> dict:
-        def results(inputs: dict) -> tuple:
-            return OPERATORS["wkv6"].function(
-                **inputs, decay="exp", precision="highest", implementation=implementation
-            )
+    def spread(check_vma: bool, decay: Any, precision: Any, implementation: Any, **arrays: Any):
+        options = {"decay": decay, "precision": precision, "implementation": implementation}
+        call = jax.shard_map(
+            lambda arrays: run.public(**arrays, **options),
+            mesh=meshes.mesh("d=2", AxisType.Auto, cpus),
+            in_specs=(specs,),
+            out_specs=P("d"),
+            check_vma=check_vma,
+        )
+        return call(arrays)
 
-        if implementation == "pallas":
-            results = jax.shard_map(
-                results, mesh=mesh, in_specs=(specs,), out_specs=P("d"), check_vma=check_vma
-            )
-        return jax.grad(lambda xs: sum(jnp.sum(jnp.sin(x)) for x in results(xs)))(inputs)
-
-    run = jax.jit(gradients, static_argnums=(0, 1))
-    run.trace("pallas", True, inputs)
-    tolerance.assert_close(
-        jax.device_get(run("pallas", False, inputs)),
-        jax.device_get(run("reference", False, inputs)),
-        tolerance.EXACT_FLOAT32,
-    )
+    checked, unchecked = (functools.partial(spread, check_vma) for check_vma in (True, False))
+    value_and_gradients.trace(run, inputs, cotangents, function=checked)
+    found = value_and_gradients(run, inputs, cotangents, function=unchecked)
+    assert_right(found, expected(run.op, inputs, cotangents))
 
 
 def _lowered(
-    op: str,
-    platform: str,
-    case: Case,
-    implementation: str | None = "pallas",
-    ids: np.ndarray | None = None,
+    op: str, platform: str, case: Case, implementation: str | None = "pallas", **packing: Any
 ) -> str:
-    inputs, cotangents = OPERATORS[op].make(case)
-    inputs |= {} if ids is None else {"segment_ids": ids}
-    options = {"decay": OPERATORS[op].suited(case).decay, "implementation": implementation}
+    arrays = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (*operands(op, case), packing)
+    )
+    *inputs, packing = arrays
+    options = {"decay": OPERATORS[op].suited(case).decay}
     options["precision"] = "highest" if case.dtype == "float32" else "default"
-    arrays = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (inputs, cotangents))
     with hlo.device(platform):
-        traced = value_and_gradients.trace(op, tuple(options.items()), *arrays)
+        run = Run(op, implementation)
+        traced = value_and_gradients.trace(run, *inputs, **options, **packing)
         return traced.lower(lowering_platforms=(platform,)).as_text()
 
 
@@ -198,13 +163,13 @@ def _lowered(
 )
 @each_platform
 def test_lowering(platform: str, op: str, dtype: str, size: int) -> None:
-    """Of all kernels, with and without a chunk to fill up."""
+    """All kernels are lowered, for whole tiles and for tokens that do not fill one."""
     for tokens, decay in ((128, OPERATORS[op].decays[-1]), (100, "log")):
         text = _lowered(op, platform, Case(2, tokens, 2, size, dtype=dtype, decay=decay))
         assert text.count(KERNEL[platform]) == KERNELS
     if (op, size) == ("wkv7", 64):
         ids = np.ones((2, 100), np.int32)
-        text = _lowered(op, platform, Case(2, 100, 2, size, dtype=dtype), ids=ids)
+        text = _lowered(op, platform, Case(2, 100, 2, size, dtype=dtype), segment_ids=ids)
         assert text.count(KERNEL[platform]) == KERNELS
 
 
@@ -231,45 +196,39 @@ def test_export(op: str) -> None:
 def test_when_it_is_chosen(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a name: on CUDA GPUs, where there are no native kernels."""
     for platform in ("cpu", "cuda"):
-        monkeypatch.setitem(_ffi.MISSING, platform, "on holiday")
-    for platform, expected in (("cuda", KERNELS), ("tpu", 0)):
+        internals.pretend(monkeypatch, platform, "on holiday")
+    for platform, count in (("cuda", KERNELS), ("tpu", 0)):
         jax.clear_caches()
         text = _lowered(op, platform, Case(1, 16, 1, 32), implementation=None)
-        assert text.count(KERNEL[platform]) == expected
+        assert text.count(KERNEL[platform]) == count
     monkeypatch.undo()
     jax.clear_caches()
 
 
 @each_op
 def test_why_not(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_pallas, "INTERPRET", None)
+    monkeypatch.setattr(PALLAS, "INTERPRET", None)
 
     def reason(case: Case, platform: str) -> str | None:
         inputs, _ = OPERATORS[op].make(case)
         with hlo.device(platform):
             return rwkv_jax.implementations(op, *inputs.values(), platform=platform)["pallas"]
 
-    for platform in _pallas.PLATFORMS:
+    for platform in PALLAS.PLATFORMS:
         assert reason(Case(1, 5, 1, 16, V=128, dtype="bfloat16"), platform) is None
         for sizes in ((48, 48), (8, 8), (64, 65)):
             case = Case(1, 5, 1, sizes[0], V=sizes[1], dtype="bfloat16")
-            expected = f"K = {case.K} and V = {case.V}; the pallas kernels take 16, 32, 64, 128"
-            assert reason(case, platform) == expected
+            refused = f"K = {case.K} and V = {case.V}; the pallas kernels take 16, 32, 64, 128"
+            assert reason(case, platform) == refused
         assert reason(Case(1, 5, 1, 128), platform) is None
     for platform in ("cpu", "rocm"):
-        expected = "pallas kernels exist for CUDA GPUs and for TPUs"
-        assert reason(Case(1, 5, 1, 64), platform) == expected
+        refused = "pallas kernels exist for CUDA GPUs and for TPUs"
+        assert reason(Case(1, 5, 1, 64), platform) == refused
 
 
 def test_without_pallas(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "jax.experimental.pallas", None)
-    monkeypatch.delitem(sys.modules, "rwkv_jax._pallas")
-    monkeypatch.delitem(sys.modules, "rwkv_jax.wkv7.pallas", raising=False)
-    inputs, _ = OPERATORS["wkv7"].make(Case(1, 5, 1, 64))
-    shapes = dict(inputs)
-    lazy = _dispatch.Lazy("rwkv_jax.wkv7.pallas")
-    options = _dispatch.Options("log", jax.lax.Precision.DEFAULT, None)
-    reason = lazy.why_not("cuda", "forward", options, shapes)
+    inputs, _ = operands("wkv7", Case(1, 5, 1, 64))
+    reason = internals.why_pallas_cannot_be_imported(monkeypatch, inputs)
     assert reason is not None
     assert "rwkv_jax.wkv7.pallas cannot be imported" in reason
     assert importlib.import_module("rwkv_jax")

@@ -1,67 +1,212 @@
-"""Segments of a sequence as maps of the state."""
+"""`segment_ids`: several segments in a row, each as if it were alone; and JAX's transformations."""
 
-import itertools
+import functools
 from typing import Any
 
+import hypothesis
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import strategies
 
-from rwkv_jax import _dispatch
-from support import tolerance
 from support.cases import Case
-from support.operators import Run, library, runs
+from support.harness import assert_right, check, expected, operands, value_and_gradients
+from support.operators import FAST, SEQUENCES, Run, available
 
-CUTS = [0, 7, 24, 24, 41, 48]
-CASE = Case(2, CUTS[-1], 2, 32)
-EXACT = {"precision": "highest"}
-
-each_run = pytest.mark.parametrize("run", runs(CASE))
-
-
-def _part(run: Run, inputs: dict, i: int, j: int) -> dict:
-    return {n: x if n in run.operator.shared else x[:, i:j] for n, x in inputs.items()}
-
-
-@pytest.mark.slow
-@each_run
-@pytest.mark.parametrize("regime", ["model", "mixed"])
-def test_states_between_parts(run: Run, regime: str) -> None:
-    """Also that of the whole, from maps that are combined first."""
-    own, operator = run.operator, library(run.op)
-    case = own.suited(Case(2, CUTS[-1], 2, 32, decay="log", regime=regime))
-    given, _ = own.make(case)
-    inputs = {name: given[name] for name in own.inputs}
-    start = state = tuple(jnp.asarray(given[name]) for name in own.states)
-    options = operator.options(
-        operator.summary, decay="log", implementation=run.implementation, **EXACT
-    )
-    maps = []
-    for i, j in itertools.pairwise(CUTS):
-        part = _part(run, inputs, i, j)
-        batched = {
-            n: np.broadcast_to(x, (case.B, *x.shape)) if n in own.shared else x
-            for n, x in part.items()
-        }
-        maps.append(_dispatch.call(operator.summary, options, *map(jnp.asarray, batched.values())))
-        after = operator.segments.apply(maps[-1], state)
-        state = run(*part.values(), *state, decay="log", **EXACT)[1:]
-        _assert_alike(run, after, state)
-    at_once = operator.segments.apply(_combined(operator, maps), start)
-    _assert_alike(run, at_once, state)
+IDS = {
+    "one": [3] * 70,
+    "several": [1] * 5 + [2] * 30 + [1] * 1 + [7] * 34,
+    "short": [1, 2, 3, 3, 4, 5, 5, 5] + [6, 7] * 20 + [8] * 22,
+    "at boundaries": [1] * 16 + [2] * 48 + [3] * 6,
+    "padding": [0] * 3 + [4] * 20 + [0] * 10 + [4] * 18 + [0] * 2 + [9] * 10 + [0] * 7,
+    "padding alone": [0] * 70,
+}
+ROWS = np.array(list(IDS.values()), np.int32)
 
 
-def _combined(operator: Any, maps: list) -> Any:
-    whole = maps[0]
-    for x in maps[1:]:
-        whole = operator.segments.combine(whole, x)
-    return whole
+CASES = (
+    Case(len(IDS), 70, 2, 64),
+    Case(len(IDS), 70, 2, 64, dtype="bfloat16"),
+    Case(len(IDS), 70, 1, 64, dtype="float16", decay="exp", regime="mixed", state=False),
+)
+"""Rows of 70 tokens: a whole chunk, and one that the tokens do not fill."""
+
+RUNS = [
+    pytest.param(Run(op, implementation), case, id=f"{op}-{implementation}-{case.dtype}")
+    for op, own in SEQUENCES.items()
+    for case in map(own.suited, CASES)
+    for implementation in available(op, case, segment_ids=ROWS)
+    if implementation == "ffi" or (case.dtype == "float32" and op in ("wkv7", "wkv6", "wkv4"))
+]
+"""The implementations of WKV5 other than the native kernels are the ones of WKV6."""
 
 
-def _assert_alike(run: Run, found: tuple, expected: tuple) -> None:
-    names = run.operator.results[1:]
-    tolerance.assert_close(
-        {n: np.asarray(x) for n, x in zip(names, found, strict=True)},
-        {n: np.asarray(x) for n, x in zip(names, expected, strict=True)},
-        tolerance.EXACT_FLOAT32,
-    )
+def _check(run: Run, case: Case, ids: np.ndarray) -> None:
+    precision = "highest" if case.dtype == "float32" else None
+    found = check(run, case, precision=precision, segment_ids=ids)
+    for name in ("y", *(f"d{n}" for n in run.operator.timed)):
+        assert not np.asarray(found[name])[ids == 0].any(), name
+
+
+@pytest.mark.parametrize(("run", "case"), RUNS)
+def test_segments_are_as_if_alone(run: Run, case: Case) -> None:
+    _check(run, case, ROWS)
+
+
+SIZES = (
+    Case(1, 0, 2, 64),
+    Case(0, 17, 2, 64),
+    Case(3, 1, 2, 16),
+    Case(3, 200, 1, 16, dtype="float16"),
+    Case(3, 130, 1, 32, decay="log"),
+    Case(2, 33, 2, 128, state=False),
+    Case(2, 17, 1, 256, dtype="bfloat16"),
+    Case(1, 70, 1, 7),
+)
+
+
+def _native(several: tuple[Case, ...]) -> list[Any]:
+    """Native kernels that can run these cases; no shape takes them long to compile."""
+    return [
+        pytest.param(Run(op, "ffi"), case, id=f"{op}-{case}")
+        for op, own in SEQUENCES.items()
+        for case in map(own.suited, several)
+        if "ffi" in available(op, case, segment_ids=np.ones((case.B, case.T), np.int32))
+    ]
+
+
+@pytest.mark.parametrize(("run", "case"), _native(SIZES))
+def test_rows_of_any_size(run: Run, case: Case) -> None:
+    """Segments of any length, and a chunk that is padding alone."""
+    rng = np.random.default_rng(case.T)
+    ids = np.zeros((case.B, case.T), np.int32)
+    for row in ids:
+        cuts = np.sort(rng.integers(0, case.T + 1, max(3, case.T // 20)))
+        for i, segment in enumerate(np.split(row, cuts)):
+            segment[:] = i * (rng.random() < 0.7)
+    if case.T > 128:
+        ids[0, 64:128] = 0
+    _check(run, case, ids)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize(("run", "case"), _native((Case(2, 150, 1, 32),)))
+def test_what_is_not_finite_stays_in_its_segment(run: Run, case: Case, value: float) -> None:
+    ids = np.repeat(np.array([[1, 2, 0, 3], [1, 2, 3, 0]], np.int32), [20, 50, 10, 70], axis=1)
+    inputs, cotangents = operands(run.op, case)
+    call = functools.partial(value_and_gradients, run, decay=case.decay, segment_ids=ids)
+    right = jax.device_get(call(inputs, cotangents))
+    timed = run.operator.timed
+    for x in (*(inputs[name] for name in timed), cotangents["dy"]):
+        x[ids == 2] = value
+    found = jax.device_get(call(inputs, cotangents))
+    assert not np.isfinite(found["y"][ids == 2]).all()
+    for name in right.keys() - {f"d{n}" for n in run.operator.shared}:
+        x, y = found[name], right[name]
+        if name == "y" or name[1:] in timed:
+            x, y = x[ids != 2], y[ids != 2]
+        np.testing.assert_array_equal(x, y, err_msg=name)
+
+
+CASE = Case(2, 70, 1, 16)
+
+each_fast = pytest.mark.parametrize("run", FAST.values(), ids=FAST)
+of_two = pytest.mark.parametrize("run", [FAST["wkv7"], FAST["wkv4"]], ids=["wkv7", "wkv4"])
+
+several_ids = strategies.lists(
+    strategies.tuples(
+        strategies.sampled_from([0, 0, 1, 2, 3, -1]),
+        strategies.sampled_from([1, 1, 2, 5, 16, 30, 48, 64]),
+    ),
+    max_size=12,
+)
+
+
+def _row(several: list[tuple[int, int]]) -> list[int]:
+    """Each id so many times: ids that come again, next to each other or not, then padding."""
+    ids = [one for one, times in several for _ in range(times)]
+    return (ids + [0] * CASE.T)[: CASE.T]
+
+
+@each_fast
+@hypothesis.settings(max_examples=15, deadline=None, derandomize=True, database=None)
+@hypothesis.given(rows=strategies.tuples(several_ids.map(_row), several_ids.map(_row)))
+def test_any_ids(run: Run, rows: tuple[list[int], ...]) -> None:
+    check(run, CASE, segment_ids=np.array(rows, np.int32))
+
+
+TWO = np.array([_row([(1, 20), (2, 45)]), _row([(0, 5), (3, 30), (1, 1), (3, 34)])], np.int32)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint32"])
+def test_any_integers(dtype: str) -> None:
+    run = FAST["wkv7"]
+    inputs, _ = operands(run.op, CASE)
+    found, right = (run(**inputs, segment_ids=ids)[0] for ids in (TWO.astype(dtype), TWO))
+    np.testing.assert_array_equal(found, right)
+
+
+@pytest.mark.parametrize(
+    "run", [FAST["wkv7"], pytest.param(FAST["wkv4"], marks=pytest.mark.slow)], ids=["wkv7", "wkv4"]
+)
+def test_vmap(run: Run) -> None:
+    """The ids are mapped, and then not; one operand is mapped and the others are not."""
+    inputs, cotangents = operands(run.op, CASE)
+    mapped = {**inputs, "v": np.stack([inputs["v"], inputs["v"][:, ::-1]])}
+    axes = {name: 0 if name == "v" else None for name in inputs}
+
+    def call(inputs: dict, ids: Any) -> dict:
+        return value_and_gradients(run, inputs, cotangents, segment_ids=ids)
+
+    for ids, axis in ((np.stack([TWO, TWO[::-1]]), 0), (TWO, None)):
+        found = jax.vmap(call, in_axes=(axes, axis))(mapped, ids)
+        for i in range(2):
+            one, own = {**inputs, "v": mapped["v"][i]}, ids[i] if axis == 0 else ids
+            right = expected(run.op, one, cotangents, segment_ids=own)
+            assert_right({name: x[i] for name, x in found.items()}, right)
+
+
+def test_remat_inside_a_scan() -> None:
+    run = FAST["wkv7"]
+    inputs, cotangents = operands(run.op, CASE)
+
+    def loss(v: jax.Array, run: Run, remat: bool) -> jax.Array:
+        def layer(v: jax.Array, _: None) -> tuple[jax.Array, None]:
+            return run(**{**inputs, "v": v}, segment_ids=TWO, precision="highest")[0], None
+
+        y, _ = jax.lax.scan(jax.checkpoint(layer) if remat else layer, v, None, length=2)
+        return jnp.vdot(y, cotangents["dy"])
+
+    gradient = jax.jit(jax.grad(loss), static_argnums=(1, 2))
+    found = gradient(inputs["v"], run, True)
+    assert_right({"dv": found}, {"dv": gradient(inputs["v"], Run(run.op, "reference"), False)})
+
+
+@of_two
+@pytest.mark.parametrize("case", [Case(2, 0, 1, 16), Case(0, 9, 1, 16), Case(1, 1, 1, 16)], ids=str)
+def test_few_tokens(run: Run, case: Case) -> None:
+    inputs, cotangents = operands(run.op, case)
+    ids = np.ones((case.B, case.T), np.int32)
+    found = value_and_gradients(run, inputs, cotangents, segment_ids=ids)
+    assert_right(found, expected(run.op, inputs, cotangents, segment_ids=ids))
+    if case.T == 0:
+        for state, final in zip(run.operator.states, run.operator.results[1:], strict=True):
+            np.testing.assert_array_equal(found[final], inputs[state])
+
+
+@pytest.mark.usefixtures("unchecked_types")
+@pytest.mark.parametrize("op", SEQUENCES)
+def test_refusals(op: str) -> None:
+    inputs, _ = operands(op, CASE)
+
+    def refuses(error: type[Exception], message: str, ids: Any) -> None:
+        with pytest.raises(error, match=rf"^{op}: segment_ids {message}"):
+            FAST[op](**inputs, segment_ids=ids)
+
+    refuses(TypeError, "is a list; accepted is a JAX or numpy array", TWO.tolist())
+    refuses(TypeError, "is float32; accepted are integers", TWO.astype(np.float32))
+    refuses(TypeError, "is bool; accepted are integers", TWO > 0)
+    for wrong in (TWO[:1], TWO[:, 1:], TWO[0], TWO[..., None]):
+        shape = str(wrong.shape).replace("(", r"\(").replace(")", r"\)")
+        refuses(ValueError, rf"has shape {shape}; accepted is \[B, T\] = \(2, 70\)", wrong)

@@ -1,4 +1,4 @@
-"""A pool of states of which a call continues some rows."""
+"""`slots`: a call continues some rows of a pool of states."""
 
 import re
 from typing import Any
@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from support import tolerance
 from support.cases import Case
+from support.harness import assert_right, results
 from support.operators import OPERATORS, SEQUENCES, STEPS, Run, available
 
 POOL, SLOTS = 5, np.array([4, -1, 0], np.int32)
@@ -35,10 +35,6 @@ def _given(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
     return inputs, pool
 
 
-def _named(run: Run, results: Any) -> dict[str, np.ndarray]:
-    return {n: np.array(x) for n, x in zip(run.operator.results, results, strict=True)}
-
-
 def _expected(run: Run, inputs: dict, pool: dict, slots: list[int]) -> dict[str, np.ndarray]:
     """Row by row, the later ones over the earlier, each from the pool as it was."""
     per_row = {n: x for n, x in inputs.items() if n not in run.operator.shared}
@@ -49,22 +45,18 @@ def _expected(run: Run, inputs: dict, pool: dict, slots: list[int]) -> dict[str,
     for row, slot in enumerate(slots):
         own = {n: x[row : row + 1] for n, x in per_row.items()}
         start = {n: x[max(slot, 0)][None] for n, x in pool.items()}
-        results = _named(run, run(**own, **shared, **start))
-        rows.append(results[y] if 0 <= slot < POOL else np.zeros_like(results[y]))
+        after = results(run, **own, **shared, **start)
+        rows.append(after[y] if 0 <= slot < POOL else np.zeros_like(after[y]))
         for state in states if 0 <= slot < POOL else ():
-            found[state][slot] = results[state][0]
+            found[state][slot] = after[state][0]
     return {y: np.concatenate(rows)} | found
-
-
-def _assert_alike(found: dict, expected: dict) -> None:
-    tolerance.assert_close(found, expected, tolerance.EXACT_FLOAT32)
 
 
 @each_run
 def test_rows_of_a_pool(run: Run) -> None:
     inputs, pool = _given(run)
-    found = _named(run, run(**inputs, **pool, slots=SLOTS))
-    _assert_alike(found, _expected(run, inputs, pool, list(SLOTS)))
+    found = results(run, **inputs, **pool, slots=SLOTS)
+    assert_right(found, _expected(run, inputs, pool, list(SLOTS)))
     for state, x in zip(run.operator.results[1:], pool.values(), strict=True):
         np.testing.assert_array_equal(found[state][1:4], x[1:4])
     assert not found["y"][1].any()
@@ -73,12 +65,12 @@ def test_rows_of_a_pool(run: Run) -> None:
 @each_run
 @pytest.mark.parametrize("slots", [[2, 2, 2], [3, 7, 3], [-5, 1, 2**31 - 1]], ids=str)
 def test_slots_that_only_the_device_knows(run: Run, slots: list[int]) -> None:
-    """The last of equal ones is kept, and those outside the pool are not active."""
+    """The last of equal slots is kept, and rows with a slot outside the pool are not active."""
     inputs, pool = _given(run)
-    call = jax.jit(lambda slots: run(**inputs, **pool, slots=slots))
-    found = _named(run, call(np.array(slots, np.int32)))
+    call = jax.jit(lambda slots: results(run, **inputs, **pool, slots=slots))
+    found = call(np.array(slots, np.int32))
     inside = [slot if slot < POOL else -1 for slot in slots]
-    _assert_alike(found, _expected(run, inputs, pool, inside))
+    assert_right(found, _expected(run, inputs, pool, inside))
 
 
 @pytest.mark.parametrize("op", [*STEPS, "wkv7"])
@@ -107,14 +99,13 @@ def test_a_donated_pool_is_updated_in_place(op: str) -> None:
 
 @pytest.mark.parametrize("op", ["wkv7", "wkv4"])
 def test_gradients_of_a_pool(op: str) -> None:
-    """A row that is replaced has that of its state, and another that of itself."""
+    """The gradient of a row that is replaced comes from the new state, any other from the row."""
     run = Run(op, None)
     inputs, pool = _given(run)
 
     def loss(pool: dict) -> jax.Array:
-        return sum(
-            (jnp.sum(jnp.sin(x)) for x in run(**inputs, **pool, slots=SLOTS)), start=jnp.zeros(())
-        )
+        several = run(**inputs, **pool, slots=SLOTS)
+        return sum((jnp.sum(jnp.sin(x)) for x in several), start=jnp.zeros(()))
 
     def by_hand(pool: dict) -> jax.Array:
         rows = {n: jnp.asarray(x)[np.maximum(SLOTS, 0)] for n, x in pool.items()}
@@ -125,13 +116,13 @@ def test_gradients_of_a_pool(op: str) -> None:
         return total
 
     found, expected = (jax.device_get(jax.grad(f)(pool)) for f in (loss, by_hand))
-    _assert_alike(found, expected)
+    assert_right(found, expected)
 
 
 @pytest.mark.parametrize("op", SEQUENCES)
 @pytest.mark.parametrize("cu", [[0, 2, 2, 5], [1, 4, 3, 9], [-7, 0, 2, 3]], ids=str)
 def test_sequences_in_a_row(op: str, cu: list[int]) -> None:
-    """A prompt into each slot; also where it is wrong where the sequences are."""
+    """A prompt goes into each slot, also where `cu_seqlens` are wrong."""
     run = Run(op, None)
     inputs, pool = _given(run)
     row = {n: x if n in run.operator.shared else x[:1] for n, x in inputs.items()}
@@ -139,19 +130,20 @@ def test_sequences_in_a_row(op: str, cu: list[int]) -> None:
 
     @jax.jit
     def call(pool: dict, slots: Any, places: Any) -> Any:
-        return run(**row, **pool, slots=slots, cu_seqlens=places)
+        return results(run, **row, **pool, slots=slots, cu_seqlens=places)
 
-    found = _named(run, call(pool, SLOTS, places))
+    found = call(pool, SLOTS, places)
     y, *states = run.operator.results
     given = {n: x[np.maximum(SLOTS, 0)] for n, x in pool.items()}
-    alone = _named(run, jax.jit(lambda cu: run(**row, **given, cu_seqlens=cu))(places))
+    alone = jax.jit(lambda cu: results(run, **row, **given, cu_seqlens=cu))(places)
+    alone = {name: np.array(x) for name, x in alone.items()}
     first, last = np.maximum.accumulate(np.clip(cu, 0, 5))[1:3]
     alone[y][:, first:last] = 0
     for state, x in zip(states, pool.values(), strict=True):
         after = x.copy()
         after[SLOTS[[0, 2]]] = alone[state][[0, 2]]
         alone[state] = after
-    _assert_alike(found, alone)
+    assert_right(found, alone)
 
 
 @pytest.mark.usefixtures("unchecked_types")

@@ -19,7 +19,7 @@ from support.operators import SEQUENCES, Run, runs
 CASE = Case(2, 16, 2, 32)
 ALL = runs(CASE)
 RUNS = [x for x in ALL if x.values[0].implementation != "xla"]
-"""Without what compiles slowly and has the same rules as the native kernels."""
+"""All but xla, which compiles slowly and has the same rules as the native kernels."""
 
 each_run = pytest.mark.parametrize("run", RUNS)
 each_of_all = pytest.mark.parametrize("run", ALL)
@@ -67,12 +67,13 @@ def _reference(run: Run) -> Run:
 
 @functools.cache
 def _results(run: Run) -> Callable[..., Any]:
-    """Those of the reference."""
+    """A jitted function: the results of the reference."""
     return jax.jit(lambda *xs: _call(_reference(run), *xs))
 
 
 @functools.cache
 def _result_gradients(run: Run) -> Callable[..., Any]:
+    """A jitted function: the gradients of the reference."""
     return jax.jit(lambda *xs: _gradients(_reference(run), *xs))
 
 

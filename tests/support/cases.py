@@ -26,6 +26,10 @@ LARGEST = {"float32": 1e30, "bfloat16": 1e30, "float16": 6e4}
 """The extreme of each dtype that a decay has to survive."""
 
 
+CU_SEQLENS = np.array([0, 0, 64, 65, 65, 193, 257, 300], np.int32)
+"""Sequences of no tokens, of whole chunks, and of whole chunks and a token."""
+
+
 @dataclass(frozen=True)
 class Case:
     """One call. `V` is the value size where it differs from the key size."""
@@ -66,7 +70,7 @@ SHAPES = (
     Case(1, 1000, 2, 64, dtype="bfloat16", decay="exp"),
     Case(2, 100, 1, 256, decay="log"),
 )
-"""Every sequence length around a block or a chunk, every batch and head size, at least once."""
+"""Every length around a tile or a chunk, every batch size and every head size, at least once."""
 
 GENERAL = (
     Case(2, 33, 2, 48),
@@ -238,7 +242,7 @@ def wkv4(case: Case) -> tuple[Arrays, Arrays]:
 def step(
     make: Callable[[Case], tuple[Arrays, Arrays]], timed: Iterable[str], case: Case
 ) -> tuple[Arrays, Arrays]:
-    """The operands of an operator for one token, those of the sequence, and cotangents."""
+    """The operands of an operator for one token, and cotangents."""
     inputs, cotangents = make(case)
     token = {n.replace("initial_", ""): x[:, 0] if n in timed else x for n, x in inputs.items()}
     dtoken = {n.replace("final_", ""): x for n, x in cotangents.items()}

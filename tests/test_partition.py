@@ -1,0 +1,255 @@
+"""Calls of the operators with sharded operands. Forced CPU devices, with GPUs as well."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from support import hlo, meshes
+from support.cases import Case
+from support.harness import assert_right, expected, operands, results, value_and_gradients
+from support.operators import STEPS, Run, available, runs
+
+CASE, STEP_CASE = Case(4, 16, 4, 16), Case(4, 1, 4, 16)
+RUNS = [x for x in runs(CASE, platform="cpu") if x.values[0].implementation != "xla"]
+XLA = Run("wkv7", "xla")
+"""It differs only in what each device runs, and compiles slowly."""
+
+each_run = pytest.mark.parametrize("run", RUNS)
+each_mesh = pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+
+PLACES = {
+    "batch": ("data", None),
+    "heads": (None, "model"),
+    "batch and heads": ("data", "model"),
+    "batch over both": (("data", "model"), None),
+}
+
+
+def _mesh(axis_type: AxisType, cpus: list[Any]) -> Mesh:
+    return meshes.mesh("data=2,model=2", axis_type, cpus)
+
+
+def _specs(run: Run, sequence: P, state: P, shared: P) -> dict[str, P]:
+    """The specs of all arrays by name: inputs, results, cotangents and gradients."""
+    own = run.operator
+    specs = dict.fromkeys((*own.timed, "y"), sequence)
+    specs |= dict.fromkeys((*own.states, *own.results[1:]), state)
+    specs |= dict.fromkeys(own.shared, shared)
+    return specs | {f"d{name}": spec for name, spec in specs.items()}
+
+
+def _placed(run: Run, place: tuple) -> dict[str, P]:
+    batch, heads = place
+    return _specs(run, P(batch, None, heads), P(batch, heads), P(heads))
+
+
+def _put(mesh: Mesh, specs: dict[str, P], *several: dict) -> list[dict]:
+    return [meshes.put(mesh, specs, arrays) for arrays in several]
+
+
+def _summed(run: Run, place: tuple) -> set[str]:
+    """The collectives that the gradients of parameters need, which the batch shares."""
+    batch, _ = place
+    return {"all-reduce"} if batch and run.operator.shared else set()
+
+
+@pytest.mark.parametrize(
+    ("run", "place"),
+    [
+        *(
+            pytest.param(*run.values, place, id=f"{run.id}-{name}")
+            for run in RUNS
+            for name, place in PLACES.items()
+            if name == "batch and heads" or run.id in ("wkv7-ffi", "wkv5-ffi", "wkv4-ffi")
+        ),
+        pytest.param(XLA, PLACES["batch and heads"], marks=pytest.mark.slow),
+    ],
+)
+@each_mesh
+def test_batch_and_heads_need_no_collective(
+    run: Run, axis_type: AxisType, place: tuple, cpus: list[Any]
+) -> None:
+    mesh, arrays, specs = _mesh(axis_type, cpus), operands(run.op, CASE), _placed(run, place)
+    placed = _put(mesh, specs, *arrays)
+    compiled = value_and_gradients.lower(run, *placed).compile()
+    found = compiled(*placed)
+    assert_right(found, expected(run.op, *arrays))
+
+    text = compiled.as_text()
+    assert hlo.collectives(text) == _summed(run, place)
+    native = {f"rwkv_{run.op}_fwd_v1", f"rwkv_{run.op}_bwd_v1"}
+    assert hlo.targets(text) == (native if run.implementation == "ffi" else set())
+    for name, x in found.items():
+        assert x.sharding.is_equivalent_to(NamedSharding(mesh, specs[name]), x.ndim), name
+
+
+def _check(run: Run, placed: Sequence[dict], arrays: Sequence[dict]) -> None:
+    assert_right(value_and_gradients(run, *placed), expected(run.op, *arrays))
+
+
+@each_run
+@each_mesh
+def test_sharded_time_is_gathered(run: Run, axis_type: AxisType, cpus: list[Any]) -> None:
+    mesh, arrays = _mesh(axis_type, cpus), operands(run.op, CASE)
+    specs = _specs(run, P("data", "model"), P("data"), P())
+    _check(run, _put(mesh, specs, *arrays), arrays)
+
+
+@pytest.mark.parametrize("run", [x for x in RUNS if x.values[0].op != "wkv4"])
+@each_mesh
+def test_sharded_channels_are_refused(run: Run, axis_type: AxisType, cpus: list[Any]) -> None:
+    if axis_type == AxisType.Auto and run.implementation == "reference":
+        pytest.skip("left to the compiler, which gathers them")
+    last = P("data", None, None, "model")
+    specs = _specs(run, last, last, P(None, "model"))
+    placed = _put(_mesh(axis_type, cpus), specs, *operands(run.op, CASE))
+    explicit = axis_type == AxisType.Explicit
+    kind = ValueError if explicit else jax.errors.JaxRuntimeError
+    with pytest.raises(kind, match=rf"{run.op}: r \[B, T, H, K\] is sharded along K over 'model'"):
+        value_and_gradients(run, *placed)
+
+
+@each_run
+@each_mesh
+@pytest.mark.parametrize("replicated", ["w", "the state"])
+def test_operands_that_are_sharded_differently(
+    run: Run, axis_type: AxisType, replicated: str, cpus: list[Any]
+) -> None:
+    mesh, arrays = _mesh(axis_type, cpus), operands(run.op, CASE)
+    specs = _placed(run, ("data", "model"))
+    name = "w" if replicated == "w" else run.operator.states[-1]
+    first = run.operator.inputs[0]
+    specs[name] = P()
+    specs[first] = P(*("model", None, "data")[: arrays[0][first].ndim])
+    _check(run, _put(mesh, specs, *arrays), arrays)
+
+
+@each_run
+@each_mesh
+def test_uneven_batch(run: Run, axis_type: AxisType, cpus: list[Any]) -> None:
+    """Three sequences on two devices: replicated, since JAX does not shard them evenly."""
+    mesh, arrays = _mesh(axis_type, cpus), operands(run.op, Case(3, 16, 4, 16))
+    _check(run, _put(mesh, _placed(run, (None, "model")), *arrays), arrays)
+
+
+@each_run
+@each_mesh
+def test_vmap_keeps_the_batch_where_it_is(run: Run, axis_type: AxisType, cpus: list[Any]) -> None:
+    several = [operands(run.op, Case(4, 16, 4, 16, seed=seed)) for seed in range(2)]
+    specs = {name: P(None, *spec) for name, spec in _placed(run, ("data", "model")).items()}
+    stacked = jax.tree.map(lambda *xs: np.stack(xs), *several)
+    placed = _put(_mesh(axis_type, cpus), specs, *stacked)
+    compiled = jax.jit(jax.vmap(lambda *xs: value_and_gradients(run, *xs))).lower(*placed).compile()
+    found = compiled(*placed)
+    for i, arrays in enumerate(several):
+        assert_right({name: x[i] for name, x in found.items()}, expected(run.op, *arrays))
+    if axis_type == AxisType.Auto:
+        assert hlo.collectives(compiled.as_text()) == _summed(run, ("data", "model"))
+
+
+def _replicated(run: Run) -> dict[str, P]:
+    """`w`, the parameters and the state are the same on all devices."""
+    specs = _specs(run, P("data"), P("data"), P())
+    return specs | dict.fromkeys(("w", *run.operator.states), P())
+
+
+def _local_loss(run: Run, inputs: dict, cotangents: dict) -> jax.Array:
+    found = results(run, **inputs)
+    return jax.lax.psum(sum(jnp.vdot(x, cotangents[f"d{n}"]) for n, x in found.items()), "data")
+
+
+def _shared_operands(run: Run) -> tuple[dict, dict, dict]:
+    """Operands, of which `w` and the state have one row for all devices, and their gradients."""
+    inputs, cotangents = operands(run.op, CASE)
+    of_one = [n for n in ("w", *run.operator.states) if n not in run.operator.shared]
+    whole = inputs | {name: np.repeat(inputs[name][:1], 4, axis=0) for name in of_one}
+    right = expected(run.op, whole, cotangents)
+    gradients = {name: right[f"d{name}"] for name in inputs}
+    gradients |= {name: gradients[name].sum(axis=0, keepdims=True) for name in of_one}
+    return inputs | {name: inputs[name][:1] for name in of_one}, cotangents, gradients
+
+
+@each_run
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_gradients_of_replicated_operands_through_shard_map(
+    run: Run, check_vma: bool, cpus: list[Any]
+) -> None:
+    inputs, cotangents, gradients = _shared_operands(run)
+    specs = _replicated(run)
+    loss = jax.shard_map(
+        functools.partial(_local_loss, run),
+        mesh=meshes.mesh("data=4", AxisType.Auto, cpus),
+        in_specs=tuple({name: specs[name] for name in x} for x in (inputs, cotangents)),
+        out_specs=P(),
+        check_vma=check_vma,
+    )
+    assert_right(jax.jit(jax.grad(loss))(inputs, cotangents), gradients)
+
+
+@each_run
+def test_gradients_of_replicated_operands_inside_shard_map(run: Run, cpus: list[Any]) -> None:
+    inputs, cotangents, gradients = _shared_operands(run)
+    specs = _replicated(run)
+    in_specs = tuple({name: specs[name] for name in x} for x in (inputs, cotangents))
+    call = jax.shard_map(
+        jax.grad(functools.partial(_local_loss, run)),
+        mesh=meshes.mesh("data=4", AxisType.Auto, cpus),
+        in_specs=in_specs,
+        out_specs=in_specs[0],
+    )
+    assert_right(jax.jit(call)(inputs, cotangents), gradients)
+
+
+@each_run
+def test_results_vary_as_the_operands_do(run: Run, cpus: list[Any]) -> None:
+    """A result typed as if it were the same on all devices could leave a shard_map as such."""
+    inputs, _ = operands(run.op, CASE)
+    specs = _specs(run, P("data"), P("data"), P())
+    y, *states = run.operator.results
+    call = jax.shard_map(
+        lambda inputs: results(run, **inputs),
+        mesh=meshes.mesh("data=4", AxisType.Auto, cpus),
+        in_specs=({name: specs[name] for name in inputs},),
+        out_specs={y: P("data")} | dict.fromkeys(states, P()),
+    )
+    with pytest.raises(ValueError, match="out_specs"):
+        jax.eval_shape(call, inputs)
+
+
+@each_run
+@each_mesh
+def test_manual_over_one_axis_of_two(run: Run, axis_type: AxisType, cpus: list[Any]) -> None:
+    mesh, arrays = _mesh(axis_type, cpus), operands(run.op, CASE)
+    placed = _put(mesh, _placed(run, ("data", "model")), *arrays)
+    specs = _specs(run, P("data"), P("data"), P())
+    found = (*run.operator.results, *(f"d{name}" for name in run.names))
+    call = jax.shard_map(
+        lambda *xs: value_and_gradients(run, *xs),
+        mesh=mesh,
+        in_specs=tuple({name: specs[name] for name in x} for x in arrays),
+        out_specs={name: specs[name] for name in found},
+        axis_names={"data"},
+    )
+    assert_right(jax.jit(call)(*placed), expected(run.op, *arrays))
+
+
+@pytest.mark.parametrize(
+    ("op", "implementation"), [(op, x) for op in STEPS for x in available(op, STEP_CASE, "cpu")]
+)
+@each_mesh
+def test_step_needs_no_collective(
+    op: str, implementation: str, axis_type: AxisType, cpus: list[Any]
+) -> None:
+    run, (inputs, cotangents) = Run(op, implementation), operands(op, STEP_CASE)
+    specs = {n: P("model") if n in run.operator.shared else P("data", "model") for n in inputs}
+    placed = meshes.put(_mesh(axis_type, cpus), specs, inputs)
+    compiled = jax.jit(lambda xs: results(run, **xs)).lower(placed).compile()
+    assert_right(compiled(placed), expected(op, inputs, cotangents))
+    assert hlo.collectives(compiled.as_text()) == set()
