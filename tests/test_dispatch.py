@@ -26,7 +26,7 @@ each_sequence = pytest.mark.parametrize("op", SEQUENCES)
 
 
 def _targets(op: str, kind: str = "") -> set[str]:
-    return {f"rwkv_{op}_{kind}fwd_v1", f"rwkv_{op}_{kind}bwd_v1"}
+    return internals.targets(op, "fwd", "bwd", kind=kind)
 
 
 def _gradients(op: str, implementation: str | None, inputs: dict) -> dict:
@@ -76,7 +76,9 @@ def test_what_a_step_compiles_to_here(op: str) -> None:
         step = jax.jit(functools.partial(OPERATORS[op].function, implementation=implementation))
         text = step.lower(**inputs).compile().as_text()
         native = NATIVE and implementation in (None, "ffi")
-        assert hlo.targets(text) == ({f"rwkv_{op}_v1"} if native else set())
+        assert hlo.targets(text) == (
+            internals.targets(op.removesuffix("_step"), "step") if native else set()
+        )
 
 
 @each_sequence
@@ -184,7 +186,7 @@ def test_which_cuda_kernels_run(pretend: Any) -> None:
                 assert details(op, dataclasses.replace(case, T=15)) == recurrent
         assert details(op, Case(1, 16, 1, 64)) == recurrent
         lowered = _lowered(None, "cuda", Case(2, 16, 2, 64, dtype="bfloat16"), op)
-        assert hlo.targets(lowered) == _targets(op, "chunk_")
+        assert hlo.targets(lowered) == _targets(op, "chunk")
 
 
 @each_operator

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from support import hlo, meshes
+from support import hlo, internals, meshes
 from support.cases import Case
 from support.harness import assert_right, expected, operands, results, value_and_gradients
 from support.operators import STEPS, Run, available, runs
@@ -84,7 +84,7 @@ def test_batch_and_heads_need_no_collective(
 
     text = compiled.as_text()
     assert hlo.collectives(text) == _summed(run, place)
-    native = {f"rwkv_{run.op}_fwd_v1", f"rwkv_{run.op}_bwd_v1"}
+    native = internals.targets(run.op, "fwd", "bwd")
     assert hlo.targets(text) == (native if run.implementation == "ffi" else set())
     for name, x in found.items():
         assert x.sharding.is_equivalent_to(NamedSharding(mesh, specs[name]), x.ndim), name

@@ -70,7 +70,7 @@ def test_shard(run: Run, mesh: str, axis_type: AxisType, check_vma: bool, cpus: 
     compiled = value_and_gradients.lower(run, inputs, cotangents, function=function).compile()
     assert_right(compiled(inputs, cotangents), expected(run.op, inputs, cotangents))
     if run.implementation == "ffi":
-        native = {f"rwkv_{run.op}_fwd_v1", f"rwkv_{run.op}_bwd_v1"}
+        native = internals.targets(run.op, "fwd", "bwd")
         assert hlo.targets(compiled.as_text()) == native
     if "sequence" not in PLACES[mesh]:
         summed = bool(run.operator.shared)

@@ -55,6 +55,13 @@ def run_pass(
     return _dispatch.call(called, options, *operands)
 
 
+def targets(op: str, *passes: str, kind: str = "") -> set[str]:
+    """The native targets for passes of an operator: "fwd", "bwd", "step", "summary" or
+    "reverse_summary". Kernels on matrix units are of the kind "chunk", and "sequences" are the same
+    for `cu_seqlens`."""
+    return {"_".join(filter(None, ("rwkv", op, kind, name, "v1"))) for name in passes}
+
+
 def missing(platform: str) -> str | None:
     """Why a platform has no native kernels, or None where it has them."""
     return _ffi.MISSING.get(platform)
