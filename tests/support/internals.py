@@ -1,117 +1,174 @@
 """The private names of the package that tests know, all in this one place."""
 
+import dataclasses
 import importlib
 import sys
 from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 
-from rwkv_jax import _dispatch, _ffi, _over_devices, _sequences
-from rwkv_jax._chunked import CHUNK as CHUNK
+from rwkv_jax._devices import sequence as over_devices
+from rwkv_jax._native import library, packing
+from rwkv_jax._native.kernels import NativeKernels
+from rwkv_jax._operator import check, dispatch
+from rwkv_jax._operator.call import Arrays, Backward, Forward, Marks, Options, Sequences
+from rwkv_jax._operator.implementation import Implementation, Lazy, Summary
+from rwkv_jax._operator.public import PublicFunction, registered
+from rwkv_jax._operator.saved import CHUNK as CHUNK
+from rwkv_jax._operator.signature import Signature
+from rwkv_jax._packing import segments
 
-LONG_SEQUENCE = _sequences.LONG
+CONTINUES, STARTS, PADDING = segments.CONTINUES, segments.STARTS, segments.PADDING
+"""The marks of a token."""
+
+LONG_SEQUENCE = packing.LONG
 """Tokens for each sequence from which on native kernels take the longest sequences first."""
 
 
-def operator(op: str) -> Any:
-    """The package's own account of an operator on whole sequences."""
-    return importlib.import_module(f"rwkv_jax.{op}").OPERATOR
+def function(op: str) -> PublicFunction:
+    """The package's own account of a public function, such as "wkv7" or "wkv7_step"."""
+    return next(found for found in registered() if found.name == op)
+
+
+def signature(op: str) -> Signature:
+    return function(op).operator.signature
+
+
+def implementation(op: str, name: str) -> Implementation:
+    return function(op).operator.implementations[name]
 
 
 def axes_of_arguments(op: str) -> Mapping[str, str]:
     """The axis letters of the arguments of an operator, by name."""
-    return operator(op).arguments
+    return function(op).arguments
 
 
 def axes_of_sequences(op: str) -> Mapping[str, str]:
     """The axis letters of the arguments with `cu_seqlens`."""
-    return operator(op).arguments_of_sequences
+    return function(op).arguments_of_sequences
 
 
 def axes_of_results(op: str) -> Mapping[str, str]:
     """The axis letters of `y` and of the final state."""
-    return operator(op).reference.results
+    own = signature(op)
+    return {"y": own.inputs[own.y]} | {f"final_{n}": axes for n, axes in own.state.items()}
 
 
 def axes_of_state(op: str) -> Mapping[str, str]:
-    return operator(op).state
+    """The axis letters of the parts of the state."""
+    return signature(op).state
 
 
-def summaries(op: str) -> Any:
-    """The functions on the summaries of an operator: AXES, combine, apply."""
-    return operator(op).segments
+def summary(op: str) -> Summary:
+    """The summaries of an operator: axes, combine, apply."""
+    return function(op).operator.summary
 
 
-def run_pass(
-    op: str, name: str, operands: Any, *, decay: str, implementation: str | None, precision: Any
-) -> tuple[jax.Array, ...]:
-    """A pass of an operator, such as "summary"; parameters have the axis B."""
-    called = getattr(operator(op), name)
-    options = operator(op).options(
-        called, decay=decay, precision=precision, implementation=implementation
+def state_of(op: str, arrays: Mapping[str, Any], form: str = "initial_{}") -> Arrays:
+    """The parts of a state, out of arrays that are named as arguments, results or cotangents."""
+    return {part: jnp.asarray(arrays[form.format(part)]) for part in signature(op).state}
+
+
+def named_state(op: str, state: Mapping[str, Any], form: str = "initial_{}") -> dict[str, Any]:
+    """The inverse of `state_of`."""
+    return {form.format(part): state[part] for part in signature(op).state}
+
+
+def inputs_of(op: str, arrays: Mapping[str, Any]) -> Arrays:
+    """The inputs of an implementation: parameters stand once for each row, in float32."""
+    own = signature(op)
+    batch = next(len(arrays[name]) for name in own.timed)
+    inputs = {name: jnp.asarray(arrays[name]) for name in own.inputs}
+    for name in own.shared:
+        inputs[name] = jnp.repeat(inputs[name][None].astype(jnp.float32), batch, axis=0)
+    return inputs
+
+
+def options_of(
+    op: str, *, decay: str, implementation: str | None, precision: Any, save: bool = False
+) -> Options:
+    own = function(op).operator
+    options = check.options(
+        op, own, decay=decay, implementation=implementation, precision=precision
     )
-    return _dispatch.call(called, options, *operands)
+    return dataclasses.replace(options, save=save)
 
 
-def targets(op: str, *passes: str, kind: str = "") -> set[str]:
+def forward_operands(
+    op: str, arrays: Mapping[str, Any], packing: Marks | Sequences | None = None
+) -> Forward:
+    """The operands of the forward pass, out of arrays that are named as arguments."""
+    return Forward(inputs_of(op, arrays), state_of(op, arrays), packing)
+
+
+def backward_operands(
+    op: str,
+    arrays: Mapping[str, Any],
+    states: Arrays,
+    cotangents: Mapping[str, Any],
+    packing: Marks | Sequences | None = None,
+) -> Backward:
+    """The operands of the backward pass, out of arrays that are named as arguments and results."""
+    dstate = state_of(op, cotangents, "dfinal_{}")
+    return Backward(inputs_of(op, arrays), states, jnp.asarray(cotangents["dy"]), dstate, packing)
+
+
+def run_pass(op: str, name: str, operands: Any, **options: Any) -> Any:
+    """A pass of an operator, such as "summary", for options as `options_of` takes them."""
+    return dispatch.run(function(op).operator, name, options_of(op, **options), operands)
+
+
+def targets(op: str, *passes: str) -> set[str]:
     """The native targets for passes of an operator: "fwd", "bwd", "step", "summary" or
-    "reverse_summary". Kernels on matrix units are of the kind "chunk", and "sequences" are the same
-    for `cu_seqlens`."""
-    return {"_".join(filter(None, ("rwkv", op, kind, name, "v1"))) for name in passes}
+    "reverse_summary"."""
+    return {f"rwkv_{op}_{name}_v2" for name in passes}
 
 
 def missing(platform: str) -> str | None:
     """Why a platform has no native kernels, or None where it has them."""
-    return _ffi.MISSING.get(platform)
+    return library.MISSING.get(platform)
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, platform: str, reason: str | None) -> None:
     """The native module of a platform is missing for a reason, or is there."""
-    monkeypatch.setitem(_ffi.MISSING, platform, reason)
-    jax.clear_caches()
-
-
-def pretend_matrix_units_fit(monkeypatch: pytest.MonkeyPatch, fit: bool) -> None:
-    """The GPUs have enough shared memory for the kernels on matrix units, or not."""
-    monkeypatch.setattr(_ffi, "fits_matrix_units", lambda: fit)
+    monkeypatch.setitem(library.MISSING, platform, reason)
     jax.clear_caches()
 
 
 def load_native(platform: str, module: str) -> str | None:
     """Register the targets of a native module; the reason where that is impossible."""
-    return _ffi._load(platform, module)
+    return library._load(platform, module)
 
 
 def fail_to_import(monkeypatch: pytest.MonkeyPatch, fail: Any) -> None:
     """`fail` is called in place of the import of a native module."""
-    monkeypatch.setattr(_ffi.importlib, "import_module", fail)
+    monkeypatch.setattr(library.importlib, "import_module", fail)
+
+
+def intercept_native_calls(monkeypatch: pytest.MonkeyPatch, call: Any) -> Any:
+    """`call(target, results, *operands, aliases=None, **attributes)` takes the place of every call
+    into native code. Returns what it has replaced."""
+    through = library.call
+    monkeypatch.setattr(library, "call", call)
+    return through
 
 
 def split_on_each_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens of a sequence over devices are split on each device from 128 tokens on."""
-    monkeypatch.setattr(_over_devices, "PART", CHUNK)
-    monkeypatch.setattr(_over_devices, "ENOUGH", 1 << 30)
+    monkeypatch.setattr(over_devices, "SPLIT_TOKENS", CHUNK)
+    monkeypatch.setattr(over_devices, "ENOUGH_HEADS", 1 << 30)
 
 
-def split_on_a_gpu(monkeypatch: pytest.MonkeyPatch, op: str, splits: int) -> None:
-    """The kernels on matrix units cut each sequence into so many splits."""
-    module = importlib.import_module(f"rwkv_jax.{'wkv7' if op == 'wkv7' else 'wkv6'}.ffi")
-    monkeypatch.setattr(module, "_scan_segments", lambda *_: splits)
-    jax.clear_caches()
-
-
-def pallas() -> Any:
-    """The module of the Pallas kernels, which is imported where it is first asked for."""
-    return importlib.import_module("rwkv_jax._pallas")
-
-
-def why_pallas_cannot_be_imported(monkeypatch: pytest.MonkeyPatch, operands: Any) -> str | None:
+def why_pallas_cannot_be_imported(
+    monkeypatch: pytest.MonkeyPatch, inputs: Mapping[str, Any]
+) -> str | None:
     """The reason of the Pallas kernels of WKV7 not to run where Pallas itself is not there."""
     monkeypatch.setitem(sys.modules, "jax.experimental.pallas", None)
-    monkeypatch.delitem(sys.modules, "rwkv_jax._pallas")
+    for name in [n for n in sys.modules if n.startswith("rwkv_jax._pallas.")]:
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.delitem(sys.modules, "rwkv_jax.wkv7.pallas", raising=False)
-    lazy = _dispatch.Lazy("rwkv_jax.wkv7.pallas")
-    options = _dispatch.Options("log", jax.lax.Precision.DEFAULT, None)
-    return lazy.why_not("cuda", "forward", options, operands)
+    options = options_of("wkv7", decay="log", implementation=None, precision=None)
+    return Lazy("rwkv_jax.wkv7.pallas").why_not("cuda", options, inputs, None)
