@@ -1,9 +1,10 @@
 // Products on the matrix units, and how their operands lie in shared memory and in registers.
 //
-// Operands are bfloat16, sums are float. The sum of a product is in the registers of a warp, which has 16
-// rows of it; the left operand too, or it is in shared memory as the right operand is.
-// Compiled for sm_90a a product is one instruction of a warpgroup (four warps, 64 rows) that runs on
-// while the warps go on; for any other architecture it is mma.sync. Only this file knows of that.
+// Operands are bfloat16 and sums are float. A warp has 16 rows of a sum in its registers. The left
+// operand is in registers or in shared memory, the right operand is in shared memory. Compiled for
+// sm_90a, a product is one asynchronous instruction of a warpgroup (wgmma: four warps, 64 rows).
+// For any other architecture it is mma.sync of each warp. Only this file knows which of the two
+// runs.
 #pragma once
 
 #include <cstdint>
@@ -19,14 +20,16 @@
 
 namespace rwkv_jax::cuda {
 
-// A 16 x 16 left operand. Lane l has rows l/4 (registers 0 and 2) and l/4 + 8 (1 and 3), and of them
-// columns 2(l%4) and the next (0 and 1) and those plus 8 (2 and 3).
+// A tile, 16 x 16, as the left operand of a product. Registers 0 and 2 of lane l have row l/4,
+// registers 1 and 3 row l/4 + 8. Registers 0 and 1 have columns 2(l%4) and 2(l%4) + 1, registers 2
+// and 3 the columns 8 further.
 using Left = uint32_t[4];
 
-// Sums, in tiles of 16 x 8. Lane l has columns 2(l%4) and the next of rows l/4 (elements 0 and 1) and
-// l/4 + 8 (2 and 3). Two tiles side by side, rounded, are a Left.
-template <int kTiles>
-using Accumulator = float[kTiles][4];
+// Sums of a warp, 16 rows by 8 * kFragments columns. A fragment is 16 x 8: elements 0 and 1 of lane
+// l are row l/4, elements 2 and 3 row l/4 + 8, in columns 2(l%4) and 2(l%4) + 1. Two fragments side
+// by side, rounded, are a Left.
+template <int kFragments>
+using Accumulator = float[kFragments][4];
 
 // Two elements of a 16-bit type in one register.
 template <typename T>
@@ -59,7 +62,7 @@ __device__ uint32_t ToBf16(uint32_t pair) {
   return Bf16::Round(Pair<T>::Low(pair), Pair<T>::High(pair));
 }
 
-// Two tiles of sums, rounded; as bfloat16 they are a left operand.
+// Rounds two fragments; as bfloat16 they are a left operand.
 template <typename T = __nv_bfloat16>
 __device__ void Round(const float (&left)[4], const float (&right)[4], uint32_t (&x)[4]) {
   x[0] = Pair<T>::Round(left[0], left[1]);
@@ -68,56 +71,55 @@ __device__ void Round(const float (&left)[4], const float (&right)[4], uint32_t 
   x[3] = Pair<T>::Round(right[2], right[3]);
 }
 
-// 64 columns of sums as left operands.
+// Rounds 64 columns of sums to left operands.
 __device__ inline void RoundPanel(const Accumulator<8>& sum, Left (&rounded)[4]) {
 #pragma unroll
-  for (int block = 0; block < 4; ++block)
-    Round(sum[2 * block], sum[2 * block + 1], rounded[block]);
+  for (int tile = 0; tile < 4; ++tile) Round(sum[2 * tile], sum[2 * tile + 1], rounded[tile]);
 }
 
 __device__ inline int Lane() { return threadIdx.x % 32; }
 
-// By way of a shuffle, so that the compiler knows that all lanes agree.
+// The warp of this thread in its block. It comes from a shuffle, so that the compiler knows that it
+// is the same in all lanes.
 __device__ inline int Warp() { return __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0); }
 
-// A tile in shared memory has rows of 64 elements, 128 bytes: eight pieces of 16 bytes, of which the
-// p-th lies in place p ^ (row % 8), so that eight rows of one piece, or eight pieces of one row, lie
-// in different banks. Tiles start at multiples of 1024 bytes.
+// A panel in shared memory has rows of 64 elements, 128 bytes. A row is eight pieces of 16 bytes,
+// and piece p lies in place p ^ (row % 8). So eight rows of one piece, or eight pieces of one row,
+// lie in different banks. Panels start at multiples of 1024 bytes.
 constexpr int kPanelCols = 64;
 constexpr int kRowBytes = 2 * kPanelCols;
 constexpr int kPanelAlignment = 1024;
 
-__device__ inline uint32_t PieceAddress(uint32_t tile, int row, int piece) {
-  return tile + row * kRowBytes + ((piece ^ (row & 7)) << 4);
+__device__ inline uint32_t PieceAddress(uint32_t panel, int row, int piece) {
+  return panel + row * kRowBytes + ((piece ^ (row & 7)) << 4);
 }
 
-// Where this lane points for the four 8 x 8 matrices of the 16 x 16 block at `row` (a multiple of 16)
-// and columns 16 * block: upper left, lower left, upper right, lower right, as in a Left; or, by rows,
-// upper left, upper right, lower left, lower right. A block has pieces 2 * block and the next of each
-// row, so the swizzle leaves the bits of `block` to a constant.
-__device__ inline uint32_t TileAddress(uint32_t tile, int row, int block) {
+// Where this lane points for the four 8 x 8 matrices of the tile at `row` (a multiple of 16) and
+// columns 16 * col. TileAddress gives them in the order of a Left: upper left, lower left, upper
+// right, lower right; TileAddressByRows gives upper left, upper right, lower left, lower right. A
+// tile has pieces 2 * col and 2 * col + 1 of each row, so the swizzle changes no bit of `col`, and
+// a constant `col` stays a constant in the address.
+__device__ inline uint32_t TileAddress(uint32_t panel, int row, int col) {
   const int lane = Lane();
-  return tile + row * kRowBytes + (PieceAddress(0, lane % 16, lane / 16) ^ (block << 5));
+  return panel + row * kRowBytes + (PieceAddress(0, lane % 16, lane / 16) ^ (col << 5));
 }
 
-__device__ inline uint32_t TileAddressByRows(uint32_t tile, int row, int block) {
+__device__ inline uint32_t TileAddressByRows(uint32_t panel, int row, int col) {
   const int lane = Lane();
-  return tile + row * kRowBytes +
-         (PieceAddress(0, lane % 8 + lane / 16 * 8, lane / 8 % 2) ^ (block << 5));
+  return panel + row * kRowBytes +
+         (PieceAddress(0, lane % 8 + lane / 16 * 8, lane / 8 % 2) ^ (col << 5));
 }
 
-// A small operand of 16 x 16 blocks of 512 bytes in a column; each is four 8 x 8 matrices of 128
-// bytes: upper left, upper right, lower left, lower right.
+// A small operand is packed instead: a column of tiles of 512 bytes, each of which is four 8 x 8
+// matrices of 128 bytes in the order upper left, upper right, lower left, lower right.
 constexpr int kTileBytes = 512;
 
-__device__ inline uint32_t PackedTileAddress(uint32_t block) {
+__device__ inline uint32_t PackedTileAddress(uint32_t tile) {
   const int lane = Lane();
-  return block + lane / 8 % 2 * 256 + lane / 16 * 128 + lane % 8 * 16;
+  return tile + lane / 8 % 2 * 256 + lane / 16 * 128 + lane % 8 * 16;
 }
 
-__device__ inline uint32_t PackedTileAddressByRows(uint32_t block) {
-  return block + Lane() * 16;
-}
+__device__ inline uint32_t PackedTileAddressByRows(uint32_t tile) { return tile + Lane() * 16; }
 
 __device__ inline void StoreMatrices(uint32_t address, const uint32_t (&x)[4]) {
 #if __CUDA_ARCH__ >= 900
@@ -137,93 +139,100 @@ __device__ inline void StoreTransposed(uint32_t address, const uint32_t (&x)[4])
 #endif
 }
 
-// The block at `row` and columns 16 * block of a tile as a left operand, and its transpose.
-__device__ inline void LoadLeft(uint32_t tile, int row, int block, Left& a) {
-  LoadMatrices(TileAddress(tile, row, block), a);
+// Loads the tile at `row` and columns 16 * col of a panel as a left operand.
+__device__ inline void LoadLeft(uint32_t panel, int row, int col, Left& a) {
+  LoadMatrices(TileAddress(panel, row, col), a);
 }
 
-__device__ inline void LoadLeftTransposed(uint32_t tile, int row, int block, Left& a) {
-  LoadTransposed(TileAddressByRows(tile, row, block), a);
+// Loads the transpose of that tile.
+__device__ inline void LoadLeftTransposed(uint32_t panel, int row, int col, Left& a) {
+  LoadTransposed(TileAddressByRows(panel, row, col), a);
 }
 
-// Operands in shared memory: 16 steps k of the sum, and 8 * kTiles columns of a right operand or, for
-// the four warps of a warpgroup, 64 rows of a left one. `Load` gives the registers of a right operand
-// for two tiles of columns, 2 * pair and the next, in the order {tile 0 upper, tile 0 lower, tile 1
-// upper, tile 1 lower}; `LoadLeft` those of a left operand for the rows of a warp.
+// Operands in shared memory. An operand has 16 values of k, the index that a product sums over, and
+// either 8 * kFragments columns as a right operand or, for the four warps of a warpgroup, 64 rows
+// as a left operand.
+//
+// Load gives the registers of a right operand for columns 16 * pair to 16 * pair + 15: of the first
+// eight columns the upper and the lower half of k, then of the other eight. LoadLeft gives the
+// registers of a left operand for the rows of a warp.
 
-// k runs along the rows of a tile, from column 16 * block on.
+// k runs along the rows of a panel, from column 16 * tile on.
 struct KAlongRows {
-  uint32_t tile;
-  int block = 0;
+  uint32_t panel;
+  int tile = 0;
 
   static constexpr bool kDown = false;
   __device__ void Load(int pair, uint32_t (&b)[4]) const {
-    LoadMatrices(TileAddressByRows(tile, 16 * pair, block), b);
+    LoadMatrices(TileAddressByRows(panel, 16 * pair, tile), b);
   }
   __device__ void LoadLeft(int warp, Left& a) const {
-    cuda::LoadLeft(tile, 16 * warp, block, a);
+    cuda::LoadLeft(panel, 16 * warp, tile, a);
   }
   __device__ uint64_t Descriptor() const;
 };
 
-// k runs down the rows of a tile, from row 16 * block on; the operand starts at column 16 * column.
+// k runs down the rows of a panel, from row 16 * tile on; the operand starts at column 16 * column.
 struct KDownRows {
-  uint32_t tile;
-  int block = 0, column = 0;
+  uint32_t panel;
+  int tile = 0, column = 0;
 
   static constexpr bool kDown = true;
   __device__ void Load(int pair, uint32_t (&b)[4]) const {
-    LoadTransposed(TileAddress(tile, 16 * block, column + pair), b);
+    LoadTransposed(TileAddress(panel, 16 * tile, column + pair), b);
   }
   __device__ void LoadLeft(int warp, Left& a) const {
-    LoadLeftTransposed(tile, 16 * block, column + warp, a);
+    LoadLeftTransposed(panel, 16 * tile, column + warp, a);
   }
   __device__ uint64_t Descriptor() const;
 };
 
-// k runs along the rows of packed blocks.
+// k runs along the rows of packed tiles.
 struct PackedTiles {
-  uint32_t blocks;
+  uint32_t tiles;
 
   static constexpr bool kDown = false;
   __device__ void Load(int pair, uint32_t (&b)[4]) const {
-    LoadMatrices(PackedTileAddressByRows(blocks + pair * kTileBytes), b);
+    LoadMatrices(PackedTileAddressByRows(tiles + pair * kTileBytes), b);
   }
   __device__ uint64_t Descriptor() const;
 };
 
-// A matrix in shared memory as a warpgroup product takes it: the address of its tile and its offset
-// there, the bytes between 8 x 8 matrices (in packed blocks along k and across it, in swizzled tiles
-// from eight rows to the next), and whether its rows are swizzled.
-__device__ inline uint64_t MatrixDescriptor(uint32_t tile, int offset, int leading_bytes,
+// Describes a matrix in shared memory to wgmma: the address of its array and its offset there, the
+// bytes from one 8 x 8 matrix to the next along k and across it (of packed tiles) or from eight
+// rows to the next eight (of a panel), and whether its rows are swizzled.
+__device__ inline uint64_t MatrixDescriptor(uint32_t array, int offset, int leading_bytes,
                                             int stride_bytes, bool swizzled) {
-  const uint32_t low = (tile >> 4) + (offset >> 4) + (leading_bytes >> 4 << 16);
+  const uint32_t low = (array >> 4) + (offset >> 4) + (leading_bytes >> 4 << 16);
   const uint32_t high = (stride_bytes >> 4) + (swizzled ? 1u << 30 : 0u);
   return static_cast<uint64_t>(high) << 32 | low;
 }
 
 __device__ inline uint64_t KAlongRows::Descriptor() const {
-  return MatrixDescriptor(tile, 32 * block, 16, 8 * kRowBytes, true);
+  return MatrixDescriptor(panel, 32 * tile, 16, 8 * kRowBytes, true);
 }
 
 __device__ inline uint64_t KDownRows::Descriptor() const {
-  return MatrixDescriptor(tile, 16 * kRowBytes * block + 32 * column, 8 * kRowBytes, 8 * kRowBytes, true);
+  return MatrixDescriptor(panel, 16 * kRowBytes * tile + 32 * column, 8 * kRowBytes, 8 * kRowBytes,
+                          true);
 }
 
 __device__ inline uint64_t PackedTiles::Descriptor() const {
-  return MatrixDescriptor(blocks, 0, 128, 256, false);
+  return MatrixDescriptor(tiles, 0, 128, 256, false);
 }
 
-// What was stored to shared memory by this thread becomes visible to products after the next barrier.
+// Makes what this thread has stored to shared memory visible to the products after the next
+// barrier.
 __device__ inline void PublishOperands() {
 #if RWKV_JAX_WARPGROUP_PRODUCTS
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
 }
 
-// Products are issued between BeginProducts and CommitProducts; WaitForProducts<n> returns when at
-// most n of the committed groups still run. Until then neither operands nor sums may be touched, and
-// then each sum is to be Settled before it is read.
+// Products are issued between BeginProducts and CommitProducts, which makes them a group.
+// WaitForProducts<n> returns when at most n groups still run. Until their group is done, neither
+// the operands nor the sums of products may be touched. After that each sum is to be passed to
+// Settle, which keeps the compiler from reading it earlier.
 __device__ inline void BeginProducts() {
 #if RWKV_JAX_WARPGROUP_PRODUCTS
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -243,11 +252,11 @@ __device__ void WaitForProducts() {
 #endif
 }
 
-template <int kTiles>
-__device__ void Settle(Accumulator<kTiles>& sum) {
+template <int kFragments>
+__device__ void Settle(Accumulator<kFragments>& sum) {
 #if RWKV_JAX_WARPGROUP_PRODUCTS
 #pragma unroll
-  for (int i = 0; i < kTiles; ++i)
+  for (int i = 0; i < kFragments; ++i)
     asm volatile("" : "+f"(sum[i][0]), "+f"(sum[i][1]), "+f"(sum[i][2]), "+f"(sum[i][3])::"memory");
 #endif
 }
@@ -304,31 +313,33 @@ __device__ void WarpgroupMultiply(Accumulator<8>& c, uint64_t a, uint64_t b) {
 
 #endif  // RWKV_JAX_WARPGROUP_PRODUCTS
 
-// sum = a b, or sum += a b if kAdd, with a in registers.
-template <bool kAdd, int kTiles, typename Right>
-__device__ void Multiply(Accumulator<kTiles>& sum, const Left& a, const Right& b) {
+// Issues sum = a b, or sum += a b if kAdd, with a in registers.
+template <bool kAdd, int kFragments, typename Right>
+__device__ void Multiply(Accumulator<kFragments>& sum, const Left& a, const Right& b) {
 #if RWKV_JAX_WARPGROUP_PRODUCTS
   WarpgroupMultiply<kAdd, Right::kDown>(sum, a, b.Descriptor());
 #else
 #pragma unroll
-  for (int pair = 0; pair < kTiles / 2; ++pair) {
+  for (int pair = 0; pair < kFragments / 2; ++pair) {
     uint32_t x[4];
     b.Load(pair, x);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      float(&tile)[4] = sum[2 * pair + i];
-      if constexpr (!kAdd) tile[0] = tile[1] = tile[2] = tile[3] = 0.0f;
-      WarpMultiply(tile, a, x[2 * i], x[2 * i + 1]);
+      float(&fragment)[4] = sum[2 * pair + i];
+      if constexpr (!kAdd) fragment[0] = fragment[1] = fragment[2] = fragment[3] = 0.0f;
+      WarpMultiply(fragment, a, x[2 * i], x[2 * i + 1]);
     }
   }
 #endif
 }
 
-// The same with a in shared memory, for the rows of this warp of its warpgroup.
-template <bool kAdd, int kTiles, typename LeftTile, typename Right>
-__device__ void Multiply(Accumulator<kTiles>& sum, int warp, const LeftTile& a, const Right& b) {
+// The same product with a in shared memory; `warp` is this warp in its warpgroup, and says which
+// rows it has.
+template <bool kAdd, int kFragments, typename LeftOperand, typename Right>
+__device__ void Multiply(Accumulator<kFragments>& sum, int warp, const LeftOperand& a,
+                         const Right& b) {
 #if RWKV_JAX_WARPGROUP_PRODUCTS
-  WarpgroupMultiply<kAdd, LeftTile::kDown, Right::kDown>(sum, a.Descriptor(), b.Descriptor());
+  WarpgroupMultiply<kAdd, LeftOperand::kDown, Right::kDown>(sum, a.Descriptor(), b.Descriptor());
 #else
   Left rows;
   a.LoadLeft(warp, rows);

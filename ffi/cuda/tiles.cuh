@@ -65,8 +65,10 @@ struct ChunkMarks {
   uint64_t starts = 0, absent = 0;
 
   __device__ ChunkMarks() {}
-  __device__ ChunkMarks(const Marks& marks, int64_t row, int64_t frame) {
-    const uint4 x = reinterpret_cast<const uint4*>(marks.words + row * marks.per_row)[frame];
+  __device__ ChunkMarks(const Marks& marks, int64_t row, int64_t chunk)
+      : ChunkMarks(reinterpret_cast<const uint4*>(marks.words + row * marks.per_row)[chunk]) {}
+  // From the four words of a chunk.
+  __device__ explicit ChunkMarks(const uint4& x) {
     const auto four = [](uint64_t a, uint64_t b, uint64_t c, uint64_t d) {
       return a | b << 16 | c << 32 | d << 48;
     };

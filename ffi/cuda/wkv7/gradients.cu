@@ -1,32 +1,71 @@
-// WKV7 on matrix units, the gradients of the inputs: one block of threads per head and frame of
-// L = 64 tokens, from the state S0 before the frame and the gradient dS of the state after it.
+// WKV7 on matrix units, the gradients of the inputs: one block of threads per head and chunk of 64
+// tokens. A block starts from the saved state S0 before its chunk and from dS, the gradient of the
+// state after its chunk, which the reverse scan of scan.cu has left.
 //
-// The operands are scaled so that a state keeps its value from the end of the frame backwards: with g
-// the sum of the log decays of the tokens after a token, and g' that and its own,
+// The recurrence (RWKV-7, arXiv:2503.14456, "state evolution"), with d_t = exp(log d_t) made from
+// w_t:
+//
+//   S_t = S_{t-1} diag(d_t) + (S_{t-1} a_t) b_t^T + v_t k_t^T      y_t = S_t r_t
+//
+// The backward pass of one token is that of `backward_kernel` in RWKV-LM
+// (RWKV-v7/train_temp/cuda/rwkv7_clampw.cu). The form for a chunk of tokens is the WY
+// representation with the UT transform (section 3 of arXiv:2406.06484), here with decays in the
+// operands.
+//
+// Rows of a matrix are tokens, except that a state is [V, K]. Operands are scaled so that a state
+// keeps its value from the end of the chunk backwards: g is the sum of the log decays of the tokens
+// after a token, and g' is g plus the log decay of the token itself.
 //
 //   At = A exp(-g')   Rt = R exp(-g)   Bh = B exp(g)   Kh = K exp(g)   Sp = S0 exp(g' of token 0)
-//   Aab = tril_strict(At Bh^T)   Aak = tril_strict(At Kh^T)   Qrb = tril(Rt Bh^T)   Qrk = tril(Rt Kh^T)
+//   Aab = tril_strict(At Bh^T)   Aak = tril_strict(At Kh^T)
+//   Qrb = tril(Rt Bh^T)          Qrk = tril(Rt Kh^T)
 //   M = (I - Aab)^-1   Z = At Sp^T + Aak V   U = M Z   Y = Rt Sp^T + Qrb U + Qrk V
 //
-// and backwards
+// The gradients are
 //
 //   dU = Qrb^T dY + Bh dS^T    dZ = M^T dU    dV = Qrk^T dY + Kh dS^T + Aak^T dZ
-//   dQrb = tril(dY U^T)   dQrk = tril(dY V^T)   dAab = tril_strict(dZ U^T)   dAak = tril_strict(dZ V^T)
+//   dQrb = tril(dY U^T)          dQrk = tril(dY V^T)
+//   dAab = tril_strict(dZ U^T)   dAak = tril_strict(dZ V^T)
 //   dBh = U dS + dQrb^T Rt + dAab^T At       dRt = dY Sp + dQrb Bh + dQrk Kh
-//   dKh = V dS + dQrk^T Rt + dAak^T At       dAt = dZ Sp + dAab Bh + dAak Kh.
+//   dKh = V dS + dQrk^T Rt + dAak^T At       dAt = dZ Sp + dAab Bh + dAak Kh
 //
-// A log decay scales what is read after it and not what is written after it, so its gradient is a sum
-// over the tokens from its own on,
+// A log decay scales what later tokens read and does not scale what later tokens write, so its
+// gradient is a sum over the tokens from its own on,
 //
 //   dlog d_t = sum_v dS * S_L + sum_{s >= t} (Rt dRt - Bh dBh - Kh dKh)_s + sum_{s > t} (At dAt)_s,
 //
-// in which what is both written and read in that run occurs twice and cancels: hence every factor is
-// the rounded one that the other side has, too.
+// where S_L is the state after the chunk. A pair of tokens that both lie in that sum occurs in it
+// twice, once as a read and once as a write, and cancels. It cancels only if both sides use the
+// same rounded factors, so every phase takes the scaled operands from shared memory.
 //
-// All but the products of tokens by tokens is computed transposed, with channels as the rows. Then a
-// left operand is the same for two results and stays in registers, what one product gives is a left
-// operand of the next, and sums over tokens run along the rows, which one warp has. What bounds the
-// kernel is the traffic of shared memory.
+// All products but those of tokens by tokens are computed transposed, with channels as the rows.
+// Then one left operand in registers serves two products, the result of a product is the left
+// operand of the next, and sums over tokens run along rows, each of which belongs to one warp. The
+// traffic of shared memory bounds the speed of the kernel.
+//
+// Phases, and the barrier after each. A panel has 64 channels, a half has 32 tokens. Two warpgroups
+// share a panel; in most phases one has the first half of the tokens, the other the second.
+//
+//   phase              computes             warpgroups          barrier, and what it is for
+//   LoadChunk          starts all copies    all                 block: w has been copied
+//   SumLogDecays       g, within a half     panel x half        block: sums of the other half;
+//                                                                 a, b, k, r have been copied
+//   ScaleOperands      At Rt Bh Kh          panel x half
+//   ScaleState         Sp                   all                 block: operands are scaled
+//   TokenProducts      M Aak Qrb Qrk        one product each    block: products are stored
+//   Values             Z U                  half 0              half: U of all panels is stored
+//   ValueGradients     dU dZ dV             half 1
+//   TriangleGradients  dQrb dQrk            half 0              values: dZ is stored, and Qrb, Qrk,
+//                                                                 M and Aak have been read
+//   ValueGradients     stages dV in M, Aak  half 1              warpgroup: dV is staged
+//   TriangleGradients  dAab dAak            half 0              values: dV has left M and Aak
+//                                                               block: triangles are stored
+//   KeyGradients       dB dK                panel x half        half: U and V have been read
+//                                                               warpgroup: dB and dK are staged
+//   QueryGradients     dR dA                panel x half        half: dY and dZ have been read
+//                                                               warpgroup: dR and dA are staged
+//   DecayGradient      dw                   panel x half        block: sums of the other half
+//                                                               block: dw is staged
 #include "launch.cuh"
 #include "wkv7/kernels.h"
 #include "wkv7/inverse.cuh"
@@ -34,127 +73,142 @@
 namespace rwkv_jax::cuda {
 namespace {
 
-constexpr int kFrame = static_cast<int>(kChunk);
-static_assert(kFrame == 64, "a frame is the rows of a warpgroup and the columns of a tile");
-constexpr int kFrameBlocks = kFrame / kTileTokens;
+constexpr int kChunkTokens = static_cast<int>(kChunk);
+static_assert(kChunkTokens == 64, "a chunk is the rows of a warpgroup and the columns of a panel");
+constexpr int kChunkTiles = kChunkTokens / kTileTokens;
 
 template <typename T>
-struct Frames {
+struct GradientArguments {
   const T *r, *w, *k, *v, *a, *b, *dy;
   T *dr, *dw, *dk, *dv, *da, *db;
   int64_t tokens;
-  unsigned heads, frames;
+  unsigned heads, chunks;
   Decay decay;
   Marks marks;
   Sequences sequences;
-  const uint4 *states, *gradients;  // [B, frames, H, V, K] of bfloat16
+  const uint4 *states, *gradients;  // [B, chunks, H, V, K] of bfloat16
   const float* inexact;
 };
 
-// Two warpgroups have a panel of 64 channels, and each of them half of the tokens. Tiles of tokens have
-// kPanels panels of 64 channels, states [V, K] as many panels of 64 columns.
-constexpr int kHalf = kFrame / 2;
-constexpr int kHalfBlocks = kHalf / kTileTokens;
-constexpr int kHalfTiles = kHalf / 8;
-using HalfAccumulator = Accumulator<kHalfTiles>;  // 64 channels by half of the tokens
+// A half of the tokens of a chunk.
+constexpr int kHalfTokens = kChunkTokens / 2;
+constexpr int kHalfTiles = kHalfTokens / kTileTokens;
+constexpr int kHalfFragments = kHalfTokens / 8;
+using HalfAccumulator = Accumulator<kHalfFragments>;  // 64 channels by half of the tokens
 
+// Shared memory. Arrays [64 tokens, N] are kPanels panels, one for each 64 channels; states [V, K]
+// are kPanels panels, one for each 64 columns; a product of tokens by tokens is one panel. What an
+// array holds changes from phase to phase; its last content is staged there on the way to global
+// memory.
 template <int N>
-struct FrameLayout {
+struct GradientLayout {
   static constexpr int kPanels = N / kPanelCols;
   static constexpr int kGroups = 2 * kPanels;
   static constexpr int kThreads = 128 * kGroups;
-  static constexpr int kPanel = kFrame * kRowBytes;
-  static constexpr int kStatePanel = N * kRowBytes;
-  static constexpr int kTokens = kPanels * kPanel;
-  static constexpr int kState = kPanels * kStatePanel;
+  static constexpr int kPanelBytes = kChunkTokens * kRowBytes;
+  static constexpr int kStatePanelBytes = N * kRowBytes;
+  static constexpr int kTokenBytes = kPanels * kPanelBytes;
+  static constexpr int kStateBytes = kPanels * kStatePanelBytes;
 
-  static constexpr int kAt = 0;
-  static constexpr int kRt = kAt + kTokens;
-  static constexpr int kBh = kRt + kTokens;
-  static constexpr int kKh = kBh + kTokens;
-  static constexpr int kV = kKh + kTokens;
-  static constexpr int kDy = kV + kTokens;
-  static constexpr int kU = kDy + kTokens;
-  static constexpr int kDz = kU + kTokens;  // first w
-  static constexpr int kSp = kDz + kTokens;
-  static constexpr int kDs = kSp + kState;
-  // Of tokens by tokens, first the products themselves, then their gradients; M is first Aab.
-  static constexpr int kM = kDs + kState;
-  static constexpr int kAak = kM + kPanel;
-  static constexpr int kQrb = kAak + kPanel;
-  static constexpr int kQrk = kQrb + kPanel;
-  static constexpr int kSums = kQrk + kPanel;  // float [4, N]
+  static constexpr int kAt = 0;                    // a, At, dw
+  static constexpr int kRt = kAt + kTokenBytes;    // r, Rt
+  static constexpr int kBh = kRt + kTokenBytes;    // b, Bh
+  static constexpr int kKh = kBh + kTokenBytes;    // k, Kh
+  static constexpr int kV = kKh + kTokenBytes;     // v, dk
+  static constexpr int kDy = kV + kTokenBytes;     // dy, dr
+  static constexpr int kU = kDy + kTokenBytes;     // U, db
+  static constexpr int kDz = kU + kTokenBytes;     // w, dZ, da
+  static constexpr int kSp = kDz + kTokenBytes;    // Sp
+  static constexpr int kDs = kSp + kStateBytes;    // dS
+  static constexpr int kM = kDs + kStateBytes;     // Aab, M, dv of the first panel, dAab
+  static constexpr int kAak = kM + kPanelBytes;    // Aak, dv of the second panel, dAak
+  static constexpr int kQrb = kAak + kPanelBytes;  // Qrb, dQrb
+  static constexpr int kQrk = kQrb + kPanelBytes;  // Qrk, dQrk
+  // float [4, N]: first the sums of the log decays of both halves; then, in rows 1 and 2, the sums
+  // of dS * S_L of both halves, and in row 3 the sum of the reads of the second half.
+  static constexpr int kSums = kQrk + kPanelBytes;
   static constexpr int kBytes = kSums + 4 * N * sizeof(float);
 };
 
-// Operands of several blocks of 16: a tile of which the sum runs along the rows, panel after panel, or
-// down the rows.
+// Named barriers; 0 is __syncthreads. The table of phases says what each is for.
+template <int N>
+struct GradientBarriers {
+  enum NamedBarrier : int {
+    kWarpgroup = 1,  // + the warpgroup: its 128 threads
+    kHalf = kWarpgroup + GradientLayout<N>::kGroups,  // + the half: its warpgroups of all panels
+    kValues = kHalf + 2,  // all threads, which wait at it in different phases
+  };
+};
+
+// Operands of several tiles along k. k runs along the rows of an array, panel after panel, ...
 struct Along {
-  uint32_t tile;
+  uint32_t panel;
   int panel_bytes = 0;
 
-  __device__ KAlongRows Block(int block) const {
-    return {tile + block / 4 * panel_bytes, block % 4};
+  __device__ KAlongRows Tile(int tile) const {
+    return {panel + tile / 4 * panel_bytes, tile % 4};
   }
 };
 
+// ... or down the rows of a panel.
 struct Down {
-  uint32_t tile;
-  int column = 0;  // the first, in units of 16
+  uint32_t panel;
+  int column = 0;  // the first, in tiles
 
-  __device__ KDownRows Block(int block) const { return {tile, block, column}; }
+  __device__ KDownRows Tile(int tile) const { return {panel, tile, column}; }
 };
 
-// sum = left right, or sum += left right, over kBlocks blocks of 16; to be waited for.
-template <bool kAdd, int kBlocks, typename LeftTile, typename Right>
-__device__ void Product(int warp, Accumulator<8>& sum, const LeftTile& left, const Right& right) {
+// Starts sum = left right, or sum += left right if kAdd, over kTiles tiles of k.
+template <bool kAdd, int kTiles, typename LeftOperand, typename Right>
+__device__ void Product(int warp, Accumulator<8>& sum, const LeftOperand& left,
+                        const Right& right) {
   BeginProducts();
 #pragma unroll
-  for (int block = 0; block < kBlocks; ++block) {
-    if (kAdd || block > 0)
-      Multiply<true>(sum, warp, left.Block(block), right.Block(block));
+  for (int tile = 0; tile < kTiles; ++tile) {
+    if (kAdd || tile > 0)
+      Multiply<true>(sum, warp, left.Tile(tile), right.Tile(tile));
     else
-      Multiply<false>(sum, warp, left.Block(block), right.Block(block));
+      Multiply<false>(sum, warp, left.Tile(tile), right.Tile(tile));
   }
   CommitProducts();
 }
 
-// The same with the left operand in registers.
+// The same product with the left operand in registers and k over the tokens of the chunk.
 template <bool kAdd, typename Right>
-__device__ void Product(Accumulator<8>& sum, const Left (&left)[kFrameBlocks], const Right& right) {
+__device__ void Product(Accumulator<8>& sum, const Left (&left)[kChunkTiles], const Right& right) {
   BeginProducts();
 #pragma unroll
-  for (int block = 0; block < kFrameBlocks; ++block) {
-    if (kAdd || block > 0)
-      Multiply<true>(sum, left[block], right.Block(block));
+  for (int tile = 0; tile < kChunkTiles; ++tile) {
+    if (kAdd || tile > 0)
+      Multiply<true>(sum, left[tile], right.Tile(tile));
     else
-      Multiply<false>(sum, left[block], right.Block(block));
+      Multiply<false>(sum, left[tile], right.Tile(tile));
   }
   CommitProducts();
 }
 
-// Left operands from the transpose of a tile, of which this warp has columns 16 * column on: blocks
-// `first` and on.
-template <int kBlocks>
-__device__ void LoadTransposedTile(uint32_t tile, int column, int first, Left (&left)[kBlocks]) {
+// Loads left operands from the transpose of a panel: columns 16 * column to 16 * column + 15, and
+// kTiles tiles of rows from `first` on.
+template <int kTiles>
+__device__ void LoadTransposedPanel(uint32_t panel, int column, int first, Left (&left)[kTiles]) {
 #pragma unroll
-  for (int block = 0; block < kBlocks; ++block)
-    LoadLeftTransposed(tile, 16 * (first + block), column, left[block]);
+  for (int tile = 0; tile < kTiles; ++tile)
+    LoadLeftTransposed(panel, 16 * (first + tile), column, left[tile]);
 }
 
-// Two products with the same left operand, blocks `first` and on; to be waited for.
-template <bool kAdd, int kBlocks, typename Right>
-__device__ void ProductPair(HalfAccumulator (&sums)[2], const Left (&left)[kBlocks], int first,
+// Starts two products with the same left operand, over kTiles tiles of k from `first` on.
+template <bool kAdd, int kTiles, typename Right>
+__device__ void ProductPair(HalfAccumulator (&sums)[2], const Left (&left)[kTiles], int first,
                             const Right& right_of_first, const Right& right_of_second) {
   BeginProducts();
 #pragma unroll
-  for (int block = 0; block < kBlocks; ++block) {
-    if (kAdd || block > 0) {
-      Multiply<true>(sums[0], left[block], right_of_first.Block(first + block));
-      Multiply<true>(sums[1], left[block], right_of_second.Block(first + block));
+  for (int tile = 0; tile < kTiles; ++tile) {
+    if (kAdd || tile > 0) {
+      Multiply<true>(sums[0], left[tile], right_of_first.Tile(first + tile));
+      Multiply<true>(sums[1], left[tile], right_of_second.Tile(first + tile));
     } else {
-      Multiply<false>(sums[0], left[block], right_of_first.Block(first + block));
-      Multiply<false>(sums[1], left[block], right_of_second.Block(first + block));
+      Multiply<false>(sums[0], left[tile], right_of_first.Tile(first + tile));
+      Multiply<false>(sums[1], left[tile], right_of_second.Tile(first + tile));
     }
   }
   CommitProducts();
@@ -171,165 +225,167 @@ __device__ void Finish(Accumulator<8>& sum) {
   Settle(sum);
 }
 
-// The 16 channels of a tile of tokens that a warp has, as 16 tokens of them lie in two tiles of a sum.
-struct ChannelTile {
-  uint32_t tile;
-  int column;  // the channels, in units of 16
+// The 16 channels of a warp in a panel of tokens: columns of the panel, rows of an accumulator. The
+// registers of a tile here are two fragments of an accumulator, of 8 tokens each.
+struct WarpChannels {
+  uint32_t panel;
+  int column;  // in tiles
 
-  __device__ uint32_t Address(int block) const {
-    return TileAddressByRows(tile, 16 * block, column);
+  __device__ uint32_t Address(int tile) const {
+    return TileAddressByRows(panel, 16 * tile, column);
   }
-  __device__ void Load(int block, uint32_t (&x)[4]) const { LoadTransposed(Address(block), x); }
-  __device__ void Store(int block, const uint32_t (&x)[4]) const {
-    StoreTransposed(Address(block), x);
+  __device__ void Load(int tile, uint32_t (&x)[4]) const { LoadTransposed(Address(tile), x); }
+  __device__ void Store(int tile, const uint32_t (&x)[4]) const {
+    StoreTransposed(Address(tile), x);
   }
-  // The tiles of a sum, by twos, as blocks `first` and on.
-  template <typename T, int kTiles>
-  __device__ void StoreSum(int first, const Accumulator<kTiles>& sum) const {
+  // Rounds an accumulator and stores it as the tiles from `first` on.
+  template <typename T, int kFragments>
+  __device__ void StoreSum(int first, const Accumulator<kFragments>& sum) const {
 #pragma unroll
-    for (int block = 0; block < kTiles / 2; ++block) {
+    for (int tile = 0; tile < kFragments / 2; ++tile) {
       uint32_t x[4];
-      Round<T>(sum[2 * block], sum[2 * block + 1], x);
-      Store(first + block, x);
+      Round<T>(sum[2 * tile], sum[2 * tile + 1], x);
+      Store(first + tile, x);
     }
   }
-  // Calls fn(tile, element, low, high) with the elements of blocks `first` and on as a HalfAccumulator has
-  // them, by pairs.
+  // Calls fn(fragment, element, low, high) with the values of elements `element` and `element` + 1
+  // of each fragment that a HalfAccumulator has for the tiles from `first` on.
   template <typename Fn>
   __device__ void ForEachPair(int first, Fn&& fn) const {
 #pragma unroll
-    for (int block = 0; block < kHalfBlocks; ++block) {
+    for (int tile = 0; tile < kHalfTiles; ++tile) {
       uint32_t x[4];
-      Load(first + block, x);
+      Load(first + tile, x);
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        fn(2 * block + i / 2, i % 2 * 2, Bf16::Low(x[i]), Bf16::High(x[i]));
+        fn(2 * tile + i / 2, i % 2 * 2, Bf16::Low(x[i]), Bf16::High(x[i]));
     }
   }
 };
 
-// Calls fn(tile, element) for all elements of a HalfAccumulator.
+// Calls fn(fragment, element) for all elements of a HalfAccumulator.
 template <typename Fn>
 __device__ void ForEachElement(Fn&& fn) {
 #pragma unroll
-  for (int tile = 0; tile < kHalfTiles; ++tile)
+  for (int fragment = 0; fragment < kHalfFragments; ++fragment)
 #pragma unroll
-    for (int e = 0; e < 4; ++e) fn(tile, e);
+    for (int e = 0; e < 4; ++e) fn(fragment, e);
 }
 
-// The lower triangle of tokens by tokens, rounded, into a tile, with the diagonal if it is kept, and
-// without what reads from another segment.
-__device__ void StoreLower(int warp, uint32_t tile, bool diagonal, const ChunkMarks& marks,
+// Stores the lower triangle of a product of tokens by tokens in a panel, rounded: with the diagonal
+// if `diagonal`, and without the pairs of tokens of different segments.
+__device__ void StoreLower(int warp, uint32_t panel, bool diagonal, const ChunkMarks& marks,
                            Accumulator<8>& sum) {
   if (marks.starts != 0)
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const int begin = marks.SegmentBegin(16 * warp + Lane() / 4 + e / 2 * 8);
 #pragma unroll
-      for (int tile = 0; tile < 8; ++tile)
-        if (8 * tile + 2 * (Lane() % 4) + e % 2 < begin) sum[tile][e] = 0.0f;
+      for (int fragment = 0; fragment < 8; ++fragment)
+        if (8 * fragment + 2 * (Lane() % 4) + e % 2 < begin) sum[fragment][e] = 0.0f;
     }
 #pragma unroll
-  for (int block = 0; block < kFrameBlocks; ++block) {
+  for (int tile = 0; tile < kChunkTiles; ++tile) {
     Left x = {};
-    if (block < warp) {
-      Round(sum[2 * block], sum[2 * block + 1], x);
-    } else if (block == warp) {
+    if (tile < warp) {
+      Round(sum[2 * tile], sum[2 * tile + 1], x);
+    } else if (tile == warp) {
       Accumulator<2> corner;
 #pragma unroll
-      for (int i = 0; i < 8; ++i) corner[i / 4][i % 4] = sum[2 * block + i / 4][i % 4];
+      for (int i = 0; i < 8; ++i) corner[i / 4][i % 4] = sum[2 * tile + i / 4][i % 4];
       KeepLower(diagonal, corner);
       Round(corner[0], corner[1], x);
     }
-    StoreMatrices(TileAddress(tile, 16 * warp, block), x);
+    StoreMatrices(TileAddress(panel, 16 * warp, tile), x);
   }
 }
 
-// 16 x 16 blocks of a tile of tokens by tokens.
-struct SquareTile {
-  uint32_t tile;
+// The tiles of a panel of tokens by tokens; row and col count tiles.
+struct Triangle {
+  uint32_t panel;
 
-  __device__ void LoadRows(int row, int col, Left& a) const { LoadLeft(tile, 16 * row, col, a); }
+  __device__ void Load(int row, int col, Left& a) const { LoadLeft(panel, 16 * row, col, a); }
   __device__ void Store(int row, int col, const Left& a) const {
-    StoreMatrices(TileAddress(tile, 16 * row, col), a);
+    StoreMatrices(TileAddress(panel, 16 * row, col), a);
   }
-  // sum += a [row, col]
+  // sum += a (the tile at row, col)
   __device__ void AddProduct(Accumulator<2>& sum, const Left& a, int row, int col) const {
     uint32_t b[4];
-    LoadTransposed(TileAddress(tile, 16 * row, col), b);
+    LoadTransposed(TileAddress(panel, 16 * row, col), b);
     WarpMultiply(sum[0], a, b[0], b[1]);
     WarpMultiply(sum[1], a, b[2], b[3]);
   }
 };
 
-// A strictly lower triangular tile becomes (I - tile)^-1, with this many barriers of a group. As in InvertUnitLower inverses of diagonal
-// blocks grow, here from those of 16 x 16, one per warp: D + D L D.
-constexpr int kInvertBarriers = 4;
+// Replaces a strictly lower triangular panel A by (I - A)^-1; one warpgroup, whose barrier is
+// `barrier`. As in InvertUnitLower, inverses of diagonal parts grow by D + D L D, here from one
+// tile per warp to 32 and then to all 64 tokens.
+constexpr int kInvertBarriers = 4;  // how often InvertPanel waits at the barrier
 
-__device__ void InvertTile(int warp, int group, uint32_t address) {
-  const SquareTile tile{address};
+__device__ void InvertPanel(int warp, int barrier, uint32_t panel) {
+  const Triangle triangle{panel};
   Left x, own;
   Accumulator<2> sum = {};
-  tile.LoadRows(warp, warp, x);
+  triangle.Load(warp, warp, x);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     sum[i][0] = Bf16::Low(x[2 * i]), sum[i][1] = Bf16::High(x[2 * i]);
     sum[i][2] = Bf16::Low(x[2 * i + 1]), sum[i][3] = Bf16::High(x[2 * i + 1]);
   }
   InvertUnitLower(sum, own);
-  tile.Store(warp, warp, own);
-  Synchronize(1 + group, 128);
+  triangle.Store(warp, warp, own);
+  Synchronize(barrier, 128);
 
-  // Blocks of 32: the lower left one is D_w A_{w, w-1} D_{w-1}.
+  // 32 tokens: the lower left tile is D_w A_{w, w-1} D_{w-1}.
   if (warp % 2 == 1) {
     Accumulator<2> left = {}, corner = {};
-    tile.LoadRows(warp, warp - 1, x);
-    tile.AddProduct(left, x, warp - 1, warp - 1);
+    triangle.Load(warp, warp - 1, x);
+    triangle.AddProduct(left, x, warp - 1, warp - 1);
 #pragma unroll
     for (int i = 0; i < 2; ++i)
       WarpMultiply(corner[i], own, Transposed(Bf16::Round(left[i][0], left[i][1])),
                    Transposed(Bf16::Round(left[i][2], left[i][3])));
     Round(corner[0], corner[1], x);
-    tile.Store(warp, warp - 1, x);
+    triangle.Store(warp, warp - 1, x);
   }
-  Synchronize(1 + group, 128);
+  Synchronize(barrier, 128);
 
-  // All 64: W = A D of the upper half, in place, then D of the lower half times W.
+  // 64 tokens: W = A D with D of the upper half, stored over A; then D of the lower half times W.
   Left w[2];
   if (warp >= 2) {
     Left a[2];
-    tile.LoadRows(warp, 0, a[0]);
-    tile.LoadRows(warp, 1, a[1]);
+    triangle.Load(warp, 0, a[0]);
+    triangle.Load(warp, 1, a[1]);
 #pragma unroll
     for (int col = 0; col < 2; ++col) {
       Accumulator<2> left = {};
 #pragma unroll
-      for (int i = col; i < 2; ++i) tile.AddProduct(left, a[i], i, col);
+      for (int i = col; i < 2; ++i) triangle.AddProduct(left, a[i], i, col);
       Round(left[0], left[1], w[col]);
     }
-    tile.Store(warp, 0, w[0]);
-    tile.Store(warp, 1, w[1]);
+    triangle.Store(warp, 0, w[0]);
+    triangle.Store(warp, 1, w[1]);
   }
-  Synchronize(1 + group, 128);
+  Synchronize(barrier, 128);
   if (warp >= 2) {
-    tile.LoadRows(warp, 2, x);
+    triangle.Load(warp, 2, x);
 #pragma unroll
     for (int col = 0; col < 2; ++col) {
       Accumulator<2> corner = {};
-      tile.AddProduct(corner, warp == 2 ? own : x, 2, col);
-      if (warp == 3) tile.AddProduct(corner, own, 3, col);
+      triangle.AddProduct(corner, x, 2, col);
+      if (warp == 3) triangle.AddProduct(corner, own, 3, col);
       Round(corner[0], corner[1], w[col]);
     }
   }
-  Synchronize(1 + group, 128);
+  Synchronize(barrier, 128);
   if (warp >= 2) {
-    tile.Store(warp, 0, w[0]);
-    tile.Store(warp, 1, w[1]);
+    triangle.Store(warp, 0, w[0]);
+    triangle.Store(warp, 1, w[1]);
   }
 }
 
-// The log decay of w and its derivative in w; by selection, since branches would outnumber what they
-// save.
+// The log decay of w and its derivative in w. The forms are selected, since branches would take
+// more instructions than they save.
 __device__ inline float2 LogDecayAndSlope(float w, Decay form) {
   const bool sigmoid = form == Decay::kSigmoid;
   const float exponent = (sigmoid ? -kLog2E : kLog2E) * w;
@@ -339,125 +395,143 @@ __device__ inline float2 LogDecayAndSlope(float w, Decay form) {
   return {log_decay, sigmoid ? scaled * s * e : form == Decay::kExp ? -e : 1.0f};
 }
 
-template <typename T, int N, bool kMarked>
-__global__ __launch_bounds__(4 * N, N == 64 ? 2 : 1) void GradientKernel(
-    const __grid_constant__ Frames<T> in) {
-  using L = FrameLayout<N>;
-  constexpr int kBlocks = N / kTileTokens;
-  constexpr bool kBf16 = std::is_same_v<T, __nv_bfloat16>;
-  RWKV_JAX_DYNAMIC_SHARED(kPanelAlignment, memory);
-  const uint32_t shared = SharedAddress(memory);
-  const int warp = Warp() % 4, group = Warp() / 4, panel = group / 2, half = group % 2;
-  const int lane = Lane();
-  // Of [B, frames, H].
-  const int64_t all_frames = blockIdx.x / in.heads, own_head = blockIdx.x - all_frames * in.heads;
-  const int64_t batch = in.sequences.Given() ? in.sequences.owners[all_frames]
-                                             : all_frames / in.frames;
-  if (batch < 0) return;
-  if (in.inexact != nullptr && in.inexact[batch * in.heads + own_head] != 0.0f) return;
-  const Span span = in.sequences(batch, in.tokens);
-  const int64_t frame = all_frames - span.first_chunk, first_token = frame * kFrame;
-  // Read again wherever they are needed: there are no registers to keep them.
-  const auto marks = [&] {
-    return kMarked ? ChunkMarks(in.marks, batch, frame) : ChunkMarks();
-  };
-  const int stride = static_cast<int>(in.heads * N);
-  const int64_t first = (span.first_token + first_token) * stride + own_head * N;
-  const int64_t left_tokens = span.tokens - first_token;
-  const int tokens = static_cast<int>(left_tokens < kFrame ? left_tokens : kFrame);
+// The decays of the channels of a warp and the tokens of its half.
+struct HalfDecays {
+  HalfAccumulator after = {};  // g / log 2
+  uint32_t raw_w[kHalfTiles][4];
+  Left log_decays[kHalfTiles];  // of float16, scaled; needed until the operands are scaled
+};
 
-  // All of the frame, in pieces of 16 bytes: first the decays, then what they scale, then the rest.
-  constexpr int kRowPieces = N / 8;
-  const uint64_t absent = marks().absent;
-  const auto copy = [&](int tile, const T* from) {
+// What the gradients of keys and queries leave for the gradient of the decays, for the same
+// channels and tokens.
+struct DecayTerms {
+  HalfAccumulator reads = {};  // Rt dRt - Bh dBh - Kh dKh + At dAt
+  HalfAccumulator own_reads;   // At dAt, which the decay of its own token does not scale
+  HalfAccumulator slope;       // the derivative of the log decay in w
+  float written[2] = {};       // dS * S_L, summed over some of the rows of the state
+};
+
+// The phases, and what a thread knows of its place in the block.
+template <typename T, int N, bool kMarked>
+class ChunkGradients {
+ public:
+  using L = GradientLayout<N>;
+  using B = GradientBarriers<N>;
+  static constexpr int kTiles = N / kTileTokens;
+  static constexpr bool kBf16 = std::is_same_v<T, __nv_bfloat16>;
+  // A piece is 16 bytes.
+  static constexpr int kRowPieces = N / 8;
+  static constexpr int kStatePieces = N * kRowPieces;
+  static constexpr int kStateSteps = kStatePieces / L::kThreads;
+  using StatePieces = uint4[kStateSteps];  // the pieces of S0 that a thread has
+
+  __device__ ChunkGradients(const GradientArguments<T>& in, unsigned char* memory)
+      : in(in),
+        memory(memory),
+        shared(SharedAddress(memory)),
+        warp(Warp() % 4),
+        group(Warp() / 4),
+        panel(group / 2),
+        half(group % 2) {}
+
+  // Finds the chunk and the head of this block. Returns false if the block has nothing to do.
+  __device__ __forceinline__ bool Find() {
+    const int64_t all_chunks = blockIdx.x / in.heads, head = blockIdx.x - all_chunks * in.heads;
+    const int row = in.sequences.Given() ? in.sequences.owners[all_chunks]
+                                         : static_cast<int>(all_chunks / in.chunks);
+    if (row < 0) return false;
+    if (in.inexact != nullptr && in.inexact[static_cast<int64_t>(row) * in.heads + head] != 0.0f)
+      return false;
+    const Span span = in.sequences(row, in.tokens);
+    const int chunk = static_cast<int>(all_chunks - span.first_chunk);
+    const int64_t first_token = chunk * kChunk;
+    constexpr int kWords = kChunkTokens / kWordTokens;
+    marks_index = row * static_cast<int>(in.marks.per_row / kWords) + chunk;
+    stride = static_cast<int>(in.heads * N);
+    first = (span.first_token + first_token) * stride + head * N;
+    const int64_t left_tokens = span.tokens - first_token;
+    tokens = static_cast<int>(left_tokens < kChunkTokens ? left_tokens : kChunkTokens);
+    return true;
+  }
+
+  // Starts the copies of the chunk in three groups: w, then what the decays scale, then the rest.
+  // S0 comes in registers, since it is scaled before it is stored.
+  __device__ __forceinline__ void LoadChunk(StatePieces& state) const {
+    const uint64_t absent = LoadMarks().absent;
+    const auto copy = [&](int to, const T* from) {
 #pragma unroll
-    for (int i = 0; i < kFrame * kRowPieces / L::kThreads; ++i) {
-      const int index = threadIdx.x + i * L::kThreads;
-      const int row = index / kRowPieces, piece = index % kRowPieces;
-      const bool there = row < tokens && (absent >> row & 1) == 0;
-      CopyAsync(PieceAddress(shared + tile + piece / 8 * L::kPanel, row, piece % 8),
-                from + first + static_cast<int64_t>(row) * stride + piece * 8, there);
-    }
-  };
-  const auto state_tile = [&](int tile, int step) {
-    const int index = threadIdx.x + step * L::kThreads;
-    const int row = index / kRowPieces, piece = index % kRowPieces;
-    return PieceAddress(tile + piece / 8 * L::kStatePanel, row, piece % 8);
-  };
-  copy(L::kDz, in.w);
-  CommitCopies();
-  copy(L::kAt, in.a);
-  copy(L::kBh, in.b);
-  copy(L::kKh, in.k);
-  copy(L::kRt, in.r);
-  if constexpr (kBf16) CommitCopies();
-  copy(L::kV, in.v);
-  copy(L::kDy, in.dy);
-  constexpr int kStatePieces = N * kRowPieces, kStateSteps = kStatePieces / L::kThreads;
-  uint4 state[kStateSteps];
-  {
+      for (int i = 0; i < kChunkTokens * kRowPieces / L::kThreads; ++i) {
+        const int index = threadIdx.x + i * L::kThreads;
+        const int row = index / kRowPieces, piece = index % kRowPieces;
+        const bool present = row < tokens && (absent >> row & 1) == 0;
+        CopyAsync(PieceAddress(shared + to + piece / 8 * L::kPanelBytes, row, piece % 8),
+                  from + first + static_cast<int64_t>(row) * stride + piece * 8, present);
+      }
+    };
+    copy(L::kDz, in.w);
+    CommitCopies();
+    copy(L::kAt, in.a);
+    copy(L::kBh, in.b);
+    copy(L::kKh, in.k);
+    copy(L::kRt, in.r);
+    if constexpr (kBf16) CommitCopies();  // else v and dy are converted with the scaled operands
+    copy(L::kV, in.v);
+    copy(L::kDy, in.dy);
     const int64_t index = static_cast<int64_t>(blockIdx.x) * kStatePieces + threadIdx.x;
 #pragma unroll
     for (int i = 0; i < kStateSteps; ++i) {
-      CopyAsync(state_tile(shared + L::kDs, i), in.gradients + index + i * L::kThreads, true);
+      CopyAsync(StatePiece(shared + L::kDs, i), in.gradients + index + i * L::kThreads, true);
       state[i] = in.states[index + i * L::kThreads];
     }
+    CommitCopies();
   }
-  CommitCopies();
-  WaitForCopies<kBf16 ? 2 : 1>();
-  __syncthreads();
 
-  const auto at = [&](int tile) { return shared + tile; };
-  const auto own = [&](int tile) { return shared + tile + panel * L::kPanel; };
-  const auto channels = [&](int tile) { return ChannelTile{own(tile), warp}; };
-  const int first_block = half * kHalfBlocks;  // of the tokens of this warpgroup
+  // Waits until w has been copied; then until the operands that the decays scale have been.
+  __device__ __forceinline__ void WaitForDecays() const { WaitForCopies<kBf16 ? 2 : 1>(); }
+  __device__ __forceinline__ void WaitForScaledOperands() const { WaitForCopies<kBf16 ? 1 : 0>(); }
 
-  // Sums of log2 decays over the tokens after each token.
-  float* const sums = reinterpret_cast<float*>(memory + L::kSums);
-  const int channel = kPanelCols * panel + 16 * warp + lane / 4;  // of elements 0 and 1; 2 and 3: + 8
-  HalfAccumulator after = {};
-  uint32_t raw_w[kHalfBlocks][4];
-  {
-    const Ones later(false, false, true), all(true, true, true), itself(false, true, false);
-    // As right operands of two tiles: the second has the lower rows of the transpose.
-    const auto add = [](float(&sum)[4], const Left& log_decays, const Ones& ones, int tile) {
-      WarpMultiplyHalf(sum, log_decays, ones.a[tile], ones.a[tile + 2]);
-    };
+  // g of the tokens of this half, so far without the log decays of the later half, and the sum of
+  // the log decays of each half. Sums are products with ones, in float16.
+  __device__ __forceinline__ void SumLogDecays(HalfDecays& decays) const {
+    const Ones later(false, false, true), all(true, true, true);
     float total[4] = {};
-    Left log_decays[kHalfBlocks];
 #pragma unroll
-    for (int block = 0; block < kHalfBlocks; ++block) {
+    for (int tile = 0; tile < kHalfTiles; ++tile) {
       uint32_t x[4];
-      LoadTransposed(TileAddress(own(L::kDz), 16 * (first_block + block), warp), raw_w[block]);
-      const int token = 16 * (first_block + block);
-      LogDecays<T>(raw_w[block], in.decay, PresentRows(tokens - token, marks().Absent(token)), x);
-      log_decays[block][0] = x[0], log_decays[block][1] = x[2];
-      log_decays[block][2] = x[1], log_decays[block][3] = x[3];
-      add(total, log_decays[block], all, 0);
+      const int token = 16 * (FirstTile() + tile);
+      LoadTransposed(TileAddress(OwnPanel(L::kDz), token, warp), decays.raw_w[tile]);
+      LogDecays<T>(decays.raw_w[tile], in.decay,
+                   PresentRows(tokens - token, LoadMarks().Absent(token)), x);
+      Left& log_decays = decays.log_decays[tile];
+      log_decays[0] = x[0], log_decays[1] = x[2], log_decays[2] = x[1], log_decays[3] = x[3];
+      AddLogDecays(total, log_decays, all, 0);
 #pragma unroll
-      for (int tile = 0; tile < 2 * block; ++tile) add(after[tile], log_decays[block], all, tile % 2);
+      for (int i = 0; i < 2 * tile; ++i) AddLogDecays(decays.after[i], log_decays, all, i % 2);
 #pragma unroll
-      for (int i = 0; i < 2; ++i) add(after[2 * block + i], log_decays[block], later, i);
+      for (int i = 0; i < 2; ++i) AddLogDecays(decays.after[2 * tile + i], log_decays, later, i);
     }
-    if (lane % 4 == 0) {
-      sums[half * N + channel] = total[0];
-      sums[half * N + channel + 8] = total[2];
+    if (Lane() % 4 == 0) {
+      Sums()[half * N + Channel()] = total[0];
+      Sums()[half * N + Channel() + 8] = total[2];
     }
-    WaitForCopies<kBf16 ? 1 : 0>();
-    __syncthreads();
-    if (half == 0) {
-      const float later_half[2] = {sums[N + channel], sums[N + channel + 8]};
-      ForEachElement([&](int tile, int e) { after[tile][e] += later_half[e / 2]; });
-    }
+  }
 
+  // At, Rt, Bh and Kh of this half, in place; of float16 also V and dY, as bfloat16.
+  __device__ __forceinline__ void ScaleOperands(HalfDecays& decays) const {
+    HalfAccumulator& after = decays.after;
+    if (half == 0) {
+      const float later_half[2] = {Sums()[N + Channel()], Sums()[N + Channel() + 8]};
+      ForEachElement([&](int fragment, int e) { after[fragment][e] += later_half[e / 2]; });
+    }
+    const Ones itself(false, true, false);
 #pragma unroll
-    for (int block = 0; block < kHalfBlocks; ++block) {
+    for (int tile = 0; tile < kHalfTiles; ++tile) {
       float e[2][4];
-      const auto scale = [&](int tile) {
+      const auto scale = [&](int offset) {
         uint32_t x[4];
-        channels(tile).Load(first_block + block, x);
+        OwnChannels(offset).Load(FirstTile() + tile, x);
         Scale<T>(e, x);
-        channels(tile).Store(first_block + block, x);
+        OwnChannels(offset).Store(FirstTile() + tile, x);
       };
       const auto set = [&](auto value) {
 #pragma unroll
@@ -465,14 +539,14 @@ __global__ __launch_bounds__(4 * N, N == 64 ? 2 : 1) void GradientKernel(
 #pragma unroll
           for (int j = 0; j < 4; ++j) e[i][j] = value(i, j);
       };
-      set([&](int i, int j) { return Exp2(after[2 * block + i][j]); });
+      set([&](int i, int j) { return Exp2(after[2 * tile + i][j]); });
       scale(L::kBh);
       scale(L::kKh);
-      set([&](int i, int j) { return Exp2(-after[2 * block + i][j]); });
+      set([&](int i, int j) { return Exp2(-after[2 * tile + i][j]); });
       scale(L::kRt);
-      set([&](int i, int j) { return after[2 * block + i][j]; });
+      set([&](int i, int j) { return after[2 * tile + i][j]; });
 #pragma unroll
-      for (int i = 0; i < 2; ++i) add(e[i], log_decays[block], itself, i);
+      for (int i = 0; i < 2; ++i) AddLogDecays(e[i], decays.log_decays[tile], itself, i);
       set([&](int i, int j) { return Exp2(-e[i][j]); });
       scale(L::kAt);
       if constexpr (!kBf16) {
@@ -482,338 +556,477 @@ __global__ __launch_bounds__(4 * N, N == 64 ? 2 : 1) void GradientKernel(
       }
     }
   }
-  {
-    float e[8];  // of the columns of this thread
+
+  // Sp from the pieces of S0 in registers.
+  __device__ __forceinline__ void ScaleState(const StatePieces& state) const {
+    float e[8];  // exp(g' of token 0) of the columns of this thread
     const int col = threadIdx.x % kRowPieces * 8;
 #pragma unroll
-    for (int c = 0; c < 8; ++c) e[c] = Exp2(sums[col + c] + sums[N + col + c]);
+    for (int c = 0; c < 8; ++c) e[c] = Exp2(Sums()[col + c] + Sums()[N + col + c]);
 #pragma unroll
     for (int i = 0; i < kStateSteps; ++i) {
       const auto scaled = [&](uint32_t x, int c) {
         return Bf16::Round(Bf16::Low(x) * e[c], Bf16::High(x) * e[c + 1]);
       };
-      *reinterpret_cast<uint4*>(memory + state_tile(L::kSp, i)) = {
+      *reinterpret_cast<uint4*>(memory + StatePiece(L::kSp, i)) = {
           scaled(state[i].x, 0), scaled(state[i].y, 2), scaled(state[i].z, 4),
           scaled(state[i].w, 6)};
     }
   }
-  WaitForCopies<0>();
-  PublishOperands();
-  __syncthreads();
 
-  // The products of tokens by tokens, and later their gradients, are shared out among the warpgroups.
-  // The one with the product to be inverted has no other, if there are two.
-  const auto all_along = [&](int tile) { return Along{at(tile), L::kPanel}; };
-  const auto square = [&](int to, int left, int right, bool diagonal) {
-    Accumulator<8> sum;
-    Product<false, kBlocks>(warp, sum, all_along(left), all_along(right));
-    Finish(sum);
-    StoreLower(warp, at(to), diagonal, marks(), sum);
-  };
-  if (group == 0) {
-    square(L::kM, L::kAt, L::kBh, false);
-    __syncwarp();
-    InvertTile(warp, group, at(L::kM));
-  } else {
-    // compute-sanitizer's racecheck orders accesses by the number of barriers that a warp has passed.
-    for (int i = 0; i < kInvertBarriers; ++i) Synchronize(1 + group, 128);
+  // M, Aak, Qrb and Qrk, shared out among the warpgroups. The warpgroup that inverts a product has
+  // no other product.
+  __device__ __forceinline__ void TokenProducts() const {
+    const auto product = [&](int to, int left, int right, bool diagonal) {
+      Accumulator<8> sum;
+      Product<false, kTiles>(warp, sum, AllChannels(left), AllChannels(right));
+      Finish(sum);
+      StoreLower(warp, At(to), diagonal, LoadMarks(), sum);
+    };
+    if (group == 0) {
+      product(L::kM, L::kAt, L::kBh, false);
+      __syncwarp();
+      InvertPanel(warp, B::kWarpgroup + group, At(L::kM));
+    } else {
+      // compute-sanitizer's racecheck orders accesses by the number of barriers that a warp has
+      // passed.
+      for (int i = 0; i < kInvertBarriers; ++i) WaitForWarpgroup();
+    }
+    if (group == (L::kPanels == 1 ? 1 : 2)) product(L::kAak, L::kAt, L::kKh, false);
+    if (group == 1) product(L::kQrb, L::kRt, L::kBh, true);
+    if (group == L::kGroups - 1) product(L::kQrk, L::kRt, L::kKh, true);
   }
-  if (group == (L::kPanels == 1 ? 1 : 2)) square(L::kAak, L::kAt, L::kKh, false);
-  if (group == 1) square(L::kQrb, L::kRt, L::kBh, true);
-  if (group == L::kGroups - 1) square(L::kQrk, L::kRt, L::kKh, true);
-  PublishOperands();
-  __syncthreads();
 
-  // The values of this panel: the first of its warpgroups has Z, U and then the gradients of the
-  // products of tokens by tokens, the second dU, dZ, dV.
-  const auto rows_along = [&](int tile) {
-    return Along{at(tile) + panel * kFrame * kRowBytes, L::kStatePanel};
-  };
-  const auto wait_for_group = [&] { Synchronize(1 + group, 128); };
-  const auto wait_for_half = [&] { Synchronize(1 + L::kGroups + half, 128 * L::kPanels); };
-  const auto wait_for_all = [&] {
+  // Z^T and U^T of the channels of this panel; half 0. U is left in shared memory.
+  __device__ __forceinline__ void Values() const {
+    Accumulator<8> z, u;
+    Left rounded[kChunkTiles];
+    Product<false, kTiles>(warp, z, StateRows(L::kSp), AllChannels(L::kAt));
+    if (const ChunkMarks marks = LoadMarks(); marks.starts != 0) {
+      Finish(z);
+      KeepTokens<8>(0, 0, marks.FirstStart(), z);
+    }
+    Product<true, kChunkTiles>(warp, z, Down{OwnPanel(L::kV)}, Along{At(L::kAak)});
+    Finish(z);
+    RoundPanel(z, rounded);
+    Product<false>(u, rounded, Along{At(L::kM)});
+    Finish(u);
+    OwnChannels(L::kU).template StoreSum<__nv_bfloat16>(0, u);
     PublishOperands();
-    Synchronize(1 + L::kGroups + 2, L::kThreads);
-  };
-  // Rows of a tile, which all warps of this warpgroup have stored their channels to, go out.
-  const auto emit = [&](uint32_t tile, int first_row, int rows, T* out) {
+    WaitForHalf();
+  }
+
+  // dQrb, dQrk, dAab and dAak in place of Qrb, Qrk, M and Aak; half 0. The warpgroup of the first
+  // panel has the products with U, that of the last panel those with V. (With one panel it has all
+  // four.)
+  __device__ __forceinline__ void TriangleGradients() const {
+    const bool has_b = panel == 0, has_k = panel == L::kPanels - 1;
+    Accumulator<8> dqrb, dqrk;
+    if (has_b) Product<false, kTiles>(warp, dqrb, AllChannels(L::kDy), AllChannels(L::kU));
+    if (has_k) Product<false, kTiles>(warp, dqrk, AllChannels(L::kDy), AllChannels(L::kV));
+    WaitForProducts<0>();
+    WaitForValues();  // until half 1 has stored dZ, and needs the triangles no longer
+
+    Accumulator<8> daab, daak;
+    if (has_b) {
+      Settle(dqrb);
+      StoreLower(warp, At(L::kQrb), true, LoadMarks(), dqrb);
+      Product<false, kTiles>(warp, daab, AllChannels(L::kDz), AllChannels(L::kU));
+    }
+    if (has_k) {
+      Settle(dqrk);
+      StoreLower(warp, At(L::kQrk), true, LoadMarks(), dqrk);
+      Product<false, kTiles>(warp, daak, AllChannels(L::kDz), AllChannels(L::kV));
+    }
+    WaitForProducts<0>();
+    WaitForValues();  // until dV has left the panels of M and Aak
+    if (has_b) {
+      Settle(daab);
+      StoreLower(warp, At(L::kM), false, LoadMarks(), daab);
+    }
+    if (has_k) {
+      Settle(daak);
+      StoreLower(warp, At(L::kAak), false, LoadMarks(), daak);
+    }
+  }
+
+  // dU^T, dZ^T and dV^T of the channels of this panel; half 1. dZ is left in shared memory, dV goes
+  // out by way of the panel of M or Aak.
+  __device__ __forceinline__ void ValueGradients() const {
+    Accumulator<8> du, dz, dv;
+    Left rounded[kChunkTiles];
+    const auto keep_last_segment = [&](Accumulator<8>& sum) {
+      if (const ChunkMarks marks = LoadMarks(); marks.starts != 0) {
+        Finish(sum);
+        KeepTokens<8>(0, marks.LastStart(), kChunkTokens, sum);
+      }
+    };
+    Product<false, kTiles>(warp, du, StateRows(L::kDs), AllChannels(L::kBh));
+    keep_last_segment(du);
+    Product<true, kChunkTiles>(warp, du, Down{OwnPanel(L::kDy)}, Down{At(L::kQrb)});
+    Finish(du);
+    RoundPanel(du, rounded);
+    Product<false>(dz, rounded, Down{At(L::kM)});
+    Finish(dz);
+    OwnChannels(L::kDz).template StoreSum<__nv_bfloat16>(0, dz);
+    RoundPanel(dz, rounded);
+    Product<false, kTiles>(warp, dv, StateRows(L::kDs), AllChannels(L::kKh));
+    keep_last_segment(dv);
+    Product<true, kChunkTiles>(warp, dv, Down{OwnPanel(L::kDy)}, Down{At(L::kQrk)});
+    Product<true>(dv, rounded, Down{At(L::kAak)});
+    Finish(dv);
+    WaitForValues();
+
+    const uint32_t staged = At(panel == 0 ? L::kM : L::kAak);
+    WarpChannels{staged, warp}.template StoreSum<T>(0, dv);
+    WaitForWarpgroup();
+    WriteRows(staged, 0, kChunkTokens, in.dv);
+    WaitForValues();
+  }
+
+  // dB and dK of this panel and half, and their terms of the decays.
+  __device__ __forceinline__ void KeyGradients(const HalfDecays& decays, DecayTerms& terms) const {
+    if (LoadMarks().starts == 0) AddWrittenOfState(terms);
+    HalfAccumulator pair[2];  // dBh, dKh
+    Left ds[kTiles];
+    LoadTransposedPanel(StateColumns(L::kDs), warp, 0, ds);
+    ProductPair<false>(pair, ds, 0, HalfRows(L::kU), HalfRows(L::kV));
+    const auto add_triangles = [&](auto tiles, int first_tile) {
+      AddTriangles<decltype(tiles)::value>(
+          pair, first_tile,
+          {L::kRt, HalfColumns(L::kQrb), HalfColumns(L::kQrk)},
+          TrianglePair<Down>{L::kAt, HalfColumns(L::kM), HalfColumns(L::kAak)}, [&] {
+            if (const ChunkMarks marks = LoadMarks(); marks.starts != 0)
+              for (HalfAccumulator& sum : pair)
+                KeepTokens<kHalfFragments>(half * kHalfTokens, marks.LastStart(), kChunkTokens,
+                                           sum);
+            AddWritten(L::kBh, pair[0], terms);
+            AddWritten(L::kKh, pair[1], terms);
+          });
+    };
+    // Tokens are read by later tokens: the second half by the second half alone.
+    if (half == 0)
+      add_triangles(std::integral_constant<int, kChunkTiles>(), 0);
+    else
+      add_triangles(std::integral_constant<int, kHalfTiles>(), kHalfTiles);
+    AddReads(L::kBh, -1.0f, pair[0], terms);
+    AddReads(L::kKh, -1.0f, pair[1], terms);
+    ForEachElement([&](int fragment, int e) {
+      const float factor = Exp2(decays.after[fragment][e]);
+      pair[0][fragment][e] *= factor, pair[1][fragment][e] *= factor;
+    });
+    WritePair(pair, L::kU, in.db, L::kV, in.dk);
+  }
+
+  // dR and dA of this panel and half, and their terms of the decays.
+  __device__ __forceinline__ void QueryGradients(const HalfDecays& decays,
+                                                 DecayTerms& terms) const {
+    HalfAccumulator pair[2];  // dRt, dAt
+    Left sp[kTiles];
+    LoadTransposedPanel(StateColumns(L::kSp), warp, 0, sp);
+    ProductPair<false>(pair, sp, 0, HalfRows(L::kDy), HalfRows(L::kDz));
+    const auto add_triangles = [&](auto tiles) {
+      AddTriangles<decltype(tiles)::value>(
+          pair, 0, {L::kBh, HalfRows(L::kQrb), HalfRows(L::kM)},
+          TrianglePair<Along>{L::kKh, HalfRows(L::kQrk), HalfRows(L::kAak)}, [&] {
+            if (const ChunkMarks marks = LoadMarks(); marks.starts != 0)
+              for (HalfAccumulator& sum : pair)
+                KeepTokens<kHalfFragments>(half * kHalfTokens, 0, marks.FirstStart(), sum);
+          });
+    };
+    // Tokens read earlier tokens: the first half reads the first half alone.
+    if (half == 0)
+      add_triangles(std::integral_constant<int, kHalfTiles>());
+    else
+      add_triangles(std::integral_constant<int, kChunkTiles>());
+    AddReads(L::kRt, 1.0f, pair[0], terms);
+    OwnChannels(L::kAt).ForEachPair(FirstTile(), [&](int fragment, int e, float low, float high) {
+      terms.own_reads[fragment][e] = low * pair[1][fragment][e];
+      terms.own_reads[fragment][e + 1] = high * pair[1][fragment][e + 1];
+    });
+    ForEachElement([&](int fragment, int e) {
+      const uint32_t w = decays.raw_w[fragment / 2][fragment % 2 + e / 2 * 2];
+      const float2 log_decay =
+          LogDecayAndSlope(e % 2 ? Pair<T>::High(w) : Pair<T>::Low(w), in.decay);
+      const float after = decays.after[fragment][e];
+      terms.slope[fragment][e] = log_decay.y;
+      pair[0][fragment][e] *= Exp2(-after);
+      pair[1][fragment][e] *= Exp2(-after - kLog2E * log_decay.x);
+      terms.reads[fragment][e] += terms.own_reads[fragment][e];
+    });
+    WritePair(pair, L::kDy, in.dr, L::kDz, in.da);
+  }
+
+  // dw of this panel and half.
+  __device__ __forceinline__ void DecayGradient(DecayTerms& terms) const {
+    HalfAccumulator& reads = terms.reads;
+    float half_reads[2] = {};
+    if (const ChunkMarks marks = LoadMarks(); marks.starts == 0)
+      SumLaterReads(reads, half_reads, [](int, int) { return true; });
+    else
+      SumLaterReads(reads, half_reads,
+                    [&](int token, int later) { return marks.SegmentEnd(token) > later; });
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+#pragma unroll
+      for (int step = 1; step < 4; step *= 2)
+        terms.written[i] += __shfl_xor_sync(~0u, terms.written[i], step);
+    if (Lane() % 4 == 0)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        Sums()[(1 + half) * N + Channel() + 8 * i] = terms.written[i];
+        if (half == 1) Sums()[3 * N + Channel() + 8 * i] = half_reads[i];
+      }
+    __syncthreads();
+    float total[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float* const sum = Sums() + Channel() + 8 * i;
+      total[i] = sum[N] + sum[2 * N] + (half == 0 ? sum[3 * N] : 0.0f);
+    }
+    if (const ChunkMarks marks = LoadMarks(); (marks.starts | marks.absent) == 0) {
+      ForEachElement([&](int fragment, int e) {
+        reads[fragment][e] = terms.slope[fragment][e] *
+                             (reads[fragment][e] - terms.own_reads[fragment][e] + total[e / 2]);
+      });
+    } else {
+      ForEachElement([&](int fragment, int e) {
+        const int token = half * kHalfTokens + 8 * fragment + 2 * (Lane() % 4) + e % 2;
+        const int end = marks.SegmentEnd(token);
+        const float* const sum = Sums() + Channel() + 8 * (e / 2);
+        float x = reads[fragment][e] - terms.own_reads[fragment][e];
+        if (half == 0 && end > kHalfTokens) x += sum[3 * N];
+        if (end == kChunkTokens) x += sum[N] + sum[2 * N];
+        reads[fragment][e] = marks.absent >> token & 1 ? 0.0f : terms.slope[fragment][e] * x;
+      });
+    }
+    OwnChannels(L::kAt).template StoreSum<T>(FirstTile(), reads);
+    __syncthreads();
+    WriteRows(OwnPanel(L::kAt), half * kHalfTokens, kHalfTokens, in.dw);
+  }
+
+  __device__ bool HasValues() const { return half == 0; }
+
+ private:
+  // The marks are read again wherever they are needed: there are no registers to keep them.
+  __device__ ChunkMarks LoadMarks() const {
+    return kMarked ? ChunkMarks(reinterpret_cast<const uint4*>(in.marks.words)[marks_index])
+                   : ChunkMarks();
+  }
+  __device__ float* Sums() const { return reinterpret_cast<float*>(memory + L::kSums); }
+  // The channel of elements 0 and 1 of a fragment; elements 2 and 3 have the eighth after it.
+  __device__ int Channel() const { return kPanelCols * panel + 16 * warp + Lane() / 4; }
+  // The first tile of the tokens of this half.
+  __device__ int FirstTile() const { return half * kHalfTiles; }
+
+  // Addresses and operands from offsets in shared memory.
+  __device__ uint32_t At(int offset) const { return shared + offset; }
+  __device__ uint32_t OwnPanel(int offset) const {
+    return shared + offset + panel * L::kPanelBytes;
+  }
+  __device__ WarpChannels OwnChannels(int offset) const { return {OwnPanel(offset), warp}; }
+  // An array [64 tokens, N] or its transpose; k runs over all channels.
+  __device__ Along AllChannels(int offset) const { return {At(offset), L::kPanelBytes}; }
+  // The rows of a state that are this panel's channels; k runs over all columns.
+  __device__ Along StateRows(int offset) const {
+    return {At(offset) + panel * kPanelCols * kRowBytes, L::kStatePanelBytes};
+  }
+  // The columns of a state that are this panel's channels.
+  __device__ uint32_t StateColumns(int offset) const {
+    return At(offset) + panel * L::kStatePanelBytes;
+  }
+  // The rows of the tokens of this half; k runs along them.
+  __device__ Along HalfRows(int offset) const {
+    return {At(offset) + half * kHalfTokens * kRowBytes, L::kPanelBytes};
+  }
+  // The columns of the tokens of this half; k runs down them.
+  __device__ Down HalfColumns(int offset) const { return {At(offset), FirstTile()}; }
+  // Where piece `step` of this thread lies in a state.
+  __device__ uint32_t StatePiece(uint32_t state, int step) const {
+    const int index = threadIdx.x + step * L::kThreads;
+    const int row = index / kRowPieces, piece = index % kRowPieces;
+    return PieceAddress(state + piece / 8 * L::kStatePanelBytes, row, piece % 8);
+  }
+
+  __device__ void WaitForWarpgroup() const { Synchronize(B::kWarpgroup + group, 128); }
+  __device__ void WaitForHalf() const { Synchronize(B::kHalf + half, 128 * L::kPanels); }
+  __device__ void WaitForValues() const {
+    PublishOperands();
+    Synchronize(B::kValues, L::kThreads);
+  }
+
+  // sum += the log decays of a tile of tokens, summed as `ones` says, for fragment `fragment` of
+  // the tile. Ones are the right operand here, so its second fragment has the lower rows of the
+  // transpose.
+  static __device__ void AddLogDecays(float (&sum)[4], const Left& log_decays, const Ones& ones,
+                                      int fragment) {
+    WarpMultiplyHalf(sum, log_decays, ones.a[fragment], ones.a[fragment + 2]);
+  }
+
+  // Writes rows of a panel to global memory, after all warps of this warpgroup have stored their
+  // channels there.
+  __device__ void WriteRows(uint32_t staged, int first_row, int rows, T* out) const {
     for (int i = threadIdx.x % 128 / 8; i < rows; i += 16) {
       const int row = first_row + i, piece = threadIdx.x % 8;
       if (row < tokens)
         *reinterpret_cast<uint4*>(out + first + static_cast<int64_t>(row) * stride +
                                   kPanelCols * panel + piece * 8) =
-            *reinterpret_cast<const uint4*>(memory + PieceAddress(tile - shared, row, piece));
-    }
-  };
-  const bool takes_b = panel == 0, takes_k = panel == L::kPanels - 1;
-  if (half == 0) {
-    Accumulator<8> z, u, dqrb, dqrk;
-    Left rounded[kFrameBlocks];
-    Product<false, kBlocks>(warp, z, rows_along(L::kSp), all_along(L::kAt));
-    if (const ChunkMarks of_frame = marks(); of_frame.starts != 0) {
-      Finish(z);
-      KeepTokens<8>(0, 0, of_frame.FirstStart(), z);
-    }
-    Product<true, kFrameBlocks>(warp, z, Down{own(L::kV)}, Along{at(L::kAak)});
-    Finish(z);
-    RoundPanel(z, rounded);
-    Product<false>(u, rounded, Along{at(L::kM)});
-    Finish(u);
-    channels(L::kU).template StoreSum<__nv_bfloat16>(0, u);
-    PublishOperands();
-    wait_for_half();
-    if (takes_b) Product<false, kBlocks>(warp, dqrb, all_along(L::kDy), all_along(L::kU));
-    if (takes_k) Product<false, kBlocks>(warp, dqrk, all_along(L::kDy), all_along(L::kV));
-    WaitForProducts<0>();
-    wait_for_all();
-
-    Accumulator<8> daab, daak;
-    if (takes_b) {
-      Settle(dqrb);
-      StoreLower(warp, at(L::kQrb), true, marks(), dqrb);
-      Product<false, kBlocks>(warp, daab, all_along(L::kDz), all_along(L::kU));
-    }
-    if (takes_k) {
-      Settle(dqrk);
-      StoreLower(warp, at(L::kQrk), true, marks(), dqrk);
-      Product<false, kBlocks>(warp, daak, all_along(L::kDz), all_along(L::kV));
-    }
-    WaitForProducts<0>();
-    wait_for_all();  // until dV has gone
-    if (takes_b) {
-      Settle(daab);
-      StoreLower(warp, at(L::kM), false, marks(), daab);
-    }
-    if (takes_k) {
-      Settle(daak);
-      StoreLower(warp, at(L::kAak), false, marks(), daak);
-    }
-  } else {
-    Accumulator<8> du, dz, dv;
-    Left rounded[kFrameBlocks];
-    const auto keep_last = [&](Accumulator<8>& sum) {
-      if (const ChunkMarks of_frame = marks(); of_frame.starts != 0) {
-        Finish(sum);
-        KeepTokens<8>(0, of_frame.LastStart(), kFrame, sum);
-      }
-    };
-    Product<false, kBlocks>(warp, du, rows_along(L::kDs), all_along(L::kBh));
-    keep_last(du);
-    Product<true, kFrameBlocks>(warp, du, Down{own(L::kDy)}, Down{at(L::kQrb)});
-    Finish(du);
-    RoundPanel(du, rounded);
-    Product<false>(dz, rounded, Down{at(L::kM)});
-    Finish(dz);
-    channels(L::kDz).template StoreSum<__nv_bfloat16>(0, dz);
-    RoundPanel(dz, rounded);
-    Product<false, kBlocks>(warp, dv, rows_along(L::kDs), all_along(L::kKh));
-    keep_last(dv);
-    Product<true, kFrameBlocks>(warp, dv, Down{own(L::kDy)}, Down{at(L::kQrk)});
-    Product<true>(dv, rounded, Down{at(L::kAak)});
-    Finish(dv);
-    wait_for_all();
-
-    const uint32_t stage = at(panel == 0 ? L::kM : L::kAak);
-    ChannelTile{stage, warp}.template StoreSum<T>(0, dv);
-    wait_for_group();
-    emit(stage, 0, kFrame, in.dv);
-    wait_for_all();
-  }
-  PublishOperands();
-  __syncthreads();
-
-  // Of the keys of this panel and half of the tokens: dB, dK, then dR, dA, and what they say of the
-  // decays.
-  const auto half_along = [&](int tile) {
-    return Along{at(tile) + half * kHalf * kRowBytes, L::kPanel};
-  };
-  const auto half_down = [&](int tile) { return Down{at(tile), first_block}; };
-  const auto state_of = [&](int tile) { return at(tile) + panel * L::kStatePanel; };
-  HalfAccumulator reads = {};         // Rt dRt - Bh dBh - Kh dKh + At dAt
-  float written[2] = {};      // dS * S_L, summed over some of the rows of the state
-  const auto add_reads = [&](int scaled, float sign, const HalfAccumulator& sum) {
-    channels(scaled).ForEachPair(first_block, [&](int tile, int e, float low, float high) {
-      reads[tile][e] += sign * low * sum[tile][e];
-      reads[tile][e + 1] += sign * high * sum[tile][e + 1];
-    });
-  };
-  const auto add_written = [&](int scaled, const HalfAccumulator& sum) {
-    channels(scaled).ForEachPair(first_block, [&](int tile, int e, float low, float high) {
-      written[e / 2] += low * sum[tile][e] + high * sum[tile][e + 1];
-    });
-  };
-  const auto stage_and_emit = [&](const HalfAccumulator(&pair)[2], int first_stage, T* first_out,
-                                  int second_stage, T* second_out) {
-    wait_for_half();  // whose tokens are operands of no other
-    channels(first_stage).template StoreSum<T>(first_block, pair[0]);
-    channels(second_stage).template StoreSum<T>(first_block, pair[1]);
-    wait_for_group();
-    emit(own(first_stage), half * kHalf, kHalf, first_out);
-    emit(own(second_stage), half * kHalf, kHalf, second_out);
-  };
-  if (marks().starts == 0) {
-#pragma unroll
-    for (int i = 0; i < kBlocks / 2; ++i) {
-      const int block = half * (kBlocks / 2) + i;
-      uint32_t s[4], ds[4];
-      ChannelTile{state_of(L::kSp), warp}.Load(block, s);
-      ChannelTile{state_of(L::kDs), warp}.Load(block, ds);
-#pragma unroll
-      for (int j = 0; j < 4; ++j)
-        written[j % 2] += Bf16::Low(s[j]) * Bf16::Low(ds[j]) + Bf16::High(s[j]) * Bf16::High(ds[j]);
+            *reinterpret_cast<const uint4*>(memory + PieceAddress(staged - shared, row, piece));
     }
   }
 
-  // A left operand is loaded while the product before it runs. Of products with a triangle of tokens by
-  // tokens half of the tokens have half of the blocks.
-  HalfAccumulator pair[2];
-  const auto add_triangles = [&](auto blocks, int first, int left, int next_left, auto right,
-                                 int right_of_first, int right_of_second, int next_of_first,
-                                 int next_of_second, auto meanwhile) {
-    constexpr int kCount = decltype(blocks)::value;
-    Left x[kCount], next[kCount];
-    LoadTransposedTile(own(left), warp, first, x);
+  // Writes two results of this panel and half, staged where operands of no other half were.
+  __device__ __forceinline__ void WritePair(const HalfAccumulator (&pair)[2], int first_staged,
+                                            T* first_out, int second_staged,
+                                            T* second_out) const {
+    WaitForHalf();
+    OwnChannels(first_staged).template StoreSum<T>(FirstTile(), pair[0]);
+    OwnChannels(second_staged).template StoreSum<T>(FirstTile(), pair[1]);
+    WaitForWarpgroup();
+    WriteRows(OwnPanel(first_staged), half * kHalfTokens, kHalfTokens, first_out);
+    WriteRows(OwnPanel(second_staged), half * kHalfTokens, kHalfTokens, second_out);
+  }
+
+  // The left operand of two products, by its offset, and their right operands.
+  template <typename Right>
+  struct TrianglePair {
+    int left;
+    Right of_first, of_second;
+  };
+
+  // pair += the products with triangles, over kTiles tiles of tokens from `first_tile` on; the
+  // other tiles of a triangle are zero for this half. A left operand is loaded while the product
+  // before it runs. `meanwhile` sees the sums as they were before.
+  template <int kTiles, typename Right, typename Fn>
+  __device__ __forceinline__ void AddTriangles(HalfAccumulator (&pair)[2], int first_tile,
+                                               const TrianglePair<Right>& triangles,
+                                               const TrianglePair<Right>& next,
+                                               Fn&& meanwhile) const {
+    Left left[kTiles], next_left[kTiles];
+    LoadTransposedPanel(OwnPanel(triangles.left), warp, first_tile, left);
     Finish(pair);
     meanwhile();
-    ProductPair<true>(pair, x, first, right(right_of_first), right(right_of_second));
-    LoadTransposedTile(own(next_left), warp, first, next);
-    ProductPair<true>(pair, next, first, right(next_of_first), right(next_of_second));
+    ProductPair<true>(pair, left, first_tile, triangles.of_first, triangles.of_second);
+    LoadTransposedPanel(OwnPanel(next.left), warp, first_tile, next_left);
+    ProductPair<true>(pair, next_left, first_tile, next.of_first, next.of_second);
     Finish(pair);
-  };
-  constexpr std::integral_constant<int, kFrameBlocks> all_blocks;
-  constexpr std::integral_constant<int, kHalfBlocks> half_blocks;
-  {
-    Left ds[kBlocks];
-    LoadTransposedTile(state_of(L::kDs), warp, 0, ds);
-    ProductPair<false>(pair, ds, 0, half_along(L::kU), half_along(L::kV));
-    const auto add_all = [&](auto blocks, int first_of_blocks) {
-      add_triangles(blocks, first_of_blocks, L::kRt, L::kAt, half_down, L::kQrb, L::kQrk, L::kM,
-                    L::kAak, [&] {
-                      if (const ChunkMarks of_frame = marks(); of_frame.starts != 0)
-                        for (HalfAccumulator& sum : pair)
-                          KeepTokens<kHalfTiles>(half * kHalf, of_frame.LastStart(), kFrame, sum);
-                      add_written(L::kBh, pair[0]);
-                      add_written(L::kKh, pair[1]);
-                    });
-    };
-    if (half == 0)
-      add_all(all_blocks, 0);
-    else
-      add_all(half_blocks, kHalfBlocks);
   }
-  add_reads(L::kBh, -1.0f, pair[0]);
-  add_reads(L::kKh, -1.0f, pair[1]);
-  ForEachElement([&](int tile, int e) {
-    const float factor = Exp2(after[tile][e]);
-    pair[0][tile][e] *= factor, pair[1][tile][e] *= factor;
-  });
-  stage_and_emit(pair, L::kU, in.db, L::kV, in.dk);
 
-  {
-    Left sp[kBlocks];
-    LoadTransposedTile(state_of(L::kSp), warp, 0, sp);
-    ProductPair<false>(pair, sp, 0, half_along(L::kDy), half_along(L::kDz));
-    const auto add_all = [&](auto blocks) {
-      add_triangles(blocks, 0, L::kBh, L::kKh, half_along, L::kQrb, L::kM, L::kQrk, L::kAak, [&] {
-        if (const ChunkMarks of_frame = marks(); of_frame.starts != 0)
-          for (HalfAccumulator& sum : pair)
-            KeepTokens<kHalfTiles>(half * kHalf, 0, of_frame.FirstStart(), sum);
-      });
-    };
-    if (half == 0)
-      add_all(half_blocks);
-    else
-      add_all(all_blocks);
-  }
-  add_reads(L::kRt, 1.0f, pair[0]);
-  HalfAccumulator own_reads;  // At dAt, which the decay of its own token does not scale
-  channels(L::kAt).ForEachPair(first_block, [&](int tile, int e, float low, float high) {
-    own_reads[tile][e] = low * pair[1][tile][e];
-    own_reads[tile][e + 1] = high * pair[1][tile][e + 1];
-  });
-  HalfAccumulator slope;
-  ForEachElement([&](int tile, int e) {
-    const uint32_t w = raw_w[tile / 2][tile % 2 + e / 2 * 2];
-    const float2 log_decay = LogDecayAndSlope(e % 2 ? Pair<T>::High(w) : Pair<T>::Low(w), in.decay);
-    slope[tile][e] = log_decay.y;
-    pair[0][tile][e] *= Exp2(-after[tile][e]);
-    pair[1][tile][e] *= Exp2(-after[tile][e] - kLog2E * log_decay.x);
-    reads[tile][e] += own_reads[tile][e];
-  });
-  stage_and_emit(pair, L::kDy, in.dr, L::kDz, in.da);
-
-  // Sums over the tokens of this half from each on, as far as its segment: a row of a sum is that of
-  // four lanes.
-  float later_reads[2] = {};
-  const auto sum_up = [&](auto same_segment) {
+  // Adds dS * S_L for what of S_L was in S0, over a half of the rows of the state.
+  __device__ __forceinline__ void AddWrittenOfState(DecayTerms& terms) const {
 #pragma unroll
-    for (int tile = kHalfTiles - 1; tile >= 0; --tile) {
-      const int token = half * kHalf + 8 * tile + 2 * (lane % 4), behind = token - 2 * (lane % 4) + 8;
+    for (int i = 0; i < kTiles / 2; ++i) {
+      const int tile = half * (kTiles / 2) + i;
+      uint32_t s[4], ds[4];
+      WarpChannels{StateColumns(L::kSp), warp}.Load(tile, s);
+      WarpChannels{StateColumns(L::kDs), warp}.Load(tile, ds);
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        terms.written[j % 2] +=
+            Bf16::Low(s[j]) * Bf16::Low(ds[j]) + Bf16::High(s[j]) * Bf16::High(ds[j]);
+    }
+  }
+
+  // Adds dS * S_L for what the tokens of this half have written to S_L: an operand times its
+  // gradient by dS alone.
+  __device__ __forceinline__ void AddWritten(int scaled, const HalfAccumulator& sum,
+                                             DecayTerms& terms) const {
+    OwnChannels(scaled).ForEachPair(FirstTile(), [&](int fragment, int e, float low, float high) {
+      terms.written[e / 2] += low * sum[fragment][e] + high * sum[fragment][e + 1];
+    });
+  }
+
+  // Adds a scaled operand times its gradient, times `sign`.
+  __device__ __forceinline__ void AddReads(int scaled, float sign, const HalfAccumulator& sum,
+                                           DecayTerms& terms) const {
+    OwnChannels(scaled).ForEachPair(FirstTile(), [&](int fragment, int e, float low, float high) {
+      terms.reads[fragment][e] += sign * low * sum[fragment][e];
+      terms.reads[fragment][e + 1] += sign * high * sum[fragment][e + 1];
+    });
+  }
+
+  // Replaces each element by the sum over the tokens of this half from its own to the last of the
+  // same segment; `total` gets the sum from the first token on. Four lanes have a row of an
+  // accumulator.
+  template <typename SameSegment>
+  __device__ __forceinline__ void SumLaterReads(HalfAccumulator& reads, float (&total)[2],
+                                                SameSegment&& same_segment) const {
+#pragma unroll
+    for (int fragment = kHalfFragments - 1; fragment >= 0; --fragment) {
+      const int token = half * kHalfTokens + 8 * fragment + 2 * (Lane() % 4);
+      const int behind = token - 2 * (Lane() % 4) + 8;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        float(&x)[4] = reads[tile];
+        float(&x)[4] = reads[fragment];
         float from_here = x[2 * i];
         if (same_segment(token, token + 1)) from_here += x[2 * i + 1];
 #pragma unroll
         for (int step = 1; step < 4; step *= 2) {
           const float next = __shfl_down_sync(~0u, from_here, step, 4);
-          if (lane % 4 + step < 4 && same_segment(token, token + 2 * step)) from_here += next;
+          if (Lane() % 4 + step < 4 && same_segment(token, token + 2 * step)) from_here += next;
         }
         const float next = __shfl_down_sync(~0u, from_here, 1, 4);
-        if (same_segment(token + 1, behind)) x[2 * i + 1] += later_reads[i];
-        if (lane % 4 < 3 && same_segment(token + 1, token + 2)) x[2 * i + 1] += next;
+        if (same_segment(token + 1, behind)) x[2 * i + 1] += total[i];
+        if (Lane() % 4 < 3 && same_segment(token + 1, token + 2)) x[2 * i + 1] += next;
         if (same_segment(token, token + 1)) x[2 * i] += x[2 * i + 1];
-        later_reads[i] = __shfl_sync(~0u, x[2 * i], 0, 4);
+        total[i] = __shfl_sync(~0u, x[2 * i], 0, 4);
       }
     }
-  };
-  if (const ChunkMarks of_frame = marks(); of_frame.starts == 0)
-    sum_up([](int, int) { return true; });
-  else
-    sum_up([&](int token, int later) { return of_frame.SegmentEnd(token) > later; });
-#pragma unroll
-  for (int i = 0; i < 2; ++i)
-#pragma unroll
-    for (int step = 1; step < 4; step *= 2)
-      written[i] += __shfl_xor_sync(~0u, written[i], step);
-  // [what is written, in each half; what is read, in the second], by channel
-  if (lane % 4 == 0)
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      sums[(1 + half) * N + channel + 8 * i] = written[i];
-      if (half == 1) sums[3 * N + channel + 8 * i] = later_reads[i];
-    }
-  __syncthreads();
-  float total[2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const float* const sum = sums + channel + 8 * i;
-    total[i] = sum[N] + sum[2 * N] + (half == 0 ? sum[3 * N] : 0.0f);
   }
-  if (const ChunkMarks of_frame = marks(); (of_frame.starts | of_frame.absent) == 0) {
-    ForEachElement([&](int tile, int e) {
-      reads[tile][e] = slope[tile][e] * (reads[tile][e] - own_reads[tile][e] + total[e / 2]);
-    });
+
+  const GradientArguments<T>& in;
+  unsigned char* const memory;
+  const uint32_t shared;
+  const int warp, group;  // the warp in its warpgroup, and the warpgroup
+  const int panel, half;
+  int marks_index;     // of this chunk among those of all rows
+  int64_t first;       // the element of the first token of the chunk
+  int stride, tokens;  // elements from token to token; tokens of the chunk
+};
+
+template <typename T, int N, bool kMarked>
+__global__ __launch_bounds__(4 * N, N == 64 ? 2 : 1) void GradientKernel(
+    const __grid_constant__ GradientArguments<T> arguments) {
+  RWKV_JAX_DYNAMIC_SHARED(kPanelAlignment, memory);
+  ChunkGradients<T, N, kMarked> gradients(arguments, memory);
+  if (!gradients.Find()) return;
+
+  typename ChunkGradients<T, N, kMarked>::StatePieces state;
+  gradients.LoadChunk(state);
+  gradients.WaitForDecays();
+  __syncthreads();
+  HalfDecays decays;
+  gradients.SumLogDecays(decays);
+  gradients.WaitForScaledOperands();
+  __syncthreads();
+  gradients.ScaleOperands(decays);
+  gradients.ScaleState(state);
+  WaitForCopies<0>();
+  PublishOperands();
+  __syncthreads();
+
+  gradients.TokenProducts();
+  PublishOperands();
+  __syncthreads();
+  if (gradients.HasValues()) {
+    gradients.Values();
+    gradients.TriangleGradients();
   } else {
-    ForEachElement([&](int tile, int e) {
-      const int token = half * kHalf + 8 * tile + 2 * (lane % 4) + e % 2;
-      const int end = of_frame.SegmentEnd(token);
-      const float* const sum = sums + channel + 8 * (e / 2);
-      float x = reads[tile][e] - own_reads[tile][e];
-      if (half == 0 && end > kHalf) x += sum[3 * N];
-      if (end == kFrame) x += sum[N] + sum[2 * N];
-      reads[tile][e] = of_frame.absent >> token & 1 ? 0.0f : slope[tile][e] * x;
-    });
+    gradients.ValueGradients();
   }
-  channels(L::kAt).template StoreSum<T>(first_block, reads);
+  PublishOperands();
   __syncthreads();
-  emit(own(L::kAt), half * kHalf, kHalf, in.dw);
+
+  DecayTerms terms;
+  gradients.KeyGradients(decays, terms);
+  gradients.QueryGradients(decays, terms);
+  gradients.DecayGradient(terms);
 }
 
 }  // namespace
 
 int64_t Wkv7GradientSharedMemory(int64_t head_size) {
-  return head_size == 64 ? FrameLayout<64>::kBytes : FrameLayout<128>::kBytes;
+  return head_size == 64 ? GradientLayout<64>::kBytes : GradientLayout<128>::kBytes;
 }
 
 cudaError_t Wkv7Gradients(cudaStream_t stream, const Wkv7BackwardCall& call, const uint4* gradients,
@@ -823,19 +1036,18 @@ cudaError_t Wkv7Gradients(cudaStream_t stream, const Wkv7BackwardCall& call, con
   const int64_t blocks = rows * call.dims.saved * call.dims.heads;
   return ForHalfTypes<64, 128>(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
     using T = decltype(zero);
-    using L = FrameLayout<size()>;
+    using L = GradientLayout<size()>;
     const auto in = [](const void* x) { return static_cast<const T*>(x); };
     const auto out = [](void* x) { return static_cast<T*>(x); };
-    const Frames<T> frames{in(call.r),  in(call.w),  in(call.k),  in(call.v),  in(call.a),
-                           in(call.b),  in(call.dy), out(call.dr), out(call.dw), out(call.dk),
-                           out(call.dv), out(call.da), out(call.db), call.dims.tokens,
-                           static_cast<unsigned>(call.dims.heads),
-                           static_cast<unsigned>(call.dims.saved), call.decay, call.marks,
-                           call.sequences, static_cast<const uint4*>(call.states), gradients,
-                           inexact};
+    const GradientArguments<T> arguments{
+        in(call.r),   in(call.w),   in(call.k),   in(call.v),   in(call.a),  in(call.b),
+        in(call.dy),  out(call.dr), out(call.dw), out(call.dk), out(call.dv), out(call.da),
+        out(call.db), call.dims.tokens, static_cast<unsigned>(call.dims.heads),
+        static_cast<unsigned>(call.dims.saved), call.decay, call.marks, call.sequences,
+        static_cast<const uint4*>(call.states), gradients, inexact};
     return ForMarks(call.marks, [&](auto marked) {
       return Launch(GradientKernel<T, size(), marked()>,
-                    static_cast<unsigned>(blocks), L::kThreads, L::kBytes, stream, frames);
+                    static_cast<unsigned>(blocks), L::kThreads, L::kBytes, stream, arguments);
     });
   });
 }

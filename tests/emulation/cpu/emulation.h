@@ -24,6 +24,7 @@
 #define __global__
 #define __device__
 #define __host__
+#define __forceinline__ inline
 #define __grid_constant__
 #define __launch_bounds__(...)
 #define __align__(...) __attribute__((aligned(__VA_ARGS__)))
