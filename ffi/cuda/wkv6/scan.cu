@@ -1,5 +1,17 @@
-// WKV6 on matrix units, from token to token: the forward pass, and the gradient of the state. One block of
-// threads per head, or per head and split of its tokens; a frame of 64 tokens at a time.
+// WKV6 on matrix units, from the first token of a sequence to the last: the forward pass; and from the last
+// to the first: the gradient of the state. A thread block has one head, or one head of one split of a
+// sequence, and takes a chunk of 64 tokens at a time. wkv6/decays.cuh has the equations and their sources.
+//
+// If a sequence is split, three kernels run one after another:
+//
+//   StateKernel    for each split but the last one in the order of the recurrence: its summary, that is
+//                  what its tokens do to a state, S <- S diag(F) + D
+//   CombineKernel  from the summaries, the state at the end of each of these splits
+//   ForwardKernel  for each split: y, the saved states and the final state; or StateKernel again for the
+//                  gradient of the state, which needs no other result of the forward pass
+//
+// Both scans are pipelines with one warpgroup. The prologue starts the copies of the first chunk; the main
+// loop copies the next chunk to shared memory while it computes the present one.
 #include <algorithm>
 
 #include "wkv6/decays.cuh"
@@ -7,11 +19,12 @@
 namespace rwkv_jax::cuda {
 namespace {
 
-constexpr int kThreads = 128;  // a warpgroup has the 64 rows of a state
+constexpr int kThreads = 128;  // one warpgroup, which has the 64 rows of a state
 constexpr int kBlocksPerMultiprocessor = 4;
+constexpr int kStateSize = kHeadSize * kHeadSize;
 
 template <typename T>
-struct Forward {
+struct ForwardArrays {
   const T *r, *k, *v;
   const void* w;
   const float* u;
@@ -22,228 +35,284 @@ struct Forward {
   const float* start;
   float* end;
   T* y;
-  uint4* states;  // [B, frames, H, V, K] of bfloat16, or null
+  uint4* states;  // [B, N, H, V, K] of bfloat16, or null
   Splits splits;
 };
 
-// The frames of a split.
+// The head and the split that a thread block has.
 template <bool kReverse>
-struct Run {
-  int64_t head, heads, batch;
-  Span span;
-  int splits, order;  // of the sequence, and which this is, as they come in the recurrence
-  int64_t first_frame;
-  int count;  // frames
+struct SplitOfBlock {
+  int64_t sequence, heads;
+  unsigned own_head;  // of the sequence
+  Span span;          // the tokens of the sequence
+  int splits, order;  // the number of splits, and the place of this one in the order of the recurrence
+  int64_t first_chunk;
+  int chunks;
 
-  // Of this block.
   template <typename Scan>
-  __device__ explicit Run(const Scan& in, bool summary = false)
-      : Run(in, in.splits.template WorkOfBlock<kReverse>(in.sequences, in.tokens, in.heads,
-                                                            summary)) {}
+  __device__ explicit SplitOfBlock(const Scan& in, bool summary = false)
+      : SplitOfBlock(in, in.splits.template WorkOfBlock<kReverse>(in.sequences, in.tokens, in.heads,
+                                                                  summary)) {}
   template <typename Scan>
-  __device__ Run(const Scan& in, const Piece& piece)
-      : head(piece.turn.sequence * in.heads + blockIdx.x % in.heads),
+  __device__ SplitOfBlock(const Scan& in, const Piece& piece)
+      : sequence(piece.turn.sequence),
         heads(in.heads),
-        batch(piece.turn.sequence),
+        own_head(static_cast<unsigned>(blockIdx.x % in.heads)),
         span(piece.turn.span),
         splits(static_cast<int>(in.splits.Count(span.Chunks()))),
         order(static_cast<int>(kReverse && piece.split >= 0 ? splits - 1 - piece.split
-                                                              : piece.split)) {
+                                                            : piece.split)) {
     const int64_t most = in.splits.ChunksPerSplit(span.Chunks());
-    first_frame = piece.split * most;
-    const int64_t left = span.Chunks() - first_frame;
-    count = static_cast<int>(left < 0 ? 0 : left < most ? left : most);
+    first_chunk = piece.split * most;
+    const int64_t left = span.Chunks() - first_chunk;
+    chunks = static_cast<int>(left < 0 ? 0 : left < most ? left : most);
   }
 
-  // Of frame i of this split.
-  __device__ ChunkCopier<kThreads> Frame(int i, uint64_t absent = 0) const {
-    const int64_t token = (first_frame + i) * kChunkTokens, left = span.tokens - token;
-    return {((span.first_token + token) * heads + head - batch * heads) * kHeadSize,
-            static_cast<int>(heads) * kHeadSize, static_cast<int>(left < kChunkTokens ? left : kChunkTokens),
-            absent};
+  // Whether there is no split for this block.
+  __device__ bool None() const { return order < 0; }
+  __device__ bool Last() const { return order == splits - 1; }
+  // The head in [S, H].
+  __device__ int64_t Head() const { return sequence * heads + own_head; }
+  // Chunk i of this split in arrays [B, T, H, 64].
+  __device__ ChunkCopier<kThreads> Chunk(int i, uint64_t absent = 0) const {
+    const int64_t token = (first_chunk + i) * kChunkTokens, left = span.tokens - token;
+    return {((span.first_token + token) * heads + own_head) * kHeadSize,
+            static_cast<int>(heads) * kHeadSize,
+            static_cast<int>(left < kChunkTokens ? left : kChunkTokens), absent};
   }
-  // Its place in [B, frames, H].
-  __device__ int64_t Place(int i) const {
-    return head + (span.first_chunk + first_frame + i - batch) * heads;
+  // Chunk i of this split in [B, N, H].
+  __device__ int64_t SavedState(int i) const {
+    return (span.first_chunk + first_chunk + i) * heads + own_head;
   }
   template <bool kMarked>
   __device__ ChunkMarks MarksOf(int i, const Marks& marks) const {
-    return kMarked ? ChunkMarks(marks, batch, first_frame + i) : ChunkMarks();
+    return kMarked ? ChunkMarks(marks, sequence, first_chunk + i) : ChunkMarks();
   }
 };
 
+// Byte offsets in shared memory of the forward pass. r and k have two stages of the pipeline.
 struct ForwardLayout {
-  // r becomes Rt, k becomes Kh, and v becomes y.
-  static constexpr int kR = 0;
-  static constexpr int kK = kR + 2 * kPanelBytes;
-  static constexpr int kV = kK + 2 * kPanelBytes;
+  static constexpr int kR = 0;                       // r, then Rt
+  static constexpr int kK = kR + 2 * kPanelBytes;    // k, then Kh
+  static constexpr int kV = kK + 2 * kPanelBytes;    // v, then y
   static constexpr int kW = kV + kPanelBytes;
-  static constexpr int kA = kW + kPanelBytes;
-  static constexpr int kFactors = kA + kChunkTiles * kTileBytes;
-  static constexpr int kU = kFactors + kChunkTiles * kFactorFloats * 4;
-  static constexpr int kConstant = kU + kHeadSize * 2;
+  static constexpr int kA = kW + kPanelBytes;        // packed, a matrix for each tile
+  static constexpr int kFactors = kA + kChunkTiles * kTileBytes;         // exp(G_L) of each tile
+  static constexpr int kU = kFactors + kChunkTiles * kFactorFloats * 4;  // bfloat16 [64 channels]
+  static constexpr int kConstant = kU + kHeadSize * 2;                   // float [64 channels]
   static constexpr int kBytes = kConstant + kHeadSize * 4;
 };
 
-// Scales the operands of a chunk in place, and leaves A and exp(G_L).
-template <typename T, bool kConstant>
-__device__ void PrepareChunk(const ChunkDecays<T, kConstant>& decays, int chunk, uint32_t r_tile,
-                             uint32_t k_tile, const uint32_t* u, const RawTile<T>& raw,
-                             uint32_t a_block, float* factors) {
-  Accumulator<2> a = {}, bonus = {};
-  bool far = false;
-  const bool clears = raw.marks.clears != 0;
-#pragma unroll
-  for (int block = 0; block < kColumnTiles; ++block) {
-    DecaySums sums;
-    SumByToken(decays, chunk, block, raw.marks.present, sums);
-    float total[2][2];
-    LastRow(sums, total);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) far |= !(total[i / 2][i % 2] >= -kMaxTileLog2);
-    const float factor[2][2] = {{Exp2(total[0][0]), Exp2(total[0][1])},
-                                {Exp2(total[1][0]), Exp2(total[1][1])}};
-    StoreFactors(block, factor, clears, factors);
+// The barriers of ForwardKernel for each chunk, each a __syncthreads; the name is for the reader.
+//
+//   barrier         threads wait until all others have...    because next they...
+//   kKeysCopied     copied r, k and w of the chunk           scale tiles that others have copied
+//   kScaled         scaled their tiles, and copied v         multiply the scaled operands; start to copy
+//                                                            the next w, and r and k to the other stage
+//   kOutputsStaged  put y in the place of v, finished with   store y as whole rows; scale the next chunk
+//                   Rt, Kh, A and the factors
+enum ForwardBarrier { kKeysCopied, kScaled, kOutputsStaged };
 
-    uint32_t r[4], k[4], e[4], x[4];
-    LoadMatrices(TileAddress(r_tile, 16 * chunk, block), r);
-    LoadMatrices(TileAddress(k_tile, 16 * chunk, block), k);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) r[i] = ToBf16<T>(r[i]), k[i] = ToBf16<T>(k[i]);
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      x[i] = Bf16::Multiply(r[i], u[8 * block + i / 2 * 4 + Lane() % 4]);
-    AddTokenProducts(bonus, x, k);
-    Exponentials([&](int i, int j) { return total[i][j % 2] - sums.upto[i][j]; }, e);
-    MultiplyPairs(k, e, x);
-    if (clears) KeepRowsBetween(raw.marks.LastCleared(), kTileTokens, x);
-    StoreMatrices(TileAddress(k_tile, 16 * chunk, block), x);
-    Exponentials([&](int i, int j) { return -sums.upto[i][j]; }, e);
-    MultiplyPairs(k, e, k);
-    Exponentials([&](int i, int j) { return sums.before[i][j]; }, e);
-    MultiplyPairs(r, e, r);
-    AddTokenProducts(a, r, k);
-    if (clears) KeepRowsBetween(0, raw.marks.FirstCleared(), r);
-    StoreMatrices(TileAddress(r_tile, 16 * chunk, block), r);
-  }
-  if (__any_sync(~0u, far)) MultiplyByHalves(decays, chunk, raw, 0, kColumnTiles, a);
-  KeepLower(false, a);
-  if (clears) KeepSegments(raw.marks, a);
-  SetDiagonal(bonus, a);
-  Left rounded;
-  Round(a[0], a[1], rounded);
-  StoreMatrices(PackedTileAddress(a_block), rounded);
-}
-
+// The phases of the forward pass. Each phase runs in the registers of the caller: functions are inlined.
 template <typename T, bool kConstant, bool kMarked>
-__global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void ForwardKernel(
-    const __grid_constant__ Forward<T> in) {
+struct ForwardPhases {
   using L = ForwardLayout;
-  RWKV_JAX_DYNAMIC_SHARED(kPanelAlignment, memory);
-  const uint32_t shared = SharedAddress(memory);
-  const int warp = Warp();
-  const Run<false> run(in);
-  if (run.order < 0) return;
-  const auto frame = [&](int i, uint64_t absent = 0) { return run.Frame(i, absent); };
-  const auto r_tile = [&](int i) { return shared + L::kR + i % 2 * kPanelBytes; };
-  const auto k_tile = [&](int i) { return shared + L::kK + i % 2 * kPanelBytes; };
-  const auto copy_keys = [&](int i, uint64_t absent) {
-    const auto copier = frame(i, absent);
+
+  const ForwardArrays<T>& in;
+  unsigned char* const memory;
+  const uint32_t shared;  // the address of `memory`
+  const int warp;
+  const SplitOfBlock<false> split;
+  float *const constant, *const factors;
+  uint32_t* const u;  // pairs of bfloat16
+  const ChunkDecays<T, kConstant> decays;
+
+  __device__ ForwardPhases(const ForwardArrays<T>& in, unsigned char* memory,
+                           int warp, const SplitOfBlock<false>& split)
+      : in(in),
+        memory(memory),
+        shared(SharedAddress(memory)),
+        warp(warp),
+        split(split),
+        constant(reinterpret_cast<float*>(memory + L::kConstant)),
+        factors(reinterpret_cast<float*>(memory + L::kFactors)),
+        u(reinterpret_cast<uint32_t*>(memory + L::kU)),
+        decays{shared + L::kW, constant, in.decay} {}
+
+  __device__ uint32_t ReceptancePanel(int i) const { return shared + L::kR + i % 2 * kPanelBytes; }
+  __device__ uint32_t KeyPanel(int i) const { return shared + L::kK + i % 2 * kPanelBytes; }
+  __device__ uint64_t Absent(int i) const {
+    return split.template MarksOf<kMarked>(i, in.marks).absent;
+  }
+
+  // Start to copy chunk i; each is one group of copies.
+  __device__ void LoadKeys(int i, uint64_t absent) const {
+    const auto copier = split.Chunk(i, absent);
     if constexpr (!kConstant) copier.Copy(shared + L::kW, static_cast<const T*>(in.w));
-    copier.Copy(r_tile(i), in.r);
-    copier.Copy(k_tile(i), in.k);
+    copier.Copy(ReceptancePanel(i), in.r);
+    copier.Copy(KeyPanel(i), in.k);
     CommitCopies();
-  };
-  const auto copy_values = [&](int i, uint64_t absent) {
-    frame(i, absent).Copy(shared + L::kV, in.v);
+  }
+  __device__ void LoadValues(int i, uint64_t absent) const {
+    split.Chunk(i, absent).Copy(shared + L::kV, in.v);
     CommitCopies();
-  };
-  if (run.count > 0) {
-    const uint64_t absent = run.template MarksOf<kMarked>(0, in.marks).absent;
-    copy_keys(0, absent);
-    copy_values(0, absent);
   }
 
-  float* const constant = reinterpret_cast<float*>(memory + L::kConstant);
-  uint32_t* const u = reinterpret_cast<uint32_t*>(memory + L::kU);
-  if constexpr (kConstant)
-    LoadConstantDecays(static_cast<const float*>(in.w) + run.head * kHeadSize, in.decay, constant);
-  if (threadIdx.x < kHeadSize / 2) {
-    const float2 pair = reinterpret_cast<const float2*>(in.u + run.head * kHeadSize)[threadIdx.x];
-    u[threadIdx.x] = Bf16::Round(pair.x, pair.y);
+  // Brings u, and the decay if all tokens have the same.
+  __device__ void LoadParameters() const {
+    if constexpr (kConstant)
+      LoadConstantDecays(static_cast<const float*>(in.w) + split.Head() * kHeadSize, in.decay, constant);
+    if (threadIdx.x < kHeadSize / 2) {
+      const float2 pair =
+          reinterpret_cast<const float2*>(in.u + split.Head() * kHeadSize)[threadIdx.x];
+      u[threadIdx.x] = Bf16::Round(pair.x, pair.y);
+    }
   }
-  float* const factors = reinterpret_cast<float*>(memory + L::kFactors);
-  const ChunkDecays<T, kConstant> decays{shared + L::kW, constant, in.decay};
 
-  Tiles::State state;
-  Accumulator<8>& s = state[0];
-  constexpr int kState = kHeadSize * kHeadSize;
-  Tiles::Load(run.order == 0 ? in.start + run.head * kState
-                             : in.splits.template Summary<false>(run.head, in.heads, run.span,
-                                                                   run.order - 1),
-              state);
-#pragma unroll 1
-  for (int i = 0; i < run.count; ++i) {
-    const ChunkCopier<kThreads> now = frame(i);
-    const int64_t own_token = (run.first_frame + i) * kChunkTokens + kTileTokens * warp;
-    const uint32_t word = kMarked ? in.marks.Word(run.batch, own_token) : 0u;
-    const uint64_t coming =
-        i + 1 < run.count ? run.template MarksOf<kMarked>(i + 1, in.marks).absent : 0u;
-    WaitForCopies<1>();
-    __syncthreads();
-    {
-      const int64_t first = now.first + static_cast<int64_t>(kTileTokens * warp) * now.stride;
-      const RawTile<T> raw{in.r + first, in.k + first, now.stride,
-                            RowMarks(word, now.tokens - kTileTokens * warp)};
-      PrepareChunk(decays, warp, r_tile(i), k_tile(i), u, raw, shared + L::kA + warp * kTileBytes,
-                   factors + warp * kFactorFloats);
-    }
-    WaitForCopies<0>();
-    ConvertOwnPieces<T, kThreads>(memory + L::kV);
-    PublishOperands();
-    __syncthreads();
-    if (i + 1 < run.count) copy_keys(i + 1, coming);
+  __device__ void LoadState(Tiles::State& state) const {
+    Tiles::Load(split.order == 0
+                    ? in.start + split.Head() * kStateSize
+                    : in.splits.template Summary<false>(split.Head(), in.heads, split.span,
+                                                        split.order - 1),
+                state);
+  }
 
-    if (in.states != nullptr) Tiles::StoreRounded(state, in.states + run.Place(i) * (kState / 8));
+  // Replaces r and k of a tile of tokens by Rt and Kh, and leaves A and exp(G_L). Each warp has the tile of
+  // its number.
+  __device__ void ScaleOperands(int i, const ChunkCopier<kThreads>& chunk, uint32_t word) const {
+    const int64_t first = chunk.first + static_cast<int64_t>(kTileTokens * warp) * chunk.stride;
+    const RawTile<T> raw{in.r + first, in.k + first, chunk.stride,
+                         RowMarks(word, chunk.tokens - kTileTokens * warp)};
+    const uint32_t r_panel = ReceptancePanel(i), k_panel = KeyPanel(i);
+    Accumulator<2> a = {}, bonus = {};
+    bool far = false;
+    const bool clears = raw.marks.clears != 0;
 #pragma unroll
-    for (int chunk = 0; chunk < kChunkTiles; ++chunk) {
-      const uint32_t values = shared + L::kV + chunk * kTileStride;
-      Left v, before[kColumnTiles];
-      LoadLeftTransposed(values, 0, warp, v);
-      RoundPanel(s, before);
-      ScaleColumns(factors + chunk * kFactorFloats, s);
-      Accumulator<2> y;
-      BeginProducts();
-      Multiply<false>(y, v, PackedTiles{shared + L::kA + chunk * kTileBytes});
+    for (int column = 0; column < kColumnTiles; ++column) {
+      DecaySums sums;
+      SumByToken(decays, warp, column, raw.marks.present, sums);
+      float total[2][2];
+      LastRow(sums, total);
 #pragma unroll
-      for (int block = 0; block < kColumnTiles; ++block)
-        Multiply<true>(y, before[block], KAlongRows{r_tile(i) + chunk * kTileStride, block});
-      CommitProducts();
-      Multiply<true>(s, v, KDownRows{k_tile(i) + chunk * kTileStride});
-      CommitProducts();
-      WaitForProducts<1>();
-      Settle(y);
-      // To where this warp alone has read.
-      StoreTransposed(TileAddress(values, 0, warp),
-                      {Pair<T>::Round(y[0][0], y[0][1]), Pair<T>::Round(y[1][0], y[1][1]),
-                       Pair<T>::Round(y[0][2], y[0][3]), Pair<T>::Round(y[1][2], y[1][3])});
-      WaitForProducts<0>();
-      Settle(s);
+      for (int j = 0; j < 4; ++j) far |= !(total[j / 2][j % 2] >= -kMaxTileLog2);
+      const float factor[2][2] = {{Exp2(total[0][0]), Exp2(total[0][1])},
+                                  {Exp2(total[1][0]), Exp2(total[1][1])}};
+      StoreFactors(column, factor, clears, factors + warp * kFactorFloats);
+
+      uint32_t r[4], k[4], e[4], x[4];
+      LoadMatrices(TileAddress(r_panel, 16 * warp, column), r);
+      LoadMatrices(TileAddress(k_panel, 16 * warp, column), k);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) r[j] = ToBf16<T>(r[j]), k[j] = ToBf16<T>(k[j]);
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        x[j] = Bf16::Multiply(r[j], u[8 * column + j / 2 * 4 + Lane() % 4]);
+      AddTokenProducts(bonus, x, k);
+      Exponentials([&](int i, int j) { return total[i][j % 2] - sums.upto[i][j]; }, e);
+      MultiplyPairs(k, e, x);
+      if (clears) KeepRowsBetween(raw.marks.LastCleared(), kTileTokens, x);
+      StoreMatrices(TileAddress(k_panel, 16 * warp, column), x);
+      Exponentials([&](int i, int j) { return -sums.upto[i][j]; }, e);
+      MultiplyPairs(k, e, k);
+      Exponentials([&](int i, int j) { return sums.before[i][j]; }, e);
+      MultiplyPairs(r, e, r);
+      AddTokenProducts(a, r, k);
+      if (clears) KeepRowsBetween(0, raw.marks.FirstCleared(), r);
+      StoreMatrices(TileAddress(r_panel, 16 * warp, column), r);
     }
-    __syncthreads();
-    now.ForEachPiece([&](uint32_t from, int64_t element, int row) {
-      if (row < now.tokens)
+    if (__any_sync(~0u, far)) MultiplyByHalves(decays, warp, raw, 0, kColumnTiles, a);
+    KeepLower(false, a);
+    if (clears) KeepSegments(raw.marks, a);
+    SetDiagonal(bonus, a);
+    Left rounded;
+    Round(a[0], a[1], rounded);
+    StoreMatrices(PackedTileAddress(shared + L::kA + warp * kTileBytes), rounded);
+  }
+
+  // Stages Y = Rt S^T + A V of a tile, transposed, and moves the state on. A warp has 16 values as rows.
+  __device__ void OutputsAndState(int i, int tile, Accumulator<8>& s) const {
+    const uint32_t values = shared + L::kV + tile * kTileStride;
+    Left v, before[kColumnTiles];
+    LoadLeftTransposed(values, 0, warp, v);
+    RoundPanel(s, before);
+    ScaleColumns(factors + tile * kFactorFloats, s);
+    Accumulator<2> y;
+    BeginProducts();
+    Multiply<false>(y, v, PackedTiles{shared + L::kA + tile * kTileBytes});
+#pragma unroll
+    for (int column = 0; column < kColumnTiles; ++column)
+      Multiply<true>(y, before[column],
+                     KAlongRows{ReceptancePanel(i) + tile * kTileStride, column});
+    CommitProducts();
+    Multiply<true>(s, v, KDownRows{KeyPanel(i) + tile * kTileStride});
+    CommitProducts();
+    WaitForProducts<1>();
+    Settle(y);
+    // No other warp reads the values that y replaces.
+    StoreTransposed(TileAddress(values, 0, warp),
+                    {Pair<T>::Round(y[0][0], y[0][1]), Pair<T>::Round(y[1][0], y[1][1]),
+                     Pair<T>::Round(y[0][2], y[0][3]), Pair<T>::Round(y[1][2], y[1][3])});
+    WaitForProducts<0>();
+    Settle(s);
+  }
+
+  // Stores the pieces of y that lie where this thread will copy the values of the next chunk.
+  __device__ void StoreOutputs(const ChunkCopier<kThreads>& chunk) const {
+    chunk.ForEachPiece([&](uint32_t from, int64_t element, int row) {
+      if (row < chunk.tokens)
         *reinterpret_cast<uint4*>(in.y + element) =
             *reinterpret_cast<const uint4*>(memory + L::kV + from);
     });
-    if (i + 1 < run.count) copy_values(i + 1, coming);
   }
-  if (run.order == run.splits - 1) Tiles::Store(state, in.end + run.head * kState);
+};
+
+template <typename T, bool kConstant, bool kMarked>
+__global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void ForwardKernel(
+    const __grid_constant__ ForwardArrays<T> in) {
+  RWKV_JAX_DYNAMIC_SHARED(kPanelAlignment, memory);
+  const auto wait_for_all = [](ForwardBarrier) { __syncthreads(); };
+  const int warp = Warp();
+  const SplitOfBlock<false> split(in);
+  if (split.None()) return;
+  const ForwardPhases<T, kConstant, kMarked> phases(in, memory, warp, split);
+
+  if (split.chunks > 0) {
+    const uint64_t absent = phases.Absent(0);
+    phases.LoadKeys(0, absent);
+    phases.LoadValues(0, absent);
+  }
+  phases.LoadParameters();
+  Tiles::State state;
+  phases.LoadState(state);
+
+#pragma unroll 1
+  for (int i = 0; i < split.chunks; ++i) {
+    const ChunkCopier<kThreads> chunk = split.Chunk(i);
+    const int64_t own_token = (split.first_chunk + i) * kChunkTokens + kTileTokens * phases.warp;
+    const uint32_t word = kMarked ? in.marks.Word(split.sequence, own_token) : 0u;
+    const uint64_t coming = i + 1 < split.chunks ? phases.Absent(i + 1) : 0u;
+    WaitForCopies<1>();
+    wait_for_all(kKeysCopied);
+    phases.ScaleOperands(i, chunk, word);
+    WaitForCopies<0>();
+    ConvertOwnPieces<T, kThreads>(memory + ForwardLayout::kV);
+    PublishOperands();
+    wait_for_all(kScaled);
+    if (i + 1 < split.chunks) phases.LoadKeys(i + 1, coming);
+    if (in.states != nullptr)
+      Tiles::StoreRounded(state, in.states + split.SavedState(i) * (kStateSize / 8));
+#pragma unroll
+    for (int tile = 0; tile < kChunkTiles; ++tile) phases.OutputsAndState(i, tile, state[0]);
+    wait_for_all(kOutputsStaged);
+    phases.StoreOutputs(chunk);
+    if (i + 1 < split.chunks) phases.LoadValues(i + 1, coming);
+  }
+  if (split.Last()) Tiles::Store(state, in.end + split.Head() * kStateSize);
 }
 
-// Of a recurrence S <- S diag(d) + x z^T without outputs: forwards that of the state, backwards that of
-// its gradient, dS <- dS diag(d) + dy r^T. A frame is a single step, since z is scaled by the decays of
-// the tokens that come after it in the recurrence, which are at most 1.
+// A recurrence S <- S diag(d) + x z^T without outputs: forwards it is the recurrence of the state, with
+// x = v and z = k; backwards that of its gradient, dS <- dS diag(d) + dy r^T. A chunk is a single product,
+// since z is scaled by the decays of the tokens that come after it in the recurrence, which are at most 1.
 template <typename T>
 struct StateScan {
   const T *x, *z;
@@ -253,161 +322,213 @@ struct StateScan {
   Marks marks;
   Sequences sequences;
   const float* start;  // zeros if null
-  float* end;          // null: `splits` get what each does to a state
-  uint4* gradients;    // if not null, get the state before each frame, as the saved states
+  float* end;          // if null, the summary of each split is stored in `splits`
+  uint4* gradients;    // if not null, gets the state before each chunk, as the saved states are stored
   Splits splits;
-  float* factor = nullptr;  // [B, H, K], if not null: the decay of all tokens together
+  float* factor = nullptr;  // [B, H, K], if not null: gets the decay of all tokens together
 };
 
+// Byte offsets in shared memory: two stages of the pipeline with a panel each of x, z and w.
 struct StateLayout {
   static constexpr int kX = 0;
-  static constexpr int kZ = kPanelBytes;
+  static constexpr int kZ = kPanelBytes;  // z, then z scaled
   static constexpr int kW = 2 * kPanelBytes;
-  static constexpr int kSlot = 3 * kPanelBytes;
-  static constexpr int kFactors = 2 * kSlot;
+  static constexpr int kStageBytes = 3 * kPanelBytes;
+  static constexpr int kFactors = 2 * kStageBytes;
   static constexpr int kConstant = kFactors + kFactorFloats * 4;
   static constexpr int kBytes = kConstant + kHeadSize * 4;
 };
 
-// Scales the 16 channels of a frame that are `warp`'s; `total` becomes the sums of their log2 decays. Rows
-// that are cut off from the state after the frame in the recurrence are cleared.
-template <typename T, bool kConstant, bool kReverse>
-__device__ void ScaleFrame(const ChunkDecays<T, kConstant>& decays, int warp, uint32_t z_tile,
-                           int tokens, const ChunkMarks& marks, float (&total)[2][4]) {
-  const Ones sooner(kReverse, false, !kReverse), all(true, true, true);
-  const bool clears = marks.starts != 0;
-  const int begin = clears && !kReverse ? marks.LastStart() : 0;
-  const int end = clears && kReverse ? marks.FirstStart() : kChunkTokens;
-  const uint64_t there =
-      (tokens < kChunkTokens ? (uint64_t{1} << tokens) - 1 : ~uint64_t{0}) & ~marks.absent;
-#pragma unroll
-  for (int step = 0; step < kChunkTiles; ++step) {
-    const int chunk = kReverse ? step : kChunkTiles - 1 - step;
-    float sum[2][4];
-    if constexpr (kConstant) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const int token = 16 * chunk + Lane() / 4 + e / 2 * 8;
-          const float d = decays.constant[16 * warp + 8 * i + 2 * (Lane() % 4) + e % 2];
-          const uint64_t upto = (uint64_t{2} << token) - 1;
-          sum[i][e] = d * static_cast<float>(__popcll(there & (kReverse ? upto >> 1 : ~upto)));
-          total[i][e] = d * static_cast<float>(__popcll(there));
-        }
-    } else {
-      uint32_t log_decays[4];
-      decays.Load(chunk, warp, static_cast<uint32_t>(there >> 16 * chunk) & kAllRows, log_decays);
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) sum[i][e] = total[i][e];
-        WarpMultiplyHalf(sum[i], sooner.a, log_decays[2 * i], log_decays[2 * i + 1]);
-        WarpMultiplyHalf(total[i], all.a, log_decays[2 * i], log_decays[2 * i + 1]);
-      }
-    }
-    uint32_t z[4], e[4];
-    LoadMatrices(TileAddress(z_tile, 16 * chunk, warp), z);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) z[i] = ToBf16<T>(z[i]);
-    Exponentials([&](int i, int j) { return sum[i][j]; }, e);
-    MultiplyPairs(z, e, z);
-    if (clears) KeepRowsBetween(begin - 16 * chunk, end - 16 * chunk, z);
-    StoreMatrices(TileAddress(z_tile, 16 * chunk, warp), z);
-  }
-}
+// The barriers of StateKernel for each chunk, each a __syncthreads; the name is for the reader.
+//
+//   barrier        threads wait until all others have...    because next they...
+//   kCopied        copied the chunk, and finished with      scale what others have copied; start to copy
+//                  the chunk before it                      the next chunk to the other stage
+//   kChunkScaled   scaled z and stored the factors          multiply x and z
+enum StateBarrier { kCopied, kChunkScaled };
 
 template <typename T, bool kConstant, bool kReverse, bool kMarked>
-__global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void StateKernel(
-    const __grid_constant__ StateScan<T> in) {
+struct StatePhases {
   using L = StateLayout;
-  RWKV_JAX_DYNAMIC_SHARED(kPanelAlignment, memory);
-  const uint32_t shared = SharedAddress(memory);
-  const int warp = Warp();
-  const bool summary = in.end == nullptr;
-  const Run<kReverse> run(in, summary);
-  if (run.order < 0) return;
-  // Frame i as it comes in the recurrence.
-  const auto place = [&](int i) { return kReverse ? run.count - 1 - i : i; };
-  const auto marks_of = [&](int i) { return run.template MarksOf<kMarked>(place(i), in.marks); };
-  const auto frame = [&](int i, uint64_t absent = 0) {
-    return run.Frame(place(i), absent);
-  };
-  const auto slot = [&](int i) { return shared + i % 2 * L::kSlot; };
-  const auto copy = [&](int i, uint64_t absent) {
-    const auto copier = frame(i, absent);
-    if constexpr (!kConstant) copier.Copy(slot(i) + L::kW, static_cast<const T*>(in.w));
-    copier.Copy(slot(i) + L::kZ, in.z);
-    copier.Copy(slot(i) + L::kX, in.x);
-    CommitCopies();
-  };
-  ChunkMarks coming;
-  if (run.count > 0) {
-    coming = marks_of(0);
-    copy(0, coming.absent);
-  }
-  float* const constant = reinterpret_cast<float*>(memory + L::kConstant);
-  if constexpr (kConstant)
-    LoadConstantDecays(static_cast<const float*>(in.w) + run.head * kHeadSize, in.decay, constant);
-  float* const factors = reinterpret_cast<float*>(memory + L::kFactors);
 
-  Tiles::State state = {};
-  Accumulator<8>& s = state[0];
-  constexpr int kState = kHeadSize * kHeadSize;
-  const auto summary_of = [&](int64_t order) {
-    return in.splits.template Summary<kReverse>(run.head, in.heads, run.span, order);
-  };
-  if (run.order == 0 && in.start != nullptr)
-    Tiles::Load(in.start + run.head * kState, state);
-  else if (run.order > 0 && !summary)
-    Tiles::Load(summary_of(run.order - 1), state);
-  float all[2][4] = {};
-  bool any_start = false;
-#pragma unroll 1
-  for (int i = 0; i < run.count; ++i) {
-    const ChunkMarks marks = coming;
-    if (i + 1 < run.count) coming = marks_of(i + 1);
-    WaitForCopies<0>();
-    ConvertOwnPieces<T, kThreads>(memory + (slot(i) - shared) + L::kX);
-    __syncthreads();
-    if (i + 1 < run.count) copy(i + 1, coming.absent);
-    float total[2][4] = {};
-    ScaleFrame<T, kConstant, kReverse>({slot(i) + L::kW, constant, in.decay}, warp,
-                                       slot(i) + L::kZ, frame(i).tokens, marks, total);
-    any_start |= marks.starts != 0;
-    StoreFactors(warp, {{Exp2(total[0][0]), Exp2(total[0][1])}, {Exp2(total[1][0]), Exp2(total[1][1])}},
-                 marks.starts != 0, factors);
+  const StateScan<T>& in;
+  unsigned char* const memory;
+  const uint32_t shared;  // the address of `memory`
+  const int warp;
+  const SplitOfBlock<kReverse> split;
+  float *const constant, *const factors;
+
+  __device__ StatePhases(const StateScan<T>& in, unsigned char* memory,
+                         const SplitOfBlock<kReverse>& split)
+      : in(in),
+        memory(memory),
+        shared(SharedAddress(memory)),
+        warp(Warp()),
+        split(split),
+        constant(reinterpret_cast<float*>(memory + L::kConstant)),
+        factors(reinterpret_cast<float*>(memory + L::kFactors)) {}
+
+  // The place in the split of the chunk that is number i in the order of the recurrence.
+  __device__ int Place(int i) const { return kReverse ? split.chunks - 1 - i : i; }
+  __device__ uint32_t Stage(int i) const { return shared + i % 2 * L::kStageBytes; }
+  __device__ ChunkMarks MarksOf(int i) const {
+    return split.template MarksOf<kMarked>(Place(i), in.marks);
+  }
+  __device__ float* SummaryOf(int64_t order) const {
+    return in.splits.template Summary<kReverse>(split.Head(), in.heads, split.span, order);
+  }
+
+  // Starts to copy chunk i.
+  __device__ void Load(int i, uint64_t absent) const {
+    const auto copier = split.Chunk(Place(i), absent);
+    if constexpr (!kConstant) copier.Copy(Stage(i) + L::kW, static_cast<const T*>(in.w));
+    copier.Copy(Stage(i) + L::kZ, in.z);
+    copier.Copy(Stage(i) + L::kX, in.x);
+    CommitCopies();
+  }
+
+  __device__ void LoadParameters() const {
+    if constexpr (kConstant)
+      LoadConstantDecays(static_cast<const float*>(in.w) + split.Head() * kHeadSize, in.decay, constant);
+  }
+
+  __device__ void LoadState(bool summary, Tiles::State& state) const {
+    if (split.order == 0 && in.start != nullptr)
+      Tiles::Load(in.start + split.Head() * kStateSize, state);
+    else if (split.order > 0 && !summary)
+      Tiles::Load(SummaryOf(split.order - 1), state);
+  }
+
+  // Scales z of chunk i by the decays that follow in the recurrence, and stores the decay of the whole
+  // chunk. A warp has 16 channels; `total` becomes the sums of their log2 decays. Rows that do not reach the
+  // state after the chunk, since a segment starts in between, are cleared.
+  __device__ void Scale(int i, const ChunkMarks& marks, float (&total)[2][4]) const {
+    const ChunkDecays<T, kConstant> decays{Stage(i) + L::kW, constant, in.decay};
+    const uint32_t z_panel = Stage(i) + L::kZ;
+    const int tokens = split.Chunk(Place(i)).tokens;
+    const Ones sooner(kReverse, false, !kReverse), all(true, true, true);
+    const bool clears = marks.starts != 0;
+    const int begin = clears && !kReverse ? marks.LastStart() : 0;
+    const int end = clears && kReverse ? marks.FirstStart() : kChunkTokens;
+    const uint64_t present =
+        (tokens < kChunkTokens ? (uint64_t{1} << tokens) - 1 : ~uint64_t{0}) & ~marks.absent;
 #pragma unroll
-    for (int e = 0; e < 8; ++e) all[e / 4][e % 4] += total[e / 4][e % 4];
-    PublishOperands();
-    __syncthreads();
-    if (in.gradients != nullptr)
-      Tiles::StoreRounded(state, in.gradients + run.Place(place(i)) * (kState / 8));
+    for (int step = 0; step < kChunkTiles; ++step) {
+      const int tile = kReverse ? step : kChunkTiles - 1 - step;
+      float sum[2][4];
+      if constexpr (kConstant) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            const int token = 16 * tile + Lane() / 4 + e / 2 * 8;
+            const float d = constant[16 * warp + 8 * i + 2 * (Lane() % 4) + e % 2];
+            const uint64_t upto = (uint64_t{2} << token) - 1;
+            sum[i][e] = d * static_cast<float>(__popcll(present & (kReverse ? upto >> 1 : ~upto)));
+            total[i][e] = d * static_cast<float>(__popcll(present));
+          }
+      } else {
+        uint32_t log_decays[4];
+        decays.Load(tile, warp, static_cast<uint32_t>(present >> 16 * tile) & kAllRows, log_decays);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) sum[i][e] = total[i][e];
+          WarpMultiplyHalf(sum[i], sooner.a, log_decays[2 * i], log_decays[2 * i + 1]);
+          WarpMultiplyHalf(total[i], all.a, log_decays[2 * i], log_decays[2 * i + 1]);
+        }
+      }
+      uint32_t z[4], e[4];
+      LoadMatrices(TileAddress(z_panel, 16 * tile, warp), z);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) z[j] = ToBf16<T>(z[j]);
+      Exponentials([&](int i, int j) { return sum[i][j]; }, e);
+      MultiplyPairs(z, e, z);
+      if (clears) KeepRowsBetween(begin - 16 * tile, end - 16 * tile, z);
+      StoreMatrices(TileAddress(z_panel, 16 * tile, warp), z);
+    }
+    StoreFactors(warp,
+                 {{Exp2(total[0][0]), Exp2(total[0][1])}, {Exp2(total[1][0]), Exp2(total[1][1])}},
+                 clears, factors);
+  }
+
+  // S <- S diag(d) + x z^T over chunk i.
+  __device__ void Advance(int i, Accumulator<8>& s) const {
     ScaleColumns(factors, s);
     BeginProducts();
 #pragma unroll
-    for (int chunk = 0; chunk < kChunkTiles; ++chunk)
-      Multiply<true>(s, warp, KDownRows{slot(i) + L::kX, chunk}, KDownRows{slot(i) + L::kZ, chunk});
+    for (int tile = 0; tile < kChunkTiles; ++tile)
+      Multiply<true>(s, warp, KDownRows{Stage(i) + L::kX, tile}, KDownRows{Stage(i) + L::kZ, tile});
     CommitProducts();
     WaitForProducts<0>();
     Settle(s);
   }
-  if (summary)
-    Tiles::Store(state, summary_of(run.order));
-  else if (run.order == run.splits - 1)
-    Tiles::Store(state, in.end + run.head * kState);
-  float* const factor = summary               ? summary_of(run.order) + kState
-                        : in.factor != nullptr ? in.factor + run.head * kHeadSize
-                                               : nullptr;
-  if (factor != nullptr && Lane() < 4)
+
+  // Stores the decay of all tokens of the split, where it is asked for. `all` has its log2.
+  __device__ void StoreFactor(bool summary, bool any_start, const float (&all)[2][4]) const {
+    float* const factor = summary                ? SummaryOf(split.order) + kStateSize
+                          : in.factor != nullptr ? in.factor + split.Head() * kHeadSize
+                                                 : nullptr;
+    if (factor != nullptr && Lane() < 4)
 #pragma unroll
-    for (int e = 0; e < 4; ++e)
-      factor[16 * warp + e / 2 * 8 + 2 * Lane() + e % 2] =
-          any_start ? 0.0f : Exp2(all[e / 2][e % 2]);
+      for (int e = 0; e < 4; ++e)
+        factor[16 * warp + e / 2 * 8 + 2 * Lane() + e % 2] =
+            any_start ? 0.0f : Exp2(all[e / 2][e % 2]);
+  }
+};
+
+template <typename T, bool kConstant, bool kReverse, bool kMarked>
+__global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void StateKernel(
+    const __grid_constant__ StateScan<T> in) {
+  RWKV_JAX_DYNAMIC_SHARED(kPanelAlignment, memory);
+  const auto wait_for_all = [](StateBarrier) { __syncthreads(); };
+  const bool summary = in.end == nullptr;
+  const SplitOfBlock<kReverse> split(in, summary);
+  if (split.None()) return;
+  const StatePhases<T, kConstant, kReverse, kMarked> phases(in, memory, split);
+
+  ChunkMarks coming;
+  if (split.chunks > 0) {
+    coming = phases.MarksOf(0);
+    phases.Load(0, coming.absent);
+  }
+  phases.LoadParameters();
+  Tiles::State state = {};
+  phases.LoadState(summary, state);
+
+  float all[2][4] = {};
+  bool any_start = false;
+#pragma unroll 1
+  for (int i = 0; i < split.chunks; ++i) {
+    const bool more = i + 1 < split.chunks;
+    const ChunkMarks marks = coming;
+    if (more) coming = phases.MarksOf(i + 1);
+    WaitForCopies<0>();
+    ConvertOwnPieces<T, kThreads>(memory + (phases.Stage(i) - phases.shared) + StateLayout::kX);
+    wait_for_all(kCopied);
+    if (more) phases.Load(i + 1, coming.absent);
+    float total[2][4] = {};
+    phases.Scale(i, marks, total);
+    any_start |= marks.starts != 0;
+#pragma unroll
+    for (int e = 0; e < 8; ++e) all[e / 4][e % 4] += total[e / 4][e % 4];
+    PublishOperands();
+    wait_for_all(kChunkScaled);
+    if (in.gradients != nullptr)
+      Tiles::StoreRounded(state,
+                          in.gradients + split.SavedState(phases.Place(i)) * (kStateSize / 8));
+    phases.Advance(i, state[0]);
+  }
+  if (summary)
+    Tiles::Store(state, phases.SummaryOf(split.order));
+  else if (split.Last())
+    Tiles::Store(state, in.end + split.Head() * kStateSize);
+  phases.StoreFactor(summary, any_start, all);
 }
 
-// From what the splits do to a state the state at the end of each: S_i = S_{i-1} diag(F_i) + D_i, where
-// S_0 is there already, and D_i becomes S_i.
+// Turns the summaries of the splits of a head into the states at their ends: S_i = S_{i-1} diag(F_i) + D_i,
+// where S_i takes the place of D_i. The first split has started from the initial state, so its D_0 is S_0
+// already. A thread has one element of the state.
 constexpr int kCombineThreads = 256;
 
 template <bool kReverse>
@@ -429,7 +550,7 @@ __global__ __launch_bounds__(kCombineThreads) void CombineKernel(Splits splits,
   for (int order = 1; order < count - 1; ++order) {
     float* const summary = summary_of(order);
     float& d = summary[at];
-    sum = fmaf(sum, summary[kHeadSize * kHeadSize + at % kHeadSize], d);
+    sum = fmaf(sum, summary[kStateSize + at % kHeadSize], d);
     d = sum;
   }
 }
@@ -453,7 +574,7 @@ cudaError_t FindStarts(cudaStream_t stream, StateScan<T> scan, int64_t batch) {
       stream, scan, splits.SummaryBlocks(batch, scan.heads));
   if (error != cudaSuccess || splits.count == 2) return error;
   const dim3 blocks(static_cast<unsigned>(splits.SummarizedHeads(batch, scan.heads)),
-                    kHeadSize * kHeadSize / kCombineThreads);
+                    kStateSize / kCombineThreads);
   return Launch(CombineKernel<kReverse>, blocks, kCombineThreads, 0, stream, splits,
                 scan.sequences, scan.tokens, scan.heads);
 }
@@ -493,7 +614,7 @@ cudaError_t Wkv6Scan(cudaStream_t stream, const Wkv6ForwardCall& call, const Spl
         ScanOf<T>(call, call.v, call.k, call.initial_state, call.final_state, nullptr, splits),
         call.dims.batch);
     if (error != cudaSuccess) return error;
-    const Forward<T> forward{in(call.r), in(call.k), in(call.v), call.w, call.u, call.dims.tokens,
+    const ForwardArrays<T> forward{in(call.r), in(call.k), in(call.v), call.w, call.u, call.dims.tokens,
                              call.dims.heads, call.decay, call.marks, call.sequences,
                              call.initial_state, call.final_state,
                              static_cast<T*>(call.y), static_cast<uint4*>(call.states), splits};
