@@ -1,13 +1,13 @@
-// The backward pass of WKV4.
+// The backward pass of WKV4. wkv4/runs.cuh has the recurrence and its sources; the official backward kernel is
+// kernel_backward in RWKV-v4/cuda/wkv_cuda.cu of RWKV-LM.
 //
-// In absolute terms N = num e^log_max and D = den e^log_max are linear in what came before:
+// N = num e^log_max and D = den e^log_max are linear in what came before:
 //   y_t = (N_t + o_t v_t) / (D_t + o_t), o_t = e^(u + k_t)
 //   N_{t+1} = e^w N_t + e^(k_t) v_t, D_{t+1} = e^w D_t + e^(k_t)
-// so their cotangents A and B are sums that decay backwards, added up as the state itself is:
+// So their cotangents A and B are sums that decay backwards, and are added up as the state itself is:
 //   A_t = e^w A_{t+1} + a_t, a_t = dy_t / (D_t + o_t);  B_t = e^w B_{t+1} + b_t, b_t = -a_t y_t
-// where the cotangents of the final num and den come in as A_T and B_T times e^log_max. What is
-// left of the cotangent of the final log_max goes back to the token or the initial state that
-// log_max is from.
+// where the cotangents of the final num and den are A_T and B_T times e^log_max. What num and den leave of the
+// cotangent of the final log_max goes to the token, or to the initial state, that log_max is from.
 #include "wkv4/runs.cuh"
 #include "wkv4/kernels.h"
 
@@ -15,9 +15,9 @@ namespace rwkv_jax::cuda {
 namespace wkv4 {
 namespace {
 
-// The scale of a weight times a cotangent. The weight is in the denominators of the cotangent, so
-// this is at most 1, but for what runs take as their gauge, and but for huge exponents, whose
-// rounding errors would make it infinite.
+// The scale of a weight times a cotangent. The weight is one of the summands in the denominators of the
+// cotangent, so the scale is at most 1. It can be more where a run takes it relative to a gauge, and where the
+// rounding errors of huge exponents would make it infinite; hence the bound.
 __device__ float Weigh(float weight_log, float cotangent_log_max) {
   return Exp2(fminf((weight_log + cotangent_log_max) * kLog2E, 2.0f * kNear));
 }
@@ -26,8 +26,8 @@ template <typename T>
 struct KeptStates {
   static constexpr int W = kWidth<T>;
 
-  // For each token of a run the state before it: num, den and, unless weights are near, log_max.
-  // Where weights are near and the run has marks, the third is the weight of the token.
+  // For each token of a run, the state before it: num, den and, for a slow token, log_max. In a run with
+  // marks whose weights are near, the third is the weight of the token.
   float kept[kRun][3][W][kThreads];
 
   __device__ float& Kept(int t, int part, int c) { return kept[t][part][c][threadIdx.x]; }
@@ -35,12 +35,12 @@ struct KeptStates {
 
 template <typename T>
 struct BackwardShared : KeptStates<T> {
-  // Of two tiles, since one is read while the next one comes.
-  Slots<T> runs[2], cotangents[2];
+  // The sums of two chunks: those of one chunk are read while those of the next one are stored.
+  ChunkSums<T> runs[2], cotangents[2];
   float dlog_max[kWidth<T>][32];
 };
 
-// A run backwards.
+// The backward pass of one run: Replay, and then Write.
 template <typename T, bool kMarked>
 struct BackwardRun {
   static constexpr int W = kWidth<T>;
@@ -59,7 +59,7 @@ struct BackwardRun {
     float weight;    // o_t
     float lead;      // v_t - y_t, which is exactly 0 where there is nothing before
   };
-  // Token t in the general way; the keys and values are given.
+  // Token t in the general way, for slow tokens.
   __device__ Own OwnCotangent(const Sums& state, int t, int c, float key, float value) const {
     float dys[W];
     column.LoadEach(call.dy, column.At(place.row + t), dys);
@@ -72,7 +72,7 @@ struct BackwardRun {
     return {{num, -num * (value - lead), -log_max}, now, lead};
   }
 
-  // Token t where weights are near: a_t and b_t, from N_t and D_t.
+  // Token t where weights are near: a_t, b_t and v_t - y_t, from N_t and D_t.
   struct Near {
     float a, b, lead;
   };
@@ -86,7 +86,7 @@ struct BackwardRun {
   __device__ bool Fast() const { return kMarked ? slow != ~0u : slow == 0; }
   __device__ bool Slow(int t) const { return !kMarked || slow >> t & 1; }
 
-  // Keeps the states before the tokens, and finds what their y add to the cotangent of the state
+  // Keeps the state before each token, and finds what the cotangents of y add to the cotangent of the state
   // before the run.
   __device__ void Replay(const Sums (&before)[W], Sums (&cotangents)[W]) {
     slow = weights.slow;
@@ -163,7 +163,7 @@ struct BackwardRun {
       }
     }
     if (kSome && place.Readers() == 0) return;
-    // Relative to a key, which is the gauge but for rounding.
+    // The cotangents become relative to a key, which is the gauge but for rounding.
     float key[W];
     Unpack<T>(k.x[0], key);
 #pragma unroll
@@ -178,7 +178,7 @@ struct BackwardRun {
     return {shared.Kept(t, 0, c), shared.Kept(t, 1, c), shared.Kept(t, 2, c)};
   }
 
-  // The token that log_max of the run is from.
+  // The token of the run that log_max after the run is from.
   __device__ int LargestToken(int own) const {
     float log_max = -FLT_MAX;
     int token = 0;
@@ -203,8 +203,8 @@ struct BackwardRun {
     return token;
   }
 
-  // dk and dv, from the cotangent of the state after the run; token at[c] has dlog_max added to its
-  // dk.
+  // Stores dk and dv, from the cotangent of the state after the run, and adds to dw and du. The dk of token
+  // at[c] gets dlog_max as well.
   __device__ void Write(const Sums (&after)[W], const int (&at)[W], const float (&dlog_max)[W],
                         float (&dw)[W], float (&du)[W]) {
     if (Fast()) {
@@ -303,10 +303,10 @@ struct BackwardRun {
   }
 };
 
-// The run that log_max at the end of a tile is from, or -1 if it is from the state at the start.
+// The run that log_max after a chunk is from, or -1 if it is from the state before the chunk.
 template <typename T, bool kMarked>
-__device__ int LargestRun(const Slots<T>& slots, const Runs<kMarked>& runs, float w, int c) {
-  const auto log_max = [&](int j) { return slots[j].parts[2][Lane()][c]; };
+__device__ int LargestRun(const ChunkSums<T>& by_run, const Runs<kMarked>& runs, float w, int c) {
+  const auto log_max = [&](int j) { return by_run[j].parts[2][Lane()][c]; };
   float largest = log_max(0);
   int run = 0;
   for (int j = 1; kRun * j < runs.length; ++j) {
@@ -343,7 +343,7 @@ __device__ void StoreSums(const Column<T>& column, const Wkv4BackwardCall& call,
   column.StoreFloat(call.du, row, c, du);
 }
 
-// From the cotangent of the state before the first token.
+// Stores the cotangent of the initial state, from the cotangent of the state before the first token.
 template <typename T>
 __device__ void StoreInitial(const Column<T>& column, const Wkv4BackwardCall& call, int c,
                              const Sums& state, const Sums& cotangent, float dlog_max) {
@@ -353,10 +353,19 @@ __device__ void StoreInitial(const Column<T>& column, const Wkv4BackwardCall& ca
   column.StoreState(call.dinitial_state, column.sequence, c, {dnum, dden, rest});
 }
 
-// A block for each split of a column, its chunks last to first. First, for all splits but the
-// first, with kSummary: the cotangent of the state at the start of the split, as far as it comes
-// from these tokens, and how much of a cotangent of the log_max at the end is left there. Of the
-// last split both are the whole.
+// A block has a split of a column and takes its chunks from the last to the first. If there are several
+// splits, the kernel first runs with kSummary for all splits but the first one. It then stores the cotangent
+// of the state before the split, as far as it comes from tokens of the split, and the share of the cotangent
+// of log_max after the split that reaches the state before it. For the last split, these are the cotangents
+// themselves.
+//
+// Who waits for whom. Each chunk has two barriers, each a __syncthreads:
+//
+//   barrier   threads wait until all warps have...               because next they...
+//   first     stored the sums of their runs                      find the states before their runs
+//   second    stored what their runs add to the cotangents       find the cotangents after their runs
+//
+// ChunkSums have two stages, so a warp that is ahead stores the next chunk's sums beside the present ones.
 template <typename T, bool kSummary, bool kMarked>
 __global__ __launch_bounds__(kThreads, 2) void BackwardKernel(
     const __grid_constant__ Wkv4BackwardCall call, int64_t splits, Wkv4State<float> summaries,
@@ -365,7 +374,7 @@ __global__ __launch_bounds__(kThreads, 2) void BackwardKernel(
   RWKV_JAX_DYNAMIC_SHARED(16, memory);
   auto& shared = *reinterpret_cast<BackwardShared<T>*>(memory);
   __shared__ __align__(16) uint32_t words[kThreads];
-  RowMarks<kMarked> marks{words};
+  SharedMarks<kMarked> marks{words};
   const int warp = Warp();
   const Column<T> column = ColumnOfBlock<T, kMarked>(call, longs);
   if (kMarked && column.sequence < 0) return;
@@ -387,7 +396,7 @@ __global__ __launch_bounds__(kThreads, 2) void BackwardKernel(
     Sums cotangent = Nothing();  // of the state at the end of the split
     dlog_max[c] = 1.0f;
     if (split == splits - 1) {
-      // If there are tokens, log_max is not 0, but found with the first tile.
+      // log_max is 0 only if there are no tokens; else it is found with the first chunk that is taken.
       cotangent = column.LoadState(call.dfinal_state, column.sequence, c);
       dlog_max[c] = cotangent.log_max;
       cotangent.log_max = 0.0f;
@@ -403,7 +412,7 @@ __global__ __launch_bounds__(kThreads, 2) void BackwardKernel(
     if (warp == 0) shared.cotangents[0][kWarps].Put(c, cotangent);
   }
 
-  bool final = split == splits - 1;  // the last tile of the sequence
+  bool final = split == splits - 1;  // whether the chunk is the last one of the sequence
   int64_t chunk = (end + kChunk - 1) / kChunk;
   const int64_t first_chunk = begin / kChunk, last_length = end - (chunk - 1) * kChunk;
   if (begin < end) marks.Bring(call.marks, column.sequence, chunk - 1);
@@ -423,7 +432,7 @@ __global__ __launch_bounds__(kThreads, 2) void BackwardKernel(
       FetchRun(column, call, place.row - kChunk);
       if (warp == 0) FetchState(column, call, span.first_chunk + chunk - 1);
     }
-    Slots<T>&sums = shared.runs[stage], &cotangents = shared.cotangents[stage];
+    ChunkSums<T>&sums = shared.runs[stage], &cotangents = shared.cotangents[stage];
     Sums before[W], added[W], after[W];
     if (warp == 0)
 #pragma unroll
@@ -452,7 +461,7 @@ __global__ __launch_bounds__(kThreads, 2) void BackwardKernel(
     __syncthreads();
 
     After<T>(cotangents, warp, runs, channel, after);
-    // The token that what is left of dlog_max goes to, or kRun if it is in another run, or -1.
+    // The token of this run that gets dlog_max; kRun if a token of another run gets it; -1 if none does.
     int at[W];
 #pragma unroll
     for (int c = 0; c < W; ++c) {
@@ -480,8 +489,8 @@ __global__ __launch_bounds__(kThreads, 2) void BackwardKernel(
       marks.Bring(call.marks, column.sequence, chunk - 1);
   }
 
-  // What each warp has for dw and du takes the place of sums that nobody reads any more.
-  Slots<T>& last = shared.cotangents[stage];
+  // The sums of each warp for dw and du take the place of cotangents that no warp reads any more.
+  ChunkSums<T>& last = shared.cotangents[stage];
 #pragma unroll
   for (int c = 0; c < W; ++c) last[warp].Put(c, {dw[c], du[c], 0.0f});
   __syncthreads();
@@ -499,7 +508,7 @@ __global__ __launch_bounds__(kThreads, 2) void BackwardKernel(
       }
       StoreSums(column, call, column.sequence * splits + split, c, dw[c], du[c]);
       if (split > 0) continue;
-      // Of an initial state that no token reads nothing is to come back, whatever it is.
+      // An initial state that no token reads gets a cotangent of 0, whatever the state is.
       const bool unread = kMarked && cotangent.log_max <= -FLT_MAX;
       const Sums state =
           span.tokens > 0 && !unread ? column.LoadState(call.states, span.first_chunk, c) : Sums{};
@@ -510,10 +519,10 @@ __global__ __launch_bounds__(kThreads, 2) void BackwardKernel(
 
 template <typename T>
 struct ByWarpsShared : KeptStates<T> {
-  Slot<kWidth<T>> before[kWarps][kWarps];  // of each warp, the state before each run of a tile
+  WarpSums<kWidth<T>> before[kWarps][kWarps];  // for each warp, the state before each run of a chunk
 };
 
-// A warp for each column, run by run: those of a tile forwards for the states before them, and then
+// A warp has a column. It takes the runs of a chunk forwards, which gives the state before each run, and then
 // backwards.
 template <typename T>
 __global__ __launch_bounds__(kThreads, 2) void BackwardByWarpsKernel(
@@ -523,12 +532,12 @@ __global__ __launch_bounds__(kThreads, 2) void BackwardByWarpsKernel(
   using Weights = Weights<T, true>;
   RWKV_JAX_DYNAMIC_SHARED(16, memory);
   auto& shared = *reinterpret_cast<ByWarpsShared<T>*>(memory);
-  Slot<W>(&slots)[kWarps] = shared.before[Warp()];
+  WarpSums<W>(&by_run)[kWarps] = shared.before[Warp()];
   const Column<T> column = ColumnOfWarp<T>(call);
   const Span& span = column.span;
   if (column.sequence < 0 || span.tokens > kFewTokens) return;
   const auto fetch = [&](int64_t chunk) {
-    const int length = TileLength(chunk * kChunk, span.tokens);
+    const int length = ChunkLength(chunk * kChunk, span.tokens);
     for (int j = 0; kRun * j < length; ++j)
       FetchRun(column, call, span.first_token + chunk * kChunk + kRun * j, length - kRun * j);
     FetchState(column, call, span.first_chunk + chunk);
@@ -559,7 +568,7 @@ __global__ __launch_bounds__(kThreads, 2) void BackwardByWarpsKernel(
       dy.Load(column, call.dy, place);
       return place;
     };
-    const int length = TileLength(start, span.tokens);
+    const int length = ChunkLength(start, span.tokens);
     if (chunk > 0) fetch(chunk - 1);
 #pragma unroll
     for (int c = 0; c < W; ++c)
@@ -571,14 +580,14 @@ __global__ __launch_bounds__(kThreads, 2) void BackwardByWarpsKernel(
       const Weights weights(column, call, place, k, v, channel);
 #pragma unroll
       for (int c = 0; c < W; ++c) {
-        slots[j].Put(c, state[c]);
+        by_run[j].Put(c, state[c]);
         state[c] = place.Over().Join(state[c], channel[c].w, weights.sums[c]);
       }
     }
 #pragma unroll
     for (int c = 0; c < W; ++c) {
       if (!final) continue;
-      // What was the cotangent of log_max, less what num and den have of it.
+      // The cotangent of log_max, less the part of it that num and den have.
       dlog_max[c] -= fmaf(cotangent[c].num, state[c].num, cotangent[c].den * state[c].den);
       cotangent[c].log_max = -state[c].log_max;
     }
@@ -589,7 +598,7 @@ __global__ __launch_bounds__(kThreads, 2) void BackwardByWarpsKernel(
       Sums added[W];
       int at[W];
 #pragma unroll
-      for (int c = 0; c < W; ++c) state[c] = slots[j].Get(c);
+      for (int c = 0; c < W; ++c) state[c] = by_run[j].Get(c);
       BackwardRun<T, true> run{column, call, channel, shared, place, weights, k, v, dy};
       run.Replay(state, added);
 #pragma unroll

@@ -1,4 +1,4 @@
-// The forward pass of WKV4, and its step.
+// The forward pass of WKV4, and its step. wkv4/runs.cuh has the recurrence and its sources.
 #include "fragment.cuh"
 #include "wkv4/runs.cuh"
 #include "wkv4/kernels.h"
@@ -7,6 +7,7 @@ namespace rwkv_jax::cuda {
 namespace wkv4 {
 namespace {
 
+// y of one token, from the state before it.
 __device__ float Read(const Sums& state, float u, float key, float value) {
   const float own = u + key;
   const float log_max = fmaxf(state.log_max, own);
@@ -14,7 +15,7 @@ __device__ float Read(const Sums& state, float u, float key, float value) {
   return fmaf(before, state.num, now * value) * Reciprocal(fmaf(before, state.den, now));
 }
 
-// The tokens of a run once more, from the state before it.
+// Stores y of the tokens of a run, from the state before the run.
 template <typename T, bool kMarked>
 __device__ void Write(const Column<T>& column, const Wkv4ForwardCall& call,
                       const Place<T, kMarked>& place, const Weights<T, kMarked>& weights,
@@ -64,16 +65,20 @@ __device__ void Write(const Column<T>& column, const Wkv4ForwardCall& call,
   });
 }
 
-// A block for each split of a column. First, for all splits but the last, with kSummary: what
-// the tokens of the split add up to by themselves.
+// A block has a split of a column. If there are several splits, the kernel first runs with kSummary for all
+// splits but the last one, and stores what the tokens of a split add up to by themselves.
+//
+// Each chunk has one barrier, a __syncthreads: a warp waits there until all warps have stored the sums of
+// their runs, and then finds the state before its run. ChunkSums have two stages, so a warp that is ahead
+// stores the next chunk's sums beside the present ones.
 template <typename T, bool kSummary, bool kMarked>
 __global__ __launch_bounds__(kThreads, kWidth<T> == 1 ? 3 : 2) void ForwardKernel(
     const __grid_constant__ Wkv4ForwardCall call, int64_t splits, Wkv4State<float> summaries,
     Splits longs) {
   constexpr int W = kWidth<T>;
-  __shared__ Slots<T> slots[2];
+  __shared__ ChunkSums<T> by_run[2];
   __shared__ __align__(16) uint32_t words[kThreads];
-  RowMarks<kMarked> marks{words};
+  SharedMarks<kMarked> marks{words};
   const int warp = Warp();
   const bool last_warp = warp == kWarps - 1;
   const Column<T> column = ColumnOfBlock<T, kMarked>(call, longs);
@@ -83,10 +88,10 @@ __global__ __launch_bounds__(kThreads, kWidth<T> == 1 ? 3 : 2) void ForwardKerne
   const Division division(span, splits);
   const int64_t begin = division.First(split), end = division.First(split + 1);
   const int64_t summary_row = column.sequence * (splits - 1) * kWkv4ForwardSummary;
-  // The words of the next tile come while this one is finished.
+  // The words of the next chunk travel while the present one is computed.
   Words k, v;
   const auto load = [&](int64_t start) {
-    const Place<T, kMarked> place(column, span.first_token + start, TileLength(start, end), warp);
+    const Place<T, kMarked> place(column, span.first_token + start, ChunkLength(start, end), warp);
     if (!place.Whole(column)) return;
     k.Load(column, call.k, place);
     v.Load(column, call.v, place);
@@ -102,26 +107,26 @@ __global__ __launch_bounds__(kThreads, kWidth<T> == 1 ? 3 : 2) void ForwardKerne
       state = PassageOf<kMarked>(division, i, call.marks, column.sequence)
                   .Join(state, channel[c].w,
                         column.LoadState(summaries, summary_row + i * kWkv4ForwardSummary, c));
-    // The last warp keeps track of the state at the start of the tile.
-    if (last_warp) slots[0][kWarps].Put(c, state);
+    // The last warp keeps track of the state before the chunk.
+    if (last_warp) by_run[0][kWarps].Put(c, state);
   }
 
   marks.Bring(call.marks, column.sequence, begin / kChunk);
   int stage = 0;
   for (int64_t start = begin; start < end; start += kChunk, stage ^= 1) {
-    const Runs<kMarked> runs(TileLength(start, end), marks.Of(start / kChunk));
+    const Runs<kMarked> runs(ChunkLength(start, end), marks.Of(start / kChunk));
     const Place<T, kMarked> place(column, span.first_token + start, runs, warp);
     const Weights<T, kMarked> weights(column, call, place, k, v, channel);
     load(start + kChunk);
 #pragma unroll
-    for (int c = 0; c < W; ++c) slots[stage][warp].Put(c, weights.sums[c]);
+    for (int c = 0; c < W; ++c) by_run[stage][warp].Put(c, weights.sums[c]);
     __syncthreads();
     Sums before[W];
-    Before<T>(slots[stage], warp, runs, channel, before);
+    Before<T>(by_run[stage], warp, runs, channel, before);
 #pragma unroll
     for (int c = 0; c < W; ++c)
       if (last_warp)
-        slots[stage ^ 1][kWarps].Put(
+        by_run[stage ^ 1][kWarps].Put(
             c, place.Over().Join(before[c], channel[c].w, weights.sums[c]));
     if (!kSummary && warp == 0 && call.states.num != nullptr)
 #pragma unroll
@@ -135,7 +140,7 @@ __global__ __launch_bounds__(kThreads, kWidth<T> == 1 ? 3 : 2) void ForwardKerne
 #pragma unroll
   for (int c = 0; c < W; ++c) {
     if (!last_warp) continue;
-    const Sums state = slots[stage][kWarps].Get(c);
+    const Sums state = by_run[stage][kWarps].Get(c);
     if constexpr (kSummary)
       column.StoreState(summaries, summary_row + split * kWkv4ForwardSummary, c, state);
     else if (split == splits - 1)
@@ -143,7 +148,7 @@ __global__ __launch_bounds__(kThreads, kWidth<T> == 1 ? 3 : 2) void ForwardKerne
   }
 }
 
-// A warp for each column, run by run.
+// A warp has a column, and takes it run by run.
 template <typename T>
 __global__ __launch_bounds__(kThreads, kWidth<T> == 1 ? 3 : 2) void ForwardByWarpsKernel(
     const __grid_constant__ Wkv4ForwardCall call) {
@@ -188,7 +193,7 @@ __global__ __launch_bounds__(kThreads, kWidth<T> == 1 ? 3 : 2) void ForwardByWar
   for (int c = 0; c < W; ++c) column.StoreState(call.final_state, column.sequence, c, state[c]);
 }
 
-// A thread for each channel of each sequence.
+// A thread has one channel of one sequence.
 template <typename T>
 __global__ __launch_bounds__(kThreads) void StepKernel(
     const __grid_constant__ Wkv4ForwardCall call) {

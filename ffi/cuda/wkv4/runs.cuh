@@ -1,20 +1,31 @@
 // WKV4 in runs of tokens side by side, all in float.
 //
-// A block has the channels that a warp reads as 128 bytes, and walks over tiles of tokens. Of a
-// tile each warp has a run of kRun consecutive tokens. It first finds what they add up to by
-// themselves; from these sums and the state at the start of the tile each warp then has the state
-// at the start of its run, and takes its tokens once more. Backwards the same is done with the
-// runs that come after.
+// The recurrence is the time mixing of RWKV-4 in "RWKV: Reinventing RNNs for the Transformer Era",
+// arXiv:2305.13048; its official kernel is RWKV-v4/cuda/wkv_cuda.cu of RWKV-LM. For each channel, with the
+// log decay w and the bonus u,
 //
-// Sums of weights are kept as sums times e^log_max. Inside a run whose weights are not too far
-// from each other all are taken relative to one gauge, which leaves one exponential for each
-// token. Another run goes token by token as the reference does.
+//   y_t = (N_t + e^(u + k_t) v_t) / (D_t + e^(u + k_t))
+//   N_{t+1} = e^w N_t + e^(k_t) v_t        D_{t+1} = e^w D_t + e^(k_t).
 //
-// Where segments start inside a run, each of them has a gauge of its own, or goes token by token,
-// whatever the others do. Padding, as which the tokens past the end of a row count, has no part in
-// decays: ages are counted in tokens that are there.
+// N and D are kept as sums num = N e^-log_max and den = D e^-log_max, as the paper and the official kernel
+// do, so that no weight e^(k_t) overflows.
 //
-// Of very many sequences or rows a warp has a column to itself, run by run, unless they are long.
+// A column is the channels that a warp reads as 128 bytes, of one sequence. A block has a column and walks
+// over its chunks of 64 tokens. Each warp has a run of kRun = 8 consecutive tokens of a chunk. A warp first
+// finds the sums that its run adds up to by itself. From these sums and the state before the chunk, each
+// warp then has the state before its run, and takes its tokens once more. The backward pass does the same
+// with the runs that come after.
+//
+// The weights of a run are near each other if they are not too different in size. Then all of them are taken
+// relative to one weight, the gauge, and a token needs only one exponential. The tokens of any other run are
+// slow: they are taken one by one, as in the official kernel.
+//
+// Where segments start inside a run, each segment has a gauge of its own, or is slow, whatever the other
+// segments of the run are. Padding has no part in decays: an age is a number of tokens that are no padding.
+// Tokens past the end of a row count as padding.
+//
+// If there are very many sequences or rows, a warp has a column to itself and takes it run by run, unless the
+// sequences are long.
 #pragma once
 
 #include <cfloat>
@@ -34,9 +45,9 @@ namespace rwkv_jax::cuda::wkv4 {
 constexpr int kRun = 8;
 constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
-static_assert(kRun * kWarps == kChunk, "a tile starts at a saved state");
+static_assert(kRun * kWarps == kChunk, "the runs of all warps are a chunk");
 
-// Exponents to base 2 that differ by less are not too far from each other: products of three such
+// Weights are near each other if their exponents to base 2 differ by less than this: products of three such
 // weights are in the range of float.
 constexpr float kNear = 40.0f;
 
@@ -47,14 +58,14 @@ constexpr float kLog2E = 1.44269504f;
 
 __device__ inline float Exp(float x) { return Exp2(x * kLog2E); }
 
-// num e^log_max and den e^log_max.
+// The sums num e^log_max and den e^log_max.
 struct Sums {
   float num, den, log_max;
 };
 
 __device__ inline Sums Nothing() { return {0.0f, 0.0f, -FLT_MAX}; }
 
-// `sums` after a decay, and `more`.
+// Decays `sums` and adds `more`.
 __device__ inline Sums Add(const Sums& sums, float log_decay, const Sums& more) {
   const float decayed = sums.log_max + log_decay;
   const float log_max = fmaxf(decayed, more.log_max);
@@ -74,7 +85,7 @@ __device__ inline float2 LogDecay(float w, Decay form) {
   return {w < -FLT_MAX ? -FLT_MAX : w, slope};
 }
 
-// What does not change along the tokens.
+// The parameters of a channel, the same for all tokens.
 struct Channel {
   float w;             // the log decay
   float decay, bonus;  // e^w and e^u
@@ -100,11 +111,11 @@ __device__ uint32_t Pack(const float (&x)[kWidth<T>]) {
     return Pair<T>::Round(x[0], x[1]);
 }
 
-// Where the channels of a lane are in arrays [rows, C].
+// A column of one sequence: where the channels of a lane are in arrays [rows, C].
 template <typename T>
 class Column {
  public:
-  static constexpr int kChannels = 32 * kWidth<T>;  // of a block
+  static constexpr int kChannels = 32 * kWidth<T>;  // channels of a column
 
   static __host__ __device__ unsigned Groups(int64_t channels) {
     return static_cast<unsigned>((channels + kChannels - 1) / kChannels);
@@ -119,13 +130,13 @@ class Column {
 
   int64_t channels, sequence;
   Span span;
-  int count;   // of the channels of the lane there are
-  bool words;  // whether they are a word in every row
+  int count;   // the number of channels of this lane that exist
+  bool words;  // whether these channels are one aligned word in every row
 
-  // The first element of the lane in a row; that in the next one is `channels` further.
+  // The first element of the lane in a row. In the next row it is `channels` elements further.
   __device__ int64_t At(int64_t row) const { return row * channels + first_; }
 
-  // Element by element.
+  // Load and store the channels of the lane element by element.
   __device__ void LoadEach(const void* array, int64_t at, float (&x)[kWidth<T>]) const {
     uint32_t word = 0;
     for (int c = 0; c < count; ++c)
@@ -161,7 +172,7 @@ class Column {
     StoreFloat(state.den, row, c, sums.den);
     StoreFloat(state.log_max, row, c, sums.log_max);
   }
-  // u itself, which only tokens one by one need.
+  // u itself, which only slow tokens need.
   __device__ float LoadBonus(const Wkv4Call& call, int c) const {
     return LoadFloat(call.u, sequence, c);
   }
@@ -198,11 +209,11 @@ bool ByWarps(const Wkv4Call& call, const Plan& plan, int64_t average) {
          (sequences.Given() ? sequences.tokens <= average * sequences.count
                             : call.dims.tokens <= kFewTokens);
 }
-// The places where sequences can have more tokens.
+// Splits that give a block to each place where a sequence can have more than kFewTokens tokens.
 inline Splits LongOnes(const Wkv4Call& call) {
-  constexpr int64_t kFrames = kFewTokens / kChunk;
-  const int64_t places = (Chunks(call.sequences.tokens) + kFrames - 1) / kFrames;
-  return {places > 0 ? places : 1, nullptr, 0, kFrames};
+  constexpr int64_t kFewChunks = kFewTokens / kChunk;
+  const int64_t places = (Chunks(call.sequences.tokens) + kFewChunks - 1) / kFewChunks;
+  return {places > 0 ? places : 1, nullptr, 0, kFewChunks};
 }
 template <typename T>
 int64_t LongColumns(const Wkv4Call& call) {
@@ -213,8 +224,8 @@ inline unsigned Blocks(int64_t columns) {
   return static_cast<unsigned>((columns + kWarps - 1) / kWarps);
 }
 
-// The column of this block; its sequence is -1 if there is none. If `longs` has chunks, these are the
-// columns of long sequences.
+// The column of this block; its sequence is -1 if the block has none. If `longs` has chunks, blocks have the
+// columns of long sequences only.
 template <typename T, bool kMarked>
 __device__ Column<T> ColumnOfBlock(const Wkv4Call& call, const Splits& longs) {
   const unsigned groups = Column<T>::Groups(call.dims.channels);
@@ -228,7 +239,7 @@ __device__ Column<T> ColumnOfBlock(const Wkv4Call& call, const Splits& longs) {
   return Column<T>(call.dims.channels, turn, blockIdx.x % groups);
 }
 
-// That of this warp.
+// The column of this warp; its sequence is -1 if the warp has none.
 template <typename T>
 __device__ Column<T> ColumnOfWarp(const Wkv4Call& call) {
   const unsigned groups = Column<T>::Groups(call.dims.channels);
@@ -243,7 +254,7 @@ __device__ Column<T> ColumnOfWarp(const Wkv4Call& call) {
 // are no chunks.
 struct Division {
   int64_t tokens, splits;
-  int64_t chunks;  // of a split, or one more in the last `longer` splits
+  int64_t chunks;  // chunks of a split; the last `longer` splits have one more
   int64_t longer;
 
   __device__ Division(const Span& span, int64_t splits)
@@ -252,7 +263,7 @@ struct Division {
         chunks(span.Chunks() / splits),
         longer(span.Chunks() % splits) {}
 
-  // The first token of a split; that of the one behind the last is the number of tokens.
+  // The first token of a split. For the number of splits, the result is the number of tokens.
   __device__ int64_t First(int64_t split) const {
     const int64_t shorter = splits - longer;
     const int64_t chunk = split * chunks + (split > shorter ? split - shorter : 0);
@@ -261,18 +272,19 @@ struct Division {
   __device__ int64_t Length(int64_t split) const { return First(split + 1) - First(split); }
 };
 
-// Some tokens of a sequence: how many of them count, and whether the state before them is lost.
+// Consecutive tokens of a sequence: how many of them are no padding, and whether a segment starts among
+// them, so that nothing of the state before them is left.
 struct Passage {
   float tokens;
   bool starts;
 
-  // `sums` after these tokens, and what they add up to by themselves.
+  // The state after these tokens, from the state before them and the sums of these tokens by themselves.
   __device__ Sums Join(const Sums& sums, float w, const Sums& more) const {
     return starts ? more : Add(sums, tokens * w, more);
   }
 };
 
-// Split `i` of a sequence, found by a warp together.
+// The passage over split `i` of a sequence. The lanes of a warp find it together.
 template <bool kMarked>
 __device__ Passage PassageOf(const Division& division, int64_t i, const Marks& marks, int64_t sequence) {
   if constexpr (kMarked)
@@ -293,61 +305,61 @@ __device__ Passage PassageOf(const Division& division, int64_t i, const Marks& m
   return {static_cast<float>(division.Length(i)), false};
 }
 
-// The tokens of the tile at `start`; none past the end.
-__device__ inline int TileLength(int64_t start, int64_t end) {
+// The number of tokens from `start` to `end` in one chunk; 0 past the end.
+__device__ inline int ChunkLength(int64_t start, int64_t end) {
   const int64_t left = end - start;
   return left < 0 ? 0 : left < kChunk ? static_cast<int>(left) : static_cast<int>(kChunk);
 }
 
-// The marks of kTiles tiles of a row, in shared memory.
+// The marks of kChunks chunks of a row, in shared memory.
 template <bool kMarked>
-struct RowMarks {
-  static constexpr unsigned kTileWords = kChunk / kWordTokens, kTiles = kThreads / kTileWords;
+struct SharedMarks {
+  static constexpr unsigned kChunkWords = kChunk / kWordTokens, kChunks = kThreads / kChunkWords;
 
   uint32_t (&words)[kThreads];
 
-  // Brings those of a tile and of the ones beside it; by all threads.
-  __device__ void Bring(const Marks& marks, int64_t row, int64_t tile) {
+  // Brings the marks of a chunk and of the chunks beside it. All threads of the block have to call it.
+  __device__ void Bring(const Marks& marks, int64_t row, int64_t chunk) {
     if constexpr (kMarked) {
-      const int64_t word = tile / kTiles * kThreads + threadIdx.x;
+      const int64_t word = chunk / kChunks * kThreads + threadIdx.x;
       const bool there = marks.Given() && word < marks.per_row;
       __syncthreads();
       words[threadIdx.x] = there ? marks.words[row * marks.per_row + word] : 0;
       __syncthreads();
     }
   }
-  // Whether those of a tile come with the ones of the tile before it.
-  __device__ bool Follows(unsigned tile) const { return !kMarked || tile % kTiles != 0; }
-  __device__ const uint32_t* Of(unsigned tile) const {
-    return kMarked ? words + tile % kTiles * kTileWords : nullptr;
+  // Whether the marks of a chunk have come with the marks of the chunk before it.
+  __device__ bool Follows(unsigned chunk) const { return !kMarked || chunk % kChunks != 0; }
+  __device__ const uint32_t* Of(unsigned chunk) const {
+    return kMarked ? words + chunk % kChunks * kChunkWords : nullptr;
   }
 };
 
-// A tile of `length` tokens, and what its marks say of its runs.
+// A chunk of `length` tokens, and what its marks say about its runs.
 template <bool kMarked>
 struct Runs {
   int length;
 
   __device__ Runs(int length, const uint32_t*) : length(length) {}
 
-  // The tokens of the first runs, of all runs, and those after a token.
+  // The number of tokens that are no padding: in the first runs, in all runs, and after a token.
   __device__ float Tokens(int runs) const { return fminf(kRun * runs, length); }
   __device__ float Tokens() const { return length; }
   __device__ float TokensAfter(int token) const { return length - 1 - token; }
-  // Of a run that has tokens.
+  // The passage over a run that has tokens.
   __device__ Passage Of(int run) const { return {fminf(kRun, length - kRun * run), false}; }
   __device__ bool Start() const { return false; }
-  // Whether what is in a slot, below, reaches the start of a run, or back to its end.
+  // Whether the sums at an index of ChunkSums, below, reach the start of a run; backwards, its end.
   __device__ auto ReachStart(int run) const {
-    return [run](int slot) { return slot == kWarps || slot < run; };
+    return [run](int j) { return j == kWarps || j < run; };
   }
   __device__ auto ReachEnd(int run) const {
-    return [run](int slot) { return slot > run; };
+    return [run](int j) { return j > run; };
   }
   __device__ TileMarks<false> MarksOf(int) const { return {}; }
 };
 
-// Tokens past the end of the tile are padding, with and without marks.
+// With marks. Tokens past the end of the chunk are padding.
 template <>
 struct Runs<true> {
   int length;
@@ -372,22 +384,22 @@ struct Runs<true> {
   __device__ bool Padded() const { return length < kChunk || any >> kWordTokens != 0; }
   __device__ bool Start() const { return (any & 0xffff) != 0; }
   __device__ auto ReachStart(int run) const {
-    uint32_t slots = (1u << run) - 1 | 1u << kWarps;
+    uint32_t reaching = (1u << run) - 1 | 1u << kWarps;
     if (Start()) {
       const uint64_t starts = Starts() & Before(run);
-      if (starts != 0) slots = (1u << run) - (1u << (63 - __clzll(starts)) / kRun);
+      if (starts != 0) reaching = (1u << run) - (1u << (63 - __clzll(starts)) / kRun);
     }
-    return [slots](int slot) { return slots >> slot & 1; };
+    return [reaching](int j) { return reaching >> j & 1; };
   }
   __device__ auto ReachEnd(int run) const {
-    uint32_t slots = (2u << kWarps) - (2u << run);
+    uint32_t reaching = (2u << kWarps) - (2u << run);
     if (Start()) {
       const uint64_t starts = Starts() & ~Before(run + 1);
-      if (starts != 0) slots = (2u << (__ffsll(starts) - 1) / kRun) - (2u << run);
+      if (starts != 0) reaching = (2u << (__ffsll(starts) - 1) / kRun) - (2u << run);
     }
-    return [slots](int slot) { return slots >> slot & 1; };
+    return [reaching](int j) { return reaching >> j & 1; };
   }
-  // Without what is past the end.
+  // The marks of a run, which do not say which tokens are past the end.
   __device__ TileMarks<true> MarksOf(int run) const {
     return {words[run / 2] >> run % 2 * kRun & 0xff00ff};
   }
@@ -409,12 +421,12 @@ struct Runs<true> {
   }
 };
 
-// Those of a tile without padding, which need not be counted.
+// The runs of a chunk without padding, where tokens need not be counted.
 struct AllRuns : Runs<true> {
   __device__ float Tokens(int runs) const { return fminf(kRun * runs, length); }
 };
 
-// Calls body(runs), with AllRuns for a tile without padding.
+// Calls body(runs), with AllRuns for a chunk without padding.
 template <bool kMarked, typename Body>
 __device__ void WithRuns(const Runs<kMarked>& runs, const Body& body) {
   if constexpr (kMarked)
@@ -422,9 +434,9 @@ __device__ void WithRuns(const Runs<kMarked>& runs, const Body& body) {
   body(runs);
 }
 
-// Sums in shared memory, of the channels of a warp.
+// The sums of the channels of a warp, in shared memory.
 template <int kChannels>
-struct Slot {
+struct WarpSums {
   float parts[3][32][kChannels];
 
   __device__ void Put(int c, const Sums& sums) {
@@ -437,17 +449,17 @@ struct Slot {
   }
 };
 
-// One for each run of a tile, and one for what comes into the tile.
+// The sums of each run of a chunk, and last what comes into the chunk.
 template <typename T>
-using Slots = Slot<kWidth<T>>[kWarps + 1];
+using ChunkSums = WarpSums<kWidth<T>>[kWarps + 1];
 
-// What sums add up to, `age(slot)` tokens later each: those of the runs for which counts(slot) holds,
-// and if counts(kWarps) those that come into the tile.
+// Adds up the sums j for which counts(j) holds, each after a decay over age(j) tokens. j is a run, or kWarps
+// for what comes into the chunk.
 template <typename T, typename Age, typename Counts>
-__device__ void Gather(const Slots<T>& slots, const Channel (&channel)[kWidth<T>], const Age& age,
+__device__ void Gather(const ChunkSums<T>& by_run, const Channel (&channel)[kWidth<T>], const Age& age,
                        const Counts& counts, Sums (&sums)[kWidth<T>]) {
   const auto exponent = [&](int j, int c) {
-    return fmaf(age(j), channel[c].w, slots[j].parts[2][Lane()][c]);
+    return fmaf(age(j), channel[c].w, by_run[j].parts[2][Lane()][c]);
   };
 #pragma unroll
   for (int c = 0; c < kWidth<T>; ++c)
@@ -463,36 +475,36 @@ __device__ void Gather(const Slots<T>& slots, const Channel (&channel)[kWidth<T>
 #pragma unroll
       for (int c = 0; c < kWidth<T>; ++c) {
         const float scale = Exp(exponent(j, c) - sums[c].log_max);
-        sums[c].num = fmaf(scale, slots[j].parts[0][Lane()][c], sums[c].num);
-        sums[c].den = fmaf(scale, slots[j].parts[1][Lane()][c], sums[c].den);
+        sums[c].num = fmaf(scale, by_run[j].parts[0][Lane()][c], sums[c].num);
+        sums[c].den = fmaf(scale, by_run[j].parts[1][Lane()][c], sums[c].den);
       }
 }
 
-// The state at the start of the run of `warp`, or with kWarps at the end of the tile, from the
-// runs before. A run has put down what it adds up to since the last start in it.
+// Finds the state before the run of `warp`, or with kWarps the state after the chunk, from the runs before.
+// Each run has stored what it adds up to since the last start of a segment in it.
 template <typename T, bool kMarked>
-__device__ void Before(const Slots<T>& slots, int warp, const Runs<kMarked>& runs,
+__device__ void Before(const ChunkSums<T>& by_run, int warp, const Runs<kMarked>& runs,
                        const Channel (&channel)[kWidth<T>], Sums (&sums)[kWidth<T>]) {
   WithRuns(runs, [&](const auto& runs) {
     const float to = runs.Tokens(warp);
     const auto age = [&](int j) { return j == kWarps ? to : to - runs.Tokens(j + 1); };
-    Gather<T>(slots, channel, age, runs.ReachStart(warp), sums);
+    Gather<T>(by_run, channel, age, runs.ReachStart(warp), sums);
   });
 }
 
-// The cotangent of the state at the end of the run of `warp`, from the runs after it. A run has put
-// down what comes from its tokens up to the first start in it.
+// Finds the cotangent of the state after the run of `warp`, from the runs after it. Each run has stored what
+// comes from its tokens up to the first start of a segment in it.
 template <typename T, bool kMarked>
-__device__ void After(const Slots<T>& slots, int warp, const Runs<kMarked>& runs,
+__device__ void After(const ChunkSums<T>& by_run, int warp, const Runs<kMarked>& runs,
                       const Channel (&channel)[kWidth<T>], Sums (&sums)[kWidth<T>]) {
   WithRuns(runs, [&](const auto& runs) {
     const float to = runs.Tokens(warp + 1);
     const auto age = [&](int j) { return runs.Tokens(j) - to; };
-    Gather<T>(slots, channel, age, runs.ReachEnd(warp), sums);
+    Gather<T>(by_run, channel, age, runs.ReachEnd(warp), sums);
   });
 }
 
-// Where a run is.
+// Where the tokens of a run are.
 template <typename T, bool kMarked>
 struct Place {
   static constexpr int W = kWidth<T>;
@@ -501,36 +513,37 @@ struct Place {
   int count;
   TileMarks<kMarked> marks;
 
-  __device__ Place(const Column<T>& column, int64_t tile_row, const Runs<kMarked>& runs, int warp)
-      : Place(column, tile_row, runs.length, warp) {
+  __device__ Place(const Column<T>& column, int64_t chunk_row, const Runs<kMarked>& runs, int warp)
+      : Place(column, chunk_row, runs.length, warp) {
     marks = runs.MarksOf(warp);
     if (kMarked) marks.bits |= 0xff0000u << count & 0xff0000;
   }
-  // Without marks, of the `left` tokens from one on.
+  // Without marks, where `left` tokens of the sequence are left from `row` on.
   static __device__ Place Of(const Column<T>& column, int64_t row, int64_t left) {
     Place place(column, row, left < kRun ? static_cast<int>(left) : kRun, 0);
     if (kMarked) place.marks.bits = 0xff0000u << place.count & 0xff0000;
     return place;
   }
-  // Of which nobody asks for the marks.
-  __device__ Place(const Column<T>& column, int64_t tile_row, int tile_length, int warp)
-      : row(tile_row + kRun * warp) {
-    const int left = tile_length - kRun * warp;
+  // For callers that do not ask for the marks.
+  __device__ Place(const Column<T>& column, int64_t chunk_row, int chunk_length, int warp)
+      : row(chunk_row + kRun * warp) {
+    const int left = chunk_length - kRun * warp;
     count = left < 0 || column.count == 0 ? 0 : left < kRun ? left : kRun;
   }
 
-  // Whether the tokens are words, and kRun of them if nothing says which ones are not there.
+  // Whether a lane can read the run as words: its channels are words, and either there are kRun tokens or
+  // the marks say which tokens are missing.
   __device__ bool Whole(const Column<T>& column) const {
     return column.words && (kMarked ? count > 0 : count == kRun);
   }
-  // Calls body(marks), without any in a run of kRun tokens that has none.
+  // Calls body(marks), with TileMarks<false> for a run of kRun tokens without marks.
   template <typename Body>
   __device__ void WithMarks(const Body& body) const {
     if constexpr (kMarked)
       if (marks.bits != 0) return body(marks);
     body(TileMarks<false>());
   }
-  // Whether there is a token t in the row, as far as body(marks) cannot know.
+  // Whether there is a token t in the row. With TileMarks<false>, a body knows that there is.
   __device__ bool Has(TileMarks<true>, int t) const { return t < count; }
   __device__ bool Has(TileMarks<false>, int) const { return true; }
   // A bit for each token that reads the state before the run.
@@ -539,14 +552,14 @@ struct Place {
     const uint32_t starts = marks.bits & ((1u << kRun) - 1);
     return ((starts & -starts) - 1) & ~(marks.bits >> kWordTokens);
   }
-  // Where the lane has channels.
+  // The passage over this run, for a lane that has channels.
   __device__ Passage Over() const {
     return {static_cast<float>(kMarked ? kRun - __popc(marks.bits >> kWordTokens) : count),
             marks.Starts(0, kRun)};
   }
 
-  // Calls body(t, c, key, value) for tokens one by one, in little code. Where a token is padding,
-  // key and value are 0.
+  // Calls body(t, c, key, value) for slow tokens: one token after another, in little code. The key and the
+  // value of padding are 0.
   template <typename Body>
   __device__ void ForEach(const Column<T>& column, const Wkv4Call& call, const Body& body) const {
 #pragma unroll 1
@@ -573,7 +586,7 @@ struct Place {
   }
 };
 
-// The words of one of the arrays [B, T, C] in a run that is whole.
+// The words of a run in one of the arrays [B, T, C].
 struct Words {
   uint32_t x[kRun];
 
@@ -592,13 +605,13 @@ struct Words {
   }
 };
 
-// The state before token t as the token finds it, or the cotangent of what it was left as.
+// Clears the state before token t if a segment starts there; backwards, clears its cotangent.
 template <bool kMarked>
 __device__ void Enter(TileMarks<kMarked> marks, int t, Sums& state) {
   if (marks.Starts(t)) state = Nothing();
 }
 
-// The state before token t becomes that after it.
+// From the state before token t to the state after it.
 template <bool kMarked>
 __device__ void Take(TileMarks<kMarked> marks, int t, float w, float key, float value,
                      Sums& state) {
@@ -611,11 +624,12 @@ template <typename T, bool kMarked>
 struct Weights {
   static constexpr int W = kWidth<T>;
 
-  // A bit for each token, the same for all of a segment: it has to go by itself, since the run is
-  // not whole or the weights of the split are not near each other.
+  // A bit for each token, the same for all tokens of a segment: whether the token is slow, since the run is
+  // not whole or the weights of the segment are not near each other.
   uint32_t slow;
-  float gauge[W];  // of the first split; the weights below are 2^-gauge of what they are
-  float weight[kRun][W], weighted[kRun][W];  // these times v_t; 0 for padding
+  float gauge[W];  // of the first segment in the run
+  // For each token, its weight times 2^-gauge, and that times v_t; 0 for padding.
+  float weight[kRun][W], weighted[kRun][W];
   Sums sums[W];
 
   static __device__ float Gauge(float key) { return key * kLog2E; }
@@ -629,7 +643,7 @@ struct Weights {
     slow = ~0u;
     if (place.Whole(column))
       place.WithMarks([&](auto marks) { SumNear(marks, k, v, channel); });
-    // Of the last split.
+    // The sums of the run are the sums of its last segment. If that is slow, they are still to be found.
     if (!(slow >> (kRun - 1) & 1)) return;
 #pragma unroll
     for (int c = 0; c < W; ++c) sums[c] = Nothing();
@@ -639,16 +653,16 @@ struct Weights {
   }
 
  private:
-  // Finds only then that weights are not near.
+  // Sums up as if weights were near each other, and finds only then whether they are.
   template <bool kSome>
   __device__ void SumNear(TileMarks<kSome> marks, const Words& k, const Words& v,
                           const Channel (&channel)[W]) {
-    uint32_t first = 0;  // of the tokens that are there
+    uint32_t first = 0;  // the keys of the first token that is no padding
 #pragma unroll
     for (int t = kRun - 1; t >= 0; --t)
       if (!marks.Absent(t)) first = k.x[t];
     float key[W], value[W];
-    float now[W], range[W];  // the gauge of the split, and how far from it the keys are
+    float now[W], range[W];  // the gauge of the segment, and how far from it its keys are
     Unpack<T>(first, key);
 #pragma unroll
     for (int c = 0; c < W; ++c) {
@@ -657,8 +671,8 @@ struct Weights {
       range[c] = 0.0f;
     }
     slow = 0;
-    uint32_t earlier = 0;  // tokens, before the split
-    const auto end_split = [&](uint32_t upto) {
+    uint32_t earlier = 0;  // a bit for each token before the segment
+    const auto end_segment = [&](uint32_t upto) {
       bool near = true;
 #pragma unroll
       for (int c = 0; c < W; ++c)  // the range drops a distance that is NaN, as between keys of -inf
@@ -671,7 +685,7 @@ struct Weights {
       Unpack<T>(k.x[t], key);
       Unpack<T>(v.x[t], value);
       if (marks.Starts(t)) {
-        end_split((1u << t) - 1);
+        end_segment((1u << t) - 1);
 #pragma unroll
         for (int c = 0; c < W; ++c) {
           sums[c] = Nothing();
@@ -691,7 +705,7 @@ struct Weights {
         sums[c].log_max = fmaxf(sums[c].log_max + channel[c].w, key[c]);
       }
     }
-    end_split(~0u);
+    end_segment(~0u);
 #pragma unroll
     for (int c = 0; c < W; ++c) {
       if (!(channel[c].bonus >= Exp2(-kNear) && channel[c].bonus <= Exp2(kNear))) slow = ~0u;
@@ -705,12 +719,12 @@ struct Weights {
   }
 };
 
-// The sums in scratch [S, Z, X, C], where row (s Z + z) X has those of split z of sequence s.
+// The summaries in scratch [S, Z, X, C]: those of split z of sequence s begin in row (s Z + z) X.
 inline Wkv4State<float> Summaries(const Wkv4Call& call, float* scratch) {
   return {scratch, scratch + call.dims.channels, scratch + 2 * call.dims.channels};
 }
 
-// As ForMarks, and so for sequences too, whose last runs are not of kRun tokens.
+// As ForMarks. Sequences have the kernels for marks as well, since their last runs can be short.
 template <typename Fn>
 cudaError_t ForRows(const Wkv4Call& call, Fn&& fn) {
   const bool marked = call.marks.Given() || call.sequences.Given();
