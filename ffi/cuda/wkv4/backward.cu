@@ -1,13 +1,15 @@
-// The backward pass of WKV4. wkv4/runs.cuh has the recurrence and its sources; the official backward kernel is
-// kernel_backward in RWKV-v4/cuda/wkv_cuda.cu of RWKV-LM.
+// The backward pass of WKV4. wkv4/runs.cuh has the recurrence and its sources; the official
+// backward kernel is kernel_backward in RWKV-v4/cuda/wkv_cuda.cu of RWKV-LM.
 //
 // N = num e^log_max and D = den e^log_max are linear in what came before:
 //   y_t = (N_t + o_t v_t) / (D_t + o_t), o_t = e^(u + k_t)
 //   N_{t+1} = e^w N_t + e^(k_t) v_t, D_{t+1} = e^w D_t + e^(k_t)
-// So their cotangents A and B are sums that decay backwards, and are added up as the state itself is:
+// So their cotangents A and B are sums that decay backwards, and are added up as the state itself
+// is:
 //   A_t = e^w A_{t+1} + a_t, a_t = dy_t / (D_t + o_t);  B_t = e^w B_{t+1} + b_t, b_t = -a_t y_t
-// where the cotangents of the final num and den are A_T and B_T times e^log_max. What num and den leave of the
-// cotangent of the final log_max goes to the token, or to the initial state, that log_max is from.
+// where the cotangents of the final num and den are A_T and B_T times e^log_max. What num and den
+// leave of the cotangent of the final log_max goes to the token, or to the initial state, that
+// log_max is from.
 #include "wkv4/runs.cuh"
 #include "wkv4/kernels.h"
 
@@ -15,9 +17,9 @@ namespace rwkv_jax::cuda {
 namespace wkv4 {
 namespace {
 
-// The scale of a weight times a cotangent. The weight is one of the summands in the denominators of the
-// cotangent, so the scale is at most 1. It can be more where a run takes it relative to a gauge, and where the
-// rounding errors of huge exponents would make it infinite; hence the bound.
+// The scale of a weight times a cotangent. The weight is one of the summands in the denominators of
+// the cotangent, so the scale is at most 1. It can be more where a run takes it relative to a
+// gauge, and where the rounding errors of huge exponents would make it infinite; hence the bound.
 __device__ float Weigh(float weight_log, float cotangent_log_max) {
   return Exp2(fminf((weight_log + cotangent_log_max) * kLog2E, 2.0f * kNear));
 }
@@ -26,8 +28,8 @@ template <typename T>
 struct KeptStates {
   static constexpr int W = kWidth<T>;
 
-  // For each token of a run, the state before it: num, den and, for a slow token, log_max. In a run with
-  // marks whose weights are near, the third is the weight of the token.
+  // For each token of a run, the state before it: num, den and, for a slow token, log_max. In a run
+  // with marks whose weights are near, the third is the weight of the token.
   float kept[kRun][3][W][kThreads];
 
   __device__ float& Kept(int t, int part, int c) { return kept[t][part][c][threadIdx.x]; }
@@ -86,8 +88,8 @@ struct BackwardRun {
   __device__ bool Fast() const { return kMarked ? slow != ~0u : slow == 0; }
   __device__ bool Slow(int t) const { return !kMarked || slow >> t & 1; }
 
-  // Keeps the state before each token, and finds what the cotangents of y add to the cotangent of the state
-  // before the run.
+  // Keeps the state before each token, and finds what the cotangents of y add to the cotangent of
+  // the state before the run.
   __device__ void Replay(const Sums (&before)[W], Sums (&cotangents)[W]) {
     slow = weights.slow;
 #pragma unroll
@@ -203,8 +205,8 @@ struct BackwardRun {
     return token;
   }
 
-  // Stores dk and dv, from the cotangent of the state after the run, and adds to dw and du. The dk of token
-  // at[c] gets dlog_max as well.
+  // Stores dk and dv, from the cotangent of the state after the run, and adds to dw and du. The dk
+  // of token at[c] gets dlog_max as well.
   __device__ void Write(const Sums (&after)[W], const int (&at)[W], const float (&dlog_max)[W],
                         float (&dw)[W], float (&du)[W]) {
     if (Fast()) {
@@ -343,7 +345,8 @@ __device__ void StoreSums(const Column<T>& column, const Wkv4BackwardCall& call,
   column.StoreFloat(call.du, row, c, du);
 }
 
-// Stores the cotangent of the initial state, from the cotangent of the state before the first token.
+// Stores the cotangent of the initial state, from the cotangent of the state before the first
+// token.
 template <typename T>
 __device__ void StoreInitial(const Column<T>& column, const Wkv4BackwardCall& call, int c,
                              const Sums& state, const Sums& cotangent, float dlog_max) {
@@ -353,11 +356,11 @@ __device__ void StoreInitial(const Column<T>& column, const Wkv4BackwardCall& ca
   column.StoreState(call.dinitial_state, column.sequence, c, {dnum, dden, rest});
 }
 
-// A block has a split of a column and takes its chunks from the last to the first. If there are several
-// splits, the kernel first runs with kSummary for all splits but the first one. It then stores the cotangent
-// of the state before the split, as far as it comes from tokens of the split, and the share of the cotangent
-// of log_max after the split that reaches the state before it. For the last split, these are the cotangents
-// themselves.
+// A block has a split of a column and takes its chunks from the last to the first. If there are
+// several splits, the kernel first runs with kSummary for all splits but the first one. It then
+// stores the cotangent of the state before the split, as far as it comes from tokens of the split,
+// and the share of the cotangent of log_max after the split that reaches the state before it. For
+// the last split, these are the cotangents themselves.
 //
 // Who waits for whom. Each chunk has two barriers, each a __syncthreads:
 //
@@ -365,11 +368,13 @@ __device__ void StoreInitial(const Column<T>& column, const Wkv4BackwardCall& ca
 //   first     stored the sums of their runs                      find the states before their runs
 //   second    stored what their runs add to the cotangents       find the cotangents after their runs
 //
-// ChunkSums have two stages, so a warp that is ahead stores the next chunk's sums beside the present ones.
+// ChunkSums have two stages, so a warp that is ahead stores the next chunk's sums beside the
+// present ones.
 template <typename T, bool kSummary, bool kMarked>
-__global__ __launch_bounds__(kThreads, 2) void BackwardKernel(
-    const __grid_constant__ Wkv4BackwardCall call, int64_t splits, Wkv4State<float> summaries,
-    Splits longs) {
+__global__ __launch_bounds__(kThreads,
+                             2) void BackwardKernel(const __grid_constant__ Wkv4BackwardCall call,
+                                                    int64_t splits, Wkv4State<float> summaries,
+                                                    Splits longs) {
   constexpr int W = kWidth<T>;
   RWKV_JAX_DYNAMIC_SHARED(16, memory);
   auto& shared = *reinterpret_cast<BackwardShared<T>*>(memory);
@@ -396,16 +401,17 @@ __global__ __launch_bounds__(kThreads, 2) void BackwardKernel(
     Sums cotangent = Nothing();  // of the state at the end of the split
     dlog_max[c] = 1.0f;
     if (split == splits - 1) {
-      // log_max is 0 only if there are no tokens; else it is found with the first chunk that is taken.
+      // log_max is 0 only if there are no tokens; else it is found with the first chunk that is
+      // taken.
       cotangent = column.LoadState(call.dfinal_state, column.sequence, c);
       dlog_max[c] = cotangent.log_max;
       cotangent.log_max = 0.0f;
     } else if (!kSummary) {
 #pragma unroll 1
       for (int64_t i = splits - 1; i > split; --i) {
-        cotangent = PassageOf<kMarked>(division, i, call.marks, column.sequence)
-                        .Join(cotangent, channel[c].w,
-                              column.LoadState(summaries, summary_row(i), c));
+        cotangent =
+            PassageOf<kMarked>(division, i, call.marks, column.sequence)
+                .Join(cotangent, channel[c].w, column.LoadState(summaries, summary_row(i), c));
         dlog_max[c] *= column.LoadFloat(summary_dlog_max, summary_row(i), c);
       }
     }
@@ -461,7 +467,8 @@ __global__ __launch_bounds__(kThreads, 2) void BackwardKernel(
     __syncthreads();
 
     After<T>(cotangents, warp, runs, channel, after);
-    // The token of this run that gets dlog_max; kRun if a token of another run gets it; -1 if none does.
+    // The token of this run that gets dlog_max; kRun if a token of another run gets it; -1 if none
+    // does.
     int at[W];
 #pragma unroll
     for (int c = 0; c < W; ++c) {
@@ -519,11 +526,12 @@ __global__ __launch_bounds__(kThreads, 2) void BackwardKernel(
 
 template <typename T>
 struct ByWarpsShared : KeptStates<T> {
-  WarpSums<kWidth<T>> before[kWarps][kWarps];  // for each warp, the state before each run of a chunk
+  WarpSums<kWidth<T>> before[kWarps]
+                            [kWarps];  // for each warp, the state before each run of a chunk
 };
 
-// A warp has a column. It takes the runs of a chunk forwards, which gives the state before each run, and then
-// backwards.
+// A warp has a column. It takes the runs of a chunk forwards, which gives the state before each
+// run, and then backwards.
 template <typename T>
 __global__ __launch_bounds__(kThreads, 2) void BackwardByWarpsKernel(
     const __grid_constant__ Wkv4BackwardCall call) {
@@ -657,8 +665,8 @@ cudaError_t FindGradients(cudaStream_t stream, const Wkv4BackwardCall& call, con
                    wkv4::kThreads, kShared, stream, call, splits, summaries, kOneSplit);
         if (error != cudaSuccess) return error;
       }
-      return Launch(wkv4::BackwardKernel<T, false, marked()>, dim3(columns, splits),
-                    wkv4::kThreads, kShared, stream, call, splits, summaries, kOneSplit);
+      return Launch(wkv4::BackwardKernel<T, false, marked()>, dim3(columns, splits), wkv4::kThreads,
+                    kShared, stream, call, splits, summaries, kOneSplit);
     });
   });
 }

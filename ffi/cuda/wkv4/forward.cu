@@ -65,12 +65,12 @@ __device__ void Write(const Column<T>& column, const Wkv4ForwardCall& call,
   });
 }
 
-// A block has a split of a column. If there are several splits, the kernel first runs with kSummary for all
-// splits but the last one, and stores what the tokens of a split add up to by themselves.
+// A block has a split of a column. If there are several splits, the kernel first runs with kSummary
+// for all splits but the last one, and stores what the tokens of a split add up to by themselves.
 //
-// Each chunk has one barrier, a __syncthreads: a warp waits there until all warps have stored the sums of
-// their runs, and then finds the state before its run. ChunkSums have two stages, so a warp that is ahead
-// stores the next chunk's sums beside the present ones.
+// Each chunk has one barrier, a __syncthreads: a warp waits there until all warps have stored the
+// sums of their runs, and then finds the state before its run. ChunkSums have two stages, so a warp
+// that is ahead stores the next chunk's sums beside the present ones.
 template <typename T, bool kSummary, bool kMarked>
 __global__ __launch_bounds__(kThreads, kWidth<T> == 1 ? 3 : 2) void ForwardKernel(
     const __grid_constant__ Wkv4ForwardCall call, int64_t splits, Wkv4State<float> summaries,
@@ -126,8 +126,8 @@ __global__ __launch_bounds__(kThreads, kWidth<T> == 1 ? 3 : 2) void ForwardKerne
 #pragma unroll
     for (int c = 0; c < W; ++c)
       if (last_warp)
-        by_run[stage ^ 1][kWarps].Put(
-            c, place.Over().Join(before[c], channel[c].w, weights.sums[c]));
+        by_run[stage ^ 1][kWarps].Put(c,
+                                      place.Over().Join(before[c], channel[c].w, weights.sums[c]));
     if (!kSummary && warp == 0 && call.states.num != nullptr)
 #pragma unroll
       for (int c = 0; c < W; ++c)
@@ -236,8 +236,8 @@ cudaError_t Run(cudaStream_t stream, const Wkv4ForwardCall& call, const Plan& pl
                    wkv4::kThreads, 0, stream, call, splits, summaries, kOneSplit);
         if (error != cudaSuccess) return error;
       }
-      return Launch(wkv4::ForwardKernel<T, false, marked()>, dim3(columns, splits),
-                    wkv4::kThreads, 0, stream, call, splits, summaries, kOneSplit);
+      return Launch(wkv4::ForwardKernel<T, false, marked()>, dim3(columns, splits), wkv4::kThreads,
+                    0, stream, call, splits, summaries, kOneSplit);
     });
   });
 }

@@ -1,31 +1,31 @@
 // WKV4 in runs of tokens side by side, all in float.
 //
 // The recurrence is the time mixing of RWKV-4 in "RWKV: Reinventing RNNs for the Transformer Era",
-// arXiv:2305.13048; its official kernel is RWKV-v4/cuda/wkv_cuda.cu of RWKV-LM. For each channel, with the
-// log decay w and the bonus u,
+// arXiv:2305.13048; its official kernel is RWKV-v4/cuda/wkv_cuda.cu of RWKV-LM. For each channel,
+// with the log decay w and the bonus u,
 //
 //   y_t = (N_t + e^(u + k_t) v_t) / (D_t + e^(u + k_t))
 //   N_{t+1} = e^w N_t + e^(k_t) v_t        D_{t+1} = e^w D_t + e^(k_t).
 //
-// N and D are kept as sums num = N e^-log_max and den = D e^-log_max, as the paper and the official kernel
-// do, so that no weight e^(k_t) overflows.
+// N and D are kept as sums num = N e^-log_max and den = D e^-log_max, as the paper and the official
+// kernel do, so that no weight e^(k_t) overflows.
 //
-// A column is the channels that a warp reads as 128 bytes, of one sequence. A block has a column and walks
-// over its chunks of 64 tokens. Each warp has a run of kRun = 8 consecutive tokens of a chunk. A warp first
-// finds the sums that its run adds up to by itself. From these sums and the state before the chunk, each
-// warp then has the state before its run, and takes its tokens once more. The backward pass does the same
-// with the runs that come after.
+// A column is the channels that a warp reads as 128 bytes, of one sequence. A block has a column
+// and walks over its chunks of 64 tokens. Each warp has a run of kRun = 8 consecutive tokens of a
+// chunk. A warp first finds the sums that its run adds up to by itself. From these sums and the
+// state before the chunk, each warp then has the state before its run, and takes its tokens once
+// more. The backward pass does the same with the runs that come after.
 //
-// The weights of a run are near each other if they are not too different in size. Then all of them are taken
-// relative to one weight, the gauge, and a token needs only one exponential. The tokens of any other run are
-// slow: they are taken one by one, as in the official kernel.
+// The weights of a run are near each other if they are not too different in size. Then all of them
+// are taken relative to one weight, the gauge, and a token needs only one exponential. The tokens
+// of any other run are slow: they are taken one by one, as in the official kernel.
 //
-// Where segments start inside a run, each segment has a gauge of its own, or is slow, whatever the other
-// segments of the run are. Padding has no part in decays: an age is a number of tokens that are no padding.
-// Tokens past the end of a row count as padding.
+// Where segments start inside a run, each segment has a gauge of its own, or is slow, whatever the
+// other segments of the run are. Padding has no part in decays: an age is a number of tokens that
+// are no padding. Tokens past the end of a row count as padding.
 //
-// If there are very many sequences or rows, a warp has a column to itself and takes it run by run, unless the
-// sequences are long.
+// If there are very many sequences or rows, a warp has a column to itself and takes it run by run,
+// unless the sequences are long.
 #pragma once
 
 #include <cfloat>
@@ -47,8 +47,8 @@ constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
 static_assert(kRun * kWarps == kChunk, "the runs of all warps are a chunk");
 
-// Weights are near each other if their exponents to base 2 differ by less than this: products of three such
-// weights are in the range of float.
+// Weights are near each other if their exponents to base 2 differ by less than this: products of
+// three such weights are in the range of float.
 constexpr float kNear = 40.0f;
 
 // As kMinLogDecay, but for exponents up to the largest float; as in rwkv_jax/_decay.py.
@@ -187,9 +187,9 @@ class Column {
   int64_t first_;
 };
 
-// From so many columns on, counted for each multiprocessor, a warp has one to itself, unless there are
-// marks. Blocks then only have the columns of sequences with more tokens than kFewTokens, which are few
-// if sequences are short on average.
+// From so many columns on, counted for each multiprocessor, a warp has one to itself, unless there
+// are marks. Blocks then only have the columns of sequences with more tokens than kFewTokens, which
+// are few if sequences are short on average.
 constexpr int64_t kManyColumns = 28;
 #ifdef RWKV_JAX_SMALL_TESTS
 constexpr int64_t kFewTokens = kChunk;
@@ -224,8 +224,8 @@ inline unsigned Blocks(int64_t columns) {
   return static_cast<unsigned>((columns + kWarps - 1) / kWarps);
 }
 
-// The column of this block; its sequence is -1 if the block has none. If `longs` has chunks, blocks have the
-// columns of long sequences only.
+// The column of this block; its sequence is -1 if the block has none. If `longs` has chunks, blocks
+// have the columns of long sequences only.
 template <typename T, bool kMarked>
 __device__ Column<T> ColumnOfBlock(const Wkv4Call& call, const Splits& longs) {
   const unsigned groups = Column<T>::Groups(call.dims.channels);
@@ -244,10 +244,10 @@ template <typename T>
 __device__ Column<T> ColumnOfWarp(const Wkv4Call& call) {
   const unsigned groups = Column<T>::Groups(call.dims.channels);
   const unsigned index = blockIdx.x * kWarps + Warp(), turn = index / groups;
-  return Column<T>(call.dims.channels,
-                   turn < call.dims.batch ? call.sequences.InTurn(turn, call.dims.tokens)
-                                          : Turn{{}, -1},
-                   index % groups);
+  return Column<T>(
+      call.dims.channels,
+      turn < call.dims.batch ? call.sequences.InTurn(turn, call.dims.tokens) : Turn{{}, -1},
+      index % groups);
 }
 
 // The chunks of a sequence are shared out among splits, of which the last is empty only if there
@@ -272,13 +272,14 @@ struct Division {
   __device__ int64_t Length(int64_t split) const { return First(split + 1) - First(split); }
 };
 
-// Consecutive tokens of a sequence: how many of them are no padding, and whether a segment starts among
-// them, so that nothing of the state before them is left.
+// Consecutive tokens of a sequence: how many of them are no padding, and whether a segment starts
+// among them, so that nothing of the state before them is left.
 struct Passage {
   float tokens;
   bool starts;
 
-  // The state after these tokens, from the state before them and the sums of these tokens by themselves.
+  // The state after these tokens, from the state before them and the sums of these tokens by
+  // themselves.
   __device__ Sums Join(const Sums& sums, float w, const Sums& more) const {
     return starts ? more : Add(sums, tokens * w, more);
   }
@@ -286,7 +287,8 @@ struct Passage {
 
 // The passage over split `i` of a sequence. The lanes of a warp find it together.
 template <bool kMarked>
-__device__ Passage PassageOf(const Division& division, int64_t i, const Marks& marks, int64_t sequence) {
+__device__ Passage PassageOf(const Division& division, int64_t i, const Marks& marks,
+                             int64_t sequence) {
   if constexpr (kMarked)
     if (marks.Given()) {
       const int64_t end = (division.First(i + 1) + kChunk - 1) / kChunk;
@@ -318,7 +320,8 @@ struct SharedMarks {
 
   uint32_t (&words)[kThreads];
 
-  // Brings the marks of a chunk and of the chunks beside it. All threads of the block have to call it.
+  // Brings the marks of a chunk and of the chunks beside it. All threads of the block have to call
+  // it.
   __device__ void Bring(const Marks& marks, int64_t row, int64_t chunk) {
     if constexpr (kMarked) {
       const int64_t word = chunk / kChunks * kThreads + threadIdx.x;
@@ -453,11 +456,11 @@ struct WarpSums {
 template <typename T>
 using ChunkSums = WarpSums<kWidth<T>>[kWarps + 1];
 
-// Adds up the sums j for which counts(j) holds, each after a decay over age(j) tokens. j is a run, or kWarps
-// for what comes into the chunk.
+// Adds up the sums j for which counts(j) holds, each after a decay over age(j) tokens. j is a run,
+// or kWarps for what comes into the chunk.
 template <typename T, typename Age, typename Counts>
-__device__ void Gather(const ChunkSums<T>& by_run, const Channel (&channel)[kWidth<T>], const Age& age,
-                       const Counts& counts, Sums (&sums)[kWidth<T>]) {
+__device__ void Gather(const ChunkSums<T>& by_run, const Channel (&channel)[kWidth<T>],
+                       const Age& age, const Counts& counts, Sums (&sums)[kWidth<T>]) {
   const auto exponent = [&](int j, int c) {
     return fmaf(age(j), channel[c].w, by_run[j].parts[2][Lane()][c]);
   };
@@ -480,8 +483,8 @@ __device__ void Gather(const ChunkSums<T>& by_run, const Channel (&channel)[kWid
       }
 }
 
-// Finds the state before the run of `warp`, or with kWarps the state after the chunk, from the runs before.
-// Each run has stored what it adds up to since the last start of a segment in it.
+// Finds the state before the run of `warp`, or with kWarps the state after the chunk, from the runs
+// before. Each run has stored what it adds up to since the last start of a segment in it.
 template <typename T, bool kMarked>
 __device__ void Before(const ChunkSums<T>& by_run, int warp, const Runs<kMarked>& runs,
                        const Channel (&channel)[kWidth<T>], Sums (&sums)[kWidth<T>]) {
@@ -492,8 +495,8 @@ __device__ void Before(const ChunkSums<T>& by_run, int warp, const Runs<kMarked>
   });
 }
 
-// Finds the cotangent of the state after the run of `warp`, from the runs after it. Each run has stored what
-// comes from its tokens up to the first start of a segment in it.
+// Finds the cotangent of the state after the run of `warp`, from the runs after it. Each run has
+// stored what comes from its tokens up to the first start of a segment in it.
 template <typename T, bool kMarked>
 __device__ void After(const ChunkSums<T>& by_run, int warp, const Runs<kMarked>& runs,
                       const Channel (&channel)[kWidth<T>], Sums (&sums)[kWidth<T>]) {
@@ -531,8 +534,8 @@ struct Place {
     count = left < 0 || column.count == 0 ? 0 : left < kRun ? left : kRun;
   }
 
-  // Whether a lane can read the run as words: its channels are words, and either there are kRun tokens or
-  // the marks say which tokens are missing.
+  // Whether a lane can read the run as words: its channels are words, and either there are kRun
+  // tokens or the marks say which tokens are missing.
   __device__ bool Whole(const Column<T>& column) const {
     return column.words && (kMarked ? count > 0 : count == kRun);
   }
@@ -558,8 +561,8 @@ struct Place {
             marks.Starts(0, kRun)};
   }
 
-  // Calls body(t, c, key, value) for slow tokens: one token after another, in little code. The key and the
-  // value of padding are 0.
+  // Calls body(t, c, key, value) for slow tokens: one token after another, in little code. The key
+  // and the value of padding are 0.
   template <typename Body>
   __device__ void ForEach(const Column<T>& column, const Wkv4Call& call, const Body& body) const {
 #pragma unroll 1
@@ -624,8 +627,8 @@ template <typename T, bool kMarked>
 struct Weights {
   static constexpr int W = kWidth<T>;
 
-  // A bit for each token, the same for all tokens of a segment: whether the token is slow, since the run is
-  // not whole or the weights of the segment are not near each other.
+  // A bit for each token, the same for all tokens of a segment: whether the token is slow, since
+  // the run is not whole or the weights of the segment are not near each other.
   uint32_t slow;
   float gauge[W];  // of the first segment in the run
   // For each token, its weight times 2^-gauge, and that times v_t; 0 for padding.
@@ -637,13 +640,12 @@ struct Weights {
     return Exp2(fmaf(log_weight, kLog2E, -gauge));
   }
 
-  __device__ Weights(const Column<T>& column, const Wkv4Call& call,
-                     const Place<T, kMarked>& place, const Words& k, const Words& v,
-                     const Channel (&channel)[W]) {
+  __device__ Weights(const Column<T>& column, const Wkv4Call& call, const Place<T, kMarked>& place,
+                     const Words& k, const Words& v, const Channel (&channel)[W]) {
     slow = ~0u;
-    if (place.Whole(column))
-      place.WithMarks([&](auto marks) { SumNear(marks, k, v, channel); });
-    // The sums of the run are the sums of its last segment. If that is slow, they are still to be found.
+    if (place.Whole(column)) place.WithMarks([&](auto marks) { SumNear(marks, k, v, channel); });
+    // The sums of the run are the sums of its last segment. If that is slow, they are still to be
+    // found.
     if (!(slow >> (kRun - 1) & 1)) return;
 #pragma unroll
     for (int c = 0; c < W; ++c) sums[c] = Nothing();
@@ -675,7 +677,8 @@ struct Weights {
     const auto end_segment = [&](uint32_t upto) {
       bool near = true;
 #pragma unroll
-      for (int c = 0; c < W; ++c)  // the range drops a distance that is NaN, as between keys of -inf
+      for (int c = 0; c < W;
+           ++c)  // the range drops a distance that is NaN, as between keys of -inf
         near = near && range[c] <= kNear && sums[c].den == sums[c].den;
       if (!near) slow |= upto & ~earlier;
       earlier = upto;

@@ -1,28 +1,29 @@
-// The mathematics that the matrix-unit kernels of WKV6 share: the decays of a tile of L = 16 tokens, and
-// the products of the tokens of a tile by each other.
+// The mathematics that the matrix-unit kernels of WKV6 share: the decays of a tile of L = 16
+// tokens, and the products of the tokens of a tile by each other.
 //
-// The recurrence is the time mixing of Finch (RWKV-6) in "Eagle and Finch: RWKV with Matrix-Valued States
-// and Dynamic Recurrence", arXiv:2404.05892; its official kernel is RWKV-v5/cuda/wkv6_cuda.cu of RWKV-LM.
-// For each head, with a state S [V, K], decay factors d_t [K] and the bonus u [K],
+// The recurrence is the time mixing of Finch (RWKV-6) in "Eagle and Finch: RWKV with Matrix-Valued
+// States and Dynamic Recurrence", arXiv:2404.05892; its official kernel is
+// RWKV-v5/cuda/wkv6_cuda.cu of RWKV-LM. For each head, with a state S [V, K], decay factors d_t [K]
+// and the bonus u [K],
 //
 //   y_t = S r_t + ((u k_t)^T r_t) v_t        S <- S diag(d_t) + v_t k_t^T.
 //
 // The kernels take a tile of tokens at once, in the chunkwise form of gated linear attention
-// (arXiv:2312.06635). The rows of R, K, V and Y are the tokens of a tile. G is the sum of the log decays
-// of the tile up to and with a token, G' is the sum up to but without that token, and G_L is the sum over
-// the whole tile. Then
+// (arXiv:2312.06635). The rows of R, K, V and Y are the tokens of a tile. G is the sum of the log
+// decays of the tile up to and with a token, G' is the sum up to but without that token, and G_L is
+// the sum over the whole tile. Then
 //
 //   Rt = R exp(G')   Kh = K exp(G_L - G)   Kb = K exp(-G)
 //   A  = tril_strict(Rt Kb^T) + diag(R (u K)^T)
 //   Y  = Rt S^T + A V        S <- S diag(exp(G_L)) + V^T Kh.
 //
-// Where a segment starts in the tile, the state is cleared before its first token. Then Rt S^T has no rows
-// from the first such token on, Kh has no rows before the last such token, exp(G_L) is 0, and A has no
-// pairs of tokens from different segments.
+// Where a segment starts in the tile, the state is cleared before its first token. Then Rt S^T has
+// no rows from the first such token on, Kh has no rows before the last such token, exp(G_L) is 0,
+// and A has no pairs of tokens from different segments.
 //
-// The factors of Rt and Kh are at most 1, so the state is accurate for any decay. The factors of Kb are at
-// least 1 and may overflow: a tile is "far" if it decays further than kMaxTileLog2, and its products of
-// tokens by tokens are computed without Kb, by halves (MultiplyByHalves).
+// The factors of Rt and Kh are at most 1, so the state is accurate for any decay. The factors of Kb
+// are at least 1 and may overflow: a tile is "far" if it decays further than kMaxTileLog2, and its
+// products of tokens by tokens are computed without Kb, by halves (MultiplyByHalves).
 #pragma once
 
 #include "tiles.cuh"
@@ -54,8 +55,8 @@ struct ChunkDecays {
   Decay form;
   bool converted = false;  // the panel has scaled log decays in place of w
 
-  // Loads the scaled log decays of a tile of tokens and 16 channels, as right operands of two products
-  // with 8 channels each.
+  // Loads the scaled log decays of a tile of tokens and 16 channels, as right operands of two
+  // products with 8 channels each.
   __device__ void Load(int tile, int column, uint32_t present, uint32_t (&log_decays)[4]) const {
     uint32_t w[4];
     LoadTransposed(TileAddress(w_panel, 16 * tile, column), w);
@@ -72,8 +73,8 @@ struct ChunkDecays {
   }
 };
 
-// For each element of a 16 x 16 tile, the sums of log2 decays before its token (G') and up to it (G).
-// Element [i][e] lies where element e of half i of an Accumulator<2> lies.
+// For each element of a 16 x 16 tile, the sums of log2 decays before its token (G') and up to it
+// (G). Element [i][e] lies where element e of half i of an Accumulator<2> lies.
 struct DecaySums {
   float before[2][4], upto[2][4];
 
@@ -114,8 +115,8 @@ __device__ void SumByToken(const ChunkDecays<T, kConstant>& decays, int tile, in
   }
 }
 
-// The sums of log decays with channels as the rows of the tile: the 16 channels of a warp, from a panel
-// that has scaled log decays already.
+// The sums of log decays with channels as the rows of the tile: the 16 channels of a warp, from a
+// panel that has scaled log decays already.
 template <typename T, bool kConstant>
 __device__ void SumByChannel(const ChunkDecays<T, kConstant>& decays, int tile, int warp,
                              uint32_t present, DecaySums& sums) {
@@ -170,9 +171,9 @@ __device__ inline void AddTokenProducts(Accumulator<2>& sum, const uint32_t (&x)
   WarpMultiply(sum[1], x, y[1], y[3]);
 }
 
-// The factors exp(G_L) of the channels of a tile in shared memory. They are sorted by lane % 4, the lanes
-// that have the same columns of an accumulator, so that the four lanes of a row read different banks. The
-// factors are 0 where the tile clears the state.
+// The factors exp(G_L) of the channels of a tile in shared memory. They are sorted by lane % 4, the
+// lanes that have the same columns of an accumulator, so that the four lanes of a row read
+// different banks. The factors are 0 where the tile clears the state.
 constexpr int kFactorStride = kHeadSize / 4 + 4;
 constexpr int kFactorFloats = 4 * kFactorStride;
 
@@ -189,14 +190,15 @@ __device__ inline void ScaleColumns(const float* factors, Accumulator<8>& s) {
   for (int column = 0; column < kColumnTiles; ++column) {
     const float4 f =
         *reinterpret_cast<const float4*>(factors + Lane() % 4 * kFactorStride + 4 * column);
-    float(&left)[4] = s[2 * column];
-    float(&right)[4] = s[2 * column + 1];
+    float (&left)[4] = s[2 * column];
+    float (&right)[4] = s[2 * column + 1];
     left[0] *= f.x, left[1] *= f.y, left[2] *= f.x, left[3] *= f.y;
     right[0] *= f.z, right[1] *= f.w, right[2] *= f.z, right[3] *= f.w;
   }
 }
 
-// The rows of r and k in global memory, from the first token of a tile and the first channel of a head on.
+// The rows of r and k in global memory, from the first token of a tile and the first channel of a
+// head on.
 template <typename T>
 struct RawTile {
   const T *r, *k;
@@ -208,16 +210,18 @@ struct RawTile {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int row = Lane() / 4 + i % 2 * 8, col = 16 * column + i / 2 * 8 + 2 * (Lane() % 4);
-      x[i] = marks.present >> row & 1 ? *reinterpret_cast<const uint32_t*>(
-                               from + static_cast<int64_t>(row) * stride + col)
-                         : 0u;
+      x[i] =
+          marks.present >> row & 1
+              ? *reinterpret_cast<const uint32_t*>(from + static_cast<int64_t>(row) * stride + col)
+              : 0u;
     }
   }
 };
 
-// a = tril_strict(Rt Kb^T) over some of the channels, for any decay. A pair of tokens lies in the two halves
-// of exactly one aligned run of 16, 8, 4 or 2 tokens. The decay between the two is the decay from the one to
-// the middle of that run times the decay from there to the other, and neither factor exceeds 1.
+// a = tril_strict(Rt Kb^T) over some of the channels, for any decay. Any two tokens of a tile lie
+// in different halves of exactly one aligned run of 16, 8, 4 or 2 tokens. The decay between the two
+// tokens is the decay from the earlier one to the middle of that run, times the decay from there to
+// the later one, and neither factor exceeds 1.
 template <typename T, bool kConstant>
 __device__ void MultiplyByHalves(const ChunkDecays<T, kConstant>& decays, int tile,
                                  const RawTile<T>& raw, int first_column, int end_column,
@@ -242,7 +246,8 @@ __device__ void MultiplyByHalves(const ChunkDecays<T, kConstant>& decays, int ti
         float x[2];
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          // `middle` is the sum up to the last token of the first half; with halves of 8 that is token 7.
+          // `middle` is the sum up to the last token of the first half; with halves of 8 that is
+          // token 7.
           const int from = half == 8 ? 7 : ((row & ~(2 * half - 1)) + half - 1) % 8;
           const float upper = sums.upto[i / 2][e], own = sums.upto[i / 2][first + e];
           const float mine = half == 8 ? upper : own;
@@ -278,14 +283,16 @@ __device__ inline void SetDiagonal(const Accumulator<2>& diagonal, Accumulator<2
     }
 }
 
-// A chunk of one head in arrays [B, T, H, 64], and the pieces of 16 bytes of it that one thread copies.
+// A chunk of one head in arrays [B, T, H, 64], and the pieces of 16 bytes of it that one thread
+// copies.
 template <int kThreads>
 struct ChunkCopier {
-  int64_t first;  // the first element of the chunk in an array
+  int64_t first;        // the first element of the chunk in an array
   int stride, tokens;   // elements from a token to the next one, tokens of the chunk
   uint64_t absent = 0;  // a bit for each token that is padding
 
-  // Calls fn(bytes from the start of a panel, element of an array, token) for each piece of this thread.
+  // Calls fn(bytes from the start of a panel, element of an array, token) for each piece of this
+  // thread.
 
   template <typename Fn>
   __device__ void ForEachPiece(Fn&& fn) const {

@@ -1,9 +1,10 @@
-// WKV6 on matrix units: the gradients of the inputs. A thread block has one head of one chunk of 64 tokens.
-// It starts from the state S before the chunk, which the forward pass has saved, and from the gradient dS
-// of the state after the chunk, which the reverse scan (scan.cu) has left. So all chunks run side by side.
+// WKV6 on matrix units: the gradients of the inputs. A thread block has one head of one chunk of 64
+// tokens. It starts from the state S before the chunk, which the forward pass has saved, and from
+// the gradient dS of the state after the chunk, which the reverse scan (scan.cu) has left. So all
+// chunks run side by side.
 //
-// wkv6/decays.cuh has the recurrence, its sources, and the notation G, Rt, Kh, Kb and A of a tile of 16
-// tokens. The official backward kernel, kernel_backward_111 and kernel_backward_222 in
+// wkv6/decays.cuh has the recurrence, its sources, and the notation G, Rt, Kh, Kb and A of a tile
+// of 16 tokens. The official backward kernel, kernel_backward_111 and kernel_backward_222 in
 // RWKV-v5/cuda/wkv6_cuda.cu of RWKV-LM, computes the same gradients token by token.
 //
 // The equations. A chunk is four tiles. With S before a tile and dS after it,
@@ -15,54 +16,57 @@
 //
 // and from tile to tile S <- S diag(exp(G_L)) + V^T Kh and dS <- dS diag(exp(G_L)) + dY^T Rt.
 //
-// The decay of token t scales everything that passes token t, from a token before it to a token after it:
+// The decay of token t scales everything that passes token t, from a token before it to a token
+// after it:
 //
 //   dlog d_t = exp(G_L) sum_v S dS + sum_{j < t} Kh dKh + sum_{i > t} Rt dRt - sum_{j >= t} Kb dKb.
 //
-// A pair of tokens that both come after t is in the third sum (by dA Kb) and in the fourth, and has to
-// cancel. So both sums are computed from the same rounded factors.
+// A pair of tokens that both come after t is in the third sum (by dA Kb) and in the fourth, and has
+// to cancel. So both sums are computed from the same rounded factors.
 //
 // A tile that decays too far for Kb takes its products of tokens by tokens without it: A by halves
 // (MultiplyByHalves), and the pairs of tokens in dR, dK, dlog d and du one by one (AddFarTile).
 //
-// Who does what. Most products are computed transposed, with channels as the rows. Then the result of one
-// product is in registers as the left operand of the next one, and a sum over tokens runs along the rows,
-// which are all in one warp. A warp has 16 rows of such a product, which are 16 channels.
+// Who does what. Most products are computed transposed, with channels as the rows. Then the result
+// of one product is in registers as the left operand of the next one, and a sum over tokens runs
+// along the rows, which are all in one warp. A warp has 16 rows of such a product, which are 16
+// channels.
 //
-//   phase                  warpgroup 0                    warpgroup 1
-//   LoadOperands, ...      all threads copy r, k, v, dy, w, S and dS of the chunk to shared memory
-//   ScaleOperands          Rt, Kh, Kb, A^T of a tile      the same for the other half of the channels,
-//                          for each warp, half channels   in the same tile for each warp
-//   TokenProducts          dA and D, a tile a warp        dA^T, a tile a warp
-//   ValueGradients         dV of all tiles, from dS
-//   KeepStateGradients                                    dS after each tile, kept for both warpgroups
-//   AdvanceState                                          S from the chunk's start to tile 2
-//   main loop              dR, dK, dW, du of tiles 0, 1   the same of tiles 2, 3
-//   AddFarTile             what far tiles among 0, 1 lack the same for far tiles among 2, 3
-//   epilogue               all threads store the gradients to global memory
+//   phase               warpgroup 0                      warpgroup 1
+//   LoadOperands        all threads copy r, k, v, dy, w, S and dS of the chunk to shared memory
+//   ScaleOperands       Rt, Kh, Kb and A^T: each warp has    the same for the other half of the
+//                       one tile and half the channels       channels
+//   TokenProducts       dA and D: a tile for each warp       dA^T: a tile for each warp
+//   ValueGradients      dV of all tiles, from dS             -
+//   KeepStateGradients  -                                    dS after each tile, for both groups
+//   AdvanceState        -                                    S before tile 2
+//   main loop           dR, dK, dW and du of tiles 0, 1      dR, dK, dW and du of tiles 2, 3
+//   AddFarTile          what far tiles lack, tiles 0, 1      what far tiles lack, tiles 2, 3
+//   epilogue            all threads store the gradients to global memory
 //
 // Who waits for whom. All threads meet at five barriers, each a __syncthreads; there are no others.
 //
-//   barrier           threads wait until all others have...       because next they...
-//   kCopied           copied r, k, v, dy, w                       scale tiles that others have copied
-//   kScaled           scaled tiles; copied S and dS               multiply the scaled operands
-//   kStateTaken       loaded dS into registers                    put dV in its place (warpgroup 0)
-//   kOperandsTaken    finished with Rt, S; kept dS of all tiles   put dR, dK, dW in the place of Rt, Kb, S
-//   kGradientsStaged  put gradients and sums in shared memory     store them as whole rows
+//   barrier           threads wait until all others have...   because next they...
+//   kCopied           copied r, k, v, dy and w                scale tiles that others copied
+//   kScaled           scaled tiles, and copied S and dS       multiply the scaled operands
+//   kStateTaken       loaded dS into registers                put dV in its place (warpgroup 0)
+//   kOperandsTaken    finished with Rt of all tiles and S,    put dR, dK and dW in the place of
+//                     and kept dS after each tile             Rt, Kb and S
+//   kGradientsStaged  put gradients and sums in place         store them as whole rows
 #include "fragment.cuh"
 #include "wkv6/decays.cuh"
 
 namespace rwkv_jax::cuda {
 namespace {
 
-// A tile is also far if one token decays further than this, in log2. The pairs of tokens that cancel in
-// dlog d are rounded, and that error would hide what passes a token that keeps so little. The second
-// constant is the first one as a scaled log decay in float16.
+// A tile is also far if one token decays further than this, in log2. The pairs of tokens that
+// cancel in dlog d are rounded, and that error would hide what passes a token that keeps so little.
+// The second constant is the first one as a scaled log decay in float16.
 constexpr float kMaxTokenLog2 = 12.0f;
 constexpr uint32_t kMaxTokenBits = 0x6a00;
 static_assert(kMaxTokenLog2 * kLogScale == 3072.0f, "0x6a00 is 3072");
 
-constexpr int kThreads = 256;                       // two warpgroups
+constexpr int kThreads = 256;  // two warpgroups
 constexpr int kTilesPerWarpgroup = kChunkTiles / 2;
 static_assert(kWordTokens == kTileTokens, "a word of marks says all about a tile");
 
@@ -82,7 +86,8 @@ struct GradientArrays {
   const uint4 *states, *gradients;  // [B, N, H, V, K] of bfloat16
 };
 
-// Byte offsets in shared memory. Names say what is there in the main loop; a comment says what else.
+// Byte offsets in shared memory. Names say what is there in the main loop; a comment says what
+// else.
 struct GradientLayout {
   // Panels of 64 tokens or of a state.
   static constexpr int kR = 0;                   // r, then Rt, then dr
@@ -90,18 +95,18 @@ struct GradientLayout {
   static constexpr int kKb = kKh + kPanelBytes;  // Kb, or k in a far tile; then dk
   static constexpr int kV = kKb + kPanelBytes;
   static constexpr int kDy = kV + kPanelBytes;
-  static constexpr int kW = kDy + kPanelBytes;   // w, then scaled log decays
-  static constexpr int kS = kW + kPanelBytes;    // S, then dw
-  static constexpr int kDs = kS + kPanelBytes;   // dS, then dv
-  // Packed matrices of tokens by tokens, one for each tile. A^T is the sum of two matrices, each over half
-  // of the channels.
+  static constexpr int kW = kDy + kPanelBytes;  // w, then scaled log decays
+  static constexpr int kS = kW + kPanelBytes;   // S, then dw
+  static constexpr int kDs = kS + kPanelBytes;  // dS, then dv
+  // Packed matrices of tokens by tokens, one for each tile. A^T is the sum of two matrices, each
+  // over half of the channels.
   static constexpr int kAt = kDs + kPanelBytes;
   static constexpr int kDa = kAt + 2 * kChunkTiles * kTileBytes;
   static constexpr int kDat = kDa + kChunkTiles * kTileBytes;
-  static constexpr int kFactors = kDat + kChunkTiles * kTileBytes;         // exp(G_L) of each tile
-  static constexpr int kD = kFactors + kChunkTiles * kFactorFloats * 4;    // float [64 tokens]
-  static constexpr int kU = kD + kChunkTokens * 4;                         // float [64 channels]
-  static constexpr int kConstant = kU + kHeadSize * 4;                     // float [64 channels]
+  static constexpr int kFactors = kDat + kChunkTiles * kTileBytes;       // exp(G_L) of each tile
+  static constexpr int kD = kFactors + kChunkTiles * kFactorFloats * 4;  // float [64 tokens]
+  static constexpr int kU = kD + kChunkTokens * 4;                       // float [64 channels]
+  static constexpr int kConstant = kU + kHeadSize * 4;                   // float [64 channels]
   static constexpr int kSums = kConstant + kHeadSize * 4;  // float [warpgroup][du, dw][64 channels]
   static constexpr int kFar = kSums + 4 * kHeadSize * 4;   // int [tile][half of the channels]
   // dS after each tile, as left operands: a uint4 for each column tile and thread of a warpgroup.
@@ -109,8 +114,8 @@ struct GradientLayout {
   static constexpr int kBytes = kDsAfter + kChunkTiles * kPanelBytes;
 };
 
-// The barriers of the kernel in the order in which threads pass them; the table above says who waits for
-// what. All are the barrier of __syncthreads: the name is for the reader.
+// The barriers of the kernel in the order in which threads pass them; the table above says who
+// waits for what. All are the barrier of __syncthreads: the name is for the reader.
 enum Barrier { kCopied, kScaled, kStateTaken, kOperandsTaken, kGradientsStaged };
 
 __device__ inline void WaitForAll(Barrier) { __syncthreads(); }
@@ -122,19 +127,20 @@ __device__ void ForEachElement(Fn&& fn) {
   for (int x = 0; x < 8; ++x) fn(x / 4, x % 4);
 }
 
-// Calls fn(n, i, e) for each register n of a left operand, which has the elements (i, e) and (i, e + 1) of
-// an Accumulator<2>.
+// Calls fn(n, i, e) for each register n of a left operand, which has the elements (i, e) and (i, e
+// + 1) of an Accumulator<2>.
 template <typename Fn>
 __device__ void ForEachPair(Fn&& fn) {
 #pragma unroll
   for (int x = 0; x < 4; ++x) fn(x, x / 2, x % 2 * 2);
 }
 
-// Adds to each element the sum of x over the tokens, which are the columns, that come later, or sooner. The
-// sums are products of x with ones. x is split into two parts of 10 bits each, as much as a product sees of
-// an operand, so that nothing is lost that counts.
+// Adds to each element the sum of x over the tokens, which are the columns, that come later, or
+// sooner. The sums are products of x with ones. x is split into two parts of 10 bits each, as much
+// as a product sees of an operand, so that nothing is lost that counts.
 __device__ inline void AddSums(const Accumulator<2>& x, bool later, Accumulator<2>& sum) {
-  // Of the 8 columns of a half, the left operand has the even ones first and then the odd ones.
+  // A left operand has the 8 columns of a half in another order: the even ones, and then the odd
+  // ones.
   const int row = 2 * (Lane() % 4), col = Lane() / 4;
   const float even = (later ? row > col : row < col) ? 1.0f : 0.0f;
   const float odd = (later ? row + 1 > col : row + 1 < col) ? 1.0f : 0.0f;
@@ -175,16 +181,17 @@ __device__ inline void ScaleRows(const float (&factors)[2], Accumulator<8>& s) {
     for (int e = 0; e < 4; ++e) s[half][e] *= factors[e / 2];
 }
 
-// What a far tile has in place of products with Kb, with channels as rows like an Accumulator<2>.
+// The pairs of tokens of a far tile, which replace its products with Kb. Channels are rows, as in
+// an Accumulator<2>.
 struct FarPairs {
   float r[2][4], k[2][4];  // r and k themselves
   float dr[2][4];          // sum over earlier tokens j of dA_ij k_j times the decay between i and j
   float dk[2][4];          // sum over later tokens i of dA_ij r_i times the decay between i and j
-  float dlog[2][4];        // sum over the pairs of tokens j < t < i of r_i dA_ij k_j times that decay
+  float dlog[2][4];  // sum over the pairs of tokens j < t < i of r_i dA_ij k_j times that decay
 };
 
-// Loads r and k of a far tile and adds up its pairs of tokens, for the channels `channel` and channel + 8.
-// `da` points to the packed dA of the tile.
+// Loads r and k of a far tile and adds up its pairs of tokens, for the channels `channel` and
+// channel + 8. `da` points to the packed dA of the tile.
 template <typename T>
 __device__ void AddFarPairs(const unsigned char* da, const RawTile<T>& raw, int channel,
                             const DecaySums& sums, FarPairs& pairs) {
@@ -199,13 +206,13 @@ __device__ void AddFarPairs(const unsigned char* da, const RawTile<T>& raw, int 
       pairs.k[i][e] = raw.marks.present >> token & 1 ? ToFloat(raw.k[at]) : 0.0f;
     }
   // The element of any token in the row of this lane that `row` names, from the lane that has it.
-  const auto of = [&](const float(&x)[2][4], int token, int row) {
+  const auto of = [&](const float (&x)[2][4], int token, int row) {
     const float early = token % 2 ? x[0][2 * row + 1] : x[0][2 * row];
     const float late = token % 2 ? x[1][2 * row + 1] : x[1][2 * row];
     return __shfl_sync(~0u, token < 8 ? early : late, (lane & ~3) | token % 8 / 2);
   };
-  // The loop takes one reading token i after another. A lane has four of the tokens j that have written
-  // before token i.
+  // The loop takes one reading token i after another. A lane has four of the tokens j that have
+  // written before token i.
 #pragma unroll 1
   for (int i = 1; i < kTileTokens; ++i) {
     const unsigned char* const row_of_da = da + i / 8 * 256 + i % 8 * 16 + own * 2;
@@ -276,8 +283,9 @@ struct ParameterSums {
   float du[2] = {}, dw[2] = {};
 };
 
-// The phases of the kernel, and what a thread keeps through all of them. Each phase runs in the registers
-// of the caller: functions are inlined, and a thread has 128 registers, all of which are in use.
+// The phases of the kernel, and what a thread keeps through all of them. Each phase runs in the
+// registers of the caller: functions are inlined, and a thread has 128 registers, all of which are
+// in use.
 template <typename T, bool kConstant, bool kMarked>
 struct ChunkGradients {
   using L = GradientLayout;
@@ -290,7 +298,8 @@ struct ChunkGradients {
   const ChunkCopier<kThreads> copier;
   const uint32_t* const marks;  // a word for each tile, in global memory
   const ChunkDecays<T, kConstant> decays;
-  const int channel;  // the first channel of a lane in products with channels as rows; + 8 is the second
+  const int
+      channel;  // the first channel of a lane in products with channels as rows; + 8 is the second
 
   // `index` counts the chunks of the sequence, which starts at `span`.
   __device__ ChunkGradients(const GradientArrays<T>& in, unsigned char* memory, int sequence,
@@ -303,7 +312,8 @@ struct ChunkGradients {
         lane(Lane()),
         head(static_cast<int64_t>(sequence) * in.heads + own_head),
         copier(CopierOf(in, sequence, own_head, span, index)),
-        marks(kMarked ? in.marks.words + sequence * in.marks.per_row + index * kChunkTiles : nullptr),
+        marks(kMarked ? in.marks.words + sequence * in.marks.per_row + index * kChunkTiles
+                      : nullptr),
         decays{shared + L::kW, Floats(L::kConstant), in.decay},
         channel(16 * warp + lane / 4) {}
 
@@ -321,7 +331,9 @@ struct ChunkGradients {
 
   __device__ float* Floats(int at) const { return reinterpret_cast<float*>(memory + at); }
   // The rows of a panel that are the tokens of a tile.
-  __device__ uint32_t Rows(int panel, int tile) const { return shared + panel + tile * kTileStride; }
+  __device__ uint32_t Rows(int panel, int tile) const {
+    return shared + panel + tile * kTileStride;
+  }
   // Matrix number `index` of an array of packed matrices of tokens by tokens.
   __device__ uint32_t Packed(int at, int index) const { return shared + at + index * kTileBytes; }
   __device__ float* FactorsOf(int tile) const { return Floats(L::kFactors) + tile * kFactorFloats; }
@@ -354,7 +366,8 @@ struct ChunkGradients {
     if (const RowMarks marks = MarksOf(tile); marks.clears != 0)
       KeepTokens(0, marks.FirstCleared(), tokens);
   }
-  // dS after a tile, as this thread and the thread of the other warpgroup at the same place have it.
+  // dS after a tile, as this thread and the thread of the other warpgroup at the same place have
+  // it.
   __device__ uint4* StateGradientAfter(int tile) const {
     return reinterpret_cast<uint4*>(memory + L::kDsAfter + tile * kPanelBytes) + threadIdx.x % 128;
   }
@@ -371,17 +384,16 @@ struct ChunkGradients {
       x[column][0] = four.x, x[column][1] = four.y, x[column][2] = four.z, x[column][3] = four.w;
     }
   }
-  // The tokens of a tile by the 16 channels of a warp: where a lane points, for matrices with channels as
-  // rows.
+  // The tokens of a tile by the 16 channels of a warp: where a lane points, for matrices with
+  // channels as rows.
   __device__ uint32_t ByChannel(int panel, int tile) const {
     return TileAddressByRows(Rows(panel, tile), 0, warp);
   }
   __device__ void LoadByChannel(int panel, int tile, float (&to)[2][4]) const {
     uint32_t x[4];
     LoadTransposed(ByChannel(panel, tile), x);
-    ForEachPair([&](int n, int i, int e) {
-      to[i][e] = Bf16::Low(x[n]), to[i][e + 1] = Bf16::High(x[n]);
-    });
+    ForEachPair(
+        [&](int n, int i, int e) { to[i][e] = Bf16::Low(x[n]), to[i][e + 1] = Bf16::High(x[n]); });
   }
   // Rounds gradients of a tile and puts them where the epilogue takes them from.
   __device__ void Stage(int panel, int tile, const Accumulator<2>& x) const {
@@ -402,7 +414,8 @@ struct ChunkGradients {
 
   // --- Prologue.
 
-  // All threads start to copy the operands of the chunk, and then S and dS, in two groups of copies.
+  // All threads start to copy the operands of the chunk, and then S and dS, in two groups of
+  // copies.
   __device__ void LoadOperands() const {
     if constexpr (!kConstant) copier.Copy(shared + L::kW, static_cast<const T*>(in.w));
     copier.Copy(shared + L::kR, in.r);
@@ -431,15 +444,16 @@ struct ChunkGradients {
     if (threadIdx.x < kHeadSize) Floats(L::kU)[threadIdx.x] = in.u[head * kHeadSize + threadIdx.x];
   }
 
-  // Each thread waits for the operands that it has copied. v and dy are used as they are, so they have to
-  // be bfloat16.
+  // Each thread waits for the operands that it has copied. v and dy are used as they are, so they
+  // have to be bfloat16.
   __device__ void WaitForOperands() const {
     WaitForCopies<1>();
     ConvertOwnPieces<T, kThreads>(memory + L::kV);
     ConvertOwnPieces<T, kThreads>(memory + L::kDy);
   }
 
-  // Each thread waits for what it has copied of S and dS, and lets products see all that it has stored.
+  // Each thread waits for what it has copied of S and dS, and lets products see all that it has
+  // stored.
   __device__ void WaitForStates() const {
     WaitForCopies<0>();
     PublishOperands();
@@ -449,8 +463,8 @@ struct ChunkGradients {
 
   static constexpr int kHalfColumns = kColumnTiles / 2;
 
-  // Sums the log decays of the tile (G and G'), stores scaled log decays in place of w, and returns whether
-  // the tile is far.
+  // Sums the log decays of the tile (G and G'), stores scaled log decays in place of w, and returns
+  // whether the tile is far.
   __device__ bool SumDecays(int tile, uint32_t present, DecaySums (&sums)[kHalfColumns]) const {
     bool far = false;
 #pragma unroll
@@ -460,7 +474,8 @@ struct ChunkGradients {
         SumByToken(decays, tile, column, present, sums[i]);
 #pragma unroll
         for (int e = 0; e < 4; ++e)
-          far |= decays.constant[16 * column + e / 2 * 8 + 2 * (Lane() % 4) + e % 2] < -kMaxTokenLog2;
+          far |=
+              decays.constant[16 * column + e / 2 * 8 + 2 * (Lane() % 4) + e % 2] < -kMaxTokenLog2;
       } else {
         uint32_t log_decays[4];
         decays.Load(tile, column, present, log_decays);
@@ -478,10 +493,12 @@ struct ChunkGradients {
     return __any_sync(~0u, far);
   }
 
-  // Stores exp(G_L), Rt, Kh and Kb of 16 channels, and adds their share of Rt Kb^T to `a` and of
-  // R (u K)^T to `bonus`. In a far tile k itself is stored in place of Kb, and `a` gets nothing useful.
+  // Stores exp(G_L), Rt, Kh and Kb of 16 channels, and adds their share of Rt Kb^T to `a` and of R
+  // (u K)^T to `bonus`. In a far tile k itself is stored in place of Kb, and `a` gets nothing
+  // useful.
   __device__ void ScaleColumn(int tile, int column, bool far, const RowMarks& marks,
-                              const DecaySums& sums, Accumulator<2>& a, Accumulator<2>& bonus) const {
+                              const DecaySums& sums, Accumulator<2>& a,
+                              Accumulator<2>& bonus) const {
     const bool clears = marks.clears != 0;
     const float* const u = Floats(L::kU);
     const uint32_t here = TileAddress(0, 16 * tile, column);
@@ -521,8 +538,8 @@ struct ChunkGradients {
     AddTokenProducts(a, r, k);
   }
 
-  // Leaves exp(G_L), Rt, Kh, Kb, whether the tile is far, and the share of A^T that these channels have.
-  // Needs the copied r, k and w.
+  // Leaves exp(G_L), Rt, Kh, Kb, whether the tile is far, and the share of A^T that these channels
+  // have. Needs the copied r, k and w.
   __device__ void ScaleOperands() const {
     const int tile = warp, first_column = warpgroup * kHalfColumns;
     const RawTile<T> raw = RawTileOf(tile);
@@ -547,8 +564,8 @@ struct ChunkGradients {
                      Bf16::Round(a[0][2], a[0][3]), Bf16::Round(a[1][2], a[1][3])});
   }
 
-  // Leaves dA and D of the tile (warpgroup 0: left is dY, right is V), or dA^T (warpgroup 1: left is V,
-  // right is dY). Needs the copied v and dy.
+  // Leaves dA and D of the tile (warpgroup 0: left is dY, right is V), or dA^T (warpgroup 1: left
+  // is V, right is dY). Needs the copied v and dy.
   __device__ void TokenProducts(int left, int right, int to) const {
     const int tile = warp;
     const RowMarks marks = MarksOf(tile);
@@ -585,7 +602,8 @@ struct ChunkGradients {
 
   // --- The gradient of the state, from the last tile to the first.
 
-  // Loads dS after the chunk: warpgroup 0 has its rows (values) as rows, warpgroup 1 its columns (keys).
+  // Loads dS after the chunk: warpgroup 0 has its rows (values) as rows, warpgroup 1 its columns
+  // (keys).
   __device__ void LoadStateGradient(Left (&x)[kColumnTiles], Accumulator<8>& ds) const {
 #pragma unroll
     for (int column = 0; column < kColumnTiles; ++column)
@@ -596,8 +614,8 @@ struct ChunkGradients {
     Widen(x, ds);
   }
 
-  // Warpgroup 0: stages dV = Kh dS^T + A^T dY of each tile, and moves dS on. Computes dV^T, in which the
-  // values are rows.
+  // Warpgroup 0: stages dV = Kh dS^T + A^T dY of each tile, and moves dS on. Computes dV^T, in
+  // which the values are rows.
   __device__ void ValueGradients(Accumulator<8>& ds) const {
 #pragma unroll 1
     for (int tile = kChunkTiles - 1; tile >= 0; --tile) {
@@ -627,8 +645,8 @@ struct ChunkGradients {
     }
   }
 
-  // Warpgroup 1: keeps dS^T after each tile in shared memory, rounded, and moves dS on. `rounded` is dS
-  // after the chunk.
+  // Warpgroup 1: keeps dS^T after each tile in shared memory, rounded, and moves dS on. `rounded`
+  // is dS after the chunk.
   __device__ void KeepStateGradients(Left (&rounded)[kColumnTiles], Accumulator<8>& ds) const {
     KeepStateGradient(kChunkTiles - 1, rounded);
 #pragma unroll 1
@@ -674,8 +692,8 @@ struct ChunkGradients {
 
   // --- Main loop: the gradients of one tile. A warp has 16 channels, and its warpgroup has all.
 
-  // dRt, dKh, dKb and exp(G_L) sum_v S dS, from S before the tile and dS after it. kClears: the tile has
-  // starts of segments, at which the state is cleared.
+  // dRt, dKh, dKb and exp(G_L) sum_v S dS, from S before the tile and dS after it. kClears: the
+  // tile has starts of segments, at which the state is cleared.
   template <bool kClears>
   __device__ void StateProducts(int tile, bool far, const float (&factors)[2],
                                 const Accumulator<8>& s, TileGradients& d) const {
@@ -708,8 +726,8 @@ struct ChunkGradients {
     Settle(d.dkb);
     Left after[kColumnTiles];
     RecallStateGradient(tile, after);
-    // Of the products of all channels with all channels only the diagonal is needed. Lane / 8 of the four
-    // lanes of a row has it.
+    // Only the diagonal is needed of the products of all channels with all channels. Lane / 8 of
+    // the four lanes of a row has it.
     Accumulator<2> products = {};
 #pragma unroll
     for (int column = 0; column < kColumnTiles; ++column)
@@ -747,12 +765,12 @@ struct ChunkGradients {
     });
   }
 
-  // Stages dR = exp(G') dRt + D u K and dK = exp(G_L - G) dKh + exp(-G) dKb + D u R, and adds D R K to du.
-  // `x` has Rt and Kb before, R and K after. In a far tile all that needs R, K or dKb is left to
-  // AddFarTile.
-  __device__ void InputGradients(int tile, bool far, const RowMarks& marks, const float (&factors)[2],
-                                 const DecaySums& sums, TileInputs& x, TileGradients& d,
-                                 ParameterSums& parameters) const {
+  // Stages dR = exp(G') dRt + D u K and dK = exp(G_L - G) dKh + exp(-G) dKb + D u R, and adds D R K
+  // to du. `x` has Rt and Kb before, R and K after. In a far tile all that needs R, K or dKb is
+  // left to AddFarTile.
+  __device__ void InputGradients(int tile, bool far, const RowMarks& marks,
+                                 const float (&factors)[2], const DecaySums& sums, TileInputs& x,
+                                 TileGradients& d, ParameterSums& parameters) const {
     // Where exp(-G) may be infinite, or the factor is 0, exp(G_L - G) is not their product.
     const bool by_difference = far || marks.clears != 0;
     float total[2];
@@ -760,7 +778,8 @@ struct ChunkGradients {
     for (int i = 0; i < 2; ++i) total[i] = __shfl_sync(~0u, sums.upto[1][2 * i + 1], lane | 3);
     ForEachElement([&](int i, int e) {
       const float inverse = Exp2(-sums.upto[i][e]);
-      d.dkh[i][e] *= by_difference ? Exp2(total[e / 2] - sums.upto[i][e]) : factors[e / 2] * inverse;
+      d.dkh[i][e] *=
+          by_difference ? Exp2(total[e / 2] - sums.upto[i][e]) : factors[e / 2] * inverse;
       d.drt[i][e] *= Exp2(sums.before[i][e]);
       if (far) return;
       x.r[i][e] *= Exp2(-sums.before[i][e]);
@@ -774,18 +793,17 @@ struct ChunkGradients {
     Stage(L::kKb, tile, d.dkh);
   }
 
-  // From the gradient of the log decays to that of w. In the form "exp" the slope is the log decay itself.
+  // Turns the gradient of the log decays into the gradient of w. In the form "exp" the slope is the
+  // log decay itself.
   __device__ void ScaleBySlope(const DecaySums& sums, Accumulator<2>& dw) const {
     if (in.decay != Decay::kExp) return;
-    ForEachElement([&](int i, int e) {
-      dw[i][e] *= (sums.upto[i][e] - sums.before[i][e]) * (1.0f / kLog2E);
-    });
+    ForEachElement(
+        [&](int i, int e) { dw[i][e] *= (sums.upto[i][e] - sums.before[i][e]) * (1.0f / kLog2E); });
   }
 
   // Sums the terms of dlog d over the tokens of the tile, and stages dW or adds it up.
-  __device__ void DecayGradients(int tile, const float (&crossing)[2],
-                                 const DecaySums& sums, const DecayTerms& terms,
-                                 ParameterSums& parameters) const {
+  __device__ void DecayGradients(int tile, const float (&crossing)[2], const DecaySums& sums,
+                                 const DecayTerms& terms, ParameterSums& parameters) const {
     const uint32_t present = MarksOf(tile).present;
     const auto padding = [&](int i, int e) {
       return (present >> (8 * i + 2 * (lane % 4) + e % 2) & 1) == 0;
@@ -831,7 +849,8 @@ struct ChunkGradients {
     }
   }
 
-  // Stages the sums of du, and of dw if all tokens have the same decay, over the tokens of each warpgroup.
+  // Stages the sums of du, and of dw if all tokens have the same decay, over the tokens of each
+  // warpgroup.
   __device__ void StageParameterSums(const ParameterSums& parameters) const {
     float* const sums = Floats(L::kSums);
 #pragma unroll
@@ -878,8 +897,8 @@ struct ChunkGradients {
 };
 
 template <typename T, bool kConstant, bool kMarked>
-__global__ __launch_bounds__(kThreads, 2) void GradientKernel(
-    const __grid_constant__ GradientArrays<T> in) {
+__global__ __launch_bounds__(kThreads,
+                             2) void GradientKernel(const __grid_constant__ GradientArrays<T> in) {
   using L = GradientLayout;
   RWKV_JAX_DYNAMIC_SHARED(kPanelAlignment, memory);
   // Blocks are [B, N, H]. Divisions of 64 bits would cost more than all copies.
@@ -887,10 +906,9 @@ __global__ __launch_bounds__(kThreads, 2) void GradientKernel(
   const int sequence =
       in.sequences.Given() ? in.sequences.owners[chunk] : static_cast<int>(chunk / in.chunks);
   if (sequence < 0) return ClearPartialSums(in, kConstant);
-  const Span span = in.sequences.Given()
-                        ? in.sequences(sequence, 0)
-                        : Span{sequence * in.tokens, in.tokens,
-                               static_cast<int64_t>(sequence) * in.chunks};
+  const Span span = in.sequences.Given() ? in.sequences(sequence, 0)
+                                         : Span{sequence * in.tokens, in.tokens,
+                                                static_cast<int64_t>(sequence) * in.chunks};
   const ChunkGradients<T, kConstant, kMarked> phases(in, memory, sequence, own_head, span,
                                                      chunk - span.first_chunk);
 
@@ -966,12 +984,25 @@ cudaError_t Wkv6Gradients(cudaStream_t stream, const Wkv6BackwardCall& call,
     using T = decltype(zero);
     const auto in = [](const void* x) { return static_cast<const T*>(x); };
     const auto out = [](void* x) { return static_cast<T*>(x); };
-    const GradientArrays<T> arrays{in(call.r), in(call.k), in(call.v), in(call.dy), call.w, call.u,
-                           out(call.dr), out(call.dk), out(call.dv), call.dw, call.du,
-                           call.dims.tokens, static_cast<unsigned>(call.dims.heads),
-                           static_cast<unsigned>(call.dims.saved), call.decay, call.marks,
-                           call.sequences,
-                           static_cast<const uint4*>(call.states), gradients};
+    const GradientArrays<T> arrays{in(call.r),
+                                   in(call.k),
+                                   in(call.v),
+                                   in(call.dy),
+                                   call.w,
+                                   call.u,
+                                   out(call.dr),
+                                   out(call.dk),
+                                   out(call.dv),
+                                   call.dw,
+                                   call.du,
+                                   call.dims.tokens,
+                                   static_cast<unsigned>(call.dims.heads),
+                                   static_cast<unsigned>(call.dims.saved),
+                                   call.decay,
+                                   call.marks,
+                                   call.sequences,
+                                   static_cast<const uint4*>(call.states),
+                                   gradients};
     const auto launch = [&](auto kernel) {
       return Launch(kernel, static_cast<unsigned>(blocks), kThreads, GradientLayout::kBytes, stream,
                     arrays);

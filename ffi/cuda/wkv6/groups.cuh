@@ -1,19 +1,20 @@
-// Groups of tokens for the kernels of WKV6 and WKV5 that compute in float (recurrent.cu), exact for any decay.
+// Groups of tokens for the kernels of WKV6 and WKV5 in float (recurrent.cu), which are exact for
+// any decay.
 //
-// The recurrence and its sources are those of wkv6/decays.cuh. A group of L tokens is taken at once. With
-// D(i, j) the product of the decay factors of tokens i to j - 1, S the state before the group, and dS the
-// gradient of the state after it,
+// The recurrence and its sources are those of wkv6/decays.cuh. A group of L tokens is taken at
+// once. With D(i, j) the product of the decay factors of tokens i to j - 1, S the state before the
+// group, and dS the gradient of the state after it,
 //
 //   y_t = S (D(0, t) r_t) + sum_{i<t} (k_i^T D(i+1, t) r_t) v_i + (k_t^T (u r_t)) v_t
 //   S  <- S D(0, L) + sum_i v_i (D(i+1, L) k_i)^T
 //   dS <- dS D(0, L) + sum_j dy_j (D(0, j) r_j)^T.
 //
-// Compared to one token at a time this spares a quarter of the work on S, and nearly half of it in the
-// backward pass. Decay factors are only multiplied, never divided by, so one that underflows is as good as
-// any other. Everything that does not involve S is computed channel by channel.
+// Compared to one token at a time this spares a quarter of the work on S, and nearly half of it in
+// the backward pass. Decay factors are only multiplied, never divided by, so one that underflows is
+// as good as any other. Everything that does not involve S is computed channel by channel.
 //
-// Where a segment starts in the group, S is cleared before its first token. The products above still
-// connect tokens of different segments; the code that adds them up leaves those out.
+// Where a segment starts in the group, S is cleared before its first token. The products above
+// still connect tokens of different segments; the code that adds them up leaves those out.
 #pragma once
 
 #include "fragment.cuh"
@@ -29,7 +30,8 @@ constexpr int kGroupTokens = 4;
 template <typename T>
 struct Inputs {
   const T *r, *k, *v, *dy;
-  const void* w;  // T [B, T, H, K]; or float [S, H, K] if all tokens of a sequence have the same decay
+  const void*
+      w;  // T [B, T, H, K]; or float [S, H, K] if all tokens of a sequence have the same decay
   const float* u;
   bool constant_decay;
   Decay decay;
@@ -49,10 +51,10 @@ struct Inputs {
         sequences(call.sequences) {}
 };
 
-// How a thread brings in its share of the tokens of a pipeline stage. A stage has kGroups groups of L tokens,
-// one for each N threads, and a thread brings in one channel of one group. The argument `first` is the first
-// token of the stage. A token past the end of the sequence, or one that is padding, comes as one that
-// changes no state: its decay is 1, and all else is 0.
+// How a thread brings in its share of the tokens of a pipeline stage. A stage has kGroups groups of
+// L tokens, one for each N threads, and a thread brings in one channel of one group. The argument
+// `first` is the first token of the stage. A token past the end of the sequence, or one that is
+// padding, comes as one that changes no state: its decay is 1, and all else is 0.
 template <typename T, int N, int L, int kThreads>
 class Channel {
  public:
@@ -97,8 +99,7 @@ class Channel {
                           float (&x)[L]) const {
     const int count = Count(first);
 #pragma unroll
-    for (int t = 0; t < L; ++t)
-      x[t] = t < count && !marks.Absent(t) ? ToFloat(fetched[t]) : 0.0f;
+    for (int t = 0; t < L; ++t) x[t] = t < count && !marks.Absent(t) ? ToFloat(fetched[t]) : 0.0f;
   }
   // Decay factors and their derivatives in w.
   template <bool kMarked>
@@ -115,8 +116,7 @@ class Channel {
   }
 
   template <bool kMarked>
-  __device__ void Write(const float (&x)[L], int64_t first, TileMarks<kMarked> marks,
-                        T* to) const {
+  __device__ void Write(const float (&x)[L], int64_t first, TileMarks<kMarked> marks, T* to) const {
     const int count = Count(first);
 #pragma unroll
     for (int t = 0; t < L; ++t)
@@ -142,8 +142,8 @@ struct alignas(16) TokenGroup {
   float r[L][N];   // D(0, t) r_t
   float k[L][N];   // D(t+1, L) k_t
   float v[L][N];
-  // k_t^T (u r_t) at t * L + t, and k_t^T D(t+1, j) r_j at t * L + j for j > t; each warp has the sums over
-  // its own channels.
+  // k_t^T (u r_t) at t * L + t, and k_t^T D(t+1, j) r_j at t * L + j for j > t; each warp has the
+  // sums over its own channels.
   float scores[kWarps][L * L];
 };
 
@@ -200,8 +200,8 @@ __device__ void Scores(const float (&d)[L], const float (&k)[L], const float (&r
   }
 }
 
-// ReduceScatter of the first kLeft elements. The function is recursive, so that it unrolls itself: nvcc
-// would leave an array of more than 8 elements in memory.
+// ReduceScatter of the first kLeft elements. The function is recursive, so that it unrolls itself:
+// nvcc would leave an array of more than 8 elements in memory.
 template <int kLow, int kHigh, int kLeft, int kCount>
 __device__ int ShareOut(float (&x)[kCount], int lane) {
   constexpr int kBit = kHigh / 2, kHalf = kLeft / 2;
@@ -224,8 +224,8 @@ __device__ int ShareOut(float (&x)[kCount], int lane) {
   }
 }
 
-// Adds up x over the lanes that differ in the bits [kLow, kHigh) of their number, and calls put(i, sum) once
-// for each element.
+// Adds up x over the lanes that differ in the bits [kLow, kHigh) of their number, and calls put(i,
+// sum) once for each element.
 template <int kLow, int kHigh, int kCount, typename Put>
 __device__ void ReduceAndPut(float (&x)[kCount], int lane, Put&& put) {
   constexpr int kLanes = kHigh / kLow, kLeft = kCount > kLanes ? kCount / kLanes : 1;
@@ -253,8 +253,8 @@ __device__ void AddSums(const float (&sums)[kWarps][kCount], float (&x)[kCount])
   }
 }
 
-// s = s diag(decay) + sum_t rows[t] cols[t]^T. If `cleared`, nothing is left of s, and the sum is over the
-// tokens for which counts(t) holds.
+// s = s diag(decay) + sum_t rows[t] cols[t]^T. If `cleared`, nothing is left of s, and the sum is
+// over the tokens for which counts(t) holds.
 template <typename G, int L, typename Counts>
 __device__ void Advance(const G& partition, const float* decay, const float (&rows)[L][G::N],
                         const float (&cols)[L][G::N], bool cleared, Counts&& counts,

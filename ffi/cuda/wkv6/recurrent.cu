@@ -1,14 +1,15 @@
-// WKV6 and WKV5 in float, exact for every decay: one thread block per head, or in the backward pass per head
-// and split. wkv6/groups.cuh has the equations of a group of L tokens, and their sources.
+// WKV6 and WKV5 in float, exact for every decay: one thread block per head, or in the backward pass
+// per head and split. wkv6/groups.cuh has the equations of a group of L tokens, and their sources.
 //
-// All three kernels are pipelines over stages of a few groups of tokens. While the threads compute one stage
-// from shared memory, the tokens of the next stage travel to registers; then they go to the other buffer of
-// shared memory, converted and scaled. The two views of the work alternate:
+// All three kernels are pipelines over stages of a few groups of tokens. While the threads compute
+// one stage from shared memory, the tokens of the next stage travel to registers; then they go to
+// the other buffer of shared memory, converted and scaled. The two views of the work alternate:
 //
 //   by state      a lane has a rectangle of S or dS (StatePartition): products with S, moving S on
 //   by channel    a thread has one channel of one group (Channel): everything that does not involve S
 //
-// A __syncthreads between the two views orders the stores of one view before the loads of the other one.
+// A __syncthreads between the two views orders the stores of one view before the loads of the other
+// one.
 #include "wkv6/groups.cuh"
 
 namespace rwkv_jax::cuda {
@@ -35,8 +36,8 @@ struct ForwardTokens {
   T w[L], r[L], k[L], v[L];
   TileMarks<kMarked> marks;  // of the stage
 
-  __device__ void Fetch(const ForwardChannel<T, N, L>& own, const Inputs<T>& in, const Head<N>& head,
-                        int64_t first) {
+  __device__ void Fetch(const ForwardChannel<T, N, L>& own, const Inputs<T>& in,
+                        const Head<N>& head, int64_t first) {
     own.FetchDecay(first, w);
     own.Fetch(in.r, first, r);
     own.Fetch(in.k, first, k);
@@ -154,8 +155,8 @@ struct alignas(16) GradientGroup {
   float decay[N], r[L][N], dy[L][N];
 };
 
-// Finds the gradient of the state at the end of each split but the last one, so that splits can run side by
-// side in BackwardKernel. The gradient does not depend on the state.
+// Finds the gradient of the state at the end of each split but the last one, so that splits can run
+// side by side in BackwardKernel. The gradient does not depend on the state.
 template <typename T, int N, bool kMarked>
 __global__ __launch_bounds__(ForwardPartition<N>::kThreads) void SplitKernel(
     const __grid_constant__ Inputs<T> in, int64_t row_tokens, int64_t heads,
@@ -217,10 +218,17 @@ struct Gradients {
 
 // A lane of a large head has more rows: registers and shared memory admit no more warps.
 template <int N>
-using BackwardPartition = StatePartition<N, N == 128 ? 8 : N == 32 ? 2 : 4>;
+using BackwardPartition = StatePartition<N, N == 128  ? 8
+                                            : N == 32 ? 2
+                                                      : 4>;
 
 // Sums over the rows of a state, for each column: S^T dy_t, then dS^T v_t, then sum_v(dS * S).
-enum ColumnSum { kReadSums = 0, kWriteSums = kGroupTokens, kStateSum = 2 * kGroupTokens, kColumnSums };
+enum ColumnSum {
+  kReadSums = 0,
+  kWriteSums = kGroupTokens,
+  kStateSum = 2 * kGroupTokens,
+  kColumnSums
+};
 
 template <typename G, int kGroups>
 struct BackwardShared {
@@ -230,8 +238,8 @@ struct BackwardShared {
   float du[kGroups][G::N], dw[kGroups][G::N];            // sums over all tokens
 };
 
-// One channel of one group of tokens on its way from global to shared memory. "Writes" are what a token does
-// to the state: w, k and v.
+// One channel of one group of tokens on its way from global to shared memory. "Writes" are what a
+// token does to the state: w, k and v.
 template <typename T, int N, bool kMarked>
 struct BackwardTokens {
   static constexpr int L = kGroupTokens;
@@ -254,8 +262,8 @@ struct BackwardTokens {
     own.Fetch(in.r, first, r);
     own.Fetch(in.dy, first, dy);
   }
-  __device__ void PutWrites(int64_t first, BackwardGroup<N>& group, float (&d)[L], float (&slope)[L],
-                            float (&keys)[L], float (&values)[L]) const {
+  __device__ void PutWrites(int64_t first, BackwardGroup<N>& group, float (&d)[L],
+                            float (&slope)[L], float (&keys)[L], float (&values)[L]) const {
     WithMarks<Own::kStageTokens>(marks, [&](auto marks) {
       own.ConvertDecay(w, first, own.Own(marks), d, slope);
       own.Convert(k, first, own.Own(marks), keys);
@@ -292,7 +300,8 @@ struct BackwardTokens {
   }
 };
 
-// By state: stores what the gradients of a group need of S and dS, and moves dS back to before the group.
+// By state: stores what the gradients of a group need of S and dS, and moves dS back to before the
+// group.
 template <typename G, bool kMarked>
 __device__ void ReadStates(const G& partition, const BackwardGroup<G::N>& group,
                            TileMarks<kMarked> marks, const Fragment<G>& s, Fragment<G>& ds,
@@ -373,9 +382,9 @@ __device__ void WriteValueGradients(const Own& own, const BackwardGroup<N>& grou
   own.Write(x, first, marks, dv);
 }
 
-// By channel: dr, dw and dk of a group, and its share of du and of the sum of dw. In one channel, the products
-// of S_{t-1} and of dS_t with dy_j, v_j and each other follow the recurrences of S and dS, and are cleared
-// where S and dS are.
+// By channel: dr, dw and dk of a group, and its share of du and of the sum of dw. In one channel,
+// the products of S_{t-1} and of dS_t with dy_j, v_j and each other follow the recurrences of S and
+// dS, and are cleared where S and dS are.
 template <int L, typename Own, typename Marks, typename T, int N, int kWarps>
 __device__ void WriteChannelGradients(const Own& own, const Inputs<T>& in, float u,
                                       const BackwardGroup<N>& group,
@@ -432,10 +441,10 @@ __device__ void WriteChannelGradients(const Own& own, const Inputs<T>& in, float
   dw_total += dw_sum;
 }
 
-// The chunks of a split run from the last to the first. In each chunk the tokens are first replayed from the
-// saved state, which leaves the state before each stage in scratch; then the stages run from the last to the
-// first. Only what depends on S before a group or on dS after it is summed over rows (ReadStates); each
-// channel finds its gradients from that alone.
+// The chunks of a split run from the last to the first. In each chunk the tokens are first replayed
+// from the saved state, which leaves the state before each stage in scratch; then the stages run
+// from the last to the first. Only what depends on S before a group or on dS after it is summed
+// over rows (ReadStates); each channel finds its gradients from that alone.
 template <typename T, int N, bool kMarked>
 __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 128 ? 1 : 3) void BackwardKernel(
     const __grid_constant__ Inputs<T> in, int64_t row_tokens, int64_t heads, SavedStates states,
@@ -560,9 +569,8 @@ cudaError_t Wkv6Forward(cudaStream_t stream, const Wkv6ForwardCall& call) {
       constexpr int L = tokens();
       return Launch(ForwardKernel<T, N, L, marked()>, heads, ForwardPartition<N>::kThreads,
                     sizeof(ForwardMemory<T, N, L>), stream, Inputs<T>(call, nullptr),
-                    call.dims.tokens, call.dims.heads, call.initial_state,
-                    static_cast<T*>(call.y), call.final_state,
-                    SavedStates{call.states, call.states_dtype == Dtype::kBF16});
+                    call.dims.tokens, call.dims.heads, call.initial_state, static_cast<T*>(call.y),
+                    call.final_state, SavedStates{call.states, call.states_dtype == Dtype::kBF16});
     };
     if (call.dims.tokens == 1 && !call.marks.Given() && !call.sequences.Given())
       return launch(std::integral_constant<int, 1>(), std::false_type());
@@ -580,9 +588,12 @@ cudaError_t Wkv6Backward(cudaStream_t stream, const Wkv6BackwardCall& call,
     constexpr int N = size();
     using G = BackwardPartition<N>;
     const Inputs<T> inputs(call, call.dy);
-    const Gradients<T> gradients{static_cast<T*>(call.dr), static_cast<T*>(call.dk),
-                                 static_cast<T*>(call.dv), call.dw,
-                                 call.du, call.dinitial_state};
+    const Gradients<T> gradients{static_cast<T*>(call.dr),
+                                 static_cast<T*>(call.dk),
+                                 static_cast<T*>(call.dv),
+                                 call.dw,
+                                 call.du,
+                                 call.dinitial_state};
     const SavedStates states{const_cast<void*>(call.states), call.states_dtype == Dtype::kBF16};
     return ForMarks(call.marks, [&](auto marked) {
       return ForHeads(heads, scratch, [&](const ReplayLot& lot, int64_t count) {
@@ -593,9 +604,8 @@ cudaError_t Wkv6Backward(cudaStream_t stream, const Wkv6BackwardCall& call,
           if (error != cudaSuccess) return error;
         }
         return Launch(BackwardKernel<T, N, marked()>, count * scratch.splits, G::kThreads,
-                      sizeof(BackwardShared<G, G::kThreads / N>), stream, inputs,
-                      call.dims.tokens, call.dims.heads, states, call.dfinal_state, gradients,
-                      lot);
+                      sizeof(BackwardShared<G, G::kThreads / N>), stream, inputs, call.dims.tokens,
+                      call.dims.heads, states, call.dfinal_state, gradients, lot);
       });
     });
   });

@@ -1,6 +1,7 @@
-// WKV6 on matrix units, from the first token of a sequence to the last: the forward pass; and from the last
-// to the first: the gradient of the state. A thread block has one head, or one head of one split of a
-// sequence, and takes a chunk of 64 tokens at a time. wkv6/decays.cuh has the equations and their sources.
+// WKV6 on matrix units, from the first token of a sequence to the last: the forward pass; and from
+// the last to the first: the gradient of the state. A thread block has one head, or one head of one
+// split of a sequence, and takes a chunk of 64 tokens at a time. wkv6/decays.cuh has the equations
+// and their sources.
 //
 // If a sequence is split, three kernels run one after another:
 //
@@ -10,8 +11,8 @@
 //   ForwardKernel  for each split: y, the saved states and the final state; or StateKernel again for the
 //                  gradient of the state, which needs no other result of the forward pass
 //
-// Both scans are pipelines with one warpgroup. The prologue starts the copies of the first chunk; the main
-// loop copies the next chunk to shared memory while it computes the present one.
+// Both scans are pipelines with one warpgroup. The prologue starts the copies of the first chunk;
+// the main loop copies the next chunk to shared memory while it computes the present one.
 #include <algorithm>
 
 #include "wkv6/decays.cuh"
@@ -45,7 +46,8 @@ struct SplitOfBlock {
   int64_t sequence, heads;
   unsigned own_head;  // of the sequence
   Span span;          // the tokens of the sequence
-  int splits, order;  // the number of splits, and the place of this one in the order of the recurrence
+  int splits,
+      order;  // the number of splits, and the place of this one in the order of the recurrence
   int64_t first_chunk;
   int chunks;
 
@@ -92,12 +94,12 @@ struct SplitOfBlock {
 
 // Byte offsets in shared memory of the forward pass. r and k have two stages of the pipeline.
 struct ForwardLayout {
-  static constexpr int kR = 0;                       // r, then Rt
-  static constexpr int kK = kR + 2 * kPanelBytes;    // k, then Kh
-  static constexpr int kV = kK + 2 * kPanelBytes;    // v, then y
+  static constexpr int kR = 0;                     // r, then Rt
+  static constexpr int kK = kR + 2 * kPanelBytes;  // k, then Kh
+  static constexpr int kV = kK + 2 * kPanelBytes;  // v, then y
   static constexpr int kW = kV + kPanelBytes;
-  static constexpr int kA = kW + kPanelBytes;        // packed, a matrix for each tile
-  static constexpr int kFactors = kA + kChunkTiles * kTileBytes;         // exp(G_L) of each tile
+  static constexpr int kA = kW + kPanelBytes;                     // packed, a matrix for each tile
+  static constexpr int kFactors = kA + kChunkTiles * kTileBytes;  // exp(G_L) of each tile
   static constexpr int kU = kFactors + kChunkTiles * kFactorFloats * 4;  // bfloat16 [64 channels]
   static constexpr int kConstant = kU + kHeadSize * 2;                   // float [64 channels]
   static constexpr int kBytes = kConstant + kHeadSize * 4;
@@ -113,7 +115,8 @@ struct ForwardLayout {
 //                   Rt, Kh, A and the factors
 enum ForwardBarrier { kKeysCopied, kScaled, kOutputsStaged };
 
-// The phases of the forward pass. Each phase runs in the registers of the caller: functions are inlined.
+// The phases of the forward pass. Each phase runs in the registers of the caller: functions are
+// inlined.
 template <typename T, bool kConstant, bool kMarked>
 struct ForwardPhases {
   using L = ForwardLayout;
@@ -127,8 +130,8 @@ struct ForwardPhases {
   uint32_t* const u;  // pairs of bfloat16
   const ChunkDecays<T, kConstant> decays;
 
-  __device__ ForwardPhases(const ForwardArrays<T>& in, unsigned char* memory,
-                           int warp, const SplitOfBlock<false>& split)
+  __device__ ForwardPhases(const ForwardArrays<T>& in, unsigned char* memory, int warp,
+                           const SplitOfBlock<false>& split)
       : in(in),
         memory(memory),
         shared(SharedAddress(memory)),
@@ -161,7 +164,8 @@ struct ForwardPhases {
   // Brings u, and the decay if all tokens have the same.
   __device__ void LoadParameters() const {
     if constexpr (kConstant)
-      LoadConstantDecays(static_cast<const float*>(in.w) + split.Head() * kHeadSize, in.decay, constant);
+      LoadConstantDecays(static_cast<const float*>(in.w) + split.Head() * kHeadSize, in.decay,
+                         constant);
     if (threadIdx.x < kHeadSize / 2) {
       const float2 pair =
           reinterpret_cast<const float2*>(in.u + split.Head() * kHeadSize)[threadIdx.x];
@@ -170,15 +174,14 @@ struct ForwardPhases {
   }
 
   __device__ void LoadState(Tiles::State& state) const {
-    Tiles::Load(split.order == 0
-                    ? in.start + split.Head() * kStateSize
-                    : in.splits.template Summary<false>(split.Head(), in.heads, split.span,
-                                                        split.order - 1),
+    Tiles::Load(split.order == 0 ? in.start + split.Head() * kStateSize
+                                 : in.splits.template Summary<false>(split.Head(), in.heads,
+                                                                     split.span, split.order - 1),
                 state);
   }
 
-  // Replaces r and k of a tile of tokens by Rt and Kh, and leaves A and exp(G_L). Each warp has the tile of
-  // its number.
+  // Replaces r and k of a tile of tokens by Rt and Kh, and leaves A and exp(G_L). Each warp has the
+  // tile of its number.
   __device__ void ScaleOperands(int i, const ChunkCopier<kThreads>& chunk, uint32_t word) const {
     const int64_t first = chunk.first + static_cast<int64_t>(kTileTokens * warp) * chunk.stride;
     const RawTile<T> raw{in.r + first, in.k + first, chunk.stride,
@@ -229,7 +232,8 @@ struct ForwardPhases {
     StoreMatrices(PackedTileAddress(shared + L::kA + warp * kTileBytes), rounded);
   }
 
-  // Stages Y = Rt S^T + A V of a tile, transposed, and moves the state on. A warp has 16 values as rows.
+  // Stages Y = Rt S^T + A V of a tile, transposed, and moves the state on. A warp has 16 values as
+  // rows.
   __device__ void OutputsAndState(int i, int tile, Accumulator<8>& s) const {
     const uint32_t values = shared + L::kV + tile * kTileStride;
     Left v, before[kColumnTiles];
@@ -310,9 +314,10 @@ __global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void ForwardKer
   if (split.Last()) Tiles::Store(state, in.end + split.Head() * kStateSize);
 }
 
-// A recurrence S <- S diag(d) + x z^T without outputs: forwards it is the recurrence of the state, with
-// x = v and z = k; backwards that of its gradient, dS <- dS diag(d) + dy r^T. A chunk is a single product,
-// since z is scaled by the decays of the tokens that come after it in the recurrence, which are at most 1.
+// A recurrence S <- S diag(d) + x z^T without outputs: forwards it is the recurrence of the state,
+// with x = v and z = k; backwards that of its gradient, dS <- dS diag(d) + dy r^T. A chunk is a
+// single product, since z is scaled by the decays of the tokens that come after it in the
+// recurrence, which are at most 1.
 template <typename T>
 struct StateScan {
   const T *x, *z;
@@ -323,7 +328,8 @@ struct StateScan {
   Sequences sequences;
   const float* start;  // zeros if null
   float* end;          // if null, the summary of each split is stored in `splits`
-  uint4* gradients;    // if not null, gets the state before each chunk, as the saved states are stored
+  uint4*
+      gradients;  // if not null, gets the state before each chunk, as the saved states are stored
   Splits splits;
   float* factor = nullptr;  // [B, H, K], if not null: gets the decay of all tokens together
 };
@@ -389,7 +395,8 @@ struct StatePhases {
 
   __device__ void LoadParameters() const {
     if constexpr (kConstant)
-      LoadConstantDecays(static_cast<const float*>(in.w) + split.Head() * kHeadSize, in.decay, constant);
+      LoadConstantDecays(static_cast<const float*>(in.w) + split.Head() * kHeadSize, in.decay,
+                         constant);
   }
 
   __device__ void LoadState(bool summary, Tiles::State& state) const {
@@ -399,9 +406,9 @@ struct StatePhases {
       Tiles::Load(SummaryOf(split.order - 1), state);
   }
 
-  // Scales z of chunk i by the decays that follow in the recurrence, and stores the decay of the whole
-  // chunk. A warp has 16 channels; `total` becomes the sums of their log2 decays. Rows that do not reach the
-  // state after the chunk, since a segment starts in between, are cleared.
+  // Scales z of chunk i by the decays that follow in the recurrence, and stores the decay of the
+  // whole chunk. A warp has 16 channels; `total` becomes the sums of their log2 decays. Rows that
+  // do not reach the state after the chunk, since a segment starts in between, are cleared.
   __device__ void Scale(int i, const ChunkMarks& marks, float (&total)[2][4]) const {
     const ChunkDecays<T, kConstant> decays{Stage(i) + L::kW, constant, in.decay};
     const uint32_t z_panel = Stage(i) + L::kZ;
@@ -526,14 +533,13 @@ __global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void StateKerne
   phases.StoreFactor(summary, any_start, all);
 }
 
-// Turns the summaries of the splits of a head into the states at their ends: S_i = S_{i-1} diag(F_i) + D_i,
-// where S_i takes the place of D_i. The first split has started from the initial state, so its D_0 is S_0
-// already. A thread has one element of the state.
+// Turns the summaries of the splits of a head into the states at their ends: S_i = S_{i-1}
+// diag(F_i) + D_i, where S_i takes the place of D_i. The first split has started from the initial
+// state, so its D_0 is S_0 already. A thread has one element of the state.
 constexpr int kCombineThreads = 256;
 
 template <bool kReverse>
-__global__ __launch_bounds__(kCombineThreads) void CombineKernel(Splits splits,
-                                                                 Sequences sequences,
+__global__ __launch_bounds__(kCombineThreads) void CombineKernel(Splits splits, Sequences sequences,
                                                                  int64_t tokens, int64_t heads) {
   const int64_t sequence = splits.SummarizedSequence(sequences, heads);
   if (sequence < 0) return;
@@ -570,13 +576,13 @@ cudaError_t FindStarts(cudaStream_t stream, StateScan<T> scan, int64_t batch) {
   if (splits.count == 1) return cudaSuccess;
   scan.end = nullptr;
   scan.gradients = nullptr;
-  cudaError_t error = ScanStates<T, kConstant, kReverse>(
-      stream, scan, splits.SummaryBlocks(batch, scan.heads));
+  cudaError_t error =
+      ScanStates<T, kConstant, kReverse>(stream, scan, splits.SummaryBlocks(batch, scan.heads));
   if (error != cudaSuccess || splits.count == 2) return error;
   const dim3 blocks(static_cast<unsigned>(splits.SummarizedHeads(batch, scan.heads)),
                     kStateSize / kCombineThreads);
-  return Launch(CombineKernel<kReverse>, blocks, kCombineThreads, 0, stream, splits,
-                scan.sequences, scan.tokens, scan.heads);
+  return Launch(CombineKernel<kReverse>, blocks, kCombineThreads, 0, stream, splits, scan.sequences,
+                scan.tokens, scan.heads);
 }
 
 // Calls fn(T(), bool_constant<constant decay>()).
@@ -592,10 +598,20 @@ dim3 BlockForEachHead(const Wkv6Call& call) {
 }
 
 template <typename T>
-StateScan<T> ScanOf(const Wkv6Call& call, const void* x, const void* z, const float* start, float* end,
-                    uint4* gradients, const Splits& splits) {
-  return {static_cast<const T*>(x), static_cast<const T*>(z), call.w, call.dims.tokens,
-          call.dims.heads, call.decay, call.marks, call.sequences, start, end, gradients, splits};
+StateScan<T> ScanOf(const Wkv6Call& call, const void* x, const void* z, const float* start,
+                    float* end, uint4* gradients, const Splits& splits) {
+  return {static_cast<const T*>(x),
+          static_cast<const T*>(z),
+          call.w,
+          call.dims.tokens,
+          call.dims.heads,
+          call.decay,
+          call.marks,
+          call.sequences,
+          start,
+          end,
+          gradients,
+          splits};
 }
 
 }  // namespace
@@ -614,24 +630,35 @@ cudaError_t Wkv6Scan(cudaStream_t stream, const Wkv6ForwardCall& call, const Spl
         ScanOf<T>(call, call.v, call.k, call.initial_state, call.final_state, nullptr, splits),
         call.dims.batch);
     if (error != cudaSuccess) return error;
-    const ForwardArrays<T> forward{in(call.r), in(call.k), in(call.v), call.w, call.u, call.dims.tokens,
-                             call.dims.heads, call.decay, call.marks, call.sequences,
-                             call.initial_state, call.final_state,
-                             static_cast<T*>(call.y), static_cast<uint4*>(call.states), splits};
+    const ForwardArrays<T> forward{in(call.r),
+                                   in(call.k),
+                                   in(call.v),
+                                   call.w,
+                                   call.u,
+                                   call.dims.tokens,
+                                   call.dims.heads,
+                                   call.decay,
+                                   call.marks,
+                                   call.sequences,
+                                   call.initial_state,
+                                   call.final_state,
+                                   static_cast<T*>(call.y),
+                                   static_cast<uint4*>(call.states),
+                                   splits};
     const dim3 blocks = splits.Blocks(call.dims.batch, call.dims.heads);
     return ForMarks(call.marks, [&](auto marked) {
-      return Launch(ForwardKernel<T, constant(), marked()>, blocks, kThreads,
-                    ForwardLayout::kBytes, stream, forward);
+      return Launch(ForwardKernel<T, constant(), marked()>, blocks, kThreads, ForwardLayout::kBytes,
+                    stream, forward);
     });
   });
 }
 
-cudaError_t Wkv6ReverseScan(cudaStream_t stream, const Wkv6BackwardCall& call,
-                            const Splits& splits, uint4* gradients) {
+cudaError_t Wkv6ReverseScan(cudaStream_t stream, const Wkv6BackwardCall& call, const Splits& splits,
+                            uint4* gradients) {
   return ForKinds(call, [&](auto zero, auto constant) {
     using T = decltype(zero);
-    const StateScan<T> scan = ScanOf<T>(call, call.dy, call.r, call.dfinal_state,
-                                        call.dinitial_state, gradients, splits);
+    const StateScan<T> scan =
+        ScanOf<T>(call, call.dy, call.r, call.dfinal_state, call.dinitial_state, gradients, splits);
     const cudaError_t error = FindStarts<T, constant(), true>(stream, scan, call.dims.batch);
     if (error != cudaSuccess) return error;
     return ScanStates<T, constant(), true>(stream, scan,
@@ -651,11 +678,10 @@ cudaError_t RunSummary(cudaStream_t stream, const Wkv6SummaryCall& call) {
 cudaError_t RunReverseSummary(cudaStream_t stream, const Wkv6BackwardCall& call) {
   return ForKinds(call, [&](auto zero, auto constant) {
     using T = decltype(zero);
-    return ScanStates<T, constant(), true>(
-        stream,
-        ScanOf<T>(call, call.dy, call.r, call.dfinal_state, call.dinitial_state, nullptr,
-                  kOneSplit),
-        BlockForEachHead(call));
+    return ScanStates<T, constant(), true>(stream,
+                                           ScanOf<T>(call, call.dy, call.r, call.dfinal_state,
+                                                     call.dinitial_state, nullptr, kOneSplit),
+                                           BlockForEachHead(call));
   });
 }
 
