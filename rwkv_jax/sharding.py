@@ -17,10 +17,11 @@ import jax
 from jax.sharding import AxisType, NamedSharding
 
 from rwkv_jax._operator import check
+from rwkv_jax._operator.arguments import Call
 from rwkv_jax._operator.call import Forward, Sequences
 from rwkv_jax._operator.dispatch import named
 from rwkv_jax._operator.partition import axis_names, spec_of
-from rwkv_jax._operator.public import Call, PublicFunction, find
+from rwkv_jax._operator.public import PublicFunction, find
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 
