@@ -39,7 +39,7 @@ def arrays(
 def shapes(
     op: str, axes: Mapping[str, str], given: Mapping[str, Any], states: Iterable[str]
 ) -> None:
-    """The checks of `arrays` on anything that has a shape and a dtype."""
+    """The checks of `arrays`, on anything that has a shape and a dtype."""
     for name in states:
         if name in given and given[name].dtype != STATE_DTYPE:
             raise TypeError(

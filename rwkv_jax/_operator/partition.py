@@ -1,9 +1,9 @@
 """How an operator runs on a mesh: each device computes its own batch rows and heads.
 
-The axes B, H and C stay sharded, T and N are made whole first, and K and V are refused. Inside
-`shard_map` the operands already are one device's part. On an Explicit mesh the operator opens a
-`shard_map` of its own from the types of its operands; otherwise the compiler is given a partition
-rule, which costs nothing on a single device.
+The axes B, H and C stay sharded; the other axes but K and V are gathered first; a sharded K or V is
+an error. Inside `shard_map` the operands already are one device's shards. On an Explicit mesh the
+operator opens a `shard_map` of its own from the types of its operands. Otherwise the compiler gets
+a partition rule, which costs nothing on a single device.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,11 +28,11 @@ Named: TypeAlias = Sequence[tuple[str, str]]
 
 
 def alike(operand_axes: Iterable[str], *operands: Array, axis: Any = None) -> tuple[Array, ...]:
-    """Give all operands the same mesh axes: those of one sharding on an Explicit mesh, and those
-    over which any of them varies inside `shard_map`, `axis` among them.
+    """Give all operands the same mesh axes: one sharding on an Explicit mesh, and inside
+    `shard_map` the axes over which any operand varies, with `axis` among them.
 
-    Must stand outside a `custom_vjp`, so that each gradient gets its operand's own sharding back,
-    and that of a replicated operand is summed over devices.
+    This must stand outside a `custom_vjp`, so that each gradient gets its operand's own sharding
+    back, and the gradient of a replicated operand is summed over devices.
     """
     axes = tuple(operand_axes)
     if mesh := _explicit_mesh(operands):
@@ -64,7 +64,7 @@ def _check_whole(op: str, axes: Named, specs: Iterable[P]) -> None:
 
 
 def repeated(x: Array, axes: str, like: Array, like_axes: str) -> Array:
-    """`x`, which has no axis B, for each batch row of `like`, and with the rows where those are."""
+    """`x`, which has no axis B, repeated for each batch row of `like` and sharded as its rows are."""
     sharding = None
     if mesh := _explicit_mesh([like]):
         sharding = NamedSharding(mesh, spec_of(_shards(_specs([like]), [like_axes]), f"B{axes}"))
@@ -94,7 +94,7 @@ def partitioned(
 
 
 def axis_names(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """Of the mesh axes that shard one axis of an array."""
+    """The names of the mesh axes that shard one axis of an array."""
     return (axes,) if isinstance(axes, str) else tuple(axes or ())
 
 
@@ -117,7 +117,7 @@ def _reshard(
 
 
 def spec_of(shards: Mapping[str, Any], axes: str) -> P:
-    """That of an array with these axes, from the mesh axes of each letter."""
+    """The spec of an array with these axes, from the mesh axes of each letter."""
     return P(*(shards.get(letter) for letter in axes))
 
 

@@ -63,22 +63,23 @@ def wkv7(
       b: where what was read is written back, [B, T, H, K].
       initial_state: [B, H, V, K], float32; zeros if None. (flash-linear-attention keeps the
         transpose, [B, H, K, V].)
-      segment_ids: integers [B, T] that say which tokens of a row belong together: several sequences
-        in a row, with 0 for padding. A segment is a run of tokens with the same id. The first one
-        of a row goes on from `initial_state`, every other one starts from a state without tokens,
-        and the final state is the one after the last. Padding changes no state, and its `y` and its
-        gradients are 0.
+      segment_ids: integers [B, T] that say which tokens of a row belong together. A segment is a
+        run of tokens with the same id; the id 0 is padding. The first segment of a row continues
+        from `initial_state`, every other segment starts from the state before any token, and the
+        final state is the state after the last segment. Padding changes no state, and its `y` and
+        its gradients are 0.
       cu_seqlens: int32 [S + 1], for S sequences of different lengths in a single row, B = 1:
-        sequence s has the tokens from `cu_seqlens[s]` to `cu_seqlens[s + 1]`, none if these are
-        equal, and states of its own, so `initial_state` and the final state are [S, H, V, K].
-        Numbers that do not go from 0 to T or that decrease raise a ValueError where they are known;
-        otherwise they are clamped, and tokens of no sequence have a `y` and gradients of 0. Not
-        together with `segment_ids`.
-      slots: int32 [B], with `cu_seqlens` [S], rows of a pool of states [P, ...], which
-        `initial_state` then is. The pool comes back with these rows replaced, in place where it
-        is donated. A row or sequence with a slot below 0 is not active: its `y` is 0. Slots that
-        the pool does not have or that are there twice raise a ValueError where they are known;
-        otherwise the former are not active, and of the latter the last is kept.
+        the sequence s has the tokens from `cu_seqlens[s]` to `cu_seqlens[s + 1]`, none if the two
+        are equal, and states of its own, so `initial_state` and the final state are [S, H, V, K].
+        Offsets that do not go from 0 to T, or that decrease, raise a ValueError where their values
+        are known when the call is traced; otherwise they are clamped, and tokens of no sequence
+        have a `y` and gradients of 0. It excludes `segment_ids`.
+      slots: int32 [B], or [S] with `cu_seqlens`: rows of a pool of states [P, ...], which
+        `initial_state` then is. The pool is returned with these rows replaced, in place where it
+        is donated. A row or sequence with a slot below 0 is not active: its `y` is 0. A slot that
+        the pool does not have, or that is there twice, raises a ValueError where slots are known
+        when the call is traced. Otherwise a row whose slot the pool does not have is not active,
+        and of several rows with the same slot the last one is kept.
       decay: what `w` is. "log": the log decay itself, <= 0, so d = exp(w). "exp": d = exp(-exp(w)).
         "sigmoid", the form of RWKV-7: d = exp(-exp(-1/2) sigmoid(w)). Any finite `w` is accepted; a
         decay that underflows to 0 clears its channel.
@@ -86,8 +87,8 @@ def wkv7(
         matrix units in lower precision with float32 accumulation.
       implementation: "ffi" (native kernels on CPU and CUDA), "pallas" (Pallas kernels on CUDA and
         TPU), "xla", or "reference" (one `lax.scan` step, differentiable any number of times and in
-        forward mode). None takes the first that can run where the program is lowered: ffi, on CUDA
-        pallas, xla.
+        forward mode). None takes the first of ffi, pallas (on CUDA alone) and xla that can run
+        where the program is lowered.
 
     `r`, `w`, `k`, `v`, `a`, `b` share one dtype: float32, bfloat16 or float16. The state is always
     float32 and so is all accumulation.
