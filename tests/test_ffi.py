@@ -1,63 +1,97 @@
-"""The native kernels of the default platform, called by themselves."""
+"""The targets of the native kernels of the default platform, called by themselves."""
 
 import concurrent.futures
 import functools
+import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 
 import rwkv_jax
-from rwkv_jax import _ffi, _packing
-from rwkv_jax._chunked import states_dtype
-from rwkv_jax._dispatch import Options
-from rwkv_jax._packing import ABSENT, GOES_ON, STARTS
-from support import cases
+from support import cases, internals
 from support.cases import Case
-from support.internals import operator as library
-from support.operators import OPERATORS
+from support.operators import OPERATORS, SEQUENCES
 
 PLATFORM = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
 CASE = Case(2, 65, 2, 32)
 
+PASSES = {"forward": "{}", "backward": "{} backward", "step": "{}_step"}
+"""The passes, and the name by which an error calls each."""
 
-OPS = ("wkv7", "wkv6", "wkv4")
-"""Those of WKV5 are the kernels of WKV6."""
-
-STAGES = {"forward": "{}", "backward": "{} backward", "step": "{}_step"}
-"""And the name by which an error calls each."""
+each_op = pytest.mark.parametrize("op", SEQUENCES)
+each_pass = pytest.mark.parametrize("name", PASSES)
+each_long_pass = pytest.mark.parametrize("name", ["forward", "backward"])
 
 
-def _call(
-    op: str, stage: str, case: Case
-) -> tuple[Callable[..., tuple[jax.Array, ...]], dict[str, jax.Array]]:
-    """A stage of the native implementation, and operands for it by name."""
-    rng = np.random.default_rng(0)
-    operator = OPERATORS[f"{op}_step" if stage == "step" else op]
-    described, implementation = getattr(library(op), stage), library(op).implementations["ffi"]
-    case = operator.suited(case)
-    options = Options(operator.decays[-1], lax.Precision.DEFAULT, "ffi", save=True)
-    inputs, cotangents = operator.make(case)
-    operands: dict[str, Any] = inputs | cotangents
-    for name in operator.shared:
-        shape = (case.B, *operands[name].shape)
-        operands[name] = np.broadcast_to(operands[name], shape).astype(np.float32)
-    for name, axes in described.operands.items():
-        if "N" in axes:
-            batch, *rest = operands[f"dfinal_{name[:-1]}"].shape
-            # Positive, since the states of WKV4 are divided by.
-            saved = rng.uniform(0.5, 2, (batch, -(-case.T // 64), *rest))
-            dtype = states_dtype(options, operands["k"].dtype) if "K" in axes else np.float32
-            operands[name] = saved.astype(dtype)
+def _run(op: str, name: str, operands: Any) -> Any:
+    options = {"decay": OPERATORS[op].decays[-1], "precision": None, "save": name == "forward"}
+    return internals.run_native_pass(op, name, PLATFORM, operands, **options)
 
-    def call(*operands: jax.Array) -> tuple[jax.Array, ...]:
-        return getattr(implementation, stage)(options, PLATFORM, *operands)
 
-    return call, {name: jnp.asarray(operands[name]) for name in described.operands}
+def _operands(op: str, name: str, case: Case = CASE, packing: Any = None) -> Any:
+    """The operands of a pass. Each row has two sequences if there are any."""
+    own = OPERATORS[f"{op}_step" if name == "step" else op]
+    inputs, cotangents = own.make(own.suited(case))
+    if name == "step":
+        return internals.step_operands(op, inputs)
+    if isinstance(packing, internals.Sequences):
+        states = {n: x for n, x in (inputs | cotangents).items() if "initial" in n or "final" in n}
+        both = {n: np.stack([x, x], axis=1) for n, x in states.items()}
+        inputs, cotangents = (
+            {n: both.get(n, x) for n, x in y.items()} for y in (inputs, cotangents)
+        )
+    forward = internals.forward_operands(op, inputs, packing)
+    if name == "forward":
+        return forward
+    states = _run(op, "forward", forward).states
+    return internals.backward_operands(op, inputs, states, cotangents, packing)
+
+
+def _names(op: str, name: str) -> list[str]:
+    """The operands of a target but those of the packing, in order."""
+    own = internals.signature(op)
+    states = {
+        "forward": [f"initial_{part}" for part in own.state],
+        "backward": [*(f"{x}s" for x in own.state), "dy", *(f"dfinal_{x}" for x in own.state)],
+        "step": [*own.state],
+    }
+    return [*own.inputs, *states[name]]
+
+
+class Call(NamedTuple):
+    """A call of a target, to be changed in place: results as shapes and dtypes."""
+
+    results: list[Any]
+    operands: list[Any]
+    attributes: dict[str, Any]
+
+
+@pytest.fixture
+def refusal(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """What a target says of a call that is changed behind all checks of the package."""
+
+    def refused(op: str, name: str, operands: Any, change: Callable[[Call], Any]) -> str:
+        def changed(
+            target: str, results: Any, *given: Any, aliases: Any = None, **more: Any
+        ) -> Any:
+            # An alias has to match the operand that it replaces, which may be no longer so.
+            change(call := Call(list(results), list(given), more))
+            # Waited for here, before the caller meets a wrong number of results.
+            return jax.block_until_ready(
+                through(target, call.results, *call.operands, **call.attributes)
+            )
+
+        with monkeypatch.context() as patch:
+            through = internals.intercept_native_calls(patch, changed)
+            with pytest.raises(jax.errors.JaxRuntimeError, match="INVALID_ARGUMENT: ") as error:
+                _run(op, name, operands)
+        return str(error.value)
+
+    return refused
 
 
 SPOILED = {
@@ -69,249 +103,213 @@ SPOILED = {
 }
 
 
-def _spoilings() -> list[tuple[str, str, str, str]]:
-    """Everything for WKV7; for the others what tells whether the axes and the type are right."""
-    return [
-        (op, stage, name, wrong)
-        for op in OPS
-        for stage in STAGES
-        for name in getattr(library(op), stage).operands
+@pytest.mark.parametrize(
+    ("op", "name", "operand", "wrong"),
+    [
+        (op, name, operand, wrong)
+        for op in SEQUENCES
+        for name in PASSES
+        for operand in _names(op, name)
+        # For other operators what tells whether the axes and the type of an operand are right.
         for wrong in (SPOILED if op == "wkv7" else ("shape", "float"))
-    ]
+    ],
+)
+def test_wrong_operands(op: str, name: str, operand: str, wrong: str, refusal: Any) -> None:
+    place = _names(op, name).index(operand)
 
+    def spoil(call: Call) -> None:
+        call.operands[place] = SPOILED[wrong](call.operands[place])
 
-@pytest.mark.usefixtures("unchecked_types")
-@pytest.mark.parametrize(("op", "stage", "name", "wrong"), _spoilings())
-def test_wrong_operands(
-    op: str, stage: str, name: str, wrong: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The call itself is spoiled, behind all checks of the package."""
-    call, operands = _call(op, stage, CASE)
-    position, through = list(operands).index(name), _ffi.call
-
-    def spoil(target: str, results: Any, *operands: jax.Array, **rest: Any) -> Any:
-        spoiled = list(operands)
-        spoiled[position] = SPOILED[wrong](spoiled[position])
-        # An alias has to match the operand that it replaces, which is no longer so.
-        return through(
-            target, results, *spoiled, **{n: x for n, x in rest.items() if n != "aliases"}
-        )
-
-    monkeypatch.setattr(_ffi, "call", spoil)
+    error = refusal(op, name, _operands(op, name), spoil)
     # The first operand that has an axis sets its size, or its dtype: a later one is then odd.
-    expected = rf"INVALID_ARGUMENT: {STAGES[stage].format(op)}: .*\b{name}\b (has|is)\b"
-    with pytest.raises(jax.errors.JaxRuntimeError, match=expected):
-        jax.block_until_ready(call(*operands.values()))
+    assert f"INVALID_ARGUMENT: {PASSES[name].format(op)}: " in error
+    assert re.search(rf"\b{operand} (has|is)\b", error)
 
 
-@pytest.mark.usefixtures("unchecked_types")
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("op", OPS)
-def test_wrong_results_attributes_and_numbers(
-    op: str, stage: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    call, operands = _call(op, stage, CASE)
-    through = _ffi.call
+@each_pass
+@each_op
+def test_wrong_results_attributes_and_numbers(op: str, name: str, refusal: Any) -> None:
+    operands = _operands(op, name)
 
-    def error(change: Callable[[list, list, dict], None]) -> str:
-        def spoil(target: str, results: Any, *operands: jax.Array, **rest: Any) -> Any:
-            results, given = list(results), list(operands)
-            rest.pop("aliases", None)
-            change(results, given, rest)
-            # Waited for here, before the caller meets a wrong number of results.
-            return jax.block_until_ready(through(target, results, *given, **rest))
-
-        monkeypatch.setattr(_ffi, "call", spoil)
-        with pytest.raises(jax.errors.JaxRuntimeError, match="INVALID_ARGUMENT") as raised:
-            call(*operands.values())
-        return str(raised.value)
+    def error(change: Callable[[Call], Any]) -> str:
+        return refusal(op, name, operands, change)
 
     forms = len(OPERATORS[op].decays)
-    assert f"decay is {forms}" in error(lambda results, given, rest: rest.update(decay=forms))
-    assert "decay is -1" in error(lambda results, given, rest: rest.update(decay=-1))
-    assert "attributes" in error(lambda results, given, rest: rest.pop("decay"))
-    assert "attributes" in error(lambda results, given, rest: rest.update(unknown=1))
-    missing = error(lambda results, given, rest: given.pop())
-    assert list(operands)[-1] in missing or "operands given" in missing
-    more = error(lambda results, given, rest: given.append(given[0]))
-    assert "operands given" in more or "marks is F32; expected U32" in more
-    error(lambda results, given, rest: results.pop())
-    error(lambda results, given, rest: results.append(results[0]))
+    assert f"decay is {forms}" in error(lambda call: call.attributes.update(decay=forms))
+    assert "decay is -1" in error(lambda call: call.attributes.update(decay=-1))
+    for attribute in ["decay"] if name == "step" else ["decay", "exact", "packing"]:
+        assert "attributes" in error(lambda call, x=attribute: call.attributes.pop(x))
+    assert "attributes" in error(lambda call: call.attributes.update(unknown=1))
+    *_, last = names = _names(op, name)
+    assert f"{last} is missing" in error(lambda call: call.operands.pop())
+    more = f"{len(names) + 1} operands given"
+    assert more in error(lambda call: call.operands.append(call.operands[0]))
+    assert "results given" in error(lambda call: call.results.append(call.results[0]))
+    result = last if name == "step" else "scratch"
+    assert f"{result} is missing" in error(lambda call: call.results.pop())
 
-    def wrong_state(results: list, given: list, rest: dict) -> None:
-        shape, _ = results[-1]
-        results[-1] = (shape, jnp.bfloat16)
+    def round_last(call: Call) -> None:
+        shape, _ = call.results[-1]
+        call.results[-1] = (shape, jnp.bfloat16)
 
-    error(wrong_state)
+    assert f"{result} is BF16; expected F32" in error(round_last)
 
 
-@pytest.mark.usefixtures("unchecked_types")
+@each_long_pass
+@each_op
+def test_wrong_choices(op: str, name: str, refusal: Any) -> None:
+    """Values of the attributes that a step does not have."""
+    operands = _operands(op, name)
+    for changed, message in (
+        ({"exact": 2}, "exact is 2; expected 0 or 1"),
+        ({"packing": 3}, "packing is 3; expected 0 (none), 1 (marks) or 2 (sequences)"),
+        ({"packing": 1}, "marks is missing"),
+        ({"packing": 2}, "spans is missing"),
+    ):
+        assert message in refusal(
+            op, name, operands, lambda call, x=changed: call.attributes.update(x)
+        )
+
+
 @pytest.mark.parametrize("saved", [1, 3])
-@pytest.mark.parametrize("op", OPS)
-def test_wrong_number_of_states(op: str, saved: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    through = _ffi.call
-    forward, backward = (
-        [place for place, axes in enumerate(several.values()) if "N" in axes]
-        for several in (library(op).forward.results, library(op).backward.operands)
-    )
+@each_op
+def test_wrong_number_of_states(op: str, saved: int, refusal: Any) -> None:
+    def of_results(call: Call) -> None:
+        # `y` and the final state come first, and scratch is last.
+        for i in range(1 + len(states), len(call.results) - 1):
+            shape, dtype = call.results[i]
+            call.results[i] = ((shape[0], saved, *shape[2:]), dtype)
 
-    def spoil(target: str, results: Any, *operands: jax.Array, **rest: Any) -> Any:
-        results, given = list(results), list(operands)
-        if target.endswith("_bwd_v1"):
-            for place in backward:
-                given[place] = jnp.zeros((given[place].shape[0], saved, *given[place].shape[2:]))
-        else:
-            for place in forward:
-                shape, dtype = results[place]
-                results[place] = ((shape[0], saved, *shape[2:]), dtype)
-        return jax.block_until_ready(through(target, results, *given, **rest))
+    def of_operands(call: Call) -> None:
+        for place in (_names(op, "backward").index(f"{part}s") for part in states):
+            x = call.operands[place]
+            call.operands[place] = jnp.zeros((x.shape[0], saved, *x.shape[2:]), x.dtype)
 
-    for stage in ("forward", "backward"):
-        call, operands = _call(op, stage, CASE)
-        monkeypatch.setattr(_ffi, "call", spoil)
-        with pytest.raises(jax.errors.JaxRuntimeError, match=f"states has N = {saved}; expected"):
-            call(*operands.values())
-        monkeypatch.undo()
+    states = internals.signature(op).state
+    for name, change in (("forward", of_results), ("backward", of_operands)):
+        error = refusal(op, name, _operands(op, name), change)
+        assert f"states has N = {saved}; expected" in error
 
 
-@pytest.mark.usefixtures("unchecked_types")
-@pytest.mark.parametrize("op", ["wkv6", "wkv4"])
-def test_wrong_number_of_partial_sums(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    through, results = _ffi.call, list(library(op).backward.results)
-    places = [results.index(f"d{name}") for name in OPERATORS[op].shared]
+@each_long_pass
+@each_op
+def test_wrong_scratch(op: str, name: str, refusal: Any) -> None:
+    def two_axes(call: Call) -> None:
+        call.results[-1] = ((1, 1), jnp.float32)
 
-    def spoil(target: str, results: Any, *operands: jax.Array, **rest: Any) -> Any:
-        results = list(results)
-        for place in places:
-            shape, dtype = results[place]
-            results[place] = ((shape[0], 99, *shape[2:]), dtype)
-        return jax.block_until_ready(through(target, results, *operands, **rest))
-
-    call, operands = _call(op, "backward", CASE)
-    monkeypatch.setattr(_ffi, "call", spoil)
-    with pytest.raises(jax.errors.JaxRuntimeError, match=r"INVALID_ARGUMENT.* 99\b"):
-        call(*operands.values())
+    error = refusal(op, name, _operands(op, name), two_axes)
+    assert "scratch has shape [1, 1]; expected [X]" in error
 
 
-def _marks(case: Case) -> jax.Array:
-    """Of rows that all begin with a start, and have all kinds of marks."""
-    marks = np.random.default_rng(0).choice([GOES_ON, STARTS, ABSENT], (case.B, case.T))
-    marks[:, :1] = STARTS
-    return jnp.asarray(marks, jnp.uint8)
+if PLATFORM == "cuda":
+
+    @pytest.mark.parametrize("op", ["wkv7", "wkv6", "wkv5"])
+    def test_scratch_that_is_too_small(op: str, refusal: Any) -> None:
+        """Less scratch makes fewer splits, but some is needed at least."""
+
+        def shrink(call: Call) -> None:
+            (floats,), dtype = call.results[-1]
+            assert floats > 64
+            call.results[-1] = ((64,), dtype)
+
+        error = refusal(op, "backward", _operands(op, "backward"), shrink)
+        assert "scratch has X = 64; expected at least " in error
+
+else:
+
+    @each_long_pass
+    @each_op
+    def test_no_scratch(op: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The kernels of CPUs have memory of their own."""
+        sizes = []
+
+        def look(target: str, results: Any, *operands: Any, **more: Any) -> Any:
+            sizes.append(results[-1][0])
+            return through(target, results, *operands, **more)
+
+        operands = _operands(op, name)
+        through = internals.intercept_native_calls(monkeypatch, look)
+        jax.block_until_ready(_run(op, name, operands))
+        assert sizes == [(0,)]
 
 
-SPOILED_MARKS = {
-    "dtype": (lambda x: x.astype(jnp.float32), "marks is F32; expected U32"),
-    "tokens": (
-        lambda x: jnp.concatenate([x, x], axis=1),
+def _marks(case: Case) -> Any:
+    """Rows that all begin with a start, and have all kinds of marks."""
+    kinds = [internals.CONTINUES, internals.STARTS, internals.PADDING]
+    marks = np.random.default_rng(0).choice(kinds, (case.B, case.T))
+    marks[:, :1] = internals.STARTS
+    return internals.Marks(jnp.asarray(marks, jnp.uint8))
+
+
+def _sequences(case: Case) -> Any:
+    """Two sequences in each of two rows."""
+    cu = [[0, 30, case.T], [0, 0, case.T]]
+    return internals.Sequences(jnp.asarray(cu, jnp.int32))
+
+
+WRONG_PACKING = {
+    "marks, dtype": (_marks, -1, lambda x: x.astype(jnp.float32), "marks is F32; expected U32"),
+    "marks, tokens": (
+        *(_marks, -1, lambda x: jnp.concatenate([x, x], axis=1)),
         "marks has M = 16; expected 8 for 65 tokens",
     ),
-    "fewer tokens": (lambda x: x[:, :-1], "marks has M = 7; expected 8 for 65 tokens"),
-    "rank": (lambda x: x[0], r"marks has shape \[8\]; expected \[B, M\]"),
-    "batch": (lambda x: x[:1], r"marks has shape \[1, 8\], so B = 1, where r has B = 2"),
+    "marks, fewer tokens": (
+        *(_marks, -1, lambda x: x[:, :-1]),
+        "marks has M = 7; expected 8 for 65 tokens",
+    ),
+    "marks, rank": (_marks, -1, lambda x: x[0], "marks has shape [8]; expected [B, M]"),
+    "marks, batch": (_marks, -1, lambda x: x[:1], "marks has shape [1, 8], so B = 1, where "),
+    "spans, dtype": (_sequences, -2, lambda x: x.astype(jnp.float32), "spans is F32; expected S32"),
+    "spans, rank": (_sequences, -2, lambda x: x[0], "spans has shape [4]; expected [S, W]"),
+    "spans, size": (_sequences, -2, lambda x: x[:, :3], "spans has W = 3; expected 4 or 8"),
+    "spans, fewer": (_sequences, -2, lambda x: x[:2], "spans has shape [2, 4], so S = 2, where "),
+    "owners, dtype": (
+        _sequences,
+        -1,
+        lambda x: x.astype(jnp.uint32),
+        "owners is U32; expected S32",
+    ),
+    "owners, batch": (_sequences, -1, lambda x: x[:1], "owners has shape [1, 2], so B = 1, where "),
+    "owners, chunks": (_sequences, -1, lambda x: x[:, 1:], "owners has O = 1; expected 2 for 65"),
 }
+"""A packing, the place of one of its operands, how it is spoiled, and what is said of that."""
 
 
-def _spoil_last(spoil: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the operands of a native kernel, behind all checks of the package."""
-    through = _ffi.call
+@pytest.mark.parametrize("wrong", WRONG_PACKING)
+@each_long_pass
+@each_op
+def test_wrong_packing(op: str, name: str, wrong: str, refusal: Any) -> None:
+    make, place, spoiled, message = WRONG_PACKING[wrong]
+    operands = _operands(op, name, packing=make(CASE))
+    jax.block_until_ready(_run(op, name, operands))
 
-    def spoiled(target: str, results: Any, *operands: jax.Array, **rest: Any) -> Any:
-        *others, last = operands
-        return through(target, results, *others, spoil(last), **rest)
+    def spoil(call: Call) -> None:
+        call.operands[place] = spoiled(call.operands[place])
 
-    monkeypatch.setattr(_ffi, "call", spoiled)
-
-
-SPOILED_SPANS = {
-    "dtype": (lambda x: x.astype(jnp.float32), r".* so B = \d, where \w+ has B = \d"),
-    "rank": (lambda x: x[0], r"spans has shape \[4\]; expected \[S, W\]"),
-    "size": (lambda x: x[:, :3], "spans has W = 3; expected 4 or 8"),
-    "fewer": (lambda x: x[:2], r"spans has shape \[2, 4\], so S = 2, where .* has S = 4"),
-}
+    assert f"{PASSES[name].format(op)}: {message}" in refusal(op, name, operands, spoil)
 
 
-@pytest.mark.usefixtures("unchecked_types")
-@pytest.mark.parametrize("wrong", SPOILED_SPANS)
-@pytest.mark.parametrize("stage", ["forward", "backward"])
-@pytest.mark.parametrize("op", OPS)
-def test_wrong_spans(op: str, stage: str, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two sequences in each of two rows."""
-    _, operands = _call(op, stage, CASE)
-    implementation = library(op).implementations["ffi"]
-    options = Options(OPERATORS[op].decays[-1], lax.Precision.DEFAULT, "ffi", save=True)
-    several = [
-        jnp.stack([x, x], axis=1) if name.startswith(("initial_", "dfinal_")) else x
-        for name, x in operands.items()
-    ]
-    cu = jnp.asarray([[0, 30, CASE.T], [0, 0, CASE.T]], jnp.int32)
-    call = functools.partial(getattr(implementation, f"{stage}_sequences"), options, PLATFORM)
-    jax.block_until_ready(call(*several, cu))
-    spoil, expected = SPOILED_SPANS[wrong]
-    _spoil_last(spoil, monkeypatch)
-    expected = f"INVALID_ARGUMENT: {STAGES[stage].format(op)}: {expected}"
-    with pytest.raises(jax.errors.JaxRuntimeError, match=expected):
-        jax.block_until_ready(call(*several, cu))
-
-
-@pytest.mark.usefixtures("unchecked_types")
-@pytest.mark.parametrize("wrong", SPOILED_MARKS)
-@pytest.mark.parametrize("stage", ["forward", "backward"])
-@pytest.mark.parametrize("op", OPS)
-def test_wrong_marks(op: str, stage: str, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    call, operands = _call(op, stage, CASE)
-    spoil, expected = SPOILED_MARKS[wrong]
-    if op == "wkv4":
-        expected = expected.replace("where r", "where w")
-    _spoil_last(spoil, monkeypatch)
-    expected = f"INVALID_ARGUMENT: {STAGES[stage].format(op)}: {expected}"
-    with pytest.raises(jax.errors.JaxRuntimeError, match=expected):
-        jax.block_until_ready(call(*operands.values(), _marks(CASE)))
-
-
-@pytest.mark.usefixtures("unchecked_types")
-@pytest.mark.parametrize("op", OPS)
-def test_a_step_has_no_marks(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    call, operands = _call(op, "step", CASE)
-    (words,), through = _packing.operand(_marks(Case(CASE.B, 1, 1, 1))), _ffi.call
-    monkeypatch.setattr(_ffi, "call", lambda *x, **rest: through(*x, words, **rest))
-    expected = rf"INVALID_ARGUMENT: {op}_step: {len(operands) + 1} operands given; expected"
-    with pytest.raises(jax.errors.JaxRuntimeError, match=expected):
-        jax.block_until_ready(call(*operands.values()))
-
-
-def _mark(op: str, operands: dict[str, jax.Array], case: Case = CASE) -> dict[str, jax.Array]:
-    """The operands with marks, if the kernels take them."""
-    stage, options = library(op).forward.marked, Options("log", lax.Precision.DEFAULT, "ffi")
-    marked = operands | {"marks": _marks(case)}
-    if reason := stage.implementations["ffi"].why_not(PLATFORM, "forward", options, marked):
-        pytest.skip(reason)
-    return marked
-
-
-@pytest.mark.parametrize("op", OPS)
+@each_op
 def test_a_start_at_the_first_token(op: str) -> None:
-    """As where a sequence goes on on another device: what was before is not read."""
-    call, operands = _call(op, "forward", CASE)
-    operands = _mark(op, operands)
-    nothing = {n: jnp.full_like(x, jnp.nan) for n, x in operands.items() if "initial" in n}
-    assert nothing
-    for given in (operands, operands | nothing):
-        y, *finals = call(*given.values())[: 1 + len(nothing)]
-        assert all(np.isfinite(x).all() for x in (y, *finals))
-    call, operands = _call(op, "backward", CASE)
-    results = call(*_mark(op, operands).values())
-    for name, x in zip(library(op).backward.results, results, strict=True):
-        assert np.isfinite(x).all()
-        assert np.any(x) != name.startswith("dinitial"), name
+    """As where a sequence continues on another device: what was before is not read."""
+    forward = _operands(op, "forward", packing=_marks(CASE))
+    unknown = {part: jnp.full_like(x, jnp.nan) for part, x in forward.state.items()}
+    for state in (forward.state, unknown):
+        result = _run(op, "forward", internals.Forward(forward.inputs, state, forward.packing))
+        assert all(np.isfinite(x).all() for x in (result.y, *result.state.values()))
+    gradients = _run(op, "backward", _operands(op, "backward", packing=_marks(CASE)))
+    for name, x in gradients.inputs.items():
+        assert np.isfinite(x).all(), name
+        assert np.any(x), name
+    assert not any(np.any(x) for x in gradients.state.values())
 
 
 @pytest.mark.parametrize("size", [8, 24, 48, 512])
-@pytest.mark.parametrize("op", ["wkv7", "wkv6"])
+@pytest.mark.parametrize("op", ["wkv7", "wkv6", "wkv5"])
 def test_a_head_size_that_it_lacks(op: str, size: int) -> None:
-    call, operands = _call(op, "forward", Case(1, 2, 1, size))
+    operands = _operands(op, "forward", Case(1, 2, 1, size))
     with pytest.raises(jax.errors.JaxRuntimeError, match=f"INVALID_ARGUMENT.*K = {size}"):
-        jax.block_until_ready(call(*operands.values()))
+        jax.block_until_ready(_run(op, "forward", operands))
 
 
 POISONED = (
@@ -325,39 +323,38 @@ POISONED = (
 
 @pytest.mark.parametrize(
     ("op", "case"),
-    [(op, case) for op in OPS for case in POISONED] + [("wkv4", Case(1, 65, 3, 7))],
+    [(op, case) for op in SEQUENCES for case in POISONED] + [("wkv4", Case(1, 65, 3, 7))],
     ids=str,
 )
-@pytest.mark.parametrize("stage", ["forward", "backward"])
+@each_long_pass
 @pytest.mark.parametrize("marked", [False, True], ids=["alone", "marked"])
-def test_outputs_are_written_whole(op: str, stage: str, case: Case, marked: bool) -> None:
+def test_outputs_are_written_whole(op: str, name: str, case: Case, marked: bool) -> None:
     """Every output goes to a donated buffer full of NaN: what is not written stays NaN."""
-    call, operands = _call(op, stage, case)
-    if marked:
-        operands = _mark(op, operands, case)
-    given = tuple(operands.values())
-    types = jax.eval_shape(call, *given)
-    poison = tuple(jnp.full(x.shape, jnp.nan, x.dtype) for x in types)
-    pointers = {x.unsafe_buffer_pointer() for x in poison if x.size}
+    operands = _operands(op, name, case, _marks(case) if marked else None)
+    types = jax.eval_shape(functools.partial(_run, op, name), operands)
+    poison = jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan, x.dtype), types)
 
-    def poisoned(poison: tuple, *given: jax.Array) -> tuple[jax.Array, ...]:
-        return call(*given)
+    def pointers(tree: Any) -> set[int]:
+        return {x.unsafe_buffer_pointer() for x in jax.tree.leaves(tree) if x.size}
 
-    outputs = jax.jit(poisoned, donate_argnums=0, keep_unused=True)(poison, *given)
-    assert {x.unsafe_buffer_pointer() for x in outputs if x.size} == pointers
-    for x in outputs:
+    given = pointers(poison)
+    poisoned = jax.jit(
+        lambda poison, operands: _run(op, name, operands), donate_argnums=0, keep_unused=True
+    )
+    outputs = poisoned(poison, operands)
+    assert pointers(outputs) == given
+    for x in jax.tree.leaves(outputs):
         assert np.isfinite(np.asarray(x, np.float32)).all()
 
 
 @pytest.mark.parametrize(
     "case", [Case(2, 65, 4, 64), Case(1, 1000, 2, 64, dtype="bfloat16")], ids=str
 )
-@pytest.mark.parametrize("op", OPS)
+@each_op
 def test_three_runs_are_bitwise_equal(op: str, case: Case) -> None:
-    for stage in STAGES:
-        call, operands = _call(op, stage, case)
-        jitted = jax.jit(call)
-        first, *others = [jax.device_get(jitted(*operands.values())) for _ in range(3)]
+    for name in PASSES:
+        operands, run = _operands(op, name, case), jax.jit(functools.partial(_run, op, name))
+        first, *others = [jax.tree.leaves(jax.device_get(run(operands))) for _ in range(3)]
         for other in others:
             for x, y in zip(first, other, strict=True):
                 assert x.tobytes() == y.tobytes()

@@ -1,7 +1,6 @@
 """The private names of the package that tests know, all in this one place."""
 
 import dataclasses
-import importlib
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 
 from rwkv_jax._devices import sequence as over_devices
 from rwkv_jax._native import library, packing
-from rwkv_jax._native.kernels import NativeKernels
 from rwkv_jax._operator import check, dispatch
 from rwkv_jax._operator.call import Arrays, Backward, Forward, Marks, Options, Sequences
 from rwkv_jax._operator.implementation import Implementation, Lazy, Summary
@@ -116,9 +114,22 @@ def backward_operands(
     return Backward(inputs_of(op, arrays), states, jnp.asarray(cotangents["dy"]), dstate, packing)
 
 
+def step_operands(op: str, arrays: Mapping[str, Any]) -> Forward:
+    """The operands of a step of a sequence's operator, out of arrays that are named as arguments of
+    the step."""
+    return Forward(inputs_of(op, arrays), state_of(op, arrays, "{}"))
+
+
 def run_pass(op: str, name: str, operands: Any, **options: Any) -> Any:
     """A pass of an operator, such as "summary", for options as `options_of` takes them."""
     return dispatch.run(function(op).operator, name, options_of(op, **options), operands)
+
+
+def run_native_pass(op: str, name: str, platform: str, operands: Any, **options: Any) -> Any:
+    """As `run_pass`, but on the native kernels of a platform whatever the operands are, and without
+    rules of batching and partition."""
+    chosen = options_of(op, implementation="ffi", **options)
+    return getattr(implementation(op, "ffi"), name)(chosen, platform, operands)
 
 
 def targets(op: str, *passes: str) -> set[str]:
