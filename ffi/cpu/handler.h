@@ -81,13 +81,12 @@ ffi::Error Run(const char* op, ffi::ThreadPool& pool, int64_t workers, int64_t i
   const int64_t lines = (floats + 15) / 16;
   const std::unique_ptr<Line[]> scratch(new (std::nothrow) Line[workers * lines]);
   if (scratch == nullptr) {
-    return ffi::Error(ffi::ErrorCode::kResourceExhausted,
-                      std::string(op) + ": no memory for the scratch of " +
-                          std::to_string(workers) + " threads");
+    return ffi::Error(
+        ffi::ErrorCode::kResourceExhausted,
+        std::string(op) + ": no memory for the scratch of " + std::to_string(workers) + " threads");
   }
-  ParallelFor(pool, workers, items, [&](int64_t worker, int64_t item) {
-    body(item, scratch[worker * lines].floats);
-  });
+  ParallelFor(pool, workers, items,
+              [&](int64_t worker, int64_t item) { body(item, scratch[worker * lines].floats); });
   return ffi::Error::Success();
 }
 
@@ -123,9 +122,8 @@ ffi::Error RunChannels(const char* op, ffi::ThreadPool& pool, const Call& call,
   const int64_t groups = (dims.channels + kChannels - 1) / kChannels;
   // With its exponentials, a token of a channel takes about as long as 16 elements of a matrix.
   const int64_t workers = Workers(pool, 16 * AllTokens(call) * dims.channels);
-  return Run(op, pool, workers, dims.batch * groups, 0, [&](int64_t item, float*) {
-    kernel(call, item / groups, item % groups * kChannels);
-  });
+  return Run(op, pool, workers, dims.batch * groups, 0,
+             [&](int64_t item, float*) { kernel(call, item / groups, item % groups * kChannels); });
 }
 
 inline ffi::Error RunCall(const char* op, ffi::ThreadPool& pool, const Wkv4ForwardCall& call) {

@@ -1,9 +1,10 @@
-// What the kernels of operators with a state for each head share. As in vector.h, everything has
-// internal linkage.
+// The parts that the kernels of all operators with a state for each head share. As in vector.h, everything
+// has internal linkage.
 #pragma once
 
 #include <cstdint>
 
+#include "decay.h"
 #include "rwkv_jax/sequences.h"
 #include "vector.h"
 
@@ -34,8 +35,8 @@ struct Head {
   const int64_t index, heads;
 };
 
-// The tokens of a run or a chunk. Arrays of what is loaded have a row for each that is there, one
-// after another, so that the kernels need not know of padding.
+// The tokens of a run or a chunk. Arrays of loaded inputs have one row for each token that is not padding,
+// one after another, so that the kernels need not know of padding.
 struct Tokens {
   Tokens(Marks marks, int64_t row, int64_t first, int64_t all) : all(all) {
     int64_t end = all;
@@ -46,40 +47,19 @@ struct Tokens {
   }
 
   const int64_t all;
-  int64_t there = 0;    // those that are no padding
-  int64_t at[kChunk];   // first these in their order, then padding
+  int64_t there = 0;    // how many are not padding
+  int64_t at[kChunk];   // where they are, in their order, and then where the padding is
   bool starts[kChunk];  // whether the state is cleared before each of them
 };
 
 inline void Clear(float* x, int64_t count) { __builtin_memset(x, 0, count * sizeof(float)); }
 
-// The results of padding.
+// Stores zeros as the results of padding.
 inline void StoreZeros(const Tokens& tokens, const Head& head, int64_t first, int64_t count,
                        Dtype dtype, void* to) {
   for (int64_t i = tokens.there; i < tokens.all; ++i)
     __builtin_memset(static_cast<char*>(to) + (head.Token(tokens.at[i]) + first) * Bytes(dtype), 0,
                      count * Bytes(dtype));
-}
-
-// Replaces `w` by the decay factor d. `slope`, unless null, becomes the derivative of the log decay
-// with respect to w, which is finite, so that its product with a d of 0 is 0.
-[[gnu::noinline]] inline void DecayRow(Decay decay, int64_t count, float* w, float* slope) {
-  for (int64_t i = 0; i < count; i += kLanes) {
-    Vec x = Load(w + i), derivative = Broadcast(1.0f);
-    if (decay == Decay::kLog) {
-      x = Clamp(x, kMinExp, kMaxExp);
-    } else if (decay == Decay::kExp) {
-      derivative = -Exp(Clamp(x, kMinExp, 5.0f));  // exp(-exp(5)) is 0
-      x = Clamp(derivative, kMinExp, 0.0f);
-    } else {
-      const Vec e = Exp(Clamp(-x, -80.0f, 80.0f));
-      const Vec sigmoid = 1.0f / (1.0f + e);
-      x = -kSigmoidScale * sigmoid;
-      derivative = x * (e * sigmoid);
-    }
-    Store(w + i, Exp(x));
-    if (slope) Store(slope + i, derivative);
-  }
 }
 
 // `rows` rows of a [V, K] state to or from `columns`, [K, rows].
@@ -117,8 +97,8 @@ constexpr int64_t kRun = 16;
 // The forward pass over `rows` rows, kVecs vectors of them at a time. There is a lane for each row,
 // so that the state times a vector needs no sum over lanes.
 //
-// `Inputs` are those of a run of tokens: Read loads them, and Forward takes a block of rows, whose
-// first one is `row`, through them, of which there is at least one.
+// `Inputs` has the inputs of a run of tokens: Read loads them, and Forward takes kRows rows, from `row` on,
+// through these tokens, of which there is at least one.
 template <int kVecs, typename Inputs, typename Call>
 void ForwardRows(const Call& call, const Head& head, int64_t first_row, int64_t rows,
                  float* scratch) {

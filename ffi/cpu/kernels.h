@@ -1,4 +1,4 @@
-// What a handler asks of the kernels of an operator with a state for each head.
+// The kernels of an operator with a state for each head, as handlers call them.
 #pragma once
 
 #include <cstdint>

@@ -95,8 +95,8 @@ inline void StoreAs(Dtype dtype, void* to, int64_t index, Vec x) {
 }
 
 // The same for `count` elements, a multiple of kLanes.
-[[gnu::noinline]] inline void LoadRow(Dtype dtype, const void* from, int64_t index,
-                                      int64_t count, float* to) {
+[[gnu::noinline]] inline void LoadRow(Dtype dtype, const void* from, int64_t index, int64_t count,
+                                      float* to) {
   for (int64_t i = 0; i < count; i += kLanes) Store(to + i, LoadAs(dtype, from, index + i));
 }
 
@@ -182,8 +182,7 @@ inline float Sum(Vec x) {
 // Lane i of the result is the sum of the lanes of x[i]; x is overwritten.
 template <int S = kLanes / 2>
 inline Vec SumEach(Vec (&x)[kLanes]) {
-  for (int i = 0; i < S; ++i)
-    x[i] = Pick<S>(x[i], x[i + S]) + Swap<S>(Pick<S>(x[i + S], x[i]));
+  for (int i = 0; i < S; ++i) x[i] = Pick<S>(x[i], x[i + S]) + Swap<S>(Pick<S>(x[i + S], x[i]));
   if constexpr (S > 1) return SumEach<S / 2>(x);
   return x[0];
 }

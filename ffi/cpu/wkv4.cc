@@ -1,12 +1,13 @@
-// The WKV4 kernels, compiled once for each instruction set, RWKV_JAX_ISA.
+// The WKV4 kernels, compiled once for each instruction set RWKV_JAX_ISA.
 #include "wkv4.h"
 
+#include "decay.h"
 #include "vector.h"
 
 namespace rwkv_jax::cpu {
 namespace {
 
-// Where the arrays of a vector of channels of a sequence are, of which there are `count` in the arrays.
+// Where a vector of channels of a sequence lies in the arrays, which have `count` of these channels.
 struct Channels {
   Channels(const Wkv4Call& call, int64_t sequence, int64_t first)
       : count(Smaller(call.dims.channels - first, kLanes)),
@@ -26,7 +27,7 @@ struct Channels {
   const int64_t all, first;
 };
 
-// LoadAs and StoreAs for a vector that is maybe the last, and short; it is then filled with zeros.
+// LoadAs and StoreAs for a vector that may be the last one, and short. What it lacks is zeros.
 [[gnu::noinline]] Vec LoadShort(Dtype dtype, const void* from, int64_t index, int64_t count) {
   float padded[kLanes] = {};
   __builtin_memcpy(padded, static_cast<const char*>(from) + index * Bytes(dtype),
@@ -75,13 +76,9 @@ struct Parameters {
   Parameters(const Wkv4Call& call, const Channels& channels)
       : u(LoadUpTo(channels.count, Dtype::kF32, call.u, channels.Once())) {
     const Vec w = LoadUpTo(channels.count, Dtype::kF32, call.w, channels.Once());
-    log_decay = w;
-    slope = Broadcast(1.0f);
-    if (call.decay == Decay::kLog) return;
-    // As unbounded_log_decay in rwkv_jax/_decay.py: the largest rate is 1e30.
-    constexpr float kLargest = 69.07755279f;
-    log_decay = -Exp(Clamp(w, kMinExp, kLargest));
-    slope = w > kLargest ? Vec{} : log_decay;
+    const auto [value, derivative] = UnboundedLogDecay(w, call.decay);
+    log_decay = value;
+    slope = derivative;
   }
 
   Vec u, log_decay;
@@ -178,8 +175,8 @@ class CommonMax {
   // Whether no exponent is so far from another that a weight could vanish; not for a NaN.
   bool Right() const {
     constexpr float kFar = 40;
-    const auto right = (max_ - min_ < kFar) & (u_ < kFar) & (u_ > -kFar) & (w_ <= 0.0f) &
-                       (sum_ == sum_);
+    const auto right =
+        (max_ - min_ < kFar) & (u_ < kFar) & (u_ > -kFar) & (w_ <= 0.0f) & (sum_ == sum_);
     for (int i = 0; i < kLanes; ++i)
       if (!right[i]) return false;
     return true;
@@ -195,9 +192,7 @@ class CommonMax {
   }
   using Kept = Vec;
   Kept Token(Vec, Vec, Vec k) const { return Exp(k - max_); }
-  TokenWeights WeightsOf(Kept now) const {
-    return {{Broadcast(1.0f), bonus_ * now}, {kept_, now}};
-  }
+  TokenWeights WeightsOf(Kept now) const { return {{Broadcast(1.0f), bonus_ * now}, {kept_, now}}; }
 
  private:
   static State Scaled(const State& state, Vec exponent) {
@@ -307,8 +302,8 @@ void BackwardTokens(const Wkv4BackwardCall& call, const Channels& channels, cons
     state = Add(state, max.WeightsOf(replayed[t].kept).kept, Larger(decayed, k), v);
   }
 
-  auto [dnum, dden, dlog_max] = max.EnterGradient(
-      LoadState(call.dinitial_state, channels.Once(), count), state.log_max);
+  auto [dnum, dden, dlog_max] =
+      max.EnterGradient(LoadState(call.dinitial_state, channels.Once(), count), state.log_max);
   Vec dw = LoadUpTo(count, Dtype::kF32, call.dw, channels.Once());
   Vec du = LoadUpTo(count, Dtype::kF32, call.du, channels.Once());
   for (int64_t t = tokens - 1; t >= 0; --t) {

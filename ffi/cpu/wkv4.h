@@ -1,4 +1,4 @@
-// WKV4 on CPUs: what a handler asks of the kernels.
+// The kernels of WKV4 on CPUs, as handlers call them.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace rwkv_jax::cpu {
 
-// Channels are independent of each other, and a call takes so many of them, or what is left.
+// Channels are independent of each other. A kernel takes so many of them, or those that are left.
 constexpr int64_t kChannels = 128;
 
 // The kernels for one instruction set.

@@ -1,5 +1,4 @@
-// The WKV6 kernels, which are also those of WKV5, compiled once for each instruction set,
-// RWKV_JAX_ISA.
+// The kernels of WKV6 and WKV5, compiled once for each instruction set RWKV_JAX_ISA.
 #include "wkv6.h"
 
 #include "heads.h"
@@ -76,8 +75,8 @@ struct Inputs {
   float *const r, *const d, *const k, *const v;
 };
 
-// One chunk as the backward pass wants it: arrays of [tokens, size], but for the `states` of one
-// block of kLanes rows, [tokens + 1, kLanes, size].
+// One chunk as the backward pass wants it. Arrays are [tokens, size], but `states`, of kLanes rows, is
+// [tokens + 1, kLanes, size].
 struct Chunk : Inputs {
   Chunk(float* scratch, int64_t tokens, int64_t size) : Inputs(scratch, tokens, size) {
     float* free = scratch + Inputs::Scratch(tokens, size);
@@ -119,7 +118,7 @@ void OwnGradients(const Chunk& chunk, int64_t tokens, int64_t size, const float*
   }
 }
 
-// The states of a block of rows before each token of a chunk, and after the last one. Adds to dr.
+// The states of kLanes rows before each token of a chunk, and after the last one. Adds to dr.
 void Replay(const Chunk& chunk, const Tokens& tokens, int64_t size, int64_t first_row) {
   for (int64_t t = 0; t < tokens.there; ++t) {
     const int64_t token = t * size;
@@ -146,7 +145,7 @@ void Replay(const Chunk& chunk, const Tokens& tokens, int64_t size, int64_t firs
   }
 }
 
-// Takes dS of a block of rows from after a token to before it. Adds to dk, dv and dlog.
+// Takes dS of kLanes rows from after a token to before it. Adds to dk, dv and dlog.
 void StepBack(const Chunk& chunk, int64_t t, int64_t size, int64_t first_row, float* ds) {
   const int64_t token = t * size;
   Vec sums[kLanes];

@@ -83,8 +83,8 @@ struct Inputs {
   float *const r, *const d, *const k, *const v, *const a, *const b;
 };
 
-// One chunk as the backward pass wants it: arrays of [tokens, size], but for those of one block of
-// kLanes rows, `states` [tokens + 1, kLanes, size] and `sa` [tokens, kLanes].
+// One chunk as the backward pass wants it. Arrays are [tokens, size], but those of kLanes rows are `states`
+// [tokens + 1, kLanes, size] and `sa` [tokens, kLanes].
 struct Chunk : Inputs {
   Chunk(float* scratch, int64_t tokens, int64_t size) : Inputs(scratch, tokens, size) {
     float* free = scratch + Inputs::Scratch(tokens, size);
@@ -107,7 +107,7 @@ int64_t BackwardScratch(const HeadDims& dims) {
   return 14 * tokens * size + tokens * kLanes + (tokens + 1) * kLanes * size;
 }
 
-// The states of a block of rows before each token of a chunk, and after the last one. Adds to dr.
+// The states of kLanes rows before each token of a chunk, and after the last one. Adds to dr.
 void Replay(const Chunk& chunk, const Tokens& tokens, int64_t size, int64_t first_row) {
   Vec sum[kLanes] = {};
   for (int row = 0; row < kLanes; ++row)
@@ -147,7 +147,7 @@ void Replay(const Chunk& chunk, const Tokens& tokens, int64_t size, int64_t firs
   }
 }
 
-// dS += dy r^T for a block of rows, then dv = dS k; returns dsa = dS b.
+// dS += dy r^T for kLanes rows, then dv = dS k; returns dsa = dS b.
 Vec ReadOut(const Chunk& chunk, int64_t t, int64_t size, int64_t first_row, float* ds) {
   const int64_t token = t * size;
   Vec dv[kLanes], dsa[kLanes];
@@ -175,7 +175,7 @@ Vec ReadOut(const Chunk& chunk, int64_t t, int64_t size, int64_t first_row, floa
   return result;
 }
 
-// The sums over a block of rows for kVecs vectors of keys, and dS = dS diag(d) + dsa a^T.
+// The sums over kLanes rows for kVecs vectors of keys, and dS = dS diag(d) + dsa a^T.
 template <int kVecs>
 void StepBack(const Chunk& chunk, int64_t t, int64_t size, int64_t first_row, int64_t key,
               const float* dsa, float* ds) {
@@ -239,7 +239,7 @@ void Backward(const Wkv7BackwardCall& call, int64_t index, float* scratch) {
       LoadRow(call.states_dtype, call.states, head.SavedState(n) + row * size, kLanes * size,
               chunk.states);
       Replay(chunk, tokens, size, row);
-      float* const block = ds + row * size;
+      float* const ds_rows = ds + row * size;
       for (int64_t t = tokens.there - 1; t >= 0; --t) {
         // A slice of what is loaded next and of what is stored at the end of this chunk.
         const int64_t now = head.Token(tokens.at[t]) + row;
@@ -250,13 +250,13 @@ void Backward(const Wkv7BackwardCall& call, int64_t index, float* scratch) {
         }
         for (const void* output : outputs) Prefetch(call.dtype, output, now);
         alignas(64) float dsa[kLanes];
-        Store(dsa, ReadOut(chunk, t, size, row, block));
+        Store(dsa, ReadOut(chunk, t, size, row, ds_rows));
         constexpr int kVecs = kLanes == 16 ? 2 : 1;
         int64_t key = 0;
         for (; key + kVecs * kLanes <= size; key += kVecs * kLanes)
-          StepBack<kVecs>(chunk, t, size, row, key, dsa, block);
-        for (; key < size; key += kLanes) StepBack<1>(chunk, t, size, row, key, dsa, block);
-        if (tokens.starts[t]) Clear(block, kLanes * size);
+          StepBack<kVecs>(chunk, t, size, row, key, dsa, ds_rows);
+        for (; key < size; key += kLanes) StepBack<1>(chunk, t, size, row, key, dsa, ds_rows);
+        if (tokens.starts[t]) Clear(ds_rows, kLanes * size);
       }
     }
 

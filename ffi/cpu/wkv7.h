@@ -1,4 +1,4 @@
-// WKV7 on CPUs: what a handler asks of the kernels.
+// The kernels of WKV7 on CPUs, as handlers call them.
 #pragma once
 
 #include "kernels.h"

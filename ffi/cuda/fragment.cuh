@@ -10,6 +10,7 @@
 
 #include <cstdint>
 
+#include "decay.cuh"
 #include "marks.cuh"
 #include "ptx.cuh"
 #include "rwkv_jax/types.h"
@@ -219,23 +220,6 @@ template <>
 __device__ inline __nv_bfloat16 FromFloat<__nv_bfloat16>(float x) { return __float2bfloat16_rn(x); }
 template <>
 __device__ inline __half FromFloat<__half>(float x) { return __float2half_rn(x); }
-
-// The decay factor of w, and its derivative in w. Comparisons, not fmaxf, so that a NaN stays a NaN.
-__device__ inline float2 DecayAndSlope(float w, Decay form) {
-  float log_decay = w, log_slope = 1.0f;
-  if (form == Decay::kExp) {
-    log_decay = -expf(w);
-    log_decay = log_decay < kMinLogDecay ? kMinLogDecay : log_decay;
-    log_slope = log_decay;
-  } else if (form == Decay::kSigmoid) {
-    log_decay = __fdividef(-kSigmoidScale, 1.0f + expf(-w));
-    log_slope = __fdividef(log_decay, 1.0f + expf(w));
-  } else {
-    log_decay = log_decay < kMinLogDecay ? kMinLogDecay : log_decay;
-  }
-  const float d = expf(log_decay);
-  return {d, d * log_slope};
-}
 
 // Brings kTokens rows of w and of kVectors - 1 other vectors of N elements from global memory, by way
 // of registers so that the next tile travels while this one is computed, into shared memory as float,

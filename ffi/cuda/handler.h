@@ -22,7 +22,8 @@ inline cudaError_t DescribeDevice(int ordinal, Device& device) {
   cudaError_t error =
       cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, ordinal);
   if (error == cudaSuccess)
-    error = cudaDeviceGetAttribute(&shared_memory, cudaDevAttrMaxSharedMemoryPerBlockOptin, ordinal);
+    error =
+        cudaDeviceGetAttribute(&shared_memory, cudaDevAttrMaxSharedMemoryPerBlockOptin, ordinal);
   device = {multiprocessors, shared_memory};
   return error;
 }
@@ -55,19 +56,19 @@ struct Cuda {
     cudaError_t error = CurrentDevice(plan.device);
     if (error != cudaSuccess) return reader.operands.Internal(cudaGetErrorString(error));
     plan = MakePlan(plan.device, problem, reader.scratch.floats);
-    reader.operands.Require(plan.scratch <= reader.scratch.floats, "scratch has X = ",
-                            reader.scratch.floats, "; expected at least ", plan.scratch);
+    reader.operands.Require(plan.scratch <= reader.scratch.floats,
+                            "scratch has X = ", reader.scratch.floats, "; expected at least ",
+                            plan.scratch);
     if constexpr (kPass == Pass::kSummary || kPass == Pass::kReverseSummary)
-      reader.operands.Require(plan.matrix_units,
-                              "no kernel computes this summary; has_summary tells which ones exist");
+      reader.operands.Require(
+          plan.matrix_units, "no kernel computes this summary; has_summary tells which ones exist");
     if (ffi::Error error = reader.operands.Finish(); error.failure()) return error;
 
     if constexpr (kPass == Pass::kForward || kPass == Pass::kBackward)
       if (call.sequences.Given() && problem.rows > 0) {
         const int64_t halves = reader.TokenSize() * (problem.dtype == Dtype::kF32 ? 2 : 1);
-        error = ClearOutside(stream, call.sequences, problem.rows,
-                             problem.sequences / problem.rows, problem.tokens, halves,
-                             reader.TokenResults(call));
+        error = ClearOutside(stream, call.sequences, problem.rows, problem.sequences / problem.rows,
+                             problem.tokens, halves, reader.TokenResults(call));
       }
     if (error == cudaSuccess && problem.AllHeads() > 0) {
       if constexpr (kPass == Pass::kStep)

@@ -27,8 +27,7 @@ const Rules* RulesOf(Op op) {
 // Whether the kernels on matrix units take a problem on a device with enough shared memory.
 bool SuitsMatrixUnits(const Rules& rules, const Problem& problem) {
   if (problem.dtype == Dtype::kF32 || problem.exact || problem.tokens < kTileTokens ||
-      !rules.takes_head_size(problem.head_size) ||
-      problem.heads * problem.head_size > kMaxStride)
+      !rules.takes_head_size(problem.head_size) || problem.heads * problem.head_size > kMaxStride)
     return false;
   const bool sequences = problem.packing == Packing::kSequences;
   switch (problem.pass) {
@@ -66,7 +65,8 @@ void LayOutMatrixUnits(const Rules& rules, const Problem& problem, Plan& plan) {
   // A sum for each chunk.
   plan.partials = chunks;
   plan.adds_up = backward && (chunks > 1 || sequences);
-  plan.sums = Take(plan.adds_up ? problem.rows * chunks * SumFloats(rules, problem) : 0, plan.scratch);
+  plan.sums =
+      Take(plan.adds_up ? problem.rows * chunks * SumFloats(rules, problem) : 0, plan.scratch);
   plan.replay = plan.scratch;
   const Splits splits{plan.splits, nullptr, rules.summary_floats(problem.head_size),
                       plan.split_chunks};
@@ -118,7 +118,8 @@ Plan MakePlanOfHeads(const Rules& rules, const Device& device, const Problem& pr
   }
 
   const auto lay_out = [&] {
-    plan.matrix_units ? LayOutMatrixUnits(rules, problem, plan) : LayOutTokens(rules, problem, plan);
+    plan.matrix_units ? LayOutMatrixUnits(rules, problem, plan)
+                      : LayOutTokens(rules, problem, plan);
   };
   plan.splits =
       plan.matrix_units ? MatrixSplits(rules, device, problem) : ReplaySplits(device, problem);

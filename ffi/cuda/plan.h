@@ -7,6 +7,7 @@
 
 #include "rwkv_jax/description.h"
 #include "rwkv_jax/problem.h"
+#include "splits.h"
 
 namespace rwkv_jax::cuda {
 
@@ -23,8 +24,9 @@ struct Plan {
   // not taken for lack of it; 0 where they do not suit the problem.
   int64_t shared_memory = 0;
 
-  int64_t splits = 1;        // of a sequence
-  int64_t split_chunks = 0;  // the chunks of a split where sequences have different lengths, or else 0
+  // Splits of a sequence. Where sequences have different lengths and there are several splits, each has
+  // `split_chunks` chunks, and `splits` are those of all tokens as if they were one sequence.
+  int64_t splits = 1, split_chunks = 0;
   // The gradient of an input that all tokens share is `partials` sums for each sequence, or, where
   // sequences have different lengths, one for each chunk. If there are several, they are added up.
   int64_t partials = 1;
@@ -35,12 +37,16 @@ struct Plan {
 
   // Where the parts of the scratch begin, and how many floats it has. The replay uses memory that the
   // kernels on matrix units use for summaries and gradients.
-  int64_t inexact = 0;    // [S, H]: not 0 for heads that the kernels on matrix units leave undefined
-  int64_t sums = 0;       // partial sums of the gradients of shared parameters
+  int64_t inexact = 0;  // [S, H]: not 0 for heads that the kernels on matrix units leave undefined
+  int64_t sums = 0;     // partial sums of the gradients of shared parameters
   int64_t summaries = 0;  // what splits do to a state
   int64_t gradients = 0;  // of the states at the ends of chunks
   int64_t replay = 0;
   int64_t scratch = 0;
+
+  ReplayScratch Replay(float* memory, int64_t splits) const {
+    return {memory + replay, replay_heads, splits, splits * replay_floats};
+  }
 };
 
 constexpr int64_t kMaxHeadSize = 128;

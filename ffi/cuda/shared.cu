@@ -13,9 +13,9 @@ struct Results {
   uint16_t* of[kMaxResults];
 };
 
-__global__ __launch_bounds__(kThreads) void ClearKernel(Sequences sequences, int64_t sequences_of_row,
-                                                        int64_t tokens, int64_t size,
-                                                        Results results) {
+__global__ __launch_bounds__(kThreads) void ClearKernel(Sequences sequences,
+                                                        int64_t sequences_of_row, int64_t tokens,
+                                                        int64_t size, Results results) {
   const int64_t row = blockIdx.x, start = row * tokens;
   const Span span = sequences.OfRow(row, sequences_of_row, tokens);
   uint16_t* const to = results.of[blockIdx.z];
@@ -30,6 +30,7 @@ __global__ __launch_bounds__(kThreads) void ClearKernel(Sequences sequences, int
 
 constexpr int kSumColumns = 32;
 constexpr int kSumRows = 16;
+constexpr int kSumThreads = kSumColumns * kSumRows;
 constexpr int kMaxInputs = 2;
 
 struct Inputs {
@@ -38,10 +39,8 @@ struct Inputs {
 
 // A block has kSumColumns columns of a sequence. Each of its warps adds up every kSumRows-th partial sum,
 // and the first warp then adds up what they have.
-__global__ __launch_bounds__(kSumColumns * kSumRows) void SumKernel(Sequences sequences,
-                                                                     int64_t partials,
-                                                                     int64_t columns,
-                                                                     Inputs inputs) {
+__global__ __launch_bounds__(kSumThreads) void SumKernel(Sequences sequences, int64_t partials,
+                                                         int64_t columns, Inputs inputs) {
   __shared__ float sums[kSumRows][kSumColumns];
   const int64_t groups = (columns + kSumColumns - 1) / kSumColumns;
   const int64_t sequence = blockIdx.x / groups, group = blockIdx.x % groups;
@@ -77,8 +76,8 @@ cudaError_t ClearOutside(cudaStream_t stream, const Sequences& sequences, int64_
   unsigned count = 0;
   for (void* result : results) all.of[count++] = static_cast<uint16_t*>(result);
   const dim3 blocks(static_cast<unsigned>(rows), kBlocks, count);
-  return Launch(ClearKernel, blocks, kThreads, 0, stream, sequences, sequences_of_row, tokens,
-                size, all);
+  return Launch(ClearKernel, blocks, kThreads, 0, stream, sequences, sequences_of_row, tokens, size,
+                all);
 }
 
 cudaError_t SumPartials(cudaStream_t stream, int64_t count, const Sequences& sequences,
@@ -90,8 +89,7 @@ cudaError_t SumPartials(cudaStream_t stream, int64_t count, const Sequences& seq
   for (const PartialSums& input : inputs) all.of[number++] = input;
   const int64_t groups = (columns + kSumColumns - 1) / kSumColumns;
   const dim3 blocks(static_cast<unsigned>(count * groups), number);
-  return Launch(SumKernel, blocks, kSumColumns * kSumRows, 0, stream, sequences, partials, columns,
-                all);
+  return Launch(SumKernel, blocks, kSumThreads, 0, stream, sequences, partials, columns, all);
 }
 
 }  // namespace rwkv_jax::cuda

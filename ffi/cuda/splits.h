@@ -65,7 +65,7 @@ struct Splits {
   // there and the one before it, the one that comes first in the recurrence.
   template <bool kReverse>
   __device__ Piece WorkOfBlock(const Sequences& sequences, int64_t tokens, int64_t heads,
-                                bool summary) const {
+                               bool summary) const {
     const int64_t index = blockIdx.x / heads;
     if (chunks == 0)
       return {sequences.InTurn(index, tokens), kReverse ? count - 1 - blockIdx.y : blockIdx.y};
@@ -138,6 +138,7 @@ struct PartialSums {
 // Adds up partial sums in a fixed order. Each of `count` sequences has `partials` of them, one after
 // another, or, if `sequences` are given, one for each of its chunks. There are at most 2 inputs.
 cudaError_t SumPartials(cudaStream_t stream, int64_t count, const Sequences& sequences,
-                        int64_t partials, int64_t columns, std::initializer_list<PartialSums> inputs);
+                        int64_t partials, int64_t columns,
+                        std::initializer_list<PartialSums> inputs);
 
 }  // namespace rwkv_jax::cuda

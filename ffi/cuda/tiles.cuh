@@ -1,35 +1,11 @@
 // What the kernels on matrix units share: the log decays of a chunk of tokens, and a state in registers.
 #pragma once
 
+#include "decay.cuh"
 #include "matrix.cuh"
 #include "rwkv_jax/marks.h"
 
 namespace rwkv_jax::cuda {
-
-// Tokens that are taken together: those of one matrix product.
-constexpr int kTileTokens = 16;
-
-// The least log2 of a decay factor, which then is 0.
-constexpr float kMinLog2Decay = -172.0f;
-
-constexpr float kLog2E = 1.4426950408889634f;
-
-// Log decays are summed as float16, times this scale so that slow ones are not subnormal: the
-// rounding of one changes its factor d by a relative |log d| / 4096 at most.
-constexpr float kLogScale = 256.0f;
-constexpr uint32_t kInverseLogScale = 0x1c001c00;  // 1 / 256, twice, in float16
-
-// The base-2 logarithm of the decay factor of w, times the scale. A comparison, not fmaxf, so that a NaN
-// stays a NaN.
-template <Decay kForm>
-__device__ float ScaledLogDecay(float w) {
-  constexpr float kScale = kLog2E * kLogScale;
-  if (kForm == Decay::kSigmoid)
-    return -kSigmoidScale * kScale * Reciprocal(1.0f + Exp2(-kLog2E * w));
-  constexpr float kLeast = kMinLog2Decay * kLogScale;
-  const float x = kForm == Decay::kExp ? -kScale * Exp2(kLog2E * w) : kScale * w;
-  return x < kLeast ? kLeast : x;
-}
 
 constexpr uint32_t kAllRows = 0xffff;
 

@@ -340,7 +340,7 @@ __device__ void FetchState(const Column<T>& column, const Wkv4BackwardCall& call
 template <typename T>
 __device__ void StoreSums(const Column<T>& column, const Wkv4BackwardCall& call, int64_t row, int c,
                           float dw, float du) {
-  const float slope = LogDecay(column.LoadFloat(call.w, column.sequence, c), call.decay).y;
+  const float slope = UnboundedLogDecay(column.LoadFloat(call.w, column.sequence, c), call.decay).y;
   column.StoreFloat(call.dw, row, c, dw * slope);
   column.StoreFloat(call.du, row, c, du);
 }

@@ -205,7 +205,7 @@ __global__ __launch_bounds__(kThreads) void StepKernel(
   const Sums state{call.initial_state.num[i], call.initial_state.den[i],
                    call.initial_state.log_max[i]};
   static_cast<T*>(call.y)[i] = FromFloat<T>(Read(state, call.u[i], key, value));
-  const Sums after = Add(state, LogDecay(call.w[i], call.decay).x, {value, 1.0f, key});
+  const Sums after = Add(state, UnboundedLogDecay(call.w[i], call.decay).x, {value, 1.0f, key});
   call.final_state.num[i] = after.num;
   call.final_state.den[i] = after.den;
   call.final_state.log_max[i] = after.log_max;

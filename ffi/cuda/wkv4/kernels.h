@@ -15,7 +15,8 @@ namespace rwkv_jax::cuda {
 constexpr int64_t kWkv4ForwardSummary = 3, kWkv4BackwardSummary = 4;
 
 cudaError_t Run(cudaStream_t stream, const Wkv4ForwardCall& call, const Plan& plan, float* scratch);
-cudaError_t Run(cudaStream_t stream, const Wkv4BackwardCall& call, const Plan& plan, float* scratch);
+cudaError_t Run(cudaStream_t stream, const Wkv4BackwardCall& call, const Plan& plan,
+                float* scratch);
 
 // One token; the final state may be the initial state.
 cudaError_t RunStep(cudaStream_t stream, const Wkv4ForwardCall& call);

@@ -51,11 +51,6 @@ static_assert(kRun * kWarps == kChunk, "the runs of all warps are a chunk");
 // three such weights are in the range of float.
 constexpr float kNear = 40.0f;
 
-// As kMinLogDecay, but for exponents up to the largest float; as in rwkv_jax/_decay.py.
-constexpr float kMaxLogRate = 69.07755f;
-
-constexpr float kLog2E = 1.44269504f;
-
 __device__ inline float Exp(float x) { return Exp2(x * kLog2E); }
 
 // The sums num e^log_max and den e^log_max.
@@ -71,18 +66,6 @@ __device__ inline Sums Add(const Sums& sums, float log_decay, const Sums& more) 
   const float log_max = fmaxf(decayed, more.log_max);
   const float before = Exp(decayed - log_max), now = Exp(more.log_max - log_max);
   return {fmaf(before, sums.num, now * more.num), fmaf(before, sums.den, now * more.den), log_max};
-}
-
-// The log decay of w, and its derivative.
-__device__ inline float2 LogDecay(float w, Decay form) {
-  float slope = 1.0f;
-  if (form == Decay::kExp) {
-    const bool largest = w > kMaxLogRate;
-    w = -expf(largest ? kMaxLogRate : w);
-    slope = largest ? 0.0f : w;
-  }
-  // Not -inf, of which no tokens at all would make NaN.
-  return {w < -FLT_MAX ? -FLT_MAX : w, slope};
 }
 
 // The parameters of a channel, the same for all tokens.
@@ -177,7 +160,7 @@ class Column {
     return LoadFloat(call.u, sequence, c);
   }
   __device__ Channel LoadChannel(const Wkv4Call& call, int c) const {
-    const float w = LogDecay(LoadFloat(call.w, sequence, c), call.decay).x;
+    const float w = UnboundedLogDecay(LoadFloat(call.w, sequence, c), call.decay).x;
     return {w, expf(w), expf(LoadBonus(call, c))};
   }
 

@@ -339,11 +339,7 @@ __device__ void ConvertOwnPieces(unsigned char* panel) {
 
 // Puts the log2 decays that all tokens have in common into shared memory.
 __device__ inline void LoadConstantDecays(const float* w, Decay form, float* log_decays) {
-  if (threadIdx.x < kHeadSize) {
-    const float x = w[threadIdx.x];
-    const float log2 = kLog2E * (form == Decay::kExp ? -Exp2(kLog2E * x) : x);
-    log_decays[threadIdx.x] = log2 < kMinLog2Decay ? kMinLog2Decay : log2;
-  }
+  if (threadIdx.x < kHeadSize) log_decays[threadIdx.x] = Log2Decay(w[threadIdx.x], form);
 }
 
 }  // namespace rwkv_jax::cuda

@@ -14,7 +14,8 @@ namespace rwkv_jax::cuda {
 // --- The passes (passes.cc).
 
 cudaError_t Run(cudaStream_t stream, const Wkv6ForwardCall& call, const Plan& plan, float* scratch);
-cudaError_t Run(cudaStream_t stream, const Wkv6BackwardCall& call, const Plan& plan, float* scratch);
+cudaError_t Run(cudaStream_t stream, const Wkv6BackwardCall& call, const Plan& plan,
+                float* scratch);
 
 // One token; the final state may be the initial state.
 cudaError_t RunStep(cudaStream_t stream, const Wkv6ForwardCall& call);
@@ -57,11 +58,12 @@ int64_t Wkv6GradientSharedMemory();
 cudaError_t Wkv6Scan(cudaStream_t stream, const Wkv6ForwardCall& call, const Splits& splits);
 
 // Leaves the gradients of the states at the ends of chunks, [B, N, H, V, K] of bfloat16.
-cudaError_t Wkv6ReverseScan(cudaStream_t stream, const Wkv6BackwardCall& call,
-                            const Splits& splits, uint4* gradients);
+cudaError_t Wkv6ReverseScan(cudaStream_t stream, const Wkv6BackwardCall& call, const Splits& splits,
+                            uint4* gradients);
 
 // All gradients but dinitial_state, from what the reverse scan has left. du, and the dw of WKV5, are
 // partial sums, one for each chunk.
-cudaError_t Wkv6Gradients(cudaStream_t stream, const Wkv6BackwardCall& call, const uint4* gradients);
+cudaError_t Wkv6Gradients(cudaStream_t stream, const Wkv6BackwardCall& call,
+                          const uint4* gradients);
 
 }  // namespace rwkv_jax::cuda

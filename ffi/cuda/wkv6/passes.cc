@@ -10,10 +10,7 @@ Splits SplitsOf(const Plan& plan, float* scratch) {
 
 cudaError_t FindGradients(cudaStream_t stream, const Wkv6BackwardCall& call, const Plan& plan,
                           float* scratch) {
-  if (!plan.matrix_units)
-    return Wkv6Backward(stream, call,
-                        {scratch + plan.replay, plan.replay_heads, plan.splits,
-                         plan.splits * plan.replay_floats});
+  if (!plan.matrix_units) return Wkv6Backward(stream, call, plan.Replay(scratch, plan.splits));
   uint4* const gradients = reinterpret_cast<uint4*>(scratch + plan.gradients);
   const cudaError_t error = Wkv6ReverseScan(stream, call, SplitsOf(plan, scratch), gradients);
   return error == cudaSuccess ? Wkv6Gradients(stream, call, gradients) : error;
@@ -21,7 +18,8 @@ cudaError_t FindGradients(cudaStream_t stream, const Wkv6BackwardCall& call, con
 
 }  // namespace
 
-cudaError_t Run(cudaStream_t stream, const Wkv6ForwardCall& call, const Plan& plan, float* scratch) {
+cudaError_t Run(cudaStream_t stream, const Wkv6ForwardCall& call, const Plan& plan,
+                float* scratch) {
   if (!plan.matrix_units) return Wkv6Forward(stream, call);
   return Wkv6Scan(stream, call, SplitsOf(plan, scratch));
 }

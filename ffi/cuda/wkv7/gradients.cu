@@ -384,17 +384,6 @@ __device__ void InvertPanel(int warp, int barrier, uint32_t panel) {
   }
 }
 
-// The log decay of w and its derivative in w. The forms are selected, since branches would take
-// more instructions than they save.
-__device__ inline float2 LogDecayAndSlope(float w, Decay form) {
-  const bool sigmoid = form == Decay::kSigmoid;
-  const float exponent = (sigmoid ? -kLog2E : kLog2E) * w;
-  const float e = Exp2(exponent > 126.0f ? 126.0f : exponent);
-  const float s = Reciprocal(1.0f + e), scaled = -kSigmoidScale * s;
-  const float log_decay = sigmoid ? scaled : form == Decay::kExp ? -e : w;
-  return {log_decay, sigmoid ? scaled * s * e : form == Decay::kExp ? -e : 1.0f};
-}
-
 // The decays of the channels of a warp and the tokens of its half.
 struct HalfDecays {
   HalfAccumulator after = {};  // g / log 2

@@ -14,7 +14,8 @@ namespace rwkv_jax::cuda {
 // --- The passes (passes.cc).
 
 cudaError_t Run(cudaStream_t stream, const Wkv7ForwardCall& call, const Plan& plan, float* scratch);
-cudaError_t Run(cudaStream_t stream, const Wkv7BackwardCall& call, const Plan& plan, float* scratch);
+cudaError_t Run(cudaStream_t stream, const Wkv7BackwardCall& call, const Plan& plan,
+                float* scratch);
 
 // One token; the final state may be the initial state.
 cudaError_t RunStep(cudaStream_t stream, const Wkv7ForwardCall& call);

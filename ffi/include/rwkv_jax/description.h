@@ -13,7 +13,7 @@
 namespace rwkv_jax {
 
 // The fields of a problem that Python gives as integers, besides the operator and the pass.
-constexpr const char* kProblemFields[] = {"decay", "exact",     "packing", "dtype",     "rows",
+constexpr const char* kProblemFields[] = {"decay",  "exact",     "packing", "dtype",     "rows",
                                           "tokens", "sequences", "heads",   "head_size", "saves"};
 
 // A problem from Python's description of it: `number(name)` gives the field of that name. Throws

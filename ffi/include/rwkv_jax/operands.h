@@ -61,8 +61,8 @@ class Operands {
       const int64_t chunks = RowChunks(Size('B'), Size('T'), Size('S'));
       Require(Size('O') == chunks, "owners has O = ", Size('O'), "; expected ", chunks, " for ",
               Size('T'), " tokens");
-      Require(Size('B') == 0 ? Size('S') == 0 : Size('S') % Size('B') == 0, "spans has S = ",
-              Size('S'), "; expected as many in each of ", Size('B'), " rows");
+      Require(Size('B') == 0 ? Size('S') == 0 : Size('S') % Size('B') == 0,
+              "spans has S = ", Size('S'), "; expected as many in each of ", Size('B'), " rows");
     }
   }
 
@@ -85,15 +85,16 @@ class Operands {
     const int64_t keys = Size('K'), values = Size('V');
     const bool power_of_two = (keys & (keys - 1)) == 0;
     Require(keys == values && power_of_two && keys >= kMinHeadSize && keys <= max_head_size,
-            "r and v have K = ", keys, " and V = ", values, "; expected K = V, a power of two from ",
-            kMinHeadSize, " to ", max_head_size);
+            "r and v have K = ", keys, " and V = ", values,
+            "; expected K = V, a power of two from ", kMinHeadSize, " to ", max_head_size);
     return {Size('S'), tokens, Size('H'), keys, Saved()};
   }
 
   Decay ReadDecay(int64_t decay, Decay last) {
     const bool sigmoid = last == Decay::kSigmoid;
-    Require(decay >= 0 && decay <= static_cast<int64_t>(last), "decay is ", decay,
-            sigmoid ? "; expected 0 (log), 1 (exp) or 2 (sigmoid)" : "; expected 0 (log) or 1 (exp)");
+    Require(
+        decay >= 0 && decay <= static_cast<int64_t>(last), "decay is ", decay,
+        sigmoid ? "; expected 0 (log), 1 (exp) or 2 (sigmoid)" : "; expected 0 (log) or 1 (exp)");
     return static_cast<Decay>(decay);
   }
   bool ReadExact(int64_t exact) {

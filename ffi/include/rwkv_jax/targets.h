@@ -40,14 +40,13 @@ XLA_FFI_Error* Target(XLA_FFI_CallFrame* frame) {
         return Platform::template Handle<Operator, kPass>(argument, args, rets, {decay});
       });
     else
-      return bind(std::move(binding)
-                      .template Attr<int64_t>("exact")
-                      .template Attr<int64_t>("packing"),
-                  [](Argument argument, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                     int64_t decay, int64_t exact, int64_t packing) {
-                    return Platform::template Handle<Operator, kPass>(argument, args, rets,
-                                                                      {decay, exact, packing});
-                  });
+      return bind(
+          std::move(binding).template Attr<int64_t>("exact").template Attr<int64_t>("packing"),
+          [](Argument argument, ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t decay,
+             int64_t exact, int64_t packing) {
+            return Platform::template Handle<Operator, kPass>(argument, args, rets,
+                                                              {decay, exact, packing});
+          });
   }();
   return handler->Call(frame);
 }
