@@ -28,8 +28,8 @@ cudaError_t Launch(void (*kernel)(Parameters...), dim3 blocks, int threads, size
   return cudaGetLastError();
 }
 
-// Calls fn(T(), integral_constant<int, N>()) with the element type T, out of those given, and the
-// head size N, out of kSizes.
+// ForHalfTypes and ForAllTypes call fn(T(), integral_constant<int, N>()) with the element type T of
+// `dtype` and the head size N, which is one of kSizes.
 template <int... kSizes, typename T, typename Fn>
 cudaError_t ForHeadSize(int64_t head_size, T zero, Fn&& fn) {
   cudaError_t error = cudaErrorInvalidValue;
@@ -53,8 +53,8 @@ cudaError_t ForAllTypes(Dtype dtype, int64_t head_size, Fn&& fn) {
   return ForHalfTypes<kSizes...>(dtype, head_size, fn);
 }
 
-// Calls fn(bool_constant<whether rows are of several sequences>()): those have kernels of their own,
-// since only to ask costs the others a tenth of their time.
+// Calls fn(bool_constant<whether tokens have marks>()). Kernels without marks are built apart, because
+// asking for marks would cost them a tenth of their time.
 template <typename Fn>
 cudaError_t ForMarks(const Marks& marks, Fn&& fn) {
   return marks.Given() ? fn(std::true_type()) : fn(std::false_type());

@@ -23,34 +23,37 @@ struct ReplayScratch {
 // The floats of the gradient of one state at the end of a chunk, [V, K] of bfloat16.
 constexpr int64_t StateGradientFloats(int64_t head_size) { return head_size * head_size / 2; }
 
-// What a block has: a split of a sequence, or none if it is negative.
+// The work of a block: a split of a sequence, or nothing if `split` is negative.
 struct Piece {
   Turn turn;
   int64_t split;
 };
 
 // The tokens of a head are shared out among `count` splits of whole chunks, so that few heads fill a
-// GPU. The memory has what each but the last, in the order of the recurrence, does to a state.
+// GPU. `memory` has summaries: what each split does to a state. The last split in the order of the
+// recurrence needs none.
 //
-// Sequences of different lengths have splits as long as if they were one, so different numbers of
-// them, `count` at most. Each split has a place by where it is among the tokens of all; no two that
-// are not the first of their sequence have the same, and the place of none is as large as `count`.
+// Sequences of different lengths have splits as long as if all tokens were one sequence. So they have
+// different numbers of splits, but at most `count`. Each split has a place, a number below `count` that
+// follows from where it lies among all tokens. Two splits that are not the first of their sequence
+// have different places.
 struct Splits {
   int64_t count;
   float* memory;
   int64_t size;        // floats of a summary
-  int64_t chunks = 0;  // of a split, if there are sequences
+  int64_t chunks = 0;  // of a split, if sequences have different lengths, or else 0
 
-  // Floats for each head, or for each of those that all sequences share.
+  // The floats of summaries for each head of each sequence. Sequences of different lengths share the
+  // summaries of a head.
   int64_t Stride() const { return size * (chunks == 0 ? count - 1 : count); }
-  // For each head of a row a block for each split of so many sequences. Of sequences of different
-  // lengths one for each place, and then one for each sequence.
+  // The blocks of a kernel that runs all splits of so many sequences. For sequences of different lengths
+  // there is a block for each place but the first, and then one for the first split of each sequence.
   dim3 Blocks(int64_t sequences, int64_t heads) const { return Grid(sequences, heads, count); }
-  // Of which the last split in the order of the recurrence has none.
+  // The blocks of a kernel that finds the summaries.
   dim3 SummaryBlocks(int64_t sequences, int64_t heads) const {
     return chunks == 0 ? Grid(sequences, heads, count - 1) : Grid(0, heads, count);
   }
-  // The same with one for all splits.
+  // The heads of all sequences that may have summaries, for a kernel that combines them.
   int64_t SummarizedHeads(int64_t sequences, int64_t heads) const {
     return (chunks == 0 ? sequences : count - 1) * heads;
   }
@@ -61,8 +64,9 @@ struct Splits {
   __device__ int64_t Count(int64_t all) const {
     return chunks == 0 ? count : all == 0 ? 1 : (all + chunks - 1) / chunks;
   }
-  // What this block has of `Blocks`, or of `SummaryBlocks`: then the block of a place has, of the split
-  // there and the one before it, the one that comes first in the recurrence.
+  // The work of this block, one of `Blocks` or, if `summary`, of `SummaryBlocks`. Where sequences have
+  // different lengths, the block of a place finds the summary of the split there or, if the recurrence
+  // runs forwards, of the split before it.
   template <bool kReverse>
   __device__ Piece WorkOfBlock(const Sequences& sequences, int64_t tokens, int64_t heads,
                                bool summary) const {
@@ -74,14 +78,15 @@ struct Splits {
     if (summary && !kReverse) --piece.split;
     return piece;
   }
-  // The sequence that a block of `SummarizedHeads` has, or -1.
+  // The sequence of a block, one of `SummarizedHeads`, or -1 if it has none.
   __device__ int64_t SummarizedSequence(const Sequences& sequences, int64_t heads) const {
     const int64_t index = blockIdx.x / heads;
     if (chunks == 0) return index;
     const Piece piece = Later(sequences, index + 1);
     return piece.split == 1 ? piece.turn.sequence : -1;
   }
-  // Of a split by its place in the recurrence. A head is b * heads + h.
+  // The summary of a split. `order` is its number in the order of the recurrence; `head` is
+  // sequence * heads + h.
   template <bool kReverse>
   __device__ float* Summary(int64_t head, int64_t heads, const Span& span, int64_t order) const {
     if (chunks == 0) return memory + (head * (count - 1) + order) * size;
@@ -97,7 +102,7 @@ struct Splits {
     return dim3(static_cast<unsigned>((splits - 1 + sequences) * heads));
   }
 #ifdef __CUDACC__
-  // Of the first split.
+  // The place of the first split.
   __device__ unsigned Place(const Span& span) const {
     return static_cast<unsigned>(span.first_token / kChunk) / static_cast<unsigned>(chunks);
   }
