@@ -17,6 +17,9 @@ struct Device {
   int64_t shared_memory;  // bytes that one block may have
 };
 
+// Every device that the kernels are compiled for has at least as much, that is 99 KiB.
+constexpr int64_t kLeastSharedMemory = 101376;
+
 struct Plan {
   Device device;
   bool matrix_units = false;  // or else token by token in float32

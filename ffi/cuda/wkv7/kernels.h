@@ -40,7 +40,7 @@ __host__ __device__ constexpr int64_t ScratchSize(int64_t head_size) {
 // If `only` [S, H] is given, these run only the heads for which it is not 0.
 cudaError_t Wkv7Forward(cudaStream_t stream, const Wkv7ForwardCall& call,
                         const float* only = nullptr);
-cudaError_t Wkv7Backward(cudaStream_t stream, const Wkv7BackwardCall& call,
+cudaError_t Wkv7Backward(cudaStream_t stream, const Wkv7BackwardCall& call, const Device& device,
                          const ReplayScratch& scratch, const float* only = nullptr);
 
 // --- Kernels on matrix units (scan.cu, gradients.cu): 16-bit dtypes, head sizes 64 and 128, saved states

@@ -34,7 +34,7 @@ cudaError_t Run(cudaStream_t stream, const Wkv7ForwardCall& call, const Plan& pl
 cudaError_t Run(cudaStream_t stream, const Wkv7BackwardCall& call, const Plan& plan,
                 float* scratch) {
   const auto replay = [&](int64_t splits, const float* only) {
-    return Wkv7Backward(stream, call, plan.Replay(scratch, splits), only);
+    return Wkv7Backward(stream, call, plan.device, plan.Replay(scratch, splits), only);
   };
   if (!plan.matrix_units) return replay(plan.splits, nullptr);
   uint4* const gradients = reinterpret_cast<uint4*>(scratch + plan.gradients);

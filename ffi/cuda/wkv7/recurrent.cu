@@ -219,7 +219,17 @@ enum ColumnSum { kDr, kDw, kDk, kDa, kDb, kColumnSums };
 template <int N>
 using BackwardTile = StatePartition<N, N == 128 ? 8 : 4>;
 
+// States of a block as each thread holds them.
+template <typename G, int kStates>
+struct KeptStates {
+  float4 of[kStates][G::kRows * G::kCols / 4][G::kThreads];
+};
 template <typename G>
+struct KeptStates<G, 0> {};
+
+// If kKeeps, the states inside a block are kept. Without the shared memory for that they are found again
+// from the state before the block.
+template <typename G, bool kKeeps>
 struct BackwardShared {
   // Large heads have no room to keep S_0 beside S_1 and S_2, nor the sums of more than one token.
   static constexpr bool kLarge = G::N > 64;
@@ -229,8 +239,7 @@ struct BackwardShared {
   float tile[2][kBackwardVectors * kReplayTokens * G::N];
   float slope[2][kReplayTokens * G::N];
   float sa[2][kReplayTokens * G::N];
-  // States of a block as each thread holds them: S_1, S_2 and perhaps S_0.
-  float4 kept[kLarge ? 2 : 3][G::kRows * G::kCols / 4][G::kThreads];
+  KeptStates<G, !kKeeps ? 0 : kLarge ? 2 : 3> kept;  // S_1, S_2 and perhaps S_0
   // What each warp has for the gradients of a token.
   float sums[kSumStages][kSumTokens][G::kWarps][kColumnSums][G::N];
 };
@@ -358,7 +367,7 @@ __device__ void WriteColumnSums(const float (&sums)[kTokens][G::kWarps][kColumnS
 // The chunks of a split run last to first. In a chunk the saved state is replayed once to find the state before each
 // block of kReplayTokens tokens; each block is then replayed from there, which leaves S_{t-1} of its tokens
 // at hand, and taken backwards. The decay is never inverted.
-template <typename T, int N, bool kMarked>
+template <typename T, int N, bool kMarked, bool kKeeps>
 __global__ __launch_bounds__(BackwardTile<N>::kThreads, N == 64 ? 2 : 1) void BackwardKernel(
     const __grid_constant__ Vectors<T> inputs, int64_t row_tokens, int64_t heads, Decay decay,
     Marks marks, Sequences sequences, SavedStates states, const float* dfinal_state,
@@ -367,7 +376,7 @@ __global__ __launch_bounds__(BackwardTile<N>::kThreads, N == 64 ? 2 : 1) void Ba
   static_assert(kReplayTokens * N <= 4 * G::kThreads);
   static_assert(kReplayTokens == 4, "S_0, S_1 and S_2 are kept or reloaded, S_3 is in registers");
   RWKV_JAX_DYNAMIC_SHARED(16, memory);
-  using Shared = BackwardShared<G>;
+  using Shared = BackwardShared<G, kKeeps>;
   constexpr bool kLarge = Shared::kLarge;
   auto& shared = *reinterpret_cast<Shared*>(memory);
   constexpr int kRows = G::kRows;
@@ -465,26 +474,33 @@ __global__ __launch_bounds__(BackwardTile<N>::kThreads, N == 64 ? 2 : 1) void Ba
       } else {
         Copy<G>(s_next, s);
         if (own.Starts(0)) Clear<G>(s);
-        Keep<G>(shared.kept[2], s);
+        if constexpr (kKeeps) Keep<G>(shared.kept.of[2], s);
         if (block > 0) load_state(block - 1, s_next);
       }
-#pragma unroll
-      for (int t = 0; t < kReplayTokens - 1; ++t) {
+      // S_t becomes S_{t+1}.
+      const auto advance = [&](int t) {
         float sa[kRows];
         LoadRows(tile, shared.sa[stage] + t * N, sa);
         UpdateState(tile, TokenView<N, kReplayTokens>{shared.tile[stage], t}, sa, s);
         if (own.Starts(t + 1)) Clear<G>(s);
-        if (t < kReplayTokens - 2) Keep<G>(shared.kept[t], s);
+      };
+#pragma unroll
+      for (int t = 0; t < kReplayTokens - 1; ++t) {
+        advance(t);
+        if constexpr (kKeeps)
+          if (t < kReplayTokens - 2) Keep<G>(shared.kept.of[t], s);
       }
       auto& sums = shared.sums[stage % Shared::kSumStages];
       const auto token = [&](int t) { return token_of(block) + t * stride; };
 #pragma unroll
       for (int t = kReplayTokens - 1; t >= 0; --t) {
-        if (t == 0 && kLarge) {
+        if (t < kReplayTokens - 1 && (!kKeeps || (t == 0 && kLarge))) {
           load_state(block, s);
           if (own.Starts(0)) Clear<G>(s);
+#pragma unroll
+          for (int earlier = 0; earlier < t; ++earlier) advance(earlier);
         } else if (t < kReplayTokens - 1) {
-          Recall<G>(shared.kept[t > 0 ? t - 1 : 2], s);
+          if constexpr (kKeeps) Recall<G>(shared.kept.of[t > 0 ? t - 1 : 2], s);
         }
         BackwardToken<T, G>(tile, {shared.tile[stage], t}, shared.slope[stage] + t * N,
                             shared.sa[stage] + t * N, own, s, ds,
@@ -536,7 +552,7 @@ cudaError_t Wkv7Forward(cudaStream_t stream, const Wkv7ForwardCall& call, const 
   });
 }
 
-cudaError_t Wkv7Backward(cudaStream_t stream, const Wkv7BackwardCall& call,
+cudaError_t Wkv7Backward(cudaStream_t stream, const Wkv7BackwardCall& call, const Device& device,
                          const ReplayScratch& scratch, const float* only) {
   const int64_t heads = call.dims.batch * call.dims.heads;
   return ForAllTypes<16, 32, 64, 128>(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
@@ -559,10 +575,17 @@ cudaError_t Wkv7Backward(cudaStream_t stream, const Wkv7BackwardCall& call,
                      lot);
           if (error != cudaSuccess) return error;
         }
-        return Launch(BackwardKernel<T, N, marked()>, count * scratch.splits,
-                      BackwardTile<N>::kThreads, sizeof(BackwardShared<BackwardTile<N>>), stream,
-                      inputs, call.dims.tokens, call.dims.heads, call.decay, call.marks,
-                      call.sequences, states, call.dfinal_state, gradients, lot);
+        const auto launch = [&](auto keeps) {
+          return Launch(BackwardKernel<T, N, marked(), keeps()>, count * scratch.splits,
+                        BackwardTile<N>::kThreads,
+                        sizeof(BackwardShared<BackwardTile<N>, keeps()>), stream, inputs,
+                        call.dims.tokens, call.dims.heads, call.decay, call.marks, call.sequences,
+                        states, call.dfinal_state, gradients, lot);
+        };
+        constexpr int64_t kWanted = sizeof(BackwardShared<BackwardTile<N>, true>);
+        if constexpr (kWanted > kLeastSharedMemory)
+          if (kWanted > device.shared_memory) return launch(std::false_type());
+        return launch(std::true_type());
       });
     });
   });
