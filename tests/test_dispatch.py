@@ -1,6 +1,5 @@
 """Which implementation runs, what is said where one cannot, and what an installation reports."""
 
-import dataclasses
 import functools
 import os
 import subprocess
@@ -25,8 +24,8 @@ each_operator = pytest.mark.parametrize("op", OPERATORS)
 each_sequence = pytest.mark.parametrize("op", SEQUENCES)
 
 
-def _targets(op: str, kind: str = "") -> set[str]:
-    return internals.targets(op, "fwd", "bwd", kind=kind)
+def _targets(op: str) -> set[str]:
+    return internals.targets(op, "fwd", "bwd")
 
 
 def _gradients(op: str, implementation: str | None, inputs: dict) -> dict:
@@ -164,29 +163,6 @@ def test_implementations(op: str) -> None:
     on_tpu = rwkv_jax.implementations(op, *shapes, platform="tpu")
     assert all(on_tpu[name] == "native kernels exist for CPUs and for CUDA GPUs" for name in native)
     assert on_tpu["xla"] is None
-
-
-def test_which_cuda_kernels_run(pretend: Any) -> None:
-    pretend("cuda", None)
-
-    def details(op: str, case: Case, precision: str | None = None) -> str | None:
-        inputs, _ = OPERATORS[op].make(case)
-        return rwkv_jax.implementations(
-            op, *inputs.values(), platform="cuda", precision=precision, details=True
-        )["ffi"]
-
-    matrix_units = "CUDA kernels on matrix units, bfloat16 with float32 sums"
-    recurrent = "CUDA kernels, one token at a time in float32"
-    for op, sizes in (("wkv7", (64, 128)), ("wkv6", (64,)), ("wkv5", (64,))):
-        for dtype in ("bfloat16", "float16"):
-            for size in (32, 64, 128):
-                case = Case(1, 16, 1, size, dtype=dtype)
-                assert details(op, case) == (matrix_units if size in sizes else recurrent)
-                assert details(op, case, "highest") == recurrent
-                assert details(op, dataclasses.replace(case, T=15)) == recurrent
-        assert details(op, Case(1, 16, 1, 64)) == recurrent
-        lowered = _lowered(None, "cuda", Case(2, 16, 2, 64, dtype="bfloat16"), op)
-        assert hlo.targets(lowered) == _targets(op, "chunk")
 
 
 @each_operator

@@ -1,5 +1,6 @@
 """What only a CUDA device can show. All other test files run there as well, on the CUDA kernels."""
 
+import dataclasses
 import functools
 import os
 import subprocess
@@ -93,15 +94,17 @@ def test_one_head_that_decays_too_far_changes_no_other(op: str) -> None:
 
 
 @pytest.mark.parametrize(("op", "size"), ON_MATRIX_UNITS)
-@pytest.mark.parametrize(("tokens", "splits"), [(64, 1), (129, 2), (500, 3), (1000, 7), (130, 9)])
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.4])
+@pytest.mark.parametrize("tokens", [64, 129, 500, 1000])
 def test_splits(
-    tokens: int, splits: int, op: str, size: int, monkeypatch: pytest.MonkeyPatch
+    tokens: int, share: float, op: str, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where there are more splits than chunks, some are empty."""
-    internals.split_on_a_gpu(monkeypatch, op, splits)
+    """Fewer splits than chunks. Where they do not divide the chunks, some may be empty."""
+    internals.pretend_scratch(monkeypatch, share)
     for decay in {"exp", OPERATORS[op].decays[-1]}:
         case = Case(1, tokens, 2, size, dtype="bfloat16", decay=decay)
         check(Run(op, "ffi"), case, precision=None)
+    monkeypatch.undo()
     jax.clear_caches()
 
 
@@ -113,23 +116,21 @@ def test_summaries(op: str, size: int, dtype: str, batch: int, tokens: int) -> N
     own = OPERATORS[op]
     case = own.suited(Case(batch, tokens, 3, size, dtype=dtype))
     inputs, cotangents = operands(op, case)
-    given = [jnp.asarray(inputs[name]) for name in own.inputs]
-    for i, name in enumerate(own.inputs):
-        if name in own.shared:
-            shape = (case.B, *given[i].shape)
-            given[i] = jnp.broadcast_to(given[i], shape).astype(jnp.float32)
-    chunks = -(-case.T // internals.CHUNK)
-    states = jnp.zeros((case.B, chunks, case.H, case.K, case.K), jnp.bfloat16)
-    passes = {"summary": given, "reverse_summary": [*given, states, *cotangents.values()]}
-    for name, args in passes.items():
+    forward = internals.forward_operands(op, inputs)
+    options = {"decay": case.decay, "implementation": "ffi"}
+    states = internals.run_pass(op, "forward", forward, **options, precision=None, save=True).states
+    passes = {
+        "summary": dataclasses.replace(forward, state={}),
+        "reverse_summary": internals.backward_operands(op, inputs, states, cotangents),
+    }
+    for name, given in passes.items():
         found = {}
         for precision in (None, "highest"):
-            options = {"decay": case.decay, "precision": precision, "implementation": "ffi"}
-            call = functools.partial(internals.run_pass, op, name, **options)
-            compiled = jax.jit(call).lower(args).compile()
+            call = functools.partial(internals.run_pass, op, name, **options, precision=precision)
+            compiled = jax.jit(call).lower(given).compile()
             native = internals.targets(op, name) <= hlo.targets(compiled.as_text())
             assert native == (precision is None)
-            found[precision] = {str(i): x for i, x in enumerate(compiled(args))}
+            found[precision] = compiled(given)
         assert_right(found[None], found["highest"], tolerance.CHUNKED["gradient"])
 
 
@@ -147,13 +148,13 @@ def test_matrix_units_run_and_save_nothing_without_a_gradient(op: str) -> None:
     case = Case(2, 65, 2, 64, dtype="bfloat16")
     inputs, cotangents = operands(op, case)
     lowered = value_and_gradients.lower(Run(op, "ffi"), inputs, cotangents, precision=None)
-    targets = internals.targets(op, "fwd", "bwd", kind="chunk")
-    assert hlo.targets(lowered.compile().as_text()) == targets
+    compiled = lowered.compile()
+    assert hlo.targets(compiled.as_text()) == internals.targets(op, "fwd", "bwd")
     function, decay = OPERATORS[op].function, OPERATORS[op].decays[-1]
     forward = jax.jit(lambda xs: function(**xs, decay=decay)).lower(inputs).compile()
-    assert hlo.targets(forward.as_text()) == internals.targets(op, "fwd", kind="chunk")
+    assert hlo.targets(forward.as_text()) == internals.targets(op, "fwd")
     assert "bf16[2,0,2,64,64]" in (forward.as_text() or "")
-    assert "bf16[2,2,2,64,64]" in (lowered.compile().as_text() or "")
+    assert "bf16[2,2,2,64,64]" in (compiled.as_text() or "")
 
     details = rwkv_jax.implementations(op, *inputs.values(), details=True)
     assert details["ffi"] == "CUDA kernels on matrix units, bfloat16 with float32 sums"

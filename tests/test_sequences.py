@@ -229,37 +229,15 @@ def test_refusals(op: str, cpus: list[Any]) -> None:
         flat(op, sharding.sequence_parallel(function, "x"))(**inputs, cu_seqlens=right)
 
 
-BF16, F32 = "bfloat16", "float32"
-
-
-@pytest.mark.parametrize(
-    ("op", "dtype", "options", "kind"),
-    [
-        *((op, BF16, {}, "sequences") for op in ("wkv7", "wkv6", "wkv5")),
-        *((op, F32, {}, "") for op in SEQUENCES),
-        ("wkv4", BF16, {}, ""),
-        ("wkv7", BF16, {"decay": "log"}, ""),
-        ("wkv6", BF16, {"precision": "highest"}, ""),
-        ("wkv7", BF16, {"fits": False}, ""),
-    ],
-    ids=str,
-)
-def test_kernels_for_sequences(
-    op: str, dtype: str, options: dict, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Matrix units run a call that they take where they fit the GPU; others run token by token."""
-    options = {"decay": SEQUENCES[op].decays[-1], "precision": "default", **options}
+@pytest.mark.parametrize("op", SEQUENCES)
+def test_native_kernels_take_sequences(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call of a target in each pass, whatever the lengths are."""
     internals.pretend(monkeypatch, "cuda", None)
-    internals.pretend_matrix_units_fit(monkeypatch, options.pop("fits", True))
-    inputs, cotangents = operands(op, Case(1, TOKENS, 2, 64, dtype=dtype), cu_seqlens=CU)
+    inputs, cotangents = operands(op, Case(1, TOKENS, 2, 64, dtype="bfloat16"), cu_seqlens=CU)
     with hlo.device("cuda"):
-        run = Run(op, "ffi")
-        traced = value_and_gradients.trace(run, inputs, cotangents, cu_seqlens=CU, **options)
+        traced = value_and_gradients.trace(Run(op, "ffi"), inputs, cotangents, cu_seqlens=CU)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert hlo.targets(text) == internals.targets(op, "fwd", "bwd", kind=kind)
-    ways = rwkv_jax.implementations(
-        *(op, *inputs.values()), cu_seqlens=CU, platform="cuda", details=True, **options
-    )
-    assert ("matrix units" in str(ways["ffi"])) == (kind == "sequences")
+    assert hlo.targets(text) == internals.targets(op, "fwd", "bwd")
+    assert "while" not in text
     monkeypatch.undo()
     jax.clear_caches()

@@ -110,7 +110,7 @@ def test_bytes_exchanged_do_not_depend_on_the_tokens(op: str, cpus: list[Any]) -
             for call in (forward, backward)
         ]
     assert found[64] == found[4096]
-    summaries = 4 * bytes_of(internals.summaries(op).AXES)
+    summaries = 4 * bytes_of(internals.summary(op).axes)
     states = bytes_of(internals.axes_of_state(op))
     arguments = internals.axes_of_arguments(op)
     shared = bytes_of({name: arguments[name] for name in run.operator.shared})

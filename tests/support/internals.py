@@ -1,7 +1,9 @@
 """The private names of the package that tests know, all in this one place."""
 
 import dataclasses
+import math
 import sys
+import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from rwkv_jax._devices import sequence as over_devices
-from rwkv_jax._native import library, packing
+from rwkv_jax._native import kernels, library, packing
 from rwkv_jax._operator import check, dispatch
 from rwkv_jax._operator.call import Arrays, Backward, Forward, Marks, Options, Sequences
 from rwkv_jax._operator.implementation import Implementation, Lazy, Summary
@@ -18,6 +20,8 @@ from rwkv_jax._operator.public import PublicFunction, registered
 from rwkv_jax._operator.saved import CHUNK as CHUNK
 from rwkv_jax._operator.signature import Signature
 from rwkv_jax._packing import segments
+from rwkv_jax._portable import chunked
+from rwkv_jax._portable import decay as decays
 
 CONTINUES, STARTS, PADDING = segments.CONTINUES, segments.STARTS, segments.PADDING
 """The marks of a token."""
@@ -144,8 +148,86 @@ def missing(platform: str) -> str | None:
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, platform: str, reason: str | None) -> None:
-    """The native module of a platform is missing for a reason, or is there."""
+    """The native module of a platform is missing for a reason, or is there, so that programs can be
+    lowered for it."""
+    if reason is None and missing(platform) is not None:
+        module = types.ModuleType(library.MODULES[platform])
+        vars(module).update(scratch=lambda *_, **__: 0, has_summary=lambda *_, **__: False)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setitem(library.MISSING, platform, reason)
+    jax.clear_caches()
+
+
+def native_module(platform: str) -> Any:
+    """The native module of a platform, which is there."""
+    return library.module(platform)
+
+
+def constants_of_python(platform: str) -> dict[str, float]:
+    """The constants that a native module shares with Python, by its names, as Python has them."""
+    sizes = kernels.HEAD_SIZES[platform]
+    short, long = (
+        packing.spans(jnp.zeros((1, 2), jnp.int32), tokens).spans.shape[1]
+        for tokens in (1, packing.LONG)
+    )
+    kinds = {"none": type(None), "marks": Marks, "sequences": Sequences}
+    return {
+        "chunk": CHUNK,
+        "tile": chunked.TILE,
+        "word_tokens": packing.WORD,
+        "min_head_size": min(sizes),
+        "max_head_size": max(sizes),
+        "min_log_decay": decays.MIN_LOG_DECAY,
+        "sigmoid_scale": decays.SIGMOID_SCALE,
+        "max_log_rate": math.log(decays.LARGEST_RATE),
+        "span_words": short,
+        "span_words_in_turn": long,
+        **{f"decay_{name}": code for name, code in kernels.DECAYS.items()},
+        **{f"dtype_{name}": code for name, code in kernels.DTYPES.items()},
+        **{f"packing_{name}": kernels.PACKINGS[kind] for name, kind in kinds.items()},
+    }
+
+
+def cuda_plans(
+    op: str,
+    arrays: Mapping[str, Any],
+    multiprocessors: int,
+    shared_memory: int,
+    *,
+    cu_seqlens: Any = None,
+    decay: str,
+    precision: Any,
+) -> list[dict[str, Any]]:
+    """How the forward pass of a training step and the backward pass run on a GPU."""
+    packing = None if cu_seqlens is None else Sequences(cu_seqlens)
+    options = options_of(op, decay=decay, implementation="ffi", precision=precision, save=True)
+    own = implementation(op, "ffi")
+    assert isinstance(own, kernels.NativeKernels)
+    problem = own._problem(options, {n: arrays[n] for n in signature(op).inputs}, packing)
+    gpu = {"multiprocessors": multiprocessors, "shared_memory": shared_memory}
+    return [native_module("cuda").plan(op, name, **gpu, **problem) for name in ("fwd", "bwd")]
+
+
+def pretend_gpu(monkeypatch: pytest.MonkeyPatch, multiprocessors: int, shared_memory: int) -> None:
+    """The first GPU has so many multiprocessors, and so many bytes of shared memory for a block."""
+    module = native_module("cuda")
+    monkeypatch.setattr(module, "device", lambda ordinal: (multiprocessors, shared_memory))
+
+
+def pretend_scratch(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
+    """CUDA kernels have scratch for one split of each sequence, and for this share of the others
+    that the first GPU would have. They run in as many splits as there is scratch for."""
+    module = native_module("cuda")
+    multiprocessors, shared_memory = module.device(0)
+
+    def scratch(platform: str, op: str, name: str, **problem: int) -> int:
+        least, most = (
+            module.plan(op, name, multiprocessors=n, shared_memory=shared_memory, **problem)
+            for n in (1, multiprocessors)
+        )
+        return least["scratch"] + int(share * (most["scratch"] - least["scratch"]))
+
+    monkeypatch.setattr(library, "scratch", scratch)
     jax.clear_caches()
 
 

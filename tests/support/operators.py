@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -173,14 +173,6 @@ def _fast(op: str) -> Run:
 
 FAST = {op: _fast(op) for op in SEQUENCES}
 """For each operator an implementation that compiles in a moment."""
-
-
-def sequential(
-    name: str, implementation: str, inputs: Mapping[str, Any], precision: str | None = None
-) -> bool:
-    """Whether an implementation takes one token at a time here, in float32."""
-    details = rwkv_jax.implementations(name, *inputs.values(), precision=precision, details=True)
-    return "one token at a time" in (details[implementation] or "")
 
 
 def everything() -> list[tuple[str, Case, str]]:
