@@ -1,8 +1,9 @@
-// How the threads of a block share one head's state, and how they bring in its tokens.
+// How the threads of a block share the state of one head in registers, and how they load its
+// tokens.
 //
-// A warp owns whole rows of the state S [V, K]: rows never mix, so what is summed over a row stays
-// inside the warp and only what is summed over a column crosses warps. Inside the warp a lane owns a
-// tile of kRows x kCols elements in registers.
+// A warp has whole rows of the state S [V, K]. The recurrence never mixes rows, so sums over a row
+// stay inside the warp, and only sums over a column cross warps. A lane has a fragment of kRows x
+// kCols elements.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -19,6 +20,7 @@ namespace rwkv_jax::cuda {
 
 __host__ __device__ constexpr int Min(int a, int b) { return a < b ? a : b; }
 
+// Which fragment of the state a lane has.
 template <int kHeadSize, int kMaxRows>
 struct StatePartition {
   static constexpr int N = kHeadSize;
@@ -36,14 +38,16 @@ struct StatePartition {
         first_row(threadIdx.x / kColGroups * kRows),
         lane(threadIdx.x % 32) {}
 
-  // A lane owns columns 4g..4g+3 of each half, so that the lanes of a row read 128 bytes in a row.
+  // The column of element c of a row of the fragment. The lane has columns 4 g to 4 g + 3 of each
+  // half of the state, g being its col_group, so that the lanes of a row read 128 bytes without a
+  // gap.
   __device__ int Col(int c) const { return c / 4 * (N / 2) + 4 * col_group + c % 4; }
 };
 
 template <typename G>
 using Fragment = float[G::kRows][G::kCols];
 
-// By stores, so that nothing is left of what is not finite either.
+// Clears by stores, since a product with 0 would keep what is not finite.
 template <typename G>
 __device__ void Clear(Fragment<G>& s) {
 #pragma unroll
@@ -59,75 +63,78 @@ __device__ inline void Unpack(float4 packed, float* x) {
 }
 
 template <typename G>
-__device__ void LoadCols(const G& tile, const float* row, float (&x)[G::kCols]) {
+__device__ void LoadCols(const G& partition, const float* row, float (&x)[G::kCols]) {
 #pragma unroll
   for (int c = 0; c < G::kCols; c += 4)
-    Unpack(*reinterpret_cast<const float4*>(row + tile.Col(c)), &x[c]);
+    Unpack(*reinterpret_cast<const float4*>(row + partition.Col(c)), &x[c]);
 }
 
 template <typename G>
-__device__ void LoadRows(const G& tile, const float* col, float (&x)[G::kRows]) {
+__device__ void LoadRows(const G& partition, const float* col, float (&x)[G::kRows]) {
   if constexpr (G::kRows % 4 == 0) {
 #pragma unroll
     for (int i = 0; i < G::kRows; i += 4)
-      Unpack(*reinterpret_cast<const float4*>(col + tile.first_row + i), x + i);
+      Unpack(*reinterpret_cast<const float4*>(col + partition.first_row + i), x + i);
   } else {
 #pragma unroll
-    for (int i = 0; i < G::kRows; ++i) x[i] = col[tile.first_row + i];
+    for (int i = 0; i < G::kRows; ++i) x[i] = col[partition.first_row + i];
   }
 }
 
 template <typename G>
-__device__ void StoreRows(const G& tile, float* col, const float (&x)[G::kRows]) {
+__device__ void StoreRows(const G& partition, float* col, const float (&x)[G::kRows]) {
   if constexpr (G::kRows % 4 == 0) {
 #pragma unroll
     for (int i = 0; i < G::kRows; i += 4)
-      *reinterpret_cast<float4*>(col + tile.first_row + i) = Pack(x + i);
+      *reinterpret_cast<float4*>(col + partition.first_row + i) = Pack(x + i);
   } else {
 #pragma unroll
-    for (int i = 0; i < G::kRows; ++i) col[tile.first_row + i] = x[i];
+    for (int i = 0; i < G::kRows; ++i) col[partition.first_row + i] = x[i];
   }
 }
 
 template <typename G>
-__device__ void LoadCols(const G& tile, const __nv_bfloat16* row, float (&x)[G::kCols]) {
+__device__ void LoadCols(const G& partition, const __nv_bfloat16* row, float (&x)[G::kCols]) {
 #pragma unroll
   for (int c = 0; c < G::kCols; c += 4) {
-    const uint2 pairs = *reinterpret_cast<const uint2*>(row + tile.Col(c));
+    const uint2 pairs = *reinterpret_cast<const uint2*>(row + partition.Col(c));
     x[c] = __uint_as_float(pairs.x << 16), x[c + 1] = __uint_as_float(pairs.x & 0xffff0000u);
     x[c + 2] = __uint_as_float(pairs.y << 16), x[c + 3] = __uint_as_float(pairs.y & 0xffff0000u);
   }
 }
 
 template <typename G>
-__device__ void StoreCols(const G& tile, float* row, const float (&x)[G::kCols]) {
+__device__ void StoreCols(const G& partition, float* row, const float (&x)[G::kCols]) {
 #pragma unroll
   for (int c = 0; c < G::kCols; c += 4)
-    *reinterpret_cast<float4*>(row + tile.Col(c)) = Pack(&x[c]);
+    *reinterpret_cast<float4*>(row + partition.Col(c)) = Pack(&x[c]);
 }
 
 template <typename G>
-__device__ void StoreCols(const G& tile, __nv_bfloat16* row, const float (&x)[G::kCols]) {
+__device__ void StoreCols(const G& partition, __nv_bfloat16* row, const float (&x)[G::kCols]) {
 #pragma unroll
   for (int c = 0; c < G::kCols; c += 4)
-    *reinterpret_cast<uint2*>(row + tile.Col(c)) = {RoundToBf16(x[c], x[c + 1]),
+    *reinterpret_cast<uint2*>(row + partition.Col(c)) = {RoundToBf16(x[c], x[c + 1]),
                                                     RoundToBf16(x[c + 2], x[c + 3])};
 }
 
-// `T` is float or bfloat16.
+// Loads and stores the fragment of a state [N, N] of T, float or bfloat16.
 template <typename G, typename T>
-__device__ void LoadState(const G& tile, const T* state, Fragment<G>& s) {
+__device__ void LoadState(const G& partition, const T* state, Fragment<G>& s) {
 #pragma unroll
-  for (int i = 0; i < G::kRows; ++i) LoadCols(tile, state + (tile.first_row + i) * G::N, s[i]);
+  for (int i = 0; i < G::kRows; ++i)
+    LoadCols(partition, state + (partition.first_row + i) * G::N, s[i]);
 }
 
 template <typename G, typename T>
-__device__ void StoreState(const G& tile, T* state, const Fragment<G>& s) {
+__device__ void StoreState(const G& partition, T* state, const Fragment<G>& s) {
 #pragma unroll
-  for (int i = 0; i < G::kRows; ++i) StoreCols(tile, state + (tile.first_row + i) * G::N, s[i]);
+  for (int i = 0; i < G::kRows; ++i)
+    StoreCols(partition, state + (partition.first_row + i) * G::N, s[i]);
 }
 
-// Sums x over the lanes that differ in the bits [kLow, kHigh) of their number; all get the sums.
+// Sums x over the lanes that differ only in the bits kLow to kHigh / 2 of their number; all of them
+// get the sums.
 template <int kLow, int kHigh, int kCount>
 __device__ void AllReduce(float (&x)[kCount]) {
 #pragma unroll
@@ -136,8 +143,9 @@ __device__ void AllReduce(float (&x)[kCount]) {
     for (int i = 0; i < kCount; ++i) x[i] += __shfl_xor_sync(~0u, x[i], bit);
 }
 
-// The same sums, shared out: x[0..] of each lane holds kCount / (kHigh / kLow) of them, at least one.
-// Returns the index of the first, or -1 where a lower lane holds the same.
+// Shares out the same sums among those lanes: x[0], x[1] and so on of each lane get kCount / (kHigh
+// / kLow) of them, at least one. Returns the index of the first, or -1 where a lower lane has the
+// same sum.
 template <int kLow, int kHigh, int kCount>
 __device__ int ReduceScatter(float (&x)[kCount], int lane) {
   int first = 0;
@@ -163,7 +171,7 @@ __device__ int ReduceScatter(float (&x)[kCount], int lane) {
   return again ? -1 : first;
 }
 
-// Per-row sums of s * x over the columns.
+// The sums of s * x over the columns of this lane, for each row.
 template <typename G>
 __device__ void PartialDot(const Fragment<G>& s, const float (&x)[G::kCols],
                            float (&sums)[G::kRows]) {
@@ -179,6 +187,7 @@ __device__ void PartialDot(const Fragment<G>& s, const float (&x)[G::kCols],
   }
 }
 
+// s x: the sums over all columns.
 template <typename G>
 __device__ void Dot(const Fragment<G>& s, const float (&x)[G::kCols],
                     float (&sums)[G::kRows]) {
@@ -221,14 +230,15 @@ __device__ inline __nv_bfloat16 FromFloat<__nv_bfloat16>(float x) { return __flo
 template <>
 __device__ inline __half FromFloat<__half>(float x) { return __float2half_rn(x); }
 
-// Brings kTokens rows of w and of kVectors - 1 other vectors of N elements from global memory, by way
-// of registers so that the next tile travels while this one is computed, into shared memory as float,
-// w as decay factors. A token past the end, or one that is padding, comes as one that changes no state:
-// decay 1, all else 0.
+// Loads kTokens rows of w and of kVectors - 1 other vectors of N elements from global memory to
+// shared memory, as float, and w as decay factors. Fetch loads them to registers and Store stores
+// them, so that the next tokens are on their way while these are computed. A token past the end, or
+// one that is padding, is stored as a token that changes no state: with decay 1 and all else 0.
 template <typename T, typename G, int kVectors, int kTokens>
 class TokenLoader {
  public:
-  // `count` tokens from element `first` of each vector on, `stride` elements apart; w is vectors[0].
+  // Fetches `count` tokens, the first at element `first` of each array, `stride` elements apart; w
+  // is vectors[0].
   __device__ void Fetch(const T* const* vectors, int64_t first, int64_t stride, int count) {
     if (DecayToken() < Min(count, kTokens))
       w_ = *reinterpret_cast<const Decays*>(vectors[0] + first + DecayToken() * stride +
@@ -243,17 +253,18 @@ class TokenLoader {
     }
   }
 
-  // `tile` is [kVectors, kTokens, N]; `slopes` [kTokens, N] gets the derivatives of the decay factors.
+  // `tokens` is [kVectors, kTokens, N]; `slopes` [kTokens, N] gets the derivatives of the decay
+  // factors.
   template <bool kSlopes, bool kMarked>
-  __device__ void Store(float* tile, float* slopes, int count, TileMarks<kMarked> marks,
+  __device__ void Store(float* tokens, float* slopes, int count, TileMarks<kMarked> marks,
                         Decay form) const {
-    const auto there = [&](int token) { return token < count && !marks.Absent(token); };
+    const auto present = [&](int token) { return token < count && !marks.Absent(token); };
 #pragma unroll
     for (int e = 0; e < kDecays; ++e) {
       if (DecayToken() >= kTokens) continue;
       float2 decay{1.0f, 0.0f};
-      if (there(DecayToken())) decay = DecayAndSlope(ToFloat(w_.x[e]), form);
-      tile[threadIdx.x * kDecays + e] = decay.x;
+      if (present(DecayToken())) decay = DecayAndSlope(ToFloat(w_.x[e]), form);
+      tokens[threadIdx.x * kDecays + e] = decay.x;
       if constexpr (kSlopes) slopes[threadIdx.x * kDecays + e] = decay.y;
     }
 #pragma unroll
@@ -262,15 +273,16 @@ class TokenLoader {
       if (piece >= kPieces) continue;
       float x[kPiece];
 #pragma unroll
-      for (int e = 0; e < kPiece; ++e) x[e] = there(token) ? ToFloat(mine_[j].x[e]) : 0.0f;
+      for (int e = 0; e < kPiece; ++e) x[e] = present(token) ? ToFloat(mine_[j].x[e]) : 0.0f;
 #pragma unroll
       for (int e = 0; e < kPiece; e += 4)
-        *reinterpret_cast<float4*>(tile + kTokens * G::N + piece * kPiece + e) = Pack(x + e);
+        *reinterpret_cast<float4*>(tokens + kTokens * G::N + piece * kPiece + e) = Pack(x + e);
     }
   }
 
  private:
-  // Decay factors cost far more than a conversion, so every thread has the same number of them.
+  // A decay factor takes far longer than a conversion, so every thread computes the same number of
+  // decay factors.
   static constexpr int kDecays = (kTokens * G::N + G::kThreads - 1) / G::kThreads;
   static constexpr int kPiece = 8;
   static constexpr int kRowPieces = G::N / kPiece;

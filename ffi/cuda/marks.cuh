@@ -1,4 +1,4 @@
-// What the marks of a row say of a tile of its tokens.
+// The marks of a few tokens of a row, in a register.
 #pragma once
 
 #include <cstdint>
@@ -7,27 +7,27 @@
 
 namespace rwkv_jax::cuda {
 
-// Of tokens that lie within a word, from the one at bit 0 on. Without kMarked, where each row is one
-// sequence, there is nothing to keep and nothing to ask.
+// The marks of tokens that lie within one word, from the token at bit 0 on. Without kMarked each
+// row is one sequence, and every question is answered at compile time.
 template <bool kMarked>
 struct TileMarks {
   uint32_t bits = 0;
 
   __device__ bool Absent(int t) const { return kMarked && bits >> (kWordTokens + t) & 1; }
-  // Whether the state is cleared before token t, or before one from `first` up to `end`.
+  // Whether the state is cleared before token t, or before any token from `first` to `end` - 1.
   __device__ bool Starts(int t) const { return kMarked && bits >> t & 1; }
   __device__ bool Starts(int first, int end) const {
     return kMarked && (bits & ((1u << end) - (1u << first))) != 0;
   }
-  // Whether the first `count` tokens have any.
+  // Whether any of the first `count` tokens has a mark.
   __device__ bool Any(int count) const {
     return kMarked && (bits & ((1u << count) - 1) * ((1u << kWordTokens) + 1)) != 0;
   }
-  // The same tokens, from token t on.
+  // The marks from token t on.
   __device__ TileMarks From(int t) const { return {bits >> t}; }
 };
 
-// Those from `token` of a row on.
+// Loads the marks of a row from `token` on.
 template <bool kMarked>
 __device__ TileMarks<kMarked> LoadMarks(const Marks& marks, int64_t row, int64_t token) {
   if constexpr (kMarked)
@@ -36,8 +36,8 @@ __device__ TileMarks<kMarked> LoadMarks(const Marks& marks, int64_t row, int64_t
     return {};
 }
 
-// Calls body(marks) with the marks of kTokens tokens, or with none if they have none, which is built as
-// if no row had any. All threads of a block have the same marks.
+// Calls body(marks) with the marks of kTokens tokens. If no token has a mark, `marks` has the type
+// of a kernel without marks, which is faster. All threads of a block must have the same marks.
 template <int kTokens, bool kMarked, typename Body>
 __device__ void WithMarks(TileMarks<kMarked> marks, Body&& body) {
   if (marks.Any(kTokens))

@@ -1,5 +1,6 @@
-// The instructions that CUDA C++ has no name for, and nothing else, so that the kernels can be tested on
-// a machine without a GPU: tests/emulation has the same functions for threads that a CPU runs.
+// The instructions that CUDA C++ has no name for, and nothing else. tests/emulation has the same
+// functions for threads that a CPU runs, so that the kernels can be tested on a machine without a
+// GPU.
 #pragma once
 
 #ifdef RWKV_JAX_EMULATION
@@ -11,7 +12,7 @@
 
 #include <cstdint>
 
-// The shared memory that a launch asks for.
+// Declares the shared memory that a launch asks for.
 #define RWKV_JAX_DYNAMIC_SHARED(alignment, name) \
   extern __shared__ __align__(alignment) unsigned char name[]
 
@@ -21,19 +22,20 @@ __device__ inline uint32_t SharedAddress(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// Waits for `threads` threads, those that give the same number; 0 is taken by __syncthreads.
-__device__ inline void Synchronize(int number, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
+// Waits at a named barrier until `threads` threads have come to it. Barrier 0 is that of
+// __syncthreads.
+__device__ inline void Synchronize(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// The same; returns whether `value` is true of all of them.
-__device__ inline bool SynchronizeAll(int number, int threads, bool value) {
+// Waits likewise, and returns whether `value` is true in all of the threads.
+__device__ inline bool SynchronizeAll(int barrier, int threads, bool value) {
   uint32_t all;
   asm volatile(
       "{.reg .pred value, all; setp.ne.b32 value, %3, 0; "
       "bar.red.and.pred all, %1, %2, value; selp.u32 %0, 1, 0, all;}"
       : "=r"(all)
-      : "r"(number), "r"(threads), "r"(static_cast<uint32_t>(value))
+      : "r"(barrier), "r"(threads), "r"(static_cast<uint32_t>(value))
       : "memory");
   return all;
 }
@@ -50,12 +52,12 @@ __device__ inline float Reciprocal(float x) {
   return y;
 }
 
-// Has L2 fetch what is at an address of global memory.
+// Fetches the cache line at an address of global memory into L2.
 __device__ inline void Prefetch(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
-// Pairs of 16-bit elements in one register.
+// A pair is two 16-bit elements in one register.
 __device__ inline uint32_t RoundToBf16(float low, float high) {
   uint32_t pair;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
@@ -78,8 +80,8 @@ __device__ inline uint32_t MultiplyBf16(uint32_t a, uint32_t b) {
   return pair;
 }
 
-// Four 8 x 8 matrices of 16-bit elements: lane l points to row l % 8 of matrix l / 8, and of each has
-// row l / 4, columns 2 (l % 4) and the next (of its transpose, where it is transposed).
+// Loads four 8 x 8 matrices of 16-bit elements. Lane l points to row l % 8 of matrix l / 8. It gets
+// of each matrix, or of its transpose, row l / 4 in columns 2 (l % 4) and 2 (l % 4) + 1.
 __device__ inline void LoadMatrices(uint32_t address, uint32_t (&x)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
@@ -94,7 +96,7 @@ __device__ inline void LoadTransposed(uint32_t address, uint32_t (&x)[4]) {
                : "memory");
 }
 
-// An 8 x 8 matrix across the lanes, transposed.
+// The transpose of an 8 x 8 matrix that lies across the lanes.
 __device__ inline uint32_t Transposed(uint32_t x) {
   uint32_t y;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
@@ -120,7 +122,8 @@ __device__ inline void StoreWord(uint32_t address, uint32_t x) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
 }
 
-// sum += a b of one warp, all in the registers of its lanes as matrix.cuh has them; b0 and b1 are the upper and the lower 8 x 8 of b, each as its transpose.
+// sum += a b of one warp, where a is a Left and sum a fragment of matrix.cuh. b0 and b1 are the
+// transposes of the upper and the lower 8 x 8 of b, 16 x 8.
 __device__ inline void WarpMultiply(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0,
                                     uint32_t b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
@@ -129,7 +132,7 @@ __device__ inline void WarpMultiply(float (&sum)[4], const uint32_t (&a)[4], uin
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// The same on float16 operands.
+// sum += a b with operands of float16.
 __device__ inline void WarpMultiplyHalf(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0,
                                     uint32_t b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
@@ -138,9 +141,10 @@ __device__ inline void WarpMultiplyHalf(float (&sum)[4], const uint32_t (&a)[4],
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// sum += a b with a 16 x 8 and b 8 x 8 of floats, of which the product sees 10 bits behind the point. Lane l
-// has rows l / 4 (a[0] and a[2]) and that plus 8 of a, columns l % 4 (a[0], a[1]) and that plus 4, and column
-// l / 4 of b, rows l % 4 and that plus 4.
+// sum += a b with a 16 x 8 and b 8 x 8 of floats, rounded to 10 bits of mantissa (tf32). Elements
+// a[0] and a[2] of lane l are row l / 4 of a, a[1] and a[3] row l / 4 + 8; a[0] and a[1] are column
+// l % 4, a[2] and a[3] column l % 4 + 4. b0 and b1 are rows l % 4 and l % 4 + 4 of column l / 4 of
+// b.
 __device__ inline void WarpMultiplyFloat(float (&sum)[4], const float (&a)[4], float b0, float b1) {
   asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
       "{%8, %9}, {%0, %1, %2, %3};"
@@ -149,14 +153,16 @@ __device__ inline void WarpMultiplyFloat(float (&sum)[4], const float (&a)[4], f
         "r"(__float_as_uint(a[3])), "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
 }
 
-// Copies 16 bytes from global to shared memory without waiting, or clears them and reads nothing.
+// Starts to copy 16 bytes from global to shared memory; if not `present`, it clears them instead
+// and reads nothing.
 __device__ inline void CopyAsync(uint32_t to, const void* from, bool present) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
                "r"(present ? 16 : 0)
                : "memory");
 }
 
-// Counts the arrivals of copies: a phase ends when those of all threads have arrived.
+// An mbarrier at which the copies of threads arrive. A phase of it ends when the copies of all
+// threads have arrived.
 class CopyBarrier {
  public:
   __device__ explicit CopyBarrier(uint32_t address) : address_(address) {}
@@ -164,7 +170,7 @@ class CopyBarrier {
   __device__ void Init(int threads) const {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(address_), "r"(threads) : "memory");
   }
-  // Arrives once all copies that this thread has started are done.
+  // Arrives for this thread once all copies that it has started are done.
   __device__ void ArriveAfterCopies() const {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(address_) : "memory");
   }
@@ -193,8 +199,9 @@ class CopyBarrier {
   uint32_t address_;
 };
 
-// The copies since the last one are a group; WaitForCopies<n> returns when all groups but the last n
-// are done, WaitForCopies<0> when all copies are.
+// CommitCopies makes a group of the copies that this thread has started since the last group.
+// WaitForCopies<n> returns when all groups but the last n are done; WaitForCopies<0> waits for all
+// copies, in a group or not.
 __device__ inline void CommitCopies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 template <int kRunning>

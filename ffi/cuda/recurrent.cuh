@@ -1,5 +1,5 @@
-// What the kernels that go through a sequence in float share: where a head lives, its saved states,
-// and how the backward pass of a head is split.
+// What the kernels share that go token by token in float: where a head lies in the arrays, its
+// saved states, and the splits of the backward pass.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -12,10 +12,10 @@
 
 namespace rwkv_jax::cuda {
 
-// Where one head of a sequence lives in arrays [B, T, H, N] and [S, H, N, N].
+// Where one head of a sequence lies in arrays [B, T, H, N] and [S, H, N, N].
 template <int N>
 struct Head {
-  int64_t turn;  // which one this is of those that run
+  int64_t turn;  // in which place it runs, of all heads of all sequences
   int64_t index, sequence, head, heads;
   Span span;
 
@@ -32,7 +32,7 @@ struct Head {
   __device__ int64_t FirstToken() const { return (span.first_token * heads + head) * N; }
   __device__ int64_t TokenStride() const { return heads * N; }
   __device__ int64_t State() const { return index * N * N; }
-  // The saved state before token n * kChunk, in [frames, H, N, N].
+  // The saved state before token n * kChunk, in [chunks, H, N, N].
   __device__ int64_t SavedState(int64_t n) const {
     return ((span.first_chunk + n) * heads + head) * N * N;
   }
@@ -44,25 +44,26 @@ struct SavedStates {
   bool rounded;
 
   template <typename G>
-  __device__ void Load(const G& tile, int64_t index, Fragment<G>& s) const {
+  __device__ void Load(const G& partition, int64_t index, Fragment<G>& s) const {
     if (rounded)
-      LoadState(tile, static_cast<const __nv_bfloat16*>(data) + index, s);
+      LoadState(partition, static_cast<const __nv_bfloat16*>(data) + index, s);
     else
-      LoadState(tile, static_cast<const float*>(data) + index, s);
+      LoadState(partition, static_cast<const float*>(data) + index, s);
   }
   template <typename G>
-  __device__ void Store(const G& tile, int64_t index, const Fragment<G>& s) const {
+  __device__ void Store(const G& partition, int64_t index, const Fragment<G>& s) const {
     if (rounded)
-      StoreState(tile, static_cast<__nv_bfloat16*>(data) + index, s);
+      StoreState(partition, static_cast<__nv_bfloat16*>(data) + index, s);
     else
-      StoreState(tile, static_cast<float*>(data) + index, s);
+      StoreState(partition, static_cast<float*>(data) + index, s);
   }
 };
 
-// The chunks of a head are shared out among splits, a block for each. Each needs the gradient of the
-// state at the end of its split, which is the start of its part of the scratch.
+// The heads that one launch of the backward pass runs. The chunks of a head are shared out among
+// splits, and each split has a block. The scratch of a split starts with the gradient of the state
+// at its end.
 struct ReplayLot {
-  int64_t first_head;  // of those that run at a time
+  int64_t first_head;
   ReplayScratch scratch;
 
   __device__ int64_t Turn() const { return first_head + blockIdx.x / scratch.splits; }
@@ -70,13 +71,13 @@ struct ReplayLot {
   __device__ int64_t Length(int64_t chunks) const {
     return (chunks + scratch.splits - 1) / scratch.splits;
   }
-  // `size` floats for each split.
+  // The scratch of a split, where each split has `size` floats.
   __device__ float* Scratch(int64_t turn, int64_t split, int64_t size) const {
     return scratch.memory + (turn - first_head) * scratch.stride + split * size;
   }
 };
 
-// Calls launch(lot, how many) for one lot of heads after another.
+// Calls launch(lot, heads of the lot) for one lot of heads after another.
 template <typename Fn>
 cudaError_t ForHeads(int64_t heads, const ReplayScratch& scratch, Fn&& launch) {
   cudaError_t error = cudaSuccess;
@@ -87,7 +88,7 @@ cudaError_t ForHeads(int64_t heads, const ReplayScratch& scratch, Fn&& launch) {
   return error;
 }
 
-// Columns of x^T m.
+// x^T m for the columns of this lane, summed over its rows.
 template <typename G>
 __device__ void TransposedDot(const float (&x)[G::kRows], const Fragment<G>& m,
                               float (&out)[G::kCols]) {

@@ -1,4 +1,5 @@
-// What the kernels on matrix units share: the log decays of a chunk of tokens, and a state in registers.
+// What the kernels on matrix units share: the marks and the log decays of a tile of tokens, and a
+// state in registers.
 #pragma once
 
 #include "decay.cuh"
@@ -9,34 +10,35 @@ namespace rwkv_jax::cuda {
 
 constexpr uint32_t kAllRows = 0xffff;
 
-// Of a chunk that has `count` tokens, those that are no padding.
+// A bit for each row of a tile of `count` tokens: whether it is a token and no padding.
 __device__ inline uint32_t PresentRows(int count, uint32_t absent) {
   return (count <= 0 ? 0u : count < kTileTokens ? (1u << count) - 1 : kAllRows) & ~absent;
 }
 
-// A bit for each row of the matrices of a chunk: before which rows the state is cleared, and which rows
-// are tokens; one of the others changes no state. Backwards, where the first row is the last token, the
-// state is cleared after the row of a token that starts a segment, which may be behind the last one.
+// A bit for each row of a tile: before which rows the state is cleared, and which rows are tokens.
+// The other rows are padding or behind the end, and change no state. In reverse the first row is
+// the last token, and the state is cleared after the row of a token that starts a segment: before
+// the next row, which may be the row behind the last one.
 struct RowMarks {
   uint32_t clears, present;
 
-  // Of the word of a chunk that has `count` tokens.
+  // `word` has the marks of the tile, `count` of whose rows are not behind the end.
   __device__ RowMarks(uint32_t word, int count, bool reverse = false)
       : clears(word & kAllRows), present(PresentRows(count, word >> 16)) {
     if (reverse) clears = __brev(clears) >> 15, present = __brev(present) >> 16;
   }
-  // The rows before FirstCleared() see the state before the chunk, those from LastCleared() on are in that
-  // after it; where none clears it, neither is called.
+  // Rows before FirstCleared() read the state before the tile. Rows from LastCleared() on write to
+  // the state after the tile. Neither may be called where no row clears the state.
   __device__ int FirstCleared() const { return __ffs(clears) - 1; }
   __device__ int LastCleared() const { return 31 - __clz(clears); }
-  // The first row of the segment that a row is in, or 0.
+  // The first row of the segment of `row`, or 0 if the segment starts before the tile.
   __device__ int SegmentBegin(int row) const {
     const uint32_t upto = clears & ((2u << row) - 1);
     return upto == 0 ? 0 : 31 - __clz(upto);
   }
 };
 
-// The marks of a frame of kChunk tokens, a bit for each: which start a segment, and which are padding.
+// A bit for each token of a chunk: which tokens start a segment, and which are padding.
 struct ChunkMarks {
   uint64_t starts = 0, absent = 0;
 
@@ -51,11 +53,11 @@ struct ChunkMarks {
     starts = four(x.x & 0xffff, x.y & 0xffff, x.z & 0xffff, x.w & 0xffff);
     absent = four(x.x >> 16, x.y >> 16, x.z >> 16, x.w >> 16);
   }
-  // The tokens before FirstStart() are of the segment before the frame, those from LastStart() on of
-  // that after it; called where there is one.
+  // Tokens before FirstStart() belong to the segment of the tokens before the chunk, tokens from
+  // LastStart() on to that of the tokens after it. Neither may be called where no token starts one.
   __device__ int FirstStart() const { return __ffsll(starts) - 1; }
   __device__ int LastStart() const { return 63 - __clzll(starts); }
-  // The first token of the segment that a token is in, or 0, and the first of the next one, or 64.
+  // The first token of the segment of `token`, or 0, and the first of the next segment, or 64.
   __device__ int SegmentBegin(int token) const {
     const uint64_t upto = starts & ((uint64_t{2} << token) - 1);
     return upto == 0 ? 0 : 63 - __clzll(upto);
@@ -64,23 +66,24 @@ struct ChunkMarks {
     const uint64_t later = starts & ~((uint64_t{2} << token) - 1);
     return later == 0 ? 64 : __ffsll(later) - 1;
   }
-  // Of the chunk of kTileTokens tokens from this one on.
+  // A bit for each token of a tile from `token` on: whether it is padding.
   __device__ uint32_t Absent(int token) const { return absent >> token & kAllRows; }
 };
 
-// Clears the columns of a sum, one for each token from `first` on, that are not from `begin` to `end`.
-template <int kTiles>
+// Clears the columns of a sum whose tokens are before `begin` or not before `end`. Its columns are
+// the tokens from `first` on.
+template <int kFragments>
 __device__ void KeepTokens(int first, int begin, int end, float (*sum)[4]) {
 #pragma unroll
-  for (int tile = 0; tile < kTiles; ++tile)
+  for (int fragment = 0; fragment < kFragments; ++fragment)
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const int token = first + 8 * tile + 2 * (Lane() % 4) + e % 2;
-      if (token < begin || token >= end) sum[tile][e] = 0.0f;
+      const int token = first + 8 * fragment + 2 * (Lane() % 4) + e % 2;
+      if (token < begin || token >= end) sum[fragment][e] = 0.0f;
     }
 }
 
-// The same of a left operand.
+// Clears columns of a left operand in the same way; they are the tokens from 0 on.
 __device__ inline void KeepTokens(int begin, int end, Left& x) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -98,19 +101,19 @@ __device__ void ScaledLogDecays(const uint32_t (&w)[4], uint32_t (&log_decays)[4
                                         ScaledLogDecay<kForm>(Pair<T>::High(w[i])));
 }
 
-// Clears the log decays of tokens that are not there.
-__device__ inline void KeepRows(uint32_t there, uint32_t (&log_decays)[4]) {
+// Clears the log decays of rows that are not tokens.
+__device__ inline void KeepRows(uint32_t present, uint32_t (&log_decays)[4]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const uint32_t rows = there >> (i % 2 * 8 + 2 * (Lane() % 4));
+    const uint32_t rows = present >> (i % 2 * 8 + 2 * (Lane() % 4));
     log_decays[i] &= (rows & 1 ? 0xffffu : 0u) | (rows & 2 ? 0xffff0000u : 0u);
   }
 }
 
-// The scaled log decays of 16 tokens and 16 channels, as right operands for two tiles of 8 channels,
-// from the block of w that LoadTransposed has brought.
+// The scaled log decays of 16 tokens and 16 channels, as right operands for two fragments of 8
+// channels, from the tile of w that LoadTransposed has loaded.
 template <typename T>
-__device__ void LogDecays(const uint32_t (&w)[4], Decay form, uint32_t there,
+__device__ void LogDecays(const uint32_t (&w)[4], Decay form, uint32_t present,
                           uint32_t (&log_decays)[4]) {
   if (form == Decay::kSigmoid)
     ScaledLogDecays<T, Decay::kSigmoid>(w, log_decays);
@@ -118,11 +121,11 @@ __device__ void LogDecays(const uint32_t (&w)[4], Decay form, uint32_t there,
     ScaledLogDecays<T, Decay::kExp>(w, log_decays);
   else
     ScaledLogDecays<T, Decay::kLog>(w, log_decays);
-  if (there != kAllRows) KeepRows(there, log_decays);
+  if (present != kAllRows) KeepRows(present, log_decays);
 }
 
-// Ones below, on or above the diagonal of a 16 x 16 matrix, over the scale of the log decays: as a
-// left operand it sums them.
+// A tile with ones below, on or above its diagonal, divided by the scale of the log decays. As a
+// left operand it sums log decays over tokens.
 struct Ones {
   Left a;
 
@@ -138,15 +141,15 @@ struct Ones {
   }
 };
 
-// Clears what lies above the diagonal of a 16 x 16 matrix, and the diagonal too unless it is kept.
+// Clears a tile above its diagonal, and the diagonal too unless `diagonal`.
 __device__ inline void KeepLower(bool diagonal, Accumulator<2>& m) {
-  const int below = Lane() / 4 - 2 * (Lane() % 4) + diagonal;  // in both blocks of the diagonal
+  const int below = Lane() / 4 - 2 * (Lane() % 4) + diagonal;  // in both 8 x 8 on the diagonal
   if (below <= 0) m[0][0] = m[1][2] = 0.0f;
   if (below <= 1) m[0][1] = m[1][3] = 0.0f;
   m[1][0] = m[1][1] = 0.0f;
 }
 
-// Clears what reads from another segment.
+// Clears the elements of a tile of tokens by tokens whose two tokens are of different segments.
 __device__ inline void KeepSegments(const RowMarks& marks, Accumulator<2>& m) {
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
@@ -156,56 +159,57 @@ __device__ inline void KeepSegments(const RowMarks& marks, Accumulator<2>& m) {
   }
 }
 
-// The rows of a state that this thread has: those of one warp, in the tiles of a Sum.
+// A state [V, K] in the accumulators of warps, each of which has 16 rows.
 template <int N>
 struct StateAccumulator {
   static constexpr int kPanels = N / kPanelCols;
   using State = float[kPanels][8][4];
 
-  // Calls fn(index, element) for elements 0 and 2 of each tile, which are followed by 1 and 3.
+  // Calls fn(index, panel, fragment, element) for elements 0 and 2 of each fragment, where `index`
+  // is that of the element in the state. Elements 1 and 3 follow them.
   template <typename Fn>
   static __device__ void ForEachPair(Fn&& fn) {
     const int row = threadIdx.x / 32 % (N / 16) * 16 + Lane() / 4, col = 2 * (Lane() % 4);
 #pragma unroll
     for (int panel = 0; panel < kPanels; ++panel)
 #pragma unroll
-      for (int tile = 0; tile < 8; ++tile)
+      for (int fragment = 0; fragment < 8; ++fragment)
 #pragma unroll
         for (int half = 0; half < 2; ++half)
-          fn((row + 8 * half) * N + 64 * panel + 8 * tile + col, panel, tile, 2 * half);
+          fn((row + 8 * half) * N + 64 * panel + 8 * fragment + col, panel, fragment, 2 * half);
   }
 
   static __device__ void Load(const float* from, State& s) {
-    ForEachPair([&](int index, int panel, int tile, int e) {
+    ForEachPair([&](int index, int panel, int fragment, int e) {
       const float2 pair = *reinterpret_cast<const float2*>(from + index);
-      s[panel][tile][e] = pair.x, s[panel][tile][e + 1] = pair.y;
+      s[panel][fragment][e] = pair.x, s[panel][fragment][e + 1] = pair.y;
     });
   }
 
   static __device__ void Store(const State& s, float* to) {
     if constexpr (kPanels > 1) {
-      ForEachPair([&](int index, int panel, int tile, int e) {
-        *reinterpret_cast<float2*>(to + index) = {s[panel][tile][e], s[panel][tile][e + 1]};
+      ForEachPair([&](int index, int panel, int fragment, int e) {
+        *reinterpret_cast<float2*>(to + index) = {s[panel][fragment][e], s[panel][fragment][e + 1]};
       });
     } else {
-      // Lanes trade by twos, so that each stores four columns of a row. (Larger states leave no
-      // registers for that.)
+      // Pairs of lanes trade elements, so that each lane stores four columns of a row. Larger
+      // states leave no registers for that.
       const bool odd = Lane() % 2;
       const int row = threadIdx.x / 32 % (N / 16) * 16 + Lane() / 4 + 8 * odd;
       to += row * N + 4 * (Lane() % 4 / 2);
 #pragma unroll
-      for (int tile = 0; tile < 8; ++tile) {
-        const float(&x)[4] = s[0][tile];
+      for (int fragment = 0; fragment < 8; ++fragment) {
+        const float(&x)[4] = s[0][fragment];
         const float first = __shfl_xor_sync(~0u, odd ? x[0] : x[2], 1);
         const float second = __shfl_xor_sync(~0u, odd ? x[1] : x[3], 1);
-        *reinterpret_cast<float4*>(to + 8 * tile) =
+        *reinterpret_cast<float4*>(to + 8 * fragment) =
             odd ? float4{first, second, x[2], x[3]} : float4{x[0], x[1], first, second};
       }
     }
   }
 
-  // As bfloat16, in pieces of eight columns. Of two blocks of a row four lanes have four pieces, a word
-  // of each, and trade so that each has a piece.
+  // Stores a state as bfloat16, in pieces of eight columns. Four lanes have four pieces of a row,
+  // each lane a word of every piece; they trade words so that each lane has a piece.
   static __device__ void StoreRounded(const State& s, uint4* to) {
     const int lane = Lane();
     to += (threadIdx.x / 32 % (N / 16) * 16 + lane / 4) * (N / 8) + lane % 4;
@@ -213,11 +217,11 @@ struct StateAccumulator {
     for (int panel = 0; panel < kPanels; ++panel)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int tile = i / 2 * 4, e = i % 2 * 2;
+        const int fragment = i / 2 * 4, e = i % 2 * 2;
         uint32_t word[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j)
-          word[j] = Bf16::Round(s[panel][tile + j][e], s[panel][tile + j][e + 1]);
+          word[j] = Bf16::Round(s[panel][fragment + j][e], s[panel][fragment + j][e + 1]);
         const auto trade = [&](int distance, uint32_t& low, uint32_t& high) {
           const bool upper = lane & distance;
           const uint32_t got = __shfl_xor_sync(~0u, upper ? low : high, distance);
@@ -227,15 +231,15 @@ struct StateAccumulator {
         trade(1, word[2], word[3]);
         trade(2, word[0], word[2]);
         trade(2, word[1], word[3]);
-        to[4 * e * (N / 8) + 8 * panel + tile] = {word[0], word[1], word[2], word[3]};
+        to[4 * e * (N / 8) + 8 * panel + fragment] = {word[0], word[1], word[2], word[3]};
       }
   }
 
   static __device__ void SetDiagonal(float value, State& s) {
-    ForEachPair([&](int index, int panel, int tile, int e) {
+    ForEachPair([&](int index, int panel, int fragment, int e) {
       const int row = index / N, col = index % N;
-      s[panel][tile][e] = row == col ? value : 0.0f;
-      s[panel][tile][e + 1] = row == col + 1 ? value : 0.0f;
+      s[panel][fragment][e] = row == col ? value : 0.0f;
+      s[panel][fragment][e + 1] = row == col + 1 ? value : 0.0f;
     });
   }
 };

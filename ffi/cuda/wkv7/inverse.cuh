@@ -1,21 +1,21 @@
-// What the matrix-unit kernels of WKV7 share beyond tiles.cuh: the range of a frame, and the inverse of a
-// chunk.
+// What the matrix-unit kernels of WKV7 share beyond tiles.cuh: the range of the decays of a chunk,
+// and the inverse of a tile.
 //
-// Log decays are summed inside a frame of kChunk tokens, and the operands of a frame are scaled by
-// exponentials of those sums, up or down, so that the state needs no scaling inside a frame. A frame
-// whose sum leaves the range of the scale is not computed: its head is left to the recurrent kernel,
-// which takes any decay.
+// Log decays are summed inside a chunk of kChunk tokens, and the operands of the chunk are scaled
+// by exponentials of the sums, up or down, so that the state needs no scaling inside a chunk. A
+// chunk whose sum leaves the range of the scale is not computed: its head is left to the kernels of
+// recurrent.cu, which take any decay.
 #pragma once
 
 #include "tiles.cuh"
 
 namespace rwkv_jax::cuda {
 
-// The largest sum of log2 decays of a frame: products of two scaled operands stay finite in float.
+// The largest sum of log2 decays of a chunk. Products of two scaled operands stay finite in float.
 constexpr float kMaxChunkLog2 = 86.0f;
-static_assert(kMinLog2Decay < -kMaxChunkLog2, "the least decay takes a frame out of the range");
+static_assert(kMinLog2Decay < -kMaxChunkLog2, "the least decay takes a chunk out of the range");
 
-// x scaled by e, which has the elements of two tiles of sums, as bfloat16.
+// Multiplies x by e, which has the elements of two fragments, and converts it to bfloat16.
 template <typename T>
 __device__ void Scale(const float (&e)[2][4], uint32_t (&x)[4]) {
 #pragma unroll
@@ -27,16 +27,18 @@ __device__ void Scale(const float (&e)[2][4], uint32_t (&x)[4]) {
 
 // (I - m)^-1 for a strictly lower triangular m, rounded.
 //
-// Inverses of diagonal blocks grow from 2 x 2 to 16 x 16: if D inverts the blocks of one size, and L
-// is what of m lies in the blocks of twice that size but outside these, then D + D L D inverts the
-// larger ones. That is substitution by blocks, so nothing grows that is not large in the inverse; the
-// powers of m, which other ways need, may overflow where the inverse is moderate.
+// The submatrices on the diagonal that are inverted grow from 2 x 2 to 16 x 16. If D holds the
+// inverses of one size, and L is the part of m inside the submatrices of twice that size but
+// outside those of this size, then D + D L D holds the inverses of twice that size. This is forward
+// substitution by submatrices: no intermediate result is larger than the inverse. The powers of m,
+// which a Neumann series needs, may overflow where the inverse is moderate.
 //
 // The result must not take the place of m: ptxas 13.0 then rounds m again after it is overwritten.
 __device__ inline void InvertUnitLower(const Accumulator<2>& m, Left& inverse) {
   const int row = Lane() / 4, col = 2 * (Lane() % 4);
   const bool in_2 = col / 2 == row / 2, in_4 = col / 4 == row / 4;
-  // The diagonal blocks of 8 x 8, both in one sum: the upper is its rows 0 to 7, the lower 8 to 15.
+  // Both 8 x 8 submatrices on the diagonal are in one fragment: the upper is its rows 0 to 7, the
+  // lower its rows 8 to 15.
   const uint32_t upper = Bf16::Round(m[0][0], m[0][1]), lower = Bf16::Round(m[1][2], m[1][3]);
   float d[4];
 #pragma unroll

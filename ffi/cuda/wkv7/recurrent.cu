@@ -1,4 +1,19 @@
-// WKV7 one token at a time, all in float: exact for every decay, one block of threads per head.
+// WKV7 one token at a time, all in float: exact for every decay. One block of threads per head, or,
+// in the backward pass, per head and split of its tokens.
+//
+// The recurrence (RWKV-7, arXiv:2503.14456, "state evolution"), with d_t = exp(log d_t) made from
+// w_t:
+//
+//   S_t = S_{t-1} diag(d_t) + (S_{t-1} a_t) b_t^T + v_t k_t^T      y_t = S_t r_t
+//
+// One token of the backward pass, where dS enters as the gradient of S_t by all later tokens
+// (`backward_kernel` in RWKV-LM, RWKV-v7/train_temp/cuda/rwkv7_clampw.cu; but there S_{t-1} is
+// found from S_t by dividing by d_t, and here it is replayed from a saved state):
+//
+//   dr_t = S_t^T dy_t       dS <- dS + dy_t r_t^T
+//   dd_t = sum_v dS * S_{t-1}      dk_t = dS^T v_t      dv_t = dS k_t
+//   db_t = dS^T (S_{t-1} a_t)      da_t = S_{t-1}^T (dS b_t)
+//   dS <- dS diag(d_t) + (dS b_t) a_t^T
 #include "launch.cuh"
 #include "recurrent.cuh"
 #include "fragment.cuh"
@@ -7,7 +22,7 @@
 namespace rwkv_jax::cuda {
 namespace {
 
-// Rows of a tile of tokens in shared memory. The backward pass replays with the first five alone.
+// The vectors of a token in shared memory. To replay a token takes the first five alone.
 enum Vector { kW, kK, kV, kA, kB, kR, kDy };
 constexpr int kReplayVectors = 5;
 constexpr int kForwardVectors = 6;
@@ -21,66 +36,67 @@ struct Vectors {
   const T* x[kBackwardVectors];
 };
 
-// One token of a tile [vectors, kTokens, N].
+// One of the tokens in shared memory, [vectors, kTokens, N].
 template <int N, int kTokens>
 struct TokenView {
-  const float* tile;
+  const float* tokens;
   int token;
 
   __device__ const float* Row(Vector vector) const {
-    return tile + (vector * kTokens + token) * N;
+    return tokens + (vector * kTokens + token) * N;
   }
 };
 
-// S a_t
+// sa = S_{t-1} a_t
 template <typename G, int kTokens>
-__device__ void ReadFromState(const G& tile, const TokenView<G::N, kTokens>& at,
+__device__ void ReadFromState(const G& partition, const TokenView<G::N, kTokens>& at,
                               const Fragment<G>& s, float (&sa)[G::kRows]) {
   float a[G::kCols];
-  LoadCols(tile, at.Row(kA), a);
+  LoadCols(partition, at.Row(kA), a);
   Dot<G>(s, a, sa);
 }
 
-// S_{t-1} becomes S_t.
+// S_{t-1} becomes S_t; `sa` is S_{t-1} a_t.
 template <typename G, int kTokens>
-__device__ void UpdateState(const G& tile, const TokenView<G::N, kTokens>& at,
+__device__ void UpdateState(const G& partition, const TokenView<G::N, kTokens>& at,
                             const float (&sa)[G::kRows], Fragment<G>& s) {
   float d[G::kCols], x[G::kCols], v[G::kRows];
-  LoadCols(tile, at.Row(kW), d);
-  LoadCols(tile, at.Row(kB), x);
+  LoadCols(partition, at.Row(kW), d);
+  LoadCols(partition, at.Row(kB), x);
   DecayAndAdd<G>(s, d, sa, x);
-  LoadRows(tile, at.Row(kV), v);
-  LoadCols(tile, at.Row(kK), x);
+  LoadRows(partition, at.Row(kV), v);
+  LoadCols(partition, at.Row(kK), x);
   Add<G>(s, v, x);
 }
 
 template <typename T, int N, int kTokens>
 struct ForwardShared {
-  float tile[2][kForwardVectors * kTokens * N];
+  float tokens[2][kForwardVectors * kTokens * N];
   alignas(16) T y[2][kTokens * N];
 };
 
 template <int N>
-using ForwardTile = StatePartition<N, 4>;
+using ForwardPartition = StatePartition<N, 4>;
 
-// Tokens come in tiles of kTokens. Built for kBlocks blocks per multiprocessor: with many heads they
-// hide each other's latency, with few heads one block is faster for having more registers.
+// Tokens are brought to shared memory kTokens at a time, in two stages: one is read while the other
+// is filled. The kernel is compiled for kBlocks blocks per multiprocessor. Many blocks hide each
+// other's latency; with few heads one block is faster, since it has more registers.
 template <typename T, int N, int kTokens, int kBlocks, bool kMarked>
-__global__ __launch_bounds__(ForwardTile<N>::kThreads, kBlocks) void ForwardKernel(
+__global__ __launch_bounds__(ForwardPartition<N>::kThreads, kBlocks) void ForwardKernel(
     const __grid_constant__ Vectors<T> inputs, int64_t row_tokens, int64_t heads, Decay decay,
-    Marks marks, Sequences sequences, const float* initial_state, T* y, float* final_state, SavedStates states,
-    const float* only) {
+    Marks marks, Sequences sequences, const float* initial_state, T* y, float* final_state,
+    SavedStates states, const float* only) {
   const Head<N> head(blockIdx.x, row_tokens, heads, sequences);
   if (only != nullptr && only[head.index] == 0.0f) return;
   RWKV_JAX_DYNAMIC_SHARED(16, memory);
   auto& shared = *reinterpret_cast<ForwardShared<T, N, kTokens>*>(memory);
-  using G = ForwardTile<N>;
-  const G tile;
+  using G = ForwardPartition<N>;
+  const G partition;
   const int64_t tokens = head.span.tokens, stride = head.TokenStride();
   y += head.FirstToken();
 
   Fragment<G> s;
-  LoadState(tile, initial_state + head.State(), s);
+  LoadState(partition, initial_state + head.State(), s);
 
   TokenLoader<T, G, kForwardVectors, kTokens> loader;
   const auto count_at = [&](int64_t first) {
@@ -93,7 +109,7 @@ __global__ __launch_bounds__(ForwardTile<N>::kThreads, kBlocks) void ForwardKern
   };
   if (tokens > 0) {
     fetch(0);
-    loader.template Store<false>(shared.tile[0], nullptr, count_at(0), next_own, decay);
+    loader.template Store<false>(shared.tokens[0], nullptr, count_at(0), next_own, decay);
   }
   __syncthreads();
 
@@ -105,7 +121,7 @@ __global__ __launch_bounds__(ForwardTile<N>::kThreads, kBlocks) void ForwardKern
     own = next_own;
     if (next < tokens) fetch(next);
     if (states.data != nullptr && first % kChunk == 0) {
-      states.Store(tile, saved, s);
+      states.Store(partition, saved, s);
       saved += heads * N * N;
     }
 
@@ -113,23 +129,25 @@ __global__ __launch_bounds__(ForwardTile<N>::kThreads, kBlocks) void ForwardKern
     int first_sum = 0;
 #pragma unroll
     for (int t = 0; t < kTokens; ++t) {
-      const TokenView<N, kTokens> at{shared.tile[stage], t};
+      const TokenView<N, kTokens> at{shared.tokens[stage], t};
       float sa[G::kRows], r[G::kCols];
       if (own.Starts(t)) Clear<G>(s);
-      ReadFromState(tile, at, s, sa);
-      UpdateState(tile, at, sa, s);
-      LoadCols(tile, at.Row(kR), r);
+      ReadFromState(partition, at, s, sa);
+      UpdateState(partition, at, sa, s);
+      LoadCols(partition, at.Row(kR), r);
       PartialDot<G>(s, r, out[t]);
-      first_sum = ReduceScatter<1, G::kColGroups>(out[t], tile.lane);
+      first_sum = ReduceScatter<1, G::kColGroups>(out[t], partition.lane);
     }
-    // Stored together: a store between two tokens would hold back the loads of the second.
+    // All y are stored together: a store between two tokens would delay the loads of the second
+    // token.
     if (first_sum >= 0)
 #pragma unroll
       for (int t = 0; t < kTokens; ++t)
-        shared.y[stage][t * N + tile.first_row + first_sum] = FromFloat<T>(out[t][0]);
+        shared.y[stage][t * N + partition.first_row + first_sum] = FromFloat<T>(out[t][0]);
 
     if (next < tokens)
-      loader.template Store<false>(shared.tile[stage ^ 1], nullptr, count_at(next), next_own, decay);
+      loader.template Store<false>(shared.tokens[stage ^ 1], nullptr, count_at(next), next_own,
+                                   decay);
     __syncthreads();
     struct alignas(16) Piece {
       T x[8];
@@ -138,10 +156,10 @@ __global__ __launch_bounds__(ForwardTile<N>::kThreads, kBlocks) void ForwardKern
       *reinterpret_cast<Piece*>(y + (first + i / (N / 8)) * stride + i % (N / 8) * 8) =
           own.Absent(i / (N / 8)) ? Piece{} : reinterpret_cast<const Piece*>(shared.y[stage])[i];
   }
-  StoreState(tile, final_state + head.State(), s);
+  StoreState(partition, final_state + head.State(), s);
 }
 
-// If `only` is given, the heads that it marks.
+// A lot of heads. If `only` is given, heads for which it is 0 are skipped.
 struct SomeHeadsLot : ReplayLot {
   const float* only;
 
@@ -152,17 +170,18 @@ struct SomeHeadsLot : ReplayLot {
   }
 };
 
-// The gradient of the state at the end of each split but the last. It follows a recurrence of its
-// own, which needs no state: dS <- (dS + dy r^T) diag(d) + ((dS + dy r^T) b) a^T.
+// Leaves the gradient of the state at the end of each split but the last in the scratch. The
+// gradient follows a recurrence that needs no state: dS <- (dS + dy r^T) diag(d) + ((dS + dy r^T)
+// b) a^T.
 template <typename T, int N, bool kMarked>
-__global__ __launch_bounds__(ForwardTile<N>::kThreads) void SplitKernel(
+__global__ __launch_bounds__(ForwardPartition<N>::kThreads) void SplitKernel(
     const __grid_constant__ Vectors<T> inputs, int64_t row_tokens, int64_t heads, Decay decay,
     Marks marks, Sequences sequences, const float* dfinal_state, SomeHeadsLot lot) {
-  enum { kDecayRow, kARow, kBRow, kRRow, kDyRow, kRowsOfTile };
-  using G = ForwardTile<N>;
+  enum { kDecayRow, kARow, kBRow, kRRow, kDyRow, kSplitVectors };
+  using G = ForwardPartition<N>;
   constexpr int kTokens = 8;
-  __shared__ __align__(16) float shared[kRowsOfTile * kTokens * N];
-  const G tile;
+  __shared__ __align__(16) float shared[kSplitVectors * kTokens * N];
+  const G partition;
   const Head<N> head(lot.first_head + blockIdx.x, row_tokens, heads, sequences);
   if (lot.Skips(head.index)) return;
   const int64_t tokens = head.span.tokens, stride = head.TokenStride();
@@ -170,8 +189,8 @@ __global__ __launch_bounds__(ForwardTile<N>::kThreads) void SplitKernel(
   const int64_t length = lot.Length(head.span.Chunks()) * kChunk;
 
   Fragment<G> ds;
-  LoadState(tile, dfinal_state + head.State(), ds);
-  TokenLoader<T, G, kRowsOfTile, kTokens> loader;
+  LoadState(partition, dfinal_state + head.State(), ds);
+  TokenLoader<T, G, kSplitVectors, kTokens> loader;
   const auto count_at = [&](int64_t first) {
     return static_cast<int>(tokens - first < kTokens ? tokens - first : kTokens);
   };
@@ -191,18 +210,18 @@ __global__ __launch_bounds__(ForwardTile<N>::kThreads) void SplitKernel(
 #pragma unroll
     for (int t = kTokens - 1; t >= 0; --t) {
       float dy[G::kRows], dsa[G::kRows], x[G::kCols], d[G::kCols];
-      LoadRows(tile, shared + (kDyRow * kTokens + t) * N, dy);
-      LoadCols(tile, shared + (kRRow * kTokens + t) * N, x);
+      LoadRows(partition, shared + (kDyRow * kTokens + t) * N, dy);
+      LoadCols(partition, shared + (kRRow * kTokens + t) * N, x);
       Add<G>(ds, dy, x);
-      LoadCols(tile, shared + (kBRow * kTokens + t) * N, x);
+      LoadCols(partition, shared + (kBRow * kTokens + t) * N, x);
       Dot<G>(ds, x, dsa);
-      LoadCols(tile, shared + (kDecayRow * kTokens + t) * N, d);
-      LoadCols(tile, shared + (kARow * kTokens + t) * N, x);
+      LoadCols(partition, shared + (kDecayRow * kTokens + t) * N, d);
+      LoadCols(partition, shared + (kARow * kTokens + t) * N, x);
       DecayAndAdd<G>(ds, d, dsa, x);
       if (own.Starts(t)) Clear<G>(ds);
     }
     if (first % length == 0)
-      StoreState(tile, lot.Scratch<N>(head.turn, first / length - 1), ds);
+      StoreState(partition, lot.Scratch<N>(head.turn, first / length - 1), ds);
   }
 }
 
@@ -215,11 +234,11 @@ struct Gradients {
 // The gradients that are sums over the rows of S.
 enum ColumnSum { kDr, kDw, kDk, kDa, kDb, kColumnSums };
 
-// A lane of a large head has more rows: registers and shared memory admit no more warps.
+// In large heads a lane has more rows, because registers and shared memory admit no more warps.
 template <int N>
-using BackwardTile = StatePartition<N, N == 128 ? 8 : 4>;
+using BackwardPartition = StatePartition<N, N == 128 ? 8 : 4>;
 
-// States of a block as each thread holds them.
+// States inside a quad, in the order in which threads hold them.
 template <typename G, int kStates>
 struct KeptStates {
   float4 of[kStates][G::kRows * G::kCols / 4][G::kThreads];
@@ -227,20 +246,20 @@ struct KeptStates {
 template <typename G>
 struct KeptStates<G, 0> {};
 
-// If kKeeps, the states inside a block are kept. Without the shared memory for that they are found again
-// from the state before the block.
+// If kKeeps, the states inside a quad are kept in shared memory. On a device with too little shared
+// memory for them, each of them is replayed again from the state before the quad.
 template <typename G, bool kKeeps>
 struct BackwardShared {
-  // Large heads have no room to keep S_0 beside S_1 and S_2, nor the sums of more than one token.
+  // Large heads have no room for S_0 beside S_1 and S_2, nor for the sums of more than one token.
   static constexpr bool kLarge = G::N > 64;
   static constexpr int kSumStages = kLarge ? 1 : 2;
   static constexpr int kSumTokens = kLarge ? 1 : kReplayTokens;
 
-  float tile[2][kBackwardVectors * kReplayTokens * G::N];
+  float tokens[2][kBackwardVectors * kReplayTokens * G::N];
   float slope[2][kReplayTokens * G::N];
   float sa[2][kReplayTokens * G::N];
-  KeptStates<G, !kKeeps ? 0 : kLarge ? 2 : 3> kept;  // S_1, S_2 and perhaps S_0
-  // What each warp has for the gradients of a token.
+  KeptStates<G, !kKeeps ? 0 : kLarge ? 2 : 3> kept;  // S_1, S_2 and perhaps S_0 of a quad
+  // The sums of each warp for the gradients of a token.
   float sums[kSumStages][kSumTokens][G::kWarps][kColumnSums][G::N];
 };
 
@@ -270,10 +289,11 @@ __device__ void Copy(const Fragment<G>& from, Fragment<G>& to) {
     for (int c = 0; c < G::kCols; ++c) to[i][c] = from[i][c];
 }
 
-// One token backwards. `ds` enters as the gradient of S_t without the share of y_t and leaves as that
-// of S_{t-1}. The sums over this warp's rows go to `sums`, and dv to `dv` if that is not null.
+// Takes one token backwards. `ds` enters as the gradient of S_t without the term of y_t and leaves
+// as the gradient of S_{t-1}. The sums over the rows of this warp go to `sums`, and dv_t to `dv`
+// unless it is null.
 template <typename T, typename G, bool kMarked>
-__device__ void BackwardToken(const G& tile, const TokenView<G::N, kReplayTokens>& at,
+__device__ void BackwardToken(const G& partition, const TokenView<G::N, kReplayTokens>& at,
                               const float* slope_row, const float* sa_row,
                               TileMarks<kMarked> marks, const Fragment<G>& s_before,
                               Fragment<G>& ds, float (*sums)[G::N], T* dv) {
@@ -282,22 +302,22 @@ __device__ void BackwardToken(const G& tile, const TokenView<G::N, kReplayTokens
   float r[kCols], b[kCols], k[kCols], d[kCols], a[kCols], slope[kCols];
   float column[kColumnSums][kCols];
 
-  LoadRows(tile, at.Row(kDy), dy);
-  LoadCols(tile, at.Row(kR), r);
+  LoadRows(partition, at.Row(kDy), dy);
+  LoadCols(partition, at.Row(kR), r);
   Add<G>(ds, dy, r);
-  LoadCols(tile, at.Row(kB), b);
+  LoadCols(partition, at.Row(kB), b);
   Dot<G>(ds, b, dsa);
 
-  LoadCols(tile, at.Row(kK), k);
+  LoadCols(partition, at.Row(kK), k);
   PartialDot<G>(ds, k, dv_rows);
-  LoadRows(tile, at.Row(kV), v);
-  LoadRows(tile, sa_row, sa);
+  LoadRows(partition, at.Row(kV), v);
+  LoadRows(partition, sa_row, sa);
   TransposedDot<G>(v, ds, column[kDk]);
   TransposedDot<G>(sa, ds, column[kDb]);
 
-  // dr_t = S_t^T dy, written with S_{t-1} so that S_t need not be kept.
-  LoadCols(tile, at.Row(kW), d);
-  LoadCols(tile, slope_row, slope);
+  // dr_t = S_t^T dy_t is computed from S_{t-1}, so that S_t need not be kept.
+  LoadCols(partition, at.Row(kW), d);
+  LoadCols(partition, slope_row, slope);
   TransposedDot<G>(dy, s_before, column[kDr]);
   float sa_dy = 0.0f, v_dy = 0.0f;
 #pragma unroll
@@ -315,27 +335,27 @@ __device__ void BackwardToken(const G& tile, const TokenView<G::N, kReplayTokens
     column[kDw][c] *= slope[c];
   }
   TransposedDot<G>(dsa, s_before, column[kDa]);
-  LoadCols(tile, at.Row(kA), a);
+  LoadCols(partition, at.Row(kA), a);
   DecayAndAdd<G>(ds, d, dsa, a);
   if (marks.Starts(at.token)) Clear<G>(ds);
 
-  // Stored together: a store in between would hold back the loads behind it.
+  // All sums are stored together: a store in between would delay the loads after it.
   int first = 0;
 #pragma unroll
   for (int which = 0; which < kColumnSums; ++which)
-    first = ReduceScatter<G::kColGroups, 32>(column[which], tile.lane);
+    first = ReduceScatter<G::kColGroups, 32>(column[which], partition.lane);
   constexpr int kLeft = kCols > G::kRowGroups ? kCols / G::kRowGroups : 1;
   if (first >= 0)
 #pragma unroll
     for (int which = 0; which < kColumnSums; ++which)
 #pragma unroll
-      for (int c = 0; c < kLeft; ++c) sums[which][tile.Col(first + c)] = column[which][c];
-  const int first_dv = ReduceScatter<1, G::kColGroups>(dv_rows, tile.lane);
+      for (int c = 0; c < kLeft; ++c) sums[which][partition.Col(first + c)] = column[which][c];
+  const int first_dv = ReduceScatter<1, G::kColGroups>(dv_rows, partition.lane);
   if (first_dv >= 0 && dv != nullptr)
-    dv[tile.first_row + first_dv] = FromFloat<T>(marks.Absent(at.token) ? 0.0f : dv_rows[0]);
+    dv[partition.first_row + first_dv] = FromFloat<T>(marks.Absent(at.token) ? 0.0f : dv_rows[0]);
 }
 
-// Adds up what the warps left and writes the gradients of `count` tokens, of which the first is at
+// Adds up the sums of all warps and writes the gradients of `count` tokens. The first token is at
 // element `first` of each array.
 template <typename T, typename G, int kTokens, bool kMarked>
 __device__ void WriteColumnSums(const float (&sums)[kTokens][G::kWarps][kColumnSums][G::N],
@@ -364,15 +384,18 @@ __device__ void WriteColumnSums(const float (&sums)[kTokens][G::kWarps][kColumnS
   }
 }
 
-// The chunks of a split run last to first. In a chunk the saved state is replayed once to find the state before each
-// block of kReplayTokens tokens; each block is then replayed from there, which leaves S_{t-1} of its tokens
-// at hand, and taken backwards. The decay is never inverted.
+// A split takes its chunks from the last to the first. In a chunk there are two phases:
+//   - The whole chunk is replayed once from its saved state. That leaves in the scratch the state
+//     before each quad of kReplayTokens tokens but the first, and S_{t-1} a_t of each token.
+//   - Quads are taken from the last to the first. A quad is replayed from the state before it, so
+//     that S_{t-1} of its tokens is at hand, and then its tokens are taken backwards.
+// So no decay is ever inverted.
 template <typename T, int N, bool kMarked, bool kKeeps>
-__global__ __launch_bounds__(BackwardTile<N>::kThreads, N == 64 ? 2 : 1) void BackwardKernel(
+__global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 64 ? 2 : 1) void BackwardKernel(
     const __grid_constant__ Vectors<T> inputs, int64_t row_tokens, int64_t heads, Decay decay,
     Marks marks, Sequences sequences, SavedStates states, const float* dfinal_state,
     const __grid_constant__ Gradients<T> out, SomeHeadsLot lot) {
-  using G = BackwardTile<N>;
+  using G = BackwardPartition<N>;
   static_assert(kReplayTokens * N <= 4 * G::kThreads);
   static_assert(kReplayTokens == 4, "S_0, S_1 and S_2 are kept or reloaded, S_3 is in registers");
   RWKV_JAX_DYNAMIC_SHARED(16, memory);
@@ -380,7 +403,7 @@ __global__ __launch_bounds__(BackwardTile<N>::kThreads, N == 64 ? 2 : 1) void Ba
   constexpr bool kLarge = Shared::kLarge;
   auto& shared = *reinterpret_cast<Shared*>(memory);
   constexpr int kRows = G::kRows;
-  const G tile;
+  const G partition;
   const Head<N> head(lot.Turn(), row_tokens, heads, sequences);
   if (lot.Skips(head.index)) return;
   const int64_t tokens = head.span.tokens, chunks = head.span.Chunks();
@@ -389,99 +412,102 @@ __global__ __launch_bounds__(BackwardTile<N>::kThreads, N == 64 ? 2 : 1) void Ba
   const int64_t last_chunk = first_chunk + length < chunks ? first_chunk + length : chunks;
   const int64_t stride = head.TokenStride();
   float* const ds_end = lot.Scratch<N>(head.turn, split);
-  float* const block_states = ds_end + N * N;
-  float* const chunk_sa = block_states + (kChunk / kReplayTokens - 1) * N * N;
+  float* const quad_states = ds_end + N * N;
+  float* const chunk_sa = quad_states + (kChunk / kReplayTokens - 1) * N * N;
 
   Fragment<G> ds, s;
-  LoadState(tile, last_chunk == chunks ? dfinal_state + head.State() : ds_end, ds);
+  LoadState(partition, last_chunk == chunks ? dfinal_state + head.State() : ds_end, ds);
 
   for (int64_t chunk = last_chunk - 1; chunk >= first_chunk; --chunk) {
     const int64_t start = chunk * kChunk;
     const int64_t first_token = head.FirstToken() + start * stride;
     const int in_chunk = static_cast<int>(tokens - start < kChunk ? tokens - start : kChunk);
-    const int blocks = (in_chunk + kReplayTokens - 1) / kReplayTokens;
-    const auto count_of = [&](int block) { return Min(kReplayTokens, in_chunk - block * kReplayTokens); };
-    const auto token_of = [&](int block) { return first_token + block * kReplayTokens * stride; };
-    const auto marks_of = [&](int block) {
-      return LoadMarks<kMarked>(marks, head.sequence, start + block * kReplayTokens);
+    const int quads = (in_chunk + kReplayTokens - 1) / kReplayTokens;
+    const auto count_of = [&](int quad) {
+      return Min(kReplayTokens, in_chunk - quad * kReplayTokens);
     };
-    // As it was left, before the first token of the block may clear it.
-    const auto load_state = [&](int block, Fragment<G>& s) {
-      if (block > 0)
-        LoadState(tile, block_states + (block - 1) * N * N, s);
+    const auto token_of = [&](int quad) { return first_token + quad * kReplayTokens * stride; };
+    const auto marks_of = [&](int quad) {
+      return LoadMarks<kMarked>(marks, head.sequence, start + quad * kReplayTokens);
+    };
+    // The state before a quad, before the first token of the quad may clear it.
+    const auto load_state = [&](int quad, Fragment<G>& s) {
+      if (quad > 0)
+        LoadState(partition, quad_states + (quad - 1) * N * N, s);
       else
-        states.Load(tile, head.SavedState(chunk), s);
+        states.Load(partition, head.SavedState(chunk), s);
     };
 
     load_state(0, s);
     TokenLoader<T, G, kReplayVectors, kReplayTokens> replay_loader;
     replay_loader.Fetch(inputs.x, token_of(0), stride, count_of(0));
     TileMarks<kMarked> own, next_own = marks_of(0);
-    replay_loader.template Store<false>(shared.tile[0], nullptr, count_of(0), next_own, decay);
+    replay_loader.template Store<false>(shared.tokens[0], nullptr, count_of(0), next_own, decay);
     __syncthreads();
-    for (int block = 0; block < blocks; ++block) {
-      const bool more = block + 1 < blocks;
+    for (int quad = 0; quad < quads; ++quad) {
+      const bool more = quad + 1 < quads;
       own = next_own;
       if (more) {
-        replay_loader.Fetch(inputs.x, token_of(block + 1), stride, count_of(block + 1));
-        next_own = marks_of(block + 1);
+        replay_loader.Fetch(inputs.x, token_of(quad + 1), stride, count_of(quad + 1));
+        next_own = marks_of(quad + 1);
       }
-      if (block > 0) StoreState(tile, block_states + (block - 1) * N * N, s);
+      if (quad > 0) StoreState(partition, quad_states + (quad - 1) * N * N, s);
       float sa[kReplayTokens][kRows];
 #pragma unroll
       for (int t = 0; t < kReplayTokens; ++t) {
-        const TokenView<N, kReplayTokens> at{shared.tile[block % 2], t};
+        const TokenView<N, kReplayTokens> at{shared.tokens[quad % 2], t};
         if (own.Starts(t)) Clear<G>(s);
-        ReadFromState(tile, at, s, sa[t]);
-        UpdateState(tile, at, sa[t], s);
+        ReadFromState(partition, at, s, sa[t]);
+        UpdateState(partition, at, sa[t], s);
       }
-      if (tile.col_group == 0)
+      if (partition.col_group == 0)
 #pragma unroll
         for (int t = 0; t < kReplayTokens; ++t)
-          StoreRows(tile, chunk_sa + (block * kReplayTokens + t) * N, sa[t]);
+          StoreRows(partition, chunk_sa + (quad * kReplayTokens + t) * N, sa[t]);
       if (more)
-        replay_loader.template Store<false>(shared.tile[(block + 1) % 2], nullptr,
-                                            count_of(block + 1), next_own, decay);
+        replay_loader.template Store<false>(shared.tokens[(quad + 1) % 2], nullptr,
+                                            count_of(quad + 1), next_own, decay);
       __syncthreads();
     }
 
     TokenLoader<T, G, kBackwardVectors, kReplayTokens> loader;
     float4 sa_piece;
-    const auto fetch = [&](int block) {
-      loader.Fetch(inputs.x, token_of(block), stride, count_of(block));
-      next_own = marks_of(block);
+    const auto fetch = [&](int quad) {
+      loader.Fetch(inputs.x, token_of(quad), stride, count_of(quad));
+      next_own = marks_of(quad);
       if (4 * threadIdx.x < kReplayTokens * N)
-        sa_piece = *reinterpret_cast<const float4*>(chunk_sa + block * kReplayTokens * N + 4 * threadIdx.x);
+        sa_piece = *reinterpret_cast<const float4*>(chunk_sa + quad * kReplayTokens * N +
+                                                    4 * threadIdx.x);
     };
-    const auto store = [&](int block) {
-      loader.template Store<true>(shared.tile[block % 2], shared.slope[block % 2], count_of(block),
+    const auto store = [&](int quad) {
+      loader.template Store<true>(shared.tokens[quad % 2], shared.slope[quad % 2], count_of(quad),
                                   next_own, decay);
       if (4 * threadIdx.x < kReplayTokens * N)
-        *reinterpret_cast<float4*>(&shared.sa[block % 2][4 * threadIdx.x]) = sa_piece;
+        *reinterpret_cast<float4*>(&shared.sa[quad % 2][4 * threadIdx.x]) = sa_piece;
     };
     Fragment<G> s_next;
-    fetch(blocks - 1);
-    store(blocks - 1);
-    if constexpr (!kLarge) load_state(blocks - 1, s_next);
+    fetch(quads - 1);
+    store(quads - 1);
+    if constexpr (!kLarge) load_state(quads - 1, s_next);
     __syncthreads();
-    for (int block = blocks - 1; block >= 0; --block) {
-      const int count = count_of(block), stage = block % 2;
+    for (int quad = quads - 1; quad >= 0; --quad) {
+      const int count = count_of(quad), stage = quad % 2;
       own = next_own;
-      if (block > 0) fetch(block - 1);
+      if (quad > 0) fetch(quad - 1);
       if constexpr (kLarge) {
-        load_state(block, s);
+        load_state(quad, s);
         if (own.Starts(0)) Clear<G>(s);
       } else {
         Copy<G>(s_next, s);
         if (own.Starts(0)) Clear<G>(s);
         if constexpr (kKeeps) Keep<G>(shared.kept.of[2], s);
-        if (block > 0) load_state(block - 1, s_next);
+        if (quad > 0) load_state(quad - 1, s_next);
       }
       // S_t becomes S_{t+1}.
       const auto advance = [&](int t) {
         float sa[kRows];
-        LoadRows(tile, shared.sa[stage] + t * N, sa);
-        UpdateState(tile, TokenView<N, kReplayTokens>{shared.tile[stage], t}, sa, s);
+        LoadRows(partition, shared.sa[stage] + t * N, sa);
+        UpdateState(partition, TokenView<N, kReplayTokens>{shared.tokens[stage], t}, sa, s);
         if (own.Starts(t + 1)) Clear<G>(s);
       };
 #pragma unroll
@@ -491,18 +517,18 @@ __global__ __launch_bounds__(BackwardTile<N>::kThreads, N == 64 ? 2 : 1) void Ba
           if (t < kReplayTokens - 2) Keep<G>(shared.kept.of[t], s);
       }
       auto& sums = shared.sums[stage % Shared::kSumStages];
-      const auto token = [&](int t) { return token_of(block) + t * stride; };
+      const auto token = [&](int t) { return token_of(quad) + t * stride; };
 #pragma unroll
       for (int t = kReplayTokens - 1; t >= 0; --t) {
         if (t < kReplayTokens - 1 && (!kKeeps || (t == 0 && kLarge))) {
-          load_state(block, s);
+          load_state(quad, s);
           if (own.Starts(0)) Clear<G>(s);
 #pragma unroll
           for (int earlier = 0; earlier < t; ++earlier) advance(earlier);
         } else if (t < kReplayTokens - 1) {
           if constexpr (kKeeps) Recall<G>(shared.kept.of[t > 0 ? t - 1 : 2], s);
         }
-        BackwardToken<T, G>(tile, {shared.tile[stage], t}, shared.slope[stage] + t * N,
+        BackwardToken<T, G>(partition, {shared.tokens[stage], t}, shared.slope[stage] + t * N,
                             shared.sa[stage] + t * N, own, s, ds,
                             sums[t % Shared::kSumTokens][threadIdx.x / 32],
                             t < count ? out.v + token(t) : nullptr);
@@ -512,13 +538,14 @@ __global__ __launch_bounds__(BackwardTile<N>::kThreads, N == 64 ? 2 : 1) void Ba
           __syncthreads();
         }
       }
-      if (block > 0) store(block - 1);
+      if (quad > 0) store(quad - 1);
       __syncthreads();
-      // While a warp still reads these sums, the others may be at the next block, which has others.
+      // While a warp still reads these sums, other warps may be at the next quad, whose sums are in
+      // the other stage.
       if constexpr (!kLarge) WriteColumnSums<T, G>(sums, count, own, token(0), stride, out);
     }
   }
-  if (split == 0) StoreState(tile, out.initial_state + head.State(), ds);
+  if (split == 0) StoreState(partition, out.initial_state + head.State(), ds);
 }
 
 // Below this many heads a multiprocessor of any current GPU has little more than one.
@@ -535,7 +562,7 @@ cudaError_t Wkv7Forward(cudaStream_t stream, const Wkv7ForwardCall& call, const 
     const auto launch = [&](auto tokens, auto blocks, auto marked) {
       constexpr int kTokens = tokens(), kBlocks = blocks();
       return Launch(ForwardKernel<T, N, kTokens, kBlocks, marked()>, heads,
-                    ForwardTile<N>::kThreads, sizeof(ForwardShared<T, N, kTokens>), stream,
+                    ForwardPartition<N>::kThreads, sizeof(ForwardShared<T, N, kTokens>), stream,
                     Vectors<T>(call.w, call.k, call.v, call.a, call.b, call.r), call.dims.tokens,
                     call.dims.heads, call.decay, call.marks, call.sequences, call.initial_state,
                     static_cast<T*>(call.y), call.final_state,
@@ -545,9 +572,9 @@ cudaError_t Wkv7Forward(cudaStream_t stream, const Wkv7ForwardCall& call, const 
     constexpr std::integral_constant<int, N == 64 ? 4 : 1> many;
     if (call.dims.tokens == 1 && !call.marks.Given() && !call.sequences.Given())
       return launch(one, many, std::false_type());
-    constexpr std::integral_constant<int, 8> tile;
+    constexpr std::integral_constant<int, 8> eight;
     return ForMarks(call.marks, [&](auto marked) {
-      return heads < kFewHeads ? launch(tile, one, marked) : launch(tile, many, marked);
+      return heads < kFewHeads ? launch(eight, one, marked) : launch(eight, many, marked);
     });
   });
 }
@@ -569,7 +596,7 @@ cudaError_t Wkv7Backward(cudaStream_t stream, const Wkv7BackwardCall& call, cons
         const SomeHeadsLot lot{own_lot, only};
         if (scratch.splits > 1 && call.dims.tokens > 0) {
           const cudaError_t error =
-              Launch(SplitKernel<T, N, marked()>, count, ForwardTile<N>::kThreads, 0, stream,
+              Launch(SplitKernel<T, N, marked()>, count, ForwardPartition<N>::kThreads, 0, stream,
                      Vectors<T>(call.w, call.a, call.b, call.r, call.dy), call.dims.tokens,
                      call.dims.heads, call.decay, call.marks, call.sequences, call.dfinal_state,
                      lot);
@@ -577,12 +604,12 @@ cudaError_t Wkv7Backward(cudaStream_t stream, const Wkv7BackwardCall& call, cons
         }
         const auto launch = [&](auto keeps) {
           return Launch(BackwardKernel<T, N, marked(), keeps()>, count * scratch.splits,
-                        BackwardTile<N>::kThreads,
-                        sizeof(BackwardShared<BackwardTile<N>, keeps()>), stream, inputs,
+                        BackwardPartition<N>::kThreads,
+                        sizeof(BackwardShared<BackwardPartition<N>, keeps()>), stream, inputs,
                         call.dims.tokens, call.dims.heads, call.decay, call.marks, call.sequences,
                         states, call.dfinal_state, gradients, lot);
         };
-        constexpr int64_t kWanted = sizeof(BackwardShared<BackwardTile<N>, true>);
+        constexpr int64_t kWanted = sizeof(BackwardShared<BackwardPartition<N>, true>);
         if constexpr (kWanted > kLeastSharedMemory)
           if (kWanted > device.shared_memory) return launch(std::false_type());
         return launch(std::true_type());
