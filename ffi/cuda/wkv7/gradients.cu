@@ -606,8 +606,8 @@ class ChunkGradients {
   }
 
   // dQrb, dQrk, dAab and dAak in place of Qrb, Qrk, M and Aak; half 0. The warpgroup of the first
-  // panel has the products with U, that of the last panel those with V. (With one panel it has all
-  // four.)
+  // panel has the products with U, the warpgroup of the last panel the products with V. (With one
+  // panel it is the same warpgroup.)
   __device__ __forceinline__ void TriangleGradients() const {
     const bool has_b = panel == 0, has_k = panel == L::kPanels - 1;
     Accumulator<8> dqrb, dqrk;
@@ -968,7 +968,7 @@ class ChunkGradients {
   const uint32_t shared;
   const int warp, group;  // the warp in its warpgroup, and the warpgroup
   const int panel, half;
-  int marks_index;     // of this chunk among those of all rows
+  int marks_index;     // of this chunk among the chunks of all rows
   int64_t first;       // the element of the first token of the chunk
   int stride, tokens;  // elements from token to token; tokens of the chunk
 };

@@ -264,21 +264,21 @@ struct BackwardShared {
 };
 
 template <typename G>
-__device__ void Keep(float4 (*slot)[G::kThreads], const Fragment<G>& s) {
+__device__ void Keep(float4 (*kept)[G::kThreads], const Fragment<G>& s) {
 #pragma unroll
   for (int i = 0; i < G::kRows; ++i)
 #pragma unroll
     for (int c = 0; c < G::kCols; c += 4)
-      slot[(i * G::kCols + c) / 4][threadIdx.x] = Pack(&s[i][c]);
+      kept[(i * G::kCols + c) / 4][threadIdx.x] = Pack(&s[i][c]);
 }
 
 template <typename G>
-__device__ void Recall(const float4 (*slot)[G::kThreads], Fragment<G>& s) {
+__device__ void Recall(const float4 (*kept)[G::kThreads], Fragment<G>& s) {
 #pragma unroll
   for (int i = 0; i < G::kRows; ++i)
 #pragma unroll
     for (int c = 0; c < G::kCols; c += 4)
-      Unpack(slot[(i * G::kCols + c) / 4][threadIdx.x], &s[i][c]);
+      Unpack(kept[(i * G::kCols + c) / 4][threadIdx.x], &s[i][c]);
 }
 
 template <typename G>

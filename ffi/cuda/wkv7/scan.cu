@@ -1,24 +1,48 @@
-// WKV7 on matrix units, the state from token to token: the forward pass, and the gradient of the state
-// in the backward pass. One block of threads per head, or per head and split of its tokens.
+// WKV7 on matrix units, the state from token to token: the forward pass, and the gradient of the
+// state in the backward pass. One block of threads per head, or per head and split of its tokens.
 //
-// Tokens are taken in chunks of L = 16 (rows of the matrices below are tokens), in the form
+// The recurrence (RWKV-7, arXiv:2503.14456, "state evolution"), with d_t = exp(log d_t) made from
+// w_t:
+//
+//   S_t = S_{t-1} diag(d_t) + (S_{t-1} a_t) b_t^T + v_t k_t^T      y_t = S_t r_t
+//
+// Tokens are taken in tiles of 16 tokens, in the WY representation with the UT transform (section 3
+// of arXiv:2406.06484), here with decays in the operands. Rows of a matrix are tokens, except that
+// a state is [V, K]:
 //
 //   At = A exp(G')   Rt = R exp(G)   Bh = B exp(-G)   Kh = K exp(-G)
 //   M  = (I - tril_strict(At Bh^T))^-1
-//   U  = M (At S^T + tril_strict(At Kh^T) V)
+//   Z  = At S^T + tril_strict(At Kh^T) V      U = M Z
 //   Y  = Rt S^T + tril(Rt Bh^T) U + tril(Rt Kh^T) V
-//   S  = S + U^T Bh + V^T Kh
+//   S <- S + U^T Bh + V^T Kh
 //
-// where G is the sum of the log decays of the frame up to a token and G' that before it, and S is the
-// state times exp(-G) of the last token; at the end of a frame it becomes the state itself again.
+// G is the sum of the log decays from the first token of the chunk (64 tokens) to a token, and G'
+// is that sum without the token itself. S is the state times exp(-G) of the last token; at the end
+// of a chunk it is multiplied by exp(G) and becomes the state itself again.
 //
-// The gradient of the state follows the same recurrence from the last token to the first: its rows
-// read b and write a, and y and its cotangent take the place of v and r that of k,
+// The gradient of the state follows the same recurrence from the last token to the first. There b
+// reads from the rows and a is written to them, dy takes the place of v, and r that of k:
 //
-//   dS <- (dS + dy r^T) diag(d) + ((dS + dy r^T) b) a^T,
+//   dS <- (dS + dy r^T) diag(d) + ((dS + dy r^T) b) a^T
 //
-// but a token adds dy r^T before it reads and decays, where the forward pass adds v k^T after it. So r
-// is scaled by exp(-G'), and the triangle of products with it keeps its diagonal.
+// (`backward_kernel` in RWKV-LM, RWKV-v7/train_temp/cuda/rwkv7_clampw.cu, has this as one step.)
+// But a token adds dy r^T before it reads and decays, where the forward pass adds v k^T after it.
+// So r is scaled by exp(-G'), and the triangle of products with it keeps its diagonal.
+//
+// The tiles are a pipeline of four stages with one barrier for each tile. In iteration t of the
+// main loop
+//
+//   stage          tile               work                               by the warpgroups that
+//   Advance        t                  Z, U, Y and S                      have the state
+//   TokenProducts  t + 1              M and the three other products     `multiplies`
+//   ScaleOperands  t + 2              At Rt Bh Kh, in place              `scales`
+//   CopyTile       t + kStages        copies from global memory          `copies`
+//
+// run side by side, or one after another where one warpgroup has all roles (see Work). The tile
+// barrier at the end of the iteration lets each stage have what the stage before has made: products
+// of t + 1, operands of t + 2. Behind it y of tile t is written to global memory, and the copies of
+// tile t + kStages take the place of tile t. Only ScaleOperands waits for copies, at the
+// CopyBarrier of their place in shared memory.
 #include <algorithm>
 #include <utility>
 
@@ -29,8 +53,8 @@
 namespace rwkv_jax::cuda {
 namespace {
 
-// The operands by their role in the recurrence: rows of the state are read by a and r, and written
-// with b and k.
+// The operands by their role in the recurrence: a and r read from the rows of the state, b and k
+// are written to them.
 template <typename T>
 struct Scan {
   const T *a, *r, *b, *k, *v, *w;
@@ -41,88 +65,107 @@ struct Scan {
   const float* start;
   float* end;
   T* y;
-  uint4* states;             // forward: [B, frames, H, V, K] of bfloat16, or null
-  uint4* gradients;          // backward: the same
-  // If it has no memory, a summary is that of all tokens: D of them goes to `end`, from `start` if that
-  // is not null, and M to `factor`, unless that is null.
+  uint4* states;     // forward: [B, chunks, H, V, K] of bfloat16, or null
+  uint4* gradients;  // backward: the same of the gradient of the state
+  // A summary S -> S M + D of a split goes to the memory of `splits`. If that is null, the summary
+  // is of all tokens: D goes to `end`, and starts from `start` if that is not null; M goes to
+  // `factor` if that is not null.
   Splits splits;
   float* factor;
   float* inexact;
 };
 
-// How warpgroups share the work on a chunk: one does it all, so that more blocks fit a multiprocessor
-// and hide each other's latency; or each step of it has warpgroups of its own, so that a chunk takes
-// less time; or, for the summary of a split, two states advance that start as zero and as the
-// identity, and their warpgroups share the rest.
-enum class Work { kTogether, kSplit, kSummary };
-
-template <int N, bool kOutput, Work kWork>
-struct Layout {
-  static constexpr int kPanels = N / kPanelCols;
-  static constexpr bool kSplit = kWork == Work::kSplit, kSummary = kWork == Work::kSummary;
-  static constexpr int kStateThreads = 2 * N;
-  static constexpr int kThreads = kStateThreads * (kSummary ? 2 : 1) + (kSplit ? 256 : 0);
-  static constexpr int kBlocks = kThreads > 256 ? 1 : 512 / kThreads;  // on a multiprocessor
-  static constexpr int kTile = kTileTokens * kRowBytes;
-  static constexpr int kMatrices = 4 * kTileBytes;
-  static constexpr int kDecayStride = N / 4 + 4;  // so that four lanes read different banks
-
-  // In a slot. Rt follows At in each panel of 64 columns, so that the two are one operand.
-  static constexpr int kA = 0;
-  static constexpr int kR = kTile;
-  static constexpr int kReadStride = (kOutput ? 2 : 1) * kTile;
-  static constexpr int kB = kPanels * kReadStride;
-  static constexpr int kK = kB + kPanels * kTile;
-  static constexpr int kV = kK + kPanels * kTile;
-  static constexpr int kSlot = kV + kPanels * kTile;
-
-  static constexpr int kSlots = kSplit ? 8 : 4;
-  static constexpr int kDecaySlots = kSplit ? 8 : 2;  // consumed two chunks before the rest
-  static constexpr int kW = kSlots * kSlot;
-  static constexpr int kY = kW + kDecaySlots * kPanels * kTile;
-  static constexpr int kM = kY + (kOutput ? 2 * kPanels * kTile : 0);
-  static constexpr int kDecays = kM + 2 * kMatrices;
-  static constexpr int kDecayBytes = 4 * 4 * kDecayStride;
-  static constexpr int kBarriers = kDecays + kSlots * kDecayBytes;
-  static constexpr int kWords = kBarriers + 8 * kSlots;  // of marks, one for each slot
-  static constexpr int kBytes = kWords + 4 * kSlots;
+// How the warpgroups of a block share the work on a tile.
+enum class Work {
+  // One warpgroup does all, so that more blocks fit a multiprocessor and hide each other's latency.
+  kTogether,
+  // The state, the products and the operands have warpgroups of their own, so that a tile takes
+  // less time.
+  kSpecialized,
+  // Two states advance, from zero and from the identity, and their warpgroups share the rest.
+  kSummary,
 };
 
-// Two sums for each of the columns, as tiles of one warp see them.
+// Named barriers; 0 is __syncthreads, which only the prologue uses. Warpgroups come to the tile
+// barrier from different loops.
+enum NamedBarrier : int { kTileBarrier = 1 };
+
+template <int N, bool kOutput, Work kWork>
+struct ScanLayout {
+  static constexpr int kPanels = N / kPanelCols;
+  static constexpr bool kSpecialized = kWork == Work::kSpecialized;
+  static constexpr bool kSummary = kWork == Work::kSummary;
+  static constexpr int kStateThreads = 2 * N;
+  static constexpr int kThreads = kStateThreads * (kSummary ? 2 : 1) + (kSpecialized ? 256 : 0);
+  static constexpr int kBlocks = kThreads > 256 ? 1 : 512 / kThreads;  // on a multiprocessor
+  static constexpr int kPanelBytes = kTileTokens * kRowBytes;
+  static constexpr int kProductBytes = 4 * kTileBytes;
+  static constexpr int kDecayStride = N / 4 + 4;  // so that four lanes read different banks
+
+  // The operands of a tile. At and Rt of 64 columns follow each other, so that they are one operand
+  // of 32 rows.
+  static constexpr int kA = 0;
+  static constexpr int kR = kPanelBytes;
+  static constexpr int kReadStride = (kOutput ? 2 : 1) * kPanelBytes;
+  static constexpr int kB = kPanels * kReadStride;
+  static constexpr int kK = kB + kPanels * kPanelBytes;
+  static constexpr int kV = kK + kPanels * kPanelBytes;
+  static constexpr int kOperandBytes = kV + kPanels * kPanelBytes;
+
+  // Rings: tile t has place t % the number of places. There are kStages places for operands,
+  // exp(G), copy barriers and marks, kDecayStages for w, which is read two tiles before the rest,
+  // and two for token products and for y.
+  static constexpr int kStages = kSpecialized ? 8 : 4;
+  static constexpr int kDecayStages = kSpecialized ? 8 : 2;
+  static constexpr int kW = kStages * kOperandBytes;
+  static constexpr int kY = kW + kDecayStages * kPanels * kPanelBytes;
+  static constexpr int kProducts = kY + (kOutput ? 2 * kPanels * kPanelBytes : 0);
+  static constexpr int kDecays = kProducts + 2 * kProductBytes;  // exp(G) of the last token
+  static constexpr int kDecayBytes = 4 * 4 * kDecayStride;
+  static constexpr int kBarriers = kDecays + kStages * kDecayBytes;
+  static constexpr int kWords = kBarriers + 8 * kStages;  // of marks
+  static constexpr int kBytes = kWords + 4 * kStages;
+};
+
+// The places of the token products of a tile.
+enum ProductPlace { kAak, kQrk, kM, kQrb };
+
+// The sums of the log decays up to the last token of a tile, for four columns of each lane.
 struct Carry {
   float sum[2][2];
 };
 
-// Scales the 16 columns of a chunk that are `warp`'s in place, and leaves exp(G) of its last token in
-// `decays`. Returns whether the sums stay in range.
+// Scales 16 columns of a tile in place, the columns of `warp`, and leaves exp(G) of its last token
+// in `decays`. Returns whether the sums stay in range.
 template <typename T, typename L, bool kReverse, bool kOutput>
-__device__ bool ScaleChunk(int warp, uint32_t slot, uint32_t w_tile, float* decays, Decay form,
-                           uint32_t there, const Ones& inclusive, const Ones& exclusive,
-                           bool new_frame, Carry& carry) {
+__device__ bool ScaleColumns(int warp, uint32_t operands, uint32_t raw_w, float* decays, Decay form,
+                             uint32_t present, const Ones& inclusive, const Ones& exclusive,
+                             bool starts_chunk, Carry& carry) {
   const int lane = Lane(), panel = warp / 4;
   const uint32_t here = TileAddress(0, 0, warp % 4);
-  const uint32_t a_tile = slot + L::kA + panel * L::kReadStride + here;
-  const uint32_t r_tile = slot + L::kR + panel * L::kReadStride + here;
-  const uint32_t b_tile = slot + L::kB + panel * L::kTile + here;
-  const uint32_t k_tile = slot + L::kK + panel * L::kTile + here;
-  const uint32_t v_tile = slot + L::kV + panel * L::kTile + here;
+  const uint32_t a_tile = operands + L::kA + panel * L::kReadStride + here;
+  const uint32_t r_tile = operands + L::kR + panel * L::kReadStride + here;
+  const uint32_t b_tile = operands + L::kB + panel * L::kPanelBytes + here;
+  const uint32_t k_tile = operands + L::kK + panel * L::kPanelBytes + here;
+  const uint32_t v_tile = operands + L::kV + panel * L::kPanelBytes + here;
 
   uint32_t w[4], log_decays[4];
-  LoadTransposed(w_tile + panel * L::kTile + here, w);
-  LogDecays<T>(w, form, there, log_decays);
+  LoadTransposed(raw_w + panel * L::kPanelBytes + here, w);
+  LogDecays<T>(w, form, present, log_decays);
 
   float sum[2][4], before[2][4];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) sum[i][j] = before[i][j] = new_frame ? 0.0f : carry.sum[i][j % 2];
+    for (int j = 0; j < 4; ++j)
+      sum[i][j] = before[i][j] = starts_chunk ? 0.0f : carry.sum[i][j % 2];
     WarpMultiplyHalf(sum[i], inclusive.a, log_decays[2 * i], log_decays[2 * i + 1]);
     WarpMultiplyHalf(before[i], exclusive.a, log_decays[2 * i], log_decays[2 * i + 1]);
 #pragma unroll
     for (int j = 0; j < 2; ++j) carry.sum[i][j] = __shfl_sync(~0u, sum[i][2 + j], 28 | lane);
   }
 
-  // Factors are rounded: two products then take one instruction.
+  // Factors are rounded to bfloat16: two products then take one instruction.
   uint32_t e[4];
   const auto exponentials = [&](float sign, const float(&x)[2][4]) {
 #pragma unroll
@@ -146,7 +189,7 @@ __device__ bool ScaleChunk(int warp, uint32_t slot, uint32_t w_tile, float* deca
   }
   exponentials(1.0f, sum);
   if constexpr (kOutput) scale(r_tile);
-  // The state is not rounded at the end of a frame, so its factors are not.
+  // The state is not rounded at the end of a chunk, so its factors are not rounded.
   if (lane >= 28)
     *reinterpret_cast<float4*>(decays + (lane & 3) * L::kDecayStride + 4 * warp) = {
         Exp2(sum[0][2]), Exp2(sum[0][3]), Exp2(sum[1][2]), Exp2(sum[1][3])};
@@ -170,21 +213,23 @@ __device__ bool ScaleChunk(int warp, uint32_t slot, uint32_t w_tile, float* deca
   return in_range;
 }
 
-// The matrices of 16 x 16 of a chunk, one per warp: tril(At Kh^T), tril(Rt Kh^T), M, tril(Rt Bh^T).
+// The products of a tile of tokens by tokens, one per warp: M, tril(At Kh^T), tril(Rt Bh^T) and
+// tril(Rt Kh^T).
 template <typename L, bool kReverse, bool kOutput>
-__device__ void MultiplyChunk(int warp, uint32_t slot, uint32_t matrices, const RowMarks& marks) {
+__device__ void MultiplyTokens(int warp, uint32_t operands, uint32_t products,
+                               const RowMarks& marks) {
   if (warp >= (kOutput ? 4 : 2)) return;
   const bool reads_r = warp >= 2, writes_k = warp % 2 == 1;
-  const uint32_t left = slot + (reads_r ? L::kR : L::kA);
-  const uint32_t right = slot + (writes_k ? L::kK : L::kB);
+  const uint32_t left = operands + (reads_r ? L::kR : L::kA);
+  const uint32_t right = operands + (writes_k ? L::kK : L::kB);
   Accumulator<2> m = {};
 #pragma unroll
-  for (int block = 0; block < L::kPanels * 4; ++block) {
-    const int panel = block / 4;
+  for (int tile = 0; tile < L::kPanels * 4; ++tile) {
+    const int panel = tile / 4;
     Left a;
-    LoadLeft(left + panel * L::kReadStride, 0, block % 4, a);
+    LoadLeft(left + panel * L::kReadStride, 0, tile % 4, a);
     uint32_t b[4];
-    KAlongRows{right + panel * L::kTile, block % 4}.Load(0, b);
+    KAlongRows{right + panel * L::kPanelBytes, tile % 4}.Load(0, b);
     WarpMultiply(m[0], a, b[0], b[1]);
     WarpMultiply(m[1], a, b[2], b[3]);
   }
@@ -195,24 +240,25 @@ __device__ void MultiplyChunk(int warp, uint32_t slot, uint32_t matrices, const 
     InvertUnitLower(m, rounded);
   else
     Round(m[0], m[1], rounded);
-  const int place = reads_r ? (writes_k ? 1 : 3) : (writes_k ? 0 : 2);
-  StoreMatrices(PackedTileAddress(matrices + place * kTileBytes), rounded);
+  const int place = reads_r ? (writes_k ? kQrk : kQrb) : (writes_k ? kAak : kM);
+  StoreMatrices(PackedTileAddress(products + place * kTileBytes), rounded);
 }
 
-constexpr int kPanelBlocks = kPanelCols / kTileTokens;
+constexpr int kPanelTiles = kPanelCols / kTileTokens;
 
-// One chunk: y, and the state after it from the state before it. If the state is cleared on the way,
-// products wait for each other.
+// Advances the state by one tile and leaves y of the tile in shared memory. If the state is cleared
+// in the tile, products wait for each other.
 template <typename T, typename L, bool kOutput, bool kClears>
-__device__ void AdvanceState(int warp, uint32_t slot, uint32_t matrices, uint32_t y_tile,
+__device__ void AdvanceState(int warp, uint32_t operands, uint32_t products, uint32_t y,
                              bool has_values, const RowMarks& marks,
                              float (&s)[L::kPanels][8][4]) {
-  constexpr int kReadTiles = kOutput ? 4 : 2;
+  constexpr int kReadFragments = kOutput ? 4 : 2;
   const int panel_of_v = warp / 4;
   Left v = {};
-  if (has_values) LoadLeftTransposed(slot + L::kV + panel_of_v * L::kTile, 0, warp % 4, v);
+  if (has_values)
+    LoadLeftTransposed(operands + L::kV + panel_of_v * L::kPanelBytes, 0, warp % 4, v);
 
-  Accumulator<kReadTiles> zy;  // [Z | Y]^T = S [At; Rt]^T + V^T [Aak; Qrk]^T
+  Accumulator<kReadFragments> zy;  // [Z | Y]^T = S [At; Rt]^T + V^T [Aak; Qrk]^T
 #pragma unroll
   for (int panel = 0; panel < L::kPanels; ++panel) {
     // One panel at a time: there are no registers for the operands of two.
@@ -221,16 +267,16 @@ __device__ void AdvanceState(int warp, uint32_t slot, uint32_t matrices, uint32_
       WaitForProducts<0>();
       Settle(zy);
     }
-    Left before[kPanelBlocks];
+    Left before[kPanelTiles];
     RoundPanel(s[panel], before);
     BeginProducts();
 #pragma unroll
-    for (int block = 0; block < kPanelBlocks; ++block) {
-      const KAlongRows read{slot + panel * L::kReadStride, block};
-      if (panel == 0 && block == 0)
-        Multiply<false>(zy, before[block], read);
+    for (int tile = 0; tile < kPanelTiles; ++tile) {
+      const KAlongRows read{operands + panel * L::kReadStride, tile};
+      if (panel == 0 && tile == 0)
+        Multiply<false>(zy, before[tile], read);
       else
-        Multiply<true>(zy, before[block], read);
+        Multiply<true>(zy, before[tile], read);
     }
   }
   if constexpr (kClears) {
@@ -238,11 +284,11 @@ __device__ void AdvanceState(int warp, uint32_t slot, uint32_t matrices, uint32_
     WaitForProducts<0>();
     Settle(zy);
 #pragma unroll
-    for (int half = 0; half < kReadTiles; half += 2)
+    for (int half = 0; half < kReadFragments; half += 2)
       KeepTokens<2>(0, 0, marks.FirstCleared(), &zy[half]);
     BeginProducts();
   }
-  Multiply<true>(zy, v, PackedTiles{matrices});
+  Multiply<true>(zy, v, PackedTiles{products + kAak * kTileBytes});  // and kQrk behind it
   CommitProducts();
   if constexpr (kClears) {
     WaitForProducts<0>();
@@ -251,14 +297,14 @@ __device__ void AdvanceState(int warp, uint32_t slot, uint32_t matrices, uint32_
 #pragma unroll
     for (int panel = 0; panel < L::kPanels; ++panel)
 #pragma unroll
-      for (int tile = 0; tile < 8; ++tile)
+      for (int fragment = 0; fragment < 8; ++fragment)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) s[panel][tile][e] = 0.0f;
+        for (int e = 0; e < 4; ++e) s[panel][fragment][e] = 0.0f;
     BeginProducts();
   }
 #pragma unroll
   for (int panel = 0; panel < L::kPanels; ++panel)
-    Multiply<true>(s[panel], v, KDownRows{slot + L::kK + panel * L::kTile});
+    Multiply<true>(s[panel], v, KDownRows{operands + L::kK + panel * L::kPanelBytes});
   CommitProducts();
   WaitForProducts<1>();
   Settle(zy);
@@ -267,7 +313,7 @@ __device__ void AdvanceState(int warp, uint32_t slot, uint32_t matrices, uint32_
   Round(zy[0], zy[1], rounded);
   Accumulator<2> u;  // U^T = Z^T M^T
   BeginProducts();
-  Multiply<false>(u, rounded, PackedTiles{matrices + 2 * kTileBytes});
+  Multiply<false>(u, rounded, PackedTiles{products + kM * kTileBytes});
   CommitProducts();
   WaitForProducts<0>();
   Settle(u);
@@ -276,8 +322,8 @@ __device__ void AdvanceState(int warp, uint32_t slot, uint32_t matrices, uint32_
   Round(u[0], u[1], u_rounded);
   BeginProducts();
   if constexpr (kOutput) {
-    // Y += Qrb U; the product with M beside it falls into Z, which is no longer needed.
-    Multiply<true>(zy, u_rounded, PackedTiles{matrices + 2 * kTileBytes});
+    // Y += Qrb U. The operand is M and Qrb behind it: M U falls into Z, which is no longer needed.
+    Multiply<true>(zy, u_rounded, PackedTiles{products + kM * kTileBytes});
     CommitProducts();
   }
   if constexpr (kClears) {
@@ -287,12 +333,12 @@ __device__ void AdvanceState(int warp, uint32_t slot, uint32_t matrices, uint32_
   }
 #pragma unroll
   for (int panel = 0; panel < L::kPanels; ++panel)
-    Multiply<true>(s[panel], u_rounded, KDownRows{slot + L::kB + panel * L::kTile});
+    Multiply<true>(s[panel], u_rounded, KDownRows{operands + L::kB + panel * L::kPanelBytes});
   CommitProducts();
   if constexpr (kOutput) {
     WaitForProducts<1>();
     Settle(zy);
-    StoreTransposed(TileAddress(y_tile + panel_of_v * L::kTile, 0, warp % 4),
+    StoreTransposed(TileAddress(y + panel_of_v * L::kPanelBytes, 0, warp % 4),
                     {Pair<T>::Round(zy[2][0], zy[2][1]), Pair<T>::Round(zy[3][0], zy[3][1]),
                      Pair<T>::Round(zy[2][2], zy[2][3]), Pair<T>::Round(zy[3][2], zy[3][3])});
   }
@@ -301,257 +347,345 @@ __device__ void AdvanceState(int warp, uint32_t slot, uint32_t matrices, uint32_
   for (int panel = 0; panel < L::kPanels; ++panel) Settle(s[panel]);
 }
 
-// The chunks are a pipeline with one barrier per chunk: while chunk c advances the state, the matrices
-// of c + 1 are computed, the operands of c + 2 are scaled, and those after it are on their way.
+// What a block does, and what a thread knows of its place in it. `tile` counts in the order of the
+// recurrence; in reverse, tile 0 has the last tokens, and the first row of a tile is its last
+// token.
 template <typename T, int N, bool kReverse, bool kOutput, Work kWork, bool kMarked>
-__global__ __launch_bounds__(Layout<N, kOutput, kWork>::kThreads,
-                             Layout<N, kOutput, kWork>::kBlocks)
-void ScanKernel(const __grid_constant__ Scan<T> scan) {
-  using L = Layout<N, kOutput, kWork>;
-  constexpr bool kTogether = kWork == Work::kTogether;
+class ScanBlock {
+ public:
+  using L = ScanLayout<N, kOutput, kWork>;
+  static constexpr bool kTogether = kWork == Work::kTogether;
   static_assert(!kTogether || N == kPanelCols, "a warpgroup advances 64 rows of a state");
-  using Tiles = StateAccumulator<N>;
-  RWKV_JAX_DYNAMIC_SHARED(kPanelAlignment, memory);
-  const uint32_t shared = SharedAddress(memory);
-  const int warpgroup = kTogether ? 0 : Warp() / 4, warp = Warp() % (4 * L::kPanels);  // of its state
-  const bool identity = L::kSummary && warpgroup >= L::kPanels;
-  const bool multiplies = warpgroup == (L::kSplit ? L::kPanels : 0);
-  const bool scales = warpgroup == (kTogether ? 0 : L::kSplit ? L::kPanels + 1 : 1);
-  const bool copies = L::kSummary ? warpgroup == 2 * L::kPanels - 1 : multiplies;
-  const Splits& splits = scan.splits;
-  const bool for_later = L::kSummary && splits.memory != nullptr;
-  const auto [turn, split] =
-      splits.WorkOfBlock<kReverse>(scan.sequences, scan.tokens, scan.heads, for_later);
-  if (split < 0) return;
-  const int64_t head = turn.sequence * scan.heads + blockIdx.x % scan.heads;
-  // Another split of the head may give up now, so the threads agree on what they have seen.
-  if (scan.inexact != nullptr && !SynchronizeAll(1, L::kThreads, scan.inexact[head] == 0.0f)) return;
 
-  const int64_t batch = turn.sequence;
-  const Span& span = turn.span;
-  const int64_t in_split = splits.ChunksPerSplit(span.Chunks()), count = splits.Count(span.Chunks());
-  const int64_t order = kReverse ? count - 1 - split : split;  // in the recurrence
-  const int64_t first_frame = split * in_split, first_token = first_frame * kChunk;
-  const int64_t left = span.tokens - first_token, most = in_split * kChunk;
-  const int tokens = static_cast<int>(left < most ? left : most);
-  const int chunks = tokens > 0 ? (tokens + kTileTokens - 1) / kTileTokens : 0;
+  __device__ ScanBlock(const Scan<T>& scan, unsigned char* memory)
+      : scan(scan),
+        memory(memory),
+        shared(SharedAddress(memory)),
+        warpgroup(kTogether ? 0 : Warp() / 4),
+        warp(Warp() % (4 * L::kPanels)),
+        identity(L::kSummary && warpgroup >= L::kPanels),
+        multiplies(warpgroup == (L::kSpecialized ? L::kPanels : 0)),
+        scales(warpgroup == (kTogether ? 0 : L::kSpecialized ? L::kPanels + 1 : 1)),
+        copies(L::kSummary ? warpgroup == 2 * L::kPanels - 1 : multiplies),
+        for_later(L::kSummary && scan.splits.memory != nullptr) {}
 
-  const auto state_at = [&](int64_t order) {
-    return splits.Summary<kReverse>(head, scan.heads, span, order);
+  // What the warpgroups that scale operands keep from tile to tile. It is no member, since the
+  // compiler keeps a member array from being optimized with the other members until late.
+  struct Scaling {
+    const Ones inclusive{true, true, false}, exclusive{true, false, false};
+    Carry carry[L::kPanels] = {};
+    bool in_range = true;
   };
 
-  // A piece of 16 bytes of a panel. Backwards, the first row of a chunk is its last token.
-  const int copy_row = threadIdx.x % 128 / 8, copy_piece = threadIdx.x % 8;
-  const uint32_t copy_to = PieceAddress(0, copy_row, copy_piece);
-  const auto time_of = [&](int chunk) { return kReverse ? chunks - 1 - chunk : chunk; };
-  const auto token_of = [&](int chunk) {
-    return time_of(chunk) * kTileTokens + (kReverse ? kTileTokens - 1 - copy_row : copy_row);
-  };
-  const int stride = static_cast<int>(scan.heads * N);
-  const int64_t first = (span.first_token + first_token) * stride +
-                        (head - batch * scan.heads) * N + copy_piece * 8;
-  const auto element_of = [&](int token) { return first + static_cast<int64_t>(token) * stride; };
+  // Finds the head and the split of this block. Returns false if the block has nothing to do.
+  __device__ __forceinline__ bool Find() {
+    const Splits& splits = scan.splits;
+    const auto [turn, split] =
+        splits.WorkOfBlock<kReverse>(scan.sequences, scan.tokens, scan.heads, for_later);
+    if (split < 0) return false;
+    sequence = turn.sequence, span = turn.span;
+    head = sequence * scan.heads + blockIdx.x % scan.heads;
+    // Another split of the head may give up now, so the threads agree on what they have seen.
+    if (scan.inexact != nullptr &&
+        !SynchronizeAll(kTileBarrier, L::kThreads, scan.inexact[head] == 0.0f))
+      return false;
 
-  // The marks of a chunk are on their way with its operands.
-  uint32_t* const words = reinterpret_cast<uint32_t*>(memory + L::kWords);
-  const auto word_of = [&](int chunk) {
-    return kMarked ? scan.marks.Word(batch, first_token + time_of(chunk) * kTileTokens) : 0u;
-  };
-  const auto marks_of = [&](int chunk) {
-    return RowMarks(kMarked ? words[chunk % L::kSlots] : 0u, tokens - time_of(chunk) * kTileTokens,
-                    kReverse);
-  };
+    const int64_t in_split = splits.ChunksPerSplit(span.Chunks());
+    count = splits.Count(span.Chunks());
+    order = kReverse ? count - 1 - split : split;
+    first_chunk = split * in_split, first_token = first_chunk * kChunk;
+    const int64_t left = span.tokens - first_token, most = in_split * kChunk;
+    tokens = static_cast<int>(left < most ? left : most);
+    tiles = tokens > 0 ? (tokens + kTileTokens - 1) / kTileTokens : 0;
 
-  const auto slot_of = [&](int chunk) { return shared + chunk % L::kSlots * L::kSlot; };
-  const auto barrier_of = [&](int chunk) {
-    return CopyBarrier(shared + L::kBarriers + 8 * (chunk % L::kSlots));
-  };
-  const auto for_panels_of = [&](int chunk, uint32_t word, auto copy) {
-    const int token = token_of(chunk);
-    const bool there = token < tokens && (word >> (kTileTokens + token % kTileTokens) & 1) == 0;
-#pragma unroll
-    for (int panel = 0; panel < L::kPanels; ++panel)
-      copy(panel, element_of(token) + kPanelCols * panel, there);
-  };
-  const auto copy_operands = [&](int chunk, uint32_t word) {
-    const uint32_t to = slot_of(chunk) + copy_to;
-    for_panels_of(chunk, word, [&](int panel, int64_t from, bool there) {
-      CopyAsync(to + L::kA + panel * L::kReadStride, scan.a + from, there);
-      if constexpr (kOutput) CopyAsync(to + L::kR + panel * L::kReadStride, scan.r + from, there);
-      CopyAsync(to + L::kB + panel * L::kTile, scan.b + from, there);
-      CopyAsync(to + L::kK + panel * L::kTile, scan.k + from, there);
-      CopyAsync(to + L::kV + panel * L::kTile, scan.v + from, there);
-    });
-  };
-  const auto w_of = [&](int chunk) {
-    return shared + L::kW + chunk % L::kDecaySlots * L::kPanels * L::kTile;
-  };
-  const auto copy_decays = [&](int chunk) {
-    for_panels_of(chunk, 0, [&](int panel, int64_t from, bool there) {
-      CopyAsync(w_of(chunk) + panel * L::kTile + copy_to, scan.w + from, there);
-    });
-    barrier_of(chunk).ArriveAfterCopies();
-  };
+    const int piece = threadIdx.x % 8;
+    copy_row = threadIdx.x % 128 / 8;
+    copy_to = PieceAddress(0, copy_row, piece);
+    stride = static_cast<int>(scan.heads * N);
+    first = (span.first_token + first_token) * stride + (head - sequence * scan.heads) * N +
+            piece * 8;
+    return true;
+  }
 
-  const Ones inclusive(true, true, false), exclusive(true, false, false);
-  Carry carry[L::kPanels] = {};
-  bool in_range = true;
-  const auto starts_frame = [&](int chunk) {
-    return kReverse ? chunk == 0 || time_of(chunk) % 4 == 3 : chunk % 4 == 0;
-  };
-  const auto ends_frame = [&](int chunk) {
-    return kReverse ? time_of(chunk) % 4 == 0 : chunk % 4 == 3 || chunk == chunks - 1;
-  };
-  const auto decays_of = [&](int chunk) {
-    return reinterpret_cast<float*>(memory + L::kDecays) + chunk % L::kSlots * 4 * L::kDecayStride;
-  };
-  const auto scale = [&](int chunk) {
-    barrier_of(chunk).Wait(chunk / L::kSlots % 2);
-#pragma unroll
-    for (int panel = 0; panel < L::kPanels; ++panel)
-      in_range &= ScaleChunk<T, L, kReverse, kOutput>(
-          warp % 4 + 4 * panel, slot_of(chunk), w_of(chunk), decays_of(chunk), scan.decay,
-          marks_of(chunk).present, inclusive, exclusive, starts_frame(chunk), carry[panel]);
-  };
-  const auto matrices_of = [&](int chunk) {
-    return shared + L::kM + chunk % 2 * L::kMatrices;
-  };
-  const auto multiply = [&](int chunk) {
-    MultiplyChunk<L, kReverse, kOutput>(warp % 4, slot_of(chunk), matrices_of(chunk),
-                                        marks_of(chunk));
-  };
+  // Fills the pipeline: starts the copies of kStages tiles, scales two of them and multiplies one.
   // Returns false where the block has to give up.
-  const auto synchronize = [&] {
+  __device__ __forceinline__ bool Prologue(Scaling& scaling) {
+    if (threadIdx.x < L::kStages) {
+      CopyBarrierOf(threadIdx.x).Init(128);
+      if (kMarked && static_cast<int>(threadIdx.x) < tiles)
+        Words()[threadIdx.x] = WordOf(threadIdx.x);
+    }
+    __syncthreads();
+    if (copies)
+      for (int tile = 0; tile < L::kStages && tile < tiles; ++tile) {
+        CopyOperands(tile, WordOf(tile));
+        if (tile < L::kDecayStages) CopyDecays(tile);
+      }
+    if (scales)
+      for (int tile = 0; tile < 2 && tile < tiles; ++tile) ScaleOperands(tile, scaling);
+    PublishOperands();
+    if (!WaitForTile(scaling.in_range)) return false;
+    if (copies)
+      for (int tile = L::kDecayStages; tile < L::kStages && tile < tiles; ++tile) CopyDecays(tile);
+    if (multiplies && tiles > 0) TokenProducts(0);
+    PublishOperands();
+    __syncthreads();
+    next_word = copies && L::kStages < tiles ? WordOf(L::kStages) : 0u;
+    return true;
+  }
+
+  // The main loop of a warpgroup: its work on the state, its work for the state, or both. The
+  // epilogue stores the state.
+  template <bool kOnState, bool kForState>
+  __device__ __forceinline__ void MainLoop(Scaling& scaling) {
+    State s;
+    if constexpr (kOnState) LoadStart(s);
+#pragma unroll 1
+    for (int tile = 0; tile < tiles; ++tile) {
+      const uint32_t y = OutputOf(tile);
+      if constexpr (kForState)
+        if (multiplies && tile + 1 < tiles) TokenProducts(tile + 1);
+      if constexpr (kOnState) {
+        if (!L::kSummary && StartsChunk(tile)) SaveState(tile, s);
+        Advance(tile, y, s);
+        if (EndsChunk(tile)) ScaleState(tile, s);
+      }
+      if constexpr (kForState) {
+        if (scales && tile + 2 < tiles) ScaleOperands(tile + 2, scaling);
+        if (multiplies || scales) PublishOperands();
+      }
+      if (!WaitForTile(scaling.in_range)) return;
+      if constexpr (kForState) {
+        if (kOutput && multiplies) WriteOutput(tile, y);
+        if (copies && tile + L::kStages < tiles) CopyNext(tile + L::kStages);
+      }
+    }
+    if constexpr (kOnState) StoreEnd(s);
+  }
+
+  __device__ bool OnState() const { return warpgroup < L::kPanels; }
+
+ private:
+  using Accumulators = StateAccumulator<N>;
+  using State = typename Accumulators::State;
+
+  // The number of a tile in time, and the token of a tile whose pieces this thread copies.
+  __device__ int TimeOf(int tile) const { return kReverse ? tiles - 1 - tile : tile; }
+  __device__ int TokenOf(int tile) const {
+    return TimeOf(tile) * kTileTokens + (kReverse ? kTileTokens - 1 - copy_row : copy_row);
+  }
+  __device__ int64_t ElementOf(int token) const {
+    return first + static_cast<int64_t>(token) * stride;
+  }
+  __device__ bool StartsChunk(int tile) const {
+    return kReverse ? tile == 0 || TimeOf(tile) % 4 == 3 : tile % 4 == 0;
+  }
+  __device__ bool EndsChunk(int tile) const {
+    return kReverse ? TimeOf(tile) % 4 == 0 : tile % 4 == 3 || tile == tiles - 1;
+  }
+
+  // The marks of a tile come with its operands.
+  __device__ uint32_t* Words() const { return reinterpret_cast<uint32_t*>(memory + L::kWords); }
+  __device__ uint32_t WordOf(int tile) const {
+    return kMarked ? scan.marks.Word(sequence, first_token + TimeOf(tile) * kTileTokens) : 0u;
+  }
+  __device__ RowMarks MarksOf(int tile) const {
+    return RowMarks(kMarked ? Words()[tile % L::kStages] : 0u,
+                    tokens - TimeOf(tile) * kTileTokens, kReverse);
+  }
+
+  // Where a tile lies in the rings.
+  __device__ uint32_t OperandsOf(int tile) const {
+    return shared + tile % L::kStages * L::kOperandBytes;
+  }
+  __device__ CopyBarrier CopyBarrierOf(int tile) const {
+    return CopyBarrier(shared + L::kBarriers + 8 * (tile % L::kStages));
+  }
+  __device__ uint32_t RawDecaysOf(int tile) const {
+    return shared + L::kW + tile % L::kDecayStages * L::kPanels * L::kPanelBytes;
+  }
+  __device__ float* DecaysOf(int tile) const {
+    return reinterpret_cast<float*>(memory + L::kDecays) + tile % L::kStages * 4 * L::kDecayStride;
+  }
+  __device__ uint32_t ProductsOf(int tile) const {
+    return shared + L::kProducts + tile % 2 * L::kProductBytes;
+  }
+  __device__ uint32_t OutputOf(int tile) const {
+    return shared + L::kY + tile % 2 * L::kPanels * L::kPanelBytes;
+  }
+
+  // Calls copy(panel, element, present) for the pieces of a tile that this thread copies.
+  template <typename Fn>
+  __device__ void ForPanelsOf(int tile, uint32_t word, Fn&& copy) const {
+    const int token = TokenOf(tile);
+    const bool present = token < tokens && (word >> (kTileTokens + token % kTileTokens) & 1) == 0;
+#pragma unroll
+    for (int panel = 0; panel < L::kPanels; ++panel)
+      copy(panel, ElementOf(token) + kPanelCols * panel, present);
+  }
+  __device__ __forceinline__ void CopyOperands(int tile, uint32_t word) const {
+    const uint32_t to = OperandsOf(tile) + copy_to;
+    ForPanelsOf(tile, word, [&](int panel, int64_t from, bool present) {
+      CopyAsync(to + L::kA + panel * L::kReadStride, scan.a + from, present);
+      if constexpr (kOutput)
+        CopyAsync(to + L::kR + panel * L::kReadStride, scan.r + from, present);
+      CopyAsync(to + L::kB + panel * L::kPanelBytes, scan.b + from, present);
+      CopyAsync(to + L::kK + panel * L::kPanelBytes, scan.k + from, present);
+      CopyAsync(to + L::kV + panel * L::kPanelBytes, scan.v + from, present);
+    });
+  }
+  // The last copies of a tile: after them its CopyBarrier waits for all.
+  __device__ __forceinline__ void CopyDecays(int tile) const {
+    ForPanelsOf(tile, 0, [&](int panel, int64_t from, bool present) {
+      CopyAsync(RawDecaysOf(tile) + panel * L::kPanelBytes + copy_to, scan.w + from, present);
+    });
+    CopyBarrierOf(tile).ArriveAfterCopies();
+  }
+  // Starts the copies of a tile in the main loop. The word of its marks was loaded an iteration
+  // ago.
+  __device__ __forceinline__ void CopyNext(int tile) {
+    if (kMarked && threadIdx.x % 128 == 0) Words()[tile % L::kStages] = next_word;
+    CopyOperands(tile, next_word);
+    CopyDecays(tile);
+    if (tile + 1 < tiles) next_word = WordOf(tile + 1);
+  }
+
+  __device__ __forceinline__ void ScaleOperands(int tile, Scaling& scaling) const {
+    CopyBarrierOf(tile).Wait(tile / L::kStages % 2);
+#pragma unroll
+    for (int panel = 0; panel < L::kPanels; ++panel)
+      scaling.in_range &= ScaleColumns<T, L, kReverse, kOutput>(
+          warp % 4 + 4 * panel, OperandsOf(tile), RawDecaysOf(tile), DecaysOf(tile), scan.decay,
+          MarksOf(tile).present, scaling.inclusive, scaling.exclusive, StartsChunk(tile),
+          scaling.carry[panel]);
+  }
+  __device__ __forceinline__ void TokenProducts(int tile) const {
+    MultiplyTokens<L, kReverse, kOutput>(warp % 4, OperandsOf(tile), ProductsOf(tile),
+                                         MarksOf(tile));
+  }
+
+  // The tile barrier. Returns false where the block has to give up, because a decay is out of
+  // range.
+  __device__ __forceinline__ bool WaitForTile(bool in_range) const {
     bool goes_on = true;
     if (scan.inexact == nullptr)
-      Synchronize(1, L::kThreads);
+      Synchronize(kTileBarrier, L::kThreads);
     else
-      goes_on = SynchronizeAll(1, L::kThreads, in_range);
+      goes_on = SynchronizeAll(kTileBarrier, L::kThreads, in_range);
     if (!goes_on) {
       WaitForCopies<0>();
       if (threadIdx.x == 0) scan.inexact[head] = 1.0f;
     }
     return goes_on;
-  };
-
-  if (threadIdx.x < L::kSlots) {
-    barrier_of(threadIdx.x).Init(128);
-    if (kMarked && static_cast<int>(threadIdx.x) < chunks) words[threadIdx.x] = word_of(threadIdx.x);
   }
-  __syncthreads();
-  if (copies)
-    for (int chunk = 0; chunk < L::kSlots && chunk < chunks; ++chunk) {
-      copy_operands(chunk, word_of(chunk));
-      if (chunk < L::kDecaySlots) copy_decays(chunk);
-    }
-  if (scales)
-    for (int chunk = 0; chunk < 2 && chunk < chunks; ++chunk) scale(chunk);
-  PublishOperands();
-  if (!synchronize()) return;
-  if (copies)
-    for (int chunk = L::kDecaySlots; chunk < L::kSlots && chunk < chunks; ++chunk)
-      copy_decays(chunk);
-  if (multiplies && chunks > 0) multiply(0);
-  PublishOperands();
-  __syncthreads();
 
-  uint32_t coming = copies && L::kSlots < chunks ? word_of(L::kSlots) : 0u;
+  // Splits are numbered by their order in the recurrence. The summary of a split has become the
+  // state at its end.
+  __device__ float* SummaryOf(int64_t order) const {
+    return scan.splits.template Summary<kReverse>(head, scan.heads, span, order);
+  }
+  __device__ __forceinline__ void LoadStart(State& s) const {
+    // The start of the first split may be known. Then its summary is the state at its end.
+    if (L::kSummary && (order > 0 || scan.start == nullptr))
+      Accumulators::SetDiagonal(identity ? 1.0f : 0.0f, s);
+    else
+      Accumulators::Load(order == 0 ? scan.start + head * N * N : SummaryOf(order - 1), s);
+  }
+  // Saves the state before a chunk, or its gradient after it, in [B, chunks, H, V, K]; `head` is
+  // b * H + h.
+  __device__ __forceinline__ void SaveState(int tile, const State& s) const {
+    const int64_t chunk = span.first_chunk + first_chunk + TimeOf(tile) / 4;
+    const int64_t index = head + (chunk - sequence) * scan.heads;
+    if constexpr (kReverse) {
+      Accumulators::StoreRounded(s, scan.gradients + index * (N * N / 8));
+    } else if (scan.states != nullptr) {
+      Accumulators::StoreRounded(s, scan.states + index * (N * N / 8));
+    }
+  }
+  __device__ __forceinline__ void Advance(int tile, uint32_t y, State& s) const {
+    const auto advance = [&](auto clears, const RowMarks& marks) {
+      AdvanceState<T, L, kOutput, decltype(clears)::value>(
+          warp, OperandsOf(tile), ProductsOf(tile), y, !identity, marks, s);
+    };
+    const RowMarks marks = MarksOf(tile);
+    if (marks.clears == 0)
+      advance(std::false_type(), marks);
+    else
+      advance(std::bool_constant<kMarked>(), marks);
+  }
+  // Multiplies the state by exp(G) at the end of a chunk.
+  __device__ __forceinline__ void ScaleState(int tile, State& s) const {
+    const float* const decays = DecaysOf(tile) + (threadIdx.x & 3) * L::kDecayStride;
+#pragma unroll
+    for (int pair = 0; pair < N / 16; ++pair) {
+      const float4 d = *reinterpret_cast<const float4*>(decays + 4 * pair);
+      float(&left)[4] = s[pair / 4][pair % 4 * 2];
+      float(&right)[4] = s[pair / 4][pair % 4 * 2 + 1];
+      left[0] *= d.x, left[1] *= d.y, left[2] *= d.x, left[3] *= d.y;
+      right[0] *= d.z, right[1] *= d.w, right[2] *= d.z, right[3] *= d.w;
+    }
+  }
+  __device__ __forceinline__ void WriteOutput(int tile, uint32_t y) const {
+    const int token = TokenOf(tile);
+#pragma unroll
+    for (int panel = 0; panel < L::kPanels; ++panel)
+      if (token < tokens)
+        *reinterpret_cast<uint4*>(scan.y + ElementOf(token) + kPanelCols * panel) =
+            *reinterpret_cast<const uint4*>(memory + (y - shared) +
+                                            panel * L::kPanelBytes + copy_to);
+  }
+  __device__ __forceinline__ void StoreEnd(const State& s) const {
+    if (!L::kSummary) {
+      if (order == count - 1) Accumulators::Store(s, scan.end + head * N * N);
+    } else if (!for_later) {
+      float* const to = identity ? scan.factor : scan.end;
+      if (to != nullptr) Accumulators::Store(s, to + head * N * N);
+    } else if (!identity) {
+      Accumulators::Store(s, SummaryOf(order));
+    } else if (order > 0) {
+      Accumulators::Store(s, SummaryOf(order) + N * N);
+    }
+  }
 
-  // The work of a warpgroup: that on the state, that for it, or both.
-  const auto run = [&](auto on_state, auto for_state) {
-    constexpr bool kOnState = decltype(on_state)::value, kForState = decltype(for_state)::value;
-    typename Tiles::State s;
-    if constexpr (kOnState) {
-      // The start of the first split may be known, and its summary is its end.
-      if (L::kSummary && (order > 0 || scan.start == nullptr))
-        Tiles::SetDiagonal(identity ? 1.0f : 0.0f, s);
-      else
-        Tiles::Load(order == 0 ? scan.start + head * N * N
-                               : state_at(order - 1), s);
-    }
-#pragma unroll 1
-    for (int chunk = 0; chunk < chunks; ++chunk) {
-      const uint32_t y_tile = shared + L::kY + chunk % 2 * L::kPanels * L::kTile;
-      if constexpr (kForState)
-        if (multiplies && chunk + 1 < chunks) multiply(chunk + 1);
-      if constexpr (kOnState) {
-        if (!L::kSummary && starts_frame(chunk)) {
-          // Of [B, frames, H], and head is batch * H + h.
-          const int64_t frame = span.first_chunk + first_frame + time_of(chunk) / 4;
-          const int64_t index = head + (frame - batch) * scan.heads;
-          if constexpr (kReverse) {
-            Tiles::StoreRounded(s, scan.gradients + index * (N * N / 8));
-          } else if (scan.states != nullptr) {
-            Tiles::StoreRounded(s, scan.states + index * (N * N / 8));
-          }
-        }
-        const auto advance = [&](auto clears, const RowMarks& marks) {
-          AdvanceState<T, L, kOutput, decltype(clears)::value>(
-              warp, slot_of(chunk), matrices_of(chunk), y_tile, !identity, marks, s);
-        };
-        const RowMarks marks = marks_of(chunk);
-        if (marks.clears == 0)
-          advance(std::false_type(), marks);
-        else
-          advance(std::bool_constant<kMarked>(), marks);
-        if (ends_frame(chunk)) {
-          const float* const decays = decays_of(chunk) + (threadIdx.x & 3) * L::kDecayStride;
-#pragma unroll
-          for (int pair = 0; pair < N / 16; ++pair) {
-            const float4 d = *reinterpret_cast<const float4*>(decays + 4 * pair);
-            float(&left_tile)[4] = s[pair / 4][pair % 4 * 2];
-            float(&right_tile)[4] = s[pair / 4][pair % 4 * 2 + 1];
-            left_tile[0] *= d.x, left_tile[1] *= d.y, left_tile[2] *= d.x, left_tile[3] *= d.y;
-            right_tile[0] *= d.z, right_tile[1] *= d.w, right_tile[2] *= d.z, right_tile[3] *= d.w;
-          }
-        }
-      }
-      if constexpr (kForState) {
-        if (scales && chunk + 2 < chunks) scale(chunk + 2);
-        if (multiplies || scales) PublishOperands();
-      }
-      if (!synchronize()) return;
-      if constexpr (kForState) {
-        if (kOutput && multiplies) {
-          const int token = token_of(chunk);
-#pragma unroll
-          for (int panel = 0; panel < L::kPanels; ++panel)
-            if (token < tokens)
-              *reinterpret_cast<uint4*>(scan.y + element_of(token) + kPanelCols * panel) =
-                  *reinterpret_cast<const uint4*>(memory + (y_tile - shared) + panel * L::kTile +
-                                                  copy_to);
-        }
-        if (copies && chunk + L::kSlots < chunks) {
-          if (kMarked && threadIdx.x % 128 == 0) words[chunk % L::kSlots] = coming;
-          copy_operands(chunk + L::kSlots, coming);
-          copy_decays(chunk + L::kSlots);
-          if (chunk + L::kSlots + 1 < chunks) coming = word_of(chunk + L::kSlots + 1);
-        }
-      }
-    }
-    if constexpr (kOnState) {
-      if (!L::kSummary) {
-        if (order == count - 1) Tiles::Store(s, scan.end + head * N * N);
-      } else if (!for_later) {
-        float* const to = identity ? scan.factor : scan.end;
-        if (to != nullptr) Tiles::Store(s, to + head * N * N);
-      } else if (!identity) {
-        Tiles::Store(s, state_at(order));
-      } else if (order > 0) {
-        Tiles::Store(s, state_at(order) + N * N);
-      }
-    }
-  };
-  if constexpr (!L::kSplit)
-    run(std::true_type(), std::true_type());
-  else if (warpgroup < L::kPanels)
-    run(std::true_type(), std::false_type());
+  const Scan<T>& scan;
+  unsigned char* const memory;
+  const uint32_t shared;
+  const int warpgroup, warp;  // the warp among the warps of its state
+  // Roles: advances the state that starts as the identity; computes token products and writes y;
+  // scales operands; copies them. `for_later`: the summary goes to the memory of the splits.
+  const bool identity, multiplies, scales, copies, for_later;
+  int64_t sequence, head;            // the sequence or row b, and b * H + h
+  Span span;                         // of the sequence
+  int64_t count, order;              // splits of the sequence, and this one in the recurrence
+  int64_t first_chunk, first_token;  // of the split in its sequence
+  int tokens, tiles;                 // of the split
+  int64_t first;                     // the element of this thread's piece in the first token
+  int stride;                        // elements from token to token
+  int copy_row;                      // of this thread's piece in a tile
+  uint32_t copy_to;                  // its address in a panel
+  uint32_t next_word;                // marks of the tile that is copied next
+};
+
+template <typename T, int N, bool kReverse, bool kOutput, Work kWork, bool kMarked>
+__global__ __launch_bounds__(ScanLayout<N, kOutput, kWork>::kThreads,
+                             ScanLayout<N, kOutput, kWork>::kBlocks)
+void ScanKernel(const __grid_constant__ Scan<T> scan) {
+  RWKV_JAX_DYNAMIC_SHARED(kPanelAlignment, memory);
+  ScanBlock<T, N, kReverse, kOutput, kWork, kMarked> block(scan, memory);
+  if (!block.Find()) return;
+  typename ScanBlock<T, N, kReverse, kOutput, kWork, kMarked>::Scaling scaling;
+  if (!block.Prologue(scaling)) return;
+  if constexpr (kWork != Work::kSpecialized)
+    block.template MainLoop<true, true>(scaling);
+  else if (block.OnState())
+    block.template MainLoop<true, false>(scaling);
   else
-    run(std::false_type(), std::true_type());
+    block.template MainLoop<false, true>(scaling);
 }
 
-// From the summaries of the splits the state at the end of each: S_i = S_{i-1} M_i + D_i, where S_0
-// is there already, and D_i becomes S_i. A block has some rows of the state.
+// Makes of the summaries of the splits the state at the end of each split: S_i = S_{i-1} M_i + D_i.
+// S_0 is there already, and S_i takes the place of D_i. A block computes kCombineRows rows of the
+// states.
 constexpr int kCombineThreads = 128;
 constexpr int kCombineRows = 8;
 template <int N>
@@ -606,15 +740,15 @@ __global__ __launch_bounds__(kCombineThreads) void CombineKernel(Splits splits,
 
 template <typename T, int N, bool kReverse, bool kOutput, Work kWork>
 cudaError_t LaunchScan(cudaStream_t stream, const Scan<T>& scan, dim3 blocks) {
-  using L = Layout<N, kOutput, kWork>;
+  using L = ScanLayout<N, kOutput, kWork>;
   return ForMarks(scan.marks, [&](auto marked) {
     return Launch(ScanKernel<T, N, kReverse, kOutput, kWork, marked()>, blocks, L::kThreads,
                   L::kBytes, stream, scan);
   });
 }
 
-// The scan of all tokens, in splits if there are several: first what each does to a state, then, from
-// the state at the start of each, all of them at once.
+// The scan of all tokens, in splits if there are several: first what each does to a state, then,
+// from the state at the start of each, all of them at once.
 template <typename T, int N, bool kReverse>
 cudaError_t RunScan(cudaStream_t stream, const Scan<T>& scan, const Device& device, int64_t batch) {
   constexpr bool kOutput = !kReverse;
@@ -630,23 +764,23 @@ cudaError_t RunScan(cudaStream_t stream, const Scan<T>& scan, const Device& devi
     if (error != cudaSuccess) return error;
   }
   const dim3 blocks = splits.Blocks(batch, scan.heads);
-  // With up to two blocks on each multiprocessor it is faster that a chunk takes less time; with more,
-  // that more of them hide each other's latency.
+  // With up to two blocks on each multiprocessor it is faster that a chunk takes less time; with
+  // more, that more of them hide each other's latency.
   if constexpr (N == kPanelCols) {
     const bool few = static_cast<int64_t>(blocks.x) * blocks.y <= 2 * device.multiprocessors;
-    if (!few || Layout<N, kOutput, Work::kSplit>::kBytes > device.shared_memory)
+    if (!few || ScanLayout<N, kOutput, Work::kSpecialized>::kBytes > device.shared_memory)
       return LaunchScan<T, N, kReverse, kOutput, Work::kTogether>(stream, scan, blocks);
   }
-  return LaunchScan<T, N, kReverse, kOutput, Work::kSplit>(stream, scan, blocks);
+  return LaunchScan<T, N, kReverse, kOutput, Work::kSpecialized>(stream, scan, blocks);
 }
 
 template <int N>
 int64_t SharedMemory(Pass pass) {
-  const int64_t summary = Layout<N, false, Work::kSummary>::kBytes;
+  const int64_t summary = ScanLayout<N, false, Work::kSummary>::kBytes;
   if (pass != Pass::kForward && pass != Pass::kBackward) return summary;
-  constexpr Work kLeast = N == kPanelCols ? Work::kTogether : Work::kSplit;
-  const int64_t scan = pass == Pass::kForward ? Layout<N, true, kLeast>::kBytes
-                                              : Layout<N, false, kLeast>::kBytes;
+  constexpr Work kLeast = N == kPanelCols ? Work::kTogether : Work::kSpecialized;
+  const int64_t scan = pass == Pass::kForward ? ScanLayout<N, true, kLeast>::kBytes
+                                              : ScanLayout<N, false, kLeast>::kBytes;
   return std::max({summary, scan, kCombineBytes<N>});
 }
 
