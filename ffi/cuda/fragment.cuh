@@ -115,7 +115,7 @@ __device__ void StoreCols(const G& partition, __nv_bfloat16* row, const float (&
 #pragma unroll
   for (int c = 0; c < G::kCols; c += 4)
     *reinterpret_cast<uint2*>(row + partition.Col(c)) = {RoundToBf16(x[c], x[c + 1]),
-                                                    RoundToBf16(x[c + 2], x[c + 3])};
+                                                         RoundToBf16(x[c + 2], x[c + 3])};
 }
 
 // Loads and stores the fragment of a state [N, N] of T, float or bfloat16.
@@ -189,8 +189,7 @@ __device__ void PartialDot(const Fragment<G>& s, const float (&x)[G::kCols],
 
 // s x: the sums over all columns.
 template <typename G>
-__device__ void Dot(const Fragment<G>& s, const float (&x)[G::kCols],
-                    float (&sums)[G::kRows]) {
+__device__ void Dot(const Fragment<G>& s, const float (&x)[G::kCols], float (&sums)[G::kRows]) {
   PartialDot<G>(s, x, sums);
   AllReduce<1, G::kColGroups>(sums);
 }
@@ -198,19 +197,16 @@ __device__ void Dot(const Fragment<G>& s, const float (&x)[G::kCols],
 // s = s diag(d) + left right^T
 template <typename G>
 __device__ void DecayAndAdd(Fragment<G>& s, const float (&d)[G::kCols],
-                            const float (&left)[G::kRows],
-                            const float (&right)[G::kCols]) {
+                            const float (&left)[G::kRows], const float (&right)[G::kCols]) {
 #pragma unroll
   for (int i = 0; i < G::kRows; ++i)
 #pragma unroll
-    for (int c = 0; c < G::kCols; ++c)
-      s[i][c] = fmaf(s[i][c], d[c], left[i] * right[c]);
+    for (int c = 0; c < G::kCols; ++c) s[i][c] = fmaf(s[i][c], d[c], left[i] * right[c]);
 }
 
 // s += left right^T
 template <typename G>
-__device__ void Add(Fragment<G>& s, const float (&left)[G::kRows],
-                    const float (&right)[G::kCols]) {
+__device__ void Add(Fragment<G>& s, const float (&left)[G::kRows], const float (&right)[G::kCols]) {
 #pragma unroll
   for (int i = 0; i < G::kRows; ++i)
 #pragma unroll
@@ -224,11 +220,17 @@ __device__ inline float ToFloat(__half x) { return __half2float(x); }
 template <typename T>
 __device__ T FromFloat(float x);
 template <>
-__device__ inline float FromFloat<float>(float x) { return x; }
+__device__ inline float FromFloat<float>(float x) {
+  return x;
+}
 template <>
-__device__ inline __nv_bfloat16 FromFloat<__nv_bfloat16>(float x) { return __float2bfloat16_rn(x); }
+__device__ inline __nv_bfloat16 FromFloat<__nv_bfloat16>(float x) {
+  return __float2bfloat16_rn(x);
+}
 template <>
-__device__ inline __half FromFloat<__half>(float x) { return __float2half_rn(x); }
+__device__ inline __half FromFloat<__half>(float x) {
+  return __float2half_rn(x);
+}
 
 // Loads kTokens rows of w and of kVectors - 1 other vectors of N elements from global memory to
 // shared memory, as float, and w as decay factors. Fetch loads them to registers and Store stores

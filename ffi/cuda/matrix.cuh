@@ -166,9 +166,7 @@ struct KAlongRows {
   __device__ void Load(int pair, uint32_t (&b)[4]) const {
     LoadMatrices(TileAddressByRows(panel, 16 * pair, tile), b);
   }
-  __device__ void LoadLeft(int warp, Left& a) const {
-    cuda::LoadLeft(panel, 16 * warp, tile, a);
-  }
+  __device__ void LoadLeft(int warp, Left& a) const { cuda::LoadLeft(panel, 16 * warp, tile, a); }
   __device__ uint64_t Descriptor() const;
 };
 
@@ -292,8 +290,8 @@ __device__ void WarpgroupMultiply(Accumulator<8>& c, const Left& a, uint64_t b) 
       "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, "
       "%8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, "
       "%26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, add, 1, 1, %38;}"
-      : RWKV_JAX_SUM(0), RWKV_JAX_SUM(1), RWKV_JAX_SUM(2), RWKV_JAX_SUM(3),
-        RWKV_JAX_SUM(4), RWKV_JAX_SUM(5), RWKV_JAX_SUM(6), RWKV_JAX_SUM(7)
+      : RWKV_JAX_SUM(0), RWKV_JAX_SUM(1), RWKV_JAX_SUM(2), RWKV_JAX_SUM(3), RWKV_JAX_SUM(4),
+        RWKV_JAX_SUM(5), RWKV_JAX_SUM(6), RWKV_JAX_SUM(7)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(int{kAdd}), "n"(int{kRightDown}));
 }
 
@@ -304,8 +302,8 @@ __device__ void WarpgroupMultiply(Accumulator<8>& c, uint64_t a, uint64_t b) {
       "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, "
       "%8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, "
       "%26, %27, %28, %29, %30, %31}, %32, %33, add, 1, 1, %35, %36;}"
-      : RWKV_JAX_SUM(0), RWKV_JAX_SUM(1), RWKV_JAX_SUM(2), RWKV_JAX_SUM(3),
-        RWKV_JAX_SUM(4), RWKV_JAX_SUM(5), RWKV_JAX_SUM(6), RWKV_JAX_SUM(7)
+      : RWKV_JAX_SUM(0), RWKV_JAX_SUM(1), RWKV_JAX_SUM(2), RWKV_JAX_SUM(3), RWKV_JAX_SUM(4),
+        RWKV_JAX_SUM(5), RWKV_JAX_SUM(6), RWKV_JAX_SUM(7)
       : "l"(a), "l"(b), "n"(int{kAdd}), "n"(int{kLeftDown}), "n"(int{kRightDown}));
 }
 
@@ -325,7 +323,7 @@ __device__ void Multiply(Accumulator<kFragments>& sum, const Left& a, const Righ
     b.Load(pair, x);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      float(&fragment)[4] = sum[2 * pair + i];
+      float (&fragment)[4] = sum[2 * pair + i];
       if constexpr (!kAdd) fragment[0] = fragment[1] = fragment[2] = fragment[3] = 0.0f;
       WarpMultiply(fragment, a, x[2 * i], x[2 * i + 1]);
     }

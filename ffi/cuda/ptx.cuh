@@ -14,7 +14,8 @@
 
 // Declares the shared memory that a launch asks for.
 #define RWKV_JAX_DYNAMIC_SHARED(alignment, name) \
-  extern __shared__ __align__(alignment) unsigned char name[]
+  extern __shared__ __align__(alignment)         \
+  unsigned char name[]
 
 namespace rwkv_jax::cuda {
 
@@ -111,10 +112,10 @@ __device__ inline void StoreMatricesNatively(uint32_t address, const uint32_t (&
 }
 
 __device__ inline void StoreTransposedNatively(uint32_t address, const uint32_t (&x)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                   address),
-               "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
-               : "memory");
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+      "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+      : "memory");
 }
 #endif
 
@@ -134,7 +135,7 @@ __device__ inline void WarpMultiply(float (&sum)[4], const uint32_t (&a)[4], uin
 
 // sum += a b with operands of float16.
 __device__ inline void WarpMultiplyHalf(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0,
-                                    uint32_t b1) {
+                                        uint32_t b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
       "{%8, %9}, {%0, %1, %2, %3};"
       : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])

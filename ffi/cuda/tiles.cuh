@@ -131,11 +131,9 @@ struct Ones {
 
   __device__ Ones(bool below, bool diagonal, bool above) {
     const int row = Lane() / 4, col = 2 * (Lane() % 4);
-    const auto has = [&](int col) {
-      return col < row ? below : col == row ? diagonal : above;
-    };
-    a[0] = a[3] = kInverseLogScale &
-                  ((has(col) ? 0xffffu : 0u) | (has(col + 1) ? 0xffff0000u : 0u));
+    const auto has = [&](int col) { return col < row ? below : col == row ? diagonal : above; };
+    a[0] = a[3] =
+        kInverseLogScale & ((has(col) ? 0xffffu : 0u) | (has(col + 1) ? 0xffff0000u : 0u));
     a[1] = below ? kInverseLogScale : 0u;
     a[2] = above ? kInverseLogScale : 0u;
   }
@@ -199,7 +197,7 @@ struct StateAccumulator {
       to += row * N + 4 * (Lane() % 4 / 2);
 #pragma unroll
       for (int fragment = 0; fragment < 8; ++fragment) {
-        const float(&x)[4] = s[0][fragment];
+        const float (&x)[4] = s[0][fragment];
         const float first = __shfl_xor_sync(~0u, odd ? x[0] : x[2], 1);
         const float second = __shfl_xor_sync(~0u, odd ? x[1] : x[3], 1);
         *reinterpret_cast<float4*>(to + 8 * fragment) =

@@ -134,7 +134,7 @@ struct GradientLayout {
 template <int N>
 struct GradientBarriers {
   enum NamedBarrier : int {
-    kWarpgroup = 1,  // + the warpgroup: its 128 threads
+    kWarpgroup = 1,                                   // + the warpgroup: its 128 threads
     kHalf = kWarpgroup + GradientLayout<N>::kGroups,  // + the half: its warpgroups of all panels
     kValues = kHalf + 2,  // all threads, which wait at it in different phases
   };
@@ -145,9 +145,7 @@ struct Along {
   uint32_t panel;
   int panel_bytes = 0;
 
-  __device__ KAlongRows Tile(int tile) const {
-    return {panel + tile / 4 * panel_bytes, tile % 4};
-  }
+  __device__ KAlongRows Tile(int tile) const { return {panel + tile / 4 * panel_bytes, tile % 4}; }
 };
 
 // ... or down the rows of a panel.
@@ -682,8 +680,7 @@ class ChunkGradients {
     ProductPair<false>(pair, ds, 0, HalfRows(L::kU), HalfRows(L::kV));
     const auto add_triangles = [&](auto tiles, int first_tile) {
       AddTriangles<decltype(tiles)::value>(
-          pair, first_tile,
-          {L::kRt, HalfColumns(L::kQrb), HalfColumns(L::kQrk)},
+          pair, first_tile, {L::kRt, HalfColumns(L::kQrb), HalfColumns(L::kQrk)},
           TrianglePair<Down>{L::kAt, HalfColumns(L::kM), HalfColumns(L::kAak)}, [&] {
             if (const ChunkMarks marks = LoadMarks(); marks.starts != 0)
               for (HalfAccumulator& sum : pair)
@@ -866,8 +863,7 @@ class ChunkGradients {
 
   // Writes two results of this panel and half, staged where operands of no other half were.
   __device__ __forceinline__ void WritePair(const HalfAccumulator (&pair)[2], int first_staged,
-                                            T* first_out, int second_staged,
-                                            T* second_out) const {
+                                            T* first_out, int second_staged, T* second_out) const {
     WaitForHalf();
     OwnChannels(first_staged).template StoreSum<T>(FirstTile(), pair[0]);
     OwnChannels(second_staged).template StoreSum<T>(FirstTile(), pair[1]);
@@ -946,7 +942,7 @@ class ChunkGradients {
       const int behind = token - 2 * (Lane() % 4) + 8;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        float(&x)[4] = reads[fragment];
+        float (&x)[4] = reads[fragment];
         float from_here = x[2 * i];
         if (same_segment(token, token + 1)) from_here += x[2 * i + 1];
 #pragma unroll
@@ -1028,15 +1024,31 @@ cudaError_t Wkv7Gradients(cudaStream_t stream, const Wkv7BackwardCall& call, con
     using L = GradientLayout<size()>;
     const auto in = [](const void* x) { return static_cast<const T*>(x); };
     const auto out = [](void* x) { return static_cast<T*>(x); };
-    const GradientArguments<T> arguments{
-        in(call.r),   in(call.w),   in(call.k),   in(call.v),   in(call.a),  in(call.b),
-        in(call.dy),  out(call.dr), out(call.dw), out(call.dk), out(call.dv), out(call.da),
-        out(call.db), call.dims.tokens, static_cast<unsigned>(call.dims.heads),
-        static_cast<unsigned>(call.dims.saved), call.decay, call.marks, call.sequences,
-        static_cast<const uint4*>(call.states), gradients, inexact};
+    const GradientArguments<T> arguments{in(call.r),
+                                         in(call.w),
+                                         in(call.k),
+                                         in(call.v),
+                                         in(call.a),
+                                         in(call.b),
+                                         in(call.dy),
+                                         out(call.dr),
+                                         out(call.dw),
+                                         out(call.dk),
+                                         out(call.dv),
+                                         out(call.da),
+                                         out(call.db),
+                                         call.dims.tokens,
+                                         static_cast<unsigned>(call.dims.heads),
+                                         static_cast<unsigned>(call.dims.saved),
+                                         call.decay,
+                                         call.marks,
+                                         call.sequences,
+                                         static_cast<const uint4*>(call.states),
+                                         gradients,
+                                         inexact};
     return ForMarks(call.marks, [&](auto marked) {
-      return Launch(GradientKernel<T, size(), marked()>,
-                    static_cast<unsigned>(blocks), L::kThreads, L::kBytes, stream, arguments);
+      return Launch(GradientKernel<T, size(), marked()>, static_cast<unsigned>(blocks), L::kThreads,
+                    L::kBytes, stream, arguments);
     });
   });
 }

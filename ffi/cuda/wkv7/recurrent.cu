@@ -294,9 +294,9 @@ __device__ void Copy(const Fragment<G>& from, Fragment<G>& to) {
 // unless it is null.
 template <typename T, typename G, bool kMarked>
 __device__ void BackwardToken(const G& partition, const TokenView<G::N, kReplayTokens>& at,
-                              const float* slope_row, const float* sa_row,
-                              TileMarks<kMarked> marks, const Fragment<G>& s_before,
-                              Fragment<G>& ds, float (*sums)[G::N], T* dv) {
+                              const float* slope_row, const float* sa_row, TileMarks<kMarked> marks,
+                              const Fragment<G>& s_before, Fragment<G>& ds, float (*sums)[G::N],
+                              T* dv) {
   constexpr int kRows = G::kRows, kCols = G::kCols;
   float dy[kRows], v[kRows], sa[kRows], dsa[kRows], dv_rows[kRows];
   float r[kCols], b[kCols], k[kCols], d[kCols], a[kCols], slope[kCols];
@@ -330,8 +330,7 @@ __device__ void BackwardToken(const G& partition, const TokenView<G::N, kReplayT
     column[kDr][c] = fmaf(d[c], column[kDr][c], fmaf(sa_dy, b[c], v_dy * k[c]));
     column[kDw][c] = ds[0][c] * s_before[0][c];
 #pragma unroll
-    for (int i = 1; i < kRows; ++i)
-      column[kDw][c] = fmaf(ds[i][c], s_before[i][c], column[kDw][c]);
+    for (int i = 1; i < kRows; ++i) column[kDw][c] = fmaf(ds[i][c], s_before[i][c], column[kDw][c]);
     column[kDw][c] *= slope[c];
   }
   TransposedDot<G>(dsa, s_before, column[kDa]);
@@ -359,8 +358,8 @@ __device__ void BackwardToken(const G& partition, const TokenView<G::N, kReplayT
 // element `first` of each array.
 template <typename T, typename G, int kTokens, bool kMarked>
 __device__ void WriteColumnSums(const float (&sums)[kTokens][G::kWarps][kColumnSums][G::N],
-                                int count, TileMarks<kMarked> marks, int64_t first,
-                                int64_t stride, const Gradients<T>& out) {
+                                int count, TileMarks<kMarked> marks, int64_t first, int64_t stride,
+                                const Gradients<T>& out) {
   T* const gradients[kColumnSums] = {out.r, out.w, out.k, out.a, out.b};
   constexpr int kPiece = 4;
   struct alignas(kPiece * sizeof(T)) Piece {
@@ -377,8 +376,7 @@ __device__ void WriteColumnSums(const float (&sums)[kTokens][G::kWarps][kColumnS
         for (int e = 0; e < kPiece; ++e) sum[e] += sums[t][warp][which][col + e];
       Piece piece;
 #pragma unroll
-      for (int e = 0; e < kPiece; ++e)
-        piece.x[e] = FromFloat<T>(marks.Absent(t) ? 0.0f : sum[e]);
+      for (int e = 0; e < kPiece; ++e) piece.x[e] = FromFloat<T>(marks.Absent(t) ? 0.0f : sum[e]);
       *reinterpret_cast<Piece*>(gradients[which] + first + t * stride + col) = piece;
     }
   }
@@ -476,8 +474,8 @@ __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 64 ? 2 : 1) vo
       loader.Fetch(inputs.x, token_of(quad), stride, count_of(quad));
       next_own = marks_of(quad);
       if (4 * threadIdx.x < kReplayTokens * N)
-        sa_piece = *reinterpret_cast<const float4*>(chunk_sa + quad * kReplayTokens * N +
-                                                    4 * threadIdx.x);
+        sa_piece =
+            *reinterpret_cast<const float4*>(chunk_sa + quad * kReplayTokens * N + 4 * threadIdx.x);
     };
     const auto store = [&](int quad) {
       loader.template Store<true>(shared.tokens[quad % 2], shared.slope[quad % 2], count_of(quad),
@@ -595,11 +593,10 @@ cudaError_t Wkv7Backward(cudaStream_t stream, const Wkv7BackwardCall& call, cons
       return ForHeads(heads, scratch, [&](const ReplayLot& own_lot, int64_t count) {
         const SomeHeadsLot lot{own_lot, only};
         if (scratch.splits > 1 && call.dims.tokens > 0) {
-          const cudaError_t error =
-              Launch(SplitKernel<T, N, marked()>, count, ForwardPartition<N>::kThreads, 0, stream,
-                     Vectors<T>(call.w, call.a, call.b, call.r, call.dy), call.dims.tokens,
-                     call.dims.heads, call.decay, call.marks, call.sequences, call.dfinal_state,
-                     lot);
+          const cudaError_t error = Launch(
+              SplitKernel<T, N, marked()>, count, ForwardPartition<N>::kThreads, 0, stream,
+              Vectors<T>(call.w, call.a, call.b, call.r, call.dy), call.dims.tokens,
+              call.dims.heads, call.decay, call.marks, call.sequences, call.dfinal_state, lot);
           if (error != cudaSuccess) return error;
         }
         const auto launch = [&](auto keeps) {

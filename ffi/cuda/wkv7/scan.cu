@@ -167,7 +167,7 @@ __device__ bool ScaleColumns(int warp, uint32_t operands, uint32_t raw_w, float*
 
   // Factors are rounded to bfloat16: two products then take one instruction.
   uint32_t e[4];
-  const auto exponentials = [&](float sign, const float(&x)[2][4]) {
+  const auto exponentials = [&](float sign, const float (&x)[2][4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float* pair = &x[i / 2][i % 2 * 2];
@@ -250,8 +250,7 @@ constexpr int kPanelTiles = kPanelCols / kTileTokens;
 // in the tile, products wait for each other.
 template <typename T, typename L, bool kOutput, bool kClears>
 __device__ void AdvanceState(int warp, uint32_t operands, uint32_t products, uint32_t y,
-                             bool has_values, const RowMarks& marks,
-                             float (&s)[L::kPanels][8][4]) {
+                             bool has_values, const RowMarks& marks, float (&s)[L::kPanels][8][4]) {
   constexpr int kReadFragments = kOutput ? 4 : 2;
   const int panel_of_v = warp / 4;
   Left v = {};
@@ -365,7 +364,9 @@ class ScanBlock {
         warp(Warp() % (4 * L::kPanels)),
         identity(L::kSummary && warpgroup >= L::kPanels),
         multiplies(warpgroup == (L::kSpecialized ? L::kPanels : 0)),
-        scales(warpgroup == (kTogether ? 0 : L::kSpecialized ? L::kPanels + 1 : 1)),
+        scales(warpgroup == (kTogether         ? 0
+                             : L::kSpecialized ? L::kPanels + 1
+                                               : 1)),
         copies(L::kSummary ? warpgroup == 2 * L::kPanels - 1 : multiplies),
         for_later(L::kSummary && scan.splits.memory != nullptr) {}
 
@@ -402,8 +403,8 @@ class ScanBlock {
     copy_row = threadIdx.x % 128 / 8;
     copy_to = PieceAddress(0, copy_row, piece);
     stride = static_cast<int>(scan.heads * N);
-    first = (span.first_token + first_token) * stride + (head - sequence * scan.heads) * N +
-            piece * 8;
+    first =
+        (span.first_token + first_token) * stride + (head - sequence * scan.heads) * N + piece * 8;
     return true;
   }
 
@@ -490,8 +491,8 @@ class ScanBlock {
     return kMarked ? scan.marks.Word(sequence, first_token + TimeOf(tile) * kTileTokens) : 0u;
   }
   __device__ RowMarks MarksOf(int tile) const {
-    return RowMarks(kMarked ? Words()[tile % L::kStages] : 0u,
-                    tokens - TimeOf(tile) * kTileTokens, kReverse);
+    return RowMarks(kMarked ? Words()[tile % L::kStages] : 0u, tokens - TimeOf(tile) * kTileTokens,
+                    kReverse);
   }
 
   // Where a tile lies in the rings.
@@ -527,8 +528,7 @@ class ScanBlock {
     const uint32_t to = OperandsOf(tile) + copy_to;
     ForPanelsOf(tile, word, [&](int panel, int64_t from, bool present) {
       CopyAsync(to + L::kA + panel * L::kReadStride, scan.a + from, present);
-      if constexpr (kOutput)
-        CopyAsync(to + L::kR + panel * L::kReadStride, scan.r + from, present);
+      if constexpr (kOutput) CopyAsync(to + L::kR + panel * L::kReadStride, scan.r + from, present);
       CopyAsync(to + L::kB + panel * L::kPanelBytes, scan.b + from, present);
       CopyAsync(to + L::kK + panel * L::kPanelBytes, scan.k + from, present);
       CopyAsync(to + L::kV + panel * L::kPanelBytes, scan.v + from, present);
@@ -604,8 +604,8 @@ class ScanBlock {
   }
   __device__ __forceinline__ void Advance(int tile, uint32_t y, State& s) const {
     const auto advance = [&](auto clears, const RowMarks& marks) {
-      AdvanceState<T, L, kOutput, decltype(clears)::value>(
-          warp, OperandsOf(tile), ProductsOf(tile), y, !identity, marks, s);
+      AdvanceState<T, L, kOutput, decltype(clears)::value>(warp, OperandsOf(tile), ProductsOf(tile),
+                                                           y, !identity, marks, s);
     };
     const RowMarks marks = MarksOf(tile);
     if (marks.clears == 0)
@@ -619,8 +619,8 @@ class ScanBlock {
 #pragma unroll
     for (int pair = 0; pair < N / 16; ++pair) {
       const float4 d = *reinterpret_cast<const float4*>(decays + 4 * pair);
-      float(&left)[4] = s[pair / 4][pair % 4 * 2];
-      float(&right)[4] = s[pair / 4][pair % 4 * 2 + 1];
+      float (&left)[4] = s[pair / 4][pair % 4 * 2];
+      float (&right)[4] = s[pair / 4][pair % 4 * 2 + 1];
       left[0] *= d.x, left[1] *= d.y, left[2] *= d.x, left[3] *= d.y;
       right[0] *= d.z, right[1] *= d.w, right[2] *= d.z, right[3] *= d.w;
     }
@@ -631,8 +631,8 @@ class ScanBlock {
     for (int panel = 0; panel < L::kPanels; ++panel)
       if (token < tokens)
         *reinterpret_cast<uint4*>(scan.y + ElementOf(token) + kPanelCols * panel) =
-            *reinterpret_cast<const uint4*>(memory + (y - shared) +
-                                            panel * L::kPanelBytes + copy_to);
+            *reinterpret_cast<const uint4*>(memory + (y - shared) + panel * L::kPanelBytes +
+                                            copy_to);
   }
   __device__ __forceinline__ void StoreEnd(const State& s) const {
     if (!L::kSummary) {
@@ -667,9 +667,9 @@ class ScanBlock {
 };
 
 template <typename T, int N, bool kReverse, bool kOutput, Work kWork, bool kMarked>
-__global__ __launch_bounds__(ScanLayout<N, kOutput, kWork>::kThreads,
-                             ScanLayout<N, kOutput, kWork>::kBlocks)
-void ScanKernel(const __grid_constant__ Scan<T> scan) {
+__global__ __launch_bounds__(
+    ScanLayout<N, kOutput, kWork>::kThreads,
+    ScanLayout<N, kOutput, kWork>::kBlocks) void ScanKernel(const __grid_constant__ Scan<T> scan) {
   RWKV_JAX_DYNAMIC_SHARED(kPanelAlignment, memory);
   ScanBlock<T, N, kReverse, kOutput, kWork, kMarked> block(scan, memory);
   if (!block.Find()) return;
@@ -692,8 +692,7 @@ template <int N>
 constexpr int64_t kCombineBytes = N * N * sizeof(float);
 
 template <int N, bool kReverse>
-__global__ __launch_bounds__(kCombineThreads) void CombineKernel(Splits splits,
-                                                                 Sequences sequences,
+__global__ __launch_bounds__(kCombineThreads) void CombineKernel(Splits splits, Sequences sequences,
                                                                  int64_t tokens, int64_t heads,
                                                                  const float* inexact) {
   constexpr int kCols = kCombineRows * N / kCombineThreads;
@@ -730,8 +729,7 @@ __global__ __launch_bounds__(kCombineThreads) void CombineKernel(Splits splits,
 #pragma unroll 8
     for (int i = 0; i < N; ++i)
 #pragma unroll
-      for (int c = 0; c < kCols; ++c)
-        sum[c] = fmaf(s[row][i], factor[i * N + col + c], sum[c]);
+      for (int c = 0; c < kCols; ++c) sum[c] = fmaf(s[row][i], factor[i * N + col + c], sum[c]);
     __syncthreads();
 #pragma unroll
     for (int c = 0; c < kCols; ++c) to[c] = sum[c];
