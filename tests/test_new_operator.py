@@ -227,12 +227,12 @@ def test_sharding(axis_type: AxisType, of_reference: Any, cpus: list[Any]) -> No
 @pytest.mark.parametrize("sequence", [None, "s"])
 def test_shard(sequence: str | None, of_reference: Any, cpus: list[Any]) -> None:
     mesh = jax.make_mesh((2, 2), ("b", "s"), axis_types=(AxisType.Auto,) * 2, devices=cpus)
-    operands = [x[:, :128] for x in (K, V)]
+    k, v = K[:, :128], V[:, :128]
     over = shard(toy, mesh, batch="b", sequence=sequence)
-    for x, y in zip(over(W, *operands, STATE), expected(W, *operands, STATE), strict=True):
+    for x, y in zip(over(W, k, v, STATE), expected(W, k, v, STATE), strict=True):
         close(x, y)
-    dk = jax.jit(jax.grad(lambda k: jnp.sum(over(W, k, operands[1], STATE)[0])))(operands[0])
-    close(dk, jax.grad(lambda k: jnp.sum(toy(W, k, operands[1], STATE)[0]))(operands[0]))
+    dk = jax.jit(jax.grad(lambda k: jnp.sum(over(W, k, v, STATE)[0])))(k)
+    close(dk, jax.grad(lambda k: jnp.sum(toy(W, k, v, STATE)[0]))(k))
 
 
 def test_segments() -> None:

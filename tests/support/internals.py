@@ -126,7 +126,8 @@ def step_operands(op: str, arrays: Mapping[str, Any]) -> Forward:
 
 def run_pass(op: str, name: str, operands: Any, **options: Any) -> Any:
     """A pass of an operator, such as "summary", for options as `options_of` takes them."""
-    return dispatch.run(function(op).operator, name, options_of(op, **options), operands)
+    run: Any = dispatch.run
+    return run(function(op).operator, name, options_of(op, **options), operands)
 
 
 def run_native_pass(op: str, name: str, platform: str, operands: Any, **options: Any) -> Any:
