@@ -2,11 +2,14 @@
 
 import functools
 import importlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from jax.experimental.pallas import triton
+from jax.extend.core import jaxprs_in_params
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -16,21 +19,21 @@ from support.cases import Case
 from support.harness import assert_right, check, expected, operands, value_and_gradients
 from support.operators import OPERATORS, Run
 
-PALLAS = internals.pallas()
+LOWERING = internals.pallas_lowering()
 
 OPS = ("wkv7", "wkv6", "wkv5")
 
 KERNEL = {"cuda": "__gpu$xla.gpu.triton", "tpu": "tpu_custom_call"}
 
 each_op = pytest.mark.parametrize("op", OPS)
-each_platform = pytest.mark.parametrize("platform", PALLAS.PLATFORMS)
+each_platform = pytest.mark.parametrize("platform", LOWERING.PLATFORMS)
 
 
-@pytest.fixture(scope="module", params=PALLAS.PLATFORMS)
+@pytest.fixture(scope="module", params=LOWERING.PLATFORMS)
 def interpreted(request: pytest.FixtureRequest):
     """The platform whose kernels run on the CPU."""
     with pytest.MonkeyPatch.context() as patch, jax.default_device(jax.devices("cpu")[0]):
-        patch.setattr(PALLAS, "INTERPRET", request.param)
+        patch.setattr(LOWERING, "INTERPRET", request.param)
         jax.clear_caches()
         yield request.param
     jax.clear_caches()
@@ -138,9 +141,9 @@ def test_shard_map(interpreted: str, cpus: list) -> None:
     assert_right(found, expected(run.op, inputs, cotangents))
 
 
-def _lowered(
+def _traced(
     op: str, platform: str, case: Case, implementation: str | None = "pallas", **packing: Any
-) -> str:
+) -> Any:
     arrays = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (*operands(op, case), packing)
     )
@@ -149,7 +152,14 @@ def _lowered(
     options["precision"] = "highest" if case.dtype == "float32" else "default"
     with hlo.device(platform):
         run = Run(op, implementation)
-        traced = value_and_gradients.trace(run, *inputs, **options, **packing)
+        return value_and_gradients.trace(run, *inputs, **options, **packing)
+
+
+def _lowered(
+    op: str, platform: str, case: Case, *implementation: str | None, **packing: Any
+) -> str:
+    traced = _traced(op, platform, case, *implementation, **packing)
+    with hlo.device(platform):
         return traced.lower(lowering_platforms=(platform,)).as_text()
 
 
@@ -171,6 +181,37 @@ def test_lowering(platform: str, op: str, dtype: str, size: int) -> None:
         ids = np.ones((2, 100), np.int32)
         text = _lowered(op, platform, Case(2, 100, 2, size, dtype=dtype), segment_ids=ids)
         assert text.count(KERNEL[platform]) == KERNELS
+
+
+def _equations(jaxpr: Any) -> Iterator[Any]:
+    """All equations of a program, also those of the functions that it calls."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jaxprs_in_params(equation.params):
+            yield from _equations(inner)
+
+
+LARGEST_OPERAND = 32 * 1024
+"""Bytes of an operand of a product of matrices in a GPU kernel. Triton keeps such operands in
+shared memory. With a state and its gradient of 64 KB each, the gradients of WKV7 needed 238592
+bytes; a Hopper GPU has 232448."""
+
+
+@each_op
+def test_operands_of_products_fit_shared_memory(op: str) -> None:
+    traced = _traced(op, "cuda", Case(1, 100, 1, 128, decay="log"))
+    kernels = [
+        equation.params["jaxpr"]
+        for equation in _equations(traced.jaxpr.jaxpr)
+        if isinstance(equation.params.get("compiler_params"), triton.CompilerParams)
+        and not equation.params["interpret"]
+    ]
+    assert len(kernels) == KERNELS
+    for kernel in kernels:
+        for equation in _equations(kernel):
+            if equation.primitive is jax.lax.dot_general_p:
+                for x in equation.invars:
+                    assert x.aval.size * x.aval.dtype.itemsize <= LARGEST_OPERAND, kernel
 
 
 @each_platform
@@ -199,7 +240,7 @@ def test_when_it_is_chosen(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
         internals.pretend(monkeypatch, platform, "on holiday")
     for platform, count in (("cuda", KERNELS), ("tpu", 0)):
         jax.clear_caches()
-        text = _lowered(op, platform, Case(1, 16, 1, 32), implementation=None)
+        text = _lowered(op, platform, Case(1, 16, 1, 32), None)
         assert text.count(KERNEL[platform]) == count
     monkeypatch.undo()
     jax.clear_caches()
@@ -207,14 +248,14 @@ def test_when_it_is_chosen(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @each_op
 def test_why_not(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PALLAS, "INTERPRET", None)
+    monkeypatch.setattr(LOWERING, "INTERPRET", None)
 
     def reason(case: Case, platform: str) -> str | None:
         inputs, _ = OPERATORS[op].make(case)
         with hlo.device(platform):
             return rwkv_jax.implementations(op, *inputs.values(), platform=platform)["pallas"]
 
-    for platform in PALLAS.PLATFORMS:
+    for platform in LOWERING.PLATFORMS:
         assert reason(Case(1, 5, 1, 16, V=128, dtype="bfloat16"), platform) is None
         for sizes in ((48, 48), (8, 8), (64, 65)):
             case = Case(1, 5, 1, sizes[0], V=sizes[1], dtype="bfloat16")

@@ -1,6 +1,10 @@
-"""WKV5 in Pallas kernels: those of WKV6, which take one w for all tokens as well."""
+"""WKV5 in Pallas kernels."""
 
-from rwkv_jax.wkv6 import pallas as wkv6
+from rwkv_jax._linear_attention.pallas import gradient, prepare
+from rwkv_jax._pallas.kernels import PallasKernels
+from rwkv_jax.wkv5 import reference
+from rwkv_jax.wkv5.signature import SIGNATURE
 
-why_not, how, step = wkv6.why_not, wkv6.how, wkv6.step
-forward, backward = wkv6.forward, wkv6.backward
+IMPLEMENTATION = PallasKernels(
+    SIGNATURE, prepare=prepare, gradient=gradient, reference=reference.IMPLEMENTATION
+)

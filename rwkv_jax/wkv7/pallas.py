@@ -1,8 +1,9 @@
-"""WKV7 in Pallas kernels: the chunk form of `xla.py`, and its derivative by hand.
+"""WKV7 in Pallas kernels: the tile of `xla.py`, and its derivative by hand.
 
-Token i of a chunk of L decays by d_i, and those between j and i, without both, by P[i, j]. S is the
-state in the middle of the chunk (or before it: see `_pallas.decays`), S = S_before diag(entry), and
-`before` and `after` are decays from and to there. All these are elementwise factors of rows [K].
+Token i of a tile decays by d_i, and the tokens between j and i, without both, by P[i, j]. S is the
+state in the middle of the tile or before it (see `rwkv_jax._pallas.algebra.decays`), S = S_before
+diag(entry), and `before` and `after` are decays from there and to there. All of these are
+elementwise factors of rows [K].
 
     A_ij = a_i . P[i, j] b_j            B_ij = a_i . P[i, j] k_j            for j < i
     Q_ij = r_i . d_i P[i, j] b_j        R_ij = r_i . d_i P[i, j] k_j        for j < i
@@ -11,29 +12,28 @@ state in the middle of the chunk (or before it: see `_pallas.decays`), S = S_bef
     Y = (r d before) S^T + Q U + R V
     S_after = (S diag(stay) + U^T (b after) + V^T (k after)) diag(leave)
 
-What has V channels is transposed here, U^T [V, L], since products then have the rows of the state.
+In the gradients arrays with V channels are transposed, such as U^T [V, T], because the products
+then have the rows of the state.
 """
 
-import functools
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from rwkv_jax import _pallas
-from rwkv_jax._dispatch import Options
-from rwkv_jax._packing import Marks
-from rwkv_jax._pallas import Decays, Exponents, Named, Product, Tokens
-from rwkv_jax._typing import Keys, State, States, Values
-from rwkv_jax.wkv7 import xla
-
-why_not, how = _pallas.why_not, _pallas.how
-step = xla.step
+from rwkv_jax._operator.call import Arrays
+from rwkv_jax._pallas import algebra
+from rwkv_jax._pallas.algebra import Decays, Exponents, Product, Tokens
+from rwkv_jax._pallas.kernels import PallasKernels
+from rwkv_jax._pallas.walk import Rows
+from rwkv_jax.wkv7 import reference
+from rwkv_jax.wkv7.signature import SIGNATURE
 
 
 class _Pairs(NamedTuple):
-    """What pairs of tokens have to do with each other: B, Q, R and the inverse of I - A."""
+    """The matrices of pairs of tokens: B, Q, R and the inverse of I - A."""
 
     b: Array
     q: Array
@@ -41,23 +41,19 @@ class _Pairs(NamedTuple):
     inverse: Array
 
 
-def _pairs(product: Product, decays: Decays, inputs: Named) -> _Pairs:
-    r, k, a, b = (inputs[name] for name in "rkab")
-    (a_b, a_k), (r_b, r_k) = _pallas.pairs(product, decays.levels, (a, r * decays.own), (b, k))
-    r_b += _pallas.diagonal(jnp.sum(r * b, axis=1, keepdims=True))
-    r_k += _pallas.diagonal(jnp.sum(r * k, axis=1, keepdims=True))
-    return _Pairs(a_k, r_b, r_k, _pallas.inverse(product, a_b))
+def _pairs(product: Product, decays: Decays, r: Array, k: Array, a: Array, b: Array) -> _Pairs:
+    (a_b, a_k), (r_b, r_k) = algebra.pairs(product, decays.levels, (a, r * decays.own), (b, k))
+    r_b += algebra.diagonal(jnp.sum(r * b, axis=1, keepdims=True))
+    r_k += algebra.diagonal(jnp.sum(r * k, axis=1, keepdims=True))
+    return _Pairs(a_k, r_b, r_k, algebra.inverse(product, a_b))
 
 
-def _float32(inputs: Named) -> Named:
-    return {name: x if name == "v" else x.astype(jnp.float32) for name, x in inputs.items()}
-
-
-def _prepare(product: Product, decay: str, inputs: Named, tokens: Tokens) -> Named:
-    inputs = _float32(inputs)
-    r, w, k, v, a, b = (inputs[name] for name in "rwkvab")
-    decays = _pallas.decays(product, _pallas.log_decay(w, decay, len(r), tokens), decay, tokens)
-    pairs = _pairs(product, decays, inputs)
+def _prepare(product: Product, decay: str, inputs: Arrays, tokens: Tokens) -> Arrays:
+    r, w, k, a, b = (inputs[name].astype(jnp.float32) for name in "rwkab")
+    v = inputs["v"]
+    log_decay = algebra.log_decay(w, decay, len(r), tokens)
+    decays = algebra.decays(product, log_decay, decay, tokens)
+    pairs = _pairs(product, decays, r, k, a, b)
     solved = product(pairs.inverse, a * decays.before)
     own = product(pairs.inverse, product(pairs.b, v))
     reads = r * decays.own * decays.before + product(pairs.q, solved)
@@ -73,96 +69,63 @@ def _prepare(product: Product, decay: str, inputs: Named, tokens: Tokens) -> Nam
 
 
 def _gradient(
-    product: Product,
-    decay: str,
-    inputs: Named,
-    state: Array,
-    dy: Array,
-    dstate: Array,
-    tokens: Tokens,
-) -> Named:
-    inputs = _float32(inputs)
-    r, w, k, v, a, b = (inputs[name] for name in "rwkvab")
-    log_decay, pull_back = jax.vjp(lambda w: _pallas.log_decay(w, decay, len(r), tokens), w)
-    decays = _pallas.decays(product, log_decay, decay, tokens)
+    product: Product, decay: str, inputs: Arrays, tokens: Tokens, rows: Iterable[Rows]
+) -> tuple[Arrays, list[Array]]:
+    r, w, k, a, b = (inputs[name].astype(jnp.float32) for name in "rwkab")
+    log_decay, pull_back = jax.vjp(lambda w: algebra.log_decay(w, decay, len(r), tokens), w)
+    decays = algebra.decays(product, log_decay, decay, tokens)
     own, before, after, entry, stay, leave, levels = decays
-    state, dstate = state * entry, dstate * leave
-    pairs = _pairs(product, decays, inputs)
+    pairs = _pairs(product, decays, r, k, a, b)
     decayed = r * own
     r_start, a_start, b_end, k_end = decayed * before, a * before, b * after, k * after
-    u = product(state, a_start, (1, 1)) + product(v, pairs.b, (0, 1))
-    u = product(u, pairs.inverse, (1, 1))
 
-    du = product(dy, pairs.q, (0, 0)) + product(dstate, b_end, (1, 1))
-    dread = product(du, pairs.inverse)
-    dv = product(dy, pairs.r, (0, 0)) + product(dstate, k_end, (1, 1)) + product(dread, pairs.b)
-    dr_start, da_start = product(dy, state), product(dread, state, (0, 0))
-    db_end, dk_end = product(u, dstate, (0, 0)), product(v, dstate)
+    def of_rows(v: Array, state: Array, dy: Array, dstate: Array) -> tuple[Arrays, Array]:
+        """Sums over these rows, and the gradient of their values."""
+        state, dstate = state * entry, dstate * leave
+        u = product(state, a_start, (1, 1)) + product(v, pairs.b, (0, 1))
+        u = product(u, pairs.inverse, (1, 1))
 
-    d_pairs = (
-        (product(dread, u, (0, 0)), product(dread, v, (0, 1))),
-        (product(dy, u), product(dy, v, (1, 1))),
-    )
-    (da, ddecayed), (db, dk), d_levels = _pallas.pairs_gradient(
+        du = product(dy, pairs.q, (0, 0)) + product(dstate, b_end, (1, 1))
+        dread = product(du, pairs.inverse)
+        dv = product(dy, pairs.r, (0, 0)) + product(dstate, k_end, (1, 1))
+        dv += product(dread, pairs.b)
+        sums = {
+            "r_start": product(dy, state),
+            "a_start": product(dread, state, (0, 0)),
+            "b_end": product(u, dstate, (0, 0)),
+            "k_end": product(v, dstate),
+            "a_b": product(dread, u, (0, 0)),
+            "a_k": product(dread, v, (0, 1)),
+            "r_b": product(dy, u),
+            "r_k": product(dy, v, (1, 1)),
+            "stay": algebra.total(dstate * state) * stay,
+        }
+        return sums, dv.T
+
+    d, dv = algebra.summed(of_rows(*x) for x in rows)
+    d_pairs = (d["a_b"], d["a_k"]), (d["r_b"], d["r_k"])
+    (da, ddecayed), (db, dk), d_levels = algebra.pairs_gradient(
         product, levels, (a, decayed), (b, k), d_pairs
     )
-    dq, dr = map(_pallas.diagonal_of, d_pairs[1])
-    ddecayed += dr_start * before
+    dq, dr = map(algebra.diagonal_of, d_pairs[1])
+    ddecayed += d["r_start"] * before
     gradients = {
         "r": ddecayed * own + dq * b + dr * k,
-        "k": dk + dk_end * after + dr * r,
-        "v": dv.T,
-        "a": da + da_start * before,
-        "b": db + db_end * after + dq * r,
+        "k": dk + d["k_end"] * after + dr * r,
+        "a": da + d["a_start"] * before,
+        "b": db + d["b_end"] * after + dq * r,
     }
     exponents = Exponents(
         own=ddecayed * decayed,
-        before=dr_start * r_start + da_start * a_start,
-        after=db_end * b_end + dk_end * k_end,
-        stay=_pallas.total(dstate * state) * stay,
+        before=d["r_start"] * r_start + d["a_start"] * a_start,
+        after=d["b_end"] * b_end + d["k_end"] * k_end,
+        stay=d["stay"],
         levels=d_levels,
     )
-    (gradients["w"],) = pull_back(_pallas.log_decay_gradient(product, exponents, decay))
-    return gradients
+    (gradients["w"],) = pull_back(algebra.log_decay_gradient(product, exponents, decay))
+    return gradients, dv
 
 
-def forward(
-    options: Options,
-    platform: str,
-    r: Keys,
-    w: Keys,
-    k: Keys,
-    v: Values,
-    a: Keys,
-    b: Keys,
-    initial_state: State,
-    marks: Marks | None = None,
-) -> tuple[Values, State, States]:
-    inputs = {"r": r, "w": w, "k": k, "v": v, "a": a, "b": b}
-    product = _pallas.product(options, r.dtype)
-    prepare = functools.partial(_prepare, product, options.decay)
-    return _pallas.forward(prepare, options, platform, inputs, initial_state, marks)
-
-
-def backward(
-    options: Options,
-    platform: str,
-    r: Keys,
-    w: Keys,
-    k: Keys,
-    v: Values,
-    a: Keys,
-    b: Keys,
-    states: States,
-    dy: Values,
-    dfinal_state: State,
-    marks: Marks | None = None,
-) -> tuple[Keys, Keys, Keys, Values, Keys, Keys, State]:
-    inputs = {"r": r, "w": w, "k": k, "v": v, "a": a, "b": b}
-    product = _pallas.product(options, r.dtype)
-    prepare = functools.partial(_prepare, product, options.decay)
-    gradient = functools.partial(_gradient, product, options.decay)
-    dr, dw, dk, dv, da, db, dinitial_state = _pallas.backward(
-        prepare, gradient, options, platform, inputs, states, dy, dfinal_state, marks
-    )
-    return dr, dw, dk, dv, da, db, dinitial_state
+IMPLEMENTATION = PallasKernels(
+    SIGNATURE, prepare=_prepare, gradient=_gradient, reference=reference.IMPLEMENTATION
+)

@@ -1,6 +1,7 @@
 """The private names of the package that tests know, all in this one place."""
 
 import dataclasses
+import importlib
 import math
 import sys
 import types
@@ -254,6 +255,11 @@ def split_on_each_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens of a sequence over devices are split on each device from 128 tokens on."""
     monkeypatch.setattr(over_devices, "SPLIT_TOKENS", CHUNK)
     monkeypatch.setattr(over_devices, "ENOUGH_HEADS", 1 << 30)
+
+
+def pallas_lowering() -> Any:
+    """The module with the platforms and the interpreter of the Pallas kernels."""
+    return importlib.import_module("rwkv_jax._pallas.lowering")
 
 
 def why_pallas_cannot_be_imported(
