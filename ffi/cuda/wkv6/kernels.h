@@ -39,7 +39,7 @@ __host__ __device__ constexpr int64_t Wkv6ScratchSize(int64_t head_size) {
 cudaError_t Wkv6Forward(cudaStream_t stream, const Wkv6ForwardCall& call);
 
 // du, and the dw of WKV5, are partial sums, one for each split.
-cudaError_t Wkv6Backward(cudaStream_t stream, const Wkv6BackwardCall& call,
+cudaError_t Wkv6Backward(cudaStream_t stream, const Wkv6BackwardCall& call, const Device& device,
                          const ReplayScratch& scratch);
 
 // --- Kernels on matrix units (scan.cu, gradients.cu): 16-bit dtypes, head size 64, any decay, saved

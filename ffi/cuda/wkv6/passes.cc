@@ -10,7 +10,8 @@ Splits SplitsOf(const Plan& plan, float* scratch) {
 
 cudaError_t FindGradients(cudaStream_t stream, const Wkv6BackwardCall& call, const Plan& plan,
                           float* scratch) {
-  if (!plan.matrix_units) return Wkv6Backward(stream, call, plan.Replay(scratch, plan.splits));
+  if (!plan.matrix_units)
+    return Wkv6Backward(stream, call, plan.device, plan.Replay(scratch, plan.splits));
   uint4* const gradients = reinterpret_cast<uint4*>(scratch + plan.gradients);
   const cudaError_t error = Wkv6ReverseScan(stream, call, SplitsOf(plan, scratch), gradients);
   return error == cudaSuccess ? Wkv6Gradients(stream, call, gradients) : error;

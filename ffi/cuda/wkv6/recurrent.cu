@@ -230,12 +230,17 @@ enum ColumnSum {
   kColumnSums
 };
 
-template <typename G, int kGroups>
+// If kRoomy, a stage comes in while another one is computed, and all groups of a stage have memory for
+// what they need of the states. Otherwise there is memory for one stage, and the groups take turns.
+template <typename G, bool kRoomy>
 struct BackwardShared {
-  BackwardGroup<G::N> groups[2][kGroups];
-  float columns[kGroups][G::kWarps][kColumnSums][G::N];  // each warp has the sums over its own rows
-  float dv[kGroups][kGroupTokens][G::N];                 // dS (D(t+1, L) k_t)
-  float du[kGroups][G::N], dw[kGroups][G::N];            // sums over all tokens
+  static constexpr int kGroups = G::kThreads / G::N;
+  static constexpr int kStages = kRoomy ? 2 : 1, kTurns = kRoomy ? kGroups : 1;
+
+  BackwardGroup<G::N> groups[kStages][kGroups];
+  float columns[kTurns][G::kWarps][kColumnSums][G::N];  // each warp has the sums over its own rows
+  float dv[kTurns][kGroupTokens][G::N];                 // dS (D(t+1, L) k_t)
+  float du[kGroups][G::N], dw[kGroups][G::N];           // sums over all tokens
 };
 
 // One channel of one group of tokens on its way from global to shared memory. "Writes" are what a
@@ -445,7 +450,7 @@ __device__ void WriteChannelGradients(const Own& own, const Inputs<T>& in, float
 // from the saved state, which leaves the state before each stage in scratch; then the stages run
 // from the last to the first. Only what depends on S before a group or on dS after it is summed
 // over rows (ReadStates); each channel finds its gradients from that alone.
-template <typename T, int N, bool kMarked>
+template <typename T, int N, bool kMarked, bool kRoomy>
 __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 128 ? 1 : 3) void BackwardKernel(
     const __grid_constant__ Inputs<T> in, int64_t row_tokens, int64_t heads, SavedStates states,
     const float* dfinal_state, const __grid_constant__ Gradients<T> out, ReplayLot lot) {
@@ -455,7 +460,9 @@ __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 128 ? 1 : 3) v
   constexpr int kStageTokens = Own::kStageTokens, kGroups = Own::kGroups;
   static_assert(kStageTokens == kWkv6Tile);
   RWKV_JAX_DYNAMIC_SHARED(16, memory);
-  auto& shared = *reinterpret_cast<BackwardShared<G, kGroups>*>(memory);
+  using Shared = BackwardShared<G, kRoomy>;
+  static_assert(kGroups == Shared::kGroups);
+  auto& shared = *reinterpret_cast<Shared*>(memory);
   const G partition;
   const Head<N> head(lot.Turn(), row_tokens, heads, in.sequences);
   const int64_t tokens = head.span.tokens, chunks = head.span.Chunks();
@@ -485,7 +492,11 @@ __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 128 ? 1 : 3) v
     BackwardTokens<T, N, kMarked> coming{own, in, head};
     const auto first_of = [&](int i) { return start + i * kStageTokens; };
     const auto own_group = [&](int i) -> BackwardGroup<N>& {
-      return shared.groups[i % 2][own.group];
+      return shared.groups[i % Shared::kStages][own.group];
+    };
+    // Before the next stage comes in: all threads are done with the one whose memory it takes.
+    const auto wait_for_memory = [] {
+      if constexpr (!kRoomy) __syncthreads();
     };
 
     // Replay the chunk.
@@ -501,9 +512,10 @@ __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 128 ? 1 : 3) v
         WithMarks<kStageTokens>(marks, [&](auto marks) {
 #pragma unroll 1
           for (int g = 0; g < kGroups; ++g)
-            AdvanceState(partition, shared.groups[i % 2][g], marks.From(g * L), s);
+            AdvanceState(partition, shared.groups[i % Shared::kStages][g], marks.From(g * L), s);
         });
         StoreState(partition, ds_end + (i + 1) * N * N, s);
+        wait_for_memory();
         if (more) coming.PutWrites(first_of(i + 1), own_group(i + 1));
         __syncthreads();
       }
@@ -515,27 +527,37 @@ __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 128 ? 1 : 3) v
     for (int i = stages - 1; i >= 0; --i) {
       const TileMarks<kMarked> marks = coming.marks;
       if (i > 0) coming.Fetch(first_of(i - 1));
-      const auto& groups = shared.groups[i % 2];
+      const auto& groups = shared.groups[i % Shared::kStages];
+      const auto write = [&](int turn) {
+        WithMarks<kStageTokens>(marks, [&](auto marks) {
+          const auto own_marks = own.Own(marks);
+          WriteValueGradients<L>(own, groups[own.group], shared.dv[turn], first_of(i), own_marks,
+                                 out.v);
+          WriteChannelGradients<L>(own, in, in.u[head.index * N + own.channel], groups[own.group],
+                                   shared.columns[turn], first_of(i), own_marks, out, du_total,
+                                   dw_total);
+        });
+      };
 #pragma unroll 1
       for (int g = kGroups - 1; g >= 0; --g) {
         if (g + 1 < kGroups) load_state(i);
 #pragma unroll 1
         for (int before = 0; before < g; ++before)
           AdvanceState(partition, groups[before], marks.From(before * L), s);
+        const int turn = g % Shared::kTurns;
         ReadStates(partition, groups[g], marks.From(g * L), s, ds,
-                   shared.columns[g][threadIdx.x / 32], shared.dv[g]);
+                   shared.columns[turn][threadIdx.x / 32], shared.dv[turn]);
+        if constexpr (!kRoomy) {
+          __syncthreads();
+          if (own.group == g) write(turn);
+          __syncthreads();
+        }
       }
       if (i > 0) load_state(i - 1);
-      __syncthreads();
-
-      WithMarks<kStageTokens>(marks, [&](auto marks) {
-        const auto own_marks = own.Own(marks);
-        WriteValueGradients<L>(own, groups[own.group], shared.dv[own.group], first_of(i), own_marks,
-                               out.v);
-        WriteChannelGradients<L>(own, in, in.u[head.index * N + own.channel], groups[own.group],
-                                 shared.columns[own.group], first_of(i), own_marks, out, du_total,
-                                 dw_total);
-      });
+      if constexpr (kRoomy) {
+        __syncthreads();
+        write(own.group);
+      }
       if (i > 0) coming.Put(first_of(i - 1), own_group(i - 1));
       __syncthreads();
     }
@@ -580,7 +602,7 @@ cudaError_t Wkv6Forward(cudaStream_t stream, const Wkv6ForwardCall& call) {
   });
 }
 
-cudaError_t Wkv6Backward(cudaStream_t stream, const Wkv6BackwardCall& call,
+cudaError_t Wkv6Backward(cudaStream_t stream, const Wkv6BackwardCall& call, const Device& device,
                          const ReplayScratch& scratch) {
   const int64_t heads = call.dims.batch * call.dims.heads;
   return ForAllTypes<16, 32, 64, 128>(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
@@ -603,9 +625,16 @@ cudaError_t Wkv6Backward(cudaStream_t stream, const Wkv6BackwardCall& call,
                      inputs, call.dims.tokens, call.dims.heads, call.dfinal_state, lot);
           if (error != cudaSuccess) return error;
         }
-        return Launch(BackwardKernel<T, N, marked()>, count * scratch.splits, G::kThreads,
-                      sizeof(BackwardShared<G, G::kThreads / N>), stream, inputs, call.dims.tokens,
-                      call.dims.heads, states, call.dfinal_state, gradients, lot);
+        const auto launch = [&](auto roomy) {
+          return Launch(BackwardKernel<T, N, marked(), roomy()>, count * scratch.splits,
+                        G::kThreads, sizeof(BackwardShared<G, roomy()>), stream, inputs,
+                        call.dims.tokens, call.dims.heads, states, call.dfinal_state, gradients,
+                        lot);
+        };
+        constexpr int64_t kWanted = sizeof(BackwardShared<G, true>);
+        if constexpr (kWanted > kLeastSharedMemory)
+          if (kWanted > device.shared_memory) return launch(std::false_type());
+        return launch(std::true_type());
       });
     });
   });
