@@ -125,6 +125,11 @@ def step_operands(op: str, arrays: Mapping[str, Any]) -> Forward:
     return Forward(inputs_of(op, arrays), state_of(op, arrays, "{}"))
 
 
+def marks_of(segment_ids: Any) -> Marks:
+    """The packing that implementations get for `segment_ids`."""
+    return Marks(segments.marks(jnp.asarray(segment_ids)))
+
+
 def run_pass(op: str, name: str, operands: Any, **options: Any) -> Any:
     """A pass of an operator, such as "summary", for options as `options_of` takes them."""
     run: Any = dispatch.run
@@ -249,6 +254,25 @@ def intercept_native_calls(monkeypatch: pytest.MonkeyPatch, call: Any) -> Any:
     through = library.call
     monkeypatch.setattr(library, "call", call)
     return through
+
+
+def run_as_on_cuda(monkeypatch: pytest.MonkeyPatch, module: Any, call: Any) -> None:
+    """Every pass runs as the native implementation would on a GPU, with `module` in place of the
+    native module of CUDA and `call` as in `intercept_native_calls`."""
+
+    def run(operator: Any, name: str, options: Options, operands: Any) -> Any:
+        summary = [operator.summary] if name == "summary" else []
+        compute = getattr(operator.implementations["ffi"], name)
+        return compute(*summary, options, "cuda", operands)
+
+    intercept_native_calls(monkeypatch, call)
+    monkeypatch.setattr(library, "module", lambda platform: module)
+    monkeypatch.setattr(dispatch, "run", run)
+
+
+def take_longest_first(monkeypatch: pytest.MonkeyPatch, longest_first: bool) -> None:
+    """Native kernels take the longest sequences first, or all sequences as they come."""
+    monkeypatch.setattr(packing, "LONG", 0 if longest_first else 1 << 30)
 
 
 def split_on_each_device(monkeypatch: pytest.MonkeyPatch) -> None:

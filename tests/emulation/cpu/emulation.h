@@ -1,11 +1,12 @@
-// CUDA on one CPU thread, as far as the kernels on matrix units need it: a block at a time, each of its
-// threads a fiber that runs until it has to wait for others. Which warp runs next is drawn at random
-// from `seed`, so that a barrier that is missing shows as a result that depends on the seed.
+// CUDA on one CPU thread, as far as handlers and kernels need it. Blocks run one after another. Each
+// thread of a block is a fiber that runs until it has to wait for others. Which warp runs next is
+// drawn at random from a seed, so a missing barrier shows as a result that depends on the seed.
 //
-// It takes the place of ffi/cuda/ptx.cuh, compiled as for sm_80.
+// This header takes the place of CUDA's headers and of ffi/cuda/ptx.cuh. Code is compiled as for sm_80.
 #pragma once
 
 #include <immintrin.h>
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -15,9 +16,15 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <iterator>
 #include <map>
+#include <memory>
 #include <random>
+#include <string>
+#include <utility>
 #include <vector>
+
+#include "device.h"
 
 #define __CUDACC__ 1
 #define __CUDA_ARCH__ 800
@@ -63,22 +70,59 @@ enum {
   cudaErrorInvalidValue,
   cudaErrorNotSupported,
   cudaFuncAttributeMaxDynamicSharedMemorySize,
-  cudaDevAttrMaxSharedMemoryPerBlockOptin
+  cudaDevAttrMaxSharedMemoryPerBlockOptin,
+  cudaDevAttrMultiProcessorCount
 };
 
 namespace emulation {
 
-constexpr int kSharedBytes = 232448;
-alignas(1024) inline unsigned char shared[kSharedBytes];
+constexpr int kMaxSharedBytes = 232448;
+alignas(1024) inline unsigned char shared[kMaxSharedBytes];
+inline size_t shared_bytes;  // how many the launched kernel has
 inline std::mt19937 random;
+
+inline void Seed(unsigned seed) { random.seed(seed); }
+
+// Memory that nothing has written is full of ones, which are NaN in all floating-point types.
+inline bool Unwritten(const unsigned char* begin, const unsigned char* end) {
+  return begin == end || (*begin == 0xff && std::memcmp(begin, begin + 1, end - begin - 1) == 0);
+}
+
+// Memory of exactly so many bytes, aligned to 16 bytes and no more, between bytes that no kernel may
+// write.
+class Memory {
+ public:
+  explicit Memory(size_t bytes)
+      : size_(bytes),
+        all_(static_cast<unsigned char*>(std::aligned_alloc(32, Rounded(bytes) + 2 * kGuard)),
+             std::free) {
+    std::memset(all_.get(), 0xff, Rounded(bytes) + 2 * kGuard);
+  }
+  void* data() const { return all_.get() + kGuard; }
+  bool Intact() const {
+    const unsigned char* const data = all_.get() + kGuard;
+    return Unwritten(all_.get(), data) &&
+           Unwritten(data + size_, data + Rounded(size_) + kGuard);
+  }
+
+ private:
+  static constexpr size_t kGuard = 4096 + 16;
+  static size_t Rounded(size_t bytes) { return (bytes + 31) / 32 * 32; }
+
+  size_t size_;
+  std::unique_ptr<unsigned char, void (*)(void*)> all_;
+};
+
+// Kernels are done when their launch returns.
+inline std::string Finish() { return {}; }
 
 struct Copy {
   uint32_t to;
   const void* from;  // null where the copy clears
 };
 struct Fiber {
-  ucontext_t context;
-  std::vector<char> stack = std::vector<char>(1 << 17);
+  std::vector<char> stack;  // empty before the fiber has run
+  jmp_buf place;            // where it goes on
   std::function<bool()> ready;
   std::vector<std::vector<Copy>> copies;  // under way, by group; the last is still open
   unsigned thread;
@@ -89,13 +133,13 @@ struct Barrier {
   bool all = true, result = true;
 };
 struct WarpState {
-  uint32_t posted[32][6];  // what each lane shows the others
+  uint32_t posted[2][32][6];  // what each lane shows the others, now and the time before
   Barrier barrier;
 };
 
 inline std::vector<Fiber> fibers;
 inline Fiber* current;
-inline ucontext_t scheduler;
+inline jmp_buf scheduler;
 inline std::function<void()> kernel;
 inline std::map<int, Barrier> barriers;
 inline std::vector<WarpState> warps;
@@ -105,10 +149,15 @@ inline unsigned threads;
 inline int Lane() { return current->thread % 32; }
 inline WarpState& OwnWarp() { return warps[current->thread / 32]; }
 
+// swapcontext would take two system calls.
+inline void Suspend() {
+  if (_setjmp(current->place) == 0) _longjmp(scheduler, 1);
+}
+
 inline void WaitUntil(std::function<bool()> ready) {
   if (ready()) return;
   current->ready = std::move(ready);
-  swapcontext(&current->context, &scheduler);
+  Suspend();
 }
 
 inline bool Arrive(Barrier& barrier, unsigned count, bool value = true) {
@@ -124,44 +173,58 @@ inline bool Arrive(Barrier& barrier, unsigned count, bool value = true) {
   return barrier.result;
 }
 
-// All lanes post, then all read, before any goes on.
+// All lanes post, then all read. A lane that goes on may post again before the others have read, but
+// not twice.
 template <typename Read>
 auto Exchange(std::initializer_list<uint32_t> words, Read&& read) {
   WarpState& warp = OwnWarp();
-  std::copy(words.begin(), words.end(), warp.posted[Lane()]);
+  auto& posted = warp.posted[warp.barrier.generation % 2];
+  std::copy(words.begin(), words.end(), posted[Lane()]);
   Arrive(warp.barrier, 32);
-  auto result = read(warp.posted);
-  Arrive(warp.barrier, 32);
-  return result;
+  return read(posted);
 }
 
+// A fiber runs its thread of one block after another.
 inline void RunFiber() {
-  kernel();
-  current->done = true;
-  swapcontext(&current->context, &scheduler);
+  for (;;) {
+    kernel();
+    current->done = true;
+    Suspend();
+  }
+}
+
+inline void Start(Fiber& fiber) {
+  fiber.stack.resize(1 << 17);
+  ucontext_t context;
+  getcontext(&context);
+  context.uc_stack.ss_sp = fiber.stack.data();
+  context.uc_stack.ss_size = fiber.stack.size();
+  makecontext(&context, RunFiber, 0);
+  setcontext(&context);
+}
+
+inline void Resume(Fiber& fiber) {
+  current = &fiber;
+  if (_setjmp(scheduler) != 0) return;
+  if (fiber.stack.empty()) Start(fiber);
+  _longjmp(fiber.place, 1);
 }
 
 inline void RunBlock() {
   barriers.clear();
   warps.assign(threads / 32, {});
-  std::memset(shared, 0xff, sizeof(shared));  // NaN, in all types
+  std::memset(shared, 0xff, sizeof(shared));
   for (unsigned t = 0; t < threads; ++t) {
     Fiber& fiber = fibers[t];
-    getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = fiber.stack.data();
-    fiber.context.uc_stack.ss_size = fiber.stack.size();
-    fiber.context.uc_link = &scheduler;
     fiber.ready = nullptr;
     fiber.copies.assign(1, {});
     fiber.thread = t;
     fiber.done = false;
-    makecontext(&fiber.context, RunFiber, 0);
   }
   const auto runs = [](Fiber& fiber) {
     if (fiber.done || (fiber.ready && !fiber.ready())) return false;
     fiber.ready = nullptr;
-    current = &fiber;
-    swapcontext(&scheduler, &fiber.context);
+    Resume(fiber);
     return true;
   };
   // A warp runs as far as it can; then another one is drawn.
@@ -180,13 +243,30 @@ inline void RunBlock() {
       if (any) break;
     }
     if (any) continue;
-    if (std::all_of(fibers.begin(), fibers.begin() + threads, [](auto& f) { return f.done; })) return;
+    if (std::all_of(fibers.begin(), fibers.begin() + threads, [](auto& f) { return f.done; })) break;
     std::fprintf(stderr, "the threads of a block wait for each other\n");
+    std::abort();
+  }
+  if (!Unwritten(shared + shared_bytes, std::end(shared))) {
+    std::fprintf(stderr, "a block writes more shared memory than it has\n");
     std::abort();
   }
 }
 
+// GPUs compute with subnormal numbers, which XLA turns off in the threads of a CPU.
+class WithSubnormals {
+ public:
+  WithSubnormals() : before_(_mm_getcsr()) {
+    _mm_setcsr(before_ & ~(_MM_FLUSH_ZERO_MASK | _MM_DENORMALS_ZERO_MASK));
+  }
+  ~WithSubnormals() { _mm_setcsr(before_); }
+
+ private:
+  unsigned before_;
+};
+
 inline void Launch(std::function<void()> call, dim3 blocks, int block_threads) {
+  const WithSubnormals with_subnormals;
   kernel = std::move(call);
   grid = blocks;
   threads = block_threads;
@@ -248,14 +328,32 @@ struct Index {
 #define blockIdx (emulation::block_index)
 #define gridDim (emulation::grid)
 
+// Every launch sets the attribute.
 template <typename Kernel>
-cudaError_t cudaFuncSetAttribute(Kernel, int, int) {
+static cudaError_t cudaFuncSetAttribute(Kernel, int, int value) {
+  if (!emulation::Records(__BASE_FILE__, value)) return cudaErrorInvalidValue;
+  emulation::shared_bytes = value;
   return cudaSuccess;
 }
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
-inline cudaError_t cudaGetDevice(int* device) { return *device = 0; }
-inline cudaError_t cudaDeviceGetAttribute(int* value, int, int) {
-  *value = emulation::kSharedBytes;
+inline const char* cudaGetErrorString(cudaError_t error) {
+  switch (error) {
+    case cudaSuccess: return "no error";
+    case cudaErrorInvalidValue: return "invalid argument";
+    default: return "operation not supported";
+  }
+}
+inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
+inline cudaError_t cudaDeviceGetAttribute(int* value, int attribute, int) {
+  switch (attribute) {
+    case cudaDevAttrMultiProcessorCount: *value = emulation::device.multiprocessors; break;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = emulation::device.shared_memory; break;
+    default: return cudaErrorInvalidValue;
+  }
+  return cudaSuccess;
+}
+inline cudaError_t cudaMemsetAsync(void* to, int byte, size_t bytes, cudaStream_t) {
+  std::memset(to, byte, bytes);
   return cudaSuccess;
 }
 
@@ -360,6 +458,7 @@ inline void LoadBlocks(uint32_t address, bool transposed, uint32_t (&x)[4]) {
     }
     return 0;
   });
+  __syncwarp();  // no lane overwrites what another one is reading
 }
 inline void LoadMatrices(uint32_t address, uint32_t (&x)[4]) { LoadBlocks(address, false, x); }
 inline void LoadTransposed(uint32_t address, uint32_t (&x)[4]) { LoadBlocks(address, true, x); }

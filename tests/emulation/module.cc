@@ -1,0 +1,207 @@
+// The CUDA handlers and kernels as a Python module: numpy arrays take the place of XLA's buffers.
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "emulation.h"
+#include "handler.h"
+#include "rwkv_jax/description.h"
+#include "rwkv_jax/targets.h"
+
+// XLA's type for an error, which only its owner defines.
+struct XLA_FFI_Error {
+  XLA_FFI_Error_Code code;
+  std::string message;
+};
+
+namespace {
+
+namespace py = pybind11;
+using rwkv_jax::cuda::Cuda;
+
+// What XLA offers to a handler, as far as the handlers use it.
+XLA_FFI_Api Api() {
+  XLA_FFI_Api api = {};
+  api.struct_size = XLA_FFI_Api_STRUCT_SIZE;
+  api.api_version = {XLA_FFI_Api_Version_STRUCT_SIZE, nullptr, XLA_FFI_API_MAJOR,
+                     XLA_FFI_API_MINOR};
+  api.XLA_FFI_Error_Create = [](XLA_FFI_Error_Create_Args* args) {
+    return new XLA_FFI_Error{args->errc, args->message};
+  };
+  api.XLA_FFI_Error_GetMessage = [](XLA_FFI_Error_GetMessage_Args* args) {
+    args->message = args->error->message.c_str();
+  };
+  api.XLA_FFI_Error_Destroy = [](XLA_FFI_Error_Destroy_Args* args) { delete args->error; };
+  api.XLA_FFI_Stream_Get = [](XLA_FFI_Stream_Get_Args* args) -> XLA_FFI_Error* {
+    args->stream = nullptr;
+    return nullptr;
+  };
+  return api;
+}
+
+// As XLA writes them.
+const char* Name(XLA_FFI_Error_Code code) {
+  switch (code) {
+    case XLA_FFI_Error_Code_INVALID_ARGUMENT: return "INVALID_ARGUMENT";
+    case XLA_FFI_Error_Code_INTERNAL: return "INTERNAL";
+    case XLA_FFI_Error_Code_UNIMPLEMENTED: return "UNIMPLEMENTED";
+    default: return "UNKNOWN";
+  }
+}
+
+XLA_FFI_DataType TypeOf(const py::array& array) {
+  static const std::map<std::string, XLA_FFI_DataType> types = {
+      {"bfloat16", XLA_FFI_DataType_BF16}, {"float16", XLA_FFI_DataType_F16},
+      {"float32", XLA_FFI_DataType_F32},   {"int32", XLA_FFI_DataType_S32},
+      {"uint32", XLA_FFI_DataType_U32},    {"uint8", XLA_FFI_DataType_U8}};
+  const std::string name = py::str(array.dtype().attr("name"));
+  const auto found = types.find(name);
+  if (found == types.end()) throw py::type_error("no handler takes an array of " + name);
+  return found->second;
+}
+
+// Arrays as a handler gets them: copies in the memory of the device. Results may be operands as well.
+class Buffers {
+ public:
+  void Add(const py::array& array) {
+    if (!(array.flags() & py::array::c_style)) throw py::value_error("an array is not dense");
+    const size_t bytes = array.nbytes();
+    std::shared_ptr<emulation::Memory>& memory = memories_[bytes == 0 ? nullptr : array.data()];
+    if (memory == nullptr || bytes == 0) {
+      memory = std::make_shared<emulation::Memory>(bytes);
+      std::memcpy(memory->data(), array.data(), bytes);
+    }
+    auto sizes = std::make_unique<std::vector<int64_t>>(array.shape(), array.shape() + array.ndim());
+    buffers_.push_back({XLA_FFI_Buffer_STRUCT_SIZE, nullptr, TypeOf(array), memory->data(),
+                        array.ndim(), sizes->data()});
+    arrays_.push_back({array, memory});
+    sizes_.push_back(std::move(sizes));
+  }
+  // Each one's buffer from a number on.
+  std::vector<void*> From(size_t first) {
+    std::vector<void*> pointers;
+    for (size_t i = first; i < buffers_.size(); ++i) pointers.push_back(&buffers_[i]);
+    return pointers;
+  }
+  // What a handler has made of them, the first `operands` of which it may not change unless they are
+  // results.
+  void Finish(size_t operands) {
+    for (size_t i = operands; i < arrays_.size(); ++i) {
+      auto& [array, memory] = arrays_[i];
+      std::memcpy(array.mutable_data(), memory->data(), array.nbytes());
+    }
+    for (size_t i = 0; i < arrays_.size(); ++i) {
+      const auto& [array, memory] = arrays_[i];
+      const std::string name = i < operands ? "operand " + std::to_string(i)
+                                            : "result " + std::to_string(i - operands);
+      if (std::memcmp(array.data(), memory->data(), array.nbytes()) != 0)
+        throw std::runtime_error(name + " was changed");
+      if (!memory->Intact()) throw std::runtime_error("memory around " + name + " was written");
+    }
+  }
+
+ private:
+  std::map<const void*, std::shared_ptr<emulation::Memory>> memories_;
+  std::vector<std::pair<py::array, std::shared_ptr<emulation::Memory>>> arrays_;
+  std::vector<std::unique_ptr<std::vector<int64_t>>> sizes_;
+  std::vector<XLA_FFI_Buffer> buffers_;
+};
+
+XLA_FFI_Handler* HandlerOf(const std::string& target) {
+  static const std::vector<rwkv_jax::Registration> targets = rwkv_jax::Registrations<Cuda>();
+  for (const auto& [name, handler] : targets)
+    if (name == target) return handler;
+  throw py::key_error(target);
+}
+
+void Call(const std::string& target, const std::vector<py::array>& operands,
+          const std::vector<py::array>& results, std::map<std::string, int64_t> attributes) {
+  static const XLA_FFI_Api api = Api();
+  XLA_FFI_CallFrame frame = {};
+  frame.struct_size = XLA_FFI_CallFrame_STRUCT_SIZE;
+  frame.api = &api;
+  frame.stage = XLA_FFI_ExecutionStage_EXECUTE;
+
+  Buffers buffers;
+  for (const py::array& array : operands) buffers.Add(array);
+  for (const py::array& array : results) buffers.Add(array);
+  std::vector<void*> args = buffers.From(0), rets = buffers.From(operands.size());
+  std::vector<XLA_FFI_ArgType> arg_types(args.size(), XLA_FFI_ArgType_BUFFER);
+  std::vector<XLA_FFI_RetType> ret_types(rets.size(), XLA_FFI_RetType_BUFFER);
+  frame.args = {XLA_FFI_Args_STRUCT_SIZE, nullptr, static_cast<int64_t>(operands.size()),
+                arg_types.data(), args.data()};
+  frame.rets = {XLA_FFI_Rets_STRUCT_SIZE, nullptr, static_cast<int64_t>(rets.size()),
+                ret_types.data(), rets.data()};
+
+  // A map is sorted by name, as a handler expects attributes to be.
+  const size_t count = attributes.size();
+  std::vector<XLA_FFI_AttrType> attribute_types(count, XLA_FFI_AttrType_SCALAR);
+  std::vector<XLA_FFI_ByteSpan> names;
+  std::vector<XLA_FFI_Scalar> scalars;
+  for (auto& [name, value] : attributes) {
+    names.push_back({name.data(), name.size()});
+    scalars.push_back({XLA_FFI_DataType_S64, &value});
+  }
+  std::vector<XLA_FFI_ByteSpan*> name_pointers;
+  std::vector<void*> values;
+  for (size_t i = 0; i < count; ++i) {
+    name_pointers.push_back(&names[i]);
+    values.push_back(&scalars[i]);
+  }
+  frame.attrs = {XLA_FFI_Attrs_STRUCT_SIZE, nullptr, static_cast<int64_t>(count),
+                 attribute_types.data(), name_pointers.data(), values.data()};
+
+  const std::unique_ptr<XLA_FFI_Error> error(HandlerOf(target)(&frame));
+  const std::string failure = emulation::Finish();
+  if (error != nullptr)
+    throw std::runtime_error(std::string(Name(error->code)) + ": " + error->message);
+  if (!failure.empty()) throw std::runtime_error(failure);
+  buffers.Finish(operands.size());
+}
+
+rwkv_jax::Problem ProblemOf(const std::string& op, const std::string& pass,
+                            const py::kwargs& fields) {
+  return rwkv_jax::ReadProblem(op, pass, [&](const char* name) {
+    return py::cast<int64_t>(fields[name]);
+  });
+}
+
+}  // namespace
+
+PYBIND11_MODULE(rwkv_jax_emulation, module) {
+  module.def("call", &Call, py::arg("target"), py::arg("operands"), py::arg("results"),
+             py::arg("attributes"));
+  module.def("seed", &emulation::Seed, "Draws the order of warps anew.");
+  module.def("set_device", [](int multiprocessors, int shared_memory) {
+    emulation::device = {multiprocessors, shared_memory};
+  });
+  module.def("launches", [] { return std::exchange(emulation::launched, {}); },
+             "The source files of the kernels launched since the last call.");
+
+  // As rwkv_jax/module.h exports them.
+  module.def("constants", [] { return rwkv_jax::Constants(Cuda::kMaxHeadSize); });
+  module.def("device", &Cuda::DeviceOf, py::arg("ordinal"));
+  module.def("scratch",
+             [](const std::string& op, const std::string& pass, const py::kwargs& problem) {
+               return Cuda::ScratchFloats(ProblemOf(op, pass, problem));
+             });
+  module.def("plan",
+             [](const std::string& op, const std::string& pass, int64_t multiprocessors,
+                int64_t shared_memory, const py::kwargs& problem) {
+               return Cuda::PlanOf(multiprocessors, shared_memory, ProblemOf(op, pass, problem));
+             },
+             py::arg("op"), py::arg("pass"), py::kw_only(), py::arg("multiprocessors"),
+             py::arg("shared_memory"));
+  module.def("has_summary", [](const std::string& op, const py::kwargs& problem) {
+    return Cuda::HasSummary(ProblemOf(op, "summary", problem));
+  });
+}

@@ -1,3 +1,0 @@
-#include "emulation.h"
-
-#include "wkv6/gradients.cu"
