@@ -64,7 +64,7 @@ def _check_whole(op: str, axes: Named, specs: Iterable[P]) -> None:
 
 
 def repeated(x: Array, axes: str, like: Array, like_axes: str) -> Array:
-    """`x`, which has no axis B, repeated for each batch row of `like` and sharded as its rows are."""
+    """`x`, which has no axis B, for each batch row of `like`, and sharded as its rows are."""
     sharding = None
     if mesh := _explicit_mesh([like]):
         sharding = NamedSharding(mesh, spec_of(_shards(_specs([like]), [like_axes]), f"B{axes}"))

@@ -64,7 +64,7 @@ def numbers(marks: Array) -> Array:
 
 
 def there(marks: Array, like: Array) -> Array:
-    """Whether each token belongs to a segment [B, T], with axes of size 1 up to the rank of `like`."""
+    """Whether each token belongs to a segment [B, T], with axes of size 1 to the rank of `like`."""
     return jnp.expand_dims(marks != PADDING, tuple(range(2, like.ndim)))
 
 
