@@ -225,7 +225,7 @@ def test_refusals(cpus: list[Any]) -> None:
     function = shard(wkv7, devices, batch="data", sequence="seq")
     x = jnp.zeros((2, 9, 2, 16))
     with pytest.raises(
-        ValueError, match=r"wkv7: r has shape .* T = 9; accepted is a multiple of 2"
+        ValueError, match=r"wkv7: a has shape .* T = 9; accepted is a multiple of 2"
     ):
         function(x, x, x, x, x, x)
     with pytest.raises(ValueError, match="wkv7: w has shape"):
