@@ -24,7 +24,7 @@ struct ReplayScratch {
 constexpr int64_t StateGradientFloats(int64_t head_size) { return head_size * head_size / 2; }
 
 // The work of a block: a split of a sequence, or nothing if `split` is negative.
-struct Piece {
+struct BlockWork {
   Turn turn;
   int64_t split;
 };
@@ -68,22 +68,22 @@ struct Splits {
   // different lengths, the block of a place finds the summary of the split there or, if the recurrence
   // runs forwards, of the split before it.
   template <bool kReverse>
-  __device__ Piece WorkOfBlock(const Sequences& sequences, int64_t tokens, int64_t heads,
-                               bool summary) const {
+  __device__ BlockWork WorkOfBlock(const Sequences& sequences, int64_t tokens, int64_t heads,
+                                   bool summary) const {
     const int64_t index = blockIdx.x / heads;
     if (chunks == 0)
       return {sequences.InTurn(index, tokens), kReverse ? count - 1 - blockIdx.y : blockIdx.y};
     if (index >= count - 1) return {sequences.InTurn(index - (count - 1), tokens), 0};
-    Piece piece = Later(sequences, index + 1);
-    if (summary && !kReverse) --piece.split;
-    return piece;
+    BlockWork work = Later(sequences, index + 1);
+    if (summary && !kReverse) --work.split;
+    return work;
   }
   // The sequence of a block, one of `SummarizedHeads`, or -1 if it has none.
   __device__ int64_t SummarizedSequence(const Sequences& sequences, int64_t heads) const {
     const int64_t index = blockIdx.x / heads;
     if (chunks == 0) return index;
-    const Piece piece = Later(sequences, index + 1);
-    return piece.split == 1 ? piece.turn.sequence : -1;
+    const BlockWork work = Later(sequences, index + 1);
+    return work.split == 1 ? work.turn.sequence : -1;
   }
   // The summary of a split. `order` is its number in the order of the recurrence; `head` is
   // sequence * heads + h.
@@ -107,7 +107,7 @@ struct Splits {
     return static_cast<unsigned>(span.first_token / kChunk) / static_cast<unsigned>(chunks);
   }
   // The split at a place that is not the first of its sequence, found by a warp together.
-  __device__ Piece Later(const Sequences& sequences, int64_t place) const {
+  __device__ BlockWork Later(const Sequences& sequences, int64_t place) const {
     int64_t begin = 0, end = sequences.count;
     while (begin < end) {
       const int64_t step = (end - begin + 31) / 32, probe = begin + threadIdx.x % 32 * step;

@@ -253,15 +253,6 @@ __device__ void AddFarPairs(const unsigned char* da, const RawTile<T>& raw, int 
   }
 }
 
-// A chunk that no sequence has adds nothing to the gradients of parameters.
-template <typename T>
-__device__ void ClearPartialSums(const GradientArrays<T>& in, bool constant) {
-  if (threadIdx.x >= kHeadSize) return;
-  const int64_t to = static_cast<int64_t>(blockIdx.x) * kHeadSize + threadIdx.x;
-  in.du[to] = 0.0f;
-  if (constant) static_cast<float*>(in.dw)[to] = 0.0f;
-}
-
 // One tile, with channels as rows.
 struct TileGradients {
   Accumulator<2> drt, dkh, dkb;
@@ -905,7 +896,7 @@ __global__ __launch_bounds__(kThreads,
   const unsigned chunk = blockIdx.x / in.heads, own_head = blockIdx.x - chunk * in.heads;
   const int sequence =
       in.sequences.Given() ? in.sequences.owners[chunk] : static_cast<int>(chunk / in.chunks);
-  if (sequence < 0) return ClearPartialSums(in, kConstant);
+  if (sequence < 0) return;  // no sequence has this chunk, and nothing reads its partial sums
   const Span span = in.sequences.Given() ? in.sequences(sequence, 0)
                                          : Span{sequence * in.tokens, in.tokens,
                                                 static_cast<int64_t>(sequence) * in.chunks};

@@ -56,16 +56,16 @@ struct SplitOfBlock {
       : SplitOfBlock(in, in.splits.template WorkOfBlock<kReverse>(in.sequences, in.tokens, in.heads,
                                                                   summary)) {}
   template <typename Scan>
-  __device__ SplitOfBlock(const Scan& in, const Piece& piece)
-      : sequence(piece.turn.sequence),
+  __device__ SplitOfBlock(const Scan& in, const BlockWork& work)
+      : sequence(work.turn.sequence),
         heads(in.heads),
         own_head(static_cast<unsigned>(blockIdx.x % in.heads)),
-        span(piece.turn.span),
+        span(work.turn.span),
         splits(static_cast<int>(in.splits.Count(span.Chunks()))),
-        order(static_cast<int>(kReverse && piece.split >= 0 ? splits - 1 - piece.split
-                                                            : piece.split)) {
+        order(static_cast<int>(kReverse && work.split >= 0 ? splits - 1 - work.split
+                                                           : work.split)) {
     const int64_t most = in.splits.ChunksPerSplit(span.Chunks());
-    first_chunk = piece.split * most;
+    first_chunk = work.split * most;
     const int64_t left = span.Chunks() - first_chunk;
     chunks = static_cast<int>(left < 0 ? 0 : left < most ? left : most);
   }
