@@ -28,12 +28,12 @@ cudaError_t RunReverseSummary(cudaStream_t stream, const Wkv6BackwardCall& call)
 // --- Kernels that go token by token, in float (recurrent.cu): any dtype, head sizes 16 to 128, any decay.
 
 // Tokens between two states that the backward pass keeps in its scratch.
-constexpr int64_t kWkv6Tile = 8;
+constexpr int64_t kWkv6ReplayTokens = 8;
 
 // The floats of scratch that the backward pass needs for one split of one head: the gradient of the
 // state at its end, and the states inside one chunk.
 __host__ __device__ constexpr int64_t Wkv6ScratchSize(int64_t head_size) {
-  return kChunk / kWkv6Tile * head_size * head_size;
+  return kChunk / kWkv6ReplayTokens * head_size * head_size;
 }
 
 cudaError_t Wkv6Forward(cudaStream_t stream, const Wkv6ForwardCall& call);

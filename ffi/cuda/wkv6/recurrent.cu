@@ -458,7 +458,7 @@ __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 128 ? 1 : 3) v
   constexpr int L = kGroupTokens;
   using Own = Channel<T, N, L, G::kThreads>;
   constexpr int kStageTokens = Own::kStageTokens, kGroups = Own::kGroups;
-  static_assert(kStageTokens == kWkv6Tile);
+  static_assert(kStageTokens == kWkv6ReplayTokens);
   RWKV_JAX_DYNAMIC_SHARED(16, memory);
   using Shared = BackwardShared<G, kRoomy>;
   static_assert(kGroups == Shared::kGroups);

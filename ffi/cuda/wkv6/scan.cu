@@ -62,8 +62,8 @@ struct SplitOfBlock {
         own_head(static_cast<unsigned>(blockIdx.x % in.heads)),
         span(work.turn.span),
         splits(static_cast<int>(in.splits.Count(span.Chunks()))),
-        order(static_cast<int>(kReverse && work.split >= 0 ? splits - 1 - work.split
-                                                           : work.split)) {
+        order(
+            static_cast<int>(kReverse && work.split >= 0 ? splits - 1 - work.split : work.split)) {
     const int64_t most = in.splits.ChunksPerSplit(span.Chunks());
     first_chunk = work.split * most;
     const int64_t left = span.Chunks() - first_chunk;
