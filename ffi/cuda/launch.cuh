@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "plan.h"
 #include "ptx.cuh"
 #include "rwkv_jax/marks.h"
 
@@ -58,6 +59,15 @@ cudaError_t ForAllTypes(Dtype dtype, int64_t head_size, Fn&& fn) {
 template <typename Fn>
 cudaError_t ForMarks(const Marks& marks, Fn&& fn) {
   return marks.Given() ? fn(std::true_type()) : fn(std::false_type());
+}
+
+// Calls fn(bool_constant<whether a block may have `kWanted` bytes of shared memory>()). The kernel for
+// devices that have less is built only if there are such devices.
+template <int64_t kWanted, typename Fn>
+cudaError_t ForSharedMemory(const Device& device, Fn&& fn) {
+  if constexpr (kWanted > kLeastSharedMemory)
+    if (kWanted > device.shared_memory) return fn(std::false_type());
+  return fn(std::true_type());
 }
 
 }  // namespace rwkv_jax::cuda

@@ -631,10 +631,7 @@ cudaError_t Wkv6Backward(cudaStream_t stream, const Wkv6BackwardCall& call, cons
                         call.dims.tokens, call.dims.heads, states, call.dfinal_state, gradients,
                         lot);
         };
-        constexpr int64_t kWanted = sizeof(BackwardShared<G, true>);
-        if constexpr (kWanted > kLeastSharedMemory)
-          if (kWanted > device.shared_memory) return launch(std::false_type());
-        return launch(std::true_type());
+        return ForSharedMemory<sizeof(BackwardShared<G, true>)>(device, launch);
       });
     });
   });

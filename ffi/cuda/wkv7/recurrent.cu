@@ -606,10 +606,7 @@ cudaError_t Wkv7Backward(cudaStream_t stream, const Wkv7BackwardCall& call, cons
                         call.dims.tokens, call.dims.heads, call.decay, call.marks, call.sequences,
                         states, call.dfinal_state, gradients, lot);
         };
-        constexpr int64_t kWanted = sizeof(BackwardShared<BackwardPartition<N>, true>);
-        if constexpr (kWanted > kLeastSharedMemory)
-          if (kWanted > device.shared_memory) return launch(std::false_type());
-        return launch(std::true_type());
+        return ForSharedMemory<sizeof(BackwardShared<BackwardPartition<N>, true>)>(device, launch);
       });
     });
   });
