@@ -544,7 +544,7 @@ __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 128 ? 1 : 3) v
 #pragma unroll 1
         for (int before = 0; before < g; ++before)
           AdvanceState(partition, groups[before], marks.From(before * L), s);
-        const int turn = g % Shared::kTurns;
+        const int turn = kRoomy ? g : 0;
         ReadStates(partition, groups[g], marks.From(g * L), s, ds,
                    shared.columns[turn][threadIdx.x / 32], shared.dv[turn]);
         if constexpr (!kRoomy) {
