@@ -9,7 +9,7 @@ from jax import export
 
 from rwkv_jax._native import library
 from rwkv_jax._operator import check, dispatch
-from rwkv_jax._operator.call import SegmentIds, Sequences
+from rwkv_jax._operator.call import Marks, Sequences
 from rwkv_jax._operator.public import registered
 from rwkv_jax._packing import segments, sequences
 
@@ -61,7 +61,8 @@ def implementations(
     if cu_seqlens is not None:
         packing = Sequences(sequences.checked(op, cu_seqlens, *signature.row_sizes(inputs)))
     elif segment_ids is not None:
-        packing = SegmentIds(segments.checked(op, segment_ids, *signature.row_sizes(inputs)))
+        # Implementations get a mark for each token; here the shape alone counts.
+        packing = Marks(segments.checked(op, segment_ids, *signature.row_sizes(inputs)))
     options = check.options(
         op, function.operator, decay=decay, precision=precision, implementation=None
     )

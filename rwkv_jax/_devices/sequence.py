@@ -144,9 +144,10 @@ def _forward(
     upto = lax.associative_scan(summary.combine, summaries, axis=1)
     of_devices = lax.all_gather(jax.tree.map(lambda x: x[:, -1], upto), axis)
     _, starts = lax.scan(lambda s, x: (summary.apply(x, s), s), initial, of_devices, unroll=8)
-    start = jax.tree.map(lambda x: x[:, None], _at(starts, lax.axis_index(axis)))
-    later = summary.apply(jax.tree.map(lambda x: x[:, :-1], upto), start)
-    before = jax.tree.map(lambda x, y: jnp.concatenate([x, y], axis=1), start, later)
+    before = jax.tree.map(lambda x: x[:, None], _at(starts, lax.axis_index(axis)))
+    if cut.count > 1:
+        later = summary.apply(jax.tree.map(lambda x: x[:, :-1], upto), before)
+        before = jax.tree.map(lambda x, y: jnp.concatenate([x, y], axis=1), before, later)
     splits = Forward(inputs, jax.tree.map(_flat, before), packing)
     result = dispatch.run(operator, "forward", options, splits)
     end = jax.tree.map(lambda x: cut.open(x)[:, -1], result.state)
