@@ -37,9 +37,6 @@ XLA_FFI_Api Api() {
   api.XLA_FFI_Error_Create = [](XLA_FFI_Error_Create_Args* args) {
     return new XLA_FFI_Error{args->errc, args->message};
   };
-  api.XLA_FFI_Error_GetMessage = [](XLA_FFI_Error_GetMessage_Args* args) {
-    args->message = args->error->message.c_str();
-  };
   api.XLA_FFI_Error_Destroy = [](XLA_FFI_Error_Destroy_Args* args) { delete args->error; };
   api.XLA_FFI_Stream_Get = [](XLA_FFI_Stream_Get_Args* args) -> XLA_FFI_Error* {
     args->stream = nullptr;
