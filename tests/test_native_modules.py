@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 import rwkv_jax
@@ -101,6 +102,18 @@ if "cuda" in PRESENT:
             forward, backward = (words[plan["kernel"]] for plan in plans)
             several = forward if forward == backward else f"{forward}; backward {backward}"
             assert found == (BY_CHANNEL if op == "wkv4" else several)
+
+    @each_op
+    def test_details_of_segments(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        case = Case(1, 300, 1, 64, dtype="bfloat16")
+        ids = np.ones((case.B, case.T), np.int32)
+        options: dict[str, Any] = {"precision": None}
+        alone, _ = _details(op, case, "9.0", monkeypatch, **options)
+        inputs, _ = OPERATORS[op].make(OPERATORS[op].suited(case))
+        shapes = [inputs[name] for name in OPERATORS[op].inputs]
+        options |= {"segment_ids": ids, "decay": OPERATORS[op].suited(case).decay}
+        found = rwkv_jax.implementations(op, *shapes, platform="cuda", details=True, **options)
+        assert found["ffi"] == alone
 
     @pytest.mark.parametrize("packed", [False, True], ids=["alone", "sequences"])
     @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
