@@ -1,7 +1,7 @@
 """The derivative of an operator on whole sequences and on one token."""
 
 import functools
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 from jax import Array
@@ -21,18 +21,23 @@ class Residuals(NamedTuple):
     packing: Packing
 
 
+def _run(
+    operator: Operator, name: Literal["forward", "step"], options: Options, operands: Forward
+) -> YAndState:
+    result = dispatch.run(operator, name, options, operands)
+    return result.y, result.state
+
+
 def sequence(operator: Operator, options: Options, operands: Forward) -> YAndState:
     """`y` and the final state."""
     if options.implementation == "reference":
-        result = dispatch.run(operator, "forward", options, operands)
-        return result.y, result.state
+        return _run(operator, "forward", options, operands)
     return _sequence(operator, options, operands)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _sequence(operator: Operator, options: Options, operands: Forward) -> YAndState:
-    result = dispatch.run(operator, "forward", options, operands)
-    return result.y, result.state
+    return _run(operator, "forward", options, operands)
 
 
 def _sequence_forward(
@@ -56,15 +61,13 @@ _sequence.defvjp(_sequence_forward, _sequence_backward)
 def token(operator: Operator, options: Options, operands: Forward) -> YAndState:
     """`y` and the next state of one token."""
     if options.implementation == "reference":
-        result = dispatch.run(operator, "step", options, operands)
-        return result.y, result.state
+        return _run(operator, "step", options, operands)
     return _token(operator, options, operands)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _token(operator: Operator, options: Options, operands: Forward) -> YAndState:
-    result = dispatch.run(operator, "step", options, operands)
-    return result.y, result.state
+    return _run(operator, "step", options, operands)
 
 
 def _token_forward(
