@@ -109,6 +109,7 @@ Plan MakePlanOfHeads(const Rules& rules, const Device& device, const Problem& pr
   const bool suits = SuitsMatrixUnits(rules, problem);
   plan.shared_memory = suits ? rules.shared_memory(problem.pass, problem.head_size) : 0;
   plan.matrix_units = suits && plan.shared_memory <= device.shared_memory;
+  plan.few_heads = problem.AllHeads() < Scaled(200, device);
   const bool backward = problem.pass == Pass::kBackward;
   if (backward) {
     plan.replay_heads = std::min(problem.AllHeads(), kReplayHeads);

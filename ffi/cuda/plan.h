@@ -27,6 +27,8 @@ struct Plan {
   // not taken for lack of it; 0 where they do not suit the problem.
   int64_t shared_memory = 0;
 
+  bool few_heads = false;  // a multiprocessor has little more than one
+
   // Splits of a sequence. Where sequences have different lengths and there are several splits, each has
   // `split_chunks` chunks, and `splits` are those of all tokens as if they were one sequence.
   int64_t splits = 1, split_chunks = 0;

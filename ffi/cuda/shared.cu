@@ -29,41 +29,46 @@ __global__ __launch_bounds__(kThreads) void ClearKernel(Sequences sequences,
 }
 
 constexpr int kSumColumns = 32;
-constexpr int kSumRows = 16;
-constexpr int kSumThreads = kSumColumns * kSumRows;
+constexpr int kSumWarps = 16;
+constexpr int kSumThreads = kSumColumns * kSumWarps;
 constexpr int kMaxInputs = 2;
 
 struct Inputs {
   PartialSums of[kMaxInputs];
 };
 
-// A block has kSumColumns columns of a sequence. Each of its warps adds up every kSumRows-th partial sum,
-// and the first warp then adds up what they have.
-__global__ __launch_bounds__(kSumThreads) void SumKernel(Sequences sequences, int64_t partials,
-                                                         int64_t columns, Inputs inputs) {
-  __shared__ float sums[kSumRows][kSumColumns];
+// A warp has kSumColumns columns. kWarps of them share a sequence: each adds up every kWarps-th partial
+// sum, and the first then adds up what they have.
+template <int kWarps>
+__global__ __launch_bounds__(kSumThreads) void SumKernel(Sequences sequences, int64_t count,
+                                                         int64_t partials, int64_t columns,
+                                                         Inputs inputs) {
+  __shared__ float sums[kSumWarps][kSumColumns];
   const int64_t groups = (columns + kSumColumns - 1) / kSumColumns;
-  const int64_t sequence = blockIdx.x / groups, group = blockIdx.x % groups;
-  const int lane = threadIdx.x % kSumColumns, row = threadIdx.x / kSumColumns;
-  const int64_t column = group * kSumColumns + lane;
-  int64_t first = sequence * partials;
-  if (sequences.Given()) {
-    const Span span = sequences(sequence, 0);
-    first = span.first_chunk, partials = span.Chunks();
-  }
+  const int lane = threadIdx.x % kSumColumns, warp = threadIdx.x / kSumColumns;
+  const int64_t sequence = blockIdx.x / groups * (kSumWarps / kWarps) + warp / kWarps;
+  const int64_t column = blockIdx.x % groups * kSumColumns + lane;
+  const bool active = sequence < count && column < columns;
   const PartialSums& input = inputs.of[blockIdx.y];
   float sum = 0.0f;
-  if (column < columns) {
-#pragma unroll 4
-    for (int64_t i = row; i < partials; i += kSumRows)
+  if (active) {
+    int64_t first = sequence * partials;
+    if (sequences.Given()) {
+      const Span span = sequences(sequence, 0);
+      first = span.first_chunk, partials = span.Chunks();
+    }
+#pragma unroll 8
+    for (int64_t i = warp % kWarps; i < partials; i += kWarps)
       sum += input.from[(first + i) * columns + column];
   }
-  sums[row][lane] = sum;
-  __syncthreads();
-  if (row > 0 || column >= columns) return;
+  if constexpr (kWarps > 1) {
+    sums[warp][lane] = sum;
+    __syncthreads();
+    if (warp % kWarps > 0) return;
 #pragma unroll
-  for (int i = 1; i < kSumRows; ++i) sum += sums[i][lane];
-  input.to[sequence * columns + column] = sum;
+    for (int i = 1; i < kWarps; ++i) sum += sums[warp + i][lane];
+  }
+  if (active) input.to[sequence * columns + column] = sum;
 }
 
 }  // namespace
@@ -88,8 +93,16 @@ cudaError_t SumPartials(cudaStream_t stream, int64_t count, const Sequences& seq
   unsigned number = 0;
   for (const PartialSums& input : inputs) all.of[number++] = input;
   const int64_t groups = (columns + kSumColumns - 1) / kSumColumns;
-  const dim3 blocks(static_cast<unsigned>(count * groups), number);
-  return Launch(SumKernel, blocks, kSumThreads, 0, stream, sequences, partials, columns, all);
+  const auto launch = [&](auto warps) {
+    constexpr int kSequences = kSumWarps / warps();
+    const int64_t blocks = (count + kSequences - 1) / kSequences * groups;
+    return Launch(SumKernel<warps()>, dim3(static_cast<unsigned>(blocks), number), kSumThreads, 0,
+                  stream, sequences, count, partials, columns, all);
+  };
+  // Many short sequences have too few partial sums each to keep a block busy.
+  const bool short_ones = sequences.Given() && partials < kSumWarps * count;
+  return short_ones ? launch(std::integral_constant<int, 1>())
+                    : launch(std::integral_constant<int, kSumWarps>());
 }
 
 }  // namespace rwkv_jax::cuda

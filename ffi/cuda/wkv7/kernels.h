@@ -37,8 +37,9 @@ __host__ __device__ constexpr int64_t ScratchSize(int64_t head_size) {
   return kChunk / kReplayTokens * head_size * head_size + kChunk * head_size;
 }
 
-// If `only` [S, H] is given, these run only the heads for which it is not 0.
-cudaError_t Wkv7Forward(cudaStream_t stream, const Wkv7ForwardCall& call,
+// If `only` [S, H] is given, these run only the heads for which it is not 0. A call of one token does not
+// depend on `few_heads`, which a plan has.
+cudaError_t Wkv7Forward(cudaStream_t stream, const Wkv7ForwardCall& call, bool few_heads,
                         const float* only = nullptr);
 cudaError_t Wkv7Backward(cudaStream_t stream, const Wkv7BackwardCall& call, const Device& device,
                          const ReplayScratch& scratch, const float* only = nullptr);

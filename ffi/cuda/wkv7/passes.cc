@@ -22,12 +22,13 @@ cudaError_t ClearInexact(cudaStream_t stream, const Wkv7Call& call, const Plan& 
 
 cudaError_t Run(cudaStream_t stream, const Wkv7ForwardCall& call, const Plan& plan,
                 float* scratch) {
-  if (!plan.matrix_units) return Wkv7Forward(stream, call);
+  if (!plan.matrix_units) return Wkv7Forward(stream, call, plan.few_heads);
   float* inexact;
   cudaError_t error = ClearInexact(stream, call, plan, scratch, inexact);
   if (error == cudaSuccess)
     error = Wkv7Scan(stream, call, plan.device, SplitsOf(call, plan, scratch), inexact);
-  if (error == cudaSuccess && inexact != nullptr) error = Wkv7Forward(stream, call, inexact);
+  if (error == cudaSuccess && inexact != nullptr)
+    error = Wkv7Forward(stream, call, plan.few_heads, inexact);
   return error;
 }
 
@@ -50,7 +51,7 @@ cudaError_t Run(cudaStream_t stream, const Wkv7BackwardCall& call, const Plan& p
 }
 
 cudaError_t RunStep(cudaStream_t stream, const Wkv7ForwardCall& call) {
-  return Wkv7Forward(stream, call);
+  return Wkv7Forward(stream, call, false);
 }
 
 }  // namespace rwkv_jax::cuda
