@@ -77,7 +77,8 @@ class Buffers {
       memory = std::make_shared<emulation::Memory>(bytes);
       std::memcpy(memory->data(), array.data(), bytes);
     }
-    auto sizes = std::make_unique<std::vector<int64_t>>(array.shape(), array.shape() + array.ndim());
+    auto sizes =
+        std::make_unique<std::vector<int64_t>>(array.shape(), array.shape() + array.ndim());
     buffers_.push_back({XLA_FFI_Buffer_STRUCT_SIZE, nullptr, TypeOf(array), memory->data(),
                         array.ndim(), sizes->data()});
     arrays_.push_back({array, memory});
@@ -98,8 +99,8 @@ class Buffers {
     }
     for (size_t i = 0; i < arrays_.size(); ++i) {
       const auto& [array, memory] = arrays_[i];
-      const std::string name = i < operands ? "operand " + std::to_string(i)
-                                            : "result " + std::to_string(i - operands);
+      const std::string name =
+          i < operands ? "operand " + std::to_string(i) : "result " + std::to_string(i - operands);
       if (std::memcmp(array.data(), memory->data(), array.nbytes()) != 0)
         throw std::runtime_error(name + " was changed");
       if (!memory->Intact()) throw std::runtime_error("memory around " + name + " was written");
@@ -154,8 +155,9 @@ void Call(const std::string& target, const std::vector<py::array>& operands,
     name_pointers.push_back(&names[i]);
     values.push_back(&scalars[i]);
   }
-  frame.attrs = {XLA_FFI_Attrs_STRUCT_SIZE, nullptr, static_cast<int64_t>(count),
-                 attribute_types.data(), name_pointers.data(), values.data()};
+  frame.attrs = {XLA_FFI_Attrs_STRUCT_SIZE,   nullptr,
+                 static_cast<int64_t>(count), attribute_types.data(),
+                 name_pointers.data(),        values.data()};
 
   const std::unique_ptr<XLA_FFI_Error> error(HandlerOf(target)(&frame));
   const std::string failure = emulation::Finish();
@@ -167,9 +169,8 @@ void Call(const std::string& target, const std::vector<py::array>& operands,
 
 rwkv_jax::Problem ProblemOf(const std::string& op, const std::string& pass,
                             const py::kwargs& fields) {
-  return rwkv_jax::ReadProblem(op, pass, [&](const char* name) {
-    return py::cast<int64_t>(fields[name]);
-  });
+  return rwkv_jax::ReadProblem(op, pass,
+                               [&](const char* name) { return py::cast<int64_t>(fields[name]); });
 }
 
 }  // namespace
@@ -181,8 +182,9 @@ PYBIND11_MODULE(rwkv_jax_emulation, module) {
   module.def("set_device", [](int multiprocessors, int shared_memory) {
     emulation::device = {multiprocessors, shared_memory};
   });
-  module.def("launches", [] { return std::exchange(emulation::launched, {}); },
-             "The source files of the kernels launched since the last call.");
+  module.def(
+      "launches", [] { return std::exchange(emulation::launched, {}); },
+      "The source files of the kernels launched since the last call.");
 
   // As rwkv_jax/module.h exports them.
   module.def("constants", [] { return rwkv_jax::Constants(Cuda::kMaxHeadSize); });
@@ -191,13 +193,14 @@ PYBIND11_MODULE(rwkv_jax_emulation, module) {
              [](const std::string& op, const std::string& pass, const py::kwargs& problem) {
                return Cuda::ScratchFloats(ProblemOf(op, pass, problem));
              });
-  module.def("plan",
-             [](const std::string& op, const std::string& pass, int64_t multiprocessors,
-                int64_t shared_memory, const py::kwargs& problem) {
-               return Cuda::PlanOf(multiprocessors, shared_memory, ProblemOf(op, pass, problem));
-             },
-             py::arg("op"), py::arg("pass"), py::kw_only(), py::arg("multiprocessors"),
-             py::arg("shared_memory"));
+  module.def(
+      "plan",
+      [](const std::string& op, const std::string& pass, int64_t multiprocessors,
+         int64_t shared_memory, const py::kwargs& problem) {
+        return Cuda::PlanOf(multiprocessors, shared_memory, ProblemOf(op, pass, problem));
+      },
+      py::arg("op"), py::arg("pass"), py::kw_only(), py::arg("multiprocessors"),
+      py::arg("shared_memory"));
   module.def("has_summary", [](const std::string& op, const py::kwargs& problem) {
     return Cuda::HasSummary(ProblemOf(op, "summary", problem));
   });

@@ -101,8 +101,7 @@ class Memory {
   void* data() const { return all_.get() + kGuard; }
   bool Intact() const {
     const unsigned char* const data = all_.get() + kGuard;
-    return Unwritten(all_.get(), data) &&
-           Unwritten(data + size_, data + Rounded(size_) + kGuard);
+    return Unwritten(all_.get(), data) && Unwritten(data + size_, data + Rounded(size_) + kGuard);
   }
 
  private:
@@ -243,7 +242,8 @@ inline void RunBlock() {
       if (any) break;
     }
     if (any) continue;
-    if (std::all_of(fibers.begin(), fibers.begin() + threads, [](auto& f) { return f.done; })) break;
+    if (std::all_of(fibers.begin(), fibers.begin() + threads, [](auto& f) { return f.done; }))
+      break;
     std::fprintf(stderr, "the threads of a block wait for each other\n");
     std::abort();
   }
@@ -491,16 +491,18 @@ inline void WarpMultiplyFloat(float (&sum)[4], const float (&a)[4], float b0, fl
     std::memcpy(&bits, &x, 4);
     return bits & 0xffffe000;
   };
-  emulation::Exchange(
-      {word(a[0]), word(a[1]), word(a[2]), word(a[3]), word(b0), word(b1)}, [&](const auto& posted) {
-        for (int e = 0; e < 4; ++e) {
-          const int row = emulation::Lane() / 4 + e / 2 * 8, col = 2 * (emulation::Lane() % 4) + e % 2;
-          for (int k = 0; k < 8; ++k)
-            sum[e] += __uint_as_float(posted[row % 8 * 4 + k % 4][row / 8 + k / 4 * 2]) *
-                      __uint_as_float(posted[col * 4 + k % 4][4 + k / 4]);
-        }
-        return 0;
-      });
+  emulation::Exchange({word(a[0]), word(a[1]), word(a[2]), word(a[3]), word(b0), word(b1)},
+                      [&](const auto& posted) {
+                        for (int e = 0; e < 4; ++e) {
+                          const int row = emulation::Lane() / 4 + e / 2 * 8,
+                                    col = 2 * (emulation::Lane() % 4) + e % 2;
+                          for (int k = 0; k < 8; ++k)
+                            sum[e] +=
+                                __uint_as_float(posted[row % 8 * 4 + k % 4][row / 8 + k / 4 * 2]) *
+                                __uint_as_float(posted[col * 4 + k % 4][4 + k / 4]);
+                        }
+                        return 0;
+                      });
 }
 
 // Copies arrive as late as they may.
