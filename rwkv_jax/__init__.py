@@ -10,6 +10,7 @@ from rwkv_jax import sharding as sharding
 from rwkv_jax._info import build_info as build_info
 from rwkv_jax._info import export_checks as export_checks
 from rwkv_jax._info import implementations as implementations
+from rwkv_jax._native import library as _library
 from rwkv_jax.wkv4 import Wkv4State as Wkv4State
 from rwkv_jax.wkv4 import wkv4 as wkv4
 from rwkv_jax.wkv4 import wkv4_step as wkv4_step
@@ -20,4 +21,4 @@ from rwkv_jax.wkv6 import wkv6_step as wkv6_step
 from rwkv_jax.wkv7 import wkv7 as wkv7
 from rwkv_jax.wkv7 import wkv7_step as wkv7_step
 
-__version__ = "0.1.0"
+__version__ = _library.VERSION

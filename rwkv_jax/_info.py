@@ -1,6 +1,5 @@
 """What this installation can do."""
 
-import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -79,19 +78,14 @@ def build_info() -> dict[str, Any]:
       kernels choose at run time; "cuda_archs": the GPU architectures compiled for; "missing": for
       each platform, None where its kernels are loaded, or the reason why they are not.
     """
-    info: dict[str, Any] = {"cxx": None, "cpu_isas": (), "cuda_compiler": None, "cuda_archs": ()}
-    try:
-        _build: Any = importlib.import_module("rwkv_jax._build")  # written by the build
-    except ModuleNotFoundError:
-        pass
-    else:
-        info = {
-            "cxx": _build.CXX,
-            "cpu_isas": _build.CPU_ISAS,
-            "cuda_compiler": _build.CUDA_COMPILER or None,
-            "cuda_archs": _build.CUDA_ARCHS,
-        }
-    return info | {"missing": dict(library.MISSING)}
+    cpu, cuda = (library.build(library.MODULES[platform]) for platform in ("cpu", "cuda"))
+    return {
+        "cxx": getattr(cpu, "CXX", None),
+        "cpu_isas": getattr(cpu, "CPU_ISAS", ()),
+        "cuda_compiler": getattr(cuda, "CUDA_COMPILER", "") or None,
+        "cuda_archs": getattr(cuda, "CUDA_ARCHS", ()),
+        "missing": dict(library.MISSING),
+    }
 
 
 def export_checks() -> Sequence[export.DisabledSafetyCheck]:

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import importlib.util
 import pathlib
 import re
 from collections.abc import Sequence
@@ -11,7 +12,32 @@ import jax
 import numpy as np
 from jax import Array
 
-MODULES = {"cpu": "rwkv_jax._cpu", "cuda": "rwkv_jax._cuda"}
+
+def _is_installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _cuda_module() -> str:
+    """The module that was built with this package, or that of a wheel of CUDA kernels, preferably
+    the one for the CUDA version that JAX uses."""
+    versions = sorted(("13", "12"), key=lambda v: not _is_installed(f"jax_cuda{v}_plugin"))
+    names = ["rwkv_jax._cuda", *(f"rwkv_jax_cuda{version}._cuda" for version in versions)]
+    return next(filter(_is_installed, names), names[0])
+
+
+def build(module: str) -> Any:
+    """How a module, or any of the same package, was built, or None if the package was not built."""
+    try:
+        return importlib.import_module(f"{module.rpartition('.')[0]}._build")
+    except ModuleNotFoundError:
+        return None
+
+
+MODULES = {"cpu": "rwkv_jax._cpu", "cuda": _cuda_module()}
+VERSION: str = getattr(build(MODULES["cpu"]), "VERSION", "0+unknown")
 REGISTRY_NAMES = {"cpu": "cpu", "cuda": "CUDA"}
 
 
@@ -39,6 +65,13 @@ def _load(platform: str, name: str) -> str | None:
                 + _HOW_TO_GET[platform]
             )
         return f"{name} cannot be loaded: {error}"
+    version = getattr(build(name), "VERSION", VERSION)
+    if version != VERSION:
+        distribution = name.partition(".")[0].replace("_", "-")
+        return (
+            f"{distribution} has version {version} and rwkv-jax {VERSION}; "
+            f"install {distribution}=={VERSION}"
+        )
     # Registering a handler that is newer than the runtime would break every later JAX computation.
     if module.ffi_version() > runtime:
         built = ".".join(map(str, module.ffi_version()))
@@ -53,7 +86,8 @@ def _load(platform: str, name: str) -> str | None:
 
 _HOW_TO_GET = {
     "cpu": "reinstall rwkv-jax with a C++ compiler on PATH",
-    "cuda": "put nvcc on PATH, or set CUDACXX, and reinstall rwkv-jax with RWKV_JAX_CUDA=ON",
+    "cuda": "install rwkv-jax-cuda13 or rwkv-jax-cuda12, or reinstall rwkv-jax from source "
+    "with RWKV_JAX_CUDA=ON and nvcc on PATH or in CUDACXX",
 }
 
 MISSING: dict[str, str | None] = {platform: _load(platform, m) for platform, m in MODULES.items()}
