@@ -40,7 +40,7 @@ RWKV_JAX_ZIG=$("$first/python" -c 'import pathlib, ziglang; print(pathlib.Path(z
 export ZIG_GLOBAL_CACHE_DIR=$work/zig ZIG_LOCAL_CACHE_DIR=$work/zig
 
 # All wheels are built from the source distribution, whose version is that of the git tag.
-PATH=$first:$PATH "$first/python" -m build --sdist --no-isolation --outdir "$work/sdist" . >"$work/sdist.log"
+PATH=$first:$PATH "$first/python" -m build --sdist --no-isolation --outdir "$work/sdist" . >"$work/sdist.log" 2>&1
 sdist=$(find "$work/sdist" -name '*.tar.gz' -printf '%T@ %p\n' | sort -n | tail -n 1 | cut -d ' ' -f 2)
 version=$(basename "$sdist" .tar.gz)
 version=${version#rwkv_jax-}
@@ -53,8 +53,8 @@ build() {
   for venv in "${venvs[@]}"; do
     rm -rf "$work/raw"
     PATH=$venv/bin:$PATH "$venv/bin/python" -m build --wheel --no-isolation --outdir "$work/raw" \
-      -C build-dir="$folder-build" "${settings[@]}" "$folder" >"$folder-$(basename "$venv").log"
-    PATH=$venv/bin:$PATH auditwheel --quiet repair --plat "$platform" --wheel-dir dist "$work"/raw/*.whl
+      -C build-dir="$folder-build" "${settings[@]}" "$folder" >"$folder-$(basename "$venv").log" 2>&1
+    PATH=$venv/bin:$PATH auditwheel repair --plat "$platform" --wheel-dir dist "$work"/raw/*.whl >>"$folder-$(basename "$venv").log" 2>&1
   done
 }
 
