@@ -11,7 +11,7 @@
 #   PYTHONS              the interpreters, "python3.11 python3.12" by default
 #   CUDACXX_12, CUDACXX_13   nvcc of CUDA 12, and of CUDA 13 in place of the one from PyPI
 #   RWKV_JAX_CUDA_ARCHS  the GPU architectures, all that the project supports by default
-set -euo pipefail
+set -Eeuo pipefail
 cd "$(dirname "$0")/.."
 
 kinds=("$@")
@@ -21,6 +21,7 @@ root=$PWD
 work=$root/build/wheels
 platform=manylinux_2_28_$(uname -m)
 mkdir -p "$work" dist
+trap 'tail -n 20 $(ls -t "$work"/*.log | head -n 1) >&2' ERR
 
 # Times inside archives are those of the commit, so that the same sources give the same bytes.
 SOURCE_DATE_EPOCH=$(git log -1 --format=%ct 2>/dev/null || echo 0)
@@ -66,6 +67,7 @@ unpack() {
 }
 
 build_cpu() {
+  rm -f dist/rwkv_jax-*
   cp "$sdist" dist/
   unpack "$work/cpu"
   # The extras for CUDA bring the wheels with the kernels, of the same version.
@@ -93,6 +95,7 @@ build_cuda() {
     echo "wheels.sh: set CUDACXX_$major to nvcc of CUDA $major, which PyPI does not have" >&2
     exit 1
   fi
+  rm -f "dist/rwkv_jax_cuda$major"-*
   unpack "$folder"
   sed "s/@MAJOR@/$major/g; s/@VERSION@/$version/g" "$folder/ffi/cuda/pyproject.toml.in" >"$folder/pyproject.toml"
   CUDACXX=$nvcc build "$folder" RWKV_JAX_CPU=OFF RWKV_JAX_CUDA=ON RWKV_JAX_PACKAGE="rwkv_jax_cuda$major" \
