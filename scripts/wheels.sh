@@ -52,7 +52,8 @@ build() {
   shift
   for setting in RWKV_JAX_ZIG="$RWKV_JAX_ZIG" "$@"; do settings+=(-C "cmake.define.$setting"); done
   for venv in "${venvs[@]}"; do
-    rm -rf "$work/raw"
+    # Ninja keeps the kernels, which do not depend on the Python; CMake looks for it anew.
+    rm -rf "$work/raw" "$folder-build/CMakeCache.txt" "$folder-build/.skbuild-info.json"
     PATH=$venv/bin:$PATH "$venv/bin/python" -m build --wheel --no-isolation --outdir "$work/raw" \
       -C build-dir="$folder-build" "${settings[@]}" "$folder" >"$folder-$(basename "$venv").log" 2>&1
     PATH=$venv/bin:$PATH auditwheel repair --plat "$platform" --wheel-dir dist "$work"/raw/*.whl >>"$folder-$(basename "$venv").log" 2>&1
