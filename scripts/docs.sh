@@ -5,9 +5,10 @@
 #   VENV     where the virtual environment is, .venv-docs by default; it is kept between runs
 set -euo pipefail
 
-site=$(realpath -m "${1:-$(dirname "$0")/../out/site}")
-cd "$(dirname "$0")/.."
-venv=${VENV:-.venv-docs}
+root=$(cd "$(dirname "$0")/.." && pwd)
+site=$(realpath -m "${1:-$root/out/site}")
+venv=$(realpath -m "${VENV:-$root/.venv-docs}")
+cd "$root"
 
 [ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
 # The extra `docs` alone: neither the package nor JAX.
@@ -17,5 +18,5 @@ with open("pyproject.toml", "rb") as file:
     print(*tomllib.load(file)["project"]["optional-dependencies"]["docs"], sep="\n")
 ' | "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --requirement /dev/stdin
 export NO_MKDOCS_2_WARNING=1 # an announcement of the theme
-"$venv/bin/python" -m mkdocs build --quiet --strict --config-file docs/mkdocs.yml --site-dir "$site"
+"$venv/bin/python" -m mkdocs build --strict --config-file docs/mkdocs.yml --site-dir "$site"
 echo "$site/index.html"
