@@ -1,9 +1,59 @@
 """RWKV time-mixing operators for JAX.
 
-Operators: `wkv4`, `wkv5`, `wkv6` and `wkv7`, and for one token `wkv4_step` and so on.
-`implementations` says which implementation of an operator can run a given call, and `build_info`
+The operators are `wkv4`, `wkv5`, `wkv6` and `wkv7`; `wkv4_step` to `wkv7_step` compute one token.
+`implementations` says which implementation of an operator can run a given call. `build_info` says
 how the native kernels of this installation were built. `rwkv_jax.sharding` runs the operators on
-many devices.
+many devices. `rwkv_jax.models` and `rwkv_jax.nn` hold the RWKV-7 language model and its layers.
+
+# Arguments that all operators share
+
+The axes have these letters: B rows of a batch, T tokens, H heads, K key channels and V value
+channels of a head, C channels (of `wkv4`), S sequences of `cu_seqlens`, P rows of a pool of states.
+
+**Inputs.** All inputs of a call share one dtype: float32, bfloat16 or float16. States are always
+float32, and so is all accumulation. `y` has the dtype of `v`. B, T, H and C may be 0.
+
+**`initial_state`** is the state before the first token of each row. If it is None, the operator
+starts from the state of no tokens, which is zero for `wkv5`, `wkv6` and `wkv7`.
+
+**`segment_ids`**, integers [B, T], say which tokens of a row belong together. A segment is a run of
+tokens with the same id; the id 0 is padding. The first segment of a row continues from
+`initial_state`. Every other segment starts from the state of no tokens. The final state is the
+state after the last segment. Padding changes no state, and its `y` and its gradients are 0.
+
+**`cu_seqlens`**, int32 [S + 1], is for S sequences of different lengths that lie one after another
+in a single row, so B is 1. The sequence s has the tokens from `cu_seqlens[s]` up to, but without,
+`cu_seqlens[s + 1]`; it is empty if the two are equal. Every sequence has a state of its own, so
+`initial_state` and the final state have S in place of B. Offsets that do not go from 0 to T, or
+that decrease, raise a ValueError where their values are known when the call is traced. Otherwise
+they are clamped, and tokens of no sequence have a `y` and gradients of 0. `cu_seqlens` and
+`segment_ids` exclude each other.
+
+**`slots`**, int32 [B], or [S] with `cu_seqlens`, are rows of a pool of states. `initial_state` is
+then the pool, with P in place of B. The operator returns the pool with these rows replaced, in
+place if the caller donates it. A row or sequence with a slot below 0 is not active: its `y` is 0. A
+slot that the pool does not have, or that occurs twice, raises a ValueError where the slots are
+known when the call is traced. Otherwise a row whose slot the pool does not have is not active, and
+of several rows with the same slot the last one is kept.
+
+**`decay`** names the form in which `w` gives the decay; the docstring of each operator lists its
+forms. Any finite `w` is accepted. In `wkv5`, `wkv6` and `wkv7` a decay that underflows to 0 clears
+its channel of the state.
+
+**`precision`** is a `jax.lax.Precision` or one of its names. "highest" computes in float32
+throughout. The default may use matrix units in lower precision with float32 accumulation. `wkv4`
+always computes in float32.
+
+**`implementation`** is the name of one implementation: "ffi" (native kernels on CPU and CUDA),
+"pallas" (Pallas kernels on CUDA and TPU; not for `wkv4`), "xla" (chunks in plain `jax.numpy`) or
+"reference" (one `lax.scan` step for each token, differentiable any number of times and in forward
+mode). None takes the first of "ffi", "pallas" (on CUDA alone) and "xla" that can run where the
+program is lowered.
+
+**Errors.** An argument that is not an array, or that has a dtype that is not accepted or not
+shared, raises a TypeError. A wrong rank or size, and an unknown option, raise a ValueError. An
+implementation that is asked for by name and cannot run the call raises a NotImplementedError that
+says why. If only the platform is at fault, the error comes when the program is lowered.
 """
 
 from rwkv_jax import sharding as sharding

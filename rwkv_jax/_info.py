@@ -74,9 +74,10 @@ def build_info() -> dict[str, Any]:
     """How the native modules of this installation were built, and why one of them is missing.
 
     Returns:
-      "cxx" and "cuda_compiler": the compilers; "cpu_isas": the instruction sets among which the CPU
-      kernels choose at run time; "cuda_archs": the GPU architectures compiled for; "missing": for
-      each platform, None where its kernels are loaded, or the reason why they are not.
+      A dictionary. "cxx" and "cuda_compiler" are the compilers, "cpu_isas" the instruction sets
+      among which the CPU kernels choose at run time, and "cuda_archs" the GPU architectures that
+      the CUDA kernels are compiled for. "missing" has for each platform None where its kernels are
+      loaded, or the reason why they are not.
     """
     cpu, cuda = (library.build(library.MODULES[platform]) for platform in ("cpu", "cuda"))
     return {

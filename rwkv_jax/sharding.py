@@ -57,8 +57,9 @@ def shard(
 
     Raises:
       TypeError: `operator` is not a registered operator.
-      ValueError: an axis is not one of the mesh, or named twice, or a step is given a sequence; and
-        when it is called: a size is not a multiple of its number of devices.
+      ValueError: an axis is not one of the mesh, or is named twice, or a step is given a
+        sequence. The returned function raises it if a size is not a multiple of the number of
+        devices.
     """
     function = find(operator)
     if function.is_step and sequence is not None:
@@ -117,9 +118,9 @@ def sequence_parallel(operator: Fn, axis: str | tuple[str, ...]) -> Fn:
       axis: the mesh axes of T, of which the `shard_map` is manual.
 
     Returns:
-      A function with the arguments and results of `operator`: of arrays with T the tokens of this
-      device, of states and parameters the same on all devices along `axis`. The final state is the
-      one after all tokens.
+      A function with the arguments and results of `operator`. Arrays with the axis T hold the
+      tokens of this device. States and parameters are the same on all devices along `axis`, and
+      the final state is the one after all tokens.
 
     Raises:
       TypeError: `operator` is not a registered operator.

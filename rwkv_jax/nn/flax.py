@@ -109,7 +109,7 @@ class RWKV7(nnx.Module):
 
     def __call__(
         self,
-        tokens: Int[Array, "B *T"],
+        tokens: Int[Array, " B *T"],
         state: rwkv7.State | None = None,
         *,
         segment_ids: Int[Array, "B T"] | None = None,

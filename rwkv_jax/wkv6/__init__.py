@@ -44,7 +44,7 @@ def wkv6(
 ) -> tuple[Array, Array]:
     r"""The recurrence of RWKV-6 over whole sequences.
 
-    For each head, with the state S a [V, K] matrix that starts as `initial_state`::
+    For each head, with the state S a [V, K] matrix that starts as `initial_state`:
 
         y_t = (S_{t-1} + v_t (u * k_t)^T) r_t
         S_t = S_{t-1} diag(d_t) + v_t k_t^T
@@ -55,52 +55,31 @@ def wkv6(
     "exp") decay this function agrees.
 
     Args:
-      r: receptance, [B, T, H, K]. Any B >= 0, T >= 0 and H >= 0.
+      r: receptance, [B, T, H, K].
       w: decay, [B, T, H, K], in the form that `decay` names.
       k: key, [B, T, H, K].
       v: value, [B, T, H, V].
       u: the bonus of the present token, [H, K].
       initial_state: [B, H, V, K], float32; zeros if None. (flash-linear-attention keeps the
         transpose, [B, H, K, V].)
-      segment_ids: integers [B, T] that say which tokens of a row belong together. A segment is a
-        run of tokens with the same id; the id 0 is padding. The first segment of a row continues
-        from `initial_state`, every other segment starts from the state before any token, and the
-        final state is the state after the last segment. Padding changes no state, and its `y` and
-        its gradients are 0.
-      cu_seqlens: int32 [S + 1], for S sequences of different lengths in a single row, B = 1:
-        the sequence s has the tokens from `cu_seqlens[s]` to `cu_seqlens[s + 1]`, none if the two
-        are equal, and states of its own, so `initial_state` and the final state are [S, H, V, K].
-        Offsets that do not go from 0 to T, or that decrease, raise a ValueError where their values
-        are known when the call is traced; otherwise they are clamped, and tokens of no sequence
-        have a `y` and gradients of 0. It excludes `segment_ids`.
-      slots: int32 [B], or [S] with `cu_seqlens`: rows of a pool of states [P, ...], which
-        `initial_state` then is. The pool is returned with these rows replaced, in place where it
-        is donated. A row or sequence with a slot below 0 is not active: its `y` is 0. A slot that
-        the pool does not have, or that is there twice, raises a ValueError where slots are known
-        when the call is traced. Otherwise a row whose slot the pool does not have is not active,
-        and of several rows with the same slot the last one is kept.
+      segment_ids: integers [B, T], the same for consecutive tokens that belong together, such as
+        those of a document; 0 is padding.
+      cu_seqlens: int32 [S + 1], the offsets of S sequences that lie one after another in a single
+        row. States are then [S, H, V, K].
+      slots: int32 [B] or [S], rows of a pool of states. `initial_state` is then the pool,
+        [P, H, V, K].
       decay: what `w` is. "log": the log decay itself, <= 0, so d = exp(w). "exp", the form of the
-        official kernels: d = exp(-exp(w)). Any finite `w` is accepted; a decay that underflows to 0
-        clears its channel.
-      precision: as `jax.lax.Precision`. HIGHEST computes in float32 throughout; the default may use
-        matrix units in lower precision with float32 accumulation.
-      implementation: "ffi" (native kernels on CPU and CUDA), "pallas" (Pallas kernels on CUDA and
-        TPU), "xla", or "reference" (one `lax.scan` step, differentiable any number of times and in
-        forward mode). None takes the first of ffi, pallas (on CUDA alone) and xla that can run
-        where the program is lowered.
+        official kernels: d = exp(-exp(w)).
+      precision: as `jax.lax.Precision`.
+      implementation: the name of an implementation; if None, the first that can run.
 
-    `r`, `w`, `k`, `v`, `u` share one dtype: float32, bfloat16 or float16. The state is always
-    float32 and so is all accumulation.
+    `help(rwkv_jax)` describes in full what all operators share: these options, the dtypes and the
+    errors.
 
     Returns:
       `y` [B, T, H, V] in the dtype of `v`, and the final state [B, H, V, K] in float32. Both are
       differentiable once in reverse mode, with respect to all six array arguments. The gradients
       of `u` are sums over the batch, in an order that does not change.
-
-    Raises:
-      TypeError: an argument is not an array, or has a dtype that is not accepted or not shared.
-      ValueError: an argument has a wrong rank or size, or an option is unknown.
-      NotImplementedError: the named implementation cannot run this call; the message says why.
     """
     return run(wkv6, locals())
 
@@ -129,8 +108,5 @@ def wkv6_step(
     Returns:
       `y` [B, H, V] in the dtype of `v`, and the next state. Equal to `wkv6` on one token,
       derivatives included.
-
-    Raises:
-      TypeError, ValueError, NotImplementedError: as `wkv6`.
     """
     return run(wkv6_step, locals())

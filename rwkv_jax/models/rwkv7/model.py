@@ -17,7 +17,7 @@ from rwkv_jax.wkv7 import wkv7
 
 def apply(
     params: Params,
-    tokens: Int[Array, "B *T"],
+    tokens: Int[Array, " B *T"],
     state: State | None = None,
     *,
     segment_ids: Int[Array, "B T"] | None = None,

@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Builds the documentation into a folder, out/site if none is given; any warning, such as a link to
+# nothing, is an error. The sources of the package are read, so it need not be installed. Environment:
+#   PYTHON   the interpreter, python3 by default
+#   VENV     where the virtual environment is, .venv-docs by default; it is kept between runs
+set -euo pipefail
+
+root=$(cd "$(dirname "$0")/.." && pwd)
+site=$(realpath -m "${1:-$root/out/site}")
+venv=$(realpath -m "${VENV:-$root/.venv-docs}")
+cd "$root"
+
+[ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
+# The extra `docs` alone: neither the package nor JAX.
+"$venv/bin/python" -c '
+import tomllib
+with open("pyproject.toml", "rb") as file:
+    print(*tomllib.load(file)["project"]["optional-dependencies"]["docs"], sep="\n")
+' | "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --requirement /dev/stdin
+export NO_MKDOCS_2_WARNING=1 # an announcement of the theme
+"$venv/bin/python" -m mkdocs build --strict --config-file docs/mkdocs.yml --site-dir "$site"
+echo "$site/index.html"

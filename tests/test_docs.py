@@ -1,0 +1,78 @@
+"""The README and the pages of the documentation: examples run, links lead somewhere, and shell
+commands name scripts and options that exist."""
+
+import os
+import re
+import runpy
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FILES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs" / "pages").rglob("*.md")])
+
+EXAMPLES = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCKS = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+LINKS = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+HEADINGS = re.compile(r"^#+ +(.+)$", re.MULTILINE)
+COMMANDS = re.compile(r"(?:python|bash) scripts/[^`#\n]*")
+
+pytestmark = pytest.mark.skipif(not FILES, reason="installed without its documentation")
+
+
+def name_of(file: Path) -> str:
+    return str(file.relative_to(ROOT))
+
+
+def anchors(file: Path) -> set[str]:
+    """The anchors of the headings, as GitHub and MkDocs both make them."""
+    headings = HEADINGS.findall(BLOCKS.sub("", file.read_text()))
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("file", [f for f in FILES if EXAMPLES.search(f.read_text())], ids=name_of)
+def test_examples_run(file: Path) -> None:
+    """One after another, as a reader of the page runs them."""
+    text, names = file.read_text(), {}
+    for block in EXAMPLES.finditer(text):
+        line = text[: block.start(1)].count("\n")
+        exec(compile("\n" * line + block[1], str(file), "exec"), names)
+
+
+@pytest.mark.parametrize("file", FILES, ids=name_of)
+def test_links_lead_somewhere(file: Path) -> None:
+    links = LINKS.findall(BLOCKS.sub("", file.read_text()))
+    for link in links:
+        if link.startswith(("https://", "http://", "mailto:")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = file.parent / path if path else file
+        assert target.exists(), f"{link}: there is no {target}"
+        assert not anchor or anchor in anchors(target), f"{link}: {target} has no such heading"
+
+
+def commands() -> Iterator[tuple[str, list[str]]]:
+    """The script and the options of each command."""
+    for file in FILES:
+        for command in COMMANDS.findall(file.read_text()):
+            _, script, *words = shlex.split(command)
+            yield script, [word.partition("=")[0] for word in words if word.startswith("--")]
+
+
+@pytest.mark.parametrize("script", sorted({script for script, _ in commands()}))
+def test_commands_exist(
+    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A shell script takes what pytest or another script takes, so only its name is checked."""
+    assert (ROOT / script).is_file()
+    if not script.endswith(".py"):
+        return
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])  # train.py adds to it
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(ROOT / script))["main"](["--help"])
+    accepted = set(re.findall(r"--[\w-]+", capsys.readouterr().out))
+    for other, options in commands():
+        assert other != script or set(options) <= accepted
