@@ -1,5 +1,6 @@
 import importlib
 import os
+from collections.abc import Iterator
 from typing import Any
 
 # Before JAX is imported: several CPU devices for the sharding tests, and what train.py sets.
@@ -54,13 +55,33 @@ def pytest_sessionstart() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The chunked form takes seconds to compile, which is most of the time of a whole run."""
+    """The quick run is what is not slow: of each test the first case of each operator in each
+    implementation, of each platform and of each data type, unless the test says itself that it is
+    slow."""
+    seen = set()
     for item in items:
-        params = getattr(getattr(item, "callspec", None), "params", {})
-        short = getattr(params.get("case"), "T", 18) <= 17
-        implementation = getattr(params.get("run"), "implementation", params.get("implementation"))
-        if implementation == "xla" and not short:
+        if item.get_closest_marker("slow"):
+            continue
+        shown = {(item.nodeid.partition("[")[0], *kind) for kind in _kinds(item)}
+        if shown <= seen:
             item.add_marker(pytest.mark.slow)
+        seen |= shown
+
+
+def _kinds(item: pytest.Item) -> Iterator[tuple[str | None, ...]]:
+    """What a case shows: an operator in an implementation, a platform, a data type."""
+    from support.cases import DTYPES
+    from support.operators import IMPLEMENTATIONS, OPERATORS, Run
+
+    params = getattr(getattr(item, "callspec", None), "params", {})
+    words = [x for x in params.values() if isinstance(x, str)]
+    run = params.get("run") or Run(
+        next((x for x in words if x in OPERATORS), ""),
+        next((x for x in words if x in IMPLEMENTATIONS), None),
+    )
+    yield run
+    yield from ((x,) for x in words if x in ("cpu", "cuda", "tpu"))
+    yield from ((x,) for x in [*words, getattr(params.get("case"), "dtype", "")] if x in DTYPES)
 
 
 @pytest.fixture

@@ -116,6 +116,8 @@ STEPS = {
 
 OPERATORS = SEQUENCES | STEPS
 
+IMPLEMENTATIONS = ("ffi", "pallas", "xla", "reference")
+
 
 def available(
     name: str, case: Case, platform: str | None = None, **packing: np.ndarray
