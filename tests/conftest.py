@@ -55,21 +55,25 @@ def pytest_sessionstart() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The quick run is what is not slow: of each test the first case of each operator in each
-    implementation, of each platform and of each data type, unless the test says itself that it is
-    slow."""
+    """The quick run has, of each test that is not marked slow, the first case of each operator in
+    each implementation and in each data type, and of each platform; the other cases are slow. Plain
+    XLA, which compiles for seconds, is there once in each file for each operator."""
     seen = set()
     for item in items:
         if item.get_closest_marker("slow"):
             continue
-        shown = {(item.nodeid.partition("[")[0], *kind) for kind in _kinds(item)}
+        test = item.nodeid.partition("[")[0]
+        shown = {(item.path if "xla" in kind else test, *kind) for kind in _kinds(item)}
+        if any("xla" in kind for kind in shown & seen):
+            item.add_marker(pytest.mark.slow)
+            continue
         if shown <= seen:
             item.add_marker(pytest.mark.slow)
         seen |= shown
 
 
 def _kinds(item: pytest.Item) -> Iterator[tuple[str | None, ...]]:
-    """What a case shows: an operator in an implementation, a platform, a data type."""
+    """What a case shows: an operator in an implementation and in a data type, and a platform."""
     from support.cases import DTYPES
     from support.operators import IMPLEMENTATIONS, OPERATORS, Run
 
@@ -81,7 +85,8 @@ def _kinds(item: pytest.Item) -> Iterator[tuple[str | None, ...]]:
     )
     yield run
     yield from ((x,) for x in words if x in ("cpu", "cuda", "tpu"))
-    yield from ((x,) for x in [*words, getattr(params.get("case"), "dtype", "")] if x in DTYPES)
+    dtypes = [*words, getattr(params.get("case"), "dtype", "")]
+    yield from ((run.op, x) for x in dtypes if x in DTYPES)
 
 
 @pytest.fixture

@@ -32,7 +32,11 @@ CASES = (
 """Rows of 70 tokens: a whole chunk, and one that the tokens do not fill."""
 
 RUNS = [
-    pytest.param(Run(op, implementation), case, id=f"{op}-{implementation}-{case.dtype}")
+    pytest.param(
+        *(Run(op, implementation), case),
+        marks=[pytest.mark.slow] if (op, implementation) == ("wkv6", "xla") else [],
+        id=f"{op}-{implementation}-{case.dtype}",
+    )
     for op, own in SEQUENCES.items()
     for case in map(own.suited, CASES)
     for implementation in available(op, case, segment_ids=ROWS)

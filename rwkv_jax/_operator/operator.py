@@ -29,7 +29,3 @@ class Operator:
     @property
     def step_name(self) -> str:
         return f"{self.name}_step"
-
-    @property
-    def portable(self) -> str:
-        return next(name for name in PORTABLE if name in self.implementations)
