@@ -6,9 +6,6 @@ from dataclasses import dataclass
 from rwkv_jax._operator.implementation import Implementation, Summary
 from rwkv_jax._operator.signature import Signature
 
-PORTABLE = ("xla", "reference")
-"""The implementations without preconditions, the fastest first."""
-
 
 @dataclass(frozen=True, eq=False)
 class Operator:
