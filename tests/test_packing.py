@@ -40,7 +40,7 @@ def test_vmap(packing: str, op: str) -> None:
         found = jax.vmap(call, in_axes=(axes, axis))(mapped, rows)
         for i in range(2):
             own = {n: x[i] if n in several else x for n, x in mapped.items()}
-            packed = {packing: one if axis is None else rows[i]}
+            packed: dict[str, Any] = {packing: one if axis is None else rows[i]}
             right = expected(op, own, cotangents, **packed)
             assert_right({name: x[i] for name, x in found.items()}, right)
 
