@@ -1,9 +1,16 @@
 #!/usr/bin/env bash
 # Installs the package with its test extra into a virtual environment of its own and runs the tests
-# on what was installed. Arguments are handed to pytest. Environment:
+# on what was installed: the quick ones (tests/conftest.py says which), or all of them.
+#
+#   bash scripts/test.sh                   quick tests; minutes on two CPU cores
+#   bash scripts/test.sh --all             all tests
+#   bash scripts/test.sh [--all] -k step   other arguments go to pytest
+#
+# CUDA kernels are compiled where there is a GPU, for its architecture, or where RWKV_JAX_CUDA or
+# RWKV_JAX_CUDA_ARCHS is set. Environment besides:
 #   PYTHON   the interpreter, python3 by default
 #   VENV     where the virtual environment is, .venv-test by default; it is kept between runs
-#   EXTRAS   what to install beside the package, test by default; test,cuda13 on a machine with a GPU
+#   EXTRAS   what to install beside the package: test, and with a GPU cuda13 or cuda12 by default
 set -euo pipefail
 
 root=$(cd "$(dirname "$0")/.." && pwd)
@@ -11,11 +18,35 @@ venv=${VENV:-$root/.venv-test}
 wheels=$(mktemp -d)
 trap 'rm -rf "$wheels"' EXIT
 
+which=(-m "not slow")
+if [[ ${1-} == --all ]]; then
+  which=()
+  shift
+fi
+
+gpu=$(nvidia-smi --query-gpu=compute_cap,driver_version --format=csv,noheader 2>/dev/null | head -n 1) || gpu=
+extras=test
+if [[ $gpu =~ ^([0-9]+)\.([0-9]),\ *([0-9]+)\. ]]; then
+  arch=${BASH_REMATCH[1]}${BASH_REMATCH[2]}
+  # JAX for CUDA 13 needs driver 580 or newer.
+  if ((BASH_REMATCH[3] >= 580)); then extras=test,cuda13; else extras=test,cuda12; fi
+fi
+if [[ -z ${RWKV_JAX_CUDA-}${RWKV_JAX_CUDA_ARCHS-} ]]; then
+  if [[ -n ${arch-} ]]; then
+    export RWKV_JAX_CUDA_ARCHS=${arch/#90/90a}-real
+  else
+    export RWKV_JAX_CUDA=OFF
+  fi
+fi
+
+step() { printf '\n== %s (after %s s)\n' "$1" "$SECONDS"; }
+
+step "installation into $venv"
 [ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
 pip() { "$venv/bin/python" -m pip --quiet --disable-pip-version-check "$@"; }
 pip wheel --no-deps --wheel-dir "$wheels" "$root"
 wheel=$(echo "$wheels"/*.whl)
-pip install "$wheel[${EXTRAS:-test}]"
+pip install "$wheel[${EXTRAS:-$extras}]"
 # In an environment of an earlier run the version is the same and the contents may not be.
 pip install --no-deps --force-reinstall "$wheel"
 
@@ -23,6 +54,8 @@ pip install --no-deps --force-reinstall "$wheel"
 # this process and in those that tests start.
 unset PYTHONPATH
 export PYTHONSAFEPATH=1
+# Compiling programs for the CPU is most of the time of the tests.
+export XLA_FLAGS="--xla_backend_optimization_level=1 ${XLA_FLAGS-}"
 cd "$root"
 "$venv/bin/python" - "$root/rwkv_jax" <<'PYTHON_CODE'
 import pathlib
@@ -36,5 +69,6 @@ assert where != pathlib.Path(sys.argv[1]), f"{where} is the source tree, not an 
 print(f"rwkv_jax {rwkv_jax.__version__} in {where}, jax {jax.__version__}", rwkv_jax.build_info())
 PYTHON_CODE
 
+step "tests"
 workers=$("$venv/bin/python" -c 'import os; print(min(os.cpu_count() or 1, 8))')
-"$venv/bin/python" -m pytest -n "$workers" --dist worksteal "$@"
+"$venv/bin/python" -m pytest -n "$workers" --dist worksteal ${which[@]+"${which[@]}"} "$@"

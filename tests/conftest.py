@@ -1,5 +1,6 @@
 import importlib
 import os
+from collections.abc import Iterator
 from typing import Any
 
 # Before JAX is imported: several CPU devices for the sharding tests, and what train.py sets.
@@ -54,13 +55,38 @@ def pytest_sessionstart() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The chunked form takes seconds to compile, which is most of the time of a whole run."""
+    """The quick run has, of each test that is not marked slow, the first case of each operator in
+    each implementation and in each data type, and of each platform; the other cases are slow. Plain
+    XLA, which compiles for seconds, is there once in each file for each operator."""
+    seen = set()
     for item in items:
-        params = getattr(getattr(item, "callspec", None), "params", {})
-        short = getattr(params.get("case"), "T", 18) <= 17
-        implementation = getattr(params.get("run"), "implementation", params.get("implementation"))
-        if implementation == "xla" and not short:
+        if item.get_closest_marker("slow"):
+            continue
+        test = item.nodeid.partition("[")[0]
+        shown = {(item.path if "xla" in kind else test, *kind) for kind in _kinds(item)}
+        if any("xla" in kind for kind in shown & seen):
             item.add_marker(pytest.mark.slow)
+            continue
+        if shown <= seen:
+            item.add_marker(pytest.mark.slow)
+        seen |= shown
+
+
+def _kinds(item: pytest.Item) -> Iterator[tuple[str | None, ...]]:
+    """What a case shows: an operator in an implementation and in a data type, and a platform."""
+    from support.cases import DTYPES
+    from support.operators import IMPLEMENTATIONS, OPERATORS, Run
+
+    params = getattr(getattr(item, "callspec", None), "params", {})
+    words = [x for x in params.values() if isinstance(x, str)]
+    run = params.get("run") or Run(
+        next((x for x in words if x in OPERATORS), ""),
+        next((x for x in words if x in IMPLEMENTATIONS), None),
+    )
+    yield run
+    yield from ((x,) for x in words if x in ("cpu", "cuda", "tpu"))
+    dtypes = [*words, getattr(params.get("case"), "dtype", "")]
+    yield from ((run.op, x) for x in dtypes if x in DTYPES)
 
 
 @pytest.fixture

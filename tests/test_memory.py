@@ -19,7 +19,11 @@ from support.operators import Run, available
 HEADS, SIZE = 192, 64
 AXES = {"B": 1, "H": HEADS, "K": SIZE, "V": SIZE, "C": HEADS * SIZE}
 RUNS = [
-    pytest.param(Run(op, implementation), id=f"{op}-{implementation}")
+    pytest.param(
+        Run(op, implementation),
+        marks=[pytest.mark.slow] if implementation == "xla" else [],
+        id=f"{op}-{implementation}",
+    )
     for op in ("wkv7", "wkv6", "wkv4")
     for implementation in available(op, Case(1, 16, 1, SIZE))
     if implementation == "ffi" or (op == "wkv7" and implementation != "reference")

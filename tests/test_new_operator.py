@@ -28,6 +28,8 @@ from rwkv_jax._portable.token_by_token import TokenByToken
 from rwkv_jax.sharding import shard
 from support import hlo
 
+pytestmark = pytest.mark.slow
+
 SIGNATURE = Signature(
     "toy",
     inputs={"w": "C", "k": "BTC", "v": "BTC"},

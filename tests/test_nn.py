@@ -16,7 +16,7 @@ from jaxtyping import PyTree
 from rwkv_jax.models import rwkv7
 from rwkv_jax.nn import equinox, flax
 from rwkv_jax.wkv7 import wkv7
-from support import tolerance
+from support.tolerance import assert_trees_close
 
 WIDTH, HEAD_SIZE = 32, 16
 CONFIG = rwkv7.Config(layers=2, width=WIDTH, head_size=HEAD_SIZE, vocabulary=256)
@@ -81,13 +81,6 @@ def decoding(inputs: Inputs) -> Inputs:
     return (x, state, *rest)
 
 
-def assert_close(tree: PyTree[jax.Array], expected: PyTree[jax.Array]) -> None:
-    leaves, others = (
-        {str(i): np.asarray(x) for i, x in enumerate(jax.tree.leaves(t))} for t in (tree, expected)
-    )
-    tolerance.assert_close(leaves, others, tolerance.EXACT_FLOAT32)
-
-
 def scalar(results: Tree) -> tuple[jax.Array, Tree]:
     """A loss to differentiate, and the results themselves."""
     squares = (jnp.square(x).mean() for x in jax.tree.leaves(results))
@@ -121,7 +114,7 @@ def test_twins_are_equal(name: str, mode: str) -> None:
     results, gradients = of_flax(module, *inputs)
     results_, gradients_ = of_equinox(layer, *inputs)
     assert jax.tree.structure(results) == jax.tree.structure(results_)
-    assert_close(results, results_)
+    assert_trees_close(results, results_)
     by_name, by_name_ = (
         {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in leaves}
         for leaves in (
@@ -131,11 +124,7 @@ def test_twins_are_equal(name: str, mode: str) -> None:
     )
     assert set(by_name) == set(by_name_)
     assert all(x.any() for x in by_name.values())
-    tolerance.assert_close(
-        {name: np.asarray(x) for name, x in by_name.items()},
-        {name: np.asarray(x) for name, x in by_name_.items()},
-        tolerance.EXACT_FLOAT32,
-    )
+    assert_trees_close(by_name, by_name_)
 
 
 @pytest.mark.parametrize("name", ["TimeMix", "ChannelMix", "RWKV7"])
@@ -148,9 +137,9 @@ def test_state_is_optional(name: str, mode: str) -> None:
     x, state, *rest = inputs
     of_flax, of_equinox = nnx.jit(lambda *args: module(*args)), eqx.filter_jit(layer)
     results = of_flax(x, None, *rest)
-    assert_close(results, of_flax(x, jax.tree.map(jnp.zeros_like, state), *rest))
+    assert_trees_close(results, of_flax(x, jax.tree.map(jnp.zeros_like, state), *rest))
     first = jax.tree.map(lambda z: z[0], (x, None, *rest))
-    assert_close(of_equinox(*first), jax.tree.map(lambda z: z[0], results))
+    assert_trees_close(of_equinox(*first), jax.tree.map(lambda z: z[0], results))
 
 
 @pytest.mark.parametrize("name", ["TimeMix", "ChannelMix", "RWKV7"])
@@ -172,7 +161,7 @@ def test_decoding_replaces_a_donated_state(name: str) -> None:
         firsts = tuple(states)
         results, results_ = of_flax(module, firsts[0]), of_equinox(layer, firsts[1])
         assert all(z.is_deleted() for z in jax.tree.leaves(firsts))
-        assert_close(results, results_)
+        assert_trees_close(results, results_)
         states = [results[1], results_[1]]
     assert not x.is_deleted()
 
@@ -187,8 +176,8 @@ def test_segment_ids_reach_the_functions(name: str) -> None:
     of_flax = nnx.jit(lambda *xs, ids: module(*xs, segment_ids=ids))(*inputs, ids=ids)
     one = eqx.filter_jit(lambda *xs, ids: layer(*xs, segment_ids=ids))
     of_equinox = one(*jax.tree.map(lambda x: x[1], inputs), ids=ids[1])
-    assert_close(of_flax, expected)
-    assert_close(of_equinox, jax.tree.map(lambda x: x[1], expected))
+    assert_trees_close(of_flax, expected)
+    assert_trees_close(of_equinox, jax.tree.map(lambda x: x[1], expected))
 
 
 def test_layers_mix_sequences_with_the_given_function() -> None:
@@ -222,8 +211,8 @@ def test_both_start_with_the_official_initialisation() -> None:
     module, layer, _ = twins("RWKV7")
     key = nnx.Rngs(0).params()
     expected = rwkv7.init(key, CONFIG)
-    assert_close(flax.arrays(module.params), expected)
-    assert_close(equinox.RWKV7(CONFIG, key=key), expected)
+    assert_trees_close(flax.arrays(module.params), expected)
+    assert_trees_close(equinox.RWKV7(CONFIG, key=key), expected)
     assert set(rwkv7.names(layer.params)) == set(rwkv7.names(expected))
 
 

@@ -22,6 +22,7 @@ def test_against_the_oracle(name: str, case: Case, implementation: str) -> None:
     check(Run(name, implementation), case, precision=precision)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPERATORS)
 @pytest.mark.parametrize("precision", [None, "high"])
 def test_precisions(name: str, precision: str | None) -> None:

@@ -1,17 +1,16 @@
-"""`segment_ids`: several segments in a row, each as if it were alone; and JAX's transformations."""
+"""`segment_ids`: several segments in a row, each as if it were alone."""
 
 import functools
 from typing import Any
 
 import hypothesis
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies
 
 from support.cases import Case
-from support.harness import assert_right, check, expected, operands, value_and_gradients
+from support.harness import check, operands, value_and_gradients
 from support.operators import FAST, SEQUENCES, Run, available
 
 IDS = {
@@ -33,7 +32,11 @@ CASES = (
 """Rows of 70 tokens: a whole chunk, and one that the tokens do not fill."""
 
 RUNS = [
-    pytest.param(Run(op, implementation), case, id=f"{op}-{implementation}-{case.dtype}")
+    pytest.param(
+        *(Run(op, implementation), case),
+        marks=[pytest.mark.slow] if (op, implementation) == ("wkv6", "xla") else [],
+        id=f"{op}-{implementation}-{case.dtype}",
+    )
     for op, own in SEQUENCES.items()
     for case in map(own.suited, CASES)
     for implementation in available(op, case, segment_ids=ROWS)
@@ -112,7 +115,6 @@ def test_what_is_not_finite_stays_in_its_segment(run: Run, case: Case, value: fl
 CASE = Case(2, 70, 1, 16)
 
 each_fast = pytest.mark.parametrize("run", FAST.values(), ids=FAST)
-of_two = pytest.mark.parametrize("run", [FAST["wkv7"], FAST["wkv4"]], ids=["wkv7", "wkv4"])
 
 several_ids = strategies.lists(
     strategies.tuples(
@@ -145,54 +147,6 @@ def test_any_integers(dtype: str) -> None:
     inputs, _ = operands(run.op, CASE)
     found, right = (run(**inputs, segment_ids=ids)[0] for ids in (TWO.astype(dtype), TWO))
     np.testing.assert_array_equal(found, right)
-
-
-@pytest.mark.parametrize(
-    "run", [FAST["wkv7"], pytest.param(FAST["wkv4"], marks=pytest.mark.slow)], ids=["wkv7", "wkv4"]
-)
-def test_vmap(run: Run) -> None:
-    """The ids are mapped, and then not; one operand is mapped and the others are not."""
-    inputs, cotangents = operands(run.op, CASE)
-    mapped = {**inputs, "v": np.stack([inputs["v"], inputs["v"][:, ::-1]])}
-    axes = {name: 0 if name == "v" else None for name in inputs}
-
-    def call(inputs: dict, ids: Any) -> dict:
-        return value_and_gradients(run, inputs, cotangents, segment_ids=ids)
-
-    for ids, axis in ((np.stack([TWO, TWO[::-1]]), 0), (TWO, None)):
-        found = jax.vmap(call, in_axes=(axes, axis))(mapped, ids)
-        for i in range(2):
-            one, own = {**inputs, "v": mapped["v"][i]}, ids[i] if axis == 0 else ids
-            right = expected(run.op, one, cotangents, segment_ids=own)
-            assert_right({name: x[i] for name, x in found.items()}, right)
-
-
-def test_remat_inside_a_scan() -> None:
-    run = FAST["wkv7"]
-    inputs, cotangents = operands(run.op, CASE)
-
-    def loss(v: jax.Array, run: Run, remat: bool) -> jax.Array:
-        def layer(v: jax.Array, _: None) -> tuple[jax.Array, None]:
-            return run(**{**inputs, "v": v}, segment_ids=TWO, precision="highest")[0], None
-
-        y, _ = jax.lax.scan(jax.checkpoint(layer) if remat else layer, v, None, length=2)
-        return jnp.vdot(y, cotangents["dy"])
-
-    gradient = jax.jit(jax.grad(loss), static_argnums=(1, 2))
-    found = gradient(inputs["v"], run, True)
-    assert_right({"dv": found}, {"dv": gradient(inputs["v"], Run(run.op, "reference"), False)})
-
-
-@of_two
-@pytest.mark.parametrize("case", [Case(2, 0, 1, 16), Case(0, 9, 1, 16), Case(1, 1, 1, 16)], ids=str)
-def test_few_tokens(run: Run, case: Case) -> None:
-    inputs, cotangents = operands(run.op, case)
-    ids = np.ones((case.B, case.T), np.int32)
-    found = value_and_gradients(run, inputs, cotangents, segment_ids=ids)
-    assert_right(found, expected(run.op, inputs, cotangents, segment_ids=ids))
-    if case.T == 0:
-        for state, final in zip(run.operator.states, run.operator.results[1:], strict=True):
-            np.testing.assert_array_equal(found[final], inputs[state])
 
 
 @pytest.mark.usefixtures("unchecked_types")

@@ -87,44 +87,6 @@ def test_any_lengths(run: Run, several: list[int]) -> None:
     assert_right(found, expected(run.op, inputs, cotangents, cu_seqlens=cu))
 
 
-@pytest.mark.parametrize(
-    "run", [FAST["wkv4"], pytest.param(FAST["wkv7"], marks=pytest.mark.slow)], ids=["wkv4", "wkv7"]
-)
-def test_vmap(run: Run) -> None:
-    """The offsets are mapped, and then not; all inputs of tokens but one are mapped."""
-    inputs, cotangents = operands(run.op, CASE, cu_seqlens=CU)
-    several = run.operator.timed[1:]
-    mapped = {n: np.stack([x, x[:, ::-1]]) if n in several else x for n, x in inputs.items()}
-    axes = {n: 0 if n in several else None for n in inputs}
-
-    def call(inputs: dict, cu: Any) -> dict:
-        return value_and_gradients(run, inputs, cotangents, cu_seqlens=cu)
-
-    for cu, axis in ((np.stack([CU, np.array([0, 9, 9, 9, 50, 66, 70], np.int32)]), 0), (CU, None)):
-        found = jax.vmap(call, in_axes=(axes, axis))(mapped, cu)
-        for i in range(2):
-            one = {n: x[i] if n in several else x for n, x in mapped.items()}
-            right = expected(run.op, one, cotangents, cu_seqlens=cu[i] if axis == 0 else cu)
-            assert_right({n: x[i] for n, x in found.items()}, right)
-
-
-def test_remat_inside_a_scan() -> None:
-    run = FAST["wkv7"]
-    inputs, cotangents = operands(run.op, CASE, cu_seqlens=CU)
-
-    def loss(v: jax.Array, run: Run, remat: bool) -> jax.Array:
-        def layer(v: jax.Array, _: None) -> tuple[jax.Array, None]:
-            return run(**{**inputs, "v": v}, cu_seqlens=CU, precision="highest")[0], None
-
-        y, _ = jax.lax.scan(jax.checkpoint(layer) if remat else layer, v, None, length=2)
-        return jnp.vdot(y, cotangents["dy"])
-
-    gradient = jax.jit(jax.grad(loss), static_argnums=(1, 2))
-    found = gradient(inputs["v"], run, True)
-    right = gradient(inputs["v"], Run(run.op, "reference"), False)
-    assert_right({"dv": found}, {"dv": right})
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("op", ["wkv4"])
 def test_derivatives_of_the_reference(op: str) -> None:

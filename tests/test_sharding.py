@@ -24,7 +24,7 @@ from support.harness import (
     results,
     value_and_gradients,
 )
-from support.operators import SEQUENCES, STEPS, Run, flat, runs
+from support.operators import SEQUENCES, STEPS, Run, available, runs
 
 CASE = Case(4, 32, 4, 16)
 RUNS = [x for x in runs(CASE, platform="cpu") if x.values[0].implementation != "xla"]
@@ -54,6 +54,13 @@ MIXES = [
 ]
 """Each mesh once, and all kinds of axes and checks."""
 
+PLACED = [
+    pytest.param(*run.values, *mix, id=f"{run.id}-{mix[0]}")
+    for run in RUNS
+    for mix in (MIXES if run.id == "wkv7-ffi" else MIXES[::2])
+]
+"""All of them for one run; a mesh is the same to all operators but for their summaries."""
+
 
 def _sharded(run: Run, axes: str, axis_type: AxisType, cpus: list[Any], **options: Any) -> Any:
     """The operator with `sharding.shard` over a mesh."""
@@ -61,8 +68,7 @@ def _sharded(run: Run, axes: str, axis_type: AxisType, cpus: list[Any], **option
     return sharding.shard(run.public, mesh, **{**PLACES[axes], **options})
 
 
-@each_run
-@pytest.mark.parametrize(("mesh", "axis_type", "check_vma"), MIXES)
+@pytest.mark.parametrize(("run", "mesh", "axis_type", "check_vma"), PLACED)
 def test_shard(run: Run, mesh: str, axis_type: AxisType, check_vma: bool, cpus: list[Any]) -> None:
     """Values and all gradients, also of parameters and of a state that all devices have."""
     function = _sharded(run, mesh, axis_type, cpus, check_vma=check_vma)
@@ -78,7 +84,7 @@ def test_shard(run: Run, mesh: str, axis_type: AxisType, check_vma: bool, cpus: 
 
 
 @pytest.mark.slow
-@each_run
+@each_native_run
 def test_splits_on_each_device(run: Run, cpus: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each device splits its part of the sequence, as a large GPU does that has few heads."""
     internals.split_on_each_device(monkeypatch)
@@ -89,7 +95,7 @@ def test_splits_on_each_device(run: Run, cpus: list[Any], monkeypatch: pytest.Mo
 @pytest.mark.parametrize("op", ["wkv7", "wkv5", "wkv4"])
 def test_bytes_exchanged_do_not_depend_on_the_tokens(op: str, cpus: list[Any]) -> None:
     """Forward: the summaries of all devices. Backward: as many states, once, and sums."""
-    run, heads, size = Run(op, None), 2, 16
+    run, heads, size = Run(op, available(op, CASE, "cpu")[0]), 2, 16
     function = _sharded(run, "seq=4", AxisType.Auto, cpus)
     sizes = {"B": 1, "H": heads, "C": heads * size} | dict.fromkeys("KLV", size)
 
@@ -97,24 +103,22 @@ def test_bytes_exchanged_do_not_depend_on_the_tokens(op: str, cpus: list[Any]) -
         return sum(4 * math.prod(sizes[x] for x in letters) for letters in axes.values())
 
     def forward(inputs: dict, cotangents: dict) -> jax.Array:
-        return flat(op, function)(**inputs, precision="highest")[0]
+        return results(run, function, **inputs)["y"]
 
     def backward(inputs: dict, cotangents: dict) -> dict:
         return value_and_gradients(run, inputs, cotangents, function=function)
 
-    found = {}
-    for tokens in (64, 4096):
+    def exchanged(call: Any, tokens: int) -> int:
         arrays = operands(op, Case(1, tokens, heads, size))
-        found[tokens] = [
-            hlo.exchanged(jax.jit(call).lower(*arrays).compile().as_text())
-            for call in (forward, backward)
-        ]
-    assert found[64] == found[4096]
+        return hlo.exchanged(jax.jit(call).lower(*arrays).compile().as_text())
+
+    found = [exchanged(call, 64) for call in (forward, backward)]
+    assert exchanged(backward, 4096) == found[1]
     summaries = 4 * bytes_of(internals.summary(op).axes)
     states = bytes_of(internals.axes_of_state(op))
     arguments = internals.axes_of_arguments(op)
     shared = bytes_of({name: arguments[name] for name in run.operator.shared})
-    assert found[64] == [summaries, summaries + 4 * states + 2 * states + shared]
+    assert found == [summaries, summaries + 4 * states + 2 * states + shared]
 
 
 @each_native_run

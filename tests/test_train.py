@@ -77,6 +77,7 @@ def interrupt(train: ModuleType, monkeypatch: pytest.MonkeyPatch, options: list[
         assert train.main(options) == 130
 
 
+@pytest.mark.slow
 def test_interrupted_run_resumes_exactly(
     train: ModuleType,
     options: list[str],
@@ -262,6 +263,7 @@ def test_documents_in_pieces(
     output_of("--detach")
 
 
+@pytest.mark.slow
 def test_detached_pieces_do_not_learn_from_later_ones(long_context: ModuleType) -> None:
     """The parameters are random, because states do not matter with the official initial parameters,
     whose output is zero."""

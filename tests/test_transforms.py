@@ -15,6 +15,7 @@ import rwkv_jax
 from support import tolerance
 from support.cases import Case
 from support.operators import SEQUENCES, Run, runs
+from support.tolerance import assert_trees_close
 
 CASE = Case(2, 16, 2, 32)
 ALL = runs(CASE)
@@ -77,13 +78,6 @@ def _result_gradients(run: Run) -> Callable[..., Any]:
     return jax.jit(lambda *xs: _gradients(_reference(run), *xs))
 
 
-def _assert_alike(result: Any, expected: Any) -> None:
-    def named(tree: Any) -> dict[str, np.ndarray]:
-        return {jax.tree_util.keystr(k): np.asarray(x) for k, x in jax.tree.leaves_with_path(tree)}
-
-    tolerance.assert_close(named(result), named(expected), tolerance.EXACT_FLOAT32)
-
-
 def _one_by_one(function: Any, mapped: tuple[bool, ...], operands: tuple[jax.Array, ...]) -> Any:
     size = next(x.shape[0] for x, m in zip(operands, mapped, strict=True) if m)
     results = [
@@ -97,8 +91,8 @@ def _one_by_one(function: Any, mapped: tuple[bool, ...], operands: tuple[jax.Arr
 def test_jit_and_eager_agree(run: Run) -> None:
     operands = _inputs(run)
     eager = _gradients(run, *operands)
-    _assert_alike(jax.jit(_gradients, static_argnums=0)(run, *operands), eager)
-    _assert_alike(eager, _gradients(_reference(run), *operands))
+    assert_trees_close(jax.jit(_gradients, static_argnums=0)(run, *operands), eager)
+    assert_trees_close(eager, _gradients(_reference(run), *operands))
 
 
 @pytest.mark.parametrize(
@@ -118,7 +112,7 @@ def _check_vmap(run: Run, mapped: tuple[bool, ...]) -> None:
     operands = tuple(x if m else x[0] for x, m in zip(_inputs(run, 3), mapped, strict=True))
     axes = tuple(0 if m else None for m in mapped)
     result = jax.jit(jax.vmap(lambda *xs: _call(run, *xs), in_axes=axes))(*operands)
-    _assert_alike(result, _one_by_one(_results(run), mapped, operands))
+    assert_trees_close(result, _one_by_one(_results(run), mapped, operands))
 
 
 @each_run
@@ -127,7 +121,7 @@ def test_vmap_over_other_axes(run: Run) -> None:
     moved = tuple(jnp.moveaxis(x, 0, 1) for x in operands)
     call = jax.vmap(lambda *xs: _call(run, *xs), in_axes=1, out_axes=1)
     expected = _one_by_one(_results(run), (True,) * len(operands), operands)
-    _assert_alike(call(*moved), jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), expected))
+    assert_trees_close(call(*moved), jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), expected))
 
 
 @each_run
@@ -141,7 +135,7 @@ def test_nested_vmap(run: Run) -> None:
     for i, j in itertools.product(range(2), range(3)):
         one = [x[i, j] for x in operands]
         one[1], one[4] = operands[1][j], operands[4][i]
-        _assert_alike(jax.tree.map(lambda x, i=i, j=j: x[i, j], result), _results(run)(*one))
+        assert_trees_close(jax.tree.map(lambda x, i=i, j=j: x[i, j], result), _results(run)(*one))
 
 
 @each_run
@@ -157,7 +151,7 @@ def test_vmap_of_grad(run: Run) -> None:
     mapped = tuple(name != "w" for name in run.names)
     axes = tuple(0 if m else None for m in mapped)
     result = jax.jit(jax.vmap(lambda *xs: _gradients(run, *xs), in_axes=axes))(*operands)
-    _assert_alike(result, _one_by_one(_result_gradients(run), mapped, tuple(operands)))
+    assert_trees_close(result, _one_by_one(_result_gradients(run), mapped, tuple(operands)))
 
 
 @each_run
@@ -173,7 +167,7 @@ def test_grad_of_vmap(run: Run) -> None:
     mapped = tuple(name != "w" for name in run.names)
     expected = list(_one_by_one(_result_gradients(run), mapped, tuple(operands)))
     expected[w] = jnp.sum(expected[w], axis=0)
-    _assert_alike(result, expected)
+    assert_trees_close(result, expected)
 
 
 @each_run
@@ -183,11 +177,12 @@ def test_remat(run: Run, policy: str | None) -> None:
     chosen = getattr(jax.checkpoint_policies, policy) if policy else None
     loss = jax.checkpoint(lambda *xs: _loss(run, *xs), policy=chosen)
     result = jax.jit(jax.grad(loss, argnums=range(len(operands))))(*operands)
-    _assert_alike(result, _result_gradients(run)(*operands))
+    assert_trees_close(result, _result_gradients(run)(*operands))
 
 
-@each_run
-@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize(
+    ("run", "remat"), [(RUNS[0].values[0], False), *((x.values[0], True) for x in RUNS)], ids=str
+)
 def test_scan_over_layers(run: Run, remat: bool) -> None:
     v, operands = run.names.index("v"), list(_inputs(run, 2))
     x = operands.pop(v)[0]
@@ -200,7 +195,7 @@ def test_scan_over_layers(run: Run, remat: bool) -> None:
         return jnp.sum(jnp.sin(jax.lax.scan(body, x, operands)[0]))
 
     gradients = jax.jit(jax.grad(loss, argnums=range(1, 2 + len(operands))), static_argnums=0)
-    _assert_alike(gradients(run, x, *operands), gradients(_reference(run), x, *operands))
+    assert_trees_close(gradients(run, x, *operands), gradients(_reference(run), x, *operands))
 
 
 @each_run
@@ -211,7 +206,7 @@ def test_jacrev(run: Run) -> None:
         return _call(run, *operands)[0][0, ..., :2]
 
     jacobian = jax.jit(jax.jacrev(first_channels, argnums=(2, len(operands))), static_argnums=0)
-    _assert_alike(jacobian(run, *operands), jacobian(_reference(run), *operands))
+    assert_trees_close(jacobian(run, *operands), jacobian(_reference(run), *operands))
 
 
 @each_reference
@@ -255,7 +250,7 @@ def test_inputs_may_be_donated(run: Run) -> None:
     operands = _inputs(run)
     expected = _results(run)(*operands)
     call = jax.jit(lambda *xs: _call(run, *xs), donate_argnums=(3, len(operands) - 1))
-    _assert_alike(call(*operands), expected)
+    assert_trees_close(call(*operands), expected)
     assert operands[3].is_deleted()
     assert operands[-1].is_deleted()
 
@@ -268,13 +263,14 @@ def test_export_round_trip(run: Run) -> None:
         disabled_checks=rwkv_jax.export_checks(),
     )(*operands)
     loaded = export.deserialize(exported.serialize(vjp_order=1))
-    _assert_alike(loaded.call(*operands), _results(run)(*operands))
 
-    def loss(*xs: jax.Array) -> jax.Array:
-        return _scalar(tuple(loaded.call(*xs)))
+    def loss(*xs: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        results = tuple(loaded.call(*xs))
+        return _scalar(results), results
 
-    gradients = jax.grad(loss, argnums=range(len(operands)))(*operands)
-    _assert_alike(gradients, _result_gradients(run)(*operands))
+    gradients, results = jax.grad(loss, argnums=range(len(operands)), has_aux=True)(*operands)
+    assert_trees_close(results, _results(run)(*operands))
+    assert_trees_close(gradients, _result_gradients(run)(*operands))
 
 
 @each_run
@@ -282,7 +278,7 @@ def test_ahead_of_time_compilation(run: Run) -> None:
     operands = _inputs(run)
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
     compiled = jax.jit(lambda *xs: _gradients(run, *xs)).lower(*shapes).compile()
-    _assert_alike(compiled(*operands), _result_gradients(run)(*operands))
+    assert_trees_close(compiled(*operands), _result_gradients(run)(*operands))
 
 
 @each_run
@@ -292,7 +288,7 @@ def test_no_transfer_between_host_and_device(run: Run) -> None:
     call = jax.jit(lambda *xs: _gradients(run, *xs))
     with jax.transfer_guard("disallow"):
         result = call(*operands)
-    _assert_alike(result, expected)
+    assert_trees_close(result, expected)
 
 
 @each_run

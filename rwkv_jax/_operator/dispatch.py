@@ -145,16 +145,23 @@ def _on_any_platform(
     if all(isinstance(choice, Unavailable) for choice in chosen.values()):
         raise NotImplementedError(_cannot_run(_op(operator, name), options, chosen))
 
-    def branch(platform: str, choice: str | Unavailable, *leaves: Array) -> tuple[Array, ...]:
-        if isinstance(choice, Unavailable):
-            # Never lowered for a platform that has the implementation; the portable one only gives
-            # the types of the results.
-            reason = _cannot_run(_op(operator, name), options, {platform: choice})
-            leaves = _refused.bind(leaves[0], reason=reason), *leaves[1:]
-            choice = operator.portable
+    def compute(platform: str, choice: str, *leaves: Array) -> tuple[Array, ...]:
         operands = jax.tree.unflatten(structure, leaves)
         results = _compute(operator, name, choice, options, platform, operands)
         return tuple(jax.tree.leaves(results))
+
+    @functools.cache
+    def types() -> tuple[Any, ...]:
+        """The types of the results, which are the same on all platforms."""
+        able = next(x for x in chosen.items() if not isinstance(x[1], Unavailable))
+        return tuple(jax.make_jaxpr(functools.partial(compute, *able))(*leaves).out_avals)
+
+    def branch(platform: str, choice: str | Unavailable, *leaves: Array) -> tuple[Array, ...]:
+        if isinstance(choice, Unavailable):
+            # Never lowered for a platform that has the implementation.
+            reason = _cannot_run(_op(operator, name), options, {platform: choice})
+            return tuple(_refused.bind(*leaves, reason=reason, types=types()))
+        return compute(platform, choice, *leaves)
 
     branches = {
         platform: functools.partial(branch, platform, choice)
@@ -188,10 +195,11 @@ def _choose(
 
 
 _refused = Primitive("rwkv_jax_refused")
-_refused.def_abstract_eval(lambda x, *, reason: x)
+_refused.multiple_results = True
+_refused.def_abstract_eval(lambda *_, reason, types: list(types))
 
 
-def _refuse(ctx: Any, x: Any, *, reason: str):
+def _refuse(ctx: Any, *_: Any, reason: str, types: tuple[Any, ...]):
     raise NotImplementedError(reason)
 
 

@@ -6,9 +6,6 @@ from dataclasses import dataclass
 from rwkv_jax._operator.implementation import Implementation, Summary
 from rwkv_jax._operator.signature import Signature
 
-PORTABLE = ("xla", "reference")
-"""The implementations without preconditions, the fastest first."""
-
 
 @dataclass(frozen=True, eq=False)
 class Operator:
@@ -29,7 +26,3 @@ class Operator:
     @property
     def step_name(self) -> str:
         return f"{self.name}_step"
-
-    @property
-    def portable(self) -> str:
-        return next(name for name in PORTABLE if name in self.implementations)

@@ -1,7 +1,9 @@
 """How far a result may be from the oracle: the one place with numbers for it."""
 
 from collections.abc import Mapping
+from typing import Any
 
+import jax
 import numpy as np
 
 EXACT_FLOAT32 = 1e-5
@@ -62,3 +64,14 @@ def assert_close(
                 f"{ceiling:.3g}; expected norm {size:.3g}, rounding {rounding:.3g}"
             )
     assert not wrong, "; ".join(wrong)
+
+
+def assert_trees_close(tree: Any, expected: Any, ceiling: float = EXACT_FLOAT32) -> None:
+    """As `assert_close`, for trees whose leaves have the same order."""
+    paths, leaves = zip(*jax.tree_util.tree_leaves_with_path(tree), strict=True)
+    names = [jax.tree_util.keystr(path) for path in paths]
+    found, right = (
+        {name: np.asarray(x) for name, x in zip(names, several, strict=True)}
+        for several in (leaves, jax.tree.leaves(expected))
+    )
+    assert_close(found, right, ceiling)
