@@ -233,6 +233,39 @@ def test_a_module_that_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reason == "rwkv_jax._cpu cannot be loaded: undefined symbol: _Z3foov"
 
 
+def test_a_wheel_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not loaded, whatever it has: not even its version of the XLA FFI is asked for."""
+    for name in ("", "._cuda", "._build"):
+        module = types.ModuleType(f"rwkv_jax_cuda13{name}")
+        vars(module)["VERSION"] = "0.0.1"
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    reason = internals.load_native("cuda", "rwkv_jax_cuda13._cuda")
+    own = rwkv_jax.__version__
+    assert reason == (
+        f"rwkv-jax-cuda13 has version 0.0.1 and rwkv-jax {own}; install rwkv-jax-cuda13=={own}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("installed", "module"),
+    [
+        ((), "rwkv_jax._cuda"),
+        (("rwkv_jax._cuda", "rwkv_jax_cuda13._cuda"), "rwkv_jax._cuda"),
+        (("rwkv_jax_cuda12._cuda", "jax_cuda13_plugin"), "rwkv_jax_cuda12._cuda"),
+        (("rwkv_jax_cuda12._cuda", "rwkv_jax_cuda13._cuda"), "rwkv_jax_cuda13._cuda"),
+        (
+            ("rwkv_jax_cuda12._cuda", "rwkv_jax_cuda13._cuda", "jax_cuda12_plugin"),
+            "rwkv_jax_cuda12._cuda",
+        ),
+    ],
+)
+def test_which_cuda_kernels(
+    installed: tuple[str, ...], module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the source build, or of the wheel, preferably for the CUDA version of JAX."""
+    assert internals.cuda_module_of(monkeypatch, installed) == module
+
+
 IMPORT = """
 import sys, time
 import jax

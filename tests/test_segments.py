@@ -91,6 +91,11 @@ def test_rows_of_any_size(run: Run, case: Case) -> None:
     if case.T > 128:
         ids[0, 64:128] = 0
     _check(run, case, ids)
+    if case.T == 0:
+        inputs, cotangents = operands(run.op, case)
+        found = value_and_gradients(run, inputs, cotangents, segment_ids=ids)
+        for state, final in zip(run.operator.states, run.operator.results[1:], strict=True):
+            np.testing.assert_array_equal(found[final], inputs[state])
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

@@ -5,7 +5,7 @@ import importlib
 import math
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -241,6 +241,12 @@ def pretend_scratch(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
 def load_native(platform: str, module: str) -> str | None:
     """Register the targets of a native module; the reason where that is impossible."""
     return library._load(platform, module)
+
+
+def cuda_module_of(monkeypatch: pytest.MonkeyPatch, installed: Collection[str]) -> str:
+    """The module with the CUDA kernels, if these modules are installed."""
+    monkeypatch.setattr(library, "_is_installed", lambda name: name in installed)
+    return library._cuda_module()
 
 
 def fail_to_import(monkeypatch: pytest.MonkeyPatch, fail: Any) -> None:
