@@ -257,7 +257,8 @@ __device__ void AdvanceState(int warp, uint32_t operands, uint32_t products, uin
   if (has_values)
     LoadLeftTransposed(operands + L::kV + panel_of_v * L::kPanelBytes, 0, warp % 4, v);
 
-  Accumulator<kReadFragments> zy;  // [Z | Y]^T = S [At; Rt]^T + V^T [Aak; Qrk]^T
+  // An Accumulator<kReadFragments>, on which nvcc 12.4 fails.
+  float zy[kReadFragments][4];  // [Z | Y]^T = S [At; Rt]^T + V^T [Aak; Qrk]^T
 #pragma unroll
   for (int panel = 0; panel < L::kPanels; ++panel) {
     // One panel at a time: there are no registers for the operands of two.
