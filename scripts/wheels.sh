@@ -41,22 +41,25 @@ RWKV_JAX_ZIG=$("$first/python" -c 'import pathlib, ziglang; print(pathlib.Path(z
 export ZIG_GLOBAL_CACHE_DIR=$work/zig ZIG_LOCAL_CACHE_DIR=$work/zig
 
 # All wheels are built from the source distribution, whose version is that of the git tag.
+rm -rf "$work/sdist"
 PATH=$first:$PATH "$first/python" -m build --sdist --no-isolation --outdir "$work/sdist" . >"$work/sdist.log" 2>&1
-sdist=$(find "$work/sdist" -name '*.tar.gz' -printf '%T@ %p\n' | sort -n | tail -n 1 | cut -d ' ' -f 2)
+sdist=$(echo "$work"/sdist/*.tar.gz)
 version=$(basename "$sdist" .tar.gz)
 version=${version#rwkv_jax-}
 
 # The wheels of the project in folder $1, for every Python; the other arguments are settings of CMake.
 build() {
-  local folder=$1 venv setting settings=()
+  local folder=$1 venv log setting settings=()
   shift
   for setting in RWKV_JAX_ZIG="$RWKV_JAX_ZIG" "$@"; do settings+=(-C "cmake.define.$setting"); done
   for venv in "${venvs[@]}"; do
+    log=$folder-$(basename "$venv").log
     # Ninja keeps the kernels, which do not depend on the Python; CMake looks for it anew.
     rm -rf "$work/raw" "$folder-build/CMakeCache.txt" "$folder-build/.skbuild-info.json"
     PATH=$venv/bin:$PATH "$venv/bin/python" -m build --wheel --no-isolation --outdir "$work/raw" \
-      -C build-dir="$folder-build" "${settings[@]}" "$folder" >"$folder-$(basename "$venv").log" 2>&1
-    PATH=$venv/bin:$PATH auditwheel repair --plat "$platform" --wheel-dir dist "$work"/raw/*.whl >>"$folder-$(basename "$venv").log" 2>&1
+      -C build-dir="$folder-build" "${settings[@]}" "$folder" >"$log" 2>&1
+    PATH=$venv/bin:$PATH auditwheel repair --plat "$platform" --wheel-dir dist "$work"/raw/*.whl \
+      >>"$log" 2>&1
   done
 }
 
