@@ -26,6 +26,7 @@ from rwkv_jax.models.rwkv7.initialisation import init as init
 from rwkv_jax.models.rwkv7.initialisation import init_channel_mix as init_channel_mix
 from rwkv_jax.models.rwkv7.initialisation import init_time_mix as init_time_mix
 from rwkv_jax.models.rwkv7.model import apply as apply
+from rwkv_jax.models.rwkv7.model import features as features
 from rwkv_jax.models.rwkv7.parameters import BlockParams as BlockParams
 from rwkv_jax.models.rwkv7.parameters import ChannelMixParams as ChannelMixParams
 from rwkv_jax.models.rwkv7.parameters import Params as Params

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Float32, Int
+from jaxtyping import Float, Float32, Int
 
 from rwkv_jax.models._linear import embed, logits
 from rwkv_jax.models._normalisation import layer_norm
@@ -15,7 +15,7 @@ from rwkv_jax.models.rwkv7.time_mixing import Wkv, time_mix
 from rwkv_jax.wkv7 import wkv7
 
 
-def apply(
+def features(
     params: Params,
     tokens: Int[Array, " B *T"],
     state: State | None = None,
@@ -24,8 +24,11 @@ def apply(
     dtype: DTypeLike = jnp.float32,
     implementation: str | None = None,
     wkv: Wkv = wkv7,
-) -> tuple[Float32[Array, "B *T vocabulary"], State]:
-    """Logits of the next token after each token of a sequence [B, T], or after one token each, [B].
+) -> tuple[Float[Array, "B *T C"], State]:
+    """What `params.head` makes logits of: the normalised output of the last block, for a sequence
+    [B, T] of tokens or for one token each, [B].
+
+    `rwkv_jax.losses` computes a loss from it without the logits of all tokens at once.
 
     Args:
       params: the parameters.
@@ -39,7 +42,7 @@ def apply(
       wkv: the function that mixes sequences: `wkv7`, or `sharding.shard(wkv7, ...)`.
 
     Returns:
-      Logits [B, T, vocabulary] or [B, vocabulary] in float32, and the next state.
+      The features [B, T, C] or [B, C] in `dtype`, and the next state.
 
     Raises:
       TypeError, ValueError: `segment_ids` is wrong, or given with one token each.
@@ -63,4 +66,31 @@ def apply(
         dx, ffn = channel_mix(p.ffn, layer_norm(p.ln2, x), s.ffn, segment_ids=segment_ids)
         x = x + dx
         next_state.append(BlockState(att, ffn))
-    return logits(params.head, layer_norm(params.ln_out, x)), tuple(next_state)
+    return layer_norm(params.ln_out, x), tuple(next_state)
+
+
+def apply(
+    params: Params,
+    tokens: Int[Array, " B *T"],
+    state: State | None = None,
+    *,
+    segment_ids: Int[Array, "B T"] | None = None,
+    dtype: DTypeLike = jnp.float32,
+    implementation: str | None = None,
+    wkv: Wkv = wkv7,
+) -> tuple[Float32[Array, "B *T vocabulary"], State]:
+    """Logits of the next token after each token of a sequence [B, T], or after one token each, [B].
+
+    The arguments and errors are those of `features`.
+
+    Returns:
+      Logits [B, T, vocabulary] or [B, vocabulary] in float32, and the next state.
+    """
+    x, next_state = features(
+        *(params, tokens, state),
+        segment_ids=segment_ids,
+        dtype=dtype,
+        implementation=implementation,
+        wkv=wkv,
+    )
+    return logits(params.head, x), next_state
