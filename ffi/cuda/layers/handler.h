@@ -28,9 +28,9 @@ class LayerReader {
 
   void Read(NormShiftMixBackwardCall& call) {
     ReadInputs(call);
-    call.dpassed = Tensor("dx", "BTD");
     for (int64_t i = 0; i < Mixes(call); ++i)
       call.dmixed[i] = Tensor("dmixed " + std::to_string(i), "BTD");
+    call.dpassed = Tensor("dpassed", "BTD");
     call.dx = operands.Ret("dx", "BTD", Kind::kTensor);
     call.dbefore = operands.Ret("dbefore", "BD", Kind::kTensor);
     call.partials = Partials("BNJD", Mixes(call) + 2);
@@ -57,7 +57,7 @@ class LayerReader {
   void Read(ValueResidualBackwardCall& call) {
     ReadInputs(call);
     call.dvalue[0] = Tensor("dvalue"), call.dvalue[1] = Tensor("dvalue_again");
-    call.dpassed = Tensor("dfirst");
+    call.dpassed = Tensor("dpassed");
     call.dv = Result("dv"), call.drate = Result("drate"), call.dfirst = Result("dfirst");
     call.partials = Partials("BNJHK", 1);
   }

@@ -261,10 +261,10 @@ __global__ __launch_bounds__(kMaxThreads) void BackwardKernel(NormShiftMixBackwa
   if (!channels.active) return;
   float* const partials =
       call.partials + (row * gridDim.x + blockIdx.x) * (kMixes + 2) * call.width + channels.first;
+  StoreFloats(partials, dweight);
+  StoreFloats(partials + call.width, dbias);
 #pragma unroll
-  for (int i = 0; i < kMixes; ++i) StoreFloats(partials + i * call.width, dmix[i]);
-  StoreFloats(partials + kMixes * call.width, dweight);
-  StoreFloats(partials + (kMixes + 1) * call.width, dbias);
+  for (int i = 0; i < kMixes; ++i) StoreFloats(partials + (i + 2) * call.width, dmix[i]);
 }
 
 // Calls fn(T(), integral_constant<N>(), integral_constant<kMixes>()) with N channels for each thread.

@@ -39,7 +39,7 @@ struct NormShiftMixForwardCall : NormShiftMixCall {
   void* mixed[kMaxMixes];
 };
 // `dpassed` is the cotangent of x where x is passed on; dx contains it. The partial sums are
-// [B, runs, I + 2, D]: of the gradients of mix, weight and bias.
+// [B, runs, J, D] with J = 2 + I: of the gradients of weight, bias and mix.
 struct NormShiftMixBackwardCall : NormShiftMixCall {
   const void* dpassed;
   const void* dmixed[kMaxMixes];
