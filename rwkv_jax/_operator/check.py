@@ -95,7 +95,7 @@ def choice(op: str, name: str, value: Any, accepted: Iterable[str]) -> str:
     return value
 
 
-def _precision(op: str, value: Any) -> lax.Precision:
+def precision_of(op: str, value: Any) -> lax.Precision:
     try:
         return lax.Precision.DEFAULT if value is None else lax.Precision(value)
     except (ValueError, KeyError, TypeError):
@@ -113,6 +113,6 @@ def options(
         choice(op, "implementation", implementation, operator.implementations)
     return Options(
         decay=choice(op, "decay", decay, operator.signature.decays),
-        precision=_precision(op, precision),
+        precision=precision_of(op, precision),
         implementation=implementation,
     )

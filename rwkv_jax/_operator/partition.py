@@ -35,8 +35,14 @@ def alike(operand_axes: Iterable[str], *operands: Array, axis: Any = None) -> tu
     back, and the gradient of a replicated operand is summed over devices.
     """
     axes = tuple(operand_axes)
-    if mesh := _explicit_mesh(operands):
+    if mesh := explicit_mesh(operands):
         operands = _reshard(mesh, _shards(_specs(operands), axes), axes, operands)
+    return vary_alike(*operands, axis=axis)
+
+
+def vary_alike(*operands: Array, axis: Any = None) -> tuple[Array, ...]:
+    """Inside `shard_map`, let all operands vary over the same mesh axes: those over which any
+    operand varies, and `axis`."""
     varying = [jax.typeof(x).manual_axis_type.varying for x in operands]
     everything = frozenset[str]().union(*varying)
     if axis is not None:
@@ -49,7 +55,7 @@ def alike(operand_axes: Iterable[str], *operands: Array, axis: Any = None) -> tu
 
 def check_whole(op: str, axes: Named, operands: Iterable[Array]) -> None:
     """Refuse operands of an Explicit mesh that are sharded inside a head."""
-    if _explicit_mesh(operands := tuple(operands)):
+    if explicit_mesh(operands := tuple(operands)):
         _check_whole(op, axes, _specs(operands))
 
 
@@ -66,7 +72,7 @@ def _check_whole(op: str, axes: Named, specs: Iterable[P]) -> None:
 def repeated(x: Array, axes: str, like: Array, like_axes: str) -> Array:
     """`x`, which has no axis B, for each batch row of `like`, and sharded as its rows are."""
     sharding = None
-    if mesh := _explicit_mesh([like]):
+    if mesh := explicit_mesh([like]):
         sharding = NamedSharding(mesh, spec_of(_shards(_specs([like]), [like_axes]), f"B{axes}"))
     return lax.broadcast(x, (like.shape[like_axes.index("B")],), out_sharding=sharding)
 
@@ -82,7 +88,7 @@ def partitioned(
         manual = AxisType.Manual in {
             kind for x in operands for kind in jax.typeof(x).sharding.mesh.axis_types
         }
-        mesh = _explicit_mesh(operands)
+        mesh = explicit_mesh(operands)
         # JAX 0.10 cannot differentiate a shard_map inside another one: hence `rule`.
         if mesh and (rule or not manual):
             return _explicit(fn, mesh, operand_axes, result_axes)(*operands)
@@ -98,7 +104,8 @@ def axis_names(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return (axes,) if isinstance(axes, str) else tuple(axes or ())
 
 
-def _explicit_mesh(operands: Iterable[Array]) -> Any:
+def explicit_mesh(operands: Iterable[Array]) -> Any:
+    """The mesh of the operands, if it has Explicit axes; else None."""
     meshes = (jax.typeof(x).sharding.mesh for x in operands)
     return next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), None)
 

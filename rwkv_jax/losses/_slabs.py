@@ -1,0 +1,250 @@
+"""The loss and its gradients on one device, slab by slab.
+
+With the logits z of a token, of which z_y is that of its target and z_m the first of the largest:
+
+    log_sum   = log sum_v exp(z_v)
+    loss      = log_sum - z_y + z_loss log_sum^2
+    dloss/dz  = (1 + 2 z_loss log_sum) exp(z - log_sum) - onehot(y) + l2_wrap z_m onehot(m)
+
+A soft cap c makes z = c tanh(z' / c) of the product z' of features and weight, and dloss/dz' is
+dloss/dz (1 - (z / c)^2). The term of `l2_wrap` is in the gradient alone.
+
+If the vocabulary is distributed over the mesh axes `axis`, the device has some rows of the weight,
+in the order of the devices. Losses and statistics are then the same on all devices along `axis`,
+while the gradient of the features is this device's part of a sum over these devices.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Bool, Float, Float32, Int, Int32
+
+from rwkv_jax.losses._options import Axis, Options
+
+
+class Tokens(NamedTuple):
+    """What is known of each token. Its loss is multiplied by `scale`, which is 0 if the token does
+    not count."""
+
+    features: Float[Array, "*shape C"]
+    targets: Int[Array, "*shape"]
+    scale: Float32[Array, "*shape"]
+
+
+class Statistics(NamedTuple):
+    """What the gradient of a token's logits depends on beside each logit itself."""
+
+    log_sum: Float32[Array, "*shape"]
+    largest: Float32[Array, "*shape"]
+    largest_at: Int32[Array, "*shape"]
+    """The first place of the largest logit in the whole vocabulary."""
+
+
+class Gradients(NamedTuple):
+    """Gradients in float32."""
+
+    features: Float32[Array, "*shape C"]
+    weight: Float32[Array, "vocabulary C"]
+
+
+def losses(
+    options: Options, axis: Axis, tokens: Tokens, weight: Float[Array, "vocabulary C"]
+) -> tuple[Float32[Array, "*shape"], Statistics]:
+    """The loss of each token, times its scale, and the statistics of its logits."""
+    narrow = weight.astype(tokens.features.dtype)
+
+    def slab(nothing: None, tokens: Tokens) -> tuple[None, tuple[Array, Statistics]]:
+        logits = _logits(options, tokens.features, narrow)
+        return nothing, _losses(options, axis, tokens, logits)
+
+    _, found = _by_slab(options, weight.shape[0], tokens, tokens, slab, None)
+    return found
+
+
+def total_and_gradients(
+    options: Options, axis: Axis, tokens: Tokens, weight: Float[Array, "vocabulary C"]
+) -> tuple[Float32[Array, ""], Gradients]:
+    """The sum of the losses of all tokens, each times its scale, and the gradients of the sum."""
+    found, gradients = _gradients(options, axis, tokens, weight, None)
+    assert found is not None
+    return jnp.sum(found), gradients
+
+
+def gradients(
+    options: Options,
+    axis: Axis,
+    tokens: Tokens,
+    weight: Float[Array, "vocabulary C"],
+    statistics: Statistics,
+) -> Gradients:
+    """The gradients of the sum of the losses, each times its scale, from logits that are computed
+    again."""
+    # Gradients of logits with a scale of at most 1 are within the range of float16.
+    largest = jnp.max(jnp.abs(tokens.scale), initial=0.0)
+    unit = jnp.where(largest > 0, largest, 1.0)
+    tokens = tokens._replace(scale=tokens.scale / unit)
+    _, found = _gradients(options, axis, tokens, weight, statistics)
+    return Gradients(found.features * unit, found.weight * unit)
+
+
+def _gradients(
+    options: Options, axis: Axis, tokens: Tokens, weight: Array, statistics: Statistics | None
+) -> tuple[Array | None, Gradients]:
+    """The losses as well, unless their statistics are given."""
+    plan, dtype = options.plan, tokens.features.dtype
+    narrow = weight.astype(dtype)
+    carried = plan.dweight == "carried"
+
+    def slab(dweight: Any, slab: tuple[Tokens, Statistics | None]) -> tuple[Any, Any]:
+        tokens, statistics = slab
+        logits, found = _logits(options, tokens.features, narrow), None
+        if statistics is None:
+            found, statistics = _losses(options, axis, tokens, logits)
+        dlogits = _dlogits(options, axis, tokens, logits, statistics).astype(dtype)
+        # Two products read it. Without the barrier each of them may compute it from the logits.
+        dlogits = lax.optimization_barrier(dlogits)
+        dfeatures = _product(options, "nv,vc->nc", dlogits, narrow)
+        if not carried:
+            return dweight, (found, dfeatures, dlogits)
+        dweight += _product(options, "nv,nc->vc", dlogits, tokens.features)
+        return dweight, (found, dfeatures, None)
+
+    zeros = _alike(jnp.zeros(weight.shape, jnp.float32), weight) if carried else None
+    dweight, (found, dfeatures, dlogits) = _by_slab(
+        options, weight.shape[0], tokens, (tokens, statistics), slab, zeros
+    )
+    if not carried:
+        dweight = _product(options, "...v,...c->vc", dlogits, tokens.features)
+    return found, Gradients(dfeatures, dweight)
+
+
+def _by_slab(
+    options: Options,
+    vocabulary: int,
+    tokens: Tokens,
+    of_tokens: Any,
+    slab: Callable[[Any, Any], tuple[Any, Any]],
+    carry: Any,
+) -> tuple[Any, Any]:
+    """As `lax.scan`, over slabs of a tree of arrays with the leading axes of all `tokens`. The last
+    slab is filled up with tokens that do not count, of which nothing is returned."""
+    shape = tokens.targets.shape
+    leading, number = len(shape), tokens.targets.size
+    count, size = options.plan.slabs(number, vocabulary)
+
+    def cut(x: Array) -> Array:
+        rest = x.shape[leading:]
+        x = x.reshape(number, *rest)
+        if missing := count * size - number:
+            x = jnp.pad(x, ((0, missing), *((0, 0) for _ in rest)))
+        return x.reshape(count, size, *rest)
+
+    def joined(x: Array) -> Array:
+        rest = x.shape[2:]
+        return x.reshape(count * size, *rest)[:number].reshape(*shape, *rest)
+
+    carry, results = lax.scan(slab, carry, jax.tree.map(cut, of_tokens), unroll=options.plan.unroll)
+    return carry, jax.tree.map(joined, results)
+
+
+def _product(options: Options, axes: str, x: Array, y: Array) -> Float32[Array, "..."]:
+    return jnp.einsum(axes, x, y, precision=options.precision, preferred_element_type=jnp.float32)
+
+
+def _logits(
+    options: Options, features: Float[Array, "tokens C"], weight: Float[Array, "vocabulary C"]
+) -> Float32[Array, "tokens vocabulary"]:
+    logits = _product(options, "nc,vc->nv", features, weight)
+    if options.soft_cap is None:
+        return logits
+    return options.soft_cap * jnp.tanh(logits / options.soft_cap)
+
+
+def _losses(
+    options: Options, axis: Axis, tokens: Tokens, logits: Float32[Array, "tokens vocabulary"]
+) -> tuple[Float32[Array, "tokens"], Statistics]:
+    at, here = _places(axis, tokens.targets, logits.shape[1])
+    at = jnp.clip(at, 0, logits.shape[1] - 1)
+    target = jnp.take_along_axis(logits, at[:, None], axis=1)[:, 0]
+    target = jnp.where(here, target, 0.0)
+    largest, total = _largest_and_sum(options, logits)
+    largest_at = jnp.zeros_like(tokens.targets, jnp.int32)
+    if options.l2_wrap:
+        # This fuses with the sum of the exponentials, which an argmax would not.
+        places = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+        places = jnp.where(logits == largest[:, None], places, logits.shape[1])
+        largest_at = jnp.min(places, axis=1)
+    if axis is not None:
+        own, largest = largest, lax.pmax(largest, axis)
+        total, target, here = lax.psum(
+            (total * jnp.exp(own - largest), target, here.astype(jnp.int32)), axis
+        )
+        largest_at += lax.axis_index(axis) * logits.shape[1]
+        largest_at = jnp.where(own == largest, largest_at, jnp.iinfo(jnp.int32).max)
+        largest_at = lax.pmin(largest_at, axis)
+        here = here > 0
+    log_sum = largest + jnp.log(total)
+    found = log_sum - jnp.where(here, target, jnp.nan) + options.z_loss * log_sum**2
+    found = jnp.where(tokens.scale == 0, 0.0, found * tokens.scale)
+    return found, Statistics(log_sum, largest, largest_at)
+
+
+def _largest_and_sum(
+    options: Options, logits: Float32[Array, "tokens vocabulary"]
+) -> tuple[Float32[Array, "tokens"], Float32[Array, "tokens"]]:
+    """The largest logit, and the sum of the exponentials of the logits minus the largest."""
+    if options.plan.passes == 2:
+        largest = jnp.max(logits, axis=1)
+        return largest, jnp.sum(jnp.exp(logits - largest[:, None]), axis=1)
+
+    def both(x: tuple[Array, Array], y: tuple[Array, Array]) -> tuple[Array, Array]:
+        largest = jnp.maximum(x[0], y[0])
+        return largest, x[1] * jnp.exp(x[0] - largest) + y[1] * jnp.exp(y[0] - largest)
+
+    # The smallest finite number: the difference of two infinities is not a number.
+    first = jnp.finfo(jnp.float32).min, jnp.float32(0)
+    return lax.reduce((logits, jnp.ones_like(logits)), first, both, (1,))
+
+
+def _dlogits(
+    options: Options,
+    axis: Axis,
+    tokens: Tokens,
+    logits: Float32[Array, "tokens vocabulary"],
+    statistics: Statistics,
+) -> Float32[Array, "tokens vocabulary"]:
+    """The gradient of the product of features and weight."""
+    places = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+
+    def at(place: Int[Array, "tokens"], x: Float32[Array, "tokens"]) -> Array:
+        here, _ = _places(axis, place, logits.shape[1])
+        return jnp.where(places == here[:, None], x[:, None], 0.0)
+
+    log_sum, scale = statistics.log_sum, tokens.scale
+    of_sum = scale * (1 + 2 * options.z_loss * log_sum)
+    gradient = jnp.exp(logits - log_sum[:, None]) * of_sum[:, None] - at(tokens.targets, scale)
+    if options.l2_wrap:
+        gradient += at(statistics.largest_at, scale * options.l2_wrap * statistics.largest)
+    if options.soft_cap is not None:
+        gradient *= 1 - (logits / options.soft_cap) ** 2
+    return gradient
+
+
+def _places(
+    axis: Axis, places: Int[Array, "tokens"], size: int
+) -> tuple[Int32[Array, "tokens"], Bool[Array, "tokens"]]:
+    """Places in the vocabulary as places in this device's part of it, and whether they are in this
+    part."""
+    places = places.astype(jnp.int32)
+    if axis is not None:
+        places -= lax.axis_index(axis) * size
+    return places, (places >= 0) & (places < size)
+
+
+def _alike(x: Array, like: Array) -> Array:
+    """`x` with the mesh axes over which `like` varies inside a `shard_map`."""
+    axes = tuple(jax.typeof(like).manual_axis_type.varying)
+    return lax.pcast(x, axes, to="varying") if axes else x
