@@ -5,12 +5,17 @@ from typing import Literal, NamedTuple
 
 import jax
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 
 from rwkv_jax._operator import dispatch
 from rwkv_jax._operator.call import Arrays, Backward, Forward, Options, Packing
 from rwkv_jax._operator.operator import Operator
 
 YAndState = tuple[Array, Arrays]
+
+KEPT = "rwkv_jax"
+"""The name of the results of forward passes for `jax.checkpoint_policies`: a policy that saves it
+keeps the backward pass from running the forward pass again."""
 
 
 class Residuals(NamedTuple):
@@ -44,6 +49,7 @@ def _sequence_forward(
     operator: Operator, options: Options, operands: Forward
 ) -> tuple[YAndState, Residuals]:
     result = dispatch.run(operator, "forward", options.saving(True), operands)
+    result = jax.tree.map(lambda x: checkpoint_name(x, KEPT), result)
     return (result.y, result.state), Residuals(operands.inputs, result.states, operands.packing)
 
 

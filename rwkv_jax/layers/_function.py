@@ -2,7 +2,7 @@
 
 A layer function is computed token by token, besides the token before. It has one formula in plain
 JAX, and may have native kernels. Its backward pass computes what it needs again from the inputs, so
-that nothing but the inputs is saved, and each pass of a kernel reads and writes an array once.
+that little but the inputs is saved, and each pass of a kernel reads and writes an array once.
 
 Gradients of parameters are summed in float32: parameters are given to the passes once for each row,
 as those of operators are.
@@ -43,6 +43,7 @@ class Function:
     formula: the results, computed in float32 and rounded to the dtype of the tensors.
     limits: why there are no kernels for given sizes of the axes, or None.
     indices: the axes of inputs of int32, which have no gradient.
+    kept: the axes of results of float32 that only the backward pass of kernels needs.
     again: results that are given twice, because they have two uses. Their cotangents come apart and
       are added where they are read.
     passed: inputs that are results as well, because they have another use: the cotangent from there
@@ -56,6 +57,7 @@ class Function:
     formula: Formula
     limits: Limits
     indices: Mapping[str, str] = field(default_factory=dict)
+    kept: Mapping[str, str] = field(default_factory=dict)
     again: tuple[str, ...] = ()
     passed: tuple[str, ...] = ()
 
@@ -92,8 +94,8 @@ class Function:
 
     def axes(self, name: Pass, options: Options, packing: None) -> tuple[Any, Any]:
         if name == "forward":
-            return Forward(self.inputs, {}), Result(self.results, {}, {})
-        return Backward(self.inputs, {}, self.given, {}), Gradients(self.gradients, {})
+            return Forward(self.inputs, {}), Result(self.results, {}, self.kept)
+        return Backward(self.inputs, self.kept, self.given, {}), Gradients(self.gradients, {})
 
     def why_not(
         self, choice: str, platform: str, options: Options, operands: Operands
@@ -112,10 +114,13 @@ class Function:
             native = self._native_forward if name == "forward" else self._native_backward
             return native(inputs, operands)
         if name == "forward":
-            return Result(self.formula(inputs), {}, {})
+            found = self.formula(inputs)
+            kept = {name: found.pop(name) for name in self.kept}
+            return Result(found, {}, kept)
 
         def given(floats: Arrays) -> Arrays:
-            return self.give(inputs | floats, self.formula(inputs | floats))
+            found = self.formula(inputs | floats)
+            return self.give(floats, {name: found[name] for name in self.results})
 
         _, pullback = jax.vjp(given, {name: inputs[name] for name in self.gradients})
         return Gradients(*pullback(operands.dy), {})
@@ -133,8 +138,10 @@ class Function:
     def _native_forward(self, inputs: Arrays, operands: Forward) -> Result:
         sizes, dtype = self._sizes(inputs), inputs[next(iter(self.tensors))].dtype
         shapes = [([sizes[x] for x in axes], dtype) for axes in self.results.values()]
-        found = library.call(self.targets[0], shapes, *inputs.values())
-        return Result(dict(zip(self.results, found, strict=True)), {}, {})
+        kept = [([sizes.get(x, 2) for x in axes], jnp.float32) for axes in self.kept.values()]
+        found = library.call(self.targets[0], [*shapes, *kept], *inputs.values())
+        results = dict(zip(self.results, found, strict=False))
+        return Result(results, {}, dict(zip(self.kept, found[len(results) :], strict=True)))
 
     def _native_backward(self, inputs: Arrays, operands: Backward) -> Gradients:
         cotangents = [operands.dy[name] for name in self.given]
@@ -149,6 +156,7 @@ class Function:
             self.targets[1],
             [*shapes, (partials, jnp.float32)],
             *inputs.values(),
+            *operands.states.values(),
             *cotangents,
         )
         gradients = dict(zip(self.tensors, found, strict=False))
@@ -190,28 +198,33 @@ def run(
         inputs[name] = repeated(inputs[name], axes, inputs[like], function.tensors[like])
     options = Options(None, lax.Precision.DEFAULT, implementation)
     if implementation == "reference":
-        return _given(function, options, inputs)
+        return _given(function, options, inputs)[0]
     return _run(function, options, inputs)
 
 
-def _given(function: Function, options: Options, inputs: Arrays) -> Arrays:
-    results = dispatch.run(function, "forward", options, Forward(inputs, {})).y
-    return function.give(inputs, results)
+def _given(function: Function, options: Options, inputs: Arrays) -> tuple[Arrays, Arrays]:
+    """The results as callers get them, and what is kept."""
+    found = dispatch.run(function, "forward", options, Forward(inputs, {}))
+    return function.give(inputs, found.y), found.states
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _run(function: Function, options: Options, inputs: Arrays) -> Arrays:
-    return _given(function, options, inputs)
+    return _given(function, options, inputs)[0]
 
 
-def _forward(function: Function, options: Options, inputs: Arrays) -> tuple[Arrays, Arrays]:
-    return _given(function, options, inputs), inputs
+def _forward(
+    function: Function, options: Options, inputs: Arrays
+) -> tuple[Arrays, tuple[Arrays, Arrays]]:
+    results, kept = _given(function, options, inputs)
+    return results, (inputs, kept)
 
 
 def _backward(
-    function: Function, options: Options, inputs: Arrays, cotangents: Arrays
+    function: Function, options: Options, residuals: tuple[Arrays, Arrays], cotangents: Arrays
 ) -> tuple[dict[str, Array | None]]:
-    operands = Backward(inputs, {}, cotangents, {})
+    inputs, kept = residuals
+    operands = Backward(inputs, kept, cotangents, {})
     found = dispatch.run(function, "backward", options, operands).inputs
     return ({**found, **dict.fromkeys(function.indices)},)
 

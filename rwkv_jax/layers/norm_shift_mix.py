@@ -13,7 +13,7 @@ from rwkv_jax._typing import Operand
 from rwkv_jax.layers._function import Function, per_token, run
 
 LAYER_NORM_EPS = 1e-5
-MAX_WIDTH = 8192
+MAX_WIDTH = 4096
 MIXES = (1, 6)
 """How many mixes the kernels are built for."""
 
@@ -91,8 +91,10 @@ def _mixed(i: int) -> str:
 def _formula(inputs: Arrays) -> Arrays:
     x, before, origin = inputs["x"], inputs["before"], inputs["origin"]
     wide = x.astype(jnp.float32)
-    wide = wide - wide.mean(-1, keepdims=True)
-    n = wide * lax.rsqrt((wide * wide).mean(-1, keepdims=True) + LAYER_NORM_EPS)
+    mean = wide.mean(-1, keepdims=True)
+    wide = wide - mean
+    scale = lax.rsqrt((wide * wide).mean(-1, keepdims=True) + LAYER_NORM_EPS)
+    n = wide * scale
     n = n * per_token(inputs["weight"]) + per_token(inputs["bias"])
     state = before.astype(jnp.float32)[:, None]
     # Where the tokens are distributed over devices, the compiler finds that this exchanges one.
@@ -105,10 +107,11 @@ def _formula(inputs: Arrays) -> Arrays:
         earlier = jnp.where(which == STATE, jnp.broadcast_to(state, n.shape), earlier)
         earlier = jnp.where(which == NOTHING, jnp.zeros_like(n), earlier)
     mix = inputs["mix"]
-    return {
+    mixed = {
         _mixed(i): (n + (earlier - n) * per_token(mix[:, i])).astype(x.dtype)
         for i in range(mix.shape[1])
     }
+    return {**mixed, "moments": jnp.concatenate([mean, scale], axis=-1)}
 
 
 def _limits(sizes: Mapping[str, int]) -> str | None:
@@ -132,6 +135,7 @@ def _function(mixes: int) -> Function:
             parameters={"weight": "D", "bias": "D", "mix": "ID"},
             indices={"origin": "BO"},
             results={_mixed(i): "BTD" for i in range(mixes)},
+            kept={"moments": "BTE"},
             passed=("x",),
             formula=_formula,
             limits=_limits,

@@ -1,11 +1,14 @@
 """Linear maps without bias: within layers, as the embedding and as the output head."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Float32, Int
+
+from rwkv_jax.models._recomputation import product
 
 
 class Weight(NamedTuple):
@@ -16,7 +19,17 @@ class Weight(NamedTuple):
 
 def linear(params: Weight, x: Float[Array, "*shape inputs"]) -> Float[Array, "*shape outputs"]:
     """The linear map in the dtype of `x` and the weight, which is the same."""
-    return jnp.einsum("...i,oi->...o", x, params.weight)
+    return product(jnp.einsum("...i,oi->...o", x, params.weight))
+
+
+def low_rank(
+    first: Float[Array, "inputs rank"],
+    second: Float[Array, "rank outputs"],
+    x: Float[Array, "*shape inputs"],
+    activation: Callable[[Array], Array] = lambda x: x,
+) -> Float[Array, "*shape outputs"]:
+    """activation(x first) second."""
+    return activation(product(x @ first)) @ second
 
 
 def embed(

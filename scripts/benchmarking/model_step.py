@@ -16,6 +16,7 @@ from jax import Array
 
 from benchmarking import profile
 from benchmarking.timing import seconds
+from rwkv_jax.losses import cross_entropy
 from rwkv_jax.models import rwkv7
 from training.sizes import flops_per_token
 
@@ -73,13 +74,8 @@ def mean_loss(
     The L2 wrap changes gradients alone: the gradient of the largest logit of each token grows by
     `l2_wrap` / (B * T) times that logit.
     """
-    logits, _ = rwkv7.apply(params, tokens[:, :-1], **model)
-    picked = jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
-    loss = (jax.nn.logsumexp(logits, axis=-1) - picked).mean()
-    if not l2_wrap:
-        return loss
-    square = 0.5 * l2_wrap * (logits.max(-1) ** 2).mean()
-    return loss + square - jax.lax.stop_gradient(square)
+    features, _ = rwkv7.features(params, tokens[:, :-1], **model)
+    return cross_entropy(features, params.head.weight, tokens[:, 1:], l2_wrap=l2_wrap)
 
 
 class Optimizer(NamedTuple):

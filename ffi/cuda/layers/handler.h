@@ -24,10 +24,14 @@ class LayerReader {
     ReadInputs(call);
     for (int64_t i = 0; i < Mixes(call); ++i)
       call.mixed[i] = operands.Ret("mixed " + std::to_string(i), "BTD", Kind::kTensor);
+    call.moments = static_cast<float*>(operands.Ret("moments", "BTE", Kind::kFloat));
+    RequireMoments();
   }
 
   void Read(NormShiftMixBackwardCall& call) {
     ReadInputs(call);
+    call.moments = Parameter("moments", "BTE");
+    RequireMoments();
     for (int64_t i = 0; i < Mixes(call); ++i)
       call.dmixed[i] = Tensor("dmixed " + std::to_string(i), "BTD");
     call.dpassed = Tensor("dpassed", "BTD");
@@ -94,6 +98,10 @@ class LayerReader {
                      kMaxLayerWidth);
     operands.Require(call.mixes == 1 || call.mixes == 6, "mix has I = ", call.mixes,
                      "; expected 1 or 6");
+  }
+  void RequireMoments() {
+    operands.Require(operands.Size('E') == 2, "moments has E = ", operands.Size('E'),
+                     "; expected 2");
   }
   // As many as a call has room for.
   int64_t Mixes(const NormShiftMixCall& call) const {

@@ -7,8 +7,8 @@
 
 namespace rwkv_jax::cuda {
 
-// The widths that one block can have.
-constexpr int64_t kMaxLayerWidth = 8192;
+// The largest width that one block can have.
+constexpr int64_t kMaxLayerWidth = 4096;
 
 cudaError_t Run(cudaStream_t stream, const NormShiftMixForwardCall& call);
 cudaError_t Run(cudaStream_t stream, const NormShiftMixBackwardCall& call);

@@ -1,19 +1,18 @@
 // Layer normalisation, token shift and mixing of RWKV, after the formulas of RWKV-LM:
 //
-//   n[t] = (x[t] - mean) / sqrt(variance + eps) * weight + bias
+//   z[t] = (x[t] - mean) / sqrt(variance + eps),  n[t] = z[t] * weight + bias
 //   mixed_i[t] = n[t] + (n[t - 1] - n[t]) * mix_i
 //
 // Backward, with the sums d[t] = sum_i dmixed_i[t] mix_i that token t gives to what stands before it:
 //
-//   dn[t] = sum_i dmixed_i[t] (1 - mix_i) + d[t + 1]
-//   dx[t] = (g - mean(g) - z mean(g z)) / sqrt(variance + eps) + dpassed[t],  g = dn[t] * weight,
-//   where z is n[t] before weight and bias
+//   dn[t] = sum_i dmixed_i[t] (1 - mix_i) + d[t + 1],  g = dn[t] * weight
+//   dx[t] = (g - mean(g) - z mean(g z)) / sqrt(variance + eps) + dpassed[t]
 //   dmix_i = sum_t dmixed_i[t] (n[t - 1] - n[t])
 //
-// A block has a run of tokens of a row and all of their channels, N consecutive ones a thread. Forward it
-// keeps n[t - 1] in registers. Backward it goes from the last token to the first, keeps d[t + 1], and has
-// the moments of token t - 1 summed together with the sums over g: one barrier for each token. What the
-// warps post alternates between two buffers, so that nothing is overwritten before all have read it.
+// Forward, a warp has all channels of some tokens of a row, one after another, so that no thread waits
+// for another warp. Backward, the sums over tokens need a thread for
+// each few channels: a block has a run of tokens and goes from the last to the first, some tokens at once
+// for each barrier.
 #include "layers/kernels.h"
 #include "layers/vectors.cuh"
 #include "launch.cuh"
@@ -21,153 +20,155 @@
 namespace rwkv_jax::cuda {
 namespace {
 
-constexpr int kMaxThreads = 512, kMaxWarps = kMaxThreads / 32;
+// What stands before token t of a row; `token` counts the tokens of all rows.
+__device__ Origin OriginOf(const NormShiftMixCall& call, int64_t token, int64_t t) {
+  if (call.origin == nullptr) return t == 0 ? Origin::kState : Origin::kToken;
+  const Origin origin = static_cast<Origin>(call.origin[token]);
+  return t == 0 && origin == Origin::kToken ? Origin::kNothing : origin;
+}
 
-struct Moments {
-  float mean, scale;  // scale is 1 / sqrt(variance + eps)
-};
+constexpr int kForwardWarps = 8, kForwardTokens = 8, kVector = 8;
 
-// The channels of a thread, and sums over the channels of the block.
-template <typename T, int N>
-class Channels {
+// The mean and 1 / sqrt(variance + eps) of a token, whose channels the lanes of a warp share.
+template <typename T>
+__device__ float2 FindMoments(const void* array, int64_t at, int width) {
+  const int lane_channel = static_cast<int>(threadIdx.x % 32) * kVector;
+  float sum = 0.0f, squares = 0.0f;
+#pragma unroll 8
+  for (int channel = lane_channel; channel < width; channel += 32 * kVector) {
+    const auto x = LoadPacked<kVector, T>(array, at + channel);
+#pragma unroll
+    for (int c = 0; c < kVector; ++c) sum += x[c];
+  }
+  const float share = 1.0f / width, mean = SumOverLanes<32>(sum) * share;
+#pragma unroll 4
+  for (int channel = lane_channel; channel < width; channel += 32 * kVector) {
+    const auto x = LoadPacked<kVector, T>(array, at + channel);
+#pragma unroll
+    for (int c = 0; c < kVector; ++c) squares += (x[c] - mean) * (x[c] - mean);
+  }
+  return {mean, rsqrtf(SumOverLanes<32>(squares) * share + kLayerNormEps)};
+}
+
+// A token is read several times, but from memory once: then it is in the cache of the multiprocessor.
+template <typename T, int kMixes>
+__global__ __launch_bounds__(32 * kForwardWarps,
+                             3) void ForwardKernel(NormShiftMixForwardCall call) {
+  const int64_t row = blockIdx.y, first = row * call.tokens;
+  const int width = static_cast<int>(call.width);
+  const int64_t begin =
+      (static_cast<int64_t>(blockIdx.x) * kForwardWarps + threadIdx.x / 32) * kForwardTokens;
+  const int64_t end = begin + kForwardTokens < call.tokens ? begin + kForwardTokens : call.tokens;
+  if (begin >= end) return;
+
+  float2 before = {};  // the moments of the token before
+  if (OriginOf(call, first + begin, begin) == Origin::kToken)
+    before = FindMoments<T>(call.x, (first + begin - 1) * width, width);
+  for (int64_t t = begin; t < end; ++t) {
+    const int64_t token = first + t;
+    const Origin origin = OriginOf(call, token, t);
+    const float2 now = FindMoments<T>(call.x, token * width, width);
+    if (threadIdx.x % 32 == 0) reinterpret_cast<float2*>(call.moments)[token] = now;
+    for (int channel = threadIdx.x % 32 * kVector; channel < width; channel += 32 * kVector) {
+      float weight[kVector], bias[kVector], n[kVector], difference[kVector];
+      LoadFloats(call.weight + row * width + channel, weight);
+      LoadFloats(call.bias + row * width + channel, bias);
+      const auto x = LoadPacked<kVector, T>(call.x, token * width + channel);
+      Packed<T, kVector> earlier = {};
+      if (origin == Origin::kToken)
+        earlier = LoadPacked<kVector, T>(call.x, (token - 1) * width + channel);
+      else if (origin == Origin::kState)
+        earlier = LoadPacked<kVector, T>(call.before, row * width + channel);
+#pragma unroll
+      for (int c = 0; c < kVector; ++c) {
+        n[c] = (x[c] - now.x) * now.y * weight[c] + bias[c];
+        float shifted = earlier[c];
+        if (origin == Origin::kToken)
+          shifted = (shifted - before.x) * before.y * weight[c] + bias[c];
+        difference[c] = shifted - n[c];
+      }
+#pragma unroll
+      for (int i = 0; i < kMixes; ++i) {
+        float mix[kVector], mixed[kVector];
+        LoadFloats(call.mix + (row * kMixes + i) * width + channel, mix);
+#pragma unroll
+        for (int c = 0; c < kVector; ++c) mixed[c] = n[c] + difference[c] * mix[c];
+        StoreRounded<T>(call.mixed[i], token * width + channel, mixed);
+      }
+    }
+    before = now;
+  }
+}
+
+constexpr int kBackwardThreads = 512, kBackwardWarps = kBackwardThreads / 32;
+
+// Adds up kCount numbers of each thread of a block. posted[warp][number] is written before the barrier
+// and must not be overwritten before the next one.
+template <int kCount>
+class BlockSums {
  public:
-  explicit __device__ Channels(int width)
-      : first(threadIdx.x * N),
-        active(first < width),
-        width_(width),
-        warps_((width + 32 * N - 1) / (32 * N)),
-        lane_(threadIdx.x % 32),
-        warp_(threadIdx.x / 32) {}
+  using Posted = float[kBackwardWarps][kCount];
 
-  int first;
-  bool active;
-
-  // The sum of the channels of a warp, and of the squares of their differences from its mean.
-  __device__ float2 OfWarp(const float (&x)[N]) const {
-    float sum = 0.0f, squares = 0.0f;
+  // Each step halves the numbers of a lane: a lane keeps one half and gives the other away.
+  __device__ static void Post(Posted& posted, float (&x)[kCount]) {
+    const int lane = threadIdx.x % 32;
+    int mask = 16;
 #pragma unroll
-    for (int i = 0; i < N; ++i) sum += x[i];
-    sum = SumOverLanes<32>(active ? sum : 0.0f);
-    const float mean = sum / Count(warp_);
+    for (int count = kCount / 2; count > 0; count /= 2, mask /= 2)
 #pragma unroll
-    for (int i = 0; i < N; ++i) squares += (x[i] - mean) * (x[i] - mean);
-    return {sum, SumOverLanes<32>(active ? squares : 0.0f)};
+      for (int i = 0; i < count; ++i) {
+        const bool upper = lane & mask;
+        const float kept = upper ? x[i + count] : x[i], given = upper ? x[i] : x[i + count];
+        x[i] = kept + __shfl_xor_sync(0xffffffffu, given, mask);
+      }
+    x[0] = SumOverLanes<kShare>(x[0]);
+    if (lane % kShare == 0) posted[threadIdx.x / 32][lane / kShare] = x[0];
   }
 
-  // The mean over all channels of two numbers that each thread has.
-  __device__ float2 SumsOfWarp(float a, float b) const {
-    return {SumOverLanes<32>(active ? a : 0.0f), SumOverLanes<32>(active ? b : 0.0f)};
-  }
-
-  // The moments of all channels from what the warps have posted.
-  __device__ Moments Merged(const float2* posted) const {
-    const bool mine = lane_ < warps_;
-    const float2 part = mine ? posted[lane_] : float2{0.0f, 0.0f};
-    const float count = mine ? Count(lane_) : 1.0f;
-    const float mean = SumOverLanes<32>(part.x) / width_;
-    const float distance = part.x / count - mean;
-    const float squares = SumOverLanes<32>(mine ? part.y + count * distance * distance : 0.0f);
-    return {mean, 1.0f / sqrtf(squares / width_ + kLayerNormEps)};
-  }
-
-  __device__ float2 MeansOf(const float2* posted) const {
-    const float2 part = lane_ < warps_ ? posted[lane_] : float2{0.0f, 0.0f};
-    return {SumOverLanes<32>(part.x) / width_, SumOverLanes<32>(part.y) / width_};
-  }
-
-  __device__ void Post(float2* posted, float2 part) const {
-    if (lane_ == 0) posted[warp_] = part;
+  __device__ static void Collect(const Posted& posted, int warps, float (&sums)[kCount]) {
+    const int lane = threadIdx.x % 32;
+    float sum = 0.0f;
+    for (int warp = lane % kShare; warp < warps; warp += kShare) sum += posted[warp][lane / kShare];
+    sum = SumOverLanes<kShare>(sum);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) sums[i] = __shfl_sync(0xffffffffu, sum, i * kShare);
   }
 
  private:
-  // How many channels a warp has.
-  __device__ float Count(int warp) const {
-    const int rest = width_ - warp * 32 * N;
-    return rest < 32 * N ? rest : 32 * N;
-  }
-
-  int width_, warps_, lane_, warp_;
+  static constexpr int kShare = 32 / kCount;  // the lanes that share a number
 };
 
-__device__ Origin OriginOf(const NormShiftMixCall& call, int64_t token, int64_t place) {
-  if (call.origin == nullptr) return place == 0 ? Origin::kState : Origin::kToken;
-  const Origin origin = static_cast<Origin>(call.origin[token]);
-  return place == 0 && origin == Origin::kToken ? Origin::kNothing : origin;
-}
-
-template <typename T, int N, int kMixes>
-__global__ __launch_bounds__(kMaxThreads) void ForwardKernel(NormShiftMixForwardCall call) {
-  __shared__ float2 posted[2][kMaxWarps];
-  const Channels<T, N> channels(call.width);
+// A thread has N consecutive channels and takes kTokens tokens for each barrier.
+template <typename T, int N, int kTokens, int kMixes>
+__global__ __launch_bounds__(kBackwardThreads) void BackwardKernel(NormShiftMixBackwardCall call) {
+  using Sums = BlockSums<2 * kTokens>;
+  __shared__ typename Sums::Posted posted[2];
+  RWKV_JAX_DYNAMIC_SHARED(16, shared);
   const int64_t row = blockIdx.y, first = row * call.tokens, begin = blockIdx.x * kRun;
   const int64_t end = begin + kRun < call.tokens ? begin + kRun : call.tokens;
-  float weight[N] = {}, bias[N] = {}, mix[kMixes][N] = {}, before[N] = {};
-  if (channels.active) {
-    LoadFloats(call.weight + row * call.width + channels.first, weight);
-    LoadFloats(call.bias + row * call.width + channels.first, bias);
-#pragma unroll
-    for (int i = 0; i < kMixes; ++i)
-      LoadFloats(call.mix + (row * kMixes + i) * call.width + channels.first, mix[i]);
-  }
+  const int width = static_cast<int>(call.width), channel = threadIdx.x * N;
+  const int warps = (width + 32 * N - 1) / (32 * N);
+  const bool active = channel < width;
+  const float share = 1.0f / width;
 
-  int turn = 0;
-  const auto normalised = [&](int64_t t, float (&n)[N]) {
-    Packed<T, N> packed = {};
-    if (channels.active)
-      packed = LoadPacked<N, T>(call.x, (first + t) * call.width + channels.first);
-#pragma unroll
-    for (int c = 0; c < N; ++c) n[c] = packed[c];
-    channels.Post(posted[turn], channels.OfWarp(n));
-    __syncthreads();
-    const Moments moments = channels.Merged(posted[turn]);
-    turn ^= 1;
-#pragma unroll
-    for (int c = 0; c < N; ++c) n[c] = (n[c] - moments.mean) * moments.scale * weight[c] + bias[c];
-  };
-
-  if (OriginOf(call, first + begin, begin) == Origin::kToken) normalised(begin - 1, before);
-#pragma unroll 2
-  for (int64_t t = begin; t < end; ++t) {
-    float n[N];
-    normalised(t, n);
-    const Origin origin = OriginOf(call, first + t, t);
-    if (origin == Origin::kState && channels.active) {
-      const auto state = LoadPacked<N, T>(call.before, row * call.width + channels.first);
-#pragma unroll
-      for (int c = 0; c < N; ++c) before[c] = state[c];
-    }
-    const bool nothing = origin == Origin::kNothing;
+  // A thread reads what it has written itself.
+  float* const mixes = reinterpret_cast<float*>(shared) + channel;
+  if (active) {
 #pragma unroll
     for (int i = 0; i < kMixes; ++i) {
-      float mixed[N];
-#pragma unroll
-      for (int c = 0; c < N; ++c)
-        mixed[c] = n[c] + ((nothing ? 0.0f : before[c]) - n[c]) * mix[i][c];
-      if (channels.active)
-        StoreRounded<T>(call.mixed[i], (first + t) * call.width + channels.first, mixed);
+      float mix[N];
+      LoadFloats(call.mix + (row * kMixes + i) * width + channel, mix);
+      StoreFloats(mixes + i * width, mix);
     }
-#pragma unroll
-    for (int c = 0; c < N; ++c) before[c] = n[c];
   }
-}
-
-template <typename T, int N, int kMixes>
-__global__ __launch_bounds__(kMaxThreads) void BackwardKernel(NormShiftMixBackwardCall call) {
-  __shared__ float2 posted[2][2][kMaxWarps];
-  const Channels<T, N> channels(call.width);
-  const int64_t row = blockIdx.y, first = row * call.tokens, begin = blockIdx.x * kRun;
-  const int64_t end = begin + kRun < call.tokens ? begin + kRun : call.tokens;
-  float weight[N] = {}, bias[N] = {}, mix[kMixes][N] = {};
-  if (channels.active) {
-    LoadFloats(call.weight + row * call.width + channels.first, weight);
-    LoadFloats(call.bias + row * call.width + channels.first, bias);
+  const auto load_mix = [&](int i, float (&mix)[N]) {
 #pragma unroll
-    for (int i = 0; i < kMixes; ++i)
-      LoadFloats(call.mix + (row * kMixes + i) * call.width + channels.first, mix[i]);
-  }
-  const auto at = [&](int64_t t) { return (first + t) * call.width + channels.first; };
+    for (int c = 0; c < N; ++c) mix[c] = 0.0f;
+    if (active) LoadFloats(mixes + i * width, mix);
+  };
+  const auto at = [&](int64_t t) { return (first + t) * width + channel; };
   const auto load = [&](const void* array, int64_t t) {
-    return channels.active ? LoadPacked<N, T>(array, at(t)) : Packed<T, N>{};
+    return active ? LoadPacked<N, T>(array, at(t)) : Packed<T, N>{};
   };
 
   float dmix[kMixes][N] = {}, dweight[N] = {}, dbias[N] = {};
@@ -176,138 +177,133 @@ __global__ __launch_bounds__(kMaxThreads) void BackwardKernel(NormShiftMixBackwa
 #pragma unroll
     for (int i = 0; i < kMixes; ++i) {
       const auto dmixed = load(call.dmixed[i], end);
+      float mix[N];
+      load_mix(i, mix);
 #pragma unroll
-      for (int c = 0; c < N; ++c) later[c] += dmixed[c] * mix[i][c];
+      for (int c = 0; c < N; ++c) later[c] += dmixed[c] * mix[c];
     }
   }
 
-  float z[N];  // token t, normalised
-  float scale;
-  {
-    const auto x = load(call.x, end - 1);
+  Packed<T, N> x = load(call.x, end - 1);  // of token t
+  int turn = 0;
+  for (int64_t t = end - 1; t >= begin; t -= kTokens) {
+    const int count = t - begin + 1 < kTokens ? static_cast<int>(t - begin + 1) : kTokens;
+    float dn[kTokens][N], sums[2 * kTokens], scales[kTokens], means[kTokens];
+    Packed<T, N> xs[kTokens];
 #pragma unroll
-    for (int c = 0; c < N; ++c) z[c] = x[c];
-    channels.Post(posted[0][0], channels.OfWarp(z));
-    __syncthreads();
-    const Moments moments = channels.Merged(posted[0][0]);
-    scale = moments.scale;
-#pragma unroll
-    for (int c = 0; c < N; ++c) z[c] = (z[c] - moments.mean) * scale;
-  }
+    for (int j = 0; j < kTokens; ++j) {
+      sums[2 * j] = sums[2 * j + 1] = 0.0f;
+      if (j >= count) continue;
+      const int64_t token = t - j;
+      const Origin origin = OriginOf(call, first + token, token);
+      float weight[N] = {}, bias[N] = {};
+      if (active) {
+        LoadFloats(call.weight + row * width + channel, weight);
+        LoadFloats(call.bias + row * width + channel, bias);
+      }
+      const auto* const moments = reinterpret_cast<const float2*>(call.moments) + first + token;
+      const float2 own = moments[0];
+      float2 earlier = {};
+      Packed<T, N> previous = {};
+      if (token > begin || origin == Origin::kToken) {
+        previous = load(call.x, token - 1);
+        earlier = moments[-1];
+      }
+      if (origin == Origin::kState && active)
+        xs[j] = LoadPacked<N, T>(call.before, row * width + channel);
 
-  int turn = 1;
-  for (int64_t t = end - 1; t >= begin; --t) {
-    const Origin origin = OriginOf(call, first + t, t);
-    const bool reads = t > begin || origin == Origin::kToken;  // token t - 1
-    Packed<T, N> dmixed[kMixes];
-#pragma unroll
-    for (int i = 0; i < kMixes; ++i) dmixed[i] = load(call.dmixed[i], t);
-    const auto dpassed = load(call.dpassed, t);
-    float earlier[N] = {};
-    if (reads) {
-      const auto x = load(call.x, t - 1);
-#pragma unroll
-      for (int c = 0; c < N; ++c) earlier[c] = x[c];
-    }
-
-    float dn[N], d[N] = {}, sum = 0.0f, product = 0.0f;
-#pragma unroll
-    for (int c = 0; c < N; ++c) dn[c] = later[c];
-#pragma unroll
-    for (int i = 0; i < kMixes; ++i)
+      float z[N], difference[N], d[N] = {};
 #pragma unroll
       for (int c = 0; c < N; ++c) {
-        const float part = dmixed[i][c] * mix[i][c];
-        dn[c] += dmixed[i][c] - part, d[c] += part;
+        z[c] = (x[c] - own.x) * own.y;
+        float before = (previous[c] - earlier.x) * earlier.y * weight[c] + bias[c];
+        if (origin != Origin::kToken) before = origin == Origin::kState ? xs[j][c] : 0.0f;
+        difference[c] = before - (z[c] * weight[c] + bias[c]);
+        dn[j][c] = later[c];
       }
 #pragma unroll
-    for (int c = 0; c < N; ++c)
-      sum += dn[c] * weight[c], product += dn[c] * weight[c] * z[c];
+      for (int i = 0; i < kMixes; ++i) {
+        const auto dmixed = load(call.dmixed[i], token);
+        float mix[N];
+        load_mix(i, mix);
+#pragma unroll
+        for (int c = 0; c < N; ++c) {
+          const float part = dmixed[c] * mix[c];
+          dn[j][c] += dmixed[c] - part, d[c] += part;
+          dmix[i][c] += dmixed[c] * difference[c];
+        }
+      }
+#pragma unroll
+      for (int c = 0; c < N; ++c) {
+        dweight[c] += dn[j][c] * z[c], dbias[c] += dn[j][c];
+        dn[j][c] *= weight[c];  // now g
+        sums[2 * j] += dn[j][c], sums[2 * j + 1] += dn[j][c] * z[c];
+        later[c] = origin == Origin::kToken ? d[c] : 0.0f;
+      }
+      if (origin == Origin::kState && active)
+        StoreRounded<T>(call.dbefore, row * width + channel, d);
+      xs[j] = x, means[j] = own.x, scales[j] = own.y;
+      x = previous;
+    }
 
-    channels.Post(posted[turn][0], channels.OfWarp(earlier));
-    channels.Post(posted[turn][1], channels.SumsOfWarp(sum, product));
+    Sums::Post(posted[turn], sums);
     __syncthreads();
-    const Moments moments = channels.Merged(posted[turn][0]);
-    const float2 means = channels.MeansOf(posted[turn][1]);
+    Sums::Collect(posted[turn], warps, sums);
     turn ^= 1;
-
-    float dx[N];
 #pragma unroll
-    for (int c = 0; c < N; ++c) {
-      dx[c] = (dn[c] * weight[c] - means.x - z[c] * means.y) * scale + dpassed[c];
-      dweight[c] += dn[c] * z[c], dbias[c] += dn[c];
-      earlier[c] = (earlier[c] - moments.mean) * moments.scale;
-    }
-    if (channels.active) StoreRounded<T>(call.dx, at(t), dx);
-
-    Packed<T, N> state = {};
-    if (origin == Origin::kState && channels.active) {
-      state = LoadPacked<N, T>(call.before, row * call.width + channels.first);
-      StoreRounded<T>(call.dbefore, row * call.width + channels.first, d);
-    }
+    for (int j = 0; j < kTokens; ++j) {
+      if (j >= count) continue;
+      const auto dpassed = load(call.dpassed, t - j);
+      float dx[N];
 #pragma unroll
-    for (int c = 0; c < N; ++c) {
-      float before = earlier[c] * weight[c] + bias[c];
-      if (origin != Origin::kToken) before = origin == Origin::kState ? state[c] : 0.0f;
-      const float difference = before - (z[c] * weight[c] + bias[c]);
-#pragma unroll
-      for (int i = 0; i < kMixes; ++i) dmix[i][c] += dmixed[i][c] * difference;
-      later[c] = origin == Origin::kToken ? d[c] : 0.0f;
-      z[c] = earlier[c];
+      for (int c = 0; c < N; ++c) {
+        const float z = (xs[j][c] - means[j]) * scales[j];
+        const float mean = sums[2 * j] * share, product = sums[2 * j + 1] * share;
+        dx[c] = (dn[j][c] - mean - z * product) * scales[j] + dpassed[c];
+      }
+      if (active) StoreRounded<T>(call.dx, at(t - j), dx);
     }
-    scale = moments.scale;
   }
 
-  if (!channels.active) return;
+  if (!active) return;
   float* const partials =
-      call.partials + (row * gridDim.x + blockIdx.x) * (kMixes + 2) * call.width + channels.first;
+      call.partials + (row * gridDim.x + blockIdx.x) * (kMixes + 2) * width + channel;
   StoreFloats(partials, dweight);
-  StoreFloats(partials + call.width, dbias);
+  StoreFloats(partials + width, dbias);
 #pragma unroll
-  for (int i = 0; i < kMixes; ++i) StoreFloats(partials + (i + 2) * call.width, dmix[i]);
+  for (int i = 0; i < kMixes; ++i) StoreFloats(partials + (i + 2) * width, dmix[i]);
 }
 
-// Calls fn(T(), integral_constant<N>(), integral_constant<kMixes>()) with N channels for each thread.
+// Calls fn(T(), integral_constant<kMixes>()).
 template <typename Fn>
-cudaError_t ForKernel(const NormShiftMixCall& call, Fn&& fn) {
-  const auto for_mixes = [&](auto zero, auto channels) {
+cudaError_t ForTypesAndMixes(const NormShiftMixCall& call, Fn&& fn) {
+  const auto for_mixes = [&](auto zero) {
     switch (call.mixes) {
-      case 1: return fn(zero, channels, std::integral_constant<int, 1>());
-      case 6: return fn(zero, channels, std::integral_constant<int, 6>());
+      case 1: return fn(zero, std::integral_constant<int, 1>());
+      case 6: return fn(zero, std::integral_constant<int, 6>());
       default: return cudaErrorInvalidValue;
     }
   };
-  const auto for_channels = [&](auto zero) {
-    if (call.width <= 4 * kMaxThreads)
-      return for_mixes(zero, std::integral_constant<int, 4>());
-    if (call.width <= 8 * kMaxThreads)
-      return for_mixes(zero, std::integral_constant<int, 8>());
-    return for_mixes(zero, std::integral_constant<int, 16>());
-  };
   switch (call.dtype) {
-    case Dtype::kBF16: return for_channels(__nv_bfloat16());
-    case Dtype::kF16: return for_channels(__half());
-    default: return for_channels(0.0f);
+    case Dtype::kBF16: return for_mixes(__nv_bfloat16());
+    case Dtype::kF16: return for_mixes(__half());
+    default: return for_mixes(0.0f);
   }
 }
 
-template <typename Call>
-dim3 BlocksOf(const Call& call) {
-  return dim3(static_cast<unsigned>(Runs(call.tokens)), static_cast<unsigned>(call.rows));
-}
-
-template <int N>
-int ThreadsOf(const NormShiftMixCall& call) {
-  return static_cast<int>((call.width + 32 * N - 1) / (32 * N) * 32);
+dim3 Blocks(const NormShiftMixCall& call, int64_t tokens) {
+  return dim3(static_cast<unsigned>((call.tokens + tokens - 1) / tokens),
+              static_cast<unsigned>(call.rows));
 }
 
 }  // namespace
 
 cudaError_t Run(cudaStream_t stream, const NormShiftMixForwardCall& call) {
   if (call.rows * call.tokens == 0) return cudaSuccess;
-  return ForKernel(call, [&](auto zero, auto channels, auto mixes) {
-    return Launch(ForwardKernel<decltype(zero), channels(), mixes()>, BlocksOf(call),
-                  ThreadsOf<channels()>(call), 0, stream, call);
+  return ForTypesAndMixes(call, [&](auto zero, auto mixes) {
+    return Launch(ForwardKernel<decltype(zero), mixes()>,
+                  Blocks(call, kForwardWarps * kForwardTokens), 32 * kForwardWarps, 0, stream,
+                  call);
   });
 }
 
@@ -315,9 +311,16 @@ cudaError_t Run(cudaStream_t stream, const NormShiftMixBackwardCall& call) {
   const int64_t bytes = call.rows * call.width * (call.dtype == Dtype::kF32 ? 4 : 2);
   const cudaError_t error = cudaMemsetAsync(call.dbefore, 0, bytes, stream);
   if (error != cudaSuccess || call.rows * call.tokens == 0) return error;
-  return ForKernel(call, [&](auto zero, auto channels, auto mixes) {
-    return Launch(BackwardKernel<decltype(zero), channels(), mixes()>, BlocksOf(call),
-                  ThreadsOf<channels()>(call), 0, stream, call);
+  return ForTypesAndMixes(call, [&](auto zero, auto mixes) {
+    const auto launch = [&](auto channels, auto tokens) {
+      constexpr int N = channels();
+      const int threads = static_cast<int>((call.width + 32 * N - 1) / (32 * N) * 32);
+      return Launch(BackwardKernel<decltype(zero), N, tokens(), mixes()>, Blocks(call, kRun),
+                    threads, call.mixes * call.width * sizeof(float), stream, call);
+    };
+    if (call.width <= 4 * kBackwardThreads)
+      return launch(std::integral_constant<int, 4>(), std::integral_constant<int, 4>());
+    return launch(std::integral_constant<int, 8>(), std::integral_constant<int, 1>());
   });
 }
 

@@ -52,9 +52,8 @@ __global__ __launch_bounds__(kHeadThreads, 2) void BackwardKernel(ValueResidualB
 }  // namespace
 
 cudaError_t Run(cudaStream_t stream, const ValueResidualForwardCall& call) {
-  return LaunchOverHeads(stream, call, kForwardTokens, [](auto zero, auto) {
-    return ForwardKernel<decltype(zero)>;
-  });
+  return LaunchOverHeads(stream, call, kForwardTokens,
+                         [](auto zero, auto) { return ForwardKernel<decltype(zero)>; });
 }
 
 cudaError_t Run(cudaStream_t stream, const ValueResidualBackwardCall& call) {

@@ -77,8 +77,7 @@ __global__ __launch_bounds__(kHeadThreads, 2) void BackwardKernel(Wkv7KeysBackwa
       const float u = k[c] * parameters.k_k[c], dkey = dkey0[c] + dkey1[c];
       const float du = (dkk[c] - u * product) * inverse.x;
       const float dalpha = db[c] * u * inverse.x + dkey * k[c] * parameters.k_a[c];
-      dk[c] =
-          dkey * (1.0f + (alpha[c] - 1.0f) * parameters.k_a[c]) + du * parameters.k_k[c];
+      dk[c] = dkey * (1.0f + (alpha[c] - 1.0f) * parameters.k_a[c]) + du * parameters.k_k[c];
       drate[c] = dalpha * alpha[c] * (1.0f - alpha[c]);
       dk_k[c] += du * k[c];
       dk_a[c] += dkey * k[c] * (alpha[c] - 1.0f);

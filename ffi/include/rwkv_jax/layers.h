@@ -35,12 +35,15 @@ struct NormShiftMixCall {
   const float *weight, *bias, *mix;
   const int32_t* origin;
 };
+// `moments` are [B, T, 2]: the mean and 1 / sqrt(variance + eps) of each token.
 struct NormShiftMixForwardCall : NormShiftMixCall {
   void* mixed[kMaxMixes];
+  float* moments;
 };
 // `dpassed` is the cotangent of x where x is passed on; dx contains it. The partial sums are
 // [B, runs, J, D] with J = 2 + I: of the gradients of weight, bias and mix.
 struct NormShiftMixBackwardCall : NormShiftMixCall {
+  const float* moments;
   const void* dpassed;
   const void* dmixed[kMaxMixes];
   void *dx, *dbefore;

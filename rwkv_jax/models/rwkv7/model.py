@@ -1,15 +1,19 @@
 """The forward pass of the model."""
 
+import functools
+
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Float32, Int
 
+from rwkv_jax.models import _recomputation
 from rwkv_jax.models._linear import embed, logits
 from rwkv_jax.models._normalisation import layer_norm
+from rwkv_jax.models._recomputation import Recompute
 from rwkv_jax.models._token_shift import check_segment_ids
 from rwkv_jax.models.rwkv7.channel_mixing import mix_channels
-from rwkv_jax.models.rwkv7.parameters import Params
+from rwkv_jax.models.rwkv7.parameters import BlockParams, Params
 from rwkv_jax.models.rwkv7.state import BlockState, State, initial_state
 from rwkv_jax.models.rwkv7.time_mixing import Options, Wkv, mix_tokens
 from rwkv_jax.wkv7 import wkv7
@@ -24,6 +28,7 @@ def features(
     dtype: DTypeLike = jnp.float32,
     implementation: str | None = None,
     layers: str | None = None,
+    recompute: Recompute | None = None,
     wkv: Wkv = wkv7,
 ) -> tuple[Float[Array, "B *T C"], State]:
     """What `params.head` makes logits of: the normalised output of the last block, for a sequence
@@ -42,6 +47,9 @@ def features(
       implementation: the implementation of `wkv7`.
       layers: the implementation of the functions of `rwkv_jax.layers`. Where tokens of a sequence
         are distributed over devices, give "xla", which the compiler partitions.
+      recompute: what the backward pass computes again rather than keeps: "cheap", all but the
+        products and the results of `wkv7`; "blocks", everything but the activations between blocks;
+        or None, what costs nothing to speak of.
       wkv: the function that mixes sequences: `wkv7`, or `sharding.shard(wkv7, ...)`.
 
     Returns:
@@ -57,14 +65,26 @@ def features(
     v_first = None
     next_state = []
     options = Options(segment_ids, implementation, layers, wkv)
+    block = _recomputation.recomputed(functools.partial(_block, options), recompute)
     for p, s in zip(params.blocks, state, strict=True):
-        if p.ln0 is not None:
-            x = layer_norm(p.ln0, x)
-        x, dx, att, v_first = mix_tokens(p.att, p.ln1, x, s.att, v_first, options)
-        x, dx, ffn = mix_channels(p.ffn, p.ln2, x + dx, s.ffn, segment_ids, layers)
-        x = x + dx
-        next_state.append(BlockState(att, ffn))
+        x, v_first, after = block(p, x, v_first, s)
+        next_state.append(after)
     return layer_norm(params.ln_out, x), tuple(next_state)
+
+
+def _block(
+    options: Options,
+    p: BlockParams,
+    x: Float[Array, "B *T C"],
+    v_first: Float[Array, "B *T C"] | None,
+    s: BlockState,
+) -> tuple[Array, Array, BlockState]:
+    """The activations after a block, the value of the first block, and the next state."""
+    if p.ln0 is not None:
+        x = layer_norm(p.ln0, x)
+    x, dx, att, v_first = mix_tokens(p.att, p.ln1, x, s.att, v_first, options)
+    x, dx, ffn = mix_channels(p.ffn, p.ln2, x + dx, s.ffn, options.segment_ids, options.layers)
+    return x + dx, v_first, BlockState(att, ffn)
 
 
 def apply(
@@ -76,6 +96,7 @@ def apply(
     dtype: DTypeLike = jnp.float32,
     implementation: str | None = None,
     layers: str | None = None,
+    recompute: Recompute | None = None,
     wkv: Wkv = wkv7,
 ) -> tuple[Float32[Array, "B *T vocabulary"], State]:
     """Logits of the next token after each token of a sequence [B, T], or after one token each, [B].
@@ -91,6 +112,7 @@ def apply(
         dtype=dtype,
         implementation=implementation,
         layers=layers,
+        recompute=recompute,
         wkv=wkv,
     )
     return logits(params.head, x), next_state

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 
 from rwkv_jax.layers import read_out, value_residual, wkv7_keys
 from rwkv_jax.models import _parameters
-from rwkv_jax.models._linear import linear
+from rwkv_jax.models._linear import linear, low_rank
 from rwkv_jax.models._normalisation import Norm
 from rwkv_jax.models._token_shift import check_segment_ids, shift_and_mix
 from rwkv_jax.models.rwkv7.parameters import TimeMixParams
@@ -84,10 +84,10 @@ def mix_tokens(
 
     p = _parameters.like(params, x)
     r = linear(p.receptance, x_r)
-    w = p.w0 + jnp.tanh(x_w @ p.w1) @ p.w2
-    rate = x_a @ p.a1 @ p.a2
+    w = p.w0 + low_rank(p.w1, p.w2, x_w, jnp.tanh)
+    rate = low_rank(p.a1, p.a2, x_a)
     v = linear(p.value, x_v)
-    gate = jax.nn.sigmoid(x_g @ p.g1) @ p.g2
+    gate = low_rank(p.g1, p.g2, x_g, jax.nn.sigmoid)
     r, w, k, v, rate, gate = map(
         _tokens_of_heads(params), (r, w, linear(p.key, x_k), v, rate, gate)
     )
@@ -101,7 +101,7 @@ def mix_tokens(
     elif v_first is None:
         raise ValueError("time_mix: v_first is None; only the first layer has a value of its own")
     else:
-        share, first = map(_tokens_of_heads(params), (x_v @ p.v1 @ p.v2, v_first))
+        share, first = map(_tokens_of_heads(params), (low_rank(p.v1, p.v2, x_v), v_first))
         v, v_again, v_first = value_residual(
             *(v, share, first, heads(params.v0)), implementation=layers
         )

@@ -1,0 +1,38 @@
+"""What the backward pass of a model keeps of the forward pass, and what it computes again."""
+
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from rwkv_jax._operator.derivative import KEPT
+
+Recompute: TypeAlias = Literal["cheap", "blocks"]
+
+PRODUCT = "product"
+"""The name of the results of matrix products for `jax.checkpoint_policies`."""
+
+
+def product(x: jax.Array) -> jax.Array:
+    """`x`, which a product gave, so that "cheap" keeps it."""
+    return checkpoint_name(x, PRODUCT)
+
+
+def recomputed(block: Callable[..., Any], recompute: Recompute | None) -> Callable[..., Any]:
+    """`block` with a backward pass that computes again what `recompute` says.
+
+    Raises:
+      ValueError: `recompute` is none of its accepted values.
+    """
+    policies = {
+        "cheap": jax.checkpoint_policies.save_only_these_names(PRODUCT, KEPT),
+        "blocks": jax.checkpoint_policies.nothing_saveable,
+    }
+    if recompute is None:
+        return block
+    if recompute not in policies:
+        raise ValueError(
+            f"recompute is {recompute!r}; accepted are None, {', '.join(map(repr, policies))}"
+        )
+    return jax.checkpoint(block, policy=policies[recompute])
