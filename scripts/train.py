@@ -36,7 +36,7 @@ import jax
 from jax.sharding import Mesh
 
 from rwkv_jax.nn.flax import RWKV7, arrays
-from training import data, devices, language_model, loop, options, report
+from training import data, devices, language_model, loop, options, report, sizes
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     count = max(1, min(args.eval_bytes, len(held_out)) // args.context)
     held_out = data.evenly_spaced(held_out, count=count, context=args.context)
     recorded = options.recorded(args, text)
-    parameters = language_model.size(arrays(model.params))
+    parameters = sizes.size(arrays(model.params))
     print(f"RWKV-7 of {parameters:,} parameters on {devices.describe(mesh)}, {args.dtype}")
     print(f"{len(text):,} bytes to train on, {held_out[:, 1:].size:,} held-out bytes to predict")
 

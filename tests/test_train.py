@@ -132,7 +132,7 @@ def test_training_keeps_everything_where_it_is(train: ModuleType, options: list[
     steps = importlib.import_module("training.steps")
     args = train.options.parse([*options, "--mesh=model=2,data=2"])
     mesh, model = train.prepare(args)
-    optimizer = nnx.Optimizer(model, steps.make_optimizer(args), wrt=nnx.Param)
+    optimizer = nnx.Optimizer(model, train.loop.make_optimizer(args), wrt=nnx.Param)
     state = steps.variables(model, optimizer)
     places = {name: x[...].sharding for name, x in state.items()}
     for name in ("model", "optimizer.1.mu.params", "optimizer.1.nu.params"):
@@ -185,7 +185,7 @@ def test_most_operations_are_of_matrices(train: ModuleType) -> None:
 
     def count(key: jax.Array) -> None:
         params = rwkv7.init(key, train.options.SIZES["1.5b"])
-        counts.append(train.language_model.flops_per_token(params))
+        counts.append(train.sizes.flops_per_token(params))
 
     jax.eval_shape(count, jax.random.key(0))
     layers = 1.53e9 - 2 * 65536 * 2048

@@ -154,6 +154,8 @@ struct Cpu {
   static constexpr int64_t kMaxHeadSize = 256;
   static constexpr bool kOnlyLaunches = false;
 
+  static std::vector<Registration> Targets() { return Registrations<Cpu>(); }
+
   template <typename Operator, Pass kPass>
   static ffi::Error Handle(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
                            const Attributes& attributes) {

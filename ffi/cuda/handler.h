@@ -8,6 +8,7 @@
 #include <string>
 #include <utility>
 
+#include "layers/handler.h"
 #include "plan.h"
 #include "rwkv_jax/targets.h"
 #include "splits.h"
@@ -42,6 +43,12 @@ struct Cuda {
   static constexpr bool kHasSummaries = true;
   static constexpr int64_t kMaxHeadSize = cuda::kMaxHeadSize;
   static constexpr bool kOnlyLaunches = true;
+
+  static std::vector<Registration> Targets() {
+    std::vector<Registration> targets = Registrations<Cuda>();
+    for (Registration& target : LayerTargets()) targets.push_back(std::move(target));
+    return targets;
+  }
 
   template <typename Operator, Pass kPass>
   static ffi::Error Handle(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,

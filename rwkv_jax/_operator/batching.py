@@ -12,7 +12,8 @@ def _fold(x: Array, axes: str, size: int, mapped: bool) -> Array:
     # Behind B, not before it: a batch sharded over devices stays where it is.
     x = jnp.moveaxis(x, 0, batch + 1) if mapped else jnp.expand_dims(x, batch + 1)
     shape = (*x.shape[: batch + 1], size, *x.shape[batch + 2 :])
-    return jnp.broadcast_to(x, shape).reshape(*shape[:batch], -1, *shape[batch + 2 :])
+    rows = shape[batch] * size
+    return jnp.broadcast_to(x, shape).reshape(*shape[:batch], rows, *shape[batch + 2 :])
 
 
 def _unfold(x: Array, axes: str, size: int) -> Array:

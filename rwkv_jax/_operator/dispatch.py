@@ -7,7 +7,7 @@ arrays here, because the vmap and partition rules know arrays by the letters of 
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeAlias, overload
+from typing import Any, Literal, Protocol, overload, runtime_checkable
 
 import jax
 from jax import Array, lax
@@ -24,12 +24,10 @@ from rwkv_jax._operator.call import (
     Options,
     Packing,
     Result,
-    Sequences,
 )
 from rwkv_jax._operator.implementation import Implementation
-from rwkv_jax._operator.operator import Operator
+from rwkv_jax._operator.operator import Operator, Pass
 from rwkv_jax._operator.partition import partitioned
-from rwkv_jax._packing import by_chunk
 
 OTHER = "other"
 
@@ -45,47 +43,67 @@ measured to be faster than xla."""
 PLATFORMS = tuple(platform for platform in ORDER if platform != OTHER)
 """Platforms with implementations of their own; all others share what runs on `OTHER`."""
 
-Pass: TypeAlias = Literal["forward", "backward", "step", "summary", "reverse_summary"]
+
+@runtime_checkable
+class Dispatched(Protocol):
+    """What has implementations to choose from: an operator or a layer function."""
+
+    @property
+    def implementations(self) -> Mapping[str, Any]: ...
+
+    def title(self, name: Pass) -> str: ...
+
+    def axes(self, name: Pass, options: Options, packing: Packing) -> tuple[Any, Any]: ...
+
+    def compute(
+        self, name: Pass, choice: str, options: Options, platform: str, operands: Any
+    ) -> Any: ...
+
+    def why_not(
+        self, choice: str, platform: str, options: Options, operands: Operands
+    ) -> str | None: ...
+
+    def has_rule(self, options: Options) -> bool: ...
 
 
 @overload
 def run(
-    operator: Operator, name: Literal["forward", "step"], options: Options, operands: Forward
+    operator: Dispatched, name: Literal["forward", "step"], options: Options, operands: Forward
 ) -> Result: ...
 @overload
 def run(
-    operator: Operator, name: Literal["backward"], options: Options, operands: Backward
+    operator: Dispatched, name: Literal["backward"], options: Options, operands: Backward
 ) -> Gradients: ...
 @overload
 def run(
-    operator: Operator, name: Literal["summary"], options: Options, operands: Forward
+    operator: Dispatched, name: Literal["summary"], options: Options, operands: Forward
 ) -> Arrays: ...
 @overload
 def run(
-    operator: Operator, name: Literal["reverse_summary"], options: Options, operands: Backward
+    operator: Dispatched, name: Literal["reverse_summary"], options: Options, operands: Backward
 ) -> Arrays: ...
-def run(operator: Operator, name: Pass, options: Options, operands: Operands) -> Any:
+def run(operator: Dispatched, name: Pass, options: Options, operands: Operands) -> Any:
     """Run a pass; the platform that the program is lowered for decides the implementation."""
     return _run(operator, name, options, operands)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _run(operator: Operator, name: Pass, options: Options, operands: Operands) -> Any:
-    operand_axes, result_axes = _axes(operator, name, options, operands.packing)
+def _run(operator: Dispatched, name: Pass, options: Options, operands: Operands) -> Any:
+    operand_axes, result_axes = operator.axes(name, options, operands.packing)
     leaves, structure = jax.tree.flatten(operands)
 
     def flat(*leaves: Array) -> tuple[Array, ...]:
         return _on_any_platform(operator, name, options, structure, leaves)
 
-    is_reference = options.implementation == "reference"
+    rule = operator.has_rule(options)
     call = partitioned(
-        _op(operator, name),
+        operator.title(name),
         flat,
         named(operand_axes),
         jax.tree.leaves(result_axes),
-        rule=not is_reference,
+        rule=rule,
     )
-    if not is_reference:
+    if rule:
         call = batched(call, jax.tree.leaves(operand_axes), jax.tree.leaves(result_axes))
     return jax.tree.unflatten(jax.tree.structure(result_axes), call(*leaves))
 
@@ -96,40 +114,6 @@ def named(tree: Any) -> list[tuple[str, Any]]:
     return [(jax.tree_util.keystr(path[-1:], simple=True), leaf) for path, leaf in leaves]
 
 
-def _op(operator: Operator, name: Pass) -> str:
-    return operator.step_name if name == "step" else operator.name
-
-
-def _axes(operator: Operator, name: Pass, options: Options, packing: Packing) -> tuple[Any, Any]:
-    """The axes of the operands and of the results of a pass."""
-    signature = operator.signature
-    match name:
-        case "forward":
-            return signature.forward_axes(packing), signature.result_axes(packing, options)
-        case "backward":
-            return signature.backward_axes(packing), signature.gradient_axes(packing)
-        case "step":
-            return signature.step_axes()
-        case "summary":
-            operands = dataclasses.replace(signature.forward_axes(packing), state={})
-            return operands, dict(operator.summary.axes)
-        case "reverse_summary":
-            return signature.backward_axes(packing), signature.gradient_axes(packing).state
-
-
-def _compute(
-    operator: Operator, name: Pass, choice: str, options: Options, platform: str, operands: Any
-) -> Any:
-    implementation = operator.implementations[choice]
-    if name == "summary":
-        return implementation.summary(operator.summary, options, platform, operands)
-    if isinstance(operands.packing, Sequences) and not implementation.takes_sequences:
-        passes = {"forward": by_chunk.forward, "backward": by_chunk.backward}
-        compute = functools.partial(getattr(implementation, name), options, platform)
-        return passes[name](operator.signature, compute, operands)
-    return getattr(implementation, name)(options, platform, operands)
-
-
 @dataclasses.dataclass(frozen=True)
 class Unavailable:
     """Why no implementation that the caller admits runs on a platform."""
@@ -138,16 +122,16 @@ class Unavailable:
 
 
 def _on_any_platform(
-    operator: Operator, name: Pass, options: Options, structure: Any, leaves: Sequence[Array]
+    operator: Dispatched, name: Pass, options: Options, structure: Any, leaves: Sequence[Array]
 ) -> tuple[Array, ...]:
     operands = jax.tree.unflatten(structure, leaves)
     chosen = {platform: _choose(operator, options, platform, operands) for platform in ORDER}
     if all(isinstance(choice, Unavailable) for choice in chosen.values()):
-        raise NotImplementedError(_cannot_run(_op(operator, name), options, chosen))
+        raise NotImplementedError(_cannot_run(operator.title(name), options, chosen))
 
     def compute(platform: str, choice: str, *leaves: Array) -> tuple[Array, ...]:
         operands = jax.tree.unflatten(structure, leaves)
-        results = _compute(operator, name, choice, options, platform, operands)
+        results = operator.compute(name, choice, options, platform, operands)
         return tuple(jax.tree.leaves(results))
 
     @functools.cache
@@ -159,7 +143,7 @@ def _on_any_platform(
     def branch(platform: str, choice: str | Unavailable, *leaves: Array) -> tuple[Array, ...]:
         if isinstance(choice, Unavailable):
             # Never lowered for a platform that has the implementation.
-            reason = _cannot_run(_op(operator, name), options, {platform: choice})
+            reason = _cannot_run(operator.title(name), options, {platform: choice})
             return tuple(_refused.bind(*leaves, reason=reason, types=types()))
         return compute(platform, choice, *leaves)
 
@@ -180,14 +164,13 @@ def _cannot_run(op: str, options: Options, chosen: Mapping[str, Any]) -> str:
 
 
 def _choose(
-    operator: Operator, options: Options, platform: str, operands: Operands
+    operator: Dispatched, options: Options, platform: str, operands: Operands
 ) -> str | Unavailable:
     """The name of the implementation for a platform, or why there is none."""
     order = [name for name in ORDER[platform] if name in operator.implementations]
     reasons = []
     for name in [options.implementation] if options.implementation else order:
-        implementation = operator.implementations[name]
-        reason = implementation.why_not(platform, options, operands.inputs, operands.packing)
+        reason = operator.why_not(name, platform, options, operands)
         if reason is None:
             return name
         reasons.append(reason)

@@ -3,12 +3,17 @@
 The state of a token shift is the last token that the layer has seen, [B, C].
 """
 
+from typing import NamedTuple
+
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Float, Int, Int32
 
 from rwkv_jax._packing import segments
 from rwkv_jax._typing import Operand
+from rwkv_jax.layers import norm_shift_mix
+from rwkv_jax.layers.norm_shift_mix import NOTHING, STATE, TOKEN
+from rwkv_jax.models._normalisation import Norm, layer_norm
 
 
 def check_segment_ids(name: str, ids: Operand | None, shape: tuple[int, ...]) -> None:
@@ -27,42 +32,96 @@ def initial_shift(x: Float[Array, "B *T C"]) -> Float[Array, "B C"]:
     return jnp.zeros_like(x[:, :1].sum(1) if x.ndim == 3 else x)
 
 
-def token_shift(
+class Shifted(NamedTuple):
+    """The input, for its other uses, its mixes with the token before, and the next state."""
+
+    x: Array
+    mixed: tuple[Array, ...]
+    state: Array
+
+
+def shift_and_mix(
+    norm: Norm | None,
+    mixes: tuple[Float[Array, " C"], ...],
     x: Float[Array, "B *T C"],
-    state: Float[Array, "B C"],
-    segment_ids: Int[Array, "B T"] | None = None,
-) -> tuple[Float[Array, "B *T C"], Float[Array, "B C"]]:
-    """The token before each token of `x`, and the next state.
+    state: Float[Array, "B C"] | None,
+    segment_ids: Int[Array, "B T"] | None,
+    implementation: str | None,
+) -> Shifted:
+    """Each of the mixes of a token, normalised by `norm` if there is one, with the token before it.
 
     The next state is a copy, so that donating it deletes neither `x` nor `state`. Compiled programs
     do not copy.
     """
-    state = state.astype(x.dtype)
+    state = initial_shift(x) if state is None else state.astype(x.dtype)
     if x.ndim == 2:
-        return state, jnp.copy(x)
+        n = x if norm is None else layer_norm(norm, x)
+        mixed = tuple(n + (state - n) * mix.astype(x.dtype)[None] for mix in mixes)
+        return Shifted(x, mixed, jnp.copy(n))
+    origin = None if segment_ids is None else _origin(segment_ids)
+    last = _last(x, segment_ids)
+    if norm is None:
+        before = _before(x, state, origin)
+        mixed = tuple(x + (before - x) * mix.astype(x.dtype)[None, None] for mix in mixes)
+        return Shifted(x, mixed, _next(state, last))
+    weight, bias, *stacked = (p.astype(jnp.float32) for p in (*norm, *mixes))
+    x, mixed = norm_shift_mix(
+        *(x, state, weight, bias, jnp.stack(stacked)), origin=origin, implementation=implementation
+    )
+    if last is not None:
+        last = last._replace(x=layer_norm(norm, last.x))
+    return Shifted(x, mixed, _next(state, last))
+
+
+class _Last(NamedTuple):
+    """The last token of each row [B, C] that is no padding, and whether there is one."""
+
+    x: Array
+    present: Array | None
+
+
+def _last(x: Float[Array, "B T C"], segment_ids: Int[Array, "B T"] | None) -> _Last | None:
+    tokens = x.shape[1]
+    if tokens == 0:
+        return None
+    if segment_ids is None:
+        return _Last(x[:, -1], None)
+    index = lax.broadcasted_iota(jnp.int32, segment_ids.shape, 1)
+    last = jnp.max(jnp.where(segment_ids != 0, index, -1), axis=1)[:, None, None]
+    found = jnp.take_along_axis(x, jnp.maximum(last, 0), axis=1)[:, 0]
+    return _Last(found, last[:, 0] >= 0)
+
+
+def _next(state: Float[Array, "B C"], last: _Last | None) -> Float[Array, "B C"]:
+    if last is None:
+        return jnp.copy(state)
+    if last.present is None:
+        return jnp.copy(last.x)
+    return jnp.where(last.present, last.x, state)
+
+
+def _origin(segment_ids: Int[Array, "B T"]) -> Int32[Array, "B T"]:
+    """What stands before each token: the first segment goes on from the state, the others start
+    from zeros, and padding may stand before the first one."""
+    marks = segments.marks(segment_ids)
+    present, tokens = marks != segments.PADDING, marks.shape[1]
+    index = lax.broadcasted_iota(jnp.int32, marks.shape, 1)
+    first = jnp.min(jnp.where(present, index, tokens), axis=1, keepdims=True)
+    starts = jnp.where(marks == segments.STARTS, NOTHING, TOKEN)
+    return jnp.where(index == first, STATE, starts).astype(jnp.int32)
+
+
+def _before(
+    x: Float[Array, "B T C"], state: Float[Array, "B C"], origin: Int32[Array, "B T"] | None
+) -> Float[Array, "B T C"]:
+    """The token before each token."""
     if x.shape[1] == 0:
-        return x, jnp.copy(state)
+        return x
     # Where the tokens are distributed over devices, the compiler finds that this exchanges one.
     before = lax.pad(x, jnp.zeros((), x.dtype), ((0, 0, 0), (1, -1, 0), (0, 0, 0)))
     before = lax.dynamic_update_slice_in_dim(before, state[:, None], 0, axis=1)
-    if segment_ids is None:
-        return before, jnp.copy(x[:, -1])
-    return _shift_segments(x, before, state, segments.marks(segment_ids))
-
-
-def _shift_segments(
-    x: Float[Array, "B T C"],
-    before: Float[Array, "B T C"],
-    state: Float[Array, "B C"],
-    marks: UInt8[Array, "B T"],
-) -> tuple[Float[Array, "B T C"], Float[Array, "B C"]]:
-    """`before` and the next state, corrected for segments: the first one goes on from `state`, the
-    others start from zeros, and padding may stand before the first one and after the last one."""
-    present, tokens = marks != segments.PADDING, x.shape[1]
-    index = lax.broadcasted_iota(jnp.int32, marks.shape, 1)
-    first = index == jnp.min(jnp.where(present, index, tokens), axis=1, keepdims=True)
-    before = jnp.where(first[..., None], state[:, None], before)
-    before = jnp.where((marks == segments.STARTS)[..., None], jnp.zeros_like(x), before)
-    last = jnp.max(jnp.where(present, index, -1), axis=1)[:, None, None]
-    after = jnp.take_along_axis(x, jnp.maximum(last, 0), axis=1)[:, 0]
-    return before, jnp.where(last[:, 0] < 0, state, after)
+    if origin is None:
+        return before
+    which = origin[..., None]
+    before = jnp.where(which == STATE, state[:, None], before)
+    return jnp.where(which == NOTHING, jnp.zeros_like(x), before)

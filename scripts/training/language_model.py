@@ -1,4 +1,4 @@
-"""The model on a mesh, its loss, and how many operations training it takes."""
+"""The model on a mesh, and its loss."""
 
 import jax
 from flax import nnx
@@ -51,24 +51,3 @@ def mean_loss(
         params, inputs, dtype=model.dtype, implementation=model.implementation, wkv=model.wkv
     )
     return cross_entropy(features, params.head.weight, labels, mask=mask, l2_wrap=l2_wrap)
-
-
-def size(params: rwkv7.Params) -> int:
-    """How many numbers the parameters are."""
-    return sum(x.size for x in rwkv7.names(params).values())
-
-
-def flops_per_token(params: rwkv7.Params) -> int:
-    """Floating-point operations of training on a token.
-
-    Each number of a matrix is multiplied and added once in the forward pass and twice in the
-    backward pass, and each number of a state [K, K] takes part in four products of the time mixing.
-    Values that the backward pass computes again do not count.
-    """
-    matrices = sum(
-        x.size
-        for name, x in rwkv7.names(params).items()
-        if x.ndim == 2 and not name.startswith("emb.") and not name.endswith(".r_k")
-    )
-    states = sum(block.att.r_k.size * block.att.r_k.shape[1] for block in params.blocks)
-    return 6 * (matrices + 4 * states)

@@ -14,7 +14,8 @@ from rwkv_jax.nn.flax import RWKV7
 from training import checkpoints, data, report
 from training.devices import place
 from training.interruption import Interruption
-from training.steps import evaluate, make_optimizer, train_step, variables
+from training.optimizer import make_optimizer
+from training.steps import evaluate, train_step, variables
 
 
 def train(

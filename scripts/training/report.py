@@ -15,7 +15,7 @@ from rwkv_jax.models import rwkv7
 from rwkv_jax.nn.flax import RWKV7, arrays
 from training.checkpoints import Log
 from training.devices import gathered
-from training.language_model import flops_per_token
+from training.sizes import flops_per_token
 
 
 def speed(mesh: Mesh, model: RWKV7, tokens_per_second: float, peak: float | None) -> str:

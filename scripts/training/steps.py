@@ -1,52 +1,18 @@
-"""The steps of training: the optimizer and what it changes, a training step and an evaluation."""
+"""The steps of training: a training step with what it changes, and an evaluation."""
 
-import argparse
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import PyTree
 
 from rwkv_jax.nn.flax import RWKV7
 from training.devices import place
 from training.language_model import mean_loss
-
-
-def make_optimizer(args: argparse.Namespace) -> optax.GradientTransformation:
-    """AdamW as in the official training: matrices decay, and `w0` learns at twice the rate."""
-    schedule = optax.warmup_cosine_decay_schedule(
-        0,
-        args.learning_rate,
-        args.warmup,
-        max(args.steps, args.warmup + 1),
-        args.learning_rate / 20,
-    )
-
-    def where(
-        condition: Callable[[str, jax.Array], bool],
-    ) -> Callable[[PyTree[jax.Array]], PyTree[bool]]:
-        def mask(params: PyTree[jax.Array]) -> PyTree[bool]:
-            return jax.tree_util.tree_map_with_path(
-                lambda path, x: condition(_name(path), x), params
-            )
-
-        return mask
-
-    return optax.chain(
-        optax.clip_by_global_norm(1.0),
-        optax.scale_by_adam(0.9, 0.99, eps=1e-18),
-        optax.add_decayed_weights(
-            args.weight_decay, where(lambda name, x: "weight" in name and x.ndim == 2)
-        ),
-        optax.masked(optax.scale(2.0), where(lambda name, x: "w0" in name)),
-        optax.scale_by_learning_rate(schedule),
-    )
+from training.optimizer import name_of
 
 
 def variables(model: RWKV7, optimizer: nnx.Optimizer) -> dict[str, nnx.Variable]:
@@ -55,11 +21,7 @@ def variables(model: RWKV7, optimizer: nnx.Optimizer) -> dict[str, nnx.Variable]
         {"model": model.params, "optimizer": optimizer.opt_state, "step": optimizer.step},
         is_leaf=lambda x: isinstance(x, nnx.Variable),
     )
-    return {_name(path): x for path, x in leaves}
-
-
-def _name(path: jax.tree_util.KeyPath) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator=".")
+    return {name_of(path): x for path, x in leaves}
 
 
 @functools.partial(nnx.jit, static_argnums=(0, 4))

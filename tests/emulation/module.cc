@@ -115,7 +115,7 @@ class Buffers {
 };
 
 XLA_FFI_Handler* HandlerOf(const std::string& target) {
-  static const std::vector<rwkv_jax::Registration> targets = rwkv_jax::Registrations<Cuda>();
+  static const std::vector<rwkv_jax::Registration> targets = Cuda::Targets();
   for (const auto& [name, handler] : targets)
     if (name == target) return handler;
   throw py::key_error(target);

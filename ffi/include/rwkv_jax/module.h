@@ -25,13 +25,13 @@ inline Problem ProblemOf(const std::string& op, const std::string& pass,
   });
 }
 
-// `Platform` says how a problem is solved: ScratchFloats(problem), HasSummary(problem), and
-// PlanOf(multiprocessors, shared_memory, problem).
+// `Platform` has its Targets(), and says how a problem is solved: ScratchFloats(problem),
+// HasSummary(problem), and PlanOf(multiprocessors, shared_memory, problem).
 template <typename Platform>
 void Export(nanobind::module_& module) {
   namespace nb = nanobind;
   nb::dict targets;
-  for (const auto& [name, handler] : Registrations<Platform>())
+  for (const auto& [name, handler] : Platform::Targets())
     targets[name.c_str()] = nb::capsule(reinterpret_cast<void*>(handler));
   module.def("registrations", [targets] { return targets; });
   module.def("ffi_version", [] { return nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR); });

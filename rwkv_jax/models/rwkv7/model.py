@@ -8,10 +8,10 @@ from jaxtyping import Float, Float32, Int
 from rwkv_jax.models._linear import embed, logits
 from rwkv_jax.models._normalisation import layer_norm
 from rwkv_jax.models._token_shift import check_segment_ids
-from rwkv_jax.models.rwkv7.channel_mixing import channel_mix
+from rwkv_jax.models.rwkv7.channel_mixing import mix_channels
 from rwkv_jax.models.rwkv7.parameters import Params
 from rwkv_jax.models.rwkv7.state import BlockState, State, initial_state
-from rwkv_jax.models.rwkv7.time_mixing import Wkv, time_mix
+from rwkv_jax.models.rwkv7.time_mixing import Options, Wkv, mix_tokens
 from rwkv_jax.wkv7 import wkv7
 
 
@@ -23,6 +23,7 @@ def features(
     segment_ids: Int[Array, "B T"] | None = None,
     dtype: DTypeLike = jnp.float32,
     implementation: str | None = None,
+    layers: str | None = None,
     wkv: Wkv = wkv7,
 ) -> tuple[Float[Array, "B *T C"], State]:
     """What `params.head` makes logits of: the normalised output of the last block, for a sequence
@@ -39,6 +40,8 @@ def features(
         the one after the last document.
       dtype: the dtype of the activations.
       implementation: the implementation of `wkv7`.
+      layers: the implementation of the functions of `rwkv_jax.layers`. Where tokens of a sequence
+        are distributed over devices, give "xla", which the compiler partitions.
       wkv: the function that mixes sequences: `wkv7`, or `sharding.shard(wkv7, ...)`.
 
     Returns:
@@ -53,17 +56,12 @@ def features(
     x = embed(params.emb, tokens, dtype)
     v_first = None
     next_state = []
+    options = Options(segment_ids, implementation, layers, wkv)
     for p, s in zip(params.blocks, state, strict=True):
         if p.ln0 is not None:
             x = layer_norm(p.ln0, x)
-        dx, att, v_first = time_mix(
-            *(p.att, layer_norm(p.ln1, x), s.att, v_first),
-            segment_ids=segment_ids,
-            implementation=implementation,
-            wkv=wkv,
-        )
-        x = x + dx
-        dx, ffn = channel_mix(p.ffn, layer_norm(p.ln2, x), s.ffn, segment_ids=segment_ids)
+        x, dx, att, v_first = mix_tokens(p.att, p.ln1, x, s.att, v_first, options)
+        x, dx, ffn = mix_channels(p.ffn, p.ln2, x + dx, s.ffn, segment_ids, layers)
         x = x + dx
         next_state.append(BlockState(att, ffn))
     return layer_norm(params.ln_out, x), tuple(next_state)
@@ -77,6 +75,7 @@ def apply(
     segment_ids: Int[Array, "B T"] | None = None,
     dtype: DTypeLike = jnp.float32,
     implementation: str | None = None,
+    layers: str | None = None,
     wkv: Wkv = wkv7,
 ) -> tuple[Float32[Array, "B *T vocabulary"], State]:
     """Logits of the next token after each token of a sequence [B, T], or after one token each, [B].
@@ -91,6 +90,7 @@ def apply(
         segment_ids=segment_ids,
         dtype=dtype,
         implementation=implementation,
+        layers=layers,
         wkv=wkv,
     )
     return logits(params.head, x), next_state

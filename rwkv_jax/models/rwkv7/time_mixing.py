@@ -1,22 +1,21 @@
 """The time mixing: the inputs of `wkv7` from each token and the token before it, and its output."""
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
+from rwkv_jax.layers import read_out, value_residual, wkv7_keys
 from rwkv_jax.models import _parameters
 from rwkv_jax.models._linear import linear
-from rwkv_jax.models._normalisation import standardise, unit_length
-from rwkv_jax.models._token_shift import check_segment_ids, initial_shift, token_shift
+from rwkv_jax.models._normalisation import Norm
+from rwkv_jax.models._token_shift import check_segment_ids, shift_and_mix
 from rwkv_jax.models.rwkv7.parameters import TimeMixParams
 from rwkv_jax.models.rwkv7.state import TimeMixState, initial_wkv
 from rwkv_jax.wkv7 import wkv7, wkv7_step
-
-GROUP_NORM_EPS = 64e-5
 
 Wkv: TypeAlias = Callable[..., tuple[Array, Array]]
 """A function with the arguments and results of `wkv7`, such as `sharding.shard(wkv7, ...)`."""
@@ -30,6 +29,7 @@ def time_mix(
     *,
     segment_ids: Int[Array, "B T"] | None = None,
     implementation: str | None = None,
+    layers: str | None = None,
     wkv: Wkv = wkv7,
 ) -> tuple[Float[Array, "B *T C"], TimeMixState, Float[Array, "B *T C"]]:
     """The time mixing of a sequence [B, T, C] or a token [B, C], in the dtype of `x`.
@@ -41,6 +41,7 @@ def time_mix(
       v_first: the value of the first layer. Every other layer needs it.
       segment_ids: as `apply` takes it.
       implementation: the implementation of `wkv7`.
+      layers: the implementation of the functions of `rwkv_jax.layers`.
       wkv: the function that mixes sequences: `wkv7`, or `sharding.shard(wkv7, ...)`.
 
     Returns:
@@ -51,42 +52,94 @@ def time_mix(
       TypeError, ValueError: `segment_ids` is wrong, or given with a token.
     """
     check_segment_ids("time_mix", segment_ids, x.shape[:-1])
-    p = _parameters.like(params, x)
-    if state is None:
-        state = TimeMixState(initial_shift(x), initial_wkv(p, len(x)))
-    before, shift = token_shift(x, state.shift, segment_ids)
-    mixes = (p.x_r, p.x_w, p.x_k, p.x_v, p.x_a, p.x_g)
-    x_r, x_w, x_k, x_v, x_a, x_g = (x + (before - x) * mix for mix in mixes)
+    options = Options(segment_ids, implementation, layers, wkv)
+    return mix_tokens(params, None, x, state, v_first, options)[1:]
 
+
+class Options(NamedTuple):
+    """The options of `time_mix`."""
+
+    segment_ids: Int[Array, "B T"] | None
+    implementation: str | None
+    layers: str | None
+    wkv: Wkv
+
+
+def mix_tokens(
+    params: TimeMixParams,
+    norm: Norm | None,
+    x: Float[Array, "B *T C"],
+    state: TimeMixState | None,
+    v_first: Float[Array, "B *T C"] | None,
+    options: Options,
+) -> tuple[Array, Array, TimeMixState, Array]:
+    """`time_mix` of `x` normalised by `norm`, and before its results `x` itself, for other uses."""
+    # A token has no run of tokens over which kernels could go.
+    layers = options.layers if x.ndim == 3 else "reference"
+    if state is None:
+        state = TimeMixState(None, initial_wkv(params, len(x)))
+    mixes = (params.x_r, params.x_w, params.x_k, params.x_v, params.x_a, params.x_g)
+    x, mixed, shift = shift_and_mix(norm, mixes, x, state.shift, options.segment_ids, layers)
+    x_r, x_w, x_k, x_v, x_a, x_g = mixed
+
+    p = _parameters.like(params, x)
     r = linear(p.receptance, x_r)
     w = p.w0 + jnp.tanh(x_w @ p.w1) @ p.w2
-    k = linear(p.key, x_k)
+    rate = x_a @ p.a1 @ p.a2
     v = linear(p.value, x_v)
-    if p.v0 is None or p.v1 is None or p.v2 is None:
-        v_first = v
+    gate = jax.nn.sigmoid(x_g @ p.g1) @ p.g2
+    r, w, k, v, rate, gate = map(
+        _tokens_of_heads(params), (r, w, linear(p.key, x_k), v, rate, gate)
+    )
+
+    heads = _parameters_of_heads(params)
+    k, a, b, k_again = wkv7_keys(
+        *(k, rate, heads(params.k_k), heads(params.k_a), heads(params.a0)), implementation=layers
+    )
+    if params.v0 is None or p.v1 is None or p.v2 is None:
+        v_first, v_again = v, v
     elif v_first is None:
         raise ValueError("time_mix: v_first is None; only the first layer has a value of its own")
     else:
-        v = v + (v_first - v) * jax.nn.sigmoid(p.v0 + x_v @ p.v1 @ p.v2)
-    learning_rate = jax.nn.sigmoid(p.a0 + x_a @ p.a1 @ p.a2)
-    gate = jax.nn.sigmoid(x_g @ p.g1) @ p.g2
-    removal_key = k * p.k_k
-    k = k * (1 + (learning_rate - 1) * p.k_a)
+        share, first = map(_tokens_of_heads(params), (x_v @ p.v1 @ p.v2, v_first))
+        v, v_again, v_first = value_residual(
+            *(v, share, first, heads(params.v0)), implementation=layers
+        )
 
-    r, w, k, v, learning_rate, removal_key = (
-        z.reshape(*z.shape[:-1], *p.r_k.shape) for z in (r, w, k, v, learning_rate, removal_key)
-    )
-    removal_key = unit_length(removal_key)
-    mix: Wkv = wkv if x.ndim == 3 else wkv7_step
+    single = x.ndim == 2
+    mix: Wkv = wkv7_step if single else options.wkv
+    operands = (r, w, k, v, a, b)
+    if single:
+        operands = tuple(z[:, 0] for z in operands)
     # A function given as `wkv` need not know of segments where there are none.
-    segments = {} if segment_ids is None else {"segment_ids": segment_ids}
+    ids = options.segment_ids
+    segments = {} if ids is None else {"segment_ids": ids}
     y, last = mix(
-        *(r, w, k, v, -removal_key, removal_key * learning_rate, state.wkv),
+        *operands,
+        state.wkv,
         decay="sigmoid",
-        implementation=implementation,
+        implementation=options.implementation,
         **segments,
     )
-    y = standardise(y, GROUP_NORM_EPS).reshape(x.shape) * p.ln_x.weight + p.ln_x.bias
-    bonus = (r * k * jnp.broadcast_to(p.r_k, r.shape)).sum(-1, keepdims=True) * v
-    y = linear(p.output, (y + bonus.reshape(x.shape)) * gate)
-    return y, TimeMixState(shift, last), v_first
+    out = read_out(
+        *(y[:, None] if single else y, r, k_again, v_again, gate),
+        *(heads(params.ln_x.weight), heads(params.ln_x.bias), heads(params.r_k)),
+        implementation=layers,
+    )
+    y = linear(p.output, out.reshape(x.shape))
+    return x, y, TimeMixState(shift, last), v_first.reshape(x.shape)
+
+
+def _tokens_of_heads(params: TimeMixParams) -> Callable[[Array], Array]:
+    """Makes [B, T, H, K] of [B, T, C], or of [B, C] with T = 1."""
+
+    def tokens_of_heads(x: Array) -> Array:
+        tokens = x.shape[1:-1] or (1,)
+        return x.reshape(len(x), *tokens, *params.r_k.shape)
+
+    return tokens_of_heads
+
+
+def _parameters_of_heads(params: TimeMixParams) -> Callable[[Array], Array]:
+    """Makes [H, K] of [C], in float32."""
+    return lambda x: x.reshape(params.r_k.shape).astype(jnp.float32)

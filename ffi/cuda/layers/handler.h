@@ -1,0 +1,188 @@
+// The handlers of the layer functions on CUDA: from XLA's operands to the kernels.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <string>
+#include <vector>
+
+#include "layers/kernels.h"
+#include "rwkv_jax/operands.h"
+#include "rwkv_jax/targets.h"
+
+namespace rwkv_jax::cuda {
+
+// Reads the operands of one call, in the order in which Python gives them.
+class LayerReader {
+ public:
+  LayerReader(const char* name, ffi::RemainingArgs args, ffi::RemainingRets rets)
+      : operands(name, args, rets) {}
+
+  Operands operands;
+
+  void Read(NormShiftMixForwardCall& call) {
+    ReadInputs(call);
+    for (int64_t i = 0; i < Mixes(call); ++i)
+      call.mixed[i] = operands.Ret("mixed " + std::to_string(i), "BTD", Kind::kTensor);
+  }
+
+  void Read(NormShiftMixBackwardCall& call) {
+    ReadInputs(call);
+    for (int64_t i = 0; i < Mixes(call); ++i)
+      call.dmixed[i] = Tensor("dmixed " + std::to_string(i), "BTD");
+    call.dpassed = Tensor("dpassed", "BTD");
+    call.dx = operands.Ret("dx", "BTD", Kind::kTensor);
+    call.dbefore = operands.Ret("dbefore", "BD", Kind::kTensor);
+    call.partials = Partials("BNJD", Mixes(call) + 2);
+  }
+
+  void Read(Wkv7KeysForwardCall& call) {
+    ReadInputs(call);
+    call.key = Result("key"), call.a = Result("a"), call.b = Result("b");
+  }
+
+  void Read(Wkv7KeysBackwardCall& call) {
+    ReadInputs(call);
+    call.dkey[0] = Tensor("dkey"), call.da = Tensor("da"), call.db = Tensor("db");
+    call.dkey[1] = Tensor("dkey_again");
+    call.dk = Result("dk"), call.drate = Result("drate");
+    call.partials = Partials("BNJHK", 3);
+  }
+
+  void Read(ValueResidualForwardCall& call) {
+    ReadInputs(call);
+    call.value = Result("value");
+  }
+
+  void Read(ValueResidualBackwardCall& call) {
+    ReadInputs(call);
+    call.dvalue[0] = Tensor("dvalue"), call.dvalue[1] = Tensor("dvalue_again");
+    call.dpassed = Tensor("dpassed");
+    call.dv = Result("dv"), call.drate = Result("drate"), call.dfirst = Result("dfirst");
+    call.partials = Partials("BNJHK", 1);
+  }
+
+  void Read(ReadOutForwardCall& call) {
+    ReadInputs(call);
+    call.out = Result("out");
+  }
+
+  void Read(ReadOutBackwardCall& call) {
+    ReadInputs(call);
+    call.dout = Tensor("dout");
+    call.dy = Result("dy"), call.dr = Result("dr"), call.dk = Result("dk");
+    call.dv = Result("dv"), call.dgate = Result("dgate");
+    call.partials = Partials("BNJHK", 3);
+  }
+
+ private:
+  // `origin` follows all other inputs, with a size of 0 where it is not given.
+  void ReadInputs(NormShiftMixCall& call) {
+    call.x = Tensor("x", "BTD"), call.before = Tensor("before", "BD");
+    call.weight = Parameter("weight", "BD"), call.bias = Parameter("bias", "BD");
+    call.mix = Parameter("mix", "BID");
+    call.origin = static_cast<const int32_t*>(operands.Arg("origin", "BO", Kind::kInts));
+    call.rows = operands.Size('B'), call.tokens = operands.Size('T');
+    call.width = operands.Size('D'), call.mixes = operands.Size('I');
+    call.dtype = operands.dtype();
+    const int64_t given = operands.Size('O');
+    operands.Require(given == 0 || given == call.tokens, "origin has O = ", given,
+                     "; expected 0 or T = ", call.tokens);
+    if (given == 0) call.origin = nullptr;
+    operands.Require(call.width > 0 && call.width <= kMaxLayerWidth && call.width % 16 == 0,
+                     "x has D = ", call.width, "; expected a multiple of 16 up to ",
+                     kMaxLayerWidth);
+    operands.Require(call.mixes == 1 || call.mixes == 6, "mix has I = ", call.mixes,
+                     "; expected 1 or 6");
+  }
+  // As many as a call has room for.
+  int64_t Mixes(const NormShiftMixCall& call) const {
+    return call.mixes < kMaxMixes ? call.mixes : kMaxMixes;
+  }
+
+  void ReadInputs(Wkv7KeysCall& call) {
+    call.k = Tensor("k"), call.rate = Tensor("rate");
+    call.k_k = Parameter("k_k"), call.k_a = Parameter("k_a"), call.a0 = Parameter("a0");
+    ReadSizes(call);
+  }
+
+  void ReadInputs(ValueResidualCall& call) {
+    call.v = Tensor("v"), call.rate = Tensor("rate"), call.first = Tensor("first");
+    call.v0 = Parameter("v0");
+    ReadSizes(call);
+  }
+
+  void ReadInputs(ReadOutCall& call) {
+    call.y = Tensor("y"), call.r = Tensor("r"), call.k = Tensor("k"), call.v = Tensor("v");
+    call.gate = Tensor("gate");
+    call.weight = Parameter("weight"), call.bias = Parameter("bias");
+    call.r_k = Parameter("r_k");
+    ReadSizes(call);
+  }
+
+  void ReadSizes(HeadTokens& call) {
+    const int64_t size = operands.Size('K');
+    operands.Require(size >= 16 && size <= 256 && (size & (size - 1)) == 0, "K = ", size,
+                     "; expected a power of two from 16 to 256");
+    call.rows = operands.Size('B'), call.tokens = operands.Size('T');
+    call.width = operands.Size('H') * size, call.head_size = size;
+    call.dtype = operands.dtype();
+  }
+
+  const void* Tensor(const std::string& name, const char* axes = "BTHK") {
+    return operands.Arg(name, axes, Kind::kTensor);
+  }
+  const float* Parameter(const std::string& name, const char* axes = "BHK") {
+    return static_cast<const float*>(operands.Arg(name, axes, Kind::kFloat));
+  }
+  void* Result(const std::string& name) { return operands.Ret(name, "BTHK", Kind::kTensor); }
+  float* Partials(const char* axes, int64_t count) {
+    void* const partials = operands.Ret("partials", axes, Kind::kFloat);
+    const int64_t runs = Runs(operands.Size('T'));
+    operands.Require(operands.Size('N') == runs && operands.Size('J') == count,
+                     "partials has N = ", operands.Size('N'), " and J = ", operands.Size('J'),
+                     "; expected ", runs, " and ", count);
+    return static_cast<float*>(partials);
+  }
+};
+
+template <typename Call>
+XLA_FFI_Error* LayerTarget(XLA_FFI_CallFrame* frame) {
+  static auto* const handler =
+      ffi::Ffi::Bind()
+          .Ctx<ffi::PlatformStream<cudaStream_t>>()
+          .RemainingArgs()
+          .RemainingRets()
+          .To(
+              [](cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets) {
+                LayerReader reader(Call::kName, args, rets);
+                Call call = {};
+                reader.Read(call);
+                if (ffi::Error error = reader.operands.Finish(); error.failure()) return error;
+                const cudaError_t error = Run(stream, call);
+                return error == cudaSuccess ? ffi::Error::Success()
+                                            : reader.operands.Internal(cudaGetErrorString(error));
+              },
+              {ffi::Traits::kCmdBufferCompatible})
+          .release();
+  return handler->Call(frame);
+}
+
+// The targets of the layer functions, rwkv_{function}_{pass}_v1.
+inline std::vector<Registration> LayerTargets() {
+  std::vector<Registration> targets;
+  const auto add = [&](auto forward, auto backward) {
+    using Forward = decltype(forward);
+    using Backward = decltype(backward);
+    const std::string name = std::string("rwkv_") + Forward::kName;
+    targets.push_back({name + "_fwd_v1", LayerTarget<Forward>});
+    targets.push_back({name + "_bwd_v1", LayerTarget<Backward>});
+  };
+  add(NormShiftMixForwardCall(), NormShiftMixBackwardCall());
+  add(Wkv7KeysForwardCall(), Wkv7KeysBackwardCall());
+  add(ValueResidualForwardCall(), ValueResidualBackwardCall());
+  add(ReadOutForwardCall(), ReadOutBackwardCall());
+  return targets;
+}
+
+}  // namespace rwkv_jax::cuda

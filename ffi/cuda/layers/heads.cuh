@@ -1,0 +1,76 @@
+// How the layer functions of heads go through tokens: a thread has eight consecutive channels of one
+// head and goes through the tokens of a run.
+#pragma once
+
+#include "layers/kernels.h"
+#include "layers/vectors.cuh"
+#include "launch.cuh"
+
+namespace rwkv_jax::cuda {
+
+constexpr int kHeadVector = 8;
+constexpr int kHeadThreads = 256;
+
+using HeadVector = float[kHeadVector];
+
+// The channels and the tokens of a thread. Lanes without channels take part in sums over a head, which
+// are sums of zeros.
+class HeadRun {
+ public:
+  __device__ HeadRun(const HeadTokens& call, int64_t tokens)
+      : row(blockIdx.z),
+        channel((static_cast<int64_t>(blockIdx.x) * kHeadThreads + threadIdx.x) * kHeadVector),
+        active(channel < call.width),
+        begin(blockIdx.y * tokens),
+        end(begin + tokens < call.tokens ? begin + tokens : call.tokens),
+        width_(call.width),
+        first_(row * call.tokens) {}
+
+  int64_t row, channel;
+  bool active;
+  int64_t begin, end;
+
+  template <typename T>
+  __device__ Packed<T, kHeadVector> Load(const void* array, int64_t t) const {
+    return active ? LoadPacked<kHeadVector, T>(array, At(t)) : Packed<T, kHeadVector>{};
+  }
+  template <typename T>
+  __device__ void Store(void* array, int64_t t, const HeadVector& x) const {
+    if (active) StoreRounded<T>(array, At(t), x);
+  }
+  __device__ void LoadParameter(const float* parameter, HeadVector& x) const {
+    if (active) LoadFloats(parameter + row * width_ + channel, x);
+  }
+  // Writes the partial sum number i of `count`.
+  __device__ void StorePartial(float* partials, int i, int count, const HeadVector& x) const {
+    if (active)
+      StoreFloats(partials + ((row * gridDim.y + blockIdx.y) * count + i) * width_ + channel, x);
+  }
+
+ private:
+  __device__ int64_t At(int64_t t) const { return (first_ + t) * width_ + channel; }
+
+  int64_t width_, first_;
+};
+
+// Launches fn(T(), integral_constant<lanes of a head>()), a kernel, over runs of `tokens` tokens.
+template <typename Call, typename Fn>
+cudaError_t LaunchOverHeads(cudaStream_t stream, const Call& call, int64_t tokens, Fn&& fn) {
+  if (call.rows * call.tokens * call.width == 0) return cudaSuccess;
+  const int64_t vectors = call.width / kHeadVector;
+  const auto count = [](int64_t all, int64_t each) {
+    return static_cast<unsigned>((all + each - 1) / each);
+  };
+  const dim3 blocks(count(vectors, kHeadThreads), count(call.tokens, tokens),
+                    static_cast<unsigned>(call.rows));
+  const int threads =
+      vectors < kHeadThreads ? static_cast<int>((vectors + 31) / 32 * 32) : kHeadThreads;
+  return ForAllTypes<16, 32, 64, 128, 256>(
+      call.dtype, call.head_size, [&](auto zero, auto head_size) {
+        constexpr int kLanes = head_size() / kHeadVector;
+        return Launch(fn(zero, std::integral_constant<int, kLanes>()), blocks, threads, 0, stream,
+                      call);
+      });
+}
+
+}  // namespace rwkv_jax::cuda

@@ -1,0 +1,22 @@
+// The layer functions on CUDA: their passes. Pointers are to device memory.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "rwkv_jax/layers.h"
+
+namespace rwkv_jax::cuda {
+
+// The widths that one block can have.
+constexpr int64_t kMaxLayerWidth = 8192;
+
+cudaError_t Run(cudaStream_t stream, const NormShiftMixForwardCall& call);
+cudaError_t Run(cudaStream_t stream, const NormShiftMixBackwardCall& call);
+cudaError_t Run(cudaStream_t stream, const Wkv7KeysForwardCall& call);
+cudaError_t Run(cudaStream_t stream, const Wkv7KeysBackwardCall& call);
+cudaError_t Run(cudaStream_t stream, const ValueResidualForwardCall& call);
+cudaError_t Run(cudaStream_t stream, const ValueResidualBackwardCall& call);
+cudaError_t Run(cudaStream_t stream, const ReadOutForwardCall& call);
+cudaError_t Run(cudaStream_t stream, const ReadOutBackwardCall& call);
+
+}  // namespace rwkv_jax::cuda

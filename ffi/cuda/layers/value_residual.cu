@@ -1,0 +1,65 @@
+// The value of RWKV-7 in all layers but the first, after the formula of RWKV-LM:
+//
+//   share = sigmoid(v0 + rate),  value = v + (first - v) share
+#include "layers/heads.cuh"
+
+namespace rwkv_jax::cuda {
+namespace {
+
+constexpr int64_t kForwardTokens = 16;
+
+template <typename T>
+__global__ __launch_bounds__(kHeadThreads) void ForwardKernel(ValueResidualForwardCall call) {
+  const HeadRun run(call, kForwardTokens);
+  HeadVector v0 = {};
+  run.LoadParameter(call.v0, v0);
+  for (int64_t t = run.begin; t < run.end; ++t) {
+    const auto v = run.Load<T>(call.v, t), rate = run.Load<T>(call.rate, t);
+    const auto first = run.Load<T>(call.first, t);
+    HeadVector value;
+#pragma unroll
+    for (int c = 0; c < kHeadVector; ++c)
+      value[c] = v[c] + (first[c] - v[c]) * Sigmoid(v0[c] + rate[c]);
+    run.Store<T>(call.value, t, value);
+  }
+}
+
+template <typename T>
+__global__ __launch_bounds__(kHeadThreads, 2) void BackwardKernel(ValueResidualBackwardCall call) {
+  const HeadRun run(call, kRun);
+  HeadVector v0 = {}, dv0 = {};
+  run.LoadParameter(call.v0, v0);
+  for (int64_t t = run.begin; t < run.end; ++t) {
+    const auto v = run.Load<T>(call.v, t), rate = run.Load<T>(call.rate, t);
+    const auto first = run.Load<T>(call.first, t), dpassed = run.Load<T>(call.dpassed, t);
+    const auto dvalue0 = run.Load<T>(call.dvalue[0], t), dvalue1 = run.Load<T>(call.dvalue[1], t);
+    HeadVector dv, drate, dfirst;
+#pragma unroll
+    for (int c = 0; c < kHeadVector; ++c) {
+      const float share = Sigmoid(v0[c] + rate[c]), dvalue = dvalue0[c] + dvalue1[c];
+      dv[c] = dvalue * (1.0f - share);
+      dfirst[c] = dpassed[c] + dvalue * share;
+      drate[c] = dvalue * (first[c] - v[c]) * share * (1.0f - share);
+      dv0[c] += drate[c];
+    }
+    run.Store<T>(call.dv, t, dv);
+    run.Store<T>(call.drate, t, drate);
+    run.Store<T>(call.dfirst, t, dfirst);
+  }
+  run.StorePartial(call.partials, 0, 1, dv0);
+}
+
+}  // namespace
+
+cudaError_t Run(cudaStream_t stream, const ValueResidualForwardCall& call) {
+  return LaunchOverHeads(stream, call, kForwardTokens, [](auto zero, auto) {
+    return ForwardKernel<decltype(zero)>;
+  });
+}
+
+cudaError_t Run(cudaStream_t stream, const ValueResidualBackwardCall& call) {
+  return LaunchOverHeads(stream, call, kRun,
+                         [](auto zero, auto) { return BackwardKernel<decltype(zero)>; });
+}
+
+}  // namespace rwkv_jax::cuda

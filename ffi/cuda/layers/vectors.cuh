@@ -1,0 +1,109 @@
+// What a thread of a layer function has of a token: some consecutive channels, loaded and stored at
+// once, and their sums over the threads of a head or of a warp.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "ptx.cuh"
+#include "rwkv_jax/types.h"
+
+namespace rwkv_jax::cuda {
+
+// N channels as they are in memory, in an array that starts at a multiple of their bytes, up to 16.
+template <typename T, int N>
+struct Packed {
+  static constexpr int kWords = N * sizeof(T) / 4;
+  uint32_t words[kWords];
+
+  __device__ void Load(const T* from) {
+    if constexpr (kWords % 4 == 0) {
+#pragma unroll
+      for (int i = 0; i < kWords; i += 4) {
+        const uint4 four = reinterpret_cast<const uint4*>(from)[i / 4];
+        words[i] = four.x, words[i + 1] = four.y, words[i + 2] = four.z, words[i + 3] = four.w;
+      }
+    } else {
+      const uint2 two = *reinterpret_cast<const uint2*>(from);
+      words[0] = two.x, words[1] = two.y;
+    }
+  }
+
+  __device__ void Store(T* to) const {
+    if constexpr (kWords % 4 == 0) {
+#pragma unroll
+      for (int i = 0; i < kWords; i += 4)
+        reinterpret_cast<uint4*>(to)[i / 4] = {words[i], words[i + 1], words[i + 2], words[i + 3]};
+    } else {
+      *reinterpret_cast<uint2*>(to) = {words[0], words[1]};
+    }
+  }
+
+  __device__ float operator[](int i) const {
+    if constexpr (std::is_same_v<T, float>) return __uint_as_float(words[i]);
+    const uint32_t word = words[i / 2];
+    if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+      return __uint_as_float(i % 2 ? word & 0xffff0000u : word << 16);
+    } else {
+      const __half2 pair = reinterpret_cast<const __half2&>(word);
+      return i % 2 ? __high2float(pair) : __low2float(pair);
+    }
+  }
+
+  __device__ void Set(const float (&x)[N]) {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      if constexpr (std::is_same_v<T, float>)
+        words[i] = __float_as_uint(x[i]);
+      else if constexpr (std::is_same_v<T, __nv_bfloat16>)
+        words[i] = RoundToBf16(x[2 * i], x[2 * i + 1]);
+      else
+        words[i] = RoundToHalf(x[2 * i], x[2 * i + 1]);
+    }
+  }
+};
+
+template <int N, typename T>
+__device__ Packed<T, N> LoadPacked(const void* array, int64_t at) {
+  Packed<T, N> packed;
+  packed.Load(static_cast<const T*>(array) + at);
+  return packed;
+}
+
+template <typename T, int N>
+__device__ void StoreRounded(void* array, int64_t at, const float (&x)[N]) {
+  Packed<T, N> packed;
+  packed.Set(x);
+  packed.Store(static_cast<T*>(array) + at);
+}
+
+template <int N>
+__device__ void LoadFloats(const float* from, float (&x)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; i += 4) {
+    const float4 four = *reinterpret_cast<const float4*>(from + i);
+    x[i] = four.x, x[i + 1] = four.y, x[i + 2] = four.z, x[i + 3] = four.w;
+  }
+}
+
+template <int N>
+__device__ void StoreFloats(float* to, const float (&x)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; i += 4)
+    *reinterpret_cast<float4*>(to + i) = {x[i], x[i + 1], x[i + 2], x[i + 3]};
+}
+
+// The sum over kLanes neighbouring lanes, a power of two of them.
+template <int kLanes>
+__device__ float SumOverLanes(float x) {
+#pragma unroll
+  for (int mask = kLanes / 2; mask > 0; mask /= 2) x += __shfl_xor_sync(0xffffffffu, x, mask);
+  return x;
+}
+
+__device__ inline float Sigmoid(float x) { return 1.0f / (1.0f + Exp2(-1.4426950408889634f * x)); }
+
+}  // namespace rwkv_jax::cuda

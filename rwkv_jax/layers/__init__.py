@@ -1,0 +1,22 @@
+"""What stands around an operator in a layer, as functions that read and write each array once.
+
+    norm_shift_mix   layer normalisation, token shift and mixing
+    wkv7_keys        the operands k, a and b of `wkv7`
+    value_residual   the value that layers share with the first one
+    read_out         normalisation of heads, bonus and gate
+    relu_squared     the activation of the channel mixings
+
+Each function but the last has CUDA kernels ("ffi") for its forward and its backward pass, and the
+formula itself, which XLA fuses ("xla"). They compute in float32 and round their results once.
+Gradients of parameters are summed in float32. `jit`, `grad`, `vmap`, `jax.checkpoint` and
+`shard_map` work as for operators; on a mesh each device computes its own rows and heads.
+"""
+
+from rwkv_jax.layers.norm_shift_mix import Mixed as Mixed
+from rwkv_jax.layers.norm_shift_mix import norm_shift_mix as norm_shift_mix
+from rwkv_jax.layers.read_out import read_out as read_out
+from rwkv_jax.layers.relu_squared import relu_squared as relu_squared
+from rwkv_jax.layers.value_residual import Values as Values
+from rwkv_jax.layers.value_residual import value_residual as value_residual
+from rwkv_jax.layers.wkv7_keys import Wkv7Keys as Wkv7Keys
+from rwkv_jax.layers.wkv7_keys import wkv7_keys as wkv7_keys

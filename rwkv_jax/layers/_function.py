@@ -1,0 +1,231 @@
+"""The machinery of layer functions: what stands around an operator in a layer.
+
+A layer function is computed token by token, besides the token before. It has one formula in plain
+JAX, and may have native kernels. Its backward pass computes what it needs again from the inputs, so
+that nothing but the inputs is saved, and each pass of a kernel reads and writes an array once.
+
+Gradients of parameters are summed in float32: parameters are given to the passes once for each row,
+as those of operators are.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from rwkv_jax._native import library
+from rwkv_jax._operator import check, dispatch
+from rwkv_jax._operator.call import Arrays, Backward, Forward, Gradients, Operands, Options, Result
+from rwkv_jax._operator.operator import Pass
+from rwkv_jax._operator.partition import alike, repeated
+
+Formula: TypeAlias = Callable[[Arrays], Arrays]
+Limits: TypeAlias = Callable[[Mapping[str, int]], str | None]
+
+RUN = 64
+"""The tokens of a row over which a kernel adds up the gradients of parameters."""
+
+VERSION = "v1"
+
+
+@dataclass(frozen=True, eq=False)
+class Function:
+    """A layer function.
+
+    name: the public function's.
+    tensors: the axes of the inputs that share a dtype and have gradients.
+    parameters: the axes of the parameters, without B. Kernels and formulas get them with B.
+    results: the axes of what the formula computes from its inputs.
+    formula: the results, computed in float32 and rounded to the dtype of the tensors.
+    limits: why there are no kernels for given sizes of the axes, or None.
+    indices: the axes of inputs of int32, which have no gradient.
+    again: results that are given twice, because they have two uses. Their cotangents come apart and
+      are added where they are read.
+    passed: inputs that are results as well, because they have another use: the cotangent from there
+      is added to the gradient where that is written.
+    """
+
+    name: str
+    tensors: Mapping[str, str]
+    parameters: Mapping[str, str]
+    results: Mapping[str, str]
+    formula: Formula
+    limits: Limits
+    indices: Mapping[str, str] = field(default_factory=dict)
+    again: tuple[str, ...] = ()
+    passed: tuple[str, ...] = ()
+
+    implementations = ("ffi", "xla", "reference")
+
+    @functools.cached_property
+    def inputs(self) -> dict[str, str]:
+        """The axes of the inputs as the passes get them."""
+        parameters = {name: f"B{axes}" for name, axes in self.parameters.items()}
+        return {**self.tensors, **parameters, **self.indices}
+
+    @functools.cached_property
+    def gradients(self) -> dict[str, str]:
+        return {name: axes for name, axes in self.inputs.items() if name not in self.indices}
+
+    @functools.cached_property
+    def given(self) -> dict[str, str]:
+        """The axes of the results as callers get them."""
+        again = {f"{name}_again": self.results[name] for name in self.again}
+        return {**self.results, **again, **{name: self.tensors[name] for name in self.passed}}
+
+    def give(self, inputs: Arrays, results: Arrays) -> Arrays:
+        again = {f"{name}_again": results[name] for name in self.again}
+        return {**results, **again, **{name: inputs[name] for name in self.passed}}
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        return tuple(f"rwkv_{self.name}_{name}_{VERSION}" for name in ("fwd", "bwd"))
+
+    # What `dispatch.run` asks for:
+
+    def title(self, name: Pass) -> str:
+        return self.name
+
+    def axes(self, name: Pass, options: Options, packing: None) -> tuple[Any, Any]:
+        if name == "forward":
+            return Forward(self.inputs, {}), Result(self.results, {}, {})
+        return Backward(self.inputs, {}, self.given, {}), Gradients(self.gradients, {})
+
+    def why_not(
+        self, choice: str, platform: str, options: Options, operands: Operands
+    ) -> str | None:
+        if choice != "ffi":
+            return None
+        if platform != "cuda":
+            return f"{self.name} has native kernels for CUDA GPUs"
+        return library.why_not(platform) or self.limits(self._sizes(operands.inputs))
+
+    def compute(
+        self, name: Pass, choice: str, options: Options, platform: str, operands: Any
+    ) -> Any:
+        inputs = {name: operands.inputs[name] for name in self.inputs}
+        if choice == "ffi":
+            native = self._native_forward if name == "forward" else self._native_backward
+            return native(inputs, operands)
+        if name == "forward":
+            return Result(self.formula(inputs), {}, {})
+
+        def given(floats: Arrays) -> Arrays:
+            return self.give(inputs | floats, self.formula(inputs | floats))
+
+        _, pullback = jax.vjp(given, {name: inputs[name] for name in self.gradients})
+        return Gradients(*pullback(operands.dy), {})
+
+    def has_rule(self, options: Options) -> bool:
+        """A formula is left to the compiler, which partitions the tokens of a row as well."""
+        return options.implementation not in ("reference", "xla")
+
+    def _sizes(self, inputs: Mapping[str, Any]) -> dict[str, int]:
+        sizes: dict[str, int] = {}
+        for name, axes in self.inputs.items():
+            sizes |= zip(axes, inputs[name].shape, strict=True)
+        return sizes
+
+    def _native_forward(self, inputs: Arrays, operands: Forward) -> Result:
+        sizes, dtype = self._sizes(inputs), inputs[next(iter(self.tensors))].dtype
+        shapes = [([sizes[x] for x in axes], dtype) for axes in self.results.values()]
+        found = library.call(self.targets[0], shapes, *inputs.values())
+        return Result(dict(zip(self.results, found, strict=True)), {}, {})
+
+    def _native_backward(self, inputs: Arrays, operands: Backward) -> Gradients:
+        cotangents = [operands.dy[name] for name in self.given]
+        shapes = [(inputs[name].shape, inputs[name].dtype) for name in self.tensors]
+        # The partial sums of all parameters are one array [B, runs, ...], in which a parameter has
+        # as many places as it has vectors [D] or [H, K].
+        first, *vector = next(inputs[name].shape for name in self.parameters)
+        counts = [inputs[name].size // (first * _size(vector)) for name in self.parameters]
+        sizes = self._sizes(inputs)
+        partials = (sizes["B"], -(-sizes["T"] // RUN), sum(counts), *vector)
+        found = library.call(
+            self.targets[1],
+            [*shapes, (partials, jnp.float32)],
+            *inputs.values(),
+            *cotangents,
+        )
+        gradients = dict(zip(self.tensors, found, strict=False))
+        sums, at = jnp.sum(found[-1], axis=1), 0
+        for name, count in zip(self.parameters, counts, strict=True):
+            part = lax.slice_in_dim(sums, at, at + count, axis=1)
+            gradients[name] = part.reshape(inputs[name].shape)
+            at += count
+        return Gradients(gradients, {})
+
+
+def _size(shape: Sequence[int]) -> int:
+    return functools.reduce(int.__mul__, shape, 1)
+
+
+def run(
+    function: Function,
+    tensors: Mapping[str, Any],
+    parameters: Mapping[str, Any],
+    implementation: str | None,
+    indices: Mapping[str, Array] | None = None,
+) -> Arrays:
+    """The results of a layer function, by name, from its checked inputs.
+
+    Raises:
+      TypeError, ValueError: an input has another shape or dtype than `function` says.
+    """
+    if implementation is not None:
+        check.choice(function.name, "implementation", implementation, function.implementations)
+    op, both = function.name, {**function.tensors, **function.parameters}
+    given = check.arrays(op, both, {**tensors, **parameters}, states=function.parameters)
+    given |= indices or {}
+    letters = {**both, **function.indices}
+    names = list(function.inputs)
+    placed = alike([letters[name] for name in names], *(given[name] for name in names))
+    inputs = dict(zip(names, placed, strict=True))
+    like = next(iter(function.tensors))
+    for name, axes in function.parameters.items():
+        inputs[name] = repeated(inputs[name], axes, inputs[like], function.tensors[like])
+    options = Options(None, lax.Precision.DEFAULT, implementation)
+    if implementation == "reference":
+        return _given(function, options, inputs)
+    return _run(function, options, inputs)
+
+
+def _given(function: Function, options: Options, inputs: Arrays) -> Arrays:
+    results = dispatch.run(function, "forward", options, Forward(inputs, {})).y
+    return function.give(inputs, results)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _run(function: Function, options: Options, inputs: Arrays) -> Arrays:
+    return _given(function, options, inputs)
+
+
+def _forward(function: Function, options: Options, inputs: Arrays) -> tuple[Arrays, Arrays]:
+    return _given(function, options, inputs), inputs
+
+
+def _backward(
+    function: Function, options: Options, inputs: Arrays, cotangents: Arrays
+) -> tuple[dict[str, Array | None]]:
+    operands = Backward(inputs, {}, cotangents, {})
+    found = dispatch.run(function, "backward", options, operands).inputs
+    return ({**found, **dict.fromkeys(function.indices)},)
+
+
+_run.defvjp(_forward, _backward)
+
+
+def per_token(parameter: Array) -> Array:
+    """A parameter [B, ...] of a formula, for tensors [B, T, ...]."""
+    return parameter[:, None]
+
+
+def head_sizes(sizes: Mapping[str, int]) -> str | None:
+    """The limits of the kernels that have a head in neighbouring lanes."""
+    if sizes["K"] in (16, 32, 64, 128, 256):
+        return None
+    return f"K = {sizes['K']}; the cuda kernels take 16, 32, 64, 128 or 256"

@@ -1,0 +1,139 @@
+"""Layer normalisation, token shift and mixing."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jaxtyping import Float, Float32, Int32
+
+from rwkv_jax._operator.call import Arrays
+from rwkv_jax._typing import Operand
+from rwkv_jax.layers._function import Function, per_token, run
+
+LAYER_NORM_EPS = 1e-5
+MAX_WIDTH = 8192
+MIXES = (1, 6)
+"""How many mixes the kernels are built for."""
+
+TOKEN, NOTHING, STATE = range(3)
+"""What stands before a token, as `origin` says it: the token before it in the row, nothing (zeros),
+or the state."""
+
+
+class Mixed(NamedTuple):
+    """`x`, for its other uses, and the mixed arrays."""
+
+    x: Float[Array, "B T D"]
+    mixed: tuple[Float[Array, "B T D"], ...]
+
+
+def norm_shift_mix(
+    x: Float[Operand, "B T D"],
+    before: Float[Operand, "B D"],
+    weight: Float32[Operand, " D"],
+    bias: Float32[Operand, " D"],
+    mix: Float32[Operand, "I D"],
+    *,
+    origin: Int32[Operand, "B T"] | None = None,
+    implementation: str | None = None,
+) -> Mixed:
+    """Layer normalisation, token shift and mixing, as at the entrance of every mixing of RWKV:
+
+        n[t] = (x[t] - mean) / sqrt(variance + 1e-5) * weight + bias
+        mixed_i[t] = n[t] + (n[t - 1] - n[t]) * mix_i
+
+    in float32, with `before` in place of n[-1].
+
+    Args:
+      x: tokens, float32, bfloat16 or float16.
+      before: what stands before the first token, normalised already, in the dtype of `x`.
+      weight: the scale of the normalisation.
+      bias: its offset.
+      mix: how much of the token before each of the I results takes.
+      origin: for each token what stands before it: TOKEN, NOTHING or STATE of this module. If None,
+        `before` stands before the first token of each row.
+      implementation: "ffi", "xla", "reference" or, for the fastest one, None.
+
+    Returns:
+      `x` itself and the I mixed arrays, in the dtype of `x`. Using that `x` for what else is made
+      of it, such as the residual connection, saves the backward pass an addition.
+
+    Raises:
+      TypeError, ValueError: an argument has another shape or dtype.
+      NotImplementedError: the implementation cannot run the call.
+
+    The formulas are those of RWKV-LM's training code, `RWKV_Tmix_x070` and `RWKV_CMix_x070`.
+    """
+    rows, tokens = np.shape(x)[:2] if np.ndim(x) == 3 else (0, 0)
+    if origin is None:
+        origin = jnp.zeros((rows, 0), jnp.int32)
+    elif np.shape(origin) != (rows, tokens) or origin.dtype != np.int32:
+        raise ValueError(
+            f"norm_shift_mix: origin is {origin.dtype} of shape {np.shape(origin)}; accepted is "
+            f"int32 [B, T] = [{rows}, {tokens}]"
+        )
+    found = run(
+        _function(len(mix)),
+        {"x": x, "before": before},
+        {"weight": weight, "bias": bias, "mix": mix},
+        implementation,
+        {"origin": jnp.asarray(origin)},
+    )
+    return Mixed(found["x"], tuple(found[_mixed(i)] for i in range(len(mix))))
+
+
+def _mixed(i: int) -> str:
+    return f"mixed{i}"
+
+
+def _formula(inputs: Arrays) -> Arrays:
+    x, before, origin = inputs["x"], inputs["before"], inputs["origin"]
+    wide = x.astype(jnp.float32)
+    wide = wide - wide.mean(-1, keepdims=True)
+    n = wide * lax.rsqrt((wide * wide).mean(-1, keepdims=True) + LAYER_NORM_EPS)
+    n = n * per_token(inputs["weight"]) + per_token(inputs["bias"])
+    state = before.astype(jnp.float32)[:, None]
+    # Where the tokens are distributed over devices, the compiler finds that this exchanges one.
+    earlier = lax.pad(n, jnp.zeros((), n.dtype), ((0, 0, 0), (1, -1, 0), (0, 0, 0)))
+    if origin.shape[1] == 0:
+        if n.shape[1]:
+            earlier = lax.dynamic_update_slice_in_dim(earlier, state, 0, axis=1)
+    else:
+        which = origin[..., None]
+        earlier = jnp.where(which == STATE, jnp.broadcast_to(state, n.shape), earlier)
+        earlier = jnp.where(which == NOTHING, jnp.zeros_like(n), earlier)
+    mix = inputs["mix"]
+    return {
+        _mixed(i): (n + (earlier - n) * per_token(mix[:, i])).astype(x.dtype)
+        for i in range(mix.shape[1])
+    }
+
+
+def _limits(sizes: Mapping[str, int]) -> str | None:
+    width, mixes = sizes["D"], sizes["I"]
+    if width > MAX_WIDTH or width % 16 or not width:
+        return f"D = {width}; the cuda kernels take multiples of 16 up to {MAX_WIDTH}"
+    if mixes not in MIXES:
+        return f"I = {mixes}; the cuda kernels take {' or '.join(map(str, MIXES))} mixes"
+    return None
+
+
+_FUNCTIONS: dict[int, Function] = {}
+
+
+def _function(mixes: int) -> Function:
+    """The function with so many results."""
+    if mixes not in _FUNCTIONS:
+        _FUNCTIONS[mixes] = Function(
+            "norm_shift_mix",
+            tensors={"x": "BTD", "before": "BD"},
+            parameters={"weight": "D", "bias": "D", "mix": "ID"},
+            indices={"origin": "BO"},
+            results={_mixed(i): "BTD" for i in range(mixes)},
+            passed=("x",),
+            formula=_formula,
+            limits=_limits,
+        )
+    return _FUNCTIONS[mixes]

@@ -1,0 +1,86 @@
+"""The operands k, a and b of `wkv7`."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float, Float32
+
+from rwkv_jax._operator.call import Arrays
+from rwkv_jax._typing import Operand
+from rwkv_jax.layers._function import Function, head_sizes, per_token, run
+
+UNIT_LENGTH_EPS = 1e-12
+
+
+class Wkv7Keys(NamedTuple):
+    """The operands of `wkv7`, and `k` once more for `read_out`."""
+
+    k: Float[Array, "B T H K"]
+    a: Float[Array, "B T H K"]
+    b: Float[Array, "B T H K"]
+    k_again: Float[Array, "B T H K"]
+
+
+def wkv7_keys(
+    k: Float[Operand, "B T H K"],
+    rate: Float[Operand, "B T H K"],
+    k_k: Float32[Operand, "H K"],
+    k_a: Float32[Operand, "H K"],
+    a0: Float32[Operand, "H K"],
+    *,
+    implementation: str | None = None,
+) -> Wkv7Keys:
+    """The operands k, a and b of `wkv7` from the projections of RWKV-7, for each head:
+
+        alpha = sigmoid(a0 + rate)
+        kk = k * k_k / max(|k * k_k|, 1e-12)
+        k' = k * (1 + (alpha - 1) * k_a),  a = -kk,  b = kk * alpha
+
+    in float32.
+
+    Args:
+      k: the projected keys, float32, bfloat16 or float16.
+      rate: the low-rank projection of the in-context learning rate.
+      k_k: the parameter of this name.
+      k_a: the parameter of this name.
+      a0: the parameter of this name.
+      implementation: "ffi", "xla", "reference" or, for the fastest one, None.
+
+    Returns:
+      k', a and b in the dtype of `k`, and k' once more. The backward pass adds up the cotangents of
+      both while it reads them, so give one to `wkv7` and the other to `read_out`.
+
+    Raises:
+      TypeError, ValueError: an argument has another shape or dtype.
+      NotImplementedError: the implementation cannot run the call.
+
+    The formulas are those of RWKV-LM's training code, `RWKV_Tmix_x070`.
+    """
+    found = run(
+        FUNCTION, {"k": k, "rate": rate}, {"k_k": k_k, "k_a": k_a, "a0": a0}, implementation
+    )
+    return Wkv7Keys(found["key"], found["a"], found["b"], found["key_again"])
+
+
+def _formula(inputs: Arrays) -> Arrays:
+    k, dtype = inputs["k"].astype(jnp.float32), inputs["k"].dtype
+    alpha = jax.nn.sigmoid(inputs["rate"].astype(jnp.float32) + per_token(inputs["a0"]))
+    kk = k * per_token(inputs["k_k"])
+    square = (kk * kk).sum(-1, keepdims=True)
+    kk = kk * lax.rsqrt(jnp.maximum(square, UNIT_LENGTH_EPS**2))
+    key = k * (1 + (alpha - 1) * per_token(inputs["k_a"]))
+    results = {"key": key, "a": -kk, "b": kk * alpha}
+    return {name: x.astype(dtype) for name, x in results.items()}
+
+
+FUNCTION = Function(
+    "wkv7_keys",
+    tensors={"k": "BTHK", "rate": "BTHK"},
+    parameters={"k_k": "HK", "k_a": "HK", "a0": "HK"},
+    results={"key": "BTHK", "a": "BTHK", "b": "BTHK"},
+    again=("key",),
+    formula=_formula,
+    limits=head_sizes,
+)

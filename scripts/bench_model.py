@@ -1,0 +1,198 @@
+"""Time training steps of RWKV-7 language models: milliseconds, share of the peak of the device,
+memory, compilation and, with --profile, the kernels by class.
+
+    python scripts/bench_model.py                    # four sizes, from 0.1B to the layers of 7.2B
+    python scripts/bench_model.py --rows 24x2048x4 --forward --profile
+    python scripts/bench_model.py --rows 12x768x16 --model implementation=xla --json step.json
+
+A step has bfloat16 activations, float32 parameters, and AdamW inside the jitted program, whose
+arguments are donated. The model has random parameters and reads random tokens. Each row runs in a
+process of its own, because only then the largest number of bytes in use and the time to compile are
+those of the row.
+
+The operations of a token are 6 for each number of a matrix other than the embedding, and 24 for
+each number of a state. Operations of a backward pass that computes values again do not count.
+"""
+
+import argparse
+import ast
+import inspect
+import json
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+sys.path.append(str(Path(__file__).parent))
+
+from benchmarking import model_step, profile
+from benchmarking.model_step import Figures, Row, Settings
+from benchmarking.report import Table
+from benchmarking.timing import reason_of
+from rwkv_jax.models import rwkv7
+
+ROWS = (Row(24, 2048, 4), Row(12, 768, 16), Row(24, 1024, 8), Row(8, 4096, 4))
+
+Result = TypeVar("Result")
+
+
+def row_of(text: str) -> Row:
+    try:
+        return Row(*map(int, text.split("x")))
+    except (TypeError, ValueError):
+        raise argparse.ArgumentTypeError(f"{text!r} is not LAYERSxWIDTHxBATCH") from None
+
+
+def model_option(text: str) -> tuple[str, Any]:
+    """An argument of `rwkv7.apply`, as NAME=VALUE. The value is a Python literal or a word."""
+    name, _, value = text.partition("=")
+    accepted = sorted(inspect.signature(rwkv7.apply).parameters)
+    if name not in accepted:
+        raise argparse.ArgumentTypeError(f"the model takes no {name!r}; it takes {accepted}")
+    try:
+        return name, ast.literal_eval(value)
+    except (SyntaxError, ValueError):
+        return name, value
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Time training steps of RWKV-7 language models.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--rows", type=row_of, nargs="+", default=ROWS, metavar="LAYERSxWIDTHxBATCH")
+    add("--tokens", type=int, default=4096, help="tokens in each row of the batch")
+    add("--vocabulary", type=int, default=65536, help="different tokens")
+    add("--dtype", default="bfloat16", help="dtype of the activations")
+    add("--implementation", help="implementation of wkv7; the best one if not given")
+    add(
+        "--model",
+        type=model_option,
+        nargs="+",
+        default=(),
+        metavar="NAME=VALUE",
+        help="further arguments of the model",
+    )
+    add("--l2-wrap", type=float, default=0.0, help="factor of the L2 wrap, 1e-4 in RWKV-LM")
+    add("--steps", type=int, default=10, help="steps that are timed together")
+    add("--repeats", type=int, default=3, help="how often they are timed; the median counts")
+    add("--peak", type=float, default=989.0, help="peak TFLOP/s of the device")
+    add("--forward", action="store_true", help="time the forward pass as well")
+    add("--profile", action="store_true", help="print the time of each class of kernels")
+    add("--traces", type=Path, help="keep the traces of --profile in this folder")
+    add("--deterministic", action="store_true", help="with deterministic kernels, as train.py has")
+    add("--one-process", action="store_true", help="run all rows in this process")
+    add("--json", type=Path, help="write every figure to this file")
+    args = parser.parse_args(argv)
+    if min(args.steps, args.repeats, args.tokens, args.vocabulary) < 1:
+        parser.error("--steps, --repeats, --tokens and --vocabulary must be at least 1")
+    return args
+
+
+def settings_of(args: argparse.Namespace) -> Settings:
+    # Every option of the model is in this dictionary and goes to `rwkv7.apply`.
+    model = {"dtype": args.dtype, "implementation": args.implementation, **dict(args.model)}
+    return Settings(
+        tokens=args.tokens,
+        vocabulary=args.vocabulary,
+        model=model,
+        l2_wrap=args.l2_wrap,
+        steps=args.steps,
+        repeats=args.repeats,
+        peak=1e12 * args.peak,
+        forward=args.forward,
+        profile=args.profile,
+        traces=args.traces,
+    )
+
+
+def apart(function: Callable[..., Result], *arguments: Any) -> Result:
+    """The result of a function in a process of its own, which gives back all memory."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def measure(args: argparse.Namespace, row: Row) -> list[Figures]:
+    """The figures of a row, or the reason why there are none."""
+    print(f"{row}", file=sys.stderr)
+    settings = settings_of(args)
+    try:
+        if args.one_process:
+            return model_step.measure(row, settings)
+        return apart(model_step.measure, row, settings)
+    except Exception as failure:
+        return [{**row._asdict(), "pass": "training", "failure": reason_of(failure)}]
+
+
+def print_rows(table: Table, row: Row, rows: Sequence[Figures]) -> None:
+    def gigabytes(size: int | None) -> str:
+        return "-" if size is None else f"{size / 1e9:.1f}"
+
+    for figures in rows:
+        name = f"{row}, {figures['pass']}"
+        if "failure" in figures:
+            table.row(name, figures["failure"])
+            continue
+        table.row(
+            name,
+            f"{figures['ms']:.1f}",
+            f"{figures['best_ms']:.1f}",
+            f"{figures['tokens_per_second']:,.0f}",
+            f"{figures['share_of_peak']:.1%}",
+            *(gigabytes(figures[f"{x}_bytes"]) for x in ("argument", "temporary", "peak")),
+            *(f"{figures[f'{x}_s']:.1f}" for x in ("trace", "lower", "compile")),
+        )
+
+
+def print_profile(row: Row, figures: Figures, longest: int = 12) -> None:
+    """The time of each class of kernels, and the kernels that took the longest."""
+    found = figures["profile"]
+    print()
+    table = Table(f"{row}, one training step", "ms", "share", "kernels", widths=(60, 9))
+
+    def line(name: str, ms: float, count: float) -> None:
+        share = ms / found["step_ms"] if found["step_ms"] else 0.0
+        table.row(name[:60], f"{ms:.2f}", f"{share:.1%}", f"{count:,.0f}")
+
+    for kind in profile.CLASSES:
+        line(kind, **found["classes"][kind])
+        if kind == profile.PRODUCTS:
+            line("  of which of float32 (TF32)", **found["tf32"])
+    line("the step under the profiler", found["step_ms"], 0)
+    for kernel in found["kernels"][:longest]:
+        line(f"  {kernel['class']}: {kernel['name']}", kernel["ms"], kernel["count"])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    if args.deterministic:
+        flags = os.environ.get("XLA_FLAGS", "")
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_deterministic_ops=true"
+    print(
+        f"RWKV-7, {args.dtype}, {args.tokens} tokens a row, vocabulary {args.vocabulary}, "
+        f"peak {args.peak:g} TFLOP/s\n"
+    )
+    titles = ["ms", "best", "tokens/s", "of peak", "arguments GB", "temporaries GB", "peak GB"]
+    titles += ["trace s", "lower s", "compile s"]
+    table = Table("layers x width, batch, pass", *titles, widths=(34, 8))
+    rows: list[Figures] = []
+    for row in args.rows:
+        rows += (here := measure(args, row))
+        print_rows(table, row, here)
+    if args.profile:
+        for figures in rows:
+            if "profile" in figures:
+                print_profile(Row(*(figures[name] for name in Row._fields)), figures)
+    if args.json:
+        about = {name: str(value) for name, value in vars(args).items()}
+        args.json.write_text(json.dumps({"options": about, "rows": rows}, indent=1) + "\n")
+    return int(any("failure" in figures for figures in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

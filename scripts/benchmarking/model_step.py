@@ -1,0 +1,277 @@
+"""A training step of an RWKV-7 language model, and what it costs: time, memory and compilation."""
+
+import argparse
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from benchmarking import profile
+from benchmarking.timing import seconds
+from rwkv_jax.models import rwkv7
+from training.sizes import flops_per_token
+
+Figures: TypeAlias = dict[str, Any]
+
+WARM_UP = 3
+"""Steps before the first one that is timed."""
+
+
+class Row(NamedTuple):
+    """A size of a model, and the rows of its batch."""
+
+    layers: int
+    width: int
+    batch: int
+
+    def __str__(self) -> str:
+        return f"{self.layers}x{self.width}, batch {self.batch}"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all rows of the table share.
+
+    Attributes:
+      tokens: the length of a sequence (T).
+      vocabulary: the number of different tokens.
+      model: the arguments of the model by name: `dtype`, `implementation` and any other one.
+      l2_wrap: the factor of the L2 wrap of RWKV-LM, which is 1e-4 there; 0 leaves it out.
+      steps: how many steps are timed together.
+      repeats: how often they are timed. The median counts.
+      peak: operations that the device could do in a second.
+      forward: whether the forward pass is timed as well.
+      profile: whether the kernels of a training step are measured.
+      traces: a folder that keeps the traces; None keeps none.
+    """
+
+    tokens: int
+    vocabulary: int
+    model: Mapping[str, Any]
+    l2_wrap: float = 0.0
+    steps: int = 10
+    repeats: int = 3
+    peak: float = 989e12
+    forward: bool = False
+    profile: bool = False
+    traces: Path | None = None
+
+
+def mean_loss(
+    params: rwkv7.Params, tokens: Array, model: Mapping[str, Any], l2_wrap: float = 0.0
+) -> Array:
+    """The mean cross entropy, in nats, of all tokens [B, T + 1] but the first of each row.
+
+    The L2 wrap changes gradients alone: the gradient of the largest logit of each token grows by
+    `l2_wrap` / (B * T) times that logit.
+    """
+    logits, _ = rwkv7.apply(params, tokens[:, :-1], **model)
+    picked = jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
+    loss = (jax.nn.logsumexp(logits, axis=-1) - picked).mean()
+    if not l2_wrap:
+        return loss
+    square = 0.5 * l2_wrap * (logits.max(-1) ** 2).mean()
+    return loss + square - jax.lax.stop_gradient(square)
+
+
+class Optimizer(NamedTuple):
+    """Two functions: `init(params)` makes the state of the optimizer, and
+    `update(gradients, state, params)` returns the next parameters and the next state."""
+
+    init: Callable[[Any], Any]
+    update: Callable[[Any, Any, Any], tuple[Any, Any]]
+
+
+def make_optimizer(learning_rate: float, warmup: int, steps: int, weight_decay: float) -> Optimizer:
+    """The optimizer of train.py, which needs optax. Where optax is not installed, it is an AdamW of
+    the same cost without a schedule, for timing alone."""
+    try:
+        import optax
+
+        from training import optimizer
+    except ImportError:
+        return _adamw(learning_rate, weight_decay)
+    transformation = optimizer.make_optimizer(
+        argparse.Namespace(
+            learning_rate=learning_rate, warmup=warmup, steps=steps, weight_decay=weight_decay
+        )
+    )
+
+    def update(gradients: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        updates, state = transformation.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return Optimizer(transformation.init, update)
+
+
+def _adamw(rate: float, decay: float, b1: float = 0.9, b2: float = 0.99) -> Optimizer:
+    def init(params: rwkv7.Params) -> Any:
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return jnp.zeros((), jnp.int32), zeros, jax.tree.map(jnp.zeros_like, params)
+
+    def update(gradients: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        count, first, second = state
+        count += 1
+        norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(gradients)))
+        gradients = jax.tree.map(lambda g: g / jnp.maximum(norm, 1.0), gradients)
+        first = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, first, gradients)
+        second = jax.tree.map(lambda v, g: b2 * v + (1 - b2) * g * g, second, gradients)
+
+        def step(p: Array, m: Array, v: Array) -> Array:
+            direction = m / (1 - b1**count) / (jnp.sqrt(v / (1 - b2**count)) + 1e-18)
+            return p - rate * (direction + (decay * p if p.ndim == 2 else 0.0))
+
+        return jax.tree.map(step, params, first, second), (count, first, second)
+
+    return Optimizer(init, update)
+
+
+def training_step(
+    optimizer: Optimizer, model: Mapping[str, Any], l2_wrap: float
+) -> Callable[[rwkv7.Params, Any, Array], tuple[rwkv7.Params, Any, Array]]:
+    """A function of parameters, the state of the optimizer and tokens [B, T + 1]. It returns the
+    next parameters and state, and the mean loss before the change."""
+
+    def step(params: rwkv7.Params, state: Any, tokens: Array) -> tuple[rwkv7.Params, Any, Array]:
+        loss, gradients = jax.value_and_grad(mean_loss)(params, tokens, model, l2_wrap)
+        params, state = optimizer.update(gradients, state, params)
+        return params, state, loss
+
+    return step
+
+
+CONSTANTS = {"w0": -2.0, "v0": 0.5, "k_k": 0.7, "k_a": 1.0, "weight": 1.0, "r_k": -0.04}
+"""The values of vectors by the last part of their names. The shares of the previous token are 0.5,
+and all other vectors are 0."""
+
+
+def random_parameters(shapes: rwkv7.Params) -> rwkv7.Params:
+    """Parameters for measurements of speed, made on the device: matrices are random with rows or
+    columns of a length near 1, and vectors are constant. The official initialisation would take
+    minutes to make orthogonal matrices."""
+
+    def normal(key: Array, shape: tuple[int, ...], dtype: Any, scale: float) -> Array:
+        return (scale * jax.random.normal(key, shape)).astype(dtype)
+
+    normal = jax.jit(normal, static_argnums=(1, 2, 3))  # compiled once for each shape
+
+    def make(path: jax.tree_util.KeyPath, x: jax.ShapeDtypeStruct) -> Array:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        last = name.rpartition(".")[2]
+        if len(x.shape) < 2 or last == "r_k":
+            value = 0.5 if last.startswith("x_") else CONSTANTS.get(last, 0.0)
+            return jnp.full(x.shape, value, x.dtype)
+        inputs = x.shape[-1] if last == "weight" else x.shape[-2]
+        # This generator compiles fast and is as good as any for such values.
+        key = jax.random.key(sum(name.encode()), impl="rbg")
+        return normal(key, x.shape, x.dtype, 1 / math.sqrt(inputs))
+
+    return jax.tree_util.tree_map_with_path(make, shapes)
+
+
+def make_tokens(settings: Settings, batch: int) -> Array:
+    """Random tokens [B, T + 1]."""
+    shape = batch, settings.tokens + 1
+    return jax.random.randint(jax.random.key(0), shape, 0, settings.vocabulary)
+
+
+def measure(row: Row, settings: Settings) -> list[Figures]:
+    """The figures of the training step of one row, and of the forward pass if it is asked for. The
+    largest number of bytes in use counts all that the process has done until then, so each row
+    needs a process of its own."""
+    config = rwkv7.Config(row.layers, row.width, vocabulary=settings.vocabulary)
+    shapes = jax.eval_shape(lambda: rwkv7.init(jax.random.key(0), config))
+    optimizer = make_optimizer(1e-5, 10, 1000, 0.1)
+    state_shapes = jax.eval_shape(optimizer.init, shapes)
+    token_shapes = jax.eval_shape(lambda: make_tokens(settings, row.batch))
+    step = jax.jit(
+        training_step(optimizer, settings.model, settings.l2_wrap), donate_argnums=(0, 1)
+    )
+    about = {**row._asdict(), "device": jax.devices()[0].device_kind, "jax": jax.__version__}
+
+    training, compiled = _compiled(step, shapes, state_shapes, token_shapes)
+    params, tokens = random_parameters(shapes), make_tokens(settings, row.batch)
+    flops = flops_per_token(params) * row.batch * settings.tokens
+    state = jax.jit(optimizer.init)(params)
+    loss = jnp.zeros(())
+
+    def run(count: int) -> Array:
+        nonlocal params, state, loss
+        for _ in range(count):
+            params, state, loss = compiled(params, state, tokens)
+        return loss
+
+    jax.block_until_ready(run(WARM_UP))
+    training |= about | {"pass": "training", **_timed(run, flops, row, settings)}
+    training |= {"loss": float(loss), "peak_bytes": _peak_bytes()}
+    if settings.profile:
+        training["profile"] = profile.of_steps(
+            run,
+            compiled.as_text() or "",
+            steps=3,
+            folder=settings.traces and _folder(row, settings),
+        )
+    figures = [training]
+    if settings.forward:
+        del state
+        function = jax.jit(lambda params, tokens: mean_loss(params, tokens, settings.model))
+        forward, call = _compiled(function, shapes, token_shapes)
+
+        def passes(count: int) -> Array:
+            return [call(params, tokens) for _ in range(count)][-1]
+
+        jax.block_until_ready(passes(WARM_UP))
+        forward |= about | {"pass": "forward", **_timed(passes, flops / 3, row, settings)}
+        figures.append(forward | {"peak_bytes": None})
+    return figures
+
+
+def _folder(row: Row, settings: Settings) -> Path:
+    assert settings.traces is not None
+    return settings.traces / "x".join(map(str, row))
+
+
+def _timed(run: Callable[[int], Array], flops: float, row: Row, settings: Settings) -> Figures:
+    """The time of one call, from the median over `repeats` of the time of `steps` calls."""
+    times = [seconds(lambda: run(settings.steps)) / settings.steps for _ in range(settings.repeats)]
+    median = statistics.median(times)
+    return {
+        "ms": 1e3 * median,
+        "best_ms": 1e3 * min(times),
+        "tokens_per_second": row.batch * settings.tokens / median,
+        "share_of_peak": flops / median / settings.peak,
+    }
+
+
+def _compiled(function: Any, *shapes: Any) -> tuple[Figures, Any]:
+    """The seconds to trace, lower and compile a jitted function; the bytes of its arguments and of
+    the temporaries of its program; and the program."""
+    times = [time.perf_counter()]
+    traced = function.trace(*shapes)
+    times.append(time.perf_counter())
+    lowered = traced.lower()
+    times.append(time.perf_counter())
+    compiled = lowered.compile()
+    times.append(time.perf_counter())
+    took = (after - before for before, after in itertools.pairwise(times))
+    memory = compiled.memory_analysis()
+    figures = dict(zip(("trace_s", "lower_s", "compile_s"), took, strict=True))
+    sizes = {
+        "argument_bytes": getattr(memory, "argument_size_in_bytes", None),
+        "temporary_bytes": getattr(memory, "temp_size_in_bytes", None),
+        "program_peak_bytes": getattr(memory, "peak_memory_in_bytes", None),
+    }
+    return figures | sizes, compiled
+
+
+def _peak_bytes() -> int | None:
+    """The largest number of bytes that were in use on the device, if it tells."""
+    return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")

@@ -1,0 +1,189 @@
+"""Profiles: the kernels that ran on the device, and the time of each class of kernels.
+
+JAX writes what it has recorded as `*.xplane.pb`, which `jax.profiler.ProfileData` reads.
+"""
+
+import re
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+PRODUCTS, WKV, OURS = "products", "wkv", "other kernels of rwkv_jax"
+FUSIONS, COPIES, GAPS = "memory-bound fusions", "copies", "gaps"
+CLASSES = (PRODUCTS, WKV, OURS, FUSIONS, COPIES, GAPS)
+
+PRODUCT = re.compile(r"gemm|gemv|nvjet|cutlass|cublas|xmma|splitk|(?:^|_)dot(?:$|[._])", re.I)
+COPY = re.compile(r"memcpy|memset|(?:^|_)copy|copy_fusion|transpose", re.I)
+WKV_CALL = re.compile(r"wkv\d")
+TF32 = re.compile(r"tf32|nvjet_(?:sm\d+_)?s", re.I)
+"""Names of kernels. The first letter after `nvjet_` is the type of the operands, s for float32."""
+
+INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*)$")
+COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$")
+OPERAND = re.compile(r"(?:(\w+)\[[\d,]*\](?:\{[^}]*\})? )?%([\w.\-]+)")
+TARGET = re.compile(r'custom_call_target="([^"]*)"')
+CALLED = re.compile(r"calls=%?([\w.\-]+)")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A run of a kernel. Times are in nanoseconds; `instruction` is the one of the compiled program
+    that started it, or empty."""
+
+    name: str
+    start: float
+    end: float
+    instruction: str = ""
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """An instruction of a compiled program that is a custom call or a matrix product.
+
+    Attributes:
+      target: what a custom call calls; empty for other instructions.
+      product: whether it is a matrix product.
+      tf32: whether it multiplies float32 matrices, which a GPU does in TF32 unless told otherwise.
+    """
+
+    target: str
+    product: bool
+    tf32: bool
+
+
+def instructions(text: str) -> dict[str, Instruction]:
+    """By name, the custom calls and the matrix products of a compiled program."""
+    types: dict[str, str] = {}
+    bodies: dict[str, list[tuple[str, str, str]]] = defaultdict(list)
+    body = ""
+    for line in text.splitlines():
+        if match := INSTRUCTION.match(line):
+            name, result, opcode, rest = match.groups()
+            types[name] = result.lstrip("(").partition("[")[0]
+            bodies[body].append((name, opcode, rest))
+        elif match := COMPUTATION.match(line):
+            body = match[1]
+
+    def float32(rest: str) -> bool:
+        operands = OPERAND.findall(rest.partition("), ")[0])[:2]
+        return "highest" not in rest and any(
+            (kind or types.get(name)) == "f32" for kind, name in operands
+        )
+
+    products = {
+        body: [float32(rest) for _, opcode, rest in lines if opcode == "dot"]
+        for body, lines in bodies.items()
+    }
+    found = {}
+    for name, opcode, rest in (line for lines in bodies.values() for line in lines):
+        called, target = CALLED.search(rest), TARGET.search(rest)
+        inside = products.get(called[1], []) if called and opcode == "fusion" else []
+        if opcode == "custom-call" and target:
+            product = target[1].startswith(("__cublas", "__triton_gemm"))
+            found[name] = Instruction(target[1], product, product and float32(rest))
+        elif opcode == "dot" or inside:
+            found[name] = Instruction("", True, any(inside) if inside else float32(rest))
+    return found
+
+
+def class_of(kernel: Kernel, program: Mapping[str, Instruction]) -> str:
+    """The class of a kernel, by the instruction that started it and by its name."""
+    instruction = program.get(kernel.instruction)
+    target = instruction.target if instruction else ""
+    if WKV_CALL.search(target) or WKV_CALL.search(kernel.name):
+        return WKV
+    if "rwkv" in target or "rwkv" in kernel.name:
+        return OURS
+    if (instruction and instruction.product) or PRODUCT.search(kernel.name):
+        return COPIES if COPY.match(kernel.name) else PRODUCTS
+    return COPIES if COPY.search(kernel.name) else FUSIONS
+
+
+def kernels(data: Any) -> list[Kernel]:
+    """The kernels of the first device in a `jax.profiler.ProfileData`, in the order of their start.
+
+    A GPU has a plane of its own with a line for each stream. On a CPU the kernels are the events
+    that name an instruction.
+    """
+    planes = {plane.name: plane for plane in data.planes}
+    gpu = next((name for name in sorted(planes) if name.startswith("/device:GPU")), None)
+    found = []
+    for plane in planes.values():
+        if gpu is not None and plane.name != gpu:
+            continue
+        for line in plane.lines:
+            if gpu is not None and not (line.name or "").startswith("Stream"):
+                continue  # such as "XLA Ops", which repeats the kernels
+            for event in line.events:
+                stats = {name: value for name, value in event.stats if name}
+                instruction = str(stats.get("hlo_op", ""))
+                if gpu is not None or instruction:
+                    start = event.start_ns
+                    end = start + event.duration_ns
+                    found.append(Kernel(event.name, start, end, instruction))
+    return sorted(found, key=lambda kernel: kernel.start)
+
+
+def busy(runs: Iterable[Kernel]) -> float:
+    """The nanoseconds in which at least one of the kernels ran. They are in order of start."""
+    total, until = 0.0, float("-inf")
+    for kernel in runs:
+        total += max(kernel.end - max(kernel.start, until), 0.0)
+        until = max(until, kernel.end)
+    return total
+
+
+def by_class(runs: list[Kernel], program: Mapping[str, Instruction], steps: int) -> dict[str, Any]:
+    """For one of `steps` steps: the milliseconds and the number of kernels of each class, those of
+    products in TF32, and the kernels by name with the longest first. The gaps are the time between
+    the first and the last kernel in which none ran."""
+    ms: dict[str, float] = dict.fromkeys(CLASSES, 0.0)
+    count: dict[str, float] = dict.fromkeys(CLASSES, 0.0)
+    tf32 = {"ms": 0.0, "count": 0.0}
+    names: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for kernel in runs:
+        kind, took = class_of(kernel, program), (kernel.end - kernel.start) / 1e6 / steps
+        ms[kind] += took
+        count[kind] += 1 / steps
+        instruction = program.get(kernel.instruction)
+        if kind == PRODUCTS and (instruction.tf32 if instruction else TF32.search(kernel.name)):
+            tf32["ms"] += took
+            tf32["count"] += 1 / steps
+        entry = names[kind, kernel.name]
+        entry[0] += took
+        entry[1] += 1 / steps
+    span = max((kernel.end for kernel in runs), default=0.0) - (runs[0].start if runs else 0.0)
+    ms[GAPS] = (span - busy(runs)) / 1e6 / steps
+    longest = sorted(names.items(), key=lambda item: -item[1][0])
+    return {
+        "step_ms": span / 1e6 / steps,
+        "classes": {kind: {"ms": ms[kind], "count": count[kind]} for kind in CLASSES},
+        "tf32": tf32,
+        "kernels": [
+            {"class": kind, "name": name, "ms": took, "count": times}
+            for (kind, name), (took, times) in longest
+        ],
+    }
+
+
+def of_steps(
+    run: Callable[[int], Any], text: str, *, steps: int, folder: Path | None
+) -> dict[str, Any]:
+    """The classes of the kernels of `run(steps)`. `text` is the compiled program of a step, and the
+    trace stays in `folder` unless that is None."""
+    with tempfile.TemporaryDirectory() as scratch:
+        place = folder or Path(scratch)
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0
+        with jax.profiler.trace(str(place), profiler_options=options):
+            jax.block_until_ready(run(steps))
+        files = sorted(place.rglob("*.xplane.pb"), key=lambda file: file.stat().st_mtime)
+        if not files:
+            raise RuntimeError(f"the profiler of JAX wrote no .xplane.pb file to {place}")
+        data = jax.profiler.ProfileData.from_file(str(files[-1]))
+    return by_class(kernels(data), instructions(text), steps)

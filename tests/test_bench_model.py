@@ -1,0 +1,141 @@
+"""The benchmark of whole models: its table, and the classes of kernels in a profile."""
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import jax
+import pytest
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+
+TRACE = """
+planes {
+  name: "/device:GPU:0"
+  lines {
+    name: "Stream #13(Compute)"
+    events { metadata_id: 1 offset_ps: 0 duration_ps: 4000000 stats { metadata_id: 1 str_value: "cublas-gemm.1" } }
+    events { metadata_id: 2 offset_ps: 4000000 duration_ps: 2000000 stats { metadata_id: 1 str_value: "gemm_fusion_dot.2" } }
+    events { metadata_id: 3 offset_ps: 7000000 duration_ps: 2000000 stats { metadata_id: 1 str_value: "custom-call.3" } }
+    events { metadata_id: 3 offset_ps: 9000000 duration_ps: 1000000 stats { metadata_id: 1 str_value: "custom-call.4" } }
+    events { metadata_id: 4 offset_ps: 10000000 duration_ps: 3000000 stats { metadata_id: 1 str_value: "loop_add_fusion" } }
+  }
+  lines {
+    name: "Stream #14(MemcpyD2D)"
+    events { metadata_id: 5 offset_ps: 12000000 duration_ps: 4000000 }
+  }
+  lines {
+    name: "XLA Ops"
+    events { metadata_id: 4 offset_ps: 0 duration_ps: 900000000 }
+  }
+  event_metadata { key: 1 value { id: 1 name: "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NNT" } }
+  event_metadata { key: 2 value { id: 2 name: "gemm_fusion_dot_2" } }
+  event_metadata { key: 3 value { id: 3 name: "void rwkv_jax::cuda::(anonymous namespace)::ChunkKernel<64>()" } }
+  event_metadata { key: 4 value { id: 4 name: "loop_add_fusion" } }
+  event_metadata { key: 5 value { id: 5 name: "MemcpyD2D" } }
+  stat_metadata { key: 1 value { id: 1 name: "hlo_op" } }
+}
+planes {
+  name: "/host:CPU"
+  lines {
+    name: "threads"
+    events { metadata_id: 1 offset_ps: 0 duration_ps: 900000000 }
+  }
+  event_metadata { key: 1 value { id: 1 name: "PjRtExecute" } }
+}
+"""  # noqa: E501
+
+PROGRAM = """
+HloModule jit_step
+
+%gemm_fusion_dot.2_computation (p0: f32[64,64], p1: f32[64,64]) -> f32[64,64] {
+  %p0 = f32[64,64]{1,0} parameter(0)
+  %p1 = f32[64,64]{1,0} parameter(1)
+  ROOT %dot.5 = f32[64,64]{1,0} dot(%p0, %p1), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+ENTRY %main (x: bf16[64,64], y: f32[64,64]) -> f32[64,64] {
+  %x = bf16[64,64]{1,0} parameter(0)
+  %y = f32[64,64]{1,0} parameter(1)
+  %cublas-gemm.1 = (f32[64,64]{1,0}, s8[1024]{0}) custom-call(%x, %x), custom_call_target="__cublas$lt$matmul"
+  %gemm_fusion_dot.2 = f32[64,64]{1,0} fusion(%y, %y), kind=kCustom, calls=%gemm_fusion_dot.2_computation
+  %custom-call.3 = f32[64,64]{1,0} custom-call(%y), custom_call_target="rwkv_wkv7_fwd"
+  %custom-call.4 = f32[64,64]{1,0} custom-call(%y), custom_call_target="rwkv_shift_mix_fwd"
+  ROOT %loop_add_fusion = f32[64,64]{1,0} fusion(%y, %y), kind=kLoop, calls=%fused_add
+}
+"""  # noqa: E501
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    monkeypatch.syspath_prepend(SCRIPTS)
+    monkeypatch.delitem(sys.modules, "bench_model", raising=False)
+    # The strictness that tests ask of the package is not asked of optax.
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield importlib.import_module("bench_model")
+
+
+TINY = ["--rows=2x64x1", "--tokens=32", "--vocabulary=256", "--dtype=float32", "--one-process"]
+TINY += ["--steps=1", "--repeats=2"]
+
+
+def test_table(script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "figures.json"
+    given = ["--forward", "--profile", "--model", "implementation=reference", f"--json={file}"]
+    assert script.main([*TINY, *given]) == 0
+    output = capsys.readouterr().out
+    for words in ("2x64, batch 1, training", "2x64, batch 1, forward", "of peak", "compile s"):
+        assert words in output
+    training, forward = json.loads(file.read_text())["rows"]
+    assert [training["pass"], forward["pass"]] == ["training", "forward"]
+    for row in (training, forward):
+        assert row["ms"] >= row["best_ms"] > 0
+        assert row["tokens_per_second"] == pytest.approx(32 / row["ms"] * 1e3)
+        assert row["argument_bytes"] > 0
+        assert min(row[f"{stage}_s"] for stage in ("trace", "lower", "compile")) > 0
+    # Parameters and two moments in float32; the forward pass has the parameters alone.
+    assert training["argument_bytes"] == pytest.approx(3 * forward["argument_bytes"], rel=0.01)
+    flops = training["share_of_peak"] * 989e12 * training["ms"] / 1e3 / 32
+    numbers = 2 * (64 * 64 * 12 + 64 * 2 * (32 + 32 + 32) + 2 * 64 * 32) - 2 * 64 * 32 + 64 * 256
+    assert flops == pytest.approx(6 * numbers + 24 * 2 * 64 * 64)
+    classes = training["profile"]["classes"]
+    assert set(classes) == set(script.profile.CLASSES)
+    assert classes["products"]["ms"] > 0
+    assert sum(kind["ms"] for kind in classes.values()) > 0.9 * training["profile"]["step_ms"]
+
+
+def test_failure_is_a_line_of_the_table(
+    script: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert script.main([*TINY, "--model", "implementation=abc"]) == 1
+    assert "failed: ValueError: wkv7" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", ["--rows=2x64", "--model=abc=1", "--steps=0"])
+def test_bad_option(script: ModuleType, option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        script.main([*TINY, option])
+    assert option.lstrip("-").partition("=")[0] in capsys.readouterr().err
+
+
+def test_classes_of_kernels(script: ModuleType) -> None:
+    data = jax.profiler.ProfileData.from_text_proto(TRACE)
+    program = script.profile.instructions(PROGRAM)
+    found = script.profile.by_class(script.profile.kernels(data), program, 2)
+    # Microseconds of two steps are milliseconds / 500 of one. No kernel ran from 6 to 7.
+    ms = {name: round(kind["ms"] * 2000, 3) for name, kind in found["classes"].items()}
+    assert ms == {
+        "products": 6,
+        "wkv": 2,
+        "other kernels of rwkv_jax": 1,
+        "memory-bound fusions": 3,
+        "copies": 4,
+        "gaps": 1,
+    }
+    assert found["classes"]["products"]["count"] == 1
+    assert found["tf32"] == {"ms": pytest.approx(0.001), "count": 0.5}
+    assert found["step_ms"] == pytest.approx(0.008)
+    assert found["kernels"][0]["name"].startswith("nvjet")
