@@ -22,6 +22,7 @@ Words, each with one meaning everywhere:
     summary   what a run of tokens does to a state, as a map that composes
     pool      the states of a server; a slot is a row of it
     pass      what an implementation computes: forward, backward, step, summary, reverse summary
+    slab      in losses, tokens whose logits are in memory at once
     panel     in CUDA kernels, an array in shared memory with rows of 64 elements
 """
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Bool, Float, Float32, Int
+from jaxtyping import Bool, Float, Float32, Integer
 
 from rwkv_jax.losses import _slabs
 from rwkv_jax.losses._options import Axis, Options
@@ -27,7 +27,7 @@ class Operands(NamedTuple):
 
     features: Float[Array, "*shape C"]
     weight: Float[Array, "vocabulary C"]
-    targets: Int[Array, "*shape"]
+    targets: Integer[Array, "*shape"]
     mask: Bool[Array, "*shape"]
 
 
@@ -168,13 +168,13 @@ _NONE: tuple[Any, Any] = (None, None)
 
 def _operand_axes(operands: Operands) -> tuple[Axes, ...]:
     tokens = "t" * operands.targets.ndim
-    return Axes(f"{tokens}C"), Axes("VC"), Axes(tokens), Axes(tokens)
+    return Axes(f"{tokens}c"), Axes("vc"), Axes(tokens), Axes(tokens)
 
 
 def _gradient_axes(operands: Operands) -> tuple[Axes, ...]:
     """Each device has the gradients of its tokens and of its part of the vocabulary."""
     features, weight, _, _ = _operand_axes(operands)
-    return Axes(features.letters, summed="V"), Axes(weight.letters, summed="t")
+    return Axes(features.letters, summed="v"), Axes(weight.letters, summed="t")
 
 
 def _taken_apart(operands: Sequence[Array]) -> tuple[Tokens, Array]:

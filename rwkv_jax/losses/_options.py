@@ -30,6 +30,10 @@ class Plan:
     one product from the gradients of all logits, which are then stored in the dtype of the
     features."""
 
+    barrier: bool = True
+    """Whether the gradient of the logits is an array of its own. Without that, the compiler may
+    compute it in each of the two products that read it."""
+
     def slabs(self, tokens: int, vocabulary: int) -> tuple[int, int]:
         """The number of slabs, and the size of each. The last one may be filled up."""
         most = self.tokens or max(1, SLAB_BYTES // (4 * vocabulary))

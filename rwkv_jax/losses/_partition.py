@@ -26,8 +26,8 @@ from jax.sharding import PartitionSpec as P
 from rwkv_jax._operator.partition import axis_names, explicit_mesh, vary_alike
 from rwkv_jax.losses._options import Axis
 
-TOKENS, VOCABULARY, CHANNELS = "t", "V", "C"
-"""The letters of axes. An array has as many axes t as its tokens have axes."""
+TOKENS, VOCABULARY, CHANNELS = "t", "v", "c"
+"""The letters of axes. An array has as many axes t as its tokens have."""
 
 Fn: TypeAlias = Callable[..., tuple[Array, ...]]
 """A function of the mesh axes of the vocabulary and of operands."""

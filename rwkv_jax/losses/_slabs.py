@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Bool, Float, Float32, Int, Int32
+from jaxtyping import Bool, Float, Float32, Int32, Integer
 
 from rwkv_jax.losses._options import Axis, Options
 
@@ -30,7 +30,7 @@ class Tokens(NamedTuple):
     not count."""
 
     features: Float[Array, "*shape C"]
-    targets: Int[Array, "*shape"]
+    targets: Integer[Array, "*shape"]
     scale: Float32[Array, "*shape"]
 
 
@@ -104,8 +104,8 @@ def _gradients(
         if statistics is None:
             found, statistics = _losses(options, axis, tokens, logits)
         dlogits = _dlogits(options, axis, tokens, logits, statistics).astype(dtype)
-        # Two products read it. Without the barrier each of them may compute it from the logits.
-        dlogits = lax.optimization_barrier(dlogits)
+        if plan.barrier:
+            dlogits = lax.optimization_barrier(dlogits)
         dfeatures = _product(options, "nv,vc->nc", dlogits, narrow)
         if not carried:
             return dweight, (found, dfeatures, dlogits)
@@ -219,7 +219,7 @@ def _dlogits(
     """The gradient of the product of features and weight."""
     places = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
 
-    def at(place: Int[Array, "tokens"], x: Float32[Array, "tokens"]) -> Array:
+    def at(place: Integer[Array, "tokens"], x: Float32[Array, "tokens"]) -> Array:
         here, _ = _places(axis, place, logits.shape[1])
         return jnp.where(places == here[:, None], x[:, None], 0.0)
 
@@ -234,7 +234,7 @@ def _dlogits(
 
 
 def _places(
-    axis: Axis, places: Int[Array, "tokens"], size: int
+    axis: Axis, places: Integer[Array, "tokens"], size: int
 ) -> tuple[Int32[Array, "tokens"], Bool[Array, "tokens"]]:
     """Places in the vocabulary as places in this device's part of it, and whether they are in this
     part."""

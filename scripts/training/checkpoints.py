@@ -59,8 +59,8 @@ def load(folder: Path, state: dict[str, nnx.Variable], options: Options) -> Log:
         sys.exit(f"{path} does not exist; run without --resume first")
     record = json.loads(path.read_text())
     for name, value in options.items():
-        if record["options"][name] != value:
-            sys.exit(f"{path} was made with {name} {record['options'][name]}, not {value}")
+        if (before := record["options"].get(name)) != value:
+            sys.exit(f"{path} was made with {name} {before}, not {value}")
     with ocp.StandardCheckpointer() as checkpointer:
         places = {name: x[...] for name, x in state.items()}
         values = checkpointer.restore((folder / record["arrays"]).absolute(), places)

@@ -1,11 +1,11 @@
 """The model on a mesh, and its loss."""
 
 import jax
-import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from rwkv_jax.losses import cross_entropy
 from rwkv_jax.models import rwkv7
 from rwkv_jax.nn.flax import RWKV7, arrays, parameters
 from rwkv_jax.sharding import shard
@@ -28,8 +28,16 @@ def make_model(
     return model
 
 
-def losses(mesh: Mesh, model: RWKV7, tokens: jax.Array) -> jax.Array:
-    """Losses of predicting each byte of [B, T + 1] tokens but the first: [B, T], in nats."""
+def mean_loss(
+    mesh: Mesh,
+    model: RWKV7,
+    tokens: jax.Array,
+    *,
+    l2_wrap: float = 0.0,
+    mask: jax.Array | None = None,
+) -> jax.Array:
+    """The mean loss of predicting each byte of [B, T + 1] tokens but the first, in nats, over the
+    places that `mask` [B, T] selects, or all. `l2_wrap` is that of `cross_entropy`."""
     inputs, labels = jax.lax.with_sharding_constraint(
         (tokens[:, :-1], tokens[:, 1:]), NamedSharding(mesh, P("data", "seq"))
     )
@@ -39,7 +47,7 @@ def losses(mesh: Mesh, model: RWKV7, tokens: jax.Array) -> jax.Array:
         params = jax.lax.with_sharding_constraint(
             params, rwkv7.shardings(params, mesh, data=data, model="model")
         )
-    logits, _ = rwkv7.apply(
+    features, _ = rwkv7.features(
         params, inputs, dtype=model.dtype, implementation=model.implementation, wkv=model.wkv
     )
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    return cross_entropy(features, params.head.weight, labels, mask=mask, l2_wrap=l2_wrap)

@@ -59,7 +59,8 @@ def train(
                 done, text, seed=args.seed, batch=args.batch, context=args.context
             )
             placed = place(batch, NamedSharding(mesh, P("data")))
-            log["train"].append(float(train_step(mesh, model, optimizer, placed)))
+            loss = train_step(mesh, model, optimizer, placed, args.l2_wrap)
+            log["train"].append(float(loss))
             times.append(time.perf_counter() - start)
             done += 1
             if done % args.eval_every == 0 or done == args.steps:

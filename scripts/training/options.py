@@ -75,6 +75,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--learning-rate", type=float, default=4e-3, help="learning rate at its peak")
     add("--warmup", type=int, default=50, help="steps until the peak of the learning rate")
     add("--weight-decay", type=float, default=0.1, help="weight decay of matrices")
+    add(
+        "--l2-wrap",
+        type=float,
+        default=1e-4,
+        help="gradient of the largest logit towards 0, as in the official training; 0 is off",
+    )
     add("--seed", type=int, default=0, help="seed of parameters, data order and sample")
     add("--eval-every", type=positive, default=250, help="steps between held-out losses")
     add("--eval-bytes", type=positive, default=65536, help="held-out bytes that are predicted")

@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
@@ -10,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from rwkv_jax.nn.flax import RWKV7
 from training.devices import place
-from training.language_model import losses
+from training.language_model import mean_loss
 from training.optimizer import name_of
 
 
@@ -23,18 +24,26 @@ def variables(model: RWKV7, optimizer: nnx.Optimizer) -> dict[str, nnx.Variable]
     return {name_of(path): x for path, x in leaves}
 
 
-@functools.partial(nnx.jit, static_argnums=0)
-def train_step(mesh: Mesh, model: RWKV7, optimizer: nnx.Optimizer, tokens: jax.Array) -> jax.Array:
+@functools.partial(nnx.jit, static_argnums=(0, 4))
+def train_step(
+    mesh: Mesh, model: RWKV7, optimizer: nnx.Optimizer, tokens: jax.Array, l2_wrap: float = 0.0
+) -> jax.Array:
     """Change the model and the optimizer, and return the mean loss before the change."""
-    loss, gradients = nnx.value_and_grad(lambda m: losses(mesh, m, tokens).mean())(model)
+
+    def loss(model: RWKV7) -> jax.Array:
+        return mean_loss(mesh, model, tokens, l2_wrap=l2_wrap)
+
+    loss_before, gradients = nnx.value_and_grad(loss)(model)
     optimizer.update(model, gradients)
-    return loss
+    return loss_before
 
 
 @functools.partial(nnx.jit, static_argnums=(0, 3))
 def _eval_step(mesh: Mesh, model: RWKV7, tokens: jax.Array, rows: int) -> jax.Array:
     """The mean loss of the first `rows` of a batch; the other rows are padding."""
-    return losses(mesh, model, tokens)[:rows].mean()
+    batch, length = tokens.shape
+    mask = jnp.broadcast_to(jnp.arange(batch)[:, None] < rows, (batch, length - 1))
+    return mean_loss(mesh, model, tokens, mask=mask)
 
 
 def evaluate(mesh: Mesh, model: RWKV7, held_out: np.ndarray, batch: int) -> float:

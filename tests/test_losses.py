@@ -1,0 +1,514 @@
+"""`rwkv_jax.losses` against the definition in numpy float64: values, gradients, transformations,
+meshes, bad input, and what the compiled programs hold and exchange."""
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from rwkv_jax.losses import _derivative, cross_entropy
+from rwkv_jax.losses._options import Options, Plan
+from support import hlo, meshes
+from support.cases import DTYPES
+from support.tolerance import assert_close
+
+VOCABULARY, CHANNELS = 37, 16
+
+ALL_TERMS: dict[str, Any] = {"z_loss": 0.02, "l2_wrap": 0.03, "soft_cap": 3.0}
+"""Each large enough to show."""
+
+
+def arrays(
+    *shape: int, vocabulary: int = VOCABULARY, channels: int = CHANNELS, dtype: str = "float32"
+) -> dict[str, Any]:
+    """Features, weight, targets, and a mask that selects most tokens."""
+    rng = np.random.default_rng([*shape, vocabulary, channels])
+    features = rng.standard_normal((*shape, channels)).astype(DTYPES[dtype])
+    weight = (0.5 * rng.standard_normal((vocabulary, channels))).astype(DTYPES[dtype])
+    return {
+        "features": features,
+        "weight": weight.astype(np.float32),
+        "targets": np.asarray(rng.integers(0, vocabulary, shape), np.int32),
+        "mask": np.asarray(rng.random(shape) < 0.8),
+    }
+
+
+def oracle(
+    features: np.ndarray,
+    weight: np.ndarray,
+    targets: np.ndarray,
+    mask: np.ndarray | None = None,
+    cotangents: np.ndarray | float = 1.0,
+    *,
+    reduction: str = "mean",
+    z_loss: float = 0.0,
+    l2_wrap: float = 0.0,
+    soft_cap: float | None = None,
+) -> dict[str, np.ndarray]:
+    """The loss, and its gradients times `cotangents`, token by token in float64."""
+    x, w = (np.asarray(array, np.float64) for array in (features, weight))
+    scale = np.ones(targets.shape) if mask is None else np.asarray(mask, np.float64)
+    losses, dx, dw = np.zeros(targets.shape), np.zeros_like(x), np.zeros_like(w)
+    count = max(scale.sum(), 1) if reduction == "mean" else 1
+    slopes = np.broadcast_to(cotangents, targets.shape) / count
+    for i in np.ndindex(targets.shape):
+        z = w @ x[i]
+        slope = np.ones_like(z)
+        if soft_cap is not None:
+            z = soft_cap * np.tanh(z / soft_cap)
+            slope = 1 - (z / soft_cap) ** 2
+        log_sum = z.max() + np.log(np.exp(z - z.max()).sum())
+        losses[i] = scale[i] * (log_sum - z[targets[i]] + z_loss * log_sum**2)
+        dz = np.exp(z - log_sum) * (1 + 2 * z_loss * log_sum)
+        dz[targets[i]] -= 1
+        dz[z.argmax()] += l2_wrap * z.max()
+        dz *= slope * scale[i] * slopes[i]
+        dx[i], dw = w.T @ dz, dw + np.outer(dz, x[i])
+    loss = losses if reduction == "none" else losses.sum() / count
+    return {"loss": loss, "dfeatures": dx, "dweight": dw}
+
+
+def value_and_gradients(
+    given: Mapping[str, Any],
+    cotangents: Any = 1.0,
+    function: Callable[..., jax.Array] = cross_entropy,
+    **options: Any,
+) -> dict[str, jax.Array]:
+    rest = {name: x for name, x in given.items() if name not in ("features", "weight")}
+
+    def loss(features: jax.Array, weight: jax.Array) -> jax.Array:
+        return function(features, weight, **rest, **options)
+
+    @jax.jit
+    def both(features: jax.Array, weight: jax.Array, cotangents: jax.Array) -> dict:
+        value, vjp = jax.vjp(loss, features, weight)
+        dfeatures, dweight = vjp(jnp.broadcast_to(cotangents, value.shape))
+        return {"loss": value, "dfeatures": dfeatures, "dweight": dweight}
+
+    return both(given["features"], given["weight"], jnp.asarray(cotangents, jnp.float32))
+
+
+EXACT = {"loss": 1e-6, "dfeatures": 1e-5, "dweight": 1e-5}
+"""Ceilings in float32."""
+
+OF_16_BITS = {"loss": 1e-5, "dfeatures": 4e-3, "dweight": 4e-3}
+"""Ceilings where gradients of logits are rounded to bfloat16 or float16."""
+
+
+def assert_exact(found: Mapping[str, jax.Array], expected: Mapping[str, np.ndarray]) -> None:
+    assert_close({name: np.asarray(x) for name, x in found.items()}, expected, EXACT)
+
+
+def check(
+    given: Mapping[str, Any],
+    cotangents: Any = 1.0,
+    *,
+    function: Callable[..., jax.Array] = cross_entropy,
+    mine: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> None:
+    """Values and gradients against the oracle; the options `mine` are not for the oracle."""
+    found = value_and_gradients(given, cotangents, function, **options, **(mine or {}))
+    expected = oracle(**given, cotangents=cotangents, **options)
+    ceilings = EXACT if given["features"].dtype == np.float32 else OF_16_BITS
+    assert_close({name: np.asarray(x) for name, x in found.items()}, expected, ceilings)
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"z_loss": 0.02},
+    {"l2_wrap": 0.03},
+    {"soft_cap": 3.0},
+    ALL_TERMS,
+    {"reduction": "sum", **ALL_TERMS},
+    {"reduction": "none", **ALL_TERMS},
+]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda x: "-".join(x) + str(x.get("reduction")))
+def test_definition(options: dict, recompute: bool) -> None:
+    given = arrays(3, 7)
+    cotangents = 0.7 if options.get("reduction") != "none" else np.linspace(-1, 2, 21).reshape(3, 7)
+    check(given, cotangents, mine={"recompute": recompute, "slab": 4}, **options)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_16_bits(dtype: str, recompute: bool) -> None:
+    check(arrays(4, 16, dtype=dtype), mine={"recompute": recompute, "slab": 24}, **ALL_TERMS)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_small_cotangents_in_float16(recompute: bool) -> None:
+    """The gradient of a float32 weight does not lose what float16 cannot hold."""
+    given = arrays(64, dtype="float16")
+    found = value_and_gradients(given, 1e-9, recompute=recompute)
+    dweight = oracle(**given, cotangents=1e-9)["dweight"]
+    assert_close({"dweight": np.asarray(found["dweight"])}, {"dweight": dweight}, 4e-3)
+
+
+def test_weight_in_the_dtype_of_the_features() -> None:
+    given = arrays(5, 3, dtype="bfloat16")
+    given["weight"] = given["weight"].astype(DTYPES["bfloat16"])
+    assert value_and_gradients(given)["dweight"].dtype == jnp.bfloat16
+    check(given)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (5,), (2, 3, 5)], ids=str)
+def test_tokens_of_any_shape(shape: tuple[int, ...]) -> None:
+    check(arrays(*shape))
+
+
+@pytest.mark.parametrize("vocabulary", [1, 2, 64, 300])
+def test_vocabularies(vocabulary: int) -> None:
+    check(arrays(6, vocabulary=vocabulary), z_loss=0.02, l2_wrap=0.03)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "uint32", "int16"])
+def test_dtypes_of_targets(dtype: str) -> None:
+    given = arrays(9)
+    check(given | {"targets": given["targets"].astype(dtype)})
+
+
+def test_equals_optax() -> None:
+    given = arrays(4, 33, vocabulary=300)
+    del given["mask"]
+
+    def plain(features: jax.Array, weight: jax.Array, targets: jax.Array) -> jax.Array:
+        logits = jnp.einsum("...c,vc->...v", features, weight)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+
+    expected = value_and_gradients(given, function=plain)
+    found = value_and_gradients(given)
+    assert_exact(found, {name: np.asarray(x) for name, x in expected.items()})
+
+
+def test_logits_far_apart() -> None:
+    """Their exponentials are out of range."""
+    given = arrays(8)
+    check(given | {"weight": 200 * given["weight"]}, l2_wrap=1e-4)
+
+
+PLANS = [
+    Plan(tokens=1),
+    Plan(tokens=6),
+    Plan(tokens=7),
+    Plan(tokens=100),
+    Plan(tokens=4, unroll=3),
+    Plan(tokens=4, passes=1),
+    Plan(tokens=4, dweight="stored"),
+    Plan(tokens=4, barrier=False),
+]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_plans(plan: Plan) -> None:
+    def planned(
+        features: Any, weight: Any, *, targets: Any, mask: Any, reduction: str, **options: Any
+    ) -> jax.Array:
+        assert reduction == "sum"
+        operands = _derivative.Operands(*map(jnp.asarray, (features, weight, targets, mask)))
+        return _derivative.total(Options(plan=plan, **options), None, operands, recompute=False)
+
+    check(arrays(3, 7), function=planned, reduction="sum", **ALL_TERMS)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "vocabulary", "most", "expected"),
+    [
+        (16384, 65536, None, (4, 4096)),
+        (65536, 65536, None, (16, 4096)),
+        (16385, 65536, None, (5, 3277)),
+        (1024, 256, None, (1, 1024)),
+        (7, 256, 3, (3, 3)),
+        (7, 10**10, None, (7, 1)),
+        (0, 256, None, (1, 0)),
+    ],
+)
+def test_number_and_size_of_slabs(
+    tokens: int, vocabulary: int, most: int | None, expected: tuple[int, int]
+) -> None:
+    assert Plan(most).slabs(tokens, vocabulary) == expected
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_no_tokens(reduction: str, recompute: bool) -> None:
+    given = arrays(2, 0)
+    found = value_and_gradients(given, reduction=reduction, recompute=recompute)
+    assert found["loss"].shape == ((2, 0) if reduction == "none" else ())
+    assert not np.asarray(found["loss"]).any()
+    assert found["dfeatures"].shape == (2, 0, CHANNELS)
+    assert not np.asarray(found["dweight"]).any()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_no_token_counts(recompute: bool) -> None:
+    given = arrays(2, 5)
+    given["mask"] = np.zeros((2, 5), bool)
+    found = value_and_gradients(given, recompute=recompute, **ALL_TERMS)
+    assert not any(np.asarray(x).any() for x in found.values())
+
+
+def test_targets_outside_the_vocabulary() -> None:
+    """An ignored one may be anything. One that counts has a loss that is not a number."""
+    given = arrays(6)
+    outside = np.array([-100, 0, VOCABULARY, 1, -1, 2], np.int32)
+    mask = (outside >= 0) & (outside < VOCABULARY)
+    inside = np.where(mask, outside, 0)
+    expected = oracle(given["features"], given["weight"], inside, mask)
+    found = value_and_gradients({**given, "targets": outside, "mask": mask})
+    assert_close({n: np.asarray(x) for n, x in found.items()}, expected, 1e-5)
+    losses = cross_entropy(given["features"], given["weight"], outside, reduction="none")
+    np.testing.assert_array_equal(np.isnan(losses), ~mask)
+
+
+def test_vmap() -> None:
+    """Over features, over weights, and over both, inside and outside of a gradient."""
+    given = arrays(5)
+    x, w, t = (jnp.asarray(given[name]) for name in ("features", "weight", "targets"))
+    xs, ws, ts = jnp.stack([x, 2 * x]), jnp.stack([w, w + 1]), jnp.stack([t, (t + 1) % 7])
+
+    def loss(x: jax.Array, w: jax.Array, t: jax.Array) -> jax.Array:
+        return cross_entropy(x, w, t, slab=2)
+
+    for axes in [(0, None, None), (None, 0, None), (0, 0, 0)]:
+        operands = [
+            several if axis == 0 else one
+            for axis, one, several in zip(axes, (x, w, t), (xs, ws, ts), strict=True)
+        ]
+        for function in (loss, jax.grad(loss, (0, 1))):
+            found = jax.jit(jax.vmap(function, axes))(*operands)
+            plain = jax.jit(function)
+            for i in range(2):
+                one = [y if axis is None else y[i] for axis, y in zip(axes, operands, strict=True)]
+                jax.tree.map(
+                    lambda a, b, i=i: np.testing.assert_allclose(a[i], b, rtol=1e-5, atol=1e-6),
+                    found,
+                    plain(*one),
+                )
+    nested = jax.jit(jax.vmap(jax.vmap(loss, (0, None, None)), (None, 0, None)))(xs, ws, t)
+    assert nested.shape == (2, 2)
+    summed = jax.jit(jax.grad(lambda w: jax.vmap(loss, (0, None, 0))(xs, w, ts).sum()))(w)
+    gradient = jax.jit(jax.grad(loss, 1))
+    expected = sum(gradient(xs[i], w, ts[i]) for i in range(2))
+    np.testing.assert_allclose(summed, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_remat_and_scan(recompute: bool) -> None:
+    given = arrays(4, 5)
+    x, w, t = (jnp.asarray(given[name]) for name in ("features", "weight", "targets"))
+
+    def loss(x: jax.Array, w: jax.Array, t: jax.Array) -> jax.Array:
+        return cross_entropy(x, w, t, recompute=recompute, l2_wrap=0.1)
+
+    def in_rows(x: jax.Array, w: jax.Array) -> jax.Array:
+        def row(total: jax.Array, row: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+            return total + jax.checkpoint(loss)(row[0], w, row[1]) / 4, None
+
+        return jax.lax.scan(row, jnp.float32(0), (x, t))[0]
+
+    found = jax.jit(jax.value_and_grad(in_rows, (0, 1)))(x, w)
+    expected = jax.value_and_grad(lambda x, w: loss(x, w, t), (0, 1))(x, w)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected
+    )
+
+
+def compiled(batch: int, tokens: int, vocabulary: int, **options: Any) -> Any:
+    """The lowered gradient of a loss of bfloat16 features of 8 channels and a float32 weight."""
+    shapes = (
+        jax.ShapeDtypeStruct((batch, tokens, 8), jnp.bfloat16),
+        jax.ShapeDtypeStruct((vocabulary, 8), jnp.float32),
+        jax.ShapeDtypeStruct((batch, tokens), jnp.int32),
+    )
+
+    def loss(features: jax.Array, weight: jax.Array, targets: jax.Array) -> jax.Array:
+        return cross_entropy(features, weight, targets, **options).sum()
+
+    return jax.jit(jax.value_and_grad(loss, (0, 1))).lower(*shapes)
+
+
+@pytest.mark.parametrize(
+    ("options", "products"),
+    [({}, 3), (ALL_TERMS, 3), ({"recompute": True}, 4), ({"reduction": "none"}, 4)],
+    ids=str,
+)
+def test_products(options: dict, products: int) -> None:
+    """All products have operands of 16 bits, and no product of the head is computed in vain."""
+    text = compiled(2, 64, 300, **options).as_text()
+    found = re.findall(r"dot_general.*: \(tensor<(.*?)>, tensor<(.*?)>\) -> tensor<(.*?)>", text)
+    assert len(found) == products
+    for *operands, result in found:
+        assert [x.split("x")[-1] for x in operands] == ["bf16", "bf16"]
+        assert result.endswith("xf32")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, ALL_TERMS, {"recompute": True}, {"reduction": "none"}],
+    ids=str,
+)
+def test_no_array_of_all_logits(options: dict) -> None:
+    batch, tokens, vocabulary = 4, 1024, 4096
+    program = compiled(batch, tokens, vocabulary, slab=128, **options).compile()
+    logits = 4 * batch * tokens * vocabulary
+    assert program.memory_analysis().temp_size_in_bytes < logits / 4
+
+
+PLACES = [
+    (P("data"), P("model")),
+    (P(None, "data"), P("model")),
+    (P("data"), P(("model", "data"))),
+    (P("data", None, "model"), P(None, "model")),
+    (P(), P(("data", "model"))),
+    (P(("data", "model")), P()),
+]
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(("of_features", "of_weight"), PLACES, ids=str)
+def test_meshes(
+    kind: AxisType, recompute: bool, of_features: P, of_weight: P, cpus: list[Any]
+) -> None:
+    """Values and gradients, where the gradients are, and that no device gathers logits."""
+    mesh = meshes.mesh("data=2,model=2", kind, cpus)
+    given = arrays(4, 16, vocabulary=512, channels=8)
+    specs = {"features": of_features, "weight": of_weight, "targets": P("data"), "mask": P()}
+    places = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+    placed = meshes.put(mesh, specs, given)
+
+    def gradients(given: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        rest = {name: given[name] for name in ("targets", "mask")}
+        value, (dfeatures, dweight) = jax.value_and_grad(
+            lambda x, w: cross_entropy(x, w, **rest, recompute=recompute, slab=5, **ALL_TERMS),
+            (0, 1),
+        )(given["features"], given["weight"])
+        return {"loss": value, "dfeatures": dfeatures, "dweight": dweight}
+
+    with jax.set_mesh(mesh):
+        results = {"loss": NamedSharding(mesh, P())}
+        results |= {f"d{name}": places[name] for name in ("features", "weight")}
+        program = jax.jit(gradients, out_shardings=results).lower(placed).compile()
+        found = program(placed)
+    assert_exact(found, oracle(**given, **ALL_TERMS))
+    logits_of_a_device = 4 * 64 * 512 // 4
+    assert hlo.exchanged(program.as_text()) < logits_of_a_device / 2 + 2 * 4 * 512 * 8
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_shard_map(check_vma: bool, reduction: Any, recompute: bool, cpus: list[Any]) -> None:
+    """The vocabulary along one axis, the batch along another; differentiated from outside."""
+    mesh = meshes.mesh("data=2,model=2", AxisType.Auto, cpus)
+    given = arrays(4, 6, vocabulary=38)
+    given["mask"] = np.ones((4, 6), bool)
+
+    def local(features: Any, weight: Any, targets: Any, mask: Any) -> jax.Array:
+        loss = cross_entropy(
+            *(features, weight, targets),
+            mask=mask,
+            reduction=reduction,
+            recompute=recompute,
+            axis="model",
+            slab=5,
+            **ALL_TERMS,
+        )
+        if reduction == "none":
+            return loss
+        loss = jax.lax.psum(loss, "data")
+        return loss / 2 if reduction == "mean" else loss
+
+    tokens = P("data")
+    spread = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(tokens, P("model"), tokens, tokens),
+        out_specs=tokens if reduction == "none" else P(),
+        check_vma=check_vma,
+    )
+    cotangents = np.linspace(-1, 2, 24).reshape(4, 6) if reduction == "none" else 0.7
+    found = value_and_gradients(
+        given, cotangents, lambda x, w, targets, mask: spread(x, w, targets, mask)
+    )
+    expected = oracle(**given, cotangents=cotangents, reduction=reduction, **ALL_TERMS)
+    assert_exact(found, expected)
+
+
+def test_vocabulary_along_two_axes(cpus: list[Any]) -> None:
+    """Differentiated inside the `shard_map`, where the gradient of the features is whole."""
+    mesh = meshes.mesh("outer=2,inner=2", AxisType.Auto, cpus)
+    given = arrays(7, vocabulary=40)
+
+    def local(features: Any, weight: Any, targets: Any, mask: Any) -> Any:
+        value, found = jax.value_and_grad(
+            lambda x, w: cross_entropy(
+                x, w, targets, mask=mask, axis=("outer", "inner"), **ALL_TERMS
+            ),
+            (0, 1),
+        )(features, weight)
+        return {"loss": value, "dfeatures": found[0], "dweight": found[1]}
+
+    of_weight = P(("outer", "inner"))
+    spread = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(P(), of_weight, P(), P()),
+        out_specs={"loss": P(), "dfeatures": P(), "dweight": of_weight},
+    )
+    found = jax.jit(spread)(*given.values())
+    assert_exact(found, oracle(**given, **ALL_TERMS))
+
+
+BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"features": [1.0]}, TypeError, "features is a list; accepted is a JAX or numpy array"),
+    ({"targets": 1}, TypeError, "targets is a int; accepted is a JAX or numpy array"),
+    ({"features": np.zeros((3, 16))}, TypeError, "features is float64; accepted are float32"),
+    ({"weight": np.zeros((37, 16), np.int32)}, TypeError, "weight is int32; accepted are float32"),
+    ({"targets": np.zeros(3, np.float32)}, TypeError, "targets is float32; accepted are integers"),
+    ({"mask": np.zeros(3, np.int32)}, TypeError, "mask is int32; accepted is bool"),
+    ({"features": np.zeros((), np.float32)}, ValueError, "features has shape (); accepted is"),
+    ({"weight": np.zeros(16, np.float32)}, ValueError, "weight has shape (16,); accepted is"),
+    ({"weight": np.zeros((0, 16), np.float32)}, ValueError, "weight has shape (0, 16); accepted"),
+    ({"weight": np.zeros((37, 8), np.float32)}, ValueError, "so C = 8, where features has C = 16"),
+    ({"targets": np.zeros(4, np.int32)}, ValueError, "targets has shape (4,); accepted is that"),
+    ({"mask": np.zeros((3, 1), bool)}, ValueError, "mask has shape (3, 1); accepted is that"),
+    ({"reduction": "average"}, ValueError, "reduction is 'average'; accepted are 'mean', 'sum'"),
+    ({"z_loss": -1.0}, ValueError, "z_loss is -1.0; accepted is a number of at least 0"),
+    ({"z_loss": "1"}, ValueError, "z_loss is '1'; accepted is a number"),
+    ({"l2_wrap": math.nan}, ValueError, "l2_wrap is nan; accepted is a number"),
+    ({"l2_wrap": None}, ValueError, "l2_wrap is None; accepted is a number"),
+    ({"soft_cap": 0.0}, ValueError, "soft_cap is 0.0; accepted are None and a number above 0"),
+    ({"soft_cap": math.inf}, ValueError, "soft_cap is inf; accepted are None and a number"),
+    ({"slab": 0}, ValueError, "slab is 0; accepted are None and an integer of at least 1"),
+    ({"slab": 2.0}, ValueError, "slab is 2.0; accepted are None and an integer"),
+    ({"slab": True}, ValueError, "slab is True; accepted are None and an integer"),
+    ({"precision": "best"}, ValueError, "precision is 'best'; accepted are None"),
+    ({"axis": "model"}, ValueError, "axis is 'model'; accepted are None and mesh axes"),
+    ({"axis": 0}, ValueError, "axis is 0; accepted are None and mesh axes"),
+]
+
+
+@pytest.mark.usefixtures("unchecked_types")
+@pytest.mark.parametrize(("changed", "error", "message"), BAD, ids=lambda x: str(x)[:40])
+def test_bad_input(changed: dict[str, Any], error: type[Exception], message: str) -> None:
+    given: dict[str, Any] = arrays(3) | changed
+    with pytest.raises(error, match=f"^cross_entropy: .*{re.escape(message)}"):
+        jax.eval_shape(lambda: cross_entropy(**given))
+
+
+def test_options_are_keywords() -> None:
+    with pytest.raises(TypeError):
+        cross_entropy(*arrays(3).values())  # pyright: ignore[reportCallIssue]
