@@ -77,7 +77,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--rows", type=row_of, nargs="+", default=ROWS, metavar="LAYERSxWIDTHxBATCH")
+    add(
+        "--rows",
+        type=row_of,
+        nargs="+",
+        default=ROWS,
+        metavar="LAYERSxWIDTHxBATCH",
+        help="the four sizes of ROWS, if not given",
+    )
     add("--tokens", type=int, default=4096, help="tokens in each row of the batch")
     add("--vocabulary", type=int, default=65536, help="different tokens")
     add("--dtype", default="bfloat16", help="dtype of the activations")
@@ -200,6 +207,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.deterministic:
         flags = os.environ.get("XLA_FLAGS", "")
         os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_deterministic_ops=true"
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")  # of the memory of a GPU
     print(
         f"RWKV-7, {args.dtype}, {args.tokens} tokens a row, vocabulary {args.vocabulary}, "
         f"peak {args.peak:g} TFLOP/s\n"
