@@ -10,6 +10,10 @@ arguments are donated. The model has random parameters and reads random tokens. 
 process of its own, because only then the largest number of bytes in use and the time to compile are
 those of the row.
 
+With --official DIR, each row is also timed with the training code of RWKV-LM: a checkout of
+https://github.com/BlinkDL/RWKV-LM, whose CUDA kernels torch compiles, with bfloat16 parameters and
+the fused AdamW of torch. This needs torch, nvcc and ninja, but neither lightning nor deepspeed.
+
 The operations of a token are 6 for each number of a matrix other than the embedding, and 24 for
 each number of a state. Operations of a backward pass that computes values again do not count.
 """
@@ -18,25 +22,24 @@ import argparse
 import ast
 import inspect
 import json
-import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+import traceback
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 sys.path.append(str(Path(__file__).parent))
 
-from benchmarking import model_step, profile
+from benchmarking import model_step, official, profile
 from benchmarking.model_step import Figures, Row, Settings
+from benchmarking.processes import apart
 from benchmarking.report import Table
 from benchmarking.timing import reason_of
 from rwkv_jax.models import rwkv7
 
+COMPILATION = ("trace_s", "lower_s", "compile_s")
 ROWS = (Row(24, 2048, 4), Row(12, 768, 16), Row(24, 1024, 8), Row(8, 4096, 4))
-
-Result = TypeVar("Result")
 
 
 def row_of(text: str) -> Row:
@@ -58,13 +61,30 @@ def model_option(text: str) -> tuple[str, Any]:
         return name, value
 
 
+def official_option(text: str) -> tuple[str, str]:
+    """An option of the official code, as NAME=VALUE."""
+    name, _, value = text.partition("=")
+    try:
+        official.options_of({name: value})
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return name, value
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Time training steps of RWKV-7 language models.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--rows", type=row_of, nargs="+", default=ROWS, metavar="LAYERSxWIDTHxBATCH")
+    add(
+        "--rows",
+        type=row_of,
+        nargs="+",
+        default=ROWS,
+        metavar="LAYERSxWIDTHxBATCH",
+        help="the four sizes of ROWS, if not given",
+    )
     add("--tokens", type=int, default=4096, help="tokens in each row of the batch")
     add("--vocabulary", type=int, default=65536, help="different tokens")
     add("--dtype", default="bfloat16", help="dtype of the activations")
@@ -85,11 +105,25 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--profile", action="store_true", help="print the time of each class of kernels")
     add("--traces", type=Path, help="keep the traces of --profile in this folder")
     add("--deterministic", action="store_true", help="with deterministic kernels, as train.py has")
+    add("--official", type=Path, metavar="DIR", help="time a checkout of RWKV-LM on the same rows")
+    add(
+        "--official-options",
+        type=official_option,
+        nargs="+",
+        default=(),
+        metavar="NAME=VALUE",
+        help="its options: kernel, head_chunk, grad_cp and jit",
+    )
     add("--one-process", action="store_true", help="run all rows in this process")
     add("--json", type=Path, help="write every figure to this file")
     args = parser.parse_args(argv)
     if min(args.steps, args.repeats, args.tokens, args.vocabulary) < 1:
         parser.error("--steps, --repeats, --tokens and --vocabulary must be at least 1")
+    if args.official:
+        try:
+            official.folder_of(args.official)
+        except FileNotFoundError as failure:
+            parser.error(str(failure))
     return args
 
 
@@ -110,23 +144,23 @@ def settings_of(args: argparse.Namespace) -> Settings:
     )
 
 
-def apart(function: Callable[..., Result], *arguments: Any) -> Result:
-    """The result of a function in a process of its own, which gives back all memory."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context) as pool:
-        return pool.submit(function, *arguments).result()
-
-
-def measure(args: argparse.Namespace, row: Row) -> list[Figures]:
-    """The figures of a row, or the reason why there are none."""
-    print(f"{row}", file=sys.stderr)
+def measure(args: argparse.Namespace, row: Row, *, of_official: bool = False) -> list[Figures]:
+    """The figures of a row, of this package or of the official code, or the reason why there are
+    none."""
+    name = "training, official" if of_official else "training"
+    print(f"{row}, {name}", file=sys.stderr)
     settings = settings_of(args)
     try:
+        if of_official:
+            return apart(
+                official.measure, row, settings, args.official, dict(args.official_options)
+            )
         if args.one_process:
             return model_step.measure(row, settings)
         return apart(model_step.measure, row, settings)
     except Exception as failure:
-        return [{**row._asdict(), "pass": "training", "failure": reason_of(failure)}]
+        traceback.print_exc()
+        return [{**row._asdict(), "pass": name, "failure": reason_of(failure)}]
 
 
 def print_rows(table: Table, row: Row, rows: Sequence[Figures]) -> None:
@@ -144,8 +178,8 @@ def print_rows(table: Table, row: Row, rows: Sequence[Figures]) -> None:
             f"{figures['best_ms']:.1f}",
             f"{figures['tokens_per_second']:,.0f}",
             f"{figures['share_of_peak']:.1%}",
-            *(gigabytes(figures[f"{x}_bytes"]) for x in ("argument", "temporary", "peak")),
-            *(f"{figures[f'{x}_s']:.1f}" for x in ("trace", "lower", "compile")),
+            *(gigabytes(figures.get(f"{x}_bytes")) for x in ("argument", "temporary", "peak")),
+            *(f"{figures[key]:.1f}" if key in figures else "-" for key in COMPILATION),
         )
 
 
@@ -173,6 +207,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.deterministic:
         flags = os.environ.get("XLA_FLAGS", "")
         os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_deterministic_ops=true"
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")  # of the memory of a GPU
     print(
         f"RWKV-7, {args.dtype}, {args.tokens} tokens a row, vocabulary {args.vocabulary}, "
         f"peak {args.peak:g} TFLOP/s\n"
@@ -184,6 +219,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for row in args.rows:
         rows += (here := measure(args, row))
         print_rows(table, row, here)
+        if args.official:
+            rows += (here := measure(args, row, of_official=True))
+            print_rows(table, row, here)
     if args.profile:
         for figures in rows:
             if "profile" in figures:

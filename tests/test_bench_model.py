@@ -1,14 +1,16 @@
-"""The benchmark of whole models: its table, and the classes of kernels in a profile."""
+"""The benchmark of whole models: its table, and the classes of kernels in a profile; and the
+comparison with the official training code, whose kernels need a GPU."""
 
 import importlib
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import jax
+import optax
 import pytest
+from flax import nnx
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 
@@ -69,13 +71,23 @@ ENTRY %main (x: bf16[64,64], y: f32[64,64]) -> f32[64,64] {
 """  # noqa: E501
 
 
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+@pytest.fixture(autouse=True)
+def _as_scripts_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Modules of scripts can be imported, and the strictness that tests ask of the package is not
+    asked of optax."""
     monkeypatch.syspath_prepend(SCRIPTS)
-    monkeypatch.delitem(sys.modules, "bench_model", raising=False)
-    # The strictness that tests ask of the package is not asked of optax.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield importlib.import_module("bench_model")
+        yield
+
+
+@pytest.fixture
+def script() -> ModuleType:
+    return importlib.import_module("bench_model")
+
+
+@pytest.fixture
+def compare() -> ModuleType:
+    return importlib.import_module("compare_official")
 
 
 TINY = ["--rows=2x64x1", "--tokens=32", "--vocabulary=256", "--dtype=float32", "--one-process"]
@@ -114,7 +126,9 @@ def test_failure_is_a_line_of_the_table(
     assert "failed: ValueError: wkv7" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("option", ["--rows=2x64", "--model=abc=1", "--steps=0"])
+@pytest.mark.parametrize(
+    "option", ["--rows=2x64", "--model=abc=1", "--steps=0", "--official-options=abc=1"]
+)
 def test_bad_option(script: ModuleType, option: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         script.main([*TINY, option])
@@ -139,3 +153,59 @@ def test_classes_of_kernels(script: ModuleType) -> None:
     assert found["tf32"] == {"ms": pytest.approx(0.001), "count": 0.5}
     assert found["step_ms"] == pytest.approx(0.008)
     assert found["kernels"][0]["name"].startswith("nvjet")
+
+
+def test_official_code_that_is_not_there(
+    script: ModuleType,
+    compare: ModuleType,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for main, arguments in (
+        (script.main, ["--official", str(tmp_path)]),
+        (compare.main, [str(tmp_path)]),
+    ):
+        with pytest.raises(SystemExit):
+            main(arguments)
+        assert "accepted is a checkout of" in capsys.readouterr().err
+
+
+def test_losses_are_compared(compare: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    losses = {"official": [3.0, 2.0, 1.0], "bfloat16": [3.0, 2.5, 1.0], "float32": [3.0, 2.0, 1.25]}
+    assert compare.print_losses(losses, 2) == {"bfloat16": 0.5, "float32": 0.25}
+    output = capsys.readouterr().out
+    assert "| 2 " in output
+    assert "| 1 " not in output
+    assert "bfloat16: differs by 0.5000 at most" in output
+
+
+@pytest.mark.slow
+def test_compared_steps_are_those_of_train(
+    compare: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The same losses as from the step of train.py, which has no L2 wrap."""
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "model.py").touch()
+    sizes = ["--layers=1", "--width=64", "--batch=2", "--context=16", "--steps=4", "--warmup=2"]
+    args = compare.parse([str(tmp_path), *sizes])
+    monkeypatch.setattr(compare, "L2_WRAP", 0.0)
+    weights = compare.initial_weights(args)
+    losses = compare.train(args, weights, "float32")
+
+    steps = importlib.import_module("training.steps")
+    loop = importlib.import_module("training.loop")
+    devices = importlib.import_module("training.devices")
+    config = compare.config_of(args)
+    mesh = devices.make_mesh(None, config, batch=args.batch, context=args.context)
+    model = importlib.import_module("training.language_model").make_model(
+        config, mesh, dtype="float32", implementation=None, seed=0
+    )
+    for name, x in steps.variables(
+        model, nnx.Optimizer(model, optax.identity(), wrt=nnx.Param)
+    ).items():
+        if name.startswith("model."):
+            x[...] = jax.numpy.asarray(weights[name.removeprefix("model.")])
+    optimizer = nnx.Optimizer(model, loop.make_optimizer(args), wrt=nnx.Param)
+    found = [float(steps.train_step(mesh, model, optimizer, x)) for x in compare.batches(args)]
+    assert losses == pytest.approx(found, abs=1e-5)
+    assert losses[-1] < losses[0]

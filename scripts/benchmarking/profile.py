@@ -19,9 +19,15 @@ CLASSES = (PRODUCTS, WKV, OURS, FUSIONS, COPIES, GAPS)
 
 PRODUCT = re.compile(r"gemm|gemv|nvjet|cutlass|cublas|xmma|splitk|(?:^|_)dot(?:$|[._])", re.I)
 COPY = re.compile(r"memcpy|memset|(?:^|_)copy|copy_fusion|transpose", re.I)
-WKV_CALL = re.compile(r"wkv\d")
+WKV_CALL = re.compile(r"(?<!r)wkv")
 TF32 = re.compile(r"tf32|nvjet_(?:sm\d+_)?s", re.I)
 """Names of kernels. The first letter after `nvjet_` is the type of the operands, s for float32."""
+
+CONTROL = re.compile(r"(?:while|call|conditional)(?:$|[._])")
+"""Names of events on a CPU that contain other events."""
+
+LONGEST = 200
+"""How many kernels are listed by name."""
 
 INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*)$")
 COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$")
@@ -71,9 +77,8 @@ def instructions(text: str) -> dict[str, Instruction]:
 
     def float32(rest: str) -> bool:
         operands = OPERAND.findall(rest.partition("), ")[0])[:2]
-        return "highest" not in rest and any(
-            (kind or types.get(name)) == "f32" for kind, name in operands
-        )
+        exact = "highest" in rest or "algorithm=dot_bf16" in rest
+        return not exact and any((kind or types.get(name)) == "f32" for kind, name in operands)
 
     products = {
         body: [float32(rest) for _, opcode, rest in lines if opcode == "dot"]
@@ -116,13 +121,14 @@ def kernels(data: Any) -> list[Kernel]:
     for plane in planes.values():
         if gpu is not None and plane.name != gpu:
             continue
-        for line in plane.lines:
-            if gpu is not None and not (line.name or "").startswith("Stream"):
-                continue  # such as "XLA Ops", which repeats the kernels
+        lines = list(plane.lines)
+        # Other lines, such as "XLA Ops", repeat the kernels.
+        streams = [line for line in lines if (line.name or "").startswith("Stream")]
+        for line in streams if gpu is not None and streams else lines:
             for event in line.events:
                 stats = {name: value for name, value in event.stats if name}
                 instruction = str(stats.get("hlo_op", ""))
-                if gpu is not None or instruction:
+                if gpu is not None or (instruction and not CONTROL.match(instruction)):
                     start = event.start_ns
                     end = start + event.duration_ns
                     found.append(Kernel(event.name, start, end, instruction))
@@ -166,7 +172,7 @@ def by_class(runs: list[Kernel], program: Mapping[str, Instruction], steps: int)
         "tf32": tf32,
         "kernels": [
             {"class": kind, "name": name, "ms": took, "count": times}
-            for (kind, name), (took, times) in longest
+            for (kind, name), (took, times) in longest[:LONGEST]
         ],
     }
 

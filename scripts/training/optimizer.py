@@ -14,9 +14,10 @@ def name_of(path: jax.tree_util.KeyPath) -> str:
 
 
 def make_optimizer(args: argparse.Namespace) -> optax.GradientTransformation:
-    """AdamW as in the official training: matrices decay, and `w0` learns at twice the rate."""
+    """AdamW as in the official training: matrices decay, `w0` learns at twice the rate, and the
+    learning rate starts at a hundredth of its peak."""
     schedule = optax.warmup_cosine_decay_schedule(
-        0,
+        args.learning_rate / 100,
         args.learning_rate,
         args.warmup,
         max(args.steps, args.warmup + 1),

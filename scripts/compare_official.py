@@ -1,0 +1,171 @@
+"""Train the same RWKV-7 model on the same batches with RWKV-LM's training code and with rwkv_jax,
+and compare the losses of each step.
+
+    python scripts/compare_official.py DIR                 # a checkout of RWKV-LM; needs a GPU
+    python scripts/compare_official.py DIR --dtypes bfloat16 float32 --json losses.json
+
+Both start from the initial weights of rwkv_jax, rounded to bfloat16, and read the sources of the
+standard library of Python as bytes, in the order of train.py. Both have bfloat16 activations,
+float32 copies of the parameters in AdamW, the L2 wrap, clipping, and the learning rates and the
+weight decay of the official code. rwkv_jax has the model and the optimizer of train.py. With
+--dtypes it trains in other dtypes of the activations as well, which shows how much of a difference
+is rounding.
+
+Exits with 1 where a loss of the first of these dtypes differs by more than --tolerance from that of
+the official code.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parent))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarking import official
+from benchmarking.model_step import Row, make_optimizer, training_step
+from benchmarking.official import Hyperparameters
+from benchmarking.processes import apart
+from benchmarking.report import Table
+from rwkv_jax.models import rwkv7
+from training import data
+
+VOCABULARY = 256
+L2_WRAP = 1e-4
+OFFICIAL = "official"
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Compare losses with RWKV-LM's training code.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("official", type=Path, metavar="DIR", help="a checkout of RWKV-LM")
+    add("--layers", type=int, default=6, help="number of layers")
+    add("--width", type=int, default=512, help="width of the model")
+    add("--batch", type=int, default=16, help="sequences in each step")
+    add("--context", type=int, default=512, help="bytes in each sequence, a multiple of 16")
+    add("--steps", type=int, default=200, help="steps of training")
+    add("--learning-rate", type=float, default=6e-4, help="learning rate at its peak")
+    add("--warmup", type=int, default=10, help="steps until the peak of the learning rate")
+    add("--weight-decay", type=float, default=0.1, help="weight decay of matrices")
+    add("--seed", type=int, default=0, help="seed of the weights and of the batches")
+    add("--dtypes", nargs="+", default=["bfloat16"], help="dtypes of the activations of rwkv_jax")
+    add("--implementation", help="implementation of wkv7; the best one if not given")
+    add("--every", type=int, default=10, help="steps between the rows of the table")
+    add("--tolerance", type=float, default=0.01, help="largest difference that is accepted")
+    add("--json", type=Path, help="write all losses to this file")
+    args = parser.parse_args(argv)
+    if min(args.layers, args.width, args.batch, args.steps, args.every) < 1:
+        parser.error("--layers, --width, --batch, --steps and --every must be at least 1")
+    if args.context < 1 or args.context % 16:
+        parser.error("--context must be a multiple of 16")
+    if importlib.util.find_spec("optax") is None:
+        parser.error("the optimizer of train.py needs optax, which is not installed")
+    try:
+        official.folder_of(args.official)
+    except FileNotFoundError as failure:
+        parser.error(str(failure))
+    return args
+
+
+def config_of(args: argparse.Namespace) -> rwkv7.Config:
+    return rwkv7.Config(args.layers, args.width, vocabulary=VOCABULARY)
+
+
+def initial_weights(args: argparse.Namespace) -> dict[str, np.ndarray]:
+    """The initial weights of rwkv_jax by their names, rounded to bfloat16, in float32. They are
+    made on a CPU, so that they do not depend on the GPU."""
+    jax.config.update("jax_platforms", "cpu")
+    params = jax.jit(lambda: rwkv7.init(jax.random.key(args.seed), config_of(args)))()
+    return {
+        name: np.asarray(x.astype(jnp.bfloat16).astype(jnp.float32))
+        for name, x in rwkv7.names(params).items()
+    }
+
+
+def batches(args: argparse.Namespace) -> list[np.ndarray]:
+    """The batch [B, T + 1] of each step, from the sources of Python's standard library."""
+    text, _ = data.read(None, "*.py")
+    return [
+        data.batch_at(step, text, seed=args.seed, batch=args.batch, context=args.context)
+        for step in range(args.steps)
+    ]
+
+
+def train(args: argparse.Namespace, weights: dict[str, np.ndarray], dtype: str) -> list[float]:
+    """The losses of rwkv_jax."""
+    shapes = jax.eval_shape(lambda: rwkv7.init(jax.random.key(0), config_of(args)))
+    params = jax.tree_util.tree_map_with_path(
+        lambda path, _: jnp.asarray(
+            weights[jax.tree_util.keystr(path, simple=True, separator=".")]
+        ),
+        shapes,
+    )
+    optimizer = make_optimizer(args.learning_rate, args.warmup, args.steps, args.weight_decay)
+    model = {"dtype": dtype, "implementation": args.implementation}
+    step = jax.jit(training_step(optimizer, model, L2_WRAP), donate_argnums=(0, 1))
+    state = jax.jit(optimizer.init)(params)
+    found = []
+    for tokens in batches(args):
+        params, state, loss = step(params, state, tokens)
+        found.append(loss)
+    return [float(loss) for loss in found]
+
+
+def train_official(args: argparse.Namespace, weights: dict[str, np.ndarray]) -> list[float]:
+    """The losses of the official code."""
+    row = Row(args.layers, args.width, args.batch)
+    training = Hyperparameters(
+        learning_rate=args.learning_rate,
+        final_learning_rate=args.learning_rate / 20,
+        warmup=args.warmup,
+        steps=args.steps,
+        weight_decay=args.weight_decay,
+    )
+    return official.losses(row, args.official, {}, training, VOCABULARY, weights, batches(args))
+
+
+def print_losses(losses: Mapping[str, Sequence[float]], every: int) -> dict[str, float]:
+    """A table of the losses and of their differences from those of the official code; the largest
+    difference of each column."""
+    names = [name for name in losses if name != OFFICIAL]
+    differences = {
+        name: [abs(x - y) for x, y in zip(losses[name], losses[OFFICIAL], strict=True)]
+        for name in names
+    }
+    titles = [title for name in names for title in (name, "difference")]
+    table = Table("step", OFFICIAL, *titles, widths=(6, 10))
+    last = len(losses[OFFICIAL]) - 1
+    for step in sorted({*range(0, last + 1, every), last}):
+        cells = (f"{x[step]:.4f}" for name in names for x in (losses[name], differences[name]))
+        table.row(str(step), f"{losses[OFFICIAL][step]:.4f}", *cells)
+    print()
+    for name, x in differences.items():
+        print(f"{name}: differs by {np.max(x):.4f} at most and {np.mean(x):.4f} on average")
+    return {name: float(np.max(x)) for name, x in differences.items()}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    weights = apart(initial_weights, args)
+    losses = {OFFICIAL: apart(train_official, args, weights)}
+    for dtype in args.dtypes:
+        losses[f"rwkv_jax, {dtype}"] = apart(train, args, weights, dtype)
+    largest = print_losses(losses, args.every)
+    if args.json:
+        args.json.write_text(json.dumps({"losses": losses, "largest": largest}, indent=1) + "\n")
+    return int(not largest[f"rwkv_jax, {args.dtypes[0]}"] <= args.tolerance)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
