@@ -9,10 +9,9 @@
 //   dx[t] = (g - mean(g) - z mean(g z)) / sqrt(variance + eps) + dpassed[t]
 //   dmix_i = sum_t dmixed_i[t] (n[t - 1] - n[t])
 //
-// Forward, a warp has all channels of some tokens of a row, one after another, so that no thread waits
-// for another warp. Backward, the sums over tokens need a thread for
-// each few channels: a block has a run of tokens and goes from the last to the first, some tokens at once
-// for each barrier.
+// Forward, a warp has all channels of some tokens of a row, so that no thread waits for another warp.
+// Backward, the sums over tokens need a thread for each few channels: a block has a run of tokens and goes
+// from the last to the first, some tokens at once for each barrier.
 #include "layers/kernels.h"
 #include "layers/vectors.cuh"
 #include "launch.cuh"
@@ -50,53 +49,74 @@ __device__ float2 FindMoments(const void* array, int64_t at, int width) {
   return {mean, rsqrtf(SumOverLanes<32>(squares) * share + kLayerNormEps)};
 }
 
-// A token is read several times, but from memory once: then it is in the cache of the multiprocessor.
+// A warp finds the moments of its tokens. Then it takes the channels vector by vector, each for all of its
+// tokens, so that it loads the parameters once; the tokens come from the cache this time.
 template <typename T, int kMixes>
 __global__ __launch_bounds__(32 * kForwardWarps,
-                             3) void ForwardKernel(NormShiftMixForwardCall call) {
+                             2) void ForwardKernel(NormShiftMixForwardCall call) {
   const int64_t row = blockIdx.y, first = row * call.tokens;
   const int width = static_cast<int>(call.width);
   const int64_t begin =
       (static_cast<int64_t>(blockIdx.x) * kForwardWarps + threadIdx.x / 32) * kForwardTokens;
-  const int64_t end = begin + kForwardTokens < call.tokens ? begin + kForwardTokens : call.tokens;
-  if (begin >= end) return;
+  if (begin >= call.tokens) return;
+  const int count =
+      call.tokens - begin < kForwardTokens ? static_cast<int>(call.tokens - begin) : kForwardTokens;
+  const int64_t start = (first + begin) * width;
+  const Origin origin = OriginOf(call, first + begin, begin);
 
-  float2 before = {};  // the moments of the token before
-  if (OriginOf(call, first + begin, begin) == Origin::kToken)
-    before = FindMoments<T>(call.x, (first + begin - 1) * width, width);
-  for (int64_t t = begin; t < end; ++t) {
-    const int64_t token = first + t;
-    const Origin origin = OriginOf(call, token, t);
-    const float2 now = FindMoments<T>(call.x, token * width, width);
-    if (threadIdx.x % 32 == 0) reinterpret_cast<float2*>(call.moments)[token] = now;
-    for (int channel = threadIdx.x % 32 * kVector; channel < width; channel += 32 * kVector) {
-      float weight[kVector], bias[kVector], n[kVector], difference[kVector];
-      LoadFloats(call.weight + row * width + channel, weight);
-      LoadFloats(call.bias + row * width + channel, bias);
-      const auto x = LoadPacked<kVector, T>(call.x, token * width + channel);
-      Packed<T, kVector> earlier = {};
-      if (origin == Origin::kToken)
-        earlier = LoadPacked<kVector, T>(call.x, (token - 1) * width + channel);
-      else if (origin == Origin::kState)
-        earlier = LoadPacked<kVector, T>(call.before, row * width + channel);
+  float2 moments[kForwardTokens], before = {};  // of the tokens, and of the one before them
+  if (origin == Origin::kToken) before = FindMoments<T>(call.x, start - width, width);
+#pragma unroll
+  for (int j = 0; j < kForwardTokens; ++j) {
+    if (j >= count) continue;
+    moments[j] = FindMoments<T>(call.x, start + j * width, width);
+    if (threadIdx.x % 32 == 0)
+      reinterpret_cast<float2*>(call.moments)[first + begin + j] = moments[j];
+  }
+
+  for (int channel = threadIdx.x % 32 * kVector; channel < width; channel += 32 * kVector) {
+    float weight[kVector], bias[kVector], mix[kMixes][kVector], earlier[kVector];
+    LoadFloats(call.weight + row * width + channel, weight);
+    LoadFloats(call.bias + row * width + channel, bias);
+#pragma unroll
+    for (int i = 0; i < kMixes; ++i)
+      LoadFloats(call.mix + (row * kMixes + i) * width + channel, mix[i]);
+    Packed<T, kVector> x[kForwardTokens], previous = {};
+    if (origin == Origin::kToken)
+      previous = LoadPacked<kVector, T>(call.x, start - width + channel);
+#pragma unroll
+    for (int j = 0; j < kForwardTokens; ++j)
+      if (j < count) x[j] = LoadPacked<kVector, T>(call.x, start + j * width + channel);
+#pragma unroll
+    for (int c = 0; c < kVector; ++c)
+      earlier[c] = (previous[c] - before.x) * before.y * weight[c] + bias[c];
+#pragma unroll
+    for (int j = 0; j < kForwardTokens; ++j) {
+      if (j >= count) continue;
+      const Origin from = j == 0 ? origin : OriginOf(call, first + begin + j, begin + j);
+      if (from != Origin::kToken) {
+        Packed<T, kVector> state = {};
+        if (from == Origin::kState)
+          state = LoadPacked<kVector, T>(call.before, row * width + channel);
+#pragma unroll
+        for (int c = 0; c < kVector; ++c) earlier[c] = state[c];
+      }
+      float n[kVector];
 #pragma unroll
       for (int c = 0; c < kVector; ++c) {
-        n[c] = (x[c] - now.x) * now.y * weight[c] + bias[c];
-        float shifted = earlier[c];
-        if (origin == Origin::kToken)
-          shifted = (shifted - before.x) * before.y * weight[c] + bias[c];
-        difference[c] = shifted - n[c];
+        n[c] = (x[j][c] - moments[j].x) * moments[j].y * weight[c] + bias[c];
+        earlier[c] -= n[c];
       }
 #pragma unroll
       for (int i = 0; i < kMixes; ++i) {
-        float mix[kVector], mixed[kVector];
-        LoadFloats(call.mix + (row * kMixes + i) * width + channel, mix);
+        float mixed[kVector];
 #pragma unroll
-        for (int c = 0; c < kVector; ++c) mixed[c] = n[c] + difference[c] * mix[c];
-        StoreRounded<T>(call.mixed[i], token * width + channel, mixed);
+        for (int c = 0; c < kVector; ++c) mixed[c] = n[c] + earlier[c] * mix[i][c];
+        StoreRounded<T>(call.mixed[i], start + j * width + channel, mixed);
       }
+#pragma unroll
+      for (int c = 0; c < kVector; ++c) earlier[c] = n[c];
     }
-    before = now;
   }
 }
 
@@ -188,63 +208,70 @@ __global__ __launch_bounds__(kBackwardThreads) void BackwardKernel(NormShiftMixB
   int turn = 0;
   for (int64_t t = end - 1; t >= begin; t -= kTokens) {
     const int count = t - begin + 1 < kTokens ? static_cast<int>(t - begin + 1) : kTokens;
-    float dn[kTokens][N], sums[2 * kTokens], scales[kTokens], means[kTokens];
-    Packed<T, N> xs[kTokens];
+    // All loads are under way before the first one is waited for.
+    Packed<T, N> dmixed[kTokens][kMixes], dpassed[kTokens], xs[kTokens + 1];
+    float2 moments[kTokens + 1];
+    Origin origins[kTokens];
+    xs[0] = x, moments[0] = reinterpret_cast<const float2*>(call.moments)[first + t];
+#pragma unroll
+    for (int j = 0; j < kTokens; ++j) {
+      xs[j + 1] = {}, moments[j + 1] = {};
+      if (j >= count) continue;
+      const int64_t token = t - j;
+      origins[j] = OriginOf(call, first + token, token);
+#pragma unroll
+      for (int i = 0; i < kMixes; ++i) dmixed[j][i] = load(call.dmixed[i], token);
+      dpassed[j] = load(call.dpassed, token);
+      if (token > begin || origins[j] == Origin::kToken) {
+        xs[j + 1] = load(call.x, token - 1);
+        moments[j + 1] = reinterpret_cast<const float2*>(call.moments)[first + token - 1];
+      }
+    }
+    float weight[N] = {}, bias[N] = {};
+    if (active) {
+      LoadFloats(call.weight + row * width + channel, weight);
+      LoadFloats(call.bias + row * width + channel, bias);
+    }
+
+    float g[kTokens][N], sums[2 * kTokens];
 #pragma unroll
     for (int j = 0; j < kTokens; ++j) {
       sums[2 * j] = sums[2 * j + 1] = 0.0f;
       if (j >= count) continue;
-      const int64_t token = t - j;
-      const Origin origin = OriginOf(call, first + token, token);
-      float weight[N] = {}, bias[N] = {};
-      if (active) {
-        LoadFloats(call.weight + row * width + channel, weight);
-        LoadFloats(call.bias + row * width + channel, bias);
-      }
-      const auto* const moments = reinterpret_cast<const float2*>(call.moments) + first + token;
-      const float2 own = moments[0];
-      float2 earlier = {};
-      Packed<T, N> previous = {};
-      if (token > begin || origin == Origin::kToken) {
-        previous = load(call.x, token - 1);
-        earlier = moments[-1];
-      }
-      if (origin == Origin::kState && active)
-        xs[j] = LoadPacked<N, T>(call.before, row * width + channel);
-
+      Packed<T, N> state = {};
+      if (origins[j] == Origin::kState && active)
+        state = LoadPacked<N, T>(call.before, row * width + channel);
       float z[N], difference[N], d[N] = {};
 #pragma unroll
       for (int c = 0; c < N; ++c) {
-        z[c] = (x[c] - own.x) * own.y;
-        float before = (previous[c] - earlier.x) * earlier.y * weight[c] + bias[c];
-        if (origin != Origin::kToken) before = origin == Origin::kState ? xs[j][c] : 0.0f;
+        z[c] = (xs[j][c] - moments[j].x) * moments[j].y;
+        float before = (xs[j + 1][c] - moments[j + 1].x) * moments[j + 1].y * weight[c] + bias[c];
+        if (origins[j] != Origin::kToken) before = state[c];
         difference[c] = before - (z[c] * weight[c] + bias[c]);
-        dn[j][c] = later[c];
+        g[j][c] = later[c];
       }
 #pragma unroll
       for (int i = 0; i < kMixes; ++i) {
-        const auto dmixed = load(call.dmixed[i], token);
         float mix[N];
         load_mix(i, mix);
 #pragma unroll
         for (int c = 0; c < N; ++c) {
-          const float part = dmixed[c] * mix[c];
-          dn[j][c] += dmixed[c] - part, d[c] += part;
-          dmix[i][c] += dmixed[c] * difference[c];
+          const float part = dmixed[j][i][c] * mix[c];
+          g[j][c] += dmixed[j][i][c] - part, d[c] += part;
+          dmix[i][c] += dmixed[j][i][c] * difference[c];
         }
       }
 #pragma unroll
       for (int c = 0; c < N; ++c) {
-        dweight[c] += dn[j][c] * z[c], dbias[c] += dn[j][c];
-        dn[j][c] *= weight[c];  // now g
-        sums[2 * j] += dn[j][c], sums[2 * j + 1] += dn[j][c] * z[c];
-        later[c] = origin == Origin::kToken ? d[c] : 0.0f;
+        dweight[c] += g[j][c] * z[c], dbias[c] += g[j][c];
+        g[j][c] *= weight[c];
+        sums[2 * j] += g[j][c], sums[2 * j + 1] += g[j][c] * z[c];
+        later[c] = origins[j] == Origin::kToken ? d[c] : 0.0f;
       }
-      if (origin == Origin::kState && active)
+      if (origins[j] == Origin::kState && active)
         StoreRounded<T>(call.dbefore, row * width + channel, d);
-      xs[j] = x, means[j] = own.x, scales[j] = own.y;
-      x = previous;
     }
+    x = xs[kTokens];  // not used where there are fewer tokens: then the run is at its end
 
     Sums::Post(posted[turn], sums);
     __syncthreads();
@@ -253,13 +280,12 @@ __global__ __launch_bounds__(kBackwardThreads) void BackwardKernel(NormShiftMixB
 #pragma unroll
     for (int j = 0; j < kTokens; ++j) {
       if (j >= count) continue;
-      const auto dpassed = load(call.dpassed, t - j);
+      const float mean = sums[2 * j] * share, product = sums[2 * j + 1] * share;
       float dx[N];
 #pragma unroll
       for (int c = 0; c < N; ++c) {
-        const float z = (xs[j][c] - means[j]) * scales[j];
-        const float mean = sums[2 * j] * share, product = sums[2 * j + 1] * share;
-        dx[c] = (dn[j][c] - mean - z * product) * scales[j] + dpassed[c];
+        const float z = (xs[j][c] - moments[j].x) * moments[j].y;
+        dx[c] = (g[j][c] - mean - z * product) * moments[j].y + dpassed[j][c];
       }
       if (active) StoreRounded<T>(call.dx, at(t - j), dx);
     }
@@ -318,9 +344,11 @@ cudaError_t Run(cudaStream_t stream, const NormShiftMixBackwardCall& call) {
       return Launch(BackwardKernel<decltype(zero), N, tokens(), mixes()>, Blocks(call, kRun),
                     threads, call.mixes * call.width * sizeof(float), stream, call);
     };
+    // As many tokens as leave registers for their loads.
+    constexpr bool kOne = mixes() == 1;
     if (call.width <= 4 * kBackwardThreads)
-      return launch(std::integral_constant<int, 4>(), std::integral_constant<int, 4>());
-    return launch(std::integral_constant<int, 8>(), std::integral_constant<int, 1>());
+      return launch(std::integral_constant<int, 4>(), std::integral_constant<int, kOne ? 8 : 2>());
+    return launch(std::integral_constant<int, 8>(), std::integral_constant<int, kOne ? 4 : 1>());
   });
 }
 
