@@ -4,9 +4,9 @@ distributed by `rwkv_jax.sharding.shard`.
     python scripts/bench_mesh.py --op wkv7                          # all GPUs of this machine
     XLA_FLAGS=--xla_force_host_platform_device_count=4 python scripts/bench_mesh.py --device cpu
 
-Both run in turn, as in bench.py, and their results are compared. The table has the bytes of the
-results of all collectives in the compiled program, for one device; their number does not depend on
-how many tokens there are.
+Both run in turn, and their results are checked before, as in bench.py. The table has the bytes of
+the results of all collectives in the compiled program, for one device; their number does not depend
+on how many tokens there are.
 """
 
 import argparse
@@ -18,12 +18,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import rwkv_jax
-from benchmarking.operands import DIRECTIONS, Named, Operands, Shape, named_leaves, programs
+from benchmarking.operands import DIRECTIONS, Named, Operands, Shape, programs
 from benchmarking.report import Table, arguments, label_of, parse, title, write_json
 from benchmarking.timing import Contestant, time_in_turn
 from rwkv_jax import sharding
@@ -56,17 +55,6 @@ def collectives_of(text: str) -> tuple[int, list[str]]:
     return sum(sizes), sorted({name for _, name in found})
 
 
-def largest_error(results: Named, expected: Named) -> float:
-    """The largest relative RMS error of an array."""
-
-    def error(x: jax.Array, y: jax.Array) -> float:
-        exact = np.asarray(y, np.float64)
-        return float(np.linalg.norm(np.asarray(x, np.float64) - exact) / np.linalg.norm(exact))
-
-    right = named_leaves(expected)
-    return max(error(x, right[name]) for name, x in named_leaves(results).items())
-
-
 def shape_at(args: argparse.Namespace, kind: str) -> Shape:
     batch, tokens, heads, keys = SIZES[args.device][kind]
     count = len(jax.devices())
@@ -79,7 +67,7 @@ def compare(
     """Figures of one device and of all, for one direction."""
     mesh = jax.make_mesh((len(jax.devices()),), ("devices",), axis_types=(AxisType.Auto,))
     figures: dict[str, Any] = {}
-    results: dict[str, Named] = {}
+    sequential = operands.sequential(args.decay, None)
 
     def placed(arrays: Named) -> Named:
         def sharding_of(name: str) -> NamedSharding:
@@ -98,10 +86,7 @@ def compare(
                 compiled = program.lower(*sets[0], {}).compile()
                 figures["bytes"], figures["collectives"] = collectives_of(compiled.as_text())
             calls = [functools.partial(program, *arrays, {}) for arrays in sets]
-            results[name] = calls[0]()
-            if len(results) == 2:
-                figures["differ"] = largest_error(results["all"], results["one"])
-                results.clear()
+            figures["error"] = operands.check(args.decay, calls[0](), sequential=sequential)
             return calls
 
         return Contestant(name, start)
@@ -122,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(parser, argv)
     count = len(jax.devices())
     print(f"{title(args)}; {count} devices against one\n")
-    figures = "1: ms", f"{count}: ms", "faster", "of ideal", "differ", "bytes", "collectives"
+    figures = "1: ms", f"{count}: ms", "faster", "of ideal", "error", "bytes", "collectives"
     table = Table("distributed, size, direction", *figures, widths=(46, 9))
     rows = []
     for kind in args.kinds:
@@ -142,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"{every:.3f}",
                 f"{one / every:.2f}",
                 f"{one / every / count:.1%}",
-                f"{row['differ']:.1e}",
+                f"{row['error']:.1e}",
                 f"{row['bytes']:,}",
                 ", ".join(row["collectives"]) or "-",
             )

@@ -274,6 +274,8 @@ import rwkv_jax
 print(time.process_time() - start)
 heavy = {"flax", "equinox", "optax", "matplotlib", "tqdm", "jax.experimental.pallas"}
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
+import rwkv_jax.models, rwkv_jax.nn
+assert not {"flax", "equinox", "optax"} & set(sys.modules)
 """
 
 

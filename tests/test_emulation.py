@@ -33,7 +33,7 @@ import pytest
 
 import rwkv_jax
 from support import harness, internals, tolerance
-from support.cases import CU_SEQLENS, Arrays, Case
+from support.cases import CU_SEQLENS, GPUS, Arrays, Case
 from support.operators import OPERATORS, Run
 
 EMULATION = Path(__file__).parent / "emulation"
@@ -90,14 +90,7 @@ class Device(NamedTuple):
     shared_memory: int = 232448
 
 
-DEVICES = {
-    "8.0": Device(108, 166912),
-    "8.9": Device(142, 101376),
-    "9.0": Device(132, 232448),
-    "10.0": Device(148, 232448),
-    "12.0": Device(170, 101376),
-}
-"""A GPU of each compute capability with a shared memory of its own size."""
+DEVICES = {name: Device(*gpu) for name, gpu in GPUS.items()}
 
 
 class Emulation:
@@ -224,7 +217,8 @@ def _check(
     precision: str | None = None,
     **rows: Any,
 ) -> dict[str, np.ndarray]:
-    """Results and gradients, which are close to those of the oracle and the same for all seeds."""
+    """Results and gradients, which are close to those of the oracle, the same for all seeds, and
+    zeros for padding."""
     options = {"decay": case.decay, **rows}
     found, *others = (
         _found(emulated, op, inputs, cotangents, seed, precision=precision, **options)
@@ -236,6 +230,9 @@ def _check(
     harness.assert_right(found, expected, limits)
     for other in others:
         _assert_same(found, other)
+    padding = rows.get("segment_ids", np.ones(1)) == 0
+    for name in ("y", *(f"d{n}" for n in OPERATORS[op].timed)) if padding.any() else ():
+        assert not found[name][padding].any(), name
     return found
 
 
@@ -287,10 +284,15 @@ ALONE = [
     ("wkv4", Case(2, 133, 1, 40, decay="exp", regime="mixed"), None, 4, 1),
     ("wkv4", Case(1, 133, 1, 64, dtype="bfloat16", decay="exp", regime="extreme"), None, 132, 0),
     ("wkv4", Case(1, 133, 1, 64, dtype="float16", decay="log", regime="mixed"), None, 132, 1),
+    ("wkv4_step", Case(3, 1, 1, 100, dtype="bfloat16", decay="exp"), EXACT, 132, 1),
+    ("wkv4_step", Case(2, 1, 1, 33, decay="log", regime="mixed"), EXACT, 132, 1),
+    ("wkv5_step", Case(2, 1, 1, 32, dtype="float16", decay="log"), EXACT, 132, 1),
+    ("wkv6_step", Case(2, 1, 2, 64, dtype="bfloat16", decay="exp"), EXACT, 132, 1),
+    ("wkv7_step", Case(2, 1, 1, 128, dtype="bfloat16"), EXACT, 132, 1),
 ]
 """Each with a precision, the number of multiprocessors, and the share of scratch. Few
 multiprocessors or little scratch mean few splits, or one; little scratch also means that few heads
-at a time go token by token backwards."""
+at a time go token by token backwards. A step updates the state in place."""
 
 
 @pytest.mark.parametrize(("op", "case", "precision", "multiprocessors", "share"), ALONE, ids=str)
@@ -350,7 +352,7 @@ def test_segments(
     own, ids = OPERATORS[op], _ids(case)
     inputs, cotangents = harness.operands(op, case, segment_ids=ids)
     options: dict[str, Any] = {"precision": precision, "segment_ids": ids}
-    found = _check_segments(emulated, op, case, inputs, cotangents, **options)
+    found = _check(emulated, op, case, inputs, cotangents, **options)
     assert not emulated.on_matrix_units
 
     poisoned = np.zeros(ids.shape, bool)
@@ -368,16 +370,6 @@ def test_segments(
     }
     for name, (x, other) in kept.items():
         assert x.tobytes() == other.tobytes(), name
-
-
-def _check_segments(
-    emulated: Emulation, op: str, case: Case, inputs: Arrays, cotangents: Arrays, **options: Any
-) -> dict[str, np.ndarray]:
-    """Results and gradients, which are zeros for padding."""
-    found = _check(emulated, op, case, inputs, cotangents, **options)
-    for name in ("y", *(f"d{n}" for n in OPERATORS[op].timed)):
-        assert not found[name][options["segment_ids"] == 0].any(), name
-    return found
 
 
 IDS = np.array(
@@ -409,7 +401,7 @@ def test_segments_on_matrix_units(
     emulated.use(Device(multiprocessors))
     ids = IDS[: case.B, : case.T]
     inputs, cotangents = harness.operands(op, case, segment_ids=ids)
-    _check_segments(emulated, op, case, inputs, cotangents, segment_ids=ids)
+    _check(emulated, op, case, inputs, cotangents, segment_ids=ids)
     assert emulated.on_matrix_units
 
 
@@ -507,23 +499,6 @@ def test_sequences_that_are_wrong(
     cu = np.array([random.integers(-size, size) for size in sizes], np.int32)
     emulated.use(Device(1 + 131 * seed))
     _check_sequences(emulated, monkeypatch, op, case, cu)
-
-
-@pytest.mark.parametrize(
-    ("op", "case"),
-    [
-        ("wkv4_step", Case(3, 1, 1, 100, dtype="bfloat16", decay="exp")),
-        ("wkv4_step", Case(2, 1, 1, 33, decay="log", regime="mixed")),
-        ("wkv5_step", Case(2, 1, 1, 32, dtype="float16", decay="log")),
-        ("wkv6_step", Case(2, 1, 2, 64, dtype="bfloat16", decay="exp")),
-        ("wkv7_step", Case(2, 1, 1, 128, dtype="bfloat16")),
-    ],
-    ids=str,
-)
-def test_steps(emulated: Emulation, op: str, case: Case) -> None:
-    """The state is updated in place."""
-    inputs, cotangents = harness.operands(op, case)
-    _check(emulated, op, case, inputs, cotangents, precision=EXACT)
 
 
 ROWS: dict[str, dict[str, Any]] = {

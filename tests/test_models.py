@@ -10,14 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
 from rwkv_jax.models import rwkv7
-from rwkv_jax.sharding import shard
-from rwkv_jax.wkv7 import wkv7
-from support import hlo, oracle
+from support import oracle
 from support.tolerance import assert_trees_close
 
 CONFIG = rwkv7.Config(layers=2, width=64, head_size=32, vocabulary=256)
@@ -238,12 +236,6 @@ def test_bfloat16_is_close_to_float32(params: rwkv7.Params, tokens: jax.Array) -
     assert_trees_close(logits, forward(params, tokens)[0], 5e-2)
 
 
-def test_vmap_equals_a_batch(params: rwkv7.Params, tokens: jax.Array) -> None:
-    logits, state = jax.jit(jax.vmap(lambda x: rwkv7.apply(params, x[None])))(tokens)
-    expected = forward(params, tokens)
-    assert_trees_close((logits[:, 0], jax.tree.map(lambda x: x[:, 0], state)), expected, 1e-4)
-
-
 Results: TypeAlias = tuple[jax.Array, rwkv7.State]
 
 LENGTH = 6
@@ -365,73 +357,6 @@ def test_bad_sizes(sizes: dict[str, int], message: str) -> None:
 def test_later_layer_needs_the_first_value(params: rwkv7.Params) -> None:
     with pytest.raises(ValueError, match="v_first is None"):
         rwkv7.time_mix(params.blocks[1].att, jnp.zeros((1, 2, CONFIG.width)))
-
-
-OPTIMIZER = optax.adamw(0.1, eps=1e-3)
-
-
-Step: TypeAlias = tuple[jax.Array, PyTree[jax.Array], PyTree[jax.Array]]
-"""The loss, the gradients and the next parameters of a training step."""
-
-
-def training_step(
-    params: PyTree[jax.Array],
-    inputs: jax.Array,
-    labels: jax.Array,
-    wkv: rwkv7.Wkv = wkv7,
-    gathered: Callable[[PyTree[jax.Array]], PyTree[jax.Array]] = lambda params: params,
-) -> Step:
-
-    def loss(params: rwkv7.Params) -> jax.Array:
-        logits, _ = rwkv7.apply(gathered(params), inputs, wkv=wkv)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-
-    value, gradients = jax.value_and_grad(loss)(params)
-    updates, _ = OPTIMIZER.update(gradients, OPTIMIZER.init(params), params)
-    return value, gradients, optax.apply_updates(params, updates)
-
-
-@pytest.fixture(scope="module")
-def after_a_step(params: rwkv7.Params) -> tuple[tuple[jax.Array, jax.Array], Step]:
-    """A batch and the results of a training step on one device."""
-    text = jax.random.randint(jax.random.key(3), (4, 33), 0, CONFIG.vocabulary)
-    batch = text[:, :-1], text[:, 1:]
-    # The strictness that tests ask of the package is not asked of optax.
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        return batch, jax.jit(training_step)(params, *batch)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sizes", [(2, 2, 1), (1, 2, 2)], ids=str)
-def test_training_step_on_a_mesh(
-    params: rwkv7.Params,
-    after_a_step: tuple[tuple[jax.Array, jax.Array], Step],
-    sizes: tuple[int, int, int],
-    cpus: list[Any],
-) -> None:
-    """Devices exchange only summaries and single tokens of a sequence, and no whole activations
-    except the sums of a layer."""
-    names, kinds = ("data", "model", "seq"), (AxisType.Auto,) * 3
-    mesh = jax.make_mesh(sizes, names, axis_types=kinds, devices=cpus)
-    batch, expected = after_a_step
-    along = {name: name if size > 1 else None for name, size in mesh.shape.items()}
-    wkv = shard(wkv7, mesh, batch="data", heads="model", sequence=along["seq"])
-    placed = rwkv7.shardings(params, mesh, data="data", model="model")
-    gathered = functools.partial(
-        jax.lax.with_sharding_constraint, shardings=rwkv7.shardings(params, mesh, model="model")
-    )
-    step = jax.jit(
-        functools.partial(training_step, wkv=wkv, gathered=gathered),
-        out_shardings=(None, placed, placed),
-    )
-    tokens = NamedSharding(mesh, P("data", "seq"))
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        operands = jax.device_put((params, *batch), (placed, tokens, tokens))
-        compiled = step.lower(*operands).compile()
-        assert_trees_close(compiled(*operands), expected, 1e-4)
-    text = compiled.as_text()
-    allowed = {"all-gather", "all-reduce", "reduce-scatter"}
-    assert hlo.collectives(text) <= allowed | ({"collective-permute"} if along["seq"] else set())
 
 
 def test_parameters_that_do_not_divide_stay_whole(cpus: list[Any]) -> None:

@@ -11,19 +11,10 @@ import pytest
 
 import rwkv_jax
 from support import internals
-from support.cases import CU_SEQLENS, Case
+from support.cases import CU_SEQLENS, GPUS, Case
 from support.operators import OPERATORS, SEQUENCES
 
 PRESENT = [platform for platform in ("cpu", "cuda") if internals.missing(platform) is None]
-
-GPUS = {
-    "8.0": (108, 166912),
-    "8.9": (142, 101376),
-    "9.0": (132, 232448),
-    "10.0": (148, 232448),
-    "12.0": (170, 101376),
-}
-"""By architecture the multiprocessors of a GPU, and the bytes of shared memory of a block."""
 
 MATRIX_UNITS = "CUDA kernels on matrix units, bfloat16 with float32 sums"
 BY_TOKEN = "CUDA kernels, one token at a time in float32"

@@ -108,17 +108,6 @@ def test_nothing_to_do(interpreted: str, op: str, case: Case) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("interpreted", ["cuda"], indirect=True)
-def test_vmap_of_gradients(interpreted: str) -> None:
-    run = Run("wkv6", "pallas")
-    several = [operands(run.op, Case(1, 17, 1, 16, seed=seed)) for seed in range(2)]
-    stacked = jax.tree.map(lambda *xs: np.stack(xs), *several)
-    found = jax.vmap(functools.partial(value_and_gradients, run))(*stacked)
-    for i, one in enumerate(several):
-        assert_right({name: x[i] for name, x in found.items()}, expected(run.op, *one))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("interpreted", ["cuda"], indirect=True)
 def test_shard_map(interpreted: str, cpus: list) -> None:
     """With an operand, `u`, that all devices have. The interpreter cannot run with `check_vma`."""
     run, (inputs, cotangents) = Run("wkv6", "pallas"), operands("wkv6", Case(2, 17, 1, 16))

@@ -4,7 +4,6 @@ Run as a script, this file is one of the processes.
 """
 
 import importlib
-import importlib.util
 import os
 import socket
 import subprocess
@@ -15,24 +14,14 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from support import tolerance
+from support import scripts, tolerance
 
 TESTS = Path(__file__).parent
-TRAIN = Path(__file__).parents[1] / "scripts" / "train.py"
 MODEL = ("--layers=2", "--width=32", "--head-size=16", "--batch=2", "--context=32")
 MESHES = ("data=2,seq=2", "seq=2,model=2", "data=2,model=2")
 """Meshes of two processes with two devices each. The first axis lies across the processes."""
 
 TIMEOUT = 300
-
-
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("train", TRAIN)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def step(train: ModuleType, *options: str) -> dict[str, np.ndarray]:
@@ -62,7 +51,7 @@ def step(train: ModuleType, *options: str) -> dict[str, np.ndarray]:
 
 
 def main(out: str, implementation: str, *processes: str) -> None:
-    train = load()
+    train = scripts.load("train")
     if processes:
         import jax
 

@@ -29,14 +29,6 @@ ROWS = {
 IDS = np.array(list(ROWS.values()), np.int32)
 CASE = Case(len(ROWS), 64, 2, 16)
 
-PLACES: dict[str, Any] = {
-    "seq=4": {"sequence": "seq"},
-    "data=2,seq=2": {"batch": "data", "sequence": "seq"},
-    "model=2,seq=2": {"heads": "model", "sequence": "seq"},
-    "seq=2": {"sequence": "seq"},
-    "outer=2,inner=2": {"sequence": ("outer", "inner")},
-    "data=2,model=2": {"batch": "data", "heads": "model"},
-}
 QUICK = [
     ("wkv7", "seq=4", AxisType.Auto),
     ("wkv6", "data=2,seq=2", AxisType.Explicit),
@@ -56,7 +48,7 @@ def _check(
     op: str, mesh: str, axis_type: AxisType, cpus: list[Any], *, case: Case = CASE, ids: Any = IDS
 ) -> None:
     devices = meshes.mesh(mesh, axis_type, cpus)
-    function = sharding.shard(FAST[op].public, devices, **PLACES[mesh])
+    function = sharding.shard(FAST[op].public, devices, **meshes.PLACES[mesh])
     check(FAST[op], case, function=function, segment_ids=ids)
 
 

@@ -36,15 +36,6 @@ each_run = pytest.mark.parametrize("run", RUNS)
 each_native_run = pytest.mark.parametrize("run", [x for x in NATIVE if x.id != "wkv6-ffi"])
 """WKV5 has the summaries of WKV6, and one more input that all tokens share."""
 
-PLACES: dict[str, Any] = {
-    "data=2,seq=2": {"batch": "data", "sequence": "seq"},
-    "model=2,seq=2": {"heads": "model", "sequence": "seq"},
-    "data=2,model=2": {"batch": "data", "heads": "model"},
-    "seq=4": {"sequence": "seq"},
-    "seq=2": {"sequence": "seq"},
-    "outer=2,inner=2": {"sequence": ("outer", "inner")},
-}
-
 MIXES = [
     ("data=2,seq=2", AxisType.Auto, True),
     ("model=2,seq=2", AxisType.Explicit, True),
@@ -65,7 +56,7 @@ PLACED = [
 def _sharded(run: Run, axes: str, axis_type: AxisType, cpus: list[Any], **options: Any) -> Any:
     """The operator with `sharding.shard` over a mesh."""
     mesh = meshes.mesh(axes, axis_type, cpus)
-    return sharding.shard(run.public, mesh, **{**PLACES[axes], **options})
+    return sharding.shard(run.public, mesh, **{**meshes.PLACES[axes], **options})
 
 
 @pytest.mark.parametrize(("run", "mesh", "axis_type", "check_vma"), PLACED)
@@ -78,7 +69,7 @@ def test_shard(run: Run, mesh: str, axis_type: AxisType, check_vma: bool, cpus: 
     if run.implementation == "ffi":
         native = internals.targets(run.op, "fwd", "bwd")
         assert hlo.targets(compiled.as_text()) == native
-    if "sequence" not in PLACES[mesh]:
+    if "sequence" not in meshes.PLACES[mesh]:
         summed = bool(run.operator.shared)
         assert hlo.collectives(compiled.as_text()) == ({"all-reduce"} if summed else set())
 

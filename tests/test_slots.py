@@ -172,15 +172,11 @@ def test_refusals(op: str) -> None:
         call(SLOTS, **{state: pool[state][0]})
 
 
-def test_slots_without_a_pool() -> None:
-    inputs, _ = _given(Run("wkv7", None))
-    with pytest.raises(ValueError, match="wkv7: initial_state is None; accepted with slots"):
-        SEQUENCES["wkv7"].function(**inputs, slots=SLOTS)
-
-
-def test_slots_for_other_sequences() -> None:
+def test_refusals_of_sequences() -> None:
     run = Run("wkv7", None)
     inputs, pool = _given(run)
+    with pytest.raises(ValueError, match="wkv7: initial_state is None; accepted with slots"):
+        run(**inputs, slots=SLOTS)
     row = {n: x[:1] for n, x in inputs.items()}
     with pytest.raises(
         ValueError, match=r"wkv7: slots has shape \(3,\); accepted is one for .*\(2"

@@ -9,7 +9,7 @@ import pytest
 
 from support import tolerance
 from support.cases import Case
-from support.harness import assert_right, ceilings, operands
+from support.harness import assert_right, operands
 from support.operators import SEQUENCES, Run, available
 
 TOKENS = 20
@@ -66,24 +66,6 @@ def test_decoding_is_the_sequence(run: Run, dtype: str) -> None:
         _named(*decode(inputs, start)),
         _named(*_sequence(Run(run.op, "reference"), inputs | shared, start)),
         tolerance.EXACT_FLOAT32 if dtype == "float32" else tolerance.SEQUENTIAL,
-    )
-
-
-@pytest.mark.parametrize("run", RUNS)
-def test_a_sequence_in_two_parts_is_the_whole_one(run: Run) -> None:
-    """All tokens but the last as a sequence, and the last one as a step."""
-    inputs, shared, start = _given(run.op, Case(1, 33, 2, 64))
-    part = {name: x[:, :32] for name, x in inputs.items()}
-    token = {name: x[:, 32] for name, x in inputs.items()}
-    first, middle = _sequence(run, part | shared, start)
-    last, end = _step(run, token | shared, middle)
-    whole, final = _sequence(run, inputs | shared, start)
-    precision = "highest" if jax.default_backend() == "cpu" else None
-    in_order = {name: (inputs | shared)[name] for name in run.operator.inputs}
-    assert_right(
-        _named(np.concatenate([first, last[:, None]], axis=1), end),
-        _named(whole, final),
-        ceilings(run, in_order, precision=precision)["y"],
     )
 
 

@@ -4,7 +4,6 @@ interrupted; `long_context.py` learns from documents in pieces as from whole doc
 import contextlib
 import functools
 import importlib
-import importlib.util
 import json
 import os
 import re
@@ -24,8 +23,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from rwkv_jax.models import rwkv7
+from support import hlo, scripts
 
-SCRIPTS = Path(__file__).parents[1] / "scripts"
 TEXT = b"the quick brown fox jumps over the lazy dog\n" * 200
 STEPS, INTERRUPTED_AT = 8, 5
 
@@ -34,11 +33,7 @@ needs_devices = pytest.mark.skipif(jax.device_count() < 4, reason="needs four de
 
 @contextlib.contextmanager
 def script(name: str) -> Iterator[ModuleType]:
-    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = scripts.load(name)
     # The strictness that tests ask of the package is not asked of optax and flax.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield module
@@ -128,9 +123,14 @@ def test_run_resumes_on_another_mesh(
 
 
 @needs_devices
-def test_training_keeps_everything_where_it_is(train: ModuleType, options: list[str]) -> None:
+@pytest.mark.parametrize("axes", ["model=2,data=2", "model=2,seq=2"])
+def test_training_keeps_everything_where_it_is(
+    train: ModuleType, options: list[str], axes: str
+) -> None:
+    """Devices exchange only summaries and single tokens of a sequence, and no whole activations
+    except the sums of a layer."""
     steps = importlib.import_module("training.steps")
-    args = train.options.parse([*options, "--mesh=model=2,data=2"])
+    args = train.options.parse([*options, f"--mesh={axes}"])
     mesh, model = train.prepare(args)
     optimizer = nnx.Optimizer(model, train.loop.make_optimizer(args), wrt=nnx.Param)
     state = steps.variables(model, optimizer)
@@ -138,7 +138,12 @@ def test_training_keeps_everything_where_it_is(train: ModuleType, options: list[
     for name in ("model", "optimizer.1.mu.params", "optimizer.1.nu.params"):
         place = places[f"{name}.blocks.0.att.receptance.weight"]
         assert place.is_equivalent_to(NamedSharding(mesh, P("model", "data")), 2)
-    steps.train_step(mesh, model, optimizer, np.zeros((2, 17), np.int32))
+    tokens = np.zeros((2, 17), np.int32)
+    text = steps.train_step.lower(mesh, model, optimizer, tokens).compile().as_text()
+    allowed = {"all-gather", "all-reduce", "reduce-scatter"}
+    allowed |= {"collective-permute"} if "seq" in axes else set()
+    assert {"all-reduce"} <= hlo.collectives(text) <= allowed
+    steps.train_step(mesh, model, optimizer, tokens)
     for name, x in state.items():
         assert x.ndim == 0 or x[...].sharding.is_equivalent_to(places[name], x.ndim), name
 
@@ -199,7 +204,7 @@ def test_resume_needs_a_checkpoint(train: ModuleType, options: list[str], tmp_pa
 
 
 def test_help_needs_no_data() -> None:
-    command = [sys.executable, SCRIPTS / "train.py", "--help"]
+    command = [sys.executable, scripts.SCRIPTS / "train.py", "--help"]
     shown = subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ)
     for option in ("--size", "--data", "--steps", "--dtype", "--implementation", "--resume"):
         assert option in shown.stdout

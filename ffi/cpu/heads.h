@@ -148,5 +148,75 @@ void Forward(const Call& call, int64_t index, int64_t first_row, int64_t rows, f
 // all of them.
 constexpr int kGroup = 4;
 
+// The gradients that the tokens of a chunk have of their own, and the arrays that they go to.
+struct TokenGradients {
+  struct Each {
+    const float* from;
+    void* to;
+  };
+
+  const Each* begin() const { return each; }
+  const Each* end() const { return each + count; }
+
+  Each each[6];
+  int count;
+};
+
+// The backward pass of a head. It has a lane for each key, since most of its sums are over rows.
+//
+// `Chunk` has what it needs of one chunk of tokens: the inputs, dy, the slope of the decays, the states
+// of kLanes rows, and sums over rows. Among the sums, `dlog` is still without its factors d and slope.
+// If `dlog_sum` is not null, it gets the sum of dlog over all tokens. Start, Replay and StepBack are the
+// operator's own.
+template <typename Chunk, typename Call>
+void Backward(const Call& call, int64_t index, float* scratch) {
+  const Head head(call, index);
+  const int64_t size = head.size;
+  float* const ds = call.dinitial_state + head.State();
+  __builtin_memcpy(ds, call.dfinal_state + head.State(), size * size * sizeof(float));
+  const Chunk chunk(call, head, scratch);
+  const TokenGradients gradients = chunk.Gradients(call);
+  for (int64_t n = head.span.Chunks() - 1; n >= 0; --n) {
+    const int64_t first = n * kChunk;
+    const Tokens tokens(call.marks, head.sequence, first,
+                        Smaller(head.span.tokens - first, kChunk));
+    for (const auto& gradient : gradients)
+      StoreZeros(tokens, head, 0, size, call.dtype, gradient.to);
+    if (tokens.there == 0) continue;
+    chunk.Read(call, head, tokens, chunk.slope);
+    for (int64_t t = 0; t < tokens.there; ++t)
+      LoadRow(call.dtype, call.dy, head.Token(tokens.at[t]), size, chunk.dy + t * size);
+    Start(chunk, tokens.there, size);
+
+    for (int64_t row = 0; row < size; row += kLanes) {
+      LoadRow(call.states_dtype, call.states, head.SavedState(n) + row * size, kLanes * size,
+              chunk.states);
+      Replay(chunk, tokens, size, row);
+      float* const ds_rows = ds + row * size;
+      for (int64_t t = tokens.there - 1; t >= 0; --t) {
+        // A slice of what is loaded next and of what is stored at the end of this chunk.
+        const int64_t now = head.Token(tokens.at[t]) + row;
+        if (n > 0) {
+          const int64_t next = head.Token(tokens.at[t] - kChunk) + row;
+          Chunk::PrefetchToken(call, next);
+          Prefetch(call.dtype, call.dy, next);
+        }
+        for (const auto& gradient : gradients) Prefetch(call.dtype, gradient.to, now);
+        StepBack(chunk, t, size, row, ds_rows);
+        if (tokens.starts[t]) Clear(ds_rows, kLanes * size);
+      }
+    }
+
+    for (int64_t i = 0; i < tokens.there * size; i += kLanes)
+      Store(chunk.dlog + i, Load(chunk.dlog + i) * Load(chunk.d + i) * Load(chunk.slope + i));
+    for (int64_t t = 0; t < tokens.there; ++t) {
+      for (const auto& gradient : gradients)
+        StoreRow(call.dtype, gradient.to, head.Token(tokens.at[t]), size, gradient.from + t * size);
+      for (int64_t i = 0; i < size && chunk.dlog_sum; i += kLanes)
+        Store(chunk.dlog_sum + i, Load(chunk.dlog_sum + i) + Load(chunk.dlog + t * size + i));
+    }
+  }
+}
+
 }  // namespace
 }  // namespace rwkv_jax::cpu

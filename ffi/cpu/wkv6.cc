@@ -6,14 +6,6 @@
 namespace rwkv_jax::cpu {
 namespace {
 
-// Asks for the inputs of one token ahead of their use: the tokens of a head are too far apart in
-// memory for the CPU to foresee.
-[[gnu::always_inline]] inline void PrefetchInputs(const Wkv6Call& call, int64_t index) {
-  const void* const inputs[] = {call.r, call.k, call.v};
-  for (const void* input : inputs) Prefetch(call.dtype, input, index);
-  if (!call.constant_decay) Prefetch(call.dtype, call.w, index);
-}
-
 // The inputs of a run of tokens in float, [tokens, size], with d the decay factor.
 struct Inputs {
   // As many vectors of rows as the registers take beside the scalars of a token.
@@ -23,6 +15,14 @@ struct Inputs {
 
   Inputs(float* scratch, int64_t tokens, int64_t size)
       : r(scratch), d(r + tokens * size), k(d + tokens * size), v(k + tokens * size) {}
+
+  // Asks for the inputs of one token ahead of their use: the tokens of a head are too far apart in
+  // memory for the CPU to foresee.
+  [[gnu::always_inline]] static void PrefetchToken(const Wkv6Call& call, int64_t index) {
+    const void* const inputs[] = {call.r, call.k, call.v};
+    for (const void* input : inputs) Prefetch(call.dtype, input, index);
+    if (!call.constant_decay) Prefetch(call.dtype, call.w, index);
+  }
 
   void Read(const Wkv6Call& call, const Head& head, const Tokens& tokens, float* slope) const {
     for (int64_t t = 0; t < tokens.there; ++t) {
@@ -56,7 +56,7 @@ struct Inputs {
       for (int i = 0; i < kVecs; ++i) values[i] = Load(v + token + row + i * kLanes);
       for (int64_t key = 0; key < size; ++key) {
         if (key % 16 == 0 && prefetch) {
-          PrefetchInputs(call, ahead + key);
+          PrefetchToken(call, ahead + key);
           Prefetch(call.dtype, call.y, ahead + key);
         }
         const float r_key = r[token + key], d_key = d[token + key], k_key = k[token + key];
@@ -78,17 +78,31 @@ struct Inputs {
 // One chunk as the backward pass wants it. Arrays are [tokens, size], but `states`, of kLanes rows, is
 // [tokens + 1, kLanes, size].
 struct Chunk : Inputs {
-  Chunk(float* scratch, int64_t tokens, int64_t size) : Inputs(scratch, tokens, size) {
-    float* free = scratch + Inputs::Scratch(tokens, size);
+  Chunk(const Wkv6BackwardCall& call, const Head& head, float* scratch)
+      : Chunk(call, head, scratch, Smaller(call.dims.tokens, kChunk)) {}
+  Chunk(const Wkv6BackwardCall& call, const Head& head, float* scratch, int64_t tokens)
+      : Inputs(scratch, tokens, head.size),
+        u(call.u + head.Parameter()),
+        du(call.du + head.Parameter()),
+        dlog_sum(call.constant_decay ? static_cast<float*>(call.dw) + head.Parameter() : nullptr) {
+    float* free = scratch + Inputs::Scratch(tokens, head.size);
     float** const arrays[] = {&dy, &slope, &dr, &dk, &dv, &dlog, &states};
     for (float** array : arrays) {
       *array = free;
-      free += tokens * size;
+      free += tokens * head.size;
     }
+    Clear(du, head.size);
+    if (dlog_sum) Clear(dlog_sum, head.size);
   }
 
+  TokenGradients Gradients(const Wkv6BackwardCall& call) const {
+    return {{{dr, call.dr}, {dk, call.dk}, {dv, call.dv}, {dlog, call.dw}}, dlog_sum ? 3 : 4};
+  }
+
+  const float* const u;
+  float *const du, *const dlog_sum;
   float *dy, *slope;
-  float *dr, *dk, *dv, *dlog;  // dlog without its factor d
+  float *dr, *dk, *dv, *dlog;
   float* states;
 };
 
@@ -98,7 +112,9 @@ int64_t BackwardScratch(const HeadDims& dims) {
 }
 
 // Starts the gradients of a chunk with those of what a token reads of itself, v (u * k)^T r.
-void OwnGradients(const Chunk& chunk, int64_t tokens, int64_t size, const float* u, float* du) {
+void Start(const Chunk& chunk, int64_t tokens, int64_t size) {
+  const float* const u = chunk.u;
+  float* const du = chunk.du;
   for (int64_t t = 0; t < tokens; ++t) {
     const int64_t token = t * size;
     Vec own = {}, down = {};
@@ -177,70 +193,9 @@ void StepBack(const Chunk& chunk, int64_t t, int64_t size, int64_t first_row, fl
   Store(dv, Load(dv) + SumEach(sums));
 }
 
-// The backward pass has a lane for each key, since most of its sums are over rows.
-void Backward(const Wkv6BackwardCall& call, int64_t index, float* scratch) {
-  const Head head(call, index);
-  const int64_t size = head.size;
-  float* const ds = call.dinitial_state + head.State();
-  __builtin_memcpy(ds, call.dfinal_state + head.State(), size * size * sizeof(float));
-  const float* const u = call.u + head.Parameter();
-  float* const du = call.du + head.Parameter();
-  float* const summed_dw =
-      call.constant_decay ? static_cast<float*>(call.dw) + head.Parameter() : nullptr;
-  Clear(du, size);
-  if (summed_dw) Clear(summed_dw, size);
-  const Chunk chunk(scratch, Smaller(call.dims.tokens, kChunk), size);
-  void* const outputs[] = {call.dr, call.dk, call.dv, call.dw};
-  const int count = summed_dw ? 3 : 4;
-  for (int64_t n = head.span.Chunks() - 1; n >= 0; --n) {
-    const int64_t first = n * kChunk;
-    const Tokens tokens(call.marks, head.sequence, first,
-                        Smaller(head.span.tokens - first, kChunk));
-    for (int i = 0; i < count; ++i) StoreZeros(tokens, head, 0, size, call.dtype, outputs[i]);
-    if (tokens.there == 0) continue;
-    chunk.Read(call, head, tokens, chunk.slope);
-    for (int64_t t = 0; t < tokens.there; ++t)
-      LoadRow(call.dtype, call.dy, head.Token(tokens.at[t]), size, chunk.dy + t * size);
-    OwnGradients(chunk, tokens.there, size, u, du);
-
-    for (int64_t row = 0; row < size; row += kLanes) {
-      LoadRow(call.states_dtype, call.states, head.SavedState(n) + row * size, kLanes * size,
-              chunk.states);
-      Replay(chunk, tokens, size, row);
-      for (int64_t t = tokens.there - 1; t >= 0; --t) {
-        // A slice of what is loaded next and of what is stored at the end of this chunk.
-        const int64_t now = head.Token(tokens.at[t]) + row;
-        if (n > 0) {
-          const int64_t next = head.Token(tokens.at[t] - kChunk) + row;
-          PrefetchInputs(call, next);
-          Prefetch(call.dtype, call.dy, next);
-        }
-        for (int i = 0; i < count; ++i) Prefetch(call.dtype, outputs[i], now);
-        StepBack(chunk, t, size, row, ds + row * size);
-        if (tokens.starts[t]) Clear(ds + row * size, kLanes * size);
-      }
-    }
-
-    for (int64_t i = 0; i < tokens.there * size; i += kLanes)
-      Store(chunk.dlog + i, Load(chunk.dlog + i) * Load(chunk.d + i) * Load(chunk.slope + i));
-    for (int64_t t = 0; t < tokens.there; ++t) {
-      const int64_t to = head.Token(tokens.at[t]), from = t * size;
-      StoreRow(call.dtype, call.dr, to, size, chunk.dr + from);
-      StoreRow(call.dtype, call.dk, to, size, chunk.dk + from);
-      StoreRow(call.dtype, call.dv, to, size, chunk.dv + from);
-      if (!summed_dw) {
-        StoreRow(call.dtype, call.dw, to, size, chunk.dlog + from);
-        continue;
-      }
-      for (int64_t i = 0; i < size; i += kLanes)
-        Store(summed_dw + i, Load(summed_dw + i) + Load(chunk.dlog + from + i));
-    }
-  }
-}
-
 }  // namespace
 
 const Wkv6Kernels Wkv6Kernels::RWKV_JAX_ISA = {
-    {kLanes, ForwardScratch<Inputs>, Forward<Inputs>, BackwardScratch, Backward}};
+    {kLanes, ForwardScratch<Inputs>, Forward<Inputs>, BackwardScratch, Backward<Chunk>}};
 
 }  // namespace rwkv_jax::cpu

@@ -6,13 +6,6 @@
 namespace rwkv_jax::cpu {
 namespace {
 
-// Asks for the inputs of one token ahead of their use: the tokens of a head are too far apart in
-// memory for the CPU to foresee.
-[[gnu::always_inline]] inline void PrefetchInputs(const Wkv7Call& call, int64_t index) {
-  const void* const inputs[] = {call.r, call.w, call.k, call.v, call.a, call.b};
-  for (const void* input : inputs) Prefetch(call.dtype, input, index);
-}
-
 // The inputs of a run of tokens in float, [tokens, size], with d the decay factor.
 struct Inputs {
   // As many vectors of rows as the registers take beside the scalars of a token.
@@ -27,6 +20,13 @@ struct Inputs {
         v(k + tokens * size),
         a(v + tokens * size),
         b(a + tokens * size) {}
+
+  // Asks for the inputs of one token ahead of their use: the tokens of a head are too far apart in
+  // memory for the CPU to foresee.
+  [[gnu::always_inline]] static void PrefetchToken(const Wkv7Call& call, int64_t index) {
+    const void* const inputs[] = {call.r, call.w, call.k, call.v, call.a, call.b};
+    for (const void* input : inputs) Prefetch(call.dtype, input, index);
+  }
 
   void Read(const Wkv7Call& call, const Head& head, const Tokens& tokens, float* slope) const {
     for (int64_t t = 0; t < tokens.there; ++t) {
@@ -62,7 +62,7 @@ struct Inputs {
       for (int i = 0; i < kVecs; ++i) values[i] = Load(v + token + row + i * kLanes);
       for (int64_t key = 0; key < size; ++key) {
         if (key % 16 == 0 && prefetch) {
-          PrefetchInputs(call, ahead + key);
+          PrefetchToken(call, ahead + key);
           Prefetch(call.dtype, call.y, ahead + key);
         }
         const float r_key = r[token + key], d_key = d[token + key], k_key = k[token + key];
@@ -86,6 +86,8 @@ struct Inputs {
 // One chunk as the backward pass wants it. Arrays are [tokens, size], but those of kLanes rows are `states`
 // [tokens + 1, kLanes, size] and `sa` [tokens, kLanes].
 struct Chunk : Inputs {
+  Chunk(const Wkv7BackwardCall& call, const Head& head, float* scratch)
+      : Chunk(scratch, Smaller(call.dims.tokens, kChunk), head.size) {}
   Chunk(float* scratch, int64_t tokens, int64_t size) : Inputs(scratch, tokens, size) {
     float* free = scratch + Inputs::Scratch(tokens, size);
     float** const arrays[] = {&dy, &slope, &dr, &dk, &dv, &da, &db, &dlog};
@@ -97,14 +99,31 @@ struct Chunk : Inputs {
     states = sa + tokens * kLanes;
   }
 
+  TokenGradients Gradients(const Wkv7BackwardCall& call) const {
+    return {{{dr, call.dr},
+             {dlog, call.dw},
+             {dk, call.dk},
+             {dv, call.dv},
+             {da, call.da},
+             {db, call.db}},
+            6};
+  }
+
+  static constexpr float* dlog_sum = nullptr;
   float *dy, *slope;
-  float *dr, *dk, *dv, *da, *db, *dlog;  // dlog without its factor d
+  float *dr, *dk, *dv, *da, *db, *dlog;
   float *sa, *states;
 };
 
 int64_t BackwardScratch(const HeadDims& dims) {
   const int64_t tokens = Smaller(dims.tokens, kChunk), size = dims.head_size;
   return 14 * tokens * size + tokens * kLanes + (tokens + 1) * kLanes * size;
+}
+
+// dv is stored, and all else is added up.
+void Start(const Chunk& chunk, int64_t tokens, int64_t size) {
+  float* const sums[] = {chunk.dr, chunk.dk, chunk.da, chunk.db, chunk.dlog};
+  for (float* sum : sums) Clear(sum, tokens * size);
 }
 
 // The states of kLanes rows before each token of a chunk, and after the last one. Adds to dr.
@@ -177,8 +196,8 @@ Vec ReadOut(const Chunk& chunk, int64_t t, int64_t size, int64_t first_row, floa
 
 // The sums over kLanes rows for kVecs vectors of keys, and dS = dS diag(d) + dsa a^T.
 template <int kVecs>
-void StepBack(const Chunk& chunk, int64_t t, int64_t size, int64_t first_row, int64_t key,
-              const float* dsa, float* ds) {
+void StepBackKeys(const Chunk& chunk, int64_t t, int64_t size, int64_t first_row, int64_t key,
+                  const float* dsa, float* ds) {
   const int64_t token = t * size + key;
   const float* const v = chunk.v + t * size + first_row;
   const float* const sa = chunk.sa + t * kLanes;
@@ -215,68 +234,20 @@ void StepBack(const Chunk& chunk, int64_t t, int64_t size, int64_t first_row, in
   }
 }
 
-// The backward pass has a lane for each key, since most of its sums are over rows.
-void Backward(const Wkv7BackwardCall& call, int64_t index, float* scratch) {
-  const Head head(call, index);
-  const int64_t size = head.size;
-  float* const ds = call.dinitial_state + head.State();
-  __builtin_memcpy(ds, call.dfinal_state + head.State(), size * size * sizeof(float));
-  const Chunk chunk(scratch, Smaller(call.dims.tokens, kChunk), size);
-  void* const outputs[] = {call.dr, call.dw, call.dk, call.dv, call.da, call.db};
-  for (int64_t n = head.span.Chunks() - 1; n >= 0; --n) {
-    const int64_t first = n * kChunk;
-    const Tokens tokens(call.marks, head.sequence, first,
-                        Smaller(head.span.tokens - first, kChunk));
-    for (void* output : outputs) StoreZeros(tokens, head, 0, size, call.dtype, output);
-    if (tokens.there == 0) continue;
-    chunk.Read(call, head, tokens, chunk.slope);
-    for (int64_t t = 0; t < tokens.there; ++t)
-      LoadRow(call.dtype, call.dy, head.Token(tokens.at[t]), size, chunk.dy + t * size);
-    float* const sums[] = {chunk.dr, chunk.dk, chunk.da, chunk.db, chunk.dlog};
-    for (float* sum : sums) Clear(sum, tokens.there * size);
-
-    for (int64_t row = 0; row < size; row += kLanes) {
-      LoadRow(call.states_dtype, call.states, head.SavedState(n) + row * size, kLanes * size,
-              chunk.states);
-      Replay(chunk, tokens, size, row);
-      float* const ds_rows = ds + row * size;
-      for (int64_t t = tokens.there - 1; t >= 0; --t) {
-        // A slice of what is loaded next and of what is stored at the end of this chunk.
-        const int64_t now = head.Token(tokens.at[t]) + row;
-        if (n > 0) {
-          const int64_t next = head.Token(tokens.at[t] - kChunk) + row;
-          PrefetchInputs(call, next);
-          Prefetch(call.dtype, call.dy, next);
-        }
-        for (const void* output : outputs) Prefetch(call.dtype, output, now);
-        alignas(64) float dsa[kLanes];
-        Store(dsa, ReadOut(chunk, t, size, row, ds_rows));
-        constexpr int kVecs = kLanes == 16 ? 2 : 1;
-        int64_t key = 0;
-        for (; key + kVecs * kLanes <= size; key += kVecs * kLanes)
-          StepBack<kVecs>(chunk, t, size, row, key, dsa, ds_rows);
-        for (; key < size; key += kLanes) StepBack<1>(chunk, t, size, row, key, dsa, ds_rows);
-        if (tokens.starts[t]) Clear(ds_rows, kLanes * size);
-      }
-    }
-
-    for (int64_t i = 0; i < tokens.there * size; i += kLanes)
-      Store(chunk.dlog + i, Load(chunk.dlog + i) * Load(chunk.d + i) * Load(chunk.slope + i));
-    for (int64_t t = 0; t < tokens.there; ++t) {
-      const int64_t to = head.Token(tokens.at[t]), from = t * size;
-      StoreRow(call.dtype, call.dr, to, size, chunk.dr + from);
-      StoreRow(call.dtype, call.dw, to, size, chunk.dlog + from);
-      StoreRow(call.dtype, call.dk, to, size, chunk.dk + from);
-      StoreRow(call.dtype, call.dv, to, size, chunk.dv + from);
-      StoreRow(call.dtype, call.da, to, size, chunk.da + from);
-      StoreRow(call.dtype, call.db, to, size, chunk.db + from);
-    }
-  }
+// Takes dS of kLanes rows from after a token to before it.
+void StepBack(const Chunk& chunk, int64_t t, int64_t size, int64_t first_row, float* ds) {
+  alignas(64) float dsa[kLanes];
+  Store(dsa, ReadOut(chunk, t, size, first_row, ds));
+  constexpr int kVecs = kLanes == 16 ? 2 : 1;
+  int64_t key = 0;
+  for (; key + kVecs * kLanes <= size; key += kVecs * kLanes)
+    StepBackKeys<kVecs>(chunk, t, size, first_row, key, dsa, ds);
+  for (; key < size; key += kLanes) StepBackKeys<1>(chunk, t, size, first_row, key, dsa, ds);
 }
 
 }  // namespace
 
 const Wkv7Kernels Wkv7Kernels::RWKV_JAX_ISA = {
-    {kLanes, ForwardScratch<Inputs>, Forward<Inputs>, BackwardScratch, Backward}};
+    {kLanes, ForwardScratch<Inputs>, Forward<Inputs>, BackwardScratch, Backward<Chunk>}};
 
 }  // namespace rwkv_jax::cpu

@@ -259,6 +259,13 @@ __device__ void Settle(Accumulator<kFragments>& sum) {
 #endif
 }
 
+// Waits for all products, whose sums these are.
+template <typename... Sums>
+__device__ void Finish(Sums&... sums) {
+  WaitForProducts<0>();
+  (Settle(sums), ...);
+}
+
 #if RWKV_JAX_WARPGROUP_PRODUCTS
 
 #define RWKV_JAX_SUM(i) "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3])
@@ -343,6 +350,15 @@ __device__ void Multiply(Accumulator<kFragments>& sum, int warp, const LeftOpera
   a.LoadLeft(warp, rows);
   Multiply<kAdd>(sum, rows, b);
 #endif
+}
+
+// As Multiply<add>, for an `add` that is a constant once loops are unrolled.
+template <typename... Arguments>
+__device__ void MultiplyOrAdd(bool add, Arguments&&... arguments) {
+  if (add)
+    Multiply<true>(arguments...);
+  else
+    Multiply<false>(arguments...);
 }
 
 }  // namespace rwkv_jax::cuda

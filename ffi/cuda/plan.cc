@@ -165,8 +165,6 @@ bool HasSummary(const Problem& problem) {
 Description Describe(const Plan& plan) {
   return {{"kernel", std::string(plan.matrix_units ? "matrix units" : "token by token")},
           {"splits", plan.splits},
-          {"split_chunks", plan.split_chunks},
-          {"replay_heads", plan.replay_heads},
           {"scratch", plan.scratch},
           {"shared_memory", plan.shared_memory}};
 }

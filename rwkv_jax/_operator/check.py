@@ -20,6 +20,11 @@ DTYPES = ("float32", "bfloat16", "float16")
 STATE_DTYPE = "float32"
 
 
+def array(op: str, name: str, x: Any) -> None:
+    if not isinstance(x, jax.Array | np.ndarray):
+        raise TypeError(f"{op}: {name} is a {type(x).__name__}; accepted is a JAX or numpy array")
+
+
 def arrays(
     op: str, axes: Mapping[str, str], given: Mapping[str, Any], states: Iterable[str]
 ) -> dict[str, jax.Array]:
@@ -28,10 +33,7 @@ def arrays(
     Operands named in `states` are float32; all others share one dtype of `DTYPES`. Nothing is cast.
     """
     for name, x in given.items():
-        if not isinstance(x, jax.Array | np.ndarray):
-            raise TypeError(
-                f"{op}: {name} is a {type(x).__name__}; accepted is a JAX or numpy array"
-            )
+        array(op, name, x)
     shapes(op, axes, given, states)
     return {name: jnp.asarray(x) for name, x in given.items()}
 

@@ -11,19 +11,16 @@ Implementations get a mark for each token: CONTINUES, STARTS or PADDING.
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
+
+from rwkv_jax._operator import check
 
 CONTINUES, STARTS, PADDING = 0, 1, 2
 
 
 def checked(op: str, ids: Any, batch: int, tokens: int) -> Array:
-    if not isinstance(ids, jax.Array | np.ndarray):
-        raise TypeError(
-            f"{op}: segment_ids is a {type(ids).__name__}; accepted is a JAX or numpy array"
-        )
+    check.array(op, "segment_ids", ids)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(f"{op}: segment_ids is {ids.dtype}; accepted are integers")
     if ids.shape != (batch, tokens):

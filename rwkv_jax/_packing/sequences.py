@@ -16,14 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, core, lax
 
+from rwkv_jax._operator import check
 from rwkv_jax._operator.saved import CHUNK
 
 
 def checked(op: str, offsets: Any, batch: int, tokens: int) -> Array:
-    if not isinstance(offsets, jax.Array | np.ndarray):
-        raise TypeError(
-            f"{op}: cu_seqlens is a {type(offsets).__name__}; accepted is a JAX or numpy array"
-        )
+    check.array(op, "cu_seqlens", offsets)
     if offsets.dtype != jnp.int32:
         raise TypeError(f"{op}: cu_seqlens is {offsets.dtype}; accepted is int32")
     if offsets.ndim != 1 or offsets.shape[0] == 0:

@@ -9,19 +9,16 @@ slot the last one is kept.
 
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, core
 
+from rwkv_jax._operator import check
 from rwkv_jax._operator.call import Arrays
 
 
 def checked(op: str, slots: Any, batch: tuple[int, ...], size: int) -> Array:
-    if not isinstance(slots, jax.Array | np.ndarray):
-        raise TypeError(
-            f"{op}: slots is a {type(slots).__name__}; accepted is a JAX or numpy array"
-        )
+    check.array(op, "slots", slots)
     if slots.dtype != jnp.int32:
         raise TypeError(f"{op}: slots is {slots.dtype}; accepted is int32")
     if slots.shape != batch:

@@ -26,6 +26,16 @@ LARGEST = {"float32": 1e30, "bfloat16": 1e30, "float16": 6e4}
 """The extreme of each dtype that a decay has to survive."""
 
 
+GPUS = {
+    "8.0": (108, 166912),
+    "8.9": (142, 101376),
+    "9.0": (132, 232448),
+    "10.0": (148, 232448),
+    "12.0": (170, 101376),
+}
+"""For each compute capability with a shared memory of its own size, the multiprocessors of a GPU,
+and the bytes of shared memory of a block."""
+
 CU_SEQLENS = np.array([0, 0, 64, 65, 65, 193, 257, 300], np.int32)
 """Sequences of no tokens, of whole chunks, and of whole chunks and a token."""
 
@@ -248,7 +258,3 @@ def step(
     token = {n.replace("initial_", ""): x[:, 0] if n in timed else x for n, x in inputs.items()}
     dtoken = {n.replace("final_", ""): x for n, x in cotangents.items()}
     return token, dtoken | {"dy": cotangents["dy"][:, 0]}
-
-
-def wkv7_step(case: Case) -> tuple[Arrays, Arrays]:
-    return step(wkv7, "rwkvab", case)

@@ -75,11 +75,6 @@ def state_of(op: str, arrays: Mapping[str, Any], form: str = "initial_{}") -> Ar
     return {part: jnp.asarray(arrays[form.format(part)]) for part in signature(op).state}
 
 
-def named_state(op: str, state: Mapping[str, Any], form: str = "initial_{}") -> dict[str, Any]:
-    """The inverse of `state_of`."""
-    return {form.format(part): state[part] for part in signature(op).state}
-
-
 def inputs_of(op: str, arrays: Mapping[str, Any]) -> Arrays:
     """The inputs of an implementation: parameters stand once for each row, in float32."""
     own = signature(op)

@@ -7,6 +7,16 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+PLACES: dict[str, Any] = {
+    "data=2,seq=2": {"batch": "data", "sequence": "seq"},
+    "model=2,seq=2": {"heads": "model", "sequence": "seq"},
+    "data=2,model=2": {"batch": "data", "heads": "model"},
+    "seq=4": {"sequence": "seq"},
+    "seq=2": {"sequence": "seq"},
+    "outer=2,inner=2": {"sequence": ("outer", "inner")},
+}
+"""Where `sharding.shard` puts the axes of an operator on the axes of a mesh, for each mesh."""
+
 
 def mesh(axes: str, axis_type: AxisType, devices: Sequence[Any]) -> Mesh:
     """A mesh of the axes in a text such as "data=2,seq=2", over as many devices as these need."""

@@ -645,29 +645,19 @@ cudaError_t FindGradients(cudaStream_t stream, const Wkv4BackwardCall& call, con
                           float* scratch) {
   return wkv4::ForTypes(call.dtype, [&](auto zero) -> cudaError_t {
     using T = decltype(zero);
-    constexpr size_t kShared = sizeof(wkv4::BackwardShared<T>);
     const Wkv4State<float> summaries = wkv4::Summaries(call, scratch);
-    const int64_t columns = wkv4::Columns<T>(call), splits = plan.splits;
-    // With rows of equal lengths this takes longer.
-    if (call.sequences.Given() && wkv4::ByWarps<T>(call, plan, 3 * kChunk)) {
-      const cudaError_t error =
-          Launch(wkv4::BackwardByWarpsKernel<T>, wkv4::Blocks(columns), wkv4::kThreads,
-                 sizeof(wkv4::ByWarpsShared<T>), stream, call);
-      const int64_t longs = wkv4::LongColumns<T>(call);
-      if (error != cudaSuccess || longs == 0) return error;
-      return Launch(wkv4::BackwardKernel<T, false, true>, dim3(longs), wkv4::kThreads, kShared,
-                    stream, call, splits, summaries, wkv4::LongOnes(call));
-    }
-    return wkv4::ForRows(call, [&](auto marked) {
-      if (splits > 1) {
-        const cudaError_t error =
-            Launch(wkv4::BackwardKernel<T, true, marked()>, dim3(columns, splits - 1),
-                   wkv4::kThreads, kShared, stream, call, splits, summaries, kOneSplit);
-        if (error != cudaSuccess) return error;
-      }
-      return Launch(wkv4::BackwardKernel<T, false, marked()>, dim3(columns, splits), wkv4::kThreads,
-                    kShared, stream, call, splits, summaries, kOneSplit);
-    });
+    // With rows of equal lengths a warp for each column takes longer.
+    return wkv4::RunColumns<T>(
+        call, plan.splits, call.sequences.Given() && wkv4::ByWarps<T>(call, plan, 3 * kChunk),
+        [&](unsigned blocks) {
+          return Launch(wkv4::BackwardByWarpsKernel<T>, blocks, wkv4::kThreads,
+                        sizeof(wkv4::ByWarpsShared<T>), stream, call);
+        },
+        [&](auto summary, auto marked, dim3 blocks, const Splits& longs) {
+          return Launch(wkv4::BackwardKernel<T, summary(), marked()>, blocks, wkv4::kThreads,
+                        sizeof(wkv4::BackwardShared<T>), stream, call, plan.splits, summaries,
+                        longs);
+        });
   });
 }
 

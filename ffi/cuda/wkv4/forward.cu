@@ -216,29 +216,18 @@ __global__ __launch_bounds__(kThreads) void StepKernel(
 
 cudaError_t Run(cudaStream_t stream, const Wkv4ForwardCall& call, const Plan& plan,
                 float* scratch) {
-  const int64_t splits = plan.splits;
   return wkv4::ForTypes(call.dtype, [&](auto zero) -> cudaError_t {
     using T = decltype(zero);
     const Wkv4State<float> summaries = wkv4::Summaries(call, scratch);
-    const int64_t columns = wkv4::Columns<T>(call);
-    if (wkv4::ByWarps<T>(call, plan, 4 * kChunk)) {
-      const cudaError_t error = Launch(wkv4::ForwardByWarpsKernel<T>, wkv4::Blocks(columns),
-                                       wkv4::kThreads, 0, stream, call);
-      const int64_t longs = wkv4::LongColumns<T>(call);
-      if (error != cudaSuccess || longs == 0) return error;
-      return Launch(wkv4::ForwardKernel<T, false, true>, dim3(longs), wkv4::kThreads, 0, stream,
-                    call, splits, summaries, wkv4::LongOnes(call));
-    }
-    return wkv4::ForRows(call, [&](auto marked) {
-      if (splits > 1) {
-        const cudaError_t error =
-            Launch(wkv4::ForwardKernel<T, true, marked()>, dim3(columns, splits - 1),
-                   wkv4::kThreads, 0, stream, call, splits, summaries, kOneSplit);
-        if (error != cudaSuccess) return error;
-      }
-      return Launch(wkv4::ForwardKernel<T, false, marked()>, dim3(columns, splits), wkv4::kThreads,
-                    0, stream, call, splits, summaries, kOneSplit);
-    });
+    return wkv4::RunColumns<T>(
+        call, plan.splits, wkv4::ByWarps<T>(call, plan, 4 * kChunk),
+        [&](unsigned blocks) {
+          return Launch(wkv4::ForwardByWarpsKernel<T>, blocks, wkv4::kThreads, 0, stream, call);
+        },
+        [&](auto summary, auto marked, dim3 blocks, const Splits& longs) {
+          return Launch(wkv4::ForwardKernel<T, summary(), marked()>, blocks, wkv4::kThreads, 0,
+                        stream, call, plan.splits, summaries, longs);
+        });
   });
 }
 

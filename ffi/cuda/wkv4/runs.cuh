@@ -717,6 +717,28 @@ cudaError_t ForRows(const Wkv4Call& call, Fn&& fn) {
   return marked ? fn(std::true_type()) : fn(std::false_type());
 }
 
+// Runs a pass on all columns: by `by_warps(blocks)` and then the long ones, if a warp has a column to
+// itself, or else by splits, of which launch(bool_constant<summary>(), ...) finds the summaries first.
+template <typename T, typename ByWarpsFn, typename LaunchFn>
+cudaError_t RunColumns(const Wkv4Call& call, int64_t splits, bool one_for_each_warp,
+                       ByWarpsFn&& by_warps, LaunchFn&& launch) {
+  const int64_t columns = Columns<T>(call);
+  if (one_for_each_warp) {
+    const cudaError_t error = by_warps(Blocks(columns));
+    const int64_t longs = LongColumns<T>(call);
+    if (error != cudaSuccess || longs == 0) return error;
+    return launch(std::false_type(), std::true_type(), dim3(longs), LongOnes(call));
+  }
+  return ForRows(call, [&](auto marked) {
+    if (splits > 1) {
+      const cudaError_t error =
+          launch(std::true_type(), marked, dim3(columns, splits - 1), kOneSplit);
+      if (error != cudaSuccess) return error;
+    }
+    return launch(std::false_type(), marked, dim3(columns, splits), kOneSplit);
+  });
+}
+
 template <typename Fn>
 cudaError_t ForTypes(Dtype dtype, Fn&& fn) {
   switch (dtype) {

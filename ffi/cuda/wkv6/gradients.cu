@@ -631,8 +631,7 @@ struct ChunkGradients {
       StoreTransposed(TileAddress(Rows(L::kDs, tile), 0, warp),
                       {Pair<T>::Round(dv[0][0], dv[0][1]), Pair<T>::Round(dv[1][0], dv[1][1]),
                        Pair<T>::Round(dv[0][2], dv[0][3]), Pair<T>::Round(dv[1][2], dv[1][3])});
-      WaitForProducts<0>();
-      Settle(ds);
+      Finish(ds);
     }
   }
 
@@ -651,8 +650,7 @@ struct ChunkGradients {
       BeginProducts();
       Multiply<true>(ds, r, KDownRows{Rows(L::kDy, tile)});
       CommitProducts();
-      WaitForProducts<0>();
-      Settle(ds);
+      Finish(ds);
       RoundPanel(ds, rounded);
       KeepStateGradient(tile - 1, rounded);
     }
@@ -677,8 +675,7 @@ struct ChunkGradients {
     BeginProducts();
     Multiply<true>(s, k, KDownRows{Rows(L::kV, tile)});
     CommitProducts();
-    WaitForProducts<0>();
-    Settle(s);
+    Finish(s);
   }
 
   // --- Main loop: the gradients of one tile. A warp has 16 channels, and its warpgroup has all.
@@ -696,25 +693,18 @@ struct ChunkGradients {
     if (far) k[0] = k[1] = k[2] = k[3] = 0u;
     BeginProducts();
 #pragma unroll
-    for (int column = 0; column < kColumnTiles; ++column) {
-      if (column > 0)
-        Multiply<true>(d.drt, before[column], KAlongRows{Rows(L::kDy, tile), column});
-      else
-        Multiply<false>(d.drt, before[column], KAlongRows{Rows(L::kDy, tile), column});
-    }
+    for (int column = 0; column < kColumnTiles; ++column)
+      MultiplyOrAdd(column > 0, d.drt, before[column], KAlongRows{Rows(L::kDy, tile), column});
     if constexpr (kClears) {
       CommitProducts();
-      WaitForProducts<0>();
-      Settle(d.drt);
+      Finish(d.drt);
       KeepTokens<2>(0, 0, marks.FirstCleared(), d.drt);
       BeginProducts();
     }
     Multiply<false>(d.dkb, r, PackedTiles{Packed(L::kDat, tile)});
     Multiply<true>(d.drt, k, PackedTiles{Packed(L::kDa, tile)});
     CommitProducts();
-    WaitForProducts<0>();
-    Settle(d.drt);
-    Settle(d.dkb);
+    Finish(d.drt, d.dkb);
     Left after[kColumnTiles];
     RecallStateGradient(tile, after);
     // Only the diagonal is needed of the products of all channels with all channels. Lane / 8 of
@@ -730,15 +720,10 @@ struct ChunkGradients {
     }
     BeginProducts();
 #pragma unroll
-    for (int column = 0; column < kColumnTiles; ++column) {
-      if (column > 0)
-        Multiply<true>(d.dkh, after[column], KAlongRows{Rows(L::kV, tile), column});
-      else
-        Multiply<false>(d.dkh, after[column], KAlongRows{Rows(L::kV, tile), column});
-    }
+    for (int column = 0; column < kColumnTiles; ++column)
+      MultiplyOrAdd(column > 0, d.dkh, after[column], KAlongRows{Rows(L::kV, tile), column});
     CommitProducts();
-    WaitForProducts<0>();
-    Settle(d.dkh);
+    Finish(d.dkh);
     if constexpr (kClears) KeepTokens<2>(0, marks.LastCleared(), kTileTokens, d.dkh);
   }
 

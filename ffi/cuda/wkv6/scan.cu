@@ -126,22 +126,11 @@ struct ForwardPhases {
   const uint32_t shared;  // the address of `memory`
   const int warp;
   const SplitOfBlock<false> split;
-  float *const constant, *const factors;
-  uint32_t* const u;  // pairs of bfloat16
-  const ChunkDecays<T, kConstant> decays;
 
-  __device__ ForwardPhases(const ForwardArrays<T>& in, unsigned char* memory, int warp,
-                           const SplitOfBlock<false>& split)
-      : in(in),
-        memory(memory),
-        shared(SharedAddress(memory)),
-        warp(warp),
-        split(split),
-        constant(reinterpret_cast<float*>(memory + L::kConstant)),
-        factors(reinterpret_cast<float*>(memory + L::kFactors)),
-        u(reinterpret_cast<uint32_t*>(memory + L::kU)),
-        decays{shared + L::kW, constant, in.decay} {}
-
+  __device__ float* Floats(int at) const { return reinterpret_cast<float*>(memory + at); }
+  // Pairs of bfloat16.
+  __device__ uint32_t* Bonus() const { return reinterpret_cast<uint32_t*>(memory + L::kU); }
+  __device__ float* FactorsOf(int tile) const { return Floats(L::kFactors) + tile * kFactorFloats; }
   __device__ uint32_t ReceptancePanel(int i) const { return shared + L::kR + i % 2 * kPanelBytes; }
   __device__ uint32_t KeyPanel(int i) const { return shared + L::kK + i % 2 * kPanelBytes; }
   __device__ uint64_t Absent(int i) const {
@@ -165,11 +154,11 @@ struct ForwardPhases {
   __device__ void LoadParameters() const {
     if constexpr (kConstant)
       LoadConstantDecays(static_cast<const float*>(in.w) + split.Head() * kHeadSize, in.decay,
-                         constant);
+                         Floats(L::kConstant));
     if (threadIdx.x < kHeadSize / 2) {
       const float2 pair =
           reinterpret_cast<const float2*>(in.u + split.Head() * kHeadSize)[threadIdx.x];
-      u[threadIdx.x] = Bf16::Round(pair.x, pair.y);
+      Bonus()[threadIdx.x] = Bf16::Round(pair.x, pair.y);
     }
   }
 
@@ -186,6 +175,7 @@ struct ForwardPhases {
     const int64_t first = chunk.first + static_cast<int64_t>(kTileTokens * warp) * chunk.stride;
     const RawTile<T> raw{in.r + first, in.k + first, chunk.stride,
                          RowMarks(word, chunk.tokens - kTileTokens * warp)};
+    const ChunkDecays<T, kConstant> decays{shared + L::kW, Floats(L::kConstant), in.decay};
     const uint32_t r_panel = ReceptancePanel(i), k_panel = KeyPanel(i);
     Accumulator<2> a = {}, bonus = {};
     bool far = false;
@@ -200,7 +190,7 @@ struct ForwardPhases {
       for (int j = 0; j < 4; ++j) far |= !(total[j / 2][j % 2] >= -kMaxTileLog2);
       const float factor[2][2] = {{Exp2(total[0][0]), Exp2(total[0][1])},
                                   {Exp2(total[1][0]), Exp2(total[1][1])}};
-      StoreFactors(column, factor, clears, factors + warp * kFactorFloats);
+      StoreFactors(column, factor, clears, FactorsOf(warp));
 
       uint32_t r[4], k[4], e[4], x[4];
       LoadMatrices(TileAddress(r_panel, 16 * warp, column), r);
@@ -209,7 +199,7 @@ struct ForwardPhases {
       for (int j = 0; j < 4; ++j) r[j] = ToBf16<T>(r[j]), k[j] = ToBf16<T>(k[j]);
 #pragma unroll
       for (int j = 0; j < 4; ++j)
-        x[j] = Bf16::Multiply(r[j], u[8 * column + j / 2 * 4 + Lane() % 4]);
+        x[j] = Bf16::Multiply(r[j], Bonus()[8 * column + j / 2 * 4 + Lane() % 4]);
       AddTokenProducts(bonus, x, k);
       Exponentials([&](int i, int j) { return total[i][j % 2] - sums.upto[i][j]; }, e);
       MultiplyPairs(k, e, x);
@@ -239,7 +229,7 @@ struct ForwardPhases {
     Left v, before[kColumnTiles];
     LoadLeftTransposed(values, 0, warp, v);
     RoundPanel(s, before);
-    ScaleColumns(factors + tile * kFactorFloats, s);
+    ScaleColumns(FactorsOf(tile), s);
     Accumulator<2> y;
     BeginProducts();
     Multiply<false>(y, v, PackedTiles{shared + L::kA + tile * kTileBytes});
@@ -256,8 +246,7 @@ struct ForwardPhases {
     StoreTransposed(TileAddress(values, 0, warp),
                     {Pair<T>::Round(y[0][0], y[0][1]), Pair<T>::Round(y[1][0], y[1][1]),
                      Pair<T>::Round(y[0][2], y[0][3]), Pair<T>::Round(y[1][2], y[1][3])});
-    WaitForProducts<0>();
-    Settle(s);
+    Finish(s);
   }
 
   // Stores the pieces of y that lie where this thread will copy the values of the next chunk.
@@ -278,7 +267,7 @@ __global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void ForwardKer
   const int warp = Warp();
   const SplitOfBlock<false> split(in);
   if (split.None()) return;
-  const ForwardPhases<T, kConstant, kMarked> phases(in, memory, warp, split);
+  const ForwardPhases<T, kConstant, kMarked> phases{in, memory, SharedAddress(memory), warp, split};
 
   if (split.chunks > 0) {
     const uint64_t absent = phases.Absent(0);
@@ -362,18 +351,9 @@ struct StatePhases {
   const uint32_t shared;  // the address of `memory`
   const int warp;
   const SplitOfBlock<kReverse> split;
-  float *const constant, *const factors;
 
-  __device__ StatePhases(const StateScan<T>& in, unsigned char* memory,
-                         const SplitOfBlock<kReverse>& split)
-      : in(in),
-        memory(memory),
-        shared(SharedAddress(memory)),
-        warp(Warp()),
-        split(split),
-        constant(reinterpret_cast<float*>(memory + L::kConstant)),
-        factors(reinterpret_cast<float*>(memory + L::kFactors)) {}
-
+  __device__ float* Constant() const { return reinterpret_cast<float*>(memory + L::kConstant); }
+  __device__ float* Factors() const { return reinterpret_cast<float*>(memory + L::kFactors); }
   // The place in the split of the chunk that is number i in the order of the recurrence.
   __device__ int Place(int i) const { return kReverse ? split.chunks - 1 - i : i; }
   __device__ uint32_t Stage(int i) const { return shared + i % 2 * L::kStageBytes; }
@@ -396,7 +376,7 @@ struct StatePhases {
   __device__ void LoadParameters() const {
     if constexpr (kConstant)
       LoadConstantDecays(static_cast<const float*>(in.w) + split.Head() * kHeadSize, in.decay,
-                         constant);
+                         Constant());
   }
 
   __device__ void LoadState(bool summary, Tiles::State& state) const {
@@ -410,7 +390,7 @@ struct StatePhases {
   // whole chunk. A warp has 16 channels; `total` becomes the sums of their log2 decays. Rows that
   // do not reach the state after the chunk, since a segment starts in between, are cleared.
   __device__ void Scale(int i, const ChunkMarks& marks, float (&total)[2][4]) const {
-    const ChunkDecays<T, kConstant> decays{Stage(i) + L::kW, constant, in.decay};
+    const ChunkDecays<T, kConstant> decays{Stage(i) + L::kW, Constant(), in.decay};
     const uint32_t z_panel = Stage(i) + L::kZ;
     const int tokens = split.Chunk(Place(i)).tokens;
     const Ones sooner(kReverse, false, !kReverse), all(true, true, true);
@@ -429,7 +409,7 @@ struct StatePhases {
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
             const int token = 16 * tile + Lane() / 4 + e / 2 * 8;
-            const float d = constant[16 * warp + 8 * i + 2 * (Lane() % 4) + e % 2];
+            const float d = Constant()[16 * warp + 8 * i + 2 * (Lane() % 4) + e % 2];
             const uint64_t upto = (uint64_t{2} << token) - 1;
             sum[i][e] = d * static_cast<float>(__popcll(present & (kReverse ? upto >> 1 : ~upto)));
             total[i][e] = d * static_cast<float>(__popcll(present));
@@ -456,19 +436,18 @@ struct StatePhases {
     }
     StoreFactors(warp,
                  {{Exp2(total[0][0]), Exp2(total[0][1])}, {Exp2(total[1][0]), Exp2(total[1][1])}},
-                 clears, factors);
+                 clears, Factors());
   }
 
   // S <- S diag(d) + x z^T over chunk i.
   __device__ void Advance(int i, Accumulator<8>& s) const {
-    ScaleColumns(factors, s);
+    ScaleColumns(Factors(), s);
     BeginProducts();
 #pragma unroll
     for (int tile = 0; tile < kChunkTiles; ++tile)
       Multiply<true>(s, warp, KDownRows{Stage(i) + L::kX, tile}, KDownRows{Stage(i) + L::kZ, tile});
     CommitProducts();
-    WaitForProducts<0>();
-    Settle(s);
+    Finish(s);
   }
 
   // Stores the decay of all tokens of the split, where it is asked for. `all` has its log2.
@@ -492,7 +471,8 @@ __global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void StateKerne
   const bool summary = in.end == nullptr;
   const SplitOfBlock<kReverse> split(in, summary);
   if (split.None()) return;
-  const StatePhases<T, kConstant, kReverse, kMarked> phases(in, memory, split);
+  const StatePhases<T, kConstant, kReverse, kMarked> phases{in, memory, SharedAddress(memory),
+                                                            Warp(), split};
 
   ChunkMarks coming;
   if (split.chunks > 0) {

@@ -162,12 +162,8 @@ __device__ void Product(int warp, Accumulator<8>& sum, const LeftOperand& left,
                         const Right& right) {
   BeginProducts();
 #pragma unroll
-  for (int tile = 0; tile < kTiles; ++tile) {
-    if (kAdd || tile > 0)
-      Multiply<true>(sum, warp, left.Tile(tile), right.Tile(tile));
-    else
-      Multiply<false>(sum, warp, left.Tile(tile), right.Tile(tile));
-  }
+  for (int tile = 0; tile < kTiles; ++tile)
+    MultiplyOrAdd(kAdd || tile > 0, sum, warp, left.Tile(tile), right.Tile(tile));
   CommitProducts();
 }
 
@@ -176,12 +172,8 @@ template <bool kAdd, typename Right>
 __device__ void Product(Accumulator<8>& sum, const Left (&left)[kChunkTiles], const Right& right) {
   BeginProducts();
 #pragma unroll
-  for (int tile = 0; tile < kChunkTiles; ++tile) {
-    if (kAdd || tile > 0)
-      Multiply<true>(sum, left[tile], right.Tile(tile));
-    else
-      Multiply<false>(sum, left[tile], right.Tile(tile));
-  }
+  for (int tile = 0; tile < kChunkTiles; ++tile)
+    MultiplyOrAdd(kAdd || tile > 0, sum, left[tile], right.Tile(tile));
   CommitProducts();
 }
 
@@ -201,26 +193,10 @@ __device__ void ProductPair(HalfAccumulator (&sums)[2], const Left (&left)[kTile
   BeginProducts();
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
-    if (kAdd || tile > 0) {
-      Multiply<true>(sums[0], left[tile], right_of_first.Tile(first + tile));
-      Multiply<true>(sums[1], left[tile], right_of_second.Tile(first + tile));
-    } else {
-      Multiply<false>(sums[0], left[tile], right_of_first.Tile(first + tile));
-      Multiply<false>(sums[1], left[tile], right_of_second.Tile(first + tile));
-    }
+    MultiplyOrAdd(kAdd || tile > 0, sums[0], left[tile], right_of_first.Tile(first + tile));
+    MultiplyOrAdd(kAdd || tile > 0, sums[1], left[tile], right_of_second.Tile(first + tile));
   }
   CommitProducts();
-}
-
-__device__ void Finish(HalfAccumulator (&pair)[2]) {
-  WaitForProducts<0>();
-  Settle(pair[0]);
-  Settle(pair[1]);
-}
-
-__device__ void Finish(Accumulator<8>& sum) {
-  WaitForProducts<0>();
-  Settle(sum);
 }
 
 // The 16 channels of a warp in a panel of tokens: columns of the panel, rows of an accumulator. The
@@ -889,12 +865,12 @@ class ChunkGradients {
                                                Fn&& meanwhile) const {
     Left left[kTiles], next_left[kTiles];
     LoadTransposedPanel(OwnPanel(triangles.left), warp, first_tile, left);
-    Finish(pair);
+    Finish(pair[0], pair[1]);
     meanwhile();
     ProductPair<true>(pair, left, first_tile, triangles.of_first, triangles.of_second);
     LoadTransposedPanel(OwnPanel(next.left), warp, first_tile, next_left);
     ProductPair<true>(pair, next_left, first_tile, next.of_first, next.of_second);
-    Finish(pair);
+    Finish(pair[0], pair[1]);
   }
 
   // Adds dS * S_L for what of S_L was in S0, over a half of the rows of the state.

@@ -264,8 +264,7 @@ __device__ void AdvanceState(int warp, uint32_t operands, uint32_t products, uin
     // One panel at a time: there are no registers for the operands of two.
     if (panel > 0) {
       CommitProducts();
-      WaitForProducts<0>();
-      Settle(zy);
+      Finish(zy);
     }
     Left before[kPanelTiles];
     RoundPanel(s[panel], before);
@@ -273,16 +272,12 @@ __device__ void AdvanceState(int warp, uint32_t operands, uint32_t products, uin
 #pragma unroll
     for (int tile = 0; tile < kPanelTiles; ++tile) {
       const KAlongRows read{operands + panel * L::kReadStride, tile};
-      if (panel == 0 && tile == 0)
-        Multiply<false>(zy, before[tile], read);
-      else
-        Multiply<true>(zy, before[tile], read);
+      MultiplyOrAdd(panel > 0 || tile > 0, zy, before[tile], read);
     }
   }
   if constexpr (kClears) {
     CommitProducts();
-    WaitForProducts<0>();
-    Settle(zy);
+    Finish(zy);
 #pragma unroll
     for (int half = 0; half < kReadFragments; half += 2)
       KeepTokens<2>(0, 0, marks.FirstCleared(), &zy[half]);
@@ -291,8 +286,7 @@ __device__ void AdvanceState(int warp, uint32_t operands, uint32_t products, uin
   Multiply<true>(zy, v, PackedTiles{products + kAak * kTileBytes});  // and kQrk behind it
   CommitProducts();
   if constexpr (kClears) {
-    WaitForProducts<0>();
-    Settle(zy);
+    Finish(zy);
     KeepTokens(marks.LastCleared(), kTileTokens, v);
 #pragma unroll
     for (int panel = 0; panel < L::kPanels; ++panel)
@@ -315,8 +309,7 @@ __device__ void AdvanceState(int warp, uint32_t operands, uint32_t products, uin
   BeginProducts();
   Multiply<false>(u, rounded, PackedTiles{products + kM * kTileBytes});
   CommitProducts();
-  WaitForProducts<0>();
-  Settle(u);
+  Finish(u);
 
   Left u_rounded;
   Round(u[0], u[1], u_rounded);

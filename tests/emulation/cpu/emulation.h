@@ -10,6 +10,7 @@
 #include <ucontext.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -68,7 +69,6 @@ using cudaStream_t = void*;
 enum {
   cudaSuccess,
   cudaErrorInvalidValue,
-  cudaErrorNotSupported,
   cudaFuncAttributeMaxDynamicSharedMemorySize,
   cudaDevAttrMaxSharedMemoryPerBlockOptin,
   cudaDevAttrMultiProcessorCount
@@ -279,15 +279,9 @@ inline void Launch(std::function<void()> call, dim3 blocks, int block_threads) {
       }
 }
 
-inline float FromBf16(uint16_t bits) {
-  const uint32_t word = uint32_t{bits} << 16;
-  float x;
-  std::memcpy(&x, &word, 4);
-  return x;
-}
+inline float FromBf16(uint16_t bits) { return std::bit_cast<float>(uint32_t{bits} << 16); }
 inline uint16_t ToBf16(float x) {
-  uint32_t word;
-  std::memcpy(&word, &x, 4);
+  const uint32_t word = std::bit_cast<uint32_t>(x);
   if ((word & 0x7fffffff) > 0x7f800000) return 0x7fff;
   return static_cast<uint16_t>((word + 0x7fff + (word >> 16 & 1)) >> 16);
 }
@@ -311,11 +305,8 @@ void Multiply(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
 
 template <typename T>
 T Shuffle(T x, int source) {
-  uint32_t word;
-  std::memcpy(&word, &x, 4);
-  word = Exchange({word}, [&](const auto& posted) { return posted[source][0]; });
-  std::memcpy(&x, &word, 4);
-  return x;
+  return std::bit_cast<T>(Exchange({std::bit_cast<uint32_t>(x)},
+                                   [&](const auto& posted) { return posted[source][0]; }));
 }
 
 struct Index {
@@ -326,7 +317,6 @@ struct Index {
 
 #define threadIdx (emulation::Index{emulation::current->thread})
 #define blockIdx (emulation::block_index)
-#define gridDim (emulation::grid)
 
 // Every launch sets the attribute.
 template <typename Kernel>
@@ -336,13 +326,7 @@ static cudaError_t cudaFuncSetAttribute(Kernel, int, int value) {
   return cudaSuccess;
 }
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
-inline const char* cudaGetErrorString(cudaError_t error) {
-  switch (error) {
-    case cudaSuccess: return "no error";
-    case cudaErrorInvalidValue: return "invalid argument";
-    default: return "operation not supported";
-  }
-}
+inline const char* cudaGetErrorString(cudaError_t) { return "invalid argument"; }
 inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
 inline cudaError_t cudaDeviceGetAttribute(int* value, int attribute, int) {
   switch (attribute) {
@@ -357,16 +341,8 @@ inline cudaError_t cudaMemsetAsync(void* to, int byte, size_t bytes, cudaStream_
   return cudaSuccess;
 }
 
-inline float __uint_as_float(uint32_t word) {
-  float x;
-  std::memcpy(&x, &word, 4);
-  return x;
-}
-inline uint32_t __float_as_uint(float x) {
-  uint32_t word;
-  std::memcpy(&word, &x, 4);
-  return word;
-}
+inline float __uint_as_float(uint32_t word) { return std::bit_cast<float>(word); }
+inline uint32_t __float_as_uint(float x) { return std::bit_cast<uint32_t>(x); }
 inline float __fdividef(float x, float y) { return x / y; }
 inline float __bfloat162float(__nv_bfloat16 x) { return emulation::FromBf16(x.bits); }
 inline float __half2float(__half x) { return emulation::FromHalf(x.bits); }
@@ -407,13 +383,7 @@ inline uint32_t __ballot_sync(unsigned, bool value) {
     return lanes;
   });
 }
-inline bool __any_sync(unsigned, bool value) {
-  return emulation::Exchange({uint32_t{value}}, [](const auto& posted) {
-    bool any = false;
-    for (int lane = 0; lane < 32; ++lane) any |= posted[lane][0] != 0;
-    return any;
-  });
-}
+inline bool __any_sync(unsigned lanes, bool value) { return __ballot_sync(lanes, value) != 0; }
 
 #define RWKV_JAX_DYNAMIC_SHARED(alignment, name) unsigned char* const name = emulation::shared
 
@@ -486,11 +456,7 @@ inline void WarpMultiplyHalf(float (&sum)[4], const uint32_t (&a)[4], uint32_t b
 }
 
 inline void WarpMultiplyFloat(float (&sum)[4], const float (&a)[4], float b0, float b1) {
-  const auto word = [](float x) {
-    uint32_t bits;
-    std::memcpy(&bits, &x, 4);
-    return bits & 0xffffe000;
-  };
+  const auto word = [](float x) { return __float_as_uint(x) & 0xffffe000; };
   emulation::Exchange({word(a[0]), word(a[1]), word(a[2]), word(a[3]), word(b0), word(b1)},
                       [&](const auto& posted) {
                         for (int e = 0; e < 4; ++e) {
