@@ -6,7 +6,7 @@ arrays here, because the vmap and partition rules know arrays by the letters of 
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, Protocol, overload, runtime_checkable
 
 import jax
@@ -49,18 +49,18 @@ class Dispatched(Protocol):
     """What has implementations to choose from: an operator or a layer function."""
 
     @property
-    def implementations(self) -> Mapping[str, Any]: ...
+    def implementations(self) -> Collection[str]: ...
 
     def title(self, name: Pass) -> str: ...
 
-    def axes(self, name: Pass, options: Options, packing: Packing) -> tuple[Any, Any]: ...
+    def axes(self, name: Pass, options: Options, packing: Any) -> tuple[Any, Any]: ...
 
     def compute(
         self, name: Pass, choice: str, options: Options, platform: str, operands: Any
     ) -> Any: ...
 
     def why_not(
-        self, choice: str, platform: str, options: Options, operands: Operands
+        self, choice: str, platform: str, options: Options, operands: Any
     ) -> str | None: ...
 
     def has_rule(self, options: Options) -> bool: ...
@@ -68,27 +68,28 @@ class Dispatched(Protocol):
 
 @overload
 def run(
-    operator: Dispatched, name: Literal["forward", "step"], options: Options, operands: Forward
+    operator: Operator, name: Literal["forward", "step"], options: Options, operands: Forward
 ) -> Result: ...
 @overload
 def run(
-    operator: Dispatched, name: Literal["backward"], options: Options, operands: Backward
+    operator: Operator, name: Literal["backward"], options: Options, operands: Backward
 ) -> Gradients: ...
 @overload
 def run(
-    operator: Dispatched, name: Literal["summary"], options: Options, operands: Forward
+    operator: Operator, name: Literal["summary"], options: Options, operands: Forward
 ) -> Arrays: ...
 @overload
 def run(
-    operator: Dispatched, name: Literal["reverse_summary"], options: Options, operands: Backward
+    operator: Operator, name: Literal["reverse_summary"], options: Options, operands: Backward
 ) -> Arrays: ...
-def run(operator: Dispatched, name: Pass, options: Options, operands: Operands) -> Any:
+def run(operator: Operator, name: Pass, options: Options, operands: Operands) -> Any:
     """Run a pass; the platform that the program is lowered for decides the implementation."""
-    return _run(operator, name, options, operands)
+    return dispatched(operator, name, options, operands)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _run(operator: Dispatched, name: Pass, options: Options, operands: Operands) -> Any:
+def dispatched(operator: Dispatched, name: Pass, options: Options, operands: Any) -> Any:
+    """`run` for whatever has implementations, from a tree of operands with a `packing`."""
     operand_axes, result_axes = operator.axes(name, options, operands.packing)
     leaves, structure = jax.tree.flatten(operands)
 

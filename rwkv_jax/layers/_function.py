@@ -11,7 +11,7 @@ as those of operators are.
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Generic, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jax import Array, lax
 
 from rwkv_jax._native import library
 from rwkv_jax._operator import check, dispatch
-from rwkv_jax._operator.call import Arrays, Backward, Forward, Gradients, Operands, Options, Result
+from rwkv_jax._operator.call import Arrays, Leaf, Options
 from rwkv_jax._operator.operator import Pass
 from rwkv_jax._operator.partition import alike, repeated
 
@@ -30,6 +30,17 @@ RUN = 64
 """The tokens of a row over which a kernel adds up the gradients of parameters."""
 
 VERSION = "v1"
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Operands(Generic[Leaf]):
+    """The operands of a pass. `kept` and `cotangents` are for the backward pass."""
+
+    inputs: dict[str, Leaf]
+    kept: dict[str, Leaf] = field(default_factory=dict)
+    cotangents: dict[str, Leaf] = field(default_factory=dict)
+    packing: None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,15 +98,16 @@ class Function:
     def targets(self) -> tuple[str, ...]:
         return tuple(f"rwkv_{self.name}_{name}_{VERSION}" for name in ("fwd", "bwd"))
 
-    # What `dispatch.run` asks for:
+    # What `dispatch.dispatched` asks for. The forward pass gives the results and what is kept, the
+    # backward pass the gradients.
 
     def title(self, name: Pass) -> str:
         return self.name
 
     def axes(self, name: Pass, options: Options, packing: None) -> tuple[Any, Any]:
         if name == "forward":
-            return Forward(self.inputs, {}), Result(self.results, {}, self.kept)
-        return Backward(self.inputs, self.kept, self.given, {}), Gradients(self.gradients, {})
+            return Operands(self.inputs), (dict(self.results), dict(self.kept))
+        return Operands(self.inputs, dict(self.kept), self.given), self.gradients
 
     def why_not(
         self, choice: str, platform: str, options: Options, operands: Operands
@@ -116,14 +128,14 @@ class Function:
         if name == "forward":
             found = self.formula(inputs)
             kept = {name: found.pop(name) for name in self.kept}
-            return Result(found, {}, kept)
+            return found, kept
 
         def given(floats: Arrays) -> Arrays:
             found = self.formula(inputs | floats)
             return self.give(floats, {name: found[name] for name in self.results})
 
         _, pullback = jax.vjp(given, {name: inputs[name] for name in self.gradients})
-        return Gradients(*pullback(operands.dy), {})
+        return pullback(operands.cotangents)[0]
 
     def has_rule(self, options: Options) -> bool:
         """A formula is left to the compiler, which partitions the tokens of a row as well."""
@@ -135,16 +147,16 @@ class Function:
             sizes |= zip(axes, inputs[name].shape, strict=True)
         return sizes
 
-    def _native_forward(self, inputs: Arrays, operands: Forward) -> Result:
+    def _native_forward(self, inputs: Arrays, operands: Operands) -> tuple[Arrays, Arrays]:
         sizes, dtype = self._sizes(inputs), inputs[next(iter(self.tensors))].dtype
         shapes = [([sizes[x] for x in axes], dtype) for axes in self.results.values()]
         kept = [([sizes.get(x, 2) for x in axes], jnp.float32) for axes in self.kept.values()]
         found = library.call(self.targets[0], [*shapes, *kept], *inputs.values())
         results = dict(zip(self.results, found, strict=False))
-        return Result(results, {}, dict(zip(self.kept, found[len(results) :], strict=True)))
+        return results, dict(zip(self.kept, found[len(results) :], strict=True))
 
-    def _native_backward(self, inputs: Arrays, operands: Backward) -> Gradients:
-        cotangents = [operands.dy[name] for name in self.given]
+    def _native_backward(self, inputs: Arrays, operands: Operands) -> Arrays:
+        cotangents = [operands.cotangents[name] for name in self.given]
         shapes = [(inputs[name].shape, inputs[name].dtype) for name in self.tensors]
         # The partial sums of all parameters are one array [B, runs, ...], in which a parameter has
         # as many places as it has vectors [D] or [H, K].
@@ -156,7 +168,7 @@ class Function:
             self.targets[1],
             [*shapes, (partials, jnp.float32)],
             *inputs.values(),
-            *operands.states.values(),
+            *operands.kept.values(),
             *cotangents,
         )
         gradients = dict(zip(self.tensors, found, strict=False))
@@ -165,7 +177,7 @@ class Function:
             part = lax.slice_in_dim(sums, at, at + count, axis=1)
             gradients[name] = part.reshape(inputs[name].shape)
             at += count
-        return Gradients(gradients, {})
+        return gradients
 
 
 def _size(shape: Sequence[int]) -> int:
@@ -204,8 +216,8 @@ def run(
 
 def _given(function: Function, options: Options, inputs: Arrays) -> tuple[Arrays, Arrays]:
     """The results as callers get them, and what is kept."""
-    found = dispatch.run(function, "forward", options, Forward(inputs, {}))
-    return function.give(inputs, found.y), found.states
+    results, kept = dispatch.dispatched(function, "forward", options, Operands(inputs))
+    return function.give(inputs, results), kept
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -224,8 +236,8 @@ def _backward(
     function: Function, options: Options, residuals: tuple[Arrays, Arrays], cotangents: Arrays
 ) -> tuple[dict[str, Array | None]]:
     inputs, kept = residuals
-    operands = Backward(inputs, kept, cotangents, {})
-    found = dispatch.run(function, "backward", options, operands).inputs
+    operands = Operands(inputs, kept, cotangents)
+    found = dispatch.dispatched(function, "backward", options, operands)
     return ({**found, **dict.fromkeys(function.indices)},)
 
 

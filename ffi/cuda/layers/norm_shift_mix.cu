@@ -26,7 +26,11 @@ __device__ Origin OriginOf(const NormShiftMixCall& call, int64_t token, int64_t 
   return t == 0 && origin == Origin::kToken ? Origin::kNothing : origin;
 }
 
-constexpr int kForwardWarps = 8, kForwardTokens = 8, kVector = 8;
+constexpr int kForwardWarps = 8, kVector = 8;
+
+// The tokens of a warp: fewer where the parameters take more registers.
+template <int kMixes>
+constexpr int kForwardTokensOf = kMixes > 1 ? 4 : 8;
 
 // The mean and 1 / sqrt(variance + eps) of a token, whose channels the lanes of a warp share.
 template <typename T>
@@ -54,6 +58,7 @@ __device__ float2 FindMoments(const void* array, int64_t at, int width) {
 template <typename T, int kMixes>
 __global__ __launch_bounds__(32 * kForwardWarps,
                              2) void ForwardKernel(NormShiftMixForwardCall call) {
+  constexpr int kForwardTokens = kForwardTokensOf<kMixes>;
   const int64_t row = blockIdx.y, first = row * call.tokens;
   const int width = static_cast<int>(call.width);
   const int64_t begin =
@@ -328,7 +333,7 @@ cudaError_t Run(cudaStream_t stream, const NormShiftMixForwardCall& call) {
   if (call.rows * call.tokens == 0) return cudaSuccess;
   return ForTypesAndMixes(call, [&](auto zero, auto mixes) {
     return Launch(ForwardKernel<decltype(zero), mixes()>,
-                  Blocks(call, kForwardWarps * kForwardTokens), 32 * kForwardWarps, 0, stream,
+                  Blocks(call, kForwardWarps * kForwardTokensOf<mixes()>), 32 * kForwardWarps, 0, stream,
                   call);
   });
 }

@@ -76,10 +76,9 @@ def mix_tokens(
     """`time_mix` of `x` normalised by `norm`, and before its results `x` itself, for other uses."""
     # A token has no run of tokens over which kernels could go.
     layers = options.layers if x.ndim == 3 else "reference"
-    if state is None:
-        state = TimeMixState(None, initial_wkv(params, len(x)))
+    before, wkv = (None, initial_wkv(params, len(x))) if state is None else state
     mixes = (params.x_r, params.x_w, params.x_k, params.x_v, params.x_a, params.x_g)
-    x, mixed, shift = shift_and_mix(norm, mixes, x, state.shift, options.segment_ids, layers)
+    x, mixed, shift = shift_and_mix(norm, mixes, x, before, options.segment_ids, layers)
     x_r, x_w, x_k, x_v, x_a, x_g = mixed
 
     p = _parameters.like(params, x)
@@ -116,7 +115,7 @@ def mix_tokens(
     segments = {} if ids is None else {"segment_ids": ids}
     y, last = mix(
         *operands,
-        state.wkv,
+        wkv,
         decay="sigmoid",
         implementation=options.implementation,
         **segments,
