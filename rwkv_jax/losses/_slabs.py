@@ -209,7 +209,10 @@ def _losses_and_dlogits(
         return found, _dlogits(options, axis, own, logits, statistics).astype(dtype)
 
     def kernel(logits: Array, targets: Array, scale: Array) -> tuple[Array, Array]:
-        coefficients = jnp.array([options.z_loss, options.l2_wrap], jnp.float32)
+        # A rule for meshes admits no constant arrays.
+        coefficients = jnp.concatenate(
+            [jnp.full(1, x, jnp.float32) for x in (options.z_loss, options.l2_wrap)]
+        )
         results = [(scale.shape, jnp.float32), (logits.shape, dtype)]
         found, dlogits = library.call(TARGET, results, logits, targets, scale, coefficients)
         return found, dlogits
