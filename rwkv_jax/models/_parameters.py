@@ -17,7 +17,7 @@ def name(path: KeyPath) -> str:
 
 
 def names(params: PyTree[Array]) -> dict[str, Array]:
-    """The parameters by their official names."""
+    """The parameters by their official names, or by those of the stacked form."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(params)
     return {name(path): x for path, x in leaves}
 

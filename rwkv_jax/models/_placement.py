@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 
 from rwkv_jax._operator import check
 from rwkv_jax._operator.partition import axis_names
-from rwkv_jax.models import _parameters
+from rwkv_jax.models import _parameters, _stacking
 
 Axis: TypeAlias = Literal["data", "model"]
 Rules: TypeAlias = tuple[tuple[tuple[str, ...], tuple[Axis, ...]], ...]
@@ -45,10 +45,11 @@ def shardings(
     def sharding(path: KeyPath, x: Array | jax.ShapeDtypeStruct) -> NamedSharding:
         name = _parameters.name(path)
         axes = next((axes for endings, axes in rules if name.endswith(endings)), ())
+        blocks = 1 if _stacking.is_stacked(path) else 0
         spec = (
             along[axis] if size % devices[axis] == 0 else None
-            for size, axis in zip(x.shape, axes, strict=False)
+            for size, axis in zip(x.shape[blocks:], axes, strict=False)
         )
-        return NamedSharding(mesh, PartitionSpec(*spec))
+        return NamedSharding(mesh, PartitionSpec(*(None,) * blocks, *spec))
 
     return jax.tree_util.tree_map_with_path(sharding, params)

@@ -19,8 +19,11 @@ def product(x: jax.Array) -> jax.Array:
     return checkpoint_name(x, PRODUCT)
 
 
-def recomputed(block: Callable[..., Any], recompute: Recompute | None) -> Callable[..., Any]:
-    """`block` with a backward pass that computes again what `recompute` says.
+def recomputed(
+    block: Callable[..., Any], recompute: Recompute | None, *, scanned: bool = False
+) -> Callable[..., Any]:
+    """`block` with a backward pass that computes again what `recompute` says. `scanned` says that
+    it is the body of a scan.
 
     Raises:
       ValueError: `recompute` is none of its accepted values.
@@ -35,4 +38,5 @@ def recomputed(block: Callable[..., Any], recompute: Recompute | None) -> Callab
         raise ValueError(
             f"recompute is {recompute!r}; accepted are None, {', '.join(map(repr, policies))}"
         )
-    return jax.checkpoint(block, policy=policies[recompute])
+    # In a scan the forward and the backward pass are two loops, which the compiler cannot merge.
+    return jax.checkpoint(block, policy=policies[recompute], prevent_cse=not scanned)

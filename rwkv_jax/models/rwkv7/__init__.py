@@ -19,6 +19,7 @@ from rwkv_jax.models._linear import Weight as Weight
 from rwkv_jax.models._normalisation import Norm as Norm
 from rwkv_jax.models._normalisation import layer_norm as layer_norm
 from rwkv_jax.models._parameters import names as names
+from rwkv_jax.models._stacking import Stacked as Stacked
 from rwkv_jax.models.rwkv7.channel_mixing import channel_mix as channel_mix
 from rwkv_jax.models.rwkv7.config import Config as Config
 from rwkv_jax.models.rwkv7.decoding import generate as generate
@@ -32,6 +33,8 @@ from rwkv_jax.models.rwkv7.parameters import ChannelMixParams as ChannelMixParam
 from rwkv_jax.models.rwkv7.parameters import Params as Params
 from rwkv_jax.models.rwkv7.parameters import TimeMixParams as TimeMixParams
 from rwkv_jax.models.rwkv7.placement import shardings as shardings
+from rwkv_jax.models.rwkv7.stacking import stacked as stacked
+from rwkv_jax.models.rwkv7.stacking import unstacked as unstacked
 from rwkv_jax.models.rwkv7.state import BlockState as BlockState
 from rwkv_jax.models.rwkv7.state import State as State
 from rwkv_jax.models.rwkv7.state import TimeMixState as TimeMixState

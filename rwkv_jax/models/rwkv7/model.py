@@ -1,9 +1,12 @@
 """The forward pass of the model."""
 
 import functools
+from collections.abc import Callable
+from typing import TypeAlias
 
+import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.typing import DTypeLike
 from jaxtyping import Float, Float32, Int
 
@@ -11,10 +14,11 @@ from rwkv_jax.models import _recomputation
 from rwkv_jax.models._linear import embed, logits
 from rwkv_jax.models._normalisation import layer_norm
 from rwkv_jax.models._recomputation import Recompute
+from rwkv_jax.models._stacking import Stacked
 from rwkv_jax.models._token_shift import check_segment_ids
 from rwkv_jax.models.rwkv7.channel_mixing import mix_channels
 from rwkv_jax.models.rwkv7.parameters import BlockParams, Params
-from rwkv_jax.models.rwkv7.state import BlockState, State, initial_state
+from rwkv_jax.models.rwkv7.state import BlockState, State, initial_block
 from rwkv_jax.models.rwkv7.time_mixing import Options, Wkv, mix_tokens
 from rwkv_jax.wkv7 import wkv7
 
@@ -37,9 +41,10 @@ def features(
     `rwkv_jax.losses` computes a loss from it without the logits of all tokens at once.
 
     Args:
-      params: the parameters.
+      params: the parameters, in either form: as `init` or as `stacked` gives them.
       tokens: integers below the size of the vocabulary.
-      state: the state after the tokens before `tokens`; `initial_state` if None.
+      state: the state after the tokens before `tokens`, in the form of `params`; `initial_state` if
+        None.
       segment_ids: which tokens of a row are one document, with 0 for padding; for sequences only.
         The first document goes on from `state`, every other one starts anew, and the next state is
         the one after the last document.
@@ -56,20 +61,76 @@ def features(
       The features [B, T, C] or [B, C] in `dtype`, and the next state.
 
     Raises:
-      TypeError, ValueError: `segment_ids` is wrong, or given with one token each.
+      TypeError, ValueError: `segment_ids` is wrong, or given with one token each; or `state` has not
+        the form of `params`.
     """
     check_segment_ids("rwkv7", segment_ids, tokens.shape)
-    if state is None:
-        state = initial_state(params, tokens.shape[0], dtype)
     x = embed(params.emb, tokens, dtype)
+    block = functools.partial(_block, Options(segment_ids, implementation, layers, wkv))
+    recomputed = functools.partial(_recomputation.recomputed, block, recompute)
+    if isinstance(params.blocks, Stacked):
+        if not isinstance(state, Stacked | None):
+            raise ValueError("rwkv7: state is a tuple; accepted with stacked blocks is Stacked")
+        x, next_state = _scan(recomputed(), recomputed(scanned=True), params.blocks, x, state)
+    else:
+        if isinstance(state, Stacked):
+            raise ValueError("rwkv7: state is Stacked; accepted with a tuple of blocks is a tuple")
+        x, next_state = _in_turn(recomputed(), params.blocks, x, state)
+    return layer_norm(params.ln_out, x), next_state
+
+
+_Block: TypeAlias = Callable[
+    [BlockParams, Array, Array | None, BlockState | None], tuple[Array, Array, BlockState]
+]
+
+
+def _in_turn(
+    block: _Block, blocks: tuple[BlockParams, ...], x: Array, state: tuple[BlockState, ...] | None
+) -> tuple[Array, State]:
+    """The activations after all blocks, and the next state."""
     v_first = None
     next_state = []
-    options = Options(segment_ids, implementation, layers, wkv)
-    block = _recomputation.recomputed(functools.partial(_block, options), recompute)
-    for p, s in zip(params.blocks, state, strict=True):
+    for p, s in zip(blocks, state or (None,) * len(blocks), strict=True):
         x, v_first, after = block(p, x, v_first, s)
         next_state.append(after)
-    return layer_norm(params.ln_out, x), tuple(next_state)
+    return x, tuple(next_state)
+
+
+def _scan(
+    block: _Block,
+    body: _Block,
+    blocks: Stacked[BlockParams],
+    x: Array,
+    state: Stacked[BlockState] | None,
+) -> tuple[Array, State]:
+    """`_in_turn` with a scan over all blocks but the first, of which each is `body`."""
+    x, v_first, first = block(blocks.first, x, None, state and state.first)
+    if blocks.rest is None:
+        return x, Stacked(first, None)
+    constant = lax.stop_gradient(v_first)
+
+    def step(
+        carry: tuple[Array, Array], of_block: tuple[BlockParams, BlockState | None]
+    ) -> tuple[tuple[Array, Array], BlockState]:
+        x, passed = carry
+        p, s = of_block
+        x, passed, after = body(p, x, _with_gradient(constant, passed), s)
+        return (x, passed), after
+
+    (x, _), rest = lax.scan(step, (x, v_first), (blocks.rest, state and state.rest))
+    return x, Stacked(first, rest)
+
+
+@jax.custom_vjp
+def _with_gradient(constant: Array, carried: Array) -> Array:
+    """`constant`, which equals `carried`, with the gradient of `carried`.
+
+    A backward pass keeps a value that a scan carries once for each block, and a constant once.
+    """
+    return constant
+
+
+_with_gradient.defvjp(lambda constant, carried: (constant, None), lambda _, dx: (None, dx))
 
 
 def _block(
@@ -77,9 +138,11 @@ def _block(
     p: BlockParams,
     x: Float[Array, "B *T C"],
     v_first: Float[Array, "B *T C"] | None,
-    s: BlockState,
+    s: BlockState | None,
 ) -> tuple[Array, Array, BlockState]:
     """The activations after a block, the value of the first block, and the next state."""
+    if s is None:
+        s = initial_block(p, len(x), x.dtype)
     if p.ln0 is not None:
         x = layer_norm(p.ln0, x)
     x, dx, att, v_first = mix_tokens(p.att, p.ln1, x, s.att, v_first, options)

@@ -6,6 +6,7 @@ from jax import Array
 
 from rwkv_jax.models._linear import Weight
 from rwkv_jax.models._normalisation import Norm
+from rwkv_jax.models._stacking import Stacked
 
 
 class TimeMixParams(NamedTuple):
@@ -66,9 +67,9 @@ class BlockParams(NamedTuple):
 
 
 class Params(NamedTuple):
-    """The parameters of the model."""
+    """The parameters of the model. `stacked` gives the blocks their stacked form."""
 
     emb: Weight
-    blocks: tuple[BlockParams, ...]
+    blocks: tuple[BlockParams, ...] | Stacked[BlockParams]
     ln_out: Norm
     head: Weight

@@ -1,0 +1,43 @@
+"""Blocks of one structure as a single tree of arrays with a leading axis, over which `lax.scan`
+goes."""
+
+from typing import Generic, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import GetAttrKey, KeyPath
+
+Block = TypeVar("Block")
+
+
+class Stacked(NamedTuple, Generic[Block]):
+    """Blocks in stacked form: the first one, which has another structure, and the others as one
+    tree whose arrays have a leading axis of blocks. `rest` is None where there are no others."""
+
+    first: Block
+    rest: Block | None
+
+
+def stack(blocks: tuple[Block, ...] | Stacked[Block]) -> Stacked[Block]:
+    """The blocks in stacked form."""
+    if isinstance(blocks, Stacked):
+        return blocks
+    first, *others = blocks
+    rest = jax.tree.map(lambda *xs: jnp.stack(xs), *others) if others else None
+    return Stacked(first, rest)
+
+
+def unstack(blocks: tuple[Block, ...] | Stacked[Block]) -> tuple[Block, ...]:
+    """The blocks one by one."""
+    if not isinstance(blocks, Stacked):
+        return blocks
+    if blocks.rest is None:
+        return (blocks.first,)
+    leaves, tree = jax.tree.flatten(blocks.rest)
+    others = zip(*map(tuple, leaves), strict=True)
+    return (blocks.first, *(jax.tree.unflatten(tree, block) for block in others))
+
+
+def is_stacked(path: KeyPath) -> bool:
+    """Whether the array at `path` has a leading axis of blocks."""
+    return GetAttrKey("rest") in path
