@@ -13,6 +13,11 @@ def name_of(path: jax.tree_util.KeyPath) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
+def rank(name: str, x: jax.Array) -> int:
+    """The rank of a parameter in its block: the stacked form of `rwkv7.stacked` adds an axis."""
+    return x.ndim - ("blocks.rest." in name)
+
+
 def make_optimizer(args: argparse.Namespace) -> optax.GradientTransformation:
     """AdamW as in the official training: matrices decay, `w0` learns at twice the rate, and the
     learning rate starts at a hundredth of its peak."""
@@ -38,7 +43,7 @@ def make_optimizer(args: argparse.Namespace) -> optax.GradientTransformation:
         optax.clip_by_global_norm(1.0),
         optax.scale_by_adam(0.9, 0.99, eps=1e-18),
         optax.add_decayed_weights(
-            args.weight_decay, where(lambda name, x: "weight" in name and x.ndim == 2)
+            args.weight_decay, where(lambda name, x: "weight" in name and rank(name, x) == 2)
         ),
         optax.masked(optax.scale(2.0), where(lambda name, x: "w0" in name)),
         optax.scale_by_learning_rate(schedule),

@@ -1,5 +1,7 @@
 """How large a model is: its parameters, and the operations of training it."""
 
+import jax
+
 from rwkv_jax.models import rwkv7
 
 
@@ -15,6 +17,7 @@ def flops_per_token(params: rwkv7.Params) -> int:
     backward pass, and each number of a state [K, K] takes part in four products of the time mixing.
     Values that the backward pass computes again do not count.
     """
+    params = jax.eval_shape(rwkv7.unstacked, params)
     matrices = sum(
         x.size
         for name, x in rwkv7.names(params).items()

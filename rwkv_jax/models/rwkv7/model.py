@@ -61,8 +61,8 @@ def features(
       The features [B, T, C] or [B, C] in `dtype`, and the next state.
 
     Raises:
-      TypeError, ValueError: `segment_ids` is wrong, or given with one token each; or `state` has not
-        the form of `params`.
+      TypeError, ValueError: `segment_ids` is wrong, or given with one token each; or `state` has
+        another form than `params`.
     """
     check_segment_ids("rwkv7", segment_ids, tokens.shape)
     x = embed(params.emb, tokens, dtype)
