@@ -7,15 +7,12 @@ import jax
 import optax
 from jaxtyping import PyTree
 
+from training.sizes import rank
+
 
 def name_of(path: jax.tree_util.KeyPath) -> str:
     """The name of the array at `path`, as in `blocks.0.att.receptance.weight`."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
-
-
-def rank(name: str, x: jax.Array) -> int:
-    """The rank of a parameter in its block: the stacked form of `rwkv7.stacked` adds an axis."""
-    return x.ndim - ("blocks.rest." in name)
 
 
 def make_optimizer(args: argparse.Namespace) -> optax.GradientTransformation:

@@ -99,9 +99,9 @@ def _in_turn(
 def _scan(
     block: _Block,
     body: _Block,
-    blocks: Stacked[BlockParams],
+    blocks: Stacked,
     x: Array,
-    state: Stacked[BlockState] | None,
+    state: Stacked | None,
 ) -> tuple[Array, State]:
     """`_in_turn` with a scan over all blocks but the first, of which each is `body`."""
     x, v_first, first = block(blocks.first, x, None, state and state.first)
