@@ -2,7 +2,7 @@
 
     python scripts/bench_loss.py
     python scripts/bench_loss.py --slabs 2048 4096 8192 16384
-    python scripts/bench_loss.py --variants --l2-wrap 1e-4
+    python scripts/bench_loss.py --l2-wrap 1e-4
     python scripts/bench_loss.py --shapes 16384x2048x65536 --dtype float32
 
 The features are in --dtype and the weight is in float32, as in training. "forward+backward" is the
@@ -17,7 +17,6 @@ where that is installed, and the same formula otherwise. It has no --l2-wrap, --
 
 import argparse
 import functools
-import itertools
 import json
 import math
 import sys
@@ -31,8 +30,7 @@ import jax.numpy as jnp
 from benchmarking.operands import DIRECTIONS
 from benchmarking.report import DTYPES, Table
 from benchmarking.timing import Contestant, time_in_turn
-from rwkv_jax.losses import _derivative, cross_entropy
-from rwkv_jax.losses._options import Options, Plan
+from rwkv_jax.losses import cross_entropy
 
 SHAPES = {"gpu": [(16384, 2048, 65536), (65536, 768, 65536)], "cpu": [(512, 64, 4096)]}
 """Tokens, channels, vocabulary."""
@@ -52,18 +50,6 @@ def of_all_logits(features: jax.Array, weight: jax.Array, targets: jax.Array) ->
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
 
-def planned(plan: Plan, terms: dict[str, Any]) -> Loss:
-    """The mean loss with a plan that no public option selects."""
-
-    def loss(features: jax.Array, weight: jax.Array, targets: jax.Array) -> jax.Array:
-        mask = jnp.ones(targets.shape, bool)
-        operands = _derivative.Operands(features, weight, targets, mask)
-        total = _derivative.total(Options(plan=plan, **terms), None, operands, recompute=False)
-        return total / targets.size
-
-    return loss
-
-
 def contestants(args: argparse.Namespace) -> Iterator[tuple[str, Loss]]:
     ours = functools.partial(cross_entropy, **args.terms)
     yield "all logits", of_all_logits
@@ -71,18 +57,6 @@ def contestants(args: argparse.Namespace) -> Iterator[tuple[str, Loss]]:
     yield "cross_entropy, recompute", functools.partial(ours, recompute=True)
     for slab in args.slabs:
         yield f"slabs of {slab}", functools.partial(ours, slab=slab)
-    if args.variants:
-        changes: list[dict[str, Any]] = [
-            {"unroll": 2},
-            {"passes": 1},
-            {"dweight": "stored"},
-            {"barrier": False},
-            {"passes": 1, "barrier": False},
-        ]
-        for slab, change in itertools.product(args.slabs or [None], changes):
-            name = ", ".join(f"{option}={value}" for option, value in change.items())
-            name += f", slabs of {slab}" if slab else ""
-            yield name, planned(Plan(slab, **change), args.terms)
 
 
 def make(shape: Sequence[int], dtype: str) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -151,7 +125,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--slabs", type=int, nargs="+", default=[], metavar="N", help="tokens of a slab, to compare"
     )
-    add("--variants", action="store_true", help="other plans of the same computation as well")
     add("--z-loss", type=float, default=0.0)
     add("--l2-wrap", type=float, default=0.0)
     add("--soft-cap", type=float)

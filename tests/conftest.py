@@ -55,9 +55,9 @@ def pytest_sessionstart() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The quick run has, of each test that is not marked slow, the first case of each operator in
-    each implementation and in each data type, and of each platform; the other cases are slow. Plain
-    XLA, which compiles for seconds, is there once in each file for each operator."""
+    """The quick run has, of each test that is not marked slow, the first case of each operator and
+    layer function in each implementation and in each data type, and of each platform; the other
+    cases are slow. Plain XLA, which compiles for seconds, is there once in each file for each."""
     seen = set()
     for item in items:
         if item.get_closest_marker("slow"):
@@ -73,14 +73,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _kinds(item: pytest.Item) -> Iterator[tuple[str | None, ...]]:
-    """What a case shows: an operator in an implementation and in a data type, and a platform."""
+    """What a case shows: an operator or a layer function in an implementation and in a data type,
+    and a platform."""
     from support.cases import DTYPES
+    from support.layer_functions import LAYER_FUNCTIONS
     from support.operators import IMPLEMENTATIONS, OPERATORS, Run
 
     params = getattr(getattr(item, "callspec", None), "params", {})
     words = [x for x in params.values() if isinstance(x, str)]
     run = params.get("run") or Run(
-        next((x for x in words if x in OPERATORS), ""),
+        next((x for x in words if x in OPERATORS or x in LAYER_FUNCTIONS), ""),
         next((x for x in words if x in IMPLEMENTATIONS), None),
     )
     yield run

@@ -19,6 +19,7 @@ import functools
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sysconfig
@@ -32,9 +33,10 @@ import numpy as np
 import pytest
 
 import rwkv_jax
-from support import harness, internals, tolerance
+from support import harness, internals, layer_functions, tolerance
 from support.cases import CU_SEQLENS, GPUS, Arrays, Case
-from support.operators import OPERATORS, Run
+from support.layer_functions import LAYER_FUNCTIONS
+from support.operators import OPERATORS, SEQUENCES, Run
 
 EMULATION = Path(__file__).parent / "emulation"
 FFI = EMULATION.parents[1] / "ffi"
@@ -109,6 +111,7 @@ class Emulation:
         self.device, self.share = device, share
         self.module.set_device(*device)
         self.plans: list[dict[str, Any]] = []
+        self._problem: tuple[str, str, dict[str, int]] | None = None
 
     def scratch(self, op: str, name: str, **problem: int) -> int:
         self._problem = op, name, problem
@@ -124,7 +127,8 @@ class Emulation:
     ) -> tuple[jax.Array, ...]:
         """The results of a target, on buffers of NaN."""
         types = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in results]
-        problem = None if aliases else self._problem
+        # Asked for just before, unless the target takes no scratch.
+        problem, self._problem = self._problem, None
 
         def call(*operands: jax.Array) -> list[np.ndarray]:
             arrays = [np.ascontiguousarray(x) for x in operands]
@@ -588,3 +592,215 @@ def test_a_handler_refuses(emulated: Emulation) -> None:
     x = np.zeros((1, 1, 16), np.float32)
     with pytest.raises(RuntimeError, match=r"INVALID_ARGUMENT: wkv7_step: w is missing"):
         emulated.module.call("rwkv_wkv7_step_v2", [x], [x.copy()], {"decay": 2})
+
+
+Layer = layer_functions.Case
+
+LAYERS = [
+    *(
+        ("norm_shift_mix", Layer(*case))
+        for case in [
+            (2, 70, 1, 48, "float32", 6, True),
+            (2, 130, 1, 48, "bfloat16", 1),
+            (1, 129, 1, 16, "float16", 6, True),
+            (3, 65, 1, 16, "float32", 1, True),
+            (1, 66, 1, 320, "bfloat16", 6),
+            (1, 9, 1, 320, "float16", 1, True),
+            (1, 67, 1, 768, "bfloat16", 6, True),
+            (2, 33, 1, 768, "float32", 1),
+            (1, 17, 1, 2048, "bfloat16", 6),
+            (1, 9, 1, 2048, "float32", 6, True),
+            (1, 5, 1, 2560, "bfloat16", 6, True),
+            (1, 18, 1, 2560, "float16", 1),
+            (2, 3, 1, 4096, "bfloat16", 6, True),
+            (1, 9, 1, 4096, "float32", 6),
+            (1, 2, 1, 4096, "float16", 1),
+            (1, 1, 1, 48, "float32", 6),
+            (2, 64, 1, 64, "bfloat16", 6),
+            (2, 0, 1, 32, "bfloat16", 6),
+            (0, 5, 1, 32, "float32", 1),
+        ]
+    ),
+    *(
+        (name, Layer(*case))
+        for name in LAYER_FUNCTIONS
+        if name != "norm_shift_mix"
+        for case in [
+            (2, 70, 3, 16, "float32"),
+            (1, 130, 1, 32, "float16"),
+            (2, 65, 5, 64, "bfloat16"),
+            (1, 17, 2, 128, "bfloat16"),
+            (1, 66, 3, 256, "float16"),
+            (1, 3, 9, 256, "float32"),
+            (1, 2, 40, 64, "bfloat16"),
+            (3, 1, 1, 16, "bfloat16"),
+            (1, 64, 2, 16, "float32"),
+            (2, 0, 2, 64, "bfloat16"),
+            (0, 5, 2, 64, "float32"),
+        ]
+    ),
+]
+"""Rows, tokens, heads, channels of each, and for `norm_shift_mix` the mixes and whether `origin` is
+given. Some have fewer channels than a warp takes, or more than a block."""
+
+
+@functools.cache
+def _emulated_layer(name: str) -> Any:
+    """The function, under a name of its own in JAX's caches."""
+    return lambda **arguments: LAYER_FUNCTIONS[name].call(**arguments)
+
+
+def _layer(emulated: Emulation, name: str, case: Layer, seed: int = 1) -> dict[str, jax.Array]:
+    emulated.module.seed(seed)
+    return layer_functions.check(name, "ffi", case, _emulated_layer(name))
+
+
+@pytest.mark.parametrize(("name", "case"), LAYERS, ids=str)
+def test_layers(emulated: Emulation, name: str, case: Layer) -> None:
+    """Results and gradients are close to those of the oracle, and the same for all seeds."""
+    found, other = (
+        {n: np.asarray(x) for n, x in _layer(emulated, name, case, seed).items()} for seed in (1, 2)
+    )
+    _assert_same(found, other)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", LAYER_FUNCTIONS)
+def test_layers_on_devices(emulated: Emulation, name: str, device: str) -> None:
+    emulated.use(DEVICES[device])
+    _layer(emulated, name, Layer(1, 70, 2, 64, "bfloat16", origin=True))
+
+
+LAYER_CALL = Layer(2, 3, 2, 16, "bfloat16", origin=True)
+
+
+class LayerCall(NamedTuple):
+    """A call of a target, with its arrays by name in their order."""
+
+    target: str
+    operands: dict[str, np.ndarray]
+    results: dict[str, np.ndarray]
+
+
+def _layer_calls(
+    emulated: Emulation, monkeypatch: pytest.MonkeyPatch, name: str, case: Layer = LAYER_CALL
+) -> list[LayerCall]:
+    """The calls of the forward and of the backward pass."""
+    calls = []
+
+    def record(target: str, results: Any, *operands: Any, **more: Any) -> Any:
+        empty = [np.zeros(shape, dtype) for shape, dtype in results]
+        calls.append((target, [np.array(x) for x in operands], empty))
+        return emulated.call(target, results, *operands, **more)
+
+    own = LAYER_FUNCTIONS[name]
+    arrays = jax.tree.map(jnp.asarray, layer_functions.operands(name, case))
+    with monkeypatch.context() as patch:
+        internals.intercept_native_calls(patch, record)
+        with jax.disable_jit():
+            layer_functions.value_and_gradients(name, "ffi", *arrays)
+    inputs = [*own.inputs, *(["origin"] if name == "norm_shift_mix" else [])]
+    kept = ["moments"] if name == "norm_shift_mix" else []
+    results = [n.replace("mixed", "mixed ") for n in own.results]
+    fresh = [n for n in results if n != "passed" and not n.endswith("_again")]
+    names = [
+        (inputs, [*fresh, *kept]),
+        ([*inputs, *kept, *(f"d{n}" for n in results)], [f"d{n}" for n in own.tensors]),
+    ]
+    names[1][1].append("partials")
+    return [
+        LayerCall(
+            target, *(dict(zip(n, x, strict=True)) for n, x in zip(several, given, strict=True))
+        )
+        for several, (target, *given) in zip(names, calls, strict=True)
+    ]
+
+
+def _refused(emulated: Emulation, call: LayerCall) -> str:
+    operands, results = (list(x.values()) for x in call[1:])
+    with pytest.raises(RuntimeError, match="INVALID_ARGUMENT: ") as error:
+        emulated.module.call(call.target, operands, results, {})
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", LAYER_FUNCTIONS)
+def test_layers_refuse_wrong_arrays(
+    emulated: Emulation, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Every operand and result that is missing or has another shape or dtype is named."""
+    for call in _layer_calls(emulated, monkeypatch, name):
+        for kind in ("operands", "results"):
+            arrays = getattr(call, kind)
+            names = list(arrays)
+
+            def error(changed: Any, call: LayerCall = call, kind: str = kind) -> str:
+                return _refused(emulated, call._replace(**{kind: changed}))
+
+            for i, n in enumerate(names):
+                fewer = {other: arrays[other] for other in names[:i]}
+                assert f"{name}: {n} is missing" in error(fewer)
+                x = arrays[n]
+                rank = error(arrays | {n: x[None]})
+                assert f"{name}: {n} has shape [1, " in rank
+                # The first array that has an axis sets its size: a later one is then odd.
+                longer = error(arrays | {n: np.concatenate([x, x], axis=-1)})
+                assert f"{name}: " in longer
+                assert re.search(rf"\b{n} has ", longer), longer
+                dtype = np.int32 if x.dtype != np.int32 else np.float32
+                assert f"{name}: {n} is " in error(arrays | {n: x.astype(dtype)})
+            more = error(arrays | {"one more": next(iter(arrays.values()))})
+            assert f"{len(arrays) + 1} {kind} given; expected {len(arrays)}" in more
+
+
+WRONG_SIZES = {
+    "width": ("norm_shift_mix", Layer(1, 2, 1, 17), "x has D = 17; expected a multiple of 16"),
+    "large": ("norm_shift_mix", Layer(1, 2, 1, 4112), "x has D = 4112; expected a multiple of 16"),
+    "mixes": ("norm_shift_mix", Layer(1, 2, 1, 16, mixes=3), "mix has I = 3; expected 1 or 6"),
+    **{
+        f"{name} of {size}": (
+            *(name, Layer(1, 2, 1, size)),
+            f"K = {size}; expected a power of two from 16 to 256",
+        )
+        for name in LAYER_FUNCTIONS
+        if name != "norm_shift_mix"
+        for size in (8, 48, 512)
+    },
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_SIZES)
+def test_layers_refuse_sizes(emulated: Emulation, wrong: str) -> None:
+    """Which Python leaves to other implementations."""
+    name, case, message = WRONG_SIZES[wrong]
+    inputs, _ = layer_functions.operands(name, case)
+    with pytest.raises(Exception, match=f"INVALID_ARGUMENT: {name}: {message}"):
+        jax.block_until_ready(LAYER_FUNCTIONS[name].call(**inputs, implementation="ffi"))
+
+
+def test_layers_refuse_other_counts(emulated: Emulation, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward, backward = _layer_calls(emulated, monkeypatch, "norm_shift_mix")
+    for call in (forward, backward):
+        kind = "results" if call is forward else "operands"
+        three = np.zeros((2, 3, 3), np.float32)
+        changed = getattr(call, kind) | {"moments": three}
+        assert "moments has E = 3; expected 2" in _refused(
+            emulated, call._replace(**{kind: changed})
+        )
+    x = backward.results["partials"]
+    for shape, message in (
+        ((2, 2, *x.shape[2:]), "partials has N = 2 and J = 8; expected 1 and 8"),
+        ((2, 1, 7, x.shape[3]), "partials has N = 1 and J = 7; expected 1 and 8"),
+    ):
+        changed = backward.results | {"partials": np.zeros(shape, np.float32)}
+        assert message in _refused(emulated, backward._replace(results=changed))
+
+
+def test_targets_and_constants_are_those_of_python(emulated: Emulation) -> None:
+    names = ("fwd", "bwd", "step", "summary", "reverse_summary")
+    operators = set().union(*(internals.targets(op, *names) for op in SEQUENCES))
+    found = set(emulated.module.targets())
+    assert found - operators == internals.layer_targets()
+    for op in SEQUENCES:
+        assert internals.targets(op, *names[:3]) <= found
+    constants = emulated.module.layer_constants()
+    assert constants == pytest.approx(internals.layer_constants(), rel=1e-7)

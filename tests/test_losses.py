@@ -14,8 +14,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from rwkv_jax.losses import _derivative, cross_entropy
-from rwkv_jax.losses._options import Options, Plan
+from rwkv_jax.losses import cross_entropy
+from rwkv_jax.losses._options import slabs
 from support import hlo, meshes
 from support.cases import DTYPES
 from support.tolerance import assert_close
@@ -198,28 +198,9 @@ def test_logits_far_apart() -> None:
     check(given | {"weight": 200 * given["weight"]}, l2_wrap=1e-4)
 
 
-PLANS = [
-    Plan(tokens=1),
-    Plan(tokens=6),
-    Plan(tokens=7),
-    Plan(tokens=100),
-    Plan(tokens=4, unroll=3),
-    Plan(tokens=4, passes=1),
-    Plan(tokens=4, dweight="stored"),
-    Plan(tokens=4, barrier=False),
-]
-
-
-@pytest.mark.parametrize("plan", PLANS, ids=str)
-def test_plans(plan: Plan) -> None:
-    def planned(
-        features: Any, weight: Any, *, targets: Any, mask: Any, reduction: str, **options: Any
-    ) -> jax.Array:
-        assert reduction == "sum"
-        operands = _derivative.Operands(*map(jnp.asarray, (features, weight, targets, mask)))
-        return _derivative.total(Options(plan=plan, **options), None, operands, recompute=False)
-
-    check(arrays(3, 7), function=planned, reduction="sum", **ALL_TERMS)
+@pytest.mark.parametrize("slab", [1, 6, 7, 100])
+def test_slabs(slab: int) -> None:
+    check(arrays(3, 7), mine={"slab": slab}, **ALL_TERMS)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +218,7 @@ def test_plans(plan: Plan) -> None:
 def test_number_and_size_of_slabs(
     tokens: int, vocabulary: int, most: int | None, expected: tuple[int, int]
 ) -> None:
-    assert Plan(most).slabs(tokens, vocabulary) == expected
+    assert slabs(most, tokens, vocabulary) == expected
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

@@ -29,6 +29,16 @@ def test_constants_are_those_of_python(platform: str) -> None:
     assert found == pytest.approx(internals.constants_of_python(platform), rel=1e-7)
 
 
+@pytest.mark.parametrize("platform", PRESENT)
+def test_targets_are_those_of_python(platform: str) -> None:
+    found = set(internals.native_module(platform).registrations())
+    of_operators = set[str]()
+    for op in SEQUENCES:
+        assert internals.targets(op, "fwd", "bwd", "step") <= found
+        of_operators |= internals.targets(op, "fwd", "bwd", "step", "summary", "reverse_summary")
+    assert found - of_operators == (internals.layer_targets() if platform == "cuda" else set())
+
+
 def _problems(op: str) -> Iterator[dict[str, int]]:
     """Problems of all kinds, as native code knows them."""
     axes = {

@@ -7,8 +7,11 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
+#include "launch_target.h"
 #include "layers/handler.h"
+#include "losses/handler.h"
 #include "plan.h"
 #include "rwkv_jax/targets.h"
 #include "splits.h"
@@ -17,23 +20,6 @@
 #include "wkv7/kernels.h"
 
 namespace rwkv_jax::cuda {
-
-inline cudaError_t DescribeDevice(int ordinal, Device& device) {
-  int multiprocessors = 0, shared_memory = 0;
-  cudaError_t error =
-      cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, ordinal);
-  if (error == cudaSuccess)
-    error =
-        cudaDeviceGetAttribute(&shared_memory, cudaDevAttrMaxSharedMemoryPerBlockOptin, ordinal);
-  device = {multiprocessors, shared_memory};
-  return error;
-}
-
-inline cudaError_t CurrentDevice(Device& device) {
-  int ordinal = 0;
-  const cudaError_t error = cudaGetDevice(&ordinal);
-  return error == cudaSuccess ? DescribeDevice(ordinal, device) : error;
-}
 
 // The platform of rwkv_jax/targets.h and rwkv_jax/module.h. Handlers only launch kernels, so that they
 // may be part of a CUDA graph.
@@ -46,7 +32,8 @@ struct Cuda {
 
   static std::vector<Registration> Targets() {
     std::vector<Registration> targets = Registrations<Cuda>();
-    for (Registration& target : LayerTargets()) targets.push_back(std::move(target));
+    for (const auto& more : {LayerTargets(), LossTargets()})
+      targets.insert(targets.end(), more.begin(), more.end());
     return targets;
   }
 

@@ -165,7 +165,7 @@ def _cannot_run(op: str, options: Options, chosen: Mapping[str, Any]) -> str:
 
 
 def _choose(
-    operator: Dispatched, options: Options, platform: str, operands: Operands
+    operator: Dispatched, options: Options, platform: str, operands: Any
 ) -> str | Unavailable:
     """The name of the implementation for a platform, or why there is none."""
     order = [name for name in ORDER[platform] if name in operator.implementations]

@@ -160,8 +160,8 @@ class Function:
         shapes = [(inputs[name].shape, inputs[name].dtype) for name in self.tensors]
         # The partial sums of all parameters are one array [B, runs, ...], in which a parameter has
         # as many places as it has vectors [D] or [H, K].
-        first, *vector = next(inputs[name].shape for name in self.parameters)
-        counts = [inputs[name].size // (first * _size(vector)) for name in self.parameters]
+        _, *vector = next(inputs[name].shape for name in self.parameters)
+        counts = [_size(inputs[name].shape[1 : -len(vector)]) for name in self.parameters]
         sizes = self._sizes(inputs)
         partials = (sizes["B"], -(-sizes["T"] // RUN), sum(counts), *vector)
         found = library.call(

@@ -52,8 +52,9 @@ def norm_shift_mix(
       weight: the scale of the normalisation.
       bias: its offset.
       mix: how much of the token before each of the I results takes.
-      origin: for each token what stands before it: TOKEN, NOTHING or STATE of this module. If None,
-        `before` stands before the first token of each row.
+      origin: for each token what stands before it: TOKEN, NOTHING or STATE of this module, and
+        STATE for one token of a row at most. If None, `before` stands before the first token of
+        each row.
       implementation: "ffi", "xla", "reference" or, for the fastest one, None.
 
     Returns:
@@ -69,7 +70,7 @@ def norm_shift_mix(
     rows, tokens = np.shape(x)[:2] if np.ndim(x) == 3 else (0, 0)
     if origin is None:
         origin = jnp.zeros((rows, 0), jnp.int32)
-    elif np.shape(origin) != (rows, tokens) or origin.dtype != np.int32:
+    elif np.ndim(x) == 3 and (np.shape(origin) != (rows, tokens) or origin.dtype != np.int32):
         raise ValueError(
             f"norm_shift_mix: origin is {origin.dtype} of shape {np.shape(origin)}; accepted is "
             f"int32 [B, T] = [{rows}, {tokens}]"

@@ -11,7 +11,7 @@ import numpy as np
 from rwkv_jax._operator import check
 from rwkv_jax._operator.partition import axis_names
 from rwkv_jax.losses._derivative import Operands
-from rwkv_jax.losses._options import Axis, Options, Plan
+from rwkv_jax.losses._options import Axis, Options
 
 
 def operands(op: str, features: Any, weight: Any, targets: Any, mask: Any) -> Operands:
@@ -70,7 +70,7 @@ def options(
         l2_wrap=float(l2_wrap),
         soft_cap=None if soft_cap is None else float(soft_cap),
         precision=None if precision is None else check.precision_of(op, precision),
-        plan=Plan(slab),
+        slab=slab,
     )
 
 

@@ -22,7 +22,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Float32, Int32, Integer
 
-from rwkv_jax.losses._options import Axis, Options
+from rwkv_jax._native import library
+from rwkv_jax.losses._options import Axis, Options, slabs
+
+TARGET = "rwkv_cross_entropy_v1"
+KERNEL_MULTIPLE = 8
+"""The kernel takes vocabularies that are a multiple of this."""
 
 
 class Tokens(NamedTuple):
@@ -94,30 +99,28 @@ def _gradients(
     options: Options, axis: Axis, tokens: Tokens, weight: Array, statistics: Statistics | None
 ) -> tuple[Array | None, Gradients]:
     """The losses as well, unless their statistics are given."""
-    plan, dtype = options.plan, tokens.features.dtype
+    dtype = tokens.features.dtype
     narrow = weight.astype(dtype)
-    carried = plan.dweight == "carried"
 
-    def slab(dweight: Any, slab: tuple[Tokens, Statistics | None]) -> tuple[Any, Any]:
+    def slab(
+        dweight: Array, slab: tuple[Tokens, Statistics | None]
+    ) -> tuple[Array, tuple[Array | None, Array]]:
         tokens, statistics = slab
-        logits, found = _logits(options, tokens.features, narrow), None
+        logits = _logits(options, tokens.features, narrow)
         if statistics is None:
-            found, statistics = _losses(options, axis, tokens, logits)
-        dlogits = _dlogits(options, axis, tokens, logits, statistics).astype(dtype)
-        if plan.barrier:
-            dlogits = lax.optimization_barrier(dlogits)
+            found, dlogits = _losses_and_dlogits(options, axis, tokens, logits)
+        else:
+            found, dlogits = None, _dlogits(options, axis, tokens, logits, statistics)
+        # Two products read it. Without the barrier each of them may compute it from the logits.
+        dlogits = lax.optimization_barrier(dlogits.astype(dtype))
         dfeatures = _product(options, "nv,vc->nc", dlogits, narrow)
-        if not carried:
-            return dweight, (found, dfeatures, dlogits)
         dweight += _product(options, "nv,nc->vc", dlogits, tokens.features)
-        return dweight, (found, dfeatures, None)
+        return dweight, (found, dfeatures)
 
-    zeros = _alike(jnp.zeros(weight.shape, jnp.float32), weight) if carried else None
-    dweight, (found, dfeatures, dlogits) = _by_slab(
+    zeros = _alike(jnp.zeros(weight.shape, jnp.float32), weight)
+    dweight, (found, dfeatures) = _by_slab(
         options, weight.shape[0], tokens, (tokens, statistics), slab, zeros
     )
-    if not carried:
-        dweight = _product(options, "...v,...c->vc", dlogits, tokens.features)
     return found, Gradients(dfeatures, dweight)
 
 
@@ -133,7 +136,7 @@ def _by_slab(
     slab is filled up with tokens that do not count, of which nothing is returned."""
     shape = tokens.targets.shape
     leading, number = len(shape), tokens.targets.size
-    count, size = options.plan.slabs(number, vocabulary)
+    count, size = slabs(options.slab, number, vocabulary)
 
     def cut(x: Array) -> Array:
         rest = x.shape[leading:]
@@ -146,7 +149,7 @@ def _by_slab(
         rest = x.shape[2:]
         return x.reshape(count * size, *rest)[:number].reshape(*shape, *rest)
 
-    carry, results = lax.scan(slab, carry, jax.tree.map(cut, of_tokens), unroll=options.plan.unroll)
+    carry, results = lax.scan(slab, carry, jax.tree.map(cut, of_tokens))
     return carry, jax.tree.map(joined, results)
 
 
@@ -170,7 +173,8 @@ def _losses(
     at = jnp.clip(at, 0, logits.shape[1] - 1)
     target = jnp.take_along_axis(logits, at[:, None], axis=1)[:, 0]
     target = jnp.where(here, target, 0.0)
-    largest, total = _largest_and_sum(options, logits)
+    largest = jnp.max(logits, axis=1)
+    total = jnp.sum(jnp.exp(logits - largest[:, None]), axis=1)
     largest_at = jnp.zeros_like(tokens.targets, jnp.int32)
     if options.l2_wrap:
         # This fuses with the sum of the exponentials, which an argmax would not.
@@ -192,21 +196,32 @@ def _losses(
     return found, Statistics(log_sum, largest, largest_at)
 
 
-def _largest_and_sum(
-    options: Options, logits: Float32[Array, "tokens vocabulary"]
-) -> tuple[Float32[Array, "tokens"], Float32[Array, "tokens"]]:
-    """The largest logit, and the sum of the exponentials of the logits minus the largest."""
-    if options.plan.passes == 2:
-        largest = jnp.max(logits, axis=1)
-        return largest, jnp.sum(jnp.exp(logits - largest[:, None]), axis=1)
+def _losses_and_dlogits(
+    options: Options, axis: Axis, tokens: Tokens, logits: Float32[Array, "tokens vocabulary"]
+) -> tuple[Float32[Array, "tokens"], Float[Array, "tokens vocabulary"]]:
+    """The losses and the gradient of the product of features and weight, by a kernel that reads the
+    logits once where there is one."""
+    dtype = tokens.features.dtype
 
-    def both(x: tuple[Array, Array], y: tuple[Array, Array]) -> tuple[Array, Array]:
-        largest = jnp.maximum(x[0], y[0])
-        return largest, x[1] * jnp.exp(x[0] - largest) + y[1] * jnp.exp(y[0] - largest)
+    def formula(logits: Array, targets: Array, scale: Array) -> tuple[Array, Array]:
+        own = tokens._replace(targets=targets, scale=scale)
+        found, statistics = _losses(options, axis, own, logits)
+        return found, _dlogits(options, axis, own, logits, statistics).astype(dtype)
 
-    # The smallest finite number: the difference of two infinities is not a number.
-    first = jnp.finfo(jnp.float32).min, jnp.float32(0)
-    return lax.reduce((logits, jnp.ones_like(logits)), first, both, (1,))
+    def kernel(logits: Array, targets: Array, scale: Array) -> tuple[Array, Array]:
+        # A rule for meshes admits no constant arrays.
+        coefficients = jnp.concatenate(
+            [jnp.full(1, x, jnp.float32) for x in (options.z_loss, options.l2_wrap)]
+        )
+        results = [(scale.shape, jnp.float32), (logits.shape, dtype)]
+        found, dlogits = library.call(TARGET, results, logits, targets, scale, coefficients)
+        return found, dlogits
+
+    operands = (logits, tokens.targets.astype(jnp.int32), tokens.scale)
+    whole = axis is None and options.soft_cap is None
+    if not whole or logits.shape[1] % KERNEL_MULTIPLE or library.why_not("cuda"):
+        return formula(*operands)
+    return lax.platform_dependent(*operands, cuda=kernel, default=formula)
 
 
 def _dlogits(

@@ -14,6 +14,7 @@
 
 #include "emulation.h"
 #include "handler.h"
+#include "layers/kernels.h"
 #include "rwkv_jax/description.h"
 #include "rwkv_jax/targets.h"
 
@@ -185,6 +186,27 @@ PYBIND11_MODULE(rwkv_jax_emulation, module) {
   module.def(
       "launches", [] { return std::exchange(emulation::launched, {}); },
       "The source files of the kernels launched since the last call.");
+
+  module.def("targets", [] {
+    std::vector<std::string> names;
+    for (const auto& [name, handler] : Cuda::Targets()) names.push_back(name);
+    return names;
+  });
+  module.def(
+      "layer_constants",
+      [] {
+        using rwkv_jax::Code, rwkv_jax::Origin;
+        return rwkv_jax::Description{{"run", rwkv_jax::kRun},
+                                     {"max_width", rwkv_jax::cuda::kMaxLayerWidth},
+                                     {"max_mixes", int64_t{rwkv_jax::kMaxMixes}},
+                                     {"layer_norm_eps", double{rwkv_jax::kLayerNormEps}},
+                                     {"group_norm_eps", double{rwkv_jax::kGroupNormEps}},
+                                     {"unit_length_eps", double{rwkv_jax::kUnitLengthEps}},
+                                     {"origin_token", Code(Origin::kToken)},
+                                     {"origin_nothing", Code(Origin::kNothing)},
+                                     {"origin_state", Code(Origin::kState)}};
+      },
+      "What the layer functions share with Python.");
 
   // As rwkv_jax/module.h exports them.
   module.def("constants", [] { return rwkv_jax::Constants(Cuda::kMaxHeadSize); });

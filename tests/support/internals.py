@@ -23,9 +23,16 @@ from rwkv_jax._operator.signature import Signature
 from rwkv_jax._packing import segments
 from rwkv_jax._portable import chunked
 from rwkv_jax._portable import decay as decays
+from rwkv_jax.layers import _function as layers
 
 CONTINUES, STARTS, PADDING = segments.CONTINUES, segments.STARTS, segments.PADDING
 """The marks of a token."""
+
+norm_shift_mix, wkv7_keys, value_residual, read_out = (
+    # The package has a function of each of these names.
+    importlib.import_module(f"rwkv_jax.layers.{name}")
+    for name in ("norm_shift_mix", "wkv7_keys", "value_residual", "read_out")
+)
 
 LONG_SEQUENCE = packing.LONG
 """Tokens for each sequence from which on native kernels take the longest sequences first."""
@@ -142,6 +149,31 @@ def targets(op: str, *passes: str) -> set[str]:
     """The native targets for passes of an operator: "fwd", "bwd", "step", "summary" or
     "reverse_summary"."""
     return {f"rwkv_{op}_{name}_v2" for name in passes}
+
+
+def layer_targets() -> set[str]:
+    """The native targets of all layer functions."""
+    functions = (
+        *(norm_shift_mix._function(mixes) for mixes in norm_shift_mix.MIXES),
+        *(module.FUNCTION for module in (wkv7_keys, value_residual, read_out)),
+    )
+    return {target for function in functions for target in function.targets}
+
+
+def layer_constants() -> dict[str, float]:
+    """The constants that the native code of layer functions shares with Python, by its names, as
+    Python has them."""
+    return {
+        "run": layers.RUN,
+        "max_width": norm_shift_mix.MAX_WIDTH,
+        "max_mixes": max(norm_shift_mix.MIXES),
+        "layer_norm_eps": norm_shift_mix.LAYER_NORM_EPS,
+        "group_norm_eps": read_out.GROUP_NORM_EPS,
+        "unit_length_eps": wkv7_keys.UNIT_LENGTH_EPS,
+        "origin_token": norm_shift_mix.TOKEN,
+        "origin_nothing": norm_shift_mix.NOTHING,
+        "origin_state": norm_shift_mix.STATE,
+    }
 
 
 def missing(platform: str) -> str | None:
@@ -266,9 +298,14 @@ def run_as_on_cuda(monkeypatch: pytest.MonkeyPatch, module: Any, call: Any) -> N
         compute = getattr(operator.implementations["ffi"], name)
         return compute(*summary, options, "cuda", operands)
 
+    def run_layer(function: Any, name: str, options: Options, operands: Any) -> Any:
+        return function.compute(name, "ffi", options, "cuda", operands)
+
     intercept_native_calls(monkeypatch, call)
     monkeypatch.setattr(library, "module", lambda platform: module)
     monkeypatch.setattr(dispatch, "run", run)
+    # What layer functions call; operators call `run`.
+    monkeypatch.setattr(dispatch, "dispatched", run_layer)
 
 
 def take_longest_first(monkeypatch: pytest.MonkeyPatch, longest_first: bool) -> None:

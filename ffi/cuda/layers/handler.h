@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "launch_target.h"
 #include "layers/kernels.h"
 #include "rwkv_jax/operands.h"
 #include "rwkv_jax/targets.h"
@@ -155,25 +156,14 @@ class LayerReader {
 };
 
 template <typename Call>
-XLA_FFI_Error* LayerTarget(XLA_FFI_CallFrame* frame) {
-  static auto* const handler =
-      ffi::Ffi::Bind()
-          .Ctx<ffi::PlatformStream<cudaStream_t>>()
-          .RemainingArgs()
-          .RemainingRets()
-          .To(
-              [](cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets) {
-                LayerReader reader(Call::kName, args, rets);
-                Call call = {};
-                reader.Read(call);
-                if (ffi::Error error = reader.operands.Finish(); error.failure()) return error;
-                const cudaError_t error = Run(stream, call);
-                return error == cudaSuccess ? ffi::Error::Success()
-                                            : reader.operands.Internal(cudaGetErrorString(error));
-              },
-              {ffi::Traits::kCmdBufferCompatible})
-          .release();
-  return handler->Call(frame);
+ffi::Error HandleLayer(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets) {
+  LayerReader reader(Call::kName, args, rets);
+  Call call = {};
+  reader.Read(call);
+  if (ffi::Error error = reader.operands.Finish(); error.failure()) return error;
+  const cudaError_t error = Run(stream, call);
+  return error == cudaSuccess ? ffi::Error::Success()
+                              : reader.operands.Internal(cudaGetErrorString(error));
 }
 
 // The targets of the layer functions, rwkv_{function}_{pass}_v1.
@@ -183,8 +173,8 @@ inline std::vector<Registration> LayerTargets() {
     using Forward = decltype(forward);
     using Backward = decltype(backward);
     const std::string name = std::string("rwkv_") + Forward::kName;
-    targets.push_back({name + "_fwd_v1", LayerTarget<Forward>});
-    targets.push_back({name + "_bwd_v1", LayerTarget<Backward>});
+    targets.push_back({name + "_fwd_v1", LaunchTarget<HandleLayer<Forward>>});
+    targets.push_back({name + "_bwd_v1", LaunchTarget<HandleLayer<Backward>>});
   };
   add(NormShiftMixForwardCall(), NormShiftMixBackwardCall());
   add(Wkv7KeysForwardCall(), Wkv7KeysBackwardCall());

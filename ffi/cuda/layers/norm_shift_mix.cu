@@ -261,13 +261,14 @@ __global__ __launch_bounds__(kBackwardThreads) void BackwardKernel(NormShiftMixB
         load_mix(i, mix);
 #pragma unroll
         for (int c = 0; c < N; ++c) {
-          const float part = dmixed[j][i][c] * mix[c];
-          g[j][c] += dmixed[j][i][c] - part, d[c] += part;
+          g[j][c] += dmixed[j][i][c];
+          d[c] += dmixed[j][i][c] * mix[c];
           dmix[i][c] += dmixed[j][i][c] * difference[c];
         }
       }
 #pragma unroll
       for (int c = 0; c < N; ++c) {
+        g[j][c] -= d[c];  // now dn
         dweight[c] += g[j][c] * z[c], dbias[c] += g[j][c];
         g[j][c] *= weight[c];
         sums[2 * j] += g[j][c], sums[2 * j + 1] += g[j][c] * z[c];
@@ -333,8 +334,8 @@ cudaError_t Run(cudaStream_t stream, const NormShiftMixForwardCall& call) {
   if (call.rows * call.tokens == 0) return cudaSuccess;
   return ForTypesAndMixes(call, [&](auto zero, auto mixes) {
     return Launch(ForwardKernel<decltype(zero), mixes()>,
-                  Blocks(call, kForwardWarps * kForwardTokensOf<mixes()>), 32 * kForwardWarps, 0, stream,
-                  call);
+                  Blocks(call, kForwardWarps * kForwardTokensOf<mixes()>), 32 * kForwardWarps, 0,
+                  stream, call);
   });
 }
 
@@ -349,11 +350,14 @@ cudaError_t Run(cudaStream_t stream, const NormShiftMixBackwardCall& call) {
       return Launch(BackwardKernel<decltype(zero), N, tokens(), mixes()>, Blocks(call, kRun),
                     threads, call.mixes * call.width * sizeof(float), stream, call);
     };
-    // As many tokens as leave registers for their loads.
-    constexpr bool kOne = mixes() == 1;
-    if (call.width <= 4 * kBackwardThreads)
-      return launch(std::integral_constant<int, 4>(), std::integral_constant<int, kOne ? 8 : 2>());
-    return launch(std::integral_constant<int, 8>(), std::integral_constant<int, kOne ? 4 : 1>());
+    // As many tokens as leave registers for their loads. With one mix, threads of eight channels leave
+    // room for two blocks of 2048 channels, one of which computes while the other one loads.
+    if constexpr (mixes() == 1)
+      return launch(std::integral_constant<int, 8>(), std::integral_constant<int, 2>());
+    else if (call.width <= 4 * kBackwardThreads)
+      return launch(std::integral_constant<int, 4>(), std::integral_constant<int, 2>());
+    else
+      return launch(std::integral_constant<int, 8>(), std::integral_constant<int, 1>());
   });
 }
 

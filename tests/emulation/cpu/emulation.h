@@ -64,11 +64,9 @@ struct __half2 {
   __half x, y;
 };
 
-using cudaError_t = int;
+enum cudaError_t { cudaSuccess, cudaErrorInvalidValue };
 using cudaStream_t = void*;
 enum {
-  cudaSuccess,
-  cudaErrorInvalidValue,
   cudaFuncAttributeMaxDynamicSharedMemorySize,
   cudaDevAttrMaxSharedMemoryPerBlockOptin,
   cudaDevAttrMultiProcessorCount
@@ -317,6 +315,7 @@ struct Index {
 
 #define threadIdx (emulation::Index{emulation::current->thread})
 #define blockIdx (emulation::block_index)
+#define gridDim (emulation::grid)
 
 // Every launch sets the attribute.
 template <typename Kernel>
@@ -344,6 +343,7 @@ inline cudaError_t cudaMemsetAsync(void* to, int byte, size_t bytes, cudaStream_
 inline float __uint_as_float(uint32_t word) { return std::bit_cast<float>(word); }
 inline uint32_t __float_as_uint(float x) { return std::bit_cast<uint32_t>(x); }
 inline float __fdividef(float x, float y) { return x / y; }
+inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 inline float __bfloat162float(__nv_bfloat16 x) { return emulation::FromBf16(x.bits); }
 inline float __half2float(__half x) { return emulation::FromHalf(x.bits); }
 inline __nv_bfloat16 __float2bfloat16_rn(float x) { return {emulation::ToBf16(x)}; }
