@@ -52,7 +52,13 @@ def prepare(args: argparse.Namespace) -> tuple[Mesh, RWKV7]:
     config = options.config(args)
     mesh = devices.make_mesh(args.mesh, config, batch=args.batch, context=args.context)
     model = language_model.make_model(
-        config, mesh, dtype=args.dtype, implementation=args.implementation, seed=args.seed
+        config,
+        mesh,
+        dtype=args.dtype,
+        implementation=args.implementation,
+        seed=args.seed,
+        scan=args.scan,
+        recompute=args.recompute,
     )
     return mesh, model
 

@@ -1,24 +1,23 @@
 """Blocks of one structure as a single tree of arrays with a leading axis, over which `lax.scan`
 goes."""
 
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.tree_util import GetAttrKey, KeyPath
 
-Block = TypeVar("Block")
 
-
-class Stacked(NamedTuple, Generic[Block]):
+class Stacked(NamedTuple):
     """Blocks in stacked form: the first one, which has another structure, and the others as one
-    tree whose arrays have a leading axis of blocks. `rest` is None where there are no others."""
+    tree whose arrays have a leading axis of blocks. `rest` is None where there are no others. They
+    are blocks of parameters, of a state, or of whatever has their structure."""
 
-    first: Block
-    rest: Block | None
+    first: Any
+    rest: Any
 
 
-def stack(blocks: tuple[Block, ...] | Stacked[Block]) -> Stacked[Block]:
+def stack(blocks: tuple[Any, ...]) -> Stacked:
     """The blocks in stacked form."""
     if isinstance(blocks, Stacked):
         return blocks
@@ -27,7 +26,7 @@ def stack(blocks: tuple[Block, ...] | Stacked[Block]) -> Stacked[Block]:
     return Stacked(first, rest)
 
 
-def unstack(blocks: tuple[Block, ...] | Stacked[Block]) -> tuple[Block, ...]:
+def unstack(blocks: tuple[Any, ...]) -> tuple[Any, ...]:
     """The blocks one by one."""
     if not isinstance(blocks, Stacked):
         return blocks

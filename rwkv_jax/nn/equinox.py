@@ -103,6 +103,8 @@ class RWKV7(eqx.Module):
     params: rwkv7.Params
     dtype: jnp.dtype = eqx.field(static=True)
     implementation: str | None = eqx.field(static=True)
+    layers: str | None = eqx.field(static=True)
+    recompute: rwkv7.Recompute | None = eqx.field(static=True)
     wkv: rwkv7.Wkv = eqx.field(static=True)
 
     def __init__(
@@ -111,12 +113,16 @@ class RWKV7(eqx.Module):
         *,
         dtype: DTypeLike = jnp.float32,
         implementation: str | None = None,
+        layers: str | None = None,
+        recompute: rwkv7.Recompute | None = None,
         wkv: rwkv7.Wkv = wkv7,
         key: Key[Array, ""],
     ):
         self.params = rwkv7.init(key, config)
         self.dtype = jnp.dtype(dtype)
         self.implementation = implementation
+        self.layers = layers
+        self.recompute = recompute
         self.wkv = wkv
 
     def __call__(
@@ -137,6 +143,8 @@ class RWKV7(eqx.Module):
                 segment_ids=segment_ids,
                 dtype=self.dtype,
                 implementation=self.implementation,
+                layers=self.layers,
+                recompute=self.recompute,
                 wkv=self.wkv,
             )
         )

@@ -99,12 +99,16 @@ class RWKV7(nnx.Module):
         *,
         dtype: DTypeLike = jnp.float32,
         implementation: str | None = None,
+        layers: str | None = None,
+        recompute: rwkv7.Recompute | None = None,
         wkv: rwkv7.Wkv = wkv7,
         rngs: nnx.Rngs,
     ):
         self.params = parameters(rwkv7.init(rngs.params(), config))
         self.dtype = jnp.dtype(dtype)
         self.implementation = implementation
+        self.layers = layers
+        self.recompute: rwkv7.Recompute | None = recompute
         self.wkv = wkv
 
     def __call__(
@@ -123,5 +127,7 @@ class RWKV7(nnx.Module):
             segment_ids=segment_ids,
             dtype=self.dtype,
             implementation=self.implementation,
+            layers=self.layers,
+            recompute=self.recompute,
             wkv=self.wkv,
         )

@@ -45,6 +45,7 @@ class Settings:
       tokens: the length of a sequence (T).
       vocabulary: the number of different tokens.
       model: the arguments of the model by name: `dtype`, `implementation` and any other one.
+      scan: whether the parameters and their moments have the stacked form of `rwkv7.stacked`.
       l2_wrap: the factor of the L2 wrap of RWKV-LM, which is 1e-4 there; 0 leaves it out.
       steps: how many steps are timed together.
       repeats: how often they are timed. The median counts.
@@ -57,6 +58,7 @@ class Settings:
     tokens: int
     vocabulary: int
     model: Mapping[str, Any]
+    scan: bool = False
     l2_wrap: float = 0.0
     steps: int = 10
     repeats: int = 3
@@ -123,7 +125,7 @@ def _adamw(rate: float, decay: float, b1: float = 0.9, b2: float = 0.99) -> Opti
 
         def step(p: Array, m: Array, v: Array) -> Array:
             direction = m / (1 - b1**count) / (jnp.sqrt(v / (1 - b2**count)) + 1e-18)
-            return p - rate * (direction + (decay * p if p.ndim == 2 else 0.0))
+            return p - rate * (direction + (decay * p if p.ndim >= 2 else 0.0))
 
         return jax.tree.map(step, params, first, second), (count, first, second)
 
@@ -184,7 +186,8 @@ def measure(row: Row, settings: Settings) -> list[Figures]:
     largest number of bytes in use counts all that the process has done until then, so each row
     needs a process of its own."""
     config = rwkv7.Config(row.layers, row.width, vocabulary=settings.vocabulary)
-    shapes = jax.eval_shape(lambda: rwkv7.init(jax.random.key(0), config))
+    official = jax.eval_shape(lambda: rwkv7.init(jax.random.key(0), config))
+    shapes = jax.eval_shape(rwkv7.stacked, official) if settings.scan else official
     optimizer = make_optimizer(1e-5, 10, 1000, 0.1)
     state_shapes = jax.eval_shape(optimizer.init, shapes)
     token_shapes = jax.eval_shape(lambda: make_tokens(settings, row.batch))
@@ -194,7 +197,9 @@ def measure(row: Row, settings: Settings) -> list[Figures]:
     about = {**row._asdict(), "device": jax.devices()[0].device_kind, "jax": jax.__version__}
 
     training, compiled = _compiled(step, shapes, state_shapes, token_shapes)
-    params, tokens = random_parameters(shapes), make_tokens(settings, row.batch)
+    params, tokens = random_parameters(official), make_tokens(settings, row.batch)
+    if settings.scan:
+        params = jax.jit(rwkv7.stacked)(params)
     flops = flops_per_token(params) * row.batch * settings.tokens
     state = jax.jit(optimizer.init)(params)
     loss = jnp.zeros(())

@@ -14,15 +14,35 @@ from training.devices import place
 
 
 def make_model(
-    config: rwkv7.Config, mesh: Mesh, *, dtype: str, implementation: str | None, seed: int
+    config: rwkv7.Config,
+    mesh: Mesh,
+    *,
+    dtype: str,
+    implementation: str | None,
+    seed: int,
+    scan: bool = False,
+    recompute: rwkv7.Recompute | None = None,
 ) -> RWKV7:
-    """The model with its initial parameters, which are distributed over the mesh."""
-    wkv = wkv7
+    """The model with its initial parameters, which are distributed over the mesh; with `scan` they
+    have the stacked form."""
+    wkv, layers = wkv7, None
     if mesh.size > 1:
         sequence = "seq" if mesh.shape["seq"] > 1 else None
         wkv = shard(wkv7, mesh, batch="data", heads="model", sequence=sequence)
-    model = RWKV7(config, dtype=dtype, implementation=implementation, wkv=wkv, rngs=nnx.Rngs(seed))
+        # The CUDA kernels of the layer functions would gather the tokens of a row.
+        layers = "xla" if sequence else None
+    model = RWKV7(
+        config,
+        dtype=dtype,
+        implementation=implementation,
+        layers=layers,
+        recompute=recompute,
+        wkv=wkv,
+        rngs=nnx.Rngs(seed),
+    )
     params = arrays(model.params)
+    if scan:
+        params = rwkv7.stacked(params)
     shardings = rwkv7.shardings(params, mesh, data="data", model="model")
     model.params = parameters(jax.tree.map(place, params, shardings))
     return model
@@ -48,6 +68,12 @@ def mean_loss(
             params, rwkv7.shardings(params, mesh, data=data, model="model")
         )
     features, _ = rwkv7.features(
-        params, inputs, dtype=model.dtype, implementation=model.implementation, wkv=model.wkv
+        params,
+        inputs,
+        dtype=model.dtype,
+        implementation=model.implementation,
+        layers=model.layers,
+        recompute=model.recompute,
+        wkv=model.wkv,
     )
     return cross_entropy(features, params.head.weight, labels, mask=mask, l2_wrap=l2_wrap)

@@ -7,6 +7,8 @@ import jax
 import optax
 from jaxtyping import PyTree
 
+from training.sizes import rank
+
 
 def name_of(path: jax.tree_util.KeyPath) -> str:
     """The name of the array at `path`, as in `blocks.0.att.receptance.weight`."""
@@ -38,7 +40,7 @@ def make_optimizer(args: argparse.Namespace) -> optax.GradientTransformation:
         optax.clip_by_global_norm(1.0),
         optax.scale_by_adam(0.9, 0.99, eps=1e-18),
         optax.add_decayed_weights(
-            args.weight_decay, where(lambda name, x: "weight" in name and x.ndim == 2)
+            args.weight_decay, where(lambda name, x: "weight" in name and rank(name, x) == 2)
         ),
         optax.masked(optax.scale(2.0), where(lambda name, x: "w0" in name)),
         optax.scale_by_learning_rate(schedule),

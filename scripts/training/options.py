@@ -19,7 +19,7 @@ SIZES: Mapping[str, rwkv7.Config] = {
     "0.1b": rwkv7.Config(layers=12, width=768, head_size=64, vocabulary=256),
     "1.5b": rwkv7.Config(layers=24, width=2048, head_size=64, vocabulary=256),
 }
-MAY_CHANGE = {"out", "resume", "save_every", "sample", "temperature", "prompt", "peak"}
+MAY_CHANGE = {"out", "resume", "save_every", "sample", "temperature", "prompt", "peak", "recompute"}
 MAY_CHANGE |= {"mesh", "coordinator", "processes", "process"}
 """Options that a resumed run need not share with the interrupted one."""
 
@@ -71,6 +71,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--implementation",
         choices=("ffi", "xla", "reference"),
         help="implementation of wkv7; the best one if not given",
+    )
+    add(
+        "--recompute",
+        choices=("cheap", "blocks"),
+        help="save memory: the backward pass computes again what is cheap, or whole blocks",
+    )
+    add(
+        "--scan",
+        action="store_true",
+        help="compile one block for all but the first; a checkpoint resumes with the same choice",
     )
     add("--learning-rate", type=float, default=4e-3, help="learning rate at its peak")
     add("--warmup", type=int, default=50, help="steps until the peak of the learning rate")

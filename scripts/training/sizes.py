@@ -1,6 +1,13 @@
 """How large a model is: its parameters, and the operations of training it."""
 
+import jax
+
 from rwkv_jax.models import rwkv7
+
+
+def rank(name: str, x: jax.Array) -> int:
+    """The rank of a parameter in its block: the stacked form of `rwkv7.stacked` adds an axis."""
+    return x.ndim - ("blocks.rest." in name)
 
 
 def size(params: rwkv7.Params) -> int:
@@ -15,10 +22,11 @@ def flops_per_token(params: rwkv7.Params) -> int:
     backward pass, and each number of a state [K, K] takes part in four products of the time mixing.
     Values that the backward pass computes again do not count.
     """
+    named = rwkv7.names(params)
     matrices = sum(
         x.size
-        for name, x in rwkv7.names(params).items()
-        if x.ndim == 2 and not name.startswith("emb.") and not name.endswith(".r_k")
+        for name, x in named.items()
+        if rank(name, x) == 2 and not name.startswith("emb.") and not name.endswith(".r_k")
     )
-    states = sum(block.att.r_k.size * block.att.r_k.shape[1] for block in params.blocks)
+    states = sum(x.size * x.shape[-1] for name, x in named.items() if name.endswith(".r_k"))
     return 6 * (matrices + 4 * states)

@@ -19,6 +19,7 @@ from rwkv_jax.models._linear import Weight as Weight
 from rwkv_jax.models._normalisation import Norm as Norm
 from rwkv_jax.models._normalisation import layer_norm as layer_norm
 from rwkv_jax.models._parameters import names as names
+from rwkv_jax.models._recomputation import Recompute as Recompute
 from rwkv_jax.models._stacking import Stacked as Stacked
 from rwkv_jax.models.rwkv7.channel_mixing import channel_mix as channel_mix
 from rwkv_jax.models.rwkv7.config import Config as Config

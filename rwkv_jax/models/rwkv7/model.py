@@ -61,8 +61,8 @@ def features(
       The features [B, T, C] or [B, C] in `dtype`, and the next state.
 
     Raises:
-      TypeError, ValueError: `segment_ids` is wrong, or given with one token each; or `state` has not
-        the form of `params`.
+      TypeError, ValueError: `segment_ids` is wrong, or given with one token each; or `state` has
+        another form than `params`.
     """
     check_segment_ids("rwkv7", segment_ids, tokens.shape)
     x = embed(params.emb, tokens, dtype)
@@ -99,9 +99,9 @@ def _in_turn(
 def _scan(
     block: _Block,
     body: _Block,
-    blocks: Stacked[BlockParams],
+    blocks: Stacked,
     x: Array,
-    state: Stacked[BlockState] | None,
+    state: Stacked | None,
 ) -> tuple[Array, State]:
     """`_in_turn` with a scan over all blocks but the first, of which each is `body`."""
     x, v_first, first = block(blocks.first, x, None, state and state.first)

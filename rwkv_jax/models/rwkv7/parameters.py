@@ -70,6 +70,6 @@ class Params(NamedTuple):
     """The parameters of the model. `stacked` gives the blocks their stacked form."""
 
     emb: Weight
-    blocks: tuple[BlockParams, ...] | Stacked[BlockParams]
+    blocks: tuple[BlockParams, ...] | Stacked
     ln_out: Norm
     head: Weight

@@ -31,7 +31,7 @@ class BlockState(NamedTuple):
     ffn: Array
 
 
-State: TypeAlias = tuple[BlockState, ...] | Stacked[BlockState]
+State: TypeAlias = tuple[BlockState, ...] | Stacked
 """The state of the model: one of each block, in the form that the parameters have."""
 
 
