@@ -1,4 +1,4 @@
-"""`rwkv_jax.models.rwkv7` against the paper in numpy; its two modes and its initialisation."""
+"""`rwkv_jax.models.rwkv7` against the paper in numpy; its two modes, options and initialisation."""
 
 import functools
 import math
@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
 from rwkv_jax.models import rwkv7
-from support import oracle
+from support import internals, oracle
+from support.operators import FAST
 from support.tolerance import assert_trees_close
 
 CONFIG = rwkv7.Config(layers=2, width=64, head_size=32, vocabulary=256)
@@ -279,6 +280,96 @@ def test_packed_rows_equal_documents_alone(
 
     found, expected = (jax.jit(functools.partial(both, x))(params, state) for x in (packed, alone))
     assert_trees_close(found, expected, 1e-4)
+
+
+def _loss_and_gradients(
+    params: rwkv7.Params, tokens: jax.Array, **options: Any
+) -> tuple[jax.Array, rwkv7.Params]:
+    def loss(params: rwkv7.Params) -> jax.Array:
+        logits, _ = rwkv7.apply(params, tokens, **options)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
+
+    return jax.value_and_grad(loss)(params)
+
+
+gradients_of_model = jax.jit(
+    _loss_and_gradients, static_argnames=("dtype", "implementation", "layers", "recompute")
+)
+
+FFI_OR_REFERENCE = FAST["wkv7"].implementation
+
+
+@pytest.mark.parametrize("layers", [None, pytest.param("xla", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("dtype", "ceiling"), [("float32", 1e-5), ("bfloat16", 3e-2)])
+@pytest.mark.parametrize("packed", [True, pytest.param(False, marks=pytest.mark.slow)], ids=str)
+def test_layers_in_any_implementation(
+    params: rwkv7.Params,
+    tokens: jax.Array,
+    packed: bool,
+    dtype: str,
+    ceiling: float,
+    layers: str | None,
+) -> None:
+    """The loss and all gradients are equal, in bfloat16 but for where they are rounded."""
+    tokens = tokens[:, : DOCUMENTS.shape[1]]
+    ids = jnp.asarray(DOCUMENTS, jnp.int32) if packed else None
+    options = {"segment_ids": ids, "dtype": dtype, "implementation": FFI_OR_REFERENCE}
+    found, expected = (
+        gradients_of_model(params, tokens, layers=x, **options) for x in (layers, "reference")
+    )
+    assert_trees_close(found, expected, ceiling)
+
+
+@pytest.mark.parametrize("recompute", ["cheap", "blocks"])
+def test_gradients_that_are_computed_again(
+    params: rwkv7.Params, tokens: jax.Array, recompute: str
+) -> None:
+    found, expected = (
+        gradients_of_model(params, tokens, implementation=FFI_OR_REFERENCE, recompute=x)
+        for x in (recompute, None)
+    )
+    assert_trees_close(found, expected, 1e-5)
+
+
+def _calls(jaxpr: Any, target: str) -> int:
+    """How often a program calls a native target."""
+    count = 0
+    for equation in jaxpr.eqns:
+        count += equation.params.get("target_name") == target
+        for x in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns")):
+            inner = getattr(x, "jaxpr", x)
+            count += _calls(inner, target) if hasattr(inner, "eqns") else 0
+    return count
+
+
+def test_what_recompute_keeps(params: rwkv7.Params, tokens: jax.Array) -> None:
+    """Of "cheap", less than of None, but no second forward pass of `wkv7`. JAX is asked, since XLA
+    undoes recomputation on CPUs."""
+    forwards, kept = {}, {}
+    (target,) = internals.targets("wkv7", "fwd")
+    for recompute in (None, "cheap", "blocks"):
+        model = functools.partial(
+            rwkv7.features, implementation=FFI_OR_REFERENCE, recompute=recompute
+        )
+        residuals = jax.eval_shape(lambda p, model=model: jax.vjp(model, p, tokens)[1], params)
+        kept[recompute] = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(residuals))
+        options = {"implementation": FFI_OR_REFERENCE, "recompute": recompute}
+        call = functools.partial(_loss_and_gradients, **options)
+        forwards[recompute] = _calls(jax.make_jaxpr(call)(params, tokens).jaxpr, target)
+    assert kept["blocks"] < kept["cheap"] < kept[None], kept
+    if FFI_OR_REFERENCE == "ffi":
+        layers = CONFIG.layers
+        assert forwards == {None: layers, "cheap": layers, "blocks": 2 * layers}
+
+
+@pytest.mark.usefixtures("unchecked_types")
+def test_options_of_layers_are_checked(params: rwkv7.Params, tokens: jax.Array) -> None:
+    wrong: Any = "all"
+    accepted = "accepted are None, 'cheap', 'blocks'"
+    with pytest.raises(ValueError, match=f"recompute is 'all'; {accepted}"):
+        rwkv7.apply(params, tokens, recompute=wrong)
+    with pytest.raises(ValueError, match="norm_shift_mix: implementation is 'pallas'; accepted"):
+        rwkv7.apply(params, tokens, layers="pallas")
 
 
 @pytest.mark.usefixtures("unchecked_types")

@@ -103,8 +103,10 @@ def norm_shift_mix(inputs: Arrays, d: Arrays | None = None) -> dict[str, np.ndar
     if d is None:
         return found
     dmixed = [d[f"dmixed{i}"] for i in range(len(mix))]
-    dn = sum(dm * (1 - share) for dm, share in zip(dmixed, mix, strict=True))
-    dearlier = sum(dm * share for dm, share in zip(dmixed, mix, strict=True))
+    dn, dearlier = np.zeros_like(x), np.zeros_like(x)
+    for dm, share in zip(dmixed, mix, strict=True):
+        dn += dm * (1 - share)
+        dearlier += dm * share
     dn[:, :-1] += np.where(origin[:, 1:] == TOKEN, dearlier[:, 1:], 0)
     return found | {
         "dx": _normalised_backward(z, scale, dn * weight) + d["dpassed"],
