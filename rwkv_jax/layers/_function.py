@@ -29,6 +29,9 @@ Limits: TypeAlias = Callable[[Mapping[str, int]], str | None]
 RUN = 64
 """The tokens of a row over which a kernel adds up the gradients of parameters."""
 
+MAX_ROWS, MAX_TOKENS = 2**16 - 1, 2**20 - 16
+"""What the grids of the kernels can have: a block of each row for each 16 tokens or more."""
+
 VERSION = "v1"
 
 
@@ -116,7 +119,13 @@ class Function:
             return None
         if platform != "cuda":
             return f"{self.name} has native kernels for CUDA GPUs"
-        return library.why_not(platform) or self.limits(self._sizes(operands.inputs))
+        sizes = self._sizes(operands.inputs)
+        if sizes["B"] > MAX_ROWS or sizes["T"] > MAX_TOKENS:
+            return (
+                f"B = {sizes['B']} and T = {sizes['T']}; the cuda kernels take up to {MAX_ROWS} "
+                f"rows of {MAX_TOKENS} tokens"
+            )
+        return library.why_not(platform) or self.limits(sizes)
 
     def compute(
         self, name: Pass, choice: str, options: Options, platform: str, operands: Any

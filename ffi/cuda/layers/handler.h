@@ -87,6 +87,7 @@ class LayerReader {
     call.weight = Parameter("weight", "BD"), call.bias = Parameter("bias", "BD");
     call.mix = Parameter("mix", "BID");
     call.origin = static_cast<const int32_t*>(operands.Arg("origin", "BO", Kind::kInts));
+    RequireGrid();
     call.rows = operands.Size('B'), call.tokens = operands.Size('T');
     call.width = operands.Size('D'), call.mixes = operands.Size('I');
     call.dtype = operands.dtype();
@@ -133,9 +134,16 @@ class LayerReader {
     const int64_t size = operands.Size('K');
     operands.Require(size >= 16 && size <= 256 && (size & (size - 1)) == 0, "K = ", size,
                      "; expected a power of two from 16 to 256");
+    RequireGrid();
     call.rows = operands.Size('B'), call.tokens = operands.Size('T');
     call.width = operands.Size('H') * size, call.head_size = size;
     call.dtype = operands.dtype();
+  }
+
+  void RequireGrid() {
+    const int64_t rows = operands.Size('B'), tokens = operands.Size('T');
+    operands.Require(rows <= kMaxRows && tokens <= kMaxTokens, "B = ", rows, " and T = ", tokens,
+                     "; expected up to ", kMaxRows, " rows of ", kMaxTokens, " tokens");
   }
 
   const void* Tensor(const std::string& name, const char* axes = "BTHK") {

@@ -10,6 +10,9 @@ namespace rwkv_jax::cuda {
 // The largest width that one block can have.
 constexpr int64_t kMaxLayerWidth = 4096;
 
+// The grids have a block of each row for each 16 tokens or more.
+constexpr int64_t kMaxRows = 65535, kMaxTokens = 16 * kMaxRows;
+
 cudaError_t Run(cudaStream_t stream, const NormShiftMixForwardCall& call);
 cudaError_t Run(cudaStream_t stream, const NormShiftMixBackwardCall& call);
 cudaError_t Run(cudaStream_t stream, const Wkv7KeysForwardCall& call);
