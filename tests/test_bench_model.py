@@ -119,6 +119,21 @@ def test_table(script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture
     assert sum(kind["ms"] for kind in classes.values()) > 0.9 * training["profile"]["step_ms"]
 
 
+@pytest.mark.slow
+def test_scan_over_blocks(script: ModuleType, tmp_path: Path) -> None:
+    """The same operations, bytes of arguments and loss as without a scan."""
+    figures = []
+    for more in ([], ["--scan", "--model", "recompute=cheap"]):
+        file = tmp_path / "figures.json"
+        assert script.main([*TINY, *more, f"--json={file}"]) == 0
+        figures += json.loads(file.read_text())["rows"]
+    plain, scan = figures
+    assert scan["argument_bytes"] == pytest.approx(plain["argument_bytes"], rel=1e-3)
+    assert scan["loss"] == pytest.approx(plain["loss"], rel=1e-5)
+    operations = [row["share_of_peak"] * row["ms"] for row in figures]
+    assert operations[0] == pytest.approx(operations[1])
+
+
 def test_failure_is_a_line_of_the_table(
     script: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,7 +18,7 @@ from support.tolerance import assert_trees_close
 
 BATCH, TOKENS, WIDTH = 2, 9, 32
 SEGMENTS = np.array([[1, 1, 2, 2, 2, 0, 3, 3, 3], [0, 5, 5, 5, 5, 5, 5, 1, 1]], np.int32)
-EQUAL = {"float32": 1e-6, "bfloat16": 2e-2}
+EQUAL = {"float32": 3e-6, "bfloat16": 6e-2}
 
 
 def random(layers: int) -> rwkv7.Params:

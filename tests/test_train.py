@@ -122,6 +122,22 @@ def test_run_resumes_on_another_mesh(
         np.testing.assert_allclose(log[name], expected[name], rtol=1e-5)
 
 
+@pytest.mark.slow
+@needs_devices
+def test_scan_over_blocks(train: ModuleType, options: list[str], tmp_path: Path) -> None:
+    """The same losses as without a scan, also on a mesh; neither form resumes the other."""
+    given = [*options, "--layers=3"]
+    form = {"plain": [], "scan": ["--scan", "--recompute=blocks", "--mesh=data=2,seq=2"]}
+    logs = {}
+    for name, more in form.items():
+        assert train.main([*given, *more, f"--out={tmp_path / name}"]) == 0
+        logs[name] = json.loads((tmp_path / name / "log.json").read_text())
+    assert "model.blocks.rest.att.receptance.weight" in arrays(tmp_path / "scan")
+    np.testing.assert_allclose(logs["scan"]["train"], logs["plain"]["train"], rtol=1e-4)
+    with pytest.raises(SystemExit, match="was made with scan True, not False"):
+        train.main([*given, f"--out={tmp_path / 'scan'}", "--resume"])
+
+
 @needs_devices
 @pytest.mark.parametrize("axes", ["model=2,data=2", "model=2,seq=2"])
 def test_training_keeps_everything_where_it_is(
