@@ -16,6 +16,9 @@ from jax.sharding import PartitionSpec as P
 
 import rwkv_jax
 from rwkv_jax import layers
+from rwkv_jax._operator.call import Options
+from rwkv_jax.layers._function import Operands
+from rwkv_jax.layers.value_residual import FUNCTION as VALUE_RESIDUAL
 from support import hlo, meshes
 from support.cases import DTYPES
 from support.layer_functions import (
@@ -338,3 +341,16 @@ def test_wrong_origin(change: Callable[[Any], Any]) -> None:
     accepted = r"accepted is int32 \[B, T\] = \[2, 3\]"
     with pytest.raises((TypeError, ValueError), match=rf"norm_shift_mix: origin is .*; {accepted}"):
         LAYER_FUNCTIONS["norm_shift_mix"].call(**inputs)
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(2**16, 1), (1, 2**20)])
+def test_no_kernel_beyond_its_grid(rows: int, tokens: int) -> None:
+    function = VALUE_RESIDUAL
+    axes = {"B": rows, "T": tokens, "H": 1, "K": 64}
+    inputs = {
+        name: jax.ShapeDtypeStruct([axes[x] for x in letters], jnp.float32)
+        for name, letters in function.inputs.items()
+    }
+    options = Options(None, jax.lax.Precision.DEFAULT, "ffi")
+    reason = function.why_not("ffi", "cuda", options, Operands(inputs))
+    assert reason and f"B = {rows} and T = {tokens}" in reason
