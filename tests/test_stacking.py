@@ -18,7 +18,9 @@ from support.tolerance import assert_trees_close
 
 BATCH, TOKENS, WIDTH = 2, 9, 32
 SEGMENTS = np.array([[1, 1, 2, 2, 2, 0, 3, 3, 3], [0, 5, 5, 5, 5, 5, 5, 1, 1]], np.int32)
-EQUAL = {"float32": 3e-6, "bfloat16": 6e-2}
+EQUAL = {"float32": 3e-6, "bfloat16": 1e-1}
+"""Ceilings. In bfloat16 a gradient of either form is up to 0.2 from that in float32, 0.02 on average,
+because these small arrays of random parameters cancel; the forms differ by up to 0.06."""
 
 
 def random(layers: int) -> rwkv7.Params:
