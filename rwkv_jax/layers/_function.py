@@ -9,7 +9,8 @@ as those of operators are.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeAlias
 
@@ -170,7 +171,7 @@ class Function:
         # The partial sums of all parameters are one array [B, runs, ...], in which a parameter has
         # as many places as it has vectors [D] or [H, K].
         _, *vector = next(inputs[name].shape for name in self.parameters)
-        counts = [_size(inputs[name].shape[1 : -len(vector)]) for name in self.parameters]
+        counts = [math.prod(inputs[name].shape[1 : -len(vector)]) for name in self.parameters]
         sizes = self._sizes(inputs)
         partials = (sizes["B"], -(-sizes["T"] // RUN), sum(counts), *vector)
         found = library.call(
@@ -187,10 +188,6 @@ class Function:
             gradients[name] = part.reshape(inputs[name].shape)
             at += count
         return gradients
-
-
-def _size(shape: Sequence[int]) -> int:
-    return functools.reduce(int.__mul__, shape, 1)
 
 
 def run(
