@@ -799,8 +799,64 @@ def test_targets_and_constants_are_those_of_python(emulated: Emulation) -> None:
     names = ("fwd", "bwd", "step", "summary", "reverse_summary")
     operators = set().union(*(internals.targets(op, *names) for op in SEQUENCES))
     found = set(emulated.module.targets())
-    assert found - operators == internals.layer_targets()
+    assert found - operators == internals.other_targets()
     for op in SEQUENCES:
         assert internals.targets(op, *names[:3]) <= found
     constants = emulated.module.layer_constants()
     assert constants == pytest.approx(internals.layer_constants(), rel=1e-7)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("vocabulary", "device"), [(8, "9.0"), (1000, "9.0"), (16392, "9.0"), (32776, "12.0")]
+)
+def test_cross_entropy(emulated: Emulation, vocabulary: int, device: str, dtype: str) -> None:
+    """Losses and gradients of logits. The last vocabulary has logits that shared memory has no room
+    for; one token does not count, one has a target outside the vocabulary, and the largest logit of
+    one stands twice."""
+    emulated.use(DEVICES[device])
+    emulated.module.seed(1)
+    generator = np.random.default_rng(vocabulary)
+    logits = (3 * generator.standard_normal((4, vocabulary))).astype(np.float32)
+    logits[2, [1, 5]] = logits.max() + 1
+    targets = generator.integers(0, vocabulary, 4).astype(np.int32)
+    targets[3] = vocabulary
+    scale = np.array([1.0, 0.0, 0.25, 0.5], np.float32)
+    z_loss, l2_wrap = 0.02, 0.03
+    loss, dlogits = np.zeros(4, np.float32), np.zeros(logits.shape, jnp.dtype(dtype))
+    coefficients = np.array([z_loss, l2_wrap], np.float32)
+    operands = [logits, targets, scale, coefficients]
+    emulated.module.call("rwkv_cross_entropy_v1", operands, [loss, dlogits], {})
+
+    z = np.float64(logits)
+    log_sum = np.log(np.exp(z - z.max(1, keepdims=True)).sum(1)) + z.max(1)
+    expected = np.exp(z - log_sum[:, None]) * (1 + 2 * z_loss * log_sum[:, None])
+    expected[np.arange(3), targets[:3]] -= 1
+    expected[np.arange(4), z.argmax(1)] += l2_wrap * z.max(1)
+    losses = log_sum[:3] - z[np.arange(3), targets[:3]] + z_loss * log_sum[:3] ** 2
+    np.testing.assert_allclose(loss[:3], losses * scale[:3], rtol=1e-5)
+    assert np.isnan(loss[3])
+    wrong = tolerance.rms_error(np.float32(dlogits), expected * scale[:, None])
+    assert wrong < {"float32": 1e-5}.get(dtype, 3e-3)
+
+
+def test_cross_entropy_refuses_wrong_arrays(emulated: Emulation) -> None:
+    arrays = {
+        "logits": np.zeros((2, 16), np.float32),
+        "targets": np.zeros(2, np.int32),
+        "scale": np.zeros(2, np.float32),
+        "coefficients": np.zeros(2, np.float32),
+    }
+    results = {"loss": np.zeros(2, np.float32), "dlogits": np.zeros((2, 16), np.float32)}
+    for change, message in (
+        ({"logits": np.zeros((2, 15), np.float32)}, "logits has V = 15; expected a multiple of 8"),
+        ({"targets": np.zeros(3, np.int32)}, r"targets has shape \[3\]"),
+        ({"scale": np.zeros(2, np.float16)}, "scale is F16"),
+        ({"coefficients": np.zeros(3, np.float32)}, "coefficients has E = 3; expected 2"),
+    ):
+        given = arrays | change
+        made = results
+        if "logits" in change:
+            made = results | {"dlogits": np.zeros((2, 15), np.float32)}
+        call = LayerCall("rwkv_cross_entropy_v1", given, made)
+        assert re.search(f"cross_entropy: {message}", _refused(emulated, call))

@@ -14,6 +14,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
+import rwkv_jax
 from rwkv_jax.models import rwkv7
 from support import internals, oracle
 from support.operators import FAST
@@ -358,8 +359,10 @@ def test_what_recompute_keeps(params: rwkv7.Params, tokens: jax.Array) -> None:
         forwards[recompute] = _calls(jax.make_jaxpr(call)(params, tokens).jaxpr, target)
     assert kept["blocks"] < kept["cheap"] < kept[None], kept
     if FFI_OR_REFERENCE == "ffi":
-        layers = CONFIG.layers
-        assert forwards == {None: layers, "cheap": layers, "blocks": 2 * layers}
+        # Each platform with kernels has a branch with the target.
+        branches = sum(x is None for x in rwkv_jax.build_info()["missing"].values())
+        once = CONFIG.layers * branches
+        assert forwards == {None: once, "cheap": once, "blocks": 2 * once}
 
 
 @pytest.mark.usefixtures("unchecked_types")

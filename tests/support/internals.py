@@ -24,6 +24,7 @@ from rwkv_jax._packing import segments
 from rwkv_jax._portable import chunked
 from rwkv_jax._portable import decay as decays
 from rwkv_jax.layers import _function as layers
+from rwkv_jax.losses import _slabs
 
 CONTINUES, STARTS, PADDING = segments.CONTINUES, segments.STARTS, segments.PADDING
 """The marks of a token."""
@@ -151,13 +152,13 @@ def targets(op: str, *passes: str) -> set[str]:
     return {f"rwkv_{op}_{name}_v2" for name in passes}
 
 
-def layer_targets() -> set[str]:
-    """The native targets of all layer functions."""
+def other_targets() -> set[str]:
+    """The native targets of layer functions and of losses."""
     functions = (
         *(norm_shift_mix._function(mixes) for mixes in norm_shift_mix.MIXES),
         *(module.FUNCTION for module in (wkv7_keys, value_residual, read_out)),
     )
-    return {target for function in functions for target in function.targets}
+    return {target for function in functions for target in function.targets} | {_slabs.TARGET}
 
 
 def layer_constants() -> dict[str, float]:
