@@ -828,7 +828,7 @@ def test_cross_entropy(emulated: Emulation, vocabulary: int, device: str, dtype:
     operands = [logits, targets, scale, coefficients]
     emulated.module.call("rwkv_cross_entropy_v1", operands, [loss, dlogits], {})
 
-    z = np.float64(logits)
+    z = logits.astype(np.float64)
     log_sum = np.log(np.exp(z - z.max(1, keepdims=True)).sum(1)) + z.max(1)
     expected = np.exp(z - log_sum[:, None]) * (1 + 2 * z_loss * log_sum[:, None])
     expected[np.arange(3), targets[:3]] -= 1
@@ -836,7 +836,7 @@ def test_cross_entropy(emulated: Emulation, vocabulary: int, device: str, dtype:
     losses = log_sum[:3] - z[np.arange(3), targets[:3]] + z_loss * log_sum[:3] ** 2
     np.testing.assert_allclose(loss[:3], losses * scale[:3], rtol=1e-5)
     assert np.isnan(loss[3])
-    wrong = tolerance.rms_error(np.float32(dlogits), expected * scale[:, None])
+    wrong = tolerance.rms_error(dlogits.astype(np.float32), expected * scale[:, None])
     assert wrong < {"float32": 1e-5}.get(dtype, 3e-3)
 
 
