@@ -19,11 +19,26 @@ planes {
   name: "/device:GPU:0"
   lines {
     name: "Stream #13(Compute)"
-    events { metadata_id: 1 offset_ps: 0 duration_ps: 4000000 stats { metadata_id: 1 str_value: "cublas-gemm.1" } }
-    events { metadata_id: 2 offset_ps: 4000000 duration_ps: 2000000 stats { metadata_id: 1 str_value: "gemm_fusion_dot.2" } }
-    events { metadata_id: 3 offset_ps: 7000000 duration_ps: 2000000 stats { metadata_id: 1 str_value: "custom-call.3" } }
-    events { metadata_id: 3 offset_ps: 9000000 duration_ps: 1000000 stats { metadata_id: 1 str_value: "custom-call.4" } }
-    events { metadata_id: 4 offset_ps: 10000000 duration_ps: 3000000 stats { metadata_id: 1 str_value: "loop_add_fusion" } }
+    events {
+      metadata_id: 1 offset_ps: 0 duration_ps: 4000000
+      stats { metadata_id: 1 str_value: "cublas-gemm.1" }
+    }
+    events {
+      metadata_id: 2 offset_ps: 4000000 duration_ps: 2000000
+      stats { metadata_id: 1 str_value: "gemm_fusion_dot.2" }
+    }
+    events {
+      metadata_id: 3 offset_ps: 7000000 duration_ps: 2000000
+      stats { metadata_id: 1 str_value: "custom-call.3" }
+    }
+    events {
+      metadata_id: 3 offset_ps: 9000000 duration_ps: 1000000
+      stats { metadata_id: 1 str_value: "custom-call.4" }
+    }
+    events {
+      metadata_id: 4 offset_ps: 10000000 duration_ps: 3000000
+      stats { metadata_id: 1 str_value: "loop_add_fusion" }
+    }
   }
   lines {
     name: "Stream #14(MemcpyD2D)"
@@ -35,7 +50,7 @@ planes {
   }
   event_metadata { key: 1 value { id: 1 name: "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NNT" } }
   event_metadata { key: 2 value { id: 2 name: "gemm_fusion_dot_2" } }
-  event_metadata { key: 3 value { id: 3 name: "void rwkv_jax::cuda::(anonymous namespace)::ChunkKernel<64>()" } }
+  event_metadata { key: 3 value { id: 3 name: "void rwkv_jax::cuda::ChunkKernel<64>()" } }
   event_metadata { key: 4 value { id: 4 name: "loop_add_fusion" } }
   event_metadata { key: 5 value { id: 5 name: "MemcpyD2D" } }
   stat_metadata { key: 1 value { id: 1 name: "hlo_op" } }
@@ -48,27 +63,27 @@ planes {
   }
   event_metadata { key: 1 value { id: 1 name: "PjRtExecute" } }
 }
-"""  # noqa: E501
+"""
 
 PROGRAM = """
 HloModule jit_step
 
 %gemm_fusion_dot.2_computation (p0: f32[64,64], p1: f32[64,64]) -> f32[64,64] {
-  %p0 = f32[64,64]{1,0} parameter(0)
-  %p1 = f32[64,64]{1,0} parameter(1)
-  ROOT %dot.5 = f32[64,64]{1,0} dot(%p0, %p1), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %p0 = f32[64,64] parameter(0)
+  %p1 = f32[64,64] parameter(1)
+  ROOT %dot.5 = f32[64,64] dot(%p0, %p1), lhs_contracting_dims={1}, rhs_contracting_dims=
 }
 
 ENTRY %main (x: bf16[64,64], y: f32[64,64]) -> f32[64,64] {
-  %x = bf16[64,64]{1,0} parameter(0)
-  %y = f32[64,64]{1,0} parameter(1)
-  %cublas-gemm.1 = (f32[64,64]{1,0}, s8[1024]{0}) custom-call(%x, %x), custom_call_target="__cublas$lt$matmul"
-  %gemm_fusion_dot.2 = f32[64,64]{1,0} fusion(%y, %y), kind=kCustom, calls=%gemm_fusion_dot.2_computation
-  %custom-call.3 = f32[64,64]{1,0} custom-call(%y), custom_call_target="rwkv_wkv7_fwd"
-  %custom-call.4 = f32[64,64]{1,0} custom-call(%y), custom_call_target="rwkv_shift_mix_fwd"
-  ROOT %loop_add_fusion = f32[64,64]{1,0} fusion(%y, %y), kind=kLoop, calls=%fused_add
+  %x = bf16[64,64] parameter(0)
+  %y = f32[64,64] parameter(1)
+  %cublas-gemm.1 = (f32[64,64], s8[4]) custom-call(%x, %x), custom_call_target="__cublas$lt$matmul"
+  %gemm_fusion_dot.2 = f32[64,64] fusion(%y, %y), kind=kCustom, calls=%gemm_fusion_dot.2_computation
+  %custom-call.3 = f32[64,64] custom-call(%y), custom_call_target="rwkv_wkv7_fwd_v2"
+  %custom-call.4 = f32[64,64] custom-call(%y), custom_call_target="rwkv_norm_shift_mix_fwd_v1"
+  ROOT %loop_add_fusion = f32[64,64] fusion(%y, %y), kind=kLoop, calls=%fused_add
 }
-"""  # noqa: E501
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -168,6 +183,28 @@ def test_classes_of_kernels(script: ModuleType) -> None:
     assert found["tf32"] == {"ms": pytest.approx(0.001), "count": 0.5}
     assert found["step_ms"] == pytest.approx(0.008)
     assert found["kernels"][0]["name"].startswith("nvjet")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("void rwkv_jax::cuda::GradientKernel<__nv_bfloat16, 64, false>()", "wkv"),
+        ("void BackwardKernel<4, 6>(rwkv_jax::NormShiftMixBackwardCall)", "other kernels"),
+        ("void ForwardKernel<8>(rwkv_jax::Wkv7KeysForwardCall)", "other kernels"),
+        ("nvjet_sm90_tst_128x160_64x5_2x1_v_bz_NNT", "products"),
+    ],
+)
+def test_classes_by_name_alone(script: ModuleType, name: str, expected: str) -> None:
+    kernel = script.profile.Kernel(name, 0.0, 1.0, "")
+    assert script.profile.class_of(kernel, {}).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "tf32"),
+    [("nvjet_sm90_tst_128x160", False), ("nvjet_sm90_sss_128x160", True), ("nvjet_tss_64", False)],
+)
+def test_products_of_float32_by_name(script: ModuleType, name: str, tf32: bool) -> None:
+    assert bool(script.profile.TF32.search(name)) == tf32
 
 
 def test_official_code_that_is_not_there(

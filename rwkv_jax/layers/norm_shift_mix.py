@@ -1,5 +1,6 @@
 """Layer normalisation, token shift and mixing."""
 
+import functools
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -97,22 +98,28 @@ def _formula(inputs: Arrays) -> Arrays:
     scale = lax.rsqrt((wide * wide).mean(-1, keepdims=True) + LAYER_NORM_EPS)
     n = wide * scale
     n = n * per_token(inputs["weight"]) + per_token(inputs["bias"])
-    state = before.astype(jnp.float32)[:, None]
-    # Where the tokens are distributed over devices, the compiler finds that this exchanges one.
-    earlier = lax.pad(n, jnp.zeros((), n.dtype), ((0, 0, 0), (1, -1, 0), (0, 0, 0)))
-    if origin.shape[1] == 0:
-        if n.shape[1]:
-            earlier = lax.dynamic_update_slice_in_dim(earlier, state, 0, axis=1)
-    else:
-        which = origin[..., None]
-        earlier = jnp.where(which == STATE, jnp.broadcast_to(state, n.shape), earlier)
-        earlier = jnp.where(which == NOTHING, jnp.zeros_like(n), earlier)
+    earlier = shifted(n, before.astype(jnp.float32), origin if origin.shape[1] else None)
     mix = inputs["mix"]
     mixed = {
         _mixed(i): (n + (earlier - n) * per_token(mix[:, i])).astype(x.dtype)
         for i in range(mix.shape[1])
     }
     return {**mixed, "moments": jnp.concatenate([mean, scale], axis=-1)}
+
+
+def shifted(
+    x: Float[Array, "B T D"], state: Float[Array, "B D"], origin: Int32[Array, "B T"] | None
+) -> Float[Array, "B T D"]:
+    """What stands before each token of `x`, as `origin` says it."""
+    if x.shape[1] == 0:
+        return x
+    # Where the tokens are distributed over devices, the compiler finds that this exchanges one.
+    before = lax.pad(x, jnp.zeros((), x.dtype), ((0, 0, 0), (1, -1, 0), (0, 0, 0)))
+    if origin is None:
+        return lax.dynamic_update_slice_in_dim(before, state[:, None], 0, axis=1)
+    which = origin[..., None]
+    before = jnp.where(which == STATE, state[:, None], before)
+    return jnp.where(which == NOTHING, jnp.zeros_like(x), before)
 
 
 def _limits(sizes: Mapping[str, int]) -> str | None:
@@ -124,21 +131,17 @@ def _limits(sizes: Mapping[str, int]) -> str | None:
     return None
 
 
-_FUNCTIONS: dict[int, Function] = {}
-
-
+@functools.cache
 def _function(mixes: int) -> Function:
     """The function with so many results."""
-    if mixes not in _FUNCTIONS:
-        _FUNCTIONS[mixes] = Function(
-            "norm_shift_mix",
-            tensors={"x": "BTD", "before": "BD"},
-            parameters={"weight": "D", "bias": "D", "mix": "ID"},
-            indices={"origin": "BO"},
-            results={_mixed(i): "BTD" for i in range(mixes)},
-            kept={"moments": "BTE"},
-            passed=("x",),
-            formula=_formula,
-            limits=_limits,
-        )
-    return _FUNCTIONS[mixes]
+    return Function(
+        "norm_shift_mix",
+        tensors={"x": "BTD", "before": "BD"},
+        parameters={"weight": "D", "bias": "D", "mix": "ID"},
+        indices={"origin": "BO"},
+        results={_mixed(i): "BTD" for i in range(mixes)},
+        kept={"moments": "BTE"},
+        passed=("x",),
+        formula=_formula,
+        limits=_limits,
+    )

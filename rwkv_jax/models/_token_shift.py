@@ -12,7 +12,7 @@ from jaxtyping import Float, Int, Int32
 from rwkv_jax._packing import segments
 from rwkv_jax._typing import Operand
 from rwkv_jax.layers import norm_shift_mix
-from rwkv_jax.layers.norm_shift_mix import NOTHING, STATE, TOKEN
+from rwkv_jax.layers.norm_shift_mix import NOTHING, STATE, TOKEN, shifted
 from rwkv_jax.models._normalisation import Norm, layer_norm
 
 
@@ -61,7 +61,7 @@ def shift_and_mix(
     origin = None if segment_ids is None else _origin(segment_ids)
     last = _last(x, segment_ids)
     if norm is None:
-        before = _before(x, state, origin)
+        before = shifted(x, state, origin)
         mixed = tuple(x + (before - x) * mix.astype(x.dtype)[None, None] for mix in mixes)
         return Shifted(x, mixed, _next(state, last))
     weight, bias, *stacked = (p.astype(jnp.float32) for p in (*norm, *mixes))
@@ -109,19 +109,3 @@ def _origin(segment_ids: Int[Array, "B T"]) -> Int32[Array, "B T"]:
     first = jnp.min(jnp.where(present, index, tokens), axis=1, keepdims=True)
     starts = jnp.where(marks == segments.STARTS, NOTHING, TOKEN)
     return jnp.where(index == first, STATE, starts).astype(jnp.int32)
-
-
-def _before(
-    x: Float[Array, "B T C"], state: Float[Array, "B C"], origin: Int32[Array, "B T"] | None
-) -> Float[Array, "B T C"]:
-    """The token before each token."""
-    if x.shape[1] == 0:
-        return x
-    # Where the tokens are distributed over devices, the compiler finds that this exchanges one.
-    before = lax.pad(x, jnp.zeros((), x.dtype), ((0, 0, 0), (1, -1, 0), (0, 0, 0)))
-    before = lax.dynamic_update_slice_in_dim(before, state[:, None], 0, axis=1)
-    if origin is None:
-        return before
-    which = origin[..., None]
-    before = jnp.where(which == STATE, state[:, None], before)
-    return jnp.where(which == NOTHING, jnp.zeros_like(x), before)

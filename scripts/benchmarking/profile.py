@@ -19,8 +19,12 @@ CLASSES = (PRODUCTS, WKV, OURS, FUSIONS, COPIES, GAPS)
 
 PRODUCT = re.compile(r"gemm|gemv|nvjet|cutlass|cublas|xmma|splitk|(?:^|_)dot(?:$|[._])", re.I)
 COPY = re.compile(r"memcpy|memset|(?:^|_)copy|copy_fusion|transpose", re.I)
-WKV_CALL = re.compile(r"(?<!r)wkv")
-TF32 = re.compile(r"tf32|nvjet_(?:sm\d+_)?s", re.I)
+AROUND_WKV = re.compile(
+    r"norm_?shift_?mix|wkv7_?keys|value_?residual|read_?out|cross_?entropy", re.I
+)
+"""The targets and kernels of `rwkv_jax` that are not those of an operator."""
+
+TF32 = re.compile(r"tf32|nvjet_(?:sm\d+_)?s(?!m\d)", re.I)
 """Names of kernels. The first letter after `nvjet_` is the type of the operands, s for float32."""
 
 CONTROL = re.compile(r"(?:while|call|conditional)(?:$|[._])")
@@ -100,10 +104,8 @@ def class_of(kernel: Kernel, program: Mapping[str, Instruction]) -> str:
     """The class of a kernel, by the instruction that started it and by its name."""
     instruction = program.get(kernel.instruction)
     target = instruction.target if instruction else ""
-    if WKV_CALL.search(target) or WKV_CALL.search(kernel.name):
-        return WKV
     if "rwkv" in target or "rwkv" in kernel.name:
-        return OURS
+        return OURS if AROUND_WKV.search(target) or AROUND_WKV.search(kernel.name) else WKV
     if (instruction and instruction.product) or PRODUCT.search(kernel.name):
         return COPIES if COPY.match(kernel.name) else PRODUCTS
     return COPIES if COPY.search(kernel.name) else FUSIONS
