@@ -169,7 +169,9 @@ ffi::Error HandleLayer(cudaStream_t stream, ffi::RemainingArgs args, ffi::Remain
   Call call = {};
   reader.Read(call);
   if (ffi::Error error = reader.operands.Finish(); error.failure()) return error;
-  const cudaError_t error = Run(stream, call);
+  Device device;
+  cudaError_t error = CurrentDevice(device);
+  if (error == cudaSuccess) error = Run(stream, call, device);
   return error == cudaSuccess ? ffi::Error::Success()
                               : reader.operands.Internal(cudaGetErrorString(error));
 }

@@ -9,15 +9,19 @@
 //   dx[t] = (g - mean(g) - z mean(g z)) / sqrt(variance + eps) + dpassed[t]
 //   dmix_i = sum_t dmixed_i[t] (n[t - 1] - n[t])
 //
-// Forward, a warp has all channels of some tokens of a row, so that no thread waits for another warp.
-// Backward, the sums over tokens need a thread for each few channels: a block has a run of tokens and goes
-// from the last to the first, some tokens at once for each barrier.
+// A block has a run of tokens, and a thread eight channels of all of them, so that it loads and adds up
+// parameters once a run. Tokens are copied to shared memory ahead of their use.
+#include <algorithm>
+
+#include "launch.cuh"
 #include "layers/kernels.h"
 #include "layers/vectors.cuh"
-#include "launch.cuh"
 
 namespace rwkv_jax::cuda {
 namespace {
+
+constexpr int kVector = 8, kMostThreads = static_cast<int>(kMaxLayerWidth) / kVector;
+constexpr int kMostWarps = kMostThreads / 32;
 
 // What stands before token t of a row; `token` counts the tokens of all rows.
 __device__ Origin OriginOf(const NormShiftMixCall& call, int64_t token, int64_t t) {
@@ -26,113 +30,110 @@ __device__ Origin OriginOf(const NormShiftMixCall& call, int64_t token, int64_t 
   return t == 0 && origin == Origin::kToken ? Origin::kNothing : origin;
 }
 
-constexpr int kForwardWarps = 8, kVector = 8;
+// The forward pass takes so many tokens at once, or fewer where shared memory has no room for twice as
+// many.
+constexpr int kTokens = 8;
 
-// The tokens of a warp: fewer where the parameters take more registers.
-template <int kMixes>
-constexpr int kForwardTokensOf = kMixes > 1 ? 4 : 8;
-
-// The mean and 1 / sqrt(variance + eps) of a token, whose channels the lanes of a warp share.
+// The mean and 1 / sqrt(variance + eps) of a token in shared memory, for a warp.
 template <typename T>
-__device__ float2 FindMoments(const void* array, int64_t at, int width) {
+__device__ float2 FindMoments(const T* token, int width) {
   const int lane_channel = static_cast<int>(threadIdx.x % 32) * kVector;
   float sum = 0.0f, squares = 0.0f;
-#pragma unroll 8
+#pragma unroll 4
   for (int channel = lane_channel; channel < width; channel += 32 * kVector) {
-    const auto x = LoadPacked<kVector, T>(array, at + channel);
+    const auto x = LoadPacked<kVector, T>(token, channel);
 #pragma unroll
     for (int c = 0; c < kVector; ++c) sum += x[c];
   }
   const float share = 1.0f / width, mean = SumOverLanes<32>(sum) * share;
 #pragma unroll 4
   for (int channel = lane_channel; channel < width; channel += 32 * kVector) {
-    const auto x = LoadPacked<kVector, T>(array, at + channel);
+    const auto x = LoadPacked<kVector, T>(token, channel);
 #pragma unroll
     for (int c = 0; c < kVector; ++c) squares += (x[c] - mean) * (x[c] - mean);
   }
   return {mean, rsqrtf(SumOverLanes<32>(squares) * share + kLayerNormEps)};
 }
 
-// A warp finds the moments of its tokens. Then it takes the channels vector by vector, each for all of its
-// tokens, so that it loads the parameters once; the tokens come from the cache this time.
+// While a block works on `together` tokens, the next ones are copied: first each warp finds the moments
+// of some tokens, then each thread mixes its channels of all of them.
 template <typename T, int kMixes>
-__global__ __launch_bounds__(32 * kForwardWarps,
-                             2) void ForwardKernel(NormShiftMixForwardCall call) {
-  constexpr int kForwardTokens = kForwardTokensOf<kMixes>;
-  const int64_t row = blockIdx.y, first = row * call.tokens;
-  const int width = static_cast<int>(call.width);
-  const int64_t begin =
-      (static_cast<int64_t>(blockIdx.x) * kForwardWarps + threadIdx.x / 32) * kForwardTokens;
-  if (begin >= call.tokens) return;
-  const int count =
-      call.tokens - begin < kForwardTokens ? static_cast<int>(call.tokens - begin) : kForwardTokens;
-  const int64_t start = (first + begin) * width;
-  const Origin origin = OriginOf(call, first + begin, begin);
+__global__ __launch_bounds__(kMostThreads) void ForwardKernel(NormShiftMixForwardCall call,
+                                                              int together) {
+  RWKV_JAX_DYNAMIC_SHARED(16, shared);
+  __shared__ float2 moments[kTokens];
+  const int64_t row = blockIdx.y, begin = blockIdx.x * kRun, first = row * call.tokens + begin;
+  const int count = static_cast<int>(call.tokens - begin < kRun ? call.tokens - begin : kRun);
+  const int width = static_cast<int>(call.width), channel = threadIdx.x * kVector;
+  const int warp = threadIdx.x / 32, warps = (width + 32 * kVector - 1) / (32 * kVector);
+  const bool active = channel < width;
+  const auto at = [&](int t) { return (first + t) * width + channel; };  // token t of the run
+  const auto copy = [&](T* to, int t) {
+    for (int j = 0; active && j < together && t + j < count; ++j)
+      CopyPacked<kVector>(to + j * width + channel, static_cast<const T*>(call.x) + at(t + j));
+  };
 
-  float2 moments[kForwardTokens], before = {};  // of the tokens, and of the one before them
-  if (origin == Origin::kToken) before = FindMoments<T>(call.x, start - width, width);
-#pragma unroll
-  for (int j = 0; j < kForwardTokens; ++j) {
-    if (j >= count) continue;
-    moments[j] = FindMoments<T>(call.x, start + j * width, width);
-    if (threadIdx.x % 32 == 0)
-      reinterpret_cast<float2*>(call.moments)[first + begin + j] = moments[j];
-  }
-
-  for (int channel = threadIdx.x % 32 * kVector; channel < width; channel += 32 * kVector) {
-    float weight[kVector], bias[kVector], mix[kMixes][kVector], earlier[kVector];
+  // The token before the run, if the first one needs it, is one more to normalise.
+  const bool goes_on = begin > 0 && OriginOf(call, first, begin) == Origin::kToken;
+  T *tokens = reinterpret_cast<T*>(shared), *next = tokens + together * width;
+  copy(tokens, -goes_on);
+  float weight[kVector] = {}, bias[kVector] = {}, mix[kMixes][kVector] = {}, earlier[kVector] = {};
+  if (active) {
     LoadFloats(call.weight + row * width + channel, weight);
     LoadFloats(call.bias + row * width + channel, bias);
 #pragma unroll
     for (int i = 0; i < kMixes; ++i)
       LoadFloats(call.mix + (row * kMixes + i) * width + channel, mix[i]);
-    Packed<T, kVector> x[kForwardTokens], previous = {};
-    if (origin == Origin::kToken)
-      previous = LoadPacked<kVector, T>(call.x, start - width + channel);
-#pragma unroll
-    for (int j = 0; j < kForwardTokens; ++j)
-      if (j < count) x[j] = LoadPacked<kVector, T>(call.x, start + j * width + channel);
-#pragma unroll
-    for (int c = 0; c < kVector; ++c)
-      earlier[c] = (previous[c] - before.x) * before.y * weight[c] + bias[c];
-#pragma unroll
-    for (int j = 0; j < kForwardTokens; ++j) {
-      if (j >= count) continue;
-      const Origin from = j == 0 ? origin : OriginOf(call, first + begin + j, begin + j);
-      if (from != Origin::kToken) {
-        Packed<T, kVector> state = {};
-        if (from == Origin::kState)
-          state = LoadPacked<kVector, T>(call.before, row * width + channel);
-#pragma unroll
-        for (int c = 0; c < kVector; ++c) earlier[c] = state[c];
-      }
+  }
+  for (int t = -goes_on; t < count; t += together) {
+    const int here = count - t < together ? count - t : together;
+    WaitForCopies<0>();
+    __syncthreads();
+    copy(next, t + together);
+    for (int j = warp; j < here; j += warps) {
+      const float2 found = FindMoments(tokens + j * width, width);
+      if (threadIdx.x % 32 != 0) continue;
+      moments[j] = found;
+      if (t + j >= 0) reinterpret_cast<float2*>(call.moments)[first + t + j] = found;
+    }
+    __syncthreads();
+    for (int j = 0; active && j < here; ++j) {
+      const auto x = LoadPacked<kVector, T>(tokens, j * width + channel);
+      const float2 of_x = moments[j];
       float n[kVector];
 #pragma unroll
-      for (int c = 0; c < kVector; ++c) {
-        n[c] = (x[j][c] - moments[j].x) * moments[j].y * weight[c] + bias[c];
-        earlier[c] -= n[c];
-      }
+      for (int c = 0; c < kVector; ++c) n[c] = (x[c] - of_x.x) * of_x.y * weight[c] + bias[c];
+      if (t + j >= 0) {
+        const Origin origin = OriginOf(call, first + t + j, begin + t + j);
+        if (origin != Origin::kToken) {
+          Packed<T, kVector> state = {};
+          if (origin == Origin::kState)
+            state = LoadPacked<kVector, T>(call.before, row * width + channel);
 #pragma unroll
-      for (int i = 0; i < kMixes; ++i) {
-        float mixed[kVector];
+          for (int c = 0; c < kVector; ++c) earlier[c] = state[c];
+        }
 #pragma unroll
-        for (int c = 0; c < kVector; ++c) mixed[c] = n[c] + earlier[c] * mix[i][c];
-        StoreRounded<T>(call.mixed[i], start + j * width + channel, mixed);
+        for (int i = 0; i < kMixes; ++i) {
+          float mixed[kVector];
+#pragma unroll
+          for (int c = 0; c < kVector; ++c) mixed[c] = n[c] + (earlier[c] - n[c]) * mix[i][c];
+          StoreRounded<T>(call.mixed[i], at(t + j), mixed);
+        }
       }
 #pragma unroll
       for (int c = 0; c < kVector; ++c) earlier[c] = n[c];
     }
+    T* const done = tokens;
+    tokens = next, next = done;
   }
 }
-
-constexpr int kBackwardThreads = 512, kBackwardWarps = kBackwardThreads / 32;
 
 // Adds up kCount numbers of each thread of a block. posted[warp][number] is written before the barrier
 // and must not be overwritten before the next one.
 template <int kCount>
 class BlockSums {
  public:
-  using Posted = float[kBackwardWarps][kCount];
+  using Posted = float[kMostWarps][kCount];
 
   // Each step halves the numbers of a lane: a lane keeps one half and gives the other away.
   __device__ static void Post(Posted& posted, float (&x)[kCount]) {
@@ -163,138 +164,145 @@ class BlockSums {
   static constexpr int kShare = 32 / kCount;  // the lanes that share a number
 };
 
-// A thread has N consecutive channels and takes kTokens tokens for each barrier.
-template <typename T, int N, int kTokens, int kMixes>
-__global__ __launch_bounds__(kBackwardThreads) void BackwardKernel(NormShiftMixBackwardCall call) {
-  using Sums = BlockSums<2 * kTokens>;
-  __shared__ typename Sums::Posted posted[2];
+// The arrays that a token's gradient needs: those of the mixed results, the one of x, and the token
+// before.
+template <int kMixes>
+constexpr int kArrays = kMixes + 2;
+
+// Goes from the last token of the run to the first. A thread copies its channels of kAhead tokens ahead,
+// and reads no others; with kAhead = 0 it reads global memory.
+template <typename T, int kMixes, int kAhead>
+__global__ __launch_bounds__(kMostThreads) void BackwardKernel(NormShiftMixBackwardCall call) {
+  using Sums = BlockSums<2>;
   RWKV_JAX_DYNAMIC_SHARED(16, shared);
-  const int64_t row = blockIdx.y, first = row * call.tokens, begin = blockIdx.x * kRun;
-  const int64_t end = begin + kRun < call.tokens ? begin + kRun : call.tokens;
-  const int width = static_cast<int>(call.width), channel = threadIdx.x * N;
-  const int warps = (width + 32 * N - 1) / (32 * N);
+  __shared__ typename Sums::Posted posted[2];
+  __shared__ float2 moments[kRun + 1];  // from the token before the run on
+  __shared__ Origin origins[kRun];
+  const int64_t row = blockIdx.y, begin = blockIdx.x * kRun, first = row * call.tokens + begin;
+  const int count = static_cast<int>(call.tokens - begin < kRun ? call.tokens - begin : kRun);
+  const int width = static_cast<int>(call.width), channel = threadIdx.x * kVector;
+  const int warps = (width + 32 * kVector - 1) / (32 * kVector);
   const bool active = channel < width;
   const float share = 1.0f / width;
+  const auto at = [&](int t) { return (first + t) * width + channel; };  // token t of the run
 
-  // A thread reads what it has written itself.
+  for (int t = threadIdx.x; t <= count; t += 32 * warps) {
+    moments[t] = {};
+    if (t > 0 || begin > 0)
+      moments[t] = reinterpret_cast<const float2*>(call.moments)[first + t - 1];
+    if (t < count) origins[t] = OriginOf(call, first + t, begin + t);
+  }
+  // A thread reads the mixes that it has written itself.
   float* const mixes = reinterpret_cast<float*>(shared) + channel;
+  T* const ahead = reinterpret_cast<T*>(shared + kMixes * width * sizeof(float)) + channel;
+  const auto array = [&](int i) {
+    return static_cast<const T*>(i < kMixes ? call.dmixed[i] : i == kMixes ? call.dpassed : call.x);
+  };
+  const auto stage = [&](int t) {
+    return ahead + t % (kAhead > 0 ? kAhead : 1) * kArrays<kMixes> * width;
+  };
+  // Of token t: array i, where the last one is x of the token before it.
+  const auto copy = [&](int t) {
+    if (t >= 0 && active) {
+#pragma unroll
+      for (int i = 0; i < kArrays<kMixes>; ++i)
+        if (i <= kMixes || t > 0 || begin > 0)
+          CopyPacked<kVector>(stage(t) + i * width, array(i) + at(i <= kMixes ? t : t - 1));
+    }
+    CommitCopies();
+  };
+  const auto load = [&](int i, int t) {
+    if constexpr (kAhead > 0) return LoadPacked<kVector, T>(stage(t), i * width);
+    return LoadPacked<kVector, T>(array(i), at(i <= kMixes ? t : t - 1));
+  };
+  Packed<T, kVector> x = {};  // of token t
+  float dmix[kMixes][kVector] = {}, dweight[kVector] = {}, dbias[kVector] = {};
+  float later[kVector] = {};  // d[t + 1]
+#pragma unroll
+  for (int t = 1; t <= kAhead; ++t) copy(count - t);
+  const int64_t end = begin + count;
+  const bool goes_on = end < call.tokens && OriginOf(call, first + count, end) == Origin::kToken;
   if (active) {
+    x = LoadPacked<kVector, T>(call.x, at(count - 1));
 #pragma unroll
     for (int i = 0; i < kMixes; ++i) {
-      float mix[N];
+      float mix[kVector];
       LoadFloats(call.mix + (row * kMixes + i) * width + channel, mix);
       StoreFloats(mixes + i * width, mix);
+      if (!goes_on) continue;
+      const auto dmixed = LoadPacked<kVector, T>(call.dmixed[i], at(count));
+#pragma unroll
+      for (int c = 0; c < kVector; ++c) later[c] += dmixed[c] * mix[c];
     }
   }
-  const auto load_mix = [&](int i, float (&mix)[N]) {
-#pragma unroll
-    for (int c = 0; c < N; ++c) mix[c] = 0.0f;
-    if (active) LoadFloats(mixes + i * width, mix);
-  };
-  const auto at = [&](int64_t t) { return (first + t) * width + channel; };
-  const auto load = [&](const void* array, int64_t t) {
-    return active ? LoadPacked<N, T>(array, at(t)) : Packed<T, N>{};
-  };
+  __syncthreads();
 
-  float dmix[kMixes][N] = {}, dweight[N] = {}, dbias[N] = {};
-  float later[N] = {};  // d[t + 1]
-  if (end < call.tokens && OriginOf(call, first + end, end) == Origin::kToken) {
-#pragma unroll
-    for (int i = 0; i < kMixes; ++i) {
-      const auto dmixed = load(call.dmixed[i], end);
-      float mix[N];
-      load_mix(i, mix);
-#pragma unroll
-      for (int c = 0; c < N; ++c) later[c] += dmixed[c] * mix[c];
-    }
-  }
-
-  Packed<T, N> x = load(call.x, end - 1);  // of token t
-  int turn = 0;
-  for (int64_t t = end - 1; t >= begin; t -= kTokens) {
-    const int count = t - begin + 1 < kTokens ? static_cast<int>(t - begin + 1) : kTokens;
-    // All loads are under way before the first one is waited for.
-    Packed<T, N> dmixed[kTokens][kMixes], dpassed[kTokens], xs[kTokens + 1];
-    float2 moments[kTokens + 1];
-    Origin origins[kTokens];
-    xs[0] = x, moments[0] = reinterpret_cast<const float2*>(call.moments)[first + t];
-#pragma unroll
-    for (int j = 0; j < kTokens; ++j) {
-      xs[j + 1] = {}, moments[j + 1] = {};
-      if (j >= count) continue;
-      const int64_t token = t - j;
-      origins[j] = OriginOf(call, first + token, token);
-#pragma unroll
-      for (int i = 0; i < kMixes; ++i) dmixed[j][i] = load(call.dmixed[i], token);
-      dpassed[j] = load(call.dpassed, token);
-      if (token > begin || origins[j] == Origin::kToken) {
-        xs[j + 1] = load(call.x, token - 1);
-        moments[j + 1] = reinterpret_cast<const float2*>(call.moments)[first + token - 1];
-      }
-    }
-    float weight[N] = {}, bias[N] = {};
+  for (int t = count - 1; t >= 0; --t) {
+    if constexpr (kAhead > 0) WaitForCopies<kAhead - 1>();
+    const Origin origin = origins[t];
+    const float2 of_x = moments[t + 1], of_before = moments[t];
+    Packed<T, kVector> before = {};
+    float g[kVector] = {}, sums[2] = {};
     if (active) {
+      float weight[kVector], difference[kVector], d[kVector] = {};
       LoadFloats(call.weight + row * width + channel, weight);
-      LoadFloats(call.bias + row * width + channel, bias);
-    }
-
-    float g[kTokens][N], sums[2 * kTokens];
+      if (t > 0 || begin > 0) before = load(kMixes + 1, t);
+      if (origin == Origin::kToken) {
 #pragma unroll
-    for (int j = 0; j < kTokens; ++j) {
-      sums[2 * j] = sums[2 * j + 1] = 0.0f;
-      if (j >= count) continue;
-      Packed<T, N> state = {};
-      if (origins[j] == Origin::kState && active)
-        state = LoadPacked<N, T>(call.before, row * width + channel);
-      float z[N], difference[N], d[N] = {};
+        for (int c = 0; c < kVector; ++c)
+          difference[c] =
+              ((before[c] - of_before.x) * of_before.y - (x[c] - of_x.x) * of_x.y) * weight[c];
+      } else {
+        Packed<T, kVector> state = {};
+        float bias[kVector];
+        LoadFloats(call.bias + row * width + channel, bias);
+        if (origin == Origin::kState)
+          state = LoadPacked<kVector, T>(call.before, row * width + channel);
 #pragma unroll
-      for (int c = 0; c < N; ++c) {
-        z[c] = (xs[j][c] - moments[j].x) * moments[j].y;
-        float before = (xs[j + 1][c] - moments[j + 1].x) * moments[j + 1].y * weight[c] + bias[c];
-        if (origins[j] != Origin::kToken) before = state[c];
-        difference[c] = before - (z[c] * weight[c] + bias[c]);
-        g[j][c] = later[c];
+        for (int c = 0; c < kVector; ++c)
+          difference[c] = state[c] - ((x[c] - of_x.x) * of_x.y * weight[c] + bias[c]);
       }
+#pragma unroll
+      for (int c = 0; c < kVector; ++c) g[c] = later[c];
 #pragma unroll
       for (int i = 0; i < kMixes; ++i) {
-        float mix[N];
-        load_mix(i, mix);
+        const auto dmixed = load(i, t);
+        float mix[kVector];
+        LoadFloats(mixes + i * width, mix);
 #pragma unroll
-        for (int c = 0; c < N; ++c) {
-          g[j][c] += dmixed[j][i][c];
-          d[c] += dmixed[j][i][c] * mix[c];
-          dmix[i][c] += dmixed[j][i][c] * difference[c];
+        for (int c = 0; c < kVector; ++c) {
+          g[c] += dmixed[c];
+          d[c] += dmixed[c] * mix[c];
+          dmix[i][c] += dmixed[c] * difference[c];
         }
       }
 #pragma unroll
-      for (int c = 0; c < N; ++c) {
-        g[j][c] -= d[c];  // now dn
-        dweight[c] += g[j][c] * z[c], dbias[c] += g[j][c];
-        g[j][c] *= weight[c];
-        sums[2 * j] += g[j][c], sums[2 * j + 1] += g[j][c] * z[c];
-        later[c] = origins[j] == Origin::kToken ? d[c] : 0.0f;
+      for (int c = 0; c < kVector; ++c) {
+        const float z = (x[c] - of_x.x) * of_x.y;
+        g[c] -= d[c];  // now dn
+        dweight[c] += g[c] * z, dbias[c] += g[c];
+        g[c] *= weight[c];
+        sums[0] += g[c], sums[1] += g[c] * z;
+        later[c] = origin == Origin::kToken ? d[c] : 0.0f;
       }
-      if (origins[j] == Origin::kState && active)
-        StoreRounded<T>(call.dbefore, row * width + channel, d);
+      if (origin == Origin::kState) StoreRounded<T>(call.dbefore, row * width + channel, d);
     }
-    x = xs[kTokens];  // not used where there are fewer tokens: then the run is at its end
-
-    Sums::Post(posted[turn], sums);
+    Sums::Post(posted[t % 2], sums);
     __syncthreads();
-    Sums::Collect(posted[turn], warps, sums);
-    turn ^= 1;
+    Sums::Collect(posted[t % 2], warps, sums);
+    const float mean = sums[0] * share, product = sums[1] * share;
+    if (active) {
+      const auto dpassed = load(kMixes, t);
+      float dx[kVector];
 #pragma unroll
-    for (int j = 0; j < kTokens; ++j) {
-      if (j >= count) continue;
-      const float mean = sums[2 * j] * share, product = sums[2 * j + 1] * share;
-      float dx[N];
-#pragma unroll
-      for (int c = 0; c < N; ++c) {
-        const float z = (xs[j][c] - moments[j].x) * moments[j].y;
-        dx[c] = (g[j][c] - mean - z * product) * moments[j].y + dpassed[j][c];
+      for (int c = 0; c < kVector; ++c) {
+        const float z = (x[c] - of_x.x) * of_x.y;
+        dx[c] = (g[c] - mean - z * product) * of_x.y + dpassed[c];
       }
-      if (active) StoreRounded<T>(call.dx, at(t - j), dx);
+      StoreRounded<T>(call.dx, at(t), dx);
     }
+    if constexpr (kAhead > 0) copy(t - kAhead);
+    x = before;
   }
 
   if (!active) return;
@@ -323,41 +331,50 @@ cudaError_t ForTypesAndMixes(const NormShiftMixCall& call, Fn&& fn) {
   }
 }
 
-dim3 Blocks(const NormShiftMixCall& call, int64_t tokens) {
-  return dim3(static_cast<unsigned>((call.tokens + tokens - 1) / tokens),
-              static_cast<unsigned>(call.rows));
+dim3 Blocks(const NormShiftMixCall& call) {
+  return dim3(static_cast<unsigned>(Runs(call.tokens)), static_cast<unsigned>(call.rows));
 }
+
+int Threads(const NormShiftMixCall& call) {
+  return static_cast<int>((call.width + 32 * kVector - 1) / (32 * kVector)) * 32;
+}
+
+// The dynamic and the static shared memory of the backward kernel.
+template <typename T, int kMixes>
+int64_t BackwardBytes(int64_t width, int ahead) {
+  return width * (kMixes * sizeof(float) + ahead * kArrays<kMixes> * sizeof(T));
+}
+constexpr int64_t kBackwardStatic =
+    2 * sizeof(BlockSums<2>::Posted) + (kRun + 1) * sizeof(float2) + kRun * sizeof(Origin);
 
 }  // namespace
 
-cudaError_t Run(cudaStream_t stream, const NormShiftMixForwardCall& call) {
+cudaError_t Run(cudaStream_t stream, const NormShiftMixForwardCall& call, const Device& device) {
   if (call.rows * call.tokens == 0) return cudaSuccess;
   return ForTypesAndMixes(call, [&](auto zero, auto mixes) {
-    return Launch(ForwardKernel<decltype(zero), mixes()>,
-                  Blocks(call, kForwardWarps * kForwardTokensOf<mixes()>), 32 * kForwardWarps, 0,
-                  stream, call);
+    // Room for two blocks on a multiprocessor.
+    const int64_t token = call.width * sizeof(zero);
+    const int64_t together = std::clamp<int64_t>(device.shared_memory / 4 / token, 1, kTokens);
+    return Launch(ForwardKernel<decltype(zero), mixes()>, Blocks(call), Threads(call),
+                  2 * together * token, stream, call, static_cast<int>(together));
   });
 }
 
-cudaError_t Run(cudaStream_t stream, const NormShiftMixBackwardCall& call) {
+cudaError_t Run(cudaStream_t stream, const NormShiftMixBackwardCall& call, const Device& device) {
   const int64_t bytes = call.rows * call.width * (call.dtype == Dtype::kF32 ? 4 : 2);
   const cudaError_t error = cudaMemsetAsync(call.dbefore, 0, bytes, stream);
   if (error != cudaSuccess || call.rows * call.tokens == 0) return error;
   return ForTypesAndMixes(call, [&](auto zero, auto mixes) {
-    const auto launch = [&](auto channels, auto tokens) {
-      constexpr int N = channels();
-      const int threads = static_cast<int>((call.width + 32 * N - 1) / (32 * N) * 32);
-      return Launch(BackwardKernel<decltype(zero), N, tokens(), mixes()>, Blocks(call, kRun),
-                    threads, call.mixes * call.width * sizeof(float), stream, call);
+    using T = decltype(zero);
+    constexpr int kMixes = mixes(), kAhead = kMixes > 1 ? 2 : 4;
+    const auto launch = [&](auto ahead) {
+      const int64_t bytes = BackwardBytes<T, kMixes>(call.width, ahead());
+      return Launch(BackwardKernel<T, kMixes, ahead()>, Blocks(call), Threads(call), bytes, stream,
+                    call);
     };
-    // As many tokens as leave registers for their loads. With one mix, threads of eight channels leave
-    // room for two blocks of 2048 channels, one of which computes while the other one loads.
-    if constexpr (mixes() == 1)
-      return launch(std::integral_constant<int, 8>(), std::integral_constant<int, 2>());
-    else if (call.width <= 4 * kBackwardThreads)
-      return launch(std::integral_constant<int, 4>(), std::integral_constant<int, 2>());
-    else
-      return launch(std::integral_constant<int, 8>(), std::integral_constant<int, 1>());
+    if (BackwardBytes<T, kMixes>(call.width, kAhead) <= device.shared_memory - kBackwardStatic)
+      return launch(std::integral_constant<int, kAhead>());
+    return launch(std::integral_constant<int, 0>());
   });
 }
 

@@ -111,13 +111,13 @@ __global__ __launch_bounds__(kHeadThreads, 2) void BackwardKernel(ReadOutBackwar
 
 }  // namespace
 
-cudaError_t Run(cudaStream_t stream, const ReadOutForwardCall& call) {
+cudaError_t Run(cudaStream_t stream, const ReadOutForwardCall& call, const Device&) {
   return LaunchOverHeads(stream, call, kForwardTokens, [](auto zero, auto lanes) {
     return ForwardKernel<decltype(zero), lanes()>;
   });
 }
 
-cudaError_t Run(cudaStream_t stream, const ReadOutBackwardCall& call) {
+cudaError_t Run(cudaStream_t stream, const ReadOutBackwardCall& call, const Device&) {
   return LaunchOverHeads(stream, call, kRun, [](auto zero, auto lanes) {
     return BackwardKernel<decltype(zero), lanes()>;
   });

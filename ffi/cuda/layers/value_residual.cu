@@ -51,12 +51,12 @@ __global__ __launch_bounds__(kHeadThreads, 2) void BackwardKernel(ValueResidualB
 
 }  // namespace
 
-cudaError_t Run(cudaStream_t stream, const ValueResidualForwardCall& call) {
+cudaError_t Run(cudaStream_t stream, const ValueResidualForwardCall& call, const Device&) {
   return LaunchOverHeads(stream, call, kForwardTokens,
                          [](auto zero, auto) { return ForwardKernel<decltype(zero)>; });
 }
 
-cudaError_t Run(cudaStream_t stream, const ValueResidualBackwardCall& call) {
+cudaError_t Run(cudaStream_t stream, const ValueResidualBackwardCall& call, const Device&) {
   return LaunchOverHeads(stream, call, kRun,
                          [](auto zero, auto) { return BackwardKernel<decltype(zero)>; });
 }

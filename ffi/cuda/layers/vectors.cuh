@@ -73,6 +73,13 @@ __device__ Packed<T, N> LoadPacked(const void* array, int64_t at) {
   return packed;
 }
 
+// Starts to copy N elements to shared memory.
+template <int N, typename T>
+__device__ void CopyPacked(T* to, const T* from) {
+#pragma unroll
+  for (int i = 0; i < N; i += 16 / sizeof(T)) CopyAsync(SharedAddress(to + i), from + i, true);
+}
+
 template <typename T, int N>
 __device__ void StoreRounded(void* array, int64_t at, const float (&x)[N]) {
   Packed<T, N> packed;

@@ -93,13 +93,13 @@ __global__ __launch_bounds__(kHeadThreads, 2) void BackwardKernel(Wkv7KeysBackwa
 
 }  // namespace
 
-cudaError_t Run(cudaStream_t stream, const Wkv7KeysForwardCall& call) {
+cudaError_t Run(cudaStream_t stream, const Wkv7KeysForwardCall& call, const Device&) {
   return LaunchOverHeads(stream, call, kForwardTokens, [](auto zero, auto lanes) {
     return ForwardKernel<decltype(zero), lanes()>;
   });
 }
 
-cudaError_t Run(cudaStream_t stream, const Wkv7KeysBackwardCall& call) {
+cudaError_t Run(cudaStream_t stream, const Wkv7KeysBackwardCall& call, const Device&) {
   return LaunchOverHeads(stream, call, kRun, [](auto zero, auto lanes) {
     return BackwardKernel<decltype(zero), lanes()>;
   });

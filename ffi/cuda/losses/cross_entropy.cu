@@ -6,10 +6,12 @@
 //
 // The term of l2_wrap is RWKV-LM's L2Wrap; it is in the gradient alone.
 //
-// A block has a token. It reads the logits once, with a running maximum and sum, and keeps as many of
-// them in shared memory as fit; the others it reads again, from the L2 cache.
+// A block takes one token after another, and a thread every kThreads-th vector of logits. It copies them
+// to shared memory, where as many as fit stay until the gradient is computed, and each vector that is
+// done makes room for one of the next token. Logits that do not fit are read twice.
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "launch.cuh"
 #include "layers/vectors.cuh"
@@ -18,20 +20,33 @@
 namespace rwkv_jax::cuda {
 namespace {
 
-constexpr int kThreads = 1024, kWarps = kThreads / 32, kVector = 8;
-constexpr int kStep = kThreads * kVector;  // the logits that a block reads at once
+constexpr int kThreads = 1024, kWarps = kThreads / 32, kVector = 4;
+constexpr int kStep = kThreads * kVector;  // the logits that a block has at once
+constexpr int kGroups = 4;                 // of steps in shared memory, which are waited for apart
 constexpr float kLog2E = 1.4426950408889634f;
 
-// The largest of some logits, the first place where it is, and the sum of exp(z - largest).
+// The largest of some logits, the first vector that has it, and the sum of exp(z - largest).
 struct Statistics {
-  float largest, sum;
-  int at;
+  float largest = -INFINITY, sum = 0.0f;
+  int at = std::numeric_limits<int>::max();
+
+  __device__ void Add(const float (&z)[kVector], int v) {
+    const float before = largest, here = fmaxf(fmaxf(z[0], z[1]), fmaxf(z[2], z[3]));
+    if (here > largest) at = v;
+    largest = fmaxf(largest, here);
+    // Any base will do where all logits are -infinity.
+    const float base = largest == -INFINITY ? 0.0f : largest;
+    sum *= Exp2((before - base) * kLog2E);
+#pragma unroll
+    for (float x : z) sum += Exp2((x - base) * kLog2E);
+  }
 
   __device__ void Add(const Statistics& other) {
-    const bool first = other.largest < largest || (other.largest == largest && at < other.at);
-    const Statistics &more = first ? *this : other, &less = first ? other : *this;
-    const float rest = less.sum * Exp2((less.largest - more.largest) * kLog2E);
-    *this = {more.largest, more.sum + (less.sum == 0.0f ? 0.0f : rest), more.at};
+    const float both = fmaxf(largest, other.largest);
+    const float base = both == -INFINITY ? 0.0f : both;
+    sum = sum * Exp2((largest - base) * kLog2E) + other.sum * Exp2((other.largest - base) * kLog2E);
+    if (other.largest > largest || (other.largest == largest && other.at < at)) at = other.at;
+    largest = both;
   }
 
   __device__ Statistics OfLane(int mask) const {
@@ -40,59 +55,102 @@ struct Statistics {
   }
 };
 
+// `kept` are the steps of a token that shared memory has room for.
 template <typename T>
 __global__ __launch_bounds__(kThreads) void CrossEntropyKernel(CrossEntropyCall call, int kept) {
   RWKV_JAX_DYNAMIC_SHARED(16, shared);
-  __shared__ Statistics of_warps[kWarps];
-  float* const own = reinterpret_cast<float*>(shared);
-  const int64_t token = blockIdx.x;
-  const int vocabulary = static_cast<int>(call.vocabulary);
-  const float* const logits = call.logits + token * vocabulary;
-  const int first = threadIdx.x * kVector;
+  __shared__ Statistics of_warps[2][kWarps];
+  float* const own = reinterpret_cast<float*>(shared) + threadIdx.x * kVector;
+  const int vocabulary = static_cast<int>(call.vocabulary), first = threadIdx.x * kVector;
+  const int together = (kept + kGroups - 1) / kGroups;  // the steps of a group
+  const float z_loss = call.coefficients[0], l2_wrap = call.coefficients[1];
+  // Calls fn(step, its logit of this thread) for the steps of a group.
+  const auto for_steps = [&](int group, auto&& fn) {
+    for (int step = group * together; step < kept && step < (group + 1) * together; ++step)
+      if (step * kStep + first < vocabulary) fn(step * kStep, step * kStep + first);
+  };
+  const auto copy = [&](int64_t token, int step, int v) {
+    if (token < call.tokens) CopyPacked<kVector>(own + step, call.logits + token * vocabulary + v);
+  };
 
-  Statistics found = {-INFINITY, 0.0f, vocabulary};
-#pragma unroll 4
-  for (int v = first; v < vocabulary; v += kStep) {
-    float z[kVector];
-    LoadFloats(logits + v, z);
-    if (v < kept) StoreFloats(own + v, z);
-    Statistics here = {z[0], 0.0f, v};
 #pragma unroll
-    for (int i = 1; i < kVector; ++i)
-      if (z[i] > here.largest) here.largest = z[i], here.at = v + i;
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) here.sum += Exp2((z[i] - here.largest) * kLog2E);
-    found.Add(here);
+  for (int group = 0; group < kGroups; ++group) {
+    for_steps(group, [&](int step, int v) { copy(blockIdx.x, step, v); });
+    CommitCopies();
   }
-#pragma unroll
-  for (int mask = 16; mask > 0; mask /= 2) found.Add(found.OfLane(mask));
-  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = found;
-  __syncthreads();
-  found = of_warps[threadIdx.x % 32];
-#pragma unroll
-  for (int mask = 16; mask > 0; mask /= 2) found.Add(found.OfLane(mask));
+  int turn = 0;
+  for (int64_t token = blockIdx.x; token < call.tokens; token += gridDim.x, turn ^= 1) {
+    const float* const logits = call.logits + token * vocabulary;
+    const float scale = call.scale[token];
+    const int target = call.targets[token];
 
-  const float scale = call.scale[token], z_loss = call.coefficients[0];
-  const float log_sum = found.largest + logf(found.sum);
-  const int target = call.targets[token];
-  if (threadIdx.x == 0) {
-    const bool here = target >= 0 && target < vocabulary;
-    const float loss = log_sum - (here ? logits[target] : NAN) + z_loss * log_sum * log_sum;
-    call.loss[token] = scale == 0.0f ? 0.0f : scale * loss;
-  }
-  const float of_sum = scale * (1.0f + 2.0f * z_loss * log_sum);
-  const float of_largest = scale * call.coefficients[1] * found.largest;
-#pragma unroll 4
-  for (int v = first; v < vocabulary; v += kStep) {
+    Statistics found;
     float z[kVector];
-    LoadFloats(v < kept ? own + v : logits + v, z);
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) {
-      z[i] = of_sum * Exp2((z[i] - log_sum) * kLog2E);
-      if (v + i == target) z[i] -= scale;
-      if (v + i == found.at) z[i] += of_largest;
+    const auto add = [&](int step, int v) {
+      LoadFloats(own + step, z);
+      found.Add(z, v);
+    };
+    WaitForCopies<3>();
+    for_steps(0, add);
+    WaitForCopies<2>();
+    for_steps(1, add);
+    WaitForCopies<1>();
+    for_steps(2, add);
+#pragma unroll 2
+    for (int v = kept * kStep + first; v < vocabulary; v += kStep) {
+      LoadFloats(logits + v, z);
+      found.Add(z, v);
     }
-    StoreRounded<T>(call.dlogits, token * vocabulary + v, z);
+    WaitForCopies<0>();
+    for_steps(3, add);
+
+#pragma unroll
+    for (int mask = 16; mask > 0; mask /= 2) found.Add(found.OfLane(mask));
+    // No warp writes these again before all have come to the barrier of the next token.
+    if (threadIdx.x % 32 == 0) of_warps[turn][threadIdx.x / 32] = found;
+    __syncthreads();
+    found = of_warps[turn][threadIdx.x % 32];
+#pragma unroll
+    for (int mask = 16; mask > 0; mask /= 2) found.Add(found.OfLane(mask));
+
+    const float log_sum = found.largest + logf(found.sum);
+    const float of_sum = scale * (1.0f + 2.0f * z_loss * log_sum);
+    const auto give_loss = [&](float z) {
+      const float loss = log_sum - z + z_loss * log_sum * log_sum;
+      call.loss[token] = scale == 0.0f ? 0.0f : scale * loss;
+    };
+    if (threadIdx.x == 0 && (target < 0 || target >= vocabulary)) give_loss(NAN);
+    const auto finish = [&](int v) {
+      const bool has_target = target >= v && target < v + kVector;
+      bool has_largest = v == found.at;
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        const float logit = z[i];
+        z[i] = of_sum * Exp2((logit - log_sum) * kLog2E);
+        if (has_target && v + i == target) {
+          give_loss(logit);
+          z[i] -= scale;
+        }
+        if (has_largest && logit == found.largest) {
+          z[i] += scale * l2_wrap * logit;
+          has_largest = false;
+        }
+      }
+      StoreRounded<T>(call.dlogits, token * vocabulary + v, z);
+    };
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+      for_steps(group, [&](int step, int v) {
+        LoadFloats(own + step, z);
+        copy(token + gridDim.x, step, v);
+        finish(v);
+      });
+      CommitCopies();
+    }
+    for (int v = kept * kStep + first; v < vocabulary; v += kStep) {
+      LoadFloats(logits + v, z);
+      finish(v);
+    }
   }
 }
 
@@ -100,12 +158,13 @@ __global__ __launch_bounds__(kThreads) void CrossEntropyKernel(CrossEntropyCall 
 
 cudaError_t Run(cudaStream_t stream, const CrossEntropyCall& call, const Device& device) {
   if (call.tokens * call.vocabulary == 0) return cudaSuccess;
-  const int64_t most = (device.shared_memory - kWarps * sizeof(Statistics)) / sizeof(float);
-  const int64_t rounded = (call.vocabulary + kStep - 1) / kStep;
-  const int kept = static_cast<int>(std::min<int64_t>(most / kStep, rounded)) * kStep;
+  const int64_t most = (device.shared_memory - 2 * kWarps * sizeof(Statistics)) / sizeof(float);
+  const int64_t steps = (call.vocabulary + kStep - 1) / kStep;
+  const int kept = static_cast<int>(std::min<int64_t>(most / kStep, steps));
+  const int64_t blocks = std::min<int64_t>(call.tokens, device.multiprocessors);
   const auto launch = [&](auto zero) {
-    return Launch(CrossEntropyKernel<decltype(zero)>, dim3(static_cast<unsigned>(call.tokens)),
-                  kThreads, kept * sizeof(float), stream, call, kept);
+    return Launch(CrossEntropyKernel<decltype(zero)>, dim3(static_cast<unsigned>(blocks)), kThreads,
+                  kept * kStep * sizeof(float), stream, call, kept);
   };
   switch (call.dtype) {
     case Dtype::kBF16: return launch(__nv_bfloat16());
