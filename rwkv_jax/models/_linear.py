@@ -27,9 +27,20 @@ def low_rank(
     second: Float[Array, "rank outputs"],
     x: Float[Array, "*shape inputs"],
     activation: Callable[[Array], Array] = lambda x: x,
+    offset: Float[Array, "... outputs"] | None = None,
 ) -> Float[Array, "*shape outputs"]:
-    """activation(x first) second."""
-    return activation(product(x @ first)) @ second
+    """activation(x first) second + offset, with an offset that has the number of axes of `x`."""
+    hidden = activation(product(x @ first))
+    if offset is None:
+        return hidden @ second
+    if x.ndim == 2:
+        return hidden @ second + offset
+    # For many tokens an offset within the product saves a pass over its results, and one over their
+    # gradients. Products are slow with a rank that is no multiple of 8.
+    more = 8 - hidden.shape[-1] % 8
+    ones = jnp.pad(hidden, ((0, 0),) * (x.ndim - 1) + ((0, more),), constant_values=1)
+    rows = jnp.concatenate([second, offset.reshape(1, -1)])
+    return ones @ jnp.pad(rows, ((0, more - 1), (0, 0)))
 
 
 def embed(

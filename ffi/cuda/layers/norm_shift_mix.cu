@@ -169,106 +169,118 @@ class BlockSums {
 template <int kMixes>
 constexpr int kArrays = kMixes + 2;
 
-// Goes from the last token of the run to the first. A thread copies its channels of kAhead tokens ahead,
-// and reads no others; with kAhead = 0 it reads global memory.
+// Goes from the last token of the run to the first. A thread copies its channels of kAhead tokens ahead;
+// with kAhead = 0 it reads global memory.
 template <typename T, int kMixes, int kAhead>
 __global__ __launch_bounds__(kMostThreads) void BackwardKernel(NormShiftMixBackwardCall call) {
   using Sums = BlockSums<2>;
   RWKV_JAX_DYNAMIC_SHARED(16, shared);
   __shared__ typename Sums::Posted posted[2];
   __shared__ float2 moments[kRun + 1];  // from the token before the run on
-  __shared__ Origin origins[kRun];
+  __shared__ int8_t origins[kRun];
   const int64_t row = blockIdx.y, begin = blockIdx.x * kRun, first = row * call.tokens + begin;
   const int count = static_cast<int>(call.tokens - begin < kRun ? call.tokens - begin : kRun);
   const int width = static_cast<int>(call.width), channel = threadIdx.x * kVector;
   const int warps = (width + 32 * kVector - 1) / (32 * kVector);
   const bool active = channel < width;
   const float share = 1.0f / width;
-  const auto at = [&](int t) { return (first + t) * width + channel; };  // token t of the run
 
   for (int t = threadIdx.x; t <= count; t += 32 * warps) {
     moments[t] = {};
     if (t > 0 || begin > 0)
       moments[t] = reinterpret_cast<const float2*>(call.moments)[first + t - 1];
-    if (t < count) origins[t] = OriginOf(call, first + t, begin + t);
+    if (t < count) origins[t] = static_cast<int8_t>(OriginOf(call, first + t, begin + t));
   }
-  // A thread reads the mixes that it has written itself.
-  float* const mixes = reinterpret_cast<float*>(shared) + channel;
+  // Array i of token t, where the last one is x of the token before it. The first token of a row reads
+  // itself in its place, and does not use it.
+  const auto array = [&](int i, int64_t at, bool is_first) {
+    if (i == kMixes + 1) return static_cast<const T*>(call.x) + (is_first ? at : at - width);
+    return static_cast<const T*>(i < kMixes ? call.dmixed[i] : call.dpassed) + at;
+  };
+  // A thread reads what it has written or copied itself. The two halves of its channels of a mix are
+  // apart, so that neighbouring threads use neighbouring banks.
+  float* const mixes = reinterpret_cast<float*>(shared) + channel / 2;
+  const auto load_mix = [&](int i, float (&mix)[kVector]) {
+    for (int half = 0; half < 2; ++half) {
+      const float4 four = *reinterpret_cast<const float4*>(mixes + (2 * i + half) * (width / 2));
+      mix[4 * half] = four.x, mix[4 * half + 1] = four.y;
+      mix[4 * half + 2] = four.z, mix[4 * half + 3] = four.w;
+    }
+  };
   T* const ahead = reinterpret_cast<T*>(shared + kMixes * width * sizeof(float)) + channel;
-  const auto array = [&](int i) {
-    return static_cast<const T*>(i < kMixes ? call.dmixed[i] : i == kMixes ? call.dpassed : call.x);
-  };
   const auto stage = [&](int t) {
-    return ahead + t % (kAhead > 0 ? kAhead : 1) * kArrays<kMixes> * width;
+    return ahead + t % (kAhead > 0 ? kAhead : 1) * (kArrays<kMixes> * width);
   };
-  // Of token t: array i, where the last one is x of the token before it.
-  const auto copy = [&](int t) {
+  const auto copy = [&](int t, int64_t at) {
     if (t >= 0 && active) {
+      T* const to = stage(t);
 #pragma unroll
       for (int i = 0; i < kArrays<kMixes>; ++i)
-        if (i <= kMixes || t > 0 || begin > 0)
-          CopyPacked<kVector>(stage(t) + i * width, array(i) + at(i <= kMixes ? t : t - 1));
+        CopyPacked<kVector>(to + i * width, array(i, at, t == 0 && begin == 0));
     }
     CommitCopies();
   };
-  const auto load = [&](int i, int t) {
-    if constexpr (kAhead > 0) return LoadPacked<kVector, T>(stage(t), i * width);
-    return LoadPacked<kVector, T>(array(i), at(i <= kMixes ? t : t - 1));
-  };
-  Packed<T, kVector> x = {};  // of token t
+  int64_t at = (first + count - 1) * width + channel;  // where token t is
+  float z[kVector] = {};                               // of token t
   float dmix[kMixes][kVector] = {}, dweight[kVector] = {}, dbias[kVector] = {};
   float later[kVector] = {};  // d[t + 1]
 #pragma unroll
-  for (int t = 1; t <= kAhead; ++t) copy(count - t);
+  for (int j = 0; j < kAhead; ++j) copy(count - 1 - j, at - j * width);
+  __syncthreads();
   const int64_t end = begin + count;
   const bool goes_on = end < call.tokens && OriginOf(call, first + count, end) == Origin::kToken;
   if (active) {
-    x = LoadPacked<kVector, T>(call.x, at(count - 1));
+    const auto x = LoadPacked<kVector, T>(call.x, at);
+#pragma unroll
+    for (int c = 0; c < kVector; ++c) z[c] = (x[c] - moments[count].x) * moments[count].y;
 #pragma unroll
     for (int i = 0; i < kMixes; ++i) {
       float mix[kVector];
       LoadFloats(call.mix + (row * kMixes + i) * width + channel, mix);
-      StoreFloats(mixes + i * width, mix);
+      for (int half = 0; half < 2; ++half)
+        *reinterpret_cast<float4*>(mixes + (2 * i + half) * (width / 2)) = {
+            mix[4 * half], mix[4 * half + 1], mix[4 * half + 2], mix[4 * half + 3]};
       if (!goes_on) continue;
-      const auto dmixed = LoadPacked<kVector, T>(call.dmixed[i], at(count));
+      const auto dmixed = LoadPacked<kVector, T>(call.dmixed[i], at + width);
 #pragma unroll
       for (int c = 0; c < kVector; ++c) later[c] += dmixed[c] * mix[c];
     }
   }
-  __syncthreads();
 
-  for (int t = count - 1; t >= 0; --t) {
+  const float* const weights = call.weight + row * width + channel;
+  for (int t = count - 1; t >= 0; --t, at -= width) {
     if constexpr (kAhead > 0) WaitForCopies<kAhead - 1>();
-    const Origin origin = origins[t];
-    const float2 of_x = moments[t + 1], of_before = moments[t];
-    Packed<T, kVector> before = {};
-    float g[kVector] = {}, sums[2] = {};
+    const T* const copied = stage(t);
+    const auto load = [&](int i) {
+      if constexpr (kAhead > 0) return LoadPacked<kVector, T>(copied, i * width);
+      return LoadPacked<kVector, T>(array(i, at, t == 0 && begin == 0), 0);
+    };
+    const Origin origin = static_cast<Origin>(origins[t]);
+    const float2 of_before = moments[t];
+    float g[kVector], sums[2] = {};  // g is dn, and then dn * weight
     if (active) {
       float weight[kVector], difference[kVector], d[kVector] = {};
-      LoadFloats(call.weight + row * width + channel, weight);
-      if (t > 0 || begin > 0) before = load(kMixes + 1, t);
-      if (origin == Origin::kToken) {
+      LoadFloats(weights, weight);
+      const auto before = load(kMixes + 1);
 #pragma unroll
-        for (int c = 0; c < kVector; ++c)
-          difference[c] =
-              ((before[c] - of_before.x) * of_before.y - (x[c] - of_x.x) * of_x.y) * weight[c];
-      } else {
+      for (int c = 0; c < kVector; ++c) {
+        difference[c] = ((before[c] - of_before.x) * of_before.y - z[c]) * weight[c];
+        g[c] = later[c];
+      }
+      if (origin != Origin::kToken) {
         Packed<T, kVector> state = {};
         float bias[kVector];
         LoadFloats(call.bias + row * width + channel, bias);
         if (origin == Origin::kState)
           state = LoadPacked<kVector, T>(call.before, row * width + channel);
 #pragma unroll
-        for (int c = 0; c < kVector; ++c)
-          difference[c] = state[c] - ((x[c] - of_x.x) * of_x.y * weight[c] + bias[c]);
+        for (int c = 0; c < kVector; ++c) difference[c] = state[c] - (z[c] * weight[c] + bias[c]);
       }
 #pragma unroll
-      for (int c = 0; c < kVector; ++c) g[c] = later[c];
-#pragma unroll
       for (int i = 0; i < kMixes; ++i) {
-        const auto dmixed = load(i, t);
+        const auto dmixed = load(i);
         float mix[kVector];
-        LoadFloats(mixes + i * width, mix);
+        load_mix(i, mix);
 #pragma unroll
         for (int c = 0; c < kVector; ++c) {
           g[c] += dmixed[c];
@@ -278,31 +290,34 @@ __global__ __launch_bounds__(kMostThreads) void BackwardKernel(NormShiftMixBackw
       }
 #pragma unroll
       for (int c = 0; c < kVector; ++c) {
-        const float z = (x[c] - of_x.x) * of_x.y;
-        g[c] -= d[c];  // now dn
-        dweight[c] += g[c] * z, dbias[c] += g[c];
+        g[c] -= d[c];
+        dweight[c] += g[c] * z[c], dbias[c] += g[c];
         g[c] *= weight[c];
-        sums[0] += g[c], sums[1] += g[c] * z;
-        later[c] = origin == Origin::kToken ? d[c] : 0.0f;
+        sums[0] += g[c], sums[1] += g[c] * z[c];
+        later[c] = d[c];
       }
-      if (origin == Origin::kState) StoreRounded<T>(call.dbefore, row * width + channel, d);
+      if (origin != Origin::kToken) {
+        if (origin == Origin::kState) StoreRounded<T>(call.dbefore, row * width + channel, d);
+#pragma unroll
+        for (float& x : later) x = 0.0f;
+      }
     }
     Sums::Post(posted[t % 2], sums);
     __syncthreads();
     Sums::Collect(posted[t % 2], warps, sums);
-    const float mean = sums[0] * share, product = sums[1] * share;
     if (active) {
-      const auto dpassed = load(kMixes, t);
+      const float scale = moments[t + 1].y;
+      const float mean = sums[0] * share * scale, product = sums[1] * share * scale;
+      const auto dpassed = load(kMixes), before = load(kMixes + 1);
       float dx[kVector];
 #pragma unroll
       for (int c = 0; c < kVector; ++c) {
-        const float z = (x[c] - of_x.x) * of_x.y;
-        dx[c] = (g[c] - mean - z * product) * of_x.y + dpassed[c];
+        dx[c] = g[c] * scale + (dpassed[c] - mean - z[c] * product);
+        z[c] = (before[c] - of_before.x) * of_before.y;
       }
-      StoreRounded<T>(call.dx, at(t), dx);
+      StoreRounded<T>(call.dx, at, dx);
     }
-    if constexpr (kAhead > 0) copy(t - kAhead);
-    x = before;
+    if constexpr (kAhead > 0) copy(t - kAhead, at - kAhead * width);
   }
 
   if (!active) return;
@@ -345,7 +360,7 @@ int64_t BackwardBytes(int64_t width, int ahead) {
   return width * (kMixes * sizeof(float) + ahead * kArrays<kMixes> * sizeof(T));
 }
 constexpr int64_t kBackwardStatic =
-    2 * sizeof(BlockSums<2>::Posted) + (kRun + 1) * sizeof(float2) + kRun * sizeof(Origin);
+    2 * sizeof(BlockSums<2>::Posted) + (kRun + 1) * sizeof(float2) + kRun;
 
 }  // namespace
 

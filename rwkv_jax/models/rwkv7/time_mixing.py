@@ -83,7 +83,7 @@ def mix_tokens(
 
     p = _parameters.like(params, x)
     r = linear(p.receptance, x_r)
-    w = p.w0 + low_rank(p.w1, p.w2, x_w, jnp.tanh)
+    w = low_rank(p.w1, p.w2, x_w, jnp.tanh, p.w0)
     rate = low_rank(p.a1, p.a2, x_a)
     v = linear(p.value, x_v)
     gate = low_rank(p.g1, p.g2, x_g, jax.nn.sigmoid)
