@@ -20,21 +20,21 @@ constexpr int64_t kFallbackHeads = 264;
 // The kernels on matrix units index the channels of a token with 32 bits.
 constexpr int64_t kMaxStride = std::numeric_limits<int32_t>::max();
 
-const Rules* RulesOf(Op op) {
-  return op == Op::kWkv4 ? nullptr : op == Op::kWkv7 ? &kWkv7Rules : &kWkv6Rules;
+Rules RulesOf(const Problem& problem) {
+  return problem.op == Op::kWkv7 ? Wkv7Rules(problem) : Wkv6Rules(problem);
 }
 
 // Whether the kernels on matrix units take a problem on a device with enough shared memory.
 bool SuitsMatrixUnits(const Rules& rules, const Problem& problem) {
   if (problem.dtype == Dtype::kF32 || problem.exact || problem.tokens < kTileTokens ||
-      !rules.takes_head_size(problem.head_size) || problem.heads * problem.head_size > kMaxStride)
+      !rules.takes_head_size || problem.heads * problem.head_size > kMaxStride)
     return false;
   const bool sequences = problem.packing == Packing::kSequences;
   switch (problem.pass) {
     case Pass::kForward:
-    case Pass::kBackward: return !sequences || !rules.may_be_inexact(problem);
+    case Pass::kBackward: return !sequences || !rules.may_be_inexact;
     case Pass::kStep: return false;
-    default: return !sequences && !rules.may_be_inexact(problem);
+    default: return !sequences && !rules.may_be_inexact;
   }
 }
 
@@ -47,7 +47,7 @@ int64_t Take(int64_t floats, int64_t& end) {
 
 // The floats of one partial sum of all shared inputs for every sequence.
 int64_t SumFloats(const Rules& rules, const Problem& problem) {
-  return rules.shared_inputs(problem.op) * problem.heads * problem.head_size;
+  return rules.shared_inputs * problem.heads * problem.head_size;
 }
 
 void LayOutMatrixUnits(const Rules& rules, const Problem& problem, Plan& plan) {
@@ -60,21 +60,20 @@ void LayOutMatrixUnits(const Rules& rules, const Problem& problem, Plan& plan) {
     plan.split_chunks = (all + plan.splits - 1) / plan.splits;
   }
   plan.scratch = 0;
-  const bool inexact = rules.may_be_inexact(problem);
-  plan.inexact = Take(inexact ? problem.AllHeads() : 0, plan.scratch);
+  plan.inexact = Take(rules.may_be_inexact ? problem.AllHeads() : 0, plan.scratch);
   // A sum for each chunk.
   plan.partials = chunks;
   plan.adds_up = backward && (chunks > 1 || sequences);
   plan.sums =
       Take(plan.adds_up ? problem.rows * chunks * SumFloats(rules, problem) : 0, plan.scratch);
   plan.replay = plan.scratch;
-  const Splits splits{plan.splits, nullptr, rules.summary_floats(problem.head_size),
-                      plan.split_chunks};
+  plan.summary_floats = rules.summary_floats;
+  const Splits splits{plan.splits, nullptr, plan.summary_floats, plan.split_chunks};
   const int64_t summarized = sequences ? problem.heads : problem.AllHeads();
   plan.summaries = Take(summarized * splits.Stride(), plan.scratch);
   const int64_t states = backward ? problem.rows * chunks * problem.heads : 0;
   plan.gradients = Take(states * StateGradientFloats(problem.head_size), plan.scratch);
-  if (backward && inexact)
+  if (backward && rules.may_be_inexact)
     plan.scratch = std::max(plan.scratch, plan.replay + plan.replay_heads * plan.replay_floats);
 }
 
@@ -107,13 +106,13 @@ Plan MakePlanOfHeads(const Rules& rules, const Device& device, const Problem& pr
   Plan plan;
   plan.device = device;
   const bool suits = SuitsMatrixUnits(rules, problem);
-  plan.shared_memory = suits ? rules.shared_memory(problem.pass, problem.head_size) : 0;
+  plan.shared_memory = suits ? rules.shared_memory : 0;
   plan.matrix_units = suits && plan.shared_memory <= device.shared_memory;
   plan.few_heads = problem.AllHeads() < Scaled(200, device);
   const bool backward = problem.pass == Pass::kBackward;
   if (backward) {
     plan.replay_heads = std::min(problem.AllHeads(), kReplayHeads);
-    plan.replay_floats = rules.replay_floats(problem.head_size);
+    plan.replay_floats = rules.replay_floats;
   } else if (problem.pass != Pass::kForward || !plan.matrix_units) {
     return plan;
   }
@@ -141,9 +140,8 @@ Plan MakePlanOfHeads(const Rules& rules, const Device& device, const Problem& pr
 
 Plan MakePlan(const Device& device, const Problem& problem, int64_t available) {
   const Device bounded{std::min(device.multiprocessors, kMaxMultiprocessors), device.shared_memory};
-  const Rules* const rules = RulesOf(problem.op);
-  if (rules == nullptr) return MakeWkv4Plan(bounded, problem, available);
-  return MakePlanOfHeads(*rules, bounded, problem, available);
+  if (problem.op == Op::kWkv4) return MakeWkv4Plan(bounded, problem, available);
+  return MakePlanOfHeads(RulesOf(problem), bounded, problem, available);
 }
 
 int64_t ScratchFloats(const Problem& problem) {
@@ -156,10 +154,9 @@ int64_t ScratchFloats(const Problem& problem) {
 }
 
 bool HasSummary(const Problem& problem) {
-  const Rules* const rules = RulesOf(problem.op);
   Problem summary = problem;
   summary.pass = Pass::kSummary;
-  return rules != nullptr && SuitsMatrixUnits(*rules, summary);
+  return problem.op != Op::kWkv4 && SuitsMatrixUnits(RulesOf(summary), summary);
 }
 
 Description Describe(const Plan& plan) {

@@ -32,6 +32,7 @@ struct Plan {
   // Splits of a sequence. Where sequences have different lengths and there are several splits, each has
   // `split_chunks` chunks, and `splits` are those of all tokens as if they were one sequence.
   int64_t splits = 1, split_chunks = 0;
+  int64_t summary_floats = 0;  // of what a split does to a state
   // The gradient of an input that all tokens share is `partials` sums for each sequence, or, where
   // sequences have different lengths, one for each chunk. If there are several, they are added up.
   int64_t partials = 1;
@@ -49,6 +50,9 @@ struct Plan {
   int64_t replay = 0;
   int64_t scratch = 0;
 
+  Splits SplitsIn(float* memory) const {
+    return {splits, memory + summaries, summary_floats, split_chunks};
+  }
   ReplayScratch Replay(float* memory, int64_t splits) const {
     return {memory + replay, replay_heads, splits, splits * replay_floats};
   }

@@ -15,27 +15,28 @@ constexpr int64_t Scaled(int64_t measured, const Device& device) {
   return measured * device.multiprocessors / kMeasuredMultiprocessors;
 }
 
-// The rules of an operator that has a state for each head.
+// The rules of an operator that has a state for each head, for one problem.
 struct Rules {
   // Whether its kernels on matrix units take heads of this size.
-  bool (*takes_head_size)(int64_t head_size);
+  bool takes_head_size;
   // Whether those kernels leave heads undefined that decay too far for their arithmetic. The kernels
   // that go token by token then compute these heads. Without knowing which ones they are, nothing can
   // be done with a summary, nor with a head whose sequences have different lengths.
-  bool (*may_be_inexact)(const Problem& problem);
-  // The bytes of shared memory that a block of any of those kernels needs in a pass.
-  int64_t (*shared_memory)(Pass pass, int64_t head_size);
+  bool may_be_inexact;
+  // The bytes of shared memory that a block of any of those kernels needs.
+  int64_t shared_memory;
   // In how many splits those kernels run `heads` sequences of `chunks` chunks.
   int64_t (*splits)(const Device& device, int64_t heads, int64_t head_size, int64_t chunks);
   // The floats that tell what a split does to a state.
-  int64_t (*summary_floats)(int64_t head_size);
+  int64_t summary_floats;
   // The floats that the kernel that goes token by token backwards needs for each split of a head.
-  int64_t (*replay_floats)(int64_t head_size);
+  int64_t replay_floats;
   // How many inputs are shared by all tokens of a sequence.
-  int64_t (*shared_inputs)(Op op);
+  int64_t shared_inputs;
 };
 
-extern const Rules kWkv6Rules, kWkv7Rules;
+Rules Wkv6Rules(const Problem& problem);
+Rules Wkv7Rules(const Problem& problem);
 
 // WKV4 has no heads, and one kind of kernel.
 Plan MakeWkv4Plan(const Device& device, const Problem& problem, int64_t available);

@@ -4,16 +4,12 @@
 namespace rwkv_jax::cuda {
 namespace {
 
-Splits SplitsOf(const Plan& plan, float* scratch) {
-  return {plan.splits, scratch + plan.summaries, kWkv6SummarySize, plan.split_chunks};
-}
-
 cudaError_t FindGradients(cudaStream_t stream, const Wkv6BackwardCall& call, const Plan& plan,
                           float* scratch) {
   if (!plan.matrix_units)
     return Wkv6Backward(stream, call, plan.device, plan.Replay(scratch, plan.splits));
   uint4* const gradients = reinterpret_cast<uint4*>(scratch + plan.gradients);
-  const cudaError_t error = Wkv6ReverseScan(stream, call, SplitsOf(plan, scratch), gradients);
+  const cudaError_t error = Wkv6ReverseScan(stream, call, plan.SplitsIn(scratch), gradients);
   return error == cudaSuccess ? Wkv6Gradients(stream, call, gradients) : error;
 }
 
@@ -22,7 +18,7 @@ cudaError_t FindGradients(cudaStream_t stream, const Wkv6BackwardCall& call, con
 cudaError_t Run(cudaStream_t stream, const Wkv6ForwardCall& call, const Plan& plan,
                 float* scratch) {
   if (!plan.matrix_units) return Wkv6Forward(stream, call);
-  return Wkv6Scan(stream, call, SplitsOf(plan, scratch));
+  return Wkv6Scan(stream, call, plan.SplitsIn(scratch));
 }
 
 cudaError_t Run(cudaStream_t stream, const Wkv6BackwardCall& call, const Plan& plan,

@@ -4,11 +4,6 @@
 namespace rwkv_jax::cuda {
 namespace {
 
-Splits SplitsOf(const Wkv7Call& call, const Plan& plan, float* scratch) {
-  return {plan.splits, scratch + plan.summaries, SummarySize(call.dims.head_size),
-          plan.split_chunks};
-}
-
 // Finds room for `inexact` and clears it, unless no chunk can decay too far.
 cudaError_t ClearInexact(cudaStream_t stream, const Wkv7Call& call, const Plan& plan,
                          float* scratch, float*& inexact) {
@@ -26,7 +21,7 @@ cudaError_t Run(cudaStream_t stream, const Wkv7ForwardCall& call, const Plan& pl
   float* inexact;
   cudaError_t error = ClearInexact(stream, call, plan, scratch, inexact);
   if (error == cudaSuccess)
-    error = Wkv7Scan(stream, call, plan.device, SplitsOf(call, plan, scratch), inexact);
+    error = Wkv7Scan(stream, call, plan.device, plan.SplitsIn(scratch), inexact);
   if (error == cudaSuccess && inexact != nullptr)
     error = Wkv7Forward(stream, call, plan.few_heads, inexact);
   return error;
@@ -42,8 +37,7 @@ cudaError_t Run(cudaStream_t stream, const Wkv7BackwardCall& call, const Plan& p
   float* inexact;
   cudaError_t error = ClearInexact(stream, call, plan, scratch, inexact);
   if (error == cudaSuccess)
-    error = Wkv7ReverseScan(stream, call, plan.device, SplitsOf(call, plan, scratch), gradients,
-                            inexact);
+    error = Wkv7ReverseScan(stream, call, plan.device, plan.SplitsIn(scratch), gradients, inexact);
   if (error == cudaSuccess) error = Wkv7Gradients(stream, call, gradients, inexact);
   // The kernels on matrix units no longer need their memory.
   if (error == cudaSuccess && inexact != nullptr) error = replay(1, inexact);

@@ -7,15 +7,6 @@
 namespace rwkv_jax::cuda {
 namespace {
 
-bool TakesHeadSize(int64_t head_size) { return head_size == 64 || head_size == 128; }
-
-bool MayBeInexact(const Problem& problem) { return problem.decay != Decay::kSigmoid; }
-
-int64_t SharedMemory(Pass pass, int64_t head_size) {
-  const int64_t scan = Wkv7ScanSharedMemory(pass, head_size);
-  return pass == Pass::kBackward ? std::max(scan, Wkv7GradientSharedMemory(head_size)) : scan;
-}
-
 // Splits give few heads more of a large GPU. Splitting costs a pass over the sequence and shortens two.
 // As measured, heads of 64, of which a multiprocessor holds two blocks in the first pass, need at least
 // 8 splits for it to pay, and must be few; a head of 128 takes a multiprocessor to itself, and 3 splits
@@ -33,11 +24,18 @@ int64_t CountSplits(const Device& device, int64_t heads, int64_t head_size, int6
   return std::max<int64_t>(1, std::min(chunks, splits));
 }
 
-int64_t SharedInputs(Op) { return 0; }
-
 }  // namespace
 
-const Rules kWkv7Rules = {TakesHeadSize, MayBeInexact, SharedMemory, CountSplits,
-                          SummarySize,   ScratchSize,  SharedInputs};
+Rules Wkv7Rules(const Problem& problem) {
+  const int64_t scan = Wkv7ScanSharedMemory(problem.pass, problem.head_size);
+  const int64_t gradients = Wkv7GradientSharedMemory(problem.head_size);
+  return {problem.head_size == 64 || problem.head_size == 128,
+          problem.decay != Decay::kSigmoid,
+          problem.pass == Pass::kBackward ? std::max(scan, gradients) : scan,
+          CountSplits,
+          SummarySize(problem.head_size),
+          ScratchSize(problem.head_size),
+          0};
+}
 
 }  // namespace rwkv_jax::cuda
