@@ -31,6 +31,15 @@ using Left = uint32_t[4];
 template <int kFragments>
 using Accumulator = float[kFragments][4];
 
+// Calls fn(fragment, element) for all elements of an Accumulator<kFragments>.
+template <int kFragments, typename Fn>
+__device__ void ForEachElement(Fn&& fn) {
+#pragma unroll
+  for (int fragment = 0; fragment < kFragments; ++fragment)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) fn(fragment, e);
+}
+
 // Two elements of a 16-bit type in one register.
 template <typename T>
 struct Pair;

@@ -162,6 +162,12 @@ __device__ inline void CopyAsync(uint32_t to, const void* from, bool present) {
                : "memory");
 }
 
+#if __CUDA_ARCH__ >= 900
+#define RWKV_JAX_WAIT "try_wait"
+#else
+#define RWKV_JAX_WAIT "test_wait"
+#endif
+
 // An mbarrier at which the copies of threads arrive. A phase of it ends when the copies of all
 // threads have arrived.
 class CopyBarrier {
@@ -178,21 +184,11 @@ class CopyBarrier {
   __device__ void Wait(uint32_t parity) const {
     uint32_t done;
     do {
-#if __CUDA_ARCH__ >= 900
-      asm volatile(
-          "{.reg .pred done; mbarrier.try_wait.parity.shared.b64 done, [%1], %2; "
-          "selp.u32 %0, 1, 0, done;}"
-          : "=r"(done)
-          : "r"(address_), "r"(parity)
-          : "memory");
-#else
-      asm volatile(
-          "{.reg .pred done; mbarrier.test_wait.parity.shared.b64 done, [%1], %2; "
-          "selp.u32 %0, 1, 0, done;}"
-          : "=r"(done)
-          : "r"(address_), "r"(parity)
-          : "memory");
-#endif
+      asm volatile("{.reg .pred done; mbarrier." RWKV_JAX_WAIT
+                   ".parity.shared.b64 done, [%1], %2; selp.u32 %0, 1, 0, done;}"
+                   : "=r"(done)
+                   : "r"(address_), "r"(parity)
+                   : "memory");
     } while (!done);
   }
 

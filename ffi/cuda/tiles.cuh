@@ -74,13 +74,10 @@ struct ChunkMarks {
 // the tokens from `first` on.
 template <int kFragments>
 __device__ void KeepTokens(int first, int begin, int end, float (*sum)[4]) {
-#pragma unroll
-  for (int fragment = 0; fragment < kFragments; ++fragment)
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const int token = first + 8 * fragment + 2 * (Lane() % 4) + e % 2;
-      if (token < begin || token >= end) sum[fragment][e] = 0.0f;
-    }
+  ForEachElement<kFragments>([&](int fragment, int e) {
+    const int token = first + 8 * fragment + 2 * (Lane() % 4) + e % 2;
+    if (token < begin || token >= end) sum[fragment][e] = 0.0f;
+  });
 }
 
 // Clears columns of a left operand in the same way; they are the tokens from 0 on.
@@ -111,11 +108,11 @@ __device__ inline void KeepRows(uint32_t present, uint32_t (&log_decays)[4]) {
 }
 
 // The scaled log decays of 16 tokens and 16 channels, as right operands for two fragments of 8
-// channels, from the tile of w that LoadTransposed has loaded.
-template <typename T>
+// channels, from the tile of w that LoadTransposed has loaded. kLast is the last form that w may have.
+template <typename T, Decay kLast>
 __device__ void LogDecays(const uint32_t (&w)[4], Decay form, uint32_t present,
                           uint32_t (&log_decays)[4]) {
-  if (form == Decay::kSigmoid)
+  if (kLast == Decay::kSigmoid && form == Decay::kSigmoid)
     ScaledLogDecays<T, Decay::kSigmoid>(w, log_decays);
   else if (form == Decay::kExp)
     ScaledLogDecays<T, Decay::kExp>(w, log_decays);

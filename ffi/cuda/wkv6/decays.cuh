@@ -64,11 +64,7 @@ struct ChunkDecays {
 #pragma unroll
       for (int i = 0; i < 4; ++i) log_decays[i] = w[i];
     } else {
-      if (form == Decay::kExp)
-        ScaledLogDecays<T, Decay::kExp>(w, log_decays);
-      else
-        ScaledLogDecays<T, Decay::kLog>(w, log_decays);
-      if (present != kAllRows) KeepRows(present, log_decays);
+      LogDecays<T, Decay::kExp>(w, form, present, log_decays);
     }
   }
 };
@@ -103,11 +99,9 @@ __device__ void SumByToken(const ChunkDecays<T, kConstant>& decays, int tile, in
                            uint32_t present, DecaySums& sums) {
   if constexpr (kConstant) {
     const int row = Lane() / 4, col = 16 * column + 2 * (Lane() % 4);
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-#pragma unroll
-      for (int e = 0; e < 4; ++e)
-        sums.Set(i, e, decays.constant[col + 8 * i + e % 2], present, row + e / 2 * 8);
+    ForEachElement<2>([&](int i, int e) {
+      sums.Set(i, e, decays.constant[col + 8 * i + e % 2], present, row + e / 2 * 8);
+    });
   } else {
     uint32_t log_decays[4];
     decays.Load(tile, column, present, log_decays);
@@ -122,11 +116,9 @@ __device__ void SumByChannel(const ChunkDecays<T, kConstant>& decays, int tile, 
                              uint32_t present, DecaySums& sums) {
   if constexpr (kConstant) {
     const int row = 16 * warp + Lane() / 4, col = 2 * (Lane() % 4);
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-#pragma unroll
-      for (int e = 0; e < 4; ++e)
-        sums.Set(i, e, decays.constant[row + e / 2 * 8], present, col + 8 * i + e % 2);
+    ForEachElement<2>([&](int i, int e) {
+      sums.Set(i, e, decays.constant[row + e / 2 * 8], present, col + 8 * i + e % 2);
+    });
   } else {
     const Ones inclusive(true, true, false), exclusive(true, false, false);
     uint32_t x[4];
@@ -293,7 +285,6 @@ struct ChunkCopier {
 
   // Calls fn(bytes from the start of a panel, element of an array, token) for each piece of this
   // thread.
-
   template <typename Fn>
   __device__ void ForEachPiece(Fn&& fn) const {
     // A multiple of 8, so that a thread has its pieces in the same place of each of its rows.
@@ -306,11 +297,12 @@ struct ChunkCopier {
       fn(at + i * kRows * kRowBytes, element + i * kRows * static_cast<int64_t>(stride),
          row + i * kRows);
   }
-  // Starts to copy the pieces of this thread into a panel, with zeros for tokens that are padding.
-  template <typename T>
-  __device__ void Copy(uint32_t panel, const T* from) const {
+  // Starts to copy the pieces of this thread, of an array of 16 bits, into a panel, with zeros for
+  // tokens that are padding.
+  __device__ void Copy(uint32_t panel, const void* from) const {
     ForEachPiece([&](uint32_t to, int64_t element, int row) {
-      CopyAsync(panel + to, from + element, row < tokens && (absent >> row & 1) == 0);
+      CopyAsync(panel + to, static_cast<const uint16_t*>(from) + element,
+                row < tokens && (absent >> row & 1) == 0);
     });
   }
 };
@@ -338,8 +330,17 @@ __device__ void ConvertOwnPieces(unsigned char* panel) {
 }
 
 // Puts the log2 decays that all tokens have in common into shared memory.
-__device__ inline void LoadConstantDecays(const float* w, Decay form, float* log_decays) {
-  if (threadIdx.x < kHeadSize) log_decays[threadIdx.x] = Log2Decay(w[threadIdx.x], form);
+__device__ inline void LoadConstantDecays(const Wkv6Call& call, int64_t head, float* log_decays) {
+  const float* const w = static_cast<const float*>(call.w) + head * kHeadSize;
+  if (threadIdx.x < kHeadSize) log_decays[threadIdx.x] = Log2Decay(w[threadIdx.x], call.decay);
+}
+
+// Calls fn(T(), bool_constant<constant decay>()).
+template <typename Fn>
+cudaError_t ForKinds(const Wkv6Call& call, Fn&& fn) {
+  return ForHalfTypes<kHeadSize>(call.dtype, call.dims.head_size, [&](auto zero, auto) {
+    return call.constant_decay ? fn(zero, std::true_type()) : fn(zero, std::false_type());
+  });
 }
 
 }  // namespace rwkv_jax::cuda

@@ -70,21 +70,10 @@ constexpr int kThreads = 256;  // two warpgroups
 constexpr int kTilesPerWarpgroup = kChunkTiles / 2;
 static_assert(kWordTokens == kTileTokens, "a word of marks says all about a tile");
 
-template <typename T>
-struct GradientArrays {
-  const T *r, *k, *v, *dy;
-  const void* w;
-  const float* u;
-  T *dr, *dk, *dv;
-  void* dw;
-  float* du;
-  int64_t tokens;
-  unsigned heads, chunks;
-  Decay decay;
-  Marks marks;
-  Sequences sequences;
-  const uint4 *states, *gradients;  // [B, N, H, V, K] of bfloat16
-};
+// In 32 bits, since divisions of 64 bits would cost more than all copies.
+__device__ inline unsigned HeadsOf(const Wkv6Call& call) {
+  return static_cast<unsigned>(call.dims.heads);
+}
 
 // Byte offsets in shared memory. Names say what is there in the main loop; a comment says what
 // else.
@@ -119,13 +108,6 @@ struct GradientLayout {
 enum Barrier { kCopied, kScaled, kStateTaken, kOperandsTaken, kGradientsStaged };
 
 __device__ inline void WaitForAll(Barrier) { __syncthreads(); }
-
-// Calls fn(i, e) for each element of an Accumulator<2>.
-template <typename Fn>
-__device__ void ForEachElement(Fn&& fn) {
-#pragma unroll
-  for (int x = 0; x < 8; ++x) fn(x / 4, x % 4);
-}
 
 // Calls fn(n, i, e) for each register n of a left operand, which has the elements (i, e) and (i, e
 // + 1) of an Accumulator<2>.
@@ -175,10 +157,7 @@ __device__ inline void Widen(const Left (&x)[kColumnTiles], Accumulator<8>& s) {
 
 // s <- diag(factors) s, for the two rows that a lane has.
 __device__ inline void ScaleRows(const float (&factors)[2], Accumulator<8>& s) {
-#pragma unroll
-  for (int half = 0; half < 8; ++half)
-#pragma unroll
-    for (int e = 0; e < 4; ++e) s[half][e] *= factors[e / 2];
+  ForEachElement<8>([&](int half, int e) { s[half][e] *= factors[e / 2]; });
 }
 
 // The pairs of tokens of a far tile, which replace its products with Kb. Channels are rows, as in
@@ -196,15 +175,12 @@ template <typename T>
 __device__ void AddFarPairs(const unsigned char* da, const RawTile<T>& raw, int channel,
                             const DecaySums& sums, FarPairs& pairs) {
   const int lane = Lane(), own = 2 * (lane % 4);
-#pragma unroll
-  for (int i = 0; i < 2; ++i)
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const int token = 8 * i + own + e % 2;
-      const int64_t at = static_cast<int64_t>(token) * raw.stride + channel + e / 2 * 8;
-      pairs.r[i][e] = raw.marks.present >> token & 1 ? ToFloat(raw.r[at]) : 0.0f;
-      pairs.k[i][e] = raw.marks.present >> token & 1 ? ToFloat(raw.k[at]) : 0.0f;
-    }
+  ForEachElement<2>([&](int i, int e) {
+    const int token = 8 * i + own + e % 2;
+    const int64_t at = static_cast<int64_t>(token) * raw.stride + channel + e / 2 * 8;
+    pairs.r[i][e] = raw.marks.present >> token & 1 ? ToFloat(raw.r[at]) : 0.0f;
+    pairs.k[i][e] = raw.marks.present >> token & 1 ? ToFloat(raw.k[at]) : 0.0f;
+  });
   // The element of any token in the row of this lane that `row` names, from the lane that has it.
   const auto of = [&](const float (&x)[2][4], int token, int row) {
     const float early = token % 2 ? x[0][2 * row + 1] : x[0][2 * row];
@@ -281,7 +257,7 @@ template <typename T, bool kConstant, bool kMarked>
 struct ChunkGradients {
   using L = GradientLayout;
 
-  const GradientArrays<T>& in;
+  const Wkv6BackwardCall& call;
   unsigned char* const memory;
   const uint32_t shared;  // the address of `memory`
   const int warp, warpgroup, lane;
@@ -293,29 +269,29 @@ struct ChunkGradients {
       channel;  // the first channel of a lane in products with channels as rows; + 8 is the second
 
   // `index` counts the chunks of the sequence, which starts at `span`.
-  __device__ ChunkGradients(const GradientArrays<T>& in, unsigned char* memory, int sequence,
+  __device__ ChunkGradients(const Wkv6BackwardCall& call, unsigned char* memory, int sequence,
                             unsigned own_head, const Span& span, int64_t index)
-      : in(in),
+      : call(call),
         memory(memory),
         shared(SharedAddress(memory)),
         warp(Warp() % 4),
         warpgroup(Warp() / 4),
         lane(Lane()),
-        head(static_cast<int64_t>(sequence) * in.heads + own_head),
-        copier(CopierOf(in, sequence, own_head, span, index)),
-        marks(kMarked ? in.marks.words + sequence * in.marks.per_row + index * kChunkTiles
+        head(static_cast<int64_t>(sequence) * HeadsOf(call) + own_head),
+        copier(CopierOf(call, sequence, own_head, span, index)),
+        marks(kMarked ? call.marks.words + sequence * call.marks.per_row + index * kChunkTiles
                       : nullptr),
-        decays{shared + L::kW, Floats(L::kConstant), in.decay},
+        decays{shared + L::kW, Floats(L::kConstant), call.decay},
         channel(16 * warp + lane / 4) {}
 
-  static __device__ ChunkCopier<kThreads> CopierOf(const GradientArrays<T>& in, int sequence,
+  static __device__ ChunkCopier<kThreads> CopierOf(const Wkv6BackwardCall& call, int sequence,
                                                    unsigned own_head, const Span& span,
                                                    int64_t index) {
     const int64_t first_token = index * kChunkTokens, left = span.tokens - first_token;
-    return {((span.first_token + first_token) * in.heads + own_head) * kHeadSize,
-            static_cast<int>(in.heads) * kHeadSize,
+    return {((span.first_token + first_token) * HeadsOf(call) + own_head) * kHeadSize,
+            static_cast<int>(HeadsOf(call)) * kHeadSize,
             static_cast<int>(left < kChunkTokens ? left : kChunkTokens),
-            (kMarked ? ChunkMarks(in.marks, sequence, index) : ChunkMarks()).absent};
+            (kMarked ? ChunkMarks(call.marks, sequence, index) : ChunkMarks()).absent};
   }
 
   // --- Where things are.
@@ -344,7 +320,8 @@ struct ChunkGradients {
   }
   __device__ RawTile<T> RawTileOf(int tile) const {
     const int64_t first = copier.first + static_cast<int64_t>(kTileTokens * tile) * copier.stride;
-    return {in.r + first, in.k + first, copier.stride, MarksOf(tile)};
+    return {static_cast<const T*>(call.r) + first, static_cast<const T*>(call.k) + first,
+            copier.stride, MarksOf(tile)};
   }
   // exp(G_L) of the two channels of a lane.
   __device__ void LoadRowFactors(int tile, float (&factors)[2]) const {
@@ -407,16 +384,17 @@ struct ChunkGradients {
 
   // All threads start to copy the operands of the chunk, and then S and dS, in two groups of
   // copies.
-  __device__ void LoadOperands() const {
-    if constexpr (!kConstant) copier.Copy(shared + L::kW, static_cast<const T*>(in.w));
-    copier.Copy(shared + L::kR, in.r);
-    copier.Copy(shared + L::kKh, in.k);
-    copier.Copy(shared + L::kV, in.v);
-    copier.Copy(shared + L::kDy, in.dy);
+  __device__ void LoadOperands(const uint4* all_gradients) const {
+    if constexpr (!kConstant) copier.Copy(shared + L::kW, call.w);
+    copier.Copy(shared + L::kR, call.r);
+    copier.Copy(shared + L::kKh, call.k);
+    copier.Copy(shared + L::kV, call.v);
+    copier.Copy(shared + L::kDy, call.dy);
     CommitCopies();
     constexpr int kPieces = kHeadSize * kHeadSize / 8;
-    const uint4* const states = in.states + static_cast<int64_t>(blockIdx.x) * kPieces;
-    const uint4* const gradients = in.gradients + static_cast<int64_t>(blockIdx.x) * kPieces;
+    const int64_t first = static_cast<int64_t>(blockIdx.x) * kPieces;
+    const uint4* const states = static_cast<const uint4*>(call.states) + first;
+    const uint4* const gradients = all_gradients + first;
     const uint32_t to = PieceAddress(shared, threadIdx.x / 8, threadIdx.x % 8);
 #pragma unroll
     for (int i = 0; i < kPieces / kThreads; ++i) {
@@ -429,10 +407,9 @@ struct ChunkGradients {
 
   // One thread for each channel brings u, and the decay if all tokens have the same.
   __device__ void LoadParameters() const {
-    if constexpr (kConstant)
-      LoadConstantDecays(static_cast<const float*>(in.w) + head * kHeadSize, in.decay,
-                         Floats(L::kConstant));
-    if (threadIdx.x < kHeadSize) Floats(L::kU)[threadIdx.x] = in.u[head * kHeadSize + threadIdx.x];
+    if constexpr (kConstant) LoadConstantDecays(call, head, Floats(L::kConstant));
+    if (threadIdx.x < kHeadSize)
+      Floats(L::kU)[threadIdx.x] = call.u[head * kHeadSize + threadIdx.x];
   }
 
   // Each thread waits for the operands that it has copied. v and dy are used as they are, so they
@@ -733,7 +710,7 @@ struct ChunkGradients {
     LoadByChannel(L::kKh, tile, terms.kh_dkh);
     LoadByChannel(L::kR, tile, x.r);
     LoadByChannel(L::kKb, tile, x.k);
-    ForEachElement([&](int i, int e) {
+    ForEachElement<2>([&](int i, int e) {
       terms.kh_dkh[i][e] *= d.dkh[i][e];
       terms.kb_dkb[i][e] = far ? 0.0f : x.k[i][e] * d.dkb[i][e];
       terms.net[i][e] = x.r[i][e] * d.drt[i][e];
@@ -752,7 +729,7 @@ struct ChunkGradients {
     float total[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) total[i] = __shfl_sync(~0u, sums.upto[1][2 * i + 1], lane | 3);
-    ForEachElement([&](int i, int e) {
+    ForEachElement<2>([&](int i, int e) {
       const float inverse = Exp2(-sums.upto[i][e]);
       d.dkh[i][e] *=
           by_difference ? Exp2(total[e / 2] - sums.upto[i][e]) : factors[e / 2] * inverse;
@@ -772,8 +749,8 @@ struct ChunkGradients {
   // Turns the gradient of the log decays into the gradient of w. In the form "exp" the slope is the
   // log decay itself.
   __device__ void ScaleBySlope(const DecaySums& sums, Accumulator<2>& dw) const {
-    if (in.decay != Decay::kExp) return;
-    ForEachElement(
+    if (call.decay != Decay::kExp) return;
+    ForEachElement<2>(
         [&](int i, int e) { dw[i][e] *= (sums.upto[i][e] - sums.before[i][e]) * (1.0f / kLog2E); });
   }
 
@@ -785,17 +762,17 @@ struct ChunkGradients {
       return (present >> (8 * i + 2 * (lane % 4) + e % 2) & 1) == 0;
     };
     Accumulator<2> dw;
-    ForEachElement([&](int i, int e) { dw[i][e] = crossing[e / 2] - terms.kb_dkb[i][e]; });
+    ForEachElement<2>([&](int i, int e) { dw[i][e] = crossing[e / 2] - terms.kb_dkb[i][e]; });
     AddSums(terms.net, true, dw);
     AddSums(terms.kh_dkh, false, dw);
     if constexpr (kConstant) {
-      ForEachElement([&](int i, int e) {
+      ForEachElement<2>([&](int i, int e) {
         if (!padding(i, e)) parameters.dw[e / 2] += dw[i][e];
       });
     } else {
       ScaleBySlope(sums, dw);
       if (present != kAllRows)
-        ForEachElement([&](int i, int e) {
+        ForEachElement<2>([&](int i, int e) {
           if (padding(i, e)) dw[i][e] = 0.0f;
         });
       Stage(L::kS, tile, dw);
@@ -810,7 +787,7 @@ struct ChunkGradients {
     SumByChannel(decays, tile, warp, MarksOf(tile).present, sums);
     FarPairs far = {};
     AddFarPairs(memory + L::kDa + tile * kTileBytes, RawTileOf(tile), channel, sums, far);
-    ForEachElement([&](int i, int e) {
+    ForEachElement<2>([&](int i, int e) {
       const float own = DOf(tile)[8 * i + e % 2], bonus = own * BonusOf()[e / 2 * 8];
       parameters.du[e / 2] += own * far.r[i][e] * far.k[i][e];
       far.dr[i][e] += bonus * far.k[i][e];
@@ -846,14 +823,14 @@ struct ChunkGradients {
   __device__ void StoreInputGradients() const {
     copier.ForEachPiece([&](uint32_t from, int64_t element, int row) {
       if (row >= copier.tokens) return;
-      const auto store = [&](int panel, T* to) {
-        *reinterpret_cast<uint4*>(to + element) =
+      const auto store = [&](int panel, void* to) {
+        *reinterpret_cast<uint4*>(static_cast<T*>(to) + element) =
             *reinterpret_cast<const uint4*>(memory + panel + from);
       };
-      store(L::kR, in.dr);
-      store(L::kKb, in.dk);
-      store(L::kDs, in.dv);
-      if constexpr (!kConstant) store(L::kS, static_cast<T*>(in.dw));
+      store(L::kR, call.dr);
+      store(L::kKb, call.dk);
+      store(L::kDs, call.dv);
+      if constexpr (!kConstant) store(L::kS, call.dw);
     });
   }
 
@@ -862,11 +839,11 @@ struct ChunkGradients {
     if (threadIdx.x >= kHeadSize) return;
     const float* const sums = Floats(L::kSums);
     const int64_t to = static_cast<int64_t>(blockIdx.x) * kHeadSize + threadIdx.x;
-    in.du[to] = sums[threadIdx.x] + sums[2 * kHeadSize + threadIdx.x];
+    call.du[to] = sums[threadIdx.x] + sums[2 * kHeadSize + threadIdx.x];
     if constexpr (kConstant) {
       const float slope =
-          in.decay == Decay::kExp ? Floats(L::kConstant)[threadIdx.x] * (1.0f / kLog2E) : 1.0f;
-      static_cast<float*>(in.dw)[to] =
+          call.decay == Decay::kExp ? Floats(L::kConstant)[threadIdx.x] * (1.0f / kLog2E) : 1.0f;
+      static_cast<float*>(call.dw)[to] =
           slope * (sums[kHeadSize + threadIdx.x] + sums[3 * kHeadSize + threadIdx.x]);
     }
   }
@@ -874,21 +851,23 @@ struct ChunkGradients {
 
 template <typename T, bool kConstant, bool kMarked>
 __global__ __launch_bounds__(kThreads,
-                             2) void GradientKernel(const __grid_constant__ GradientArrays<T> in) {
+                             2) void GradientKernel(const __grid_constant__ Wkv6BackwardCall call,
+                                                    const uint4* gradients) {
   using L = GradientLayout;
   RWKV_JAX_DYNAMIC_SHARED(kPanelAlignment, memory);
-  // Blocks are [B, N, H]. Divisions of 64 bits would cost more than all copies.
-  const unsigned chunk = blockIdx.x / in.heads, own_head = blockIdx.x - chunk * in.heads;
+  // Blocks are [B, N, H].
+  const unsigned chunk = blockIdx.x / HeadsOf(call), own_head = blockIdx.x - chunk * HeadsOf(call);
+  const unsigned chunks = static_cast<unsigned>(call.dims.saved);
   const int sequence =
-      in.sequences.Given() ? in.sequences.owners[chunk] : static_cast<int>(chunk / in.chunks);
+      call.sequences.Given() ? call.sequences.owners[chunk] : static_cast<int>(chunk / chunks);
   if (sequence < 0) return;  // no sequence has this chunk, and nothing reads its partial sums
-  const Span span = in.sequences.Given() ? in.sequences(sequence, 0)
-                                         : Span{sequence * in.tokens, in.tokens,
-                                                static_cast<int64_t>(sequence) * in.chunks};
-  const ChunkGradients<T, kConstant, kMarked> phases(in, memory, sequence, own_head, span,
+  const Span span = call.sequences.Given() ? call.sequences(sequence, 0)
+                                           : Span{sequence * call.dims.tokens, call.dims.tokens,
+                                                  static_cast<int64_t>(sequence) * chunks};
+  const ChunkGradients<T, kConstant, kMarked> phases(call, memory, sequence, own_head, span,
                                                      chunk - span.first_chunk);
 
-  phases.LoadOperands();
+  phases.LoadOperands(gradients);
   phases.LoadParameters();
   phases.WaitForOperands();
   WaitForAll(kCopied);
@@ -956,36 +935,11 @@ cudaError_t Wkv6Gradients(cudaStream_t stream, const Wkv6BackwardCall& call,
   if (call.dims.tokens == 0) return cudaSuccess;
   const int64_t rows = call.sequences.Given() ? 1 : call.dims.batch;
   const int64_t blocks = rows * call.dims.saved * call.dims.heads;
-  return ForHalfTypes<kHeadSize>(call.dtype, call.dims.head_size, [&](auto zero, auto) {
-    using T = decltype(zero);
-    const auto in = [](const void* x) { return static_cast<const T*>(x); };
-    const auto out = [](void* x) { return static_cast<T*>(x); };
-    const GradientArrays<T> arrays{in(call.r),
-                                   in(call.k),
-                                   in(call.v),
-                                   in(call.dy),
-                                   call.w,
-                                   call.u,
-                                   out(call.dr),
-                                   out(call.dk),
-                                   out(call.dv),
-                                   call.dw,
-                                   call.du,
-                                   call.dims.tokens,
-                                   static_cast<unsigned>(call.dims.heads),
-                                   static_cast<unsigned>(call.dims.saved),
-                                   call.decay,
-                                   call.marks,
-                                   call.sequences,
-                                   static_cast<const uint4*>(call.states),
-                                   gradients};
-    const auto launch = [&](auto kernel) {
-      return Launch(kernel, static_cast<unsigned>(blocks), kThreads, GradientLayout::kBytes, stream,
-                    arrays);
-    };
+  return ForKinds(call, [&](auto zero, auto constant) {
     return ForMarks(call.marks, [&](auto marked) {
-      return call.constant_decay ? launch(GradientKernel<T, true, marked()>)
-                                 : launch(GradientKernel<T, false, marked()>);
+      return Launch(GradientKernel<decltype(zero), constant(), marked()>,
+                    static_cast<unsigned>(blocks), kThreads, GradientLayout::kBytes, stream, call,
+                    gradients);
     });
   });
 }

@@ -27,30 +27,6 @@ namespace rwkv_jax::cuda {
 // The tokens of a group, but in the forward pass of a single token.
 constexpr int kGroupTokens = 4;
 
-template <typename T>
-struct Inputs {
-  const T *r, *k, *v, *dy;
-  const void*
-      w;  // T [B, T, H, K]; or float [S, H, K] if all tokens of a sequence have the same decay
-  const float* u;
-  bool constant_decay;
-  Decay decay;
-  Marks marks;
-  Sequences sequences;
-
-  Inputs(const Wkv6Call& call, const void* dy)
-      : r(static_cast<const T*>(call.r)),
-        k(static_cast<const T*>(call.k)),
-        v(static_cast<const T*>(call.v)),
-        dy(static_cast<const T*>(dy)),
-        w(call.w),
-        u(call.u),
-        constant_decay(call.constant_decay),
-        decay(call.decay),
-        marks(call.marks),
-        sequences(call.sequences) {}
-};
-
 // How a thread brings in its share of the tokens of a pipeline stage. A stage has kGroups groups of
 // L tokens, one for each N threads, and a thread brings in one channel of one group. The argument
 // `first` is the first token of the stage. A token past the end of the sequence, or one that is
@@ -63,13 +39,14 @@ class Channel {
 
   const int channel = threadIdx.x % N, group = threadIdx.x / N;
 
-  __device__ Channel(const Inputs<T>& in, const Head<N>& head)
-      : in_(in),
+  __device__ Channel(const Wkv6Call& call, const Head<N>& head)
+      : call_(call),
         tokens_(head.span.tokens),
         stride_(head.TokenStride()),
         origin_(head.FirstToken() + group * L * stride_ + channel) {
-    if (in.constant_decay)
-      fixed_ = DecayAndSlope(static_cast<const float*>(in.w)[head.index * N + channel], in.decay);
+    if (call.constant_decay)
+      fixed_ =
+          DecayAndSlope(static_cast<const float*>(call.w)[head.index * N + channel], call.decay);
   }
 
   // The number of tokens of the group that the sequence has.
@@ -78,14 +55,14 @@ class Channel {
     return left < 0 ? 0 : left < L ? static_cast<int>(left) : L;
   }
 
-  __device__ void Fetch(const T* from, int64_t first, T (&x)[L]) const {
+  __device__ void Fetch(const void* from, int64_t first, T (&x)[L]) const {
     const int count = Count(first);
 #pragma unroll
     for (int t = 0; t < L; ++t)
-      if (t < count) x[t] = from[origin_ + (first + t) * stride_];
+      if (t < count) x[t] = static_cast<const T*>(from)[origin_ + (first + t) * stride_];
   }
   __device__ void FetchDecay(int64_t first, T (&w)[L]) const {
-    if (!in_.constant_decay) Fetch(static_cast<const T*>(in_.w), first, w);
+    if (!call_.constant_decay) Fetch(call_.w, first, w);
   }
 
   // From the marks of the stage to those of the group, which the functions below take.
@@ -110,22 +87,24 @@ class Channel {
     for (int t = 0; t < L; ++t) {
       float2 x{1.0f, 0.0f};
       if (t < count && !marks.Absent(t))
-        x = in_.constant_decay ? fixed_ : DecayAndSlope(ToFloat(w[t]), in_.decay);
+        x = call_.constant_decay ? fixed_ : DecayAndSlope(ToFloat(w[t]), call_.decay);
       d[t] = x.x, slope[t] = x.y;
     }
   }
 
   template <bool kMarked>
-  __device__ void Write(const float (&x)[L], int64_t first, TileMarks<kMarked> marks, T* to) const {
+  __device__ void Write(const float (&x)[L], int64_t first, TileMarks<kMarked> marks,
+                        void* to) const {
     const int count = Count(first);
 #pragma unroll
     for (int t = 0; t < L; ++t)
       if (t < count)
-        to[origin_ + (first + t) * stride_] = FromFloat<T>(marks.Absent(t) ? 0.0f : x[t]);
+        static_cast<T*>(to)[origin_ + (first + t) * stride_] =
+            FromFloat<T>(marks.Absent(t) ? 0.0f : x[t]);
   }
 
  private:
-  const Inputs<T>& in_;
+  const Wkv6Call& call_;
   const int64_t tokens_, stride_, origin_;
   float2 fixed_;  // the decay factor of all tokens and its derivative, if they have the same
 };

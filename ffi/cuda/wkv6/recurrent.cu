@@ -36,15 +36,15 @@ struct ForwardTokens {
   T w[L], r[L], k[L], v[L];
   TileMarks<kMarked> marks;  // of the stage
 
-  __device__ void Fetch(const ForwardChannel<T, N, L>& own, const Inputs<T>& in,
+  __device__ void Fetch(const ForwardChannel<T, N, L>& own, const Wkv6Call& call,
                         const Head<N>& head, int64_t first) {
     own.FetchDecay(first, w);
-    own.Fetch(in.r, first, r);
-    own.Fetch(in.k, first, k);
-    own.Fetch(in.v, first, v);
-    marks = LoadMarks<kMarked>(in.marks, head.sequence, first);
+    own.Fetch(call.r, first, r);
+    own.Fetch(call.k, first, k);
+    own.Fetch(call.v, first, v);
+    marks = LoadMarks<kMarked>(call.marks, head.sequence, first);
   }
-  __device__ void Put(const ForwardChannel<T, N, L>& own, const Inputs<T>& in, const Head<N>& head,
+  __device__ void Put(const ForwardChannel<T, N, L>& own, const Wkv6Call& call, const Head<N>& head,
                       int64_t first, TokenGroup<N, L>& group) const {
     float d[L], slope[L], reads[L], keys[L], values[L], scores[L * L];
     WithMarks<ForwardChannel<T, N, L>::kStageTokens>(marks, [&](auto marks) {
@@ -56,7 +56,7 @@ struct ForwardTokens {
     PutDecay(d, own.channel, group);
     PutReads(d, reads, own.channel, group);
     PutWrites(d, keys, values, own.channel, group);
-    Scores(d, keys, reads, in.u[head.index * N + own.channel], scores);
+    Scores(d, keys, reads, call.u[head.index * N + own.channel], scores);
     PutSums<N>(scores, own.channel, group.scores);
   }
 };
@@ -82,26 +82,25 @@ __device__ void ReadState(const G& partition, const TokenGroup<G::N, L>& group,
 
 template <typename T, int N, int L, bool kMarked>
 __global__ __launch_bounds__(ForwardPartition<N>::kThreads, N == 128 ? 1 : 4) void ForwardKernel(
-    const __grid_constant__ Inputs<T> in, int64_t row_tokens, int64_t heads,
-    const float* initial_state, T* y, float* final_state, SavedStates states) {
+    const __grid_constant__ Wkv6ForwardCall call) {
   RWKV_JAX_DYNAMIC_SHARED(16, memory);
   auto& shared = *reinterpret_cast<ForwardMemory<T, N, L>*>(memory);
   using G = ForwardPartition<N>;
   const G partition;
-  const Head<N> head(blockIdx.x, row_tokens, heads, in.sequences);
+  const Head<N> head(blockIdx.x, call);
   const int64_t tokens = head.span.tokens;
 
   Fragment<G> s;
-  LoadState(partition, initial_state + head.State(), s);
+  LoadState(partition, call.initial_state + head.State(), s);
 
-  const ForwardChannel<T, N, L> own(in, head);
+  const ForwardChannel<T, N, L> own(call, head);
   constexpr int kStageTokens = own.kStageTokens;
   ForwardTokens<T, N, L, kMarked> coming;
   const auto put = [&](int64_t first) {
-    coming.Put(own, in, head, first, shared.groups[first / kStageTokens % 2][own.group]);
+    coming.Put(own, call, head, first, shared.groups[first / kStageTokens % 2][own.group]);
   };
   if (tokens > 0) {
-    coming.Fetch(own, in, head, 0);
+    coming.Fetch(own, call, head, 0);
     put(0);
   }
   __syncthreads();
@@ -111,10 +110,10 @@ __global__ __launch_bounds__(ForwardPartition<N>::kThreads, N == 128 ? 1 : 4) vo
     const int stage = first / kStageTokens % 2;
     const bool more = first + kStageTokens < tokens;
     const TileMarks<kMarked> marks = coming.marks;
-    if (more) coming.Fetch(own, in, head, first + kStageTokens);
-    if (states.data != nullptr && first % kChunk == 0) {
-      states.Store(partition, saved, s);
-      saved += heads * N * N;
+    if (more) coming.Fetch(own, call, head, first + kStageTokens);
+    if (call.states != nullptr && first % kChunk == 0) {
+      StoreSaved(partition, call, saved, s);
+      saved += head.heads * N * N;
     }
 
     WithMarks<kStageTokens>(marks, [&](auto marks) {
@@ -140,10 +139,10 @@ __global__ __launch_bounds__(ForwardPartition<N>::kThreads, N == 128 ? 1 : 4) vo
 #pragma unroll
       for (int t = 0; t < L; ++t)
         if (!own_marks.Starts(0, t + 1)) out[t] += shared.y[stage][own.group][t][own.channel];
-      own.Write(out, first, own_marks, y);
+      own.Write(out, first, own_marks, call.y);
     });
   }
-  StoreState(partition, final_state + head.State(), s);
+  StoreState(partition, call.final_state + head.State(), s);
 }
 
 // What a group of tokens does to the gradient of the state.
@@ -159,28 +158,27 @@ struct alignas(16) GradientGroup {
 // side by side in BackwardKernel. The gradient does not depend on the state.
 template <typename T, int N, bool kMarked>
 __global__ __launch_bounds__(ForwardPartition<N>::kThreads) void SplitKernel(
-    const __grid_constant__ Inputs<T> in, int64_t row_tokens, int64_t heads,
-    const float* dfinal_state, ReplayLot lot) {
+    const __grid_constant__ Wkv6BackwardCall call, ReplayLot lot) {
   using G = ForwardPartition<N>;
   constexpr int L = kGroupTokens;
   const G partition;
-  const Head<N> head(lot.first_head + blockIdx.x, row_tokens, heads, in.sequences);
+  const Head<N> head(lot.first_head + blockIdx.x, call);
   const int64_t tokens = head.span.tokens;
   if (tokens == 0) return;
-  const ForwardChannel<T, N, L> own(in, head);
+  const ForwardChannel<T, N, L> own(call, head);
   constexpr int kStageTokens = own.kStageTokens;
   __shared__ GradientGroup<N> shared[own.kGroups];
   const int64_t length = lot.Length(head.span.Chunks()) * kChunk;
 
   Fragment<G> ds;
-  LoadState(partition, dfinal_state + head.State(), ds);
+  LoadState(partition, call.dfinal_state + head.State(), ds);
   T raw_w[L], raw_r[L], raw_dy[L];
   TileMarks<kMarked> next_marks;
   const auto fetch = [&](int64_t first) {
     own.FetchDecay(first, raw_w);
-    own.Fetch(in.r, first, raw_r);
-    own.Fetch(in.dy, first, raw_dy);
-    next_marks = LoadMarks<kMarked>(in.marks, head.sequence, first);
+    own.Fetch(call.r, first, raw_r);
+    own.Fetch(call.dy, first, raw_dy);
+    next_marks = LoadMarks<kMarked>(call.marks, head.sequence, first);
   };
   int64_t first = (tokens - 1) / kStageTokens * kStageTokens;
   fetch(first);
@@ -208,13 +206,6 @@ __global__ __launch_bounds__(ForwardPartition<N>::kThreads) void SplitKernel(
       StoreState(partition, lot.Scratch(head.turn, first / length - 1, Wkv6ScratchSize(N)), ds);
   }
 }
-
-template <typename T>
-struct Gradients {
-  T *r, *k, *v;
-  void* w;
-  float *u, *initial_state;
-};
 
 // A lane of a large head has more rows: registers and shared memory admit no more warps.
 template <int N>
@@ -251,21 +242,21 @@ struct BackwardTokens {
   using Own = Channel<T, N, L, BackwardPartition<N>::kThreads>;
 
   const Own& own;
-  const Inputs<T>& in;
+  const Wkv6BackwardCall& call;
   const Head<N>& head;
   T w[L], r[L], k[L], v[L], dy[L];
   TileMarks<kMarked> marks;  // of the stage
 
   __device__ void FetchWrites(int64_t first) {
-    marks = LoadMarks<kMarked>(in.marks, head.sequence, first);
+    marks = LoadMarks<kMarked>(call.marks, head.sequence, first);
     own.FetchDecay(first, w);
-    own.Fetch(in.k, first, k);
-    own.Fetch(in.v, first, v);
+    own.Fetch(call.k, first, k);
+    own.Fetch(call.v, first, v);
   }
   __device__ void Fetch(int64_t first) {
     FetchWrites(first);
-    own.Fetch(in.r, first, r);
-    own.Fetch(in.dy, first, dy);
+    own.Fetch(call.r, first, r);
+    own.Fetch(call.dy, first, dy);
   }
   __device__ void PutWrites(int64_t first, BackwardGroup<N>& group, float (&d)[L],
                             float (&slope)[L], float (&keys)[L], float (&values)[L]) const {
@@ -295,7 +286,7 @@ struct BackwardTokens {
       group.own[t][own.channel] = {d[t], slope[t], reads[t], keys[t]};
     }
     float sums[L * L];
-    Scores(d, keys, reads, in.u[head.index * N + own.channel], sums);
+    Scores(d, keys, reads, call.u[head.index * N + own.channel], sums);
     PutSums<N>(sums, own.channel, group.scores);
 #pragma unroll
     for (int t = 0; t < L; ++t)
@@ -370,10 +361,10 @@ __device__ void ReadStates(const G& partition, const BackwardGroup<G::N>& group,
 }
 
 // By channel: dv of a group. dv_t is what S gives, and what the tokens from t on read of token t.
-template <int L, typename Own, typename Marks, int N, typename T>
+template <int L, typename Own, typename Marks, int N>
 __device__ void WriteValueGradients(const Own& own, const BackwardGroup<N>& group,
                                     const float (&from_state)[L][N], int64_t first, Marks marks,
-                                    T* dv) {
+                                    void* dv) {
   float scores[L * L], x[L];
   AddSums(group.scores, scores);
 #pragma unroll
@@ -390,12 +381,12 @@ __device__ void WriteValueGradients(const Own& own, const BackwardGroup<N>& grou
 // By channel: dr, dw and dk of a group, and its share of du and of the sum of dw. In one channel,
 // the products of S_{t-1} and of dS_t with dy_j, v_j and each other follow the recurrences of S and
 // dS, and are cleared where S and dS are.
-template <int L, typename Own, typename Marks, typename T, int N, int kWarps>
-__device__ void WriteChannelGradients(const Own& own, const Inputs<T>& in, float u,
+template <int L, typename Own, typename Marks, int N, int kWarps>
+__device__ void WriteChannelGradients(const Own& own, const Wkv6BackwardCall& call, float u,
                                       const BackwardGroup<N>& group,
                                       const float (&from_states)[kWarps][kColumnSums][N],
-                                      int64_t first, Marks marks, const Gradients<T>& out,
-                                      float& du_total, float& dw_total) {
+                                      int64_t first, Marks marks, float& du_total,
+                                      float& dw_total) {
   float products[L * L], columns[kColumnSums];
   AddSums(group.products, products);
 #pragma unroll
@@ -431,8 +422,8 @@ __device__ void WriteChannelGradients(const Own& own, const Inputs<T>& in, float
     for (int j = t + 1; j < L; ++j) reads[j] = fmaf(reads[j], d[t], k[t] * products[t * L + j]);
     state = fmaf(state, d[t], k[t] * writes[t]);
   }
-  own.Write(dr, first, marks, out.r);
-  if (!in.constant_decay) own.Write(dw, first, marks, static_cast<T*>(out.w));
+  own.Write(dr, first, marks, call.dr);
+  if (!call.constant_decay) own.Write(dw, first, marks, call.dw);
 #pragma unroll
   for (int t = L - 1; t >= 0; --t) {
     dk[t] = fmaf(products[t * L + t], u * r[t], writes[t]);
@@ -441,7 +432,7 @@ __device__ void WriteChannelGradients(const Own& own, const Inputs<T>& in, float
     for (int j = 0; j < t; ++j)
       writes[j] = marks.Starts(t) ? 0.0f : fmaf(writes[j], d[t], r[t] * products[j * L + t]);
   }
-  own.Write(dk, first, marks, out.k);
+  own.Write(dk, first, marks, call.dk);
   du_total += du_sum;
   dw_total += dw_sum;
 }
@@ -452,8 +443,7 @@ __device__ void WriteChannelGradients(const Own& own, const Inputs<T>& in, float
 // over rows (ReadStates); each channel finds its gradients from that alone.
 template <typename T, int N, bool kMarked, bool kRoomy>
 __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 128 ? 1 : 3) void BackwardKernel(
-    const __grid_constant__ Inputs<T> in, int64_t row_tokens, int64_t heads, SavedStates states,
-    const float* dfinal_state, const __grid_constant__ Gradients<T> out, ReplayLot lot) {
+    const __grid_constant__ Wkv6BackwardCall call, ReplayLot lot) {
   using G = BackwardPartition<N>;
   constexpr int L = kGroupTokens;
   using Own = Channel<T, N, L, G::kThreads>;
@@ -464,7 +454,7 @@ __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 128 ? 1 : 3) v
   static_assert(kGroups == Shared::kGroups);
   auto& shared = *reinterpret_cast<Shared*>(memory);
   const G partition;
-  const Head<N> head(lot.Turn(), row_tokens, heads, in.sequences);
+  const Head<N> head(lot.Turn(), call);
   const int64_t tokens = head.span.tokens, chunks = head.span.Chunks();
   const int64_t split = lot.Split(), length = lot.Length(chunks);
   const int64_t first_chunk = split * length;
@@ -472,9 +462,9 @@ __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 128 ? 1 : 3) v
   float* const ds_end = lot.Scratch(head.turn, split, Wkv6ScratchSize(N));
 
   Fragment<G> ds, s;
-  LoadState(partition, last_chunk == chunks ? dfinal_state + head.State() : ds_end, ds);
+  LoadState(partition, last_chunk == chunks ? call.dfinal_state + head.State() : ds_end, ds);
 
-  const Own own(in, head);
+  const Own own(call, head);
   float& du_total = shared.du[own.group][own.channel];
   float& dw_total = shared.dw[own.group][own.channel];
   du_total = dw_total = 0.0f;
@@ -487,9 +477,9 @@ __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 128 ? 1 : 3) v
       if (i > 0)
         LoadState(partition, ds_end + i * N * N, s);
       else
-        states.Load(partition, head.SavedState(chunk), s);
+        LoadSaved(partition, call, head.SavedState(chunk), s);
     };
-    BackwardTokens<T, N, kMarked> coming{own, in, head};
+    BackwardTokens<T, N, kMarked> coming{own, call, head};
     const auto first_of = [&](int i) { return start + i * kStageTokens; };
     const auto own_group = [&](int i) -> BackwardGroup<N>& {
       return shared.groups[i % Shared::kStages][own.group];
@@ -532,10 +522,10 @@ __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 128 ? 1 : 3) v
         WithMarks<kStageTokens>(marks, [&](auto marks) {
           const auto own_marks = own.Own(marks);
           WriteValueGradients<L>(own, groups[own.group], shared.dv[turn], first_of(i), own_marks,
-                                 out.v);
-          WriteChannelGradients<L>(own, in, in.u[head.index * N + own.channel], groups[own.group],
-                                   shared.columns[turn], first_of(i), own_marks, out, du_total,
-                                   dw_total);
+                                 call.dv);
+          WriteChannelGradients<L>(own, call, call.u[head.index * N + own.channel],
+                                   groups[own.group], shared.columns[turn], first_of(i), own_marks,
+                                   du_total, dw_total);
         });
       };
 #pragma unroll 1
@@ -572,11 +562,11 @@ __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 128 ? 1 : 3) v
       dw_total += shared.dw[g][own.channel];
     }
     const int64_t sum = head.sequence * lot.scratch.splits + split;
-    const int64_t at = (sum * heads + head.head) * N + own.channel;
-    out.u[at] = du_total;
-    if (in.constant_decay) static_cast<float*>(out.w)[at] = dw_total;
+    const int64_t at = (sum * head.heads + head.head) * N + own.channel;
+    call.du[at] = du_total;
+    if (call.constant_decay) static_cast<float*>(call.dw)[at] = dw_total;
   }
-  if (split == 0) StoreState(partition, out.initial_state + head.State(), ds);
+  if (split == 0) StoreState(partition, call.dinitial_state + head.State(), ds);
 }
 
 }  // namespace
@@ -590,9 +580,7 @@ cudaError_t Wkv6Forward(cudaStream_t stream, const Wkv6ForwardCall& call) {
     const auto launch = [&](auto tokens, auto marked) {
       constexpr int L = tokens();
       return Launch(ForwardKernel<T, N, L, marked()>, heads, ForwardPartition<N>::kThreads,
-                    sizeof(ForwardMemory<T, N, L>), stream, Inputs<T>(call, nullptr),
-                    call.dims.tokens, call.dims.heads, call.initial_state, static_cast<T*>(call.y),
-                    call.final_state, SavedStates{call.states, call.states_dtype == Dtype::kBF16});
+                    sizeof(ForwardMemory<T, N, L>), stream, call);
     };
     if (call.dims.tokens == 1 && !call.marks.Given() && !call.sequences.Given())
       return launch(std::integral_constant<int, 1>(), std::false_type());
@@ -609,27 +597,16 @@ cudaError_t Wkv6Backward(cudaStream_t stream, const Wkv6BackwardCall& call, cons
     using T = decltype(zero);
     constexpr int N = size();
     using G = BackwardPartition<N>;
-    const Inputs<T> inputs(call, call.dy);
-    const Gradients<T> gradients{static_cast<T*>(call.dr),
-                                 static_cast<T*>(call.dk),
-                                 static_cast<T*>(call.dv),
-                                 call.dw,
-                                 call.du,
-                                 call.dinitial_state};
-    const SavedStates states{const_cast<void*>(call.states), call.states_dtype == Dtype::kBF16};
     return ForMarks(call.marks, [&](auto marked) {
       return ForHeads(heads, scratch, [&](const ReplayLot& lot, int64_t count) {
         if (scratch.splits > 1 && call.dims.tokens > 0) {
-          const cudaError_t error =
-              Launch(SplitKernel<T, N, marked()>, count, ForwardPartition<N>::kThreads, 0, stream,
-                     inputs, call.dims.tokens, call.dims.heads, call.dfinal_state, lot);
+          const cudaError_t error = Launch(SplitKernel<T, N, marked()>, count,
+                                           ForwardPartition<N>::kThreads, 0, stream, call, lot);
           if (error != cudaSuccess) return error;
         }
         const auto launch = [&](auto roomy) {
           return Launch(BackwardKernel<T, N, marked(), roomy()>, count * scratch.splits,
-                        G::kThreads, sizeof(BackwardShared<G, roomy()>), stream, inputs,
-                        call.dims.tokens, call.dims.heads, states, call.dfinal_state, gradients,
-                        lot);
+                        G::kThreads, sizeof(BackwardShared<G, roomy()>), stream, call, lot);
         };
         return ForSharedMemory<sizeof(BackwardShared<G, true>)>(device, launch);
       });

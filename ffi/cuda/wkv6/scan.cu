@@ -24,22 +24,6 @@ constexpr int kThreads = 128;  // one warpgroup, which has the 64 rows of a stat
 constexpr int kBlocksPerMultiprocessor = 4;
 constexpr int kStateSize = kHeadSize * kHeadSize;
 
-template <typename T>
-struct ForwardArrays {
-  const T *r, *k, *v;
-  const void* w;
-  const float* u;
-  int64_t tokens, heads;
-  Decay decay;
-  Marks marks;
-  Sequences sequences;
-  const float* start;
-  float* end;
-  T* y;
-  uint4* states;  // [B, N, H, V, K] of bfloat16, or null
-  Splits splits;
-};
-
 // The head and the split that a thread block has.
 template <bool kReverse>
 struct SplitOfBlock {
@@ -51,20 +35,20 @@ struct SplitOfBlock {
   int64_t first_chunk;
   int chunks;
 
-  template <typename Scan>
-  __device__ explicit SplitOfBlock(const Scan& in, bool summary = false)
-      : SplitOfBlock(in, in.splits.template WorkOfBlock<kReverse>(in.sequences, in.tokens, in.heads,
-                                                                  summary)) {}
-  template <typename Scan>
-  __device__ SplitOfBlock(const Scan& in, const BlockWork& work)
+  __device__ SplitOfBlock(const Wkv6Call& call, const Splits& all, bool summary)
+      : SplitOfBlock(
+            call, all,
+            all.WorkOfBlock<kReverse>(call.sequences, call.dims.tokens, call.dims.heads, summary)) {
+  }
+  __device__ SplitOfBlock(const Wkv6Call& call, const Splits& all, const BlockWork& work)
       : sequence(work.turn.sequence),
-        heads(in.heads),
-        own_head(static_cast<unsigned>(blockIdx.x % in.heads)),
+        heads(call.dims.heads),
+        own_head(static_cast<unsigned>(blockIdx.x % call.dims.heads)),
         span(work.turn.span),
-        splits(static_cast<int>(in.splits.Count(span.Chunks()))),
+        splits(static_cast<int>(all.Count(span.Chunks()))),
         order(
             static_cast<int>(kReverse && work.split >= 0 ? splits - 1 - work.split : work.split)) {
-    const int64_t most = in.splits.ChunksPerSplit(span.Chunks());
+    const int64_t most = all.ChunksPerSplit(span.Chunks());
     first_chunk = work.split * most;
     const int64_t left = span.Chunks() - first_chunk;
     chunks = static_cast<int>(left < 0 ? 0 : left < most ? left : most);
@@ -121,7 +105,8 @@ template <typename T, bool kConstant, bool kMarked>
 struct ForwardPhases {
   using L = ForwardLayout;
 
-  const ForwardArrays<T>& in;
+  const Wkv6ForwardCall& call;
+  const Splits& splits;
   unsigned char* const memory;
   const uint32_t shared;  // the address of `memory`
   const int warp;
@@ -134,38 +119,36 @@ struct ForwardPhases {
   __device__ uint32_t ReceptancePanel(int i) const { return shared + L::kR + i % 2 * kPanelBytes; }
   __device__ uint32_t KeyPanel(int i) const { return shared + L::kK + i % 2 * kPanelBytes; }
   __device__ uint64_t Absent(int i) const {
-    return split.template MarksOf<kMarked>(i, in.marks).absent;
+    return split.template MarksOf<kMarked>(i, call.marks).absent;
   }
 
   // Start to copy chunk i; each is one group of copies.
   __device__ void LoadKeys(int i, uint64_t absent) const {
     const auto copier = split.Chunk(i, absent);
-    if constexpr (!kConstant) copier.Copy(shared + L::kW, static_cast<const T*>(in.w));
-    copier.Copy(ReceptancePanel(i), in.r);
-    copier.Copy(KeyPanel(i), in.k);
+    if constexpr (!kConstant) copier.Copy(shared + L::kW, call.w);
+    copier.Copy(ReceptancePanel(i), call.r);
+    copier.Copy(KeyPanel(i), call.k);
     CommitCopies();
   }
   __device__ void LoadValues(int i, uint64_t absent) const {
-    split.Chunk(i, absent).Copy(shared + L::kV, in.v);
+    split.Chunk(i, absent).Copy(shared + L::kV, call.v);
     CommitCopies();
   }
 
   // Brings u, and the decay if all tokens have the same.
   __device__ void LoadParameters() const {
-    if constexpr (kConstant)
-      LoadConstantDecays(static_cast<const float*>(in.w) + split.Head() * kHeadSize, in.decay,
-                         Floats(L::kConstant));
+    if constexpr (kConstant) LoadConstantDecays(call, split.Head(), Floats(L::kConstant));
     if (threadIdx.x < kHeadSize / 2) {
       const float2 pair =
-          reinterpret_cast<const float2*>(in.u + split.Head() * kHeadSize)[threadIdx.x];
+          reinterpret_cast<const float2*>(call.u + split.Head() * kHeadSize)[threadIdx.x];
       Bonus()[threadIdx.x] = Bf16::Round(pair.x, pair.y);
     }
   }
 
   __device__ void LoadState(Tiles::State& state) const {
-    Tiles::Load(split.order == 0 ? in.start + split.Head() * kStateSize
-                                 : in.splits.template Summary<false>(split.Head(), in.heads,
-                                                                     split.span, split.order - 1),
+    Tiles::Load(split.order == 0
+                    ? call.initial_state + split.Head() * kStateSize
+                    : splits.Summary<false>(split.Head(), split.heads, split.span, split.order - 1),
                 state);
   }
 
@@ -173,9 +156,10 @@ struct ForwardPhases {
   // tile of its number.
   __device__ void ScaleOperands(int i, const ChunkCopier<kThreads>& chunk, uint32_t word) const {
     const int64_t first = chunk.first + static_cast<int64_t>(kTileTokens * warp) * chunk.stride;
-    const RawTile<T> raw{in.r + first, in.k + first, chunk.stride,
+    const RawTile<T> raw{static_cast<const T*>(call.r) + first,
+                         static_cast<const T*>(call.k) + first, chunk.stride,
                          RowMarks(word, chunk.tokens - kTileTokens * warp)};
-    const ChunkDecays<T, kConstant> decays{shared + L::kW, Floats(L::kConstant), in.decay};
+    const ChunkDecays<T, kConstant> decays{shared + L::kW, Floats(L::kConstant), call.decay};
     const uint32_t r_panel = ReceptancePanel(i), k_panel = KeyPanel(i);
     Accumulator<2> a = {}, bonus = {};
     bool far = false;
@@ -253,7 +237,7 @@ struct ForwardPhases {
   __device__ void StoreOutputs(const ChunkCopier<kThreads>& chunk) const {
     chunk.ForEachPiece([&](uint32_t from, int64_t element, int row) {
       if (row < chunk.tokens)
-        *reinterpret_cast<uint4*>(in.y + element) =
+        *reinterpret_cast<uint4*>(static_cast<T*>(call.y) + element) =
             *reinterpret_cast<const uint4*>(memory + L::kV + from);
     });
   }
@@ -261,13 +245,14 @@ struct ForwardPhases {
 
 template <typename T, bool kConstant, bool kMarked>
 __global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void ForwardKernel(
-    const __grid_constant__ ForwardArrays<T> in) {
+    const __grid_constant__ Wkv6ForwardCall call, Splits splits) {
   RWKV_JAX_DYNAMIC_SHARED(kPanelAlignment, memory);
   const auto wait_for_all = [](ForwardBarrier) { __syncthreads(); };
   const int warp = Warp();
-  const SplitOfBlock<false> split(in);
+  const SplitOfBlock<false> split(call, splits, false);
   if (split.None()) return;
-  const ForwardPhases<T, kConstant, kMarked> phases{in, memory, SharedAddress(memory), warp, split};
+  const ForwardPhases<T, kConstant, kMarked> phases{call, splits, memory, SharedAddress(memory),
+                                                    warp, split};
 
   if (split.chunks > 0) {
     const uint64_t absent = phases.Absent(0);
@@ -282,7 +267,7 @@ __global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void ForwardKer
   for (int i = 0; i < split.chunks; ++i) {
     const ChunkCopier<kThreads> chunk = split.Chunk(i);
     const int64_t own_token = (split.first_chunk + i) * kChunkTokens + kTileTokens * phases.warp;
-    const uint32_t word = kMarked ? in.marks.Word(split.sequence, own_token) : 0u;
+    const uint32_t word = kMarked ? call.marks.Word(split.sequence, own_token) : 0u;
     const uint64_t coming = i + 1 < split.chunks ? phases.Absent(i + 1) : 0u;
     WaitForCopies<1>();
     wait_for_all(kKeysCopied);
@@ -292,33 +277,27 @@ __global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void ForwardKer
     PublishOperands();
     wait_for_all(kScaled);
     if (i + 1 < split.chunks) phases.LoadKeys(i + 1, coming);
-    if (in.states != nullptr)
-      Tiles::StoreRounded(state, in.states + split.SavedState(i) * (kStateSize / 8));
+    if (call.states != nullptr)
+      Tiles::StoreRounded(
+          state, static_cast<uint4*>(call.states) + split.SavedState(i) * (kStateSize / 8));
 #pragma unroll
     for (int tile = 0; tile < kChunkTiles; ++tile) phases.OutputsAndState(i, tile, state[0]);
     wait_for_all(kOutputsStaged);
     phases.StoreOutputs(chunk);
     if (i + 1 < split.chunks) phases.LoadValues(i + 1, coming);
   }
-  if (split.Last()) Tiles::Store(state, in.end + split.Head() * kStateSize);
+  if (split.Last()) Tiles::Store(state, call.final_state + split.Head() * kStateSize);
 }
 
 // A recurrence S <- S diag(d) + x z^T without outputs: forwards it is the recurrence of the state,
 // with x = v and z = k; backwards that of its gradient, dS <- dS diag(d) + dy r^T. A chunk is a
 // single product, since z is scaled by the decays of the tokens that come after it in the
 // recurrence, which are at most 1.
-template <typename T>
-struct StateScan {
-  const T *x, *z;
-  const void* w;
-  int64_t tokens, heads;
-  Decay decay;
-  Marks marks;
-  Sequences sequences;
+struct StateScan : Wkv6Call {
+  const void *x, *z;
   const float* start;  // zeros if null
   float* end;          // if null, the summary of each split is stored in `splits`
-  uint4*
-      gradients;  // if not null, gets the state before each chunk, as the saved states are stored
+  uint4* saved;        // if not null, gets the state before each chunk in bfloat16, [B, N, H, V, K]
   Splits splits;
   float* factor = nullptr;  // [B, H, K], if not null: gets the decay of all tokens together
 };
@@ -346,7 +325,7 @@ template <typename T, bool kConstant, bool kReverse, bool kMarked>
 struct StatePhases {
   using L = StateLayout;
 
-  const StateScan<T>& in;
+  const StateScan& in;
   unsigned char* const memory;
   const uint32_t shared;  // the address of `memory`
   const int warp;
@@ -361,22 +340,20 @@ struct StatePhases {
     return split.template MarksOf<kMarked>(Place(i), in.marks);
   }
   __device__ float* SummaryOf(int64_t order) const {
-    return in.splits.template Summary<kReverse>(split.Head(), in.heads, split.span, order);
+    return in.splits.Summary<kReverse>(split.Head(), split.heads, split.span, order);
   }
 
   // Starts to copy chunk i.
   __device__ void Load(int i, uint64_t absent) const {
     const auto copier = split.Chunk(Place(i), absent);
-    if constexpr (!kConstant) copier.Copy(Stage(i) + L::kW, static_cast<const T*>(in.w));
+    if constexpr (!kConstant) copier.Copy(Stage(i) + L::kW, in.w);
     copier.Copy(Stage(i) + L::kZ, in.z);
     copier.Copy(Stage(i) + L::kX, in.x);
     CommitCopies();
   }
 
   __device__ void LoadParameters() const {
-    if constexpr (kConstant)
-      LoadConstantDecays(static_cast<const float*>(in.w) + split.Head() * kHeadSize, in.decay,
-                         Constant());
+    if constexpr (kConstant) LoadConstantDecays(in, split.Head(), Constant());
   }
 
   __device__ void LoadState(bool summary, Tiles::State& state) const {
@@ -404,16 +381,13 @@ struct StatePhases {
       const int tile = kReverse ? step : kChunkTiles - 1 - step;
       float sum[2][4];
       if constexpr (kConstant) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            const int token = 16 * tile + Lane() / 4 + e / 2 * 8;
-            const float d = Constant()[16 * warp + 8 * i + 2 * (Lane() % 4) + e % 2];
-            const uint64_t upto = (uint64_t{2} << token) - 1;
-            sum[i][e] = d * static_cast<float>(__popcll(present & (kReverse ? upto >> 1 : ~upto)));
-            total[i][e] = d * static_cast<float>(__popcll(present));
-          }
+        ForEachElement<2>([&](int i, int e) {
+          const int token = 16 * tile + Lane() / 4 + e / 2 * 8;
+          const float d = Constant()[16 * warp + 8 * i + 2 * (Lane() % 4) + e % 2];
+          const uint64_t upto = (uint64_t{2} << token) - 1;
+          sum[i][e] = d * static_cast<float>(__popcll(present & (kReverse ? upto >> 1 : ~upto)));
+          total[i][e] = d * static_cast<float>(__popcll(present));
+        });
       } else {
         uint32_t log_decays[4];
         decays.Load(tile, warp, static_cast<uint32_t>(present >> 16 * tile) & kAllRows, log_decays);
@@ -465,11 +439,11 @@ struct StatePhases {
 
 template <typename T, bool kConstant, bool kReverse, bool kMarked>
 __global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void StateKernel(
-    const __grid_constant__ StateScan<T> in) {
+    const __grid_constant__ StateScan in) {
   RWKV_JAX_DYNAMIC_SHARED(kPanelAlignment, memory);
   const auto wait_for_all = [](StateBarrier) { __syncthreads(); };
   const bool summary = in.end == nullptr;
-  const SplitOfBlock<kReverse> split(in, summary);
+  const SplitOfBlock<kReverse> split(in, in.splits, summary);
   if (split.None()) return;
   const StatePhases<T, kConstant, kReverse, kMarked> phases{in, memory, SharedAddress(memory),
                                                             Warp(), split};
@@ -501,9 +475,8 @@ __global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void StateKerne
     for (int e = 0; e < 8; ++e) all[e / 4][e % 4] += total[e / 4][e % 4];
     PublishOperands();
     wait_for_all(kChunkScaled);
-    if (in.gradients != nullptr)
-      Tiles::StoreRounded(state,
-                          in.gradients + split.SavedState(phases.Place(i)) * (kStateSize / 8));
+    if (in.saved != nullptr)
+      Tiles::StoreRounded(state, in.saved + split.SavedState(phases.Place(i)) * (kStateSize / 8));
     phases.Advance(i, state[0]);
   }
   if (summary)
@@ -542,7 +515,7 @@ __global__ __launch_bounds__(kCombineThreads) void CombineKernel(Splits splits, 
 }
 
 template <typename T, bool kConstant, bool kReverse>
-cudaError_t ScanStates(cudaStream_t stream, const StateScan<T>& scan, dim3 blocks) {
+cudaError_t ScanStates(cudaStream_t stream, const StateScan& scan, dim3 blocks) {
   return ForMarks(scan.marks, [&](auto marked) {
     return Launch(StateKernel<T, kConstant, kReverse, marked()>, blocks, kThreads,
                   StateLayout::kBytes, stream, scan);
@@ -551,47 +524,19 @@ cudaError_t ScanStates(cudaStream_t stream, const StateScan<T>& scan, dim3 block
 
 // The state at the start of each split.
 template <typename T, bool kConstant, bool kReverse>
-cudaError_t FindStarts(cudaStream_t stream, StateScan<T> scan, int64_t batch) {
+cudaError_t FindStarts(cudaStream_t stream, StateScan scan) {
   const Splits& splits = scan.splits;
+  const int64_t batch = scan.dims.batch, heads = scan.dims.heads;
   if (splits.count == 1) return cudaSuccess;
   scan.end = nullptr;
-  scan.gradients = nullptr;
-  cudaError_t error =
-      ScanStates<T, kConstant, kReverse>(stream, scan, splits.SummaryBlocks(batch, scan.heads));
+  scan.saved = nullptr;
+  const cudaError_t error =
+      ScanStates<T, kConstant, kReverse>(stream, scan, splits.SummaryBlocks(batch, heads));
   if (error != cudaSuccess || splits.count == 2) return error;
-  const dim3 blocks(static_cast<unsigned>(splits.SummarizedHeads(batch, scan.heads)),
+  const dim3 blocks(static_cast<unsigned>(splits.SummarizedHeads(batch, heads)),
                     kStateSize / kCombineThreads);
   return Launch(CombineKernel<kReverse>, blocks, kCombineThreads, 0, stream, splits, scan.sequences,
-                scan.tokens, scan.heads);
-}
-
-// Calls fn(T(), bool_constant<constant decay>()).
-template <typename Fn>
-cudaError_t ForKinds(const Wkv6Call& call, Fn&& fn) {
-  return ForHalfTypes<kHeadSize>(call.dtype, call.dims.head_size, [&](auto zero, auto) {
-    return call.constant_decay ? fn(zero, std::true_type()) : fn(zero, std::false_type());
-  });
-}
-
-dim3 BlockForEachHead(const Wkv6Call& call) {
-  return dim3(static_cast<unsigned>(call.dims.batch * call.dims.heads));
-}
-
-template <typename T>
-StateScan<T> ScanOf(const Wkv6Call& call, const void* x, const void* z, const float* start,
-                    float* end, uint4* gradients, const Splits& splits) {
-  return {static_cast<const T*>(x),
-          static_cast<const T*>(z),
-          call.w,
-          call.dims.tokens,
-          call.dims.heads,
-          call.decay,
-          call.marks,
-          call.sequences,
-          start,
-          end,
-          gradients,
-          splits};
+                scan.dims.tokens, heads);
 }
 
 }  // namespace
@@ -604,31 +549,13 @@ int64_t Wkv6ScanSharedMemory(Pass pass) {
 cudaError_t Wkv6Scan(cudaStream_t stream, const Wkv6ForwardCall& call, const Splits& splits) {
   return ForKinds(call, [&](auto zero, auto constant) {
     using T = decltype(zero);
-    const auto in = [](const void* x) { return static_cast<const T*>(x); };
     const cudaError_t error = FindStarts<T, constant(), false>(
-        stream,
-        ScanOf<T>(call, call.v, call.k, call.initial_state, call.final_state, nullptr, splits),
-        call.dims.batch);
+        stream, {call, call.v, call.k, call.initial_state, nullptr, nullptr, splits});
     if (error != cudaSuccess) return error;
-    const ForwardArrays<T> forward{in(call.r),
-                                   in(call.k),
-                                   in(call.v),
-                                   call.w,
-                                   call.u,
-                                   call.dims.tokens,
-                                   call.dims.heads,
-                                   call.decay,
-                                   call.marks,
-                                   call.sequences,
-                                   call.initial_state,
-                                   call.final_state,
-                                   static_cast<T*>(call.y),
-                                   static_cast<uint4*>(call.states),
-                                   splits};
     const dim3 blocks = splits.Blocks(call.dims.batch, call.dims.heads);
     return ForMarks(call.marks, [&](auto marked) {
       return Launch(ForwardKernel<T, constant(), marked()>, blocks, kThreads, ForwardLayout::kBytes,
-                    stream, forward);
+                    stream, call, splits);
     });
   });
 }
@@ -637,9 +564,9 @@ cudaError_t Wkv6ReverseScan(cudaStream_t stream, const Wkv6BackwardCall& call, c
                             uint4* gradients) {
   return ForKinds(call, [&](auto zero, auto constant) {
     using T = decltype(zero);
-    const StateScan<T> scan =
-        ScanOf<T>(call, call.dy, call.r, call.dfinal_state, call.dinitial_state, gradients, splits);
-    const cudaError_t error = FindStarts<T, constant(), true>(stream, scan, call.dims.batch);
+    StateScan scan{call, call.dy, call.r, call.dfinal_state, call.dinitial_state};
+    scan.saved = gradients, scan.splits = splits;
+    const cudaError_t error = FindStarts<T, constant(), true>(stream, scan);
     if (error != cudaSuccess) return error;
     return ScanStates<T, constant(), true>(stream, scan,
                                            splits.Blocks(call.dims.batch, call.dims.heads));
@@ -648,20 +575,17 @@ cudaError_t Wkv6ReverseScan(cudaStream_t stream, const Wkv6BackwardCall& call, c
 
 cudaError_t RunSummary(cudaStream_t stream, const Wkv6SummaryCall& call) {
   return ForKinds(call, [&](auto zero, auto constant) {
-    using T = decltype(zero);
-    StateScan<T> scan = ScanOf<T>(call, call.v, call.k, nullptr, call.added, nullptr, kOneSplit);
-    scan.factor = call.factor;
-    return ScanStates<T, constant(), false>(stream, scan, BlockForEachHead(call));
+    return ScanStates<decltype(zero), constant(), false>(
+        stream, {call, call.v, call.k, nullptr, call.added, nullptr, kOneSplit, call.factor},
+        kOneSplit.Blocks(call.dims.batch, call.dims.heads));
   });
 }
 
 cudaError_t RunReverseSummary(cudaStream_t stream, const Wkv6BackwardCall& call) {
   return ForKinds(call, [&](auto zero, auto constant) {
-    using T = decltype(zero);
-    return ScanStates<T, constant(), true>(stream,
-                                           ScanOf<T>(call, call.dy, call.r, call.dfinal_state,
-                                                     call.dinitial_state, nullptr, kOneSplit),
-                                           BlockForEachHead(call));
+    return ScanStates<decltype(zero), constant(), true>(
+        stream, {call, call.dy, call.r, call.dfinal_state, call.dinitial_state, nullptr, kOneSplit},
+        kOneSplit.Blocks(call.dims.batch, call.dims.heads));
   });
 }
 

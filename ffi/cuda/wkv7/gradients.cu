@@ -77,19 +77,6 @@ constexpr int kChunkTokens = static_cast<int>(kChunk);
 static_assert(kChunkTokens == 64, "a chunk is the rows of a warpgroup and the columns of a panel");
 constexpr int kChunkTiles = kChunkTokens / kTileTokens;
 
-template <typename T>
-struct GradientArguments {
-  const T *r, *w, *k, *v, *a, *b, *dy;
-  T *dr, *dw, *dk, *dv, *da, *db;
-  int64_t tokens;
-  unsigned heads, chunks;
-  Decay decay;
-  Marks marks;
-  Sequences sequences;
-  const uint4 *states, *gradients;  // [B, chunks, H, V, K] of bfloat16
-  const float* inexact;
-};
-
 // A half of the tokens of a chunk.
 constexpr int kHalfTokens = kChunkTokens / 2;
 constexpr int kHalfTiles = kHalfTokens / kTileTokens;
@@ -237,15 +224,6 @@ struct WarpChannels {
   }
 };
 
-// Calls fn(fragment, element) for all elements of a HalfAccumulator.
-template <typename Fn>
-__device__ void ForEachElement(Fn&& fn) {
-#pragma unroll
-  for (int fragment = 0; fragment < kHalfFragments; ++fragment)
-#pragma unroll
-    for (int e = 0; e < 4; ++e) fn(fragment, e);
-}
-
 // Stores the lower triangle of a product of tokens by tokens in a panel, rounded: with the diagonal
 // if `diagonal`, and without the pairs of tokens of different segments.
 __device__ void StoreLower(int warp, uint32_t panel, bool diagonal, const ChunkMarks& marks,
@@ -388,8 +366,8 @@ class ChunkGradients {
   static constexpr int kStateSteps = kStatePieces / L::kThreads;
   using StatePieces = uint4[kStateSteps];  // the pieces of S0 that a thread has
 
-  __device__ ChunkGradients(const GradientArguments<T>& in, unsigned char* memory)
-      : in(in),
+  __device__ ChunkGradients(const Wkv7BackwardCall& call, unsigned char* memory)
+      : call(call),
         memory(memory),
         shared(SharedAddress(memory)),
         warp(Warp() % 4),
@@ -398,19 +376,22 @@ class ChunkGradients {
         half(group % 2) {}
 
   // Finds the chunk and the head of this block. Returns false if the block has nothing to do.
-  __device__ __forceinline__ bool Find() {
-    const int64_t all_chunks = blockIdx.x / in.heads, head = blockIdx.x - all_chunks * in.heads;
-    const int row = in.sequences.Given() ? in.sequences.owners[all_chunks]
-                                         : static_cast<int>(all_chunks / in.chunks);
+  __device__ __forceinline__ bool Find(const float* inexact) {
+    // Divisions of 64 bits would cost more.
+    const unsigned heads = static_cast<unsigned>(call.dims.heads);
+    const int64_t all_chunks = blockIdx.x / heads, head = blockIdx.x - all_chunks * heads;
+    const int row = call.sequences.Given()
+                        ? call.sequences.owners[all_chunks]
+                        : static_cast<int>(all_chunks / static_cast<unsigned>(call.dims.saved));
     if (row < 0) return false;
-    if (in.inexact != nullptr && in.inexact[static_cast<int64_t>(row) * in.heads + head] != 0.0f)
+    if (inexact != nullptr && inexact[static_cast<int64_t>(row) * heads + head] != 0.0f)
       return false;
-    const Span span = in.sequences(row, in.tokens);
+    const Span span = call.sequences(row, call.dims.tokens);
     const int chunk = static_cast<int>(all_chunks - span.first_chunk);
     const int64_t first_token = chunk * kChunk;
     constexpr int kWords = kChunkTokens / kWordTokens;
-    marks_index = row * static_cast<int>(in.marks.per_row / kWords) + chunk;
-    stride = static_cast<int>(in.heads * N);
+    marks_index = row * static_cast<int>(call.marks.per_row / kWords) + chunk;
+    stride = static_cast<int>(heads * N);
     first = (span.first_token + first_token) * stride + head * N;
     const int64_t left_tokens = span.tokens - first_token;
     tokens = static_cast<int>(left_tokens < kChunkTokens ? left_tokens : kChunkTokens);
@@ -419,32 +400,34 @@ class ChunkGradients {
 
   // Starts the copies of the chunk in three groups: w, then what the decays scale, then the rest.
   // S0 comes in registers, since it is scaled before it is stored.
-  __device__ __forceinline__ void LoadChunk(StatePieces& state) const {
+  __device__ __forceinline__ void LoadChunk(const uint4* gradients, StatePieces& state) const {
     const uint64_t absent = LoadMarks().absent;
-    const auto copy = [&](int to, const T* from) {
+    const auto copy = [&](int to, const void* from) {
 #pragma unroll
       for (int i = 0; i < kChunkTokens * kRowPieces / L::kThreads; ++i) {
         const int index = threadIdx.x + i * L::kThreads;
         const int row = index / kRowPieces, piece = index % kRowPieces;
         const bool present = row < tokens && (absent >> row & 1) == 0;
-        CopyAsync(PieceAddress(shared + to + piece / 8 * L::kPanelBytes, row, piece % 8),
-                  from + first + static_cast<int64_t>(row) * stride + piece * 8, present);
+        CopyAsync(
+            PieceAddress(shared + to + piece / 8 * L::kPanelBytes, row, piece % 8),
+            static_cast<const T*>(from) + first + static_cast<int64_t>(row) * stride + piece * 8,
+            present);
       }
     };
-    copy(L::kDz, in.w);
+    copy(L::kDz, call.w);
     CommitCopies();
-    copy(L::kAt, in.a);
-    copy(L::kBh, in.b);
-    copy(L::kKh, in.k);
-    copy(L::kRt, in.r);
+    copy(L::kAt, call.a);
+    copy(L::kBh, call.b);
+    copy(L::kKh, call.k);
+    copy(L::kRt, call.r);
     if constexpr (kBf16) CommitCopies();  // else v and dy are converted with the scaled operands
-    copy(L::kV, in.v);
-    copy(L::kDy, in.dy);
+    copy(L::kV, call.v);
+    copy(L::kDy, call.dy);
     const int64_t index = static_cast<int64_t>(blockIdx.x) * kStatePieces + threadIdx.x;
 #pragma unroll
     for (int i = 0; i < kStateSteps; ++i) {
-      CopyAsync(StatePiece(shared + L::kDs, i), in.gradients + index + i * L::kThreads, true);
-      state[i] = in.states[index + i * L::kThreads];
+      CopyAsync(StatePiece(shared + L::kDs, i), gradients + index + i * L::kThreads, true);
+      state[i] = static_cast<const uint4*>(call.states)[index + i * L::kThreads];
     }
     CommitCopies();
   }
@@ -463,8 +446,8 @@ class ChunkGradients {
       uint32_t x[4];
       const int token = 16 * (FirstTile() + tile);
       LoadTransposed(TileAddress(OwnPanel(L::kDz), token, warp), decays.raw_w[tile]);
-      LogDecays<T>(decays.raw_w[tile], in.decay,
-                   PresentRows(tokens - token, LoadMarks().Absent(token)), x);
+      LogDecays<T, Decay::kSigmoid>(decays.raw_w[tile], call.decay,
+                                    PresentRows(tokens - token, LoadMarks().Absent(token)), x);
       Left& log_decays = decays.log_decays[tile];
       log_decays[0] = x[0], log_decays[1] = x[2], log_decays[2] = x[1], log_decays[3] = x[3];
       AddLogDecays(total, log_decays, all, 0);
@@ -484,7 +467,8 @@ class ChunkGradients {
     HalfAccumulator& after = decays.after;
     if (half == 0) {
       const float later_half[2] = {Sums()[N + Channel()], Sums()[N + Channel() + 8]};
-      ForEachElement([&](int fragment, int e) { after[fragment][e] += later_half[e / 2]; });
+      ForEachElement<kHalfFragments>(
+          [&](int fragment, int e) { after[fragment][e] += later_half[e / 2]; });
     }
     const Ones itself(false, true, false);
 #pragma unroll
@@ -497,10 +481,7 @@ class ChunkGradients {
         OwnChannels(offset).Store(FirstTile() + tile, x);
       };
       const auto set = [&](auto value) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-#pragma unroll
-          for (int j = 0; j < 4; ++j) e[i][j] = value(i, j);
+        ForEachElement<2>([&](int i, int j) { e[i][j] = value(i, j); });
       };
       set([&](int i, int j) { return Exp2(after[2 * tile + i][j]); });
       scale(L::kBh);
@@ -643,7 +624,7 @@ class ChunkGradients {
     const uint32_t staged = At(panel == 0 ? L::kM : L::kAak);
     WarpChannels{staged, warp}.template StoreSum<T>(0, dv);
     WaitForWarpgroup();
-    WriteRows(staged, 0, kChunkTokens, in.dv);
+    WriteRows(staged, 0, kChunkTokens, call.dv);
     WaitForValues();
   }
 
@@ -673,11 +654,11 @@ class ChunkGradients {
       add_triangles(std::integral_constant<int, kHalfTiles>(), kHalfTiles);
     AddReads(L::kBh, -1.0f, pair[0], terms);
     AddReads(L::kKh, -1.0f, pair[1], terms);
-    ForEachElement([&](int fragment, int e) {
+    ForEachElement<kHalfFragments>([&](int fragment, int e) {
       const float factor = Exp2(decays.after[fragment][e]);
       pair[0][fragment][e] *= factor, pair[1][fragment][e] *= factor;
     });
-    WritePair(pair, L::kU, in.db, L::kV, in.dk);
+    WritePair(pair, L::kU, call.db, L::kV, call.dk);
   }
 
   // dR and dA of this panel and half, and their terms of the decays.
@@ -706,17 +687,17 @@ class ChunkGradients {
       terms.own_reads[fragment][e] = low * pair[1][fragment][e];
       terms.own_reads[fragment][e + 1] = high * pair[1][fragment][e + 1];
     });
-    ForEachElement([&](int fragment, int e) {
+    ForEachElement<kHalfFragments>([&](int fragment, int e) {
       const uint32_t w = decays.raw_w[fragment / 2][fragment % 2 + e / 2 * 2];
       const float2 log_decay =
-          LogDecayAndSlope(e % 2 ? Pair<T>::High(w) : Pair<T>::Low(w), in.decay);
+          LogDecayAndSlope(e % 2 ? Pair<T>::High(w) : Pair<T>::Low(w), call.decay);
       const float after = decays.after[fragment][e];
       terms.slope[fragment][e] = log_decay.y;
       pair[0][fragment][e] *= Exp2(-after);
       pair[1][fragment][e] *= Exp2(-after - kLog2E * log_decay.x);
       terms.reads[fragment][e] += terms.own_reads[fragment][e];
     });
-    WritePair(pair, L::kDy, in.dr, L::kDz, in.da);
+    WritePair(pair, L::kDy, call.dr, L::kDz, call.da);
   }
 
   // dw of this panel and half.
@@ -747,12 +728,12 @@ class ChunkGradients {
       total[i] = sum[N] + sum[2 * N] + (half == 0 ? sum[3 * N] : 0.0f);
     }
     if (const ChunkMarks marks = LoadMarks(); (marks.starts | marks.absent) == 0) {
-      ForEachElement([&](int fragment, int e) {
+      ForEachElement<kHalfFragments>([&](int fragment, int e) {
         reads[fragment][e] = terms.slope[fragment][e] *
                              (reads[fragment][e] - terms.own_reads[fragment][e] + total[e / 2]);
       });
     } else {
-      ForEachElement([&](int fragment, int e) {
+      ForEachElement<kHalfFragments>([&](int fragment, int e) {
         const int token = half * kHalfTokens + 8 * fragment + 2 * (Lane() % 4) + e % 2;
         const int end = marks.SegmentEnd(token);
         const float* const sum = Sums() + Channel() + 8 * (e / 2);
@@ -764,7 +745,7 @@ class ChunkGradients {
     }
     OwnChannels(L::kAt).template StoreSum<T>(FirstTile(), reads);
     __syncthreads();
-    WriteRows(OwnPanel(L::kAt), half * kHalfTokens, kHalfTokens, in.dw);
+    WriteRows(OwnPanel(L::kAt), half * kHalfTokens, kHalfTokens, call.dw);
   }
 
   __device__ bool HasValues() const { return half == 0; }
@@ -772,7 +753,7 @@ class ChunkGradients {
  private:
   // The marks are read again wherever they are needed: there are no registers to keep them.
   __device__ ChunkMarks LoadMarks() const {
-    return kMarked ? ChunkMarks(reinterpret_cast<const uint4*>(in.marks.words)[marks_index])
+    return kMarked ? ChunkMarks(reinterpret_cast<const uint4*>(call.marks.words)[marks_index])
                    : ChunkMarks();
   }
   __device__ float* Sums() const { return reinterpret_cast<float*>(memory + L::kSums); }
@@ -827,19 +808,21 @@ class ChunkGradients {
 
   // Writes rows of a panel to global memory, after all warps of this warpgroup have stored their
   // channels there.
-  __device__ void WriteRows(uint32_t staged, int first_row, int rows, T* out) const {
+  __device__ void WriteRows(uint32_t staged, int first_row, int rows, void* out) const {
     for (int i = threadIdx.x % 128 / 8; i < rows; i += 16) {
       const int row = first_row + i, piece = threadIdx.x % 8;
       if (row < tokens)
-        *reinterpret_cast<uint4*>(out + first + static_cast<int64_t>(row) * stride +
-                                  kPanelCols * panel + piece * 8) =
+        *reinterpret_cast<uint4*>(static_cast<T*>(out) + first +
+                                  static_cast<int64_t>(row) * stride + kPanelCols * panel +
+                                  piece * 8) =
             *reinterpret_cast<const uint4*>(memory + PieceAddress(staged - shared, row, piece));
     }
   }
 
   // Writes two results of this panel and half, staged where operands of no other half were.
   __device__ __forceinline__ void WritePair(const HalfAccumulator (&pair)[2], int first_staged,
-                                            T* first_out, int second_staged, T* second_out) const {
+                                            void* first_out, int second_staged,
+                                            void* second_out) const {
     WaitForHalf();
     OwnChannels(first_staged).template StoreSum<T>(FirstTile(), pair[0]);
     OwnChannels(second_staged).template StoreSum<T>(FirstTile(), pair[1]);
@@ -935,7 +918,7 @@ class ChunkGradients {
     }
   }
 
-  const GradientArguments<T>& in;
+  const Wkv7BackwardCall& call;
   unsigned char* const memory;
   const uint32_t shared;
   const int warp, group;  // the warp in its warpgroup, and the warpgroup
@@ -947,13 +930,14 @@ class ChunkGradients {
 
 template <typename T, int N, bool kMarked>
 __global__ __launch_bounds__(4 * N, N == 64 ? 2 : 1) void GradientKernel(
-    const __grid_constant__ GradientArguments<T> arguments) {
+    const __grid_constant__ Wkv7BackwardCall call, const uint4* state_gradients,
+    const float* inexact) {
   RWKV_JAX_DYNAMIC_SHARED(kPanelAlignment, memory);
-  ChunkGradients<T, N, kMarked> gradients(arguments, memory);
-  if (!gradients.Find()) return;
+  ChunkGradients<T, N, kMarked> gradients(call, memory);
+  if (!gradients.Find(inexact)) return;
 
   typename ChunkGradients<T, N, kMarked>::StatePieces state;
-  gradients.LoadChunk(state);
+  gradients.LoadChunk(state_gradients, state);
   gradients.WaitForDecays();
   __syncthreads();
   HalfDecays decays;
@@ -996,35 +980,10 @@ cudaError_t Wkv7Gradients(cudaStream_t stream, const Wkv7BackwardCall& call, con
   const int64_t rows = call.sequences.Given() ? 1 : call.dims.batch;
   const int64_t blocks = rows * call.dims.saved * call.dims.heads;
   return ForHalfTypes<64, 128>(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
-    using T = decltype(zero);
     using L = GradientLayout<size()>;
-    const auto in = [](const void* x) { return static_cast<const T*>(x); };
-    const auto out = [](void* x) { return static_cast<T*>(x); };
-    const GradientArguments<T> arguments{in(call.r),
-                                         in(call.w),
-                                         in(call.k),
-                                         in(call.v),
-                                         in(call.a),
-                                         in(call.b),
-                                         in(call.dy),
-                                         out(call.dr),
-                                         out(call.dw),
-                                         out(call.dk),
-                                         out(call.dv),
-                                         out(call.da),
-                                         out(call.db),
-                                         call.dims.tokens,
-                                         static_cast<unsigned>(call.dims.heads),
-                                         static_cast<unsigned>(call.dims.saved),
-                                         call.decay,
-                                         call.marks,
-                                         call.sequences,
-                                         static_cast<const uint4*>(call.states),
-                                         gradients,
-                                         inexact};
     return ForMarks(call.marks, [&](auto marked) {
-      return Launch(GradientKernel<T, size(), marked()>, static_cast<unsigned>(blocks), L::kThreads,
-                    L::kBytes, stream, arguments);
+      return Launch(GradientKernel<decltype(zero), size(), marked()>, static_cast<unsigned>(blocks),
+                    L::kThreads, L::kBytes, stream, call, gradients, inexact);
     });
   });
 }

@@ -53,20 +53,13 @@
 namespace rwkv_jax::cuda {
 namespace {
 
-// The operands by their role in the recurrence: a and r read from the rows of the state, b and k
-// are written to them.
-template <typename T>
-struct Scan {
-  const T *a, *r, *b, *k, *v, *w;
-  int64_t tokens, heads;
-  Decay decay;
-  Marks marks;
-  Sequences sequences;
+// A call with the operands by their role in the recurrence: a and r read from the rows of the state,
+// b and k are written to them.
+struct Scan : Wkv7Call {
   const float* start;
   float* end;
-  T* y;
-  uint4* states;     // forward: [B, chunks, H, V, K] of bfloat16, or null
-  uint4* gradients;  // backward: the same of the gradient of the state
+  void* y;
+  void* saved;  // gets the state before each chunk, or its gradient after it; forwards it may be null
   // A summary S -> S M + D of a split goes to the memory of `splits`. If that is null, the summary
   // is of all tokens: D goes to `end`, and starts from `start` if that is not null; M goes to
   // `factor` if that is not null.
@@ -151,7 +144,7 @@ __device__ bool ScaleColumns(int warp, uint32_t operands, uint32_t raw_w, float*
 
   uint32_t w[4], log_decays[4];
   LoadTransposed(raw_w + panel * L::kPanelBytes + here, w);
-  LogDecays<T>(w, form, present, log_decays);
+  LogDecays<T, Decay::kSigmoid>(w, form, present, log_decays);
 
   float sum[2][4], before[2][4];
 #pragma unroll
@@ -290,10 +283,7 @@ __device__ void AdvanceState(int warp, uint32_t operands, uint32_t products, uin
     KeepTokens(marks.LastCleared(), kTileTokens, v);
 #pragma unroll
     for (int panel = 0; panel < L::kPanels; ++panel)
-#pragma unroll
-      for (int fragment = 0; fragment < 8; ++fragment)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) s[panel][fragment][e] = 0.0f;
+      ForEachElement<8>([&](int fragment, int e) { s[panel][fragment][e] = 0.0f; });
     BeginProducts();
   }
 #pragma unroll
@@ -350,7 +340,7 @@ class ScanBlock {
   static constexpr bool kTogether = kWork == Work::kTogether;
   static_assert(!kTogether || N == kPanelCols, "a warpgroup advances 64 rows of a state");
 
-  __device__ ScanBlock(const Scan<T>& scan, unsigned char* memory)
+  __device__ ScanBlock(const Scan& scan, unsigned char* memory)
       : scan(scan),
         memory(memory),
         shared(SharedAddress(memory)),
@@ -376,10 +366,10 @@ class ScanBlock {
   __device__ __forceinline__ bool Find() {
     const Splits& splits = scan.splits;
     const auto [turn, split] =
-        splits.WorkOfBlock<kReverse>(scan.sequences, scan.tokens, scan.heads, for_later);
+        splits.WorkOfBlock<kReverse>(scan.sequences, scan.dims.tokens, scan.dims.heads, for_later);
     if (split < 0) return false;
     sequence = turn.sequence, span = turn.span;
-    head = sequence * scan.heads + blockIdx.x % scan.heads;
+    head = sequence * scan.dims.heads + blockIdx.x % scan.dims.heads;
     // Another split of the head may give up now, so the threads agree on what they have seen.
     if (scan.inexact != nullptr &&
         !SynchronizeAll(kTileBarrier, L::kThreads, scan.inexact[head] == 0.0f))
@@ -396,9 +386,9 @@ class ScanBlock {
     const int piece = threadIdx.x % 8;
     copy_row = threadIdx.x % 128 / 8;
     copy_to = PieceAddress(0, copy_row, piece);
-    stride = static_cast<int>(scan.heads * N);
-    first =
-        (span.first_token + first_token) * stride + (head - sequence * scan.heads) * N + piece * 8;
+    stride = static_cast<int>(scan.dims.heads * N);
+    first = (span.first_token + first_token) * stride + (head - sequence * scan.dims.heads) * N +
+            piece * 8;
     return true;
   }
 
@@ -521,17 +511,21 @@ class ScanBlock {
   __device__ __forceinline__ void CopyOperands(int tile, uint32_t word) const {
     const uint32_t to = OperandsOf(tile) + copy_to;
     ForPanelsOf(tile, word, [&](int panel, int64_t from, bool present) {
-      CopyAsync(to + L::kA + panel * L::kReadStride, scan.a + from, present);
-      if constexpr (kOutput) CopyAsync(to + L::kR + panel * L::kReadStride, scan.r + from, present);
-      CopyAsync(to + L::kB + panel * L::kPanelBytes, scan.b + from, present);
-      CopyAsync(to + L::kK + panel * L::kPanelBytes, scan.k + from, present);
-      CopyAsync(to + L::kV + panel * L::kPanelBytes, scan.v + from, present);
+      const auto copy = [&](int at, const void* x) {
+        CopyAsync(to + at, static_cast<const T*>(x) + from, present);
+      };
+      copy(L::kA + panel * L::kReadStride, scan.a);
+      if constexpr (kOutput) copy(L::kR + panel * L::kReadStride, scan.r);
+      copy(L::kB + panel * L::kPanelBytes, scan.b);
+      copy(L::kK + panel * L::kPanelBytes, scan.k);
+      copy(L::kV + panel * L::kPanelBytes, scan.v);
     });
   }
   // The last copies of a tile: after them its CopyBarrier waits for all.
   __device__ __forceinline__ void CopyDecays(int tile) const {
     ForPanelsOf(tile, 0, [&](int panel, int64_t from, bool present) {
-      CopyAsync(RawDecaysOf(tile) + panel * L::kPanelBytes + copy_to, scan.w + from, present);
+      CopyAsync(RawDecaysOf(tile) + panel * L::kPanelBytes + copy_to,
+                static_cast<const T*>(scan.w) + from, present);
     });
     CopyBarrierOf(tile).ArriveAfterCopies();
   }
@@ -576,7 +570,7 @@ class ScanBlock {
   // Splits are numbered by their order in the recurrence. The summary of a split has become the
   // state at its end.
   __device__ float* SummaryOf(int64_t order) const {
-    return scan.splits.template Summary<kReverse>(head, scan.heads, span, order);
+    return scan.splits.Summary<kReverse>(head, scan.dims.heads, span, order);
   }
   __device__ __forceinline__ void LoadStart(State& s) const {
     // The start of the first split may be known. Then its summary is the state at its end.
@@ -585,16 +579,13 @@ class ScanBlock {
     else
       Accumulators::Load(order == 0 ? scan.start + head * N * N : SummaryOf(order - 1), s);
   }
-  // Saves the state before a chunk, or its gradient after it, in [B, chunks, H, V, K]; `head` is
-  // b * H + h.
+  // Saves the state before a chunk, or its gradient after it, in [B, N, H, V, K] of bfloat16; `head`
+  // is b * H + h.
   __device__ __forceinline__ void SaveState(int tile, const State& s) const {
     const int64_t chunk = span.first_chunk + first_chunk + TimeOf(tile) / 4;
-    const int64_t index = head + (chunk - sequence) * scan.heads;
-    if constexpr (kReverse) {
-      Accumulators::StoreRounded(s, scan.gradients + index * (N * N / 8));
-    } else if (scan.states != nullptr) {
-      Accumulators::StoreRounded(s, scan.states + index * (N * N / 8));
-    }
+    const int64_t index = head + (chunk - sequence) * scan.dims.heads;
+    if (kReverse || scan.saved != nullptr)
+      Accumulators::StoreRounded(s, static_cast<uint4*>(scan.saved) + index * (N * N / 8));
   }
   __device__ __forceinline__ void Advance(int tile, uint32_t y, State& s) const {
     const auto advance = [&](auto clears, const RowMarks& marks) {
@@ -624,7 +615,7 @@ class ScanBlock {
 #pragma unroll
     for (int panel = 0; panel < L::kPanels; ++panel)
       if (token < tokens)
-        *reinterpret_cast<uint4*>(scan.y + ElementOf(token) + kPanelCols * panel) =
+        *reinterpret_cast<uint4*>(static_cast<T*>(scan.y) + ElementOf(token) + kPanelCols * panel) =
             *reinterpret_cast<const uint4*>(memory + (y - shared) + panel * L::kPanelBytes +
                                             copy_to);
   }
@@ -641,7 +632,7 @@ class ScanBlock {
     }
   }
 
-  const Scan<T>& scan;
+  const Scan& scan;
   unsigned char* const memory;
   const uint32_t shared;
   const int warpgroup, warp;  // the warp among the warps of its state
@@ -663,7 +654,7 @@ class ScanBlock {
 template <typename T, int N, bool kReverse, bool kOutput, Work kWork, bool kMarked>
 __global__ __launch_bounds__(
     ScanLayout<N, kOutput, kWork>::kThreads,
-    ScanLayout<N, kOutput, kWork>::kBlocks) void ScanKernel(const __grid_constant__ Scan<T> scan) {
+    ScanLayout<N, kOutput, kWork>::kBlocks) void ScanKernel(const __grid_constant__ Scan scan) {
   RWKV_JAX_DYNAMIC_SHARED(kPanelAlignment, memory);
   ScanBlock<T, N, kReverse, kOutput, kWork, kMarked> block(scan, memory);
   if (!block.Find()) return;
@@ -731,7 +722,7 @@ __global__ __launch_bounds__(kCombineThreads) void CombineKernel(Splits splits, 
 }
 
 template <typename T, int N, bool kReverse, bool kOutput, Work kWork>
-cudaError_t LaunchScan(cudaStream_t stream, const Scan<T>& scan, dim3 blocks) {
+cudaError_t LaunchScan(cudaStream_t stream, const Scan& scan, dim3 blocks) {
   using L = ScanLayout<N, kOutput, kWork>;
   return ForMarks(scan.marks, [&](auto marked) {
     return Launch(ScanKernel<T, N, kReverse, kOutput, kWork, marked()>, blocks, L::kThreads,
@@ -742,20 +733,21 @@ cudaError_t LaunchScan(cudaStream_t stream, const Scan<T>& scan, dim3 blocks) {
 // The scan of all tokens, in splits if there are several: first what each does to a state, then,
 // from the state at the start of each, all of them at once.
 template <typename T, int N, bool kReverse>
-cudaError_t RunScan(cudaStream_t stream, const Scan<T>& scan, const Device& device, int64_t batch) {
+cudaError_t RunScan(cudaStream_t stream, const Scan& scan, const Device& device) {
   constexpr bool kOutput = !kReverse;
   const Splits& splits = scan.splits;
+  const int64_t batch = scan.dims.batch, heads = scan.dims.heads;
   if (splits.count > 1) {
     cudaError_t error = LaunchScan<T, N, kReverse, false, Work::kSummary>(
-        stream, scan, splits.SummaryBlocks(batch, scan.heads));
-    const dim3 blocks(static_cast<unsigned>(splits.SummarizedHeads(batch, scan.heads)),
+        stream, scan, splits.SummaryBlocks(batch, heads));
+    const dim3 blocks(static_cast<unsigned>(splits.SummarizedHeads(batch, heads)),
                       N / kCombineRows);
     if (error == cudaSuccess)
       error = Launch(CombineKernel<N, kReverse>, blocks, kCombineThreads, kCombineBytes<N>, stream,
-                     splits, scan.sequences, scan.tokens, scan.heads, scan.inexact);
+                     splits, scan.sequences, scan.dims.tokens, heads, scan.inexact);
     if (error != cudaSuccess) return error;
   }
-  const dim3 blocks = splits.Blocks(batch, scan.heads);
+  const dim3 blocks = splits.Blocks(batch, heads);
   // With up to two blocks on each multiprocessor it is faster that a chunk takes less time; with
   // more, that more of them hide each other's latency.
   if constexpr (N == kPanelCols) {
@@ -776,28 +768,11 @@ int64_t SharedMemory(Pass pass) {
   return std::max({summary, scan, kCombineBytes<N>});
 }
 
-template <typename T>
-Scan<T> ForwardScan(const Wkv7Call& call) {
-  const auto in = [](const void* x) { return static_cast<const T*>(x); };
-  Scan<T> scan = {};
-  scan.a = in(call.a), scan.r = in(call.r), scan.b = in(call.b);
-  scan.k = in(call.k), scan.v = in(call.v), scan.w = in(call.w);
-  scan.tokens = call.dims.tokens, scan.heads = call.dims.heads, scan.decay = call.decay;
-  scan.marks = call.marks, scan.sequences = call.sequences;
-  return scan;
-}
-
-template <typename T>
-Scan<T> ReverseScan(const Wkv7BackwardCall& call) {
-  Scan<T> scan = ForwardScan<T>(call);
+Scan ReverseScan(const Wkv7BackwardCall& call, const Splits& splits) {
+  Scan scan{call, call.dfinal_state, call.dinitial_state, nullptr, nullptr, splits};
   std::swap(scan.a, scan.b);
-  scan.k = scan.r, scan.r = nullptr, scan.v = static_cast<const T*>(call.dy);
-  scan.start = call.dfinal_state, scan.end = call.dinitial_state;
+  scan.k = call.r, scan.v = call.dy;
   return scan;
-}
-
-dim3 BlockForEachHead(const Wkv7Call& call) {
-  return dim3(static_cast<unsigned>(call.dims.batch * call.dims.heads));
 }
 
 }  // namespace
@@ -809,41 +784,33 @@ int64_t Wkv7ScanSharedMemory(Pass pass, int64_t head_size) {
 cudaError_t Wkv7Scan(cudaStream_t stream, const Wkv7ForwardCall& call, const Device& device,
                      const Splits& splits, float* inexact) {
   return ForHalfTypes<64, 128>(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
-    using T = decltype(zero);
-    Scan<T> scan = ForwardScan<T>(call);
-    scan.start = call.initial_state, scan.end = call.final_state;
-    scan.y = static_cast<T*>(call.y), scan.states = static_cast<uint4*>(call.states);
-    scan.splits = splits, scan.inexact = inexact;
-    return RunScan<T, size(), false>(stream, scan, device, call.dims.batch);
+    const Scan scan{
+        call, call.initial_state, call.final_state, call.y, call.states, splits, nullptr, inexact};
+    return RunScan<decltype(zero), size(), false>(stream, scan, device);
   });
 }
 
 cudaError_t Wkv7ReverseScan(cudaStream_t stream, const Wkv7BackwardCall& call, const Device& device,
                             const Splits& splits, uint4* gradients, float* inexact) {
   return ForHalfTypes<64, 128>(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
-    using T = decltype(zero);
-    Scan<T> scan = ReverseScan<T>(call);
-    scan.gradients = gradients, scan.splits = splits, scan.inexact = inexact;
-    return RunScan<T, size(), true>(stream, scan, device, call.dims.batch);
+    Scan scan = ReverseScan(call, splits);
+    scan.saved = gradients, scan.inexact = inexact;
+    return RunScan<decltype(zero), size(), true>(stream, scan, device);
   });
 }
 
 cudaError_t RunSummary(cudaStream_t stream, const Wkv7SummaryCall& call) {
   return ForHalfTypes<64, 128>(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
-    using T = decltype(zero);
-    Scan<T> scan = ForwardScan<T>(call);
-    scan.end = call.added, scan.factor = call.factor, scan.splits.count = 1;
-    return LaunchScan<T, size(), false, false, Work::kSummary>(stream, scan,
-                                                               BlockForEachHead(call));
+    const Scan scan{call, nullptr, call.added, nullptr, nullptr, kOneSplit, call.factor};
+    return LaunchScan<decltype(zero), size(), false, false, Work::kSummary>(
+        stream, scan, kOneSplit.Blocks(call.dims.batch, call.dims.heads));
   });
 }
 
 cudaError_t RunReverseSummary(cudaStream_t stream, const Wkv7BackwardCall& call) {
   return ForHalfTypes<64, 128>(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
-    using T = decltype(zero);
-    Scan<T> scan = ReverseScan<T>(call);
-    scan.splits.count = 1;
-    return LaunchScan<T, size(), true, false, Work::kSummary>(stream, scan, BlockForEachHead(call));
+    return LaunchScan<decltype(zero), size(), true, false, Work::kSummary>(
+        stream, ReverseScan(call, kOneSplit), kOneSplit.Blocks(call.dims.batch, call.dims.heads));
   });
 }
 
