@@ -160,7 +160,7 @@ struct Cpu {
   static ffi::Error Handle(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
                            const Attributes& attributes) {
     CallReader<Operator> reader(kPass, args, rets, attributes, kMaxHeadSize);
-    CallOf<Operator, kPass> call = {};
+    auto call = EmptyCall<Operator, kPass>();
     reader.Read(call);
     if (ffi::Error error = reader.operands.Finish(); error.failure()) return error;
     ClearOutside(reader.problem, call.sequences, reader.TokenSize(), reader.TokenResults(call));

@@ -41,7 +41,7 @@ struct Cuda {
   static ffi::Error Handle(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
                            const Attributes& attributes) {
     CallReader<Operator> reader(kPass, args, rets, attributes, kMaxHeadSize);
-    CallOf<Operator, kPass> call = {};
+    auto call = EmptyCall<Operator, kPass>();
     reader.Read(call);
     if (ffi::Error error = reader.operands.Finish(); error.failure()) return error;
 

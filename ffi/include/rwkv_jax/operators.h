@@ -132,11 +132,11 @@ class CallReader {
     const bool step = problem.pass == Pass::kStep;
     ReadInputs(call);
     ReadState(step ? "" : "initial_", call.initial_state);
-    ReadResult("y", (step ? "B" : "BT") + Value(), call.y);
+    ReadResult("y", (step ? "B" : "BT") + Value(), Kind::kTensor, call.y);
     WriteState(step ? "" : "final_", call.final_state);
     if (!step) {
       ForParts(call.states, [&](const char* part, auto*& saved) {
-        saved = Result<decltype(saved)>(Plural(part), Saved(), SavedKind(saved));
+        ReadResult(Plural(part), Saved(), SavedKind(saved), saved);
       });
       ReadScratch();
       operands.ReadPacking(call.marks, call.sequences);
@@ -151,15 +151,13 @@ class CallReader {
     const bool states = problem.pass == Pass::kBackward;
     if (states)
       ForParts(call.states, [&](const char* part, auto*& saved) {
-        saved = Operand<decltype(saved)>(Plural(part), Saved(), SavedKind(saved));
+        ReadOperand(Plural(part), Saved(), SavedKind(saved), saved);
       });
     call.dy = operands.Arg("dy", "BT" + Value(), Kind::kTensor);
     ReadState("dfinal_", call.dfinal_state);
     if (states)
       ForInputs<Operator>([&](const auto& input) {
-        using Pointer = std::decay_t<decltype(call.*input.gradient)>;
-        call.*input.gradient =
-            Result<Pointer>(std::string("d") + input.name, input.axes, input.kind());
+        ReadResult(std::string("d") + input.name, input.axes, input.kind(), call.*input.gradient);
       });
     WriteState("dinitial_", call.dinitial_state);
     ReadScratch();
@@ -171,8 +169,8 @@ class CallReader {
   template <typename SummaryCall, typename = decltype(SummaryCall::factor)>
   void Read(SummaryCall& call) {
     ReadInputs(call);
-    ReadResult("factor", std::string("B") + Operator::kFactor, call.factor, Kind::kFloat);
-    ReadResult("added", std::string("B") + Operator::kState, call.added, Kind::kFloat);
+    ReadResult("factor", std::string("B") + Operator::kFactor, Kind::kFloat, call.factor);
+    ReadResult("added", std::string("B") + Operator::kState, Kind::kFloat, call.added);
     ReadScratch();
     operands.ReadPacking(call.marks, call.sequences);
     ReadSizes(call);
@@ -206,17 +204,12 @@ class CallReader {
   }
 
   template <typename Pointer>
-  std::decay_t<Pointer> Operand(const std::string& name, const std::string& axes, Kind kind) {
-    return static_cast<std::decay_t<Pointer>>(operands.Arg(name, axes, kind));
+  void ReadOperand(const std::string& name, const std::string& axes, Kind kind, Pointer& operand) {
+    operand = static_cast<Pointer>(operands.Arg(name, axes, kind));
   }
   template <typename Pointer>
-  std::decay_t<Pointer> Result(const std::string& name, const std::string& axes, Kind kind) {
-    return static_cast<std::decay_t<Pointer>>(operands.Ret(name, axes, kind));
-  }
-  template <typename Pointer>
-  void ReadResult(const std::string& name, const std::string& axes, Pointer& result,
-                  Kind kind = Kind::kTensor) {
-    result = Result<Pointer>(name, axes, kind);
+  void ReadResult(const std::string& name, const std::string& axes, Kind kind, Pointer& result) {
+    result = static_cast<Pointer>(operands.Ret(name, axes, kind));
   }
 
   template <typename Call>
@@ -225,28 +218,25 @@ class CallReader {
     ForInputs<Operator>([&](const auto& input) {
       std::string axes = input.axes;
       if (problem.pass == Pass::kStep && !input.Shared()) axes.erase(1, 1);
-      using Pointer = std::decay_t<decltype(call.*input.value)>;
-      call.*input.value = Operand<Pointer>(input.name, axes, input.kind());
+      ReadOperand(input.name, axes, input.kind(), call.*input.value);
     });
   }
 
   template <typename State>
   void ReadState(const std::string& which, State& state) {
     ForParts(state, [&](const char* part, auto*& pointer) {
-      pointer = Operand<decltype(pointer)>(which + part, std::string("S") + Operator::kState,
-                                           Kind::kFloat);
+      ReadOperand(which + part, std::string("S") + Operator::kState, Kind::kFloat, pointer);
     });
   }
   template <typename State>
   void WriteState(const std::string& which, State& state) {
     ForParts(state, [&](const char* part, auto*& pointer) {
-      pointer = Result<decltype(pointer)>(which + part, std::string("S") + Operator::kState,
-                                          Kind::kFloat);
+      ReadResult(which + part, std::string("S") + Operator::kState, Kind::kFloat, pointer);
     });
   }
 
   void ReadScratch() {
-    ReadResult("scratch", "X", scratch.memory, Kind::kFloat);
+    ReadResult("scratch", "X", Kind::kFloat, scratch.memory);
     scratch.floats = operands.Size('X');
   }
 
@@ -276,22 +266,15 @@ class CallReader {
   int64_t max_head_size_;
 };
 
-// The call of a pass.
+// The call of a pass, to be read.
 template <typename Operator, Pass kPass>
-struct CallTypes {
-  using Type = typename Operator::ForwardCall;
-};
-template <typename Operator>
-struct CallTypes<Operator, Pass::kBackward> {
-  using Type = typename Operator::BackwardCall;
-};
-template <typename Operator>
-struct CallTypes<Operator, Pass::kReverseSummary> : CallTypes<Operator, Pass::kBackward> {};
-template <typename Operator>
-struct CallTypes<Operator, Pass::kSummary> {
-  using Type = typename Operator::SummaryCall;
-};
-template <typename Operator, Pass kPass>
-using CallOf = typename CallTypes<Operator, kPass>::Type;
+auto EmptyCall() {
+  if constexpr (kPass == Pass::kBackward || kPass == Pass::kReverseSummary)
+    return typename Operator::BackwardCall{};
+  else if constexpr (kPass == Pass::kSummary)
+    return typename Operator::SummaryCall{};
+  else
+    return typename Operator::ForwardCall{};
+}
 
 }  // namespace rwkv_jax
