@@ -59,7 +59,7 @@ struct Scan : Wkv7Call {
   const float* start;
   float* end;
   void* y;
-  void* saved;  // gets the state before each chunk, or its gradient after it; forwards it may be null
+  void* saved;  // gets states before chunks, or gradients after them; forwards it may be null
   // A summary S -> S M + D of a split goes to the memory of `splits`. If that is null, the summary
   // is of all tokens: D goes to `end`, and starts from `start` if that is not null; M goes to
   // `factor` if that is not null.
