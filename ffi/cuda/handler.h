@@ -65,9 +65,7 @@ struct Cuda {
                              problem.tokens, halves, reader.TokenResults(call));
       }
     if (error == cudaSuccess && problem.AllHeads() > 0) {
-      if constexpr (kPass == Pass::kStep)
-        error = RunStep(stream, call);
-      else if constexpr (kPass == Pass::kSummary)
+      if constexpr (kPass == Pass::kSummary)
         error = RunSummary(stream, call);
       else if constexpr (kPass == Pass::kReverseSummary)
         error = RunReverseSummary(stream, call);

@@ -193,7 +193,7 @@ __global__ __launch_bounds__(kThreads, kWidth<T> == 1 ? 3 : 2) void ForwardByWar
   for (int c = 0; c < W; ++c) column.StoreState(call.final_state, column.sequence, c, state[c]);
 }
 
-// A thread has one channel of one sequence.
+// One token. A thread has one channel of one sequence.
 template <typename T>
 __global__ __launch_bounds__(kThreads) void StepKernel(
     const __grid_constant__ Wkv4ForwardCall call) {
@@ -218,6 +218,12 @@ cudaError_t Run(cudaStream_t stream, const Wkv4ForwardCall& call, const Plan& pl
                 float* scratch) {
   return wkv4::ForTypes(call.dtype, [&](auto zero) -> cudaError_t {
     using T = decltype(zero);
+    if (call.dims.tokens == 1 && call.states.num == nullptr && !call.marks.Given() &&
+        !call.sequences.Given()) {
+      const int64_t channels = call.dims.batch * call.dims.channels;
+      return Launch(wkv4::StepKernel<T>, (channels + wkv4::kThreads - 1) / wkv4::kThreads,
+                    wkv4::kThreads, 0, stream, call);
+    }
     const Wkv4State<float> summaries = wkv4::Summaries(call, scratch);
     return wkv4::RunColumns<T>(
         call, plan.splits, wkv4::ByWarps<T>(call, plan, 4 * kChunk),
@@ -228,15 +234,6 @@ cudaError_t Run(cudaStream_t stream, const Wkv4ForwardCall& call, const Plan& pl
           return Launch(wkv4::ForwardKernel<T, summary(), marked()>, blocks, wkv4::kThreads, 0,
                         stream, call, plan.splits, summaries, longs);
         });
-  });
-}
-
-cudaError_t RunStep(cudaStream_t stream, const Wkv4ForwardCall& call) {
-  const int64_t channels = call.dims.batch * call.dims.channels;
-  return wkv4::ForTypes(call.dtype, [&](auto zero) -> cudaError_t {
-    return Launch(wkv4::StepKernel<decltype(zero)>,
-                  (channels + wkv4::kThreads - 1) / wkv4::kThreads, wkv4::kThreads, 0, stream,
-                  call);
   });
 }
 

@@ -18,7 +18,4 @@ cudaError_t Run(cudaStream_t stream, const Wkv4ForwardCall& call, const Plan& pl
 cudaError_t Run(cudaStream_t stream, const Wkv4BackwardCall& call, const Plan& plan,
                 float* scratch);
 
-// One token; the final state may be the initial state.
-cudaError_t RunStep(cudaStream_t stream, const Wkv4ForwardCall& call);
-
 }  // namespace rwkv_jax::cuda

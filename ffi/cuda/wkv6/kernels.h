@@ -17,9 +17,6 @@ cudaError_t Run(cudaStream_t stream, const Wkv6ForwardCall& call, const Plan& pl
 cudaError_t Run(cudaStream_t stream, const Wkv6BackwardCall& call, const Plan& plan,
                 float* scratch);
 
-// One token; the final state may be the initial state.
-cudaError_t RunStep(cudaStream_t stream, const Wkv6ForwardCall& call);
-
 // What the tokens of a head do to a state, and, of the backward pass, dinitial_state alone, which needs
 // neither k nor v nor the saved states. Both are computed on matrix units.
 cudaError_t RunSummary(cudaStream_t stream, const Wkv6SummaryCall& call);

@@ -40,8 +40,4 @@ cudaError_t Run(cudaStream_t stream, const Wkv6BackwardCall& call, const Plan& p
   return SumPartials(stream, call.dims.batch, by_chunk, plan.partials, columns, {u, w});
 }
 
-cudaError_t RunStep(cudaStream_t stream, const Wkv6ForwardCall& call) {
-  return Wkv6Forward(stream, call);
-}
-
 }  // namespace rwkv_jax::cuda

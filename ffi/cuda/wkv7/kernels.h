@@ -17,9 +17,6 @@ cudaError_t Run(cudaStream_t stream, const Wkv7ForwardCall& call, const Plan& pl
 cudaError_t Run(cudaStream_t stream, const Wkv7BackwardCall& call, const Plan& plan,
                 float* scratch);
 
-// One token; the final state may be the initial state.
-cudaError_t RunStep(cudaStream_t stream, const Wkv7ForwardCall& call);
-
 // What the tokens of a head do to a state, and, of the backward pass, dinitial_state alone, which needs
 // neither k nor v nor the saved states. Both are computed on matrix units, for decays that cannot go too
 // far for their arithmetic, those of Decay::kSigmoid.
@@ -37,8 +34,8 @@ __host__ __device__ constexpr int64_t ScratchSize(int64_t head_size) {
   return kChunk / kReplayTokens * head_size * head_size + kChunk * head_size;
 }
 
-// If `only` [S, H] is given, these run only the heads for which it is not 0. A call of one token does not
-// depend on `few_heads`, which a plan has.
+// If `only` [S, H] is given, these run only the heads for which it is not 0. `few_heads` is that of the
+// plan.
 cudaError_t Wkv7Forward(cudaStream_t stream, const Wkv7ForwardCall& call, bool few_heads,
                         const float* only = nullptr);
 cudaError_t Wkv7Backward(cudaStream_t stream, const Wkv7BackwardCall& call, const Device& device,

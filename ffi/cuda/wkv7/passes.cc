@@ -44,8 +44,4 @@ cudaError_t Run(cudaStream_t stream, const Wkv7BackwardCall& call, const Plan& p
   return error;
 }
 
-cudaError_t RunStep(cudaStream_t stream, const Wkv7ForwardCall& call) {
-  return Wkv7Forward(stream, call, false);
-}
-
 }  // namespace rwkv_jax::cuda
