@@ -144,14 +144,8 @@ class NativeKernels(Implementation):
         count = call.chunks if options.save else 0
         dtype = self._signature.states_dtype(options, operands.inputs)
         saved = [((call.rows, count, *x.shape[1:]), dtype) for x in state.values()]
-        found = self._call(
-            "forward",
-            options,
-            platform,
-            operands,
-            [*call.inputs.values(), *state.values(), *call.packing],
-            [(y.shape, y.dtype), *_like(state), *saved],
-        )
+        results = [(y.shape, y.dtype), *_like(state), *saved]
+        found = self._call("forward", options, platform, call, [*state.values()], results)
         after = dict(zip(state, found[1:], strict=False))
         states = dict(zip(state, found[1 + len(state) :], strict=True)) if options.save else {}
         return Result(found[0], call.opened(after), states)
@@ -159,20 +153,10 @@ class NativeKernels(Implementation):
     def backward(self, options: Options, platform: str, operands: Backward) -> Gradients:
         call = _Rows(self._signature, operands)
         dstate = call.states(operands.dstate)
-        found = self._call(
-            "backward",
-            options,
-            platform,
-            operands,
-            [
-                *call.inputs.values(),
-                *(operands.states[part] for part in dstate),
-                operands.dy,
-                *dstate.values(),
-                *call.packing,
-            ],
-            [*_like(call.inputs), *_like(dstate)],
-        )
+        states = [operands.states[part] for part in dstate]
+        results = [*_like(call.inputs), *_like(dstate)]
+        arrays = [*states, operands.dy, *dstate.values()]
+        found = self._call("backward", options, platform, call, arrays, results)
         inputs = dict(zip(call.inputs, found, strict=False))
         before = dict(zip(dstate, found[len(inputs) :], strict=True))
         return Gradients(call.summed(inputs), call.opened(before))
@@ -201,14 +185,8 @@ class NativeKernels(Implementation):
         sizes = self._sizes(operands.inputs)
         sizes["L"] = sizes["K"]
         axes = dict(summary.axes)
-        found = self._call(
-            "summary",
-            options,
-            platform,
-            operands,
-            [*call.inputs.values(), *call.packing],
-            [([sizes[x] for x in letters], jnp.float32) for letters in axes.values()],
-        )
+        results = [([sizes[x] for x in letters], jnp.float32) for letters in axes.values()]
+        found = self._call("summary", options, platform, call, [], results)
         return dict(zip(axes, found, strict=True))
 
     def reverse_summary(self, options: Options, platform: str, operands: Backward) -> Arrays:
@@ -216,14 +194,8 @@ class NativeKernels(Implementation):
             return super().reverse_summary(options, platform, operands)
         call = _Rows(self._signature, operands)
         dstate = call.states(operands.dstate)
-        found = self._call(
-            "reverse_summary",
-            options,
-            platform,
-            operands,
-            [*call.inputs.values(), operands.dy, *dstate.values(), *call.packing],
-            _like(dstate),
-        )
+        cotangents = [operands.dy, *dstate.values()]
+        found = self._call("reverse_summary", options, platform, call, cotangents, _like(dstate))
         return dict(zip(dstate, found, strict=True))
 
     def _summarizes(self, options: Options, platform: str, operands: Operands) -> bool:
@@ -237,17 +209,20 @@ class NativeKernels(Implementation):
         name: str,
         options: Options,
         platform: str,
-        operands: Operands,
+        call: "_Rows",
         arrays: Sequence[Array],
         results: Results,
     ) -> tuple[Array, ...]:
-        """The results of a target but its scratch."""
-        problem = self._problem(options, operands.inputs, operands.packing)
+        """The results of a target but its scratch. A target takes the inputs, then the arrays that
+        its pass has besides, and then the packing."""
+        problem = self._problem(options, call.operands.inputs, call.operands.packing)
         floats = library.scratch(platform, self._signature.name, TARGETS[name], **problem)
         *found, _ = library.call(
             self._target(name),
             [*results, ((floats,), jnp.float32)],
+            *call.inputs.values(),
             *arrays,
+            *call.packing,
             decay=problem["decay"],
             exact=problem["exact"],
             packing=problem["packing"],
@@ -263,6 +238,7 @@ class _Rows:
     """A call as kernels take it: in the order of the signature, and with the sequences of all rows
     as one batch.
 
+    operands: the call as implementations take it.
     inputs: by name. Parameters stand once for each row, or for each sequence.
     packing: the operands behind all others.
     rows, chunks: the rows of tokens, and the saved states of each.
@@ -270,7 +246,7 @@ class _Rows:
 
     def __init__(self, signature: Signature, operands: Operands) -> None:
         inputs = {name: operands.inputs[name] for name in signature.inputs}
-        self._signature, self._count = signature, None
+        self.operands, self._signature, self._count = operands, signature, None
         self.rows, tokens = inputs[signature.timed[0]].shape[:2]
         self.chunks = chunks(tokens)
         match operands.packing:
