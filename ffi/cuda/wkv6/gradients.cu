@@ -857,13 +857,11 @@ __global__ __launch_bounds__(kThreads,
   RWKV_JAX_DYNAMIC_SHARED(kPanelAlignment, memory);
   // Blocks are [B, N, H].
   const unsigned chunk = blockIdx.x / HeadsOf(call), own_head = blockIdx.x - chunk * HeadsOf(call);
-  const unsigned chunks = static_cast<unsigned>(call.dims.saved);
-  const int sequence =
-      call.sequences.Given() ? call.sequences.owners[chunk] : static_cast<int>(chunk / chunks);
+  const int sequence = call.sequences.Given()
+                           ? call.sequences.owners[chunk]
+                           : static_cast<int>(chunk / static_cast<unsigned>(call.dims.saved));
   if (sequence < 0) return;  // no sequence has this chunk, and nothing reads its partial sums
-  const Span span = call.sequences.Given() ? call.sequences(sequence, 0)
-                                           : Span{sequence * call.dims.tokens, call.dims.tokens,
-                                                  static_cast<int64_t>(sequence) * chunks};
+  const Span span = call.sequences(sequence, call.dims.tokens);
   const ChunkGradients<T, kConstant, kMarked> phases(call, memory, sequence, own_head, span,
                                                      chunk - span.first_chunk);
 

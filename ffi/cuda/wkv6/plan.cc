@@ -19,7 +19,7 @@ int64_t CountSplits(const Device& device, int64_t heads, int64_t, int64_t chunks
 Rules Wkv6Rules(const Problem& problem) {
   const int64_t scan = Wkv6ScanSharedMemory(problem.pass);
   return {problem.head_size == kMatrixHeadSize,
-          false,
+          false,  // no decay is too fast for these kernels
           problem.pass == Pass::kBackward ? std::max(scan, Wkv6GradientSharedMemory()) : scan,
           CountSplits,
           kWkv6SummarySize,

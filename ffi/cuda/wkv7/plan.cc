@@ -35,7 +35,7 @@ Rules Wkv7Rules(const Problem& problem) {
           CountSplits,
           SummarySize(problem.head_size),
           ScratchSize(problem.head_size),
-          0};
+          0};  // no input is shared by tokens
 }
 
 }  // namespace rwkv_jax::cuda
