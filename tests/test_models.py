@@ -300,9 +300,15 @@ gradients_of_model = jax.jit(
 FFI_OR_REFERENCE = FAST["wkv7"].implementation
 
 
-@pytest.mark.parametrize("layers", [None, pytest.param("xla", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("dtype", "ceiling"), [("float32", 1e-5), ("bfloat16", 3e-2)])
-@pytest.mark.parametrize("packed", [True, pytest.param(False, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    ("packed", "layers"),
+    [
+        (True, None),
+        pytest.param(True, "xla", marks=pytest.mark.slow),
+        pytest.param(False, None, marks=pytest.mark.slow),
+    ],
+)
 def test_layers_in_any_implementation(
     params: rwkv7.Params,
     tokens: jax.Array,
