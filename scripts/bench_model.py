@@ -118,6 +118,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--one-process", action="store_true", help="run all rows in this process")
     add("--json", type=Path, help="write every figure to this file")
+    add("--plot", type=Path, help="draw the share of the peak against the width (PNG)")
     args = parser.parse_args(argv)
     if min(args.steps, args.repeats, args.tokens, args.vocabulary) < 1:
         parser.error("--steps, --repeats, --tokens and --vocabulary must be at least 1")
@@ -205,6 +206,28 @@ def print_profile(row: Row, figures: Figures, longest: int = 12) -> None:
         line(f"  {kernel['class']}: {kernel['name']}", kernel["ms"], kernel["count"])
 
 
+def plot(rows: Sequence[Figures], path: Path) -> None:
+    """The share of the peak of each row, drawn against the width."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    timed = [figures for figures in rows if "failure" not in figures]
+    for name in dict.fromkeys(figures["pass"] for figures in timed):
+        here = sorted((f for f in timed if f["pass"] == name), key=lambda f: f["width"])
+        widths, shares = [f["width"] for f in here], [f["share_of_peak"] for f in here]
+        axes.plot(widths, shares, marker="o", label=name)
+    widths = sorted({figures["width"] for figures in timed})
+    axes.set(xscale="log", ylim=(0, None), xlabel="width", ylabel="share of peak")
+    axes.set_xticks(widths, [str(width) for width in widths], minor=False)
+    axes.set_xticks([], minor=True)
+    axes.yaxis.set_major_formatter("{x:.0%}")
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     if args.deterministic:
@@ -232,6 +255,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.json:
         about = {name: str(value) for name, value in vars(args).items()}
         args.json.write_text(json.dumps({"options": about, "rows": rows}, indent=1) + "\n")
+    if args.plot:
+        plot(rows, args.plot)
     return int(any("failure" in figures for figures in rows))
 
 

@@ -112,10 +112,12 @@ TINY += ["--steps=1", "--repeats=2"]
 def test_table(script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "figures.json"
     given = ["--forward", "--profile", "--model", "implementation=reference", f"--json={file}"]
+    given += [f"--plot={tmp_path / 'share.png'}"]
     assert script.main([*TINY, *given]) == 0
     output = capsys.readouterr().out
     for words in ("2x64, batch 1, training", "2x64, batch 1, forward", "of peak", "compile s"):
         assert words in output
+    assert (tmp_path / "share.png").read_bytes().startswith(b"\x89PNG")
     training, forward = json.loads(file.read_text())["rows"]
     assert [training["pass"], forward["pass"]] == ["training", "forward"]
     for row in (training, forward):
