@@ -69,7 +69,10 @@ def _formula(inputs: Arrays) -> Arrays:
     alpha = jax.nn.sigmoid(inputs["rate"].astype(jnp.float32) + per_token(inputs["a0"]))
     kk = k * per_token(inputs["k_k"])
     square = (kk * kk).sum(-1, keepdims=True)
-    kk = kk * lax.rsqrt(jnp.maximum(square, UNIT_LENGTH_EPS**2))
+    # Not `jnp.maximum`: its derivative compares `square` with the result, and the compiler may
+    # compute the sum twice and round it differently.
+    square = jnp.where(square < UNIT_LENGTH_EPS**2, UNIT_LENGTH_EPS**2, square)
+    kk = kk * lax.rsqrt(square)
     key = k * (1 + (alpha - 1) * per_token(inputs["k_a"]))
     results = {"key": key, "a": -kk, "b": kk * alpha}
     return {name: x.astype(dtype) for name, x in results.items()}

@@ -33,7 +33,10 @@ def tile(
     decays, decay = added * log_decay[:, None], ages * log_decay
     weights = jnp.where(earlier, decays + k, -jnp.inf)
     before = jnp.where(alive, decay + log_max, NOTHING)
-    largest = jnp.maximum(before, jnp.max(weights, axis=2))
+    # `y` does not depend on what is subtracted from the exponents, but the final state does.
+    largest = lax.stop_gradient(jnp.maximum(before, jnp.max(weights, axis=2)))
+    last = _first_largest(before[:, -1:], weights[:, -1])
+    largest = jnp.concatenate([largest[:, :-1], last], axis=1)
     # As in the reference, against drift.
     weights = jnp.where(earlier, (k - largest[:, :, None]) + decays, -jnp.inf)
     start = jnp.where(alive, (log_max - largest) + decay, -jnp.inf)
@@ -47,6 +50,16 @@ def tile(
     y = reference.read(inputs | {"u": inputs["u"][:, None]}, of_tokens)
     (y,) = segments.cleared(marks, [y])
     return {part: x[:, -1] for part, x in states.items()}, y
+
+
+def _first_largest(*parts: Array) -> Array:
+    """The largest along axis 1 of all parts, [B, 1, C]; the first of equal ones gets its cotangent.
+
+    The derivative of `jnp.max` compares its operand with the result. The compiler may compute the
+    operand twice and round it differently, and then nothing is equal to the result."""
+    x = jnp.concatenate(parts, axis=1)
+    here = jnp.argmax(x, axis=1, keepdims=True) == lax.broadcasted_iota(jnp.int32, x.shape, 1)
+    return jnp.sum(jnp.where(here, x, 0.0), axis=1, keepdims=True)
 
 
 IMPLEMENTATION = Chunked(SIGNATURE, tile, reference.IMPLEMENTATION)
