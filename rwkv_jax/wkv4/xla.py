@@ -58,7 +58,8 @@ def _first_largest(*parts: Array) -> Array:
     The derivative of `jnp.max` compares its operand with the result. The compiler may compute the
     operand twice and round it differently, and then nothing is equal to the result."""
     x = jnp.concatenate(parts, axis=1)
-    here = jnp.argmax(x, axis=1, keepdims=True) == lax.broadcasted_iota(jnp.int32, x.shape, 1)
+    at = lax.argmax(x, 1, jnp.int32)[:, None]
+    here = lax.broadcasted_iota(jnp.int32, x.shape, 1) == at
     return jnp.sum(jnp.where(here, x, 0.0), axis=1, keepdims=True)
 
 
