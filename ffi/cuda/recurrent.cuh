@@ -19,10 +19,8 @@ struct Head {
   int64_t index, sequence, head, heads;
   Span span;
 
-  template <typename Call>
-  __device__ Head(int64_t turn, const Call& call)
-      : Head(turn, call.dims.heads,
-             call.sequences.InTurn(turn / call.dims.heads, call.dims.tokens)) {}
+  __device__ Head(int64_t turn, int64_t tokens, int64_t heads, const Sequences& sequences)
+      : Head(turn, heads, sequences.InTurn(turn / heads, tokens)) {}
   __device__ Head(int64_t turn, int64_t heads, const Turn& now)
       : turn(turn),
         index(now.sequence * heads + turn % heads),
@@ -40,21 +38,30 @@ struct Head {
   }
 };
 
-// Load and store a saved state, which is float or bfloat16, at element `index` of a call's `states`.
-template <typename G, typename Call>
-__device__ void LoadSaved(const G& partition, const Call& call, int64_t index, Fragment<G>& s) {
-  if (call.states_dtype == Dtype::kBF16)
-    LoadState(partition, static_cast<const __nv_bfloat16*>(call.states) + index, s);
-  else
-    LoadState(partition, static_cast<const float*>(call.states) + index, s);
-}
-template <typename G, typename Call>
-__device__ void StoreSaved(const G& partition, const Call& call, int64_t index,
-                           const Fragment<G>& s) {
-  if (call.states_dtype == Dtype::kBF16)
-    StoreState(partition, static_cast<__nv_bfloat16*>(call.states) + index, s);
-  else
-    StoreState(partition, static_cast<float*>(call.states) + index, s);
+// The states at chunk boundaries, float or bfloat16.
+struct SavedStates {
+  void* data;
+  bool rounded;
+
+  template <typename G>
+  __device__ void Load(const G& partition, int64_t index, Fragment<G>& s) const {
+    if (rounded)
+      LoadState(partition, static_cast<const __nv_bfloat16*>(data) + index, s);
+    else
+      LoadState(partition, static_cast<const float*>(data) + index, s);
+  }
+  template <typename G>
+  __device__ void Store(const G& partition, int64_t index, const Fragment<G>& s) const {
+    if (rounded)
+      StoreState(partition, static_cast<__nv_bfloat16*>(data) + index, s);
+    else
+      StoreState(partition, static_cast<float*>(data) + index, s);
+  }
+};
+
+template <typename Call>
+__host__ __device__ SavedStates StatesOf(const Call& call) {
+  return {const_cast<void*>(call.states), call.states_dtype == Dtype::kBF16};
 }
 
 // The heads that one launch of the backward pass runs. The chunks of a head are shared out among

@@ -87,7 +87,7 @@ __global__ __launch_bounds__(ForwardPartition<N>::kThreads, N == 128 ? 1 : 4) vo
   auto& shared = *reinterpret_cast<ForwardMemory<T, N, L>*>(memory);
   using G = ForwardPartition<N>;
   const G partition;
-  const Head<N> head(blockIdx.x, call);
+  const Head<N> head(blockIdx.x, call.dims.tokens, call.dims.heads, call.sequences);
   const int64_t tokens = head.span.tokens;
 
   Fragment<G> s;
@@ -112,7 +112,7 @@ __global__ __launch_bounds__(ForwardPartition<N>::kThreads, N == 128 ? 1 : 4) vo
     const TileMarks<kMarked> marks = coming.marks;
     if (more) coming.Fetch(own, call, head, first + kStageTokens);
     if (call.states != nullptr && first % kChunk == 0) {
-      StoreSaved(partition, call, saved, s);
+      StatesOf(call).Store(partition, saved, s);
       saved += head.heads * N * N;
     }
 
@@ -162,7 +162,8 @@ __global__ __launch_bounds__(ForwardPartition<N>::kThreads) void SplitKernel(
   using G = ForwardPartition<N>;
   constexpr int L = kGroupTokens;
   const G partition;
-  const Head<N> head(lot.first_head + blockIdx.x, call);
+  const Head<N> head(lot.first_head + blockIdx.x, call.dims.tokens, call.dims.heads,
+                     call.sequences);
   const int64_t tokens = head.span.tokens;
   if (tokens == 0) return;
   const ForwardChannel<T, N, L> own(call, head);
@@ -454,7 +455,7 @@ __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 128 ? 1 : 3) v
   static_assert(kGroups == Shared::kGroups);
   auto& shared = *reinterpret_cast<Shared*>(memory);
   const G partition;
-  const Head<N> head(lot.Turn(), call);
+  const Head<N> head(lot.Turn(), call.dims.tokens, call.dims.heads, call.sequences);
   const int64_t tokens = head.span.tokens, chunks = head.span.Chunks();
   const int64_t split = lot.Split(), length = lot.Length(chunks);
   const int64_t first_chunk = split * length;
@@ -477,7 +478,7 @@ __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 128 ? 1 : 3) v
       if (i > 0)
         LoadState(partition, ds_end + i * N * N, s);
       else
-        LoadSaved(partition, call, head.SavedState(chunk), s);
+        StatesOf(call).Load(partition, head.SavedState(chunk), s);
     };
     BackwardTokens<T, N, kMarked> coming{own, call, head};
     const auto first_of = [&](int i) { return start + i * kStageTokens; };

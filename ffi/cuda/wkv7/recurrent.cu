@@ -83,19 +83,20 @@ using ForwardPartition = StatePartition<N, 4>;
 // other's latency; with few heads one block is faster, since it has more registers.
 template <typename T, int N, int kTokens, int kBlocks, bool kMarked>
 __global__ __launch_bounds__(ForwardPartition<N>::kThreads, kBlocks) void ForwardKernel(
-    const __grid_constant__ Wkv7ForwardCall call, const __grid_constant__ Vectors<T> inputs,
-    const float* only) {
-  const Head<N> head(blockIdx.x, call);
+    const __grid_constant__ Vectors<T> inputs, int64_t row_tokens, int64_t heads, Decay decay,
+    Marks marks, Sequences sequences, const float* initial_state, T* y, float* final_state,
+    SavedStates states, const float* only) {
+  const Head<N> head(blockIdx.x, row_tokens, heads, sequences);
   if (only != nullptr && only[head.index] == 0.0f) return;
   RWKV_JAX_DYNAMIC_SHARED(16, memory);
   auto& shared = *reinterpret_cast<ForwardShared<T, N, kTokens>*>(memory);
   using G = ForwardPartition<N>;
   const G partition;
   const int64_t tokens = head.span.tokens, stride = head.TokenStride();
-  T* const y = static_cast<T*>(call.y) + head.FirstToken();
+  y += head.FirstToken();
 
   Fragment<G> s;
-  LoadState(partition, call.initial_state + head.State(), s);
+  LoadState(partition, initial_state + head.State(), s);
 
   TokenLoader<T, G, kForwardVectors, kTokens> loader;
   const auto count_at = [&](int64_t first) {
@@ -104,11 +105,11 @@ __global__ __launch_bounds__(ForwardPartition<N>::kThreads, kBlocks) void Forwar
   TileMarks<kMarked> own, next_own;
   const auto fetch = [&](int64_t first) {
     loader.Fetch(inputs.x, head.FirstToken() + first * stride, stride, count_at(first));
-    next_own = LoadMarks<kMarked>(call.marks, head.sequence, first);
+    next_own = LoadMarks<kMarked>(marks, head.sequence, first);
   };
   if (tokens > 0) {
     fetch(0);
-    loader.template Store<false>(shared.tokens[0], nullptr, count_at(0), next_own, call.decay);
+    loader.template Store<false>(shared.tokens[0], nullptr, count_at(0), next_own, decay);
   }
   __syncthreads();
 
@@ -119,9 +120,9 @@ __global__ __launch_bounds__(ForwardPartition<N>::kThreads, kBlocks) void Forwar
     const int64_t next = first + kTokens;
     own = next_own;
     if (next < tokens) fetch(next);
-    if (call.states != nullptr && first % kChunk == 0) {
-      StoreSaved(partition, call, saved, s);
-      saved += head.heads * N * N;
+    if (states.data != nullptr && first % kChunk == 0) {
+      states.Store(partition, saved, s);
+      saved += heads * N * N;
     }
 
     float out[kTokens][G::kRows];
@@ -146,7 +147,7 @@ __global__ __launch_bounds__(ForwardPartition<N>::kThreads, kBlocks) void Forwar
 
     if (next < tokens)
       loader.template Store<false>(shared.tokens[stage ^ 1], nullptr, count_at(next), next_own,
-                                   call.decay);
+                                   decay);
     __syncthreads();
     struct alignas(16) Piece {
       T x[8];
@@ -155,7 +156,7 @@ __global__ __launch_bounds__(ForwardPartition<N>::kThreads, kBlocks) void Forwar
       *reinterpret_cast<Piece*>(y + (first + i / (N / 8)) * stride + i % (N / 8) * 8) =
           own.Absent(i / (N / 8)) ? Piece{} : reinterpret_cast<const Piece*>(shared.y[stage])[i];
   }
-  StoreState(partition, call.final_state + head.State(), s);
+  StoreState(partition, final_state + head.State(), s);
 }
 
 // A lot of heads. If `only` is given, heads for which it is 0 are skipped.
@@ -174,21 +175,21 @@ struct SomeHeadsLot : ReplayLot {
 // b) a^T.
 template <typename T, int N, bool kMarked>
 __global__ __launch_bounds__(ForwardPartition<N>::kThreads) void SplitKernel(
-    const __grid_constant__ Wkv7BackwardCall call, const __grid_constant__ Vectors<T> inputs,
-    SomeHeadsLot lot) {
+    const __grid_constant__ Vectors<T> inputs, int64_t row_tokens, int64_t heads, Decay decay,
+    Marks marks, Sequences sequences, const float* dfinal_state, SomeHeadsLot lot) {
   enum { kDecayRow, kARow, kBRow, kRRow, kDyRow, kSplitVectors };
   using G = ForwardPartition<N>;
   constexpr int kTokens = 8;
   __shared__ __align__(16) float shared[kSplitVectors * kTokens * N];
   const G partition;
-  const Head<N> head(lot.first_head + blockIdx.x, call);
+  const Head<N> head(lot.first_head + blockIdx.x, row_tokens, heads, sequences);
   if (lot.Skips(head.index)) return;
   const int64_t tokens = head.span.tokens, stride = head.TokenStride();
   if (tokens == 0) return;
   const int64_t length = lot.Length(head.span.Chunks()) * kChunk;
 
   Fragment<G> ds;
-  LoadState(partition, call.dfinal_state + head.State(), ds);
+  LoadState(partition, dfinal_state + head.State(), ds);
   TokenLoader<T, G, kSplitVectors, kTokens> loader;
   const auto count_at = [&](int64_t first) {
     return static_cast<int>(tokens - first < kTokens ? tokens - first : kTokens);
@@ -196,14 +197,14 @@ __global__ __launch_bounds__(ForwardPartition<N>::kThreads) void SplitKernel(
   TileMarks<kMarked> next_own;
   const auto fetch = [&](int64_t first) {
     loader.Fetch(inputs.x, head.FirstToken() + first * stride, stride, count_at(first));
-    next_own = LoadMarks<kMarked>(call.marks, head.sequence, first);
+    next_own = LoadMarks<kMarked>(marks, head.sequence, first);
   };
   int64_t first = (tokens - 1) / kTokens * kTokens;
   fetch(first);
   for (; first >= length; first -= kTokens) {
     const TileMarks<kMarked> own = next_own;
     __syncthreads();
-    loader.template Store<false>(shared, nullptr, count_at(first), own, call.decay);
+    loader.template Store<false>(shared, nullptr, count_at(first), own, decay);
     __syncthreads();
     if (first > length) fetch(first - kTokens);
 #pragma unroll
@@ -223,6 +224,12 @@ __global__ __launch_bounds__(ForwardPartition<N>::kThreads) void SplitKernel(
       StoreState(partition, lot.Scratch<N>(head.turn, first / length - 1), ds);
   }
 }
+
+template <typename T>
+struct Gradients {
+  T *r, *w, *k, *v, *a, *b;
+  float* initial_state;
+};
 
 // The gradients that are sums over the rows of S.
 enum ColumnSum { kDr, kDw, kDk, kDa, kDb, kColumnSums };
@@ -352,8 +359,8 @@ __device__ void BackwardToken(const G& partition, const TokenView<G::N, kReplayT
 template <typename T, typename G, int kTokens, bool kMarked>
 __device__ void WriteColumnSums(const float (&sums)[kTokens][G::kWarps][kColumnSums][G::N],
                                 int count, TileMarks<kMarked> marks, int64_t first, int64_t stride,
-                                const Wkv7BackwardCall& call) {
-  void* const gradients[kColumnSums] = {call.dr, call.dw, call.dk, call.da, call.db};
+                                const Gradients<T>& out) {
+  T* const gradients[kColumnSums] = {out.r, out.w, out.k, out.a, out.b};
   constexpr int kPiece = 4;
   struct alignas(kPiece * sizeof(T)) Piece {
     T x[kPiece];
@@ -370,8 +377,7 @@ __device__ void WriteColumnSums(const float (&sums)[kTokens][G::kWarps][kColumnS
       Piece piece;
 #pragma unroll
       for (int e = 0; e < kPiece; ++e) piece.x[e] = FromFloat<T>(marks.Absent(t) ? 0.0f : sum[e]);
-      T* const to = static_cast<T*>(gradients[which]) + first + t * stride + col;
-      *reinterpret_cast<Piece*>(to) = piece;
+      *reinterpret_cast<Piece*>(gradients[which] + first + t * stride + col) = piece;
     }
   }
 }
@@ -395,8 +401,9 @@ __device__ void ReplayToken(const G& partition, const TokenView<G::N, kTokens>& 
 // So no decay is ever inverted.
 template <typename T, int N, bool kMarked, bool kKeeps>
 __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 64 ? 2 : 1) void BackwardKernel(
-    const __grid_constant__ Wkv7BackwardCall call, const __grid_constant__ Vectors<T> inputs,
-    SomeHeadsLot lot) {
+    const __grid_constant__ Vectors<T> inputs, int64_t row_tokens, int64_t heads, Decay decay,
+    Marks marks, Sequences sequences, SavedStates states, const float* dfinal_state,
+    const __grid_constant__ Gradients<T> out, SomeHeadsLot lot) {
   using G = BackwardPartition<N>;
   static_assert(kReplayTokens * N <= 4 * G::kThreads);
   static_assert(kReplayTokens == 4, "S_0, S_1 and S_2 are kept or reloaded, S_3 is in registers");
@@ -406,7 +413,7 @@ __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 64 ? 2 : 1) vo
   auto& shared = *reinterpret_cast<Shared*>(memory);
   constexpr int kRows = G::kRows;
   const G partition;
-  const Head<N> head(lot.Turn(), call);
+  const Head<N> head(lot.Turn(), row_tokens, heads, sequences);
   if (lot.Skips(head.index)) return;
   const int64_t tokens = head.span.tokens, chunks = head.span.Chunks();
   const int64_t split = lot.Split(), length = lot.Length(chunks);
@@ -418,7 +425,7 @@ __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 64 ? 2 : 1) vo
   float* const chunk_sa = quad_states + (kChunk / kReplayTokens - 1) * N * N;
 
   Fragment<G> ds, s;
-  LoadState(partition, last_chunk == chunks ? call.dfinal_state + head.State() : ds_end, ds);
+  LoadState(partition, last_chunk == chunks ? dfinal_state + head.State() : ds_end, ds);
 
   for (int64_t chunk = last_chunk - 1; chunk >= first_chunk; --chunk) {
     const int64_t start = chunk * kChunk;
@@ -430,22 +437,21 @@ __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 64 ? 2 : 1) vo
     };
     const auto token_of = [&](int quad) { return first_token + quad * kReplayTokens * stride; };
     const auto marks_of = [&](int quad) {
-      return LoadMarks<kMarked>(call.marks, head.sequence, start + quad * kReplayTokens);
+      return LoadMarks<kMarked>(marks, head.sequence, start + quad * kReplayTokens);
     };
     // The state before a quad, before the first token of the quad may clear it.
     const auto load_state = [&](int quad, Fragment<G>& s) {
       if (quad > 0)
         LoadState(partition, quad_states + (quad - 1) * N * N, s);
       else
-        LoadSaved(partition, call, head.SavedState(chunk), s);
+        states.Load(partition, head.SavedState(chunk), s);
     };
 
     load_state(0, s);
     TokenLoader<T, G, kReplayVectors, kReplayTokens> replay_loader;
     replay_loader.Fetch(inputs.x, token_of(0), stride, count_of(0));
     TileMarks<kMarked> own, next_own = marks_of(0);
-    replay_loader.template Store<false>(shared.tokens[0], nullptr, count_of(0), next_own,
-                                        call.decay);
+    replay_loader.template Store<false>(shared.tokens[0], nullptr, count_of(0), next_own, decay);
     __syncthreads();
     for (int quad = 0; quad < quads; ++quad) {
       const bool more = quad + 1 < quads;
@@ -469,7 +475,7 @@ __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 64 ? 2 : 1) vo
           StoreRows(partition, chunk_sa + (quad * kReplayTokens + t) * N, sa[t]);
       if (more)
         replay_loader.template Store<false>(shared.tokens[(quad + 1) % 2], nullptr,
-                                            count_of(quad + 1), next_own, call.decay);
+                                            count_of(quad + 1), next_own, decay);
       __syncthreads();
     }
 
@@ -484,7 +490,7 @@ __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 64 ? 2 : 1) vo
     };
     const auto store = [&](int quad) {
       loader.template Store<true>(shared.tokens[quad % 2], shared.slope[quad % 2], count_of(quad),
-                                  next_own, call.decay);
+                                  next_own, decay);
       if (4 * threadIdx.x < kReplayTokens * N)
         *reinterpret_cast<float4*>(&shared.sa[quad % 2][4 * threadIdx.x]) = sa_piece;
     };
@@ -530,10 +536,10 @@ __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 64 ? 2 : 1) vo
         BackwardToken<T, G>(partition, {shared.tokens[stage], t}, shared.slope[stage] + t * N,
                             shared.sa[stage] + t * N, own, s, ds,
                             sums[t % Shared::kSumTokens][threadIdx.x / 32],
-                            t < count ? static_cast<T*>(call.dv) + token(t) : nullptr);
+                            t < count ? out.v + token(t) : nullptr);
         if constexpr (kLarge) {
           __syncthreads();
-          WriteColumnSums<T, G>(sums, t < count, own.From(t), token(t), stride, call);
+          WriteColumnSums<T, G>(sums, t < count, own.From(t), token(t), stride, out);
           __syncthreads();
         }
       }
@@ -541,10 +547,10 @@ __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 64 ? 2 : 1) vo
       __syncthreads();
       // While a warp still reads these sums, other warps may be at the next quad, whose sums are in
       // the other stage.
-      if constexpr (!kLarge) WriteColumnSums<T, G>(sums, count, own, token(0), stride, call);
+      if constexpr (!kLarge) WriteColumnSums<T, G>(sums, count, own, token(0), stride, out);
     }
   }
-  if (split == 0) StoreState(partition, call.dinitial_state + head.State(), ds);
+  if (split == 0) StoreState(partition, out.initial_state + head.State(), ds);
 }
 
 }  // namespace
@@ -559,7 +565,9 @@ cudaError_t Wkv7Forward(cudaStream_t stream, const Wkv7ForwardCall& call, bool f
       constexpr int kTokens = tokens(), kBlocks = blocks();
       return Launch(ForwardKernel<T, N, kTokens, kBlocks, marked()>, heads,
                     ForwardPartition<N>::kThreads, sizeof(ForwardShared<T, N, kTokens>), stream,
-                    call, Vectors<T>(call.w, call.k, call.v, call.a, call.b, call.r), only);
+                    Vectors<T>(call.w, call.k, call.v, call.a, call.b, call.r), call.dims.tokens,
+                    call.dims.heads, call.decay, call.marks, call.sequences, call.initial_state,
+                    static_cast<T*>(call.y), call.final_state, StatesOf(call), only);
     };
     constexpr std::integral_constant<int, 1> one;
     constexpr std::integral_constant<int, N == 64 ? 4 : 1> many;
@@ -578,21 +586,28 @@ cudaError_t Wkv7Backward(cudaStream_t stream, const Wkv7BackwardCall& call, cons
   return ForAllTypes<16, 32, 64, 128>(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
     using T = decltype(zero);
     constexpr int N = size();
+    const Gradients<T> gradients{static_cast<T*>(call.dr), static_cast<T*>(call.dw),
+                                 static_cast<T*>(call.dk), static_cast<T*>(call.dv),
+                                 static_cast<T*>(call.da), static_cast<T*>(call.db),
+                                 call.dinitial_state};
     const Vectors<T> inputs(call.w, call.k, call.v, call.a, call.b, call.r, call.dy);
+    const SavedStates states = StatesOf(call);
     return ForMarks(call.marks, [&](auto marked) {
       return ForHeads(heads, scratch, [&](const ReplayLot& own_lot, int64_t count) {
         const SomeHeadsLot lot{own_lot, only};
         if (scratch.splits > 1 && call.dims.tokens > 0) {
-          const cudaError_t error =
-              Launch(SplitKernel<T, N, marked()>, count, ForwardPartition<N>::kThreads, 0, stream,
-                     call, Vectors<T>(call.w, call.a, call.b, call.r, call.dy), lot);
+          const cudaError_t error = Launch(
+              SplitKernel<T, N, marked()>, count, ForwardPartition<N>::kThreads, 0, stream,
+              Vectors<T>(call.w, call.a, call.b, call.r, call.dy), call.dims.tokens,
+              call.dims.heads, call.decay, call.marks, call.sequences, call.dfinal_state, lot);
           if (error != cudaSuccess) return error;
         }
         const auto launch = [&](auto keeps) {
           return Launch(BackwardKernel<T, N, marked(), keeps()>, count * scratch.splits,
                         BackwardPartition<N>::kThreads,
-                        sizeof(BackwardShared<BackwardPartition<N>, keeps()>), stream, call, inputs,
-                        lot);
+                        sizeof(BackwardShared<BackwardPartition<N>, keeps()>), stream, inputs,
+                        call.dims.tokens, call.dims.heads, call.decay, call.marks, call.sequences,
+                        states, call.dfinal_state, gradients, lot);
         };
         return ForSharedMemory<sizeof(BackwardShared<BackwardPartition<N>, true>)>(device, launch);
       });
