@@ -1,6 +1,11 @@
 """RWKV language models as functions of parameter trees; `rwkv_jax.nn` wraps them as layers.
 
 Each generation is a package. What the generations share is in the private modules beside them.
+`load` reads a checkpoint and finds out its generation, and `save` writes one.
 """
 
 from rwkv_jax.models import rwkv7 as rwkv7
+from rwkv_jax.models._checkpoints.loading import Checkpoint as Checkpoint
+from rwkv_jax.models._checkpoints.loading import load as load
+from rwkv_jax.models._checkpoints.loading import load_state as load_state
+from rwkv_jax.models._checkpoints.saving import save as save

@@ -1,0 +1,82 @@
+"""Which files a checkpoint consists of, and their tensors."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from rwkv_jax.models._checkpoints import safetensors, torch_archive
+from rwkv_jax.models._checkpoints.tensors import Tensor, mapped, quoted
+
+_INDEX = ".index.json"
+_PREFERRED = ("*.safetensors" + _INDEX, "*.safetensors", "*" + _INDEX, "*.pth", "*.bin")
+
+
+def read(path: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """The tensors of a file, of the files that an index names, or of a folder.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: a file is damaged, has anything but tensors, or is none of a checkpoint.
+    """
+    path = Path(path)
+    if path.is_dir():
+        path = _in_folder(path)
+    if not path.name.endswith(_INDEX):
+        return _of_file(path)
+    found: dict[str, Tensor] = {}
+    for file in _of_index(path):
+        if not (path.parent / file).is_file():
+            raise ValueError(f"{path}: there is no file {quoted(file)} beside the index")
+        tensors = _of_file(path.parent / file)
+        if twice := sorted(found.keys() & tensors.keys()):
+            name = twice[0]
+            raise ValueError(f"{path}: {quoted(name)} is in {found[name].file} and in {file}")
+        found |= tensors
+    return found
+
+
+def _of_file(path: Path) -> dict[str, Tensor]:
+    data = mapped(path)
+    form = torch_archive if data[:4].tobytes() == torch_archive.MAGIC else safetensors
+    return form.read(data, str(path))
+
+
+def _in_folder(folder: Path) -> Path:
+    for pattern in _PREFERRED:
+        found = sorted(folder.glob(pattern))
+        if len(found) == 1:
+            return found[0]
+        if found:
+            names = ", ".join(path.name for path in found[:10])
+            raise ValueError(f"{folder}: the folder has several checkpoints, {names}; name one")
+    raise ValueError(f"{folder}: the folder has no file {', '.join(_PREFERRED)}")
+
+
+def _of_index(path: Path) -> list[str]:
+    """The files that an index names, all of which are beside it."""
+    files = json_object(path).get("weight_map")
+    if not isinstance(files, dict) or not files:
+        raise ValueError(f"{path}: the index has no weight_map")
+    names = set(files.values()) if all(isinstance(x, str) for x in files.values()) else {""}
+    for name in sorted(names):
+        if name in ("", ".", "..") or any(sign in name for sign in "/\\\0"):
+            raise ValueError(
+                f"{path}: the index names {quoted(name)}; accepted are names of files beside it"
+            )
+    return sorted(names)
+
+
+def json_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+      ValueError: the file has none.
+    """
+    try:
+        found = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: the file is no valid JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: the file is no JSON object")
+    return found

@@ -1,0 +1,166 @@
+"""RWKV-7 in flash-linear-attention and Hugging Face: names, layout and configuration.
+
+Linear maps of low rank are transposed there; all other arrays are the same.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rwkv_jax.models._checkpoints.files import json_object
+from rwkv_jax.models._checkpoints.tensors import Tensor
+from rwkv_jax.models._checkpoints.writing import Arrays, Stored
+
+CONFIG = "config.json"
+
+_TOP = {
+    "emb.weight": "model.embeddings.weight",
+    "head.weight": "lm_head.weight",
+    "ln_out.weight": "model.norm.weight",
+    "ln_out.bias": "model.norm.bias",
+}
+_PARTS = {"att": "attn", "ffn": "ffn", "ln0": "pre_norm", "ln1": "attn_norm", "ln2": "ffn_norm"}
+_ATT = {
+    "receptance": "r_proj",
+    "key": "k_proj",
+    "value": "v_proj",
+    "output": "o_proj",
+    "ln_x": "g_norm",
+}
+_LOW_RANK = {"0": "2.bias", "1": "0.weight", "2": "2.weight"}
+_OFFICIAL_LOW_RANK = {there: number for number, there in _LOW_RANK.items()}
+
+_BLOCK = re.compile(r"blocks\.(\d+)\.(att|ffn|ln[012])\.(.+)")
+_THEIR_BLOCK = re.compile(r"model\.layers\.(\d+)\.(attn|ffn|pre_norm|attn_norm|ffn_norm)\.(.+)")
+_MATRIX = re.compile(r"([wavg])([012])")
+_THEIR_MATRIX = re.compile(r"([wavg])_lora\.lora\.(2\.bias|0\.weight|2\.weight)")
+# The first version had the six vectors of the token shift in one array.
+_MIXES = "x_x"
+_MIX_NAMES = ("x_r", "x_w", "x_k", "x_v", "x_a", "x_g")
+
+
+def is_there(names: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint has these names."""
+    return any(name.startswith(("model.", "lm_head.")) for name in names)
+
+
+def their_name(name: str) -> str:
+    """The name there of an official name."""
+    found = _BLOCK.fullmatch(name)
+    if found is None:
+        return _TOP[name]
+    layer, part, rest = found.groups()
+    if part == "att":
+        matrix = _MATRIX.fullmatch(rest)
+        first, dot, kind = rest.partition(".")
+        if matrix:
+            rest = f"{matrix[1]}_lora.lora.{_LOW_RANK[matrix[2]]}"
+        else:
+            rest = _ATT.get(first, first) + dot + kind
+    return f"model.layers.{layer}.{_PARTS[part]}.{rest}"
+
+
+def official_name(name: str) -> str:
+    """The official name of a name there; the name itself, if it is none of RWKV-7."""
+    for official, there in _TOP.items():
+        if name == there:
+            return official
+    found = _THEIR_BLOCK.fullmatch(name)
+    if found is None:
+        return name
+    layer, there, rest = found.groups()
+    part = next(part for part, word in _PARTS.items() if word == there)
+    if part == "att":
+        matrix = _THEIR_MATRIX.fullmatch(rest)
+        first, dot, kind = rest.partition(".")
+        if matrix:
+            rest = matrix[1] + _OFFICIAL_LOW_RANK[matrix[2]]
+        else:
+            rest = next((x for x, word in _ATT.items() if word == first), first) + dot + kind
+    return f"blocks.{layer}.{part}.{rest}"
+
+
+def is_transposed(official: str) -> bool:
+    """Whether an array is transposed there."""
+    return re.fullmatch(r"blocks\.\d+\.att\.[wavg][12]", official) is not None
+
+
+def to_official(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors by their official names, in the official layout."""
+    found = {}
+    for there, (array, file) in tensors.items():
+        name = official_name(there)
+        if name.endswith(f".{_MIXES}") and array.ndim == 2 and len(array) == len(_MIX_NAMES):
+            prefix = name.removesuffix(_MIXES)
+            found |= {prefix + x: Tensor(array[i], file) for i, x in enumerate(_MIX_NAMES)}
+            continue
+        found[name] = Tensor(array.T if is_transposed(name) else array, file)
+    return found
+
+
+def from_official(arrays: Arrays) -> dict[str, Stored]:
+    """The arrays by their names there, in the layout there."""
+    found = {}
+    for name, x in arrays.items():
+        shape = x.array.shape
+        if ".att.x_" in name:
+            shape = (1, 1, *shape)
+        elif is_transposed(name):
+            shape = shape[::-1]
+        found[their_name(name)] = Stored(x.array, shape, is_transposed(name))
+    return found
+
+
+def check_config(folder: Path) -> None:
+    """Check what the shapes of tensors do not tell.
+
+    Raises:
+      ValueError: `config.json` asks for another formula than that of RWKV-7.
+    """
+    path = folder / CONFIG
+    if not path.is_file():
+        return
+    config = json_object(path)
+    for name, accepted in {"model_type": "rwkv7", "hidden_act": "sqrelu", "norm_eps": 1e-5}.items():
+        if config.get(name, accepted) != accepted:
+            raise ValueError(f"{path}: {name} is {config[name]!r:.100}; accepted is {accepted!r}")
+
+
+def config(arrays: Arrays) -> dict[str, Any]:
+    """The content of `config.json` for arrays with official names.
+
+    Raises:
+      ValueError: the rank of a map is not the same in all layers.
+    """
+    vocabulary, width = arrays["emb.weight"].array.shape
+    hidden = len(arrays["blocks.0.ffn.key.weight"].array)
+    heads, head_size = arrays["blocks.0.att.r_k"].array.shape
+    ranks = {}
+    for map_, word in {"w": "decay", "a": "a", "v": "v", "g": "gate"}.items():
+        found = {x.array.shape[1] for name, x in arrays.items() if name.endswith(f".att.{map_}1")}
+        if len(found) > 1:
+            raise ValueError(
+                f"save: the ranks of {map_}1 are {sorted(found)}; flash-linear-attention has one "
+                "for all layers"
+            )
+        ranks[f"{word}_low_rank_dim"] = found.pop() if found else 32
+    return {
+        "architectures": ["RWKV7ForCausalLM"],
+        "model_type": "rwkv7",
+        "dtype": arrays["emb.weight"].dtype,
+        "torch_dtype": arrays["emb.weight"].dtype,
+        "vocab_size": vocabulary,
+        "hidden_size": width,
+        "intermediate_size": hidden,
+        "hidden_ratio": hidden / width,
+        "num_hidden_layers": sum(name.endswith(".att.r_k") for name in arrays),
+        "num_heads": heads,
+        "head_dim": head_size,
+        **ranks,
+        "hidden_act": "sqrelu",
+        "norm_first": True,
+        "norm_bias": True,
+        "norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+    }

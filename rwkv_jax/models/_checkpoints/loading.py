@@ -1,0 +1,228 @@
+"""Parameters and states from files."""
+
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh, NamedSharding
+from jax.typing import DTypeLike
+
+from rwkv_jax.models import _parameters
+from rwkv_jax.models._checkpoints import files, fla
+from rwkv_jax.models._checkpoints.generations import (
+    TIME_STATE,
+    Generation,
+    Shape,
+    expected,
+    generation_of,
+    named,
+    sizes,
+)
+from rwkv_jax.models._checkpoints.tensors import FLOATS, Tensor, described, quoted
+from rwkv_jax.models._placement import MeshAxes
+from rwkv_jax.models._stacking import Stacked
+
+_SHOWN = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A model that was loaded.
+
+    Attributes:
+      generation: its name, such as "RWKV-7".
+      module: the module with the functions of the model, such as `rwkv_jax.models.rwkv7`.
+      config: its sizes, a `Config` of the module.
+      params: the parameters, a `Params` of the module.
+    """
+
+    generation: str
+    module: ModuleType
+    config: Any
+    params: Any
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    dtype: DTypeLike | None = None,
+    mesh: Mesh | None = None,
+    data: MeshAxes = None,
+    model: MeshAxes = None,
+) -> Checkpoint:
+    """The model in a checkpoint. Its generation and its sizes are found from the tensors.
+
+    `path` is one of
+
+    - a file of torch.save (`.pth`), as RWKV-LM writes it. Nothing in it is executed, and PyTorch is
+      not needed.
+    - a `.safetensors` file, or the `.safetensors.index.json` of several such files.
+    - a folder with one of these, such as one of Hugging Face or flash-linear-attention.
+
+    Names are the official ones, or for RWKV-7 those of flash-linear-attention.
+
+    Tensors are read one after another and go to the devices that need them, so that the memory of
+    the host holds one tensor beside the mapped file. Tensors that no formula uses are left out:
+    `v0`, `v1` and `v2` of the first block. A tuned state in the file is no parameter; `load_state`
+    reads it.
+
+    Args:
+      path: the file or the folder.
+      dtype: the dtype of the parameters; that of each tensor in the file if None. Float64 becomes
+        float32 unless JAX has 64-bit types enabled.
+      mesh: where the parameters are placed, as `shardings` of the module does it; the default
+        device if None.
+      data: as `shardings` takes it.
+      model: as `shardings` takes it.
+
+    Returns:
+      The parameters, with what is known about them.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: a file is damaged, or has anything but tensors; or tensors are missing, of no use,
+        or have the wrong shape or dtype, all of which the message lists; or `data` or `model` names
+        an axis that the mesh does not have, or there is no mesh.
+    """
+    if mesh is None and (data, model) != (None, None):
+        raise ValueError("load: mesh is None; data and model name axes of a mesh")
+    tensors = _official(path)
+    shapes = {name: _shape(x) for name, x in tensors.items()}
+    generation, module = generation_of(str(path), tensors)
+    config = module.Config(**sizes(str(path), shapes))
+    params = expected(generation, module, config, shapes)
+    _check(path, generation, config, tensors, named(params))
+    sharding: dict[str, NamedSharding] = {}
+    if mesh is not None:
+        sharding = named(module.shardings(params, mesh, data=data, model=model))
+
+    def placed(key: Any, x: jax.ShapeDtypeStruct) -> Array:
+        name = _parameters.name(key)
+        return _array(tensors[name].array.reshape(x.shape), dtype, sharding.get(name))
+
+    loaded = jax.tree_util.tree_map_with_path(placed, params)
+    return Checkpoint(generation.name, module, config, loaded)
+
+
+def load_state(
+    path: str | os.PathLike[str],
+    params: Any,
+    batch: int = 1,
+    *,
+    dtype: DTypeLike = jnp.float32,
+) -> Any:
+    """The state before the first token that state tuning has found, for the parameters of a model.
+
+    A file of a tuned state has `blocks.0.att.time_state` [H, V, K] and so on, beside parameters or
+    without. This is the layout of the states of this package. Programs whose states are [H, K, V]
+    transpose it, such as the RWKV-6 of the `rwkv` package.
+
+    Args:
+      path: a file or a folder, as `load` takes it.
+      params: the parameters of the model, in either form.
+      batch: the number of rows, which all start with the same state.
+      dtype: the dtype of the activations.
+
+    Returns:
+      The state, in the form of `params`: that of `initial_state` with the tuned states of the
+      operator.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: a file is damaged, or has anything but tensors; or states are missing, of no use,
+        or have the wrong shape or dtype, all of which the message lists.
+    """
+    tensors = {name: x for name, x in _official(path).items() if TIME_STATE.fullmatch(name)}
+    generation, module = generation_of("load_state", named(params))
+    state = module.unstacked(module.initial_state(params, batch, dtype))
+    wanted = {
+        f"blocks.{layer}.att.time_state": jax.ShapeDtypeStruct(block.att.wkv.shape[1:], jnp.float32)
+        for layer, block in enumerate(state)
+    }
+    config = f"{len(state)} blocks"
+    _check(path, generation, config, tensors, wanted)
+    tuned = tuple(
+        block._replace(att=block.att._replace(wkv=_of_rows(tensors[name], batch)))
+        for name, block in zip(wanted, state, strict=True)
+    )
+    return module.stacked(tuned) if isinstance(params.blocks, Stacked) else tuned
+
+
+def _of_rows(x: Tensor, batch: int) -> Array:
+    return jnp.tile(_array(x.array, jnp.float32, None), (batch, 1, 1, 1))
+
+
+def _official(path: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """The tensors by their official names."""
+    tensors = files.read(path)
+    if not fla.is_there(tensors):
+        return tensors
+    fla.check_config(Path(path) if Path(path).is_dir() else Path(path).parent)
+    return fla.to_official(tensors)
+
+
+def _shape(x: Tensor) -> Shape:
+    """The shape without the leading axes of size 1 that official vectors have."""
+    shape = x.array.shape
+    return shape[2:] if len(shape) == 3 and shape[:2] == (1, 1) else shape
+
+
+def _array(x: np.ndarray, dtype: DTypeLike | None, sharding: NamedSharding | None) -> Array:
+    """A copy of a tensor on the devices that need it."""
+    wanted = np.dtype(x.dtype if dtype is None else dtype)
+    if sharding is None:
+        return jnp.asarray(np.array(x, wanted)).block_until_ready()
+    # Devices with the same part of the tensor share the copy on the host.
+    parts: dict[str, np.ndarray] = {}
+
+    def part(index: Any) -> np.ndarray:
+        if str(index) not in parts:
+            parts[str(index)] = np.array(x[index], wanted)
+        return parts[str(index)]
+
+    return jax.make_array_from_callback(x.shape, sharding, part).block_until_ready()
+
+
+def _check(
+    path: str | os.PathLike[str],
+    generation: Generation,
+    config: Any,
+    tensors: Mapping[str, Tensor],
+    wanted: Mapping[str, Any],
+) -> None:
+    """Raise one error for all tensors that are not as they should be."""
+    wrong = list(_wrong(generation, tensors, wanted))
+    if wrong:
+        more = f"\n  and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        raise ValueError(
+            f"{path}: {len(wrong)} tensors are not those of {generation.name} with {config}:\n  "
+            + "\n  ".join(wrong[:_SHOWN])
+            + more
+        )
+
+
+def _wrong(
+    generation: Generation, tensors: Mapping[str, Tensor], wanted: Mapping[str, Any]
+) -> Iterator[str]:
+    """What is wrong with each tensor."""
+    for name, x in wanted.items():
+        if name not in tensors:
+            yield f"{name} is missing; expected is {described(x.shape)}"
+    for name, x in tensors.items():
+        what = f"{quoted(name)} in {x.file}"
+        if name not in wanted:
+            if name not in generation.unused and not TIME_STATE.fullmatch(name):
+                yield f"{what} is {x.described()}; no tensor of this name is expected"
+            continue
+        shape = wanted[name].shape
+        if x.array.shape not in (shape, generation.official_shape(name, shape)):
+            yield f"{what} is {x.described()}; expected is {described(shape)}"
+        elif x.array.dtype not in FLOATS.values():
+            yield f"{what} is {x.array.dtype}; expected is one of {', '.join(FLOATS)}"

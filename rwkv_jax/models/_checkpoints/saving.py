@@ -1,0 +1,52 @@
+"""Parameters to files."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from rwkv_jax._operator import check
+from rwkv_jax.models._checkpoints import fla, safetensors
+from rwkv_jax.models._checkpoints.generations import generation_of, named
+from rwkv_jax.models._checkpoints.writing import Stored
+
+Names: TypeAlias = Literal["official", "fla"]
+
+
+def save(path: str | os.PathLike[str], params: Any, *, names: Names = "official") -> None:
+    """Write the parameters of a model, which `load` gives back bit for bit.
+
+    One array at a time is on the host. An existing file is replaced when the new one is complete,
+    so parameters that were loaded from it can be saved to it.
+
+    Args:
+      path: a `.safetensors` file; with the names "fla" a folder, which is made if need be and gets
+        `model.safetensors` and `config.json`.
+      params: the parameters, in either form.
+      names: "official", the names and shapes of RWKV-LM's checkpoints; or "fla", those of
+        flash-linear-attention and Hugging Face, for RWKV-7.
+
+    Raises:
+      ValueError: `path` does not end in `.safetensors` where it has to, the parameters are those of
+        no generation, or flash-linear-attention has no such model.
+    """
+    check.choice("save", "names", names, ("official", "fla"))
+    path = Path(path)
+    if (path.suffix == ".safetensors") != (names == "official"):
+        accepted = "a .safetensors file" if names == "official" else "a folder, without a suffix"
+        raise ValueError(f"save: path is {path}; accepted with names={names!r} is {accepted}")
+    generation, module = generation_of("save", named(params))
+    arrays = named(module.unstacked(params))
+    if names == "fla":
+        if generation.name != "RWKV-7":
+            raise ValueError(f"save: the model is {generation.name}; names='fla' is for RWKV-7")
+        stored = {name: Stored(x, x.shape) for name, x in arrays.items()}
+        config = json.dumps(fla.config(stored), indent=2)
+        path.mkdir(parents=True, exist_ok=True)
+        safetensors.write(path / "model.safetensors", fla.from_official(stored))
+        (path / fla.CONFIG).write_text(config + "\n")
+        return
+    safetensors.write(
+        path,
+        {name: Stored(x, generation.official_shape(name, x.shape)) for name, x in arrays.items()},
+    )

@@ -1,0 +1,68 @@
+"""Tensors of files, as views of the mapped files."""
+
+import math
+import os
+from typing import NamedTuple, TypeAlias
+
+import jax.numpy as jnp
+import numpy as np
+
+Mapped: TypeAlias = np.memmap
+
+
+class Tensor(NamedTuple):
+    """A tensor and the name of its file. The array is a view of the file and cannot be written."""
+
+    array: np.ndarray
+    file: str
+
+    def described(self) -> str:
+        return described(self.array.shape)
+
+
+def described(shape: tuple[int, ...]) -> str:
+    return f"[{', '.join(map(str, shape))}]"
+
+
+def quoted(name: str) -> str:
+    """A text of a file for an error message: without control characters, and not too long."""
+    return repr(name if len(name) <= 100 else name[:100] + "...")
+
+
+def is_size(x: object) -> bool:
+    """Whether `x` is an integer that can be a size, an offset or a stride."""
+    return type(x) is int and 0 <= x < 2**63
+
+
+def mapped(path: str | os.PathLike[str]) -> Mapped:
+    """The bytes of a file.
+
+    Raises:
+      ValueError: the file is empty.
+    """
+    if os.path.getsize(path) == 0:
+        raise ValueError(f"{path}: the file is empty")
+    return np.memmap(path, np.uint8, "r")
+
+
+def view(
+    data: Mapped,
+    start: int,
+    dtype: np.dtype,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...] | None = None,
+) -> np.ndarray:
+    """The view of checked bytes from `start` on; strides are in elements."""
+    if math.prod(shape) == 0:
+        return np.zeros(shape, dtype)
+    if strides is None:
+        return np.ndarray(shape, dtype, data, start)
+    # The stride of an axis with one element counts for nothing and may be of any size.
+    steps = (stride if n > 1 else 0 for n, stride in zip(shape, strides, strict=True))
+    return np.ndarray(shape, dtype, data, start, tuple(n * dtype.itemsize for n in steps))
+
+
+FLOATS = {
+    name: np.dtype(getattr(jnp, name)) for name in ("bfloat16", "float16", "float32", "float64")
+}
+INTEGERS = {name: np.dtype(name) for name in ("int8", "int16", "int32", "int64", "uint8", "bool")}

@@ -1,0 +1,113 @@
+"""The zip archive that torch.save writes, whose members are not compressed.
+
+NAME/data.pkl     a pickle of everything but the contents of tensors
+NAME/byteorder    little or big
+NAME/data/KEY     the contents of the storage KEY, which tensors are views of
+"""
+
+import itertools
+import struct
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from rwkv_jax.models._checkpoints import torch_pickle
+from rwkv_jax.models._checkpoints.tensors import Mapped, Tensor, quoted, view
+from rwkv_jax.models._checkpoints.torch_pickle import Storage, View
+
+MAGIC = b"PK\x03\x04"
+_LOCAL_HEADER = struct.Struct("<4s5H3I2H")
+_ENCRYPTED = 1
+
+
+class _Member(NamedTuple):
+    start: int
+    size: int
+
+
+def read(data: Mapped, file: str) -> dict[str, Tensor]:
+    """The tensors of a mapped file. They are views of it; nothing of the pickle is executed.
+
+    Raises:
+      ValueError: the file has anything but a dictionary of tensors, is compressed or damaged.
+    """
+    members = _members(data, file)
+    pickles = [name for name in members if name.endswith("/data.pkl")]
+    if len(pickles) != 1:
+        raise ValueError(f"{file}: {len(pickles)} members are a data.pkl; accepted is one")
+    folder = pickles[0].removesuffix("data.pkl")
+
+    def content(name: str) -> bytes:
+        start, size = members[name]
+        return data[start : start + size].tobytes()
+
+    order = f"{folder}byteorder"
+    if order in members and content(order) != b"little":
+        raise ValueError(f"{file}: the byte order is not little-endian")
+
+    def check_storage(storage: Storage) -> None:
+        name = f"{folder}data/{storage.key}"
+        if name not in members:
+            raise ValueError(f"there is no member {quoted(name)} for a storage")
+        needed = storage.size * storage.dtype.itemsize
+        if members[name].size != needed:
+            raise ValueError(
+                f"the member {quoted(name)} has {members[name].size} bytes; its storage has "
+                f"{needed}"
+            )
+
+    try:
+        views = torch_pickle.read(content(pickles[0]), check_storage)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
+    _check_total(views, len(data), file)
+    found = {}
+    for name, (storage, offset, shape, strides) in views.items():
+        start = members[f"{folder}data/{storage.key}"].start + offset * storage.dtype.itemsize
+        found[name] = Tensor(view(data, start, storage.dtype, shape, strides), file)
+    return found
+
+
+def _check_total(views: Mapping[str, View], size: int, file: str) -> None:
+    """One storage may serve two tensors, as in a model whose head is its embedding. Were it to
+    serve all of them, a small file would fill the memory."""
+    total = sum(x.size * x.storage.dtype.itemsize for x in views.values())
+    if total > 2 * size:
+        raise ValueError(
+            f"{file}: the tensors have {total} bytes together; accepted is up to twice the "
+            f"size of the file, {size}"
+        )
+
+
+def _members(data: Mapped, file: str) -> dict[str, _Member]:
+    """The bytes of each member."""
+    try:
+        with zipfile.ZipFile(Path(file)) as archive:
+            infos = archive.infolist()
+    except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error) as error:
+        raise ValueError(f"{file}: the zip archive is damaged or cut off: {error}") from None
+    members, places = {}, []
+    for info in infos:
+        what = f"{file}: the member {quoted(info.filename)}"
+        if info.filename in members:
+            raise ValueError(f"{what} occurs twice")
+        if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
+            raise ValueError(f"{what} is compressed; torch.save does not compress")
+        if info.flag_bits & _ENCRYPTED:
+            raise ValueError(f"{what} is encrypted")
+        begin = info.header_offset
+        header = data[begin : begin + _LOCAL_HEADER.size].tobytes() if begin >= 0 else b""
+        if len(header) < _LOCAL_HEADER.size or not header.startswith(MAGIC):
+            raise ValueError(f"{what} has no header")
+        *_, name_size, extra_size = _LOCAL_HEADER.unpack(header)
+        start = begin + _LOCAL_HEADER.size + name_size + extra_size
+        if start + info.file_size > len(data):
+            raise ValueError(f"{what} ends after the file")
+        members[info.filename] = _Member(start, info.file_size)
+        places.append((begin, start + info.file_size))
+    places.sort()
+    for (_, end), (begin, _) in itertools.pairwise(places):
+        if begin < end:
+            raise ValueError(f"{file}: members of the zip archive overlap")
+    return members

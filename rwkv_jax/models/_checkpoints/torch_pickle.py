@@ -1,0 +1,246 @@
+"""The pickle within a file of torch.save, read without executing it.
+
+A pickle is a program for a stack machine that may call any function of Python. This reader has the
+instructions that torch.save writes and knows three functions by name. It imports and calls nothing.
+"""
+
+import math
+import pickletools
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from rwkv_jax.models._checkpoints.tensors import FLOATS, INTEGERS, described, is_size, quoted
+
+
+class Storage(NamedTuple):
+    """The contents of one or more tensors: `size` elements under the name `key`."""
+
+    dtype: np.dtype
+    key: str
+    size: int
+
+
+class View(NamedTuple):
+    """A tensor: a view of a storage. Offset and strides are in elements."""
+
+    storage: Storage
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+class _Function(NamedTuple):
+    """The name of a function that the reader knows."""
+
+    name: str
+
+
+STORAGES = {
+    "BFloat16Storage": FLOATS["bfloat16"],
+    "HalfStorage": FLOATS["float16"],
+    "FloatStorage": FLOATS["float32"],
+    "DoubleStorage": FLOATS["float64"],
+    "CharStorage": INTEGERS["int8"],
+    "ShortStorage": INTEGERS["int16"],
+    "IntStorage": INTEGERS["int32"],
+    "LongStorage": INTEGERS["int64"],
+    "ByteStorage": INTEGERS["uint8"],
+    "BoolStorage": INTEGERS["bool"],
+}
+_DICTIONARY = _Function("collections.OrderedDict")
+_TENSOR = _Function("torch._utils._rebuild_tensor_v2")
+_PARAMETER = _Function("torch._utils._rebuild_parameter")
+_GLOBALS: dict[str, Any] = {f.name: f for f in (_DICTIONARY, _TENSOR, _PARAMETER)} | {
+    f"torch.{name}": dtype for name, dtype in STORAGES.items()
+}
+_CONSTANTS: dict[str, Any] = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
+_LITERALS = {"BININT", "BININT1", "BININT2", "LONG1", "BINUNICODE", "BINFLOAT"}
+_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+
+CheckStorage: TypeAlias = Callable[[Storage], None]
+
+
+def read(pickle: bytes, check_storage: CheckStorage) -> dict[str, View]:
+    """The tensors by name. `check_storage` raises a `ValueError` for a storage that the file does
+    not have.
+
+    Raises:
+      ValueError: the pickle has anything but a dictionary of tensors.
+    """
+    try:
+        found = _Machine(check_storage).run(pickle)
+    except (IndexError, KeyError, OverflowError, RecursionError):
+        raise ValueError("the pickle is damaged") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"the pickle is {_kind(found)}; accepted is a dictionary of tensors")
+    for name, x in found.items():
+        if not isinstance(x, View):
+            raise ValueError(
+                f"the pickle has {_kind(x)} under {quoted(name)}; accepted are tensors"
+            )
+    return found
+
+
+class _Machine:
+    """The stack machine. Values are texts, numbers, None, tuples, lists, dictionaries with texts as
+    keys, dtypes, functions that the reader knows, storages and views."""
+
+    def __init__(self, check_storage: CheckStorage):
+        self.check_storage = check_storage
+        self.stack: list[Any] = []
+        self.marks: list[int] = []
+        self.memo: dict[int, Any] = {}
+
+    def run(self, pickle: bytes) -> Any:
+        for instruction, argument, _ in pickletools.genops(pickle):
+            name = instruction.name
+            if name == "STOP":
+                return self.stack.pop()
+            if name in _LITERALS:
+                self.stack.append(argument)
+            elif name in _CONSTANTS:
+                self.stack.append(_CONSTANTS[name])
+            elif name in _TUPLES:
+                self.stack.append(tuple(self.popped(len(self.stack) - _TUPLES[name])))
+            else:
+                self.step(name, argument)
+        raise ValueError("the pickle has no end")
+
+    def step(self, name: str, argument: Any) -> None:
+        stack = self.stack
+        match name:
+            case "PROTO":
+                pass
+            case "MARK":
+                self.marks.append(len(stack))
+            case "TUPLE":
+                stack.append(tuple(self.popped(self.marks.pop())))
+            case "EMPTY_DICT":
+                stack.append({})
+            case "EMPTY_LIST":
+                stack.append([])
+            case "APPEND" | "APPENDS":
+                start = len(stack) - 1 if name == "APPEND" else self.marks.pop()
+                self.extend(self.popped(start))
+            case "SETITEM" | "SETITEMS":
+                start = len(stack) - 2 if name == "SETITEM" else self.marks.pop()
+                self.set_items(self.popped(start))
+            case "BINPUT" | "LONG_BINPUT":
+                self.memo[argument] = stack[-1]
+            case "BINGET" | "LONG_BINGET":
+                stack.append(self.memo[argument])
+            case "GLOBAL":
+                stack.append(_global(argument))
+            case "BINPERSID":
+                stack.append(self.storage(stack.pop()))
+            case "REDUCE":
+                arguments, function = stack.pop(), stack.pop()
+                stack.append(_result(function, arguments))
+            case "BUILD":
+                # A state dictionary has an attribute with the versions of its modules.
+                stack.pop()
+                if not isinstance(stack[-1], dict):
+                    raise ValueError(f"the pickle sets attributes of {_kind(stack[-1])}")
+            case _:
+                raise ValueError(
+                    f"the pickle has the instruction {name}, which was not executed; torch.save "
+                    "writes none unless told so"
+                )
+
+    def popped(self, start: int) -> list[Any]:
+        """The values of the stack from `start` on, which leave the stack."""
+        if start < 0:
+            raise IndexError(start)
+        values = self.stack[start:]
+        del self.stack[start:]
+        return values
+
+    def extend(self, values: list[Any]) -> None:
+        if not isinstance(self.stack[-1], list):
+            raise ValueError(f"the pickle appends to {_kind(self.stack[-1])}")
+        self.stack[-1].extend(values)
+
+    def set_items(self, values: list[Any]) -> None:
+        target = self.stack[-1]
+        if not isinstance(target, dict):
+            raise ValueError(f"the pickle sets items of {_kind(target)}")
+        if len(values) % 2:
+            raise IndexError(len(values))
+        for key, value in zip(values[::2], values[1::2], strict=True):
+            if not isinstance(key, str):
+                raise ValueError(f"the pickle has {_kind(key)} as a key; accepted are texts")
+            if key in target:
+                raise ValueError(f"the pickle has {quoted(key)} twice")
+            target[key] = value
+
+    def storage(self, identity: Any) -> Storage:
+        if not isinstance(identity, tuple) or len(identity) != 5:
+            raise ValueError("the pickle refers to an object outside of it that is no storage")
+        kind, dtype, key, _, size = identity
+        if (
+            not (isinstance(kind, str) and kind == "storage")
+            or not isinstance(dtype, np.dtype)
+            or not isinstance(key, str)
+            or not is_size(size)
+        ):
+            raise ValueError("the pickle refers to an object outside of it that is no storage")
+        storage = Storage(dtype, key, size)
+        self.check_storage(storage)
+        return storage
+
+
+def _global(argument: str) -> Any:
+    name = ".".join(argument.split(" ", 1))
+    if name not in _GLOBALS:
+        raise ValueError(
+            f"the pickle refers to {quoted(name)}, which was not executed; accepted are tensors "
+            "only, as torch.save writes of a state_dict"
+        )
+    return _GLOBALS[name]
+
+
+def _result(function: Any, arguments: Any) -> Any:
+    """What a function returns that the reader knows."""
+    if not isinstance(function, _Function) or not isinstance(arguments, tuple):
+        raise ValueError(f"the pickle calls {_kind(function)}, which was not executed")
+    if function == _DICTIONARY and not arguments:
+        return {}
+    if function == _TENSOR and len(arguments) in (6, 7):
+        return _tensor(*arguments[:4])
+    if function == _PARAMETER and len(arguments) == 3 and isinstance(arguments[0], View):
+        return arguments[0]
+    raise ValueError(f"the pickle calls {function.name} with other arguments than torch.save")
+
+
+def _tensor(storage: Any, offset: Any, shape: Any, strides: Any) -> View:
+    if (
+        not isinstance(storage, Storage)
+        or not is_size(offset)
+        or not isinstance(shape, tuple)
+        or not isinstance(strides, tuple)
+        or len(shape) > 32
+        or len(strides) != len(shape)
+        or not all(map(is_size, (*shape, *strides)))
+    ):
+        raise ValueError("the pickle has a tensor without a storage, an offset, sizes and strides")
+    made = View(storage, offset, shape, strides)
+    last = offset + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+    what = f"a tensor {described(shape)}, at offset {offset} with strides {described(strides)},"
+    if made.size and last >= storage.size:
+        raise ValueError(f"{what} leaves its storage, which has {storage.size} elements")
+    if made.size > storage.size:
+        raise ValueError(f"{what} has more elements than its storage, which has {storage.size}")
+    return made
+
+
+def _kind(x: Any) -> str:
+    """What a value is, for an error message."""
+    if isinstance(x, View | Storage):
+        return f"a {type(x).__name__.lower()}"
+    return x.name if isinstance(x, _Function) else f"a {type(x).__name__}"
