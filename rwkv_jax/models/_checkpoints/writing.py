@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 
@@ -25,8 +24,10 @@ class Stored(NamedTuple):
 
     def content(self) -> memoryview:
         """The bytes of the array in the file."""
-        # A JAX array keeps the copy on the host that is made of it, so the copy is made of another.
-        x = np.asarray(jnp.copy(self.array) if isinstance(self.array, jax.Array) else self.array)
+        x = self.array
+        if isinstance(x, jax.Array):
+            # A JAX array keeps its copy on the host as long as it lives, so a copy of it gets one.
+            x = np.asarray(jax.device_put(x, x.sharding, may_alias=False))
         return np.ascontiguousarray(x.T if self.transposed else x).reshape(-1).view(np.uint8).data
 
     @property

@@ -1,0 +1,238 @@
+"""Checkpoints as other programs write them, of random numbers."""
+
+import collections
+import contextlib
+import io
+import json
+import math
+import pickle
+import sys
+import types
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import jax.numpy as jnp
+import numpy as np
+
+Tensors: TypeAlias = dict[str, np.ndarray]
+
+RANKS = {"w": 7, "a": 5, "v": 3, "g": 9}
+UNUSED = ("blocks.0.att.v0", "blocks.0.att.v1", "blocks.0.att.v2")
+VECTORS = ("x_r", "x_w", "x_k", "x_v", "x_a", "x_g", "w0", "a0", "v0", "k_k", "k_a")
+TORCH = {"bfloat16": "BFloat16", "float16": "Half", "float32": "Float", "int64": "Long"}
+SAFETENSORS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "int64": "I64"}
+
+
+def rwkv7(
+    *,
+    layers: int = 2,
+    heads: int = 3,
+    head_size: int = 8,
+    vocabulary: int = 37,
+    dtype: str = "float32",
+) -> Tensors:
+    """The tensors of RWKV-LM's training code. In the first block `v0` to `v2` are unused."""
+    rng = np.random.default_rng(0)
+    width = heads * head_size
+    hidden = 4 * width
+
+    def norm(name: str) -> dict[str, tuple[int, ...]]:
+        return {f"{name}.weight": (width,), f"{name}.bias": (width,)}
+
+    shapes: dict[str, tuple[int, ...]] = {"emb.weight": (vocabulary, width)}
+    for i in range(layers):
+        block, att = f"blocks.{i}", f"blocks.{i}.att"
+        for name in ("ln1", "ln2") if i else ("ln0", "ln1", "ln2"):
+            shapes |= norm(f"{block}.{name}")
+        shapes |= {f"{att}.{name}": (1, 1, width) for name in VECTORS}
+        shapes |= {f"{att}.{name}1": (width, rank) for name, rank in RANKS.items()}
+        shapes |= {f"{att}.{name}2": (rank, width) for name, rank in RANKS.items()}
+        shapes[f"{att}.r_k"] = (heads, head_size)
+        for name in ("receptance", "key", "value", "output"):
+            shapes[f"{att}.{name}.weight"] = (width, width)
+        shapes |= norm(f"{att}.ln_x")
+        shapes[f"{block}.ffn.x_k"] = (1, 1, width)
+        shapes[f"{block}.ffn.key.weight"] = (hidden, width)
+        shapes[f"{block}.ffn.value.weight"] = (width, hidden)
+    shapes |= norm("ln_out") | {"head.weight": (vocabulary, width)}
+    return {
+        name: (0.3 * rng.standard_normal(shape)).astype(jnp.dtype(dtype))
+        for name, shape in shapes.items()
+    }
+
+
+def fla(tensors: Tensors) -> Tensors:
+    """The tensors as flash-linear-attention has them."""
+    words = {"att": "attn", "ln0": "pre_norm", "ln1": "attn_norm", "ln2": "ffn_norm"}
+    maps = {"receptance": "r_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
+    found = {
+        "model.embeddings.weight": tensors["emb.weight"],
+        "model.norm.weight": tensors["ln_out.weight"],
+        "model.norm.bias": tensors["ln_out.bias"],
+        "lm_head.weight": tensors["head.weight"],
+    }
+    for name, x in tensors.items():
+        if not name.startswith("blocks.") or name in UNUSED:
+            continue
+        _, layer, part, first, *rest = name.split(".")
+        if part == "att" and first in ("k_k", "k_a"):
+            x = x.reshape(-1)
+        elif part == "att" and len(first) == 2 and first[0] in RANKS:
+            lora = {"0": "2.bias", "1": "0.weight", "2": "2.weight"}[first[1]]
+            first, x = f"{first[0]}_lora.lora.{lora}", x.reshape(-1) if first[1] == "0" else x.T
+        elif part == "att":
+            first = (maps | {"ln_x": "g_norm"}).get(first, first)
+        elif part == "ffn" and first == "x_k":
+            x = x.reshape(-1)
+        found[".".join(["model.layers", layer, words.get(part, part), first, *rest])] = x
+    return found
+
+
+class Storage:
+    """What a tensor of PyTorch is a view of."""
+
+    def __init__(self, key: str, x: np.ndarray):
+        self.key, self.x = key, x
+
+
+class Tensor:
+    """A tensor of PyTorch, which is pickled as a call of `_rebuild_tensor_v2`."""
+
+    parameter = False
+
+    def __init__(
+        self,
+        storage: Storage,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        offset: int = 0,
+    ):
+        self.arguments = storage, offset, shape, strides, False, collections.OrderedDict()
+
+    def __reduce__(self) -> Any:
+        utils = sys.modules["torch._utils"]
+        if self.parameter:
+            plain = Tensor.__new__(Tensor)
+            plain.arguments = self.arguments
+            return utils._rebuild_parameter, (plain, True, collections.OrderedDict())
+        return utils._rebuild_tensor_v2, self.arguments
+
+
+class Parameter(Tensor):
+    parameter = True
+
+
+@contextlib.contextmanager
+def torch_modules() -> Iterator[types.ModuleType]:
+    """Modules with the names that pickles of PyTorch refer to; those of PyTorch are not needed."""
+    torch, utils = types.ModuleType("torch"), types.ModuleType("torch._utils")
+    for name in ("_rebuild_tensor_v2", "_rebuild_parameter"):
+        function = types.FunctionType((lambda: None).__code__, {}, name)
+        function.__module__, function.__qualname__ = "torch._utils", name
+        setattr(utils, name, function)
+    for name in (*TORCH.values(), "ComplexFloat"):
+        kind = type(f"{name}Storage", (), {"__module__": "torch"})
+        setattr(torch, kind.__name__, kind)
+    before = {name: sys.modules.get(name) for name in ("torch", "torch._utils")}
+    sys.modules |= {"torch": torch, "torch._utils": utils}
+    try:
+        yield torch
+    finally:
+        for name, module in before.items():
+            if module is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = module
+
+
+def torch_pickle(value: Any) -> tuple[bytes, dict[str, bytes]]:
+    """The pickle that torch.save makes of a value, and the contents of its storages."""
+    storages = {}
+    with torch_modules() as torch:
+
+        class Pickler(pickle.Pickler):
+            def persistent_id(self, obj: Any) -> Any:
+                if not isinstance(obj, Storage):
+                    return None
+                storages[obj.key] = obj.x.tobytes()
+                kind = getattr(torch, f"{TORCH[str(obj.x.dtype)]}Storage")
+                return "storage", kind, obj.key, "cpu", obj.x.size
+
+        file = io.BytesIO()
+        Pickler(file, protocol=2).dump(value)
+    return file.getvalue(), storages
+
+
+def state_dict(tensors: Mapping[str, np.ndarray], kind: type[Tensor] = Tensor) -> Any:
+    """The `state_dict` of a module of PyTorch, with the attribute that it has."""
+
+    class Attributed(collections.OrderedDict):
+        def __reduce__(self) -> Any:
+            state = {"_metadata": collections.OrderedDict({"": {"version": 1}})}
+            return collections.OrderedDict, (), state, None, iter(self.items())
+
+    found = Attributed()
+    for i, (name, x) in enumerate(tensors.items()):
+        strides = tuple(math.prod(x.shape[axis + 1 :]) for axis in range(x.ndim))
+        found[name] = kind(Storage(str(i), x), x.shape, strides)
+    return found
+
+
+def write_archive(
+    path: Path,
+    pickled: bytes,
+    storages: Mapping[str, bytes],
+    *,
+    compression: int = zipfile.ZIP_STORED,
+    byteorder: bytes = b"little",
+) -> None:
+    """A zip archive as torch.save makes it: no compression, and contents aligned to 64 bytes."""
+    members = {"data.pkl": pickled, "byteorder": byteorder}
+    members |= {f"data/{key}": x for key, x in storages.items()} | {"version": b"3\n"}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in members.items():
+            info = zipfile.ZipInfo(f"{path.stem}/{name}")
+            info.compress_type = compression
+            assert archive.fp is not None
+            start = archive.fp.tell() + 30 + len(info.filename) + 4
+            size = -start % 64
+            info.extra = b"FB" + size.to_bytes(2, "little") + b"Z" * size
+            archive.writestr(info, content)
+            info.extra = b""  # the directory at the end has none
+
+
+def write_pth(path: Path, value: Any, **options: Any) -> None:
+    """What torch.save writes."""
+    write_archive(path, *torch_pickle(value), **options)
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
+    header, contents = {}, b""
+    for name, x in tensors.items():
+        begin, contents = len(contents), contents + x.tobytes()
+        header[name] = {
+            "dtype": SAFETENSORS[str(x.dtype)],
+            "shape": x.shape,
+            "data_offsets": (begin, len(contents)),
+        }
+    write_header(path, header, contents)
+
+
+def write_header(path: Path, header: Any, contents: bytes, size: int | None = None) -> None:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes((len(text) if size is None else size).to_bytes(8, "little") + text + contents)
+
+
+def write_shards(folder: Path, tensors: Tensors, shards: int) -> None:
+    """Several files, and the index that says where each tensor is."""
+    folder.mkdir()
+    files = {}
+    for i in range(shards):
+        file = f"model-{i + 1:05}-of-{shards:05}.safetensors"
+        part = {name: x for j, (name, x) in enumerate(tensors.items()) if j % shards == i}
+        write_safetensors(folder / file, part)
+        files |= dict.fromkeys(part, file)
+    index = {"metadata": {"total_size": 0}, "weight_map": files}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
