@@ -1,7 +1,9 @@
 """`load`, `load_state` and `save` of `rwkv_jax.models`, on files that tests write."""
 
+import io
 import json
 import os
+import pickle
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -159,16 +161,16 @@ def params_of(tensors: Tensors) -> rwkv7.Params:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("form", ["tuple", "stacked"])
-@pytest.mark.parametrize("names", ["official", "fla"])
+@pytest.mark.parametrize("file", ["model.safetensors", "model.pth", "model"])
 def test_saved_parameters_load_bit_for_bit(
-    tmp_path: Path, names: Any, form: str, dtype: str
+    tmp_path: Path, file: str, form: str, dtype: str
 ) -> None:
     tensors = checkpoints.rwkv7(dtype=dtype)
     bits = np.random.default_rng(1).integers(0, 2**16, 24, np.uint16)
     bits[:2] = 0x8000, 0x7FC1  # -0, and a NaN of bfloat16 that is not the usual one
     tensors["ln_out.bias"] = bits.view(jnp.bfloat16).astype(jnp.dtype(dtype))
     params = params_of(tensors)
-    path = tmp_path / ("model.safetensors" if names == "official" else "model")
+    path, names = tmp_path / file, "official" if "." in file else "fla"
     models.save(path, rwkv7.stacked(params) if form == "stacked" else params, names=names)
     assert_same(models.load(path).params, tensors)
 
@@ -199,6 +201,42 @@ def test_saved_names_and_shapes(tmp_path: Path) -> None:
     assert (config["decay_low_rank_dim"], config["v_low_rank_dim"]) == (7, 3)
 
 
+def test_saved_archive(tmp_path: Path) -> None:
+    """The pickle module, given the functions of PyTorch, finds tensors with official shapes."""
+    tensors = checkpoints.rwkv7(dtype="bfloat16")
+    path = tmp_path / "model.pth"
+    models.save(path, params_of(tensors))
+    with zipfile.ZipFile(path) as archive:
+        names = archive.namelist()
+        contents = {name.removeprefix("archive/"): archive.read(name) for name in names}
+        for info in archive.infolist():
+            header = path.read_bytes()[info.header_offset : info.header_offset + 30]
+            sizes = int.from_bytes(header[26:28], "little"), int.from_bytes(header[28:], "little")
+            assert (info.header_offset + 30 + sum(sizes)) % 64 == 0
+    functions = {
+        "BFloat16Storage": jnp.bfloat16,
+        "OrderedDict": dict,
+        "_rebuild_tensor_v2": lambda x, offset, shape, strides, *_: np.lib.stride_tricks.as_strided(
+            x[offset:], shape, tuple(2 * stride for stride in strides)
+        ),
+    }
+
+    class Unpickler(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            return functions[name]
+
+        def persistent_load(self, pid: Any) -> np.ndarray:
+            kind, dtype, key, device, size = pid
+            assert (kind, device) == ("storage", "cpu")
+            return np.frombuffer(contents[f"data/{key}"], dtype, size)
+
+    found = Unpickler(io.BytesIO(contents["data.pkl"])).load()
+    assert found.keys() == tensors.keys() - set(UNUSED)
+    for name, x in found.items():
+        np.testing.assert_array_equal(x, tensors[name], strict=True)
+    assert contents["byteorder"] == b"little"
+
+
 def test_save_to_the_file_of_the_parameters(tmp_path: Path) -> None:
     tensors = checkpoints.rwkv7()
     path = write_safetensors(tmp_path, tensors)
@@ -212,7 +250,8 @@ def test_save_to_the_file_of_the_parameters(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "names", "message"),
     [
-        ("model.pth", "official", "accepted with names='official' is a .safetensors file"),
+        ("model", "official", r"accepted with names='official' is a file \.safetensors or \.pth"),
+        ("model.pth", "fla", "accepted with names='fla' is a folder"),
         ("model.safetensors", "fla", "accepted with names='fla' is a folder"),
         ("model.safetensors", "other", "names is 'other'; accepted are 'official', 'fla'"),
     ],

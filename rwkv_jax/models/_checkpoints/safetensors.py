@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +106,7 @@ def _entry(entry: Any, file: str, name: str) -> tuple[np.dtype, tuple[int, ...],
     return _DTYPES[dtype], tuple(shape), begin, end
 
 
-def write(path: str | os.PathLike[str], arrays: Arrays) -> None:
+def write(path: Path, arrays: Arrays) -> None:
     """Write named arrays. One of them at a time is on the host."""
     # Wide elements come first, so that each array is aligned to its elements.
     names = sorted(arrays, key=lambda name: -arrays[name].array.dtype.itemsize)
@@ -123,7 +122,7 @@ def write(path: str | os.PathLike[str], arrays: Arrays) -> None:
         }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(_SIZE + len(text)) % 64)
-    with replacing(Path(path)) as file:
+    with replacing(path) as file:
         file.write(len(text).to_bytes(_SIZE, "little") + text)
         for name in names:
             file.write(arrays[name].content())

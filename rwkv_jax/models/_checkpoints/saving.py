@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from rwkv_jax._operator import check
-from rwkv_jax.models._checkpoints import fla, safetensors
+from rwkv_jax.models._checkpoints import fla, safetensors, torch_archive
 from rwkv_jax.models._checkpoints.generations import generation_of, named
 from rwkv_jax.models._checkpoints.writing import Stored
 
 Names: TypeAlias = Literal["official", "fla"]
+
+_FORMATS = {".safetensors": safetensors.write, ".pth": torch_archive.write}
 
 
 def save(path: str | os.PathLike[str], params: Any, *, names: Names = "official") -> None:
@@ -20,20 +22,21 @@ def save(path: str | os.PathLike[str], params: Any, *, names: Names = "official"
     so parameters that were loaded from it can be saved to it.
 
     Args:
-      path: a `.safetensors` file; with the names "fla" a folder, which is made if need be and gets
-        `model.safetensors` and `config.json`.
+      path: a `.safetensors` file, or a `.pth` file as torch.save writes it; with the names "fla" a
+        folder, which is made if need be and gets `model.safetensors` and `config.json`.
       params: the parameters, in either form.
       names: "official", the names and shapes of RWKV-LM's checkpoints; or "fla", those of
         flash-linear-attention and Hugging Face, for RWKV-7.
 
     Raises:
-      ValueError: `path` does not end in `.safetensors` where it has to, the parameters are those of
+      ValueError: `path` does not end as it has to, the parameters are those of
         no generation, or flash-linear-attention has no such model.
     """
     check.choice("save", "names", names, ("official", "fla"))
     path = Path(path)
-    if (path.suffix == ".safetensors") != (names == "official"):
-        accepted = "a .safetensors file" if names == "official" else "a folder, without a suffix"
+    if (path.suffix in _FORMATS) != (names == "official"):
+        files = " or ".join(_FORMATS)
+        accepted = f"a file {files}" if names == "official" else "a folder"
         raise ValueError(f"save: path is {path}; accepted with names={names!r} is {accepted}")
     generation, module = generation_of("save", named(params))
     arrays = named(module.unstacked(params))
@@ -46,7 +49,7 @@ def save(path: str | os.PathLike[str], params: Any, *, names: Names = "official"
         safetensors.write(path / "model.safetensors", fla.from_official(stored))
         (path / fla.CONFIG).write_text(config + "\n")
         return
-    safetensors.write(
+    _FORMATS[path.suffix](
         path,
         {name: Stored(x, generation.official_shape(name, x.shape)) for name, x in arrays.items()},
     )

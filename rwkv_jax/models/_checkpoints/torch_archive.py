@@ -6,19 +6,27 @@ NAME/data/KEY     the contents of the storage KEY, which tensors are views of
 """
 
 import itertools
+import math
 import struct
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from rwkv_jax.models._checkpoints import torch_pickle
 from rwkv_jax.models._checkpoints.tensors import Mapped, Tensor, quoted, view
 from rwkv_jax.models._checkpoints.torch_pickle import Storage, View
+from rwkv_jax.models._checkpoints.writing import Arrays, replacing
 
 MAGIC = b"PK\x03\x04"
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 _ENCRYPTED = 1
+# Of contents and of the zip format, whose fields for larger files are another 20 bytes of a header.
+_ALIGNMENT = 64
+_LARGE = 2**31
+_LARGE_FIELDS = 20
 
 
 class _Member(NamedTuple):
@@ -111,3 +119,31 @@ def _members(data: Mapped, file: str) -> dict[str, _Member]:
         if begin < end:
             raise ValueError(f"{file}: members of the zip archive overlap")
     return members
+
+
+def write(path: Path, arrays: Arrays) -> None:
+    """Write named arrays. One of them at a time is on the host."""
+    views = {}
+    for i, (name, x) in enumerate(arrays.items()):
+        strides = tuple(math.prod(x.shape[axis + 1 :]) for axis in range(len(x.shape)))
+        storage = Storage(np.dtype(x.array.dtype), str(i), math.prod(x.shape))
+        views[name] = View(storage, 0, x.shape, strides)
+    with replacing(path) as file, zipfile.ZipFile(file, "w") as archive:
+        _add(archive, "data.pkl", torch_pickle.write(views))
+        _add(archive, "byteorder", b"little")
+        for view, x in zip(views.values(), arrays.values(), strict=True):
+            _add(archive, f"data/{view.storage.key}", x.content())
+        _add(archive, "version", b"3\n")
+
+
+def _add(archive: zipfile.ZipFile, name: str, content: bytes | memoryview) -> None:
+    """Add a member that is aligned by a field of its header, as torch.save does it."""
+    info = zipfile.ZipInfo(f"archive/{name}")
+    large = len(content) >= _LARGE
+    assert archive.fp is not None
+    start = archive.fp.tell() + _LOCAL_HEADER.size + len(info.filename) + 4
+    padding = -(start + _LARGE_FIELDS * large) % _ALIGNMENT
+    info.extra = b"FB" + padding.to_bytes(2, "little") + bytes(padding)
+    with archive.open(info, "w", force_zip64=large) as member:
+        member.write(content)
+    info.extra = b""

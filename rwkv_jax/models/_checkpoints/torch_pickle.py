@@ -1,12 +1,13 @@
-"""The pickle within a file of torch.save, read without executing it.
+"""The pickle within a file of torch.save, read without executing it, and written.
 
 A pickle is a program for a stack machine that may call any function of Python. This reader has the
 instructions that torch.save writes and knows three functions by name. It imports and calls nothing.
 """
 
 import math
+import pickle
 import pickletools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -63,10 +64,12 @@ _CONSTANTS: dict[str, Any] = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, 
 _LITERALS = {"BININT", "BININT1", "BININT2", "LONG1", "BINUNICODE", "BINFLOAT"}
 _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
+_PROTOCOL = 2
+
 CheckStorage: TypeAlias = Callable[[Storage], None]
 
 
-def read(pickle: bytes, check_storage: CheckStorage) -> dict[str, View]:
+def read(content: bytes, check_storage: CheckStorage) -> dict[str, View]:
     """The tensors by name. `check_storage` raises a `ValueError` for a storage that the file does
     not have.
 
@@ -74,7 +77,7 @@ def read(pickle: bytes, check_storage: CheckStorage) -> dict[str, View]:
       ValueError: the pickle has anything but a dictionary of tensors.
     """
     try:
-        found = _Machine(check_storage).run(pickle)
+        found = _Machine(check_storage).run(content)
     except (IndexError, KeyError, OverflowError, RecursionError):
         raise ValueError("the pickle is damaged") from None
     if not isinstance(found, dict):
@@ -87,6 +90,37 @@ def read(pickle: bytes, check_storage: CheckStorage) -> dict[str, View]:
     return found
 
 
+def write(views: Mapping[str, View]) -> bytes:
+    """The pickle of a dictionary of tensors."""
+    names = {dtype: name for name, dtype in STORAGES.items()}
+    tensor, dictionary = (_refer(f.name) for f in (_TENSOR, _DICTIONARY))
+    no_hooks = dictionary + pickle.EMPTY_TUPLE + pickle.REDUCE
+    parts = [pickle.PROTO + bytes([_PROTOCOL]), pickle.EMPTY_DICT, pickle.MARK]
+    for name, (storage, offset, shape, strides) in views.items():
+        kind = _refer(f"torch.{names[storage.dtype]}")
+        key, size = _literal(storage.key), _literal(storage.size)
+        identity = _tuple(_literal("storage"), kind, key, _literal("cpu"), size)
+        place = _literal(offset), _literal(shape), _literal(strides)
+        call = _tuple(identity + pickle.BINPERSID, *place, pickle.NEWFALSE, no_hooks)
+        parts += [_literal(name), tensor, call, pickle.REDUCE]
+    return b"".join([*parts, pickle.SETITEMS, pickle.STOP])
+
+
+def _literal(x: str | int | tuple[int, ...]) -> bytes:
+    """The instructions that make a value: its pickle without the version and the end."""
+    return pickle.dumps(x, _PROTOCOL)[2:-1]
+
+
+def _refer(name: str) -> bytes:
+    """The instruction that refers to a function or a class."""
+    module, _, last = name.rpartition(".")
+    return pickle.GLOBAL + f"{module}\n{last}\n".encode()
+
+
+def _tuple(*parts: bytes) -> bytes:
+    return pickle.MARK + b"".join(parts) + pickle.TUPLE
+
+
 class _Machine:
     """The stack machine. Values are texts, numbers, None, tuples, lists, dictionaries with texts as
     keys, dtypes, functions that the reader knows, storages and views."""
@@ -97,8 +131,8 @@ class _Machine:
         self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
 
-    def run(self, pickle: bytes) -> Any:
-        for instruction, argument, _ in pickletools.genops(pickle):
+    def run(self, content: bytes) -> Any:
+        for instruction, argument, _ in pickletools.genops(content):
             name = instruction.name
             if name == "STOP":
                 return self.stack.pop()
