@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 
 from rwkv_jax.models import _parameters, rwkv7
+from rwkv_jax.models._checkpoints.tensors import quoted
 
 Shape: TypeAlias = tuple[int, ...]
 Shapes: TypeAlias = Mapping[str, Shape]
@@ -26,6 +27,7 @@ class Generation(NamedTuple):
       name: its name, as in "RWKV-7".
       module: its module of `rwkv_jax.models`, or None if there is no such module.
       marks: ends of names that this generation has and the ones after it in `GENERATIONS` do not.
+      heads: the end of the names of a tensor [H, K], or None if the model has no heads.
       vectors: ends of names of the vectors that are [1, 1, C] in official files.
       own: ends of names of the tensors with sizes that no configuration tells, within a block. An
         axis with a text takes its size from the file, and axes with one text have one size.
@@ -35,6 +37,7 @@ class Generation(NamedTuple):
     name: str
     module: ModuleType | None
     marks: tuple[str, ...]
+    heads: str | None = None
     vectors: tuple[str, ...] = ()
     own: Mapping[str, OwnAxes] = {}
     unused: tuple[str, ...] = ()
@@ -52,6 +55,7 @@ GENERATIONS = (
         "RWKV-7",
         rwkv7,
         marks=(".att.r_k",),
+        heads=".att.r_k",
         vectors=(
             *(f".att.{name}" for name in ("x_r", "x_w", "x_k", "x_v", "x_a", "x_g")),
             *(f".att.{name}" for name in ("w0", "a0", "v0", "k_k", "k_a")),
@@ -89,23 +93,33 @@ def generation_of(what: str, names: Mapping[str, Any]) -> tuple[Generation, Modu
                 return generation, generation.module
             known = ", ".join(x.name for x in GENERATIONS if x.module is not None)
             raise ValueError(f"{what}: the model is {generation.name}; accepted is {known}")
-    raise ValueError(f"{what}: the names of the tensors are those of no generation of RWKV")
+    some = ", ".join(quoted(name) for name in list(names)[:3])
+    raise ValueError(f"{what}: the names of the tensors, {some} ..., are of no generation of RWKV")
 
 
-def sizes(what: str, shapes: Shapes) -> dict[str, int]:
-    """The arguments of the `Config` of a model with heads, from the shapes of its tensors."""
+def sizes(what: str, generation: Generation, shapes: Shapes) -> dict[str, int]:
+    """The arguments of the `Config` of a model, from the shapes of its tensors.
+
+    Raises:
+      ValueError: the tensors that tell them are missing. The message begins with `what`.
+    """
     tables = (shapes.get(name, ()) for name in ("emb.weight", "head.weight"))
     vocabulary, width = next((x for x in tables if len(x) == 2), (0, 0))
-    heads = (x for name, x in shapes.items() if name.endswith((".att.r_k", ".att.time_faaaa")))
-    _, head_size = next((x for x in heads if len(x) == 2 and x[0] * x[1] == width), (0, 0))
-    if not vocabulary * width * head_size:
-        raise ValueError(
-            f"{what}: the sizes of the model cannot be told; emb.weight [vocabulary, C] and "
-            "blocks.0.att.r_k [H, K] with C = H * K tell them"
-        )
     found = (_BLOCK.fullmatch(name) for name in shapes)
     layers = len({block[1] for block in found if block})
-    return {"layers": layers, "width": width, "head_size": head_size, "vocabulary": vocabulary}
+    told = {"layers": layers, "width": width, "vocabulary": vocabulary}
+    if generation.heads is not None:
+        heads = (x for name, x in shapes.items() if name.endswith(generation.heads))
+        fitting = (x for x in heads if len(x) == 2 and x[0] * x[1] == width)
+        _, told["head_size"] = next(fitting, (0, 0))
+    if not all(told.values()):
+        names = ["emb.weight [vocabulary, C]"]
+        if generation.heads is not None:
+            names.append(f"blocks.0{generation.heads} [H, K] with H * K = C")
+        raise ValueError(
+            f"{what}: the sizes of the model cannot be told without {' and '.join(names)}"
+        )
+    return told
 
 
 def expected(generation: Generation, module: ModuleType, config: Any, shapes: Shapes) -> Any:

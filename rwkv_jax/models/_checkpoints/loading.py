@@ -96,7 +96,7 @@ def load(
     tensors = _official(path)
     shapes = {name: _shape(x) for name, x in tensors.items()}
     generation, module = generation_of(str(path), tensors)
-    config = module.Config(**sizes(str(path), shapes))
+    config = module.Config(**sizes(str(path), generation, shapes))
     params = expected(generation, module, config, shapes)
     _check(path, generation, config, tensors, named(params))
     sharding: dict[str, NamedSharding] = {}
@@ -202,9 +202,8 @@ def _check(
     if wrong:
         more = f"\n  and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         raise ValueError(
-            f"{path}: {len(wrong)} tensors are not those of {generation.name} with {config}:\n  "
-            + "\n  ".join(wrong[:_SHOWN])
-            + more
+            f"{path}: {len(wrong)} tensors are not those of {generation.name} with {config}, "
+            "by official names:\n  " + "\n  ".join(wrong[:_SHOWN]) + more
         )
 
 

@@ -31,6 +31,7 @@ def save(path: str | os.PathLike[str], params: Any, *, names: Names = "official"
     Raises:
       ValueError: `path` does not end as it has to, the parameters are those of
         no generation, or flash-linear-attention has no such model.
+      RuntimeError: the parameters are distributed over several processes.
     """
     check.choice("save", "names", names, ("official", "fla"))
     path = Path(path)
