@@ -370,6 +370,14 @@ def test_a_configuration_with_another_formula(tmp_path: Path) -> None:
         models.load(folder)
 
 
+@pytest.mark.parametrize("also", ["emb.weight", "blocks.1.att.w1"])
+def test_two_names_of_one_tensor(tmp_path: Path, also: str) -> None:
+    tensors = checkpoints.rwkv7()
+    path = write_safetensors(tmp_path, checkpoints.fla(tensors) | {also: tensors[also]})
+    with pytest.raises(ValueError, match=f"second tensor with the official name {also}"):
+        models.load(path)
+
+
 class Call:
     """A value that a pickle makes by calling a function."""
 

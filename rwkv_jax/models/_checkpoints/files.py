@@ -9,7 +9,7 @@ from rwkv_jax.models._checkpoints import safetensors, torch_archive
 from rwkv_jax.models._checkpoints.tensors import Tensor, mapped, quoted
 
 _INDEX = ".index.json"
-_PREFERRED = ("*.safetensors" + _INDEX, "*.safetensors", "*" + _INDEX, "*.pth", "*.bin")
+_PREFERRED = ("*.safetensors" + _INDEX, "*.safetensors", "*" + _INDEX, "*.pth", "pytorch_model.bin")
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Tensor]:

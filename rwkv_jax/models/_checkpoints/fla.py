@@ -1,6 +1,6 @@
-"""RWKV-7 in flash-linear-attention and Hugging Face: names, layout and configuration.
+"""RWKV-7 in flash-linear-attention (FLA) and on Hugging Face: names, layout and configuration.
 
-Linear maps of low rank are transposed there; all other arrays are the same.
+Linear maps of low rank are transposed in FLA; all other arrays are the same.
 """
 
 import re
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rwkv_jax.models._checkpoints.files import json_object
-from rwkv_jax.models._checkpoints.tensors import Tensor
+from rwkv_jax.models._checkpoints.tensors import Tensor, quoted
 from rwkv_jax.models._checkpoints.writing import Arrays, Stored
 
 CONFIG = "config.json"
@@ -29,24 +29,24 @@ _ATT = {
     "ln_x": "g_norm",
 }
 _LOW_RANK = {"0": "2.bias", "1": "0.weight", "2": "2.weight"}
-_OFFICIAL_LOW_RANK = {there: number for number, there in _LOW_RANK.items()}
+_OFFICIAL_LOW_RANK = {fla: number for number, fla in _LOW_RANK.items()}
 
 _BLOCK = re.compile(r"blocks\.(\d+)\.(att|ffn|ln[012])\.(.+)")
-_THEIR_BLOCK = re.compile(r"model\.layers\.(\d+)\.(attn|ffn|pre_norm|attn_norm|ffn_norm)\.(.+)")
+_FLA_BLOCK = re.compile(r"model\.layers\.(\d+)\.(attn|ffn|pre_norm|attn_norm|ffn_norm)\.(.+)")
 _MATRIX = re.compile(r"([wavg])([012])")
-_THEIR_MATRIX = re.compile(r"([wavg])_lora\.lora\.(2\.bias|0\.weight|2\.weight)")
+_FLA_MATRIX = re.compile(r"([wavg])_lora\.lora\.(2\.bias|0\.weight|2\.weight)")
 # The first version had the six vectors of the token shift in one array.
 _MIXES = "x_x"
 _MIX_NAMES = ("x_r", "x_w", "x_k", "x_v", "x_a", "x_g")
 
 
-def is_there(names: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint has these names."""
+def has_fla_names(names: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint has the names of FLA."""
     return any(name.startswith(("model.", "lm_head.")) for name in names)
 
 
-def their_name(name: str) -> str:
-    """The name there of an official name."""
+def fla_name(name: str) -> str:
+    """The name in FLA of an official name."""
     found = _BLOCK.fullmatch(name)
     if found is None:
         return _TOP[name]
@@ -62,17 +62,17 @@ def their_name(name: str) -> str:
 
 
 def official_name(name: str) -> str:
-    """The official name of a name there; the name itself, if it is none of RWKV-7."""
-    for official, there in _TOP.items():
-        if name == there:
+    """The official name of a name in FLA; the name itself, if it is none of RWKV-7."""
+    for official, fla in _TOP.items():
+        if name == fla:
             return official
-    found = _THEIR_BLOCK.fullmatch(name)
+    found = _FLA_BLOCK.fullmatch(name)
     if found is None:
         return name
-    layer, there, rest = found.groups()
-    part = next(part for part, word in _PARTS.items() if word == there)
+    layer, fla_part, rest = found.groups()
+    part = next(part for part, word in _PARTS.items() if word == fla_part)
     if part == "att":
-        matrix = _THEIR_MATRIX.fullmatch(rest)
+        matrix = _FLA_MATRIX.fullmatch(rest)
         first, dot, kind = rest.partition(".")
         if matrix:
             rest = matrix[1] + _OFFICIAL_LOW_RANK[matrix[2]]
@@ -82,25 +82,34 @@ def official_name(name: str) -> str:
 
 
 def is_transposed(official: str) -> bool:
-    """Whether an array is transposed there."""
+    """Whether an array is transposed in FLA."""
     return re.fullmatch(r"blocks\.\d+\.att\.[wavg][12]", official) is not None
 
 
 def to_official(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors by their official names, in the official layout."""
-    found = {}
-    for there, (array, file) in tensors.items():
-        name = official_name(there)
+    """The tensors by their official names, in the official layout.
+
+    Raises:
+      ValueError: two tensors have the same official name.
+    """
+    found: dict[str, Tensor] = {}
+    for given, (array, file) in tensors.items():
+        name = official_name(given)
+        parts = {name: array.T if is_transposed(name) else array}
         if name.endswith(f".{_MIXES}") and array.ndim == 2 and len(array) == len(_MIX_NAMES):
             prefix = name.removesuffix(_MIXES)
-            found |= {prefix + x: Tensor(array[i], file) for i, x in enumerate(_MIX_NAMES)}
-            continue
-        found[name] = Tensor(array.T if is_transposed(name) else array, file)
+            parts = {prefix + x: array[i] for i, x in enumerate(_MIX_NAMES)}
+        for official, part in parts.items():
+            if official in found:
+                raise ValueError(
+                    f"{file}: {quoted(given)} is the second tensor with the official name {official}"
+                )
+            found[official] = Tensor(part, file)
     return found
 
 
 def from_official(arrays: Arrays) -> dict[str, Stored]:
-    """The arrays by their names there, in the layout there."""
+    """The arrays by their names in FLA, in its layout."""
     found = {}
     for name, x in arrays.items():
         shape = x.array.shape
@@ -108,7 +117,7 @@ def from_official(arrays: Arrays) -> dict[str, Stored]:
             shape = (1, 1, *shape)
         elif is_transposed(name):
             shape = shape[::-1]
-        found[their_name(name)] = Stored(x.array, shape, is_transposed(name))
+        found[fla_name(name)] = Stored(x.array, shape, is_transposed(name))
     return found
 
 

@@ -162,7 +162,7 @@ def _of_rows(x: Tensor, batch: int) -> Array:
 def _official(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     """The tensors by their official names."""
     tensors = files.read(path)
-    if not fla.is_there(tensors):
+    if not fla.has_fla_names(tensors):
         return tensors
     fla.check_config(Path(path) if Path(path).is_dir() else Path(path).parent)
     return fla.to_official(tensors)
