@@ -374,7 +374,7 @@ def test_a_configuration_with_another_formula(tmp_path: Path) -> None:
 def test_two_names_of_one_tensor(tmp_path: Path, also: str) -> None:
     tensors = checkpoints.rwkv7()
     path = write_safetensors(tmp_path, checkpoints.fla(tensors) | {also: tensors[also]})
-    with pytest.raises(ValueError, match=f"second tensor with the official name {also}"):
+    with pytest.raises(ValueError, match=f"second tensor with the official name '{also}'"):
         models.load(path)
 
 

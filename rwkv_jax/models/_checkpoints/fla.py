@@ -102,7 +102,8 @@ def to_official(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         for official, part in parts.items():
             if official in found:
                 raise ValueError(
-                    f"{file}: {quoted(given)} is the second tensor with the official name {official}"
+                    f"{file}: {quoted(given)} is a second tensor with the official name "
+                    f"{quoted(official)}"
                 )
             found[official] = Tensor(part, file)
     return found
