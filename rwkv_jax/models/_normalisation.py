@@ -29,3 +29,17 @@ def layer_norm(params: Norm, x: Float[Array, "*shape C"]) -> Float[Array, "*shap
     wide = wide - wide.mean(-1, keepdims=True)
     scale = lax.rsqrt((wide * wide).mean(-1, keepdims=True) + LAYER_NORM_EPS)
     return (wide * scale).astype(x.dtype) * p.weight + p.bias
+
+
+def head_norm(
+    params: Norm, x: Float[Array, "*shape H V"], eps: float
+) -> Float[Array, "*shape channels"]:
+    """Normalisation of each head, then scale and offset of each channel. RWKV-LM has it as a
+    `GroupNorm` with a group for each head."""
+    wide = x.astype(jnp.float32)
+    wide = wide - wide.mean(-1, keepdims=True)
+    wide = wide * lax.rsqrt((wide * wide).mean(-1, keepdims=True) + eps)
+    *shape, heads, size = x.shape
+    wide = wide.reshape(*shape, heads * size)
+    p = _parameters.like(params, wide)
+    return (wide * p.weight + p.bias).astype(x.dtype)

@@ -19,6 +19,14 @@ Rules: TypeAlias = tuple[tuple[tuple[str, ...], tuple[Axis, ...]], ...]
 along. The first rule that fits a name counts; a parameter without a rule is whole on each device.
 """
 
+_BY_OUTPUT = ("emb", "head", "receptance", "key", "gate", "att.value")
+_BY_INPUT = ("output", "ffn.value")
+LINEAR: Rules = (
+    (tuple(f"{name}.weight" for name in _BY_OUTPUT), ("model", "data")),
+    (tuple(f"{name}.weight" for name in _BY_INPUT), ("data", "model")),
+)
+"""The rules for embedding, head and linear maps."""
+
 MeshAxes: TypeAlias = str | tuple[str, ...] | None
 
 

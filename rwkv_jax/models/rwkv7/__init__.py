@@ -21,6 +21,14 @@ from rwkv_jax.models._normalisation import layer_norm as layer_norm
 from rwkv_jax.models._parameters import names as names
 from rwkv_jax.models._recomputation import Recompute as Recompute
 from rwkv_jax.models._stacking import Stacked as Stacked
+from rwkv_jax.models._trees import BlockParams as BlockParams
+from rwkv_jax.models._trees import BlockState as BlockState
+from rwkv_jax.models._trees import Params as Params
+from rwkv_jax.models._trees import State as State
+from rwkv_jax.models._trees import TimeMixState as TimeMixState
+from rwkv_jax.models._trees import stacked as stacked
+from rwkv_jax.models._trees import unstacked as unstacked
+from rwkv_jax.models._wkv import Wkv as Wkv
 from rwkv_jax.models.rwkv7.channel_mixing import channel_mix as channel_mix
 from rwkv_jax.models.rwkv7.config import Config as Config
 from rwkv_jax.models.rwkv7.decoding import generate as generate
@@ -29,18 +37,10 @@ from rwkv_jax.models.rwkv7.initialisation import init_channel_mix as init_channe
 from rwkv_jax.models.rwkv7.initialisation import init_time_mix as init_time_mix
 from rwkv_jax.models.rwkv7.model import apply as apply
 from rwkv_jax.models.rwkv7.model import features as features
-from rwkv_jax.models.rwkv7.parameters import BlockParams as BlockParams
 from rwkv_jax.models.rwkv7.parameters import ChannelMixParams as ChannelMixParams
-from rwkv_jax.models.rwkv7.parameters import Params as Params
 from rwkv_jax.models.rwkv7.parameters import TimeMixParams as TimeMixParams
 from rwkv_jax.models.rwkv7.placement import shardings as shardings
-from rwkv_jax.models.rwkv7.stacking import stacked as stacked
-from rwkv_jax.models.rwkv7.stacking import unstacked as unstacked
-from rwkv_jax.models.rwkv7.state import BlockState as BlockState
-from rwkv_jax.models.rwkv7.state import State as State
-from rwkv_jax.models.rwkv7.state import TimeMixState as TimeMixState
 from rwkv_jax.models.rwkv7.state import initial_state as initial_state
-from rwkv_jax.models.rwkv7.time_mixing import Wkv as Wkv
 from rwkv_jax.models.rwkv7.time_mixing import time_mix as time_mix
 
 rwkv7 = apply

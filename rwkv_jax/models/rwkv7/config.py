@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from rwkv_jax.models._config import check_sizes
+
 
 @dataclasses.dataclass(frozen=True)
 class Config:
@@ -23,11 +25,4 @@ class Config:
     vocabulary: int = 65536
 
     def __post_init__(self):
-        for name, size in dataclasses.asdict(self).items():
-            if size < 1:
-                raise ValueError(f"rwkv7: {name} is {size}; accepted is a positive integer")
-        if self.width % self.head_size:
-            raise ValueError(
-                f"rwkv7: width is {self.width}; accepted is a multiple of head_size = "
-                f"{self.head_size}"
-            )
+        check_sizes("rwkv7", dataclasses.asdict(self))

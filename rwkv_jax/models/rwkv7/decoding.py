@@ -8,8 +8,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Int, Key
 
 from rwkv_jax.models import _decoding
+from rwkv_jax.models._trees import Params
 from rwkv_jax.models.rwkv7.model import apply
-from rwkv_jax.models.rwkv7.parameters import Params
 
 
 def generate(

@@ -7,37 +7,25 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Key
 
-from rwkv_jax.models import _parameters
-from rwkv_jax.models._initialisation import orthogonal, token_shift_mix
+from rwkv_jax.models import _initialisation, _parameters
+from rwkv_jax.models._initialisation import depth, head_norm, orthogonal, token_shift_mix
 from rwkv_jax.models._linear import Weight
-from rwkv_jax.models._normalisation import Norm, init_norm
+from rwkv_jax.models._trees import Params
 from rwkv_jax.models.rwkv7.config import Config
-from rwkv_jax.models.rwkv7.parameters import BlockParams, ChannelMixParams, Params, TimeMixParams
+from rwkv_jax.models.rwkv7.parameters import ChannelMixParams, TimeMixParams
 
 
 def init(key: Key[Array, ""], config: Config) -> Params:
     """Parameters with the official initialisation, float32."""
-    embedding, head, *blocks = jax.random.split(key, 2 + config.layers)
-    vocabulary, width = config.vocabulary, config.width
-    params = Params(
-        emb=Weight(jax.random.uniform(embedding, (vocabulary, width), minval=-1e-4, maxval=1e-4)),
-        blocks=tuple(_init_block(block, layer, config) for layer, block in enumerate(blocks)),
-        ln_out=init_norm(width),
-        head=Weight(orthogonal(head, vocabulary, width, 0.5)),
-    )
-    return _parameters.cast(params, jnp.float32)
-
-
-def _init_block(key: Key[Array, ""], layer: int, config: Config) -> BlockParams:
-    att, ffn = jax.random.split(key)
     width, layers = config.width, config.layers
-    return BlockParams(
-        ln0=init_norm(width) if layer == 0 else None,
-        ln1=init_norm(width),
-        ln2=init_norm(width),
-        att=init_time_mix(att, width, config.head_size, layer=layer, layers=layers),
-        ffn=init_channel_mix(ffn, width, layer=layer, layers=layers),
-    )
+
+    def att(key: Key[Array, ""], layer: int) -> TimeMixParams:
+        return init_time_mix(key, width, config.head_size, layer=layer, layers=layers)
+
+    def ffn(key: Key[Array, ""], layer: int) -> ChannelMixParams:
+        return init_channel_mix(key, width, layer=layer, layers=layers)
+
+    return _initialisation.init(key, layers, width, config.vocabulary, att, ffn)
 
 
 def init_time_mix(
@@ -50,7 +38,6 @@ def init_time_mix(
     """
     Config(layers, width, head_size)
     keys = iter(jax.random.split(key, 7))
-    depth = layer / max(layers - 1, 1)
     channel = jnp.arange(width, dtype=jnp.float32)
     fraction = channel / max(width - 1, 1)
     linear = fraction - 0.5
@@ -81,7 +68,7 @@ def init_time_mix(
         x_v=mix(0.7),
         x_a=mix(0.9),
         x_g=mix(0.2),
-        w0=-5.5 + 6 * fraction ** (1 + depth**0.3) + 2.5 * zigzag,
+        w0=-5.5 + 6 * fraction ** (1 + depth(layer, layers) ** 0.3) + 2.5 * zigzag,
         w1=w1,
         w2=w2,
         a0=-0.19 + 0.3 * zigzag + 0.4 * linear,
@@ -99,7 +86,7 @@ def init_time_mix(
         key=square(0.1),
         value=square(1.0),
         output=Weight(jnp.zeros((width, width))),
-        ln_x=Norm(jnp.full(width, ((1 + layer) / layers) ** 0.7), jnp.zeros(width)),
+        ln_x=head_norm(width, layer, layers),
     )
     return _parameters.cast(params, jnp.float32)
 

@@ -1,26 +1,20 @@
 """The forward pass of the model."""
 
-import functools
-from collections.abc import Callable
-from typing import TypeAlias
-
-import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Float32, Int
 
-from rwkv_jax.models import _recomputation
-from rwkv_jax.models._linear import embed, logits
-from rwkv_jax.models._normalisation import layer_norm
+from rwkv_jax.models import _model
 from rwkv_jax.models._recomputation import Recompute
-from rwkv_jax.models._stacking import Stacked
-from rwkv_jax.models._token_shift import check_segment_ids
+from rwkv_jax.models._trees import Params, State
+from rwkv_jax.models._wkv import Options, Wkv
 from rwkv_jax.models.rwkv7.channel_mixing import mix_channels
-from rwkv_jax.models.rwkv7.parameters import BlockParams, Params
-from rwkv_jax.models.rwkv7.state import BlockState, State, initial_block
-from rwkv_jax.models.rwkv7.time_mixing import Options, Wkv, mix_tokens
+from rwkv_jax.models.rwkv7.state import initial_wkv
+from rwkv_jax.models.rwkv7.time_mixing import mix_tokens
 from rwkv_jax.wkv7 import wkv7
+
+GENERATION = _model.Generation("rwkv7", mix_tokens, mix_channels, initial_wkv)
 
 
 def features(
@@ -64,90 +58,8 @@ def features(
       TypeError, ValueError: `segment_ids` is wrong, or given with one token each; or `state` has
         another form than `params`.
     """
-    check_segment_ids("rwkv7", segment_ids, tokens.shape)
-    x = embed(params.emb, tokens, dtype)
-    block = functools.partial(_block, Options(segment_ids, implementation, layers, wkv))
-    recomputed = functools.partial(_recomputation.recomputed, block, recompute)
-    if isinstance(params.blocks, Stacked):
-        if not isinstance(state, Stacked | None):
-            raise ValueError("rwkv7: state is a tuple; accepted with stacked blocks is Stacked")
-        x, next_state = _scan(recomputed(), recomputed(scanned=True), params.blocks, x, state)
-    else:
-        if isinstance(state, Stacked):
-            raise ValueError("rwkv7: state is Stacked; accepted with a tuple of blocks is a tuple")
-        x, next_state = _in_turn(recomputed(), params.blocks, x, state)
-    return layer_norm(params.ln_out, x), next_state
-
-
-_Block: TypeAlias = Callable[
-    [BlockParams, Array, Array | None, BlockState | None], tuple[Array, Array, BlockState]
-]
-
-
-def _in_turn(
-    block: _Block, blocks: tuple[BlockParams, ...], x: Array, state: tuple[BlockState, ...] | None
-) -> tuple[Array, State]:
-    """The activations after all blocks, and the next state."""
-    v_first = None
-    next_state = []
-    for p, s in zip(blocks, state or (None,) * len(blocks), strict=True):
-        x, v_first, after = block(p, x, v_first, s)
-        next_state.append(after)
-    return x, tuple(next_state)
-
-
-def _scan(
-    block: _Block,
-    body: _Block,
-    blocks: Stacked,
-    x: Array,
-    state: Stacked | None,
-) -> tuple[Array, State]:
-    """`_in_turn` with a scan over all blocks but the first, of which each is `body`."""
-    x, v_first, first = block(blocks.first, x, None, state and state.first)
-    if blocks.rest is None:
-        return x, Stacked(first, None)
-    constant = lax.stop_gradient(v_first)
-
-    def step(
-        carry: tuple[Array, Array], of_block: tuple[BlockParams, BlockState | None]
-    ) -> tuple[tuple[Array, Array], BlockState]:
-        x, passed = carry
-        p, s = of_block
-        x, passed, after = body(p, x, _with_gradient(constant, passed), s)
-        return (x, passed), after
-
-    (x, _), rest = lax.scan(step, (x, v_first), (blocks.rest, state and state.rest))
-    return x, Stacked(first, rest)
-
-
-@jax.custom_vjp
-def _with_gradient(constant: Array, carried: Array) -> Array:
-    """`constant`, which equals `carried`, with the gradient of `carried`.
-
-    A backward pass keeps a value that a scan carries once for each block, and a constant once.
-    """
-    return constant
-
-
-_with_gradient.defvjp(lambda constant, carried: (constant, None), lambda _, dx: (None, dx))
-
-
-def _block(
-    options: Options,
-    p: BlockParams,
-    x: Float[Array, "B *T C"],
-    v_first: Float[Array, "B *T C"] | None,
-    s: BlockState | None,
-) -> tuple[Array, Array, BlockState]:
-    """The activations after a block, the value of the first block, and the next state."""
-    if s is None:
-        s = initial_block(p, len(x), x.dtype)
-    if p.ln0 is not None:
-        x = layer_norm(p.ln0, x)
-    x, dx, att, v_first = mix_tokens(p.att, p.ln1, x, s.att, v_first, options)
-    x, dx, ffn = mix_channels(p.ffn, p.ln2, x + dx, s.ffn, options.segment_ids, options.layers)
-    return x + dx, v_first, BlockState(att, ffn)
+    options = Options(segment_ids, implementation, layers, wkv)
+    return _model.features(GENERATION, params, tokens, state, options, dtype, recompute)
 
 
 def apply(
@@ -169,13 +81,5 @@ def apply(
     Returns:
       Logits [B, T, vocabulary] or [B, vocabulary] in float32, and the next state.
     """
-    x, next_state = features(
-        *(params, tokens, state),
-        segment_ids=segment_ids,
-        dtype=dtype,
-        implementation=implementation,
-        layers=layers,
-        recompute=recompute,
-        wkv=wkv,
-    )
-    return logits(params.head, x), next_state
+    options = Options(segment_ids, implementation, layers, wkv)
+    return _model.apply(GENERATION, params, tokens, state, options, dtype, recompute)

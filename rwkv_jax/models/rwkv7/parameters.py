@@ -1,4 +1,4 @@
-"""The parameter tree. The fields have the names of the official checkpoints."""
+"""The parameters of the mixings. The fields have the names of the official checkpoints."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,6 @@ from jax import Array
 
 from rwkv_jax.models._linear import Weight
 from rwkv_jax.models._normalisation import Norm
-from rwkv_jax.models._stacking import Stacked
 
 
 class TimeMixParams(NamedTuple):
@@ -54,22 +53,3 @@ class ChannelMixParams(NamedTuple):
     x_k: Array
     key: Weight
     value: Weight
-
-
-class BlockParams(NamedTuple):
-    """The parameters of a block. Only the first block has `ln0`, which normalises the embedding."""
-
-    ln0: Norm | None
-    ln1: Norm
-    ln2: Norm
-    att: TimeMixParams
-    ffn: ChannelMixParams
-
-
-class Params(NamedTuple):
-    """The parameters of the model. `stacked` gives the blocks their stacked form."""
-
-    emb: Weight
-    blocks: tuple[BlockParams, ...] | Stacked
-    ln_out: Norm
-    head: Weight

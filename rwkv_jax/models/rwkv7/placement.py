@@ -4,13 +4,10 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PyTree
 
 from rwkv_jax.models import _placement
-from rwkv_jax.models.rwkv7.parameters import Params
+from rwkv_jax.models._trees import Params
 
-_BY_OUTPUT = ("emb.weight", "head.weight", "receptance.weight", "key.weight", "att.value.weight")
-_BY_INPUT = ("output.weight", "ffn.value.weight")
 _RULES: _placement.Rules = (
-    (_BY_OUTPUT, ("model", "data")),
-    (_BY_INPUT, ("data", "model")),
+    *_placement.LINEAR,
     (("w1", "a1", "v1", "g1"), ("data",)),
     (("w2", "a2", "v2", "g2"), ("data", "model")),
     (("w0", "a0", "v0", "k_k", "k_a", "r_k", "ln_x.weight", "ln_x.bias"), ("model",)),

@@ -1,7 +1,6 @@
 """The time mixing: the inputs of `wkv7` from each token and the token before it, and its output."""
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +12,11 @@ from rwkv_jax.models import _parameters
 from rwkv_jax.models._linear import linear, low_rank
 from rwkv_jax.models._normalisation import Norm
 from rwkv_jax.models._token_shift import check_segment_ids, shift_and_mix
+from rwkv_jax.models._trees import TimeMixState
+from rwkv_jax.models._wkv import Options, Wkv, run
 from rwkv_jax.models.rwkv7.parameters import TimeMixParams
-from rwkv_jax.models.rwkv7.state import TimeMixState, initial_wkv
+from rwkv_jax.models.rwkv7.state import initial_wkv
 from rwkv_jax.wkv7 import wkv7, wkv7_step
-
-Wkv: TypeAlias = Callable[..., tuple[Array, Array]]
-"""A function with the arguments and results of `wkv7`, such as `sharding.shard(wkv7, ...)`."""
 
 
 def time_mix(
@@ -56,15 +54,6 @@ def time_mix(
     return mix_tokens(params, None, x, state, v_first, options)[1:]
 
 
-class Options(NamedTuple):
-    """The options of `time_mix`."""
-
-    segment_ids: Int[Array, "B T"] | None
-    implementation: str | None
-    layers: str | None
-    wkv: Wkv
-
-
 def mix_tokens(
     params: TimeMixParams,
     norm: Norm | None,
@@ -74,8 +63,7 @@ def mix_tokens(
     options: Options,
 ) -> tuple[Array, Array, TimeMixState, Array]:
     """`time_mix` of `x` normalised by `norm`, and before its results `x` itself, for other uses."""
-    # A token has no run of tokens over which kernels could go.
-    layers = options.layers if x.ndim == 3 else "reference"
+    layers = options.layers_for(x)
     before, wkv = (None, initial_wkv(params, len(x))) if state is None else state
     mixes = (params.x_r, params.x_w, params.x_k, params.x_v, params.x_a, params.x_g)
     x, mixed, shift = shift_and_mix(norm, mixes, x, before, options.segment_ids, layers)
@@ -106,20 +94,10 @@ def mix_tokens(
         )
 
     single = x.ndim == 2
-    mix: Wkv = wkv7_step if single else options.wkv
     operands = (r, w, k, v, a, b)
     if single:
         operands = tuple(z[:, 0] for z in operands)
-    # A function given as `wkv` need not know of segments where there are none.
-    ids = options.segment_ids
-    segments = {} if ids is None else {"segment_ids": ids}
-    y, last = mix(
-        *operands,
-        wkv,
-        decay="sigmoid",
-        implementation=options.implementation,
-        **segments,
-    )
+    y, last = run(wkv7_step, options, single, operands, wkv, "sigmoid")
     out = read_out(
         *(y[:, None] if single else y, r, k_again, v_again, gate),
         *(heads(params.ln_x.weight), heads(params.ln_x.bias), heads(params.r_k)),
