@@ -1,0 +1,106 @@
+"""The language models of RWKV-4, 5.2 and 6 in numpy float64, one token of one sequence at a time.
+
+Written from the published formulas and independent of the package: "RWKV: Reinventing RNNs for the
+Transformer Era" (arXiv:2305.13048), "Eagle and Finch: RWKV with Matrix-Valued States and Dynamic
+Recurrence" (arXiv:2404.05892), and RWKV-LM for what these leave open. The parameters are a flat
+dictionary with the official names.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeAlias
+
+import numpy as np
+
+Array: TypeAlias = np.ndarray
+
+LAYER_NORM_EPS = 1e-5
+HEAD_SIZE_DIVISOR = 8
+
+
+class Layer:
+    """The parameters of a layer, by the ends of their names."""
+
+    def __init__(self, tensors: Mapping[str, Array], prefix: str):
+        self.tensors, self.prefix = tensors, prefix
+
+    def __getitem__(self, name: str) -> Array:
+        return self.tensors[self.prefix + name]
+
+    def linear(self, name: str, x: Array) -> Array:
+        return self[f"{name}.weight"] @ x
+
+    def norm(self, name: str, x: Array, groups: int = 1, eps: float = LAYER_NORM_EPS) -> Array:
+        parts = x.reshape(groups, -1)
+        centred = parts - parts.mean(1, keepdims=True)
+        scaled = centred / np.sqrt((centred**2).mean(1, keepdims=True) + eps)
+        return scaled.reshape(-1) * self[f"{name}.weight"] + self[f"{name}.bias"]
+
+
+def sigmoid(x: Array) -> Array:
+    return 1 / (1 + np.exp(-x))
+
+
+def silu(x: Array) -> Array:
+    return x * sigmoid(x)
+
+
+def linear_attention(r: Array, decay: Array, k: Array, v: Array, u: Array, wkv: Array) -> Array:
+    """What a token reads of a state, one [K, V] matrix for each head, which it then changes."""
+    heads, size = u.shape
+    r, decay, k, v = (x.reshape(heads, size) for x in (r, decay, k, v))
+    y = np.zeros((heads, size))
+    for head in range(heads):
+        written = np.outer(k[head], v[head])
+        y[head] = r[head] @ (wkv[head] + u[head][:, None] * written)
+        wkv[head] = decay[head][:, None] * wkv[head] + written
+    return y.reshape(-1)
+
+
+def time_mix_6(p: Layer, x: Array, state: dict[str, Any]) -> Array:
+    change = state["att"] - x
+    hidden = np.tanh((x + change * p["time_maa_x"]) @ p["time_maa_w1"])
+    mixed = {}
+    for i, name in enumerate("wkvrg"):
+        rank = p["time_maa_w2"].shape[1]
+        share = hidden[i * rank : (i + 1) * rank] @ p["time_maa_w2"][i]
+        mixed[name] = x + change * (p[f"time_maa_{name}"] + share)
+    w = p["time_decay"] + np.tanh(mixed["w"] @ p["time_decay_w1"]) @ p["time_decay_w2"]
+    r = p.linear("receptance", mixed["r"])
+    k, v = p.linear("key", mixed["k"]), p.linear("value", mixed["v"])
+    u = p["time_faaaa"]
+    wkv = state.setdefault("wkv", np.zeros((*u.shape, u.shape[1])))
+    y = linear_attention(r, np.exp(-np.exp(w)), k, v, u, wkv)
+    y = p.norm("ln_x", y, len(u), LAYER_NORM_EPS * HEAD_SIZE_DIVISOR**2)
+    return p.linear("output", y * silu(p.linear("gate", mixed["g"])))
+
+
+def channel_mix_6(p: Layer, x: Array, state: dict[str, Any]) -> Array:
+    x_k = x + (state["ffn"] - x) * p["time_maa_k"]
+    x_r = x + (state["ffn"] - x) * p["time_maa_r"]
+    hidden = np.maximum(p.linear("key", x_k), 0) ** 2
+    return sigmoid(p.linear("receptance", x_r)) * p.linear("value", hidden)
+
+
+MIXINGS = {"rwkv6": (time_mix_6, channel_mix_6)}
+
+
+def logits(generation: str, tensors: Mapping[str, Array], tokens: Iterable[int]) -> Array:
+    """The logits of the next token after each of `tokens`, [tokens, vocabulary]."""
+    time_mix, channel_mix = MIXINGS[generation]
+    tensors = {name: np.asarray(x, np.float64) for name, x in tensors.items()}
+    model = Layer(tensors, "")
+    layers = 1 + max(int(name.split(".")[1]) for name in tensors if name.startswith("blocks."))
+    width = tensors["emb.weight"].shape[1]
+    states = [{"att": np.zeros(width), "ffn": np.zeros(width)} for _ in range(layers)]
+    results = []
+    for token in tokens:
+        x = model.norm("blocks.0.ln0", tensors["emb.weight"][token])
+        for layer, state in enumerate(states):
+            normalised = model.norm(f"blocks.{layer}.ln1", x)
+            x = x + time_mix(Layer(tensors, f"blocks.{layer}.att."), normalised, state)
+            state["att"] = normalised
+            normalised = model.norm(f"blocks.{layer}.ln2", x)
+            x = x + channel_mix(Layer(tensors, f"blocks.{layer}.ffn."), normalised, state)
+            state["ffn"] = normalised
+        results.append(model.linear("head", model.norm("ln_out", x)))
+    return np.stack(results)

@@ -1,0 +1,257 @@
+"""`rwkv_jax.models` of RWKV-4, 5 and 6 against the published formulas in numpy."""
+
+import functools
+import math
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from rwkv_jax.models import rwkv6
+from support import language_models
+from support.operators import FAST
+from support.tolerance import EXACT_FLOAT32, assert_close, assert_trees_close
+
+LAYERS, WIDTH, HEAD_SIZE, VOCABULARY = 3, 48, 16, 37
+BATCH, TOKENS, CUT = 2, 19, 6
+DOCUMENTS = np.array([[0] * 2 + [1] * 6 + [0] * 3 + [1] * 5 + [0] * 3, [2] * 6 + [3] * 7 + [2] * 6])
+"""Segment ids with padding before, between and after documents, and with adjacent documents."""
+
+LINEAR = ("receptance.weight", "key.weight", "value.weight")
+NORM = ("weight", "bias")
+
+
+class Generation(NamedTuple):
+    """A generation, its operator, a small model of it, and the official names of its parameters."""
+
+    module: ModuleType
+    op: str
+    sizes: dict[str, int]
+    att: tuple[str, ...]
+    ffn: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return self.module.__name__.rpartition(".")[2]
+
+    @property
+    def config(self) -> Any:
+        sizes = {"layers": LAYERS, "width": WIDTH, "vocabulary": VOCABULARY, **self.sizes}
+        return self.module.Config(**sizes)
+
+    def apply(self, *args: Any, **options: Any) -> Any:
+        return self.module.apply(*args, implementation=FAST[self.op].implementation, **options)
+
+
+HEAD_NORM = ("ln_x.weight", "ln_x.bias")
+GENERATIONS = {
+    x.name: x
+    for x in (
+        Generation(
+            rwkv6,
+            "wkv6",
+            {"head_size": HEAD_SIZE, "mix_rank": 5, "decay_rank": 7},
+            (
+                *(f"time_maa_{x}" for x in ("x", "w", "k", "v", "r", "g", "w1", "w2")),
+                *("time_decay", "time_decay_w1", "time_decay_w2", "time_faaaa"),
+                *(*LINEAR, "gate.weight", "output.weight", *HEAD_NORM),
+            ),
+            ("time_maa_k", "time_maa_r", *LINEAR),
+        ),
+    )
+}
+
+
+@pytest.fixture(scope="module", params=GENERATIONS)
+def generation(request: pytest.FixtureRequest) -> Generation:
+    return GENERATIONS[request.param]
+
+
+@pytest.fixture(scope="module")
+def initial(generation: Generation) -> Any:
+    return generation.module.init(jax.random.key(0), generation.config)
+
+
+@pytest.fixture(scope="module")
+def params(initial: Any) -> Any:
+    """Parameters with noise on the initial values, many of which are zero."""
+    rng = np.random.default_rng(1)
+
+    def noisy(x: jax.Array) -> jax.Array:
+        return x + 0.1 * rng.standard_normal(x.shape).astype(np.float32)
+
+    return jax.tree.map(noisy, initial)
+
+
+@pytest.fixture(scope="module")
+def tokens() -> jax.Array:
+    return jax.random.randint(jax.random.key(2), (BATCH, TOKENS), 0, VOCABULARY)
+
+
+def expected(generation: Generation, params: Any, tokens: jax.Array) -> np.ndarray:
+    named = generation.module.names(params)
+    rows = np.asarray(tokens)
+    return np.stack([language_models.logits(generation.name, named, row) for row in rows])
+
+
+def test_logits_and_states(generation: Generation, params: Any, tokens: jax.Array) -> None:
+    """Of sequences in two parts, of tokens one by one, and of documents in packed rows."""
+
+    @jax.jit
+    def run(params: Any, tokens: jax.Array) -> tuple[Any, Any, Any]:
+        first, state = generation.apply(params, tokens[:, :CUT])
+        second, state = generation.apply(params, tokens[:, CUT:], state)
+        prefill = jnp.concatenate([first, second], axis=1), state
+
+        def step(state: Any, token: jax.Array) -> tuple[Any, jax.Array]:
+            logits, state = generation.apply(params, token, state)
+            return state, logits
+
+        start = generation.module.initial_state(params, BATCH)
+        state, logits = jax.lax.scan(step, start, tokens.T)
+        decoded = jnp.moveaxis(logits, 0, 1), state
+        ids = jnp.asarray(DOCUMENTS, jnp.int32)
+        packed, _ = generation.apply(params, tokens, segment_ids=ids)
+        return prefill, decoded, packed
+
+    prefill, decoded, packed = run(params, tokens)
+    right = expected(generation, params, tokens)
+    found = {"prefill": prefill[0], "decoded": decoded[0]}
+    assert_close(found, {"prefill": right, "decoded": right}, EXACT_FLOAT32)
+    assert_trees_close(prefill[1], decoded[1], EXACT_FLOAT32)
+    for row, start, length in ((0, 2, 6), (0, 11, 5), (1, 0, 6), (1, 6, 7), (1, 13, 6)):
+        document = slice(start, start + length)
+        alone = expected(generation, params, tokens[row : row + 1, document])[0]
+        assert_close({"packed": packed[row, document]}, {"packed": alone}, EXACT_FLOAT32)
+
+
+def test_gradients(generation: Generation, params: Any, tokens: jax.Array) -> None:
+    """Of the stacked form, whose blocks are computed again: each parameter has one, and along the
+    gradient the function of the formulas has its slope."""
+    weights = np.random.default_rng(3).standard_normal((BATCH, TOKENS, VOCABULARY))
+
+    @jax.jit
+    @jax.grad
+    def gradient(params: Any) -> jax.Array:
+        logits, _ = generation.apply(params, tokens, recompute="cheap")
+        return jnp.vdot(logits, jnp.asarray(weights, jnp.float32))
+
+    module = generation.module
+    slope = module.names(module.unstacked(gradient(module.stacked(params))))
+    for name, x in slope.items():
+        assert np.isfinite(x).all(), name
+        assert x.any(), name
+
+    def value(step: float) -> float:
+        moved = {n: np.float64(x) + step * np.float64(slope[n]) for n, x in named.items()}
+        found = [language_models.logits(generation.name, moved, row) for row in np.asarray(tokens)]
+        return float(np.vdot(np.stack(found), weights))
+
+    named = module.names(params)
+    square = sum(float(np.square(x, dtype=np.float64).sum()) for x in slope.values())
+    step = 1e-6 / math.sqrt(square)
+    assert (value(step) - value(-step)) / (2 * step) == pytest.approx(square, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_bfloat16_is_close_to_float32(
+    generation: Generation, params: Any, tokens: jax.Array
+) -> None:
+    """With parameters in bfloat16, too."""
+    narrow = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), params)
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), narrow)
+    forward = jax.jit(functools.partial(generation.apply, dtype="bfloat16"))
+    logits, state = forward(narrow, tokens)
+    assert logits.dtype == jnp.float32
+    assert state[0].ffn.dtype == jnp.bfloat16
+    assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(state[0].att.wkv))
+    assert_trees_close(forward(wide, tokens), (logits, state), 1e-2)
+    assert_close({"logits": logits}, {"logits": expected(generation, wide, tokens)}, 5e-2)
+
+
+@pytest.mark.slow
+def test_generation_takes_the_likeliest_token_when_cold(
+    generation: Generation, params: Any, tokens: jax.Array
+) -> None:
+    length = 3
+    options = {"length": length, "temperature": 1e-4}
+    implementation = FAST[generation.op].implementation
+    generate = functools.partial(
+        generation.module.generate, implementation=implementation, **options
+    )
+    new = jax.jit(generate)(params, jax.random.key(0), tokens)
+    logits = expected(generation, params, jnp.concatenate([tokens, new], axis=1))
+    assert (logits[:, TOKENS - 1 : -1].argmax(-1) == new).all()
+
+
+def test_names_are_official(generation: Generation, initial: Any) -> None:
+    names = {"emb.weight", "head.weight"}
+    norms = ["ln_out", "blocks.0.ln0"]
+    for layer in range(LAYERS):
+        names |= {f"blocks.{layer}.att.{x}" for x in generation.att}
+        names |= {f"blocks.{layer}.ffn.{x}" for x in generation.ffn}
+        norms += [f"blocks.{layer}.ln1", f"blocks.{layer}.ln2"]
+    names |= {f"{norm}.{x}" for norm in norms for x in NORM}
+    assert set(generation.module.names(initial)) == names
+
+
+def test_initial_values(generation: Generation, initial: Any) -> None:
+    zero = ("output.weight", "ffn.value.weight", "ffn.receptance.weight", "bias")
+    zero += ("time_maa_w1", "time_decay_w1")
+    for name, x in generation.module.names(initial).items():
+        assert x.dtype == jnp.float32
+        assert bool(x.any()) != name.endswith(zero), name
+    first, *_, last = initial.blocks
+    ends = jnp.array([0, -1])
+    if generation.name == "rwkv6":
+        assert jnp.allclose(first.att.time_decay[ends], jnp.array([-6.0, -1.0]))
+        last_mix = jnp.array([0.7, 1 - (47 / 48) ** (1 / 3) - 0.3])
+        assert jnp.allclose(last.att.time_maa_v[ends], last_mix)
+        bonus = jnp.array([1.0, 46 / 47 + 0.1, 45 / 47 - 0.1])
+        assert jnp.allclose(last.att.time_faaaa[0, :3], bonus)
+        assert jnp.allclose(first.ffn.time_maa_k, 1 - jnp.arange(48) / 48)
+        assert last.ffn.key.weight.shape == (160, WIDTH)
+
+
+def test_no_tokens_leave_the_state(generation: Generation, params: Any) -> None:
+    module, block = generation.module, params.blocks[1]
+    x = jnp.ones((BATCH, 0, WIDTH))
+    y, state = module.time_mix(block.att, x)
+    z, shift = module.channel_mix(block.ffn, x)
+    assert y.shape == z.shape == x.shape
+    assert_trees_close(module.BlockState(state, shift), module.initial_state(params, BATCH)[1], 0.0)
+
+
+@pytest.mark.usefixtures("unchecked_types")
+def test_arguments_are_checked(generation: Generation, params: Any, tokens: jax.Array) -> None:
+    module, name, block = generation.module, generation.name, params.blocks[0]
+    ids = jnp.ones((BATCH, TOKENS + 1), jnp.int32)
+    x = jnp.zeros((BATCH, TOKENS, WIDTH))
+    with pytest.raises(ValueError, match=rf"{name}: segment_ids has shape \(2, 20\)"):
+        module.apply(params, tokens, segment_ids=ids)
+    with pytest.raises(ValueError, match="time_mix: segment_ids has shape"):
+        module.time_mix(block.att, x, segment_ids=ids)
+    with pytest.raises(TypeError, match="channel_mix: segment_ids is float32"):
+        module.channel_mix(block.ffn, x, segment_ids=x[..., 0])
+    state = module.initial_state(params, BATCH)
+    with pytest.raises(ValueError, match=f"{name}: state is a tuple; accepted with stacked"):
+        module.apply(module.stacked(params), tokens, state)
+    with pytest.raises(ValueError, match=f"{name}: layers is 0"):
+        module.Config(layers=0, width=64)
+
+
+def test_parameters_on_a_mesh(generation: Generation, cpus: list[Any]) -> None:
+    mesh = jax.make_mesh((2, 2), ("data", "model"), (AxisType.Auto,) * 2, devices=cpus)
+    module = generation.module
+    init = functools.partial(module.init, config=generation.config)
+    shapes = jax.eval_shape(lambda key: module.stacked(init(key)), jax.random.key(0))
+    placed = module.shardings(shapes, mesh, data="data", model="model")
+    assert placed.head.weight.spec == P(None, "data")
+    assert placed.blocks.rest.att.value.weight.spec == P(None, "model", "data")
+    assert placed.blocks.rest.ffn.value.weight.spec == P(None, "data", "model")
+    assert placed.blocks.first.att.time_decay.spec == P("model")
