@@ -12,13 +12,13 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from rwkv_jax.models import rwkv6
+from rwkv_jax.models import rwkv4, rwkv5, rwkv6
 from support import language_models
 from support.operators import FAST
 from support.tolerance import EXACT_FLOAT32, assert_close, assert_trees_close
 
-LAYERS, WIDTH, HEAD_SIZE, VOCABULARY = 3, 48, 16, 37
-BATCH, TOKENS, CUT = 2, 19, 6
+LAYERS, WIDTH, HEAD_SIZE, VOCABULARY = 2, 48, 16, 37
+BATCH, TOKENS = 2, 19
 DOCUMENTS = np.array([[0] * 2 + [1] * 6 + [0] * 3 + [1] * 5 + [0] * 3, [2] * 6 + [3] * 7 + [2] * 6])
 """Segment ids with padding before, between and after documents, and with adjacent documents."""
 
@@ -48,10 +48,28 @@ class Generation(NamedTuple):
         return self.module.apply(*args, implementation=FAST[self.op].implementation, **options)
 
 
+MIXES = ("time_mix_k", "time_mix_v", "time_mix_r")
 HEAD_NORM = ("ln_x.weight", "ln_x.bias")
 GENERATIONS = {
-    x.name: x
+    x.op: x
     for x in (
+        Generation(
+            rwkv4,
+            "wkv4",
+            {},
+            (*MIXES, "time_decay", "time_first", *LINEAR, "output.weight"),
+            ("time_mix_k", "time_mix_r", *LINEAR),
+        ),
+        Generation(
+            rwkv5,
+            "wkv5",
+            {"head_size": HEAD_SIZE},
+            (
+                *(*MIXES, "time_mix_g", "time_decay", "time_faaaa"),
+                *(*LINEAR, "gate.weight", "output.weight", *HEAD_NORM),
+            ),
+            ("time_mix_k", "time_mix_r", *LINEAR),
+        ),
         Generation(
             rwkv6,
             "wkv6",
@@ -66,8 +84,31 @@ GENERATIONS = {
     )
 }
 
+LAST = (WIDTH - 1) / WIDTH
+ENDS = {
+    "rwkv4": {
+        "blocks.0.att.time_decay": (-5.0, 3.0),
+        "blocks.1.att.time_first": (math.log(0.3), math.log(0.3) - 0.5),
+        "blocks.1.att.time_mix_v": (0.3, 0.3 + LAST**0.5),
+        "blocks.0.ffn.time_mix_k": (0.0, LAST),
+    },
+    "rwkv5": {
+        "blocks.0.att.time_decay": (-6.0, -1.0),
+        "blocks.1.att.time_faaaa": (1.0, -0.1),
+        "blocks.1.att.time_mix_g": (0.0, LAST**0.25),
+        "blocks.0.att.ln_x.weight": (0.5**0.7, 0.5**0.7),
+    },
+    "rwkv6": {
+        "blocks.0.att.time_decay": (-6.0, -1.0),
+        "blocks.1.att.time_faaaa": (1.0, -0.1),
+        "blocks.1.att.time_maa_v": (0.7, 0.7 - LAST**0.5),
+        "blocks.1.ffn.time_maa_r": (1.0, 1 - LAST**0.125),
+    },
+}
+"""Initial values at the two ends of vectors, from the official formulas evaluated by hand."""
 
-@pytest.fixture(scope="module", params=GENERATIONS)
+
+@pytest.fixture(scope="module", params=GENERATIONS, ids=lambda op: GENERATIONS[op].name)
 def generation(request: pytest.FixtureRequest) -> Generation:
     return GENERATIONS[request.param]
 
@@ -83,7 +124,7 @@ def params(initial: Any) -> Any:
     rng = np.random.default_rng(1)
 
     def noisy(x: jax.Array) -> jax.Array:
-        return x + 0.1 * rng.standard_normal(x.shape).astype(np.float32)
+        return jnp.asarray(np.asarray(x) + 0.1 * rng.standard_normal(x.shape), jnp.float32)
 
     return jax.tree.map(noisy, initial)
 
@@ -100,13 +141,11 @@ def expected(generation: Generation, params: Any, tokens: jax.Array) -> np.ndarr
 
 
 def test_logits_and_states(generation: Generation, params: Any, tokens: jax.Array) -> None:
-    """Of sequences in two parts, of tokens one by one, and of documents in packed rows."""
+    """Of sequences, of tokens one by one, and of packed rows that go on from their state."""
 
     @jax.jit
     def run(params: Any, tokens: jax.Array) -> tuple[Any, Any, Any]:
-        first, state = generation.apply(params, tokens[:, :CUT])
-        second, state = generation.apply(params, tokens[:, CUT:], state)
-        prefill = jnp.concatenate([first, second], axis=1), state
+        prefill = generation.apply(params, tokens)
 
         def step(state: Any, token: jax.Array) -> tuple[Any, jax.Array]:
             logits, state = generation.apply(params, token, state)
@@ -116,39 +155,43 @@ def test_logits_and_states(generation: Generation, params: Any, tokens: jax.Arra
         state, logits = jax.lax.scan(step, start, tokens.T)
         decoded = jnp.moveaxis(logits, 0, 1), state
         ids = jnp.asarray(DOCUMENTS, jnp.int32)
-        packed, _ = generation.apply(params, tokens, segment_ids=ids)
+        packed, _ = generation.apply(params, tokens, prefill[1], segment_ids=ids)
         return prefill, decoded, packed
 
     prefill, decoded, packed = run(params, tokens)
     right = expected(generation, params, tokens)
-    found = {"prefill": prefill[0], "decoded": decoded[0]}
-    assert_close(found, {"prefill": right, "decoded": right}, EXACT_FLOAT32)
-    assert_trees_close(prefill[1], decoded[1], EXACT_FLOAT32)
-    for row, start, length in ((0, 2, 6), (0, 11, 5), (1, 0, 6), (1, 6, 7), (1, 13, 6)):
-        document = slice(start, start + length)
-        alone = expected(generation, params, tokens[row : row + 1, document])[0]
-        assert_close({"packed": packed[row, document]}, {"packed": alone}, EXACT_FLOAT32)
+    assert_close({"logits": prefill[0]}, {"logits": right}, EXACT_FLOAT32)
+    assert_trees_close(prefill, decoded, EXACT_FLOAT32)
+    documents = ((0, 2, 8), (0, 11, 16), (1, 0, 6), (1, 6, 13), (1, 13, 19))
+    for row, start, stop in documents:
+        before = tokens[row] if (row, start) in ((0, 2), (1, 0)) else tokens[row, :0]
+        whole = jnp.concatenate([before, tokens[row, start:stop]])
+        alone = expected(generation, params, whole[None])[0, len(before) :]
+        assert_close({"packed": packed[row, start:stop]}, {"packed": alone}, EXACT_FLOAT32)
 
 
 def test_gradients(generation: Generation, params: Any, tokens: jax.Array) -> None:
-    """Of the stacked form, whose blocks are computed again: each parameter has one, and along the
-    gradient the function of the formulas has its slope."""
+    """Of the stacked form: each parameter has one, and along the gradient the function of the
+    formulas has its slope."""
+    module = generation.module
     weights = np.random.default_rng(3).standard_normal((BATCH, TOKENS, VOCABULARY))
 
     @jax.jit
     @jax.grad
     def gradient(params: Any) -> jax.Array:
-        logits, _ = generation.apply(params, tokens, recompute="cheap")
+        logits, _ = generation.apply(module.stacked(params), tokens)
         return jnp.vdot(logits, jnp.asarray(weights, jnp.float32))
 
-    module = generation.module
-    slope = module.names(module.unstacked(gradient(module.stacked(params))))
+    slope = module.names(gradient(params))
     for name, x in slope.items():
         assert np.isfinite(x).all(), name
         assert x.any(), name
 
     def value(step: float) -> float:
-        moved = {n: np.float64(x) + step * np.float64(slope[n]) for n, x in named.items()}
+        moved = {
+            n: np.asarray(x, np.float64) + step * np.asarray(slope[n], np.float64)
+            for n, x in named.items()
+        }
         found = [language_models.logits(generation.name, moved, row) for row in np.asarray(tokens)]
         return float(np.vdot(np.stack(found), weights))
 
@@ -202,20 +245,17 @@ def test_names_are_official(generation: Generation, initial: Any) -> None:
 
 def test_initial_values(generation: Generation, initial: Any) -> None:
     zero = ("output.weight", "ffn.value.weight", "ffn.receptance.weight", "bias")
-    zero += ("time_maa_w1", "time_decay_w1")
-    for name, x in generation.module.names(initial).items():
+    zero += {
+        "rwkv4": ("att.key.weight", "att.receptance.weight"),
+        "rwkv5": (),
+        "rwkv6": ("time_maa_w1", "time_decay_w1"),
+    }[generation.name]
+    named = generation.module.names(initial)
+    for name, x in named.items():
         assert x.dtype == jnp.float32
         assert bool(x.any()) != name.endswith(zero), name
-    first, *_, last = initial.blocks
-    ends = jnp.array([0, -1])
-    if generation.name == "rwkv6":
-        assert jnp.allclose(first.att.time_decay[ends], jnp.array([-6.0, -1.0]))
-        last_mix = jnp.array([0.7, 1 - (47 / 48) ** (1 / 3) - 0.3])
-        assert jnp.allclose(last.att.time_maa_v[ends], last_mix)
-        bonus = jnp.array([1.0, 46 / 47 + 0.1, 45 / 47 - 0.1])
-        assert jnp.allclose(last.att.time_faaaa[0, :3], bonus)
-        assert jnp.allclose(first.ffn.time_maa_k, 1 - jnp.arange(48) / 48)
-        assert last.ffn.key.weight.shape == (160, WIDTH)
+    for name, ends in ENDS[generation.name].items():
+        assert jnp.allclose(named[name].reshape(-1)[jnp.array([0, -1])], jnp.array(ends)), name
 
 
 def test_no_tokens_leave_the_state(generation: Generation, params: Any) -> None:
@@ -254,4 +294,4 @@ def test_parameters_on_a_mesh(generation: Generation, cpus: list[Any]) -> None:
     assert placed.head.weight.spec == P(None, "data")
     assert placed.blocks.rest.att.value.weight.spec == P(None, "model", "data")
     assert placed.blocks.rest.ffn.value.weight.spec == P(None, "data", "model")
-    assert placed.blocks.first.att.time_decay.spec == P("model")
+    assert placed.blocks.first.att.output.weight.spec == P("data", "model")

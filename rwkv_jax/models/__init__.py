@@ -4,6 +4,8 @@ Each generation is a package. What the generations share is in the private modul
 `load` reads a checkpoint and finds out its generation, and `save` writes one.
 """
 
+from rwkv_jax.models import rwkv4 as rwkv4
+from rwkv_jax.models import rwkv5 as rwkv5
 from rwkv_jax.models import rwkv6 as rwkv6
 from rwkv_jax.models import rwkv7 as rwkv7
 from rwkv_jax.models._checkpoints.loading import Checkpoint as Checkpoint

@@ -26,6 +26,11 @@ def check_segment_ids(name: str, ids: Operand | None, shape: tuple[int, ...]) ->
     segments.checked(name, ids, *shape)
 
 
+def of_previous(mix: Float[Array, " C"]) -> Float[Array, " C"]:
+    """The share of the previous token in each channel, in float32, from that of the present one."""
+    return 1 - mix.astype(jnp.float32)
+
+
 def initial_shift(x: Float[Array, "B *T C"]) -> Float[Array, "B C"]:
     """The state before the first token: zeros, distributed over devices as a token of `x` is. `x`
     may have no tokens."""

