@@ -170,6 +170,35 @@ def test_logits_and_states(generation: Generation, params: Any, tokens: jax.Arra
         assert_close({"packed": packed[row, start:stop]}, {"packed": alone}, EXACT_FLOAT32)
 
 
+@pytest.mark.parametrize("version", ["5.0", pytest.param("5.1", marks=pytest.mark.slow)])
+def test_earlier_versions_of_rwkv5(tokens: jax.Array, version: str) -> None:
+    """Which have one decay and one bonus for each head."""
+    generation, rng = GENERATIONS["wkv5"], np.random.default_rng(4)
+    shapes = jax.eval_shape(
+        functools.partial(rwkv5.init, config=generation.config), jax.random.key(0)
+    )
+    params = jax.tree.map(
+        lambda x: jnp.asarray(0.2 * rng.standard_normal(x.shape), jnp.float32), shapes
+    )
+
+    def earlier(p: rwkv5.TimeMixParams) -> rwkv5.TimeMixParams:
+        assert p.time_faaaa is not None
+        decay, bonus = p.time_decay[:, 0], p.time_faaaa[:, 0]
+        if version == "5.1":
+            return p._replace(time_decay=decay, time_faaaa=bonus)
+        return p._replace(
+            time_decay=decay, time_faaaa=None, time_first=bonus, time_mix_g=None, gate=None
+        )
+
+    blocks = tuple(block._replace(att=earlier(block.att)) for block in params.blocks)
+    params = params._replace(blocks=blocks)
+    logits, state = jax.jit(generation.apply)(params, tokens)
+    right = expected(generation, params, tokens)
+    assert_close({"logits": logits}, {"logits": right}, EXACT_FLOAT32)
+    start = rwkv5.initial_state(params, BATCH)
+    assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, start)
+
+
 def test_gradients(generation: Generation, params: Any, tokens: jax.Array) -> None:
     """Of the stacked form: each parameter has one, and along the gradient the function of the
     formulas has its slope."""

@@ -1,4 +1,4 @@
-"""The language models of RWKV-4, 5.2 and 6 in numpy float64, one token of one sequence at a time.
+"""The language models of RWKV-4, 5 and 6 in numpy float64, one token of one sequence at a time.
 
 Written from the published formulas and independent of the package: "RWKV: Reinventing RNNs for the
 Transformer Era" (arXiv:2305.13048), "Eagle and Finch: RWKV with Matrix-Valued States and Dynamic
@@ -25,6 +25,9 @@ class Layer:
 
     def __getitem__(self, name: str) -> Array:
         return self.tensors[self.prefix + name]
+
+    def __contains__(self, name: str) -> bool:
+        return self.prefix + name in self.tensors
 
     def linear(self, name: str, x: Array) -> Array:
         return self[f"{name}.weight"] @ x
@@ -75,17 +78,24 @@ def time_mix_6(p: Layer, x: Array, state: dict[str, Any]) -> Array:
 
 
 def time_mix_5(p: Layer, x: Array, state: dict[str, Any]) -> Array:
+    """Of all versions: 5.2 has decay and bonus for each channel, 5.1 for each head, and 5.0 the log
+    of the bonus and no gate."""
+
     def mixed(name: str) -> Array:
         mix = p[f"time_mix_{name}"]
         return x * mix + state["att"] * (1 - mix)
 
     r = p.linear("receptance", mixed("r"))
     k, v = p.linear("key", mixed("k")), p.linear("value", mixed("v"))
-    u = p["time_faaaa"]
-    wkv = state.setdefault("wkv", np.zeros((*u.shape, u.shape[1])))
-    y = linear_attention(r, np.exp(-np.exp(p["time_decay"])), k, v, u, wkv)
-    y = p.norm("ln_x", y / HEAD_SIZE_DIVISOR, len(u))
-    return p.linear("output", y * silu(p.linear("gate", mixed("g"))))
+    heads = len(p["time_decay"])
+    shape = (heads, len(r) // heads)
+    decay = np.broadcast_to(np.exp(-np.exp(p["time_decay"])).reshape(heads, -1), shape)
+    u = p["time_faaaa"] if "time_faaaa" in p else np.exp(p["time_first"])
+    u = np.broadcast_to(u.reshape(heads, -1), shape)
+    wkv = state.setdefault("wkv", np.zeros((*shape, shape[1])))
+    y = linear_attention(r, decay, k, v, u, wkv)
+    y = p.norm("ln_x", y / HEAD_SIZE_DIVISOR, heads)
+    return p.linear("output", y * silu(p.linear("gate", mixed("g"))) if "time_mix_g" in p else y)
 
 
 def time_mix_4(p: Layer, x: Array, state: dict[str, Any]) -> Array:

@@ -1,13 +1,17 @@
-"""The RWKV-5.2 "Eagle" language model (x052): parameters, initialisation and forward pass.
+"""The RWKV-5 "Eagle" language model (5.2, x052): parameters, initialisation and forward pass.
 
 Parameter trees have the field names of the official checkpoints, so the path of a parameter is its
 official name, as in `blocks.0.att.time_mix_k`. Weights have the official layout, [outputs, inputs].
 The vectors of these trees have one axis; most official ones have leading axes of size 1.
 
+Versions 5.0 and 5.1 have one decay and one bonus for each head, and 5.0 has no gate. They are the
+same functions with other parameters; `init` gives those of 5.2.
+
 The two modes, dtypes, states and `segment_ids` are those of `rwkv_jax.models.rwkv7`.
 
 Source: "Eagle and Finch: RWKV with Matrix-Valued States and Dynamic Recurrence" (arXiv:2404.05892),
-and the classes `RWKV_Tmix_x052` and `RWKV_CMix_x052` of RWKV-LM's training code.
+the classes `RWKV_Tmix_x052` and `RWKV_CMix_x052` of RWKV-LM's training code, and for the earlier
+versions `RWKV_TimeMix_RWKV5_Preview` in RWKV-v4neo.
 """
 
 from rwkv_jax.models._linear import Weight as Weight

@@ -8,7 +8,7 @@ from rwkv_jax.models._trees import Params
 
 _RULES: _placement.Rules = (
     *_placement.LINEAR,
-    (("time_decay", "time_faaaa", "ln_x.weight", "ln_x.bias"), ("model",)),
+    (("time_decay", "time_faaaa", "time_first", "ln_x.weight", "ln_x.bias"), ("model",)),
 )
 
 

@@ -16,5 +16,6 @@ def initial_state(params: Params, batch: int, dtype: DTypeLike = jnp.float32) ->
 
 def initial_wkv(params: TimeMixParams, batch: int) -> _typing.State:
     """The state of `wkv5` before the first token: zeros."""
-    heads, head_size = params.time_faaaa.shape
+    heads = len(params.time_decay)
+    head_size = len(params.receptance.weight) // heads
     return jnp.zeros((batch, heads, head_size, head_size), jnp.float32)

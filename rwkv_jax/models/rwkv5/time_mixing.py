@@ -1,6 +1,7 @@
 """The time mixing: the inputs of `wkv5` from each token and the token before it, and its output."""
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
@@ -35,7 +36,8 @@ def time_mix(
         y_t = O (ln_x(z_t / 8) * silu(G x_g))
 
     with the matrices R, K, V, G and O of receptance, key, value, gate and output, decay factors
-    exp(-exp(time_decay)), and `ln_x` a normalisation of each head with eps 1e-5.
+    exp(-exp(time_decay)), and `ln_x` a normalisation of each head with eps 1e-5. Version 5.0 has
+    neither the mix for g nor the gate, and exp(time_first) for time_faaaa.
 
     Args:
       params: the parameters of one layer.
@@ -70,17 +72,31 @@ def mix_tokens(
     after them what the first block has for all others: nothing."""
     before, wkv = (None, initial_wkv(params, len(x))) if state is None else state
     mixes = (params.time_mix_k, params.time_mix_v, params.time_mix_r, params.time_mix_g)
-    x, (x_k, x_v, x_r, x_g), shift = shift_and_mix(
+    x, (x_k, x_v, x_r, *x_g), shift = shift_and_mix(
         norm,
-        tuple(map(of_previous, mixes)),
+        tuple(of_previous(mix) for mix in mixes if mix is not None),
         *(x, before, options.segment_ids, options.layers_for(x)),
     )
     p = _parameters.like(params, x)
+    heads = len(params.time_decay)
+
+    def of_heads(z: Float[Array, "B *T C"]) -> Float[Array, "B *T H K"]:
+        return z.reshape(*x.shape[:-1], heads, z.shape[-1] // heads)
+
     r, k, v = linear(p.receptance, x_r), linear(p.key, x_k), linear(p.value, x_v)
-    gate = jax.nn.silu(linear(p.gate, x_g))
-    r, k, v = (z.reshape(*x.shape[:-1], *params.time_faaaa.shape) for z in (r, k, v))
-    single = x.ndim == 2
-    operands = (r, p.time_decay, k, v, p.time_faaaa)
-    y, last = run(wkv5_step, options, single, operands, wkv, "exp")
-    y = linear(p.output, head_norm(params.ln_x, y, HEAD_NORM_EPS) * gate)
+    r, k, v = map(of_heads, (r, k, v))
+    decay, bonus = (z.reshape(heads, -1) for z in (p.time_decay, _bonus(p)))
+    y, last = run(wkv5_step, options, x.ndim == 2, (r, decay, k, v, bonus), wkv, "exp")
+    y = head_norm(params.ln_x, y, HEAD_NORM_EPS)
+    if p.gate is not None:
+        y = y * jax.nn.silu(linear(p.gate, *x_g))
+    y = linear(p.output, y)
     return x, y, TimeMixState(shift, last), None
+
+
+def _bonus(params: TimeMixParams) -> Array:
+    if params.time_faaaa is not None:
+        return params.time_faaaa
+    if params.time_first is None:
+        raise ValueError("rwkv5: time_faaaa and time_first are None; accepted is one of them")
+    return jnp.exp(params.time_first)
