@@ -341,7 +341,8 @@ def test_products(options: dict, products: int) -> None:
     ids=str,
 )
 def test_no_array_of_all_logits(options: dict) -> None:
-    batch, tokens, vocabulary = 4, 1024, 4096
+    # Products of a GPU have 32 MB of workspace besides.
+    batch, tokens, vocabulary = 4, 1024, 16384
     program = compiled(batch, tokens, vocabulary, slab=128, **options).compile()
     logits = 4 * batch * tokens * vocabulary
     assert program.memory_analysis().temp_size_in_bytes < logits / 4
