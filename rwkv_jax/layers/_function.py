@@ -235,13 +235,21 @@ def _forward(
     function: Function, options: Options, inputs: Arrays
 ) -> tuple[Arrays, tuple[Arrays, Arrays]]:
     results, kept = _given(function, options, inputs)
-    return results, (inputs, kept)
+    # An empty array that nothing uses would be an input of a `shard_map` of the backward pass, and
+    # the compiler of jaxlib 0.11 crashes on those.
+    saved = {name: x for name, x in inputs.items() if x.size or name not in function.indices}
+    return results, (saved, kept)
 
 
 def _backward(
     function: Function, options: Options, residuals: tuple[Arrays, Arrays], cotangents: Arrays
 ) -> tuple[dict[str, Array | None]]:
-    inputs, kept = residuals
+    inputs, kept = dict(residuals[0]), residuals[1]
+    like = next(iter(function.tensors))
+    for name in function.indices.keys() - inputs.keys():
+        empty = jnp.zeros((len(inputs[like]), 0), jnp.int32)
+        axes = [function.tensors[like], function.indices[name]]
+        _, inputs[name] = alike(axes, inputs[like], empty)
     operands = Operands(inputs, kept, cotangents)
     found = dispatch.dispatched(function, "backward", options, operands)
     return ({**found, **dict.fromkeys(function.indices)},)
