@@ -1,6 +1,7 @@
-"""The channel mixing of RWKV-4 to 6, which has a gate."""
+"""The channel mixing of RWKV-4 to 6: a squared-ReLU network with a gate on each token and the token
+before it."""
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 from jax import Array
@@ -10,29 +11,81 @@ from rwkv_jax.layers import relu_squared
 from rwkv_jax.models import _parameters
 from rwkv_jax.models._linear import Weight, linear
 from rwkv_jax.models._normalisation import Norm
-from rwkv_jax.models._token_shift import shift_and_mix
+from rwkv_jax.models._token_shift import check_segment_ids, of_previous, shift_and_mix
 
 
-class Weights(NamedTuple):
-    """The linear maps of a channel mixing with a gate."""
+class ChannelMixParams(NamedTuple):
+    """The parameters of a channel mixing of RWKV-4 or 5. `time_mix_k` and `time_mix_r` [C] say how
+    much of the present token is mixed in."""
 
+    time_mix_k: Array
+    time_mix_r: Array
     key: Weight
     receptance: Weight
     value: Weight
 
+    @property
+    def mixes(self) -> tuple[Array, Array]:
+        """The shares of the previous token for k and r."""
+        return of_previous(self.time_mix_k), of_previous(self.time_mix_r)
+
+
+@runtime_checkable
+class Gated(Protocol):
+    """The parameters of a channel mixing with a gate."""
+
+    @property
+    def mixes(self) -> tuple[Array, Array]: ...
+    @property
+    def key(self) -> Weight: ...
+    @property
+    def receptance(self) -> Weight: ...
+    @property
+    def value(self) -> Weight: ...
+
+
+def channel_mix(
+    params: Gated,
+    x: Float[Array, "B *T C"],
+    state: Float[Array, "B C"] | None = None,
+    *,
+    segment_ids: Int[Array, "B T"] | None = None,
+) -> tuple[Float[Array, "B *T C"], Float[Array, "B C"]]:
+    """The channel mixing of a sequence [B, T, C] or a token [B, C], in the dtype of `x`:
+
+        x_i = x_t + (x_{t-1} - x_t) * mix_i                       for i = k, r
+        y_t = sigmoid(R x_r) * (V max(K x_k, 0)^2)
+
+    with the matrices K, R and V of key, receptance and value. `mix_i` is 1 - time_mix_i in RWKV-4
+    and 5, and time_maa_i in RWKV-6.
+
+    Args:
+      params: the parameters of one layer.
+      x: the normalised input.
+      state: the input of the token before the first one; zeros if None.
+      segment_ids: as `apply` takes it.
+
+    Returns:
+      The output, with the shape and dtype of `x`, and the next state.
+
+    Raises:
+      TypeError, ValueError: `segment_ids` is wrong, or given with a token.
+    """
+    check_segment_ids("channel_mix", segment_ids, x.shape[:-1])
+    return mix_channels(params, None, x, state, segment_ids)[1:]
+
 
 def mix_channels(
-    weights: Weights,
-    mixes: tuple[Float[Array, " C"], Float[Array, " C"]],
+    params: Gated,
     norm: Norm | None,
     x: Float[Array, "B *T C"],
     state: Float[Array, "B C"] | None,
     segment_ids: Int[Array, "B T"] | None,
-    layers: str | None,
+    layers: str | None = None,
 ) -> tuple[Array, Array, Array]:
-    """sigmoid(R x_r) * (V max(K x_k, 0)^2), with the mixes of x_k and x_r in this order, of `x`
-    normalised by `norm`; before it `x` itself, for other uses, and after it the next state."""
-    x, (x_k, x_r), shift = shift_and_mix(norm, mixes, x, state, segment_ids, layers)
-    p = _parameters.cast(weights, x.dtype)
+    """`channel_mix` of `x` normalised by `norm`, and before its results `x` itself, for other
+    uses."""
+    x, (x_k, x_r), shift = shift_and_mix(norm, params.mixes, x, state, segment_ids, layers)
+    p = _parameters.cast(params, x.dtype)
     gate = jax.nn.sigmoid(linear(p.receptance, x_r))
     return x, gate * linear(p.value, relu_squared(linear(p.key, x_k))), shift

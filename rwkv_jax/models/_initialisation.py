@@ -17,24 +17,23 @@ from rwkv_jax.models._trees import BlockParams, Params
 
 def init(
     key: Key[Array, ""],
-    layers: int,
-    width: int,
-    vocabulary: int,
-    att: Callable[[Array, int], Any],
-    ffn: Callable[[Array, int], Any],
+    config: Any,
+    init_time_mix: Callable[[Array, Any, int], Any],
+    init_channel_mix: Callable[[Array, Any, int], Any],
 ) -> Params:
-    """Parameters of a model, float32. `att` and `ffn` give those of the mixings of a layer, from a
-    key and the number of the layer."""
-    embedding, head, *blocks = jax.random.split(key, 2 + layers)
+    """Parameters of a model, float32. The functions give the parameters of the mixings of a layer
+    from a key, `config` and the number of the layer, from 0."""
+    width, vocabulary = config.width, config.vocabulary
+    embedding, head, *blocks = jax.random.split(key, 2 + config.layers)
 
     def block(key: Key[Array, ""], layer: int) -> BlockParams:
-        of_att, of_ffn = jax.random.split(key)
+        att, ffn = jax.random.split(key)
         return BlockParams(
             ln0=init_norm(width) if layer == 0 else None,
             ln1=init_norm(width),
             ln2=init_norm(width),
-            att=att(of_att, layer),
-            ffn=ffn(of_ffn, layer),
+            att=init_time_mix(att, config, layer),
+            ffn=init_channel_mix(ffn, config, layer),
         )
 
     params = Params(

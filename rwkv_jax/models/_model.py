@@ -1,82 +1,196 @@
-"""The forward pass of a model: embedding, blocks in turn or in a scan, normalisation and head."""
+"""The language model of any generation: initialisation, states, the forward pass and the placement
+on a mesh, all of which follow from what a generation consists of."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 from jax import Array, lax
+from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
-from jaxtyping import Float, Float32, Int
+from jaxtyping import Float, Float32, Int, Key, PyTree
 
-from rwkv_jax.models import _recomputation
+from rwkv_jax.models import _initialisation, _placement, _recomputation, _trees
 from rwkv_jax.models._linear import embed, logits
 from rwkv_jax.models._normalisation import layer_norm
 from rwkv_jax.models._recomputation import Recompute
 from rwkv_jax.models._stacking import Stacked
 from rwkv_jax.models._token_shift import check_segment_ids
 from rwkv_jax.models._trees import BlockParams, BlockState, InitialWkv, Params, State, initial_block
-from rwkv_jax.models._wkv import Options
+from rwkv_jax.models._wkv import Options, Wkv
 
 
-class Generation(NamedTuple):
-    """What the models of a generation consist of.
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """The models of a generation. The module of a generation has the methods as functions.
 
-    `mix_tokens` takes the parameters of a time mixing, a normalisation, its input, its state, what
-    the first block has for all others (the value in RWKV-7; otherwise None) and `Options`. It
-    returns the input, for its other uses, the output, the next state, and what the first block has.
-
-    `mix_channels` takes the parameters of a channel mixing, a normalisation, its input, its state,
-    the segments and the implementation of layer functions. It returns the input, the output and the
-    next state.
+    Attributes:
+      name: the name of its module, such as "rwkv7".
+      config: the class of the sizes of a model. All of them have `layers`, `width` and
+        `vocabulary`.
+      wkv: the operator for sequences.
+      mix_tokens: the time mixing. It takes its parameters, a normalisation, its input, its state,
+        what the first block has for all others (the value in RWKV-7; otherwise None) and
+        `Options`. It returns the input, for its other uses, the output, the next state, and what
+        the first block has.
+      mix_channels: the channel mixing. It takes its parameters, a normalisation, its input, its
+        state, the segments and the implementation of layer functions. It returns the input, the
+        output and the next state.
+      init_time_mix: the parameters of a time mixing, from a key, a config and the number of the
+        layer.
+      init_channel_mix: the same for a channel mixing.
+      initial_wkv: the state of the operator before the first token.
+      rules: where parameters are on a mesh.
     """
 
     name: str
+    config: type
+    wkv: Wkv
     mix_tokens: Callable[..., tuple[Array, Array, Any, Any]]
     mix_channels: Callable[..., tuple[Array, Array, Array]]
+    init_time_mix: Callable[[Array, Any, int], Any]
+    init_channel_mix: Callable[[Array, Any, int], Any]
     initial_wkv: InitialWkv
+    rules: _placement.Rules
 
+    def init(self, key: Key[Array, ""], config: Any) -> Params:
+        """Parameters with the official initialisation, float32, of a model with the sizes of
+        `config`, a `Config` of the generation."""
+        return _initialisation.init(key, config, self.init_time_mix, self.init_channel_mix)
 
-def features(
-    generation: Generation,
-    params: Params,
-    tokens: Int[Array, " B *T"],
-    state: State | None,
-    options: Options,
-    dtype: DTypeLike,
-    recompute: Recompute | None,
-) -> tuple[Float[Array, "B *T C"], State]:
-    """What `params.head` makes logits of, and the next state; `rwkv7.features` describes both."""
-    name = generation.name
-    check_segment_ids(name, options.segment_ids, tokens.shape)
-    x = embed(params.emb, tokens, dtype)
-    block = functools.partial(_block, generation, options)
-    recomputed = functools.partial(_recomputation.recomputed, block, recompute)
-    if isinstance(params.blocks, Stacked):
-        if not isinstance(state, Stacked | None):
-            raise ValueError(f"{name}: state is a tuple; accepted with stacked blocks is Stacked")
-        x, next_state = _scan(recomputed(), recomputed(scanned=True), params.blocks, x, state)
-    else:
-        if isinstance(state, Stacked):
-            raise ValueError(
-                f"{name}: state is Stacked; accepted with a tuple of blocks is a tuple"
-            )
-        x, next_state = _in_turn(recomputed(), params.blocks, x, state)
-    return layer_norm(params.ln_out, x), next_state
+    def initial_state(self, params: Params, batch: int, dtype: DTypeLike = jnp.float32) -> State:
+        """The state before the first token of `batch` rows, in the form of `params`. `dtype` is the
+        dtype of the activations."""
+        return _trees.initial_state(self.initial_wkv, params, batch, dtype)
 
+    def features(
+        self,
+        params: Params,
+        tokens: Int[Array, " B *T"],
+        state: State | None = None,
+        *,
+        segment_ids: Int[Array, "B T"] | None = None,
+        dtype: DTypeLike = jnp.float32,
+        implementation: str | None = None,
+        layers: str | None = None,
+        recompute: Recompute | None = None,
+        wkv: Wkv | None = None,
+    ) -> tuple[Float[Array, "B *T C"], State]:
+        """What `params.head` makes logits of: the normalised output of the last block, for a
+        sequence [B, T] of tokens or for one token each, [B].
 
-def apply(
-    generation: Generation,
-    params: Params,
-    tokens: Int[Array, " B *T"],
-    state: State | None,
-    options: Options,
-    dtype: DTypeLike,
-    recompute: Recompute | None,
-) -> tuple[Float32[Array, "B *T vocabulary"], State]:
-    """The logits of the next token after each token, and the next state."""
-    x, next_state = features(generation, params, tokens, state, options, dtype, recompute)
-    return logits(params.head, x), next_state
+        `rwkv_jax.losses` computes a loss from it without the logits of all tokens at once.
+
+        Args:
+          params: the parameters, in either form: as `init` or as `stacked` gives them.
+          tokens: integers below the size of the vocabulary.
+          state: the state after the tokens before `tokens`, in the form of `params`;
+            `initial_state` if None.
+          segment_ids: which tokens of a row are one document, with 0 for padding; for sequences
+            only. The first document goes on from `state`, every other one starts anew, and the next
+            state is the one after the last document.
+          dtype: the dtype of the activations.
+          implementation: the implementation of the operator.
+          layers: the implementation of the functions of `rwkv_jax.layers`. Where tokens of a
+            sequence are distributed over devices, give "xla", which the compiler partitions.
+          recompute: what the backward pass computes again rather than keeps: "cheap", all but the
+            products and the results of the operator; "blocks", everything but the activations
+            between blocks; or None, what costs nothing to speak of.
+          wkv: the function that mixes sequences, such as `sharding.shard(wkv7, ...)`; the operator
+            of the generation if None.
+
+        Returns:
+          The features [B, T, C] or [B, C] in `dtype`, and the next state.
+
+        Raises:
+          TypeError, ValueError: `segment_ids` is wrong, or given with one token each; or `state`
+            has another form than `params`.
+        """
+        check_segment_ids(self.name, segment_ids, tokens.shape)
+        options = Options(segment_ids, implementation, layers, wkv or self.wkv)
+        x = embed(params.emb, tokens, dtype)
+        block = functools.partial(_block, self, options)
+        recomputed = functools.partial(_recomputation.recomputed, block, recompute)
+        if isinstance(params.blocks, Stacked):
+            if not isinstance(state, Stacked | None):
+                raise ValueError(
+                    f"{self.name}: state is a tuple; accepted with stacked blocks is Stacked"
+                )
+            x, next_state = _scan(recomputed(), recomputed(scanned=True), params.blocks, x, state)
+        else:
+            if isinstance(state, Stacked):
+                raise ValueError(
+                    f"{self.name}: state is Stacked; accepted with a tuple of blocks is a tuple"
+                )
+            x, next_state = _in_turn(recomputed(), params.blocks, x, state)
+        return layer_norm(params.ln_out, x), next_state
+
+    def apply(
+        self,
+        params: Params,
+        tokens: Int[Array, " B *T"],
+        state: State | None = None,
+        *,
+        segment_ids: Int[Array, "B T"] | None = None,
+        dtype: DTypeLike = jnp.float32,
+        implementation: str | None = None,
+        layers: str | None = None,
+        recompute: Recompute | None = None,
+        wkv: Wkv | None = None,
+    ) -> tuple[Float32[Array, "B *T vocabulary"], State]:
+        """Logits of the next token after each token of a sequence [B, T], or after one token each,
+        [B].
+
+        The arguments and errors are those of `features`.
+
+        Returns:
+          Logits [B, T, vocabulary] or [B, vocabulary] in float32, and the next state.
+        """
+        x, next_state = self.features(
+            *(params, tokens, state),
+            segment_ids=segment_ids,
+            dtype=dtype,
+            implementation=implementation,
+            layers=layers,
+            recompute=recompute,
+            wkv=wkv,
+        )
+        return logits(params.head, x), next_state
+
+    def shardings(
+        self,
+        params: PyTree[Array | jax.ShapeDtypeStruct],
+        mesh: Mesh,
+        *,
+        data: _placement.MeshAxes = None,
+        model: _placement.MeshAxes = None,
+    ) -> PyTree[NamedSharding]:
+        """Where the parameters are on a mesh: a tree of `NamedSharding`, for `jit` and
+        `device_put`.
+
+        With `data`, each device keeps a part of the parameters, and of every tree with the shapes
+        of the parameters, such as the moments of an optimizer. Gather the parameters along these
+        axes before computing with them, because the compiler may not do so by itself:
+
+            jax.lax.with_sharding_constraint(params, shardings(params, mesh, model="model"))
+
+        Args:
+          params: the parameters, or their shapes.
+          mesh: a mesh with axes of type Auto.
+          data: mesh axes that only save memory, such as the axes of the batch.
+          model: mesh axes that split the heads, the channels within the mixings and the vocabulary.
+
+        Returns:
+          The tree of `params` with a sharding at each leaf. An axis that does not divide evenly
+          stays whole.
+
+        Raises:
+          ValueError: `data` or `model` names an axis that the mesh does not have.
+        """
+        return _placement.shardings(params, mesh, self.rules, data=data, model=model)
 
 
 _Block: TypeAlias = Callable[

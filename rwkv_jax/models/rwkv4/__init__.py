@@ -10,12 +10,16 @@ Source: "RWKV: Reinventing RNNs for the Transformer Era" (arXiv:2305.13048), and
 `RWKV_TimeMix` and `RWKV_ChannelMix` of RWKV-LM's training code in RWKV-v4neo.
 """
 
+from rwkv_jax.models._channel_mixing import ChannelMixParams as ChannelMixParams
+from rwkv_jax.models._channel_mixing import channel_mix as channel_mix
 from rwkv_jax.models._linear import Weight as Weight
 from rwkv_jax.models._normalisation import Norm as Norm
 from rwkv_jax.models._normalisation import layer_norm as layer_norm
 from rwkv_jax.models._parameters import names as names
 from rwkv_jax.models._recomputation import Recompute as Recompute
 from rwkv_jax.models._stacking import Stacked as Stacked
+from rwkv_jax.models._training import learning_rates as learning_rates
+from rwkv_jax.models._training import weight_decays as weight_decays
 from rwkv_jax.models._trees import BlockParams as BlockParams
 from rwkv_jax.models._trees import BlockState as BlockState
 from rwkv_jax.models._trees import Params as Params
@@ -26,14 +30,14 @@ from rwkv_jax.models._trees import unstacked as unstacked
 from rwkv_jax.models._wkv import Wkv as Wkv
 from rwkv_jax.models.rwkv4.config import Config as Config
 from rwkv_jax.models.rwkv4.decoding import generate as generate
-from rwkv_jax.models.rwkv4.initialisation import init as init
 from rwkv_jax.models.rwkv4.initialisation import init_channel_mix as init_channel_mix
 from rwkv_jax.models.rwkv4.initialisation import init_time_mix as init_time_mix
-from rwkv_jax.models.rwkv4.model import apply as apply
-from rwkv_jax.models.rwkv4.model import features as features
+from rwkv_jax.models.rwkv4.model import GENERATION as GENERATION
 from rwkv_jax.models.rwkv4.parameters import TimeMixParams as TimeMixParams
-from rwkv_jax.models.rwkv4.placement import shardings as shardings
-from rwkv_jax.models.rwkv4.state import initial_state as initial_state
 from rwkv_jax.models.rwkv4.time_mixing import time_mix as time_mix
-from rwkv_jax.models.rwkv5.channel_mixing import channel_mix as channel_mix
-from rwkv_jax.models.rwkv5.parameters import ChannelMixParams as ChannelMixParams
+
+init = GENERATION.init
+initial_state = GENERATION.initial_state
+features = GENERATION.features
+apply = GENERATION.apply
+shardings = GENERATION.shardings

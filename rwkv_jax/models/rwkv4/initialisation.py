@@ -6,35 +6,17 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Key
 
-from rwkv_jax.models import _initialisation, _parameters
+from rwkv_jax.models import _parameters
+from rwkv_jax.models._channel_mixing import ChannelMixParams
 from rwkv_jax.models._initialisation import decay, depth, orthogonal, token_shift_mix, zigzag
 from rwkv_jax.models._linear import Weight
-from rwkv_jax.models._trees import Params
 from rwkv_jax.models.rwkv4.config import Config
 from rwkv_jax.models.rwkv4.parameters import TimeMixParams
-from rwkv_jax.models.rwkv5.parameters import ChannelMixParams
 
 
-def init(key: Key[Array, ""], config: Config) -> Params:
-    """Parameters with the official initialisation, float32."""
-    width, layers = config.width, config.layers
-
-    def att(key: Key[Array, ""], layer: int) -> TimeMixParams:
-        return init_time_mix(key, width, layer=layer, layers=layers)
-
-    def ffn(key: Key[Array, ""], layer: int) -> ChannelMixParams:
-        return init_channel_mix(key, width, layer=layer, layers=layers)
-
-    return _initialisation.init(key, layers, width, config.vocabulary, att, ffn)
-
-
-def init_time_mix(key: Key[Array, ""], width: int, *, layer: int, layers: int) -> TimeMixParams:
-    """The parameters of the time mixing of layer `layer` (from 0) of a model with `layers` layers.
-
-    Raises:
-      ValueError: a size is one that `Config` refuses.
-    """
-    Config(layers, width)
+def init_time_mix(key: Key[Array, ""], config: Config, layer: int) -> TimeMixParams:
+    """The parameters of the time mixing of layer `layer`, from 0."""
+    layers, width = config.layers, config.width
 
     def mix(exponent: float) -> Array:
         return 1 - token_shift_mix(width, exponent * (1 - layer / layers))
@@ -56,11 +38,10 @@ def init_time_mix(key: Key[Array, ""], width: int, *, layer: int, layers: int) -
     return _parameters.cast(params, jnp.float32)
 
 
-def init_channel_mix(
-    key: Key[Array, ""], width: int, *, layer: int, layers: int
-) -> ChannelMixParams:
-    """The parameters of the channel mixing of layer `layer` (from 0) of a model with `layers`
-    layers. Its hidden activations are four times as wide as the model."""
+def init_channel_mix(key: Key[Array, ""], config: Config, layer: int) -> ChannelMixParams:
+    """The parameters of the channel mixing of layer `layer`, from 0. Its hidden
+    activations are four times as wide as the model."""
+    layers, width = config.layers, config.width
     hidden, exponent = 4 * width, 1 - layer / layers
     params = ChannelMixParams(
         time_mix_k=1 - token_shift_mix(width, exponent),

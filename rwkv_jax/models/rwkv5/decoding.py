@@ -9,7 +9,7 @@ from jaxtyping import Int, Key
 
 from rwkv_jax.models import _decoding
 from rwkv_jax.models._trees import Params
-from rwkv_jax.models.rwkv5.model import apply
+from rwkv_jax.models.rwkv5.model import GENERATION
 
 
 def generate(
@@ -26,5 +26,7 @@ def generate(
 
     The arguments and results are those of `rwkv7.generate`, with `wkv5` for `wkv7`.
     """
-    forward = functools.partial(apply, params, dtype=dtype, implementation=implementation)
+    forward = functools.partial(
+        GENERATION.apply, params, dtype=dtype, implementation=implementation
+    )
     return _decoding.generate(forward, key, prompt, length, temperature)

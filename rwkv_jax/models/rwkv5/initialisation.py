@@ -5,7 +5,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Key
 
-from rwkv_jax.models import _initialisation, _parameters
+from rwkv_jax.models import _parameters
+from rwkv_jax.models._channel_mixing import ChannelMixParams
 from rwkv_jax.models._initialisation import (
     bonus,
     decay,
@@ -15,33 +16,13 @@ from rwkv_jax.models._initialisation import (
     token_shift_mix,
 )
 from rwkv_jax.models._linear import Weight
-from rwkv_jax.models._trees import Params
 from rwkv_jax.models.rwkv5.config import Config
-from rwkv_jax.models.rwkv5.parameters import ChannelMixParams, TimeMixParams
+from rwkv_jax.models.rwkv5.parameters import TimeMixParams
 
 
-def init(key: Key[Array, ""], config: Config) -> Params:
-    """Parameters with the official initialisation, float32."""
-    width, layers = config.width, config.layers
-
-    def att(key: Key[Array, ""], layer: int) -> TimeMixParams:
-        return init_time_mix(key, width, config.head_size, layer=layer, layers=layers)
-
-    def ffn(key: Key[Array, ""], layer: int) -> ChannelMixParams:
-        return init_channel_mix(key, width, layer=layer, layers=layers)
-
-    return _initialisation.init(key, layers, width, config.vocabulary, att, ffn)
-
-
-def init_time_mix(
-    key: Key[Array, ""], width: int, head_size: int, *, layer: int, layers: int
-) -> TimeMixParams:
-    """The parameters of the time mixing of layer `layer` (from 0) of a model with `layers` layers.
-
-    Raises:
-      ValueError: a size is one that `Config` refuses.
-    """
-    Config(layers, width, head_size)
+def init_time_mix(key: Key[Array, ""], config: Config, layer: int) -> TimeMixParams:
+    """The parameters of the time mixing of layer `layer`, from 0."""
+    layers, width = config.layers, config.width
     keys = iter(jax.random.split(key, 4))
     square = (width, width)
 
@@ -56,8 +37,8 @@ def init_time_mix(
         time_mix_v=mix(1.0) + 0.3 * depth(layer, layers),
         time_mix_r=mix(0.5),
         time_mix_g=mix(0.5),
-        time_decay=decay(width, layer, layers).reshape(-1, head_size),
-        time_faaaa=bonus(width, layer, layers).reshape(-1, head_size),
+        time_decay=decay(width, layer, layers).reshape(-1, config.head_size),
+        time_faaaa=bonus(width, layer, layers).reshape(-1, config.head_size),
         receptance=orthogonal(1.0),
         key=orthogonal(0.1),
         value=orthogonal(1.0),
@@ -68,12 +49,10 @@ def init_time_mix(
     return _parameters.cast(params, jnp.float32)
 
 
-def init_channel_mix(
-    key: Key[Array, ""], width: int, *, layer: int, layers: int
-) -> ChannelMixParams:
-    """The parameters of the channel mixing of layer `layer` (from 0) of a model with `layers`
-    layers. Its hidden activations are 3.5 times as wide as the model, rounded down to a multiple of
-    32."""
+def init_channel_mix(key: Key[Array, ""], config: Config, layer: int) -> ChannelMixParams:
+    """The parameters of the channel mixing of layer `layer`, from 0. Its hidden
+    activations are 3.5 times as wide as the model, rounded down to a multiple of 32."""
+    layers, width = config.layers, config.width
     hidden, exponent = hidden_width(width), 1 - layer / layers
     params = ChannelMixParams(
         time_mix_k=1 - token_shift_mix(width, exponent),

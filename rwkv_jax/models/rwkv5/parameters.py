@@ -1,4 +1,4 @@
-"""The parameters of the mixings. The fields have the names of the official checkpoints."""
+"""The parameters of the time mixing. The fields have the names of the official checkpoints."""
 
 from typing import NamedTuple
 
@@ -30,14 +30,3 @@ class TimeMixParams(NamedTuple):
     gate: Weight | None
     ln_x: Norm
     time_first: Array | None = None
-
-
-class ChannelMixParams(NamedTuple):
-    """The parameters of a channel mixing. `time_mix_k` and `time_mix_r` [C] say how much of the
-    present token is mixed in."""
-
-    time_mix_k: Array
-    time_mix_r: Array
-    key: Weight
-    receptance: Weight
-    value: Weight

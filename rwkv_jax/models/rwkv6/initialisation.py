@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Key
 
-from rwkv_jax.models import _initialisation, _parameters
+from rwkv_jax.models import _parameters
 from rwkv_jax.models._initialisation import (
     bonus,
     decay,
@@ -16,46 +16,13 @@ from rwkv_jax.models._initialisation import (
     token_shift_mix,
 )
 from rwkv_jax.models._linear import Weight
-from rwkv_jax.models._trees import Params
 from rwkv_jax.models.rwkv6.config import Config
 from rwkv_jax.models.rwkv6.parameters import ChannelMixParams, TimeMixParams
 
 
-def init(key: Key[Array, ""], config: Config) -> Params:
-    """Parameters with the official initialisation, float32."""
-    width, layers = config.width, config.layers
-
-    def att(key: Key[Array, ""], layer: int) -> TimeMixParams:
-        return init_time_mix(
-            *(key, width, config.head_size),
-            layer=layer,
-            layers=layers,
-            mix_rank=config.mix_rank,
-            decay_rank=config.decay_rank,
-        )
-
-    def ffn(key: Key[Array, ""], layer: int) -> ChannelMixParams:
-        return init_channel_mix(key, width, layer=layer, layers=layers)
-
-    return _initialisation.init(key, layers, width, config.vocabulary, att, ffn)
-
-
-def init_time_mix(
-    key: Key[Array, ""],
-    width: int,
-    head_size: int,
-    *,
-    layer: int,
-    layers: int,
-    mix_rank: int = 32,
-    decay_rank: int = 64,
-) -> TimeMixParams:
-    """The parameters of the time mixing of layer `layer` (from 0) of a model with `layers` layers.
-
-    Raises:
-      ValueError: a size is one that `Config` refuses.
-    """
-    Config(layers, width, head_size, mix_rank=mix_rank, decay_rank=decay_rank)
+def init_time_mix(key: Key[Array, ""], config: Config, layer: int) -> TimeMixParams:
+    """The parameters of the time mixing of layer `layer`, from 0."""
+    layers, width = config.layers, config.width
     keys = iter(jax.random.split(key, 6))
     square = (width, width)
 
@@ -72,12 +39,12 @@ def init_time_mix(
         time_maa_v=mix(1.0) - 0.3 * depth(layer, layers),
         time_maa_r=mix(0.5),
         time_maa_g=mix(0.5),
-        time_maa_w1=jnp.zeros((width, 5 * mix_rank)),
-        time_maa_w2=small(next(keys), (5, mix_rank, width)),
+        time_maa_w1=jnp.zeros((width, 5 * config.mix_rank)),
+        time_maa_w2=small(next(keys), (5, config.mix_rank, width)),
         time_decay=decay(width, layer, layers),
-        time_decay_w1=jnp.zeros((width, decay_rank)),
-        time_decay_w2=small(next(keys), (decay_rank, width)),
-        time_faaaa=bonus(width, layer, layers).reshape(-1, head_size),
+        time_decay_w1=jnp.zeros((width, config.decay_rank)),
+        time_decay_w2=small(next(keys), (config.decay_rank, width)),
+        time_faaaa=bonus(width, layer, layers).reshape(-1, config.head_size),
         receptance=orthogonal(1.0),
         key=orthogonal(0.1),
         value=orthogonal(1.0),
@@ -88,12 +55,10 @@ def init_time_mix(
     return _parameters.cast(params, jnp.float32)
 
 
-def init_channel_mix(
-    key: Key[Array, ""], width: int, *, layer: int, layers: int
-) -> ChannelMixParams:
-    """The parameters of the channel mixing of layer `layer` (from 0) of a model with `layers`
-    layers. Its hidden activations are 3.5 times as wide as the model, rounded down to a multiple of
-    32."""
+def init_channel_mix(key: Key[Array, ""], config: Config, layer: int) -> ChannelMixParams:
+    """The parameters of the channel mixing of layer `layer`, from 0. Its hidden
+    activations are 3.5 times as wide as the model, rounded down to a multiple of 32."""
+    layers, width = config.layers, config.width
     hidden, exponent = hidden_width(width), (1 - layer / layers) ** 3
     params = ChannelMixParams(
         time_maa_k=token_shift_mix(width, exponent),

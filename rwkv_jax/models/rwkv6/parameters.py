@@ -47,3 +47,8 @@ class ChannelMixParams(NamedTuple):
     key: Weight
     receptance: Weight
     value: Weight
+
+    @property
+    def mixes(self) -> tuple[Array, Array]:
+        """The shares of the previous token for k and r."""
+        return self.time_maa_k, self.time_maa_r

@@ -21,6 +21,8 @@ from rwkv_jax.models._normalisation import layer_norm as layer_norm
 from rwkv_jax.models._parameters import names as names
 from rwkv_jax.models._recomputation import Recompute as Recompute
 from rwkv_jax.models._stacking import Stacked as Stacked
+from rwkv_jax.models._training import learning_rates as learning_rates
+from rwkv_jax.models._training import weight_decays as weight_decays
 from rwkv_jax.models._trees import BlockParams as BlockParams
 from rwkv_jax.models._trees import BlockState as BlockState
 from rwkv_jax.models._trees import Params as Params
@@ -32,16 +34,18 @@ from rwkv_jax.models._wkv import Wkv as Wkv
 from rwkv_jax.models.rwkv7.channel_mixing import channel_mix as channel_mix
 from rwkv_jax.models.rwkv7.config import Config as Config
 from rwkv_jax.models.rwkv7.decoding import generate as generate
-from rwkv_jax.models.rwkv7.initialisation import init as init
 from rwkv_jax.models.rwkv7.initialisation import init_channel_mix as init_channel_mix
 from rwkv_jax.models.rwkv7.initialisation import init_time_mix as init_time_mix
-from rwkv_jax.models.rwkv7.model import apply as apply
-from rwkv_jax.models.rwkv7.model import features as features
+from rwkv_jax.models.rwkv7.model import GENERATION as GENERATION
 from rwkv_jax.models.rwkv7.parameters import ChannelMixParams as ChannelMixParams
 from rwkv_jax.models.rwkv7.parameters import TimeMixParams as TimeMixParams
-from rwkv_jax.models.rwkv7.placement import shardings as shardings
-from rwkv_jax.models.rwkv7.state import initial_state as initial_state
 from rwkv_jax.models.rwkv7.time_mixing import time_mix as time_mix
+
+init = GENERATION.init
+initial_state = GENERATION.initial_state
+features = GENERATION.features
+apply = GENERATION.apply
+shardings = GENERATION.shardings
 
 rwkv7 = apply
 """The first name of `apply`, for callers that still use it."""

@@ -9,7 +9,7 @@ from jaxtyping import Int, Key
 
 from rwkv_jax.models import _decoding
 from rwkv_jax.models._trees import Params
-from rwkv_jax.models.rwkv7.model import apply
+from rwkv_jax.models.rwkv7.model import GENERATION
 
 
 def generate(
@@ -38,5 +38,7 @@ def generate(
     Returns:
       The sampled tokens [B, length], without the prompt.
     """
-    forward = functools.partial(apply, params, dtype=dtype, implementation=implementation)
+    forward = functools.partial(
+        GENERATION.apply, params, dtype=dtype, implementation=implementation
+    )
     return _decoding.generate(forward, key, prompt, length, temperature)

@@ -7,36 +7,16 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Key
 
-from rwkv_jax.models import _initialisation, _parameters
+from rwkv_jax.models import _parameters
 from rwkv_jax.models._initialisation import depth, head_norm, orthogonal, token_shift_mix
 from rwkv_jax.models._linear import Weight
-from rwkv_jax.models._trees import Params
 from rwkv_jax.models.rwkv7.config import Config
 from rwkv_jax.models.rwkv7.parameters import ChannelMixParams, TimeMixParams
 
 
-def init(key: Key[Array, ""], config: Config) -> Params:
-    """Parameters with the official initialisation, float32."""
-    width, layers = config.width, config.layers
-
-    def att(key: Key[Array, ""], layer: int) -> TimeMixParams:
-        return init_time_mix(key, width, config.head_size, layer=layer, layers=layers)
-
-    def ffn(key: Key[Array, ""], layer: int) -> ChannelMixParams:
-        return init_channel_mix(key, width, layer=layer, layers=layers)
-
-    return _initialisation.init(key, layers, width, config.vocabulary, att, ffn)
-
-
-def init_time_mix(
-    key: Key[Array, ""], width: int, head_size: int, *, layer: int, layers: int
-) -> TimeMixParams:
-    """The parameters of the time mixing of layer `layer` (from 0) of a model with `layers` layers.
-
-    Raises:
-      ValueError: a size is one that `Config` refuses.
-    """
-    Config(layers, width, head_size)
+def init_time_mix(key: Key[Array, ""], config: Config, layer: int) -> TimeMixParams:
+    """The parameters of the time mixing of layer `layer`, from 0."""
+    layers, width, head_size = config.layers, config.width, config.head_size
     keys = iter(jax.random.split(key, 7))
     channel = jnp.arange(width, dtype=jnp.float32)
     fraction = channel / max(width - 1, 1)
@@ -91,11 +71,10 @@ def init_time_mix(
     return _parameters.cast(params, jnp.float32)
 
 
-def init_channel_mix(
-    key: Key[Array, ""], width: int, *, layer: int, layers: int
-) -> ChannelMixParams:
-    """The parameters of the channel mixing of layer `layer` (from 0) of a model with `layers`
-    layers. Its hidden activations are four times as wide as the model."""
+def init_channel_mix(key: Key[Array, ""], config: Config, layer: int) -> ChannelMixParams:
+    """The parameters of the channel mixing of layer `layer`, from 0. Its hidden
+    activations are four times as wide as the model."""
+    layers, width = config.layers, config.width
     params = ChannelMixParams(
         x_k=token_shift_mix(width, (1 - layer / layers) ** 4),
         key=Weight(jax.nn.initializers.orthogonal()(key, (4 * width, width))),

@@ -1,0 +1,40 @@
+"""The groups of parameters of the official training: which learn faster, and which decay.
+
+Source: `configure_optimizers` of RWKV-LM's training code, in RWKV-v4neo (RWKV-4), RWKV-v5 (5 and 6)
+and RWKV-v7/train_temp (7), with `layerwise_lr` and outside its second stage for the Pile.
+"""
+
+import jax
+from jax import Array
+from jax.tree_util import KeyPath
+from jaxtyping import PyTree
+
+from rwkv_jax.models import _parameters, _stacking
+
+_FASTER = {"att.time_decay": 2.0, "att.time_first": 3.0, "att.w0": 2.0}
+
+
+def learning_rates(params: PyTree[Array | jax.ShapeDtypeStruct]) -> PyTree[float]:
+    """The factor of the learning rate of each parameter: 2 for the offsets of the decay, 3 for the
+    bonus `time_first` of RWKV-4 and 5.0, and 1 for all others. In optax,
+
+        optax.transforms.stateless(lambda updates, _: jax.tree.map(jnp.multiply, updates, factors))
+    """
+
+    def factor(path: KeyPath, _: Array | jax.ShapeDtypeStruct) -> float:
+        name = _parameters.name(path)
+        return next((by for end, by in _FASTER.items() if name.endswith(end)), 1.0)
+
+    return jax.tree_util.tree_map_with_path(factor, params)
+
+
+def weight_decays(params: PyTree[Array | jax.ShapeDtypeStruct]) -> PyTree[bool]:
+    """Whether the official training has weight decay for a parameter: for the embedding, the head
+    and the matrices of the linear maps, but not for low-rank maps and vectors. It is a mask for
+    `optax.add_decayed_weights`."""
+
+    def decays(path: KeyPath, x: Array | jax.ShapeDtypeStruct) -> bool:
+        rank = x.ndim - _stacking.is_stacked(path)
+        return _parameters.name(path).endswith(".weight") and rank == 2
+
+    return jax.tree_util.tree_map_with_path(decays, params)
