@@ -287,10 +287,25 @@ def test_initial_values(generation: Generation, initial: Any) -> None:
         assert jnp.allclose(named[name].reshape(-1)[jnp.array([0, -1])], jnp.array(ends)), name
 
 
+def test_groups_of_the_official_training(generation: Generation, initial: Any) -> None:
+    faster = {"rwkv4": {"time_decay": 2, "time_first": 3}}.get(generation.name, {"time_decay": 2})
+    whole = {"emb.weight", "head.weight"}
+    for params in (initial, jax.eval_shape(generation.module.stacked, initial)):
+        named = generation.module.names(params)
+        rates = generation.module.names(generation.module.learning_rates(params))
+        assert rates == {name: faster.get(name.split(".")[-1], 1) for name in named}
+        decays = generation.module.names(generation.module.weight_decays(params))
+        assert {name for name, decay in decays.items() if decay} == {
+            name
+            for name in named
+            if name in whole or (name.endswith(".weight") and "ln" not in name)
+        }
+
+
 def test_no_tokens_leave_the_state(generation: Generation, params: Any) -> None:
     module, block = generation.module, params.blocks[1]
     x = jnp.ones((BATCH, 0, WIDTH))
-    y, state = module.time_mix(block.att, x)
+    y, state, _ = module.time_mix(block.att, x)
     z, shift = module.channel_mix(block.ffn, x)
     assert y.shape == z.shape == x.shape
     assert_trees_close(module.BlockState(state, shift), module.initial_state(params, BATCH)[1], 0.0)

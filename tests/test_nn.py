@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 from jaxtyping import PyTree
 
-from rwkv_jax.models import rwkv7
+from rwkv_jax.models import rwkv4, rwkv5, rwkv6, rwkv7
 from rwkv_jax.nn import equinox, flax
 from rwkv_jax.wkv7 import wkv7
 from support.tolerance import assert_trees_close
@@ -34,8 +34,8 @@ STATE = rwkv7.TimeMixState(
 )
 
 
-FlaxLayer: TypeAlias = flax.TimeMix | flax.ChannelMix | flax.RWKV7
-EquinoxLayer: TypeAlias = equinox.TimeMix | equinox.ChannelMix | equinox.RWKV7
+FlaxLayer: TypeAlias = flax.TimeMix | flax.ChannelMix | flax.RWKV
+EquinoxLayer: TypeAlias = equinox.TimeMix | equinox.ChannelMix | equinox.RWKV
 Inputs: TypeAlias = tuple[PyTree[jax.Array], ...]
 
 
@@ -46,21 +46,21 @@ def twins(name: str) -> tuple[FlaxLayer, EquinoxLayer, Inputs]:
     x = normal(BATCH, TOKENS, WIDTH)
     if name == "TimeMix":
         return (
-            flax.TimeMix(WIDTH, HEAD_SIZE, layer=1, layers=2, rngs=rngs),
-            equinox.TimeMix(WIDTH, HEAD_SIZE, layer=1, layers=2, key=key),
+            flax.TimeMix(CONFIG, 1, rngs=rngs),
+            equinox.TimeMix(CONFIG, 1, key=key),
             (x, STATE, normal(BATCH, TOKENS, WIDTH)),
         )
     if name == "ChannelMix":
         return (
-            flax.ChannelMix(WIDTH, layer=1, layers=2, rngs=rngs),
-            equinox.ChannelMix(WIDTH, layer=1, layers=2, key=key),
+            flax.ChannelMix(CONFIG, 1, rngs=rngs),
+            equinox.ChannelMix(CONFIG, 1, key=key),
             (x, STATE.shift),
         )
     tokens = jnp.asarray(rng.integers(0, 256, (BATCH, TOKENS)), jnp.int32)
     state = tuple(rwkv7.BlockState(STATE, STATE.shift) for _ in range(CONFIG.layers))
     return (
-        flax.RWKV7(CONFIG, rngs=rngs),
-        equinox.RWKV7(CONFIG, key=key),
+        flax.RWKV(CONFIG, rngs=rngs),
+        equinox.RWKV(CONFIG, key=key),
         (tokens, state),
     )
 
@@ -89,7 +89,7 @@ def scalar(results: Tree) -> tuple[jax.Array, Tree]:
     ("name", "mode"),
     [
         *((name, mode) for name in ("TimeMix", "ChannelMix") for mode in ("sequence", "decode")),
-        ("RWKV7", "sequence"),
+        ("RWKV", "sequence"),
     ],
 )
 def test_twins_are_equal(name: str, mode: str) -> None:
@@ -125,7 +125,7 @@ def test_twins_are_equal(name: str, mode: str) -> None:
     assert_trees_close(by_name, by_name_)
 
 
-@pytest.mark.parametrize("name", ["TimeMix", "ChannelMix", "RWKV7"])
+@pytest.mark.parametrize("name", ["TimeMix", "ChannelMix", "RWKV"])
 @pytest.mark.parametrize("mode", ["sequence", "decode"])
 def test_state_is_optional(name: str, mode: str) -> None:
     module, layer, inputs = twins(name)
@@ -140,14 +140,14 @@ def test_state_is_optional(name: str, mode: str) -> None:
     assert_trees_close(of_equinox(*first), jax.tree.map(lambda z: z[0], results))
 
 
-@pytest.mark.parametrize("name", ["TimeMix", "ChannelMix", "RWKV7"])
+@pytest.mark.parametrize("name", ["TimeMix", "ChannelMix", "RWKV"])
 def test_decoding_replaces_a_donated_state(name: str) -> None:
     """Several steps in both frameworks. A model starts from `initial_state`, and a layer from the
     state that a call without a state returns."""
     module, layer, inputs = twins(name)
     module, layer = alike(module, layer)
     x, _, *rest = decoding(inputs)
-    if name == "RWKV7":
+    if name == "RWKV":
         states = [rwkv7.initial_state(layer.params, BATCH) for _ in range(2)]
     else:
         states = [module(x, None, *rest)[1], jax.vmap(layer)(x, None, *rest)[1]]
@@ -164,12 +164,12 @@ def test_decoding_replaces_a_donated_state(name: str) -> None:
     assert not x.is_deleted()
 
 
-@pytest.mark.parametrize("name", ["TimeMix", "ChannelMix", "RWKV7"])
+@pytest.mark.parametrize("name", ["TimeMix", "ChannelMix", "RWKV"])
 def test_segment_ids_reach_the_functions(name: str) -> None:
     module, layer, inputs = twins(name)
     module, layer = alike(module, layer)
     ids = jnp.asarray([[1] * 4 + [2] * 5, [0] * 2 + [1] * 4 + [0] * 3], jnp.int32)
-    function = {"TimeMix": rwkv7.time_mix, "ChannelMix": rwkv7.channel_mix, "RWKV7": rwkv7.apply}
+    function = {"TimeMix": rwkv7.time_mix, "ChannelMix": rwkv7.channel_mix, "RWKV": rwkv7.apply}
     expected = jax.jit(function[name])(flax.arrays(module.params), *inputs, segment_ids=ids)
     of_flax = nnx.jit(lambda *xs, ids: module(*xs, segment_ids=ids))(*inputs, ids=ids)
     one = eqx.filter_jit(lambda *xs, ids: layer(*xs, segment_ids=ids))
@@ -185,37 +185,38 @@ def test_layers_mix_sequences_with_the_given_function() -> None:
         sequences.append(r.shape)
         return wkv7(r, *args, **options)
 
-    model = flax.RWKV7(CONFIG, wkv=spy, rngs=nnx.Rngs(0))
+    model = flax.RWKV(CONFIG, wkv=spy, rngs=nnx.Rngs(0))
     tokens = jnp.zeros((BATCH, TOKENS), jnp.int32)
     _, state = model(tokens)
     model(tokens[:, 0], state)
     shape = (BATCH, TOKENS, WIDTH // HEAD_SIZE, HEAD_SIZE)
     assert sequences == [shape] * CONFIG.layers
 
-    equinox.RWKV7(CONFIG, wkv=spy, key=jax.random.key(0))(tokens[0])
+    equinox.RWKV(CONFIG, wkv=spy, key=jax.random.key(0))(tokens[0])
     assert sequences[CONFIG.layers :] == [(1, *shape[1:])] * CONFIG.layers
 
 
 def test_first_layer_gives_its_value() -> None:
-    module = flax.TimeMix(WIDTH, HEAD_SIZE, layer=0, layers=2, rngs=nnx.Rngs(0))
+    module = flax.TimeMix(CONFIG, 0, rngs=nnx.Rngs(0))
     x = normal(BATCH, TOKENS, WIDTH)
     y, _, v_first = module(x)
     assert not y.any()  # the official initialisation starts with outputs of zero
+    assert v_first is not None
     assert v_first.shape == x.shape
     assert v_first.any()
 
 
 def test_both_start_with_the_official_initialisation() -> None:
-    module, layer, _ = twins("RWKV7")
+    module, layer, _ = twins("RWKV")
     key = nnx.Rngs(0).params()
     expected = rwkv7.init(key, CONFIG)
     assert_trees_close(flax.arrays(module.params), expected)
-    assert_trees_close(equinox.RWKV7(CONFIG, key=key), expected)
+    assert_trees_close(equinox.RWKV(CONFIG, key=key), expected)
     assert set(rwkv7.names(layer.params)) == set(rwkv7.names(expected))
 
 
 def test_flax_paths_are_official_names() -> None:
-    module, _, _ = twins("RWKV7")
+    module, _, _ = twins("RWKV")
     paths = {".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(module))}
     names = rwkv7.names(flax.arrays(module.params))
     assert paths == {f"params.{name}" for name in names}
@@ -223,7 +224,7 @@ def test_flax_paths_are_official_names() -> None:
 
 def test_bfloat16_model_keeps_float32_parameters() -> None:
     config = rwkv7.Config(1, WIDTH, HEAD_SIZE, 256)
-    model = flax.RWKV7(config, dtype="bfloat16", rngs=nnx.Rngs(0))
+    model = flax.RWKV(config, dtype="bfloat16", rngs=nnx.Rngs(0))
 
     @nnx.jit
     def gradient(model, tokens):
@@ -233,3 +234,47 @@ def test_bfloat16_model_keeps_float32_parameters() -> None:
     assert logits.dtype == jnp.float32
     assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(gradients))
     assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(flax.arrays(model.params)))
+
+
+SMALLER = {"layers": 1, "width": 16, "vocabulary": 11}
+
+
+@pytest.mark.parametrize(
+    ("module", "config"),
+    [
+        (rwkv4, rwkv4.Config(**SMALLER)),
+        (rwkv5, rwkv5.Config(**SMALLER, head_size=16)),
+        (rwkv6, rwkv6.Config(**SMALLER, head_size=16, mix_rank=3, decay_rank=5)),
+    ],
+    ids=["rwkv4", "rwkv5", "rwkv6"],
+)
+def test_models_of_every_generation(module: Any, config: Any) -> None:
+    """With parameters that are given, such as those of a checkpoint, and with initial ones."""
+    params = jax.jit(module.init, static_argnames="config")(jax.random.key(0), config)
+    params = jax.tree.map(lambda x: x + 0.1 * normal(*x.shape), params)
+    tokens = jnp.asarray(rng.integers(0, 11, (BATCH, 5)), jnp.int32)
+    options: Any = {"implementation": "reference"}
+    expected = jax.jit(lambda tokens: module.apply(params, tokens, **options))(tokens)
+    model = flax.RWKV(config, params=params, **options)
+    assert_trees_close(nnx.jit(model)(tokens), expected, 0.0)
+    model = equinox.RWKV(config, params=params, **options)
+    of_equinox = eqx.filter_jit(lambda model, tokens: jax.vmap(model)(tokens))
+    assert_trees_close(of_equinox(model, tokens), expected)
+
+    time = flax.TimeMix(config, 0, rngs=nnx.Rngs(0))
+    channel = flax.ChannelMix(config, 0, rngs=nnx.Rngs(0))
+    assert isinstance(time.params, module.TimeMixParams)
+    assert isinstance(channel.params, module.ChannelMixParams)
+    x = jnp.ones((BATCH, 16))
+    y, _, v_first = time(x)
+    assert v_first is None
+    assert not y.any()
+    assert not channel(x)[0].any()
+
+
+@pytest.mark.parametrize("layer", [flax.RWKV, equinox.RWKV])
+def test_parameters_have_to_come_from_somewhere(layer: Any) -> None:
+    with pytest.raises(TypeError, match="RWKV: params and"):
+        layer(CONFIG)
+    with pytest.raises(TypeError, match=r"config is a dict; accepted are rwkv4\.Config, rwkv5"):
+        layer({})

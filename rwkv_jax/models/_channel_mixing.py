@@ -11,7 +11,7 @@ from rwkv_jax.layers import relu_squared
 from rwkv_jax.models import _parameters
 from rwkv_jax.models._linear import Weight, linear
 from rwkv_jax.models._normalisation import Norm
-from rwkv_jax.models._token_shift import check_segment_ids, of_previous, shift_and_mix
+from rwkv_jax.models._token_shift import of_previous, shift_and_mix
 
 
 class ChannelMixParams(NamedTuple):
@@ -44,37 +44,6 @@ class Gated(Protocol):
     def value(self) -> Weight: ...
 
 
-def channel_mix(
-    params: Gated,
-    x: Float[Array, "B *T C"],
-    state: Float[Array, "B C"] | None = None,
-    *,
-    segment_ids: Int[Array, "B T"] | None = None,
-) -> tuple[Float[Array, "B *T C"], Float[Array, "B C"]]:
-    """The channel mixing of a sequence [B, T, C] or a token [B, C], in the dtype of `x`:
-
-        x_i = x_t + (x_{t-1} - x_t) * mix_i                       for i = k, r
-        y_t = sigmoid(R x_r) * (V max(K x_k, 0)^2)
-
-    with the matrices K, R and V of key, receptance and value. `mix_i` is 1 - time_mix_i in RWKV-4
-    and 5, and time_maa_i in RWKV-6.
-
-    Args:
-      params: the parameters of one layer.
-      x: the normalised input.
-      state: the input of the token before the first one; zeros if None.
-      segment_ids: as `apply` takes it.
-
-    Returns:
-      The output, with the shape and dtype of `x`, and the next state.
-
-    Raises:
-      TypeError, ValueError: `segment_ids` is wrong, or given with a token.
-    """
-    check_segment_ids("channel_mix", segment_ids, x.shape[:-1])
-    return mix_channels(params, None, x, state, segment_ids)[1:]
-
-
 def mix_channels(
     params: Gated,
     norm: Norm | None,
@@ -83,8 +52,7 @@ def mix_channels(
     segment_ids: Int[Array, "B T"] | None,
     layers: str | None = None,
 ) -> tuple[Array, Array, Array]:
-    """`channel_mix` of `x` normalised by `norm`, and before its results `x` itself, for other
-    uses."""
+    """The channel mixing, as `Generation` describes it."""
     x, (x_k, x_r), shift = shift_and_mix(norm, params.mixes, x, state, segment_ids, layers)
     p = _parameters.cast(params, x.dtype)
     gate = jax.nn.sigmoid(linear(p.receptance, x_r))

@@ -19,7 +19,15 @@ from rwkv_jax.models._normalisation import layer_norm
 from rwkv_jax.models._recomputation import Recompute
 from rwkv_jax.models._stacking import Stacked
 from rwkv_jax.models._token_shift import check_segment_ids
-from rwkv_jax.models._trees import BlockParams, BlockState, InitialWkv, Params, State, initial_block
+from rwkv_jax.models._trees import (
+    BlockParams,
+    BlockState,
+    InitialWkv,
+    Params,
+    State,
+    TimeMixState,
+    initial_block,
+)
 from rwkv_jax.models._wkv import Options, Wkv
 
 
@@ -159,6 +167,70 @@ class Generation:
             wkv=wkv,
         )
         return logits(params.head, x), next_state
+
+    def time_mix(
+        self,
+        params: Any,
+        x: Float[Array, "B *T C"],
+        state: TimeMixState | None = None,
+        v_first: Float[Array, "B *T C"] | None = None,
+        *,
+        segment_ids: Int[Array, "B T"] | None = None,
+        implementation: str | None = None,
+        layers: str | None = None,
+        wkv: Wkv | None = None,
+    ) -> tuple[Float[Array, "B *T C"], TimeMixState, Float[Array, "B *T C"] | None]:
+        """The time mixing of a sequence [B, T, C] or a token [B, C], in the dtype of `x`. The
+        module of the generation has the formula.
+
+        Args:
+          params: the parameters of the time mixing of one layer.
+          x: the normalised input.
+          state: the state after the tokens before `x`; zeros if None.
+          v_first: the value of the first layer, which every other layer of RWKV-7 needs. The other
+            generations have no such value.
+          segment_ids: as `features` takes it.
+          implementation: the implementation of the operator.
+          layers: the implementation of the functions of `rwkv_jax.layers`.
+          wkv: the function that mixes sequences; the operator of the generation if None.
+
+        Returns:
+          The output, with the shape and dtype of `x`, the next state, and the value of the first
+          layer, or None where the generation has no such value.
+
+        Raises:
+          ValueError: `v_first` is missing.
+          TypeError, ValueError: `segment_ids` is wrong, or given with a token.
+        """
+        check_segment_ids("time_mix", segment_ids, x.shape[:-1])
+        options = Options(segment_ids, implementation, layers, wkv or self.wkv)
+        return self.mix_tokens(params, None, x, state, v_first, options)[1:]
+
+    def channel_mix(
+        self,
+        params: Any,
+        x: Float[Array, "B *T C"],
+        state: Float[Array, "B C"] | None = None,
+        *,
+        segment_ids: Int[Array, "B T"] | None = None,
+    ) -> tuple[Float[Array, "B *T C"], Float[Array, "B C"]]:
+        """The channel mixing of a sequence [B, T, C] or a token [B, C], in the dtype of `x`. The
+        module of the generation has the formula.
+
+        Args:
+          params: the parameters of the channel mixing of one layer.
+          x: the normalised input.
+          state: the input of the token before the first one; zeros if None.
+          segment_ids: as `features` takes it.
+
+        Returns:
+          The output, with the shape and dtype of `x`, and the next state.
+
+        Raises:
+          TypeError, ValueError: `segment_ids` is wrong, or given with a token.
+        """
+        check_segment_ids("channel_mix", segment_ids, x.shape[:-1])
+        return self.mix_channels(params, None, x, state, segment_ids, None)[1:]
 
     def shardings(
         self,

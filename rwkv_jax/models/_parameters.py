@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 Tree = TypeVar("Tree")
+Leaf = TypeVar("Leaf")
 
 
 def name(path: KeyPath) -> str:
@@ -16,8 +17,9 @@ def name(path: KeyPath) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
-def names(params: PyTree[Array]) -> dict[str, Array]:
-    """The parameters by their official names, or by those of the stacked form."""
+def names(params: PyTree[Leaf]) -> dict[str, Leaf]:
+    """The parameters, or what another tree of their form has, by their official names, or by those
+    of the stacked form."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(params)
     return {name(path): x for path, x in leaves}
 

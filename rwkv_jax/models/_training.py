@@ -15,10 +15,11 @@ _FASTER = {"att.time_decay": 2.0, "att.time_first": 3.0, "att.w0": 2.0}
 
 
 def learning_rates(params: PyTree[Array | jax.ShapeDtypeStruct]) -> PyTree[float]:
-    """The factor of the learning rate of each parameter: 2 for the offsets of the decay, 3 for the
-    bonus `time_first` of RWKV-4 and 5.0, and 1 for all others. In optax,
+    """The factor of the learning rate of each parameter: 2 for the offset of the decay, 3 for the
+    bonus `time_first` of RWKV-4 and 5.0, and 1 for all others. With optax, after the decay of the
+    weights and before the learning rate:
 
-        optax.transforms.stateless(lambda updates, _: jax.tree.map(jnp.multiply, updates, factors))
+        optax.stateless(lambda updates, _: jax.tree.map(operator.mul, updates, factors))
     """
 
     def factor(path: KeyPath, _: Array | jax.ShapeDtypeStruct) -> float:

@@ -1,11 +1,12 @@
-"""RWKV-7 layers for Equinox, with the official initialisation.
+"""RWKV layers of all generations for Equinox, with the official initialisation.
 
-`params` of each layer is the parameter tree of `rwkv_jax.models.rwkv7`. The docstring of that
-module describes what the layers compute, their modes and dtypes. As usual in Equinox, inputs and
-states have no batch axis: use `jax.vmap`.
+`params` of each layer is a parameter tree of `rwkv_jax.models.rwkv7`, or of another generation. The
+`Config` that a layer is made with says of which. The docstring of that module describes what the
+layers compute, their modes and dtypes. As usual in Equinox, inputs and states have no batch axis:
+use `jax.vmap`.
 """
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
@@ -14,8 +15,11 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Float32, Int, Key
 
-from rwkv_jax.models import rwkv7
-from rwkv_jax.wkv7 import wkv7
+from rwkv_jax.models._generations import generation_of
+from rwkv_jax.models._model import Generation
+from rwkv_jax.models._recomputation import Recompute
+from rwkv_jax.models._trees import Params, State, TimeMixState
+from rwkv_jax.models._wkv import Wkv
 
 Tree = TypeVar("Tree")
 
@@ -31,40 +35,40 @@ def _unbatch(tree: Tree) -> Tree:
 
 
 class TimeMix(eqx.Module):
-    """The time mixing of layer `layer` (from 0) of a model with `layers` layers."""
+    """The time mixing of layer `layer` (from 0) of a model with the sizes of `config`."""
 
-    params: rwkv7.TimeMixParams
+    params: Any
+    generation: Generation = eqx.field(static=True)
     implementation: str | None = eqx.field(static=True)
-    wkv: rwkv7.Wkv = eqx.field(static=True)
+    wkv: Wkv | None = eqx.field(static=True)
 
     def __init__(
         self,
-        width: int,
-        head_size: int = 64,
-        *,
+        config: Any,
         layer: int,
-        layers: int,
+        *,
         implementation: str | None = None,
-        wkv: rwkv7.Wkv = wkv7,
+        wkv: Wkv | None = None,
         key: Key[Array, ""],
     ):
-        self.params = rwkv7.init_time_mix(key, width, head_size, layer=layer, layers=layers)
+        self.generation = generation_of(config)
+        self.params = self.generation.init_time_mix(key, config, layer)
         self.implementation = implementation
         self.wkv = wkv
 
     def __call__(
         self,
         x: Float[Array, "*T C"],
-        state: rwkv7.TimeMixState | None = None,
+        state: TimeMixState | None = None,
         v_first: Float[Array, "*T C"] | None = None,
         *,
         segment_ids: Int[Array, " T"] | None = None,
-    ) -> tuple[Float[Array, "*T C"], rwkv7.TimeMixState, Float[Array, "*T C"]]:
-        """`rwkv7.time_mix` of a sequence [T, C] or a token [C]: the output, the next state and
+    ) -> tuple[Float[Array, "*T C"], TimeMixState, Float[Array, "*T C"] | None]:
+        """`time_mix` of a sequence [T, C] or a token [C]: the output, the next state, and in RWKV-7
         the value of the first layer."""
         x, state, v_first, segment_ids = _batch((x, state, v_first, segment_ids))
         return _unbatch(
-            rwkv7.time_mix(
+            self.generation.time_mix(
                 self.params,
                 x,
                 state,
@@ -77,12 +81,14 @@ class TimeMix(eqx.Module):
 
 
 class ChannelMix(eqx.Module):
-    """The channel mixing of layer `layer` (from 0) of a model with `layers` layers."""
+    """The channel mixing of layer `layer` (from 0) of a model with the sizes of `config`."""
 
-    params: rwkv7.ChannelMixParams
+    params: Any
+    generation: Generation = eqx.field(static=True)
 
-    def __init__(self, width: int, *, layer: int, layers: int, key: Key[Array, ""]):
-        self.params = rwkv7.init_channel_mix(key, width, layer=layer, layers=layers)
+    def __init__(self, config: Any, layer: int, *, key: Key[Array, ""]):
+        self.generation = generation_of(config)
+        self.params = self.generation.init_channel_mix(key, config, layer)
 
     def __call__(
         self,
@@ -91,34 +97,47 @@ class ChannelMix(eqx.Module):
         *,
         segment_ids: Int[Array, " T"] | None = None,
     ) -> tuple[Float[Array, "*T C"], Float[Array, " C"]]:
-        """`rwkv7.channel_mix` of a sequence [T, C] or a token [C]: the output and
-        the next state."""
+        """`channel_mix` of a sequence [T, C] or a token [C]: the output and the next state."""
         x, state, ids = _batch((x, state, segment_ids))
-        return _unbatch(rwkv7.channel_mix(self.params, x, state, segment_ids=ids))
+        return _unbatch(self.generation.channel_mix(self.params, x, state, segment_ids=ids))
 
 
-class RWKV7(eqx.Module):
-    """The language model. Parameters are float32, and activations have `dtype`."""
+class RWKV(eqx.Module):
+    """The language model. Activations have `dtype`.
 
-    params: rwkv7.Params
+    Its parameters are `params`, such as those of a checkpoint, or float32 ones with the official
+    initialisation from `key`.
+
+    Raises:
+      TypeError: `config` is of no generation; or both `params` and `key` are None.
+    """
+
+    params: Params
+    generation: Generation = eqx.field(static=True)
     dtype: jnp.dtype = eqx.field(static=True)
     implementation: str | None = eqx.field(static=True)
     layers: str | None = eqx.field(static=True)
-    recompute: rwkv7.Recompute | None = eqx.field(static=True)
-    wkv: rwkv7.Wkv = eqx.field(static=True)
+    recompute: Recompute | None = eqx.field(static=True)
+    wkv: Wkv | None = eqx.field(static=True)
 
     def __init__(
         self,
-        config: rwkv7.Config,
+        config: Any,
         *,
+        params: Params | None = None,
         dtype: DTypeLike = jnp.float32,
         implementation: str | None = None,
         layers: str | None = None,
-        recompute: rwkv7.Recompute | None = None,
-        wkv: rwkv7.Wkv = wkv7,
-        key: Key[Array, ""],
+        recompute: Recompute | None = None,
+        wkv: Wkv | None = None,
+        key: Key[Array, ""] | None = None,
     ):
-        self.params = rwkv7.init(key, config)
+        self.generation = generation_of(config)
+        if params is None:
+            if key is None:
+                raise TypeError("RWKV: params and key are None; accepted is one of them")
+            params = self.generation.init(key, config)
+        self.params = params
         self.dtype = jnp.dtype(dtype)
         self.implementation = implementation
         self.layers = layers
@@ -128,15 +147,14 @@ class RWKV7(eqx.Module):
     def __call__(
         self,
         tokens: Int[Array, "*T"],
-        state: rwkv7.State | None = None,
+        state: State | None = None,
         *,
         segment_ids: Int[Array, " T"] | None = None,
-    ) -> tuple[Float32[Array, "*T vocabulary"], rwkv7.State]:
-        """`rwkv7.apply` of a sequence [T] or a token []: the logits and the next
-        state."""
+    ) -> tuple[Float32[Array, "*T vocabulary"], State]:
+        """`apply` of a sequence [T] or a token []: the logits and the next state."""
         tokens, state, segment_ids = _batch((tokens, state, segment_ids))
         return _unbatch(
-            rwkv7.apply(
+            self.generation.apply(
                 self.params,
                 tokens,
                 state,

@@ -1,10 +1,11 @@
-"""RWKV-7 layers for Flax NNX, with the official initialisation.
+"""RWKV layers of all generations for Flax NNX, with the official initialisation.
 
-`params` of each layer is the parameter tree of `rwkv_jax.models.rwkv7` with an `nnx.Param` at each
-leaf. The docstring of that module describes what the layers compute, their modes and dtypes.
+`params` of each layer is a parameter tree of `rwkv_jax.models.rwkv7`, or of another generation,
+with an `nnx.Param` at each leaf. The `Config` that a layer is made with says of which. The
+docstring of that module describes what the layers compute, their modes and dtypes.
 """
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,10 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Float32, Int
 
-from rwkv_jax.models import rwkv7
-from rwkv_jax.wkv7 import wkv7
+from rwkv_jax.models._generations import generation_of
+from rwkv_jax.models._recomputation import Recompute
+from rwkv_jax.models._trees import Params, State, TimeMixState
+from rwkv_jax.models._wkv import Wkv
 
 Tree = TypeVar("Tree")
 
@@ -30,36 +33,33 @@ def arrays(tree: Tree) -> Tree:
 
 
 class TimeMix(nnx.Module):
-    """The time mixing of layer `layer` (from 0) of a model with `layers` layers."""
+    """The time mixing of layer `layer` (from 0) of a model with the sizes of `config`."""
 
     def __init__(
         self,
-        width: int,
-        head_size: int = 64,
-        *,
+        config: Any,
         layer: int,
-        layers: int,
+        *,
         implementation: str | None = None,
-        wkv: rwkv7.Wkv = wkv7,
+        wkv: Wkv | None = None,
         rngs: nnx.Rngs,
     ):
-        self.params = parameters(
-            rwkv7.init_time_mix(rngs.params(), width, head_size, layer=layer, layers=layers)
-        )
+        self.generation = generation_of(config)
+        self.params = parameters(self.generation.init_time_mix(rngs.params(), config, layer))
         self.implementation = implementation
         self.wkv = wkv
 
     def __call__(
         self,
         x: Float[Array, "B *T C"],
-        state: rwkv7.TimeMixState | None = None,
+        state: TimeMixState | None = None,
         v_first: Float[Array, "B *T C"] | None = None,
         *,
         segment_ids: Int[Array, "B T"] | None = None,
-    ) -> tuple[Float[Array, "B *T C"], rwkv7.TimeMixState, Float[Array, "B *T C"]]:
-        """`rwkv7.time_mix` of a sequence [B, T, C] or a token [B, C]: the output, the next state
-        and the value of the first layer."""
-        return rwkv7.time_mix(
+    ) -> tuple[Float[Array, "B *T C"], TimeMixState, Float[Array, "B *T C"] | None]:
+        """`time_mix` of a sequence [B, T, C] or a token [B, C]: the output, the next state, and in
+        RWKV-7 the value of the first layer."""
+        return self.generation.time_mix(
             arrays(self.params),
             x,
             state,
@@ -71,12 +71,11 @@ class TimeMix(nnx.Module):
 
 
 class ChannelMix(nnx.Module):
-    """The channel mixing of layer `layer` (from 0) of a model with `layers` layers."""
+    """The channel mixing of layer `layer` (from 0) of a model with the sizes of `config`."""
 
-    def __init__(self, width: int, *, layer: int, layers: int, rngs: nnx.Rngs):
-        self.params = parameters(
-            rwkv7.init_channel_mix(rngs.params(), width, layer=layer, layers=layers)
-        )
+    def __init__(self, config: Any, layer: int, *, rngs: nnx.Rngs):
+        self.generation = generation_of(config)
+        self.params = parameters(self.generation.init_channel_mix(rngs.params(), config, layer))
 
     def __call__(
         self,
@@ -85,42 +84,54 @@ class ChannelMix(nnx.Module):
         *,
         segment_ids: Int[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B *T C"], Float[Array, "B C"]]:
-        """`rwkv7.channel_mix` of a sequence [B, T, C] or a token [B, C]: the output and
-        the next state."""
-        return rwkv7.channel_mix(arrays(self.params), x, state, segment_ids=segment_ids)
+        """`channel_mix` of a sequence [B, T, C] or a token [B, C]: the output and the next
+        state."""
+        return self.generation.channel_mix(arrays(self.params), x, state, segment_ids=segment_ids)
 
 
-class RWKV7(nnx.Module):
-    """The language model. Parameters are float32, and activations have `dtype`."""
+class RWKV(nnx.Module):
+    """The language model. Activations have `dtype`.
+
+    Its parameters are `params`, such as those of a checkpoint, or float32 ones with the official
+    initialisation from `rngs`.
+
+    Raises:
+      TypeError: `config` is of no generation; or both `params` and `rngs` are None.
+    """
 
     def __init__(
         self,
-        config: rwkv7.Config,
+        config: Any,
         *,
+        params: Params | None = None,
         dtype: DTypeLike = jnp.float32,
         implementation: str | None = None,
         layers: str | None = None,
-        recompute: rwkv7.Recompute | None = None,
-        wkv: rwkv7.Wkv = wkv7,
-        rngs: nnx.Rngs,
+        recompute: Recompute | None = None,
+        wkv: Wkv | None = None,
+        rngs: nnx.Rngs | None = None,
     ):
-        self.params = parameters(rwkv7.init(rngs.params(), config))
+        self.generation = generation_of(config)
+        if params is None:
+            if rngs is None:
+                raise TypeError("RWKV: params and rngs are None; accepted is one of them")
+            params = self.generation.init(rngs.params(), config)
+        self.params = parameters(params)
         self.dtype = jnp.dtype(dtype)
         self.implementation = implementation
         self.layers = layers
-        self.recompute: rwkv7.Recompute | None = recompute
+        self.recompute: Recompute | None = recompute
         self.wkv = wkv
 
     def __call__(
         self,
         tokens: Int[Array, " B *T"],
-        state: rwkv7.State | None = None,
+        state: State | None = None,
         *,
         segment_ids: Int[Array, "B T"] | None = None,
-    ) -> tuple[Float32[Array, "B *T vocabulary"], rwkv7.State]:
-        """`rwkv7.apply` of sequences [B, T] or a token each [B]: the logits and the next
-        state."""
-        return rwkv7.apply(
+    ) -> tuple[Float32[Array, "B *T vocabulary"], State]:
+        """`apply` of sequences [B, T] or a token each [B]: the logits and the next state."""
+        return self.generation.apply(
             arrays(self.params),
             tokens,
             state,

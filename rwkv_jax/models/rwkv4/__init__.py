@@ -6,12 +6,23 @@ The vectors of these trees have one axis; some official ones have leading axes o
 
 The two modes, dtypes, states and `segment_ids` are those of `rwkv_jax.models.rwkv7`.
 
+The time mixing of normalised activations x is
+
+    x_i = x_t * time_mix_i + x_{t-1} * (1 - time_mix_i)           for i = k, v, r
+    y_t = O (sigmoid(R x_r) * wkv4(time_decay, time_first, K x_k, V x_v))
+
+with the matrices R, K, V and O of receptance, key, value and output, and log decays
+-exp(time_decay). The channel mixing has such a token shift for k and r, and
+
+    y_t = sigmoid(R x_r) * (V max(K x_k, 0)^2)
+
+with matrices K, R and V of its own.
+
 Source: "RWKV: Reinventing RNNs for the Transformer Era" (arXiv:2305.13048), and the classes
 `RWKV_TimeMix` and `RWKV_ChannelMix` of RWKV-LM's training code in RWKV-v4neo.
 """
 
 from rwkv_jax.models._channel_mixing import ChannelMixParams as ChannelMixParams
-from rwkv_jax.models._channel_mixing import channel_mix as channel_mix
 from rwkv_jax.models._linear import Weight as Weight
 from rwkv_jax.models._normalisation import Norm as Norm
 from rwkv_jax.models._normalisation import layer_norm as layer_norm
@@ -34,10 +45,11 @@ from rwkv_jax.models.rwkv4.initialisation import init_channel_mix as init_channe
 from rwkv_jax.models.rwkv4.initialisation import init_time_mix as init_time_mix
 from rwkv_jax.models.rwkv4.model import GENERATION as GENERATION
 from rwkv_jax.models.rwkv4.parameters import TimeMixParams as TimeMixParams
-from rwkv_jax.models.rwkv4.time_mixing import time_mix as time_mix
 
 init = GENERATION.init
 initial_state = GENERATION.initial_state
 features = GENERATION.features
 apply = GENERATION.apply
+time_mix = GENERATION.time_mix
+channel_mix = GENERATION.channel_mix
 shardings = GENERATION.shardings

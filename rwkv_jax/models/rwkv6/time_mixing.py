@@ -3,62 +3,21 @@
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from rwkv_jax.models import _parameters
 from rwkv_jax.models._linear import linear, low_rank
 from rwkv_jax.models._normalisation import Norm, head_norm
 from rwkv_jax.models._recomputation import product
-from rwkv_jax.models._token_shift import check_segment_ids, shift_and_mix
+from rwkv_jax.models._token_shift import shift_and_mix
 from rwkv_jax.models._trees import TimeMixState
-from rwkv_jax.models._wkv import Options, Wkv, run
+from rwkv_jax.models._wkv import Options, run
 from rwkv_jax.models.rwkv6.parameters import TimeMixParams
 from rwkv_jax.models.rwkv6.state import initial_wkv
-from rwkv_jax.wkv6 import wkv6, wkv6_step
+from rwkv_jax.wkv6 import wkv6_step
 
 HEAD_NORM_EPS = 1e-5 * 8**2
 """The eps of `ln_x`: 1e-5 times the square of the official `head_size_divisor`."""
-
-
-def time_mix(
-    params: TimeMixParams,
-    x: Float[Array, "B *T C"],
-    state: TimeMixState | None = None,
-    *,
-    segment_ids: Int[Array, "B T"] | None = None,
-    implementation: str | None = None,
-    layers: str | None = None,
-    wkv: Wkv = wkv6,
-) -> tuple[Float[Array, "B *T C"], TimeMixState]:
-    """The time mixing of a sequence [B, T, C] or a token [B, C], in the dtype of `x`:
-
-        m_i = tanh((x_t + (x_{t-1} - x_t) * time_maa_x) time_maa_w1)_i time_maa_w2_i
-        x_i = x_t + (x_{t-1} - x_t) * (time_maa_i + m_i)          for i = w, k, v, r, g
-        w = time_decay + tanh(x_w time_decay_w1) time_decay_w2
-        y_t = O (ln_x(wkv6(R x_r, w, K x_k, V x_v, time_faaaa)) * silu(G x_g))
-
-    with the matrices R, K, V, G and O of receptance, key, value, gate and output, decay factors
-    exp(-exp(w)), and `ln_x` a normalisation of each head with eps 64e-5.
-
-    Args:
-      params: the parameters of one layer.
-      x: the normalised input.
-      state: the state after the tokens before `x`; zeros if None.
-      segment_ids: as `apply` takes it.
-      implementation: the implementation of `wkv6`.
-      layers: the implementation of the functions of `rwkv_jax.layers`.
-      wkv: the function that mixes sequences: `wkv6`, or `sharding.shard(wkv6, ...)`.
-
-    Returns:
-      The output, with the shape and dtype of `x`, and the next state.
-
-    Raises:
-      TypeError, ValueError: `segment_ids` is wrong, or given with a token.
-    """
-    check_segment_ids("time_mix", segment_ids, x.shape[:-1])
-    options = Options(segment_ids, implementation, layers, wkv)
-    _, y, after, _ = mix_tokens(params, None, x, state, None, options)
-    return y, after
 
 
 def mix_tokens(
@@ -69,8 +28,7 @@ def mix_tokens(
     of_first: None,
     options: Options,
 ) -> tuple[Array, Array, TimeMixState, None]:
-    """`time_mix` of `x` normalised by `norm`, before its results `x` itself, for other uses, and
-    after them what the first block has for all others: nothing."""
+    """The time mixing, as `Generation` describes it."""
     before, wkv = (None, initial_wkv(params, len(x))) if state is None else state
     # With the mixes 0 and 1 the token itself and the one before it come out, normalised.
     zeros = jnp.zeros_like(params.time_maa_x)

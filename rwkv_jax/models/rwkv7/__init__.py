@@ -11,6 +11,24 @@ Parameters are cast to the dtype of the activations; normalisations, states and 
 A row of a batch may hold several documents, which `segment_ids` tells apart as in `wkv7`. Neither a
 state nor a token shift crosses from one document to the next. Results at padding have no meaning.
 
+The time mixing of normalised activations x is
+
+    x_i = x_t + (x_{t-1} - x_t) * mix_i                           for i = r, w, k, v, a, g
+    r, k, v = R x_r, K x_k, V x_v
+    w = w0 + tanh(x_w w1) w2
+    alpha = sigmoid(a0 + (x_a a1) a2)
+    g = sigmoid(x_g g1) g2
+    v = v + (v_first - v) * sigmoid(v0 + (x_v v1) v2)             but in the first layer
+    kk = k * k_k, with length 1 in each head
+    k = k * (1 + (alpha - 1) * k_a)
+    z = wkv7(r, w, k, v, -kk, kk * alpha, decay="sigmoid")
+    y_t = O ((ln_x(z) + sum(r * k * r_k) v) * g)
+
+with the parameters x_r to x_g as mix_i, the matrices R, K, V and O of receptance, key, value and
+output, the value `v_first` of the first layer, and `ln_x` a normalisation of each head with eps
+64e-5. The channel mixing has such a token shift for k alone, and y_t = V max(K x_k, 0)^2 with
+matrices K and V of its own.
+
 Source: "RWKV-7 Goose with Expressive Dynamic State Evolution" (arXiv:2503.14456) and, for the
 initialisation, the training code of RWKV-LM.
 """
@@ -31,7 +49,6 @@ from rwkv_jax.models._trees import TimeMixState as TimeMixState
 from rwkv_jax.models._trees import stacked as stacked
 from rwkv_jax.models._trees import unstacked as unstacked
 from rwkv_jax.models._wkv import Wkv as Wkv
-from rwkv_jax.models.rwkv7.channel_mixing import channel_mix as channel_mix
 from rwkv_jax.models.rwkv7.config import Config as Config
 from rwkv_jax.models.rwkv7.decoding import generate as generate
 from rwkv_jax.models.rwkv7.initialisation import init_channel_mix as init_channel_mix
@@ -39,12 +56,13 @@ from rwkv_jax.models.rwkv7.initialisation import init_time_mix as init_time_mix
 from rwkv_jax.models.rwkv7.model import GENERATION as GENERATION
 from rwkv_jax.models.rwkv7.parameters import ChannelMixParams as ChannelMixParams
 from rwkv_jax.models.rwkv7.parameters import TimeMixParams as TimeMixParams
-from rwkv_jax.models.rwkv7.time_mixing import time_mix as time_mix
 
 init = GENERATION.init
 initial_state = GENERATION.initial_state
 features = GENERATION.features
 apply = GENERATION.apply
+time_mix = GENERATION.time_mix
+channel_mix = GENERATION.channel_mix
 shardings = GENERATION.shardings
 
 rwkv7 = apply

@@ -5,53 +5,18 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from rwkv_jax.layers import read_out, value_residual, wkv7_keys
 from rwkv_jax.models import _parameters
 from rwkv_jax.models._linear import linear, low_rank
 from rwkv_jax.models._normalisation import Norm
-from rwkv_jax.models._token_shift import check_segment_ids, shift_and_mix
+from rwkv_jax.models._token_shift import shift_and_mix
 from rwkv_jax.models._trees import TimeMixState
-from rwkv_jax.models._wkv import Options, Wkv, run
+from rwkv_jax.models._wkv import Options, run
 from rwkv_jax.models.rwkv7.parameters import TimeMixParams
 from rwkv_jax.models.rwkv7.state import initial_wkv
-from rwkv_jax.wkv7 import wkv7, wkv7_step
-
-
-def time_mix(
-    params: TimeMixParams,
-    x: Float[Array, "B *T C"],
-    state: TimeMixState | None = None,
-    v_first: Float[Array, "B *T C"] | None = None,
-    *,
-    segment_ids: Int[Array, "B T"] | None = None,
-    implementation: str | None = None,
-    layers: str | None = None,
-    wkv: Wkv = wkv7,
-) -> tuple[Float[Array, "B *T C"], TimeMixState, Float[Array, "B *T C"]]:
-    """The time mixing of a sequence [B, T, C] or a token [B, C], in the dtype of `x`.
-
-    Args:
-      params: the parameters of one layer.
-      x: the normalised input.
-      state: the state after the tokens before `x`; zeros if None.
-      v_first: the value of the first layer. Every other layer needs it.
-      segment_ids: as `apply` takes it.
-      implementation: the implementation of `wkv7`.
-      layers: the implementation of the functions of `rwkv_jax.layers`.
-      wkv: the function that mixes sequences: `wkv7`, or `sharding.shard(wkv7, ...)`.
-
-    Returns:
-      The output, with the shape and dtype of `x`, the next state, and the value of the first layer.
-
-    Raises:
-      ValueError: `v_first` is missing.
-      TypeError, ValueError: `segment_ids` is wrong, or given with a token.
-    """
-    check_segment_ids("time_mix", segment_ids, x.shape[:-1])
-    options = Options(segment_ids, implementation, layers, wkv)
-    return mix_tokens(params, None, x, state, v_first, options)[1:]
+from rwkv_jax.wkv7 import wkv7_step
 
 
 def mix_tokens(
@@ -62,7 +27,7 @@ def mix_tokens(
     v_first: Float[Array, "B *T C"] | None,
     options: Options,
 ) -> tuple[Array, Array, TimeMixState, Array]:
-    """`time_mix` of `x` normalised by `norm`, and before its results `x` itself, for other uses."""
+    """The time mixing, as `Generation` describes it."""
     layers = options.layers_for(x)
     before, wkv = (None, initial_wkv(params, len(x))) if state is None else state
     mixes = (params.x_r, params.x_w, params.x_k, params.x_v, params.x_a, params.x_g)
