@@ -16,18 +16,29 @@ import pytest
 from jax.sharding import AxisType
 
 from rwkv_jax import models
-from rwkv_jax.models import rwkv7
+from rwkv_jax.models import rwkv4, rwkv5, rwkv6, rwkv7
 from support import checkpoints, meshes
 from support.checkpoints import UNUSED, Storage, Tensor, Tensors
 
-CONFIG = rwkv7.Config(layers=2, width=24, head_size=8, vocabulary=37)
+SIZES = {"layers": 2, "width": 24, "vocabulary": 37}
+CONFIG = rwkv7.Config(**SIZES, head_size=8)
+CONFIGS = {
+    "RWKV-4": rwkv4.Config(**SIZES),
+    "RWKV-5.0": rwkv5.Config(**SIZES, head_size=8),
+    "RWKV-5.1": rwkv5.Config(**SIZES, head_size=8),
+    "RWKV-5.2": rwkv5.Config(**SIZES, head_size=8),
+    "RWKV-6": rwkv6.Config(**SIZES, head_size=8, mix_rank=3, decay_rank=7),
+    "RWKV-7": CONFIG,
+}
+"""The sizes of the tensors in `checkpoints.official`, by version."""
+EARLIER = [version for version in CONFIGS if version != "RWKV-7"]
 
 
 def as_vector(x: np.ndarray) -> np.ndarray:
     return x.reshape(-1) if x.shape[:2] == (1, 1) else x
 
 
-def assert_same(params: rwkv7.Params, tensors: Tensors) -> None:
+def assert_same(params: Any, tensors: Tensors) -> None:
     """Equal names, shapes, dtypes and bits."""
     found = {name: np.asarray(x) for name, x in rwkv7.names(params).items()}
     expected = {name: as_vector(x) for name, x in tensors.items() if name not in UNUSED}
@@ -102,6 +113,25 @@ def test_load(tmp_path: Path, write: Callable[[Path, Tensors], Path], dtype: str
     assert_same(found.params, tensors)
 
 
+def write_hugging_face(path: Path, tensors: Tensors) -> Path:
+    config = {"model_type": "rwkv", "layer_norm_epsilon": 1e-5, "rescale_every": 6}
+    (path / "config.json").write_text(json.dumps(config))
+    return write_safetensors(path, checkpoints.hugging_face(tensors)).parent
+
+
+@pytest.mark.parametrize("write", [write_pth, write_hugging_face], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("version", EARLIER)
+def test_load_earlier_generations(
+    tmp_path: Path, version: str, write: Callable[[Path, Tensors], Path]
+) -> None:
+    tensors = checkpoints.official(version, dtype="bfloat16")
+    found = models.load(write(tmp_path, tensors))
+    generation = version.partition(".")[0]
+    assert (found.generation, found.config) == (generation, CONFIGS[version])
+    assert found.module.Config is type(found.config)
+    assert_same(found.params, tensors)
+
+
 def test_one_block_without_unused_tensors(tmp_path: Path) -> None:
     tensors = checkpoints.rwkv7(layers=1, heads=1, head_size=6, vocabulary=1)
     tensors = {name: x for name, x in tensors.items() if name not in UNUSED}
@@ -129,14 +159,20 @@ def test_dtype(tmp_path: Path) -> None:
     assert_same(found.params, {n: x.astype(jnp.bfloat16) for n, x in tensors.items()})
 
 
-@pytest.mark.parametrize("write", [write_pth, write_fla], ids=lambda write: write.__name__)
-def test_mesh(tmp_path: Path, cpus: list[Any], write: Callable[[Path, Tensors], Path]) -> None:
-    tensors = checkpoints.rwkv7(heads=4)
+@pytest.mark.parametrize(
+    ("version", "write"),
+    [("RWKV-7", write_pth), ("RWKV-7", write_fla), ("RWKV-6", write_pth), ("RWKV-5.0", write_pth)],
+)
+def test_mesh(
+    tmp_path: Path, cpus: list[Any], version: str, write: Callable[[Path, Tensors], Path]
+) -> None:
+    tensors = checkpoints.official(version, heads=4)
     mesh = meshes.mesh("data=2,model=2", AxisType.Auto, cpus)
     places = {"data": "data", "model": "model"}
-    params = models.load(write(tmp_path, tensors), mesh=mesh, **places).params
+    found = models.load(write(tmp_path, tensors), mesh=mesh, **places)
+    params = found.params
     assert_same(params, tensors)
-    expected = jax.tree.leaves(rwkv7.shardings(params, mesh, **places))
+    expected = jax.tree.leaves(found.module.shardings(params, mesh, **places))
     for x, sharding in zip(jax.tree.leaves(params), expected, strict=True):
         assert x.sharding == sharding
     assert params.emb.weight.addressable_shards[0].data.shape != params.emb.weight.shape
@@ -149,8 +185,7 @@ def test_mesh_is_needed(tmp_path: Path) -> None:
 
 def params_of(tensors: Tensors) -> rwkv7.Params:
     """The tree of the tensors, made without `load`."""
-    config = rwkv7.Config(layers=2, width=24, head_size=8, vocabulary=37)
-    shapes = jax.eval_shape(lambda key: rwkv7.init(key, config), jax.random.key(0))
+    shapes = jax.eval_shape(lambda key: rwkv7.init(key, CONFIG), jax.random.key(0))
     return jax.tree_util.tree_map_with_path(
         lambda path, _: jnp.asarray(
             as_vector(tensors[jax.tree_util.keystr(path, simple=True, separator=".")])
@@ -175,30 +210,41 @@ def test_saved_parameters_load_bit_for_bit(
     assert_same(models.load(path).params, tensors)
 
 
-def test_saved_names_and_shapes(tmp_path: Path) -> None:
-    """Other programs find what they expect."""
+def assert_file(path: Path, tensors: Tensors) -> None:
+    """A `.safetensors` file has the names, shapes and bits of bfloat16 tensors."""
+    content = path.read_bytes()
+    size = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:size])
+    assert size % 64 == 0
+    assert header.pop("__metadata__") == {"format": "pt"}
+    assert header.keys() == tensors.keys()
+    for name, entry in header.items():
+        begin, end = (size + offset for offset in entry["data_offsets"])
+        assert (entry["dtype"], tuple(entry["shape"])) == ("BF16", tensors[name].shape), name
+        assert content[begin:end] == np.ascontiguousarray(tensors[name]).tobytes(), name
+
+
+@pytest.mark.parametrize("version", CONFIGS)
+def test_saved_names_and_shapes(tmp_path: Path, version: str) -> None:
+    """Other programs find what they expect, and so does `load`."""
+    tensors = checkpoints.official(version, dtype="bfloat16")
+    found = models.load(write_pth(tmp_path, tensors))
+    path = tmp_path / "model.safetensors"
+    models.save(path, found.module.stacked(found.params))
+    assert_file(path, {name: x for name, x in tensors.items() if name not in UNUSED})
+    assert_same(models.load(path).params, tensors)
+
+
+def test_saved_for_fla(tmp_path: Path) -> None:
     tensors = checkpoints.rwkv7(dtype="bfloat16")
-    params = params_of(tensors)
-    models.save(tmp_path / "model.safetensors", params)
-    models.save(tmp_path / "model", params, names="fla")
-    official = {name: x for name, x in tensors.items() if name not in UNUSED}
-    for expected, path in [
-        (official, tmp_path / "model.safetensors"),
-        (checkpoints.fla(tensors), tmp_path / "model" / "model.safetensors"),
-    ]:
-        content = path.read_bytes()
-        size = 8 + int.from_bytes(content[:8], "little")
-        header = json.loads(content[8:size])
-        assert size % 64 == 0
-        assert header.pop("__metadata__") == {"format": "pt"}
-        assert header.keys() == expected.keys()
-        for name, entry in header.items():
-            begin, end = (size + offset for offset in entry["data_offsets"])
-            assert (entry["dtype"], tuple(entry["shape"])) == ("BF16", expected[name].shape), name
-            assert content[begin:end] == np.ascontiguousarray(expected[name]).tobytes(), name
+    models.save(tmp_path / "model", params_of(tensors), names="fla")
+    assert_file(tmp_path / "model" / "model.safetensors", checkpoints.fla(tensors))
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     assert (config["hidden_size"], config["num_hidden_layers"], config["head_dim"]) == (24, 2, 8)
     assert (config["decay_low_rank_dim"], config["v_low_rank_dim"]) == (7, 3)
+    params = models.load(write_pth(tmp_path, checkpoints.official("RWKV-4"))).params
+    with pytest.raises(ValueError, match="the model is RWKV-4; names='fla' is for RWKV-7"):
+        models.save(tmp_path / "model", params, names="fla")
 
 
 def test_saved_archive(tmp_path: Path) -> None:
@@ -284,9 +330,12 @@ def test_logits_of_loaded_parameters(tmp_path: Path) -> None:
     assert found.shape == (2, 37)
 
 
-@pytest.mark.parametrize("form", ["tuple", "stacked"])
-def test_tuned_state(tmp_path: Path, form: str) -> None:
-    tensors = checkpoints.rwkv7()
+@pytest.mark.parametrize(
+    ("version", "form"),
+    [("RWKV-7", "tuple"), ("RWKV-7", "stacked"), ("RWKV-6", "tuple"), ("RWKV-5.0", "stacked")],
+)
+def test_tuned_state(tmp_path: Path, version: str, form: str) -> None:
+    tensors = checkpoints.official(version)
     rng = np.random.default_rng(2)
     tuned = {
         f"blocks.{i}.att.time_state": rng.standard_normal((3, 8, 8)).astype(np.float32)
@@ -295,15 +344,16 @@ def test_tuned_state(tmp_path: Path, form: str) -> None:
     alone, merged = tmp_path / "state.pth", tmp_path / "merged.pth"
     checkpoints.write_pth(alone, checkpoints.state_dict(tuned))
     checkpoints.write_pth(merged, checkpoints.state_dict(tensors | tuned))
-    params = models.load(merged).params
+    found = models.load(merged)
+    module, params = found.module, found.params
     assert_same(params, tensors)
-    params = rwkv7.stacked(params) if form == "stacked" else params
+    params = module.stacked(params) if form == "stacked" else params
     for path in (alone, merged):
         state = models.load_state(path, params, 2, dtype=jnp.bfloat16)
-        empty = rwkv7.initial_state(params, 2, jnp.bfloat16)
+        empty = module.initial_state(params, 2, jnp.bfloat16)
         assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, empty)
         assert jax.tree.map(jnp.result_type, state) == jax.tree.map(jnp.result_type, empty)
-        for i, block in enumerate(rwkv7.unstacked(state)):
+        for i, block in enumerate(module.unstacked(state)):
             expected = tuned[f"blocks.{i}.att.time_state"]
             np.testing.assert_array_equal(block.att.wkv, [expected, expected])
             assert not block.att.shift.any()
@@ -314,6 +364,12 @@ def test_tuned_state(tmp_path: Path, form: str) -> None:
         models.load_state(alone, params)
     assert "blocks.1.att.time_state is missing; expected is [3, 8, 8]" in str(error.value)
     assert "is [3, 8, 7]; expected is [3, 8, 8]" in str(error.value)
+
+
+def test_a_state_that_is_no_matrix(tmp_path: Path) -> None:
+    path = write_pth(tmp_path, checkpoints.official("RWKV-4"))
+    with pytest.raises(ValueError, match="the model is RWKV-4; accepted is one whose state"):
+        models.load_state(path, models.load(path).params)
 
 
 def test_one_error_lists_all_tensors(tmp_path: Path) -> None:
@@ -342,6 +398,18 @@ def test_one_error_lists_all_tensors(tmp_path: Path) -> None:
     )
 
 
+def test_tensors_that_disagree(tmp_path: Path) -> None:
+    """The sizes of RWKV-6 are those of the first tensors that tell them."""
+    tensors = checkpoints.official("RWKV-6")
+    tensors["blocks.1.att.time_maa_w2"] = np.zeros((5, 4, 24), np.float32)
+    tensors["blocks.1.att.time_decay_w1"] = np.zeros((24, 6), np.float32)
+    path = write_pth(tmp_path, tensors)
+    with pytest.raises(ValueError, match="2 tensors are not those of RWKV-6") as error:
+        models.load(path)
+    assert f"time_maa_w2' in {path} is [5, 4, 24]; expected is [5, 3, 24]" in str(error.value)
+    assert f"time_decay_w1' in {path} is [24, 6]; expected is [24, 7]" in str(error.value)
+
+
 def test_a_long_list_is_cut(tmp_path: Path) -> None:
     tensors = checkpoints.rwkv7() | {f"x{i}": np.zeros(1, np.float32) for i in range(50)}
     with pytest.raises(ValueError, match=r"50 tensors are not.*\n(.*\n){20}  and 30 more$"):
@@ -351,11 +419,18 @@ def test_a_long_list_is_cut(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (["blocks.0.att.time_maa_x"], "the model is RWKV-6; accepted is RWKV-7"),
-        (["blocks.0.att.time_decay", "blocks.0.att.ln_x.weight"], "the model is RWKV-5"),
-        (["blocks.0.att.time_first"], "the model is RWKV-4"),
+        (
+            ["blocks.0.att.r_k", "blocks.0.ffn.s_emb.weight"],
+            r"RWKV-7 with DeepEmbed \(rwkv7a\); accepted is RWKV-4, RWKV-5, RWKV-6, RWKV-7",
+        ),
+        (["blocks.0.ffn.s_emb.weight", "blocks.0.qkv.k_emb.weight"], "DeepEmbed and attention"),
+        (["blocks.0.att.time_maa_x", "blocks.0.att.gate_w1"], "RWKV-6 with a gate of low rank"),
+        (["model.layers.0.attn.x_bias"], "RWKV-6 in the layout of flash-linear-attention"),
         (["wte"], "no generation of RWKV"),
-        (["blocks.0.att.r_k"], "the sizes of the model cannot be told"),
+        (["blocks.0.att.r_k"], "cannot be told without .* and blocks.0.att.r_k"),
+        (["blocks.0.att.time_maa_x"], r"blocks.0.att.time_maa_w2 \[5, mix_rank, C\] and .*w2 \["),
+        (["blocks.0.att.time_decay", "blocks.0.att.ln_x.weight"], r"att.time_decay \[H, K\] with"),
+        (["blocks.0.att.time_first"], r"without emb.weight \[vocabulary, C\]$"),
     ],
 )
 def test_other_models(tmp_path: Path, names: list[str], message: str) -> None:
@@ -363,10 +438,19 @@ def test_other_models(tmp_path: Path, names: list[str], message: str) -> None:
         models.load(write_safetensors(tmp_path, {name: np.zeros(4, np.float32) for name in names}))
 
 
-def test_a_configuration_with_another_formula(tmp_path: Path) -> None:
-    folder = write_fla(tmp_path, checkpoints.rwkv7())
-    (folder / "config.json").write_text(json.dumps({"hidden_act": "relu"}))
-    with pytest.raises(ValueError, match="hidden_act is 'relu'; accepted is 'sqrelu'"):
+@pytest.mark.parametrize(
+    ("version", "write", "name", "value", "accepted"),
+    [
+        ("RWKV-7", write_fla, "hidden_act", "relu", "'sqrelu'"),
+        ("RWKV-4", write_hugging_face, "model_type", "x", "'rwkv' or 'rwkv5' or 'rwkv6'"),
+    ],
+)
+def test_a_configuration_with_another_formula(
+    tmp_path: Path, version: str, write: Any, name: str, value: str, accepted: str
+) -> None:
+    folder = write(tmp_path, checkpoints.official(version))
+    (folder / "config.json").write_text(json.dumps({name: value}))
+    with pytest.raises(ValueError, match=f"{name} is '{value}'; accepted is {accepted}"):
         models.load(folder)
 
 

@@ -9,7 +9,8 @@ import pickle
 import sys
 import types
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -17,8 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 
 Tensors: TypeAlias = dict[str, np.ndarray]
+Shapes: TypeAlias = dict[str, tuple[int, ...]]
 
 RANKS = {"w": 7, "a": 5, "v": 3, "g": 9}
+MIX_RANK, DECAY_RANK = 3, 7
 UNUSED = ("blocks.0.att.v0", "blocks.0.att.v1", "blocks.0.att.v2")
 VECTORS = ("x_r", "x_w", "x_k", "x_v", "x_a", "x_g", "w0", "a0", "v0", "k_k", "k_a")
 TORCH = {"bfloat16": "BFloat16", "float16": "Half", "float32": "Float", "int64": "Long"}
@@ -34,33 +37,115 @@ def rwkv7(
     dtype: str = "float32",
 ) -> Tensors:
     """The tensors of RWKV-LM's training code. In the first block `v0` to `v2` are unused."""
+    options = {"layers": layers, "heads": heads, "head_size": head_size, "vocabulary": vocabulary}
+    return official("RWKV-7", **options, dtype=dtype)
+
+
+def official(
+    version: str,
+    *,
+    layers: int = 2,
+    heads: int = 3,
+    head_size: int = 8,
+    vocabulary: int = 37,
+    dtype: str = "float32",
+) -> Tensors:
+    """The tensors of RWKV-LM's training code for a version in `MIXINGS`."""
     rng = np.random.default_rng(0)
     width = heads * head_size
-    hidden = 4 * width
+    att, ffn = MIXINGS[version](heads, head_size)
 
-    def norm(name: str) -> dict[str, tuple[int, ...]]:
+    def norm(name: str) -> Shapes:
         return {f"{name}.weight": (width,), f"{name}.bias": (width,)}
 
-    shapes: dict[str, tuple[int, ...]] = {"emb.weight": (vocabulary, width)}
+    shapes: Shapes = {"emb.weight": (vocabulary, width)}
     for i in range(layers):
-        block, att = f"blocks.{i}", f"blocks.{i}.att"
         for name in ("ln1", "ln2") if i else ("ln0", "ln1", "ln2"):
-            shapes |= norm(f"{block}.{name}")
-        shapes |= {f"{att}.{name}": (1, 1, width) for name in VECTORS}
-        shapes |= {f"{att}.{name}1": (width, rank) for name, rank in RANKS.items()}
-        shapes |= {f"{att}.{name}2": (rank, width) for name, rank in RANKS.items()}
-        shapes[f"{att}.r_k"] = (heads, head_size)
-        for name in ("receptance", "key", "value", "output"):
-            shapes[f"{att}.{name}.weight"] = (width, width)
-        shapes |= norm(f"{att}.ln_x")
-        shapes[f"{block}.ffn.x_k"] = (1, 1, width)
-        shapes[f"{block}.ffn.key.weight"] = (hidden, width)
-        shapes[f"{block}.ffn.value.weight"] = (width, hidden)
+            shapes |= norm(f"blocks.{i}.{name}")
+        shapes |= {f"blocks.{i}.att.{name}": shape for name, shape in att.items()}
+        if version != "RWKV-4":
+            shapes |= norm(f"blocks.{i}.att.ln_x")
+        shapes |= {f"blocks.{i}.ffn.{name}": shape for name, shape in ffn.items()}
     shapes |= norm("ln_out") | {"head.weight": (vocabulary, width)}
     return {
         name: (0.3 * rng.standard_normal(shape)).astype(jnp.dtype(dtype))
         for name, shape in shapes.items()
     }
+
+
+def vectors(names: Iterable[str], width: int) -> Shapes:
+    return dict.fromkeys(names, (1, 1, width))
+
+
+def weights(width: int, *more: str) -> Shapes:
+    names = ("receptance", "key", "value", "output", *more)
+    return {f"{name}.weight": (width, width) for name in names}
+
+
+def gated(hidden: int, width: int, mix: str) -> Shapes:
+    """The channel mixing with a gate."""
+    linear = {"key": (hidden, width), "receptance": (width, width), "value": (width, hidden)}
+    mixes = vectors((f"{mix}_k", f"{mix}_r"), width)
+    return mixes | {f"{name}.weight": shape for name, shape in linear.items()}
+
+
+def mixings_of_rwkv7(heads: int, head_size: int) -> tuple[Shapes, Shapes]:
+    width, hidden = heads * head_size, 4 * heads * head_size
+    att = vectors(VECTORS, width)
+    att |= {f"{name}1": (width, rank) for name, rank in RANKS.items()}
+    att |= {f"{name}2": (rank, width) for name, rank in RANKS.items()}
+    att |= {"r_k": (heads, head_size)} | weights(width)
+    linear = {"key.weight": (hidden, width), "value.weight": (width, hidden)}
+    return att, vectors(["x_k"], width) | linear
+
+
+def mixings_of_rwkv6(heads: int, head_size: int) -> tuple[Shapes, Shapes]:
+    width = heads * head_size
+    att = vectors((f"time_maa_{x}" for x in "xwkvrg"), width)
+    att |= {"time_maa_w1": (width, 5 * MIX_RANK), "time_maa_w2": (5, MIX_RANK, width)}
+    att |= {"time_decay": (1, 1, width), "time_faaaa": (heads, head_size)}
+    att |= {"time_decay_w1": (width, DECAY_RANK), "time_decay_w2": (DECAY_RANK, width)}
+    return att | weights(width, "gate"), gated(3 * width + 1, width, "time_maa")
+
+
+def mixings_of_rwkv5(
+    heads: int, head_size: int, *, of_head: bool = False, gate: bool = True, bonus: str
+) -> tuple[Shapes, Shapes]:
+    width = heads * head_size
+    of_heads = (heads,) if of_head else (heads, head_size)
+    att = vectors((f"time_mix_{x}" for x in ("kvrg" if gate else "kvr")), width)
+    att |= {"time_decay": of_heads, bonus: of_heads} | weights(width, *["gate"] * gate)
+    return att, gated(3 * width + 1, width, "time_mix")
+
+
+def mixings_of_rwkv4(heads: int, head_size: int) -> tuple[Shapes, Shapes]:
+    width = heads * head_size
+    att = vectors((f"time_mix_{x}" for x in "kvr"), width)
+    att |= {"time_decay": (width,), "time_first": (width,)} | weights(width)
+    return att, gated(4 * width + 3, width, "time_mix")
+
+
+MIXINGS: dict[str, Callable[[int, int], tuple[Shapes, Shapes]]] = {
+    "RWKV-4": mixings_of_rwkv4,
+    "RWKV-5.0": partial(mixings_of_rwkv5, of_head=True, gate=False, bonus="time_first"),
+    "RWKV-5.1": partial(mixings_of_rwkv5, of_head=True, bonus="time_faaaa"),
+    "RWKV-5.2": partial(mixings_of_rwkv5, bonus="time_faaaa"),
+    "RWKV-6": mixings_of_rwkv6,
+    "RWKV-7": mixings_of_rwkv7,
+}
+"""The names and shapes of time mixing and channel mixing in a block, by version."""
+
+
+def hugging_face(tensors: Tensors) -> Tensors:
+    """The tensors of RWKV-4 to 6 as the models of Hugging Face have them."""
+    words = {"emb": "embeddings", "att": "attention", "ffn": "feed_forward", "ln0": "pre_ln"}
+    mixes = {"k": "key", "v": "value", "r": "receptance", "g": "gate"}
+    words |= {f"time_mix_{letter}": f"time_mix_{word}" for letter, word in mixes.items()}
+    found = {}
+    for name, x in tensors.items():
+        there = ".".join(words.get(word, word) for word in name.split("."))
+        found[name if name == "head.weight" else f"rwkv.{there}"] = x
+    return found
 
 
 def fla(tensors: Tensors) -> Tensors:

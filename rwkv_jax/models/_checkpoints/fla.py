@@ -4,15 +4,16 @@ Linear maps of low rank are transposed in FLA; all other arrays are the same.
 """
 
 import re
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from rwkv_jax.models._checkpoints.files import json_object
-from rwkv_jax.models._checkpoints.tensors import Tensor, quoted
+from rwkv_jax.models._checkpoints.tensors import Tensor
 from rwkv_jax.models._checkpoints.writing import Arrays, Stored
 
-CONFIG = "config.json"
+PREFIXES = ("model.", "lm_head.")
+"""The beginnings of names that only FLA has."""
+
+CONFIG = {"model_type": ("rwkv7",), "hidden_act": ("sqrelu",), "norm_eps": (1e-5,)}
+"""What `config.json` may have that the shapes of tensors do not tell."""
 
 _TOP = {
     "emb.weight": "model.embeddings.weight",
@@ -38,11 +39,6 @@ _FLA_MATRIX = re.compile(r"([wavg])_lora\.lora\.(2\.bias|0\.weight|2\.weight)")
 # The first version had the six vectors of the token shift in one array.
 _MIXES = "x_x"
 _MIX_NAMES = ("x_r", "x_w", "x_k", "x_v", "x_a", "x_g")
-
-
-def has_fla_names(names: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint has the names of FLA."""
-    return any(name.startswith(("model.", "lm_head.")) for name in names)
 
 
 def fla_name(name: str) -> str:
@@ -86,27 +82,13 @@ def is_transposed(official: str) -> bool:
     return re.fullmatch(r"blocks\.\d+\.att\.[wavg][12]", official) is not None
 
 
-def to_official(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors by their official names, in the official layout.
-
-    Raises:
-      ValueError: two tensors have the same official name.
-    """
-    found: dict[str, Tensor] = {}
-    for given, (array, file) in tensors.items():
-        name = official_name(given)
-        parts = {name: array.T if is_transposed(name) else array}
-        if name.endswith(f".{_MIXES}") and array.ndim == 2 and len(array) == len(_MIX_NAMES):
-            prefix = name.removesuffix(_MIXES)
-            parts = {prefix + x: array[i] for i, x in enumerate(_MIX_NAMES)}
-        for official, part in parts.items():
-            if official in found:
-                raise ValueError(
-                    f"{file}: {quoted(given)} is a second tensor with the official name "
-                    f"{quoted(official)}"
-                )
-            found[official] = Tensor(part, file)
-    return found
+def to_official(given: str, x: Tensor) -> dict[str, Tensor]:
+    """The official tensors that a tensor of FLA holds, by their names."""
+    name = official_name(given)
+    if name.endswith(f".{_MIXES}") and x.array.ndim == 2 and len(x.array) == len(_MIX_NAMES):
+        prefix = name.removesuffix(_MIXES)
+        return {prefix + mix: Tensor(x.array[i], x.file) for i, mix in enumerate(_MIX_NAMES)}
+    return {name: Tensor(x.array.T, x.file) if is_transposed(name) else x}
 
 
 def from_official(arrays: Arrays) -> dict[str, Stored]:
@@ -120,21 +102,6 @@ def from_official(arrays: Arrays) -> dict[str, Stored]:
             shape = shape[::-1]
         found[fla_name(name)] = Stored(x.array, shape, is_transposed(name))
     return found
-
-
-def check_config(folder: Path) -> None:
-    """Check what the shapes of tensors do not tell.
-
-    Raises:
-      ValueError: `config.json` asks for another formula than that of RWKV-7.
-    """
-    path = folder / CONFIG
-    if not path.is_file():
-        return
-    config = json_object(path)
-    for name, accepted in {"model_type": "rwkv7", "hidden_act": "sqrelu", "norm_eps": 1e-5}.items():
-        if config.get(name, accepted) != accepted:
-            raise ValueError(f"{path}: {name} is {config[name]!r:.100}; accepted is {accepted!r}")
 
 
 def config(arrays: Arrays) -> dict[str, Any]:

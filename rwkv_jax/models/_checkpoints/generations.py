@@ -1,13 +1,14 @@
 """The checkpoints of each generation: how to know them, and the shapes of their tensors."""
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 
-from rwkv_jax.models import _parameters, rwkv7
+from rwkv_jax.models import _parameters, rwkv4, rwkv5, rwkv6, rwkv7
 from rwkv_jax.models._checkpoints.tensors import quoted
 
 Shape: TypeAlias = tuple[int, ...]
@@ -20,27 +21,39 @@ TIME_STATE = re.compile(r"blocks\.(\d+)\.att\.time_state")
 _BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
 
 
+def _same(params: Any, shapes: Shapes) -> Any:
+    return params
+
+
 class Generation(NamedTuple):
     """A generation of models.
 
     Attributes:
       name: its name, as in "RWKV-7".
-      module: its module of `rwkv_jax.models`, or None if there is no such module.
+      module: its module of `rwkv_jax.models`.
       marks: ends of names that this generation has and the ones after it in `GENERATIONS` do not.
-      heads: the end of the names of a tensor [H, K], or None if the model has no heads.
       vectors: ends of names of the vectors that are [1, 1, C] in official files.
+      heads: the end of the names of a tensor [H, K], or None if the model has no heads.
+      of_heads: whether the tensor of `heads` is [H] in early versions.
+      sizes: arguments of `Config`, each with the end of the names of a tensor and the axes of this
+        tensor, one of which has the name of the argument.
       own: ends of names of the tensors with sizes that no configuration tells, within a block. An
         axis with a text takes its size from the file, and axes with one text have one size.
       unused: names that official files may have and no formula uses.
+      version: from the parameters of the newest version and the shapes of a file, the parameters of
+        the version of the file. Both are trees of `jax.ShapeDtypeStruct`.
     """
 
     name: str
-    module: ModuleType | None
+    module: ModuleType
     marks: tuple[str, ...]
+    vectors: tuple[str, ...]
     heads: str | None = None
-    vectors: tuple[str, ...] = ()
+    of_heads: bool = False
+    sizes: Mapping[str, tuple[str, OwnAxes]] = {}
     own: Mapping[str, OwnAxes] = {}
     unused: tuple[str, ...] = ()
+    version: Callable[[Any, Shapes], Any] = _same
 
     def is_of(self, names: Mapping[str, Any]) -> bool:
         return any(name.endswith(self.marks) for name in names)
@@ -50,17 +63,45 @@ class Generation(NamedTuple):
         return (1, 1, *shape) if name.endswith(self.vectors) else shape
 
 
+def _version_of_rwkv5(params: rwkv5.Params, shapes: Shapes) -> rwkv5.Params:
+    """The parameters of a file of RWKV-5: before 5.2, decay and bonus are [H]; some versions have
+    the logarithm of the bonus, `time_first`; and 5.0 has no gate."""
+
+    def has(*ends: str) -> bool:
+        return any(name.endswith(ends) for name in shapes)
+
+    heads = next(x for name, x in shapes.items() if name.endswith(".att.time_decay"))
+
+    def version(att: rwkv5.TimeMixParams) -> rwkv5.TimeMixParams:
+        per_head = jax.ShapeDtypeStruct(att.time_decay.shape[: len(heads)], att.time_decay.dtype)
+        att = att._replace(time_decay=per_head, time_faaaa=per_head)
+        if has(".att.time_first") and not has(".att.time_faaaa"):
+            att = att._replace(time_faaaa=None, time_first=per_head)
+        if not has(".att.gate.weight", ".att.time_mix_g"):
+            att = att._replace(time_mix_g=None, gate=None)
+        return att
+
+    return params._replace(
+        blocks=tuple(block._replace(att=version(block.att)) for block in params.blocks)
+    )
+
+
+_HIDDEN: Mapping[str, OwnAxes] = {
+    ".ffn.key.weight": ("hidden", None),
+    ".ffn.value.weight": (None, "hidden"),
+}
+
 GENERATIONS = (
     Generation(
         "RWKV-7",
         rwkv7,
         marks=(".att.r_k",),
-        heads=".att.r_k",
         vectors=(
             *(f".att.{name}" for name in ("x_r", "x_w", "x_k", "x_v", "x_a", "x_g")),
             *(f".att.{name}" for name in ("w0", "a0", "v0", "k_k", "k_a")),
             ".ffn.x_k",
         ),
+        heads=".att.r_k",
         own={
             ".att.w1": (None, "rank of w"),
             ".att.w2": ("rank of w", None),
@@ -70,29 +111,70 @@ GENERATIONS = (
             ".att.v2": ("rank of v", None),
             ".att.g1": (None, "rank of g"),
             ".att.g2": ("rank of g", None),
-            ".ffn.key.weight": ("hidden", None),
-            ".ffn.value.weight": (None, "hidden"),
+            **_HIDDEN,
         },
         unused=("blocks.0.att.v0", "blocks.0.att.v1", "blocks.0.att.v2"),
     ),
-    Generation("RWKV-6", None, marks=(".att.time_maa_x",)),
-    Generation("RWKV-5", None, marks=(".att.ln_x.weight",)),
-    Generation("RWKV-4", None, marks=(".att.time_first",)),
+    Generation(
+        "RWKV-6",
+        rwkv6,
+        marks=(".att.time_maa_x",),
+        vectors=(
+            *(f".att.time_maa_{x}" for x in "xwkvrg"),
+            *(f".ffn.time_maa_{x}" for x in "kr"),
+            ".att.time_decay",
+        ),
+        heads=".att.time_faaaa",
+        sizes={
+            "mix_rank": (".att.time_maa_w2", ("5", "mix_rank", "C")),
+            "decay_rank": (".att.time_decay_w2", ("decay_rank", "C")),
+        },
+        own=_HIDDEN,
+    ),
+    Generation(
+        "RWKV-5",
+        rwkv5,
+        marks=(".att.ln_x.weight",),
+        vectors=(".time_mix_k", ".time_mix_v", ".time_mix_r", ".time_mix_g"),
+        heads=".att.time_decay",
+        of_heads=True,
+        own=_HIDDEN,
+        version=_version_of_rwkv5,
+    ),
+    Generation(
+        "RWKV-4",
+        rwkv4,
+        marks=(".att.time_first",),
+        vectors=(".time_mix_k", ".time_mix_v", ".time_mix_r"),
+        own=_HIDDEN,
+    ),
 )
 
+_REFUSED = {
+    ".qkv.k_emb.weight": "RWKV-7 with DeepEmbed and attention (rwkv7b)",
+    ".ffn.s_emb.weight": "RWKV-7 with DeepEmbed (rwkv7a)",
+    ".ffn.enn.weight": "a preview of RWKV-8 with DeepEmbed",
+    ".att.gate_w1": "RWKV-6 with a gate of low rank (x060a)",
+    ".att.time_maa_rkvw_w1": "RWKV-6 without a gate (x060b or x060c)",
+    ".att.x_bias": "RWKV-6 in the layout of flash-linear-attention",
+}
+"""Ends of names of tensors that only other models have than those of `GENERATIONS`."""
 
-def generation_of(what: str, names: Mapping[str, Any]) -> tuple[Generation, ModuleType]:
-    """The generation whose names these are, and its module.
+
+def generation_of(what: str, names: Mapping[str, Any]) -> Generation:
+    """The generation whose names these are.
 
     Raises:
-      ValueError: there is none, or it has no module. The message begins with `what`.
+      ValueError: there is none, or it is a variant without a module. The message begins with
+        `what`.
     """
+    for end, model in _REFUSED.items():
+        if any(name.endswith(end) for name in names):
+            known = ", ".join(x.name for x in reversed(GENERATIONS))
+            raise ValueError(f"{what}: the model is {model}; accepted is {known}")
     for generation in GENERATIONS:
         if generation.is_of(names):
-            if generation.module is not None:
-                return generation, generation.module
-            known = ", ".join(x.name for x in GENERATIONS if x.module is not None)
-            raise ValueError(f"{what}: the model is {generation.name}; accepted is {known}")
+            return generation
     some = ", ".join(quoted(name) for name in list(names)[:3])
     raise ValueError(f"{what}: the names of the tensors, {some} ..., are of no generation of RWKV")
 
@@ -103,30 +185,39 @@ def sizes(what: str, generation: Generation, shapes: Shapes) -> dict[str, int]:
     Raises:
       ValueError: the tensors that tell them are missing. The message begins with `what`.
     """
+
+    def of(end: str) -> list[Shape]:
+        return [x for name, x in shapes.items() if name.endswith(end)]
+
     tables = (shapes.get(name, ()) for name in ("emb.weight", "head.weight"))
     vocabulary, width = next((x for x in tables if len(x) == 2), (0, 0))
     found = (_BLOCK.fullmatch(name) for name in shapes)
     layers = len({block[1] for block in found if block})
     told = {"layers": layers, "width": width, "vocabulary": vocabulary}
+    needed = ["emb.weight [vocabulary, C]"]
     if generation.heads is not None:
-        heads = (x for name, x in shapes.items() if name.endswith(generation.heads))
-        fitting = (x for x in heads if len(x) == 2 and x[0] * x[1] == width)
-        _, told["head_size"] = next(fitting, (0, 0))
+        ranks = (1, 2) if generation.of_heads else (2,)
+        fitting = (x for x in of(generation.heads) if len(x) in ranks and x[0])
+        head_sizes = (width // x[0] for x in fitting if math.prod((*x, width // x[0])[:2]) == width)
+        told["head_size"] = next(head_sizes, 0)
+        needed.append(f"blocks.0{generation.heads} [H, K] with H * K = C")
+    for argument, (end, axes) in generation.sizes.items():
+        fitting = (x[axes.index(argument)] for x in of(end) if len(x) == len(axes))
+        told[argument] = next(fitting, 0)
+        needed.append(f"blocks.0{end} [{', '.join(map(str, axes))}]")
     if not all(told.values()):
-        names = ["emb.weight [vocabulary, C]"]
-        if generation.heads is not None:
-            names.append(f"blocks.0{generation.heads} [H, K] with H * K = C")
         raise ValueError(
-            f"{what}: the sizes of the model cannot be told without {' and '.join(names)}"
+            f"{what}: the sizes of the model cannot be told without {' and '.join(needed)}"
         )
     return told
 
 
-def expected(generation: Generation, module: ModuleType, config: Any, shapes: Shapes) -> Any:
+def expected(generation: Generation, config: Any, shapes: Shapes) -> Any:
     """The parameters of a model as `jax.ShapeDtypeStruct`, for a file with these shapes."""
     # All blocks but the first one have the same shapes, and two are enough to know them.
     few = type(config)(**vars(config) | {"layers": min(config.layers, 2)})
-    params = jax.eval_shape(lambda key: module.init(key, few), jax.random.key(0))
+    params = jax.eval_shape(lambda key: generation.module.init(key, few), jax.random.key(0))
+    params = generation.version(params, shapes)
     first, *others = params.blocks
     params = params._replace(blocks=(first, *others * (config.layers - 1)))
     found: dict[str, int] = {}

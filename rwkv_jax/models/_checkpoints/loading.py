@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from rwkv_jax.models import _parameters
-from rwkv_jax.models._checkpoints import files, fla
+from rwkv_jax.models._checkpoints import files, fla, hugging_face
 from rwkv_jax.models._checkpoints.generations import (
     TIME_STATE,
     Generation,
@@ -25,7 +25,13 @@ from rwkv_jax.models._checkpoints.generations import (
     named,
     sizes,
 )
-from rwkv_jax.models._checkpoints.tensors import FLOATS, Tensor, described, quoted
+from rwkv_jax.models._checkpoints.tensors import (
+    FLOATS,
+    Tensor,
+    by_official_name,
+    described,
+    quoted,
+)
 from rwkv_jax.models._placement import MeshAxes
 from rwkv_jax.models._stacking import Stacked
 
@@ -66,7 +72,8 @@ def load(
     - a `.safetensors` file, or the `.safetensors.index.json` of several such files.
     - a folder with one of these, such as one of Hugging Face or flash-linear-attention.
 
-    Names are the official ones, or for RWKV-7 those of flash-linear-attention.
+    Names are the official ones, for RWKV-7 also those of flash-linear-attention, and for RWKV-4 to
+    6 those of Hugging Face. A model of RWKV-5 has the version 5.0, 5.1 or 5.2.
 
     Tensors are read one after another and go to the devices that need them, so that the memory of
     the host holds one tensor beside the mapped file. Tensors that no formula uses are left out:
@@ -88,16 +95,18 @@ def load(
     Raises:
       FileNotFoundError: there is no such file.
       ValueError: a file is damaged, or has anything but tensors; or tensors are missing, of no use,
-        or have the wrong shape or dtype, all of which the message lists; or `data` or `model` names
-        an axis that the mesh does not have, or there is no mesh.
+        or have the wrong shape or dtype, all of which the message lists; or the model is a variant
+        that no module computes, such as RWKV-7 with DeepEmbed; or `data` or `model` names an axis
+        that the mesh does not have, or there is no mesh.
     """
     if mesh is None and (data, model) != (None, None):
         raise ValueError("load: mesh is None; data and model name axes of a mesh")
     tensors = _official(path)
     shapes = {name: _shape(x) for name, x in tensors.items()}
-    generation, module = generation_of(str(path), tensors)
+    generation = generation_of(str(path), tensors)
+    module = generation.module
     config = module.Config(**sizes(str(path), generation, shapes))
-    params = expected(generation, module, config, shapes)
+    params = expected(generation, config, shapes)
     _check(path, generation, config, tensors, named(params))
     sharding: dict[str, NamedSharding] = {}
     if mesh is not None:
@@ -122,7 +131,7 @@ def load_state(
 
     A file of a tuned state has `blocks.0.att.time_state` [H, V, K] and so on, beside parameters or
     without. This is the layout of the states of this package. Programs whose states are [H, K, V]
-    transpose it, such as the RWKV-6 of the `rwkv` package.
+    transpose it, such as the RWKV-5 and 6 of the `rwkv` package. RWKV-4 has no such state.
 
     Args:
       path: a file or a folder, as `load` takes it.
@@ -137,10 +146,16 @@ def load_state(
     Raises:
       FileNotFoundError: there is no such file.
       ValueError: a file is damaged, or has anything but tensors; or states are missing, of no use,
-        or have the wrong shape or dtype, all of which the message lists.
+        or have the wrong shape or dtype, all of which the message lists; or the model is RWKV-4.
     """
     tensors = {name: x for name, x in _official(path).items() if TIME_STATE.fullmatch(name)}
-    generation, module = generation_of("load_state", named(params))
+    generation = generation_of("load_state", named(params))
+    module = generation.module
+    if generation.heads is None:
+        raise ValueError(
+            f"load_state: the model is {generation.name}; accepted is one whose state is a matrix "
+            "for each head"
+        )
     state = module.unstacked(module.initial_state(params, batch, dtype))
     wanted = {
         f"blocks.{layer}.att.time_state": jax.ShapeDtypeStruct(block.att.wkv.shape[1:], jnp.float32)
@@ -162,10 +177,11 @@ def _of_rows(x: Tensor, batch: int) -> Array:
 def _official(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     """The tensors by their official names."""
     tensors = files.read(path)
-    if not fla.has_fla_names(tensors):
-        return tensors
-    fla.check_config(Path(path) if Path(path).is_dir() else Path(path).parent)
-    return fla.to_official(tensors)
+    for other in (fla, hugging_face):
+        if any(name.startswith(other.PREFIXES) for name in tensors):
+            files.check_config(Path(path), other.CONFIG)
+            return by_official_name(tensors, other.to_official)
+    return tensors
 
 
 def _shape(x: Tensor) -> Shape:

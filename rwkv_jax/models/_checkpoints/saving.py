@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from rwkv_jax._operator import check
-from rwkv_jax.models._checkpoints import fla, safetensors, torch_archive
+from rwkv_jax.models._checkpoints import files, fla, safetensors, torch_archive
 from rwkv_jax.models._checkpoints.generations import generation_of, named
 from rwkv_jax.models._checkpoints.writing import Stored
 
@@ -36,11 +36,11 @@ def save(path: str | os.PathLike[str], params: Any, *, names: Names = "official"
     check.choice("save", "names", names, ("official", "fla"))
     path = Path(path)
     if (path.suffix in _FORMATS) != (names == "official"):
-        files = " or ".join(_FORMATS)
-        accepted = f"a file {files}" if names == "official" else "a folder"
+        endings = " or ".join(_FORMATS)
+        accepted = f"a file {endings}" if names == "official" else "a folder"
         raise ValueError(f"save: path is {path}; accepted with names={names!r} is {accepted}")
-    generation, module = generation_of("save", named(params))
-    arrays = named(module.unstacked(params))
+    generation = generation_of("save", named(params))
+    arrays = named(generation.module.unstacked(params))
     if names == "fla":
         if generation.name != "RWKV-7":
             raise ValueError(f"save: the model is {generation.name}; names='fla' is for RWKV-7")
@@ -48,7 +48,7 @@ def save(path: str | os.PathLike[str], params: Any, *, names: Names = "official"
         config = json.dumps(fla.config(stored), indent=2)
         path.mkdir(parents=True, exist_ok=True)
         safetensors.write(path / "model.safetensors", fla.from_official(stored))
-        (path / fla.CONFIG).write_text(config + "\n")
+        (path / files.CONFIG).write_text(config + "\n")
         return
     _FORMATS[path.suffix](
         path,

@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, TypeAlias
 
 import jax.numpy as jnp
@@ -18,6 +19,27 @@ class Tensor(NamedTuple):
 
     def described(self) -> str:
         return described(self.array.shape)
+
+
+def by_official_name(
+    tensors: Mapping[str, Tensor], to_official: Callable[[str, Tensor], Mapping[str, Tensor]]
+) -> dict[str, Tensor]:
+    """The tensors by their official names. `to_official` gives the official tensors that one tensor
+    holds.
+
+    Raises:
+      ValueError: two tensors have the same official name.
+    """
+    found: dict[str, Tensor] = {}
+    for given, x in tensors.items():
+        for name, official in to_official(given, x).items():
+            if name in found:
+                raise ValueError(
+                    f"{x.file}: {quoted(given)} is a second tensor with the official name "
+                    f"{quoted(name)}"
+                )
+            found[name] = official
+    return found
 
 
 def described(shape: tuple[int, ...]) -> str:
