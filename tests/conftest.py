@@ -1,4 +1,5 @@
 import importlib
+import importlib.util
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -28,9 +29,16 @@ rwkv_jax = importlib.import_module("rwkv_jax")
 # Files whose tests need what is not here; RWKV_JAX_REQUIRE says that it has to be.
 PLATFORM = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
 NATIVE = rwkv_jax.build_info()["missing"].get(PLATFORM, "no such kernels") is None
-collect_ignore = ([] if NATIVE else ["test_ffi.py"]) + (
-    [] if NATIVE and PLATFORM == "cuda" else ["test_gpu.py"]
-)
+OFFICIAL = all(importlib.util.find_spec(name) is not None for name in ("torch", "rwkv"))
+collect_ignore = [
+    file
+    for file, there in {
+        "test_ffi.py": NATIVE,
+        "test_gpu.py": NATIVE and PLATFORM == "cuda",
+        "test_official.py": OFFICIAL,
+    }.items()
+    if not there
+]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -42,10 +50,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_sessionstart() -> None:
-    """RWKV_JAX_REQUIRE=cpu,cuda: native kernels that have to be there, so that nothing is left out
-    unnoticed on a machine that is known to have them."""
+    """RWKV_JAX_REQUIRE=cpu,cuda,official: native kernels, and the official models, that have to be
+    there, so that nothing is left out unnoticed on a machine that is known to have them."""
     missing = rwkv_jax.build_info()["missing"]
-    for platform in filter(None, os.environ.get("RWKV_JAX_REQUIRE", "").split(",")):
+    required = set(filter(None, os.environ.get("RWKV_JAX_REQUIRE", "").split(",")))
+    if "official" in required and not OFFICIAL:
+        pytest.exit("RWKV_JAX_REQUIRE: official: torch or rwkv is not installed", returncode=1)
+    for platform in sorted(required - {"official"}):
         if missing[platform]:
             pytest.exit(f"RWKV_JAX_REQUIRE: {platform}: {missing[platform]}", returncode=1)
         try:
