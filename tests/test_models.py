@@ -16,7 +16,7 @@ from jaxtyping import PyTree
 
 import rwkv_jax
 from rwkv_jax.models import rwkv7
-from support import internals, oracle
+from support import internals, language_models
 from support.operators import FAST
 from support.tolerance import assert_trees_close
 
@@ -68,83 +68,14 @@ def tokens() -> jax.Array:
 forward = jax.jit(rwkv7.apply, static_argnames=("dtype", "implementation"))
 
 
-class Paper:
-    """The model in numpy, float64, one sequence, token by token within each layer."""
-
-    def __init__(self, params: rwkv7.Params):
-        self.p = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
-
-    def __call__(self, tokens: np.ndarray) -> np.ndarray:
-        x = self.p.emb.weight[tokens]
-        v_first = None
-        for layer, block in enumerate(self.p.blocks):
-            if layer == 0:
-                x = self.norm(block.ln0, x, 1e-5)
-            y, v = self.time_mix(block.att, self.norm(block.ln1, x, 1e-5), v_first)
-            v_first = v if layer == 0 else v_first
-            x = x + y
-            x = x + self.channel_mix(block.ffn, self.norm(block.ln2, x, 1e-5))
-        return self.norm(self.p.ln_out, x, 1e-5) @ self.p.head.weight.T
-
-    @staticmethod
-    def norm(p: rwkv7.Norm, x: np.ndarray, eps: float) -> np.ndarray:
-        x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + eps)
-        return x * p.weight + p.bias
-
-    @staticmethod
-    def shifted(x: np.ndarray) -> np.ndarray:
-        return np.concatenate([np.zeros_like(x[:1]), x[:-1]])
-
-    def time_mix(
-        self, p: rwkv7.TimeMixParams, x: np.ndarray, v_first: np.ndarray | None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        def sigmoid(x):
-            return 1 / (1 + np.exp(-x))
-
-        def mixed(mix):
-            return x * (1 - mix) + self.shifted(x) * mix
-
-        def heads(x):
-            return x.reshape(1, len(x), *p.r_k.shape)
-
-        r = mixed(p.x_r) @ p.receptance.weight.T
-        # The paper's own form of the decay: -softplus(-x) - 1/2, then exp(-exp()).
-        w = -np.logaddexp(0, -(p.w0 + np.tanh(mixed(p.x_w) @ p.w1) @ p.w2)) - 0.5
-        k = mixed(p.x_k) @ p.key.weight.T
-        v = mixed(p.x_v) @ p.value.weight.T
-        if v_first is not None:
-            v = v + (v_first - v) * sigmoid(p.v0 + mixed(p.x_v) @ p.v1 @ p.v2)
-        a = sigmoid(p.a0 + mixed(p.x_a) @ p.a1 @ p.a2)
-        g = sigmoid(mixed(p.x_g) @ p.g1) @ p.g2
-        kk = heads(k * p.k_k)
-        kk = kk / np.linalg.norm(kk, axis=-1, keepdims=True)
-        k = k * (1 + (a - 1) * p.k_a)
-        r, w, k, a, values = map(heads, (r, w, k, a, v))
-        state = np.zeros((1, *p.r_k.shape, p.r_k.shape[1]))
-        operands = {"r": r, "w": w, "k": k, "v": values, "a": -kk, "b": kk * a}
-        y = oracle.wkv7(operands | {"initial_state": state}, "exp")["y"]
-        y = (y - y.mean(-1, keepdims=True)) / np.sqrt(y.var(-1, keepdims=True) + 64e-5)
-        y = y.reshape(x.shape) * p.ln_x.weight + p.ln_x.bias
-        y = y + ((r * k * p.r_k).sum(-1, keepdims=True) * values).reshape(x.shape)
-        return (y * g) @ p.output.weight.T, v
-
-    def channel_mix(self, p: rwkv7.ChannelMixParams, x: np.ndarray) -> np.ndarray:
-        mixed = x * (1 - p.x_k) + self.shifted(x) * p.x_k
-        return np.maximum(mixed @ p.key.weight.T, 0) ** 2 @ p.value.weight.T
-
-
-def test_apply_keeps_its_first_name() -> None:
-    assert rwkv7.rwkv7 is rwkv7.apply
-
-
 @pytest.mark.parametrize("implementation", [None, "reference"])
 def test_logits_equal_the_paper(
     params: rwkv7.Params, tokens: jax.Array, implementation: str | None
 ) -> None:
     with jax.default_matmul_precision("highest"):
         logits, _ = forward(params, tokens, implementation=implementation)
-    paper = Paper(params)
-    expected = np.stack([paper(sequence) for sequence in np.asarray(tokens)])
+    named = rwkv7.names(params)
+    expected = np.stack([language_models.logits("rwkv7", named, row) for row in np.asarray(tokens)])
     assert_trees_close(logits, expected, 1e-4)
 
 

@@ -1,9 +1,10 @@
-"""The language models of RWKV-4, 5 and 6 in numpy float64, one token of one sequence at a time.
+"""The language models of RWKV-4 to 7 in numpy float64, one token of one sequence at a time.
 
 Written from the published formulas and independent of the package: "RWKV: Reinventing RNNs for the
 Transformer Era" (arXiv:2305.13048), "Eagle and Finch: RWKV with Matrix-Valued States and Dynamic
-Recurrence" (arXiv:2404.05892), and RWKV-LM for what these leave open. The parameters are a flat
-dictionary with the official names.
+Recurrence" (arXiv:2404.05892), "RWKV-7 Goose with Expressive Dynamic State Evolution"
+(arXiv:2503.14456), and RWKV-LM for what these leave open. The parameters are a flat dictionary with
+the official names.
 """
 
 from collections.abc import Iterable, Mapping
@@ -57,6 +58,37 @@ def linear_attention(r: Array, decay: Array, k: Array, v: Array, u: Array, wkv: 
         y[head] = r[head] @ (wkv[head] + u[head][:, None] * written)
         wkv[head] = decay[head][:, None] * wkv[head] + written
     return y.reshape(-1)
+
+
+def time_mix_7(p: Layer, x: Array, state: dict[str, Any]) -> Array:
+    """The value of the first layer is in `state["first"]`, the state of this layer."""
+
+    def mixed(name: str) -> Array:
+        return x + (state["att"] - x) * p[f"x_{name}"]
+
+    # The paper's own form of the decay: -softplus(-x) - 1/2, then exp(-exp()).
+    w = -np.logaddexp(0, -(p["w0"] + np.tanh(mixed("w") @ p["w1"]) @ p["w2"])) - 0.5
+    r, k, v = (p.linear(name, mixed(name[0])) for name in ("receptance", "key", "value"))
+    if state is state["first"]:
+        state["value"] = v
+    else:
+        share = sigmoid(p["v0"] + mixed("v") @ p["v1"] @ p["v2"])
+        v = v + (state["first"]["value"] - v) * share
+    a = sigmoid(p["a0"] + mixed("a") @ p["a1"] @ p["a2"])
+    gate = sigmoid(mixed("g") @ p["g1"]) @ p["g2"]
+    heads, size = p["r_k"].shape
+    removed = (k * p["k_k"]).reshape(heads, size)
+    removed = removed / np.linalg.norm(removed, axis=1, keepdims=True)
+    k = k * (1 + (a - 1) * p["k_a"])
+    r, w, k, v, a = (z.reshape(heads, size) for z in (r, w, k, v, a))
+    wkv = state.setdefault("wkv", np.zeros((heads, size, size)))
+    read = np.einsum("hvk,hk->hv", wkv, -removed)
+    wkv *= np.exp(-np.exp(w))[:, None, :]
+    wkv += read[:, :, None] * (removed * a)[:, None, :] + v[:, :, None] * k[:, None, :]
+    y = np.einsum("hvk,hk->hv", wkv, r).reshape(-1)
+    y = p.norm("ln_x", y, heads, LAYER_NORM_EPS * HEAD_SIZE_DIVISOR**2)
+    y = y + ((r * k * p["r_k"]).sum(1, keepdims=True) * v).reshape(-1)
+    return p.linear("output", y * gate)
 
 
 def time_mix_6(p: Layer, x: Array, state: dict[str, Any]) -> Array:
@@ -129,21 +161,31 @@ def channel_mix_6(p: Layer, x: Array, state: dict[str, Any]) -> Array:
     return sigmoid(p.linear("receptance", x_r)) * p.linear("value", hidden)
 
 
+def channel_mix_7(p: Layer, x: Array, state: dict[str, Any]) -> Array:
+    mixed = x + (state["ffn"] - x) * p["x_k"]
+    return p.linear("value", np.maximum(p.linear("key", mixed), 0) ** 2)
+
+
 MIXINGS = {
     "rwkv4": (time_mix_4, channel_mix_5),
     "rwkv5": (time_mix_5, channel_mix_5),
     "rwkv6": (time_mix_6, channel_mix_6),
+    "rwkv7": (time_mix_7, channel_mix_7),
 }
 
 
-def logits(generation: str, tensors: Mapping[str, Array], tokens: Iterable[int]) -> Array:
+def logits(generation: str, tensors: Mapping[str, Any], tokens: Iterable[int]) -> Array:
     """The logits of the next token after each of `tokens`, [tokens, vocabulary]."""
     time_mix, channel_mix = MIXINGS[generation]
     tensors = {name: np.asarray(x, np.float64) for name, x in tensors.items()}
     model = Layer(tensors, "")
     layers = 1 + max(int(name.split(".")[1]) for name in tensors if name.startswith("blocks."))
     width = tensors["emb.weight"].shape[1]
-    states = [{"att": np.zeros(width), "ffn": np.zeros(width)} for _ in range(layers)]
+    states: list[dict[str, Any]] = [
+        {"att": np.zeros(width), "ffn": np.zeros(width)} for _ in range(layers)
+    ]
+    for state in states:
+        state["first"] = states[0]
     results = []
     for token in tokens:
         x = model.norm("blocks.0.ln0", tensors["emb.weight"][token])
