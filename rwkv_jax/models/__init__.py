@@ -1,7 +1,8 @@
 """RWKV language models as functions of parameter trees; `rwkv_jax.nn` wraps them as layers.
 
 Each generation is a package. What the generations share is in the private modules beside them.
-`load` reads a checkpoint and finds out its generation, and `save` writes one.
+`load` reads a checkpoint and finds out its generation, `inspect` does so without the values of the
+parameters, and `save` writes a checkpoint.
 """
 
 from rwkv_jax.models import rwkv4 as rwkv4
@@ -9,6 +10,7 @@ from rwkv_jax.models import rwkv5 as rwkv5
 from rwkv_jax.models import rwkv6 as rwkv6
 from rwkv_jax.models import rwkv7 as rwkv7
 from rwkv_jax.models._checkpoints.loading import Checkpoint as Checkpoint
+from rwkv_jax.models._checkpoints.loading import inspect as inspect
 from rwkv_jax.models._checkpoints.loading import load as load
 from rwkv_jax.models._checkpoints.loading import load_state as load_state
 from rwkv_jax.models._checkpoints.saving import save as save

@@ -47,12 +47,50 @@ class Checkpoint:
       module: the module with the functions of the model, such as `rwkv_jax.models.rwkv7`.
       config: its sizes, a `Config` of the module.
       params: the parameters, a `Params` of the module.
+      files: the paths of the files that the parameters are in.
     """
 
     generation: str
     module: ModuleType
     config: Any
     params: Any
+    files: tuple[str, ...]
+
+
+def inspect(path: str | os.PathLike[str]) -> Checkpoint:
+    """The model in a checkpoint without the values of its parameters.
+
+    The generation, the sizes and the parameters are found, and checked, as `load` does it, from the
+    names, shapes and dtypes of the tensors. No tensor is read.
+
+    Args:
+      path: the file or the folder, as `load` takes it.
+
+    Returns:
+      What `load` returns, with a `jax.ShapeDtypeStruct` in place of each parameter, which has the
+      dtype of the file.
+
+    Raises:
+      FileNotFoundError, ValueError: as `load` raises them.
+    """
+    return _found(path)[1]
+
+
+def _found(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], Checkpoint]:
+    """The tensors of a checkpoint by their official names, and what `inspect` returns."""
+    tensors = _official(path)
+    shapes = {name: _shape(x) for name, x in tensors.items()}
+    generation = generation_of(str(path), tensors)
+    config = generation.module.Config(**sizes(str(path), generation, shapes))
+    params = expected(generation, config, shapes)
+    wanted = named(params)
+    _check(path, generation, config, tensors, wanted)
+    params = jax.tree_util.tree_map_with_path(
+        lambda key, x: jax.ShapeDtypeStruct(x.shape, tensors[_parameters.name(key)].array.dtype),
+        params,
+    )
+    files = tuple(sorted({tensors[name].file for name in wanted}))
+    return tensors, Checkpoint(generation.name, generation.module, config, params, files)
 
 
 def load(
@@ -101,23 +139,16 @@ def load(
     """
     if mesh is None and (data, model) != (None, None):
         raise ValueError("load: mesh is None; data and model name axes of a mesh")
-    tensors = _official(path)
-    shapes = {name: _shape(x) for name, x in tensors.items()}
-    generation = generation_of(str(path), tensors)
-    module = generation.module
-    config = module.Config(**sizes(str(path), generation, shapes))
-    params = expected(generation, config, shapes)
-    _check(path, generation, config, tensors, named(params))
+    tensors, found = _found(path)
     sharding: dict[str, NamedSharding] = {}
     if mesh is not None:
-        sharding = named(module.shardings(params, mesh, data=data, model=model))
+        sharding = named(found.module.shardings(found.params, mesh, data=data, model=model))
 
     def placed(key: Any, x: jax.ShapeDtypeStruct) -> Array:
         name = _parameters.name(key)
         return _array(tensors[name].array.reshape(x.shape), dtype, sharding.get(name))
 
-    loaded = jax.tree_util.tree_map_with_path(placed, params)
-    return Checkpoint(generation.name, module, config, loaded)
+    return dataclasses.replace(found, params=jax.tree_util.tree_map_with_path(placed, found.params))
 
 
 def load_state(

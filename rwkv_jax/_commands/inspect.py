@@ -1,0 +1,78 @@
+"""`rwkv-jax inspect`: what a checkpoint holds, and what it needs of memory."""
+
+import argparse
+import dataclasses
+import os
+from typing import Any
+
+from rwkv_jax._commands.arguments import add_dtype, add_model, in_bytes, positive
+
+HELP = "Show the generation, sizes and memory of a model. Only names and shapes are read."
+EXAMPLES = (
+    "inspect model.pth",
+    "inspect folder-of-hugging-face --batch 64 --dtype bfloat16",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    parser.add_argument(
+        "--batch", type=positive, default=1, help="rows whose states are counted (default: 1)"
+    )
+    add_dtype(parser, "dtype of weights and activations in memory (default: that of the file)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    rows = list(_rows(arguments.model, arguments.batch, arguments.dtype))
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        print(f"{name:{width}}  {value}")
+    return 0
+
+
+def _rows(path: str, batch: int, dtype: str | None) -> list[tuple[str, str]]:
+    """What is known about a checkpoint: names and values."""
+    import jax
+    import jax.numpy as jnp
+
+    from rwkv_jax import models
+    from rwkv_jax.models._checkpoints.generations import named
+
+    found = models.inspect(path)
+    arrays = named(found.params)
+    count = sum(x.size for x in arrays.values())
+    dtypes = sorted({x.dtype for x in arrays.values()}, key=str)
+    used = [jnp.dtype(dtype)] if dtype else dtypes
+    weights = sum(x.size * (used[0] if dtype else x.dtype).itemsize for x in arrays.values())
+    # Activations have one dtype: the widest, where the dtypes of the file differ.
+    activations = max(used, key=lambda x: x.itemsize)
+    state = jax.eval_shape(
+        lambda params: found.module.initial_state(params, batch, activations), found.params
+    )
+    states = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+    rows = "1 row" if batch == 1 else f"{batch} rows"
+    return [
+        ("generation", found.generation),
+        *((name.replace("_", " "), str(x)) for name, x in dataclasses.asdict(found.config).items()),
+        *((name, ", ".join(map(str, sorted(x)))) for name, x in _own_sizes(path, arrays).items()),
+        ("parameters", f"{count:,}"),
+        ("dtype", ", ".join(map(str, dtypes))),
+        ("files", in_bytes(sum(map(os.path.getsize, found.files)))),
+        ("weights", f"{in_bytes(weights)} in {', '.join(map(str, used))}"),
+        ("states", f"{in_bytes(states)} for {rows}, activations in {activations}"),
+    ]
+
+
+def _own_sizes(path: str, arrays: dict[str, Any]) -> dict[str, set[int]]:
+    """The sizes that no configuration tells, such as ranks, by what they are the sizes of."""
+    from rwkv_jax.models._checkpoints.generations import generation_of
+
+    generation, _ = generation_of(path, arrays)
+    found: dict[str, set[int]] = {}
+    for name, x in arrays.items():
+        for end, axes in generation.own.items():
+            if name.endswith(end):
+                for axis, size in zip(axes, x.shape, strict=True):
+                    if axis is not None:
+                        found.setdefault(axis, set()).add(size)
+    return found
