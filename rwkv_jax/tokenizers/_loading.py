@@ -1,0 +1,78 @@
+"""Which tokenizer a name, a file or a model has."""
+
+import os
+from pathlib import Path
+
+from rwkv_jax.tokenizers._hugging_face import hugging_face
+from rwkv_jax.tokenizers._tokenizer import Tokenizer
+from rwkv_jax.tokenizers._world import FILE, VOCABULARY, published, world
+
+_BY_SIZE = {VOCABULARY: "world", 256: "bytes"}
+_IN_FOLDER = ("tokenizer.json", FILE)
+
+
+def load(name_or_path: str | os.PathLike[str], vocabulary: int | None = None) -> Tokenizer:
+    """The tokenizer with a name or in a file.
+
+    `name_or_path` is one of
+
+    - "world": the tokenizer of the RWKV World models, which has the longest token that fits, from
+      the left. The token 0 is the end of a text.
+    - a `.txt` file: such a tokenizer with the vocabulary in the file, which has the form of
+      `rwkv_vocab_v20230424.txt`.
+    - a `.json` file: a `tokenizer.json` of Hugging Face with the decoder ByteLevel, such as
+      `20B_tokenizer.json` of the RWKV-4 models of the Pile. Special tokens have no text, and the
+      text of one is encoded as any other text.
+    - "bytes": each byte of the text in UTF-8 is a token.
+
+    Args:
+      name_or_path: the name or the path.
+      vocabulary: the number of tokens of the model, which may have more than the tokenizer: those
+        have no text. If None, it is that of the tokenizer, and 65536 for "world".
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ImportError: a package that the tokenizer needs is not installed.
+      ValueError: there is no such name, the file has no tokenizer, or the tokenizer has more tokens
+        than `vocabulary`.
+    """
+    name, path = str(name_or_path), Path(name_or_path)
+    if name == "world":
+        return world(name, published(), VOCABULARY if vocabulary is None else vocabulary)
+    if name == "bytes":
+        pieces = {byte: bytes([byte]) for byte in range(256)}
+        size = 256 if vocabulary is None else vocabulary
+        return Tokenizer(name, size, pieces, lambda text: list(text.encode()))
+    if path.suffix == ".txt":
+        return world(name, path, vocabulary)
+    if path.suffix == ".json":
+        return hugging_face(name, path, vocabulary)
+    raise ValueError(
+        f"tokenizer is {name!r}; accepted are 'world', 'bytes', the path of a .json file of "
+        f"Hugging Face, and that of a .txt file such as {FILE}"
+    )
+
+
+def for_vocabulary(vocabulary: int, *, folder: str | os.PathLike[str] | None = None) -> str:
+    """The name or path, for `load`, of the tokenizer that fits a model.
+
+    Args:
+      vocabulary: the number of tokens of the model.
+      folder: the path of the checkpoint. If it is a folder with a `tokenizer.json` or a
+        `rwkv_vocab_v20230424.txt`, that file is the tokenizer.
+
+    Raises:
+      ValueError: the number does not tell the tokenizer. 65536 tells "world", and 256 "bytes".
+    """
+    if folder is not None and Path(folder).is_dir():
+        for name in _IN_FOLDER:
+            if (Path(folder) / name).is_file():
+                return str(Path(folder) / name)
+    if vocabulary in _BY_SIZE:
+        return _BY_SIZE[vocabulary]
+    known = " and ".join(f"{size} ({name!r})" for size, name in _BY_SIZE.items())
+    raise ValueError(
+        f"the vocabulary has {vocabulary} tokens, and a tokenizer is known for {known} alone; give "
+        "the path of its tokenizer.json, which is 20B_tokenizer.json for the RWKV-4 models of the "
+        "Pile"
+    )

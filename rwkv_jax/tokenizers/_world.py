@@ -1,0 +1,117 @@
+"""The tokenizer of the RWKV World models: the longest token that fits, from the left.
+
+A vocabulary is a text file with a line for each token: its number, its text as a literal of Python,
+a string or bytes, and how many bytes that is. The published file comes with Python packages. Their
+own tokenizers are not used: one ends with a panic of Rust where tokens are no complete characters.
+"""
+
+import ast
+import importlib.util
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from rwkv_jax.tokenizers._tokenizer import Tokenizer
+
+FILE = "rwkv_vocab_v20230424.txt"
+"""The name of the published vocabulary."""
+
+VOCABULARY = 65536
+"""The size of the vocabulary of the World models. The last few tokens have no text."""
+
+END_OF_TEXT = 0
+
+_PACKAGES = ("rwkv", "pyrwkv_tokenizer")
+_LINE = re.compile(r"(\d+) (.+) (\d+)")
+_PLAIN = re.compile(r"'([^'\\]*)'")
+
+
+def published() -> Path:
+    """The published vocabulary, in a package that is installed. The package is not imported.
+
+    Raises:
+      ImportError: no package that has the vocabulary is installed.
+    """
+    for package in _PACKAGES:
+        spec = importlib.util.find_spec(package)
+        for folder in (spec and spec.submodule_search_locations) or ():
+            if (path := Path(folder) / FILE).is_file():
+                return path
+    raise ImportError(
+        f"the tokenizer 'world' needs {FILE} of the package rwkv: pip install 'rwkv-jax[text]'"
+    )
+
+
+def world(name: str, path: Path, vocabulary: int | None) -> Tokenizer:
+    """The tokenizer of the vocabulary in a file.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: the file is no vocabulary, or has tokens that are not below `vocabulary`.
+    """
+    pieces = _read(path)
+    size = max(pieces) + 1 if vocabulary is None else vocabulary
+    return Tokenizer(name, size, pieces, _Longest(pieces), END_OF_TEXT)
+
+
+def _read(path: Path) -> dict[int, bytes]:
+    """The bytes of each token."""
+    pieces: dict[int, bytes] = {}
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: the file is no text in UTF-8: {error}") from None
+    for number, line in enumerate(lines, 1):
+        if not line:
+            continue
+        token, piece = _token(path, number, line)
+        if token in pieces or token == END_OF_TEXT:
+            raise ValueError(f"{path}: line {number} has the token {token}, which is taken")
+        pieces[token] = piece
+    missing = {bytes([byte]) for byte in range(256)} - set(pieces.values())
+    if missing:
+        raise ValueError(f"{path}: there is no token for the byte {min(missing)[0]}")
+    return pieces
+
+
+def _token(path: Path, number: int, line: str) -> tuple[int, bytes]:
+    """A token and its bytes, from a line."""
+    if found := _LINE.fullmatch(line):
+        # Most lines are plain, and the parser of Python takes a second for 65529 lines.
+        plain = _PLAIN.fullmatch(found[2])
+        try:
+            piece = plain[1] if plain else ast.literal_eval(found[2])
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            piece = b""
+        if isinstance(piece, str):
+            piece = piece.encode()
+        if isinstance(piece, bytes) and 0 < len(piece) == int(found[3]):
+            return int(found[1]), piece
+    raise ValueError(
+        f"{path}: line {number} is {line!r:.100}; accepted is a line such as 301 ' \"' 2"
+    )
+
+
+class _Longest:
+    """The tokens of a text: again and again the longest token that the rest begins with."""
+
+    def __init__(self, pieces: Mapping[int, bytes]):
+        self._tokens = {piece: token for token, piece in pieces.items()}
+        lengths: dict[bytes, set[int]] = {}
+        for piece in self._tokens:
+            if len(piece) > 1:
+                lengths.setdefault(piece[:2], set()).add(len(piece))
+        # The lengths to try, by the next two bytes. At the end of the text the rest is shorter.
+        self._lengths = {start: sorted(x, reverse=True) for start, x in lengths.items()}
+
+    def __call__(self, text: str) -> list[int]:
+        data, tokens, lengths = text.encode(), self._tokens, self._lengths
+        found, start = [], 0
+        while start < len(data):
+            for length in (*lengths.get(data[start : start + 2], ()), 1):
+                piece = data[start : start + length]
+                if piece in tokens:
+                    found.append(tokens[piece])
+                    start += len(piece)
+                    break
+        return found

@@ -1,0 +1,238 @@
+"""`rwkv_jax.tokenizers`: text to tokens and back, whole and in streams."""
+
+import functools
+import importlib.util
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers as hugging_face
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rwkv_jax import tokenizers
+
+KINDS = ("world", "vocabulary.txt", "tokenizer.json", "bytes")
+TEXT = "".join(map(chr, range(0x180))) + "  \n\n\t    x = 1 世界 🙂\U0010ffff\uffff"
+
+# Without the tables of Unicode, which take Hypothesis seconds to make.
+CHARACTERS = st.one_of(st.integers(0, 0xD7FF), st.integers(0xE000, 0x10FFFF)).map(chr)
+
+
+def write_vocabulary(path: Path, words: Iterable[str]) -> Path:
+    """A vocabulary with all bytes and some words."""
+    pieces = [repr(bytes([x]) if x > 127 else chr(x)) for x in range(256)]
+    lines = [f"{i} {x} 1\n" for i, x in enumerate(pieces, 1)]
+    lines += [f"{i} {x!r} {len(x.encode())}\n" for i, x in enumerate(words, 257)]
+    path.write_text("".join(lines))
+    return path
+
+
+def write_tokenizer(path: Path, decoder: Any = None) -> Path:
+    """A tokenizer of Hugging Face for bytes, with pairs of them, a special and an added token."""
+    made = hugging_face.Tokenizer(hugging_face.models.BPE())
+    made.pre_tokenizer = hugging_face.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoder or hugging_face.decoders.ByteLevel()
+    trainer = hugging_face.trainers.BpeTrainer(
+        vocab_size=270,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=hugging_face.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator(["the end of the text, the text of the end, 世界世界"], trainer)
+    made.add_tokens([hugging_face.AddedToken("    ", normalized=False)])
+    made.save(str(path))
+    return path
+
+
+@pytest.fixture(scope="module")
+def by_kind(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tokenizers.Tokenizer]:
+    folder = tmp_path_factory.mktemp("tokenizers")
+    write_vocabulary(folder / "vocabulary.txt", ["the", "the end", " ", "  ", "界 "])
+    write_tokenizer(folder / "tokenizer.json")
+    paths = {kind: folder / kind if "." in kind else kind for kind in KINDS}
+    return {kind: tokenizers.load(path) for kind, path in paths.items()}
+
+
+@pytest.fixture(params=KINDS)
+def tokenizer(
+    request: pytest.FixtureRequest, by_kind: dict[str, tokenizers.Tokenizer]
+) -> tokenizers.Tokenizer:
+    return by_kind[request.param]
+
+
+def streamed(tokenizer: tokenizers.Tokenizer, tokens: Iterable[int]) -> str:
+    stream = tokenizers.Stream(tokenizer)
+    text = "".join(stream.push(token) for token in tokens)
+    return text + stream.finish()
+
+
+def test_text_and_back(tokenizer: tokenizers.Tokenizer) -> None:
+    @settings(max_examples=30, deadline=None, database=None)
+    @given(st.lists(st.one_of(CHARACTERS, st.sampled_from("the d世界\n"))).map("".join))
+    def check(text: str) -> None:
+        tokens = tokenizer.encode(text)
+        assert tokenizer.end_of_text not in tokens
+        assert tokenizer.decode(tokens) == text == streamed(tokenizer, tokens)
+        assert tokenizer.decode_bytes(tokens) == text.encode()
+
+    check()
+    for text in (TEXT, "", "<|endoftext|>", "the end", "the en", "th"):
+        tokens = tokenizer.encode(text)
+        assert tokenizer.decode(np.array(tokens, np.int32)) == text == streamed(tokenizer, tokens)
+
+
+def test_any_tokens(tokenizer: tokenizers.Tokenizer) -> None:
+    """Tokens that split characters, and bytes that are no UTF-8."""
+    bytes_first = st.integers(0, min(300, tokenizer.vocabulary) - 1)
+
+    @settings(max_examples=60, deadline=None, database=None)
+    @given(st.lists(st.one_of(bytes_first, st.integers(0, tokenizer.vocabulary - 1))))
+    def check(tokens: list[int]) -> None:
+        pieces = [tokenizer.decode_bytes([token]) for token in tokens]
+        assert tokenizer.decode_bytes(tokens) == b"".join(pieces)
+        text = b"".join(pieces).decode(errors="replace")
+        assert tokenizer.decode(tokens) == text == streamed(tokenizer, tokens)
+
+    check()
+    found = {tokenizer.decode_bytes([token]) for token in range(min(300, tokenizer.vocabulary))}
+    assert {bytes([byte]) for byte in range(256)} <= found
+
+
+def test_stream_within_a_character(tokenizer: tokenizers.Tokenizer) -> None:
+    single = {tokenizer.decode_bytes([x]): x for x in range(min(300, tokenizer.vocabulary))}
+    face = [single[bytes([byte])] for byte in "🙂".encode()]
+    stream = tokenizers.Stream(tokenizer)
+    assert [stream.push(token) for token in face] == ["", "", "", "🙂"]
+    assert [stream.push(token) for token in (*face[:2], single[b"a"])] == ["", "", "\ufffda"]
+    assert [stream.push(face[0]), stream.finish(), stream.finish()] == ["", "\ufffd", ""]
+
+
+@pytest.mark.parametrize("token", [-1, 1 << 40, None])
+def test_tokens_out_of_range(tokenizer: tokenizers.Tokenizer, token: int | None) -> None:
+    token = tokenizer.vocabulary if token is None else token
+    message = f"a token is {token}; accepted are 0 to {tokenizer.vocabulary - 1}"
+    for call in (tokenizer.decode, tokenizer.decode_bytes, functools.partial(streamed, tokenizer)):
+        with pytest.raises(ValueError, match=message):
+            call([1, token])
+
+
+@pytest.mark.usefixtures("unchecked_types")
+def test_no_integers_and_no_text(tokenizer: tokenizers.Tokenizer) -> None:
+    with pytest.raises(TypeError, match="'float' object"):
+        tokenizer.decode([1.0])  # pyright: ignore[reportArgumentType]
+    with pytest.raises(UnicodeEncodeError, match="surrogates"):
+        tokenizer.encode("\ud83d")
+
+
+def test_sizes_and_ends(by_kind: dict[str, tokenizers.Tokenizer]) -> None:
+    assert {kind: x.vocabulary for kind, x in by_kind.items()} == {
+        "world": 65536,
+        "vocabulary.txt": 262,
+        "tokenizer.json": 271,
+        "bytes": 256,
+    }
+    assert {kind: x.end_of_text for kind, x in by_kind.items()} == {
+        "world": 0,
+        "vocabulary.txt": 0,
+        "tokenizer.json": 0,
+        "bytes": None,
+    }
+    for kind in ("world", "vocabulary.txt", "tokenizer.json"):
+        assert by_kind[kind].decode_bytes([0]) == b""
+    assert by_kind["world"].decode([65530, 65535]) == ""
+
+
+def test_longest_tokens(by_kind: dict[str, tokenizers.Tokenizer]) -> None:
+    assert by_kind["vocabulary.txt"].encode("the end the en") == [258, 259, 257, 259, 102, 111]
+    # The figures are those of the package rwkv.
+    text = "Hello 世界\0, the  longest\n\n token"
+    assert by_kind["world"].encode(text) == [
+        33155,
+        33,
+        10267,
+        14610,
+        1,
+        45,
+        22590,
+        267,
+        26170,
+        7513,
+        3329,
+        35782,
+    ]
+
+
+def test_as_hugging_face(by_kind: dict[str, tokenizers.Tokenizer]) -> None:
+    made = hugging_face.Tokenizer.from_file(by_kind["tokenizer.json"].name)
+    assert by_kind["tokenizer.json"].encode(TEXT) == made.encode(TEXT).ids
+    tokens = np.random.default_rng(0).integers(0, 271, 2000).tolist()
+    assert by_kind["tokenizer.json"].decode(tokens) == made.decode(tokens)
+
+
+def test_size_of_the_model(tmp_path: Path) -> None:
+    path = write_vocabulary(tmp_path / "vocabulary.txt", ["the"])
+    assert tokenizers.load(path, 300).decode([102, 299]) == "e"
+    for name, vocabulary, last in ((path, 257, 257), ("bytes", 255, 255)):
+        with pytest.raises(
+            ValueError, match=f"to {last}; accepted with a vocabulary of {vocabulary}"
+        ):
+            tokenizers.load(name, vocabulary)
+
+
+def test_for_vocabulary(tmp_path: Path) -> None:
+    assert tokenizers.for_vocabulary(65536, folder=tmp_path) == "world"
+    assert tokenizers.for_vocabulary(256, folder=tmp_path / "model.pth") == "bytes"
+    with pytest.raises(ValueError, match=r"has 50277 tokens, .* 20B_tokenizer\.json"):
+        tokenizers.for_vocabulary(50277)
+    for name in ("rwkv_vocab_v20230424.txt", "tokenizer.json"):
+        (tmp_path / name).touch()
+        assert tokenizers.for_vocabulary(65536, folder=tmp_path) == str(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("other", "", "tokenizer is '.*other'; accepted are 'world', 'bytes', "),
+        ("a.txt", "1 'a' 2", r"a\.txt: line 1 is .1 'a' 2.; accepted is a line such as"),
+        ("a.txt", "1 exit() 2", "line 1 is '1 exit"),
+        ("a.txt", f"1 {'(' * 10000} 2", "line 1 is "),
+        ("a.txt", "1 'a' 1\n1 'b' 1", "line 2 has the token 1, which is taken"),
+        ("a.txt", "0 'a' 1", "line 1 has the token 0, which is taken"),
+        ("a.txt", "1 'a' 1", "there is no token for the byte 0"),
+        ("a.txt", "", "there is no token for the byte 0"),
+        ("a.txt", "\udcff", "the file is no text in UTF-8"),
+        ("a.json", "{}", r"a\.json: the file has no tokenizer: "),
+        ("a.json", "[]", r"a\.json: the file has no tokenizer: "),
+        ("a.json", "nothing", r"a\.json: the file has no tokenizer: "),
+    ],
+)
+def test_wrong_files(tmp_path: Path, name: str, content: str, message: str) -> None:
+    (tmp_path / name).write_text(content, errors="surrogateescape")
+    with pytest.raises(ValueError, match=message):
+        tokenizers.load(tmp_path / name)
+    (tmp_path / name).unlink()
+    if "." in name:
+        with pytest.raises(FileNotFoundError, match=name):
+            tokenizers.load(tmp_path / name)
+
+
+def test_another_decoder(tmp_path: Path) -> None:
+    path = write_tokenizer(tmp_path / "tokenizer.json", hugging_face.decoders.Metaspace())
+    with pytest.raises(ValueError, match="the decoder is Metaspace; accepted is ByteLevel"):
+        tokenizers.load(path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"decoder": None}))
+    with pytest.raises(ValueError, match="the decoder is None; accepted is ByteLevel"):
+        tokenizers.load(path)
+
+
+def test_missing_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    for name in ("world", write_tokenizer(tmp_path / "tokenizer.json")):
+        with pytest.raises(ImportError, match=r"pip install 'rwkv-jax\[text\]'"):
+            tokenizers.load(name)
