@@ -70,6 +70,7 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert rows["width"] == "24"
     assert rows["rank of w"] == "7"
     assert rows["hidden"] == "96"
+    assert rows["tokenizer"] == "not known from the size of the vocabulary"
     assert rows["parameters"] == f"{count:,}"
     assert rows["dtype"] == "bfloat16"
     assert rows["weights"] == f"{4 * count / 1000:.3g} kB in float32"

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import os
+from collections.abc import Iterable
 from typing import Any
 
 from rwkv_jax._commands.arguments import add_dtype, add_model, in_bytes, positive
@@ -35,44 +36,56 @@ def _rows(path: str, batch: int, dtype: str | None) -> list[tuple[str, str]]:
     import jax
     import jax.numpy as jnp
 
-    from rwkv_jax import models
+    from rwkv_jax import models, tokenizers
     from rwkv_jax.models._checkpoints.generations import named
 
     found = models.inspect(path)
     arrays = named(found.params)
     count = sum(x.size for x in arrays.values())
-    dtypes = sorted({x.dtype for x in arrays.values()}, key=str)
-    used = [jnp.dtype(dtype)] if dtype else dtypes
-    weights = sum(x.size * (used[0] if dtype else x.dtype).itemsize for x in arrays.values())
+    # As `load` does, without the 64-bit types of JAX.
+    narrow = {jnp.dtype("float64"): jnp.dtype("float32")}
+    loaded = [jnp.dtype(dtype or narrow.get(x.dtype, x.dtype)) for x in arrays.values()]
+    weights = sum(x.size * used.itemsize for x, used in zip(arrays.values(), loaded, strict=True))
     # Activations have one dtype: the widest, where the dtypes of the file differ.
-    activations = max(used, key=lambda x: x.itemsize)
+    activations = max(loaded, key=lambda x: x.itemsize)
     state = jax.eval_shape(
         lambda params: found.module.initial_state(params, batch, activations), found.params
     )
     states = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+    try:
+        tokenizer = tokenizers.for_vocabulary(found.config.vocabulary, folder=path)
+    except ValueError:
+        tokenizer = "not known from the size of the vocabulary"
     rows = "1 row" if batch == 1 else f"{batch} rows"
     return [
         ("generation", found.generation),
         *((name.replace("_", " "), str(x)) for name, x in dataclasses.asdict(found.config).items()),
-        *((name, ", ".join(map(str, sorted(x)))) for name, x in _own_sizes(path, arrays).items()),
+        *((name, _different(x)) for name, x in _own_sizes(path, arrays).items()),
         ("parameters", f"{count:,}"),
-        ("dtype", ", ".join(map(str, dtypes))),
+        ("dtype", _different(x.dtype for x in arrays.values())),
         ("files", in_bytes(sum(map(os.path.getsize, found.files)))),
-        ("weights", f"{in_bytes(weights)} in {', '.join(map(str, used))}"),
+        ("weights", f"{in_bytes(weights)} in {_different(loaded)}"),
         ("states", f"{in_bytes(states)} for {rows}, activations in {activations}"),
+        ("tokenizer", tokenizer),
     ]
 
 
-def _own_sizes(path: str, arrays: dict[str, Any]) -> dict[str, set[int]]:
-    """The sizes that no configuration tells, such as ranks, by what they are the sizes of."""
+def _different(values: Iterable[Any]) -> str:
+    """The different ones of some values, in their order."""
+    return ", ".join(map(str, dict.fromkeys(values)))
+
+
+def _own_sizes(path: str, arrays: dict[str, Any]) -> dict[str, list[int]]:
+    """The sizes that no configuration tells, such as ranks, by what they are the sizes of. A size
+    may differ from block to block."""
     from rwkv_jax.models._checkpoints.generations import generation_of
 
     generation, _ = generation_of(path, arrays)
-    found: dict[str, set[int]] = {}
+    found: dict[str, list[int]] = {}
     for name, x in arrays.items():
         for end, axes in generation.own.items():
             if name.endswith(end):
                 for axis, size in zip(axes, x.shape, strict=True):
                     if axis is not None:
-                        found.setdefault(axis, set()).add(size)
+                        found.setdefault(axis, []).append(size)
     return found
