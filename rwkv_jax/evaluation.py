@@ -1,0 +1,205 @@
+"""How well a language model predicts a text."""
+
+import functools
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import DTypeLike
+
+from rwkv_jax.losses import cross_entropy
+
+_LARGEST = math.log(sys.float_info.max)
+
+
+class Bucket(NamedTuple):
+    """The tokens with `first` to `last` tokens of context before them: how many there are, and
+    their mean loss in nats."""
+
+    first: int
+    last: int
+    tokens: int
+    loss: float
+
+
+class Evaluation(NamedTuple):
+    """The losses of the tokens of a text, by the number of tokens of context before them.
+
+    Attributes:
+      losses: [context] in float64; at i the sum of the losses, in nats, of all tokens with i + 1
+        tokens of context before them.
+      counts: [context]; at i the number of these tokens.
+    """
+
+    losses: np.ndarray
+    counts: np.ndarray
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens that were predicted."""
+        return int(self.counts.sum())
+
+    @property
+    def loss(self) -> float:
+        """The mean loss of a token in nats."""
+        return float(self.losses.sum()) / self.tokens
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss), which is infinite where a float cannot hold it."""
+        return math.inf if self.loss > _LARGEST else math.exp(self.loss)
+
+    def bits_per_byte(self, size: int) -> float:
+        """The sum of all losses in bits, divided by the size of the text in bytes. It does not
+        depend on the tokenizer, so that it compares models with different ones."""
+        return float(self.losses.sum()) / math.log(2) / size
+
+    def buckets(self) -> list[Bucket]:
+        """The tokens with 1, 2, 3 to 4, 5 to 8, and so on, tokens of context before them."""
+        found, last = [], 1
+        for i in range(math.ceil(math.log2(len(self.counts))) + 1):
+            first, last = (1 if i == 0 else last + 1), min(2**i, len(self.counts))
+            part = slice(first - 1, last)
+            if tokens := int(self.counts[part].sum()):
+                found.append(Bucket(first, last, tokens, float(self.losses[part].sum()) / tokens))
+        return found
+
+
+def evaluate(
+    module: ModuleType,
+    params: Any,
+    tokens: Array | np.ndarray | Sequence[int],
+    *,
+    context: int = 4096,
+    batch: int = 8,
+    at_once: int = 1024,
+    dtype: DTypeLike = jnp.float32,
+    implementation: str | None = None,
+    progress: Callable[[int], object] = lambda tokens: None,
+) -> Evaluation:
+    """The losses of a model on a text, each token given those before it.
+
+    The tokens but the last one are cut into windows of `context` tokens. The model reads each
+    window from the state before the first token, and predicts the token after each token of it. So
+    every token but the first is predicted once, from at least one and at most `context` tokens.
+    With the token of the end of a text in front, all tokens of the text are predicted.
+
+    A window goes through the model in parts, and the state from one part to the next, so that the
+    memory does not depend on `context`. The logits of all tokens are never there at once. All parts
+    run one compiled program.
+
+    Args:
+      module: the module with the functions of the model, such as `rwkv_jax.models.rwkv7`.
+      params: its parameters, in either form.
+      tokens: integers [T], at least two.
+      context: the length of a window.
+      batch: how many windows go through the model at once, at most.
+      at_once: how many tokens of a window go through the model at once, at most.
+      dtype: the dtype of the activations.
+      implementation: the implementation of the operator.
+      progress: called again and again with the number of tokens whose losses have become known
+        since the last call.
+
+    Raises:
+      ValueError: `tokens` is not a vector of at least two tokens of the vocabulary, or a size is
+        not positive.
+    """
+    tokens = np.asarray(tokens)
+    for name, size in {"context": context, "batch": batch, "at_once": at_once}.items():
+        if size < 1:
+            raise ValueError(f"evaluate: {name} is {size}; accepted is a positive integer")
+    if tokens.ndim != 1 or len(tokens) < 2 or tokens.dtype.kind not in "iu":
+        raise ValueError(
+            f"evaluate: tokens is {tokens.dtype} {list(tokens.shape)}; accepted are integers [T] "
+            "with T of at least 2"
+        )
+    vocabulary = len(params.head.weight)
+    if not 0 <= tokens.min() <= tokens.max() < vocabulary:
+        raise ValueError(
+            f"evaluate: tokens are from {tokens.min()} to {tokens.max()}; accepted are 0 to "
+            f"{vocabulary - 1}"
+        )
+    context = min(context, len(tokens) - 1)
+    batch = min(batch, math.ceil((len(tokens) - 1) / context))
+    losses, counts = np.zeros(context), np.zeros(context, np.int64)
+
+    def take(part: slice, found: Array, mask: np.ndarray) -> None:
+        losses[part] += np.asarray(found).sum(0, dtype=np.float64)[: context - part.start]
+        counts[part] += mask.sum(0)[: context - part.start]
+        progress(int(mask.sum()))
+
+    # The host takes the losses of a part while a device computes those of the next one.
+    before = None
+    for each in _parts(module, params, tokens, context, batch, at_once, dtype, implementation):
+        if before is not None:
+            take(*before)
+        before = each
+    assert before is not None
+    take(*before)
+    return Evaluation(losses, counts)
+
+
+def _parts(
+    module: ModuleType,
+    params: Any,
+    tokens: np.ndarray,
+    context: int,
+    batch: int,
+    at_once: int,
+    dtype: DTypeLike,
+    implementation: str | None,
+) -> Iterator[tuple[slice, Array, np.ndarray]]:
+    """The positions within the windows, the losses [B, positions] and the mask of each part."""
+    parts = math.ceil(context / at_once)
+    size = math.ceil(context / parts)
+
+    def windows(x: np.ndarray, first: int) -> np.ndarray:
+        """Those of a batch, with zeros after the last token and after each window."""
+        rows = np.zeros((batch, parts * size), x.dtype)
+        for row, start in zip(rows, range(first, len(x), context), strict=False):
+            row[:context][: len(x) - start] = x[start : start + context]
+        return rows
+
+    inputs, targets = tokens[:-1].astype(np.int32), tokens[1:].astype(np.int32)
+    for first in range(0, len(inputs), batch * context):
+        rows = windows(inputs, first), windows(targets, first)
+        masks = windows(np.ones(len(inputs), bool), first)
+        state = module.initial_state(params, batch, dtype)
+        for start in range(0, context, size):
+            part = slice(start, start + size)
+            mask = masks[:, part]
+            if not mask.any():
+                break
+            of_part = (*(jnp.asarray(x[:, part]) for x in rows), jnp.asarray(mask))
+            found, state = _losses(
+                module, params, state, *of_part, dtype=dtype, implementation=implementation
+            )
+            yield part, found, mask
+
+
+@functools.partial(
+    jax.jit, static_argnames=("module", "dtype", "implementation"), donate_argnames="state"
+)
+def _losses(
+    module: ModuleType,
+    params: Any,
+    state: Any,
+    inputs: Array,
+    targets: Array,
+    mask: Array,
+    *,
+    dtype: DTypeLike,
+    implementation: str | None,
+) -> tuple[Array, Any]:
+    """The losses of a part [B, T], 0 where the mask is, and the next state."""
+    features, state = module.features(
+        params, inputs, state, dtype=dtype, implementation=implementation
+    )
+    losses = cross_entropy(features, params.head.weight, targets, mask=mask, reduction="none")
+    return losses, state
