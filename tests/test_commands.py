@@ -1,5 +1,7 @@
 """The commands of `python -m rwkv_jax`."""
 
+import json
+import math
 import shlex
 import subprocess
 import sys
@@ -77,3 +79,70 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     state = 2 * 3 * (24 + 24 + 3 * 8 * 8)
     assert rows["states"] == f"{4 * state / 1000:.3g} kB for 3 rows, activations in float32"
     assert np.isclose(float(rows["files"].split()[0]), path.stat().st_size / 1000, rtol=5e-3)
+
+
+def test_convert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From form to form and back, bit for bit; and to another dtype."""
+    first, last = tmp_path / "first.safetensors", tmp_path / "last.safetensors"
+    archive, folder = tmp_path / "model.pth", tmp_path / "fla"
+    checkpoints.write_safetensors(first, checkpoints.rwkv7())
+    for source, target, *more in (
+        (first, archive),
+        (archive, folder, "--names", "fla"),
+        (folder, last),
+    ):
+        assert _commands.main(["convert", str(source), str(target), *more]) == 0
+        done = capsys.readouterr().out
+        assert done == f"{target}: RWKV-7, 18,744 parameters, 75 kB\n"
+        assert _commands.main(["convert", str(source), str(target), *more]) == 2
+        error = capsys.readouterr().err
+        assert error == f"rwkv-jax convert: {target} exists; --force replaces it\n"
+    expected, found = (jax.tree.leaves(models.load(path).params) for path in (first, last))
+    for x, y in zip(expected, found, strict=True):
+        np.testing.assert_array_equal(x, y, strict=True)
+    assert _commands.main(["convert", str(first), str(last), "--force", "--dtype", "bfloat16"]) == 0
+    assert models.inspect(last).params.emb.weight.dtype == "bfloat16"
+    assert _commands.main(["convert", str(first), str(tmp_path / "model.bin")]) == 2
+
+
+def test_eval(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All tokens are predicted after the token of the end of a text, and without one all but the
+    first."""
+    model, text, picture = (str(tmp_path / x) for x in ("model.safetensors", "text", "loss.png"))
+    checkpoints.write_safetensors(Path(model), checkpoints.rwkv7(layers=1, vocabulary=257))
+    Path(text).write_text("a text of\r\n世界")
+    vocabulary = tmp_path / "vocabulary.txt"
+    pieces = [repr(bytes([x]) if x > 127 else chr(x)) for x in range(256)]
+    vocabulary.write_text("".join(f"{i} {x} 1\n" for i, x in enumerate(pieces, 1)))
+    command = ["eval", model, "--text", text, "--context", "8", "--batch", "2", "--tokenizer"]
+    assert _commands.main([*command, str(vocabulary), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["tokens"], found["bytes"], found["context"]) == (17, 17, 8)
+    assert found["bits_per_byte"] == pytest.approx(found["loss"] / math.log(2))
+    assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
+    parts = found["by_position"]
+    assert [(x["first"], x["last"], x["tokens"]) for x in parts] == [
+        *((1, 1, 3), (2, 2, 2), (3, 4, 4), (5, 8, 8))
+    ]
+    assert sum(x["tokens"] * x["loss"] for x in parts) == pytest.approx(17 * found["loss"])
+    assert _commands.main([*command, "bytes", "--plot", picture]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert "tokens         16" in rows
+    assert rows[-1].split()[:4] == ["5", "to", "8", "8"]
+    assert Path(picture).read_bytes().startswith(b"\x89PNG")
+
+
+def test_texts_that_eval_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, text = tmp_path / "model.safetensors", tmp_path / "text"
+    checkpoints.write_safetensors(model, checkpoints.rwkv7())
+    for content, tokenizer, message in (
+        (b"\xff", ["--tokenizer", "bytes"], "text: the file is no text in UTF-8"),
+        (b"a", [], "the vocabulary has 37 tokens, and a tokenizer is known for"),
+        (b"a", ["--tokenizer", "bytes"], "accepted with a vocabulary of 37 are 0 to 36"),
+    ):
+        text.write_bytes(content)
+        assert _commands.main(["eval", str(model), "--text", str(text), *tokenizer]) == 2
+        assert message in capsys.readouterr().err
+    checkpoints.write_safetensors(model, checkpoints.rwkv7(vocabulary=256))
+    assert _commands.main(["eval", str(model), "--text", str(text)]) == 2
+    assert capsys.readouterr().err.endswith("the text has 1 tokens, none to predict\n")

@@ -16,11 +16,11 @@ import sys
 from collections.abc import Sequence
 
 import rwkv_jax
-from rwkv_jax._commands import inspect
+from rwkv_jax._commands import convert, eval, inspect
 
 PROGRAM = "rwkv-jax"
 
-COMMANDS = {"inspect": inspect}
+COMMANDS = {"inspect": inspect, "convert": convert, "eval": eval}
 """The modules of the commands by name, in the order of the help text."""
 
 

@@ -1,6 +1,10 @@
-"""Arguments that several commands have, and how they write sizes."""
+"""Arguments that several commands have."""
 
 import argparse
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rwkv_jax.tokenizers import Tokenizer
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -19,6 +23,27 @@ def add_dtype(parser: argparse.ArgumentParser, meaning: str, default: str | None
     parser.add_argument("--dtype", choices=DTYPES, default=default, help=meaning)
 
 
+def add_tokenizer(parser: argparse.ArgumentParser) -> None:
+    """The tokenizer of the argument `model`."""
+    parser.add_argument(
+        "--tokenizer",
+        help="world, bytes, or the path of a tokenizer.json or of a vocabulary of RWKV (default: "
+        "the file in the folder MODEL, or what the size of the vocabulary tells)",
+    )
+
+
+def tokenizer_of(arguments: argparse.Namespace, vocabulary: int) -> "Tokenizer":
+    """The tokenizer of a model with so many tokens.
+
+    Raises:
+      FileNotFoundError, ImportError, ValueError: as `rwkv_jax.tokenizers` raises them.
+    """
+    from rwkv_jax import tokenizers
+
+    name = arguments.tokenizer or tokenizers.for_vocabulary(vocabulary, folder=arguments.model)
+    return tokenizers.load(name, vocabulary)
+
+
 def positive(text: str) -> int:
     """The integer above 0 in an argument.
 
@@ -28,13 +53,3 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)
-
-
-def in_bytes(size: int) -> str:
-    """A number of bytes as a text with a unit, such as "1.5 MB", which is 1500000 bytes."""
-    number, unit = float(size), "bytes"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if number < 1000:
-            break
-        number, unit = number / 1000, larger
-    return f"{size} bytes" if unit == "bytes" else f"{number:.3g} {unit}"

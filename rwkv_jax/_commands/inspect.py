@@ -6,7 +6,8 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from rwkv_jax._commands.arguments import add_dtype, add_model, in_bytes, positive
+from rwkv_jax._commands.arguments import add_dtype, add_model, positive
+from rwkv_jax._commands.output import in_bytes, table
 
 HELP = "Show the generation, sizes and memory of a model. Only names and shapes are read."
 EXAMPLES = (
@@ -24,10 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    rows = list(_rows(arguments.model, arguments.batch, arguments.dtype))
-    width = max(len(name) for name, _ in rows)
-    for name, value in rows:
-        print(f"{name:{width}}  {value}")
+    print(table(_rows(arguments.model, arguments.batch, arguments.dtype)))
     return 0
 
 

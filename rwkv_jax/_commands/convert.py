@@ -1,0 +1,49 @@
+"""`rwkv-jax convert`: a checkpoint in another form."""
+
+import argparse
+from pathlib import Path
+
+from rwkv_jax._commands.arguments import add_dtype, add_model
+from rwkv_jax._commands.output import in_bytes
+
+HELP = "Write a model as a .pth file, as a .safetensors file or for flash-linear-attention."
+EXAMPLES = (
+    "convert model.pth model.safetensors",
+    "convert folder-of-hugging-face model.pth --dtype bfloat16",
+    "convert model.pth folder --names fla",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser, "source")
+    parser.add_argument(
+        "target", metavar="TARGET", help="a .pth or .safetensors file; with --names fla a folder"
+    )
+    add_dtype(parser, "dtype of the parameters (default: that of each in SOURCE)")
+    parser.add_argument(
+        "--names",
+        choices=("official", "fla"),
+        default="official",
+        help="names and layout of RWKV-LM or of flash-linear-attention (default: official)",
+    )
+    parser.add_argument("--force", action="store_true", help="replace TARGET if it exists")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    target = Path(arguments.target)
+    if not arguments.force and (any(target.iterdir()) if target.is_dir() else target.exists()):
+        raise ValueError(f"{target} exists; --force replaces it")
+
+    import jax
+
+    from rwkv_jax import models
+
+    # The memory of a GPU or TPU may be too small, and nothing is computed.
+    with jax.default_device(jax.devices("cpu")[0]):
+        source = models.load(arguments.source, dtype=arguments.dtype)
+        models.save(target, source.params, names=arguments.names)
+    parameters = jax.tree.leaves(source.params)
+    size = sum(x.nbytes for x in parameters)
+    count = sum(x.size for x in parameters)
+    print(f"{target}: {source.generation}, {count:,} parameters, {in_bytes(size)}")
+    return 0
