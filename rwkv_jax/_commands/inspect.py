@@ -78,7 +78,7 @@ def _own_sizes(path: str, arrays: dict[str, Any]) -> dict[str, list[int]]:
     may differ from block to block."""
     from rwkv_jax.models._checkpoints.generations import generation_of
 
-    generation, _ = generation_of(path, arrays)
+    generation = generation_of(path, arrays)
     found: dict[str, list[int]] = {}
     for name, x in arrays.items():
         for end, axes in generation.own.items():
