@@ -35,7 +35,7 @@ sys.path.append(str(Path(__file__).parent))
 import jax
 from jax.sharding import Mesh
 
-from rwkv_jax.nn.flax import RWKV7, arrays
+from rwkv_jax.nn.flax import RWKV, arrays
 from training import data, devices, language_model, loop, options, report, sizes
 
 
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run(args)
 
 
-def prepare(args: argparse.Namespace) -> tuple[Mesh, RWKV7]:
+def prepare(args: argparse.Namespace) -> tuple[Mesh, RWKV]:
     """The mesh and the model that the options ask for."""
     config = options.config(args)
     mesh = devices.make_mesh(args.mesh, config, batch=args.batch, context=args.context)

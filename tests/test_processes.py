@@ -74,7 +74,7 @@ def test_two_processes_step_as_one(tmp_path: Path) -> None:
     runs = []
     for out, processes in zip(outs, ((), (address, "2", "0"), (address, "2", "1")), strict=True):
         out.mkdir()
-        flags = "--xla_force_host_platform_device_count=2"
+        flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
         command = [sys.executable, __file__, str(out), "ffi" if native else "reference", *processes]
         with open(out / "output", "w") as output:
             env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}

@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec as P
 
 from rwkv_jax.losses import cross_entropy
 from rwkv_jax.models import rwkv7
-from rwkv_jax.nn.flax import RWKV7, arrays, parameters
+from rwkv_jax.nn.flax import RWKV, arrays, parameters
 from rwkv_jax.sharding import shard
 from rwkv_jax.wkv7 import wkv7
 from training.devices import place
@@ -22,7 +22,7 @@ def make_model(
     seed: int,
     scan: bool = False,
     recompute: rwkv7.Recompute | None = None,
-) -> RWKV7:
+) -> RWKV:
     """The model with its initial parameters, which are distributed over the mesh; with `scan` they
     have the stacked form."""
     wkv, layers = wkv7, None
@@ -31,7 +31,7 @@ def make_model(
         wkv = shard(wkv7, mesh, batch="data", heads="model", sequence=sequence)
         # The CUDA kernels of the layer functions would gather the tokens of a row.
         layers = "xla" if sequence else None
-    model = RWKV7(
+    model = RWKV(
         config,
         dtype=dtype,
         implementation=implementation,
@@ -50,7 +50,7 @@ def make_model(
 
 def mean_loss(
     mesh: Mesh,
-    model: RWKV7,
+    model: RWKV,
     tokens: jax.Array,
     *,
     l2_wrap: float = 0.0,

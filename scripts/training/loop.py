@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
-from rwkv_jax.nn.flax import RWKV7
+from rwkv_jax.nn.flax import RWKV
 from training import checkpoints, data, report
 from training.devices import place
 from training.interruption import Interruption
@@ -21,7 +21,7 @@ from training.steps import evaluate, train_step, variables
 def train(
     args: argparse.Namespace,
     mesh: Mesh,
-    model: RWKV7,
+    model: RWKV,
     text: np.ndarray,
     held_out: np.ndarray,
     options: checkpoints.Options,

@@ -12,13 +12,13 @@ import numpy as np
 from jax.sharding import Mesh
 
 from rwkv_jax.models import rwkv7
-from rwkv_jax.nn.flax import RWKV7, arrays
+from rwkv_jax.nn.flax import RWKV, arrays
 from training.checkpoints import Log
 from training.devices import gathered
 from training.sizes import flops_per_token
 
 
-def speed(mesh: Mesh, model: RWKV7, tokens_per_second: float, peak: float | None) -> str:
+def speed(mesh: Mesh, model: RWKV, tokens_per_second: float, peak: float | None) -> str:
     """Tokens and operations per second, and which share of `peak` TFLOP/s each device reaches."""
     teraflops = tokens_per_second * flops_per_token(arrays(model.params)) / 1e12
     share = f", {teraflops / mesh.size / peak:.1%} of the peak" if peak else ""
@@ -51,7 +51,7 @@ def table(log: Log) -> str:
     return "\n".join(lines)
 
 
-def sample(args: argparse.Namespace, mesh: Mesh, model: RWKV7) -> str:
+def sample(args: argparse.Namespace, mesh: Mesh, model: RWKV) -> str:
     """Text that continues the prompt, decoded one byte at a time, on each device the same."""
     generate = jax.jit(
         functools.partial(
