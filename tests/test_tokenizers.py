@@ -185,13 +185,13 @@ def test_size_of_the_model(tmp_path: Path) -> None:
 
 
 def test_for_vocabulary(tmp_path: Path) -> None:
-    assert tokenizers.for_vocabulary(65536, folder=tmp_path) == "world"
-    assert tokenizers.for_vocabulary(256, folder=tmp_path / "model.pth") == "bytes"
+    assert tokenizers.for_vocabulary(65536, checkpoint=tmp_path) == "world"
+    assert tokenizers.for_vocabulary(256, checkpoint=tmp_path / "model.pth") == "bytes"
     with pytest.raises(ValueError, match=r"has 50277 tokens, .* 20B_tokenizer\.json"):
         tokenizers.for_vocabulary(50277)
     for name in ("rwkv_vocab_v20230424.txt", "tokenizer.json"):
         (tmp_path / name).touch()
-        assert tokenizers.for_vocabulary(65536, folder=tmp_path) == str(tmp_path / name)
+        assert tokenizers.for_vocabulary(65536, checkpoint=tmp_path) == str(tmp_path / name)
 
 
 @pytest.mark.parametrize(

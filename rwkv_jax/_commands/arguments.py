@@ -40,7 +40,7 @@ def tokenizer_of(arguments: argparse.Namespace, vocabulary: int) -> "Tokenizer":
     """
     from rwkv_jax import tokenizers
 
-    name = arguments.tokenizer or tokenizers.for_vocabulary(vocabulary, folder=arguments.model)
+    name = arguments.tokenizer or tokenizers.for_vocabulary(vocabulary, checkpoint=arguments.model)
     return tokenizers.load(name, vocabulary)
 
 

@@ -51,7 +51,7 @@ def _rows(path: str, batch: int, dtype: str | None) -> list[tuple[str, str]]:
     )
     states = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
     try:
-        tokenizer = tokenizers.for_vocabulary(found.config.vocabulary, folder=path)
+        tokenizer = tokenizers.for_vocabulary(found.config.vocabulary, checkpoint=path)
     except ValueError:
         tokenizer = "not known from the size of the vocabulary"
     rows = "1 row" if batch == 1 else f"{batch} rows"

@@ -47,7 +47,9 @@ def hugging_face(name: str, path: Path, vocabulary: int | None) -> Tokenizer:
         max(pieces, default=-1) + 1 if vocabulary is None else vocabulary,
         pieces,
         lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
-        tokenizer.token_to_id(_END_OF_TEXT),
+        next(
+            (token for token, x in added.items() if x.special and x.content == _END_OF_TEXT), None
+        ),
     )
 
 

@@ -53,21 +53,21 @@ def load(name_or_path: str | os.PathLike[str], vocabulary: int | None = None) ->
     )
 
 
-def for_vocabulary(vocabulary: int, *, folder: str | os.PathLike[str] | None = None) -> str:
+def for_vocabulary(vocabulary: int, *, checkpoint: str | os.PathLike[str] | None = None) -> str:
     """The name or path, for `load`, of the tokenizer that fits a model.
 
     Args:
       vocabulary: the number of tokens of the model.
-      folder: the path of the checkpoint. If it is a folder with a `tokenizer.json` or a
+      checkpoint: the path of the model. If it is a folder with a `tokenizer.json` or a
         `rwkv_vocab_v20230424.txt`, that file is the tokenizer.
 
     Raises:
       ValueError: the number does not tell the tokenizer. 65536 tells "world", and 256 "bytes".
     """
-    if folder is not None and Path(folder).is_dir():
+    if checkpoint is not None:
         for name in _IN_FOLDER:
-            if (Path(folder) / name).is_file():
-                return str(Path(folder) / name)
+            if (path := Path(checkpoint) / name).is_file():
+                return str(path)
     if vocabulary in _BY_SIZE:
         return _BY_SIZE[vocabulary]
     known = " and ".join(f"{size} ({name!r})" for size, name in _BY_SIZE.items())
