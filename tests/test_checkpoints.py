@@ -410,6 +410,14 @@ def test_tensors_that_disagree(tmp_path: Path) -> None:
     assert f"time_decay_w1' in {path} is [24, 6]; expected is [24, 7]" in str(error.value)
 
 
+def test_a_size_of_no_elements(tmp_path: Path) -> None:
+    """A tensor without elements may have any size."""
+    tensors = checkpoints.official("RWKV-6", layers=1)
+    tensors["blocks.0.att.time_maa_w2"] = np.zeros((0, 2**40, 24), np.float32)
+    with pytest.raises(ValueError, match=r"told without .*time_maa_w2 \[5, mix_rank, C\]"):
+        models.load(write_safetensors(tmp_path, tensors))
+
+
 def test_a_long_list_is_cut(tmp_path: Path) -> None:
     tensors = checkpoints.rwkv7() | {f"x{i}": np.zeros(1, np.float32) for i in range(50)}
     with pytest.raises(ValueError, match=r"50 tensors are not.*\n(.*\n){20}  and 30 more$"):

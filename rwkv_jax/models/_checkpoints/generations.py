@@ -36,7 +36,7 @@ class Generation(NamedTuple):
       heads: the end of the names of a tensor [H, K], or None if the model has no heads.
       of_heads: whether the tensor of `heads` is [H] in early versions.
       sizes: arguments of `Config`, each with the end of the names of a tensor and the axes of this
-        tensor, one of which has the name of the argument.
+        tensor: a number, the argument, or "C".
       own: ends of names of the tensors with sizes that no configuration tells, within a block. An
         axis with a text takes its size from the file, and axes with one text have one size.
       unused: names that official files may have and no formula uses.
@@ -50,7 +50,7 @@ class Generation(NamedTuple):
     vectors: tuple[str, ...]
     heads: str | None = None
     of_heads: bool = False
-    sizes: Mapping[str, tuple[str, OwnAxes]] = {}
+    sizes: Mapping[str, tuple[str, tuple[str | int, ...]]] = {}
     own: Mapping[str, OwnAxes] = {}
     unused: tuple[str, ...] = ()
     version: Callable[[Any, Shapes], Any] = _same
@@ -126,7 +126,7 @@ GENERATIONS = (
         ),
         heads=".att.time_faaaa",
         sizes={
-            "mix_rank": (".att.time_maa_w2", ("5", "mix_rank", "C")),
+            "mix_rank": (".att.time_maa_w2", (5, "mix_rank", "C")),
             "decay_rank": (".att.time_decay_w2", ("decay_rank", "C")),
         },
         own=_HIDDEN,
@@ -196,13 +196,16 @@ def sizes(what: str, generation: Generation, shapes: Shapes) -> dict[str, int]:
     told = {"layers": layers, "width": width, "vocabulary": vocabulary}
     needed = ["emb.weight [vocabulary, C]"]
     if generation.heads is not None:
-        ranks = (1, 2) if generation.of_heads else (2,)
-        fitting = (x for x in of(generation.heads) if len(x) in ranks and x[0])
-        head_sizes = (width // x[0] for x in fitting if math.prod((*x, width // x[0])[:2]) == width)
-        told["head_size"] = next(head_sizes, 0)
+        of_heads = of(generation.heads)
+        if generation.of_heads:
+            of_heads = [(*x, width // max(*x, 1)) if len(x) == 1 else x for x in of_heads]
+        fitting = (x for x in of_heads if len(x) == 2 and math.prod(x) == width)
+        _, told["head_size"] = next(fitting, (0, 0))
         needed.append(f"blocks.0{generation.heads} [H, K] with H * K = C")
     for argument, (end, axes) in generation.sizes.items():
-        fitting = (x[axes.index(argument)] for x in of(end) if len(x) == len(axes))
+        place = axes.index(argument)
+        fixed = tuple(width if axis == "C" else axis for axis in axes if axis != argument)
+        fitting = (x[place] for x in of(end) if (*x[:place], *x[place + 1 :]) == fixed)
         told[argument] = next(fitting, 0)
         needed.append(f"blocks.0{end} [{', '.join(map(str, axes))}]")
     if not all(told.values()):
