@@ -11,6 +11,8 @@
 #   PYTHON   the interpreter, python3 by default
 #   VENV     where the virtual environment is, .venv-test by default; it is kept between runs
 #   EXTRAS   what to install beside the package: test, and with a GPU cuda13 or cuda12 by default
+#   TORCH    a requirement, such as torch==2.13.0: installs it and the rwkv package, with which tests
+#            then compare the models; TORCH_INDEX is the package index that torch comes from
 set -euo pipefail
 
 root=$(cd "$(dirname "$0")/.." && pwd)
@@ -46,7 +48,12 @@ step "installation into $venv"
 pip() { "$venv/bin/python" -m pip --quiet --disable-pip-version-check "$@"; }
 pip wheel --no-deps --wheel-dir "$wheels" "$root"
 wheel=$(echo "$wheels"/*.whl)
-pip install "$wheel[${EXTRAS:-$extras}]"
+extras=${EXTRAS:-$extras}
+if [[ -n ${TORCH-} ]]; then
+  pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$TORCH"
+  extras+=,official
+fi
+pip install "$wheel[$extras]"
 # In an environment of an earlier run the version is the same and the contents may not be.
 pip install --no-deps --force-reinstall "$wheel"
 
