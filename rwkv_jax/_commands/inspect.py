@@ -35,10 +35,10 @@ def _rows(path: str, batch: int, dtype: str | None) -> list[tuple[str, str]]:
     import jax.numpy as jnp
 
     from rwkv_jax import models, tokenizers
-    from rwkv_jax.models._checkpoints.generations import named
+    from rwkv_jax.models import _parameters
 
     found = models.inspect(path)
-    arrays = named(found.params)
+    arrays = _parameters.names(found.params)
     count = sum(x.size for x in arrays.values())
     # As `load` does, without the 64-bit types of JAX.
     narrow = {jnp.dtype("float64"): jnp.dtype("float32")}
@@ -76,12 +76,12 @@ def _different(values: Iterable[Any]) -> str:
 def _own_sizes(path: str, arrays: dict[str, Any]) -> dict[str, list[int]]:
     """The sizes that no configuration tells, such as ranks, by what they are the sizes of. A size
     may differ from block to block."""
-    from rwkv_jax.models._checkpoints.generations import generation_of
+    from rwkv_jax.models._checkpoints.layouts import layout_of
 
-    generation = generation_of(path, arrays)
+    layout = layout_of(path, arrays)
     found: dict[str, list[int]] = {}
     for name, x in arrays.items():
-        for end, axes in generation.own.items():
+        for end, axes in layout.own.items():
             if name.endswith(end):
                 for axis, size in zip(axes, x.shape, strict=True):
                     if axis is not None:

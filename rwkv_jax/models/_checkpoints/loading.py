@@ -16,13 +16,12 @@ from jax.typing import DTypeLike
 
 from rwkv_jax.models import _parameters
 from rwkv_jax.models._checkpoints import files, fla, hugging_face
-from rwkv_jax.models._checkpoints.generations import (
+from rwkv_jax.models._checkpoints.layouts import (
     TIME_STATE,
-    Generation,
+    Layout,
     Shape,
     expected,
-    generation_of,
-    named,
+    layout_of,
     sizes,
 )
 from rwkv_jax.models._checkpoints.tensors import (
@@ -80,17 +79,17 @@ def _found(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], Checkpoint]
     """The tensors of a checkpoint by their official names, and what `inspect` returns."""
     tensors = _official(path)
     shapes = {name: _shape(x) for name, x in tensors.items()}
-    generation = generation_of(str(path), tensors)
-    config = generation.module.Config(**sizes(str(path), generation, shapes))
-    params = expected(generation, config, shapes)
-    wanted = named(params)
-    _check(path, generation, config, tensors, wanted)
+    layout = layout_of(str(path), tensors)
+    config = layout.module.Config(**sizes(str(path), layout, shapes))
+    params = expected(layout, config, shapes)
+    wanted = _parameters.names(params)
+    _check(path, layout, config, tensors, wanted)
     params = jax.tree_util.tree_map_with_path(
         lambda key, x: jax.ShapeDtypeStruct(x.shape, tensors[_parameters.name(key)].array.dtype),
         params,
     )
     files = tuple(sorted({tensors[name].file for name in wanted}))
-    return tensors, Checkpoint(generation.name, generation.module, config, params, files)
+    return tensors, Checkpoint(layout.name, layout.module, config, params, files)
 
 
 def load(
@@ -142,7 +141,9 @@ def load(
     tensors, found = _found(path)
     sharding: dict[str, NamedSharding] = {}
     if mesh is not None:
-        sharding = named(found.module.shardings(found.params, mesh, data=data, model=model))
+        sharding = _parameters.names(
+            found.module.shardings(found.params, mesh, data=data, model=model)
+        )
 
     def placed(key: Any, x: jax.ShapeDtypeStruct) -> Array:
         name = _parameters.name(key)
@@ -180,11 +181,11 @@ def load_state(
         or have the wrong shape or dtype, all of which the message lists; or the model is RWKV-4.
     """
     tensors = {name: x for name, x in _official(path).items() if TIME_STATE.fullmatch(name)}
-    generation = generation_of("load_state", named(params))
-    module = generation.module
-    if generation.heads is None:
+    layout = layout_of("load_state", _parameters.names(params))
+    module = layout.module
+    if layout.heads is None:
         raise ValueError(
-            f"load_state: the model is {generation.name}; accepted is one whose state is a matrix "
+            f"load_state: the model is {layout.name}; accepted is one whose state is a matrix "
             "for each head"
         )
     state = module.unstacked(module.initial_state(params, batch, dtype))
@@ -193,7 +194,7 @@ def load_state(
         for layer, block in enumerate(state)
     }
     config = f"{len(state)} blocks"
-    _check(path, generation, config, tensors, wanted)
+    _check(path, layout, config, tensors, wanted)
     tuned = tuple(
         block._replace(att=block.att._replace(wkv=_of_rows(tensors[name], batch)))
         for name, block in zip(wanted, state, strict=True)
@@ -239,23 +240,23 @@ def _array(x: np.ndarray, dtype: DTypeLike | None, sharding: NamedSharding | Non
 
 def _check(
     path: str | os.PathLike[str],
-    generation: Generation,
+    layout: Layout,
     config: Any,
     tensors: Mapping[str, Tensor],
     wanted: Mapping[str, Any],
 ) -> None:
     """Raise one error for all tensors that are not as they should be."""
-    wrong = list(_wrong(generation, tensors, wanted))
+    wrong = list(_wrong(layout, tensors, wanted))
     if wrong:
         more = f"\n  and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         raise ValueError(
-            f"{path}: {len(wrong)} tensors are not those of {generation.name} with {config}, "
+            f"{path}: {len(wrong)} tensors are not those of {layout.name} with {config}, "
             "by official names:\n  " + "\n  ".join(wrong[:_SHOWN]) + more
         )
 
 
 def _wrong(
-    generation: Generation, tensors: Mapping[str, Tensor], wanted: Mapping[str, Any]
+    layout: Layout, tensors: Mapping[str, Tensor], wanted: Mapping[str, Any]
 ) -> Iterator[str]:
     """What is wrong with each tensor."""
     for name, x in wanted.items():
@@ -264,11 +265,11 @@ def _wrong(
     for name, x in tensors.items():
         what = f"{quoted(name)} in {x.file}"
         if name not in wanted:
-            if name not in generation.unused and not TIME_STATE.fullmatch(name):
+            if name not in layout.unused and not TIME_STATE.fullmatch(name):
                 yield f"{what} is {x.described()}; no tensor of this name is expected"
             continue
         shape = wanted[name].shape
-        if x.array.shape not in (shape, generation.official_shape(name, shape)):
+        if x.array.shape not in (shape, layout.official_shape(name, shape)):
             yield f"{what} is {x.described()}; expected is {described(shape)}"
         elif x.array.dtype not in FLOATS.values():
             yield f"{what} is {x.array.dtype}; expected is one of {', '.join(FLOATS)}"

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from rwkv_jax._operator import check
+from rwkv_jax.models import _parameters
 from rwkv_jax.models._checkpoints import files, fla, safetensors, torch_archive
-from rwkv_jax.models._checkpoints.generations import generation_of, named
+from rwkv_jax.models._checkpoints.layouts import layout_of
 from rwkv_jax.models._checkpoints.writing import Stored
 
 Names: TypeAlias = Literal["official", "fla"]
@@ -39,11 +40,11 @@ def save(path: str | os.PathLike[str], params: Any, *, names: Names = "official"
         endings = " or ".join(_FORMATS)
         accepted = f"a file {endings}" if names == "official" else "a folder"
         raise ValueError(f"save: path is {path}; accepted with names={names!r} is {accepted}")
-    generation = generation_of("save", named(params))
-    arrays = named(generation.module.unstacked(params))
+    layout = layout_of("save", _parameters.names(params))
+    arrays = _parameters.names(layout.module.unstacked(params))
     if names == "fla":
-        if generation.name != "RWKV-7":
-            raise ValueError(f"save: the model is {generation.name}; names='fla' is for RWKV-7")
+        if layout.name != "RWKV-7":
+            raise ValueError(f"save: the model is {layout.name}; names='fla' is for RWKV-7")
         stored = {name: Stored(x, x.shape) for name, x in arrays.items()}
         config = json.dumps(fla.config(stored), indent=2)
         path.mkdir(parents=True, exist_ok=True)
@@ -52,5 +53,5 @@ def save(path: str | os.PathLike[str], params: Any, *, names: Names = "official"
         return
     _FORMATS[path.suffix](
         path,
-        {name: Stored(x, generation.official_shape(name, x.shape)) for name, x in arrays.items()},
+        {name: Stored(x, layout.official_shape(name, x.shape)) for name, x in arrays.items()},
     )

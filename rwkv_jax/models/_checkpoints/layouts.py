@@ -1,4 +1,5 @@
-"""The checkpoints of each generation: how to know them, and the shapes of their tensors."""
+"""The layouts of checkpoints, one for each generation: how to know them, and the shapes of their
+tensors."""
 
 import math
 import re
@@ -25,13 +26,13 @@ def _same(params: Any, shapes: Shapes) -> Any:
     return params
 
 
-class Generation(NamedTuple):
-    """A generation of models.
+class Layout(NamedTuple):
+    """How the checkpoints of a generation look.
 
     Attributes:
-      name: its name, as in "RWKV-7".
+      name: the name of the generation, as in "RWKV-7".
       module: its module of `rwkv_jax.models`.
-      marks: ends of names that this generation has and the ones after it in `GENERATIONS` do not.
+      marks: ends of names that this layout has and the ones after it in `LAYOUTS` do not.
       vectors: ends of names of the vectors that are [1, 1, C] in official files.
       heads: the end of the names of a tensor [H, K], or None if the model has no heads.
       of_heads: whether the tensor of `heads` is [H] in early versions.
@@ -91,8 +92,8 @@ _HIDDEN: Mapping[str, OwnAxes] = {
     ".ffn.value.weight": (None, "hidden"),
 }
 
-GENERATIONS = (
-    Generation(
+LAYOUTS = (
+    Layout(
         "RWKV-7",
         rwkv7,
         marks=(".att.r_k",),
@@ -115,7 +116,7 @@ GENERATIONS = (
         },
         unused=("blocks.0.att.v0", "blocks.0.att.v1", "blocks.0.att.v2"),
     ),
-    Generation(
+    Layout(
         "RWKV-6",
         rwkv6,
         marks=(".att.time_maa_x",),
@@ -131,7 +132,7 @@ GENERATIONS = (
         },
         own=_HIDDEN,
     ),
-    Generation(
+    Layout(
         "RWKV-5",
         rwkv5,
         marks=(".att.ln_x.weight",),
@@ -141,7 +142,7 @@ GENERATIONS = (
         own=_HIDDEN,
         version=_version_of_rwkv5,
     ),
-    Generation(
+    Layout(
         "RWKV-4",
         rwkv4,
         marks=(".att.time_first",),
@@ -158,11 +159,11 @@ _REFUSED = {
     ".att.time_maa_rkvw_w1": "RWKV-6 without a gate (x060b or x060c)",
     ".att.x_bias": "RWKV-6 in the layout of flash-linear-attention",
 }
-"""Ends of names of tensors that only other models have than those of `GENERATIONS`."""
+"""Ends of names of tensors that only other models have than those of `LAYOUTS`."""
 
 
-def generation_of(what: str, names: Mapping[str, Any]) -> Generation:
-    """The generation whose names these are.
+def layout_of(what: str, names: Mapping[str, Any]) -> Layout:
+    """The layout whose names these are.
 
     Raises:
       ValueError: there is none, or it is a variant without a module. The message begins with
@@ -170,16 +171,16 @@ def generation_of(what: str, names: Mapping[str, Any]) -> Generation:
     """
     for end, model in _REFUSED.items():
         if any(name.endswith(end) for name in names):
-            known = ", ".join(x.name for x in reversed(GENERATIONS))
+            known = ", ".join(x.name for x in reversed(LAYOUTS))
             raise ValueError(f"{what}: the model is {model}; accepted is {known}")
-    for generation in GENERATIONS:
-        if generation.is_of(names):
-            return generation
+    for layout in LAYOUTS:
+        if layout.is_of(names):
+            return layout
     some = ", ".join(quoted(name) for name in list(names)[:3])
     raise ValueError(f"{what}: the names of the tensors, {some} ..., are of no generation of RWKV")
 
 
-def sizes(what: str, generation: Generation, shapes: Shapes) -> dict[str, int]:
+def sizes(what: str, layout: Layout, shapes: Shapes) -> dict[str, int]:
     """The arguments of the `Config` of a model, from the shapes of its tensors.
 
     Raises:
@@ -195,14 +196,14 @@ def sizes(what: str, generation: Generation, shapes: Shapes) -> dict[str, int]:
     layers = len({block[1] for block in found if block})
     told = {"layers": layers, "width": width, "vocabulary": vocabulary}
     needed = ["emb.weight [vocabulary, C]"]
-    if generation.heads is not None:
-        of_heads = of(generation.heads)
-        if generation.of_heads:
+    if layout.heads is not None:
+        of_heads = of(layout.heads)
+        if layout.of_heads:
             of_heads = [(*x, width // max(*x, 1)) if len(x) == 1 else x for x in of_heads]
         fitting = (x for x in of_heads if len(x) == 2 and math.prod(x) == width)
         _, told["head_size"] = next(fitting, (0, 0))
-        needed.append(f"blocks.0{generation.heads} [H, K] with H * K = C")
-    for argument, (end, axes) in generation.sizes.items():
+        needed.append(f"blocks.0{layout.heads} [H, K] with H * K = C")
+    for argument, (end, axes) in layout.sizes.items():
         place = axes.index(argument)
         fixed = tuple(width if axis == "C" else axis for axis in axes if axis != argument)
         fitting = (x[place] for x in of(end) if (*x[:place], *x[place + 1 :]) == fixed)
@@ -215,19 +216,19 @@ def sizes(what: str, generation: Generation, shapes: Shapes) -> dict[str, int]:
     return told
 
 
-def expected(generation: Generation, config: Any, shapes: Shapes) -> Any:
+def expected(layout: Layout, config: Any, shapes: Shapes) -> Any:
     """The parameters of a model as `jax.ShapeDtypeStruct`, for a file with these shapes."""
     # All blocks but the first one have the same shapes, and two are enough to know them.
     few = type(config)(**vars(config) | {"layers": min(config.layers, 2)})
-    params = jax.eval_shape(lambda key: generation.module.init(key, few), jax.random.key(0))
-    params = generation.version(params, shapes)
+    params = jax.eval_shape(lambda key: layout.module.init(key, few), jax.random.key(0))
+    params = layout.version(params, shapes)
     first, *others = params.blocks
     params = params._replace(blocks=(first, *others * (config.layers - 1)))
     found: dict[str, int] = {}
     own = {
         name: axes
-        for name in named(params)
-        for end, axes in generation.own.items()
+        for name in _parameters.names(params)
+        for end, axes in layout.own.items()
         if name.endswith(end)
     }
     for name, axes in own.items():
@@ -246,12 +247,6 @@ def expected(generation: Generation, config: Any, shapes: Shapes) -> Any:
         return jax.ShapeDtypeStruct(shape, x.dtype)
 
     return jax.tree_util.tree_map_with_path(with_own, params)
-
-
-def named(tree: Any) -> dict[str, Any]:
-    """The leaves of a tree by the names of the parameters."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return {_parameters.name(path): x for path, x in leaves}
 
 
 def _of_block(name: str, axis: str | None) -> str:
