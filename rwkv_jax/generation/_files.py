@@ -1,0 +1,91 @@
+"""Sessions on disk."""
+
+import functools
+import os
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from rwkv_jax.generation._session import Model, Session, differences, started
+from rwkv_jax.models import _parameters
+from rwkv_jax.models._checkpoints import safetensors
+from rwkv_jax.models._checkpoints.generations import named
+from rwkv_jax.models._checkpoints.tensors import mapped
+from rwkv_jax.models._checkpoints.writing import Stored
+from rwkv_jax.models._stacking import stack, unstack
+
+_SHOWN = 20
+
+
+def save(path: str | os.PathLike[str], session: Session) -> None:
+    """Write a session, which `load` gives back bit for bit.
+
+    An existing file is replaced when the new one is complete.
+
+    Args:
+      path: a `.safetensors` file.
+      session: the session.
+
+    Raises:
+      ValueError: `path` does not end in `.safetensors`.
+      RuntimeError: the session is distributed over several processes.
+    """
+    if Path(path).suffix != ".safetensors":
+        raise ValueError(f"save: path is {path}; accepted is a file .safetensors")
+    arrays = named(session._replace(state=unstack(session.state)))
+    safetensors.write(Path(path), {name: Stored(x, x.shape) for name, x in arrays.items()})
+
+
+def load(
+    path: str | os.PathLike[str],
+    module: ModuleType,
+    params: Any,
+    *,
+    dtype: DTypeLike = jnp.float32,
+) -> Session:
+    """A session that `save` has written, for the same parameters.
+
+    Nothing in the file is trusted. It cannot be told from it whether it is of these parameters or
+    of others with the same sizes.
+
+    Args:
+      path: the file.
+      module: the module of the model.
+      params: the parameters, in either form.
+      dtype: the dtype of the activations, with which the session was made.
+
+    Returns:
+      The session, whose state has the form of `params`.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: the file is damaged; or arrays are missing, of no use, or have another shape or
+        dtype than a session of this model, all of which the message lists.
+    """
+    found = {name: x.array for name, x in safetensors.read(mapped(path), str(path)).items()}
+    positions = found.get("positions", np.zeros(1, np.int32))
+    batch = max(len(positions), 1) if positions.ndim == 1 else 1
+    model = Model(module, np.dtype(dtype), None)
+    expected = jax.eval_shape(functools.partial(started, model, batch=batch), params)
+    form = jax.tree.structure(expected.state)
+    in_turn = jax.eval_shape(lambda x: x._replace(state=unstack(x.state)), expected)
+    if wrong := list(differences(named(in_turn), found)):
+        more = f"\n  and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        raise ValueError(
+            f"{path}: {len(wrong)} arrays are not those of a session of this model with {batch} "
+            f"rows and {model.dtype} activations:\n  " + "\n  ".join(wrong[:_SHOWN]) + more
+        )
+
+    def placed(key: Any, _: jax.ShapeDtypeStruct) -> jax.Array:
+        return jnp.asarray(np.array(found[_parameters.name(key)]))
+
+    session = jax.tree_util.tree_map_with_path(placed, in_turn)
+    if min(session.positions.min(), session.seeds.min()) < 0:
+        raise ValueError(f"{path}: positions and seeds have a negative number")
+    is_in_turn = form == jax.tree.structure(session.state)
+    return session if is_in_turn else session._replace(state=stack(session.state))

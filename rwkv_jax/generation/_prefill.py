@@ -1,0 +1,81 @@
+"""Reading prompts: any lengths of prompts with a few compiled programs and little memory.
+
+Prompts are read in pieces of a few lengths. The rows of a piece end with padding where their
+prompts have ended, which leaves their states alone.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jaxtyping import Int32
+
+from rwkv_jax.generation._session import Model, Session
+from rwkv_jax.models._linear import logits
+
+PIECES = (16, 64, 256)
+"""The lengths of the pieces in which prompts are read, in tokens."""
+
+
+def read(
+    model: Model,
+    params: Any,
+    session: Session,
+    prompts: Sequence[np.ndarray],
+    pieces: Sequence[int],
+) -> Session:
+    """The session after a prompt of each row, which may be empty. `session` is donated."""
+    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+    begin = 0
+    for piece in lengths_of_pieces(int(lengths.max()), pieces):
+        tokens = np.zeros((len(prompts), piece), np.int32)
+        for row, prompt in zip(tokens, prompts, strict=True):
+            part = prompt[begin : begin + piece]
+            row[: len(part)] = part
+        session = read_piece(model, params, session, tokens, (lengths - begin).clip(0, piece))
+        begin += piece
+    return session
+
+
+def lengths_of_pieces(tokens: int, pieces: Sequence[int]) -> list[int]:
+    """Which pieces a prompt is read in: each time the longest that it more than half fills, or the
+    shortest."""
+    found = []
+    while tokens > 0:
+        fitting = [piece for piece in pieces if piece < 2 * tokens]
+        found.append(max(fitting, default=min(pieces)))
+        tokens -= found[-1]
+    return found
+
+
+@functools.partial(jax.jit, static_argnames="model", donate_argnames="session")
+def read_piece(
+    model: Model,
+    params: Any,
+    session: Session,
+    tokens: Int32[Array | np.ndarray, "B T"],
+    lengths: Int32[Array | np.ndarray, " B"],
+) -> Session:
+    """The session after the first `lengths` tokens of each row of `tokens`."""
+    index = lax.broadcasted_iota(jnp.int32, tokens.shape, 1)
+    features, state = model.module.features(
+        *(params, jnp.asarray(tokens), session.state),
+        segment_ids=(index < lengths[:, None]).astype(jnp.int32),
+        dtype=model.dtype,
+        implementation=model.implementation,
+    )
+    last = jnp.maximum(lengths - 1, 0)[:, None, None]
+    features = jnp.take_along_axis(features, last, axis=1)[:, 0]
+    reads = (lengths > 0)[:, None]
+    return Session(
+        state=state,
+        logits=jnp.where(reads, logits(params.head, features), session.logits),
+        seen=session.seen & ~reads,
+        counts=jnp.where(reads, 0, session.counts),
+        seeds=session.seeds,
+        positions=session.positions + lengths,
+    )

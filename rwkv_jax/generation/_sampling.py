@@ -1,0 +1,248 @@
+"""How the next token is chosen from logits."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jaxtyping import Bool, Float32, Int32, UInt32
+
+Number: TypeAlias = float | int | Sequence[float] | Sequence[int] | np.ndarray
+"""A setting: one number for all rows, or one for each row."""
+
+_LOWEST_TEMPERATURE = 1e-6
+_LARGEST = float(np.finfo(np.float32).max)
+_RANGES = {
+    "temperature": (f"0, or a number from {_LOWEST_TEMPERATURE} on", 0, _LARGEST),
+    "top_p": ("a number from 0 to 1", 0, 1),
+    "top_k": ("an integer from 0 to 2^31 - 1", 0, 2**31 - 1),
+    "presence": ("a finite number", -_LARGEST, _LARGEST),
+    "frequency": ("a finite number", -_LARGEST, _LARGEST),
+    "decay": ("a number from 0 to 1", 0, 1),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen: the definitions of ChatRWKV and of the `rwkv` package.
+
+    With the logits l[i] of a row, and with n[i], which counts the tokens i since the last prompt:
+
+        l[i] <- l[i] - (presence + frequency * n[i])    for every i that has occurred since then
+        p = softmax(l)
+        c = p[j] of the first token j, in descending order of p, where the sum of p up to and with j
+            is at least top_p
+        p[i] <- 0    where p[i] < c, or where p[i] is less than the top_k-th largest p
+        q[i] = p[i]^(1 / temperature) / sum over j of p[j]^(1 / temperature)
+
+    The next token x is sampled from q. Then n[i] <- n[i] * decay for all i, and n[x] <- n[x] + 1,
+    or + 0 if x is in `uncounted`, so that only `presence` counts against such a token at first.
+
+    Tokens with equal p stay or go together. With temperature 0 the next token is the one with the
+    largest l, and the first of several. The defaults sample from softmax(l).
+
+    A number may also be a sequence with one number for each row. Numbers are data of the compiled
+    programs: other numbers compile nothing.
+
+    Attributes:
+      temperature: 0, or at least 1e-6.
+      top_p: from 0, where only the likeliest token stays, to 1, where all stay.
+      top_k: how many tokens stay; 0 for all.
+      presence: the penalty of a token that has occurred.
+      frequency: the penalty for each time that it has occurred.
+      decay: what is left of a count after each token, from 0 to 1.
+      uncounted: tokens that add nothing to counts. ChatRWKV takes the digits, the space and the
+        tab.
+
+    Raises:
+      ValueError: a number is none of those accepted, or `uncounted` has a negative token.
+      TypeError: a number is no number, or a token no integer.
+    """
+
+    temperature: Number = 1.0
+    top_p: Number = 1.0
+    top_k: Number = 0
+    presence: Number = 0.0
+    frequency: Number = 0.0
+    decay: Number = 1.0
+    uncounted: Sequence[int] = ()
+
+    def __post_init__(self):
+        for name, (accepted, low, high) in _RANGES.items():
+            given = getattr(self, name)
+            values = np.asarray(given)
+            if values.dtype.kind not in ("iu" if name == "top_k" else "fiu"):
+                raise TypeError(f"Sampling: {name} is {given!r}; accepted is {accepted}")
+            inside = (values >= low) & (values <= high)
+            if name == "temperature":
+                inside &= (values == 0) | (values >= _LOWEST_TEMPERATURE)
+            if values.ndim > 1 or not inside.all():
+                raise ValueError(f"Sampling: {name} is {given!r}; accepted is {accepted}")
+        check_tokens("Sampling", "uncounted", self.uncounted)
+
+
+class Settings(NamedTuple):
+    """`Sampling` as arrays: one number for each row, and which tokens of the vocabulary count."""
+
+    temperature: Float32[Array, " B"]
+    top_p: Float32[Array, " B"]
+    top_k: Int32[Array, " B"]
+    presence: Float32[Array, " B"]
+    frequency: Float32[Array, " B"]
+    decay: Float32[Array, " B"]
+    counted: Bool[Array, " vocabulary"]
+
+
+class Occurrences(NamedTuple):
+    """Which tokens have occurred since the last prompt of each row, and their counts."""
+
+    seen: Bool[Array, "B vocabulary"]
+    counts: Float32[Array, "B vocabulary"]
+
+
+def settings(sampling: Sampling, batch: int, vocabulary: int) -> Settings:
+    """The settings of a batch on the default device.
+
+    Raises:
+      ValueError: `sampling` has numbers for another number of rows, or a token outside the
+        vocabulary.
+    """
+
+    def rows(name: str) -> Array:
+        values = np.asarray(getattr(sampling, name), np.int32 if name == "top_k" else np.float32)
+        if values.ndim and values.shape != (batch,):
+            raise ValueError(
+                f"Sampling: {name} has {len(values)} numbers; accepted is one, or {batch}, one for "
+                "each row"
+            )
+        return jnp.asarray(np.broadcast_to(values, (batch,)))
+
+    names = [name for name in Settings._fields if name != "counted"]
+    uncounted = mask("Sampling", "uncounted", sampling.uncounted, vocabulary)
+    return Settings(**{name: rows(name) for name in names}, counted=~uncounted)
+
+
+def check_tokens(what: str, name: str, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
+    """The tokens as an array. Raise an error that begins with `what` unless they are integers from
+    0 on."""
+    array = np.asarray(tokens)
+    if array.size == 0 and array.ndim == 1:
+        return array.astype(np.int32)
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"{what}: {name} is {tokens!r}; accepted are integers")
+    if array.ndim != 1 or array.min() < 0 or array.max() >= 2**31:
+        raise ValueError(f"{what}: {name} is {tokens!r}; accepted are tokens, from 0 on")
+    return array.astype(np.int32)
+
+
+def mask(
+    what: str, name: str, tokens: Sequence[int], vocabulary: int
+) -> Bool[Array, " vocabulary"]:
+    """Which tokens of the vocabulary are among `tokens`."""
+    array = check_tokens(what, name, tokens)
+    if array.size and array.max() >= vocabulary:
+        raise ValueError(
+            f"{what}: {name} has the token {array.max()}; accepted are tokens below {vocabulary}"
+        )
+    found = np.zeros(vocabulary, bool)
+    found[array] = True
+    return jnp.asarray(found)
+
+
+def sample(
+    logits: Float32[Array, "B vocabulary"],
+    settings: Settings,
+    occurrences: Occurrences,
+    seeds: Int32[Array, " B"],
+    positions: Int32[Array, " B"],
+) -> Int32[Array, " B"]:
+    """The next token of each row, as `Sampling` defines it."""
+    presence, frequency, temperature, top_p, top_k = (
+        x[:, None]
+        for x in (
+            *(settings.presence, settings.frequency, settings.temperature),
+            *(settings.top_p, settings.top_k),
+        )
+    )
+    penalty = jnp.where(occurrences.seen, presence + frequency * occurrences.counts, 0)
+    logits = logits - penalty
+    greedy = temperature == 0
+
+    p = jax.nn.softmax(logits, axis=-1)
+    keys = lax.bitcast_convert_type(p, jnp.int32)
+    by_mass = _threshold(keys, p, top_p, ~greedy & (top_p < 1))
+    some = ~greedy & (top_k > 0) & (top_k < logits.shape[1])
+    by_number = _threshold(keys, jnp.ones_like(p), top_k.astype(jnp.float32), some)
+    stays = keys >= jnp.maximum(by_mass, by_number)
+
+    # With independent E[i] of the exponential distribution, the i with the largest
+    # l[i] / temperature - log(E[i]) has the distribution q (the Gumbel-max trick). A rounding error
+    # of the logits changes the token only if two candidates are as close to each other as that
+    # error, however large the vocabulary is; sums of probabilities would add up the errors.
+    below_largest = logits - jnp.max(logits, axis=-1, keepdims=True)
+    noise = -jnp.log(_exponential(seeds, positions, logits.shape[1]))
+    scores = below_largest / jnp.where(greedy, 1, temperature) + noise
+    warm = jnp.argmax(jnp.where(stays, scores, -jnp.inf), axis=-1)
+    return jnp.where(greedy[:, 0], jnp.argmax(logits, axis=-1), warm).astype(jnp.int32)
+
+
+def counted(
+    occurrences: Occurrences, settings: Settings, tokens: Int32[Array, " B"]
+) -> Occurrences:
+    """The occurrences after one more token of each row."""
+    ids = lax.broadcasted_iota(jnp.int32, occurrences.seen.shape, 1)
+    here = ids == tokens[:, None]
+    more = here & settings.counted[None]
+    counts = occurrences.counts * settings.decay[:, None] + more.astype(jnp.float32)
+    return Occurrences(occurrences.seen | here, counts)
+
+
+def _threshold(
+    keys: Int32[Array, "B vocabulary"],
+    weights: Float32[Array, "B vocabulary"],
+    wanted: Float32[Array, "B 1"],
+    rows: Bool[Array, "B 1"],
+) -> Int32[Array, "B 1"]:
+    """The largest key such that the weights of all keys from it on add up to `wanted` at least; 0
+    for the rows that are not among `rows`.
+
+    Bisection takes up to 30 sums, which are faster than sorting and partition over devices.
+    """
+
+    def unfinished(bounds: tuple[Array, Array]) -> Array:
+        low, high = bounds
+        return jnp.any(high - low > 1)
+
+    def halved(bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = bounds
+        middle = low + (high - low) // 2
+        found = jnp.sum(jnp.where(keys >= middle, weights, 0), axis=-1, keepdims=True)
+        enough = found >= wanted
+        # Rows that are finished have no middle: it is their lower bound.
+        return jnp.where(enough, middle, low), jnp.where(enough, high, middle.clip(low + 1))
+
+    high = jnp.where(rows, jnp.max(keys, axis=-1, keepdims=True) + 1, 1)
+    low, _ = lax.while_loop(unfinished, halved, (jnp.zeros_like(high), high))
+    return low
+
+
+def _exponential(
+    seeds: Int32[Array, " B"], positions: Int32[Array, " B"], vocabulary: int
+) -> Float32[Array, "B vocabulary"]:
+    """Numbers of the exponential distribution, one for each token that a row may take at a
+    position. They depend on the row's seed, on the position and on the token, and on nothing else:
+    Threefry is asked for single words by their keys, which no option of JAX changes."""
+    root = jax.random.wrap_key_data(jnp.zeros(2, jnp.uint32), impl="threefry2x32")
+
+    def words(seed: Array, position: Array) -> UInt32[Array, " vocabulary"]:
+        key = jax.random.fold_in(jax.random.fold_in(root, seed), position)
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(vocabulary))
+        return jax.random.key_data(keys)[:, 0]
+
+    bits = jax.vmap(words)(seeds, positions)
+    # Within (0, 1), and finest near 0, where the exponential decides about unlikely tokens.
+    uniform = jnp.minimum((bits.astype(jnp.float32) + 0.5) * 2.0**-32, 1 - 2.0**-24)
+    return -jnp.log1p(-uniform)

@@ -1,0 +1,192 @@
+"""Tokens as they come, and all of them at once."""
+
+from collections.abc import Iterator, Sequence
+from types import ModuleType
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from rwkv_jax.generation import _decoding, _prefill, _session
+from rwkv_jax.generation._prefill import PIECES
+from rwkv_jax.generation._sampling import Sampling, check_tokens, mask, settings
+from rwkv_jax.generation._session import Model, Session
+
+Reason: TypeAlias = Literal["length", "stop token", "stopped"]
+"""Why a row has ended: it has `length` tokens, it sampled one of `stop_tokens`, or the caller of
+`TokenStream.stop` stopped it."""
+
+
+class TokenStream(Iterator[list[int | None]]):
+    """The tokens that continue prompts, one of each row at a time.
+
+    The prompts are read when the stream is made. An iteration gives a list with a token of each
+    row, or None for a row that has ended.
+
+    Args:
+      module: the module of the model: `rwkv_jax.models.rwkv7`, `rwkv6`, `rwkv5` or `rwkv4`.
+      params: the parameters, in either form, on any devices.
+      prompts: tokens for each row. With a session a prompt may be empty: such a row goes on as if
+        it had never been interrupted. Penalties count the tokens since a row's last prompt.
+      length: the largest number of new tokens of a row.
+      sampling: how tokens are chosen; `Sampling()` if None.
+      seed: an integer from 0 to 2^31 - 1 for each row; or one for the first row, whose successors
+        are the seeds of the other rows. None takes the seeds of `session`, or 0. The tokens of a
+        row depend on its prompt, on its seed and on the settings, and not on other rows, but for
+        rounding of the logits.
+      stop_tokens: tokens that end a row. They are neither given nor read.
+      session: what the prompts continue; None for a new session.
+      pieces: the lengths of the pieces in which prompts are read, in tokens. For each of them that
+        occurs a program is compiled.
+      dtype: the dtype of the activations, that of the session if there is one.
+      implementation: the implementation of the operator.
+
+    Attributes:
+      tokens: the tokens of each row so far.
+      reasons: why each row has ended, or None: "length", "stop token" or "stopped".
+
+    Raises:
+      TypeError: tokens or seeds are no integers.
+      ValueError: there is no prompt; or the first prompt of a row is empty; or tokens are not in
+        the vocabulary; or `length` is negative; or the settings, the seeds or the session are for
+        another number of rows; or a length of a piece is not positive; or the session is not one
+        of this model.
+    """
+
+    def __init__(
+        self,
+        module: ModuleType,
+        params: Any,
+        prompts: Sequence[Sequence[int] | np.ndarray],
+        length: int,
+        *,
+        sampling: Sampling | None = None,
+        seed: int | Sequence[int] | None = None,
+        stop_tokens: Sequence[int] = (),
+        session: Session | None = None,
+        pieces: Sequence[int] = PIECES,
+        dtype: DTypeLike = jnp.float32,
+        implementation: str | None = None,
+    ):
+        model = Model(module, np.dtype(dtype), implementation)
+        vocabulary, batch = len(params.head.weight), len(prompts)
+        if batch == 0:
+            raise ValueError("generate: there are no prompts; accepted is one for each row")
+        if length < 0:
+            raise ValueError(f"generate: length is {length}; accepted is 0 or more")
+        if not pieces or min(pieces) < 1:
+            raise ValueError(f"generate: pieces is {pieces!r}; accepted are lengths of at least 1")
+        rows = [check_tokens("generate", "a prompt", prompt) for prompt in prompts]
+        for row, prompt in enumerate(rows):
+            if prompt.size and prompt.max() >= vocabulary:
+                raise ValueError(
+                    f"generate: the prompt of row {row} has the token {prompt.max()}; accepted are "
+                    f"tokens below {vocabulary}"
+                )
+        if session is None:
+            if empty := [row for row, prompt in enumerate(rows) if not prompt.size]:
+                raise ValueError(
+                    f"generate: the prompt of row {empty[0]} is empty; accepted is at least one "
+                    "token where no session goes on"
+                )
+            seed = 0 if seed is None else seed
+        self._controls = _decoding.Controls(
+            settings(sampling or Sampling(), batch, vocabulary),
+            mask("generate", "stop_tokens", stop_tokens, vocabulary),
+        )
+        seeds = None if seed is None else _session.seeds_of_rows(seed, batch)
+        own = _session.own(model, params, batch, session)
+        if seeds is not None:
+            own = own._replace(seeds=jnp.asarray(seeds))
+        self._model, self._params = model, params
+        self._left = length
+        self._active = np.full(batch, length > 0)
+        self._session = _prefill.read(model, params, own, rows, pieces)
+        self.tokens: list[list[int]] = [[] for _ in rows]
+        self.reasons: list[Reason | None] = [None if length else "length" for _ in rows]
+
+    @property
+    def session(self) -> Session:
+        """The session after the tokens so far, a copy that this stream will not change. A row that
+        has ended has read the tokens that it gave, all of them and no other."""
+        return _session.copied(self._session)
+
+    def stop(self, row: int) -> None:
+        """End a row, after the tokens that it has given."""
+        if self._active[row]:
+            self._end(row, "stopped")
+
+    def __next__(self) -> list[int | None]:
+        if not self._active.any():
+            raise StopIteration
+        self._session, _, sampled = _decoding.step(
+            self._model, self._params, self._session, self._controls, self._active.copy()
+        )
+        self._left -= 1
+        given: list[int | None] = [None] * len(self.tokens)
+        for row, token in enumerate(np.asarray(sampled).tolist()):
+            if not self._active[row]:
+                continue
+            if token == _decoding.NO_TOKEN:
+                self._end(row, "stop token")
+                continue
+            given[row] = token
+            self.tokens[row].append(token)
+            if self._left == 0:
+                self._end(row, "length")
+        return given
+
+    def _end(self, row: int, reason: Reason) -> None:
+        self._active[row] = False
+        self.reasons[row] = reason
+
+
+class Generated(NamedTuple):
+    """The result of `generate`.
+
+    Attributes:
+      tokens: the new tokens of each row.
+      reasons: why each row has ended: "length" or "stop token".
+      session: what another call needs to go on.
+    """
+
+    tokens: list[list[int]]
+    reasons: list[Reason | None]
+    session: Session
+
+
+def generate(
+    module: ModuleType,
+    params: Any,
+    prompts: Sequence[Sequence[int] | np.ndarray],
+    length: int,
+    *,
+    sampling: Sampling | None = None,
+    seed: int | Sequence[int] | None = None,
+    stop_tokens: Sequence[int] = (),
+    session: Session | None = None,
+    pieces: Sequence[int] = PIECES,
+    dtype: DTypeLike = jnp.float32,
+    implementation: str | None = None,
+) -> Generated:
+    """The tokens that continue prompts, up to `length` of each row.
+
+    A call with the session of another one and empty prompts gives, bit for bit, the tokens that the
+    other one would have given next.
+
+    The arguments and errors are those of `TokenStream`.
+    """
+    stream = TokenStream(
+        *(module, params, prompts, length),
+        sampling=sampling,
+        seed=seed,
+        stop_tokens=stop_tokens,
+        session=session,
+        pieces=pieces,
+        dtype=dtype,
+        implementation=implementation,
+    )
+    for _ in stream:
+        pass
+    return Generated(stream.tokens, stream.reasons, stream.session)

@@ -1,0 +1,458 @@
+"""`rwkv_jax.generation`: sampling, reading prompts, decoding, sessions and text."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from rwkv_jax import generation, tokenizers
+from rwkv_jax.generation import Sampling, Session, TextStream, TokenStream
+from rwkv_jax.generation._decoding import step
+from rwkv_jax.generation._prefill import lengths_of_pieces, read_piece
+from rwkv_jax.generation._sampling import Occurrences, _exponential, sample, settings
+from rwkv_jax.models import rwkv4, rwkv5, rwkv6, rwkv7
+from support import language_models
+from support.tolerance import EXACT_FLOAT32, assert_close, assert_trees_close
+
+VOCABULARY, LENGTH, PIECES = 61, 6, (4,)
+SIZES = {"layers": 2, "width": 32, "head_size": 16, "vocabulary": VOCABULARY}
+RNG = np.random.default_rng(0)
+PROMPTS = [RNG.integers(0, VOCABULARY, n).tolist() for n in (1, 3, 4, 5, 8, 11)]
+BATCH = len(PROMPTS)
+MIXED = Sampling(
+    temperature=[0, 1, 2, 0.5, 1, 1],
+    top_p=[1, 0.5, 0.9, 1, 1, 0.95],
+    top_k=[0, 0, 5, 0, 10, 3],
+    presence=0.5,
+    frequency=0.25,
+    decay=0.9,
+    uncounted=(1, 2),
+)
+
+
+def parameters(module: ModuleType) -> Any:
+    """Random parameters, with sizes at which all of them count."""
+    sizes = {name: x for name, x in SIZES.items() if module is not rwkv4 or name != "head_size"}
+    config = module.Config(**sizes)
+    shapes = jax.eval_shape(lambda key: module.init(key, config), jax.random.key(0))
+    rng = np.random.default_rng(1)
+    return jax.tree.map(
+        lambda x: jnp.asarray(0.3 * rng.standard_normal(x.shape), jnp.float32), shapes
+    )
+
+
+@pytest.fixture(scope="module")
+def params() -> rwkv7.Params:
+    return parameters(rwkv7)
+
+
+def generate(params: Any, length: int = LENGTH, **options: Any) -> generation.Generated:
+    """With the programs that these tests share."""
+    given = {"prompts": PROMPTS, "sampling": MIXED, "pieces": PIECES} | options
+    return generation.generate(rwkv7, params, length=length, **given)
+
+
+def assert_same(one: Session, other: Session, row: int | None = None) -> None:
+    """Bit for bit, all rows or one of them."""
+    rows = slice(None) if row is None else row
+    for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_array_equal(np.asarray(x)[rows], np.asarray(y)[rows])
+
+
+@pytest.mark.parametrize("module", [rwkv7, rwkv6, rwkv5, rwkv4], ids=lambda x: x.__name__[-5:])
+def test_greedy_tokens_and_logits(module: ModuleType) -> None:
+    """After prompts of all lengths in pieces, against the model over the whole rows."""
+    params, name = parameters(module), module.__name__.rpartition(".")[2]
+    found = generation.generate(
+        *(module, params, PROMPTS, LENGTH), sampling=Sampling(temperature=0), pieces=PIECES
+    )
+    rows = [prompt + new for prompt, new in zip(PROMPTS, found.tokens, strict=True)]
+    if module is rwkv7:
+        padded = np.zeros((BATCH, max(map(len, rows))), np.int32)
+        for row, tokens in zip(padded, rows, strict=True):
+            row[: len(tokens)] = tokens
+        expected = list(jax.jit(rwkv7.apply)(params, padded)[0])
+    else:
+        named = module.names(params)
+        expected = [language_models.logits(name, named, tokens) for tokens in rows]
+    for prompt, new, logits, last in zip(
+        PROMPTS, found.tokens, expected, found.session.logits, strict=True
+    ):
+        total = len(prompt) + LENGTH
+        assert np.argmax(logits[len(prompt) - 1 : total - 1], axis=-1).tolist() == new
+        assert_close({"logits": last}, {"logits": logits[total - 1]}, EXACT_FLOAT32)
+    assert found.reasons == ["length"] * BATCH
+    assert found.session.positions.tolist() == [len(tokens) for tokens in rows]
+
+
+def test_prompts_in_pieces_equal_whole_prompts(params: rwkv7.Params) -> None:
+    pieces, whole = generate(params, 0).session, generate(params, 0, pieces=(16,)).session
+    assert_trees_close(pieces, whole, EXACT_FLOAT32)
+    # In two calls, the second of which adds nothing to some rows.
+    halves = [(prompt[:3], prompt[3:]) for prompt in PROMPTS]
+    first, second = zip(*halves, strict=True)
+    session = generate(params, 0, prompts=first).session
+    session = generate(params, 0, prompts=second, session=session).session
+    assert_trees_close(session, whole, EXACT_FLOAT32)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "pieces"),
+    [
+        *((0, []), (1, [16]), (16, [16]), (33, [64]), (64, [64]), (65, [64, 16])),
+        *((129, [256]), (600, [256, 256, 64, 16, 16]), (1000, [256] * 4)),
+    ],
+)
+def test_lengths_of_pieces(tokens: int, pieces: list[int]) -> None:
+    assert lengths_of_pieces(tokens, generation.PIECES) == pieces
+
+
+def test_nothing_is_compiled_again(params: rwkv7.Params) -> None:
+    """For other lengths, settings, seeds, sessions and tokens that stop."""
+    session = generate(params).session
+    compiled: tuple[Any, ...] = (read_piece, step)
+    programs = [x._cache_size() for x in compiled]
+    prompts = [[1] * n for n in (20, 1, 2, 3, 4, 9)]
+    generate(params, 3, prompts=prompts, sampling=Sampling(top_p=0.3), seed=7, stop_tokens=[5, 6])
+    generate(params, 2, prompts=[[]] * 5 + [[1, 2]], session=session)
+    assert [x._cache_size() for x in compiled] == programs
+
+
+def test_rows_do_not_depend_on_each_other(params: rwkv7.Params) -> None:
+    order = [3, 1, 5, 0, 2, 4]
+    one = generate(params, sampling=Sampling(), seed=[7, 8, 9, 10, 11, 12])
+    assert one.tokens == generate(params, sampling=Sampling(), seed=7).tokens
+    other = generate(
+        *(params, LENGTH),
+        prompts=[PROMPTS[row] for row in order],
+        sampling=Sampling(),
+        seed=[7 + row for row in order],
+    )
+    assert other.tokens == [one.tokens[row] for row in order]
+    assert one.tokens != generate(params, sampling=Sampling(), seed=70).tokens
+
+
+def test_sessions_go_on(params: rwkv7.Params, tmp_path: Path) -> None:
+    """In memory and on disk, and they outlast every call that they are given to."""
+    whole = generate(params, seed=3)
+    begun = generate(params, 2, seed=3)
+    path = tmp_path / "session.safetensors"
+    generation.save(path, begun.session)
+    loaded = generation.load(path, rwkv7, params)
+    assert_same(begun.session, loaded)
+    for session in (begun.session, loaded, begun.session):
+        rest = generate(params, LENGTH - 2, prompts=[[]] * BATCH, session=session)
+        assert [a + b for a, b in zip(begun.tokens, rest.tokens, strict=True)] == whole.tokens
+        assert_same(rest.session, whole.session)
+    again = generate(params, 2, prompts=PROMPTS, session=begun.session, seed=9)
+    assert again.session.seeds.tolist() == list(range(9, 9 + BATCH))
+    # Penalties are those of the tokens since the last prompt.
+    np.testing.assert_array_equal(np.sum(np.asarray(again.session.seen), axis=1) <= 2, True)
+
+
+def test_a_stream_donates_its_session(params: rwkv7.Params) -> None:
+    stream = TokenStream(rwkv7, params, PROMPTS, LENGTH, sampling=MIXED, pieces=PIECES)
+    before, kept = stream._session, stream.session
+    given = next(stream)
+    assert all(x.is_deleted() for x in jax.tree.leaves(before))
+    assert not any(x.is_deleted() for x in jax.tree.leaves(kept))
+    assert [[token] for token in given] == stream.tokens == generate(params, 1).tokens
+
+
+def test_stops(params: rwkv7.Params) -> None:
+    """Rows that end at different times keep the sessions that they have when they end."""
+    free = generate(params)
+    stops = sorted({free.tokens[1][2], free.tokens[2][4]})
+    found = generate(params, stop_tokens=stops)
+    assert {"stop token"} < set(found.reasons)
+    for row, tokens in enumerate(free.tokens):
+        cut = next((i for i, token in enumerate(tokens) if token in stops), LENGTH)
+        assert found.tokens[row] == tokens[:cut]
+        assert found.reasons[row] == ("length" if cut == LENGTH else "stop token")
+        assert_same(found.session, generate(params, cut).session, row)
+    rest = generate(params, 3, prompts=[[]] * BATCH, session=found.session, stop_tokens=stops)
+    ended = [reason == "stop token" for reason in found.reasons]
+    assert not any(tokens for tokens, end in zip(rest.tokens, ended, strict=True) if end)
+
+    stream = TokenStream(rwkv7, params, PROMPTS, LENGTH, sampling=MIXED, pieces=PIECES)
+    given = [next(stream)]
+    stream.stop(0)
+    given += stream
+    assert [x[0] for x in given] == [free.tokens[0][0]] + [None] * (LENGTH - 1)
+    assert stream.tokens == [free.tokens[0][:1], *free.tokens[1:]]
+    assert stream.reasons == ["stopped"] + ["length"] * (BATCH - 1)
+    assert_same(stream.session, generate(params, 1).session, 0)
+
+
+def test_stacked_parameters_on_a_mesh(params: rwkv7.Params, cpus: list[Any]) -> None:
+    mesh = jax.make_mesh((2,), ("model",), axis_types=(AxisType.Auto,), devices=cpus[:2])
+    stacked = rwkv7.stacked(params)
+    placed = jax.device_put(stacked, rwkv7.shardings(stacked, mesh, model="model"))
+    found = generate(placed)
+    assert found.tokens == generate(params).tokens
+    session = found.session._replace(state=rwkv7.unstacked(found.session.state))
+    expected = generate(params).session
+    assert_trees_close(session.state, expected.state, EXACT_FLOAT32)
+    with pytest.raises(ValueError, match=r"state\.first\.att\.shift is missing"):
+        generate(placed, session=expected)
+
+
+def test_sessions_of_stacked_parameters_on_disk(params: rwkv7.Params, tmp_path: Path) -> None:
+    session = generate(params, 0).session
+    stacked = session._replace(state=rwkv7.stacked(session.state))
+    path = tmp_path / "session.safetensors"
+    generation.save(path, stacked)
+    assert_same(generation.load(path, rwkv7, params), session)
+    assert_same(generation.load(path, rwkv7, rwkv7.stacked(params)), stacked)
+
+
+def edited(path: Path, change: dict[str, Any]) -> None:
+    """Change entries of the header of a safetensors file; None removes one."""
+    content = path.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    for name, x in change.items():
+        header[name] = header[name] | x
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + size :])
+
+
+def test_wrong_files(params: rwkv7.Params, tmp_path: Path) -> None:
+    session = generate(params, 0).session
+    path = tmp_path / "session.safetensors"
+
+    def load(dtype: Any = jnp.float32, of: Any = params) -> Session:
+        return generation.load(path, rwkv7, of, dtype=dtype)
+
+    with pytest.raises(FileNotFoundError):
+        load()
+    with pytest.raises(ValueError, match=r"path is session\.npz; accepted is a file"):
+        generation.save("session.npz", session)
+    generation.save(path, session)
+    with pytest.raises(ValueError, match=r"4 arrays .* 6 rows and bfloat16") as error:
+        load(jnp.bfloat16)
+    assert "state.1.ffn is [6, 32] in float32; expected is [6, 32] in bfloat16" in str(error.value)
+    deeper = params._replace(blocks=(*params.blocks, params.blocks[1]))
+    with pytest.raises(ValueError, match=r"3 arrays[^$]*state\.2\.ffn is missing"):
+        load(of=deeper)
+    shallower = params._replace(blocks=params.blocks[:1])
+    with pytest.raises(ValueError, match=r"3 arrays[^$]*'state\.1\.ffn' is no array of a session"):
+        load(of=shallower)
+    edited(path, {"positions": {"shape": [2, 3]}})
+    with pytest.raises(ValueError, match="arrays are not those of a session"):
+        load()
+    generation.save(path, session._replace(positions=session.positions - 100))
+    with pytest.raises(ValueError, match="positions and seeds have a negative number"):
+        load()
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ValueError, match="ends at byte"):
+        load()
+
+
+def reference(
+    logits: np.ndarray, row: dict[str, Any], seen: np.ndarray, counts: np.ndarray
+) -> np.ndarray:
+    """The distribution of the next token, by sorting, in float64."""
+    logits = logits - np.where(seen, row["presence"] + row["frequency"] * counts, 0)
+    if row["temperature"] == 0:
+        return np.eye(len(logits))[logits.argmax()]
+    p = np.exp(logits - logits.max())
+    p /= p.sum()
+    descending = np.sort(p)[::-1]
+    enough = np.cumsum(descending) >= row["top_p"]
+    stays = p >= (descending[enough.argmax()] if row["top_p"] < 1 else 0)
+    if 0 < row["top_k"] < len(p):
+        stays &= p >= descending[row["top_k"] - 1]
+    q = np.where(stays, p, 0) ** (1 / row["temperature"])
+    return q / q.sum()
+
+
+def test_sampling_against_the_formula() -> None:
+    """Each token of rows with settings of their own, and the frequencies of the tokens of a row."""
+    rng, rows = np.random.default_rng(2), 512
+    logits = (2 * rng.standard_normal((rows, VOCABULARY))).astype(np.float32)
+    seen = rng.random(logits.shape) < 0.3
+    counts = np.where(seen, rng.integers(0, 4, logits.shape), 0).astype(np.float32)
+    choices = {
+        "temperature": [0, 0.3, 1, 2.5],
+        "top_p": [0, 0.2, 0.7, 1],
+        "top_k": [0, 1, 7, VOCABULARY, 10**6],
+        "presence": [0, 0.4],
+        "frequency": [0, 0.7],
+    }
+    chosen = {name: rng.choice(x, rows) for name, x in choices.items()}
+    compiled = jax.jit(sample)
+
+    def tokens(logits: np.ndarray, chosen: Any, *others: np.ndarray) -> np.ndarray:
+        given = settings(Sampling(**chosen), rows, VOCABULARY)
+        seen, counts, seeds, positions = map(jnp.asarray, others)
+        return np.asarray(
+            compiled(jnp.asarray(logits), given, Occurrences(seen, counts), seeds, positions)
+        )
+
+    seeds, positions = (rng.integers(0, 2**31 - 1, rows, np.int32) for _ in range(2))
+    found = tokens(logits, chosen, seen, counts, seeds, positions)
+    noise = np.asarray(_exponential(jnp.asarray(seeds), jnp.asarray(positions), VOCABULARY))
+    for i in range(rows):
+        row = {name: x[i] for name, x in chosen.items()}
+        q = reference(logits[i].astype(np.float64), row, seen[i], counts[i])
+        with np.errstate(divide="ignore"):
+            assert found[i] == np.argmax(np.log(q) - np.log(noise[i].astype(np.float64)))
+
+    row = {"temperature": 1.5, "top_p": 0.9, "top_k": 20, "presence": 0.4, "frequency": 0.7}
+    same = [np.broadcast_to(x[:1], x.shape) for x in (logits, seen, counts)]
+    q = reference(same[0][0].astype(np.float64), row, seen[0], counts[0])
+    number = np.zeros(VOCABULARY)
+    for call in range(16):
+        where = np.arange(rows, dtype=np.int32) + call * rows
+        number += np.bincount(
+            tokens(same[0], row, *same[1:], np.zeros(rows, np.int32), where), minlength=VOCABULARY
+        )
+    assert not number[q == 0].any()
+    expected = (q * 16 * rows)[q > 0]
+    deviation = np.sum((number[q > 0] - expected) ** 2 / expected)
+    assert deviation < len(expected) + 4 * np.sqrt(2 * len(expected))
+
+
+def test_penalties_of_occurrences(params: rwkv7.Params) -> None:
+    """Counts decay, and tokens that do not count still have been seen."""
+    found = generate(params)
+    seen, counts = np.asarray(found.session.seen), np.asarray(found.session.counts)
+    for row, tokens in enumerate(found.tokens):
+        expected = np.zeros(VOCABULARY)
+        for token in tokens:
+            expected *= 0.9
+            expected[token] += token not in MIXED.uncounted
+        np.testing.assert_allclose(counts[row], expected, rtol=1e-6)
+        assert set(np.flatnonzero(seen[row])) == set(tokens)
+
+
+def test_random_numbers_are_the_same_everywhere() -> None:
+    """With any settings of JAX. The words of Threefry are those of a computation by hand."""
+
+    def numbers() -> np.ndarray:
+        compiled = jax.jit(_exponential, static_argnums=2)
+        return np.asarray(compiled(jnp.array([0, 123456]), jnp.array([0, 2**31 - 1]), 4))
+
+    with jax.threefry_partitionable(False), jax.default_prng_impl("rbg"):
+        one = numbers()
+    with jax.threefry_partitionable(True):
+        np.testing.assert_array_equal(one, numbers())
+    words = [
+        [0x28B634DE, 0xD27B7B07, 0xEFB19F56, 0xDB45B23B],
+        [0x1C357FAA, 0x15BADD4B, 0xA3EDEDF5, 0x0C504102],
+    ]
+    np.testing.assert_allclose(one, -np.log1p(-(np.array(words) + 0.5) / 2**32), rtol=1e-6)
+
+
+WRONG = [
+    ({"prompts": []}, ValueError, "there are no prompts"),
+    ({"prompts": [[1], []]}, ValueError, "the prompt of row 1 is empty"),
+    ({"prompts": [[1], [61]]}, ValueError, "row 1 has the token 61; accepted are tokens below 61"),
+    ({"prompts": [[-1]]}, ValueError, "accepted are tokens, from 0 on"),
+    ({"prompts": [[0.5]]}, TypeError, "accepted are integers"),
+    ({"length": -1}, ValueError, "length is -1"),
+    ({"pieces": ()}, ValueError, "pieces is ()"),
+    ({"pieces": (0, 4)}, ValueError, "lengths of at least 1"),
+    ({"stop_tokens": [99]}, ValueError, "stop_tokens has the token 99"),
+    ({"seed": [1, 2]}, ValueError, "seed has the shape (2,); accepted is one integer, or 6"),
+    ({"seed": 2**31 - 3}, ValueError, "from 0 to 2^31 - 1"),
+    ({"seed": 0.5}, TypeError, "accepted are integers"),
+    ({"sampling": Sampling(top_p=[0.1, 0.2])}, ValueError, "top_p has 2 numbers; accepted is one"),
+    ({"sampling": Sampling(uncounted=[61])}, ValueError, "uncounted has the token 61"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "message"), WRONG, ids=lambda x: str(x)[:30])
+@pytest.mark.usefixtures("unchecked_types")
+def test_wrong_arguments(
+    params: rwkv7.Params, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error) as raised:
+        generate(params, **options)
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("setting", "error"),
+    [
+        *(({"temperature": x}, ValueError) for x in (-1, 1e-9, float("nan"), [1, -1], [[1.0]])),
+        *(({"top_p": x}, ValueError) for x in (-0.1, 1.5)),
+        *(({"top_k": x}, ValueError) for x in (-1, 2**31)),
+        *(({"presence": float("inf")}, ValueError), ({"decay": 1.1}, ValueError)),
+        *(({"frequency": float("nan")}, ValueError), ({"uncounted": [-1]}, ValueError)),
+        *(({"top_k": 0.5}, TypeError), ({"top_p": "1"}, TypeError)),
+        *(({"temperature": None}, TypeError), ({"uncounted": [0.5]}, TypeError)),
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("unchecked_types")
+def test_wrong_settings(setting: dict[str, Any], error: type[Exception]) -> None:
+    (name,) = setting
+    with pytest.raises(error, match=f"Sampling: {name} is .*; accepted"):
+        Sampling(**setting)
+
+
+class Spoken(TokenStream):
+    """A stream of given tokens."""
+
+    def __init__(self, rows: Sequence[bytes]):
+        self.rows, self.at = rows, 0
+        self.tokens, self.reasons = [[] for _ in rows], [None for _ in rows]
+        self._active = np.ones(len(rows), bool)
+
+    def __next__(self) -> list[int | None]:
+        if not self._active.any():
+            raise StopIteration
+        self.at += 1
+        given: list[int | None] = [None] * len(self.rows)
+        for row, text in enumerate(self.rows):
+            if self._active[row]:
+                given[row] = text[self.at - 1]
+                if self.at == len(text):
+                    self._end(row, "length")
+        return given
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "expected", "reason"),
+    [
+        ("plain", (), "plain", "length"),
+        ("to the stop!", ("stop",), "to the ", "stop string"),
+        ("a\n\nUse of\n\nUser: b", ("\n\nUser:",), "a\n\nUse of", "stop string"),
+        ("aabaab", ("aaab",), "aabaab", "length"),
+        ("ababac", ("abac",), "ab", "stop string"),
+        ("one two", ("e two three", "two"), "one ", "stop string"),
+        ("held at the en", ("end",), "held at the en", "length"),
+        ("é€😀", ("€",), "é", "stop string"),
+        ("stop at once", ("s",), "", "stop string"),
+    ],
+)
+def test_stop_strings(text: str, stop: tuple[str, ...], expected: str, reason: str) -> None:
+    """With one byte for each token, and a second row that goes on."""
+    stream = TextStream(Spoken([text.encode(), b"1" * 30]), tokenizers.load("bytes"), stop)
+    given = list(stream)
+    assert "".join(x[0] for x in given) == expected == stream.texts[0]
+    assert "".join(x[1] for x in given) == "1" * 30
+    assert stream.reasons == [reason, "length"]
+    assert text.startswith(expected + stream.rests[0])
+    assert stream.rests[0] == next((s for s in stop if text.startswith(expected + s)), "")
+
+
+def test_text_is_given_as_soon_as_it_is_certain() -> None:
+    stream = TextStream(Spoken(["x\n\né\n".encode()]), tokenizers.load("bytes"), ["\n\nU"])
+    assert [x for (x,) in stream] == ["x", "", "", "", "\n\né", "\n"]
+    stream = TextStream(Spoken([b"ab\nc", b"\xc3"]), tokenizers.load("bytes"), ["\nU"])
+    assert [next(stream) for _ in range(3)] == [["a", "\ufffd"], ["b", ""], ["", ""]]
+    assert stream.stop(0) == "\n"
+    assert stream.texts == ["ab\n", "\ufffd"]
+    assert stream.reasons == ["stopped", "length"]
+    with pytest.raises(ValueError, match="stop is \\[''\\]"):
+        TextStream(Spoken([b"a"]), tokenizers.load("bytes"), [""])
