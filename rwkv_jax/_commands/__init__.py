@@ -16,11 +16,17 @@ import sys
 from collections.abc import Sequence
 
 import rwkv_jax
-from rwkv_jax._commands import convert, eval, inspect
+from rwkv_jax._commands import chat, convert, eval, generate, inspect
 
 PROGRAM = "rwkv-jax"
 
-COMMANDS = {"inspect": inspect, "convert": convert, "eval": eval}
+COMMANDS = {
+    "inspect": inspect,
+    "convert": convert,
+    "eval": eval,
+    "generate": generate,
+    "chat": chat,
+}
 """The modules of the commands by name, in the order of the help text."""
 
 

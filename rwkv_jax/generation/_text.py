@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal, TypeAlias
 
 from rwkv_jax import tokenizers
+from rwkv_jax.generation._session import Session
 from rwkv_jax.generation._streaming import Reason, TokenStream
 
 TextReason: TypeAlias = Reason | Literal["stop string"]
@@ -23,6 +24,7 @@ class TextStream(Iterator[list[str]]):
       stop: the stop strings.
 
     Attributes:
+      tokens: the tokens of each row so far.
       texts: the text of each row so far.
       rests: what each row has read beyond its text: the stop string, and what else its last token
         has.
@@ -41,9 +43,15 @@ class TextStream(Iterator[list[str]]):
             )
         self._stream, self._stop = stream, tuple(stop)
         self._decoders = [tokenizers.Stream(tokenizer) for _ in stream.tokens]
+        self.tokens = stream.tokens
         self.texts = [""] * len(stream.tokens)
         self.rests = [""] * len(stream.tokens)
         self.reasons: list[TextReason | None] = list(stream.reasons)
+
+    @property
+    def session(self) -> Session:
+        """The session after the tokens so far, as in `TokenStream`."""
+        return self._stream.session
 
     def __next__(self) -> list[str]:
         given = []

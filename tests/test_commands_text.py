@@ -1,0 +1,235 @@
+"""The commands `generate` and `chat`."""
+
+import builtins
+import re
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rwkv_jax import _commands, generation, models
+from rwkv_jax._commands import chat, text_model
+from rwkv_jax.models import rwkv7
+
+ANSWER = ["Assistant:", " fine", "!", "\n\n", "User:"]
+STORY = ["Once", " upon", " a", " time"]
+WORDS = [*dict.fromkeys([*ANSWER, *STORY]), *(chr(x) for x in range(128))]
+BYTES = [bytes([x]) for x in range(128, 256)]
+
+
+class Files(NamedTuple):
+    """A model that continues `ANSWER` and `STORY` word by word, whatever was before, and its
+    tokenizer."""
+
+    model: str
+    tokenizer: str
+
+    def command(self, name: str, *options: str) -> list[str]:
+        return [name, self.model, "--tokenizer", self.tokenizer, *options]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    folder = tmp_path_factory.mktemp("model")
+    lines = [f"{i} {word!r} {len(word)}\n" for i, word in enumerate([*WORDS, *BYTES], 1)]
+    (folder / "words.txt").write_text("".join(lines))
+    config = rwkv7.Config(layers=1, width=64, vocabulary=len(lines) + 1)
+    params = jax.jit(rwkv7.init, static_argnums=1)(jax.random.key(0), config)
+    # The blocks of an initial model give nothing, so that this is a table of pairs of words.
+    rng = np.random.default_rng(0)
+    words = rng.choice([-1.0, 1.0], (config.vocabulary, config.width))
+    head = np.zeros_like(words)
+    for chain in (ANSWER, STORY):
+        for before, after in zip(chain, [*chain[1:], ""], strict=True):
+            head[WORDS.index(after) + 1 if after else 0] += words[WORDS.index(before) + 1]
+    weights = [rwkv7.Weight(jnp.asarray(x, jnp.float32)) for x in (words, head)]
+    models.save(folder / "model.pth", params._replace(emb=weights[0], head=weights[1]))
+    return Files(str(folder / "model.pth"), str(folder / "words.txt"))
+
+
+COLD = ("--temperature", "0", "--presence", "0", "--frequency", "0")
+
+
+def test_generate(files: Files, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(*options: str) -> tuple[str, str]:
+        assert _commands.main(files.command("generate", *options)) == 0
+        return capsys.readouterr()
+
+    out, err = run("--prompt", "Once", *COLD, "--seed", "5")
+    assert out == " upon a time\n"
+    assert re.fullmatch(
+        r"read 1 tokens in [\d.]+ s \([\d.]+ tokens/s\), wrote 3 tokens in [\d.]+ s \([\d.]+ "
+        r"tokens/s\), after [\d.]+ s of compiling; seed 5; ended by: stop token\n",
+        err,
+    )
+    (tmp_path / "prompt.txt").write_text("Assistant:")
+    out, err = run("--prompt-file", str(tmp_path / "prompt.txt"), "--stop", "!\n", *COLD)
+    assert out == " fine\n"
+    assert err.endswith("ended by: stop string\n")
+    out, err = run("--prompt", "Assistant:", "--tokens", "2", "--batch", "2", "--seed", "8", *COLD)
+    assert out == "--- 1 of 2, seed 8\n fine!\n--- 2 of 2, seed 9\n fine!\n"
+    assert err.endswith("ended by: length, length\n")
+
+
+def test_states_of_generate(
+    files: Files, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A text in two parts is the text in one, with random tokens and penalties."""
+
+    def run(*options: str) -> str:
+        sampling = ("--temperature", "20", "--top-p", "1")
+        assert _commands.main(files.command("generate", *sampling, *options)) == 0
+        return capsys.readouterr().out.removesuffix("\n")
+
+    state = str(tmp_path / "state.safetensors")
+    first = ("--prompt", "Once", "--seed", "3")
+    whole = run(*first, "--tokens", "12")
+    part = run(*first, "--tokens", "5", "--save-state", state)
+    assert len(part) < len(whole)
+    assert part + run("--load-state", state, "--tokens", "7") == whole
+    assert run(*first, "--tokens", "0", "--save-state", state) == ""
+    assert run("--load-state", state, "--tokens", "12") == whole
+
+
+def test_what_generate_refuses(
+    files: Files, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "latin.txt").write_bytes(b"\xe9")
+    for options, message in (
+        ((), "there is no text to continue"),
+        (("--prompt", ""), "there is no text to continue"),
+        (("--prompt-file", str(tmp_path / "latin.txt")), "no text in UTF-8"),
+        (("--prompt", "x", "--top-p", "2"), "top_p is 2.0; accepted is a number from 0 to 1"),
+        (("--prompt", "x", "--load-state", files.model), "header"),
+    ):
+        assert _commands.main(files.command("generate", *options)) == 2
+        assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        _commands.main(files.command("generate", "--prompt", "x", "--seed", "-1"))
+
+
+class Typed:
+    """What a user types, and what the model has read."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+        self.read: list[str] = []
+        self.sessions: list[Any] = []
+        self._patch, self._capsys = monkeypatch, capsys
+        read = text_model.TextModel.read
+
+        def recorded(model: Any, prompts: Sequence[str], *rest: Any, **options: Any) -> Any:
+            self.read += prompts
+            stream = read(model, prompts, *rest, **options)
+            self.sessions.append(options["session"])
+            return stream
+
+        monkeypatch.setattr(text_model.TextModel, "read", recorded)
+
+    def __call__(self, command: list[str], *lines: str | type[BaseException]) -> str:
+        """The output of a command. The input ends after the lines."""
+        left: Iterator[Any] = iter(lines)
+
+        def typed(prompt: str) -> str:
+            line = next(left, EOFError)
+            if isinstance(line, str):
+                return line
+            raise line
+
+        self.read.clear()
+        self._patch.setattr(builtins, "input", typed)
+        assert _commands.main(command) == 0
+        return self._capsys.readouterr().out
+
+
+@pytest.fixture
+def typed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Typed:
+    return Typed(monkeypatch, capsys)
+
+
+def test_chat(files: Files, tmp_path: Path, typed: Typed) -> None:
+    """The model reads each part of a conversation once, also over files."""
+    path = str(tmp_path / "chat.safetensors")
+    command = files.command("chat", *COLD)
+    output = typed(
+        *(command, "Hi", "", "two\\", "\\", "lines", "/retry", "/speed", f"/save {path}", "again"),
+        *("/reset", "/retry", "new", "/load", f"/load {path}", "/load missing", "loaded"),
+        *(KeyboardInterrupt, "/help", "/what", "/quit", "never"),
+    )
+    assert typed.read == [
+        "User: Hi\n\nAssistant:",
+        " two\nlines\n\nAssistant:",
+        " two\nlines\n\nAssistant:",
+        " again\n\nAssistant:",
+        "User: new\n\nAssistant:",
+        " loaded\n\nAssistant:",
+    ]
+    assert output.count("Assistant: fine!\n\n") == 6
+    for message in (
+        *("a new conversation\n", "there is no message to answer\n", "/load needs the name"),
+        *("No such file", "tokens/s", "/retry      answer", "/what is unknown", "Ctrl-D ends"),
+    ):
+        assert message in output
+    assert "/quit" in output.split("/what is unknown")[0]
+
+    other = str(tmp_path / "other.safetensors")
+    typed([*command, "--session", other], "Hi")
+    typed([*command, "--session", other], "more")
+    assert typed.read == [" more\n\nAssistant:"]
+    typed([*command, "--session", other, "--tokens", "1"], "short")
+    assert typed.read == [" short\n\nAssistant:", "\n\nUser:"]
+    checkpoint = models.load(files.model)
+    session = generation.load(other, checkpoint.module, checkpoint.params)
+    turns = "User: Hi\n\nAssistant: fine!\n\nUser: more\n\nAssistant: fine!\n\nUser:"
+    assert int(session.positions[0]) == len(split(turns + " short\n\nAssistant: fine\n\nUser:"))
+
+
+def split(text: str) -> list[str]:
+    """The words of a text, of which the longest come first."""
+    pattern = "|".join(map(re.escape, sorted(WORDS, key=len, reverse=True)))
+    return re.findall(pattern, text)
+
+
+def test_interrupted_answers(files: Files, typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was written is kept, and the model reads the rest of what ends an answer."""
+    step: Callable[..., Iterator[Any]] = text_model.TextModel.write
+    stops = iter([1, 3, 0])
+
+    def interrupted(model: Any, stream: Any, interrupt: Any) -> Iterator[Any]:
+        at = next(stops)
+        if at == 0:
+            signal.raise_signal(signal.SIGINT)
+        for number, texts in enumerate(step(model, stream, interrupt), 1):
+            yield texts
+            if number == at:
+                signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(text_model.TextModel, "write", interrupted)
+    output = typed(files.command("chat", *COLD), "one", "two", "three")
+    assert typed.read == [
+        "User: one\n\nAssistant:",
+        "\n\nUser: two\n\nAssistant:",
+        "User: three\n\nAssistant:",
+    ]
+    assert output == "Assistant: fine\n\nAssistant: fine!\n\n\n\nAssistant:\n\n\n"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    positions = [int(x.positions[0]) for x in typed.sessions[1:]]
+    assert positions == [
+        len(split("User: one\n\nAssistant: fine")),
+        len(split("User: one\n\nAssistant: fine\n\nUser: two\n\nAssistant: fine!\n\n")),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seen", "unread"),
+    [
+        *(("yes", "\n\nUser:"), ("yes\n", "\nUser:"), ("yes\n\nUse", "r:"), ("", "\n\nUser:")),
+        *(("yes\n\nUser:", ""), ("yes\n\nUser: x", ""), ("\n\n\n", "User:")),
+    ],
+)
+def test_what_an_answer_leaves_unread(seen: str, unread: str) -> None:
+    assert chat._unread(seen) == unread
