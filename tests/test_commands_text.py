@@ -53,6 +53,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
 
 
 COLD = ("--temperature", "0", "--presence", "0", "--frequency", "0")
+HALF = ("--dtype", "bfloat16")
 
 
 def test_generate(files: Files, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,7 +72,9 @@ def test_generate(files: Files, tmp_path: Path, capsys: pytest.CaptureFixture[st
     out, err = run("--prompt-file", str(tmp_path / "prompt.txt"), "--stop", "!\n", *COLD)
     assert out == " fine\n"
     assert err.endswith("ended by: stop string\n")
-    out, err = run("--prompt", "Assistant:", "--tokens", "2", "--batch", "2", "--seed", "8", *COLD)
+    out, err = run(
+        "--prompt", "Assistant:", "--tokens", "2", "--batch", "2", "--seed", "8", *COLD, *HALF
+    )
     assert out == "--- 1 of 2, seed 8\n fine!\n--- 2 of 2, seed 9\n fine!\n"
     assert err.endswith("ended by: length, length\n")
 

@@ -69,7 +69,7 @@ class TokenStream(Iterator[list[int | None]]):
         dtype: DTypeLike = jnp.float32,
         implementation: str | None = None,
     ):
-        model = Model(module, np.dtype(dtype), implementation)
+        model = Model(module, jnp.dtype(dtype), implementation)
         vocabulary, batch = len(params.head.weight), len(prompts)
         if batch == 0:
             raise ValueError("generate: there are no prompts; accepted is one for each row")
