@@ -39,16 +39,18 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     lines = [f"{i} {word!r} {len(word)}\n" for i, word in enumerate([*WORDS, *BYTES], 1)]
     (folder / "words.txt").write_text("".join(lines))
     config = rwkv7.Config(layers=1, width=64, vocabulary=len(lines) + 1)
-    params = jax.jit(rwkv7.init, static_argnums=1)(jax.random.key(0), config)
-    # The blocks of an initial model give nothing, so that this is a table of pairs of words.
-    rng = np.random.default_rng(0)
-    words = rng.choice([-1.0, 1.0], (config.vocabulary, config.width))
-    head = np.zeros_like(words)
+    # Blocks of zeros give nothing, so that this is a table of pairs of words.
+    shapes = jax.eval_shape(lambda key: rwkv7.init(key, config), jax.random.key(0))
+    params = jax.tree.map(lambda x: jnp.zeros(x.shape), shapes)
+    ones = rwkv7.Norm(jnp.ones(config.width), jnp.zeros(config.width))
+    blocks = (params.blocks[0]._replace(ln0=ones),)
+    words = np.random.default_rng(0).choice([-1.0, 1.0], (config.vocabulary, config.width))
+    table = np.zeros_like(words)
     for chain in (ANSWER, STORY):
         for before, after in zip(chain, [*chain[1:], ""], strict=True):
-            head[WORDS.index(after) + 1 if after else 0] += words[WORDS.index(before) + 1]
-    weights = [rwkv7.Weight(jnp.asarray(x, jnp.float32)) for x in (words, head)]
-    models.save(folder / "model.pth", params._replace(emb=weights[0], head=weights[1]))
+            table[WORDS.index(after) + 1 if after else 0] += words[WORDS.index(before) + 1]
+    emb, head = (rwkv7.Weight(jnp.asarray(x, jnp.float32)) for x in (words, table))
+    models.save(folder / "model.pth", rwkv7.Params(emb, blocks, ln_out=ones, head=head))
     return Files(str(folder / "model.pth"), str(folder / "words.txt"))
 
 
