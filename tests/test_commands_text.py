@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from rwkv_jax import _commands, generation, models
-from rwkv_jax._commands import chat, text_model
+from rwkv_jax._commands import chat, interrupt, text_model
 from rwkv_jax.models import rwkv7
 
 ANSWER = ["Assistant:", " fine", "!", "\n\n", "User:"]
@@ -227,6 +227,15 @@ def test_interrupted_answers(files: Files, typed: Typed, monkeypatch: pytest.Mon
         len(split("User: one\n\nAssistant: fine")),
         len(split("User: one\n\nAssistant: fine\n\nUser: two\n\nAssistant: fine!\n\n")),
     ]
+
+
+def test_a_second_interrupt() -> None:
+    with interrupt.Interrupt() as first:
+        signal.raise_signal(signal.SIGINT)
+        assert first.requested
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @pytest.mark.parametrize(

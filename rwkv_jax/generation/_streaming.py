@@ -22,7 +22,8 @@ class TokenStream(Iterator[list[int | None]]):
     """The tokens that continue prompts, one of each row at a time.
 
     The prompts are read when the stream is made. An iteration gives a list with a token of each
-    row, or None for a row that has ended.
+    row, or None for a row that has ended. An exception within an iteration, such as
+    KeyboardInterrupt, may leave the stream without its session.
 
     Args:
       module: the module of the model: `rwkv_jax.models.rwkv7`, `rwkv6`, `rwkv5` or `rwkv4`.
