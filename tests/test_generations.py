@@ -246,21 +246,6 @@ def test_bfloat16_is_close_to_float32(
     assert_close({"logits": logits}, {"logits": expected(generation, wide, tokens)}, 5e-2)
 
 
-@pytest.mark.slow
-def test_generation_takes_the_likeliest_token_when_cold(
-    generation: Generation, params: Any, tokens: jax.Array
-) -> None:
-    length = 3
-    options = {"length": length, "temperature": 1e-4}
-    implementation = FAST[generation.op].implementation
-    generate = functools.partial(
-        generation.module.generate, implementation=implementation, **options
-    )
-    new = jax.jit(generate)(params, jax.random.key(0), tokens)
-    logits = expected(generation, params, jnp.concatenate([tokens, new], axis=1))
-    assert (logits[:, TOKENS - 1 : -1].argmax(-1) == new).all()
-
-
 def test_names_are_official(generation: Generation, initial: Any) -> None:
     names = {"emb.weight", "head.weight"}
     norms = ["ln_out", "blocks.0.ln0"]

@@ -362,17 +362,6 @@ def test_initial_loss_is_of_a_uniform_guess(initial: rwkv7.Params, tokens: jax.A
     assert float(losses.mean()) == pytest.approx(math.log(CONFIG.vocabulary), abs=0.3)
 
 
-def test_generation_takes_the_likeliest_token_when_cold(
-    params: rwkv7.Params, tokens: jax.Array
-) -> None:
-    length = 5
-    generate = jax.jit(functools.partial(rwkv7.generate, length=length, temperature=1e-4))
-    new = generate(params, jax.random.key(0), tokens)
-    assert new.shape == (BATCH, length)
-    logits, _ = forward(params, jnp.concatenate([tokens, new], axis=1))
-    assert (logits[:, TOKENS - 1 : -1].argmax(-1) == new).all()
-
-
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [

@@ -14,9 +14,9 @@ from jax.typing import DTypeLike
 from rwkv_jax.generation._session import Model, Session, differences, started
 from rwkv_jax.models import _parameters
 from rwkv_jax.models._checkpoints import safetensors
-from rwkv_jax.models._checkpoints.generations import named
 from rwkv_jax.models._checkpoints.tensors import mapped
 from rwkv_jax.models._checkpoints.writing import Stored
+from rwkv_jax.models._parameters import names
 from rwkv_jax.models._stacking import stack, unstack
 
 _SHOWN = 20
@@ -37,7 +37,7 @@ def save(path: str | os.PathLike[str], session: Session) -> None:
     """
     if Path(path).suffix != ".safetensors":
         raise ValueError(f"save: path is {path}; accepted is a file .safetensors")
-    arrays = named(session._replace(state=unstack(session.state)))
+    arrays = names(session._replace(state=unstack(session.state)))
     safetensors.write(Path(path), {name: Stored(x, x.shape) for name, x in arrays.items()})
 
 
@@ -74,7 +74,7 @@ def load(
     expected = jax.eval_shape(functools.partial(started, model, batch=batch), params)
     form = jax.tree.structure(expected.state)
     in_turn = jax.eval_shape(lambda x: x._replace(state=unstack(x.state)), expected)
-    if wrong := list(differences(named(in_turn), found)):
+    if wrong := list(differences(names(in_turn), found)):
         more = f"\n  and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         raise ValueError(
             f"{path}: {len(wrong)} arrays are not those of a session of this model with {batch} "

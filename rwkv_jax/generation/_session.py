@@ -12,8 +12,8 @@ from jax import Array
 from jaxtyping import Bool, Float32, Int32
 
 from rwkv_jax.generation._sampling import Occurrences
-from rwkv_jax.models._checkpoints.generations import named
 from rwkv_jax.models._checkpoints.tensors import described, quoted
+from rwkv_jax.models._parameters import names
 
 
 class Model(NamedTuple):
@@ -75,7 +75,7 @@ def own(model: Model, params: Any, batch: int, session: Session | None) -> Sessi
     if session is None:
         return started(model, params, batch)
     expected = jax.eval_shape(functools.partial(started, model, batch=batch), params)
-    if wrong := list(differences(named(expected), named(session))):
+    if wrong := list(differences(names(expected), names(session))):
         raise ValueError(
             f"generate: session is not one of this model with {batch} rows and {model.dtype} "
             "activations:\n  " + "\n  ".join(wrong)

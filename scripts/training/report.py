@@ -1,16 +1,13 @@
 """What a finished run shows: its speed, a plot and a table of losses, and generated text."""
 
 import argparse
-import functools
 import math
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import matplotlib
-import numpy as np
 from jax.sharding import Mesh
 
+from rwkv_jax import generation
 from rwkv_jax.models import rwkv7
 from rwkv_jax.nn.flax import RWKV, arrays
 from training.checkpoints import Log
@@ -53,17 +50,14 @@ def table(log: Log) -> str:
 
 def sample(args: argparse.Namespace, mesh: Mesh, model: RWKV) -> str:
     """Text that continues the prompt, decoded one byte at a time, on each device the same."""
-    generate = jax.jit(
-        functools.partial(
-            rwkv7.generate,
-            length=args.sample,
-            temperature=args.temperature,
-            dtype=args.dtype,
-            implementation=args.implementation,
-        )
+    new = generation.generate(
+        rwkv7,
+        gathered(arrays(model.params), mesh),
+        [list(args.prompt.encode())],
+        args.sample,
+        sampling=generation.Sampling(temperature=args.temperature),
+        seed=args.seed,
+        dtype=args.dtype,
+        implementation=args.implementation,
     )
-    params = gathered(arrays(model.params), mesh)
-    prompt = args.prompt.encode()
-    tokens = jnp.asarray([list(prompt)], jnp.int32)
-    new = np.asarray(generate(params, jax.random.key(args.seed), tokens))
-    return (prompt + bytes(new[0].astype(np.uint8))).decode(errors="replace")
+    return (args.prompt.encode() + bytes(new.tokens[0])).decode(errors="replace")

@@ -50,7 +50,6 @@ from rwkv_jax.models._trees import stacked as stacked
 from rwkv_jax.models._trees import unstacked as unstacked
 from rwkv_jax.models._wkv import Wkv as Wkv
 from rwkv_jax.models.rwkv7.config import Config as Config
-from rwkv_jax.models.rwkv7.decoding import generate as generate
 from rwkv_jax.models.rwkv7.initialisation import init_channel_mix as init_channel_mix
 from rwkv_jax.models.rwkv7.initialisation import init_time_mix as init_time_mix
 from rwkv_jax.models.rwkv7.model import GENERATION as GENERATION
