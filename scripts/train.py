@@ -5,8 +5,8 @@
     python scripts/train.py --resume             # after Ctrl-C; loses no step
     python scripts/train.py --mesh data=2,seq=4  # on 8 devices
 
-Writes checkpoint.json (options and log) with a folder of every array by its name, log.json and
-loss.png to --out.
+Writes model.safetensors (the parameters), checkpoint.json (options and log) with a folder of every
+array by its name, log.json and loss.png to --out.
 
 The axes of --mesh are data (rows of the batch; also parts of parameters and optimizer state), model
 (heads, inner channels and the vocabulary) and seq (consecutive parts of the context), the last one
@@ -24,6 +24,7 @@ import argparse
 import contextlib
 import json
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,6 +36,7 @@ sys.path.append(str(Path(__file__).parent))
 import jax
 from jax.sharding import Mesh
 
+from rwkv_jax import models
 from rwkv_jax.nn.flax import RWKV, arrays
 from training import data, devices, language_model, loop, options, report, sizes
 
@@ -79,12 +81,19 @@ def run(args: argparse.Namespace) -> int:
     log = loop.train(args, mesh, model, text, held_out, recorded)
     if log is None:
         return 130
+    # Each process has the whole arrays, of which it decodes and saves a copy on one device.
+    whole = devices.gathered(arrays(model.params), mesh)
+    params = jax.tree.map(lambda x: x.addressable_data(0), whole)
+    file = args.out / "model.safetensors"
     if jax.process_index() == 0:
+        models.save(file, params)
         (args.out / "log.json").write_text(json.dumps({"options": recorded, **log}, indent=1))
         report.plot(args.out / "loss.png", log)
     print(f"\n{report.table(log)}")
-    print(f"\nsample, decoded one byte at a time:\n{report.sample(args, mesh, model)}")
-    print(f"\nWrote a checkpoint, log.json and loss.png to {args.out}")
+    print(f"\nsample, decoded one byte at a time:\n{report.sample(args, params)}")
+    print(f"\nWrote {file.name}, a checkpoint, log.json and loss.png to {args.out}")
+    prompt = shlex.quote(args.prompt)
+    print(f"Continue a text with: python -m rwkv_jax generate {file} --prompt {prompt}")
     return 0
 
 

@@ -23,6 +23,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from rwkv_jax import models
 from rwkv_jax.models import rwkv7
 from support import hlo, scripts
 
@@ -62,6 +63,12 @@ def whole(options: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple
     with script("train") as train, contextlib.redirect_stdout(output):
         assert train.main([*options, f"--out={out}"]) == 0
     return out, output.getvalue()
+
+
+def saved(folder: Path) -> dict[str, np.ndarray]:
+    """The parameters in model.safetensors, by the names of the official checkpoints."""
+    params = models.load(folder / "model.safetensors").params
+    return jax.tree.map(np.asarray, rwkv7.names(params))
 
 
 def arrays(folder: Path) -> dict[str, np.ndarray]:
@@ -109,7 +116,9 @@ def test_interrupted_run_resumes_exactly(
     results, others = arrays(parts), arrays(uninterrupted)
     assert set(results) == set(others)
     assert all(np.array_equal(results[name], others[name]) for name in results)
-    assert "model.blocks.0.att.receptance.weight" in results
+    params = saved(parts)
+    assert {f"model.{n}" for n in params} == {n for n in results if n.startswith("model.")}
+    assert all(np.array_equal(x, results[f"model.{n}"]) for n, x in params.items())
 
     with pytest.raises(SystemExit, match="was made with batch 2, not 4"):
         train.main([*options, f"--out={parts}", "--resume", "--batch=4"])
@@ -152,6 +161,11 @@ def test_scan_over_blocks(
         logs[name] = json.loads((tmp_path / name / "log.json").read_text())
     assert "model.blocks.rest.att.receptance.weight" in arrays(tmp_path / "scan")
     np.testing.assert_allclose(logs["scan"]["train"], logs["plain"]["train"], rtol=1e-4)
+    plain, scan = (saved(tmp_path / name) for name in form)
+    assert set(scan) == set(plain)
+    name = "blocks.2.att.receptance.weight"
+    stacked = arrays(tmp_path / "scan")["model.blocks.rest.att.receptance.weight"]
+    np.testing.assert_array_equal(scan[name], stacked[1])
     with pytest.raises(SystemExit, match="was made with scan True, not False"):
         train.main([*given, f"--out={tmp_path / 'scan'}", "--resume"])
 

@@ -11,7 +11,6 @@ from rwkv_jax import generation
 from rwkv_jax.models import rwkv7
 from rwkv_jax.nn.flax import RWKV, arrays
 from training.checkpoints import Log
-from training.devices import gathered
 from training.sizes import flops_per_token
 
 
@@ -48,16 +47,14 @@ def table(log: Log) -> str:
     return "\n".join(lines)
 
 
-def sample(args: argparse.Namespace, mesh: Mesh, model: RWKV) -> str:
-    """Text that continues the prompt, decoded one byte at a time, on each device the same."""
+def sample(args: argparse.Namespace, params: rwkv7.Params) -> str:
+    """Text that continues the prompt, decoded one byte at a time."""
+    prompt = args.prompt.encode()
     new = generation.generate(
-        rwkv7,
-        gathered(arrays(model.params), mesh),
-        [list(args.prompt.encode())],
-        args.sample,
+        *(rwkv7, params, [list(prompt)], args.sample),
         sampling=generation.Sampling(temperature=args.temperature),
         seed=args.seed,
         dtype=args.dtype,
         implementation=args.implementation,
     )
-    return (args.prompt.encode() + bytes(new.tokens[0])).decode(errors="replace")
+    return (prompt + bytes(new.tokens[0])).decode(errors="replace")
