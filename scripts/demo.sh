@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
 # Trains a small RWKV-7 language model on the sources of Python's standard library, in minutes on
-# two CPU cores. Needs Python 3.11 to 3.13 with pip and a C++ compiler; a GPU is used if there is one.
+# two CPU cores, and lets it continue "def ". Needs Python 3.11 to 3.13 with pip and a C++ compiler; a
+# GPU is used if there is one.
 #
-#   bash scripts/demo.sh                  options go to scripts/train.py, such as --steps or --resume
+#   bash scripts/demo.sh                  options go to scripts/train.py, such as --steps or --resume;
+#                                         the model goes to out/demo
 #   PYTHON=python3.12 bash scripts/demo.sh          with this Python (python3 if not given)
 #   DEMO_VENV=venvs/demo bash scripts/demo.sh       virtual environment there (.venv-demo if not given)
 #   DEMO_VENV=none bash scripts/demo.sh             no virtual environment and no download: $PYTHON has
@@ -34,4 +36,6 @@ else
   "$python" -m pip install --quiet --disable-pip-version-check ".[$extras]"
 fi
 
-exec "$python" scripts/train.py --size demo --out out/demo "$@"
+"$python" scripts/train.py --size demo --prompt "def " "$@" --out out/demo
+# With -P the command is that of the installed package, not of the sources in this folder.
+exec "$python" -P -m rwkv_jax generate out/demo/model.safetensors --prompt "def "
