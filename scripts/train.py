@@ -4,6 +4,7 @@
     python scripts/train.py --data book.txt --size small --steps 20000
     python scripts/train.py --resume             # after Ctrl-C; loses no step
     python scripts/train.py --mesh data=2,seq=4  # on 8 devices
+    python scripts/train.py --task reverse       # exact recall: up to 60 digits, in reverse
 
 Writes model.safetensors (the parameters), checkpoint.json (options and log) with a folder of every
 array by its name, log.json and loss.png to --out.
@@ -38,7 +39,7 @@ from jax.sharding import Mesh
 
 from rwkv_jax import models
 from rwkv_jax.nn.flax import RWKV, arrays
-from training import data, devices, language_model, loop, options, report, sizes
+from training import data, devices, language_model, loop, options, report, sizes, tasks
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -67,30 +68,31 @@ def prepare(args: argparse.Namespace) -> tuple[Mesh, RWKV]:
 
 def run(args: argparse.Namespace) -> int:
     mesh, model = prepare(args)
-    text, held_out = (
-        data.check_size(part, args.context) for part in data.read(args.data, args.pattern)
-    )
-    count = max(1, min(args.eval_bytes, len(held_out)) // args.context)
-    held_out = data.evenly_spaced(held_out, count=count, context=args.context)
-    recorded = options.recorded(args, text)
+    source = tasks.Examples(args) if args.task else data.Text(args)
+    recorded = options.recorded(args, source.checksum)
     parameters = sizes.size(arrays(model.params))
     print(f"RWKV-7 of {parameters:,} parameters on {devices.describe(mesh)}, {args.dtype}")
-    print(f"{len(text):,} bytes to train on, {held_out[:, 1:].size:,} held-out bytes to predict")
+    print(source)
 
     args.out.mkdir(parents=True, exist_ok=True)
-    log = loop.train(args, mesh, model, text, held_out, recorded)
+    log = loop.train(args, mesh, model, source, recorded)
     if log is None:
         return 130
     # Each process has the whole arrays, of which it decodes and saves a copy on one device.
     whole = devices.gathered(arrays(model.params), mesh)
     params = jax.tree.map(lambda x: x.addressable_data(0), whole)
+    results = {"options": recorded, **log}
+    print(f"\n{report.table(log)}")
+    if isinstance(source, tasks.Examples):
+        results["exact"] = source.exact(report.answering(args, params), args.judge)
+        print(f"\n{report.exact_table(results['exact'], args.judge)}")
+    else:
+        print(f"\nsample, decoded one byte at a time:\n{report.sample(args, params)}")
     file = args.out / "model.safetensors"
     if jax.process_index() == 0:
         models.save(file, params)
-        (args.out / "log.json").write_text(json.dumps({"options": recorded, **log}, indent=1))
+        (args.out / "log.json").write_text(json.dumps(results, indent=1))
         report.plot(args.out / "loss.png", log)
-    print(f"\n{report.table(log)}")
-    print(f"\nsample, decoded one byte at a time:\n{report.sample(args, params)}")
     print(f"\nWrote {file.name}, a checkpoint, log.json and loss.png to {args.out}")
     prompt = shlex.quote(args.prompt)
     print(f"Continue a text with: python -m rwkv_jax generate {file} --prompt {prompt}")

@@ -248,6 +248,7 @@ def test_compared_steps_are_those_of_train(
 
     steps = importlib.import_module("training.steps")
     loop = importlib.import_module("training.loop")
+    data = importlib.import_module("training.data")
     devices = importlib.import_module("training.devices")
     config = compare.config_of(args)
     mesh = devices.make_mesh(None, config, batch=args.batch, context=args.context)
@@ -260,6 +261,9 @@ def test_compared_steps_are_those_of_train(
         if name.startswith("model."):
             x[...] = jax.numpy.asarray(weights[name.removeprefix("model.")])
     optimizer = nnx.Optimizer(model, loop.make_optimizer(args), wrt=nnx.Param)
-    found = [float(steps.train_step(mesh, model, optimizer, x)) for x in compare.batches(args)]
+    found = [
+        float(steps.train_step(mesh, model, optimizer, data.Batch(x)))
+        for x in compare.batches(args)
+    ]
     assert losses == pytest.approx(found, abs=1e-5)
     assert losses[-1] < losses[0]

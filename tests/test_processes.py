@@ -30,7 +30,6 @@ def step(train: ModuleType, *options: str) -> dict[str, np.ndarray]:
     import jax
     import optax
     from flax import nnx
-    from jax.sharding import NamedSharding, PartitionSpec
 
     steps = importlib.import_module("training.steps")
     place = train.devices.place
@@ -44,8 +43,8 @@ def step(train: ModuleType, *options: str) -> dict[str, np.ndarray]:
     optimizer = nnx.Optimizer(model, optax.adamw(0.1, eps=1e-3), wrt=nnx.Param)
     text = rng.integers(0, 256, 1000).astype(np.uint8)
     batch = train.data.batch_at(0, text, seed=args.seed, batch=args.batch, context=args.context)
-    tokens = place(batch, NamedSharding(mesh, PartitionSpec("data")))
-    loss = steps.train_step(mesh, model, optimizer, tokens)
+    placed = steps.on_mesh(train.data.Batch(batch), mesh)
+    loss = steps.train_step(mesh, model, optimizer, placed)
     state = {name: x[...] for name, x in steps.variables(model, optimizer).items()}
     return jax.tree.map(np.asarray, train.devices.gathered({"loss": loss, **state}, mesh))
 

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import jax
 import numpy as np
@@ -186,12 +187,12 @@ def test_training_keeps_everything_where_it_is(
     for name in ("model", "optimizer.1.mu.params", "optimizer.1.nu.params"):
         place = places[f"{name}.blocks.0.att.receptance.weight"]
         assert place.is_equivalent_to(NamedSharding(mesh, P("model", "data")), 2)
-    tokens = np.zeros((2, 17), np.int32)
-    text = steps.train_step.lower(mesh, model, optimizer, tokens).compile().as_text()
+    batch = train.data.Batch(np.zeros((2, 17), np.int32))
+    text = steps.train_step.lower(mesh, model, optimizer, batch).compile().as_text()
     allowed = {"all-gather", "all-reduce", "reduce-scatter"}
     allowed |= {"collective-permute"} if "seq" in axes else set()
     assert {"all-reduce"} <= hlo.collectives(text) <= allowed
-    steps.train_step(mesh, model, optimizer, tokens)
+    steps.train_step(mesh, model, optimizer, batch)
     for name, x in state.items():
         assert x.ndim == 0 or x[...].sharding.is_equivalent_to(places[name], x.ndim), name
 
@@ -335,3 +336,120 @@ def test_detached_pieces_do_not_learn_from_later_ones(long_context: ModuleType) 
     whole, apart = gradients(False), gradients(True)
     difference = jax.tree.map(np.subtract, whole, apart)
     assert long_context.norm(difference) > 1e-2 * long_context.norm(whole)
+
+
+@pytest.fixture
+def task_options(tmp_path: Path) -> list[str]:
+    given = {"task": "reverse", "longest": 4, "layers": 1, "width": 32, "head-size": 16}
+    given |= {"steps": 4, "batch": 2, "context": 16, "eval-bytes": 64, "judge": 3, "out": tmp_path}
+    return [f"--{name}={x}" for name, x in given.items()]
+
+
+@pytest.fixture
+def examples(train: ModuleType, task_options: list[str]) -> Any:
+    return train.tasks.Examples(train.options.parse(task_options))
+
+
+def test_only_answers_count(examples: Any) -> None:
+    """Rows consist of whole questions with their answers, and the mask has all of the answers."""
+    lengths = set()
+    for batch in (examples.held_out, *map(examples.batch, range(4))):
+        assert batch.tokens.shape[1] - 1 == batch.mask.shape[1] == batch.segment_ids.shape[1]
+        for tokens, mask, segment_ids in zip(*batch, strict=True):
+            row, at = bytes(tokens.astype(np.uint8)), 0
+            for number, document in enumerate(re.findall(rb"[0-9]+=[0-9]+\n", row), 1):
+                question, answer = document.strip().split(b"=")
+                assert answer == question[::-1]
+                end, middle = at + len(document), at + len(question) + 1
+                assert row[at:end] == document
+                assert not mask[at : middle - 1].any()
+                assert mask[middle - 1 : end - 1].all()
+                assert (segment_ids[at:end] == number).all()
+                lengths.add(len(question))
+                at = end
+            assert not any(row[at:])
+            assert not mask[at:].any()
+            assert not segment_ids[at:].any()
+    assert lengths == {1, 2, 3, 4}
+
+
+def test_batches_depend_on_the_step(examples: Any) -> None:
+    first, again, other = (examples.batch(step) for step in (2, 2, 3))
+    jax.tree.map(np.testing.assert_array_equal, first, again)
+    assert not np.array_equal(first.tokens, other.tokens)
+
+
+def test_judge(examples: Any) -> None:
+    """An answer counts if all of it is right."""
+
+    def answer(questions: np.ndarray, length: int, wrong: int | None = None) -> np.ndarray:
+        rows = [bytes(row.astype(np.uint8)).lstrip(b"\0") for row in questions]
+        answers = [row[-2::-1] + b"\n" for row in rows]
+        result = np.array([list(a.ljust(length, b"?")) for a in answers])
+        if wrong is not None:
+            result[:, wrong] += 1
+        return result
+
+    assert examples.exact(answer, 5) == dict.fromkeys(range(1, 5), 1.0)
+    for wrong in (0, 1):
+        assert examples.exact(functools.partial(answer, wrong=wrong), 5)[4] == 0.0
+    # The fourth byte is after the end of the two shortest answers.
+    assert list(examples.exact(functools.partial(answer, wrong=3), 5).values()) == [1, 1, 0, 0]
+
+
+def test_task(
+    train: ModuleType,
+    task_options: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A run of a task is interrupted and resumes, and its last lines say what it has learned."""
+    batch = train.tasks.Examples.batch
+
+    def interrupting(self: Any, step: int) -> Any:
+        if step == 1:
+            signal.raise_signal(signal.SIGINT)
+        return batch(self, step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train.tasks.Examples, "batch", interrupting)
+        patch.setattr(train.loop, "train_step", lambda *_: 9.0)  # which compiles nothing
+        assert train.main(task_options) == 130
+    assert train.main([*task_options, "--resume"]) == 0
+    output = capsys.readouterr().out
+    assert re.search(r"all +\d+ of 12, ", output)
+    assert f"generate {tmp_path / 'model.safetensors'} --prompt 0123456789=" in output
+    log = json.loads((tmp_path / "log.json").read_text())
+    assert log["train"][:2] == [9.0, 9.0]
+    assert len(log["train"]) == 4
+    assert list(log["exact"]) == ["1", "2", "3", "4"]
+    assert log["ngrams"] == {}
+
+    # The answers are the most likely bytes after a question without padding.
+    params = models.load(tmp_path / "model.safetensors").params
+    question = np.array([list(b"12=")] * 3, np.int32)
+    answer = train.report.answering(train.options.parse(task_options), params)
+    answers = answer(np.pad(question, ((0, 0), (2, 0))), 5)
+    tokens = jax.numpy.asarray(np.concatenate([question, answers[:, :-1]], axis=1))
+    logits, _ = jax.jit(rwkv7.apply)(params, tokens)
+    np.testing.assert_array_equal(logits.argmax(-1)[:, 2:], answers)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--context=8"], "--context is 8; documents need 9 or more"),
+        (["--data=file"], "--data and --task exclude each other"),
+    ],
+)
+def test_bad_options_of_a_task(
+    train: ModuleType,
+    task_options: list[str],
+    options: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as error:
+        train.main([*task_options, *options])
+    assert message in f"{error.value} {capsys.readouterr().err}"

@@ -1,10 +1,14 @@
 """The data: bytes of files, cut into sequences, and n-gram models of them to compare with."""
 
+import argparse
 import sys
 import sysconfig
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
+import jax
 import numpy as np
 
 NOT_OURS = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
@@ -12,6 +16,69 @@ NOT_OURS = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
 
 HELD_OUT_EVERY = 20
 """One file of so many is held out."""
+
+
+class Batch(NamedTuple):
+    """Rows of a batch, as JAX or numpy arrays.
+
+    Attributes:
+      tokens: [B, T + 1]; the model reads all but the last of a row, and predicts all but the first.
+      mask: [B, T], which predictions count; all of them if None.
+      segment_ids: [B, T], which tokens that the model reads are one document, with 0 for padding;
+        a row is one document if None.
+    """
+
+    tokens: jax.Array | np.ndarray
+    mask: jax.Array | np.ndarray | None = None
+    segment_ids: jax.Array | np.ndarray | None = None
+
+
+class Source(Protocol):
+    """What a model is trained on. `str` describes it."""
+
+    @property
+    def held_out(self) -> Batch:
+        """Rows to evaluate on."""
+        ...
+
+    @property
+    def ngrams(self) -> Mapping[str, float]:
+        """Losses of other models on the held-out rows, by name."""
+        ...
+
+    @property
+    def checksum(self) -> int | None:
+        """A number that tells files apart, or None where no files are read."""
+        ...
+
+    def batch(self, step: int) -> Batch:
+        """The rows of a step, from 0 on."""
+        ...
+
+
+class Text:
+    """The files that the options ask for."""
+
+    def __init__(self, args: argparse.Namespace):
+        self._seed, self._batch, self._context = args.seed, args.batch, args.context
+        self._text, held_out = (
+            check_size(part, args.context) for part in read(args.data, args.pattern)
+        )
+        count = max(1, min(args.eval_bytes, len(held_out)) // args.context)
+        rows = evenly_spaced(held_out, count=count, context=args.context)
+        self.held_out = Batch(rows)
+        self.ngrams = ngram_losses(self._text, rows)
+        self.checksum = zlib.crc32(self._text.tobytes())
+
+    def __str__(self) -> str:
+        held_out = self.held_out.tokens[:, 1:].size
+        return f"{len(self._text):,} bytes to train on, {held_out:,} held-out bytes to predict"
+
+    def batch(self, step: int) -> Batch:
+        """Sequences that depend on the seed and the step alone."""
+        return Batch(
+            batch_at(step, self._text, seed=self._seed, batch=self._batch, context=self._context)
+        )
 
 
 def read(data: Path | None, pattern: str) -> tuple[np.ndarray, np.ndarray]:
@@ -40,11 +107,6 @@ def check_size(text: np.ndarray, context: int) -> np.ndarray:
     if len(text) <= context:
         sys.exit(f"there are {len(text)} bytes; needed are more than the context, {context}")
     return text
-
-
-def checksum(text: np.ndarray) -> int:
-    """A number that tells data apart."""
-    return zlib.crc32(text.tobytes())
 
 
 def batch_at(step: int, text: np.ndarray, *, seed: int, batch: int, context: int) -> np.ndarray:

@@ -10,6 +10,7 @@ from rwkv_jax.models import rwkv7
 from rwkv_jax.nn.flax import RWKV, arrays, parameters
 from rwkv_jax.sharding import shard
 from rwkv_jax.wkv7 import wkv7
+from training.data import Batch
 from training.devices import place
 
 
@@ -51,15 +52,15 @@ def make_model(
 def mean_loss(
     mesh: Mesh,
     model: RWKV,
-    tokens: jax.Array,
+    batch: Batch,
     *,
     l2_wrap: float = 0.0,
-    mask: jax.Array | None = None,
 ) -> jax.Array:
-    """The mean loss of predicting each byte of [B, T + 1] tokens but the first, in nats, over the
-    places that `mask` [B, T] selects, or all. `l2_wrap` is that of `cross_entropy`."""
-    inputs, labels = jax.lax.with_sharding_constraint(
-        (tokens[:, :-1], tokens[:, 1:]), NamedSharding(mesh, P("data", "seq"))
+    """The mean loss of the predictions that count, in nats. `l2_wrap` is that of
+    `cross_entropy`."""
+    inputs, labels, mask, segment_ids = jax.lax.with_sharding_constraint(
+        (batch.tokens[:, :-1], batch.tokens[:, 1:], batch.mask, batch.segment_ids),
+        NamedSharding(mesh, P("data", "seq")),
     )
     params = arrays(model.params)
     # Each parameter is gathered to compute with it, and its gradient is scattered.
@@ -70,6 +71,7 @@ def mean_loss(
     features, _ = rwkv7.features(
         params,
         inputs,
+        segment_ids=segment_ids,
         dtype=model.dtype,
         implementation=model.implementation,
         layers=model.layers,

@@ -11,32 +11,31 @@ from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
 from rwkv_jax.nn.flax import RWKV
-from training import checkpoints, data, report
+from training import checkpoints, report
+from training.data import Source
 from training.devices import place
 from training.interruption import Interruption
 from training.optimizer import make_optimizer
-from training.steps import evaluate, train_step, variables
+from training.steps import evaluate, on_mesh, train_step, variables
 
 
 def train(
     args: argparse.Namespace,
     mesh: Mesh,
     model: RWKV,
-    text: np.ndarray,
-    held_out: np.ndarray,
+    source: Source,
     options: checkpoints.Options,
 ) -> checkpoints.Log | None:
-    """Train on `text` and return the log of the finished run, or None after Ctrl-C.
+    """Train on `source` and return the log of the finished run, or None after Ctrl-C.
 
-    `held_out` are the sequences to evaluate on. `options` go into the checkpoints.
+    `options` go into the checkpoints.
     """
     optimizer = nnx.Optimizer(model, make_optimizer(args), wrt=nnx.Param)
     state = variables(model, optimizer)
     for x in state.values():
         if x.ndim == 0:  # counts; every other variable already is where its parameter is
             x[...] = place(x[...], NamedSharding(mesh, P()))
-    log: checkpoints.Log
-    log = {"train": [], "held_out": [], "ngrams": data.ngram_losses(text, held_out)}
+    log: checkpoints.Log = {"train": [], "held_out": [], "ngrams": dict(source.ngrams)}
     if args.resume:
         log = checkpoints.load(args.out, state, options)
     done = first = len(log["train"])
@@ -55,16 +54,13 @@ def train(
     with Interruption() as interruption, progress as bar:
         while done < args.steps and not stopped:
             start = time.perf_counter()
-            batch = data.batch_at(
-                done, text, seed=args.seed, batch=args.batch, context=args.context
-            )
-            placed = place(batch, NamedSharding(mesh, P("data")))
-            loss = train_step(mesh, model, optimizer, placed, args.l2_wrap)
+            batch = on_mesh(source.batch(done), mesh)
+            loss = train_step(mesh, model, optimizer, batch, args.l2_wrap)
             log["train"].append(float(loss))
             times.append(time.perf_counter() - start)
             done += 1
             if done % args.eval_every == 0 or done == args.steps:
-                log["held_out"].append([done, evaluate(mesh, model, held_out, args.batch)])
+                log["held_out"].append([done, evaluate(mesh, model, source.held_out, args.batch)])
             recent = f"loss {np.mean(log['train'][-20:]):.3f}"
             held = f", held out {log['held_out'][-1][1]:.3f}" if log["held_out"] else ""
             bar.set_postfix_str(recent + held, refresh=False)

@@ -5,14 +5,13 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
-
 from rwkv_jax.models import rwkv7
-from training import data
 from training.checkpoints import Options
 from training.devices import AXES
+from training.tasks import TASKS
 
 SIZES: Mapping[str, rwkv7.Config] = {
+    "recall": rwkv7.Config(layers=3, width=32, head_size=32, vocabulary=256),
     "tiny": rwkv7.Config(layers=2, width=64, head_size=32, vocabulary=256),
     "demo": rwkv7.Config(layers=4, width=128, head_size=64, vocabulary=256),
     "small": rwkv7.Config(layers=6, width=384, head_size=64, vocabulary=256),
@@ -20,7 +19,7 @@ SIZES: Mapping[str, rwkv7.Config] = {
     "1.5b": rwkv7.Config(layers=24, width=2048, head_size=64, vocabulary=256),
 }
 MAY_CHANGE = {"out", "resume", "save_every", "sample", "temperature", "prompt", "peak", "recompute"}
-MAY_CHANGE |= {"mesh", "coordinator", "processes", "process"}
+MAY_CHANGE |= {"judge", "mesh", "coordinator", "processes", "process"}
 """Options that a resumed run need not share with the interrupted one."""
 
 
@@ -57,6 +56,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--width", type=positive, help="width, instead of that of --size")
     add("--head-size", type=positive, help="head size, instead of that of --size")
     add("--data", type=Path, help="a file, or a folder of files; the standard library if not given")
+    add(
+        "--task",
+        choices=TASKS,
+        help="questions and answers instead of --data: reverse, digits from the last to the first; "
+        "sets the defaults of other options, which --task NAME --help shows",
+    )
+    add("--longest", type=positive, help="greatest length of questions, instead of the task's")
+    add("--judge", type=positive, default=100, help="questions of each length at the end of a task")
     add("--pattern", default="*.py", help="which files of a folder to read, at any depth")
     add("--steps", type=positive, default=1000, help="optimizer steps")
     add("--batch", type=positive, default=8, help="sequences in each step")
@@ -105,7 +112,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--processes", type=positive, help="number of processes")
     add("--process", type=int, help="number of this process, from 0")
     add("--peak", type=float, help="peak TFLOP/s of a device, to print which share of it is used")
+    task = argparse.ArgumentParser(add_help=False)
+    task.add_argument("--task", choices=TASKS)
+    if name := task.parse_known_args(argv)[0].task:
+        parser.set_defaults(**TASKS[name].options)
     args = parser.parse_args(argv)
+    if args.task and args.data:
+        parser.error("--data and --task exclude each other")
     several = (args.coordinator, args.processes, args.process)
     if several != (None, None, None):
         if None in several:
@@ -121,8 +134,7 @@ def config(args: argparse.Namespace) -> rwkv7.Config:
     return dataclasses.replace(SIZES[args.size], **{n: s for n, s in sizes.items() if s})
 
 
-def recorded(args: argparse.Namespace, text: np.ndarray) -> Options:
-    """The options that a resumed run has to share, by name. The data is recorded as a checksum of
-    `text`, the bytes to train on."""
+def recorded(args: argparse.Namespace, checksum: int | None) -> Options:
+    """The options that a resumed run has to share, by name. `checksum` stands for the data."""
     options = {name: x for name, x in vars(args).items() if name not in MAY_CHANGE}
-    return options | {"data": data.checksum(text), **dataclasses.asdict(config(args))}
+    return options | {"data": checksum, **dataclasses.asdict(config(args))}

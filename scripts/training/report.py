@@ -1,10 +1,15 @@
 """What a finished run shows: its speed, a plot and a table of losses, and generated text."""
 
 import argparse
+import functools
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import matplotlib
+import numpy as np
 from jax.sharding import Mesh
 
 from rwkv_jax import generation
@@ -12,6 +17,7 @@ from rwkv_jax.models import rwkv7
 from rwkv_jax.nn.flax import RWKV, arrays
 from training.checkpoints import Log
 from training.sizes import flops_per_token
+from training.tasks import Answer
 
 
 def speed(mesh: Mesh, model: RWKV, tokens_per_second: float, peak: float | None) -> str:
@@ -31,7 +37,7 @@ def plot(path: Path, log: Log) -> None:
         range(1, len(log["train"]) + 1), log["train"], lw=0.5, alpha=0.6, label="RWKV-7, training"
     )
     axes.plot(*zip(*log["held_out"], strict=True), "o-", label="RWKV-7, held out")
-    for (name, loss), style in zip(log["ngrams"].items(), (":", "--"), strict=True):
+    for (name, loss), style in zip(log["ngrams"].items(), (":", "--"), strict=False):
         axes.axhline(loss, color="gray", ls=style, label=f"{name}, held out")
     axes.set(xlabel="step", ylabel="loss (nats per byte)", ylim=(0, None))
     axes.legend()
@@ -58,3 +64,48 @@ def sample(args: argparse.Namespace, params: rwkv7.Params) -> str:
         implementation=args.implementation,
     )
     return (prompt + bytes(new.tokens[0])).decode(errors="replace")
+
+
+def answering(args: argparse.Namespace, params: rwkv7.Params) -> Answer:
+    """What the model answers, with the most likely byte each time."""
+
+    def answer(questions: np.ndarray, length: int) -> np.ndarray:
+        options = args.dtype, args.implementation
+        return np.asarray(_answers(params, jnp.asarray(questions), length, *options))
+
+    return answer
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+def _answers(
+    params: rwkv7.Params,
+    questions: jax.Array,
+    length: int,
+    dtype: str,
+    implementation: str | None,
+) -> jax.Array:
+    apply = functools.partial(rwkv7.apply, params, dtype=dtype, implementation=implementation)
+
+    def decode(
+        carry: tuple[jax.Array, rwkv7.State], _: None
+    ) -> tuple[tuple[jax.Array, rwkv7.State], jax.Array]:
+        logits, state = apply(*carry)
+        token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return (token, state), token
+
+    read = questions[:, :-1]
+    _, state = apply(read, segment_ids=(read > 0).astype(jnp.int32))
+    _, tokens = jax.lax.scan(decode, (questions[:, -1], state), length=length)
+    return tokens.T
+
+
+def exact_table(shares: Mapping[int, float], count: int) -> str:
+    """How many of `count` answers of each length are right, ten lengths to a line."""
+    lines = ["length of questions  exact answers"]
+    lengths = list(shares)
+    groups = {f"{i + 1} to {i + 10}": lengths[i : i + 10] for i in range(0, len(lengths), 10)}
+    for name, group in (groups | {"all": lengths}).items():
+        right = round(sum(shares[length] for length in group) * count)
+        asked = len(group) * count
+        lines.append(f"{name:19}  {right:,} of {asked:,}, {right / asked:.2%}")
+    return "\n".join(lines)

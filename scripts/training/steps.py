@@ -3,13 +3,13 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from rwkv_jax.nn.flax import RWKV
+from training.data import Batch
 from training.devices import place
 from training.language_model import mean_loss
 from training.optimizer import name_of
@@ -26,33 +26,45 @@ def variables(model: RWKV, optimizer: nnx.Optimizer) -> dict[str, nnx.Variable]:
 
 @functools.partial(nnx.jit, static_argnums=(0, 4))
 def train_step(
-    mesh: Mesh, model: RWKV, optimizer: nnx.Optimizer, tokens: jax.Array, l2_wrap: float = 0.0
+    mesh: Mesh, model: RWKV, optimizer: nnx.Optimizer, batch: Batch, l2_wrap: float = 0.0
 ) -> jax.Array:
     """Change the model and the optimizer, and return the mean loss before the change."""
 
     def loss(model: RWKV) -> jax.Array:
-        return mean_loss(mesh, model, tokens, l2_wrap=l2_wrap)
+        return mean_loss(mesh, model, batch, l2_wrap=l2_wrap)
 
     loss_before, gradients = nnx.value_and_grad(loss)(model)
     optimizer.update(model, gradients)
     return loss_before
 
 
-@functools.partial(nnx.jit, static_argnums=(0, 3))
-def _eval_step(mesh: Mesh, model: RWKV, tokens: jax.Array, rows: int) -> jax.Array:
-    """The mean loss of the first `rows` of a batch; the other rows are padding."""
-    batch, length = tokens.shape
-    mask = jnp.broadcast_to(jnp.arange(batch)[:, None] < rows, (batch, length - 1))
-    return mean_loss(mesh, model, tokens, mask=mask)
+@functools.partial(nnx.jit, static_argnums=0)
+def _eval_step(mesh: Mesh, model: RWKV, batch: Batch) -> jax.Array:
+    return mean_loss(mesh, model, batch)
 
 
-def evaluate(mesh: Mesh, model: RWKV, held_out: np.ndarray, batch: int) -> float:
-    """The mean loss of all rows of `held_out`, in batches of `batch` rows. Rows of zeros fill up a
-    batch that the mesh does not divide."""
-    parts = [held_out[i : i + batch] for i in range(0, len(held_out), batch)]
+def evaluate(mesh: Mesh, model: RWKV, held_out: Batch, rows: int) -> float:
+    """The mean loss of all of `held_out`, in batches of `rows` rows. Rows of zeros, which do not
+    count, fill up a batch that the mesh does not divide."""
+    mask = held_out.mask
+    if mask is None:
+        mask = np.ones_like(held_out.tokens[:, 1:], bool)
+    held_out = held_out._replace(mask=mask)
+    count = len(mask)
+    means, weights = [], []
+
+    def part(first: int, last: int) -> Batch:
+        padding = (0, (first - last) % mesh.shape["data"]), (0, 0)
+        return jax.tree.map(lambda x: np.pad(x[first:last], padding), held_out)
+
+    for first in range(0, count, rows):
+        last = min(first + rows, count)
+        means.append(float(_eval_step(mesh, model, on_mesh(part(first, last), mesh))))
+        weights.append(mask[first:last].sum())
+    return float(np.average(means, weights=weights))
+
+
+def on_mesh(batch: Batch, mesh: Mesh) -> Batch:
+    """The same batch, whose rows are distributed over the mesh."""
     rows = NamedSharding(mesh, P("data"))
-    means = []
-    for part in parts:
-        filled = np.pad(part, ((0, -len(part) % mesh.shape["data"]), (0, 0)))
-        means.append(float(_eval_step(mesh, model, place(filled, rows), len(part))))
-    return float(np.average(means, weights=[len(part) for part in parts]))
+    return jax.tree.map(lambda x: place(x, rows), batch)
