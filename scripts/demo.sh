@@ -38,4 +38,5 @@ fi
 
 "$python" scripts/train.py --size demo --prompt "def " "$@" --out out/demo
 # With -P the command is that of the installed package, not of the sources in this folder.
-exec "$python" -P -m rwkv_jax generate out/demo/model.safetensors --prompt "def "
+exec "$python" -P -m rwkv_jax generate out/demo/model.safetensors --prompt "def " \
+  --presence 0 --frequency 0

@@ -95,7 +95,9 @@ def run(args: argparse.Namespace) -> int:
         report.plot(args.out / "loss.png", log)
     print(f"\nWrote {file.name}, a checkpoint, log.json and loss.png to {args.out}")
     prompt = shlex.quote(args.prompt)
-    print(f"Continue a text with: python -m rwkv_jax generate {file} --prompt {prompt}")
+    # Bytes of a text recur all the time, unlike the tokens that the usual penalties are meant for.
+    sampling = "--temperature 0" if args.task else "--presence 0 --frequency 0"
+    print(f"Continue a text: python -m rwkv_jax generate {file} --prompt {prompt} {sampling}")
     return 0
 
 

@@ -419,7 +419,9 @@ def test_task(
     assert train.main([*task_options, "--resume"]) == 0
     output = capsys.readouterr().out
     assert re.search(r"all +\d+ of 12, ", output)
-    assert f"generate {tmp_path / 'model.safetensors'} --prompt 0123456789=" in output
+    assert (
+        f"generate {tmp_path / 'model.safetensors'} --prompt 0123456789= --temperature 0" in output
+    )
     log = json.loads((tmp_path / "log.json").read_text())
     assert log["train"][:2] == [9.0, 9.0]
     assert len(log["train"]) == 4
