@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from rwkv_jax.models import rwkv4, rwkv5, rwkv6
+from rwkv_jax.nn import flax
 from support import language_models
 from support.operators import FAST
 from support.tolerance import EXACT_FLOAT32, assert_close, assert_trees_close
@@ -273,17 +275,20 @@ def test_initial_values(generation: Generation, initial: Any) -> None:
 
 
 def test_groups_of_the_official_training(generation: Generation, initial: Any) -> None:
-    faster = {"rwkv4": {"time_decay": 2, "time_first": 3}}.get(generation.name, {"time_decay": 2})
-    whole = {"emb.weight", "head.weight"}
-    for params in (initial, jax.eval_shape(generation.module.stacked, initial)):
-        named = generation.module.names(params)
-        rates = generation.module.names(generation.module.learning_rates(params))
-        assert rates == {name: faster.get(name.split(".")[-1], 1) for name in named}
-        decays = generation.module.names(generation.module.weight_decays(params))
+    """Of parameters in both forms, and of the state of a Flax module that has them."""
+    module = generation.module
+    faster = {"time_decay": 2, "time_first": 3} if generation.name == "rwkv4" else {"time_decay": 2}
+    model = nnx.eval_shape(lambda: flax.RWKV(generation.config, rngs=nnx.Rngs(0)))
+    stacked = jax.eval_shape(module.stacked, initial)
+    for params in (initial, stacked, nnx.state(model)):
+        rates, decays = (
+            {name.removesuffix(".value"): x for name, x in module.names(group(params)).items()}
+            for group in (module.learning_rates, module.weight_decays)
+        )
+        assert rates == {name: faster.get(name.split(".")[-1], 1) for name in rates}
+        assert len(decays) == len(rates)
         assert {name for name, decay in decays.items() if decay} == {
-            name
-            for name in named
-            if name in whole or (name.endswith(".weight") and "ln" not in name)
+            name for name in decays if name.endswith(".weight") and "ln" not in name
         }
 
 

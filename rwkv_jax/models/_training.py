@@ -9,7 +9,7 @@ from jax import Array
 from jax.tree_util import KeyPath
 from jaxtyping import PyTree
 
-from rwkv_jax.models import _parameters, _stacking
+from rwkv_jax.models import _parameters
 
 _FASTER = {"att.time_decay": 2.0, "att.time_first": 3.0, "att.w0": 2.0}
 
@@ -20,10 +20,12 @@ def learning_rates(params: PyTree[Array | jax.ShapeDtypeStruct]) -> PyTree[float
     weights and before the learning rate:
 
         optax.stateless(lambda updates, _: jax.tree.map(operator.mul, updates, factors))
+
+    `params` are parameters in either form, or the state of a Flax NNX module that has them.
     """
 
     def factor(path: KeyPath, _: Array | jax.ShapeDtypeStruct) -> float:
-        name = _parameters.name(path)
+        name = _name(path)
         return next((by for end, by in _FASTER.items() if name.endswith(end)), 1.0)
 
     return jax.tree_util.tree_map_with_path(factor, params)
@@ -32,10 +34,18 @@ def learning_rates(params: PyTree[Array | jax.ShapeDtypeStruct]) -> PyTree[float
 def weight_decays(params: PyTree[Array | jax.ShapeDtypeStruct]) -> PyTree[bool]:
     """Whether the official training has weight decay for a parameter: for the embedding, the head
     and the matrices of the linear maps, but not for low-rank maps and vectors. It is a mask for
-    `optax.add_decayed_weights`."""
+    `optax.add_decayed_weights`.
+
+    `params` are parameters in either form, or the state of a Flax NNX module that has them.
+    """
 
     def decays(path: KeyPath, x: Array | jax.ShapeDtypeStruct) -> bool:
-        rank = x.ndim - _stacking.is_stacked(path)
-        return _parameters.name(path).endswith(".weight") and rank == 2
+        name = _name(path)
+        return name.endswith(".weight") and x.ndim - ("blocks.rest." in name) == 2
 
     return jax.tree_util.tree_map_with_path(decays, params)
+
+
+def _name(path: KeyPath) -> str:
+    """The name of a parameter, which in Flax NNX is the value of a variable."""
+    return _parameters.name(path).removesuffix(".value")

@@ -12,7 +12,6 @@ from rwkv_jax.nn.flax import RWKV
 from training.data import Batch
 from training.devices import place
 from training.language_model import mean_loss
-from training.optimizer import name_of
 
 
 def variables(model: RWKV, optimizer: nnx.Optimizer) -> dict[str, nnx.Variable]:
@@ -21,7 +20,7 @@ def variables(model: RWKV, optimizer: nnx.Optimizer) -> dict[str, nnx.Variable]:
         {"model": model.params, "optimizer": optimizer.opt_state, "step": optimizer.step},
         is_leaf=lambda x: isinstance(x, nnx.Variable),
     )
-    return {name_of(path): x for path, x in leaves}
+    return {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in leaves}
 
 
 @functools.partial(nnx.jit, static_argnums=(0, 4))
