@@ -230,6 +230,23 @@ def test_another_decoder(tmp_path: Path) -> None:
         tokenizers.load(path)
 
 
+def test_world_without_the_fast_encoder(
+    by_kind: dict[str, tokenizers.Tokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokens are those of pyrwkv-tokenizer, where it has wheels."""
+    monkeypatch.setitem(sys.modules, "pyrwkv_tokenizer", None)
+    plain, world = tokenizers.load("world"), by_kind["world"]
+
+    @settings(max_examples=60, deadline=None, database=None)
+    @given(st.lists(st.one_of(CHARACTERS, st.sampled_from("the  \n\n世界\x000123"))).map("".join))
+    def check(text: str) -> None:
+        assert plain.encode(text) == world.encode(text)
+
+    check()
+    text = Path(tokenizers.__file__).with_name("_world.py").read_text()
+    assert plain.encode(text) == world.encode(text)
+
+
 def test_missing_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     monkeypatch.setitem(sys.modules, "tokenizers", None)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rwkv_jax.tokenizers._hugging_face import hugging_face
 from rwkv_jax.tokenizers._tokenizer import Tokenizer
-from rwkv_jax.tokenizers._world import FILE, VOCABULARY, published, world
+from rwkv_jax.tokenizers._world import FILE, VOCABULARY, world
 
 _BY_SIZE = {VOCABULARY: "world", 256: "bytes"}
 _IN_FOLDER = ("tokenizer.json", FILE)
@@ -38,7 +38,7 @@ def load(name_or_path: str | os.PathLike[str], vocabulary: int | None = None) ->
     """
     name, path = str(name_or_path), Path(name_or_path)
     if name == "world":
-        return world(name, published(), VOCABULARY if vocabulary is None else vocabulary)
+        return world(name, None, VOCABULARY if vocabulary is None else vocabulary)
     if name == "bytes":
         pieces = {byte: bytes([byte]) for byte in range(256)}
         size = 256 if vocabulary is None else vocabulary
