@@ -249,27 +249,27 @@ SMALLER = {"layers": 1, "width": 16, "vocabulary": 11}
     ids=["rwkv4", "rwkv5", "rwkv6"],
 )
 def test_models_of_every_generation(module: Any, config: Any) -> None:
-    """With parameters that are given, such as those of a checkpoint, and with initial ones."""
-    params = jax.jit(module.init, static_argnames="config")(jax.random.key(0), config)
-    params = jax.tree.map(lambda x: x + 0.1 * normal(*x.shape), params)
+    """With parameters that are given, such as those of a checkpoint."""
+    shapes = jax.eval_shape(lambda key: module.init(key, config), jax.random.key(0))
+    params = jax.tree.map(lambda x: normal(*x.shape), shapes)
     tokens = jnp.asarray(rng.integers(0, 11, (BATCH, 5)), jnp.int32)
     options: Any = {"implementation": "reference"}
-    expected = jax.jit(lambda tokens: module.apply(params, tokens, **options))(tokens)
+
+    def apply(tokens: jax.Array) -> Any:
+        return module.apply(params, tokens, **options)
+
     model = flax.RWKV(config, params=params, **options)
-    assert_trees_close(nnx.jit(model)(tokens), expected, 0.0)
+    assert str(jax.make_jaxpr(model)(tokens)) == str(jax.make_jaxpr(apply)(tokens))
     model = equinox.RWKV(config, params=params, **options)
     of_equinox = eqx.filter_jit(lambda model, tokens: jax.vmap(model)(tokens))
-    assert_trees_close(of_equinox(model, tokens), expected)
+    assert_trees_close(of_equinox(model, tokens), jax.jit(apply)(tokens))
 
-    time = flax.TimeMix(config, 0, rngs=nnx.Rngs(0))
-    channel = flax.ChannelMix(config, 0, rngs=nnx.Rngs(0))
-    assert isinstance(time.params, module.TimeMixParams)
-    assert isinstance(channel.params, module.ChannelMixParams)
-    x = jnp.ones((BATCH, 16))
-    y, _, v_first = time(x)
-    assert v_first is None
-    assert not y.any()
-    assert not channel(x)[0].any()
+    def parameters_of(layer: Any) -> Any:
+        made = nnx.eval_shape(lambda: layer(config, 0, rngs=nnx.Rngs(0)))
+        return nnx.to_pure_dict(nnx.state(made))["params"].keys()
+
+    assert parameters_of(flax.TimeMix) <= set(module.TimeMixParams._fields)
+    assert parameters_of(flax.ChannelMix) == set(module.ChannelMixParams._fields)
 
 
 @pytest.mark.parametrize("layer", [flax.RWKV, equinox.RWKV])

@@ -321,7 +321,8 @@ def test_documents_in_pieces(
 def test_detached_pieces_do_not_learn_from_later_ones(long_context: ModuleType) -> None:
     """The parameters are random, because states do not matter with the official initial parameters,
     whose output is zero."""
-    shapes = rwkv7.init(jax.random.key(0), rwkv7.Config(1, 16, 16, vocabulary=8))
+    config = rwkv7.Config(1, 16, 16, vocabulary=8)
+    shapes = jax.eval_shape(lambda key: rwkv7.init(key, config), jax.random.key(0))
     leaves, tree = jax.tree.flatten(shapes)
     keys = jax.random.split(jax.random.key(1), len(leaves))
     params = jax.tree.unflatten(
