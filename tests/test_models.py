@@ -386,7 +386,23 @@ def test_parameters_that_do_not_divide_stay_whole(cpus: list[Any]) -> None:
     placed = rwkv7.shardings(shapes, mesh, model="model")
     assert placed.emb.weight.spec == P(None, None)
     assert placed.blocks[1].att.r_k.spec == P(None)
-    assert placed.blocks[1].att.receptance.weight.spec == P("model", None)
+    # Half a head would be on each device, of which the operator cannot compute.
+    assert placed.blocks[1].att.receptance.weight.spec == P(None, None)
+    assert placed.blocks[1].att.w2.spec == P(None, None)
     assert placed.blocks[1].ffn.value.weight.spec == P(None, "model")
     with pytest.raises(ValueError, match="data is 'batch'; accepted"):
         rwkv7.shardings(shapes, mesh, data="batch")
+
+
+def test_one_head_on_two_devices(cpus: list[Any]) -> None:
+    """The operator computes whole heads, so that parameters of half a head would stop it."""
+    mesh = jax.make_mesh((2,), ("model",), axis_types=(AxisType.Auto,), devices=cpus[:2])
+    config = rwkv7.Config(layers=1, width=16, head_size=16, vocabulary=8)
+    shapes = jax.eval_shape(functools.partial(rwkv7.init, config=config), jax.random.key(0))
+    params = jax.tree.map(lambda x: jnp.ones(x.shape), shapes)
+    tokens = jnp.zeros((1, 2), jnp.int32)
+    apply = jax.jit(lambda params: rwkv7.apply(params, tokens)[0])
+    expected = apply(params)
+    placed = jax.device_put(params, rwkv7.shardings(params, mesh, model="model"))
+    assert placed.blocks[0].ffn.key.weight.sharding.spec == P("model", None)
+    assert_trees_close(apply(placed), expected)

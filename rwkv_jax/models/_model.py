@@ -234,7 +234,7 @@ class Generation:
 
     def shardings(
         self,
-        params: PyTree[Array | jax.ShapeDtypeStruct],
+        params: Params,
         mesh: Mesh,
         *,
         data: _placement.MeshAxes = None,
@@ -257,12 +257,17 @@ class Generation:
 
         Returns:
           The tree of `params` with a sharding at each leaf. An axis that does not divide evenly
-          stays whole.
+          stays whole, and so do the channels of the time mixing if the heads do not divide evenly.
 
         Raises:
           ValueError: `data` or `model` names an axis that the mesh does not have.
         """
-        return _placement.shardings(params, mesh, self.rules, data=data, model=model)
+        blocks = params.blocks
+        first = blocks.first if isinstance(blocks, Stacked) else blocks[0]
+        # The axes of a state of an operator begin with rows and heads, in RWKV-4 channels.
+        state = jax.eval_shape(functools.partial(self.initial_wkv, first.att, 1))
+        heads = jax.tree.leaves(state)[0].shape[1]
+        return _placement.shardings(params, mesh, self.rules, heads, data=data, model=model)
 
 
 _Block: TypeAlias = Callable[

@@ -34,11 +34,13 @@ def shardings(
     params: PyTree[Array | jax.ShapeDtypeStruct],
     mesh: Mesh,
     rules: Rules,
+    heads: int,
     *,
     data: MeshAxes = None,
     model: MeshAxes = None,
 ) -> PyTree[NamedSharding]:
-    """The sharding of each parameter. An axis that does not divide evenly stays whole.
+    """The sharding of each parameter. An axis that does not divide evenly stays whole, and so do
+    the channels of a time mixing whose `heads` do not divide evenly.
 
     Raises:
       ValueError: `data` or `model` names an axis that the mesh does not have.
@@ -54,8 +56,9 @@ def shardings(
         name = _parameters.name(path)
         axes = next((axes for endings, axes in rules if name.endswith(endings)), ())
         blocks = 1 if _stacking.is_stacked(path) else 0
+        whole_heads = ".att." not in name or heads % devices["model"] == 0
         spec = (
-            along[axis] if size % devices[axis] == 0 else None
+            along[axis] if size % devices[axis] == 0 and (axis == "data" or whole_heads) else None
             for size, axis in zip(x.shape[blocks:], axes, strict=False)
         )
         return NamedSharding(mesh, PartitionSpec(*(None,) * blocks, *spec))
