@@ -50,7 +50,8 @@ pip wheel --no-deps --wheel-dir "$wheels" "$root"
 wheel=$(echo "$wheels"/*.whl)
 extras=${EXTRAS:-$extras}
 if [[ -n ${TORCH-} ]]; then
-  pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$TORCH"
+  # Compiling all of its modules, of which few are imported, takes longer than copying them.
+  pip install --no-compile ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$TORCH"
   extras+=,official
 fi
 pip install "$wheel[$extras]"

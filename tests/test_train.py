@@ -299,6 +299,8 @@ def test_documents_in_pieces(
     """The gradients of the whole documents take little more memory than one piece, and the model
     learns with and without --detach."""
     (tmp_path / "text").write_bytes(TEXT)
+    config = rwkv7.Config(layers=1, width=64, head_size=32, vocabulary=256)
+    monkeypatch.setitem(long_context.SIZES, "tiny", config)
     options = [f"--data={tmp_path / 'text'}", "--piece=16", "--steps=4"]
 
     def output_of(*more: str) -> str:
