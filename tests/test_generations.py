@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from rwkv_jax.models import rwkv4, rwkv5, rwkv6
+from rwkv_jax.models import rwkv4, rwkv5, rwkv6, rwkv7
 from rwkv_jax.nn import flax
 from support import language_models
 from support.operators import FAST
@@ -318,6 +318,8 @@ def test_arguments_are_checked(generation: Generation, params: Any, tokens: jax.
         module.apply(module.stacked(params), tokens, state)
     with pytest.raises(ValueError, match=f"{name}: layers is 0"):
         module.Config(layers=0, width=64)
+    with pytest.raises(TypeError, match=rf"{name}: config is a .*rwkv7.*; accepted is a .*{name}"):
+        module.init(jax.random.key(0), rwkv7.Config(layers=1, width=64))
 
 
 def test_parameters_on_a_mesh(generation: Generation, cpus: list[Any]) -> None:

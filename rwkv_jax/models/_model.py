@@ -66,7 +66,15 @@ class Generation:
 
     def init(self, key: Key[Array, ""], config: Any) -> Params:
         """Parameters with the official initialisation, float32, of a model with the sizes of
-        `config`, a `Config` of the generation."""
+        `config`, a `Config` of the generation.
+
+        Raises:
+          TypeError: `config` is no such `Config`.
+        """
+        if not isinstance(config, self.config):
+            given = f"{type(config).__module__}.{type(config).__qualname__}"
+            accepted = f"{self.config.__module__}.{self.config.__qualname__}"
+            raise TypeError(f"{self.name}: config is a {given}; accepted is a {accepted}")
         return _initialisation.init(key, config, self.init_time_mix, self.init_channel_mix)
 
     def initial_state(self, params: Params, batch: int, dtype: DTypeLike = jnp.float32) -> State:
