@@ -14,12 +14,10 @@ from jax.typing import DTypeLike
 from rwkv_jax.generation._session import Model, Session, differences, started
 from rwkv_jax.models import _parameters
 from rwkv_jax.models._checkpoints import safetensors
-from rwkv_jax.models._checkpoints.tensors import mapped
+from rwkv_jax.models._checkpoints.tensors import listed, mapped
 from rwkv_jax.models._checkpoints.writing import Stored
 from rwkv_jax.models._parameters import names
 from rwkv_jax.models._stacking import stack, unstack
-
-_SHOWN = 20
 
 
 def save(path: str | os.PathLike[str], session: Session) -> None:
@@ -75,10 +73,9 @@ def load(
     form = jax.tree.structure(expected.state)
     in_turn = jax.eval_shape(lambda x: x._replace(state=unstack(x.state)), expected)
     if wrong := list(differences(names(in_turn), found)):
-        more = f"\n  and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         raise ValueError(
             f"{path}: {len(wrong)} arrays are not those of a session of this model with {batch} "
-            f"rows and {model.dtype} activations:\n  " + "\n  ".join(wrong[:_SHOWN]) + more
+            f"rows and {model.dtype} activations:{listed(wrong)}"
         )
 
     def placed(key: Any, _: jax.ShapeDtypeStruct) -> jax.Array:

@@ -29,12 +29,11 @@ from rwkv_jax.models._checkpoints.tensors import (
     Tensor,
     by_official_name,
     described,
+    listed,
     quoted,
 )
 from rwkv_jax.models._placement import MeshAxes
 from rwkv_jax.models._stacking import Stacked
-
-_SHOWN = 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,10 +247,9 @@ def _check(
     """Raise one error for all tensors that are not as they should be."""
     wrong = list(_wrong(layout, tensors, wanted))
     if wrong:
-        more = f"\n  and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         raise ValueError(
             f"{path}: {len(wrong)} tensors are not those of {layout.name} with {config}, "
-            "by official names:\n  " + "\n  ".join(wrong[:_SHOWN]) + more
+            f"by official names:{listed(wrong)}"
         )
 
 

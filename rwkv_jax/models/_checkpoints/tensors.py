@@ -2,13 +2,15 @@
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
 
 Mapped: TypeAlias = np.memmap
+
+_SHOWN = 20
 
 
 class Tensor(NamedTuple):
@@ -40,6 +42,12 @@ def by_official_name(
                 )
             found[name] = official
     return found
+
+
+def listed(wrong: Sequence[str]) -> str:
+    """The lines of an error for all tensors that are wrong, of which the first ones are shown."""
+    more = f"\n  and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+    return "\n  ".join(["", *wrong[:_SHOWN]]) + more
 
 
 def described(shape: tuple[int, ...]) -> str:
