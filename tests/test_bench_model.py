@@ -262,7 +262,7 @@ def test_compared_steps_are_those_of_train(
             x[...] = jax.numpy.asarray(weights[name.removeprefix("model.")])
     optimizer = nnx.Optimizer(model, loop.make_optimizer(args), wrt=nnx.Param)
     found = [
-        float(steps.train_step(mesh, model, optimizer, data.Batch(x)))
+        float(steps.train_step(model, optimizer, data.Batch(x), mesh))
         for x in compare.batches(args)
     ]
     assert losses == pytest.approx(found, abs=1e-5)

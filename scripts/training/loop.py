@@ -16,7 +16,7 @@ from training.data import Source
 from training.devices import place
 from training.interruption import Interruption
 from training.optimizer import make_optimizer
-from training.steps import evaluate, on_mesh, train_step, variables
+from training.steps import bound_train_step, evaluate, on_mesh, variables
 
 
 def train(
@@ -38,6 +38,7 @@ def train(
     log: checkpoints.Log = {"train": [], "held_out": [], "ngrams": dict(source.ngrams)}
     if args.resume:
         log = checkpoints.load(args.out, state, options)
+    step = bound_train_step(mesh, model, optimizer, args.l2_wrap)
     done = first = len(log["train"])
     stopped = False
     tokens = args.batch * args.context
@@ -55,7 +56,7 @@ def train(
         while done < args.steps and not stopped:
             start = time.perf_counter()
             batch = on_mesh(source.batch(done), mesh)
-            loss = train_step(mesh, model, optimizer, batch, args.l2_wrap)
+            loss = step(batch)
             log["train"].append(float(loss))
             times.append(time.perf_counter() - start)
             done += 1
