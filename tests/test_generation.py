@@ -14,15 +14,15 @@ from jax.sharding import AxisType
 
 from rwkv_jax import generation, tokenizers
 from rwkv_jax.generation import Sampling, Session, TextStream, TokenStream
-from rwkv_jax.generation._decoding import step
+from rwkv_jax.generation._decoding import decode
 from rwkv_jax.generation._prefill import lengths_of_pieces, read_piece
 from rwkv_jax.generation._sampling import Occurrences, _exponential, sample, settings
 from rwkv_jax.models import rwkv4, rwkv5, rwkv6, rwkv7
 from support import language_models
+from support.models import VOCABULARY, parameters
 from support.tolerance import EXACT_FLOAT32, assert_close, assert_trees_close
 
-VOCABULARY, LENGTH, PIECES = 61, 6, (4,)
-SIZES = {"layers": 2, "width": 32, "head_size": 16, "vocabulary": VOCABULARY}
+LENGTH, PIECES = 6, (4,)
 RNG = np.random.default_rng(0)
 PROMPTS = [RNG.integers(0, VOCABULARY, n).tolist() for n in (1, 3, 4, 5, 8, 11)]
 BATCH = len(PROMPTS)
@@ -35,17 +35,6 @@ MIXED = Sampling(
     decay=0.9,
     uncounted=(1, 2),
 )
-
-
-def parameters(module: ModuleType) -> Any:
-    """Random parameters, with sizes at which all of them count."""
-    sizes = {name: x for name, x in SIZES.items() if module is not rwkv4 or name != "head_size"}
-    config = module.Config(**sizes)
-    shapes = jax.eval_shape(lambda key: module.init(key, config), jax.random.key(0))
-    rng = np.random.default_rng(1)
-    return jax.tree.map(
-        lambda x: jnp.asarray(0.3 * rng.standard_normal(x.shape), jnp.float32), shapes
-    )
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +106,7 @@ def test_lengths_of_pieces(tokens: int, pieces: list[int]) -> None:
 def test_nothing_is_compiled_again(params: rwkv7.Params) -> None:
     """For other lengths, settings, seeds, sessions and tokens that stop."""
     session = generate(params).session
-    compiled: tuple[Any, ...] = (read_piece, step)
+    compiled: tuple[Any, ...] = (read_piece, decode)
     programs = [x._cache_size() for x in compiled]
     prompts = [[1] * n for n in (20, 1, 2, 3, 4, 9)]
     generate(params, 3, prompts=prompts, sampling=Sampling(top_p=0.3), seed=7, stop_tokens=[5, 6])

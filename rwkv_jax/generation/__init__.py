@@ -6,7 +6,7 @@ chosen. A `Session` is all that a later call needs to continue; `save` and `load
 
 Three kinds of programs are compiled for a model and a number of rows, whatever the lengths of
 prompts, the settings and the seeds are: the start of a session, one that reads a piece of the
-prompts for each length of pieces, and the step that samples a token of each row.
+prompts for each length of pieces, and one that samples and reads tokens of each row.
 """
 
 from rwkv_jax.generation._files import load as load

@@ -1,31 +1,67 @@
-"""The step of decoding: a token of each row is sampled and read."""
+"""Decoding: a token of each row is sampled and read, several times in a call."""
 
 import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+import numpy as np
+from jax import Array, lax
 from jax.tree_util import KeyPath
 from jaxtyping import Bool, Int32
 
+from rwkv_jax._typing import Operand
 from rwkv_jax.generation._sampling import Settings, counted, sample
 from rwkv_jax.generation._session import Model, Session
 from rwkv_jax.models._stacking import is_stacked
 
 NO_TOKEN = -1
+MOST_STEPS = 32
+"""The largest number of steps of a call."""
 
 
 class Controls(NamedTuple):
-    """What a run of steps does not change: the settings of sampling, and the tokens that stop a
-    row [vocabulary]."""
+    """What a run of steps does not change: the settings of sampling, and the tokens that stop each
+    row [B, vocabulary]."""
 
     settings: Settings
-    stops: Bool[Array, " vocabulary"]
+    stops: Bool[Operand, "B vocabulary"]
 
 
 @functools.partial(jax.jit, static_argnames="model", donate_argnames="session")
-def step(
+def decode(
+    model: Model,
+    params: Any,
+    session: Session,
+    controls: Controls,
+    left: Int32[Operand, " B"],
+    steps: Int32[Array, ""] | np.int32,
+    least: Int32[Array, ""] | np.int32,
+) -> tuple[Session, Int32[Array, "steps B"], Int32[Array, ""]]:
+    """The session after up to `left` more tokens of each row, the tokens, and how many steps they
+    took. The tokens of a step are those of `_step`.
+
+    A call ends after `steps` steps, which are at most `MOST_STEPS`, or when fewer than `least` rows
+    have tokens left. Both are data, so that there is one program, and a stream that asks for one
+    token at a time gets the bits of a call that decodes many.
+    """
+
+    def goes_on(carry: tuple[Session, Array, Array, Array]) -> Array:
+        _, left, _, count = carry
+        return (count < steps) & (jnp.sum(left > 0) >= jnp.maximum(least, 1))
+
+    def body(carry: tuple[Session, Array, Array, Array]) -> tuple[Session, Array, Array, Array]:
+        session, left, tokens, count = carry
+        session, active, sampled = _step(model, params, session, controls, left > 0)
+        return session, jnp.where(active, left - 1, 0), tokens.at[count].set(sampled), count + 1
+
+    tokens = jnp.full((MOST_STEPS, len(left)), NO_TOKEN, jnp.int32)
+    carry = session, jnp.asarray(left), tokens, jnp.int32(0)
+    session, _, tokens, count = lax.while_loop(goes_on, body, carry)
+    return session, tokens, count
+
+
+def _step(
     model: Model, params: Any, session: Session, controls: Controls, active: Bool[Array, " B"]
 ) -> tuple[Session, Bool[Array, " B"], Int32[Array, " B"]]:
     """The session after one more token of each active row, which rows are still active, and the
@@ -35,7 +71,8 @@ def step(
         *(session.logits, controls.settings, session.occurrences),
         *(session.seeds, session.positions),
     )
-    active = active & ~controls.stops[tokens]
+    stopped = jnp.take_along_axis(controls.stops, tokens[:, None], axis=1)[:, 0]
+    active = active & ~stopped
     logits, state = model.module.apply(
         *(params, tokens, session.state), dtype=model.dtype, implementation=model.implementation
     )

@@ -10,6 +10,8 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Bool, Float32, Int32, UInt32
 
+from rwkv_jax._typing import Operand
+
 Number: TypeAlias = float | int | Sequence[float] | Sequence[int] | np.ndarray
 """A setting: one number for all rows, or one for each row."""
 
@@ -87,13 +89,13 @@ class Sampling:
 class Settings(NamedTuple):
     """`Sampling` as arrays: one number for each row, and which tokens of the vocabulary count."""
 
-    temperature: Float32[Array, " B"]
-    top_p: Float32[Array, " B"]
-    top_k: Int32[Array, " B"]
-    presence: Float32[Array, " B"]
-    frequency: Float32[Array, " B"]
-    decay: Float32[Array, " B"]
-    counted: Bool[Array, " vocabulary"]
+    temperature: Float32[Operand, " B"]
+    top_p: Float32[Operand, " B"]
+    top_k: Int32[Operand, " B"]
+    presence: Float32[Operand, " B"]
+    frequency: Float32[Operand, " B"]
+    decay: Float32[Operand, " B"]
+    counted: Bool[Operand, "B vocabulary"]
 
 
 class Occurrences(NamedTuple):
@@ -104,24 +106,24 @@ class Occurrences(NamedTuple):
 
 
 def settings(sampling: Sampling, batch: int, vocabulary: int) -> Settings:
-    """The settings of a batch on the default device.
+    """The settings of a batch, as arrays of numpy.
 
     Raises:
       ValueError: `sampling` has numbers for another number of rows, or a token outside the
         vocabulary.
     """
 
-    def rows(name: str) -> Array:
+    def rows(name: str) -> np.ndarray:
         values = np.asarray(getattr(sampling, name), np.int32 if name == "top_k" else np.float32)
         if values.ndim and values.shape != (batch,):
             raise ValueError(
                 f"Sampling: {name} has {len(values)} numbers; accepted is one, or {batch}, one for "
                 "each row"
             )
-        return jnp.asarray(np.broadcast_to(values, (batch,)))
+        return np.broadcast_to(values, (batch,))
 
     names = [name for name in Settings._fields if name != "counted"]
-    uncounted = mask("Sampling", "uncounted", sampling.uncounted, vocabulary)
+    uncounted = mask("Sampling", "uncounted", sampling.uncounted, batch, vocabulary)
     return Settings(**{name: rows(name) for name in names}, counted=~uncounted)
 
 
@@ -139,9 +141,9 @@ def check_tokens(what: str, name: str, tokens: Sequence[int] | np.ndarray) -> np
 
 
 def mask(
-    what: str, name: str, tokens: Sequence[int], vocabulary: int
-) -> Bool[Array, " vocabulary"]:
-    """Which tokens of the vocabulary are among `tokens`."""
+    what: str, name: str, tokens: Sequence[int], batch: int, vocabulary: int
+) -> Bool[np.ndarray, "B vocabulary"]:
+    """Which tokens of the vocabulary are among `tokens`, the same for each row."""
     array = check_tokens(what, name, tokens)
     if array.size and array.max() >= vocabulary:
         raise ValueError(
@@ -149,7 +151,7 @@ def mask(
         )
     found = np.zeros(vocabulary, bool)
     found[array] = True
-    return jnp.asarray(found)
+    return np.broadcast_to(found, (batch, vocabulary))
 
 
 def sample(
@@ -161,7 +163,7 @@ def sample(
 ) -> Int32[Array, " B"]:
     """The next token of each row, as `Sampling` defines it."""
     presence, frequency, temperature, top_p, top_k = (
-        x[:, None]
+        jnp.asarray(x)[:, None]
         for x in (
             *(settings.presence, settings.frequency, settings.temperature),
             *(settings.top_p, settings.top_k),
@@ -195,7 +197,7 @@ def counted(
     """The occurrences after one more token of each row."""
     ids = lax.broadcasted_iota(jnp.int32, occurrences.seen.shape, 1)
     here = ids == tokens[:, None]
-    more = here & settings.counted[None]
+    more = here & settings.counted
     counts = occurrences.counts * settings.decay[:, None] + more.astype(jnp.float32)
     return Occurrences(occurrences.seen | here, counts)
 

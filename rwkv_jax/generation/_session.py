@@ -102,9 +102,9 @@ def copied(session: Session) -> Session:
     return jax.tree.map(jnp.copy, session)
 
 
-def seeds_of_rows(seed: int | Sequence[int], batch: int) -> np.ndarray:
+def seeds_of_rows(what: str, seed: int | Sequence[int], batch: int) -> np.ndarray:
     """The seed of each row: those given, or `seed` of the first row, and of each other row the next
-    number.
+    number. Errors begin with `what`.
 
     Raises:
       ValueError: there are seeds for another number of rows, or one outside 0 to 2^31 - 1.
@@ -112,13 +112,13 @@ def seeds_of_rows(seed: int | Sequence[int], batch: int) -> np.ndarray:
     """
     array = np.asarray(seed)
     if array.dtype.kind not in "iu":
-        raise TypeError(f"generate: seed is {seed!r}; accepted are integers")
+        raise TypeError(f"{what}: seed is {seed!r}; accepted are integers")
     if array.ndim and array.shape != (batch,):
         raise ValueError(
-            f"generate: seed has the shape {array.shape}; accepted is one integer, or {batch}, one "
+            f"{what}: seed has the shape {array.shape}; accepted is one integer, or {batch}, one "
             "for each row"
         )
     rows = array if array.ndim else [int(array) + row for row in range(batch)]
     if not all(0 <= int(x) < 2**31 for x in rows):
-        raise ValueError(f"generate: seed is {seed!r}; accepted are integers from 0 to 2^31 - 1")
+        raise ValueError(f"{what}: seed is {seed!r}; accepted are integers from 0 to 2^31 - 1")
     return np.asarray(rows, np.int32)

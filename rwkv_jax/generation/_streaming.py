@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
@@ -92,11 +93,12 @@ class TokenStream(Iterator[list[int | None]]):
                     "token where no session goes on"
                 )
             seed = 0 if seed is None else seed
-        self._controls = _decoding.Controls(
+        controls = _decoding.Controls(
             settings(sampling or Sampling(), batch, vocabulary),
-            mask("generate", "stop_tokens", stop_tokens, vocabulary),
+            mask("generate", "stop_tokens", stop_tokens, batch, vocabulary),
         )
-        seeds = None if seed is None else _session.seeds_of_rows(seed, batch)
+        self._controls = jax.tree.map(jnp.asarray, controls)
+        seeds = None if seed is None else _session.seeds_of_rows("generate", seed, batch)
         own = _session.own(model, params, batch, session)
         if seeds is not None:
             own = own._replace(seeds=jnp.asarray(seeds))
@@ -121,12 +123,29 @@ class TokenStream(Iterator[list[int | None]]):
     def __next__(self) -> list[int | None]:
         if not self._active.any():
             raise StopIteration
-        self._session, _, sampled = _decoding.step(
-            self._model, self._params, self._session, self._controls, self._active.copy()
+        (given,) = self._decoded(1)
+        return given
+
+    def run(self) -> None:
+        """Go on to the end of all rows, in calls of many tokens: faster than one at a time."""
+        while self._active.any():
+            self._decoded(_decoding.MOST_STEPS)
+
+    def _decoded(self, steps: int) -> list[list[int | None]]:
+        """What up to so many iterations give."""
+        self._session, tokens, count = _decoding.decode(
+            *(self._model, self._params, self._session, self._controls),
+            np.where(self._active, np.int32(self._left), np.int32(0)),
+            steps=np.int32(steps),
+            least=np.int32(1),
         )
+        return [self._given(sampled) for sampled in np.asarray(tokens)[: int(count)].tolist()]
+
+    def _given(self, sampled: list[int]) -> list[int | None]:
+        """What an iteration gives, after a step that sampled so."""
         self._left -= 1
         given: list[int | None] = [None] * len(self.tokens)
-        for row, token in enumerate(np.asarray(sampled).tolist()):
+        for row, token in enumerate(sampled):
             if not self._active[row]:
                 continue
             if token == _decoding.NO_TOKEN:
@@ -188,6 +207,5 @@ def generate(
         dtype=dtype,
         implementation=implementation,
     )
-    for _ in stream:
-        pass
+    stream.run()
     return Generated(stream.tokens, stream.reasons, stream.session)

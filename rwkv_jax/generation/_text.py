@@ -10,6 +10,51 @@ from rwkv_jax.generation._streaming import Reason, TokenStream
 TextReason: TypeAlias = Reason | Literal["stop string"]
 
 
+def check_stop(what: str, stop: Sequence[str]) -> tuple[str, ...]:
+    """The stop strings. Raise an error that begins with `what` if they are one text, or if one of
+    them is empty."""
+    if isinstance(stop, str) or not all(stop):
+        raise ValueError(
+            f"{what}: stop is {stop!r}; accepted is a sequence of texts that are not empty"
+        )
+    return tuple(stop)
+
+
+class RowText:
+    """The text of the tokens of a row, up to a stop string, of several the one that is complete
+    first.
+
+    Attributes:
+      text: the text that has become certain.
+      rest: what the row has read beyond it, such as half of a stop string.
+      stopped: whether `rest` begins with a stop string.
+    """
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, stop: tuple[str, ...]):
+        self._decoder, self._stop = tokenizers.Stream(tokenizer), stop
+        self.text, self.rest, self.stopped = "", "", False
+
+    def push(self, token: int | None, ended: bool) -> str:
+        """The text that becomes certain with a token, or with the end of the row."""
+        text = self.rest + ("" if token is None else self._decoder.push(token))
+        if ended:
+            text += self._decoder.finish()
+        found = [(text.find(stop), stop) for stop in self._stop]
+        ends = [(start + len(stop), start) for start, stop in found if start >= 0]
+        self.stopped = bool(ends)
+        held = 0 if ended else self._held(text)
+        certain = min(ends)[1] if ends else len(text) - held
+        self.text += text[:certain]
+        self.rest = text[certain:]
+        return text[:certain]
+
+    def _held(self, text: str) -> int:
+        """The length of the longest end of `text` that a stop string begins with."""
+        lengths = range(min(len(text), max(map(len, self._stop), default=0)), 0, -1)
+        ends = (n for n in lengths if any(stop.startswith(text[-n:]) for stop in self._stop))
+        return next(ends, 0)
+
+
 class TextStream(Iterator[list[str]]):
     """The text of the tokens of a stream, up to a stop string.
 
@@ -25,9 +70,6 @@ class TextStream(Iterator[list[str]]):
 
     Attributes:
       tokens: the tokens of each row so far.
-      texts: the text of each row so far.
-      rests: what each row has read beyond its text: the stop string, and what else its last token
-        has.
       reasons: why each row has ended, or None: "stop string", or as in `TokenStream`.
 
     Raises:
@@ -37,16 +79,22 @@ class TextStream(Iterator[list[str]]):
     def __init__(
         self, stream: TokenStream, tokenizer: tokenizers.Tokenizer, stop: Sequence[str] = ()
     ):
-        if isinstance(stop, str) or not all(stop):
-            raise ValueError(
-                f"TextStream: stop is {stop!r}; accepted is a sequence of texts that are not empty"
-            )
-        self._stream, self._stop = stream, tuple(stop)
-        self._decoders = [tokenizers.Stream(tokenizer) for _ in stream.tokens]
+        stop = check_stop("TextStream", stop)
+        self._stream = stream
+        self._rows = [RowText(tokenizer, stop) for _ in stream.tokens]
         self.tokens = stream.tokens
-        self.texts = [""] * len(stream.tokens)
-        self.rests = [""] * len(stream.tokens)
         self.reasons: list[TextReason | None] = list(stream.reasons)
+
+    @property
+    def texts(self) -> list[str]:
+        """The text of each row so far."""
+        return [row.text for row in self._rows]
+
+    @property
+    def rests(self) -> list[str]:
+        """What each row has read beyond its text: the stop string, and what else its last token
+        has."""
+        return [row.rest for row in self._rows]
 
     @property
     def session(self) -> Session:
@@ -54,40 +102,21 @@ class TextStream(Iterator[list[str]]):
         return self._stream.session
 
     def __next__(self) -> list[str]:
-        given = []
-        for row, token in enumerate(next(self._stream)):
-            text = self._next_text(row, token) if self.reasons[row] is None else ""
-            self.texts[row] += text
-            given.append(text)
-        return given
+        return [
+            self._pushed(row, token) if self.reasons[row] is None else ""
+            for row, token in enumerate(next(self._stream))
+        ]
 
     def stop(self, row: int) -> str:
         """End a row, and give the text that was held back."""
         self._stream.stop(row)
-        text = self._next_text(row, None) if self.reasons[row] is None else ""
-        self.texts[row] += text
-        return text
+        return self._pushed(row, None) if self.reasons[row] is None else ""
 
-    def _next_text(self, row: int, token: int | None) -> str:
-        """The text that becomes certain with a token, or with the end of the row."""
-        decoder, ended = self._decoders[row], self._stream.reasons[row]
-        text = self.rests[row] + ("" if token is None else decoder.push(token))
-        if ended is not None:
-            text += decoder.finish()
-        found = [(text.find(stop), stop) for stop in self._stop]
-        ends = [(start + len(stop), start) for start, stop in found if start >= 0]
-        if ends:
+    def _pushed(self, row: int, token: int | None) -> str:
+        ended = self._stream.reasons[row]
+        text = self._rows[row].push(token, ended is not None)
+        if self._rows[row].stopped:
             self._stream.stop(row)
-            self.reasons[row] = "stop string"
-            certain = min(ends)[1]
-        else:
-            self.reasons[row] = ended
-            certain = len(text) if ended is not None else len(text) - self._held(text)
-        self.rests[row] = text[certain:]
-        return text[:certain]
-
-    def _held(self, text: str) -> int:
-        """The length of the longest end of `text` that a stop string begins with."""
-        lengths = range(min(len(text), max(map(len, self._stop), default=0)), 0, -1)
-        ends = (n for n in lengths if any(stop.startswith(text[-n:]) for stop in self._stop))
-        return next(ends, 0)
+            ended = "stop string"
+        self.reasons[row] = ended
+        return text
