@@ -1,0 +1,434 @@
+"""The pool: requests get slots, their prompts are read in pieces, and tokens are decoded."""
+
+import dataclasses
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from rwkv_jax import tokenizers
+from rwkv_jax._operator import check
+from rwkv_jax._operator.partition import axis_names
+from rwkv_jax.generation import Sampling
+from rwkv_jax.generation._decoding import MOST_STEPS, NO_TOKEN, Controls
+from rwkv_jax.generation._sampling import check_tokens, mask, settings
+from rwkv_jax.generation._session import Model, seeds_of_rows
+from rwkv_jax.generation._text import RowText, check_stop
+from rwkv_jax.models._placement import MeshAxes
+from rwkv_jax.serving import _slots
+from rwkv_jax.serving._prefixes import Piece, Prefixes, cut
+from rwkv_jax.serving._request import Request
+
+
+class Totals(NamedTuple):
+    """What a pool has done so far.
+
+    Attributes:
+      read: tokens of prompts that were read.
+      cached: tokens of prompts that were not read, because a state after them was kept.
+      written: tokens that requests got.
+      rounds: rounds.
+      seconds: the time of the rounds.
+    """
+
+    read: int
+    cached: int
+    written: int
+    rounds: int
+    seconds: float
+
+
+@dataclasses.dataclass
+class _Sequence:
+    """A request in a slot, and the pieces of its prompt that it has not read. Before it reads the
+    first of them, it starts from the state before any token or from a kept one."""
+
+    request: Request
+    pieces: deque[Piece]
+    started: bool = False
+
+
+class Pool:
+    """Decodes many sequences at once, which come and go, with one program for all slots.
+
+    A round gives free slots to the requests that have waited longest, reads a piece of a prompt,
+    and decodes some tokens of all sequences whose prompts are read. `step` does one round, `run`
+    rounds until there is nothing left to do, and `start` has a thread do them. Waiting for a
+    request also does rounds, unless such a thread does. All methods may be called from any thread.
+
+    The tokens of a request depend on its prompt, its seed and its settings. They do not depend on
+    the other requests, on the slot, on the order of arrival or on kept states, bit for bit on CPUs,
+    and otherwise wherever a product of matrices computes a row in the same way at every place.
+    A pool with other numbers may round logits in another way.
+
+    If a round raises an exception, the requests that have slots fail with it, and those that wait
+    for one go on in later rounds.
+
+    Args:
+      module: the module of the model: `rwkv_jax.models.rwkv7`, `rwkv6`, `rwkv5` or `rwkv4`.
+      params: the parameters, in either form, on any devices.
+      slots: how many sequences are decoded at once.
+      tokenizer: as `tokenizers.load` gives it, for prompts that are text, stop strings, and the
+        text of requests.
+      pieces: the lengths of the pieces in which prompts are read, in tokens. For each of them that
+        occurs a program is compiled.
+      readers: how many prompts are read side by side.
+      steps: the largest number of tokens of each sequence that a round decodes, from 1 to 32.
+      cache_bytes: memory for states by the beginning of a prompt; 0 to keep none.
+      mesh: a mesh with axes of type Auto, over which the slots are distributed.
+      data: mesh axes that split the slots.
+      model: mesh axes that split the heads and the vocabulary, as `shardings` of the model takes
+        them.
+      dtype: the dtype of the activations.
+      implementation: the implementation of the operator.
+
+    Raises:
+      ValueError: a number is not accepted, or an axis is not one of the mesh.
+    """
+
+    def __init__(
+        self,
+        module: ModuleType,
+        params: Any,
+        slots: int,
+        *,
+        tokenizer: tokenizers.Tokenizer | None = None,
+        pieces: Sequence[int] = (16, 64),
+        readers: int = 1,
+        steps: int = 8,
+        cache_bytes: int = 2**28,
+        mesh: Mesh | None = None,
+        data: MeshAxes = None,
+        model: MeshAxes = None,
+        dtype: DTypeLike = jnp.float32,
+        implementation: str | None = None,
+    ):
+        if slots < 1:
+            raise ValueError(f"Pool: slots is {slots}; accepted is at least 1")
+        if not pieces or min(pieces) < 1:
+            raise ValueError(f"Pool: pieces is {pieces!r}; accepted are lengths of at least 1")
+        if not 1 <= readers <= slots:
+            raise ValueError(f"Pool: readers is {readers}; accepted is 1 to slots = {slots}")
+        if not 1 <= steps <= MOST_STEPS:
+            raise ValueError(f"Pool: steps is {steps}; accepted is 1 to {MOST_STEPS}")
+        if cache_bytes < 0:
+            raise ValueError(f"Pool: cache_bytes is {cache_bytes}; accepted is 0 or more")
+        for argument, axes in {"data": data, "model": model}.items():
+            for axis in axis_names(axes):
+                check.choice("Pool", argument, axis, mesh.axis_names if mesh else ())
+        self._model, self._params = Model(module, jnp.dtype(dtype), implementation), params
+        self._vocabulary = len(params.head.weight)
+        self._tokenizer, self._pieces, self._readers = tokenizer, tuple(pieces), readers
+        self._size, self._steps = slots, steps
+        self._placement = None if mesh is None else _slots.Placement(mesh, data, model)
+        initial = module.initial_state(params, 1, self._model.dtype)
+        self._initial = _slots.placed(initial, self._placement, slots=False)
+        self._prefixes = Prefixes(cache_bytes)
+        self._device: _slots.Slots | None = None
+        self._totals = Totals(0, 0, 0, 0, 0.0)
+        # Whoever does a round has `_round`. Whoever changes the queue, the sequences or a request
+        # has `_changed`. The first sequence is the one that got a slot first.
+        self._queue: deque[Request] = deque()
+        self._sequences: dict[int, _Sequence] = {}
+        self._closed = False
+        self._thread: threading.Thread | None = None
+        self._changed = threading.Condition()
+        self._round = threading.Lock()
+
+    def submit(
+        self,
+        prompt: str | Sequence[int] | np.ndarray,
+        length: int,
+        *,
+        sampling: Sampling | None = None,
+        seed: int = 0,
+        stop_tokens: Sequence[int] = (),
+        stop: Sequence[str] = (),
+    ) -> Request:
+        """A new request, which waits until a slot is free.
+
+        Args:
+          prompt: tokens, or a text for the tokenizer. It may be of any length.
+          length: the largest number of new tokens, at least 1.
+          sampling: how tokens are chosen, with one number for each setting; `Sampling()` if None.
+          seed: an integer from 0 to 2^31 - 1.
+          stop_tokens: tokens that end the request. They are neither given nor read.
+          stop: texts before which the text of the request ends.
+
+        Raises:
+          TypeError: `prompt`, `sampling` or `seed` has a type that is not accepted.
+          ValueError: the prompt is empty; or a token is not in the vocabulary; or `length`, `seed`
+            or a setting is not accepted; or a text is given and the pool has no tokenizer.
+          RuntimeError: the pool is closed.
+        """
+        if isinstance(prompt, str):
+            prompt = self._tokenizer_for("prompt", prompt).encode(prompt)
+        tokens = check_tokens("submit", "prompt", prompt)
+        if not tokens.size:
+            raise ValueError("submit: prompt is empty; accepted is at least one token")
+        if tokens.max() >= self._vocabulary:
+            raise ValueError(
+                f"submit: prompt has the token {tokens.max()}; accepted are tokens below "
+                f"{self._vocabulary}"
+            )
+        if length < 1:
+            raise ValueError(f"submit: length is {length}; accepted is at least 1")
+        if not isinstance(sampling, Sampling | None):
+            raise TypeError(f"submit: sampling is {sampling!r}; accepted is a Sampling or None")
+        if stops := check_stop("submit", stop):
+            self._tokenizer_for("stop", stops)
+        text = None if self._tokenizer is None else RowText(self._tokenizer, stops)
+        (number,) = seeds_of_rows("submit", [seed], 1)
+        request = Request(
+            *(tokens, length, sampling or Sampling(), int(number), tuple(stop_tokens), text),
+            until=self._until,
+            cancel=self._cancel,
+        )
+        self._controls(request.sampling, request.stop_tokens)
+        with self._changed:
+            if self._closed:
+                raise RuntimeError("submit: the pool is closed")
+            self._queue.append(request)
+            self._changed.notify_all()
+        return request
+
+    def step(self) -> bool:
+        """Do one round, and return whether there is anything left to do.
+
+        Raises:
+          Exception: what failed in the round. The requests that had slots have failed.
+        """
+        with self._round:
+            begin = time.perf_counter()
+            try:
+                self._free()
+                self._admit()
+                slots = self._empty() if self._device is None else self._device
+                self._device = self._decode(self._read(slots))
+            except BaseException as error:
+                self._fail(error)
+                raise
+            finally:
+                self._count(rounds=1, seconds=time.perf_counter() - begin)
+        return self._busy()
+
+    def run(self) -> None:
+        """Do rounds until all requests have ended.
+
+        Raises:
+          Exception: what failed in a round. The requests that wait for a slot are still there.
+        """
+        while self.step():
+            pass
+
+    def start(self) -> None:
+        """Have a thread do rounds until `close`. A round that fails ends its requests, which raise
+        the error.
+
+        Raises:
+          RuntimeError: there is such a thread, or the pool is closed.
+        """
+        with self._changed:
+            if self._closed or self._thread is not None:
+                raise RuntimeError("start: the pool is closed or has a thread")
+            self._thread = threading.Thread(target=self._work, name="rwkv_jax.serving", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Cancel all requests that have not ended, and end the thread. A closed pool accepts no
+        requests."""
+        with self._changed:
+            self._closed = True
+            running = [sequence.request for sequence in self._sequences.values()]
+            for request in (*self._queue, *running):
+                request.end("cancelled")
+            self._changed.notify_all()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def __enter__(self) -> "Pool":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def totals(self) -> Totals:
+        """What the pool has done so far."""
+        return self._totals
+
+    @property
+    def waiting(self) -> int:
+        """How many requests wait for a slot."""
+        return len(self._queue)
+
+    @property
+    def running(self) -> int:
+        """How many slots requests have."""
+        return len(self._sequences)
+
+    def _until(self, ready: Callable[[], bool], timeout: float | None) -> bool:
+        """Do rounds, or have the thread do them, until `ready` or for so many seconds. The result
+        is that of `ready`."""
+        end = None if timeout is None else time.monotonic() + timeout
+        while self._thread is None and not ready():
+            if end is not None and time.monotonic() >= end:
+                return False
+            self._attempt()
+        with self._changed:
+            left = None if end is None else end - time.monotonic()
+            return self._changed.wait_for(ready, left)
+
+    def _cancel(self, request: Request) -> None:
+        """A request leaves the queue or, at the next round, its slot."""
+        with self._changed:
+            request.end("cancelled")
+            if request in self._queue:
+                self._queue.remove(request)
+            self._changed.notify_all()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._busy())
+                if self._closed:
+                    return
+            self._attempt()
+
+    def _attempt(self) -> None:
+        """A round whose error those get whose requests it ends."""
+        try:
+            self.step()
+        except Exception:
+            return
+
+    def _busy(self) -> bool:
+        return bool(self._queue) or self.running > 0
+
+    def _free(self) -> None:
+        """Take the slots of requests that have ended."""
+        with self._changed:
+            for slot, sequence in list(self._sequences.items()):
+                if sequence.request.reason is not None:
+                    del self._sequences[slot]
+
+    def _admit(self) -> None:
+        """Give free slots to the requests that have waited longest."""
+        with self._changed:
+            free = sorted(set(range(self._size)) - self._sequences.keys())
+            for slot in free[: len(self._queue)]:
+                request = self._queue.popleft()
+                pieces = deque(cut(request.prompt, self._pieces))
+                self._sequences[slot] = _Sequence(request, pieces)
+
+    def _read(self, slots: _slots.Slots) -> _slots.Slots:
+        """Read a piece of each of up to `readers` prompts, those that got a slot first. The pieces
+        are as long as that of the first of them."""
+        reading = [(slot, x) for slot, x in self._sequences.items() if x.pieces]
+        if not reading:
+            return slots
+        reading = reading[: self._readers]
+        for slot, sequence in reading:
+            if not sequence.started:
+                slots = self._start(slots, slot, sequence)
+        length = reading[0][1].pieces[0].length
+        reading = [(slot, x) for slot, x in reading if x.pieces[0].length == length]
+        rows = np.full(self._readers, self._size, np.int32)
+        tokens = np.zeros((self._readers, length), np.int32)
+        lengths = np.zeros(self._readers, np.int32)
+        for row, (slot, sequence) in enumerate(reading):
+            part = sequence.pieces[0].tokens
+            rows[row], lengths[row] = slot, len(part)
+            tokens[row, : len(part)] = part
+        slots = _slots.read(
+            *(self._model, self._params, slots, rows, tokens, lengths), placement=self._placement
+        )
+        self._count(read=int(lengths.sum()))
+        for slot, sequence in reading:
+            key = sequence.pieces.popleft().key
+            if sequence.pieces and self._prefixes.wants(key):
+                state = _slots.state_of(slots, np.int32(slot), placement=self._placement)
+                self._prefixes.keep(key, state)
+        return slots
+
+    def _start(self, slots: _slots.Slots, slot: int, sequence: _Sequence) -> _slots.Slots:
+        """A sequence goes on from the longest beginning of its prompt after which there is a
+        state."""
+        request, sequence.started = sequence.request, True
+        number, state = self._prefixes.find(list(sequence.pieces))
+        request.cached = sum(len(sequence.pieces.popleft().tokens) for _ in range(number))
+        self._count(cached=request.cached)
+        begin = _slots.Start(
+            state=self._initial if state is None else state,
+            position=np.int32(request.cached),
+            seed=np.int32(request.seed),
+            controls=self._controls(request.sampling, request.stop_tokens),
+        )
+        return _slots.start(slots, np.int32(slot), begin, placement=self._placement)
+
+    def _decode(self, slots: _slots.Slots) -> _slots.Slots:
+        """Decode tokens of all sequences whose prompts are read. If requests wait for a slot, the
+        call ends when one is free."""
+        left = np.zeros(self._size, np.int32)
+        for slot, sequence in self._sequences.items():
+            if not sequence.pieces:
+                left[slot] = sequence.request.length - len(sequence.request.tokens)
+        running = np.flatnonzero(left)
+        if not running.size:
+            return slots
+        slots, tokens, count = _slots.decode(
+            *(self._model, self._params, slots, left),
+            steps=np.int32(self._steps),
+            least=np.int32(running.size if self._queue else 1),
+            placement=self._placement,
+        )
+        sampled = np.asarray(tokens)[: int(count)]
+        when = time.perf_counter()
+        self._count(written=int(np.sum(sampled != NO_TOKEN)))
+        with self._changed:
+            for slot in running.tolist():
+                request = self._sequences[slot].request
+                try:
+                    request.receive(sampled[:, slot].tolist(), when)
+                except Exception as error:
+                    request.end("failed", error)
+            self._changed.notify_all()
+        return slots
+
+    def _fail(self, error: BaseException) -> None:
+        """All requests that have slots fail, because the error may have deleted the slots."""
+        with self._changed:
+            for sequence in self._sequences.values():
+                sequence.request.end("failed", error)
+            self._sequences.clear()
+            self._device = None
+            self._changed.notify_all()
+
+    def _empty(self) -> _slots.Slots:
+        controls = self._controls(Sampling(), ())
+        return _slots.empty(self._model, self._params, self._size, controls, self._placement)
+
+    def _controls(self, sampling: Sampling, stop_tokens: Sequence[int]) -> Controls:
+        """The settings of a row, which `submit` makes too, for the errors."""
+        return Controls(
+            settings(sampling, 1, self._vocabulary),
+            mask("submit", "stop_tokens", stop_tokens, 1, self._vocabulary),
+        )
+
+    def _tokenizer_for(self, argument: str, given: object) -> tokenizers.Tokenizer:
+        if self._tokenizer is None:
+            raise ValueError(
+                f"submit: {argument} is {given!r}; accepted without Pool(tokenizer=...) are tokens"
+            )
+        return self._tokenizer
+
+    def _count(self, **more: int | float) -> None:
+        counts = {name: getattr(self._totals, name) + x for name, x in more.items()}
+        self._totals = self._totals._replace(**counts)

@@ -1,0 +1,365 @@
+"""`rwkv_jax.serving`: a batch whose sequences come and go."""
+
+import re
+import threading
+from types import ModuleType
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from rwkv_jax import tokenizers
+from rwkv_jax.generation import Sampling
+from rwkv_jax.models import rwkv4, rwkv7
+from rwkv_jax.serving import Pool, Request, _slots
+from rwkv_jax.serving._prefixes import Prefixes, cut
+from support import language_models
+from support.models import VOCABULARY, parameters
+
+LENGTH, PIECES = 12, (4, 8)
+RNG = np.random.default_rng(3)
+PROMPTS = [RNG.integers(0, VOCABULARY, n).tolist() for n in (3, 30, 8, 17, 1, 12)]
+SETTINGS = [
+    *(Sampling(), Sampling(temperature=0), Sampling(top_p=0.8, presence=0.5, uncounted=(1, 2))),
+    *(Sampling(top_k=9, frequency=0.3, decay=0.9), Sampling(temperature=1.5), Sampling()),
+]
+NUMBERS = range(len(PROMPTS))
+GREEDY = Sampling(temperature=0)
+# Every token of the model is a letter.
+LETTERS = tokenizers.Tokenizer(
+    "letters", VOCABULARY, {n: b"%c" % (65 + n) for n in range(VOCABULARY)}, lambda text: [0]
+)
+
+
+@pytest.fixture(scope="module")
+def params() -> rwkv7.Params:
+    return parameters(rwkv7)
+
+
+def pool_of(params: Any, slots: int = 3, **options: Any) -> Pool:
+    """With the programs that these tests share."""
+    return Pool(rwkv7, params, slots, **{"pieces": PIECES, "steps": 5} | options)
+
+
+def submit(pool: Pool, number: int, **options: Any) -> Request:
+    given = {"length": LENGTH, "sampling": SETTINGS[number], "seed": number} | options
+    return pool.submit(given.pop("prompt", PROMPTS[number]), **given)
+
+
+def session_of(pool: Pool, slot: int) -> list[np.ndarray]:
+    """What a slot has on the device."""
+    assert pool._device is not None
+    return [np.asarray(x)[slot] for x in jax.tree.leaves(pool._device.session)]
+
+
+@pytest.fixture(scope="module")
+def alone(params: rwkv7.Params) -> list[tuple[list[int], list[np.ndarray]]]:
+    """The tokens of each request, and what its slot has at the end, in a pool without others."""
+    found = []
+    for number in NUMBERS:
+        pool = pool_of(params)
+        request = submit(pool, number)
+        assert list(request) == request.tokens
+        assert (request.reason, request.cached) == ("length", 0)
+        found.append((request.tokens, session_of(pool, 0)))
+    return found
+
+
+def assert_alone(
+    pool: Pool, requests: dict[int, Request], alone: Any, slots: dict[int, int] | None = None
+) -> None:
+    """Requests have the bits that they have alone: their tokens, and those of `slots` all."""
+    for number, request in requests.items():
+        assert request.tokens == alone[number][0]
+    for number, slot in (slots or {}).items():
+        for x, expected in zip(session_of(pool, slot), alone[number][1], strict=True):
+            np.testing.assert_array_equal(x, expected)
+
+
+@pytest.mark.parametrize("module", [rwkv7, rwkv4], ids=lambda x: x.__name__[-5:])
+def test_greedy_tokens(module: ModuleType) -> None:
+    """Those of the formulas in float64."""
+    params = parameters(module)
+    pool = Pool(module, params, 3, pieces=PIECES, steps=5)
+    requests = [submit(pool, number, sampling=GREEDY) for number in (0, 1, 2, 3)]
+    pool.run()
+    for request in requests:
+        tokens = [*request.prompt.tolist(), *request.tokens]
+        name = module.__name__.rpartition(".")[2]
+        logits = language_models.logits(name, module.names(params), tokens)
+        expected = np.argmax(logits[len(request.prompt) - 1 : -1], axis=-1)
+        assert request.tokens == expected.tolist()
+
+
+def test_requests_do_not_depend_on_each_other(params: rwkv7.Params, alone: Any) -> None:
+    """Whatever slots they have, whenever they come, and whoever had the slot before."""
+    pool = pool_of(params, cache_bytes=0)
+    requests = {number: submit(pool, number) for number in (5, 4, 3)}
+    pool.run()
+    requests |= {number: submit(pool, number) for number in (1, 0, 2)}
+    pool.run()
+    assert_alone(pool, requests, alone, {1: 0, 0: 1, 2: 2})
+    assert pool.totals.read == sum(map(len, PROMPTS))
+    assert pool.totals.written == LENGTH * len(PROMPTS)
+
+    late = {}
+    for number in (4, 1, 5, 0, 3, 2):
+        late[number] = submit(pool, number)
+        pool.step()
+    assert pool.running == 3
+    assert pool.waiting > 0
+    pool.run()
+    assert (pool.running, pool.waiting) == (0, 0)
+    assert_alone(pool, late, alone)
+
+
+def test_prompts_side_by_side(params: rwkv7.Params, alone: Any) -> None:
+    """Two prompts in a call, also where their pieces are of different lengths."""
+    pool = pool_of(params, readers=2)
+    requests = {number: submit(pool, number) for number in (3, 1, 5, 0)}
+    pool.run()
+    assert_alone(pool, requests, alone)
+
+
+def test_kept_states(params: rwkv7.Params, alone: Any) -> None:
+    """A prompt with a known beginning reads only the rest, with the bits of the whole prompt."""
+    pool = pool_of(params)
+    first = submit(pool, 1)
+    pool.run()
+    again = submit(pool, 1)
+    pool.run()
+    assert (first.cached, again.cached) == (0, 24)
+    assert_alone(pool, {1: again}, alone, {1: 0})
+    turn = [*PROMPTS[1], *again.tokens, *PROMPTS[0]]
+    expected = submit(pool_of(params, cache_bytes=0), 1, prompt=turn)
+    found = submit(pool, 1, prompt=turn)
+    assert list(found) == list(expected)
+    assert (found.cached, expected.cached) == (24, 0)
+    assert pool.totals.cached == 24 + 24
+
+
+def test_which_states_are_kept() -> None:
+    prompt = np.arange(20, dtype=np.int32)
+    pieces = cut(prompt, (4, 8))
+    assert [len(piece.tokens) for piece in pieces] == [8, 8, 4]
+    longer = cut(np.append(prompt, prompt), (4, 8))
+    assert [piece.key for piece in longer[:2]] == [piece.key for piece in pieces[:2]]
+    # The same tokens in other pieces are computed with other bits.
+    assert cut(prompt, (4,))[1].key != pieces[0].key
+    assert cut(prompt[1:], (4, 8))[1].key != pieces[1].key
+
+    state = np.zeros(25, np.float32)
+    prefixes = Prefixes(200)
+    for piece in pieces:
+        assert prefixes.wants(piece.key)
+        prefixes.keep(piece.key, state)
+    assert not prefixes.wants(pieces[2].key)
+    assert prefixes.find(pieces[:2])[0] == 0  # the first was dropped
+    assert prefixes.find(pieces)[0] == 2
+    prefixes.keep(b"other", state)
+    assert prefixes.wants(pieces[2].key)  # not used since the second was
+    assert not Prefixes(0).wants(b"other")
+
+
+def test_a_long_prompt_does_not_stop_others(params: rwkv7.Params) -> None:
+    """Each round reads one piece of it, and decodes tokens of the others."""
+    pool = pool_of(params, steps=1)
+    first = submit(pool, 4)
+    pool.step()
+    long = submit(pool, 1)
+    for _ in range(3):
+        before = len(first.tokens)
+        pool.step()
+        assert (len(first.tokens), len(long.tokens)) == (before + 1, 0)
+    pool.step()
+    assert len(long.tokens) == 1
+
+
+def test_nothing_is_compiled_again(params: rwkv7.Params, alone: Any) -> None:
+    """Whatever comes and goes."""
+    programs: tuple[Any, ...] = (_slots.start, _slots.read, _slots.decode, _slots.state_of)
+    compiled = [program._cache_size() for program in programs]
+    pool = pool_of(params, tokenizer=LETTERS)
+    for length in range(1, 40, 3):
+        submit(pool, length % 6, prompt=[length] * length, length=length, stop_tokens=[length])
+        if length % 2:
+            pool.step()
+    pool.run()
+    assert [program._cache_size() for program in programs] == compiled
+
+
+def test_ends(params: rwkv7.Params, alone: Any) -> None:
+    """Stop tokens, stop strings and cancelled requests. The others do not notice."""
+    tokens = [x for x, _ in alone]
+    pool = pool_of(params, tokenizer=LETTERS)
+    stopped = submit(pool, 0, stop_tokens=[tokens[0][6], VOCABULARY - 1])
+    cut = tokens[0].index(tokens[0][6])
+    word = LETTERS.decode(tokens[3][4:6])
+    text = submit(pool, 3, stop=["no letters", word])
+    cancelled, other = submit(pool, 1), submit(pool, 5)
+    waiting = submit(pool, 2)
+    waiting.cancel()
+    assert pool.waiting == 4
+    while not cancelled.tokens:
+        pool.step()
+    cancelled.cancel()
+    number = len(cancelled.tokens)
+    assert [len(x) for x in text.texts()] and pool.running  # noqa: PT018
+    pool.run()
+    assert (stopped.reason, stopped.tokens) == ("stop token", tokens[0][:cut])
+    assert stopped.text == LETTERS.decode(tokens[0][:cut])
+    assert (text.reason, text.text) == ("stop string", LETTERS.decode(tokens[3]).split(word)[0])
+    assert LETTERS.decode(text.tokens) == text.text + word
+    assert (cancelled.reason, len(cancelled.tokens)) == ("cancelled", number)
+    assert (waiting.reason, waiting.tokens) == ("cancelled", [])
+    assert (other.reason, other.tokens) == ("length", tokens[5])
+
+
+def test_times(params: rwkv7.Params) -> None:
+    pool = pool_of(params)
+    request = submit(pool, 0, length=7)
+    assert request.time_to_first_token is None
+    assert not request.wait(timeout=0.0)
+    assert request.wait()
+    assert request.time_to_first_token is not None
+    assert request.time_to_first_token > 0
+    gaps = np.asarray(request.times_between_tokens)
+    assert gaps[[0, 1, 2, 3, 5]].tolist() == [0] * 5  # calls of 5 and of 2 tokens
+    assert gaps[4] > 0
+    assert pool.totals.rounds == 2
+    assert pool.totals.seconds > gaps[4]
+
+
+def test_threads(params: rwkv7.Params, alone: Any) -> None:
+    """One does the rounds, others submit and wait."""
+    found: dict[int, Request] = {}
+
+    def one(number: int) -> None:
+        found[number] = submit(pool, number)
+        assert list(found[number]) == found[number].tokens
+
+    with pool_of(params) as pool:
+        pool.start()
+        with pytest.raises(RuntimeError, match="the pool is closed or has a thread"):
+            pool.start()
+        threads = [threading.Thread(target=one, args=(number,)) for number in NUMBERS]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert_alone(pool, found, alone)
+        endless = submit(pool, 0, length=10**6)
+        next(iter(endless))
+    assert endless.reason == "cancelled"
+    with pytest.raises(RuntimeError, match="submit: the pool is closed"):
+        submit(pool, 0)
+
+
+def test_a_round_that_fails(
+    params: rwkv7.Params, alone: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests with slots fail with its error, and requests without go on."""
+    pool = pool_of(params)
+    requests = [submit(pool, number) for number in NUMBERS]
+    pool.step()
+    decode = _slots.decode
+
+    def failing(*args: Any, **options: Any) -> Any:
+        decode(*args, **options)
+        raise MemoryError("there is no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_slots, "decode", failing)
+        with pytest.raises(MemoryError):
+            pool.step()
+        for request in requests[:3]:
+            assert request.reason == "failed"
+            with pytest.raises(RuntimeError, match="a round of the pool failed") as error:
+                request.wait()
+            assert isinstance(error.value.__cause__, MemoryError)
+        lost = submit(pool, 0)
+        patch.setattr(lost, "submitted", 0)
+    pool.run()
+    assert_alone(pool, {number: requests[number] for number in (3, 4, 5)}, alone)
+    assert lost.reason == "length"
+
+
+def test_a_request_that_fails(params: rwkv7.Params, alone: Any) -> None:
+    """One whose text cannot be made does not end others."""
+    few = tokenizers.Tokenizer("few", 2, {}, lambda text: [0])
+    pool = pool_of(params, tokenizer=few)
+    request = submit(pool, 0)
+    with pytest.raises(RuntimeError) as error:
+        list(request)
+    assert "accepted are 0 to 1" in str(error.value.__cause__)
+
+
+def test_slots_over_a_mesh(params: rwkv7.Params, alone: Any, cpus: list[Any]) -> None:
+    """Rows over two devices, heads and the vocabulary over two; stacked parameters."""
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=cpus)
+    stacked = rwkv7.stacked(params)
+    placed = jax.device_put(stacked, rwkv7.shardings(stacked, mesh, model="model"))
+    pool = Pool(*(rwkv7, placed, 4), pieces=PIECES, steps=5, mesh=mesh, data="data", model="model")
+    programs: tuple[Any, ...] = (_slots.start, _slots.read, _slots.decode, _slots.state_of)
+    before = [program._cache_size() for program in programs]
+    requests = {number: submit(pool, number) for number in NUMBERS}
+    requests[1].wait()
+    again = submit(pool, 1)
+    pool.run()
+    assert_alone(pool, requests | {1: again}, alone)
+    assert again.cached == 24
+    compiled = [program._cache_size() for program in programs]
+    assert [x - y for x, y in zip(compiled, before, strict=True)] == [1, 2, 1, 1]
+
+
+WRONG = [
+    ({"prompt": []}, ValueError, "prompt is empty"),
+    ({"prompt": [61]}, ValueError, "prompt has the token 61; accepted are tokens below 61"),
+    ({"prompt": [0.5]}, TypeError, "accepted are integers"),
+    ({"prompt": "text"}, ValueError, "prompt is 'text'; accepted without Pool(tokenizer=...)"),
+    ({"stop": ["x"]}, ValueError, "stop is ('x',); accepted without Pool(tokenizer=...)"),
+    ({"stop": [""]}, ValueError, "submit: stop is ['']"),
+    ({"length": 0}, ValueError, "length is 0; accepted is at least 1"),
+    ({"seed": -1}, ValueError, "from 0 to 2^31 - 1"),
+    ({"seed": 0.5}, TypeError, "submit: seed is [0.5]; accepted are integers"),
+    ({"sampling": 0.5}, TypeError, "sampling is 0.5; accepted is a Sampling or None"),
+    ({"sampling": Sampling(top_p=[1, 1])}, ValueError, "top_p has 2 numbers"),
+    ({"stop_tokens": [61]}, ValueError, "stop_tokens has the token 61"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "message"), WRONG, ids=lambda x: str(x)[:30])
+@pytest.mark.usefixtures("unchecked_types")
+def test_wrong_requests(
+    params: rwkv7.Params, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    pool = pool_of(params)
+    with pytest.raises(error) as raised:
+        submit(pool, 0, **options)
+    assert message in str(raised.value)
+    assert pool.waiting == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"slots": 0}, "Pool: slots is 0"),
+        ({"pieces": ()}, "Pool: pieces is ()"),
+        ({"pieces": (0,)}, "lengths of at least 1"),
+        ({"readers": 4}, "Pool: readers is 4; accepted is 1 to slots = 3"),
+        ({"steps": 33}, "Pool: steps is 33; accepted is 1 to 32"),
+        ({"cache_bytes": -1}, "Pool: cache_bytes is -1"),
+        ({"data": "data"}, "Pool: data"),
+    ],
+    ids=str,
+)
+def test_wrong_pools(params: rwkv7.Params, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        pool_of(params, **options)
+
+
+def test_no_text_without_a_tokenizer(params: rwkv7.Params) -> None:
+    with pytest.raises(ValueError, match="the pool has no tokenizer"):
+        submit(pool_of(params), 0).text  # noqa: B018
