@@ -80,7 +80,8 @@ class Pool:
       pieces: the lengths of the pieces in which prompts are read, in tokens. For each of them that
         occurs a program is compiled.
       readers: how many prompts are read side by side.
-      steps: the largest number of tokens of each sequence that a round decodes, from 1 to 32.
+      steps: how many tokens of each sequence a round decodes, from 1 to 32. While prompts are read
+        it is a quarter of them, so that a sequence waits for fewer before it can join the others.
       cache_bytes: memory for states by the beginning of a prompt; 0 to keep none.
       mesh: a mesh with axes of type Auto, over which the slots are distributed.
       data: mesh axes that split the slots.
@@ -212,6 +213,7 @@ class Pool:
                 self._admit()
                 slots = self._empty() if self._device is None else self._device
                 self._device = self._decode(self._read(slots))
+                self._free()
             except BaseException as error:
                 self._fail(error)
                 raise
@@ -376,16 +378,18 @@ class Pool:
     def _decode(self, slots: _slots.Slots) -> _slots.Slots:
         """Decode tokens of all sequences whose prompts are read. If requests wait for a slot, the
         call ends when one is free."""
-        left = np.zeros(self._size, np.int32)
+        left, reading = np.zeros(self._size, np.int32), False
         for slot, sequence in self._sequences.items():
-            if not sequence.pieces:
+            if sequence.pieces:
+                reading = True
+            else:
                 left[slot] = sequence.request.length - len(sequence.request.tokens)
         running = np.flatnonzero(left)
         if not running.size:
             return slots
         slots, tokens, count = _slots.decode(
             *(self._model, self._params, slots, left),
-            steps=np.int32(self._steps),
+            steps=np.int32(max(1, self._steps // 4) if reading else self._steps),
             least=np.int32(running.size if self._queue else 1),
             placement=self._placement,
         )

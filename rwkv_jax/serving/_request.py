@@ -22,6 +22,10 @@ class Request:
 
     Attributes:
       prompt: the tokens of the prompt.
+      length: the largest number of tokens.
+      sampling: how tokens are chosen.
+      seed: the seed.
+      stop_tokens: the tokens that end the request.
       tokens: the tokens so far, without the stop token.
       reason: why it has ended, or None: "length", "stop token", "stop string", "cancelled" or
         "failed".
