@@ -27,6 +27,9 @@ SETTINGS = [
 ]
 NUMBERS = range(len(PROMPTS))
 GREEDY = Sampling(temperature=0)
+MESH = jax.make_mesh(
+    *((2, 2), ("data", "model")), axis_types=(AxisType.Auto,) * 2, devices=jax.devices("cpu")
+)
 # Every token of the model is a letter.
 LETTERS = tokenizers.Tokenizer(
     "letters", VOCABULARY, {n: b"%c" % (65 + n) for n in range(VOCABULARY)}, lambda text: [0]
@@ -296,12 +299,12 @@ def test_a_request_that_fails(params: rwkv7.Params, alone: Any) -> None:
     assert "accepted are 0 to 1" in str(error.value.__cause__)
 
 
-def test_slots_over_a_mesh(params: rwkv7.Params, alone: Any, cpus: list[Any]) -> None:
+@pytest.mark.slow
+def test_slots_over_a_mesh(params: rwkv7.Params, alone: Any) -> None:
     """Rows over two devices, heads and the vocabulary over two; stacked parameters."""
-    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=cpus)
     stacked = rwkv7.stacked(params)
-    placed = jax.device_put(stacked, rwkv7.shardings(stacked, mesh, model="model"))
-    pool = Pool(*(rwkv7, placed, 4), pieces=PIECES, steps=5, mesh=mesh, data="data", model="model")
+    placed = jax.device_put(stacked, rwkv7.shardings(stacked, MESH, model="model"))
+    pool = Pool(*(rwkv7, placed, 4), pieces=PIECES, steps=5, mesh=MESH, data="data", model="model")
     programs: tuple[Any, ...] = (_slots.start, _slots.read, _slots.decode, _slots.state_of)
     before = [program._cache_size() for program in programs]
     requests = {number: submit(pool, number) for number in NUMBERS}
@@ -321,7 +324,8 @@ WRONG = [
     ({"prompt": "text"}, ValueError, "prompt is 'text'; accepted without Pool(tokenizer=...)"),
     ({"stop": ["x"]}, ValueError, "stop is ('x',); accepted without Pool(tokenizer=...)"),
     ({"stop": [""]}, ValueError, "submit: stop is ['']"),
-    ({"length": 0}, ValueError, "length is 0; accepted is at least 1"),
+    ({"length": 0}, ValueError, "length is 0; accepted is an integer from 1 on"),
+    ({"length": 2.5}, TypeError, "length is 2.5; accepted is an integer from 1 on"),
     ({"seed": -1}, ValueError, "from 0 to 2^31 - 1"),
     ({"seed": 0.5}, TypeError, "submit: seed is [0.5]; accepted are integers"),
     ({"sampling": 0.5}, TypeError, "sampling is 0.5; accepted is a Sampling or None"),
@@ -348,10 +352,12 @@ def test_wrong_requests(
         ({"slots": 0}, "Pool: slots is 0"),
         ({"pieces": ()}, "Pool: pieces is ()"),
         ({"pieces": (0,)}, "lengths of at least 1"),
-        ({"readers": 4}, "Pool: readers is 4; accepted is 1 to slots = 3"),
-        ({"steps": 33}, "Pool: steps is 33; accepted is 1 to 32"),
+        ({"readers": 4}, "Pool: readers is 4; accepted is an integer from 1 to 3"),
+        ({"steps": 33}, "Pool: steps is 33; accepted is an integer from 1 to 32"),
         ({"cache_bytes": -1}, "Pool: cache_bytes is -1"),
-        ({"data": "data"}, "Pool: data"),
+        ({"data": "data"}, "Pool: data is 'data'; accepted without mesh is None"),
+        ({"mesh": MESH, "data": "rows"}, "Pool: data is 'rows'; accepted are 'data', 'model'"),
+        ({"mesh": MESH, "data": "data"}, "Pool: slots is 3; accepted is a multiple of 2"),
     ],
     ids=str,
 )

@@ -139,7 +139,8 @@ class TokenStream(Iterator[list[int | None]]):
             steps=np.int32(steps),
             least=np.int32(1),
         )
-        return [self._given(sampled) for sampled in np.asarray(tokens)[: int(count)].tolist()]
+        tokens, count = jax.device_get((tokens, count))
+        return [self._given(sampled) for sampled in tokens[: int(count)].tolist()]
 
     def _given(self, sampled: list[int]) -> list[int | None]:
         """What an iteration gives, after a step that sampled so."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
@@ -25,6 +26,7 @@ from rwkv_jax.models._placement import MeshAxes
 from rwkv_jax.serving import _slots
 from rwkv_jax.serving._prefixes import Piece, Prefixes, cut
 from rwkv_jax.serving._request import Request
+from rwkv_jax.serving._slots import devices_along
 
 
 class Totals(NamedTuple):
@@ -91,7 +93,9 @@ class Pool:
       implementation: the implementation of the operator.
 
     Raises:
-      ValueError: a number is not accepted, or an axis is not one of the mesh.
+      TypeError: a number is no integer.
+      ValueError: a number is not accepted; or an axis is not one of the mesh; or `data` has a
+        number of devices that does not divide `slots`.
     """
 
     def __init__(
@@ -111,19 +115,21 @@ class Pool:
         dtype: DTypeLike = jnp.float32,
         implementation: str | None = None,
     ):
-        if slots < 1:
-            raise ValueError(f"Pool: slots is {slots}; accepted is at least 1")
+        _check_number("Pool", "slots", slots, 1)
+        _check_number("Pool", "readers", readers, 1, slots)
+        _check_number("Pool", "steps", steps, 1, MOST_STEPS)
+        _check_number("Pool", "cache_bytes", cache_bytes, 0)
         if not pieces or min(pieces) < 1:
             raise ValueError(f"Pool: pieces is {pieces!r}; accepted are lengths of at least 1")
-        if not 1 <= readers <= slots:
-            raise ValueError(f"Pool: readers is {readers}; accepted is 1 to slots = {slots}")
-        if not 1 <= steps <= MOST_STEPS:
-            raise ValueError(f"Pool: steps is {steps}; accepted is 1 to {MOST_STEPS}")
-        if cache_bytes < 0:
-            raise ValueError(f"Pool: cache_bytes is {cache_bytes}; accepted is 0 or more")
         for argument, axes in {"data": data, "model": model}.items():
+            if mesh is None and axes is not None:
+                raise ValueError(f"Pool: {argument} is {axes!r}; accepted without mesh is None")
             for axis in axis_names(axes):
                 check.choice("Pool", argument, axis, mesh.axis_names if mesh else ())
+        if mesh is not None and slots % (parts := devices_along(mesh, data)):
+            raise ValueError(
+                f"Pool: slots is {slots}; accepted is a multiple of {parts}, of `data`"
+            )
         self._model, self._params = Model(module, jnp.dtype(dtype), implementation), params
         self._vocabulary = len(params.head.weight)
         self._tokenizer, self._pieces, self._readers = tokenizer, tuple(pieces), readers
@@ -164,7 +170,7 @@ class Pool:
           stop: texts before which the text of the request ends.
 
         Raises:
-          TypeError: `prompt`, `sampling` or `seed` has a type that is not accepted.
+          TypeError: `prompt`, `length`, `sampling` or `seed` has a type that is not accepted.
           ValueError: the prompt is empty; or a token is not in the vocabulary; or `length`, `seed`
             or a setting is not accepted; or a text is given and the pool has no tokenizer.
           RuntimeError: the pool is closed.
@@ -179,8 +185,7 @@ class Pool:
                 f"submit: prompt has the token {tokens.max()}; accepted are tokens below "
                 f"{self._vocabulary}"
             )
-        if length < 1:
-            raise ValueError(f"submit: length is {length}; accepted is at least 1")
+        _check_number("submit", "length", length, 1)
         if not isinstance(sampling, Sampling | None):
             raise TypeError(f"submit: sampling is {sampling!r}; accepted is a Sampling or None")
         if stops := check_stop("submit", stop):
@@ -326,9 +331,8 @@ class Pool:
         with self._changed:
             free = sorted(set(range(self._size)) - self._sequences.keys())
             for slot in free[: len(self._queue)]:
-                request = self._queue.popleft()
-                pieces = deque(cut(request.prompt, self._pieces))
-                self._sequences[slot] = _Sequence(request, pieces)
+                pieces = deque(cut(self._queue[0].prompt, self._pieces))
+                self._sequences[slot] = _Sequence(self._queue.popleft(), pieces)
 
     def _read(self, slots: _slots.Slots) -> _slots.Slots:
         """Read a piece of each of up to `readers` prompts, those that got a slot first. The pieces
@@ -393,7 +397,8 @@ class Pool:
             least=np.int32(running.size if self._queue else 1),
             placement=self._placement,
         )
-        sampled = np.asarray(tokens)[: int(count)]
+        tokens, count = jax.device_get((tokens, count))
+        sampled = tokens[: int(count)]
         when = time.perf_counter()
         self._count(written=int(np.sum(sampled != NO_TOKEN)))
         with self._changed:
@@ -436,3 +441,12 @@ class Pool:
     def _count(self, **more: int | float) -> None:
         counts = {name: getattr(self._totals, name) + x for name, x in more.items()}
         self._totals = self._totals._replace(**counts)
+
+
+def _check_number(what: str, name: str, given: Any, least: int, most: int | None = None) -> None:
+    """Raise an error that begins with `what` unless `given` is an integer between two others."""
+    accepted = f"an integer from {least} " + ("on" if most is None else f"to {most}")
+    if not isinstance(given, int | np.integer):
+        raise TypeError(f"{what}: {name} is {given!r}; accepted is {accepted}")
+    if given < least or (most is not None and given > most):
+        raise ValueError(f"{what}: {name} is {given}; accepted is {accepted}")

@@ -44,7 +44,7 @@ class Placement(NamedTuple):
 
     def shardings(self, tree: Tree) -> Tree:
         """The sharding of each array of rows."""
-        devices = math.prod(self.mesh.shape[name] for name in axis_names(self.model))
+        devices = devices_along(self.mesh, self.model)
 
         def sharding(path: KeyPath, x: Array | jax.ShapeDtypeStruct) -> NamedSharding:
             spec = [None] * _blocks(path) + [self.data]
@@ -150,6 +150,11 @@ def state_of(slots: Slots, slot: Number, placement: Placement | None) -> Any:
     at = functools.partial(_at, jnp.asarray(slot)[None])
     state = jax.tree_util.tree_map_with_path(at, slots.session.state)
     return placed(state, placement, slots=False)
+
+
+def devices_along(mesh: Mesh, axes: MeshAxes) -> int:
+    """The number of parts into which an axis is split."""
+    return math.prod(mesh.shape[name] for name in axis_names(axes))
 
 
 def _blocks(path: KeyPath) -> int:
