@@ -187,25 +187,6 @@ def print_rows(table: Table, row: Row, rows: Sequence[Figures]) -> None:
         )
 
 
-def print_profile(row: Row, figures: Figures, longest: int = 12) -> None:
-    """The time of each class of kernels, and the kernels that took the longest."""
-    found = figures["profile"]
-    print()
-    table = Table(f"{row}, one training step", "ms", "share", "kernels", widths=(60, 9))
-
-    def line(name: str, ms: float, count: float) -> None:
-        share = ms / found["step_ms"] if found["step_ms"] else 0.0
-        table.row(name[:60], f"{ms:.2f}", f"{share:.1%}", f"{count:,.0f}")
-
-    for kind in profile.CLASSES:
-        line(kind, **found["classes"][kind])
-        if kind == profile.PRODUCTS:
-            line("  of which of float32 (TF32)", **found["tf32"])
-    line("the step under the profiler", found["step_ms"], 0)
-    for kernel in found["kernels"][:longest]:
-        line(f"  {kernel['class']}: {kernel['name']}", kernel["ms"], kernel["count"])
-
-
 def plot(rows: Sequence[Figures], path: Path) -> None:
     """The share of the peak of each row, drawn against the width."""
     import matplotlib
@@ -251,7 +232,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.profile:
         for figures in rows:
             if "profile" in figures:
-                print_profile(Row(*(figures[name] for name in Row._fields)), figures)
+                row = Row(*(figures[name] for name in Row._fields))
+                profile.show(f"{row}, one training step", figures["profile"])
     if args.json:
         about = {name: str(value) for name, value in vars(args).items()}
         args.json.write_text(json.dumps({"options": about, "rows": rows}, indent=1) + "\n")

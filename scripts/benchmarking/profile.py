@@ -13,6 +13,8 @@ from typing import Any
 
 import jax
 
+from benchmarking.report import Table
+
 PRODUCTS, WKV, OURS = "products", "wkv", "other kernels of rwkv_jax"
 FUSIONS, COPIES, GAPS = "memory-bound fusions", "copies", "gaps"
 CLASSES = (PRODUCTS, WKV, OURS, FUSIONS, COPIES, GAPS)
@@ -195,3 +197,22 @@ def of_steps(
             raise RuntimeError(f"the profiler of JAX wrote no .xplane.pb file to {place}")
         data = jax.profiler.ProfileData.from_file(str(files[-1]))
     return by_class(kernels(data), instructions(text), steps)
+
+
+def show(title: str, found: dict[str, Any], longest: int = 12) -> None:
+    """Print what `of_steps` has found: the time of each class of kernels, and the kernels that took
+    the longest."""
+    print()
+    table = Table(title, "ms", "share", "kernels", widths=(60, 9))
+
+    def line(name: str, ms: float, count: float) -> None:
+        share = ms / found["step_ms"] if found["step_ms"] else 0.0
+        table.row(name[:60], f"{ms:.2f}", f"{share:.1%}", f"{count:,.0f}")
+
+    for kind in CLASSES:
+        line(kind, **found["classes"][kind])
+        if kind == PRODUCTS:
+            line("  of which of float32 (TF32)", **found["tf32"])
+    line("all of it under the profiler", found["step_ms"], 0)
+    for kernel in found["kernels"][:longest]:
+        line(f"  {kernel['class']}: {kernel['name']}", kernel["ms"], kernel["count"])

@@ -1,0 +1,166 @@
+"""Time decoding with RWKV-7 language models: milliseconds a token, tokens/s, and how many times the
+floor that is. With --prefill, also the reading of a prompt.
+
+    python scripts/bench_decode.py                      # the rows of this device
+    python scripts/bench_decode.py --rows 32x4096x1 24x2048x256 --profile
+    python scripts/bench_decode.py --rows 12x768x1xfloat32 --prefill 2048 --peak 0.1
+    python scripts/bench_decode.py --device cpu --json decode.json
+
+A row is LAYERSxWIDTHxBATCH, and the dtype of the weights may follow. The most probable token is
+taken each time, inside one jitted loop whose state is donated. The model has random parameters, and
+each row runs in a process of its own.
+
+The floor is the time in which the device copies as many bytes as a token needs: all weights are
+read once, but of the embedding the rows of the tokens alone, and all states are read and written.
+The speed of a copy is measured in the same process. With --prefill, the share of the peak counts 2
+operations for each number of a matrix, and 8 for each number of a state.
+"""
+
+import argparse
+import json
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parent))
+
+import jax
+
+from benchmarking import decoding, profile
+from benchmarking.decoding import WEIGHTS, Figures, Row, Settings
+from benchmarking.processes import apart
+from benchmarking.report import DTYPES, Table
+from benchmarking.timing import reason_of
+
+ROWS = {
+    "cpu": (Row(12, 768, 1, "float32"), Row(12, 768, 1, "bfloat16")),
+    "gpu": (
+        *(Row(32, 4096, batch, "bfloat16") for batch in (1, 32, 256)),
+        *(Row(24, 2048, batch, "bfloat16") for batch in (1, 256, 960)),
+    ),
+}
+"""The rows that are timed on each device, if none are given."""
+
+TOKENS = {"cpu": 8, "gpu": 64}
+"""How many tokens are decoded in one program on each device, if that is not given."""
+
+
+def row_of(text: str) -> Row:
+    """The row in an argument, with no dtype if none is given."""
+    sizes, weights = text.split("x")[:3], text.split("x")[3:]
+    try:
+        layers, width, batch = map(int, sizes)
+        (dtype,) = weights or ("",)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not LAYERSxWIDTHxBATCH[xDTYPE]") from None
+    if dtype not in ("", *WEIGHTS):
+        raise argparse.ArgumentTypeError(f"{dtype!r} is none of {', '.join(WEIGHTS)}")
+    return Row(layers, width, batch, dtype)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--device", choices=tuple(ROWS), help="what JAX has, if not given")
+    add(
+        "--rows",
+        type=row_of,
+        nargs="+",
+        metavar="LAYERSxWIDTHxBATCH[xDTYPE]",
+        help="the rows of ROWS for the device, if not given; weights have the dtype --dtype, if "
+        f"none of {', '.join(WEIGHTS)} is given",
+    )
+    add("--vocabulary", type=int, default=65536, help="different tokens (default: 65536)")
+    add("--dtype", help="dtype of the activations (default: float32 on cpu, bfloat16 on gpu)")
+    add("--tokens", type=int, help="tokens decoded in one program (default: 8 on cpu, 64 on gpu)")
+    add("--repeats", type=int, default=5, help="how often it runs; the median counts (default: 5)")
+    add("--prefill", type=int, default=0, metavar="T", help="also read a prompt of T tokens")
+    add("--peak", type=float, default=989.0, help="peak TFLOP/s of the device (default: 989)")
+    add("--profile", action="store_true", help="print the time of each class of kernels")
+    add("--traces", type=Path, help="keep the traces of --profile in this folder")
+    add("--one-process", action="store_true", help="run all rows in this process")
+    add("--json", type=Path, help="write every figure to this file")
+    args = parser.parse_args(argv)
+    # JAX reads this when it starts, also in the processes of the rows.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if args.device:
+        platform = "cuda" if args.device == "gpu" else "cpu"
+        os.environ["JAX_PLATFORMS"] = platform
+        jax.config.update("jax_platforms", platform)
+    args.device = jax.default_backend()
+    if args.device not in ROWS:
+        parser.error(f"no rows for {args.device}; --device cpu works everywhere")
+    args.dtype = args.dtype or DTYPES[args.device]
+    args.tokens = TOKENS[args.device] if args.tokens is None else args.tokens
+    if min(args.tokens, args.repeats, args.vocabulary) < 1 or args.prefill < 0:
+        parser.error("--tokens, --repeats and --vocabulary must be at least 1, --prefill 0")
+    rows = args.rows or ROWS[args.device]
+    args.rows = [row._replace(weights=row.weights or args.dtype) for row in rows]
+    return args
+
+
+def measure(args: argparse.Namespace, row: Row) -> list[Figures]:
+    """The figures of a row, or the reason why there are none."""
+    settings = Settings(
+        vocabulary=args.vocabulary,
+        dtype=args.dtype,
+        tokens=args.tokens,
+        repeats=args.repeats,
+        prefill=args.prefill,
+        peak=1e12 * args.peak,
+        profile=args.profile,
+        traces=args.traces,
+    )
+    print(row, file=sys.stderr)
+    try:
+        if args.one_process:
+            return decoding.measure(row, settings)
+        return apart(decoding.measure, row, settings)
+    except Exception as failure:
+        traceback.print_exc()
+        return [{**row._asdict(), "pass": "decoding", "failure": reason_of(failure)}]
+
+
+def print_rows(table: Table, row: Row, rows: Sequence[Figures]) -> None:
+    for figures in rows:
+        name = f"{row}, {figures['pass']}"
+        if "failure" in figures:
+            table.row(name, figures["failure"])
+            continue
+        cells = [f"{figures['ms']:.2f}", f"{figures['tokens_per_second']:,.0f}"]
+        if figures["pass"] == "decoding":
+            cells += [f"{figures['bytes'] / 1e9:.3f}", f"{figures['copy_gb_s']:,.0f}"]
+            cells += [f"{figures['floor_ms']:.2f}", f"{figures['times_floor']:.2f}", "-"]
+        else:
+            cells += [*"----", f"{figures['share_of_peak']:.1%}"]
+        table.row(name, *cells)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    print(
+        f"RWKV-7, {args.dtype} activations, vocabulary {args.vocabulary}, {args.device}, "
+        f"jax {jax.__version__}\n"
+    )
+    titles = ["ms", "tokens/s", "GB a token", "copy GB/s", "floor ms", "times floor", "of peak"]
+    table = Table("layers x width, batch, weights, pass", *titles, widths=(40, 8))
+    rows: list[Figures] = []
+    for row in args.rows:
+        rows += (here := measure(args, row))
+        print_rows(table, row, here)
+    for figures in rows:
+        if "profile" in figures:
+            row = Row(*(figures[name] for name in Row._fields))
+            profile.show(f"{row}, one token", figures["profile"])
+    if args.json:
+        about = {name: str(value) for name, value in vars(args).items()}
+        args.json.write_text(json.dumps({"options": about, "rows": rows}, indent=1) + "\n")
+    return int(any("failure" in figures for figures in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

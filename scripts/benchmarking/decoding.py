@@ -1,0 +1,164 @@
+"""Decoding with an RWKV-7 language model, and its floor: all that a token has to read and write, at
+the speed of a copy."""
+
+import functools
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from benchmarking import profile
+from benchmarking.model_step import random_parameters
+from benchmarking.timing import copy_gb_s, seconds
+from rwkv_jax.models import rwkv7
+from training.sizes import flops_per_token
+
+Figures: TypeAlias = dict[str, Any]
+
+WEIGHTS = ("float32", "bfloat16", "float16")
+
+
+class Row(NamedTuple):
+    """A size of a model, the rows of its batch, and the dtype of its weights."""
+
+    layers: int
+    width: int
+    batch: int
+    weights: str
+
+    def __str__(self) -> str:
+        return f"{self.layers}x{self.width}, batch {self.batch}, {self.weights}"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all rows of the table share.
+
+    Attributes:
+      vocabulary: the number of different tokens.
+      dtype: the dtype of the activations.
+      tokens: how many tokens of each row are decoded in one program.
+      repeats: how often that is timed. The median counts.
+      prefill: the length of a prompt whose reading is timed as well, or 0.
+      peak: operations that the device could do in a second.
+      profile: whether the kernels of a token are measured.
+      traces: a folder that keeps the traces; None keeps none.
+    """
+
+    vocabulary: int
+    dtype: str
+    tokens: int = 64
+    repeats: int = 5
+    prefill: int = 0
+    peak: float = 989e12
+    profile: bool = False
+    traces: Path | None = None
+
+
+def parameters(row: Row, settings: Settings) -> rwkv7.Params:
+    """Random parameters with weights as the row has them."""
+    config = rwkv7.Config(row.layers, row.width, vocabulary=settings.vocabulary)
+    shapes = jax.eval_shape(lambda: rwkv7.init(jax.random.key(0), config))
+    dtype = jnp.dtype(row.weights)
+    return random_parameters(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), shapes))
+
+
+def bytes_of_token(params: rwkv7.Params, state: rwkv7.State, batch: int) -> int:
+    """What a token of each row has to move: all parameters are read once, but of the embedding the
+    rows of the tokens alone, and all states are read and written."""
+
+    def size(tree: Any) -> int:
+        return sum(x.nbytes for x in jax.tree.leaves(tree))
+
+    embedding = params.emb.weight
+    rows = batch * embedding.nbytes // len(embedding)
+    return size(params) - size(params.emb) + rows + 2 * size(state)
+
+
+def decode(
+    params: rwkv7.Params, state: rwkv7.State, tokens: Array, *, dtype: str, length: int
+) -> tuple[rwkv7.State, Array]:
+    """The state and the token of each row after `length` tokens, each of which is the most probable
+    one."""
+
+    def step(carry: tuple[rwkv7.State, Array], _: None) -> tuple[tuple[rwkv7.State, Array], None]:
+        state, tokens = carry
+        logits, state = rwkv7.apply(params, tokens, state, dtype=dtype)
+        return (state, jnp.argmax(logits, axis=-1).astype(tokens.dtype)), None
+
+    return lax.scan(step, (state, tokens), length=length)[0]
+
+
+def measure(row: Row, settings: Settings) -> list[Figures]:
+    """The figures of decoding with one row, and of reading a prompt if that is asked for."""
+    params = parameters(row, settings)
+    state = rwkv7.initial_state(params, row.batch, settings.dtype)
+    tokens = jnp.zeros(row.batch, jnp.int32)
+    moved = bytes_of_token(params, state, row.batch)
+    about = {**row._asdict(), "device": jax.devices()[0].device_kind, "jax": jax.__version__}
+    loop = functools.partial(decode, dtype=settings.dtype, length=settings.tokens)
+    compiled = jax.jit(loop, donate_argnums=1).lower(params, state, tokens).compile()
+    copy = copy_gb_s()
+
+    def run(_: int = 1) -> Array:
+        nonlocal state, tokens
+        state, tokens = compiled(params, state, tokens)
+        return tokens
+
+    took = [ms / settings.tokens for ms in _milliseconds(run, settings.repeats)]
+    median, floor = statistics.median(took), moved / copy / 1e6
+    decoding = about | {
+        "pass": "decoding",
+        "ms": median,
+        "best_ms": min(took),
+        "tokens_per_second": 1e3 * row.batch / median,
+        "bytes": moved,
+        "copy_gb_s": copy,
+        "floor_ms": floor,
+        "times_floor": median / floor,
+    }
+    if settings.profile:
+        decoding["profile"] = profile.of_steps(
+            run,
+            compiled.as_text() or "",
+            steps=settings.tokens,
+            folder=settings.traces and settings.traces / "x".join(map(str, row)),
+        )
+    figures = [decoding]
+    if settings.prefill:
+        del state
+        figures.append(about | _prefill(params, settings))
+    return figures
+
+
+def _prefill(params: rwkv7.Params, settings: Settings) -> Figures:
+    """The figures of reading one prompt. The head, which only the last token needs, is left out."""
+    length = settings.prefill
+
+    def read(params: rwkv7.Params, tokens: Array) -> tuple[Array, rwkv7.State]:
+        features, state = rwkv7.features(params, tokens, dtype=settings.dtype)
+        return features[:, -1], state
+
+    prompt = jax.random.randint(jax.random.key(0), (1, length), 0, settings.vocabulary)
+    compiled = jax.jit(read).lower(params, prompt).compile()
+    took = _milliseconds(lambda _: compiled(params, prompt), settings.repeats)
+    median = statistics.median(took)
+    flops = length * (flops_per_token(params) / 3 - 2 * params.head.weight.size)
+    return {
+        "pass": "prefill",
+        "ms": median,
+        "best_ms": min(took),
+        "tokens_per_second": 1e3 * length / median,
+        "share_of_peak": 1e3 * flops / median / settings.peak,
+    }
+
+
+def _milliseconds(run: Callable[[int], Any], repeats: int) -> list[float]:
+    """The milliseconds of each of several calls, after one that warms up."""
+    jax.block_until_ready(run(1))
+    return [1e3 * seconds(lambda: run(1)) for _ in range(repeats)]

@@ -1,0 +1,55 @@
+"""The benchmark of decoding: its table, and the floor of a row."""
+
+import importlib
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+
+TINY = ["--vocabulary=256", "--tokens=2", "--repeats=1", "--one-process"]
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(SCRIPTS)
+    script = importlib.import_module("bench_decode")
+    monkeypatch.setattr(script.decoding, "copy_gb_s", lambda: 10.0)
+    return script
+
+
+def test_table(script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "figures.json"
+    given = ["--rows=1x64x3xfloat32", "--prefill=16", "--profile", f"--json={file}"]
+    assert script.main([*TINY, *given]) == 0
+    output = capsys.readouterr().out
+    for words in ("1x64, batch 3, float32, decoding", "prefill", "times floor", "one token"):
+        assert words in output
+    decoding, prefill = json.loads(file.read_text())["rows"]
+    assert decoding["tokens_per_second"] == pytest.approx(3e3 / decoding["ms"])
+    matrices = 12 * 64 * 64 + 3 * 2 * 64 * 32
+    vectors = 64 * (19 - 1 + 2 + 2)
+    states = 3 * (64 * 64 + 2 * 64)
+    moved = 4 * (matrices + vectors + 256 * 64 + 3 * 64 + 2 * states)
+    assert decoding["bytes"] == moved
+    assert decoding["floor_ms"] == pytest.approx(moved / 1e7)
+    assert decoding["times_floor"] == pytest.approx(decoding["ms"] / decoding["floor_ms"])
+    assert decoding["profile"]["classes"]["products"]["ms"] > 0
+    flops = prefill["share_of_peak"] * 989e12 * prefill["ms"] / 1e3
+    assert flops == pytest.approx(16 * (2 * matrices + 8 * 64 * 64))
+
+
+def test_failure_is_a_line_of_the_table(
+    script: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert script.main([*TINY, "--rows=2x65x1"]) == 1
+    assert "failed: ValueError: rwkv7: width is 65" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", ["--rows=2x64", "--rows=2x64x1xint3", "--tokens=0"])
+def test_bad_option(script: ModuleType, option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        script.main([*TINY, option])
+    assert option.lstrip("-").partition("=")[0] in capsys.readouterr().err
