@@ -36,7 +36,7 @@ def test_targets_are_those_of_python(platform: str) -> None:
     for op in SEQUENCES:
         assert internals.targets(op, "fwd", "bwd", "step") <= found
         of_operators |= internals.targets(op, "fwd", "bwd", "step", "summary", "reverse_summary")
-    assert found - of_operators == (internals.other_targets() if platform == "cuda" else set())
+    assert found - of_operators == internals.other_targets(platform)
 
 
 def _problems(op: str) -> Iterator[dict[str, int]]:

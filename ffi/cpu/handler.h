@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "parallel.h"
+#include "row_product.h"
 #include "rwkv_jax/description.h"
 #include "rwkv_jax/targets.h"
 #include "wkv4.h"
@@ -145,6 +146,63 @@ inline ffi::Error RunCall(const char* op, ffi::ThreadPool& pool, const Wkv7Backw
   return RunBackward<Wkv7Kernels>(op, pool, call);
 }
 
+// Below so many bytes of a matrix a second thread costs more than it saves.
+constexpr int64_t kBytesWorthAThread = 1 << 18;
+
+// Each thread takes some outputs: in [O, I] whole rows of the matrix, in [I, O] whole cache lines.
+inline ffi::Error RowProduct(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                             int64_t by_output) {
+  Operands operands("row_product", args, rets);
+  const float* const x = static_cast<const float*>(operands.Arg("x", "BI", Kind::kFloat));
+  const void* const weight = operands.Arg("weight", by_output ? "OI" : "IO", Kind::kWeight);
+  const auto* const scale = static_cast<const float*>(operands.Arg("scale", "OG", Kind::kFloat));
+  float* const y = static_cast<float*>(operands.Ret("y", "BO", Kind::kFloat));
+  const int64_t inputs = operands.Size('I'), outputs = operands.Size('O');
+  const int64_t groups = operands.Size('G');
+  operands.Require(groups == 0 || (by_output && inputs % groups == 0), "scale has G = ", groups,
+                   "; expected 0 or, with by_output, a divisor of I = ", inputs);
+  if (ffi::Error error = operands.Finish(); error.failure()) return error;
+
+  const ffi::DataType type = operands.weight_type();
+  const Stored stored = type == ffi::S8     ? Stored::kI8
+                        : type == ffi::BF16 ? Stored::kBF16
+                        : type == ffi::F16  ? Stored::kF16
+                                            : Stored::kF32;
+  const int64_t size = stored == Stored::kF32 ? 4 : stored == Stored::kI8 ? 1 : 2;
+  const RowProductCall call = {operands.Size('B'),
+                               inputs,
+                               outputs,
+                               by_output != 0,
+                               stored,
+                               x,
+                               weight,
+                               groups ? scale : nullptr,
+                               groups ? groups : 1,
+                               y};
+  const int64_t threads = std::max<int64_t>(pool.num_threads(), 1);
+  const int64_t workers =
+      std::clamp<int64_t>(inputs * outputs * size / kBytesWorthAThread, 1, threads);
+  // Several parts for each thread, since threads may start late.
+  const int64_t parts = workers == 1 ? 1 : 4 * workers;
+  const int64_t share = ((outputs + parts - 1) / parts + 63) / 64 * 64;
+  const auto kernel = Best<RowProductKernels>().outputs;
+  return Run("row_product", pool, workers, (outputs + share - 1) / std::max<int64_t>(share, 1), 0,
+             [&](int64_t part, float*) {
+               kernel(call, part * share, std::min(outputs, (part + 1) * share));
+             });
+}
+
+inline XLA_FFI_Error* RowProductTarget(XLA_FFI_CallFrame* frame) {
+  static auto* const handler = ffi::Ffi::Bind()
+                                   .Ctx<ffi::ThreadPool>()
+                                   .RemainingArgs()
+                                   .RemainingRets()
+                                   .Attr<int64_t>("by_output")
+                                   .To(RowProduct)
+                                   .release();
+  return handler->Call(frame);
+}
+
 // The platform of rwkv_jax/targets.h and rwkv_jax/module.h. The kernels take one token at a time, and
 // their scratch is memory of their own.
 struct Cpu {
@@ -154,7 +212,11 @@ struct Cpu {
   static constexpr int64_t kMaxHeadSize = 256;
   static constexpr bool kOnlyLaunches = false;
 
-  static std::vector<Registration> Targets() { return Registrations<Cpu>(); }
+  static std::vector<Registration> Targets() {
+    std::vector<Registration> targets = Registrations<Cpu>();
+    targets.push_back({"rwkv_row_product_v1", RowProductTarget});
+    return targets;
+  }
 
   template <typename Operator, Pass kPass>
   static ffi::Error Handle(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,

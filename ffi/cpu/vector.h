@@ -5,6 +5,10 @@
 // one.
 #pragma once
 
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
 #include <cstdint>
 #include <utility>
 
@@ -62,9 +66,31 @@ inline Bits ToF16(Vec x) {
   return (magnitude < 0x47800000 ? finite : special) | (bits >> 16 & 0x8000);
 }
 
+// By vectors of the compiler, GCC takes several instructions for a conversion, and with other intrinsics than
+// those with a mask it warns of a variable of its own.
 inline Bits LoadHalves(const void* from, int64_t index) {
   const auto* halves = static_cast<const uint16_t*>(from) + index;
+#if defined(__AVX512F__)
+  const auto loaded = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(halves));
+  return reinterpret_cast<Bits>(_mm512_maskz_cvtepu16_epi32(0xffff, loaded));
+#elif defined(__AVX2__)
+  const auto loaded = _mm_loadu_si128(reinterpret_cast<const __m128i*>(halves));
+  return reinterpret_cast<Bits>(_mm256_cvtepu16_epi32(loaded));
+#else
   return __builtin_convertvector(Halves(*reinterpret_cast<const UnalignedHalves*>(halves)), Bits);
+#endif
+}
+
+inline Ints LoadBytes(const int8_t* from) {
+#if defined(__AVX512F__)
+  const auto loaded = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+  return reinterpret_cast<Ints>(_mm512_maskz_cvtepi8_epi32(0xffff, loaded));
+#elif defined(__AVX2__)
+  const auto loaded = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
+  return reinterpret_cast<Ints>(_mm256_cvtepi8_epi32(loaded));
+#else
+  return Ints{from[0], from[1], from[2], from[3]};
+#endif
 }
 
 inline void StoreHalves(void* to, int64_t index, Bits x) {

@@ -54,6 +54,6 @@ def mix_channels(
 ) -> tuple[Array, Array, Array]:
     """The channel mixing, as `Generation` describes it."""
     x, (x_k, x_r), shift = shift_and_mix(norm, params.mixes, x, state, segment_ids, layers)
-    p = _parameters.cast(params, x.dtype)
+    p = _parameters.like(params, x)
     gate = jax.nn.sigmoid(linear(p.receptance, x_r))
     return x, gate * linear(p.value, relu_squared(linear(p.key, x_k))), shift

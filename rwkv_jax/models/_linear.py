@@ -1,25 +1,35 @@
 """Linear maps without bias: within layers, as the embedding and as the output head."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.typing import DTypeLike
 from jaxtyping import Float, Float32, Int
 
-from rwkv_jax.models._recomputation import product
+from rwkv_jax.models import _recomputation, _row_product
 
 
 class Weight(NamedTuple):
-    """The weight of a linear map, [outputs, inputs], or of an embedding, [vocabulary, C]."""
+    """The weight of a linear map, [outputs, inputs], or of an embedding, [vocabulary, C].
+
+    A quantised weight is int8, and `scale` float32 [outputs, groups]: the factor of each group of
+    consecutive inputs of an output. `scale` is None for all other weights.
+    """
 
     weight: Array
+    scale: Array | None = None
+
+    def wide(self) -> Array:
+        """The matrix that the weight stands for: float32, if it is quantised."""
+        return self.weight if self.scale is None else _row_product.wide(self.weight, self.scale)
 
 
 def linear(params: Weight, x: Float[Array, "*shape inputs"]) -> Float[Array, "*shape outputs"]:
-    """The linear map in the dtype of `x` and the weight, which is the same."""
-    return product(jnp.einsum("...i,oi->...o", x, params.weight))
+    """The linear map in the dtype of `x`, with any weight."""
+    return _recomputation.product(_row_product.product(x, params.weight, params.scale, x.dtype))
 
 
 def low_rank(
@@ -30,11 +40,16 @@ def low_rank(
     offset: Float[Array, "... outputs"] | None = None,
 ) -> Float[Array, "*shape outputs"]:
     """activation(x first) second + offset, with an offset that has the number of axes of `x`."""
-    hidden = activation(product(x @ first))
+
+    def times(x: Array, matrix: Array) -> Array:
+        return _row_product.product(x, matrix, None, x.dtype, by_output=False)
+
+    hidden = activation(_recomputation.product(times(x, first)))
     if offset is None:
-        return hidden @ second
+        return times(hidden, second)
     if x.ndim == 2:
-        return hidden @ second + offset
+        return times(hidden, second) + offset
+    second = second.astype(x.dtype)
     # For many tokens an offset within the product saves a pass over its results, and one over their
     # gradients. Products are slow with a rank that is no multiple of 8.
     more = 8 - hidden.shape[-1] % 8
@@ -47,10 +62,29 @@ def embed(
     params: Weight, tokens: Int[Array, "*shape"], dtype: DTypeLike
 ) -> Float[Array, "*shape C"]:
     """The embedding of each token in `dtype`."""
-    return params.weight[tokens].astype(dtype)
+    return _rows(params.weight, tokens).astype(dtype)
+
+
+@jax.custom_jvp
+def _rows(
+    table: Float[Array, "vocabulary C"], tokens: Int[Array, "*shape"]
+) -> Float[Array, "*shape C"]:
+    """The rows of a table. On a CPU, XLA makes all of a table of 16-bit floats wide before it takes
+    rows, but not of a table of integers."""
+    if table.dtype.itemsize != 2:
+        return table[tokens]
+    # Depends on the tokens, so that no loop over tokens starts with a copy of the table.
+    table, tokens = lax.optimization_barrier((table, tokens))
+    bits = lax.bitcast_convert_type(table, jnp.uint16)
+    return lax.bitcast_convert_type(bits[tokens], table.dtype)
+
+
+@_rows.defjvp
+def _(primals: tuple[Array, Array], tangents: tuple[Array, Any]) -> tuple[Array, Array]:
+    table, tokens = primals
+    return _rows(table, tokens), tangents[0][tokens]
 
 
 def logits(params: Weight, x: Float[Array, "*shape C"]) -> Float32[Array, "*shape vocabulary"]:
     """The output head: multiplied in the dtype of `x`, with sums and results in float32."""
-    weight = params.weight.astype(x.dtype)
-    return jnp.einsum("...c,nc->...n", x, weight, preferred_element_type=jnp.float32)
+    return _row_product.product(x, params.weight, params.scale, jnp.float32)

@@ -8,6 +8,8 @@ from jax.tree_util import KeyPath
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
+from rwkv_jax.models._linear import Weight
+
 Tree = TypeVar("Tree")
 Leaf = TypeVar("Leaf")
 
@@ -30,10 +32,14 @@ def cast(params: Tree, dtype: DTypeLike) -> Tree:
 
 
 def like(params: Tree, x: Array) -> Tree:
-    """The parameters in the dtype of `x`. Vectors get leading axes of size 1 up to the rank of `x`,
-    because broadcasting to another rank is an error under strict rank promotion."""
+    """The parameters in the dtype of `x`, but for each `Weight`, which products take as it is.
+    Vectors get leading axes of size 1 up to the rank of `x`, because broadcasting to another rank
+    is an error under strict rank promotion."""
 
-    def with_rank(p: Array) -> Array:
+    def alike(p: Array | Weight) -> Array | Weight:
+        if isinstance(p, Weight):
+            return p
+        p = p.astype(x.dtype)
         return p.reshape((1,) * (x.ndim - 1) + p.shape) if p.ndim == 1 else p
 
-    return jax.tree.map(with_rank, cast(params, x.dtype))
+    return jax.tree.map(alike, params, is_leaf=lambda p: isinstance(p, Weight))

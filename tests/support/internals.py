@@ -25,6 +25,7 @@ from rwkv_jax._portable import chunked
 from rwkv_jax._portable import decay as decays
 from rwkv_jax.layers import _function as layers
 from rwkv_jax.losses import _slabs
+from rwkv_jax.models import _row_product
 
 CONTINUES, STARTS, PADDING = segments.CONTINUES, segments.STARTS, segments.PADDING
 """The marks of a token."""
@@ -152,8 +153,10 @@ def targets(op: str, *passes: str) -> set[str]:
     return {f"rwkv_{op}_{name}_v2" for name in passes}
 
 
-def other_targets() -> set[str]:
-    """The native targets of layer functions and of losses."""
+def other_targets(platform: str = "cuda") -> set[str]:
+    """The native targets of layer functions and of losses, which are for CUDA, and of models."""
+    if platform == "cpu":
+        return {_row_product.TARGET}
     functions = (
         *(norm_shift_mix._function(mixes) for mixes in norm_shift_mix.MIXES),
         *(module.FUNCTION for module in (wkv7_keys, value_residual, read_out)),

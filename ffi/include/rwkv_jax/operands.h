@@ -19,6 +19,7 @@ enum class Kind {
   kSaved,   // saved states: float32 or, if the tensors are not, bfloat16
   kMarks,   // uint32
   kInts,    // int32
+  kWeight,  // float32, bfloat16, float16 or int8
 };
 
 // Arg and Ret take the next operand or result, check its dtype and its shape, and return its data. Axes
@@ -72,6 +73,8 @@ class Operands {
   // The dtype of the tensors, and that of the saved states.
   Dtype dtype() const { return DtypeOf(dtype_); }
   Dtype saved_dtype() const { return DtypeOf(saved_dtype_); }
+  // The type of the last weight that was read.
+  ffi::DataType weight_type() const { return weight_type_; }
 
   // Unless `condition` holds, an error of the given parts; the first error is the one that counts.
   template <typename... Parts>
@@ -158,6 +161,11 @@ class Operands {
       case Kind::kFloat: return require(ffi::F32);
       case Kind::kInts: return require(ffi::S32);
       case Kind::kMarks: return require(ffi::U32);
+      case Kind::kWeight:
+        Require(given == ffi::F32 || given == ffi::BF16 || given == ffi::F16 || given == ffi::S8,
+                name, " is ", given, "; expected F32, BF16, F16 or S8");
+        weight_type_ = given;
+        return;
       case Kind::kSaved: {
         const bool may_round = dtype_ != ffi::F32;
         Require(given == ffi::F32 || (given == ffi::BF16 && may_round), name, " is ", given,
@@ -217,6 +225,7 @@ class Operands {
   Packing packing_;
   size_t arg_ = 0, ret_ = 0;
   ffi::DataType dtype_ = ffi::DataType::INVALID, saved_dtype_ = ffi::DataType::INVALID;
+  ffi::DataType weight_type_ = ffi::DataType::INVALID;
   std::string first_tensor_;
   std::array<Axis, 26> axes_;
   ffi::Error error_;

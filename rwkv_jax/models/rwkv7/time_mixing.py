@@ -36,10 +36,10 @@ def mix_tokens(
 
     p = _parameters.like(params, x)
     r = linear(p.receptance, x_r)
-    w = low_rank(p.w1, p.w2, x_w, jnp.tanh, p.w0)
-    rate = low_rank(p.a1, p.a2, x_a)
+    w = low_rank(params.w1, params.w2, x_w, jnp.tanh, p.w0)
+    rate = low_rank(params.a1, params.a2, x_a)
     v = linear(p.value, x_v)
-    gate = low_rank(p.g1, p.g2, x_g, jax.nn.sigmoid)
+    gate = low_rank(params.g1, params.g2, x_g, jax.nn.sigmoid)
     r, w, k, v, rate, gate = map(
         _tokens_of_heads(params), (r, w, linear(p.key, x_k), v, rate, gate)
     )
@@ -48,12 +48,12 @@ def mix_tokens(
     k, a, b, k_again = wkv7_keys(
         *(k, rate, heads(params.k_k), heads(params.k_a), heads(params.a0)), implementation=layers
     )
-    if params.v0 is None or p.v1 is None or p.v2 is None:
+    if params.v0 is None or params.v1 is None or params.v2 is None:
         v_first, v_again = v, v
     elif v_first is None:
         raise ValueError("time_mix: v_first is None; only the first layer has a value of its own")
     else:
-        share, first = map(_tokens_of_heads(params), (low_rank(p.v1, p.v2, x_v), v_first))
+        share, first = map(_tokens_of_heads(params), (low_rank(params.v1, params.v2, x_v), v_first))
         v, v_again, v_first = value_residual(
             *(v, share, first, heads(params.v0)), implementation=layers
         )
