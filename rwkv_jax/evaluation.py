@@ -201,5 +201,5 @@ def _losses(
     features, state = module.features(
         params, inputs, state, dtype=dtype, implementation=implementation
     )
-    losses = cross_entropy(features, params.head.weight, targets, mask=mask, reduction="none")
+    losses = cross_entropy(features, params.head.wide(), targets, mask=mask, reduction="none")
     return losses, state

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from rwkv_jax._commands.arguments import add_dtype, add_model
+from rwkv_jax._commands.arguments import add_dtype, add_model, positive
 from rwkv_jax._commands.output import in_bytes
 
 HELP = "Write a model as a .pth file, as a .safetensors file or for flash-linear-attention."
@@ -11,6 +11,7 @@ EXAMPLES = (
     "convert model.pth model.safetensors",
     "convert folder-of-hugging-face model.pth --dtype bfloat16",
     "convert model.pth folder --names fla",
+    "convert model.pth small.safetensors --quantize int8",
 )
 
 
@@ -26,11 +27,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="official",
         help="names and layout of RWKV-LM or of flash-linear-attention (default: official)",
     )
+    parser.add_argument(
+        "--quantize",
+        choices=("int8",),
+        help="make the matrices of linear maps and of the head int8; TARGET is a .safetensors file",
+    )
+    parser.add_argument(
+        "--group",
+        type=positive,
+        help="inputs that share a factor, with --quantize (default: all of an output)",
+    )
     parser.add_argument("--force", action="store_true", help="replace TARGET if it exists")
 
 
 def run(arguments: argparse.Namespace) -> int:
     target = Path(arguments.target)
+    if arguments.group and not arguments.quantize:
+        raise ValueError("--group needs --quantize")
     if not arguments.force and (any(target.iterdir()) if target.is_dir() else target.exists()):
         raise ValueError(f"{target} exists; --force replaces it")
 
@@ -41,9 +54,11 @@ def run(arguments: argparse.Namespace) -> int:
     # The memory of a GPU or TPU may be too small, and nothing is computed.
     with jax.default_device(jax.devices("cpu")[0]):
         source = models.load(arguments.source, dtype=arguments.dtype)
-        models.save(target, source.params, names=arguments.names)
-    parameters = jax.tree.leaves(source.params)
-    size = sum(x.nbytes for x in parameters)
-    count = sum(x.size for x in parameters)
+        count = sum(x.size for x in jax.tree.leaves(source.params))
+        params = source.params
+        if arguments.quantize:
+            params = models.quantize(params, group=arguments.group)
+        models.save(target, params, names=arguments.names)
+    size = sum(x.nbytes for x in jax.tree.leaves(params))
     print(f"{target}: {source.generation}, {count:,} parameters, {in_bytes(size)}")
     return 0

@@ -32,20 +32,19 @@ def run(arguments: argparse.Namespace) -> int:
 def _rows(path: str, batch: int, dtype: str | None) -> list[tuple[str, str]]:
     """What is known about a checkpoint: names and values."""
     import jax
-    import jax.numpy as jnp
 
     from rwkv_jax import models, tokenizers
     from rwkv_jax.models import _parameters
+    from rwkv_jax.models._checkpoints.loading import loaded_dtype
 
     found = models.inspect(path)
     arrays = _parameters.names(found.params)
-    count = sum(x.size for x in arrays.values())
-    # As `load` does, without the 64-bit types of JAX.
-    narrow = {jnp.dtype("float64"): jnp.dtype("float32")}
-    loaded = [jnp.dtype(dtype or narrow.get(x.dtype, x.dtype)) for x in arrays.values()]
+    count = sum(x.size for name, x in arrays.items() if not _is_scale(name))
+    loaded = [loaded_dtype(name, x.dtype, dtype) for name, x in arrays.items()]
     weights = sum(x.size * used.itemsize for x, used in zip(arrays.values(), loaded, strict=True))
-    # Activations have one dtype: the widest, where the dtypes of the file differ.
-    activations = max(loaded, key=lambda x: x.itemsize)
+    # Activations have one dtype: the widest of the parameters, where these differ.
+    dtypes = (used for name, used in zip(arrays, loaded, strict=True) if not _is_scale(name))
+    activations = max(dtypes, key=lambda x: x.itemsize)
     state = jax.eval_shape(
         lambda params: found.module.initial_state(params, batch, activations), found.params
     )
@@ -66,6 +65,11 @@ def _rows(path: str, batch: int, dtype: str | None) -> list[tuple[str, str]]:
         ("states", f"{in_bytes(states)} for {rows}, activations in {activations}"),
         ("tokenizer", tokenizer),
     ]
+
+
+def _is_scale(name: str) -> bool:
+    """Whether an array belongs to a quantised weight, and is no parameter of its own."""
+    return name.endswith(".scale")
 
 
 def _different(values: Iterable[Any]) -> str:

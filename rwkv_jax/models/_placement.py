@@ -21,11 +21,13 @@ along. The first rule that fits a name counts; a parameter without a rule is who
 
 _BY_OUTPUT = ("emb", "head", "receptance", "key", "gate", "att.value")
 _BY_INPUT = ("output", "ffn.value")
+_PARTS = ("weight", "scale")
 LINEAR: Rules = (
-    (tuple(f"{name}.weight" for name in _BY_OUTPUT), ("model", "data")),
-    (tuple(f"{name}.weight" for name in _BY_INPUT), ("data", "model")),
+    (tuple(f"{name}.{part}" for name in _BY_OUTPUT for part in _PARTS), ("model", "data")),
+    (tuple(f"{name}.{part}" for name in _BY_INPUT for part in _PARTS), ("data", "model")),
 )
-"""The rules for embedding, head and linear maps."""
+"""The rules for embedding, head and linear maps. The groups of a scale are where their inputs
+are."""
 
 MeshAxes: TypeAlias = str | tuple[str, ...] | None
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding
+from jax.tree_util import KeyPath
 from jax.typing import DTypeLike
 
 from rwkv_jax.models import _parameters
@@ -32,6 +33,7 @@ from rwkv_jax.models._checkpoints.tensors import (
     listed,
     quoted,
 )
+from rwkv_jax.models._linear import Weight
 from rwkv_jax.models._placement import MeshAxes
 from rwkv_jax.models._stacking import Stacked
 
@@ -81,6 +83,7 @@ def _found(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], Checkpoint]
     layout = layout_of(str(path), tensors)
     config = layout.module.Config(**sizes(str(path), layout, shapes))
     params = expected(layout, config, shapes)
+    params = _with_scales(params, shapes)
     wanted = _parameters.names(params)
     _check(path, layout, config, tensors, wanted)
     params = jax.tree_util.tree_map_with_path(
@@ -89,6 +92,33 @@ def _found(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], Checkpoint]
     )
     files = tuple(sorted({tensors[name].file for name in wanted}))
     return tensors, Checkpoint(layout.name, layout.module, config, params, files)
+
+
+def _with_scales(params: Any, shapes: Mapping[str, Shape]) -> Any:
+    """The parameters of a file: a weight is of int8 where the file has a scale of its name, whose
+    shape says how many groups there are."""
+
+    def with_scale(path: KeyPath, x: Any) -> Any:
+        scale = shapes.get(f"{_parameters.name(path)}.scale")
+        if not isinstance(x, Weight) or scale is None:
+            return x
+        outputs, inputs = x.weight.shape
+        groups = scale[1] if len(scale) == 2 and scale[1] and inputs % scale[1] == 0 else 1
+        return x._replace(
+            weight=jax.ShapeDtypeStruct((outputs, inputs), jnp.int8),
+            scale=jax.ShapeDtypeStruct((outputs, groups), jnp.float32),
+        )
+
+    return jax.tree_util.tree_map_with_path(
+        with_scale, params, is_leaf=lambda x: isinstance(x, Weight)
+    )
+
+
+def loaded_dtype(name: str, of_file: np.dtype, dtype: DTypeLike | None) -> np.dtype:
+    """The dtype in which `load` gives a parameter."""
+    if dtype is None or of_file == np.int8 or name.endswith(".scale"):
+        return jax.dtypes.canonicalize_dtype(of_file)
+    return np.dtype(dtype)
 
 
 def load(
@@ -119,7 +149,7 @@ def load(
     Args:
       path: the file or the folder.
       dtype: the dtype of the parameters; that of each tensor in the file if None. Float64 becomes
-        float32 unless JAX has 64-bit types enabled.
+        float32 unless JAX has 64-bit types enabled. Quantised weights and their scales keep theirs.
       mesh: where the parameters are placed, as `shardings` of the module does it; the default
         device if None.
       data: as `shardings` takes it.
@@ -146,7 +176,8 @@ def load(
 
     def placed(key: Any, x: jax.ShapeDtypeStruct) -> Array:
         name = _parameters.name(key)
-        return _array(tensors[name].array.reshape(x.shape), dtype, sharding.get(name))
+        array = tensors[name].array.reshape(x.shape)
+        return _array(array, loaded_dtype(name, array.dtype, dtype), sharding.get(name))
 
     return dataclasses.replace(found, params=jax.tree_util.tree_map_with_path(placed, found.params))
 
@@ -221,17 +252,16 @@ def _shape(x: Tensor) -> Shape:
     return shape[2:] if len(shape) == 3 and shape[:2] == (1, 1) else shape
 
 
-def _array(x: np.ndarray, dtype: DTypeLike | None, sharding: NamedSharding | None) -> Array:
-    """A copy of a tensor on the devices that need it."""
-    wanted = np.dtype(x.dtype if dtype is None else dtype)
+def _array(x: np.ndarray, dtype: DTypeLike, sharding: NamedSharding | None) -> Array:
+    """A copy of a tensor in `dtype`, on the devices that need it."""
     if sharding is None:
-        return jnp.asarray(np.array(x, wanted)).block_until_ready()
+        return jnp.asarray(np.array(x, dtype)).block_until_ready()
     # Devices with the same part of the tensor share the copy on the host.
     parts: dict[str, np.ndarray] = {}
 
     def part(index: Any) -> np.ndarray:
         if str(index) not in parts:
-            parts[str(index)] = np.array(x[index], wanted)
+            parts[str(index)] = np.array(x[index], dtype)
         return parts[str(index)]
 
     return jax.make_array_from_callback(x.shape, sharding, part).block_until_ready()
@@ -269,5 +299,8 @@ def _wrong(
         shape = wanted[name].shape
         if x.array.shape not in (shape, layout.official_shape(name, shape)):
             yield f"{what} is {x.described()}; expected is {described(shape)}"
-        elif x.array.dtype not in FLOATS.values():
-            yield f"{what} is {x.array.dtype}; expected is one of {', '.join(FLOATS)}"
+            continue
+        quantised = wanted[name].dtype == np.int8
+        accepted = {"int8": np.dtype("int8")} if quantised else FLOATS
+        if x.array.dtype not in accepted.values():
+            yield f"{what} is {x.array.dtype}; expected is one of {', '.join(accepted)}"

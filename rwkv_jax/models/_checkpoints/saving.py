@@ -31,7 +31,8 @@ def save(path: str | os.PathLike[str], params: Any, *, names: Names = "official"
 
     Raises:
       ValueError: `path` does not end as it has to, the parameters are those of
-        no generation, or flash-linear-attention has no such model.
+        no generation, flash-linear-attention has no such model, or the weights are quantised and
+        the file is not `.safetensors` with official names.
       RuntimeError: the parameters are distributed over several processes.
     """
     check.choice("save", "names", names, ("official", "fla"))
@@ -42,6 +43,12 @@ def save(path: str | os.PathLike[str], params: Any, *, names: Names = "official"
         raise ValueError(f"save: path is {path}; accepted with names={names!r} is {accepted}")
     layout = layout_of("save", _parameters.names(params))
     arrays = _parameters.names(layout.module.unstacked(params))
+    scales = [name for name in arrays if name.endswith(".scale")]
+    if scales and (path.suffix, names) != (".safetensors", "official"):
+        raise ValueError(
+            f"save: path is {path}, names={names!r}, and the weights are quantised; accepted is a "
+            "file .safetensors with names='official'"
+        )
     if names == "fla":
         if layout.name != "RWKV-7":
             raise ValueError(f"save: the model is {layout.name}; names='fla' is for RWKV-7")

@@ -1,0 +1,72 @@
+"""Weights of 8 bits: parameters that take a quarter of the memory of float32."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.tree_util import KeyPath
+from jaxtyping import Float
+
+from rwkv_jax.models import _parameters, _row_product
+from rwkv_jax.models._linear import Weight
+from rwkv_jax.models._trees import Params
+
+
+def quantize(params: Any, *, group: int | None = None) -> Params:
+    """The parameters of a model of any generation with int8 in place of the matrices of its linear
+    maps and of its head.
+
+    For each output, or each `group` of consecutive inputs of an output,
+
+        scale = max(|weight|) / 127        weight_int8 = round(weight / scale)
+
+    and a linear map multiplies with `scale * weight_int8`. The embedding, low-rank maps, vectors
+    and normalisations stay as they are. `features`, `apply`, `shardings` and
+    `rwkv_jax.generation` take such parameters as any others, and `save` and `load` keep them:
+    beside a tensor `X.weight` of int8 there is `X.scale`, float32 [outputs, groups]. They are for
+    inference: gradients with respect to a state or to `scale` are those of the formula, and
+    `jax.grad` refuses integers, so that the weights cannot be trained.
+
+    Args:
+      params: the parameters, in either form.
+      group: how many inputs of an output share a scale; all if None.
+
+    Returns:
+      The parameters, in the same form.
+
+    Raises:
+      TypeError: `params` are not the parameters of a model.
+      ValueError: `group` does not divide the inputs of a matrix, or a matrix is quantised already.
+    """
+    if not isinstance(params, Params):
+        raise TypeError(f"quantize: params is a {type(params).__name__}; accepted is a Params")
+
+    def quantized(path: KeyPath, x: Any) -> Any:
+        name = _parameters.name(path)
+        if not isinstance(x, Weight) or name == "emb":
+            return x
+        if x.scale is not None:
+            raise ValueError(f"quantize: {name} has a scale; accepted are weights without one")
+        inputs = x.weight.shape[-1]
+        size = inputs if group is None else group
+        if size < 1 or inputs % size:
+            raise ValueError(
+                f"quantize: group is {group}; accepted is a divisor of the {inputs} inputs of "
+                f"{name}"
+            )
+        return _quantized(x.weight, inputs // size)
+
+    return jax.tree_util.tree_map_with_path(
+        quantized, params, is_leaf=lambda x: isinstance(x, Weight)
+    )
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _quantized(weight: Float[Array, "*blocks outputs inputs"], groups: int) -> Weight:
+    grouped = weight.astype(jnp.float32).reshape(*weight.shape[:-1], groups, -1)
+    scale = jnp.max(jnp.abs(grouped), axis=-1) / _row_product.LARGEST
+    # A group of zeros has any scale.
+    rounded = jnp.round(grouped / jnp.where(scale == 0, 1, scale)[..., None])
+    return Weight(rounded.astype(jnp.int8).reshape(weight.shape), scale)

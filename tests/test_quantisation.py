@@ -1,0 +1,151 @@
+"""Weights of 8 bits: the models with them, their files, and the commands that take them."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from rwkv_jax import _commands, models
+from rwkv_jax.models import rwkv7
+from rwkv_jax.models._linear import Weight
+from support import checkpoints, meshes
+from support.tolerance import EXACT_FLOAT32, rms_error
+
+
+def _saved(path: Path, version: str) -> Path:
+    checkpoints.write_safetensors(path, checkpoints.official(version))
+    return path
+
+
+def _is_weight(x: Any) -> bool:
+    return isinstance(x, Weight)
+
+
+@pytest.mark.parametrize("group", [None, 8])
+def test_integers_and_scales(tmp_path: Path, group: int | None) -> None:
+    """Those of numpy in float64, for all matrices of linear maps and the head."""
+    params = models.load(_saved(tmp_path / "model.safetensors", "RWKV-7")).params
+    before = rwkv7.names(params)
+    after = rwkv7.names(models.quantize(params, group=group))
+    linear = [
+        *(f"att.{x}" for x in ("receptance", "key", "value", "output")),
+        "ffn.key",
+        "ffn.value",
+    ]
+    expected = {"head", *(f"blocks.{i}.{name}" for i in range(2) for name in linear)}
+    assert {name.removesuffix(".scale") for name in after if name.endswith(".scale")} == expected
+    for name, x in before.items():
+        if (owner := name.removesuffix(".weight")) not in expected:
+            np.testing.assert_array_equal(x, after[name], strict=True)
+            continue
+        wide = np.asarray(x, np.float64).reshape(len(x), -1, group or x.shape[1])
+        scale = np.abs(wide).max(-1) / 127
+        np.testing.assert_allclose(after[f"{owner}.scale"], scale, rtol=1e-6)
+        steps = (wide / scale[..., None]).reshape(x.shape)
+        assert after[name].dtype == "int8"
+        assert np.abs(np.asarray(after[name]) - steps).max() <= 0.5 + 1e-4
+
+
+def test_errors(tmp_path: Path) -> None:
+    params = models.load(_saved(tmp_path / "model.safetensors", "RWKV-7")).params
+    with pytest.raises(ValueError, match="group is 7; accepted is a divisor of the 24 inputs of"):
+        models.quantize(params, group=7)
+    with pytest.raises(ValueError, match="receptance has a scale; accepted are weights"):
+        models.quantize(models.quantize(params))
+    with pytest.raises(TypeError, match="params is a dict; accepted is a Params"):
+        models.quantize({})  # pyright: ignore[reportArgumentType]
+    small = models.quantize(params)
+    with pytest.raises(TypeError, match="int8"):
+        jax.grad(lambda p: jnp.sum(rwkv7.apply(p, jnp.zeros((1, 2), jnp.int32))[0]))(small)
+
+
+@pytest.mark.parametrize("version", ["RWKV-4", "RWKV-5.2", "RWKV-6", "RWKV-7"])
+def test_files_and_models(tmp_path: Path, version: str) -> None:
+    """A file gives back what was saved, whatever dtype is asked for; and a model computes with the
+    integers what it computes with the matrices that they stand for."""
+    path, small = _saved(tmp_path / "model.safetensors", version), tmp_path / "small.safetensors"
+    found = models.load(path)
+    params = models.quantize(found.params, group=8 if version == "RWKV-7" else None)
+    models.save(small, params)
+    loaded = models.load(small, dtype="float32").params
+    for x, y in zip(jax.tree.leaves(params), jax.tree.leaves(loaded), strict=True):
+        np.testing.assert_array_equal(x, y, strict=True)
+    shapes = models.inspect(small).params
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), shapes) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), params
+    )
+    wide = jax.tree.map(
+        lambda x: Weight(x.wide()) if _is_weight(x) else x, params, is_leaf=_is_weight
+    )
+    apply = jax.jit(found.module.apply)
+    tokens = jnp.asarray([[1, 2, 3], [4, 5, 6]])
+    (sequence, state), (expected, expected_state) = (apply(p, tokens) for p in (params, wide))
+    assert rms_error(sequence, expected) < EXACT_FLOAT32
+    (single, _), (expected, _) = (
+        apply(p, tokens[:, 0], s) for p, s in ((params, state), (wide, expected_state))
+    )
+    assert rms_error(single, expected) < EXACT_FLOAT32
+
+
+def test_stacked_and_on_a_mesh(tmp_path: Path) -> None:
+    """The stacked form has the same integers, and on a mesh a scale is where its weight is."""
+    path = _saved(tmp_path / "model.safetensors", "RWKV-7")
+    params = models.quantize(models.load(path).params)
+    stacked = models.quantize(rwkv7.stacked(models.load(path).params))
+    pairs = zip(jax.tree.leaves(rwkv7.stacked(params)), jax.tree.leaves(stacked), strict=True)
+    assert all(np.array_equal(x, y) for x, y in pairs)
+    mesh = meshes.mesh("data=1,model=2", AxisType.Auto, jax.devices("cpu"))
+    places = rwkv7.names(rwkv7.shardings(stacked, mesh, model="model"))
+    assert places["blocks.rest.ffn.key.scale"].spec == P(None, "model", None)
+    assert places["blocks.rest.ffn.value.scale"].spec == P(None, None, None)
+
+
+def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, small = _saved(tmp_path / "model.safetensors", "RWKV-7"), tmp_path / "small.safetensors"
+    convert = ["convert", str(path), str(small), "--force"]
+    assert _commands.main([*convert, "--group", "8"]) == 2
+    assert "--group needs --quantize" in capsys.readouterr().err
+    assert _commands.main([*convert, "--quantize", "int8"]) == 0
+    assert capsys.readouterr().out == f"{small}: RWKV-7, 18,744 parameters, 32.7 kB\n"
+    assert _commands.main(["inspect", str(small), "--dtype", "bfloat16"]) == 0
+    rows = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
+    assert rows["parameters"].strip() == "18,744"
+    assert rows["dtype"].strip() == "float32, int8"
+    for target in ("small.pth", "folder"):
+        more = ["--names", "fla"] if target == "folder" else []
+        command = ["convert", str(path), str(tmp_path / target), "--quantize", "int8", *more]
+        assert _commands.main(command) == 2
+        assert "accepted is a file .safetensors" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"head.weight": ("float32", (37, 24))}, "is float32; expected is one of int8"),
+        ({"head.scale": ("float32", (36, 1))}, r"is \[36, 1\]; expected is \[37, 1\]"),
+        ({"head.scale": ("float32", (37, 5))}, r"is \[37, 5\]; expected is \[37, 1\]"),
+        ({"head.scale": ("int8", (37, 1))}, "is int8; expected is one of bfloat16"),
+        ({"head.scale": None}, "is int8; expected is one of bfloat16"),
+        ({"emb.scale": ("float32", (37, 1))}, "emb.weight' .* expected is one of int8"),
+    ],
+)
+def test_wrong_files(
+    tmp_path: Path, change: dict[str, tuple[str, tuple[int, ...]] | None], message: str
+) -> None:
+    tensors = checkpoints.rwkv7(layers=1)
+    tensors["head.weight"] = np.zeros((37, 24), np.int8)
+    tensors["head.scale"] = np.ones((37, 1), np.float32)
+    for name, wrong in change.items():
+        if wrong is None:
+            del tensors[name]
+        else:
+            tensors[name] = np.ones(wrong[1], wrong[0])
+    path = tmp_path / "model.safetensors"
+    checkpoints.write_safetensors(path, tensors)
+    with pytest.raises(ValueError, match=message):
+        models.inspect(path)
