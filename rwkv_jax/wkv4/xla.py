@@ -1,66 +1,306 @@
-"""WKV4 in chunks of plain jnp: for each token of a tile the weights of all tokens before it, by
-their exponents less the largest."""
+"""WKV4 in plain jnp: groups of tokens side by side, and the derivative by its own formula.
 
+Let N_t and D_t be the sums of weighted values and of weights before token t, and
+
+    q_t = D_t + e^(u + k_t)        y_t = (N_t + e^(u + k_t) v_t) / q_t
+    N_(t+1) = e^w N_t + e^(k_t) v_t        D_(t+1) = e^w D_t + e^(k_t)
+
+Their cotangents n_t and d_t are decayed sums from the end, with a_t = dy_t / q_t:
+
+    n_t = e^w n_(t+1) + a_t        d_t = e^w d_(t+1) - a_t y_t
+    du = sum_t e^(u + k_t) a_t (v_t - y_t)
+    dk_t = e^(u + k_t) a_t (v_t - y_t) + e^(k_t) (v_t n_(t+1) + d_(t+1))
+    dv_t = e^(u + k_t) a_t + e^(k_t) n_(t+1)
+    dw = sum_t e^w (N_t n_(t+1) + D_t d_(t+1))
+
+Both pairs of sums are kept as `Wkv4State` has them, relative to the largest weight. The final
+`log_max` is the exponent of the first largest weight, which has its cotangent, less what the
+cotangents of the final `num` and `den` say about the exponent that they are relative to.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from rwkv_jax._operator.call import Arrays, Options
+from rwkv_jax._operator.call import (
+    Arrays,
+    Backward,
+    Forward,
+    Gradients,
+    Marks,
+    Options,
+    Packing,
+    Result,
+)
+from rwkv_jax._operator.implementation import Implementation
+from rwkv_jax._operator.saved import CHUNK, chunks
 from rwkv_jax._packing import segments
-from rwkv_jax._portable.chunked import Chunked
 from rwkv_jax._portable.decay import unbounded_log_decay
 from rwkv_jax.wkv4 import reference
-from rwkv_jax.wkv4.signature import NOTHING, SIGNATURE
+from rwkv_jax.wkv4.signature import NOTHING
+from rwkv_jax.wkv4.walk import ItemFn, Kept, Runs, VisitFn, Walk, grouped, left, picker
 
 
-def tile(
-    options: Options, state: Arrays, inputs: Arrays, marks: Array | None
-) -> tuple[Arrays, Array]:
-    num, den, log_max = (state[part][:, None] for part in ("num", "den", "log_max"))
-    k, v = (inputs[name].astype(jnp.float32)[:, None] for name in "kv")
-    log_decay = unbounded_log_decay(inputs["w"], options.decay)[:, None]
-    # The state before token i, and after the last: [B, L + 1, C], its weights [B, L + 1, L, C].
-    tokens = inputs["k"].shape[1]
-    ages = lax.iota(jnp.float32, tokens + 1)[None, :, None]
-    earlier = ages[:, :, None] > ages[:, None, :tokens]
-    alive = jnp.array(True)
-    if marks is not None:
-        there, own = marks != segments.PADDING, segments.numbers(marks)
-        own_of_state = jnp.concatenate([own, own[:, -1:]], axis=1)[..., None]
-        earlier &= (own_of_state == own[:, None])[..., None] & there[:, None, :, None]
-        alive = own_of_state == 0
-        ages = jnp.pad(jnp.cumsum(there, axis=1, dtype=jnp.float32), ((0, 0), (1, 0)))[..., None]
-    added = ages[:, :, None] - 1 - ages[:, None, :tokens]
-    decays, decay = added * log_decay[:, None], ages * log_decay
-    weights = jnp.where(earlier, decays + k, -jnp.inf)
-    before = jnp.where(alive, decay + log_max, NOTHING)
-    # `y` does not depend on what is subtracted from the exponents, but the final state does.
-    largest = lax.stop_gradient(jnp.maximum(before, jnp.max(weights, axis=2)))
-    last = _first_largest(before[:, -1:], weights[:, -1])
-    largest = jnp.concatenate([largest[:, :-1], last], axis=1)
-    # As in the reference, against drift.
-    weights = jnp.where(earlier, (k - largest[:, :, None]) + decays, -jnp.inf)
-    start = jnp.where(alive, (log_max - largest) + decay, -jnp.inf)
-    weights, start = jnp.exp(weights), jnp.exp(start)
-    states = {
-        "num": start * num + jnp.sum(weights * v, axis=2),
-        "den": start * den + jnp.sum(weights, axis=2),
-        "log_max": largest,
-    }
-    of_tokens = {part: x[:, :-1] for part, x in states.items()}
-    y = reference.read(inputs | {"u": inputs["u"][:, None]}, of_tokens)
-    (y,) = segments.cleared(marks, [y])
-    return {part: x[:, -1] for part, x in states.items()}, y
+class _Wkv4(Implementation):
+    """Runs everywhere, for any sizes."""
+
+    def describe(
+        self, platform: str, options: Options, inputs: Mapping[str, Any], packing: Packing
+    ) -> str:
+        return "chunks in plain jax.numpy"
+
+    def step(self, options: Options, platform: str, operands: Forward) -> Result:
+        return reference.IMPLEMENTATION.step(options, platform, operands)
+
+    def forward(self, options: Options, platform: str, operands: Forward) -> Result:
+        return _as_the_platform_needs(functools.partial(self._forward, options), operands)
+
+    def backward(self, options: Options, platform: str, operands: Backward) -> Gradients:
+        return _as_the_platform_needs(functools.partial(self._backward, options), operands)
+
+    def _forward(self, options: Options, unrolled: bool, operands: Forward) -> Result:
+        v, state = operands.inputs["v"], operands.state
+        if v.shape[1] == 0:
+            none = {part: jnp.zeros_like(x[:, None])[:, :0] for part, x in state.items()}
+            return Result(v, state, none if options.save else {})
+        tokens = _Tokens(options, unrolled, operands.inputs, operands.packing)
+        starts = tokens.before_groups(state)
+
+        def visit(token: _Token, state: Arrays) -> tuple[Array, Any]:
+            return reference.read(tokens.inputs(token), state).astype(v.dtype), {}
+
+        ends, _, y = tokens.through(starts, visit)
+        (y,) = segments.cleared(tokens.marks, [y.flat(v.shape[1])])
+        end = jax.tree.map(lambda x: x[:, -1], ends)
+        return Result(y, end, tokens.saved(starts) if options.save else {})
+
+    def _backward(self, options: Options, unrolled: bool, operands: Backward) -> Gradients:
+        inputs, dstate = operands.inputs, operands.dstate
+        if inputs["v"].shape[1] == 0:
+            return Gradients(jax.tree.map(jnp.zeros_like, inputs), dstate)
+        tokens = _Tokens(options, unrolled, inputs, operands.packing)
+        (dy,) = segments.cleared(tokens.marks, [operands.dy])
+        start = {part: x[:, 0] for part, x in operands.states.items()}
+        end, states = tokens.states(operands.states)
+        cotangent = {part: dstate[part] for part in ("num", "den")}
+        found, shared, dstart = _Reverse(tokens, states, dy).gradients(
+            cotangent | {"log_max": -end["log_max"]}
+        )
+        dlargest = dstate["log_max"] - _dotted(dstate, end)
+        place, age = tokens.first_largest(start["log_max"])
+        first = lax.broadcasted_iota(jnp.int32, inputs["k"].shape, 1) + 1 == place[:, None]
+        dk = found["k"] + jnp.where(first, dlargest[:, None], 0.0)
+        dk, dv = segments.cleared(tokens.marks, [dk, found["v"]])
+
+        scale = jnp.exp(start["log_max"] + dstart["log_max"])
+        if tokens.starts is not None:
+            scale = jnp.where(tokens.starts[:, :1], 0.0, scale)
+        dinitial = {part: scale * dstart[part] for part in ("num", "den")}
+        here = jnp.where(place == 0, dlargest, 0.0)
+        dinitial["log_max"] = _dotted(dinitial, start) + here
+
+        (dw,) = tokens.pull_back(shared["w"] + dlargest * age)
+        gradients = {"w": dw, "u": shared["u"], "k": dk, "v": dv}
+        return Gradients({n: x.astype(inputs[n].dtype) for n, x in gradients.items()}, dinitial)
 
 
-def _first_largest(*parts: Array) -> Array:
-    """The largest along axis 1 of all parts, [B, 1, C]; the first of equal ones gets its cotangent.
-
-    The derivative of `jnp.max` compares its operand with the result. The compiler may compute the
-    operand twice and round it differently, and then nothing is equal to the result."""
-    x = jnp.concatenate(parts, axis=1)
-    at = lax.argmax(x, 1, jnp.int32)[:, None]
-    here = lax.broadcasted_iota(jnp.int32, x.shape, 1) == at
-    return jnp.sum(jnp.where(here, x, 0.0), axis=1, keepdims=True)
+def _as_the_platform_needs(run: Callable[[bool, Any], Any], operands: Any) -> Any:
+    """`run(unrolled, operands)`, as walks are best on the platform that a program is lowered for.
+    What runs on all platforms is traced once for all of them, so the choice is made here."""
+    loops, unrolled = (functools.partial(run, x) for x in (False, True))
+    return lax.platform_dependent(operands, cpu=loops, default=unrolled)
 
 
-IMPLEMENTATION = Chunked(SIGNATURE, tile, reference.IMPLEMENTATION)
+class _Token(NamedTuple):
+    """One token of each group: how many it is [B or 1, n], 0 or 1, whether a segment starts with
+    it, and its key and value [B, n, C]."""
+
+    age: Array
+    starts: Array | None
+    k: Array
+    v: Array
+
+
+class _Tokens:
+    """The tokens of a call, in groups [B, n, L] of so many tokens each."""
+
+    def __init__(self, options: Options, unrolled: bool, inputs: Arrays, packing: Packing) -> None:
+        k, v = inputs["k"], inputs["v"]
+        log_decay, self.pull_back = jax.vjp(
+            lambda w: unbounded_log_decay(w, options.decay), inputs["w"]
+        )
+        self.walk = Walk(log_decay, unrolled)
+        self.count = k.shape[1]
+        self.length = self.walk.length(self.count)
+        self.marks = packing.marks if isinstance(packing, Marks) else None
+        if self.marks is None:
+            self.ages, self.starts = jnp.ones((1, self.count), jnp.float32), None
+        else:
+            self.ages = (self.marks != segments.PADDING).astype(jnp.float32)
+            self.starts = self.marks == segments.STARTS
+        self._k, self._u = k, inputs["u"].astype(jnp.float32)[:, None]
+        tokens = _Token(self.ages, self.starts, k, v)
+        self.groups = jax.tree.map(lambda x: grouped(x, self.length), tokens)
+
+    def inputs(self, token: _Token) -> Arrays:
+        """The inputs of a token in float32, as those of one that weighs nothing where it is
+        padding."""
+        there = token.age[..., None] > 0
+        return {
+            "u": self._u,
+            "k": jnp.where(there, token.k.astype(jnp.float32), NOTHING),
+            "v": jnp.where(there, token.v.astype(jnp.float32), 0.0),
+        }
+
+    def _run(self, token: _Token) -> Runs:
+        inputs = self.inputs(token)
+        added = {"num": inputs["v"], "den": token.age[..., None], "log_max": inputs["k"]}
+        return Runs(token.age, token.starts, added)
+
+    def through(self, starts: Arrays, visit: VisitFn) -> tuple[Arrays, Any, Kept]:
+        """Walk through the groups from the states before them, and visit each token with the state
+        that it reads."""
+
+        def of_token(token: _Token, state: Arrays) -> tuple[Any, Any]:
+            return visit(token, left(state, token.starts))
+
+        return self.walk.through(picker(self.groups), self._run, self.length, starts, of_token, {})
+
+    def runs(self) -> Runs:
+        """The groups as runs."""
+        ages, starts, k, _ = self.groups
+        return self.walk.runs(picker(self.groups), self._run, ages, starts, k[:, :, 0])
+
+    def before_groups(self, state: Arrays) -> Arrays:
+        """The states before each group, from the one before all tokens."""
+        if self.length == self.count:
+            return jax.tree.map(lambda x: x[:, None], state)
+        return self.walk.before(self.runs(), state)
+
+    def saved(self, starts: Arrays) -> Arrays:
+        """The states before each chunk, from those before each group."""
+        return jax.tree.map(lambda x: x[:, :: max(CHUNK // self.length, 1)], starts)
+
+    def states(self, saved: Arrays) -> tuple[Arrays, Kept]:
+        """The state after all tokens, and those that tokens read, from the states before each
+        chunk."""
+        starts, groups = saved, -(-self.count // self.length)
+        if groups > chunks(self.count):
+            several = jax.tree.map(lambda x: grouped(x, CHUNK // self.length), self.runs())
+            starts = self.walk.inside(several, saved, groups)
+        ends, _, states = self.through(starts, lambda token, state: (state, {}))
+        return jax.tree.map(lambda x: x[:, -1], ends), states
+
+    def first_largest(self, log_max: Array) -> tuple[Array, Array]:
+        """Which is the first of the largest weights after all tokens [B, C], where 0 is that of the
+        state before them and t + 1 that of token t, and by how many tokens it has decayed.
+
+        It is one comparison of all exponents. Comparing them with the largest would fail where the
+        compiler computes an exponent twice and rounds it differently."""
+        upto = jnp.cumsum(self.ages, axis=1)
+        ages = jnp.concatenate([upto[:, -1:], upto[:, -1:] - upto], axis=1)
+        x = jnp.concatenate([log_max[:, None], self._k.astype(jnp.float32)], axis=1)
+        x += ages[..., None] * self.walk.log_decay[:, None]
+        if self.marks is not None:
+            own = segments.numbers(self.marks)
+            own = jnp.pad(own, ((0, 0), (1, 0)))
+            there = jnp.pad(self.ages > 0, ((0, 0), (1, 0)), constant_values=True)
+            x = jnp.where((there & (own == own[:, -1:]))[..., None], x, -jnp.inf)
+        place = lax.argmax(x, 1, jnp.int32)
+        ages = jnp.broadcast_to(ages, (len(x), ages.shape[1]))
+        return place, jnp.take_along_axis(ages, place, axis=1)
+
+
+class _Read(NamedTuple):
+    """A token of each group with the state that it reads and the cotangent of what it reads."""
+
+    token: _Token
+    starts_next: Array | None
+    dy: Array
+    state: Arrays
+
+
+class _Reverse:
+    """The walk from the last token to the first, with the cotangents of the sums."""
+
+    def __init__(self, tokens: _Tokens, states: Kept, dy: Array) -> None:
+        self._tokens, self._walk = tokens, tokens.walk._replace(reverse=True)
+        self._dy, self._starts = grouped(dy, tokens.length), None
+        if tokens.starts is not None:
+            # What cuts the tokens after this one off from it is that the next one starts a segment.
+            starts = jnp.pad(tokens.starts[:, 1:], ((0, 0), (0, 1)))
+            self._starts = grouped(starts, tokens.length)
+        self._states = states
+
+    def _items(self) -> ItemFn:
+        # Without the barrier XLA keeps what two walks compute of a token, which is more than these.
+        states = Kept(lax.optimization_barrier(self._states.runs))
+        given = picker((self._tokens.groups, self._starts, self._dy))
+
+        def item(i: Any) -> _Read:
+            token, starts_next, dy = given(i)
+            return _Read(token, starts_next, dy, states.item(i))
+
+        return item
+
+    def _cotangents(self, x: _Read) -> tuple[Arrays, Arrays]:
+        """The inputs of a token, with `y` and the weight of the token in it, and what the token
+        adds to the cotangents of the sums: a and -a y, relative to the largest exponent in q."""
+        inputs = self._tokens.inputs(x.token)
+        own, log_max = inputs["u"] + inputs["k"], x.state["log_max"]
+        largest = jnp.maximum(log_max, own)
+        before, now = jnp.exp(log_max - largest), jnp.exp(own - largest)
+        scale = 1.0 / (before * x.state["den"] + now)
+        y = (before * x.state["num"] + now * inputs["v"]) * scale
+        a = x.dy.astype(jnp.float32) * scale
+        there = x.token.age[..., None] > 0
+        added = {"num": a, "den": -a * y, "log_max": jnp.where(there, -largest, NOTHING)}
+        return inputs | {"now": now, "y": y}, added
+
+    def _run(self, x: _Read) -> Runs:
+        return Runs(x.token.age, x.starts_next, self._cotangents(x)[1])
+
+    def gradients(self, end: Arrays) -> tuple[Arrays, Arrays, Arrays]:
+        """The gradients of k and v, those of the log decay and of u [B, C], and the cotangents of
+        the sums before all tokens, from the cotangents of the sums after all tokens."""
+        tokens = self._tokens
+        starts = jax.tree.map(lambda x: x[:, None], end)
+        if tokens.length != tokens.count:
+            runs = self._walk.runs(
+                self._items(), self._run, tokens.groups.age, self._starts, self._dy[:, :, 0]
+            )
+            starts = self._walk.before(runs, end)
+        log_decay = tokens.walk.log_decay[:, None]
+
+        def visit(x: _Read, after: Arrays) -> tuple[Arrays, Arrays]:
+            inputs, added = self._cotangents(x)
+            after = left(after, x.starts_next)
+            k, v, y = (inputs[name] for name in "kvy")
+            bonus = inputs["now"] * added["num"]
+            own = bonus * (v - y)
+            kept = jnp.exp(k + after["log_max"])
+            past = jnp.exp((x.state["log_max"] + after["log_max"]) + log_decay)
+            dw = x.token.age[..., None] * past * _dotted(x.state, after)
+            dk = own + kept * (v * after["num"] + after["den"])
+            dv = (bonus + kept * after["num"]).astype(x.token.v.dtype)
+            return {"k": dk, "v": dv}, {"w": dw, "u": own}
+
+        zeros = jnp.zeros_like(self._dy[:, :, 0], dtype=jnp.float32)
+        befores, sums, found = self._walk.through(
+            self._items(), self._run, tokens.length, starts, visit, {"w": zeros, "u": zeros}
+        )
+        before = jax.tree.map(lambda x: x[:, 0], befores)
+        shared = jax.tree.map(lambda x: jnp.sum(x, axis=1), sums)
+        return found.flat(tokens.count), shared, before
+
+
+def _dotted(x: Arrays, y: Arrays) -> Array:
+    """The sum of the products of the numerators and of the denominators."""
+    return x["num"] * y["num"] + x["den"] * y["den"]
+
+
+IMPLEMENTATION = _Wkv4()
