@@ -2,13 +2,14 @@
 
 import functools
 import importlib
+import math
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from jax.experimental.pallas import triton
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -180,6 +181,19 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
             yield from _equations(inner)
 
 
+def _kernels(op: str, platform: str, case: Case) -> list[dict[str, Any]]:
+    """The parameters of the kernels of a call and its gradient."""
+    compiled_with = importlib.import_module(LOWERING.PARAMETERS[platform]).CompilerParams
+    found = [
+        equation.params
+        for equation in _equations(_traced(op, platform, case).jaxpr.jaxpr)
+        if isinstance(equation.params.get("compiler_params"), compiled_with)
+        and not equation.params["interpret"]
+    ]
+    assert len(found) == KERNELS
+    return found
+
+
 LARGEST_OPERAND = 32 * 1024
 """Bytes of an operand of a product of matrices in a GPU kernel. Triton keeps such operands in
 shared memory. With a state and its gradient of 64 KB each, the gradients of WKV7 needed 238592
@@ -188,19 +202,32 @@ bytes; a Hopper GPU has 232448."""
 
 @each_op
 def test_operands_of_products_fit_shared_memory(op: str) -> None:
-    traced = _traced(op, "cuda", Case(1, 100, 1, 128, decay="log"))
-    kernels = [
-        equation.params["jaxpr"]
-        for equation in _equations(traced.jaxpr.jaxpr)
-        if isinstance(equation.params.get("compiler_params"), triton.CompilerParams)
-        and not equation.params["interpret"]
-    ]
-    assert len(kernels) == KERNELS
-    for kernel in kernels:
-        for equation in _equations(kernel):
+    for kernel in _kernels(op, "cuda", Case(1, 100, 1, 128, decay="log")):
+        for equation in _equations(kernel["jaxpr"]):
             if equation.primitive is jax.lax.dot_general_p:
                 for x in equation.invars:
-                    assert x.aval.size * x.aval.dtype.itemsize <= LARGEST_OPERAND, kernel
+                    assert x.aval.size * x.aval.dtype.itemsize <= LARGEST_OPERAND, kernel["name"]
+
+
+VECTOR_MEMORY = 16 * 2**20
+"""Bytes that the compiler of a TPU gives a kernel unless it is told otherwise."""
+
+
+@each_op
+def test_blocks_fit_the_memory_of_a_tpu(op: str) -> None:
+    """With the largest heads, in float32. A block is there twice, so that one is copied while the
+    other is in use. What a tile has besides is at most as much: hence a quarter."""
+    for kernel in _kernels(op, "tpu", Case(1, 100, 1, 128, decay="log")):
+        total = 0
+        for block in kernel["grid_mapping"].block_mappings:
+            *_, rows, columns = shape = block.block_aval.shape
+            # In tiles of 8 x 128 numbers; Mosaic takes other blocks only as whole axes of an array.
+            array = block.array_aval.shape[-2:]
+            assert rows % 8 == 0 or rows == array[0], shape
+            assert columns in (128, array[1]), shape
+            tiles = math.prod(shape[:-2]) * -(-rows // 8) * -(-columns // 128)
+            total += 2 * tiles * 8 * 128 * 4
+        assert total <= VECTOR_MEMORY / 4, (kernel["name"], total)
 
 
 @each_platform
@@ -251,14 +278,49 @@ def test_why_not(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
             refused = f"K = {case.K} and V = {case.V}; the pallas kernels take 16, 32, 64, 128"
             assert reason(case, platform) == refused
         assert reason(Case(1, 5, 1, 128), platform) is None
+        refused = "float16 inputs; on TPUs the pallas kernels take float32 and bfloat16"
+        half = reason(Case(1, 5, 1, 64, dtype="float16"), platform)
+        assert half == (refused if platform == "tpu" else None)
     for platform in ("cpu", "rocm"):
         refused = "pallas kernels exist for CUDA GPUs and for TPUs"
         assert reason(Case(1, 5, 1, 64), platform) == refused
 
 
-def test_without_pallas(monkeypatch: pytest.MonkeyPatch) -> None:
+PALLAS = "jax.experimental.pallas"
+
+
+@pytest.mark.parametrize(
+    ("missing", "cannot", "can"),
+    [
+        (f"{PALLAS}.triton", "cuda", "tpu"),
+        (f"{PALLAS}.tpu", "tpu", "cuda"),
+        (PALLAS, "cuda", None),
+    ],
+)
+def test_a_jax_without(
+    missing: str, cannot: str, can: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """JAX 0.11 announced that it will lose the Triton backend of Pallas."""
     inputs, _ = operands("wkv7", Case(1, 5, 1, 64))
-    reason = internals.why_pallas_cannot_be_imported(monkeypatch, inputs)
-    assert reason is not None
-    assert "rwkv_jax.wkv7.pallas cannot be imported" in reason
+    for platform in filter(None, (cannot, can)):
+        with hlo.device(platform):
+            reason = internals.why_not_pallas(monkeypatch, inputs, missing, platform)
+        if platform == can:
+            assert reason is None
+        else:
+            assert reason is not None
+            what = "rwkv_jax.wkv7.pallas cannot be imported" if can is None else "does not compile"
+            assert what in reason
+            assert missing.rpartition(".")[2] in reason
     assert importlib.import_module("rwkv_jax")
+
+
+def test_what_runs_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU without native kernels too: plain XLA."""
+    internals.pretend(monkeypatch, "cuda", "on holiday")
+    monkeypatch.setitem(sys.modules, f"{PALLAS}.triton", None)
+    assert KERNEL["cuda"] not in _lowered("wkv6", "cuda", Case(1, 16, 1, 32), None)
+    with pytest.raises(NotImplementedError, match="does not compile pallas kernels for 'cuda'"):
+        _lowered("wkv6", "cuda", Case(1, 16, 1, 32))
+    monkeypatch.undo()
+    jax.clear_caches()

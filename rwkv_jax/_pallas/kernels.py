@@ -39,6 +39,8 @@ class PallasKernels(Implementation):
     ) -> str | None:
         if reason := lowering.why_not(platform):
             return reason
+        if lowering.is_tpu(platform) and inputs[self._signature.y].dtype == jnp.float16:
+            return "float16 inputs; on TPUs the pallas kernels take float32 and bfloat16"
         sizes = self._head_sizes(inputs)
         if not set(sizes.values()) <= set(lowering.HEAD_SIZES):
             accepted = ", ".join(map(str, lowering.HEAD_SIZES))

@@ -9,6 +9,7 @@ Arrays have the axis letters of `rwkv_jax._typing`, and two more:
     1    an axis of size 1
 """
 
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -16,13 +17,15 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
-from jax.experimental.pallas import triton as pltriton
 
 from rwkv_jax._operator.saved import CHUNK, chunks
 from rwkv_jax._pallas.algebra import TILE
 
-PLATFORMS = ("cuda", "tpu")
+PARAMETERS = {"cuda": "jax.experimental.pallas.triton", "tpu": "jax.experimental.pallas.tpu"}
+"""For each platform the module with the parameters of its compiler, without which JAX has no such
+compiler. JAX 0.11 announced that the one of "cuda" will be removed."""
+
+PLATFORMS = tuple(PARAMETERS)
 
 INTERPRET: str | None = None
 """The platform whose kernels the interpreter of Pallas runs on CPUs, for tests: it is slow. This is
@@ -86,6 +89,11 @@ def why_not(platform: str) -> str | None:
     """Why kernels cannot be lowered for a platform, or None."""
     if platform not in PLATFORMS and not (platform == "cpu" and INTERPRET):
         return "pallas kernels exist for CUDA GPUs and for TPUs"
+    compiler = _compiler(platform)
+    try:
+        _parameters(compiler)
+    except (ImportError, AttributeError) as error:
+        return f"JAX {jax.__version__} does not compile pallas kernels for {compiler!r}: {error}"
     if platform == "cuda" and not _lowers_for_gpus():
         return (
             "JAX lowers pallas kernels for the kind of GPU that is here, and there is none; "
@@ -99,9 +107,18 @@ def _lowers_for_gpus() -> bool:
     return known or jax.default_backend() == "gpu" or jax.__version_info__ < (0, 11)
 
 
+def _parameters(compiler: str) -> Any:
+    return importlib.import_module(PARAMETERS[compiler]).CompilerParams
+
+
+def _compiler(platform: str) -> str:
+    """The platform that kernels are made for, though perhaps interpreted."""
+    return INTERPRET if platform == "cpu" and INTERPRET else platform
+
+
 def is_tpu(platform: str) -> bool:
     """Whether kernels are made as for a TPU, though perhaps interpreted."""
-    return (INTERPRET if platform == "cpu" else platform) == "tpu"
+    return _compiler(platform) == "tpu"
 
 
 def run(
@@ -192,9 +209,9 @@ def run(
 
     if on_tpu:
         along = "parallel" if order == SIDE_BY_SIDE else "arbitrary"
-        parameters: Any = pltpu.CompilerParams(dimension_semantics=("parallel", along))
+        parameters = _parameters("tpu")(dimension_semantics=("parallel", along))
     else:
-        parameters = pltriton.CompilerParams(tuning.num_warps, tuning.num_stages)
+        parameters = _parameters("cuda")(tuning.num_warps, tuning.num_stages)
     first, *_ = (x for _, x in given.values())
     call = pl.pallas_call(
         kernel,

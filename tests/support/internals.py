@@ -328,13 +328,22 @@ def pallas_lowering() -> Any:
     return importlib.import_module("rwkv_jax._pallas.lowering")
 
 
-def why_pallas_cannot_be_imported(
-    monkeypatch: pytest.MonkeyPatch, inputs: Mapping[str, Any]
+def why_not_pallas(
+    monkeypatch: pytest.MonkeyPatch, inputs: Mapping[str, Any], missing: str, platform: str
 ) -> str | None:
-    """The reason of the Pallas kernels of WKV7 not to run where Pallas itself is not there."""
-    monkeypatch.setitem(sys.modules, "jax.experimental.pallas", None)
+    """The reason of the Pallas kernels of WKV7 not to run where JAX lacks a module."""
+    package, _, module = missing.rpartition(".")
+    monkeypatch.delattr(importlib.import_module(package), module, raising=False)
+    monkeypatch.setitem(sys.modules, missing, None)
     for name in [n for n in sys.modules if n.startswith("rwkv_jax._pallas.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delitem(sys.modules, "rwkv_jax.wkv7.pallas", raising=False)
     options = options_of("wkv7", decay="log", implementation=None, precision=None)
-    return Lazy("rwkv_jax.wkv7.pallas").why_not("cuda", options, inputs, None)
+    return Lazy("rwkv_jax.wkv7.pallas").why_not(platform, options, inputs, None)
+
+
+def unroll_wkv4(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let WKV4 in plain XLA run on a CPU as it runs on other platforms."""
+    module = importlib.import_module("rwkv_jax.wkv4.xla")
+    monkeypatch.setattr(module, "_as_the_platform_needs", lambda run, operands: run(True, operands))
+    jax.clear_caches()
