@@ -29,6 +29,7 @@ rwkv_jax = importlib.import_module("rwkv_jax")
 # Files whose tests need what is not here; RWKV_JAX_REQUIRE says that it has to be.
 PLATFORM = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
 NATIVE = rwkv_jax.build_info()["missing"].get(PLATFORM, "no such kernels") is None
+LIBTPU = importlib.util.find_spec("libtpu") is not None
 OFFICIAL = all(importlib.util.find_spec(name) is not None for name in ("torch", "rwkv"))
 collect_ignore = [
     file
@@ -36,6 +37,7 @@ collect_ignore = [
         "test_ffi.py": NATIVE,
         "test_gpu.py": NATIVE and PLATFORM == "cuda",
         "test_official.py": OFFICIAL,
+        "test_tpu.py": LIBTPU,
     }.items()
     if not there
 ]
