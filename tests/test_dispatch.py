@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import pytest
 
 import rwkv_jax
+from rwkv_jax.losses import cross_entropy
+from rwkv_jax.models import rwkv7
 from support import cases, hlo, internals
 from support.cases import Case
 from support.operators import OPERATORS, SEQUENCES, STEPS, available
@@ -107,13 +109,27 @@ def test_without_any_native_kernels_the_error_comes_while_tracing(pretend: Any) 
         jax.eval_shape(lambda inputs: rwkv_jax.wkv7(**inputs, implementation="ffi"), inputs)
 
 
-@pytest.mark.parametrize("platform", ["tpu", "rocm"])
-def test_other_platforms(platform: str) -> None:
-    assert hlo.targets(_lowered(None, platform)) == set()
+@pytest.mark.parametrize(("platform", "op"), [("tpu", "wkv7"), *(("rocm", op) for op in SEQUENCES)])
+def test_other_platforms(platform: str, op: str) -> None:
+    assert "custom_call @" not in _lowered(None, platform, op=op)
     # Native kernels somewhere, so that only the platform is at fault.
     if None in map(internals.missing, ("cpu", "cuda")):
         with pytest.raises(NotImplementedError, match="native kernels exist for CPUs and for CUDA"):
-            _lowered("ffi", platform)
+            _lowered("ffi", platform, op=op)
+
+
+def test_a_training_step_on_rocm() -> None:
+    """Operator, layer functions and loss: XLA's own operations, without any kernel."""
+    config = rwkv7.Config(layers=2, width=64, head_size=32, vocabulary=256)
+    params = jax.eval_shape(lambda: rwkv7.init(jax.random.key(0), config))
+
+    def loss(params: rwkv7.Params, tokens: jax.Array) -> jax.Array:
+        features, _ = rwkv7.features(params, tokens, dtype=jnp.bfloat16)
+        return cross_entropy(features, params.head.weight, tokens)
+
+    tokens = jax.ShapeDtypeStruct((2, 17), jnp.int32)
+    traced = jax.jit(jax.value_and_grad(loss)).trace(params, tokens)
+    assert "custom_call @" not in traced.lower(lowering_platforms=("rocm",)).as_text()
 
 
 @pytest.mark.parametrize("case", cases.GENERAL, ids=str)
