@@ -128,7 +128,7 @@ class Pool:
                 check.choice("Pool", argument, axis, mesh.axis_names if mesh else ())
         if mesh is not None and slots % (parts := devices_along(mesh, data)):
             raise ValueError(
-                f"Pool: slots is {slots}; accepted is a multiple of {parts}, of `data`"
+                f"Pool: slots is {slots}; accepted is a multiple of {parts}, the devices of data"
             )
         self._model, self._params = Model(module, jnp.dtype(dtype), implementation), params
         self._vocabulary = len(params.head.weight)
@@ -256,6 +256,7 @@ class Pool:
             running = [sequence.request for sequence in self._sequences.values()]
             for request in (*self._queue, *running):
                 request.end("cancelled")
+            self._queue.clear()
             self._changed.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
@@ -412,12 +413,14 @@ class Pool:
         return slots
 
     def _fail(self, error: BaseException) -> None:
-        """All requests that have slots fail, because the error may have deleted the slots."""
+        """All requests that have slots fail, because the error may have deleted the slots. Nor can
+        kept states be trusted: they may be results of the program that failed."""
         with self._changed:
             for sequence in self._sequences.values():
                 sequence.request.end("failed", error)
             self._sequences.clear()
             self._device = None
+            self._prefixes.clear()
             self._changed.notify_all()
 
     def _empty(self) -> _slots.Slots:

@@ -70,6 +70,11 @@ class Prefixes:
             _, dropped = self._states.popitem(last=False)
             self._bytes -= _size(dropped)
 
+    def clear(self) -> None:
+        """Drop all states."""
+        self._states.clear()
+        self._bytes = 0
+
 
 def _size(state: Any) -> int:
     return sum(x.nbytes for x in jax.tree.leaves(state))
