@@ -110,8 +110,9 @@ def in_a_pool(pool: Pool, clock: Clock, jobs: Sequence[Job]) -> list[Outcome]:
             clock.wait_until(jobs[len(requests)].arrival)
         for seed in range(len(requests), len(jobs)):
             job = jobs[seed]
-            if job.arrival <= clock.now():
-                requests.append(pool.submit(job.prompt, job.answer, sampling=SAMPLING, seed=seed))
+            if job.arrival > clock.now():
+                break
+            requests.append(pool.submit(job.prompt, job.answer, sampling=SAMPLING, seed=seed))
         pool.step()
         for request, known in zip(requests, times, strict=False):
             known += [clock.now()] * (len(request.tokens) - len(known))
