@@ -21,6 +21,7 @@ Words, each with one meaning everywhere:
     shard     the part of an array that one device has
     summary   what a run of tokens does to a state, as a map that composes
     pool      the states of a server; a slot is a row of it
+    round     of a pool that serves: requests get slots, pieces of prompts are read, tokens decoded
     pass      what an implementation computes: forward, backward, step, summary, reverse summary
     slab      in losses, tokens whose logits are in memory at once
     panel     in CUDA kernels, an array in shared memory with rows of 64 elements
