@@ -143,6 +143,19 @@ def test_kept_states(params: rwkv7.Params, alone: Any) -> None:
     assert pool.totals.cached == 24 + 24
 
 
+def test_sequences_start_from_a_given_state(params: rwkv7.Params, alone: Any) -> None:
+    """The state after 8 tokens of a prompt, before the rest of it."""
+    pool = pool_of(params)
+    submit(pool, 1)
+    pool.run()
+    number, state = pool._prefixes.find(cut(np.array(PROMPTS[1][:12], np.int32), PIECES))
+    assert number == 1
+    request = submit(pool_of(params, state=state), 1, prompt=PROMPTS[1][8:])
+    assert list(request) == alone[1][0]
+    with pytest.raises(ValueError, match=r"Pool: state is not one .* one row[^$]*1\.ffn is miss"):
+        pool_of(params, state=state[:1])
+
+
 def test_which_states_are_kept() -> None:
     prompt = np.arange(20, dtype=np.int32)
     pieces = cut(prompt, (4, 8))
@@ -329,8 +342,8 @@ WRONG = [
     ({"prompt": "text"}, ValueError, "prompt is 'text'; accepted without Pool(tokenizer=...)"),
     ({"stop": ["x"]}, ValueError, "stop is ('x',); accepted without Pool(tokenizer=...)"),
     ({"stop": [""]}, ValueError, "submit: stop is ['']"),
-    ({"length": 0}, ValueError, "length is 0; accepted is an integer from 1 on"),
-    ({"length": 2.5}, TypeError, "length is 2.5; accepted is an integer from 1 on"),
+    ({"length": 0}, ValueError, "length is 0; accepted is an integer from 1 to 2147483647"),
+    ({"length": 2.5}, TypeError, "length is 2.5; accepted is an integer from 1"),
     ({"seed": -1}, ValueError, "from 0 to 2^31 - 1"),
     ({"seed": 0.5}, TypeError, "submit: seed is [0.5]; accepted are integers"),
     ({"sampling": 0.5}, TypeError, "sampling is 0.5; accepted is a Sampling or None"),

@@ -84,7 +84,7 @@ def own(model: Model, params: Any, batch: int, session: Session | None) -> Sessi
 
 
 def differences(expected: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with each array of a session, by its name."""
+    """What is wrong with each array of a session or of a state, by its name."""
     for name, x in expected.items():
         wanted = f"{described(x.shape)} in {x.dtype}"
         if name not in found:

@@ -20,8 +20,9 @@ from rwkv_jax._operator.partition import axis_names
 from rwkv_jax.generation import Sampling
 from rwkv_jax.generation._decoding import MOST_STEPS, NO_TOKEN, Controls
 from rwkv_jax.generation._sampling import check_tokens, mask, settings
-from rwkv_jax.generation._session import Model, seeds_of_rows
+from rwkv_jax.generation._session import Model, differences, seeds_of_rows
 from rwkv_jax.generation._text import RowText, check_stop
+from rwkv_jax.models._parameters import names
 from rwkv_jax.models._placement import MeshAxes
 from rwkv_jax.serving import _slots
 from rwkv_jax.serving._prefixes import Piece, Prefixes, cut
@@ -79,6 +80,8 @@ class Pool:
       slots: how many sequences are decoded at once.
       tokenizer: as `tokenizers.load` gives it, for prompts that are text, stop strings, and the
         text of requests.
+      state: what every sequence starts from, a state of one row in the form of `params`, such as
+        `models.load_state` gives; the state before any token if None.
       pieces: the lengths of the pieces in which prompts are read, in tokens. For each of them that
         occurs a program is compiled.
       readers: how many prompts are read side by side.
@@ -95,7 +98,7 @@ class Pool:
     Raises:
       TypeError: a number is no integer.
       ValueError: a number is not accepted; or an axis is not one of the mesh; or `data` has a
-        number of devices that does not divide `slots`.
+        number of devices that does not divide `slots`; or `state` is not one of the model.
     """
 
     def __init__(
@@ -105,6 +108,7 @@ class Pool:
         slots: int,
         *,
         tokenizer: tokenizers.Tokenizer | None = None,
+        state: Any = None,
         pieces: Sequence[int] = (16, 64),
         readers: int = 1,
         steps: int = 8,
@@ -135,8 +139,7 @@ class Pool:
         self._tokenizer, self._pieces, self._readers = tokenizer, tuple(pieces), readers
         self._size, self._steps = slots, steps
         self._placement = None if mesh is None else _slots.Placement(mesh, data, model)
-        initial = module.initial_state(params, 1, self._model.dtype)
-        self._initial = _slots.placed(initial, self._placement, slots=False)
+        self._initial = _slots.placed(self._checked(state), self._placement, slots=False)
         self._prefixes = Prefixes(cache_bytes)
         self._device: _slots.Slots | None = None
         self._totals = Totals(0, 0, 0, 0, 0.0)
@@ -163,7 +166,7 @@ class Pool:
 
         Args:
           prompt: tokens, or a text for the tokenizer. It may be of any length.
-          length: the largest number of new tokens, at least 1.
+          length: the largest number of new tokens, from 1 to 2^31 - 1.
           sampling: how tokens are chosen, with one number for each setting; `Sampling()` if None.
           seed: an integer from 0 to 2^31 - 1.
           stop_tokens: tokens that end the request. They are neither given nor read.
@@ -185,7 +188,7 @@ class Pool:
                 f"submit: prompt has the token {tokens.max()}; accepted are tokens below "
                 f"{self._vocabulary}"
             )
-        _check_number("submit", "length", length, 1)
+        _check_number("submit", "length", length, 1, 2**31 - 1)
         if not isinstance(sampling, Sampling | None):
             raise TypeError(f"submit: sampling is {sampling!r}; accepted is a Sampling or None")
         if stops := check_stop("submit", stop):
@@ -426,6 +429,18 @@ class Pool:
     def _empty(self) -> _slots.Slots:
         controls = self._controls(Sampling(), ())
         return _slots.empty(self._model, self._params, self._size, controls, self._placement)
+
+    def _checked(self, state: Any) -> Any:
+        """The state that sequences start from."""
+        initial = self._model.module.initial_state(self._params, 1, self._model.dtype)
+        if state is None:
+            return initial
+        if wrong := list(differences(names(initial), names(state))):
+            raise ValueError(
+                f"Pool: state is not one of this model with one row and {self._model.dtype} "
+                "activations:\n  " + "\n  ".join(wrong)
+            )
+        return state
 
     def _controls(self, sampling: Sampling, stop_tokens: Sequence[int]) -> Controls:
         """The settings of a row, which `submit` makes too, for the errors."""
