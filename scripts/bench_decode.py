@@ -35,10 +35,12 @@ from benchmarking.report import DTYPES, Table
 from benchmarking.timing import reason_of
 
 ROWS = {
-    "cpu": (Row(12, 768, 1, "float32"), Row(12, 768, 1, "bfloat16")),
+    "cpu": tuple(Row(12, 768, 1, weights) for weights in ("float32", "bfloat16", "int8")),
     "gpu": (
         *(Row(32, 4096, batch, "bfloat16") for batch in (1, 32, 256)),
         *(Row(24, 2048, batch, "bfloat16") for batch in (1, 256, 960)),
+        Row(32, 4096, 1, "int8"),
+        Row(24, 2048, 1, "int8"),
     ),
 }
 """The rows that are timed on each device, if none are given."""

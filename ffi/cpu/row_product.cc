@@ -32,45 +32,55 @@ inline float LoadWeight(const void* from, int64_t index) {
   }
 }
 
-// An output of kRows rows, from `row` on, of W [O, I]. The matrix is read as one stream, because CPUs
-// fetch several at once more slowly, and kSteps vectors of it are multiplied side by side.
-template <Stored kStored, int kRows, int kSteps>
-inline void Dot(const RowProductCall& call, int64_t output, int64_t row) {
+// The outputs output, output + apart, ... of kRows rows, from `row` on, of W [O, I]. The matrix is read
+// as kStreams streams far from each other: a CPU fetches each of them ahead within a page alone, and from
+// neighbouring rows of a matrix it would come to the end of a page in all of them at once.
+template <Stored kStored, int kStreams, int kRows, int kSteps>
+inline void Dot(const RowProductCall& call, int64_t output, int64_t apart, int64_t row) {
   const int64_t inputs = call.inputs, size = inputs / call.groups;
   const int64_t whole = size - size % kLanes, even = whole - whole % (kSteps * kLanes);
   const float* const x = call.x + row * inputs;
-  float total[kRows] = {};
+  const auto place = [&](int n, int64_t i) { return (output + n * apart) * inputs + i; };
+  float total[kStreams][kRows] = {};
   for (int64_t group = 0; group < call.groups; ++group) {
-    const int64_t begin = group * size, first = output * inputs;
-    Vec sums[kSteps][kRows] = {};
-    const auto step = [&](int64_t i, int at) {
-      const Vec weights = LoadWeights<kStored>(call.weight, first + i);
-      for (int b = 0; b < kRows; ++b) sums[at][b] += weights * Load(x + b * inputs + i);
+    const int64_t begin = group * size;
+    Vec sums[kStreams][kSteps][kRows] = {};
+    const auto step = [&](int n, int64_t i, int at) {
+      const Vec weights = LoadWeights<kStored>(call.weight, place(n, i));
+      for (int b = 0; b < kRows; ++b) sums[n][at][b] += weights * Load(x + b * inputs + i);
     };
-    for (int64_t i = begin; i < begin + even; i += kSteps * kLanes) {
-      const char* const now = static_cast<const char*>(call.weight) + (first + i) * kSize<kStored>;
-      for (int64_t line = 0; line < kSteps * kLanes * kSize<kStored>; line += 64)
-        __builtin_prefetch(now + kAhead + line);
-      for (int at = 0; at < kSteps; ++at) step(i + at * kLanes, at);
-    }
-    for (int64_t i = begin + even; i < begin + whole; i += kLanes) step(i, 0);
-    for (int b = 0; b < kRows; ++b) {
-      for (int at = 1; at < kSteps; ++at) sums[0][b] += sums[at][b];
-      float sum = Sum(sums[0][b]);
-      for (int64_t i = begin + whole; i < begin + size; ++i)
-        sum += LoadWeight<kStored>(call.weight, first + i) * x[b * inputs + i];
-      total[b] += (call.scale ? call.scale[output * call.groups + group] : 1.0f) * sum;
+    for (int64_t i = begin; i < begin + even; i += kSteps * kLanes)
+      for (int n = 0; n < kStreams; ++n) {
+        const auto* const now =
+            static_cast<const char*>(call.weight) + place(n, i) * kSize<kStored>;
+        for (int64_t line = 0; line < kSteps * kLanes * kSize<kStored>; line += 64)
+          __builtin_prefetch(now + kAhead + line);
+        for (int at = 0; at < kSteps; ++at) step(n, i + at * kLanes, at);
+      }
+    for (int n = 0; n < kStreams; ++n) {
+      for (int64_t i = begin + even; i < begin + whole; i += kLanes) step(n, i, 0);
+      const int64_t at_scale = (output + n * apart) * call.groups + group;
+      const float scale = call.scale ? call.scale[at_scale] : 1.0f;
+      for (int b = 0; b < kRows; ++b) {
+        for (int at = 1; at < kSteps; ++at) sums[n][0][b] += sums[n][at][b];
+        float sum = Sum(sums[n][0][b]);
+        for (int64_t i = begin + whole; i < begin + size; ++i)
+          sum += LoadWeight<kStored>(call.weight, place(n, i)) * x[b * inputs + i];
+        total[n][b] += scale * sum;
+      }
     }
   }
-  for (int b = 0; b < kRows; ++b) call.y[(row + b) * call.outputs + output] = total[b];
+  for (int n = 0; n < kStreams; ++n)
+    for (int b = 0; b < kRows; ++b)
+      call.y[(row + b) * call.outputs + output + n * apart] = total[n][b];
 }
 
-template <Stored kStored>
-inline void DotAllRows(const RowProductCall& call, int64_t output) {
+template <Stored kStored, int kStreams>
+inline void DotAllRows(const RowProductCall& call, int64_t output, int64_t apart) {
   int64_t row = 0;
-  for (; row + 4 <= call.rows; row += 4) Dot<kStored, 4, 2>(call, output, row);
-  for (; row + 2 <= call.rows; row += 2) Dot<kStored, 2, 4>(call, output, row);
-  for (; row < call.rows; ++row) Dot<kStored, 1, 4>(call, output, row);
+  for (; row + 4 <= call.rows; row += 4) Dot<kStored, kStreams, 4, 1>(call, output, apart, row);
+  for (; row + 2 <= call.rows; row += 2) Dot<kStored, kStreams, 2, 1>(call, output, apart, row);
+  for (; row < call.rows; ++row) Dot<kStored, kStreams, 1, 2>(call, output, apart, row);
 }
 
 // Adds kIn inputs, from `input` on, to the outputs of all rows of W [I, O].
@@ -97,7 +107,10 @@ inline void Add(const RowProductCall& call, int64_t input, int64_t first, int64_
 template <Stored kStored>
 void OutputsOf(const RowProductCall& call, int64_t first, int64_t last) {
   if (call.by_output) {
-    for (int64_t output = first; output < last; ++output) DotAllRows<kStored>(call, output);
+    constexpr int kStreams = 4;
+    const int64_t apart = (last - first) / kStreams;
+    for (int64_t i = 0; i < apart; ++i) DotAllRows<kStored, kStreams>(call, first + i, apart);
+    for (int64_t i = first + kStreams * apart; i < last; ++i) DotAllRows<kStored, 1>(call, i, 0);
     return;
   }
   for (int64_t row = 0; row < call.rows; ++row)

@@ -15,12 +15,13 @@ from jax import Array, lax
 from benchmarking import profile
 from benchmarking.model_step import random_parameters
 from benchmarking.timing import copy_gb_s, seconds
+from rwkv_jax import models
 from rwkv_jax.models import rwkv7
 from training.sizes import flops_per_token
 
 Figures: TypeAlias = dict[str, Any]
 
-WEIGHTS = ("float32", "bfloat16", "float16")
+WEIGHTS = ("float32", "bfloat16", "float16", "int8")
 
 
 class Row(NamedTuple):
@@ -61,11 +62,14 @@ class Settings:
 
 
 def parameters(row: Row, settings: Settings) -> rwkv7.Params:
-    """Random parameters with weights as the row has them."""
+    """Random parameters with weights as the row has them. Beside int8, what is not quantised has
+    the dtype of the activations."""
     config = rwkv7.Config(row.layers, row.width, vocabulary=settings.vocabulary)
     shapes = jax.eval_shape(lambda: rwkv7.init(jax.random.key(0), config))
-    dtype = jnp.dtype(row.weights)
-    return random_parameters(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), shapes))
+    quantised = row.weights == "int8"
+    dtype = jnp.dtype(settings.dtype if quantised else row.weights)
+    params = random_parameters(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), shapes))
+    return models.quantize(params) if quantised else params
 
 
 def bytes_of_token(params: rwkv7.Params, state: rwkv7.State, batch: int) -> int:
