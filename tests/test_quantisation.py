@@ -17,8 +17,8 @@ from support import checkpoints, meshes
 from support.tolerance import EXACT_FLOAT32, rms_error
 
 
-def _saved(path: Path, version: str) -> Path:
-    checkpoints.write_safetensors(path, checkpoints.official(version))
+def _saved(path: Path, version: str = "RWKV-7", layers: int = 2) -> Path:
+    checkpoints.write_safetensors(path, checkpoints.official(version, layers=layers))
     return path
 
 
@@ -29,7 +29,7 @@ def _is_weight(x: Any) -> bool:
 @pytest.mark.parametrize("group", [None, 8])
 def test_integers_and_scales(tmp_path: Path, group: int | None) -> None:
     """Those of numpy in float64, for all matrices of linear maps and the head."""
-    params = models.load(_saved(tmp_path / "model.safetensors", "RWKV-7")).params
+    params = models.load(_saved(tmp_path / "model.safetensors")).params
     before = rwkv7.names(params)
     after = rwkv7.names(models.quantize(params, group=group))
     linear = [
@@ -52,7 +52,7 @@ def test_integers_and_scales(tmp_path: Path, group: int | None) -> None:
 
 
 def test_errors(tmp_path: Path) -> None:
-    params = models.load(_saved(tmp_path / "model.safetensors", "RWKV-7")).params
+    params = models.load(_saved(tmp_path / "model.safetensors")).params
     with pytest.raises(ValueError, match="group is 7; accepted is a divisor of the 24 inputs of"):
         models.quantize(params, group=7)
     with pytest.raises(ValueError, match="receptance has a scale; accepted are weights"):
@@ -68,7 +68,8 @@ def test_errors(tmp_path: Path) -> None:
 def test_files_and_models(tmp_path: Path, version: str) -> None:
     """A file gives back what was saved, whatever dtype is asked for; and a model computes with the
     integers what it computes with the matrices that they stand for."""
-    path, small = _saved(tmp_path / "model.safetensors", version), tmp_path / "small.safetensors"
+    path = _saved(tmp_path / "model.safetensors", version, layers=1)
+    small = tmp_path / "small.safetensors"
     found = models.load(path)
     params = models.quantize(found.params, group=8 if version == "RWKV-7" else None)
     models.save(small, params)
@@ -84,17 +85,16 @@ def test_files_and_models(tmp_path: Path, version: str) -> None:
     )
     apply = jax.jit(found.module.apply)
     tokens = jnp.asarray([[1, 2, 3], [4, 5, 6]])
-    (sequence, state), (expected, expected_state) = (apply(p, tokens) for p in (params, wide))
+    (sequence, state), (expected, after) = (apply(p, tokens) for p in (params, wide))
     assert rms_error(sequence, expected) < EXACT_FLOAT32
-    (single, _), (expected, _) = (
-        apply(p, tokens[:, 0], s) for p, s in ((params, state), (wide, expected_state))
-    )
+    one = tokens[:, 0]
+    single, expected = apply(params, one, state)[0], apply(wide, one, after)[0]
     assert rms_error(single, expected) < EXACT_FLOAT32
 
 
 def test_stacked_and_on_a_mesh(tmp_path: Path) -> None:
     """The stacked form has the same integers, and on a mesh a scale is where its weight is."""
-    path = _saved(tmp_path / "model.safetensors", "RWKV-7")
+    path = _saved(tmp_path / "model.safetensors")
     params = models.quantize(models.load(path).params)
     stacked = models.quantize(rwkv7.stacked(models.load(path).params))
     pairs = zip(jax.tree.leaves(rwkv7.stacked(params)), jax.tree.leaves(stacked), strict=True)
@@ -106,7 +106,7 @@ def test_stacked_and_on_a_mesh(tmp_path: Path) -> None:
 
 
 def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, small = _saved(tmp_path / "model.safetensors", "RWKV-7"), tmp_path / "small.safetensors"
+    path, small = _saved(tmp_path / "model.safetensors"), tmp_path / "small.safetensors"
     convert = ["convert", str(path), str(small), "--force"]
     assert _commands.main([*convert, "--group", "8"]) == 2
     assert "--group needs --quantize" in capsys.readouterr().err

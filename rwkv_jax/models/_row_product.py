@@ -1,8 +1,8 @@
 """The product of a few rows with a matrix, as decoding needs it.
 
 On CPUs a kernel reads the matrix once, in the dtype in which it is stored, with all threads. XLA
-has one thread for a product of a single row, and computes it several times slower than it reads
-the matrix where the dtype is not float32. Everywhere else the product is left to the compiler.
+makes a matrix of another dtype than float32 wide each time, and takes several times as long.
+Everywhere else the product is left to the compiler.
 """
 
 import functools

@@ -106,6 +106,8 @@ def class_of(kernel: Kernel, program: Mapping[str, Instruction]) -> str:
     """The class of a kernel, by the instruction that started it and by its name."""
     instruction = program.get(kernel.instruction)
     target = instruction.target if instruction else ""
+    if "row_product" in target:
+        return PRODUCTS
     if "rwkv" in target or "rwkv" in kernel.name:
         return OURS if AROUND_WKV.search(target) or AROUND_WKV.search(kernel.name) else WKV
     if (instruction and instruction.product) or PRODUCT.search(kernel.name):
