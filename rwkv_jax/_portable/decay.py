@@ -9,8 +9,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from rwkv_jax._packing import segments
-
 Decay: TypeAlias = Literal["log", "exp", "sigmoid"]
 
 MIN_LOG_DECAY = -200.0
@@ -41,32 +39,6 @@ LOG_DECAY: dict[str, Callable[[Array], Array]] = {"log": _log, "exp": _exp, "sig
 def decay_factor(w: Array, decay: Decay) -> Array:
     """The factor by which a state channel shrinks, in float32."""
     return jnp.exp(LOG_DECAY[decay](w.astype(jnp.float32)))
-
-
-def decay_products(d: Array, marks: Array | None = None) -> tuple[Array, Array, Array, Array]:
-    """Products of consecutive decay factors [B, H, L, K].
-
-    Those of the tokens after j up to i, and up to i - 1: [B, H, L, L, K], 0 where i < j and where
-    i <= j. Those of the first tokens up to i, and up to i - 1: [B, H, L, K]. Nothing is divided by
-    a product, so a factor of 0 does no harm. With marks, padding does not decay, and a product is 0
-    where token i belongs to another segment than token j, or than the state before the first.
-    """
-    if marks is not None:
-        d = jnp.where((marks != segments.PADDING)[:, None, :, None], d, 1.0)
-    i, j = jnp.arange(d.shape[2])[:, None], jnp.arange(d.shape[2])[None, :]
-    upto = jnp.cumprod(jnp.where((i > j)[..., None], d[:, :, :, None, :], 1.0), axis=2)
-    upto = jnp.where((i >= j)[..., None], upto, 0.0)
-    before = jnp.where((i > j)[..., None], jnp.roll(upto, 1, axis=2), 0.0)
-    from_start = jnp.cumprod(d, axis=2)
-    before_start = jnp.concatenate([jnp.ones_like(d[:, :, :1]), from_start[:, :, :-1]], axis=2)
-    if marks is not None:
-        own = segments.numbers(marks)[:, None]
-        same, first = own[..., :, None] == own[..., None, :], own == 0
-        upto, before = (jnp.where(same[..., None], x, 0.0) for x in (upto, before))
-        from_start, before_start = (
-            jnp.where(first[..., None], x, 0.0) for x in (from_start, before_start)
-        )
-    return upto, before, from_start, before_start
 
 
 LARGEST_RATE = 1e30

@@ -1,53 +1,41 @@
-"""WKV7 in chunks of plain jnp, for any backend, head size and decay.
+"""WKV7 in links of plain jnp, for any backend, head size and decay.
 
-Inside a tile of L tokens the recurrence is solved at once. With P[i, j] = d_{j+1} ... d_i the
-decay from token j to token i (a product of factors <= 1, so nothing overflows or is divided by):
+Inside a link of tokens the recurrence is solved at once. With P[i, j] the decay of the tokens
+between j and i, without both (see `rwkv_jax._portable.algebra`), `before` that of the tokens before
+one, and `after` that of the tokens after it:
 
-    A_ij = a_i . (P[i-1, j] b_j)   B_ij = a_i . (P[i-1, j] k_j)      for j < i
-    Q_ij = r_i . (P[i, j] b_j)     R_ij = r_i . (P[i, j] k_j)        for j <= i
-    U = (I - A)^-1 (a_i . P[i-1, start] S^T + B V)                   row i of U is S_{i-1} a_i
-    Y = r_i . P[i, start] S^T + Q U + R V
-    S <- S diag(P[L, start]) + U^T (P[L, j] b_j) + V^T (P[L, j] k_j)
+    A_ij = a_i . (P[i, j] b_j)          B_ij = a_i . (P[i, j] k_j)          for j < i
+    Q_ij = r_i . (d_i P[i, j] b_j)      R_ij = r_i . (d_i P[i, j] k_j)      for j < i
+    Q_ii = r_i . b_i                    R_ii = r_i . k_i
+    U = (I - A)^-1 ((a before) S^T + B V)                    row i of U is S_{i-1} a_i
+    Y = (r d before) S^T + Q U + R V
+    S_after = S diag(stay) + U^T (b after) + V^T (k after)
 """
 
-import jax.numpy as jnp
-from jax import Array, lax
-
-from rwkv_jax._operator.call import Arrays, Options
-from rwkv_jax._portable.chunked import Chunked
-from rwkv_jax._portable.decay import decay_factor, decay_products
+from rwkv_jax._operator.call import Arrays
+from rwkv_jax._portable import algebra
+from rwkv_jax._portable.algebra import Einsum, Tokens
+from rwkv_jax._portable.chain import Chain
 from rwkv_jax.wkv7 import reference
 from rwkv_jax.wkv7.signature import SIGNATURE
 
 
-def tile(
-    options: Options, state: Arrays, inputs: Arrays, marks: Array | None
-) -> tuple[Arrays, Array]:
-    float32 = {name: inputs[name].astype(jnp.float32) for name in "rkvab"}
-    float32["w"] = decay_factor(inputs["w"], options.decay)
-    r, d, k, v, a, b = (jnp.moveaxis(float32[name], 1, 2) for name in "rwkvab")
-    upto, before, from_start, before_start = decay_products(d, marks)
-
-    def einsum(equation: str, *operands: Array) -> Array:
-        return jnp.einsum(equation, *operands, precision=options.precision)
-
-    s = state["state"]
-    pairs = "bhik,bhjk,bhijk->bhij"
-    z = einsum("bhik,bhvk->bhiv", a * before_start, s)
-    z += einsum("bhij,bhjv->bhiv", einsum(pairs, a, k, before), v)
-    u = lax.linalg.triangular_solve(
-        -einsum(pairs, a, b, before), z, left_side=True, lower=True, unit_diagonal=True
-    )
-    y = einsum("bhik,bhvk->bhiv", r * from_start, s)
-    y += einsum("bhij,bhjv->bhiv", einsum(pairs, r, b, upto), u)
-    y += einsum("bhij,bhjv->bhiv", einsum(pairs, r, k, upto), v)
-    to_end = upto[:, :, -1]
-    s = (
-        s * from_start[:, :, -1, None, :]
-        + einsum("bhjv,bhjk->bhvk", u, b * to_end)
-        + einsum("bhjv,bhjk->bhvk", v, k * to_end)
-    )
-    return {"state": s}, jnp.moveaxis(y, 2, 1).astype(inputs["v"].dtype)
+def parts(einsum: Einsum, decay: str, inputs: Arrays, tokens: Tokens) -> Arrays:
+    r, w, k, a, b = (inputs[name] for name in "rwkab")
+    decays = algebra.decays(w, decay, tokens)
+    decayed = r * decays.own
+    (a_b, a_k), (r_b, r_k) = algebra.pairs(einsum, decays, (a, decayed), (b, k))
+    return {
+        "stay": decays.stay,
+        "asks": a * decays.before,
+        "u_of_u": a_b,
+        "u_of_v": a_k,
+        "reads": decayed * decays.before,
+        "y_of_u": r_b + algebra.diagonal(einsum("...tk,...tk->...t", r, b)),
+        "y_of_v": r_k + algebra.diagonal(einsum("...tk,...tk->...t", r, k)),
+        "kept": b * decays.after,
+        "keys": k * decays.after,
+    }
 
 
-IMPLEMENTATION = Chunked(SIGNATURE, tile, reference.IMPLEMENTATION)
+IMPLEMENTATION = Chain(SIGNATURE, parts, reference.IMPLEMENTATION)

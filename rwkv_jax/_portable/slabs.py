@@ -1,0 +1,119 @@
+"""Slabs: some chunks of all rows at a time, cut into links.
+
+N is the number of chunks of a slab, R the number of links of a chunk, and T the number of tokens of
+a link: arrays of tokens [B, ..., H, K] become [N, R, B, H, T, K].
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from rwkv_jax._operator.saved import CHUNK
+from rwkv_jax._packing import segments
+from rwkv_jax._portable.algebra import Tokens
+
+LINK = 32
+"""Tokens of a link. With more of them, there is more work on pairs of tokens, and with fewer a
+longer chain."""
+
+SLABS, SLAB = 16, 768
+"""A call has so many slabs, if each has at least so many tokens times heads: more slabs take less
+memory, and larger ones fill a device."""
+
+Carry = TypeVar("Carry")
+
+
+class Ends(NamedTuple):
+    """Where chunks are in the sequences of their row: the sequence of each chunk [B, N], whether it
+    is the first chunk of that sequence, and whether it is the last one."""
+
+    sequence: Array
+    first: Array
+    last: Array
+
+
+class Slabs:
+    """The slabs of rows of `tokens` tokens, with `heads` rows times heads.
+
+    length: tokens of a chunk, CHUNK or the next power of two where the rows are shorter.
+    chunks: of all slabs, also those behind the end.
+    """
+
+    def __init__(self, tokens: int, heads: int) -> None:
+        self.length = min(CHUNK, 1 << max(tokens - 1, 0).bit_length())
+        self._tokens = tokens
+        there = -(-tokens // self.length)
+        most = min(SLABS, tokens * heads // SLAB, there)
+        self._each = -(-there // max(most, 1))
+        self._count = -(-there // max(self._each, 1))
+        self.chunks = self._count * self._each
+
+    def run(
+        self, body: Callable[[Any, Carry], Carry], carry: Carry, *, reverse: bool = False
+    ) -> Carry:
+        """`body(number, carry)` of one slab after another."""
+        if self._count == 1:
+            return body(0, carry)
+        last = self._count - 1
+        one = (lambda n, carry: body(last - n, carry)) if reverse else body
+        return lax.fori_loop(0, self._count, one, carry)
+
+    def chunks_at(self, number: Any, x: Array) -> Array:
+        """The chunks of a slab [N, B, ...] from those of all slabs [B, ...]."""
+        x = _filled(x, self.chunks)
+        return jnp.moveaxis(lax.dynamic_slice_in_dim(x, number * self._each, self._each, 1), 1, 0)
+
+    def put_chunks(self, number: Any, x: Array, found: Array) -> Array:
+        """The inverse of `chunks_at`, in an array that has chunks of all slabs."""
+        found = jnp.moveaxis(found, 0, 1)
+        return lax.dynamic_update_slice_in_dim(x, found, number * self._each, 1)
+
+    def at(self, number: Any, x: Array, marks: Array | None) -> Array:
+        """The tokens of a slab, with zeros for padding."""
+        x = self._slice(number, _filled(x, self.chunks * self.length))
+        if marks is not None:
+            (x,) = segments.cleared(self._slice(number, self._padded(marks)), [x])
+        return self._cut(x)
+
+    def tokens(self, number: Any, marks: Array | None, starts: bool) -> Tokens:
+        """The tokens of a slab. `starts` says whether segments start behind the first token."""
+        if marks is None:
+            if self._tokens == self.chunks * self.length:
+                return Tokens()
+            marks = jnp.zeros((1, self._tokens), jnp.uint8)
+        mine = self._cut(self._slice(number, self._padded(marks))[:, :, None, None])[..., 0]
+        number = jnp.cumsum(mine == segments.STARTS, axis=-1, dtype=jnp.int32) if starts else None
+        return Tokens(mine != segments.PADDING, number)
+
+    def room(self, x: Array) -> Array:
+        """Zeros for what `put` writes, which is like `x`."""
+        return _filled(jnp.zeros_like(x), self.chunks * self.length)
+
+    def put(self, number: Any, x: Array, found: Array) -> Array:
+        """The inverse of `at`, in an array that has the tokens of all slabs."""
+        count, links, batch, heads, length, size = found.shape
+        rows = found.transpose(2, 0, 1, 4, 3, 5).reshape(batch, count * links * length, heads, size)
+        return lax.dynamic_update_slice_in_dim(x, rows, number * self._each * self.length, 1)
+
+    def _padded(self, marks: Array) -> Array:
+        missing = self.chunks * self.length - marks.shape[1]
+        return jnp.pad(marks, ((0, 0), (0, missing)), constant_values=segments.PADDING)
+
+    def _slice(self, number: Any, x: Array) -> Array:
+        size = self._each * self.length
+        return lax.dynamic_slice_in_dim(x, number * size, size, 1)
+
+    def _cut(self, x: Array) -> Array:
+        batch, _, heads, size = x.shape
+        length = min(LINK, self.length)
+        x = x.reshape(batch, self._each, self.length // length, length, heads, size)
+        return x.transpose(1, 2, 0, 4, 3, 5)
+
+
+def _filled(x: Array, count: int) -> Array:
+    """`x` [B, ...] with zeros up to so many entries of the second axis."""
+    missing = [(0, 0)] * x.ndim
+    missing[1] = 0, count - x.shape[1]
+    return jnp.pad(x, missing)
