@@ -7,7 +7,7 @@ that saves.)
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +26,10 @@ from rwkv_jax._operator.call import (
 from rwkv_jax._operator.signature import Signature
 from rwkv_jax._packing import segments, sequences
 
+States = TypeVar("States", Array, Arrays)
 
-class _Chunks(NamedTuple):
+
+class Chunks(NamedTuple):
     """The chunks of rows [B, T] in the order of their sequences; L is the length of a chunk.
 
     sequence: the sequence of each chunk [N, B].
@@ -59,7 +61,8 @@ def _rows(x: Array, *shape: int) -> Array:
     return lax.iota(jnp.int32, x.shape[0]).reshape(shape)
 
 
-def _chunks(offsets: Array, tokens: int) -> _Chunks:
+def chunks(offsets: Array, tokens: int) -> Chunks:
+    """The chunks of rows with so many tokens and with offsets [B, Z]."""
     count = offsets.shape[1] - 1
     offsets, length, first, sequence, used = sequences.layout(offsets, tokens)
     most = sequence.shape[1]
@@ -81,7 +84,7 @@ def _chunks(offsets: Array, tokens: int) -> _Chunks:
     own = jnp.minimum(own, count - 1)
     before = of_row - of(offsets, own)
     chunk = jnp.clip(of(first, own) + before // length, 0, most - 1)
-    return _Chunks(
+    return Chunks(
         sequence.T,
         jnp.moveaxis(jnp.clip(index, 0, tokens - 1), 0, 1),
         jnp.moveaxis(marks, 0, 1),
@@ -100,9 +103,9 @@ def forward(signature: Signature, one: ForwardFn, operands: Forward) -> Result:
 
     def body(states: Arrays, chunk: Any) -> tuple[Arrays, Any]:
         timed, sequence, marks = chunk
-        before = _at(states, sequence)
+        before = at(states, sequence)
         result = one(Forward({**timed, **row.shared}, before, Marks(marks)))
-        return _replaced(states, sequence, result.state), (result.y, result.states)
+        return replaced(states, sequence, result.state), (result.y, result.states)
 
     chunks = row.chunks
     states, (y, saved) = lax.scan(body, operands.state, (row.timed, chunks.sequence, chunks.marks))
@@ -120,11 +123,11 @@ def backward(signature: Signature, one: BackwardFn, operands: Backward) -> Gradi
     def body(sums: tuple[Arrays, Arrays], chunk: Any) -> tuple[tuple[Arrays, Arrays], Arrays]:
         dshared, dstates = sums
         timed, sequence, marks, dy, saved = chunk
-        after = _at(dstates, sequence)
+        after = at(dstates, sequence)
         found = one(Backward({**timed, **row.shared}, saved, dy, after, Marks(marks)))
         dtimed = {name: found.inputs[name] for name in row.timed}
         dshared = {name: dx + found.inputs[name] for name, dx in dshared.items()}
-        return (dshared, _replaced(dstates, sequence, found.state)), dtimed
+        return (dshared, replaced(dstates, sequence, found.state)), dtimed
 
     xs = row.timed, chunks.sequence, chunks.marks, chunks.cut(operands.dy), saved
     zeros = jax.tree.map(jnp.zeros_like, row.shared)
@@ -138,15 +141,16 @@ class _Row:
     def __init__(self, signature: Signature, inputs: Arrays, packing: Packing) -> None:
         assert isinstance(packing, Sequences)
         tokens = inputs[signature.timed[0]].shape[1]
-        self.chunks = _chunks(packing.offsets, tokens)
+        self.chunks = chunks(packing.offsets, tokens)
         self.timed = {name: self.chunks.cut(inputs[name]) for name in signature.timed}
         self.shared = {name: inputs[name] for name in signature.shared}
 
 
-def _at(states: Arrays, sequence: Array) -> Arrays:
+def at(states: States, sequence: Array) -> States:
     """Of states [B, S, ...] the state of one sequence in each row [B]."""
-    return {part: x[_rows(x, -1), sequence] for part, x in states.items()}
+    return jax.tree.map(lambda x: x[_rows(x, -1), sequence], states)
 
 
-def _replaced(states: Arrays, sequence: Array, after: Arrays) -> Arrays:
-    return {part: x.at[_rows(x, -1), sequence].set(after[part]) for part, x in states.items()}
+def replaced(states: States, sequence: Array, after: States) -> States:
+    """The states with another state of that sequence."""
+    return jax.tree.map(lambda x, y: x.at[_rows(x, -1), sequence].set(y), states, after)

@@ -101,28 +101,26 @@ def decays(w: Array, decay: str, tokens: Tokens) -> Decays:
     if tokens.there is not None:
         log_decay = jnp.where(tokens.there[..., None], log_decay, 0.0)
     *sums, (length, before, after, total) = _sums(log_decay)
-    own, whole = jnp.exp(log_decay), total[..., 0, :]
+    own = jnp.exp(log_decay)
     between: Factors | list[Factors]
     if decay in BOUNDED:
         middle = halves(before, length // 2)[1][..., 0, :1, :] if length > 1 else before
         exponents = before - middle
         between = Factors(jnp.exp(exponents), jnp.exp(-(exponents + log_decay)))
-        to_start = between.rows * jnp.exp(middle)
-        to_end = between.columns * jnp.exp(whole[..., None, :] - middle)
     else:
         between = [
             Factors(jnp.exp(halves(upto, half)[1]), jnp.exp(halves(beyond, half)[0]))
             for half, upto, beyond, _ in sums
         ]
-        to_start, to_end = jnp.exp(before), jnp.exp(after)
-    result = Decays(own, to_start, to_end, jnp.exp(whole), between, None)
+    to_start, to_end, stay = jnp.exp(before), jnp.exp(after), jnp.exp(total[..., 0, :])
+    result = Decays(own, to_start, to_end, stay, between, None)
     if (segment := tokens.segment) is None:
         return result
     last = segment[..., -1:]
     return result._replace(
         before=jnp.where((segment == 0)[..., None], to_start, 0.0),
         after=jnp.where((segment == last)[..., None], to_end, 0.0),
-        stay=jnp.where(last == 0, result.stay, 0.0),
+        stay=jnp.where(last == 0, stay, 0.0),
         same=segment[..., :, None] == segment[..., None, :],
     )
 

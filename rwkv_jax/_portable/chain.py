@@ -37,13 +37,14 @@ from rwkv_jax._operator.call import (
     Options,
     Packing,
     Result,
+    Sequences,
 )
 from rwkv_jax._operator.implementation import Implementation
-from rwkv_jax._operator.saved import chunks
 from rwkv_jax._operator.signature import Signature
+from rwkv_jax._packing import by_chunk, segments
 from rwkv_jax._portable import algebra
 from rwkv_jax._portable.algebra import Einsum, Tokens
-from rwkv_jax._portable.slabs import Slabs
+from rwkv_jax._portable.slabs import Slabs, length_of_chunks
 from rwkv_jax._portable.token_by_token import TokenByToken
 
 PartsFn: TypeAlias = Callable[[Einsum, str, Arrays, Tokens], Arrays]
@@ -52,11 +53,14 @@ matrices of pairs of tokens [..., T, T], and the rest [..., T, K]. The inputs ar
 of tokens [..., T, K], with zeros for tokens that are not there, and parameters [..., 1, K]."""
 
 
+_ChunkFn: TypeAlias = Callable[[Array, Arrays], tuple[Array, Any]]
 _Sums: TypeAlias = tuple[Array, Arrays, Arrays]
 
 
 class Chain(Implementation):
     """Runs everywhere, for any sizes. One token is computed as `reference` does it."""
+
+    takes_sequences = True
 
     def __init__(self, signature: Signature, parts: PartsFn, reference: TokenByToken) -> None:
         self._signature, self._parts_of, self._reference = signature, parts, reference
@@ -79,10 +83,10 @@ class Chain(Implementation):
 
         def slab(number: Any, carry: tuple[Array, Arrays]) -> tuple[Array, Arrays]:
             state, room = carry
-            timed, shared, tokens = call.at(number)
+            timed, shared, tokens = call.inputs(number)
             v, parts = self._parts(options, tokens, timed, shared)
             solved, _ = _solved(einsum, parts, v)
-            state, states, u = _along(einsum, solved, state)
+            state, states, u = _along(einsum, solved, state, call.sequence(number))
             y = _linear(einsum, parts, v, states, u)["y"].astype(values.dtype)
             room = room | {"y": slabs.put(number, room["y"], y)}
             if options.save:
@@ -92,12 +96,12 @@ class Chain(Implementation):
 
         room = {"y": slabs.room(values)}
         if options.save:
-            empty = jnp.zeros_like(state, save_as)
-            room["states"] = jnp.repeat(empty[:, None], slabs.chunks, axis=1)
+            sizes = {"N": slabs.chunks, **signature.sizes(operands.inputs)}
+            shape = [sizes[letter] for letter in "BNHVK"]
+            room["states"] = jnp.zeros_like(state, save_as, shape=shape)
         state, room = slabs.run(slab, (state, room))
-        count = chunks(values.shape[1])
-        states = {part: room["states"][:, :count]} if options.save else {}
-        return Result(room["y"][:, : values.shape[1]], {part: state}, states)
+        states = {part: room["states"][:, : slabs.used]} if options.save else {}
+        return Result(call.undo(room["y"]), {part: state}, states)
 
     def backward(self, options: Options, platform: str, operands: Backward) -> Gradients:
         signature, einsum = self._signature, _einsum(options)
@@ -107,15 +111,17 @@ class Chain(Implementation):
 
         def slab(number: Any, carry: _Sums) -> _Sums:
             dstate, dshared, room = carry
-            timed, shared, tokens = call.at(number)
-            dy = slabs.at(number, operands.dy, call.marks).astype(jnp.float32)
+            timed, shared, tokens = call.inputs(number)
+            dy = call.at(number, operands.dy).astype(jnp.float32)
             saved = slabs.chunks_at(number, operands.states[part]).astype(jnp.float32)
 
             of_tokens = functools.partial(self._parts, options, tokens)
             (v, parts), pull_back = jax.vjp(of_tokens, timed, shared)
             solved, inverse = _solved(einsum, parts, v)
             states, u = _within(einsum, solved, saved)
-            dstate, dafter, du = _back_along(einsum, parts, solved, dy, dstate)
+            dstate, dafter, du = _back_along(
+                einsum, parts, solved, dy, dstate, call.sequence(number)
+            )
             cotangents = {"y": dy, "after": dafter}
             if inverse is not None:
                 cotangents["u"] = einsum("...ij,...iv->...jv", inverse, du)
@@ -132,9 +138,8 @@ class Chain(Implementation):
         zeros = jax.tree.map(jnp.zeros_like, call.shared)
         carry = operands.dstate[part], zeros, room
         dstate, dshared, room = slabs.run(slab, carry, reverse=True)
-        shapes = {name: x.shape for name, x in operands.inputs.items()}
-        dtimed = {name: dx[:, : shapes[name][1]] for name, dx in room.items()}
-        dshared = {name: dx.reshape(shapes[name]) for name, dx in dshared.items()}
+        dtimed = {name: call.undo(dx) for name, dx in room.items()}
+        dshared = {name: jnp.squeeze(dx, (0, 1, 4)) for name, dx in dshared.items()}
         return Gradients(dtimed | dshared, {part: dstate})
 
     def _parts(
@@ -147,20 +152,62 @@ class Chain(Implementation):
 
 
 class _Call:
-    """The operands of a call that are the same in both passes, slab by slab."""
+    """The operands that both passes of a call have, slab by slab. Tokens of sequences are put in
+    the order of the chunks of their sequences.
+
+    shared: the inputs that all tokens share.
+    chunks: where the chunks of sequences are; None if each row is one sequence.
+    """
 
     def __init__(self, signature: Signature, inputs: Arrays, packing: Packing) -> None:
         sizes = signature.sizes(inputs)
+        self._tokens, self._length = sizes["T"], length_of_chunks(sizes["T"])
+        self._marks = packing.marks if isinstance(packing, Marks) else None
+        self.chunks, tokens = None, self._tokens
+        if isinstance(packing, Sequences):
+            self.chunks = by_chunk.chunks(packing.offsets, tokens)
+            self._marks = self._filled(self.chunks.marks, segments.PADDING)
+            tokens = self._marks.shape[1]
         self._timed = {name: inputs[name] for name in signature.timed}
-        # As an array [N, R, B, H, T, K].
+        # As arrays [N, R, B, H, T, K].
         self.shared = {name: inputs[name][None, None, :, :, None] for name in signature.shared}
-        self.marks = packing.marks if isinstance(packing, Marks) else None
-        self.slabs = Slabs(sizes["T"], sizes["B"] * sizes["H"])
+        self.slabs = Slabs(tokens, self._length, sizes["B"] * sizes["H"])
 
-    def at(self, number: Any) -> tuple[Arrays, Arrays, Tokens]:
-        timed = {name: self.slabs.at(number, x, self.marks) for name, x in self._timed.items()}
-        tokens = self.slabs.tokens(number, self.marks, True)
+    def inputs(self, number: Any) -> tuple[Arrays, Arrays, Tokens]:
+        timed = {name: self.at(number, x) for name, x in self._timed.items()}
+        tokens = self.slabs.tokens(number, self._marks, self.chunks is None)
         return timed, self.shared, tokens
+
+    def at(self, number: Any, x: Array) -> Array:
+        """The tokens of a slab as links, from `x` [B, T, ...] as callers order it."""
+        if self.chunks is None:
+            here = self.slabs.at(number, x)
+        else:
+            tokens = self.slabs.chunks_at(number, jnp.moveaxis(self.chunks.tokens, 0, 1))
+            here = self._filled(self.chunks._replace(tokens=tokens).cut(x), 0)
+        return self.slabs.cut(number, here, self._marks)
+
+    def undo(self, x: Array) -> Array:
+        """`x` of all slabs, in the order of callers."""
+        if self.chunks is None:
+            return x[:, : self._tokens]
+        count, _, length = self.chunks.marks.shape
+        x = x.reshape(x.shape[0], -1, self._length, *x.shape[2:])
+        return self.chunks.join(jnp.moveaxis(x[:, :count, :length], 1, 0))
+
+    def _filled(self, x: Array, value: int) -> Array:
+        """Chunks [N, B, T, ...] as rows of chunks of the length of slabs."""
+        count, batch, length = x.shape[:3]
+        missing = [(0, 0)] * x.ndim
+        missing[2] = 0, self._length - length
+        x = jnp.moveaxis(jnp.pad(x, missing, constant_values=value), 0, 1)
+        return x.reshape(batch, count * self._length, *x.shape[3:])
+
+    def sequence(self, number: Any) -> Array | None:
+        """The sequence of each chunk of a slab [N, B]. Chunks behind the end change no state."""
+        if self.chunks is None:
+            return None
+        return self.slabs.chunks_at(number, self.chunks.sequence.T)
 
 
 def _einsum(options: Options) -> Einsum:
@@ -209,7 +256,9 @@ def _after(einsum: Einsum, solved: Arrays, state: Array) -> tuple[Array, Array |
     return after + _written(einsum, u, solved["kept"]), u
 
 
-def _along(einsum: Einsum, solved: Arrays, state: Array) -> tuple[Array, Array, Array | None]:
+def _along(
+    einsum: Einsum, solved: Arrays, state: Array, sequence: Array | None
+) -> tuple[Array, Array, Array | None]:
     """The state after a slab, and those before its links [N, R, B, H, V, K], and U."""
 
     def chunk(state: Array, solved: Arrays) -> tuple[Array, Any]:
@@ -220,8 +269,23 @@ def _along(einsum: Einsum, solved: Arrays, state: Array) -> tuple[Array, Array, 
             state = after
         return state, jax.tree.map(lambda *xs: jnp.stack(xs), *found)
 
-    state, (states, u) = lax.scan(chunk, state, solved)
+    state, (states, u) = lax.scan(*_of_sequences(chunk, state, solved, sequence))
     return state, states, u
+
+
+def _of_sequences(chunk: _ChunkFn, state: Array, xs: Arrays, sequence: Array | None) -> Any:
+    """What a scan needs: a function of a chunk, the state, and what the chunks have. If there are
+    sequences, the function takes the states of all of them, and replaces the one that the chunk
+    continues."""
+    if sequence is None:
+        return chunk, state, xs
+
+    def of_own(states: Array, chunk_of_one: tuple[Array, Arrays]) -> tuple[Array, Any]:
+        sequence, xs = chunk_of_one
+        after, found = chunk(by_chunk.at(states, sequence), xs)
+        return by_chunk.replaced(states, sequence, after), found
+
+    return of_own, state, (sequence, xs)
 
 
 def _within(einsum: Einsum, solved: Arrays, saved: Array) -> tuple[Array, Array | None]:
@@ -235,7 +299,12 @@ def _within(einsum: Einsum, solved: Arrays, saved: Array) -> tuple[Array, Array 
 
 
 def _back_along(
-    einsum: Einsum, parts: Arrays, solved: Arrays, dy: Array, dstate: Array
+    einsum: Einsum,
+    parts: Arrays,
+    solved: Arrays,
+    dy: Array,
+    dstate: Array,
+    sequence: Array | None,
 ) -> tuple[Array, Array, Array | None]:
     """The cotangents of the state before a slab, of those after its links, and of U."""
     xs = {"stay": parts["stay"], "read": _written(einsum, dy, parts["reads"])}
@@ -258,5 +327,5 @@ def _back_along(
             dstate = before
         return dstate, jax.tree.map(lambda *xs: jnp.stack(xs), *found[::-1])
 
-    dstate, (dafter, du) = lax.scan(chunk, dstate, xs, reverse=True)
+    dstate, (dafter, du) = lax.scan(*_of_sequences(chunk, dstate, xs, sequence), reverse=True)
     return dstate, dafter, du

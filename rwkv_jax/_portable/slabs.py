@@ -5,7 +5,7 @@ a link: arrays of tokens [B, ..., H, K] become [N, R, B, H, T, K].
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -25,29 +25,24 @@ memory, and larger ones fill a device."""
 Carry = TypeVar("Carry")
 
 
-class Ends(NamedTuple):
-    """Where chunks are in the sequences of their row: the sequence of each chunk [B, N], whether it
-    is the first chunk of that sequence, and whether it is the last one."""
-
-    sequence: Array
-    first: Array
-    last: Array
+def length_of_chunks(tokens: int) -> int:
+    """CHUNK, or the next power of two where rows are shorter."""
+    return min(CHUNK, 1 << max(tokens - 1, 0).bit_length())
 
 
 class Slabs:
-    """The slabs of rows of `tokens` tokens, with `heads` rows times heads.
+    """The slabs of rows of `tokens` tokens in chunks of `length`, with `heads` rows times heads.
 
-    length: tokens of a chunk, CHUNK or the next power of two where the rows are shorter.
-    chunks: of all slabs, also those behind the end.
+    used: the number of chunks that have tokens.
+    chunks: the number of chunks of all slabs, also of those behind the end.
     """
 
-    def __init__(self, tokens: int, heads: int) -> None:
-        self.length = min(CHUNK, 1 << max(tokens - 1, 0).bit_length())
-        self._tokens = tokens
-        there = -(-tokens // self.length)
-        most = min(SLABS, tokens * heads // SLAB, there)
-        self._each = -(-there // max(most, 1))
-        self._count = -(-there // max(self._each, 1))
+    def __init__(self, tokens: int, length: int, heads: int) -> None:
+        self.length, self._tokens = length, tokens
+        self.used = -(-tokens // length)
+        most = min(SLABS, tokens * heads // SLAB, self.used)
+        self._each = -(-self.used // max(most, 1))
+        self._count = -(-self.used // max(self._each, 1))
         self.chunks = self._count * self._each
 
     def run(
@@ -70,9 +65,12 @@ class Slabs:
         found = jnp.moveaxis(found, 0, 1)
         return lax.dynamic_update_slice_in_dim(x, found, number * self._each, 1)
 
-    def at(self, number: Any, x: Array, marks: Array | None) -> Array:
-        """The tokens of a slab, with zeros for padding."""
-        x = self._slice(number, _filled(x, self.chunks * self.length))
+    def at(self, number: Any, x: Array) -> Array:
+        """The tokens of a slab [B, ...] from those of all slabs."""
+        return self._slice(number, _filled(x, self.chunks * self.length))
+
+    def cut(self, number: Any, x: Array, marks: Array | None) -> Array:
+        """The tokens of a slab as links, with zeros for padding."""
         if marks is not None:
             (x,) = segments.cleared(self._slice(number, self._padded(marks)), [x])
         return self._cut(x)
@@ -88,11 +86,11 @@ class Slabs:
         return Tokens(mine != segments.PADDING, number)
 
     def room(self, x: Array) -> Array:
-        """Zeros for what `put` writes, which is like `x`."""
-        return _filled(jnp.zeros_like(x), self.chunks * self.length)
+        """Zeros for what `put` writes, which is like `x` [B, T, ...]."""
+        return jnp.zeros_like(x, shape=(len(x), self.chunks * self.length, *x.shape[2:]))
 
     def put(self, number: Any, x: Array, found: Array) -> Array:
-        """The inverse of `at`, in an array that has the tokens of all slabs."""
+        """The inverse of `at` and `cut`, in an array that has the tokens of all slabs."""
         count, links, batch, heads, length, size = found.shape
         rows = found.transpose(2, 0, 1, 4, 3, 5).reshape(batch, count * links * length, heads, size)
         return lax.dynamic_update_slice_in_dim(x, rows, number * self._each * self.length, 1)
