@@ -18,6 +18,8 @@ All else is done for all links of a slab at once, in few, large products. The ba
 the parts of each slab again, from the last to the first. The states before its links follow from
 the saved ones. The cotangents of the states after its links, and of U, come from a chain that
 starts at the end. With all of these fixed, the three equations at the top are linear in the parts.
+So the gradients of the parts are products of two factors each, which needs no derivative of the
+inverse.
 """
 
 import functools
@@ -34,6 +36,7 @@ from rwkv_jax._operator.call import (
     Forward,
     Gradients,
     Marks,
+    Operands,
     Options,
     Packing,
     Result,
@@ -44,7 +47,7 @@ from rwkv_jax._operator.signature import Signature
 from rwkv_jax._packing import by_chunk, segments
 from rwkv_jax._portable import algebra
 from rwkv_jax._portable.algebra import Einsum, Tokens
-from rwkv_jax._portable.slabs import Slabs, length_of_chunks
+from rwkv_jax._portable.slabs import ELSEWHERE, ON_CPU, Sizes, Slabs, length_of_chunks
 from rwkv_jax._portable.token_by_token import TokenByToken
 
 PartsFn: TypeAlias = Callable[[Einsum, str, Arrays, Tokens], Arrays]
@@ -74,11 +77,28 @@ class Chain(Implementation):
         return self._reference.step(options, platform, operands)
 
     def forward(self, options: Options, platform: str, operands: Forward) -> Result:
+        return self._on_any_platform(functools.partial(self._forward, options, operands), operands)
+
+    def backward(self, options: Options, platform: str, operands: Backward) -> Gradients:
+        return self._on_any_platform(functools.partial(self._backward, options, operands), operands)
+
+    def _on_any_platform(self, compute: Callable[["_Call"], Any], operands: Operands) -> Any:
+        """A pass with slabs of the sizes that suit the platform that it is lowered for."""
+        on_cpu, elsewhere = (
+            _Call(self._signature, sizes, operands.inputs, operands.packing)
+            for sizes in (ON_CPU, ELSEWHERE)
+        )
+        if on_cpu.slabs.count == elsewhere.slabs.count:
+            return compute(elsewhere)
+        return lax.platform_dependent(
+            cpu=lambda: compute(on_cpu), default=lambda: compute(elsewhere)
+        )
+
+    def _forward(self, options: Options, operands: Forward, call: "_Call") -> Result:
         signature, einsum = self._signature, _einsum(options)
         (part,) = operands.state
         state, values = operands.state[part], operands.inputs[signature.y]
         save_as = signature.states_dtype(options, operands.inputs)
-        call = _Call(signature, operands.inputs, operands.packing)
         slabs = call.slabs
 
         def slab(number: Any, carry: tuple[Array, Arrays]) -> tuple[Array, Arrays]:
@@ -87,7 +107,7 @@ class Chain(Implementation):
             v, parts = self._parts(options, tokens, timed, shared)
             solved, _ = _solved(einsum, parts, v)
             state, states, u = _along(einsum, solved, state, call.sequence(number))
-            y = _linear(einsum, parts, v, states, u)["y"].astype(values.dtype)
+            y = _read(einsum, parts, v, states, u).astype(values.dtype)
             room = room | {"y": slabs.put(number, room["y"], y)}
             if options.save:
                 saved = states[:, 0].astype(save_as)
@@ -103,10 +123,9 @@ class Chain(Implementation):
         states = {part: room["states"][:, : slabs.used]} if options.save else {}
         return Result(call.undo(room["y"]), {part: state}, states)
 
-    def backward(self, options: Options, platform: str, operands: Backward) -> Gradients:
+    def _backward(self, options: Options, operands: Backward, call: "_Call") -> Gradients:
         signature, einsum = self._signature, _einsum(options)
         (part,) = operands.states
-        call = _Call(signature, operands.inputs, operands.packing)
         slabs = call.slabs
 
         def slab(number: Any, carry: _Sums) -> _Sums:
@@ -122,15 +141,8 @@ class Chain(Implementation):
             dstate, dafter, du = _back_along(
                 einsum, parts, solved, dy, dstate, call.sequence(number)
             )
-            cotangents = {"y": dy, "after": dafter}
-            if inverse is not None:
-                cotangents["u"] = einsum("...ij,...iv->...jv", inverse, du)
-
-            def linear(v: Array, parts: Arrays) -> Arrays:
-                return _linear(einsum, parts, v, states, u)
-
-            _, pull_back_linear = jax.vjp(linear, v, parts)
-            dtimed, more = pull_back(pull_back_linear(cotangents))
+            dz = None if inverse is None else einsum("...ij,...iv->...jv", inverse, du)
+            dtimed, more = pull_back(_gradients(einsum, parts, v, states, u, dy, dafter, dz))
             room = {name: slabs.put(number, x, dtimed[name]) for name, x in room.items()}
             return dstate, jax.tree.map(jnp.add, dshared, more), room
 
@@ -159,9 +171,11 @@ class _Call:
     chunks: where the chunks of sequences are; None if each row is one sequence.
     """
 
-    def __init__(self, signature: Signature, inputs: Arrays, packing: Packing) -> None:
-        sizes = signature.sizes(inputs)
-        self._tokens, self._length = sizes["T"], length_of_chunks(sizes["T"])
+    def __init__(
+        self, signature: Signature, sizes: Sizes, inputs: Arrays, packing: Packing
+    ) -> None:
+        axes = signature.sizes(inputs)
+        self._tokens, self._length = axes["T"], length_of_chunks(axes["T"])
         self._marks = packing.marks if isinstance(packing, Marks) else None
         self.chunks, tokens = None, self._tokens
         if isinstance(packing, Sequences):
@@ -171,7 +185,7 @@ class _Call:
         self._timed = {name: inputs[name] for name in signature.timed}
         # As arrays [N, R, B, H, T, K].
         self.shared = {name: inputs[name][None, None, :, :, None] for name in signature.shared}
-        self.slabs = Slabs(tokens, self._length, sizes["B"] * sizes["H"])
+        self.slabs = Slabs(sizes, tokens, self._length, axes["B"] * axes["H"])
 
     def inputs(self, number: Any) -> tuple[Arrays, Arrays, Tokens]:
         timed = {name: self.at(number, x) for name, x in self._timed.items()}
@@ -214,20 +228,58 @@ def _einsum(options: Options) -> Einsum:
     return functools.partial(jnp.einsum, precision=options.precision)
 
 
-def _linear(einsum: Einsum, parts: Arrays, v: Array, state: Array, u: Array | None) -> Arrays:
-    """`y`, the state after links and, where there is one, U."""
+def _read(einsum: Einsum, parts: Arrays, v: Array, state: Array, u: Array | None) -> Array:
+    """Y."""
+    y = einsum("...tk,...vk->...tv", parts["reads"], state)
+    y += einsum("...ij,...jv->...iv", parts["y_of_v"], v)
+    return y if u is None else y + einsum("...ij,...jv->...iv", parts["y_of_u"], u)
 
-    def rows(reads: str, of_u: str, of_v: str) -> Array:
-        result = einsum("...tk,...vk->...tv", parts[reads], state)
-        result += einsum("...ij,...jv->...iv", parts[of_v], v)
-        return result if u is None else result + einsum("...ij,...jv->...iv", parts[of_u], u)
 
-    after = state * parts["stay"][..., None, :] + _written(einsum, v, parts["keys"])
-    result = {"y": rows("reads", "y_of_u", "y_of_v"), "after": after}
-    if u is not None:
-        result["after"] += _written(einsum, u, parts["kept"])
-        result["u"] = rows("asks", "u_of_u", "u_of_v")
-    return result
+def _gradients(
+    einsum: Einsum,
+    parts: Arrays,
+    v: Array,
+    state: Array,
+    u: Array | None,
+    dy: Array,
+    dafter: Array,
+    dz: Array | None,
+) -> tuple[Array, Arrays]:
+    """The cotangents of the values and of the parts, from those of Y, of the state after links, and
+    of U (I - u_of_u)^T."""
+
+    def of_matrix(dx: Array, x: Array) -> Array:
+        return einsum("...iv,...jv->...ij", dx, x)
+
+    def of_keys(x: Array, state: Array) -> Array:
+        return einsum("...tv,...vk->...tk", x, state)
+
+    def of_values(matrix: Array, dx: Array) -> Array:
+        return einsum("...ij,...iv->...jv", matrix, dx)
+
+    dv = of_values(parts["y_of_v"], dy) + einsum("...tk,...vk->...tv", parts["keys"], dafter)
+    dparts = {
+        # By a product, since some compilers are slow to sum along this axis.
+        "stay": jnp.einsum(
+            "ov,...vk->...k",
+            jnp.ones((1, state.shape[-2])),
+            state * dafter,
+            precision=lax.Precision.HIGHEST,
+        ),
+        "reads": of_keys(dy, state),
+        "y_of_v": of_matrix(dy, v),
+        "keys": of_keys(v, dafter),
+    }
+    if u is not None and dz is not None:
+        dv += of_values(parts["u_of_v"], dz)
+        dparts |= {
+            "asks": of_keys(dz, state),
+            "u_of_u": of_matrix(dz, u),
+            "u_of_v": of_matrix(dz, v),
+            "y_of_u": of_matrix(dy, u),
+            "kept": of_keys(u, dafter),
+        }
+    return dv, dparts
 
 
 def _written(einsum: Einsum, values: Array, keys: Array) -> Array:

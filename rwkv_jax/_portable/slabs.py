@@ -5,7 +5,7 @@ a link: arrays of tokens [B, ..., H, K] become [N, R, B, H, T, K].
 """
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -18,9 +18,19 @@ LINK = 32
 """Tokens of a link. With more of them, there is more work on pairs of tokens, and with fewer a
 longer chain."""
 
-SLABS, SLAB = 16, 768
-"""A call has so many slabs, if each has at least so many tokens times heads: more slabs take less
-memory, and larger ones fill a device."""
+
+class Sizes(NamedTuple):
+    """How large slabs are: of so many tokens times heads, or of more if there would be too many."""
+
+    tokens: int
+    most: int
+
+
+ON_CPU = Sizes(512, 1 << 30)
+"""One chunk, unless there are few heads: what is computed of a slab stays in the caches."""
+
+ELSEWHERE = Sizes(1 << 14, 8)
+"""So large that a slab fills a GPU, and so small that its memory is a part of that of the call."""
 
 Carry = TypeVar("Carry")
 
@@ -33,27 +43,28 @@ def length_of_chunks(tokens: int) -> int:
 class Slabs:
     """The slabs of rows of `tokens` tokens in chunks of `length`, with `heads` rows times heads.
 
+    count: the number of slabs.
     used: the number of chunks that have tokens.
     chunks: the number of chunks of all slabs, also of those behind the end.
     """
 
-    def __init__(self, tokens: int, length: int, heads: int) -> None:
+    def __init__(self, sizes: Sizes, tokens: int, length: int, heads: int) -> None:
         self.length, self._tokens = length, tokens
         self.used = -(-tokens // length)
-        most = min(SLABS, tokens * heads // SLAB, self.used)
+        most = min(sizes.most, tokens * heads // sizes.tokens, self.used)
         self._each = -(-self.used // max(most, 1))
-        self._count = -(-self.used // max(self._each, 1))
-        self.chunks = self._count * self._each
+        self.count = -(-self.used // max(self._each, 1))
+        self.chunks = self.count * self._each
 
     def run(
         self, body: Callable[[Any, Carry], Carry], carry: Carry, *, reverse: bool = False
     ) -> Carry:
         """`body(number, carry)` of one slab after another."""
-        if self._count == 1:
+        if self.count == 1:
             return body(0, carry)
-        last = self._count - 1
+        last = self.count - 1
         one = (lambda n, carry: body(last - n, carry)) if reverse else body
-        return lax.fori_loop(0, self._count, one, carry)
+        return lax.fori_loop(0, self.count, one, carry)
 
     def chunks_at(self, number: Any, x: Array) -> Array:
         """The chunks of a slab [N, B, ...] from those of all slabs [B, ...]."""
