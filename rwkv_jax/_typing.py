@@ -13,6 +13,7 @@ Axes, each with one letter everywhere:
 Words, each with one meaning everywhere:
 
     chunk     64 tokens; a state is saved before each chunk for the backward pass
+    link      32 tokens in plain `jax.numpy`: what is solved at once beside other links
     tile      16 tokens, or a 16 x 16 matrix: what one matrix instruction takes
     segment   consecutive tokens of a row with the same id in `segment_ids`, such as a document
     mark      of a token: it continues a segment, starts one, or is padding
@@ -23,7 +24,8 @@ Words, each with one meaning everywhere:
     pool      the states of a server; a slot is a row of it
     round     of a pool that serves: requests get slots, pieces of prompts are read, tokens decoded
     pass      what an implementation computes: forward, backward, step, summary, reverse summary
-    slab      in losses, tokens whose logits are in memory at once
+    slab      tokens whose intermediate results are in memory at once: in losses their logits, in
+              plain `jax.numpy` the links of some chunks of all rows
     panel     in CUDA kernels, an array in shared memory with rows of 64 elements
 """
 

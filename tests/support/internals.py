@@ -1,6 +1,7 @@
 """The private names of the package that tests know, all in this one place."""
 
 import dataclasses
+import functools
 import importlib
 import math
 import sys
@@ -21,7 +22,7 @@ from rwkv_jax._operator.public import PublicFunction, registered
 from rwkv_jax._operator.saved import CHUNK as CHUNK
 from rwkv_jax._operator.signature import Signature
 from rwkv_jax._packing import segments
-from rwkv_jax._portable import chunked
+from rwkv_jax._portable import algebra, chunked
 from rwkv_jax._portable import decay as decays
 from rwkv_jax.layers import _function as layers
 from rwkv_jax.losses import _slabs
@@ -347,3 +348,16 @@ def unroll_wkv4(monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.import_module("rwkv_jax.wkv4.xla")
     monkeypatch.setattr(module, "_as_the_platform_needs", lambda run, operands: run(True, operands))
     jax.clear_caches()
+
+    return Lazy("rwkv_jax.wkv7.pallas").why_not("cuda", options, inputs, None)
+
+
+def link(decay: str, w: Any, x: Any, y: Any) -> dict[str, Any]:
+    """The decays of links [..., T, K] of `xla`, and the pairs of their tokens."""
+    found = algebra.decays(w, decay, algebra.Tokens())
+    einsum = functools.partial(jnp.einsum, precision="highest")
+    ((pairs,),) = algebra.pairs(einsum, found, (x,), (y,))
+    return {"pairs": pairs, "before": found.before, "after": found.after, "stay": found.stay}
+
+
+inverse_of_link = algebra.inverse

@@ -1,0 +1,68 @@
+"""The arithmetic of links, on which `xla` rests, and the loops that are left."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from support import internals
+from support.cases import Case
+from support.harness import assert_right, operands, value_and_gradients
+from support.operators import Run
+
+LENGTH, SIZE = 32, 4
+RNG = np.random.default_rng(0)
+
+
+@pytest.mark.parametrize("decay", ["log", "sigmoid"])
+def test_decays_between_tokens(decay: str) -> None:
+    """Each product of two factors against the sum of the log decays between two tokens: for "log"
+    with tokens that forget everything, next to others that forget little."""
+    x, y = RNG.standard_normal((2, 1, LENGTH, SIZE)).astype(np.float32)
+    rate = RNG.uniform(1e-3, 0.6, x.shape)
+    if decay == "log":
+        w = -np.where(RNG.random(x.shape) < 0.2, RNG.choice([5.0, 100.0, 1e30], x.shape), rate)
+        log_decay = np.maximum(w, -200.0)
+    else:
+        w = RNG.uniform(-8, 8, x.shape)
+        log_decay = -np.exp(-0.5) / (1 + np.exp(-w))
+    found = jax.jit(internals.link, static_argnums=0)(decay, w.astype(np.float32), x, y)
+
+    log_decay = np.float32(log_decay).astype(np.float64)
+    upto = np.cumsum(log_decay, axis=1)
+    start = upto - log_decay
+    between = start[:, :, None] - upto[:, None]
+    earlier = np.tril(np.ones((LENGTH, LENGTH)), -1)[None, :, :, None]
+    with np.errstate(over="ignore"):
+        weights = np.where(earlier > 0, np.exp(between), 0.0)
+    right = {
+        "pairs": np.einsum("bik,bjk,bijk->bij", x, y, weights),
+        "before": np.exp(start),
+        "after": np.exp(upto[:, -1:] - upto),
+        "stay": np.exp(upto[:, -1]),
+    }
+    assert_right(found, right)
+
+
+@pytest.mark.parametrize("length", [1, 4, LENGTH])
+def test_inverse(length: int) -> None:
+    """Also of a matrix whose powers are far larger than its inverse."""
+    lower = np.tril(np.ones((length, length)), -1)
+    matrices = np.stack([-4.0 * lower, lower * RNG.standard_normal(lower.shape) / 4])
+    matrices[0] += 4.0 * lower @ np.eye(length, k=-1)
+    found = jax.jit(internals.inverse_of_link)(matrices.astype(np.float32))
+    assert_right({"inverse": found}, {"inverse": np.linalg.inv(np.eye(length) - matrices)})
+
+
+@pytest.mark.parametrize("op", ["wkv7", "wkv6", "wkv5"])
+def test_only_states_go_along_a_loop(op: str) -> None:
+    """On a GPU each pass has one loop over chunks, and one over slabs where there are several."""
+
+    def loops(case: Case) -> int:
+        inputs, cotangents = operands(op, case)
+        traced: Any = value_and_gradients.trace(Run(op, "xla"), inputs, cotangents)
+        return traced.lower(lowering_platforms=("cuda",)).as_text().count("stablehlo.while")
+
+    assert loops(Case(1, 1024, 2, 64)) == 2
+    assert loops(Case(8, 8192, 1, 64)) == 4
