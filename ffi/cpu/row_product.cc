@@ -77,10 +77,12 @@ inline void Dot(const RowProductCall& call, int64_t output, int64_t apart, int64
 
 template <Stored kStored, int kStreams>
 inline void DotAllRows(const RowProductCall& call, int64_t output, int64_t apart) {
+  // A row that is left over has the sums of the others, so that its place does not change its bits.
+  if (call.rows == 1) return Dot<kStored, kStreams, 1, 2>(call, output, apart, 0);
   int64_t row = 0;
   for (; row + 4 <= call.rows; row += 4) Dot<kStored, kStreams, 4, 1>(call, output, apart, row);
   for (; row + 2 <= call.rows; row += 2) Dot<kStored, kStreams, 2, 1>(call, output, apart, row);
-  for (; row < call.rows; ++row) Dot<kStored, kStreams, 1, 2>(call, output, apart, row);
+  if (row < call.rows) Dot<kStored, kStreams, 1, 1>(call, output, apart, row);
 }
 
 // Adds kIn inputs, from `input` on, to the outputs of all rows of W [I, O].

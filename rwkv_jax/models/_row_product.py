@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import (
@@ -54,7 +55,7 @@ def product(
     the dtype of `x` where the compiler multiplies, and where the kernel does, it is not.
     """
     if _takes(x, weight):
-        return _few_rows(by_output, x, weight, scale).astype(dtype)
+        return _few_rows(by_output, jnp.dtype(dtype), x, weight, scale)
     return _formula(x, weight, scale, dtype, by_output)
 
 
@@ -90,12 +91,30 @@ def wide(
     return (grouped * scale[..., None]).reshape(weight.shape)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-@functools.partial(jax.jit, static_argnums=0)
-def _few_rows(by_output: bool, x: Array, weight: Array, scale: Array | None) -> Array:
-    """The product in float32."""
-    exact = functools.partial(_exact, by_output)
-    call = custom_vmap(functools.partial(_on_any_platform, by_output))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _few_rows(
+    by_output: bool, dtype: np.dtype, x: Array, weight: Array, scale: Array | None
+) -> Array:
+    def exact(x: Array, weight: Array, scale: Array) -> Array:
+        """The formula for a scale that may have no groups."""
+        return _formula(x, weight, scale if scale.shape[1] else None, dtype, by_output)
+
+    def kernel(x: Array, weight: Array, scale: Array) -> Array:
+        shape = len(x), weight.shape[0 if by_output else 1]
+        (y,) = library.call(
+            *(TARGET, [(shape, jnp.float32)]),
+            *(x.astype(jnp.float32), weight, scale),
+            by_output=int(by_output),
+        )
+        return y
+
+    def on_cpu(*operands: Array) -> Array:
+        return _partitioned(kernel, by_output)(*operands).astype(dtype)
+
+    @custom_vmap
+    def call(*operands: Array) -> Array:
+        return lax.platform_dependent(*operands, cpu=on_cpu, default=exact)
 
     @call.def_vmap
     def _rule(size: int, mapped: Sequence[bool], *operands: Any):
@@ -108,37 +127,11 @@ def _few_rows(by_output: bool, x: Array, weight: Array, scale: Array | None) -> 
 
 
 @_few_rows.defjvp
-def _(by_output: bool, primals: Any, tangents: Any) -> tuple[Array, Array]:
-    x, weight, scale = primals
-
+def _(by_output: bool, dtype: np.dtype, primals: Any, tangents: Any) -> tuple[Array, Array]:
     def formula(x: Array, weight: Array, scale: Array | None) -> Array:
-        return _formula(x, weight, scale, jnp.float32, by_output)
+        return _formula(x, weight, scale, dtype, by_output)
 
-    return _few_rows(by_output, x, weight, scale), jax.jvp(formula, primals, tangents)[1]
-
-
-def _exact(by_output: bool, x: Array, weight: Array, scale: Array) -> Array:
-    """The formula for a scale that may have no groups."""
-    given = scale if scale.shape[1] else None
-    return _formula(x, weight, given, jnp.float32, by_output)
-
-
-def _on_any_platform(by_output: bool, x: Array, weight: Array, scale: Array) -> Array:
-    return lax.platform_dependent(
-        *(x, weight, scale),
-        cpu=_partitioned(functools.partial(_kernel, by_output), by_output),
-        default=functools.partial(_exact, by_output),
-    )
-
-
-def _kernel(by_output: bool, x: Array, weight: Array, scale: Array) -> Array:
-    shape = len(x), weight.shape[0 if by_output else 1]
-    (y,) = library.call(
-        *(TARGET, [(shape, jnp.float32)]),
-        *(x.astype(jnp.float32), weight, scale),
-        by_output=int(by_output),
-    )
-    return y
+    return _few_rows(by_output, dtype, *primals), jax.jvp(formula, primals, tangents)[1]
 
 
 def _partitioned(kernel: Callable[..., Array], by_output: bool) -> Callable[..., Array]:
