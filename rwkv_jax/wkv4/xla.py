@@ -87,14 +87,12 @@ class _Wkv4(Implementation):
         start = {part: x[:, 0] for part, x in operands.states.items()}
         end, states = tokens.states(operands.states)
         cotangent = {part: dstate[part] for part in ("num", "den")}
-        found, shared, dstart = _Reverse(tokens, states, dy).gradients(
-            cotangent | {"log_max": -end["log_max"]}
-        )
         dlargest = dstate["log_max"] - _dotted(dstate, end)
         place, age = tokens.first_largest(start["log_max"])
-        first = lax.broadcasted_iota(jnp.int32, inputs["k"].shape, 1) + 1 == place[:, None]
-        dk = found["k"] + jnp.where(first, dlargest[:, None], 0.0)
-        dk, dv = segments.cleared(tokens.marks, [dk, found["v"]])
+        found, shared, dstart = _Reverse(tokens, states, dy).gradients(
+            cotangent | {"log_max": -end["log_max"]}, place, dlargest
+        )
+        dk, dv = segments.cleared(tokens.marks, [found["k"], found["v"]])
 
         scale = jnp.exp(start["log_max"] + dstart["log_max"])
         if tokens.starts is not None:
@@ -216,10 +214,12 @@ class _Tokens:
 
 
 class _Read(NamedTuple):
-    """A token of each group with the state that it reads and the cotangent of what it reads."""
+    """A token of each group, whether the next one starts a segment, the token's number in the row
+    from 1 on [1, n], the cotangent of its `y`, and the state that it reads."""
 
     token: _Token
     starts_next: Array | None
+    place: Array
     dy: Array
     state: Arrays
 
@@ -234,18 +234,9 @@ class _Reverse:
             # What cuts the tokens after this one off from it is that the next one starts a segment.
             starts = jnp.pad(tokens.starts[:, 1:], ((0, 0), (0, 1)))
             self._starts = grouped(starts, tokens.length)
-        self._states = states
-
-    def _items(self) -> ItemFn:
-        # Without the barrier XLA keeps what two walks compute of a token, which is more than these.
-        states = Kept(lax.optimization_barrier(self._states.runs))
-        given = picker((self._tokens.groups, self._starts, self._dy))
-
-        def item(i: Any) -> _Read:
-            token, starts_next, dy = given(i)
-            return _Read(token, starts_next, dy, states.item(i))
-
-        return item
+        self._places = grouped(lax.iota(jnp.int32, tokens.count)[None] + 1, tokens.length)
+        given = picker((tokens.groups, self._starts, self._places, self._dy))
+        self._item: ItemFn = lambda i: _Read(*given(i), state=states.item(i))
 
     def _cotangents(self, x: _Read) -> tuple[Arrays, Arrays]:
         """The inputs of a token, with `y` and the weight of the token in it, and what the token
@@ -264,14 +255,17 @@ class _Reverse:
     def _run(self, x: _Read) -> Runs:
         return Runs(x.token.age, x.starts_next, self._cotangents(x)[1])
 
-    def gradients(self, end: Arrays) -> tuple[Arrays, Arrays, Arrays]:
+    def gradients(
+        self, end: Arrays, place: Array, dlargest: Array
+    ) -> tuple[Arrays, Arrays, Arrays]:
         """The gradients of k and v, those of the log decay and of u [B, C], and the cotangents of
-        the sums before all tokens, from the cotangents of the sums after all tokens."""
+        the sums before all tokens, from the cotangents of the sums after all tokens, and from that
+        of the largest exponent and its place [B, C]."""
         tokens = self._tokens
         starts = jax.tree.map(lambda x: x[:, None], end)
         if tokens.length != tokens.count:
             runs = self._walk.runs(
-                self._items(), self._run, tokens.groups.age, self._starts, self._dy[:, :, 0]
+                self._item, self._run, tokens.groups.age, self._starts, self._dy[:, :, 0]
             )
             starts = self._walk.before(runs, end)
         log_decay = tokens.walk.log_decay[:, None]
@@ -286,12 +280,15 @@ class _Reverse:
             past = jnp.exp((x.state["log_max"] + after["log_max"]) + log_decay)
             dw = x.token.age[..., None] * past * _dotted(x.state, after)
             dk = own + kept * (v * after["num"] + after["den"])
-            dv = (bonus + kept * after["num"]).astype(x.token.v.dtype)
-            return {"k": dk, "v": dv}, {"w": dw, "u": own}
+            is_largest = x.place[..., None] == place[:, None]
+            dk += jnp.where(is_largest, dlargest[:, None], 0.0)
+            dv = bonus + kept * after["num"]
+            found = {"k": dk.astype(x.token.k.dtype), "v": dv.astype(x.token.v.dtype)}
+            return found, {"w": dw, "u": own}
 
         zeros = jnp.zeros_like(self._dy[:, :, 0], dtype=jnp.float32)
         befores, sums, found = self._walk.through(
-            self._items(), self._run, tokens.length, starts, visit, {"w": zeros, "u": zeros}
+            self._item, self._run, tokens.length, starts, visit, {"w": zeros, "u": zeros}
         )
         before = jax.tree.map(lambda x: x[:, 0], befores)
         shared = jax.tree.map(lambda x: jnp.sum(x, axis=1), sums)
