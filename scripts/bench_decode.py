@@ -4,7 +4,7 @@ floor that is. With --prefill, also the reading of a prompt.
     python scripts/bench_decode.py                      # the rows of this device
     python scripts/bench_decode.py --rows 32x4096x1 24x2048x256 --profile
     python scripts/bench_decode.py --rows 12x768x1xfloat32 --prefill 2048 --peak 0.1
-    python scripts/bench_decode.py --device cpu --json decode.json
+    python scripts/bench_decode.py --device cpu --processor-time --json decode.json
 
 A row is LAYERSxWIDTHxBATCH, and the dtype of the weights may follow. The most probable token is
 taken each time, inside one jitted loop whose state is donated. The model has random parameters, and
@@ -80,6 +80,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--dtype", help="dtype of the activations (default: float32 on cpu, bfloat16 on gpu)")
     add("--tokens", type=int, help="tokens decoded in one program (default: 8 on cpu, 64 on gpu)")
     add("--repeats", type=int, default=5, help="how often it runs; the median counts (default: 5)")
+    add(
+        "--processor-time",
+        action="store_true",
+        help="count the processor time in place of the clock, on a CPU that others use as well",
+    )
     add("--prefill", type=int, default=0, metavar="T", help="also read a prompt of T tokens")
     add("--peak", type=float, default=989.0, help="peak TFLOP/s of the device (default: 989)")
     add("--profile", action="store_true", help="print the time of each class of kernels")
@@ -98,6 +103,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"no rows for {args.device}; --device cpu works everywhere")
     args.dtype = args.dtype or DTYPES[args.device]
     args.tokens = TOKENS[args.device] if args.tokens is None else args.tokens
+    if args.processor_time and args.device != "cpu":
+        parser.error("--processor-time is for --device cpu")
     if min(args.tokens, args.repeats, args.vocabulary) < 1 or args.prefill < 0:
         parser.error("--tokens, --repeats and --vocabulary must be at least 1, --prefill 0")
     rows = args.rows or ROWS[args.device]
@@ -112,6 +119,7 @@ def measure(args: argparse.Namespace, row: Row) -> list[Figures]:
         dtype=args.dtype,
         tokens=args.tokens,
         repeats=args.repeats,
+        processor_time=args.processor_time,
         prefill=args.prefill,
         peak=1e12 * args.peak,
         profile=args.profile,

@@ -16,7 +16,7 @@ TINY = ["--vocabulary=256", "--tokens=2", "--repeats=1", "--one-process"]
 def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(SCRIPTS)
     script = importlib.import_module("bench_decode")
-    monkeypatch.setattr(script.decoding, "copy_gb_s", lambda: 10.0)
+    monkeypatch.setattr(script.decoding, "copy_gb_s", lambda clock: 10.0)
     return script
 
 

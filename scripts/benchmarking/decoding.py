@@ -3,6 +3,7 @@ the speed of a copy."""
 
 import functools
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,7 @@ class Settings:
       dtype: the dtype of the activations.
       tokens: how many tokens of each row are decoded in one program.
       repeats: how often that is timed. The median counts.
+      processor_time: whether the processor time of this process counts, and not the clock.
       prefill: the length of a prompt whose reading is timed as well, or 0.
       peak: operations that the device could do in a second.
       profile: whether the kernels of a token are measured.
@@ -55,10 +57,15 @@ class Settings:
     dtype: str
     tokens: int = 64
     repeats: int = 5
+    processor_time: bool = False
     prefill: int = 0
     peak: float = 989e12
     profile: bool = False
     traces: Path | None = None
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        return time.process_time if self.processor_time else time.perf_counter
 
 
 def parameters(row: Row, settings: Settings) -> rwkv7.Params:
@@ -107,14 +114,14 @@ def measure(row: Row, settings: Settings) -> list[Figures]:
     about = {**row._asdict(), "device": jax.devices()[0].device_kind, "jax": jax.__version__}
     loop = functools.partial(decode, dtype=settings.dtype, length=settings.tokens)
     compiled = jax.jit(loop, donate_argnums=1).lower(params, state, tokens).compile()
-    copy = copy_gb_s()
+    copy = copy_gb_s(settings.clock)
 
     def run(_: int = 1) -> Array:
         nonlocal state, tokens
         state, tokens = compiled(params, state, tokens)
         return tokens
 
-    took = [ms / settings.tokens for ms in _milliseconds(run, settings.repeats)]
+    took = [ms / settings.tokens for ms in _milliseconds(run, settings)]
     median, floor = statistics.median(took), moved / copy / 1e6
     decoding = about | {
         "pass": "decoding",
@@ -150,7 +157,7 @@ def _prefill(params: rwkv7.Params, settings: Settings) -> Figures:
 
     prompt = jax.random.randint(jax.random.key(0), (1, length), 0, settings.vocabulary)
     compiled = jax.jit(read).lower(params, prompt).compile()
-    took = _milliseconds(lambda _: compiled(params, prompt), settings.repeats)
+    took = _milliseconds(lambda _: compiled(params, prompt), settings)
     median = statistics.median(took)
     flops = length * (flops_per_token(params) / 3 - 2 * params.head.weight.size)
     return {
@@ -162,7 +169,7 @@ def _prefill(params: rwkv7.Params, settings: Settings) -> Figures:
     }
 
 
-def _milliseconds(run: Callable[[int], Any], repeats: int) -> list[float]:
+def _milliseconds(run: Callable[[int], Any], settings: Settings) -> list[float]:
     """The milliseconds of each of several calls, after one that warms up."""
     jax.block_until_ready(run(1))
-    return [1e3 * seconds(lambda: run(1)) for _ in range(repeats)]
+    return [1e3 * seconds(lambda: run(1), settings.clock) for _ in range(settings.repeats)]

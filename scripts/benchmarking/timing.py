@@ -16,10 +16,10 @@ from benchmarking.operands import WrongResult
 BATCH_SECONDS = {"cpu": 0.02, "gpu": 0.2}
 
 
-def seconds(loop: Callable[[], Any]) -> float:
-    start = time.perf_counter()
+def seconds(loop: Callable[[], Any], clock: Callable[[], float] = time.perf_counter) -> float:
+    start = clock()
     jax.block_until_ready(loop())
-    return time.perf_counter() - start
+    return clock() - start
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def time_in_turn(contestants: Sequence[Contestant], repeats: int) -> dict[str, T
     }
 
 
-def copy_gb_s() -> float:
+def copy_gb_s(clock: Callable[[], float] = time.perf_counter) -> float:
     """The speed of a large copy on the device, in bytes read plus bytes written."""
     size = {"cpu": 2**26, "gpu": 2**28}[jax.default_backend()]
     copy = jax.jit(lambda source, _: -source, donate_argnums=1, keep_unused=True)
@@ -112,4 +112,4 @@ def copy_gb_s() -> float:
         return target
 
     seconds(loop)
-    return 10 * 8 * size / statistics.median(seconds(loop) for _ in range(5)) / 1e9
+    return 10 * 8 * size / statistics.median(seconds(loop, clock) for _ in range(5)) / 1e9
