@@ -16,7 +16,7 @@ from training.data import Batch
 TRAINING, HELD_OUT, JUDGED = range(3)
 """What examples are drawn for, which goes into their seed, so that no two uses share examples."""
 
-WARM_UP = 0.35
+WARM_UP = 0.2
 """Share of the steps until documents have their full length."""
 
 
@@ -53,12 +53,14 @@ TASKS: Mapping[str, Task] = {
         longest=60,
         options={
             "size": "recall",
-            "steps": 16000,
-            "batch": 16,
-            "learning_rate": 6e-3,
+            "steps": 200_000,
+            "batch": 2,
+            "context": 512,
+            "learning_rate": 2e-3,
+            "weight_decay": 0.0,
             "l2_wrap": 0.0,
-            "eval_every": 1000,
-            "save_every": 1000,
+            "eval_every": 5000,
+            "save_every": 5000,
             "prompt": "0123456789=",
         },
     )
