@@ -1,6 +1,7 @@
 """Arguments that are refused, by name, and unusual ones that work."""
 
 import dataclasses
+import functools
 import re
 from typing import Any
 
@@ -101,6 +102,11 @@ def test_float64_under_x64(op: str) -> None:
         given = {name: x for name, x in arrays.items() if step or name not in states}
         for implementation in (None, "xla", "reference"):
             result = OPERATORS[op].function(**given, implementation=implementation)
+            assert {x.dtype.name for x in jax.tree.leaves(result)} == {"float32"}
+        if not step:
+            ids = jnp.ones(given["k"].shape[:2], jnp.int32)
+            packed = functools.partial(OPERATORS[op].function, segment_ids=ids)
+            result = jax.eval_shape(lambda: packed(**given))
             assert {x.dtype.name for x in jax.tree.leaves(result)} == {"float32"}
 
 

@@ -201,6 +201,7 @@ def split(text: str) -> list[str]:
 
 def test_interrupted_answers(files: Files, typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was written is kept, and the model reads the rest of what ends an answer."""
+    handler = signal.getsignal(signal.SIGINT)
     step: Callable[..., Iterator[Any]] = text_model.TextModel.write
     stops = iter([1, 3, 0])
 
@@ -221,7 +222,7 @@ def test_interrupted_answers(files: Files, typed: Typed, monkeypatch: pytest.Mon
         "User: three\n\nAssistant:",
     ]
     assert output == "Assistant: fine\n\nAssistant: fine!\n\n\n\nAssistant:\n\n\n"
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is handler
     positions = [int(x.positions[0]) for x in typed.sessions[1:]]
     assert positions == [
         len(split("User: one\n\nAssistant: fine")),
@@ -230,12 +231,13 @@ def test_interrupted_answers(files: Files, typed: Typed, monkeypatch: pytest.Mon
 
 
 def test_a_second_interrupt() -> None:
+    handler = signal.getsignal(signal.SIGINT)
     with interrupt.Interrupt() as first:
         signal.raise_signal(signal.SIGINT)
         assert first.requested
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def marks(ids: Array, before: Array | None = None, seen: Array | bool = False) -
         return there.astype(jnp.uint8)
     before = ids[:, 0] if before is None else before
     changes = ids != jnp.concatenate([before[:, None], ids[:, :-1]], axis=1)
-    first = jnp.argmax(there, axis=1, keepdims=True)
+    first = lax.argmax(there, 1, jnp.int32)[:, None]
     later = (lax.broadcasted_iota(jnp.int32, ids.shape, 1) > first) | jnp.reshape(seen, (-1, 1))
     marks = jnp.where(changes & later, jnp.uint8(STARTS), jnp.uint8(CONTINUES))
     return jnp.where(there, marks, jnp.uint8(PADDING))

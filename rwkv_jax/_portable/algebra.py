@@ -138,7 +138,7 @@ def pairs(
         earlier = _earlier(length)
         result = [[jnp.where(earlier, x, 0.0) for x in several] for several in result]
     else:
-        nothing = jnp.zeros((*rows[0].shape[:-1], 1, 1))
+        nothing = jnp.zeros_like(rows[0], shape=(*rows[0].shape[:-1], 1, 1))
         result = [[nothing] * len(columns) for _ in rows]
         for factor in factors:
             half = factor.rows.shape[-2]
@@ -218,7 +218,7 @@ def _small_inverse(x: Array) -> Array:
     """By products of whole matrices, of which only the pairs of different halves count."""
     side = x.shape[-1]
     i, j = (lax.broadcasted_iota(jnp.int32, (side, side), axis) for axis in (0, 1))
-    result, half = diagonal(jnp.ones(x.shape[:-1])), 1
+    result, half = diagonal(jnp.ones_like(x[..., 0])), 1
     while half < side:
         differ = i ^ j
         between = jnp.where((i > j) & (half <= differ) & (differ < 2 * half), x, 0.0)

@@ -262,7 +262,7 @@ def _gradients(
         # By a product, since some compilers are slow to sum along this axis.
         "stay": jnp.einsum(
             "ov,...vk->...k",
-            jnp.ones((1, state.shape[-2])),
+            jnp.ones_like(state, shape=(1, state.shape[-2])),
             state * dafter,
             precision=lax.Precision.HIGHEST,
         ),
