@@ -3,6 +3,7 @@
     python scripts/train.py                      # the demo: minutes on two CPU cores
     python scripts/train.py --data book.txt --size small --steps 20000
     python scripts/train.py --resume             # after Ctrl-C; loses no step
+    python scripts/train.py --model FILE         # go on from the parameters of a checkpoint
     python scripts/train.py --mesh data=2,seq=4  # on 8 devices
     python scripts/train.py --task reverse       # exact recall: up to 60 digits, in reverse
 
@@ -54,6 +55,7 @@ def prepare(args: argparse.Namespace) -> tuple[Mesh, RWKV]:
     """The mesh and the model that the options ask for."""
     config = options.config(args)
     mesh = devices.make_mesh(args.mesh, config, batch=args.batch, context=args.context)
+    params = models.load(args.model, dtype="float32").params if args.model else None
     model = language_model.make_model(
         config,
         mesh,
@@ -62,6 +64,7 @@ def prepare(args: argparse.Namespace) -> tuple[Mesh, RWKV]:
         seed=args.seed,
         scan=args.scan,
         recompute=args.recompute,
+        params=params,
     )
     return mesh, model
 

@@ -25,7 +25,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from rwkv_jax import models
-from rwkv_jax.models import rwkv7
+from rwkv_jax.models import rwkv6, rwkv7
+from rwkv_jax.nn import flax
 from support import hlo, scripts
 
 TEXT = b"the quick brown fox jumps over the lazy dog\n" * 200
@@ -441,10 +442,56 @@ def test_task(
     np.testing.assert_array_equal(logits.argmax(-1)[:, 2:], answers)
 
 
+def saved_model(path: Path, module: ModuleType, vocabulary: int) -> Any:
+    config = module.Config(layers=1, width=64, head_size=64, vocabulary=vocabulary)
+    params = jax.jit(module.init, static_argnames="config")(jax.random.key(1), config=config)
+    models.save(path, params)
+    return params
+
+
+def test_start_from_a_model(
+    train: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The parameters and the sizes are those of the file, which has to be a model of bytes."""
+    path = tmp_path / "model.safetensors"
+    option = f"--model={path}"
+    params = saved_model(path, rwkv7, 256)
+    _, model = train.prepare(train.options.parse([option, "--size=0.1b"]))
+    jax.tree.map(np.testing.assert_array_equal, flax.arrays(model.params), params)
+
+    accepted = "accepted is RWKV-7 with the 256 bytes, not quantised"
+    models.save(path, models.quantize(params))
+    with pytest.raises(
+        SystemExit, match=f"RWKV-7 with 256 different tokens, quantised; {accepted}"
+    ):
+        train.main([option])
+    saved_model(path, rwkv6, 256)
+    with pytest.raises(SystemExit, match=f"RWKV-6 with 256 different tokens; {accepted}"):
+        train.main([option])
+    with pytest.raises(SystemExit):
+        train.main([option, "--layers=2"])
+    assert "--model excludes --layers" in capsys.readouterr().err
+
+
+def test_growing_questions(train: ModuleType, task_options: list[str]) -> None:
+    """Questions grow during a share of the steps, or have any length from the first step on."""
+
+    def longest(growth: float) -> list[int]:
+        options = [*task_options, f"--growth={growth}", "--steps=100", "--batch=20"]
+        examples = train.tasks.Examples(train.options.parse(options))
+        texts = (bytes(examples.batch(step).tokens.astype(np.uint8)) for step in (0, 39, 40))
+        return [max(map(len, re.findall(rb"[0-9]+(?==)", text))) for text in texts]
+
+    assert longest(0.4) == [1, 4, 4]
+    assert longest(0.8) == [1, 2, 3]
+    assert longest(0) == [4, 4, 4]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--context=8"], "--context is 8; documents need 9 or more"),
+        (["--growth=2"], "2 is not from 0 to 1"),
         (["--data=file"], "--data and --task exclude each other"),
     ],
 )

@@ -23,9 +23,10 @@ def make_model(
     seed: int,
     scan: bool = False,
     recompute: rwkv7.Recompute | None = None,
+    params: rwkv7.Params | None = None,
 ) -> RWKV:
-    """The model with its initial parameters, which are distributed over the mesh; with `scan` they
-    have the stacked form."""
+    """The model with `params`, or with initial ones from the seed, which are distributed over the
+    mesh; with `scan` they have the stacked form."""
     wkv, layers = wkv7, None
     if mesh.size > 1:
         sequence = "seq" if mesh.shape["seq"] > 1 else None
@@ -34,6 +35,7 @@ def make_model(
         layers = "xla" if sequence else None
     model = RWKV(
         config,
+        params=params,
         dtype=dtype,
         implementation=implementation,
         layers=layers,

@@ -2,21 +2,25 @@
 
 import argparse
 import dataclasses
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from rwkv_jax import models
 from rwkv_jax.models import rwkv7
 from training.checkpoints import Options
 from training.devices import AXES
 from training.tasks import TASKS
 
+VOCABULARY = 256
+
 SIZES: Mapping[str, rwkv7.Config] = {
-    "recall": rwkv7.Config(layers=3, width=32, head_size=32, vocabulary=256),
-    "tiny": rwkv7.Config(layers=2, width=64, head_size=32, vocabulary=256),
-    "demo": rwkv7.Config(layers=4, width=128, head_size=64, vocabulary=256),
-    "small": rwkv7.Config(layers=6, width=384, head_size=64, vocabulary=256),
-    "0.1b": rwkv7.Config(layers=12, width=768, head_size=64, vocabulary=256),
-    "1.5b": rwkv7.Config(layers=24, width=2048, head_size=64, vocabulary=256),
+    "recall": rwkv7.Config(layers=3, width=32, head_size=32, vocabulary=VOCABULARY),
+    "tiny": rwkv7.Config(layers=2, width=64, head_size=32, vocabulary=VOCABULARY),
+    "demo": rwkv7.Config(layers=4, width=128, head_size=64, vocabulary=VOCABULARY),
+    "small": rwkv7.Config(layers=6, width=384, head_size=64, vocabulary=VOCABULARY),
+    "0.1b": rwkv7.Config(layers=12, width=768, head_size=64, vocabulary=VOCABULARY),
+    "1.5b": rwkv7.Config(layers=24, width=2048, head_size=64, vocabulary=VOCABULARY),
 }
 MAY_CHANGE = {"out", "resume", "save_every", "sample", "temperature", "prompt", "peak", "recompute"}
 MAY_CHANGE |= {"judge", "mesh", "coordinator", "processes", "process"}
@@ -27,6 +31,13 @@ def positive(text: str) -> int:
     """A positive integer, for `type` of an option."""
     if (number := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a positive integer")
+    return number
+
+
+def share(text: str) -> float:
+    """A number from 0 to 1, for `type` of an option."""
+    if not 0 <= (number := float(text)) <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not from 0 to 1")
     return number
 
 
@@ -55,6 +66,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--layers", type=positive, help="number of layers, instead of that of --size")
     add("--width", type=positive, help="width, instead of that of --size")
     add("--head-size", type=positive, help="head size, instead of that of --size")
+    add("--model", help="a checkpoint of RWKV-7 to start from, whose sizes replace that of --size")
     add("--data", type=Path, help="a file, or a folder of files; the standard library if not given")
     add(
         "--task",
@@ -63,6 +75,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "sets the defaults of other options, which --task NAME --help shows",
     )
     add("--longest", type=positive, help="greatest length of questions, instead of the task's")
+    add("--growth", type=share, default=0.2, help="share of the steps until questions are so long")
     add("--judge", type=positive, default=100, help="questions of each length at the end of a task")
     add("--pattern", default="*.py", help="which files of a folder to read, at any depth")
     add("--steps", type=positive, default=1000, help="optimizer steps")
@@ -119,6 +132,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.task and args.data:
         parser.error("--data and --task exclude each other")
+    if args.model and (args.layers or args.width or args.head_size):
+        parser.error("--model excludes --layers, --width and --head-size")
     several = (args.coordinator, args.processes, args.process)
     if several != (None, None, None):
         if None in several:
@@ -130,6 +145,17 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def config(args: argparse.Namespace) -> rwkv7.Config:
     """The sizes of the model that the options ask for."""
+    if args.model:
+        found = models.inspect(args.model)
+        config, quantised = found.config, found.params.head.scale is not None
+        of_bytes = isinstance(config, rwkv7.Config) and config.vocabulary == VOCABULARY
+        if quantised or not of_bytes:
+            how = ", quantised" if quantised else ""
+            sys.exit(
+                f"--model is {found.generation} with {config.vocabulary} different tokens{how}; "
+                f"accepted is RWKV-7 with the {VOCABULARY} bytes, not quantised"
+            )
+        return config
     sizes = {"layers": args.layers, "width": args.width, "head_size": args.head_size}
     return dataclasses.replace(SIZES[args.size], **{n: s for n, s in sizes.items() if s})
 

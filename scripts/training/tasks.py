@@ -16,9 +16,6 @@ from training.data import Batch
 TRAINING, HELD_OUT, JUDGED = range(3)
 """What examples are drawn for, which goes into their seed, so that no two uses share examples."""
 
-WARM_UP = 0.2
-"""Share of the steps until documents have their full length."""
-
 
 class Example(NamedTuple):
     """A question and its answer, neither of which has a zero byte."""
@@ -75,16 +72,17 @@ class Examples:
     """What train.py trains on for a task: documents that are packed into rows.
 
     The length of each document is random. The greatest length grows from one to that of --longest
-    in the first steps.
+    in the share --growth of the steps.
     """
 
     ngrams: Mapping[str, float] = {}
     checksum: int | None = None
 
     def __init__(self, args: argparse.Namespace):
-        self._task, self._seed, self._steps = TASKS[args.task], args.seed, args.steps
+        self._task, self._seed = TASKS[args.task], args.seed
         self._longest = args.longest or self._task.longest
         self._batch, self._context = args.batch, args.context
+        self._growing = args.growth * args.steps
         rng = self._rng(HELD_OUT)
         question, answer = self._task.draw(rng, self._longest)
         if (needed := len(question + answer) - 1) > self._context:
@@ -96,8 +94,10 @@ class Examples:
 
     def batch(self, step: int) -> Batch:
         """Rows that depend on the seed, the number of steps and the step alone."""
-        grown = 1 + int(self._longest * step / (WARM_UP * self._steps))
-        return self._rows(self._rng(TRAINING, step), self._batch, min(grown, self._longest))
+        longest = self._longest
+        if step < self._growing:
+            longest = 1 + int(longest * step / self._growing)
+        return self._rows(self._rng(TRAINING, step), self._batch, longest)
 
     def exact(self, answer: Answer, count: int) -> dict[int, float]:
         """Which share of `count` new questions of each length `answer` answers without an error."""
