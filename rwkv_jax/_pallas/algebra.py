@@ -12,13 +12,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from rwkv_jax._operator.call import Arrays, Options
-from rwkv_jax._portable.decay import LOG_DECAY
+from rwkv_jax._portable.decay import BOUNDED, LOG_DECAY
 
 TILE = 16
 """Tokens: fewer are too few for products of matrices, and more take more of them."""
-
-BOUNDED = ("sigmoid",)
-"""Forms whose log decay is never below -0.61, so one may divide by the decay of a tile."""
 
 
 class Product(NamedTuple):

@@ -16,13 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from rwkv_jax._portable.decay import LOG_DECAY
+from rwkv_jax._portable.decay import BOUNDED, LOG_DECAY
 
 Einsum: TypeAlias = Callable[..., Array]
 """`jnp.einsum` with the precision of a call."""
-
-BOUNDED = ("sigmoid",)
-"""Forms whose log decay is never below -0.61, so one may divide by the decay of half a link."""
 
 
 class Tokens(NamedTuple):

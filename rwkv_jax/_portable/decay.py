@@ -35,6 +35,10 @@ def _sigmoid(w: Array) -> Array:
 LOG_DECAY: dict[str, Callable[[Array], Array]] = {"log": _log, "exp": _exp, "sigmoid": _sigmoid}
 """The log decay of each form. Comparisons, not clips: a NaN stays a NaN."""
 
+BOUNDED = ("sigmoid",)
+"""Forms whose log decay is never below -SIGMOID_SCALE, so that one may divide by the decay of up to
+16 tokens."""
+
 
 def decay_factor(w: Array, decay: Decay) -> Array:
     """The factor by which a state channel shrinks, in float32."""
