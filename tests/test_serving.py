@@ -53,8 +53,8 @@ def submit(pool: Pool, number: int, **options: Any) -> Request:
 
 def session_of(pool: Pool, slot: int) -> list[np.ndarray]:
     """What a slot has on the device."""
-    assert pool._device is not None
-    return [np.asarray(x)[slot] for x in jax.tree.leaves(pool._device.session)]
+    assert pool._rounds._slots is not None
+    return [np.asarray(x)[slot] for x in jax.tree.leaves(pool._rounds._slots.session)]
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +148,7 @@ def test_sequences_start_from_a_given_state(params: rwkv7.Params, alone: Any) ->
     pool = pool_of(params)
     submit(pool, 1)
     pool.run()
-    number, state = pool._prefixes.find(cut(np.array(PROMPTS[1][:12], np.int32), PIECES))
+    number, state = pool._rounds._prefixes.find(cut(np.array(PROMPTS[1][:12], np.int32), PIECES))
     assert number == 1
     request = submit(pool_of(params, state=state), 1, prompt=PROMPTS[1][8:])
     assert list(request) == alone[1][0]

@@ -1,14 +1,11 @@
-"""The pool: requests get slots, their prompts are read in pieces, and tokens are decoded."""
+"""The pool: what a server calls, and the threads that do the rounds."""
 
-import dataclasses
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
@@ -18,44 +15,15 @@ from rwkv_jax import tokenizers
 from rwkv_jax._operator import check
 from rwkv_jax._operator.partition import axis_names
 from rwkv_jax.generation import Sampling
-from rwkv_jax.generation._decoding import MOST_STEPS, NO_TOKEN, Controls
-from rwkv_jax.generation._sampling import check_tokens, mask, settings
+from rwkv_jax.generation._decoding import MOST_STEPS
+from rwkv_jax.generation._sampling import check_tokens
 from rwkv_jax.generation._session import Model, differences, seeds_of_rows
 from rwkv_jax.generation._text import RowText, check_stop
 from rwkv_jax.models._parameters import names
 from rwkv_jax.models._placement import MeshAxes
-from rwkv_jax.serving import _slots
-from rwkv_jax.serving._prefixes import Piece, Prefixes, cut
 from rwkv_jax.serving._request import Request
-from rwkv_jax.serving._slots import devices_along
-
-
-class Totals(NamedTuple):
-    """What a pool has done so far.
-
-    Attributes:
-      read: tokens of prompts that were read.
-      cached: tokens of prompts that were not read, because a state after them was kept.
-      written: tokens that requests got.
-      rounds: rounds.
-      seconds: the time of the rounds.
-    """
-
-    read: int
-    cached: int
-    written: int
-    rounds: int
-    seconds: float
-
-
-@dataclasses.dataclass
-class _Sequence:
-    """A request in a slot, and the pieces of its prompt that it has not read. Before it reads the
-    first of them, it starts from the state before any token or from a kept one."""
-
-    request: Request
-    pieces: deque[Piece]
-    started: bool = False
+from rwkv_jax.serving._rounds import Plan, Rounds, Totals
+from rwkv_jax.serving._slots import Placement, devices_along
 
 
 class Pool:
@@ -134,22 +102,13 @@ class Pool:
             raise ValueError(
                 f"Pool: slots is {slots}; accepted is a multiple of {parts}, the devices of data"
             )
-        self._model, self._params = Model(module, jnp.dtype(dtype), implementation), params
-        self._vocabulary = len(params.head.weight)
-        self._tokenizer, self._pieces, self._readers = tokenizer, tuple(pieces), readers
-        self._size, self._steps = slots, steps
-        self._placement = None if mesh is None else _slots.Placement(mesh, data, model)
-        self._initial = _slots.placed(self._checked(state), self._placement, slots=False)
-        self._prefixes = Prefixes(cache_bytes)
-        self._device: _slots.Slots | None = None
-        self._totals = Totals(0, 0, 0, 0, 0.0)
-        # Whoever does a round has `_round`. Whoever changes the queue, the sequences or a request
-        # has `_changed`. The first sequence is the one that got a slot first.
-        self._queue: deque[Request] = deque()
-        self._sequences: dict[int, _Sequence] = {}
+        placement = None if mesh is None else Placement(mesh, data, model)
+        used = Model(module, jnp.dtype(dtype), implementation)
+        plan = Plan(slots, tuple(pieces), readers, steps, cache_bytes, placement)
+        self._rounds = Rounds(used, params, _initial(used, params, state), plan)
+        self._vocabulary, self._tokenizer = len(params.head.weight), tokenizer
         self._closed = False
         self._thread: threading.Thread | None = None
-        self._changed = threading.Condition()
         self._round = threading.Lock()
 
     def submit(
@@ -200,12 +159,12 @@ class Pool:
             until=self._until,
             cancel=self._cancel,
         )
-        self._controls(request.sampling, request.stop_tokens)
-        with self._changed:
+        self._rounds.controls(request.sampling, request.stop_tokens)
+        with self._rounds.changed:
             if self._closed:
                 raise RuntimeError("submit: the pool is closed")
-            self._queue.append(request)
-            self._changed.notify_all()
+            self._rounds.queue.append(request)
+            self._rounds.changed.notify_all()
         return request
 
     def step(self) -> bool:
@@ -215,19 +174,8 @@ class Pool:
           Exception: what failed in the round. The requests that had slots have failed.
         """
         with self._round:
-            begin = time.perf_counter()
-            try:
-                self._free()
-                self._admit()
-                slots = self._empty() if self._device is None else self._device
-                self._device = self._decode(self._read(slots))
-                self._free()
-            except BaseException as error:
-                self._fail(error)
-                raise
-            finally:
-                self._count(rounds=1, seconds=time.perf_counter() - begin)
-        return self._busy()
+            self._rounds.one()
+        return self._rounds.busy
 
     def run(self) -> None:
         """Do rounds until all requests have ended.
@@ -245,7 +193,7 @@ class Pool:
         Raises:
           RuntimeError: there is such a thread, or the pool is closed.
         """
-        with self._changed:
+        with self._rounds.changed:
             if self._closed or self._thread is not None:
                 raise RuntimeError("start: the pool is closed or has a thread")
             self._thread = threading.Thread(target=self._work, name="rwkv_jax.serving", daemon=True)
@@ -254,13 +202,12 @@ class Pool:
     def close(self) -> None:
         """Cancel all requests that have not ended, and end the thread. A closed pool accepts no
         requests."""
-        with self._changed:
+        with self._rounds.changed:
             self._closed = True
-            running = [sequence.request for sequence in self._sequences.values()]
-            for request in (*self._queue, *running):
+            for request in (*self._rounds.queue, *self._rounds.running):
                 request.end("cancelled")
-            self._queue.clear()
-            self._changed.notify_all()
+            self._rounds.queue.clear()
+            self._rounds.changed.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
@@ -273,17 +220,17 @@ class Pool:
     @property
     def totals(self) -> Totals:
         """What the pool has done so far."""
-        return self._totals
+        return self._rounds.totals
 
     @property
     def waiting(self) -> int:
         """How many requests wait for a slot."""
-        return len(self._queue)
+        return len(self._rounds.queue)
 
     @property
     def running(self) -> int:
         """How many slots requests have."""
-        return len(self._sequences)
+        return len(self._rounds.running)
 
     def _until(self, ready: Callable[[], bool], timeout: float | None) -> bool:
         """Do rounds, or have the thread do them, until `ready` or for so many seconds. The result
@@ -293,22 +240,22 @@ class Pool:
             if end is not None and time.monotonic() >= end:
                 return False
             self._attempt()
-        with self._changed:
+        with self._rounds.changed:
             left = None if end is None else end - time.monotonic()
-            return self._changed.wait_for(ready, left)
+            return self._rounds.changed.wait_for(ready, left)
 
     def _cancel(self, request: Request) -> None:
         """A request leaves the queue or, at the next round, its slot."""
-        with self._changed:
+        with self._rounds.changed:
             request.end("cancelled")
-            if request in self._queue:
-                self._queue.remove(request)
-            self._changed.notify_all()
+            if request in self._rounds.queue:
+                self._rounds.queue.remove(request)
+            self._rounds.changed.notify_all()
 
     def _work(self) -> None:
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._busy())
+            with self._rounds.changed:
+                self._rounds.changed.wait_for(lambda: self._closed or self._rounds.busy)
                 if self._closed:
                     return
             self._attempt()
@@ -320,135 +267,6 @@ class Pool:
         except Exception:
             return
 
-    def _busy(self) -> bool:
-        return bool(self._queue) or self.running > 0
-
-    def _free(self) -> None:
-        """Take the slots of requests that have ended."""
-        with self._changed:
-            for slot, sequence in list(self._sequences.items()):
-                if sequence.request.reason is not None:
-                    del self._sequences[slot]
-
-    def _admit(self) -> None:
-        """Give free slots to the requests that have waited longest."""
-        with self._changed:
-            free = sorted(set(range(self._size)) - self._sequences.keys())
-            for slot in free[: len(self._queue)]:
-                pieces = deque(cut(self._queue[0].prompt, self._pieces))
-                self._sequences[slot] = _Sequence(self._queue.popleft(), pieces)
-
-    def _read(self, slots: _slots.Slots) -> _slots.Slots:
-        """Read a piece of each of up to `readers` prompts, those that got a slot first. The pieces
-        are as long as that of the first of them."""
-        reading = [(slot, x) for slot, x in self._sequences.items() if x.pieces]
-        if not reading:
-            return slots
-        reading = reading[: self._readers]
-        for slot, sequence in reading:
-            if not sequence.started:
-                slots = self._start(slots, slot, sequence)
-        length = reading[0][1].pieces[0].length
-        reading = [(slot, x) for slot, x in reading if x.pieces[0].length == length]
-        rows = np.full(self._readers, self._size, np.int32)
-        tokens = np.zeros((self._readers, length), np.int32)
-        lengths = np.zeros(self._readers, np.int32)
-        for row, (slot, sequence) in enumerate(reading):
-            part = sequence.pieces[0].tokens
-            rows[row], lengths[row] = slot, len(part)
-            tokens[row, : len(part)] = part
-        slots = _slots.read(
-            *(self._model, self._params, slots, rows, tokens, lengths), placement=self._placement
-        )
-        self._count(read=int(lengths.sum()))
-        for slot, sequence in reading:
-            key = sequence.pieces.popleft().key
-            if sequence.pieces and self._prefixes.wants(key):
-                state = _slots.state_of(slots, np.int32(slot), placement=self._placement)
-                self._prefixes.keep(key, state)
-        return slots
-
-    def _start(self, slots: _slots.Slots, slot: int, sequence: _Sequence) -> _slots.Slots:
-        """A sequence goes on from the longest beginning of its prompt after which there is a
-        state."""
-        request, sequence.started = sequence.request, True
-        number, state = self._prefixes.find(list(sequence.pieces))
-        request.cached = sum(len(sequence.pieces.popleft().tokens) for _ in range(number))
-        self._count(cached=request.cached)
-        begin = _slots.Start(
-            state=self._initial if state is None else state,
-            position=np.int32(request.cached),
-            seed=np.int32(request.seed),
-            controls=self._controls(request.sampling, request.stop_tokens),
-        )
-        return _slots.start(slots, np.int32(slot), begin, placement=self._placement)
-
-    def _decode(self, slots: _slots.Slots) -> _slots.Slots:
-        """Decode tokens of all sequences whose prompts are read. If requests wait for a slot, the
-        call ends when one is free."""
-        left, reading = np.zeros(self._size, np.int32), False
-        for slot, sequence in self._sequences.items():
-            if sequence.pieces:
-                reading = True
-            else:
-                left[slot] = sequence.request.length - len(sequence.request.tokens)
-        running = np.flatnonzero(left)
-        if not running.size:
-            return slots
-        slots, tokens, count = _slots.decode(
-            *(self._model, self._params, slots, left),
-            steps=np.int32(max(1, self._steps // 4) if reading else self._steps),
-            least=np.int32(running.size if self._queue else 1),
-            placement=self._placement,
-        )
-        tokens, count = jax.device_get((tokens, count))
-        sampled = tokens[: int(count)]
-        when = time.perf_counter()
-        self._count(written=int(np.sum(sampled != NO_TOKEN)))
-        with self._changed:
-            for slot in running.tolist():
-                request = self._sequences[slot].request
-                try:
-                    request.receive(sampled[:, slot].tolist(), when)
-                except Exception as error:
-                    request.end("failed", error)
-            self._changed.notify_all()
-        return slots
-
-    def _fail(self, error: BaseException) -> None:
-        """All requests that have slots fail, because the error may have deleted the slots. Nor can
-        kept states be trusted: they may be results of the program that failed."""
-        with self._changed:
-            for sequence in self._sequences.values():
-                sequence.request.end("failed", error)
-            self._sequences.clear()
-            self._device = None
-            self._prefixes.clear()
-            self._changed.notify_all()
-
-    def _empty(self) -> _slots.Slots:
-        controls = self._controls(Sampling(), ())
-        return _slots.empty(self._model, self._params, self._size, controls, self._placement)
-
-    def _checked(self, state: Any) -> Any:
-        """The state that sequences start from."""
-        initial = self._model.module.initial_state(self._params, 1, self._model.dtype)
-        if state is None:
-            return initial
-        if wrong := list(differences(names(initial), names(state))):
-            raise ValueError(
-                f"Pool: state is not one of this model with one row and {self._model.dtype} "
-                "activations:\n  " + "\n  ".join(wrong)
-            )
-        return state
-
-    def _controls(self, sampling: Sampling, stop_tokens: Sequence[int]) -> Controls:
-        """The settings of a row, which `submit` makes too, for the errors."""
-        return Controls(
-            settings(sampling, 1, self._vocabulary),
-            mask("submit", "stop_tokens", stop_tokens, 1, self._vocabulary),
-        )
-
     def _tokenizer_for(self, argument: str, given: object) -> tokenizers.Tokenizer:
         if self._tokenizer is None:
             raise ValueError(
@@ -456,9 +274,18 @@ class Pool:
             )
         return self._tokenizer
 
-    def _count(self, **more: int | float) -> None:
-        counts = {name: getattr(self._totals, name) + x for name, x in more.items()}
-        self._totals = self._totals._replace(**counts)
+
+def _initial(model: Model, params: Any, state: Any) -> Any:
+    """The state that sequences start from."""
+    initial = model.module.initial_state(params, 1, model.dtype)
+    if state is None:
+        return initial
+    if wrong := list(differences(names(initial), names(state))):
+        raise ValueError(
+            f"Pool: state is not one of this model with one row and {model.dtype} activations:\n  "
+            + "\n  ".join(wrong)
+        )
+    return state
 
 
 def _check_number(what: str, name: str, given: Any, least: int, most: int | None = None) -> None:
