@@ -52,13 +52,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_sessionstart() -> None:
-    """RWKV_JAX_REQUIRE=cpu,cuda,official: native kernels, and the official models, that have to be
-    there, so that nothing is left out unnoticed on a machine that is known to have them."""
+    """RWKV_JAX_REQUIRE=cpu,cuda,official,libtpu: native kernels, the official models, and the
+    compiler for TPUs, that have to be there, so that nothing is left out unnoticed on a machine
+    that is known to have them."""
     missing = rwkv_jax.build_info()["missing"]
     required = set(filter(None, os.environ.get("RWKV_JAX_REQUIRE", "").split(",")))
     if "official" in required and not OFFICIAL:
         pytest.exit("RWKV_JAX_REQUIRE: official: torch or rwkv is not installed", returncode=1)
-    for platform in sorted(required - {"official"}):
+    if "libtpu" in required and not LIBTPU:
+        pytest.exit("RWKV_JAX_REQUIRE: libtpu is not installed", returncode=1)
+    for platform in sorted(required - {"official", "libtpu"}):
         if missing[platform]:
             pytest.exit(f"RWKV_JAX_REQUIRE: {platform}: {missing[platform]}", returncode=1)
         try:
