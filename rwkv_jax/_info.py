@@ -60,8 +60,9 @@ def implementations(
     if cu_seqlens is not None:
         packing = Sequences(sequences.checked(op, cu_seqlens, *signature.row_sizes(inputs)))
     elif segment_ids is not None:
-        # Implementations get a mark for each token; here the shape alone counts.
-        packing = Marks(segments.checked(op, segment_ids, *signature.row_sizes(inputs)))
+        ids = segments.checked(op, segment_ids, *function.row_sizes(inputs))
+        # Implementations get a mark for each token of sequences; here the shape alone counts.
+        packing = None if function.is_step else Marks(ids)
     options = check.options(
         op, function.operator, decay=decay, precision=precision, implementation=None
     )

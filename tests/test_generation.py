@@ -1,6 +1,7 @@
 """`rwkv_jax.generation`: sampling, reading prompts, decoding, sessions and text."""
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -13,13 +14,15 @@ import pytest
 from jax.sharding import AxisType
 
 from rwkv_jax import generation, tokenizers
-from rwkv_jax.generation import Sampling, Session, TextStream, TokenStream
-from rwkv_jax.generation._decoding import decode
+from rwkv_jax.generation import Sampling, Session, TextStream, TokenStream, _session
+from rwkv_jax.generation._decoding import Controls, decode
 from rwkv_jax.generation._prefill import lengths_of_pieces, read_piece
 from rwkv_jax.generation._sampling import Occurrences, _exponential, sample, settings
 from rwkv_jax.models import rwkv4, rwkv5, rwkv6, rwkv7
 from support import language_models
+from support.cases import Case
 from support.models import VOCABULARY, parameters
+from support.operators import available
 from support.tolerance import EXACT_FLOAT32, assert_close, assert_trees_close
 
 LENGTH, PIECES = 6, (4,)
@@ -112,6 +115,22 @@ def test_nothing_is_compiled_again(params: rwkv7.Params) -> None:
     generate(params, 3, prompts=prompts, sampling=Sampling(top_p=0.3), seed=7, stop_tokens=[5, 6])
     generate(params, 2, prompts=[[]] * 5 + [[1, 2]], session=session)
     assert [x._cache_size() for x in compiled] == programs
+
+
+def test_a_token_goes_over_the_states_once(params: rwkv7.Params) -> None:
+    """In place, where a native kernel does it: rows without a token keep their states without a
+    selection."""
+    model = _session.Model(rwkv7, np.dtype("float32"), None)
+    session = jax.eval_shape(lambda: _session.started(model, params, BATCH))
+    controls = Controls(settings(MIXED, BATCH, VOCABULARY), np.zeros((BATCH, VOCABULARY), bool))
+    count = np.int32(1)
+    left = np.ones(BATCH, np.int32)
+    text = decode.lower(model, params, session, controls, left, count, count).compile().as_text()
+    batch, heads, _, size = shape = session.state[0].att.wkv.shape
+    state = ",".join(map(str, shape))
+    results = set(re.findall(rf"= f32\[{state}\]\S* ([a-z-]+)\(", text or ""))
+    native = "ffi" in available("wkv7_step", Case(batch, 1, heads, size))
+    assert results == {"get-tuple-element", "parameter"} or not native
 
 
 def test_rows_do_not_depend_on_each_other(params: rwkv7.Params) -> None:

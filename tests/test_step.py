@@ -9,8 +9,8 @@ import pytest
 
 from support import tolerance
 from support.cases import Case
-from support.harness import assert_right, operands
-from support.operators import SEQUENCES, Run, available
+from support.harness import assert_right, expected, operands, value_and_gradients
+from support.operators import SEQUENCES, STEPS, Run, available
 
 TOKENS = 20
 RUNS = [
@@ -137,3 +137,32 @@ def test_a_state_that_is_not_donated_stays(run: Run) -> None:
     for name, x in given.items():
         np.testing.assert_array_equal(state[name], x)
         assert not np.array_equal(after[name], x)
+
+
+@pytest.mark.parametrize(
+    ("run", "decay"),
+    [
+        pytest.param(Run(step, name), decay, id=f"{step}-{name}-{decay}")
+        for step, own in STEPS.items()
+        for name in available(step, Case(3, 1, 2, 64))
+        if name in ("ffi", "reference")
+        for decay in own.decays
+        if name == "ffi" or decay == own.decays[-1]
+    ],
+)
+def test_a_row_without_a_token_keeps_its_state(run: Run, decay: str) -> None:
+    ids, idle, rows = np.array([3, 0, 1], np.int32), 1, [0, 2]
+    inputs, cotangents = operands(run.op, Case(3, 1, 2, 64, decay=decay), segment_ids=ids)
+    found = value_and_gradients(run, inputs, cotangents, decay=decay, segment_ids=ids)
+
+    def others(x: dict[str, Any]) -> dict[str, Any]:
+        shared = {n for name in run.operator.shared for n in (name, f"d{name}")}
+        return {name: a if name in shared else np.asarray(a)[rows] for name, a in x.items()}
+
+    right = expected(run.op, others(inputs), others(cotangents), decay=decay)
+    assert_right(others(found), right)
+    for name in ("y", *(f"d{name}" for name in run.operator.timed)):
+        assert not np.asarray(found[name])[idle].any(), name
+    for name in run.operator.states:
+        np.testing.assert_array_equal(found[name][idle], inputs[name][idle])
+        np.testing.assert_array_equal(found[f"d{name}"][idle], cotangents[f"d{name}"][idle])

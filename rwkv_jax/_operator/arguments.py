@@ -87,9 +87,7 @@ class Arguments:
         if offsets is not None:
             packing = Sequences(self._checked_offsets(offsets, arrays))
         elif ids is not None:
-            packing = SegmentIds(
-                segments.checked(self.name, ids, *self.signature.row_sizes(arrays))
-            )
+            packing = SegmentIds(segments.checked(self.name, ids, *self.row_sizes(arrays)))
         signature = self.signature
         operands = Forward(
             {name: arrays[name] for name in signature.inputs},
@@ -103,6 +101,10 @@ class Arguments:
         """The arguments of sequences in a row, with S states."""
         inputs = self.signature.inputs
         return {n: x if n in inputs else x.replace("B", "S") for n, x in self.arguments.items()}
+
+    def row_sizes(self, arrays: Mapping[str, Any]) -> tuple[int, ...]:
+        """The shape of `segment_ids`."""
+        return self.signature.row_sizes(arrays, token=self.is_step)
 
     def _checked_offsets(self, offsets: Any, arrays: Mapping[str, Array]) -> Array:
         offsets = sequences.checked(self.name, offsets, *self.signature.row_sizes(arrays))
@@ -174,7 +176,7 @@ class Arguments:
         packing = None
         match operands.packing:
             case SegmentIds():
-                packing = SegmentIds("BT")
+                packing = SegmentIds("B" if self.is_step else "BT")
             case Sequences():
                 packing = Sequences("Z")
         state = self.result_axes(operands)[1] if operands.state else {}

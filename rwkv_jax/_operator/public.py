@@ -46,7 +46,7 @@ class PublicFunction(Arguments):
         operator, packing = self.operator, operands.packing
         if self.is_step:
             operands = _prepared(operator, self.name, operands, token=True)
-            return derivative.token(operator, options, operands)
+            return _token(operator, options, operands)
         if isinstance(packing, Sequences):
             return _sequences_in_a_row(operator, options, operands, packing)
         operands = _started(operator, operands)
@@ -126,8 +126,9 @@ def _prepared(
     signature = operator.signature
     inputs = signature.tokens if token else dict(signature.inputs)
     axes = signature.forward_axes(operands.packing)
+    packing = SegmentIds("B") if token and operands.packing is not None else axes.packing
     leaves, structure = jax.tree.flatten(operands)
-    letters = jax.tree.leaves(Forward(inputs, axes.state, axes.packing))
+    letters = jax.tree.leaves(Forward(inputs, axes.state, packing))
     names = [name for name, _ in named(operands)]
     check_whole(op, list(zip(names, letters, strict=True)), leaves)
     leaves = list(alike(letters, *leaves, axis=axis))
@@ -138,6 +139,26 @@ def _prepared(
                 leaves[i].astype(jnp.float32), x, leaves[batched], letters[batched]
             )
     return jax.tree.unflatten(structure, leaves)
+
+
+def _token(operator: Operator, options: Options, operands: Forward) -> tuple[Array, Arrays]:
+    """`y` and the next state of one token of each row. Where that is padding, the operator gets a
+    token that changes no state, if there is one, so that nothing has to go over the states again.
+    """
+    if not isinstance(operands.packing, SegmentIds):
+        return derivative.token(operator, options, operands)
+    ids, idle = operands.packing.ids, operator.signature.idle
+
+    def selected(x: Array, otherwise: Array | float) -> Array:
+        there = jnp.expand_dims(ids != 0, tuple(range(1, x.ndim)))
+        return jnp.where(there, x, otherwise)
+
+    numbers = {name: of_form[options.decay] for name, of_form in (idle or {}).items()}
+    inputs = {name: selected(x, numbers.get(name, 0.0)) for name, x in operands.inputs.items()}
+    y, after = derivative.token(operator, options, Forward(inputs, operands.state))
+    if idle is None:
+        after = {part: selected(x, operands.state[part]) for part, x in after.items()}
+    return selected(y, 0.0), after
 
 
 def _sequences_in_a_row(

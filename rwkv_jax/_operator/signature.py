@@ -33,6 +33,8 @@ class Signature:
     y: the input whose axes and dtype the output has.
     state: the axes of each part of the state.
     decays: the forms in which the operator takes `w`.
+    idle: the inputs of a token that changes no state, bit for bit: a number for each form of decay,
+      and 0 for inputs that are not named. None if there are no such inputs.
     state_type: makes the state that callers see of its parts, where there are several.
     empty: the number that a part of the state holds before any token, where that is not 0.
     per_head: parameters [H, K] that callers may give as [H, 1].
@@ -44,6 +46,7 @@ class Signature:
     y: str
     state: Mapping[str, str]
     decays: tuple[str, ...]
+    idle: Mapping[str, Mapping[str, float]] | None = None
     state_type: Callable[..., Any] | None = None
     empty: Mapping[str, float] = field(default_factory=dict)
     per_head: frozenset[str] = frozenset()
@@ -81,10 +84,10 @@ class Signature:
             sizes |= zip(axes, x.shape, strict=True)
         return sizes
 
-    def row_sizes(self, inputs: Mapping[str, Any]) -> tuple[int, int]:
-        """B and T."""
-        sizes = self.sizes({name: inputs[name] for name in self.inputs})
-        return sizes["B"], sizes["T"]
+    def row_sizes(self, inputs: Mapping[str, Any], *, token: bool = False) -> tuple[int, ...]:
+        """B and T, or B alone."""
+        sizes = self.sizes({name: inputs[name] for name in self.inputs}, token=token)
+        return tuple(sizes[letter] for letter in ("B" if token else "BT"))
 
     def sizes_of_state(self, state: Mapping[str, Any]) -> dict[str, int]:
         """The size of each axis of a state."""

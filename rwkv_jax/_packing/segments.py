@@ -19,14 +19,14 @@ from rwkv_jax._operator import check
 CONTINUES, STARTS, PADDING = 0, 1, 2
 
 
-def checked(op: str, ids: Any, batch: int, tokens: int) -> Array:
+def checked(op: str, ids: Any, *shape: int) -> Array:
+    """Integers [B, T], or [B] for one token of each row."""
     check.array(op, "segment_ids", ids)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(f"{op}: segment_ids is {ids.dtype}; accepted are integers")
-    if ids.shape != (batch, tokens):
-        raise ValueError(
-            f"{op}: segment_ids has shape {ids.shape}; accepted is [B, T] = {(batch, tokens)}"
-        )
+    if ids.shape != shape:
+        axes = "[B, T]" if len(shape) == 2 else "[B]"
+        raise ValueError(f"{op}: segment_ids has shape {ids.shape}; accepted is {axes} = {shape}")
     return jnp.asarray(ids)
 
 

@@ -35,6 +35,9 @@ def _sigmoid(w: Array) -> Array:
 LOG_DECAY: dict[str, Callable[[Array], Array]] = {"log": _log, "exp": _exp, "sigmoid": _sigmoid}
 """The log decay of each form. Comparisons, not clips: a NaN stays a NaN."""
 
+NO_DECAY = {"log": 0.0, "exp": -1e4, "sigmoid": -1e4}
+"""A number of each form whose decay factor is 1, exactly."""
+
 BOUNDED = ("sigmoid",)
 """Forms whose log decay is never below -SIGMOID_SCALE, so that one may divide by the decay of up to
 16 tokens."""

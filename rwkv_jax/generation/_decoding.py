@@ -7,13 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.tree_util import KeyPath
 from jaxtyping import Bool, Int32
 
 from rwkv_jax._typing import Operand
 from rwkv_jax.generation._sampling import Settings, counted, sample
 from rwkv_jax.generation._session import Model, Session
-from rwkv_jax.models._stacking import is_stacked
 
 NO_TOKEN = -1
 MOST_STEPS = 32
@@ -73,18 +71,21 @@ def _step(
     )
     stopped = jnp.take_along_axis(controls.stops, tokens[:, None], axis=1)[:, 0]
     active = active & ~stopped
+    reads = active.astype(jnp.int32)
     logits, state = model.module.apply(
-        *(params, tokens, session.state), dtype=model.dtype, implementation=model.implementation
+        *(params, tokens, session.state),
+        segment_ids=reads,
+        dtype=model.dtype,
+        implementation=model.implementation,
     )
-    occurrences = counted(session.occurrences, controls.settings, tokens)
-    after = Session(
-        state, logits, *occurrences, seeds=session.seeds, positions=session.positions + 1
+    seen, counts = counted(session.occurrences, controls.settings, tokens)
+    rows = active[:, None]
+    session = Session(
+        state=state,
+        logits=jnp.where(rows, logits, session.logits),
+        seen=jnp.where(rows, seen, session.seen),
+        counts=jnp.where(rows, counts, session.counts),
+        seeds=session.seeds,
+        positions=session.positions + reads,
     )
-
-    def selected(path: KeyPath, new: Array, old: Array) -> Array:
-        before = (1,) if is_stacked(path) else ()
-        rows = active.reshape(*before, -1, *(1,) * (new.ndim - len(before) - 1))
-        return jnp.where(rows, new, old)
-
-    session = jax.tree_util.tree_map_with_path(selected, after, session)
     return session, active, jnp.where(active, tokens, NO_TOKEN)

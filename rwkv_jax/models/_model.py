@@ -88,7 +88,7 @@ class Generation:
         tokens: Int[Array, " B *T"],
         state: State | None = None,
         *,
-        segment_ids: Int[Array, "B T"] | None = None,
+        segment_ids: Int[Array, " B *T"] | None = None,
         dtype: DTypeLike = jnp.float32,
         implementation: str | None = None,
         layers: str | None = None,
@@ -105,9 +105,10 @@ class Generation:
           tokens: integers below the size of the vocabulary.
           state: the state after the tokens before `tokens`, in the form of `params`;
             `initial_state` if None.
-          segment_ids: which tokens of a row are one document, with 0 for padding; for sequences
-            only. The first document goes on from `state`, every other one starts anew, and the next
-            state is the one after the last document.
+          segment_ids: which tokens of a row are one document, with 0 for padding. The first
+            document goes on from `state`, every other one starts anew, and the next state is the
+            one after the last document. With one token each, a row whose id is 0 has none: its
+            state stays, and its features mean nothing.
           dtype: the dtype of the activations.
           implementation: the implementation of the operator.
           layers: the implementation of the functions of `rwkv_jax.layers`. Where tokens of a
@@ -122,8 +123,7 @@ class Generation:
           The features [B, T, C] or [B, C] in `dtype`, and the next state.
 
         Raises:
-          TypeError, ValueError: `segment_ids` is wrong, or given with one token each; or `state`
-            has another form than `params`.
+          TypeError, ValueError: `segment_ids` is wrong; or `state` has another form than `params`.
         """
         check_segment_ids(self.name, segment_ids, tokens.shape)
         options = Options(segment_ids, implementation, layers, wkv or self.wkv)
@@ -150,7 +150,7 @@ class Generation:
         tokens: Int[Array, " B *T"],
         state: State | None = None,
         *,
-        segment_ids: Int[Array, "B T"] | None = None,
+        segment_ids: Int[Array, " B *T"] | None = None,
         dtype: DTypeLike = jnp.float32,
         implementation: str | None = None,
         layers: str | None = None,
@@ -183,7 +183,7 @@ class Generation:
         state: TimeMixState | None = None,
         v_first: Float[Array, "B *T C"] | None = None,
         *,
-        segment_ids: Int[Array, "B T"] | None = None,
+        segment_ids: Int[Array, " B *T"] | None = None,
         implementation: str | None = None,
         layers: str | None = None,
         wkv: Wkv | None = None,
@@ -208,7 +208,7 @@ class Generation:
 
         Raises:
           ValueError: `v_first` is missing.
-          TypeError, ValueError: `segment_ids` is wrong, or given with a token.
+          TypeError, ValueError: `segment_ids` is wrong.
         """
         check_segment_ids("time_mix", segment_ids, x.shape[:-1])
         options = Options(segment_ids, implementation, layers, wkv or self.wkv)
@@ -220,7 +220,7 @@ class Generation:
         x: Float[Array, "B *T C"],
         state: Float[Array, "B C"] | None = None,
         *,
-        segment_ids: Int[Array, "B T"] | None = None,
+        segment_ids: Int[Array, " B *T"] | None = None,
     ) -> tuple[Float[Array, "B *T C"], Float[Array, "B C"]]:
         """The channel mixing of a sequence [B, T, C] or a token [B, C], in the dtype of `x`. The
         module of the generation has the formula.
@@ -235,7 +235,7 @@ class Generation:
           The output, with the shape and dtype of `x`, and the next state.
 
         Raises:
-          TypeError, ValueError: `segment_ids` is wrong, or given with a token.
+          TypeError, ValueError: `segment_ids` is wrong.
         """
         check_segment_ids("channel_mix", segment_ids, x.shape[:-1])
         return self.mix_channels(params, None, x, state, segment_ids, None)[1:]

@@ -19,11 +19,8 @@ from rwkv_jax.models._normalisation import Norm, layer_norm
 def check_segment_ids(name: str, ids: Operand | None, shape: tuple[int, ...]) -> None:
     """Raise an error that names the function `name` unless `ids` are None or fit tokens of `shape`,
     [B, T] for sequences and [B] for a single token each."""
-    if ids is None:
-        return
-    if len(shape) != 2:
-        raise ValueError(f"{name}: segment_ids with one token a row; accepted is None")
-    segments.checked(name, ids, *shape)
+    if ids is not None:
+        segments.checked(name, ids, *shape)
 
 
 def of_previous(mix: Float[Array, " C"]) -> Float[Array, " C"]:
@@ -50,7 +47,7 @@ def shift_and_mix(
     mixes: tuple[Float[Array, " C"], ...],
     x: Float[Array, "B *T C"],
     state: Float[Array, "B C"] | None,
-    segment_ids: Int[Array, "B T"] | None,
+    segment_ids: Int[Array, " B *T"] | None,
     implementation: str | None,
 ) -> Shifted:
     """Each of the mixes of a token, normalised by `norm` if there is one, with the token before it.
@@ -62,7 +59,8 @@ def shift_and_mix(
     if x.ndim == 2:
         n = x if norm is None else layer_norm(norm, x)
         mixed = tuple(n + (state - n) * mix.astype(x.dtype)[None] for mix in mixes)
-        return Shifted(x, mixed, jnp.copy(n))
+        last = _Last(n, None if segment_ids is None else segment_ids[:, None] != 0)
+        return Shifted(x, mixed, _next(state, last))
     origin = None if segment_ids is None else _origin(segment_ids)
     last = _last(x, segment_ids)
     if norm is None:

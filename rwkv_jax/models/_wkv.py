@@ -14,7 +14,7 @@ class Options(NamedTuple):
     """The options of a model: the documents of a row, the implementation of the operator, that of
     the functions of `rwkv_jax.layers`, and the operator for sequences."""
 
-    segment_ids: Int[Array, "B T"] | None
+    segment_ids: Int[Array, " B *T"] | None
     implementation: str | None
     layers: str | None
     wkv: Wkv

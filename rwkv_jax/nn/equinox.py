@@ -62,7 +62,7 @@ class TimeMix(eqx.Module):
         state: TimeMixState | None = None,
         v_first: Float[Array, "*T C"] | None = None,
         *,
-        segment_ids: Int[Array, " T"] | None = None,
+        segment_ids: Int[Array, "*T"] | None = None,
     ) -> tuple[Float[Array, "*T C"], TimeMixState, Float[Array, "*T C"] | None]:
         """`time_mix` of a sequence [T, C] or a token [C]: the output, the next state, and in RWKV-7
         the value of the first layer."""
@@ -95,7 +95,7 @@ class ChannelMix(eqx.Module):
         x: Float[Array, "*T C"],
         state: Float[Array, " C"] | None = None,
         *,
-        segment_ids: Int[Array, " T"] | None = None,
+        segment_ids: Int[Array, "*T"] | None = None,
     ) -> tuple[Float[Array, "*T C"], Float[Array, " C"]]:
         """`channel_mix` of a sequence [T, C] or a token [C]: the output and the next state."""
         x, state, ids = _batch((x, state, segment_ids))
@@ -149,7 +149,7 @@ class RWKV(eqx.Module):
         tokens: Int[Array, "*T"],
         state: State | None = None,
         *,
-        segment_ids: Int[Array, " T"] | None = None,
+        segment_ids: Int[Array, "*T"] | None = None,
     ) -> tuple[Float32[Array, "*T vocabulary"], State]:
         """`apply` of a sequence [T] or a token []: the logits and the next state."""
         tokens, state, segment_ids = _batch((tokens, state, segment_ids))

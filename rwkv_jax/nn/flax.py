@@ -55,7 +55,7 @@ class TimeMix(nnx.Module):
         state: TimeMixState | None = None,
         v_first: Float[Array, "B *T C"] | None = None,
         *,
-        segment_ids: Int[Array, "B T"] | None = None,
+        segment_ids: Int[Array, " B *T"] | None = None,
     ) -> tuple[Float[Array, "B *T C"], TimeMixState, Float[Array, "B *T C"] | None]:
         """`time_mix` of a sequence [B, T, C] or a token [B, C]: the output, the next state, and in
         RWKV-7 the value of the first layer."""
@@ -82,7 +82,7 @@ class ChannelMix(nnx.Module):
         x: Float[Array, "B *T C"],
         state: Float[Array, "B C"] | None = None,
         *,
-        segment_ids: Int[Array, "B T"] | None = None,
+        segment_ids: Int[Array, " B *T"] | None = None,
     ) -> tuple[Float[Array, "B *T C"], Float[Array, "B C"]]:
         """`channel_mix` of a sequence [B, T, C] or a token [B, C]: the output and the next
         state."""
@@ -128,7 +128,7 @@ class RWKV(nnx.Module):
         tokens: Int[Array, " B *T"],
         state: State | None = None,
         *,
-        segment_ids: Int[Array, "B T"] | None = None,
+        segment_ids: Int[Array, " B *T"] | None = None,
     ) -> tuple[Float32[Array, "B *T vocabulary"], State]:
         """`apply` of sequences [B, T] or a token each [B]: the logits and the next state."""
         return self.generation.apply(

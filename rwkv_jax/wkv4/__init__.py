@@ -86,6 +86,7 @@ def wkv4_step(
     v: Operand,
     state: Wkv4State,
     *,
+    segment_ids: Operand | None = None,
     slots: Operand | None = None,
     decay: Literal["log", "exp"] = "log",
     precision: jax.lax.PrecisionLike = None,
@@ -95,7 +96,8 @@ def wkv4_step(
 
     The arguments are those of `wkv4` without the time axis: `k` and `v` are [B, C].
 
-    With `slots` as in `wkv4`, `state` is a pool, which the caller donates.
+    `segment_ids` are integers [B]: a row whose id is 0 has no token. Its `y` is 0, and its state
+    stays as it is. With `slots` as in `wkv4`, `state` is a pool, which the caller donates.
 
     Returns:
       `y` [B, C] in the dtype of `v`, and the next state. Equal to `wkv4` on one token, derivatives

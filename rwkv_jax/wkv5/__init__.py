@@ -94,6 +94,7 @@ def wkv5_step(
     u: Operand,
     state: Operand,
     *,
+    segment_ids: Operand | None = None,
     slots: Operand | None = None,
     decay: Literal["log", "exp"] = "log",
     precision: jax.lax.PrecisionLike = None,
@@ -104,7 +105,8 @@ def wkv5_step(
     The arguments are those of `wkv5` without the time axis: `r`, `k` are [B, H, K], `v` is
     [B, H, V], `w` and `u` are [H, K] or [H, 1], and `state` [B, H, V, K] is float32.
 
-    With `slots` as in `wkv5`, `state` is a pool, which the caller donates.
+    `segment_ids` are integers [B]: a row whose id is 0 has no token. Its `y` is 0, and its state
+    stays as it is. With `slots` as in `wkv5`, `state` is a pool, which the caller donates.
 
     Returns:
       `y` [B, H, V] in the dtype of `v`, and the next state. Equal to `wkv5` on one token,

@@ -93,6 +93,7 @@ def wkv6_step(
     u: Operand,
     state: Operand,
     *,
+    segment_ids: Operand | None = None,
     slots: Operand | None = None,
     decay: Literal["log", "exp"] = "log",
     precision: jax.lax.PrecisionLike = None,
@@ -103,7 +104,8 @@ def wkv6_step(
     The arguments are those of `wkv6` without the time axis: `r`, `w`, `k` are [B, H, K], `v` is
     [B, H, V], `u` [H, K] and `state` [B, H, V, K] is float32.
 
-    With `slots` as in `wkv6`, `state` is a pool, which the caller donates.
+    `segment_ids` are integers [B]: a row whose id is 0 has no token. Its `y` is 0, and its state
+    stays as it is. With `slots` as in `wkv6`, `state` is a pool, which the caller donates.
 
     Returns:
       `y` [B, H, V] in the dtype of `v`, and the next state. Equal to `wkv6` on one token,

@@ -94,6 +94,7 @@ def wkv7_step(
     b: Operand,
     state: Operand,
     *,
+    segment_ids: Operand | None = None,
     slots: Operand | None = None,
     decay: Decay = "log",
     precision: jax.lax.PrecisionLike = None,
@@ -105,7 +106,8 @@ def wkv7_step(
     `v` is [B, H, V] and `state` [B, H, V, K] is float32. Where the caller donates `state`, the
     native kernels update it in place.
 
-    With `slots` as in `wkv7`, `state` is a pool, which the caller donates.
+    `segment_ids` are integers [B]: a row whose id is 0 has no token. Its `y` is 0, and its state
+    stays as it is. With `slots` as in `wkv7`, `state` is a pool, which the caller donates.
 
     Returns:
       `y` [B, H, V] in the dtype of `v`, and the next state. Equal to `wkv7` on one token,

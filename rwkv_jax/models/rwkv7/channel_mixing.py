@@ -16,7 +16,7 @@ def mix_channels(
     norm: Norm | None,
     x: Float[Array, "B *T C"],
     state: Float[Array, "B C"] | None,
-    segment_ids: Int[Array, "B T"] | None,
+    segment_ids: Int[Array, " B *T"] | None,
     layers: str | None = None,
 ) -> tuple[Array, Array, Array]:
     """The channel mixing, as `Generation` describes it."""
