@@ -330,6 +330,19 @@ def test_sampling_against_the_formula() -> None:
     assert deviation < len(expected) + 4 * np.sqrt(2 * len(expected))
 
 
+@pytest.mark.parametrize("warm", [0, 1], ids=["all rows", "some rows"])
+def test_temperature_0_takes_the_first_of_the_largest(warm: int) -> None:
+    rng, nan, inf = np.random.default_rng(3), np.nan, np.inf
+    logits = rng.integers(0, 3, (40, VOCABULARY)).astype(np.float32)
+    logits[:3] = -inf
+    logits[0, 5:7], logits[1, [4, 9]], logits[2, 8] = 1, nan, inf
+    temperature = [*[0] * 39, warm]
+    given = settings(Sampling(temperature=temperature), 40, VOCABULARY)
+    nothing = Occurrences(jnp.zeros(logits.shape, bool), jnp.zeros(logits.shape))
+    found = jax.jit(sample)(jnp.asarray(logits), given, nothing, *jnp.zeros((2, 40), jnp.int32))
+    np.testing.assert_array_equal(found[:39], np.argmax(logits, axis=-1)[:39])
+
+
 def test_penalties_of_occurrences(params: rwkv7.Params) -> None:
     """Counts decay, and tokens that do not count still have been seen."""
     found = generate(params)

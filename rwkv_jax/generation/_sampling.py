@@ -173,22 +173,35 @@ def sample(
     logits = logits - penalty
     greedy = temperature == 0
 
-    p = jax.nn.softmax(logits, axis=-1)
-    keys = lax.bitcast_convert_type(p, jnp.int32)
-    by_mass = _threshold(keys, p, top_p, ~greedy & (top_p < 1))
-    some = ~greedy & (top_k > 0) & (top_k < logits.shape[1])
-    by_number = _threshold(keys, jnp.ones_like(p), top_k.astype(jnp.float32), some)
-    stays = keys >= jnp.maximum(by_mass, by_number)
+    def chosen() -> Array:
+        p = jax.nn.softmax(logits, axis=-1)
+        keys = lax.bitcast_convert_type(p, jnp.int32)
+        by_mass = _threshold(keys, p, top_p, ~greedy & (top_p < 1))
+        some = ~greedy & (top_k > 0) & (top_k < logits.shape[1])
+        by_number = _threshold(keys, jnp.ones_like(p), top_k.astype(jnp.float32), some)
+        stays = keys >= jnp.maximum(by_mass, by_number)
+        # With independent E[i] of the exponential distribution, the i with the largest
+        # l[i] / temperature - log(E[i]) has the distribution q (the Gumbel-max trick). A rounding
+        # error of the logits changes the token only if two candidates are as close to each other
+        # as that error, however large the vocabulary is; sums of probabilities would add up the
+        # errors.
+        below_largest = logits - jnp.max(logits, axis=-1, keepdims=True)
+        noise = -jnp.log(_exponential(seeds, positions, logits.shape[1]))
+        scores = below_largest / jnp.where(greedy, 1, temperature) + noise
+        return _first_largest(jnp.where(greedy, logits, jnp.where(stays, scores, -jnp.inf)))
 
-    # With independent E[i] of the exponential distribution, the i with the largest
-    # l[i] / temperature - log(E[i]) has the distribution q (the Gumbel-max trick). A rounding error
-    # of the logits changes the token only if two candidates are as close to each other as that
-    # error, however large the vocabulary is; sums of probabilities would add up the errors.
-    below_largest = logits - jnp.max(logits, axis=-1, keepdims=True)
-    noise = -jnp.log(_exponential(seeds, positions, logits.shape[1]))
-    scores = below_largest / jnp.where(greedy, 1, temperature) + noise
-    warm = jnp.argmax(jnp.where(stays, scores, -jnp.inf), axis=-1)
-    return jnp.where(greedy[:, 0], jnp.argmax(logits, axis=-1), warm).astype(jnp.int32)
+    def chosen_on_cpu() -> Array:
+        return lax.cond(jnp.all(greedy), lambda: _first_largest(logits), chosen)
+
+    # A GPU waits for the host before it takes a branch, and has the random numbers sooner.
+    return lax.platform_dependent(cpu=chosen_on_cpu, default=chosen)
+
+
+def _first_largest(x: Float32[Array, "B vocabulary"]) -> Int32[Array, " B"]:
+    """As `argmax`, which compilers for CPUs do not vectorise."""
+    largest = jnp.max(x, axis=-1, keepdims=True)
+    index = lax.broadcasted_iota(jnp.int32, x.shape, 1)
+    return jnp.min(jnp.where((x == largest) | jnp.isnan(x), index, x.shape[1]), axis=-1)
 
 
 def counted(
