@@ -5,6 +5,7 @@ floor that is. With --prefill, also the reading of a prompt.
     python scripts/bench_decode.py --rows 32x4096x1 24x2048x256 --profile
     python scripts/bench_decode.py --rows 12x768x1xfloat32 --prefill 2048 --peak 0.1
     python scripts/bench_decode.py --device cpu --processor-time --json decode.json
+    python scripts/bench_decode.py --zeros 0 50 88      # what zeros in the channel mixing save
 
 A row is LAYERSxWIDTHxBATCH, and the dtype of the weights may follow. The most probable token is
 taken each time, inside one jitted loop whose state is donated. The model has random parameters, and
@@ -12,8 +13,11 @@ each row runs in a process of its own.
 
 The floor is the time in which the device copies as many bytes as a token needs: all weights are
 read once, but of the embedding the rows of the tokens alone, and all states are read and written.
-The speed of a copy is measured in the same process. With --prefill, the share of the peak counts 2
-operations for each number of a matrix, and 8 for each number of a state.
+The speed of a copy is measured in the same process. With --zeros, the parameters are those of
+`models.for_decoding`, and the weights are made so that the channel mixings have this share of
+zeros, which trained models have by themselves: the floor then counts what the zeros leave to read.
+With --prefill, the share of the peak counts 2 operations for each number of a matrix, and 8 for
+each number of a state.
 """
 
 import argparse
@@ -85,6 +89,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="count the processor time in place of the clock, on a CPU that others use as well",
     )
+    add(
+        "--zeros",
+        type=float,
+        nargs="+",
+        metavar="PERCENT",
+        help="time each row with weights made so that so many percent of max(K x, 0)^2 are zeros",
+    )
     add("--prefill", type=int, default=0, metavar="T", help="also read a prompt of T tokens")
     add("--peak", type=float, default=989.0, help="peak TFLOP/s of the device (default: 989)")
     add("--profile", action="store_true", help="print the time of each class of kernels")
@@ -107,8 +118,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--processor-time is for --device cpu")
     if min(args.tokens, args.repeats, args.vocabulary) < 1 or args.prefill < 0:
         parser.error("--tokens, --repeats and --vocabulary must be at least 1, --prefill 0")
+    if not all(0 <= percent <= 100 for percent in args.zeros or ()):
+        parser.error("--zeros must be from 0 to 100")
+    shares = [percent / 100 for percent in args.zeros] if args.zeros else [None]
     rows = args.rows or ROWS[args.device]
-    args.rows = [row._replace(weights=row.weights or args.dtype) for row in rows]
+    args.rows = [
+        row._replace(weights=row.weights or args.dtype, zeros=share)
+        for row in rows
+        for share in shares
+    ]
     return args
 
 
@@ -154,10 +172,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     print(
         f"RWKV-7, {args.dtype} activations, vocabulary {args.vocabulary}, {args.device}, "
-        f"jax {jax.__version__}\n"
+        f"jax {jax.__version__}"
     )
+    if args.zeros:
+        print("The weights are made so that the channel mixings have the named share of zeros.")
+    print()
     titles = ["ms", "tokens/s", "GB a token", "copy GB/s", "floor ms", "times floor", "of peak"]
-    table = Table("layers x width, batch, weights, pass", *titles, widths=(40, 8))
+    table = Table("layers x width, batch, weights, pass", *titles, widths=(48, 8))
     rows: list[Figures] = []
     for row in args.rows:
         rows += (here := measure(args, row))

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
@@ -41,6 +42,27 @@ def test_table(script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture
     assert flops == pytest.approx(16 * (2 * matrices + 8 * 64 * 64))
 
 
+def test_zeros(script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Weights have the share of zeros that is asked for, and the floor counts what is left."""
+    file = tmp_path / "figures.json"
+    given = ["--rows=1x64x2xfloat32", "--zeros", "0", "75", "100", f"--json={file}"]
+    assert script.main([*TINY, *given]) == 0
+    output = capsys.readouterr().out
+    assert "weights are made so that" in output
+    assert "1x64, batch 2, float32, 75 % zeros, decoding" in output
+    moved = [row["bytes"] for row in json.loads(file.read_text())["rows"]]
+    value = 4 * 64 * 256
+    assert [moved[0] - x for x in moved] == [0, value * 0.75**2, value]
+    settings = script.Settings(vocabulary=256, dtype="float32")
+    for share in (0.0, 0.75, 1.0):
+        row = script.Row(1, 64, 1, "float32", share)
+        ffn = script.decoding.parameters(row, settings).blocks[0].ffn
+        tokens = np.random.default_rng(0).standard_normal((50, 64)).astype(np.float32)
+        tokens -= tokens.mean(1, keepdims=True)
+        hidden = (tokens / tokens.std(1, keepdims=True) + 1) @ np.asarray(ffn.key.weight).T
+        assert np.mean(hidden <= 0) == pytest.approx(share, abs=0.03)
+
+
 def test_failure_is_a_line_of_the_table(
     script: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -48,7 +70,9 @@ def test_failure_is_a_line_of_the_table(
     assert "failed: ValueError: rwkv7: width is 65" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("option", ["--rows=2x64", "--rows=2x64x1xint3", "--tokens=0"])
+@pytest.mark.parametrize(
+    "option", ["--rows=2x64", "--rows=2x64x1xint3", "--tokens=0", "--zeros=101"]
+)
 def test_bad_option(script: ModuleType, option: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         script.main([*TINY, option])

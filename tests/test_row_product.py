@@ -31,20 +31,19 @@ def _operands(
         weight = jnp.asarray(rng.standard_normal(shape, np.float32), dtype)
         wide = np.asarray(weight, np.float64)
         return x, weight, None, x.astype(np.float64) @ (wide.T if by_output else wide)
-    weight = rng.integers(-127, 128, shape, np.int8)
+    weight = rng.integers(-127, 128, (outputs, inputs), np.int8)
     scale = rng.uniform(0.5, 2, (outputs, groups)).astype(np.float32)
     wide = weight.reshape(outputs, groups, -1) * scale[..., None].astype(np.float64)
-    expected = x.astype(np.float64) @ wide.reshape(shape).T
-    return x, jnp.asarray(weight), jnp.asarray(scale), expected
+    expected = x.astype(np.float64) @ wide.reshape(weight.shape).T
+    return x, jnp.asarray(weight if by_output else weight.T), jnp.asarray(scale), expected
 
 
 @each_dtype
 def test_right(dtype: str) -> None:
     """The kernel, with rows that are taken four, two and one at a time, with vectors of inputs and
     what is left of them, and both orders of the axes; and the formula, which takes more rows."""
-    orders = (True,) if dtype == "int8" else (True, False)
     for rows, inputs, outputs in ((1, 135, 70), (7, 64, 5), (MAX_ROWS + 1, 64, 5)):
-        for by_output in orders:
+        for by_output in (True, False):
             x, weight, scale, expected = _operands(
                 rows, inputs, outputs, dtype, by_output=by_output
             )
@@ -53,17 +52,45 @@ def test_right(dtype: str) -> None:
             assert rms_error(np.asarray(y), expected) < EXACT_FLOAT32
 
 
+@pytest.mark.parametrize("by_output", [True, False])
 @pytest.mark.parametrize("rows", [2, MAX_ROWS + 1])
-def test_groups_of_inputs(rows: int) -> None:
-    x, weight, scale, expected = _operands(rows, 96, 5, "int8", groups=4)
-    y = product(jnp.asarray(x), weight, scale, jnp.float32)
+def test_groups_of_inputs(rows: int, by_output: bool) -> None:
+    x, weight, scale, expected = _operands(rows, 96, 5, "int8", groups=4, by_output=by_output)
+    y = product(jnp.asarray(x), weight, scale, jnp.float32, by_output=by_output)
     assert rms_error(np.asarray(y), expected) < EXACT_FLOAT32
-    y = product(jnp.asarray(x, "bfloat16"), weight, scale, "bfloat16")
+    y = product(jnp.asarray(x, "bfloat16"), weight, scale, "bfloat16", by_output=by_output)
     assert y.dtype == "bfloat16"
     assert rms_error(np.asarray(y), expected) < CHUNKED["output"]
 
 
-@pytest.mark.skipif(not NATIVE, reason="the CPU kernels are missing")
+needs_kernel = pytest.mark.skipif(not NATIVE, reason="the CPU kernels are missing")
+
+
+@needs_kernel
+@each_dtype
+def test_inputs_that_are_zero_are_not_read(dtype: str) -> None:
+    """In a matrix by input, those that are zero in all rows: NaN there does not show. There are
+    several parts of the inputs and tiles of the outputs, and one part without any input. A row has
+    the same bits with any other rows and with zeros in any place."""
+    rows, inputs, outputs = 5, 1100, 1030
+    x, weight, scale, _ = _operands(rows, inputs, outputs, dtype, by_output=False)
+    x = np.where(np.random.default_rng(1).random(x.shape) < 0.6, 0, x)
+    x[:, 256:512] = 0
+    x[:, 7] = -0.0
+    read = (x != 0).any(axis=0)
+    assert 0 < read.sum() < inputs - 256
+    wide = np.asarray(weight, np.float64)
+    expected = x.astype(np.float64) @ (wide if scale is None else wide * np.asarray(scale).T)
+    unread = 99 if dtype == "int8" else jnp.nan
+    poisoned = jnp.where(read[:, None], weight, jnp.asarray(unread, weight.dtype))
+    call = jax.jit(functools.partial(product, dtype=jnp.float32, by_output=False))
+    y = np.asarray(call(jnp.asarray(x), poisoned, scale))
+    assert rms_error(y, expected) < EXACT_FLOAT32
+    for some in ([3], [4, 0], [1, 2, 3]):
+        np.testing.assert_array_equal(call(jnp.asarray(x[some]), weight, scale), y[some])
+
+
+@needs_kernel
 def test_where_the_kernel_runs() -> None:
     """For few rows on a CPU: neither on other platforms nor for many rows or sequences."""
     x, weight, *_ = _operands(MAX_ROWS, 64, 32, "bfloat16")

@@ -149,7 +149,42 @@ inline ffi::Error RunCall(const char* op, ffi::ThreadPool& pool, const Wkv7Backw
 // Below so many bytes of a matrix a second thread costs more than it saves.
 constexpr int64_t kBytesWorthAThread = 1 << 18;
 
-// Each thread takes some outputs: in [O, I] whole rows of the matrix, in [I, O] whole cache lines.
+// Each thread takes some outputs of W [O, I].
+inline ffi::Error RunOutputs(ffi::ThreadPool& pool, int64_t workers, const RowProductCall& call) {
+  // Several parts for each thread, since threads may start late.
+  const int64_t parts = workers == 1 ? 1 : 4 * workers, outputs = call.outputs;
+  const int64_t share = ((outputs + parts - 1) / parts + 63) / 64 * 64;
+  const auto kernel = Best<RowProductKernels>().outputs;
+  return Run("row_product", pool, workers, (outputs + share - 1) / std::max<int64_t>(share, 1), 0,
+             [&](int64_t part, float*) {
+               kernel(call, part * share, std::min(outputs, (part + 1) * share));
+             });
+}
+
+// Each thread takes some outputs of some inputs of W [I, O]. How the inputs are divided depends on their
+// number alone, and so do the bits of the results.
+inline ffi::Error RunInputs(ffi::ThreadPool& pool, int64_t workers, const RowProductCall& call) {
+  constexpr int64_t kMostParts = 16, kLeastInputs = 256, kMostOutputs = 1024;
+  const int64_t inputs = call.inputs, outputs = call.outputs, size = call.rows * outputs;
+  const int64_t share = std::max((inputs + kMostParts - 1) / kMostParts, kLeastInputs);
+  const int64_t parts = std::max<int64_t>((inputs + share - 1) / share, 1);
+  const int64_t tiles = (outputs + kMostOutputs - 1) / kMostOutputs;
+  const int64_t tile = tiles ? ((outputs + tiles - 1) / tiles + 63) / 64 * 64 : 1;
+  const std::unique_ptr<float[]> others(new (std::nothrow) float[(parts - 1) * size]);
+  if (others == nullptr)
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "row_product: no memory for its sums");
+  const auto sums = [&](int64_t part) { return part ? others.get() + (part - 1) * size : call.y; };
+  const auto kernel = Best<RowProductKernels>().inputs;
+  ffi::Error error = Run("row_product", pool, workers, parts * tiles, 0, [&](int64_t item, float*) {
+    const int64_t part = item / tiles, first = std::min(outputs, item % tiles * tile);
+    kernel(call, part * share, std::min(inputs, (part + 1) * share), first,
+           std::min(outputs, first + tile), sums(part));
+  });
+  for (int64_t part = 1; part < parts; ++part)
+    for (int64_t i = 0; i < size; ++i) call.y[i] += sums(part)[i];
+  return error;
+}
+
 inline ffi::Error RowProduct(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
                              int64_t by_output) {
   Operands operands("row_product", args, rets);
@@ -159,8 +194,8 @@ inline ffi::Error RowProduct(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi:
   float* const y = static_cast<float*>(operands.Ret("y", "BO", Kind::kFloat));
   const int64_t inputs = operands.Size('I'), outputs = operands.Size('O');
   const int64_t groups = operands.Size('G');
-  operands.Require(groups == 0 || (by_output && inputs % groups == 0), "scale has G = ", groups,
-                   "; expected 0 or, with by_output, a divisor of I = ", inputs);
+  operands.Require(groups == 0 || inputs % groups == 0, "scale has G = ", groups,
+                   "; expected 0 or a divisor of I = ", inputs);
   if (ffi::Error error = operands.Finish(); error.failure()) return error;
 
   const ffi::DataType type = operands.weight_type();
@@ -182,14 +217,7 @@ inline ffi::Error RowProduct(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi:
   const int64_t threads = std::max<int64_t>(pool.num_threads(), 1);
   const int64_t workers =
       std::clamp<int64_t>(inputs * outputs * size / kBytesWorthAThread, 1, threads);
-  // Several parts for each thread, since threads may start late.
-  const int64_t parts = workers == 1 ? 1 : 4 * workers;
-  const int64_t share = ((outputs + parts - 1) / parts + 63) / 64 * 64;
-  const auto kernel = Best<RowProductKernels>().outputs;
-  return Run("row_product", pool, workers, (outputs + share - 1) / std::max<int64_t>(share, 1), 0,
-             [&](int64_t part, float*) {
-               kernel(call, part * share, std::min(outputs, (part + 1) * share));
-             });
+  return by_output ? RunOutputs(pool, workers, call) : RunInputs(pool, workers, call);
 }
 
 inline XLA_FFI_Error* RowProductTarget(XLA_FFI_CallFrame* frame) {

@@ -1,5 +1,7 @@
 #include "row_product.h"
 
+#include <type_traits>
+
 #include "vector.h"
 
 namespace rwkv_jax::cpu {
@@ -85,54 +87,148 @@ inline void DotAllRows(const RowProductCall& call, int64_t output, int64_t apart
   if (row < call.rows) Dot<kStored, kStreams, 1, 1>(call, output, apart, row);
 }
 
-// Adds kIn inputs, from `input` on, to the outputs of all rows of W [I, O].
-template <Stored kStored, int kIn>
-inline void Add(const RowProductCall& call, int64_t input, int64_t first, int64_t last) {
-  const int64_t outputs = call.outputs, whole = last - (last - first) % kLanes;
-  for (int64_t row = 0; row < call.rows; ++row) {
-    const float* const x = call.x + row * call.inputs + input;
-    float* const y = call.y + row * outputs;
-    Vec values[kIn];
-    for (int i = 0; i < kIn; ++i) values[i] = Broadcast(x[i]);
-    for (int64_t o = first; o < whole; o += kLanes) {
-      Vec sum = Load(y + o);
-      for (int i = 0; i < kIn; ++i)
-        sum += values[i] * LoadWeights<kStored>(call.weight, (input + i) * outputs + o);
-      Store(y + o, sum);
+// The sums of W [I, O] are computed for so many rows and outputs at a time, which a level-1 cache holds, and
+// added up after so many inputs. A power of 2 apart, the sums of all rows would share a set of that cache.
+constexpr int64_t kRowsAtOnce = 4, kOutputsAtOnce = 1024, kInputsAtOnce = 256;
+constexpr int64_t kApart = kOutputsAtOnce + 16;
+using Sums = float[kRowsAtOnce][kApart];
+
+// Adds kIn of the listed inputs to the sums of `count` outputs, from `first` on, of kRows rows. While the
+// first rows are computed, the kIn inputs that are listed next are fetched ahead.
+template <Stored kStored, int kIn, int kRows>
+inline void Add(const RowProductCall& call, const int32_t* listed, int64_t first, int64_t count,
+                const float* x, float (*sums)[kApart], bool fetches) {
+  constexpr int64_t kPiece = 64;
+  Vec values[kRows][kIn];
+  int64_t place[kIn], ahead[kIn];
+  for (int i = 0; i < kIn; ++i) {
+    for (int b = 0; b < kRows; ++b) values[b][i] = Broadcast(x[b * call.inputs + listed[i]]);
+    place[i] = listed[i] * call.outputs + first;
+    ahead[i] = listed[kIn + i] * call.outputs + first;
+  }
+  const auto vector = [&](int64_t o) {
+    Vec weights[kIn];
+    for (int i = 0; i < kIn; ++i) weights[i] = LoadWeights<kStored>(call.weight, place[i] + o);
+    for (int b = 0; b < kRows; ++b) {
+      Vec sum = Load(sums[b] + o);
+      for (int i = 0; i < kIn; ++i) sum += values[b][i] * weights[i];
+      Store(sums[b] + o, sum);
     }
-    for (int64_t o = whole; o < last; ++o)
+  };
+  int64_t o = 0;
+  for (; o + kPiece <= count; o += kPiece) {
+    if (fetches)
       for (int i = 0; i < kIn; ++i)
-        y[o] += x[i] * LoadWeight<kStored>(call.weight, (input + i) * outputs + o);
+        for (int64_t line = 0; line < kPiece * kSize<kStored>; line += 64)
+          __builtin_prefetch(static_cast<const char*>(call.weight) +
+                             (ahead[i] + o) * kSize<kStored> + line);
+    for (int64_t at = 0; at < kPiece; at += kLanes) vector(o + at);
+  }
+  for (; o + kLanes <= count; o += kLanes) vector(o);
+  for (; o < count; ++o)
+    for (int i = 0; i < kIn; ++i)
+      for (int b = 0; b < kRows; ++b)
+        sums[b][o] += values[b][i][0] * LoadWeight<kStored>(call.weight, place[i] + o);
+}
+
+template <Stored kStored, int kIn>
+inline void AddToAllRows(const RowProductCall& call, const int32_t* listed, int64_t first,
+                         int64_t count, const float* x, int64_t rows, Sums& sums) {
+  int64_t row = 0;
+  const auto add = [&](auto taken) {
+    constexpr int kRows = taken();
+    for (; row + kRows <= rows; row += kRows)
+      Add<kStored, kIn, kRows>(call, listed, first, count, x + row * call.inputs, sums + row,
+                               row == 0);
+  };
+  add(std::integral_constant<int, 4>());
+  add(std::integral_constant<int, 2>());
+  add(std::integral_constant<int, 1>());
+}
+
+// Lists the inputs from `begin` on, up to `end`, that are not zero in all rows.
+inline int64_t ListInputs(const RowProductCall& call, const float* x, int64_t rows, int64_t begin,
+                          int64_t end, int32_t* listed) {
+  int64_t count = 0;
+  for (int64_t i = begin; i < end; ++i) {
+    bool counts = false;
+    for (int64_t b = 0; b < rows; ++b) counts |= x[b * call.inputs + i] != 0;
+    listed[count] = static_cast<int32_t>(i);
+    count += counts;
+  }
+  return count;
+}
+
+// A row has the same bits with any other rows: each output is a chain of additions in the order of the
+// inputs, to which an input that is zero in this row adds nothing.
+template <Stored kStored>
+void InputsOf(const RowProductCall& call, int64_t begin, int64_t end, int64_t first, int64_t last,
+              float* to) {
+  constexpr int kIn = 4;
+  const int64_t size = call.inputs / call.groups, all = last - first;
+  for (int64_t row = 0; row < call.rows; row += kRowsAtOnce) {
+    const int64_t rows = Smaller(kRowsAtOnce, call.rows - row);
+    const float* const x = call.x + row * call.inputs;
+    for (int64_t b = 0; b < rows; ++b)
+      __builtin_memset(to + (row + b) * call.outputs + first, 0, all * sizeof(float));
+    for (int64_t at = begin, stop; at < end; at = stop) {
+      const int64_t group = at / size;
+      stop = Smaller(Smaller(at + kInputsAtOnce, end), (group + 1) * size);
+      int32_t listed[kInputsAtOnce + kIn];
+      const int64_t inputs = ListInputs(call, x, rows, at, stop, listed);
+      if (inputs == 0) continue;
+      for (int i = 0; i < kIn; ++i) listed[inputs + i] = listed[inputs - 1];
+      for (int64_t output = first, count; output < last; output += count) {
+        count = Smaller(kOutputsAtOnce, last - output);
+        Sums sums;
+        for (int64_t b = 0; b < rows; ++b) __builtin_memset(sums[b], 0, count * sizeof(float));
+        int64_t i = 0;
+        for (; i + kIn <= inputs; i += kIn)
+          AddToAllRows<kStored, kIn>(call, listed + i, output, count, x, rows, sums);
+        for (; i < inputs; ++i)
+          AddToAllRows<kStored, 1>(call, listed + i, output, count, x, rows, sums);
+        for (int64_t b = 0; b < rows; ++b) {
+          float* const y = to + (row + b) * call.outputs + output;
+          for (int64_t o = 0; o < count; ++o)
+            y[o] += call.scale ? call.scale[(output + o) * call.groups + group] * sums[b][o]
+                               : sums[b][o];
+        }
+      }
+    }
   }
 }
 
 template <Stored kStored>
 void OutputsOf(const RowProductCall& call, int64_t first, int64_t last) {
-  if (call.by_output) {
-    constexpr int kStreams = 4;
-    const int64_t apart = (last - first) / kStreams;
-    for (int64_t i = 0; i < apart; ++i) DotAllRows<kStored, kStreams>(call, first + i, apart);
-    for (int64_t i = first + kStreams * apart; i < last; ++i) DotAllRows<kStored, 1>(call, i, 0);
-    return;
+  constexpr int kStreams = 4;
+  const int64_t apart = (last - first) / kStreams;
+  for (int64_t i = 0; i < apart; ++i) DotAllRows<kStored, kStreams>(call, first + i, apart);
+  for (int64_t i = first + kStreams * apart; i < last; ++i) DotAllRows<kStored, 1>(call, i, 0);
+}
+
+// Calls body() with the type in which the matrix is stored as a template argument.
+template <typename Body>
+inline void Dispatch(Stored stored, const Body& body) {
+  switch (stored) {
+    case Stored::kF32: return body(std::integral_constant<Stored, Stored::kF32>());
+    case Stored::kBF16: return body(std::integral_constant<Stored, Stored::kBF16>());
+    case Stored::kF16: return body(std::integral_constant<Stored, Stored::kF16>());
+    case Stored::kI8: return body(std::integral_constant<Stored, Stored::kI8>());
   }
-  for (int64_t row = 0; row < call.rows; ++row)
-    __builtin_memset(call.y + row * call.outputs + first, 0, (last - first) * sizeof(float));
-  int64_t input = 0;
-  for (; input + 4 <= call.inputs; input += 4) Add<kStored, 4>(call, input, first, last);
-  for (; input < call.inputs; ++input) Add<kStored, 1>(call, input, first, last);
 }
 
 void Outputs(const RowProductCall& call, int64_t first, int64_t last) {
-  switch (call.stored) {
-    case Stored::kF32: return OutputsOf<Stored::kF32>(call, first, last);
-    case Stored::kBF16: return OutputsOf<Stored::kBF16>(call, first, last);
-    case Stored::kF16: return OutputsOf<Stored::kF16>(call, first, last);
-    case Stored::kI8: return OutputsOf<Stored::kI8>(call, first, last);
-  }
+  Dispatch(call.stored, [&](auto stored) { OutputsOf<stored()>(call, first, last); });
+}
+
+void Inputs(const RowProductCall& call, int64_t begin, int64_t end, int64_t first, int64_t last,
+            float* sums) {
+  Dispatch(call.stored,
+           [&](auto stored) { InputsOf<stored()>(call, begin, end, first, last, sums); });
 }
 
 }  // namespace
 
-const RowProductKernels RowProductKernels::RWKV_JAX_ISA = {Outputs};
+const RowProductKernels RowProductKernels::RWKV_JAX_ISA = {Outputs, Inputs};
 
 }  // namespace rwkv_jax::cpu

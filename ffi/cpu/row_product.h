@@ -1,5 +1,6 @@
 // The product of a few rows with a matrix, as decoding needs it: y = x W^T for W [O, I], or y = x W for
-// W [I, O]. Rows are float32. The matrix is read once, in the type in which it is stored.
+// W [I, O]. Rows are float32. The matrix is read once, in the type in which it is stored, and of W [I, O]
+// only the inputs that are not zero in all rows.
 #pragma once
 
 #include <cstdint>
@@ -14,16 +15,19 @@ struct RowProductCall {
   Stored stored;
   const float* x;      // [B, I]
   const void* weight;  // [O, I] or [I, O]
-  // The factor of each group of inputs of an output, [O, G]; null where there is none. Only [O, I] has
-  // factors, and G divides I.
+  // The factor of each group of inputs of an output, [O, G]; null where there is none. G divides I.
   const float* scale;
   int64_t groups;
   float* y;  // [B, O]
 };
 
-// Computes the outputs from `first` on, up to `last`.
 struct RowProductKernels {
+  // For W [O, I]: computes the outputs from `first` on, up to `last`.
   void (*outputs)(const RowProductCall& call, int64_t first, int64_t last);
+  // For W [I, O]: what the inputs from `begin` on, up to `end`, contribute to the outputs from `first` on,
+  // up to `last`, of `sums` [B, O].
+  void (*inputs)(const RowProductCall& call, int64_t begin, int64_t end, int64_t first,
+                 int64_t last, float* sums);
 
   static const RowProductKernels baseline, avx2, avx512;
 };

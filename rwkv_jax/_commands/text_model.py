@@ -51,7 +51,7 @@ class TextModel:
         self.tokenizer = tokenizer_of(arguments, models.inspect(arguments.model).config.vocabulary)
         self._sampling = sampling_of(arguments, self.tokenizer)
         checkpoint = models.load(arguments.model, dtype=arguments.dtype)
-        self._module, self._params = checkpoint.module, checkpoint.params
+        self._module, self._params = checkpoint.module, models.for_decoding(checkpoint.params)
         self._dtype = arguments.dtype
         self._compiled: set[tuple[int, int]] = set()
         self.speed = Speed()

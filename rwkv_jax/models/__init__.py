@@ -2,7 +2,8 @@
 
 Each generation is a package. What the generations share is in the private modules beside them.
 `load` reads a checkpoint and finds out its generation, `inspect` does so without the values of the
-parameters, and `save` writes a checkpoint. `quantize` makes weights of 8 bits.
+parameters, and `save` writes a checkpoint. `quantize` makes weights of 8 bits, and
+`for_decoding` stores weights as decoding reads them with the fewest bytes.
 """
 
 from rwkv_jax.models import rwkv4 as rwkv4
@@ -14,4 +15,5 @@ from rwkv_jax.models._checkpoints.loading import inspect as inspect
 from rwkv_jax.models._checkpoints.loading import load as load
 from rwkv_jax.models._checkpoints.loading import load_state as load_state
 from rwkv_jax.models._checkpoints.saving import save as save
+from rwkv_jax.models._decoding import for_decoding as for_decoding
 from rwkv_jax.models._quantisation import quantize as quantize

@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 
 from rwkv_jax.layers import relu_squared
 from rwkv_jax.models import _parameters
-from rwkv_jax.models._linear import Weight, linear
+from rwkv_jax.models._linear import Weight, WeightByInput, linear
 from rwkv_jax.models._normalisation import Norm
 from rwkv_jax.models._token_shift import of_previous, shift_and_mix
 
@@ -22,7 +22,7 @@ class ChannelMixParams(NamedTuple):
     time_mix_r: Array
     key: Weight
     receptance: Weight
-    value: Weight
+    value: Weight | WeightByInput
 
     @property
     def mixes(self) -> tuple[Array, Array]:
@@ -41,7 +41,7 @@ class Gated(Protocol):
     @property
     def receptance(self) -> Weight: ...
     @property
-    def value(self) -> Weight: ...
+    def value(self) -> Weight | WeightByInput: ...
 
 
 def mix_channels(

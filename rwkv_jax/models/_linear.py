@@ -27,9 +27,26 @@ class Weight(NamedTuple):
         return self.weight if self.scale is None else _row_product.wide(self.weight, self.scale)
 
 
-def linear(params: Weight, x: Float[Array, "*shape inputs"]) -> Float[Array, "*shape outputs"]:
+class WeightByInput(NamedTuple):
+    """The weight of a linear map, [inputs, outputs]: the numbers of an input lie side by side, so
+    that the numbers of an input that is zero need not be read. `scale` is that of a `Weight`."""
+
+    by_input: Array
+    scale: Array | None = None
+
+    def wide(self) -> Array:
+        """The matrix [outputs, inputs] that the weight stands for."""
+        return Weight(self.by_input.T, self.scale).wide()
+
+
+def linear(
+    params: Weight | WeightByInput, x: Float[Array, "*shape inputs"]
+) -> Float[Array, "*shape outputs"]:
     """The linear map in the dtype of `x`, with any weight."""
-    return _recomputation.product(_row_product.product(x, params.weight, params.scale, x.dtype))
+    by_output = isinstance(params, Weight)
+    matrix = params.weight if by_output else params.by_input
+    y = _row_product.product(x, matrix, params.scale, x.dtype, by_output=by_output)
+    return _recomputation.product(y)
 
 
 def low_rank(

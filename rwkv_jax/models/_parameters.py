@@ -1,6 +1,6 @@
 """Trees of parameters: the name of each parameter, and the dtype and rank for computing with it."""
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 from jax import Array
@@ -8,7 +8,7 @@ from jax.tree_util import KeyPath
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from rwkv_jax.models._linear import Weight
+from rwkv_jax.models._linear import Weight, WeightByInput
 
 Tree = TypeVar("Tree")
 Leaf = TypeVar("Leaf")
@@ -32,14 +32,17 @@ def cast(params: Tree, dtype: DTypeLike) -> Tree:
 
 
 def like(params: Tree, x: Array) -> Tree:
-    """The parameters in the dtype of `x`, but for each `Weight`, which products take as it is.
+    """The parameters in the dtype of `x`, but for each weight, which products take as it is.
     Vectors get leading axes of size 1 up to the rank of `x`, because broadcasting to another rank
     is an error under strict rank promotion."""
 
-    def alike(p: Array | Weight) -> Array | Weight:
-        if isinstance(p, Weight):
+    def is_weight(p: Any) -> bool:
+        return isinstance(p, Weight | WeightByInput)
+
+    def alike(p: Any) -> Any:
+        if is_weight(p):
             return p
         p = p.astype(x.dtype)
         return p.reshape((1,) * (x.ndim - 1) + p.shape) if p.ndim == 1 else p
 
-    return jax.tree.map(alike, params, is_leaf=lambda p: isinstance(p, Weight))
+    return jax.tree.map(alike, params, is_leaf=is_weight)

@@ -25,6 +25,7 @@ _PARTS = ("weight", "scale")
 LINEAR: Rules = (
     (tuple(f"{name}.{part}" for name in _BY_OUTPUT for part in _PARTS), ("model", "data")),
     (tuple(f"{name}.{part}" for name in _BY_INPUT for part in _PARTS), ("data", "model")),
+    (("ffn.value.by_input",), ("model", "data")),
 )
 """The rules for embedding, head and linear maps. The groups of a scale are where their inputs
 are."""

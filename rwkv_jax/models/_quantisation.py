@@ -10,7 +10,8 @@ from jax.tree_util import KeyPath
 from jaxtyping import Float
 
 from rwkv_jax.models import _parameters, _row_product
-from rwkv_jax.models._linear import Weight
+from rwkv_jax.models._decoding import by_input
+from rwkv_jax.models._linear import Weight, WeightByInput
 from rwkv_jax.models._trees import Params
 
 
@@ -45,6 +46,8 @@ def quantize(params: Any, *, group: int | None = None) -> Params:
 
     def quantized(path: KeyPath, x: Any) -> Any:
         name = _parameters.name(path)
+        if isinstance(x, WeightByInput):
+            return by_input(quantized(path, Weight(jnp.matrix_transpose(x.by_input), x.scale)))
         if not isinstance(x, Weight) or name == "emb":
             return x
         if x.scale is not None:
@@ -59,7 +62,7 @@ def quantize(params: Any, *, group: int | None = None) -> Params:
         return _quantized(x.weight, inputs // size)
 
     return jax.tree_util.tree_map_with_path(
-        quantized, params, is_leaf=lambda x: isinstance(x, Weight)
+        quantized, params, is_leaf=lambda x: isinstance(x, Weight | WeightByInput)
     )
 
 

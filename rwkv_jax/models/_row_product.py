@@ -1,8 +1,9 @@
 """The product of a few rows with a matrix, as decoding needs it.
 
 On CPUs a kernel reads the matrix once, in the dtype in which it is stored, with all threads. XLA
-makes a matrix of another dtype than float32 wide each time, and takes several times as long.
-Everywhere else the product is left to the compiler.
+makes a matrix of another dtype than float32 wide each time, and takes several times as long. Of a
+matrix [inputs, outputs] the kernel reads only the inputs that are not zero in all rows. Everywhere
+else the product is left to the compiler.
 """
 
 import functools
@@ -52,7 +53,9 @@ def product(
     not `by_output`, with sums in float32, in `dtype`.
 
     `scale` has a factor for each group of inputs of an output. A matrix without it is rounded to
-    the dtype of `x` where the compiler multiplies, and where the kernel does, it is not.
+    the dtype of `x` where the compiler multiplies, and where the kernel does, it is not. The kernel
+    takes zero times a weight as zero if it is not `by_output`, even where the weight is infinite or
+    NaN.
     """
     if _takes(x, weight):
         return _few_rows(by_output, jnp.dtype(dtype), x, weight, scale)
@@ -80,7 +83,8 @@ def _formula(
     if groups == 1:
         y = jnp.einsum(letters, x, weight.astype(x.dtype), preferred_element_type=jnp.float32)
         return (y * scale.reshape((1,) * (y.ndim - 1) + (outputs,))).astype(dtype)
-    return jnp.einsum(letters, x, wide(weight, scale).astype(x.dtype), preferred_element_type=dtype)
+    matrix = wide(weight if by_output else weight.T, scale).astype(x.dtype)
+    return jnp.einsum("...i,oi->...o", x, matrix, preferred_element_type=dtype)
 
 
 def wide(

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -26,15 +27,18 @@ WEIGHTS = ("float32", "bfloat16", "float16", "int8")
 
 
 class Row(NamedTuple):
-    """A size of a model, the rows of its batch, and the dtype of its weights."""
+    """A size of a model, the rows of its batch, the dtype of its weights, and the share of zeros
+    that the weights are made for, as `parameters` does it, or None."""
 
     layers: int
     width: int
     batch: int
     weights: str
+    zeros: float | None = None
 
     def __str__(self) -> str:
-        return f"{self.layers}x{self.width}, batch {self.batch}, {self.weights}"
+        zeros = "" if self.zeros is None else f", {100 * self.zeros:g} % zeros"
+        return f"{self.layers}x{self.width}, batch {self.batch}, {self.weights}{zeros}"
 
 
 @dataclass(frozen=True)
@@ -70,25 +74,59 @@ class Settings:
 
 def parameters(row: Row, settings: Settings) -> rwkv7.Params:
     """Random parameters with weights as the row has them. Beside int8, what is not quantised has
-    the dtype of the activations."""
+    the dtype of the activations.
+
+    With a share of zeros they are `models.for_decoding`, and the channel mixings are such that this
+    share of max(K x, 0)^2 is zero on average: K x is normally distributed, and the normalisation
+    before it adds an offset which moves the mean."""
     config = rwkv7.Config(row.layers, row.width, vocabulary=settings.vocabulary)
     shapes = jax.eval_shape(lambda: rwkv7.init(jax.random.key(0), config))
     quantised = row.weights == "int8"
     dtype = jnp.dtype(settings.dtype if quantised else row.weights)
     params = random_parameters(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), shapes))
+    if row.zeros is not None:
+        params = models.for_decoding(with_zeros(params, row.zeros))
     return models.quantize(params) if quantised else params
 
 
-def bytes_of_token(params: rwkv7.Params, state: rwkv7.State, batch: int) -> int:
+def with_zeros(params: rwkv7.Params, share: float) -> rwkv7.Params:
+    """Random parameters whose channel mixings have this share of zeros in max(K x, 0)^2."""
+    # Of the least and the largest share, all numbers are on one side of 0.
+    mean = -NormalDist().inv_cdf(share) if 0 < share < 1 else 8.0 * (1 - 2 * share)
+
+    @jax.jit
+    def moved(key: Array) -> Array:
+        wide = key.astype(jnp.float32)
+        # A normalised token has the sum 0, and with an offset of 1 that of its channels.
+        return (wide + (mean / wide.shape[1] - wide.mean(1, keepdims=True))).astype(key.dtype)
+
+    def with_offset(block: rwkv7.BlockParams) -> rwkv7.BlockParams:
+        ffn = block.ffn
+        key = rwkv7.Weight(moved(ffn.key.weight))
+        return block._replace(
+            ln2=block.ln2._replace(bias=jnp.ones_like(block.ln2.bias)),
+            ffn=ffn._replace(x_k=jnp.zeros_like(ffn.x_k), key=key),
+        )
+
+    return params._replace(blocks=tuple(map(with_offset, params.blocks)))
+
+
+def bytes_of_token(
+    params: rwkv7.Params, state: rwkv7.State, batch: int, zeros: float | None = None
+) -> int:
     """What a token of each row has to move: all parameters are read once, but of the embedding the
-    rows of the tokens alone, and all states are read and written."""
+    rows of the tokens alone, and with a share of zeros in each row, of `ffn.value` what some row
+    needs. All states are read and written."""
 
     def size(tree: Any) -> int:
         return sum(x.nbytes for x in jax.tree.leaves(tree))
 
     embedding = params.emb.weight
     rows = batch * embedding.nbytes // len(embedding)
-    return size(params) - size(params.emb) + rows + 2 * size(state)
+    unread = 0.0
+    if zeros is not None:
+        unread = zeros**batch * sum(block.ffn.value.by_input.nbytes for block in params.blocks)
+    return size(params) - size(params.emb) + rows + 2 * size(state) - round(unread)
 
 
 def decode(
@@ -109,8 +147,8 @@ def measure(row: Row, settings: Settings) -> list[Figures]:
     """The figures of decoding with one row, and of reading a prompt if that is asked for."""
     params = parameters(row, settings)
     state = rwkv7.initial_state(params, row.batch, settings.dtype)
-    tokens = jnp.zeros(row.batch, jnp.int32)
-    moved = bytes_of_token(params, state, row.batch)
+    tokens = jnp.arange(row.batch, dtype=jnp.int32) % settings.vocabulary
+    moved = bytes_of_token(params, state, row.batch, row.zeros)
     about = {**row._asdict(), "device": jax.devices()[0].device_kind, "jax": jax.__version__}
     loop = functools.partial(decode, dtype=settings.dtype, length=settings.tokens)
     compiled = jax.jit(loop, donate_argnums=1).lower(params, state, tokens).compile()

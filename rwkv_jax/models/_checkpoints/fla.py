@@ -95,12 +95,12 @@ def from_official(arrays: Arrays) -> dict[str, Stored]:
     """The arrays by their names in FLA, in its layout."""
     found = {}
     for name, x in arrays.items():
-        shape = x.array.shape
+        shape, transposed = x.shape, x.transposed
         if ".att.x_" in name:
             shape = (1, 1, *shape)
         elif is_transposed(name):
-            shape = shape[::-1]
-        found[fla_name(name)] = Stored(x.array, shape, is_transposed(name))
+            shape, transposed = shape[::-1], not transposed
+        found[fla_name(name)] = Stored(x.array, shape, transposed)
     return found
 
 

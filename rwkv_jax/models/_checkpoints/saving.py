@@ -5,6 +5,8 @@ import os
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from jax import Array
+
 from rwkv_jax._operator import check
 from rwkv_jax.models import _parameters
 from rwkv_jax.models._checkpoints import files, fla, safetensors, torch_archive
@@ -43,6 +45,7 @@ def save(path: str | os.PathLike[str], params: Any, *, names: Names = "official"
         raise ValueError(f"save: path is {path}; accepted with names={names!r} is {accepted}")
     layout = layout_of("save", _parameters.names(params))
     arrays = _parameters.names(layout.module.unstacked(params))
+    stored = dict(_stored(name, x) for name, x in arrays.items())
     scales = [name for name in arrays if name.endswith(".scale")]
     if scales and (path.suffix, names) != (".safetensors", "official"):
         raise ValueError(
@@ -52,7 +55,6 @@ def save(path: str | os.PathLike[str], params: Any, *, names: Names = "official"
     if names == "fla":
         if layout.name != "RWKV-7":
             raise ValueError(f"save: the model is {layout.name}; names='fla' is for RWKV-7")
-        stored = {name: Stored(x, x.shape) for name, x in arrays.items()}
         config = json.dumps(fla.config(stored), indent=2)
         path.mkdir(parents=True, exist_ok=True)
         safetensors.write(path / "model.safetensors", fla.from_official(stored))
@@ -60,5 +62,16 @@ def save(path: str | os.PathLike[str], params: Any, *, names: Names = "official"
         return
     _FORMATS[path.suffix](
         path,
-        {name: Stored(x, layout.official_shape(name, x.shape)) for name, x in arrays.items()},
+        {
+            name: x._replace(shape=layout.official_shape(name, x.shape))
+            for name, x in stored.items()
+        },
     )
+
+
+def _stored(name: str, x: Array) -> tuple[str, Stored]:
+    """The official name of a parameter, and the array with the shape of its official layout, but
+    for axes of size 1."""
+    if name.endswith(".by_input"):
+        return f"{name.removesuffix('by_input')}weight", Stored(x, x.shape[::-1], transposed=True)
+    return name, Stored(x, x.shape)

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from jax import Array
 
-from rwkv_jax.models._linear import Weight
+from rwkv_jax.models._linear import Weight, WeightByInput
 from rwkv_jax.models._normalisation import Norm
 
 
@@ -46,7 +46,7 @@ class ChannelMixParams(NamedTuple):
     time_maa_r: Array
     key: Weight
     receptance: Weight
-    value: Weight
+    value: Weight | WeightByInput
 
     @property
     def mixes(self) -> tuple[Array, Array]:

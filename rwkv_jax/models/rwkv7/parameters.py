@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from jax import Array
 
-from rwkv_jax.models._linear import Weight
+from rwkv_jax.models._linear import Weight, WeightByInput
 from rwkv_jax.models._normalisation import Norm
 
 
@@ -52,4 +52,4 @@ class ChannelMixParams(NamedTuple):
 
     x_k: Array
     key: Weight
-    value: Weight
+    value: Weight | WeightByInput
