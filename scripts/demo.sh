@@ -15,17 +15,8 @@ cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 venv=${DEMO_VENV:-.venv-demo}
 
-driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1) || driver=
-driver=${driver%%.*}
-extras=train
-# JAX for CUDA 13 needs driver 580 or newer, for CUDA 12 driver 525 or newer.
-if [[ ! $driver =~ ^[0-9]+$ ]]; then
-  export RWKV_JAX_CUDA=${RWKV_JAX_CUDA:-OFF} # no GPU, so CUDA kernels would be compiled in vain
-elif ((driver >= 580)); then
-  extras=train,cuda13
-elif ((driver >= 525)); then
-  extras=train,cuda12
-fi
+source scripts/gpu.sh
+extras=train${cuda_extra:+,$cuda_extra}
 
 if [[ $venv == none ]]; then
   "$python" -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps .

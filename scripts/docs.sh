@@ -10,13 +10,9 @@ site=$(realpath -m "${1:-$root/out/site}")
 venv=$(realpath -m "${VENV:-$root/.venv-docs}")
 cd "$root"
 
-[ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
-# The extra `docs` alone: neither the package nor JAX.
-"$venv/bin/python" -c '
-import tomllib
-with open("pyproject.toml", "rb") as file:
-    print(*tomllib.load(file)["project"]["optional-dependencies"]["docs"], sep="\n")
-' | "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --requirement /dev/stdin
+# --upgrade-deps: the pip of Python 3.11 does not know --group.
+[ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv --upgrade-deps "$venv"
+"$venv/bin/python" -m pip install --quiet --disable-pip-version-check --group docs
 export NO_MKDOCS_2_WARNING=1 # an announcement of the theme
 "$venv/bin/python" -m mkdocs build --strict --config-file docs/mkdocs.yml --site-dir "$site"
 echo "$site/index.html"

@@ -26,20 +26,7 @@ if [[ ${1-} == --all ]]; then
   shift
 fi
 
-gpu=$(nvidia-smi --query-gpu=compute_cap,driver_version --format=csv,noheader 2>/dev/null | head -n 1) || gpu=
-extras=test
-if [[ $gpu =~ ^([0-9]+)\.([0-9]),\ *([0-9]+)\. ]]; then
-  arch=${BASH_REMATCH[1]}${BASH_REMATCH[2]}
-  # JAX for CUDA 13 needs driver 580 or newer.
-  if ((BASH_REMATCH[3] >= 580)); then extras=test,cuda13; else extras=test,cuda12; fi
-fi
-if [[ -z ${RWKV_JAX_CUDA-}${RWKV_JAX_CUDA_ARCHS-} ]]; then
-  if [[ -n ${arch-} ]]; then
-    export RWKV_JAX_CUDA_ARCHS=${arch/#90/90a}-real
-  else
-    export RWKV_JAX_CUDA=OFF
-  fi
-fi
+source "$root/scripts/gpu.sh"
 
 step() { printf '\n== %s (after %s s)\n' "$1" "$SECONDS"; }
 
@@ -48,7 +35,7 @@ step "installation into $venv"
 pip() { "$venv/bin/python" -m pip --quiet --disable-pip-version-check "$@"; }
 pip wheel --no-deps --wheel-dir "$wheels" "$root"
 wheel=$(echo "$wheels"/*.whl)
-extras=${EXTRAS:-$extras}
+extras=${EXTRAS:-test${cuda_extra:+,$cuda_extra}}
 if [[ -n ${TORCH-} ]]; then
   # Compiling all of its modules, of which few are imported, takes longer than copying them.
   pip install --no-compile ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$TORCH"
