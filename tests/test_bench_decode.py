@@ -1,4 +1,4 @@
-"""The benchmark of decoding: its table, and the floor of a row."""
+"""The benchmarks of decoding and of its products: their tables, and the floor of a row."""
 
 import importlib
 import json
@@ -77,3 +77,16 @@ def test_bad_option(script: ModuleType, option: str, capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit):
         script.main([*TINY, option])
     assert option.lstrip("-").partition("=")[0] in capsys.readouterr().err
+
+
+def test_rows_of_a_product(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(SCRIPTS)
+    script = importlib.import_module("bench_row_product")
+    monkeypatch.setattr(script, "BYTES", 2**10)
+    given = ["--matrices=24x16", "--weights=int8", "--rows", "1", "3", "--repeats=1"]
+    assert script.main(given) == 0
+    lines = capsys.readouterr().out.splitlines()[-2:]
+    assert [line.split("|")[1].strip() for line in lines] == ["24x16, int8, 1", "24x16, int8, 3"]
+    assert all(float(line.split("|")[4]) > 0 for line in lines)

@@ -12,12 +12,13 @@ from jax.sharding import PartitionSpec as P
 
 import rwkv_jax
 from rwkv_jax.models import _row_product
-from rwkv_jax.models._row_product import MAX_ROWS, TARGET, product
+from rwkv_jax.models._row_product import TARGET, product
 from support import hlo, meshes
 from support.tolerance import CHUNKED, EXACT_FLOAT32, rms_error
 
 NATIVE = rwkv_jax.build_info()["missing"]["cpu"] is None
-each_dtype = pytest.mark.parametrize("dtype", _row_product.STORED)
+each_dtype = pytest.mark.parametrize("dtype", _row_product.MAX_ROWS)
+MANY = 1 + max(_row_product.MAX_ROWS.values())
 
 
 def _operands(
@@ -42,7 +43,7 @@ def _operands(
 def test_right(dtype: str) -> None:
     """The kernel, with rows that are taken four, two and one at a time, with vectors of inputs and
     what is left of them, and both orders of the axes; and the formula, which takes more rows."""
-    for rows, inputs, outputs in ((1, 135, 70), (7, 64, 5), (MAX_ROWS + 1, 64, 5)):
+    for rows, inputs, outputs in ((1, 135, 70), (7, 64, 5), (MANY, 64, 5)):
         for by_output in (True, False):
             x, weight, scale, expected = _operands(
                 rows, inputs, outputs, dtype, by_output=by_output
@@ -53,7 +54,7 @@ def test_right(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("by_output", [True, False])
-@pytest.mark.parametrize("rows", [2, MAX_ROWS + 1])
+@pytest.mark.parametrize("rows", [2, MANY])
 def test_groups_of_inputs(rows: int, by_output: bool) -> None:
     x, weight, scale, expected = _operands(rows, 96, 5, "int8", groups=4, by_output=by_output)
     y = product(jnp.asarray(x), weight, scale, jnp.float32, by_output=by_output)
@@ -93,7 +94,7 @@ def test_inputs_that_are_zero_are_not_read(dtype: str) -> None:
 @needs_kernel
 def test_where_the_kernel_runs() -> None:
     """For few rows on a CPU: neither on other platforms nor for many rows or sequences."""
-    x, weight, *_ = _operands(MAX_ROWS, 64, 32, "bfloat16")
+    x, weight, *_ = _operands(_row_product.MAX_ROWS["bfloat16"], 64, 32, "bfloat16")
 
     def targets(platform: str, x: Any) -> set[str]:
         traced = jax.jit(lambda x, w: product(x, w, None, jnp.float32)).trace(x, weight)
@@ -166,7 +167,7 @@ def test_on_explicit_mesh_and_in_shard_map() -> None:
 
 def test_weights_are_not_made_wide_ahead_of_a_loop() -> None:
     """Where the compiler multiplies, too, a loop over tokens reads the integers each time."""
-    x, weight, scale, _ = _operands(MAX_ROWS + 1, 64, 64, "int8")
+    x, weight, scale, _ = _operands(MANY, 64, 64, "int8")
 
     def loop(x: jax.Array, weight: Any, scale: Any) -> jax.Array:
         def step(x: jax.Array, _: None) -> tuple[jax.Array, None]:

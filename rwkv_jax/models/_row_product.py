@@ -30,15 +30,12 @@ from rwkv_jax._native import library
 from rwkv_jax._operator.partition import axis_names
 
 TARGET = "rwkv_row_product_v1"
-MAX_ROWS = 8
-"""With more rows the kernel is slower than XLA, which then uses each number of a matrix often
-enough."""
+MAX_ROWS = {"float32": 16, "bfloat16": 32, "float16": 32, "int8": 32}
+"""The largest number of rows that the kernel takes, by the dtype of the matrix: up to there it is
+faster than XLA, as `scripts/bench_row_product.py` shows. These are the dtypes that it takes."""
 
 LARGEST = 127
 """The largest integer of a quantised matrix. Every dtype of activations has it, exactly."""
-
-STORED = ("float32", "bfloat16", "float16", "int8")
-"""The dtypes of a matrix that the kernel takes."""
 
 
 def product(
@@ -57,22 +54,29 @@ def product(
     takes zero times a weight as zero if it is not `by_output`, even where the weight is infinite or
     NaN.
     """
-    if _takes(x, weight):
-        return _few_rows(by_output, jnp.dtype(dtype), x, weight, scale)
-    return _formula(x, weight, scale, dtype, by_output)
+    compute = by_kernel if _takes(x, weight) else by_compiler
+    return compute(x, weight, scale, dtype, by_output=by_output)
 
 
 def _takes(x: Array, weight: Array) -> bool:
     """Whether the kernel takes a call, where it is lowered for a CPU."""
     # On an Explicit mesh, or inside a `shard_map`, the types of the operands have a mesh.
     whole = all(jax.typeof(a).sharding.mesh.empty for a in (x, weight))
-    few = x.ndim == 2 and 0 < len(x) <= MAX_ROWS
-    return few and whole and str(weight.dtype) in STORED and library.why_not("cpu") is None
+    few = x.ndim == 2 and 0 < len(x) <= MAX_ROWS.get(str(weight.dtype), 0)
+    return few and whole and library.why_not("cpu") is None
 
 
-def _formula(
-    x: Array, weight: Array, scale: Array | None, dtype: DTypeLike, by_output: bool
+def by_kernel(
+    x: Array, weight: Array, scale: Array | None, dtype: DTypeLike, *, by_output: bool = True
 ) -> Array:
+    """`product` with the kernel where it is lowered for a CPU."""
+    return _few_rows(by_output, jnp.dtype(dtype), x, weight, scale)
+
+
+def by_compiler(
+    x: Array, weight: Array, scale: Array | None, dtype: DTypeLike, *, by_output: bool = True
+) -> Array:
+    """`product` without the kernel."""
     letters = "...i,oi->...o" if by_output else "...i,io->...o"
     if scale is None:
         return jnp.einsum(letters, x, weight.astype(x.dtype), preferred_element_type=dtype)
@@ -102,7 +106,8 @@ def _few_rows(
 ) -> Array:
     def exact(x: Array, weight: Array, scale: Array) -> Array:
         """The formula for a scale that may have no groups."""
-        return _formula(x, weight, scale if scale.shape[1] else None, dtype, by_output)
+        some = scale if scale.shape[1] else None
+        return by_compiler(x, weight, some, dtype, by_output=by_output)
 
     def kernel(x: Array, weight: Array, scale: Array) -> Array:
         shape = len(x), weight.shape[0 if by_output else 1]
@@ -133,7 +138,7 @@ def _few_rows(
 @_few_rows.defjvp
 def _(by_output: bool, dtype: np.dtype, primals: Any, tangents: Any) -> tuple[Array, Array]:
     def formula(x: Array, weight: Array, scale: Array | None) -> Array:
-        return _formula(x, weight, scale, dtype, by_output)
+        return by_compiler(x, weight, scale, dtype, by_output=by_output)
 
     return _few_rows(by_output, dtype, *primals), jax.jvp(formula, primals, tangents)[1]
 
