@@ -188,16 +188,16 @@ def sample(
         below_largest = logits - jnp.max(logits, axis=-1, keepdims=True)
         noise = -jnp.log(_exponential(seeds, positions, logits.shape[1]))
         scores = below_largest / jnp.where(greedy, 1, temperature) + noise
-        return _first_largest(jnp.where(greedy, logits, jnp.where(stays, scores, -jnp.inf)))
+        return first_largest(jnp.where(greedy, logits, jnp.where(stays, scores, -jnp.inf)))
 
     def chosen_on_cpu() -> Array:
-        return lax.cond(jnp.all(greedy), lambda: _first_largest(logits), chosen)
+        return lax.cond(jnp.all(greedy), lambda: first_largest(logits), chosen)
 
     # A GPU waits for the host before it takes a branch, and has the random numbers sooner.
     return lax.platform_dependent(cpu=chosen_on_cpu, default=chosen)
 
 
-def _first_largest(x: Float32[Array, "B vocabulary"]) -> Int32[Array, " B"]:
+def first_largest(x: Float32[Array, "B vocabulary"]) -> Int32[Array, " B"]:
     """As `argmax`, which compilers for CPUs do not vectorise."""
     largest = jnp.max(x, axis=-1, keepdims=True)
     index = lax.broadcasted_iota(jnp.int32, x.shape, 1)

@@ -18,6 +18,7 @@ from benchmarking import profile
 from benchmarking.model_step import random_parameters
 from benchmarking.timing import copy_gb_s, seconds
 from rwkv_jax import models
+from rwkv_jax.generation._sampling import first_largest
 from rwkv_jax.models import rwkv7
 from training.sizes import flops_per_token
 
@@ -138,7 +139,7 @@ def decode(
     def step(carry: tuple[rwkv7.State, Array], _: None) -> tuple[tuple[rwkv7.State, Array], None]:
         state, tokens = carry
         logits, state = rwkv7.apply(params, tokens, state, dtype=dtype)
-        return (state, jnp.argmax(logits, axis=-1).astype(tokens.dtype)), None
+        return (state, first_largest(logits)), None
 
     return lax.scan(step, (state, tokens), length=length)[0]
 
