@@ -71,8 +71,7 @@ needs_kernel = pytest.mark.skipif(not NATIVE, reason="the CPU kernels are missin
 @each_dtype
 def test_inputs_that_are_zero_are_not_read(dtype: str) -> None:
     """In a matrix by input, those that are zero in all rows: NaN there does not show. There are
-    several parts of the inputs and tiles of the outputs, and one part without any input. A row has
-    the same bits with any other rows and with zeros in any place."""
+    several parts of the inputs and tiles of the outputs, and one part without any input."""
     rows, inputs, outputs = 5, 1100, 1030
     x, weight, scale, _ = _operands(rows, inputs, outputs, dtype, by_output=False)
     x = np.where(np.random.default_rng(1).random(x.shape) < 0.6, 0, x)
@@ -87,7 +86,19 @@ def test_inputs_that_are_zero_are_not_read(dtype: str) -> None:
     call = jax.jit(functools.partial(product, dtype=jnp.float32, by_output=False))
     y = np.asarray(call(jnp.asarray(x), poisoned, scale))
     assert rms_error(y, expected) < EXACT_FLOAT32
-    for some in ([3], [4, 0], [1, 2, 3]):
+
+
+@needs_kernel
+@each_dtype
+@pytest.mark.parametrize("by_output", [True, False])
+def test_a_row_has_the_same_bits_with_any_other_rows(dtype: str, by_output: bool) -> None:
+    """However many there are, and wherever the row is: alone, in fours, in twos and left over. By
+    input, the zeros of other rows do not matter."""
+    x, weight, scale, _ = _operands(13, 600, 139, dtype, groups=2, by_output=by_output)
+    x = np.where(np.random.default_rng(1).random(x.shape) < 0.6, 0, x)
+    call = jax.jit(functools.partial(product, dtype=jnp.float32, by_output=by_output))
+    y = np.asarray(call(jnp.asarray(x), weight, scale))
+    for some in ([3], [4, 0], [1, 2, 3], [12, 5, 6, 7, 8, 9, 10]):
         np.testing.assert_array_equal(call(jnp.asarray(x[some]), weight, scale), y[some])
 
 

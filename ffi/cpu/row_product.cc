@@ -37,35 +37,28 @@ inline float LoadWeight(const void* from, int64_t index) {
 // The outputs output, output + apart, ... of kRows rows, from `row` on, of W [O, I]. The matrix is read
 // as kStreams streams far from each other: a CPU fetches each of them ahead within a page alone, and from
 // neighbouring rows of a matrix it would come to the end of a page in all of them at once.
-template <Stored kStored, int kStreams, int kRows, int kSteps>
+template <Stored kStored, int kStreams, int kRows>
 inline void Dot(const RowProductCall& call, int64_t output, int64_t apart, int64_t row) {
   const int64_t inputs = call.inputs, size = inputs / call.groups;
-  const int64_t whole = size - size % kLanes, even = whole - whole % (kSteps * kLanes);
+  const int64_t whole = size - size % kLanes;
   const float* const x = call.x + row * inputs;
   const auto place = [&](int n, int64_t i) { return (output + n * apart) * inputs + i; };
   float total[kStreams][kRows] = {};
   for (int64_t group = 0; group < call.groups; ++group) {
     const int64_t begin = group * size;
-    Vec sums[kStreams][kSteps][kRows] = {};
-    const auto step = [&](int n, int64_t i, int at) {
-      const Vec weights = LoadWeights<kStored>(call.weight, place(n, i));
-      for (int b = 0; b < kRows; ++b) sums[n][at][b] += weights * Load(x + b * inputs + i);
-    };
-    for (int64_t i = begin; i < begin + even; i += kSteps * kLanes)
+    Vec sums[kStreams][kRows] = {};
+    for (int64_t i = begin; i < begin + whole; i += kLanes)
       for (int n = 0; n < kStreams; ++n) {
-        const auto* const now =
-            static_cast<const char*>(call.weight) + place(n, i) * kSize<kStored>;
-        for (int64_t line = 0; line < kSteps * kLanes * kSize<kStored>; line += 64)
-          __builtin_prefetch(now + kAhead + line);
-        for (int at = 0; at < kSteps; ++at) step(n, i + at * kLanes, at);
+        __builtin_prefetch(static_cast<const char*>(call.weight) + place(n, i) * kSize<kStored> +
+                           kAhead);
+        const Vec weights = LoadWeights<kStored>(call.weight, place(n, i));
+        for (int b = 0; b < kRows; ++b) sums[n][b] += weights * Load(x + b * inputs + i);
       }
     for (int n = 0; n < kStreams; ++n) {
-      for (int64_t i = begin + even; i < begin + whole; i += kLanes) step(n, i, 0);
       const int64_t at_scale = (output + n * apart) * call.groups + group;
       const float scale = call.scale ? call.scale[at_scale] : 1.0f;
       for (int b = 0; b < kRows; ++b) {
-        for (int at = 1; at < kSteps; ++at) sums[n][0][b] += sums[n][at][b];
-        float sum = Sum(sums[n][0][b]);
+        float sum = Sum(sums[n][b]);
         for (int64_t i = begin + whole; i < begin + size; ++i)
           sum += LoadWeight<kStored>(call.weight, place(n, i)) * x[b * inputs + i];
         total[n][b] += scale * sum;
@@ -79,12 +72,10 @@ inline void Dot(const RowProductCall& call, int64_t output, int64_t apart, int64
 
 template <Stored kStored, int kStreams>
 inline void DotAllRows(const RowProductCall& call, int64_t output, int64_t apart) {
-  // A row that is left over has the sums of the others, so that its place does not change its bits.
-  if (call.rows == 1) return Dot<kStored, kStreams, 1, 2>(call, output, apart, 0);
   int64_t row = 0;
-  for (; row + 4 <= call.rows; row += 4) Dot<kStored, kStreams, 4, 1>(call, output, apart, row);
-  for (; row + 2 <= call.rows; row += 2) Dot<kStored, kStreams, 2, 1>(call, output, apart, row);
-  if (row < call.rows) Dot<kStored, kStreams, 1, 1>(call, output, apart, row);
+  for (; row + 4 <= call.rows; row += 4) Dot<kStored, kStreams, 4>(call, output, apart, row);
+  for (; row + 2 <= call.rows; row += 2) Dot<kStored, kStreams, 2>(call, output, apart, row);
+  if (row < call.rows) Dot<kStored, kStreams, 1>(call, output, apart, row);
 }
 
 // The sums of W [I, O] are computed for so many rows and outputs at a time, which a level-1 cache holds, and
