@@ -2,16 +2,13 @@
 // head and goes through the tokens of a run.
 #pragma once
 
+#include "layers/formulas.cuh"
 #include "layers/kernels.h"
-#include "layers/vectors.cuh"
 #include "launch.cuh"
 
 namespace rwkv_jax::cuda {
 
-constexpr int kHeadVector = 8;
 constexpr int kHeadThreads = 256;
-
-using HeadVector = float[kHeadVector];
 
 // The channels and the tokens of a thread. Lanes without channels take part in sums over a head, which
 // are sums of zeros.

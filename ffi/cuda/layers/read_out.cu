@@ -7,37 +7,13 @@
 //
 //   dy = (g - mean(g) - z mean(g z)) / sqrt(variance + eps),  dgate = dout * (z * weight + bias + s v)
 //   ds = sum over the head of e * v,  dr = ds k r_k,  dk = ds r r_k,  dv = s e
+#include "layers/formulas.cuh"
 #include "layers/heads.cuh"
 
 namespace rwkv_jax::cuda {
 namespace {
 
 constexpr int64_t kForwardTokens = 16;
-
-// A token of a head: y normalised, 1 / sqrt(variance + eps), and s.
-template <int kLanes>
-struct Normalised {
-  HeadVector z;
-  float scale, s = 0.0f;
-
-  template <typename Vector>
-  __device__ Normalised(const Vector& y, const Vector& r, const Vector& k, const HeadVector& r_k) {
-    constexpr float kShare = 1.0f / (kLanes * kHeadVector);
-    float sum = 0.0f, squares = 0.0f;
-#pragma unroll
-    for (int c = 0; c < kHeadVector; ++c) sum += y[c], s += r[c] * k[c] * r_k[c];
-    const float mean = SumOverLanes<kLanes>(sum) * kShare;
-    s = SumOverLanes<kLanes>(s);
-#pragma unroll
-    for (int c = 0; c < kHeadVector; ++c) {
-      z[c] = y[c] - mean;
-      squares += z[c] * z[c];
-    }
-    scale = 1.0f / sqrtf(SumOverLanes<kLanes>(squares) * kShare + kGroupNormEps);
-#pragma unroll
-    for (int c = 0; c < kHeadVector; ++c) z[c] *= scale;
-  }
-};
 
 struct ReadOutParameters {
   HeadVector weight = {}, bias = {}, r_k = {};

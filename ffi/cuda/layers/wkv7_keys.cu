@@ -3,6 +3,7 @@
 //   alpha = sigmoid(a0 + rate)                     the in-context learning rate
 //   u = k * k_k,  kk = u / max(|u|, eps)           for each head
 //   key = k (1 + (alpha - 1) k_a),  a = -kk,  b = kk * alpha
+#include "layers/formulas.cuh"
 #include "layers/heads.cuh"
 
 namespace rwkv_jax::cuda {
@@ -20,32 +21,14 @@ struct KeyParameters {
   }
 };
 
-// 1 / max(|u|, eps), and whether |u| is the larger one.
-template <int kLanes, typename Vector>
-__device__ float2 InverseLength(const Vector& k, const HeadVector& k_k) {
-  float square = 0.0f;
-#pragma unroll
-  for (int c = 0; c < kHeadVector; ++c) square += k[c] * k_k[c] * (k[c] * k_k[c]);
-  const float length = sqrtf(SumOverLanes<kLanes>(square));
-  return {1.0f / (length > kUnitLengthEps ? length : kUnitLengthEps),
-          length > kUnitLengthEps ? 1.0f : 0.0f};
-}
-
 template <typename T, int kLanes>
 __global__ __launch_bounds__(kHeadThreads) void ForwardKernel(Wkv7KeysForwardCall call) {
   const HeadRun run(call, kForwardTokens);
   const KeyParameters parameters(run, call);
   for (int64_t t = run.begin; t < run.end; ++t) {
     const auto k = run.Load<T>(call.k, t), rate = run.Load<T>(call.rate, t);
-    const float inverse = InverseLength<kLanes>(k, parameters.k_k).x;
     HeadVector key, a, b;
-#pragma unroll
-    for (int c = 0; c < kHeadVector; ++c) {
-      const float alpha = Sigmoid(parameters.a0[c] + rate[c]);
-      const float kk = k[c] * parameters.k_k[c] * inverse;
-      key[c] = k[c] * (1.0f + (alpha - 1.0f) * parameters.k_a[c]);
-      a[c] = -kk, b[c] = kk * alpha;
-    }
+    MakeKeys<kLanes>(k, rate, parameters.k_k, parameters.k_a, parameters.a0, key, a, b);
     run.Store<T>(call.key, t, key);
     run.Store<T>(call.a, t, a);
     run.Store<T>(call.b, t, b);

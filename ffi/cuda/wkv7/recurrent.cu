@@ -18,12 +18,12 @@
 #include "recurrent.cuh"
 #include "fragment.cuh"
 #include "wkv7/kernels.h"
+#include "wkv7/token.cuh"
 
 namespace rwkv_jax::cuda {
 namespace {
 
-// The vectors of a token in shared memory. To replay a token takes the first five alone.
-enum Vector { kW, kK, kV, kA, kB, kR, kDy };
+// Of the vectors of a token, to replay it takes the first five alone.
 constexpr int kReplayVectors = 5;
 constexpr int kForwardVectors = 6;
 constexpr int kBackwardVectors = 7;
@@ -35,39 +35,6 @@ struct Vectors {
 
   const T* x[kBackwardVectors];
 };
-
-// One of the tokens in shared memory, [vectors, kTokens, N].
-template <int N, int kTokens>
-struct TokenView {
-  const float* tokens;
-  int token;
-
-  __device__ const float* Row(Vector vector) const {
-    return tokens + (vector * kTokens + token) * N;
-  }
-};
-
-// sa = S_{t-1} a_t
-template <typename G, int kTokens>
-__device__ void ReadFromState(const G& partition, const TokenView<G::N, kTokens>& at,
-                              const Fragment<G>& s, float (&sa)[G::kRows]) {
-  float a[G::kCols];
-  LoadCols(partition, at.Row(kA), a);
-  Dot<G>(s, a, sa);
-}
-
-// S_{t-1} becomes S_t; `sa` is S_{t-1} a_t.
-template <typename G, int kTokens>
-__device__ void UpdateState(const G& partition, const TokenView<G::N, kTokens>& at,
-                            const float (&sa)[G::kRows], Fragment<G>& s) {
-  float d[G::kCols], x[G::kCols], v[G::kRows];
-  LoadCols(partition, at.Row(kW), d);
-  LoadCols(partition, at.Row(kB), x);
-  DecayAndAdd<G>(s, d, sa, x);
-  LoadRows(partition, at.Row(kV), v);
-  LoadCols(partition, at.Row(kK), x);
-  Add<G>(s, v, x);
-}
 
 template <typename T, int N, int kTokens>
 struct ForwardShared {
