@@ -96,6 +96,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="PERCENT",
         help="time each row with weights made so that so many percent of max(K x, 0)^2 are zeros",
     )
+    add(
+        "--fused",
+        action="store_true",
+        help='decode with layers="fused": the CUDA kernels of whole blocks, for up to 8 rows',
+    )
     add("--prefill", type=int, default=0, metavar="T", help="also read a prompt of T tokens")
     add("--peak", type=float, default=989.0, help="peak TFLOP/s of the device (default: 989)")
     add("--profile", action="store_true", help="print the time of each class of kernels")
@@ -138,6 +143,7 @@ def measure(args: argparse.Namespace, row: Row) -> list[Figures]:
         tokens=args.tokens,
         repeats=args.repeats,
         processor_time=args.processor_time,
+        layers="fused" if args.fused else None,
         prefill=args.prefill,
         peak=1e12 * args.peak,
         profile=args.profile,

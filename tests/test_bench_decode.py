@@ -70,6 +70,11 @@ def test_failure_is_a_line_of_the_table(
     assert "failed: ValueError: rwkv7: width is 65" in capsys.readouterr().out
 
 
+def test_fused_blocks_are_for_gpus(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert script.main([*TINY, "--device=cpu", "--rows=1x64x1", "--fused"]) == 1
+    assert "rwkv7_block: implementation 'fused' cannot run" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "option", ["--rows=2x64", "--rows=2x64x1xint3", "--tokens=0", "--zeros=101"]
 )

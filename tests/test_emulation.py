@@ -33,7 +33,8 @@ import numpy as np
 import pytest
 
 import rwkv_jax
-from support import harness, internals, layer_functions, tolerance
+from rwkv_jax.models import rwkv7
+from support import harness, internals, language_models, layer_functions, models, tolerance
 from support.cases import CU_SEQLENS, GPUS, Arrays, Case
 from support.layer_functions import LAYER_FUNCTIONS
 from support.operators import OPERATORS, SEQUENCES, Run
@@ -860,3 +861,169 @@ def test_cross_entropy_refuses_wrong_arrays(emulated: Emulation) -> None:
             made = results | {"dlogits": np.zeros((2, 15), np.float32)}
         call = LayerCall("rwkv_cross_entropy_v1", given, made)
         assert re.search(f"cross_entropy: {message}", _refused(emulated, call))
+
+
+@pytest.fixture
+def blocks(emulation: Emulation, monkeypatch: pytest.MonkeyPatch) -> Emulation:
+    """Whole blocks are emulated, and nothing else."""
+    internals.run_blocks_as_on_cuda(monkeypatch, emulation.call)
+    emulation.use(DEVICES["9.0"])
+    return emulation
+
+
+def _decode(
+    params: rwkv7.Params, tokens: np.ndarray, state: Any = None, layers: str | None = "fused"
+) -> tuple[np.ndarray, Any]:
+    """The logits after each token of the rows [B, T], and the state after the last one."""
+    dtype = params.emb.weight.dtype
+    if state is None:
+        state = rwkv7.initial_state(params, len(tokens), dtype)
+    found = []
+    for token in tokens.T:
+        logits, state = rwkv7.apply(params, jnp.asarray(token), state, dtype=dtype, layers=layers)
+        found.append(np.asarray(logits))
+    return np.stack(found, axis=1), state
+
+
+def _tokens(rows: int) -> np.ndarray:
+    return np.random.default_rng(rows).integers(0, 11, (rows, 2), np.int32)
+
+
+BLOCKS = [
+    (256, 1, "float32", DEVICES["9.0"]),
+    (320, 3, "float32", DEVICES["12.0"]),
+    (384, 8, "float32", DEVICES["8.9"]),
+    (256, 7, "float32", Device(1)),
+    (1024, 1, "bfloat16", DEVICES["10.0"]),
+    (256, 8, "bfloat16", Device(3, 101376)),
+    (128, 4, "float16", DEVICES["8.0"]),
+]
+"""Widths, rows, dtypes and devices. Few multiprocessors mean several rounds of a block of threads,
+and little shared memory several slices of the inputs."""
+
+
+@pytest.mark.parametrize(("width", "rows", "dtype", "device"), BLOCKS, ids=str)
+def test_blocks(blocks: Emulation, width: int, rows: int, dtype: str, device: Device) -> None:
+    """Logits are close to those of the oracle, and in float32 the states to those of the model;
+    seeds change nothing."""
+    blocks.use(device)
+    params, tokens = models.with_heads_of_64(width, dtype), _tokens(rows)
+    blocks.module.seed(1)
+    found, state = _decode(params, tokens)
+    blocks.module.seed(2)
+    assert np.array_equal(_decode(params, tokens[:, :1])[0], found[:, :1])
+    tensors = {n: np.asarray(x, np.float64) for n, x in rwkv7.names(params).items()}
+    oracle = np.stack([language_models.logits("rwkv7", tensors, row) for row in tokens])
+    limit = {"float32": tolerance.EXACT_FLOAT32, "bfloat16": 1e-2, "float16": 2e-3}[dtype]
+    assert tolerance.rms_error(found, oracle) < limit
+    if dtype == "float32":
+        _, expected = _decode(params, tokens, layers=None)
+        tolerance.assert_trees_close(state, expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_of_a_block_are_independent(blocks: Emulation, dtype: str) -> None:
+    """A row has the same bits in any batch and at any place in it, whatever the other rows are."""
+    params = models.with_heads_of_64(256, dtype)
+    rng = np.random.default_rng(0)
+
+    def random(x: Any) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(x.shape), x.dtype)
+
+    x, state = jax.tree.map(
+        random, (jnp.zeros((8, 256), dtype), rwkv7.initial_state(params, 8, dtype)[1])
+    )
+    first = random(x)
+
+    def run(rows: Any, state: Any = state) -> list[np.ndarray]:
+        operands = jax.tree.map(lambda x: x[np.array(rows)], (x, first, state))
+        found = internals.step_block(params.blocks[1], *operands)
+        return [np.asarray(x, np.float32) for x in jax.tree.leaves(found)]
+
+    together = run(range(8))
+    for rows in ([0], [3, 1], [7, 2, 0, 5, 6]):
+        assert all(map(np.array_equal, run(rows), [x[rows] for x in together])), rows
+    broken = run(range(8), jax.tree.map(lambda x: x.at[4].set(np.nan), state))
+    assert np.isnan(broken[0][4]).all()
+    rest = np.arange(8) != 4
+    assert all(np.array_equal(x[rest], y[rest]) for x, y in zip(broken, together, strict=True))
+
+
+def _block_calls(monkeypatch: pytest.MonkeyPatch, blocks: Emulation) -> list[LayerCall]:
+    """The calls of the first block of a model and of the second one, in which every axis that may
+    differ from the others does."""
+    calls: list[LayerCall] = []
+
+    def record(target: str, results: Any, *operands: Any, **more: Any) -> Any:
+        fused = internals.fused_block(first="first" in target)
+        empty = [np.zeros(shape, dtype) for shape, dtype in results]
+        names = [{"x": "y"}.get(n, n if n == "v_first" else f"next {n}") for n in fused.results]
+        calls.append(
+            LayerCall(
+                target,
+                dict(zip(fused.inputs, map(np.array, operands), strict=True)),
+                dict(zip([*names, "scratch"], empty, strict=True)),
+            )
+        )
+        return blocks.call(target, results, *operands, **more)
+
+    params = models.with_heads_of_64(128, "float32")
+    x, state = jnp.ones((3, 128)), rwkv7.initial_state(params, 3)
+    with monkeypatch.context() as patch:
+        internals.run_blocks_as_on_cuda(patch, record)
+        for own, first, before in zip(params.blocks, (None, x), state, strict=True):
+            internals.step_block(own, x, first, before)
+    return calls
+
+
+def test_blocks_refuse_wrong_arrays(blocks: Emulation, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every operand and result that is missing or has another shape or dtype is named."""
+    for call in _block_calls(monkeypatch, blocks):
+        for kind in ("operands", "results"):
+            arrays = getattr(call, kind)
+            for i, (name, x) in enumerate(arrays.items()):
+                wrong = {
+                    "is missing": dict(list(arrays.items())[:i]),
+                    "has shape": arrays | {name: x[None]},
+                    "is ": arrays | {name: x.astype(np.int32)},
+                }
+                if name != "x":
+                    wrong["is F16"] = arrays | {name: x.astype(np.float16)}
+                for message, changed in wrong.items():
+                    error = _refused(blocks, call._replace(**{kind: changed}))
+                    assert f"rwkv7_block: {name} {message}" in error, error
+            more = _refused(
+                blocks, call._replace(**{kind: arrays | {"more": np.zeros(1, np.float32)}})
+            )
+            assert f"{len(arrays) + 1} {kind} given; expected {len(arrays)}" in more
+
+
+def test_blocks_refuse_sizes(blocks: Emulation, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which Python refuses before."""
+    call = _block_calls(monkeypatch, blocks)[0]
+
+    own = internals.fused_block(first=True)
+    results = {f"next {n}": axes for n, axes in own.results.items()}
+    axes: dict[str, str] = {**own.inputs, **results, "y": "BC", "v_first": "BC", "scratch": "X"}
+
+    def resized(sizes: dict[str, int]) -> str:
+        def zeros(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+            def shape(name: str, x: np.ndarray) -> list[int]:
+                letters = zip(axes[name], x.shape, strict=True)
+                return [sizes.get(a) or size for a, size in letters]
+
+            return {name: np.zeros(shape(name, x), x.dtype) for name, x in arrays.items()}
+
+        operands, of_results = zeros(call.operands), zeros(call.results)
+        return _refused(blocks, call._replace(operands=operands, results=of_results))
+
+    for sizes, message in (
+        ({"B": 9}, "x has B = 9; expected up to 8 rows"),
+        ({"K": 32}, "att.wkv has V = 64 and K = 32; expected 64"),
+        ({"H": 3}, "x has C = 128 where att.wkv has H = 3; expected C = H K > 0"),
+        ({"F": 480}, "ffn.key.weight has F = 480; expected a multiple of 64"),
+        ({"W": 12}, "att.w1 has a rank of 12; expected a multiple of 8 up to 1024"),
+        ({"G": 1032}, "att.g1 has a rank of 1032; expected a multiple of 8 up to 1024"),
+        ({"X": 7}, "scratch has X = 7; expected "),
+    ):
+        assert f"rwkv7_block: {message}" in resized(sizes), sizes

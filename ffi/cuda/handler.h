@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "decoding/handler.h"
 #include "launch_target.h"
 #include "layers/handler.h"
 #include "losses/handler.h"
@@ -32,7 +33,7 @@ struct Cuda {
 
   static std::vector<Registration> Targets() {
     std::vector<Registration> targets = Registrations<Cuda>();
-    for (const auto& more : {LayerTargets(), LossTargets()})
+    for (const auto& more : {LayerTargets(), LossTargets(), BlockTargets()})
       targets.insert(targets.end(), more.begin(), more.end());
     return targets;
   }

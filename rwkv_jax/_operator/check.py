@@ -49,7 +49,7 @@ def shapes(
                 "the dtype in which every state is kept"
             )
     _share_dtype(op, {name: x for name, x in given.items() if name not in states})
-    _share_sizes(op, axes, given)
+    share_sizes(op, axes, given)
 
 
 def _share_dtype(op: str, given: Mapping[str, Any]) -> None:
@@ -65,7 +65,8 @@ def _share_dtype(op: str, given: Mapping[str, Any]) -> None:
             raise TypeError(f"{op}: {name} is {x.dtype} where the others are {usual}; {accepted}")
 
 
-def _share_sizes(op: str, axes: Mapping[str, str], given: Mapping[str, Any]) -> None:
+def share_sizes(op: str, axes: Mapping[str, str], given: Mapping[str, Any]) -> None:
+    """Check that an axis letter has the same size wherever it occurs."""
     sizes: dict[str, int] = {}
     first: dict[str, str] = {}
     for name, x in given.items():

@@ -30,6 +30,9 @@ from rwkv_jax.models._trees import (
 )
 from rwkv_jax.models._wkv import Options, Wkv
 
+FUSED = "fused"
+"""The value of `layers` for kernels that compute a whole block."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
@@ -52,6 +55,8 @@ class Generation:
       init_channel_mix: the same for a channel mixing.
       initial_wkv: the state of the operator before the first token.
       rules: where parameters are on a mesh.
+      step_block: a block for one token of each row by kernels of its own, or None. It takes the
+        block in plain JAX, which it stands for, and the arguments of that.
     """
 
     name: str
@@ -63,6 +68,7 @@ class Generation:
     init_channel_mix: Callable[[Array, Any, int], Any]
     initial_wkv: InitialWkv
     rules: _placement.Rules
+    step_block: Callable[..., tuple[Array, Any, BlockState]] | None = None
 
     def init(self, key: Key[Array, ""], config: Any) -> Params:
         """Parameters with the official initialisation, float32, of a model with the sizes of
@@ -112,7 +118,9 @@ class Generation:
           dtype: the dtype of the activations.
           implementation: the implementation of the operator.
           layers: the implementation of the functions of `rwkv_jax.layers`. Where tokens of a
-            sequence are distributed over devices, give "xla", which the compiler partitions.
+            sequence are distributed over devices, give "xla", which the compiler partitions. With
+            one token each, "fused" computes each block of RWKV-7 in five CUDA kernels for up to 8
+            rows. These kernels have run on no GPU yet: None does not choose them.
           recompute: what the backward pass computes again rather than keeps: "cheap", all but the
             products and the results of the operator; "blocks", everything but the activations
             between blocks; or None, what costs nothing to speak of.
@@ -123,9 +131,13 @@ class Generation:
           The features [B, T, C] or [B, C] in `dtype`, and the next state.
 
         Raises:
-          TypeError, ValueError: `segment_ids` is wrong; or `state` has another form than `params`.
+          TypeError, ValueError: `segment_ids` is wrong; `state` has another form than `params`; or
+            `layers` is "fused" where there are no such kernels, or with `segment_ids`.
+          NotImplementedError: an implementation cannot run the call.
         """
         check_segment_ids(self.name, segment_ids, tokens.shape)
+        if layers == FUSED:
+            self._check_fused(tokens, segment_ids, implementation)
         options = Options(segment_ids, implementation, layers, wkv or self.wkv)
         x = embed(params.emb, tokens, dtype)
         block = functools.partial(_block, self, options)
@@ -143,6 +155,27 @@ class Generation:
                 )
             x, next_state = _in_turn(recomputed(), params.blocks, x, state)
         return layer_norm(params.ln_out, x), next_state
+
+    def _check_fused(
+        self,
+        tokens: Int[Array, " B *T"],
+        segment_ids: Int[Array, " B *T"] | None,
+        implementation: str | None,
+    ) -> None:
+        if self.step_block is None:
+            raise ValueError(f"{self.name}: layers is 'fused'; accepted for models of RWKV-7 alone")
+        if tokens.ndim != 1:
+            raise ValueError(
+                f"{self.name}: layers is 'fused' with tokens of shape {tokens.shape}; accepted "
+                "with one token each, [B]"
+            )
+        if segment_ids is not None:
+            raise ValueError(f"{self.name}: layers is 'fused' with segment_ids; accepted is None")
+        if implementation not in (None, "ffi"):
+            raise ValueError(
+                f"{self.name}: implementation is {implementation!r} where layers is 'fused', which "
+                "has an operator of its own; accepted are None and 'ffi'"
+            )
 
     def apply(
         self,
@@ -346,6 +379,21 @@ def _block(
         s = initial_block(generation.initial_wkv, p, len(x), x.dtype)
     if p.ln0 is not None:
         x = layer_norm(p.ln0, x)
+    if options.layers == FUSED and generation.step_block is not None:
+        block = functools.partial(_mixings, generation, options._replace(layers=None))
+        return generation.step_block(block, p, x, of_first, s)
+    return _mixings(generation, options, p, x, of_first, s)
+
+
+def _mixings(
+    generation: Generation,
+    options: Options,
+    p: BlockParams,
+    x: Float[Array, "B *T C"],
+    of_first: Any,
+    s: BlockState,
+) -> tuple[Array, Any, BlockState]:
+    """`_block` behind the normalisation of the embedding."""
     x, dx, att, of_first = generation.mix_tokens(p.att, p.ln1, x, s.att, of_first, options)
     ids, layers = options.segment_ids, options.layers
     x, dx, ffn = generation.mix_channels(p.ffn, p.ln2, x + dx, s.ffn, ids, layers)

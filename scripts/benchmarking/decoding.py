@@ -52,6 +52,7 @@ class Settings:
       tokens: how many tokens of each row are decoded in one program.
       repeats: how often that is timed. The median counts.
       processor_time: whether the processor time of this process counts, and not the clock.
+      layers: as the model takes it, while it decodes.
       prefill: the length of a prompt whose reading is timed as well, or 0.
       peak: operations that the device could do in a second.
       profile: whether the kernels of a token are measured.
@@ -63,6 +64,7 @@ class Settings:
     tokens: int = 64
     repeats: int = 5
     processor_time: bool = False
+    layers: str | None = None
     prefill: int = 0
     peak: float = 989e12
     profile: bool = False
@@ -131,14 +133,20 @@ def bytes_of_token(
 
 
 def decode(
-    params: rwkv7.Params, state: rwkv7.State, tokens: Array, *, dtype: str, length: int
+    params: rwkv7.Params,
+    state: rwkv7.State,
+    tokens: Array,
+    *,
+    dtype: str,
+    layers: str | None,
+    length: int,
 ) -> tuple[rwkv7.State, Array]:
     """The state and the token of each row after `length` tokens, each of which is the most probable
     one."""
 
     def step(carry: tuple[rwkv7.State, Array], _: None) -> tuple[tuple[rwkv7.State, Array], None]:
         state, tokens = carry
-        logits, state = rwkv7.apply(params, tokens, state, dtype=dtype)
+        logits, state = rwkv7.apply(params, tokens, state, dtype=dtype, layers=layers)
         return (state, first_largest(logits)), None
 
     return lax.scan(step, (state, tokens), length=length)[0]
@@ -151,7 +159,8 @@ def measure(row: Row, settings: Settings) -> list[Figures]:
     tokens = jnp.arange(row.batch, dtype=jnp.int32) % settings.vocabulary
     moved = bytes_of_token(params, state, row.batch, row.zeros)
     about = {**row._asdict(), "device": jax.devices()[0].device_kind, "jax": jax.__version__}
-    loop = functools.partial(decode, dtype=settings.dtype, length=settings.tokens)
+    options = {"dtype": settings.dtype, "layers": settings.layers, "length": settings.tokens}
+    loop = functools.partial(decode, **options)
     compiled = jax.jit(loop, donate_argnums=1).lower(params, state, tokens).compile()
     copy = copy_gb_s(settings.clock)
 

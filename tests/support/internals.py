@@ -27,6 +27,7 @@ from rwkv_jax._portable import decay as decays
 from rwkv_jax.layers import _function as layers
 from rwkv_jax.losses import _slabs
 from rwkv_jax.models import _row_product
+from rwkv_jax.models.rwkv7 import block_step
 
 CONTINUES, STARTS, PADDING = segments.CONTINUES, segments.STARTS, segments.PADDING
 """The marks of a token."""
@@ -162,7 +163,8 @@ def other_targets(platform: str = "cuda") -> set[str]:
         *(norm_shift_mix._function(mixes) for mixes in norm_shift_mix.MIXES),
         *(module.FUNCTION for module in (wkv7_keys, value_residual, read_out)),
     )
-    return {target for function in functions for target in function.targets} | {_slabs.TARGET}
+    of_layers = {target for function in functions for target in function.targets}
+    return of_layers | {_slabs.TARGET, *block_step.TARGETS}
 
 
 def layer_constants() -> dict[str, float]:
@@ -311,6 +313,34 @@ def run_as_on_cuda(monkeypatch: pytest.MonkeyPatch, module: Any, call: Any) -> N
     monkeypatch.setattr(dispatch, "run", run)
     # What layer functions call; operators call `run`.
     monkeypatch.setattr(dispatch, "dispatched", run_layer)
+
+
+def fused_block(*, first: bool) -> Any:
+    """The axes of the inputs and results of the step of a whole block."""
+    return block_step._FusedBlock(first=first)
+
+
+def step_block(params: Any, x: Any, v_first: Any, state: Any) -> Any:
+    """The step of a whole block by its kernels, without rules of differentiation and batching."""
+    return block_step._kernels(params._replace(ln0=None), x, v_first, state)
+
+
+def run_blocks_as_on_cuda(monkeypatch: pytest.MonkeyPatch, call: Any) -> None:
+    """The step of a whole block runs as it would on a GPU, with `call` as in
+    `intercept_native_calls`, and all else as it would anyway."""
+    through, dispatched = library.call, dispatch.dispatched
+
+    def run(function: Any, name: Any, options: Options, operands: Any) -> Any:
+        if not isinstance(function, block_step._FusedBlock):
+            return dispatched(function, name, options, operands)
+        assert function._limits(operands.inputs) is None
+        return function.compute(name, "fused", options, "cuda", operands)
+
+    def call_either(target: str, *operands: Any, **more: Any) -> Any:
+        return (call if target in block_step.TARGETS else through)(target, *operands, **more)
+
+    monkeypatch.setattr(library, "call", call_either)
+    monkeypatch.setattr(dispatch, "dispatched", run)
 
 
 def take_longest_first(monkeypatch: pytest.MonkeyPatch, longest_first: bool) -> None:

@@ -1,0 +1,122 @@
+// The handlers of the step of a whole block on CUDA: from XLA's operands to the kernels.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <string>
+#include <vector>
+
+#include "decoding/kernels.h"
+#include "launch_target.h"
+#include "rwkv_jax/operands.h"
+#include "rwkv_jax/targets.h"
+
+namespace rwkv_jax::cuda {
+
+// Reads the operands of one call, in the order in which Python gives them.
+class BlockReader {
+ public:
+  BlockReader(ffi::RemainingArgs args, ffi::RemainingRets rets)
+      : operands(Rwkv7BlockCall::kName, args, rets) {}
+
+  Operands operands;
+
+  // The first block of a model makes the value that all others take.
+  Rwkv7BlockCall Read(bool is_first) {
+    Rwkv7BlockCall call = {};
+    call.x = Tensor("x", "BC"), call.time_before = Tensor("att.shift", "BC");
+    call.state = static_cast<const float*>(operands.Arg("att.wkv", "BHVK", Kind::kFloat));
+    call.channel_before = Tensor("ffn", "BC");
+    if (!is_first) call.first = Tensor("v_first", "BC");
+    for (auto& [name, norm] : {std::pair("ln1", &call.time_norm),
+                               {"ln2", &call.channel_norm},
+                               {"att.ln_x", &call.head_norm}})
+      *norm = {Tensor(std::string(name) + ".weight", "C"),
+               Tensor(std::string(name) + ".bias", "C")};
+    constexpr const char* kMixNames[kMixes] = {"r", "w", "k", "v", "a", "g"};
+    for (int i = 0; i < kMixes; ++i)
+      call.mix[i] = Tensor(std::string("att.x_") + kMixNames[i], "C");
+    call.channel_mix = Tensor("ffn.x_k", "C");
+    call.w0 = Tensor("att.w0", "C"), ReadMap(call.maps[kDecayMap], "w", 'W');
+    call.a0 = Tensor("att.a0", "C"), ReadMap(call.maps[kRateMap], "a", 'A');
+    ReadMap(call.maps[kGateMap], "g", 'G');
+    if (!is_first) call.v0 = Tensor("att.v0", "C"), ReadMap(call.maps[kShareMap], "v", 'R');
+    call.k_k = Tensor("att.k_k", "C"), call.k_a = Tensor("att.k_a", "C");
+    call.r_k = Tensor("att.r_k", "HK");
+    call.receptance = Tensor("att.receptance.weight", "CC");
+    call.key = Tensor("att.key.weight", "CC"), call.value = Tensor("att.value.weight", "CC");
+    call.output = Tensor("att.output.weight", "CC");
+    call.channel_key = Tensor("ffn.key.weight", "FC");
+    call.channel_value = Tensor("ffn.value.weight", "CF");
+
+    call.out = Result("y", "BC"), call.time_after = Result("next att.shift", "BC");
+    call.state_after = static_cast<float*>(operands.Ret("next att.wkv", "BHVK", Kind::kFloat));
+    call.channel_after = Result("next ffn", "BC");
+    if (is_first) call.made_first = Result("v_first", "BC");
+    call.scratch = static_cast<float*>(operands.Ret("scratch", "X", Kind::kFloat));
+
+    call.rows = operands.Size('B'), call.width = operands.Size('C');
+    call.heads = operands.Size('H'), call.hidden = operands.Size('F');
+    call.dtype = operands.dtype();
+    RequireSizes(call);
+    return call;
+  }
+
+ private:
+  void RequireSizes(const Rwkv7BlockCall& call) {
+    operands.Require(call.rows <= kMaxBlockRows, "x has B = ", call.rows, "; expected up to ",
+                     kMaxBlockRows, " rows");
+    operands.Require(operands.Size('K') == kBlockHeadSize && operands.Size('V') == kBlockHeadSize,
+                     "att.wkv has V = ", operands.Size('V'), " and K = ", operands.Size('K'),
+                     "; expected ", kBlockHeadSize);
+    operands.Require(call.heads > 0 && call.width == call.heads * kBlockHeadSize,
+                     "x has C = ", call.width, " where att.wkv has H = ", call.heads,
+                     "; expected C = H K > 0");
+    operands.Require(call.hidden > 0 && call.hidden % kBlockHeadSize == 0,
+                     "ffn.key.weight has F = ", call.hidden, "; expected a multiple of ",
+                     kBlockHeadSize);
+    operands.Require(call.hidden <= kMaxBlockWidth && call.width <= kMaxBlockWidth,
+                     "x has C = ", call.width, " and ffn.key.weight has F = ", call.hidden,
+                     "; expected up to ", kMaxBlockWidth);
+    const BlockScratch scratch(call.rows, call.width, call.hidden, call.Ranks());
+    operands.Require(operands.Size('X') == scratch.floats, "scratch has X = ", operands.Size('X'),
+                     "; expected ", scratch.floats);
+  }
+
+  void ReadMap(LowRank& map, const std::string& name, char letter) {
+    const std::string rank(1, letter);
+    map.first = Tensor("att." + name + "1", "C" + rank);
+    map.second = Tensor("att." + name + "2", rank + "C");
+    map.rank = operands.Size(letter);
+    operands.Require(map.rank > 0 && map.rank <= kMaxRank && map.rank % kRankMultiple == 0, "att.",
+                     name, "1 has a rank of ", map.rank, "; expected a multiple of ", kRankMultiple,
+                     " up to ", kMaxRank);
+  }
+
+  const void* Tensor(const std::string& name, const std::string& axes) {
+    return operands.Arg(name, axes, Kind::kTensor);
+  }
+  void* Result(const std::string& name, const std::string& axes) {
+    return operands.Ret(name, axes, Kind::kTensor);
+  }
+};
+
+template <bool kFirst>
+ffi::Error HandleBlock(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets) {
+  BlockReader reader(args, rets);
+  const Rwkv7BlockCall call = reader.Read(kFirst);
+  if (ffi::Error error = reader.operands.Finish(); error.failure()) return error;
+  Device device;
+  cudaError_t error = CurrentDevice(device);
+  if (error == cudaSuccess) error = Run(stream, call, device);
+  return error == cudaSuccess ? ffi::Error::Success()
+                              : reader.operands.Internal(cudaGetErrorString(error));
+}
+
+// The targets of the step of a block, of the first one of a model and of the others.
+inline std::vector<Registration> BlockTargets() {
+  return {{"rwkv_rwkv7_first_block_v1", LaunchTarget<HandleBlock<true>>},
+          {"rwkv_rwkv7_block_v1", LaunchTarget<HandleBlock<false>>}};
+}
+
+}  // namespace rwkv_jax::cuda

@@ -1,0 +1,26 @@
+// The step of a whole block on CUDA. Pointers are to device memory.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "plan.h"
+#include "rwkv_jax/decoding.h"
+
+namespace rwkv_jax::cuda {
+
+// The five launches of a block.
+cudaError_t Run(cudaStream_t stream, const Rwkv7BlockCall& call, const Device& device);
+
+// Layer normalisation, token shift and mixing, the products that give r, k and v, and the first product
+// of each low-rank map.
+cudaError_t ProjectTokens(cudaStream_t stream, const Rwkv7BlockCall& call, const Device& device);
+// What stands between these and the output product, wkv7 included.
+cudaError_t StepHeads(cudaStream_t stream, const Rwkv7BlockCall& call);
+// The output product and the sum with the block's input.
+cudaError_t ReadTokens(cudaStream_t stream, const Rwkv7BlockCall& call, const Device& device);
+// Layer normalisation, token shift, mixing and the key product of the channel mixing.
+cudaError_t ProjectChannels(cudaStream_t stream, const Rwkv7BlockCall& call, const Device& device);
+// Its value product, and the sum that leaves the block.
+cudaError_t ReadChannels(cudaStream_t stream, const Rwkv7BlockCall& call, const Device& device);
+
+}  // namespace rwkv_jax::cuda

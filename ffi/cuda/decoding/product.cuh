@@ -1,0 +1,235 @@
+// The products of a few rows with a matrix that is read once.
+//
+// A block keeps the rows in shared memory, a slice of their inputs at a time, and its warps go over a
+// matrix [outputs, inputs]: a warp has kOutputs outputs at once, and its lanes neighbouring vectors of 16
+// bytes of their inputs. The next vectors are under way while the last ones are added up, and the first
+// ones before the rows are there. Sums are float32. In which order they are added depends neither on the
+// number of rows nor on the device.
+#pragma once
+
+#include "fragment.cuh"
+#include "layers/vectors.cuh"
+#include "plan.h"
+#include "ptx.cuh"
+
+namespace rwkv_jax::cuda {
+
+constexpr int kProductThreads = 256, kProductWarps = kProductThreads / 32;
+
+// The blocks that share a multiprocessor, which bounds registers and shared memory.
+constexpr int kProductBlocks = 2;
+
+template <typename T>
+constexpr int kWeightVector = 16 / sizeof(T);
+
+// A lane has kSteps vectors of each output under way while it adds up as many. That is 8 for up to 4 rows,
+// so that a multiprocessor with two blocks has 64 KiB under way. For more rows there are no registers for
+// more than 4.
+template <int kRows>
+constexpr int kOutputs = kRows > 4 ? 4 : 2;
+template <int kRows>
+constexpr int kSteps = kRows > 4 ? 1 : 4;
+
+// The inputs that a warp takes at once.
+template <typename T, int kRows>
+constexpr int kStride = 32 * kWeightVector<T> * kSteps<kRows>;
+
+// The outputs that a block takes at once.
+template <int kRows>
+constexpr int kBlockOutputs = kProductWarps * kOutputs<kRows>;
+
+// How a product is launched.
+struct ProductPlan {
+  int64_t rounds;  // how often a block takes kBlockOutputs outputs
+  int64_t blocks;  // for each matrix
+  int64_t slice;   // the inputs in shared memory at once
+  int64_t bytes;   // of shared memory
+};
+
+// Shared memory that a block has besides its slice: static arrays, and what the device keeps for itself.
+constexpr int64_t kProductReserve = 8192;
+
+// `matrices` matrices [outputs, inputs] of T for up to kRows rows. Outputs are shared out so that there
+// are about as many blocks as the device runs at once.
+template <typename T, int kRows>
+ProductPlan PlanProduct(const Device& device, int64_t matrices, int64_t outputs, int64_t inputs) {
+  constexpr int64_t kAtOnce = kStride<T, kRows>;
+  const auto count = [](int64_t all, int64_t each) { return (all + each - 1) / each; };
+  ProductPlan plan;
+  const int64_t groups = count(outputs, kBlockOutputs<kRows>);
+  const int64_t running = device.multiprocessors * kProductBlocks;
+  plan.rounds = matrices * groups / running;
+  if (plan.rounds < 1) plan.rounds = 1;
+  plan.blocks = count(groups, plan.rounds);
+  const int64_t room = device.shared_memory / kProductBlocks - kProductReserve;
+  const int64_t fits = room / (kRows * static_cast<int64_t>(sizeof(T))) / kAtOnce * kAtOnce;
+  plan.slice = inputs < fits ? inputs : fits;
+  plan.bytes = plan.slice * kRows * sizeof(T);
+  return plan;
+}
+
+// The rows of a block in shared memory, [kRows, slice].
+template <typename T>
+struct Slice {
+  T* rows;
+  int size;
+
+  __device__ T* Row(int row) const { return rows + row * size; }
+};
+
+// The inputs of a product as they lie in memory, [rows, inputs]. Rows past the last one are zeros.
+template <typename T, int kRows>
+struct PlainRows {
+  const T* x;
+  int rows, inputs;
+
+  __device__ void Prepare() {}
+  __device__ void Stage(int first, int count, const Slice<T>& slice) const {
+    constexpr int kVector = kWeightVector<T>;
+#pragma unroll
+    for (int row = 0; row < kRows; ++row)
+      for (int i = threadIdx.x * kVector; i < count; i += kProductThreads * kVector) {
+        Packed<T, kVector> vector = {};
+        if (row < rows) vector = LoadPacked<kVector, T>(x, int64_t{row} * inputs + first + i);
+        vector.Store(slice.Row(row) + i);
+      }
+  }
+};
+
+// The vectors of a matrix that a lane has under way: of kOutputs outputs from `output` on, at inputs from
+// `input` on.
+template <typename T, int kRows>
+struct WeightVectors {
+  Packed<T, kWeightVector<T>> of[kSteps<kRows>][kOutputs<kRows>];
+
+  __device__ void Fetch(const T* matrix, int inputs, int64_t output, int input) {
+#pragma unroll
+    for (int step = 0; step < kSteps<kRows>; ++step) {
+      const int at = input + (step * 32 + threadIdx.x % 32) * kWeightVector<T>;
+      if (at >= inputs) continue;
+#pragma unroll
+      for (int o = 0; o < kOutputs<kRows>; ++o)
+        of[step][o] = LoadPacked<kWeightVector<T>, T>(matrix, (output + o) * inputs + at);
+    }
+  }
+
+  // Adds the products with `count` inputs in shared memory, those from `input` on.
+  __device__ void AddTo(float (&sums)[kOutputs<kRows>][kRows], const Slice<T>& slice, int input,
+                        int count) const {
+#pragma unroll
+    for (int step = 0; step < kSteps<kRows>; ++step) {
+      const int at = input + (step * 32 + threadIdx.x % 32) * kWeightVector<T>;
+      if (at >= count) continue;
+#pragma unroll
+      for (int row = 0; row < kRows; ++row) {
+        const auto x = LoadPacked<kWeightVector<T>, T>(slice.Row(row), at);
+#pragma unroll
+        for (int o = 0; o < kOutputs<kRows>; ++o)
+#pragma unroll
+          for (int c = 0; c < kWeightVector<T>; ++c)
+            sums[o][row] = fmaf(of[step][o][c], x[c], sums[o][row]);
+      }
+    }
+  }
+};
+
+// Multiplies the rows of `source` with outputs of a matrix: those from `first` on, kBlockOutputs in each
+// of `rounds` rounds, as far as the matrix has them, which is a multiple of kOutputs. epilogue(output, row,
+// sum) gets each result once.
+template <typename T, int kRows, typename Source, typename Epilogue>
+__device__ void MultiplyByOutput(const T* matrix, int outputs, int inputs, int first, int rounds,
+                                 const Slice<T>& slice, Source& source, Epilogue&& epilogue) {
+  constexpr int kAtOnce = kStride<T, kRows>;
+  const int warp = threadIdx.x / 32;
+  const auto output_of = [&](int round) {
+    return first + (round * kProductWarps + warp) * kOutputs<kRows>;
+  };
+  WeightVectors<T, kRows> now, next;
+  const auto fetch = [&](int round, int input) {
+    if (input >= inputs) ++round, input = 0;
+    if (round < rounds && output_of(round) < outputs)
+      next.Fetch(matrix, inputs, output_of(round), input);
+  };
+  fetch(0, 0);
+  source.Prepare();
+  for (int round = 0; round < rounds; ++round) {
+    float sums[kOutputs<kRows>][kRows] = {};
+    for (int begin = 0; begin < inputs; begin += slice.size) {
+      const int count = inputs - begin < slice.size ? inputs - begin : slice.size;
+      // A slice with all inputs stays for all rounds.
+      if (round == 0 || slice.size < inputs) {
+        __syncthreads();
+        source.Stage(begin, count, slice);
+        __syncthreads();
+      }
+      for (int input = 0; input < count; input += kAtOnce) {
+        now = next;
+        fetch(round, begin + input + kAtOnce);
+        now.AddTo(sums, slice, input, count);
+      }
+    }
+    if (output_of(round) >= outputs) continue;
+#pragma unroll
+    for (int o = 0; o < kOutputs<kRows>; ++o) {
+      const int row = ReduceScatter<1, 32>(sums[o], threadIdx.x % 32);
+      if (row >= 0) epilogue(output_of(round) + o, row, sums[o][0]);
+    }
+  }
+}
+
+// Multiplies the rows of `source` with columns of a matrix [inputs, outputs]: with as many as two vectors
+// have, from `first` on. Each pair of lanes has other inputs. epilogue(output, row, sum) gets each
+// result once.
+template <typename T>
+constexpr int kBlockColumns = 2 * kWeightVector<T>;
+
+template <typename T, int kRows, typename Source, typename Epilogue>
+__device__ void MultiplyByInput(const T* matrix, int outputs, int inputs, int first,
+                                const Slice<T>& slice, Source& source, Epilogue&& epilogue) {
+  constexpr int kVector = kWeightVector<T>, kPairs = kProductThreads / 2;
+  constexpr int kAhead = kRows > 4 ? 4 : 8;
+  __shared__ float posted[kProductWarps][kRows][kBlockColumns<T>];
+  const int pair = threadIdx.x / 2, lane = threadIdx.x % 32;
+  const int column = first + lane % 2 * kVector;
+  float sums[kRows][kVector] = {};
+  source.Prepare();
+  for (int begin = 0; begin < inputs; begin += slice.size) {
+    const int count = inputs - begin < slice.size ? inputs - begin : slice.size;
+    __syncthreads();
+    source.Stage(begin, count, slice);
+    __syncthreads();
+    for (int input = pair; column < outputs && input < count; input += kAhead * kPairs) {
+      Packed<T, kVector> weights[kAhead] = {};
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i)
+        if (input + i * kPairs < count)
+          weights[i] = LoadPacked<kVector, T>(
+              matrix, static_cast<int64_t>(begin + input + i * kPairs) * outputs + column);
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        if (input + i * kPairs >= count) continue;
+#pragma unroll
+        for (int row = 0; row < kRows; ++row) {
+          const float x = ToFloat(slice.Row(row)[input + i * kPairs]);
+#pragma unroll
+          for (int c = 0; c < kVector; ++c) sums[row][c] = fmaf(weights[i][c], x, sums[row][c]);
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int row = 0; row < kRows; ++row) {
+    const int c = ReduceScatter<2, 32>(sums[row], lane);
+    if (c >= 0) posted[threadIdx.x / 32][row][lane % 2 * kVector + c] = sums[row][0];
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < kRows * kBlockColumns<T>; i += kProductThreads) {
+    const int row = i / kBlockColumns<T>, column = i % kBlockColumns<T>;
+    float sum = 0.0f;
+#pragma unroll
+    for (int warp = 0; warp < kProductWarps; ++warp) sum += posted[warp][row][column];
+    if (first + column < outputs) epilogue(first + column, row, sum);
+  }
+}
+
+}  // namespace rwkv_jax::cuda

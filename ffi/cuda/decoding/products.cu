@@ -1,0 +1,207 @@
+// The products of a block of RWKV-7 for one token of each row, each with what stands before it and after
+// it (product.cuh has how a product is computed):
+//
+//   ProjectTokens    r, k, v = R x_r, K x_k, V x_v;  tanh(x_w w1), x_a a1, sigmoid(x_g g1), x_v v1
+//   ReadTokens       between = x + O read
+//   ProjectChannels  hidden = max(K x_k, 0)^2
+//   ReadChannels     out = between + V hidden
+#include "decoding/kernels.h"
+#include "decoding/mixed_rows.cuh"
+#include "decoding/product.cuh"
+#include "launch.cuh"
+
+namespace rwkv_jax::cuda {
+namespace {
+
+// A product with rows that have a mix of their own, and where its results begin in `projected`.
+struct Product {
+  const void *matrix, *mix;
+  int outputs, offset;
+};
+
+constexpr int kMatrices = 3;
+
+struct ProjectArguments {
+  const void *x, *before, *weight, *bias;
+  void* normalised;
+  Product products[kMatrices];  // with matrices [outputs, C], all of one size
+  Product maps[kLowRankMaps];   // with matrices [C, outputs]
+  float* projected;             // [B, projected_width], or null, and then
+  void* hidden;                 // [B, outputs] gets max(x, 0)^2
+  int rows, width, projected_width;
+  int matrices, blocks, rounds;  // blocks of each matrix
+  int slice;
+};
+
+template <typename T, int kRows>
+__global__ __launch_bounds__(kProductThreads, kProductBlocks) void ProjectKernel(
+    const __grid_constant__ ProjectArguments own) {
+  RWKV_JAX_DYNAMIC_SHARED(16, shared);
+  __shared__ float2 moments[kRows];
+  const Slice<T> slice{reinterpret_cast<T*>(shared), own.slice};
+  int block = blockIdx.x, which = block / own.blocks;
+  const bool by_output = which < own.matrices;
+  block -= (by_output ? which : own.matrices) * own.blocks;
+  if (!by_output)
+    for (which = 0;; ++which) {
+      const int blocks = (own.maps[which].outputs + kBlockColumns<T> - 1) / kBlockColumns<T>;
+      if (block < blocks) break;
+      block -= blocks;
+    }
+  const Product& product = by_output ? own.products[which] : own.maps[which];
+  const T* const matrix = static_cast<const T*>(product.matrix);
+  MixedRows<T, kRows> source{static_cast<const T*>(own.x),
+                             static_cast<const T*>(own.before),
+                             static_cast<const T*>(own.weight),
+                             static_cast<const T*>(own.bias),
+                             static_cast<const T*>(product.mix),
+                             blockIdx.x == 0 ? static_cast<T*>(own.normalised) : nullptr,
+                             own.rows,
+                             own.width,
+                             moments};
+  if (by_output) {
+    MultiplyByOutput<T, kRows>(
+        matrix, product.outputs, own.width, block * own.rounds * kBlockOutputs<kRows>, own.rounds,
+        slice, source, [&](int output, int row, float sum) {
+          if (row >= own.rows) return;
+          if (own.projected != nullptr) {
+            own.projected[int64_t{row} * own.projected_width + product.offset + output] = sum;
+          } else {
+            const float positive = sum > 0.0f ? sum : 0.0f;
+            static_cast<T*>(own.hidden)[int64_t{row} * product.outputs + output] =
+                FromFloat<T>(positive * positive);
+          }
+        });
+  } else {
+    MultiplyByInput<T, kRows>(
+        matrix, product.outputs, own.width, block * kBlockColumns<T>, slice, source,
+        [&](int output, int row, float sum) {
+          if (row >= own.rows) return;
+          if (which == kDecayMap) sum = tanhf(sum);
+          if (which == kGateMap) sum = Sigmoid(sum);
+          own.projected[int64_t{row} * own.projected_width + product.offset + output] = sum;
+        });
+  }
+}
+
+struct ReadArguments {
+  const void *inputs, *residual, *matrix;
+  void* out;
+  const void* normalised;  // goes to `after`, unless that is null
+  void* after;
+  int rows, inputs_width, width, slice, rounds;
+};
+
+template <typename T, int kRows>
+__global__ __launch_bounds__(kProductThreads, kProductBlocks) void ReadKernel(
+    const __grid_constant__ ReadArguments own) {
+  RWKV_JAX_DYNAMIC_SHARED(16, shared);
+  const Slice<T> slice{reinterpret_cast<T*>(shared), own.slice};
+  PlainRows<T, kRows> source{static_cast<const T*>(own.inputs), own.rows, own.inputs_width};
+  MultiplyByOutput<T, kRows>(
+      static_cast<const T*>(own.matrix), own.width, own.inputs_width,
+      blockIdx.x * own.rounds * kBlockOutputs<kRows>, own.rounds, slice, source,
+      [&](int output, int row, float sum) {
+        if (row >= own.rows) return;
+        const int64_t at = int64_t{row} * own.width + output;
+        static_cast<T*>(own.out)[at] =
+            FromFloat<T>(ToFloat(static_cast<const T*>(own.residual)[at]) + sum);
+        if (own.after != nullptr)
+          static_cast<T*>(own.after)[at] = static_cast<const T*>(own.normalised)[at];
+      });
+}
+
+// Calls fn(T(), integral_constant<the rows of a kernel>()).
+template <typename Fn>
+cudaError_t ForTypeAndRows(const Rwkv7BlockCall& call, Fn&& fn) {
+  const int64_t rows = call.rows == 1 ? 1 : call.rows <= 4 ? 4 : kMaxBlockRows;
+  return ForAllTypes<1, 4, kMaxBlockRows>(call.dtype, rows, fn);
+}
+
+BlockScratch ScratchOf(const Rwkv7BlockCall& call) {
+  return {call.rows, call.width, call.hidden, call.Ranks()};
+}
+
+cudaError_t Project(cudaStream_t stream, const Rwkv7BlockCall& call, const Device& device,
+                    ProjectArguments own) {
+  own.normalised = call.scratch + ScratchOf(call).normalised;
+  own.rows = static_cast<int>(call.rows), own.width = static_cast<int>(call.width);
+  return ForTypeAndRows(call, [&](auto zero, auto rows) {
+    using T = decltype(zero);
+    constexpr int kRows = rows();
+    const ProductPlan plan =
+        PlanProduct<T, kRows>(device, own.matrices, own.products[0].outputs, own.width);
+    own.slice = static_cast<int>(plan.slice), own.rounds = static_cast<int>(plan.rounds);
+    own.blocks = static_cast<int>(plan.blocks);
+    int64_t blocks = own.matrices * plan.blocks;
+    for (const Product& map : own.maps)
+      blocks += (map.outputs + kBlockColumns<T> - 1) / kBlockColumns<T>;
+    return Launch(ProjectKernel<T, kRows>, static_cast<unsigned>(blocks), kProductThreads,
+                  plan.bytes, stream, own);
+  });
+}
+
+cudaError_t Read(cudaStream_t stream, const Rwkv7BlockCall& call, const Device& device,
+                 ReadArguments own) {
+  own.rows = static_cast<int>(call.rows), own.width = static_cast<int>(call.width);
+  return ForTypeAndRows(call, [&](auto zero, auto rows) {
+    using T = decltype(zero);
+    constexpr int kRows = rows();
+    const ProductPlan plan = PlanProduct<T, kRows>(device, 1, own.width, own.inputs_width);
+    own.slice = static_cast<int>(plan.slice), own.rounds = static_cast<int>(plan.rounds);
+    return Launch(ReadKernel<T, kRows>, static_cast<unsigned>(plan.blocks), kProductThreads,
+                  plan.bytes, stream, own);
+  });
+}
+
+}  // namespace
+
+cudaError_t ProjectTokens(cudaStream_t stream, const Rwkv7BlockCall& call, const Device& device) {
+  ProjectArguments own = {};
+  own.x = call.x, own.before = call.time_before;
+  own.weight = call.time_norm.weight, own.bias = call.time_norm.bias;
+  own.projected = call.scratch + ScratchOf(call).projected;
+  const int width = static_cast<int>(call.width);
+  own.products[0] = {call.receptance, call.mix[kMixR], width, 0};
+  own.products[1] = {call.key, call.mix[kMixK], width, width};
+  own.products[2] = {call.value, call.mix[kMixV], width, 2 * width};
+  own.matrices = kMatrices, own.projected_width = kMatrices * width;
+  constexpr Mix kMixOf[] = {kMixW, kMixA, kMixG, kMixV};
+  for (int i = 0; i < kLowRankMaps; ++i) {
+    const int rank = static_cast<int>(call.maps[i].rank);
+    own.maps[i] = {call.maps[i].first, call.mix[kMixOf[i]], rank, own.projected_width};
+    own.projected_width += rank;
+  }
+  return Project(stream, call, device, own);
+}
+
+cudaError_t ReadTokens(cudaStream_t stream, const Rwkv7BlockCall& call, const Device& device) {
+  const BlockScratch scratch = ScratchOf(call);
+  ReadArguments own = {};
+  own.inputs = call.scratch + scratch.read, own.residual = call.x, own.matrix = call.output;
+  own.out = call.scratch + scratch.between;
+  own.inputs_width = static_cast<int>(call.width);
+  return Read(stream, call, device, own);
+}
+
+cudaError_t ProjectChannels(cudaStream_t stream, const Rwkv7BlockCall& call, const Device& device) {
+  ProjectArguments own = {};
+  own.x = call.scratch + ScratchOf(call).between, own.before = call.channel_before;
+  own.weight = call.channel_norm.weight, own.bias = call.channel_norm.bias;
+  own.products[0] = {call.channel_key, call.channel_mix, static_cast<int>(call.hidden), 0};
+  own.matrices = 1;
+  own.hidden = call.scratch + ScratchOf(call).hidden;
+  return Project(stream, call, device, own);
+}
+
+cudaError_t ReadChannels(cudaStream_t stream, const Rwkv7BlockCall& call, const Device& device) {
+  const BlockScratch scratch = ScratchOf(call);
+  ReadArguments own = {};
+  own.inputs = call.scratch + scratch.hidden, own.residual = call.scratch + scratch.between;
+  own.matrix = call.channel_value, own.out = call.out;
+  own.normalised = call.scratch + scratch.normalised, own.after = call.channel_after;
+  own.inputs_width = static_cast<int>(call.hidden);
+  return Read(stream, call, device, own);
+}
+
+}  // namespace rwkv_jax::cuda

@@ -1,0 +1,84 @@
+// The step of a whole block of RWKV-7 for one token of each row: what its kernels take and give.
+#pragma once
+
+#include <cstdint>
+
+#include "rwkv_jax/types.h"
+
+namespace rwkv_jax {
+
+// The kernels take heads of this size, up to so many rows, and ranks that are multiples of kRankMultiple.
+constexpr int64_t kBlockHeadSize = 64;
+constexpr int64_t kMaxBlockRows = 8;
+constexpr int64_t kRankMultiple = 8, kMaxRank = 1024;
+
+// Widths up to this one, those of hidden activations included, are indexed with 32 bits.
+constexpr int64_t kMaxBlockWidth = 1 << 20;
+
+// The low-rank maps of a time mixing: of the decay, of the in-context learning rate, of the gate, and of
+// the share of the first layer's value, which the first layer does not have.
+enum LowRankMap { kDecayMap, kRateMap, kGateMap, kShareMap, kLowRankMaps };
+
+// What the mixes of a time mixing are for.
+enum Mix { kMixR, kMixW, kMixK, kMixV, kMixA, kMixG, kMixes };
+
+struct LowRank {
+  const void *first, *second;  // [C, rank], [rank, C]
+  int64_t rank;                // 0 without the map
+};
+
+struct LayerNorm {
+  const void *weight, *bias;
+};
+
+// Arrays are dense and row-major, and of `dtype` unless they are of float. Vectors are [C], and the
+// matrices of the four products [outputs, inputs].
+struct Rwkv7BlockCall {
+  static constexpr const char* kName = "rwkv7_block";
+  int64_t rows, width, heads, hidden;  // B, C, H, F
+  Dtype dtype;
+
+  const void* x;      // [B, C]
+  const void* first;  // [B, C]: the value of the first layer; null in that layer
+  const void *time_before, *channel_before;  // [B, C]: the states of both token shifts
+  const float* state;                        // [B, H, V, K]
+
+  LayerNorm time_norm, channel_norm, head_norm;
+  const void *mix[kMixes], *channel_mix;
+  LowRank maps[kLowRankMaps];
+  const void *w0, *a0, *v0, *k_k, *k_a, *r_k;
+  const void *receptance, *key, *value, *output;  // [C, C]
+  const void *channel_key, *channel_value;        // [F, C], [C, F]
+
+  // The states may lie where those before the token lie.
+  void *out, *made_first;  // [B, C]; the latter in the first layer only
+  void *time_after, *channel_after;
+  float *state_after, *scratch;
+
+  int64_t Ranks() const {
+    int64_t ranks = 0;
+    for (const LowRank& map : maps) ranks += map.rank;
+    return ranks;
+  }
+};
+
+// What lies where in the scratch of a block, in floats. Each part has room for an array of float.
+struct BlockScratch {
+  int64_t projected;   // [B, 3 C + ranks]: r, k, v, and the low-rank maps between their products
+  int64_t normalised;  // [B, C]: what a token shift has next
+  int64_t read;        // [B, C]: the inputs of the output product
+  int64_t between;     // [B, C]: the activations between both mixings
+  int64_t hidden;      // [B, F]: the hidden activations of the channel mixing
+  int64_t floats;
+
+  BlockScratch(int64_t rows, int64_t width, int64_t hidden_width, int64_t ranks) {
+    projected = 0;
+    normalised = projected + rows * (3 * width + ranks);
+    read = normalised + rows * width;
+    between = read + rows * width;
+    hidden = between + rows * width;
+    floats = hidden + rows * hidden_width;
+  }
+};
+
+}  // namespace rwkv_jax

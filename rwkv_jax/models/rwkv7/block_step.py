@@ -1,0 +1,261 @@
+"""A block for one token of each row, in five CUDA kernels.
+
+They read the weights and the state from memory once:
+
+    the products that give r, k and v, and the first ones of the low-rank maps, from the
+    normalised, shifted and mixed tokens
+    all that stands between these and the output product, `wkv7` included
+    the output product, and the sum with the input of the block
+    the key product of the channel mixing, from tokens as before, and the squared ReLU
+    its value product, and the sum that leaves the block
+
+Sums are float32, and vectors between the kernels are rounded less often than by the model. The
+kernels are for inference on one device. Derivatives, `vmap` and arrays on a mesh take the model's
+usual way.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.custom_batching import custom_vmap
+from jaxtyping import Float
+
+from rwkv_jax._native import library
+from rwkv_jax._operator import check, dispatch
+from rwkv_jax._operator.call import Arrays, Options
+from rwkv_jax._operator.operator import Pass
+from rwkv_jax.layers._function import Operands
+from rwkv_jax.models import _parameters
+from rwkv_jax.models._trees import BlockParams, BlockState, TimeMixState
+
+Block: TypeAlias = Callable[
+    [BlockParams, Array, Array | None, BlockState], tuple[Array, Array, BlockState]
+]
+
+NAME = "rwkv7_block"
+MAX_ROWS = 8
+HEAD_SIZE = 64
+RANK_MULTIPLE, MAX_RANK = 8, 1024
+
+_RANKS = {"W": "att.w1", "A": "att.a1", "G": "att.g1", "R": "att.v1"}
+"""The axes of low-rank maps, each with a matrix that has it."""
+
+
+def step_block(
+    block: Block,
+    params: BlockParams,
+    x: Float[Array, "B C"],
+    v_first: Float[Array, "B C"] | None,
+    state: BlockState,
+) -> tuple[Float[Array, "B C"], Float[Array, "B C"], BlockState]:
+    """`block(params, x, v_first, state)` by kernels.
+
+    Args:
+      block: the block in plain JAX, which is the formula.
+      params: the parameters, in the dtype of `x`. `ln0` has been applied.
+      x: a token of each row, the input of the block.
+      v_first: the value of the first block, or None in that block.
+      state: the state of the block. If it is donated, the next state takes its place.
+
+    Returns:
+      The output of the block, the value of the first block, and the next state.
+
+    Raises:
+      NotImplementedError: the kernels cannot run the call.
+      ValueError: arrays have sizes that do not fit together, or `v_first` is missing.
+    """
+    params = params._replace(ln0=None)
+    if _is_first(params):
+        v_first = None
+    elif v_first is None:
+        raise ValueError(f"{NAME}: v_first is None; only the first block has a value of its own")
+    operands = params, x, v_first, state
+    whole = all(jax.typeof(a).sharding.mesh.empty for a in jax.tree.leaves(operands))
+    return (_step if whole else lambda block, *own: block(*own))(block, *operands)
+
+
+def _is_first(params: BlockParams) -> bool:
+    return any(x is None for x in (params.att.v0, params.att.v1, params.att.v2))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _step(
+    block: Block, params: BlockParams, x: Array, v_first: Array | None, state: BlockState
+) -> tuple[Array, Array, BlockState]:
+    leaves, structure = jax.tree.flatten((params, x, v_first, state))
+
+    def formula(*leaves: Array) -> tuple[Array, Array, BlockState]:
+        return block(*jax.tree.unflatten(structure, leaves))
+
+    @custom_vmap
+    def call(*leaves: Array) -> tuple[Array, Array, BlockState]:
+        return _kernels(*jax.tree.unflatten(structure, leaves))
+
+    @call.def_vmap
+    def _rule(size: int, mapped: Sequence[bool], *leaves: Any):
+        del size
+        found = jax.vmap(formula, [0 if m else None for m in mapped])(*leaves)
+        return found, jax.tree.map(lambda _: True, found)
+
+    return call(*leaves)
+
+
+@_step.defjvp
+def _(block: Block, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    return jax.jvp(block, primals, tangents)
+
+
+def _kernels(
+    params: BlockParams, x: Array, v_first: Array | None, state: BlockState
+) -> tuple[Array, Array, BlockState]:
+    fused = _FusedBlock(first=v_first is None)
+    given = {"x": x, **_parameters.names(state), **_parameters.names(params)}
+    if v_first is not None:
+        given["v_first"] = v_first
+    if missing := [name for name in fused.inputs if name not in given]:
+        raise NotImplementedError(
+            f"{NAME}: {missing[0]} is stored in another way; the kernels take the parameters as "
+            "`init` and `load` give them"
+        )
+    inputs = {name: given[name] for name in fused.inputs}
+    check.share_sizes(NAME, fused.inputs, inputs)
+    options = Options(None, lax.Precision.DEFAULT, "fused")
+    found = dispatch.dispatched(fused, "step", options, Operands(inputs))
+    after = BlockState(TimeMixState(found["att.shift"], found["att.wkv"]), found["ffn"])
+    return found["x"], found["v_first"] if v_first is None else v_first, after
+
+
+class _FusedBlock:
+    """What `dispatch.dispatched` runs. Those of the first block and of the others have different
+    operands."""
+
+    implementations = ("fused",)
+
+    def __init__(self, *, first: bool) -> None:
+        self.first = first
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _FusedBlock) and other.first == self.first
+
+    def __hash__(self) -> int:
+        return hash(self.first)
+
+    @functools.cached_property
+    def inputs(self) -> dict[str, str]:
+        """The axes of the operands of the target, in its order."""
+        state = {"x": "BC", "att.shift": "BC", "att.wkv": "BHVK", "ffn": "BC"}
+        others = {} if self.first else {"v_first": "BC"}
+        norms = {f"{n}.{part}": "C" for n in _NORMS for part in ("weight", "bias")}
+        mixes = {f"att.x_{name}": "C" for name in "rwkvag"}
+        share = {} if self.first else {"att.v0": "C", "att.v1": "CR", "att.v2": "RC"}
+        return {
+            **state,
+            **others,
+            **norms,
+            **mixes,
+            "ffn.x_k": "C",
+            "att.w0": "C",
+            "att.w1": "CW",
+            "att.w2": "WC",
+            "att.a0": "C",
+            "att.a1": "CA",
+            "att.a2": "AC",
+            "att.g1": "CG",
+            "att.g2": "GC",
+            **share,
+            "att.k_k": "C",
+            "att.k_a": "C",
+            "att.r_k": "HK",
+            **{f"att.{name}.weight": "CC" for name in ("receptance", "key", "value", "output")},
+            "ffn.key.weight": "FC",
+            "ffn.value.weight": "CF",
+        }
+
+    @functools.cached_property
+    def results(self) -> dict[str, str]:
+        """The axes of the results of the target, in its order, without its scratch."""
+        names = ["x", "att.shift", "att.wkv", "ffn"]
+        made = {"v_first": "BC"} if self.first else {}
+        return {**{name: self.inputs[name] for name in names}, **made}
+
+    def title(self, name: Pass) -> str:
+        return NAME
+
+    def axes(self, name: Pass, options: Options, packing: None) -> tuple[Any, Any]:
+        return Operands(self.inputs), self.results
+
+    def has_rule(self, options: Options) -> bool:
+        return False
+
+    def why_not(
+        self, choice: str, platform: str, options: Options, operands: Operands
+    ) -> str | None:
+        if platform != "cuda":
+            return "the kernels of a whole block are for CUDA GPUs"
+        return library.why_not(platform) or self._limits(operands.inputs)
+
+    def _limits(self, inputs: Mapping[str, Any]) -> str | None:
+        """Why the kernels do not take operands of these shapes and dtypes, or None."""
+        own = inputs["x"].dtype
+        if own not in check.DTYPES:
+            return f"x is {own}; the kernels take {', '.join(check.DTYPES)}"
+        for name, x in inputs.items():
+            if x.dtype != own and name != "att.wkv":
+                return (
+                    f"{name} is {x.dtype} where x is {own}; the kernels take parameters and token "
+                    "shifts in the dtype of the activations"
+                )
+        sizes = self._sizes(inputs)
+        if not 0 < sizes["B"] <= MAX_ROWS:
+            return f"B = {sizes['B']}; the kernels take 1 to {MAX_ROWS} rows"
+        if sizes["K"] != HEAD_SIZE:
+            return f"K = {sizes['K']}; the kernels take heads of {HEAD_SIZE} channels"
+        if sizes["F"] % HEAD_SIZE:
+            return (
+                f"the channel mixing has {sizes['F']} hidden channels; the kernels take multiples "
+                f"of {HEAD_SIZE}"
+            )
+        for letter, name in _RANKS.items():
+            rank = sizes.get(letter, RANK_MULTIPLE)
+            if rank % RANK_MULTIPLE or not 0 < rank <= MAX_RANK:
+                return (
+                    f"{name} has a rank of {rank}; the kernels take multiples of {RANK_MULTIPLE} "
+                    f"up to {MAX_RANK}"
+                )
+        return None
+
+    def _sizes(self, inputs: Mapping[str, Any]) -> dict[str, int]:
+        sizes: dict[str, int] = {}
+        for name, x in inputs.items():
+            sizes |= zip(self.inputs[name], x.shape, strict=True)
+        return sizes
+
+    def compute(
+        self, name: Pass, choice: str, options: Options, platform: str, operands: Operands
+    ) -> Arrays:
+        inputs = {name: operands.inputs[name] for name in self.inputs}
+        sizes = self._sizes(inputs)
+        ranks = sum(sizes.get(letter, 0) for letter in _RANKS)
+        scratch = sizes["B"] * (6 * sizes["C"] + ranks + sizes["F"])
+        dtypes = {"att.wkv": jnp.float32}
+        shapes = [
+            ([sizes[x] for x in axes], dtypes.get(name, inputs["x"].dtype))
+            for name, axes in self.results.items()
+        ]
+        target = f"rwkv_rwkv7_{'first_' if self.first else ''}block_v1"
+        found = library.call(
+            target,
+            [*shapes, ((scratch,), jnp.float32)],
+            *inputs.values(),
+            aliases={1: 1, 2: 2, 3: 3},
+        )
+        return dict(zip(self.results, found, strict=False))
+
+
+_NORMS = ("ln1", "ln2", "att.ln_x")
+
+TARGETS = tuple(f"rwkv_rwkv7_{name}_v1" for name in ("first_block", "block"))

@@ -1,0 +1,140 @@
+"""The step of a whole block of RWKV-7 by CUDA kernels: where it is taken, where not, and why not.
+`test_emulation.py` has what the kernels compute."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from rwkv_jax import models as all_models
+from rwkv_jax.models import rwkv6, rwkv7
+from support import hlo, internals, meshes, models
+from support.tolerance import assert_trees_close
+
+ROWS = 2
+BLOCKS = {"rwkv_rwkv7_first_block_v1", "rwkv_rwkv7_block_v1"}
+
+
+@pytest.fixture(scope="module")
+def params() -> rwkv7.Params:
+    return models.with_heads_of_64(64, "float32")
+
+
+@pytest.fixture
+def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    internals.pretend(monkeypatch, "cuda", None)
+
+
+def _lowered(params: Any, rows: int = ROWS, platform: str = "cuda", **options: Any) -> str:
+    options = {"layers": "fused"} | options
+    dtype = options.get("dtype", jnp.float32)
+    state = jax.eval_shape(lambda p: rwkv7.initial_state(p, rows, dtype), params)
+    tokens = jax.ShapeDtypeStruct((rows,), jnp.int32)
+
+    def step(params: Any, tokens: Any, state: Any) -> Any:
+        return rwkv7.apply(params, tokens, state, **options)
+
+    with hlo.device(platform):
+        traced = jax.jit(step, donate_argnums=2).trace(params, tokens, state)
+        return traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+@pytest.mark.usefixtures("on_cuda")
+@pytest.mark.parametrize("form", [rwkv7.unstacked, rwkv7.stacked])
+def test_a_token_is_a_call_for_each_block(params: rwkv7.Params, form: Any) -> None:
+    """The three states of a block are changed in place. Nobody gets the kernels without asking."""
+    text = _lowered(form(params))
+    calls = [line for line in text.splitlines() if "custom_call @rwkv" in line]
+    assert hlo.targets(text) == BLOCKS
+    assert len(calls) == 2
+    for call in calls:
+        assert call.count("output_operand_alias<") == 3
+    assert not hlo.targets(_lowered(form(params), layers=None)) & BLOCKS
+
+
+def test_a_platform_without_the_kernels_refuses(params: rwkv7.Params) -> None:
+    reason = "rwkv7_block: implementation 'fused' cannot run this call on .*for CUDA GPUs"
+    with pytest.raises(NotImplementedError, match=reason):
+        rwkv7.apply(params, jnp.zeros(ROWS, jnp.int32), layers="fused")
+
+
+def _with_rank(params: rwkv7.Params, rank: int) -> rwkv7.Params:
+    first, *others = params.blocks
+    att = first.att._replace(a1=first.att.a1[:, :rank], a2=first.att.a2[:rank])
+    return params._replace(blocks=(first._replace(att=att), *others))
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_why_not(params: rwkv7.Params) -> None:
+    small = jax.eval_shape(
+        lambda: rwkv7.init(jax.random.key(0), rwkv7.Config(1, 64, head_size=32, vocabulary=11))
+    )
+    cases: list[tuple[Any, dict[str, Any], str]] = [
+        (params, {"rows": 9}, "B = 9; the kernels take 1 to 8 rows"),
+        (params, {"rows": 0}, "B = 0; the kernels take 1 to 8 rows"),
+        (params, {"dtype": jnp.bfloat16}, "att.a0 is float32 where x is bfloat16; the kernels"),
+        (all_models.quantize(params), {}, "weight is int8 where x is float32; the kernels"),
+        (small, {}, "K = 32; the kernels take heads of 64 channels"),
+        (_with_rank(params, 4), {}, "att.a1 has a rank of 4; the kernels take multiples of 8 up"),
+    ]
+    for model, options, reason in cases:
+        with pytest.raises(NotImplementedError, match=f"on cuda: .*{reason}"):
+            _lowered(model, **options)
+
+
+@pytest.mark.usefixtures("unchecked_types")
+def test_wrong_options(params: rwkv7.Params) -> None:
+    tokens = jnp.zeros((ROWS, 3), jnp.int32)
+    with pytest.raises(ValueError, match=r"layers is 'fused' with tokens of shape \(2, 3\)"):
+        rwkv7.apply(params, tokens, layers="fused")
+    with pytest.raises(ValueError, match="implementation is 'xla' where layers is 'fused'"):
+        rwkv7.apply(params, tokens[:, 0], layers="fused", implementation="xla")
+    with pytest.raises(ValueError, match="rwkv6: layers is 'fused'; accepted for models of RWKV-7"):
+        rwkv6.apply(models.parameters(rwkv6), tokens[:, 0], layers="fused")
+    state = rwkv7.initial_state(params, ROWS + 1)
+    with pytest.raises(ValueError, match=r"rwkv7_block: att.shift has shape \(3, 64\), so B = 3"):
+        rwkv7.apply(params, tokens[:, 0], state, layers="fused")
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_transformations_take_the_usual_way(params: rwkv7.Params) -> None:
+    """On a platform for which the kernels cannot be lowered."""
+    tokens = jnp.arange(ROWS, dtype=jnp.int32)
+    state = jax.tree.map(lambda x: x + 0.5, rwkv7.initial_state(params, ROWS))
+
+    def loss(params: rwkv7.Params, state: Any, layers: str | None) -> jax.Array:
+        logits, after = rwkv7.apply(params, tokens, state, layers=layers)
+        return sum((jnp.sum(x * x) for x in jax.tree.leaves(after)), jnp.sum(logits * logits))
+
+    found, expected = (
+        jax.jit(jax.grad(loss, argnums=(0, 1)), static_argnums=2)(params, state, layers)
+        for layers in ("fused", None)
+    )
+    assert_trees_close(found, expected)
+
+    def rows(layers: str | None) -> Any:
+        def row(token: jax.Array, state: Any) -> Any:
+            alone = jax.tree.map(lambda x: x[None], state)
+            return rwkv7.apply(params, token[None], alone, layers=layers)
+
+        return jax.jit(jax.vmap(row))(tokens, state)
+
+    assert_trees_close(rows("fused"), rows(None))
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_inside_shard_map(params: rwkv7.Params) -> None:
+    mesh = meshes.mesh("data=2", AxisType.Auto, jax.devices("cpu"))
+    tokens = jnp.arange(ROWS, dtype=jnp.int32)
+
+    def step(params: rwkv7.Params, tokens: jax.Array) -> Any:
+        return rwkv7.apply(params, tokens, layers="fused")
+
+    specs = P(), P("data")
+    found = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=P("data")))(
+        params, tokens
+    )
+    assert_trees_close(found, rwkv7.apply(params, tokens))
