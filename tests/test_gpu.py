@@ -5,13 +5,15 @@ import functools
 import os
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
 import rwkv_jax
-from support import cases, hlo, internals, tolerance
+from rwkv_jax.models import rwkv7
+from support import cases, hlo, internals, language_models, models, tolerance
 from support.cases import Case
 from support.harness import assert_right, check, expected, operands, results, value_and_gradients
 from support.operators import OPERATORS, SEQUENCES, STEPS, Run
@@ -295,3 +297,23 @@ def _check_sequences(op: str, case: Case, cu: np.ndarray) -> None:
     exact = case.dtype == "float32"
     limits = {n: tolerance.ceiling(n, case.dtype, sequential=exact, highest=exact) for n in found}
     assert_right(found, expected(op, inputs, cotangents, **options), limits)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_whole_blocks(dtype: str, rows: int) -> None:
+    """In a loop, with a state that is changed in place."""
+    params = models.with_heads_of_64(1024, dtype)
+    tokens = np.random.default_rng(rows).integers(0, 11, (rows, 3), np.int32)
+
+    def step(state: Any, token: jax.Array) -> tuple[Any, jax.Array]:
+        logits, state = rwkv7.apply(params, token, state, dtype=dtype, layers="fused")
+        return state, logits
+
+    loop = jax.jit(functools.partial(jax.lax.scan, step), donate_argnums=0)
+    with jax.default_matmul_precision("highest"):
+        _, found = loop(rwkv7.initial_state(params, rows, dtype), tokens.T)
+    tensors = {n: np.asarray(x, np.float64) for n, x in rwkv7.names(params).items()}
+    right = np.stack([language_models.logits("rwkv7", tensors, row) for row in tokens], axis=1)
+    limit = {"float32": tolerance.EXACT_FLOAT32, "bfloat16": 1e-2, "float16": 2e-3}[dtype]
+    assert tolerance.rms_error(np.asarray(found), right) < limit
