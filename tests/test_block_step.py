@@ -1,6 +1,7 @@
 """The step of a whole block of RWKV-7 by CUDA kernels: where it is taken, where not, and why not.
 `test_emulation.py` has what the kernels compute."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -16,6 +17,12 @@ from support.tolerance import assert_trees_close
 
 ROWS = 2
 BLOCKS = {"rwkv_rwkv7_first_block_v1", "rwkv_rwkv7_block_v1"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _on_a_cpu() -> Iterator[None]:
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +65,7 @@ def test_a_token_is_a_call_for_each_block(params: rwkv7.Params, form: Any) -> No
 def test_a_platform_without_the_kernels_refuses(params: rwkv7.Params) -> None:
     reason = "rwkv7_block: implementation 'fused' cannot run this call on .*for CUDA GPUs"
     with pytest.raises(NotImplementedError, match=reason):
-        rwkv7.apply(params, jnp.zeros(ROWS, jnp.int32), layers="fused")
+        _lowered(params, platform="cpu")
 
 
 def _with_rank(params: rwkv7.Params, rank: int) -> rwkv7.Params:
