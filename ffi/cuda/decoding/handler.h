@@ -28,11 +28,8 @@ class BlockReader {
     call.state = static_cast<const float*>(operands.Arg("att.wkv", "BHVK", Kind::kFloat));
     call.channel_before = Tensor("ffn", "BC");
     if (!is_first) call.first = Tensor("v_first", "BC");
-    for (auto& [name, norm] : {std::pair("ln1", &call.time_norm),
-                               {"ln2", &call.channel_norm},
-                               {"att.ln_x", &call.head_norm}})
-      *norm = {Tensor(std::string(name) + ".weight", "C"),
-               Tensor(std::string(name) + ".bias", "C")};
+    call.time_norm = Norm("ln1"), call.channel_norm = Norm("ln2");
+    call.head_norm = Norm("att.ln_x");
     constexpr const char* kMixNames[kMixes] = {"r", "w", "k", "v", "a", "g"};
     for (int i = 0; i < kMixes; ++i)
       call.mix[i] = Tensor(std::string("att.x_") + kMixNames[i], "C");
@@ -93,6 +90,10 @@ class BlockReader {
                      " up to ", kMaxRank);
   }
 
+  LayerNorm Norm(const std::string& name) {
+    const void* const weight = Tensor(name + ".weight", "C");
+    return {weight, Tensor(name + ".bias", "C")};
+  }
   const void* Tensor(const std::string& name, const std::string& axes) {
     return operands.Arg(name, axes, Kind::kTensor);
   }
