@@ -90,6 +90,8 @@ def test_why_not(params: rwkv7.Params) -> None:
     for model, options, reason in cases:
         with pytest.raises(NotImplementedError, match=f"on cuda: .*{reason}"):
             _lowered(model, **options)
+    with pytest.raises(NotImplementedError, match=r"ffn\.value\.weight is stored in another"):
+        _lowered(all_models.for_decoding(params))
 
 
 @pytest.mark.usefixtures("unchecked_types")
@@ -97,6 +99,8 @@ def test_wrong_options(params: rwkv7.Params) -> None:
     tokens = jnp.zeros((ROWS, 3), jnp.int32)
     with pytest.raises(ValueError, match=r"layers is 'fused' with tokens of shape \(2, 3\)"):
         rwkv7.apply(params, tokens, layers="fused")
+    with pytest.raises(ValueError, match="layers is 'fused' with segment_ids; accepted is None"):
+        rwkv7.apply(params, tokens[:, 0], layers="fused", segment_ids=tokens[:, 0])
     with pytest.raises(ValueError, match="implementation is 'xla' where layers is 'fused'"):
         rwkv7.apply(params, tokens[:, 0], layers="fused", implementation="xla")
     with pytest.raises(ValueError, match="rwkv6: layers is 'fused'; accepted for models of RWKV-7"):
