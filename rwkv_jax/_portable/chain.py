@@ -106,11 +106,12 @@ class Chain(Implementation):
             timed, shared, tokens = call.inputs(number)
             v, parts = self._parts(options, tokens, timed, shared)
             solved, _ = _solved(einsum, parts, v)
-            state, states, u = _along(einsum, solved, state, call.sequence(number))
-            y = _read(einsum, parts, v, states, u).astype(values.dtype)
+            solved = _with_reads(einsum, parts, solved, v)
+            state, states, asked = _along(einsum, solved, state, call.sequence(number))
+            y = _read(einsum, parts, asked).astype(values.dtype)
             room = room | {"y": slabs.put(number, room["y"], y)}
             if options.save:
-                saved = states[:, 0].astype(save_as)
+                saved = states.astype(save_as)
                 room |= {"states": slabs.put_chunks(number, room["states"], saved)}
             return state, room
 
@@ -228,11 +229,21 @@ def _einsum(options: Options) -> Einsum:
     return functools.partial(jnp.einsum, precision=options.precision)
 
 
-def _read(einsum: Einsum, parts: Arrays, v: Array, state: Array, u: Array | None) -> Array:
+def _with_reads(einsum: Einsum, parts: Arrays, solved: Arrays, v: Array) -> Arrays:
+    """What the chain needs to find `reads S^T + y_of_v V` as well, in the rows below those of U:
+    one product with each state in place of two."""
+    below = {"solved": parts["reads"], "own": einsum("...ij,...jv->...iv", parts["y_of_v"], v)}
+    if "solved" not in solved:
+        return solved | below
+    return solved | {name: jnp.concatenate([solved[name], below[name]], -2) for name in below}
+
+
+def _read(einsum: Einsum, parts: Arrays, asked: Array) -> Array:
     """Y."""
-    y = einsum("...tk,...vk->...tv", parts["reads"], state)
-    y += einsum("...ij,...jv->...iv", parts["y_of_v"], v)
-    return y if u is None else y + einsum("...ij,...jv->...iv", parts["y_of_u"], u)
+    if "asks" not in parts:
+        return asked
+    u, y = jnp.split(asked, 2, axis=-2)
+    return y + einsum("...ij,...jv->...iv", parts["y_of_u"], u)
 
 
 def _gradients(
@@ -300,29 +311,32 @@ def _solved(einsum: Einsum, parts: Arrays, v: Array) -> tuple[Arrays, Array | No
 
 
 def _after(einsum: Einsum, solved: Arrays, state: Array) -> tuple[Array, Array | None]:
-    """The states after links, and U."""
+    """The states after links, and what is asked of those before them: U, and what is below."""
     after = state * solved["stay"][..., None, :] + solved["added"]
     if "solved" not in solved:
         return after, None
-    u = einsum("...tk,...vk->...tv", solved["solved"], state) + solved["own"]
-    return after + _written(einsum, u, solved["kept"]), u
+    asked = einsum("...tk,...vk->...tv", solved["solved"], state) + solved["own"]
+    if "kept" in solved:
+        u = asked[..., : solved["kept"].shape[-2], :]
+        after += _written(einsum, u, solved["kept"])
+    return after, asked
 
 
 def _along(
     einsum: Einsum, solved: Arrays, state: Array, sequence: Array | None
-) -> tuple[Array, Array, Array | None]:
-    """The state after a slab, and those before its links [N, R, B, H, V, K], and U."""
+) -> tuple[Array, Array, Array]:
+    """The state after a slab, those before its chunks [N, B, H, V, K], and what is asked of those
+    before links."""
 
     def chunk(state: Array, solved: Arrays) -> tuple[Array, Any]:
-        found = []
+        before, found = state, []
         for link in range(solved["stay"].shape[0]):
-            after, u = _after(einsum, {name: x[link] for name, x in solved.items()}, state)
-            found.append((state, u))
-            state = after
-        return state, jax.tree.map(lambda *xs: jnp.stack(xs), *found)
+            state, asked = _after(einsum, {name: x[link] for name, x in solved.items()}, state)
+            found.append(asked)
+        return state, (before, jnp.stack(found))
 
-    state, (states, u) = lax.scan(*_of_sequences(chunk, state, solved, sequence))
-    return state, states, u
+    state, (states, asked) = lax.scan(*_of_sequences(chunk, state, solved, sequence))
+    return state, states, asked
 
 
 def _of_sequences(chunk: _ChunkFn, state: Array, xs: Arrays, sequence: Array | None) -> Any:
