@@ -55,6 +55,16 @@ def test_inverse(length: int) -> None:
     assert_right({"inverse": found}, {"inverse": np.linalg.inv(np.eye(length) - matrices)})
 
 
+@pytest.mark.parametrize("tokens", [1, 1000, 4096, 61 * 64, 32768])
+def test_slabs_have_a_chunk_too_many_only_where_they_must(tokens: int) -> None:
+    """To fill up the last slab is to copy every operand."""
+    for heads in (1, 12, 32):
+        count, chunks, used = internals.chunks_of_slabs(tokens, heads)
+        assert 0 <= chunks - used < chunks / count
+        if used & (used - 1) == 0:
+            assert chunks == used
+
+
 @pytest.mark.parametrize("op", ["wkv7", "wkv6", "wkv5"])
 def test_only_states_go_along_a_loop(op: str) -> None:
     """On a GPU each pass has one loop over chunks, and one over slabs where there are several."""

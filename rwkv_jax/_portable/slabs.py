@@ -29,8 +29,9 @@ class Sizes(NamedTuple):
 ON_CPU = Sizes(512, 1 << 30)
 """One chunk, unless there are few heads: what is computed of a slab stays in the caches."""
 
-ELSEWHERE = Sizes(1 << 14, 8)
-"""So large that a slab fills a GPU, and so small that its memory is a part of that of the call."""
+ELSEWHERE = Sizes(1 << 12, 16)
+"""So large that a slab has 128 links, about one for each multiprocessor of a large GPU, and so
+small that its memory is a part of that of the call."""
 
 Carry = TypeVar("Carry")
 
@@ -52,7 +53,7 @@ class Slabs:
         self.length, self._tokens = length, tokens
         self.used = -(-tokens // length)
         most = min(sizes.most, tokens * heads // sizes.tokens, self.used)
-        self._each = -(-self.used // max(most, 1))
+        self._each = _evenly(self.used, -(-self.used // max(most, 1)))
         self.count = -(-self.used // max(self._each, 1))
         self.chunks = self.count * self._each
 
@@ -119,6 +120,13 @@ class Slabs:
         length = min(LINK, self.length)
         x = x.reshape(batch, self._each, self.length // length, length, heads, size)
         return x.transpose(1, 2, 0, 4, 3, 5)
+
+
+def _evenly(chunks: int, most: int) -> int:
+    """The number of chunks of a slab, at most so many and at least half of it. If possible it
+    divides the number of all chunks, since filling up the last slab copies every operand."""
+    fitting = (n for n in range(most, most // 2, -1) if chunks % n == 0)
+    return next(fitting, most)
 
 
 def _filled(x: Array, count: int) -> Array:

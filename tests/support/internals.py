@@ -22,7 +22,7 @@ from rwkv_jax._operator.public import PublicFunction, registered
 from rwkv_jax._operator.saved import CHUNK as CHUNK
 from rwkv_jax._operator.signature import Signature
 from rwkv_jax._packing import segments
-from rwkv_jax._portable import algebra, chunked
+from rwkv_jax._portable import algebra, chunked, slabs
 from rwkv_jax._portable import decay as decays
 from rwkv_jax.layers import _function as layers
 from rwkv_jax.losses import _slabs
@@ -389,3 +389,9 @@ def link(decay: str, w: Any, x: Any, y: Any) -> dict[str, Any]:
 
 
 inverse_of_link = algebra.inverse
+
+
+def chunks_of_slabs(tokens: int, heads: int) -> tuple[int, int, int]:
+    """Of a row in `xla` on a GPU: how many slabs it has, their chunks, and those with tokens."""
+    found = slabs.Slabs(slabs.ELSEWHERE, tokens, slabs.length_of_chunks(tokens), heads)
+    return found.count, found.chunks, found.used
