@@ -155,7 +155,7 @@ inline int64_t ListInputs(const RowProductCall& call, const float* x, int64_t ro
 template <Stored kStored>
 void InputsOf(const RowProductCall& call, int64_t begin, int64_t end, int64_t first, int64_t last,
               float* to) {
-  constexpr int kIn = 4;
+  constexpr int kMostIn = 8;
   const int64_t size = call.inputs / call.groups, all = last - first;
   for (int64_t row = 0; row < call.rows; row += kRowsAtOnce) {
     const int64_t rows = Smaller(kRowsAtOnce, call.rows - row);
@@ -165,17 +165,20 @@ void InputsOf(const RowProductCall& call, int64_t begin, int64_t end, int64_t fi
     for (int64_t at = begin, stop; at < end; at = stop) {
       const int64_t group = at / size;
       stop = Smaller(Smaller(at + kInputsAtOnce, end), (group + 1) * size);
-      int32_t listed[kInputsAtOnce + kIn];
+      int32_t listed[kInputsAtOnce + kMostIn];
       const int64_t inputs = ListInputs(call, x, rows, at, stop, listed);
       if (inputs == 0) continue;
-      for (int i = 0; i < kIn; ++i) listed[inputs + i] = listed[inputs - 1];
+      for (int i = 0; i < kMostIn; ++i) listed[inputs + i] = listed[inputs - 1];
       for (int64_t output = first, count; output < last; output += count) {
         count = Smaller(kOutputsAtOnce, last - output);
         Sums sums;
         for (int64_t b = 0; b < rows; ++b) __builtin_memset(sums[b], 0, count * sizeof(float));
         int64_t i = 0;
-        for (; i + kIn <= inputs; i += kIn)
-          AddToAllRows<kStored, kIn>(call, listed + i, output, count, x, rows, sums);
+        // The values of several rows would leave no registers for more inputs.
+        for (; rows == 1 && i + 8 <= inputs; i += 8)
+          Add<kStored, 8, 1>(call, listed + i, output, count, x, sums, true);
+        for (; i + 4 <= inputs; i += 4)
+          AddToAllRows<kStored, 4>(call, listed + i, output, count, x, rows, sums);
         for (; i < inputs; ++i)
           AddToAllRows<kStored, 1>(call, listed + i, output, count, x, rows, sums);
         for (int64_t b = 0; b < rows; ++b) {
