@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from rwkv_jax._portable.decay import BOUNDED, LOG_DECAY
+from rwkv_jax._portable.decay import BOUNDED, LOG_DECAY, NO_DECAY
 
 Einsum: TypeAlias = Callable[..., Array]
 """`jnp.einsum` with the precision of a call."""
@@ -94,9 +94,10 @@ def _sums(x: Array) -> Iterator[tuple[int, Array, Array, Array]]:
 
 def decays(w: Array, decay: str, tokens: Tokens) -> Decays:
     """The decays of links, from `w` of each token [..., T, K]."""
-    log_decay = LOG_DECAY[decay](w)
     if tokens.there is not None:
-        log_decay = jnp.where(tokens.there[..., None], log_decay, 0.0)
+        # Here, and not below, where XLA would choose anew for each of the sums that it computes.
+        w = jnp.where(tokens.there[..., None], w, NO_DECAY[decay])
+    log_decay = LOG_DECAY[decay](w)
     *sums, (length, before, after, total) = _sums(log_decay)
     own = jnp.exp(log_decay)
     between: Factors | list[Factors]

@@ -36,7 +36,7 @@ LOG_DECAY: dict[str, Callable[[Array], Array]] = {"log": _log, "exp": _exp, "sig
 """The log decay of each form. Comparisons, not clips: a NaN stays a NaN."""
 
 NO_DECAY = {"log": 0.0, "exp": -1e4, "sigmoid": -1e4}
-"""A number of each form whose decay factor is 1, exactly."""
+"""A number of each form whose log decay is 0, exactly."""
 
 BOUNDED = ("sigmoid",)
 """Forms whose log decay is never below -SIGMOID_SCALE, so that one may divide by the decay of up to
