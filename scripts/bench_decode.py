@@ -6,6 +6,7 @@ floor that is. With --prefill, also the reading of a prompt.
     python scripts/bench_decode.py --rows 12x768x1xfloat32 --prefill 2048 --peak 0.1
     python scripts/bench_decode.py --device cpu --processor-time --json decode.json
     python scripts/bench_decode.py --zeros 0 50 88      # what zeros in the channel mixing save
+    python scripts/bench_decode.py --plot decode.png --rows 12x768x1 12x768x4 12x768x16
 
 A row is LAYERSxWIDTHxBATCH, and the dtype of the weights may follow. The most probable token is
 taken each time, inside one jitted loop whose state is donated. The model has random parameters, and
@@ -107,6 +108,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--traces", type=Path, help="keep the traces of --profile in this folder")
     add("--one-process", action="store_true", help="run all rows in this process")
     add("--json", type=Path, help="write every figure to this file")
+    add("--plot", type=Path, help="draw tokens/s against the batch, with the floors (PNG)")
     args = parser.parse_args(argv)
     # JAX reads this when it starts, also in the processes of the rows.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -174,6 +176,36 @@ def print_rows(table: Table, row: Row, rows: Sequence[Figures]) -> None:
         table.row(name, *cells)
 
 
+def plot(rows: Sequence[Figures], path: Path) -> None:
+    """The tokens/s of each size and dtype, drawn against the batch, and dashed those at the
+    floor."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    timed = [f for f in rows if "failure" not in f and f["pass"] == "decoding"]
+    for alike in dict.fromkeys(row_of_figures(f)._replace(batch=0) for f in timed):
+        here = [f for f in timed if row_of_figures(f)._replace(batch=0) == alike]
+        here.sort(key=lambda f: f["batch"])
+        batches = [f["batch"] for f in here]
+        name = str(alike).replace(", batch 0", "")
+        (line,) = axes.plot(batches, [f["tokens_per_second"] for f in here], "o-", label=name)
+        floors = [1e3 * f["batch"] / f["floor_ms"] for f in here]
+        axes.plot(batches, floors, "--", color=line.get_color())
+    batches = sorted({f["batch"] for f in timed})
+    axes.set(xscale="log", yscale="log", xlabel="batch", ylabel="tokens/s (dashed: floor)")
+    axes.set_xticks(batches, [str(batch) for batch in batches], minor=False)
+    axes.set_xticks([], minor=True)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def row_of_figures(figures: Figures) -> Row:
+    return Row(*(figures[name] for name in Row._fields))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     print(
@@ -191,11 +223,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_rows(table, row, here)
     for figures in rows:
         if "profile" in figures:
-            row = Row(*(figures[name] for name in Row._fields))
-            profile.show(f"{row}, one token", figures["profile"])
+            profile.show(f"{row_of_figures(figures)}, one token", figures["profile"])
     if args.json:
         about = {name: str(value) for name, value in vars(args).items()}
         args.json.write_text(json.dumps({"options": about, "rows": rows}, indent=1) + "\n")
+    if args.plot:
+        plot(rows, args.plot)
     return int(any("failure" in figures for figures in rows))
 
 

@@ -45,8 +45,10 @@ def test_table(script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture
 def test_zeros(script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Weights have the share of zeros that is asked for, and the floor counts what is left."""
     file = tmp_path / "figures.json"
+    picture = tmp_path / "decode.png"
     given = ["--rows=1x64x2xfloat32", "--zeros", "0", "75", "100", f"--json={file}"]
-    assert script.main([*TINY, *given]) == 0
+    assert script.main([*TINY, *given, f"--plot={picture}"]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
     output = capsys.readouterr().out
     assert "weights are made so that" in output
     assert "1x64, batch 2, float32, 75 % zeros, decoding" in output
