@@ -79,11 +79,16 @@ class Layout(NamedTuple):
     used: Array
 
 
+def chunks(offsets: Array, tokens: int) -> int:
+    """As many chunks as there can be: so many states are saved."""
+    length = min(tokens, CHUNK)
+    return (tokens + (offsets.shape[1] - 1) * (length - 1)) // length
+
+
 def layout(offsets: Array, tokens: int) -> Layout:
     """The layout of rows [B] with so many tokens and with offsets [B, Z]."""
     sequences = offsets.shape[1] - 1
-    length = min(tokens, CHUNK)
-    most = (tokens + sequences * (length - 1)) // length
+    length, most = min(tokens, CHUNK), chunks(offsets, tokens)
     offsets = _clamped(offsets, tokens)
     upto = jnp.cumsum(-(-jnp.diff(offsets) // length), axis=1, dtype=jnp.int32)
     owner = jnp.minimum(find(upto, most), sequences - 1)

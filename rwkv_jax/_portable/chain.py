@@ -35,19 +35,19 @@ from rwkv_jax._operator.call import (
     Backward,
     Forward,
     Gradients,
-    Marks,
     Operands,
     Options,
     Packing,
     Result,
-    Sequences,
 )
 from rwkv_jax._operator.implementation import Implementation
 from rwkv_jax._operator.signature import Signature
-from rwkv_jax._packing import by_chunk, segments
+from rwkv_jax._packing import pieces
+from rwkv_jax._packing.pieces import Path
 from rwkv_jax._portable import algebra
 from rwkv_jax._portable.algebra import Einsum, Tokens
-from rwkv_jax._portable.slabs import ELSEWHERE, ON_CPU, Sizes, Slabs, length_of_chunks
+from rwkv_jax._portable.operands import LinksOfRows, links
+from rwkv_jax._portable.slabs import ELSEWHERE, ON_CPU
 from rwkv_jax._portable.token_by_token import TokenByToken
 
 PartsFn: TypeAlias = Callable[[Einsum, str, Arrays, Tokens], Arrays]
@@ -56,8 +56,7 @@ matrices of pairs of tokens [..., T, T], and the rest [..., T, K]. The inputs ar
 of tokens [..., T, K], with zeros for tokens that are not there, and parameters [..., 1, K]."""
 
 
-_ChunkFn: TypeAlias = Callable[[Array, Arrays], tuple[Array, Any]]
-_Sums: TypeAlias = tuple[Array, Arrays, Arrays]
+_Sums: TypeAlias = tuple[Any, Arrays, Arrays]
 
 
 class Chain(Implementation):
@@ -82,10 +81,10 @@ class Chain(Implementation):
     def backward(self, options: Options, platform: str, operands: Backward) -> Gradients:
         return self._on_any_platform(functools.partial(self._backward, options, operands), operands)
 
-    def _on_any_platform(self, compute: Callable[["_Call"], Any], operands: Operands) -> Any:
+    def _on_any_platform(self, compute: Callable[[LinksOfRows], Any], operands: Operands) -> Any:
         """A pass with slabs of the sizes that suit the platform that it is lowered for."""
         on_cpu, elsewhere = (
-            _Call(self._signature, sizes, operands.inputs, operands.packing)
+            links(self._signature, sizes, operands.inputs, operands.packing)
             for sizes in (ON_CPU, ELSEWHERE)
         )
         if on_cpu.slabs.count == elsewhere.slabs.count:
@@ -94,66 +93,62 @@ class Chain(Implementation):
             cpu=lambda: compute(on_cpu), default=lambda: compute(elsewhere)
         )
 
-    def _forward(self, options: Options, operands: Forward, call: "_Call") -> Result:
+    def _forward(self, options: Options, operands: Forward, call: LinksOfRows) -> Result:
         signature, einsum = self._signature, _einsum(options)
         (part,) = operands.state
         state, values = operands.state[part], operands.inputs[signature.y]
-        save_as = signature.states_dtype(options, operands.inputs)
-        slabs = call.slabs
 
-        def slab(number: Any, carry: tuple[Array, Arrays]) -> tuple[Array, Arrays]:
-            state, room = carry
+        def slab(number: Any, carry: tuple[Any, Arrays]) -> tuple[Any, Arrays]:
+            carried, room = carry
             timed, shared, tokens = call.inputs(number)
             v, parts = self._parts(options, tokens, timed, shared)
             solved, _ = _solved(einsum, parts, v)
             solved = _with_reads(einsum, parts, solved, v)
-            state, states, asked = _along(einsum, solved, state, call.sequence(number))
+            carried, states, asked = _along(einsum, solved, carried, call.path(number), state)
             y = _read(einsum, parts, asked).astype(values.dtype)
-            room = room | {"y": slabs.put(number, room["y"], y)}
+            room = room | {"y": call.put(number, room["y"], y)}
             if options.save:
-                saved = states.astype(save_as)
-                room |= {"states": slabs.put_chunks(number, room["states"], saved)}
-            return state, room
+                room |= {"states": call.save(number, room["states"], states)}
+            return carried, room
 
-        room = {"y": slabs.room(values)}
+        room = {"y": call.room(values)}
         if options.save:
-            sizes = {"N": slabs.chunks, **signature.sizes(operands.inputs)}
-            shape = [sizes[letter] for letter in "BNHVK"]
-            room["states"] = jnp.zeros_like(state, save_as, shape=shape)
-        state, room = slabs.run(slab, (state, room))
-        states = {part: room["states"][:, : slabs.used]} if options.save else {}
-        return Result(call.undo(room["y"]), {part: state}, states)
+            save_as = signature.states_dtype(options, operands.inputs)
+            room["states"] = call.room_for_states(state, save_as)
+        carried, room = call.run(slab, (call.start(state), room))
+        states = {part: call.states(room["states"])} if options.save else {}
+        return Result(call.whole(room["y"]), {part: call.end(carried)}, states)
 
-    def _backward(self, options: Options, operands: Backward, call: "_Call") -> Gradients:
+    def _backward(self, options: Options, operands: Backward, call: LinksOfRows) -> Gradients:
         signature, einsum = self._signature, _einsum(options)
         (part,) = operands.states
-        slabs = call.slabs
+        given = operands.dstate[part]
 
         def slab(number: Any, carry: _Sums) -> _Sums:
-            dstate, dshared, room = carry
+            carried, dshared, room = carry
             timed, shared, tokens = call.inputs(number)
             dy = call.at(number, operands.dy).astype(jnp.float32)
-            saved = slabs.chunks_at(number, operands.states[part]).astype(jnp.float32)
+            saved, opens = call.saved(number, operands.states[part])
 
             of_tokens = functools.partial(self._parts, options, tokens)
             (v, parts), pull_back = jax.vjp(of_tokens, timed, shared)
             solved, inverse = _solved(einsum, parts, v)
-            states, u = _within(einsum, solved, saved)
-            dstate, dafter, du = _back_along(
-                einsum, parts, solved, dy, dstate, call.sequence(number)
+            states, u = _within(einsum, solved, saved.astype(jnp.float32), opens)
+            carried, dafter, du = _back_along(
+                einsum, parts, solved, dy, carried, call.path(number), given
             )
             dz = None if inverse is None else einsum("...ij,...iv->...jv", inverse, du)
             dtimed, more = pull_back(_gradients(einsum, parts, v, states, u, dy, dafter, dz))
-            room = {name: slabs.put(number, x, dtimed[name]) for name, x in room.items()}
-            return dstate, jax.tree.map(jnp.add, dshared, more), room
+            room = {name: call.put(number, x, dtimed[name]) for name, x in room.items()}
+            return carried, jax.tree.map(jnp.add, dshared, more), room
 
-        room = {name: slabs.room(operands.inputs[name]) for name in signature.timed}
+        room = {name: call.room(operands.inputs[name]) for name in signature.timed}
         zeros = jax.tree.map(jnp.zeros_like, call.shared)
-        carry = operands.dstate[part], zeros, room
-        dstate, dshared, room = slabs.run(slab, carry, reverse=True)
-        dtimed = {name: call.undo(dx) for name, dx in room.items()}
+        carry = call.start(given), zeros, room
+        carried, dshared, room = call.run(slab, carry, reverse=True)
+        dtimed = {name: call.whole(dx) for name, dx in room.items()}
         dshared = {name: jnp.squeeze(dx, (0, 1, 4)) for name, dx in dshared.items()}
-        return Gradients(dtimed | dshared, {part: dstate})
+        return Gradients(dtimed | dshared, {part: call.end(carried)})
 
     def _parts(
         self, options: Options, tokens: Tokens, timed: Arrays, shared: Arrays
@@ -162,67 +157,6 @@ class Chain(Implementation):
         inputs = {name: x.astype(jnp.float32) for name, x in (timed | shared).items()}
         parts = self._parts_of(_einsum(options), options.decay, inputs, tokens)
         return inputs[self._signature.y], parts
-
-
-class _Call:
-    """The operands that both passes of a call have, slab by slab. Tokens of sequences are put in
-    the order of the chunks of their sequences.
-
-    shared: the inputs that all tokens share.
-    chunks: where the chunks of sequences are; None if each row is one sequence.
-    """
-
-    def __init__(
-        self, signature: Signature, sizes: Sizes, inputs: Arrays, packing: Packing
-    ) -> None:
-        axes = signature.sizes(inputs)
-        self._tokens, self._length = axes["T"], length_of_chunks(axes["T"])
-        self._marks = packing.marks if isinstance(packing, Marks) else None
-        self.chunks, tokens = None, self._tokens
-        if isinstance(packing, Sequences):
-            self.chunks = by_chunk.chunks(packing.offsets, tokens)
-            self._marks = self._filled(self.chunks.marks, segments.PADDING)
-            tokens = self._marks.shape[1]
-        self._timed = {name: inputs[name] for name in signature.timed}
-        # As arrays [N, R, B, H, T, K].
-        self.shared = {name: inputs[name][None, None, :, :, None] for name in signature.shared}
-        self.slabs = Slabs(sizes, tokens, self._length, axes["B"] * axes["H"])
-
-    def inputs(self, number: Any) -> tuple[Arrays, Arrays, Tokens]:
-        timed = {name: self.at(number, x) for name, x in self._timed.items()}
-        tokens = self.slabs.tokens(number, self._marks, self.chunks is None)
-        return timed, self.shared, tokens
-
-    def at(self, number: Any, x: Array) -> Array:
-        """The tokens of a slab as links, from `x` [B, T, ...] as callers order it."""
-        if self.chunks is None:
-            here = self.slabs.at(number, x)
-        else:
-            tokens = self.slabs.chunks_at(number, jnp.moveaxis(self.chunks.tokens, 0, 1))
-            here = self._filled(self.chunks._replace(tokens=tokens).cut(x), 0)
-        return self.slabs.cut(number, here, self._marks)
-
-    def undo(self, x: Array) -> Array:
-        """`x` of all slabs, in the order of callers."""
-        if self.chunks is None:
-            return x[:, : self._tokens]
-        count, _, length = self.chunks.marks.shape
-        x = x.reshape(x.shape[0], -1, self._length, *x.shape[2:])
-        return self.chunks.join(jnp.moveaxis(x[:, :count, :length], 1, 0))
-
-    def _filled(self, x: Array, value: int) -> Array:
-        """Chunks [N, B, T, ...] as rows of chunks of the length of slabs."""
-        count, batch, length = x.shape[:3]
-        missing = [(0, 0)] * x.ndim
-        missing[2] = 0, self._length - length
-        x = jnp.moveaxis(jnp.pad(x, missing, constant_values=value), 0, 1)
-        return x.reshape(batch, count * self._length, *x.shape[3:])
-
-    def sequence(self, number: Any) -> Array | None:
-        """The sequence of each chunk of a slab [N, B]. Chunks behind the end change no state."""
-        if self.chunks is None:
-            return None
-        return self.slabs.chunks_at(number, self.chunks.sequence.T)
 
 
 def _einsum(options: Options) -> Einsum:
@@ -323,41 +257,51 @@ def _after(einsum: Einsum, solved: Arrays, state: Array) -> tuple[Array, Array |
 
 
 def _along(
-    einsum: Einsum, solved: Arrays, state: Array, sequence: Array | None
-) -> tuple[Array, Array, Array]:
-    """The state after a slab, those before its chunks [N, B, H, V, K], and what is asked of those
-    before links."""
+    einsum: Einsum, solved: Arrays, carried: Any, path: Path | None, given: Array
+) -> tuple[Any, Array, Array]:
+    """What is carried on from a slab, the states before its chunks [N, 1, B, H, V, K] or, on a
+    path, before its links [N, R, B, H, V, K], and what is asked of those before links."""
 
-    def chunk(state: Array, solved: Arrays) -> tuple[Array, Any]:
-        before, found = state, []
-        for link in range(solved["stay"].shape[0]):
-            state, asked = _after(einsum, {name: x[link] for name, x in solved.items()}, state)
+    def chunk(carried: Any, xs: tuple[Arrays, Path | None]) -> tuple[Any, Any]:
+        states, found = [], []
+        for link in range(xs[0]["stay"].shape[0]):
+            solved, path = _link(xs, link)
+            before = _enter(carried, path, given)
+            after, asked = _after(einsum, solved, before)
+            if not states or path is not None:
+                states.append(before)
             found.append(asked)
-        return state, (before, jnp.stack(found))
+            carried = _leave(carried, path, after)
+        return carried, (jnp.stack(states), jnp.stack(found))
 
-    state, (states, asked) = lax.scan(*_of_sequences(chunk, state, solved, sequence))
-    return state, states, asked
-
-
-def _of_sequences(chunk: _ChunkFn, state: Array, xs: Arrays, sequence: Array | None) -> Any:
-    """What a scan needs: a function of a chunk, the state, and what the chunks have. If there are
-    sequences, the function takes the states of all of them, and replaces the one that the chunk
-    continues."""
-    if sequence is None:
-        return chunk, state, xs
-
-    def of_own(states: Array, chunk_of_one: tuple[Array, Arrays]) -> tuple[Array, Any]:
-        sequence, xs = chunk_of_one
-        after, found = chunk(by_chunk.at(states, sequence), xs)
-        return by_chunk.replaced(states, sequence, after), found
-
-    return of_own, state, (sequence, xs)
+    carried, (states, asked) = lax.scan(chunk, carried, (solved, path))
+    return carried, states, asked
 
 
-def _within(einsum: Einsum, solved: Arrays, saved: Array) -> tuple[Array, Array | None]:
-    """The states before the links of chunks, from those before the chunks, and U."""
-    found, state = [], saved
+def _link(xs: tuple[Arrays, Path | None], link: int) -> tuple[Arrays, Path | None]:
+    """What one link of a chunk has."""
+    return jax.tree.map(lambda x: x[link], xs)
+
+
+def _enter(carried: Any, path: Path | None, given: Array) -> Array:
+    """The state that a link continues."""
+    return carried if path is None else pieces.enter(carried, path, given)
+
+
+def _leave(carried: Any, path: Path | None, after: Array) -> Any:
+    """What is carried on from a link, from the state after it."""
+    return after if path is None else pieces.leave(carried, path, after)
+
+
+def _within(
+    einsum: Einsum, solved: Arrays, saved: Array, opens: Array | None
+) -> tuple[Array, Array | None]:
+    """The states before links and U, from the states before their chunks. `opens` says which links
+    do not continue the one before them."""
+    found, state = [], saved[:, 0]
     for link in range(solved["stay"].shape[1]):
+        if link and opens is not None:
+            state = jnp.where(opens[:, link, :, None, None, None], saved[:, link], state)
         after, u = _after(einsum, {name: x[:, link] for name, x in solved.items()}, state)
         found.append((state, u))
         state = after
@@ -369,10 +313,12 @@ def _back_along(
     parts: Arrays,
     solved: Arrays,
     dy: Array,
-    dstate: Array,
-    sequence: Array | None,
-) -> tuple[Array, Array, Array | None]:
-    """The cotangents of the state before a slab, of those after its links, and of U."""
+    carried: Any,
+    path: Path | None,
+    given: Array,
+) -> tuple[Any, Array, Array | None]:
+    """What is carried on from a slab, and the cotangents of the states after its links, and of
+    U."""
     xs = {"stay": parts["stay"], "read": _written(einsum, dy, parts["reads"])}
     if "asks" in parts:
         xs["du"] = einsum("...ij,...iv->...jv", parts["y_of_u"], dy)
@@ -385,13 +331,16 @@ def _back_along(
         du = einsum("...tk,...vk->...tv", xs["kept"], dafter) + xs["du"]
         return dstate + _written(einsum, du, xs["solved"]), du
 
-    def chunk(dstate: Array, xs: Arrays) -> tuple[Array, Any]:
+    def chunk(carried: Any, xs: tuple[Arrays, Path | None]) -> tuple[Any, Any]:
         found = []
-        for i in reversed(range(xs["stay"].shape[0])):
-            before, du = link({name: x[i] for name, x in xs.items()}, dstate)
-            found.append((dstate, du))
-            dstate = before
-        return dstate, jax.tree.map(lambda *xs: jnp.stack(xs), *found[::-1])
+        for i in reversed(range(xs[0]["stay"].shape[0])):
+            own, path = _link(xs, i)
+            dafter = _enter(carried, path, given)
+            before, du = link(own, dafter)
+            found.append((dafter, du))
+            carried = _leave(carried, path, before)
+        return carried, jax.tree.map(lambda *xs: jnp.stack(xs), *found[::-1])
 
-    dstate, (dafter, du) = lax.scan(*_of_sequences(chunk, dstate, xs, sequence), reverse=True)
-    return dstate, dafter, du
+    path = path and path.reverse()
+    carried, (dafter, du) = lax.scan(chunk, carried, (xs, path), reverse=True)
+    return carried, dafter, du

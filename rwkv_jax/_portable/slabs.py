@@ -58,14 +58,20 @@ class Slabs:
         self.chunks = self.count * self._each
 
     def run(
-        self, body: Callable[[Any, Carry], Carry], carry: Carry, *, reverse: bool = False
+        self,
+        body: Callable[[Any, Carry], Carry],
+        carry: Carry,
+        *,
+        used: Array | None = None,
+        reverse: bool = False,
     ) -> Carry:
-        """`body(number, carry)` of one slab after another."""
+        """`body(number, carry)` of one slab after another, as many as the first `used` chunks are
+        in where only the device knows that number."""
         if self.count == 1:
             return body(0, carry)
-        last = self.count - 1
-        one = (lambda n, carry: body(last - n, carry)) if reverse else body
-        return lax.fori_loop(0, self.count, one, carry)
+        count = self.count if used is None else -(-used // self._each)
+        one = (lambda n, carry: body(count - 1 - n, carry)) if reverse else body
+        return lax.fori_loop(0, count, one, carry)
 
     def chunks_at(self, number: Any, x: Array) -> Array:
         """The chunks of a slab [N, B, ...] from those of all slabs [B, ...]."""
@@ -85,15 +91,16 @@ class Slabs:
         """The tokens of a slab as links, with zeros for padding."""
         if marks is not None:
             (x,) = segments.cleared(self._slice(number, self._padded(marks)), [x])
-        return self._cut(x)
+        return self.links(x)
 
-    def tokens(self, number: Any, marks: Array | None, starts: bool) -> Tokens:
-        """The tokens of a slab. `starts` says whether segments start behind the first token."""
+    def tokens(self, number: Any, marks: Array | None) -> Tokens:
+        """The tokens of a slab."""
+        starts = marks is not None
         if marks is None:
             if self._tokens == self.chunks * self.length:
                 return Tokens()
             marks = jnp.zeros((1, self._tokens), jnp.uint8)
-        mine = self._cut(self._slice(number, self._padded(marks))[:, :, None, None])[..., 0]
+        mine = self.links(self._slice(number, self._padded(marks))[:, :, None, None])[..., 0]
         number = jnp.cumsum(mine == segments.STARTS, axis=-1, dtype=jnp.int32) if starts else None
         return Tokens(mine != segments.PADDING, number)
 
@@ -103,9 +110,8 @@ class Slabs:
 
     def put(self, number: Any, x: Array, found: Array) -> Array:
         """The inverse of `at` and `cut`, in an array that has the tokens of all slabs."""
-        count, links, batch, heads, length, size = found.shape
-        rows = found.transpose(2, 0, 1, 4, 3, 5).reshape(batch, count * links * length, heads, size)
-        return lax.dynamic_update_slice_in_dim(x, rows, number * self._each * self.length, 1)
+        start = number * self._each * self.length
+        return lax.dynamic_update_slice_in_dim(x, self.rows(found), start, 1)
 
     def _padded(self, marks: Array) -> Array:
         missing = self.chunks * self.length - marks.shape[1]
@@ -115,11 +121,18 @@ class Slabs:
         size = self._each * self.length
         return lax.dynamic_slice_in_dim(x, number * size, size, 1)
 
-    def _cut(self, x: Array) -> Array:
+    def links(self, x: Array) -> Array:
+        """The tokens of a slab [B, ...] as links."""
         batch, _, heads, size = x.shape
         length = min(LINK, self.length)
         x = x.reshape(batch, self._each, self.length // length, length, heads, size)
         return x.transpose(1, 2, 0, 4, 3, 5)
+
+    def rows(self, links: Array) -> Array:
+        """The inverse of `links`."""
+        chunks, several, batch, heads, length, size = links.shape
+        rows = links.transpose(2, 0, 1, 4, 3, 5)
+        return rows.reshape(batch, chunks * several * length, heads, size)
 
 
 def _evenly(chunks: int, most: int) -> int:
