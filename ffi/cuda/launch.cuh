@@ -29,6 +29,32 @@ cudaError_t Launch(void (*kernel)(Parameters...), dim3 blocks, int threads, size
   return cudaGetLastError();
 }
 
+// As Launch, for a kernel that may start while the one before it still runs: it calls WaitForKernelsBefore
+// (ptx.cuh) in all threads before it reads what other kernels write, and before it writes.
+template <typename... Parameters, typename... Arguments>
+cudaError_t LaunchEarly(void (*kernel)(Parameters...), dim3 blocks, int threads,
+                        size_t shared_bytes, cudaStream_t stream, Arguments... arguments) {
+#ifndef RWKV_JAX_EMULATION
+  cudaFuncAttributes code;
+  cudaError_t error = cudaFuncGetAttributes(&code, kernel);
+  if (error != cudaSuccess) return error;
+  // Code for earlier devices does not wait, also where a later one runs it.
+  if (code.ptxVersion >= 90) {
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 static_cast<int>(shared_bytes));
+    if (error != cudaSuccess) return error;
+    cudaLaunchAttribute early = {};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = blocks, config.blockDim = threads, config.dynamicSmemBytes = shared_bytes;
+    config.stream = stream, config.attrs = &early, config.numAttrs = 1;
+    return cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);
+  }
+#endif
+  return Launch(kernel, blocks, threads, shared_bytes, stream, arguments...);
+}
+
 // ForHalfTypes and ForAllTypes call fn(T(), integral_constant<int, N>()) with the element type T of
 // `dtype` and the head size N, which is one of kSizes.
 template <int... kSizes, typename T, typename Fn>

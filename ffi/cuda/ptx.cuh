@@ -196,6 +196,21 @@ class CopyBarrier {
   uint32_t address_;
 };
 
+// In a kernel that LaunchEarly launches: returns when the kernels before this one have ended and what they
+// have written is there.
+__device__ inline void WaitForKernelsBefore() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Lets the next kernel start, if LaunchEarly launches it, once all blocks of this one have called it.
+__device__ inline void LetNextKernelStart() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 // CommitCopies makes a group of the copies that this thread has started since the last group.
 // WaitForCopies<n> returns when all groups but the last n are done; WaitForCopies<0> waits for all
 // copies, in a group or not.

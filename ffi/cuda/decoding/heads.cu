@@ -89,7 +89,10 @@ __global__ __launch_bounds__(Partition::kThreads) void HeadKernel(
   const float* const projected = own.projected + row * (3 * width + own.ranks);
 
   Fragment<Partition> s;
+  // The kernel before this one writes no state.
   LoadState(partition, call.state + state, s);
+  WaitForKernelsBefore();
+  LetNextKernelStart();
   for (int i = threadIdx.x; i < own.ranks; i += Partition::kThreads)
     hidden[i] = projected[3 * width + i];
   __syncthreads();
@@ -185,8 +188,8 @@ cudaError_t StepHeads(cudaStream_t stream, const Rwkv7BlockCall& call) {
                           call.scratch + scratch.read, static_cast<int>(ranks)};
   const dim3 blocks(static_cast<unsigned>(call.heads), static_cast<unsigned>(call.rows));
   return ForAllTypes<kBlockHeadSize>(call.dtype, kBlockHeadSize, [&](auto zero, auto) {
-    return Launch(HeadKernel<decltype(zero)>, blocks, Partition::kThreads, ranks * sizeof(float),
-                  stream, own);
+    return LaunchEarly(HeadKernel<decltype(zero)>, blocks, Partition::kThreads,
+                       ranks * sizeof(float), stream, own);
   });
 }
 

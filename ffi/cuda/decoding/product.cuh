@@ -151,6 +151,8 @@ __device__ void MultiplyByOutput(const T* matrix, int outputs, int inputs, int f
       next.Fetch(matrix, inputs, output_of(round), input);
   };
   fetch(0, 0);
+  WaitForKernelsBefore();
+  LetNextKernelStart();
   source.Prepare();
   for (int round = 0; round < rounds; ++round) {
     float sums[kOutputs<kRows>][kRows] = {};
@@ -192,6 +194,8 @@ __device__ void MultiplyByInput(const T* matrix, int outputs, int inputs, int fi
   const int pair = threadIdx.x / 2, lane = threadIdx.x % 32;
   const int column = first + lane % 2 * kVector;
   float sums[kRows][kVector] = {};
+  WaitForKernelsBefore();
+  LetNextKernelStart();
   source.Prepare();
   for (int begin = 0; begin < inputs; begin += slice.size) {
     const int count = inputs - begin < slice.size ? inputs - begin : slice.size;

@@ -39,6 +39,8 @@ __global__ __launch_bounds__(kProductThreads, kProductBlocks) void ProjectKernel
   RWKV_JAX_DYNAMIC_SHARED(16, shared);
   __shared__ float2 moments[kRows];
   const Slice<T> slice{reinterpret_cast<T*>(shared), own.slice};
+  // The first kernel of a block: only behind it is it certain that the weights themselves are there.
+  if (own.projected != nullptr) WaitForKernelsBefore();
   int block = blockIdx.x, which = block / own.blocks;
   const bool by_output = which < own.matrices;
   block -= (by_output ? which : own.matrices) * own.blocks;
@@ -136,8 +138,8 @@ cudaError_t Project(cudaStream_t stream, const Rwkv7BlockCall& call, const Devic
     int64_t blocks = own.matrices * plan.blocks;
     for (const Product& map : own.maps)
       blocks += (map.outputs + kBlockColumns<T> - 1) / kBlockColumns<T>;
-    return Launch(ProjectKernel<T, kRows>, static_cast<unsigned>(blocks), kProductThreads,
-                  plan.bytes, stream, own);
+    return LaunchEarly(ProjectKernel<T, kRows>, static_cast<unsigned>(blocks), kProductThreads,
+                       plan.bytes, stream, own);
   });
 }
 
@@ -149,8 +151,8 @@ cudaError_t Read(cudaStream_t stream, const Rwkv7BlockCall& call, const Device& 
     constexpr int kRows = rows();
     const ProductPlan plan = PlanProduct<T, kRows>(device, 1, own.width, own.inputs_width);
     own.slice = static_cast<int>(plan.slice), own.rounds = static_cast<int>(plan.rounds);
-    return Launch(ReadKernel<T, kRows>, static_cast<unsigned>(plan.blocks), kProductThreads,
-                  plan.bytes, stream, own);
+    return LaunchEarly(ReadKernel<T, kRows>, static_cast<unsigned>(plan.blocks), kProductThreads,
+                       plan.bytes, stream, own);
   });
 }
 

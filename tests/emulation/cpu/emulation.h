@@ -475,6 +475,10 @@ inline void WarpMultiplyFloat(float (&sum)[4], const float (&a)[4], float b0, fl
 inline void CopyAsync(uint32_t to, const void* from, bool present) {
   emulation::current->copies.back().push_back({to, present ? from : nullptr});
 }
+// A kernel runs when those before it have ended.
+inline void WaitForKernelsBefore() {}
+inline void LetNextKernelStart() {}
+
 inline void CommitCopies() { emulation::current->copies.emplace_back(); }
 template <int kRunning>
 void WaitForCopies() {
