@@ -1,6 +1,7 @@
 """The product of a few rows with a matrix, against numpy in float64."""
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -67,7 +68,14 @@ def test_groups_of_inputs(rows: int, by_output: bool) -> None:
 needs_kernel = pytest.mark.skipif(not NATIVE, reason="the CPU kernels are missing")
 
 
+@pytest.fixture
+def on_cpu(cpus: list[Any]) -> Iterator[None]:
+    with jax.default_device(cpus[0]):
+        yield
+
+
 @needs_kernel
+@pytest.mark.usefixtures("on_cpu")
 @each_dtype
 def test_inputs_that_are_zero_are_not_read(dtype: str) -> None:
     """In a matrix by input, those that are zero in all rows: NaN there does not show. There are
@@ -89,6 +97,7 @@ def test_inputs_that_are_zero_are_not_read(dtype: str) -> None:
 
 
 @needs_kernel
+@pytest.mark.usefixtures("on_cpu")
 @each_dtype
 @pytest.mark.parametrize("by_output", [True, False])
 def test_a_row_has_the_same_bits_with_any_other_rows(dtype: str, by_output: bool) -> None:
