@@ -34,6 +34,14 @@ inline float LoadWeight(const void* from, int64_t index) {
   }
 }
 
+// The first `count` weights from `index` on, and zeros for the others.
+template <Stored kStored>
+inline Vec LoadSome(const void* from, int64_t index, int64_t count) {
+  Vec weights = {};
+  for (int64_t i = 0; i < count; ++i) weights[i] = LoadWeight<kStored>(from, index + i);
+  return weights;
+}
+
 // The outputs output, output + apart, ... of kRows rows, from `row` on, of W [O, I]. The matrix is read
 // as kStreams streams far from each other: a CPU fetches each of them ahead within a page alone, and from
 // neighbouring rows of a matrix it would come to the end of a page in all of them at once.
@@ -43,7 +51,7 @@ inline void Dot(const RowProductCall& call, int64_t output, int64_t apart, int64
   const int64_t whole = size - size % kLanes;
   const float* const x = call.x + row * inputs;
   const auto place = [&](int n, int64_t i) { return (output + n * apart) * inputs + i; };
-  float total[kStreams][kRows] = {};
+  Vec total[kStreams][kRows] = {};
   for (int64_t group = 0; group < call.groups; ++group) {
     const int64_t begin = group * size;
     Vec sums[kStreams][kRows] = {};
@@ -52,22 +60,22 @@ inline void Dot(const RowProductCall& call, int64_t output, int64_t apart, int64
         __builtin_prefetch(static_cast<const char*>(call.weight) + place(n, i) * kSize<kStored> +
                            kAhead);
         const Vec weights = LoadWeights<kStored>(call.weight, place(n, i));
-        for (int b = 0; b < kRows; ++b) sums[n][b] += weights * Load(x + b * inputs + i);
+        for (int b = 0; b < kRows; ++b)
+          sums[n][b] = MultiplyAdd(weights, Load(x + b * inputs + i), sums[n][b]);
       }
     for (int n = 0; n < kStreams; ++n) {
       const int64_t at_scale = (output + n * apart) * call.groups + group;
-      const float scale = call.scale ? call.scale[at_scale] : 1.0f;
+      const Vec scale = Broadcast(call.scale ? call.scale[at_scale] : 1.0f);
+      const Vec weights = LoadSome<kStored>(call.weight, place(n, begin + whole), size - whole);
       for (int b = 0; b < kRows; ++b) {
-        float sum = Sum(sums[n][b]);
-        for (int64_t i = begin + whole; i < begin + size; ++i)
-          sum += LoadWeight<kStored>(call.weight, place(n, i)) * x[b * inputs + i];
-        total[n][b] += scale * sum;
+        const Vec left = LoadSome<Stored::kF32>(x, b * inputs + begin + whole, size - whole);
+        total[n][b] = MultiplyAdd(scale, MultiplyAdd(weights, left, sums[n][b]), total[n][b]);
       }
     }
   }
   for (int n = 0; n < kStreams; ++n)
     for (int b = 0; b < kRows; ++b)
-      call.y[(row + b) * call.outputs + output + n * apart] = total[n][b];
+      call.y[(row + b) * call.outputs + output + n * apart] = Sum(total[n][b]);
 }
 
 template <Stored kStored, int kStreams>
@@ -97,14 +105,17 @@ inline void Add(const RowProductCall& call, const int32_t* listed, int64_t first
     place[i] = listed[i] * call.outputs + first;
     ahead[i] = listed[kIn + i] * call.outputs + first;
   }
+  const auto add = [&](int64_t o, const Vec(&weights)[kIn]) {
+    for (int b = 0; b < kRows; ++b) {
+      Vec sum = Load(sums[b] + o);
+      for (int i = 0; i < kIn; ++i) sum = MultiplyAdd(values[b][i], weights[i], sum);
+      Store(sums[b] + o, sum);
+    }
+  };
   const auto vector = [&](int64_t o) {
     Vec weights[kIn];
     for (int i = 0; i < kIn; ++i) weights[i] = LoadWeights<kStored>(call.weight, place[i] + o);
-    for (int b = 0; b < kRows; ++b) {
-      Vec sum = Load(sums[b] + o);
-      for (int i = 0; i < kIn; ++i) sum += values[b][i] * weights[i];
-      Store(sums[b] + o, sum);
-    }
+    add(o, weights);
   };
   int64_t o = 0;
   for (; o + kPiece <= count; o += kPiece) {
@@ -116,10 +127,11 @@ inline void Add(const RowProductCall& call, const int32_t* listed, int64_t first
     for (int64_t at = 0; at < kPiece; at += kLanes) vector(o + at);
   }
   for (; o + kLanes <= count; o += kLanes) vector(o);
-  for (; o < count; ++o)
-    for (int i = 0; i < kIn; ++i)
-      for (int b = 0; b < kRows; ++b)
-        sums[b][o] += values[b][i][0] * LoadWeight<kStored>(call.weight, place[i] + o);
+  if (o == count) return;
+  Vec weights[kIn];
+  for (int i = 0; i < kIn; ++i)
+    weights[i] = LoadSome<kStored>(call.weight, place[i] + o, count - o);
+  add(o, weights);
 }
 
 template <Stored kStored, int kIn>
@@ -172,7 +184,9 @@ void InputsOf(const RowProductCall& call, int64_t begin, int64_t end, int64_t fi
       for (int64_t output = first, count; output < last; output += count) {
         count = Smaller(kOutputsAtOnce, last - output);
         Sums sums;
-        for (int64_t b = 0; b < rows; ++b) __builtin_memset(sums[b], 0, count * sizeof(float));
+        // The last vector may go past the last output.
+        for (int64_t b = 0; b < rows; ++b)
+          __builtin_memset(sums[b], 0, (count + kLanes) * sizeof(float));
         int64_t i = 0;
         // The values of several rows would leave no registers for more inputs.
         for (; rows == 1 && i + 8 <= inputs; i += 8)

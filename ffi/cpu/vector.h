@@ -7,6 +7,8 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__ARM_FEATURE_FMA)
+#include <arm_neon.h>
 #endif
 
 #include <cstdint>
@@ -37,6 +39,20 @@ using UnalignedHalves = uint16_t __attribute__((vector_size(2 * kLanes), aligned
 inline Vec Load(const float* from) { return *reinterpret_cast<const UnalignedVec*>(from); }
 inline void Store(float* to, Vec x) { *reinterpret_cast<UnalignedVec*>(to) = x; }
 inline Vec Broadcast(float x) { return x - Vec{}; }
+
+// a b + c, of which the product is not rounded where the instruction set has that. For `a * b + c` a compiler
+// decides whether it is each time that it compiles it, so that two copies of a function may differ.
+inline Vec MultiplyAdd(Vec a, Vec b, Vec c) {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_ps(a, b, c);
+#elif defined(__AVX2__)
+  return _mm256_fmadd_ps(a, b, c);
+#elif defined(__ARM_FEATURE_FMA)
+  return vfmaq_f32(c, a, b);
+#else
+  return a * b + c;
+#endif
+}
 
 // The conversions use integers for subnormal numbers, which XLA has the CPU flush to zero.
 
