@@ -120,7 +120,7 @@ class Generation:
           layers: the implementation of the functions of `rwkv_jax.layers`. Where tokens of a
             sequence are distributed over devices, give "xla", which the compiler partitions. With
             one token each, "fused" computes each block of RWKV-7 in five CUDA kernels for up to 8
-            rows. These kernels have run on no GPU yet: None does not choose them.
+            rows, which pays for one row. None does not choose them.
           recompute: what the backward pass computes again rather than keeps: "cheap", all but the
             products and the results of the operator; "blocks", everything but the activations
             between blocks; or None, what costs nothing to speak of.
