@@ -153,7 +153,7 @@ def pairs(
 
 
 def _products(einsum: Einsum, rows: Sequence[Array], columns: Sequence[Array]) -> list[list[Array]]:
-    """Blocks of one product, which is faster than a product for each."""
+    """For each pair, as blocks of one product."""
     x, y = (jnp.concatenate(several, axis=-2) for several in (rows, columns))
     product = einsum("...ik,...jk->...ij", x, y)
     return [jnp.split(x, len(columns), axis=-1) for x in jnp.split(product, len(rows), axis=-2)]
