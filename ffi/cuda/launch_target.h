@@ -5,6 +5,7 @@
 
 #include "plan.h"
 #include "rwkv_jax/ffi.h"
+#include "rwkv_jax/operands.h"
 
 namespace rwkv_jax::cuda {
 
@@ -23,6 +24,17 @@ inline cudaError_t CurrentDevice(Device& device) {
   int ordinal = 0;
   const cudaError_t error = cudaGetDevice(&ordinal);
   return error == cudaSuccess ? DescribeDevice(ordinal, device) : error;
+}
+
+// Runs a call if all of its operands are right.
+template <typename Call>
+ffi::Error RunOnCurrentDevice(cudaStream_t stream, const Call& call, Operands& operands) {
+  if (ffi::Error error = operands.Finish(); error.failure()) return error;
+  Device device;
+  cudaError_t error = CurrentDevice(device);
+  if (error == cudaSuccess) error = Run(stream, call, device);
+  return error == cudaSuccess ? ffi::Error::Success()
+                              : operands.Internal(cudaGetErrorString(error));
 }
 
 // A target of operands and results alone. It may be part of a CUDA graph.

@@ -106,12 +106,7 @@ template <bool kFirst>
 ffi::Error HandleBlock(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets) {
   BlockReader reader(args, rets);
   const Rwkv7BlockCall call = reader.Read(kFirst);
-  if (ffi::Error error = reader.operands.Finish(); error.failure()) return error;
-  Device device;
-  cudaError_t error = CurrentDevice(device);
-  if (error == cudaSuccess) error = Run(stream, call, device);
-  return error == cudaSuccess ? ffi::Error::Success()
-                              : reader.operands.Internal(cudaGetErrorString(error));
+  return RunOnCurrentDevice(stream, call, reader.operands);
 }
 
 // The targets of the step of a block, of the first one of a model and of the others.

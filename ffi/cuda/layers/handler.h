@@ -168,12 +168,7 @@ ffi::Error HandleLayer(cudaStream_t stream, ffi::RemainingArgs args, ffi::Remain
   LayerReader reader(Call::kName, args, rets);
   Call call = {};
   reader.Read(call);
-  if (ffi::Error error = reader.operands.Finish(); error.failure()) return error;
-  Device device;
-  cudaError_t error = CurrentDevice(device);
-  if (error == cudaSuccess) error = Run(stream, call, device);
-  return error == cudaSuccess ? ffi::Error::Success()
-                              : reader.operands.Internal(cudaGetErrorString(error));
+  return RunOnCurrentDevice(stream, call, reader.operands);
 }
 
 // The targets of the layer functions, rwkv_{function}_{pass}_v1.

@@ -31,12 +31,7 @@ inline ffi::Error HandleCrossEntropy(cudaStream_t stream, ffi::RemainingArgs arg
                    "; expected 2");
   operands.Require(call.vocabulary % kVocabularyMultiple == 0, "logits has V = ", call.vocabulary,
                    "; expected a multiple of ", kVocabularyMultiple);
-  if (ffi::Error error = operands.Finish(); error.failure()) return error;
-  Device device;
-  cudaError_t error = CurrentDevice(device);
-  if (error == cudaSuccess) error = Run(stream, call, device);
-  return error == cudaSuccess ? ffi::Error::Success()
-                              : operands.Internal(cudaGetErrorString(error));
+  return RunOnCurrentDevice(stream, call, operands);
 }
 
 // The targets of the losses, rwkv_{loss}_v1.
