@@ -9,7 +9,8 @@ memory, compilation and, with --profile, the kernels by class.
 A step has bfloat16 activations, float32 parameters, and AdamW inside the jitted program, whose
 arguments are donated. The model has random parameters and reads random tokens. Each row runs in a
 process of its own, because only then the largest number of bytes in use and the time to compile are
-those of the row.
+those of the row. The products are those of cuBLAS, as in train.py;
+XLA_FLAGS=--xla_gpu_enable_triton_gemm=true lets XLA choose.
 
 With --official DIR, each row is also timed with the training code of RWKV-LM: a checkout of
 https://github.com/BlinkDL/RWKV-LM, whose CUDA kernels torch compiles, with bfloat16 parameters and
@@ -38,6 +39,7 @@ from benchmarking.processes import apart
 from benchmarking.report import Table
 from benchmarking.timing import reason_of
 from rwkv_jax.models import rwkv7
+from training import xla_flags
 
 COMPILATION = ("trace_s", "lower_s", "compile_s")
 ROWS = (Row(24, 2048, 4), Row(12, 768, 16), Row(24, 1024, 8), Row(8, 4096, 4))
@@ -211,9 +213,7 @@ def plot(rows: Sequence[Figures], path: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    if args.deterministic:
-        flags = os.environ.get("XLA_FLAGS", "")
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_deterministic_ops=true"
+    xla_flags.add(xla_flags.CUBLAS, *([xla_flags.DETERMINISTIC] if args.deterministic else []))
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")  # of the memory of a GPU
     print(
         f"RWKV-7, {args.dtype}, {args.tokens} tokens a row, vocabulary {args.vocabulary}, "

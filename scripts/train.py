@@ -25,14 +25,11 @@ of them share; the first one prints.
 import argparse
 import contextlib
 import json
-import os
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-# Before JAX starts: on a GPU XLA may otherwise choose other kernels in a run that is resumed.
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_deterministic_ops=true"
 sys.path.append(str(Path(__file__).parent))
 
 import jax
@@ -40,11 +37,23 @@ from jax.sharding import Mesh
 
 from rwkv_jax import models
 from rwkv_jax.nn.flax import RWKV, arrays
-from training import data, devices, language_model, loop, options, report, sizes, tasks
+from training import (
+    data,
+    devices,
+    language_model,
+    loop,
+    options,
+    report,
+    sizes,
+    tasks,
+    xla_flags,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = options.parse(argv)
+    # On a GPU XLA may otherwise choose other kernels in a run that is resumed.
+    xla_flags.add(xla_flags.CUBLAS, xla_flags.DETERMINISTIC)
     if args.coordinator:
         jax.distributed.initialize(args.coordinator, args.processes, args.process)
     with contextlib.redirect_stdout(sys.stdout if jax.process_index() == 0 else None):
