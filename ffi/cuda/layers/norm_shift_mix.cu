@@ -34,6 +34,14 @@ __device__ Origin OriginOf(const NormShiftMixCall& call, int64_t token, int64_t 
 // many.
 constexpr int kTokens = 8;
 
+// Few tokens have shorter runs in the forward pass, whose blocks leave no sums, so that they fill the
+// device. A run costs one token more, the one before it.
+int ForwardRun(const NormShiftMixCall& call, const Device& device) {
+  int64_t run = kRun;
+  while (run > kTokens && call.rows * call.tokens < 2 * device.multiprocessors * run) run /= 2;
+  return static_cast<int>(run);
+}
+
 // The mean and 1 / sqrt(variance + eps) of a token in shared memory, for a warp.
 template <typename T>
 __device__ float2 FindMoments(const T* token, int width) {
@@ -58,12 +66,13 @@ __device__ float2 FindMoments(const T* token, int width) {
 // While a block works on `together` tokens, the next ones are copied: first each warp finds the moments
 // of some tokens, then each thread mixes its channels of all of them.
 template <typename T, int kMixes>
-__global__ __launch_bounds__(kMostThreads) void ForwardKernel(NormShiftMixForwardCall call,
+__global__ __launch_bounds__(kMostThreads) void ForwardKernel(NormShiftMixForwardCall call, int run,
                                                               int together) {
   RWKV_JAX_DYNAMIC_SHARED(16, shared);
   __shared__ float2 moments[kTokens];
-  const int64_t row = blockIdx.y, begin = blockIdx.x * kRun, first = row * call.tokens + begin;
-  const int count = static_cast<int>(call.tokens - begin < kRun ? call.tokens - begin : kRun);
+  const int64_t row = blockIdx.y, begin = int64_t{blockIdx.x} * run;
+  const int64_t first = row * call.tokens + begin;
+  const int count = static_cast<int>(call.tokens - begin < run ? call.tokens - begin : run);
   const int width = static_cast<int>(call.width), channel = threadIdx.x * kVector;
   const int warp = threadIdx.x / 32, warps = (width + 32 * kVector - 1) / (32 * kVector);
   const bool active = channel < width;
@@ -346,8 +355,9 @@ cudaError_t ForTypesAndMixes(const NormShiftMixCall& call, Fn&& fn) {
   }
 }
 
-dim3 Blocks(const NormShiftMixCall& call) {
-  return dim3(static_cast<unsigned>(Runs(call.tokens)), static_cast<unsigned>(call.rows));
+dim3 Blocks(const NormShiftMixCall& call, int64_t run) {
+  return dim3(static_cast<unsigned>((call.tokens + run - 1) / run),
+              static_cast<unsigned>(call.rows));
 }
 
 int Threads(const NormShiftMixCall& call) {
@@ -370,8 +380,9 @@ cudaError_t Run(cudaStream_t stream, const NormShiftMixForwardCall& call, const 
     // Room for two blocks on a multiprocessor.
     const int64_t token = call.width * sizeof(zero);
     const int64_t together = std::clamp<int64_t>(device.shared_memory / 4 / token, 1, kTokens);
-    return Launch(ForwardKernel<decltype(zero), mixes()>, Blocks(call), Threads(call),
-                  2 * together * token, stream, call, static_cast<int>(together));
+    const int run = ForwardRun(call, device);
+    return Launch(ForwardKernel<decltype(zero), mixes()>, Blocks(call, run), Threads(call),
+                  2 * together * token, stream, call, run, static_cast<int>(together));
   });
 }
 
@@ -384,8 +395,8 @@ cudaError_t Run(cudaStream_t stream, const NormShiftMixBackwardCall& call, const
     constexpr int kMixes = mixes(), kAhead = kMixes > 1 ? 2 : 4;
     const auto launch = [&](auto ahead) {
       const int64_t bytes = BackwardBytes<T, kMixes>(call.width, ahead());
-      return Launch(BackwardKernel<T, kMixes, ahead()>, Blocks(call), Threads(call), bytes, stream,
-                    call);
+      return Launch(BackwardKernel<T, kMixes, ahead()>, Blocks(call, kRun), Threads(call), bytes,
+                    stream, call);
     };
     if (BackwardBytes<T, kMixes>(call.width, kAhead) <= device.shared_memory - kBackwardStatic)
       return launch(std::integral_constant<int, kAhead>());
