@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jaxtyping import Float
 
 from rwkv_jax.layers import read_out, value_residual, wkv7_keys
@@ -53,7 +53,9 @@ def mix_tokens(
     elif v_first is None:
         raise ValueError("time_mix: v_first is None; only the first layer has a value of its own")
     else:
-        share, first = map(_tokens_of_heads(params), (low_rank(params.v1, params.v2, x_v), v_first))
+        # Seen as the input of V too, XLA would compute both products as one, and copy V to do so.
+        share = low_rank(params.v1, params.v2, lax.optimization_barrier(x_v))
+        share, first = map(_tokens_of_heads(params), (share, v_first))
         v, v_again, v_first = value_residual(
             *(v, share, first, heads(params.v0)), implementation=layers
         )
