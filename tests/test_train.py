@@ -182,7 +182,7 @@ def test_training_keeps_everything_where_it_is(
     steps = importlib.import_module("training.steps")
     args = train.options.parse([*options, f"--mesh={axes}"])
     mesh, model = train.prepare(args)
-    optimizer = nnx.Optimizer(model, train.loop.make_optimizer(args), wrt=nnx.Param)
+    optimizer = nnx.Optimizer(model, train.loop.make_optimizer(args, mesh.size), wrt=nnx.Param)
     state = steps.variables(model, optimizer)
     places = {name: x[...].sharding for name, x in state.items()}
     for name in ("model", "optimizer.1.mu.params", "optimizer.1.nu.params"):
@@ -232,6 +232,33 @@ def test_processes_go_together(
         with pytest.raises(SystemExit):
             train.main([*options, *several, *given])
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("size", [1e-4, 10.0], ids=["below the limit", "above"])
+def test_joined_gradients_give_the_same_updates(
+    train: ModuleType, options: list[str], size: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some gradients are joined to several arrays, and the largest to none."""
+    clipping = importlib.import_module("training.clipping")
+    monkeypatch.setattr(clipping, "SMALL", 1000)
+    monkeypatch.setattr(clipping, "JOINED", 7)
+    args = train.options.parse(options)
+    params = rwkv7.init(jax.random.key(0), train.options.config(args))
+    leaves, tree = jax.tree.flatten(params)
+    assert {x.size > 1000 for x in leaves} == {True, False}
+    joined, plain = (train.loop.make_optimizer(args, devices) for devices in (1, 2))
+    states = [jax.jit(x.init)(params) for x in (joined, plain)]
+    assert jax.tree.structure(states[0]) == jax.tree.structure(states[1])
+    updates = [jax.jit(x.update) for x in (joined, plain)]
+    for step in range(2):
+        keys = jax.random.split(jax.random.key(step), len(leaves))
+        pairs = zip(keys, leaves, strict=True)
+        gradients = [size * jax.random.normal(key, x.shape) for key, x in pairs]
+        given = jax.tree.unflatten(tree, gradients)
+        found = [f(given, x, params) for f, x in zip(updates, states, strict=True)]
+        states = [state for _, state in found]
+        for x, expected in zip(*map(jax.tree.leaves, found), strict=True):
+            assert np.linalg.norm(x - expected) <= 3e-6 * np.linalg.norm(expected)
 
 
 def test_most_operations_are_of_matrices(train: ModuleType) -> None:

@@ -18,6 +18,7 @@ from benchmarking import profile
 from benchmarking.timing import seconds
 from rwkv_jax.losses import cross_entropy
 from rwkv_jax.models import rwkv7
+from training.clipping import clipped
 from training.sizes import flops_per_token
 
 Figures: TypeAlias = dict[str, Any]
@@ -118,8 +119,7 @@ def _adamw(rate: float, decay: float, b1: float = 0.9, b2: float = 0.99) -> Opti
     def update(gradients: Any, state: Any, params: Any) -> tuple[Any, Any]:
         count, first, second = state
         count += 1
-        norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(gradients)))
-        gradients = jax.tree.map(lambda g: g / jnp.maximum(norm, 1.0), gradients)
+        gradients = clipped(gradients, 1.0)
         first = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, first, gradients)
         second = jax.tree.map(lambda v, g: b2 * v + (1 - b2) * g * g, second, gradients)
 

@@ -30,7 +30,7 @@ def train(
 
     `options` go into the checkpoints.
     """
-    optimizer = nnx.Optimizer(model, make_optimizer(args), wrt=nnx.Param)
+    optimizer = nnx.Optimizer(model, make_optimizer(args, mesh.size), wrt=nnx.Param)
     state = variables(model, optimizer)
     for x in state.values():
         if x.ndim == 0:  # counts; every other variable already is where its parameter is

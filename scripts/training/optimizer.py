@@ -7,11 +7,13 @@ import jax
 import optax
 
 from rwkv_jax.models import rwkv7
+from training.clipping import clipped
 
 
-def make_optimizer(args: argparse.Namespace) -> optax.GradientTransformation:
+def make_optimizer(args: argparse.Namespace, devices: int = 1) -> optax.GradientTransformation:
     """AdamW as in the official training: some parameters decay, some learn faster, and the learning
-    rate starts at a hundredth of its peak."""
+    rate starts at a hundredth of its peak. `devices` is the size of the mesh that has the
+    parameters."""
     schedule = optax.warmup_cosine_decay_schedule(
         args.learning_rate / 100,
         args.learning_rate,
@@ -19,8 +21,11 @@ def make_optimizer(args: argparse.Namespace) -> optax.GradientTransformation:
         max(args.steps, args.warmup + 1),
         args.learning_rate / 20,
     )
+    clip = optax.clip_by_global_norm(1.0)
+    if devices == 1:  # else each device would get the whole of the gradients that `clipped` joins
+        clip = optax.stateless(lambda updates, _: clipped(updates, 1.0))
     return optax.chain(
-        optax.clip_by_global_norm(1.0),
+        clip,
         optax.scale_by_adam(0.9, 0.99, eps=1e-18),
         optax.add_decayed_weights(args.weight_decay, rwkv7.weight_decays),
         optax.stateless(
