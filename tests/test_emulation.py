@@ -921,6 +921,37 @@ def test_blocks(blocks: Emulation, width: int, rows: int, dtype: str, device: De
         tolerance.assert_trees_close(state, expected)
 
 
+def _with_high_ranks(params: rwkv7.Params) -> rwkv7.Params:
+    """The same model with low-rank maps of eight times the rank."""
+
+    def higher(path: Any, x: jax.Array) -> jax.Array:
+        name = jax.tree_util.keystr(path[-1:], simple=True)
+        if len(name) != 2 or name[1] not in "12":
+            return x
+        return jnp.tile(x, (1, 8)) if name[1] == "1" else jnp.tile(x / 8, (8, 1))
+
+    return jax.tree_util.tree_map_with_path(higher, params)
+
+
+def _with_large_mean(params: rwkv7.Params) -> rwkv7.Params:
+    """Activations have a mean of 64."""
+    first, *others = params.blocks
+    assert first.ln0 is not None
+    first = first._replace(ln0=first.ln0._replace(bias=first.ln0.bias + 64))
+    return params._replace(blocks=(first, *others))
+
+
+@pytest.mark.parametrize("change", [_with_high_ranks, _with_large_mean])
+def test_blocks_of_unusual_models(blocks: Emulation, change: Any) -> None:
+    """Low-rank maps that shared memory has no room for, and rows whose mean is far larger than their
+    deviation."""
+    blocks.use(DEVICES["8.9"])
+    params, tokens = change(models.with_heads_of_64(128, "float32")), _tokens(1)
+    tensors = {n: np.asarray(x, np.float64) for n, x in rwkv7.names(params).items()}
+    oracle = np.stack([language_models.logits("rwkv7", tensors, row) for row in tokens])
+    assert tolerance.rms_error(_decode(params, tokens)[0], oracle) < tolerance.EXACT_FLOAT32
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rows_of_a_block_are_independent(blocks: Emulation, dtype: str) -> None:
     """A row has the same bits in any batch and at any place in it, whatever the other rows are."""

@@ -58,6 +58,13 @@ __device__ inline void Prefetch(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
+// Fetches `bytes` from an address of global memory on into L2; both are multiples of 16.
+__device__ inline void PrefetchBytes(const void* address, uint32_t bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(bytes) : "memory");
+#endif
+}
+
 // A pair is two 16-bit elements in one register.
 __device__ inline uint32_t RoundToBf16(float low, float high) {
   uint32_t pair;
@@ -204,7 +211,8 @@ __device__ inline void WaitForKernelsBefore() {
 #endif
 }
 
-// Lets the next kernel start, if LaunchEarly launches it, once all blocks of this one have called it.
+// Lets the next kernel start, if LaunchEarly launches it, once all blocks of this one have called it. A
+// kernel may call it before it waits: the next one then waits for this one, and so for those before it.
 __device__ inline void LetNextKernelStart() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -6,9 +6,10 @@
 //   v = v + (first - v) sigmoid(v0 + hidden_v v2)          but in the first layer
 //   the keys (layers/wkv7_keys.cu), wkv7 (wkv7/token.cuh), and what is read out (layers/read_out.cu)
 //
-// All threads hold the state in registers from the start, and first share out the products of the
-// low-rank maps. Then one warp prepares the vectors of the token, all take the step, and that warp reads
-// out.
+// Before the kernels before it have ended, a block fetches the state into registers, and the parameters of
+// its head and the second matrices of the low-rank maps into shared memory. Then all threads multiply with
+// these matrices, four warps prepare the vectors of the token, all threads take the step, and one warp
+// reads out.
 #include "decoding/kernels.h"
 #include "launch.cuh"
 #include "layers/formulas.cuh"
@@ -19,10 +20,21 @@ namespace {
 
 constexpr int N = kBlockHeadSize;
 
-using Partition = StatePartition<N, 4>;
+using Partition = StatePartition<N, 2>;
 
-constexpr int kHeadWarps = Partition::kWarps, kHeadLanes = N / kHeadVector;
-constexpr int kTokenVectors = 6;
+constexpr int kHeadThreads = Partition::kThreads, kHeadWarps = Partition::kWarps;
+constexpr int kHeadLanes = N / kHeadVector;
+
+// Groups of kHeadLanes threads, each of which has all channels of a head.
+constexpr int kGroups = kHeadThreads / kHeadLanes;
+
+// As few as the products of one row take (product.cuh), so that a block finds room beside them.
+constexpr int kHeadBlocks = 4;
+
+// The vectors of a token in shared memory, after those of `Vector`.
+enum HeadRow { kRawKey = kR + 1, kRawValue, kGate, kHeadRows };
+
+enum Parameter { kW0, kKk, kKa, kA0, kV0, kFirst, kRk, kNormWeight, kNormBias, kParameters };
 
 struct HeadArguments {
   Rwkv7BlockCall call;
@@ -30,130 +42,223 @@ struct HeadArguments {
   const void* normalised;
   void* read;
   int ranks;
+  int copied;  // how many inputs of all low-rank maps are copied into shared memory
 };
 
+template <typename T>
 struct HeadShared {
   float sums[kLowRankMaps][kHeadWarps][N];
-  float token[kTokenVectors * N];
+  float token[kHeadRows][N];
   float y[N];
+  T parameters[kParameters][N];
 };
 
-// The products of a warp's share of the inputs of a low-rank map's second matrix with the columns of a
-// head, from `channel` on.
+// The second matrices of the low-rank maps, one after the other, in the columns of a head: the first
+// `copied` inputs in shared memory, and the others where they lie.
 template <typename T>
-__device__ void MultiplyLowRank(const LowRank& map, const float* hidden, int64_t width,
-                                int64_t channel, float (&sums)[N]) {
-  constexpr int kInputLanes = Partition::kThreads / kHeadLanes, kAhead = 8;
-  const int input = threadIdx.x / kHeadLanes, column = threadIdx.x % kHeadLanes * kHeadVector;
-  const int rank = static_cast<int>(map.rank);
-  HeadVector products = {};
-  for (int first = input; first < rank; first += kAhead * kInputLanes) {
-    Packed<T, kHeadVector> weights[kAhead] = {};
+struct SecondMatrices {
+  const Rwkv7BlockCall& call;
+  T* shared;
+  int copied;
+  int64_t channel;
+
+  // Calls fn(map, its rank, its first input of all, its matrix).
+  template <typename Fn>
+  __device__ void ForMaps(Fn&& fn) const {
+    int offset = 0;
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i)
-      if (first + i * kInputLanes < rank)
-        weights[i] = LoadPacked<kHeadVector, T>(
-            map.second, (first + i * kInputLanes) * width + channel + column);
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      if (first + i * kInputLanes >= rank) continue;
-      const float x = hidden[first + i * kInputLanes];
-#pragma unroll
-      for (int c = 0; c < kHeadVector; ++c) products[c] = fmaf(weights[i][c], x, products[c]);
+    for (int i = 0; i < kLowRankMaps; ++i) {
+      const int rank = static_cast<int>(call.maps[i].rank);
+      fn(i, rank, offset, static_cast<const T*>(call.maps[i].second) + channel);
+      offset += rank;
     }
   }
-  constexpr int kLeft = kHeadVector / (32 / kHeadLanes);
-  const int found = ReduceScatter<kHeadLanes, 32>(products, threadIdx.x % 32);
-#pragma unroll
-  for (int i = 0; i < kLeft; ++i) sums[column + found + i] = products[i];
-}
 
-// A lane's channels of an array of T.
+  __device__ void Copy() const {
+    const int group = threadIdx.x / kHeadLanes;
+    ForMaps([&](int, int rank, int offset, const T* matrix) {
+      const int count = rank < copied - offset ? rank : copied - offset;
+      for (int i = group; i < count; i += kGroups)
+        CopyPacked<kHeadVector>(shared + (offset + i) * N + OwnChannel(),
+                                matrix + i * call.width + OwnChannel());
+    });
+  }
+
+  // The sums of each warp's share of the products with `hidden`, for each map.
+  __device__ void Multiply(const float* hidden, float (&sums)[kLowRankMaps][kHeadWarps][N]) const {
+    const int group = threadIdx.x / kHeadLanes, warp = threadIdx.x / 32;
+    ForMaps([&](int map, int rank, int offset, const T* matrix) {
+      HeadVector products = {};
+#pragma unroll 4
+      for (int i = group; i < rank; i += kGroups) {
+        const T* const from =
+            offset + i < copied ? shared + (offset + i) * N : matrix + i * call.width;
+        const auto weights = LoadPacked<kHeadVector, T>(from, OwnChannel());
+        const float x = hidden[offset + i];
+#pragma unroll
+        for (int c = 0; c < kHeadVector; ++c) products[c] = fmaf(weights[c], x, products[c]);
+      }
+      constexpr int kLeft = kHeadVector / (32 / kHeadLanes);
+      const int found = ReduceScatter<kHeadLanes, 32>(products, threadIdx.x % 32);
+#pragma unroll
+      for (int c = 0; c < kLeft; ++c) sums[map][warp][OwnChannel() + found + c] = products[c];
+    });
+  }
+
+  __device__ static int OwnChannel() { return threadIdx.x % kHeadLanes * kHeadVector; }
+};
+
+// The channels of a lane, from `channel` on.
 template <typename T>
-__device__ void LoadWide(const void* array, int64_t at, HeadVector& x) {
-  const auto packed = LoadPacked<kHeadVector, T>(array, at);
+__device__ void LoadWide(const T* parameter, int channel, HeadVector& x) {
+  const auto packed = LoadPacked<kHeadVector, T>(parameter, channel);
 #pragma unroll
   for (int c = 0; c < kHeadVector; ++c) x[c] = packed[c];
 }
 
+// Starts to copy the parameters of the head that begins at a channel, and the first layer's value.
 template <typename T>
-__global__ __launch_bounds__(Partition::kThreads) void HeadKernel(
-    const __grid_constant__ HeadArguments own) {
-  RWKV_JAX_DYNAMIC_SHARED(16, memory);
-  __shared__ __align__(16) HeadShared shared;
-  float* const hidden = reinterpret_cast<float*>(memory);
-  const Rwkv7BlockCall& call = own.call;
-  const Partition partition;
-  const int64_t head = blockIdx.x, row = blockIdx.y, width = call.width;
-  const int64_t state = (row * call.heads + head) * N * N, first_channel = head * N;
-  const float* const projected = own.projected + row * (3 * width + own.ranks);
-
-  Fragment<Partition> s;
-  // The kernel before this one writes no state.
-  LoadState(partition, call.state + state, s);
-  WaitForKernelsBefore();
-  LetNextKernelStart();
-  for (int i = threadIdx.x; i < own.ranks; i += Partition::kThreads)
-    hidden[i] = projected[3 * width + i];
-  __syncthreads();
-  int offset = 0;
-#pragma unroll 1
-  for (int i = 0; i < kLowRankMaps; ++i) {
-    MultiplyLowRank<T>(call.maps[i], hidden + offset, width, first_channel,
-                       shared.sums[i][threadIdx.x / 32]);
-    offset += static_cast<int>(call.maps[i].rank);
+__device__ void CopyParameters(const Rwkv7BlockCall& call, int64_t channel, int64_t row,
+                               HeadShared<T>& shared) {
+  constexpr int kCopies = N * sizeof(T) / 16, kEach = N / kCopies;
+  const void* const parameters[kParameters] = {call.w0,
+                                               call.k_k,
+                                               call.k_a,
+                                               call.a0,
+                                               call.v0,
+                                               call.first,
+                                               call.r_k,
+                                               call.head_norm.weight,
+                                               call.head_norm.bias};
+#pragma unroll
+  for (int i = 0; i < kParameters; ++i) {
+    const int turn = static_cast<int>(threadIdx.x) - i * kCopies;
+    if (turn < 0 || turn >= kCopies || parameters[i] == nullptr) continue;
+    const int64_t at = (i == kFirst ? row * call.width : 0) + channel + turn * kEach;
+    CopyPacked<kEach>(shared.parameters[i] + turn * kEach,
+                      static_cast<const T*>(parameters[i]) + at);
   }
-  __syncthreads();
+}
 
-  // Each group of kHeadLanes lanes of the first warp computes the same.
-  const bool prepares = threadIdx.x < 32, stores = threadIdx.x < kHeadLanes;
-  const int own_channel = threadIdx.x % kHeadLanes * kHeadVector;
-  const int64_t channel = first_channel + own_channel, at = row * width + channel;
-  HeadVector r, key, v, gate = {};
-  if (prepares) {
-    const auto low_rank = [&](LowRankMap map, HeadVector& x) {
+// Copies `count` floats, a multiple of 4, by threads from `first` on.
+__device__ inline void CopyFloats(const float* from, int count, int first, float* to) {
+  for (int i = 4 * (static_cast<int>(threadIdx.x) - first); i < count; i += 4 * kHeadThreads)
+    if (i >= 0) CopyPacked<4>(to + i, from + i);
+}
+
+// Four warps make the vectors of the token: of the decay, of the keys, of the value, and of the gate. The
+// groups of lanes of a warp share out the sums of the low-rank maps, and then compute the same.
+template <typename T>
+__device__ void PrepareToken(const Rwkv7BlockCall& call, int64_t at, HeadShared<T>& shared) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int channel = lane % kHeadLanes * kHeadVector;
+  const auto low_rank = [&](LowRankMap map, HeadVector& x) {
+    constexpr int kEach = kHeadWarps / (32 / kHeadLanes);
 #pragma unroll
-      for (int c = 0; c < kHeadVector; ++c) {
-        x[c] = 0.0f;
+    for (int c = 0; c < kHeadVector; ++c) x[c] = 0.0f;
 #pragma unroll
-        for (int warp = 0; warp < kHeadWarps; ++warp)
-          x[c] += shared.sums[map][warp][own_channel + c];
-      }
-    };
-    HeadVector k, rate, w, w0, k_k, k_a, a0, a, b;
-    LoadFloats(projected + channel, r);
-    LoadFloats(projected + width + channel, k);
-    LoadFloats(projected + 2 * width + channel, v);
-    LoadWide<T>(call.w0, channel, w0);
-    LoadWide<T>(call.k_k, channel, k_k);
-    LoadWide<T>(call.k_a, channel, k_a);
-    LoadWide<T>(call.a0, channel, a0);
-    low_rank(kDecayMap, w);
+    for (int i = 0; i < kEach; ++i) {
+      HeadVector sums;
+      LoadFloats(shared.sums[map][lane / kHeadLanes * kEach + i] + channel, sums);
+#pragma unroll
+      for (int c = 0; c < kHeadVector; ++c) x[c] += sums[c];
+    }
+    AllReduce<kHeadLanes, 32>(x);
+  };
+  const auto load = [&](Parameter parameter, HeadVector& x) {
+    LoadWide(shared.parameters[parameter], channel, x);
+  };
+  const auto store = [&](int row, const HeadVector& x) {
+    if (lane < kHeadLanes) StoreFloats(shared.token[row] + channel, x);
+  };
+  if (warp == 0) {
+    HeadVector k, rate, k_k, k_a, a0, key, a, b;
     low_rank(kRateMap, rate);
-    low_rank(kGateMap, gate);
+    LoadFloats(shared.token[kRawKey] + channel, k);
+    load(kKk, k_k), load(kKa, k_a), load(kA0, a0);
+    MakeKeys<kHeadLanes>(k, rate, k_k, k_a, a0, key, a, b);
+    store(kK, key), store(kA, a), store(kB, b);
+  } else if (warp == 1) {
+    HeadVector w, w0;
+    low_rank(kDecayMap, w);
+    load(kW0, w0);
+#pragma unroll
+    for (int c = 0; c < kHeadVector; ++c) w[c] = DecayAndSlope(w0[c] + w[c], Decay::kSigmoid).x;
+    store(kW, w);
+  } else if (warp == 2) {
+    HeadVector v;
+    LoadFloats(shared.token[kRawValue] + channel, v);
     if (call.first != nullptr) {
       HeadVector share, first, v0;
       low_rank(kShareMap, share);
-      LoadWide<T>(call.first, at, first);
-      LoadWide<T>(call.v0, channel, v0);
+      load(kFirst, first), load(kV0, v0);
 #pragma unroll
       for (int c = 0; c < kHeadVector; ++c) v[c] += (first[c] - v[c]) * Sigmoid(v0[c] + share[c]);
-    } else if (stores) {
-      StoreRounded<T>(call.made_first, at, v);
+    } else if (lane < kHeadLanes) {
+      StoreRounded<T>(call.made_first, at + channel, v);
     }
-#pragma unroll
-    for (int c = 0; c < kHeadVector; ++c) w[c] = DecayAndSlope(w0[c] + w[c], Decay::kSigmoid).x;
-    MakeKeys<kHeadLanes>(k, rate, k_k, k_a, a0, key, a, b);
-    if (stores) {
-      const auto store = [&](Vector vector, const HeadVector& x) {
-        StoreFloats(shared.token + vector * N + own_channel, x);
-      };
-      store(kW, w), store(kK, key), store(kV, v), store(kA, a), store(kB, b), store(kR, r);
-    }
+    store(kV, v);
+  } else if (warp == 3) {
+    HeadVector gate;
+    low_rank(kGateMap, gate);
+    store(kGate, gate);
   }
+}
+
+// What a warp reads out.
+template <typename T>
+__device__ void ReadOut(const HeadShared<T>& shared, int64_t at, void* read) {
+  const int channel = threadIdx.x % kHeadLanes * kHeadVector;
+  HeadVector out, r, key, v, gate, weight, bias, r_k;
+  LoadFloats(shared.y + channel, out);
+  LoadFloats(shared.token[kR] + channel, r), LoadFloats(shared.token[kK] + channel, key);
+  LoadFloats(shared.token[kV] + channel, v), LoadFloats(shared.token[kGate] + channel, gate);
+  LoadWide(shared.parameters[kNormWeight], channel, weight);
+  LoadWide(shared.parameters[kNormBias], channel, bias);
+  LoadWide(shared.parameters[kRk], channel, r_k);
+  const Normalised<kHeadLanes> normal(out, r, key, r_k);
+#pragma unroll
+  for (int c = 0; c < kHeadVector; ++c)
+    out[c] = (normal.z[c] * weight[c] + bias[c] + normal.s * v[c]) * gate[c];
+  if (threadIdx.x < kHeadLanes) StoreRounded<T>(read, at + channel, out);
+}
+
+template <typename T>
+__global__ __launch_bounds__(kHeadThreads, kHeadBlocks) void HeadKernel(
+    const __grid_constant__ HeadArguments own) {
+  RWKV_JAX_DYNAMIC_SHARED(16, memory);
+  HeadShared<T>& shared = *reinterpret_cast<HeadShared<T>*>(memory);
+  float* const hidden = reinterpret_cast<float*>(memory + sizeof(shared));
+  const Rwkv7BlockCall& call = own.call;
+  const Partition partition;
+  const int64_t head = blockIdx.x, row = blockIdx.y, width = call.width;
+  const int64_t state = (row * call.heads + head) * N * N, channel = head * N;
+  const int64_t at = row * width + channel;
+  const SecondMatrices<T> matrices{call, reinterpret_cast<T*>(hidden + own.ranks), own.copied,
+                                   channel};
+
+  // The block's first kernel waited before this one could start, and no kernel between has written the
+  // state, a parameter, or the first layer's value.
+  matrices.Copy();
+  CopyParameters(call, channel, row, shared);
+  Fragment<Partition> s;
+  LoadState(partition, call.state + state, s);
+  LetNextKernelStart();
+  WaitForKernelsBefore();
+  const float* const projected = own.projected + row * (3 * width + own.ranks);
+  CopyFloats(projected + 3 * width, own.ranks, 0, hidden);
+  constexpr int kCopies = N / 4, kLast = kHeadThreads - 3 * kCopies;
+  CopyFloats(projected + channel, N, kLast, shared.token[kR]);
+  CopyFloats(projected + width + channel, N, kLast + kCopies, shared.token[kRawKey]);
+  CopyFloats(projected + 2 * width + channel, N, kLast + 2 * kCopies, shared.token[kRawValue]);
+  WaitForCopies<0>();
+  __syncthreads();
+  matrices.Multiply(hidden, shared.sums);
+  __syncthreads();
+  PrepareToken(call, at, shared);
   __syncthreads();
 
-  const TokenView<N, 1> token{shared.token, 0};
+  const TokenView<N, 1> token{shared.token[0], 0};
   float sa[Partition::kRows], y[Partition::kRows], columns[Partition::kCols];
   ReadFromState(partition, token, s, sa);
   UpdateState(partition, token, sa, s);
@@ -161,42 +266,37 @@ __global__ __launch_bounds__(Partition::kThreads) void HeadKernel(
   PartialDot<Partition>(s, columns, y);
   const int found = ReduceScatter<1, Partition::kColGroups>(y, partition.lane);
   if (found >= 0) shared.y[partition.first_row + found] = y[0];
-  StoreState(partition, call.state_after + state, s);
   __syncthreads();
-
-  if (!prepares) return;
-  HeadVector out, weight, bias, r_k;
-  LoadFloats(shared.y + own_channel, out);
-  LoadWide<T>(call.head_norm.weight, channel, weight);
-  LoadWide<T>(call.head_norm.bias, channel, bias);
-  LoadWide<T>(call.r_k, channel, r_k);
-  const Normalised<kHeadLanes> normal(out, r, key, r_k);
-#pragma unroll
-  for (int c = 0; c < kHeadVector; ++c)
-    out[c] = (normal.z[c] * weight[c] + bias[c] + normal.s * v[c]) * gate[c];
-  if (!stores) return;
-  StoreRounded<T>(own.read, at, out);
-  LoadPacked<kHeadVector, T>(own.normalised, at).Store(static_cast<T*>(call.time_after) + at);
+  if (threadIdx.x < 32) ReadOut(shared, at, own.read);
+  StoreState(partition, call.state_after + state, s);
+  if (threadIdx.x / 32 == 1 && partition.lane < kHeadLanes) {
+    const int64_t from = at + partition.lane * kHeadVector;
+    LoadPacked<kHeadVector, T>(own.normalised, from).Store(static_cast<T*>(call.time_after) + from);
+  }
 }
 
 }  // namespace
 
-cudaError_t StepHeads(cudaStream_t stream, const Rwkv7BlockCall& call) {
+cudaError_t StepHeads(cudaStream_t stream, const Rwkv7BlockCall& call, const Device& device) {
   const int64_t ranks = call.Ranks();
   const BlockScratch scratch(call.rows, call.width, call.hidden, ranks);
-  const HeadArguments own{call, call.scratch + scratch.projected, call.scratch + scratch.normalised,
-                          call.scratch + scratch.read, static_cast<int>(ranks)};
+  HeadArguments own{call, call.scratch + scratch.projected, call.scratch + scratch.normalised,
+                    call.scratch + scratch.read, static_cast<int>(ranks)};
   const dim3 blocks(static_cast<unsigned>(call.heads), static_cast<unsigned>(call.rows));
   return ForAllTypes<kBlockHeadSize>(call.dtype, kBlockHeadSize, [&](auto zero, auto) {
-    return LaunchEarly(HeadKernel<decltype(zero)>, blocks, Partition::kThreads,
-                       ranks * sizeof(float), stream, own);
+    using T = decltype(zero);
+    const int64_t bytes = static_cast<int64_t>(sizeof(HeadShared<T>) + ranks * sizeof(float));
+    const int64_t fits = (device.shared_memory - bytes) / static_cast<int64_t>(N * sizeof(T));
+    own.copied = static_cast<int>(ranks < fits ? ranks : fits);
+    return LaunchEarly(HeadKernel<T>, blocks, kHeadThreads, bytes + own.copied * N * sizeof(T),
+                       stream, own);
   });
 }
 
 cudaError_t Run(cudaStream_t stream, const Rwkv7BlockCall& call, const Device& device) {
   if (call.rows == 0) return cudaSuccess;
   cudaError_t error = ProjectTokens(stream, call, device);
-  if (error == cudaSuccess) error = StepHeads(stream, call);
+  if (error == cudaSuccess) error = StepHeads(stream, call, device);
   if (error == cudaSuccess) error = ReadTokens(stream, call, device);
   if (error == cudaSuccess) error = ProjectChannels(stream, call, device);
   if (error == cudaSuccess) error = ReadChannels(stream, call, device);

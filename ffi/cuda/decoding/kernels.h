@@ -15,7 +15,7 @@ cudaError_t Run(cudaStream_t stream, const Rwkv7BlockCall& call, const Device& d
 // of each low-rank map.
 cudaError_t ProjectTokens(cudaStream_t stream, const Rwkv7BlockCall& call, const Device& device);
 // What stands between these and the output product, wkv7 included.
-cudaError_t StepHeads(cudaStream_t stream, const Rwkv7BlockCall& call);
+cudaError_t StepHeads(cudaStream_t stream, const Rwkv7BlockCall& call, const Device& device);
 // The output product and the sum with the block's input.
 cudaError_t ReadTokens(cudaStream_t stream, const Rwkv7BlockCall& call, const Device& device);
 // Layer normalisation, token shift, mixing and the key product of the channel mixing.

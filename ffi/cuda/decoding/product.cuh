@@ -16,17 +16,24 @@ namespace rwkv_jax::cuda {
 
 constexpr int kProductThreads = 256, kProductWarps = kProductThreads / 32;
 
-// The blocks that share a multiprocessor, which bounds registers and shared memory.
-constexpr int kProductBlocks = 2;
+// The blocks that share a multiprocessor, which bounds registers and shared memory. For one row there is
+// room for blocks of the next kernel beside them, which fetch their first weights meanwhile.
+#ifndef RWKV_JAX_ROW_BLOCKS
+#define RWKV_JAX_ROW_BLOCKS 4
+#define RWKV_JAX_ROW_OUTPUTS 1
+#endif
+template <int kRows>
+constexpr int kProductBlocks = kRows > 1 ? 2 : RWKV_JAX_ROW_BLOCKS;
 
 template <typename T>
 constexpr int kWeightVector = 16 / sizeof(T);
 
-// A lane has kSteps vectors of each output under way while it adds up as many. That is 8 for up to 4 rows,
-// so that a multiprocessor with two blocks has 64 KiB under way. For more rows there are no registers for
-// more than 4.
+// A lane has kSteps vectors of each output under way while it adds up as many, so that a multiprocessor
+// with all its blocks has 64 KiB under way. For more than 4 rows there are no registers for that.
 template <int kRows>
-constexpr int kOutputs = kRows > 4 ? 4 : 2;
+constexpr int kOutputs = kRows > 4   ? 4
+                         : kRows > 1 ? 2
+                                     : RWKV_JAX_ROW_OUTPUTS;
 template <int kRows>
 constexpr int kSteps = kRows > 4 ? 1 : 4;
 
@@ -49,19 +56,22 @@ struct ProductPlan {
 // Shared memory that a block has besides its slice: static arrays, and what the device keeps for itself.
 constexpr int64_t kProductReserve = 8192;
 
-// `matrices` matrices [outputs, inputs] of T for up to kRows rows. Outputs are shared out so that there
-// are about as many blocks as the device runs at once.
+// `matrices` matrices [outputs, inputs] of T for up to kRows rows, beside `others` blocks of the same kernel.
+// One row waits for memory alone, and all its blocks run at once. More rows have more to compute, which
+// more blocks share out better.
 template <typename T, int kRows>
-ProductPlan PlanProduct(const Device& device, int64_t matrices, int64_t outputs, int64_t inputs) {
+ProductPlan PlanProduct(const Device& device, int64_t matrices, int64_t outputs, int64_t inputs,
+                        int64_t others) {
   constexpr int64_t kAtOnce = kStride<T, kRows>;
   const auto count = [](int64_t all, int64_t each) { return (all + each - 1) / each; };
   ProductPlan plan;
   const int64_t groups = count(outputs, kBlockOutputs<kRows>);
-  const int64_t running = device.multiprocessors * kProductBlocks;
-  plan.rounds = matrices * groups / running;
+  const int64_t running = device.multiprocessors * kProductBlocks<kRows>;
+  const int64_t left = running > others ? running - others : 1;
+  plan.rounds = kRows > 1 ? matrices * groups / running : count(matrices * groups, left);
   if (plan.rounds < 1) plan.rounds = 1;
   plan.blocks = count(groups, plan.rounds);
-  const int64_t room = device.shared_memory / kProductBlocks - kProductReserve;
+  const int64_t room = device.shared_memory / kProductBlocks<kRows> - kProductReserve;
   const int64_t fits = room / (kRows * static_cast<int64_t>(sizeof(T))) / kAtOnce * kAtOnce;
   plan.slice = inputs < fits ? inputs : fits;
   plan.bytes = plan.slice * kRows * sizeof(T);
@@ -83,7 +93,10 @@ struct PlainRows {
   const T* x;
   int rows, inputs;
 
+  __device__ void FetchIntoCache() const {}
+  __device__ void Fetch() {}
   __device__ void Prepare() {}
+  __device__ void StageFirst(int count, const Slice<T>& slice) const { Stage(0, count, slice); }
   __device__ void Stage(int first, int count, const Slice<T>& slice) const {
     constexpr int kVector = kWeightVector<T>;
 #pragma unroll
@@ -133,12 +146,52 @@ struct WeightVectors {
   }
 };
 
+// The bytes of its weights that a warp fetches into L2 before the rows are there.
+#ifndef RWKV_JAX_AHEAD_BYTES
+#define RWKV_JAX_AHEAD_BYTES 4096
+#endif
+
+// When a kernel may read its weights: while the kernels before it still run, or only behind them.
+enum class Weights { kThere, kBehindKernelsBefore };
+
+// Calls fetch(), which reads weights, as early as they allow, and prefetch(), which may always be called.
+// Afterwards what the kernels before have written is there.
+template <typename Source, typename Prefetch, typename Fetch>
+__device__ void FetchAndWait(Weights weights, Source& source, Prefetch&& prefetch, Fetch&& fetch) {
+  if (weights == Weights::kBehindKernelsBefore) {
+    source.FetchIntoCache();
+    prefetch();
+    WaitForKernelsBefore();
+  }
+  fetch();
+  source.Fetch();
+#ifndef RWKV_JAX_LATE_START
+  LetNextKernelStart();
+#endif
+  if (weights == Weights::kThere) prefetch();
+  WaitForKernelsBefore();
+#ifdef RWKV_JAX_LATE_START
+  LetNextKernelStart();
+#endif
+}
+
+// Puts the first slice of the rows of `source` into shared memory.
+template <typename T, typename Source>
+__device__ void StageFirst(Source& source, int inputs, const Slice<T>& slice) {
+  source.Prepare();
+  __syncthreads();
+  source.StageFirst(inputs < slice.size ? inputs : slice.size, slice);
+  __syncthreads();
+}
+
 // Multiplies the rows of `source` with outputs of a matrix: those from `first` on, kBlockOutputs in each
-// of `rounds` rounds, as far as the matrix has them, which is a multiple of kOutputs. epilogue(output, row,
-// sum) gets each result once.
+// of `rounds` rounds, as far as the matrix has them, which is a multiple of kOutputs.
+// A warp calls epilogue.Begin(output) before it multiplies its outputs from `output` on, and then
+// epilogue.Finish(output, o, row, sum) with the result of output + o for each row.
 template <typename T, int kRows, typename Source, typename Epilogue>
 __device__ void MultiplyByOutput(const T* matrix, int outputs, int inputs, int first, int rounds,
-                                 const Slice<T>& slice, Source& source, Epilogue&& epilogue) {
+                                 const Slice<T>& slice, Weights weights, Source& source,
+                                 Epilogue& epilogue) {
   constexpr int kAtOnce = kStride<T, kRows>;
   const int warp = threadIdx.x / 32;
   const auto output_of = [&](int round) {
@@ -150,16 +203,25 @@ __device__ void MultiplyByOutput(const T* matrix, int outputs, int inputs, int f
     if (round < rounds && output_of(round) < outputs)
       next.Fetch(matrix, inputs, output_of(round), input);
   };
-  fetch(0, 0);
-  WaitForKernelsBefore();
-  LetNextKernelStart();
-  source.Prepare();
+  const auto prefetch = [&] {
+    int left = RWKV_JAX_AHEAD_BYTES / sizeof(T);
+    for (int round = 0; threadIdx.x % 32 == 0 && round < rounds && left > 0; ++round) {
+      if (output_of(round) >= outputs) return;
+      const int64_t all = int64_t{inputs} * kOutputs<kRows>;
+      const int count = left < all ? left : static_cast<int>(all);
+      PrefetchBytes(matrix + int64_t{output_of(round)} * inputs, count * sizeof(T));
+      left -= count;
+    }
+  };
+  FetchAndWait(weights, source, prefetch, [&] { fetch(0, 0); });
+  StageFirst(source, inputs, slice);
   for (int round = 0; round < rounds; ++round) {
     float sums[kOutputs<kRows>][kRows] = {};
+    if (output_of(round) < outputs) epilogue.Begin(output_of(round));
     for (int begin = 0; begin < inputs; begin += slice.size) {
       const int count = inputs - begin < slice.size ? inputs - begin : slice.size;
       // A slice with all inputs stays for all rounds.
-      if (round == 0 || slice.size < inputs) {
+      if (slice.size < inputs && round + begin > 0) {
         __syncthreads();
         source.Stage(begin, count, slice);
         __syncthreads();
@@ -167,6 +229,15 @@ __device__ void MultiplyByOutput(const T* matrix, int outputs, int inputs, int f
       for (int input = 0; input < count; input += kAtOnce) {
         now = next;
         fetch(round, begin + input + kAtOnce);
+#ifdef RWKV_JAX_ROLLING
+        const int ahead = begin + input + RWKV_JAX_AHEAD_BYTES / int(sizeof(T));
+        const int left = inputs - ahead < kAtOnce ? inputs - ahead : kAtOnce;
+        if (kRows == 1 && threadIdx.x % 32 == 0 && left > 0 && output_of(round) < outputs)
+#pragma unroll
+          for (int o = 0; o < kOutputs<kRows>; ++o)
+            PrefetchBytes(matrix + int64_t{output_of(round) + o} * inputs + ahead,
+                          left * sizeof(T));
+#endif
         now.AddTo(sums, slice, input, count);
       }
     }
@@ -174,7 +245,7 @@ __device__ void MultiplyByOutput(const T* matrix, int outputs, int inputs, int f
 #pragma unroll
     for (int o = 0; o < kOutputs<kRows>; ++o) {
       const int row = ReduceScatter<1, 32>(sums[o], threadIdx.x % 32);
-      if (row >= 0) epilogue(output_of(round) + o, row, sums[o][0]);
+      if (row >= 0) epilogue.Finish(output_of(round), o, row, sums[o][0]);
     }
   }
 }
@@ -187,21 +258,32 @@ constexpr int kBlockColumns = 2 * kWeightVector<T>;
 
 template <typename T, int kRows, typename Source, typename Epilogue>
 __device__ void MultiplyByInput(const T* matrix, int outputs, int inputs, int first,
-                                const Slice<T>& slice, Source& source, Epilogue&& epilogue) {
+                                const Slice<T>& slice, Weights weights, Source& source,
+                                Epilogue&& epilogue) {
   constexpr int kVector = kWeightVector<T>, kPairs = kProductThreads / 2;
   constexpr int kAhead = kRows > 4 ? 4 : 8;
   __shared__ float posted[kProductWarps][kRows][kBlockColumns<T>];
   const int pair = threadIdx.x / 2, lane = threadIdx.x % 32;
   const int column = first + lane % 2 * kVector;
   float sums[kRows][kVector] = {};
-  WaitForKernelsBefore();
-  LetNextKernelStart();
-  source.Prepare();
+  const auto prefetch = [&] {
+    // All blocks of the matrix together fetch it.
+    const int blocks = (outputs + kBlockColumns<T> - 1) / kBlockColumns<T>;
+    const int share = (inputs + blocks * kProductWarps - 1) / (blocks * kProductWarps);
+    const int begin = (first / kBlockColumns<T> * kProductWarps + threadIdx.x / 32) * share;
+    const int count = inputs - begin < share ? inputs - begin : share;
+    if (lane == 0 && count > 0)
+      PrefetchBytes(matrix + int64_t{begin} * outputs, count * outputs * sizeof(T));
+  };
+  FetchAndWait(weights, source, prefetch, [] {});
+  StageFirst(source, inputs, slice);
   for (int begin = 0; begin < inputs; begin += slice.size) {
     const int count = inputs - begin < slice.size ? inputs - begin : slice.size;
-    __syncthreads();
-    source.Stage(begin, count, slice);
-    __syncthreads();
+    if (begin > 0) {
+      __syncthreads();
+      source.Stage(begin, count, slice);
+      __syncthreads();
+    }
     for (int input = pair; column < outputs && input < count; input += kAhead * kPairs) {
       Packed<T, kVector> weights[kAhead] = {};
 #pragma unroll

@@ -33,14 +33,36 @@ struct ProjectArguments {
   int slice;
 };
 
+// The results of ProjectKernel.
+template <typename T>
+struct Projected {
+  const ProjectArguments& own;
+  const Product& product;
+
+  __device__ void Begin(int) {}
+  __device__ void Finish(int first, int o, int row, float sum) const {
+    const int output = first + o;
+    if (row >= own.rows) return;
+    if (own.projected != nullptr) {
+      own.projected[int64_t{row} * own.projected_width + product.offset + output] = sum;
+    } else {
+      const float positive = sum > 0.0f ? sum : 0.0f;
+      static_cast<T*>(own.hidden)[int64_t{row} * product.outputs + output] =
+          FromFloat<T>(positive * positive);
+    }
+  }
+};
+
 template <typename T, int kRows>
-__global__ __launch_bounds__(kProductThreads, kProductBlocks) void ProjectKernel(
+__global__ __launch_bounds__(kProductThreads, kProductBlocks<kRows>) void ProjectKernel(
     const __grid_constant__ ProjectArguments own) {
   RWKV_JAX_DYNAMIC_SHARED(16, shared);
-  __shared__ float2 moments[kRows];
+  __shared__ typename MixedRows<T, kRows>::Sums sums;
   const Slice<T> slice{reinterpret_cast<T*>(shared), own.slice};
-  // The first kernel of a block: only behind it is it certain that the weights themselves are there.
-  if (own.projected != nullptr) WaitForKernelsBefore();
+  // The first kernel of a block: only behind those before it is it certain that the weights themselves
+  // are there.
+  const Weights weights =
+      own.projected != nullptr ? Weights::kBehindKernelsBefore : Weights::kThere;
   int block = blockIdx.x, which = block / own.blocks;
   const bool by_output = which < own.matrices;
   block -= (by_output ? which : own.matrices) * own.blocks;
@@ -60,23 +82,15 @@ __global__ __launch_bounds__(kProductThreads, kProductBlocks) void ProjectKernel
                              blockIdx.x == 0 ? static_cast<T*>(own.normalised) : nullptr,
                              own.rows,
                              own.width,
-                             moments};
+                             sums};
   if (by_output) {
-    MultiplyByOutput<T, kRows>(
-        matrix, product.outputs, own.width, block * own.rounds * kBlockOutputs<kRows>, own.rounds,
-        slice, source, [&](int output, int row, float sum) {
-          if (row >= own.rows) return;
-          if (own.projected != nullptr) {
-            own.projected[int64_t{row} * own.projected_width + product.offset + output] = sum;
-          } else {
-            const float positive = sum > 0.0f ? sum : 0.0f;
-            static_cast<T*>(own.hidden)[int64_t{row} * product.outputs + output] =
-                FromFloat<T>(positive * positive);
-          }
-        });
+    Projected<T> results{own, product};
+    MultiplyByOutput<T, kRows>(matrix, product.outputs, own.width,
+                               block * own.rounds * kBlockOutputs<kRows>, own.rounds, slice,
+                               weights, source, results);
   } else {
     MultiplyByInput<T, kRows>(
-        matrix, product.outputs, own.width, block * kBlockColumns<T>, slice, source,
+        matrix, product.outputs, own.width, block * kBlockColumns<T>, slice, weights, source,
         [&](int output, int row, float sum) {
           if (row >= own.rows) return;
           if (which == kDecayMap) sum = tanhf(sum);
@@ -94,23 +108,41 @@ struct ReadArguments {
   int rows, inputs_width, width, slice, rounds;
 };
 
+// The results of ReadKernel. Those of the first row are with the first lane of a warp, which fetches what
+// they are added to while the others are still multiplied.
 template <typename T, int kRows>
-__global__ __launch_bounds__(kProductThreads, kProductBlocks) void ReadKernel(
+struct Residual {
+  const ReadArguments& own;
+  T first_row[kOutputs<kRows>];
+
+  __device__ void Begin(int output) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int o = 0; o < kOutputs<kRows>; ++o) {
+      if (lane == 0) first_row[o] = static_cast<const T*>(own.residual)[output + o];
+      const int64_t at = int64_t{lane} * own.width + output + o;
+      if (own.after != nullptr && lane < own.rows)
+        static_cast<T*>(own.after)[at] = static_cast<const T*>(own.normalised)[at];
+    }
+  }
+  __device__ void Finish(int first, int o, int row, float sum) const {
+    if (row >= own.rows) return;
+    const int64_t at = int64_t{row} * own.width + first + o;
+    const T residual = row > 0 ? static_cast<const T*>(own.residual)[at] : first_row[o];
+    static_cast<T*>(own.out)[at] = FromFloat<T>(ToFloat(residual) + sum);
+  }
+};
+
+template <typename T, int kRows>
+__global__ __launch_bounds__(kProductThreads, kProductBlocks<kRows>) void ReadKernel(
     const __grid_constant__ ReadArguments own) {
   RWKV_JAX_DYNAMIC_SHARED(16, shared);
   const Slice<T> slice{reinterpret_cast<T*>(shared), own.slice};
   PlainRows<T, kRows> source{static_cast<const T*>(own.inputs), own.rows, own.inputs_width};
-  MultiplyByOutput<T, kRows>(
-      static_cast<const T*>(own.matrix), own.width, own.inputs_width,
-      blockIdx.x * own.rounds * kBlockOutputs<kRows>, own.rounds, slice, source,
-      [&](int output, int row, float sum) {
-        if (row >= own.rows) return;
-        const int64_t at = int64_t{row} * own.width + output;
-        static_cast<T*>(own.out)[at] =
-            FromFloat<T>(ToFloat(static_cast<const T*>(own.residual)[at]) + sum);
-        if (own.after != nullptr)
-          static_cast<T*>(own.after)[at] = static_cast<const T*>(own.normalised)[at];
-      });
+  Residual<T, kRows> results{own};
+  MultiplyByOutput<T, kRows>(static_cast<const T*>(own.matrix), own.width, own.inputs_width,
+                             blockIdx.x * own.rounds * kBlockOutputs<kRows>, own.rounds, slice,
+                             Weights::kThere, source, results);
 }
 
 // Calls fn(T(), integral_constant<the rows of a kernel>()).
@@ -131,13 +163,14 @@ cudaError_t Project(cudaStream_t stream, const Rwkv7BlockCall& call, const Devic
   return ForTypeAndRows(call, [&](auto zero, auto rows) {
     using T = decltype(zero);
     constexpr int kRows = rows();
+    int64_t others = 0;
+    for (const Product& map : own.maps)
+      others += (map.outputs + kBlockColumns<T> - 1) / kBlockColumns<T>;
     const ProductPlan plan =
-        PlanProduct<T, kRows>(device, own.matrices, own.products[0].outputs, own.width);
+        PlanProduct<T, kRows>(device, own.matrices, own.products[0].outputs, own.width, others);
     own.slice = static_cast<int>(plan.slice), own.rounds = static_cast<int>(plan.rounds);
     own.blocks = static_cast<int>(plan.blocks);
-    int64_t blocks = own.matrices * plan.blocks;
-    for (const Product& map : own.maps)
-      blocks += (map.outputs + kBlockColumns<T> - 1) / kBlockColumns<T>;
+    const int64_t blocks = own.matrices * plan.blocks + others;
     return LaunchEarly(ProjectKernel<T, kRows>, static_cast<unsigned>(blocks), kProductThreads,
                        plan.bytes, stream, own);
   });
@@ -149,7 +182,7 @@ cudaError_t Read(cudaStream_t stream, const Rwkv7BlockCall& call, const Device& 
   return ForTypeAndRows(call, [&](auto zero, auto rows) {
     using T = decltype(zero);
     constexpr int kRows = rows();
-    const ProductPlan plan = PlanProduct<T, kRows>(device, 1, own.width, own.inputs_width);
+    const ProductPlan plan = PlanProduct<T, kRows>(device, 1, own.width, own.inputs_width, 0);
     own.slice = static_cast<int>(plan.slice), own.rounds = static_cast<int>(plan.rounds);
     return LaunchEarly(ReadKernel<T, kRows>, static_cast<unsigned>(plan.blocks), kProductThreads,
                        plan.bytes, stream, own);

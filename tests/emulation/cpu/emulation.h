@@ -403,6 +403,11 @@ inline bool SynchronizeAll(int number, int threads, bool value) {
 inline float Exp2(float x) { return x < -126.0f ? 0.0f : std::exp2(x); }
 inline float Reciprocal(float x) { return 1.0f / x; }
 inline void Prefetch(const void*) {}
+inline void PrefetchBytes(const void* address, uint32_t bytes) {
+  if ((reinterpret_cast<uintptr_t>(address) | bytes) % 16 == 0 && bytes > 0) return;
+  std::fprintf(stderr, "a prefetch of %u bytes at %p\n", bytes, address);
+  std::abort();
+}
 
 inline uint32_t RoundToBf16(float low, float high) {
   return emulation::ToBf16(low) | uint32_t{emulation::ToBf16(high)} << 16;
