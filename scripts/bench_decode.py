@@ -99,8 +99,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add(
         "--fused",
-        action="store_true",
-        help='decode with layers="fused": the CUDA kernels of whole blocks, for up to 8 rows',
+        action=argparse.BooleanOptionalAction,
+        help='decode with layers="fused", the CUDA kernels of whole blocks for up to 8 rows, or '
+        'never with them; with layers=None, if neither is given',
     )
     add("--prefill", type=int, default=0, metavar="T", help="also read a prompt of T tokens")
     add("--peak", type=float, default=989.0, help="peak TFLOP/s of the device (default: 989)")
@@ -145,7 +146,7 @@ def measure(args: argparse.Namespace, row: Row) -> list[Figures]:
         tokens=args.tokens,
         repeats=args.repeats,
         processor_time=args.processor_time,
-        layers="fused" if args.fused else None,
+        layers=None if args.fused is None else "fused" if args.fused else "xla",
         prefill=args.prefill,
         peak=1e12 * args.peak,
         profile=args.profile,

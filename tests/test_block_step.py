@@ -52,14 +52,34 @@ def _lowered(params: Any, rows: int = ROWS, platform: str = "cuda", **options: A
 @pytest.mark.usefixtures("on_cuda")
 @pytest.mark.parametrize("form", [rwkv7.unstacked, rwkv7.stacked])
 def test_a_token_is_a_call_for_each_block(params: rwkv7.Params, form: Any) -> None:
-    """The three states of a block are changed in place. Nobody gets the kernels without asking."""
-    text = _lowered(form(params))
+    """The three states of a block are changed in place, also where rows may have no token. Several
+    rows get the kernels only if somebody asks."""
+    text = _lowered(form(params), segment_ids=jnp.arange(ROWS))
     calls = [line for line in text.splitlines() if "custom_call @rwkv" in line]
     assert hlo.targets(text) == BLOCKS
     assert len(calls) == 2
     for call in calls:
         assert call.count("output_operand_alias<") == 3
     assert not hlo.targets(_lowered(form(params), layers=None)) & BLOCKS
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_one_row_gets_the_kernels(params: rwkv7.Params) -> None:
+    """Where they can run, blocks are not stacked, and nobody asks for anything else."""
+
+    def targets(params: Any, **options: Any) -> set[str]:
+        return hlo.targets(_lowered(params, 1, layers=None, **options)) & BLOCKS
+
+    assert targets(params) == BLOCKS
+    assert targets(params, segment_ids=jnp.ones(1, jnp.int32)) == BLOCKS
+    assert not targets(params, platform="cpu")
+    assert not targets(params, implementation="ffi")
+    assert not targets(params, dtype=jnp.bfloat16)
+    assert not targets(rwkv7.stacked(params))
+    assert not targets(all_models.quantize(params))
+    tokens = jnp.zeros(1, jnp.int32)
+    found, expected = (rwkv7.apply(params, tokens, implementation=i) for i in (None, "reference"))
+    assert_trees_close(found, expected)
 
 
 def test_a_platform_without_the_kernels_refuses(params: rwkv7.Params) -> None:
@@ -82,7 +102,7 @@ def test_why_not(params: rwkv7.Params) -> None:
     cases: list[tuple[Any, dict[str, Any], str]] = [
         (params, {"rows": 9}, "B = 9; the kernels take 1 to 8 rows"),
         (params, {"rows": 0}, "B = 0; the kernels take 1 to 8 rows"),
-        (params, {"dtype": jnp.bfloat16}, "att.a0 is float32 where x is bfloat16; the kernels"),
+        (params, {"dtype": jnp.bfloat16}, "ln1.weight is float32 where x is bfloat16; the"),
         (all_models.quantize(params), {}, "weight is int8 where x is float32; the kernels"),
         (small, {}, "K = 32; the kernels take heads of 64 channels"),
         (_with_rank(params, 4), {}, "att.a1 has a rank of 4; the kernels take multiples of 8 up"),
@@ -99,8 +119,6 @@ def test_wrong_options(params: rwkv7.Params) -> None:
     tokens = jnp.zeros((ROWS, 3), jnp.int32)
     with pytest.raises(ValueError, match=r"layers is 'fused' with tokens of shape \(2, 3\)"):
         rwkv7.apply(params, tokens, layers="fused")
-    with pytest.raises(ValueError, match="layers is 'fused' with segment_ids; accepted is None"):
-        rwkv7.apply(params, tokens[:, 0], layers="fused", segment_ids=tokens[:, 0])
     with pytest.raises(ValueError, match="implementation is 'xla' where layers is 'fused'"):
         rwkv7.apply(params, tokens[:, 0], layers="fused", implementation="xla")
     with pytest.raises(ValueError, match="rwkv6: layers is 'fused'; accepted for models of RWKV-7"):

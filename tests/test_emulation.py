@@ -943,7 +943,7 @@ def _with_large_mean(params: rwkv7.Params) -> rwkv7.Params:
 
 @pytest.mark.parametrize("change", [_with_high_ranks, _with_large_mean])
 def test_blocks_of_unusual_models(blocks: Emulation, change: Any) -> None:
-    """Low-rank maps that shared memory has no room for, and rows whose mean is far larger than their
+    """Low-rank maps that shared memory has no room for, and rows with a mean far larger than their
     deviation."""
     blocks.use(DEVICES["8.9"])
     params, tokens = change(models.with_heads_of_64(128, "float32")), _tokens(1)
@@ -978,6 +978,25 @@ def test_rows_of_a_block_are_independent(blocks: Emulation, dtype: str) -> None:
     assert np.isnan(broken[0][4]).all()
     rest = np.arange(8) != 4
     assert all(np.array_equal(x[rest], y[rest]) for x, y in zip(broken, together, strict=True))
+
+
+def test_rows_without_a_token(blocks: Emulation) -> None:
+    """Their states stay, bit by bit, and the other rows do not notice."""
+    params = models.with_heads_of_64(128, "bfloat16")
+    state = jax.tree.map(lambda x: x + 0.5, rwkv7.initial_state(params, 3, "bfloat16"))
+    tokens, ids = jnp.array([1, 2, 3]), jnp.array([7, 0, 1])
+
+    def step(**options: Any) -> tuple[Any, Any]:
+        found = rwkv7.apply(params, tokens, state, dtype="bfloat16", layers="fused", **options)
+        return jax.tree.map(np.asarray, found)
+
+    (logits, after), (all_logits, all_after) = step(segment_ids=ids), step()
+    present = np.array(ids) != 0
+    assert np.array_equal(logits[present], all_logits[present])
+    leaves = (*map(jax.tree.leaves, (after, all_after, state)),)
+    for found, with_all, before in zip(*leaves, strict=True):
+        assert np.array_equal(found[present], with_all[present])
+        assert np.array_equal(found[~present], before[~present])
 
 
 def _block_calls(monkeypatch: pytest.MonkeyPatch, blocks: Emulation) -> list[LayerCall]:
@@ -1016,7 +1035,7 @@ def test_blocks_refuse_wrong_arrays(blocks: Emulation, monkeypatch: pytest.Monke
                 wrong = {
                     "is missing": dict(list(arrays.items())[:i]),
                     "has shape": arrays | {name: x[None]},
-                    "is ": arrays | {name: x.astype(np.int32)},
+                    "is ": arrays | {name: x.astype(np.uint32)},
                 }
                 if name != "x":
                     wrong["is F16"] = arrays | {name: x.astype(np.float16)}

@@ -33,6 +33,8 @@ from rwkv_jax.models._wkv import Options, Wkv
 FUSED = "fused"
 """The value of `layers` for kernels that compute a whole block."""
 
+_StepBlock: TypeAlias = Callable[..., tuple[Array, Any, BlockState]]
+
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
@@ -68,7 +70,7 @@ class Generation:
     init_channel_mix: Callable[[Array, Any, int], Any]
     initial_wkv: InitialWkv
     rules: _placement.Rules
-    step_block: Callable[..., tuple[Array, Any, BlockState]] | None = None
+    step_block: _StepBlock | None = None
 
     def init(self, key: Key[Array, ""], config: Any) -> Params:
         """Parameters with the official initialisation, float32, of a model with the sizes of
@@ -120,7 +122,8 @@ class Generation:
           layers: the implementation of the functions of `rwkv_jax.layers`. Where tokens of a
             sequence are distributed over devices, give "xla", which the compiler partitions. With
             one token each, "fused" computes each block of RWKV-7 in five CUDA kernels for up to 8
-            rows, which pays for one row. None does not choose them.
+            rows. None chooses them on CUDA for one row, for which they were measured to be faster,
+            where they can run and `params` is not stacked.
           recompute: what the backward pass computes again rather than keeps: "cheap", all but the
             products and the results of the operator; "blocks", everything but the activations
             between blocks; or None, what costs nothing to speak of.
@@ -132,15 +135,15 @@ class Generation:
 
         Raises:
           TypeError, ValueError: `segment_ids` is wrong; `state` has another form than `params`; or
-            `layers` is "fused" where there are no such kernels, or with `segment_ids`.
+            `layers` is "fused" where there are no such kernels.
           NotImplementedError: an implementation cannot run the call.
         """
         check_segment_ids(self.name, segment_ids, tokens.shape)
         if layers == FUSED:
-            self._check_fused(tokens, segment_ids, implementation)
+            self._check_fused(tokens, implementation)
         options = Options(segment_ids, implementation, layers, wkv or self.wkv)
         x = embed(params.emb, tokens, dtype)
-        block = functools.partial(_block, self, options)
+        block = functools.partial(_block, self, self._step_for(params, tokens, options), options)
         recomputed = functools.partial(_recomputation.recomputed, block, recompute)
         if isinstance(params.blocks, Stacked):
             if not isinstance(state, Stacked | None):
@@ -156,10 +159,21 @@ class Generation:
             x, next_state = _in_turn(recomputed(), params.blocks, x, state)
         return layer_norm(params.ln_out, x), next_state
 
+    def _step_for(
+        self, params: Params, tokens: Int[Array, " B *T"], options: Options
+    ) -> _StepBlock | None:
+        """What computes a block by kernels of its own, or None where no block may be."""
+        if options.layers == FUSED or self.step_block is None:
+            return self.step_block
+        # A scan over stacked blocks would copy the weights of each block for its kernels.
+        unasked = options.layers is None and options.implementation is None
+        if unasked and tokens.ndim == 1 and not isinstance(params.blocks, Stacked):
+            return functools.partial(self.step_block, required=False)
+        return None
+
     def _check_fused(
         self,
         tokens: Int[Array, " B *T"],
-        segment_ids: Int[Array, " B *T"] | None,
         implementation: str | None,
     ) -> None:
         if self.step_block is None:
@@ -169,8 +183,6 @@ class Generation:
                 f"{self.name}: layers is 'fused' with tokens of shape {tokens.shape}; accepted "
                 "with one token each, [B]"
             )
-        if segment_ids is not None:
-            raise ValueError(f"{self.name}: layers is 'fused' with segment_ids; accepted is None")
         if implementation not in (None, "ffi"):
             raise ValueError(
                 f"{self.name}: implementation is {implementation!r} where layers is 'fused', which "
@@ -367,6 +379,7 @@ _with_gradient.defvjp(lambda constant, carried: (constant, None), lambda _, dx: 
 
 def _block(
     generation: Generation,
+    step: _StepBlock | None,
     options: Options,
     p: BlockParams,
     x: Float[Array, "B *T C"],
@@ -379,10 +392,14 @@ def _block(
         s = initial_block(generation.initial_wkv, p, len(x), x.dtype)
     if p.ln0 is not None:
         x = layer_norm(p.ln0, x)
-    if options.layers == FUSED and generation.step_block is not None:
-        block = functools.partial(_mixings, generation, options._replace(layers=None))
-        return generation.step_block(block, p, x, of_first, s)
-    return _mixings(generation, options, p, x, of_first, s)
+    if step is None:
+        return _mixings(generation, options, p, x, of_first, s)
+    without = options._replace(layers=None, segment_ids=None)
+
+    def block(p: BlockParams, x: Array, of_first: Any, s: BlockState, ids: Array | None) -> Any:
+        return _mixings(generation, without._replace(segment_ids=ids), p, x, of_first, s)
+
+    return step(block, p, x, of_first, s, options.segment_ids)
 
 
 def _mixings(

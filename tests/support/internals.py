@@ -320,9 +320,9 @@ def fused_block(*, first: bool) -> Any:
     return block_step._FusedBlock(first=first)
 
 
-def step_block(params: Any, x: Any, v_first: Any, state: Any) -> Any:
+def step_block(params: Any, x: Any, v_first: Any, state: Any, segment_ids: Any = None) -> Any:
     """The step of a whole block by its kernels, without rules of differentiation and batching."""
-    return block_step._kernels(params._replace(ln0=None), x, v_first, state)
+    return block_step._kernels(params._replace(ln0=None), x, v_first, state, segment_ids)
 
 
 def run_blocks_as_on_cuda(monkeypatch: pytest.MonkeyPatch, call: Any) -> None:
@@ -333,7 +333,7 @@ def run_blocks_as_on_cuda(monkeypatch: pytest.MonkeyPatch, call: Any) -> None:
     def run(function: Any, name: Any, options: Options, operands: Any) -> Any:
         if not isinstance(function, block_step._FusedBlock):
             return dispatched(function, name, options, operands)
-        assert function._limits(operands.inputs) is None
+        assert function.limits(operands.inputs) is None
         return function.compute(name, "fused", options, "cuda", operands)
 
     def call_either(target: str, *operands: Any, **more: Any) -> Any:

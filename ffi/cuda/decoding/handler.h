@@ -28,6 +28,7 @@ class BlockReader {
     call.state = static_cast<const float*>(operands.Arg("att.wkv", "BHVK", Kind::kFloat));
     call.channel_before = Tensor("ffn", "BC");
     if (!is_first) call.first = Tensor("v_first", "BC");
+    call.segment_ids = static_cast<const int32_t*>(operands.Arg("segment_ids", "B", Kind::kInts));
     call.time_norm = Norm("ln1"), call.channel_norm = Norm("ln2");
     call.head_norm = Norm("att.ln_x");
     constexpr const char* kMixNames[kMixes] = {"r", "w", "k", "v", "a", "g"};

@@ -268,10 +268,14 @@ __global__ __launch_bounds__(kHeadThreads, kHeadBlocks) void HeadKernel(
   if (found >= 0) shared.y[partition.first_row + found] = y[0];
   __syncthreads();
   if (threadIdx.x < 32) ReadOut(shared, at, own.read);
+  // A row without a token keeps its states.
+  const bool idle = call.segment_ids[row] == 0;
+  if (idle) LoadState(partition, call.state + state, s);
   StoreState(partition, call.state_after + state, s);
   if (threadIdx.x / 32 == 1 && partition.lane < kHeadLanes) {
     const int64_t from = at + partition.lane * kHeadVector;
-    LoadPacked<kHeadVector, T>(own.normalised, from).Store(static_cast<T*>(call.time_after) + from);
+    LoadPacked<kHeadVector, T>(idle ? call.time_before : own.normalised, from)
+        .Store(static_cast<T*>(call.time_after) + from);
   }
 }
 

@@ -103,8 +103,9 @@ __global__ __launch_bounds__(kProductThreads, kProductBlocks<kRows>) void Projec
 struct ReadArguments {
   const void *inputs, *residual, *matrix;
   void* out;
-  const void* normalised;  // goes to `after`, unless that is null
+  const void *normalised, *before;  // one of them goes to `after`, unless that is null
   void* after;
+  const int32_t* segment_ids;
   int rows, inputs_width, width, slice, rounds;
 };
 
@@ -122,7 +123,8 @@ struct Residual {
       if (lane == 0) first_row[o] = static_cast<const T*>(own.residual)[output + o];
       const int64_t at = int64_t{lane} * own.width + output + o;
       if (own.after != nullptr && lane < own.rows)
-        static_cast<T*>(own.after)[at] = static_cast<const T*>(own.normalised)[at];
+        static_cast<T*>(own.after)[at] =
+            static_cast<const T*>(own.segment_ids[lane] == 0 ? own.before : own.normalised)[at];
     }
   }
   __device__ void Finish(int first, int o, int row, float sum) const {
@@ -234,7 +236,8 @@ cudaError_t ReadChannels(cudaStream_t stream, const Rwkv7BlockCall& call, const 
   ReadArguments own = {};
   own.inputs = call.scratch + scratch.hidden, own.residual = call.scratch + scratch.between;
   own.matrix = call.channel_value, own.out = call.out;
-  own.normalised = call.scratch + scratch.normalised, own.after = call.channel_after;
+  own.normalised = call.scratch + scratch.normalised, own.before = call.channel_before;
+  own.after = call.channel_after, own.segment_ids = call.segment_ids;
   own.inputs_width = static_cast<int>(call.hidden);
   return Read(stream, call, device, own);
 }

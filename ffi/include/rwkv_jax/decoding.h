@@ -38,8 +38,9 @@ struct Rwkv7BlockCall {
   int64_t rows, width, heads, hidden;  // B, C, H, F
   Dtype dtype;
 
-  const void* x;      // [B, C]
-  const void* first;  // [B, C]: the value of the first layer; null in that layer
+  const void* x;               // [B, C]
+  const void* first;           // [B, C]: the value of the first layer; null in that layer
+  const int32_t* segment_ids;  // [B]: a row whose id is 0 has no token, and its states stay
   const void *time_before, *channel_before;  // [B, C]: the states of both token shifts
   const float* state;                        // [B, H, V, K]
 

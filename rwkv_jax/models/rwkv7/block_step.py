@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.custom_batching import custom_vmap
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from rwkv_jax._native import library
 from rwkv_jax._operator import check, dispatch
@@ -33,7 +33,7 @@ from rwkv_jax.models import _parameters
 from rwkv_jax.models._trees import BlockParams, BlockState, TimeMixState
 
 Block: TypeAlias = Callable[
-    [BlockParams, Array, Array | None, BlockState], tuple[Array, Array, BlockState]
+    [BlockParams, Array, Array | None, BlockState, Array | None], tuple[Array, Array, BlockState]
 ]
 
 NAME = "rwkv7_block"
@@ -51,8 +51,11 @@ def step_block(
     x: Float[Array, "B C"],
     v_first: Float[Array, "B C"] | None,
     state: BlockState,
+    segment_ids: Int[Array, " B"] | None = None,
+    *,
+    required: bool = True,
 ) -> tuple[Float[Array, "B C"], Float[Array, "B C"], BlockState]:
-    """`block(params, x, v_first, state)` by kernels.
+    """`block(params, x, v_first, state, segment_ids)` by kernels.
 
     Args:
       block: the block in plain JAX, which is the formula.
@@ -60,12 +63,15 @@ def step_block(
       x: a token of each row, the input of the block.
       v_first: the value of the first block, or None in that block.
       state: the state of the block. If it is donated, the next state takes its place.
+      segment_ids: a row whose id is 0 has no token, and its state stays.
+      required: that the kernels run or raise an error. Otherwise they run where the program is for
+        CUDA, if they can and were measured to be faster, which is so for one row.
 
     Returns:
       The output of the block, the value of the first block, and the next state.
 
     Raises:
-      NotImplementedError: the kernels cannot run the call.
+      NotImplementedError: the kernels are required and cannot run the call.
       ValueError: arrays have sizes that do not fit together, or `v_first` is missing.
     """
     params = params._replace(ln0=None)
@@ -73,27 +79,55 @@ def step_block(
         v_first = None
     elif v_first is None:
         raise ValueError(f"{NAME}: v_first is None; only the first block has a value of its own")
-    operands = params, x, v_first, state
+    operands = params, x, v_first, state, segment_ids
     whole = all(jax.typeof(a).sharding.mesh.empty for a in jax.tree.leaves(operands))
-    return (_step if whole else lambda block, *own: block(*own))(block, *operands)
+    if whole and (required or _prefers_kernels(*operands)):
+        return _step(block, required, *operands)
+    return block(*operands)
 
 
 def _is_first(params: BlockParams) -> bool:
     return any(x is None for x in (params.att.v0, params.att.v1, params.att.v2))
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _prefers_kernels(
+    params: BlockParams,
+    x: Array,
+    v_first: Array | None,
+    state: BlockState,
+    segment_ids: Array | None,
+) -> bool:
+    if len(x) != 1 or library.why_not("cuda") is not None:
+        return False
+    fused = _FusedBlock(first=v_first is None)
+    given = _given(params, x, v_first, state, segment_ids)
+    return all(name in given for name in fused.inputs) and fused.limits(given) is None
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _step(
-    block: Block, params: BlockParams, x: Array, v_first: Array | None, state: BlockState
+    block: Block,
+    required: bool,
+    params: BlockParams,
+    x: Array,
+    v_first: Array | None,
+    state: BlockState,
+    segment_ids: Array | None,
 ) -> tuple[Array, Array, BlockState]:
-    leaves, structure = jax.tree.flatten((params, x, v_first, state))
+    operands = params, x, v_first, state, segment_ids
+    leaves, structure = jax.tree.flatten(operands)
 
     def formula(*leaves: Array) -> tuple[Array, Array, BlockState]:
         return block(*jax.tree.unflatten(structure, leaves))
 
+    def kernels(*leaves: Array) -> tuple[Array, Array, BlockState]:
+        return _kernels(*jax.tree.unflatten(structure, leaves))
+
     @custom_vmap
     def call(*leaves: Array) -> tuple[Array, Array, BlockState]:
-        return _kernels(*jax.tree.unflatten(structure, leaves))
+        if required:
+            return kernels(*leaves)
+        return lax.platform_dependent(*leaves, cuda=kernels, default=formula)
 
     @call.def_vmap
     def _rule(size: int, mapped: Sequence[bool], *leaves: Any):
@@ -105,17 +139,34 @@ def _step(
 
 
 @_step.defjvp
-def _(block: Block, primals: Any, tangents: Any) -> tuple[Any, Any]:
+def _(block: Block, required: bool, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    del required
     return jax.jvp(block, primals, tangents)
 
 
+def _given(
+    params: BlockParams,
+    x: Array,
+    v_first: Array | None,
+    state: BlockState,
+    segment_ids: Array | None,
+) -> dict[str, Array]:
+    """The operands by name, those that the target takes among them."""
+    present = jnp.ones(len(x), bool) if segment_ids is None else segment_ids != 0
+    ids = present.astype(jnp.int32)
+    given = {"x": x, "segment_ids": ids, **_parameters.names(state), **_parameters.names(params)}
+    return given if v_first is None else {**given, "v_first": v_first}
+
+
 def _kernels(
-    params: BlockParams, x: Array, v_first: Array | None, state: BlockState
+    params: BlockParams,
+    x: Array,
+    v_first: Array | None,
+    state: BlockState,
+    segment_ids: Array | None = None,
 ) -> tuple[Array, Array, BlockState]:
     fused = _FusedBlock(first=v_first is None)
-    given = {"x": x, **_parameters.names(state), **_parameters.names(params)}
-    if v_first is not None:
-        given["v_first"] = v_first
+    given = _given(params, x, v_first, state, segment_ids)
     if missing := [name for name in fused.inputs if name not in given]:
         raise NotImplementedError(
             f"{NAME}: {missing[0]} is stored in another way; the kernels take the parameters as "
@@ -155,6 +206,7 @@ class _FusedBlock:
         return {
             **state,
             **others,
+            "segment_ids": "B",
             **norms,
             **mixes,
             "ffn.x_k": "C",
@@ -196,15 +248,16 @@ class _FusedBlock:
     ) -> str | None:
         if platform != "cuda":
             return "the kernels of a whole block are for CUDA GPUs"
-        return library.why_not(platform) or self._limits(operands.inputs)
+        return library.why_not(platform) or self.limits(operands.inputs)
 
-    def _limits(self, inputs: Mapping[str, Any]) -> str | None:
+    def limits(self, given: Mapping[str, Any]) -> str | None:
         """Why the kernels do not take operands of these shapes and dtypes, or None."""
+        inputs = {name: given[name] for name in self.inputs}
         own = inputs["x"].dtype
         if own not in check.DTYPES:
             return f"x is {own}; the kernels take {', '.join(check.DTYPES)}"
         for name, x in inputs.items():
-            if x.dtype != own and name != "att.wkv":
+            if x.dtype != own and name not in ("att.wkv", "segment_ids"):
                 return (
                     f"{name} is {x.dtype} where x is {own}; the kernels take parameters and token "
                     "shifts in the dtype of the activations"
