@@ -101,7 +101,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--fused",
         action=argparse.BooleanOptionalAction,
         help='decode with layers="fused", the CUDA kernels of whole blocks for up to 8 rows, or '
-        'never with them; with layers=None, if neither is given',
+        "never with them; with layers=None, if neither is given",
     )
     add("--prefill", type=int, default=0, metavar="T", help="also read a prompt of T tokens")
     add("--peak", type=float, default=989.0, help="peak TFLOP/s of the device (default: 989)")
