@@ -123,7 +123,7 @@ class Generation:
             sequence are distributed over devices, give "xla", which the compiler partitions. With
             one token each, "fused" computes each block of RWKV-7 in five CUDA kernels for up to 8
             rows. None chooses them on CUDA for one row, for which they were measured to be faster,
-            where they can run and `params` is not stacked.
+            where they can run, JAX has one device, and `params` is not stacked.
           recompute: what the backward pass computes again rather than keeps: "cheap", all but the
             products and the results of the operator; "blocks", everything but the activations
             between blocks; or None, what costs nothing to speak of.

@@ -65,7 +65,8 @@ def step_block(
       state: the state of the block. If it is donated, the next state takes its place.
       segment_ids: a row whose id is 0 has no token, and its state stays.
       required: that the kernels run or raise an error. Otherwise they run where the program is for
-        CUDA, if they can and were measured to be faster, which is so for one row.
+        CUDA, if JAX has one device, and if they can and were measured to be faster, which is so for
+        one row.
 
     Returns:
       The output of the block, the value of the first block, and the next state.
@@ -97,7 +98,9 @@ def _prefers_kernels(
     state: BlockState,
     segment_ids: Array | None,
 ) -> bool:
-    if len(x) != 1 or library.why_not("cuda") is not None:
+    # On a mesh each device would gather all weights for the kernels, and where the compiler shards a
+    # program, tracing does not tell whether arrays are on one.
+    if len(x) != 1 or jax.device_count() > 1 or library.why_not("cuda") is not None:
         return False
     fused = _FusedBlock(first=v_first is None)
     given = _given(params, x, v_first, state, segment_ids)
