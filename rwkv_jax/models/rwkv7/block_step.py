@@ -98,8 +98,8 @@ def _prefers_kernels(
     state: BlockState,
     segment_ids: Array | None,
 ) -> bool:
-    # On a mesh each device would gather all weights for the kernels, and where the compiler shards a
-    # program, tracing does not tell whether arrays are on one.
+    # On a mesh each device would gather all weights for the kernels, and where the compiler shards
+    # a program, tracing does not tell whether arrays are on one.
     if len(x) != 1 or jax.device_count() > 1 or library.why_not("cuda") is not None:
         return False
     fused = _FusedBlock(first=v_first is None)
