@@ -700,7 +700,8 @@ def _layer_calls(
         internals.intercept_native_calls(patch, record)
         with jax.disable_jit():
             layer_functions.value_and_gradients(name, "ffi", *arrays)
-    inputs = [*own.inputs, *(["origin"] if name == "norm_shift_mix" else [])]
+    origin = ["origin"] if name == "norm_shift_mix" else []
+    inputs = [*own.tensors, "parameters", *origin]
     kept = ["moments"] if name == "norm_shift_mix" else []
     results = [n.replace("mixed", "mixed ") for n in own.results]
     fresh = [n for n in results if n != "passed" and not n.endswith("_again")]
@@ -756,7 +757,7 @@ def test_layers_refuse_wrong_arrays(
 WRONG_SIZES = {
     "width": ("norm_shift_mix", Layer(1, 2, 1, 17), "x has D = 17; expected a multiple of 16"),
     "large": ("norm_shift_mix", Layer(1, 2, 1, 4112), "x has D = 4112; expected a multiple of 16"),
-    "mixes": ("norm_shift_mix", Layer(1, 2, 1, 16, mixes=3), "mix has I = 3; expected 1 or 6"),
+    "mixes": ("norm_shift_mix", Layer(1, 2, 1, 16, mixes=3), "parameters has J = 5; expected 3"),
     **{
         f"{name} of {size}": (
             *(name, Layer(1, 2, 1, size)),
@@ -789,11 +790,14 @@ def test_layers_refuse_other_counts(emulated: Emulation, monkeypatch: pytest.Mon
         )
     x = backward.results["partials"]
     for shape, message in (
-        ((2, 2, *x.shape[2:]), "partials has N = 2 and J = 8; expected 1 and 8"),
-        ((2, 1, 7, x.shape[3]), "partials has N = 1 and J = 7; expected 1 and 8"),
+        ((2, 2, *x.shape[2:]), "partials has N = 2; expected 1"),
+        ((2, 1, 7, x.shape[3]), "so J = 7, where parameters has J = 8"),
     ):
         changed = backward.results | {"partials": np.zeros(shape, np.float32)}
         assert message in _refused(emulated, backward._replace(results=changed))
+    keys, _ = _layer_calls(emulated, monkeypatch, "wkv7_keys")
+    changed = keys.operands | {"parameters": keys.operands["parameters"][:, :2].copy()}
+    assert "parameters has J = 2; expected 3" in _refused(emulated, keys._replace(operands=changed))
 
 
 def test_targets_and_constants_are_those_of_python(emulated: Emulation) -> None:

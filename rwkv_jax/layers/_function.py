@@ -9,7 +9,6 @@ as those of operators are.
 """
 
 import functools
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeAlias
@@ -161,23 +160,22 @@ class Function:
         sizes, dtype = self._sizes(inputs), inputs[next(iter(self.tensors))].dtype
         shapes = [([sizes[x] for x in axes], dtype) for axes in self.results.values()]
         kept = [([sizes.get(x, 2) for x in axes], jnp.float32) for axes in self.kept.values()]
-        found = library.call(self.targets[0], [*shapes, *kept], *inputs.values())
+        given = self._native_inputs(inputs, self._vectors(inputs))
+        found = library.call(self.targets[0], [*shapes, *kept], *given)
         results = dict(zip(self.results, found, strict=False))
         return results, dict(zip(self.kept, found[len(results) :], strict=True))
 
     def _native_backward(self, inputs: Arrays, operands: Operands) -> Arrays:
-        cotangents = [operands.cotangents[name] for name in self.given]
+        vectors, cotangents = self._vectors(inputs), [operands.cotangents[x] for x in self.given]
         shapes = [(inputs[name].shape, inputs[name].dtype) for name in self.tensors]
-        # The partial sums of all parameters are one array [B, runs, ...], in which a parameter has
-        # as many places as it has vectors [D] or [H, K].
-        _, *vector = next(inputs[name].shape for name in self.parameters)
-        counts = [math.prod(inputs[name].shape[1 : -len(vector)]) for name in self.parameters]
+        # The partial sums of all parameters are one array [B, runs, J, ...], as the parameters are.
+        counts = [x.shape[1] for x in vectors]
         sizes = self._sizes(inputs)
-        partials = (sizes["B"], -(-sizes["T"] // RUN), sum(counts), *vector)
+        partials = (sizes["B"], -(-sizes["T"] // RUN), sum(counts), *vectors[0].shape[2:])
         found = library.call(
             self.targets[1],
             [*shapes, (partials, jnp.float32)],
-            *inputs.values(),
+            *self._native_inputs(inputs, vectors),
             *operands.kept.values(),
             *cotangents,
         )
@@ -188,6 +186,18 @@ class Function:
             gradients[name] = part.reshape(inputs[name].shape)
             at += count
         return gradients
+
+    def _vectors(self, inputs: Arrays) -> list[Array]:
+        """Each parameter as so many vectors: [B, n, D] or [B, n, H, K]."""
+        single = 1 + min(len(axes) for axes in self.parameters.values())
+        given = [inputs[name] for name in self.parameters]
+        return [x[:, None] if x.ndim == single else x for x in given]
+
+    def _native_inputs(self, inputs: Arrays, vectors: list[Array]) -> list[Array]:
+        """The tensors, the parameters as one array [B, J, ...], and the indices. One array is
+        repeated for each row in one kernel, and a kernel takes a GPU microseconds."""
+        tensors, indices = ([inputs[x] for x in names] for names in (self.tensors, self.indices))
+        return [*tensors, jnp.concatenate(vectors, axis=1), *indices]
 
 
 def run(

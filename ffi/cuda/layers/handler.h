@@ -31,14 +31,14 @@ class LayerReader {
 
   void Read(NormShiftMixBackwardCall& call) {
     ReadInputs(call);
-    call.moments = Parameter("moments", "BTE");
+    call.moments = Floats("moments", "BTE");
     RequireMoments();
     for (int64_t i = 0; i < Mixes(call); ++i)
       call.dmixed[i] = Tensor("dmixed " + std::to_string(i), "BTD");
     call.dpassed = Tensor("dpassed", "BTD");
     call.dx = operands.Ret("dx", "BTD", Kind::kTensor);
     call.dbefore = operands.Ret("dbefore", "BD", Kind::kTensor);
-    call.partials = Partials("BNJD", Mixes(call) + 2);
+    call.partials = Partials("BNJD");
   }
 
   void Read(Wkv7KeysForwardCall& call) {
@@ -51,7 +51,7 @@ class LayerReader {
     call.dkey[0] = Tensor("dkey"), call.da = Tensor("da"), call.db = Tensor("db");
     call.dkey[1] = Tensor("dkey_again");
     call.dk = Result("dk"), call.drate = Result("drate");
-    call.partials = Partials("BNJHK", 3);
+    call.partials = Partials("BNJHK");
   }
 
   void Read(ValueResidualForwardCall& call) {
@@ -64,7 +64,7 @@ class LayerReader {
     call.dvalue[0] = Tensor("dvalue"), call.dvalue[1] = Tensor("dvalue_again");
     call.dpassed = Tensor("dpassed");
     call.dv = Result("dv"), call.drate = Result("drate"), call.dfirst = Result("dfirst");
-    call.partials = Partials("BNJHK", 1);
+    call.partials = Partials("BNJHK");
   }
 
   void Read(ReadOutForwardCall& call) {
@@ -77,19 +77,18 @@ class LayerReader {
     call.dout = Tensor("dout");
     call.dy = Result("dy"), call.dr = Result("dr"), call.dk = Result("dk");
     call.dv = Result("dv"), call.dgate = Result("dgate");
-    call.partials = Partials("BNJHK", 3);
+    call.partials = Partials("BNJHK");
   }
 
  private:
   // `origin` follows all other inputs, with a size of 0 where it is not given.
   void ReadInputs(NormShiftMixCall& call) {
     call.x = Tensor("x", "BTD"), call.before = Tensor("before", "BD");
-    call.weight = Parameter("weight", "BD"), call.bias = Parameter("bias", "BD");
-    call.mix = Parameter("mix", "BID");
+    call.parameters = Floats("parameters", "BJD");
     call.origin = static_cast<const int32_t*>(operands.Arg("origin", "BO", Kind::kInts));
     RequireGrid();
     call.rows = operands.Size('B'), call.tokens = operands.Size('T');
-    call.width = operands.Size('D'), call.mixes = operands.Size('I');
+    call.width = operands.Size('D'), call.mixes = operands.Size('J') - 2;
     call.dtype = operands.dtype();
     const int64_t given = operands.Size('O');
     operands.Require(given == 0 || given == call.tokens, "origin has O = ", given,
@@ -98,8 +97,8 @@ class LayerReader {
     operands.Require(call.width > 0 && call.width <= kMaxLayerWidth && call.width % 16 == 0,
                      "x has D = ", call.width, "; expected a multiple of 16 up to ",
                      kMaxLayerWidth);
-    operands.Require(call.mixes == 1 || call.mixes == 6, "mix has I = ", call.mixes,
-                     "; expected 1 or 6");
+    operands.Require(call.mixes == 1 || call.mixes == 6, "parameters has J = ", call.mixes + 2,
+                     "; expected 3 or 8");
   }
   void RequireMoments() {
     operands.Require(operands.Size('E') == 2, "moments has E = ", operands.Size('E'),
@@ -112,21 +111,25 @@ class LayerReader {
 
   void ReadInputs(Wkv7KeysCall& call) {
     call.k = Tensor("k"), call.rate = Tensor("rate");
-    call.k_k = Parameter("k_k"), call.k_a = Parameter("k_a"), call.a0 = Parameter("a0");
-    ReadSizes(call);
+    ReadParameters(call);
   }
 
   void ReadInputs(ValueResidualCall& call) {
     call.v = Tensor("v"), call.rate = Tensor("rate"), call.first = Tensor("first");
-    call.v0 = Parameter("v0");
-    ReadSizes(call);
+    ReadParameters(call);
   }
 
   void ReadInputs(ReadOutCall& call) {
     call.y = Tensor("y"), call.r = Tensor("r"), call.k = Tensor("k"), call.v = Tensor("v");
     call.gate = Tensor("gate");
-    call.weight = Parameter("weight"), call.bias = Parameter("bias");
-    call.r_k = Parameter("r_k");
+    ReadParameters(call);
+  }
+
+  template <typename Call>
+  void ReadParameters(Call& call) {
+    call.parameters = Floats("parameters", "BJHK");
+    operands.Require(operands.Size('J') == Call::kParameters,
+                     "parameters has J = ", operands.Size('J'), "; expected ", Call::kParameters);
     ReadSizes(call);
   }
 
@@ -149,16 +152,15 @@ class LayerReader {
   const void* Tensor(const std::string& name, const char* axes = "BTHK") {
     return operands.Arg(name, axes, Kind::kTensor);
   }
-  const float* Parameter(const std::string& name, const char* axes = "BHK") {
+  const float* Floats(const std::string& name, const char* axes) {
     return static_cast<const float*>(operands.Arg(name, axes, Kind::kFloat));
   }
   void* Result(const std::string& name) { return operands.Ret(name, "BTHK", Kind::kTensor); }
-  float* Partials(const char* axes, int64_t count) {
+  float* Partials(const char* axes) {
     void* const partials = operands.Ret("partials", axes, Kind::kFloat);
     const int64_t runs = Runs(operands.Size('T'));
-    operands.Require(operands.Size('N') == runs && operands.Size('J') == count,
-                     "partials has N = ", operands.Size('N'), " and J = ", operands.Size('J'),
-                     "; expected ", runs, " and ", count);
+    operands.Require(operands.Size('N') == runs, "partials has N = ", operands.Size('N'),
+                     "; expected ", runs);
     return static_cast<float*>(partials);
   }
 };

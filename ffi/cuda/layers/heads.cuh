@@ -35,11 +35,13 @@ class HeadRun {
   __device__ void Store(void* array, int64_t t, const HeadVector& x) const {
     if (active) StoreRounded<T>(array, At(t), x);
   }
-  __device__ void LoadParameter(const float* parameter, HeadVector& x) const {
-    if (active) LoadFloats(parameter + row * width_ + channel, x);
+  // Reads the parameter number i of `count`.
+  __device__ void LoadParameter(const float* parameters, int i, int64_t count,
+                                HeadVector& x) const {
+    if (active) LoadFloats(parameters + (row * count + i) * width_ + channel, x);
   }
   // Writes the partial sum number i of `count`.
-  __device__ void StorePartial(float* partials, int i, int count, const HeadVector& x) const {
+  __device__ void StorePartial(float* partials, int i, int64_t count, const HeadVector& x) const {
     if (active)
       StoreFloats(partials + ((row * gridDim.y + blockIdx.y) * count + i) * width_ + channel, x);
   }

@@ -88,11 +88,11 @@ __global__ __launch_bounds__(kMostThreads) void ForwardKernel(NormShiftMixForwar
   copy(tokens, -goes_on);
   float weight[kVector] = {}, bias[kVector] = {}, mix[kMixes][kVector] = {}, earlier[kVector] = {};
   if (active) {
-    LoadFloats(call.weight + row * width + channel, weight);
-    LoadFloats(call.bias + row * width + channel, bias);
+    const float* const parameters = call.parameters + row * (kMixes + 2) * width + channel;
+    LoadFloats(parameters, weight);
+    LoadFloats(parameters + width, bias);
 #pragma unroll
-    for (int i = 0; i < kMixes; ++i)
-      LoadFloats(call.mix + (row * kMixes + i) * width + channel, mix[i]);
+    for (int i = 0; i < kMixes; ++i) LoadFloats(parameters + (i + 2) * width, mix[i]);
   }
   for (int t = -goes_on; t < count; t += together) {
     const int here = count - t < together ? count - t : together;
@@ -238,6 +238,9 @@ __global__ __launch_bounds__(kMostThreads) void BackwardKernel(NormShiftMixBackw
   __syncthreads();
   const int64_t end = begin + count;
   const bool goes_on = end < call.tokens && OriginOf(call, first + count, end) == Origin::kToken;
+  const auto parameter = [&](int i) {
+    return call.parameters + (row * (kMixes + 2) + i) * width + channel;
+  };
   if (active) {
     const auto x = LoadPacked<kVector, T>(call.x, at);
 #pragma unroll
@@ -245,7 +248,7 @@ __global__ __launch_bounds__(kMostThreads) void BackwardKernel(NormShiftMixBackw
 #pragma unroll
     for (int i = 0; i < kMixes; ++i) {
       float mix[kVector];
-      LoadFloats(call.mix + (row * kMixes + i) * width + channel, mix);
+      LoadFloats(parameter(i + 2), mix);
       for (int half = 0; half < 2; ++half)
         *reinterpret_cast<float4*>(mixes + (2 * i + half) * (width / 2)) = {
             mix[4 * half], mix[4 * half + 1], mix[4 * half + 2], mix[4 * half + 3]};
@@ -256,7 +259,7 @@ __global__ __launch_bounds__(kMostThreads) void BackwardKernel(NormShiftMixBackw
     }
   }
 
-  const float* const weights = call.weight + row * width + channel;
+  const float* const weights = parameter(0);
   for (int t = count - 1; t >= 0; --t, at -= width) {
     if constexpr (kAhead > 0) WaitForCopies<kAhead - 1>();
     const T* const copied = stage(t);
@@ -279,7 +282,7 @@ __global__ __launch_bounds__(kMostThreads) void BackwardKernel(NormShiftMixBackw
       if (origin != Origin::kToken) {
         Packed<T, kVector> state = {};
         float bias[kVector];
-        LoadFloats(call.bias + row * width + channel, bias);
+        LoadFloats(parameter(1), bias);
         if (origin == Origin::kState)
           state = LoadPacked<kVector, T>(call.before, row * width + channel);
 #pragma unroll

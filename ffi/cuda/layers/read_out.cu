@@ -19,9 +19,9 @@ struct ReadOutParameters {
   HeadVector weight = {}, bias = {}, r_k = {};
 
   __device__ ReadOutParameters(const HeadRun& run, const ReadOutCall& call) {
-    run.LoadParameter(call.weight, weight);
-    run.LoadParameter(call.bias, bias);
-    run.LoadParameter(call.r_k, r_k);
+    run.LoadParameter(call.parameters, 0, call.kParameters, weight);
+    run.LoadParameter(call.parameters, 1, call.kParameters, bias);
+    run.LoadParameter(call.parameters, 2, call.kParameters, r_k);
   }
 };
 
@@ -80,9 +80,9 @@ __global__ __launch_bounds__(kHeadThreads, 2) void BackwardKernel(ReadOutBackwar
     run.Store<T>(call.dv, t, dv);
     run.Store<T>(call.dgate, t, dgate);
   }
-  run.StorePartial(call.partials, 0, 3, dweight);
-  run.StorePartial(call.partials, 1, 3, dbias);
-  run.StorePartial(call.partials, 2, 3, dr_k);
+  run.StorePartial(call.partials, 0, call.kParameters, dweight);
+  run.StorePartial(call.partials, 1, call.kParameters, dbias);
+  run.StorePartial(call.partials, 2, call.kParameters, dr_k);
 }
 
 }  // namespace

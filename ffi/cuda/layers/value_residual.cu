@@ -12,7 +12,7 @@ template <typename T>
 __global__ __launch_bounds__(kHeadThreads) void ForwardKernel(ValueResidualForwardCall call) {
   const HeadRun run(call, kForwardTokens);
   HeadVector v0 = {};
-  run.LoadParameter(call.v0, v0);
+  run.LoadParameter(call.parameters, 0, call.kParameters, v0);
   for (int64_t t = run.begin; t < run.end; ++t) {
     const auto v = run.Load<T>(call.v, t), rate = run.Load<T>(call.rate, t);
     const auto first = run.Load<T>(call.first, t);
@@ -28,7 +28,7 @@ template <typename T>
 __global__ __launch_bounds__(kHeadThreads, 2) void BackwardKernel(ValueResidualBackwardCall call) {
   const HeadRun run(call, kRun);
   HeadVector v0 = {}, dv0 = {};
-  run.LoadParameter(call.v0, v0);
+  run.LoadParameter(call.parameters, 0, call.kParameters, v0);
   for (int64_t t = run.begin; t < run.end; ++t) {
     const auto v = run.Load<T>(call.v, t), rate = run.Load<T>(call.rate, t);
     const auto first = run.Load<T>(call.first, t), dpassed = run.Load<T>(call.dpassed, t);
@@ -46,7 +46,7 @@ __global__ __launch_bounds__(kHeadThreads, 2) void BackwardKernel(ValueResidualB
     run.Store<T>(call.drate, t, drate);
     run.Store<T>(call.dfirst, t, dfirst);
   }
-  run.StorePartial(call.partials, 0, 1, dv0);
+  run.StorePartial(call.partials, 0, call.kParameters, dv0);
 }
 
 }  // namespace

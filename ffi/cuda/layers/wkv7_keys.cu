@@ -15,9 +15,9 @@ struct KeyParameters {
   HeadVector k_k = {}, k_a = {}, a0 = {};
 
   __device__ KeyParameters(const HeadRun& run, const Wkv7KeysCall& call) {
-    run.LoadParameter(call.k_k, k_k);
-    run.LoadParameter(call.k_a, k_a);
-    run.LoadParameter(call.a0, a0);
+    run.LoadParameter(call.parameters, 0, call.kParameters, k_k);
+    run.LoadParameter(call.parameters, 1, call.kParameters, k_a);
+    run.LoadParameter(call.parameters, 2, call.kParameters, a0);
   }
 };
 
@@ -69,9 +69,9 @@ __global__ __launch_bounds__(kHeadThreads, 2) void BackwardKernel(Wkv7KeysBackwa
     run.Store<T>(call.dk, t, dk);
     run.Store<T>(call.drate, t, drate);
   }
-  run.StorePartial(call.partials, 0, 3, dk_k);
-  run.StorePartial(call.partials, 1, 3, dk_a);
-  run.StorePartial(call.partials, 2, 3, da0);
+  run.StorePartial(call.partials, 0, call.kParameters, dk_k);
+  run.StorePartial(call.partials, 1, call.kParameters, dk_a);
+  run.StorePartial(call.partials, 2, call.kParameters, da0);
 }
 
 }  // namespace

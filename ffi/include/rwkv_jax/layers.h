@@ -25,14 +25,14 @@ enum class Origin : int32_t { kToken = 0, kNothing = 1, kState = 2 };
 constexpr int kMaxMixes = 6;
 
 // Arrays are dense and row-major. x and the mixed arrays are [B, T, D] of `dtype`, `before` is [B, D] of
-// `dtype`; parameters are float: weight and bias [B, D], mix [B, I, D]. `origin` is [B, T], or null
-// where each row is one sequence that goes on from the state.
+// `dtype`. The parameters are [B, J, D] with J = 2 + I: weight, bias and the rows of mix. `origin` is
+// [B, T], or null where each row is one sequence that goes on from the state.
 struct NormShiftMixCall {
   static constexpr const char* kName = "norm_shift_mix";
   int64_t rows, tokens, width, mixes;
   Dtype dtype;
   const void *x, *before;
-  const float *weight, *bias, *mix;
+  const float* parameters;
   const int32_t* origin;
 };
 // `moments` are [B, T, 2]: the mean and 1 / sqrt(variance + eps) of each token.
@@ -41,7 +41,7 @@ struct NormShiftMixForwardCall : NormShiftMixCall {
   float* moments;
 };
 // `dpassed` is the cotangent of x where x is passed on; dx contains it. The partial sums are
-// [B, runs, J, D] with J = 2 + I: of the gradients of weight, bias and mix.
+// [B, runs, J, D]: of the gradients of the parameters.
 struct NormShiftMixBackwardCall : NormShiftMixCall {
   const float* moments;
   const void* dpassed;
@@ -55,12 +55,13 @@ struct HeadTokens {
   Dtype dtype;
 };
 
-// Tensors are [B, T, H, K], parameters float [B, H, K], and the partial sums [B, runs, J, H, K]. A result
-// with two uses has a cotangent from each.
+// Tensors are [B, T, H, K], the parameters [B, J, H, K], and the partial sums [B, runs, J, H, K] of the
+// gradients of parameters. A result with two uses has a cotangent from each.
 struct Wkv7KeysCall : HeadTokens {
   static constexpr const char* kName = "wkv7_keys";
+  static constexpr int64_t kParameters = 3;  // J
   const void *k, *rate;
-  const float *k_k, *k_a, *a0;
+  const float* parameters;  // k_k, k_a and a0
 };
 struct Wkv7KeysForwardCall : Wkv7KeysCall {
   void *key, *a, *b;
@@ -68,13 +69,14 @@ struct Wkv7KeysForwardCall : Wkv7KeysCall {
 struct Wkv7KeysBackwardCall : Wkv7KeysCall {
   const void *dkey[2], *da, *db;
   void *dk, *drate;
-  float* partials;  // J = 3: of the gradients of k_k, k_a and a0
+  float* partials;
 };
 
 struct ValueResidualCall : HeadTokens {
   static constexpr const char* kName = "value_residual";
+  static constexpr int64_t kParameters = 1;
   const void *v, *rate, *first;
-  const float* v0;
+  const float* parameters;  // v0
 };
 struct ValueResidualForwardCall : ValueResidualCall {
   void* value;
@@ -83,13 +85,14 @@ struct ValueResidualForwardCall : ValueResidualCall {
 struct ValueResidualBackwardCall : ValueResidualCall {
   const void *dvalue[2], *dpassed;
   void *dv, *drate, *dfirst;
-  float* partials;  // J = 1: of the gradient of v0
+  float* partials;
 };
 
 struct ReadOutCall : HeadTokens {
   static constexpr const char* kName = "read_out";
+  static constexpr int64_t kParameters = 3;
   const void *y, *r, *k, *v, *gate;
-  const float *weight, *bias, *r_k;
+  const float* parameters;  // weight, bias and r_k
 };
 struct ReadOutForwardCall : ReadOutCall {
   void* out;
@@ -97,7 +100,7 @@ struct ReadOutForwardCall : ReadOutCall {
 struct ReadOutBackwardCall : ReadOutCall {
   const void* dout;
   void *dy, *dr, *dk, *dv, *dgate;
-  float* partials;  // J = 3: of the gradients of weight, bias and r_k
+  float* partials;
 };
 
 }  // namespace rwkv_jax
