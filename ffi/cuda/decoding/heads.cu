@@ -7,9 +7,9 @@
 //   the keys (layers/wkv7_keys.cu), wkv7 (wkv7/token.cuh), and what is read out (layers/read_out.cu)
 //
 // Before the kernels before it have ended, a block fetches the state into registers, and the parameters of
-// its head and the second matrices of the low-rank maps into shared memory. Then all threads multiply with
-// these matrices, four warps prepare the vectors of the token, all threads take the step, and one warp
-// reads out.
+// its head and, for one row, the second matrices of the low-rank maps into shared memory. Then all threads
+// multiply with these matrices, four warps prepare the vectors of the token, all threads take the step,
+// and one warp reads out.
 #include "decoding/kernels.h"
 #include "launch.cuh"
 #include "layers/formulas.cuh"
@@ -243,8 +243,9 @@ __global__ __launch_bounds__(kHeadThreads, kHeadBlocks) void HeadKernel(
   CopyParameters(call, channel, row, shared);
   Fragment<Partition> s;
   LoadState(partition, call.state + state, s);
-  LetNextKernelStart();
+  if (call.rows == 1) LetNextKernelStart();
   WaitForKernelsBefore();
+  if (call.rows > 1) LetNextKernelStart();
   const float* const projected = own.projected + row * (3 * width + own.ranks);
   CopyFloats(projected + 3 * width, own.ranks, 0, hidden);
   constexpr int kCopies = N / 4, kLast = kHeadThreads - 3 * kCopies;
@@ -291,7 +292,8 @@ cudaError_t StepHeads(cudaStream_t stream, const Rwkv7BlockCall& call, const Dev
     using T = decltype(zero);
     const int64_t bytes = static_cast<int64_t>(sizeof(HeadShared<T>) + ranks * sizeof(float));
     const int64_t fits = (device.shared_memory - bytes) / static_cast<int64_t>(N * sizeof(T));
-    own.copied = static_cast<int>(ranks < fits ? ranks : fits);
+    // Blocks of several rows would take each other's room in shared memory.
+    own.copied = static_cast<int>(call.rows > 1 ? 0 : ranks < fits ? ranks : fits);
     return LaunchEarly(HeadKernel<T>, blocks, kHeadThreads, bytes + own.copied * N * sizeof(T),
                        stream, own);
   });

@@ -43,88 +43,95 @@ struct MixedRows {
   }
 
   __device__ void Prepare() {
+    float pivots[kRows], offsets[kRows] = {}, squares[kRows] = {};
 #pragma unroll
-    for (int row = 0; row < kRows; ++row) {
-      if (row >= rows) continue;
-      const T* const tokens = x + int64_t{row} * width;
-      const float pivot = Pivot(tokens);
-      float sum = 0.0f, squares = 0.0f;
-      for (int i = threadIdx.x * kVector; i < width; i += kProductThreads * kVector) {
-        const auto vector = LoadPacked<kVector, T>(tokens, i);
+    for (int row = 0; row < kRows; ++row)
+      if (row < rows) pivots[row] = Pivot(row);
+    for (int i = threadIdx.x * kVector; i < width; i += kProductThreads * kVector)
+#pragma unroll
+      for (int row = 0; row < kRows; ++row) {
+        if (row >= rows) continue;
+        const auto tokens = LoadPacked<kVector, T>(x, int64_t{row} * width + i);
 #pragma unroll
         for (int c = 0; c < kVector; ++c) {
-          const float offset = vector[c] - pivot;
-          sum += offset, squares = fmaf(offset, offset, squares);
+          const float offset = tokens[c] - pivots[row];
+          offsets[row] += offset, squares[row] = fmaf(offset, offset, squares[row]);
         }
       }
-      sum = SumOverLanes<32>(sum), squares = SumOverLanes<32>(squares);
-      if (threadIdx.x % 32 == 0) sums[row][threadIdx.x / 32] = {sum, squares};
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) {
+      const float2 of_warp{SumOverLanes<32>(offsets[row]), SumOverLanes<32>(squares[row])};
+      if (threadIdx.x % 32 == 0) sums[row][threadIdx.x / 32] = of_warp;
     }
   }
 
   // Behind a barrier after Prepare.
   __device__ void StageFirst(int count, const Slice<T>& slice) const {
     const int own = threadIdx.x * kVector;
-#pragma unroll
-    for (int row = 0; row < kRows; ++row) {
-      if (own >= count || row >= rows) continue;
-      const int64_t at = int64_t{row} * width + own;
-      const Vector own_before = row == 0 ? earlier : LoadPacked<kVector, T>(before, at);
-      Mix(Moments(row), at, weights, biases, mixes, own_before, slice.Row(row) + own);
-    }
-    StageFrom(own + kProductThreads * kVector, 0, count, slice);
+    float2 moments[kRows];
+    FindMoments(moments);
+    if (own < count) Mix(moments, own, weights, biases, mixes, earlier, slice, own);
+    StageFrom(own + kProductThreads * kVector, 0, count, moments, slice);
   }
   __device__ void Stage(int first, int count, const Slice<T>& slice) const {
-    StageFrom(threadIdx.x * kVector, first, count, slice);
+    float2 moments[kRows];
+    FindMoments(moments);
+    StageFrom(threadIdx.x * kVector, first, count, moments, slice);
   }
 
  private:
   // The vectors of this thread from `begin` on, of a slice whose first input is `first`.
-  __device__ void StageFrom(int begin, int first, int count, const Slice<T>& slice) const {
-#pragma unroll
-    for (int row = 0; row < kRows; ++row) {
-      if (row >= rows) continue;
-      const float2 moments = Moments(row);
-      const int64_t start = int64_t{row} * width + first;
-      for (int i = begin; i < count; i += kProductThreads * kVector)
-        Mix(moments, start + i, LoadPacked<kVector, T>(weight, first + i),
-            LoadPacked<kVector, T>(bias, first + i), LoadPacked<kVector, T>(mix, first + i),
-            LoadPacked<kVector, T>(before, start + i), slice.Row(row) + i);
-    }
+  __device__ void StageFrom(int begin, int first, int count, const float2 (&moments)[kRows],
+                            const Slice<T>& slice) const {
+    for (int i = begin; i < count; i += kProductThreads * kVector)
+      Mix(moments, first + i, LoadPacked<kVector, T>(weight, first + i),
+          LoadPacked<kVector, T>(bias, first + i), LoadPacked<kVector, T>(mix, first + i),
+          LoadPacked<kVector, T>(before, first + i), slice, i);
   }
 
-  __device__ static float Pivot(const T* tokens) {
-    const auto vector = LoadPacked<kVector, T>(tokens, 0);
+  __device__ float Pivot(int row) const {
+    const auto vector = LoadPacked<kVector, T>(x, int64_t{row} * width);
     float sum = 0.0f;
 #pragma unroll
     for (int c = 0; c < kVector; ++c) sum += vector[c];
     return sum * (1.0f / kVector);
   }
 
-  // The mean of a row, and 1 / sqrt(variance + eps).
-  __device__ float2 Moments(int row) const {
-    float2 all = {};
+  // The mean of each row, and 1 / sqrt(variance + eps).
+  __device__ void FindMoments(float2 (&moments)[kRows]) const {
+    const float share = 1.0f / width;
 #pragma unroll
-    for (int warp = 0; warp < kProductWarps; ++warp)
-      all.x += sums[row][warp].x, all.y += sums[row][warp].y;
-    const float share = 1.0f / width, mean = all.x * share;
-    const float variance = fmaf(all.y, share, -mean * mean);
-    return {Pivot(x + int64_t{row} * width) + mean,
-            rsqrtf((variance > 0.0f ? variance : 0.0f) + kLayerNormEps)};
+    for (int row = 0; row < kRows; ++row) {
+      if (row >= rows) continue;
+      float2 all = {};
+#pragma unroll
+      for (int warp = 0; warp < kProductWarps; ++warp)
+        all.x += sums[row][warp].x, all.y += sums[row][warp].y;
+      const float mean = all.x * share, variance = fmaf(all.y, share, -mean * mean);
+      moments[row] = {Pivot(row) + mean,
+                      rsqrtf((variance > 0.0f ? variance : 0.0f) + kLayerNormEps)};
+    }
   }
 
-  __device__ void Mix(const float2& moments, int64_t at, const Vector& weights,
+  // Mixes a vector of inputs of each row, from `input` on. `earlier` is of the first row.
+  __device__ void Mix(const float2 (&moments)[kRows], int input, const Vector& weights,
                       const Vector& biases, const Vector& mixes, const Vector& earlier,
-                      T* to) const {
-    const auto tokens = LoadPacked<kVector, T>(x, at);
-    float n[kVector], mixed[kVector];
+                      const Slice<T>& slice, int to) const {
 #pragma unroll
-    for (int c = 0; c < kVector; ++c) {
-      n[c] = fmaf((tokens[c] - moments.x) * moments.y, weights[c], biases[c]);
-      mixed[c] = fmaf(earlier[c] - n[c], mixes[c], n[c]);
+    for (int row = 0; row < kRows; ++row) {
+      if (row >= rows) continue;
+      const int64_t at = int64_t{row} * width + input;
+      const auto tokens = LoadPacked<kVector, T>(x, at);
+      const Vector last = row == 0 ? earlier : LoadPacked<kVector, T>(before, at);
+      float n[kVector], mixed[kVector];
+#pragma unroll
+      for (int c = 0; c < kVector; ++c) {
+        n[c] = fmaf((tokens[c] - moments[row].x) * moments[row].y, weights[c], biases[c]);
+        mixed[c] = fmaf(last[c] - n[c], mixes[c], n[c]);
+      }
+      if (normalised != nullptr) StoreRounded<T>(normalised, at, n);
+      StoreRounded<T>(slice.Row(row), to, mixed);
     }
-    if (normalised != nullptr) StoreRounded<T>(normalised, at, n);
-    StoreRounded<T>(to, 0, mixed);
   }
 };
 

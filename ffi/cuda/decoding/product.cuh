@@ -25,6 +25,16 @@ constexpr int kProductThreads = 256, kProductWarps = kProductThreads / 32;
 template <int kRows>
 constexpr int kProductBlocks = kRows > 1 ? 2 : RWKV_JAX_ROW_BLOCKS;
 
+// Whether the next kernel may start while this one waits. Blocks of several rows fill the multiprocessors,
+// and blocks that wait would take the room of others.
+#ifdef RWKV_JAX_LATE_START
+template <int kRows>
+constexpr bool kStartsNextEarly = false;
+#else
+template <int kRows>
+constexpr bool kStartsNextEarly = kRows == 1;
+#endif
+
 template <typename T>
 constexpr int kWeightVector = 16 / sizeof(T);
 
@@ -146,33 +156,22 @@ struct WeightVectors {
   }
 };
 
-// The bytes of its weights that a warp fetches into L2 before the rows are there.
-#ifndef RWKV_JAX_AHEAD_BYTES
-#define RWKV_JAX_AHEAD_BYTES 4096
-#endif
-
 // When a kernel may read its weights: while the kernels before it still run, or only behind them.
 enum class Weights { kThere, kBehindKernelsBefore };
 
-// Calls fetch(), which reads weights, as early as they allow, and prefetch(), which may always be called.
-// Afterwards what the kernels before have written is there.
-template <typename Source, typename Prefetch, typename Fetch>
-__device__ void FetchAndWait(Weights weights, Source& source, Prefetch&& prefetch, Fetch&& fetch) {
+// Calls fetch(), which reads weights, as early as they allow. Afterwards what the kernels before have
+// written is there.
+template <int kRows, typename Source, typename Fetch>
+__device__ void FetchAndWait(Weights weights, Source& source, Fetch&& fetch) {
   if (weights == Weights::kBehindKernelsBefore) {
-    source.FetchIntoCache();
-    prefetch();
+    if (kRows == 1) source.FetchIntoCache();
     WaitForKernelsBefore();
   }
   fetch();
   source.Fetch();
-#ifndef RWKV_JAX_LATE_START
-  LetNextKernelStart();
-#endif
-  if (weights == Weights::kThere) prefetch();
+  if (kStartsNextEarly<kRows>) LetNextKernelStart();
   WaitForKernelsBefore();
-#ifdef RWKV_JAX_LATE_START
-  LetNextKernelStart();
-#endif
+  if (!kStartsNextEarly<kRows>) LetNextKernelStart();
 }
 
 // Puts the first slice of the rows of `source` into shared memory.
@@ -203,17 +202,7 @@ __device__ void MultiplyByOutput(const T* matrix, int outputs, int inputs, int f
     if (round < rounds && output_of(round) < outputs)
       next.Fetch(matrix, inputs, output_of(round), input);
   };
-  const auto prefetch = [&] {
-    int left = RWKV_JAX_AHEAD_BYTES / sizeof(T);
-    for (int round = 0; threadIdx.x % 32 == 0 && round < rounds && left > 0; ++round) {
-      if (output_of(round) >= outputs) return;
-      const int64_t all = int64_t{inputs} * kOutputs<kRows>;
-      const int count = left < all ? left : static_cast<int>(all);
-      PrefetchBytes(matrix + int64_t{output_of(round)} * inputs, count * sizeof(T));
-      left -= count;
-    }
-  };
-  FetchAndWait(weights, source, prefetch, [&] { fetch(0, 0); });
+  FetchAndWait<kRows>(weights, source, [&] { fetch(0, 0); });
   StageFirst(source, inputs, slice);
   for (int round = 0; round < rounds; ++round) {
     float sums[kOutputs<kRows>][kRows] = {};
@@ -229,15 +218,6 @@ __device__ void MultiplyByOutput(const T* matrix, int outputs, int inputs, int f
       for (int input = 0; input < count; input += kAtOnce) {
         now = next;
         fetch(round, begin + input + kAtOnce);
-#ifdef RWKV_JAX_ROLLING
-        const int ahead = begin + input + RWKV_JAX_AHEAD_BYTES / int(sizeof(T));
-        const int left = inputs - ahead < kAtOnce ? inputs - ahead : kAtOnce;
-        if (kRows == 1 && threadIdx.x % 32 == 0 && left > 0 && output_of(round) < outputs)
-#pragma unroll
-          for (int o = 0; o < kOutputs<kRows>; ++o)
-            PrefetchBytes(matrix + int64_t{output_of(round) + o} * inputs + ahead,
-                          left * sizeof(T));
-#endif
         now.AddTo(sums, slice, input, count);
       }
     }
@@ -266,16 +246,16 @@ __device__ void MultiplyByInput(const T* matrix, int outputs, int inputs, int fi
   const int pair = threadIdx.x / 2, lane = threadIdx.x % 32;
   const int column = first + lane % 2 * kVector;
   float sums[kRows][kVector] = {};
-  const auto prefetch = [&] {
-    // All blocks of the matrix together fetch it.
+  if (kRows == 1) {
+    // All blocks of the matrix together fetch it into L2.
     const int blocks = (outputs + kBlockColumns<T> - 1) / kBlockColumns<T>;
     const int share = (inputs + blocks * kProductWarps - 1) / (blocks * kProductWarps);
     const int begin = (first / kBlockColumns<T> * kProductWarps + threadIdx.x / 32) * share;
     const int count = inputs - begin < share ? inputs - begin : share;
     if (lane == 0 && count > 0)
       PrefetchBytes(matrix + int64_t{begin} * outputs, count * outputs * sizeof(T));
-  };
-  FetchAndWait(weights, source, prefetch, [] {});
+  }
+  FetchAndWait<kRows>(weights, source, [] {});
   StageFirst(source, inputs, slice);
   for (int begin = 0; begin < inputs; begin += slice.size) {
     const int count = inputs - begin < slice.size ? inputs - begin : slice.size;
