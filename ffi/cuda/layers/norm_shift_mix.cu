@@ -390,9 +390,13 @@ cudaError_t Run(cudaStream_t stream, const NormShiftMixForwardCall& call, const 
 }
 
 cudaError_t Run(cudaStream_t stream, const NormShiftMixBackwardCall& call, const Device& device) {
-  const int64_t bytes = call.rows * call.width * (call.dtype == Dtype::kF32 ? 4 : 2);
-  const cudaError_t error = cudaMemsetAsync(call.dbefore, 0, bytes, stream);
-  if (error != cudaSuccess || call.rows * call.tokens == 0) return error;
+  // Without `origin` the first token of each row writes all of dbefore.
+  if (call.origin != nullptr || call.tokens == 0) {
+    const int64_t bytes = call.rows * call.width * (call.dtype == Dtype::kF32 ? 4 : 2);
+    const cudaError_t error = cudaMemsetAsync(call.dbefore, 0, bytes, stream);
+    if (error != cudaSuccess) return error;
+  }
+  if (call.rows * call.tokens == 0) return cudaSuccess;
   return ForTypesAndMixes(call, [&](auto zero, auto mixes) {
     using T = decltype(zero);
     constexpr int kMixes = mixes(), kAhead = kMixes > 1 ? 2 : 4;
