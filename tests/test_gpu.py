@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import rwkv_jax
+from rwkv_jax import layers
 from rwkv_jax.models import rwkv7
 from support import cases, hlo, internals, language_models, models, tolerance
 from support.cases import Case
@@ -317,3 +318,43 @@ def test_whole_blocks(dtype: str, rows: int) -> None:
     right = np.stack([language_models.logits("rwkv7", tensors, row) for row in tokens], axis=1)
     limit = {"float32": tolerance.EXACT_FLOAT32, "bfloat16": 1e-2, "float16": 2e-3}[dtype]
     assert tolerance.rms_error(np.asarray(found), right) < limit
+
+
+@pytest.mark.skipif(
+    any(getattr(x, "compute_capability", "") != "9.0" for x in jax.devices()),
+    reason="needs a GPU of compute capability 9.0",
+)
+@pytest.mark.parametrize(
+    ("rows", "tokens", "width", "hidden"),
+    [(1, 1, 512, 256), (3, 37, 576, 768), (1, 1001, 1024, 512), (5, 1639, 768, 3072)],
+)
+def test_products_with_an_epilogue(rows: int, tokens: int, width: int, hidden: int) -> None:
+    """Outputs and gradients, in memory that had NaN before, are close to those in float32."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = {"x": (rows, tokens, width), "key": (hidden, width), "value": (width, hidden)}
+    scales = {"x": 1.0, "key": width**-0.5, "value": hidden**-0.5}
+    inputs = {
+        name: (scales[name] * jax.random.normal(k, shape)).astype("bfloat16")
+        for k, (name, shape) in zip(keys[1:], shapes.items(), strict=True)
+    }
+    dy = jax.random.normal(keys[0], shapes["x"]).astype("bfloat16")
+
+    @functools.partial(jax.jit, static_argnums=2)
+    def run(inputs: dict, dy: jax.Array, implementation: str) -> dict:
+        call = functools.partial(layers.feed_forward, implementation=implementation)
+        y, vjp = jax.vjp(lambda x: call(**x), inputs)
+        return {"y": y} | {f"d{name}": x for name, x in vjp(dy)[0].items()}
+
+    compiled = run.lower(inputs, dy, "ffi").compile()
+    targets = set(internals.feed_forward.TARGETS.values())
+    assert targets <= hlo.targets(compiled.as_text())
+    wide = jax.tree.map(lambda x: x.astype("float32"), (inputs, dy))
+    with jax.default_matmul_precision("highest"):
+        right = jax.device_get(run(*wide, "xla"))
+    poison = [jax.numpy.full((rows * tokens, hidden), np.nan, "bfloat16") for _ in range(8)]
+    jax.block_until_ready(poison)
+    del poison
+    found = jax.device_get(compiled(inputs, dy))
+    other = jax.device_get(run(inputs, dy, "xla"))
+    for results_of_one in (found, other):
+        tolerance.assert_close(results_of_one, right, 8e-3)

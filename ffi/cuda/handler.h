@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "decoding/handler.h"
+#include "feed_forward/handler.h"
 #include "launch_target.h"
 #include "layers/handler.h"
 #include "losses/handler.h"
@@ -33,7 +34,7 @@ struct Cuda {
 
   static std::vector<Registration> Targets() {
     std::vector<Registration> targets = Registrations<Cuda>();
-    for (const auto& more : {LayerTargets(), LossTargets(), BlockTargets()})
+    for (const auto& more : {LayerTargets(), ProductTargets(), LossTargets(), BlockTargets()})
       targets.insert(targets.end(), more.begin(), more.end());
     return targets;
   }

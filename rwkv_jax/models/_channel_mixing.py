@@ -7,8 +7,9 @@ import jax
 from jax import Array
 from jaxtyping import Float, Int
 
+from rwkv_jax import layers as functions
 from rwkv_jax.layers import relu_squared
-from rwkv_jax.models import _parameters
+from rwkv_jax.models import _parameters, _recomputation
 from rwkv_jax.models._linear import Weight, WeightByInput, linear
 from rwkv_jax.models._normalisation import Norm
 from rwkv_jax.models._token_shift import of_previous, shift_and_mix
@@ -56,4 +57,21 @@ def mix_channels(
     x, (x_k, x_r), shift = shift_and_mix(norm, params.mixes, x, state, segment_ids, layers)
     p = _parameters.like(params, x)
     gate = jax.nn.sigmoid(linear(p.receptance, x_r))
-    return x, gate * linear(p.value, relu_squared(linear(p.key, x_k))), shift
+    return x, gate * feed_forward(p.key, p.value, x_k, layers), shift
+
+
+def feed_forward(
+    key: Weight, value: Weight | WeightByInput, x: Float[Array, "B *T C"], layers: str | None
+) -> Float[Array, "B *T C"]:
+    """The network itself, with any weights. `layers` is that of the model, where "ffi" leaves the
+    choice open, because there are kernels for some GPUs and some sizes alone."""
+    if (
+        x.ndim == 2
+        or isinstance(value, WeightByInput)
+        or key.scale is not None
+        or value.scale is not None
+    ):
+        return linear(value, relu_squared(linear(key, x)))
+    chosen = None if layers == "ffi" else layers
+    y = functions.feed_forward(x, key.weight, value.weight, implementation=chosen)
+    return _recomputation.product(y)

@@ -7,11 +7,9 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from rwkv_jax._operator.derivative import KEPT
+from rwkv_jax.layers.feed_forward import PRODUCT
 
 Recompute: TypeAlias = Literal["cheap", "blocks"]
-
-PRODUCT = "product"
-"""The name of the results of matrix products for `jax.checkpoint_policies`."""
 
 
 def product(x: jax.Array) -> jax.Array:

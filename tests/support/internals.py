@@ -32,10 +32,10 @@ from rwkv_jax.models.rwkv7 import block_step
 CONTINUES, STARTS, PADDING = segments.CONTINUES, segments.STARTS, segments.PADDING
 """The marks of a token."""
 
-norm_shift_mix, wkv7_keys, value_residual, read_out = (
+feed_forward, norm_shift_mix, wkv7_keys, value_residual, read_out = (
     # The package has a function of each of these names.
     importlib.import_module(f"rwkv_jax.layers.{name}")
-    for name in ("norm_shift_mix", "wkv7_keys", "value_residual", "read_out")
+    for name in ("feed_forward", "norm_shift_mix", "wkv7_keys", "value_residual", "read_out")
 )
 
 LONG_SEQUENCE = packing.LONG
@@ -164,7 +164,7 @@ def other_targets(platform: str = "cuda") -> set[str]:
         *(module.FUNCTION for module in (wkv7_keys, value_residual, read_out)),
     )
     of_layers = {target for function in functions for target in function.targets}
-    return of_layers | {_slabs.TARGET, *block_step.TARGETS}
+    return of_layers | {_slabs.TARGET, *feed_forward.TARGETS.values(), *block_step.TARGETS}
 
 
 def layer_constants() -> dict[str, float]:

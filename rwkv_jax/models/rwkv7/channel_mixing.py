@@ -3,9 +3,8 @@
 from jax import Array
 from jaxtyping import Float, Int
 
-from rwkv_jax.layers import relu_squared
 from rwkv_jax.models import _parameters
-from rwkv_jax.models._linear import linear
+from rwkv_jax.models._channel_mixing import feed_forward
 from rwkv_jax.models._normalisation import Norm
 from rwkv_jax.models._token_shift import shift_and_mix
 from rwkv_jax.models.rwkv7.parameters import ChannelMixParams
@@ -22,4 +21,4 @@ def mix_channels(
     """The channel mixing, as `Generation` describes it."""
     x, (x_k,), shift = shift_and_mix(norm, (params.x_k,), x, state, segment_ids, layers)
     p = _parameters.like(params, x)
-    return x, linear(p.value, relu_squared(linear(p.key, x_k))), shift
+    return x, feed_forward(p.key, p.value, x_k, layers), shift

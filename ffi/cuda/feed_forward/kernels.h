@@ -1,0 +1,18 @@
+// The products of a channel mixing on CUDA, for GPUs of compute capability 9.0 alone. Pointers are to
+// device memory.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "plan.h"
+#include "rwkv_jax/feed_forward.h"
+
+namespace rwkv_jax::cuda {
+
+cudaError_t Run(cudaStream_t stream, const SquaredReluCall& call, const Device& device);
+cudaError_t Run(cudaStream_t stream, const SquaredReluGradientCall& call, const Device& device);
+
+// Whether this build has code for the current device.
+bool HasProducts();
+
+}  // namespace rwkv_jax::cuda

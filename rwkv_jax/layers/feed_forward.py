@@ -1,0 +1,270 @@
+"""The network of a channel mixing: two products with a squared ReLU between them.
+
+The library of products on a GPU cannot apply the squared ReLU or its derivative to a result while
+it has it in registers. The kernels compute a product with it, one in each pass. The other products
+are left to the compiler.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_batching import custom_vmap
+from jaxtyping import Float
+
+from rwkv_jax._native import library
+from rwkv_jax._operator import check, dispatch
+from rwkv_jax._operator.call import Leaf, Options
+from rwkv_jax._operator.partition import partitioned, vary_alike
+from rwkv_jax._typing import Operand
+from rwkv_jax.layers.relu_squared import relu_squared
+
+PRODUCT = "product"
+"""The name of the results of matrix products for `jax.checkpoint_policies`."""
+
+AXES = {"x": "BTC", "key": "FC", "value": "CF"}
+
+MIN_WIDTH, WIDTH_MULTIPLE, HIDDEN_MULTIPLE = 512, 64, 256
+MAX_WIDTH, MAX_TOKENS = 2**18, 2**24
+MIN_TOKENS = 4096
+"""From so many tokens on, None takes the kernels."""
+
+HOPPER = ("H100", "H200", "H800", "H20")
+"""Parts of the names of GPUs of compute capability 9.0."""
+
+TARGETS = {"forward": "rwkv_feed_forward_fwd_v1", "backward": "rwkv_feed_forward_bwd_v1"}
+
+
+def feed_forward(
+    x: Float[Operand, "B T C"],
+    key: Float[Operand, "F C"],
+    value: Float[Operand, "C F"],
+    *,
+    implementation: str | None = None,
+) -> Float[Array, "B T C"]:
+    """The squared-ReLU network of the channel mixing of RWKV-4 to 7, for each token:
+
+        y = value max(key x, 0)^2
+
+    with sums in float32. The backward pass needs nothing but `x`, the weights and
+    max(key x, 0)^2.
+
+    Args:
+      x: tokens, float32, bfloat16 or float16.
+      key: the first matrix, of any of these dtypes. It is rounded to the dtype of `x`.
+      value: the second matrix, likewise.
+      implementation: "ffi", "xla", "reference" or, for the fastest one, None. "ffi" takes bfloat16
+        on GPUs of compute capability 9.0, C a multiple of 64 from 512 on, and F a multiple of 256;
+        None takes it there from 4096 tokens on. The other two are the same formula. A program
+        with "ffi" runs on no other GPU.
+
+    Returns:
+      y, in the dtype of `x`.
+
+    Raises:
+      TypeError, ValueError: an argument has another shape or dtype.
+      NotImplementedError: the implementation cannot run the call.
+
+    The formula is that of RWKV-LM's training code, `RWKV_CMix_x070`.
+    """
+    op, given = "feed_forward", {"x": x, "key": key, "value": value}
+    if implementation is not None:
+        check.choice(op, "implementation", implementation, _Products.implementations)
+    for name, array in given.items():
+        check.array(op, name, array)
+        if array.dtype not in check.DTYPES:
+            accepted = ", ".join(check.DTYPES)
+            raise TypeError(f"{op}: {name} is {array.dtype}; accepted are {accepted}")
+    check.share_sizes(op, AXES, given)
+    x, key, value = (jnp.asarray(array) for array in given.values())
+    options = Options(None, lax.Precision.DEFAULT, implementation)
+    operands = Operands(x, key.astype(x.dtype))
+    if implementation == "ffi" or not _PRODUCTS.why_not("ffi", "cuda", options, operands):
+        return _run(options, *vary_alike(x, key, value))
+    hidden = relu_squared(checkpoint_name(_linear(x, key), PRODUCT))
+    return _linear(hidden, value)
+
+
+def _linear(x: Array, weight: Array) -> Array:
+    weight = weight.astype(x.dtype)
+    return jnp.einsum("...i,oi->...o", x, weight, preferred_element_type=x.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _run(options: Options, x: Array, key: Array, value: Array) -> Array:
+    return _forward(options, x, key, value)[0]
+
+
+def _forward(
+    options: Options, x: Array, key: Array, value: Array
+) -> tuple[Array, tuple[Array, ...]]:
+    hidden = _product("forward", options, x, key.astype(x.dtype))
+    hidden = checkpoint_name(hidden, PRODUCT)
+    return _linear(hidden, value), (x, key, value, hidden)
+
+
+def _backward(options: Options, kept: tuple[Array, ...], dy: Array) -> tuple[Array, ...]:
+    x, key, value, hidden = kept
+    dhidden = _product("backward", options, dy, value.astype(dy.dtype).T, hidden)
+    (dvalue,) = jax.linear_transpose(lambda value: _linear(hidden, value), value)(dy)
+    (dkey,) = jax.linear_transpose(lambda key: _linear(x, key), key)(dhidden)
+    (dx,) = jax.linear_transpose(lambda x: _linear(x, key), x)(dhidden)
+    return dx, dkey, dvalue
+
+
+_run.defvjp(_forward, _backward)
+
+
+# The products with kernels.
+
+Direction: TypeAlias = Literal["forward", "backward"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Operands(Generic[Leaf]):
+    """The operands of a product with a kernel: forward `x` and `key`, backward `dy`, the transpose
+    of `value`, and max(key x, 0)^2. The first operand says where the rows are on a mesh."""
+
+    rows: Leaf
+    weight: Leaf
+    hidden: Leaf | None = None
+    packing: None = None
+
+
+def _formula(rows: Array, weight: Array, hidden: Array | None = None) -> Array:
+    """The forward product with its squared ReLU, or the backward one times the derivative."""
+    product = _linear(rows, weight)
+    if hidden is None:
+        return jnp.square(jax.nn.relu(product))
+    # With a derivative of 0, and not of infinity, at 0.
+    positive = hidden > 0
+    wide = jnp.where(positive, hidden, 1).astype(jnp.float32)
+    root = jnp.where(positive, jnp.sqrt(wide), 0)
+    return (2 * root * product.astype(jnp.float32)).astype(product.dtype)
+
+
+class _Products:
+    """What `dispatch.dispatched` asks for. Channels of a mesh that distributes them are gathered
+    (D), those of the hidden layer are not (H)."""
+
+    implementations = ("ffi", "xla", "reference")
+
+    def title(self, name: str) -> str:
+        return "feed_forward"
+
+    def axes(self, name: str, options: Options, packing: None) -> tuple[Operands[str], str]:
+        return Operands("BTD", "HD", "BTH" if name == "backward" else None), "BTH"
+
+    def why_not(
+        self, choice: str, platform: str, options: Options, operands: Operands[Any]
+    ) -> str | None:
+        if choice != "ffi":
+            return None
+        if platform != "cuda":
+            return "feed_forward has native kernels for CUDA GPUs"
+        (rows, tokens, width), hidden = operands.rows.shape, operands.weight.shape[0]
+        if operands.rows.dtype != jnp.bfloat16:
+            return f"x is {operands.rows.dtype}; the cuda kernels take bfloat16"
+        if width < MIN_WIDTH or width > MAX_WIDTH or width % WIDTH_MULTIPLE:
+            return (
+                f"C = {width}; the cuda kernels take multiples of {WIDTH_MULTIPLE} from "
+                f"{MIN_WIDTH} to {MAX_WIDTH}"
+            )
+        if hidden > MAX_WIDTH or hidden % HIDDEN_MULTIPLE:
+            return (
+                f"F = {hidden}; the cuda kernels take multiples of {HIDDEN_MULTIPLE} up to "
+                f"{MAX_WIDTH}"
+            )
+        least = 0 if options.implementation == "ffi" else MIN_TOKENS
+        if not least <= rows * tokens <= MAX_TOKENS:
+            return (
+                f"B = {rows} and T = {tokens}; the cuda kernels take from {least} to "
+                f"{MAX_TOKENS} tokens"
+            )
+        return library.why_not(platform) or _other_gpu()
+
+    def compute(
+        self, name: str, choice: str, options: Options, platform: str, operands: Operands[Array]
+    ) -> Array:
+        if choice != "ffi":
+            return _formula(operands.rows, operands.weight, operands.hidden)
+        axes, result = self.axes(name, options, None)
+        target = TARGETS["forward" if operands.hidden is None else "backward"]
+        call = partitioned(
+            self.title(name), functools.partial(_call, target), dispatch.named(axes), [result]
+        )
+        return call(*jax.tree.leaves(operands))[0]
+
+    def has_rule(self, options: Options) -> bool:
+        """The kernel has one of its own, which the other platforms go without."""
+        return False
+
+
+_PRODUCTS = _Products()
+
+
+def _call(target: str, *operands: Array) -> tuple[Array, ...]:
+    """The product on one device, whose part of the hidden layer may have any size."""
+    rows, weight = operands[:2]
+    if weight.shape[0] % HIDDEN_MULTIPLE:
+        return (_formula(*operands),)
+    shape = (*rows.shape[:2], weight.shape[0])
+    return library.call(target, [(shape, rows.dtype)], *operands)
+
+
+def _other_gpu() -> str | None:
+    """Why the kernels do not run on the GPUs that programs are for, as far as those are known, or
+    None."""
+    built = getattr(library.build(library.MODULES["cuda"]), "CUDA_ARCHS", ())
+    if built and not any(arch.startswith("90a") for arch in built):
+        return f"the CUDA module was built for {', '.join(built)}; the kernels need 90a"
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is not None:
+        found = {device.device_kind}
+        right = any(name in device.device_kind for name in HOPPER)
+    else:
+        try:
+            devices = jax.devices("cuda")
+        except RuntimeError:
+            return "no CUDA GPU is here; the kernels run on those of compute capability 9.0"
+        found = {str(getattr(x, "compute_capability", "unknown")) for x in devices}
+        right = found == {"9.0"}
+    kinds = ", ".join(sorted(found))
+    return None if right else f"the GPU is {kinds}; accepted are those of compute capability 9.0"
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _product(name: Direction, options: Options, *operands: Array) -> Array:
+    """A product with a kernel, where it is chosen. Of several at once each is computed in turn."""
+
+    @custom_vmap
+    def call(*operands: Array) -> Array:
+        hidden = operands[2] if name == "backward" else None
+        given = Operands(operands[0], operands[1], hidden)
+        return dispatch.dispatched(_PRODUCTS, name, options, given)
+
+    @call.def_vmap
+    def _rule(size: int, mapped: Sequence[bool], *operands: Any) -> tuple[Array, bool]:
+        def one(own: Sequence[Array]) -> Array:
+            of_one = iter(own)
+            return _product(
+                *(name, options),
+                *(next(of_one) if m else x for x, m in zip(operands, mapped, strict=True)),
+            )
+
+        return lax.map(one, [x for x, m in zip(operands, mapped, strict=True) if m]), True
+
+    return call(*operands)
+
+
+@_product.defjvp
+def _(
+    name: Direction, options: Options, primals: tuple[Array, ...], tangents: tuple[Array, ...]
+) -> tuple[Array, Array]:
+    return _product(name, options, *primals), jax.jvp(_formula, primals, tangents)[1]
