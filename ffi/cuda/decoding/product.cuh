@@ -16,36 +16,28 @@ namespace rwkv_jax::cuda {
 
 constexpr int kProductThreads = 256, kProductWarps = kProductThreads / 32;
 
-// The blocks that share a multiprocessor, which bounds registers and shared memory. For one row there is
-// room for blocks of the next kernel beside them, which fetch their first weights meanwhile.
-#ifndef RWKV_JAX_ROW_BLOCKS
-#define RWKV_JAX_ROW_BLOCKS 4
-#define RWKV_JAX_ROW_OUTPUTS 1
-#endif
-template <int kRows>
-constexpr int kProductBlocks = kRows > 1 ? 2 : RWKV_JAX_ROW_BLOCKS;
+// The blocks that share a multiprocessor, which bounds registers and shared memory.
+constexpr int kProductBlocks = 2;
 
 // Whether the next kernel may start while this one waits. Blocks of several rows fill the multiprocessors,
 // and blocks that wait would take the room of others.
-#ifdef RWKV_JAX_LATE_START
-template <int kRows>
-constexpr bool kStartsNextEarly = false;
-#else
 template <int kRows>
 constexpr bool kStartsNextEarly = kRows == 1;
-#endif
 
 template <typename T>
 constexpr int kWeightVector = 16 / sizeof(T);
 
-// A lane has kSteps vectors of each output under way while it adds up as many, so that a multiprocessor
-// with all its blocks has 64 KiB under way. For more than 4 rows there are no registers for that.
+// A lane has kSteps vectors of each output under way while it adds up as many. That is 8 for up to 4 rows,
+// so that a multiprocessor with two blocks has 64 KiB under way, and those of one row lie side by side.
+// For more rows there are no registers for more than 4.
 template <int kRows>
 constexpr int kOutputs = kRows > 4   ? 4
                          : kRows > 1 ? 2
-                                     : RWKV_JAX_ROW_OUTPUTS;
+                                     : 1;
 template <int kRows>
-constexpr int kSteps = kRows > 4 ? 1 : 4;
+constexpr int kSteps = kRows > 4   ? 1
+                       : kRows > 1 ? 4
+                                   : 8;
 
 // The inputs that a warp takes at once.
 template <typename T, int kRows>
@@ -76,12 +68,12 @@ ProductPlan PlanProduct(const Device& device, int64_t matrices, int64_t outputs,
   const auto count = [](int64_t all, int64_t each) { return (all + each - 1) / each; };
   ProductPlan plan;
   const int64_t groups = count(outputs, kBlockOutputs<kRows>);
-  const int64_t running = device.multiprocessors * kProductBlocks<kRows>;
+  const int64_t running = device.multiprocessors * kProductBlocks;
   const int64_t left = running > others ? running - others : 1;
   plan.rounds = kRows > 1 ? matrices * groups / running : count(matrices * groups, left);
   if (plan.rounds < 1) plan.rounds = 1;
   plan.blocks = count(groups, plan.rounds);
-  const int64_t room = device.shared_memory / kProductBlocks<kRows> - kProductReserve;
+  const int64_t room = device.shared_memory / kProductBlocks - kProductReserve;
   const int64_t fits = room / (kRows * static_cast<int64_t>(sizeof(T))) / kAtOnce * kAtOnce;
   plan.slice = inputs < fits ? inputs : fits;
   plan.bytes = plan.slice * kRows * sizeof(T);

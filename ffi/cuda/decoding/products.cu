@@ -54,7 +54,7 @@ struct Projected {
 };
 
 template <typename T, int kRows>
-__global__ __launch_bounds__(kProductThreads, kProductBlocks<kRows>) void ProjectKernel(
+__global__ __launch_bounds__(kProductThreads, kProductBlocks) void ProjectKernel(
     const __grid_constant__ ProjectArguments own) {
   RWKV_JAX_DYNAMIC_SHARED(16, shared);
   __shared__ typename MixedRows<T, kRows>::Sums sums;
@@ -136,7 +136,7 @@ struct Residual {
 };
 
 template <typename T, int kRows>
-__global__ __launch_bounds__(kProductThreads, kProductBlocks<kRows>) void ReadKernel(
+__global__ __launch_bounds__(kProductThreads, kProductBlocks) void ReadKernel(
     const __grid_constant__ ReadArguments own) {
   RWKV_JAX_DYNAMIC_SHARED(16, shared);
   const Slice<T> slice{reinterpret_cast<T*>(shared), own.slice};
