@@ -672,6 +672,16 @@ def test_layers_on_devices(emulated: Emulation, name: str, device: str) -> None:
     _layer(emulated, name, Layer(1, 70, 2, 64, "bfloat16", origin=True))
 
 
+@pytest.mark.parametrize(
+    "case", [Layer(1, 3, 1, 2048, "bfloat16"), Layer(1, 2, 1, 4096, mixes=1)], ids=str
+)
+@pytest.mark.parametrize("device", DEVICES)
+def test_wide_tokens_on_devices(emulated: Emulation, case: Layer, device: str) -> None:
+    """Some devices have no room to copy them ahead."""
+    emulated.use(DEVICES[device])
+    _layer(emulated, "norm_shift_mix", case)
+
+
 LAYER_CALL = Layer(2, 3, 2, 16, "bfloat16", origin=True)
 
 

@@ -9,8 +9,8 @@
 //   dx[t] = (g - mean(g) - z mean(g z)) / sqrt(variance + eps) + dpassed[t]
 //   dmix_i = sum_t dmixed_i[t] (n[t - 1] - n[t])
 //
-// A block has a run of tokens, and a thread eight channels of all of them, so that it loads and adds up
-// parameters once a run. Tokens are copied to shared memory ahead of their use.
+// A block has a run of tokens, and a thread four or eight channels of all of them, so that it loads and
+// adds up parameters once a run. Tokens are copied to shared memory ahead of their use.
 #include <algorithm>
 
 #include "launch.cuh"
@@ -163,7 +163,11 @@ class BlockSums {
   __device__ static void Collect(const Posted& posted, int warps, float (&sums)[kCount]) {
     const int lane = threadIdx.x % 32;
     float sum = 0.0f;
-    for (int warp = lane % kShare; warp < warps; warp += kShare) sum += posted[warp][lane / kShare];
+#pragma unroll
+    for (int i = 0; i < kMostWarps; i += kShare) {
+      const int warp = i + lane % kShare;
+      if (warp < warps) sum += posted[warp][lane / kShare];
+    }
     sum = SumOverLanes<kShare>(sum);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) sums[i] = __shfl_sync(0xffffffffu, sum, i * kShare);
@@ -173,24 +177,50 @@ class BlockSums {
   static constexpr int kShare = 32 / kCount;  // the lanes that share a number
 };
 
-// The arrays that a token's gradient needs: those of the mixed results, the one of x, and the token
-// before.
-template <int kMixes>
-constexpr int kArrays = kMixes + 2;
+// A thread of the backward pass has four channels of two tokens at once and holds their mixes in
+// registers; or it has eight channels of one token, whose mixes are in shared memory. The former waits for
+// the other threads half as often, but a block of it has fewer channels.
+template <typename T, int kMixes, int kChannels>
+struct Backward {
+  static constexpr bool kHeld = kChannels == 4;
+  static constexpr int kTogether = kHeld ? 2 : 1;
+  // What the gradient of a token needs: those of the mixed results and of x, and the token before.
+  static constexpr int kArrays = kMixes + 2;
+  // How many times kTogether tokens are copied ahead of their use.
+  static constexpr int kAhead = kMixes > 1 ? 2 : 4;
+  // A thread copies 16 bytes or more of an array.
+  static constexpr int kCopied = kChannels * sizeof(T) < 16 ? 16 / sizeof(T) : kChannels;
+  using Sums = BlockSums<2 * kTogether>;
 
-// Goes from the last token of the run to the first. A thread copies its channels of kAhead tokens ahead;
-// with kAhead = 0 it reads global memory.
-template <typename T, int kMixes, int kAhead>
+  static constexpr int64_t kStaticBytes =
+      2 * sizeof(typename Sums::Posted) + (kRun + 1) * sizeof(float2) + kRun;
+  // The dynamic shared memory.
+  static int64_t Bytes(int64_t width, bool copies) {
+    return width * ((kHeld ? 0 : kMixes * sizeof(float)) +
+                    (copies ? kAhead * kTogether * kArrays * sizeof(T) : 0));
+  }
+  static bool Suits(int64_t width, const Device& device) {
+    return width <= kMostThreads * kChannels &&
+           Bytes(width, true) <= device.shared_memory - kStaticBytes;
+  }
+};
+
+// Goes from the last token of the run to the first, kTogether of them at once. If not kCopies, threads read
+// global memory.
+template <typename T, int kMixes, int kChannels, bool kCopies>
 __global__ __launch_bounds__(kMostThreads) void BackwardKernel(NormShiftMixBackwardCall call) {
-  using Sums = BlockSums<2>;
+  using B = Backward<T, kMixes, kChannels>;
+  using Sums = typename B::Sums;
+  constexpr int kTogether = B::kTogether, kArrays = B::kArrays, kAhead = B::kAhead;
+  constexpr int kCopied = B::kCopied, kSharers = kCopied / kChannels;
   RWKV_JAX_DYNAMIC_SHARED(16, shared);
   __shared__ typename Sums::Posted posted[2];
   __shared__ float2 moments[kRun + 1];  // from the token before the run on
   __shared__ int8_t origins[kRun];
   const int64_t row = blockIdx.y, begin = blockIdx.x * kRun, first = row * call.tokens + begin;
   const int count = static_cast<int>(call.tokens - begin < kRun ? call.tokens - begin : kRun);
-  const int width = static_cast<int>(call.width), channel = threadIdx.x * kVector;
-  const int warps = (width + 32 * kVector - 1) / (32 * kVector);
+  const int width = static_cast<int>(call.width), channel = threadIdx.x * kChannels;
+  const int warps = (width + 32 * kChannels - 1) / (32 * kChannels);
   const bool active = channel < width;
   const float share = 1.0f / width;
 
@@ -200,112 +230,148 @@ __global__ __launch_bounds__(kMostThreads) void BackwardKernel(NormShiftMixBackw
       moments[t] = reinterpret_cast<const float2*>(call.moments)[first + t - 1];
     if (t < count) origins[t] = static_cast<int8_t>(OriginOf(call, first + t, begin + t));
   }
-  // Array i of token t, where the last one is x of the token before it. The first token of a row reads
-  // itself in its place, and does not use it.
+  // Array i from an element of token t on, where the last one is x of the token before it. The first
+  // token of a row reads itself in its place, and does not use it.
   const auto array = [&](int i, int64_t at, bool is_first) {
     if (i == kMixes + 1) return static_cast<const T*>(call.x) + (is_first ? at : at - width);
     return static_cast<const T*>(i < kMixes ? call.dmixed[i] : call.dpassed) + at;
   };
-  // A thread reads what it has written or copied itself. The two halves of its channels of a mix are
-  // apart, so that neighbouring threads use neighbouring banks.
+  // A thread reads the mixes that it has written itself. The two halves of its channels are apart in
+  // shared memory, so that neighbouring threads use neighbouring banks.
+  float held[kMixes][kChannels], held_weight[kChannels];
   float* const mixes = reinterpret_cast<float*>(shared) + channel / 2;
-  const auto load_mix = [&](int i, float (&mix)[kVector]) {
-    for (int half = 0; half < 2; ++half) {
-      const float4 four = *reinterpret_cast<const float4*>(mixes + (2 * i + half) * (width / 2));
-      mix[4 * half] = four.x, mix[4 * half + 1] = four.y;
-      mix[4 * half + 2] = four.z, mix[4 * half + 3] = four.w;
-    }
-  };
-  T* const ahead = reinterpret_cast<T*>(shared + kMixes * width * sizeof(float)) + channel;
-  const auto stage = [&](int t) {
-    return ahead + t % (kAhead > 0 ? kAhead : 1) * (kArrays<kMixes> * width);
-  };
-  const auto copy = [&](int t, int64_t at) {
-    if (t >= 0 && active) {
-      T* const to = stage(t);
+  const auto keep_mix = [&](int i, const float (&mix)[kChannels]) {
+    if constexpr (B::kHeld) {
 #pragma unroll
-      for (int i = 0; i < kArrays<kMixes>; ++i)
-        CopyPacked<kVector>(to + i * width, array(i, at, t == 0 && begin == 0));
-    }
-    CommitCopies();
-  };
-  int64_t at = (first + count - 1) * width + channel;  // where token t is
-  float z[kVector] = {};                               // of token t
-  float dmix[kMixes][kVector] = {}, dweight[kVector] = {}, dbias[kVector] = {};
-  float later[kVector] = {};  // d[t + 1]
-#pragma unroll
-  for (int j = 0; j < kAhead; ++j) copy(count - 1 - j, at - j * width);
-  __syncthreads();
-  const int64_t end = begin + count;
-  const bool goes_on = end < call.tokens && OriginOf(call, first + count, end) == Origin::kToken;
-  const auto parameter = [&](int i) {
-    return call.parameters + (row * (kMixes + 2) + i) * width + channel;
-  };
-  if (active) {
-    const auto x = LoadPacked<kVector, T>(call.x, at);
-#pragma unroll
-    for (int c = 0; c < kVector; ++c) z[c] = (x[c] - moments[count].x) * moments[count].y;
-#pragma unroll
-    for (int i = 0; i < kMixes; ++i) {
-      float mix[kVector];
-      LoadFloats(parameter(i + 2), mix);
+      for (int c = 0; c < kChannels; ++c) held[i][c] = mix[c];
+    } else {
       for (int half = 0; half < 2; ++half)
         *reinterpret_cast<float4*>(mixes + (2 * i + half) * (width / 2)) = {
             mix[4 * half], mix[4 * half + 1], mix[4 * half + 2], mix[4 * half + 3]};
-      if (!goes_on) continue;
-      const auto dmixed = LoadPacked<kVector, T>(call.dmixed[i], at + width);
+    }
+  };
+  const auto load_mix = [&](int i, float (&mix)[kChannels]) {
+    if constexpr (B::kHeld) {
 #pragma unroll
-      for (int c = 0; c < kVector; ++c) later[c] += dmixed[c] * mix[c];
+      for (int c = 0; c < kChannels; ++c) mix[c] = held[i][c];
+    } else {
+      for (int half = 0; half < 2; ++half) {
+        const float4 four = *reinterpret_cast<const float4*>(mixes + (2 * i + half) * (width / 2));
+        mix[4 * half] = four.x, mix[4 * half + 1] = four.y;
+        mix[4 * half + 2] = four.z, mix[4 * half + 3] = four.w;
+      }
+    }
+  };
+  // Where two threads share what one of them copies, each copies one of two tokens.
+  T* const ahead = reinterpret_cast<T*>(shared + (B::kHeld ? 0 : kMixes * width * sizeof(float)));
+  const auto stage = [&](int last) {
+    return ahead + last / kTogether % kAhead * (kTogether * kArrays * width);
+  };
+  const auto copy = [&](int last, int64_t at) {
+    const int to_first = channel % kCopied;
+#pragma unroll
+    for (int turn = 0; turn < kTogether; turn += kSharers) {
+      const int j = turn + threadIdx.x % kSharers;
+      if (last - j < 0 || !active) break;
+      T* const to = stage(last) + j * (kArrays * width) + channel - to_first;
+#pragma unroll
+      for (int i = 0; i < kArrays; ++i)
+        CopyPacked<kCopied>(to + i * width,
+                            array(i, at - j * width - to_first, last - j == 0 && begin == 0));
+    }
+    CommitCopies();
+  };
+  int64_t at = (first + count - 1) * width + channel;  // where token `last` is
+  float z[kTogether][kChannels] = {};                  // of token last - j
+  float dmix[kMixes][kChannels] = {}, dweight[kChannels] = {}, dbias[kChannels] = {};
+  float later[kChannels] = {};  // d of the token after
+#pragma unroll
+  for (int j = 0; kCopies && j < kAhead * kTogether; j += kTogether)
+    copy(count - 1 - j, at - j * width);
+  __syncthreads();
+  const auto parameter = [&](int i) {
+    return call.parameters + (row * (kMixes + 2) + i) * width + channel;
+  };
+  const int64_t end = begin + count;
+  const bool goes_on = end < call.tokens && OriginOf(call, first + count, end) == Origin::kToken;
+  if (active) {
+    if constexpr (B::kHeld) LoadFloats(parameter(0), held_weight);
+    const auto x = LoadPacked<kChannels, T>(call.x, at);
+#pragma unroll
+    for (int c = 0; c < kChannels; ++c) z[0][c] = (x[c] - moments[count].x) * moments[count].y;
+#pragma unroll
+    for (int i = 0; i < kMixes; ++i) {
+      float mix[kChannels];
+      LoadFloats(parameter(i + 2), mix);
+      keep_mix(i, mix);
+      if (!goes_on) continue;
+      const auto dmixed = LoadPacked<kChannels, T>(call.dmixed[i], at + width);
+#pragma unroll
+      for (int c = 0; c < kChannels; ++c) later[c] += dmixed[c] * mix[c];
     }
   }
 
-  const float* const weights = parameter(0);
-  for (int t = count - 1; t >= 0; --t, at -= width) {
-    if constexpr (kAhead > 0) WaitForCopies<kAhead - 1>();
-    const T* const copied = stage(t);
-    const auto load = [&](int i) {
-      if constexpr (kAhead > 0) return LoadPacked<kVector, T>(copied, i * width);
-      return LoadPacked<kVector, T>(array(i, at, t == 0 && begin == 0), 0);
+  for (int last = count - 1; last >= 0; last -= kTogether, at -= kTogether * width) {
+    if constexpr (kCopies) {
+      WaitForCopies<kAhead - 1>();
+      if constexpr (kSharers > 1) __syncwarp();
+    }
+    const T* const copied = stage(last) + channel;
+    const auto load = [&](int j, int i) {
+      if constexpr (kCopies) return LoadPacked<kChannels, T>(copied, (j * kArrays + i) * width);
+      return LoadPacked<kChannels, T>(array(i, at - j * width, last - j == 0 && begin == 0), 0);
     };
-    const Origin origin = static_cast<Origin>(origins[t]);
-    const float2 of_before = moments[t];
-    float g[kVector], sums[2] = {};  // g is dn, and then dn * weight
-    if (active) {
-      float weight[kVector], difference[kVector], d[kVector] = {};
-      LoadFloats(weights, weight);
-      const auto before = load(kMixes + 1);
+    // g is dn, and then dn * weight.
+    float g[kTogether][kChannels], sums[2 * kTogether] = {};
 #pragma unroll
-      for (int c = 0; c < kVector; ++c) {
-        difference[c] = ((before[c] - of_before.x) * of_before.y - z[c]) * weight[c];
-        g[c] = later[c];
+    for (int j = 0; j < kTogether; ++j) {
+      const int t = last - j;
+      if (t < 0 || !active) break;
+      const Origin origin = static_cast<Origin>(origins[t]);
+      const float2 of_before = moments[t];
+      float weight[kChannels], difference[kChannels], d[kChannels] = {};
+      if constexpr (B::kHeld) {
+#pragma unroll
+        for (int c = 0; c < kChannels; ++c) weight[c] = held_weight[c];
+      } else {
+        LoadFloats(parameter(0), weight);
+      }
+      const auto before = load(j, kMixes + 1);
+#pragma unroll
+      for (int c = 0; c < kChannels; ++c) {
+        const float z_before = (before[c] - of_before.x) * of_before.y;
+        difference[c] = (z_before - z[j][c]) * weight[c];
+        g[j][c] = later[c];
+        if (j + 1 < kTogether) z[j + 1][c] = z_before;
       }
       if (origin != Origin::kToken) {
-        Packed<T, kVector> state = {};
-        float bias[kVector];
+        Packed<T, kChannels> state = {};
+        float bias[kChannels];
         LoadFloats(parameter(1), bias);
         if (origin == Origin::kState)
-          state = LoadPacked<kVector, T>(call.before, row * width + channel);
+          state = LoadPacked<kChannels, T>(call.before, row * width + channel);
 #pragma unroll
-        for (int c = 0; c < kVector; ++c) difference[c] = state[c] - (z[c] * weight[c] + bias[c]);
+        for (int c = 0; c < kChannels; ++c)
+          difference[c] = state[c] - (z[j][c] * weight[c] + bias[c]);
       }
 #pragma unroll
       for (int i = 0; i < kMixes; ++i) {
-        const auto dmixed = load(i);
-        float mix[kVector];
+        const auto dmixed = load(j, i);
+        float mix[kChannels];
         load_mix(i, mix);
 #pragma unroll
-        for (int c = 0; c < kVector; ++c) {
-          g[c] += dmixed[c];
+        for (int c = 0; c < kChannels; ++c) {
+          g[j][c] += dmixed[c];
           d[c] += dmixed[c] * mix[c];
           dmix[i][c] += dmixed[c] * difference[c];
         }
       }
 #pragma unroll
-      for (int c = 0; c < kVector; ++c) {
-        g[c] -= d[c];
-        dweight[c] += g[c] * z[c], dbias[c] += g[c];
-        g[c] *= weight[c];
-        sums[0] += g[c], sums[1] += g[c] * z[c];
+      for (int c = 0; c < kChannels; ++c) {
+        g[j][c] -= d[c];
+        dweight[c] += g[j][c] * z[j][c], dbias[c] += g[j][c];
+        g[j][c] *= weight[c];
+        sums[2 * j] += g[j][c], sums[2 * j + 1] += g[j][c] * z[j][c];
         later[c] = d[c];
       }
       if (origin != Origin::kToken) {
@@ -314,22 +380,30 @@ __global__ __launch_bounds__(kMostThreads) void BackwardKernel(NormShiftMixBackw
         for (float& x : later) x = 0.0f;
       }
     }
-    Sums::Post(posted[t % 2], sums);
+    Sums::Post(posted[last / kTogether % 2], sums);
     __syncthreads();
-    Sums::Collect(posted[t % 2], warps, sums);
-    if (active) {
-      const float scale = moments[t + 1].y;
-      const float mean = sums[0] * share * scale, product = sums[1] * share * scale;
-      const auto dpassed = load(kMixes), before = load(kMixes + 1);
-      float dx[kVector];
+    Sums::Collect(posted[last / kTogether % 2], warps, sums);
 #pragma unroll
-      for (int c = 0; c < kVector; ++c) {
-        dx[c] = g[c] * scale + (dpassed[c] - mean - z[c] * product);
-        z[c] = (before[c] - of_before.x) * of_before.y;
-      }
-      StoreRounded<T>(call.dx, at, dx);
+    for (int j = 0; j < kTogether; ++j) {
+      const int t = last - j;
+      if (t < 0 || !active) break;
+      const float scale = moments[t + 1].y;
+      const float mean = sums[2 * j] * share * scale, product = sums[2 * j + 1] * share * scale;
+      const auto dpassed = load(j, kMixes);
+      float dx[kChannels];
+#pragma unroll
+      for (int c = 0; c < kChannels; ++c)
+        dx[c] = g[j][c] * scale + (dpassed[c] - mean - z[j][c] * product);
+      StoreRounded<T>(call.dx, at - j * width, dx);
+      if (j + 1 < kTogether) continue;
+      const auto before = load(j, kMixes + 1);
+#pragma unroll
+      for (int c = 0; c < kChannels; ++c) z[0][c] = (before[c] - moments[t].x) * moments[t].y;
     }
-    if constexpr (kAhead > 0) copy(t - kAhead, at - kAhead * width);
+    if constexpr (kCopies) {
+      if constexpr (kSharers > 1) __syncwarp();
+      copy(last - kAhead * kTogether, at - kAhead * kTogether * width);
+    }
   }
 
   if (!active) return;
@@ -363,17 +437,9 @@ dim3 Blocks(const NormShiftMixCall& call, int64_t run) {
               static_cast<unsigned>(call.rows));
 }
 
-int Threads(const NormShiftMixCall& call) {
-  return static_cast<int>((call.width + 32 * kVector - 1) / (32 * kVector)) * 32;
+int Threads(const NormShiftMixCall& call, int channels) {
+  return static_cast<int>((call.width + 32 * channels - 1) / (32 * channels)) * 32;
 }
-
-// The dynamic and the static shared memory of the backward kernel.
-template <typename T, int kMixes>
-int64_t BackwardBytes(int64_t width, int ahead) {
-  return width * (kMixes * sizeof(float) + ahead * kArrays<kMixes> * sizeof(T));
-}
-constexpr int64_t kBackwardStatic =
-    2 * sizeof(BlockSums<2>::Posted) + (kRun + 1) * sizeof(float2) + kRun;
 
 }  // namespace
 
@@ -384,7 +450,7 @@ cudaError_t Run(cudaStream_t stream, const NormShiftMixForwardCall& call, const 
     const int64_t token = call.width * sizeof(zero);
     const int64_t together = std::clamp<int64_t>(device.shared_memory / 4 / token, 1, kTokens);
     const int run = ForwardRun(call, device);
-    return Launch(ForwardKernel<decltype(zero), mixes()>, Blocks(call, run), Threads(call),
+    return Launch(ForwardKernel<decltype(zero), mixes()>, Blocks(call, run), Threads(call, kVector),
                   2 * together * token, stream, call, run, static_cast<int>(together));
   });
 }
@@ -399,15 +465,17 @@ cudaError_t Run(cudaStream_t stream, const NormShiftMixBackwardCall& call, const
   if (call.rows * call.tokens == 0) return cudaSuccess;
   return ForTypesAndMixes(call, [&](auto zero, auto mixes) {
     using T = decltype(zero);
-    constexpr int kMixes = mixes(), kAhead = kMixes > 1 ? 2 : 4;
-    const auto launch = [&](auto ahead) {
-      const int64_t bytes = BackwardBytes<T, kMixes>(call.width, ahead());
-      return Launch(BackwardKernel<T, kMixes, ahead()>, Blocks(call, kRun), Threads(call), bytes,
-                    stream, call);
+    constexpr int kMixes = mixes();
+    const auto launch = [&](auto channels, auto copies) {
+      const int64_t bytes = Backward<T, kMixes, channels()>::Bytes(call.width, copies());
+      return Launch(BackwardKernel<T, kMixes, channels(), copies()>, Blocks(call, kRun),
+                    Threads(call, channels()), bytes, stream, call);
     };
-    if (BackwardBytes<T, kMixes>(call.width, kAhead) <= device.shared_memory - kBackwardStatic)
-      return launch(std::integral_constant<int, kAhead>());
-    return launch(std::integral_constant<int, 0>());
+    constexpr std::integral_constant<int, 4> four;
+    constexpr std::integral_constant<int, 8> eight;
+    if (Backward<T, kMixes, 4>::Suits(call.width, device)) return launch(four, std::true_type());
+    if (Backward<T, kMixes, 8>::Suits(call.width, device)) return launch(eight, std::true_type());
+    return launch(eight, std::false_type());
   });
 }
 
