@@ -26,6 +26,9 @@ AROUND_WKV = re.compile(
 )
 """The targets and kernels of `rwkv_jax` that are not those of an operator."""
 
+OWN_PRODUCT = re.compile(r"row_product|feed_forward|::ProductKernel")
+"""The targets and kernels of `rwkv_jax` that are matrix products."""
+
 TF32 = re.compile(r"tf32|nvjet_(?:sm\d+_)?s(?!m\d)", re.I)
 """Names of kernels. The first letter after `nvjet_` is the type of the operands, s for float32."""
 
@@ -106,7 +109,7 @@ def class_of(kernel: Kernel, program: Mapping[str, Instruction]) -> str:
     """The class of a kernel, by the instruction that started it and by its name."""
     instruction = program.get(kernel.instruction)
     target = instruction.target if instruction else ""
-    if "row_product" in target:
+    if OWN_PRODUCT.search(target) or OWN_PRODUCT.search(kernel.name):
         return PRODUCTS
     if "rwkv" in target or "rwkv" in kernel.name:
         return OURS if AROUND_WKV.search(target) or AROUND_WKV.search(kernel.name) else WKV
