@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from support import internals
-from support.cases import Case
-from support.harness import assert_right, operands, value_and_gradients
+from support.cases import CU_SEQLENS, Case
+from support.harness import assert_right, check, operands, value_and_gradients
 from support.operators import Run
 
 LENGTH, SIZE = 32, 4
@@ -76,3 +76,21 @@ def test_only_states_go_along_a_loop(op: str) -> None:
 
     assert loops(Case(1, 1024, 2, 64)) == 2
     assert loops(Case(8, 8192, 1, 64)) == 4
+
+
+@pytest.mark.parametrize(
+    ("op", "decay"), [("wkv7", "sigmoid"), ("wkv7", "log"), ("wkv6", "exp"), ("wkv5", "log")]
+)
+def test_products_on_matrix_units(op: str, decay: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16 for 16-bit inputs, with decays as in a model, strong, weak and extreme."""
+    internals.use_matrix_units(monkeypatch)
+    for regime in ("model", "near 0", "near 1", "mixed"):
+        case = Case(1, 333, 2, 64, dtype="bfloat16", decay=decay, regime=regime)
+        check(Run(op, "xla"), case, precision=None)
+
+
+def test_one_product_a_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Platforms with matrix units have a chain of their own in float32, too."""
+    internals.use_matrix_units(monkeypatch)
+    case = Case(1, int(CU_SEQLENS[-1]), 2, 32)
+    check(Run("wkv7", "xla"), case, cu_seqlens=CU_SEQLENS)

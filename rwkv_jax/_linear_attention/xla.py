@@ -9,21 +9,11 @@ after it, a link of tokens is
     S_after = S diag(stay) + V^T (k after)
 """
 
-import jax.numpy as jnp
-
 from rwkv_jax._operator.call import Arrays
-from rwkv_jax._portable import algebra
-from rwkv_jax._portable.algebra import Einsum, Tokens
+from rwkv_jax._portable.algebra import Decays
+from rwkv_jax._portable.chain import Terms
 
 
-def parts(einsum: Einsum, decay: str, inputs: Arrays, tokens: Tokens) -> Arrays:
-    """`w` is that of each token, or the same for all."""
-    r, w, k, u = (inputs[name] for name in "rwku")
-    decays = algebra.decays(jnp.broadcast_to(w, r.shape), decay, tokens)
-    ((pairs,),) = algebra.pairs(einsum, decays, (r,), (k,))
-    return {
-        "stay": decays.stay,
-        "reads": r * decays.before,
-        "y_of_v": pairs + algebra.diagonal(einsum("...tk,...tk->...t", r * u, k)),
-        "keys": k * decays.after,
-    }
+def terms(decays: Decays, inputs: Arrays) -> Terms:
+    r, k, u = (inputs[name] for name in "rku")
+    return Terms([r], [k], [r * u])

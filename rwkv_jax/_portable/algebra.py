@@ -9,17 +9,16 @@ any two tokens are in different halves of exactly one piece of 2, 4, 8, ... toke
 lead from each token to the middle of that piece.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, TypeAlias
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from rwkv_jax._portable.decay import BOUNDED, LOG_DECAY, NO_DECAY
-
-Einsum: TypeAlias = Callable[..., Array]
-"""`jnp.einsum` with the precision of a call."""
+from rwkv_jax._portable.products import Products
 
 
 class Tokens(NamedTuple):
@@ -34,8 +33,9 @@ class Tokens(NamedTuple):
     segment: Array | None = None
 
 
-class Factors(NamedTuple):
-    """The decay between two tokens j < i, after j and before i, is `rows[i] * columns[j]`."""
+class Exponents(NamedTuple):
+    """The decay between two tokens j < i, after j and before i, is
+    `exp(rows[i]) * exp(columns[j])`."""
 
     rows: Array
     columns: Array
@@ -48,9 +48,10 @@ class Decays(NamedTuple):
     before: of all tokens before one [..., T, K].
     after: of all tokens after one [..., T, K].
     stay: of all tokens [..., K].
-    between: of the tokens between two. Where decays are bounded, the factors of all pairs.
-      Otherwise for pieces of 2, 4, 8, ... tokens, of which there are n, the factors of the second
-      half and of the first half [..., n, T / (2 n), K].
+    whole: for all pairs of tokens of pieces, of which there are n [..., n, T / n, K]; None if these
+      would be pieces of one token.
+    halves: for pairs of tokens of the second half and of the first half of pieces, each of which
+      are two of those before, up to the whole link [..., n, T / (2 n), K].
     same: whether two tokens belong to the same segment [..., T, T]; None if all do.
     """
 
@@ -58,7 +59,8 @@ class Decays(NamedTuple):
     before: Array
     after: Array
     stay: Array
-    between: Factors | list[Factors]
+    whole: Exponents | None
+    halves: list[Exponents]
     same: Array | None
 
 
@@ -92,92 +94,189 @@ def _sums(x: Array) -> Iterator[tuple[int, Array, Array, Array]]:
         length *= 2
 
 
-def decays(w: Array, decay: str, tokens: Tokens) -> Decays:
+def decays(w: Array, decay: str, tokens: Tokens, product: Products) -> Decays:
     """The decays of links, from `w` of each token [..., T, K]."""
     if tokens.there is not None:
         # Here, and not below, where XLA would choose anew for each of the sums that it computes.
         w = jnp.where(tokens.there[..., None], w, NO_DECAY[decay])
     log_decay = LOG_DECAY[decay](w)
-    *sums, (length, before, after, total) = _sums(log_decay)
-    own = jnp.exp(log_decay)
-    between: Factors | list[Factors]
-    if decay in BOUNDED:
-        middle = halves(before, length // 2)[1][..., 0, :1, :] if length > 1 else before
-        exponents = before - middle
-        between = Factors(jnp.exp(exponents), jnp.exp(-(exponents + log_decay)))
-    else:
-        between = [
-            Factors(jnp.exp(halves(upto, half)[1]), jnp.exp(halves(beyond, half)[0]))
-            for half, upto, beyond, _ in sums
-        ]
-    to_start, to_end, stay = jnp.exp(before), jnp.exp(after), jnp.exp(total[..., 0, :])
-    result = Decays(own, to_start, to_end, stay, between, None)
+    bounded = decay in BOUNDED
+    result = _rounded(log_decay) if bounded and product.rounds else _exact(log_decay, bounded)
     if (segment := tokens.segment) is None:
         return result
     last = segment[..., -1:]
     return result._replace(
-        before=jnp.where((segment == 0)[..., None], to_start, 0.0),
-        after=jnp.where((segment == last)[..., None], to_end, 0.0),
-        stay=jnp.where(last == 0, stay, 0.0),
+        before=jnp.where((segment == 0)[..., None], result.before, 0.0),
+        after=jnp.where((segment == last)[..., None], result.after, 0.0),
+        stay=jnp.where(last == 0, result.stay, 0.0),
         same=segment[..., :, None] == segment[..., None, :],
     )
 
 
-def pairs(
-    einsum: Einsum, decays: Decays, rows: Sequence[Array], columns: Sequence[Array]
-) -> list[list[Array]]:
-    """For each x of `rows` and y of `columns` the matrix of x_i . (decay between i and j) y_j, with
-    zeros where j >= i."""
-    length = rows[0].shape[-2]
-    if isinstance(factors := decays.between, Factors):
-        result = _products(
-            einsum, [x * factors.rows for x in rows], [y * factors.columns for y in columns]
-        )
-        earlier = _earlier(length)
-        result = [[jnp.where(earlier, x, 0.0) for x in several] for several in result]
+def _exact(log_decay: Array, bounded: bool) -> Decays:
+    *sums, (_, before, after, total) = _sums(log_decay)
+    whole, between = None, []
+    if bounded:
+        whole = _around_the_middle(before[..., None, :, :], log_decay[..., None, :, :])
     else:
-        nothing = jnp.zeros_like(rows[0], shape=(*rows[0].shape[:-1], 1, 1))
-        result = [[nothing] * len(columns) for _ in rows]
-        for factor in factors:
-            half = factor.rows.shape[-2]
-            between = _products(
-                einsum,
-                [halves(x, half)[1] * factor.rows for x in rows],
-                [halves(y, half)[0] * factor.columns for y in columns],
-            )
-            result = jax.tree.map(_lower, result, between)
-        result = [[x[..., 0, :, :] for x in several] for several in result]
-    if decays.same is None:
-        return result
-    return [[jnp.where(decays.same, x, 0.0) for x in several] for several in result]
+        between = [
+            Exponents(halves(upto, half)[1], halves(beyond, half)[0])
+            for half, upto, beyond, _ in sums
+        ]
+    return _decays(log_decay, before, after, total[..., 0, :], whole, between)
 
 
-def _products(einsum: Einsum, rows: Sequence[Array], columns: Sequence[Array]) -> list[list[Array]]:
-    """For each pair, as blocks of one product."""
-    x, y = (jnp.concatenate(several, axis=-2) for several in (rows, columns))
-    product = einsum("...ik,...jk->...ij", x, y)
-    return [jnp.split(x, len(columns), axis=-1) for x in jnp.split(product, len(rows), axis=-2)]
+def _rounded(log_decay: Array) -> Decays:
+    """From differences of sums over all tokens before one, which leave out what bfloat16 has no
+    digits for. Only where decays are bounded: among strong ones, the gradients of the decays would
+    have no digits left."""
+    before = _sums_before(log_decay)
+    upto = before + log_decay
+    end = upto[..., -1, :]
+    whole = _around_the_middle(before[..., None, :, :], log_decay[..., None, :, :])
+    return _decays(log_decay, before, end[..., None, :] - upto, end, whole, [])
 
 
-def _earlier(length: int) -> Array:
-    """Whether the second token of a pair is before the first [T, T]."""
-    i, j = (lax.broadcasted_iota(jnp.int32, (length, length), axis) for axis in (0, 1))
-    return i > j
+def _around_the_middle(before: Array, log_decay: Array) -> Exponents:
+    """The exponents of all pairs of tokens of pieces [..., n, T, K]."""
+    exponents = before - before[..., before.shape[-2] // 2, :][..., None, :]
+    return Exponents(exponents, -(exponents + log_decay))
+
+
+def _decays(
+    own: Array,
+    before: Array,
+    after: Array,
+    total: Array,
+    whole: Exponents | None,
+    between: list[Exponents],
+) -> Decays:
+    own, before, after, total = map(jnp.exp, (own, before, after, total))
+    return Decays(own, before, after, total, whole, between, None)
+
+
+def _sums_before(x: Array) -> Array:
+    """The sums of the tokens before each [..., T, K], as products with a matrix of 0 and 1."""
+    side = x.shape[-2]
+    i, j = (lax.broadcasted_iota(jnp.int32, (side, side), axis) for axis in (0, 1))
+    chosen = jnp.broadcast_to((i > j).astype(jnp.float32), (*x.shape[:-2], side, side))
+    return jnp.einsum("...ij,...jk->...ik", chosen, x)
+
+
+def pairs(
+    product: Products,
+    decays: Decays,
+    rows: Sequence[Array],
+    columns: Sequence[Array],
+    now: Sequence[Array | None],
+) -> Array:
+    """For each x of `rows` and y of `columns` a block of one matrix: x_i . (decay between i and j)
+    y_j where j < i, and 0 where j > i. On its diagonal is z_i . y_i with z of `now` in the place of
+    x, or 0 if z is None."""
+    *lead, length, _ = rows[0].shape
+    shape = (len(rows), length, len(columns), length)
+    if (exponents := decays.whole) is not None:
+        side = exponents.rows.shape[-2]
+        x, y = ([cut(x, side) for x in several] for several in (rows, columns))
+        result = _of_earlier(_products(product, x, y, exponents))
+    else:
+        pieces = (*lead, length, len(rows), 1, len(columns), 1)
+        result = jnp.zeros_like(rows[0], product.dtype, shape=pieces)
+    for exponents in decays.halves:
+        half = exponents.rows.shape[-2]
+        x, y = [halves(x, half)[1] for x in rows], [halves(y, half)[0] for y in columns]
+        result = _lower(result, _products(product, x, y, exponents))
+    result = result.reshape(*lead, *shape)
+    if decays.same is not None:
+        same = decays.same[..., None, :, None, :]
+        result = jnp.where(same, result, jnp.zeros_like(result))
+    own = jnp.stack(
+        [jnp.stack([_same_token(z, y) for y in columns], axis=-1) for z in now], axis=-3
+    )
+    result = jnp.where(_distance(length) == 0, own[..., None].astype(result.dtype), result)
+    return result.reshape(*lead, len(rows) * length, len(columns) * length)
+
+
+def _same_token(z: Array | None, y: Array) -> Array:
+    """z_i . y_i [..., T]."""
+    if z is None:
+        return jnp.zeros_like(y[..., 0])
+    return jnp.einsum("...tk,...tk->...t", z, y, precision=lax.Precision.HIGHEST)
+
+
+def cut(x: Array, side: int) -> Array:
+    """[..., T, K] as pieces of so many tokens [..., n, side, K]."""
+    *lead, tokens, size = x.shape
+    return x.reshape(*lead, tokens // side, side, size)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _products(
+    product: Products, rows: list[Array], columns: list[Array], exponents: Exponents
+) -> Array:
+    """[..., n, G, side, H, side] for G rows and H columns [..., n, side, K]."""
+    return _products_forward(product, rows, columns, exponents)[0]
+
+
+def _products_forward(
+    product: Products, rows: list[Array], columns: list[Array], exponents: Exponents
+) -> tuple[Array, Any]:
+    x, y = (
+        jnp.concatenate([(x * jnp.exp(e)).astype(product.dtype) for x in several], axis=-2)
+        for several, e in ((rows, exponents.rows), (columns, exponents.columns))
+    )
+    *lead, side, _ = rows[0].shape
+    found = product("...ik,...jk->...ij", x, y)
+    found = found.reshape(*lead, len(rows), side, len(columns), side)
+    return found, (rows, columns, exponents, x, y)
+
+
+def _products_backward(
+    product: Products, saved: Any, found: Array
+) -> tuple[list[Array], list[Array], Exponents]:
+    """What a pair of tokens adds to the gradients of both exponents is of the same size. It cancels
+    for the decays that both exponents have, so it is found from the same rounded factors, and is
+    not rounded itself."""
+    rows, columns, exponents, x, y = saved
+    found = found.reshape(*found.shape[:-4], x.shape[-2], y.shape[-2])
+    dx = product("...ij,...jk->...ik", found, y, jnp.float32)
+    dy = product("...ij,...ik->...jk", found, x, jnp.float32)
+
+    def both(several: list[Array], e: Array, x: Array, dx: Array) -> tuple[list[Array], Array]:
+        parts = jnp.split(dx, len(several), axis=-2)
+        sums = jnp.split(dx * x.astype(jnp.float32), len(several), axis=-2)
+        return [part * jnp.exp(e) for part in parts], functools.reduce(jnp.add, sums)
+
+    drows, drow = both(rows, exponents.rows, x, dx)
+    dcolumns, dcolumn = both(columns, exponents.columns, y, dy)
+    return drows, dcolumns, Exponents(drow, dcolumn)
+
+
+_products.defvjp(_products_forward, _products_backward)
+
+
+def _distance(length: int) -> Array:
+    """How many tokens the second token of a pair is before the first [T, 1, T]."""
+    shape = (length, 1, length)
+    i, j = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 2))
+    return i - j
+
+
+def _of_earlier(x: Array) -> Array:
+    """Matrices of pairs [..., T, H, T] with zeros where j >= i."""
+    return jnp.where(_distance(x.shape[-1]) > 0, x, jnp.zeros_like(x))
 
 
 def _lower(diagonal: Array, between: Array) -> Array:
-    """The matrices of pieces of twice as many tokens, from those of their halves [..., 2 n, T, T]
-    and those of pairs of tokens of both halves [..., n, T, T]."""
-    first, second = _halves_of_matrices(diagonal)
+    """The matrices of pieces of twice as many tokens, from those of their halves
+    [..., 2 n, G, T, H, T] and those of pairs of tokens of both halves [..., n, G, T, H, T]."""
+    *lead, pieces = diagonal.shape[:-4]
+    first, second = (
+        diagonal.reshape(*lead, pieces // 2, 2, *diagonal.shape[-4:])[..., i, :, :, :, :]
+        for i in (0, 1)
+    )
     top = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
-    return jnp.concatenate([top, jnp.concatenate([between, second], axis=-1)], axis=-2)
-
-
-def _halves_of_matrices(x: Array) -> tuple[Array, Array]:
-    """The matrices [..., n, T, T] of the first and of the second halves of pieces."""
-    *lead, pieces, side, _ = x.shape
-    pieces = x.reshape(*lead, pieces // 2, 2, side, side)
-    return pieces[..., 0, :, :], pieces[..., 1, :, :]
+    return jnp.concatenate([top, jnp.concatenate([between, second], axis=-1)], axis=-3)
 
 
 def diagonal(x: Array) -> Array:
@@ -199,9 +298,16 @@ def inverse(x: Array) -> Array:
     while half < length:
         first, second = _halves_of_matrices(result)
         between = _times(_times(second, _blocks(x, 2 * half, half, half)), first)
-        result = _lower(result, between)
+        result = _lower(*(x[..., None, :, None, :] for x in (result, between)))[..., 0, :, 0, :]
         half *= 2
     return result[..., 0, :, :]
+
+
+def _halves_of_matrices(x: Array) -> tuple[Array, Array]:
+    """The matrices [..., n, T, T] of the first and of the second halves of pieces."""
+    *lead, pieces, side, _ = x.shape
+    pieces = x.reshape(*lead, pieces // 2, 2, side, side)
+    return pieces[..., 0, :, :], pieces[..., 1, :, :]
 
 
 def _times(x: Array, y: Array) -> Array:

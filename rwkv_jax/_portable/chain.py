@@ -1,30 +1,33 @@
 """An implementation in plain `jax.numpy` of any operator with one state [V, K] for each head.
 
-What a link of some tokens does to the state S before it, from the parts that an operator makes of
-its tokens side by side. Row i of U is what token i asks of the state before it:
+What a link of some tokens does to the state S before it, from the parts that follow from its tokens
+alone, side by side. Row i of U is what token i asks of the state before it, W has U above V, and
+the rows of R and of P are those for U above those for Y:
 
-    U = asks S^T + u_of_u U + u_of_v V
-    Y = reads S^T + y_of_u U + y_of_v V
-    S_after = S diag(stay) + U^T kept + V^T keys
+    (U, Y) = R S^T + P W
+    S_after = S diag(stay) + W^T C
 
-(`asks`, `kept` and the matrices with u in their name are of operators whose writes depend on the
-state.) With the triangular matrix u_of_u solved, only two products a link go along the chain of
-states:
+(Without U in the operators whose writes do not depend on the state: W is V.) With the triangular
+part of P that leads from U to U solved, only two products a link go along the chain of states:
 
-    U = solved S^T + own             solved = (I - u_of_u)^-1 asks,  own = (I - u_of_u)^-1 u_of_v V
-    S_after = S diag(stay) + U^T kept + added                        added = V^T keys
+    U = solved S^T + own             solved = (I - P_uu)^-1 R_u,  own = (I - P_uu)^-1 P_uv V
+
+That is the fewest multiplications. Where a link of the chain takes as long as its kernels take to
+start, U is found afterwards, and only one product a link goes along the chain:
+
+    S_after = S diag(stay) + S turned + added
+    turned = solved^T C_u,           added = (own, V)^T C
 
 All else is done for all links of a slab at once, in few, large products. The backward pass makes
 the parts of each slab again, from the last to the first. The states before its links follow from
 the saved ones. The cotangents of the states after its links, and of U, come from a chain that
-starts at the end. With all of these fixed, the three equations at the top are linear in the parts.
-So the gradients of the parts are products of two factors each, which needs no derivative of the
-inverse.
+starts at the end. With all of these fixed, the equations at the top are linear in the parts. So the
+gradients of the parts are products of two factors each, which needs no derivative of the inverse.
 """
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -45,15 +48,59 @@ from rwkv_jax._operator.signature import Signature
 from rwkv_jax._packing import pieces
 from rwkv_jax._packing.pieces import Path
 from rwkv_jax._portable import algebra
-from rwkv_jax._portable.algebra import Einsum, Tokens
+from rwkv_jax._portable.algebra import Decays, Tokens
 from rwkv_jax._portable.operands import LinksOfRows, links
+from rwkv_jax._portable.products import Products, exact, on_matrix_units
 from rwkv_jax._portable.slabs import ELSEWHERE, ON_CPU
 from rwkv_jax._portable.token_by_token import TokenByToken
 
-PartsFn: TypeAlias = Callable[[Einsum, str, Arrays, Tokens], Arrays]
-"""`parts(einsum, decay, inputs, tokens)`: the parts of links by the names above: `stay` [..., K],
-matrices of pairs of tokens [..., T, T], and the rest [..., T, K]. The inputs are in float32, those
-of tokens [..., T, K], with zeros for tokens that are not there, and parameters [..., 1, K]."""
+
+class Terms(NamedTuple):
+    """What an operator says of the tokens of links, arrays [..., T, K].
+
+    rows: what meets the states before tokens and what was written to them: for U, if there is one,
+      and for Y.
+    columns: the keys under which U, if there is one, and V are written.
+    now: for each of `rows` what meets the columns of the same token; None for nothing.
+    """
+
+    rows: Sequence[Array]
+    columns: Sequence[Array]
+    now: Sequence[Array | None]
+
+
+TermsFn: TypeAlias = Callable[[Decays, Arrays], Terms]
+"""`terms(decays, inputs)`: the inputs are in float32, those of tokens [..., T, K], with zeros for
+tokens that are not there, and parameters [..., 1, K]."""
+
+
+class _Parts(NamedTuple):
+    """stay [..., K] in float32, R, C, P and V."""
+
+    stay: Array
+    rows: Array
+    columns: Array
+    pairs: Array
+    values: Array
+
+    def of_asked(self) -> tuple[Array, Array, Array, Array] | None:
+        """R_u, C_u, P_uu and P_uv, if there is a U."""
+        tokens = self.values.shape[-2]
+        if self.rows.shape[-2] == tokens:
+            return None
+        pairs = self.pairs[..., :tokens, :]
+        own, others = pairs[..., :tokens], pairs[..., tokens:]
+        return self.rows[..., :tokens, :], self.columns[..., :tokens, :], own, others
+
+    def of_read(self) -> tuple[Array, Array]:
+        """The rows of R and P for Y."""
+        tokens = self.values.shape[-2]
+        return self.rows[..., -tokens:, :], self.pairs[..., -tokens:, :]
+
+    def of_values(self) -> tuple[Array, Array]:
+        """The rows of C and the columns of P for V."""
+        tokens = self.values.shape[-2]
+        return self.columns[..., -tokens:, :], self.pairs[..., -tokens:]
 
 
 _Sums: TypeAlias = tuple[Any, Arrays, Arrays]
@@ -64,8 +111,8 @@ class Chain(Implementation):
 
     takes_sequences = True
 
-    def __init__(self, signature: Signature, parts: PartsFn, reference: TokenByToken) -> None:
-        self._signature, self._parts_of, self._reference = signature, parts, reference
+    def __init__(self, signature: Signature, terms: TermsFn, reference: TokenByToken) -> None:
+        self._signature, self._terms, self._reference = signature, terms, reference
 
     def describe(
         self, platform: str, options: Options, inputs: Mapping[str, Any], packing: Packing
@@ -76,36 +123,46 @@ class Chain(Implementation):
         return self._reference.step(options, platform, operands)
 
     def forward(self, options: Options, platform: str, operands: Forward) -> Result:
-        return self._on_any_platform(functools.partial(self._forward, options, operands), operands)
+        return self._on_any_platform(self._forward, options, operands)
 
     def backward(self, options: Options, platform: str, operands: Backward) -> Gradients:
-        return self._on_any_platform(functools.partial(self._backward, options, operands), operands)
+        return self._on_any_platform(self._backward, options, operands)
 
-    def _on_any_platform(self, compute: Callable[[LinksOfRows], Any], operands: Operands) -> Any:
-        """A pass with slabs of the sizes that suit the platform that it is lowered for."""
+    def _on_any_platform(
+        self,
+        compute: Callable[[Options, Any, Products, LinksOfRows], Any],
+        options: Options,
+        operands: Operands,
+    ) -> Any:
+        """A pass with the products and slabs that suit the platform that it is lowered for."""
         on_cpu, elsewhere = (
             links(self._signature, sizes, operands.inputs, operands.packing)
             for sizes in (ON_CPU, ELSEWHERE)
         )
-        if on_cpu.slabs.count == elsewhere.slabs.count:
-            return compute(elsewhere)
+        product = on_matrix_units(options, operands.inputs[self._signature.y].dtype)
+        if on_cpu.slabs.count == elsewhere.slabs.count and not product.rounds:
+            return compute(options, operands, exact(options), elsewhere)
         return lax.platform_dependent(
-            cpu=lambda: compute(on_cpu), default=lambda: compute(elsewhere)
+            cpu=lambda: compute(options, operands, exact(options), on_cpu),
+            default=lambda: compute(options, operands, product, elsewhere),
         )
 
-    def _forward(self, options: Options, operands: Forward, call: LinksOfRows) -> Result:
-        signature, einsum = self._signature, _einsum(options)
+    def _forward(
+        self, options: Options, operands: Forward, product: Products, call: LinksOfRows
+    ) -> Result:
+        signature = self._signature
         (part,) = operands.state
         state, values = operands.state[part], operands.inputs[signature.y]
 
         def slab(number: Any, carry: tuple[Any, Arrays]) -> tuple[Any, Arrays]:
             carried, room = carry
             timed, shared, tokens = call.inputs(number)
-            v, parts = self._parts(options, tokens, timed, shared)
-            solved, _ = _solved(einsum, parts, v)
-            solved = _with_reads(einsum, parts, solved, v)
-            carried, states, asked = _along(einsum, solved, carried, call.path(number), state)
-            y = _read(einsum, parts, asked).astype(values.dtype)
+            parts = self._parts(options, product, tokens, timed, shared)
+            solved, _ = _solved(product, parts)
+            carried, states, written = _along(product, solved, carried, call.path(number), state)
+            if written is None:
+                written = _written(product, solved, parts.values, states)
+            y = _read(product, parts, states, written).astype(values.dtype)
             room = room | {"y": call.put(number, room["y"], y)}
             if options.save:
                 room |= {"states": call.save(number, room["states"], states)}
@@ -119,26 +176,32 @@ class Chain(Implementation):
         states = {part: call.states(room["states"])} if options.save else {}
         return Result(call.whole(room["y"]), {part: call.end(carried)}, states)
 
-    def _backward(self, options: Options, operands: Backward, call: LinksOfRows) -> Gradients:
-        signature, einsum = self._signature, _einsum(options)
+    def _backward(
+        self, options: Options, operands: Backward, product: Products, call: LinksOfRows
+    ) -> Gradients:
+        signature = self._signature
         (part,) = operands.states
         given = operands.dstate[part]
 
         def slab(number: Any, carry: _Sums) -> _Sums:
             carried, dshared, room = carry
             timed, shared, tokens = call.inputs(number)
-            dy = call.at(number, operands.dy).astype(jnp.float32)
+            dy = call.at(number, operands.dy).astype(product.dtype)
             saved, opens = call.saved(number, operands.states[part])
 
-            of_tokens = functools.partial(self._parts, options, tokens)
-            (v, parts), pull_back = jax.vjp(of_tokens, timed, shared)
-            solved, inverse = _solved(einsum, parts, v)
-            states, u = _within(einsum, solved, saved.astype(jnp.float32), opens)
-            carried, dafter, du = _back_along(
-                einsum, parts, solved, dy, carried, call.path(number), given
+            of_tokens = functools.partial(self._parts, options, product, tokens)
+            parts, pull_back = jax.vjp(of_tokens, timed, shared)
+            solved, inverse = _solved(product, parts)
+            saved = saved.astype(jnp.float32)
+            states, written = _within(product, parts, solved, saved, opens)
+            carried, dafter, asked = _back_along(
+                product, parts, solved, dy, carried, call.path(number), given
             )
-            dz = None if inverse is None else einsum("...ij,...iv->...jv", inverse, du)
-            dtimed, more = pull_back(_gradients(einsum, parts, v, states, u, dy, dafter, dz))
+            if inverse is not None:
+                du, _ = jnp.split(asked, 2, axis=-2)
+                dz = product("...ij,...iv->...jv", inverse, du)
+                asked = jnp.concatenate([dz, dy], axis=-2)
+            dtimed, more = pull_back(_gradients(product, parts, states, written, asked, dafter))
             room = {name: call.put(number, x, dtimed[name]) for name, x in room.items()}
             return carried, jax.tree.map(jnp.add, dshared, more), room
 
@@ -151,136 +214,132 @@ class Chain(Implementation):
         return Gradients(dtimed | dshared, {part: call.end(carried)})
 
     def _parts(
-        self, options: Options, tokens: Tokens, timed: Arrays, shared: Arrays
-    ) -> tuple[Array, Arrays]:
-        """The values and the parts of links."""
+        self, options: Options, product: Products, tokens: Tokens, timed: Arrays, shared: Arrays
+    ) -> _Parts:
         inputs = {name: x.astype(jnp.float32) for name, x in (timed | shared).items()}
-        parts = self._parts_of(_einsum(options), options.decay, inputs, tokens)
-        return inputs[self._signature.y], parts
+        w = inputs["w"]
+        w = jnp.broadcast_to(w, jnp.broadcast_shapes(w.shape, inputs["k"].shape))
+        decays = algebra.decays(w, options.decay, tokens, product)
+        terms = self._terms(decays, inputs)
+
+        def joined(several: Sequence[Array], decay: Array) -> Array:
+            return jnp.concatenate([(x * decay).astype(product.dtype) for x in several], axis=-2)
+
+        return _Parts(
+            decays.stay,
+            joined(terms.rows, decays.before),
+            joined(terms.columns, decays.after),
+            algebra.pairs(product, decays, *terms),
+            inputs[self._signature.y].astype(product.dtype),
+        )
 
 
-def _einsum(options: Options) -> Einsum:
-    return functools.partial(jnp.einsum, precision=options.precision)
-
-
-def _with_reads(einsum: Einsum, parts: Arrays, solved: Arrays, v: Array) -> Arrays:
-    """What the chain needs to find `reads S^T + y_of_v V` as well, in the rows below those of U:
-    one product with each state in place of two."""
-    below = {"solved": parts["reads"], "own": einsum("...ij,...jv->...iv", parts["y_of_v"], v)}
-    if "solved" not in solved:
-        return solved | below
-    return solved | {name: jnp.concatenate([solved[name], below[name]], -2) for name in below}
-
-
-def _read(einsum: Einsum, parts: Arrays, asked: Array) -> Array:
+def _read(product: Products, parts: _Parts, states: Array, written: Array) -> Array:
     """Y."""
-    if "asks" not in parts:
-        return asked
-    u, y = jnp.split(asked, 2, axis=-2)
-    return y + einsum("...ij,...jv->...iv", parts["y_of_u"], u)
+    rows, pairs = parts.of_read()
+    before = product("...tk,...vk->...tv", rows, states)
+    return before + product("...ij,...jv->...iv", pairs, written)
 
 
 def _gradients(
-    einsum: Einsum,
-    parts: Arrays,
-    v: Array,
-    state: Array,
-    u: Array | None,
-    dy: Array,
-    dafter: Array,
-    dz: Array | None,
-) -> tuple[Array, Arrays]:
-    """The cotangents of the values and of the parts, from those of Y, of the state after links, and
-    of U (I - u_of_u)^T."""
-
-    def of_matrix(dx: Array, x: Array) -> Array:
-        return einsum("...iv,...jv->...ij", dx, x)
-
-    def of_keys(x: Array, state: Array) -> Array:
-        return einsum("...tv,...vk->...tk", x, state)
-
-    def of_values(matrix: Array, dx: Array) -> Array:
-        return einsum("...ij,...iv->...jv", matrix, dx)
-
-    dv = of_values(parts["y_of_v"], dy) + einsum("...tk,...vk->...tv", parts["keys"], dafter)
-    dparts = {
+    product: Products, parts: _Parts, state: Array, written: Array, asked: Array, dafter: Array
+) -> _Parts:
+    """The cotangents of the parts, from the states before links, W, the cotangents of U - P_uu U
+    and Y, and those of the states after links."""
+    keys, pairs = parts.of_values()
+    dvalues = product("...ij,...iv->...jv", pairs, asked)
+    return _Parts(
         # By a product, since some compilers are slow to sum along this axis.
-        "stay": jnp.einsum(
+        stay=jnp.einsum(
             "ov,...vk->...k",
-            jnp.ones_like(state, shape=(1, state.shape[-2])),
-            state * dafter,
+            jnp.ones((1, state.shape[-2])),
+            state.astype(jnp.float32) * dafter.astype(jnp.float32),
             precision=lax.Precision.HIGHEST,
         ),
-        "reads": of_keys(dy, state),
-        "y_of_v": of_matrix(dy, v),
-        "keys": of_keys(v, dafter),
-    }
-    if u is not None and dz is not None:
-        dv += of_values(parts["u_of_v"], dz)
-        dparts |= {
-            "asks": of_keys(dz, state),
-            "u_of_u": of_matrix(dz, u),
-            "u_of_v": of_matrix(dz, v),
-            "y_of_u": of_matrix(dy, u),
-            "kept": of_keys(u, dafter),
-        }
-    return dv, dparts
+        rows=product("...tv,...vk->...tk", asked, state),
+        columns=product("...tv,...vk->...tk", written, dafter),
+        pairs=product("...iv,...jv->...ij", asked, written),
+        values=dvalues + product("...tk,...vk->...tv", keys, dafter),
+    )
 
 
-def _written(einsum: Einsum, values: Array, keys: Array) -> Array:
-    return einsum("...tv,...tk->...vk", values, keys)
+def _outer(product: Products, x: Array, y: Array) -> Array:
+    """The sums over tokens of the products of x and y [..., T, V] and [..., T, K]."""
+    return product("...tv,...tk->...vk", x, y)
 
 
-def _solved(einsum: Einsum, parts: Arrays, v: Array) -> tuple[Arrays, Array | None]:
-    """What the chain of states needs, and the inverse that solves it."""
-    result = {"stay": parts["stay"], "added": _written(einsum, v, parts["keys"])}
-    inverse = None
-    if "asks" in parts:
-        inverse = algebra.inverse(parts["u_of_u"])
-        own = einsum("...ij,...jv->...iv", parts["u_of_v"], v)
-        result["solved"] = einsum("...ij,...jk->...ik", inverse, parts["asks"])
-        result["own"] = einsum("...ij,...jv->...iv", inverse, own)
-        result["kept"] = parts["kept"]
+def _solved(product: Products, parts: _Parts) -> tuple[Arrays, Array | None]:
+    """What the chain of states needs, what `_written` needs, and the inverse that solves it."""
+    result = {"stay": parts.stay}
+    if (asked := parts.of_asked()) is None:
+        return result | {"added": _outer(product, parts.values, parts.columns)}, None
+    rows, kept, own, others = asked
+    inverse = algebra.inverse(own.astype(jnp.float32)).astype(product.dtype)
+    others = product("...ij,...jk->...ik", inverse, others)
+    result["solved"] = product("...ij,...jk->...ik", inverse, rows)
+    result["own"] = product("...ij,...jv->...iv", others, parts.values)
+    if product.fewest:
+        return result | {"values": parts.values, "columns": parts.columns}, inverse
+    alone = jnp.concatenate([result["own"], parts.values], axis=-2)
+    result["added"] = _outer(product, alone, parts.columns)
+    result["turned"] = _outer(product, result["solved"], kept)
     return result, inverse
 
 
-def _after(einsum: Einsum, solved: Arrays, state: Array) -> tuple[Array, Array | None]:
-    """The states after links, and what is asked of those before them: U, and what is below."""
-    after = state * solved["stay"][..., None, :] + solved["added"]
+def _after(product: Products, solved: Arrays, state: Array) -> tuple[Array, Array | None]:
+    """The states after links, and W if it was needed for them."""
+    after, written = state * solved["stay"][..., None, :], None
+    if "columns" in solved:
+        written = _written(product, solved, solved["values"], state)
+        return after + _outer(product, written, solved["columns"]), written
+    after += solved["added"].astype(jnp.float32)
+    if "turned" in solved:
+        turned = product("...vj,...jk->...vk", state, solved["turned"])
+        after += turned.astype(jnp.float32)
+    return after, None
+
+
+def _written(product: Products, solved: Arrays, values: Array, states: Array) -> Array:
+    """W, from the states before links."""
     if "solved" not in solved:
-        return after, None
-    asked = einsum("...tk,...vk->...tv", solved["solved"], state) + solved["own"]
-    if "kept" in solved:
-        u = asked[..., : solved["kept"].shape[-2], :]
-        after += _written(einsum, u, solved["kept"])
-    return after, asked
+        return values
+    u = product("...tk,...vk->...tv", solved["solved"], states) + solved["own"]
+    return jnp.concatenate([u, values], axis=-2)
+
+
+def _for_chain(product: Products, solved: Arrays) -> Arrays:
+    """What `_after` takes."""
+    left_out = () if product.fewest else ("solved", "own")
+    return {name: x for name, x in solved.items() if name not in left_out}
 
 
 def _along(
-    einsum: Einsum, solved: Arrays, carried: Any, path: Path | None, given: Array
-) -> tuple[Any, Array, Array]:
-    """What is carried on from a slab, the states before its chunks [N, 1, B, H, V, K] or, on a
-    path, before its links [N, R, B, H, V, K], and what is asked of those before links."""
+    product: Products, solved: Arrays, carried: Any, path: Path | None, given: Array
+) -> tuple[Any, Array, Array | None]:
+    """What is carried on from a slab, the states before its links, and W if it was needed for them
+    [N, R, B, H, ...]. One turn of the loop takes a chunk, since a loop costs kernels and copies."""
 
-    def chunk(carried: Any, xs: tuple[Arrays, Path | None]) -> tuple[Any, Any]:
-        states, found = [], []
-        for link in range(xs[0]["stay"].shape[0]):
-            solved, path = _link(xs, link)
-            before = _enter(carried, path, given)
-            after, asked = _after(einsum, solved, before)
-            if not states or path is not None:
-                states.append(before)
-            found.append(asked)
-            carried = _leave(carried, path, after)
-        return carried, (jnp.stack(states), jnp.stack(found))
+    def link(carried: Any, xs: tuple[Arrays, Path | None]) -> tuple[Any, Any]:
+        solved, path = xs
+        before = _enter(carried, path, given)
+        after, written = _after(product, solved, before)
+        return _leave(carried, path, after), (before.astype(product.dtype), written)
 
-    carried, (states, asked) = lax.scan(chunk, carried, (solved, path))
-    return carried, states, asked
+    shape = solved["stay"].shape[:2]
+    xs = _one_after_another((_for_chain(product, solved), path))
+    carried, found = lax.scan(link, carried, xs, unroll=shape[1])
+    states, written = _of_links(shape, found)
+    return carried, states, written
 
 
-def _link(xs: tuple[Arrays, Path | None], link: int) -> tuple[Arrays, Path | None]:
-    """What one link of a chunk has."""
-    return jax.tree.map(lambda x: x[link], xs)
+def _of_links(shape: Sequence[int], xs: Any) -> Any:
+    """The inverse of `_one_after_another`."""
+    return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), xs)
+
+
+def _one_after_another(xs: Any) -> Any:
+    """Arrays of links [N, R, ...] as [N R, ...]."""
+    return jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), xs)
 
 
 def _enter(carried: Any, path: Path | None, given: Array) -> Array:
@@ -294,53 +353,59 @@ def _leave(carried: Any, path: Path | None, after: Array) -> Any:
 
 
 def _within(
-    einsum: Einsum, solved: Arrays, saved: Array, opens: Array | None
-) -> tuple[Array, Array | None]:
-    """The states before links and U, from the states before their chunks. `opens` says which links
+    product: Products, parts: _Parts, solved: Arrays, saved: Array, opens: Array | None
+) -> tuple[Array, Array]:
+    """The states before links and W, from the states before their chunks. `opens` says which links
     do not continue the one before them."""
     found, state = [], saved[:, 0]
     for link in range(solved["stay"].shape[1]):
         if link and opens is not None:
             state = jnp.where(opens[:, link, :, None, None, None], saved[:, link], state)
-        after, u = _after(einsum, {name: x[:, link] for name, x in solved.items()}, state)
-        found.append((state, u))
+        own = {name: x[:, link] for name, x in _for_chain(product, solved).items()}
+        after, written = _after(product, own, state)
+        found.append((state.astype(product.dtype), written))
         state = after
-    return jax.tree.map(lambda *xs: jnp.stack(xs, axis=1), *found)
+    states, written = jax.tree.map(lambda *xs: jnp.stack(xs, axis=1), *found)
+    if written is None:
+        written = _written(product, solved, parts.values, states)
+    return states, written
 
 
 def _back_along(
-    einsum: Einsum,
-    parts: Arrays,
+    product: Products,
+    parts: _Parts,
     solved: Arrays,
     dy: Array,
     carried: Any,
     path: Path | None,
     given: Array,
-) -> tuple[Any, Array, Array | None]:
-    """What is carried on from a slab, and the cotangents of the states after its links, and of
-    U."""
-    xs = {"stay": parts["stay"], "read": _written(einsum, dy, parts["reads"])}
-    if "asks" in parts:
-        xs["du"] = einsum("...ij,...iv->...jv", parts["y_of_u"], dy)
-        xs |= {name: solved[name] for name in ("kept", "solved")}
+) -> tuple[Any, Array, Array]:
+    """What is carried on from a slab, the cotangents of the states after its links, and those of U
+    above those of Y. The chain is that of the states with R and C in each other's place."""
+    rows, pairs = parts.of_read()
+    mirrored = {"stay": parts.stay}
+    if (asked := parts.of_asked()) is None:
+        mirrored["added"] = _outer(product, dy, rows)
+    else:
+        own = product("...ij,...iv->...jv", pairs[..., : dy.shape[-2]], dy)
+        mirrored |= {"solved": asked[1], "own": own}
+        rows = jnp.concatenate([solved["solved"], rows], axis=-2)
+        if product.fewest:
+            mirrored |= {"values": dy, "columns": rows}
+        else:
+            mirrored["added"] = _outer(product, jnp.concatenate([own, dy], axis=-2), rows)
+            mirrored["turned"] = jnp.swapaxes(solved["turned"], -1, -2)
 
-    def link(xs: Arrays, dafter: Array) -> tuple[Array, Array | None]:
-        dstate = dafter * xs["stay"][..., None, :] + xs["read"]
-        if "du" not in xs:
-            return dstate, None
-        du = einsum("...tk,...vk->...tv", xs["kept"], dafter) + xs["du"]
-        return dstate + _written(einsum, du, xs["solved"]), du
+    def link(carried: Any, xs: tuple[Arrays, Path | None]) -> tuple[Any, Any]:
+        own, path = xs
+        dafter = _enter(carried, path, given)
+        before, asked = _after(product, own, dafter)
+        return _leave(carried, path, before), (dafter.astype(product.dtype), asked)
 
-    def chunk(carried: Any, xs: tuple[Arrays, Path | None]) -> tuple[Any, Any]:
-        found = []
-        for i in reversed(range(xs[0]["stay"].shape[0])):
-            own, path = _link(xs, i)
-            dafter = _enter(carried, path, given)
-            before, du = link(own, dafter)
-            found.append((dafter, du))
-            carried = _leave(carried, path, before)
-        return carried, jax.tree.map(lambda *xs: jnp.stack(xs), *found[::-1])
-
-    path = path and path.reverse()
-    carried, (dafter, du) = lax.scan(chunk, carried, (xs, path), reverse=True)
-    return carried, dafter, du
+    shape = parts.stay.shape[:2]
+    xs = _one_after_another((_for_chain(product, mirrored), path and path.reverse()))
+    carried, found = lax.scan(link, carried, xs, reverse=True, unroll=shape[1])
+    dafter, asked = _of_links(shape, found)
+    if asked is None:
+        asked = _written(product, mirrored, dy, dafter)
+    return carried, dafter, asked

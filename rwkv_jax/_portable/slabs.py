@@ -29,7 +29,7 @@ class Sizes(NamedTuple):
 ON_CPU = Sizes(512, 1 << 30)
 """One chunk, unless there are few heads: what is computed of a slab stays in the caches."""
 
-ELSEWHERE = Sizes(1 << 12, 16)
+ELSEWHERE = Sizes(1 << 12, 8)
 """So large that a slab has 128 links, about one for each multiprocessor of a large GPU, and so
 small that its memory is a part of that of the call."""
 

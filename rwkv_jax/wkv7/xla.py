@@ -13,29 +13,15 @@ one, and `after` that of the tokens after it:
 """
 
 from rwkv_jax._operator.call import Arrays
-from rwkv_jax._portable import algebra
-from rwkv_jax._portable.algebra import Einsum, Tokens
-from rwkv_jax._portable.chain import Chain
+from rwkv_jax._portable.algebra import Decays
+from rwkv_jax._portable.chain import Chain, Terms
 from rwkv_jax.wkv7 import reference
 from rwkv_jax.wkv7.signature import SIGNATURE
 
 
-def parts(einsum: Einsum, decay: str, inputs: Arrays, tokens: Tokens) -> Arrays:
-    r, w, k, a, b = (inputs[name] for name in "rwkab")
-    decays = algebra.decays(w, decay, tokens)
-    decayed = r * decays.own
-    (a_b, a_k), (r_b, r_k) = algebra.pairs(einsum, decays, (a, decayed), (b, k))
-    return {
-        "stay": decays.stay,
-        "asks": a * decays.before,
-        "u_of_u": a_b,
-        "u_of_v": a_k,
-        "reads": decayed * decays.before,
-        "y_of_u": r_b + algebra.diagonal(einsum("...tk,...tk->...t", r, b)),
-        "y_of_v": r_k + algebra.diagonal(einsum("...tk,...tk->...t", r, k)),
-        "kept": b * decays.after,
-        "keys": k * decays.after,
-    }
+def terms(decays: Decays, inputs: Arrays) -> Terms:
+    r, k, a, b = (inputs[name] for name in "rkab")
+    return Terms([a, r * decays.own], [b, k], [None, r])
 
 
-IMPLEMENTATION = Chain(SIGNATURE, parts, reference.IMPLEMENTATION)
+IMPLEMENTATION = Chain(SIGNATURE, terms, reference.IMPLEMENTATION)

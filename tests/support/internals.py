@@ -1,7 +1,6 @@
 """The private names of the package that tests know, all in this one place."""
 
 import dataclasses
-import functools
 import importlib
 import math
 import sys
@@ -22,8 +21,9 @@ from rwkv_jax._operator.public import PublicFunction, registered
 from rwkv_jax._operator.saved import CHUNK as CHUNK
 from rwkv_jax._operator.signature import Signature
 from rwkv_jax._packing import pieces, segments
-from rwkv_jax._portable import algebra, chunked, slabs
+from rwkv_jax._portable import algebra, chain, chunked, products, slabs
 from rwkv_jax._portable import decay as decays
+from rwkv_jax._portable.operands import links
 from rwkv_jax.layers import _function as layers
 from rwkv_jax.losses import _slabs
 from rwkv_jax.models import _row_product
@@ -380,11 +380,23 @@ def unroll_wkv4(monkeypatch: pytest.MonkeyPatch) -> None:
     jax.clear_caches()
 
 
+def use_matrix_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the products of `xla` run on a CPU as they run on other platforms."""
+
+    def on_any_platform(self: Any, compute: Any, options: Options, operands: Any) -> Any:
+        own = links(self._signature, slabs.ELSEWHERE, operands.inputs, operands.packing)
+        dtype = operands.inputs[self._signature.y].dtype
+        return compute(options, operands, products.on_matrix_units(options, dtype), own)
+
+    monkeypatch.setattr(chain.Chain, "_on_any_platform", on_any_platform)
+    jax.clear_caches()
+
+
 def link(decay: str, w: Any, x: Any, y: Any) -> dict[str, Any]:
     """The decays of links [..., T, K] of `xla`, and the pairs of their tokens."""
-    found = algebra.decays(w, decay, algebra.Tokens())
-    einsum = functools.partial(jnp.einsum, precision="highest")
-    ((pairs,),) = algebra.pairs(einsum, found, (x,), (y,))
+    product = products.Products(jnp.float32, jax.lax.Precision.HIGHEST, fewest=True)
+    found = algebra.decays(w, decay, algebra.Tokens(), product)
+    pairs = algebra.pairs(product, found, [x], [y], [None])
     return {"pairs": pairs, "before": found.before, "after": found.after, "stay": found.stay}
 
 
