@@ -1,3 +1,4 @@
+import gc
 import importlib
 import importlib.util
 import os
@@ -15,6 +16,9 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import jax
 import jaxtyping
 import pytest
+
+# Each collection goes over all that JAX has traced and compiled, and also calls jaxlib's own.
+gc.set_threshold(50_000, 20, 50)
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
