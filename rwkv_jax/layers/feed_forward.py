@@ -22,7 +22,7 @@ from rwkv_jax._operator import check, dispatch
 from rwkv_jax._operator.call import Leaf, Options
 from rwkv_jax._operator.partition import partitioned, vary_alike
 from rwkv_jax._typing import Operand
-from rwkv_jax.layers.relu_squared import relu_squared
+from rwkv_jax.layers.relu_squared import gradient, relu_squared
 
 PRODUCT = "product"
 """The name of the results of matrix products for `jax.checkpoint_policies`."""
@@ -140,13 +140,7 @@ class Operands(Generic[Leaf]):
 def _formula(rows: Array, weight: Array, hidden: Array | None = None) -> Array:
     """The forward product with its squared ReLU, or the backward one times the derivative."""
     product = _linear(rows, weight)
-    if hidden is None:
-        return jnp.square(jax.nn.relu(product))
-    # With a derivative of 0, and not of infinity, at 0.
-    positive = hidden > 0
-    wide = jnp.where(positive, hidden, 1).astype(jnp.float32)
-    root = jnp.where(positive, jnp.sqrt(wide), 0)
-    return (2 * root * product.astype(jnp.float32)).astype(product.dtype)
+    return jnp.square(jax.nn.relu(product)) if hidden is None else gradient(hidden, product)
 
 
 class _Products:

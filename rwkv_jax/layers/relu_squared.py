@@ -22,8 +22,14 @@ def _forward(x: Array) -> tuple[Array, Array]:
 
 
 def _backward(y: Array, dy: Array) -> tuple[Array]:
-    root = jnp.sqrt(y.astype(jnp.float32))
-    return ((2 * root * dy.astype(jnp.float32)).astype(y.dtype),)
+    return (gradient(y, dy),)
+
+
+def gradient(y: Float[Array, "*shape"], dy: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """2 sqrt(y) dy, for y = max(x, 0)^2. At 0 its own derivative by y is 0, and not infinity."""
+    zero, wide = y == 0, y.astype(jnp.float32)
+    root = jnp.where(zero, 0, jnp.sqrt(jnp.where(zero, 1, wide)))
+    return (2 * root * dy.astype(jnp.float32)).astype(y.dtype)
 
 
 relu_squared.defvjp(_forward, _backward)
