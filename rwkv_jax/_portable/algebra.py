@@ -48,10 +48,9 @@ class Decays(NamedTuple):
     before: of all tokens before one [..., T, K].
     after: of all tokens after one [..., T, K].
     stay: of all tokens [..., K].
-    whole: for all pairs of tokens of pieces, of which there are n [..., n, T / n, K]; None if these
-      would be pieces of one token.
-    halves: for pairs of tokens of the second half and of the first half of pieces, each of which
-      are two of those before, up to the whole link [..., n, T / (2 n), K].
+    whole: for all pairs of tokens [..., 1, T, K], where decays are bounded; else None.
+    halves: else for pairs of tokens of the second half and of the first half of pieces of 2, 4, 8,
+      ... tokens, of which there are n [..., n, T / (2 n), K].
     same: whether two tokens belong to the same segment [..., T, T]; None if all do.
     """
 
@@ -117,7 +116,7 @@ def _exact(log_decay: Array, bounded: bool) -> Decays:
     *sums, (_, before, after, total) = _sums(log_decay)
     whole, between = None, []
     if bounded:
-        whole = _around_the_middle(before[..., None, :, :], log_decay[..., None, :, :])
+        whole = _around_the_middle(before, log_decay)
     else:
         between = [
             Exponents(halves(upto, half)[1], halves(beyond, half)[0])
@@ -133,14 +132,15 @@ def _rounded(log_decay: Array) -> Decays:
     before = _sums_before(log_decay)
     upto = before + log_decay
     end = upto[..., -1, :]
-    whole = _around_the_middle(before[..., None, :, :], log_decay[..., None, :, :])
+    whole = _around_the_middle(before, log_decay)
     return _decays(log_decay, before, end[..., None, :] - upto, end, whole, [])
 
 
 def _around_the_middle(before: Array, log_decay: Array) -> Exponents:
-    """The exponents of all pairs of tokens of pieces [..., n, T, K]."""
+    """The exponents of all pairs of tokens [..., T, K]."""
     exponents = before - before[..., before.shape[-2] // 2, :][..., None, :]
-    return Exponents(exponents, -(exponents + log_decay))
+    rows, columns = exponents, -(exponents + log_decay)
+    return Exponents(rows[..., None, :, :], columns[..., None, :, :])
 
 
 def _decays(
@@ -176,8 +176,7 @@ def pairs(
     *lead, length, _ = rows[0].shape
     shape = (len(rows), length, len(columns), length)
     if (exponents := decays.whole) is not None:
-        side = exponents.rows.shape[-2]
-        x, y = ([cut(x, side) for x in several] for several in (rows, columns))
+        x, y = ([x[..., None, :, :] for x in several] for several in (rows, columns))
         result = _of_earlier(_products(product, x, y, exponents))
     else:
         pieces = (*lead, length, len(rows), 1, len(columns), 1)
@@ -202,12 +201,6 @@ def _same_token(z: Array | None, y: Array) -> Array:
     if z is None:
         return jnp.zeros_like(y[..., 0])
     return jnp.einsum("...tk,...tk->...t", z, y, precision=lax.Precision.HIGHEST)
-
-
-def cut(x: Array, side: int) -> Array:
-    """[..., T, K] as pieces of so many tokens [..., n, side, K]."""
-    *lead, tokens, size = x.shape
-    return x.reshape(*lead, tokens // side, side, size)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
