@@ -258,7 +258,7 @@ def test_layers_in_any_implementation(
     assert_trees_close(found, expected, ceiling)
 
 
-@pytest.mark.parametrize("recompute", ["cheap", "blocks"])
+@pytest.mark.parametrize("recompute", ["mixes", "cheap", "blocks"])
 def test_gradients_that_are_computed_again(
     params: rwkv7.Params, tokens: jax.Array, recompute: str
 ) -> None:
@@ -281,11 +281,11 @@ def _calls(jaxpr: Any, target: str) -> int:
 
 
 def test_what_recompute_keeps(params: rwkv7.Params, tokens: jax.Array) -> None:
-    """Of "cheap", less than of None, but no second forward pass of `wkv7`. JAX is asked, since XLA
-    undoes recomputation on CPUs."""
+    """Of "mixes" and "cheap", less than of None, but no second forward pass of `wkv7`. JAX is
+    asked, since XLA undoes recomputation on CPUs."""
     forwards, kept = {}, {}
     (target,) = internals.targets("wkv7", "fwd")
-    for recompute in (None, "cheap", "blocks"):
+    for recompute in (None, "mixes", "cheap", "blocks"):
         model = functools.partial(
             rwkv7.features, implementation=FFI_OR_REFERENCE, recompute=recompute
         )
@@ -294,18 +294,18 @@ def test_what_recompute_keeps(params: rwkv7.Params, tokens: jax.Array) -> None:
         options = {"implementation": FFI_OR_REFERENCE, "recompute": recompute}
         call = functools.partial(_loss_and_gradients, **options)
         forwards[recompute] = _calls(jax.make_jaxpr(call)(params, tokens).jaxpr, target)
-    assert kept["blocks"] < kept["cheap"] < kept[None], kept
+    assert kept["blocks"] < kept["cheap"] < kept["mixes"] < kept[None], kept
     if FFI_OR_REFERENCE == "ffi":
         # Each platform with kernels has a branch with the target.
         branches = sum(x is None for x in rwkv_jax.build_info()["missing"].values())
         once = CONFIG.layers * branches
-        assert forwards == {None: once, "cheap": once, "blocks": 2 * once}
+        assert forwards == {None: once, "mixes": once, "cheap": once, "blocks": 2 * once}
 
 
 @pytest.mark.usefixtures("unchecked_types")
 def test_options_of_layers_are_checked(params: rwkv7.Params, tokens: jax.Array) -> None:
     wrong: Any = "all"
-    accepted = "accepted are None, 'cheap', 'blocks'"
+    accepted = "accepted are None, 'mixes', 'cheap', 'blocks'"
     with pytest.raises(ValueError, match=f"recompute is 'all'; {accepted}"):
         rwkv7.apply(params, tokens, recompute=wrong)
     with pytest.raises(ValueError, match="norm_shift_mix: implementation is 'pallas'; accepted"):

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.typing import DTypeLike
 from jaxtyping import Float, Float32, Int, Key, PyTree
 
@@ -124,9 +124,9 @@ class Generation:
             one token each, "fused" computes each block of RWKV-7 in five CUDA kernels for up to 8
             rows. None chooses them on CUDA for one row, for which they were measured to be faster,
             where they can run, JAX has one device, and `params` is not stacked.
-          recompute: what the backward pass computes again rather than keeps: "cheap", all but the
-            products and the results of the operator; "blocks", everything but the activations
-            between blocks; or None, what costs nothing to speak of.
+          recompute: what the backward pass computes again rather than keeps: "mixes", what token
+            shifts give; "cheap", all but the products and the results of the operator; "blocks",
+            everything but the activations between blocks; or None, what costs nothing to speak of.
           wkv: the function that mixes sequences, such as `sharding.shard(wkv7, ...)`; the operator
             of the generation if None.
 
@@ -413,5 +413,19 @@ def _mixings(
     """`_block` behind the normalisation of the embedding."""
     x, dx, att, of_first = generation.mix_tokens(p.att, p.ln1, x, s.att, of_first, options)
     ids, layers = options.segment_ids, options.layers
-    x, dx, ffn = generation.mix_channels(p.ffn, p.ln2, x + dx, s.ffn, ids, layers)
-    return x + dx, of_first, BlockState(att, ffn)
+    x, dx, ffn = generation.mix_channels(p.ffn, p.ln2, _sum(x, dx), s.ffn, ids, layers)
+    return _sum(x, dx), of_first, BlockState(att, ffn)
+
+
+def _sum(x: Array, dx: Array) -> Array:
+    """The sum of the input and the output of a mixing.
+
+    On a GPU the product that ends a mixing adds `x` itself, in the shape [tokens, C]. If `x` has
+    another shape, the compiler overwrites it with the sum and makes a copy of `x` for its other
+    uses before.
+    """
+    kinds = set(jax.typeof(x).sharding.mesh.axis_types)
+    if kinds != {AxisType.Manual} and (jax.device_count() > 1 or AxisType.Explicit in kinds):
+        # Rows and tokens that may be distributed are not joined to one axis.
+        return x + dx
+    return (x.reshape(-1, x.shape[-1]) + dx.reshape(-1, x.shape[-1])).reshape(x.shape)

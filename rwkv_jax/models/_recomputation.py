@@ -9,12 +9,20 @@ from jax.ad_checkpoint import checkpoint_name
 from rwkv_jax._operator.derivative import KEPT
 from rwkv_jax.layers.feed_forward import PRODUCT
 
-Recompute: TypeAlias = Literal["cheap", "blocks"]
+Recompute: TypeAlias = Literal["mixes", "cheap", "blocks"]
+
+MIX = "mix"
+"""The name of the results of token shifts for `jax.checkpoint_policies`."""
 
 
 def product(x: jax.Array) -> jax.Array:
     """`x`, which a product gave, so that "cheap" keeps it."""
     return checkpoint_name(x, PRODUCT)
+
+
+def mix(x: jax.Array) -> jax.Array:
+    """`x`, which a token shift gave, so that "mixes" does not keep it."""
+    return checkpoint_name(x, MIX)
 
 
 def recomputed(
@@ -27,6 +35,7 @@ def recomputed(
       ValueError: `recompute` is none of its accepted values.
     """
     policies = {
+        "mixes": jax.checkpoint_policies.save_anything_except_these_names(MIX),
         "cheap": jax.checkpoint_policies.save_only_these_names(PRODUCT, KEPT),
         "blocks": jax.checkpoint_policies.nothing_saveable,
     }

@@ -94,8 +94,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add(
         "--recompute",
-        choices=("cheap", "blocks"),
-        help="save memory: the backward pass computes again what is cheap, or whole blocks",
+        choices=("mixes", "cheap", "blocks"),
+        help="save memory: the backward pass computes again the mixes of tokens, what is cheap, or "
+        "whole blocks",
     )
     add(
         "--scan",
