@@ -7,15 +7,17 @@ and compare the losses of each step.
 Both start from the initial weights of rwkv_jax, rounded to bfloat16, and read the sources of the
 standard library of Python as bytes, in the order of train.py. Both have bfloat16 activations,
 float32 copies of the parameters in AdamW, the L2 wrap, clipping, and the learning rates and the
-weight decay of the official code. rwkv_jax has the model and the optimizer of train.py. With
---dtypes it trains in other dtypes of the activations as well, which shows how much of a difference
-is rounding.
+weight decay of the official code. rwkv_jax has the model and the optimizer of train.py. Two more
+trainings show how much of a difference is rounding: with --dtypes rwkv_jax trains in other dtypes
+of the activations as well, and with --again the official code trains once more with the older of
+its kernels for wkv7.
 
 Exits with 1 where a loss of the first of these dtypes differs by more than --tolerance from that of
 the official code.
 """
 
 import argparse
+import functools
 import importlib.util
 import json
 import os
@@ -30,7 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarking import official
-from benchmarking.model_step import Row, make_optimizer, training_step
+from benchmarking.model_step import Row, initial_state, make_optimizer, training_step
 from benchmarking.official import Hyperparameters
 from benchmarking.processes import apart
 from benchmarking.report import Table
@@ -40,6 +42,8 @@ from training import data
 VOCABULARY = 256
 L2_WRAP = 1e-4
 OFFICIAL = "official"
+OLDER_KERNEL = ""
+"""The value of the official option `kernel` for the kernel that it had before "@rwkv3"."""
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -59,6 +63,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--weight-decay", type=float, default=0.1, help="weight decay of matrices")
     add("--seed", type=int, default=0, help="seed of the weights and of the batches")
     add("--dtypes", nargs="+", default=["bfloat16"], help="dtypes of the activations of rwkv_jax")
+    add("--again", action="store_true", help="train with the older official kernel, too")
     add("--implementation", help="implementation of wkv7; the best one if not given")
     add("--every", type=int, default=10, help="steps between the rows of the table")
     add("--tolerance", type=float, default=0.01, help="largest difference that is accepted")
@@ -112,16 +117,18 @@ def train(args: argparse.Namespace, weights: dict[str, np.ndarray], dtype: str) 
     )
     optimizer = make_optimizer(args.learning_rate, args.warmup, args.steps, args.weight_decay)
     model = {"dtype": dtype, "implementation": args.implementation}
-    step = jax.jit(training_step(optimizer, model, L2_WRAP), donate_argnums=(0, 1))
-    state = jax.jit(optimizer.init)(params)
+    step = jax.jit(training_step(optimizer, model, L2_WRAP), donate_argnums=0)
+    state = jax.jit(functools.partial(initial_state, optimizer, model))(params)
     found = []
     for tokens in batches(args):
-        params, state, loss = step(params, state, tokens)
+        state, loss = step(state, tokens)
         found.append(loss)
     return [float(loss) for loss in found]
 
 
-def train_official(args: argparse.Namespace, weights: dict[str, np.ndarray]) -> list[float]:
+def train_official(
+    args: argparse.Namespace, weights: dict[str, np.ndarray], options: Mapping[str, str]
+) -> list[float]:
     """The losses of the official code."""
     row = Row(args.layers, args.width, args.batch)
     training = Hyperparameters(
@@ -131,7 +138,9 @@ def train_official(args: argparse.Namespace, weights: dict[str, np.ndarray]) -> 
         steps=args.steps,
         weight_decay=args.weight_decay,
     )
-    return official.losses(row, args.official, {}, training, VOCABULARY, weights, batches(args))
+    return official.losses(
+        row, args.official, options, training, VOCABULARY, weights, batches(args)
+    )
 
 
 def print_losses(losses: Mapping[str, Sequence[float]], every: int) -> dict[str, float]:
@@ -158,9 +167,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     weights = apart(initial_weights, args)
-    losses = {OFFICIAL: apart(train_official, args, weights)}
+    losses = {OFFICIAL: apart(train_official, args, weights, {})}
     for dtype in args.dtypes:
         losses[f"rwkv_jax, {dtype}"] = apart(train, args, weights, dtype)
+    if args.again:
+        losses["official again"] = apart(train_official, args, weights, {"kernel": OLDER_KERNEL})
     largest = print_losses(losses, args.every)
     if args.json:
         args.json.write_text(json.dumps({"losses": losses, "largest": largest}, indent=1) + "\n")

@@ -262,9 +262,7 @@ def test_compared_steps_are_those_of_train(
         if name.startswith("model."):
             x[...] = jax.numpy.asarray(weights[name.removeprefix("model.")])
     optimizer = nnx.Optimizer(model, loop.make_optimizer(args), wrt=nnx.Param)
-    found = [
-        float(steps.train_step(model, optimizer, data.Batch(x), mesh))
-        for x in compare.batches(args)
-    ]
+    given = model, optimizer, steps.Copies(mesh, model)
+    found = [float(steps.train_step(*given, data.Batch(x), mesh)) for x in compare.batches(args)]
     assert losses == pytest.approx(found, abs=1e-5)
     assert losses[-1] < losses[0]

@@ -44,7 +44,7 @@ def step(train: ModuleType, *options: str) -> dict[str, np.ndarray]:
     text = rng.integers(0, 256, 1000).astype(np.uint8)
     batch = train.data.batch_at(0, text, seed=args.seed, batch=args.batch, context=args.context)
     placed = steps.on_mesh(train.data.Batch(batch), mesh)
-    loss = steps.train_step(model, optimizer, placed, mesh)
+    loss = steps.train_step(model, optimizer, steps.Copies(mesh, model), placed, mesh)
     state = {name: x[...] for name, x in steps.variables(model, optimizer).items()}
     return jax.tree.map(np.asarray, train.devices.gathered({"loss": loss, **state}, mesh))
 

@@ -189,12 +189,13 @@ def test_training_keeps_everything_where_it_is(
     for name in ("model", "optimizer.1.mu.params", "optimizer.1.nu.params"):
         place = places[f"{name}.blocks.0.att.receptance.weight"]
         assert place.is_equivalent_to(NamedSharding(mesh, P("model", "data")), 2)
+    given = model, optimizer, steps.Copies(mesh, model)
     batch = train.data.Batch(np.zeros((2, 17), np.int32))
-    text = steps.train_step.lower(model, optimizer, batch, mesh).compile().as_text()
+    text = steps.train_step.lower(*given, batch, mesh).compile().as_text()
     allowed = {"all-gather", "all-reduce", "reduce-scatter"}
     allowed |= {"collective-permute"} if "seq" in axes else set()
     assert {"all-reduce"} <= hlo.collectives(text) <= allowed
-    steps.train_step(model, optimizer, batch, mesh)
+    steps.train_step(*given, batch, mesh)
     for name, x in state.items():
         assert x.ndim == 0 or x[...].sharding.is_equivalent_to(places[name], x.ndim), name
 

@@ -1,6 +1,7 @@
 """A training step of an RWKV-7 language model, and what it costs: time, memory and compilation."""
 
 import argparse
+import functools
 import itertools
 import math
 import statistics
@@ -18,6 +19,7 @@ from benchmarking import profile
 from benchmarking.timing import seconds
 from rwkv_jax.losses import cross_entropy
 from rwkv_jax.models import rwkv7
+from training import copies
 from training.clipping import clipped
 from training.sizes import flops_per_token
 
@@ -132,16 +134,32 @@ def _adamw(rate: float, decay: float, b1: float = 0.9, b2: float = 0.99) -> Opti
     return Optimizer(init, update)
 
 
+class State(NamedTuple):
+    """What a step of training changes: the parameters, the state of the optimizer, and the copies
+    of `training.copies`."""
+
+    params: rwkv7.Params
+    optimizer: Any
+    copies: Any
+
+
+def initial_state(optimizer: Optimizer, model: Mapping[str, Any], params: rwkv7.Params) -> State:
+    return State(params, optimizer.init(params), copies.rounded(params, model["dtype"]))
+
+
 def training_step(
     optimizer: Optimizer, model: Mapping[str, Any], l2_wrap: float
-) -> Callable[[rwkv7.Params, Any, Array], tuple[rwkv7.Params, Any, Array]]:
-    """A function of parameters, the state of the optimizer and tokens [B, T + 1]. It returns the
-    next parameters and state, and the mean loss before the change."""
+) -> Callable[[State, Array], tuple[State, Array]]:
+    """A function of a `State` and of tokens [B, T + 1]. It returns the next state, and the mean
+    loss before the change."""
 
-    def step(params: rwkv7.Params, state: Any, tokens: Array) -> tuple[rwkv7.Params, Any, Array]:
-        loss, gradients = jax.value_and_grad(mean_loss)(params, tokens, model, l2_wrap)
-        params, state = optimizer.update(gradients, state, params)
-        return params, state, loss
+    def step(state: State, tokens: Array) -> tuple[State, Array]:
+        def loss(params: rwkv7.Params) -> Array:
+            return mean_loss(copies.in_place(params, state.copies), tokens, model, l2_wrap)
+
+        loss_before, gradients = jax.value_and_grad(loss)(state.params)
+        params, moments = optimizer.update(gradients, state.optimizer, state.params)
+        return State(params, moments, copies.rounded(params, model["dtype"])), loss_before
 
     return step
 
@@ -189,25 +207,24 @@ def measure(row: Row, settings: Settings) -> list[Figures]:
     official = jax.eval_shape(lambda: rwkv7.init(jax.random.key(0), config))
     shapes = jax.eval_shape(rwkv7.stacked, official) if settings.scan else official
     optimizer = make_optimizer(1e-5, 10, 1000, 0.1)
-    state_shapes = jax.eval_shape(optimizer.init, shapes)
+    state_of = functools.partial(initial_state, optimizer, settings.model)
+    state_shapes = jax.eval_shape(state_of, shapes)
     token_shapes = jax.eval_shape(lambda: make_tokens(settings, row.batch))
-    step = jax.jit(
-        training_step(optimizer, settings.model, settings.l2_wrap), donate_argnums=(0, 1)
-    )
+    step = jax.jit(training_step(optimizer, settings.model, settings.l2_wrap), donate_argnums=0)
     about = {**row._asdict(), "device": jax.devices()[0].device_kind, "jax": jax.__version__}
 
-    training, compiled = _compiled(step, shapes, state_shapes, token_shapes)
+    training, compiled = _compiled(step, state_shapes, token_shapes)
     params, tokens = random_parameters(official), make_tokens(settings, row.batch)
     if settings.scan:
         params = jax.jit(rwkv7.stacked)(params)
     flops = flops_per_token(params) * row.batch * settings.tokens
-    state = jax.jit(optimizer.init)(params)
+    state = jax.jit(state_of, donate_argnums=0)(params)
     loss = jnp.zeros(())
 
     def run(count: int) -> Array:
-        nonlocal params, state, loss
+        nonlocal state, loss
         for _ in range(count):
-            params, state, loss = compiled(params, state, tokens)
+            state, loss = compiled(state, tokens)
         return loss
 
     jax.block_until_ready(run(WARM_UP))
@@ -222,6 +239,7 @@ def measure(row: Row, settings: Settings) -> list[Figures]:
         )
     figures = [training]
     if settings.forward:
+        params = state.params
         del state
         function = jax.jit(lambda params, tokens: mean_loss(params, tokens, settings.model))
         forward, call = _compiled(function, shapes, token_shapes)

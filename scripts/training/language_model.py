@@ -1,5 +1,7 @@
 """The model on a mesh, and its loss."""
 
+from typing import Any
+
 import jax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
@@ -10,6 +12,7 @@ from rwkv_jax.models import rwkv7
 from rwkv_jax.nn.flax import RWKV, arrays, parameters
 from rwkv_jax.sharding import shard
 from rwkv_jax.wkv7 import wkv7
+from training.copies import in_place
 from training.data import Batch
 from training.devices import place
 
@@ -56,15 +59,19 @@ def mean_loss(
     model: RWKV,
     batch: Batch,
     *,
+    copies: Any = None,
     l2_wrap: float = 0.0,
 ) -> jax.Array:
-    """The mean loss of the predictions that count, in nats. `l2_wrap` is that of
+    """The mean loss of the predictions that count, in nats. `copies` are those of
+    `training.copies` that are used in place of parameters. `l2_wrap` is that of
     `cross_entropy`."""
     inputs, labels, mask, segment_ids = jax.lax.with_sharding_constraint(
         (batch.tokens[:, :-1], batch.tokens[:, 1:], batch.mask, batch.segment_ids),
         NamedSharding(mesh, P("data", "seq")),
     )
     params = arrays(model.params)
+    if copies is not None:
+        params = in_place(params, copies)
     # Each parameter is gathered to compute with it, and its gradient is scattered.
     for data in ("data", None):
         params = jax.lax.with_sharding_constraint(

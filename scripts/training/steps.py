@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -9,7 +10,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from rwkv_jax.nn.flax import RWKV
+from rwkv_jax.nn.flax import RWKV, arrays
+from training import copies
 from training.data import Batch
 from training.devices import place
 from training.language_model import mean_loss
@@ -24,17 +26,49 @@ def variables(model: RWKV, optimizer: nnx.Optimizer) -> dict[str, nnx.Variable]:
     return {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in leaves}
 
 
-@functools.partial(nnx.jit, static_argnums=(3, 4))
+class Copies(nnx.Module):
+    """The copies of `training.copies` that steps compute with, from the parameters that `model` has
+    now.
+
+    Several devices have none: gradients are added up over devices, and those of copies are rounded.
+    """
+
+    def __init__(self, mesh: Mesh, model: RWKV):
+        made = None
+        if mesh.size == 1:
+            made = jax.jit(copies.rounded, static_argnums=1)(arrays(model.params), model.dtype)
+        self.tree = nnx.data(jax.tree.map(nnx.Variable, made))
+
+    def round(self, model: RWKV) -> None:
+        """Make them anew."""
+        if self.tree is not None:
+            made = copies.rounded(arrays(model.params), model.dtype)
+            for variable, x in zip(_variables(self.tree), jax.tree.leaves(made), strict=True):
+                variable[...] = x
+
+
+def _variables(tree: Any) -> list[nnx.Variable]:
+    return jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
+
+
+@functools.partial(nnx.jit, static_argnums=(4, 5), donate_argnums=(0, 1, 2))
 def train_step(
-    model: RWKV, optimizer: nnx.Optimizer, batch: Batch, mesh: Mesh, l2_wrap: float = 0.0
+    model: RWKV,
+    optimizer: nnx.Optimizer,
+    own: Copies,
+    batch: Batch,
+    mesh: Mesh,
+    l2_wrap: float = 0.0,
 ) -> jax.Array:
-    """Change the model and the optimizer, and return the mean loss before the change."""
+    """Change the model, the optimizer and the copies, and return the mean loss before the
+    change. The arrays that they had are deleted."""
 
     def loss(model: RWKV) -> jax.Array:
-        return mean_loss(mesh, model, batch, l2_wrap=l2_wrap)
+        return mean_loss(mesh, model, batch, copies=arrays(own.tree), l2_wrap=l2_wrap)
 
     loss_before, gradients = nnx.value_and_grad(loss)(model)
     optimizer.update(model, gradients)
+    own.round(model)
     return loss_before
 
 
@@ -43,7 +77,7 @@ def bound_train_step(
 ) -> Callable[[Batch], jax.Array]:
     """`train_step` of all but the batch. It saves the milliseconds that `nnx.jit` takes at each
     call to find the variables of a model and an optimizer."""
-    step = nnx.cached_partial(train_step, model, optimizer)
+    step = nnx.cached_partial(train_step, model, optimizer, Copies(mesh, model))
     return lambda batch: step(batch, mesh, l2_wrap)
 
 

@@ -1,0 +1,67 @@
+"""Copies of matrices in the dtype of the activations, with which training computes."""
+
+import functools
+import importlib
+from types import ModuleType
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rwkv_jax.models import rwkv7
+from support import scripts
+
+CONFIG = rwkv7.Config(2, 64, head_size=32, vocabulary=16)
+
+
+@pytest.fixture(scope="module")
+def copies() -> ModuleType:
+    scripts.load("train")
+    return importlib.import_module("training.copies")
+
+
+def test_matrices_of_blocks_are_copied(copies: ModuleType) -> None:
+    params = rwkv7.init(jax.random.key(0), CONFIG)
+    made = rwkv7.names(copies.rounded(params, "bfloat16"))
+    low_rank = {f"att.{letter}{i}" for letter in "wavg" for i in (1, 2)}
+    linear = {f"att.{x}.weight" for x in ("receptance", "key", "value", "output")}
+    matrices = low_rank | linear | {"ffn.key.weight", "ffn.value.weight"}
+    expected = {f"blocks.{i}.{name}" for i in (0, 1) for name in matrices}
+    assert made.keys() == expected - {"blocks.0.att.v1", "blocks.0.att.v2"}
+    assert {x.dtype.name for x in made.values()} == {"bfloat16"}
+    stacked = rwkv7.names(copies.rounded(rwkv7.stacked(params), "bfloat16"))
+    assert stacked.keys() == {
+        name.replace("blocks.0", "blocks.first").replace("blocks.1", "blocks.rest") for name in made
+    }
+    assert not jax.tree.leaves(copies.rounded(params, "float32"))
+
+
+def test_copies_change_neither_loss_nor_gradients(copies: ModuleType) -> None:
+    rng = np.random.default_rng(0)
+    params = rwkv7.init(jax.random.key(0), CONFIG)
+    params = jax.tree.map(lambda x: x + 0.1 * rng.standard_normal(x.shape, np.float32), params)
+    tokens = jnp.asarray(rng.integers(0, 16, (2, 20)))
+
+    # Else the compiler may use a matrix as it was before it was rounded.
+    @functools.partial(jax.jit, compiler_options={"xla_allow_excess_precision": False})
+    @jax.value_and_grad
+    def loss(params: rwkv7.Params, made: rwkv7.Params) -> jax.Array:
+        used = copies.in_place(params, made)
+        logits, _ = rwkv7.apply(used, tokens, dtype="bfloat16", implementation="xla")
+        return jnp.mean(jnp.square(logits))
+
+    none = jax.tree.map(lambda _: None, params)
+    found = loss(params, copies.rounded(params, "bfloat16"))
+    jax.tree.map(np.testing.assert_array_equal, found, loss(params, none))
+
+
+def test_the_model_computes_with_the_copies(copies: ModuleType) -> None:
+    params = rwkv7.init(jax.random.key(0), CONFIG)
+    made = copies.rounded(params, "bfloat16")
+    doubled = copies.in_place(params, jax.tree.map(lambda x: 2 * x, made))
+    for name, x in rwkv7.names(doubled).items():
+        expected = rwkv7.names(params)[name]
+        if name in rwkv7.names(made):
+            expected = 2 * expected.astype(jnp.bfloat16)
+        np.testing.assert_array_equal(x, expected)
