@@ -7,10 +7,10 @@ and compare the losses of each step.
 Both start from the initial weights of rwkv_jax, rounded to bfloat16, and read the sources of the
 standard library of Python as bytes, in the order of train.py. Both have bfloat16 activations,
 float32 copies of the parameters in AdamW, the L2 wrap, clipping, and the learning rates and the
-weight decay of the official code. rwkv_jax has the model and the optimizer of train.py. Two more
+weight decay of the official code. rwkv_jax has the model and the optimizer of train.py. More
 trainings show how much of a difference is rounding: with --dtypes rwkv_jax trains in other dtypes
-of the activations as well, and with --again the official code trains once more with the older of
-its kernels for wkv7.
+of the activations as well, with --plain without the native kernels of rwkv_jax.layers, and with
+--again the official code trains once more with the older of its kernels for wkv7.
 
 Exits with 1 where a loss of the first of these dtypes differs by more than --tolerance from that of
 the official code.
@@ -63,6 +63,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--weight-decay", type=float, default=0.1, help="weight decay of matrices")
     add("--seed", type=int, default=0, help="seed of the weights and of the batches")
     add("--dtypes", nargs="+", default=["bfloat16"], help="dtypes of the activations of rwkv_jax")
+    add("--plain", action="store_true", help="train with layer functions in plain JAX, too")
     add("--again", action="store_true", help="train with the older official kernel, too")
     add("--implementation", help="implementation of wkv7; the best one if not given")
     add("--every", type=int, default=10, help="steps between the rows of the table")
@@ -106,7 +107,12 @@ def batches(args: argparse.Namespace) -> list[np.ndarray]:
     ]
 
 
-def train(args: argparse.Namespace, weights: dict[str, np.ndarray], dtype: str) -> list[float]:
+def train(
+    args: argparse.Namespace,
+    weights: dict[str, np.ndarray],
+    dtype: str,
+    layers: str | None = None,
+) -> list[float]:
     """The losses of rwkv_jax."""
     shapes = jax.eval_shape(lambda: rwkv7.init(jax.random.key(0), config_of(args)))
     params = jax.tree_util.tree_map_with_path(
@@ -116,7 +122,7 @@ def train(args: argparse.Namespace, weights: dict[str, np.ndarray], dtype: str) 
         shapes,
     )
     optimizer = make_optimizer(args.learning_rate, args.warmup, args.steps, args.weight_decay)
-    model = {"dtype": dtype, "implementation": args.implementation}
+    model = {"dtype": dtype, "implementation": args.implementation, "layers": layers}
     step = jax.jit(training_step(optimizer, model, L2_WRAP), donate_argnums=0)
     state = jax.jit(functools.partial(initial_state, optimizer, model))(params)
     found = []
@@ -170,6 +176,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     losses = {OFFICIAL: apart(train_official, args, weights, {})}
     for dtype in args.dtypes:
         losses[f"rwkv_jax, {dtype}"] = apart(train, args, weights, dtype)
+        if args.plain:
+            losses[f"rwkv_jax, {dtype}, plain"] = apart(train, args, weights, dtype, "xla")
     if args.again:
         losses["official again"] = apart(train_official, args, weights, {"kernel": OLDER_KERNEL})
     largest = print_losses(losses, args.every)
