@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 
 from rwkv_jax._native import library
 from rwkv_jax._operator import check, dispatch
@@ -207,7 +208,8 @@ def run(
     implementation: str | None,
     indices: Mapping[str, Array] | None = None,
 ) -> Arrays:
-    """The results of a layer function, by name, from its checked inputs.
+    """The results of a layer function, by name, from its checked inputs. All that it computes has
+    its name for `jax.checkpoint_policies`.
 
     Raises:
       TypeError, ValueError: an input has another shape or dtype than `function` says.
@@ -226,8 +228,13 @@ def run(
         inputs[name] = repeated(inputs[name], axes, inputs[like], function.tensors[like])
     options = Options(None, lax.Precision.DEFAULT, implementation)
     if implementation == "reference":
-        return _given(function, options, inputs)[0]
-    return _run(function, options, inputs)
+        found, _ = _given(function, options, inputs)
+    else:
+        found = _run(function, options, inputs)
+    return {
+        name: x if name in function.passed else checkpoint_name(x, function.name)
+        for name, x in found.items()
+    }
 
 
 def _given(function: Function, options: Options, inputs: Arrays) -> tuple[Arrays, Arrays]:

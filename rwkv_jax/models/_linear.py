@@ -63,7 +63,7 @@ def low_rank(
 
     hidden = activation(_recomputation.product(times(x, first)))
     if offset is None:
-        return times(hidden, second)
+        return _recomputation.no_mix(times(hidden, second))
     if x.ndim == 2:
         return times(hidden, second) + offset
     second = second.astype(x.dtype)
@@ -72,7 +72,7 @@ def low_rank(
     more = 8 - hidden.shape[-1] % 8
     ones = jnp.pad(hidden, ((0, 0),) * (x.ndim - 1) + ((0, more),), constant_values=1)
     rows = jnp.concatenate([second, offset.reshape(1, -1)])
-    return ones @ jnp.pad(rows, ((0, more - 1), (0, 0)))
+    return _recomputation.no_mix(ones @ jnp.pad(rows, ((0, more - 1), (0, 0))))
 
 
 def embed(

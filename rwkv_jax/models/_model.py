@@ -124,9 +124,10 @@ class Generation:
             one token each, "fused" computes each block of RWKV-7 in five CUDA kernels for up to 8
             rows. None chooses them on CUDA for one row, for which they were measured to be faster,
             where they can run, JAX has one device, and `params` is not stacked.
-          recompute: what the backward pass computes again rather than keeps: "mixes", what token
-            shifts give; "cheap", all but the products and the results of the operator; "blocks",
-            everything but the activations between blocks; or None, what costs nothing to speak of.
+          recompute: what the backward pass computes again rather than keeps: "mixes", what the
+            token shifts of time mixings give; "cheap", all but the products and the results of the
+            operator; "blocks", everything but the activations between blocks; or None, what costs
+            nothing to speak of.
           wkv: the function that mixes sequences, such as `sharding.shard(wkv7, ...)`; the operator
             of the generation if None.
 
@@ -427,5 +428,8 @@ def _sum(x: Array, dx: Array) -> Array:
     kinds = set(jax.typeof(x).sharding.mesh.axis_types)
     if kinds != {AxisType.Manual} and (jax.device_count() > 1 or AxisType.Explicit in kinds):
         # Rows and tokens that may be distributed are not joined to one axis.
-        return x + dx
-    return (x.reshape(-1, x.shape[-1]) + dx.reshape(-1, x.shape[-1])).reshape(x.shape)
+        total = x + dx
+    else:
+        rows = x.reshape(-1, x.shape[-1]) + dx.reshape(-1, x.shape[-1])
+        total = rows.reshape(x.shape)
+    return _recomputation.no_mix(total)

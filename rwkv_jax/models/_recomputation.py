@@ -7,12 +7,17 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from rwkv_jax._operator.derivative import KEPT
+from rwkv_jax.layers import read_out, value_residual, wkv7_keys
 from rwkv_jax.layers.feed_forward import PRODUCT
 
 Recompute: TypeAlias = Literal["mixes", "cheap", "blocks"]
 
-MIX = "mix"
-"""The name of the results of token shifts for `jax.checkpoint_policies`."""
+KEPT_BY_MIXES = "kept by mixes"
+"""The name of what "mixes" keeps and "cheap" does not, but for results of layer functions, which
+have the names of their functions."""
+
+LAYERS = tuple(f.__name__ for f in (read_out, value_residual, wkv7_keys))
+"""The layer functions whose results "mixes" keeps."""
 
 
 def product(x: jax.Array) -> jax.Array:
@@ -20,9 +25,9 @@ def product(x: jax.Array) -> jax.Array:
     return checkpoint_name(x, PRODUCT)
 
 
-def mix(x: jax.Array) -> jax.Array:
-    """`x`, which a token shift gave, so that "mixes" does not keep it."""
-    return checkpoint_name(x, MIX)
+def no_mix(x: jax.Array) -> jax.Array:
+    """`x`, so that "mixes" keeps it."""
+    return checkpoint_name(x, KEPT_BY_MIXES)
 
 
 def recomputed(
@@ -35,7 +40,9 @@ def recomputed(
       ValueError: `recompute` is none of its accepted values.
     """
     policies = {
-        "mixes": jax.checkpoint_policies.save_anything_except_these_names(MIX),
+        "mixes": jax.checkpoint_policies.save_only_these_names(
+            PRODUCT, KEPT, KEPT_BY_MIXES, *LAYERS
+        ),
         "cheap": jax.checkpoint_policies.save_only_these_names(PRODUCT, KEPT),
         "blocks": jax.checkpoint_policies.nothing_saveable,
     }

@@ -13,7 +13,6 @@ from rwkv_jax._packing import segments
 from rwkv_jax._typing import Operand
 from rwkv_jax.layers import norm_shift_mix
 from rwkv_jax.layers.norm_shift_mix import NOTHING, STATE, TOKEN, shifted
-from rwkv_jax.models import _recomputation
 from rwkv_jax.models._normalisation import Norm, layer_norm
 
 
@@ -72,7 +71,6 @@ def shift_and_mix(
     x, mixed = norm_shift_mix(
         *(x, state, weight, bias, jnp.stack(stacked)), origin=origin, implementation=implementation
     )
-    mixed = tuple(map(_recomputation.mix, mixed))
     if last is not None:
         last = last._replace(x=layer_norm(norm, last.x))
     return Shifted(x, mixed, _next(state, last))

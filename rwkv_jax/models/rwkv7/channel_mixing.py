@@ -3,7 +3,7 @@
 from jax import Array
 from jaxtyping import Float, Int
 
-from rwkv_jax.models import _parameters
+from rwkv_jax.models import _parameters, _recomputation
 from rwkv_jax.models._channel_mixing import feed_forward
 from rwkv_jax.models._normalisation import Norm
 from rwkv_jax.models._token_shift import shift_and_mix
@@ -21,4 +21,6 @@ def mix_channels(
     """The channel mixing, as `Generation` describes it."""
     x, (x_k,), shift = shift_and_mix(norm, (params.x_k,), x, state, segment_ids, layers)
     p = _parameters.like(params, x)
+    # A mix by itself takes longer to compute again than one of six, for as much memory.
+    x_k = _recomputation.no_mix(x_k)
     return x, feed_forward(p.key, p.value, x_k, layers), shift
