@@ -24,6 +24,9 @@ from rwkv_jax.wkv4.signature import NOTHING
 LENGTH = 8
 """Runs in a group, where the walk through it is not a loop."""
 
+SLOPES = {"num": "num_slope", "den": "den_slope"}
+"""Further parts that a state may have: the derivatives of its sums by the log decay of a token."""
+
 
 class Runs(NamedTuple):
     """What runs of tokens do to a state.
@@ -60,6 +63,10 @@ class Kept(NamedTuple):
         if isinstance(self.runs, list):
             return self.runs[i]
         return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, 0, False), self.runs)
+
+    def written(self) -> "Kept":
+        """The same, but XLA computes all of it in one kernel, before anything reads it."""
+        return Kept(lax.optimization_barrier(self.runs))
 
     def flat(self, count: int) -> Any:
         """Of so many runs [B, count, ...]."""
@@ -112,7 +119,7 @@ class Walk(NamedTuple):
             state, sums = carry
             ages, starts, added = run(x)
             kept, more = visit(x, state)
-            state = add(left(state, starts), ages[..., None] * self.log_decay[:, None], added)
+            state = self._after(left(state, starts), ages[..., None], added)
             return (state, jax.tree.map(jnp.add, sums, more)), kept
 
         if not self.unrolled:
@@ -127,9 +134,18 @@ class Walk(NamedTuple):
         traced_once = jax.jit(step)
         for i in reversed(range(length)) if self.reverse else range(length):
             carry, found[i] = traced_once(carry, item(i))
-        # With a barrier XLA computes all of them in one kernel, before anything joins them.
         states, sums = carry
-        return states, sums, Kept(lax.optimization_barrier(found))
+        return states, sums, Kept(found)
+
+    def _after(self, state: Arrays, ages: Array, added: Arrays) -> Arrays:
+        log_decay = ages * self.log_decay[:, None]
+        after = add(state, log_decay, added)
+        if set(SLOPES.values()) <= state.keys():
+            slopes = {part: state[slope] + ages * state[part] for part, slope in SLOPES.items()}
+            nothing = added | {part: jnp.zeros_like(x) for part, x in slopes.items()}
+            slopes = add(state | slopes, log_decay, nothing)
+            after |= {slope: slopes[part] for part, slope in SLOPES.items()}
+        return after
 
     def runs(
         self, item: ItemFn, run: RunFn, ages: Array, starts: Array | None, like: Array
@@ -161,7 +177,7 @@ class Walk(NamedTuple):
         _, _, found = self.through(
             picker(groups), _run, length, states, lambda x, state: (state, {}), {}
         )
-        return lax.optimization_barrier(found.flat(count))
+        return lax.optimization_barrier(found.written().flat(count))
 
 
 def picker(groups: Any) -> ItemFn:

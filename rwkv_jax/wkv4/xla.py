@@ -11,7 +11,10 @@ Their cotangents n_t and d_t are decayed sums from the end, with a_t = dy_t / q_
     du = sum_t e^(u + k_t) a_t (v_t - y_t)
     dk_t = e^(u + k_t) a_t (v_t - y_t) + e^(k_t) (v_t n_(t+1) + d_(t+1))
     dv_t = e^(u + k_t) a_t + e^(k_t) n_(t+1)
-    dw = sum_t e^w (N_t n_(t+1) + D_t d_(t+1))
+    dw = sum_t a_t (N'_t - y_t D'_t)        N'_(t+1) = e^w (N'_t + N_t)
+
+where N' and D' are the derivatives of the sums by w. In a group of tokens they start with 0, since
+the cotangents of the sums after the group, times N' and D' there, are the terms of later tokens.
 
 Both pairs of sums are kept as `Wkv4State` has them, relative to the largest weight. The final
 `log_max` is the exponent of the first largest weight, which has its cotangent, less what the
@@ -42,7 +45,7 @@ from rwkv_jax._packing import segments
 from rwkv_jax._portable.decay import unbounded_log_decay
 from rwkv_jax.wkv4 import reference
 from rwkv_jax.wkv4.signature import NOTHING
-from rwkv_jax.wkv4.walk import ItemFn, Kept, Runs, VisitFn, Walk, grouped, left, picker
+from rwkv_jax.wkv4.walk import SLOPES, ItemFn, Kept, Runs, VisitFn, Walk, grouped, left, picker
 
 
 class _Wkv4(Implementation):
@@ -74,7 +77,7 @@ class _Wkv4(Implementation):
             return reference.read(tokens.inputs(token), state).astype(v.dtype), {}
 
         ends, _, y = tokens.through(starts, visit)
-        (y,) = segments.cleared(tokens.marks, [y.flat(v.shape[1])])
+        (y,) = segments.cleared(tokens.marks, [y.written().flat(v.shape[1])])
         end = jax.tree.map(lambda x: x[:, -1], ends)
         return Result(y, end, tokens.saved(starts) if options.save else {})
 
@@ -85,13 +88,18 @@ class _Wkv4(Implementation):
         tokens = _Tokens(options, unrolled, inputs, operands.packing)
         (dy,) = segments.cleared(tokens.marks, [operands.dy])
         start = {part: x[:, 0] for part, x in operands.states.items()}
-        end, states = tokens.states(operands.states)
+        starts = tokens.from_chunks(operands.states)
+        end, read = tokens.read(starts, dy)
         cotangent = {part: dstate[part] for part in ("num", "den")}
         dlargest = dstate["log_max"] - _dotted(dstate, end)
         place, age = tokens.first_largest(start["log_max"])
-        found, shared, dstart = _Reverse(tokens, states, dy).gradients(
-            cotangent | {"log_max": -end["log_max"]}, place, dlargest
-        )
+        # Each walk computes the sums of tokens again. Without barriers XLA would keep in memory
+        # what walks have in common, which takes longer.
+        starts, read = lax.optimization_barrier((starts, read.runs))
+        reverse = _Reverse(tokens, Kept(read))
+        after = reverse.after_groups(cotangent | {"log_max": -end["log_max"]})
+        du, dw = tokens.shared(starts, Kept(read), reverse.left(after))
+        found, dstart = reverse.gradients(after, place, dlargest)
         dk, dv = segments.cleared(tokens.marks, [found["k"], found["v"]])
 
         scale = jnp.exp(start["log_max"] + dstart["log_max"])
@@ -101,8 +109,8 @@ class _Wkv4(Implementation):
         here = jnp.where(place == 0, dlargest, 0.0)
         dinitial["log_max"] = _dotted(dinitial, start) + here
 
-        (dw,) = tokens.pull_back(shared["w"] + dlargest * age)
-        gradients = {"w": dw, "u": shared["u"], "k": dk, "v": dv}
+        (dw,) = tokens.pull_back(dw + dlargest * age)
+        gradients = {"w": dw, "u": du, "k": dk, "v": dv}
         return Gradients({n: x.astype(inputs[n].dtype) for n, x in gradients.items()}, dinitial)
 
 
@@ -121,6 +129,14 @@ class _Token(NamedTuple):
     starts: Array | None
     k: Array
     v: Array
+
+
+class _Read(NamedTuple):
+    """`y` of a token of each group, a, and the exponent that a is relative to [B, n, C]."""
+
+    y: Array
+    a: Array
+    largest: Array
 
 
 class _Tokens:
@@ -183,15 +199,60 @@ class _Tokens:
         """The states before each chunk, from those before each group."""
         return jax.tree.map(lambda x: x[:, :: max(CHUNK // self.length, 1)], starts)
 
-    def states(self, saved: Arrays) -> tuple[Arrays, Kept]:
-        """The state after all tokens, and those that tokens read, from the states before each
-        chunk."""
-        starts, groups = saved, -(-self.count // self.length)
-        if groups > chunks(self.count):
-            several = jax.tree.map(lambda x: grouped(x, CHUNK // self.length), self.runs())
-            starts = self.walk.inside(several, saved, groups)
-        ends, _, states = self.through(starts, lambda token, state: (state, {}))
-        return jax.tree.map(lambda x: x[:, -1], ends), states
+    def from_chunks(self, saved: Arrays) -> Arrays:
+        """The states before each group, from those before each chunk."""
+        groups = -(-self.count // self.length)
+        if groups == chunks(self.count):
+            return saved
+        several = jax.tree.map(lambda x: grouped(x, CHUNK // self.length), self.runs())
+        return self.walk.inside(several, saved, groups)
+
+    def read(self, starts: Arrays, dy: Array) -> tuple[Arrays, Kept]:
+        """The state after all tokens, and `_Read` of each, from the states before each group and
+        the cotangents of `y`."""
+
+        def visit(item: tuple[_Token, Array], state: Arrays) -> tuple[_Read, Any]:
+            token, dy = item
+            inputs, state = self.inputs(token), left(state, token.starts)
+            own = inputs["u"] + inputs["k"]
+            largest = jnp.maximum(state["log_max"], own)
+            before, now = jnp.exp(state["log_max"] - largest), jnp.exp(own - largest)
+            scale = 1.0 / (before * state["den"] + now)
+            y = (before * state["num"] + now * inputs["v"]) * scale
+            return _Read(y, dy.astype(jnp.float32) * scale, largest), {}
+
+        groups = picker((self.groups, grouped(dy, self.length)))
+        ends, _, read = self.walk.through(
+            groups, lambda item: self._run(item[0]), self.length, starts, visit, {}
+        )
+        return jax.tree.map(lambda x: x[:, -1], ends), read.written()
+
+    def shared(self, starts: Arrays, read: Kept, after: Arrays) -> tuple[Array, Array]:
+        """The gradients of u and of the log decay [B, C], from the states before each group and the
+        cotangents of the sums after it."""
+        given = picker(self.groups)
+
+        def visit(item: tuple[_Token, _Read], state: Arrays) -> tuple[Any, Arrays]:
+            token, read = item
+            inputs, state = self.inputs(token), left(state, token.starts)
+            now = jnp.exp((inputs["u"] + inputs["k"]) - read.largest) * read.a
+            before = jnp.exp(state["log_max"] - read.largest) * read.a
+            dw = before * (state["num_slope"] - read.y * state["den_slope"])
+            return {}, {"u": now * (inputs["v"] - read.y), "w": dw}
+
+        zeros = jnp.zeros_like(starts["num"])
+        ends, sums, _ = self.walk.through(
+            lambda i: (given(i), read.item(i)),
+            lambda item: self._run(item[0]),
+            self.length,
+            starts | dict.fromkeys(SLOPES.values(), zeros),
+            visit,
+            {"u": zeros, "w": zeros},
+        )
+        ends, sums = lax.optimization_barrier((ends, sums))
+        later = ends["num_slope"] * after["num"] + ends["den_slope"] * after["den"]
+        dw = sums["w"] + jnp.exp(ends["log_max"] + after["log_max"]) * later
+        return jnp.sum(sums["u"], axis=1), jnp.sum(dw, axis=1)
 
     def first_largest(self, log_max: Array) -> tuple[Array, Array]:
         """Which is the first of the largest weights after all tokens [B, C], where 0 is that of the
@@ -213,86 +274,76 @@ class _Tokens:
         return place, jnp.take_along_axis(ages, place, axis=1)
 
 
-class _Read(NamedTuple):
+class _Item(NamedTuple):
     """A token of each group, whether the next one starts a segment, the token's number in the row
-    from 1 on [1, n], the cotangent of its `y`, and the state that it reads."""
+    from 1 on [1, n], and what is known of its `y`."""
 
     token: _Token
     starts_next: Array | None
     place: Array
-    dy: Array
-    state: Arrays
+    read: _Read
 
 
 class _Reverse:
     """The walk from the last token to the first, with the cotangents of the sums."""
 
-    def __init__(self, tokens: _Tokens, states: Kept, dy: Array) -> None:
+    def __init__(self, tokens: _Tokens, read: Kept) -> None:
         self._tokens, self._walk = tokens, tokens.walk._replace(reverse=True)
-        self._dy, self._starts = grouped(dy, tokens.length), None
+        self._read, self._starts = read, None
         if tokens.starts is not None:
             # What cuts the tokens after this one off from it is that the next one starts a segment.
-            starts = jnp.pad(tokens.starts[:, 1:], ((0, 0), (0, 1)))
-            self._starts = grouped(starts, tokens.length)
+            following = jnp.pad(tokens.starts[:, 1:], ((0, 0), (0, 1)))
+            self._starts = grouped(following, tokens.length)
         self._places = grouped(lax.iota(jnp.int32, tokens.count)[None] + 1, tokens.length)
-        given = picker((tokens.groups, self._starts, self._places, self._dy))
-        self._item: ItemFn = lambda i: _Read(*given(i), state=states.item(i))
 
-    def _cotangents(self, x: _Read) -> tuple[Arrays, Arrays]:
-        """The inputs of a token, with `y` and the weight of the token in it, and what the token
-        adds to the cotangents of the sums: a and -a y, relative to the largest exponent in q."""
-        inputs = self._tokens.inputs(x.token)
-        own, log_max = inputs["u"] + inputs["k"], x.state["log_max"]
-        largest = jnp.maximum(log_max, own)
-        before, now = jnp.exp(log_max - largest), jnp.exp(own - largest)
-        scale = 1.0 / (before * x.state["den"] + now)
-        y = (before * x.state["num"] + now * inputs["v"]) * scale
-        a = x.dy.astype(jnp.float32) * scale
-        there = x.token.age[..., None] > 0
-        added = {"num": a, "den": -a * y, "log_max": jnp.where(there, -largest, NOTHING)}
-        return inputs | {"now": now, "y": y}, added
+    def _items(self, groups: _Token, read: Kept) -> ItemFn:
+        given = picker((groups, self._starts, self._places))
+        return lambda i: _Item(*given(i), read=read.item(i))
 
-    def _run(self, x: _Read) -> Runs:
-        return Runs(x.token.age, x.starts_next, self._cotangents(x)[1])
+    def _run(self, x: _Item) -> Runs:
+        """What a token adds to the cotangents of the sums: a and -a y."""
+        there, a = x.token.age[..., None] > 0, x.read.a
+        log_max = jnp.where(there, -x.read.largest, NOTHING)
+        return Runs(
+            x.token.age, x.starts_next, {"num": a, "den": -a * x.read.y, "log_max": log_max}
+        )
 
-    def gradients(
-        self, end: Arrays, place: Array, dlargest: Array
-    ) -> tuple[Arrays, Arrays, Arrays]:
-        """The gradients of k and v, those of the log decay and of u [B, C], and the cotangents of
-        the sums before all tokens, from the cotangents of the sums after all tokens, and from that
-        of the largest exponent and its place [B, C]."""
+    def after_groups(self, end: Arrays) -> Arrays:
+        """The cotangents of the sums after each group, from those after all tokens."""
+        tokens, groups = self._tokens, self._tokens.groups
+        if tokens.length == tokens.count:
+            return jax.tree.map(lambda x: x[:, None], end)
+        items, like = self._items(groups, self._read), groups.k[:, :, 0]
+        return self._walk.before(
+            self._walk.runs(items, self._run, groups.age, self._starts, like), end
+        )
+
+    def left(self, after: Arrays) -> Arrays:
+        """What is left of these cotangents where the next group starts a segment."""
+        return left(after, None if self._starts is None else self._starts[:, :, -1])
+
+    def gradients(self, after: Arrays, place: Array, dlargest: Array) -> tuple[Arrays, Arrays]:
+        """The gradients of k and v, and the cotangents of the sums before all tokens, from those
+        after each group, and from that of the largest exponent and its place [B, C]."""
         tokens = self._tokens
-        starts = jax.tree.map(lambda x: x[:, None], end)
-        if tokens.length != tokens.count:
-            runs = self._walk.runs(
-                self._item, self._run, tokens.groups.age, self._starts, self._dy[:, :, 0]
-            )
-            starts = self._walk.before(runs, end)
-        log_decay = tokens.walk.log_decay[:, None]
 
-        def visit(x: _Read, after: Arrays) -> tuple[Arrays, Arrays]:
-            inputs, added = self._cotangents(x)
-            after = left(after, x.starts_next)
-            k, v, y = (inputs[name] for name in "kvy")
-            bonus = inputs["now"] * added["num"]
-            own = bonus * (v - y)
+        def visit(x: _Item, after: Arrays) -> tuple[Arrays, Any]:
+            inputs, after = tokens.inputs(x.token), left(after, x.starts_next)
+            k, v, read = inputs["k"], inputs["v"], x.read
+            bonus = jnp.exp((inputs["u"] + k) - read.largest) * read.a
             kept = jnp.exp(k + after["log_max"])
-            past = jnp.exp((x.state["log_max"] + after["log_max"]) + log_decay)
-            dw = x.token.age[..., None] * past * _dotted(x.state, after)
-            dk = own + kept * (v * after["num"] + after["den"])
+            dk = bonus * (v - read.y) + kept * (v * after["num"] + after["den"])
             is_largest = x.place[..., None] == place[:, None]
             dk += jnp.where(is_largest, dlargest[:, None], 0.0)
             dv = bonus + kept * after["num"]
-            found = {"k": dk.astype(x.token.k.dtype), "v": dv.astype(x.token.v.dtype)}
-            return found, {"w": dw, "u": own}
+            return {"k": dk.astype(x.token.k.dtype), "v": dv.astype(x.token.v.dtype)}, {}
 
-        zeros = jnp.zeros_like(self._dy[:, :, 0], dtype=jnp.float32)
-        befores, sums, found = self._walk.through(
-            self._item, self._run, tokens.length, starts, visit, {"w": zeros, "u": zeros}
+        after, groups, read = lax.optimization_barrier((after, tokens.groups, self._read.runs))
+        befores, _, found = self._walk.through(
+            self._items(groups, Kept(read)), self._run, tokens.length, after, visit, {}
         )
         before = jax.tree.map(lambda x: x[:, 0], befores)
-        shared = jax.tree.map(lambda x: jnp.sum(x, axis=1), sums)
-        return found.flat(tokens.count), shared, before
+        return found.written().flat(tokens.count), before
 
 
 def _dotted(x: Arrays, y: Arrays) -> Array:
