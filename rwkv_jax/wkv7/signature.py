@@ -10,4 +10,5 @@ SIGNATURE = Signature(
     state={"state": "BHVK"},
     idle={"w": NO_DECAY},
     decays=("log", "exp", "sigmoid"),
+    passed=("r",),
 )
