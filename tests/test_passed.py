@@ -12,7 +12,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import rwkv_jax
-from support import harness, hlo, internals, meshes
+from rwkv_jax.models import rwkv7
+from support import harness, hlo, internals, meshes, models
 from support.cases import Case
 from support.internals import wkv7_passed
 from support.operators import Run, runs
@@ -127,3 +128,62 @@ def test_replicated_in_shard_map(check_vma: bool, cpus: list[Any]) -> None:
     )
     shared = inputs | {"r": inputs["r"][:1]}
     harness.assert_right(jax.jit(jax.grad(sharded))(shared, cotangents), gradients)
+
+
+def _own(*operands: Any, **options: Any) -> Any:
+    """A function of a caller's, which the model calls as it is."""
+    return rwkv_jax.wkv7(*operands, **options)
+
+
+def _loss(params: rwkv7.Params, tokens: jax.Array, **options: Any) -> jax.Array:
+    features, state = rwkv7.features(params, tokens, **options)
+    return jnp.sum(jnp.sin(features)) + sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(state))
+
+
+_gradients = jax.jit(jax.grad(_loss), static_argnames=("wkv", "recompute", "implementation"))
+
+
+@pytest.mark.parametrize(
+    ("packed", "recompute", "stacked"),
+    [
+        (False, None, False),
+        pytest.param(True, "cheap", True, marks=pytest.mark.slow),
+        pytest.param(True, "blocks", False, marks=pytest.mark.slow),
+    ],
+)
+def test_gradients_of_the_model(packed: bool, recompute: str | None, stacked: bool) -> None:
+    params = models.parameters(rwkv7)
+    params = rwkv7.stacked(params) if stacked else params
+    tokens = jnp.arange(2 * 70).reshape(2, 70) % models.VOCABULARY
+    options: dict[str, Any] = {"segment_ids": jnp.asarray(IDS)} if packed else {}
+    options |= {"recompute": recompute, "implementation": FAST.implementation}
+    found, expected = (_gradients(params, tokens, wkv=wkv, **options) for wkv in (None, _own))
+    assert_trees_close(found, expected, 1e-6)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_the_model_has_no_sum_of_its_own(platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two cotangents of `r` in a layer are added in the backward kernel."""
+    internals.pretend(monkeypatch, platform, None)
+    params = jax.eval_shape(functools.partial(models.parameters, rwkv7))
+    tokens = jax.ShapeDtypeStruct((3, 17), jnp.int32)
+
+    def lowered(wkv: Any) -> str:
+        gradients = jax.jit(functools.partial(jax.grad(_loss), wkv=wkv))
+        with hlo.device(platform):
+            traced = gradients.trace(params, tokens)
+            return traced.lower(lowering_platforms=(platform,)).as_text()
+
+    def sums(text: str) -> int:
+        adds = [x for x in text.splitlines() if "stablehlo.add " in x]
+        return sum(f"tensor<3x17x{heads}x{size}xf32>" in x for x in adds)
+
+    heads, size = params.blocks[0].att.r_k.shape
+    passed, alone = lowered(None), lowered(_own)
+    monkeypatch.undo()
+    jax.clear_caches()
+    assert sums(alone) - sums(passed) == len(params.blocks)
+    own = {target for target in hlo.targets(passed) if "wkv7_bwd" in target}
+    assert own == internals.targets("wkv7", "bwd_passed")
+    own = {target for target in hlo.targets(alone) if "wkv7_bwd" in target}
+    assert own == internals.targets("wkv7", "bwd")

@@ -13,7 +13,7 @@ from rwkv_jax.models._linear import linear, low_rank
 from rwkv_jax.models._normalisation import Norm
 from rwkv_jax.models._token_shift import shift_and_mix
 from rwkv_jax.models._trees import TimeMixState
-from rwkv_jax.models._wkv import Options, run
+from rwkv_jax.models._wkv import Options, run_passing
 from rwkv_jax.models.rwkv7.parameters import TimeMixParams
 from rwkv_jax.models.rwkv7.state import initial_wkv
 from rwkv_jax.wkv7 import wkv7_step
@@ -64,9 +64,9 @@ def mix_tokens(
     operands = (r, w, k, v, a, b)
     if single:
         operands = tuple(z[:, 0] for z in operands)
-    y, last = run(wkv7_step, options, single, operands, wkv, "sigmoid")
+    (y, last), passed = run_passing(wkv7_step, options, single, operands, wkv, "sigmoid")
     out = read_out(
-        *(y[:, None] if single else y, r, k_again, v_again, gate),
+        *(y[:, None] if single else y, passed.get("r", r), k_again, v_again, gate),
         *(heads(params.ln_x.weight), heads(params.ln_x.bias), heads(params.r_k)),
         implementation=layers,
     )
