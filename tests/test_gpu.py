@@ -320,10 +320,13 @@ def test_whole_blocks(dtype: str, rows: int) -> None:
     assert tolerance.rms_error(np.asarray(found), right) < limit
 
 
-@pytest.mark.skipif(
+HOPPER = pytest.mark.skipif(
     any(getattr(x, "compute_capability", "") != "9.0" for x in jax.devices()),
     reason="needs a GPU of compute capability 9.0",
 )
+
+
+@HOPPER
 @pytest.mark.parametrize(
     ("rows", "tokens", "width", "hidden"),
     [(1, 1, 512, 256), (3, 37, 576, 768), (1, 1001, 1024, 512), (5, 1639, 768, 3072)],
@@ -352,6 +355,59 @@ def test_products_with_an_epilogue(rows: int, tokens: int, width: int, hidden: i
     with jax.default_matmul_precision("highest"):
         right = jax.device_get(run(*wide, "xla"))
     poison = [jax.numpy.full((rows * tokens, hidden), np.nan, "bfloat16") for _ in range(8)]
+    jax.block_until_ready(poison)
+    del poison
+    found = jax.device_get(compiled(inputs, dy))
+    other = jax.device_get(run(inputs, dy, "xla"))
+    for results_of_one in (found, other):
+        tolerance.assert_close(results_of_one, right, 8e-3)
+
+
+@HOPPER
+@pytest.mark.parametrize(
+    ("rows", "tokens", "width", "rank", "activation", "offset"),
+    [
+        (1, 1, 128, 8, "tanh", True),
+        (3, 37, 384, 40, "sigmoid", False),
+        (1, 1001, 768, 64, "identity", True),
+        (1, 1001, 768, 96, "tanh", True),
+        (2, 4099, 2048, 128, "tanh", True),
+        (5, 163, 2560, 160, "identity", False),
+        (7, 111, 4096, 200, "sigmoid", True),
+        (3, 6000, 1024, 224, "sigmoid", False),
+        (1, 40001, 768, 256, "tanh", True),
+    ],
+)
+def test_low_rank_maps(
+    rows: int, tokens: int, width: int, rank: int, activation: str, offset: bool
+) -> None:
+    """Outputs and gradients, in memory that had NaN before, are close to those in float32."""
+    keys = jax.random.split(jax.random.key(0), 5)
+    shapes = {"x": (rows, tokens, width), "first": (width, rank), "second": (rank, width)}
+    shapes |= {"offset": (width,)} if offset else {}
+    scales = {"x": 1.0, "first": width**-0.5, "second": rank**-0.5, "offset": 1.0}
+    inputs = {
+        name: (scales[name] * jax.random.normal(k, shape)).astype("bfloat16")
+        for k, (name, shape) in zip(keys[1:], shapes.items(), strict=False)
+    }
+    dy = jax.random.normal(keys[0], shapes["x"]).astype("bfloat16")
+
+    @functools.partial(jax.jit, static_argnums=2)
+    def run(inputs: dict, dy: jax.Array, implementation: str) -> dict:
+        call = functools.partial(
+            layers.low_rank, activation=activation, implementation=implementation
+        )
+        y, vjp = jax.vjp(lambda x: call(**x), inputs)
+        return {"y": y} | {f"d{name}": x for name, x in vjp(dy)[0].items()}
+
+    compiled = run.lower(inputs, dy, "ffi").compile()
+    targets = {internals.low_rank.TARGETS[activation, name] for name in ("forward", "backward")}
+    assert targets <= hlo.targets(compiled.as_text())
+    wide = jax.tree.map(lambda x: x.astype("float32"), (inputs, dy))
+    with jax.default_matmul_precision("highest"):
+        right = jax.device_get(run(*wide, "xla"))
+    sizes = (width, rank, rank + 8)
+    poison = [jax.numpy.full((rows * tokens, n), np.nan, "bfloat16") for n in sizes * 3]
     jax.block_until_ready(poison)
     del poison
     found = jax.device_get(compiled(inputs, dy))

@@ -14,6 +14,7 @@
 #include "launch_target.h"
 #include "layers/handler.h"
 #include "losses/handler.h"
+#include "low_rank/handler.h"
 #include "plan.h"
 #include "rwkv_jax/targets.h"
 #include "splits.h"
@@ -34,7 +35,8 @@ struct Cuda {
 
   static std::vector<Registration> Targets() {
     std::vector<Registration> targets = Registrations<Cuda>();
-    for (const auto& more : {LayerTargets(), ProductTargets(), LossTargets(), BlockTargets()})
+    for (const auto& more :
+         {LayerTargets(), ProductTargets(), LowRankTargets(), LossTargets(), BlockTargets()})
       targets.insert(targets.end(), more.begin(), more.end());
     return targets;
   }

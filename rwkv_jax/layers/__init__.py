@@ -6,16 +6,19 @@
     read_out         normalisation of heads, bonus and gate
     feed_forward     the network of the channel mixings
     relu_squared     its activation
+    low_rank         the map of low rank of decays, rates and gates
 
-Each function but the last two has CUDA kernels ("ffi") for its forward and its backward pass, and
+Each function but the last three has CUDA kernels ("ffi") for its forward and its backward pass, and
 the formula itself, which XLA fuses ("xla"). They compute in float32 and round their results once.
 Gradients of parameters are summed in float32. `jit`, `grad`, `vmap`, `jax.checkpoint` and
 `shard_map` work as for operators; on a mesh each device computes its own rows and heads.
 
-`feed_forward` has kernels for two of its products, on GPUs of compute capability 9.0 alone.
+`feed_forward` has kernels for two of its products, and `low_rank` one for each pass, on GPUs of
+compute capability 9.0 alone.
 """
 
 from rwkv_jax.layers.feed_forward import feed_forward as feed_forward
+from rwkv_jax.layers.low_rank import low_rank as low_rank
 from rwkv_jax.layers.norm_shift_mix import Mixed as Mixed
 from rwkv_jax.layers.norm_shift_mix import norm_shift_mix as norm_shift_mix
 from rwkv_jax.layers.read_out import read_out as read_out

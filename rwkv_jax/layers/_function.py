@@ -227,6 +227,7 @@ def run(
     for name, axes in function.parameters.items():
         inputs[name] = repeated(inputs[name], axes, inputs[like], function.tensors[like])
     options = Options(None, lax.Precision.DEFAULT, implementation)
+    found: Arrays
     if implementation == "reference":
         found, _ = _given(function, options, inputs)
     else:

@@ -6,7 +6,6 @@ are left to the compiler.
 """
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeAlias
 
@@ -14,7 +13,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.custom_batching import custom_vmap
 from jaxtyping import Float
 
 from rwkv_jax._native import library
@@ -22,20 +20,17 @@ from rwkv_jax._operator import check, dispatch
 from rwkv_jax._operator.call import Leaf, Options
 from rwkv_jax._operator.partition import partitioned, vary_alike
 from rwkv_jax._typing import Operand
+from rwkv_jax.layers import _products
+from rwkv_jax.layers._products import PRODUCT
 from rwkv_jax.layers.relu_squared import gradient, relu_squared
-
-PRODUCT = "product"
-"""The name of the results of matrix products for `jax.checkpoint_policies`."""
 
 AXES = {"x": "BTC", "key": "FC", "value": "CF"}
 
 MIN_WIDTH, WIDTH_MULTIPLE, HIDDEN_MULTIPLE = 512, 64, 256
-MAX_WIDTH, MAX_TOKENS = 2**18, 2**24
+MAX_WIDTH = 2**18
+
 MIN_TOKENS = 4096
 """From so many tokens on, None takes the kernels."""
-
-HOPPER = ("H100", "H200", "H800", "H20")
-"""Parts of the names of GPUs of compute capability 9.0."""
 
 TARGETS = {"forward": "rwkv_feed_forward_fwd_v1", "backward": "rwkv_feed_forward_bwd_v1"}
 
@@ -162,7 +157,7 @@ class _Products:
             return None
         if platform != "cuda":
             return "feed_forward has native kernels for CUDA GPUs"
-        (rows, tokens, width), hidden = operands.rows.shape, operands.weight.shape[0]
+        width, hidden = operands.rows.shape[-1], operands.weight.shape[0]
         if operands.rows.dtype != jnp.bfloat16:
             return f"x is {operands.rows.dtype}; the cuda kernels take bfloat16"
         if width < MIN_WIDTH or width > MAX_WIDTH or width % WIDTH_MULTIPLE:
@@ -175,13 +170,7 @@ class _Products:
                 f"F = {hidden}; the cuda kernels take multiples of {HIDDEN_MULTIPLE} up to "
                 f"{MAX_WIDTH}"
             )
-        least = 0 if options.implementation == "ffi" else MIN_TOKENS
-        if not least <= rows * tokens <= MAX_TOKENS:
-            return (
-                f"B = {rows} and T = {tokens}; the cuda kernels take from {least} to "
-                f"{MAX_TOKENS} tokens"
-            )
-        return library.why_not(platform) or _other_gpu()
+        return _products.why_not(options.implementation, operands.rows, MIN_TOKENS)
 
     def compute(
         self, name: str, choice: str, options: Options, platform: str, operands: Operands[Array]
@@ -212,49 +201,16 @@ def _call(target: str, *operands: Array) -> tuple[Array, ...]:
     return library.call(target, [(shape, rows.dtype)], *operands)
 
 
-def _other_gpu() -> str | None:
-    """Why the kernels do not run on the GPUs that programs are for, as far as those are known, or
-    None."""
-    built = getattr(library.build(library.MODULES["cuda"]), "CUDA_ARCHS", ())
-    if built and not any(arch.startswith("90a") for arch in built):
-        return f"the CUDA module was built for {', '.join(built)}; the kernels need 90a"
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    if device is not None:
-        found = {device.device_kind}
-        right = any(name in device.device_kind for name in HOPPER)
-    else:
-        try:
-            devices = jax.devices("cuda")
-        except RuntimeError:
-            return "no CUDA GPU is here; the kernels run on those of compute capability 9.0"
-        found = {str(getattr(x, "compute_capability", "unknown")) for x in devices}
-        right = found == {"9.0"}
-    kinds = ", ".join(sorted(found))
-    return None if right else f"the GPU is {kinds}; accepted are those of compute capability 9.0"
-
-
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _product(name: Direction, options: Options, *operands: Array) -> Array:
     """A product with a kernel, where it is chosen. Of several at once each is computed in turn."""
 
-    @custom_vmap
     def call(*operands: Array) -> Array:
         hidden = operands[2] if name == "backward" else None
         given = Operands(operands[0], operands[1], hidden)
         return dispatch.dispatched(_PRODUCTS, name, options, given)
 
-    @call.def_vmap
-    def _rule(size: int, mapped: Sequence[bool], *operands: Any) -> tuple[Array, bool]:
-        def one(own: Sequence[Array]) -> Array:
-            of_one = iter(own)
-            return _product(
-                *(name, options),
-                *(next(of_one) if m else x for x, m in zip(operands, mapped, strict=True)),
-            )
-
-        return lax.map(one, [x for x, m in zip(operands, mapped, strict=True) if m]), True
-
-    return call(*operands)
+    return _products.in_turn(call)(*operands)
 
 
 @_product.defjvp

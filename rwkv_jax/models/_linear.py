@@ -1,6 +1,5 @@
 """Linear maps without bias: within layers, as the embedding and as the output head."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -9,6 +8,8 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 from jaxtyping import Float, Float32, Int
 
+from rwkv_jax import layers as functions
+from rwkv_jax.layers.low_rank import ACTIVATIONS
 from rwkv_jax.models import _recomputation, _row_product
 
 
@@ -53,26 +54,27 @@ def low_rank(
     first: Float[Array, "inputs rank"],
     second: Float[Array, "rank outputs"],
     x: Float[Array, "*shape inputs"],
-    activation: Callable[[Array], Array] = lambda x: x,
+    layers: str | None,
+    activation: str = "identity",
     offset: Float[Array, "... outputs"] | None = None,
 ) -> Float[Array, "*shape outputs"]:
-    """activation(x first) second + offset, with an offset that has the number of axes of `x`."""
+    """activation(x first) second + offset, with an offset that has the number of axes of `x`.
+    `layers` is that of the model, where "ffi" leaves the choice open, because there are kernels for
+    some GPUs and some sizes alone."""
+    if x.ndim == 3:
+        chosen = None if layers == "ffi" else layers
+        vector = None if offset is None else offset.reshape(-1)
+        return _recomputation.no_mix(
+            functions.low_rank(
+                x, first, second, vector, activation=activation, implementation=chosen
+            )
+        )
 
     def times(x: Array, matrix: Array) -> Array:
         return _row_product.product(x, matrix, None, x.dtype, by_output=False)
 
-    hidden = activation(_recomputation.product(times(x, first)))
-    if offset is None:
-        return _recomputation.no_mix(times(hidden, second))
-    if x.ndim == 2:
-        return times(hidden, second) + offset
-    second = second.astype(x.dtype)
-    # For many tokens an offset within the product saves a pass over its results, and one over their
-    # gradients. Products are slow with a rank that is no multiple of 8.
-    more = 8 - hidden.shape[-1] % 8
-    ones = jnp.pad(hidden, ((0, 0),) * (x.ndim - 1) + ((0, more),), constant_values=1)
-    rows = jnp.concatenate([second, offset.reshape(1, -1)])
-    return _recomputation.no_mix(ones @ jnp.pad(rows, ((0, more - 1), (0, 0))))
+    y = times(ACTIVATIONS[activation](times(x, first)), second)
+    return y if offset is None else y + offset
 
 
 def embed(

@@ -8,7 +8,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from rwkv_jax._operator.derivative import KEPT
 from rwkv_jax.layers import read_out, value_residual, wkv7_keys
-from rwkv_jax.layers.feed_forward import PRODUCT
+from rwkv_jax.layers._products import PRODUCT
 
 Recompute: TypeAlias = Literal["mixes", "cheap", "blocks"]
 

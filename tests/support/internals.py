@@ -25,6 +25,7 @@ from rwkv_jax._portable import algebra, chain, chunked, products, slabs
 from rwkv_jax._portable import decay as decays
 from rwkv_jax._portable.operands import links
 from rwkv_jax.layers import _function as layers
+from rwkv_jax.layers import _products
 from rwkv_jax.losses import _slabs
 from rwkv_jax.models import _row_product
 from rwkv_jax.models.rwkv7 import block_step
@@ -33,11 +34,16 @@ from rwkv_jax.wkv7 import wkv7
 CONTINUES, STARTS, PADDING = segments.CONTINUES, segments.STARTS, segments.PADDING
 """The marks of a token."""
 
-feed_forward, norm_shift_mix, wkv7_keys, value_residual, read_out = (
+feed_forward, low_rank, norm_shift_mix, wkv7_keys, value_residual, read_out = (
     # The package has a function of each of these names.
     importlib.import_module(f"rwkv_jax.layers.{name}")
-    for name in ("feed_forward", "norm_shift_mix", "wkv7_keys", "value_residual", "read_out")
+    for name in (
+        *("feed_forward", "low_rank", "norm_shift_mix", "wkv7_keys", "value_residual", "read_out"),
+    )
 )
+
+hopper_products = _products
+"""What layer functions of products share."""
 
 LONG_SEQUENCE = packing.LONG
 """Tokens for each sequence from which on native kernels take the longest sequences first."""
@@ -171,7 +177,8 @@ def other_targets(platform: str = "cuda") -> set[str]:
         *(module.FUNCTION for module in (wkv7_keys, value_residual, read_out)),
     )
     of_layers = {target for function in functions for target in function.targets}
-    return of_layers | {_slabs.TARGET, *feed_forward.TARGETS.values(), *block_step.TARGETS}
+    of_products = {*feed_forward.TARGETS.values(), *low_rank.TARGETS.values()}
+    return of_layers | of_products | {_slabs.TARGET, *block_step.TARGETS}
 
 
 def layer_constants() -> dict[str, float]:

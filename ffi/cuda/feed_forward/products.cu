@@ -26,15 +26,15 @@ cudaError_t Run(cudaStream_t, const SquaredReluGradientCall&, const Device&) {
 
 #else
 
-#include <cuda.h>
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
 #include <algorithm>
 #include <cstdint>
 
-#include "feed_forward/hopper.cuh"
+#include "hopper.cuh"
 #include "ptx.cuh"
+#include "tensor_map.h"
 
 namespace rwkv_jax::cuda {
 namespace {
@@ -204,10 +204,10 @@ __global__ void __launch_bounds__(kThreads, 1)
         const uint64_t a = first_rows + stage.index * (kRowBytes >> 4);
         const uint64_t b = first_weight + stage.index * (kWeightBytes >> 4);
         hopper::FenceProducts();
-        hopper::Multiply(sums, a, b, step > 0);
-        hopper::Multiply(sums, a + 2, b + 2, true);
-        hopper::Multiply(sums, a + 4, b + 4, true);
-        hopper::Multiply(sums, a + 6, b + 6, true);
+        hopper::Multiply<256>(sums, a, b, step > 0);
+        hopper::Multiply<256>(sums, a + 2, b + 2, true);
+        hopper::Multiply<256>(sums, a + 4, b + 4, true);
+        hopper::Multiply<256>(sums, a + 6, b + 6, true);
         hopper::CommitProducts();
         meanwhile();
         hopper::AwaitProducts<1>();
@@ -272,38 +272,10 @@ __global__ void __launch_bounds__(kThreads, 1)
 #endif
 }
 
-using Encode = decltype(&cuTensorMapEncodeTiled);
-
-// The driver's function, without which nothing links with the driver.
-Encode Encoder() {
-  static const Encode encode = [] {
-    void* found = nullptr;
-    cudaDriverEntryPointQueryResult result;
-#if CUDART_VERSION >= 12050
-    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault,
-                                     &result);
-#else
-    cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &result);
-#endif
-    return reinterpret_cast<Encode>(found);
-  }();
-  return encode;
-}
-
-template <int kRank>
-bool MakeMap(CUtensorMap& map, const void* x, const cuuint64_t (&sizes)[kRank],
-             const cuuint64_t (&strides)[kRank - 1], const cuuint32_t (&box)[kRank]) {
-  const cuuint32_t ones[] = {1, 1, 1, 1, 1};
-  return Encoder()(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, kRank, const_cast<void*>(x), sizes,
-                   strides, box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                   CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
-}
-
 template <bool kGradient>
 cudaError_t RunProduct(cudaStream_t stream, const ProductCall& call, const void* hidden,
                        const Device& device) {
-  if (Encoder() == nullptr) return cudaErrorNotSupported;
+  if (TensorMapEncoder() == nullptr) return cudaErrorNotSupported;
   const cuuint64_t k = call.width, row = 2 * k;
   CUtensorMap rows_map, weight_map;
   const bool made =

@@ -48,7 +48,10 @@ def mix_tokens(
     )
 
     r, k, v = linear(p.receptance, x_r), linear(p.key, x_k), linear(p.value, x_v)
-    w = low_rank(params.time_decay_w1, params.time_decay_w2, x_w, jnp.tanh, p.time_decay)
+    w = low_rank(
+        *(params.time_decay_w1, params.time_decay_w2, x_w, options.layers_for(x)),
+        *("tanh", p.time_decay),
+    )
     gate = jax.nn.silu(linear(p.gate, x_g))
     r, w, k, v = (z.reshape(*x.shape[:-1], *params.time_faaaa.shape) for z in (r, w, k, v))
     single = x.ndim == 2

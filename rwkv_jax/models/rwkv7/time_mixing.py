@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
@@ -36,10 +35,10 @@ def mix_tokens(
 
     p = _parameters.like(params, x)
     r = linear(p.receptance, x_r)
-    w = low_rank(params.w1, params.w2, x_w, jnp.tanh, p.w0)
-    rate = low_rank(params.a1, params.a2, x_a)
+    w = low_rank(params.w1, params.w2, x_w, layers, "tanh", p.w0)
+    rate = low_rank(params.a1, params.a2, x_a, layers)
     v = linear(p.value, x_v)
-    gate = low_rank(params.g1, params.g2, x_g, jax.nn.sigmoid)
+    gate = low_rank(params.g1, params.g2, x_g, layers, "sigmoid")
     r, w, k, v, rate, gate = map(
         _tokens_of_heads(params), (r, w, linear(p.key, x_k), v, rate, gate)
     )
@@ -54,7 +53,7 @@ def mix_tokens(
         raise ValueError("time_mix: v_first is None; only the first layer has a value of its own")
     else:
         # Seen as the input of V too, XLA would compute both products as one, and copy V to do so.
-        share = low_rank(params.v1, params.v2, lax.optimization_barrier(x_v))
+        share = low_rank(params.v1, params.v2, lax.optimization_barrier(x_v), layers)
         share, first = map(_tokens_of_heads(params), (share, v_first))
         v, v_again, v_first = value_residual(
             *(v, share, first, heads(params.v0)), implementation=layers

@@ -1,0 +1,18 @@
+// The products of a low-rank map on CUDA, for GPUs of compute capability 9.0 alone. Pointers are to device
+// memory.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "plan.h"
+#include "rwkv_jax/low_rank.h"
+
+namespace rwkv_jax::cuda {
+
+cudaError_t Run(cudaStream_t stream, const LowRankForwardCall& call, const Device& device);
+cudaError_t Run(cudaStream_t stream, const LowRankBackwardCall& call, const Device& device);
+
+// Whether this build has code for the current device.
+bool HasLowRank();
+
+}  // namespace rwkv_jax::cuda

@@ -1,0 +1,39 @@
+// Descriptions of arrays of bfloat16 in global memory, from which boxes are copied to shared memory, with
+// rows of 128 bytes that are swizzled over eight rows.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+namespace rwkv_jax::cuda {
+
+using EncodeTensorMap = decltype(&cuTensorMapEncodeTiled);
+
+// The driver's function, without which nothing links with the driver; null if it has none.
+inline EncodeTensorMap TensorMapEncoder() {
+  static const EncodeTensorMap encode = [] {
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult result;
+#if CUDART_VERSION >= 12050
+    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault,
+                                     &result);
+#else
+    cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &result);
+#endif
+    return reinterpret_cast<EncodeTensorMap>(found);
+  }();
+  return encode;
+}
+
+// Sizes are those of the axes from the last one on, strides are bytes.
+template <int kRank>
+bool MakeMap(CUtensorMap& map, const void* x, const cuuint64_t (&sizes)[kRank],
+             const cuuint64_t (&strides)[kRank - 1], const cuuint32_t (&box)[kRank]) {
+  const cuuint32_t ones[] = {1, 1, 1, 1, 1};
+  return TensorMapEncoder()(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, kRank, const_cast<void*>(x),
+                            sizes, strides, box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                            CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                            CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+}  // namespace rwkv_jax::cuda

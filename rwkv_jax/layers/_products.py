@@ -1,0 +1,70 @@
+"""What layer functions share that are made of matrix products, with kernels for GPUs of compute
+capability 9.0 alone."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import Array, lax
+from jax.custom_batching import custom_vmap
+
+from rwkv_jax._native import library
+
+PRODUCT = "product"
+"""The name of the results of matrix products for `jax.checkpoint_policies`."""
+
+MAX_TOKENS = 2**24
+"""The largest number of tokens that the kernels take."""
+
+HOPPER = ("H100", "H200", "H800", "H20")
+"""Parts of the names of GPUs of compute capability 9.0."""
+
+
+def why_not(implementation: str | None, x: Any, min_tokens: int) -> str | None:
+    """Why no kernels take the tokens of `x` [B, T, ...] on the GPUs that programs are for, or None.
+    They have to be `min_tokens`, unless `implementation` names the kernels."""
+    rows, tokens = x.shape[:2]
+    least = 0 if implementation == "ffi" else min_tokens
+    if not least <= rows * tokens <= MAX_TOKENS:
+        accepted = f"from {least} to {MAX_TOKENS} tokens"
+        return f"B = {rows} and T = {tokens}; the cuda kernels take {accepted}"
+    return library.why_not("cuda") or other_gpu()
+
+
+def other_gpu() -> str | None:
+    """Why the kernels do not run on the GPUs that programs are for, as far as those are known, or
+    None."""
+    built = getattr(library.build(library.MODULES["cuda"]), "CUDA_ARCHS", ())
+    if built and not any(arch.startswith("90a") for arch in built):
+        return f"the CUDA module was built for {', '.join(built)}; the kernels need 90a"
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is not None:
+        found = {device.device_kind}
+        right = any(name in device.device_kind for name in HOPPER)
+    else:
+        try:
+            devices = jax.devices("cuda")
+        except RuntimeError:
+            return "no CUDA GPU is here; the kernels run on those of compute capability 9.0"
+        found = {str(getattr(x, "compute_capability", "unknown")) for x in devices}
+        right = found == {"9.0"}
+    kinds = ", ".join(sorted(found))
+    return None if right else f"the GPU is {kinds}; accepted are those of compute capability 9.0"
+
+
+def in_turn(call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call` of arrays. Of several at once `vmap` computes each in turn."""
+    batched = custom_vmap(call)
+
+    @batched.def_vmap
+    def _rule(size: int, mapped: Sequence[bool], *operands: Any) -> tuple[Any, Any]:
+        def one(own: Sequence[Array]) -> Any:
+            of_one = iter(own)
+            return in_turn(call)(
+                *(next(of_one) if m else x for x, m in zip(operands, mapped, strict=True))
+            )
+
+        results = lax.map(one, [x for x, m in zip(operands, mapped, strict=True) if m])
+        return results, jax.tree.map(lambda _: True, results)
+
+    return batched

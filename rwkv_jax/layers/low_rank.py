@@ -1,0 +1,302 @@
+"""A low-rank map: two products with an activation between them.
+
+The hidden layer of so few channels is cheap, and the time of the map is that of reading `x` and
+writing y. A kernel computes both products, in each pass. The gradients of the matrices are left to
+the compiler.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, Literal, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Float
+
+from rwkv_jax._native import library
+from rwkv_jax._operator import check, dispatch
+from rwkv_jax._operator.call import Leaf, Options
+from rwkv_jax._operator.partition import partitioned, vary_alike
+from rwkv_jax._typing import Operand
+from rwkv_jax.layers import _products
+from rwkv_jax.layers._products import PRODUCT
+
+AXES = {"x": "BTC", "first": "CR", "second": "RC", "offset": "C"}
+
+WIDTH_MULTIPLE, MAX_WIDTH = 128, 2**18
+RANK_MULTIPLE, MAX_RANK = 8, 256
+MIN_TOKENS = 12288
+"""From so many tokens on, None takes the kernels. A block has 128 tokens, and with fewer blocks too
+many multiprocessors have nothing to do."""
+
+OFFSET_COLUMNS = 8
+"""The columns of ones that an offset adds to the hidden layer."""
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "identity": lambda x: x,
+    "tanh": jnp.tanh,
+    "sigmoid": jax.nn.sigmoid,
+}
+
+SLOPES: dict[str, Callable[[Array], Array]] = {
+    "identity": jnp.ones_like,
+    "tanh": lambda y: 1 - y * y,
+    "sigmoid": lambda y: y - y * y,
+}
+"""The derivatives, from the results of the activations."""
+
+TARGETS = {
+    (name, direction): f"rwkv_low_rank_{name}_{short}_v1"
+    for name in ACTIVATIONS
+    for direction, short in (("forward", "fwd"), ("backward", "bwd"))
+}
+
+
+def low_rank(
+    x: Float[Operand, "B T C"],
+    first: Float[Operand, "C R"],
+    second: Float[Operand, "R C"],
+    offset: Float[Operand, " C"] | None = None,
+    *,
+    activation: str = "identity",
+    implementation: str | None = None,
+) -> Float[Array, "B T C"]:
+    """A low-rank map, as RWKV-6 and 7 have it for decays, rates and gates, for each token:
+
+        y = activation(x first) second + offset
+
+    with sums in float32. The result of the activation is rounded to the dtype of `x`. The backward
+    pass needs nothing but `x`, the matrices and that result.
+
+    Args:
+      x: tokens, float32, bfloat16 or float16.
+      first: the first matrix, of any of these dtypes. It is rounded to the dtype of `x`.
+      second: the second matrix, likewise.
+      offset: what is added to each token, likewise.
+      activation: "identity", "tanh" or "sigmoid".
+      implementation: "ffi", "xla", "reference" or, for the fastest one, None. "ffi" takes bfloat16
+        on GPUs of compute capability 9.0, C a multiple of 128, and R a multiple of 8 up to 256;
+        None takes it there from 12288 tokens on. The other two are the same formula. A program
+        with "ffi" runs on no other GPU.
+
+    Returns:
+      y, in the dtype of `x`.
+
+    Raises:
+      TypeError, ValueError: an argument has another shape or dtype.
+      NotImplementedError: the implementation cannot run the call.
+
+    The formula is that of RWKV-LM's training code, `RWKV_Tmix_x070`.
+    """
+    op, given = "low_rank", {"x": x, "first": first, "second": second, "offset": offset}
+    check.choice(op, "activation", activation, ACTIVATIONS)
+    if implementation is not None:
+        check.choice(op, "implementation", implementation, _LowRank.implementations)
+    arrays = {name: array for name, array in given.items() if array is not None}
+    for name, array in arrays.items():
+        check.array(op, name, array)
+        if array.dtype not in check.DTYPES:
+            accepted = ", ".join(check.DTYPES)
+            raise TypeError(f"{op}: {name} is {array.dtype}; accepted are {accepted}")
+    check.share_sizes(op, AXES, arrays)
+    x, *parameters = (jnp.asarray(array) for array in arrays.values())
+    options = Options(None, lax.Precision.DEFAULT, implementation)
+    map_ = _LowRank(activation, offset is not None)
+    operands = Operands(x, parameters[0], parameters[1])
+    if implementation == "ffi" or not map_.why_not("ffi", "cuda", options, operands):
+        return _run(map_, options, *vary_alike(x, *parameters))
+    hidden = checkpoint_name(_times(x, parameters[0]), PRODUCT)
+    return _second(ACTIVATIONS[activation](hidden), *parameters[1:])[0]
+
+
+def _second(hidden: Array, second: Array, offset: Array | None = None) -> tuple[Array, Array]:
+    """The second product, and `hidden` with columns of ones for an offset: an offset within the
+    product saves a pass over its results, and one over their gradients."""
+    if offset is not None:
+        # Products are slow with a rank that is no multiple of 8.
+        more = 8 - hidden.shape[-1] % 8
+        hidden = jnp.pad(hidden, ((0, 0), (0, 0), (0, more)), constant_values=1)
+    return _times(hidden, _rows(hidden, second, offset)), hidden
+
+
+def _rows(hidden: Array, second: Array, offset: Array | None) -> Array:
+    """The matrix for `hidden`: with the offset as the first row after those of `second`."""
+    second = second.astype(hidden.dtype)
+    if offset is None:
+        return second
+    rows = jnp.concatenate([second, offset.astype(hidden.dtype)[None]])
+    return jnp.pad(rows, ((0, hidden.shape[-1] - len(rows)), (0, 0)))
+
+
+def _times(x: Array, matrix: Array) -> Array:
+    matrix = matrix.astype(x.dtype)
+    return jnp.einsum("...i,io->...o", x, matrix, preferred_element_type=x.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _run(map_: "_LowRank", options: Options, x: Array, *parameters: Array) -> Array:
+    return _forward(map_, options, x, *parameters)[0]
+
+
+def _forward(
+    map_: "_LowRank", options: Options, x: Array, *parameters: Array
+) -> tuple[Array, tuple[Array, ...]]:
+    narrow = (p.astype(x.dtype) for p in parameters)
+    y, hidden = _both(map_, "forward", options, x, *narrow)
+    return y, (checkpoint_name(hidden, PRODUCT), x, *parameters)
+
+
+def _backward(
+    map_: "_LowRank", options: Options, kept: tuple[Array, ...], dy: Array
+) -> tuple[Array, ...]:
+    hidden, x, first, *others = kept
+    matrices = (matrix.astype(dy.dtype) for matrix in (first, others[0]))
+    dx, dhidden = _both(map_, "backward", options, dy, *matrices, hidden)
+    (dfirst,) = jax.linear_transpose(lambda first: _times(x, first), first)(dhidden)
+
+    def of_others(second: Array, offset: Array | None = None) -> Array:
+        return _times(hidden, _rows(hidden, second, offset))
+
+    return dx, dfirst, *jax.linear_transpose(of_others, *others)(dy)
+
+
+_run.defvjp(_forward, _backward)
+
+
+# The kernels.
+
+Direction: TypeAlias = Literal["forward", "backward"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Operands(Generic[Leaf]):
+    """The operands of a kernel, with `x` or dy as rows. `offset` is for the forward pass, and
+    `hidden`, the result of the activation, for the backward pass."""
+
+    rows: Leaf
+    first: Leaf
+    second: Leaf
+    offset: Leaf | None = None
+    hidden: Leaf | None = None
+    packing: None = None
+
+
+def _formula(activation: str, operands: Operands[Array]) -> tuple[Array, Array]:
+    """Forward y and `hidden`, backward dx and the gradient of the first product."""
+    rows, first, second, hidden = operands.rows, operands.first, operands.second, operands.hidden
+    if hidden is None:
+        hidden = ACTIVATIONS[activation](_times(rows, first))
+        return _second(hidden, second, operands.offset)
+    slopes = SLOPES[activation](hidden[..., : first.shape[-1]].astype(jnp.float32))
+    dhidden = (_times(rows, second.T).astype(jnp.float32) * slopes).astype(rows.dtype)
+    return _times(dhidden, first.T), dhidden
+
+
+@dataclass(frozen=True)
+class _LowRank:
+    """What `dispatch.dispatched` asks for. Channels of a mesh that distributes them are gathered
+    (D). What the passes keep of the hidden layer has more columns (E) than its rank (R), if there
+    is an offset."""
+
+    activation: str
+    has_offset: bool
+    implementations: ClassVar = ("ffi", "xla", "reference")
+
+    def title(self, name: str) -> str:
+        return "low_rank"
+
+    def axes(
+        self, name: str, options: Options, packing: None
+    ) -> tuple[Operands[str], tuple[str, str]]:
+        if name == "backward":
+            return Operands("BTD", "DR", "RD", hidden="BTE"), ("BTD", "BTR")
+        return Operands("BTD", "DR", "RD", "D" if self.has_offset else None), ("BTD", "BTE")
+
+    def why_not(
+        self, choice: str, platform: str, options: Options, operands: Operands[Any]
+    ) -> str | None:
+        if choice != "ffi":
+            return None
+        if platform != "cuda":
+            return "low_rank has native kernels for CUDA GPUs"
+        width, rank = operands.first.shape
+        if operands.rows.dtype != jnp.bfloat16:
+            return f"x is {operands.rows.dtype}; the cuda kernels take bfloat16"
+        if not 0 < width <= MAX_WIDTH or width % WIDTH_MULTIPLE:
+            return (
+                f"C = {width}; the cuda kernels take multiples of {WIDTH_MULTIPLE} up to "
+                f"{MAX_WIDTH}"
+            )
+        if not 0 < rank <= MAX_RANK or rank % RANK_MULTIPLE:
+            return (
+                f"R = {rank}; the cuda kernels take multiples of {RANK_MULTIPLE} up to {MAX_RANK}"
+            )
+        return _products.why_not(options.implementation, operands.rows, MIN_TOKENS)
+
+    def compute(
+        self, name: str, choice: str, options: Options, platform: str, operands: Operands[Array]
+    ) -> tuple[Array, Array]:
+        if choice != "ffi":
+            return _formula(self.activation, operands)
+        axes, results = self.axes(name, options, None)
+        run = functools.partial(_call, TARGETS[self.activation, name])
+        call = partitioned(self.title(name), run, dispatch.named(axes), results)
+        y, hidden = call(*jax.tree.leaves(operands))
+        return y, hidden
+
+    def has_rule(self, options: Options) -> bool:
+        """The kernels have one of their own, which the other platforms go without."""
+        return False
+
+
+def _call(target: str, *operands: Array) -> tuple[Array, ...]:
+    """The products on one device: forward of x, the matrices and any offset, backward of dy, the
+    matrices and `hidden`."""
+    rows, first, *more = operands
+    rank = first.shape[-1]
+    if target.endswith("_fwd_v1"):
+        if len(more) == 1:
+            more.append(jnp.zeros(0, rows.dtype))
+        else:
+            rank += OFFSET_COLUMNS
+    results = [(rows.shape, rows.dtype), ((*rows.shape[:2], rank), rows.dtype)]
+    return library.call(target, results, rows, first, *more)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def _both(
+    map_: _LowRank, name: Direction, options: Options, *operands: Array
+) -> tuple[Array, Array]:
+    """Both products of a pass, with a kernel where it is chosen."""
+
+    def call(*operands: Array) -> tuple[Array, Array]:
+        return dispatch.dispatched(map_, name, options, _operands(name, *operands))
+
+    return _products.in_turn(call)(*operands)
+
+
+def _operands(
+    name: Direction, rows: Array, first: Array, second: Array, more: Array | None = None
+) -> Operands[Array]:
+    backward = name == "backward"
+    return Operands(
+        *(rows, first, second), offset=None if backward else more, hidden=more if backward else None
+    )
+
+
+@_both.defjvp
+def _(
+    map_: _LowRank,
+    name: Direction,
+    options: Options,
+    primals: tuple[Array, ...],
+    tangents: tuple[Array, ...],
+) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    def formula(*operands: Array) -> tuple[Array, Array]:
+        return _formula(map_.activation, _operands(name, *operands))
+
+    return _both(map_, name, options, *primals), jax.jvp(formula, primals, tangents)[1]
