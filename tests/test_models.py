@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import jax
@@ -269,15 +269,18 @@ def test_gradients_that_are_computed_again(
     assert_trees_close(found, expected, 1e-5)
 
 
-def _calls(jaxpr: Any, target: str) -> int:
-    """How often a program calls a native target."""
-    count = 0
+def _equations(jaxpr: Any) -> Iterator[Any]:
+    """All equations of a program, also of those inside."""
     for equation in jaxpr.eqns:
-        count += equation.params.get("target_name") == target
+        yield equation
         for x in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns")):
             inner = getattr(x, "jaxpr", x)
-            count += _calls(inner, target) if hasattr(inner, "eqns") else 0
-    return count
+            yield from _equations(inner) if hasattr(inner, "eqns") else ()
+
+
+def _calls(jaxpr: Any, target: str) -> int:
+    """How often a program calls a native target."""
+    return sum(x.params.get("target_name") == target for x in _equations(jaxpr))
 
 
 def test_what_recompute_keeps(params: rwkv7.Params, tokens: jax.Array) -> None:
@@ -406,3 +409,25 @@ def test_one_head_on_two_devices(cpus: list[Any]) -> None:
     placed = jax.device_put(params, rwkv7.shardings(params, mesh, model="model"))
     assert placed.blocks[0].ffn.key.weight.sharding.spec == P("model", None)
     assert_trees_close(apply(placed), expected)
+
+
+def test_the_sum_of_a_mixing_has_the_shape_of_its_product(
+    params: rwkv7.Params, tokens: jax.Array, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On one device, where no mesh distributes rows and tokens, and with the same results."""
+    features = functools.partial(rwkv7.features, implementation=FFI_OR_REFERENCE)
+
+    def sums() -> int:
+        """How many sums there are of the shape of a product."""
+        program = jax.make_jaxpr(lambda *xs: features(*xs))(params, tokens)
+        equations = _equations(program.jaxpr)
+        added = [x.outvars[0].aval.shape for x in equations if x.primitive.name == "add"]
+        return added.count((tokens.size, CONFIG.width))
+
+    monkeypatch.setattr(jax, "device_count", lambda: 2)
+    assert sums() == 0
+    expected = jax.jit(features)(params, tokens)
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    assert sums() == 2 * CONFIG.layers
+    found = jax.jit(lambda *xs: features(*xs))(params, tokens)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
