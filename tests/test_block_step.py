@@ -104,8 +104,8 @@ def test_why_not(params: rwkv7.Params) -> None:
         lambda: rwkv7.init(jax.random.key(0), rwkv7.Config(1, 64, head_size=32, vocabulary=11))
     )
     cases: list[tuple[Any, dict[str, Any], str]] = [
-        (params, {"rows": 9}, "B = 9; the kernels take 1 to 8 rows"),
-        (params, {"rows": 0}, "B = 0; the kernels take 1 to 8 rows"),
+        (params, {"rows": 33}, "B = 33; the kernels take 1 to 32 rows"),
+        (params, {"rows": 0}, "B = 0; the kernels take 1 to 32 rows"),
         (params, {"dtype": jnp.bfloat16}, "ln1.weight is float32 where x is bfloat16; the"),
         (all_models.quantize(params), {}, "weight is int8 where x is float32; the kernels"),
         (small, {}, "K = 32; the kernels take heads of 64 channels"),

@@ -76,7 +76,7 @@ class BlockReader {
     operands.Require(call.hidden <= kMaxBlockWidth && call.width <= kMaxBlockWidth,
                      "x has C = ", call.width, " and ffn.key.weight has F = ", call.hidden,
                      "; expected up to ", kMaxBlockWidth);
-    const BlockScratch scratch(call.rows, call.width, call.hidden, call.Ranks());
+    const BlockScratch scratch(call);
     operands.Require(operands.Size('X') == scratch.floats, "scratch has X = ", operands.Size('X'),
                      "; expected ", scratch.floats);
   }

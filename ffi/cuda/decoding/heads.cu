@@ -8,8 +8,10 @@
 //
 // Before the kernels before it have ended, a block fetches the state into registers, and the parameters of
 // its head and, for one row, the second matrices of the low-rank maps into shared memory. Then all threads
-// multiply with these matrices, four warps prepare the vectors of the token, all threads take the step,
-// and one warp reads out.
+// multiply with these matrices, unless the matrix units have done so before, four warps prepare the
+// vectors of the token, all threads take the step, and one warp reads out.
+#include <algorithm>
+
 #include "decoding/kernels.h"
 #include "launch.cuh"
 #include "layers/formulas.cuh"
@@ -41,13 +43,16 @@ struct HeadArguments {
   const float* projected;
   const void* normalised;
   void* read;
+  int projected_width;
   int ranks;
   int copied;  // how many inputs of all low-rank maps are copied into shared memory
 };
 
-template <typename T>
+// The sums of the low-rank maps are those of each warp, unless the matrix units have made them.
+template <typename T, bool kSummed>
 struct HeadShared {
-  float sums[kLowRankMaps][kHeadWarps][N];
+  static constexpr int kSums = kSummed ? 1 : kHeadWarps;
+  float sums[kLowRankMaps][kSums][N];
   float token[kHeadRows][N];
   float y[N];
   T parameters[kParameters][N];
@@ -117,9 +122,9 @@ __device__ void LoadWide(const T* parameter, int channel, HeadVector& x) {
 }
 
 // Starts to copy the parameters of the head that begins at a channel, and the first layer's value.
-template <typename T>
+template <typename T, bool kSummed>
 __device__ void CopyParameters(const Rwkv7BlockCall& call, int64_t channel, int64_t row,
-                               HeadShared<T>& shared) {
+                               HeadShared<T, kSummed>& shared) {
   constexpr int kCopies = N * sizeof(T) / 16, kEach = N / kCopies;
   const void* const parameters[kParameters] = {call.w0,
                                                call.k_k,
@@ -148,12 +153,17 @@ __device__ inline void CopyFloats(const float* from, int count, int first, float
 
 // Four warps make the vectors of the token: of the decay, of the keys, of the value, and of the gate. The
 // groups of lanes of a warp share out the sums of the low-rank maps, and then compute the same.
-template <typename T>
-__device__ void PrepareToken(const Rwkv7BlockCall& call, int64_t at, HeadShared<T>& shared) {
+template <typename T, bool kSummed>
+__device__ void PrepareToken(const Rwkv7BlockCall& call, int64_t at,
+                             HeadShared<T, kSummed>& shared) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int channel = lane % kHeadLanes * kHeadVector;
   const auto low_rank = [&](LowRankMap map, HeadVector& x) {
-    constexpr int kEach = kHeadWarps / (32 / kHeadLanes);
+    if constexpr (kSummed) {
+      LoadFloats(shared.sums[map][0] + channel, x);
+      return;
+    }
+    constexpr int kEach = shared.kSums / (32 / kHeadLanes);
 #pragma unroll
     for (int c = 0; c < kHeadVector; ++c) x[c] = 0.0f;
 #pragma unroll
@@ -206,8 +216,8 @@ __device__ void PrepareToken(const Rwkv7BlockCall& call, int64_t at, HeadShared<
 }
 
 // What a warp reads out.
-template <typename T>
-__device__ void ReadOut(const HeadShared<T>& shared, int64_t at, void* read) {
+template <typename T, bool kSummed>
+__device__ void ReadOut(const HeadShared<T, kSummed>& shared, int64_t at, void* read) {
   const int channel = threadIdx.x % kHeadLanes * kHeadVector;
   HeadVector out, r, key, v, gate, weight, bias, r_k;
   LoadFloats(shared.y + channel, out);
@@ -223,11 +233,12 @@ __device__ void ReadOut(const HeadShared<T>& shared, int64_t at, void* read) {
   if (threadIdx.x < kHeadLanes) StoreRounded<T>(read, at + channel, out);
 }
 
-template <typename T>
+template <typename T, bool kSummed>
 __global__ __launch_bounds__(kHeadThreads, kHeadBlocks) void HeadKernel(
     const __grid_constant__ HeadArguments own) {
   RWKV_JAX_DYNAMIC_SHARED(16, memory);
-  HeadShared<T>& shared = *reinterpret_cast<HeadShared<T>*>(memory);
+  using Shared = HeadShared<T, kSummed>;
+  Shared& shared = *reinterpret_cast<Shared*>(memory);
   float* const hidden = reinterpret_cast<float*>(memory + sizeof(shared));
   const Rwkv7BlockCall& call = own.call;
   const Partition partition;
@@ -239,23 +250,34 @@ __global__ __launch_bounds__(kHeadThreads, kHeadBlocks) void HeadKernel(
 
   // The block's first kernel waited before this one could start, and no kernel between has written the
   // state, a parameter, or the first layer's value.
-  matrices.Copy();
+  if constexpr (!kSummed) matrices.Copy();
   CopyParameters(call, channel, row, shared);
   Fragment<Partition> s;
   LoadState(partition, call.state + state, s);
-  if (call.rows == 1) LetNextKernelStart();
+  // Blocks that multiply fill the multiprocessors, and blocks that wait would take the room of others.
+  const bool early = kSummed || call.rows == 1;
+  if (early) LetNextKernelStart();
   WaitForKernelsBefore();
-  if (call.rows > 1) LetNextKernelStart();
-  const float* const projected = own.projected + row * (3 * width + own.ranks);
-  CopyFloats(projected + 3 * width, own.ranks, 0, hidden);
+  if (!early) LetNextKernelStart();
+  const float* const projected = own.projected + row * own.projected_width;
   constexpr int kCopies = N / 4, kLast = kHeadThreads - 3 * kCopies;
+  if constexpr (kSummed) {
+    const float* const sums = projected + 3 * width + channel;
+#pragma unroll
+    for (int i = 0; i < kLowRankMaps; ++i)
+      if (call.maps[i].rank > 0) CopyFloats(sums + i * width, N, i * kCopies, shared.sums[i][0]);
+  } else {
+    CopyFloats(projected + 3 * width, own.ranks, 0, hidden);
+  }
   CopyFloats(projected + channel, N, kLast, shared.token[kR]);
   CopyFloats(projected + width + channel, N, kLast + kCopies, shared.token[kRawKey]);
   CopyFloats(projected + 2 * width + channel, N, kLast + 2 * kCopies, shared.token[kRawValue]);
   WaitForCopies<0>();
   __syncthreads();
-  matrices.Multiply(hidden, shared.sums);
-  __syncthreads();
+  if constexpr (!kSummed) {
+    matrices.Multiply(hidden, shared.sums);
+    __syncthreads();
+  }
   PrepareToken(call, at, shared);
   __syncthreads();
 
@@ -273,7 +295,7 @@ __global__ __launch_bounds__(kHeadThreads, kHeadBlocks) void HeadKernel(
   const bool idle = call.segment_ids[row] == 0;
   if (idle) LoadState(partition, call.state + state, s);
   StoreState(partition, call.state_after + state, s);
-  if (threadIdx.x / 32 == 1 && partition.lane < kHeadLanes) {
+  if (!kSummed && threadIdx.x / 32 == 1 && partition.lane < kHeadLanes) {
     const int64_t from = at + partition.lane * kHeadVector;
     LoadPacked<kHeadVector, T>(idle ? call.time_before : own.normalised, from)
         .Store(static_cast<T*>(call.time_after) + from);
@@ -283,29 +305,61 @@ __global__ __launch_bounds__(kHeadThreads, kHeadBlocks) void HeadKernel(
 }  // namespace
 
 cudaError_t StepHeads(cudaStream_t stream, const Rwkv7BlockCall& call, const Device& device) {
-  const int64_t ranks = call.Ranks();
-  const BlockScratch scratch(call.rows, call.width, call.hidden, ranks);
-  HeadArguments own{call, call.scratch + scratch.projected, call.scratch + scratch.normalised,
-                    call.scratch + scratch.read, static_cast<int>(ranks)};
+  const BlockScratch scratch(call);
+  HeadArguments own{call,
+                    call.scratch + scratch.projected,
+                    call.scratch + scratch.normalised,
+                    call.scratch + scratch.read,
+                    static_cast<int>(scratch.projected_width),
+                    static_cast<int>(call.Ranks())};
   const dim3 blocks(static_cast<unsigned>(call.heads), static_cast<unsigned>(call.rows));
+  if (call.OnMatrixUnits())
+    return ForHalfTypes<kBlockHeadSize>(call.dtype, kBlockHeadSize, [&](auto zero, auto) {
+      using T = decltype(zero);
+      return LaunchEarly(HeadKernel<T, true>, blocks, kHeadThreads, sizeof(HeadShared<T, true>),
+                         stream, own);
+    });
   return ForAllTypes<kBlockHeadSize>(call.dtype, kBlockHeadSize, [&](auto zero, auto) {
     using T = decltype(zero);
-    const int64_t bytes = static_cast<int64_t>(sizeof(HeadShared<T>) + ranks * sizeof(float));
+    const int64_t bytes = sizeof(HeadShared<T, false>) + own.ranks * sizeof(float);
     const int64_t fits = (device.shared_memory - bytes) / static_cast<int64_t>(N * sizeof(T));
     // Blocks of several rows would take each other's room in shared memory.
-    own.copied = static_cast<int>(call.rows > 1 ? 0 : ranks < fits ? ranks : fits);
-    return LaunchEarly(HeadKernel<T>, blocks, kHeadThreads, bytes + own.copied * N * sizeof(T),
-                       stream, own);
+    own.copied = static_cast<int>(call.rows > 1 ? 0 : own.ranks < fits ? own.ranks : fits);
+    return LaunchEarly(HeadKernel<T, false>, blocks, kHeadThreads,
+                       bytes + own.copied * N * sizeof(T), stream, own);
   });
 }
 
-cudaError_t Run(cudaStream_t stream, const Rwkv7BlockCall& call, const Device& device) {
-  if (call.rows == 0) return cudaSuccess;
+namespace {
+
+// The call of float32 for `count` rows from `begin` on, with the same scratch.
+Rwkv7BlockCall RowsOf(Rwkv7BlockCall call, int64_t begin, int64_t count) {
+  for (const void** array : {&call.x, &call.first, &call.time_before, &call.channel_before})
+    if (*array != nullptr) *array = static_cast<const float*>(*array) + begin * call.width;
+  for (void** array : {&call.out, &call.made_first, &call.time_after, &call.channel_after})
+    if (*array != nullptr) *array = static_cast<float*>(*array) + begin * call.width;
+  call.state += begin * call.heads * N * N, call.state_after += begin * call.heads * N * N;
+  call.segment_ids += begin;
+  call.rows = count;
+  return call;
+}
+
+cudaError_t RunRows(cudaStream_t stream, const Rwkv7BlockCall& call, const Device& device) {
   cudaError_t error = ProjectTokens(stream, call, device);
   if (error == cudaSuccess) error = StepHeads(stream, call, device);
   if (error == cudaSuccess) error = ReadTokens(stream, call, device);
   if (error == cudaSuccess) error = ProjectChannels(stream, call, device);
   if (error == cudaSuccess) error = ReadChannels(stream, call, device);
+  return error;
+}
+
+}  // namespace
+
+cudaError_t Run(cudaStream_t stream, const Rwkv7BlockCall& call, const Device& device) {
+  if (call.OnMatrixUnits()) return RunOnMatrixUnits(stream, call, device);
+  cudaError_t error = cudaSuccess;
+  for (int64_t row = 0; row < call.rows && error == cudaSuccess; row += kRowsAtOnce)
+    error = RunRows(stream, RowsOf(call, row, std::min(call.rows - row, kRowsAtOnce)), device);
   return error;
 }
 

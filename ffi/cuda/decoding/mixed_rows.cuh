@@ -12,6 +12,37 @@
 
 namespace rwkv_jax::cuda {
 
+// The mean of the first elements of a row.
+template <typename T>
+__device__ float PivotOf(const T* row) {
+  constexpr int kVector = kWeightVector<T>;
+  const auto vector = LoadPacked<kVector, T>(row, 0);
+  float sum = 0.0f;
+#pragma unroll
+  for (int c = 0; c < kVector; ++c) sum += vector[c];
+  return sum * (1.0f / kVector);
+}
+
+// Adds x - p and (x - p)^2 of a vector.
+template <typename T, int N>
+__device__ void AddOffsets(const Packed<T, N>& x, float pivot, float& offsets, float& squares) {
+#pragma unroll
+  for (int c = 0; c < N; ++c) {
+    const float offset = x[c] - pivot;
+    offsets += offset, squares = fmaf(offset, offset, squares);
+  }
+}
+
+// The mean of a row and 1 / sqrt(variance + eps), from the sums of its warps.
+__device__ inline float2 MomentsOf(const float2 (&sums)[kProductWarps], float pivot, int width) {
+  const float share = 1.0f / width;
+  float2 all = {};
+#pragma unroll
+  for (int warp = 0; warp < kProductWarps; ++warp) all.x += sums[warp].x, all.y += sums[warp].y;
+  const float mean = all.x * share, variance = fmaf(all.y, share, -mean * mean);
+  return {pivot + mean, rsqrtf((variance > 0.0f ? variance : 0.0f) + kLayerNormEps)};
+}
+
 template <typename T, int kRows>
 struct MixedRows {
   static constexpr int kVector = kWeightVector<T>;
@@ -52,11 +83,7 @@ struct MixedRows {
       for (int row = 0; row < kRows; ++row) {
         if (row >= rows) continue;
         const auto tokens = LoadPacked<kVector, T>(x, int64_t{row} * width + i);
-#pragma unroll
-        for (int c = 0; c < kVector; ++c) {
-          const float offset = tokens[c] - pivots[row];
-          offsets[row] += offset, squares[row] = fmaf(offset, offset, squares[row]);
-        }
+        AddOffsets(tokens, pivots[row], offsets[row], squares[row]);
       }
 #pragma unroll
     for (int row = 0; row < kRows; ++row) {
@@ -89,28 +116,13 @@ struct MixedRows {
           LoadPacked<kVector, T>(before, first + i), slice, i);
   }
 
-  __device__ float Pivot(int row) const {
-    const auto vector = LoadPacked<kVector, T>(x, int64_t{row} * width);
-    float sum = 0.0f;
-#pragma unroll
-    for (int c = 0; c < kVector; ++c) sum += vector[c];
-    return sum * (1.0f / kVector);
-  }
+  __device__ float Pivot(int row) const { return PivotOf(x + int64_t{row} * width); }
 
   // The mean of each row, and 1 / sqrt(variance + eps).
   __device__ void FindMoments(float2 (&moments)[kRows]) const {
-    const float share = 1.0f / width;
 #pragma unroll
-    for (int row = 0; row < kRows; ++row) {
-      if (row >= rows) continue;
-      float2 all = {};
-#pragma unroll
-      for (int warp = 0; warp < kProductWarps; ++warp)
-        all.x += sums[row][warp].x, all.y += sums[row][warp].y;
-      const float mean = all.x * share, variance = fmaf(all.y, share, -mean * mean);
-      moments[row] = {Pivot(row) + mean,
-                      rsqrtf((variance > 0.0f ? variance : 0.0f) + kLayerNormEps)};
-    }
+    for (int row = 0; row < kRows; ++row)
+      if (row < rows) moments[row] = MomentsOf(sums[row], Pivot(row), width);
   }
 
   // Mixes a vector of inputs of each row, from `input` on. `earlier` is of the first row.

@@ -1,5 +1,5 @@
-// The products of a block of RWKV-7 for one token of each row, each with what stands before it and after
-// it (product.cuh has how a product is computed):
+// The products of a block of RWKV-7 for one token of each row without matrix units, each with what stands
+// before it and after it (product.cuh has how a product is computed):
 //
 //   ProjectTokens    r, k, v = R x_r, K x_k, V x_v;  tanh(x_w w1), x_a a1, sigmoid(x_g g1), x_v v1
 //   ReadTokens       between = x + O read
@@ -147,20 +147,17 @@ __global__ __launch_bounds__(kProductThreads, kProductBlocks) void ReadKernel(
                              Weights::kThere, source, results);
 }
 
-// Calls fn(T(), integral_constant<the rows of a kernel>()).
+// Calls fn(T(), integral_constant<the rows of a kernel>()). Only float32 has several rows.
 template <typename Fn>
 cudaError_t ForTypeAndRows(const Rwkv7BlockCall& call, Fn&& fn) {
-  const int64_t rows = call.rows == 1 ? 1 : call.rows <= 4 ? 4 : kMaxBlockRows;
-  return ForAllTypes<1, 4, kMaxBlockRows>(call.dtype, rows, fn);
-}
-
-BlockScratch ScratchOf(const Rwkv7BlockCall& call) {
-  return {call.rows, call.width, call.hidden, call.Ranks()};
+  if (call.dtype != Dtype::kF32) return ForHalfTypes<1>(call.dtype, call.rows, fn);
+  const int64_t rows = call.rows == 1 ? 1 : call.rows <= 4 ? 4 : kRowsAtOnce;
+  return ForHeadSize<1, 4, kRowsAtOnce>(rows, 0.0f, fn);
 }
 
 cudaError_t Project(cudaStream_t stream, const Rwkv7BlockCall& call, const Device& device,
                     ProjectArguments own) {
-  own.normalised = call.scratch + ScratchOf(call).normalised;
+  own.normalised = call.scratch + BlockScratch(call).normalised;
   own.rows = static_cast<int>(call.rows), own.width = static_cast<int>(call.width);
   return ForTypeAndRows(call, [&](auto zero, auto rows) {
     using T = decltype(zero);
@@ -197,7 +194,7 @@ cudaError_t ProjectTokens(cudaStream_t stream, const Rwkv7BlockCall& call, const
   ProjectArguments own = {};
   own.x = call.x, own.before = call.time_before;
   own.weight = call.time_norm.weight, own.bias = call.time_norm.bias;
-  own.projected = call.scratch + ScratchOf(call).projected;
+  own.projected = call.scratch + BlockScratch(call).projected;
   const int width = static_cast<int>(call.width);
   own.products[0] = {call.receptance, call.mix[kMixR], width, 0};
   own.products[1] = {call.key, call.mix[kMixK], width, width};
@@ -213,7 +210,7 @@ cudaError_t ProjectTokens(cudaStream_t stream, const Rwkv7BlockCall& call, const
 }
 
 cudaError_t ReadTokens(cudaStream_t stream, const Rwkv7BlockCall& call, const Device& device) {
-  const BlockScratch scratch = ScratchOf(call);
+  const BlockScratch scratch(call);
   ReadArguments own = {};
   own.inputs = call.scratch + scratch.read, own.residual = call.x, own.matrix = call.output;
   own.out = call.scratch + scratch.between;
@@ -223,16 +220,16 @@ cudaError_t ReadTokens(cudaStream_t stream, const Rwkv7BlockCall& call, const De
 
 cudaError_t ProjectChannels(cudaStream_t stream, const Rwkv7BlockCall& call, const Device& device) {
   ProjectArguments own = {};
-  own.x = call.scratch + ScratchOf(call).between, own.before = call.channel_before;
+  own.x = call.scratch + BlockScratch(call).between, own.before = call.channel_before;
   own.weight = call.channel_norm.weight, own.bias = call.channel_norm.bias;
   own.products[0] = {call.channel_key, call.channel_mix, static_cast<int>(call.hidden), 0};
   own.matrices = 1;
-  own.hidden = call.scratch + ScratchOf(call).hidden;
+  own.hidden = call.scratch + BlockScratch(call).hidden;
   return Project(stream, call, device, own);
 }
 
 cudaError_t ReadChannels(cudaStream_t stream, const Rwkv7BlockCall& call, const Device& device) {
-  const BlockScratch scratch = ScratchOf(call);
+  const BlockScratch scratch(call);
   ReadArguments own = {};
   own.inputs = call.scratch + scratch.hidden, own.residual = call.scratch + scratch.between;
   own.matrix = call.channel_value, own.out = call.out;

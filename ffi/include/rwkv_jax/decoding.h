@@ -9,8 +9,13 @@ namespace rwkv_jax {
 
 // The kernels take heads of this size, up to so many rows, and ranks that are multiples of kRankMultiple.
 constexpr int64_t kBlockHeadSize = 64;
-constexpr int64_t kMaxBlockRows = 8;
+constexpr int64_t kMaxBlockRows = 32;
 constexpr int64_t kRankMultiple = 8, kMaxRank = 1024;
+
+// Products on the matrix units, which take several rows of 16-bit elements, have a ticket for each group of
+// so many outputs. Up to kMaxSumBlocks blocks of threads have room for their sums of two groups, for
+// multiples of kRowsOfSums rows.
+constexpr int64_t kTicketOutputs = 128, kRowsOfSums = 8, kMaxSumBlocks = 192;
 
 // Widths up to this one, those of hidden activations included, are indexed with 32 bits.
 constexpr int64_t kMaxBlockWidth = 1 << 20;
@@ -61,24 +66,47 @@ struct Rwkv7BlockCall {
     for (const LowRank& map : maps) ranks += map.rank;
     return ranks;
   }
+  bool OnMatrixUnits() const { return rows > 1 && dtype != Dtype::kF32; }
 };
 
-// What lies where in the scratch of a block, in floats. Each part has room for an array of float.
+// What lies where in the scratch of a block, in floats. Each part has room for an array of float, unless it
+// says otherwise. Those of 0 floats are parts of the other way to compute a block.
 struct BlockScratch {
-  int64_t projected;   // [B, 3 C + ranks]: r, k, v, and the low-rank maps between their products
+  // r, k, v and, without matrix units, the low-rank maps between their products, [B, 3 C + ranks]; on
+  // matrix units r, k, v and the results of all low-rank maps, [B, 7 C].
+  int64_t projected, projected_width;
   int64_t normalised;  // [B, C]: what a token shift has next
+  int64_t mixed;       // [kMixes, B, C] of 16 bits: the inputs of the products
+  int64_t low_rank;    // [B, rank] of 16 bits for each low-rank map: what is between its products
   int64_t read;        // [B, C]: the inputs of the output product
   int64_t between;     // [B, C]: the activations between both mixings
   int64_t hidden;      // [B, F]: the hidden activations of the channel mixing
-  int64_t floats;
+  int64_t sums;        // of groups of outputs that several blocks of threads share
+  int64_t tickets, ticket_count;
+  int64_t floats = 0;
 
-  BlockScratch(int64_t rows, int64_t width, int64_t hidden_width, int64_t ranks) {
-    projected = 0;
-    normalised = projected + rows * (3 * width + ranks);
-    read = normalised + rows * width;
-    between = read + rows * width;
-    hidden = between + rows * width;
-    floats = hidden + rows * hidden_width;
+  explicit BlockScratch(const Rwkv7BlockCall& call) {
+    const int64_t width = call.width, ranks = call.Ranks(), tokens = call.rows * width;
+    const bool matrix_units = call.OnMatrixUnits();
+    projected_width = matrix_units ? (3 + kLowRankMaps) * width : 3 * width + ranks;
+    projected = Take(call.rows * projected_width);
+    normalised = Take(matrix_units ? 0 : tokens);
+    mixed = Take(matrix_units ? kMixes * tokens / 2 : 0);
+    low_rank = Take(matrix_units ? call.rows * ranks / 2 : 0);
+    read = Take(tokens), between = Take(tokens);
+    hidden = Take(call.rows * call.hidden);
+    const int64_t sum_rows = (call.rows + kRowsOfSums - 1) / kRowsOfSums * kRowsOfSums;
+    sums = Take(matrix_units ? 2 * kMaxSumBlocks * kTicketOutputs * sum_rows : 0);
+    // No fewer than there are groups: widths are multiples of 64, and ranks of 8.
+    ticket_count = matrix_units ? ((5 + kLowRankMaps) * width + call.hidden) / 64 + ranks / 8 : 0;
+    tickets = Take(ticket_count);
+  }
+
+ private:
+  int64_t Take(int64_t count) {
+    const int64_t begin = floats;
+    floats += count;
+    return begin;
   }
 };
 

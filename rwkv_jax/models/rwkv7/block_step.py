@@ -1,6 +1,6 @@
-"""A block for one token of each row, in five CUDA kernels.
+"""A block for one token of each row, in a few CUDA kernels.
 
-They read the weights and the state from memory once:
+They read the weights and the state from memory once, in five launches for one row:
 
     the products that give r, k and v, and the first ones of the low-rank maps, from the
     normalised, shifted and mixed tokens
@@ -8,6 +8,10 @@ They read the weights and the state from memory once:
     the output product, and the sum with the input of the block
     the key product of the channel mixing, from tokens as before, and the squared ReLU
     its value product, and the sum that leaves the block
+
+Several rows of bfloat16 or float16 are multiplied on the matrix units. The normalised, shifted and
+mixed tokens and the second products of the low-rank maps then are launches of their own. Several
+rows of float32 go through the five launches 8 at a time, and each time the weights are read.
 
 Sums are float32, and vectors between the kernels are rounded less often than by the model. The
 kernels are for inference on one device. Derivatives, `vmap` and arrays on a mesh take the model's
@@ -37,7 +41,7 @@ Block: TypeAlias = Callable[
 ]
 
 NAME = "rwkv7_block"
-MAX_ROWS = 8
+MAX_ROWS = 32
 HEAD_SIZE = 64
 RANK_MULTIPLE, MAX_RANK = 8, 1024
 
@@ -295,8 +299,7 @@ class _FusedBlock:
     ) -> Arrays:
         inputs = {name: operands.inputs[name] for name in self.inputs}
         sizes = self._sizes(inputs)
-        ranks = sum(sizes.get(letter, 0) for letter in _RANKS)
-        scratch = sizes["B"] * (6 * sizes["C"] + ranks + sizes["F"])
+        scratch = _scratch(sizes, inputs["x"].dtype)
         dtypes = {"att.wkv": jnp.float32}
         shapes = [
             ([sizes[x] for x in axes], dtypes.get(name, inputs["x"].dtype))
@@ -311,6 +314,19 @@ class _FusedBlock:
         )
         return dict(zip(self.results, found, strict=False))
 
+
+def _scratch(sizes: Mapping[str, int], dtype: Any) -> int:
+    """The floats of scratch, as `BlockScratch` of ffi/include/rwkv_jax/decoding.h has them."""
+    rows, width, hidden = sizes["B"], sizes["C"], sizes["F"]
+    ranks = sum(sizes.get(letter, 0) for letter in _RANKS)
+    if rows == 1 or dtype == jnp.float32:
+        return rows * (6 * width + ranks + hidden)
+    sums = 2 * _MAX_SUM_BLOCKS * _TICKET_OUTPUTS * -(-rows // _ROWS_OF_SUMS) * _ROWS_OF_SUMS
+    tickets = (9 * width + hidden) // 64 + ranks // 8
+    return rows * (12 * width + hidden) + rows * ranks // 2 + sums + tickets
+
+
+_MAX_SUM_BLOCKS, _TICKET_OUTPUTS, _ROWS_OF_SUMS = 192, 128, 8
 
 _NORMS = ("ln1", "ln2", "att.ln_x")
 
