@@ -100,7 +100,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--fused",
         action=argparse.BooleanOptionalAction,
-        help='decode with layers="fused", the CUDA kernels of whole blocks for up to 8 rows, or '
+        help='decode with layers="fused", the CUDA kernels of whole blocks for up to 32 rows, or '
         "never with them; with layers=None, if neither is given",
     )
     add("--prefill", type=int, default=0, metavar="T", help="also read a prompt of T tokens")
