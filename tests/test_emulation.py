@@ -928,7 +928,7 @@ def test_cross_entropy_refuses_wrong_arrays(emulated: Emulation) -> None:
 @pytest.fixture
 def blocks(emulation: Emulation, monkeypatch: pytest.MonkeyPatch) -> Emulation:
     """Whole blocks are emulated, and nothing else."""
-    internals.run_blocks_as_on_cuda(monkeypatch, emulation.call)
+    internals.run_blocks_as_on_cuda(monkeypatch, emulation.module, emulation.call)
     emulation.use(DEVICES["9.0"])
     return emulation
 
@@ -1031,9 +1031,12 @@ def test_blocks_of_unusual_models(blocks: Emulation, change: Any, rows: int, dty
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_rows_of_a_block_are_independent(blocks: Emulation, dtype: str) -> None:
+def test_rows_of_a_block_are_independent(
+    blocks: Emulation, dtype: str, request: pytest.FixtureRequest
+) -> None:
     """A row has the same bits in any batch and at any place in it, whatever the other rows are. One
-    row of 16-bit elements alone does not run on matrix units: it is close."""
+    row of 16-bit elements alone does not run on matrix units: it is close. So are rows of float32
+    in batches of different sizes on a GPU."""
     params = models.with_heads_of_64(256, dtype)
     rng = np.random.default_rng(0)
 
@@ -1051,14 +1054,13 @@ def test_rows_of_a_block_are_independent(blocks: Emulation, dtype: str) -> None:
         return [np.asarray(x, np.float32) for x in jax.tree.leaves(found)]
 
     together = run(range(32))
-    for rows in ([3, 1], [7, 2, 0, 5, 31], range(15, -1, -1), range(7, 32)):
-        assert all(map(np.array_equal, run(rows), [x[np.array(rows)] for x in together])), rows
-    alone = run([5])
-    if dtype == "float32":
-        assert all(map(np.array_equal, alone, [x[[5]] for x in together]))
-    else:
-        for found, expected in zip(alone, together, strict=True):
-            assert tolerance.rms_error(found, expected[[5]]) < 1e-2
+    on_gpu = request.config.getoption("--kernels-on-gpu")
+    limit = {"float32": tolerance.EXACT_FLOAT32, "bfloat16": 1e-2}[dtype]
+    for rows in ([5], [3, 1], [7, 2, 0, 5, 31], range(15, -1, -1), range(7, 32)):
+        exact = not on_gpu if dtype == "float32" else len(rows) > 1
+        for found, expected in zip(run(rows), [x[np.array(rows)] for x in together], strict=True):
+            assert tolerance.rms_error(found, expected) < limit, rows
+            assert not exact or np.array_equal(found, expected), rows
     broken = run(range(32), jax.tree.map(lambda x: x.at[4].set(np.nan), state))
     assert np.isnan(broken[0][4]).all()
     rest = np.arange(32) != 4
@@ -1105,7 +1107,7 @@ def _block_calls(monkeypatch: pytest.MonkeyPatch, blocks: Emulation) -> list[Lay
     params = models.with_heads_of_64(128, "float32")
     x, state = jnp.ones((3, 128)), rwkv7.initial_state(params, 3)
     with monkeypatch.context() as patch:
-        internals.run_blocks_as_on_cuda(patch, record)
+        internals.run_blocks_as_on_cuda(patch, blocks.module, record)
         for own, first, before in zip(params.blocks, (None, x), state, strict=True):
             internals.step_block(own, x, first, before)
     return calls

@@ -4,9 +4,13 @@
 #include <nanobind/stl/pair.h>
 
 #include "handler.h"
+#include "rwkv_jax/decoding.h"
 
 NB_MODULE(_cuda, module) {
   using rwkv_jax::cuda::Cuda;
   rwkv_jax::Export<Cuda>(module);
   module.def("device", Cuda::DeviceOf, nanobind::arg("ordinal"));
+  module.def("block_scratch", rwkv_jax::BlockScratchFloats, nanobind::kw_only(),
+             nanobind::arg("dtype"), nanobind::arg("rows"), nanobind::arg("width"),
+             nanobind::arg("hidden"), nanobind::arg("ranks"));
 }

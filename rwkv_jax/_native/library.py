@@ -110,6 +110,11 @@ def scratch(platform: str, op: str, name: str, **problem: int) -> int:
     return module(platform).scratch(op, name, **problem)
 
 
+def block_scratch(**problem: int) -> int:
+    """How many float32 numbers of scratch the step of a whole block takes."""
+    return module("cuda").block_scratch(**problem)
+
+
 def has_summary(platform: str, op: str, **problem: int) -> bool:
     """Whether the summary targets take a call. If so, they do on every device."""
     return module(platform).has_summary(op, **problem)

@@ -15,6 +15,7 @@
 #include "emulation.h"
 #include "handler.h"
 #include "layers/kernels.h"
+#include "rwkv_jax/decoding.h"
 #include "rwkv_jax/description.h"
 #include "rwkv_jax/targets.h"
 
@@ -208,9 +209,11 @@ PYBIND11_MODULE(rwkv_jax_emulation, module) {
       },
       "What the layer functions share with Python.");
 
-  // As rwkv_jax/module.h exports them.
+  // As ffi/cuda/module.cc and rwkv_jax/module.h export them.
   module.def("constants", [] { return rwkv_jax::Constants(Cuda::kMaxHeadSize); });
   module.def("device", &Cuda::DeviceOf, py::arg("ordinal"));
+  module.def("block_scratch", &rwkv_jax::BlockScratchFloats, py::kw_only(), py::arg("dtype"),
+             py::arg("rows"), py::arg("width"), py::arg("hidden"), py::arg("ranks"));
   module.def("scratch",
              [](const std::string& op, const std::string& pass, const py::kwargs& problem) {
                return Cuda::ScratchFloats(ProblemOf(op, pass, problem));

@@ -207,7 +207,11 @@ def pretend(monkeypatch: pytest.MonkeyPatch, platform: str, reason: str | None) 
     lowered for it."""
     if reason is None and missing(platform) is not None:
         module = types.ModuleType(library.MODULES[platform])
-        vars(module).update(scratch=lambda *_, **__: 0, has_summary=lambda *_, **__: False)
+        vars(module).update(
+            scratch=lambda *_, **__: 0,
+            block_scratch=lambda **_: 0,
+            has_summary=lambda *_, **__: False,
+        )
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setitem(library.MISSING, platform, reason)
     jax.clear_caches()
@@ -339,9 +343,9 @@ def step_block(params: Any, x: Any, v_first: Any, state: Any, segment_ids: Any =
     return block_step._kernels(params._replace(ln0=None), x, v_first, state, segment_ids)
 
 
-def run_blocks_as_on_cuda(monkeypatch: pytest.MonkeyPatch, call: Any) -> None:
-    """The step of a whole block runs as it would on a GPU, with `call` as in
-    `intercept_native_calls`, and all else as it would anyway."""
+def run_blocks_as_on_cuda(monkeypatch: pytest.MonkeyPatch, module: Any, call: Any) -> None:
+    """The step of a whole block runs as it would on a GPU, with `module` and `call` as in
+    `run_as_on_cuda`, and all else as it would anyway."""
     through, dispatched = library.call, dispatch.dispatched
 
     def run(function: Any, name: Any, options: Options, operands: Any) -> Any:
@@ -354,6 +358,7 @@ def run_blocks_as_on_cuda(monkeypatch: pytest.MonkeyPatch, call: Any) -> None:
         return (call if target in block_step.TARGETS else through)(target, *operands, **more)
 
     monkeypatch.setattr(library, "call", call_either)
+    monkeypatch.setattr(library, "block_scratch", module.block_scratch)
     monkeypatch.setattr(dispatch, "dispatched", run)
 
 

@@ -1,10 +1,10 @@
 // The products of up to 32 rows with matrices of 16-bit elements, on the matrix units.
 //
 // A step is 64 inputs of a group of 128 outputs. The steps of all products of a launch, those of a group
-// one after another, are shared out evenly: a block for each multiprocessor has as many consecutive ones.
-// It copies the weights and the inputs of a step into a stage of shared memory, kStages - 1 steps ahead,
-// and the first weights before the kernels before it have ended. A warp multiplies 16 outputs with all
-// rows.
+// one after another, are shared out evenly: each of the blocks that the device runs at once has as many
+// consecutive ones. It copies the weights and the inputs of a step into a stage of shared memory,
+// kStages - 1 steps ahead, and the first weights before the kernels before it have ended. A warp
+// multiplies 16 outputs with all rows.
 //
 // Where the steps of a group are shared by several blocks, each writes its sums to scratch. The last one of
 // them to arrive adds up all of them, in the order of their steps. So the order of all sums depends on the
@@ -34,9 +34,20 @@ constexpr int kWeightBytes = kGroupOutputs * kRowBytes;
 template <int kFragments>
 constexpr int kStageBytes = kWeightBytes + kFragments * kFragmentRows * kRowBytes;
 
-// For devices with little shared memory there are fewer stages. The others have at least 16 KiB under way
-// in each of them.
-constexpr int kManyStages = 10, kFewStages = 4;
+// The blocks that share a multiprocessor: one of them multiplies while another waits at a barrier. Each has
+// kManyStages stages where all have room for them, and kFewStages otherwise.
+constexpr int64_t kMatrixBlocks = 2;
+constexpr int kManyStages = 5, kFewStages = 4;
+static_assert(kMaxSumBlocks == kMatrixBlocks * kMaxMultiprocessors);
+
+// The shared memory that blocks with so many stages and any number of rows need together. The device keeps
+// kReservedBytes for each of them, and a multiprocessor has kReservedBytes more than one block may have.
+constexpr int64_t kReservedBytes = 1024;
+constexpr int64_t SharedMemoryOf(int64_t blocks, int stages) {
+  constexpr int kMaxFragments = kMaxBlockRows / kFragmentRows;
+  return blocks * (stages * kStageBytes<kMaxFragments> + kReservedBytes) - kReservedBytes;
+}
+static_assert(SharedMemoryOf(1, kFewStages) <= kLeastSharedMemory);
 
 // What becomes of a result.
 enum class Result { kFloat, kRounded, kTanh, kSigmoid, kSquaredRelu, kAdded };
@@ -204,7 +215,7 @@ __device__ void PutResult(const MatrixProduct& product, int64_t at, float sum) {
 }
 
 template <typename T, int kFragments, int kStages>
-__global__ __launch_bounds__(kGroupThreads, 2) void MatrixProductKernel(
+__global__ __launch_bounds__(kGroupThreads, kMatrixBlocks) void MatrixProductKernel(
     const __grid_constant__ MatrixProducts own) {
   RWKV_JAX_DYNAMIC_SHARED(kPanelAlignment, memory);
   const uint32_t stages = SharedAddress(memory);
@@ -264,12 +275,13 @@ template <typename T, int kFragments>
 cudaError_t LaunchProducts(cudaStream_t stream, const Device& device, MatrixProducts own) {
   own.steps = 0;
   for (int i = 0; i < own.count; ++i) own.steps += own.of[i].Groups() * own.of[i].StepsOfGroup();
-  const int most = static_cast<int>(device.multiprocessors < kMaxSumBlocks ? device.multiprocessors
-                                                                           : kMaxSumBlocks);
-  own.steps_of_block = (own.steps + most - 1) / most;
-  const int blocks = (own.steps + own.steps_of_block - 1) / own.steps_of_block;
-  return ForSharedMemory<kManyStages * kStageBytes<kFragments>>(device, [&](auto many) {
+  return ForSharedMemory<SharedMemoryOf(kMatrixBlocks, kManyStages)>(device, [&](auto many) {
     constexpr int kStages = many() ? kManyStages : kFewStages;
+    int64_t most = device.multiprocessors;
+    if (SharedMemoryOf(kMatrixBlocks, kStages) <= device.shared_memory) most *= kMatrixBlocks;
+    if (most > kMaxSumBlocks) most = kMaxSumBlocks;
+    own.steps_of_block = static_cast<int>((own.steps + most - 1) / most);
+    const int blocks = (own.steps + own.steps_of_block - 1) / own.steps_of_block;
     return LaunchEarly(MatrixProductKernel<T, kFragments, kStages>, static_cast<unsigned>(blocks),
                        kGroupThreads, kStages * kStageBytes<kFragments>, stream, own);
   });

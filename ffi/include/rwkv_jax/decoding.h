@@ -15,7 +15,7 @@ constexpr int64_t kRankMultiple = 8, kMaxRank = 1024;
 // Products on the matrix units, which take several rows of 16-bit elements, have a ticket for each group of
 // so many outputs. Up to kMaxSumBlocks blocks of threads have room for their sums of two groups, for
 // multiples of kRowsOfSums rows.
-constexpr int64_t kTicketOutputs = 128, kRowsOfSums = 8, kMaxSumBlocks = 192;
+constexpr int64_t kTicketOutputs = 128, kRowsOfSums = 8, kMaxSumBlocks = 384;
 
 // Widths up to this one, those of hidden activations included, are indexed with 32 bits.
 constexpr int64_t kMaxBlockWidth = 1 << 20;
@@ -109,5 +109,14 @@ struct BlockScratch {
     return begin;
   }
 };
+
+// The floats of scratch of a block, for Python.
+inline int64_t BlockScratchFloats(int64_t dtype, int64_t rows, int64_t width, int64_t hidden,
+                                  int64_t ranks) {
+  Rwkv7BlockCall call = {};
+  call.dtype = static_cast<Dtype>(dtype), call.rows = rows, call.width = width;
+  call.hidden = hidden, call.maps[0].rank = ranks;
+  return BlockScratch(call).floats;
+}
 
 }  // namespace rwkv_jax

@@ -29,6 +29,7 @@ from jax.custom_batching import custom_vmap
 from jaxtyping import Float, Int
 
 from rwkv_jax._native import library
+from rwkv_jax._native.kernels import DTYPES
 from rwkv_jax._operator import check, dispatch
 from rwkv_jax._operator.call import Arrays, Options
 from rwkv_jax._operator.operator import Pass
@@ -299,7 +300,13 @@ class _FusedBlock:
     ) -> Arrays:
         inputs = {name: operands.inputs[name] for name in self.inputs}
         sizes = self._sizes(inputs)
-        scratch = _scratch(sizes, inputs["x"].dtype)
+        scratch = library.block_scratch(
+            dtype=DTYPES[inputs["x"].dtype.name],
+            rows=sizes["B"],
+            width=sizes["C"],
+            hidden=sizes["F"],
+            ranks=sum(sizes.get(letter, 0) for letter in _RANKS),
+        )
         dtypes = {"att.wkv": jnp.float32}
         shapes = [
             ([sizes[x] for x in axes], dtypes.get(name, inputs["x"].dtype))
@@ -314,19 +321,6 @@ class _FusedBlock:
         )
         return dict(zip(self.results, found, strict=False))
 
-
-def _scratch(sizes: Mapping[str, int], dtype: Any) -> int:
-    """The floats of scratch, as `BlockScratch` of ffi/include/rwkv_jax/decoding.h has them."""
-    rows, width, hidden = sizes["B"], sizes["C"], sizes["F"]
-    ranks = sum(sizes.get(letter, 0) for letter in _RANKS)
-    if rows == 1 or dtype == jnp.float32:
-        return rows * (6 * width + ranks + hidden)
-    sums = 2 * _MAX_SUM_BLOCKS * _TICKET_OUTPUTS * -(-rows // _ROWS_OF_SUMS) * _ROWS_OF_SUMS
-    tickets = (9 * width + hidden) // 64 + ranks // 8
-    return rows * (12 * width + hidden) + rows * ranks // 2 + sums + tickets
-
-
-_MAX_SUM_BLOCKS, _TICKET_OUTPUTS, _ROWS_OF_SUMS = 192, 128, 8
 
 _NORMS = ("ln1", "ln2", "att.ln_x")
 
