@@ -64,18 +64,22 @@ def test_a_token_is_a_call_for_each_block(params: rwkv7.Params, form: Any) -> No
 
 
 @pytest.mark.usefixtures("on_cuda")
-def test_one_row_gets_the_kernels(params: rwkv7.Params, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where they can run, there is one device, blocks are not stacked, and nobody asks for anything
-    else."""
+def test_which_rows_get_the_kernels(params: rwkv7.Params, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row, and several of 16-bit floats, where they can run, there is one device, blocks are
+    not stacked, and nobody asks for anything else."""
 
-    def targets(params: Any, **options: Any) -> set[str]:
-        return hlo.targets(_lowered(params, 1, layers=None, **options)) & BLOCKS
+    def targets(params: Any, rows: int = 1, **options: Any) -> set[str]:
+        return hlo.targets(_lowered(params, rows, layers=None, **options)) & BLOCKS
 
     monkeypatch.setattr(jax, "device_count", lambda: 2)
     assert not targets(params)
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     assert targets(params) == BLOCKS
     assert targets(params, segment_ids=jnp.ones(1, jnp.int32)) == BLOCKS
+    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    assert targets(narrow, rows=32, dtype=jnp.bfloat16) == BLOCKS
+    assert not targets(narrow, rows=33, dtype=jnp.bfloat16)
+    assert not targets(params, rows=2)
     assert not targets(params, platform="cpu")
     assert not targets(params, implementation="ffi")
     assert not targets(params, dtype=jnp.bfloat16)

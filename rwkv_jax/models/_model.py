@@ -122,7 +122,7 @@ class Generation:
           layers: the implementation of the functions of `rwkv_jax.layers`. Where tokens of a
             sequence are distributed over devices, give "xla", which the compiler partitions. With
             one token each, "fused" computes each block of RWKV-7 in a few CUDA kernels for up to 32
-            rows. None chooses them on CUDA for one row, for which they were measured to be faster,
+            rows. None chooses them on CUDA for one row, and for several of bfloat16 or float16,
             where they can run, JAX has one device, and `params` is not stacked.
           recompute: what the backward pass computes again rather than keeps: "mixes", what the
             token shifts of time mixings give; "cheap", all but the products and the results of the
