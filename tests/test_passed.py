@@ -23,8 +23,11 @@ IDS = np.repeat(np.array([[3, 0, 4, 5], [0, 2, 0, 0]]), [20, 9, 21, 20], axis=1)
 CASE = Case(2, 70, 2, 32)
 SMALL = Case(4, 16, 4, 16)
 
-each_run = pytest.mark.parametrize("run", runs(CASE, others=0))
-FAST = runs(CASE, others=0)[0].values[0]
+SEGMENTS = {"segment_ids": IDS}
+
+RUNS = runs(CASE, others=0)
+each_run = pytest.mark.parametrize("run", RUNS)
+FAST = RUNS[0].values[0]
 
 
 def _operands(case: Case, **packing: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -36,9 +39,18 @@ def _found(run: Run, *arrays: Any, **options: Any) -> dict[str, jax.Array]:
     return harness.value_and_gradients(run, *arrays, function=wkv7_passed, **options)
 
 
-@pytest.mark.parametrize("packing", [{}, {"segment_ids": IDS}], ids=["alone", "segments"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@each_run
+@pytest.mark.parametrize(
+    ("run", "dtype", "packing"),
+    [
+        *(
+            pytest.param(FAST, dtype, packing, id=f"{FAST}-{dtype}-{','.join(packing)}")
+            for dtype in ("float32", "bfloat16", "float16")
+            for packing in ({}, SEGMENTS)
+        ),
+        # The others share one addition.
+        *(pytest.param(*x.values, "float32", SEGMENTS, id=x.id) for x in RUNS[1:]),
+    ],
+)
 def test_definition(run: Run, dtype: str, packing: dict[str, Any]) -> None:
     """The gradient of padding is the cotangent from the other use alone."""
     arrays = _operands(Case(**{**vars(CASE), "dtype": dtype}), **packing)
@@ -148,7 +160,6 @@ _gradients = jax.jit(jax.grad(_loss), static_argnames=("wkv", "recompute", "impl
     [
         (False, None, False),
         pytest.param(True, "cheap", True, marks=pytest.mark.slow),
-        pytest.param(True, "blocks", False, marks=pytest.mark.slow),
     ],
 )
 def test_gradients_of_the_model(packed: bool, recompute: str | None, stacked: bool) -> None:
