@@ -38,6 +38,7 @@ def test_matrices_of_blocks_are_copied(copies: ModuleType) -> None:
     assert not jax.tree.leaves(copies.rounded(params, "float32"))
 
 
+@pytest.mark.slow
 def test_copies_change_neither_loss_nor_gradients(copies: ModuleType) -> None:
     rng = np.random.default_rng(0)
     params = rwkv7.init(jax.random.key(0), dataclasses.replace(CONFIG, layers=1))
