@@ -1,14 +1,16 @@
 """What layer functions share that are made of matrix products, with kernels for GPUs of compute
 capability 9.0 alone."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array, lax
 from jax.custom_batching import custom_vmap
 
 from rwkv_jax._native import library
+from rwkv_jax._operator import check
 
 PRODUCT = "product"
 """The name of the results of matrix products for `jax.checkpoint_policies`."""
@@ -18,6 +20,29 @@ MAX_TOKENS = 2**24
 
 HOPPER = ("H100", "H200", "H800", "H20")
 """Parts of the names of GPUs of compute capability 9.0."""
+
+
+IMPLEMENTATIONS = ("ffi", "xla", "reference")
+
+
+def checked(
+    op: str, axes: Mapping[str, str], given: Mapping[str, Any], implementation: str | None
+) -> list[Array]:
+    """The arguments of `op`, which need not share a dtype, as arrays.
+
+    Raises:
+      TypeError, ValueError: an argument has another shape or dtype, or there is no such
+        implementation.
+    """
+    if implementation is not None:
+        check.choice(op, "implementation", implementation, IMPLEMENTATIONS)
+    for name, array in given.items():
+        check.array(op, name, array)
+        if array.dtype not in check.DTYPES:
+            accepted = ", ".join(check.DTYPES)
+            raise TypeError(f"{op}: {name} is {array.dtype}; accepted are {accepted}")
+    check.share_sizes(op, axes, given)
+    return [jnp.asarray(array) for array in given.values()]
 
 
 def why_not(implementation: str | None, x: Any, min_tokens: int) -> str | None:

@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float
 
 from rwkv_jax._native import library
-from rwkv_jax._operator import check, dispatch
+from rwkv_jax._operator import dispatch
 from rwkv_jax._operator.call import Leaf, Options
 from rwkv_jax._operator.partition import partitioned, vary_alike
 from rwkv_jax._typing import Operand
@@ -68,15 +68,7 @@ def feed_forward(
     The formula is that of RWKV-LM's training code, `RWKV_CMix_x070`.
     """
     op, given = "feed_forward", {"x": x, "key": key, "value": value}
-    if implementation is not None:
-        check.choice(op, "implementation", implementation, _Products.implementations)
-    for name, array in given.items():
-        check.array(op, name, array)
-        if array.dtype not in check.DTYPES:
-            accepted = ", ".join(check.DTYPES)
-            raise TypeError(f"{op}: {name} is {array.dtype}; accepted are {accepted}")
-    check.share_sizes(op, AXES, given)
-    x, key, value = (jnp.asarray(array) for array in given.values())
+    x, key, value = _products.checked(op, AXES, given, implementation)
     options = Options(None, lax.Precision.DEFAULT, implementation)
     operands = Operands(x, key.astype(x.dtype))
     if implementation == "ffi" or not _PRODUCTS.why_not("ffi", "cuda", options, operands):
@@ -142,7 +134,7 @@ class _Products:
     """What `dispatch.dispatched` asks for. Channels of a mesh that distributes them are gathered
     (D), those of the hidden layer are not (H)."""
 
-    implementations = ("ffi", "xla", "reference")
+    implementations = _products.IMPLEMENTATIONS
 
     def title(self, name: str) -> str:
         return "feed_forward"

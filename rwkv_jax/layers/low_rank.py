@@ -93,16 +93,8 @@ def low_rank(
     """
     op, given = "low_rank", {"x": x, "first": first, "second": second, "offset": offset}
     check.choice(op, "activation", activation, ACTIVATIONS)
-    if implementation is not None:
-        check.choice(op, "implementation", implementation, _LowRank.implementations)
     arrays = {name: array for name, array in given.items() if array is not None}
-    for name, array in arrays.items():
-        check.array(op, name, array)
-        if array.dtype not in check.DTYPES:
-            accepted = ", ".join(check.DTYPES)
-            raise TypeError(f"{op}: {name} is {array.dtype}; accepted are {accepted}")
-    check.share_sizes(op, AXES, arrays)
-    x, *parameters = (jnp.asarray(array) for array in arrays.values())
+    x, *parameters = _products.checked(op, AXES, arrays, implementation)
     options = Options(None, lax.Precision.DEFAULT, implementation)
     map_ = _LowRank(activation, offset is not None)
     operands = Operands(x, parameters[0], parameters[1])
@@ -204,7 +196,7 @@ class _LowRank:
 
     activation: str
     has_offset: bool
-    implementations: ClassVar = ("ffi", "xla", "reference")
+    implementations: ClassVar = _products.IMPLEMENTATIONS
 
     def title(self, name: str) -> str:
         return "low_rank"
