@@ -9,8 +9,9 @@ standard library of Python as bytes, in the order of train.py. Both have bfloat1
 float32 copies of the parameters in AdamW, the L2 wrap, clipping, and the learning rates and the
 weight decay of the official code. rwkv_jax has the model and the optimizer of train.py. More
 trainings show how much of a difference is rounding: with --dtypes rwkv_jax trains in other dtypes
-of the activations as well, with --plain without the native kernels of rwkv_jax.layers, and with
---again the official code trains once more with the older of its kernels for wkv7.
+of the activations as well, with --plain without the native kernels of rwkv_jax.layers, with
+--rounded with all vectors rounded to bfloat16, as the official code has them, and with --again the
+official code trains once more with the older of its kernels for wkv7.
 
 Exits with 1 where a loss of the first of these dtypes differs by more than --tolerance from that of
 the official code.
@@ -64,6 +65,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="seed of the weights and of the batches")
     add("--dtypes", nargs="+", default=["bfloat16"], help="dtypes of the activations of rwkv_jax")
     add("--plain", action="store_true", help="train with layer functions in plain JAX, too")
+    add("--rounded", action="store_true", help="train with vectors in bfloat16, too")
     add("--again", action="store_true", help="train with the older official kernel, too")
     add("--implementation", help="implementation of wkv7; the best one if not given")
     add("--every", type=int, default=10, help="steps between the rows of the table")
@@ -112,8 +114,9 @@ def train(
     weights: dict[str, np.ndarray],
     dtype: str,
     layers: str | None = None,
+    rounded: bool = False,
 ) -> list[float]:
-    """The losses of rwkv_jax."""
+    """The losses of rwkv_jax. `rounded` rounds all parameters to bfloat16 in the forward pass."""
     shapes = jax.eval_shape(lambda: rwkv7.init(jax.random.key(0), config_of(args)))
     params = jax.tree_util.tree_map_with_path(
         lambda path, _: jnp.asarray(
@@ -123,13 +126,23 @@ def train(
     )
     optimizer = make_optimizer(args.learning_rate, args.warmup, args.steps, args.weight_decay)
     model = {"dtype": dtype, "implementation": args.implementation, "layers": layers}
-    step = jax.jit(training_step(optimizer, model, L2_WRAP), donate_argnums=0)
+    rounding = _rounded if rounded else None
+    step = jax.jit(training_step(optimizer, model, L2_WRAP, rounding), donate_argnums=0)
     state = jax.jit(functools.partial(initial_state, optimizer, model))(params)
     found = []
     for tokens in batches(args):
         state, loss = step(state, tokens)
         found.append(loss)
     return [float(loss) for loss in found]
+
+
+def _rounded(params: rwkv7.Params) -> rwkv7.Params:
+    """The parameters rounded to bfloat16, with the gradient of the identity."""
+
+    def rounded(x: jax.Array) -> jax.Array:
+        return x + jax.lax.stop_gradient(jax.lax.reduce_precision(x, 8, 7) - x)
+
+    return jax.tree.map(rounded, params)
 
 
 def train_official(
@@ -178,6 +191,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         losses[f"rwkv_jax, {dtype}"] = apart(train, args, weights, dtype)
         if args.plain:
             losses[f"rwkv_jax, {dtype}, plain"] = apart(train, args, weights, dtype, "xla")
+        if args.rounded:
+            own = apart(train, args, weights, dtype, None, True)
+            losses[f"rwkv_jax, {dtype}, rounded"] = own
     if args.again:
         losses["official again"] = apart(train_official, args, weights, {"kernel": OLDER_KERNEL})
     largest = print_losses(losses, args.every)

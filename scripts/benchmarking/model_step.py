@@ -148,14 +148,18 @@ def initial_state(optimizer: Optimizer, model: Mapping[str, Any], params: rwkv7.
 
 
 def training_step(
-    optimizer: Optimizer, model: Mapping[str, Any], l2_wrap: float
+    optimizer: Optimizer,
+    model: Mapping[str, Any],
+    l2_wrap: float,
+    change: Callable[[rwkv7.Params], rwkv7.Params] | None = None,
 ) -> Callable[[State, Array], tuple[State, Array]]:
     """A function of a `State` and of tokens [B, T + 1]. It returns the next state, and the mean
-    loss before the change."""
+    loss before the change. With `change`, the loss is that of changed parameters."""
 
     def step(state: State, tokens: Array) -> tuple[State, Array]:
         def loss(params: rwkv7.Params) -> Array:
-            return mean_loss(copies.in_place(params, state.copies), tokens, model, l2_wrap)
+            own = copies.in_place(params if change is None else change(params), state.copies)
+            return mean_loss(own, tokens, model, l2_wrap)
 
         loss_before, gradients = jax.value_and_grad(loss)(state.params)
         params, moments = optimizer.update(gradients, state.optimizer, state.params)
