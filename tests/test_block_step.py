@@ -65,8 +65,8 @@ def test_a_token_is_a_call_for_each_block(params: rwkv7.Params, form: Any) -> No
 
 @pytest.mark.usefixtures("on_cuda")
 def test_which_rows_get_the_kernels(params: rwkv7.Params, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One row, and several of 16-bit floats, where they can run, there is one device, blocks are
-    not stacked, and nobody asks for anything else."""
+    """One row, also with int8 weights, and several of 16-bit floats, where they can run, there is
+    one device, blocks are not stacked, and nobody asks for anything else."""
 
     def targets(params: Any, rows: int = 1, **options: Any) -> set[str]:
         return hlo.targets(_lowered(params, rows, layers=None, **options)) & BLOCKS
@@ -84,7 +84,9 @@ def test_which_rows_get_the_kernels(params: rwkv7.Params, monkeypatch: pytest.Mo
     assert not targets(params, implementation="ffi")
     assert not targets(params, dtype=jnp.bfloat16)
     assert not targets(rwkv7.stacked(params))
-    assert not targets(all_models.quantize(params))
+    assert targets(all_models.quantize(params)) == BLOCKS
+    assert not targets(all_models.quantize(params, group=32))
+    assert not targets(all_models.quantize(narrow), rows=2, dtype=jnp.bfloat16)
     tokens = jnp.zeros(1, jnp.int32)
     found, expected = (rwkv7.apply(params, tokens, implementation=i) for i in (None, "reference"))
     assert_trees_close(found, expected)
@@ -102,6 +104,12 @@ def _with_rank(params: rwkv7.Params, rank: int) -> rwkv7.Params:
     return params._replace(blocks=(first._replace(att=att), *others))
 
 
+def _with_receptance(params: rwkv7.Params, **changes: jax.Array) -> rwkv7.Params:
+    first, *others = params.blocks
+    att = first.att._replace(receptance=first.att.receptance._replace(**changes))
+    return params._replace(blocks=(first._replace(att=att), *others))
+
+
 @pytest.mark.usefixtures("on_cuda")
 def test_why_not(params: rwkv7.Params) -> None:
     small = jax.eval_shape(
@@ -111,7 +119,12 @@ def test_why_not(params: rwkv7.Params) -> None:
         (params, {"rows": 33}, "B = 33; the kernels take 1 to 32 rows"),
         (params, {"rows": 0}, "B = 0; the kernels take 1 to 32 rows"),
         (params, {"dtype": jnp.bfloat16}, "ln1.weight is float32 where x is bfloat16; the"),
-        (all_models.quantize(params), {}, "weight is int8 where x is float32; the kernels"),
+        (all_models.quantize(params), {}, "B = 2; the kernels take 1 row with int8 weights"),
+        (
+            _with_receptance(all_models.quantize(params), scale=jnp.ones((64, 1), jnp.bfloat16)),
+            {"rows": 1},
+            "att.receptance.scale is bfloat16; the kernels take float32",
+        ),
         (small, {}, "K = 32; the kernels take heads of 64 channels"),
         (_with_rank(params, 4), {}, "att.a1 has a rank of 4; the kernels take multiples of 8 up"),
     ]
@@ -120,6 +133,8 @@ def test_why_not(params: rwkv7.Params) -> None:
             _lowered(model, **options)
     with pytest.raises(NotImplementedError, match=r"ffn\.value\.weight is stored in another"):
         _lowered(all_models.for_decoding(params))
+    with pytest.raises(NotImplementedError, match=r"att\.receptance\.scale is stored in another"):
+        _lowered(all_models.quantize(params, group=32), rows=1)
 
 
 @pytest.mark.usefixtures("unchecked_types")

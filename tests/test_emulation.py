@@ -33,6 +33,7 @@ import numpy as np
 import pytest
 
 import rwkv_jax
+from rwkv_jax import models as all_models
 from rwkv_jax.models import rwkv7
 from support import harness, internals, language_models, layer_functions, models, tolerance
 from support.cases import CU_SEQLENS, GPUS, Arrays, Case
@@ -991,6 +992,34 @@ def test_blocks(blocks: Emulation, width: int, rows: int, dtype: str, device: De
         tolerance.assert_trees_close(state, expected)
 
 
+QUANTISED_BLOCKS = [
+    (320, "float32", DEVICES["9.0"]),
+    (256, "bfloat16", Device(1)),
+    (576, "bfloat16", DEVICES["9.0"]),
+    (128, "float16", Device(3, 101376)),
+]
+
+
+@pytest.mark.parametrize(("width", "dtype", "device"), QUANTISED_BLOCKS, ids=str)
+def test_blocks_of_int8(blocks: Emulation, width: int, dtype: str, device: Device) -> None:
+    """Results are those of the oracle with the matrices that those of int8 stand for."""
+    blocks.use(device)
+    params, tokens = all_models.quantize(models.with_heads_of_64(width, dtype)), _tokens(1)
+    blocks.module.seed(1)
+    found, _ = _decode(params, tokens)
+    blocks.module.seed(2)
+    assert np.array_equal(_decode(params, tokens)[0], found)
+    wide = jax.tree.map(
+        lambda x: rwkv7.Weight(x.wide()) if isinstance(x, rwkv7.Weight) else x,
+        params,
+        is_leaf=lambda x: isinstance(x, rwkv7.Weight),
+    )
+    tensors = {n: np.asarray(x, np.float64) for n, x in rwkv7.names(wide).items()}
+    oracle = np.stack([language_models.logits("rwkv7", tensors, row) for row in tokens])
+    limit = {"float32": tolerance.EXACT_FLOAT32, "bfloat16": 1e-2, "float16": 2e-3}[dtype]
+    assert tolerance.rms_error(found, oracle) < limit
+
+
 def _with_high_ranks(params: rwkv7.Params) -> rwkv7.Params:
     """The same model with low-rank maps of eight times the rank."""
 
@@ -1086,13 +1115,15 @@ def test_rows_without_a_token(blocks: Emulation) -> None:
         assert np.array_equal(found[~present], before[~present])
 
 
-def _block_calls(monkeypatch: pytest.MonkeyPatch, blocks: Emulation) -> list[LayerCall]:
+def _block_calls(
+    monkeypatch: pytest.MonkeyPatch, blocks: Emulation, *, quantised: bool = False
+) -> list[LayerCall]:
     """The calls of the first block of a model and of the second one, in which every axis that may
     differ from the others does."""
     calls: list[LayerCall] = []
 
     def record(target: str, results: Any, *operands: Any, **more: Any) -> Any:
-        fused = internals.fused_block(first="first" in target)
+        fused = internals.fused_block(first="first" in target, quantised=quantised)
         empty = [np.zeros(shape, dtype) for shape, dtype in results]
         names = [{"x": "y"}.get(n, n if n == "v_first" else f"next {n}") for n in fused.results]
         calls.append(
@@ -1104,8 +1135,10 @@ def _block_calls(monkeypatch: pytest.MonkeyPatch, blocks: Emulation) -> list[Lay
         )
         return blocks.call(target, results, *operands, **more)
 
-    params = models.with_heads_of_64(128, "float32")
-    x, state = jnp.ones((3, 128)), rwkv7.initial_state(params, 3)
+    params, rows = models.with_heads_of_64(128, "float32"), 1 if quantised else 3
+    if quantised:
+        params = all_models.quantize(params)
+    x, state = jnp.ones((rows, 128)), rwkv7.initial_state(params, rows)
     with monkeypatch.context() as patch:
         internals.run_blocks_as_on_cuda(patch, blocks.module, record)
         for own, first, before in zip(params.blocks, (None, x), state, strict=True):
@@ -1135,15 +1168,38 @@ def test_blocks_refuse_wrong_arrays(blocks: Emulation, monkeypatch: pytest.Monke
             assert f"{len(arrays) + 1} {kind} given; expected {len(arrays)}" in more
 
 
+def test_blocks_of_int8_refuse_wrong_arrays(
+    blocks: Emulation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All matrices are of int8 or none, each with its scale."""
+    call = _block_calls(monkeypatch, blocks, quantised=True)[0]
+
+    def refused(**changes: np.ndarray) -> str:
+        operands = {n: changes.get(n.replace(".", "_"), x) for n, x in call.operands.items()}
+        return _refused(blocks, call._replace(operands=operands))
+
+    weight, scale = call.operands["ffn.key.weight"], call.operands["ffn.key.scale"]
+    for message, error in {
+        "ffn.key.weight is F32; expected S8": refused(ffn_key_weight=weight.astype(np.float32)),
+        "ffn.key.scale is F16; expected F32": refused(ffn_key_scale=scale.astype(np.float16)),
+        "ffn.key.scale has shape [511]": refused(ffn_key_scale=scale[1:]),
+    }.items():
+        assert f"rwkv7_block: {message}" in error, error
+    (wide,) = _block_calls(monkeypatch, blocks)[:1]
+    operands = wide.operands | {"ffn.key.weight": weight}
+    error = _refused(blocks, wide._replace(operands=operands))
+    assert "ffn.key.weight is S8; expected no S8 where att.receptance.weight is not" in error
+
+
 def test_blocks_refuse_sizes(blocks: Emulation, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which Python refuses before."""
     call = _block_calls(monkeypatch, blocks)[0]
 
-    own = internals.fused_block(first=True)
+    own = internals.fused_block(first=True, quantised=True)
     results = {f"next {n}": axes for n, axes in own.results.items()}
     axes: dict[str, str] = {**own.inputs, **results, "y": "BC", "v_first": "BC", "scratch": "X"}
 
-    def resized(sizes: dict[str, int]) -> str:
+    def resized(call: LayerCall, sizes: dict[str, int]) -> str:
         def zeros(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
             def shape(name: str, x: np.ndarray) -> list[int]:
                 letters = zip(axes[name], x.shape, strict=True)
@@ -1163,4 +1219,7 @@ def test_blocks_refuse_sizes(blocks: Emulation, monkeypatch: pytest.MonkeyPatch)
         ({"G": 1032}, "att.g1 has a rank of 1032; expected a multiple of 8 up to 1024"),
         ({"X": 7}, "scratch has X = 7; expected "),
     ):
-        assert f"rwkv7_block: {message}" in resized(sizes), sizes
+        assert f"rwkv7_block: {message}" in resized(call, sizes), sizes
+    call = _block_calls(monkeypatch, blocks, quantised=True)[0]
+    message = "x has B = 2 where att.receptance.weight is S8; expected 1 row"
+    assert f"rwkv7_block: {message}" in resized(call, {"B": 2})

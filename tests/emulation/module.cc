@@ -61,7 +61,8 @@ XLA_FFI_DataType TypeOf(const py::array& array) {
   static const std::map<std::string, XLA_FFI_DataType> types = {
       {"bfloat16", XLA_FFI_DataType_BF16}, {"float16", XLA_FFI_DataType_F16},
       {"float32", XLA_FFI_DataType_F32},   {"int32", XLA_FFI_DataType_S32},
-      {"uint32", XLA_FFI_DataType_U32},    {"uint8", XLA_FFI_DataType_U8}};
+      {"uint32", XLA_FFI_DataType_U32},    {"uint8", XLA_FFI_DataType_U8},
+      {"int8", XLA_FFI_DataType_S8}};
   const std::string name = py::str(array.dtype().attr("name"));
   const auto found = types.find(name);
   if (found == types.end()) throw py::type_error("no handler takes an array of " + name);

@@ -41,11 +41,12 @@ class BlockReader {
     if (!is_first) call.v0 = Tensor("att.v0", "C"), ReadMap(call.maps[kShareMap], "v", 'R');
     call.k_k = Tensor("att.k_k", "C"), call.k_a = Tensor("att.k_a", "C");
     call.r_k = Tensor("att.r_k", "HK");
-    call.receptance = Tensor("att.receptance.weight", "CC");
-    call.key = Tensor("att.key.weight", "CC"), call.value = Tensor("att.value.weight", "CC");
-    call.output = Tensor("att.output.weight", "CC");
-    call.channel_key = Tensor("ffn.key.weight", "FC");
-    call.channel_value = Tensor("ffn.value.weight", "CF");
+    ReadMatrix(call.receptance, "att.receptance", "CC", nullptr);
+    ReadMatrix(call.key, "att.key", "CC", &call.receptance);
+    ReadMatrix(call.value, "att.value", "CC", &call.receptance);
+    ReadMatrix(call.output, "att.output", "CC", &call.receptance);
+    ReadMatrix(call.channel_key, "ffn.key", "FC", &call.receptance);
+    ReadMatrix(call.channel_value, "ffn.value", "CF", &call.receptance);
 
     call.out = Result("y", "BC"), call.time_after = Result("next att.shift", "BC");
     call.state_after = static_cast<float*>(operands.Ret("next att.wkv", "BHVK", Kind::kFloat));
@@ -64,6 +65,8 @@ class BlockReader {
   void RequireSizes(const Rwkv7BlockCall& call) {
     operands.Require(call.rows <= kMaxBlockRows, "x has B = ", call.rows, "; expected up to ",
                      kMaxBlockRows, " rows");
+    operands.Require(!call.Quantised() || call.rows <= kMaxQuantisedRows, "x has B = ", call.rows,
+                     " where att.receptance.weight is S8; expected ", kMaxQuantisedRows, " row");
     operands.Require(operands.Size('K') == kBlockHeadSize && operands.Size('V') == kBlockHeadSize,
                      "att.wkv has V = ", operands.Size('V'), " and K = ", operands.Size('K'),
                      "; expected ", kBlockHeadSize);
@@ -89,6 +92,20 @@ class BlockReader {
     operands.Require(map.rank > 0 && map.rank <= kMaxRank && map.rank % kRankMultiple == 0, "att.",
                      name, "1 has a rank of ", map.rank, "; expected a multiple of ", kRankMultiple,
                      " up to ", kMaxRank);
+  }
+
+  // A scale follows a matrix of int8. All matrices are of int8 if the first one is.
+  void ReadMatrix(Matrix& matrix, const std::string& name, const std::string& axes,
+                  const Matrix* first) {
+    matrix.weight = operands.Arg(name + ".weight", axes, Kind::kMatrix);
+    const bool quantised = operands.weight_type() == ffi::S8;
+    operands.Require(first == nullptr || quantised == (first->scale != nullptr), name,
+                     ".weight is ", operands.weight_type(),
+                     quantised ? "; expected no S8 where att.receptance.weight is not"
+                               : "; expected S8 as att.receptance.weight is");
+    if (quantised)
+      matrix.scale =
+          static_cast<const float*>(operands.Arg(name + ".scale", axes.substr(0, 1), Kind::kFloat));
   }
 
   LayerNorm Norm(const std::string& name) {

@@ -128,7 +128,8 @@ class MatrixBlock {
                            width_, Stride(),   Result::kFloat,       false};
       ++own.count;
     };
-    add(call_.receptance, kMixR), add(call_.key, kMixK), add(call_.value, kMixV);
+    add(call_.receptance.weight, kMixR), add(call_.key.weight, kMixK);
+    add(call_.value.weight, kMixV);
     constexpr Mix kMixOfMap[] = {kMixW, kMixA, kMixG, kMixV};
     constexpr Result kResultOfMap[] = {Result::kTanh, Result::kRounded, Result::kSigmoid,
                                        Result::kRounded};
@@ -157,8 +158,8 @@ class MatrixBlock {
   }
 
   cudaError_t ReadTokens() {
-    return Multiply({call_.output, At(scratch_.read), At(scratch_.between), call_.x, width_, width_,
-                     width_, Result::kAdded, false});
+    return Multiply({call_.output.weight, At(scratch_.read), At(scratch_.between), call_.x, width_,
+                     width_, width_, Result::kAdded, false});
   }
 
   cudaError_t MixChannels() {
@@ -170,13 +171,13 @@ class MatrixBlock {
   }
 
   cudaError_t ProjectChannels() {
-    return Multiply({call_.channel_key, Mixed(0), At(scratch_.hidden), nullptr, hidden_, width_,
-                     hidden_, Result::kSquaredRelu, false});
+    return Multiply({call_.channel_key.weight, Mixed(0), At(scratch_.hidden), nullptr, hidden_,
+                     width_, hidden_, Result::kSquaredRelu, false});
   }
 
   cudaError_t ReadChannels() {
-    return Multiply({call_.channel_value, At(scratch_.hidden), call_.out, At(scratch_.between),
-                     width_, hidden_, width_, Result::kAdded, false});
+    return Multiply({call_.channel_value.weight, At(scratch_.hidden), call_.out,
+                     At(scratch_.between), width_, hidden_, width_, Result::kAdded, false});
   }
 
   cudaError_t Launch(MixArguments own) {

@@ -4,13 +4,15 @@
 // matrix [outputs, inputs]: a warp has kOutputs outputs at once, and its lanes neighbouring vectors of 16
 // bytes of their inputs. The next vectors are under way while the last ones are added up, and the first
 // ones before the rows are there. Sums are float32. In which order they are added depends neither on the
-// number of rows nor on the device.
+// number of rows nor on the device. Weights are of the type T of the rows, or of int8, and then a result is
+// multiplied by a scale.
 #pragma once
 
 #include "fragment.cuh"
 #include "layers/vectors.cuh"
 #include "plan.h"
 #include "ptx.cuh"
+#include "rwkv_jax/decoding.h"
 
 namespace rwkv_jax::cuda {
 
@@ -24,28 +26,30 @@ constexpr int kProductBlocks = 2;
 template <int kRows>
 constexpr bool kStartsNextEarly = kRows == 1;
 
-template <typename T>
-constexpr int kWeightVector = 16 / sizeof(T);
+template <typename W>
+constexpr int kWeightVector = 16 / sizeof(W);
+
+template <typename W>
+constexpr bool kQuantised = std::is_same_v<W, int8_t>;
 
 // A lane has kSteps vectors of each output under way while it adds up as many. That is 8 for up to 4 rows,
 // so that a multiprocessor with two blocks has 64 KiB under way, and those of one row lie side by side.
-// For more rows there are no registers for more than 4.
-template <int kRows>
-constexpr int kOutputs = kRows > 4   ? 4
-                         : kRows > 1 ? 2
-                                     : 1;
-template <int kRows>
-constexpr int kSteps = kRows > 4   ? 1
-                       : kRows > 1 ? 4
-                                   : 8;
+// For more rows there are no registers for more than 4. Of int8 two outputs share the inputs that a lane
+// reads, which are as many as it has weights.
+template <typename W, int kRows>
+constexpr int kOutputs = kRows > 4                    ? 4
+                         : kRows > 1 || kQuantised<W> ? 2
+                                                      : 1;
+template <typename W, int kRows>
+constexpr int kSteps = kRows > 4 ? 1 : 8 / kOutputs<W, kRows>;
 
 // The inputs that a warp takes at once.
-template <typename T, int kRows>
-constexpr int kStride = 32 * kWeightVector<T> * kSteps<kRows>;
+template <typename W, int kRows>
+constexpr int kStride = 32 * kWeightVector<W> * kSteps<W, kRows>;
 
 // The outputs that a block takes at once.
-template <int kRows>
-constexpr int kBlockOutputs = kProductWarps * kOutputs<kRows>;
+template <typename W, int kRows>
+constexpr int kBlockOutputs = kProductWarps * kOutputs<W, kRows>;
 
 // How a product is launched.
 struct ProductPlan {
@@ -58,16 +62,17 @@ struct ProductPlan {
 // Shared memory that a block has besides its slice: static arrays, and what the device keeps for itself.
 constexpr int64_t kProductReserve = 8192;
 
-// `matrices` matrices [outputs, inputs] of T for up to kRows rows, beside `others` blocks of the same kernel.
+// `matrices` matrices [outputs, inputs] of W for up to kRows rows of T, beside `others` blocks of the same
+// kernel.
 // One row waits for memory alone, and all its blocks run at once. More rows have more to compute, which
 // more blocks share out better.
-template <typename T, int kRows>
+template <typename T, typename W, int kRows>
 ProductPlan PlanProduct(const Device& device, int64_t matrices, int64_t outputs, int64_t inputs,
                         int64_t others) {
-  constexpr int64_t kAtOnce = kStride<T, kRows>;
+  constexpr int64_t kAtOnce = kStride<W, kRows>;
   const auto count = [](int64_t all, int64_t each) { return (all + each - 1) / each; };
   ProductPlan plan;
-  const int64_t groups = count(outputs, kBlockOutputs<kRows>);
+  const int64_t groups = count(outputs, kBlockOutputs<W, kRows>);
   const int64_t running = device.multiprocessors * kProductBlocks;
   const int64_t left = running > others ? running - others : 1;
   plan.rounds = kRows > 1 ? matrices * groups / running : count(matrices * groups, left);
@@ -113,36 +118,38 @@ struct PlainRows {
 
 // The vectors of a matrix that a lane has under way: of kOutputs outputs from `output` on, at inputs from
 // `input` on.
-template <typename T, int kRows>
+template <typename W, int kRows>
 struct WeightVectors {
-  Packed<T, kWeightVector<T>> of[kSteps<kRows>][kOutputs<kRows>];
+  static constexpr int kVector = kWeightVector<W>, kCount = kSteps<W, kRows>;
+  static constexpr int kOfStep = kOutputs<W, kRows>;
+  Packed<W, kVector> of[kCount][kOfStep];
 
-  __device__ void Fetch(const T* matrix, int inputs, int64_t output, int input) {
+  __device__ void Fetch(const W* matrix, int inputs, int64_t output, int input) {
 #pragma unroll
-    for (int step = 0; step < kSteps<kRows>; ++step) {
-      const int at = input + (step * 32 + threadIdx.x % 32) * kWeightVector<T>;
+    for (int step = 0; step < kCount; ++step) {
+      const int at = input + (step * 32 + threadIdx.x % 32) * kVector;
       if (at >= inputs) continue;
 #pragma unroll
-      for (int o = 0; o < kOutputs<kRows>; ++o)
-        of[step][o] = LoadPacked<kWeightVector<T>, T>(matrix, (output + o) * inputs + at);
+      for (int o = 0; o < kOfStep; ++o)
+        of[step][o] = LoadPacked<kVector, W>(matrix, (output + o) * inputs + at);
     }
   }
 
   // Adds the products with `count` inputs in shared memory, those from `input` on.
-  __device__ void AddTo(float (&sums)[kOutputs<kRows>][kRows], const Slice<T>& slice, int input,
+  template <typename T>
+  __device__ void AddTo(float (&sums)[kOfStep][kRows], const Slice<T>& slice, int input,
                         int count) const {
 #pragma unroll
-    for (int step = 0; step < kSteps<kRows>; ++step) {
-      const int at = input + (step * 32 + threadIdx.x % 32) * kWeightVector<T>;
+    for (int step = 0; step < kCount; ++step) {
+      const int at = input + (step * 32 + threadIdx.x % 32) * kVector;
       if (at >= count) continue;
 #pragma unroll
       for (int row = 0; row < kRows; ++row) {
-        const auto x = LoadPacked<kWeightVector<T>, T>(slice.Row(row), at);
+        const auto x = LoadPacked<kVector, T>(slice.Row(row), at);
 #pragma unroll
-        for (int o = 0; o < kOutputs<kRows>; ++o)
+        for (int o = 0; o < kOfStep; ++o)
 #pragma unroll
-          for (int c = 0; c < kWeightVector<T>; ++c)
-            sums[o][row] = fmaf(of[step][o][c], x[c], sums[o][row]);
+          for (int c = 0; c < kVector; ++c) sums[o][row] = fmaf(of[step][o][c], x[c], sums[o][row]);
       }
     }
   }
@@ -179,26 +186,31 @@ __device__ void StageFirst(Source& source, int inputs, const Slice<T>& slice) {
 // of `rounds` rounds, as far as the matrix has them, which is a multiple of kOutputs.
 // A warp calls epilogue.Begin(output) before it multiplies its outputs from `output` on, and then
 // epilogue.Finish(output, o, row, sum) with the result of output + o for each row.
-template <typename T, int kRows, typename Source, typename Epilogue>
-__device__ void MultiplyByOutput(const T* matrix, int outputs, int inputs, int first, int rounds,
-                                 const Slice<T>& slice, Weights weights, Source& source,
+template <typename W, int kRows, typename T, typename Source, typename Epilogue>
+__device__ void MultiplyByOutput(const Matrix& matrix, int outputs, int inputs, int first,
+                                 int rounds, const Slice<T>& slice, Weights weights, Source& source,
                                  Epilogue& epilogue) {
-  constexpr int kAtOnce = kStride<T, kRows>;
+  constexpr int kAtOnce = kStride<W, kRows>, kOutputsAtOnce = kOutputs<W, kRows>;
   const int warp = threadIdx.x / 32;
   const auto output_of = [&](int round) {
-    return first + (round * kProductWarps + warp) * kOutputs<kRows>;
+    return first + (round * kProductWarps + warp) * kOutputsAtOnce;
   };
-  WeightVectors<T, kRows> now, next;
+  WeightVectors<W, kRows> now, next;
   const auto fetch = [&](int round, int input) {
     if (input >= inputs) ++round, input = 0;
     if (round < rounds && output_of(round) < outputs)
-      next.Fetch(matrix, inputs, output_of(round), input);
+      next.Fetch(static_cast<const W*>(matrix.weight), inputs, output_of(round), input);
   };
   FetchAndWait<kRows>(weights, source, [&] { fetch(0, 0); });
   StageFirst(source, inputs, slice);
   for (int round = 0; round < rounds; ++round) {
-    float sums[kOutputs<kRows>][kRows] = {};
-    if (output_of(round) < outputs) epilogue.Begin(output_of(round));
+    float sums[kOutputsAtOnce][kRows] = {}, scales[kOutputsAtOnce];
+    if (output_of(round) < outputs) {
+      epilogue.Begin(output_of(round));
+#pragma unroll
+      for (int o = 0; o < kOutputsAtOnce; ++o)
+        if constexpr (kQuantised<W>) scales[o] = matrix.scale[output_of(round) + o];
+    }
     for (int begin = 0; begin < inputs; begin += slice.size) {
       const int count = inputs - begin < slice.size ? inputs - begin : slice.size;
       // A slice with all inputs stays for all rounds.
@@ -215,9 +227,10 @@ __device__ void MultiplyByOutput(const T* matrix, int outputs, int inputs, int f
     }
     if (output_of(round) >= outputs) continue;
 #pragma unroll
-    for (int o = 0; o < kOutputs<kRows>; ++o) {
+    for (int o = 0; o < kOutputsAtOnce; ++o) {
       const int row = ReduceScatter<1, 32>(sums[o], threadIdx.x % 32);
-      if (row >= 0) epilogue.Finish(output_of(round), o, row, sums[o][0]);
+      const float sum = kQuantised<W> ? sums[o][0] * scales[o] : sums[o][0];
+      if (row >= 0) epilogue.Finish(output_of(round), o, row, sum);
     }
   }
 }

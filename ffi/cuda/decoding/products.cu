@@ -15,7 +15,8 @@ namespace {
 
 // A product with rows that have a mix of their own, and where its results begin in `projected`.
 struct Product {
-  const void *matrix, *mix;
+  Matrix matrix;
+  const void* mix;
   int outputs, offset;
 };
 
@@ -53,7 +54,7 @@ struct Projected {
   }
 };
 
-template <typename T, int kRows>
+template <typename T, typename W, int kRows>
 __global__ __launch_bounds__(kProductThreads, kProductBlocks) void ProjectKernel(
     const __grid_constant__ ProjectArguments own) {
   RWKV_JAX_DYNAMIC_SHARED(16, shared);
@@ -73,7 +74,6 @@ __global__ __launch_bounds__(kProductThreads, kProductBlocks) void ProjectKernel
       block -= blocks;
     }
   const Product& product = by_output ? own.products[which] : own.maps[which];
-  const T* const matrix = static_cast<const T*>(product.matrix);
   MixedRows<T, kRows> source{static_cast<const T*>(own.x),
                              static_cast<const T*>(own.before),
                              static_cast<const T*>(own.weight),
@@ -85,13 +85,13 @@ __global__ __launch_bounds__(kProductThreads, kProductBlocks) void ProjectKernel
                              sums};
   if (by_output) {
     Projected<T> results{own, product};
-    MultiplyByOutput<T, kRows>(matrix, product.outputs, own.width,
-                               block * own.rounds * kBlockOutputs<kRows>, own.rounds, slice,
+    MultiplyByOutput<W, kRows>(product.matrix, product.outputs, own.width,
+                               block * own.rounds * kBlockOutputs<W, kRows>, own.rounds, slice,
                                weights, source, results);
   } else {
     MultiplyByInput<T, kRows>(
-        matrix, product.outputs, own.width, block * kBlockColumns<T>, slice, weights, source,
-        [&](int output, int row, float sum) {
+        static_cast<const T*>(product.matrix.weight), product.outputs, own.width,
+        block * kBlockColumns<T>, slice, weights, source, [&](int output, int row, float sum) {
           if (row >= own.rows) return;
           if (which == kDecayMap) sum = tanhf(sum);
           if (which == kGateMap) sum = Sigmoid(sum);
@@ -101,7 +101,8 @@ __global__ __launch_bounds__(kProductThreads, kProductBlocks) void ProjectKernel
 }
 
 struct ReadArguments {
-  const void *inputs, *residual, *matrix;
+  const void *inputs, *residual;
+  Matrix matrix;
   void* out;
   const void *normalised, *before;  // one of them goes to `after`, unless that is null
   void* after;
@@ -111,15 +112,15 @@ struct ReadArguments {
 
 // The results of ReadKernel. Those of the first row are with the first lane of a warp, which fetches what
 // they are added to while the others are still multiplied.
-template <typename T, int kRows>
+template <typename T, int kOutputs>
 struct Residual {
   const ReadArguments& own;
-  T first_row[kOutputs<kRows>];
+  T first_row[kOutputs];
 
   __device__ void Begin(int output) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int o = 0; o < kOutputs<kRows>; ++o) {
+    for (int o = 0; o < kOutputs; ++o) {
       if (lane == 0) first_row[o] = static_cast<const T*>(own.residual)[output + o];
       const int64_t at = int64_t{lane} * own.width + output + o;
       if (own.after != nullptr && lane < own.rows)
@@ -135,42 +136,48 @@ struct Residual {
   }
 };
 
-template <typename T, int kRows>
+template <typename T, typename W, int kRows>
 __global__ __launch_bounds__(kProductThreads, kProductBlocks) void ReadKernel(
     const __grid_constant__ ReadArguments own) {
   RWKV_JAX_DYNAMIC_SHARED(16, shared);
   const Slice<T> slice{reinterpret_cast<T*>(shared), own.slice};
   PlainRows<T, kRows> source{static_cast<const T*>(own.inputs), own.rows, own.inputs_width};
-  Residual<T, kRows> results{own};
-  MultiplyByOutput<T, kRows>(static_cast<const T*>(own.matrix), own.width, own.inputs_width,
-                             blockIdx.x * own.rounds * kBlockOutputs<kRows>, own.rounds, slice,
+  Residual<T, kOutputs<W, kRows>> results{own};
+  MultiplyByOutput<W, kRows>(own.matrix, own.width, own.inputs_width,
+                             blockIdx.x * own.rounds * kBlockOutputs<W, kRows>, own.rounds, slice,
                              Weights::kThere, source, results);
 }
 
-// Calls fn(T(), integral_constant<the rows of a kernel>()). Only float32 has several rows.
+// Calls fn(T(), W(), integral_constant<the rows of a kernel>()) with the types of the activations and of the
+// weights. Only weights of float32 have several rows.
 template <typename Fn>
-cudaError_t ForTypeAndRows(const Rwkv7BlockCall& call, Fn&& fn) {
-  if (call.dtype != Dtype::kF32) return ForHalfTypes<1>(call.dtype, call.rows, fn);
+cudaError_t ForTypesAndRows(const Rwkv7BlockCall& call, Fn&& fn) {
+  if (call.Quantised())
+    return ForAllTypes<1>(call.dtype, call.rows,
+                          [&](auto zero, auto rows) { return fn(zero, int8_t(), rows); });
+  const auto alike = [&](auto zero, auto rows) { return fn(zero, zero, rows); };
+  if (call.dtype != Dtype::kF32) return ForHalfTypes<1>(call.dtype, call.rows, alike);
   const int64_t rows = call.rows == 1 ? 1 : call.rows <= 4 ? 4 : kRowsAtOnce;
-  return ForHeadSize<1, 4, kRowsAtOnce>(rows, 0.0f, fn);
+  return ForHeadSize<1, 4, kRowsAtOnce>(rows, 0.0f, alike);
 }
 
 cudaError_t Project(cudaStream_t stream, const Rwkv7BlockCall& call, const Device& device,
                     ProjectArguments own) {
   own.normalised = call.scratch + BlockScratch(call).normalised;
   own.rows = static_cast<int>(call.rows), own.width = static_cast<int>(call.width);
-  return ForTypeAndRows(call, [&](auto zero, auto rows) {
+  return ForTypesAndRows(call, [&](auto zero, auto weight, auto rows) {
     using T = decltype(zero);
+    using W = decltype(weight);
     constexpr int kRows = rows();
     int64_t others = 0;
     for (const Product& map : own.maps)
       others += (map.outputs + kBlockColumns<T> - 1) / kBlockColumns<T>;
     const ProductPlan plan =
-        PlanProduct<T, kRows>(device, own.matrices, own.products[0].outputs, own.width, others);
+        PlanProduct<T, W, kRows>(device, own.matrices, own.products[0].outputs, own.width, others);
     own.slice = static_cast<int>(plan.slice), own.rounds = static_cast<int>(plan.rounds);
     own.blocks = static_cast<int>(plan.blocks);
     const int64_t blocks = own.matrices * plan.blocks + others;
-    return LaunchEarly(ProjectKernel<T, kRows>, static_cast<unsigned>(blocks), kProductThreads,
+    return LaunchEarly(ProjectKernel<T, W, kRows>, static_cast<unsigned>(blocks), kProductThreads,
                        plan.bytes, stream, own);
   });
 }
@@ -178,12 +185,13 @@ cudaError_t Project(cudaStream_t stream, const Rwkv7BlockCall& call, const Devic
 cudaError_t Read(cudaStream_t stream, const Rwkv7BlockCall& call, const Device& device,
                  ReadArguments own) {
   own.rows = static_cast<int>(call.rows), own.width = static_cast<int>(call.width);
-  return ForTypeAndRows(call, [&](auto zero, auto rows) {
+  return ForTypesAndRows(call, [&](auto zero, auto weight, auto rows) {
     using T = decltype(zero);
+    using W = decltype(weight);
     constexpr int kRows = rows();
-    const ProductPlan plan = PlanProduct<T, kRows>(device, 1, own.width, own.inputs_width, 0);
+    const ProductPlan plan = PlanProduct<T, W, kRows>(device, 1, own.width, own.inputs_width, 0);
     own.slice = static_cast<int>(plan.slice), own.rounds = static_cast<int>(plan.rounds);
-    return LaunchEarly(ReadKernel<T, kRows>, static_cast<unsigned>(plan.blocks), kProductThreads,
+    return LaunchEarly(ReadKernel<T, W, kRows>, static_cast<unsigned>(plan.blocks), kProductThreads,
                        plan.bytes, stream, own);
   });
 }
@@ -203,7 +211,7 @@ cudaError_t ProjectTokens(cudaStream_t stream, const Rwkv7BlockCall& call, const
   constexpr Mix kMixOf[] = {kMixW, kMixA, kMixG, kMixV};
   for (int i = 0; i < kLowRankMaps; ++i) {
     const int rank = static_cast<int>(call.maps[i].rank);
-    own.maps[i] = {call.maps[i].first, call.mix[kMixOf[i]], rank, own.projected_width};
+    own.maps[i] = {{call.maps[i].first, nullptr}, call.mix[kMixOf[i]], rank, own.projected_width};
     own.projected_width += rank;
   }
   return Project(stream, call, device, own);

@@ -43,12 +43,16 @@ struct Packed {
   }
 
   __device__ float operator[](int i) const {
-    if constexpr (std::is_same_v<T, float>) return __uint_as_float(words[i]);
-    const uint32_t word = words[i / 2];
-    if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-      return __uint_as_float(i % 2 ? word & 0xffff0000u : word << 16);
+    if constexpr (std::is_same_v<T, float>) {
+      return __uint_as_float(words[i]);
+    } else if constexpr (std::is_same_v<T, int8_t>) {
+      // 2^23 + 128 + x, whose lowest byte is 128 + x. Conversions of integers are slow.
+      const uint32_t positive = words[i / 4] ^ 0x80808080u;
+      return __uint_as_float(__byte_perm(positive, 0x4b000000u, 0x7440 + i % 4)) - 8388736.0f;
+    } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+      return __uint_as_float(i % 2 ? words[i / 2] & 0xffff0000u : words[i / 2] << 16);
     } else {
-      const __half2 pair = reinterpret_cast<const __half2&>(word);
+      const __half2 pair = reinterpret_cast<const __half2&>(words[i / 2]);
       return i % 2 ? __high2float(pair) : __low2float(pair);
     }
   }

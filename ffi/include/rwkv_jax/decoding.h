@@ -7,9 +7,11 @@
 
 namespace rwkv_jax {
 
-// The kernels take heads of this size, up to so many rows, and ranks that are multiples of kRankMultiple.
+// The kernels take heads of this size, up to so many rows, fewer with weights of int8, and ranks that are
+// multiples of kRankMultiple.
 constexpr int64_t kBlockHeadSize = 64;
 constexpr int64_t kMaxBlockRows = 32;
+constexpr int64_t kMaxQuantisedRows = 1;
 constexpr int64_t kRankMultiple = 8, kMaxRank = 1024;
 
 // Products on the matrix units, which take several rows of 16-bit elements, have a ticket for each group of
@@ -36,8 +38,14 @@ struct LayerNorm {
   const void *weight, *bias;
 };
 
-// Arrays are dense and row-major, and of `dtype` unless they are of float. Vectors are [C], and the
-// matrices of the four products [outputs, inputs].
+// A matrix [outputs, inputs]. One of int8 is multiplied by a scale [outputs], which all others do not have.
+struct Matrix {
+  const void* weight;
+  const float* scale;
+};
+
+// Arrays are dense and row-major, and of `dtype` unless they are of float. Vectors are [C]. Either all
+// matrices of products are of int8 or none.
 struct Rwkv7BlockCall {
   static constexpr const char* kName = "rwkv7_block";
   int64_t rows, width, heads, hidden;  // B, C, H, F
@@ -53,8 +61,8 @@ struct Rwkv7BlockCall {
   const void *mix[kMixes], *channel_mix;
   LowRank maps[kLowRankMaps];
   const void *w0, *a0, *v0, *k_k, *k_a, *r_k;
-  const void *receptance, *key, *value, *output;  // [C, C]
-  const void *channel_key, *channel_value;        // [F, C], [C, F]
+  Matrix receptance, key, value, output;  // [C, C]
+  Matrix channel_key, channel_value;      // [F, C], [C, F]
 
   // The states may lie where those before the token lie.
   void *out, *made_first;  // [B, C]; the latter in the first layer only
@@ -66,6 +74,7 @@ struct Rwkv7BlockCall {
     for (const LowRank& map : maps) ranks += map.rank;
     return ranks;
   }
+  bool Quantised() const { return receptance.scale != nullptr; }
   bool OnMatrixUnits() const { return rows > 1 && dtype != Dtype::kF32; }
 };
 

@@ -20,6 +20,7 @@ enum class Kind {
   kMarks,   // uint32
   kInts,    // int32
   kWeight,  // float32, bfloat16, float16 or int8
+  kMatrix,  // as a tensor, or int8
 };
 
 // Arg and Ret take the next operand or result, check its dtype and its shape, and return its data. Axes
@@ -73,7 +74,7 @@ class Operands {
   // The dtype of the tensors, and that of the saved states.
   Dtype dtype() const { return DtypeOf(dtype_); }
   Dtype saved_dtype() const { return DtypeOf(saved_dtype_); }
-  // The type of the last weight that was read.
+  // The type of the last weight or matrix that was read.
   ffi::DataType weight_type() const { return weight_type_; }
 
   // Unless `condition` holds, an error of the given parts; the first error is the one that counts.
@@ -173,6 +174,10 @@ class Operands {
         saved_dtype_ = given;
         return;
       }
+      case Kind::kMatrix:
+        weight_type_ = given;
+        if (given == ffi::S8) return;
+        [[fallthrough]];
       case Kind::kTensor:
         Require(given == ffi::F32 || given == ffi::BF16 || given == ffi::F16, name, " is ", given,
                 "; expected F32, BF16 or F16");

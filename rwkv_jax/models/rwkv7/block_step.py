@@ -11,13 +11,15 @@ They read the weights and the state from memory once, in five launches for one r
 
 Several rows of bfloat16 or float16 are multiplied on the matrix units. The normalised, shifted and
 mixed tokens and the second products of the low-rank maps then are launches of their own. Several
-rows of float32 go through the five launches 8 at a time, and each time the weights are read.
+rows of float32 go through the five launches 8 at a time, and each time the weights are read. For
+one row, the matrices of the products may also be of int8, as `rwkv_jax.models.quantize` makes them.
 
 Sums are float32, and vectors between the kernels are rounded less often than by the model. The
 kernels are for inference on one device. Derivatives, `vmap` and arrays on a mesh take the model's
 usual way.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -42,9 +44,16 @@ Block: TypeAlias = Callable[
 ]
 
 NAME = "rwkv7_block"
-MAX_ROWS = 32
+MAX_ROWS, MAX_QUANTISED_ROWS = 32, 1
 HEAD_SIZE = 64
 RANK_MULTIPLE, MAX_RANK = 8, 1024
+
+_MATRICES = {
+    **{f"att.{name}": "CC" for name in ("receptance", "key", "value", "output")},
+    "ffn.key": "FC",
+    "ffn.value": "CF",
+}
+"""The axes of the matrices that may be quantised."""
 
 _RANKS = {"W": "att.w1", "A": "att.a1", "G": "att.g1", "R": "att.v1"}
 """The axes of low-rank maps, each with a matrix that has it."""
@@ -64,7 +73,7 @@ def step_block(
 
     Args:
       block: the block in plain JAX, which is the formula.
-      params: the parameters, in the dtype of `x`. `ln0` has been applied.
+      params: the parameters, in the dtype of `x` if they are not quantised. `ln0` has been applied.
       x: a token of each row, the input of the block.
       v_first: the value of the first block, or None in that block.
       state: the state of the block. If it is donated, the next state takes its place.
@@ -109,7 +118,7 @@ def _prefers_kernels(
         return False
     if len(x) > 1 and x.dtype.itemsize > 2:
         return False  # several rows of float32 are not multiplied on the matrix units
-    fused = _FusedBlock(first=v_first is None)
+    fused = _fused(params, v_first)
     given = _given(params, x, v_first, state, segment_ids)
     return all(name in given for name in fused.inputs) and fused.limits(given) is None
 
@@ -161,10 +170,15 @@ def _given(
     state: BlockState,
     segment_ids: Array | None,
 ) -> dict[str, Array]:
-    """The operands by name, those that the target takes among them."""
+    """The operands by name, those that the target takes among them. Scales are vectors, and those
+    of groups of inputs are left out."""
     present = jnp.ones(len(x), bool) if segment_ids is None else segment_ids != 0
     ids = present.astype(jnp.int32)
     given = {"x": x, "segment_ids": ids, **_parameters.names(state), **_parameters.names(params)}
+    for name in given.keys() & {f"{matrix}.scale" for matrix in _MATRICES}:
+        scale = given.pop(name)
+        if scale.shape[1] == 1:
+            given[name] = scale.reshape(-1)
     return given if v_first is None else {**given, "v_first": v_first}
 
 
@@ -175,12 +189,12 @@ def _kernels(
     state: BlockState,
     segment_ids: Array | None = None,
 ) -> tuple[Array, Array, BlockState]:
-    fused = _FusedBlock(first=v_first is None)
+    fused = _fused(params, v_first)
     given = _given(params, x, v_first, state, segment_ids)
     if missing := [name for name in fused.inputs if name not in given]:
         raise NotImplementedError(
             f"{NAME}: {missing[0]} is stored in another way; the kernels take the parameters as "
-            "`init` and `load` give them"
+            "`init` and `load` give them, or as `quantize` does with one scale for each output"
         )
     inputs = {name: given[name] for name in fused.inputs}
     check.share_sizes(NAME, fused.inputs, inputs)
@@ -190,20 +204,20 @@ def _kernels(
     return found["x"], found["v_first"] if v_first is None else v_first, after
 
 
+def _fused(params: BlockParams, v_first: Array | None) -> "_FusedBlock":
+    quantised = params.att.receptance.scale is not None
+    return _FusedBlock(first=v_first is None, quantised=quantised)
+
+
+@dataclasses.dataclass(frozen=True)
 class _FusedBlock:
-    """What `dispatch.dispatched` runs. Those of the first block and of the others have different
-    operands."""
+    """What `dispatch.dispatched` runs. The first block and the others have different operands, and
+    so have blocks with and without weights of int8."""
+
+    first: bool
+    quantised: bool
 
     implementations = ("fused",)
-
-    def __init__(self, *, first: bool) -> None:
-        self.first = first
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _FusedBlock) and other.first == self.first
-
-    def __hash__(self) -> int:
-        return hash(self.first)
 
     @functools.cached_property
     def inputs(self) -> dict[str, str]:
@@ -212,6 +226,11 @@ class _FusedBlock:
         others = {} if self.first else {"v_first": "BC"}
         norms = {f"{n}.{part}": "C" for n in _NORMS for part in ("weight", "bias")}
         mixes = {f"att.x_{name}": "C" for name in "rwkvag"}
+        matrices: dict[str, str] = {}
+        for name, axes in _MATRICES.items():
+            matrices[f"{name}.weight"] = axes
+            if self.quantised:
+                matrices[f"{name}.scale"] = axes[0]
         share = {} if self.first else {"att.v0": "C", "att.v1": "CR", "att.v2": "RC"}
         return {
             **state,
@@ -232,9 +251,7 @@ class _FusedBlock:
             "att.k_k": "C",
             "att.k_a": "C",
             "att.r_k": "HK",
-            **{f"att.{name}.weight": "CC" for name in ("receptance", "key", "value", "output")},
-            "ffn.key.weight": "FC",
-            "ffn.value.weight": "CF",
+            **matrices,
         }
 
     @functools.cached_property
@@ -267,7 +284,10 @@ class _FusedBlock:
         if own not in check.DTYPES:
             return f"x is {own}; the kernels take {', '.join(check.DTYPES)}"
         for name, x in inputs.items():
-            if x.dtype != own and name not in ("att.wkv", "segment_ids"):
+            wanted = self._dtypes.get(name)
+            if wanted is not None and x.dtype != wanted:
+                return f"{name} is {x.dtype}; the kernels take {wanted}"
+            if wanted is None and x.dtype != own:
                 return (
                     f"{name} is {x.dtype} where x is {own}; the kernels take parameters and token "
                     "shifts in the dtype of the activations"
@@ -275,6 +295,8 @@ class _FusedBlock:
         sizes = self._sizes(inputs)
         if not 0 < sizes["B"] <= MAX_ROWS:
             return f"B = {sizes['B']}; the kernels take 1 to {MAX_ROWS} rows"
+        if self.quantised and sizes["B"] > MAX_QUANTISED_ROWS:
+            return f"B = {sizes['B']}; the kernels take {MAX_QUANTISED_ROWS} row with int8 weights"
         if sizes["K"] != HEAD_SIZE:
             return f"K = {sizes['K']}; the kernels take heads of {HEAD_SIZE} channels"
         if sizes["F"] % HEAD_SIZE:
@@ -290,6 +312,14 @@ class _FusedBlock:
                     f"up to {MAX_RANK}"
                 )
         return None
+
+    @functools.cached_property
+    def _dtypes(self) -> dict[str, str]:
+        """The dtypes of the operands that do not have that of the activations."""
+        others = {"att.wkv": "float32", "segment_ids": "int32"}
+        for name in _MATRICES if self.quantised else ():
+            others |= {f"{name}.weight": "int8", f"{name}.scale": "float32"}
+        return others
 
     def _sizes(self, inputs: Mapping[str, Any]) -> dict[str, int]:
         sizes: dict[str, int] = {}
@@ -309,9 +339,8 @@ class _FusedBlock:
             hidden=sizes["F"],
             ranks=sum(sizes.get(letter, 0) for letter in _RANKS),
         )
-        dtypes = {"att.wkv": jnp.float32}
         shapes = [
-            ([sizes[x] for x in axes], dtypes.get(name, inputs["x"].dtype))
+            ([sizes[x] for x in axes], self._dtypes.get(name, inputs["x"].dtype))
             for name, axes in self.results.items()
         ]
         target = f"rwkv_rwkv7_{'first_' if self.first else ''}block_v1"

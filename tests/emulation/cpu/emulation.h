@@ -342,6 +342,13 @@ inline cudaError_t cudaMemsetAsync(void* to, int byte, size_t bytes, cudaStream_
 
 inline float __uint_as_float(uint32_t word) { return std::bit_cast<float>(word); }
 inline uint32_t __float_as_uint(float x) { return std::bit_cast<uint32_t>(x); }
+inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
+  const uint64_t bytes = uint64_t{y} << 32 | x;
+  uint32_t word = 0;
+  for (int i = 0; i < 4; ++i)
+    word |= static_cast<uint32_t>(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+  return word;
+}
 inline float __fdividef(float x, float y) { return x / y; }
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 inline float __bfloat162float(__nv_bfloat16 x) { return emulation::FromBf16(x.bits); }
