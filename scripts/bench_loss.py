@@ -17,6 +17,7 @@ where that is installed, and the same formula otherwise. It has no --l2-wrap, --
 
 import argparse
 import functools
+import itertools
 import json
 import math
 import sys
