@@ -191,10 +191,8 @@ def emulated(emulation: Emulation, monkeypatch: pytest.MonkeyPatch) -> Emulation
 
 @functools.cache
 def _function(op: str, *variant: Any) -> Any:
-    """The public function, or that of WKV7 with `r` as a result, under a name of its own in JAX's
-    caches for each variant."""
-    function = internals.wkv7_passed if op == "wkv7_passed" else getattr(rwkv_jax, op)
-    return lambda *operands, **options: function(*operands, **options)
+    """The public function, under a name of its own in JAX's caches for each variant."""
+    return lambda *operands, **options: getattr(rwkv_jax, op)(*operands, **options)
 
 
 def _found(
@@ -204,7 +202,7 @@ def _found(
     emulated.module.seed(seed)
     function = _function(op, emulated.share, internals.packing.LONG)
     found = harness.value_and_gradients(
-        Run(op.removesuffix("_passed"), "ffi"), inputs, cotangents, function=function, **options
+        Run(op, "ffi"), inputs, cotangents, function=function, **options
     )
     return {name: np.asarray(x) for name, x in found.items()}
 
@@ -411,51 +409,6 @@ def test_segments_on_matrix_units(
     inputs, cotangents = harness.operands(op, case, segment_ids=ids)
     _check(emulated, op, case, inputs, cotangents, segment_ids=ids)
     assert emulated.on_matrix_units
-
-
-PASSED = [
-    (Case(1, 200, 1, 64, dtype="bfloat16"), False, None, 132),
-    (Case(2, 130, 2, 64, dtype="bfloat16"), True, None, 1),
-    (Case(1, 70, 2, 64, dtype="float16", decay="exp", regime="mixed"), False, None, 1),
-    (Case(2, 130, 1, 64, dtype="float16", decay="log"), True, None, 132),
-    (Case(1, 81, 1, 128, dtype="bfloat16"), True, None, 132),
-    (Case(1, 70, 1, 128, dtype="float16", decay="exp", regime="mixed"), False, None, 132),
-    (Case(2, 130, 1, 16, decay="exp"), True, EXACT, 132),
-    (Case(1, 69, 1, 128), False, None, 1),
-    (Case(1, 130, 1, 32, dtype="float16"), False, EXACT, 1),
-    (Case(2, 1, 1, 64, dtype="bfloat16"), False, None, 132),
-    (Case(1, 0, 1, 64, dtype="bfloat16"), False, None, 132),
-]
-"""Each with whether it has segments, a precision, and the number of multiprocessors. Mixed decays
-send some heads from matrix units to the kernels that go token by token."""
-
-
-@pytest.mark.parametrize(("case", "packed", "precision", "multiprocessors"), PASSED, ids=str)
-def test_another_use_of_r(
-    emulated: Emulation, case: Case, packed: bool, precision: str | None, multiprocessors: int
-) -> None:
-    """The cotangent from there is added to dr, that of padding too, and nothing else changes."""
-    emulated.use(Device(multiprocessors))
-    options: dict[str, Any] = {"decay": case.decay}
-    if packed:
-        options["segment_ids"] = IDS[: case.B, : case.T]
-    inputs, cotangents = harness.operands("wkv7", case, segment_ids=options.get("segment_ids"))
-    alone = _found(emulated, "wkv7", inputs, cotangents, precision=precision, **options)
-    cotangents = harness.with_passed(inputs, cotangents)
-    found, other = (
-        _found(emulated, "wkv7_passed", inputs, cotangents, seed, precision=precision, **options)
-        for seed in (1, 2)
-    )
-    _assert_same(found, other)
-    expected = harness.expected("wkv7", inputs, cotangents, **options)
-    exact = not emulated.on_matrix_units
-    limits = {n: tolerance.ceiling(n, case.dtype, sequential=exact, highest=exact) for n in found}
-    padding = options.get("segment_ids", np.ones(1)) == 0
-    if padding.any():
-        assert found["dr"][padding].tobytes() == cotangents["dpassed"][padding].tobytes()
-    assert found.pop("passed").tobytes() == inputs["r"].tobytes()
-    harness.assert_right(found, expected, limits)
-    _assert_same({n: x for n, x in alone.items() if n != "dr"}, found)
 
 
 def test_wkv4_jumps(emulated: Emulation) -> None:
@@ -855,15 +808,14 @@ def test_layers_refuse_other_counts(emulated: Emulation, monkeypatch: pytest.Mon
         assert message in _refused(emulated, backward._replace(results=changed))
     keys, _ = _layer_calls(emulated, monkeypatch, "wkv7_keys")
     changed = keys.operands | {"parameters": keys.operands["parameters"][:, :2].copy()}
-    assert "parameters has J = 2; expected 3" in _refused(emulated, keys._replace(operands=changed))
+    assert "parameters has J = 2; expected 4" in _refused(emulated, keys._replace(operands=changed))
 
 
 def test_targets_and_constants_are_those_of_python(emulated: Emulation) -> None:
     names = ("fwd", "bwd", "step", "summary", "reverse_summary")
     operators = set().union(*(internals.targets(op, *names) for op in SEQUENCES))
     found = set(emulated.module.targets())
-    passed = internals.targets("wkv7", "bwd_passed")
-    assert found - operators == internals.other_targets() | passed
+    assert found - operators == internals.other_targets()
     for op in SEQUENCES:
         assert internals.targets(op, *names[:3]) <= found
     constants = emulated.module.layer_constants()

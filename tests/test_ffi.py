@@ -1,7 +1,6 @@
 """The targets of the native kernels of the default platform, called by themselves."""
 
 import concurrent.futures
-import dataclasses
 import functools
 import re
 from collections.abc import Callable
@@ -170,32 +169,6 @@ def test_wrong_choices(op: str, name: str, refusal: Any) -> None:
         assert message in refusal(
             op, name, operands, lambda call, x=changed: call.attributes.update(x)
         )
-
-
-def _passed(packing: Any = None) -> Any:
-    """The operands of the backward pass of WKV7, whose `r` has another use."""
-    operands = _operands("wkv7", "backward", packing=packing)
-    return dataclasses.replace(operands, passed={"r": jnp.ones_like(operands.inputs["r"])})
-
-
-@pytest.mark.parametrize("wrong", SPOILED)
-def test_wrong_cotangent_of_another_use(wrong: str, refusal: Any) -> None:
-    def spoil(call: Call) -> None:
-        call.operands[-1] = SPOILED[wrong](call.operands[-1])
-
-    error = refusal("wkv7", "backward", _passed(), spoil)
-    assert re.search(r"INVALID_ARGUMENT: wkv7 backward: dr_passed (has|is)\b", error)
-
-
-def test_another_use_without_its_cotangent(refusal: Any) -> None:
-    error = refusal("wkv7", "backward", _passed(), lambda call: call.operands.pop())
-    assert "wkv7 backward: dr_passed is missing" in error
-
-
-def test_another_use_with_sequences(refusal: Any) -> None:
-    """Tokens of no sequence would lack the cotangent."""
-    error = refusal("wkv7", "backward", _passed(_sequences(CASE)), lambda call: None)
-    assert "packing is 2; expected 0 (none) or 1 (marks) with dr_passed" in error
 
 
 @pytest.mark.parametrize("saved", [1, 3])

@@ -16,7 +16,7 @@ from jaxtyping import PyTree
 
 import rwkv_jax
 from rwkv_jax.models import rwkv7
-from support import internals, language_models
+from support import hlo, internals, language_models
 from support.operators import FAST
 from support.tolerance import assert_trees_close
 
@@ -303,6 +303,22 @@ def test_what_recompute_keeps(params: rwkv7.Params, tokens: jax.Array) -> None:
         branches = sum(x is None for x in rwkv_jax.build_info()["missing"].values())
         once = CONFIG.layers * branches
         assert forwards == {None: once, "mixes": once, "cheap": once, "blocks": 2 * once}
+
+
+def test_kernels_add_the_cotangents_of_heads(
+    params: rwkv7.Params, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU the sums between kernels are those of the first layer's value, with three uses."""
+    internals.pretend(monkeypatch, "cuda", None)
+    tokens = jax.ShapeDtypeStruct((3, 17), jnp.int32)
+    with hlo.device("cuda"):
+        traced = jax.jit(lambda p, x: _loss_and_gradients(p, x)).trace(params, tokens)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    monkeypatch.undo()
+    jax.clear_caches()
+    heads, size = params.blocks[0].att.r_k.shape
+    adds = [x for x in text.splitlines() if "stablehlo.add " in x]
+    assert sum(f"tensor<3x17x{heads}x{size}xf32>" in x for x in adds) == 2
 
 
 @pytest.mark.usefixtures("unchecked_types")

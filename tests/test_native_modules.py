@@ -29,9 +29,6 @@ def test_constants_are_those_of_python(platform: str) -> None:
     assert found == pytest.approx(internals.constants_of_python(platform), rel=1e-7)
 
 
-PASSED = internals.targets("wkv7", "bwd_passed")
-
-
 @pytest.mark.parametrize("platform", PRESENT)
 def test_targets_are_those_of_python(platform: str) -> None:
     found = set(internals.native_module(platform).registrations())
@@ -39,7 +36,7 @@ def test_targets_are_those_of_python(platform: str) -> None:
     for op in SEQUENCES:
         assert internals.targets(op, "fwd", "bwd", "step") <= found
         of_operators |= internals.targets(op, "fwd", "bwd", "step", "summary", "reverse_summary")
-    assert found - of_operators == internals.other_targets(platform) | PASSED
+    assert found - of_operators == internals.other_targets(platform)
 
 
 def _problems(op: str) -> Iterator[dict[str, int]]:

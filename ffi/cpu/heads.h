@@ -54,17 +54,12 @@ struct Tokens {
 
 inline void Clear(float* x, int64_t count) { __builtin_memset(x, 0, count * sizeof(float)); }
 
-// Stores the results of padding: what `from` has, or zeros if it is null.
-inline void StorePadding(const Tokens& tokens, const Head& head, int64_t first, int64_t count,
-                         Dtype dtype, const void* from, void* to) {
-  const int64_t bytes = count * Bytes(dtype);
-  for (int64_t i = tokens.there; i < tokens.all; ++i) {
-    const int64_t at = (head.Token(tokens.at[i]) + first) * Bytes(dtype);
-    if (from)
-      __builtin_memcpy(static_cast<char*>(to) + at, static_cast<const char*>(from) + at, bytes);
-    else
-      __builtin_memset(static_cast<char*>(to) + at, 0, bytes);
-  }
+// Stores zeros as the results of padding.
+inline void StoreZeros(const Tokens& tokens, const Head& head, int64_t first, int64_t count,
+                       Dtype dtype, void* to) {
+  for (int64_t i = tokens.there; i < tokens.all; ++i)
+    __builtin_memset(static_cast<char*>(to) + (head.Token(tokens.at[i]) + first) * Bytes(dtype), 0,
+                     count * Bytes(dtype));
 }
 
 // `rows` rows of a [V, K] state to or from `columns`, [K, rows].
@@ -118,7 +113,7 @@ void ForwardRows(const Call& call, const Head& head, int64_t first_row, int64_t 
   for (int64_t start = 0; start < head.span.tokens; start += kRun) {
     const Tokens tokens(call.marks, head.sequence, start, Smaller(head.span.tokens - start, kRun));
     in.Read(call, head, tokens, nullptr);
-    StorePadding(tokens, head, first_row, rows, call.dtype, nullptr, call.y);
+    StoreZeros(tokens, head, first_row, rows, call.dtype, call.y);
     for (int64_t row = 0; row < rows; row += kRows) {
       float* const columns = states + row * size;
       if (call.states && start % kChunk == 0)
@@ -153,13 +148,11 @@ void Forward(const Call& call, int64_t index, int64_t first_row, int64_t rows, f
 // all of them.
 constexpr int kGroup = 4;
 
-// The gradients that the tokens of a chunk have of their own, the arrays that they go to, and those that are
-// added to them.
+// The gradients that the tokens of a chunk have of their own, and the arrays that they go to.
 struct TokenGradients {
   struct Each {
-    float* from;
+    const float* from;
     void* to;
-    const void* added = nullptr;
   };
 
   const Each* begin() const { return each; }
@@ -188,7 +181,7 @@ void Backward(const Call& call, int64_t index, float* scratch) {
     const Tokens tokens(call.marks, head.sequence, first,
                         Smaller(head.span.tokens - first, kChunk));
     for (const auto& gradient : gradients)
-      StorePadding(tokens, head, 0, size, call.dtype, gradient.added, gradient.to);
+      StoreZeros(tokens, head, 0, size, call.dtype, gradient.to);
     if (tokens.there == 0) continue;
     chunk.Read(call, head, tokens, chunk.slope);
     for (int64_t t = 0; t < tokens.there; ++t)
@@ -217,12 +210,8 @@ void Backward(const Call& call, int64_t index, float* scratch) {
     for (int64_t i = 0; i < tokens.there * size; i += kLanes)
       Store(chunk.dlog + i, Load(chunk.dlog + i) * Load(chunk.d + i) * Load(chunk.slope + i));
     for (int64_t t = 0; t < tokens.there; ++t) {
-      for (const auto& gradient : gradients) {
-        const int64_t token = head.Token(tokens.at[t]);
-        float* const from = gradient.from + t * size;
-        if (gradient.added) AddRow(call.dtype, gradient.added, token, size, from);
-        StoreRow(call.dtype, gradient.to, token, size, from);
-      }
+      for (const auto& gradient : gradients)
+        StoreRow(call.dtype, gradient.to, head.Token(tokens.at[t]), size, gradient.from + t * size);
       for (int64_t i = 0; i < size && chunk.dlog_sum; i += kLanes)
         Store(chunk.dlog_sum + i, Load(chunk.dlog_sum + i) + Load(chunk.dlog + t * size + i));
     }

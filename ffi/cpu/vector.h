@@ -142,12 +142,6 @@ inline void StoreAs(Dtype dtype, void* to, int64_t index, Vec x) {
   for (int64_t i = 0; i < count; i += kLanes) Store(to + i, LoadAs(dtype, from, index + i));
 }
 
-[[gnu::noinline]] inline void AddRow(Dtype dtype, const void* from, int64_t index, int64_t count,
-                                     float* to) {
-  for (int64_t i = 0; i < count; i += kLanes)
-    Store(to + i, Load(to + i) + LoadAs(dtype, from, index + i));
-}
-
 [[gnu::noinline]] inline void StoreRow(Dtype dtype, void* to, int64_t index, int64_t count,
                                        const float* from) {
   for (int64_t i = 0; i < count; i += kLanes) StoreAs(dtype, to, index + i, Load(from + i));

@@ -100,7 +100,7 @@ struct Chunk : Inputs {
   }
 
   TokenGradients Gradients(const Wkv7BackwardCall& call) const {
-    return {{{dr, call.dr, call.dr_passed},
+    return {{{dr, call.dr},
              {dlog, call.dw},
              {dk, call.dk},
              {dv, call.dv},

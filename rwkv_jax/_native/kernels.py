@@ -37,9 +37,6 @@ TARGETS = {
 }
 """The pass of a target, as its name has it."""
 
-PASSED = "_passed"
-"""Follows the pass in the name of a target that takes cotangents of passed inputs as well."""
-
 VERSION = "v2"
 
 MATRIX_UNITS = "matrix units"
@@ -60,7 +57,6 @@ class NativeKernels(Implementation):
     """C++ kernels on CPUs and CUDA kernels on GPUs, compiled as XLA FFI targets."""
 
     takes_sequences = True
-    takes_passed = True
 
     def __init__(
         self,
@@ -78,11 +74,9 @@ class NativeKernels(Implementation):
         self._has_summaries = has_summaries
         passes = list(TARGETS) if has_summaries else ["forward", "backward", "step"]
         self.targets = tuple(map(self._target, passes))
-        if signature.passed:
-            self.targets += (self._target("backward", PASSED),)
 
-    def _target(self, name: str, variant: str = "") -> str:
-        return f"rwkv_{self._signature.name}_{TARGETS[name]}{variant}_{VERSION}"
+    def _target(self, name: str) -> str:
+        return f"rwkv_{self._signature.name}_{TARGETS[name]}_{VERSION}"
 
     def why_not(
         self, platform: str, options: Options, inputs: Mapping[str, Any], packing: Packing
@@ -161,10 +155,8 @@ class NativeKernels(Implementation):
         dstate = call.states(operands.dstate)
         states = [operands.states[part] for part in dstate]
         results = [*_like(call.inputs), *_like(dstate)]
-        passed = [operands.passed[name] for name in self._signature.passed if operands.passed]
-        arrays = [*states, operands.dy, *dstate.values(), *passed]
-        variant = PASSED if passed else ""
-        found = self._call("backward", options, platform, call, arrays, results, variant)
+        arrays = [*states, operands.dy, *dstate.values()]
+        found = self._call("backward", options, platform, call, arrays, results)
         inputs = dict(zip(call.inputs, found, strict=False))
         before = dict(zip(dstate, found[len(inputs) :], strict=True))
         return Gradients(call.summed(inputs), call.opened(before))
@@ -220,14 +212,13 @@ class NativeKernels(Implementation):
         call: "_Rows",
         arrays: Sequence[Array],
         results: Results,
-        variant: str = "",
     ) -> tuple[Array, ...]:
         """The results of a target but its scratch. A target takes the inputs, then the arrays that
         its pass has besides, and then the packing."""
         problem = self._problem(options, call.operands.inputs, call.operands.packing)
         floats = library.scratch(platform, self._signature.name, TARGETS[name], **problem)
         *found, _ = library.call(
-            self._target(name, variant),
+            self._target(name),
             [*results, ((floats,), jnp.float32)],
             *call.inputs.values(),
             *arrays,

@@ -14,7 +14,7 @@ A packing says how several sequences share the rows of a batch:
 """
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import jax
@@ -34,14 +34,12 @@ class Options:
     precision: as the operator takes it, None made DEFAULT.
     implementation: the name of the only one to use, or None.
     save: whether the forward pass returns the states at chunk boundaries.
-    passes: whether the backward pass gets cotangents of the inputs that the signature calls passed.
     """
 
     decay: Any
     precision: lax.Precision
     implementation: str | None
     save: bool = False
-    passes: bool = False
 
     @property
     def exact(self) -> bool:
@@ -105,15 +103,13 @@ class Result(Generic[Leaf]):
 @dataclass(frozen=True)
 class Backward(Generic[Leaf]):
     """The operands of the backward pass: the inputs, the saved states, and the cotangents of `y`
-    and of the final state. `passed` are cotangents of inputs from other uses, which are added to
-    the gradients of these inputs."""
+    and of the final state."""
 
     inputs: dict[str, Leaf]
     states: dict[str, Leaf]
     dy: Leaf
     dstate: dict[str, Leaf]
     packing: Packing[Leaf] = None
-    passed: dict[str, Leaf] = field(default_factory=dict)
 
 
 @jax.tree_util.register_dataclass

@@ -12,7 +12,6 @@ from rwkv_jax._operator.call import Arrays, Backward, Forward, Options, Packing
 from rwkv_jax._operator.operator import Operator
 
 YAndState = tuple[Array, Arrays]
-YAndStateAndPassed = tuple[YAndState, Arrays]
 
 KEPT = "rwkv_jax"
 """The name of the results of forward passes for `jax.checkpoint_policies`: a policy that saves it
@@ -36,45 +35,28 @@ def _run(
 
 def sequence(operator: Operator, options: Options, operands: Forward) -> YAndState:
     """`y` and the final state."""
-    return passing(operator, options, operands)[0]
-
-
-def passing(operator: Operator, options: Options, operands: Forward) -> YAndStateAndPassed:
-    """`y` and the final state, and if `options.passes` the inputs that have another use. The
-    backward pass adds the cotangents from there."""
     if options.implementation == "reference":
-        return _passing(operator, options, operands)
+        return _run(operator, "forward", options, operands)
     return _sequence(operator, options, operands)
 
 
-def _passing(operator: Operator, options: Options, operands: Forward) -> YAndStateAndPassed:
-    result = _run(operator, "forward", options, operands)
-    return result, _passed(operator, options, operands)
-
-
-def _passed(operator: Operator, options: Options, operands: Forward) -> Arrays:
-    return {name: operands.inputs[name] for name in operator.signature.passed if options.passes}
-
-
-_sequence = jax.custom_vjp(_passing, nondiff_argnums=(0, 1))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _sequence(operator: Operator, options: Options, operands: Forward) -> YAndState:
+    return _run(operator, "forward", options, operands)
 
 
 def _sequence_forward(
     operator: Operator, options: Options, operands: Forward
-) -> tuple[YAndStateAndPassed, Residuals]:
+) -> tuple[YAndState, Residuals]:
     result = dispatch.run(operator, "forward", options.saving(True), operands)
     result = jax.tree.map(lambda x: checkpoint_name(x, KEPT), result)
-    passed = _passed(operator, options, operands)
-    residuals = Residuals(operands.inputs, result.states, operands.packing)
-    return ((result.y, result.state), passed), residuals
+    return (result.y, result.state), Residuals(operands.inputs, result.states, operands.packing)
 
 
 def _sequence_backward(
-    operator: Operator, options: Options, residuals: Residuals, cotangents: YAndStateAndPassed
+    operator: Operator, options: Options, residuals: Residuals, cotangents: YAndState
 ) -> tuple[Forward]:
-    (dy, dstate), passed = cotangents
-    inputs, states, packing = residuals
-    operands = Backward(inputs, states, dy, dstate, packing, passed)
+    operands = Backward(residuals.inputs, residuals.states, *cotangents, residuals.packing)
     found = dispatch.run(operator, "backward", options, operands)
     return (Forward(found.inputs, found.state),)
 

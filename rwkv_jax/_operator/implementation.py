@@ -48,9 +48,6 @@ class Implementation(abc.ABC):
     """Whether the passes take a packing of `Sequences`. Where not, the machinery runs them one
     chunk after another (`rwkv_jax._packing.by_chunk`)."""
 
-    takes_passed = False
-    """Whether the backward pass adds `Backward.passed`. Where not, the machinery does."""
-
     def why_not(
         self, platform: str, options: Options, inputs: Mapping[str, Any], packing: Packing
     ) -> str | None:

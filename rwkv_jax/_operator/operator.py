@@ -45,15 +45,14 @@ class Operator:
             case "forward":
                 return signature.forward_axes(packing), signature.result_axes(packing, options)
             case "backward":
-                return signature.backward_axes(packing, options), signature.gradient_axes(packing)
+                return signature.backward_axes(packing), signature.gradient_axes(packing)
             case "step":
                 return signature.step_axes()
             case "summary":
                 operands = dataclasses.replace(signature.forward_axes(packing), state={})
                 return operands, dict(self.summary.axes)
             case "reverse_summary":
-                operands = signature.backward_axes(packing, options)
-                return operands, signature.gradient_axes(packing).state
+                return signature.backward_axes(packing), signature.gradient_axes(packing).state
 
     def compute(
         self, name: Pass, choice: str, options: Options, platform: str, operands: Any
@@ -62,11 +61,6 @@ class Operator:
         implementation = self.implementations[choice]
         if name == "summary":
             return implementation.summary(self.summary, options, platform, operands)
-        if name == "backward" and operands.passed and not implementation.takes_passed:
-            alone = dataclasses.replace(operands, passed={})
-            found = self.compute(name, choice, options, platform, alone)
-            added = {n: found.inputs[n] + dx for n, dx in operands.passed.items()}
-            return dataclasses.replace(found, inputs=found.inputs | added)
         if isinstance(operands.packing, Sequences) and not implementation.takes_sequences:
             passes = {"forward": by_chunk.forward, "backward": by_chunk.backward}
             compute = functools.partial(getattr(implementation, name), options, platform)

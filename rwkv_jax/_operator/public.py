@@ -5,7 +5,6 @@ them, so that `rwkv_jax.sharding` and `rwkv_jax.implementations` find the operat
 function or a name, and `run` is their body.
 """
 
-import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -50,27 +49,15 @@ class PublicFunction(Arguments):
             return _token(operator, options, operands)
         if isinstance(packing, Sequences):
             return _sequences_in_a_row(operator, options, operands, packing)
-        operands = self._rows(operands, axis)
+        operands = _started(operator, operands)
+        if isinstance(packing, SegmentIds):
+            (ids,) = alike(["BT"], packing.ids)
+            found = segments.marks(ids) if axis is None else segments.over_devices(ids, axis)
+            operands = Forward(operands.inputs, operands.state, Marks(found))
+        operands = _prepared(operator, self.name, operands, axis=axis)
         if axis is not None:
             return over_devices.run(operator, options, axis, operands)
         return derivative.sequence(operator, options, operands)
-
-    def _rows(self, operands: Forward, axis: Any = None) -> Forward:
-        """The operands of the passes, from those of a call in which each row has one state."""
-        operands = _started(self.operator, operands)
-        if isinstance(operands.packing, SegmentIds):
-            (ids,) = alike(["BT"], operands.packing.ids)
-            found = segments.marks(ids) if axis is None else segments.over_devices(ids, axis)
-            operands = Forward(operands.inputs, operands.state, Marks(found))
-        return _prepared(self.operator, self.name, operands, axis=axis)
-
-    def passing(self, call: Call) -> tuple[tuple[Array, Any], Arrays]:
-        """The results of a call without `cu_seqlens` and `slots`, and the inputs that the signature
-        calls passed, for their other use."""
-        options = dataclasses.replace(call.options, passes=True)
-        operands = self._rows(call.operands)
-        (y, state), passed = derivative.passing(self.operator, options, operands)
-        return self.results(y, state), passed
 
     def __call__(self, arguments: Mapping[str, Any]) -> tuple[Array, Any]:
         call = self.checked(arguments)
@@ -117,16 +104,6 @@ def registered() -> Sequence[PublicFunction]:
 def run(function: Callable[..., Any], arguments: Mapping[str, Any]) -> tuple[Array, Any]:
     """The body of a public function, from its arguments by name."""
     return _REGISTERED[function](arguments)
-
-
-def passing(
-    function: Callable[..., Any], *args: Any, **options: Any
-) -> tuple[tuple[Array, Any], Arrays]:
-    """The results of a call, with what `PublicFunction.passing` gives of an operator."""
-    own = next((x for x in registered() if x.function is function and not x.is_step), None)
-    if own is None:
-        return function(*args, **options), {}
-    return own.passing(own.bind(*args, **options))
 
 
 def _started(operator: Operator, operands: Forward, **sizes: int) -> Forward:

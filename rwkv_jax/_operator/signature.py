@@ -39,8 +39,6 @@ class Signature:
     empty: the number that a part of the state holds before any token, where that is not 0.
     per_head: parameters [H, K] that callers may give as [H, 1].
     exact_states: whether saved states are float32 whatever the dtype of the inputs.
-    passed: inputs that have another use in models. They can be results as well: the cotangent from
-      there is added to the gradient where that is written.
     """
 
     name: str
@@ -53,7 +51,6 @@ class Signature:
     empty: Mapping[str, float] = field(default_factory=dict)
     per_head: frozenset[str] = frozenset()
     exact_states: bool = False
-    passed: tuple[str, ...] = ()
 
     @functools.cached_property
     def timed(self) -> tuple[str, ...]:
@@ -120,14 +117,13 @@ class Signature:
         saved = self._saved if options.save else {}
         return Result(self.inputs[self.y], self._states(packing), dict(saved))
 
-    def backward_axes(self, packing: Packing, options: Options) -> Backward[str]:
+    def backward_axes(self, packing: Packing) -> Backward[str]:
         return Backward(
             dict(self.rows),
             dict(self._saved),
             self.inputs[self.y],
             self._states(packing),
             _axes_of_packing(packing),
-            {name: self.rows[name] for name in self.passed if options.passes},
         )
 
     def gradient_axes(self, packing: Packing) -> Gradients[str]:

@@ -52,10 +52,12 @@ class Function:
     """A layer function.
 
     name: the public function's.
-    tensors: the axes of the inputs that share a dtype and have gradients.
+    tensors: the axes of the inputs that have gradients. They share a dtype, but for those of
+      `float32`.
     parameters: the axes of the parameters, without B. Kernels and formulas get them with B.
     results: the axes of what the formula computes from its inputs.
-    formula: the results, computed in float32 and rounded to the dtype of the tensors.
+    formula: the results, computed in float32 and rounded to the dtype of the tensors, but for those
+      of `float32`.
     limits: why there are no kernels for given sizes of the axes, or None.
     indices: the axes of inputs of int32, which have no gradient.
     kept: the axes of results of float32 that only the backward pass of kernels needs.
@@ -63,6 +65,8 @@ class Function:
       are added where they are read.
     passed: inputs that are results as well, because they have another use: the cotangent from there
       is added to the gradient where that is written.
+    float32: the tensors and results that are float32 whatever the dtype of the other tensors. The
+      first tensor is none of them.
     """
 
     name: str
@@ -75,6 +79,7 @@ class Function:
     kept: Mapping[str, str] = field(default_factory=dict)
     again: tuple[str, ...] = ()
     passed: tuple[str, ...] = ()
+    float32: tuple[str, ...] = ()
 
     implementations = ("ffi", "xla", "reference")
 
@@ -159,7 +164,10 @@ class Function:
 
     def _native_forward(self, inputs: Arrays, operands: Operands) -> tuple[Arrays, Arrays]:
         sizes, dtype = self._sizes(inputs), inputs[next(iter(self.tensors))].dtype
-        shapes = [([sizes[x] for x in axes], dtype) for axes in self.results.values()]
+        shapes = [
+            ([sizes[x] for x in axes], jnp.float32 if name in self.float32 else dtype)
+            for name, axes in self.results.items()
+        ]
         kept = [([sizes.get(x, 2) for x in axes], jnp.float32) for axes in self.kept.values()]
         given = self._native_inputs(inputs, self._vectors(inputs))
         found = library.call(self.targets[0], [*shapes, *kept], *given)
@@ -217,7 +225,8 @@ def run(
     if implementation is not None:
         check.choice(function.name, "implementation", implementation, function.implementations)
     op, both = function.name, {**function.tensors, **function.parameters}
-    given = check.arrays(op, both, {**tensors, **parameters}, states=function.parameters)
+    wide = (*function.parameters, *function.float32)
+    given = check.arrays(op, both, {**tensors, **parameters}, states=wide)
     given |= indices or {}
     letters = {**both, **function.indices}
     names = list(function.inputs)

@@ -13,32 +13,28 @@ GROUP_NORM_EPS = 64e-5
 
 def read_out(
     y: Float[Operand, "B T H K"],
-    r: Float[Operand, "B T H K"],
-    k: Float[Operand, "B T H K"],
+    bonus: Float32[Operand, "B T H"],
     v: Float[Operand, "B T H K"],
     gate: Float[Operand, "B T H K"],
     weight: Float32[Operand, "H K"],
     bias: Float32[Operand, "H K"],
-    r_k: Float32[Operand, "H K"],
     *,
     implementation: str | None = None,
 ) -> Float[Array, "B T H K"]:
     """What RWKV-7 makes of the output `y` of `wkv7`, for each head:
 
         z = (y - mean) / sqrt(variance + 64e-5) * weight + bias
-        out = (z + sum(r * k * r_k) * v) * gate
+        out = (z + bonus * v) * gate
 
     in float32.
 
     Args:
       y: the output of `wkv7`, float32, bfloat16 or float16.
-      r: an operand of `wkv7`.
-      k: an operand of `wkv7`.
+      bonus: the result of this name of `wkv7_keys`.
       v: an operand of `wkv7`.
       gate: the output gate.
       weight: the scale of the normalisation of a head.
       bias: its offset.
-      r_k: the parameter of this name.
       implementation: "ffi", "xla", "reference" or, for the fastest one, None.
 
     Returns:
@@ -50,25 +46,24 @@ def read_out(
 
     The formulas are those of RWKV-LM's training code, `RWKV_Tmix_x070`.
     """
-    tensors = {"y": y, "r": r, "k": k, "v": v, "gate": gate}
-    parameters = {"weight": weight, "bias": bias, "r_k": r_k}
-    return run(FUNCTION, tensors, parameters, implementation)["out"]
+    tensors = {"y": y, "bonus": bonus, "v": v, "gate": gate}
+    return run(FUNCTION, tensors, {"weight": weight, "bias": bias}, implementation)["out"]
 
 
 def _formula(inputs: Arrays) -> Arrays:
-    y, r, k, v, gate = (inputs[x].astype(jnp.float32) for x in ("y", "r", "k", "v", "gate"))
+    y, v, gate = (inputs[name].astype(jnp.float32) for name in ("y", "v", "gate"))
     y = y - y.mean(-1, keepdims=True)
     z = y * lax.rsqrt((y * y).mean(-1, keepdims=True) + GROUP_NORM_EPS)
     z = z * per_token(inputs["weight"]) + per_token(inputs["bias"])
-    bonus = (r * k * per_token(inputs["r_k"])).sum(-1, keepdims=True) * v
-    return {"out": ((z + bonus) * gate).astype(inputs["y"].dtype)}
+    return {"out": ((z + inputs["bonus"][..., None] * v) * gate).astype(inputs["y"].dtype)}
 
 
 FUNCTION = Function(
     "read_out",
-    tensors=dict.fromkeys(("y", "r", "k", "v", "gate"), "BTHK"),
-    parameters={"weight": "HK", "bias": "HK", "r_k": "HK"},
+    tensors={"y": "BTHK", "bonus": "BTH", "v": "BTHK", "gate": "BTHK"},
+    parameters={"weight": "HK", "bias": "HK"},
     results={"out": "BTHK"},
+    float32=("bonus",),
     formula=_formula,
     limits=head_sizes,
 )

@@ -1,4 +1,4 @@
-"""The operands k, a and b of `wkv7`."""
+"""The operands k, a and b of `wkv7`, and what `read_out` needs of r and k."""
 
 from typing import NamedTuple
 
@@ -15,20 +15,23 @@ UNIT_LENGTH_EPS = 1e-12
 
 
 class Wkv7Keys(NamedTuple):
-    """The operands of `wkv7`, and `k` once more for `read_out`."""
+    """The operands of `wkv7`, `r` among them, and the bonus of each head for `read_out`."""
 
     k: Float[Array, "B T H K"]
     a: Float[Array, "B T H K"]
     b: Float[Array, "B T H K"]
-    k_again: Float[Array, "B T H K"]
+    bonus: Float32[Array, "B T H"]
+    r: Float[Array, "B T H K"]
 
 
 def wkv7_keys(
     k: Float[Operand, "B T H K"],
     rate: Float[Operand, "B T H K"],
+    r: Float[Operand, "B T H K"],
     k_k: Float32[Operand, "H K"],
     k_a: Float32[Operand, "H K"],
     a0: Float32[Operand, "H K"],
+    r_k: Float32[Operand, "H K"],
     *,
     implementation: str | None = None,
 ) -> Wkv7Keys:
@@ -37,20 +40,23 @@ def wkv7_keys(
         alpha = sigmoid(a0 + rate)
         kk = k * k_k / max(|k * k_k|, 1e-12)
         k' = k * (1 + (alpha - 1) * k_a),  a = -kk,  b = kk * alpha
+        bonus = sum(r * k' * r_k)
 
     in float32.
 
     Args:
       k: the projected keys, float32, bfloat16 or float16.
       rate: the low-rank projection of the in-context learning rate.
+      r: the projected receptance, an operand of `wkv7`.
       k_k: the parameter of this name.
       k_a: the parameter of this name.
       a0: the parameter of this name.
+      r_k: the parameter of this name.
       implementation: "ffi", "xla", "reference" or, for the fastest one, None.
 
     Returns:
-      k', a and b in the dtype of `k`, and k' once more. The backward pass adds up the cotangents of
-      both while it reads them, so give one to `wkv7` and the other to `read_out`.
+      k', a and b in the dtype of `k`, the bonus in float32, and `r` itself. The backward pass adds
+      the cotangent of this `r` to the one that the bonus gives, so give it to `wkv7`.
 
     Raises:
       TypeError, ValueError: an argument has another shape or dtype.
@@ -58,10 +64,9 @@ def wkv7_keys(
 
     The formulas are those of RWKV-LM's training code, `RWKV_Tmix_x070`.
     """
-    found = run(
-        FUNCTION, {"k": k, "rate": rate}, {"k_k": k_k, "k_a": k_a, "a0": a0}, implementation
-    )
-    return Wkv7Keys(found["key"], found["a"], found["b"], found["key_again"])
+    parameters = {"k_k": k_k, "k_a": k_a, "a0": a0, "r_k": r_k}
+    found = run(FUNCTION, {"k": k, "rate": rate, "r": r}, parameters, implementation)
+    return Wkv7Keys(*(found[name] for name in ("key", "a", "b", "bonus", "r")))
 
 
 def _formula(inputs: Arrays) -> Arrays:
@@ -74,16 +79,18 @@ def _formula(inputs: Arrays) -> Arrays:
     square = jnp.where(square < UNIT_LENGTH_EPS**2, UNIT_LENGTH_EPS**2, square)
     kk = kk * lax.rsqrt(square)
     key = k * (1 + (alpha - 1) * per_token(inputs["k_a"]))
+    bonus = (inputs["r"].astype(jnp.float32) * key * per_token(inputs["r_k"])).sum(-1)
     results = {"key": key, "a": -kk, "b": kk * alpha}
-    return {name: x.astype(dtype) for name, x in results.items()}
+    return {"bonus": bonus, **{name: x.astype(dtype) for name, x in results.items()}}
 
 
 FUNCTION = Function(
     "wkv7_keys",
-    tensors={"k": "BTHK", "rate": "BTHK"},
-    parameters={"k_k": "HK", "k_a": "HK", "a0": "HK"},
-    results={"key": "BTHK", "a": "BTHK", "b": "BTHK"},
-    again=("key",),
+    tensors={"k": "BTHK", "rate": "BTHK", "r": "BTHK"},
+    parameters={"k_k": "HK", "k_a": "HK", "a0": "HK", "r_k": "HK"},
+    results={"key": "BTHK", "a": "BTHK", "b": "BTHK", "bonus": "BTH"},
+    passed=("r",),
+    float32=("bonus",),
     formula=_formula,
     limits=head_sizes,
 )

@@ -10,5 +10,4 @@ SIGNATURE = Signature(
     state={"state": "BHVK"},
     idle={"w": NO_DECAY},
     decays=("log", "exp", "sigmoid"),
-    passed=("r",),
 )

@@ -37,22 +37,15 @@ def operands(
     return inputs, cotangents
 
 
-def with_passed(inputs: Arrays, cotangents: Arrays) -> Arrays:
-    """The cotangents, and one of `r` from another use."""
-    r, rng = inputs["r"], np.random.default_rng(3)
-    return cotangents | {"dpassed": rng.standard_normal(r.shape).astype(r.dtype)}
-
-
 def results(
     run: Run, function: Callable[..., Any] | None = None, **arguments: Any
 ) -> dict[str, jax.Array]:
     """What an operator returns, by name. `function` is called in place of the public function of
-    the operator, with the same arguments. It may return `r` as well, which is called `passed`."""
+    the operator, with the same arguments."""
     call = run if function is None else flat(run.op, function)
     options = {"decay": run.operator.decays[-1], "implementation": run.implementation}
     values = call(**{**options, "precision": "highest", **arguments})
-    passed = ["passed"] if len(values) > len(run.operator.results) else []
-    return dict(zip([*run.operator.results, *passed], values, strict=True))
+    return dict(zip(run.operator.results, values, strict=True))
 
 
 @functools.partial(jax.jit, static_argnames=("run", "function", "decay", "precision"))
@@ -131,12 +124,6 @@ def expected(
     its own, and zeros for tokens of none."""
     own = OPERATORS[op]
     decay = decay or own.decays[-1]
-    if "dpassed" in cotangents:
-        others = {name: x for name, x in cotangents.items() if name != "dpassed"}
-        packing = {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens}
-        found = expected(op, inputs, others, decay=decay, **packing)
-        dr = found["dr"] + np.float64(cotangents["dpassed"])
-        return found | {"passed": inputs["r"], "dr": dr}
     if segment_ids is not None:
         return _from_pieces(own, inputs, cotangents, decay, _segments(segment_ids))
     if cu_seqlens is not None:

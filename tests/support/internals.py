@@ -17,7 +17,7 @@ from rwkv_jax._native import kernels, library, packing
 from rwkv_jax._operator import check, dispatch
 from rwkv_jax._operator.call import Arrays, Backward, Forward, Marks, Options, Sequences
 from rwkv_jax._operator.implementation import Implementation, Lazy, Summary
-from rwkv_jax._operator.public import PublicFunction, passing, registered
+from rwkv_jax._operator.public import PublicFunction, registered
 from rwkv_jax._operator.saved import CHUNK as CHUNK
 from rwkv_jax._operator.signature import Signature
 from rwkv_jax._packing import pieces, segments
@@ -29,7 +29,6 @@ from rwkv_jax.layers import _products
 from rwkv_jax.losses import _slabs
 from rwkv_jax.models import _row_product
 from rwkv_jax.models.rwkv7 import block_step
-from rwkv_jax.wkv7 import wkv7
 
 CONTINUES, STARTS, PADDING = segments.CONTINUES, segments.STARTS, segments.PADDING
 """The marks of a token."""
@@ -60,12 +59,6 @@ def signature(op: str) -> Signature:
 
 def implementation(op: str, name: str) -> Implementation:
     return function(op).operator.implementations[name]
-
-
-def wkv7_passed(*operands: Any, **options: Any) -> tuple[jax.Array, ...]:
-    """WKV7 with `r` as a third result, for another use."""
-    (y, state), passed = passing(wkv7, *operands, **options)
-    return y, state, passed["r"]
 
 
 def axes_of_arguments(op: str) -> Mapping[str, str]:
@@ -163,8 +156,8 @@ def run_native_pass(op: str, name: str, platform: str, operands: Any, **options:
 
 
 def targets(op: str, *passes: str) -> set[str]:
-    """The native targets for passes of an operator: "fwd", "bwd", "step", "summary",
-    "reverse_summary" or, of WKV7, "bwd_passed"."""
+    """The native targets for passes of an operator: "fwd", "bwd", "step", "summary" or
+    "reverse_summary"."""
     return {f"rwkv_{op}_{name}_v2" for name in passes}
 
 

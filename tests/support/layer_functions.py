@@ -51,6 +51,7 @@ class LayerFunction:
     call: the public function; its results by name.
     oracle: results from float64 inputs, and gradients where there are cotangents.
     tensors, parameters, results: the axes of arrays by name.
+    float32: tensors and results that are float32 whatever the dtype of the others.
     """
 
     call: Callable[..., dict[str, jax.Array]]
@@ -58,10 +59,16 @@ class LayerFunction:
     tensors: Mapping[str, str]
     parameters: Mapping[str, str]
     results: Mapping[str, str]
+    float32: tuple[str, ...] = ()
 
     @property
     def inputs(self) -> dict[str, str]:
         return {**self.tensors, **self.parameters}
+
+    def dtype(self, name: str, dtype: str) -> np.dtype:
+        """The dtype of an array, or of a gradient, where the tensors have `dtype`."""
+        exact = {*self.parameters, *self.float32}
+        return np.dtype("float32" if {name, name[1:]} & exact else DTYPES[dtype])
 
 
 def _sigmoid(x: np.ndarray) -> np.ndarray:
@@ -118,25 +125,30 @@ def norm_shift_mix(inputs: Arrays, d: Arrays | None = None) -> dict[str, np.ndar
 
 
 def wkv7_keys(inputs: Arrays, d: Arrays | None = None) -> dict[str, np.ndarray]:
-    k, rate, k_k, k_a, a0 = (inputs[n] for n in ("k", "rate", "k_k", "k_a", "a0"))
+    k, rate, r = (inputs[n] for n in ("k", "rate", "r"))
+    k_k, k_a, a0, r_k = (inputs[n] for n in ("k_k", "k_a", "a0", "r_k"))
     alpha = _sigmoid(a0 + rate)
     u = k * k_k
     length = np.linalg.norm(u, axis=-1, keepdims=True)
     kk = u / np.maximum(length, 1e-12)
     key = k * (1 + (alpha - 1) * k_a)
-    found = {"key": key, "a": -kk, "b": kk * alpha, "key_again": key}
+    bonus = (r * key * r_k).sum(-1)
+    found = {"key": key, "a": -kk, "b": kk * alpha, "bonus": bonus, "passed": r}
     if d is None:
         return found
-    dkey, dkk = d["dkey"] + d["dkey_again"], d["db"] * alpha - d["da"]
+    dbonus = d["dbonus"][..., None]
+    dkey, dkk = d["dkey"] + dbonus * r * r_k, d["db"] * alpha - d["da"]
     inner = np.where(length > 1e-12, kk * (kk * dkk).sum(-1, keepdims=True), 0)
     du = (dkk - inner) / np.maximum(length, 1e-12)
     drate = (d["db"] * kk + dkey * k * k_a) * alpha * (1 - alpha)
     return found | {
         "dk": dkey * (1 + (alpha - 1) * k_a) + du * k_k,
         "drate": drate,
+        "dr": d["dpassed"] + dbonus * key * r_k,
         "dk_k": (du * k).sum((0, 1)),
         "dk_a": (dkey * k * (alpha - 1)).sum((0, 1)),
         "da0": drate.sum((0, 1)),
+        "dr_k": (dbonus * r * key).sum((0, 1)),
     }
 
 
@@ -158,25 +170,21 @@ def value_residual(inputs: Arrays, d: Arrays | None = None) -> dict[str, np.ndar
 
 
 def read_out(inputs: Arrays, d: Arrays | None = None) -> dict[str, np.ndarray]:
-    y, r, k, v, gate = (inputs[n] for n in ("y", "r", "k", "v", "gate"))
-    weight, bias, r_k = (inputs[n] for n in ("weight", "bias", "r_k"))
+    y, v, gate, weight, bias = (inputs[n] for n in ("y", "v", "gate", "weight", "bias"))
     z, scale = _normalised(y, 64e-5)
-    bonus = (r * k * r_k).sum(-1, keepdims=True)
+    bonus = inputs["bonus"][..., None]
     inner = z * weight + bias + bonus * v
     found = {"out": inner * gate}
     if d is None:
         return found
     dinner = d["dout"] * gate
-    dbonus = (dinner * v).sum(-1, keepdims=True)
     return found | {
         "dy": _normalised_backward(z, scale, dinner * weight),
-        "dr": dbonus * k * r_k,
-        "dk": dbonus * r * r_k,
+        "dbonus": (dinner * v).sum(-1),
         "dv": dinner * bonus,
         "dgate": d["dout"] * inner,
         "dweight": (dinner * z).sum((0, 1)),
         "dbias": dinner.sum((0, 1)),
-        "dr_k": (dbonus * r * k).sum((0, 1)),
     }
 
 
@@ -187,7 +195,7 @@ def _call_norm_shift_mix(**arguments: Any) -> dict[str, jax.Array]:
 
 def _call_wkv7_keys(**arguments: Any) -> dict[str, jax.Array]:
     found = layers.wkv7_keys(**arguments)
-    return {"key": found.k, "a": found.a, "b": found.b, "key_again": found.k_again}
+    return {"key": found.k, "a": found.a, "b": found.b, "bonus": found.bonus, "passed": found.r}
 
 
 def _call_value_residual(**arguments: Any) -> dict[str, jax.Array]:
@@ -214,16 +222,19 @@ LAYER_FUNCTIONS = {
         {f"mixed{i}": "BTD" for i in range(6)} | {"passed": "BTD"},
     ),
     "wkv7_keys": LayerFunction(
-        *(_call_wkv7_keys, wkv7_keys, _of_heads("k", "rate"), _by_head("k_k", "k_a", "a0")),
-        _of_heads("key", "a", "b", "key_again"),
+        *(_call_wkv7_keys, wkv7_keys, _of_heads("k", "rate", "r")),
+        _by_head("k_k", "k_a", "a0", "r_k"),
+        {**_of_heads("key", "a", "b"), "bonus": "BTH", **_of_heads("passed")},
+        float32=("bonus",),
     ),
     "value_residual": LayerFunction(
         *(_call_value_residual, value_residual, _of_heads("v", "rate", "first"), _by_head("v0")),
         _of_heads("value", "value_again", "passed"),
     ),
     "read_out": LayerFunction(
-        *(_call_read_out, read_out, _of_heads("y", "r", "k", "v", "gate")),
-        *(_by_head("weight", "bias", "r_k"), _of_heads("out")),
+        *(_call_read_out, read_out, {"y": "BTHK", "bonus": "BTH", "v": "BTHK", "gate": "BTHK"}),
+        *(_by_head("weight", "bias"), _of_heads("out")),
+        float32=("bonus",),
     ),
 }
 
@@ -233,17 +244,17 @@ def operands(name: str, case: Case) -> tuple[Arrays, Arrays]:
     own, sizes = LAYER_FUNCTIONS[name], case.sizes
     rng = np.random.default_rng([case.seed, case.B, case.T, case.H, case.K])
 
-    def normal(axes: str) -> np.ndarray:
-        return rng.standard_normal([sizes[letter] for letter in axes])
+    def normal(n: str, axes: str) -> np.ndarray:
+        x = rng.standard_normal([sizes[letter] for letter in axes])
+        return x.astype(own.dtype(n, case.dtype))
 
-    dtype = DTYPES[case.dtype]
-    inputs = {n: normal(axes).astype(dtype) for n, axes in own.tensors.items()}
-    inputs |= {n: normal(axes).astype(np.float32) for n, axes in own.parameters.items()}
+    inputs = {n: normal(n, axes) for n, axes in own.inputs.items()}
     results = [n for n in own.results if not n[5:].isdigit() or int(n[5:]) < case.mixes]
-    cotangents = {f"d{n}": normal(own.results[n]).astype(dtype) for n in results}
+    cotangents = {f"d{n}": normal(n, own.results[n]) for n in results}
     if name == "norm_shift_mix":
         # A mean that a token has besides its variance, as activations do.
-        inputs["x"] = (1.5 * inputs["x"].astype(np.float32) + 0.7).astype(dtype)
+        x = inputs["x"]
+        inputs["x"] = (1.5 * x.astype(np.float32) + 0.7).astype(x.dtype)
         if case.origin:
             kinds = rng.choice([TOKEN, NOTHING], (case.B, case.T), p=[0.8, 0.2])
             # One state in a row at most; the first row has it before its first token.
@@ -300,7 +311,6 @@ def check(
     inputs, cotangents = operands(name, case)
     found = value_and_gradients(name, implementation, inputs, cotangents, function=function)
     assert_right(found, expected(name, inputs, cotangents), case.dtype)
-    parameters = [f"d{n}" for n in LAYER_FUNCTIONS[name].parameters]
     for n, x in found.items():
-        assert x.dtype == ("float32" if n in parameters else case.dtype), n
+        assert x.dtype == LAYER_FUNCTIONS[name].dtype(n, case.dtype), n
     return found

@@ -36,20 +36,28 @@ __device__ void MakeKeys(const Vector& k, const Vector& rate, const HeadVector& 
   }
 }
 
-// A token of a head: y normalised, 1 / sqrt(variance + eps), and s.
+// The share of the value of a token that is read out besides the output of WKV7.
+template <int kLanes, typename Vector>
+__device__ float Bonus(const Vector& r, const HeadVector& key, const HeadVector& r_k) {
+  float bonus = 0.0f;
+#pragma unroll
+  for (int c = 0; c < kHeadVector; ++c) bonus += r[c] * key[c] * r_k[c];
+  return SumOverLanes<kLanes>(bonus);
+}
+
+// A token of a head: y normalised, and 1 / sqrt(variance + eps).
 template <int kLanes>
 struct Normalised {
   HeadVector z;
-  float scale, s = 0.0f;
+  float scale;
 
   template <typename Vector>
-  __device__ Normalised(const Vector& y, const Vector& r, const Vector& k, const HeadVector& r_k) {
+  __device__ explicit Normalised(const Vector& y) {
     constexpr float kShare = 1.0f / (kLanes * kHeadVector);
     float sum = 0.0f, squares = 0.0f;
 #pragma unroll
-    for (int c = 0; c < kHeadVector; ++c) sum += y[c], s += r[c] * k[c] * r_k[c];
+    for (int c = 0; c < kHeadVector; ++c) sum += y[c];
     const float mean = SumOverLanes<kLanes>(sum) * kShare;
-    s = SumOverLanes<kLanes>(s);
 #pragma unroll
     for (int c = 0; c < kHeadVector; ++c) {
       z[c] = y[c] - mean;

@@ -44,13 +44,14 @@ class LayerReader {
   void Read(Wkv7KeysForwardCall& call) {
     ReadInputs(call);
     call.key = Result("key"), call.a = Result("a"), call.b = Result("b");
+    call.bonus = FloatResult("bonus");
   }
 
   void Read(Wkv7KeysBackwardCall& call) {
     ReadInputs(call);
-    call.dkey[0] = Tensor("dkey"), call.da = Tensor("da"), call.db = Tensor("db");
-    call.dkey[1] = Tensor("dkey_again");
-    call.dk = Result("dk"), call.drate = Result("drate");
+    call.dkey = Tensor("dkey"), call.da = Tensor("da"), call.db = Tensor("db");
+    call.dbonus = Floats("dbonus", "BTH"), call.dpassed = Tensor("dpassed");
+    call.dk = Result("dk"), call.drate = Result("drate"), call.dr = Result("dr");
     call.partials = Partials("BNJHK");
   }
 
@@ -75,7 +76,7 @@ class LayerReader {
   void Read(ReadOutBackwardCall& call) {
     ReadInputs(call);
     call.dout = Tensor("dout");
-    call.dy = Result("dy"), call.dr = Result("dr"), call.dk = Result("dk");
+    call.dy = Result("dy"), call.dbonus = FloatResult("dbonus");
     call.dv = Result("dv"), call.dgate = Result("dgate");
     call.partials = Partials("BNJHK");
   }
@@ -110,7 +111,7 @@ class LayerReader {
   }
 
   void ReadInputs(Wkv7KeysCall& call) {
-    call.k = Tensor("k"), call.rate = Tensor("rate");
+    call.k = Tensor("k"), call.rate = Tensor("rate"), call.r = Tensor("r");
     ReadParameters(call);
   }
 
@@ -120,8 +121,8 @@ class LayerReader {
   }
 
   void ReadInputs(ReadOutCall& call) {
-    call.y = Tensor("y"), call.r = Tensor("r"), call.k = Tensor("k"), call.v = Tensor("v");
-    call.gate = Tensor("gate");
+    call.y = Tensor("y"), call.bonus = Floats("bonus", "BTH");
+    call.v = Tensor("v"), call.gate = Tensor("gate");
     ReadParameters(call);
   }
 
@@ -156,6 +157,9 @@ class LayerReader {
     return static_cast<const float*>(operands.Arg(name, axes, Kind::kFloat));
   }
   void* Result(const std::string& name) { return operands.Ret(name, "BTHK", Kind::kTensor); }
+  float* FloatResult(const std::string& name) {
+    return static_cast<float*>(operands.Ret(name, "BTH", Kind::kFloat));
+  }
   float* Partials(const char* axes) {
     void* const partials = operands.Ret("partials", axes, Kind::kFloat);
     const int64_t runs = Runs(operands.Size('T'));

@@ -35,6 +35,16 @@ class HeadRun {
   __device__ void Store(void* array, int64_t t, const HeadVector& x) const {
     if (active) StoreRounded<T>(array, At(t), x);
   }
+  // The number that an array [B, T, H] has for this head of kLanes lanes.
+  template <int kLanes>
+  __device__ float LoadOfHead(const float* array, int64_t t) const {
+    return active ? array[At(t) / (kLanes * kHeadVector)] : 0.0f;
+  }
+  // All lanes of a head have the same x.
+  template <int kLanes>
+  __device__ void StoreOfHead(float* array, int64_t t, float x) const {
+    if (active && threadIdx.x % kLanes == 0) array[At(t) / (kLanes * kHeadVector)] = x;
+  }
   // Reads the parameter number i of `count`.
   __device__ void LoadParameter(const float* parameters, int i, int64_t count,
                                 HeadVector& x) const {

@@ -1,12 +1,12 @@
 // What RWKV-7 makes of the output of WKV7 before the output product, after the formulas of RWKV-LM:
 //
 //   z = (y - mean) / sqrt(variance + eps)          for each head
-//   out = (z * weight + bias + s v) * gate,  s = sum over the head of r * k * r_k
+//   out = (z * weight + bias + bonus v) * gate     with a number for each head, of wkv7_keys.cu
 //
 // Backward, with e = dout * gate and g = e * weight:
 //
-//   dy = (g - mean(g) - z mean(g z)) / sqrt(variance + eps),  dgate = dout * (z * weight + bias + s v)
-//   ds = sum over the head of e * v,  dr = ds k r_k,  dk = ds r r_k,  dv = s e
+//   dy = (g - mean(g) - z mean(g z)) / sqrt(variance + eps)
+//   dgate = dout * (z * weight + bias + bonus v),  dv = bonus e,  dbonus = sum over the head of e * v
 #include "layers/formulas.cuh"
 #include "layers/heads.cuh"
 
@@ -16,12 +16,11 @@ namespace {
 constexpr int64_t kForwardTokens = 16;
 
 struct ReadOutParameters {
-  HeadVector weight = {}, bias = {}, r_k = {};
+  HeadVector weight = {}, bias = {};
 
   __device__ ReadOutParameters(const HeadRun& run, const ReadOutCall& call) {
     run.LoadParameter(call.parameters, 0, call.kParameters, weight);
     run.LoadParameter(call.parameters, 1, call.kParameters, bias);
-    run.LoadParameter(call.parameters, 2, call.kParameters, r_k);
   }
 };
 
@@ -30,13 +29,14 @@ __global__ __launch_bounds__(kHeadThreads) void ForwardKernel(ReadOutForwardCall
   const HeadRun run(call, kForwardTokens);
   const ReadOutParameters parameters(run, call);
   for (int64_t t = run.begin; t < run.end; ++t) {
-    const auto y = run.Load<T>(call.y, t), r = run.Load<T>(call.r, t), k = run.Load<T>(call.k, t);
-    const auto v = run.Load<T>(call.v, t), gate = run.Load<T>(call.gate, t);
-    const Normalised<kLanes> head(y, r, k, parameters.r_k);
+    const auto y = run.Load<T>(call.y, t), v = run.Load<T>(call.v, t);
+    const auto gate = run.Load<T>(call.gate, t);
+    const float bonus = run.LoadOfHead<kLanes>(call.bonus, t);
+    const Normalised<kLanes> head(y);
     HeadVector out;
 #pragma unroll
     for (int c = 0; c < kHeadVector; ++c)
-      out[c] = (head.z[c] * parameters.weight[c] + parameters.bias[c] + head.s * v[c]) * gate[c];
+      out[c] = (head.z[c] * parameters.weight[c] + parameters.bias[c] + bonus * v[c]) * gate[c];
     run.Store<T>(call.out, t, out);
   }
 }
@@ -46,43 +46,38 @@ __global__ __launch_bounds__(kHeadThreads, 2) void BackwardKernel(ReadOutBackwar
   constexpr float kShare = 1.0f / (kLanes * kHeadVector);
   const HeadRun run(call, kRun);
   const ReadOutParameters parameters(run, call);
-  HeadVector dweight = {}, dbias = {}, dr_k = {};
+  HeadVector dweight = {}, dbias = {};
   for (int64_t t = run.begin; t < run.end; ++t) {
-    const auto y = run.Load<T>(call.y, t), r = run.Load<T>(call.r, t), k = run.Load<T>(call.k, t);
-    const auto v = run.Load<T>(call.v, t), gate = run.Load<T>(call.gate, t);
-    const auto dout = run.Load<T>(call.dout, t);
-    const Normalised<kLanes> head(y, r, k, parameters.r_k);
+    const auto y = run.Load<T>(call.y, t), v = run.Load<T>(call.v, t);
+    const auto gate = run.Load<T>(call.gate, t), dout = run.Load<T>(call.dout, t);
+    const float bonus = run.LoadOfHead<kLanes>(call.bonus, t);
+    const Normalised<kLanes> head(y);
     HeadVector e, dgate;
-    float ds = 0.0f, sum = 0.0f, product = 0.0f;
+    float dbonus = 0.0f, sum = 0.0f, product = 0.0f;
 #pragma unroll
     for (int c = 0; c < kHeadVector; ++c) {
       const float affine = head.z[c] * parameters.weight[c] + parameters.bias[c];
-      dgate[c] = dout[c] * (affine + head.s * v[c]);
+      dgate[c] = dout[c] * (affine + bonus * v[c]);
       e[c] = dout[c] * gate[c];
       const float g = e[c] * parameters.weight[c];
-      ds += e[c] * v[c], sum += g, product += g * head.z[c];
+      dbonus += e[c] * v[c], sum += g, product += g * head.z[c];
       dweight[c] += e[c] * head.z[c], dbias[c] += e[c];
     }
-    ds = SumOverLanes<kLanes>(ds);
+    dbonus = SumOverLanes<kLanes>(dbonus);
     sum = SumOverLanes<kLanes>(sum) * kShare, product = SumOverLanes<kLanes>(product) * kShare;
-    HeadVector dy, dr, dk, dv;
+    HeadVector dy, dv;
 #pragma unroll
     for (int c = 0; c < kHeadVector; ++c) {
       dy[c] = (e[c] * parameters.weight[c] - sum - head.z[c] * product) * head.scale;
-      dr[c] = ds * k[c] * parameters.r_k[c];
-      dk[c] = ds * r[c] * parameters.r_k[c];
-      dv[c] = head.s * e[c];
-      dr_k[c] += ds * r[c] * k[c];
+      dv[c] = bonus * e[c];
     }
     run.Store<T>(call.dy, t, dy);
-    run.Store<T>(call.dr, t, dr);
-    run.Store<T>(call.dk, t, dk);
+    run.StoreOfHead<kLanes>(call.dbonus, t, dbonus);
     run.Store<T>(call.dv, t, dv);
     run.Store<T>(call.dgate, t, dgate);
   }
   run.StorePartial(call.partials, 0, call.kParameters, dweight);
   run.StorePartial(call.partials, 1, call.kParameters, dbias);
-  run.StorePartial(call.partials, 2, call.kParameters, dr_k);
 }
 
 }  // namespace

@@ -62,9 +62,7 @@
 //                                                               block: triangles are stored
 //   KeyGradients       dB dK                panel x half        half: U and V have been read
 //                                                               warpgroup: dB and dK are staged
-//   LoadPassed         copies dr_passed     panel x half
-//   QueryGradients     dR dA                panel x half        half: dY and dZ have been read,
-//                                                                 dr_passed has been copied
+//   QueryGradients     dR dA                panel x half        half: dY and dZ have been read
 //                                                               warpgroup: dR and dA are staged
 //   DecayGradient      dw                   panel x half        block: sums of the other half
 //                                                               block: dw is staged
@@ -105,7 +103,7 @@ struct GradientLayout {
   static constexpr int kKh = kBh + kTokenBytes;    // k, Kh
   static constexpr int kV = kKh + kTokenBytes;     // v, dk
   static constexpr int kDy = kV + kTokenBytes;     // dy, dr
-  static constexpr int kU = kDy + kTokenBytes;     // U, db, dr_passed
+  static constexpr int kU = kDy + kTokenBytes;     // U, db
   static constexpr int kDz = kU + kTokenBytes;     // w, dZ, da
   static constexpr int kSp = kDz + kTokenBytes;    // Sp
   static constexpr int kDs = kSp + kStateBytes;    // dS
@@ -213,7 +211,7 @@ struct WarpChannels {
   }
   // Calls fn(fragment, element, low, high) with the values of elements `element` and `element` + 1
   // of each fragment that a HalfAccumulator has for the tiles from `first` on.
-  template <typename T = __nv_bfloat16, typename Fn>
+  template <typename Fn>
   __device__ void ForEachPair(int first, Fn&& fn) const {
 #pragma unroll
     for (int tile = 0; tile < kHalfTiles; ++tile) {
@@ -221,7 +219,7 @@ struct WarpChannels {
       Load(first + tile, x);
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        fn(2 * tile + i / 2, i % 2 * 2, Pair<T>::Low(x[i]), Pair<T>::High(x[i]));
+        fn(2 * tile + i / 2, i % 2 * 2, Bf16::Low(x[i]), Bf16::High(x[i]));
     }
   }
 };
@@ -660,20 +658,7 @@ class ChunkGradients {
       const float factor = Exp2(decays.after[fragment][e]);
       pair[0][fragment][e] *= factor, pair[1][fragment][e] *= factor;
     });
-    WaitForHalf();
-    Stage(L::kU, pair[0]);
-    Stage(L::kV, pair[1]);
-    WriteStaged(L::kU, call.db, L::kV, call.dk);
-  }
-
-  // Starts to copy dr_passed, if it is given. Each thread copies to where it alone has just read db.
-  __device__ __forceinline__ void LoadPassed() const {
-    if (call.dr_passed == nullptr) return;
-    ForEachPiece(half * kHalfTokens, kHalfTokens, [&](int row, int piece, int64_t element) {
-      CopyAsync(PieceAddress(OwnPanel(L::kU), row, piece),
-                static_cast<const T*>(call.dr_passed) + element, true);
-    });
-    CommitCopies();
+    WritePair(pair, L::kU, call.db, L::kV, call.dk);
   }
 
   // dR and dA of this panel and half, and their terms of the decays.
@@ -712,16 +697,7 @@ class ChunkGradients {
       pair[1][fragment][e] *= Exp2(-after - kLog2E * log_decay.x);
       terms.reads[fragment][e] += terms.own_reads[fragment][e];
     });
-    WaitForCopies<0>();
-    WaitForHalf();
-    Stage(L::kDz, pair[1]);
-    if (call.dr_passed != nullptr)
-      OwnChannels(L::kU).template ForEachPair<T>(
-          FirstTile(), [&](int fragment, int e, float low, float high) {
-            pair[0][fragment][e] += low, pair[0][fragment][e + 1] += high;
-          });
-    Stage(L::kDy, pair[0]);
-    WriteStaged(L::kDy, call.dr, L::kDz, call.da);
+    WritePair(pair, L::kDy, call.dr, L::kDz, call.da);
   }
 
   // dw of this panel and half.
@@ -830,34 +806,26 @@ class ChunkGradients {
     WarpMultiplyHalf(sum, log_decays, ones.a[fragment], ones.a[fragment + 2]);
   }
 
-  // Calls fn(row, piece, element) for the pieces that this thread moves of rows of this panel, with
-  // the first element of each in global memory.
-  template <typename Fn>
-  __device__ __forceinline__ void ForEachPiece(int first_row, int rows, Fn&& fn) const {
-    for (int i = threadIdx.x % 128 / 8; i < rows; i += 16) {
-      const int row = first_row + i, piece = threadIdx.x % 8;
-      if (row < tokens)
-        fn(row, piece, first + static_cast<int64_t>(row) * stride + kPanelCols * panel + piece * 8);
-    }
-  }
-
   // Writes rows of a panel to global memory, after all warps of this warpgroup have stored their
   // channels there.
   __device__ void WriteRows(uint32_t staged, int first_row, int rows, void* out) const {
-    ForEachPiece(first_row, rows, [&](int row, int piece, int64_t element) {
-      *reinterpret_cast<uint4*>(static_cast<T*>(out) + element) =
-          *reinterpret_cast<const uint4*>(memory + PieceAddress(staged - shared, row, piece));
-    });
+    for (int i = threadIdx.x % 128 / 8; i < rows; i += 16) {
+      const int row = first_row + i, piece = threadIdx.x % 8;
+      if (row < tokens)
+        *reinterpret_cast<uint4*>(static_cast<T*>(out) + first +
+                                  static_cast<int64_t>(row) * stride + kPanelCols * panel +
+                                  piece * 8) =
+            *reinterpret_cast<const uint4*>(memory + PieceAddress(staged - shared, row, piece));
+    }
   }
 
-  // Stages a result of this panel and half where operands of no other half were, which all warpgroups
-  // of the half have read.
-  __device__ __forceinline__ void Stage(int staged, const HalfAccumulator& sum) const {
-    OwnChannels(staged).template StoreSum<T>(FirstTile(), sum);
-  }
-  // Writes two results that this warpgroup has staged.
-  __device__ __forceinline__ void WriteStaged(int first_staged, void* first_out, int second_staged,
-                                              void* second_out) const {
+  // Writes two results of this panel and half, staged where operands of no other half were.
+  __device__ __forceinline__ void WritePair(const HalfAccumulator (&pair)[2], int first_staged,
+                                            void* first_out, int second_staged,
+                                            void* second_out) const {
+    WaitForHalf();
+    OwnChannels(first_staged).template StoreSum<T>(FirstTile(), pair[0]);
+    OwnChannels(second_staged).template StoreSum<T>(FirstTile(), pair[1]);
     WaitForWarpgroup();
     WriteRows(OwnPanel(first_staged), half * kHalfTokens, kHalfTokens, first_out);
     WriteRows(OwnPanel(second_staged), half * kHalfTokens, kHalfTokens, second_out);
@@ -996,7 +964,6 @@ __global__ __launch_bounds__(4 * N, N == 64 ? 2 : 1) void GradientKernel(
 
   DecayTerms terms;
   gradients.KeyGradients(decays, terms);
-  gradients.LoadPassed();
   gradients.QueryGradients(decays, terms);
   gradients.DecayGradient(terms);
 }

@@ -194,7 +194,6 @@ __global__ __launch_bounds__(ForwardPartition<N>::kThreads) void SplitKernel(
 
 template <typename T>
 struct Gradients {
-  const T* r_passed;  // added to that of r, if not null
   T *r, *w, *k, *v, *a, *b;
   float* initial_state;
 };
@@ -342,19 +341,10 @@ __device__ void WriteColumnSums(const float (&sums)[kTokens][G::kWarps][kColumnS
       for (int warp = 0; warp < G::kWarps; ++warp)
 #pragma unroll
         for (int e = 0; e < kPiece; ++e) sum[e] += sums[t][warp][which][col + e];
-      const int64_t at = first + t * stride + col;
-#pragma unroll
-      for (int e = 0; e < kPiece; ++e)
-        if (marks.Absent(t)) sum[e] = 0.0f;
-      if (which == kDr && out.r_passed != nullptr) {
-        const Piece passed = *reinterpret_cast<const Piece*>(out.r_passed + at);
-#pragma unroll
-        for (int e = 0; e < kPiece; ++e) sum[e] += ToFloat(passed.x[e]);
-      }
       Piece piece;
 #pragma unroll
-      for (int e = 0; e < kPiece; ++e) piece.x[e] = FromFloat<T>(sum[e]);
-      *reinterpret_cast<Piece*>(gradients[which] + at) = piece;
+      for (int e = 0; e < kPiece; ++e) piece.x[e] = FromFloat<T>(marks.Absent(t) ? 0.0f : sum[e]);
+      *reinterpret_cast<Piece*>(gradients[which] + first + t * stride + col) = piece;
     }
   }
 }
@@ -563,13 +553,9 @@ cudaError_t Wkv7Backward(cudaStream_t stream, const Wkv7BackwardCall& call, cons
   return ForAllTypes<16, 32, 64, 128>(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
     using T = decltype(zero);
     constexpr int N = size();
-    const Gradients<T> gradients{static_cast<const T*>(call.dr_passed),
-                                 static_cast<T*>(call.dr),
-                                 static_cast<T*>(call.dw),
-                                 static_cast<T*>(call.dk),
-                                 static_cast<T*>(call.dv),
-                                 static_cast<T*>(call.da),
-                                 static_cast<T*>(call.db),
+    const Gradients<T> gradients{static_cast<T*>(call.dr), static_cast<T*>(call.dw),
+                                 static_cast<T*>(call.dk), static_cast<T*>(call.dv),
+                                 static_cast<T*>(call.da), static_cast<T*>(call.db),
                                  call.dinitial_state};
     const Vectors<T> inputs(call.w, call.k, call.v, call.a, call.b, call.r, call.dy);
     const SavedStates states = StatesOf(call);

@@ -56,19 +56,23 @@ struct HeadTokens {
 };
 
 // Tensors are [B, T, H, K], the parameters [B, J, H, K], and the partial sums [B, runs, J, H, K] of the
-// gradients of parameters. A result with two uses has a cotangent from each.
+// gradients of parameters. `bonus` is [B, T, H] of float. A result with two uses has a cotangent from each.
 struct Wkv7KeysCall : HeadTokens {
   static constexpr const char* kName = "wkv7_keys";
-  static constexpr int64_t kParameters = 3;  // J
-  const void *k, *rate;
-  const float* parameters;  // k_k, k_a and a0
+  static constexpr int64_t kParameters = 4;  // J
+  const void *k, *rate, *r;
+  const float* parameters;  // k_k, k_a, a0 and r_k
 };
 struct Wkv7KeysForwardCall : Wkv7KeysCall {
   void *key, *a, *b;
+  float* bonus;
 };
+// `dpassed` is the cotangent of r where it is passed on; dr contains it.
 struct Wkv7KeysBackwardCall : Wkv7KeysCall {
-  const void *dkey[2], *da, *db;
-  void *dk, *drate;
+  const void *dkey, *da, *db;
+  const float* dbonus;
+  const void* dpassed;
+  void *dk, *drate, *dr;
   float* partials;
 };
 
@@ -90,16 +94,20 @@ struct ValueResidualBackwardCall : ValueResidualCall {
 
 struct ReadOutCall : HeadTokens {
   static constexpr const char* kName = "read_out";
-  static constexpr int64_t kParameters = 3;
-  const void *y, *r, *k, *v, *gate;
-  const float* parameters;  // weight, bias and r_k
+  static constexpr int64_t kParameters = 2;
+  const void* y;
+  const float* bonus;
+  const void *v, *gate;
+  const float* parameters;  // weight and bias
 };
 struct ReadOutForwardCall : ReadOutCall {
   void* out;
 };
 struct ReadOutBackwardCall : ReadOutCall {
   const void* dout;
-  void *dy, *dr, *dk, *dv, *dgate;
+  void* dy;
+  float* dbonus;
+  void *dv, *dgate;
   float* partials;
 };
 

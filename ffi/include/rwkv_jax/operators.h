@@ -85,9 +85,6 @@ struct Wkv7 {
   static void SetConstants(Wkv7Call&) {}
 };
 
-// WKV7 whose r has another use: the backward pass takes dr_passed as well.
-struct Wkv7Passed : Wkv7 {};
-
 template <typename Operator, typename Fn>
 void ForInputs(Fn&& fn) {
   std::apply([&](const auto&... inputs) { (fn(inputs), ...); }, Operator::kInputs);
@@ -158,11 +155,6 @@ class CallReader {
       });
     call.dy = operands.Arg("dy", "BT" + Value(), Kind::kTensor);
     ReadState("dfinal_", call.dfinal_state);
-    if constexpr (std::is_same_v<Operator, Wkv7Passed>) {
-      ReadOperand("dr_passed", "BTHK", Kind::kTensor, call.dr_passed);
-      operands.Require(operands.packing() != Packing::kSequences,
-                       "packing is 2; expected 0 (none) or 1 (marks) with dr_passed");
-    }
     if (states)
       ForInputs<Operator>([&](const auto& input) {
         ReadResult(std::string("d") + input.name, input.axes, input.kind(), call.*input.gradient);

@@ -51,15 +51,15 @@ XLA_FFI_Error* Target(XLA_FFI_CallFrame* frame) {
   return handler->Call(frame);
 }
 
-// All targets of a platform, rwkv_{op}_{pass}_v2, and rwkv_wkv7_bwd_passed_v2.
+// All targets of a platform, rwkv_{op}_{pass}_v2.
 template <typename Platform>
 std::vector<Registration> Registrations() {
   std::vector<Registration> targets;
-  const auto add = [&](auto op, auto pass, const char* variant = "") {
+  const auto add = [&](auto op, auto pass) {
     using Operator = decltype(op);
     constexpr Pass kPass = pass();
     targets.push_back({std::string("rwkv_") + kOpNames[static_cast<int>(Operator::kOp)] + "_" +
-                           kPassNames[static_cast<int>(kPass)] + variant + "_v2",
+                           kPassNames[static_cast<int>(kPass)] + "_v2",
                        Target<Platform, Operator, kPass>});
   };
   const auto add_all = [&](auto op) {
@@ -72,7 +72,6 @@ std::vector<Registration> Registrations() {
     }
   };
   add_all(Wkv4()), add_all(Wkv5()), add_all(Wkv6()), add_all(Wkv7());
-  add(Wkv7Passed(), std::integral_constant<Pass, Pass::kBackward>(), "_passed");
   return targets;
 }
 

@@ -33,7 +33,6 @@ struct Wkv7BackwardCall : Wkv7Call {
   const void* states;
   const void* dy;
   const float* dfinal_state;
-  const void* dr_passed;  // the cotangent of r from another use, which is added to dr; may be null
   void *dr, *dw, *dk, *dv, *da, *db;
   float* dinitial_state;
 };

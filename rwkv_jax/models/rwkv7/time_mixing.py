@@ -12,7 +12,7 @@ from rwkv_jax.models._linear import linear, low_rank
 from rwkv_jax.models._normalisation import Norm
 from rwkv_jax.models._token_shift import shift_and_mix
 from rwkv_jax.models._trees import TimeMixState
-from rwkv_jax.models._wkv import Options, run_passing
+from rwkv_jax.models._wkv import Options, run
 from rwkv_jax.models.rwkv7.parameters import TimeMixParams
 from rwkv_jax.models.rwkv7.state import initial_wkv
 from rwkv_jax.wkv7 import wkv7_step
@@ -44,8 +44,9 @@ def mix_tokens(
     )
 
     heads = _parameters_of_heads(params)
-    k, a, b, k_again = wkv7_keys(
-        *(k, rate, heads(params.k_k), heads(params.k_a), heads(params.a0)), implementation=layers
+    k, a, b, bonus, r = wkv7_keys(
+        *(k, rate, r, heads(params.k_k), heads(params.k_a), heads(params.a0), heads(params.r_k)),
+        implementation=layers,
     )
     if params.v0 is None or params.v1 is None or params.v2 is None:
         v_first, v_again = v, v
@@ -63,10 +64,10 @@ def mix_tokens(
     operands = (r, w, k, v, a, b)
     if single:
         operands = tuple(z[:, 0] for z in operands)
-    (y, last), passed = run_passing(wkv7_step, options, single, operands, wkv, "sigmoid")
+    y, last = run(wkv7_step, options, single, operands, wkv, "sigmoid")
     out = read_out(
-        *(y[:, None] if single else y, passed.get("r", r), k_again, v_again, gate),
-        *(heads(params.ln_x.weight), heads(params.ln_x.bias), heads(params.r_k)),
+        *(y[:, None] if single else y, bonus, v_again, gate),
+        *(heads(params.ln_x.weight), heads(params.ln_x.bias)),
         implementation=layers,
     )
     y = linear(p.output, out.reshape(x.shape))
