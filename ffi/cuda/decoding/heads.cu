@@ -226,8 +226,8 @@ __device__ void ReadOut(const HeadShared<T, kSummed>& shared, int64_t at, void* 
   LoadWide(shared.parameters[kNormWeight], channel, weight);
   LoadWide(shared.parameters[kNormBias], channel, bias);
   LoadWide(shared.parameters[kRk], channel, r_k);
-  const Normalised<kHeadLanes> normal(out);
   const float bonus = Bonus<kHeadLanes>(r, key, r_k);
+  const Normalised<kHeadLanes> normal(out);
 #pragma unroll
   for (int c = 0; c < kHeadVector; ++c)
     out[c] = (normal.z[c] * weight[c] + bias[c] + bonus * v[c]) * gate[c];
