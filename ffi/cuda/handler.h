@@ -36,7 +36,7 @@ struct Cuda {
   static std::vector<Registration> Targets() {
     std::vector<Registration> targets = Registrations<Cuda>();
     for (const auto& more :
-         {LayerTargets(), ProductTargets(), LowRankTargets(), LossTargets(), BlockTargets()})
+         {LayerTargets(), FeedForwardTargets(), LowRankTargets(), LossTargets(), BlockTargets()})
       targets.insert(targets.end(), more.begin(), more.end());
     return targets;
   }

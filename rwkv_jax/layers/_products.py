@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.custom_batching import custom_vmap
 
-from rwkv_jax._native import library
+from rwkv_jax._native import gpus, library
 from rwkv_jax._operator import check
 
 PRODUCT = "product"
@@ -17,10 +17,6 @@ PRODUCT = "product"
 
 MAX_TOKENS = 2**24
 """The largest number of tokens that the kernels take."""
-
-HOPPER = ("H100", "H200", "H800", "H20")
-"""Parts of the names of GPUs of compute capability 9.0."""
-
 
 IMPLEMENTATIONS = ("ffi", "xla", "reference")
 
@@ -53,28 +49,7 @@ def why_not(implementation: str | None, x: Any, min_tokens: int) -> str | None:
     if not least <= rows * tokens <= MAX_TOKENS:
         accepted = f"from {least} to {MAX_TOKENS} tokens"
         return f"B = {rows} and T = {tokens}; the cuda kernels take {accepted}"
-    return library.why_not("cuda") or other_gpu()
-
-
-def other_gpu() -> str | None:
-    """Why the kernels do not run on the GPUs that programs are for, as far as those are known, or
-    None."""
-    built = getattr(library.build(library.MODULES["cuda"]), "CUDA_ARCHS", ())
-    if built and not any(arch.startswith("90a") for arch in built):
-        return f"the CUDA module was built for {', '.join(built)}; the kernels need 90a"
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    if device is not None:
-        found = {device.device_kind}
-        right = any(name in device.device_kind for name in HOPPER)
-    else:
-        try:
-            devices = jax.devices("cuda")
-        except RuntimeError:
-            return "no CUDA GPU is here; the kernels run on those of compute capability 9.0"
-        found = {str(getattr(x, "compute_capability", "unknown")) for x in devices}
-        right = found == {"9.0"}
-    kinds = ", ".join(sorted(found))
-    return None if right else f"the GPU is {kinds}; accepted are those of compute capability 9.0"
+    return library.why_not("cuda") or gpus.other_than_hopper()
 
 
 def in_turn(call: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,9 +1,10 @@
-"""The options of a loss, and into how many slabs its tokens are cut."""
+"""The operands and options of a loss, and into how many slabs its tokens are cut."""
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
-from jax import lax
+from jax import Array, lax
+from jaxtyping import Float, Float32, Integer
 
 Axis: TypeAlias = str | tuple[str, ...] | None
 """Mesh axes over which the vocabulary is distributed, in this order; None if it is not."""
@@ -12,6 +13,15 @@ SLAB_BYTES = 2**30
 """How many bytes of float32 logits a slab has at most, unless the caller says how many tokens. With
 a vocabulary of 65536 a slab then has 4096 tokens. A product of so many rows runs at full speed, and
 the gradient of the weight, which every slab reads and writes, costs little beside it."""
+
+
+class Tokens(NamedTuple):
+    """What is known of each token. Its loss is multiplied by `scale`, which is 0 if the token does
+    not count."""
+
+    features: Float[Array, "*shape C"]
+    targets: Integer[Array, "*shape"]
+    scale: Float32[Array, "*shape"]
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ in the order of the devices. Losses and statistics are then the same on all devi
 while the gradient of the features is this device's part of a sum over these devices.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,21 +23,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Float32, Int32, Integer
 
-from rwkv_jax._native import library
-from rwkv_jax.losses._options import Axis, Options, slabs
-
-TARGET = "rwkv_cross_entropy_v1"
-KERNEL_MULTIPLE = 8
-"""The kernel takes vocabularies that are a multiple of this."""
-
-
-class Tokens(NamedTuple):
-    """What is known of each token. Its loss is multiplied by `scale`, which is 0 if the token does
-    not count."""
-
-    features: Float[Array, "*shape C"]
-    targets: Integer[Array, "*shape"]
-    scale: Float32[Array, "*shape"]
+from rwkv_jax.losses import _native
+from rwkv_jax.losses._options import Axis, Options, Tokens, slabs
 
 
 class Statistics(NamedTuple):
@@ -106,15 +94,21 @@ def _gradients(
         dweight: Array, slab: tuple[Tokens, Statistics | None]
     ) -> tuple[Array, tuple[Array | None, Array]]:
         tokens, statistics = slab
-        logits = _logits(options, tokens.features, narrow)
         if statistics is None:
-            found, dlogits = _losses_and_dlogits(options, axis, tokens, logits)
+            found, dlogits, factors = _losses_and_dlogits(options, axis, tokens, narrow)
         else:
-            found, dlogits = None, _dlogits(options, axis, tokens, logits, statistics)
+            logits = _logits(options, tokens.features, narrow)
+            dlogits = _dlogits(options, axis, tokens, logits, statistics).astype(dtype)
+            found = factors = None
         # Two products read it. Without the barrier each of them may compute it from the logits.
-        dlogits = lax.optimization_barrier(dlogits.astype(dtype))
+        dlogits = lax.optimization_barrier(dlogits)
+        features = tokens.features
+        if factors is not None:
+            features = (features.astype(jnp.float32) * factors[:, None]).astype(dtype)
         dfeatures = _product(options, "nv,vc->nc", dlogits, narrow)
-        dweight += _product(options, "nv,nc->vc", dlogits, tokens.features)
+        if factors is not None:
+            dfeatures *= factors[:, None]
+        dweight += _product(options, "nv,nc->vc", dlogits, features)
         return dweight, (found, dfeatures)
 
     zeros = _alike(jnp.zeros(weight.shape, jnp.float32), weight)
@@ -197,31 +191,31 @@ def _losses(
 
 
 def _losses_and_dlogits(
-    options: Options, axis: Axis, tokens: Tokens, logits: Float32[Array, "tokens vocabulary"]
-) -> tuple[Float32[Array, "tokens"], Float[Array, "tokens vocabulary"]]:
-    """The losses and the gradient of the product of features and weight, by a kernel that reads the
-    logits once where there is one."""
+    options: Options, axis: Axis, tokens: Tokens, weight: Float[Array, "vocabulary C"]
+) -> tuple[Float32[Array, "tokens"], Float[Array, "tokens vocabulary"], Array | None]:
+    """The losses and, in the dtype of the features, the gradient of the product of features and
+    weight. If the last result is not None, each token's gradient has to be multiplied by it."""
     dtype = tokens.features.dtype
 
-    def formula(logits: Array, targets: Array, scale: Array) -> tuple[Array, Array]:
-        own = tokens._replace(targets=targets, scale=scale)
-        found, statistics = _losses(options, axis, own, logits)
-        return found, _dlogits(options, axis, own, logits, statistics).astype(dtype)
+    def formula(tokens: Tokens, logits: Array) -> tuple[Array, Array]:
+        found, statistics = _losses(options, axis, tokens, logits)
+        return found, _dlogits(options, axis, tokens, logits, statistics).astype(dtype)
 
-    def kernel(logits: Array, targets: Array, scale: Array) -> tuple[Array, Array]:
-        # A rule for meshes admits no constant arrays.
-        coefficients = jnp.concatenate(
-            [jnp.full(1, x, jnp.float32) for x in (options.z_loss, options.l2_wrap)]
-        )
-        results = [(scale.shape, jnp.float32), (logits.shape, dtype)]
-        found, dlogits = library.call(TARGET, results, logits, targets, scale, coefficients)
-        return found, dlogits
+    def of_logits(tokens: Tokens, weight: Array) -> tuple[Array, Array]:
+        logits = _logits(options, tokens.features, weight)
+        if not _native.takes_logits(options, axis, weight):
+            return formula(tokens, logits)
+        kernel = functools.partial(_native.of_logits, options)
+        return lax.platform_dependent(tokens, logits, cuda=kernel, default=formula)
 
-    operands = (logits, tokens.targets.astype(jnp.int32), tokens.scale)
-    whole = axis is None and options.soft_cap is None
-    if not whole or logits.shape[1] % KERNEL_MULTIPLE or library.why_not("cuda"):
-        return formula(*operands)
-    return lax.platform_dependent(*operands, cuda=kernel, default=formula)
+    if not _native.takes_features(options, axis, tokens.features, weight):
+        return *of_logits(tokens, weight), None
+
+    def with_factors(tokens: Tokens, weight: Array) -> tuple[Array, Array, Array]:
+        return *of_logits(tokens, weight), jnp.ones_like(tokens.scale)
+
+    kernel = functools.partial(_native.of_features, options)
+    return lax.platform_dependent(tokens, weight, cuda=kernel, default=with_factors)
 
 
 def _dlogits(

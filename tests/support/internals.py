@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 from rwkv_jax._devices import sequence as over_devices
+from rwkv_jax._native import gpus as gpus
 from rwkv_jax._native import kernels, library, packing
 from rwkv_jax._operator import check, dispatch
 from rwkv_jax._operator.call import Arrays, Backward, Forward, Marks, Options, Sequences
@@ -25,8 +26,7 @@ from rwkv_jax._portable import algebra, chain, chunked, products, slabs
 from rwkv_jax._portable import decay as decays
 from rwkv_jax._portable.operands import links
 from rwkv_jax.layers import _function as layers
-from rwkv_jax.layers import _products
-from rwkv_jax.losses import _slabs
+from rwkv_jax.losses import _native as of_losses
 from rwkv_jax.models import _row_product
 from rwkv_jax.models.rwkv7 import block_step
 
@@ -40,9 +40,6 @@ feed_forward, low_rank, norm_shift_mix, wkv7_keys, value_residual, read_out = (
         *("feed_forward", "low_rank", "norm_shift_mix", "wkv7_keys", "value_residual", "read_out"),
     )
 )
-
-hopper_products = _products
-"""What layer functions of products share."""
 
 LONG_SEQUENCE = packing.LONG
 """Tokens for each sequence from which on native kernels take the longest sequences first."""
@@ -171,7 +168,8 @@ def other_targets(platform: str = "cuda") -> set[str]:
     )
     of_layers = {target for function in functions for target in function.targets}
     of_products = {*feed_forward.TARGETS.values(), *low_rank.TARGETS.values()}
-    return of_layers | of_products | {_slabs.TARGET, *block_step.TARGETS}
+    losses = {of_losses.OF_LOGITS, of_losses.OF_FEATURES}
+    return of_layers | of_products | losses | {*block_step.TARGETS}
 
 
 def layer_constants() -> dict[str, float]:

@@ -26,20 +26,20 @@ ffi::Error HandleProduct(cudaStream_t stream, ffi::RemainingArgs args, ffi::Rema
   ReadHidden(operands, call);
   call.result = operands.Ret("result", "BTF", Kind::kTensor);
   const int64_t rows = operands.Size('B'), tokens = operands.Size('T');
-  call.width = operands.Size('C'), call.hidden_size = operands.Size('F');
+  call.width = operands.Size('C'), call.columns = operands.Size('F');
   operands.Require(operands.dtype() == Dtype::kBF16, "rows are not BF16; expected BF16");
   operands.Require(tokens == 0 || rows <= kMaxProductTokens / tokens, "rows has B = ", rows,
                    " and T = ", tokens, "; expected up to ", kMaxProductTokens, " tokens in all");
-  operands.Require(call.width >= kMinProductWidth && call.width <= kMaxProductWidth &&
+  operands.Require(call.width >= kMinHiddenProductWidth && call.width <= kMaxProductWidth &&
                        call.width % kProductWidthMultiple == 0,
                    "rows has C = ", call.width, "; expected a multiple of ", kProductWidthMultiple,
-                   " from ", kMinProductWidth, " to ", kMaxProductWidth);
-  operands.Require(call.hidden_size <= kMaxProductWidth && call.hidden_size % kHiddenMultiple == 0,
-                   "weight has F = ", call.hidden_size, "; expected a multiple of ",
-                   kHiddenMultiple, " up to ", kMaxProductWidth);
+                   " from ", kMinHiddenProductWidth, " to ", kMaxProductWidth);
+  operands.Require(call.columns <= kMaxProductWidth && call.columns % kProductColumnsMultiple == 0,
+                   "weight has F = ", call.columns, "; expected a multiple of ",
+                   kProductColumnsMultiple, " up to ", kMaxProductWidth);
   if (ffi::Error error = operands.Finish(); error.failure()) return error;
   call.tokens = rows * tokens;
-  if (call.tokens == 0 || call.hidden_size == 0) return ffi::Error::Success();
+  if (call.tokens == 0 || call.columns == 0) return ffi::Error::Success();
   operands.Require(HasProducts(),
                    "this build has kernels for GPUs of compute capability 9.0 alone, or none; "
                    "expected such a GPU, or implementation 'xla'");
@@ -47,7 +47,7 @@ ffi::Error HandleProduct(cudaStream_t stream, ffi::RemainingArgs args, ffi::Rema
 }
 
 // The targets of the products, rwkv_feed_forward_{pass}_v1.
-inline std::vector<Registration> ProductTargets() {
+inline std::vector<Registration> FeedForwardTargets() {
   return {{"rwkv_feed_forward_fwd_v1", LaunchTarget<HandleProduct<SquaredReluCall>>},
           {"rwkv_feed_forward_bwd_v1", LaunchTarget<HandleProduct<SquaredReluGradientCall>>}};
 }
