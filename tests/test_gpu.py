@@ -13,6 +13,7 @@ import pytest
 
 import rwkv_jax
 from rwkv_jax import layers
+from rwkv_jax.losses import cross_entropy
 from rwkv_jax.models import rwkv7
 from support import cases, hlo, internals, language_models, models, tolerance
 from support.cases import Case
@@ -361,6 +362,67 @@ def test_products_with_an_epilogue(rows: int, tokens: int, width: int, hidden: i
     other = jax.device_get(run(inputs, dy, "xla"))
     for results_of_one in (found, other):
         tolerance.assert_close(results_of_one, right, 8e-3)
+
+
+@HOPPER
+@pytest.mark.parametrize(
+    ("tokens", "width", "vocabulary", "l2_wrap", "slab"),
+    [
+        (1024, 64, 256, 0.0, None),
+        (1500, 128, 1024, 0.03, None),
+        (4097, 576, 2048, 0.0, 2049),
+        (2300, 768, 16384, 1e-3, None),
+    ],
+)
+def test_loss_of_a_head(
+    tokens: int, width: int, vocabulary: int, l2_wrap: float, slab: int | None
+) -> None:
+    """The loss and its gradients, in memory that had NaN before, are close to the definition in
+    float64: also for tokens that do not count, for tokens that are sure of their target, and for
+    tokens so far from it that the exponentials leave their range."""
+    rng = np.random.default_rng(tokens)
+    features = rng.standard_normal((tokens, width))
+    weight = rng.standard_normal((vocabulary, width)) * 2 * width**-0.5
+    targets = rng.integers(0, vocabulary, tokens, np.int32)
+    mask = rng.random(tokens) < 0.8
+    sure, far, outside = np.arange(40, 90), np.array([3, 700, tokens - 1]), 5
+    features[sure] = 4 * weight[targets[sure]]
+    features[far] = -40 * weight[targets[far]]
+    mask[sure] = mask[far] = True
+    x, w = features.astype("bfloat16"), weight.astype("bfloat16").astype("float32")
+
+    @jax.jit
+    def run(x: jax.Array, w: jax.Array, targets: jax.Array) -> Any:
+        def loss(x: jax.Array, w: jax.Array) -> jax.Array:
+            return cross_entropy(x, w, targets, mask=mask, l2_wrap=l2_wrap, slab=slab)
+
+        return jax.value_and_grad(loss, (0, 1))(x, w)
+
+    right_targets = targets.copy()
+    targets[outside], mask[outside] = -100, False
+    compiled = run.lower(x, w, targets).compile()
+    assert internals.of_losses.OF_FEATURES in hlo.targets(compiled.as_text())
+    poison = jax.numpy.full((tokens, vocabulary), np.nan, "bfloat16")
+    jax.block_until_ready(poison)
+    del poison
+    value, (dx, dw) = jax.device_get(compiled(x, w, targets))
+
+    x64, w64, scale = x.astype(np.float64), w.astype(np.float64), mask / mask.sum()
+    z, every = x64 @ w64.T, np.arange(tokens)
+    of_others = np.exp(z - z[every, right_targets][:, None])
+    of_others[every, right_targets] = 0.0
+    losses = np.log1p(of_others.sum(1))
+    dz = of_others * np.exp(-losses)[:, None]
+    dz[every, right_targets] = -dz.sum(1)
+    dz[every, z.argmax(1)] += l2_wrap * z.max(1)
+    dz *= scale[:, None]
+    np.testing.assert_allclose(value, (losses * scale).sum(), rtol=2e-5)
+    # Each kind of tokens by itself: the far ones have the largest gradients.
+    for kind in (sure, far, np.setdiff1d(every, far)):
+        tolerance.assert_close({"dx": dx[kind]}, {"dx": dz[kind] @ w64}, 5e-3)
+    tolerance.assert_close({"dw": dw}, {"dw": dz.T @ x64}, 5e-3)
+    again = jax.device_get(compiled(x, w, targets))
+    np.testing.assert_array_equal(again[1][1], dw)
 
 
 @HOPPER

@@ -28,7 +28,6 @@ cudaError_t Run(cudaStream_t, const HeadCrossEntropyCall&, const Device&) {
 #else
 
 #include <cmath>
-#include <limits>
 
 #include "launch.cuh"
 #include "wide_product.cuh"
@@ -51,7 +50,7 @@ constexpr float kMaxSum = 0x1p60f;
 // exponentials.
 struct Statistics {
   float sum = 0.0f, largest = -INFINITY;
-  int at = std::numeric_limits<int>::max();
+  int at = 0;
 
   __device__ void Add(const Statistics& other) {
     sum += other.sum;
@@ -97,53 +96,47 @@ class Exponentials {
     for (int step = 0; step < steps; ++step) multiply(step, [] {});
   }
 
+  // All of a logit at once: exponentials have few units, and the rest is done meanwhile.
   __device__ void Finish(float (&z)[kSums]) {
+    LeaveOutTargets(z);
+    Statistics found[2];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) FinishRow(half, z);
+    for (int i = 0; i < kVectors; ++i) {
+      Statistics& row = found[i % 2];
+      float x[8];
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        const float logit = z[SumOf(i, j)];
+        if (logit > row.largest) row.largest = logit, row.at = i / 2 * 32 + j;
+        x[j] = Exp2(fmaf(logit, kLog2E, -base_[i % 2]));
+        row.sum += x[j];
+      }
+      const uint32_t pairs[4] = {RoundToBf16(x[0], x[1]), RoundToBf16(x[2], x[3]),
+                                 RoundToBf16(x[4], x[5]), RoundToBf16(x[6], x[7])};
+      if (place_.Has(i)) wide_product::StoreOnce(arguments_.exponentials + place_.Offset(i), pairs);
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      Statistics& row = found[half];
+      row.at += place_.column;
+#pragma unroll
+      for (int mask = 1; mask < 4; mask *= 2) row.Add(row.OfLane(mask));
+      const int64_t tile = place_.column / kColumns;
+      if (threadIdx.x % 4 == 0 && place_.Has(half))
+        arguments_.statistics[tile * place_.sizes.m + place_.row + 8 * half] = row.Stored();
+    }
   }
 
  private:
-  __device__ __forceinline__ void FinishRow(int half, float (&z)[kSums]) {
-    const int target = target_[half];
-    if (target >= 0 && target < kColumns && target % 32 < 8) {
-      ForRow(half, [&](int column, int at) {
-        if (column == target) z[at] = -INFINITY;
-      });
-    }
-    Statistics found;
-    ForRow(half, [&](int, int at) { found.largest = fmaxf(found.largest, z[at]); });
-    ForRow<true>(half, [&](int column, int at) {
-      if (z[at] == found.largest) found.at = place_.column + column;
-    });
-    const float base = base_[half];
+  __device__ __forceinline__ void LeaveOutTargets(float (&z)[kSums]) const {
 #pragma unroll
-    for (int i = half; i < kVectors; i += 2) {
-      uint32_t pairs[4];
+    for (int half = 0; half < 2; ++half) {
+      if (target_[half] < 0 || target_[half] >= kColumns || target_[half] % 32 >= 8) continue;
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float low = Exp2(fmaf(z[SumOf(i, 2 * j)], kLog2E, -base));
-        const float high = Exp2(fmaf(z[SumOf(i, 2 * j + 1)], kLog2E, -base));
-        found.sum += low + high;
-        pairs[j] = RoundToBf16(low, high);
-      }
-      if (place_.Has(half))
-        wide_product::StoreOnce(arguments_.exponentials + place_.Offset(i), pairs);
-    }
+      for (int i = half; i < kVectors; i += 2)
 #pragma unroll
-    for (int mask = 1; mask < 4; mask *= 2) found.Add(found.OfLane(mask));
-    if (threadIdx.x % 4 == 0 && place_.Has(half)) {
-      const int64_t tile = place_.column / kColumns;
-      arguments_.statistics[tile * place_.sizes.m + place_.row + 8 * half] = found.Stored();
-    }
-  }
-
-  // Calls fn(column, its place among the sums) for the columns of a row, counted from that of the lane.
-  template <bool kBackwards = false, typename Fn>
-  __device__ __forceinline__ void ForRow(int half, const Fn& fn) const {
-#pragma unroll
-    for (int n = 0; n < kSums / 2; ++n) {
-      const int number = kBackwards ? kSums / 2 - 1 - n : n;
-      fn(number / 8 * 32 + number % 8, SumOf(number / 8 * 2 + half, number % 8));
+        for (int j = 0; j < 8; ++j)
+          if (target_[half] == i / 2 * 32 + j) z[SumOf(i, j)] = -INFINITY;
     }
   }
 
