@@ -878,6 +878,47 @@ def test_cross_entropy_refuses_wrong_arrays(emulated: Emulation) -> None:
         assert re.search(f"cross_entropy: {message}", _refused(emulated, call))
 
 
+def test_head_cross_entropy_refuses_wrong_arrays(emulated: Emulation) -> None:
+    def arrays(tokens: int, width: int, vocabulary: int, dtype: Any = jnp.bfloat16) -> LayerCall:
+        floats = np.zeros(tokens, np.float32)
+        given = {
+            "features": np.zeros((tokens, width), dtype),
+            "weight": np.zeros((vocabulary, width), dtype),
+            "targets": np.zeros(tokens, np.int32),
+            "of_target": floats,
+            "scale": floats,
+            "l2_wrap": np.zeros(1, np.float32),
+        }
+        results = {
+            "loss": floats.copy(),
+            "factors": floats.copy(),
+            "exponentials": np.zeros((tokens, vocabulary), dtype),
+            "bases": floats.copy(),
+            "again": np.zeros(-(-tokens // 256), np.int32),
+            "statistics": np.zeros((vocabulary // 256, tokens, 4), np.float32),
+        }
+        return LayerCall("rwkv_head_cross_entropy_v1", given, results)
+
+    right = arrays(257, 64, 512)
+    assert "compute capability 9.0 alone" in _refused(emulated, right)
+    for call, message in (
+        (arrays(2, 64, 512, np.float16), "features are not BF16"),
+        (arrays(2, 96, 512), "features has C = 96; expected a multiple of 64 up to 262144"),
+        (arrays(2, 64, 300), "weight has V = 300; expected a multiple of 256 up to 262144"),
+    ):
+        assert message in _refused(emulated, call)
+    for name, shape, message in (
+        ("again", (1,), "again has R = 1; expected 2"),
+        ("statistics", (1, 257, 4), "statistics has N = 1; expected 2"),
+        ("statistics", (2, 257, 3), "statistics has E = 3; expected 4"),
+        ("factors", (256,), "factors has shape [256]"),
+    ):
+        changed = right.results | {name: np.zeros(shape, right.results[name].dtype)}
+        assert message in _refused(emulated, right._replace(results=changed))
+    changed = right.operands | {"l2_wrap": np.zeros(2, np.float32)}
+    assert "l2_wrap has L = 2; expected 1" in _refused(emulated, right._replace(operands=changed))
+
+
 @pytest.fixture
 def blocks(emulation: Emulation, monkeypatch: pytest.MonkeyPatch) -> Emulation:
     """Whole blocks are emulated, and nothing else."""

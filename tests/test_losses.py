@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from rwkv_jax.losses import cross_entropy
 from rwkv_jax.losses._options import slabs
-from support import hlo, meshes
+from support import hlo, internals, meshes
 from support.cases import DTYPES
 from support.tolerance import assert_close
 
@@ -452,6 +452,47 @@ def test_vocabulary_along_two_axes(cpus: list[Any]) -> None:
     )
     found = jax.jit(spread)(*given.values())
     assert_exact(found, oracle(**given, **ALL_TERMS))
+
+
+# Which kernels run.
+
+LARGE: dict[str, Any] = {"vocabulary": 512, "channels": 64, "dtype": "bfloat16"}
+"""What the kernel of features takes, from 1024 tokens on."""
+
+
+def test_programs_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    internals.pretend(monkeypatch, "cuda", None)
+
+    def targets(tokens: int = 1024, options: Any = None, **change: Any) -> set[str]:
+        given = arrays(tokens, **{**LARGE, **change})
+        with hlo.device("cuda"):
+            traced = jax.jit(
+                jax.value_and_grad(
+                    lambda x, w, t: cross_entropy(x, w, t, l2_wrap=1e-4, **(options or {})), (0, 1)
+                )
+            ).trace(given["features"], given["weight"], given["targets"])
+            return hlo.targets(traced.lower(lowering_platforms=("cuda",)).as_text())
+
+    of_features, of_logits = {internals.of_losses.OF_FEATURES}, {internals.of_losses.OF_LOGITS}
+    assert targets() == of_features
+    assert targets(1023) == of_logits
+    for change in ({"vocabulary": 520}, {"channels": 96}, {"dtype": "float32"}):
+        assert targets(**change) == of_logits, change
+    assert targets(options={"z_loss": 0.01}) == of_logits
+    assert targets(options={"precision": "highest"}) == of_logits
+    assert targets(options={"soft_cap": 3.0}) == set()
+    monkeypatch.setattr(internals.gpus, "HOPPER", ("B200",))
+    assert targets() == of_logits
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="the kernel may not run on this GPU")
+def test_the_way_of_the_kernel_of_features_where_there_is_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    internals.pretend(monkeypatch, "cuda", None)
+    monkeypatch.setattr(internals.gpus, "other_than_hopper", lambda: None)
+    monkeypatch.setattr(internals.of_losses, "MIN_TOKENS", 0)
+    check(arrays(5, 8, **LARGE), 0.7, mine={"slab": 16}, l2_wrap=0.03)
 
 
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
