@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -20,6 +21,7 @@
 #include "splits.h"
 #include "wkv4/kernels.h"
 #include "wkv6/kernels.h"
+#include "wkv7/keyed.h"
 #include "wkv7/kernels.h"
 
 namespace rwkv_jax::cuda {
@@ -35,6 +37,7 @@ struct Cuda {
 
   static std::vector<Registration> Targets() {
     std::vector<Registration> targets = Registrations<Cuda>();
+    targets.push_back({"rwkv_wkv7_keyed_bwd_v1", Target<Cuda, KeyedWkv7, Pass::kBackward>});
     for (const auto& more :
          {LayerTargets(), FeedForwardTargets(), LowRankTargets(), LossTargets(), BlockTargets()})
       targets.insert(targets.end(), more.begin(), more.end());
@@ -47,6 +50,7 @@ struct Cuda {
     CallReader<Operator> reader(kPass, args, rets, attributes, kMaxHeadSize);
     auto call = EmptyCall<Operator, kPass>();
     reader.Read(call);
+    if constexpr (std::is_same_v<Operator, KeyedWkv7>) ReadKeys(reader.operands, call);
     if (ffi::Error error = reader.operands.Finish(); error.failure()) return error;
 
     const Problem& problem = reader.problem;

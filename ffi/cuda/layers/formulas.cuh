@@ -36,6 +36,56 @@ __device__ void MakeKeys(const Vector& k, const Vector& rate, const HeadVector& 
   }
 }
 
+// The parameters of wkv7_keys but r_k, which its passes load where they need it: registers do not hold all.
+struct KeyParameters {
+  HeadVector k_k = {}, k_a = {}, a0 = {};
+};
+
+// The gradients of all four, to be summed over tokens.
+struct KeyParameterGradients {
+  HeadVector k_k = {}, k_a = {}, a0 = {}, r_k = {};
+};
+
+// The gradients that the bonus of a token gives: dr, the complete cotangent of the key, and dr_k. `dpassed`
+// is the cotangent of r from its other use.
+template <typename Vector>
+__device__ void AddBonusGradients(const Vector& k, const Vector& r, const HeadVector& alpha,
+                                  const HeadVector& k_a, const HeadVector& r_k,
+                                  const Vector& dkey_given, float dbonus, const Vector& dpassed,
+                                  HeadVector& dkey, HeadVector& dr, HeadVector& dr_k) {
+#pragma unroll
+  for (int c = 0; c < kHeadVector; ++c) {
+    const float slope = dbonus * k[c] * (1.0f + (alpha[c] - 1.0f) * k_a[c]);
+    dr[c] = dpassed[c] + slope * r_k[c];
+    dkey[c] = dkey_given[c] + dbonus * r[c] * r_k[c];
+    dr_k[c] += slope * r[c];
+  }
+}
+
+// The other gradients of a token of wkv7_keys. Adds to those of its parameters.
+template <int kLanes, typename Vector>
+__device__ void AddKeyGradients(const Vector& k, const HeadVector& alpha, const HeadVector& dkey,
+                                const Vector& da, const Vector& db, const KeyParameters& parameters,
+                                HeadVector& dk, HeadVector& drate, KeyParameterGradients& sums) {
+  const float2 inverse = InverseLength<kLanes>(k, parameters.k_k);
+  float product = 0.0f;
+#pragma unroll
+  for (int c = 0; c < kHeadVector; ++c)
+    product += (db[c] * alpha[c] - da[c]) * k[c] * parameters.k_k[c];
+  product = SumOverLanes<kLanes>(product) * inverse.x * inverse.x * inverse.y;
+#pragma unroll
+  for (int c = 0; c < kHeadVector; ++c) {
+    const float u = k[c] * parameters.k_k[c];
+    const float du = (db[c] * alpha[c] - da[c] - u * product) * inverse.x;
+    const float dalpha = db[c] * u * inverse.x + dkey[c] * k[c] * parameters.k_a[c];
+    dk[c] = dkey[c] * (1.0f + (alpha[c] - 1.0f) * parameters.k_a[c]) + du * parameters.k_k[c];
+    drate[c] = dalpha * alpha[c] * (1.0f - alpha[c]);
+    sums.k_k[c] += du * k[c];
+    sums.k_a[c] += dkey[c] * k[c] * (alpha[c] - 1.0f);
+    sums.a0[c] += drate[c];
+  }
+}
+
 // The share of the value of a token that is read out besides the output of WKV7.
 template <int kLanes, typename Vector>
 __device__ float Bonus(const Vector& r, const HeadVector& key, const HeadVector& r_k) {

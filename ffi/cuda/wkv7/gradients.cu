@@ -66,7 +66,12 @@
 //                                                               warpgroup: dR and dA are staged
 //   DecayGradient      dw                   panel x half        block: sums of the other half
 //                                                               block: dw is staged
+//   KeysGradients      as wkv7_keys' pass   half of the tokens  block: sums of all warps
+//
+// The last phase is that of a keyed call alone, of one panel. There dK, dB, dR and dA are staged and not
+// written: the phase makes of them what the backward pass of wkv7_keys would.
 #include "launch.cuh"
+#include "layers/formulas.cuh"
 #include "wkv7/kernels.h"
 #include "wkv7/inverse.cuh"
 
@@ -353,9 +358,10 @@ struct DecayTerms {
 };
 
 // The phases, and what a thread knows of its place in the block.
-template <typename T, int N, bool kMarked>
+template <typename T, int N, bool kMarked, typename Call>
 class ChunkGradients {
  public:
+  static constexpr bool kKeyed = std::is_same_v<Call, Wkv7KeyedBackwardCall>;
   using L = GradientLayout<N>;
   using B = GradientBarriers<N>;
   static constexpr int kTiles = N / kTileTokens;
@@ -366,7 +372,7 @@ class ChunkGradients {
   static constexpr int kStateSteps = kStatePieces / L::kThreads;
   using StatePieces = uint4[kStateSteps];  // the pieces of S0 that a thread has
 
-  __device__ ChunkGradients(const Wkv7BackwardCall& call, unsigned char* memory)
+  __device__ ChunkGradients(const Call& call, unsigned char* memory)
       : call(call),
         memory(memory),
         shared(SharedAddress(memory)),
@@ -748,6 +754,80 @@ class ChunkGradients {
     WriteRows(OwnPanel(L::kAt), half * kHalfTokens, kHalfTokens, call.dw);
   }
 
+  // Lets L2 fetch what KeysGradients will read. Without a branch here, nvcc would move work across, for
+  // which there are no registers.
+  __device__ __forceinline__ void FetchKeys() const {
+    const int thread = threadIdx.x % 128, row = half * kHalfTokens + thread;
+    if (thread >= kHalfTokens || row >= tokens) return;
+    const int64_t at = first + static_cast<int64_t>(row) * stride;
+    PrefetchBytes(static_cast<const T*>(call.keys.k) + at, N * sizeof(T));
+    PrefetchBytes(static_cast<const T*>(call.keys.rate) + at, N * sizeof(T));
+  }
+
+  // The gradients of the inputs of wkv7_keys, from those of K, A, B and R as they are staged. A thread has
+  // eight channels of a token in each step, as there.
+  __device__ __forceinline__ void KeysGradients() const {
+    static_assert(N == kPanelCols, "lanes have all channels of a head");
+    constexpr int kLanes = N / kHeadVector, kParameters = Wkv7KeysCall::kParameters;
+    constexpr int kRowsPerStep = 128 / kLanes, kSteps = kHalfTokens / kRowsPerStep;
+    using Vector = Packed<T, kHeadVector>;
+    const Wkv7KeysBackwardCall& keys = call.keys;
+    const int piece = threadIdx.x % kLanes, channel = piece * kHeadVector;
+    const auto row_of = [&](int step) {
+      return half * kHalfTokens + step * kRowsPerStep +
+             static_cast<int>(threadIdx.x) % 128 / kLanes;
+    };
+    const auto at = [&](int row) { return first + static_cast<int64_t>(row) * stride + channel; };
+    const auto staged = [&](int offset, int row) {
+      return LoadPacked<kHeadVector, T>(memory + PieceAddress(offset, row, piece), 0);
+    };
+
+    Vector k[kSteps] = {}, rate[kSteps] = {}, r[kSteps] = {};
+    float dbonus[kSteps] = {};
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step)
+      if (const int row = row_of(step); row < tokens) {
+        k[step] = LoadPacked<kHeadVector, T>(keys.k, at(row));
+        rate[step] = LoadPacked<kHeadVector, T>(keys.rate, at(row));
+        r[step] = LoadPacked<kHeadVector, T>(call.r, at(row));
+        dbonus[step] = keys.dbonus[at(row) / N];
+      }
+
+    const unsigned heads = static_cast<unsigned>(call.dims.heads);
+    const int64_t chunk = blockIdx.x / heads;  // among those of all rows
+    const int64_t head_channel = (blockIdx.x - chunk * heads) * N;
+    const auto load_parameter = [&](int i, HeadVector& x) {
+      const int64_t row = static_cast<unsigned>(chunk) / static_cast<unsigned>(call.dims.saved);
+      LoadFloats(keys.parameters + (row * kParameters + i) * stride + head_channel + channel, x);
+    };
+    KeyParameters parameters;
+    load_parameter(0, parameters.k_k);
+    load_parameter(1, parameters.k_a);
+    load_parameter(2, parameters.a0);
+    KeyParameterGradients sums;
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      const int row = row_of(step);
+      const bool present = row < tokens;
+      const auto load = [&](int offset) { return present ? staged(offset, row) : Vector{}; };
+      const auto store = [&](void* array, const HeadVector& x) {
+        if (present) StoreRounded<T>(array, at(row), x);
+      };
+      HeadVector alpha, r_k, dkey, dr, dk, drate;
+      load_parameter(3, r_k);
+#pragma unroll
+      for (int c = 0; c < kHeadVector; ++c) alpha[c] = Sigmoid(parameters.a0[c] + rate[step][c]);
+      AddBonusGradients(k[step], r[step], alpha, parameters.k_a, r_k, load(L::kV), dbonus[step],
+                        load(L::kDy), dkey, dr, sums.r_k);
+      store(keys.dr, dr);
+      AddKeyGradients<kLanes>(k[step], alpha, dkey, load(L::kDz), load(L::kU), parameters, dk,
+                              drate, sums);
+      store(keys.dk, dk);
+      store(keys.drate, drate);
+    }
+    StorePartials(sums, keys.partials + chunk * kParameters * stride + head_channel);
+  }
+
   __device__ bool HasValues() const { return half == 0; }
 
  private:
@@ -819,13 +899,15 @@ class ChunkGradients {
     }
   }
 
-  // Writes two results of this panel and half, staged where operands of no other half were.
+  // Stages two results of this panel and half where operands of no other half were, and writes them unless
+  // the call is keyed.
   __device__ __forceinline__ void WritePair(const HalfAccumulator (&pair)[2], int first_staged,
                                             void* first_out, int second_staged,
                                             void* second_out) const {
     WaitForHalf();
     OwnChannels(first_staged).template StoreSum<T>(FirstTile(), pair[0]);
     OwnChannels(second_staged).template StoreSum<T>(FirstTile(), pair[1]);
+    if constexpr (kKeyed) return;
     WaitForWarpgroup();
     WriteRows(OwnPanel(first_staged), half * kHalfTokens, kHalfTokens, first_out);
     WriteRows(OwnPanel(second_staged), half * kHalfTokens, kHalfTokens, second_out);
@@ -854,6 +936,35 @@ class ChunkGradients {
     LoadTransposedPanel(OwnPanel(next.left), warp, first_tile, next_left);
     ProductPair<true>(pair, next_left, first_tile, next.of_first, next.of_second);
     Finish(pair[0], pair[1]);
+  }
+
+  // Adds up the gradients of the parameters over the threads that have the same channels, and writes them to
+  // rows of `partials`.
+  __device__ __forceinline__ void StorePartials(const KeyParameterGradients& sums,
+                                                float* partials) const {
+    constexpr int kParameters = Wkv7KeysCall::kParameters;
+    static_assert(L::kThreads == kParameters * N && 32 / (N / kHeadVector) == kParameters,
+                  "a thread has one sum, and a lane those of one parameter");
+    // Of the four lanes with the same channels each gets the sums of one parameter, those of its number.
+    float two[2][kHeadVector], one[kHeadVector];
+    const bool upper = Lane() & 16, odd = Lane() & 8;
+#pragma unroll
+    for (int c = 0; c < kHeadVector; ++c) {
+      const auto add = [](bool second, int mask, float x, float y) {
+        return (second ? y : x) + __shfl_xor_sync(~0u, second ? x : y, mask);
+      };
+      two[0][c] = add(upper, 16, sums.k_k[c], sums.a0[c]);
+      two[1][c] = add(upper, 16, sums.k_a[c], sums.r_k[c]);
+      one[c] = add(odd, 8, two[0][c], two[1][c]);
+    }
+    // [warps, parameters, N], where the products of tokens by tokens were.
+    float* const of_warps = reinterpret_cast<float*>(memory + L::kM);
+    StoreFloats(of_warps + Warp() * kParameters * N + Lane() * kHeadVector, one);
+    __syncthreads();
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < L::kThreads / 32; ++i) sum += of_warps[i * kParameters * N + threadIdx.x];
+    partials[threadIdx.x / N * static_cast<int64_t>(stride) + threadIdx.x % N] = sum;
   }
 
   // Adds dS * S_L for what of S_L was in S0, over a half of the rows of the state.
@@ -918,7 +1029,7 @@ class ChunkGradients {
     }
   }
 
-  const Wkv7BackwardCall& call;
+  const Call& call;
   unsigned char* const memory;
   const uint32_t shared;
   const int warp, group;  // the warp in its warpgroup, and the warpgroup
@@ -928,15 +1039,17 @@ class ChunkGradients {
   int stride, tokens;  // elements from token to token; tokens of the chunk
 };
 
-template <typename T, int N, bool kMarked>
-__global__ __launch_bounds__(4 * N, N == 64 ? 2 : 1) void GradientKernel(
-    const __grid_constant__ Wkv7BackwardCall call, const uint4* state_gradients,
-    const float* inexact) {
+template <typename T, int N, bool kMarked, typename Call>
+__global__ __launch_bounds__(4 * N,
+                             N == 64 ? 2 : 1) void GradientKernel(const __grid_constant__ Call call,
+                                                                  const uint4* state_gradients,
+                                                                  const float* inexact) {
+  using Gradients = ChunkGradients<T, N, kMarked, Call>;
   RWKV_JAX_DYNAMIC_SHARED(kPanelAlignment, memory);
-  ChunkGradients<T, N, kMarked> gradients(call, memory);
+  Gradients gradients(call, memory);
   if (!gradients.Find(inexact)) return;
 
-  typename ChunkGradients<T, N, kMarked>::StatePieces state;
+  typename Gradients::StatePieces state;
   gradients.LoadChunk(state_gradients, state);
   gradients.WaitForDecays();
   __syncthreads();
@@ -964,8 +1077,26 @@ __global__ __launch_bounds__(4 * N, N == 64 ? 2 : 1) void GradientKernel(
 
   DecayTerms terms;
   gradients.KeyGradients(decays, terms);
+  if constexpr (Gradients::kKeyed) gradients.FetchKeys();
   gradients.QueryGradients(decays, terms);
   gradients.DecayGradient(terms);
+  if constexpr (Gradients::kKeyed) gradients.KeysGradients();
+}
+
+template <int... kHeadSizes, typename Call>
+cudaError_t LaunchGradients(cudaStream_t stream, const Call& call, const uint4* gradients,
+                            const float* inexact) {
+  if (call.dims.tokens == 0) return cudaSuccess;
+  const int64_t rows = call.sequences.Given() ? 1 : call.dims.batch;
+  const int64_t blocks = rows * call.dims.saved * call.dims.heads;
+  return ForHalfTypes<kHeadSizes...>(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
+    using L = GradientLayout<size()>;
+    return ForMarks(call.marks, [&](auto marked) {
+      return Launch(GradientKernel<decltype(zero), size(), marked(), Call>,
+                    static_cast<unsigned>(blocks), L::kThreads, L::kBytes, stream, call, gradients,
+                    inexact);
+    });
+  });
 }
 
 }  // namespace
@@ -976,16 +1107,12 @@ int64_t Wkv7GradientSharedMemory(int64_t head_size) {
 
 cudaError_t Wkv7Gradients(cudaStream_t stream, const Wkv7BackwardCall& call, const uint4* gradients,
                           const float* inexact) {
-  if (call.dims.tokens == 0) return cudaSuccess;
-  const int64_t rows = call.sequences.Given() ? 1 : call.dims.batch;
-  const int64_t blocks = rows * call.dims.saved * call.dims.heads;
-  return ForHalfTypes<64, 128>(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
-    using L = GradientLayout<size()>;
-    return ForMarks(call.marks, [&](auto marked) {
-      return Launch(GradientKernel<decltype(zero), size(), marked()>, static_cast<unsigned>(blocks),
-                    L::kThreads, L::kBytes, stream, call, gradients, inexact);
-    });
-  });
+  return LaunchGradients<64, 128>(stream, call, gradients, inexact);
+}
+
+cudaError_t Wkv7KeyedGradients(cudaStream_t stream, const Wkv7KeyedBackwardCall& call,
+                               const uint4* gradients) {
+  return LaunchGradients<64>(stream, call, gradients, nullptr);
 }
 
 }  // namespace rwkv_jax::cuda

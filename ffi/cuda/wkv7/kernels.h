@@ -16,6 +16,8 @@ namespace rwkv_jax::cuda {
 cudaError_t Run(cudaStream_t stream, const Wkv7ForwardCall& call, const Plan& plan, float* scratch);
 cudaError_t Run(cudaStream_t stream, const Wkv7BackwardCall& call, const Plan& plan,
                 float* scratch);
+cudaError_t Run(cudaStream_t stream, const Wkv7KeyedBackwardCall& call, const Plan& plan,
+                float* scratch);
 
 // What the tokens of a head do to a state, and, of the backward pass, dinitial_state alone, which needs
 // neither k nor v nor the saved states. Both are computed on matrix units, for decays that cannot go too
@@ -64,5 +66,10 @@ cudaError_t Wkv7ReverseScan(cudaStream_t stream, const Wkv7BackwardCall& call, c
 // All gradients but dinitial_state, from what the reverse scan has left.
 cudaError_t Wkv7Gradients(cudaStream_t stream, const Wkv7BackwardCall& call, const uint4* gradients,
                           const float* inexact);
+
+// The same with what the backward pass of wkv7_keys makes of dk, da, db and dr, for heads of 64. db is not
+// written.
+cudaError_t Wkv7KeyedGradients(cudaStream_t stream, const Wkv7KeyedBackwardCall& call,
+                               const uint4* gradients);
 
 }  // namespace rwkv_jax::cuda

@@ -1,4 +1,5 @@
 // The passes of WKV7: which kernels run one after another.
+#include "layers/kernels.h"
 #include "wkv7/kernels.h"
 
 namespace rwkv_jax::cuda {
@@ -42,6 +43,19 @@ cudaError_t Run(cudaStream_t stream, const Wkv7BackwardCall& call, const Plan& p
   // The kernels on matrix units no longer need their memory.
   if (error == cudaSuccess && inexact != nullptr) error = replay(1, inexact);
   return error;
+}
+
+cudaError_t Run(cudaStream_t stream, const Wkv7KeyedBackwardCall& call, const Plan& plan,
+                float* scratch) {
+  cudaError_t error;
+  if (plan.matrix_units && call.dims.head_size == 64 && call.decay == Decay::kSigmoid) {
+    uint4* const gradients = reinterpret_cast<uint4*>(scratch + plan.gradients);
+    error = Wkv7ReverseScan(stream, call, plan.device, plan.SplitsIn(scratch), gradients, nullptr);
+    return error == cudaSuccess ? Wkv7KeyedGradients(stream, call, gradients) : error;
+  }
+  const Wkv7BackwardCall& recurrence = call;
+  error = Run(stream, recurrence, plan, scratch);
+  return error == cudaSuccess ? Run(stream, call.keys, plan.device) : error;
 }
 
 }  // namespace rwkv_jax::cuda

@@ -1,6 +1,7 @@
 // The calls of WKV7: what the kernels of all platforms take and give.
 #pragma once
 
+#include "rwkv_jax/layers.h"
 #include "rwkv_jax/sequences.h"
 
 namespace rwkv_jax {
@@ -35,6 +36,12 @@ struct Wkv7BackwardCall : Wkv7Call {
   const float* dfinal_state;
   void *dr, *dw, *dk, *dv, *da, *db;
   float* dinitial_state;
+};
+
+// The backward pass of wkv7_keys after that of WKV7: of each token the one takes the gradients of k, a, b
+// and r that the other gives. `keys` has those arrays as well, and writes its own results over all but db.
+struct Wkv7KeyedBackwardCall : Wkv7BackwardCall {
+  Wkv7KeysBackwardCall keys;
 };
 
 }  // namespace rwkv_jax
