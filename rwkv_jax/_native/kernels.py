@@ -151,15 +151,34 @@ class NativeKernels(Implementation):
         return Result(found[0], call.opened(after), states)
 
     def backward(self, options: Options, platform: str, operands: Backward) -> Gradients:
+        return self.backward_by(self._target("backward"), options, platform, operands)[0]
+
+    def backward_by(
+        self,
+        target: str,
+        options: Options,
+        platform: str,
+        operands: Backward,
+        more: Sequence[Array] = (),
+        more_results: Results = (),
+    ) -> tuple[Gradients, tuple[Array, ...]]:
+        """What a target gives in place of the gradients, and its further results. The target takes
+        and returns what that of the backward pass does, and more behind."""
         call = _Rows(self._signature, operands)
         dstate = call.states(operands.dstate)
         states = [operands.states[part] for part in dstate]
         results = [*_like(call.inputs), *_like(dstate)]
         arrays = [*states, operands.dy, *dstate.values()]
-        found = self._call("backward", options, platform, call, arrays, results)
+        found = self._call(
+            *("backward", options, platform, call, arrays, results),
+            target=target,
+            more=more,
+            more_results=more_results,
+        )
         inputs = dict(zip(call.inputs, found, strict=False))
-        before = dict(zip(dstate, found[len(inputs) :], strict=True))
-        return Gradients(call.summed(inputs), call.opened(before))
+        before = dict(zip(dstate, found[len(inputs) :], strict=False))
+        gradients = Gradients(call.summed(inputs), call.opened(before))
+        return gradients, found[len(results) :]
 
     def step(self, options: Options, platform: str, operands: Forward) -> Result:
         signature = self._signature
@@ -212,22 +231,27 @@ class NativeKernels(Implementation):
         call: "_Rows",
         arrays: Sequence[Array],
         results: Results,
+        *,
+        target: str | None = None,
+        more: Sequence[Array] = (),
+        more_results: Results = (),
     ) -> tuple[Array, ...]:
-        """The results of a target but its scratch. A target takes the inputs, then the arrays that
-        its pass has besides, and then the packing."""
+        """The results of a target, that of the pass if None, but its scratch. A target takes the
+        inputs, then the arrays that its pass has besides, and then the packing and `more`."""
         problem = self._problem(options, call.operands.inputs, call.operands.packing)
         floats = library.scratch(platform, self._signature.name, TARGETS[name], **problem)
-        *found, _ = library.call(
-            self._target(name),
-            [*results, ((floats,), jnp.float32)],
+        found = library.call(
+            target or self._target(name),
+            [*results, ((floats,), jnp.float32), *more_results],
             *call.inputs.values(),
             *arrays,
             *call.packing,
+            *more,
             decay=problem["decay"],
             exact=problem["exact"],
             packing=problem["packing"],
         )
-        return tuple(found)
+        return (*found[: len(results)], *found[len(results) + 1 :])
 
 
 def _like(arrays: Arrays) -> Results:

@@ -2,6 +2,7 @@
 
     norm_shift_mix   layer normalisation, token shift and mixing
     wkv7_keys        the operands k, a and b of `wkv7`
+    keyed_wkv7       `wkv7` with these operands
     value_residual   the value that layers share with the first one
     read_out         normalisation of heads, bonus and gate
     feed_forward     the network of the channel mixings
@@ -18,6 +19,8 @@ compute capability 9.0 alone.
 """
 
 from rwkv_jax.layers.feed_forward import feed_forward as feed_forward
+from rwkv_jax.layers.keyed_wkv7 import KeyedWkv7 as KeyedWkv7
+from rwkv_jax.layers.keyed_wkv7 import keyed_wkv7 as keyed_wkv7
 from rwkv_jax.layers.low_rank import low_rank as low_rank
 from rwkv_jax.layers.norm_shift_mix import Mixed as Mixed
 from rwkv_jax.layers.norm_shift_mix import norm_shift_mix as norm_shift_mix

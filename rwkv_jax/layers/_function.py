@@ -169,32 +169,44 @@ class Function:
             for name, axes in self.results.items()
         ]
         kept = [([sizes.get(x, 2) for x in axes], jnp.float32) for axes in self.kept.values()]
-        given = self._native_inputs(inputs, self._vectors(inputs))
-        found = library.call(self.targets[0], [*shapes, *kept], *given)
+        found = library.call(self.targets[0], [*shapes, *kept], *self._native_inputs(inputs))
         results = dict(zip(self.results, found, strict=False))
         return results, dict(zip(self.kept, found[len(results) :], strict=True))
 
     def _native_backward(self, inputs: Arrays, operands: Operands) -> Arrays:
-        vectors, cotangents = self._vectors(inputs), [operands.cotangents[x] for x in self.given]
+        cotangents = [operands.cotangents[x] for x in self.given]
         shapes = [(inputs[name].shape, inputs[name].dtype) for name in self.tensors]
-        # The partial sums of all parameters are one array [B, runs, J, ...], as the parameters are.
-        counts = [x.shape[1] for x in vectors]
-        sizes = self._sizes(inputs)
-        partials = (sizes["B"], -(-sizes["T"] // RUN), sum(counts), *vectors[0].shape[2:])
         found = library.call(
             self.targets[1],
-            [*shapes, (partials, jnp.float32)],
-            *self._native_inputs(inputs, vectors),
+            [*shapes, self.partials(inputs)],
+            *self._native_inputs(inputs),
             *operands.kept.values(),
             *cotangents,
         )
         gradients = dict(zip(self.tensors, found, strict=False))
-        sums, at = jnp.sum(found[-1], axis=1), 0
-        for name, count in zip(self.parameters, counts, strict=True):
+        return gradients | self.sums(inputs, found[-1])
+
+    def partials(self, inputs: Arrays) -> tuple[tuple[int, ...], Any]:
+        """The shape and the dtype of the partial sums of the gradients of all parameters. They are
+        one array [B, runs, J, ...], as the parameters are."""
+        sizes, vectors = self._sizes(inputs), self._vectors(inputs)
+        count = sum(x.shape[1] for x in vectors)
+        return (sizes["B"], -(-sizes["T"] // RUN), count, *vectors[0].shape[2:]), jnp.float32
+
+    def sums(self, inputs: Arrays, partials: Array) -> Arrays:
+        """The gradients of the parameters, from their partial sums."""
+        sums, at, gradients = jnp.sum(partials, axis=1), 0, {}
+        for name, vectors in zip(self.parameters, self._vectors(inputs), strict=True):
+            count = vectors.shape[1]
             part = lax.slice_in_dim(sums, at, at + count, axis=1)
             gradients[name] = part.reshape(inputs[name].shape)
             at += count
         return gradients
+
+    def native_parameters(self, inputs: Arrays) -> Array:
+        """The parameters as one array [B, J, ...]. One array is repeated for each row in one
+        kernel, and a kernel takes a GPU microseconds."""
+        return jnp.concatenate(self._vectors(inputs), axis=1)
 
     def _vectors(self, inputs: Arrays) -> list[Array]:
         """Each parameter as so many vectors: [B, n, D] or [B, n, H, K]."""
@@ -202,11 +214,9 @@ class Function:
         given = [inputs[name] for name in self.parameters]
         return [x[:, None] if x.ndim == single else x for x in given]
 
-    def _native_inputs(self, inputs: Arrays, vectors: list[Array]) -> list[Array]:
-        """The tensors, the parameters as one array [B, J, ...], and the indices. One array is
-        repeated for each row in one kernel, and a kernel takes a GPU microseconds."""
+    def _native_inputs(self, inputs: Arrays) -> list[Array]:
         tensors, indices = ([inputs[x] for x in names] for names in (self.tensors, self.indices))
-        return [*tensors, jnp.concatenate(vectors, axis=1), *indices]
+        return [*tensors, self.native_parameters(inputs), *indices]
 
 
 def run(

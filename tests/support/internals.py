@@ -33,11 +33,12 @@ from rwkv_jax.models.rwkv7 import block_step
 CONTINUES, STARTS, PADDING = segments.CONTINUES, segments.STARTS, segments.PADDING
 """The marks of a token."""
 
-feed_forward, low_rank, norm_shift_mix, wkv7_keys, value_residual, read_out = (
+feed_forward, low_rank, norm_shift_mix, wkv7_keys, keyed_wkv7, value_residual, read_out = (
     # The package has a function of each of these names.
     importlib.import_module(f"rwkv_jax.layers.{name}")
     for name in (
-        *("feed_forward", "low_rank", "norm_shift_mix", "wkv7_keys", "value_residual", "read_out"),
+        *("feed_forward", "low_rank", "norm_shift_mix"),
+        *("wkv7_keys", "keyed_wkv7", "value_residual", "read_out"),
     )
 )
 
@@ -167,6 +168,7 @@ def other_targets(platform: str = "cuda") -> set[str]:
         *(module.FUNCTION for module in (wkv7_keys, value_residual, read_out)),
     )
     of_layers = {target for function in functions for target in function.targets}
+    of_layers.add(keyed_wkv7.TARGET)
     of_products = {*feed_forward.TARGETS.values(), *low_rank.TARGETS.values()}
     losses = {of_losses.OF_LOGITS, of_losses.OF_FEATURES}
     return of_layers | of_products | losses | {*block_step.TARGETS}
