@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
 
-from rwkv_jax.layers import read_out, value_residual, wkv7_keys
+from rwkv_jax.layers import keyed_wkv7, read_out, value_residual, wkv7_keys
 from rwkv_jax.models import _parameters
 from rwkv_jax.models._linear import linear, low_rank
 from rwkv_jax.models._normalisation import Norm
@@ -15,7 +15,7 @@ from rwkv_jax.models._trees import TimeMixState
 from rwkv_jax.models._wkv import Options, run
 from rwkv_jax.models.rwkv7.parameters import TimeMixParams
 from rwkv_jax.models.rwkv7.state import initial_wkv
-from rwkv_jax.wkv7 import wkv7_step
+from rwkv_jax.wkv7 import wkv7, wkv7_step
 
 
 def mix_tokens(
@@ -44,10 +44,6 @@ def mix_tokens(
     )
 
     heads = _parameters_of_heads(params)
-    k, a, b, bonus, r = wkv7_keys(
-        *(k, rate, r, heads(params.k_k), heads(params.k_a), heads(params.a0), heads(params.r_k)),
-        implementation=layers,
-    )
     if params.v0 is None or params.v1 is None or params.v2 is None:
         v_first, v_again = v, v
     elif v_first is None:
@@ -60,11 +56,20 @@ def mix_tokens(
             *(v, share, first, heads(params.v0)), implementation=layers
         )
 
+    k_k, k_a, a0, r_k = map(heads, (params.k_k, params.k_a, params.a0, params.r_k))
     single = x.ndim == 2
-    operands = (r, w, k, v, a, b)
-    if single:
-        operands = tuple(z[:, 0] for z in operands)
-    y, last = run(wkv7_step, options, single, operands, wkv, "sigmoid")
+    if not single and options.wkv is wkv7 and options.implementation == layers:
+        y, bonus, last = keyed_wkv7(
+            *(r, w, k, v, rate, k_k, k_a, a0, r_k, wkv),
+            segment_ids=options.segment_ids,
+            implementation=layers,
+        )
+    else:
+        k, a, b, bonus, r = wkv7_keys(k, rate, r, k_k, k_a, a0, r_k, implementation=layers)
+        operands = (r, w, k, v, a, b)
+        if single:
+            operands = tuple(z[:, 0] for z in operands)
+        y, last = run(wkv7_step, options, single, operands, wkv, "sigmoid")
     out = read_out(
         *(y[:, None] if single else y, bonus, v_again, gate),
         *(heads(params.ln_x.weight), heads(params.ln_x.bias)),
