@@ -33,9 +33,18 @@ import numpy as np
 import pytest
 
 import rwkv_jax
+from rwkv_jax import layers
 from rwkv_jax import models as all_models
 from rwkv_jax.models import rwkv7
-from support import harness, internals, language_models, layer_functions, models, tolerance
+from support import (
+    harness,
+    internals,
+    keyed_wkv7,
+    language_models,
+    layer_functions,
+    models,
+    tolerance,
+)
 from support.cases import CU_SEQLENS, GPUS, Arrays, Case
 from support.layer_functions import LAYER_FUNCTIONS
 from support.operators import OPERATORS, SEQUENCES, Run
@@ -102,6 +111,7 @@ class Emulation:
 
     share: of the scratch that a target asks for, how much it gets.
     plans: how the targets that ran since `use` have computed their calls.
+    files: the source files of the kernels that the last call of each target launched.
     """
 
     def __init__(self, module: Any) -> None:
@@ -113,6 +123,7 @@ class Emulation:
         self.device, self.share = device, share
         self.module.set_device(*device)
         self.plans: list[dict[str, Any]] = []
+        self.files: dict[str, set[str]] = {}
         self._problem: tuple[str, str, dict[str, int]] | None = None
 
     def scratch(self, op: str, name: str, **problem: int) -> int:
@@ -138,14 +149,16 @@ class Emulation:
             for operand, result in (aliases or {}).items():
                 found[result] = arrays[operand] = arrays[operand].copy()
             self.module.call(target, arrays, found, attributes)
-            self._check_kernels(problem)
+            self.files[target] = {Path(file).name for file in self.module.launches()}
+            self._check_kernels(problem, self.files[target])
             return found
 
         return tuple(jax.pure_callback(call, types, *operands))
 
-    def _check_kernels(self, problem: tuple[str, str, dict[str, int]] | None) -> None:
+    def _check_kernels(
+        self, problem: tuple[str, str, dict[str, int]] | None, files: set[str]
+    ) -> None:
         """The kernels launched are those that the plan for the device announces."""
-        files = {Path(file).name for file in self.module.launches()}
         if not problem or not files:
             return
         op, name, sizes = problem
@@ -809,6 +822,96 @@ def test_layers_refuse_other_counts(emulated: Emulation, monkeypatch: pytest.Mon
     keys, _ = _layer_calls(emulated, monkeypatch, "wkv7_keys")
     changed = keys.operands | {"parameters": keys.operands["parameters"][:, :2].copy()}
     assert "parameters has J = 2; expected 4" in _refused(emulated, keys._replace(operands=changed))
+
+
+KEYED = [
+    ("9.0", Case(1, 1, 2, 64, dtype="bfloat16"), False),
+    ("9.0", Case(3, 63, 1, 64, dtype="float16"), False),
+    ("9.0", Case(1, 64, 1, 64, dtype="bfloat16", state=False), False),
+    ("9.0", Case(3, 65, 2, 64, dtype="bfloat16"), False),
+    ("9.0", Case(1, 200, 3, 64, dtype="float16"), False),
+    ("9.0", Case(2, 130, 2, 64, dtype="bfloat16"), True),
+    ("9.0", Case(2, 130, 1, 64, dtype="float16"), True),
+    ("9.0", Case(0, 65, 2, 64, dtype="bfloat16"), False),
+    ("9.0", Case(2, 0, 2, 64, dtype="bfloat16"), False),
+    ("8.0", Case(1, 70, 2, 64, dtype="bfloat16"), False),
+    ("8.9", Case(1, 130, 2, 64, dtype="bfloat16"), False),
+    ("8.9", Case(2, 130, 1, 64, dtype="float16"), True),
+]
+"""Each with a device and whether the rows have the segments of IDS."""
+
+
+@pytest.mark.parametrize(("device", "case", "marked"), KEYED, ids=str)
+def test_keyed_wkv7(emulated: Emulation, device: str, case: Case, marked: bool) -> None:
+    """Of tensors the gradients are, bit for bit, those of one function after the other; those of
+    parameters are summed in another order. For a few tokens, and on small devices, the kernels of
+    both functions run."""
+    emulated.use(DEVICES[device])
+    ids = IDS if marked else None
+    arrays = jax.tree.map(jnp.asarray, keyed_wkv7.operands(case))
+
+    def found(function: Any, seed: int) -> dict[str, np.ndarray]:
+        emulated.module.seed(seed)
+        call = functools.partial(keyed_wkv7.value_and_gradients, function=function)
+        every = call(*arrays, segment_ids=ids, implementation="ffi")
+        return {name: np.asarray(x) for name, x in every.items()}
+
+    (own, other), apart = (
+        (found(layers.keyed_wkv7, seed) for seed in (1, 2)),
+        found(keyed_wkv7.apart, 1),
+    )
+    keyed_wkv7.assert_right(own, keyed_wkv7.expected(*arrays, segment_ids=ids), case.dtype)
+    _assert_same(own, other)
+    sums = {f"d{name}" for name in keyed_wkv7.PARAMETERS}
+    _assert_same({n: x for n, x in own.items() if n not in sums}, apart)
+    tolerance.assert_close({n: own[n] for n in sums}, {n: apart[n] for n in sums}, 1e-6)
+    fused = case.T >= 16 and device != "8.9"
+    if case.B * case.T > 0:
+        files = emulated.files[internals.keyed_wkv7.TARGET]
+        assert ("gradients.cu" in files, "wkv7_keys.cu" in files) == (fused, not fused), files
+
+
+def test_keyed_wkv7_refuses_wrong_arrays(
+    emulated: Emulation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that the target takes besides the arrays of `wkv7`."""
+    calls = {}
+
+    def record(target: str, results: Any, *operands: Any, **attributes: Any) -> Any:
+        empty = [np.zeros(shape, dtype) for shape, dtype in results]
+        calls[target] = [np.array(x) for x in operands], empty, attributes
+        return emulated.call(target, results, *operands, **attributes)
+
+    internals.intercept_native_calls(monkeypatch, record)
+    arrays = jax.tree.map(jnp.asarray, keyed_wkv7.operands(Case(2, 3, 1, 64, dtype="bfloat16")))
+    keyed_wkv7.value_and_gradients(*arrays, implementation="ffi")
+    target = internals.keyed_wkv7.TARGET
+    operands, results, attributes = calls[target]
+    names = ("projected k", "rate", "parameters", "dbonus")
+
+    def error(operands: Any = operands, results: Any = results, **changed: int) -> str:
+        with pytest.raises(RuntimeError, match="INVALID_ARGUMENT: wkv7 backward: ") as caught:
+            emulated.module.call(target, operands, results, attributes | changed)
+        return str(caught.value)
+
+    for i, name in enumerate(names, len(operands) - len(names)):
+        x = operands[i]
+        assert f"{name} is missing" in error(operands[:i])
+        assert f"{name} has shape [1, " in error([*operands[:i], x[None], *operands[i + 1 :]])
+        wrong = x.astype(np.int32)
+        assert f"{name} is S32" in error([*operands[:i], wrong, *operands[i + 1 :]])
+    more = np.zeros((2, 5, 1, 64), np.float32)
+    assert "parameters has J = 5" in error([*operands[:-2], more, operands[-1]])
+    assert "partials is missing" in error(results=results[:-1])
+    assert "partials has shape [2, 2, " in error(
+        results=[*results[:-1], np.concatenate(2 * [results[-1]], axis=1)]
+    )
+    assert "decay is 0; expected 2 (sigmoid)" in error(decay=0)
+    halves = [x[..., :32].copy() if x.shape[-1] == 64 else x for x in (*operands, *results)]
+    halves = [
+        x[..., :32, :].copy() if x.ndim in (4, 5) and x.shape[-2] == 64 else x for x in halves
+    ]
+    assert "K = 32; expected 64" in error(halves[: len(operands)], halves[len(operands) :])
 
 
 def test_targets_and_constants_are_those_of_python(emulated: Emulation) -> None:

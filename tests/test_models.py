@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import jax
@@ -269,20 +269,6 @@ def test_gradients_that_are_computed_again(
     assert_trees_close(found, expected, 1e-5)
 
 
-def _equations(jaxpr: Any) -> Iterator[Any]:
-    """All equations of a program, also of those inside."""
-    for equation in jaxpr.eqns:
-        yield equation
-        for x in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns")):
-            inner = getattr(x, "jaxpr", x)
-            yield from _equations(inner) if hasattr(inner, "eqns") else ()
-
-
-def _calls(jaxpr: Any, target: str) -> int:
-    """How often a program calls a native target."""
-    return sum(x.params.get("target_name") == target for x in _equations(jaxpr))
-
-
 def test_what_recompute_keeps(params: rwkv7.Params, tokens: jax.Array) -> None:
     """Of "mixes" and "cheap", less than of None, but no second forward pass of `wkv7`. JAX is
     asked, since XLA undoes recomputation on CPUs."""
@@ -296,7 +282,7 @@ def test_what_recompute_keeps(params: rwkv7.Params, tokens: jax.Array) -> None:
         kept[recompute] = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(residuals))
         options = {"implementation": FFI_OR_REFERENCE, "recompute": recompute}
         call = functools.partial(_loss_and_gradients, **options)
-        forwards[recompute] = _calls(jax.make_jaxpr(call)(params, tokens).jaxpr, target)
+        forwards[recompute] = hlo.calls(jax.make_jaxpr(call)(params, tokens), target)
     assert kept["blocks"] < kept["cheap"] < kept["mixes"] < kept[None], kept
     if FFI_OR_REFERENCE == "ffi":
         # Each platform with kernels has a branch with the target.

@@ -3,8 +3,11 @@
 import contextlib
 import math
 import re
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from typing import Any
 
+import jax
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 COLLECTIVE = re.compile(
@@ -41,3 +44,18 @@ def device(platform: str) -> AbstractContextManager:
         return contextlib.nullcontext()
     kind = AbstractDevice(*DEVICES[platform])
     return use_abstract_mesh(AbstractMesh((), (), abstract_device=kind))
+
+
+def _equations(jaxpr: Any) -> Iterator[Any]:
+    """All equations of a program, also of those inside."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for x in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns")):
+            inner = getattr(x, "jaxpr", x)
+            yield from _equations(inner) if hasattr(inner, "eqns") else ()
+
+
+def calls(program: Any, target: str) -> int:
+    """How often a program of `jax.make_jaxpr` calls a native target, in the branches of all
+    platforms."""
+    return sum(x.params.get("target_name") == target for x in _equations(program.jaxpr))

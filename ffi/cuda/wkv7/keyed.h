@@ -29,6 +29,9 @@ inline void ReadKeys(Operands& operands, Wkv7KeyedBackwardCall& call) {
   const int64_t count = operands.Size('J');
   operands.Require(count == keys.kParameters, "parameters has J = ", count, "; expected ",
                    keys.kParameters);
+  operands.Require(keys.head_size == 64, "K = ", keys.head_size, "; expected 64");
+  operands.Require(call.decay == Decay::kSigmoid, "decay is ", static_cast<int64_t>(call.decay),
+                   "; expected 2 (sigmoid)");
   operands.Require(operands.packing() != Packing::kSequences,
                    "packing is 2 (sequences); expected 0 (none) or 1 (marks)");
   operands.Require(keys.rows <= kMaxRows && keys.tokens <= kMaxTokens, "B = ", keys.rows,

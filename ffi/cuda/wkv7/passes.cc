@@ -48,7 +48,7 @@ cudaError_t Run(cudaStream_t stream, const Wkv7BackwardCall& call, const Plan& p
 cudaError_t Run(cudaStream_t stream, const Wkv7KeyedBackwardCall& call, const Plan& plan,
                 float* scratch) {
   cudaError_t error;
-  if (plan.matrix_units && call.dims.head_size == 64 && call.decay == Decay::kSigmoid) {
+  if (plan.matrix_units) {
     uint4* const gradients = reinterpret_cast<uint4*>(scratch + plan.gradients);
     error = Wkv7ReverseScan(stream, call, plan.device, plan.SplitsIn(scratch), gradients, nullptr);
     return error == cudaSuccess ? Wkv7KeyedGradients(stream, call, gradients) : error;
