@@ -757,11 +757,13 @@ class ChunkGradients {
   // Lets L2 fetch what KeysGradients will read. Without a branch here, nvcc would move work across, for
   // which there are no registers.
   __device__ __forceinline__ void FetchKeys() const {
-    const int thread = threadIdx.x % 128, row = half * kHalfTokens + thread;
-    if (thread >= kHalfTokens || row >= tokens) return;
+    static_assert(kHalfTokens == 32, "a lane has a token");
+    const int row = half * kHalfTokens + Lane();
+    if (warp > 0 || row >= tokens) return;
     const int64_t at = first + static_cast<int64_t>(row) * stride;
     PrefetchBytes(static_cast<const T*>(call.keys.k) + at, N * sizeof(T));
     PrefetchBytes(static_cast<const T*>(call.keys.rate) + at, N * sizeof(T));
+    Prefetch(call.keys.dbonus + at / N);
   }
 
   // The gradients of the inputs of wkv7_keys, from those of K, A, B and R as they are staged. A thread has
@@ -783,14 +785,12 @@ class ChunkGradients {
     };
 
     Vector k[kSteps] = {}, rate[kSteps] = {}, r[kSteps] = {};
-    float dbonus[kSteps] = {};
 #pragma unroll
     for (int step = 0; step < kSteps; ++step)
       if (const int row = row_of(step); row < tokens) {
         k[step] = LoadPacked<kHeadVector, T>(keys.k, at(row));
         rate[step] = LoadPacked<kHeadVector, T>(keys.rate, at(row));
         r[step] = LoadPacked<kHeadVector, T>(call.r, at(row));
-        dbonus[step] = keys.dbonus[at(row) / N];
       }
 
     const unsigned heads = static_cast<unsigned>(call.dims.heads);
@@ -813,11 +813,12 @@ class ChunkGradients {
       const auto store = [&](void* array, const HeadVector& x) {
         if (present) StoreRounded<T>(array, at(row), x);
       };
+      const float dbonus = present ? keys.dbonus[at(row) / N] : 0.0f;
       HeadVector alpha, r_k, dkey, dr, dk, drate;
       load_parameter(3, r_k);
 #pragma unroll
       for (int c = 0; c < kHeadVector; ++c) alpha[c] = Sigmoid(parameters.a0[c] + rate[step][c]);
-      AddBonusGradients(k[step], r[step], alpha, parameters.k_a, r_k, load(L::kV), dbonus[step],
+      AddBonusGradients(k[step], r[step], alpha, parameters.k_a, r_k, load(L::kV), dbonus,
                         load(L::kDy), dkey, dr, sums.r_k);
       store(keys.dr, dr);
       AddKeyGradients<kLanes>(k[step], alpha, dkey, load(L::kDz), load(L::kU), parameters, dk,
