@@ -422,7 +422,7 @@ def test_the_sum_of_a_mixing_has_the_shape_of_its_product(
     def sums() -> int:
         """How many sums there are of the shape of a product."""
         program = jax.make_jaxpr(lambda *xs: features(*xs))(params, tokens)
-        equations = _equations(program.jaxpr)
+        equations = hlo.equations(program.jaxpr)
         added = [x.outvars[0].aval.shape for x in equations if x.primitive.name == "add"]
         return added.count((tokens.size, CONFIG.width))
 

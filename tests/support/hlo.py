@@ -46,16 +46,16 @@ def device(platform: str) -> AbstractContextManager:
     return use_abstract_mesh(AbstractMesh((), (), abstract_device=kind))
 
 
-def _equations(jaxpr: Any) -> Iterator[Any]:
+def equations(jaxpr: Any) -> Iterator[Any]:
     """All equations of a program, also of those inside."""
     for equation in jaxpr.eqns:
         yield equation
         for x in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns")):
             inner = getattr(x, "jaxpr", x)
-            yield from _equations(inner) if hasattr(inner, "eqns") else ()
+            yield from equations(inner) if hasattr(inner, "eqns") else ()
 
 
 def calls(program: Any, target: str) -> int:
     """How often a program of `jax.make_jaxpr` calls a native target, in the branches of all
     platforms."""
-    return sum(x.params.get("target_name") == target for x in _equations(program.jaxpr))
+    return sum(x.params.get("target_name") == target for x in equations(program.jaxpr))
