@@ -481,6 +481,10 @@ def test_programs_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert targets(options={"z_loss": 0.01}) == of_logits
     assert targets(options={"precision": "highest"}) == of_logits
     assert targets(options={"soft_cap": 3.0}) == set()
+    with monkeypatch.context() as few:
+        few.setattr(internals.of_losses, "MAX_TOKENS", 1024)
+        assert targets() == of_features
+        assert targets(1025) == of_logits
     monkeypatch.setattr(internals.gpus, "HOPPER", ("B200",))
     assert targets() == of_logits
 

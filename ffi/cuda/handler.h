@@ -6,7 +6,6 @@
 #include <cstdint>
 #include <optional>
 #include <string>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -50,7 +49,7 @@ struct Cuda {
     CallReader<Operator> reader(kPass, args, rets, attributes, kMaxHeadSize);
     auto call = EmptyCall<Operator, kPass>();
     reader.Read(call);
-    if constexpr (std::is_same_v<Operator, KeyedWkv7>) ReadKeys(reader.operands, call);
+    ReadKeys(reader.operands, call);
     if (ffi::Error error = reader.operands.Finish(); error.failure()) return error;
 
     const Problem& problem = reader.problem;

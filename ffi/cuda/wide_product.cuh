@@ -27,6 +27,7 @@
 #include <cstdint>
 
 #include "hopper.cuh"
+#include "hopper_code.h"
 #include "plan.h"
 #include "ptx.cuh"
 #include "rwkv_jax/products.h"
@@ -77,6 +78,18 @@ struct Place {
 __host__ __device__ constexpr int SumOf(int i, int j) {
   return i / 2 * 16 + j / 2 * 4 + i % 2 * 2 + j % 2;
 }
+
+// What an epilogue does that leaves no tile as it is, and has no work beside the products.
+struct PlainEpilogue {
+  template <typename Arguments>
+  static __device__ bool Skips(const Arguments&, int) {
+    return false;
+  }
+  template <typename Fn>
+  __device__ void Multiply(int steps, const Fn& multiply) {
+    for (int step = 0; step < steps; ++step) multiply(step, [] {});
+  }
+};
 
 __device__ inline void StoreOnce(__nv_bfloat16* to, const uint32_t (&x)[4]) {
   asm volatile("st.global.L1::no_allocate.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(x[0]),
@@ -211,13 +224,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 // Whether this build has code of an epilogue for the current device.
 template <typename Epilogue>
 bool IsCompiled() {
-  int ordinal = 0, major = 0;
-  cudaFuncAttributes code = {};
-  return cudaGetDevice(&ordinal) == cudaSuccess &&
-         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, ordinal) ==
-             cudaSuccess &&
-         major == 9 && cudaFuncGetAttributes(&code, ProductKernel<Epilogue>) == cudaSuccess &&
-         code.numRegs > 64;  // a kernel that only traps has few
+  return IsCompiledForHopper(ProductKernel<Epilogue>);
 }
 
 template <typename Epilogue>

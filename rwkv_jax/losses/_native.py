@@ -21,8 +21,9 @@ TILE, WIDTH_MULTIPLE, MAX_SIZE = 256, 64, 2**18
 """The second one has tiles of so many tokens and logits, and takes vocabularies of whole tiles and
 channels that are a multiple of the second number, up to the third."""
 
-MIN_TOKENS = 1024
-"""The second one is taken from so many tokens on, whose product fills a GPU."""
+MIN_TOKENS, MAX_TOKENS = 1024, 2**24
+"""The second one is taken from so many tokens on, whose product fills a GPU, and takes up to so
+many."""
 
 
 def takes_logits(options: Options, axis: Axis, weight: Array) -> bool:
@@ -54,7 +55,7 @@ def takes_features(options: Options, axis: Axis, features: Array, weight: Array)
         and options.z_loss == 0
         and features.dtype == jnp.bfloat16
         and options.precision in (None, lax.Precision.DEFAULT)
-        and tokens >= MIN_TOKENS
+        and MIN_TOKENS <= tokens <= MAX_TOKENS
         and 0 < width <= MAX_SIZE
         and width % WIDTH_MULTIPLE == 0
         and vocabulary <= MAX_SIZE

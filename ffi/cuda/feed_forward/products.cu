@@ -26,6 +26,7 @@ using wide_product::kDepth;
 using wide_product::kSums;
 using wide_product::kVectors;
 using wide_product::Place;
+using wide_product::PlainEpilogue;
 using wide_product::StoreOnce;
 using wide_product::SumOf;
 
@@ -58,19 +59,14 @@ __device__ uint4 LoadOnce(const __nv_bfloat16* from) {
 }
 
 // The squared ReLU.
-struct SquaredRelus {
+class SquaredRelus : public PlainEpilogue {
+ public:
   struct Arguments {
     __nv_bfloat16* result;
   };
 
-  static __device__ bool Skips(const Arguments&, int) { return false; }
   __device__ SquaredRelus(const Arguments& arguments, const Place& place)
       : result_(arguments.result), place_(place) {}
-
-  template <typename Fn>
-  __device__ void Multiply(int steps, const Fn& multiply) {
-    for (int step = 0; step < steps; ++step) multiply(step, [] {});
-  }
 
   __device__ void Finish(float (&sums)[kSums]) {
 #pragma unroll
@@ -90,14 +86,13 @@ struct SquaredRelus {
 };
 
 // The product times 2 sqrt(hidden).
-class SquaredReluGradients {
+class SquaredReluGradients : public PlainEpilogue {
  public:
   struct Arguments {
     const __nv_bfloat16* hidden;
     __nv_bfloat16* result;
   };
 
-  static __device__ bool Skips(const Arguments&, int) { return false; }
   __device__ SquaredReluGradients(const Arguments& arguments, const Place& place)
       : arguments_(arguments), place_(place) {}
 

@@ -66,7 +66,7 @@ struct Statistics {
 };
 
 // The exponentials of logits, and the statistics of each tile [columns / kColumns, tokens].
-class Exponentials {
+class Exponentials : public wide_product::PlainEpilogue {
  public:
   struct Arguments {
     const float* bases;
@@ -89,11 +89,6 @@ class Exponentials {
       base_[half] = has ? arguments.bases[row] * kLog2E : 0.0f;
       target_[half] = has ? arguments.targets[row] - place.column : -1;
     }
-  }
-
-  template <typename Fn>
-  __device__ void Multiply(int steps, const Fn& multiply) {
-    for (int step = 0; step < steps; ++step) multiply(step, [] {});
   }
 
   // All of a logit at once: exponentials have few units, and the rest is done meanwhile.
@@ -195,8 +190,7 @@ __global__ __launch_bounds__(kTokens* kParts) void FinishKernel(HeadCrossEntropy
   const float of_largest = *call.l2_wrap * all.largest * all.sum;
   if (has_target)
     exponentials[target] = __float2bfloat16(all.at == target ? of_largest - found.sum : -found.sum);
-  if (*call.l2_wrap != 0.0f && all.at >= 0 && all.at < call.columns &&
-      !(has_target && all.at == target))
+  if (*call.l2_wrap != 0.0f && !(has_target && all.at == target))
     exponentials[all.at] = __float2bfloat16(expf(all.largest - base) + of_largest);
 }
 

@@ -40,6 +40,7 @@ cudaError_t Run(cudaStream_t, const LowRankBackwardCall&, const Device&) {
 #include <cstdint>
 
 #include "hopper.cuh"
+#include "hopper_code.h"
 #include "launch.cuh"
 #include "ptx.cuh"
 #include "tensor_map.h"
@@ -399,16 +400,7 @@ cudaError_t RunForRank(cudaStream_t stream, const LowRankCall& call, void* hidde
 
 }  // namespace
 
-bool HasLowRank() {
-  int ordinal = 0, major = 0;
-  cudaFuncAttributes code = {};
-  return cudaGetDevice(&ordinal) == cudaSuccess &&
-         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, ordinal) ==
-             cudaSuccess &&
-         major == 9 &&
-         cudaFuncGetAttributes(&code, LowRankKernel<kMinKernelRank, false>) == cudaSuccess &&
-         code.numRegs > 64;  // a kernel that only traps has few
-}
+bool HasLowRank() { return IsCompiledForHopper(LowRankKernel<kMinKernelRank, false>); }
 
 cudaError_t Run(cudaStream_t stream, const LowRankForwardCall& call, const Device& device) {
   return RunForRank<false>(stream, call, call.hidden, call.offset, device);

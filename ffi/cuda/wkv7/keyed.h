@@ -12,7 +12,11 @@ struct KeyedWkv7 : Wkv7 {
   using BackwardCall = Wkv7KeyedBackwardCall;
 };
 
-// Reads what stands behind the operands and results of WKV7, which `call` has.
+// Reads what stands behind the operands and results of an operator, which `call` has: here nothing, ...
+template <typename Call>
+void ReadKeys(Operands&, Call&) {}
+
+// ... and those of the keys.
 inline void ReadKeys(Operands& operands, Wkv7KeyedBackwardCall& call) {
   Wkv7KeysBackwardCall& keys = call.keys;
   keys.k = operands.Arg("projected k", "BTHK", Kind::kTensor);
