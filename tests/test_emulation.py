@@ -116,15 +116,18 @@ class Emulation:
 
     def __init__(self, module: Any) -> None:
         self.module = module
-        self.has_summary = module.has_summary
+        self.has_summary, self.plan = module.has_summary, module.plan
         self.use(DEVICES["9.0"])
 
     def use(self, device: Device, share: float = 1.0) -> None:
-        self.device, self.share = device, share
+        self.gpu, self.share = device, share
         self.module.set_device(*device)
         self.plans: list[dict[str, Any]] = []
         self.files: dict[str, set[str]] = {}
         self._problem: tuple[str, str, dict[str, int]] | None = None
+
+    def device(self, ordinal: int) -> Device:
+        return self.gpu
 
     def scratch(self, op: str, name: str, **problem: int) -> int:
         self._problem = op, name, problem
@@ -162,7 +165,7 @@ class Emulation:
         if not problem or not files:
             return
         op, name, sizes = problem
-        plan = self.module.plan(op, name, **self.device._asdict(), **sizes)
+        plan = self.module.plan(op, name, **self.gpu._asdict(), **sizes)
         on_matrix_units = bool(files & {"scan.cu", "gradients.cu"})
         assert on_matrix_units == (plan["kernel"] == "matrix units"), (plan, files)
         self.plans.append(plan)
@@ -843,9 +846,9 @@ KEYED = [
 
 @pytest.mark.parametrize(("device", "case", "marked"), KEYED, ids=str)
 def test_keyed_wkv7(emulated: Emulation, device: str, case: Case, marked: bool) -> None:
-    """Of tensors the gradients are, bit for bit, those of one function after the other; those of
-    parameters are summed in another order. For a few tokens, and on small devices, the kernels of
-    both functions run."""
+    """Results and the gradients of tensors are, bit for bit, those of one function after the other;
+    the gradients of parameters are summed in another order. For a few tokens, and on small devices,
+    both functions are called."""
     emulated.use(DEVICES[device])
     ids = IDS if marked else None
     arrays = jax.tree.map(jnp.asarray, keyed_wkv7.operands(case))
@@ -866,15 +869,21 @@ def test_keyed_wkv7(emulated: Emulation, device: str, case: Case, marked: bool) 
     _assert_same({n: x for n, x in own.items() if n not in sums}, apart)
     tolerance.assert_close({n: own[n] for n in sums}, {n: apart[n] for n in sums}, 1e-6)
     fused = case.T >= 16 and device != "8.9"
-    if case.B * case.T > 0:
-        files = emulated.files[internals.keyed_wkv7.TARGET]
-        assert ("gradients.cu" in files, "wkv7_keys.cu" in files) == (fused, not fused), files
+    forward, backward = (emulated.files.get(x) for x in internals.keyed_wkv7.TARGETS.values())
+    if case.B == 0:
+        assert not forward
+    elif fused:
+        assert forward == {"wkv7_keys.cu", "scan.cu"}
+        assert backward == {"scan.cu", "gradients.cu"}
+    else:
+        assert forward is backward is None
 
 
+@pytest.mark.parametrize("name", ["forward", "backward"])
 def test_keyed_wkv7_refuses_wrong_arrays(
-    emulated: Emulation, monkeypatch: pytest.MonkeyPatch
+    emulated: Emulation, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Those that the target takes besides the arrays of `wkv7`."""
+    """Those that the targets take besides the arrays of `wkv7`."""
     calls = {}
 
     def record(target: str, results: Any, *operands: Any, **attributes: Any) -> Any:
@@ -883,35 +892,42 @@ def test_keyed_wkv7_refuses_wrong_arrays(
         return emulated.call(target, results, *operands, **attributes)
 
     internals.intercept_native_calls(monkeypatch, record)
-    arrays = jax.tree.map(jnp.asarray, keyed_wkv7.operands(Case(2, 3, 1, 64, dtype="bfloat16")))
+    arrays = jax.tree.map(jnp.asarray, keyed_wkv7.operands(Case(2, 16, 1, 64, dtype="bfloat16")))
     keyed_wkv7.value_and_gradients(*arrays, implementation="ffi")
-    target = internals.keyed_wkv7.TARGET
+    target = internals.keyed_wkv7.TARGETS[name]
     operands, results, attributes = calls[target]
-    names = ("projected k", "rate", "parameters", "dbonus")
+    forward = name == "forward"
+    names = ("parameters",) if forward else ("parameters", "inverse", "dbonus")
+    given = ("bonus", "inverse") if forward else ("partials",)
+    title = "wkv7" if forward else "wkv7 backward"
 
     def error(operands: Any = operands, results: Any = results, **changed: int) -> str:
-        with pytest.raises(RuntimeError, match="INVALID_ARGUMENT: wkv7 backward: ") as caught:
+        with pytest.raises(RuntimeError, match=f"INVALID_ARGUMENT: {title}: ") as caught:
             emulated.module.call(target, operands, results, attributes | changed)
         return str(caught.value)
 
-    for i, name in enumerate(names, len(operands) - len(names)):
+    for i, own in enumerate(names, len(operands) - len(names)):
         x = operands[i]
-        assert f"{name} is missing" in error(operands[:i])
-        assert f"{name} has shape [1, " in error([*operands[:i], x[None], *operands[i + 1 :]])
+        assert f"{own} is missing" in error(operands[:i])
+        assert f"{own} has shape [1, " in error([*operands[:i], x[None], *operands[i + 1 :]])
         wrong = x.astype(np.int32)
-        assert f"{name} is S32" in error([*operands[:i], wrong, *operands[i + 1 :]])
+        assert f"{own} is S32" in error([*operands[:i], wrong, *operands[i + 1 :]])
+    for i, own in enumerate(given, len(results) - len(given)):
+        assert f"{own} is missing" in error(results=results[:i])
+        longer = np.concatenate(2 * [results[i]], axis=1)
+        assert f"{own} has shape [2, " in error(results=[*results[:i], longer, *results[i + 1 :]])
     more = np.zeros((2, 5, 1, 64), np.float32)
-    assert "parameters has J = 5" in error([*operands[:-2], more, operands[-1]])
-    assert "partials is missing" in error(results=results[:-1])
-    assert "partials has shape [2, 2, " in error(
-        results=[*results[:-1], np.concatenate(2 * [results[-1]], axis=1)]
-    )
+    before = operands[: len(operands) - len(names)]
+    assert "parameters has J = 5" in error([*before, more, *operands[len(before) + 1 :]])
     assert "decay is 0; expected 2 (sigmoid)" in error(decay=0)
     halves = [x[..., :32].copy() if x.shape[-1] == 64 else x for x in (*operands, *results)]
     halves = [
         x[..., :32, :].copy() if x.ndim in (4, 5) and x.shape[-2] == 64 else x for x in halves
     ]
     assert "K = 32; expected 64" in error(halves[: len(operands)], halves[len(operands) :])
+    if not forward:
+        emulated.use(DEVICES["8.9"])
+        assert "T = 16 on a device with 101376 bytes of shared memory for a block" in error()
 
 
 def test_targets_and_constants_are_those_of_python(emulated: Emulation) -> None:

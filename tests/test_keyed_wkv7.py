@@ -1,5 +1,5 @@
-"""`rwkv_jax.layers.keyed_wkv7`: what it computes, and where its backward pass has a kernel, whose
-results test_emulation.py checks."""
+"""`rwkv_jax.layers.keyed_wkv7`: what it computes, and where it has kernels, whose results
+test_emulation.py checks."""
 
 import functools
 from collections.abc import Callable
@@ -30,9 +30,9 @@ from support.keyed_wkv7 import (
 from support.tolerance import assert_trees_close
 
 SMALL = Case(2, 17, 2, 64, dtype="bfloat16")
-"""A call that the kernel takes."""
+"""A call that the kernels take."""
 
-TARGET = internals.keyed_wkv7.TARGET
+FORWARD, BACKWARD = internals.keyed_wkv7.TARGETS.values()
 IDS = np.array([[1] * 5 + [0] * 2 + [3] * 10, [0] * 4 + [2] * 13], np.int32)
 
 
@@ -64,7 +64,7 @@ def test_definition(case: Case, implementation: str | None) -> None:
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("ids", [None, IDS], ids=["", "segments"])
-def test_the_way_of_the_kernel_on_other_platforms(ids: np.ndarray | None) -> None:
+def test_the_way_of_the_kernels_on_other_platforms(ids: np.ndarray | None) -> None:
     """One program for all platforms: it computes what the two functions do, and under remat."""
     right = expected(*operands(SMALL), segment_ids=ids)
     assert_right(_found(SMALL, segment_ids=ids), right, SMALL.dtype)
@@ -135,11 +135,12 @@ def _text(call: Callable[..., Any], *arguments: Any) -> str:
 
 def _targets(text: str) -> dict[str, int]:
     """How often the program calls each target of the two functions."""
-    names = (TARGET, "rwkv_wkv7_bwd_v2", "rwkv_wkv7_keys_bwd_v1", "rwkv_wkv7_fwd_v2")
-    return {name: text.count(f"custom_call @{name}(") for name in names}
+    passes = ("wkv7_{}_v2", "wkv7_keys_{}_v1")
+    apart = (f"rwkv_{function.format(name)}" for name in ("fwd", "bwd") for function in passes)
+    return {name: text.count(f"custom_call @{name}(") for name in (FORWARD, BACKWARD, *apart)}
 
 
-ONE, APART = (1, 0, 0, 1), (0, 1, 1, 1)
+ONE, APART = (1, 1, 0, 0, 0, 0), (0, 0, 1, 1, 1, 1)
 
 
 @pytest.mark.usefixtures("kernels")
@@ -149,14 +150,15 @@ ONE, APART = (1, 0, 0, 1), (0, 1, 1, 1)
         (SMALL, {}, ONE),
         (SMALL, {"implementation": "ffi"}, ONE),
         (SMALL, {"segment_ids": IDS}, ONE),
-        (Case(1, 1, 1, 64, dtype="float16", state=False), {}, ONE),
+        (Case(1, 16, 1, 64, dtype="float16", state=False), {}, ONE),
+        (Case(1, 15, 1, 64, dtype="bfloat16"), {}, APART),
         (Case(2, 17, 2, 64), {}, APART),
         (Case(2, 17, 2, 128, dtype="bfloat16"), {}, APART),
-        (SMALL, {"implementation": "xla"}, (0, 0, 0, 0)),
+        (SMALL, {"implementation": "xla"}, (0,) * 6),
     ],
     ids=str,
 )
-def test_where_the_backward_pass_has_a_kernel(
+def test_where_both_functions_have_kernels_in_one(
     case: Case, options: dict[str, Any], calls: tuple[int, ...]
 ) -> None:
     text = _text(functools.partial(value_and_gradients, **options), *operands(case))
@@ -177,23 +179,21 @@ def _features(params: rwkv7.Params, tokens: jax.Array, **options: Any) -> jax.Ar
 
 
 @pytest.mark.usefixtures("kernels")
-def test_the_model_takes_the_kernel() -> None:
+def test_the_model_takes_the_kernels() -> None:
     """Unless it is given an operator or another implementation for one of the two functions."""
     params = jax.eval_shape(lambda: rwkv7.init(jax.random.key(0), CONFIG))
     tokens = jax.ShapeDtypeStruct((2, 17), jnp.int32)
-    (forward,) = internals.targets("wkv7", "fwd")
 
     def calls(**options: Any) -> tuple[int, ...]:
         call = jax.grad(functools.partial(_features, **options))
         program = jax.make_jaxpr(call)(params, tokens)
-        return tuple(hlo.calls(program, target) for target in (TARGET, forward))
+        return tuple(hlo.calls(program, target) for target in (FORWARD, BACKWARD))
 
-    fused, once = calls()
-    assert fused == CONFIG.layers
-    assert calls(layers="ffi", implementation="ffi") == (fused, once)
-    assert calls(wkv=_operator) == calls(implementation="ffi") == (0, once)
-    assert calls(recompute="mixes") == calls(recompute="cheap") == (fused, once)
-    assert calls(recompute="blocks") == (fused, 2 * once)
+    each = CONFIG.layers
+    assert calls() == calls(layers="ffi", implementation="ffi") == (each, each)
+    assert calls(wkv=_operator) == calls(implementation="ffi") == (0, 0)
+    assert calls(recompute="mixes") == calls(recompute="cheap") == (each, each)
+    assert calls(recompute="blocks") == (2 * each, each)
 
 
 @pytest.mark.usefixtures("kernels")

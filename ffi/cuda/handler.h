@@ -36,7 +36,8 @@ struct Cuda {
 
   static std::vector<Registration> Targets() {
     std::vector<Registration> targets = Registrations<Cuda>();
-    targets.push_back({"rwkv_wkv7_keyed_bwd_v1", Target<Cuda, KeyedWkv7, Pass::kBackward>});
+    targets.push_back({"rwkv_wkv7_keyed_fwd_v2", Target<Cuda, KeyedWkv7, Pass::kForward>});
+    targets.push_back({"rwkv_wkv7_keyed_bwd_v2", Target<Cuda, KeyedWkv7, Pass::kBackward>});
     for (const auto& more :
          {LayerTargets(), FeedForwardTargets(), LowRankTargets(), LossTargets(), BlockTargets()})
       targets.insert(targets.end(), more.begin(), more.end());
@@ -63,6 +64,11 @@ struct Cuda {
     if constexpr (kPass == Pass::kSummary || kPass == Pass::kReverseSummary)
       reader.operands.Require(
           plan.matrix_units, "no kernel computes this summary; has_summary tells which ones exist");
+    if constexpr (kIsKeyed<decltype(call)>)
+      reader.operands.Require(plan.matrix_units, "T = ", problem.tokens, " on a device with ",
+                              plan.device.shared_memory,
+                              " bytes of shared memory for a block; expected at least ",
+                              int64_t{kTileTokens}, " tokens and ", plan.shared_memory, " bytes");
     if (ffi::Error error = reader.operands.Finish(); error.failure()) return error;
 
     if constexpr (kPass == Pass::kForward || kPass == Pass::kBackward)

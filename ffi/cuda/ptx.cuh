@@ -169,6 +169,13 @@ __device__ inline void CopyAsync(uint32_t to, const void* from, bool present) {
                : "memory");
 }
 
+// The same for 4 bytes.
+__device__ inline void CopyWordAsync(uint32_t to, const void* from, bool present) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from),
+               "r"(present ? 4 : 0)
+               : "memory");
+}
+
 #if __CUDA_ARCH__ >= 900
 #define RWKV_JAX_WAIT "try_wait"
 #else

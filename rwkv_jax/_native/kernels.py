@@ -103,13 +103,21 @@ class NativeKernels(Implementation):
             return "CUDA kernels, runs of tokens side by side in float32"
         if platform == "cpu" or "T" not in self._sizes(inputs):
             return by_token
-        problem = self._problem(options.saving(True), inputs, packing)
-        on_matrix_units = "CUDA kernels on matrix units, bfloat16 with float32 sums"
+        by_matrix_units = "CUDA kernels on matrix units, bfloat16 with float32 sums"
         ways = [
-            on_matrix_units if plan["kernel"] == MATRIX_UNITS else by_token
-            for plan in library.plans(platform, self._signature.name, ("fwd", "bwd"), **problem)
+            by_matrix_units if on_matrix_units else by_token
+            for on_matrix_units in self.on_matrix_units(platform, options, inputs, packing)
         ]
         return ways[0] if len(set(ways)) == 1 else f"{ways[0]}; backward {ways[1]}"
+
+    def on_matrix_units(
+        self, platform: str, options: Options, inputs: Mapping[str, Any], packing: Packing
+    ) -> list[bool]:
+        """Whether kernels on matrix units compute the passes of a training step on the first device
+        of the platform: the forward pass, and the backward pass."""
+        problem = self._problem(options.saving(True), inputs, packing)
+        plans = library.plans(platform, self._signature.name, ("fwd", "bwd"), **problem)
+        return [plan["kernel"] == MATRIX_UNITS for plan in plans]
 
     def _sizes(self, inputs: Mapping[str, Any]) -> dict[str, int]:
         signature = self._signature
@@ -138,6 +146,19 @@ class NativeKernels(Implementation):
         }
 
     def forward(self, options: Options, platform: str, operands: Forward) -> Result:
+        return self.forward_by(self._target("forward"), options, platform, operands)[0]
+
+    def forward_by(
+        self,
+        target: str,
+        options: Options,
+        platform: str,
+        operands: Forward,
+        more: Sequence[Array] = (),
+        more_results: Results = (),
+    ) -> tuple[Result, tuple[Array, ...]]:
+        """What a target gives in place of the results, and its further results. The target takes
+        and returns what that of the forward pass does, and more behind."""
         call = _Rows(self._signature, operands)
         state = call.states(operands.state)
         y = operands.inputs[self._signature.y]
@@ -145,10 +166,15 @@ class NativeKernels(Implementation):
         dtype = self._signature.states_dtype(options, operands.inputs)
         saved = [((call.rows, count, *x.shape[1:]), dtype) for x in state.values()]
         results = [(y.shape, y.dtype), *_like(state), *saved]
-        found = self._call("forward", options, platform, call, [*state.values()], results)
+        found = self._call(
+            *("forward", options, platform, call, [*state.values()], results),
+            target=target,
+            more=more,
+            more_results=more_results,
+        )
         after = dict(zip(state, found[1:], strict=False))
-        states = dict(zip(state, found[1 + len(state) :], strict=True)) if options.save else {}
-        return Result(found[0], call.opened(after), states)
+        states = dict(zip(state, found[1 + len(state) :], strict=False)) if options.save else {}
+        return Result(found[0], call.opened(after), states), found[len(results) :]
 
     def backward(self, options: Options, platform: str, operands: Backward) -> Gradients:
         return self.backward_by(self._target("backward"), options, platform, operands)[0]
@@ -162,8 +188,7 @@ class NativeKernels(Implementation):
         more: Sequence[Array] = (),
         more_results: Results = (),
     ) -> tuple[Gradients, tuple[Array, ...]]:
-        """What a target gives in place of the gradients, and its further results. The target takes
-        and returns what that of the backward pass does, and more behind."""
+        """As `forward_by`, for the gradients and the backward pass."""
         call = _Rows(self._signature, operands)
         dstate = call.states(operands.dstate)
         states = [operands.states[part] for part in dstate]

@@ -1,5 +1,6 @@
-"""`wkv7_keys` and `wkv7` in one, with a backward pass that has kernels of its own."""
+"""`wkv7_keys` and `wkv7` in one, whose kernels never store what passes from the one to the other."""
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeAlias
@@ -11,26 +12,41 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float, Float32, Int
 
 from rwkv_jax._native import library
+from rwkv_jax._native.kernels import NativeKernels
 from rwkv_jax._operator import check, dispatch
-from rwkv_jax._operator.call import Arrays, Backward, Forward, Gradients, Leaf, Marks, Options
+from rwkv_jax._operator.call import (
+    Arrays,
+    Backward,
+    Forward,
+    Gradients,
+    Leaf,
+    Marks,
+    Options,
+    Result,
+)
 from rwkv_jax._operator.derivative import KEPT
 from rwkv_jax._operator.operator import Pass
 from rwkv_jax._operator.partition import alike, check_whole, repeated
 from rwkv_jax._packing import segments
 from rwkv_jax._typing import Operand
 from rwkv_jax.layers import _function
-from rwkv_jax.layers.wkv7_keys import FUNCTION, wkv7_keys
-from rwkv_jax.wkv7 import OPERATOR, ffi, wkv7
+from rwkv_jax.layers.wkv7_keys import FUNCTION, inverse_length, wkv7_keys
+from rwkv_jax.wkv7 import OPERATOR, wkv7
 
 TENSORS = {"r": "BTHK", "w": "BTHK", "k": "BTHK", "v": "BTHV", "rate": "BTHK"}
 STATE = {"initial_state": "BHVK"}
 
 Results: TypeAlias = tuple[Array, Array, Array]
 
-TARGET = "rwkv_wkv7_keyed_bwd_v1"
+TARGETS = {"forward": "rwkv_wkv7_keyed_fwd_v2", "backward": "rwkv_wkv7_keyed_bwd_v2"}
 
-DTYPES, HEAD_SIZE = ("bfloat16", "float16"), 64
-"""What the kernels of the backward pass take."""
+HEAD_SIZE = 64
+"""The size of the heads that the kernels take."""
+
+SIGNATURE = dataclasses.replace(OPERATOR.signature, inputs=TENSORS)
+"""The operands of the kernels but the parameters."""
+
+KERNELS = NativeKernels(SIGNATURE, head_sizes={"cuda": (HEAD_SIZE,)})
 
 
 class KeyedWkv7(NamedTuple):
@@ -61,9 +77,11 @@ def keyed_wkv7(
         k', a, b, bonus, r = wkv7_keys(k, rate, r, k_k, k_a, a0, r_k)
         y, final_state = wkv7(r, w, k', v, a, b, initial_state, decay="sigmoid")
 
-    Results and gradients are those of the two functions. On CUDA GPUs, with bfloat16 or float16 and
-    heads of 64 channels, one kernel computes both backward passes, and the gradients of k', a and b
-    are never stored. Anywhere else this is a call of each function.
+    Results and gradients are those of the two functions. On CUDA GPUs, with bfloat16 or float16,
+    heads of 64 channels and 16 tokens or more, the kernels of `wkv7` make k', a and b where they
+    need them, and neither these nor their gradients are ever stored. A program with these kernels
+    runs on GPUs with as much shared memory as the first one here has. Anywhere else, as on GPUs
+    with less than 113 KB of shared memory for a block, this is a call of each function.
 
     Args:
       r: the projected receptance, float32, bfloat16 or float16.
@@ -97,9 +115,9 @@ def keyed_wkv7(
     given = check.arrays(op, axes, given, states=(*FUNCTION.parameters, *STATE))
     if segment_ids is not None:
         segment_ids = segments.checked(op, segment_ids, *given["v"].shape[:2])
-    if not _has_kernels(given, implementation):
-        return _composed(given, segment_ids, implementation)
     options = Options("sigmoid", lax.Precision.DEFAULT, implementation)
+    if not _has_kernels(given, options):
+        return _composed(given, segment_ids, implementation)
     found: Results = _run(options, _prepared(op, axes, given, segment_ids))
     return KeyedWkv7(*found)
 
@@ -116,15 +134,17 @@ def _composed(given: Arrays, segment_ids: Array | None, implementation: str | No
     return KeyedWkv7(y, keys.bonus, last)
 
 
-def _has_kernels(given: Arrays, implementation: str | None) -> bool:
-    """Whether the backward pass may have a kernel for both functions."""
-    v, sizes = given["v"], dict(zip(TENSORS["k"], given["k"].shape, strict=True))
+def _has_kernels(given: Arrays, options: Options) -> bool:
+    """Whether there may be kernels for both functions in one."""
+    tensors = _tensors(given)
+    sizes = SIGNATURE.sizes(tensors)
     return (
-        (implementation == "ffi" or (implementation is None and not library.why_not("cuda")))
-        and v.dtype in DTYPES
-        and sizes["K"] == v.shape[-1] == HEAD_SIZE
+        options.implementation in (None, "ffi")
+        and not library.why_not("cuda")
+        and sizes["K"] == sizes["V"] == HEAD_SIZE
         and sizes["B"] <= _function.MAX_ROWS
         and sizes["T"] <= _function.MAX_TOKENS
+        and all(KERNELS.on_matrix_units("cuda", options, tensors, None))
     )
 
 
@@ -150,61 +170,51 @@ def _prepared(
     return Forward(inputs, state, packing)
 
 
-def _both(options: Options, operands: Forward) -> tuple[Arrays, Any]:
-    """The results of `wkv7_keys`, and those of the forward pass of `wkv7`."""
-    inputs = operands.inputs
-    of_keys = _function.Operands({name: inputs[name] for name in FUNCTION.inputs})
-    keys, _ = dispatch.dispatched(FUNCTION, "forward", options.saving(False), of_keys)
-    keys = {name: checkpoint_name(x, FUNCTION.name) for name, x in keys.items()}
-    given = Forward(_recurrent(inputs, keys), operands.state, operands.packing)
-    result = dispatch.run(OPERATOR, "forward", options, given)
-    return keys, jax.tree.map(lambda x: checkpoint_name(x, KEPT), result)
-
-
-def _recurrent(inputs: Arrays, keys: Arrays) -> Arrays:
-    """The inputs of `wkv7`."""
-    r, w, v = (inputs[name] for name in "rwv")
-    return {"r": r, "w": w, "k": keys["key"], "v": v, "a": keys["a"], "b": keys["b"]}
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _run(options: Options, operands: Forward) -> Results:
-    keys, result = _both(options, operands)
-    return result.y, keys["bonus"], result.state["state"]
+    found: Found = dispatch.dispatched(_BOTH, "forward", options, operands)
+    return found.recurrent.y, found.bonus, found.recurrent.state["state"]
 
 
 def _forward(options: Options, operands: Forward) -> tuple[Results, Any]:
-    keys, result = _both(options.saving(True), operands)
-    results = result.y, keys.pop("bonus"), result.state["state"]
-    return results, (operands.inputs, keys, result.states, operands.packing)
+    found: Found = dispatch.dispatched(_BOTH, "forward", options.saving(True), operands)
+    found = jax.tree.map(lambda x: checkpoint_name(x, KEPT), found)
+    result = found.recurrent
+    kept = operands.inputs, result.states, found.inverse, operands.packing
+    return (result.y, found.bonus, result.state["state"]), kept
 
 
-def _backward(options: Options, residuals: Any, cotangents: Results) -> tuple[Forward]:
-    inputs, keys, states, packing = residuals
+def _backward(options: Options, kept: Any, cotangents: Results) -> tuple[Forward]:
+    inputs, states, inverse, packing = kept
     dy, dbonus, dstate = cotangents
-    operands = Operands(
-        Backward(_recurrent(inputs, keys), states, dy, {"state": dstate}, packing),
-        {name: inputs[name] for name in FUNCTION.inputs if name != "r"},
-        dbonus,
-    )
-    found = dispatch.dispatched(_BOTH, "backward", options, operands)
+    recurrent = Backward(inputs, states, dy, {"state": dstate}, packing)
+    operands = Operands(recurrent, inverse, dbonus)
+    found: Gradients = dispatch.dispatched(_BOTH, "backward", options, operands)
     return (Forward(found.inputs, found.state),)
 
 
 _run.defvjp(_forward, _backward)
 
 
-# The backward pass of both.
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Found(Generic[Leaf]):
+    """The results of the forward pass: those of `wkv7`, the bonus, and 1 / max(|k k_k|, 1e-12) of
+    each head, from which the backward pass makes k', a and b again."""
+
+    recurrent: Result[Leaf]
+    bonus: Leaf
+    inverse: Leaf
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Operands(Generic[Leaf]):
-    """The operands of the backward pass of `wkv7`, the inputs of `wkv7_keys` but r, and the
-    cotangent of the bonus."""
+    """The operands of the backward pass: those of `wkv7` with the inputs of both functions, and
+    what `Found` has besides."""
 
     recurrent: Backward[Leaf]
-    keys: dict[str, Leaf]
+    inverse: Leaf
     dbonus: Leaf
 
     @property
@@ -213,8 +223,8 @@ class Operands(Generic[Leaf]):
 
 
 class _Both:
-    """What `dispatch.dispatched` asks for. Elsewhere than on CUDA the implementation is that of
-    `wkv7`."""
+    """What `dispatch.dispatched` asks for. Elsewhere than on CUDA, the implementation is that of
+    `wkv7` with the formula of `wkv7_keys`."""
 
     implementations = ("ffi", "xla")
 
@@ -222,42 +232,102 @@ class _Both:
         return "keyed_wkv7"
 
     def axes(self, name: Pass, options: Options, packing: Any) -> tuple[Any, Any]:
-        recurrent, results = OPERATOR.axes("backward", options, packing)
-        keys = {name: axes for name, axes in FUNCTION.inputs.items() if name != "r"}
-        operands = Operands(recurrent, keys, FUNCTION.results["bonus"])
-        return operands, Gradients({**TENSORS, **keys}, results.state)
+        parameters = {name: FUNCTION.inputs[name] for name in FUNCTION.parameters}
+        bonus = FUNCTION.results["bonus"]
+        if name == "forward":
+            forward = SIGNATURE.forward_axes(packing)
+            operands = dataclasses.replace(forward, inputs=forward.inputs | parameters)
+            return operands, Found(SIGNATURE.result_axes(packing, options), bonus, bonus)
+        backward = SIGNATURE.backward_axes(packing)
+        inputs = backward.inputs | parameters
+        operands = Operands(dataclasses.replace(backward, inputs=inputs), bonus, bonus)
+        return operands, Gradients(inputs, SIGNATURE.gradient_axes(packing).state)
 
-    def why_not(
-        self, choice: str, platform: str, options: Options, operands: Operands
-    ) -> str | None:
+    def why_not(self, choice: str, platform: str, options: Options, operands: Any) -> str | None:
         if choice == "ffi" and platform == "cuda":
             return library.why_not(platform)
-        return OPERATOR.why_not(choice, platform, options, operands.recurrent)
+        recurrent = operands.recurrent if isinstance(operands, Operands) else operands
+        inputs = {name: recurrent.inputs[name] for name in "rwkv"}
+        inputs |= {"a": inputs["k"], "b": inputs["k"]}  # of their shape and dtype
+        shaped = dataclasses.replace(recurrent, inputs=inputs)
+        return OPERATOR.why_not(choice, platform, options, shaped)
 
     def compute(
-        self, name: Pass, choice: str, options: Options, platform: str, operands: Operands
-    ) -> Gradients:
-        recurrent = operands.recurrent
-        inputs = {"r": recurrent.inputs["r"], **operands.keys}
-        inputs = {name: inputs[name] for name in FUNCTION.inputs}
+        self, name: Pass, choice: str, options: Options, platform: str, operands: Any
+    ) -> Any:
         if choice == "ffi" and platform == "cuda":
-            found, (partials,) = ffi.IMPLEMENTATION.backward_by(
-                *(TARGET, options, platform, recurrent),
-                [inputs["k"], inputs["rate"], FUNCTION.native_parameters(inputs), operands.dbonus],
-                [FUNCTION.partials(inputs)],
-            )
-            gradients = {name: found.inputs[name] for name in "rwkv"}
-            gradients |= {"rate": found.inputs["a"], **FUNCTION.sums(inputs, partials)}
-            return Gradients(gradients, found.state)
-        found = OPERATOR.compute("backward", choice, options, platform, recurrent)
-        r, w, k, v, a, b = (found.inputs[name] for name in "rwkvab")
-        cotangents = {"key": k, "a": a, "b": b, "bonus": operands.dbonus, "r": r}
-        of_keys = _function.Operands(inputs, {}, cotangents)
-        gradients = FUNCTION.compute("backward", "xla", options, platform, of_keys)
-        return Gradients({"w": w, "v": v, **gradients}, found.state)
+            native = _native_forward if name == "forward" else _native_backward
+            return native(options, operands)
+        composed = _composed_forward if name == "forward" else _composed_backward
+        return composed(choice, options, platform, operands)
 
     def has_rule(self, options: Options) -> bool:
         return True
 
 
 _BOTH = _Both()
+
+
+def _tensors(inputs: Arrays) -> Arrays:
+    return {name: inputs[name] for name in TENSORS}
+
+
+def _of_keys(inputs: Arrays) -> Arrays:
+    """The inputs of `wkv7_keys`."""
+    return {name: inputs[name] for name in FUNCTION.inputs}
+
+
+def _native_forward(options: Options, operands: Forward) -> Found[Array]:
+    inputs = operands.inputs
+    each_head = inputs["k"].shape[:-1], jnp.float32
+    result, (bonus, inverse) = KERNELS.forward_by(
+        *(TARGETS["forward"], options, "cuda"),
+        dataclasses.replace(operands, inputs=_tensors(inputs)),
+        [FUNCTION.native_parameters(_of_keys(inputs))],
+        [each_head, each_head],
+    )
+    return Found(result, bonus, inverse)
+
+
+def _native_backward(options: Options, operands: Operands[Array]) -> Gradients:
+    recurrent = operands.recurrent
+    of_keys = _of_keys(recurrent.inputs)
+    found, (partials,) = KERNELS.backward_by(
+        *(TARGETS["backward"], options, "cuda"),
+        dataclasses.replace(recurrent, inputs=_tensors(recurrent.inputs)),
+        [FUNCTION.native_parameters(of_keys), operands.inverse, operands.dbonus],
+        [FUNCTION.partials(of_keys)],
+    )
+    return Gradients(found.inputs | FUNCTION.sums(of_keys, partials), found.state)
+
+
+def _with_keys(inputs: Arrays, options: Options, platform: str) -> tuple[Arrays, Arrays]:
+    """The inputs of `wkv7`, and the results of `wkv7_keys`."""
+    of_keys = _function.Operands(_of_keys(inputs))
+    keys, _ = FUNCTION.compute("forward", "xla", options, platform, of_keys)
+    r, w, v = (inputs[name] for name in "rwv")
+    return {"r": r, "w": w, "k": keys["key"], "v": v, "a": keys["a"], "b": keys["b"]}, keys
+
+
+def _composed_forward(
+    choice: str, options: Options, platform: str, operands: Forward
+) -> Found[Array]:
+    inputs, keys = _with_keys(operands.inputs, options, platform)
+    recurrent = dataclasses.replace(operands, inputs=inputs)
+    result = OPERATOR.compute("forward", choice, options, platform, recurrent)
+    inverse = inverse_length(operands.inputs["k"], operands.inputs["k_k"])
+    return Found(result, keys["bonus"], inverse)
+
+
+def _composed_backward(
+    choice: str, options: Options, platform: str, operands: Operands[Array]
+) -> Gradients:
+    given = operands.recurrent.inputs
+    inputs, _ = _with_keys(given, options, platform)
+    recurrent = dataclasses.replace(operands.recurrent, inputs=inputs)
+    found = OPERATOR.compute("backward", choice, options, platform, recurrent)
+    r, w, k, v, a, b = (found.inputs[name] for name in "rwkvab")
+    cotangents = {"key": k, "a": a, "b": b, "bonus": operands.dbonus, "r": r}
+    of_keys = _function.Operands(_of_keys(given), {}, cotangents)
+    gradients = FUNCTION.compute("backward", "xla", options, platform, of_keys)
+    return Gradients({"w": w, "v": v, **gradients}, found.state)

@@ -69,15 +69,21 @@ def wkv7_keys(
     return Wkv7Keys(*(found[name] for name in ("key", "a", "b", "bonus", "r")))
 
 
+def inverse_length(
+    k: Float[Array, "B T H K"], k_k: Float32[Array, "B H K"]
+) -> Float32[Array, "B T H"]:
+    """1 / max(|k * k_k|, 1e-12)."""
+    u = k.astype(jnp.float32) * per_token(k_k)
+    square = (u * u).sum(-1)
+    # Not `jnp.maximum`: its derivative compares `square` with the result, and the compiler may
+    # compute the sum twice and round it differently.
+    return lax.rsqrt(jnp.where(square < UNIT_LENGTH_EPS**2, UNIT_LENGTH_EPS**2, square))
+
+
 def _formula(inputs: Arrays) -> Arrays:
     k, dtype = inputs["k"].astype(jnp.float32), inputs["k"].dtype
     alpha = jax.nn.sigmoid(inputs["rate"].astype(jnp.float32) + per_token(inputs["a0"]))
-    kk = k * per_token(inputs["k_k"])
-    square = (kk * kk).sum(-1, keepdims=True)
-    # Not `jnp.maximum`: its derivative compares `square` with the result, and the compiler may
-    # compute the sum twice and round it differently.
-    square = jnp.where(square < UNIT_LENGTH_EPS**2, UNIT_LENGTH_EPS**2, square)
-    kk = kk * lax.rsqrt(square)
+    kk = k * per_token(inputs["k_k"]) * inverse_length(inputs["k"], inputs["k_k"])[..., None]
     key = k * (1 + (alpha - 1) * per_token(inputs["k_a"]))
     bonus = (inputs["r"].astype(jnp.float32) * key * per_token(inputs["r_k"])).sum(-1)
     results = {"key": key, "a": -kk, "b": kk * alpha}

@@ -168,7 +168,7 @@ def other_targets(platform: str = "cuda") -> set[str]:
         *(module.FUNCTION for module in (wkv7_keys, value_residual, read_out)),
     )
     of_layers = {target for function in functions for target in function.targets}
-    of_layers.add(keyed_wkv7.TARGET)
+    of_layers |= {*keyed_wkv7.TARGETS.values()}
     of_products = {*feed_forward.TARGETS.values(), *low_rank.TARGETS.values()}
     losses = {of_losses.OF_LOGITS, of_losses.OF_FEATURES}
     return of_layers | of_products | losses | {*block_step.TARGETS}
@@ -202,12 +202,20 @@ def pretend(monkeypatch: pytest.MonkeyPatch, platform: str, reason: str | None) 
         module = types.ModuleType(library.MODULES[platform])
         vars(module).update(
             scratch=lambda *_, **__: 0,
+            device=lambda ordinal: None,
+            plan=_plan,
             block_scratch=lambda **_: 0,
             has_summary=lambda *_, **__: False,
         )
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setitem(library.MISSING, platform, reason)
     jax.clear_caches()
+
+
+def _plan(op: str, name: str, **problem: int) -> dict[str, Any]:
+    """The plan of a large GPU, as far as operators of heads of 64 are concerned."""
+    suits = problem["dtype"] != kernels.DTYPES["float32"] and problem["tokens"] >= chunked.TILE
+    return {"kernel": kernels.MATRIX_UNITS if suits else "token by token"}
 
 
 def native_module(platform: str) -> Any:
@@ -321,6 +329,7 @@ def run_as_on_cuda(monkeypatch: pytest.MonkeyPatch, module: Any, call: Any) -> N
 
     intercept_native_calls(monkeypatch, call)
     monkeypatch.setattr(library, "module", lambda platform: module)
+    monkeypatch.setitem(library.MISSING, "cuda", None)
     monkeypatch.setattr(dispatch, "run", run)
     # What layer functions call; operators call `run`.
     monkeypatch.setattr(dispatch, "dispatched", run_layer)

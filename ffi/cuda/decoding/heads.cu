@@ -186,7 +186,7 @@ __device__ void PrepareToken(const Rwkv7BlockCall& call, int64_t at,
     low_rank(kRateMap, rate);
     LoadFloats(shared.token[kRawKey] + channel, k);
     load(kKk, k_k), load(kKa, k_a), load(kA0, a0);
-    MakeKeys<kHeadLanes>(k, rate, k_k, k_a, a0, key, a, b);
+    MakeKeys(k, rate, k_k, k_a, a0, InverseLength<kHeadLanes>(k, k_k), key, a, b);
     store(kK, key), store(kA, a), store(kB, b);
   } else if (warp == 1) {
     HeadVector w, w0;

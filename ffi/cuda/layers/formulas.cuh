@@ -11,28 +11,36 @@ constexpr int kHeadVector = 8;
 
 using HeadVector = float[kHeadVector];
 
-// 1 / max(|u|, eps), and whether |u| is the larger one.
+// 1 / max(|u|, eps).
 template <int kLanes, typename Vector>
-__device__ float2 InverseLength(const Vector& k, const HeadVector& k_k) {
+__device__ float InverseLength(const Vector& k, const HeadVector& k_k) {
   float square = 0.0f;
 #pragma unroll
   for (int c = 0; c < kHeadVector; ++c) square += k[c] * k_k[c] * (k[c] * k_k[c]);
   const float length = sqrtf(SumOverLanes<kLanes>(square));
-  return {1.0f / (length > kUnitLengthEps ? length : kUnitLengthEps),
-          length > kUnitLengthEps ? 1.0f : 0.0f};
+  return 1.0f / (length > kUnitLengthEps ? length : kUnitLengthEps);
 }
 
-// The operands k, a and b of WKV7.
-template <int kLanes, typename Vector>
+// The operands k, a and b of WKV7 in one channel; `inverse` is 1 / max(|u|, eps).
+struct KeyChannel {
+  float key, a, b;
+
+  __device__ KeyChannel(float k, float rate, float k_k, float k_a, float a0, float inverse) {
+    const float alpha = Sigmoid(a0 + rate), kk = k * k_k * inverse;
+    key = k * (1.0f + (alpha - 1.0f) * k_a);
+    a = -kk, b = kk * alpha;
+  }
+};
+
+// The same in all channels of a lane.
+template <typename Vector>
 __device__ void MakeKeys(const Vector& k, const Vector& rate, const HeadVector& k_k,
-                         const HeadVector& k_a, const HeadVector& a0, HeadVector& key,
-                         HeadVector& a, HeadVector& b) {
-  const float inverse = InverseLength<kLanes>(k, k_k).x;
+                         const HeadVector& k_a, const HeadVector& a0, float inverse,
+                         HeadVector& key, HeadVector& a, HeadVector& b) {
 #pragma unroll
   for (int c = 0; c < kHeadVector; ++c) {
-    const float alpha = Sigmoid(a0[c] + rate[c]), kk = k[c] * k_k[c] * inverse;
-    key[c] = k[c] * (1.0f + (alpha - 1.0f) * k_a[c]);
-    a[c] = -kk, b[c] = kk * alpha;
+    const KeyChannel made(k[c], rate[c], k_k[c], k_a[c], a0[c], inverse);
+    key[c] = made.key, a[c] = made.a, b[c] = made.b;
   }
 }
 
@@ -66,18 +74,20 @@ __device__ void AddBonusGradients(const Vector& k, const Vector& r, const HeadVe
 template <int kLanes, typename Vector>
 __device__ void AddKeyGradients(const Vector& k, const HeadVector& alpha, const HeadVector& dkey,
                                 const Vector& da, const Vector& db, const KeyParameters& parameters,
-                                HeadVector& dk, HeadVector& drate, KeyParameterGradients& sums) {
-  const float2 inverse = InverseLength<kLanes>(k, parameters.k_k);
+                                float inverse, HeadVector& dk, HeadVector& drate,
+                                KeyParameterGradients& sums) {
   float product = 0.0f;
 #pragma unroll
   for (int c = 0; c < kHeadVector; ++c)
     product += (db[c] * alpha[c] - da[c]) * k[c] * parameters.k_k[c];
-  product = SumOverLanes<kLanes>(product) * inverse.x * inverse.x * inverse.y;
+  product = SumOverLanes<kLanes>(product) * inverse * inverse;
+  // A length below eps does not count.
+  if (inverse >= 1.0f / kUnitLengthEps) product = 0.0f;
 #pragma unroll
   for (int c = 0; c < kHeadVector; ++c) {
     const float u = k[c] * parameters.k_k[c];
-    const float du = (db[c] * alpha[c] - da[c] - u * product) * inverse.x;
-    const float dalpha = db[c] * u * inverse.x + dkey[c] * k[c] * parameters.k_a[c];
+    const float du = (db[c] * alpha[c] - da[c] - u * product) * inverse;
+    const float dalpha = db[c] * u * inverse + dkey[c] * k[c] * parameters.k_a[c];
     dk[c] = dkey[c] * (1.0f + (alpha[c] - 1.0f) * parameters.k_a[c]) + du * parameters.k_k[c];
     drate[c] = dalpha * alpha[c] * (1.0f - alpha[c]);
     sums.k_k[c] += du * k[c];

@@ -115,6 +115,8 @@ __device__ float SumOverLanes(float x) {
   return x;
 }
 
-__device__ inline float Sigmoid(float x) { return 1.0f / (1.0f + Exp2(-1.4426950408889634f * x)); }
+__device__ inline float Sigmoid(float x) {
+  return Reciprocal(1.0f + Exp2(-1.4426950408889634f * x));
+}
 
 }  // namespace rwkv_jax::cuda

@@ -31,10 +31,15 @@ __global__ __launch_bounds__(kHeadThreads) void ForwardKernel(Wkv7KeysForwardCal
     const auto k = run.Load<T>(call.k, t), rate = run.Load<T>(call.rate, t);
     const auto r = run.Load<T>(call.r, t);
     HeadVector key, a, b;
-    MakeKeys<kLanes>(k, rate, parameters.k_k, parameters.k_a, parameters.a0, key, a, b);
-    run.Store<T>(call.key, t, key);
-    run.Store<T>(call.a, t, a);
-    run.Store<T>(call.b, t, b);
+    const float inverse = InverseLength<kLanes>(k, parameters.k_k);
+    MakeKeys(k, rate, parameters.k_k, parameters.k_a, parameters.a0, inverse, key, a, b);
+    if (call.inverse == nullptr) {
+      run.Store<T>(call.key, t, key);
+      run.Store<T>(call.a, t, a);
+      run.Store<T>(call.b, t, b);
+    } else {
+      run.StoreOfHead<kLanes>(call.inverse, t, inverse);
+    }
     run.StoreOfHead<kLanes>(call.bonus, t, Bonus<kLanes>(r, key, r_k));
   }
 }
@@ -60,7 +65,8 @@ __global__ __launch_bounds__(kHeadThreads, 2) void BackwardKernel(Wkv7KeysBackwa
                         sums.r_k);
       run.Store<T>(call.dr, t, dr);
     }
-    AddKeyGradients<kLanes>(k, alpha, dkey, da, db, parameters, dk, drate, sums);
+    AddKeyGradients<kLanes>(k, alpha, dkey, da, db, parameters,
+                            InverseLength<kLanes>(k, parameters.k_k), dk, drate, sums);
     run.Store<T>(call.dk, t, dk);
     run.Store<T>(call.drate, t, drate);
   }

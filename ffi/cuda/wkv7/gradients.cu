@@ -69,7 +69,9 @@
 //   KeysGradients      as wkv7_keys' pass   half of the tokens  block: sums of all warps
 //
 // The last phase is that of a keyed call alone, of one panel. There dK, dB, dR and dA are staged and not
-// written: the phase makes of them what the backward pass of wkv7_keys would.
+// written: the phase makes of them what the backward pass of wkv7_keys would. In such a call a, b and k are
+// not copied either: ScaleOperands makes them, as wkv7_keys does (layers/wkv7_keys.cu), from the projected k
+// and the rate.
 #include "launch.cuh"
 #include "layers/formulas.cuh"
 #include "wkv7/kernels.h"
@@ -102,18 +104,18 @@ struct GradientLayout {
   static constexpr int kTokenBytes = kPanels * kPanelBytes;
   static constexpr int kStateBytes = kPanels * kStatePanelBytes;
 
-  static constexpr int kAt = 0;                    // a, At, dw
-  static constexpr int kRt = kAt + kTokenBytes;    // r, Rt
-  static constexpr int kBh = kRt + kTokenBytes;    // b, Bh
-  static constexpr int kKh = kBh + kTokenBytes;    // k, Kh
-  static constexpr int kV = kKh + kTokenBytes;     // v, dk
-  static constexpr int kDy = kV + kTokenBytes;     // dy, dr
-  static constexpr int kU = kDy + kTokenBytes;     // U, db
-  static constexpr int kDz = kU + kTokenBytes;     // w, dZ, da
-  static constexpr int kSp = kDz + kTokenBytes;    // Sp
-  static constexpr int kDs = kSp + kStateBytes;    // dS
-  static constexpr int kM = kDs + kStateBytes;     // Aab, M, dv of the first panel, dAab
-  static constexpr int kAak = kM + kPanelBytes;    // Aak, dv of the second panel, dAak
+  static constexpr int kAt = 0;                  // a, At, dw
+  static constexpr int kRt = kAt + kTokenBytes;  // r, Rt
+  static constexpr int kBh = kRt + kTokenBytes;  // b or the rate, Bh
+  static constexpr int kKh = kBh + kTokenBytes;  // k, projected in a keyed call, Kh
+  static constexpr int kV = kKh + kTokenBytes;   // v, dk
+  static constexpr int kDy = kV + kTokenBytes;   // dy, dr
+  static constexpr int kU = kDy + kTokenBytes;   // U, db
+  static constexpr int kDz = kU + kTokenBytes;   // w, dZ, da
+  static constexpr int kSp = kDz + kTokenBytes;  // Sp
+  static constexpr int kDs = kSp + kStateBytes;  // dS
+  static constexpr int kM = kDs + kStateBytes;   // key factors, Aab, M, dv of the first panel, dAab
+  static constexpr int kAak = kM + kPanelBytes;  // Aak, dv of the second panel, dAak
   static constexpr int kQrb = kAak + kPanelBytes;  // Qrb, dQrb
   static constexpr int kQrk = kQrb + kPanelBytes;  // Qrk, dQrk
   // float [4, N]: first the sums of the log decays of both halves; then, in rows 1 and 2, the sums
@@ -422,8 +424,13 @@ class ChunkGradients {
     };
     copy(L::kDz, call.w);
     CommitCopies();
-    copy(L::kAt, call.a);
-    copy(L::kBh, call.b);
+    if constexpr (kKeyed) {
+      copy(L::kBh, call.a);  // the rate
+      CopyKeyFactors(absent);
+    } else {
+      copy(L::kAt, call.a);
+      copy(L::kBh, call.b);
+    }
     copy(L::kKh, call.k);
     copy(L::kRt, call.r);
     if constexpr (kBf16) CommitCopies();  // else v and dy are converted with the scaled operands
@@ -480,25 +487,39 @@ class ChunkGradients {
 #pragma unroll
     for (int tile = 0; tile < kHalfTiles; ++tile) {
       float e[2][4];
+      const auto store_scaled = [&](int offset, uint32_t (&x)[4]) {
+        Scale<T>(e, x);
+        OwnChannels(offset).Store(FirstTile() + tile, x);
+      };
       const auto scale = [&](int offset) {
         uint32_t x[4];
         OwnChannels(offset).Load(FirstTile() + tile, x);
-        Scale<T>(e, x);
-        OwnChannels(offset).Store(FirstTile() + tile, x);
+        store_scaled(offset, x);
       };
       const auto set = [&](auto value) {
         ForEachElement<2>([&](int i, int j) { e[i][j] = value(i, j); });
       };
       set([&](int i, int j) { return Exp2(after[2 * tile + i][j]); });
-      scale(L::kBh);
-      scale(L::kKh);
+      uint32_t a[4];  // of a keyed call
+      if constexpr (kKeyed) {
+        uint32_t k[4], b[4];
+        MakeKeys(tile, k, a, b);
+        store_scaled(L::kBh, b);
+        store_scaled(L::kKh, k);
+      } else {
+        scale(L::kBh);
+        scale(L::kKh);
+      }
       set([&](int i, int j) { return Exp2(-after[2 * tile + i][j]); });
       scale(L::kRt);
       set([&](int i, int j) { return after[2 * tile + i][j]; });
 #pragma unroll
       for (int i = 0; i < 2; ++i) AddLogDecays(e[i], decays.log_decays[tile], itself, i);
       set([&](int i, int j) { return Exp2(-e[i][j]); });
-      scale(L::kAt);
+      if constexpr (kKeyed)
+        store_scaled(L::kAt, a);
+      else
+        scale(L::kAt);
       if constexpr (!kBf16) {
         set([](int, int) { return 1.0f; });
         scale(L::kV);
@@ -754,16 +775,16 @@ class ChunkGradients {
     WriteRows(OwnPanel(L::kAt), half * kHalfTokens, kHalfTokens, call.dw);
   }
 
-  // Lets L2 fetch what KeysGradients will read. Without a branch here, nvcc would move work across, for
-  // which there are no registers.
+  // Lets L2 fetch what KeysGradients will read, of which it may still have k and the rate. Without this, nvcc
+  // would move work across, for which there are no registers.
   __device__ __forceinline__ void FetchKeys() const {
     static_assert(kHalfTokens == 32, "a lane has a token");
     const int row = half * kHalfTokens + Lane();
     if (warp > 0 || row >= tokens) return;
     const int64_t at = first + static_cast<int64_t>(row) * stride;
-    PrefetchBytes(static_cast<const T*>(call.keys.k) + at, N * sizeof(T));
-    PrefetchBytes(static_cast<const T*>(call.keys.rate) + at, N * sizeof(T));
-    Prefetch(call.keys.dbonus + at / N);
+    PrefetchBytes(static_cast<const T*>(call.k) + at, N * sizeof(T));
+    PrefetchBytes(static_cast<const T*>(call.a) + at, N * sizeof(T));
+    Prefetch(call.dbonus + at / N);
   }
 
   // The gradients of the inputs of wkv7_keys, from those of K, A, B and R as they are staged. A thread has
@@ -773,7 +794,6 @@ class ChunkGradients {
     constexpr int kLanes = N / kHeadVector, kParameters = Wkv7KeysCall::kParameters;
     constexpr int kRowsPerStep = 128 / kLanes, kSteps = kHalfTokens / kRowsPerStep;
     using Vector = Packed<T, kHeadVector>;
-    const Wkv7KeysBackwardCall& keys = call.keys;
     const int piece = threadIdx.x % kLanes, channel = piece * kHeadVector;
     const auto row_of = [&](int step) {
       return half * kHalfTokens + step * kRowsPerStep +
@@ -788,17 +808,13 @@ class ChunkGradients {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step)
       if (const int row = row_of(step); row < tokens) {
-        k[step] = LoadPacked<kHeadVector, T>(keys.k, at(row));
-        rate[step] = LoadPacked<kHeadVector, T>(keys.rate, at(row));
+        k[step] = LoadPacked<kHeadVector, T>(call.k, at(row));
+        rate[step] = LoadPacked<kHeadVector, T>(call.a, at(row));
         r[step] = LoadPacked<kHeadVector, T>(call.r, at(row));
       }
 
-    const unsigned heads = static_cast<unsigned>(call.dims.heads);
-    const int64_t chunk = blockIdx.x / heads;  // among those of all rows
-    const int64_t head_channel = (blockIdx.x - chunk * heads) * N;
     const auto load_parameter = [&](int i, HeadVector& x) {
-      const int64_t row = static_cast<unsigned>(chunk) / static_cast<unsigned>(call.dims.saved);
-      LoadFloats(keys.parameters + (row * kParameters + i) * stride + head_channel + channel, x);
+      LoadFloats(KeyParameter(i) + channel, x);
     };
     KeyParameters parameters;
     load_parameter(0, parameters.k_k);
@@ -813,20 +829,21 @@ class ChunkGradients {
       const auto store = [&](void* array, const HeadVector& x) {
         if (present) StoreRounded<T>(array, at(row), x);
       };
-      const float dbonus = present ? keys.dbonus[at(row) / N] : 0.0f;
+      const float dbonus = present ? call.dbonus[at(row) / N] : 0.0f;
+      const float inverse = present ? call.inverse[at(row) / N] : 0.0f;
       HeadVector alpha, r_k, dkey, dr, dk, drate;
       load_parameter(3, r_k);
 #pragma unroll
       for (int c = 0; c < kHeadVector; ++c) alpha[c] = Sigmoid(parameters.a0[c] + rate[step][c]);
       AddBonusGradients(k[step], r[step], alpha, parameters.k_a, r_k, load(L::kV), dbonus,
                         load(L::kDy), dkey, dr, sums.r_k);
-      store(keys.dr, dr);
-      AddKeyGradients<kLanes>(k[step], alpha, dkey, load(L::kDz), load(L::kU), parameters, dk,
-                              drate, sums);
-      store(keys.dk, dk);
-      store(keys.drate, drate);
+      store(call.dr, dr);
+      AddKeyGradients<kLanes>(k[step], alpha, dkey, load(L::kDz), load(L::kU), parameters, inverse,
+                              dk, drate, sums);
+      store(call.dk, dk);
+      store(call.da, drate);
     }
-    StorePartials(sums, keys.partials + chunk * kParameters * stride + head_channel);
+    StorePartials(sums, call.partials + Chunk() * kParameters * stride + HeadChannel());
   }
 
   __device__ bool HasValues() const { return half == 0; }
@@ -877,6 +894,53 @@ class ChunkGradients {
   __device__ void WaitForValues() const {
     PublishOperands();
     Synchronize(B::kValues, L::kThreads);
+  }
+
+  // Of a keyed call: the chunk of this block among those of all rows, the first channel of its head, and
+  // where the parameter number i of wkv7_keys begins.
+  __device__ int64_t Chunk() const { return blockIdx.x / static_cast<unsigned>(call.dims.heads); }
+  __device__ int64_t HeadChannel() const {
+    return blockIdx.x % static_cast<unsigned>(call.dims.heads) * N;
+  }
+  __device__ const float* KeyParameter(int i) const {
+    const int64_t row = static_cast<unsigned>(Chunk()) / static_cast<unsigned>(call.dims.saved);
+    return call.parameters + (row * Wkv7KeysCall::kParameters + i) * stride + HeadChannel();
+  }
+
+  // What a keyed call makes operands of besides k and the rate, in shared memory: `inverse` of each token,
+  // and then the parameters k_k, k_a and a0.
+  __device__ __forceinline__ void CopyKeyFactors(uint64_t absent) const {
+    constexpr int kPieces = N * sizeof(float) / 16;
+    const int i = threadIdx.x;
+    if (i < kChunkTokens)
+      CopyWordAsync(At(L::kM) + 4 * i,
+                    call.inverse + (first + static_cast<int64_t>(i) * stride) / N,
+                    i < tokens && (absent >> i & 1) == 0);
+    if (i < 3 * kPieces)
+      CopyAsync(At(L::kM) + 4 * kChunkTokens + 16 * i, KeyParameter(i / kPieces) + i % kPieces * 4,
+                true);
+  }
+  // k, a and b of the channels of this warp and a tile of the tokens of this half.
+  __device__ __forceinline__ void MakeKeys(int tile, uint32_t (&key)[4], uint32_t (&a)[4],
+                                           uint32_t (&b)[4]) const {
+    const float* const inverses = reinterpret_cast<const float*>(memory + L::kM);
+    const float* const parameters = inverses + kChunkTokens;
+    uint32_t k[4], rate[4];
+    OwnChannels(L::kKh).Load(FirstTile() + tile, k);
+    OwnChannels(L::kBh).Load(FirstTile() + tile, rate);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int token = 16 * (FirstTile() + tile) + i / 2 * 8 + 2 * (Lane() % 4);
+      const float2 inverse = *reinterpret_cast<const float2*>(inverses + token);
+      const float* const own = parameters + Channel() + 8 * (i % 2);
+      const auto made = [&](float k, float rate, float inverse) {
+        return KeyChannel(k, rate, own[0], own[N], own[2 * N], inverse);
+      };
+      const KeyChannel low = made(Pair<T>::Low(k[i]), Pair<T>::Low(rate[i]), inverse.x);
+      const KeyChannel high = made(Pair<T>::High(k[i]), Pair<T>::High(rate[i]), inverse.y);
+      key[i] = Pair<T>::Round(low.key, high.key);
+      a[i] = Pair<T>::Round(low.a, high.a), b[i] = Pair<T>::Round(low.b, high.b);
+    }
   }
 
   // sum += the log decays of a tile of tokens, summed as `ones` says, for fragment `fragment` of
@@ -1111,8 +1175,8 @@ cudaError_t Wkv7Gradients(cudaStream_t stream, const Wkv7BackwardCall& call, con
   return LaunchGradients<64, 128>(stream, call, gradients, inexact);
 }
 
-cudaError_t Wkv7KeyedGradients(cudaStream_t stream, const Wkv7KeyedBackwardCall& call,
-                               const uint4* gradients) {
+cudaError_t Wkv7Gradients(cudaStream_t stream, const Wkv7KeyedBackwardCall& call,
+                          const uint4* gradients) {
   return LaunchGradients<64>(stream, call, gradients, nullptr);
 }
 

@@ -16,6 +16,8 @@ namespace rwkv_jax::cuda {
 cudaError_t Run(cudaStream_t stream, const Wkv7ForwardCall& call, const Plan& plan, float* scratch);
 cudaError_t Run(cudaStream_t stream, const Wkv7BackwardCall& call, const Plan& plan,
                 float* scratch);
+cudaError_t Run(cudaStream_t stream, const Wkv7KeyedForwardCall& call, const Plan& plan,
+                float* scratch);
 cudaError_t Run(cudaStream_t stream, const Wkv7KeyedBackwardCall& call, const Plan& plan,
                 float* scratch);
 
@@ -58,18 +60,20 @@ int64_t Wkv7GradientSharedMemory(int64_t head_size);
 
 cudaError_t Wkv7Scan(cudaStream_t stream, const Wkv7ForwardCall& call, const Device& device,
                      const Splits& splits, float* inexact);
+cudaError_t Wkv7Scan(cudaStream_t stream, const Wkv7KeyedForwardCall& call, const Device& device,
+                     const Splits& splits);
 
 // Leaves the gradients of the states at the ends of chunks, [B, N, H, V, K] of bfloat16.
 cudaError_t Wkv7ReverseScan(cudaStream_t stream, const Wkv7BackwardCall& call, const Device& device,
                             const Splits& splits, uint4* gradients, float* inexact);
+cudaError_t Wkv7ReverseScan(cudaStream_t stream, const Wkv7KeyedBackwardCall& call,
+                            const Device& device, const Splits& splits, uint4* gradients);
 
 // All gradients but dinitial_state, from what the reverse scan has left.
 cudaError_t Wkv7Gradients(cudaStream_t stream, const Wkv7BackwardCall& call, const uint4* gradients,
                           const float* inexact);
 
-// The same with what the backward pass of wkv7_keys makes of dk, da, db and dr, for heads of 64. db is not
-// written.
-cudaError_t Wkv7KeyedGradients(cudaStream_t stream, const Wkv7KeyedBackwardCall& call,
-                               const uint4* gradients);
+cudaError_t Wkv7Gradients(cudaStream_t stream, const Wkv7KeyedBackwardCall& call,
+                          const uint4* gradients);
 
 }  // namespace rwkv_jax::cuda

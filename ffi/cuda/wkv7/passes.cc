@@ -45,17 +45,24 @@ cudaError_t Run(cudaStream_t stream, const Wkv7BackwardCall& call, const Plan& p
   return error;
 }
 
+cudaError_t Run(cudaStream_t stream, const Wkv7KeyedForwardCall& call, const Plan& plan,
+                float* scratch) {
+  Wkv7KeysForwardCall keys = {};
+  keys.rows = call.dims.batch, keys.tokens = call.dims.tokens;
+  keys.width = call.dims.heads * call.dims.head_size, keys.head_size = call.dims.head_size;
+  keys.dtype = call.dtype, keys.parameters = call.parameters;
+  keys.k = call.k, keys.rate = call.a, keys.r = call.r;
+  keys.bonus = call.bonus, keys.inverse = call.inverse;
+  const cudaError_t error = Run(stream, keys, plan.device);
+  return error == cudaSuccess ? Wkv7Scan(stream, call, plan.device, plan.SplitsIn(scratch)) : error;
+}
+
 cudaError_t Run(cudaStream_t stream, const Wkv7KeyedBackwardCall& call, const Plan& plan,
                 float* scratch) {
-  cudaError_t error;
-  if (plan.matrix_units) {
-    uint4* const gradients = reinterpret_cast<uint4*>(scratch + plan.gradients);
-    error = Wkv7ReverseScan(stream, call, plan.device, plan.SplitsIn(scratch), gradients, nullptr);
-    return error == cudaSuccess ? Wkv7KeyedGradients(stream, call, gradients) : error;
-  }
-  const Wkv7BackwardCall& recurrence = call;
-  error = Run(stream, recurrence, plan, scratch);
-  return error == cudaSuccess ? Run(stream, call.keys, plan.device) : error;
+  uint4* const gradients = reinterpret_cast<uint4*>(scratch + plan.gradients);
+  const cudaError_t error =
+      Wkv7ReverseScan(stream, call, plan.device, plan.SplitsIn(scratch), gradients);
+  return error == cudaSuccess ? Wkv7Gradients(stream, call, gradients) : error;
 }
 
 }  // namespace rwkv_jax::cuda

@@ -43,10 +43,14 @@
 // of t + 1, operands of t + 2. Behind it y of tile t is written to global memory, and the copies of
 // tile t + kStages take the place of tile t. Only ScaleOperands waits for copies, at the
 // CopyBarrier of their place in shared memory.
+//
+// In a keyed call ScaleOperands first makes k, a and b, as wkv7_keys does (layers/wkv7_keys.cu), from the
+// projected k and the rate, which are copied to two of their three places.
 #include <algorithm>
 #include <utility>
 
 #include "launch.cuh"
+#include "layers/formulas.cuh"
 #include "wkv7/kernels.h"
 #include "wkv7/inverse.cuh"
 
@@ -54,7 +58,8 @@ namespace rwkv_jax::cuda {
 namespace {
 
 // A call with the operands by their role in the recurrence: a and r read from the rows of the state,
-// b and k are written to them.
+// b and k are written to them. A keyed call has the projected k and the rate in their places: forwards k is
+// the former and b the latter, and there is no a; in reverse b is the former and a the latter.
 struct Scan : Wkv7Call {
   const float* start;
   float* end;
@@ -66,6 +71,8 @@ struct Scan : Wkv7Call {
   Splits splits;
   float* factor;
   float* inexact;
+  // Of a keyed call: the parameters of wkv7_keys and 1 / max(|u|, eps) of its formulas.
+  const float *parameters, *inverse;
 };
 
 // How the warpgroups of a block share the work on a tile.
@@ -83,7 +90,7 @@ enum class Work {
 // barrier from different loops.
 enum NamedBarrier : int { kTileBarrier = 1 };
 
-template <int N, bool kOutput, Work kWork>
+template <int N, bool kOutput, Work kWork, bool kKeyed>
 struct ScanLayout {
   static constexpr int kPanels = N / kPanelCols;
   static constexpr bool kSpecialized = kWork == Work::kSpecialized;
@@ -117,7 +124,43 @@ struct ScanLayout {
   static constexpr int kDecayBytes = 4 * 4 * kDecayStride;
   static constexpr int kBarriers = kDecays + kStages * kDecayBytes;
   static constexpr int kWords = kBarriers + 8 * kStages;  // of marks
-  static constexpr int kBytes = kWords + 4 * kStages;
+  // Of keyed calls: `inverse` of each token, in a ring as well, and the parameters k_k, k_a and a0.
+  static constexpr int kInverses = kWords + 4 * kStages;
+  static constexpr int kParameters = kInverses + (kKeyed ? 4 * kTileTokens * kStages : 0);
+  static constexpr int kBytes = kParameters + (kKeyed ? 3 * 4 * N : 0);
+};
+
+// What a keyed call makes operands of besides the projected k and the rate, in shared memory: the
+// parameters [3, N], and `inverse` of the rows of a tile.
+struct KeyFactors {
+  const float *parameters, *inverses;
+};
+
+// The operands that a lane has of a tile, as LoadMatrices gives them. `col` is the first column of the tile.
+template <typename T, int N>
+struct TileKeys {
+  uint32_t key[4], a[4], b[4];
+
+  __device__ TileKeys(const KeyFactors& factors, int col, const uint32_t (&k)[4],
+                      const uint32_t (&rate)[4]) {
+    float inverse[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) inverse[i] = factors.inverses[Lane() / 4 + 8 * i];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float* const at = factors.parameters + col + i / 2 * 8 + 2 * (Lane() % 4);
+      const auto parameter = [&](int number) {
+        return *reinterpret_cast<const float2*>(at + number * N);
+      };
+      const float2 k_k = parameter(0), k_a = parameter(1), a0 = parameter(2);
+      const KeyChannel low(Pair<T>::Low(k[i]), Pair<T>::Low(rate[i]), k_k.x, k_a.x, a0.x,
+                           inverse[i % 2]);
+      const KeyChannel high(Pair<T>::High(k[i]), Pair<T>::High(rate[i]), k_k.y, k_a.y, a0.y,
+                            inverse[i % 2]);
+      key[i] = Pair<T>::Round(low.key, high.key);
+      a[i] = Pair<T>::Round(low.a, high.a), b[i] = Pair<T>::Round(low.b, high.b);
+    }
+  }
 };
 
 // The places of the token products of a tile.
@@ -130,10 +173,10 @@ struct Carry {
 
 // Scales 16 columns of a tile in place, the columns of `warp`, and leaves exp(G) of its last token
 // in `decays`. Returns whether the sums stay in range.
-template <typename T, typename L, bool kReverse, bool kOutput>
+template <typename T, typename L, bool kReverse, bool kOutput, bool kKeyed>
 __device__ bool ScaleColumns(int warp, uint32_t operands, uint32_t raw_w, float* decays, Decay form,
                              uint32_t present, const Ones& inclusive, const Ones& exclusive,
-                             bool starts_chunk, Carry& carry) {
+                             bool starts_chunk, const KeyFactors& factors, Carry& carry) {
   const int lane = Lane(), panel = warp / 4;
   const uint32_t here = TileAddress(0, 0, warp % 4);
   const uint32_t a_tile = operands + L::kA + panel * L::kReadStride + here;
@@ -167,15 +210,36 @@ __device__ bool ScaleColumns(int warp, uint32_t operands, uint32_t raw_w, float*
       e[i] = Bf16::Round(Exp2(sign * pair[0]), Exp2(sign * pair[1]));
     }
   };
-  const auto scale = [&](uint32_t tile) {
-    uint32_t x[4];
-    LoadMatrices(tile, x);
+  const auto store_scaled = [&](uint32_t tile, uint32_t (&x)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) x[i] = Bf16::Multiply(ToBf16<T>(x[i]), e[i]);
     StoreMatrices(tile, x);
   };
+  const auto scale = [&](uint32_t tile) {
+    uint32_t x[4];
+    LoadMatrices(tile, x);
+    store_scaled(tile, x);
+  };
+  uint32_t key[4], reads[4], writes[4];  // of a keyed call
+  if constexpr (kKeyed) {
+    uint32_t rate[4];
+    LoadMatrices(kReverse ? b_tile : k_tile, key);
+    LoadMatrices(kReverse ? a_tile : b_tile, rate);
+    const TileKeys<T, kPanelCols> made(factors, 16 * warp, key, rate);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      key[i] = made.key[i];
+      reads[i] = kReverse ? made.b[i] : made.a[i], writes[i] = kReverse ? made.a[i] : made.b[i];
+    }
+  }
+  const auto scale_made = [&](uint32_t tile, uint32_t (&made)[4]) {
+    if constexpr (kKeyed)
+      store_scaled(tile, made);
+    else
+      scale(tile);
+  };
   exponentials(1.0f, before);
-  scale(a_tile);
+  scale_made(a_tile, reads);
   if constexpr (kReverse) {
     exponentials(-1.0f, before);
     scale(k_tile);
@@ -187,8 +251,8 @@ __device__ bool ScaleColumns(int warp, uint32_t operands, uint32_t raw_w, float*
     *reinterpret_cast<float4*>(decays + (lane & 3) * L::kDecayStride + 4 * warp) = {
         Exp2(sum[0][2]), Exp2(sum[0][3]), Exp2(sum[1][2]), Exp2(sum[1][3])};
   exponentials(-1.0f, sum);
-  scale(b_tile);
-  if constexpr (!kReverse) scale(k_tile);
+  scale_made(b_tile, writes);
+  if constexpr (!kReverse) scale_made(k_tile, key);
   if constexpr (std::is_same_v<T, __half>) {
     uint32_t x[4];
     LoadMatrices(v_tile, x);
@@ -333,12 +397,13 @@ __device__ void AdvanceState(int warp, uint32_t operands, uint32_t products, uin
 // What a block does, and what a thread knows of its place in it. `tile` counts in the order of the
 // recurrence; in reverse, tile 0 has the last tokens, and the first row of a tile is its last
 // token.
-template <typename T, int N, bool kReverse, bool kOutput, Work kWork, bool kMarked>
+template <typename T, int N, bool kReverse, bool kOutput, Work kWork, bool kMarked, bool kKeyed>
 class ScanBlock {
  public:
-  using L = ScanLayout<N, kOutput, kWork>;
+  using L = ScanLayout<N, kOutput, kWork, kKeyed>;
   static constexpr bool kTogether = kWork == Work::kTogether;
   static_assert(!kTogether || N == kPanelCols, "a warpgroup advances 64 rows of a state");
+  static_assert(!kKeyed || N == kPanelCols, "a keyed call has heads of 64");
 
   __device__ ScanBlock(const Scan& scan, unsigned char* memory)
       : scan(scan),
@@ -400,6 +465,7 @@ class ScanBlock {
       if (kMarked && static_cast<int>(threadIdx.x) < tiles)
         Words()[threadIdx.x] = WordOf(threadIdx.x);
     }
+    if constexpr (kKeyed) LoadParameters();
     __syncthreads();
     if (copies)
       for (int tile = 0; tile < L::kStages && tile < tiles; ++tile) {
@@ -499,6 +565,18 @@ class ScanBlock {
     return shared + L::kY + tile % 2 * L::kPanels * L::kPanelBytes;
   }
 
+  // Of a keyed call.
+  __device__ float* Parameters() const { return reinterpret_cast<float*>(memory + L::kParameters); }
+  __device__ float* InversesOf(int tile) const {
+    return reinterpret_cast<float*>(memory + L::kInverses) + tile % L::kStages * kTileTokens;
+  }
+  __device__ void LoadParameters() const {
+    const float* const from = scan.parameters + sequence * Wkv7KeysCall::kParameters * stride +
+                              (head - sequence * scan.dims.heads) * N;
+    for (int i = threadIdx.x; i < 3 * N; i += L::kThreads)
+      Parameters()[i] = from[static_cast<int64_t>(i / N) * stride + i % N];
+  }
+
   // Calls copy(panel, element, present) for the pieces of a tile that this thread copies.
   template <typename Fn>
   __device__ void ForPanelsOf(int tile, uint32_t word, Fn&& copy) const {
@@ -514,11 +592,15 @@ class ScanBlock {
       const auto copy = [&](int at, const void* x) {
         CopyAsync(to + at, static_cast<const T*>(x) + from, present);
       };
-      copy(L::kA + panel * L::kReadStride, scan.a);
+      if constexpr (!kKeyed || kReverse) copy(L::kA + panel * L::kReadStride, scan.a);
       if constexpr (kOutput) copy(L::kR + panel * L::kReadStride, scan.r);
       copy(L::kB + panel * L::kPanelBytes, scan.b);
       copy(L::kK + panel * L::kPanelBytes, scan.k);
       copy(L::kV + panel * L::kPanelBytes, scan.v);
+      if constexpr (kKeyed)
+        if (threadIdx.x % 8 == 0)
+          CopyWordAsync(SharedAddress(InversesOf(tile) + copy_row), scan.inverse + from / N,
+                        present);
     });
   }
   // The last copies of a tile: after them its CopyBarrier waits for all.
@@ -542,10 +624,10 @@ class ScanBlock {
     CopyBarrierOf(tile).Wait(tile / L::kStages % 2);
 #pragma unroll
     for (int panel = 0; panel < L::kPanels; ++panel)
-      scaling.in_range &= ScaleColumns<T, L, kReverse, kOutput>(
+      scaling.in_range &= ScaleColumns<T, L, kReverse, kOutput, kKeyed>(
           warp % 4 + 4 * panel, OperandsOf(tile), RawDecaysOf(tile), DecaysOf(tile), scan.decay,
           MarksOf(tile).present, scaling.inclusive, scaling.exclusive, StartsChunk(tile),
-          scaling.carry[panel]);
+          {Parameters(), InversesOf(tile)}, scaling.carry[panel]);
   }
   __device__ __forceinline__ void TokenProducts(int tile) const {
     MultiplyTokens<L, kReverse, kOutput>(warp % 4, OperandsOf(tile), ProductsOf(tile),
@@ -651,14 +733,16 @@ class ScanBlock {
   uint32_t next_word;                // marks of the tile that is copied next
 };
 
-template <typename T, int N, bool kReverse, bool kOutput, Work kWork, bool kMarked>
+template <typename T, int N, bool kReverse, bool kOutput, Work kWork, bool kMarked, bool kKeyed>
 __global__ __launch_bounds__(
-    ScanLayout<N, kOutput, kWork>::kThreads,
-    ScanLayout<N, kOutput, kWork>::kBlocks) void ScanKernel(const __grid_constant__ Scan scan) {
+    ScanLayout<N, kOutput, kWork, kKeyed>::kThreads,
+    ScanLayout<N, kOutput, kWork, kKeyed>::kBlocks) void ScanKernel(const __grid_constant__ Scan
+                                                                        scan) {
+  using Block = ScanBlock<T, N, kReverse, kOutput, kWork, kMarked, kKeyed>;
   RWKV_JAX_DYNAMIC_SHARED(kPanelAlignment, memory);
-  ScanBlock<T, N, kReverse, kOutput, kWork, kMarked> block(scan, memory);
+  Block block(scan, memory);
   if (!block.Find()) return;
-  typename ScanBlock<T, N, kReverse, kOutput, kWork, kMarked>::Scaling scaling;
+  typename Block::Scaling scaling;
   if (!block.Prologue(scaling)) return;
   if constexpr (kWork != Work::kSpecialized)
     block.template MainLoop<true, true>(scaling);
@@ -721,24 +805,24 @@ __global__ __launch_bounds__(kCombineThreads) void CombineKernel(Splits splits, 
   }
 }
 
-template <typename T, int N, bool kReverse, bool kOutput, Work kWork>
+template <typename T, int N, bool kReverse, bool kOutput, Work kWork, bool kKeyed = false>
 cudaError_t LaunchScan(cudaStream_t stream, const Scan& scan, dim3 blocks) {
-  using L = ScanLayout<N, kOutput, kWork>;
+  using L = ScanLayout<N, kOutput, kWork, kKeyed>;
   return ForMarks(scan.marks, [&](auto marked) {
-    return Launch(ScanKernel<T, N, kReverse, kOutput, kWork, marked()>, blocks, L::kThreads,
+    return Launch(ScanKernel<T, N, kReverse, kOutput, kWork, marked(), kKeyed>, blocks, L::kThreads,
                   L::kBytes, stream, scan);
   });
 }
 
 // The scan of all tokens, in splits if there are several: first what each does to a state, then,
 // from the state at the start of each, all of them at once.
-template <typename T, int N, bool kReverse>
+template <typename T, int N, bool kReverse, bool kKeyed>
 cudaError_t RunScan(cudaStream_t stream, const Scan& scan, const Device& device) {
   constexpr bool kOutput = !kReverse;
   const Splits& splits = scan.splits;
   const int64_t batch = scan.dims.batch, heads = scan.dims.heads;
   if (splits.count > 1) {
-    cudaError_t error = LaunchScan<T, N, kReverse, false, Work::kSummary>(
+    cudaError_t error = LaunchScan<T, N, kReverse, false, Work::kSummary, kKeyed>(
         stream, scan, splits.SummaryBlocks(batch, heads));
     const dim3 blocks(static_cast<unsigned>(splits.SummarizedHeads(batch, heads)),
                       N / kCombineRows);
@@ -752,19 +836,20 @@ cudaError_t RunScan(cudaStream_t stream, const Scan& scan, const Device& device)
   // more, that more of them hide each other's latency.
   if constexpr (N == kPanelCols) {
     const bool few = static_cast<int64_t>(blocks.x) * blocks.y <= 2 * device.multiprocessors;
-    if (!few || ScanLayout<N, kOutput, Work::kSpecialized>::kBytes > device.shared_memory)
-      return LaunchScan<T, N, kReverse, kOutput, Work::kTogether>(stream, scan, blocks);
+    if (!few || ScanLayout<N, kOutput, Work::kSpecialized, kKeyed>::kBytes > device.shared_memory)
+      return LaunchScan<T, N, kReverse, kOutput, Work::kTogether, kKeyed>(stream, scan, blocks);
   }
-  return LaunchScan<T, N, kReverse, kOutput, Work::kSpecialized>(stream, scan, blocks);
+  return LaunchScan<T, N, kReverse, kOutput, Work::kSpecialized, kKeyed>(stream, scan, blocks);
 }
 
 template <int N>
 int64_t SharedMemory(Pass pass) {
-  const int64_t summary = ScanLayout<N, false, Work::kSummary>::kBytes;
+  constexpr bool kMayBeKeyed = N == kPanelCols;
+  const int64_t summary = ScanLayout<N, false, Work::kSummary, kMayBeKeyed>::kBytes;
   if (pass != Pass::kForward && pass != Pass::kBackward) return summary;
   constexpr Work kLeast = N == kPanelCols ? Work::kTogether : Work::kSpecialized;
-  const int64_t scan = pass == Pass::kForward ? ScanLayout<N, true, kLeast>::kBytes
-                                              : ScanLayout<N, false, kLeast>::kBytes;
+  const int64_t scan = pass == Pass::kForward ? ScanLayout<N, true, kLeast, kMayBeKeyed>::kBytes
+                                              : ScanLayout<N, false, kLeast, kMayBeKeyed>::kBytes;
   return std::max({summary, scan, kCombineBytes<N>});
 }
 
@@ -786,7 +871,16 @@ cudaError_t Wkv7Scan(cudaStream_t stream, const Wkv7ForwardCall& call, const Dev
   return ForHalfTypes<64, 128>(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
     const Scan scan{
         call, call.initial_state, call.final_state, call.y, call.states, splits, nullptr, inexact};
-    return RunScan<decltype(zero), size(), false>(stream, scan, device);
+    return RunScan<decltype(zero), size(), false, false>(stream, scan, device);
+  });
+}
+
+cudaError_t Wkv7Scan(cudaStream_t stream, const Wkv7KeyedForwardCall& call, const Device& device,
+                     const Splits& splits) {
+  return ForHalfTypes<64>(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
+    Scan scan{call, call.initial_state, call.final_state, call.y, call.states, splits};
+    scan.b = call.a, scan.parameters = call.parameters, scan.inverse = call.inverse;
+    return RunScan<decltype(zero), size(), false, true>(stream, scan, device);
   });
 }
 
@@ -795,7 +889,17 @@ cudaError_t Wkv7ReverseScan(cudaStream_t stream, const Wkv7BackwardCall& call, c
   return ForHalfTypes<64, 128>(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
     Scan scan = ReverseScan(call, splits);
     scan.saved = gradients, scan.inexact = inexact;
-    return RunScan<decltype(zero), size(), true>(stream, scan, device);
+    return RunScan<decltype(zero), size(), true, false>(stream, scan, device);
+  });
+}
+
+cudaError_t Wkv7ReverseScan(cudaStream_t stream, const Wkv7KeyedBackwardCall& call,
+                            const Device& device, const Splits& splits, uint4* gradients) {
+  return ForHalfTypes<64>(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
+    Scan scan = ReverseScan(call, splits);
+    scan.a = call.a, scan.b = call.k, scan.saved = gradients;
+    scan.parameters = call.parameters, scan.inverse = call.inverse;
+    return RunScan<decltype(zero), size(), true, true>(stream, scan, device);
   });
 }
 

@@ -63,9 +63,10 @@ struct Wkv7KeysCall : HeadTokens {
   const void *k, *rate, *r;
   const float* parameters;  // k_k, k_a, a0 and r_k
 };
+// If `inverse` [B, T, H] of float is given, it gets 1 / max(|k k_k|, eps), and key, a and b are not written.
 struct Wkv7KeysForwardCall : Wkv7KeysCall {
   void *key, *a, *b;
-  float* bonus;
+  float *bonus, *inverse;
 };
 // `dpassed` is the cotangent of r where it is passed on; dr contains it.
 struct Wkv7KeysBackwardCall : Wkv7KeysCall {

@@ -1,7 +1,6 @@
 // The calls of WKV7: what the kernels of all platforms take and give.
 #pragma once
 
-#include "rwkv_jax/layers.h"
 #include "rwkv_jax/sequences.h"
 
 namespace rwkv_jax {
@@ -38,10 +37,18 @@ struct Wkv7BackwardCall : Wkv7Call {
   float* dinitial_state;
 };
 
-// The backward pass of wkv7_keys after that of WKV7: of each token the one takes the gradients of k, a, b
-// and r that the other gives. `keys` has those arrays as well, and writes its own results over all but db.
+// WKV7 with the operands k, a and b that wkv7_keys makes (layers.h), which are never stored: `k` is the
+// projected k, `a` has the rate, and `b` is null. The gradients are those of these inputs. The parameters of
+// wkv7_keys are [B, J, H, K], and `bonus` and `inverse`, its results, are [B, T, H].
+struct Wkv7KeyedForwardCall : Wkv7ForwardCall {
+  const float* parameters;
+  float *bonus, *inverse;
+};
+
+// `partials` [B, runs, J, H, K] are partial sums of the gradients of the parameters.
 struct Wkv7KeyedBackwardCall : Wkv7BackwardCall {
-  Wkv7KeysBackwardCall keys;
+  const float *parameters, *inverse, *dbonus;
+  float* partials;
 };
 
 }  // namespace rwkv_jax

@@ -116,6 +116,7 @@ inline std::string Finish() { return {}; }
 struct Copy {
   uint32_t to;
   const void* from;  // null where the copy clears
+  size_t bytes;
 };
 struct Fiber {
   std::vector<char> stack;  // empty before the fiber has run
@@ -489,7 +490,10 @@ inline void WarpMultiplyFloat(float (&sum)[4], const float (&a)[4], float b0, fl
 
 // Copies arrive as late as they may.
 inline void CopyAsync(uint32_t to, const void* from, bool present) {
-  emulation::current->copies.back().push_back({to, present ? from : nullptr});
+  emulation::current->copies.back().push_back({to, present ? from : nullptr, 16});
+}
+inline void CopyWordAsync(uint32_t to, const void* from, bool present) {
+  emulation::current->copies.back().push_back({to, present ? from : nullptr, 4});
 }
 // A kernel runs when those before it have ended.
 inline void WaitForKernelsBefore() {}
@@ -502,9 +506,9 @@ void WaitForCopies() {
   while (groups.size() > (kRunning > 0 ? kRunning + 1 : 0)) {
     for (const auto& copy : groups.front()) {
       if (copy.from)
-        std::memcpy(emulation::shared + copy.to, copy.from, 16);
+        std::memcpy(emulation::shared + copy.to, copy.from, copy.bytes);
       else
-        std::memset(emulation::shared + copy.to, 0, 16);
+        std::memset(emulation::shared + copy.to, 0, copy.bytes);
     }
     groups.erase(groups.begin());
   }
