@@ -1,4 +1,4 @@
-"""`wkv7_keys` and `wkv7` in one, whose kernels never store what passes from the one to the other."""
+"""`wkv7_keys` and `wkv7` in one, whose kernels store nothing that passes between the two."""
 
 import dataclasses
 import functools
