@@ -43,6 +43,7 @@ from support import (
     language_models,
     layer_functions,
     models,
+    projected_read_out,
     tolerance,
 )
 from support.cases import CU_SEQLENS, GPUS, Arrays, Case
@@ -825,6 +826,91 @@ def test_layers_refuse_other_counts(emulated: Emulation, monkeypatch: pytest.Mon
     keys, _ = _layer_calls(emulated, monkeypatch, "wkv7_keys")
     changed = keys.operands | {"parameters": keys.operands["parameters"][:, :2].copy()}
     assert "parameters has J = 2; expected 4" in _refused(emulated, keys._replace(operands=changed))
+
+
+def _read_out_calls(
+    emulated: Emulation, monkeypatch: pytest.MonkeyPatch, case: Layer, seed: int = 1
+) -> dict[str, LayerCall]:
+    """The calls of `projected_read_out`, and of the two functions one after the other."""
+    calls = {}
+    names = {
+        "operands": [*LAYER_FUNCTIONS["read_out"].tensors, "parameters", "dout"],
+        "results": ["dy", "dbonus", "dv", "dgate", "partials", "out"],
+    }
+
+    def record(target: str, results: Any, *operands: Any, **more: Any) -> Any:
+        found = emulated.call(target, results, *operands, **more)
+        forward = "fwd" in target
+        of_results = ["out"] if forward else names["results"][: len(found)]
+        given = names["operands"][: len(operands)]
+        calls[target] = LayerCall(
+            target,
+            dict(zip(given, map(np.array, operands), strict=True)),
+            dict(zip(of_results, map(np.array, found), strict=True)),
+        )
+        return found
+
+    emulated.module.seed(seed)
+    arrays = jax.tree.map(jnp.asarray, projected_read_out.operands(case))
+    with monkeypatch.context() as patch:
+        internals.intercept_native_calls(patch, record)
+        with jax.disable_jit():
+            for function in (layers.projected_read_out, projected_read_out.apart):
+                found = projected_read_out.value_and_gradients(
+                    *arrays, function=function, implementation="ffi"
+                )
+                right = projected_read_out.expected(*arrays)
+                projected_read_out.assert_right(found, right, case.dtype)
+    return calls
+
+
+RESTORED = [
+    Layer(*case)
+    for case in [
+        (2, 70, 3, 16, "float32"),
+        (1, 130, 1, 32, "float16"),
+        (2, 65, 5, 64, "bfloat16"),
+        (1, 17, 2, 128, "bfloat16"),
+        (1, 3, 9, 256, "float16"),
+        (3, 1, 1, 64, "bfloat16"),
+        (2, 0, 2, 64, "bfloat16"),
+        (0, 5, 2, 64, "float32"),
+    ]
+]
+
+
+@pytest.mark.parametrize("case", RESTORED, ids=str)
+def test_read_out_is_restored(
+    emulated: Emulation, monkeypatch: pytest.MonkeyPatch, case: Layer
+) -> None:
+    """The backward pass writes the bits of the forward pass, and the gradients that it computes
+    without that. No result is left as it was."""
+    calls = [_read_out_calls(emulated, monkeypatch, case, seed) for seed in (1, 2)]
+    forward, restoring = internals.projected_read_out.RESTORING.targets
+    (backward,) = calls[0].keys() - {forward, restoring}
+    for one in calls:
+        found = one[restoring].results
+        _assert_same(one[forward].results | one[backward].results, found)
+        assert all(np.isfinite(x.astype(np.float32)).all() for x in found.values())
+        _assert_same(found, calls[0][restoring].results)
+
+
+def test_restoring_refuses_wrong_arrays(
+    emulated: Emulation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The result that is restored, as all others."""
+    target = internals.projected_read_out.RESTORING.targets[1]
+    call = _read_out_calls(emulated, monkeypatch, LAYER_CALL)[target]
+    results = call.results
+    out = results.pop("out")
+
+    def error(**changed: np.ndarray) -> str:
+        return _refused(emulated, call._replace(results=results | changed))
+
+    assert "read_out: out is missing" in error()
+    assert "read_out: out has shape [1, " in error(out=out[None])
+    assert "read_out: out is F32" in error(out=out.astype(np.float32))
+    assert "7 results given; expected 6" in error(out=out, more=out)
 
 
 KEYED = [

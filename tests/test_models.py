@@ -269,6 +269,21 @@ def test_gradients_that_are_computed_again(
     assert_trees_close(found, expected, 1e-5)
 
 
+def test_layer_norm_keeps_its_input_alone() -> None:
+    """In its own dtype, and the scale. It has a forward mode all the same."""
+    x = jax.random.normal(jax.random.key(0), (2, 5, 16), jnp.bfloat16)
+    norm = rwkv7.Norm(jnp.full(16, 0.5), jnp.ones(16))
+    residuals = jax.eval_shape(lambda *xs: jax.vjp(rwkv7.layer_norm, *xs)[1], norm, x)
+    assert {(x.shape, str(x.dtype)) for x in jax.tree.leaves(residuals)} == {
+        ((2, 5, 16), "bfloat16"),
+        ((16,), "float32"),
+    }
+    wide = x.astype(jnp.float32)
+    _, slope = jax.jvp(functools.partial(rwkv7.layer_norm, norm), (wide,), (wide,))
+    # A longer input has the same direction.
+    np.testing.assert_allclose(slope, jnp.zeros_like(slope), atol=1e-4)
+
+
 def test_what_recompute_keeps(params: rwkv7.Params, tokens: jax.Array) -> None:
     """Of "mixes" and "cheap", less than of None, but no second forward pass of `wkv7`. JAX is
     asked, since XLA undoes recomputation on CPUs."""

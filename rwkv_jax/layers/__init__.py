@@ -1,20 +1,22 @@
 """What stands around an operator in a layer, as functions that read and write each array once.
 
-    norm_shift_mix   layer normalisation, token shift and mixing
-    wkv7_keys        the operands k, a and b of `wkv7`
-    keyed_wkv7       `wkv7` with these operands
-    value_residual   the value that layers share with the first one
-    read_out         normalisation of heads, bonus and gate
-    feed_forward     the network of the channel mixings
-    relu_squared     its activation
-    low_rank         the map of low rank of decays, rates and gates
+    norm_shift_mix      layer normalisation, token shift and mixing
+    wkv7_keys           the operands k, a and b of `wkv7`
+    keyed_wkv7          `wkv7` with these operands
+    value_residual      the value that layers share with the first one
+    read_out            normalisation of heads, bonus and gate
+    projected_read_out  `read_out` with the output product
+    feed_forward        the network of the channel mixings
+    relu_squared        its activation
+    low_rank            the map of low rank of decays, rates and gates
 
 Each function but the last three has CUDA kernels ("ffi") for its forward and its backward pass, and
 the formula itself, which XLA fuses ("xla"). They compute in float32 and round their results once.
 Gradients of parameters are summed in float32. `jit`, `grad`, `vmap`, `jax.checkpoint` and
 `shard_map` work as for operators; on a mesh each device computes its own rows and heads.
 
-`keyed_wkv7` has one kernel for the gradients of both functions, for heads of 64.
+`keyed_wkv7` has one kernel for the gradients of both functions, for heads of 64. The product of
+`projected_read_out` is left to the compiler.
 
 `feed_forward` has kernels for two of its products, and `low_rank` one for each pass, on GPUs of
 compute capability 9.0 alone.
@@ -26,6 +28,7 @@ from rwkv_jax.layers.keyed_wkv7 import keyed_wkv7 as keyed_wkv7
 from rwkv_jax.layers.low_rank import low_rank as low_rank
 from rwkv_jax.layers.norm_shift_mix import Mixed as Mixed
 from rwkv_jax.layers.norm_shift_mix import norm_shift_mix as norm_shift_mix
+from rwkv_jax.layers.projected_read_out import projected_read_out as projected_read_out
 from rwkv_jax.layers.read_out import read_out as read_out
 from rwkv_jax.layers.relu_squared import relu_squared as relu_squared
 from rwkv_jax.layers.value_residual import Values as Values

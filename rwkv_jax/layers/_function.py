@@ -9,7 +9,7 @@ as those of operators are.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeAlias
 
@@ -67,6 +67,8 @@ class Function:
       is added to the gradient where that is written.
     float32: the tensors and results that are float32 whatever the dtype of the other tensors. The
       first tensor is none of them.
+    restored: results that the backward pass gives with the gradients, so that whoever has another
+      use for them there need not keep them. No input has the name of one.
     """
 
     name: str
@@ -80,6 +82,7 @@ class Function:
     again: tuple[str, ...] = ()
     passed: tuple[str, ...] = ()
     float32: tuple[str, ...] = ()
+    restored: tuple[str, ...] = ()
 
     implementations = ("ffi", "xla", "reference")
 
@@ -105,10 +108,11 @@ class Function:
 
     @property
     def targets(self) -> tuple[str, ...]:
-        return tuple(f"rwkv_{self.name}_{name}_{VERSION}" for name in ("fwd", "bwd"))
+        backward = "restoring_bwd" if self.restored else "bwd"
+        return tuple(f"rwkv_{self.name}_{name}_{VERSION}" for name in ("fwd", backward))
 
     # What `dispatch.dispatched` asks for. The forward pass gives the results and what is kept, the
-    # backward pass the gradients.
+    # backward pass the gradients and what is restored.
 
     def title(self, name: Pass) -> str:
         return self.name
@@ -116,7 +120,8 @@ class Function:
     def axes(self, name: Pass, options: Options, packing: None) -> tuple[Any, Any]:
         if name == "forward":
             return Operands(self.inputs), (dict(self.results), dict(self.kept))
-        return Operands(self.inputs, dict(self.kept), self.given), self.gradients
+        restored = {name: self.results[name] for name in self.restored}
+        return Operands(self.inputs, dict(self.kept), self.given), {**self.gradients, **restored}
 
     def why_not(
         self, choice: str, platform: str, options: Options, operands: Operands
@@ -149,8 +154,9 @@ class Function:
             found = self.formula(inputs | floats)
             return self.give(floats, {name: found[name] for name in self.results})
 
-        _, pullback = jax.vjp(given, {name: inputs[name] for name in self.gradients})
-        return pullback(operands.cotangents)[0]
+        found, pullback = jax.vjp(given, {name: inputs[name] for name in self.gradients})
+        (gradients,) = pullback(operands.cotangents)
+        return gradients | {name: found[name] for name in self.restored}
 
     def has_rule(self, options: Options) -> bool:
         """A formula is left to the compiler, which partitions the tokens of a row as well."""
@@ -162,12 +168,16 @@ class Function:
             sizes |= zip(axes, inputs[name].shape, strict=True)
         return sizes
 
-    def _native_forward(self, inputs: Arrays, operands: Operands) -> tuple[Arrays, Arrays]:
+    def _shapes(self, inputs: Arrays, results: Iterable[str]) -> list[tuple[list[int], Any]]:
+        """The shapes and the dtypes of results."""
         sizes, dtype = self._sizes(inputs), inputs[next(iter(self.tensors))].dtype
-        shapes = [
-            ([sizes[x] for x in axes], jnp.float32 if name in self.float32 else dtype)
-            for name, axes in self.results.items()
+        return [
+            ([sizes[x] for x in self.results[name]], jnp.float32 if name in self.float32 else dtype)
+            for name in results
         ]
+
+    def _native_forward(self, inputs: Arrays, operands: Operands) -> tuple[Arrays, Arrays]:
+        sizes, shapes = self._sizes(inputs), self._shapes(inputs, self.results)
         kept = [([sizes.get(x, 2) for x in axes], jnp.float32) for axes in self.kept.values()]
         found = library.call(self.targets[0], [*shapes, *kept], *self._native_inputs(inputs))
         results = dict(zip(self.results, found, strict=False))
@@ -178,13 +188,15 @@ class Function:
         shapes = [(inputs[name].shape, inputs[name].dtype) for name in self.tensors]
         found = library.call(
             self.targets[1],
-            [*shapes, self.partials(inputs)],
+            [*shapes, self.partials(inputs), *self._shapes(inputs, self.restored)],
             *self._native_inputs(inputs),
             *operands.kept.values(),
             *cotangents,
         )
         gradients = dict(zip(self.tensors, found, strict=False))
-        return gradients | self.sums(inputs, found[-1])
+        partials, *restored = found[len(shapes) :]
+        gradients |= self.sums(inputs, partials)
+        return gradients | dict(zip(self.restored, restored, strict=True))
 
     def partials(self, inputs: Arrays) -> tuple[tuple[int, ...], Any]:
         """The shape and the dtype of the partial sums of the gradients of all parameters. They are
@@ -232,9 +244,36 @@ def run(
     Raises:
       TypeError, ValueError: an input has another shape or dtype than `function` says.
     """
+    options, inputs = prepared(
+        *(function.name, function, tensors, parameters, implementation, indices)
+    )
+    found: Arrays
+    if implementation == "reference":
+        found, _ = _given(function, options, inputs)
+    else:
+        found = _run(function, options, inputs)
+    return {
+        name: x if name in function.passed else checkpoint_name(x, function.name)
+        for name, x in found.items()
+    }
+
+
+def prepared(
+    op: str,
+    function: Function,
+    tensors: Mapping[str, Any],
+    parameters: Mapping[str, Any],
+    implementation: str | None,
+    indices: Mapping[str, Array] | None = None,
+) -> tuple[Options, Arrays]:
+    """The options and the inputs of the passes, from the arguments of the public function `op`.
+
+    Raises:
+      TypeError, ValueError: an argument has another shape or dtype than `function` says.
+    """
     if implementation is not None:
-        check.choice(function.name, "implementation", implementation, function.implementations)
-    op, both = function.name, {**function.tensors, **function.parameters}
+        check.choice(op, "implementation", implementation, function.implementations)
+    both = {**function.tensors, **function.parameters}
     wide = (*function.parameters, *function.float32)
     given = check.arrays(op, both, {**tensors, **parameters}, states=wide)
     given |= indices or {}
@@ -245,16 +284,7 @@ def run(
     like = next(iter(function.tensors))
     for name, axes in function.parameters.items():
         inputs[name] = repeated(inputs[name], axes, inputs[like], function.tensors[like])
-    options = Options(None, lax.Precision.DEFAULT, implementation)
-    found: Arrays
-    if implementation == "reference":
-        found, _ = _given(function, options, inputs)
-    else:
-        found = _run(function, options, inputs)
-    return {
-        name: x if name in function.passed else checkpoint_name(x, function.name)
-        for name, x in found.items()
-    }
+    return Options(None, lax.Precision.DEFAULT, implementation), inputs
 
 
 def _given(function: Function, options: Options, inputs: Arrays) -> tuple[Arrays, Arrays]:

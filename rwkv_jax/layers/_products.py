@@ -41,6 +41,13 @@ def checked(
     return [jnp.asarray(array) for array in given.values()]
 
 
+def linear(x: Array, matrix: Array) -> Array:
+    """The product of rows with a matrix [outputs, inputs], in the dtype of `x`, with sums in
+    float32."""
+    matrix = matrix.astype(x.dtype)
+    return jnp.einsum("...i,oi->...o", x, matrix, preferred_element_type=x.dtype)
+
+
 def why_not(implementation: str | None, x: Any, min_tokens: int) -> str | None:
     """Why no kernels take the tokens of `x` [B, T, ...] on the GPUs that programs are for, or None.
     They have to be `min_tokens`, unless `implementation` names the kernels."""

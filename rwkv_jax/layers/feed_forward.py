@@ -21,7 +21,7 @@ from rwkv_jax._operator.call import Leaf, Options
 from rwkv_jax._operator.partition import partitioned, vary_alike
 from rwkv_jax._typing import Operand
 from rwkv_jax.layers import _products
-from rwkv_jax.layers._products import PRODUCT
+from rwkv_jax.layers._products import PRODUCT, linear
 from rwkv_jax.layers.relu_squared import gradient, relu_squared
 
 AXES = {"x": "BTC", "key": "FC", "value": "CF"}
@@ -73,13 +73,8 @@ def feed_forward(
     operands = Operands(x, key.astype(x.dtype))
     if implementation == "ffi" or not _PRODUCTS.why_not("ffi", "cuda", options, operands):
         return _run(options, *vary_alike(x, key, value))
-    hidden = relu_squared(checkpoint_name(_linear(x, key), PRODUCT))
-    return _linear(hidden, value)
-
-
-def _linear(x: Array, weight: Array) -> Array:
-    weight = weight.astype(x.dtype)
-    return jnp.einsum("...i,oi->...o", x, weight, preferred_element_type=x.dtype)
+    hidden = relu_squared(checkpoint_name(linear(x, key), PRODUCT))
+    return linear(hidden, value)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -92,15 +87,15 @@ def _forward(
 ) -> tuple[Array, tuple[Array, ...]]:
     hidden = _product("forward", options, x, key.astype(x.dtype))
     hidden = checkpoint_name(hidden, PRODUCT)
-    return _linear(hidden, value), (x, key, value, hidden)
+    return linear(hidden, value), (x, key, value, hidden)
 
 
 def _backward(options: Options, kept: tuple[Array, ...], dy: Array) -> tuple[Array, ...]:
     x, key, value, hidden = kept
     dhidden = _product("backward", options, dy, value.astype(dy.dtype).T, hidden)
-    (dvalue,) = jax.linear_transpose(lambda value: _linear(hidden, value), value)(dy)
-    (dkey,) = jax.linear_transpose(lambda key: _linear(x, key), key)(dhidden)
-    (dx,) = jax.linear_transpose(lambda x: _linear(x, key), x)(dhidden)
+    (dvalue,) = jax.linear_transpose(lambda value: linear(hidden, value), value)(dy)
+    (dkey,) = jax.linear_transpose(lambda key: linear(x, key), key)(dhidden)
+    (dx,) = jax.linear_transpose(lambda x: linear(x, key), x)(dhidden)
     return dx, dkey, dvalue
 
 
@@ -126,7 +121,7 @@ class Operands(Generic[Leaf]):
 
 def _formula(rows: Array, weight: Array, hidden: Array | None = None) -> Array:
     """The forward product with its squared ReLU, or the backward one times the derivative."""
-    product = _linear(rows, weight)
+    product = linear(rows, weight)
     return jnp.square(jax.nn.relu(product)) if hidden is None else gradient(hidden, product)
 
 

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
@@ -22,8 +23,10 @@ def init_norm(width: int) -> Norm:
     return Norm(jnp.ones(width), jnp.zeros(width))
 
 
+@jax.checkpoint
 def layer_norm(params: Norm, x: Float[Array, "*shape C"]) -> Float[Array, "*shape C"]:
-    """Layer normalisation over the channels, with scale and offset."""
+    """Layer normalisation over the channels, with scale and offset. The backward pass computes it
+    again from `x`: otherwise it would keep arrays of float32."""
     p = _parameters.like(params, x)
     wide = x.astype(jnp.float32)
     wide = wide - wide.mean(-1, keepdims=True)

@@ -41,6 +41,7 @@ feed_forward, low_rank, norm_shift_mix, wkv7_keys, keyed_wkv7, value_residual, r
         *("wkv7_keys", "keyed_wkv7", "value_residual", "read_out"),
     )
 )
+projected_read_out = importlib.import_module("rwkv_jax.layers.projected_read_out")
 
 LONG_SEQUENCE = packing.LONG
 """Tokens for each sequence from which on native kernels take the longest sequences first."""
@@ -166,6 +167,7 @@ def other_targets(platform: str = "cuda") -> set[str]:
     functions = (
         *(norm_shift_mix._function(mixes) for mixes in norm_shift_mix.MIXES),
         *(module.FUNCTION for module in (wkv7_keys, value_residual, read_out)),
+        projected_read_out.RESTORING,
     )
     of_layers = {target for function in functions for target in function.targets}
     of_layers |= {*keyed_wkv7.TARGETS.values()}

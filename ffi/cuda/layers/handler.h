@@ -81,6 +81,11 @@ class LayerReader {
     call.partials = Partials("BNJHK");
   }
 
+  void Read(ReadOutRestoringBackwardCall& call) {
+    Read(static_cast<ReadOutBackwardCall&>(call));
+    call.out = Result("out");
+  }
+
  private:
   // `origin` follows all other inputs, with a size of 0 where it is not given.
   void ReadInputs(NormShiftMixCall& call) {
@@ -177,7 +182,8 @@ ffi::Error HandleLayer(cudaStream_t stream, ffi::RemainingArgs args, ffi::Remain
   return RunOnCurrentDevice(stream, call, reader.operands);
 }
 
-// The targets of the layer functions, rwkv_{function}_{pass}_v1.
+// The targets of the layer functions, rwkv_{function}_{pass}_v1, and of the backward pass that restores a
+// result, rwkv_{function}_restoring_bwd_v1.
 inline std::vector<Registration> LayerTargets() {
   std::vector<Registration> targets;
   const auto add = [&](auto forward, auto backward) {
@@ -191,6 +197,8 @@ inline std::vector<Registration> LayerTargets() {
   add(Wkv7KeysForwardCall(), Wkv7KeysBackwardCall());
   add(ValueResidualForwardCall(), ValueResidualBackwardCall());
   add(ReadOutForwardCall(), ReadOutBackwardCall());
+  targets.push_back(
+      {"rwkv_read_out_restoring_bwd_v1", LaunchTarget<HandleLayer<ReadOutRestoringBackwardCall>>});
   return targets;
 }
 

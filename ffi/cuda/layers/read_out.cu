@@ -7,6 +7,9 @@
 //
 //   dy = (g - mean(g) - z mean(g z)) / sqrt(variance + eps)
 //   dgate = dout * (z * weight + bias + bonus v),  dv = bonus e,  dbonus = sum over the head of e * v
+//
+// The backward pass can restore `out`: it writes what the forward pass wrote, so that `out` need not be kept
+// for the gradient of the output product.
 #include "layers/formulas.cuh"
 #include "layers/heads.cuh"
 
@@ -24,6 +27,13 @@ struct ReadOutParameters {
   }
 };
 
+// `out` before the gate. Both passes have it from here, so that both round it alike.
+template <int kLanes, typename Vector>
+__device__ float Ungated(const Normalised<kLanes>& head, const ReadOutParameters& parameters,
+                         float bonus, const Vector& v, int c) {
+  return head.z[c] * parameters.weight[c] + parameters.bias[c] + bonus * v[c];
+}
+
 template <typename T, int kLanes>
 __global__ __launch_bounds__(kHeadThreads) void ForwardKernel(ReadOutForwardCall call) {
   const HeadRun run(call, kForwardTokens);
@@ -35,8 +45,7 @@ __global__ __launch_bounds__(kHeadThreads) void ForwardKernel(ReadOutForwardCall
     const Normalised<kLanes> head(y);
     HeadVector out;
 #pragma unroll
-    for (int c = 0; c < kHeadVector; ++c)
-      out[c] = (head.z[c] * parameters.weight[c] + parameters.bias[c] + bonus * v[c]) * gate[c];
+    for (int c = 0; c < kHeadVector; ++c) out[c] = Ungated(head, parameters, bonus, v, c) * gate[c];
     run.Store<T>(call.out, t, out);
   }
 }
@@ -52,17 +61,19 @@ __global__ __launch_bounds__(kHeadThreads, 2) void BackwardKernel(ReadOutBackwar
     const auto gate = run.Load<T>(call.gate, t), dout = run.Load<T>(call.dout, t);
     const float bonus = run.LoadOfHead<kLanes>(call.bonus, t);
     const Normalised<kLanes> head(y);
-    HeadVector e, dgate;
+    HeadVector e, dgate, out;
     float dbonus = 0.0f, sum = 0.0f, product = 0.0f;
 #pragma unroll
     for (int c = 0; c < kHeadVector; ++c) {
-      const float affine = head.z[c] * parameters.weight[c] + parameters.bias[c];
-      dgate[c] = dout[c] * (affine + bonus * v[c]);
+      const float ungated = Ungated(head, parameters, bonus, v, c);
+      out[c] = ungated * gate[c];
+      dgate[c] = dout[c] * ungated;
       e[c] = dout[c] * gate[c];
       const float g = e[c] * parameters.weight[c];
       dbonus += e[c] * v[c], sum += g, product += g * head.z[c];
       dweight[c] += e[c] * head.z[c], dbias[c] += e[c];
     }
+    if (call.out != nullptr) run.Store<T>(call.out, t, out);
     dbonus = SumOverLanes<kLanes>(dbonus);
     sum = SumOverLanes<kLanes>(sum) * kShare, product = SumOverLanes<kLanes>(product) * kShare;
     HeadVector dy, dv;

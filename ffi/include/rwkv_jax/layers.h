@@ -110,6 +110,9 @@ struct ReadOutBackwardCall : ReadOutCall {
   float* dbonus;
   void *dv, *dgate;
   float* partials;
+  void* out;  // null where it is not restored
 };
+// Restores the result of the forward pass.
+struct ReadOutRestoringBackwardCall : ReadOutBackwardCall {};
 
 }  // namespace rwkv_jax

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
 
-from rwkv_jax.layers import keyed_wkv7, read_out, value_residual, wkv7_keys
-from rwkv_jax.models import _parameters
-from rwkv_jax.models._linear import linear, low_rank
+from rwkv_jax.layers import keyed_wkv7, projected_read_out, read_out, value_residual, wkv7_keys
+from rwkv_jax.models import _parameters, _recomputation
+from rwkv_jax.models._linear import Weight, linear, low_rank
 from rwkv_jax.models._normalisation import Norm
 from rwkv_jax.models._token_shift import shift_and_mix
 from rwkv_jax.models._trees import TimeMixState
@@ -70,12 +70,15 @@ def mix_tokens(
         if single:
             operands = tuple(z[:, 0] for z in operands)
         y, last = run(wkv7_step, options, single, operands, wkv, "sigmoid")
-    out = read_out(
+    of_heads = (
         *(y[:, None] if single else y, bonus, v_again, gate),
         *(heads(params.ln_x.weight), heads(params.ln_x.bias)),
-        implementation=layers,
     )
-    y = linear(p.output, out.reshape(x.shape))
+    if not single and isinstance(p.output, Weight) and p.output.scale is None:
+        y = projected_read_out(*of_heads, p.output.weight, implementation=layers)
+        y = _recomputation.product(y)
+    else:
+        y = linear(p.output, read_out(*of_heads, implementation=layers).reshape(x.shape))
     return x, y, TimeMixState(shift, last), v_first.reshape(x.shape)
 
 
