@@ -90,29 +90,28 @@ __device__ inline void KeepTokens(int begin, int end, Left& x) {
   }
 }
 
-template <typename T, Decay kForm, int kCount>
-__device__ void ScaledLogDecays(const uint32_t (&w)[kCount], uint32_t (&log_decays)[kCount]) {
+template <typename T, Decay kForm>
+__device__ void ScaledLogDecays(const uint32_t (&w)[4], uint32_t (&log_decays)[4]) {
 #pragma unroll
-  for (int i = 0; i < kCount; ++i)
+  for (int i = 0; i < 4; ++i)
     log_decays[i] = Pair<__half>::Round(ScaledLogDecay<kForm>(Pair<T>::Low(w[i])),
                                         ScaledLogDecay<kForm>(Pair<T>::High(w[i])));
 }
 
 // Clears the log decays of rows that are not tokens.
-template <int kCount>
-__device__ void KeepRows(uint32_t present, uint32_t (&log_decays)[kCount]) {
+__device__ inline void KeepRows(uint32_t present, uint32_t (&log_decays)[4]) {
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) {
+  for (int i = 0; i < 4; ++i) {
     const uint32_t rows = present >> (i % 2 * 8 + 2 * (Lane() % 4));
     log_decays[i] &= (rows & 1 ? 0xffffu : 0u) | (rows & 2 ? 0xffff0000u : 0u);
   }
 }
 
-// The scaled log decays of 16 tokens, as right operands of two registers for each 8 channels, from w as
-// LoadTransposed has loaded it. kLast is the last form that w may have.
-template <typename T, Decay kLast, int kCount>
-__device__ void LogDecays(const uint32_t (&w)[kCount], Decay form, uint32_t present,
-                          uint32_t (&log_decays)[kCount]) {
+// The scaled log decays of 16 tokens and 16 channels, as right operands for two fragments of 8
+// channels, from the tile of w that LoadTransposed has loaded. kLast is the last form that w may have.
+template <typename T, Decay kLast>
+__device__ void LogDecays(const uint32_t (&w)[4], Decay form, uint32_t present,
+                          uint32_t (&log_decays)[4]) {
   if (kLast == Decay::kSigmoid && form == Decay::kSigmoid)
     ScaledLogDecays<T, Decay::kSigmoid>(w, log_decays);
   else if (form == Decay::kExp)

@@ -96,12 +96,7 @@ struct ScanLayout {
   static constexpr bool kSpecialized = kWork == Work::kSpecialized;
   static constexpr bool kSummary = kWork == Work::kSummary;
   static constexpr int kStateThreads = 2 * N;
-  // The warpgroups that scale operands: that takes longest of all work, and two of them find room beside a
-  // state of one panel.
-  static constexpr int kScaleGroups = kSpecialized && kPanels == 1 ? 2 : 1;
-  static constexpr int kThreads =
-      kStateThreads * (kSummary ? 2 : 1) + (kSpecialized ? 128 * (1 + kScaleGroups) : 0);
-  static constexpr int kPieces = 8 * kPanels / (4 * kScaleGroups);     // that a warp of them scales
+  static constexpr int kThreads = kStateThreads * (kSummary ? 2 : 1) + (kSpecialized ? 256 : 0);
   static constexpr int kBlocks = kThreads > 256 ? 1 : 512 / kThreads;  // on a multiprocessor
   static constexpr int kPanelBytes = kTileTokens * kRowBytes;
   static constexpr int kProductBytes = 4 * kTileBytes;
@@ -141,24 +136,27 @@ struct KeyFactors {
   const float *parameters, *inverses;
 };
 
-// The operands that a lane has of a piece of a tile: in two columns, of which `parameters` has those from the
-// first one on, and the rows lane / 4 and lane / 4 + 8.
+// The operands that a lane has of a tile, as LoadMatrices gives them. `col` is the first column of the tile.
 template <typename T, int N>
-struct PieceKeys {
-  uint32_t key[2], a[2], b[2];
+struct TileKeys {
+  uint32_t key[4], a[4], b[4];
 
-  __device__ PieceKeys(const float* parameters, const float* inverses, const uint32_t* k,
-                       const uint32_t* rate) {
-    const auto parameter = [&](int number) {
-      return *reinterpret_cast<const float2*>(parameters + number * N);
-    };
-    const float2 k_k = parameter(0), k_a = parameter(1), a0 = parameter(2);
+  __device__ TileKeys(const KeyFactors& factors, int col, const uint32_t (&k)[4],
+                      const uint32_t (&rate)[4]) {
+    float inverse[2];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float inverse = inverses[Lane() / 4 + 8 * i];
-      const KeyChannel low(Pair<T>::Low(k[i]), Pair<T>::Low(rate[i]), k_k.x, k_a.x, a0.x, inverse);
+    for (int i = 0; i < 2; ++i) inverse[i] = factors.inverses[Lane() / 4 + 8 * i];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float* const at = factors.parameters + col + i / 2 * 8 + 2 * (Lane() % 4);
+      const auto parameter = [&](int number) {
+        return *reinterpret_cast<const float2*>(at + number * N);
+      };
+      const float2 k_k = parameter(0), k_a = parameter(1), a0 = parameter(2);
+      const KeyChannel low(Pair<T>::Low(k[i]), Pair<T>::Low(rate[i]), k_k.x, k_a.x, a0.x,
+                           inverse[i % 2]);
       const KeyChannel high(Pair<T>::High(k[i]), Pair<T>::High(rate[i]), k_k.y, k_a.y, a0.y,
-                            inverse);
+                            inverse[i % 2]);
       key[i] = Pair<T>::Round(low.key, high.key);
       a[i] = Pair<T>::Round(low.a, high.a), b[i] = Pair<T>::Round(low.b, high.b);
     }
@@ -168,122 +166,106 @@ struct PieceKeys {
 // The places of the token products of a tile.
 enum ProductPlace { kAak, kQrk, kM, kQrb };
 
-// Factors of two neighbouring columns, rounded to bfloat16: two products then take one instruction. A lane
-// has those of the rows lane / 4 and lane / 4 + 8.
-using Factors = uint32_t[2];
-constexpr uint32_t kOnes = 0x3f803f80;
-
-// What a warp keeps of the last token of a tile for the next tile of the chunk: the sums of the log decays in
-// two columns of each lane, and, in the lanes of row 0, the factors exp(G) and exp(-G).
+// The sums of the log decays up to the last token of a tile, for four columns of each lane.
 struct Carry {
-  float sum[2];
-  uint32_t factor, inverse;
+  float sum[2][2];
 };
 
-// The factors of the rows before those of a lane. In the lanes of row 0 `last` is the factor of the last row
-// of the tile before, and becomes that of this tile.
-__device__ inline void FactorsBefore(const Factors& factors, uint32_t& last, Factors& before) {
-  const bool first = Lane() < 4;
-  Factors moved;
-#pragma unroll
-  for (int i = 0; i < 2; ++i) moved[i] = __shfl_sync(~0u, factors[i], (Lane() + 28) % 32);
-  before[0] = first ? last : moved[0];
-  before[1] = first ? moved[0] : moved[1];
-  last = moved[1];
-}
-
-// Scales 8 columns of a tile in place, a piece of each row, and leaves exp(G) of its last token in `decays`.
-// Returns whether the sums stay in range.
+// Scales 16 columns of a tile in place, the columns of `warp`, and leaves exp(G) of its last token
+// in `decays`. Returns whether the sums stay in range.
 template <typename T, typename L, bool kReverse, bool kOutput, bool kKeyed>
-__device__ bool ScalePiece(int piece, uint32_t operands, uint32_t raw_w, float* decays, Decay form,
-                           uint32_t present, const Ones& inclusive, bool starts_chunk,
-                           const KeyFactors& keys, Carry& carry) {
-  const int lane = Lane(), panel = piece / 8;
-  const uint32_t row = PieceAddress(0, lane % 16, piece % 8);
-  const int a_at = L::kA + panel * L::kReadStride, r_at = L::kR + panel * L::kReadStride;
-  const int b_at = L::kB + panel * L::kPanelBytes, k_at = L::kK + panel * L::kPanelBytes;
-  const int v_at = L::kV + panel * L::kPanelBytes;
-  // Where this lane points for the piece of two operands, whose registers 0 and 1, and 2 and 3, are those of
-  // a Factors. One operand may be given twice.
-  const auto both = [&](int first, int second) {
-    return operands + (lane < 16 ? first : second) + row;
-  };
+__device__ bool ScaleColumns(int warp, uint32_t operands, uint32_t raw_w, float* decays, Decay form,
+                             uint32_t present, const Ones& inclusive, const Ones& exclusive,
+                             bool starts_chunk, const KeyFactors& factors, Carry& carry) {
+  const int lane = Lane(), panel = warp / 4;
+  const uint32_t here = TileAddress(0, 0, warp % 4);
+  const uint32_t a_tile = operands + L::kA + panel * L::kReadStride + here;
+  const uint32_t r_tile = operands + L::kR + panel * L::kReadStride + here;
+  const uint32_t b_tile = operands + L::kB + panel * L::kPanelBytes + here;
+  const uint32_t k_tile = operands + L::kK + panel * L::kPanelBytes + here;
+  const uint32_t v_tile = operands + L::kV + panel * L::kPanelBytes + here;
 
-  uint32_t w[4], log_decays[2];
-  LoadTransposed(raw_w + panel * L::kPanelBytes + row, w);
-  LogDecays<T, Decay::kSigmoid>({w[0], w[1]}, form, present, log_decays);
-  float sum[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) sum[i] = starts_chunk ? 0.0f : carry.sum[i % 2];
-  WarpMultiplyHalf(sum, inclusive.a, log_decays[0], log_decays[1]);
-#pragma unroll
-  for (int i = 0; i < 2; ++i) carry.sum[i] = __shfl_sync(~0u, sum[2 + i], 28 | lane);
+  uint32_t w[4], log_decays[4];
+  LoadTransposed(raw_w + panel * L::kPanelBytes + here, w);
+  LogDecays<T, Decay::kSigmoid>(w, form, present, log_decays);
 
-  Factors upto, inverse, before, inverse_before;
+  float sum[2][4], before[2][4];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    upto[i] = Bf16::Round(Exp2(sum[2 * i]), Exp2(sum[2 * i + 1]));
-    inverse[i] = Bf16::Round(Exp2(-sum[2 * i]), Exp2(-sum[2 * i + 1]));
-  }
-  if (starts_chunk) carry.factor = carry.inverse = kOnes;
-  FactorsBefore(upto, carry.factor, before);
-  if constexpr (kReverse) FactorsBefore(inverse, carry.inverse, inverse_before);
-  // The state is not rounded at the end of a chunk, so its factors are not rounded.
-  if (lane >= 28)
-    *reinterpret_cast<float2*>(decays + (lane & 3) * L::kDecayStride + 2 * piece) = {Exp2(sum[2]),
-                                                                                     Exp2(sum[3])};
-
-  uint32_t made[4] = {};  // the operands that read and write, of a keyed call
-  uint32_t made_key[2] = {};
-  if constexpr (kKeyed) {
-    uint32_t x[4];
-    LoadMatrices(kReverse ? both(b_at, a_at) : both(k_at, b_at), x);
-    const PieceKeys<T, kPanelCols> own(keys.parameters + 8 * piece + 2 * (lane % 4), keys.inverses,
-                                       x, x + 2);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      made[i] = kReverse ? own.b[i] : own.a[i];
-      made[2 + i] = kReverse ? own.a[i] : own.b[i];
-      made_key[i] = own.key[i];
+    for (int j = 0; j < 4; ++j)
+      sum[i][j] = before[i][j] = starts_chunk ? 0.0f : carry.sum[i][j % 2];
+    WarpMultiplyHalf(sum[i], inclusive.a, log_decays[2 * i], log_decays[2 * i + 1]);
+    WarpMultiplyHalf(before[i], exclusive.a, log_decays[2 * i], log_decays[2 * i + 1]);
+#pragma unroll
+    for (int j = 0; j < 2; ++j) carry.sum[i][j] = __shfl_sync(~0u, sum[i][2 + j], 28 | lane);
+  }
+
+  // Factors are rounded to bfloat16: two products then take one instruction.
+  uint32_t e[4];
+  const auto exponentials = [&](float sign, const float (&x)[2][4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float* pair = &x[i / 2][i % 2 * 2];
+      e[i] = Bf16::Round(Exp2(sign * pair[0]), Exp2(sign * pair[1]));
+    }
+  };
+  const auto store_scaled = [&](uint32_t tile, uint32_t (&x)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) x[i] = Bf16::Multiply(ToBf16<T>(x[i]), e[i]);
+    StoreMatrices(tile, x);
+  };
+  const auto scale = [&](uint32_t tile) {
+    uint32_t x[4];
+    LoadMatrices(tile, x);
+    store_scaled(tile, x);
+  };
+  uint32_t key[4], reads[4], writes[4];  // of a keyed call
+  if constexpr (kKeyed) {
+    uint32_t rate[4];
+    LoadMatrices(kReverse ? b_tile : k_tile, key);
+    LoadMatrices(kReverse ? a_tile : b_tile, rate);
+    const TileKeys<T, kPanelCols> made(factors, 16 * warp, key, rate);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      key[i] = made.key[i];
+      reads[i] = kReverse ? made.b[i] : made.a[i], writes[i] = kReverse ? made.a[i] : made.b[i];
     }
   }
-  const auto multiply = [&](uint32_t address, uint32_t (&x)[4], const Factors& first,
-                            const Factors& second) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      x[i] = Bf16::Multiply(ToBf16<T>(x[i]), i < 2 ? first[i] : second[i - 2]);
-    StoreMatrices(address, x);
+  const auto scale_made = [&](uint32_t tile, uint32_t (&made)[4]) {
+    if constexpr (kKeyed)
+      store_scaled(tile, made);
+    else
+      scale(tile);
   };
-  uint32_t x[4];
-  const int other = kReverse ? k_at : kOutput ? r_at : a_at;
-  LoadMatrices(both(a_at, other), x);
-  if constexpr (kKeyed) x[0] = made[0], x[1] = made[1];
-  if constexpr (kKeyed && !kReverse && !kOutput) x[2] = made[0], x[3] = made[1];
-  if constexpr (kReverse)
-    multiply(both(a_at, other), x, before, inverse_before);
-  else if constexpr (kOutput)
-    multiply(both(a_at, other), x, before, upto);
-  else
-    multiply(both(a_at, other), x, before, before);
-
-  const int last = kReverse ? b_at : k_at;
-  if constexpr (kKeyed) {
-    x[0] = made[2], x[1] = made[3];
-    x[2] = kReverse ? made[2] : made_key[0], x[3] = kReverse ? made[3] : made_key[1];
-  } else {
-    LoadMatrices(both(b_at, last), x);
+  exponentials(1.0f, before);
+  scale_made(a_tile, reads);
+  if constexpr (kReverse) {
+    exponentials(-1.0f, before);
+    scale(k_tile);
   }
-  multiply(both(b_at, last), x, inverse, inverse);
+  exponentials(1.0f, sum);
+  if constexpr (kOutput) scale(r_tile);
+  // The state is not rounded at the end of a chunk, so its factors are not rounded.
+  if (lane >= 28)
+    *reinterpret_cast<float4*>(decays + (lane & 3) * L::kDecayStride + 4 * warp) = {
+        Exp2(sum[0][2]), Exp2(sum[0][3]), Exp2(sum[1][2]), Exp2(sum[1][3])};
+  exponentials(-1.0f, sum);
+  scale_made(b_tile, writes);
+  if constexpr (!kReverse) scale_made(k_tile, key);
   if constexpr (std::is_same_v<T, __half>) {
-    LoadMatrices(both(v_at, v_at), x);
+    uint32_t x[4];
+    LoadMatrices(v_tile, x);
 #pragma unroll
     for (int i = 0; i < 4; ++i) x[i] = ToBf16<T>(x[i]);
-    StoreMatrices(both(v_at, v_at), x);
+    StoreMatrices(v_tile, x);
   }
   bool in_range = true;
   if (form != Decay::kSigmoid) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) in_range = in_range && fabsf(sum[i]) <= kMaxChunkLog2;
+    for (int i = 0; i < 2; ++i)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) in_range = in_range && fabsf(sum[i][j]) <= kMaxChunkLog2;
   }
   return in_range;
 }
@@ -431,15 +413,17 @@ class ScanBlock {
         warp(Warp() % (4 * L::kPanels)),
         identity(L::kSummary && warpgroup >= L::kPanels),
         multiplies(warpgroup == (L::kSpecialized ? L::kPanels : 0)),
-        scales(L::kSpecialized ? warpgroup > L::kPanels : warpgroup == (kTogether ? 0 : 1)),
+        scales(warpgroup == (kTogether         ? 0
+                             : L::kSpecialized ? L::kPanels + 1
+                                               : 1)),
         copies(L::kSummary ? warpgroup == 2 * L::kPanels - 1 : multiplies),
         for_later(L::kSummary && scan.splits.memory != nullptr) {}
 
   // What the warpgroups that scale operands keep from tile to tile. It is no member, since the
   // compiler keeps a member array from being optimized with the other members until late.
   struct Scaling {
-    const Ones inclusive{true, true, false};
-    Carry carry[L::kPieces] = {};
+    const Ones inclusive{true, true, false}, exclusive{true, false, false};
+    Carry carry[L::kPanels] = {};
     bool in_range = true;
   };
 
@@ -638,13 +622,12 @@ class ScanBlock {
 
   __device__ __forceinline__ void ScaleOperands(int tile, Scaling& scaling) const {
     CopyBarrierOf(tile).Wait(tile / L::kStages % 2);
-    constexpr int kWarps = 4 * L::kScaleGroups;
 #pragma unroll
-    for (int i = 0; i < L::kPieces; ++i)
-      scaling.in_range &= ScalePiece<T, L, kReverse, kOutput, kKeyed>(
-          Warp() % kWarps + kWarps * i, OperandsOf(tile), RawDecaysOf(tile), DecaysOf(tile),
-          scan.decay, MarksOf(tile).present, scaling.inclusive, StartsChunk(tile),
-          {Parameters(), InversesOf(tile)}, scaling.carry[i]);
+    for (int panel = 0; panel < L::kPanels; ++panel)
+      scaling.in_range &= ScaleColumns<T, L, kReverse, kOutput, kKeyed>(
+          warp % 4 + 4 * panel, OperandsOf(tile), RawDecaysOf(tile), DecaysOf(tile), scan.decay,
+          MarksOf(tile).present, scaling.inclusive, scaling.exclusive, StartsChunk(tile),
+          {Parameters(), InversesOf(tile)}, scaling.carry[panel]);
   }
   __device__ __forceinline__ void TokenProducts(int tile) const {
     MultiplyTokens<L, kReverse, kOutput>(warp % 4, OperandsOf(tile), ProductsOf(tile),
