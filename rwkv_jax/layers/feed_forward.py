@@ -32,7 +32,7 @@ MAX_WIDTH = 2**18
 MIN_TOKENS = 4096
 """From so many tokens on, None takes the kernels."""
 
-TARGETS = {"forward": "rwkv_feed_forward_fwd_v1", "backward": "rwkv_feed_forward_bwd_v1"}
+TARGETS = {"forward": "rwkv_feed_forward_fwd_v1", "backward": "rwkv_feed_forward_bwd_v2"}
 
 
 def feed_forward(
@@ -92,7 +92,7 @@ def _forward(
 
 def _backward(options: Options, kept: tuple[Array, ...], dy: Array) -> tuple[Array, ...]:
     x, key, value, hidden = kept
-    dhidden = _product("backward", options, dy, value.astype(dy.dtype).T, hidden)
+    dhidden = _product("backward", options, dy, value.astype(dy.dtype), hidden)
     (dvalue,) = jax.linear_transpose(lambda value: linear(hidden, value), value)(dy)
     (dkey,) = jax.linear_transpose(lambda key: linear(x, key), key)(dhidden)
     (dx,) = jax.linear_transpose(lambda x: linear(x, key), x)(dhidden)
@@ -110,8 +110,8 @@ Direction: TypeAlias = Literal["forward", "backward"]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Operands(Generic[Leaf]):
-    """The operands of a product with a kernel: forward `x` and `key`, backward `dy`, the transpose
-    of `value`, and max(key x, 0)^2. The first operand says where the rows are on a mesh."""
+    """The operands of a product with a kernel: forward `x` and `key`, backward `dy`, `value`, and
+    max(key x, 0)^2. The first operand says where the rows are on a mesh."""
 
     rows: Leaf
     weight: Leaf
@@ -121,8 +121,9 @@ class Operands(Generic[Leaf]):
 
 def _formula(rows: Array, weight: Array, hidden: Array | None = None) -> Array:
     """The forward product with its squared ReLU, or the backward one times the derivative."""
-    product = linear(rows, weight)
-    return jnp.square(jax.nn.relu(product)) if hidden is None else gradient(hidden, product)
+    if hidden is None:
+        return jnp.square(jax.nn.relu(linear(rows, weight)))
+    return gradient(hidden, linear(rows, weight.T))
 
 
 class _Products:
@@ -135,7 +136,9 @@ class _Products:
         return "feed_forward"
 
     def axes(self, name: str, options: Options, packing: None) -> tuple[Operands[str], str]:
-        return Operands("BTD", "HD", "BTH" if name == "backward" else None), "BTH"
+        if name == "backward":
+            return Operands("BTD", "DH", "BTH"), "BTH"
+        return Operands("BTD", "HD"), "BTH"
 
     def why_not(
         self, choice: str, platform: str, options: Options, operands: Operands[Any]
@@ -144,7 +147,8 @@ class _Products:
             return None
         if platform != "cuda":
             return "feed_forward has native kernels for CUDA GPUs"
-        width, hidden = operands.rows.shape[-1], operands.weight.shape[0]
+        width = operands.rows.shape[-1]
+        hidden = operands.weight.shape[0 if operands.hidden is None else 1]
         if operands.rows.dtype != jnp.bfloat16:
             return f"x is {operands.rows.dtype}; the cuda kernels take bfloat16"
         if width < MIN_WIDTH or width > MAX_WIDTH or width % WIDTH_MULTIPLE:
@@ -181,11 +185,14 @@ _PRODUCTS = _Products()
 
 def _call(target: str, *operands: Array) -> tuple[Array, ...]:
     """The product on one device, whose part of the hidden layer may have any size."""
-    rows, weight = operands[:2]
-    if weight.shape[0] % HIDDEN_MULTIPLE:
+    rows, weight, *hidden = operands
+    size, width = weight.shape[::-1] if hidden else weight.shape
+    if size % HIDDEN_MULTIPLE:
         return (_formula(*operands),)
-    shape = (*rows.shape[:2], weight.shape[0])
-    return library.call(target, [(shape, rows.dtype)], *operands)
+    results = [((*rows.shape[:2], size), rows.dtype)]
+    if hidden:  # room for the transpose of `value`
+        results.append(((size, width), rows.dtype))
+    return library.call(target, results, *operands)[:1]
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))

@@ -12,9 +12,15 @@
 
 namespace rwkv_jax::cuda {
 
-inline void ReadHidden(Operands&, SquaredReluCall&) {}
-inline void ReadHidden(Operands& operands, SquaredReluGradientCall& call) {
+inline void ReadArrays(Operands& operands, SquaredReluCall& call) {
+  call.weight = operands.Arg("weight", "FC", Kind::kTensor);
+  call.result = operands.Ret("result", "BTF", Kind::kTensor);
+}
+inline void ReadArrays(Operands& operands, SquaredReluGradientCall& call) {
+  call.value = operands.Arg("value", "CF", Kind::kTensor);
   call.hidden = operands.Arg("hidden", "BTF", Kind::kTensor);
+  call.result = operands.Ret("result", "BTF", Kind::kTensor);
+  call.weight = operands.Ret("transpose of value", "FC", Kind::kTensor);
 }
 
 template <typename Call>
@@ -22,9 +28,7 @@ ffi::Error HandleProduct(cudaStream_t stream, ffi::RemainingArgs args, ffi::Rema
   Operands operands(Call::kName, args, rets);
   Call call = {};
   call.rows = operands.Arg("rows", "BTC", Kind::kTensor);
-  call.weight = operands.Arg("weight", "FC", Kind::kTensor);
-  ReadHidden(operands, call);
-  call.result = operands.Ret("result", "BTF", Kind::kTensor);
+  ReadArrays(operands, call);
   const int64_t rows = operands.Size('B'), tokens = operands.Size('T');
   call.width = operands.Size('C'), call.columns = operands.Size('F');
   operands.Require(operands.dtype() == Dtype::kBF16, "rows are not BF16; expected BF16");
@@ -35,7 +39,7 @@ ffi::Error HandleProduct(cudaStream_t stream, ffi::RemainingArgs args, ffi::Rema
                    "rows has C = ", call.width, "; expected a multiple of ", kProductWidthMultiple,
                    " from ", kMinHiddenProductWidth, " to ", kMaxProductWidth);
   operands.Require(call.columns <= kMaxProductWidth && call.columns % kProductColumnsMultiple == 0,
-                   "weight has F = ", call.columns, "; expected a multiple of ",
+                   "the matrix has F = ", call.columns, "; expected a multiple of ",
                    kProductColumnsMultiple, " up to ", kMaxProductWidth);
   if (ffi::Error error = operands.Finish(); error.failure()) return error;
   call.tokens = rows * tokens;
@@ -46,10 +50,10 @@ ffi::Error HandleProduct(cudaStream_t stream, ffi::RemainingArgs args, ffi::Rema
   return RunOnCurrentDevice(stream, call, operands);
 }
 
-// The targets of the products, rwkv_feed_forward_{pass}_v1.
+// The targets of the products.
 inline std::vector<Registration> FeedForwardTargets() {
   return {{"rwkv_feed_forward_fwd_v1", LaunchTarget<HandleProduct<SquaredReluCall>>},
-          {"rwkv_feed_forward_bwd_v1", LaunchTarget<HandleProduct<SquaredReluGradientCall>>}};
+          {"rwkv_feed_forward_bwd_v2", LaunchTarget<HandleProduct<SquaredReluGradientCall>>}};
 }
 
 }  // namespace rwkv_jax::cuda

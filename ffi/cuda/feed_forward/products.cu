@@ -17,6 +17,7 @@ cudaError_t Run(cudaStream_t, const SquaredReluGradientCall&, const Device&) {
 
 #else
 
+#include "launch.cuh"
 #include "wide_product.cuh"
 
 namespace rwkv_jax::cuda {
@@ -141,6 +142,46 @@ class SquaredReluGradients : public PlainEpilogue {
   uint4 factors_[kVectors];  // of the sums
 };
 
+// The transpose of a matrix of multiples of kSide rows and columns. Products copy rows of their weight in
+// another order, which they cannot do along the columns of V. XLA would transpose the V of all layers before
+// the backward pass, and keep them until then.
+constexpr int kSide = 64, kTransposeThreads = 256, kVector = 8;
+
+__global__ void TransposeKernel(const uint4* from, uint4* to, int rows, int columns) {
+  // A row of the tile begins in another bank than the row before.
+  __shared__ uint32_t tile[kSide][kSide / 2 + 1];
+  const int row = blockIdx.y * kSide, column = blockIdx.x * kSide;
+  constexpr int kVectors = kSide / kVector;
+#pragma unroll
+  for (int i = threadIdx.x; i < kSide * kVectors; i += kTransposeThreads) {
+    const int r = i / kVectors, vector = i % kVectors;
+    const uint4 x = from[(static_cast<int64_t>(row + r) * columns + column) / kVector + vector];
+    uint32_t* const at = &tile[r][vector * kVector / 2];
+    at[0] = x.x, at[1] = x.y, at[2] = x.z, at[3] = x.w;
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = threadIdx.x; i < kSide * kVectors; i += kTransposeThreads) {
+    const int c = i / kVectors, vector = i % kVectors;
+    uint32_t pairs[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int r = vector * kVector + 2 * j;
+      pairs[j] = __byte_perm(tile[r][c / 2], tile[r + 1][c / 2], c % 2 ? 0x7632 : 0x5410);
+    }
+    to[(static_cast<int64_t>(column + c) * rows + row) / kVector + vector] = {pairs[0], pairs[1],
+                                                                              pairs[2], pairs[3]};
+  }
+}
+
+cudaError_t Transpose(cudaStream_t stream, const void* from, const void* to, int64_t rows,
+                      int64_t columns) {
+  const dim3 blocks(static_cast<unsigned>(columns / kSide), static_cast<unsigned>(rows / kSide));
+  return Launch(TransposeKernel, blocks, kTransposeThreads, 0, stream,
+                static_cast<const uint4*>(from), static_cast<uint4*>(const_cast<void*>(to)),
+                static_cast<int>(rows), static_cast<int>(columns));
+}
+
 }  // namespace
 
 bool HasProducts() { return wide_product::IsCompiled<SquaredRelus>(); }
@@ -151,6 +192,8 @@ cudaError_t Run(cudaStream_t stream, const SquaredReluCall& call, const Device& 
 }
 
 cudaError_t Run(cudaStream_t stream, const SquaredReluGradientCall& call, const Device& device) {
+  const cudaError_t error = Transpose(stream, call.value, call.weight, call.width, call.columns);
+  if (error != cudaSuccess) return error;
   return wide_product::Run<SquaredReluGradients>(
       stream, call, device,
       {static_cast<const __nv_bfloat16*>(call.hidden), static_cast<__nv_bfloat16*>(call.result)});

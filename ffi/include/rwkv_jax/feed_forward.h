@@ -15,10 +15,10 @@ struct SquaredReluCall : HiddenProductCall {
   static constexpr const char* kName = "feed_forward_fwd";
 };
 
-// result = (rows weight^T) 2 sqrt(hidden), for rows of dy and the weight V^T
+// result = (rows V) 2 sqrt(hidden), for rows of dy and V [K, N]. The weight V^T is made where `weight` is.
 struct SquaredReluGradientCall : HiddenProductCall {
   static constexpr const char* kName = "feed_forward_bwd";
-  const void* hidden;
+  const void *value, *hidden;
 };
 
 // The kernels take K from so much on.
