@@ -15,8 +15,8 @@ the formula itself, which XLA fuses ("xla"). They compute in float32 and round t
 Gradients of parameters are summed in float32. `jit`, `grad`, `vmap`, `jax.checkpoint` and
 `shard_map` work as for operators; on a mesh each device computes its own rows and heads.
 
-`keyed_wkv7` has one kernel for the gradients of both functions, for heads of 64. The product of
-`projected_read_out` is left to the compiler.
+The kernels of `keyed_wkv7` are for heads of 64. The product of `projected_read_out` is left to the
+compiler.
 
 `feed_forward` has kernels for two of its products, and `low_rank` one for each pass, on GPUs of
 compute capability 9.0 alone.

@@ -73,9 +73,9 @@
 // not copied either: ScaleOperands makes them, as wkv7_keys does (layers/wkv7_keys.cu), from the projected k
 // and the rate.
 #include "launch.cuh"
-#include "layers/formulas.cuh"
 #include "wkv7/kernels.h"
 #include "wkv7/inverse.cuh"
+#include "wkv7/keys.cuh"
 
 namespace rwkv_jax::cuda {
 namespace {
@@ -503,7 +503,7 @@ class ChunkGradients {
       uint32_t a[4];  // of a keyed call
       if constexpr (kKeyed) {
         uint32_t k[4], b[4];
-        MakeKeys(tile, k, a, b);
+        MakeTileKeys(tile, k, a, b);
         store_scaled(L::kBh, b);
         store_scaled(L::kKh, k);
       } else {
@@ -921,8 +921,8 @@ class ChunkGradients {
                 true);
   }
   // k, a and b of the channels of this warp and a tile of the tokens of this half.
-  __device__ __forceinline__ void MakeKeys(int tile, uint32_t (&key)[4], uint32_t (&a)[4],
-                                           uint32_t (&b)[4]) const {
+  __device__ __forceinline__ void MakeTileKeys(int tile, uint32_t (&key)[4], uint32_t (&a)[4],
+                                               uint32_t (&b)[4]) const {
     const float* const inverses = reinterpret_cast<const float*>(memory + L::kM);
     const float* const parameters = inverses + kChunkTokens;
     uint32_t k[4], rate[4];
@@ -932,14 +932,12 @@ class ChunkGradients {
     for (int i = 0; i < 4; ++i) {
       const int token = 16 * (FirstTile() + tile) + i / 2 * 8 + 2 * (Lane() % 4);
       const float2 inverse = *reinterpret_cast<const float2*>(inverses + token);
-      const float* const own = parameters + Channel() + 8 * (i % 2);
-      const auto made = [&](float k, float rate, float inverse) {
-        return KeyChannel(k, rate, own[0], own[N], own[2 * N], inverse);
+      const auto parameter = [&](int number) {
+        const float x = parameters[number * N + Channel() + i % 2 * 8];
+        return float2{x, x};
       };
-      const KeyChannel low = made(Pair<T>::Low(k[i]), Pair<T>::Low(rate[i]), inverse.x);
-      const KeyChannel high = made(Pair<T>::High(k[i]), Pair<T>::High(rate[i]), inverse.y);
-      key[i] = Pair<T>::Round(low.key, high.key);
-      a[i] = Pair<T>::Round(low.a, high.a), b[i] = Pair<T>::Round(low.b, high.b);
+      MakeKeys<T>(k[i], rate[i], parameter(0), parameter(1), parameter(2), inverse, key[i], a[i],
+                  b[i]);
     }
   }
 

@@ -50,9 +50,9 @@
 #include <utility>
 
 #include "launch.cuh"
-#include "layers/formulas.cuh"
 #include "wkv7/kernels.h"
 #include "wkv7/inverse.cuh"
+#include "wkv7/keys.cuh"
 
 namespace rwkv_jax::cuda {
 namespace {
@@ -143,22 +143,15 @@ struct TileKeys {
 
   __device__ TileKeys(const KeyFactors& factors, int col, const uint32_t (&k)[4],
                       const uint32_t (&rate)[4]) {
-    float inverse[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) inverse[i] = factors.inverses[Lane() / 4 + 8 * i];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float* const at = factors.parameters + col + i / 2 * 8 + 2 * (Lane() % 4);
       const auto parameter = [&](int number) {
         return *reinterpret_cast<const float2*>(at + number * N);
       };
-      const float2 k_k = parameter(0), k_a = parameter(1), a0 = parameter(2);
-      const KeyChannel low(Pair<T>::Low(k[i]), Pair<T>::Low(rate[i]), k_k.x, k_a.x, a0.x,
-                           inverse[i % 2]);
-      const KeyChannel high(Pair<T>::High(k[i]), Pair<T>::High(rate[i]), k_k.y, k_a.y, a0.y,
-                            inverse[i % 2]);
-      key[i] = Pair<T>::Round(low.key, high.key);
-      a[i] = Pair<T>::Round(low.a, high.a), b[i] = Pair<T>::Round(low.b, high.b);
+      const float inverse = factors.inverses[Lane() / 4 + i % 2 * 8];
+      MakeKeys<T>(k[i], rate[i], parameter(0), parameter(1), parameter(2), {inverse, inverse},
+                  key[i], a[i], b[i]);
     }
   }
 };
