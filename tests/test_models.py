@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax import export
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
@@ -323,6 +324,35 @@ def test_kernels_add_the_cotangents_of_heads(
 
 
 @pytest.mark.usefixtures("unchecked_types")
+def test_a_step_is_exported(params: rwkv7.Params, tokens: jax.Array) -> None:
+    """With the kernels that multiply few rows on a CPU, which are no operator's."""
+
+    step = jax.jit(lambda tokens: rwkv7.apply(params, tokens)[0])
+    exported = export.export(step, disabled_checks=rwkv_jax.export_checks())(tokens[:, 0])
+    found = export.deserialize(exported.serialize()).call(tokens[:, 0])
+    np.testing.assert_array_equal(found, step(tokens[:, 0]))
+
+
+def test_training_is_exported_for_gpus(
+    params: rwkv7.Params, tokens: jax.Array, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the kernels of layer functions. All targets of the package are among the checks."""
+    checks = rwkv_jax.export_checks()
+    every = internals.other_targets("cpu") | internals.other_targets("cuda")
+    assert {export.DisabledSafetyCheck.custom_call(x) for x in every} <= {*checks}
+    internals.pretend(monkeypatch, "cuda", None)
+
+    def loss(params: rwkv7.Params, tokens: jax.Array) -> jax.Array:
+        return jnp.sum(rwkv7.features(params, tokens)[0] ** 2)
+
+    exported = export.export(jax.jit(jax.grad(loss)), platforms=["cuda"], disabled_checks=checks)(
+        params, tokens
+    )
+    assert {"rwkv_wkv7_bwd_v2", "rwkv_read_out_restoring_bwd_v1"} <= hlo.targets(
+        exported.mlir_module()
+    )
+
+
 def test_options_of_layers_are_checked(params: rwkv7.Params, tokens: jax.Array) -> None:
     wrong: Any = "all"
     accepted = "accepted are None, 'mixes', 'cheap', 'blocks'"

@@ -134,6 +134,19 @@ LARGE_DEVICE = (132, 232448)
 """The multiprocessors and the bytes of shared memory for a block of an H100 or H200."""
 
 
+_declared: set[str] = set()
+
+
+def declare(*targets: str) -> None:
+    """Name targets that programs may call besides those of operators."""
+    _declared.update(targets)
+
+
+def declared() -> frozenset[str]:
+    """The targets that have been declared, of whatever is imported."""
+    return frozenset(_declared)
+
+
 def call(
     target: str,
     results: Sequence[tuple[Sequence[int], Any]],

@@ -86,6 +86,9 @@ class Function:
 
     implementations = ("ffi", "xla", "reference")
 
+    def __post_init__(self) -> None:
+        library.declare(*self.targets)
+
     @functools.cached_property
     def inputs(self) -> dict[str, str]:
         """The axes of the inputs as the passes get them."""

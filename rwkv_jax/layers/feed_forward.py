@@ -33,6 +33,7 @@ MIN_TOKENS = 4096
 """From so many tokens on, None takes the kernels."""
 
 TARGETS = {"forward": "rwkv_feed_forward_fwd_v1", "backward": "rwkv_feed_forward_bwd_v2"}
+library.declare(*TARGETS.values())
 
 
 def feed_forward(

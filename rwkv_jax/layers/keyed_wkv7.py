@@ -39,6 +39,7 @@ STATE = {"initial_state": "BHVK"}
 Results: TypeAlias = tuple[Array, Array, Array]
 
 TARGETS = {"forward": "rwkv_wkv7_keyed_fwd_v2", "backward": "rwkv_wkv7_keyed_bwd_v2"}
+library.declare(*TARGETS.values())
 
 HEAD_SIZE = 64
 """The size of the heads that the kernels take."""

@@ -53,6 +53,7 @@ TARGETS = {
     for name in ACTIVATIONS
     for direction, short in (("forward", "fwd"), ("backward", "bwd"))
 }
+library.declare(*TARGETS.values())
 
 
 def low_rank(

@@ -145,3 +145,7 @@ def _function(mixes: int) -> Function:
         formula=_formula,
         limits=_limits,
     )
+
+
+for _mixes in MIXES:
+    _function(_mixes)  # so that their targets are declared

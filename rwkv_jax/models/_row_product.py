@@ -30,6 +30,8 @@ from rwkv_jax._native import library
 from rwkv_jax._operator.partition import axis_names
 
 TARGET = "rwkv_row_product_v1"
+library.declare(TARGET)
+
 MAX_ROWS = {"float32": 16, "bfloat16": 32, "float16": 32, "int8": 32}
 """The largest number of rows that the kernel takes, by the dtype of the matrix: up to there it is
 faster than XLA, as `scripts/bench_row_product.py` shows. These are the dtypes that it takes."""

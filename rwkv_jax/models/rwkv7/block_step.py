@@ -356,3 +356,4 @@ class _FusedBlock:
 _NORMS = ("ln1", "ln2", "att.ln_x")
 
 TARGETS = tuple(f"rwkv_rwkv7_{name}_v1" for name in ("first_block", "block"))
+library.declare(*TARGETS)
