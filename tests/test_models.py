@@ -323,7 +323,6 @@ def test_kernels_add_the_cotangents_of_heads(
     assert sum(f"tensor<3x17x{heads}x{size}xf32>" in x for x in adds) == 2
 
 
-@pytest.mark.usefixtures("unchecked_types")
 def test_a_step_is_exported(params: rwkv7.Params, tokens: jax.Array) -> None:
     """With the kernels that multiply few rows on a CPU, which are no operator's."""
 
@@ -353,6 +352,7 @@ def test_training_is_exported_for_gpus(
     )
 
 
+@pytest.mark.usefixtures("unchecked_types")
 def test_options_of_layers_are_checked(params: rwkv7.Params, tokens: jax.Array) -> None:
     wrong: Any = "all"
     accepted = "accepted are None, 'mixes', 'cheap', 'blocks'"
