@@ -192,6 +192,7 @@ def test_classes_of_kernels(script: ModuleType) -> None:
     [
         ("void rwkv_jax::cuda::GradientKernel<__nv_bfloat16, 64, false>()", "wkv"),
         ("void rwkv_jax::cuda::ProductKernel<true>(CUtensorMap_st)", "products"),
+        ("rwkv_jax::cuda::TransposeKernel(uint4 const*, uint4*, int, int)", "products"),
         ("void BackwardKernel<4, 6>(rwkv_jax::NormShiftMixBackwardCall)", "other kernels"),
         ("void ForwardKernel<8>(rwkv_jax::Wkv7KeysForwardCall)", "other kernels"),
         ("nvjet_sm90_tst_128x160_64x5_2x1_v_bz_NNT", "products"),
