@@ -211,8 +211,8 @@ class Found(Generic[Leaf]):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Operands(Generic[Leaf]):
-    """The operands of the backward pass: those of `wkv7` with the inputs of both functions, and
-    what `Found` has besides."""
+    """The operands of the backward pass: those of `wkv7` with the inputs of both functions,
+    `inverse` of `Found`, and the cotangent of the bonus."""
 
     recurrent: Backward[Leaf]
     inverse: Leaf

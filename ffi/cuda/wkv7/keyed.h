@@ -2,6 +2,7 @@
 #pragma once
 
 #include <tuple>
+#include <type_traits>
 
 #include "layers/kernels.h"
 #include "rwkv_jax/operators.h"
