@@ -3,6 +3,7 @@ and compare the losses of each step.
 
     python scripts/compare_official.py DIR                 # a checkout of RWKV-LM; needs a GPU
     python scripts/compare_official.py DIR --dtypes bfloat16 float32 --json losses.json
+    python scripts/compare_official.py DIR --official-dtype float32
 
 Both start from the initial weights of rwkv_jax, rounded to bfloat16, and read the sources of the
 standard library of Python as bytes, in the order of train.py. Both have bfloat16 activations,
@@ -12,6 +13,10 @@ trainings show how much of a difference is rounding: with --dtypes rwkv_jax trai
 of the activations as well, with --plain without the native kernels of rwkv_jax.layers, with
 --rounded with all vectors rounded to bfloat16, as the official code has them, and with --again the
 official code trains once more with the older of its kernels for wkv7.
+
+With bfloat16 two trainings of the official code differ from each other. With --official-dtype
+float32 both codes train in float32 without TF32, and the official code has formulas in PyTorch in
+place of its kernels, which take bfloat16 alone, and its older kernel for wkv7 in float32.
 
 Exits with 1 where a loss of the first of these dtypes differs by more than --tolerance from that of
 the official code.
@@ -63,7 +68,17 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--warmup", type=int, default=10, help="steps until the peak of the learning rate")
     add("--weight-decay", type=float, default=0.1, help="weight decay of matrices")
     add("--seed", type=int, default=0, help="seed of the weights and of the batches")
-    add("--dtypes", nargs="+", default=["bfloat16"], help="dtypes of the activations of rwkv_jax")
+    add(
+        "--dtypes",
+        nargs="+",
+        help="dtypes of the activations of rwkv_jax; that of the official code if not given",
+    )
+    add(
+        "--official-dtype",
+        choices=official.DTYPES,
+        default="bfloat16",
+        help="dtype of the official code",
+    )
     add("--plain", action="store_true", help="train with layer functions in plain JAX, too")
     add("--rounded", action="store_true", help="train with vectors in bfloat16, too")
     add("--again", action="store_true", help="train with the older official kernel, too")
@@ -72,6 +87,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--tolerance", type=float, default=0.01, help="largest difference that is accepted")
     add("--json", type=Path, help="write all losses to this file")
     args = parser.parse_args(argv)
+    if args.dtypes is None:
+        args.dtypes = [args.official_dtype]
+    if args.again and args.official_dtype != "bfloat16":
+        parser.error("--again needs bfloat16, which the kernels of the official code take")
     if min(args.layers, args.width, args.batch, args.steps, args.every) < 1:
         parser.error("--layers, --width, --batch, --steps and --every must be at least 1")
     if args.context < 1 or args.context % 16:
@@ -130,9 +149,10 @@ def train(
     step = jax.jit(training_step(optimizer, model, L2_WRAP, rounding), donate_argnums=0)
     state = jax.jit(functools.partial(initial_state, optimizer, model))(params)
     found = []
-    for tokens in batches(args):
-        state, loss = step(state, tokens)
-        found.append(loss)
+    with jax.default_matmul_precision("highest"):  # else a GPU multiplies float32 in TF32
+        for tokens in batches(args):
+            state, loss = step(state, tokens)
+            found.append(loss)
     return [float(loss) for loss in found]
 
 
@@ -186,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     weights = apart(initial_weights, args)
-    losses = {OFFICIAL: apart(train_official, args, weights, {})}
+    losses = {OFFICIAL: apart(train_official, args, weights, {"dtype": args.official_dtype})}
     for dtype in args.dtypes:
         losses[f"rwkv_jax, {dtype}"] = apart(train, args, weights, dtype)
         if args.plain:

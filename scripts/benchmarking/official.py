@@ -24,6 +24,7 @@ from unittest import mock
 import jax
 import numpy as np
 
+from benchmarking import official_float32
 from benchmarking.model_step import Figures, Row, Settings
 from rwkv_jax.models import rwkv7
 from training.sizes import flops_per_token
@@ -34,10 +35,19 @@ HEAD_SIZE = 64
 WARM_UP = 5
 """Steps before the first one that is timed. TorchScript compiles anew in the first ones."""
 
-OPTIONS: Mapping[str, str] = {"kernel": "@rwkv3", "head_chunk": "0", "grad_cp": "0", "jit": "1"}
+OPTIONS: Mapping[str, str] = {
+    "kernel": "@rwkv3",
+    "head_chunk": "0",
+    "grad_cp": "0",
+    "jit": "1",
+    "dtype": "bfloat16",
+}
 """Its options that may be chosen: the kernel of the operator, the number of tokens whose logits
-exist at a time (0 for all), 1 to compute blocks again in the backward pass, and 1 for TorchScript.
-The values are those for the greatest speed."""
+exist at a time (0 for all), 1 to compute blocks again in the backward pass, 1 for TorchScript, and
+the dtype. With float32 the formulas of `official_float32` take the place of its kernels, which are
+for bfloat16, and nothing is computed in TF32. The values are those for the greatest speed."""
+
+DTYPES = ("bfloat16", "float32")
 
 
 @dataclass(frozen=True)
@@ -85,12 +95,19 @@ def options_of(given: Mapping[str, str]) -> dict[str, str]:
     """`OPTIONS` with the values that are given.
 
     Raises:
-      ValueError: there is no such option.
+      ValueError: there is no such option, or no such dtype.
     """
     for name in given:
         if name not in OPTIONS:
             raise ValueError(f"the official code has no {name!r} here; accepted are {[*OPTIONS]}")
-    return {**OPTIONS, **given}
+    options = {**OPTIONS, **given}
+    if options["dtype"] not in DTYPES:
+        raise ValueError(f"dtype is {options['dtype']!r}; accepted are {DTYPES}")
+    if options["dtype"] == "float32" and options["head_chunk"] != "0":
+        raise ValueError(
+            f"head_chunk is {options['head_chunk']!r}; accepted with dtype=float32 is '0'"
+        )
+    return options
 
 
 def _fused_adam(groups: Any, *, lr: float, betas: Any, eps: float, **options: Any) -> Any:
@@ -152,9 +169,9 @@ def prepared(path: Path, options: Mapping[str, str], context: int) -> Iterator[P
         yield folder
 
 
-def kernels() -> list[dict[str, Any]]:
-    """The arguments of each call of `torch.utils.cpp_extension.load` in the module of its model.
-    The module is imported without compiling anything. Needs `prepared`."""
+def without_kernels() -> tuple[ModuleType, list[dict[str, Any]]]:
+    """The module of its model, imported without compiling anything, and the arguments of each call
+    of `torch.utils.cpp_extension.load` in it. Needs `prepared`."""
     torch, cpp_extension = _module("torch"), _module("torch.utils.cpp_extension")
     found: list[dict[str, Any]] = []
     with (
@@ -163,10 +180,8 @@ def kernels() -> list[dict[str, Any]]:
         mock.patch.object(torch.jit, "script", lambda function: function),
         mock.patch.dict(os.environ, RWKV_JIT_ON="0"),
     ):
-        importlib.import_module("src.model")
-    for name in ("src.model", "src"):
-        del sys.modules[name]
-    return found
+        model = importlib.import_module("src.model")
+    return model, found
 
 
 def load(path: Path, options: Mapping[str, str], context: int) -> Checkout:
@@ -183,14 +198,20 @@ def load(path: Path, options: Mapping[str, str], context: int) -> Checkout:
         raise RuntimeError("the official kernels need nvcc; set CUDA_HOME to its installation")
     if not cpp_extension.is_ninja_available():
         raise RuntimeError("the official kernels need ninja, which torch compiles them with")
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    exact = options["dtype"] == "float32"
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = not exact
     torch.backends.cudnn.benchmark = True
 
     def build(given: dict[str, Any]) -> Any:
         return cpp_extension.load(**{**given, "verbose": False})
 
-    with prepared(path, options, context):
-        found = kernels()
+    with prepared(path, options, context) as folder:
+        model, found = without_kernels()
+        if exact:
+            official_float32.put_in(model, official_float32.functions(folder, HEAD_SIZE))
+            return Checkout(model, importlib.import_module("src.trainer"))
+        for name in ("src.model", "src"):
+            del sys.modules[name]
         with ThreadPoolExecutor() as pool:  # its own calls would compile one after another
             built = {x["name"]: y for x, y in zip(found, pool.map(build, found), strict=True)}
         with mock.patch.object(cpp_extension, "load", lambda **given: built[given["name"]]):
@@ -242,7 +263,8 @@ def make_model(checkout: Checkout, args: argparse.Namespace) -> Any:
 
 def measure(row: Row, settings: Settings, path: Path, given: Mapping[str, str]) -> list[Figures]:
     """The figures of a training step of one row, and of the forward pass if it is asked for, as
-    `model_step.measure` gives them. The parameters and their moments are bfloat16."""
+    `model_step.measure` gives them. The parameters and their moments have the dtype of the options,
+    bfloat16 if none is given."""
     torch = _module("torch")
     jax.config.update("jax_platforms", "cpu")  # counts operations only
     config = rwkv7.Config(row.layers, row.width, vocabulary=settings.vocabulary)
@@ -261,7 +283,7 @@ def measure(row: Row, settings: Settings, path: Path, given: Mapping[str, str]) 
     }
 
     args = arguments(row, settings.tokens, settings.vocabulary, options, training)
-    model = make_model(checkout, args).bfloat16().cuda()
+    model = make_model(checkout, args).to("cuda", getattr(torch, options["dtype"]))
     torch.manual_seed(0)
     with torch.no_grad():
         for x in model.parameters():
@@ -348,7 +370,7 @@ def losses(
 ) -> list[float]:
     """The losses of training on each of the batches [B, T + 1], from the weights by their names.
 
-    As deepspeed does on one GPU, the optimizer has float32 copies of the bfloat16 parameters, and
+    As deepspeed does on one GPU, the optimizer has float32 copies of bfloat16 parameters, and
     gradients in float32 that are divided by (norm + 1e-6) / clip where that is above 1. The
     official callback sets the learning rates before each step.
     """
@@ -358,7 +380,7 @@ def losses(
     args = arguments(row, tokens, vocabulary, options, training)
     model = make_model(checkout, args)
     set_weights(model, weights)
-    model = model.bfloat16().cuda()
+    model = model.to("cuda", getattr(torch, options["dtype"]))
     optimizer = model.configure_optimizers()
     pairs = []
     for group in optimizer.param_groups:
