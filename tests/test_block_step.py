@@ -17,6 +17,7 @@ from support.tolerance import assert_trees_close
 
 ROWS = 2
 BLOCKS = {"rwkv_rwkv7_first_block_v1", "rwkv_rwkv7_block_v1"}
+BY_INPUT = {"rwkv_rwkv7_first_block_by_input_v1", "rwkv_rwkv7_block_by_input_v1"}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -65,11 +66,12 @@ def test_a_token_is_a_call_for_each_block(params: rwkv7.Params, form: Any) -> No
 
 @pytest.mark.usefixtures("on_cuda")
 def test_which_rows_get_the_kernels(params: rwkv7.Params, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One row, also with int8 weights, and several of 16-bit floats, where they can run, there is
-    one device, blocks are not stacked, and nobody asks for anything else."""
+    """One row, also with int8 weights or as stored for decoding, and several of 16-bit floats,
+    where they can run, there is one device, blocks are not stacked, and nobody asks for anything
+    else."""
 
     def targets(params: Any, rows: int = 1, **options: Any) -> set[str]:
-        return hlo.targets(_lowered(params, rows, layers=None, **options)) & BLOCKS
+        return hlo.targets(_lowered(params, rows, layers=None, **options)) & (BLOCKS | BY_INPUT)
 
     monkeypatch.setattr(jax, "device_count", lambda: 2)
     assert not targets(params)
@@ -87,6 +89,9 @@ def test_which_rows_get_the_kernels(params: rwkv7.Params, monkeypatch: pytest.Mo
     assert targets(all_models.quantize(params)) == BLOCKS
     assert not targets(all_models.quantize(params, group=32))
     assert not targets(all_models.quantize(narrow), rows=2, dtype=jnp.bfloat16)
+    assert targets(all_models.for_decoding(params)) == BY_INPUT
+    assert targets(all_models.for_decoding(all_models.quantize(params))) == BY_INPUT
+    assert not targets(all_models.for_decoding(narrow), rows=2, dtype=jnp.bfloat16)
     tokens = jnp.zeros(1, jnp.int32)
     found, expected = (rwkv7.apply(params, tokens, implementation=i) for i in (None, "reference"))
     assert_trees_close(found, expected)
@@ -120,6 +125,7 @@ def test_why_not(params: rwkv7.Params) -> None:
         (params, {"rows": 0}, "B = 0; the kernels take 1 to 32 rows"),
         (params, {"dtype": jnp.bfloat16}, "ln1.weight is float32 where x is bfloat16; the"),
         (all_models.quantize(params), {}, "B = 2; the kernels take 1 row with int8 weights"),
+        (all_models.for_decoding(params), {}, "B = 2; the kernels take 1 row with ffn.value by in"),
         (
             _with_receptance(all_models.quantize(params), scale=jnp.ones((64, 1), jnp.bfloat16)),
             {"rows": 1},
@@ -131,8 +137,6 @@ def test_why_not(params: rwkv7.Params) -> None:
     for model, options, reason in cases:
         with pytest.raises(NotImplementedError, match=f"on cuda: .*{reason}"):
             _lowered(model, **options)
-    with pytest.raises(NotImplementedError, match=r"ffn\.value\.weight is stored in another"):
-        _lowered(all_models.for_decoding(params))
     with pytest.raises(NotImplementedError, match=r"att\.receptance\.scale is stored in another"):
         _lowered(all_models.quantize(params, group=32), rows=1)
 

@@ -1207,15 +1207,77 @@ def test_blocks_of_int8(blocks: Emulation, width: int, dtype: str, device: Devic
     found, _ = _decode(params, tokens)
     blocks.module.seed(2)
     assert np.array_equal(_decode(params, tokens)[0], found)
-    wide = jax.tree.map(
+    tensors = {n: np.asarray(x, np.float64) for n, x in rwkv7.names(_wide(params)).items()}
+    oracle = np.stack([language_models.logits("rwkv7", tensors, row) for row in tokens])
+    limit = {"float32": tolerance.EXACT_FLOAT32, "bfloat16": 1e-2, "float16": 2e-3}[dtype]
+    assert tolerance.rms_error(found, oracle) < limit
+
+
+BLOCKS_BY_INPUT = [
+    ("float32", False, 0, 256, DEVICES["9.0"]),
+    ("bfloat16", False, 0, 1088, Device(1)),
+    ("float16", False, 0, 64, Device(3, 101376)),
+    ("bfloat16", False, 0.9, 320, DEVICES["9.0"]),
+    ("float32", False, 1, 64, DEVICES["8.0"]),
+    ("bfloat16", False, -1, 192, DEVICES["9.0"]),
+    ("bfloat16", True, 0.5, 192, DEVICES["9.0"]),
+    ("float16", True, 0, 256, Device(1)),
+]
+"""The dtype, whether weights are of int8, the share of hidden channels that are made to be zero, or
+-1 where none is, widths and devices. Many multiprocessors have fewer columns each."""
+
+
+@pytest.mark.parametrize(
+    ("dtype", "quantised", "zeros", "width", "device"), BLOCKS_BY_INPUT, ids=str
+)
+def test_blocks_by_input(
+    blocks: Emulation, dtype: str, quantised: bool, zeros: float, width: int, device: Device
+) -> None:
+    """Results are those of the oracle, and of `ffn.value` the inputs that are zero are not read."""
+    blocks.use(device)
+    rng = np.random.default_rng(0)
+    unread = []
+
+    def changed(block: Any) -> Any:
+        key, norm = block.ffn.key.weight, block.ln2
+        unread.append(rng.random(len(key)) < zeros)
+        if zeros < 0:  # a constant input that all of them multiply by a positive number
+            norm = norm._replace(weight=0 * norm.weight, bias=0 * norm.bias + 1)
+            key = abs(key)
+        key = jnp.where(unread[-1][:, None], 0, key)
+        return block._replace(ln2=norm, ffn=block.ffn._replace(key=rwkv7.Weight(key)))
+
+    params, tokens = models.with_heads_of_64(width, dtype), _tokens(1)
+    params = params._replace(blocks=tuple(map(changed, params.blocks)))
+    if quantised:
+        params = all_models.quantize(params)
+    tensors = {n: np.asarray(x, np.float64) for n, x in rwkv7.names(_wide(params)).items()}
+    oracle = np.stack([language_models.logits("rwkv7", tensors, row) for row in tokens])
+
+    def poisoned(block: Any, unread: np.ndarray) -> Any:
+        value = block.ffn.value
+        if not quantised:
+            rows = jnp.where(unread[:, None], jnp.nan, value.by_input)
+            value = value._replace(by_input=rows.astype(value.by_input.dtype))
+        return block._replace(ffn=block.ffn._replace(value=value))
+
+    params = all_models.for_decoding(params)
+    params = params._replace(blocks=tuple(map(poisoned, params.blocks, unread)))
+    blocks.module.seed(1)
+    found, _ = _decode(params, tokens)
+    blocks.module.seed(2)
+    assert np.array_equal(_decode(params, tokens)[0], found)
+    limit = {"float32": tolerance.EXACT_FLOAT32, "bfloat16": 1e-2, "float16": 2e-3}[dtype]
+    assert tolerance.rms_error(found, oracle) < limit
+
+
+def _wide(params: rwkv7.Params) -> rwkv7.Params:
+    """The parameters with the matrices that those of int8 stand for."""
+    return jax.tree.map(
         lambda x: rwkv7.Weight(x.wide()) if isinstance(x, rwkv7.Weight) else x,
         params,
         is_leaf=lambda x: isinstance(x, rwkv7.Weight),
     )
-    tensors = {n: np.asarray(x, np.float64) for n, x in rwkv7.names(wide).items()}
-    oracle = np.stack([language_models.logits("rwkv7", tensors, row) for row in tokens])
-    limit = {"float32": tolerance.EXACT_FLOAT32, "bfloat16": 1e-2, "float16": 2e-3}[dtype]
-    assert tolerance.rms_error(found, oracle) < limit
 
 
 def _with_high_ranks(params: rwkv7.Params) -> rwkv7.Params:
@@ -1314,14 +1376,20 @@ def test_rows_without_a_token(blocks: Emulation) -> None:
 
 
 def _block_calls(
-    monkeypatch: pytest.MonkeyPatch, blocks: Emulation, *, quantised: bool = False
+    monkeypatch: pytest.MonkeyPatch,
+    blocks: Emulation,
+    *,
+    quantised: bool = False,
+    by_input: bool = False,
 ) -> list[LayerCall]:
     """The calls of the first block of a model and of the second one, in which every axis that may
     differ from the others does."""
     calls: list[LayerCall] = []
 
     def record(target: str, results: Any, *operands: Any, **more: Any) -> Any:
-        fused = internals.fused_block(first="first" in target, quantised=quantised)
+        fused = internals.fused_block(
+            first="first" in target, quantised=quantised, by_input=by_input
+        )
         empty = [np.zeros(shape, dtype) for shape, dtype in results]
         names = [{"x": "y"}.get(n, n if n == "v_first" else f"next {n}") for n in fused.results]
         calls.append(
@@ -1333,9 +1401,11 @@ def _block_calls(
         )
         return blocks.call(target, results, *operands, **more)
 
-    params, rows = models.with_heads_of_64(128, "float32"), 1 if quantised else 3
+    params, rows = models.with_heads_of_64(128, "float32"), 1 if quantised or by_input else 3
     if quantised:
         params = all_models.quantize(params)
+    if by_input:
+        params = all_models.for_decoding(params)
     x, state = jnp.ones((rows, 128)), rwkv7.initial_state(params, rows)
     with monkeypatch.context() as patch:
         internals.run_blocks_as_on_cuda(patch, blocks.module, record)
@@ -1387,6 +1457,23 @@ def test_blocks_of_int8_refuse_wrong_arrays(
     operands = wide.operands | {"ffn.key.weight": weight}
     error = _refused(blocks, wide._replace(operands=operands))
     assert "ffn.key.weight is S8; expected no S8 where att.receptance.weight is not" in error
+
+
+def test_blocks_by_input_refuse_wrong_arrays(
+    blocks: Emulation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = _block_calls(monkeypatch, blocks, by_input=True)[0]
+    value = call.operands["ffn.value.by_input"]
+    for message, x in {
+        "ffn.value.by_input has shape [128, 512], so F = 128, where ffn.key": value.T.copy(),
+        "ffn.value.by_input is S8; expected no S8 where att.rec": value.astype(np.int8),
+    }.items():
+        error = _refused(blocks, call._replace(operands=call.operands | {"ffn.value.by_input": x}))
+        assert f"rwkv7_block: {message}" in error, error
+    two = {n: np.repeat(x, 2, 0) if len(x) == 1 else x for n, x in call.operands.items()}
+    results = {n: np.repeat(x, 2, 0) if len(x) == 1 else x for n, x in call.results.items()}
+    error = _refused(blocks, call._replace(operands=two, results=results))
+    assert "x has B = 2 where ffn.value is by input; expected 1 row" in error, error
 
 
 def test_blocks_refuse_sizes(blocks: Emulation, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,10 +18,10 @@ def for_decoding(params: Any) -> Params:
     In the channel mixing, most numbers of max(K x, 0)^2 are zeros once a model is trained, and what
     the matrix `ffn.value` has for an input that is zero adds nothing. So this matrix is stored as
     `ffn.value.by_input` [inputs, outputs] in place of `ffn.value.weight` [outputs, inputs]. On
-    CPUs, a step of a few rows then reads only the inputs that are not zero in all rows. The results
-    are those of the whole matrix but for rounding, as long as its numbers are finite: zero times an
-    infinite number or NaN counts as zero. Sequences, more rows and other platforms read the whole
-    matrix.
+    CPUs, a step of a few rows then reads only the inputs that are not zero in all rows, and on CUDA
+    GPUs a step of one row of RWKV-7 does so where the kernels of whole blocks run. The results are
+    those of the whole matrix but for rounding, as long as its numbers are finite: zero times an
+    infinite number or NaN counts as zero. Everything else reads the whole matrix.
 
     `features`, `apply`, `shardings`, `quantize`, `rwkv_jax.generation` and `rwkv_jax.serving` take
     such parameters as any others, and `save` writes the official layout. All other parameters are

@@ -337,9 +337,9 @@ def run_as_on_cuda(monkeypatch: pytest.MonkeyPatch, module: Any, call: Any) -> N
     monkeypatch.setattr(dispatch, "dispatched", run_layer)
 
 
-def fused_block(*, first: bool, quantised: bool = False) -> Any:
+def fused_block(*, first: bool, quantised: bool = False, by_input: bool = False) -> Any:
     """The axes of the inputs and results of the step of a whole block."""
-    return block_step._FusedBlock(first=first, quantised=quantised)
+    return block_step._FusedBlock(first=first, quantised=quantised, by_input=by_input)
 
 
 def step_block(params: Any, x: Any, v_first: Any, state: Any, segment_ids: Any = None) -> Any:

@@ -21,9 +21,10 @@ class BlockReader {
 
   Operands operands;
 
-  // The first block of a model makes the value that all others take.
-  Rwkv7BlockCall Read(bool is_first) {
+  // The first block of a model makes the value that all others take. `by_input` is for `ffn.value`.
+  Rwkv7BlockCall Read(bool is_first, bool by_input) {
     Rwkv7BlockCall call = {};
+    call.value_by_input = by_input;
     call.x = Tensor("x", "BC"), call.time_before = Tensor("att.shift", "BC");
     call.state = static_cast<const float*>(operands.Arg("att.wkv", "BHVK", Kind::kFloat));
     call.channel_before = Tensor("ffn", "BC");
@@ -46,7 +47,7 @@ class BlockReader {
     ReadMatrix(call.value, "att.value", "CC", &call.receptance);
     ReadMatrix(call.output, "att.output", "CC", &call.receptance);
     ReadMatrix(call.channel_key, "ffn.key", "FC", &call.receptance);
-    ReadMatrix(call.channel_value, "ffn.value", "CF", &call.receptance);
+    ReadMatrix(call.channel_value, "ffn.value", by_input ? "FC" : "CF", &call.receptance, by_input);
 
     call.out = Result("y", "BC"), call.time_after = Result("next att.shift", "BC");
     call.state_after = static_cast<float*>(operands.Ret("next att.wkv", "BHVK", Kind::kFloat));
@@ -67,6 +68,8 @@ class BlockReader {
                      kMaxBlockRows, " rows");
     operands.Require(!call.Quantised() || call.rows <= kMaxQuantisedRows, "x has B = ", call.rows,
                      " where att.receptance.weight is S8; expected ", kMaxQuantisedRows, " row");
+    operands.Require(!call.value_by_input || call.rows <= kMaxRowsByInput, "x has B = ", call.rows,
+                     " where ffn.value is by input; expected ", kMaxRowsByInput, " row");
     operands.Require(operands.Size('K') == kBlockHeadSize && operands.Size('V') == kBlockHeadSize,
                      "att.wkv has V = ", operands.Size('V'), " and K = ", operands.Size('K'),
                      "; expected ", kBlockHeadSize);
@@ -96,16 +99,17 @@ class BlockReader {
 
   // A scale follows a matrix of int8. All matrices are of int8 if the first one is.
   void ReadMatrix(Matrix& matrix, const std::string& name, const std::string& axes,
-                  const Matrix* first) {
-    matrix.weight = operands.Arg(name + ".weight", axes, Kind::kMatrix);
+                  const Matrix* first, bool by_input = false) {
+    const std::string of_weight = name + (by_input ? ".by_input" : ".weight");
+    matrix.weight = operands.Arg(of_weight, axes, Kind::kMatrix);
     const bool quantised = operands.weight_type() == ffi::S8;
-    operands.Require(first == nullptr || quantised == (first->scale != nullptr), name,
-                     ".weight is ", operands.weight_type(),
+    operands.Require(first == nullptr || quantised == (first->scale != nullptr), of_weight,
+                     " is ", operands.weight_type(),
                      quantised ? "; expected no S8 where att.receptance.weight is not"
                                : "; expected S8 as att.receptance.weight is");
     if (quantised)
       matrix.scale =
-          static_cast<const float*>(operands.Arg(name + ".scale", axes.substr(0, 1), Kind::kFloat));
+          static_cast<const float*>(operands.Arg(name + ".scale", axes.substr(by_input, 1), Kind::kFloat));
   }
 
   LayerNorm Norm(const std::string& name) {
@@ -120,17 +124,19 @@ class BlockReader {
   }
 };
 
-template <bool kFirst>
+template <bool kFirst, bool kByInput>
 ffi::Error HandleBlock(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets) {
   BlockReader reader(args, rets);
-  const Rwkv7BlockCall call = reader.Read(kFirst);
+  const Rwkv7BlockCall call = reader.Read(kFirst, kByInput);
   return RunOnCurrentDevice(stream, call, reader.operands);
 }
 
 // The targets of the step of a block, of the first one of a model and of the others.
 inline std::vector<Registration> BlockTargets() {
-  return {{"rwkv_rwkv7_first_block_v1", LaunchTarget<HandleBlock<true>>},
-          {"rwkv_rwkv7_block_v1", LaunchTarget<HandleBlock<false>>}};
+  return {{"rwkv_rwkv7_first_block_v1", LaunchTarget<HandleBlock<true, false>>},
+          {"rwkv_rwkv7_block_v1", LaunchTarget<HandleBlock<false, false>>},
+          {"rwkv_rwkv7_first_block_by_input_v1", LaunchTarget<HandleBlock<true, true>>},
+          {"rwkv_rwkv7_block_by_input_v1", LaunchTarget<HandleBlock<false, true>>}};
 }
 
 }  // namespace rwkv_jax::cuda

@@ -1,5 +1,5 @@
 // The products of a block of RWKV-7 for one token of each row without matrix units, each with what stands
-// before it and after it (product.cuh has how a product is computed):
+// before it and after it (product.cuh and sparse_product.cuh have how a product is computed):
 //
 //   ProjectTokens    r, k, v = R x_r, K x_k, V x_v;  tanh(x_w w1), x_a a1, sigmoid(x_g g1), x_v v1
 //   ReadTokens       between = x + O read
@@ -8,6 +8,7 @@
 #include "decoding/kernels.h"
 #include "decoding/mixed_rows.cuh"
 #include "decoding/product.cuh"
+#include "decoding/sparse_product.cuh"
 #include "launch.cuh"
 
 namespace rwkv_jax::cuda {
@@ -148,6 +149,29 @@ __global__ __launch_bounds__(kProductThreads, kProductBlocks) void ReadKernel(
                              Weights::kThere, source, results);
 }
 
+// The same for one row and a matrix [inputs, outputs].
+template <typename T, typename W, int kLanes>
+__global__ __launch_bounds__(kSparseThreads, 2) void ReadByInputKernel(
+    const __grid_constant__ ReadArguments own) {
+  using P = SparseProduct<T, W, kLanes>;
+  RWKV_JAX_DYNAMIC_SHARED(16, shared);
+  LetNextKernelStart();
+  WaitForKernelsBefore();
+  float residual = 0.0f;
+  P::Multiply(
+      own.matrix, own.width, own.inputs_width, static_cast<const T*>(own.inputs),
+      blockIdx.x * P::kColumns, shared,
+      [&](int output) {
+        residual = ToFloat(static_cast<const T*>(own.residual)[output]);
+        if (own.after != nullptr)
+          static_cast<T*>(own.after)[output] =
+              static_cast<const T*>(own.segment_ids[0] == 0 ? own.before : own.normalised)[output];
+      },
+      [&](int output, float sum) {
+        static_cast<T*>(own.out)[output] = FromFloat<T>(residual + sum);
+      });
+}
+
 // Calls fn(T(), W(), integral_constant<the rows of a kernel>()) with the types of the activations and of the
 // weights. Only weights of float32 have several rows.
 template <typename Fn>
@@ -193,6 +217,25 @@ cudaError_t Read(cudaStream_t stream, const Rwkv7BlockCall& call, const Device& 
     own.slice = static_cast<int>(plan.slice), own.rounds = static_cast<int>(plan.rounds);
     return LaunchEarly(ReadKernel<T, W, kRows>, static_cast<unsigned>(plan.blocks), kProductThreads,
                        plan.bytes, stream, own);
+  });
+}
+
+// Four lanes for an input read enough neighbouring bytes for the memory; two give blocks to more
+// multiprocessors.
+cudaError_t ReadByInput(cudaStream_t stream, const Rwkv7BlockCall& call, const Device& device,
+                        const ReadArguments& own) {
+  return ForTypesAndRows(call, [&](auto zero, auto weight, auto) {
+    using T = decltype(zero);
+    using W = decltype(weight);
+    const auto launch = [&](auto lanes) {
+      using P = SparseProduct<T, W, lanes()>;
+      return LaunchEarly(ReadByInputKernel<T, W, lanes()>,
+                         static_cast<unsigned>(P::Blocks(own.width)), kSparseThreads, P::kBytes,
+                         stream, own);
+    };
+    if (4 * SparseProduct<T, W, 4>::Blocks(own.width) >= 3 * device.multiprocessors)
+      return launch(std::integral_constant<int, 4>());
+    return launch(std::integral_constant<int, 2>());
   });
 }
 
@@ -244,7 +287,9 @@ cudaError_t ReadChannels(cudaStream_t stream, const Rwkv7BlockCall& call, const 
   own.normalised = call.scratch + scratch.normalised, own.before = call.channel_before;
   own.after = call.channel_after, own.segment_ids = call.segment_ids;
   own.inputs_width = static_cast<int>(call.hidden);
-  return Read(stream, call, device, own);
+  if (!call.value_by_input) return Read(stream, call, device, own);
+  own.rows = static_cast<int>(call.rows), own.width = static_cast<int>(call.width);
+  return ReadByInput(stream, call, device, own);
 }
 
 }  // namespace rwkv_jax::cuda

@@ -7,11 +7,11 @@
 
 namespace rwkv_jax {
 
-// The kernels take heads of this size, up to so many rows, fewer with weights of int8, and ranks that are
-// multiples of kRankMultiple.
+// The kernels take heads of this size, up to so many rows, fewer with weights of int8 or by input, and ranks
+// that are multiples of kRankMultiple.
 constexpr int64_t kBlockHeadSize = 64;
 constexpr int64_t kMaxBlockRows = 32;
-constexpr int64_t kMaxQuantisedRows = 1;
+constexpr int64_t kMaxQuantisedRows = 1, kMaxRowsByInput = 1;
 constexpr int64_t kRankMultiple = 8, kMaxRank = 1024;
 
 // Products on the matrix units, which take several rows of 16-bit elements, have a ticket for each group of
@@ -63,6 +63,7 @@ struct Rwkv7BlockCall {
   const void *w0, *a0, *v0, *k_k, *k_a, *r_k;
   Matrix receptance, key, value, output;  // [C, C]
   Matrix channel_key, channel_value;      // [F, C], [C, F]
+  bool value_by_input;                    // channel_value is [F, C]
 
   // The states may lie where those before the token lie.
   void *out, *made_first;  // [B, C]; the latter in the first layer only

@@ -12,7 +12,9 @@ They read the weights and the state from memory once, in five launches for one r
 Several rows of bfloat16 or float16 are multiplied on the matrix units. The normalised, shifted and
 mixed tokens and the second products of the low-rank maps then are launches of their own. Several
 rows of float32 go through the five launches 8 at a time, and each time the weights are read. For
-one row, the matrices of the products may also be of int8, as `rwkv_jax.models.quantize` makes them.
+one row, the matrices of the products may also be of int8, as `rwkv_jax.models.quantize` makes them,
+and the value matrix of the channel mixing may be stored by input, as `rwkv_jax.models.for_decoding`
+stores it: then only its inputs that are not zero are read.
 
 Sums are float32, and vectors between the kernels are rounded less often than by the model. The
 kernels are for inference on one device. Derivatives, `vmap` and arrays on a mesh take the model's
@@ -37,6 +39,7 @@ from rwkv_jax._operator.call import Arrays, Options
 from rwkv_jax._operator.operator import Pass
 from rwkv_jax.layers._function import Operands
 from rwkv_jax.models import _parameters
+from rwkv_jax.models._linear import WeightByInput
 from rwkv_jax.models._trees import BlockParams, BlockState, TimeMixState
 
 Block: TypeAlias = Callable[
@@ -44,7 +47,7 @@ Block: TypeAlias = Callable[
 ]
 
 NAME = "rwkv7_block"
-MAX_ROWS, MAX_QUANTISED_ROWS = 32, 1
+MAX_ROWS, MAX_QUANTISED_ROWS, MAX_ROWS_BY_INPUT = 32, 1, 1
 HEAD_SIZE = 64
 RANK_MULTIPLE, MAX_RANK = 8, 1024
 
@@ -194,7 +197,8 @@ def _kernels(
     if missing := [name for name in fused.inputs if name not in given]:
         raise NotImplementedError(
             f"{NAME}: {missing[0]} is stored in another way; the kernels take the parameters as "
-            "`init` and `load` give them, or as `quantize` does with one scale for each output"
+            "`init`, `load` and `for_decoding` give them, or as `quantize` does with one scale for "
+            "each output"
         )
     inputs = {name: given[name] for name in fused.inputs}
     check.share_sizes(NAME, fused.inputs, inputs)
@@ -205,17 +209,21 @@ def _kernels(
 
 
 def _fused(params: BlockParams, v_first: Array | None) -> "_FusedBlock":
-    quantised = params.att.receptance.scale is not None
-    return _FusedBlock(first=v_first is None, quantised=quantised)
+    return _FusedBlock(
+        first=v_first is None,
+        quantised=params.att.receptance.scale is not None,
+        by_input=isinstance(params.ffn.value, WeightByInput),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class _FusedBlock:
     """What `dispatch.dispatched` runs. The first block and the others have different operands, and
-    so have blocks with and without weights of int8."""
+    so have blocks with and without weights of int8, and with `ffn.value` by input."""
 
     first: bool
     quantised: bool
+    by_input: bool
 
     implementations = ("fused",)
 
@@ -228,7 +236,10 @@ class _FusedBlock:
         mixes = {f"att.x_{name}": "C" for name in "rwkvag"}
         matrices: dict[str, str] = {}
         for name, axes in _MATRICES.items():
-            matrices[f"{name}.weight"] = axes
+            if self.by_input and name == "ffn.value":
+                matrices[f"{name}.by_input"] = axes[::-1]
+            else:
+                matrices[f"{name}.weight"] = axes
             if self.quantised:
                 matrices[f"{name}.scale"] = axes[0]
         share = {} if self.first else {"att.v0": "C", "att.v1": "CR", "att.v2": "RC"}
@@ -297,6 +308,10 @@ class _FusedBlock:
             return f"B = {sizes['B']}; the kernels take 1 to {MAX_ROWS} rows"
         if self.quantised and sizes["B"] > MAX_QUANTISED_ROWS:
             return f"B = {sizes['B']}; the kernels take {MAX_QUANTISED_ROWS} row with int8 weights"
+        if self.by_input and sizes["B"] > MAX_ROWS_BY_INPUT:
+            return (
+                f"B = {sizes['B']}; the kernels take {MAX_ROWS_BY_INPUT} row with ffn.value by input"
+            )
         if sizes["K"] != HEAD_SIZE:
             return f"K = {sizes['K']}; the kernels take heads of {HEAD_SIZE} channels"
         if sizes["F"] % HEAD_SIZE:
@@ -317,8 +332,11 @@ class _FusedBlock:
     def _dtypes(self) -> dict[str, str]:
         """The dtypes of the operands that do not have that of the activations."""
         others = {"att.wkv": "float32", "segment_ids": "int32"}
-        for name in _MATRICES if self.quantised else ():
-            others |= {f"{name}.weight": "int8", f"{name}.scale": "float32"}
+        for name in self.inputs if self.quantised else ():
+            if name.removesuffix(".weight").removesuffix(".by_input") in _MATRICES:
+                others[name] = "int8"
+            elif name.endswith(".scale"):
+                others[name] = "float32"
         return others
 
     def _sizes(self, inputs: Mapping[str, Any]) -> dict[str, int]:
@@ -343,7 +361,7 @@ class _FusedBlock:
             ([sizes[x] for x in axes], self._dtypes.get(name, inputs["x"].dtype))
             for name, axes in self.results.items()
         ]
-        target = f"rwkv_rwkv7_{'first_' if self.first else ''}block_v1"
+        target = _target(first=self.first, by_input=self.by_input)
         found = library.call(
             target,
             [*shapes, ((scratch,), jnp.float32)],
@@ -353,7 +371,13 @@ class _FusedBlock:
         return dict(zip(self.results, found, strict=False))
 
 
+def _target(*, first: bool, by_input: bool) -> str:
+    return f"rwkv_rwkv7_{'first_' if first else ''}block{'_by_input' if by_input else ''}_v1"
+
+
 _NORMS = ("ln1", "ln2", "att.ln_x")
 
-TARGETS = tuple(f"rwkv_rwkv7_{name}_v1" for name in ("first_block", "block"))
+TARGETS = tuple(
+    _target(first=first, by_input=by_input) for by_input in (False, True) for first in (True, False)
+)
 library.declare(*TARGETS)
