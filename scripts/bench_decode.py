@@ -103,6 +103,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help='decode with layers="fused", the CUDA kernels of whole blocks for up to 32 rows, or '
         "never with them; with layers=None, if neither is given",
     )
+    add(
+        "--invariant",
+        type=int,
+        metavar="ROWS",
+        help="decode and read prompts with models.Invariant, so many rows at once",
+    )
     add("--prefill", type=int, default=0, metavar="T", help="also read a prompt of T tokens")
     add("--peak", type=float, default=989.0, help="peak TFLOP/s of the device (default: 989)")
     add("--profile", action="store_true", help="print the time of each class of kernels")
@@ -126,6 +132,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--processor-time is for --device cpu")
     if min(args.tokens, args.repeats, args.vocabulary) < 1 or args.prefill < 0:
         parser.error("--tokens, --repeats and --vocabulary must be at least 1, --prefill 0")
+    if args.invariant is not None and args.invariant < 1:
+        parser.error("--invariant must be at least 1")
     if not all(0 <= percent <= 100 for percent in args.zeros or ()):
         parser.error("--zeros must be from 0 to 100")
     shares = [percent / 100 for percent in args.zeros] if args.zeros else [None]
@@ -147,6 +155,7 @@ def measure(args: argparse.Namespace, row: Row) -> list[Figures]:
         repeats=args.repeats,
         processor_time=args.processor_time,
         layers=None if args.fused is None else "fused" if args.fused else "xla",
+        invariant=args.invariant,
         prefill=args.prefill,
         peak=1e12 * args.peak,
         profile=args.profile,

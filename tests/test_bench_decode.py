@@ -80,7 +80,7 @@ def test_fused_blocks_are_for_few_rows(
 
 
 @pytest.mark.parametrize(
-    "option", ["--rows=2x64", "--rows=2x64x1xint3", "--tokens=0", "--zeros=101"]
+    "option", ["--rows=2x64", "--rows=2x64x1xint3", "--tokens=0", "--zeros=101", "--invariant=0"]
 )
 def test_bad_option(script: ModuleType, option: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):

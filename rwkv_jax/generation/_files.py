@@ -16,6 +16,7 @@ from rwkv_jax.models import _parameters
 from rwkv_jax.models._checkpoints import safetensors
 from rwkv_jax.models._checkpoints.tensors import listed, mapped
 from rwkv_jax.models._checkpoints.writing import Stored
+from rwkv_jax.models._invariant import Invariant
 from rwkv_jax.models._parameters import names
 from rwkv_jax.models._stacking import stack, unstack
 
@@ -41,7 +42,7 @@ def save(path: str | os.PathLike[str], session: Session) -> None:
 
 def load(
     path: str | os.PathLike[str],
-    module: ModuleType,
+    module: ModuleType | Invariant,
     params: Any,
     *,
     dtype: DTypeLike = jnp.float32,
@@ -53,7 +54,7 @@ def load(
 
     Args:
       path: the file.
-      module: the module of the model.
+      module: the module of the model, or a `models.Invariant` of it.
       params: the parameters, in either form.
       dtype: the dtype of the activations, with which the session was made.
 

@@ -15,7 +15,6 @@ from jax import Array, lax
 from jaxtyping import Int32
 
 from rwkv_jax.generation._session import Model, Session
-from rwkv_jax.models._linear import logits
 
 PIECES = (16, 64, 256)
 """The lengths of the pieces in which prompts are read, in tokens."""
@@ -73,7 +72,7 @@ def read_piece(
     reads = (lengths > 0)[:, None]
     return Session(
         state=state,
-        logits=jnp.where(reads, logits(params.head, features), session.logits),
+        logits=jnp.where(reads, model.logits(params, features), session.logits),
         seen=session.seen & ~reads,
         counts=jnp.where(reads, 0, session.counts),
         seeds=session.seeds,

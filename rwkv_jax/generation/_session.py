@@ -9,20 +9,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Bool, Float32, Int32
+from jaxtyping import Bool, Float, Float32, Int32
 
 from rwkv_jax.generation._sampling import Occurrences
+from rwkv_jax.models import _linear
 from rwkv_jax.models._checkpoints.tensors import described, quoted
+from rwkv_jax.models._invariant import Invariant
 from rwkv_jax.models._parameters import names
 
 
 class Model(NamedTuple):
-    """What programs are compiled for: a module of `rwkv_jax.models`, the dtype of the activations,
-    and the implementation of its operator."""
+    """What programs are compiled for: a module of `rwkv_jax.models` or an `Invariant` one, the
+    dtype of the activations, and the implementation of the operator."""
 
-    module: ModuleType
+    module: ModuleType | Invariant
     dtype: np.dtype
     implementation: str | None
+
+    def logits(self, params: Any, features: Float[Array, "B C"]) -> Float32[Array, "B vocabulary"]:
+        """What the head makes of features."""
+        if isinstance(self.module, Invariant):
+            return self.module.logits(params, features)
+        return _linear.logits(params.head, features)
 
 
 class Session(NamedTuple):

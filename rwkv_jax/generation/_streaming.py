@@ -13,6 +13,7 @@ from rwkv_jax.generation import _decoding, _prefill, _session
 from rwkv_jax.generation._prefill import PIECES
 from rwkv_jax.generation._sampling import Sampling, check_tokens, mask, settings
 from rwkv_jax.generation._session import Model, Session
+from rwkv_jax.models._invariant import Invariant
 
 Reason: TypeAlias = Literal["length", "stop token", "stopped"]
 """Why a row has ended: it has `length` tokens, it sampled one of `stop_tokens`, or the caller of
@@ -27,7 +28,8 @@ class TokenStream(Iterator[list[int | None]]):
     KeyboardInterrupt, may leave the stream without its session.
 
     Args:
-      module: the module of the model: `rwkv_jax.models.rwkv7`, `rwkv6`, `rwkv5` or `rwkv4`.
+      module: the module of the model: `rwkv_jax.models.rwkv7`, `rwkv6`, `rwkv5` or `rwkv4`; or a
+        `models.Invariant` of it.
       params: the parameters, in either form, on any devices.
       prompts: tokens for each row. With a session a prompt may be empty: such a row goes on as if
         it had never been interrupted. Penalties count the tokens since a row's last prompt.
@@ -58,7 +60,7 @@ class TokenStream(Iterator[list[int | None]]):
 
     def __init__(
         self,
-        module: ModuleType,
+        module: ModuleType | Invariant,
         params: Any,
         prompts: Sequence[Sequence[int] | np.ndarray],
         length: int,
@@ -178,7 +180,7 @@ class Generated(NamedTuple):
 
 
 def generate(
-    module: ModuleType,
+    module: ModuleType | Invariant,
     params: Any,
     prompts: Sequence[Sequence[int] | np.ndarray],
     length: int,

@@ -19,6 +19,7 @@ from rwkv_jax.generation._decoding import MOST_STEPS
 from rwkv_jax.generation._sampling import check_tokens
 from rwkv_jax.generation._session import Model, differences, seeds_of_rows
 from rwkv_jax.generation._text import RowText, check_stop
+from rwkv_jax.models._invariant import Invariant
 from rwkv_jax.models._parameters import names
 from rwkv_jax.models._placement import MeshAxes
 from rwkv_jax.serving._request import Request
@@ -37,13 +38,14 @@ class Pool:
     The tokens of a request depend on its prompt, its seed and its settings. They do not depend on
     the other requests, on the slot, on the order of arrival or on kept states, bit for bit on CPUs,
     and otherwise wherever a product of matrices computes a row in the same way at every place.
-    A pool with other numbers may round logits in another way.
+    A pool with other numbers may round logits in another way, unless it has a `models.Invariant`.
 
     If a round raises an exception, the requests that have slots fail with it, and those that wait
     for one go on in later rounds.
 
     Args:
-      module: the module of the model: `rwkv_jax.models.rwkv7`, `rwkv6`, `rwkv5` or `rwkv4`.
+      module: the module of the model: `rwkv_jax.models.rwkv7`, `rwkv6`, `rwkv5` or `rwkv4`; or a
+        `models.Invariant` of it.
       params: the parameters, in either form, on any devices.
       slots: how many sequences are decoded at once.
       tokenizer: as `tokenizers.load` gives it, for prompts that are text, stop strings, and the
@@ -71,7 +73,7 @@ class Pool:
 
     def __init__(
         self,
-        module: ModuleType,
+        module: ModuleType | Invariant,
         params: Any,
         slots: int,
         *,

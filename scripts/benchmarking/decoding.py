@@ -53,6 +53,7 @@ class Settings:
       repeats: how often that is timed. The median counts.
       processor_time: whether the processor time of this process counts, and not the clock.
       layers: as the model takes it, while it decodes.
+      invariant: how many rows `models.Invariant` takes at once, or None for the model without it.
       prefill: the length of a prompt whose reading is timed as well, or 0.
       peak: operations that the device could do in a second.
       profile: whether the kernels of a token are measured.
@@ -65,10 +66,15 @@ class Settings:
     repeats: int = 5
     processor_time: bool = False
     layers: str | None = None
+    invariant: int | None = None
     prefill: int = 0
     peak: float = 989e12
     profile: bool = False
     traces: Path | None = None
+
+    @property
+    def model(self) -> Any:
+        return rwkv7 if self.invariant is None else models.Invariant(rwkv7, self.invariant)
 
     @property
     def clock(self) -> Callable[[], float]:
@@ -137,16 +143,17 @@ def decode(
     state: rwkv7.State,
     tokens: Array,
     *,
+    model: Any,
     dtype: str,
     layers: str | None,
     length: int,
 ) -> tuple[rwkv7.State, Array]:
     """The state and the token of each row after `length` tokens, each of which is the most probable
-    one."""
+    one. `model` is the module of the model, or a `models.Invariant` of it."""
 
     def step(carry: tuple[rwkv7.State, Array], _: None) -> tuple[tuple[rwkv7.State, Array], None]:
         state, tokens = carry
-        logits, state = rwkv7.apply(params, tokens, state, dtype=dtype, layers=layers)
+        logits, state = model.apply(params, tokens, state, dtype=dtype, layers=layers)
         return (state, first_largest(logits)), None
 
     return lax.scan(step, (state, tokens), length=length)[0]
@@ -160,6 +167,7 @@ def measure(row: Row, settings: Settings) -> list[Figures]:
     moved = bytes_of_token(params, state, row.batch, row.zeros)
     about = {**row._asdict(), "device": jax.devices()[0].device_kind, "jax": jax.__version__}
     options = {"dtype": settings.dtype, "layers": settings.layers, "length": settings.tokens}
+    options["model"] = settings.model
     loop = functools.partial(decode, **options)
     compiled = jax.jit(loop, donate_argnums=1).lower(params, state, tokens).compile()
     copy = copy_gb_s(settings.clock)
@@ -200,7 +208,7 @@ def _prefill(params: rwkv7.Params, settings: Settings) -> Figures:
     length = settings.prefill
 
     def read(params: rwkv7.Params, tokens: Array) -> tuple[Array, rwkv7.State]:
-        features, state = rwkv7.features(params, tokens, dtype=settings.dtype)
+        features, state = settings.model.features(params, tokens, dtype=settings.dtype)
         return features[:, -1], state
 
     prompt = jax.random.randint(jax.random.key(0), (1, length), 0, settings.vocabulary)

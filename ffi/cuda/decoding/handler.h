@@ -103,13 +103,13 @@ class BlockReader {
     const std::string of_weight = name + (by_input ? ".by_input" : ".weight");
     matrix.weight = operands.Arg(of_weight, axes, Kind::kMatrix);
     const bool quantised = operands.weight_type() == ffi::S8;
-    operands.Require(first == nullptr || quantised == (first->scale != nullptr), of_weight,
-                     " is ", operands.weight_type(),
+    operands.Require(first == nullptr || quantised == (first->scale != nullptr), of_weight, " is ",
+                     operands.weight_type(),
                      quantised ? "; expected no S8 where att.receptance.weight is not"
                                : "; expected S8 as att.receptance.weight is");
     if (quantised)
-      matrix.scale =
-          static_cast<const float*>(operands.Arg(name + ".scale", axes.substr(by_input, 1), Kind::kFloat));
+      matrix.scale = static_cast<const float*>(
+          operands.Arg(name + ".scale", axes.substr(by_input, 1), Kind::kFloat));
   }
 
   LayerNorm Norm(const std::string& name) {

@@ -151,8 +151,8 @@ __global__ __launch_bounds__(kProductThreads, kProductBlocks) void ReadKernel(
 
 // The same for one row and a matrix [inputs, outputs].
 template <typename T, typename W, int kLanes>
-__global__ __launch_bounds__(kSparseThreads, 2) void ReadByInputKernel(
-    const __grid_constant__ ReadArguments own) {
+__global__ __launch_bounds__(kSparseThreads,
+                             2) void ReadByInputKernel(const __grid_constant__ ReadArguments own) {
   using P = SparseProduct<T, W, kLanes>;
   RWKV_JAX_DYNAMIC_SHARED(16, shared);
   LetNextKernelStart();

@@ -309,9 +309,8 @@ class _FusedBlock:
         if self.quantised and sizes["B"] > MAX_QUANTISED_ROWS:
             return f"B = {sizes['B']}; the kernels take {MAX_QUANTISED_ROWS} row with int8 weights"
         if self.by_input and sizes["B"] > MAX_ROWS_BY_INPUT:
-            return (
-                f"B = {sizes['B']}; the kernels take {MAX_ROWS_BY_INPUT} row with ffn.value by input"
-            )
+            own = f"{MAX_ROWS_BY_INPUT} row with ffn.value by input"
+            return f"B = {sizes['B']}; the kernels take {own}"
         if sizes["K"] != HEAD_SIZE:
             return f"K = {sizes['K']}; the kernels take heads of {HEAD_SIZE} channels"
         if sizes["F"] % HEAD_SIZE:

@@ -1,0 +1,185 @@
+"""A model whose results for a sequence have the same bits in any batch and in any pieces."""
+
+import dataclasses
+import math
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.tree_util import KeyPath
+from jax.typing import DTypeLike
+from jaxtyping import Float, Float32, Int
+
+from rwkv_jax.models import _linear
+from rwkv_jax.models._stacking import is_stacked
+from rwkv_jax.models._token_shift import check_segment_ids
+
+
+@dataclasses.dataclass(frozen=True)
+class Invariant:
+    """A model of any generation, whose logits and states for a sequence have the same bits at any
+    batch size, at any place in the batch, and however calls cut the sequence into pieces.
+
+    How a product of matrices or a sum rounds depends on the shapes of its operands, and those of a
+    sequence on its neighbours and on its length. Here all results come from one loop over tokens,
+    whose body takes one token of each of `rows` rows, whatever the call: larger batches are taken
+    in groups of that size, and smaller ones filled up. The body has the same shapes in every
+    program, and the number of its iterations is unknown to the compiler. So the results have the
+    same bits as long as the compiler makes the same code of the same body, and as long as a row of
+    a product has the same bits at every place. Other `rows` round in another way.
+
+    The price is that of a step of decoding for every token of a prompt, and of `rows` rows for the
+    smallest batch. There are no derivatives in reverse mode.
+
+    `rwkv_jax.generation` and `rwkv_jax.serving` take it in place of a module.
+
+    Attributes:
+      module: `rwkv_jax.models.rwkv7`, `rwkv6`, `rwkv5` or `rwkv4`.
+      rows: how many rows are computed at once.
+
+    Raises:
+      TypeError: `rows` is no integer.
+      ValueError: `rows` is less than 1.
+    """
+
+    module: ModuleType
+    rows: int = 8
+
+    def __post_init__(self) -> None:
+        accepted = "accepted is an integer from 1 on"
+        if not isinstance(self.rows, int):
+            raise TypeError(f"Invariant: rows is {self.rows!r}; {accepted}")
+        if self.rows < 1:
+            raise ValueError(f"Invariant: rows is {self.rows}; {accepted}")
+
+    def initial_state(self, params: Any, batch: int, dtype: DTypeLike = jnp.float32) -> Any:
+        """That of the module."""
+        return self.module.initial_state(params, batch, dtype)
+
+    def features(
+        self,
+        params: Any,
+        tokens: Int[Array, " B *T"],
+        state: Any = None,
+        *,
+        segment_ids: Int[Array, " B *T"] | None = None,
+        dtype: DTypeLike = jnp.float32,
+        **options: Any,
+    ) -> tuple[Float[Array, "B *T C"], Any]:
+        """As `features` of the module, with its arguments and errors."""
+        check_segment_ids("Invariant", segment_ids, tokens.shape)
+        tokens = jnp.asarray(tokens)
+        batch = tokens.shape[0]
+        if state is None:
+            state = self.initial_state(params, batch, dtype)
+        ids = jnp.ones_like(tokens) if segment_ids is None else jnp.asarray(segment_ids)
+        one = tokens.ndim == 1
+        if one:
+            tokens, ids = tokens[:, None], ids[:, None]
+        count, width = tokens.shape[1], params.head.weight.shape[-1]
+        if tokens.size == 0:
+            shape = (batch, width) if one else (batch, count, width)
+            return jnp.zeros(shape, dtype), state
+        groups = -(-batch // self.rows)
+        tokens, ids = (self._groups(x, groups) for x in (tokens, ids))
+        nothing = self.initial_state(params, self.rows, dtype)
+        state = jax.tree.map(lambda x, like: x.astype(like.dtype), state, nothing)
+        state = jax.tree_util.tree_map_with_path(
+            lambda p, x: self._filled(x, groups, _rows(p)), state
+        )
+        all_groups, all_tokens = _unknown(groups, count)
+
+        def group(g: Array, carry: tuple[Any, Array]) -> tuple[Any, Array]:
+            states, found = carry
+            tokens_here, ids_here = tokens[g], ids[g]
+
+            def token(t: Array, carry: tuple[Any, Array, Array]) -> tuple[Any, Array, Array]:
+                state, last, found = carry
+                id = lax.dynamic_index_in_dim(ids_here, t, 1, keepdims=False)
+                # Also where no document can start, since all programs are to have the same body.
+                starts = (id != 0) & (last != 0) & (id != last)
+                state = _chosen(starts, nothing, state)
+                x, state = self.module.features(
+                    *(params, lax.dynamic_index_in_dim(tokens_here, t, 1, keepdims=False), state),
+                    segment_ids=id,
+                    dtype=dtype,
+                    **options,
+                )
+                return state, jnp.where(id != 0, id, last), found.at[:, t].set(x)
+
+            own = jax.tree_util.tree_map_with_path(
+                lambda p, x: lax.dynamic_slice_in_dim(x, g * self.rows, self.rows, _rows(p)), states
+            )
+            here = jnp.zeros((self.rows, count, width), dtype)
+            last = jnp.zeros_like(ids_here, shape=self.rows)
+            own, _, here = lax.fori_loop(0, all_tokens, token, (own, last, here))
+            states = jax.tree_util.tree_map_with_path(
+                lambda p, x, new: lax.dynamic_update_slice_in_dim(x, new, g * self.rows, _rows(p)),
+                *(states, own),
+            )
+            return states, found.at[g].set(here)
+
+        found = jnp.zeros((len(tokens), self.rows, count, width), dtype)
+        state, found = lax.fori_loop(0, all_groups, group, (state, found))
+        state = jax.tree_util.tree_map_with_path(
+            lambda p, x: lax.slice_in_dim(x, 0, batch, axis=_rows(p)), state
+        )
+        found = found.reshape(len(found) * self.rows, count, width)[:batch]
+        return found[:, 0] if one else found, state
+
+    def logits(self, params: Any, features: Float[Array, "*shape C"]) -> Float32[Array, "*shape V"]:
+        """What the head makes of features, in groups of as many rows."""
+        shape, width = features.shape[:-1], features.shape[-1]
+        flat = features.reshape(math.prod(shape), width)
+        vocabulary = len(params.head.weight)
+        if len(flat) == 0:
+            return jnp.zeros((*shape, vocabulary), jnp.float32)
+        groups = -(-len(flat) // self.rows)
+        x = self._groups(flat, groups)
+        found = jnp.zeros((groups, self.rows, vocabulary), jnp.float32)
+
+        def group(g: Array, found: Array) -> Array:
+            return found.at[g].set(_linear.logits(params.head, x[g]))
+
+        found = lax.fori_loop(0, _unknown(groups)[0], group, found)
+        found = found.reshape(groups * self.rows, vocabulary)[: len(flat)]
+        return found.reshape(*shape, vocabulary)
+
+    def apply(
+        self, params: Any, tokens: Int[Array, " B *T"], state: Any = None, **options: Any
+    ) -> tuple[Float32[Array, "B *T V"], Any]:
+        """As `apply` of the module, with its arguments and errors."""
+        x, state = self.features(params, tokens, state, **options)
+        return self.logits(params, x), state
+
+    def _groups(self, x: Array, groups: int) -> Array:
+        """[B, ...] as [groups, rows, ...], with zeros behind."""
+        return self._filled(x, groups, 0).reshape(groups, self.rows, *x.shape[1:])
+
+    def _filled(self, x: Array, groups: int, axis: int) -> Array:
+        missing = [(0, 0)] * x.ndim
+        missing[axis] = 0, groups * self.rows - x.shape[axis]
+        return jnp.pad(x, missing)
+
+
+def _unknown(*numbers: int) -> tuple[Array, ...]:
+    """Numbers that the compiler does not know, so that it takes no loop apart because of them."""
+    return lax.optimization_barrier(tuple(map(jnp.int32, numbers)))
+
+
+def _rows(path: KeyPath) -> int:
+    """The axis of rows of an array of a state."""
+    return 1 if is_stacked(path) else 0
+
+
+def _chosen(rows: Array, x: Any, y: Any) -> Any:
+    """The arrays of one state in some rows, and of another one in all others."""
+
+    def chosen(path: KeyPath, x: Array, y: Array) -> Array:
+        shape = [1] * x.ndim
+        shape[_rows(path)] = len(rows)
+        return jnp.where(rows.reshape(shape), x, y)
+
+    return jax.tree_util.tree_map_with_path(chosen, x, y)
