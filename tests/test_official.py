@@ -1,5 +1,7 @@
 """`rwkv_jax.models` against the official models: the `rwkv` package reads the same files."""
 
+import functools
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rwkv_jax import models
+from rwkv_jax import layers, losses, models
 from rwkv_jax.wkv4 import Wkv4State
 from support import checkpoints, official
 from support.tolerance import EXACT_FLOAT32, assert_trees_close
@@ -58,3 +60,60 @@ def test_logits_and_states(tmp_path: Path, version: str) -> None:
 
     logits, state = run(found.params, start)
     assert_trees_close((logits, sums(state)), (right.logits, sums(right.state)), EXACT_FLOAT32)
+
+
+def test_formulas_of_the_training_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stands in for the kernels of RWKV-LM's training code in float32 computes what
+    `rwkv_jax.layers` and `rwkv_jax.losses` compute. `wkv7` needs a GPU."""
+    torch = importlib.import_module("torch")
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "scripts")
+    formulas = importlib.import_module("benchmarking.official_float32").functions(Path(), 8)
+    rng = np.random.default_rng(0)
+
+    def random(*shape: int) -> np.ndarray:
+        return rng.standard_normal(shape).astype(np.float32)
+
+    def heads(x: np.ndarray) -> jax.Array:
+        return jnp.asarray(x.reshape(*x.shape[:-1], -1, 8))
+
+    def run(name: str, *operands: np.ndarray) -> Any:
+        found = formulas[name](*map(torch.from_numpy, operands))
+        return jax.tree.map(lambda x: x.numpy(), found)
+
+    def close(found: Any, expected: Any) -> None:
+        expected = jax.tree.map(lambda x, y: x.reshape(y.shape), expected, found)
+        assert_trees_close(found, expected)
+
+    x, r, v, first, rate, gate = (random(2, 5, 16) for _ in range(6))
+    a, b, c, d = (random(16) for _ in range(4))
+    before = np.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1]
+    shares = [x + (before - x) * share for share in (a, b, c)]
+    close(run("tmix_mix6_bf16_v5", x, a, b, c), tuple(shares))
+    value = layers.value_residual(*map(heads, (v, rate, first, a)))[0]
+    close(run("tmix_vres_gate_bf16_v3", v, first, a, rate), value)
+
+    given = (*map(heads, (x, rate, r)), *(heads(p) for p in (a, b, c, d)))
+    k, unit, scaled, bonus, _ = layers.wkv7_keys(*given)
+    alpha = run("tmix_a_gate_bf16", c, rate)
+    close(run("tmix_kk_pre_bf16_v5", x, a, alpha, b), (k, unit, scaled))
+    out = layers.read_out(heads(first), bonus, heads(v), heads(gate), heads(a), heads(b))
+    found = formulas["tmix_lnx_rkvres_xg_bf16_v1"](
+        *map(torch.from_numpy, (first, r, np.array(k).reshape(x.shape), v)),
+        *map(torch.from_numpy, (d.reshape(2, 8), a, b, gate)),
+    )
+    close(found.numpy(), out)
+
+    key, matrix = random(64, 16), random(16, 64)
+    mixed = jnp.asarray(x + (before - x) * a)
+    found = formulas["_CmixLayerV2Fn"].apply(*map(torch.from_numpy, (x, a, key, matrix)))
+    close(found.numpy(), layers.feed_forward(mixed, jnp.asarray(key), jnp.asarray(matrix)))
+
+    targets, head = rng.integers(0, 64, (2, 5)), jnp.asarray(key)
+    of_features = functools.partial(losses.cross_entropy, l2_wrap=1e-4)
+    loss, gradient = jax.value_and_grad(of_features)(jnp.asarray(x), head, jnp.asarray(targets))
+    features = torch.from_numpy(x).requires_grad_()
+    found = formulas["l2wrap_cross_entropy"](
+        features @ torch.from_numpy(key).T, torch.from_numpy(targets)
+    )
+    found.backward()
+    close((found.detach().numpy(), features.grad.numpy()), (loss, gradient))
