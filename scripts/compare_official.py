@@ -149,7 +149,8 @@ def train(
     step = jax.jit(training_step(optimizer, model, L2_WRAP, rounding), donate_argnums=0)
     state = jax.jit(functools.partial(initial_state, optimizer, model))(params)
     found = []
-    with jax.default_matmul_precision("highest"):  # else a GPU multiplies float32 in TF32
+    # A GPU would multiply float32 in TF32.
+    with jax.default_matmul_precision("highest" if dtype == "float32" else None):
         for tokens in batches(args):
             state, loss = step(state, tokens)
             found.append(loss)

@@ -98,6 +98,15 @@ def choice(op: str, name: str, value: Any, accepted: Iterable[str]) -> str:
     return value
 
 
+def number(what: str, name: str, given: Any, least: int, most: int | None = None) -> None:
+    """Raise an error that begins with `what` unless `given` is an integer between two others."""
+    accepted = f"an integer from {least} " + ("on" if most is None else f"to {most}")
+    if not isinstance(given, int | np.integer):
+        raise TypeError(f"{what}: {name} is {given!r}; accepted is {accepted}")
+    if given < least or (most is not None and given > most):
+        raise ValueError(f"{what}: {name} is {given}; accepted is {accepted}")
+
+
 def precision_of(op: str, value: Any) -> lax.Precision:
     try:
         return lax.Precision.DEFAULT if value is None else lax.Precision(value)

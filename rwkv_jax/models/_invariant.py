@@ -12,8 +12,9 @@ from jax.tree_util import KeyPath
 from jax.typing import DTypeLike
 from jaxtyping import Float, Float32, Int
 
+from rwkv_jax._operator import check
 from rwkv_jax.models import _linear
-from rwkv_jax.models._stacking import is_stacked
+from rwkv_jax.models._stacking import block_axes
 from rwkv_jax.models._token_shift import check_segment_ids
 
 
@@ -48,11 +49,7 @@ class Invariant:
     rows: int = 8
 
     def __post_init__(self) -> None:
-        accepted = "accepted is an integer from 1 on"
-        if not isinstance(self.rows, int):
-            raise TypeError(f"Invariant: rows is {self.rows!r}; {accepted}")
-        if self.rows < 1:
-            raise ValueError(f"Invariant: rows is {self.rows}; {accepted}")
+        check.number("Invariant", "rows", self.rows, 1)
 
     def initial_state(self, params: Any, batch: int, dtype: DTypeLike = jnp.float32) -> Any:
         """That of the module."""
@@ -87,7 +84,7 @@ class Invariant:
         nothing = self.initial_state(params, self.rows, dtype)
         state = jax.tree.map(lambda x, like: x.astype(like.dtype), state, nothing)
         state = jax.tree_util.tree_map_with_path(
-            lambda p, x: self._filled(x, groups, _rows(p)), state
+            lambda p, x: self._filled(x, groups, block_axes(p)), state
         )
         all_groups, all_tokens = _unknown(groups, count)
 
@@ -110,13 +107,16 @@ class Invariant:
                 return state, jnp.where(id != 0, id, last), found.at[:, t].set(x)
 
             own = jax.tree_util.tree_map_with_path(
-                lambda p, x: lax.dynamic_slice_in_dim(x, g * self.rows, self.rows, _rows(p)), states
+                lambda p, x: lax.dynamic_slice_in_dim(x, g * self.rows, self.rows, block_axes(p)),
+                states,
             )
             here = jnp.zeros((self.rows, count, width), dtype)
             last = jnp.zeros_like(ids_here, shape=self.rows)
             own, _, here = lax.fori_loop(0, all_tokens, token, (own, last, here))
             states = jax.tree_util.tree_map_with_path(
-                lambda p, x, new: lax.dynamic_update_slice_in_dim(x, new, g * self.rows, _rows(p)),
+                lambda p, x, new: lax.dynamic_update_slice_in_dim(
+                    x, new, g * self.rows, block_axes(p)
+                ),
                 *(states, own),
             )
             return states, found.at[g].set(here)
@@ -124,7 +124,7 @@ class Invariant:
         found = jnp.zeros((len(tokens), self.rows, count, width), dtype)
         state, found = lax.fori_loop(0, all_groups, group, (state, found))
         state = jax.tree_util.tree_map_with_path(
-            lambda p, x: lax.slice_in_dim(x, 0, batch, axis=_rows(p)), state
+            lambda p, x: lax.slice_in_dim(x, 0, batch, axis=block_axes(p)), state
         )
         found = found.reshape(len(found) * self.rows, count, width)[:batch]
         return found[:, 0] if one else found, state
@@ -169,17 +169,12 @@ def _unknown(*numbers: int) -> tuple[Array, ...]:
     return lax.optimization_barrier(tuple(map(jnp.int32, numbers)))
 
 
-def _rows(path: KeyPath) -> int:
-    """The axis of rows of an array of a state."""
-    return 1 if is_stacked(path) else 0
-
-
 def _chosen(rows: Array, x: Any, y: Any) -> Any:
     """The arrays of one state in some rows, and of another one in all others."""
 
     def chosen(path: KeyPath, x: Array, y: Array) -> Array:
         shape = [1] * x.ndim
-        shape[_rows(path)] = len(rows)
+        shape[block_axes(path)] = len(rows)
         return jnp.where(rows.reshape(shape), x, y)
 
     return jax.tree_util.tree_map_with_path(chosen, x, y)

@@ -58,7 +58,7 @@ def shardings(
     def sharding(path: KeyPath, x: Array | jax.ShapeDtypeStruct) -> NamedSharding:
         name = _parameters.name(path)
         axes = next((axes for endings, axes in rules if name.endswith(endings)), ())
-        blocks = 1 if _stacking.is_stacked(path) else 0
+        blocks = _stacking.block_axes(path)
         whole_heads = ".att." not in name or heads % devices["model"] == 0
         spec = (
             along[axis] if size % devices[axis] == 0 and (axis == "data" or whole_heads) else None

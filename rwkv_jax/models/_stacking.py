@@ -40,3 +40,9 @@ def unstack(blocks: tuple[Any, ...]) -> tuple[Any, ...]:
 def is_stacked(path: KeyPath) -> bool:
     """Whether the array at `path` has a leading axis of blocks."""
     return GetAttrKey("rest") in path
+
+
+def block_axes(path: KeyPath) -> int:
+    """How many axes of blocks the array at `path` has before its own, 0 or 1. In a state its own
+    begin with that of rows."""
+    return 1 if is_stacked(path) else 0

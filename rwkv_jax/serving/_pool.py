@@ -89,10 +89,10 @@ class Pool:
         dtype: DTypeLike = jnp.float32,
         implementation: str | None = None,
     ):
-        _check_number("Pool", "slots", slots, 1)
-        _check_number("Pool", "readers", readers, 1, slots)
-        _check_number("Pool", "steps", steps, 1, MOST_STEPS)
-        _check_number("Pool", "cache_bytes", cache_bytes, 0)
+        check.number("Pool", "slots", slots, 1)
+        check.number("Pool", "readers", readers, 1, slots)
+        check.number("Pool", "steps", steps, 1, MOST_STEPS)
+        check.number("Pool", "cache_bytes", cache_bytes, 0)
         if not pieces or min(pieces) < 1:
             raise ValueError(f"Pool: pieces is {pieces!r}; accepted are lengths of at least 1")
         for argument, axes in {"data": data, "model": model}.items():
@@ -149,7 +149,7 @@ class Pool:
                 f"submit: prompt has the token {tokens.max()}; accepted are tokens below "
                 f"{self._vocabulary}"
             )
-        _check_number("submit", "length", length, 1, 2**31 - 1)
+        check.number("submit", "length", length, 1, 2**31 - 1)
         if not isinstance(sampling, Sampling | None):
             raise TypeError(f"submit: sampling is {sampling!r}; accepted is a Sampling or None")
         if stops := check_stop("submit", stop):
@@ -288,12 +288,3 @@ def _initial(model: Model, params: Any, state: Any) -> Any:
             + "\n  ".join(wrong)
         )
     return state
-
-
-def _check_number(what: str, name: str, given: Any, least: int, most: int | None = None) -> None:
-    """Raise an error that begins with `what` unless `given` is an integer between two others."""
-    accepted = f"an integer from {least} " + ("on" if most is None else f"to {most}")
-    if not isinstance(given, int | np.integer):
-        raise TypeError(f"{what}: {name} is {given!r}; accepted is {accepted}")
-    if given < least or (most is not None and given > most):
-        raise ValueError(f"{what}: {name} is {given}; accepted is {accepted}")

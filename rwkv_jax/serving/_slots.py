@@ -23,7 +23,7 @@ from rwkv_jax.generation._decoding import Controls
 from rwkv_jax.generation._session import Model, Session, started
 from rwkv_jax.models import _parameters
 from rwkv_jax.models._placement import MeshAxes
-from rwkv_jax.models._stacking import is_stacked
+from rwkv_jax.models._stacking import block_axes
 
 Number: TypeAlias = Int32[Array, ""] | np.int32
 Numbers: TypeAlias = Int32[Operand, " B"]
@@ -47,7 +47,7 @@ class Placement(NamedTuple):
         devices = devices_along(self.mesh, self.model)
 
         def sharding(path: KeyPath, x: Array | jax.ShapeDtypeStruct) -> NamedSharding:
-            spec = [None] * _blocks(path) + [self.data]
+            spec = [None] * block_axes(path) + [self.data]
             whole = _parameters.name(path).endswith(_WHOLE)
             if not whole and x.ndim > len(spec) and x.shape[len(spec)] % devices == 0:
                 spec.append(self.model)
@@ -157,20 +157,15 @@ def devices_along(mesh: Mesh, axes: MeshAxes) -> int:
     return math.prod(mesh.shape[name] for name in axis_names(axes))
 
 
-def _blocks(path: KeyPath) -> int:
-    """The number of axes before that of rows."""
-    return 1 if is_stacked(path) else 0
-
-
 def _at(rows: Array | np.ndarray, path: KeyPath, x: Array) -> Array:
-    return jnp.take(x, rows, axis=_blocks(path), mode="clip")
+    return jnp.take(x, rows, axis=block_axes(path), mode="clip")
 
 
 def _put(tree: Tree, new: Tree, rows: Array | np.ndarray) -> Tree:
     """The tree with other rows, in place where it is donated."""
 
     def put(path: KeyPath, x: Array, new: Array) -> Array:
-        if _blocks(path):
+        if block_axes(path):
             return x.at[:, rows].set(new, mode="drop")
         return x.at[rows].set(new, mode="drop")
 

@@ -185,7 +185,7 @@ def without_kernels() -> tuple[ModuleType, list[dict[str, Any]]]:
 
 
 def load(path: Path, options: Mapping[str, str], context: int) -> Checkout:
-    """Its modules, with all kernels compiled.
+    """Its modules, with all kernels for bfloat16 compiled if that is the dtype.
 
     Raises:
       FileNotFoundError: there is no such code at `path`.

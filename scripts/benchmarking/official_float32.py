@@ -5,6 +5,7 @@ definitions of RWKV-7 (arXiv:2503.14456, section 4). `wkv7` alone has a kernel, 
 code for float32.
 """
 
+import functools
 import importlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -80,21 +81,19 @@ def functions(folder: Path, head_size: int, l2_wrap: float = 1e-4) -> dict[str, 
 
 def _operator(folder: Path, head_size: int) -> Callable[..., Any]:
     """`wkv7` of [B, T, H, K], with T a multiple of `CHUNK`, by the official kernel for float32."""
-    torch = importlib.import_module("torch")
-    built: list[Any] = []
+    torch: Any = importlib.import_module("torch")
 
+    @functools.cache
     def kernels() -> Any:
-        if not built:
-            cpp_extension = importlib.import_module("torch.utils.cpp_extension")
-            sources = [str(folder / "cuda" / x) for x in ("wkv7_cuda_fp32.cu", "wkv7_op_fp32.cpp")]
-            flags = [f"-D_C_={head_size}", f"-D_CHUNK_LEN_={CHUNK}", "-O3"]
-            cpp_extension.load(
-                "wind_backstepping", sources, extra_cuda_cflags=flags, is_python_module=False
-            )
-            built.append(torch.ops.wind_backstepping)
-        return built[0]
+        cpp_extension = importlib.import_module("torch.utils.cpp_extension")
+        sources = [str(folder / "cuda" / x) for x in ("wkv7_cuda_fp32.cu", "wkv7_op_fp32.cpp")]
+        flags = [f"-D_C_={head_size}", f"-D_CHUNK_LEN_={CHUNK}", "-O3"]
+        cpp_extension.load(
+            "wind_backstepping", sources, extra_cuda_cflags=flags, is_python_module=False
+        )
+        return torch.ops.wind_backstepping
 
-    class Operator(torch.autograd.Function):  # type: ignore[misc, name-defined]
+    class Operator(torch.autograd.Function):
         @staticmethod
         def forward(context: Any, *operands: Any) -> Any:
             rows, tokens, heads, size = operands[0].shape
@@ -111,7 +110,7 @@ def _operator(folder: Path, head_size: int) -> Callable[..., Any]:
             kernels().backward(*operands, dy.contiguous(), states, saved, *gradients)
             return gradients
 
-    return lambda *operands: Operator.apply(*operands)
+    return Operator.apply
 
 
 def put_in(module: Any, replacements: Mapping[str, Any]) -> None:

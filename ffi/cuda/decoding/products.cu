@@ -223,7 +223,8 @@ cudaError_t Read(cudaStream_t stream, const Rwkv7BlockCall& call, const Device& 
 // Four lanes for an input read enough neighbouring bytes for the memory; two give blocks to more
 // multiprocessors.
 cudaError_t ReadByInput(cudaStream_t stream, const Rwkv7BlockCall& call, const Device& device,
-                        const ReadArguments& own) {
+                        ReadArguments own) {
+  own.width = static_cast<int>(call.width);
   return ForTypesAndRows(call, [&](auto zero, auto weight, auto) {
     using T = decltype(zero);
     using W = decltype(weight);
@@ -287,9 +288,8 @@ cudaError_t ReadChannels(cudaStream_t stream, const Rwkv7BlockCall& call, const 
   own.normalised = call.scratch + scratch.normalised, own.before = call.channel_before;
   own.after = call.channel_after, own.segment_ids = call.segment_ids;
   own.inputs_width = static_cast<int>(call.hidden);
-  if (!call.value_by_input) return Read(stream, call, device, own);
-  own.rows = static_cast<int>(call.rows), own.width = static_cast<int>(call.width);
-  return ReadByInput(stream, call, device, own);
+  return call.value_by_input ? ReadByInput(stream, call, device, own)
+                             : Read(stream, call, device, own);
 }
 
 }  // namespace rwkv_jax::cuda

@@ -309,8 +309,10 @@ class _FusedBlock:
         if self.quantised and sizes["B"] > MAX_QUANTISED_ROWS:
             return f"B = {sizes['B']}; the kernels take {MAX_QUANTISED_ROWS} row with int8 weights"
         if self.by_input and sizes["B"] > MAX_ROWS_BY_INPUT:
-            own = f"{MAX_ROWS_BY_INPUT} row with ffn.value by input"
-            return f"B = {sizes['B']}; the kernels take {own}"
+            return (
+                f"B = {sizes['B']}; the kernels take {MAX_ROWS_BY_INPUT} row with ffn.value by "
+                "input"
+            )
         if sizes["K"] != HEAD_SIZE:
             return f"K = {sizes['K']}; the kernels take heads of {HEAD_SIZE} channels"
         if sizes["F"] % HEAD_SIZE:
@@ -332,10 +334,9 @@ class _FusedBlock:
         """The dtypes of the operands that do not have that of the activations."""
         others = {"att.wkv": "float32", "segment_ids": "int32"}
         for name in self.inputs if self.quantised else ():
-            if name.removesuffix(".weight").removesuffix(".by_input") in _MATRICES:
-                others[name] = "int8"
-            elif name.endswith(".scale"):
-                others[name] = "float32"
+            matrix, _, part = name.rpartition(".")
+            if matrix in _MATRICES:
+                others[name] = "float32" if part == "scale" else "int8"
         return others
 
     def _sizes(self, inputs: Mapping[str, Any]) -> dict[str, int]:
