@@ -6,10 +6,14 @@
 //   v = v + (first - v) sigmoid(v0 + hidden_v v2)          but in the first layer
 //   the keys (layers/wkv7_keys.cu), wkv7 (wkv7/token.cuh), and what is read out (layers/read_out.cu)
 //
-// Before the kernels before it have ended, a block fetches the state into registers, and the parameters of
-// its head and, for one row, the second matrices of the low-rank maps into shared memory. Then all threads
-// multiply with these matrices, unless the matrix units have done so before, four warps prepare the
-// vectors of the token, all threads take the step, and one warp reads out.
+// Before the kernels before it have ended, a block copies the state, the parameters of its head and, for one
+// row, the second matrices of the low-rank maps into shared memory. Then all threads multiply with these
+// matrices, unless the matrix units have done so before, four warps prepare the vectors of the token, all
+// threads take the step, and one warp reads out.
+//
+// A block with matrices must not run beside a product: the more of a multiprocessor's memory is shared
+// memory, the less is its L1, through which a product has its loads under way. So it asks for so much shared
+// memory that it waits for a free multiprocessor (kAloneBytes).
 #include <algorithm>
 
 #include "decoding/kernels.h"
@@ -30,8 +34,12 @@ constexpr int kHeadLanes = N / kHeadVector;
 // Groups of kHeadLanes threads, each of which has all channels of a head.
 constexpr int kGroups = kHeadThreads / kHeadLanes;
 
-// As few as the products of one row take (product.cuh), so that a block finds room beside them.
+// So many blocks share the registers of a multiprocessor, where the blocks of the next product find room, too.
 constexpr int kHeadBlocks = 4;
+
+// A little less than 132 KiB, which a multiprocessor of Hopper can have for shared memory: what is left is
+// too little for a product.
+constexpr int64_t kAloneBytes = 127 << 10;
 
 // The vectors of a token in shared memory, after those of `Vector`.
 enum HeadRow { kRawKey = kR + 1, kRawValue, kGate, kHeadRows };
@@ -56,6 +64,7 @@ struct HeadShared {
   float token[kHeadRows][N];
   float y[N];
   T parameters[kParameters][N];
+  float state[N * N];
 };
 
 // The second matrices of the low-rank maps, one after the other, in the columns of a head: the first
@@ -66,6 +75,9 @@ struct SecondMatrices {
   T* shared;
   int copied;
   int64_t channel;
+
+  // The inputs that a group of lanes loads before it multiplies with them.
+  static constexpr int kAtOnce = 4;
 
   // Calls fn(map, its rank, its first input of all, its matrix).
   template <typename Fn>
@@ -94,14 +106,25 @@ struct SecondMatrices {
     const int group = threadIdx.x / kHeadLanes, warp = threadIdx.x / 32;
     ForMaps([&](int map, int rank, int offset, const T* matrix) {
       HeadVector products = {};
-#pragma unroll 4
-      for (int i = group; i < rank; i += kGroups) {
-        const T* const from =
-            offset + i < copied ? shared + (offset + i) * N : matrix + i * call.width;
-        const auto weights = LoadPacked<kHeadVector, T>(from, OwnChannel());
-        const float x = hidden[offset + i];
+      const int there = rank < copied - offset ? rank : copied - offset;
+      for (int first = group; first < rank; first += kAtOnce * kGroups) {
+        Packed<T, kHeadVector> weights[kAtOnce];
 #pragma unroll
-        for (int c = 0; c < kHeadVector; ++c) products[c] = fmaf(weights[c], x, products[c]);
+        for (int j = 0; j < kAtOnce; ++j) {
+          const int i = first + j * kGroups;
+          if (i < there)
+            weights[j].Load(shared + (offset + i) * N + OwnChannel());
+          else if (i < rank)
+            weights[j].Load(matrix + i * call.width + OwnChannel());
+        }
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j) {
+          const int i = first + j * kGroups;
+          if (i >= rank) continue;
+          const float x = hidden[offset + i];
+#pragma unroll
+          for (int c = 0; c < kHeadVector; ++c) products[c] = fmaf(weights[j][c], x, products[c]);
+        }
       }
       constexpr int kLeft = kHeadVector / (32 / kHeadLanes);
       const int found = ReduceScatter<kHeadLanes, 32>(products, threadIdx.x % 32);
@@ -253,8 +276,7 @@ __global__ __launch_bounds__(kHeadThreads, kHeadBlocks) void HeadKernel(
   // state, a parameter, or the first layer's value.
   if constexpr (!kSummed) matrices.Copy();
   CopyParameters(call, channel, row, shared);
-  Fragment<Partition> s;
-  LoadState(partition, call.state + state, s);
+  CopyFloats(call.state + state, N * N, 0, shared.state);
   // Blocks that multiply fill the multiprocessors, and blocks that wait would take the room of others.
   const bool early = kSummed || call.rows == 1;
   if (early) LetNextKernelStart();
@@ -284,6 +306,8 @@ __global__ __launch_bounds__(kHeadThreads, kHeadBlocks) void HeadKernel(
 
   const TokenView<N, 1> token{shared.token[0], 0};
   float sa[Partition::kRows], y[Partition::kRows], columns[Partition::kCols];
+  Fragment<Partition> s;
+  LoadState(partition, shared.state, s);
   ReadFromState(partition, token, s, sa);
   UpdateState(partition, token, sa, s);
   LoadCols(partition, token.Row(kR), columns);
@@ -294,7 +318,7 @@ __global__ __launch_bounds__(kHeadThreads, kHeadBlocks) void HeadKernel(
   if (threadIdx.x < 32) ReadOut(shared, at, own.read);
   // A row without a token keeps its states.
   const bool idle = call.segment_ids[row] == 0;
-  if (idle) LoadState(partition, call.state + state, s);
+  if (idle) LoadState(partition, shared.state, s);
   StoreState(partition, call.state_after + state, s);
   if (!kSummed && threadIdx.x / 32 == 1 && partition.lane < kHeadLanes) {
     const int64_t from = at + partition.lane * kHeadVector;
@@ -326,8 +350,9 @@ cudaError_t StepHeads(cudaStream_t stream, const Rwkv7BlockCall& call, const Dev
     const int64_t fits = (device.shared_memory - bytes) / static_cast<int64_t>(N * sizeof(T));
     // Blocks of several rows would take each other's room in shared memory.
     own.copied = static_cast<int>(call.rows > 1 ? 0 : own.ranks < fits ? own.ranks : fits);
-    return LaunchEarly(HeadKernel<T, false>, blocks, kHeadThreads,
-                       bytes + own.copied * N * sizeof(T), stream, own);
+    int64_t wanted = bytes + own.copied * N * static_cast<int64_t>(sizeof(T));
+    if (call.rows == 1) wanted = std::max(wanted, std::min(kAloneBytes, device.shared_memory));
+    return LaunchEarly(HeadKernel<T, false>, blocks, kHeadThreads, wanted, stream, own);
   });
 }
 
