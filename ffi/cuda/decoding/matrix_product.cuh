@@ -183,33 +183,47 @@ __device__ bool AddUpBlocks(const MatrixProducts& own, const Step& step, int num
   };
 #pragma unroll
   for (int i = 0; i < kFragments; ++i) sums_of(blockIdx.x)[i * kGroupThreads] = Pack(sums[i]);
-  __threadfence();
+  // The fences of one thread stand for those of all: the barriers order their accesses before and after it.
   __syncthreads();
-  const bool arrives_last = threadIdx.x > 0 || atomicAdd(own.tickets + step.ticket, 1u) ==
-                                                   static_cast<uint32_t>(last - first);
+  bool arrives_last = true;
+  if (threadIdx.x == 0) {
+    __threadfence();
+    arrives_last = atomicAdd(own.tickets + step.ticket, 1u) == static_cast<uint32_t>(last - first);
+    __threadfence();
+  }
   if (!SynchronizeAll(0, kGroupThreads, arrives_last)) return false;
-  __threadfence();
+  ForEachElement<kFragments>([&](int fragment, int e) { sums[fragment][e] = 0.0f; });
+  // What several blocks have is loaded at once, since the kernel ends only behind these loads.
+  constexpr int kBlocksAtOnce = 4;
+#pragma unroll 1
+  for (int block = first; block <= last; block += kBlocksAtOnce) {
+    float4 more[kBlocksAtOnce][kFragments];
 #pragma unroll
-  for (int i = 0; i < kFragments; ++i) Unpack(__ldcg(sums_of(first) + i * kGroupThreads), sums[i]);
-#pragma unroll 4
-  for (int block = first + 1; block <= last; ++block)
+    for (int j = 0; j < kBlocksAtOnce; ++j)
 #pragma unroll
-    for (int i = 0; i < kFragments; ++i) {
-      const float4 more = __ldcg(sums_of(block) + i * kGroupThreads);
-      sums[i][0] += more.x, sums[i][1] += more.y, sums[i][2] += more.z, sums[i][3] += more.w;
-    }
+      for (int i = 0; i < kFragments; ++i)
+        more[j][i] = block + j <= last ? __ldcg(sums_of(block + j) + i * kGroupThreads) : float4{};
+#pragma unroll
+    for (int j = 0; j < kBlocksAtOnce; ++j)
+#pragma unroll
+      for (int i = 0; i < kFragments; ++i) {
+        sums[i][0] += more[j][i].x, sums[i][1] += more[j][i].y;
+        sums[i][2] += more[j][i].z, sums[i][3] += more[j][i].w;
+      }
+  }
   return true;
 }
 
+// `residual` is for Result::kAdded.
 template <typename T>
-__device__ void PutResult(const MatrixProduct& product, int64_t at, float sum) {
+__device__ void PutResult(const MatrixProduct& product, int64_t at, float sum, T residual) {
   switch (product.result) {
     case Result::kFloat: static_cast<float*>(product.y)[at] = sum; return;
     case Result::kRounded: break;
     case Result::kTanh: sum = tanhf(sum); break;
     case Result::kSigmoid: sum = Sigmoid(sum); break;
     case Result::kSquaredRelu: sum = sum > 0.0f ? sum * sum : 0.0f; break;
-    case Result::kAdded: sum += ToFloat(static_cast<const T*>(product.residual)[at]); break;
+    case Result::kAdded: sum += ToFloat(residual); break;
   }
   static_cast<T*>(product.y)[at] = FromFloat<T>(sum);
 }
@@ -257,15 +271,25 @@ __global__ __launch_bounds__(kGroupThreads, kMatrixBlocks) void MatrixProductKer
     const MatrixProduct& product = own.of[step.product];
     AddStep<T>(stage(i), product.by_input, sums);
     if (step.at + 1 < product.StepsOfGroup() && i + 1 < count) continue;
-    if (AddUpBlocks(own, step, begin + i, sums)) {
+    // Calls fn(fragment, element, where its result is) for the elements that there are.
+    const auto for_results = [&](auto&& fn) {
       const int first = step.group * kGroupOutputs + 16 * Warp() + Lane() / 4;
       ForEachElement<kFragments>([&](int fragment, int e) {
         const int output = first + e / 2 * 8;
         const int row = fragment * kFragmentRows + 2 * (Lane() % 4) + e % 2;
         if (output < product.outputs && row < own.rows)
-          PutResult<T>(product, int64_t{row} * product.stride + output, sums[fragment][e]);
+          fn(fragment, e, int64_t{row} * product.stride + output);
       });
-    }
+    };
+    T residual[kFragments][4];
+    if (product.result == Result::kAdded)
+      for_results([&](int fragment, int e, int64_t at) {
+        residual[fragment][e] = static_cast<const T*>(product.residual)[at];
+      });
+    if (AddUpBlocks(own, step, begin + i, sums))
+      for_results([&](int fragment, int e, int64_t at) {
+        PutResult<T>(product, at, sums[fragment][e], residual[fragment][e]);
+      });
     ForEachElement<kFragments>([&](int fragment, int e) { sums[fragment][e] = 0.0f; });
   }
 }
