@@ -30,7 +30,8 @@ struct ProjectArguments {
   Product maps[kLowRankMaps];   // with matrices [C, outputs]
   float* projected;             // [B, projected_width], or null, and then
   void* hidden;                 // [B, outputs] gets max(x, 0)^2
-  int rows, width, projected_width;
+  uint32_t* tickets;            // to be cleared for the next kernel, or null
+  int rows, width, projected_width, ticket_count;
   int matrices, blocks, rounds;  // blocks of each matrix
   int slice;
 };
@@ -99,6 +100,8 @@ __global__ __launch_bounds__(kProductThreads, kProductBlocks) void ProjectKernel
           own.projected[int64_t{row} * own.projected_width + product.offset + output] = sum;
         });
   }
+  if (blockIdx.x == 0)
+    for (int i = threadIdx.x; i < own.ticket_count; i += kProductThreads) own.tickets[i] = 0;
 }
 
 struct ReadArguments {
@@ -108,6 +111,8 @@ struct ReadArguments {
   const void *normalised, *before;  // one of them goes to `after`, unless that is null
   void* after;
   const int32_t* segment_ids;
+  float* shares;      // of a matrix by input: room for the sums of the shares of its inputs,
+  uint32_t* tickets;  // and a ticket for each group of outputs
   int rows, inputs_width, width, slice, rounds;
 };
 
@@ -153,22 +158,16 @@ __global__ __launch_bounds__(kProductThreads, kProductBlocks) void ReadKernel(
 template <typename T, typename W, int kLanes>
 __global__ __launch_bounds__(kSparseThreads,
                              2) void ReadByInputKernel(const __grid_constant__ ReadArguments own) {
-  using P = SparseProduct<T, W, kLanes>;
   RWKV_JAX_DYNAMIC_SHARED(16, shared);
   LetNextKernelStart();
   WaitForKernelsBefore();
-  float residual = 0.0f;
-  P::Multiply(
-      own.matrix, own.width, own.inputs_width, static_cast<const T*>(own.inputs),
-      blockIdx.x * P::kColumns, shared,
-      [&](int output) {
-        residual = ToFloat(static_cast<const T*>(own.residual)[output]);
-        if (own.after != nullptr)
-          static_cast<T*>(own.after)[output] =
-              static_cast<const T*>(own.segment_ids[0] == 0 ? own.before : own.normalised)[output];
-      },
-      [&](int output, float sum) {
+  SparseProduct<T, W, kLanes>::Multiply(
+      own.matrix, own.width, own.inputs_width, static_cast<const T*>(own.inputs), shared,
+      own.shares, own.tickets, [&](int output, float sum) {
+        const float residual = ToFloat(static_cast<const T*>(own.residual)[output]);
         static_cast<T*>(own.out)[output] = FromFloat<T>(residual + sum);
+        static_cast<T*>(own.after)[output] =
+            static_cast<const T*>(own.segment_ids[0] == 0 ? own.before : own.normalised)[output];
       });
 }
 
@@ -220,23 +219,25 @@ cudaError_t Read(cudaStream_t stream, const Rwkv7BlockCall& call, const Device& 
   });
 }
 
-// Four lanes for an input read enough neighbouring bytes for the memory; two give blocks to more
-// multiprocessors.
+// With half as many lanes an input has twice as many groups of columns.
 cudaError_t ReadByInput(cudaStream_t stream, const Rwkv7BlockCall& call, const Device& device,
                         ReadArguments own) {
   own.width = static_cast<int>(call.width);
   return ForTypesAndRows(call, [&](auto zero, auto weight, auto) {
     using T = decltype(zero);
     using W = decltype(weight);
-    const auto launch = [&](auto lanes) {
-      using P = SparseProduct<T, W, lanes()>;
-      return LaunchEarly(ReadByInputKernel<T, W, lanes()>,
-                         static_cast<unsigned>(P::Blocks(own.width)), kSparseThreads, P::kBytes,
-                         stream, own);
+    const auto blocks = [&](auto lanes) {
+      return dim3(static_cast<unsigned>(SparseProduct<T, W, lanes()>::Groups(own.width)),
+                  static_cast<unsigned>(kSharesOfInputs));
     };
-    if (4 * SparseProduct<T, W, 4>::Blocks(own.width) >= 3 * device.multiprocessors)
-      return launch(std::integral_constant<int, 4>());
-    return launch(std::integral_constant<int, 2>());
+    const auto launch = [&](auto lanes) {
+      return LaunchEarly(ReadByInputKernel<T, W, lanes()>, blocks(lanes), kSparseThreads,
+                         SparseProduct<T, W, lanes()>::kBytes, stream, own);
+    };
+    constexpr std::integral_constant<int, 32> whole;
+    constexpr std::integral_constant<int, 16> half;
+    const bool fills = 4 * blocks(whole).x * kSharesOfInputs >= 3 * device.multiprocessors;
+    return fills ? launch(whole) : launch(half);
   });
 }
 
@@ -276,7 +277,10 @@ cudaError_t ProjectChannels(cudaStream_t stream, const Rwkv7BlockCall& call, con
   own.weight = call.channel_norm.weight, own.bias = call.channel_norm.bias;
   own.products[0] = {call.channel_key, call.channel_mix, static_cast<int>(call.hidden), 0};
   own.matrices = 1;
-  own.hidden = call.scratch + BlockScratch(call).hidden;
+  const BlockScratch scratch(call);
+  own.hidden = call.scratch + scratch.hidden;
+  own.tickets = reinterpret_cast<uint32_t*>(call.scratch + scratch.tickets);
+  own.ticket_count = static_cast<int>(scratch.ticket_count);
   return Project(stream, call, device, own);
 }
 
@@ -288,6 +292,8 @@ cudaError_t ReadChannels(cudaStream_t stream, const Rwkv7BlockCall& call, const 
   own.normalised = call.scratch + scratch.normalised, own.before = call.channel_before;
   own.after = call.channel_after, own.segment_ids = call.segment_ids;
   own.inputs_width = static_cast<int>(call.hidden);
+  own.shares = call.scratch + scratch.sums;
+  own.tickets = reinterpret_cast<uint32_t*>(call.scratch + scratch.tickets);
   return call.value_by_input ? ReadByInput(stream, call, device, own)
                              : Read(stream, call, device, own);
 }

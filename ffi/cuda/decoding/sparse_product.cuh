@@ -1,9 +1,11 @@
 // The product of one row, of whose inputs many are zeros, with a matrix [inputs, outputs] of which only the
 // inputs that are not zero are read.
 //
-// A block has some columns of the matrix, and its warps share out the inputs. A warp lists those of its
-// inputs that are not zero, and takes so many of the list at once that enough loads are under way: kLanes
-// lanes load the columns of one input. Sums are float32, in an order that depends on nothing but the row.
+// Blocks have some columns of the matrix and a share of the inputs, which their warps share out again. A
+// warp lists those of its inputs that are not zero, and takes so many of the list at once that enough loads
+// are under way: kLanes lanes load the columns of one input, and the more bytes they load together, the
+// less often memory opens a page. The block of a group of columns that is done last adds up their sums.
+// Sums are float32, in an order that depends on nothing but the row.
 #pragma once
 
 #include "decoding/product.cuh"
@@ -26,19 +28,23 @@ struct SparseProduct {
     int inputs[kTaken + kSeen];
     float values[kTaken + kSeen];
   };
-  static constexpr int64_t kBytes = kSparseWarps * sizeof(List);
+  // Lists, and then sums, are in shared memory.
+  using Posted = float[kSparseWarps][kColumns];
+  static constexpr int64_t kBytes = sizeof(Posted) > kSparseWarps * sizeof(List)
+                                        ? sizeof(Posted)
+                                        : kSparseWarps * sizeof(List);
 
-  // How many blocks have the columns of a matrix.
-  static int64_t Blocks(int64_t outputs) { return (outputs + kColumns - 1) / kColumns; }
+  // How many groups the columns of a matrix make.
+  static int64_t Groups(int64_t outputs) { return (outputs + kColumns - 1) / kColumns; }
 
-  // Multiplies with the columns from `first` on. epilogue(output, sum) gets each result once, in threads
-  // that call begin(output) before the products.
-  template <typename Begin, typename Epilogue>
+  // Multiplies with the columns of group blockIdx.x and the inputs of share blockIdx.y. epilogue(output,
+  // sum) gets each result once. `shares` has room for the sums of all shares, and `tickets` a zero for
+  // each group.
+  template <typename Epilogue>
   __device__ static void Multiply(const Matrix& matrix, int outputs, int inputs, const T* row,
-                                  int first, unsigned char* shared, Begin&& begin,
+                                  unsigned char* shared, float* shares, uint32_t* tickets,
                                   Epilogue&& epilogue) {
-    __shared__ float posted[kSparseWarps][kColumns];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = blockIdx.x * kColumns;
     const int column = first + lane % kLanes * kVector;
     List& list = reinterpret_cast<List*>(shared)[warp];
     float sums[kVector] = {};
@@ -65,13 +71,13 @@ struct SparseProduct {
       return vector;
     };
 
-    if (threadIdx.x < kColumns && first + threadIdx.x < outputs) begin(first + threadIdx.x);
     int count = 0;
-    int input = warp * kSeen + lane * kWeightVector<T>;
+    const int step = gridDim.y * kSparseWarps * kSeen;
+    int input = (blockIdx.y * kSparseWarps + warp) * kSeen + lane * kWeightVector<T>;
     auto next = look(input);
-    for (; input - lane * kWeightVector<T> < inputs; input += kSparseWarps * kSeen) {
+    for (; input - lane * kWeightVector<T> < inputs; input += step) {
       const auto now = next;
-      next = look(input + kSparseWarps * kSeen);
+      next = look(input + step);
 #pragma unroll
       for (int c = 0; c < kWeightVector<T>; ++c) {
         const unsigned there = __ballot_sync(~0u, now[c] != 0.0f);
@@ -93,15 +99,29 @@ struct SparseProduct {
 
     constexpr int kOwn = kVector * kLanes > 32 ? kVector * kLanes / 32 : 1;
     const int own = ReduceScatter<kLanes, 32>(sums, lane);
+    Posted& posted = *reinterpret_cast<Posted*>(shared);
+    __syncthreads();
 #pragma unroll
     for (int i = 0; i < kOwn; ++i)
       if (own >= 0) posted[warp][lane % kLanes * kVector + own + i] = sums[i];
     __syncthreads();
     const int output = first + threadIdx.x;
-    if (threadIdx.x >= kColumns || output >= outputs) return;
+    const bool active = threadIdx.x < kColumns && output < outputs;
     float sum = 0.0f;
+    if (active) {
 #pragma unroll
-    for (int i = 0; i < kSparseWarps; ++i) sum += posted[i][threadIdx.x];
+      for (int i = 0; i < kSparseWarps; ++i) sum += posted[i][threadIdx.x];
+      shares[int64_t{blockIdx.y} * outputs + output] = sum;
+    }
+    __threadfence();
+    __syncthreads();
+    const bool arrives_last =
+        threadIdx.x > 0 || atomicAdd(tickets + blockIdx.x, 1u) == gridDim.y - 1;
+    if (!SynchronizeAll(0, kSparseThreads, arrives_last) || !active) return;
+    __threadfence();
+    sum = 0.0f;
+    for (int share = 0; share < static_cast<int>(gridDim.y); ++share)
+      sum += __ldcg(shares + int64_t{share} * outputs + output);
     epilogue(output, kQuantised<W> ? sum * matrix.scale[output] : sum);
   }
 };

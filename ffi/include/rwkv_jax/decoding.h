@@ -19,6 +19,10 @@ constexpr int64_t kRankMultiple = 8, kMaxRank = 1024;
 // multiples of kRowsOfSums rows.
 constexpr int64_t kTicketOutputs = 128, kRowsOfSums = 8, kMaxSumBlocks = 384;
 
+// One row of whose inputs many are zeros: so many blocks of threads share out the inputs of a group of
+// outputs, which has a ticket and at least kTicketOutputs / 4 outputs.
+constexpr int64_t kSharesOfInputs = 8;
+
 // Widths up to this one, those of hidden activations included, are indexed with 32 bits.
 constexpr int64_t kMaxBlockWidth = 1 << 20;
 
@@ -106,9 +110,11 @@ struct BlockScratch {
     read = Take(tokens), between = Take(tokens);
     hidden = Take(call.rows * call.hidden);
     const int64_t sum_rows = (call.rows + kRowsOfSums - 1) / kRowsOfSums * kRowsOfSums;
-    sums = Take(matrix_units ? 2 * kMaxSumBlocks * kTicketOutputs * sum_rows : 0);
+    sums = Take(matrix_units ? 2 * kMaxSumBlocks * kTicketOutputs * sum_rows
+                             : kSharesOfInputs * width);
     // No fewer than there are groups: widths are multiples of 64, and ranks of 8.
-    ticket_count = matrix_units ? ((5 + kLowRankMaps) * width + call.hidden) / 64 + ranks / 8 : 0;
+    ticket_count =
+        matrix_units ? ((5 + kLowRankMaps) * width + call.hidden) / 64 + ranks / 8 : width / 32;
     tickets = Take(ticket_count);
   }
 

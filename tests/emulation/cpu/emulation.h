@@ -376,7 +376,10 @@ T __shfl_xor_sync(unsigned, T x, int mask) {
 // Blocks run one after another.
 inline void __threadfence() {}
 inline uint32_t atomicAdd(uint32_t* to, uint32_t x) { return std::exchange(*to, *to + x); }
-inline float4 __ldcg(const float4* from) { return *from; }
+template <typename T>
+inline T __ldcg(const T* from) {
+  return *from;
+}
 inline int __ffs(uint32_t x) { return __builtin_ffs(x); }
 inline int __ffsll(uint64_t x) { return __builtin_ffsll(x); }
 inline int __clz(uint32_t x) { return x == 0 ? 32 : __builtin_clz(x); }
