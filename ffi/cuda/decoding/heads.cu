@@ -37,8 +37,8 @@ constexpr int kGroups = kHeadThreads / kHeadLanes;
 // So many blocks share the registers of a multiprocessor, where the blocks of the next product find room, too.
 constexpr int kHeadBlocks = 4;
 
-// A little less than 132 KiB, which a multiprocessor of Hopper can have for shared memory: what is left is
-// too little for a product.
+// Where a multiprocessor of Hopper has 132 KiB of shared memory, such a block leaves too little of it for a
+// product.
 constexpr int64_t kAloneBytes = 127 << 10;
 
 // The vectors of a token in shared memory, after those of `Vector`.
