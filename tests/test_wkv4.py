@@ -1,27 +1,56 @@
 """WKV4 in plain XLA as it runs on other platforms than CPUs."""
 
+from typing import Any
+
+import jax
 import numpy as np
 import pytest
 
 from support import internals
 from support.cases import Case
-from support.harness import check
+from support.harness import assert_right, check, expected, operands, value_and_gradients
 from support.operators import Run
 
 IDS = np.array([[0] * 3 + [4] * 6 + [0] * 8 + [4, 5, 6] * 3 + [0] * 2 + [9] * 45])
 
+CU = np.array([0, 0, 1, 65, 65, 129, 200, 200], np.int32)
+"""Empty sequences, and lengths of 1, of a chunk and of a chunk and a few more tokens."""
+
 
 CASES = [
-    pytest.param(Case(1, IDS.shape[1], 1, 16, decay="log", regime="mixed"), IDS, id="segments"),
-    pytest.param(Case(2, 200, 1, 16, decay="log", regime="extreme", state=False), None, id="rows"),
+    pytest.param(
+        Case(1, IDS.shape[1], 1, 16, decay="log", regime="mixed"),
+        {"segment_ids": IDS},
+        id="segments",
+    ),
+    pytest.param(Case(2, 200, 1, 16, decay="log", regime="extreme", state=False), {}, id="rows"),
+    pytest.param(Case(1, 200, 1, 16), {"cu_seqlens": CU}, id="sequences"),
+    pytest.param(
+        Case(1, 17, 1, 16, dtype="bfloat16"),
+        {"cu_seqlens": np.array([0, 3, 3, 17], np.int32)},
+        id="short-sequences",
+    ),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("case", "ids"), CASES)
+@pytest.mark.parametrize(("case", "options"), CASES)
 def test_walks_without_loops(
-    monkeypatch: pytest.MonkeyPatch, case: Case, ids: np.ndarray | None
+    monkeypatch: pytest.MonkeyPatch, case: Case, options: dict[str, Any]
 ) -> None:
     """Several chunks of several groups, the last one of few tokens."""
     internals.unroll_wkv4(monkeypatch)
-    check(Run("wkv4", "xla"), case, segment_ids=ids)
+    check(Run("wkv4", "xla"), case, **options)
+
+
+@pytest.mark.slow
+def test_tokens_of_no_sequence_without_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offsets that only the device knows, in two rows."""
+    internals.unroll_wkv4(monkeypatch)
+    run, case = Run("wkv4", "xla"), Case(1, 70, 1, 16)
+    rows = np.array([[5, 5, 9, 66], [0, 64, 65, 70]], np.int32)
+    inputs, cotangents = operands(run.op, case, cu_seqlens=rows[0])
+    found = jax.vmap(lambda cu: value_and_gradients(run, inputs, cotangents, cu_seqlens=cu))(rows)
+    for i, cu in enumerate(rows):
+        own = {name: x[i] for name, x in found.items()}
+        assert_right(own, expected(run.op, inputs, cotangents, cu_seqlens=cu))

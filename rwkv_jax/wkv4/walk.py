@@ -119,7 +119,7 @@ class Walk(NamedTuple):
             state, sums = carry
             ages, starts, added = run(x)
             kept, more = visit(x, state)
-            state = self._after(left(state, starts), ages[..., None], added)
+            state = self.after(left(state, starts), ages[..., None], added)
             return (state, jax.tree.map(jnp.add, sums, more)), kept
 
         if not self.unrolled:
@@ -137,7 +137,8 @@ class Walk(NamedTuple):
         states, sums = carry
         return states, sums, Kept(found)
 
-    def _after(self, state: Arrays, ages: Array, added: Arrays) -> Arrays:
+    def after(self, state: Arrays, ages: Array, added: Arrays) -> Arrays:
+        """The states after runs."""
         log_decay = ages * self.log_decay[:, None]
         after = add(state, log_decay, added)
         if set(SLOPES.values()) <= state.keys():
