@@ -32,6 +32,7 @@ States = TypeVar("States", Array, Arrays)
 class Chunks(NamedTuple):
     """The chunks of rows [B, T] in the order of their sequences; L is the length of a chunk.
 
+    layout: where sequences and chunks are in the rows.
     sequence: the sequence of each chunk [N, B].
     tokens: where the tokens of a chunk are in the row [N, B, L].
     marks: the marks of these tokens [N, B, L].
@@ -39,6 +40,7 @@ class Chunks(NamedTuple):
     there: whether each token of the row belongs to a sequence [B, T].
     """
 
+    layout: sequences.Layout
     sequence: Array
     tokens: Array
     marks: Array
@@ -64,7 +66,8 @@ def _rows(x: Array, *shape: int) -> Array:
 def chunks(offsets: Array, tokens: int) -> Chunks:
     """The chunks of rows with so many tokens and with offsets [B, Z]."""
     count = offsets.shape[1] - 1
-    offsets, length, first, sequence, used = sequences.layout(offsets, tokens)
+    layout = sequences.layout(offsets, tokens)
+    offsets, length, first, sequence, used = layout
     most = sequence.shape[1]
 
     def of(numbers: Array, sequence: Array) -> Array:
@@ -85,6 +88,7 @@ def chunks(offsets: Array, tokens: int) -> Chunks:
     before = of_row - of(offsets, own)
     chunk = jnp.clip(of(first, own) + before // length, 0, most - 1)
     return Chunks(
+        layout,
         sequence.T,
         jnp.moveaxis(jnp.clip(index, 0, tokens - 1), 0, 1),
         jnp.moveaxis(marks, 0, 1),

@@ -13,7 +13,7 @@ from jax import Array, lax
 
 from rwkv_jax._operator.call import Arrays, Marks, Options, Packing, Sequences
 from rwkv_jax._operator.saved import CHUNK
-from rwkv_jax._packing import by_chunk, segments, sequences
+from rwkv_jax._packing import by_chunk, segments
 from rwkv_jax._portable.decay import unbounded_log_decay
 from rwkv_jax.wkv4.signature import NOTHING
 from rwkv_jax.wkv4.walk import SLOPES, Kept, Runs, VisitFn, Walk, grouped, left, picker
@@ -217,8 +217,8 @@ class TokensOfSequences(Tokens):
 
     def lay_out(self, count: int, packing: Packing) -> None:
         assert isinstance(packing, Sequences)
-        layout = sequences.layout(packing.offsets, count)
         self._chunks = by_chunk.chunks(packing.offsets, count)
+        layout = self._chunks.layout
         self.length = self.walk.length(layout.length)
         self.per_chunk = -(-layout.length // self.length)
         self.marks, self.starts = self._rows(self._chunks.marks, segments.PADDING), None
@@ -312,5 +312,6 @@ class TokensOfSequences(Tokens):
 
 
 def tokens_of(options: Options, unrolled: bool, inputs: Arrays, packing: Packing) -> Tokens:
+    """The tokens of a call, in groups as a walk with or without a loop needs them."""
     kind = TokensOfSequences if isinstance(packing, Sequences) else Tokens
     return kind(options, unrolled, inputs, packing)
