@@ -11,6 +11,7 @@
 // sizes of the matrices and on the device, and not on the number of rows.
 #pragma once
 
+#include "decoding/last_block.cuh"
 #include "fragment.cuh"
 #include "launch.cuh"
 #include "layers/vectors.cuh"
@@ -183,15 +184,7 @@ __device__ bool AddUpBlocks(const MatrixProducts& own, const Step& step, int num
   };
 #pragma unroll
   for (int i = 0; i < kFragments; ++i) sums_of(blockIdx.x)[i * kGroupThreads] = Pack(sums[i]);
-  // The fences of one thread stand for those of all: the barriers order their accesses before and after it.
-  __syncthreads();
-  bool arrives_last = true;
-  if (threadIdx.x == 0) {
-    __threadfence();
-    arrives_last = atomicAdd(own.tickets + step.ticket, 1u) == static_cast<uint32_t>(last - first);
-    __threadfence();
-  }
-  if (!SynchronizeAll(0, kGroupThreads, arrives_last)) return false;
+  if (!ArrivesLast(own.tickets + step.ticket, last - first + 1, kGroupThreads)) return false;
   ForEachElement<kFragments>([&](int fragment, int e) { sums[fragment][e] = 0.0f; });
   // What several blocks have is loaded at once, since the kernel ends only behind these loads.
   constexpr int kBlocksAtOnce = 4;

@@ -8,6 +8,7 @@
 // Sums are float32, in an order that depends on nothing but the row.
 #pragma once
 
+#include "decoding/last_block.cuh"
 #include "decoding/product.cuh"
 
 namespace rwkv_jax::cuda {
@@ -20,8 +21,9 @@ struct SparseProduct {
   static constexpr int kVector = kWeightVector<W>, kColumns = kLanes * kVector;
   // The loads that a lane has under way, and the inputs that a warp takes from its list at once.
   static constexpr int kAhead = 8, kTaken = kAhead * 32 / kLanes;
-  // The inputs that a warp looks at between two times that it takes some.
-  static constexpr int kSeen = 32 * kWeightVector<T>;
+  // The inputs that a lane and a warp look at between two times that the warp takes some. They are few, so
+  // that all warps of all shares have some.
+  static constexpr int kLooks = 2, kSeen = 32 * kLooks;
 
   // The inputs of a warp that are not zero and have not been multiplied.
   struct List {
@@ -65,24 +67,31 @@ struct SparseProduct {
 #pragma unroll
         for (int c = 0; c < kVector; ++c) sums[c] = fmaf(weights[i][c], values[i], sums[c]);
     };
-    const auto look = [&](int input) {
-      Packed<T, kWeightVector<T>> vector = {};
-      if (input < inputs) vector = LoadPacked<kWeightVector<T>, T>(row, input);
-      return vector;
+    struct Seen {
+      float of[kLooks];
+    };
+    const auto look = [&](int begin) {
+      Seen seen = {};
+#pragma unroll
+      for (int c = 0; c < kLooks; ++c)
+        if (const int input = begin + c * 32 + lane; input < inputs) seen.of[c] = ToFloat(row[input]);
+      return seen;
     };
 
     int count = 0;
     const int step = gridDim.y * kSparseWarps * kSeen;
-    int input = (blockIdx.y * kSparseWarps + warp) * kSeen + lane * kWeightVector<T>;
-    auto next = look(input);
-    for (; input - lane * kWeightVector<T> < inputs; input += step) {
-      const auto now = next;
-      next = look(input + step);
+    int begin = (blockIdx.y * kSparseWarps + warp) * kSeen;
+    Seen next = look(begin);
+    for (; begin < inputs; begin += step) {
+      const Seen now = next;
+      next = look(begin + step);
 #pragma unroll
-      for (int c = 0; c < kWeightVector<T>; ++c) {
-        const unsigned there = __ballot_sync(~0u, now[c] != 0.0f);
+      for (int c = 0; c < kLooks; ++c) {
+        const float value = now.of[c];
+        const unsigned there = __ballot_sync(~0u, value != 0.0f);
         const int before = count + __popc(there & ((1u << lane) - 1));
-        if (now[c] != 0.0f) list.inputs[before] = input + c, list.values[before] = now[c];
+        if (value != 0.0f)
+          list.inputs[before] = begin + c * 32 + lane, list.values[before] = value;
         count += __popc(there);
       }
       __syncwarp();
@@ -113,12 +122,7 @@ struct SparseProduct {
       for (int i = 0; i < kSparseWarps; ++i) sum += posted[i][threadIdx.x];
       shares[int64_t{blockIdx.y} * outputs + output] = sum;
     }
-    __threadfence();
-    __syncthreads();
-    const bool arrives_last =
-        threadIdx.x > 0 || atomicAdd(tickets + blockIdx.x, 1u) == gridDim.y - 1;
-    if (!SynchronizeAll(0, kSparseThreads, arrives_last) || !active) return;
-    __threadfence();
+    if (!ArrivesLast(tickets + blockIdx.x, gridDim.y, kSparseThreads) || !active) return;
     sum = 0.0f;
     for (int share = 0; share < static_cast<int>(gridDim.y); ++share)
       sum += __ldcg(shares + int64_t{share} * outputs + output);
