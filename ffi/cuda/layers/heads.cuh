@@ -27,6 +27,17 @@ class HeadRun {
   bool active;
   int64_t begin, end;
 
+  // Calls fn(t, load(t)) for each token, while the loads of the next one are under way.
+  template <typename LoadFn, typename Fn>
+  __device__ void ForTokens(const LoadFn& load, Fn&& fn) const {
+    auto next = load(begin);
+    for (int64_t t = begin; t < end; ++t) {
+      const auto loaded = next;
+      if (t + 1 < end) next = load(t + 1);
+      fn(t, loaded);
+    }
+  }
+
   template <typename T>
   __device__ Packed<T, kHeadVector> Load(const void* array, int64_t t) const {
     return active ? LoadPacked<kHeadVector, T>(array, At(t)) : Packed<T, kHeadVector>{};

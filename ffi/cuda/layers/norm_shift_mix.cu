@@ -177,17 +177,17 @@ class BlockSums {
   static constexpr int kShare = 32 / kCount;  // the lanes that share a number
 };
 
-// A thread of the backward pass has four channels of two tokens at once and holds their mixes in
-// registers; or it has eight channels of one token, whose mixes are in shared memory. The former waits for
-// the other threads half as often, but a block of it has fewer channels.
+// A thread of the backward pass has four channels and holds their mixes in registers; or it has eight, whose
+// mixes are in shared memory, so that a block has more channels. It has two tokens at once if there are
+// registers for them, and then waits for the other threads half as often.
 template <typename T, int kMixes, int kChannels>
 struct Backward {
   static constexpr bool kHeld = kChannels == 4;
-  static constexpr int kTogether = kHeld ? 2 : 1;
+  static constexpr int kTogether = kHeld || kMixes == 1 ? 2 : 1;
   // What the gradient of a token needs: those of the mixed results and of x, and the token before.
   static constexpr int kArrays = kMixes + 2;
   // How many times kTogether tokens are copied ahead of their use.
-  static constexpr int kAhead = kMixes > 1 ? 2 : 4;
+  static constexpr int kAhead = kHeld && kMixes == 1 ? 4 : 2;
   // A thread copies 16 bytes or more of an array.
   static constexpr int kCopied = kChannels * sizeof(T) < 16 ? 16 / sizeof(T) : kChannels;
   using Sums = BlockSums<2 * kTogether>;

@@ -56,10 +56,16 @@ __global__ __launch_bounds__(kHeadThreads, 2) void BackwardKernel(ReadOutBackwar
   const HeadRun run(call, kRun);
   const ReadOutParameters parameters(run, call);
   HeadVector dweight = {}, dbias = {};
-  for (int64_t t = run.begin; t < run.end; ++t) {
-    const auto y = run.Load<T>(call.y, t), v = run.Load<T>(call.v, t);
-    const auto gate = run.Load<T>(call.gate, t), dout = run.Load<T>(call.dout, t);
-    const float bonus = run.LoadOfHead<kLanes>(call.bonus, t);
+  struct Token {
+    Packed<T, kHeadVector> y, v, gate, dout;
+    float bonus;
+  };
+  const auto load = [&](int64_t t) {
+    return Token{run.Load<T>(call.y, t), run.Load<T>(call.v, t), run.Load<T>(call.gate, t),
+                 run.Load<T>(call.dout, t), run.LoadOfHead<kLanes>(call.bonus, t)};
+  };
+  run.ForTokens(load, [&](int64_t t, const Token& token) {
+    const auto& [y, v, gate, dout, bonus] = token;
     const Normalised<kLanes> head(y);
     HeadVector e, dgate, out;
     float dbonus = 0.0f, sum = 0.0f, product = 0.0f;
@@ -86,7 +92,7 @@ __global__ __launch_bounds__(kHeadThreads, 2) void BackwardKernel(ReadOutBackwar
     run.StoreOfHead<kLanes>(call.dbonus, t, dbonus);
     run.Store<T>(call.dv, t, dv);
     run.Store<T>(call.dgate, t, dgate);
-  }
+  });
   run.StorePartial(call.partials, 0, call.kParameters, dweight);
   run.StorePartial(call.partials, 1, call.kParameters, dbias);
 }

@@ -29,23 +29,31 @@ __global__ __launch_bounds__(kHeadThreads, 2) void BackwardKernel(ValueResidualB
   const HeadRun run(call, kRun);
   HeadVector v0 = {}, dv0 = {};
   run.LoadParameter(call.parameters, 0, call.kParameters, v0);
-  for (int64_t t = run.begin; t < run.end; ++t) {
-    const auto v = run.Load<T>(call.v, t), rate = run.Load<T>(call.rate, t);
-    const auto first = run.Load<T>(call.first, t), dpassed = run.Load<T>(call.dpassed, t);
-    const auto dvalue0 = run.Load<T>(call.dvalue[0], t), dvalue1 = run.Load<T>(call.dvalue[1], t);
+  struct Token {
+    Packed<T, kHeadVector> v, rate, first, dpassed, dvalue[2];
+  };
+  const auto load = [&](int64_t t) {
+    return Token{run.Load<T>(call.v, t),
+                 run.Load<T>(call.rate, t),
+                 run.Load<T>(call.first, t),
+                 run.Load<T>(call.dpassed, t),
+                 {run.Load<T>(call.dvalue[0], t), run.Load<T>(call.dvalue[1], t)}};
+  };
+  run.ForTokens(load, [&](int64_t t, const Token& token) {
     HeadVector dv, drate, dfirst;
 #pragma unroll
     for (int c = 0; c < kHeadVector; ++c) {
-      const float share = Sigmoid(v0[c] + rate[c]), dvalue = dvalue0[c] + dvalue1[c];
+      const float share = Sigmoid(v0[c] + token.rate[c]);
+      const float dvalue = token.dvalue[0][c] + token.dvalue[1][c];
       dv[c] = dvalue * (1.0f - share);
-      dfirst[c] = dpassed[c] + dvalue * share;
-      drate[c] = dvalue * (first[c] - v[c]) * share * (1.0f - share);
+      dfirst[c] = token.dpassed[c] + dvalue * share;
+      drate[c] = dvalue * (token.first[c] - token.v[c]) * share * (1.0f - share);
       dv0[c] += drate[c];
     }
     run.Store<T>(call.dv, t, dv);
     run.Store<T>(call.drate, t, drate);
     run.Store<T>(call.dfirst, t, dfirst);
-  }
+  });
   run.StorePartial(call.partials, 0, call.kParameters, dv0);
 }
 
