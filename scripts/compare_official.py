@@ -4,9 +4,10 @@ and compare the losses of each step.
     python scripts/compare_official.py DIR                 # a checkout of RWKV-LM; needs a GPU
     python scripts/compare_official.py DIR --dtypes bfloat16 float32 --json losses.json
     python scripts/compare_official.py DIR --official-dtype float32
+    python scripts/compare_official.py DIR --tokenizer world
 
 Both start from the initial weights of rwkv_jax, rounded to bfloat16, and read the sources of the
-standard library of Python as bytes, in the order of train.py. Both have bfloat16 activations,
+standard library of Python in the order of train.py, as bytes or as tokens of a tokenizer. Both have bfloat16 activations,
 float32 copies of the parameters in AdamW, the L2 wrap, clipping, and the learning rates and the
 weight decay of the official code. rwkv_jax has the model and the optimizer of train.py. More
 trainings show how much of a difference is rounding: with --dtypes rwkv_jax trains in other dtypes
@@ -42,10 +43,10 @@ from benchmarking.model_step import Row, initial_state, make_optimizer, training
 from benchmarking.official import Hyperparameters
 from benchmarking.processes import apart
 from benchmarking.report import Table
+from rwkv_jax import tokenizers
 from rwkv_jax.models import rwkv7
 from training import data
 
-VOCABULARY = 256
 L2_WRAP = 1e-4
 OFFICIAL = "official"
 OLDER_KERNEL = ""
@@ -62,11 +63,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--layers", type=int, default=6, help="number of layers")
     add("--width", type=int, default=512, help="width of the model")
     add("--batch", type=int, default=16, help="sequences in each step")
-    add("--context", type=int, default=512, help="bytes in each sequence, a multiple of 16")
+    add("--context", type=int, default=512, help="tokens in each sequence, a multiple of 16")
     add("--steps", type=int, default=200, help="steps of training")
     add("--learning-rate", type=float, default=6e-4, help="learning rate at its peak")
     add("--warmup", type=int, default=10, help="steps until the peak of the learning rate")
     add("--weight-decay", type=float, default=0.1, help="weight decay of matrices")
+    add("--tokenizer", default="bytes", help="tokenizer, as rwkv_jax.tokenizers.load takes it")
     add("--seed", type=int, default=0, help="seed of the weights and of the batches")
     add(
         "--dtypes",
@@ -99,13 +101,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("the optimizer of train.py needs optax, which is not installed")
     try:
         official.folder_of(args.official)
-    except FileNotFoundError as failure:
+        args.vocabulary = tokenizers.load(args.tokenizer).vocabulary
+    except (FileNotFoundError, ImportError, ValueError) as failure:
         parser.error(str(failure))
     return args
 
 
 def config_of(args: argparse.Namespace) -> rwkv7.Config:
-    return rwkv7.Config(args.layers, args.width, vocabulary=VOCABULARY)
+    return rwkv7.Config(args.layers, args.width, vocabulary=args.vocabulary)
 
 
 def initial_weights(args: argparse.Namespace) -> dict[str, np.ndarray]:
@@ -122,8 +125,9 @@ def initial_weights(args: argparse.Namespace) -> dict[str, np.ndarray]:
 def batches(args: argparse.Namespace) -> list[np.ndarray]:
     """The batch [B, T + 1] of each step, from the sources of Python's standard library."""
     text, _ = data.read(None, "*.py")
+    tokens = tokenizers.load(args.tokenizer).encode(text.tobytes().decode(errors="replace"))
     return [
-        data.batch_at(step, text, seed=args.seed, batch=args.batch, context=args.context)
+        data.batch_at(step, np.asarray(tokens), seed=args.seed, batch=args.batch, context=args.context)
         for step in range(args.steps)
     ]
 
@@ -179,7 +183,7 @@ def train_official(
         weight_decay=args.weight_decay,
     )
     return official.losses(
-        row, args.official, options, training, VOCABULARY, weights, batches(args)
+        row, args.official, options, training, args.vocabulary, weights, batches(args)
     )
 
 

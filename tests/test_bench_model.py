@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 import jax
+import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -103,6 +104,14 @@ def script() -> ModuleType:
 @pytest.fixture
 def compare() -> ModuleType:
     return importlib.import_module("compare_official")
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A folder that looks like the official training code."""
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "model.py").touch()
+    return tmp_path
 
 
 TINY = ["--rows=2x64x1", "--tokens=32", "--vocabulary=256", "--dtype=float32", "--one-process"]
@@ -235,15 +244,35 @@ def test_losses_are_compared(compare: ModuleType, capsys: pytest.CaptureFixture[
     assert "bfloat16: differs by 0.5000 at most" in output
 
 
+def test_compared_steps_read_tokens(
+    compare: ModuleType, monkeypatch: pytest.MonkeyPatch, checkout: Path
+) -> None:
+    vocabulary = checkout / "vocabulary.txt"
+    vocabulary.write_text("1 'a' 1\n2 'b' 1\n7 'ab' 2\n")
+    text = np.frombuffer(b"ab" * 40, np.uint8)
+    monkeypatch.setattr(compare.data, "read", lambda folder, pattern: (text, text))
+    sizes = ["--batch=2", "--context=16", "--steps=3"]
+    args = compare.parse([str(checkout), f"--tokenizer={vocabulary}", *sizes])
+    assert compare.config_of(args).vocabulary == 8
+    for batch in compare.batches(args):
+        np.testing.assert_array_equal(batch, np.full((2, 17), 7))
+
+
+def test_compared_steps_need_a_tokenizer(
+    compare: ModuleType, checkout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        compare.main([str(checkout), "--tokenizer=abc"])
+    assert "tokenizer is 'abc'" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_compared_steps_are_those_of_train(
-    compare: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    compare: ModuleType, monkeypatch: pytest.MonkeyPatch, checkout: Path
 ) -> None:
     """The same losses as from the step of train.py, which has no L2 wrap."""
-    (tmp_path / "src").mkdir()
-    (tmp_path / "src" / "model.py").touch()
     sizes = ["--layers=1", "--width=64", "--batch=2", "--context=16", "--steps=4", "--warmup=2"]
-    args = compare.parse([str(tmp_path), *sizes])
+    args = compare.parse([str(checkout), *sizes])
     monkeypatch.setattr(compare, "L2_WRAP", 0.0)
     weights = compare.initial_weights(args)
     losses = compare.train(args, weights, "float32")
