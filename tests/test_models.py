@@ -1,5 +1,6 @@
 """`rwkv_jax.models.rwkv7` against the paper in numpy; its two modes, options and initialisation."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -305,6 +306,16 @@ def test_what_recompute_keeps(params: rwkv7.Params, tokens: jax.Array) -> None:
         branches = sum(x is None for x in rwkv_jax.build_info()["missing"].values())
         once = CONFIG.layers * branches
         assert forwards == {None: once, "mixes": once, "cheap": once, "blocks": 2 * once}
+
+
+def test_blocks_of_one_shape_are_traced_once(tokens: jax.Array) -> None:
+    """The first block, which has parameters of its own, and the others."""
+    config = dataclasses.replace(CONFIG, layers=4)
+    shapes = jax.eval_shape(lambda: rwkv7.init(jax.random.key(0), config))
+    program = jax.make_jaxpr(lambda *xs: rwkv7.features(*xs))(shapes, tokens)
+    bodies = [x.params["jaxpr"] for x in program.eqns if x.params.get("name") == "_block"]
+    assert len(bodies) == 4
+    assert len(set(map(id, bodies))) == 2
 
 
 def test_kernels_add_the_cotangents_of_heads(

@@ -333,6 +333,8 @@ def _in_turn(
     block: _Block, blocks: tuple[BlockParams, ...], x: Array, state: tuple[BlockState, ...] | None
 ) -> tuple[Array, State]:
     """The activations after all blocks, and the next state."""
+    if isinstance(x, jax.core.Tracer):
+        block = jax.jit(block)  # so that blocks of the same shapes are traced and lowered once
     of_first = None
     next_state = []
     for p, s in zip(blocks, state or (None,) * len(blocks), strict=True):
