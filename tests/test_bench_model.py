@@ -248,14 +248,16 @@ def test_compared_steps_read_tokens(
     compare: ModuleType, monkeypatch: pytest.MonkeyPatch, checkout: Path
 ) -> None:
     vocabulary = checkout / "vocabulary.txt"
-    vocabulary.write_text("1 'a' 1\n2 'b' 1\n7 'ab' 2\n")
+    tokens = [*(bytes([byte]) for byte in range(256)), b"ab"]
+    lines = (f"{number} {token!r} {len(token)}\n" for number, token in enumerate(tokens, 1))
+    vocabulary.write_text("".join(lines))
     text = np.frombuffer(b"ab" * 40, np.uint8)
     monkeypatch.setattr(compare.data, "read", lambda folder, pattern: (text, text))
     sizes = ["--batch=2", "--context=16", "--steps=3"]
     args = compare.parse([str(checkout), f"--tokenizer={vocabulary}", *sizes])
-    assert compare.config_of(args).vocabulary == 8
+    assert compare.config_of(args).vocabulary == 258
     for batch in compare.batches(args):
-        np.testing.assert_array_equal(batch, np.full((2, 17), 7))
+        np.testing.assert_array_equal(batch, np.full((2, 17), 257))
 
 
 def test_compared_steps_need_a_tokenizer(
