@@ -7,13 +7,13 @@ and compare the losses of each step.
     python scripts/compare_official.py DIR --tokenizer world
 
 Both start from the initial weights of rwkv_jax, rounded to bfloat16, and read the sources of the
-standard library of Python in the order of train.py, as bytes or as tokens of a tokenizer. Both have bfloat16 activations,
-float32 copies of the parameters in AdamW, the L2 wrap, clipping, and the learning rates and the
-weight decay of the official code. rwkv_jax has the model and the optimizer of train.py. More
-trainings show how much of a difference is rounding: with --dtypes rwkv_jax trains in other dtypes
-of the activations as well, with --plain without the native kernels of rwkv_jax.layers, with
---rounded with all vectors rounded to bfloat16, as the official code has them, and with --again the
-official code trains once more with the older of its kernels for wkv7.
+standard library of Python in the order of train.py, as bytes or as tokens of a tokenizer. Both have
+bfloat16 activations, float32 copies of the parameters in AdamW, the L2 wrap, clipping, and the
+learning rates and the weight decay of the official code. rwkv_jax has the model and the optimizer
+of train.py. More trainings show how much of a difference is rounding: with --dtypes rwkv_jax trains
+in other dtypes of the activations as well, with --plain without the native kernels of
+rwkv_jax.layers, with --rounded with all vectors rounded to bfloat16, as the official code has them,
+and with --again the official code trains once more with the older of its kernels for wkv7.
 
 With bfloat16 two trainings of the official code differ from each other. With --official-dtype
 float32 both codes train in float32 without TF32, and the official code has formulas in PyTorch in
@@ -124,10 +124,11 @@ def initial_weights(args: argparse.Namespace) -> dict[str, np.ndarray]:
 
 def batches(args: argparse.Namespace) -> list[np.ndarray]:
     """The batch [B, T + 1] of each step, from the sources of Python's standard library."""
-    text, _ = data.read(None, "*.py")
-    tokens = tokenizers.load(args.tokenizer).encode(text.tobytes().decode(errors="replace"))
+    sources, _ = data.read(None, "*.py")
+    text = sources.tobytes().decode(errors="replace")
+    tokens = np.asarray(tokenizers.load(args.tokenizer).encode(text))
     return [
-        data.batch_at(step, np.asarray(tokens), seed=args.seed, batch=args.batch, context=args.context)
+        data.batch_at(step, tokens, seed=args.seed, batch=args.batch, context=args.context)
         for step in range(args.steps)
     ]
 

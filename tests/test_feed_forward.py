@@ -190,6 +190,9 @@ def test_programs_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     with hlo.device("cuda"):
         assert _targets(MANY) == both
         assert _targets(few) == set()
+        wide = {**MANY, "hidden": 8192}
+        assert _targets({**wide, "tokens": 512}) == {FORWARD}
+        assert _targets({**wide, "tokens": 511}) == set()
         assert _targets(few, implementation="ffi") == both
         for change in ({"dtype": "float32"}, {"width": 544}, {"width": 448}, {"hidden": 320}):
             assert _targets({**MANY, **change}) == set(), change

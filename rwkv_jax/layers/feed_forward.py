@@ -32,6 +32,9 @@ MAX_WIDTH = 2**18
 MIN_TOKENS = 4096
 """From so many tokens on, None takes the kernels."""
 
+WIDE, MIN_TOKENS_OF_WIDE = 8192, 1024
+"""The forward kernel is taken from fewer tokens on where the hidden layer has so many channels."""
+
 TARGETS = {"forward": "rwkv_feed_forward_fwd_v1", "backward": "rwkv_feed_forward_bwd_v2"}
 library.declare(*TARGETS.values())
 
@@ -56,8 +59,8 @@ def feed_forward(
       value: the second matrix, likewise.
       implementation: "ffi", "xla", "reference" or, for the fastest one, None. "ffi" takes bfloat16
         on GPUs of compute capability 9.0, C a multiple of 64 from 512 on, and F a multiple of 256;
-        None takes it there from 4096 tokens on. The other two are the same formula. A program
-        with "ffi" runs on no other GPU.
+        None takes it there from 4096 tokens on, and forward from 1024 on if F is 8192 or more. The
+        other two are the same formula. A program with "ffi" runs on no other GPU.
 
     Returns:
       y, in the dtype of `x`.
@@ -162,7 +165,9 @@ class _Products:
                 f"F = {hidden}; the cuda kernels take multiples of {HIDDEN_MULTIPLE} up to "
                 f"{MAX_WIDTH}"
             )
-        return _products.why_not(options.implementation, operands.rows, MIN_TOKENS)
+        forward = operands.hidden is None
+        least = MIN_TOKENS_OF_WIDE if forward and hidden >= WIDE else MIN_TOKENS
+        return _products.why_not(options.implementation, operands.rows, least)
 
     def compute(
         self, name: str, choice: str, options: Options, platform: str, operands: Operands[Array]
