@@ -74,7 +74,8 @@ struct SparseProduct {
       Seen seen = {};
 #pragma unroll
       for (int c = 0; c < kLooks; ++c)
-        if (const int input = begin + c * 32 + lane; input < inputs) seen.of[c] = ToFloat(row[input]);
+        if (const int input = begin + c * 32 + lane; input < inputs)
+          seen.of[c] = ToFloat(row[input]);
       return seen;
     };
 
@@ -90,8 +91,7 @@ struct SparseProduct {
         const float value = now.of[c];
         const unsigned there = __ballot_sync(~0u, value != 0.0f);
         const int before = count + __popc(there & ((1u << lane) - 1));
-        if (value != 0.0f)
-          list.inputs[before] = begin + c * 32 + lane, list.values[before] = value;
+        if (value != 0.0f) list.inputs[before] = begin + c * 32 + lane, list.values[before] = value;
         count += __popc(there);
       }
       __syncwarp();
