@@ -8,8 +8,7 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
-from jax.core import Tracer
+from jax import Array, core, lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.typing import DTypeLike
 from jaxtyping import Float, Float32, Int, Key, PyTree
@@ -334,7 +333,7 @@ def _in_turn(
     block: _Block, blocks: tuple[BlockParams, ...], x: Array, state: tuple[BlockState, ...] | None
 ) -> tuple[Array, State]:
     """The activations after all blocks, and the next state."""
-    if isinstance(x, Tracer):
+    if isinstance(x, core.Tracer):
         block = jax.jit(block)  # so that blocks of the same shapes are traced and lowered once
     of_first = None
     next_state = []
