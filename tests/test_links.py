@@ -69,13 +69,15 @@ def test_slabs_have_a_chunk_too_many_only_where_they_must(tokens: int) -> None:
 def test_only_states_go_along_a_loop(op: str) -> None:
     """On a GPU each pass has one loop over chunks, and one over slabs where there are several."""
 
-    def loops(case: Case) -> int:
-        inputs, cotangents = operands(op, case)
-        traced: Any = value_and_gradients.trace(Run(op, "xla"), inputs, cotangents)
+    def loops(case: Case, *ends: int) -> int:
+        cu = np.array([0, *ends, case.T], np.int32) if ends else None
+        packing: Any = {} if cu is None else {"cu_seqlens": cu}
+        inputs, cotangents = operands(op, case, **packing)
+        traced: Any = value_and_gradients.trace(Run(op, "xla"), inputs, cotangents, **packing)
         return traced.lower(lowering_platforms=("cuda",)).as_text().count("stablehlo.while")
 
-    assert loops(Case(1, 1024, 2, 64)) == 2
-    assert loops(Case(8, 8192, 1, 64)) == 4
+    assert loops(Case(1, 1024, 2, 64)) == loops(Case(1, 1024, 2, 64), 100, 400) == 2
+    assert loops(Case(8, 8192, 1, 64)) == loops(Case(1, 8192, 8, 64), 100, 400) == 4
 
 
 @pytest.mark.parametrize(

@@ -60,40 +60,6 @@ def test_long_sequences(run: Run) -> None:
     check(run, Case(1, int(cu[-1]), 1, 16), cu_seqlens=cu)
 
 
-@pytest.mark.parametrize(("length", "group"), [(16, 1), (32, 2)])
-def test_path_of_states(length: int, group: int) -> None:
-    """Walks through the pieces of random sequences with the names of states: each continues the
-    state after the last piece of its sequence, and each token is in one piece."""
-    rng, count = np.random.default_rng(0), 5
-    groups = -(-internals.most_pieces(TOKENS, count, length) // group)
-    for i in range(40):
-        cu = np.sort(rng.integers(0, TOKENS + 1, count + 1)).astype(np.int32)
-        cu[0] *= i % 2
-        rows: Any = internals.pieces_of(cu[None], TOKENS, length, group, groups)
-        used = np.asarray(rows.used)[0]
-        found = jax.tree.map(lambda x: np.asarray(x)[0], rows)
-        path = found.path
-        seen, ends = np.zeros(TOKENS, int), set()
-        last = waiting = None
-        for n in np.flatnonzero(used):
-            sequence, before, start = path.sequence[n], found.before[n], found.start[n]
-            end = min(found.end[n], start + length)
-            seen[start:end] += 1
-            given = (sequence, 0) if path.enters[n] else waiting if path.takes[n] else last
-            assert given == (sequence, before)
-            assert start == cu[sequence] + before
-            if path.exits[n]:
-                assert end == cu[sequence + 1]
-                ends.add(sequence)
-            elif path.gives[n]:
-                waiting = sequence, before + length
-            else:
-                last = sequence, before + length
-        assert (seen == ((np.arange(TOKENS) >= cu[0]) & (np.arange(TOKENS) < cu[-1]))).all()
-        assert ends == set(np.flatnonzero(np.diff(cu)))
-        assert np.diff(used[::group].astype(int)).max(initial=0) <= 0
-
-
 def test_sequences_of_mapped_rows() -> None:
     """In plain XLA, where each row has a path of its own."""
     run, rows = Run("wkv6", "xla"), np.stack([CU, [0, 9, 9, 9, 50, 66, TOKENS]]).astype(np.int32)

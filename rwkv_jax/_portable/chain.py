@@ -45,11 +45,9 @@ from rwkv_jax._operator.call import (
 )
 from rwkv_jax._operator.implementation import Implementation
 from rwkv_jax._operator.signature import Signature
-from rwkv_jax._packing import pieces
-from rwkv_jax._packing.pieces import Path
 from rwkv_jax._portable import algebra
 from rwkv_jax._portable.algebra import Decays, Tokens
-from rwkv_jax._portable.operands import LinksOfRows, links
+from rwkv_jax._portable.operands import Carried, LinksOfRows, Path, links
 from rwkv_jax._portable.products import Products, exact, on_matrix_units
 from rwkv_jax._portable.slabs import ELSEWHERE, ON_CPU
 from rwkv_jax._portable.token_by_token import TokenByToken
@@ -159,7 +157,8 @@ class Chain(Implementation):
             timed, shared, tokens = call.inputs(number)
             parts = self._parts(options, product, tokens, timed, shared)
             solved, _ = _solved(product, parts)
-            carried, states, written = _along(product, solved, carried, call.path(number), state)
+            chain = _for_chain(product, solved)
+            carried, states, written = _along(product, chain, carried, call.path(number), state)
             if written is None:
                 written = _written(product, solved, parts.values, states)
             y = _read(product, parts, states, written).astype(values.dtype)
@@ -187,13 +186,12 @@ class Chain(Implementation):
             carried, dshared, room = carry
             timed, shared, tokens = call.inputs(number)
             dy = call.at(number, operands.dy).astype(product.dtype)
-            saved, opens = call.saved(number, operands.states[part])
+            saved = call.saved(number, operands.states[part]).astype(jnp.float32)
 
             of_tokens = functools.partial(self._parts, options, product, tokens)
             parts, pull_back = jax.vjp(of_tokens, timed, shared)
             solved, inverse = _solved(product, parts)
-            saved = saved.astype(jnp.float32)
-            states, written = _within(product, parts, solved, saved, opens)
+            states, written = _within(product, parts, solved, saved)
             carried, dafter, asked = _back_along(
                 product, parts, solved, dy, carried, call.path(number), given
             )
@@ -314,53 +312,61 @@ def _for_chain(product: Products, solved: Arrays) -> Arrays:
 
 
 def _along(
-    product: Products, solved: Arrays, carried: Any, path: Path | None, given: Array
+    product: Products,
+    xs: Arrays,
+    carried: Any,
+    path: Path | None,
+    given: Array,
+    *,
+    reverse: bool = False,
 ) -> tuple[Any, Array, Array | None]:
     """What is carried on from a slab, the states before its links, and W if it was needed for them
-    [N, R, B, H, ...]. One turn of the loop takes a chunk, since a loop costs kernels and copies."""
+    [N, R, B, H, ...], or in reverse what the mirrored chain has in their place. One turn of the
+    loop takes a chunk, since a loop costs kernels and copies. No turn reads or writes the states of
+    all sequences."""
+    chunks, several = xs["stay"].shape[:2]
+    order = range(several)[:: -1 if reverse else 1]
+    rows = lax.iota(jnp.int32, len(given))[None]
+    enters = None
+    if path is not None:
+        own = given.at[rows, path.sequence].get(mode="promise_in_bounds")
+        enters = path.enters, own
 
-    def link(carried: Any, xs: tuple[Arrays, Path | None]) -> tuple[Any, Any]:
-        solved, path = xs
-        before = _enter(carried, path, given)
-        after, written = _after(product, solved, before)
-        return _leave(carried, path, after), (before.astype(product.dtype), written)
+    def chunk(state: Array, xs: tuple[Arrays, tuple[Array, Array] | None]) -> tuple[Array, Any]:
+        own, enters = xs
+        states, written = [state] * several, list[Any]([None] * several)
+        if enters is not None:
+            state = _choose(*enters, state)
+        for r in order:
+            if r != order[0]:
+                states[r] = state
+            state, written[r] = _after(product, {name: x[r] for name, x in own.items()}, state)
+        # On a path the state after the last chunk is kept as it is, for the end of its sequence.
+        dtype = jnp.float32 if enters else product.dtype
+        found = jnp.stack(states).astype(dtype)
+        return state, (found, jax.tree.map(lambda *xs: jnp.stack(xs), *written))
 
-    shape = solved["stay"].shape[:2]
-    xs = _one_after_another((_for_chain(product, solved), path))
-    carried, found = lax.scan(link, carried, xs, unroll=shape[1])
-    states, written = _of_links(shape, found)
-    return carried, states, written
-
-
-def _of_links(shape: Sequence[int], xs: Any) -> Any:
-    """The inverse of `_one_after_another`."""
-    return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), xs)
-
-
-def _one_after_another(xs: Any) -> Any:
-    """Arrays of links [N, R, ...] as [N R, ...]."""
-    return jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), xs)
-
-
-def _enter(carried: Any, path: Path | None, given: Array) -> Array:
-    """The state that a link continues."""
-    return carried if path is None else pieces.enter(carried, path, given)
-
-
-def _leave(carried: Any, path: Path | None, after: Array) -> Any:
-    """What is carried on from a link, from the state after it."""
-    return after if path is None else pieces.leave(carried, path, after)
+    last = carried if path is None else carried.last
+    last, (states, written) = lax.scan(chunk, last, (xs, enters), reverse=reverse)
+    if path is None or enters is None:
+        return last, states, written
+    before = states[:, order[0]]
+    ends = [last[None], before[:-1]] if reverse else [before[1:], last[None]]
+    nowhere = given.shape[1] + lax.iota(jnp.int32, chunks)[:, None]
+    place = jnp.where(path.exits, path.sequence, nowhere)
+    done = carried.done.at[rows, place].set(jnp.concatenate(ends), mode="drop", unique_indices=True)
+    states = states.at[:, order[0]].set(_choose(*enters, before))
+    return Carried(last, done), states.astype(product.dtype), written
 
 
-def _within(
-    product: Products, parts: _Parts, solved: Arrays, saved: Array, opens: Array | None
-) -> tuple[Array, Array]:
-    """The states before links and W, from the states before their chunks. `opens` says which links
-    do not continue the one before them."""
-    found, state = [], saved[:, 0]
+def _choose(condition: Array, x: Array, y: Array) -> Array:
+    return jnp.where(condition.reshape(*condition.shape, 1, 1, 1), x, y)
+
+
+def _within(product: Products, parts: _Parts, solved: Arrays, saved: Array) -> tuple[Array, Array]:
+    """The states before links and W, from the states before their chunks [N, B, ...]."""
+    found, state = [], saved
     for link in range(solved["stay"].shape[1]):
-        if link and opens is not None:
-            state = jnp.where(opens[:, link, :, None, None, None], saved[:, link], state)
         own = {name: x[:, link] for name, x in _for_chain(product, solved).items()}
         after, written = _after(product, own, state)
         found.append((state.astype(product.dtype), written))
@@ -396,16 +402,10 @@ def _back_along(
             mirrored["added"] = _outer(product, jnp.concatenate([own, dy], axis=-2), rows)
             mirrored["turned"] = jnp.swapaxes(solved["turned"], -1, -2)
 
-    def link(carried: Any, xs: tuple[Arrays, Path | None]) -> tuple[Any, Any]:
-        own, path = xs
-        dafter = _enter(carried, path, given)
-        before, asked = _after(product, own, dafter)
-        return _leave(carried, path, before), (dafter.astype(product.dtype), asked)
-
-    shape = parts.stay.shape[:2]
-    xs = _one_after_another((_for_chain(product, mirrored), path and path.reverse()))
-    carried, found = lax.scan(link, carried, xs, reverse=True, unroll=shape[1])
-    dafter, asked = _of_links(shape, found)
+    xs = _for_chain(product, mirrored)
+    carried, dafter, asked = _along(
+        product, xs, carried, path and path.reverse(), given, reverse=True
+    )
     if asked is None:
         asked = _written(product, mirrored, dy, dafter)
     return carried, dafter, asked

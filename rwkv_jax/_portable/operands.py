@@ -1,12 +1,12 @@
 """The operands and results of a call, slab by slab, as links.
 
 Both classes have the same methods. `LinksOfRows` is for rows, with or without segments.
-`LinksOfSequences` is for `cu_seqlens`, where the state has the axis S, and chains carry states on
-the path that `rwkv_jax._packing.pieces` describes.
+`LinksOfSequences` is for `cu_seqlens`, where the state has the axis S, and each sequence has chunks
+of its own, of which the last one may end with padding.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +14,33 @@ from jax import Array
 
 from rwkv_jax._operator.call import Arrays, Marks, Packing, Sequences
 from rwkv_jax._operator.signature import Signature
-from rwkv_jax._packing import pieces, sequences
-from rwkv_jax._packing.pieces import Path, Pieces
+from rwkv_jax._packing import by_chunk, segments
 from rwkv_jax._portable.algebra import Tokens
-from rwkv_jax._portable.slabs import LINK, Carry, Sizes, Slabs, length_of_chunks
+from rwkv_jax._portable.slabs import Carry, Sizes, Slabs, length_of_chunks
+
+
+class Path(NamedTuple):
+    """The way of states through chunks [N, B].
+
+    sequence: the sequence of each chunk.
+    enters: whether it starts with the state that its sequence was given.
+    exits: whether the state after it is that of the end of its sequence.
+    """
+
+    sequence: Array
+    enters: Array
+    exits: Array
+
+    def reverse(self) -> "Path":
+        return Path(self.sequence, self.exits, self.enters)
+
+
+class Carried(NamedTuple):
+    """The states on a path: the one after the last chunk [B, ...], and those that all sequences
+    have in the end [B, S, ...]."""
+
+    last: Array
+    done: Array
 
 
 class LinksOfRows:
@@ -78,22 +101,20 @@ class LinksOfRows:
         return jnp.zeros_like(state, dtype, shape=shape)
 
     def save(self, number: Any, room: Array, states: Array) -> Array:
-        """`room` with the states before chunks, from those of a slab: before its chunks
-        [N, 1, B, ...], or before its links [N, R, B, ...] where they are on a path."""
+        """`room` with the states before chunks, from those before the links of a slab
+        [N, R, B, ...]."""
         return self.slabs.put_chunks(number, room, states[:, 0].astype(room.dtype))
 
     def states(self, room: Array) -> Array:
         """The states before chunks [B, N, ...] from what `save` has written."""
         return room[:, : self.slabs.used]
 
-    def saved(self, number: Any, states: Array) -> tuple[Array, Array | None]:
-        """The states before the chunks of links [N, 1 or R, B, ...], and which links do not
-        continue the link before them [N, R, B]; None if that is the first of each chunk."""
-        return self.slabs.chunks_at(number, states)[:, None], None
+    def saved(self, number: Any, states: Array) -> Array:
+        """The states before the chunks of a slab [N, B, ...]."""
+        return self.slabs.chunks_at(number, states)
 
     def path(self, number: Any) -> Path | None:
-        """The way of the states through the links of a slab [N, R, B]; None if each row has one
-        state."""
+        """The way of the states through the chunks of a slab; None if each row has one state."""
         return None
 
     def start(self, given: Array) -> Any:
@@ -106,89 +127,63 @@ class LinksOfRows:
 
 
 class LinksOfSequences(LinksOfRows):
-    """The links of sequences, each with tokens of one sequence. Both links of a chunk are next to
-    each other, or a link that ends its sequence is next to another one that does."""
+    """The links of sequences."""
 
     def __init__(
         self, signature: Signature, sizes: Sizes, inputs: Arrays, packing: Sequences
     ) -> None:
+        self._chunks = by_chunk.chunks(packing.offsets, signature.sizes(inputs)["T"])
         super().__init__(signature, sizes, inputs, packing)
-        self._link = min(LINK, self.slabs.length)
-        self._per_chunk = self.slabs.length // self._link
-        self._chunks = sequences.chunks(packing.offsets, self._tokens)
-        self._pieces = pieces.pieces(
-            *(packing.offsets, self._tokens, self._link, self._per_chunk, self.slabs.chunks)
-        )
+        self._marks = self._places_of(self._chunks.marks, segments.PADDING)
+        self._from = self._places_of(self._chunks.tokens, 0)
+        first, owner, used = self._chunks.layout[2:]
+        number = jax.lax.broadcasted_iota(jnp.int32, owner.shape, 1)
+        begin, end = (jnp.take_along_axis(x, owner, axis=1) for x in (first, first[:, 1:]))
+        self._path = Path(owner, used & (number == begin), used & (number == end - 1))
 
     def _places(self, packing: Packing) -> int:
-        assert isinstance(packing, Sequences)
-        link = min(LINK, length_of_chunks(self._tokens))
-        return link * pieces.most(self._tokens, packing.offsets.shape[1] - 1, link)
+        return len(self._chunks.tokens) * length_of_chunks(self._tokens)
+
+    def _places_of(self, x: Array, padding: int) -> Array:
+        """What tokens of chunks have [N, B, L] as what places have, one after another."""
+        missing = self.slabs.length - x.shape[2]
+        x = jnp.pad(x, ((0, 0), (0, 0), (0, missing)), constant_values=padding)
+        return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1)
 
     def run(
         self, body: Callable[[Any, Carry], Carry], carry: Carry, *, reverse: bool = False
     ) -> Carry:
-        used = self._pieces.used[:, :: self._per_chunk]
-        used = jnp.max(jnp.sum(used, axis=1, dtype=jnp.int32))
+        used = jnp.max(self._chunks.layout.first[:, -1])
         return self.slabs.run(body, carry, used=used, reverse=reverse)
 
-    def _at(self, number: Any) -> Pieces:
-        """The pieces of a slab."""
-
-        def one(x: Array) -> Array:
-            x = self.slabs.chunks_at(number, x.reshape(len(x), -1, self._per_chunk))
-            return jnp.moveaxis(x, 1, 0).reshape(x.shape[1], -1)
-
-        return jax.tree.map(one, self._pieces)
-
-    def _of_links(self, x: Array) -> Array:
-        """[B, G, ...] as [N, R, B, ...]."""
-        x = x.reshape(len(x), -1, self._per_chunk, *x.shape[2:])
-        return jnp.moveaxis(x, 0, 2)
-
     def tokens(self, number: Any) -> Tokens:
-        _, there = self._at(number).tokens(self._link, self._tokens)
-        return Tokens(self._of_links(there)[:, :, :, None])
+        return super().tokens(number)._replace(segment=None)  # a chunk has one sequence
 
     def at(self, number: Any, x: Array) -> Array:
-        here = self._at(number)
-        _, there = here.tokens(self._link, self._tokens)
-        found = here.cut(x, self._link)
-        found = jnp.where(there[..., None, None], found, jnp.zeros_like(found))
-        return self.slabs.links(found.reshape(len(x), -1, *x.shape[2:]))
+        return self.slabs.cut(number, _of_rows(x, self.slabs.at(number, self._from)), self._marks)
 
-    def room(self, x: Array) -> Array:
-        return jnp.zeros_like(x)
-
-    def put(self, number: Any, room: Array, found: Array) -> Array:
-        rows = self.slabs.rows(found)
-        rows = rows.reshape(len(rows), -1, self._link, *rows.shape[2:])
-        return self._at(number).put(room, rows)
+    def whole(self, room: Array) -> Array:
+        chunk, offset = self._chunks.place
+        there = self._chunks.there[..., None, None]
+        found = _of_rows(room, chunk * self.slabs.length + offset)
+        return jnp.where(there, found, jnp.zeros_like(found))
 
     def room_for_states(self, state: Array, dtype: Any) -> Array:
-        shape = (len(state), self._chunks, *state.shape[2:])
-        return jnp.zeros_like(state, dtype, shape=shape)
-
-    def save(self, number: Any, room: Array, states: Array) -> Array:
-        found = jnp.moveaxis(states, 2, 0)
-        found = found.reshape(len(found), -1, *found.shape[3:]).astype(room.dtype)
-        return self._at(number).save(room, found)
-
-    def states(self, room: Array) -> Array:
-        return room
-
-    def saved(self, number: Any, states: Array) -> tuple[Array, Array | None]:
-        here = self._at(number)
-        return self._of_links(here.saved(states)), self._of_links(here.opens_chunk)
+        return super().room_for_states(state[:, 0], dtype)
 
     def path(self, number: Any) -> Path | None:
-        return jax.tree.map(self._of_links, self._at(number).path)
+        return jax.tree.map(lambda x: self.slabs.chunks_at(number, x), self._path)
 
     def start(self, given: Array) -> Any:
-        return pieces.start(given)
+        return Carried(jnp.zeros_like(given[:, 0]), given)
 
     def end(self, carried: Any) -> Array:
         return carried.done
+
+
+def _of_rows(x: Array, index: Array) -> Array:
+    """Of rows [B, N, ...] the entries with the numbers [B, M]."""
+    return x[jnp.arange(len(x))[:, None], index]
 
 
 def links(signature: Signature, sizes: Sizes, inputs: Arrays, packing: Packing) -> LinksOfRows:

@@ -21,7 +21,7 @@ from rwkv_jax._operator.implementation import Implementation, Lazy, Summary
 from rwkv_jax._operator.public import PublicFunction, registered
 from rwkv_jax._operator.saved import CHUNK as CHUNK
 from rwkv_jax._operator.signature import Signature
-from rwkv_jax._packing import pieces, segments
+from rwkv_jax._packing import segments
 from rwkv_jax._portable import algebra, chain, chunked, products, slabs
 from rwkv_jax._portable import decay as decays
 from rwkv_jax._portable.operands import links
@@ -424,8 +424,6 @@ def link(decay: str, w: Any, x: Any, y: Any) -> dict[str, Any]:
 
 
 inverse_of_link = algebra.inverse
-pieces_of = jax.jit(pieces.pieces, static_argnums=(1, 2, 3, 4))
-most_pieces = pieces.most
 
 
 def chunks_of_slabs(tokens: int, heads: int) -> tuple[int, int, int]:
