@@ -60,6 +60,12 @@ def test_long_sequences(run: Run) -> None:
     check(run, Case(1, int(cu[-1]), 1, 16), cu_seqlens=cu)
 
 
+def test_sequences_over_several_slabs() -> None:
+    """In plain XLA, with one that goes on from slab to slab."""
+    cu = np.array([0, 70, 70, 700, 701, 1000], np.int32)
+    check(Run("wkv6", "xla"), Case(1, int(cu[-1]), 2, 16), cu_seqlens=cu)
+
+
 def test_sequences_of_mapped_rows() -> None:
     """In plain XLA, where each row has a path of its own."""
     run, rows = Run("wkv6", "xla"), np.stack([CU, [0, 9, 9, 9, 50, 66, TOKENS]]).astype(np.int32)

@@ -59,6 +59,14 @@ class Chunks(NamedTuple):
         return jnp.where(there, x, jnp.zeros_like(x))
 
 
+def one_after_another(x: Array, length: int, padding: Any) -> Array:
+    """[N, B, L, ...] as [B, N * length, ...], where each chunk is padded to `length`."""
+    missing = [(0, 0)] * x.ndim
+    missing[2] = 0, length - x.shape[2]
+    x = jnp.moveaxis(jnp.pad(x, missing, constant_values=padding), 0, 1)
+    return x.reshape(len(x), -1, *x.shape[3:])
+
+
 def _rows(x: Array, *shape: int) -> Array:
     return lax.iota(jnp.int32, x.shape[0]).reshape(shape)
 

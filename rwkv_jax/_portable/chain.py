@@ -324,13 +324,10 @@ def _along(
     [N, R, B, H, ...], or in reverse what the mirrored chain has in their place. One turn of the
     loop takes a chunk, since a loop costs kernels and copies. No turn reads or writes the states of
     all sequences."""
-    chunks, several = xs["stay"].shape[:2]
+    several = xs["stay"].shape[1]
     order = range(several)[:: -1 if reverse else 1]
-    rows = lax.iota(jnp.int32, len(given))[None]
-    enters = None
-    if path is not None:
-        own = given.at[rows, path.sequence].get(mode="promise_in_bounds")
-        enters = path.enters, own
+    # On a path the state after the last chunk is kept as it is, for the end of its sequence.
+    dtype = product.dtype if path is None else jnp.float32
 
     def chunk(state: Array, xs: tuple[Arrays, tuple[Array, Array] | None]) -> tuple[Array, Any]:
         own, enters = xs
@@ -341,18 +338,18 @@ def _along(
             if r != order[0]:
                 states[r] = state
             state, written[r] = _after(product, {name: x[r] for name, x in own.items()}, state)
-        # On a path the state after the last chunk is kept as it is, for the end of its sequence.
-        dtype = jnp.float32 if enters else product.dtype
         found = jnp.stack(states).astype(dtype)
         return state, (found, jax.tree.map(lambda *xs: jnp.stack(xs), *written))
 
-    last = carried if path is None else carried.last
-    last, (states, written) = lax.scan(chunk, last, (xs, enters), reverse=reverse)
-    if path is None or enters is None:
-        return last, states, written
+    if path is None:
+        carried, (states, written) = lax.scan(chunk, carried, (xs, None), reverse=reverse)
+        return carried, states, written
+    rows = lax.iota(jnp.int32, len(given))[None]
+    enters = path.enters, given.at[rows, path.sequence].get(mode="promise_in_bounds")
+    last, (states, written) = lax.scan(chunk, carried.last, (xs, enters), reverse=reverse)
     before = states[:, order[0]]
     ends = [last[None], before[:-1]] if reverse else [before[1:], last[None]]
-    nowhere = given.shape[1] + lax.iota(jnp.int32, chunks)[:, None]
+    nowhere = given.shape[1] + lax.iota(jnp.int32, len(before))[:, None]
     place = jnp.where(path.exits, path.sequence, nowhere)
     done = carried.done.at[rows, place].set(jnp.concatenate(ends), mode="drop", unique_indices=True)
     states = states.at[:, order[0]].set(_choose(*enters, before))

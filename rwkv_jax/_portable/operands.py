@@ -134,8 +134,9 @@ class LinksOfSequences(LinksOfRows):
     ) -> None:
         self._chunks = by_chunk.chunks(packing.offsets, signature.sizes(inputs)["T"])
         super().__init__(signature, sizes, inputs, packing)
-        self._marks = self._places_of(self._chunks.marks, segments.PADDING)
-        self._from = self._places_of(self._chunks.tokens, 0)
+        length = self.slabs.length
+        self._marks = by_chunk.one_after_another(self._chunks.marks, length, segments.PADDING)
+        self._from = by_chunk.one_after_another(self._chunks.tokens, length, 0)
         first, owner, used = self._chunks.layout[2:]
         number = jax.lax.broadcasted_iota(jnp.int32, owner.shape, 1)
         begin, end = (jnp.take_along_axis(x, owner, axis=1) for x in (first, first[:, 1:]))
@@ -143,12 +144,6 @@ class LinksOfSequences(LinksOfRows):
 
     def _places(self, packing: Packing) -> int:
         return len(self._chunks.tokens) * length_of_chunks(self._tokens)
-
-    def _places_of(self, x: Array, padding: int) -> Array:
-        """What tokens of chunks have [N, B, L] as what places have, one after another."""
-        missing = self.slabs.length - x.shape[2]
-        x = jnp.pad(x, ((0, 0), (0, 0), (0, missing)), constant_values=padding)
-        return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1)
 
     def run(
         self, body: Callable[[Any, Carry], Carry], carry: Carry, *, reverse: bool = False
@@ -160,13 +155,12 @@ class LinksOfSequences(LinksOfRows):
         return super().tokens(number)._replace(segment=None)  # a chunk has one sequence
 
     def at(self, number: Any, x: Array) -> Array:
-        return self.slabs.cut(number, _of_rows(x, self.slabs.at(number, self._from)), self._marks)
+        tokens = self.slabs.at(number, self._from)
+        return self.slabs.cut(number, x[jnp.arange(len(x))[:, None], tokens], self._marks)
 
     def whole(self, room: Array) -> Array:
-        chunk, offset = self._chunks.place
-        there = self._chunks.there[..., None, None]
-        found = _of_rows(room, chunk * self.slabs.length + offset)
-        return jnp.where(there, found, jnp.zeros_like(found))
+        room = room.reshape(len(room), -1, self.slabs.length, *room.shape[2:])
+        return self._chunks.join(jnp.moveaxis(room, 1, 0))
 
     def room_for_states(self, state: Array, dtype: Any) -> Array:
         return super().room_for_states(state[:, 0], dtype)
@@ -179,11 +173,6 @@ class LinksOfSequences(LinksOfRows):
 
     def end(self, carried: Any) -> Array:
         return carried.done
-
-
-def _of_rows(x: Array, index: Array) -> Array:
-    """Of rows [B, N, ...] the entries with the numbers [B, M]."""
-    return x[jnp.arange(len(x))[:, None], index]
 
 
 def links(signature: Signature, sizes: Sizes, inputs: Arrays, packing: Packing) -> LinksOfRows:

@@ -235,12 +235,7 @@ class TokensOfSequences(Tokens):
 
     def _rows(self, x: Array, padding: Any) -> Array:
         """[N, B, length of chunks, ...] as [B, tokens of groups, ...]."""
-        missing = self.per_chunk * self.length - x.shape[2]
-        x = jnp.pad(
-            x, [(0, 0)] * 2 + [(0, missing)] + [(0, 0)] * (x.ndim - 3), constant_values=padding
-        )
-        x = jnp.moveaxis(x, 0, 1)
-        return x.reshape(len(x), -1, *x.shape[3:])
+        return by_chunk.one_after_another(x, self.per_chunk * self.length, padding)
 
     def _of(self, x: Array, number: Array) -> Array:
         """Of [B, M, ...] those with the numbers [B, N]."""
