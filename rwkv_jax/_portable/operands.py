@@ -137,6 +137,8 @@ class LinksOfSequences(LinksOfRows):
         length = self.slabs.length
         self._marks = by_chunk.one_after_another(self._chunks.marks, length, segments.PADDING)
         self._from = by_chunk.one_after_another(self._chunks.tokens, length, 0)
+        needed = -(-self._tokens // length)
+        self._asks = self.slabs.used > (1 + sizes.spare) * needed
         first, owner, used = self._chunks.layout[2:]
         number = jax.lax.broadcasted_iota(jnp.int32, owner.shape, 1)
         begin, end = (jnp.take_along_axis(x, owner, axis=1) for x in (first, first[:, 1:]))
@@ -148,7 +150,7 @@ class LinksOfSequences(LinksOfRows):
     def run(
         self, body: Callable[[Any, Carry], Carry], carry: Carry, *, reverse: bool = False
     ) -> Carry:
-        used = jnp.max(self._chunks.layout.first[:, -1])
+        used = jnp.max(self._chunks.layout.first[:, -1]) if self._asks else None
         return self.slabs.run(body, carry, used=used, reverse=reverse)
 
     def tokens(self, number: Any) -> Tokens:

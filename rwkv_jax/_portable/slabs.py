@@ -20,18 +20,24 @@ longer chain."""
 
 
 class Sizes(NamedTuple):
-    """How large slabs are: of so many tokens times heads, or of more if there would be too many."""
+    """How large slabs are: of so many tokens times heads, or of more if there would be too many.
+
+    spare: how many slabs may be empty, relative to those that cannot be, before the device is asked
+      how many there are.
+    """
 
     tokens: int
     most: int
+    spare: int
 
 
-ON_CPU = Sizes(512, 1 << 30)
+ON_CPU = Sizes(512, 1 << 30, 0)
 """One chunk, unless there are few heads: what is computed of a slab stays in the caches."""
 
-ELSEWHERE = Sizes(1 << 12, 8)
+ELSEWHERE = Sizes(1 << 12, 8, 1)
 """So large that a slab has 128 links, about one for each multiprocessor of a large GPU, and so
-small that its memory is a part of that of the call."""
+small that its memory is a part of that of the call. The host waits for each answer of a GPU, which
+meanwhile has nothing to do."""
 
 Carry = TypeVar("Carry")
 
