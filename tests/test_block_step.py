@@ -80,7 +80,15 @@ def test_which_rows_get_the_kernels(params: rwkv7.Params, monkeypatch: pytest.Mo
     assert targets(params, segment_ids=jnp.ones(1, jnp.int32)) == BLOCKS
     narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
     assert targets(narrow, rows=32, dtype=jnp.bfloat16) == BLOCKS
-    assert not targets(narrow, rows=33, dtype=jnp.bfloat16)
+    most = internals.block_step.MAX_MANY_ROWS
+    assert targets(narrow, rows=most, dtype=jnp.bfloat16) == BLOCKS
+    assert not targets(narrow, rows=most + 1, dtype=jnp.bfloat16)
+    half = jax.tree.map(lambda x: x.astype(jnp.float16), params)
+    assert targets(half, rows=32, dtype=jnp.float16) == BLOCKS
+    assert not targets(half, rows=33, dtype=jnp.float16)
+    with monkeypatch.context() as other:
+        other.setattr(internals.gpus, "other_than_hopper", lambda: "it is another GPU")
+        assert not targets(narrow, rows=33, dtype=jnp.bfloat16)
     assert not targets(params, rows=2)
     assert not targets(params, platform="cpu")
     assert not targets(params, implementation="ffi")

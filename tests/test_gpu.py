@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import os
 import subprocess
 import sys
@@ -301,9 +302,20 @@ def _check_sequences(op: str, case: Case, cu: np.ndarray) -> None:
     assert_right(found, expected(op, inputs, cotangents, **options), limits)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 8])
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-def test_whole_blocks(dtype: str, rows: int) -> None:
+HOPPER = pytest.mark.skipif(
+    any(getattr(x, "compute_capability", "") != "9.0" for x in jax.devices()),
+    reason="needs a GPU of compute capability 9.0",
+)
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype"),
+    [
+        *itertools.product([1, 3, 8], cases.DTYPES),
+        *(pytest.param(rows, "bfloat16", marks=HOPPER) for rows in (20, 33, 130)),
+    ],
+)
+def test_whole_blocks(rows: int, dtype: str) -> None:
     """In a loop, with a state that is changed in place."""
     params = models.with_heads_of_64(1024, dtype)
     tokens = np.random.default_rng(rows).integers(0, 11, (rows, 3), np.int32)
@@ -319,12 +331,6 @@ def test_whole_blocks(dtype: str, rows: int) -> None:
     right = np.stack([language_models.logits("rwkv7", tensors, row) for row in tokens], axis=1)
     limit = {"float32": tolerance.EXACT_FLOAT32, "bfloat16": 1e-2, "float16": 2e-3}[dtype]
     assert tolerance.rms_error(np.asarray(found), right) < limit
-
-
-HOPPER = pytest.mark.skipif(
-    any(getattr(x, "compute_capability", "") != "9.0" for x in jax.devices()),
-    reason="needs a GPU of compute capability 9.0",
-)
 
 
 @HOPPER

@@ -79,6 +79,17 @@ __device__ inline void CopyBox(uint32_t to, const CUtensorMap* map, uint32_t bar
       : "memory");
 }
 
+// The same to this place of the blocks of the cluster that `blocks` has a bit for. Each of them has a
+// barrier at this place.
+__device__ inline void CopyBoxTo(uint32_t blocks, uint32_t to, const CUtensorMap* map,
+                                 uint32_t barrier, int column, int row) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to),
+      "l"(map), "r"(barrier), "r"(column), "r"(row), "h"(static_cast<uint16_t>(blocks))
+      : "memory");
+}
+
 // Starts to copy the box of a map of rank 5, whose last axis is groups of rows, to the same place of both
 // blocks of the cluster.
 __device__ inline void CopyGroupsToBoth(uint32_t to, const CUtensorMap* map, uint32_t barrier,

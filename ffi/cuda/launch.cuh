@@ -29,11 +29,20 @@ cudaError_t Launch(void (*kernel)(Parameters...), dim3 blocks, int threads, size
   return cudaGetLastError();
 }
 
+// The blocks of a launch, and how many of them a cluster has.
+struct Grid {
+  dim3 blocks;
+  unsigned cluster = 1;
+
+  Grid(dim3 blocks) : blocks(blocks) {}
+  Grid(unsigned blocks, unsigned cluster = 1) : blocks(blocks), cluster(cluster) {}
+};
+
 // As Launch, for a kernel that may start while the one before it still runs: it calls WaitForKernelsBefore
 // (ptx.cuh) in all threads before it reads what other kernels write, and before it writes.
 template <typename... Parameters, typename... Arguments>
-cudaError_t LaunchEarly(void (*kernel)(Parameters...), dim3 blocks, int threads,
-                        size_t shared_bytes, cudaStream_t stream, Arguments... arguments) {
+cudaError_t LaunchEarly(void (*kernel)(Parameters...), Grid grid, int threads, size_t shared_bytes,
+                        cudaStream_t stream, Arguments... arguments) {
 #ifndef RWKV_JAX_EMULATION
   cudaFuncAttributes code;
   cudaError_t error = cudaFuncGetAttributes(&code, kernel);
@@ -43,16 +52,19 @@ cudaError_t LaunchEarly(void (*kernel)(Parameters...), dim3 blocks, int threads,
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                  static_cast<int>(shared_bytes));
     if (error != cudaSuccess) return error;
-    cudaLaunchAttribute early = {};
-    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    early.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchAttribute attributes[2] = {};
+    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[0].val.programmaticStreamSerializationAllowed = 1;
+    attributes[1].id = cudaLaunchAttributeClusterDimension;
+    attributes[1].val.clusterDim = {grid.cluster, 1, 1};
     cudaLaunchConfig_t config = {};
-    config.gridDim = blocks, config.blockDim = threads, config.dynamicSmemBytes = shared_bytes;
-    config.stream = stream, config.attrs = &early, config.numAttrs = 1;
+    config.gridDim = grid.blocks, config.blockDim = threads;
+    config.dynamicSmemBytes = shared_bytes, config.stream = stream;
+    config.attrs = attributes, config.numAttrs = grid.cluster > 1 ? 2 : 1;
     return cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);
   }
 #endif
-  return Launch(kernel, blocks, threads, shared_bytes, stream, arguments...);
+  return Launch(kernel, grid.blocks, threads, shared_bytes, stream, arguments...);
 }
 
 // ForHalfTypes and ForAllTypes call fn(T(), integral_constant<int, N>()) with the element type T of

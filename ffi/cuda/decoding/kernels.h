@@ -17,6 +17,9 @@ cudaError_t StepHeads(cudaStream_t stream, const Rwkv7BlockCall& call, const Dev
 // Several rows of 16-bit elements: all launches.
 cudaError_t RunOnMatrixUnits(cudaStream_t stream, const Rwkv7BlockCall& call, const Device& device);
 
+// Whether this build has the products of more than kMaxBlockRows rows for the current device.
+bool HasTiledProducts();
+
 // Other rows, up to kRowsAtOnce of them, in five launches, the heads among them.
 constexpr int64_t kRowsAtOnce = 8;
 

@@ -12,17 +12,18 @@
 #pragma once
 
 #include "decoding/last_block.cuh"
+#include "decoding/matrix_products.cuh"
 #include "fragment.cuh"
 #include "launch.cuh"
-#include "layers/vectors.cuh"
 #include "matrix.cuh"
 #include "plan.h"
 #include "rwkv_jax/decoding.h"
 
 namespace rwkv_jax::cuda {
 
-constexpr int kStepInputs = kPanelCols, kGroupOutputs = kTicketOutputs;
 constexpr int kGroupWarps = kGroupOutputs / 16, kGroupThreads = 32 * kGroupWarps;
+
+static_assert(kStepInputs == kPanelCols);
 
 // The rows of a fragment of sums.
 constexpr int kFragmentRows = 8;
@@ -50,30 +51,8 @@ constexpr int64_t SharedMemoryOf(int64_t blocks, int stages) {
 }
 static_assert(SharedMemoryOf(1, kFewStages) <= kLeastSharedMemory);
 
-// What becomes of a result.
-enum class Result { kFloat, kRounded, kTanh, kSigmoid, kSquaredRelu, kAdded };
-
-// y [rows, stride], of float for Result::kFloat, and of T otherwise.
-struct MatrixProduct {
-  const void *matrix, *x;  // [outputs, inputs], or by input [inputs, outputs]; [rows, inputs]
-  void* y;
-  const void* residual;  // of y, for Result::kAdded
-  int outputs, inputs, stride;
-  Result result;
-  bool by_input;
-
-  __host__ __device__ int Groups() const { return (outputs + kGroupOutputs - 1) / kGroupOutputs; }
-  __host__ __device__ int StepsOfGroup() const { return (inputs + kStepInputs - 1) / kStepInputs; }
-};
-
-constexpr int kMaxProducts = 8;
-
-struct MatrixProducts {
-  MatrixProduct of[kMaxProducts];
-  int count, rows;
-  int steps, steps_of_block;
-  float* sums;        // of groups that blocks share: two of each block, [kFragments, threads, 4]
-  uint32_t* tickets;  // of each group: how many blocks have written their sums, 0 before the launch
+struct SharedProducts : MatrixProducts {
+  int steps, steps_of_block;  // `sums` are two of each block, [kFragments, threads, 4]
 };
 
 // The place of a step.
@@ -172,7 +151,7 @@ __device__ void AddStep(uint32_t stage, bool by_input, Accumulator<kFragments>& 
 // Adds up the sums of the blocks that share the group of a step, whose number is given. Returns whether
 // this is the block that has them all.
 template <int kFragments>
-__device__ bool AddUpBlocks(const MatrixProducts& own, const Step& step, int number,
+__device__ bool AddUpBlocks(const SharedProducts& own, const Step& step, int number,
                             Accumulator<kFragments>& sums) {
   const int begin = number - step.at, end = begin + own.of[step.product].StepsOfGroup();
   const int first = begin / own.steps_of_block, last = (end - 1) / own.steps_of_block;
@@ -210,20 +189,15 @@ __device__ bool AddUpBlocks(const MatrixProducts& own, const Step& step, int num
 // `residual` is for Result::kAdded.
 template <typename T>
 __device__ void PutResult(const MatrixProduct& product, int64_t at, float sum, T residual) {
-  switch (product.result) {
-    case Result::kFloat: static_cast<float*>(product.y)[at] = sum; return;
-    case Result::kRounded: break;
-    case Result::kTanh: sum = tanhf(sum); break;
-    case Result::kSigmoid: sum = Sigmoid(sum); break;
-    case Result::kSquaredRelu: sum = sum > 0.0f ? sum * sum : 0.0f; break;
-    case Result::kAdded: sum += ToFloat(residual); break;
-  }
-  static_cast<T*>(product.y)[at] = FromFloat<T>(sum);
+  if (product.result == Result::kFloat)
+    static_cast<float*>(product.y)[at] = sum;
+  else
+    static_cast<T*>(product.y)[at] = FromFloat<T>(ResultOf(product.result, sum, ToFloat(residual)));
 }
 
 template <typename T, int kFragments, int kStages>
 __global__ __launch_bounds__(kGroupThreads, kMatrixBlocks) void MatrixProductKernel(
-    const __grid_constant__ MatrixProducts own) {
+    const __grid_constant__ SharedProducts own) {
   RWKV_JAX_DYNAMIC_SHARED(kPanelAlignment, memory);
   const uint32_t stages = SharedAddress(memory);
   const auto stage = [&](int number) {
@@ -287,10 +261,10 @@ __global__ __launch_bounds__(kGroupThreads, kMatrixBlocks) void MatrixProductKer
   }
 }
 
-// Launches the products of `own`, whose steps are counted here.
 template <typename T, int kFragments>
-cudaError_t LaunchProducts(cudaStream_t stream, const Device& device, MatrixProducts own) {
-  own.steps = 0;
+cudaError_t LaunchProducts(cudaStream_t stream, const Device& device,
+                           const MatrixProducts& products) {
+  SharedProducts own = {products};
   for (int i = 0; i < own.count; ++i) own.steps += own.of[i].Groups() * own.of[i].StepsOfGroup();
   return ForSharedMemory<SharedMemoryOf(kMatrixBlocks, kManyStages)>(device, [&](auto many) {
     constexpr int kStages = many() ? kManyStages : kFewStages;

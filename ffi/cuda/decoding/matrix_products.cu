@@ -12,6 +12,7 @@
 #include "decoding/kernels.h"
 #include "decoding/matrix_product.cuh"
 #include "decoding/mixed_rows.cuh"
+#include "decoding/tiled_products.h"
 
 namespace rwkv_jax::cuda {
 namespace {
@@ -23,12 +24,16 @@ struct MixArguments {
   uint32_t* tickets;    // to be cleared, if there are any
   int rows, width, count, ticket_count;
   bool first;  // of the kernels of a block
+  // If there are `splits` of sums [rows, width], they are added to x, and the rows are that, also `total`.
+  const float* sums;
+  void* total;
+  int splits;
 };
 
 constexpr int kMixVector = 8, kMixColumns = kProductThreads * kMixVector;
 
 // A block has kMixColumns columns of a row, and the moments of the whole row.
-template <typename T>
+template <typename T, bool kAddsUp>
 __global__ __launch_bounds__(kProductThreads) void MixKernel(
     const __grid_constant__ MixArguments own) {
   using Vector = Packed<T, kMixVector>;
@@ -52,10 +57,34 @@ __global__ __launch_bounds__(kProductThreads) void MixKernel(
       if (i < own.count) mix[i] = LoadPacked<kMixVector, T>(own.mix[i], column);
   }
   const T* const x = static_cast<const T*>(own.x) + begin;
+  const auto load = [&](int i) {
+    Vector tokens = LoadPacked<kMixVector, T>(x, i);
+    if constexpr (kAddsUp) {
+      float total[kMixVector] = {};
+#pragma unroll 4
+      for (int split = 0; split < own.splits; ++split) {
+        const float* const sums = own.sums + (int64_t{split} * own.rows + row) * own.width + i;
+#pragma unroll
+        for (int c = 0; c < kMixVector; c += 4) {
+          const float4 four = *reinterpret_cast<const float4*>(sums + c);
+          total[c] += four.x, total[c + 1] += four.y;
+          total[c + 2] += four.z, total[c + 3] += four.w;
+        }
+      }
+#pragma unroll
+      for (int c = 0; c < kMixVector; ++c) total[c] += tokens[c];
+      tokens.Set(total);
+    }
+    return tokens;
+  };
   const float pivot = PivotOf(x);
   float offsets = 0.0f, squares = 0.0f;
-  for (int i = threadIdx.x * kMixVector; i < own.width; i += kMixColumns)
-    AddOffsets(LoadPacked<kMixVector, T>(x, i), pivot, offsets, squares);
+  Vector tokens;
+  for (int i = threadIdx.x * kMixVector; i < own.width; i += kMixColumns) {
+    const Vector there = load(i);
+    AddOffsets(there, pivot, offsets, squares);
+    if (i == column) tokens = there;
+  }
   const float2 of_warp{SumOverLanes<32>(offsets), SumOverLanes<32>(squares)};
   if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = of_warp;
   const int blocks = gridDim.x * gridDim.y, block = blockIdx.y * gridDim.x + blockIdx.x;
@@ -66,7 +95,7 @@ __global__ __launch_bounds__(kProductThreads) void MixKernel(
   if (!active) return;
 
   const float2 moments = MomentsOf(sums, pivot, own.width);
-  const auto tokens = LoadPacked<kMixVector, T>(x, column);
+  if constexpr (kAddsUp) tokens.Store(static_cast<T*>(own.total) + at);
   float n[kMixVector], mixed[kMixVector];
 #pragma unroll
   for (int c = 0; c < kMixVector; ++c)
@@ -85,9 +114,35 @@ __global__ __launch_bounds__(kProductThreads) void MixKernel(
     StoreRounded<T>(own.after, at, n);
 }
 
-// The launches of a block.
+// Up to kMaxBlockRows rows, rounded up to fragments.
 template <typename T, int kFragments>
+struct FewRows {
+  using Element = T;
+  static int Tickets(const MatrixProducts& products) {
+    int groups = 0;
+    for (int i = 0; i < products.count; ++i) groups += products.of[i].Groups();
+    return groups;
+  }
+  static cudaError_t Launch(cudaStream_t stream, const Device& device,
+                            const MatrixProducts& products, int*) {
+    return LaunchProducts<T, kFragments>(stream, device, products);
+  }
+};
+
+struct ManyRows {
+  using Element = __nv_bfloat16;
+  static int Tickets(const MatrixProducts&) { return 0; }
+  static cudaError_t Launch(cudaStream_t stream, const Device&, const MatrixProducts& products,
+                            int* splits) {
+    return LaunchTiledProducts(stream, products, splits);
+  }
+};
+
+// The launches of a block, whose products are those of `Products`.
+template <typename Products>
 class MatrixBlock {
+  using T = typename Products::Element;
+
  public:
   MatrixBlock(cudaStream_t stream, const Rwkv7BlockCall& call, const Device& device)
       : stream_(stream),
@@ -159,7 +214,8 @@ class MatrixBlock {
 
   cudaError_t ReadTokens() {
     return Multiply({call_.output.weight, At(scratch_.read), At(scratch_.between), call_.x, width_,
-                     width_, width_, Result::kAdded, false});
+                     width_, width_, Result::kAdded, false},
+                    &splits_);
   }
 
   cudaError_t MixChannels() {
@@ -167,6 +223,10 @@ class MatrixBlock {
                         call_.channel_norm.bias};
     own.mix[0] = call_.channel_mix, own.count = 1;
     own.after = call_.channel_after;
+    if (splits_ > 1) {
+      own.x = call_.x, own.total = At(scratch_.between);
+      own.sums = call_.scratch + scratch_.sums, own.splits = splits_;
+    }
     return Launch(own);
   }
 
@@ -185,20 +245,21 @@ class MatrixBlock {
     own.rows = rows_, own.width = width_;
     const dim3 blocks(static_cast<unsigned>(rows_),
                       static_cast<unsigned>((width_ + kMixColumns - 1) / kMixColumns));
-    return LaunchEarly(MixKernel<T>, blocks, kProductThreads, 0, stream_, own);
+    const auto kernel = own.splits > 1 ? MixKernel<T, true> : MixKernel<T, false>;
+    return LaunchEarly(kernel, blocks, kProductThreads, 0, stream_, own);
   }
 
-  cudaError_t Multiply(const MatrixProduct& product) {
+  cudaError_t Multiply(const MatrixProduct& product, int* splits = nullptr) {
     MatrixProducts own = {};
     own.of[own.count++] = product;
-    return Launch(own);
+    return Launch(own, splits);
   }
 
-  cudaError_t Launch(MatrixProducts own) {
+  cudaError_t Launch(MatrixProducts own, int* splits = nullptr) {
     own.rows = rows_;
     own.sums = call_.scratch + scratch_.sums, own.tickets = tickets_;
-    for (int i = 0; i < own.count; ++i) tickets_ += own.of[i].Groups();
-    return LaunchProducts<T, kFragments>(stream_, device_, own);
+    tickets_ += Products::Tickets(own);
+    return Products::Launch(stream_, device_, own, splits);
   }
 
   // Calls fn(map, its rank, what is between its products) for the low-rank maps that there are.
@@ -227,6 +288,7 @@ class MatrixBlock {
   const BlockScratch scratch_;
   const int rows_, width_, hidden_;
   uint32_t* tickets_;  // of the next launch
+  int splits_ = 1;     // of the inputs of the output product, if its sums are not added up yet
   T* const low_rank_;
 };
 
@@ -234,9 +296,10 @@ class MatrixBlock {
 
 cudaError_t RunOnMatrixUnits(cudaStream_t stream, const Rwkv7BlockCall& call,
                              const Device& device) {
+  if (call.rows > kMaxBlockRows) return MatrixBlock<ManyRows>(stream, call, device).Run();
   const int64_t fragments = call.rows <= kFragmentRows ? 1 : call.rows <= 2 * kFragmentRows ? 2 : 4;
   return ForHalfTypes<1, 2, 4>(call.dtype, fragments, [&](auto zero, auto count) {
-    return MatrixBlock<decltype(zero), count()>(stream, call, device).Run();
+    return MatrixBlock<FewRows<decltype(zero), count()>>(stream, call, device).Run();
   });
 }
 

@@ -19,6 +19,11 @@ constexpr int64_t kRankMultiple = 8, kMaxRank = 1024;
 // multiples of kRowsOfSums rows.
 constexpr int64_t kTicketOutputs = 128, kRowsOfSums = 8, kMaxSumBlocks = 384;
 
+// More rows, up to so many, are for bfloat16 and GPUs of compute capability 9.0. A block of threads has a
+// tile of kTileRows rows and up to kMaxTileOutputs outputs, and there is room for the sums of as many blocks.
+constexpr int64_t kMaxManyRows = 1024;
+constexpr int64_t kTileRows = 128, kMaxTileOutputs = 256, kMaxTileBlocks = 192;
+
 // One row of whose inputs many are zeros: so many blocks of threads share out the inputs of a group of
 // outputs, which has a ticket and at least kTicketOutputs / 4 outputs.
 constexpr int64_t kSharesOfInputs = 8;
@@ -101,7 +106,7 @@ struct BlockScratch {
 
   explicit BlockScratch(const Rwkv7BlockCall& call) {
     const int64_t width = call.width, ranks = call.Ranks(), tokens = call.rows * width;
-    const bool matrix_units = call.OnMatrixUnits();
+    const bool matrix_units = call.OnMatrixUnits(), many_rows = call.rows > kMaxBlockRows;
     projected_width = matrix_units ? (3 + kLowRankMaps) * width : 3 * width + ranks;
     projected = Take(call.rows * projected_width);
     normalised = Take(matrix_units ? 0 : tokens);
@@ -110,11 +115,13 @@ struct BlockScratch {
     read = Take(tokens), between = Take(tokens);
     hidden = Take(call.rows * call.hidden);
     const int64_t sum_rows = (call.rows + kRowsOfSums - 1) / kRowsOfSums * kRowsOfSums;
-    sums = Take(matrix_units ? 2 * kMaxSumBlocks * kTicketOutputs * sum_rows
-                             : kSharesOfInputs * width);
+    sums = Take(many_rows      ? kMaxTileBlocks * kTileRows * kMaxTileOutputs
+                : matrix_units ? 2 * kMaxSumBlocks * kTicketOutputs * sum_rows
+                               : kSharesOfInputs * width);
     // No fewer than there are groups: widths are multiples of 64, and ranks of 8.
-    ticket_count =
-        matrix_units ? ((5 + kLowRankMaps) * width + call.hidden) / 64 + ranks / 8 : width / 32;
+    ticket_count = many_rows      ? 0
+                   : matrix_units ? ((5 + kLowRankMaps) * width + call.hidden) / 64 + ranks / 8
+                                  : width / 32;
     tickets = Take(ticket_count);
   }
 

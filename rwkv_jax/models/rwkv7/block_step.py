@@ -32,7 +32,7 @@ from jax import Array, lax
 from jax.custom_batching import custom_vmap
 from jaxtyping import Float, Int
 
-from rwkv_jax._native import library
+from rwkv_jax._native import gpus, library
 from rwkv_jax._native.kernels import DTYPES
 from rwkv_jax._operator import check, dispatch
 from rwkv_jax._operator.call import Arrays, Options
@@ -47,7 +47,7 @@ Block: TypeAlias = Callable[
 ]
 
 NAME = "rwkv7_block"
-MAX_ROWS, MAX_QUANTISED_ROWS, MAX_ROWS_BY_INPUT = 32, 1, 1
+MAX_ROWS, MAX_MANY_ROWS, MAX_QUANTISED_ROWS, MAX_ROWS_BY_INPUT = 32, 1024, 1, 1
 HEAD_SIZE = 64
 RANK_MULTIPLE, MAX_RANK = 8, 1024
 
@@ -304,8 +304,11 @@ class _FusedBlock:
                     "shifts in the dtype of the activations"
                 )
         sizes = self._sizes(inputs)
-        if not 0 < sizes["B"] <= MAX_ROWS:
-            return f"B = {sizes['B']}; the kernels take 1 to {MAX_ROWS} rows"
+        if not (0 < sizes["B"] <= MAX_ROWS or _takes_many_rows(sizes["B"], own)):
+            return (
+                f"B = {sizes['B']}; the kernels take 1 to {MAX_ROWS} rows, and up to "
+                f"{MAX_MANY_ROWS} of bfloat16 on GPUs of compute capability 9.0"
+            )
         if self.quantised and sizes["B"] > MAX_QUANTISED_ROWS:
             return f"B = {sizes['B']}; the kernels take {MAX_QUANTISED_ROWS} row with int8 weights"
         if self.by_input and sizes["B"] > MAX_ROWS_BY_INPUT:
@@ -369,6 +372,11 @@ class _FusedBlock:
             aliases={1: 1, 2: 2, 3: 3},
         )
         return dict(zip(self.results, found, strict=False))
+
+
+def _takes_many_rows(rows: int, dtype: Any) -> bool:
+    fits = MAX_ROWS < rows <= MAX_MANY_ROWS and dtype == jnp.bfloat16
+    return fits and gpus.other_than_hopper() is None
 
 
 def _target(*, first: bool, by_input: bool) -> str:

@@ -1,0 +1,52 @@
+// The matrix products of a launch, and what becomes of their results.
+#pragma once
+
+#include <cstdint>
+
+#include "layers/vectors.cuh"
+#include "rwkv_jax/decoding.h"
+
+namespace rwkv_jax::cuda {
+
+// Blocks of threads have the results of a group of outputs, and go through the inputs step by step.
+constexpr int kGroupOutputs = kTicketOutputs, kStepInputs = 64;
+
+// What becomes of a result.
+enum class Result { kFloat, kRounded, kTanh, kSigmoid, kSquaredRelu, kAdded };
+
+// y [rows, stride], of float for Result::kFloat, and of T otherwise.
+struct MatrixProduct {
+  const void *matrix, *x;  // [outputs, inputs], or by input [inputs, outputs]; [rows, inputs]
+  void* y;
+  const void* residual;  // of y, for Result::kAdded
+  int outputs, inputs, stride;
+  Result result;
+  bool by_input;
+
+  __host__ __device__ int Groups() const { return (outputs + kGroupOutputs - 1) / kGroupOutputs; }
+  __host__ __device__ int StepsOfGroup() const { return (inputs + kStepInputs - 1) / kStepInputs; }
+};
+
+constexpr int kMaxProducts = 7;
+
+struct MatrixProducts {
+  MatrixProduct of[kMaxProducts];
+  int count, rows;
+  float* sums;        // of groups that blocks share
+  uint32_t* tickets;  // how many blocks have written their sums, 0 before the launch
+};
+
+// A result that is not of float; `residual` is for Result::kAdded.
+__device__ inline float ResultOf(Result result, float sum, float residual) {
+  switch (result) {
+    case Result::kFloat:
+    case Result::kRounded: break;
+    case Result::kTanh: return tanhf(sum);
+    case Result::kSigmoid: return Sigmoid(sum);
+    case Result::kSquaredRelu: return sum > 0.0f ? sum * sum : 0.0f;
+    case Result::kAdded: return sum + residual;
+  }
+  return sum;
+}
+
+}  // namespace rwkv_jax::cuda
