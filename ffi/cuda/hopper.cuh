@@ -154,7 +154,7 @@ __device__ void TakeRegisters() {
 
 // d += a b^T, or d = a b^T, for the 64 x `kColumns` sums of a warpgroup and 16 columns of the operands.
 // Registers 4 i to 4 i + 3 are fragment i of matrix.cuh. With kTransposed the columns of b, not its rows,
-// lie in shared memory one after another.
+// lie in shared memory one after another, and with kLeftTransposed those of a.
 //
 // An instruction names its registers, so there is one for each number of columns.
 #define RWKV_JAX_SUMS_0 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
@@ -172,6 +172,9 @@ __device__ void TakeRegisters() {
   "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
 #define RWKV_JAX_SUMS_112 \
   "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define RWKV_JAX_NAMES_8 "%0, %1, %2, %3"
+#define RWKV_JAX_NAMES_16 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define RWKV_JAX_NAMES_32 RWKV_JAX_SUMS_0
 #define RWKV_JAX_NAMES_64 RWKV_JAX_SUMS_0 ", " RWKV_JAX_SUMS_16
 #define RWKV_JAX_NAMES_96 RWKV_JAX_NAMES_64 ", " RWKV_JAX_SUMS_32
 #define RWKV_JAX_NAMES_128 RWKV_JAX_NAMES_96 ", " RWKV_JAX_SUMS_48
@@ -181,6 +184,9 @@ __device__ void TakeRegisters() {
 #define RWKV_JAX_NAMES_256 RWKV_JAX_NAMES_224 ", " RWKV_JAX_SUMS_112
 #define RWKV_JAX_4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define RWKV_JAX_16(i) RWKV_JAX_4(i), RWKV_JAX_4(i + 4), RWKV_JAX_4(i + 8), RWKV_JAX_4(i + 12)
+#define RWKV_JAX_OPERANDS_8 RWKV_JAX_4(0)
+#define RWKV_JAX_OPERANDS_16 RWKV_JAX_4(0), RWKV_JAX_4(4)
+#define RWKV_JAX_OPERANDS_32 RWKV_JAX_16(0)
 #define RWKV_JAX_OPERANDS_64 RWKV_JAX_16(0), RWKV_JAX_16(16)
 #define RWKV_JAX_OPERANDS_96 RWKV_JAX_OPERANDS_64, RWKV_JAX_16(32)
 #define RWKV_JAX_OPERANDS_128 RWKV_JAX_OPERANDS_96, RWKV_JAX_16(48)
@@ -188,32 +194,39 @@ __device__ void TakeRegisters() {
 #define RWKV_JAX_OPERANDS_192 RWKV_JAX_OPERANDS_160, RWKV_JAX_16(80)
 #define RWKV_JAX_OPERANDS_224 RWKV_JAX_OPERANDS_192, RWKV_JAX_16(96)
 #define RWKV_JAX_OPERANDS_256 RWKV_JAX_OPERANDS_224, RWKV_JAX_16(112)
-// `a`, `b`, `add` and `transposed` are the names of the operands that follow the sums.
-#define RWKV_JAX_MULTIPLY(columns, a_name, b_name, add_name, transposed_name)   \
-  asm volatile("{.reg .pred add; setp.ne.b32 add, " add_name                    \
-               ", 0; wgmma.mma_async.sync.aligned.m64n" #columns                \
-               "k16.f32.bf16.bf16 {" RWKV_JAX_NAMES_##columns                   \
-               "}, " a_name ", " b_name ", add, 1, 1, 0, " transposed_name ";}" \
-               : RWKV_JAX_OPERANDS_##columns                                    \
-               : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(static_cast<int>(kTransposed)))
+// `a`, `b`, `add` and both `transposed` are the names of the operands that follow the sums.
+#define RWKV_JAX_MULTIPLY(columns, a_name, b_name, add_name, left_name, right_name)    \
+  asm volatile("{.reg .pred add; setp.ne.b32 add, " add_name                           \
+               ", 0; wgmma.mma_async.sync.aligned.m64n" #columns                       \
+               "k16.f32.bf16.bf16 {" RWKV_JAX_NAMES_##columns                          \
+               "}, " a_name ", " b_name ", add, 1, 1, " left_name ", " right_name ";}" \
+               : RWKV_JAX_OPERANDS_##columns                                           \
+               : "l"(a), "l"(b), "r"(static_cast<int>(add)),                           \
+                 "n"(static_cast<int>(kLeftTransposed)), "n"(static_cast<int>(kTransposed)))
 
-template <int kColumns, bool kTransposed = false>
+template <int kColumns, bool kTransposed = false, bool kLeftTransposed = false>
 __device__ void Multiply(float (&d)[kColumns / 2], uint64_t a, uint64_t b, bool add) {
-  if constexpr (kColumns == 64) {
-    RWKV_JAX_MULTIPLY(64, "%32", "%33", "%34", "%35");
+  if constexpr (kColumns == 8) {
+    RWKV_JAX_MULTIPLY(8, "%4", "%5", "%6", "%7", "%8");
+  } else if constexpr (kColumns == 16) {
+    RWKV_JAX_MULTIPLY(16, "%8", "%9", "%10", "%11", "%12");
+  } else if constexpr (kColumns == 32) {
+    RWKV_JAX_MULTIPLY(32, "%16", "%17", "%18", "%19", "%20");
+  } else if constexpr (kColumns == 64) {
+    RWKV_JAX_MULTIPLY(64, "%32", "%33", "%34", "%35", "%36");
   } else if constexpr (kColumns == 96) {
-    RWKV_JAX_MULTIPLY(96, "%48", "%49", "%50", "%51");
+    RWKV_JAX_MULTIPLY(96, "%48", "%49", "%50", "%51", "%52");
   } else if constexpr (kColumns == 128) {
-    RWKV_JAX_MULTIPLY(128, "%64", "%65", "%66", "%67");
+    RWKV_JAX_MULTIPLY(128, "%64", "%65", "%66", "%67", "%68");
   } else if constexpr (kColumns == 160) {
-    RWKV_JAX_MULTIPLY(160, "%80", "%81", "%82", "%83");
+    RWKV_JAX_MULTIPLY(160, "%80", "%81", "%82", "%83", "%84");
   } else if constexpr (kColumns == 192) {
-    RWKV_JAX_MULTIPLY(192, "%96", "%97", "%98", "%99");
+    RWKV_JAX_MULTIPLY(192, "%96", "%97", "%98", "%99", "%100");
   } else if constexpr (kColumns == 224) {
-    RWKV_JAX_MULTIPLY(224, "%112", "%113", "%114", "%115");
+    RWKV_JAX_MULTIPLY(224, "%112", "%113", "%114", "%115", "%116");
   } else {
     static_assert(kColumns == 256);
-    RWKV_JAX_MULTIPLY(256, "%128", "%129", "%130", "%131");
+    RWKV_JAX_MULTIPLY(256, "%128", "%129", "%130", "%131", "%132");
   }
 }
 

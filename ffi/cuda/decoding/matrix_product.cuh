@@ -1,4 +1,5 @@
-// The products of up to 32 rows with matrices of 16-bit elements, on the matrix units.
+// The products of up to 32 rows with matrices of 16-bit elements, on the matrix units. Those of bfloat16 on
+// Hopper are in tiled_products.cu.
 //
 // A step is 64 inputs of a group of 128 outputs. The steps of all products of a launch, those of a group
 // one after another, are shared out evenly: each of the blocks that the device runs at once has as many

@@ -114,9 +114,9 @@ __global__ __launch_bounds__(kProductThreads) void MixKernel(
     StoreRounded<T>(own.after, at, n);
 }
 
-// Up to kMaxBlockRows rows, rounded up to fragments.
+// Products of matrix_product.cuh; the rows are rounded up to fragments.
 template <typename T, int kFragments>
-struct FewRows {
+struct SharedSteps {
   using Element = T;
   static int Tickets(const MatrixProducts& products) {
     int groups = 0;
@@ -129,12 +129,13 @@ struct FewRows {
   }
 };
 
-struct ManyRows {
+// Products of tiled_products.h.
+struct InTiles {
   using Element = __nv_bfloat16;
   static int Tickets(const MatrixProducts&) { return 0; }
-  static cudaError_t Launch(cudaStream_t stream, const Device&, const MatrixProducts& products,
-                            int* splits) {
-    return LaunchTiledProducts(stream, products, splits);
+  static cudaError_t Launch(cudaStream_t stream, const Device& device,
+                            const MatrixProducts& products, int* splits) {
+    return LaunchTiledProducts(stream, device, products, splits);
   }
 };
 
@@ -296,10 +297,11 @@ class MatrixBlock {
 
 cudaError_t RunOnMatrixUnits(cudaStream_t stream, const Rwkv7BlockCall& call,
                              const Device& device) {
-  if (call.rows > kMaxBlockRows) return MatrixBlock<ManyRows>(stream, call, device).Run();
+  if (call.dtype == Dtype::kBF16 && HasTiledProducts())
+    return MatrixBlock<InTiles>(stream, call, device).Run();
   const int64_t fragments = call.rows <= kFragmentRows ? 1 : call.rows <= 2 * kFragmentRows ? 2 : 4;
   return ForHalfTypes<1, 2, 4>(call.dtype, fragments, [&](auto zero, auto count) {
-    return MatrixBlock<FewRows<decltype(zero), count()>>(stream, call, device).Run();
+    return MatrixBlock<SharedSteps<decltype(zero), count()>>(stream, call, device).Run();
   });
 }
 

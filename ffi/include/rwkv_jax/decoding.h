@@ -20,7 +20,7 @@ constexpr int64_t kRankMultiple = 8, kMaxRank = 1024;
 constexpr int64_t kTicketOutputs = 128, kRowsOfSums = 8, kMaxSumBlocks = 384;
 
 // More rows, up to so many, are for bfloat16 and GPUs of compute capability 9.0. A block of threads has a
-// tile of kTileRows rows and up to kMaxTileOutputs outputs, and there is room for the sums of as many blocks.
+// tile of up to kTileRows rows and kMaxTileOutputs outputs, and there is room for the sums of kMaxTileBlocks.
 constexpr int64_t kMaxManyRows = 1024;
 constexpr int64_t kTileRows = 128, kMaxTileOutputs = 256, kMaxTileBlocks = 192;
 

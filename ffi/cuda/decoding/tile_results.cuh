@@ -1,0 +1,163 @@
+// What becomes of the sums of a tile.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include "decoding/tile.cuh"
+#include "fragment.cuh"
+#include "ptx.cuh"
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
+namespace rwkv_jax::cuda {
+
+// Makes results of sums. Most tiles have another result than this one or that one, whose instructions are not
+// fetched then.
+template <int kSums>
+__device__ void ChangeSums(Result result, float (&sums)[kSums]) {
+  const auto change = [&](Result one) {
+    if (result != one) return;
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) sums[i] = ResultOf(one, sums[i], 0.0f);
+  };
+  change(Result::kTanh), change(Result::kSigmoid), change(Result::kSquaredRelu);
+}
+
+// Four lanes that have a row exchange pairs of neighbouring outputs: word k of lane l becomes word l of
+// lane k. Then a lane has eight outputs in a row, or no longer has them.
+__device__ void Exchange(uint32_t (&words)[4]) {
+  const int lane = threadIdx.x % 4;
+#pragma unroll
+  for (int distance = 1; distance <= 2; distance *= 2) {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      if (k & distance) continue;
+      const bool upper = lane & distance;
+      const uint32_t got = __shfl_xor_sync(~0u, upper ? words[k] : words[k + distance], distance);
+      (upper ? words[k] : words[k + distance]) = got;
+    }
+  }
+}
+
+// The sums of a thread: 8 i + 2 (lane % 4) and the output after it for each i, in a row and in the one eight
+// below.
+template <typename Tile>
+struct ResultsOfManyRows {
+  static constexpr int kSums = Tile::kSums;
+  const MatrixProduct& product;
+  int rows, row, output;  // the first ones
+  float (&sums)[kSums];
+
+  __device__ void PutFloats(float* y, int64_t stride) const {
+#pragma unroll
+    for (int i = 0; i < kSums; i += 2) {
+      const int own_row = row + i / 2 % 2 * 8, own_output = output + i / 4 * 8 + OwnPair();
+      if (own_row < rows && own_output < product.outputs)
+        *reinterpret_cast<float2*>(y + own_row * stride + own_output) = {sums[i], sums[i + 1]};
+    }
+  }
+
+  __device__ void Put() const {
+    if (product.result == Result::kFloat)
+      return PutFloats(static_cast<float*>(product.y), product.stride);
+    ChangeSums(product.result, sums);
+    if (product.result == Result::kAdded) {
+      ForVectors([&](int i, bool present, int64_t at) {
+        uint4 x = {};
+        if (present)
+          x = *reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(product.residual) +
+                                              at);
+        uint32_t words[4] = {x.x, x.y, x.z, x.w};
+        Exchange(words);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          sums[i + 4 * k] += __uint_as_float(words[k] << 16);
+          sums[i + 4 * k + 1] += __uint_as_float(words[k] & 0xffff0000u);
+        }
+      });
+    }
+    ForVectors([&](int i, bool present, int64_t at) {
+      uint32_t words[4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) words[k] = RoundToBf16(sums[i + 4 * k], sums[i + 4 * k + 1]);
+      Exchange(words);
+      if (present)
+        *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(product.y) + at) = {
+            words[0], words[1], words[2], words[3]};
+    });
+  }
+
+ private:
+  __device__ static int OwnPair() { return threadIdx.x % 4 * 2; }
+
+  // Calls fn(the first of the sums of four pairs, whether there is a vector of eight outputs that this lane
+  // has of them once they are exchanged, where it is).
+  template <typename Fn>
+  __device__ void ForVectors(Fn&& fn) const {
+#pragma unroll
+    for (int i = 0; i < kSums; i += 16) {
+#pragma unroll
+      for (int below = 0; below < 2; ++below) {
+        const int own_row = row + below * 8;
+        const int own_output = output + i / 4 * 8 + static_cast<int>(threadIdx.x) % 4 * 8;
+        fn(i + 2 * below, own_row < rows && own_output < product.outputs,
+           int64_t{own_row} * product.stride + own_output);
+      }
+    }
+  }
+};
+
+// The sums of a thread of a tile with few rows: an output and the one eight after it, in rows 8 i and 8 i + 1
+// for each i.
+template <typename Tile>
+struct ResultsOfFewRows {
+  const MatrixProduct& product;
+  int rows, row, output;  // the first ones
+  float (&sums)[Tile::kSums];
+
+  __device__ void PutFloats(float* y, int64_t stride) const {
+    ForEach(stride, [&](float sum, int64_t at) { y[at] = sum; });
+  }
+
+  __device__ void Put() const {
+    if (product.result == Result::kFloat)
+      return PutFloats(static_cast<float*>(product.y), product.stride);
+    const auto put = [&](float result, int64_t at) {
+      static_cast<__nv_bfloat16*>(product.y)[at] = __float2bfloat16_rn(result);
+    };
+    if (product.result == Result::kAdded)
+      return ForEach(product.stride, [&](float sum, int64_t at) {
+        put(sum + ToFloat(static_cast<const __nv_bfloat16*>(product.residual)[at]), at);
+      });
+    ChangeSums(product.result, sums);
+    ForEach(product.stride, put);
+  }
+
+ private:
+  // Calls fn(sum, where it is).
+  template <typename Fn>
+  __device__ void ForEach(int64_t stride, Fn&& fn) const {
+#pragma unroll
+    for (int i = 0; i < Tile::kSums; ++i) {
+      const int own_row = row + i / 4 * 8 + i % 2, own_output = output + i / 2 % 2 * 8;
+      if (own_row < rows && own_output < product.outputs)
+        fn(sums[i], own_row * stride + own_output);
+    }
+  }
+};
+
+// The results of this thread.
+template <typename Tile>
+__device__ auto ResultsOf(const MatrixProduct& product, int rows, const Part<Tile>& part,
+                          float (&sums)[Tile::kSums]) {
+  const int lane = threadIdx.x % 32, of_left = threadIdx.x / 32 * 16 + lane / 4;
+  if constexpr (Tile::kFew)
+    return ResultsOfFewRows<Tile>{product, rows, part.row + lane % 4 * 2, part.output + of_left,
+                                  sums};
+  else
+    return ResultsOfManyRows<Tile>{product, rows, part.row + of_left, part.output, sums};
+}
+
+}  // namespace rwkv_jax::cuda
+
+#endif  // __CUDA_ARCH_FEAT_SM90_ALL
