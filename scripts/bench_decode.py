@@ -100,7 +100,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--fused",
         action=argparse.BooleanOptionalAction,
-        help='decode with layers="fused", the CUDA kernels of whole blocks for up to 32 rows, or '
+        help='decode with layers="fused", the CUDA kernels of whole blocks for one token, or '
         "never with them; with layers=None, if neither is given",
     )
     add(
@@ -233,7 +233,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_rows(table, row, here)
     for figures in rows:
         if "profile" in figures:
-            profile.show(f"{row_of_figures(figures)}, one token", figures["profile"])
+            part = "one token" if figures["pass"] == "decoding" else "a prompt"
+            profile.show(f"{row_of_figures(figures)}, {part}", figures["profile"])
     if args.json:
         about = {name: str(value) for name, value in vars(args).items()}
         args.json.write_text(json.dumps({"options": about, "rows": rows}, indent=1) + "\n")

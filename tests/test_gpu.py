@@ -334,6 +334,23 @@ def test_whole_blocks(rows: int, dtype: str) -> None:
 
 
 @HOPPER
+@pytest.mark.parametrize("rows", [2, 9, 17, 33])
+def test_rows_in_tiles_have_the_same_bits(rows: int) -> None:
+    """Whatever the tile is, and however many rows there are, up to 64."""
+    params = models.with_heads_of_64(1024, "bfloat16")
+    tokens = np.random.default_rng(0).integers(0, 11, 64, np.int32)
+
+    def step(rows: int) -> tuple[jax.Array, Any]:
+        state = rwkv7.initial_state(params, rows, "bfloat16")
+        call = functools.partial(rwkv7.apply, dtype="bfloat16", layers="fused")
+        return jax.jit(call)(params, tokens[:rows], state)
+
+    # The head is not among the kernels.
+    found, of_all = step(rows)[1], step(64)[1]
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y[:rows]), found, of_all)
+
+
+@HOPPER
 @pytest.mark.parametrize(
     ("rows", "tokens", "width", "hidden"),
     [(1, 1, 512, 256), (3, 37, 576, 768), (1, 1001, 1024, 512), (5, 1639, 768, 3072)],

@@ -122,8 +122,9 @@ class Generation:
           layers: the implementation of the functions of `rwkv_jax.layers`. Where tokens of a
             sequence are distributed over devices, give "xla", which the compiler partitions. With
             one token each, "fused" computes each block of RWKV-7 in a few CUDA kernels for up to 32
-            rows. None chooses them on CUDA for one row, and for several of bfloat16 or float16,
-            where they can run, JAX has one device, and `params` is not stacked.
+            rows, and for up to 1024 of bfloat16 on GPUs of compute capability 9.0. None chooses
+            them on CUDA for one row, and for several of bfloat16 or float16, where they can run,
+            JAX has one device, and `params` is not stacked.
           recompute: what the backward pass computes again rather than keeps: "mixes", what the
             token shifts of time mixings give; "cheap", all but the products and the results of the
             operator; "blocks", everything but the activations between blocks; or None, what costs

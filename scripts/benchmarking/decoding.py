@@ -189,21 +189,24 @@ def measure(row: Row, settings: Settings) -> list[Figures]:
         "floor_ms": floor,
         "times_floor": median / floor,
     }
-    if settings.profile:
-        decoding["profile"] = profile.of_steps(
-            run,
-            compiled.as_text() or "",
-            steps=settings.tokens,
-            folder=settings.traces and settings.traces / "x".join(map(str, row)),
-        )
-    figures = [decoding]
+    figures = [decoding | _profile(run, compiled, row, settings, "decoding", settings.tokens)]
     if settings.prefill:
         del state
-        figures.append(about | _prefill(params, settings))
+        figures.append(about | _prefill(params, row, settings))
     return figures
 
 
-def _prefill(params: rwkv7.Params, settings: Settings) -> Figures:
+def _profile(
+    run: Callable[[int], Any], compiled: Any, row: Row, settings: Settings, name: str, steps: int
+) -> Figures:
+    """The classes of the kernels of a pass with so many steps, if they are asked for."""
+    if not settings.profile:
+        return {}
+    folder = settings.traces and settings.traces / "x".join(map(str, row)) / name
+    return {"profile": profile.of_steps(run, compiled.as_text() or "", steps=steps, folder=folder)}
+
+
+def _prefill(params: rwkv7.Params, row: Row, settings: Settings) -> Figures:
     """The figures of reading one prompt. The head, which only the last token needs, is left out."""
     length = settings.prefill
 
@@ -213,7 +216,11 @@ def _prefill(params: rwkv7.Params, settings: Settings) -> Figures:
 
     prompt = jax.random.randint(jax.random.key(0), (1, length), 0, settings.vocabulary)
     compiled = jax.jit(read).lower(params, prompt).compile()
-    took = _milliseconds(lambda _: compiled(params, prompt), settings)
+
+    def run(_: int = 1) -> Any:
+        return compiled(params, prompt)
+
+    took = _milliseconds(run, settings)
     median = statistics.median(took)
     flops = length * (flops_per_token(params) / 3 - 2 * params.head.weight.size)
     return {
@@ -222,6 +229,7 @@ def _prefill(params: rwkv7.Params, settings: Settings) -> Figures:
         "best_ms": min(took),
         "tokens_per_second": 1e3 * length / median,
         "share_of_peak": 1e3 * flops / median / settings.peak,
+        **_profile(run, compiled, row, settings, "prefill", 1),
     }
 
 

@@ -10,7 +10,9 @@ They read the weights and the state from memory once, in five launches for one r
     its value product, and the sum that leaves the block
 
 Several rows of bfloat16 or float16 are multiplied on the matrix units. The normalised, shifted and
-mixed tokens and the second products of the low-rank maps then are launches of their own. Several
+mixed tokens and the second products of the low-rank maps then are launches of their own. On GPUs of
+compute capability 9.0 the products of bfloat16 are computed in tiles of up to 128 rows; where few
+tiles share out the inputs, another launch adds up the sums of the last product. Several
 rows of float32 go through the five launches 8 at a time, and each time the weights are read. For
 one row, the matrices of the products may also be of int8, as `rwkv_jax.models.quantize` makes them,
 and the value matrix of the channel mixing may be stored by input, as `rwkv_jax.models.for_decoding`
