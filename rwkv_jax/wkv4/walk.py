@@ -163,7 +163,8 @@ class Walk(NamedTuple):
     def before(self, runs: Runs, state: Arrays) -> Arrays:
         """The states before each run, from the one [B, C] before all."""
         count = runs.ages.shape[1]
-        length = self.length(count)
+        # A walk that is twice as long is one in place of the two or three of groups of groups.
+        length = count if count <= 2 * LENGTH else self.length(count)
         groups = jax.tree.map(lambda x: grouped(x, length), runs)
         states = jax.tree.map(lambda x: x[:, None], state)
         if count > length:
