@@ -289,18 +289,22 @@ class TokensOfSequences(Tokens):
         owner = jnp.repeat(self._owner, self.length, axis=1)
         after = self._of(begin + lengths, owner) - 1 - number
         x = self._k.astype(jnp.float32) + after.astype(jnp.float32) * log_decay
-        x = grouped(jnp.where((self.ages > 0)[..., None], x, -jnp.inf), self.length)
-        place = lax.argmax(x, 2, jnp.int32) + number[:, :: self.length]
+        # A sequence begins with a chunk, and chunks are fewer than groups.
+        chunk = self.per_chunk * self.length
+        x = grouped(jnp.where((self.ages > 0)[..., None], x, -jnp.inf), chunk)
+        place = lax.argmax(x, 2, jnp.int32) + number[:, ::chunk]
 
         def first(x: Any, y: Any) -> Any:
-            """The first largest of two runs of groups: its exponent, its place, and whether a
+            """The first largest of two runs of chunks: its exponent, its place, and whether a
             sequence begins in a run."""
             later = y[2] | (y[0] > x[0])
             return jnp.where(later, y[0], x[0]), jnp.where(later, y[1], x[1]), x[2] | y[2]
 
-        found = jnp.max(x, axis=2), place, jnp.broadcast_to(self._begins[..., None], place.shape)
+        begins = self._begins[:, :: self.per_chunk, None]
+        found = jnp.max(x, axis=2), place, jnp.broadcast_to(begins, place.shape)
         found = lax.associative_scan(first, found, axis=1)
-        largest, place = self.at_ends(found[:2])
+        last = self._last // self.per_chunk
+        largest, place = (self._of(x, last) for x in found[:2])
         of_given = log_max + lengths.astype(jnp.float32) * log_decay >= largest
         age = jnp.where(of_given, lengths, begin + lengths - 1 - place)
         return jnp.where(of_given, 0, place + 1), age.astype(jnp.float32)
