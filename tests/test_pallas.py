@@ -94,10 +94,61 @@ def test_several_segments_in_a_row(interpreted: str, op: str, case: Case) -> Non
     _check(op, case, segment_ids=IDS)
 
 
+CU_SEQLENS = [0, 0, 1, 20, 36, 70]
+
+SEQUENCES = (
+    ("wkv7", Case(1, 70, 1, 16), CU_SEQLENS),
+    ("wkv7", Case(1, 150, 1, 32, V=16, decay="log", dtype="bfloat16", state=False), [0, 16, 150]),
+    ("wkv6", Case(1, 70, 1, 16, decay="log", regime="mixed"), [0, 32, 33, 70]),
+    ("wkv5", Case(1, 9, 1, 16, dtype="bfloat16"), [0, 4, 4, 9]),
+)
+"""Sequences of no token, of one, of whole tiles, and of several chunks; a row without a tile."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("interpreted", ["cuda"], indirect=True)
-def test_sequences_with_states(interpreted: str) -> None:
-    _check("wkv6", Case(1, 70, 1, 16), cu_seqlens=np.array([0, 0, 3, 70], np.int32))
+@pytest.mark.parametrize(("op", "case", "cu"), SEQUENCES, ids=str)
+def test_sequences_with_states(interpreted: str, op: str, case: Case, cu: list[int]) -> None:
+    _check(op, case, cu_seqlens=np.array(cu, np.int32))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("interpreted", ["cuda"], indirect=True)
+def test_sequences_of_mapped_rows(interpreted: str) -> None:
+    """With tokens of no sequence, which are NaN, and with offsets that are clamped."""
+    run, tokens = Run("wkv6", "pallas"), 100
+    several = [[0, 0, 1, 17, 100], [5, 6, 22, 38, 95], [-3, 50, 40, 600, 7]]
+    rows = np.array(several, np.int32)
+    each = []
+    for first, last in ((0, 100), (5, 95), (0, 100)):
+        inputs, cotangents = operands(run.op, Case(1, tokens, 1, 16), cu_seqlens=rows[0])
+        for x in (*(inputs[name] for name in run.operator.timed), cotangents["dy"]):
+            x[:, :first] = x[:, last:] = np.nan
+        each.append((inputs, cotangents))
+    stacked = jax.tree.map(lambda *xs: np.stack(xs), *each)
+    found = jax.vmap(lambda given, cu: value_and_gradients(run, *given, cu_seqlens=cu))(
+        stacked, rows
+    )
+    for i, (given, cu) in enumerate(zip(each, rows, strict=True)):
+        own = {name: x[i] for name, x in found.items()}
+        assert_right(own, expected(run.op, *given, cu_seqlens=cu))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("interpreted", ["cuda"], indirect=True)
+def test_what_is_not_finite_stays_in_its_sequence(interpreted: str) -> None:
+    run, cu = Run("wkv7", "pallas"), np.array(CU_SEQLENS, np.int32)
+    inputs, cotangents = operands(run.op, Case(1, 70, 1, 16), cu_seqlens=cu)
+    right = jax.device_get(value_and_gradients(run, inputs, cotangents, cu_seqlens=cu))
+    for x in (*(inputs[name] for name in run.operator.timed), cotangents["dy"]):
+        x[:, 20:36] = np.nan
+    inputs["initial_state"][3] = cotangents["dfinal_state"][3] = np.inf
+    found = jax.device_get(value_and_gradients(run, inputs, cotangents, cu_seqlens=cu))
+    assert np.isnan(found["y"][:, 20:36]).all()
+    for name, x in found.items():
+        axis, place = (0, 3) if "state" in name else (1, range(20, 36))
+        others = (np.delete(x, place, axis) for x in (x, right[name]))
+        np.testing.assert_array_equal(*others, err_msg=name)
 
 
 @pytest.mark.parametrize("interpreted", ["cuda"], indirect=True)
@@ -135,7 +186,8 @@ def _traced(
     op: str, platform: str, case: Case, implementation: str | None = "pallas", **packing: Any
 ) -> Any:
     arrays = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (*operands(op, case), packing)
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
+        (*operands(op, case, **packing), packing),
     )
     *inputs, packing = arrays
     options = {"decay": OPERATORS[op].suited(case).decay}
@@ -171,6 +223,20 @@ def test_lowering(platform: str, op: str, dtype: str, size: int) -> None:
         ids = np.ones((2, 100), np.int32)
         text = _lowered(op, platform, Case(2, 100, 2, size, dtype=dtype), segment_ids=ids)
         assert text.count(KERNEL[platform]) == KERNELS
+        assert LOOP not in text
+
+
+LOOP = "stablehlo.while"
+
+
+@each_op
+@each_platform
+def test_lowering_of_sequences(platform: str, op: str) -> None:
+    """On GPUs no loop goes over chunks."""
+    cu = np.array(CU_SEQLENS, np.int32)
+    text = _lowered(op, platform, Case(1, 70, 2, 64, dtype="bfloat16"), cu_seqlens=cu)
+    assert text.count(KERNEL[platform]) == KERNELS
+    assert text.count(LOOP) == (2 if platform == "tpu" else 0)
 
 
 def _equations(jaxpr: Any) -> Iterator[Any]:

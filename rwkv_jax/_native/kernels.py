@@ -56,8 +56,6 @@ Results = Sequence[tuple[Sequence[int], Any]]
 class NativeKernels(Implementation):
     """C++ kernels on CPUs and CUDA kernels on GPUs, compiled as XLA FFI targets."""
 
-    takes_sequences = True
-
     def __init__(
         self,
         signature: Signature,
@@ -93,6 +91,9 @@ class NativeKernels(Implementation):
                 + ", ".join(map(str, accepted))
             )
         return None
+
+    def takes_sequences(self, platform: str) -> bool:
+        return True
 
     def describe(
         self, platform: str, options: Options, inputs: Mapping[str, Any], packing: Packing

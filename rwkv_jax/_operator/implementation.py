@@ -44,15 +44,16 @@ class Implementation(abc.ABC):
     targets: tuple[str, ...] = ()
     """The FFI targets that a program may call."""
 
-    takes_sequences = False
-    """Whether the passes take a packing of `Sequences`. Where not, the machinery runs them one
-    chunk after another (`rwkv_jax._packing.by_chunk`)."""
-
     def why_not(
         self, platform: str, options: Options, inputs: Mapping[str, Any], packing: Packing
     ) -> str | None:
         """Why a call with inputs of these shapes and dtypes cannot run, or None."""
         return None
+
+    def takes_sequences(self, platform: str) -> bool:
+        """Whether the passes take a packing of `Sequences`. Where not, the machinery runs them one
+        chunk after another (`rwkv_jax._packing.by_chunk`)."""
+        return False
 
     @abc.abstractmethod
     def describe(
@@ -108,6 +109,9 @@ class Lazy(Implementation):
         if isinstance(self._loaded, ImportError):
             return f"{self._name} cannot be imported: {self._loaded}"
         return self._loaded.why_not(platform, options, inputs, packing)
+
+    def takes_sequences(self, platform: str) -> bool:
+        return self._implementation.takes_sequences(platform)
 
     def describe(
         self, platform: str, options: Options, inputs: Mapping[str, Any], packing: Packing

@@ -61,7 +61,8 @@ class Operator:
         implementation = self.implementations[choice]
         if name == "summary":
             return implementation.summary(self.summary, options, platform, operands)
-        if isinstance(operands.packing, Sequences) and not implementation.takes_sequences:
+        in_a_row = isinstance(operands.packing, Sequences)
+        if in_a_row and not implementation.takes_sequences(platform):
             passes = {"forward": by_chunk.forward, "backward": by_chunk.backward}
             compute = functools.partial(getattr(implementation, name), options, platform)
             return passes[name](self.signature, compute, operands)

@@ -34,6 +34,8 @@ class Chunks(NamedTuple):
 
     layout: where sequences and chunks are in the rows.
     sequence: the sequence of each chunk [N, B].
+    start: the first token of each chunk [B, N].
+    end: the end of its sequence, 0 if there is no such chunk [B, N].
     tokens: where the tokens of a chunk are in the row [N, B, L].
     marks: the marks of these tokens [N, B, L].
     place: the chunk of each token of the row, and its place there, [B, T] each.
@@ -42,6 +44,8 @@ class Chunks(NamedTuple):
 
     layout: sequences.Layout
     sequence: Array
+    start: Array
+    end: Array
     tokens: Array
     marks: Array
     place: tuple[Array, Array]
@@ -98,6 +102,8 @@ def chunks(offsets: Array, tokens: int) -> Chunks:
     return Chunks(
         layout,
         sequence.T,
+        start,
+        end,
         jnp.moveaxis(jnp.clip(index, 0, tokens - 1), 0, 1),
         jnp.moveaxis(marks, 0, 1),
         (chunk, jnp.where(there, before % length, 0)),

@@ -12,10 +12,14 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from rwkv_jax._operator.call import Arrays, Options
+from rwkv_jax._operator.saved import CHUNK
 from rwkv_jax._portable.decay import BOUNDED, LOG_DECAY
 
 TILE = 16
 """Tokens: fewer are too few for products of matrices, and more take more of them."""
+
+TILES = CHUNK // TILE
+"""Tiles from one saved state to the next."""
 
 
 class Product(NamedTuple):

@@ -52,6 +52,9 @@ class PallasKernels(Implementation):
         signature = self._signature
         return {signature.inputs[name][-1]: inputs[name].shape[-1] for name in signature.timed}
 
+    def takes_sequences(self, platform: str) -> bool:
+        return not lowering.is_tpu(platform)
+
     def describe(
         self, platform: str, options: Options, inputs: Mapping[str, Any], packing: Packing
     ) -> str:

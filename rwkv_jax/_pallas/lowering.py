@@ -1,11 +1,13 @@
 """How a walk over tiles becomes a kernel on each platform.
 
-On a GPU one program walks along the sequence of one head. On a TPU, whose blocks are copied to its
-memory as a whole, the last axis of the grid walks.
+On a GPU one program walks along the sequence of one head; where a row has several sequences, there
+is a program for each. On a TPU, whose blocks are copied to its memory as a whole, the last axis of
+the grid walks.
 
-Arrays have the axis letters of `rwkv_jax._typing`, and two more:
+Arrays have the axis letters of `rwkv_jax._typing`, and three more:
 
     J    tiles of TILE tokens
+    W    tokens of a whole row, of which a kernel of tiles takes any TILE consecutive ones
     1    an axis of size 1
 """
 
@@ -73,9 +75,25 @@ Operands: TypeAlias = dict[str, tuple[str, Array]]
 Results: TypeAlias = dict[str, tuple[str, Any]]
 """The axes of each result, and its dtype."""
 
-Body: TypeAlias = Callable[[Refs, int, Any, Carry], Carry]
-"""`body(refs, tiles, first, carry)` computes so many tiles, of which the first has the number
-`first` in the sequence, on references by name, and gives what it carries to the next tiles."""
+
+class Span(NamedTuple):
+    """The consecutive tiles that a program computes.
+
+    first, end: where the first one is in the blocks of the program, and the place behind the last.
+    number: the number in the row of the first tile of the blocks.
+    """
+
+    first: Any
+    end: Any
+    number: Any
+
+
+Body: TypeAlias = Callable[[Refs, Span, Carry], Carry]
+"""`body(refs, span, carry)` computes the tiles of a span on references by name, and gives what it
+carries to the next tiles."""
+
+FIRST, END = "first", "end"
+"""Operands with one number for each program, if its span is not all tiles of its blocks."""
 
 FROM_START, FROM_END, SIDE_BY_SIDE = "from start", "from end", "side by side"
 
@@ -137,14 +155,14 @@ def run(
 
     Tokens are cut into steps of the grid. Side by side, with nothing carried, each step is a
     program of its own. In order, a single GPU program takes all tokens, while a TPU copies one step
-    after another to the chip, where the carry stays in between. A GPU program has at most `rows`
-    rows of a state.
+    after another to the chip, where the carry stays in between. Where the carry has an axis S, each
+    sequence has a GPU program. A GPU program has at most `rows` rows of a state.
     """
     on_tpu = is_tpu(platform)
     given = operands | carried
     made = results | {name: (axes, x.dtype) for name, (axes, x) in carried.items()}
     sizes = {a: n for axes, x in given.values() for a, n in zip(axes, x.shape, strict=True)}
-    sizes["1"] = 1
+    sizes |= {"1": 1, "W": max(sizes.get("W", 0), TILE)}
     tokens, whole = sizes["T"], not on_tpu and order != SIDE_BY_SIDE
 
     def cut(length: int) -> dict[str, int]:
@@ -155,7 +173,7 @@ def run(
     length = padded if whole else tokens_per_step
     tiles, steps = length // TILE, padded // length
     sizes |= cut(padded)
-    block = sizes | cut(length) | {"B": None, "H": None}
+    block = sizes | cut(length) | {"B": None, "H": None, "S": None}
 
     def number(n: Any) -> Any:
         """The number, from the start of the sequence, of step n of the grid."""
@@ -169,7 +187,7 @@ def run(
     def place(i: Any, n: Any = 0) -> dict[str, Any]:
         head = lax.div(i, groups)
         here = {"B": lax.div(head, heads), "H": lax.rem(head, heads), "V": lax.rem(i, groups)}
-        return here if whole else here | dict.fromkeys("TNJ", number(n))
+        return here | ({"S": n} if whole else dict.fromkeys("TNJ", number(n)))
 
     def arranged(axes: str) -> str:
         """On a TPU the two axes of a block have to be the last ones."""
@@ -193,7 +211,12 @@ def run(
         starts, ends = refs[len(operands) : len(given)], refs[len(refs) - len(carried) :]
         inner = (*refs[: len(operands)], *refs[len(given) :])
         named = dict(zip((*operands, *results), inner, strict=False))
+
+        def bound(name: str, otherwise: int) -> Any:
+            return named[name][(0,) * len(named[name].shape)] if name in named else otherwise
+
         first = 0 if whole else number(pl.program_id(1)) * tiles
+        span = Span(bound(FIRST, 0), bound(END, tiles), first)
         if on_tpu:
             step = pl.program_id(1)
 
@@ -203,7 +226,7 @@ def run(
                     end[...] = start[...]
 
             starts = ends
-        carry = body(named, tiles, first, tuple(start[...] for start in starts))
+        carry = body(named, span, tuple(start[...] for start in starts))
         for end, x in zip(ends, carry, strict=True):
             end[...] = x
 
@@ -212,11 +235,12 @@ def run(
         parameters = _parameters("tpu")(dimension_semantics=("parallel", along))
     else:
         parameters = _parameters("cuda")(tuning.num_warps, tuning.num_stages)
+    beside = [sizes["S"]] if "S" in sizes else [] if whole else [steps]
     first, *_ = (x for _, x in given.values())
     call = pl.pallas_call(
         kernel,
         [_type(first, [sizes[a] for a in arranged(axes)], dtype) for axes, dtype in made.values()],
-        grid=(sizes["B"] * heads * groups, *([] if whole else [steps])),
+        grid=(sizes["B"] * heads * groups, *beside),
         in_specs=[spec(axes) for axes, _ in given.values()],
         out_specs=[spec(axes) for axes, _ in made.values()],
         compiler_params=parameters,

@@ -5,6 +5,9 @@ all tiles side by side. Then a walk along the sequence, with the state on the ch
 products for each tile. The backward pass walks from the end with the gradient of the state. With
 these gradients, and with the states before all tiles, computed again from the saved states, the
 gradients of all tiles are computed side by side.
+
+A tile may have tokens of several segments: what is prepared has zeros between them. A tile has
+tokens of one sequence of `cu_seqlens` alone (see `rwkv_jax._pallas.sequences`).
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -24,21 +27,25 @@ from rwkv_jax._operator.call import (
     Options,
     Packing,
     Result,
+    Sequences,
 )
 from rwkv_jax._operator.saved import CHUNK
 from rwkv_jax._operator.signature import Signature
 from rwkv_jax._packing import segments
-from rwkv_jax._pallas import lowering
-from rwkv_jax._pallas.algebra import TILE, Product, Tokens, product
-from rwkv_jax._pallas.lowering import Carry, Operands, Refs, Results
+from rwkv_jax._pallas import lowering, sequences
+from rwkv_jax._pallas.algebra import TILE, TILES, Product, Tokens, product
+from rwkv_jax._pallas.lowering import Carry, Operands, Refs, Results, Span
 
-TILES = CHUNK // TILE
-"""Tiles from one saved state to the next."""
+BEGIN = "begin"
+"""The operand [B, J, 1] that says where in a row the tokens of tiles begin."""
 
 VALUES, DY = "values", "dy"
 """The input that `y` is made of, and the cotangent of `y`, as walks know them. Walks read both as
 they were given, with zeros in place of padding; kernels clear all other inputs themselves, which
-would cost a walk as much as the rest of its work."""
+would cost a walk as much as the rest of its work. Those of sequences are copied into tiles."""
+
+COPIED = "copied_"
+"""What the names of these copies begin with."""
 
 PREPARED = {
     "stay": "BJH1K",
@@ -99,12 +106,12 @@ class Operator(NamedTuple):
 
 
 def forward(operator: Operator, options: Options, platform: str, operands: Forward) -> Result:
-    tiles = _Tiles(operator, options, platform, operands.inputs)
+    tiles = _Tiles(operator, options, platform, operands.inputs, operands.packing)
     (part,) = operands.state
-    given = tiles.given(operands.inputs, operands.packing)
+    given = tiles.given(operands.inputs)
     read = tiles.prepared(given, ("reads", "fresh", *AFTER))
 
-    def body(refs: Refs, count: int, first: Any, carry: Carry) -> Carry:
+    def body(refs: Refs, span: Span, carry: Carry) -> Carry:
         def one(i: Any, state: Array) -> Array:
             if options.save:
 
@@ -117,7 +124,7 @@ def forward(operator: Operator, options: Options, platform: str, operands: Forwa
             tiles.put(refs, results, i, y=y.T)
             return _after(tiles.product, here, state)
 
-        return (lax.fori_loop(0, count, one, *carry),)
+        return (lax.fori_loop(span.first, span.end, one, *carry),)
 
     signature = operator.signature
     results: Results = {"y": (signature.inputs[signature.y], given[VALUES][1].dtype)}
@@ -126,28 +133,29 @@ def forward(operator: Operator, options: Options, platform: str, operands: Forwa
     carried: Operands = {"state": (signature.state[part], operands.state[part])}
     found = tiles.walk(body, read, carried, results, lowering.FROM_START)
     states = {part: found["states"]} if options.save else {}
-    return Result(found["y"], {part: found["state"]}, states)
+    return Result(tiles.join(found["y"]), {part: found["state"]}, states)
 
 
 def backward(operator: Operator, options: Options, platform: str, operands: Backward) -> Gradients:
-    tiles = _Tiles(operator, options, platform, operands.inputs)
+    tiles = _Tiles(operator, options, platform, operands.inputs, operands.packing)
     (part,) = operands.states
     states, dstate = operands.states[part], operands.dstate[part]
-    given = tiles.given(operands.inputs, operands.packing, operands.dy)
+    given = tiles.given(operands.inputs, operands.dy)
     prepared = tiles.prepared(given, {*AFTER, *BEFORE})
     read: Operands = _only(prepared, BEFORE)
     results: Results = {"dstates": ("BJHVK", states.dtype)}
 
-    def body(refs: Refs, count: int, first: Any, carry: Carry) -> Carry:
+    def body(refs: Refs, span: Span, carry: Carry) -> Carry:
         def one(n: Any, dstate: Array) -> Array:
-            i = count - 1 - n
+            i = span.end - 1 - n
             tiles.put(refs, results, i, dstates=dstate)
             return _before(tiles.product, tiles.at(refs, read, i), dstate)
 
-        return (lax.fori_loop(0, count, one, *carry),)
+        return (lax.fori_loop(0, span.end - span.first, one, *carry),)
 
     carried: Operands = {"dstate": (operator.signature.state[part], dstate)}
     found = tiles.walk(body, read, carried, results, lowering.FROM_END)
+    given |= _only(prepared, (VALUES, DY))
     given["dstates"] = "BJHVK", found["dstates"]
     given["states"] = "BJHVK", _states(tiles, _only(prepared, AFTER), states)
     gradients = tiles.gradients(given)
@@ -180,12 +188,12 @@ def _states(tiles: "_Tiles", prepared: Operands, states: Array) -> Array:
     """The states before each tile, from the states before each chunk."""
     results: Results = {"result": ("BJHVK", states.dtype)}
 
-    def body(refs: Refs, count: int, first: Any, carry: Carry) -> Carry:
+    def body(refs: Refs, span: Span, carry: Carry) -> Carry:
         def one(i: Any, state: Array) -> Array:
             tiles.put(refs, results, i, result=state)
             return _after(tiles.product, tiles.at(refs, prepared, i), state)
 
-        lax.fori_loop(0, count, one, refs["states"][0].astype(jnp.float32))
+        lax.fori_loop(span.first, span.end, one, refs["states"][0].astype(jnp.float32))
         return ()
 
     operands = prepared | {"states": ("BNHVK", states)}
@@ -196,23 +204,29 @@ class _Tiles:
     """The tiles of a call, and the kernels that run on them."""
 
     def __init__(
-        self, operator: Operator, options: Options, platform: str, inputs: Mapping[str, Array]
+        self,
+        operator: Operator,
+        options: Options,
+        platform: str,
+        inputs: Mapping[str, Array],
+        packing: Packing,
     ) -> None:
         self._operator, self._options, self._platform = operator, options, platform
         self._sizes = operator.signature.sizes(inputs)
+        self._marks = packing.marks if isinstance(packing, Marks) else None
+        self._layout = None
+        if isinstance(packing, Sequences):
+            self._layout = sequences.layout(packing.offsets, self._sizes["T"])
         self.product = product(options, inputs[operator.signature.y].dtype)
         size = max(self._sizes["K"], self._sizes["V"])
         exact = self.product.dtype == jnp.float32
         walks = lowering.FLOAT32_WALKS if exact else lowering.WALKS
         self._alone, self._walk = lowering.ALONE[size], walks[size]
 
-    def given(
-        self, inputs: Mapping[str, Array], packing: Packing, dy: Array | None = None
-    ) -> Operands:
+    def given(self, inputs: Mapping[str, Array], dy: Array | None = None) -> Operands:
         """The inputs as operands of kernels, `dy` where it is given, and what `here` reads of the
-        marks. Blocks have two axes, so an input that all tokens share gets one more."""
-        signature = self._operator.signature
-        marks = packing.marks if isinstance(packing, Marks) else None
+        packing. Blocks have two axes, so an input that all tokens share gets one more."""
+        signature, marks, layout = self._operator.signature, self._marks, self._layout
         operands: Operands = {}
         for name in signature.inputs:
             axes, x = signature.rows[name], inputs[name]
@@ -222,13 +236,26 @@ class _Tiles:
                 operands[name] = (axes, x) if "T" in axes else ("BH1K", x[:, :, None])
         if dy is not None:
             operands[DY] = signature.inputs[signature.y], segments.cleared(marks, [dy])[0]
+        if layout is not None:
+            operands = {n: (axes.replace("T", "W"), x) for n, (axes, x) in operands.items()}
+            operands[BEGIN] = "BJ1", layout.begin[:, :, None]
+            operands["tokens"] = "BT1", layout.there[:, :, None]
         if marks is not None:
             operands["tokens"] = "BT1", _numbered(marks)[:, :, None]
         return operands
 
+    def join(self, x: Array) -> Array:
+        """The tokens of the rows, from those of all tiles."""
+        return x if self._layout is None else self._layout.join(x)
+
     def at(self, refs: Refs, operands: Operands, i: Any) -> Arrays:
         """The arrays of tile `i` of a kernel."""
-        return {name: refs[name][_place(axes, i)] for name, (axes, _) in operands.items()}
+        begin = refs[BEGIN][i, 0] if BEGIN in operands else None
+        return {
+            name: refs[name][_place(axes, i, begin=begin)]
+            for name, (axes, _) in operands.items()
+            if name != BEGIN
+        }
 
     def put(self, refs: Refs, results: Results, i: Any, **arrays: Array) -> None:
         """Write results of tile `i` of a kernel, or of its chunk."""
@@ -243,8 +270,11 @@ class _Tiles:
             numbers = arrays.pop("tokens")
             there = numbers > 0
             for name in arrays:
-                if name not in (VALUES, DY) and "T" in operands[name][0]:
+                axes = operands[name][0]
+                if "W" in axes or ("T" in axes and name not in (VALUES, DY)):
                     arrays[name] = jnp.where(there, arrays[name], jnp.zeros_like(arrays[name]))
+            if self._layout is not None:
+                return arrays, Tokens(there)
             return arrays, Tokens(there, jnp.maximum(jnp.abs(numbers), 1) - 1)
         if self._sizes["T"] % CHUNK == 0:
             return arrays, Tokens()
@@ -254,19 +284,24 @@ class _Tiles:
     def prepared(self, operands: Operands, names: Collection[str]) -> Operands:
         """What walks read: what is prepared, as far as it is named, the values, and `dy` if it is
         there."""
-        inputs = {name: x for name, x in operands.items() if name != DY}
+        copied = _only(operands, () if self._layout is None else (VALUES, DY))
+        inputs = {name: x for name, x in operands.items() if name != DY} | copied
         tile = {n: jax.ShapeDtypeStruct(_of_tile(*x), x[1].dtype) for n, x in inputs.items()}
         found = jax.eval_shape(lambda tile: self._prepare(tile, Tokens()), tile)
         results: Results = {n: (PREPARED[n], self.product.dtype) for n in found if n in names}
         results["stay"] = PREPARED["stay"], jnp.float32
+        results |= {COPIED + n: ("BTHV", x.dtype) for n, (_, x) in copied.items()}
 
-        def body(refs: Refs, count: int, first: Any, carry: Carry) -> Carry:
-            found = self._prepare(*self.here(refs, inputs, first))
-            self.put(refs, results, 0, **{n: found[n] for n in results})
+        def body(refs: Refs, span: Span, carry: Carry) -> Carry:
+            here, tokens = self.here(refs, inputs, span.number)
+            self.put(refs, results, 0, **{COPIED + n: here[n] for n in copied})
+            found = self._prepare(here, tokens)
+            self.put(refs, results, 0, **{n: found[n] for n in results if n in found})
             return ()
 
         made = self._each(body, inputs, results)
-        return _only(operands, (VALUES, DY)) | {n: (PREPARED[n], x) for n, x in made.items()}
+        prepared = {n.removeprefix(COPIED): (results[n][0], x) for n, x in made.items()}
+        return _only(operands, (VALUES, DY)) | prepared
 
     def _prepare(self, arrays: Arrays, tokens: Tokens) -> Arrays:
         inputs = {self._operator.signature.y if n == VALUES else n: x for n, x in arrays.items()}
@@ -276,13 +311,15 @@ class _Tiles:
         """The gradients of the inputs."""
         signature = self._operator.signature
         of_tokens = {n: operands[VALUES if n == signature.y else n] for n in signature.timed}
-        results: Results = {f"d{n}": (axes, x.dtype) for n, (axes, x) in of_tokens.items()}
+        results: Results = {
+            f"d{n}": (signature.rows[n], x.dtype) for n, (_, x) in of_tokens.items()
+        }
         results |= {f"d{n}": ("BJH1K", jnp.float32) for n in signature.shared}
         by_rows = {VALUES, DY, "states", "dstates"}
         inputs = {n: x for n, x in operands.items() if n not in by_rows}
 
-        def body(refs: Refs, count: int, first: Any, carry: Carry) -> Carry:
-            here, tokens = self.here(refs, inputs, first)
+        def body(refs: Refs, span: Span, carry: Carry) -> Carry:
+            here, tokens = self.here(refs, inputs, span.number)
             found, dvalues = self._operator.gradient(
                 self.product, self._options.decay, here, tokens, self._rows(refs, operands)
             )
@@ -293,10 +330,17 @@ class _Tiles:
             return ()
 
         found = self._each(body, operands, results)
-        return {
-            n: found[f"d{n}"] if n in signature.timed else jnp.sum(found[f"d{n}"], 1)
-            for n in signature.inputs
-        }
+
+        def of_row(name: str) -> Array:
+            x = found[f"d{name}"]
+            if name in signature.timed:
+                return self.join(x)
+            if self._layout is not None:
+                used = self._layout.begin >= 0
+                x = jnp.where(jnp.expand_dims(used, range(2, x.ndim)), x, 0.0)
+            return jnp.sum(x, 1)
+
+        return {name: of_row(name) for name in signature.inputs}
 
     def _groups(self) -> list[Any]:
         """The rows of a state that are in products at the same time, None for all."""
@@ -318,9 +362,20 @@ class _Tiles:
             yield Rows(values, state.astype(jnp.float32), dy, dstate.astype(jnp.float32))
 
     def _each(self, body: lowering.Body, operands: Operands, results: Results) -> Arrays:
-        """One tile for each program."""
+        """One tile for each program. Where no tile is, nothing is computed or written."""
+
+        def of_tile(refs: Refs, span: Span, carry: Carry) -> Carry:
+            if BEGIN not in refs:
+                return body(refs, span, carry)
+
+            @pl.when(refs[BEGIN][0, 0] >= 0)
+            def _():
+                body(refs, span, carry)
+
+            return ()
+
         return lowering.run(
-            *(body, self._platform, operands, {}, results),
+            *(of_tile, self._platform, operands, {}, results),
             rows=max(lowering.HEAD_SIZES),
             tuning=self._alone,
             order=lowering.SIDE_BY_SIDE,
@@ -335,6 +390,9 @@ class _Tiles:
         results: Results,
         order: str,
     ) -> Arrays:
+        if self._layout is not None:
+            operands = operands | self._layout.spans(of_chunks=order == lowering.SIDE_BY_SIDE)
+            carried = {n: (axes.replace("B", "BS"), x) for n, (axes, x) in carried.items()}
         return lowering.run(
             *(body, self._platform, operands, carried, results),
             rows=lowering.WALKED_ROWS,
@@ -352,14 +410,17 @@ def _numbered(marks: Array) -> Array:
     return jnp.where(marks == segments.PADDING, -number, number)
 
 
-def _place(axes: str, i: Any, rows: Any = None) -> Any:
-    """Where tile `i` of a kernel is in an array with these axes, or some of its rows."""
+def _place(axes: str, i: Any, rows: Any = None, *, begin: Any = None) -> Any:
+    """Where tile `i` of a kernel is in an array with these axes, or some of its rows. `begin`
+    is where its tokens are in a whole row."""
     of_chunk = lax.div(i, TILES) if "N" in axes else 0
     where = {"T": pl.ds(i * TILE, TILE), "J": i, "N": of_chunk}
+    if begin is not None:
+        where["W"] = pl.ds(begin, TILE)
     place = next((where[a] for a in axes if a in where), ...)
     return place if rows is None else (place, rows)
 
 
 def _of_tile(axes: str, x: Array) -> tuple[int, ...]:
-    sizes = dict(zip(axes, x.shape, strict=True)) | {"T": TILE}
+    sizes = dict(zip(axes, x.shape, strict=True)) | {"T": TILE, "W": TILE}
     return tuple(sizes[a] for a in axes if a not in "BH")

@@ -107,10 +107,11 @@ _Sums: TypeAlias = tuple[Any, Arrays, Arrays]
 class Chain(Implementation):
     """Runs everywhere, for any sizes. One token is computed as `reference` does it."""
 
-    takes_sequences = True
-
     def __init__(self, signature: Signature, terms: TermsFn, reference: TokenByToken) -> None:
         self._signature, self._terms, self._reference = signature, terms, reference
+
+    def takes_sequences(self, platform: str) -> bool:
+        return True
 
     def describe(
         self, platform: str, options: Options, inputs: Mapping[str, Any], packing: Packing

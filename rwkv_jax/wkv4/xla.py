@@ -50,7 +50,8 @@ from rwkv_jax.wkv4.walk import ItemFn, Kept, Runs, grouped, left, picker
 class _Wkv4(Implementation):
     """Runs everywhere, for any sizes."""
 
-    takes_sequences = True
+    def takes_sequences(self, platform: str) -> bool:
+        return True
 
     def describe(
         self, platform: str, options: Options, inputs: Mapping[str, Any], packing: Packing
