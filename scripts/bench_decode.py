@@ -18,11 +18,12 @@ The speed of a copy is measured in the same process. With --zeros, the parameter
 `models.for_decoding`, and the weights are made so that the channel mixings have this share of
 zeros, which trained models have by themselves: the floor then counts what the zeros leave to read.
 With --prefill, the share of the peak counts 2 operations for each number of a matrix, and 8 for
-each number of a state.
+each number of a state. Prompts are read one right after another, unless there is a --pause.
 """
 
 import argparse
 import json
+import math
 import os
 import sys
 import traceback
@@ -110,6 +111,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="decode and read prompts with models.Invariant, so many rows at once",
     )
     add("--prefill", type=int, default=0, metavar="T", help="also read a prompt of T tokens")
+    add(
+        "--pause",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="idle so long before each prompt: one right after another may meet the limit of power",
+    )
     add("--peak", type=float, default=989.0, help="peak TFLOP/s of the device (default: 989)")
     add("--profile", action="store_true", help="print the time of each class of kernels")
     add("--traces", type=Path, help="keep the traces of --profile in this folder")
@@ -132,6 +140,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--processor-time is for --device cpu")
     if min(args.tokens, args.repeats, args.vocabulary) < 1 or args.prefill < 0:
         parser.error("--tokens, --repeats and --vocabulary must be at least 1, --prefill 0")
+    if not 0 <= args.pause < math.inf:
+        parser.error("--pause must be at least 0")
     if args.invariant is not None and args.invariant < 1:
         parser.error("--invariant must be at least 1")
     if not all(0 <= percent <= 100 for percent in args.zeros or ()):
@@ -157,6 +167,7 @@ def measure(args: argparse.Namespace, row: Row) -> list[Figures]:
         layers=None if args.fused is None else "fused" if args.fused else "xla",
         invariant=args.invariant,
         prefill=args.prefill,
+        pause=args.pause,
         peak=1e12 * args.peak,
         profile=args.profile,
         traces=args.traces,

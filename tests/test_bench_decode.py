@@ -23,7 +23,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_table(script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "figures.json"
-    given = ["--rows=1x64x3xfloat32", "--prefill=16", "--profile", f"--json={file}"]
+    given = ["--rows=1x64x3xfloat32", "--prefill=16", "--pause=0.01", "--profile", f"--json={file}"]
     assert script.main([*TINY, *given]) == 0
     output = capsys.readouterr().out
     for words in ("1x64, batch 3, float32, decoding", "prefill", "times floor", "one token"):

@@ -23,8 +23,9 @@ import re
 import shutil
 import subprocess
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -709,6 +710,7 @@ class LayerCall(NamedTuple):
     target: str
     operands: dict[str, np.ndarray]
     results: dict[str, np.ndarray]
+    attributes: Mapping[str, int] = MappingProxyType({})
 
 
 def _layer_calls(
@@ -747,9 +749,9 @@ def _layer_calls(
 
 
 def _refused(emulated: Emulation, call: LayerCall) -> str:
-    operands, results = (list(x.values()) for x in call[1:])
+    operands, results = (list(x.values()) for x in call[1:3])
     with pytest.raises(RuntimeError, match="INVALID_ARGUMENT: ") as error:
-        emulated.module.call(call.target, operands, results, {})
+        emulated.module.call(call.target, operands, results, dict(call.attributes))
     return str(error.value)
 
 
@@ -1081,6 +1083,45 @@ def test_cross_entropy_refuses_wrong_arrays(emulated: Emulation) -> None:
             made = results | {"dlogits": np.zeros((2, 15), np.float32)}
         call = LayerCall("rwkv_cross_entropy_v1", given, made)
         assert re.search(f"cross_entropy: {message}", _refused(emulated, call))
+
+
+def test_low_rank_maps_refuse_wrong_arrays(emulated: Emulation) -> None:
+    def call(width: int = 16, activations: int = 5, **changes: np.ndarray) -> LayerCall:
+        given, results = {}, {}
+        for i, (rank, offset) in enumerate(((8, width), (24, 0))):
+            given |= {
+                f"rows {i}": np.zeros((2, 3, width), jnp.bfloat16),
+                f"first {i}": np.zeros((width, rank), jnp.bfloat16),
+                f"second {i}": np.zeros((rank, width), jnp.bfloat16),
+                f"offset {i}": np.zeros(offset, jnp.bfloat16),
+            }
+            results |= {
+                f"hidden {i}": np.zeros((2, 3, rank), jnp.bfloat16),
+                f"y {i}": np.zeros((2, 3, width), jnp.bfloat16),
+            }
+        given |= {name.replace("_", " "): x for name, x in changes.items()}
+        return LayerCall("rwkv_low_rank_maps_v1", given, results, {"activations": activations})
+
+    assert "compute capability 9.0 alone" in _refused(emulated, call())
+    one = np.zeros(1, jnp.bfloat16)
+    for wrong, message in (
+        (call(offset_1=one), "offset 1 has a size of 1; expected 0 or C = 16"),
+        (
+            call(second_0=np.zeros((8, 17), jnp.bfloat16)),
+            r"second 0 has shape \[8, 17\], so C = 17",
+        ),
+        (
+            call(first_1=np.zeros((16, 20), jnp.bfloat16)),
+            r"second 1 has shape \[24, 16\], so Q = 24",
+        ),
+        (call(rows_1=np.zeros((2, 4, 16), jnp.bfloat16)), r"rows 1 has shape \[2, 4, 16\]"),
+        (call(rows_0=np.zeros((2, 3, 16), np.float32)), "first 0 is BF16 where rows 0 is F32"),
+        (call(width=12), "rows has C = 12; expected a multiple of 8"),
+        (call(activations=9), "activations is 9; expected 2 digits to the base 3"),
+        (call(activations=-1), "activations is -1; expected"),
+        (call(more=one), "9 operands given; expected 8"),
+    ):
+        assert re.search(f"low_rank_maps: {message}", _refused(emulated, wrong))
 
 
 def test_head_cross_entropy_refuses_wrong_arrays(emulated: Emulation) -> None:

@@ -16,8 +16,9 @@ from jax.sharding import PartitionSpec as P
 
 from rwkv_jax import layers
 from rwkv_jax.models._linear import low_rank as of_model
-from support import hlo, internals, meshes, tolerance
+from support import hlo, internals, meshes
 from support.cases import DTYPES
+from support.low_rank import assert_right, expected, operands
 
 ON_GPU = jax.default_backend() == "gpu"
 ACTIVATIONS = ("identity", "tanh", "sigmoid")
@@ -27,58 +28,11 @@ def _targets_of(activation: str) -> set[str]:
     return {internals.low_rank.TARGETS[activation, name] for name in ("forward", "backward")}
 
 
-def _operands(
-    dtype: str = "float32",
-    tokens: int = 17,
-    width: int = 48,
-    rank: int = 12,
-    rows: int = 2,
-    *,
-    offset: bool = True,
-) -> tuple[dict[str, Any], np.ndarray]:
-    rng = np.random.default_rng([rows, tokens, width, rank])
-    shapes = {"x": (rows, tokens, width), "first": (width, rank), "second": (rank, width)}
-    scales = {"x": 1.0, "first": width**-0.5, "second": rank**-0.5, "offset": 1.0}
-    shapes |= {"offset": (width,)} if offset else {}
-    inputs = {
-        n: (scales[n] * rng.standard_normal(s)).astype(DTYPES[dtype]) for n, s in shapes.items()
-    }
-    return inputs, rng.standard_normal(shapes["x"]).astype(DTYPES[dtype])
-
-
-def _expected(
-    inputs: dict[str, np.ndarray], dy: np.ndarray, activation: str = "identity"
-) -> dict[str, np.ndarray]:
-    given = {n: np.asarray(a, np.float64) for n, a in inputs.items()}
-    x, first, second = (given[n] for n in ("x", "first", "second"))
-    dy = np.asarray(dy, np.float64)
-    product = x @ first
-    hidden, slope = {
-        "identity": (product, np.ones_like(product)),
-        "tanh": (np.tanh(product), 1 / np.cosh(product) ** 2),
-        "sigmoid": (1 / (1 + np.exp(-product)), 1 / (2 + 2 * np.cosh(product))),
-    }[activation]
-    dproduct = dy @ second.T * slope
-    expected = {
-        "y": hidden @ second + given.get("offset", 0),
-        "dx": dproduct @ first.T,
-        "dfirst": np.einsum("btc,btr->cr", x, dproduct),
-        "dsecond": np.einsum("btr,btc->rc", hidden, dy),
-    }
-    return expected | ({"doffset": dy.sum((0, 1))} if "offset" in given else {})
-
-
 def _found(
     inputs: Any, dy: Any, call: Callable[..., Any] = layers.low_rank, **options: Any
 ) -> dict[str, Any]:
     y, vjp = jax.vjp(lambda x: call(**x, **options), inputs)
     return {"y": y} | {f"d{n}": d for n, d in vjp(dy)[0].items()}
-
-
-def _assert_right(found: dict[str, Any], right: dict[str, np.ndarray], dtype: str) -> None:
-    """The products are rounded to the dtype of `x`."""
-    ceiling = {"float32": 2e-6, "bfloat16": 8e-3, "float16": 1e-3}[dtype]
-    tolerance.assert_close({n: np.asarray(x) for n, x in found.items()}, right, ceiling)
 
 
 @pytest.fixture
@@ -97,9 +51,9 @@ LARGE = {"dtype": "bfloat16", "width": 128, "rank": 24}
 @pytest.mark.parametrize("implementation", [None, "xla", "reference"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_definition(dtype: str, implementation: str | None, tokens: int) -> None:
-    inputs, dy = _operands(dtype, tokens)
+    inputs, dy = operands(dtype, tokens)
     found = _found(inputs, dy, implementation=implementation)
-    _assert_right(found, _expected(inputs, dy), dtype)
+    assert_right(found, expected(inputs, dy), dtype)
     assert {str(x.dtype) for x in found.values()} == {dtype}
 
 
@@ -107,16 +61,16 @@ def test_definition(dtype: str, implementation: str | None, tokens: int) -> None
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("rank", [1, 8, 13])
 def test_activations(activation: str, offset: bool, rank: int) -> None:
-    inputs, dy = _operands(rank=rank, offset=offset)
+    inputs, dy = operands(rank=rank, offset=offset)
     found = _found(inputs, dy, activation=activation)
-    _assert_right(found, _expected(inputs, dy, activation), "float32")
+    assert_right(found, expected(inputs, dy, activation), "float32")
 
 
 def test_parameters_of_another_dtype() -> None:
-    inputs, dy = _operands("bfloat16")
+    inputs, dy = operands("bfloat16")
     wide = {n: x if n == "x" else x.astype(np.float32) for n, x in inputs.items()}
     found = _found(wide, dy)
-    _assert_right(found, _expected(inputs, dy), "bfloat16")
+    assert_right(found, expected(inputs, dy), "bfloat16")
     narrow = {n for n, x in found.items() if x.dtype == jnp.bfloat16}
     assert narrow == {"y", "dx"}
     assert {str(found[n].dtype) for n in ("dfirst", "dsecond", "doffset")} == {"float32"}
@@ -128,25 +82,25 @@ def test_parameters_of_another_dtype() -> None:
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_the_way_of_the_kernels_where_there_is_none(activation: str, offset: bool) -> None:
     """Gradients, under jit and remat, one call and several at once."""
-    inputs, dy = _operands(**LARGE, tokens=8, offset=offset)
+    inputs, dy = operands(**LARGE, tokens=8, offset=offset)
     call = jax.checkpoint(functools.partial(layers.low_rank, activation=activation))
     found = jax.jit(functools.partial(_found, call=call))
-    _assert_right(found(inputs, dy), _expected(inputs, dy, activation), "bfloat16")
+    assert_right(found(inputs, dy), expected(inputs, dy, activation), "bfloat16")
     alone = ("second", "offset")
     stacked = {n: x if n in alone else np.stack([x, -x]) for n, x in inputs.items()}
     axes = {n: None if n in alone else 0 for n in inputs}
     both = jax.jit(jax.vmap(functools.partial(_found, call=call), (axes, None)))(stacked, dy)
     for i in range(2):
         one = {n: x if n in alone else x[i] for n, x in stacked.items()}
-        right = _expected(one, dy, activation)
-        _assert_right({n: x[i] for n, x in both.items()}, right, "bfloat16")
+        right = expected(one, dy, activation)
+        assert_right({n: x[i] for n, x in both.items()}, right, "bfloat16")
 
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.skipif(ON_GPU, reason="the kernels may not run on this GPU")
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_second_derivative(activation: str) -> None:
-    inputs, dy = _operands(**LARGE, tokens=4)
+    inputs, dy = operands(**LARGE, tokens=4)
 
     def gradient(dtype: str, x: jax.Array) -> jax.Array:
         given = {n: a.astype(dtype) for n, a in (inputs | {"x": x}).items()}
@@ -157,7 +111,7 @@ def test_second_derivative(activation: str) -> None:
         x = 0.5 * jnp.asarray(inputs["x"], dtype)  # the slopes are not close to zero
         _, tangents[dtype] = jax.jvp(functools.partial(gradient, dtype), (x,), (x,))
     right = {"dx": np.asarray(tangents["float32"])}
-    _assert_right({"dx": tangents["bfloat16"]}, right, "bfloat16")
+    assert_right({"dx": tangents["bfloat16"]}, right, "bfloat16")
 
 
 PLACES = {
@@ -192,18 +146,18 @@ PLACES = {
 )
 def test_meshes(place: str, axis_type: AxisType, cpus: list[Any]) -> None:
     mesh = meshes.mesh("data=2,model=2", axis_type, cpus)
-    inputs, dy = _operands(**LARGE, tokens=8)
+    inputs, dy = operands(**LARGE, tokens=8)
     specs = PLACES[place]
     found = jax.jit(functools.partial(_found, activation="tanh"))(
         meshes.put(mesh, specs, inputs), meshes.put(mesh, {"y": specs["x"]}, {"y": dy})["y"]
     )
-    _assert_right(found, _expected(inputs, dy, "tanh"), "bfloat16")
+    assert_right(found, expected(inputs, dy, "tanh"), "bfloat16")
 
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.skipif(ON_GPU, reason="the kernels may not run on this GPU")
 def test_gradients_through_shard_map(cpus: list[Any]) -> None:
-    inputs, dy = _operands(**LARGE, tokens=8)
+    inputs, dy = operands(**LARGE, tokens=8)
     specs = PLACES["rows"]
 
     def loss(inputs: dict, dy: jax.Array) -> jax.Array:
@@ -217,8 +171,8 @@ def test_gradients_through_shard_map(cpus: list[Any]) -> None:
         out_specs=P(),
     )
     found = jax.jit(jax.grad(mapped))(inputs, dy)
-    right = _expected(inputs, dy, "sigmoid")
-    _assert_right(found, {n: right[f"d{n}"] for n in found}, "bfloat16")
+    right = expected(inputs, dy, "sigmoid")
+    assert_right(found, {n: right[f"d{n}"] for n in found}, "bfloat16")
 
 
 # Which implementation runs.
@@ -228,7 +182,7 @@ MANY = {**LARGE, "tokens": 6144}
 
 def _targets(case: dict[str, Any], call: Callable[..., Any] = _found, **options: Any) -> set[str]:
     """The targets of a program for an H200 with the gradients."""
-    inputs, dy = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), _operands(**case))
+    inputs, dy = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), operands(**case))
     traced = jax.jit(functools.partial(call, **options)).trace(inputs, dy)
     return hlo.targets(traced.lower(lowering_platforms=("cuda",)).as_text())
 
@@ -280,7 +234,7 @@ def test_models_take_the_kernels_for_sequences(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.usefixtures("unchecked_types")
 @pytest.mark.parametrize("name", ["x", "first", "second", "offset"])
 def test_wrong_arguments(name: str) -> None:
-    inputs, _ = _operands()
+    inputs, _ = operands()
 
     def error(change: Callable[[Any], Any], kind: type[Exception]) -> str:
         with pytest.raises(kind) as caught:
@@ -298,7 +252,7 @@ def test_wrong_arguments(name: str) -> None:
     ("option", "value"), [("implementation", "cuda"), ("activation", "relu")], ids=str
 )
 def test_wrong_options(option: str, value: str) -> None:
-    inputs, _ = _operands()
+    inputs, _ = operands()
     options: Any = {option: value}
     match = f"low_rank: {option} is '{value}'; accepted are"
     with pytest.raises(ValueError, match=match):

@@ -48,11 +48,11 @@ def shapes(
                 f"{op}: {name} is {given[name].dtype}; accepted is {STATE_DTYPE}, "
                 "the dtype in which every state is kept"
             )
-    _share_dtype(op, {name: x for name, x in given.items() if name not in states})
+    share_dtype(op, {name: x for name, x in given.items() if name not in states})
     share_sizes(op, axes, given)
 
 
-def _share_dtype(op: str, given: Mapping[str, Any]) -> None:
+def share_dtype(op: str, given: Mapping[str, Any]) -> None:
     accepted = f"accepted are {', '.join(DTYPES)}, the same for {', '.join(given)}"
     for name, x in given.items():
         if x.dtype not in DTYPES:

@@ -9,8 +9,9 @@
     feed_forward        the network of the channel mixings
     relu_squared        its activation
     low_rank            the map of low rank of decays, rates and gates
+    low_rank_maps       several of them
 
-Each function but the last three has CUDA kernels ("ffi") for its forward and its backward pass, and
+Each function but the last four has CUDA kernels ("ffi") for its forward and its backward pass, and
 the formula itself, which XLA fuses ("xla"). They compute in float32 and round their results once.
 Gradients of parameters are summed in float32. `jit`, `grad`, `vmap`, `jax.checkpoint` and
 `shard_map` work as for operators; on a mesh each device computes its own rows and heads.
@@ -18,14 +19,16 @@ Gradients of parameters are summed in float32. `jit`, `grad`, `vmap`, `jax.check
 The kernels of `keyed_wkv7` are for heads of 64. The product of `projected_read_out` is left to the
 compiler.
 
-`feed_forward` has kernels for two of its products, and `low_rank` one for each pass, on GPUs of
-compute capability 9.0 alone.
+`feed_forward` has kernels for two of its products, `low_rank` one for each pass, and
+`low_rank_maps` for its forward pass, on GPUs of compute capability 9.0 alone.
 """
 
 from rwkv_jax.layers.feed_forward import feed_forward as feed_forward
 from rwkv_jax.layers.keyed_wkv7 import KeyedWkv7 as KeyedWkv7
 from rwkv_jax.layers.keyed_wkv7 import keyed_wkv7 as keyed_wkv7
 from rwkv_jax.layers.low_rank import low_rank as low_rank
+from rwkv_jax.layers.low_rank_maps import LowRankMap as LowRankMap
+from rwkv_jax.layers.low_rank_maps import low_rank_maps as low_rank_maps
 from rwkv_jax.layers.norm_shift_mix import Mixed as Mixed
 from rwkv_jax.layers.norm_shift_mix import norm_shift_mix as norm_shift_mix
 from rwkv_jax.layers.projected_read_out import projected_read_out as projected_read_out

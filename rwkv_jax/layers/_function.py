@@ -60,7 +60,8 @@ class Function:
       of `float32`.
     limits: why there are no kernels for given sizes of the axes, or None.
     indices: the axes of inputs of int32, which have no gradient.
-    kept: the axes of results of float32 that only the backward pass of kernels needs.
+    kept: the axes of results of float32 that the backward pass of kernels needs. Callers may use
+      them as well, without gradients.
     again: results that are given twice, because they have two uses. Their cotangents come apart and
       are added where they are read.
     passed: inputs that are results as well, because they have another use: the cotangent from there
@@ -241,8 +242,8 @@ def run(
     implementation: str | None,
     indices: Mapping[str, Array] | None = None,
 ) -> Arrays:
-    """The results of a layer function, by name, from its checked inputs. All that it computes has
-    its name for `jax.checkpoint_policies`.
+    """The results of a layer function and what it keeps, by name, from its checked inputs. All that
+    it computes has its name for `jax.checkpoint_policies`.
 
     Raises:
       TypeError, ValueError: an input has another shape or dtype than `function` says.
@@ -250,11 +251,9 @@ def run(
     options, inputs = prepared(
         *(function.name, function, tensors, parameters, implementation, indices)
     )
-    found: Arrays
-    if implementation == "reference":
-        found, _ = _given(function, options, inputs)
-    else:
-        found = _run(function, options, inputs)
+    call = _given if implementation == "reference" else _run
+    results, kept = call(function, options, inputs)
+    found = {**results, **jax.tree.map(lax.stop_gradient, kept)}
     return {
         name: x if name in function.passed else checkpoint_name(x, function.name)
         for name, x in found.items()
@@ -297,22 +296,25 @@ def _given(function: Function, options: Options, inputs: Arrays) -> tuple[Arrays
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _run(function: Function, options: Options, inputs: Arrays) -> Arrays:
-    return _given(function, options, inputs)[0]
+def _run(function: Function, options: Options, inputs: Arrays) -> tuple[Arrays, Arrays]:
+    return _given(function, options, inputs)
 
 
 def _forward(
     function: Function, options: Options, inputs: Arrays
-) -> tuple[Arrays, tuple[Arrays, Arrays]]:
+) -> tuple[tuple[Arrays, Arrays], tuple[Arrays, Arrays]]:
     results, kept = _given(function, options, inputs)
     # An empty array that nothing uses would be an input of a `shard_map` of the backward pass, and
     # the compiler of jaxlib 0.11 crashes on those.
     saved = {name: x for name, x in inputs.items() if x.size or name not in function.indices}
-    return results, (saved, kept)
+    return (results, kept), (saved, kept)
 
 
 def _backward(
-    function: Function, options: Options, residuals: tuple[Arrays, Arrays], cotangents: Arrays
+    function: Function,
+    options: Options,
+    residuals: tuple[Arrays, Arrays],
+    of_both: tuple[Arrays, Arrays],
 ) -> tuple[dict[str, Array | None]]:
     inputs, kept = dict(residuals[0]), residuals[1]
     like = next(iter(function.tensors))
@@ -320,7 +322,7 @@ def _backward(
         empty = jnp.zeros((len(inputs[like]), 0), jnp.int32)
         axes = [function.tensors[like], function.indices[name]]
         _, inputs[name] = alike(axes, inputs[like], empty)
-    operands = Operands(inputs, kept, cotangents)
+    operands = Operands(inputs, kept, of_both[0])
     found = dispatch.dispatched(function, "backward", options, operands)
     return ({**found, **dict.fromkeys(function.indices)},)
 

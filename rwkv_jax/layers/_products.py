@@ -48,13 +48,15 @@ def linear(x: Array, matrix: Array) -> Array:
     return jnp.einsum("...i,oi->...o", x, matrix, preferred_element_type=x.dtype)
 
 
-def why_not(implementation: str | None, x: Any, min_tokens: int) -> str | None:
+def why_not(
+    implementation: str | None, x: Any, min_tokens: int, max_tokens: int = MAX_TOKENS
+) -> str | None:
     """Why no kernels take the tokens of `x` [B, T, ...] on the GPUs that programs are for, or None.
-    They have to be `min_tokens`, unless `implementation` names the kernels."""
+    There are `min_tokens` to `max_tokens`, unless `implementation` names the kernels."""
     rows, tokens = x.shape[:2]
-    least = 0 if implementation == "ffi" else min_tokens
-    if not least <= rows * tokens <= MAX_TOKENS:
-        accepted = f"from {least} to {MAX_TOKENS} tokens"
+    least, most = (0, MAX_TOKENS) if implementation == "ffi" else (min_tokens, max_tokens)
+    if not least <= rows * tokens <= most:
+        accepted = f"from {least} to {most} tokens"
         return f"B = {rows} and T = {tokens}; the cuda kernels take {accepted}"
     return library.why_not("cuda") or gpus.other_than_hopper()
 

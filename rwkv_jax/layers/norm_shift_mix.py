@@ -24,10 +24,12 @@ or the state."""
 
 
 class Mixed(NamedTuple):
-    """`x`, for its other uses, and the mixed arrays."""
+    """`x`, for its other uses, the mixed arrays, and of each token the mean and the
+    1 / sqrt(variance + 1e-5), through which no gradients flow."""
 
     x: Float[Array, "B T D"]
     mixed: tuple[Float[Array, "B T D"], ...]
+    moments: Float32[Array, "B T 2"]
 
 
 def norm_shift_mix(
@@ -59,8 +61,9 @@ def norm_shift_mix(
       implementation: "ffi", "xla", "reference" or, for the fastest one, None.
 
     Returns:
-      `x` itself and the I mixed arrays, in the dtype of `x`. Using that `x` for what else is made
-      of it, such as the residual connection, saves the backward pass an addition.
+      `x` itself and the I mixed arrays, in the dtype of `x`, and the moments of the tokens. Using
+      that `x` for what else is made of it, such as the residual connection, saves the backward pass
+      an addition.
 
     Raises:
       TypeError, ValueError: an argument has another shape or dtype.
@@ -83,7 +86,8 @@ def norm_shift_mix(
         implementation,
         {"origin": jnp.asarray(origin)},
     )
-    return Mixed(found["x"], tuple(found[_mixed(i)] for i in range(len(mix))))
+    mixed = tuple(found[_mixed(i)] for i in range(len(mix)))
+    return Mixed(found["x"], mixed, found["moments"])
 
 
 def _mixed(i: int) -> str:

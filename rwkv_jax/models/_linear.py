@@ -1,5 +1,6 @@
 """Linear maps without bias: within layers, as the embedding and as the output head."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -75,6 +76,18 @@ def low_rank(
 
     y = times(ACTIVATIONS[activation](times(x, first)), second)
     return y if offset is None else y + offset
+
+
+def low_rank_maps(
+    maps: Sequence[functions.LowRankMap], layers: str | None
+) -> list[Float[Array, "*shape outputs"]]:
+    """As `low_rank`, for several maps of the same tokens."""
+    if maps[0].x.ndim == 3:
+        chosen = None if layers == "ffi" else layers
+        maps = [m if m.offset is None else m._replace(offset=m.offset.reshape(-1)) for m in maps]
+        found = functions.low_rank_maps(maps, implementation=chosen)
+        return [_recomputation.no_mix(y) for y in found]
+    return [low_rank(m.first, m.second, m.x, layers, m.activation, m.offset) for m in maps]
 
 
 def embed(

@@ -1,11 +1,11 @@
 """Layer normalisation. It computes in float32 and returns the dtype of its input."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float
+from jaxtyping import Float, Float32
 
 from rwkv_jax.layers.norm_shift_mix import LAYER_NORM_EPS
 from rwkv_jax.models import _parameters
@@ -32,6 +32,21 @@ def layer_norm(params: Norm, x: Float[Array, "*shape C"]) -> Float[Array, "*shap
     wide = wide - wide.mean(-1, keepdims=True)
     scale = lax.rsqrt((wide * wide).mean(-1, keepdims=True) + LAYER_NORM_EPS)
     return (wide * scale).astype(x.dtype) * p.weight + p.bias
+
+
+@jax.custom_jvp
+def normalised(
+    params: Norm, x: Float[Array, "*shape C"], moments: Float32[Array, "*shape 2"]
+) -> Float[Array, "*shape C"]:
+    """`layer_norm` of `x` whose mean and 1 / sqrt(variance + eps) are known."""
+    p = _parameters.like(params, x)
+    mean, scale = moments[..., :1], moments[..., 1:]
+    return ((x.astype(jnp.float32) - mean) * scale).astype(x.dtype) * p.weight + p.bias
+
+
+@normalised.defjvp
+def _(primals: Any, tangents: Any) -> tuple[Array, Array]:
+    return normalised(*primals), jax.jvp(layer_norm, primals[:2], tangents[:2])[1]
 
 
 def head_norm(

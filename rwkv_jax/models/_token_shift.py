@@ -13,7 +13,7 @@ from rwkv_jax._packing import segments
 from rwkv_jax._typing import Operand
 from rwkv_jax.layers import norm_shift_mix
 from rwkv_jax.layers.norm_shift_mix import NOTHING, STATE, TOKEN, shifted
-from rwkv_jax.models._normalisation import Norm, layer_norm
+from rwkv_jax.models._normalisation import Norm, layer_norm, normalised
 
 
 def check_segment_ids(name: str, ids: Operand | None, shape: tuple[int, ...]) -> None:
@@ -68,16 +68,16 @@ def shift_and_mix(
         mixed = tuple(x + (before - x) * mix.astype(x.dtype)[None, None] for mix in mixes)
         return Shifted(x, mixed, _next(state, last))
     weight, bias, *stacked = (p.astype(jnp.float32) for p in (*norm, *mixes))
-    x, mixed = norm_shift_mix(
+    x, mixed, moments = norm_shift_mix(
         *(x, state, weight, bias, jnp.stack(stacked)), origin=origin, implementation=implementation
     )
-    if last is not None:
-        last = last._replace(x=layer_norm(norm, last.x))
+    if last is not None and (of_last := _last(moments, segment_ids)) is not None:
+        last = last._replace(x=normalised(norm, last.x, of_last.x))
     return Shifted(x, mixed, _next(state, last))
 
 
 class _Last(NamedTuple):
-    """The last token of each row [B, C] that is no padding, and whether there is one."""
+    """What the last token of each row that is no padding has [B, C], and whether there is one."""
 
     x: Array
     present: Array | None

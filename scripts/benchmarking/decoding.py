@@ -55,6 +55,7 @@ class Settings:
       layers: as the model takes it, while it decodes.
       invariant: how many rows `models.Invariant` takes at once, or None for the model without it.
       prefill: the length of a prompt whose reading is timed as well, or 0.
+      pause: seconds in which the device is idle before each prompt.
       peak: operations that the device could do in a second.
       profile: whether the kernels of a token are measured.
       traces: a folder that keeps the traces; None keeps none.
@@ -68,6 +69,7 @@ class Settings:
     layers: str | None = None
     invariant: int | None = None
     prefill: int = 0
+    pause: float = 0.0
     peak: float = 989e12
     profile: bool = False
     traces: Path | None = None
@@ -220,7 +222,7 @@ def _prefill(params: rwkv7.Params, row: Row, settings: Settings) -> Figures:
     def run(_: int = 1) -> Any:
         return compiled(params, prompt)
 
-    took = _milliseconds(run, settings)
+    took = _milliseconds(run, settings, settings.pause)
     median = statistics.median(took)
     flops = length * (flops_per_token(params) / 3 - 2 * params.head.weight.size)
     return {
@@ -233,7 +235,12 @@ def _prefill(params: rwkv7.Params, row: Row, settings: Settings) -> Figures:
     }
 
 
-def _milliseconds(run: Callable[[int], Any], settings: Settings) -> list[float]:
-    """The milliseconds of each of several calls, after one that warms up."""
+def _milliseconds(run: Callable[[int], Any], settings: Settings, pause: float = 0.0) -> list[float]:
+    """The milliseconds of each of several calls with pauses, after one that warms up."""
+
+    def one() -> float:
+        time.sleep(pause)
+        return 1e3 * seconds(lambda: run(1), settings.clock)
+
     jax.block_until_ready(run(1))
-    return [1e3 * seconds(lambda: run(1), settings.clock) for _ in range(settings.repeats)]
+    return [one() for _ in range(settings.repeats)]

@@ -8,6 +8,7 @@
 
 #include "decoding/kernels.h"
 #include "launch_target.h"
+#include "products/kernels.h"
 #include "rwkv_jax/operands.h"
 #include "rwkv_jax/targets.h"
 

@@ -17,9 +17,6 @@ cudaError_t StepHeads(cudaStream_t stream, const Rwkv7BlockCall& call, const Dev
 // Several rows of 16-bit elements: all launches.
 cudaError_t RunOnMatrixUnits(cudaStream_t stream, const Rwkv7BlockCall& call, const Device& device);
 
-// Whether products of bfloat16 are those of tiled_products.h, which take more than kMaxBlockRows rows.
-bool HasTiledProducts();
-
 // Other rows, up to kRowsAtOnce of them, in five launches, the heads among them.
 constexpr int64_t kRowsAtOnce = 8;
 

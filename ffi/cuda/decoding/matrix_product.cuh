@@ -13,7 +13,7 @@
 #pragma once
 
 #include "decoding/last_block.cuh"
-#include "decoding/matrix_products.cuh"
+#include "products/matrix_products.cuh"
 #include "fragment.cuh"
 #include "launch.cuh"
 #include "matrix.cuh"

@@ -12,7 +12,7 @@
 #include "decoding/kernels.h"
 #include "decoding/matrix_product.cuh"
 #include "decoding/mixed_rows.cuh"
-#include "decoding/tiled_products.h"
+#include "products/tiled_products.h"
 
 namespace rwkv_jax::cuda {
 namespace {

@@ -14,11 +14,11 @@ constexpr int kHeadThreads = 256;
 // are sums of zeros.
 class HeadRun {
  public:
-  __device__ HeadRun(const HeadTokens& call, int64_t tokens)
+  __device__ HeadRun(const HeadTokens& call, int tokens)
       : row(blockIdx.z),
         channel((static_cast<int64_t>(blockIdx.x) * kHeadThreads + threadIdx.x) * kHeadVector),
         active(channel < call.width),
-        begin(blockIdx.y * tokens),
+        begin(int64_t{blockIdx.y} * tokens),
         end(begin + tokens < call.tokens ? begin + tokens : call.tokens),
         width_(call.width),
         first_(row * call.tokens) {}
@@ -73,9 +73,19 @@ class HeadRun {
   int64_t width_, first_;
 };
 
+// The tokens of a run in a forward pass, whose blocks leave no sums: fewer where otherwise too few threads
+// would load from memory at a time.
+inline int ForwardRun(const HeadTokens& call, const Device& device) {
+  constexpr int64_t kMostTokens = 16, kLeastTokens = 2, kEnoughThreads = 1024;
+  const int64_t vectors = call.rows * call.tokens * (call.width / kHeadVector);
+  int64_t run = kMostTokens;
+  while (run > kLeastTokens && vectors < kEnoughThreads * device.multiprocessors * run) run /= 2;
+  return static_cast<int>(run);
+}
+
 // Launches fn(T(), integral_constant<lanes of a head>()), a kernel, over runs of `tokens` tokens.
 template <typename Call, typename Fn>
-cudaError_t LaunchOverHeads(cudaStream_t stream, const Call& call, int64_t tokens, Fn&& fn) {
+cudaError_t LaunchOverHeads(cudaStream_t stream, const Call& call, int tokens, Fn&& fn) {
   if (call.rows * call.tokens * call.width == 0) return cudaSuccess;
   const int64_t vectors = call.width / kHeadVector;
   const auto count = [](int64_t all, int64_t each) {
@@ -89,7 +99,7 @@ cudaError_t LaunchOverHeads(cudaStream_t stream, const Call& call, int64_t token
       call.dtype, call.head_size, [&](auto zero, auto head_size) {
         constexpr int kLanes = head_size() / kHeadVector;
         return Launch(fn(zero, std::integral_constant<int, kLanes>()), blocks, threads, 0, stream,
-                      call);
+                      call, tokens);
       });
 }
 

@@ -16,8 +16,6 @@
 namespace rwkv_jax::cuda {
 namespace {
 
-constexpr int64_t kForwardTokens = 16;
-
 struct ReadOutParameters {
   HeadVector weight = {}, bias = {};
 
@@ -35,8 +33,8 @@ __device__ float Ungated(const Normalised<kLanes>& head, const ReadOutParameters
 }
 
 template <typename T, int kLanes>
-__global__ __launch_bounds__(kHeadThreads) void ForwardKernel(ReadOutForwardCall call) {
-  const HeadRun run(call, kForwardTokens);
+__global__ __launch_bounds__(kHeadThreads) void ForwardKernel(ReadOutForwardCall call, int tokens) {
+  const HeadRun run(call, tokens);
   const ReadOutParameters parameters(run, call);
   for (int64_t t = run.begin; t < run.end; ++t) {
     const auto y = run.Load<T>(call.y, t), v = run.Load<T>(call.v, t);
@@ -51,9 +49,10 @@ __global__ __launch_bounds__(kHeadThreads) void ForwardKernel(ReadOutForwardCall
 }
 
 template <typename T, int kLanes>
-__global__ __launch_bounds__(kHeadThreads, 2) void BackwardKernel(ReadOutBackwardCall call) {
+__global__ __launch_bounds__(kHeadThreads, 2) void BackwardKernel(ReadOutBackwardCall call,
+                                                                  int tokens) {
   constexpr float kShare = 1.0f / (kLanes * kHeadVector);
-  const HeadRun run(call, kRun);
+  const HeadRun run(call, tokens);
   const ReadOutParameters parameters(run, call);
   HeadVector dweight = {}, dbias = {};
   struct Token {
@@ -99,8 +98,8 @@ __global__ __launch_bounds__(kHeadThreads, 2) void BackwardKernel(ReadOutBackwar
 
 }  // namespace
 
-cudaError_t Run(cudaStream_t stream, const ReadOutForwardCall& call, const Device&) {
-  return LaunchOverHeads(stream, call, kForwardTokens, [](auto zero, auto lanes) {
+cudaError_t Run(cudaStream_t stream, const ReadOutForwardCall& call, const Device& device) {
+  return LaunchOverHeads(stream, call, ForwardRun(call, device), [](auto zero, auto lanes) {
     return ForwardKernel<decltype(zero), lanes()>;
   });
 }

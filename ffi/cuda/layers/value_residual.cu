@@ -6,11 +6,10 @@
 namespace rwkv_jax::cuda {
 namespace {
 
-constexpr int64_t kForwardTokens = 16;
-
 template <typename T>
-__global__ __launch_bounds__(kHeadThreads) void ForwardKernel(ValueResidualForwardCall call) {
-  const HeadRun run(call, kForwardTokens);
+__global__ __launch_bounds__(kHeadThreads) void ForwardKernel(ValueResidualForwardCall call,
+                                                              int tokens) {
+  const HeadRun run(call, tokens);
   HeadVector v0 = {};
   run.LoadParameter(call.parameters, 0, call.kParameters, v0);
   for (int64_t t = run.begin; t < run.end; ++t) {
@@ -25,8 +24,9 @@ __global__ __launch_bounds__(kHeadThreads) void ForwardKernel(ValueResidualForwa
 }
 
 template <typename T>
-__global__ __launch_bounds__(kHeadThreads, 2) void BackwardKernel(ValueResidualBackwardCall call) {
-  const HeadRun run(call, kRun);
+__global__ __launch_bounds__(kHeadThreads, 2) void BackwardKernel(ValueResidualBackwardCall call,
+                                                                  int tokens) {
+  const HeadRun run(call, tokens);
   HeadVector v0 = {}, dv0 = {};
   run.LoadParameter(call.parameters, 0, call.kParameters, v0);
   struct Token {
@@ -59,8 +59,8 @@ __global__ __launch_bounds__(kHeadThreads, 2) void BackwardKernel(ValueResidualB
 
 }  // namespace
 
-cudaError_t Run(cudaStream_t stream, const ValueResidualForwardCall& call, const Device&) {
-  return LaunchOverHeads(stream, call, kForwardTokens,
+cudaError_t Run(cudaStream_t stream, const ValueResidualForwardCall& call, const Device& device) {
+  return LaunchOverHeads(stream, call, ForwardRun(call, device),
                          [](auto zero, auto) { return ForwardKernel<decltype(zero)>; });
 }
 

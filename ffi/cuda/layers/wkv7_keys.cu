@@ -11,8 +11,6 @@
 namespace rwkv_jax::cuda {
 namespace {
 
-constexpr int64_t kForwardTokens = 16;
-
 __device__ KeyParameters LoadParameters(const HeadRun& run, const Wkv7KeysCall& call) {
   KeyParameters parameters;
   run.LoadParameter(call.parameters, 0, call.kParameters, parameters.k_k);
@@ -22,8 +20,9 @@ __device__ KeyParameters LoadParameters(const HeadRun& run, const Wkv7KeysCall& 
 }
 
 template <typename T, int kLanes>
-__global__ __launch_bounds__(kHeadThreads) void ForwardKernel(Wkv7KeysForwardCall call) {
-  const HeadRun run(call, kForwardTokens);
+__global__ __launch_bounds__(kHeadThreads) void ForwardKernel(Wkv7KeysForwardCall call,
+                                                              int tokens) {
+  const HeadRun run(call, tokens);
   const KeyParameters parameters = LoadParameters(run, call);
   HeadVector r_k = {};
   run.LoadParameter(call.parameters, 3, call.kParameters, r_k);
@@ -45,8 +44,9 @@ __global__ __launch_bounds__(kHeadThreads) void ForwardKernel(Wkv7KeysForwardCal
 }
 
 template <typename T, int kLanes>
-__global__ __launch_bounds__(kHeadThreads, 2) void BackwardKernel(Wkv7KeysBackwardCall call) {
-  const HeadRun run(call, kRun);
+__global__ __launch_bounds__(kHeadThreads, 2) void BackwardKernel(Wkv7KeysBackwardCall call,
+                                                                  int tokens) {
+  const HeadRun run(call, tokens);
   const KeyParameters parameters = LoadParameters(run, call);
   KeyParameterGradients sums;
   for (int64_t t = run.begin; t < run.end; ++t) {
@@ -78,8 +78,8 @@ __global__ __launch_bounds__(kHeadThreads, 2) void BackwardKernel(Wkv7KeysBackwa
 
 }  // namespace
 
-cudaError_t Run(cudaStream_t stream, const Wkv7KeysForwardCall& call, const Device&) {
-  return LaunchOverHeads(stream, call, kForwardTokens, [](auto zero, auto lanes) {
+cudaError_t Run(cudaStream_t stream, const Wkv7KeysForwardCall& call, const Device& device) {
+  return LaunchOverHeads(stream, call, ForwardRun(call, device), [](auto zero, auto lanes) {
     return ForwardKernel<decltype(zero), lanes()>;
   });
 }

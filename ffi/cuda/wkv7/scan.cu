@@ -750,17 +750,20 @@ __global__ __launch_bounds__(
 // states.
 constexpr int kCombineThreads = 128;
 constexpr int kCombineRows = 8;
+// The factor of a split, and where there is room that of the next one, which is copied meanwhile.
 template <int N>
-constexpr int64_t kCombineBytes = N * N * sizeof(float);
+constexpr int kFactors = N == 64 ? 2 : 1;
+template <int N>
+constexpr int64_t kCombineBytes = kFactors<N> * N * N * sizeof(float);
 
 template <int N, bool kReverse>
 __global__ __launch_bounds__(kCombineThreads) void CombineKernel(Splits splits, Sequences sequences,
                                                                  int64_t tokens, int64_t heads,
                                                                  const float* inexact) {
   constexpr int kCols = kCombineRows * N / kCombineThreads;
-  __shared__ float s[kCombineRows][N];
+  __shared__ float posted[2][kCombineRows][N];
   RWKV_JAX_DYNAMIC_SHARED(kPanelAlignment, memory);
-  float* const factor = reinterpret_cast<float*>(memory);  // [N, N]
+  float* const factors = reinterpret_cast<float*>(memory);  // [kFactors, N, N]
   const int64_t sequence = splits.SummarizedSequence(sequences, heads);
   if (sequence < 0) return;
   const int64_t head = sequence * heads + blockIdx.x % heads;
@@ -771,28 +774,46 @@ __global__ __launch_bounds__(kCombineThreads) void CombineKernel(Splits splits, 
   const Span span = sequences(sequence, tokens);
   const int64_t count = splits.Count(span.Chunks());
   if (count <= 2) return;
-  float sum[kCols];
+  const int last = static_cast<int>(count) - 2;
+  float sum[kCols], next[kCols];
   const auto state_at = [&](int order) {
     return splits.Summary<kReverse>(head, heads, span, order);
   };
   const auto at = [&](int order) { return state_at(order) + (first_row + row) * N + col; };
+  const auto load = [&](int order, float (&x)[kCols]) {
 #pragma unroll
-  for (int c = 0; c < kCols; ++c) sum[c] = at(0)[c];
-  for (int order = 1; order < count - 1; ++order) {
-    const float4* const from = reinterpret_cast<const float4*>(state_at(order) + N * N);
-    for (int i = threadIdx.x; i < N * N / 4; i += kCombineThreads)
-      reinterpret_cast<float4*>(factor)[i] = from[i];
+    for (int c = 0; c < kCols; ++c) x[c] = at(order)[c];
+  };
+  const auto factor_of = [&](int order) { return factors + order % kFactors<N> * N * N; };
+  const auto copy_factor = [&](int order) {
+    const uint32_t to = SharedAddress(factor_of(order));
+    const float* const from = state_at(order) + N * N;
+    for (int i = threadIdx.x * 4; i < N * N; i += kCombineThreads * 4)
+      CopyAsync(to + i * sizeof(float), from + i, true);
+  };
+  load(0, sum);
+  load(1, next);
+  if (kFactors<N> == 2) copy_factor(1);
+  for (int order = 1; order <= last; ++order) {
+    float (&s)[kCombineRows][N] = posted[order % 2];
 #pragma unroll
     for (int c = 0; c < kCols; ++c) s[row][col + c] = sum[c];
-    float* const to = at(order);
-#pragma unroll
-    for (int c = 0; c < kCols; ++c) sum[c] = to[c];
+    if (kFactors<N> == 1) {
+      __syncthreads();  // all have used the factor before
+      copy_factor(order);
+    }
+    WaitForCopies<0>();
     __syncthreads();
+    if (kFactors<N> == 2 && order < last) copy_factor(order + 1);
+#pragma unroll
+    for (int c = 0; c < kCols; ++c) sum[c] = next[c];
+    if (order < last) load(order + 1, next);
+    const float* const factor = factor_of(order);
 #pragma unroll 8
     for (int i = 0; i < N; ++i)
 #pragma unroll
       for (int c = 0; c < kCols; ++c) sum[c] = fmaf(s[row][i], factor[i * N + col + c], sum[c]);
-    __syncthreads();
+    float* const to = at(order);
 #pragma unroll
     for (int c = 0; c < kCols; ++c) to[c] = sum[c];
   }

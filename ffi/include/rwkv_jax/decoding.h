@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "rwkv_jax/products.h"
 #include "rwkv_jax/types.h"
 
 namespace rwkv_jax {
@@ -15,17 +16,15 @@ constexpr int64_t kMaxQuantisedRows = 1, kMaxRowsByInput = 1;
 constexpr int64_t kRankMultiple = 8, kMaxRank = 1024;
 
 // Products on the matrix units, which take several rows of 16-bit elements, have a ticket for each group of
-// so many outputs. Up to kMaxSumBlocks blocks of threads have room for their sums of two groups, for
-// multiples of kRowsOfSums rows.
-constexpr int64_t kTicketOutputs = 128, kRowsOfSums = 8, kMaxSumBlocks = 384;
+// outputs. Up to kMaxSumBlocks blocks of threads have room for their sums of two groups, for multiples of
+// kRowsOfSums rows.
+constexpr int64_t kRowsOfSums = 8, kMaxSumBlocks = 384;
 
-// More rows, up to so many, are for bfloat16 and GPUs of compute capability 9.0. A block of threads has a
-// tile of up to kTileRows rows and kMaxTileOutputs outputs, and there is room for the sums of kMaxTileBlocks.
+// More rows, up to so many, are for bfloat16 and GPUs of compute capability 9.0, with products in tiles.
 constexpr int64_t kMaxManyRows = 1024;
-constexpr int64_t kTileRows = 128, kMaxTileOutputs = 256, kMaxTileBlocks = 192;
 
 // One row of whose inputs many are zeros: so many blocks of threads share out the inputs of a group of
-// outputs, which has a ticket and at least kTicketOutputs / 4 outputs.
+// outputs, which has a ticket and at least kGroupOutputs / 4 outputs.
 constexpr int64_t kSharesOfInputs = 8;
 
 // Widths up to this one, those of hidden activations included, are indexed with 32 bits.
@@ -116,7 +115,7 @@ struct BlockScratch {
     hidden = Take(call.rows * call.hidden);
     const int64_t sum_rows = (call.rows + kRowsOfSums - 1) / kRowsOfSums * kRowsOfSums;
     sums = Take(many_rows      ? kMaxTileBlocks * kTileRows * kMaxTileOutputs
-                : matrix_units ? 2 * kMaxSumBlocks * kTicketOutputs * sum_rows
+                : matrix_units ? 2 * kMaxSumBlocks * kGroupOutputs * sum_rows
                                : kSharesOfInputs * width);
     // No fewer than there are groups: widths are multiples of 64, and ranks of 8.
     ticket_count = many_rows      ? 0

@@ -1,4 +1,5 @@
-// What the products of many rows with an epilogue take (cuda/wide_product.cuh).
+// What matrix products take: those of many rows with an epilogue (cuda/wide_product.cuh), and several side by
+// side (cuda/products).
 #pragma once
 
 #include <cstdint>
@@ -14,5 +15,11 @@ struct Product {
 // K and N are such multiples, and up to so much.
 constexpr int64_t kProductWidthMultiple = 64, kProductColumnsMultiple = 256;
 constexpr int64_t kMaxProductTokens = 1 << 24, kMaxProductWidth = 1 << 18;
+
+// So many products side by side. Their outputs are cut into groups. In tiles, a block of threads has up to
+// kTileRows rows and kMaxTileOutputs outputs at a time; where blocks share out the inputs of a product, there
+// are at most kMaxTileBlocks of them.
+constexpr int kMaxProducts = 7, kGroupOutputs = 128;
+constexpr int64_t kTileRows = 128, kMaxTileOutputs = 256, kMaxTileBlocks = 192;
 
 }  // namespace rwkv_jax

@@ -6,9 +6,16 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
 
-from rwkv_jax.layers import keyed_wkv7, projected_read_out, read_out, value_residual, wkv7_keys
+from rwkv_jax.layers import (
+    LowRankMap,
+    keyed_wkv7,
+    projected_read_out,
+    read_out,
+    value_residual,
+    wkv7_keys,
+)
 from rwkv_jax.models import _parameters, _recomputation
-from rwkv_jax.models._linear import Weight, linear, low_rank
+from rwkv_jax.models._linear import Weight, linear, low_rank_maps
 from rwkv_jax.models._normalisation import Norm
 from rwkv_jax.models._token_shift import shift_and_mix
 from rwkv_jax.models._trees import TimeMixState
@@ -34,26 +41,27 @@ def mix_tokens(
     x_r, x_w, x_k, x_v, x_a, x_g = mixed
 
     p = _parameters.like(params, x)
-    r = linear(p.receptance, x_r)
-    w = low_rank(params.w1, params.w2, x_w, layers, "tanh", p.w0)
-    rate = low_rank(params.a1, params.a2, x_a, layers)
-    v = linear(p.value, x_v)
-    gate = low_rank(params.g1, params.g2, x_g, layers, "sigmoid")
-    r, w, k, v, rate, gate = map(
-        _tokens_of_heads(params), (r, w, linear(p.key, x_k), v, rate, gate)
-    )
+    maps = [
+        LowRankMap(x_w, params.w1, params.w2, p.w0, "tanh"),
+        LowRankMap(x_a, params.a1, params.a2),
+        LowRankMap(x_g, params.g1, params.g2, activation="sigmoid"),
+    ]
+    if params.v1 is not None and params.v2 is not None:
+        # Seen as the input of V too, XLA would compute both products as one, and copy V to do so.
+        maps.append(LowRankMap(lax.optimization_barrier(x_v), params.v1, params.v2))
+    of_maps = low_rank_maps(maps, layers)
+    of_inputs = (linear(p.receptance, x_r), linear(p.key, x_k), linear(p.value, x_v))
+    r, k, v, w, rate, gate, *shares = map(_tokens_of_heads(params), (*of_inputs, *of_maps))
 
     heads = _parameters_of_heads(params)
-    if params.v0 is None or params.v1 is None or params.v2 is None:
+    if params.v0 is None or not shares:
         v_first, v_again = v, v
     elif v_first is None:
         raise ValueError("time_mix: v_first is None; only the first layer has a value of its own")
     else:
-        # Seen as the input of V too, XLA would compute both products as one, and copy V to do so.
-        share = low_rank(params.v1, params.v2, lax.optimization_barrier(x_v), layers)
-        share, first = map(_tokens_of_heads(params), (share, v_first))
         v, v_again, v_first = value_residual(
-            *(v, share, first, heads(params.v0)), implementation=layers
+            *(v, *shares, _tokens_of_heads(params)(v_first), heads(params.v0)),
+            implementation=layers,
         )
 
     k_k, k_a, a0, r_k = map(heads, (params.k_k, params.k_a, params.a0, params.r_k))

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "decoding/matrix_products.cuh"
+#include "products/matrix_products.cuh"
 #include "hopper.cuh"
 
 namespace rwkv_jax::cuda {

@@ -8,9 +8,7 @@
 // Where a product has few tiles, several blocks share out its inputs. They write their sums to scratch, and
 // another kernel adds them up in the order of the inputs. Up to 64 rows, the order of all sums depends on the
 // sizes of the matrices and on the device, and not on the number of rows.
-#include "decoding/tiled_products.h"
-
-#include "decoding/kernels.h"
+#include "products/tiled_products.h"
 
 #ifdef RWKV_JAX_EMULATION
 
@@ -29,8 +27,8 @@ cudaError_t LaunchTiledProducts(cudaStream_t, const Device&, const MatrixProduct
 #include <cstdint>
 #include <limits>
 
-#include "decoding/tile.cuh"
-#include "decoding/tile_results.cuh"
+#include "products/tile.cuh"
+#include "products/tile_results.cuh"
 #include "hopper.cuh"
 #include "hopper_code.h"
 #include "launch.cuh"
@@ -135,10 +133,13 @@ __global__ __launch_bounds__(kAddThreads) void AddUpKernel(const MatrixProduct p
   LetNextKernelStart();
   WaitForKernelsBefore();
   if (i >= count) return;
-  const int64_t at = i / product.outputs * product.stride + i % product.outputs;
+  const int row = static_cast<int>(i / product.outputs),
+            output = static_cast<int>(i % product.outputs);
+  const int64_t at = product.Place(row, output);
   Packed<__nv_bfloat16, kAddVector> residual = {};
   if (product.result == Result::kAdded)
-    residual.Load(static_cast<const __nv_bfloat16*>(product.residual) + at);
+    residual.Load(static_cast<const __nv_bfloat16*>(product.residual) +
+                  product.PlaceOfResidual(row, output));
   float total[kAddVector] = {};
 #pragma unroll 4
   for (int split = 0; split < splits; ++split) {
@@ -202,7 +203,8 @@ cudaError_t Choose(const Device& device, const TiledProducts& own, Choice& best)
   const int tiles = Tiles<Tile>{own}.Count();
   int steps = 0;
   for (int i = 0; i < own.count; ++i) steps = std::max(steps, own.of[i].product.StepsOfGroup());
-  const int most = own.count > 1 ? 1 : std::max(std::min(clusters / tiles, steps), 1);
+  const bool may_split = own.count == 1 && own.sums != nullptr;
+  const int most = may_split ? std::max(std::min(clusters / tiles, steps), 1) : 1;
   for (int splits = 1; splits <= most; ++splits) {
     const int64_t waves = (int64_t{tiles} * splits + clusters - 1) / clusters;
     const int64_t cost = waves * ((steps + splits - 1) / splits) *

@@ -3,7 +3,7 @@
 
 #include <cuda_bf16.h>
 
-#include "decoding/tile.cuh"
+#include "products/tile.cuh"
 #include "fragment.cuh"
 #include "ptx.cuh"
 
@@ -61,12 +61,13 @@ struct ResultsOfManyRows {
     if (product.result == Result::kFloat)
       return PutFloats(static_cast<float*>(product.y), product.stride);
     ChangeSums(product.result, sums);
-    if (product.result == Result::kAdded) {
-      ForVectors([&](int i, bool present, int64_t at) {
+    if (product.result == Result::kAdded && product.is_offset) AddOffset();
+    if (product.result == Result::kAdded && !product.is_offset) {
+      ForVectors([&](int i, bool present, int own_row, int own_output) {
         uint4 x = {};
         if (present)
           x = *reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(product.residual) +
-                                              at);
+                                              product.Place(own_row, own_output));
         uint32_t words[4] = {x.x, x.y, x.z, x.w};
         Exchange(words);
 #pragma unroll
@@ -76,22 +77,36 @@ struct ResultsOfManyRows {
         }
       });
     }
-    ForVectors([&](int i, bool present, int64_t at) {
+    ForVectors([&](int i, bool present, int own_row, int own_output) {
       uint32_t words[4];
 #pragma unroll
       for (int k = 0; k < 4; ++k) words[k] = RoundToBf16(sums[i + 4 * k], sums[i + 4 * k + 1]);
       Exchange(words);
       if (present)
-        *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(product.y) + at) = {
-            words[0], words[1], words[2], words[3]};
+        *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(product.y) +
+                                  product.Place(own_row, own_output)) = {words[0], words[1],
+                                                                         words[2], words[3]};
     });
   }
 
  private:
   __device__ static int OwnPair() { return threadIdx.x % 4 * 2; }
 
+  __device__ void AddOffset() const {
+    const auto* offset = static_cast<const __nv_bfloat16*>(product.residual);
+#pragma unroll
+    for (int i = 0; i < kSums; i += 4) {
+      const int own_output = output + i / 4 * 8 + OwnPair();
+      uint32_t pair = 0;
+      if (own_output < product.outputs)
+        pair = __ldg(reinterpret_cast<const uint32_t*>(offset + own_output));
+      const float low = __uint_as_float(pair << 16), high = __uint_as_float(pair & 0xffff0000u);
+      sums[i] += low, sums[i + 1] += high, sums[i + 2] += low, sums[i + 3] += high;
+    }
+  }
+
   // Calls fn(the first of the sums of four pairs, whether there is a vector of eight outputs that this lane
-  // has of them once they are exchanged, where it is).
+  // has of them once they are exchanged, its row, its first output).
   template <typename Fn>
   __device__ void ForVectors(Fn&& fn) const {
 #pragma unroll
@@ -100,8 +115,7 @@ struct ResultsOfManyRows {
       for (int below = 0; below < 2; ++below) {
         const int own_row = row + below * 8;
         const int own_output = output + i / 4 * 8 + static_cast<int>(threadIdx.x) % 4 * 8;
-        fn(i + 2 * below, own_row < rows && own_output < product.outputs,
-           int64_t{own_row} * product.stride + own_output);
+        fn(i + 2 * below, own_row < rows && own_output < product.outputs, own_row, own_output);
       }
     }
   }
@@ -116,32 +130,35 @@ struct ResultsOfFewRows {
   float (&sums)[Tile::kSums];
 
   __device__ void PutFloats(float* y, int64_t stride) const {
-    ForEach(stride, [&](float sum, int64_t at) { y[at] = sum; });
+    ForEach(
+        [&](float sum, int own_row, int own_output) { y[own_row * stride + own_output] = sum; });
   }
 
   __device__ void Put() const {
     if (product.result == Result::kFloat)
       return PutFloats(static_cast<float*>(product.y), product.stride);
-    const auto put = [&](float result, int64_t at) {
-      static_cast<__nv_bfloat16*>(product.y)[at] = __float2bfloat16_rn(result);
+    const auto put = [&](float result, int own_row, int own_output) {
+      static_cast<__nv_bfloat16*>(product.y)[product.Place(own_row, own_output)] =
+          __float2bfloat16_rn(result);
     };
     if (product.result == Result::kAdded)
-      return ForEach(product.stride, [&](float sum, int64_t at) {
-        put(sum + ToFloat(static_cast<const __nv_bfloat16*>(product.residual)[at]), at);
+      return ForEach([&](float sum, int own_row, int own_output) {
+        const auto* residual = static_cast<const __nv_bfloat16*>(product.residual);
+        const float x = ToFloat(residual[product.PlaceOfResidual(own_row, own_output)]);
+        put(sum + x, own_row, own_output);
       });
     ChangeSums(product.result, sums);
-    ForEach(product.stride, put);
+    ForEach(put);
   }
 
  private:
-  // Calls fn(sum, where it is).
+  // Calls fn(sum, its row, its output).
   template <typename Fn>
-  __device__ void ForEach(int64_t stride, Fn&& fn) const {
+  __device__ void ForEach(Fn&& fn) const {
 #pragma unroll
     for (int i = 0; i < Tile::kSums; ++i) {
       const int own_row = row + i / 4 * 8 + i % 2, own_output = output + i / 2 % 2 * 8;
-      if (own_row < rows && own_output < product.outputs)
-        fn(sums[i], own_row * stride + own_output);
+      if (own_row < rows && own_output < product.outputs) fn(sums[i], own_row, own_output);
     }
   }
 };

@@ -3,14 +3,15 @@
 
 #include <cuda_runtime.h>
 
-#include "decoding/matrix_products.cuh"
 #include "plan.h"
+#include "products/kernels.h"
+#include "products/matrix_products.cuh"
 
 namespace rwkv_jax::cuda {
 
-// Launches products, if HasTiledProducts (kernels.h). They use no tickets. If `splits` is given
-// and the inputs of the product are shared out, nothing adds up what `products.sums` then has, [splits, rows,
-// outputs], and `splits` is their number.
+// Launches products, if HasTiledProducts. They use no tickets. With `products.sums`, the inputs of a product
+// that is alone may be shared out. If `splits` is given as well, nothing adds up what the sums then are,
+// [splits, rows, outputs], and `splits` is their number.
 cudaError_t LaunchTiledProducts(cudaStream_t stream, const Device& device,
                                 const MatrixProducts& products, int* splits);
 

@@ -4,12 +4,11 @@
 #include <cstdint>
 
 #include "layers/vectors.cuh"
-#include "rwkv_jax/decoding.h"
+#include "rwkv_jax/products.h"
 
 namespace rwkv_jax::cuda {
 
-// Blocks of threads have the results of a group of outputs, and go through the inputs step by step.
-constexpr int kGroupOutputs = kTicketOutputs, kStepInputs = 64;
+constexpr int kStepInputs = 64;
 
 // What becomes of a result.
 enum class Result { kFloat, kRounded, kTanh, kSigmoid, kSquaredRelu, kAdded };
@@ -18,16 +17,21 @@ enum class Result { kFloat, kRounded, kTanh, kSigmoid, kSquaredRelu, kAdded };
 struct MatrixProduct {
   const void *matrix, *x;  // [outputs, inputs], or by input [inputs, outputs]; [rows, inputs]
   void* y;
-  const void* residual;  // of y, for Result::kAdded
+  const void* residual;  // for Result::kAdded, of y, or as an offset [outputs]
   int outputs, inputs, stride;
   Result result;
   bool by_input;
+  bool is_offset;  // tiles alone take one
 
+  __host__ __device__ int64_t Place(int row, int output) const {
+    return int64_t{row} * stride + output;
+  }
+  __host__ __device__ int64_t PlaceOfResidual(int row, int output) const {
+    return is_offset ? output : Place(row, output);
+  }
   __host__ __device__ int Groups() const { return (outputs + kGroupOutputs - 1) / kGroupOutputs; }
   __host__ __device__ int StepsOfGroup() const { return (inputs + kStepInputs - 1) / kStepInputs; }
 };
-
-constexpr int kMaxProducts = 7;
 
 struct MatrixProducts {
   MatrixProduct of[kMaxProducts];

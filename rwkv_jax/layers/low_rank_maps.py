@@ -1,0 +1,265 @@
+"""Several low-rank maps of the same tokens.
+
+With a few thousand tokens the products of one map are too small for a GPU. The kernels compute the
+first products of all maps at the same time, then the second ones. Gradients are left to the
+compiler.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Float
+
+from rwkv_jax._native import library
+from rwkv_jax._operator import check, dispatch
+from rwkv_jax._operator.call import Leaf, Options
+from rwkv_jax._operator.partition import partitioned, vary_alike
+from rwkv_jax._typing import Operand
+from rwkv_jax.layers import _products
+from rwkv_jax.layers._products import PRODUCT
+from rwkv_jax.layers.low_rank import ACTIVATIONS, MAX_WIDTH, RANK_MULTIPLE, SLOPES, low_rank
+
+MAX_RANK = 1024
+
+MIN_TOKENS, MAX_TOKENS = 512, 4096
+"""None takes the kernels for so many tokens, for which they were measured to be faster."""
+
+RANKS = "RQUWXYZ"
+"""The axis letters of the ranks. There are no more maps than letters."""
+
+TARGET = "rwkv_low_rank_maps_v1"
+library.declare(TARGET)
+
+
+class LowRankMap(NamedTuple):
+    """A low-rank map and its tokens, as the arguments of `low_rank`."""
+
+    x: Float[Operand, "B T C"]
+    first: Float[Operand, "C R"]
+    second: Float[Operand, "R C"]
+    offset: Float[Operand, " C"] | None = None
+    activation: str = "identity"
+
+
+def low_rank_maps(
+    maps: Sequence[LowRankMap], *, implementation: str | None = None
+) -> tuple[Float[Array, "B T C"], ...]:
+    """Several low-rank maps, each of which is for its own tokens what `low_rank` computes:
+
+        y = activation(x first) second + offset
+
+    Args:
+      maps: one to seven of them, which share B, T, C and the dtype of `x`.
+      implementation: "ffi", "xla", "reference" or, for the fastest one, None. "ffi" takes bfloat16
+        on GPUs of compute capability 9.0, C a multiple of 8, and ranks that are multiples of 8 up
+        to 1024; None takes it there for 512 to 4096 tokens, and otherwise calls `low_rank` for each
+        map. A program with "ffi" runs on no other GPU.
+
+    Returns:
+      y of each map, in the dtype of `x`.
+
+    Raises:
+      TypeError, ValueError: an argument has another shape or dtype.
+      NotImplementedError: the implementation cannot run the call.
+
+    The formula is that of RWKV-LM's training code, `RWKV_Tmix_x070`.
+    """
+    maps = _checked(maps, implementation)
+    several = _LowRankMaps(
+        tuple(m.activation for m in maps), tuple(m.offset is not None for m in maps)
+    )
+    options = Options(None, lax.Precision.DEFAULT, implementation)
+    operands = Operands(tuple(_rounded(*m[:4]) for m in maps))
+    if implementation == "ffi" or not several.why_not("ffi", "cuda", options, operands):
+        return _run(several, options, *vary_alike(*jax.tree.leaves(operands)))[1::2]
+    return tuple(
+        low_rank(*m[:4], activation=m.activation, implementation=implementation) for m in maps
+    )
+
+
+def _checked(maps: Sequence[LowRankMap], implementation: str | None) -> list[LowRankMap]:
+    op = "low_rank_maps"
+    if not 1 <= len(maps) <= len(RANKS):
+        raise ValueError(f"{op}: {len(maps)} maps; accepted are 1 to {len(RANKS)}")
+    axes: dict[str, str] = {}
+    given: dict[str, Any] = {}
+    for i, (one, rank) in enumerate(zip(maps, RANKS, strict=False)):
+        check.choice(op, f"maps[{i}].activation", one.activation, ACTIVATIONS)
+        for (name, array), own in zip(
+            one._asdict().items(), ("BTC", f"C{rank}", f"{rank}C", "C"), strict=False
+        ):
+            if array is not None:
+                axes[f"maps[{i}].{name}"], given[f"maps[{i}].{name}"] = own, array
+    arrays = iter(_products.checked(op, axes, given, implementation))
+    check.share_dtype(op, {name: x for name, x in given.items() if name.endswith(".x")})
+    return [
+        LowRankMap(*(x if x is None else next(arrays) for x in one[:4]), one.activation)
+        for one in maps
+    ]
+
+
+class _Map(NamedTuple):
+    """The arrays of a map, or what there is of each of them."""
+
+    x: Any
+    first: Any
+    second: Any
+    offset: Any
+
+
+def _rounded(x: Array, *parameters: Array | None) -> _Map:
+    """A map with parameters in the dtype of `x`."""
+    return _Map(x, *(p if p is None else p.astype(x.dtype) for p in parameters))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _run(several: "_LowRankMaps", options: Options, *operands: Array) -> tuple[Array, ...]:
+    """For each map the result of its activation, and y."""
+
+    def call(*operands: Array) -> tuple[Array, ...]:
+        found = dispatch.dispatched(several, "forward", options, Operands(several.maps(operands)))
+        return tuple(jax.tree.leaves(found))
+
+    return tuple(_products.in_turn(call)(*operands))
+
+
+@_run.defjvp
+def _(
+    several: "_LowRankMaps",
+    options: Options,
+    primals: tuple[Array, ...],
+    tangents: tuple[Array, ...],
+) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    found = _run(several, options, *primals)
+    results, derivatives = [], []
+    for activation, own, d, hidden, y in zip(
+        several.activations,
+        *(several.maps(primals), several.maps(tangents)),
+        *(found[::2], found[1::2]),
+        strict=True,
+    ):
+        hidden = checkpoint_name(hidden, PRODUCT)
+        slope = SLOPES[activation](hidden.astype(jnp.float32))
+        dproduct = _times(d.x, own.first) + _times(own.x, d.first)
+        dhidden = (slope * dproduct.astype(jnp.float32)).astype(hidden.dtype)
+        dy = _times(dhidden, own.second) + _times(hidden, d.second)
+        results += [hidden, y]
+        derivatives += [dhidden, _with_offset(dy, d.offset)]
+    return tuple(results), tuple(derivatives)
+
+
+# The kernels.
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Operands(Generic[Leaf]):
+    """The operands of a call."""
+
+    maps: tuple[_Map, ...]
+    packing: None = None
+
+
+@dataclass(frozen=True)
+class _LowRankMaps:
+    """What `dispatch.dispatched` asks for: the activations of the maps, and which of them have
+    offsets. Channels of a mesh that distributes them are gathered (D)."""
+
+    activations: tuple[str, ...]
+    offsets: tuple[bool, ...]
+    implementations: ClassVar = _products.IMPLEMENTATIONS
+
+    def maps(self, leaves: Sequence[Any]) -> tuple[_Map, ...]:
+        """The maps with these arrays."""
+        given = iter(leaves)
+        return tuple(
+            _Map(next(given), next(given), next(given), next(given) if has_offset else None)
+            for has_offset in self.offsets
+        )
+
+    def title(self, name: str) -> str:
+        return "low_rank_maps"
+
+    def axes(
+        self, name: str, options: Options, packing: None
+    ) -> tuple[Operands[str], tuple[str, ...]]:
+        ranks = RANKS[: len(self.offsets)]
+        maps = (
+            _Map("BTD", f"D{rank}", f"{rank}D", "D" if has_offset else None)
+            for rank, has_offset in zip(ranks, self.offsets, strict=True)
+        )
+        return Operands(tuple(maps)), tuple(x for rank in ranks for x in (f"BT{rank}", "BTD"))
+
+    def why_not(
+        self, choice: str, platform: str, options: Options, operands: Operands[Any]
+    ) -> str | None:
+        if choice != "ffi":
+            return None
+        if platform != "cuda":
+            return "low_rank_maps has native kernels for CUDA GPUs"
+        x = operands.maps[0].x
+        if x.dtype != jnp.bfloat16:
+            return f"x is {x.dtype}; the cuda kernels take bfloat16"
+        width, ranks = x.shape[-1], [one.first.shape[-1] for one in operands.maps]
+        if not 0 < width <= MAX_WIDTH or width % RANK_MULTIPLE:
+            return (
+                f"C = {width}; the cuda kernels take multiples of {RANK_MULTIPLE} up to {MAX_WIDTH}"
+            )
+        for rank in ranks:
+            if not 0 < rank <= MAX_RANK or rank % RANK_MULTIPLE:
+                return (
+                    f"a rank is {rank}; the cuda kernels take multiples of {RANK_MULTIPLE} up to "
+                    f"{MAX_RANK}"
+                )
+        return _products.why_not(options.implementation, x, MIN_TOKENS, MAX_TOKENS)
+
+    def compute(
+        self, name: str, choice: str, options: Options, platform: str, operands: Operands[Array]
+    ) -> tuple[Array, ...]:
+        if choice != "ffi":
+            return tuple(
+                x
+                for activation, one in zip(self.activations, operands.maps, strict=True)
+                for x in _formula(activation, one)
+            )
+        axes, results = self.axes(name, options, None)
+        call = partitioned(self.title(name), self._call, dispatch.named(axes), results)
+        return tuple(call(*jax.tree.leaves(operands)))
+
+    def _call(self, *operands: Array) -> tuple[Array, ...]:
+        """The maps on one device."""
+        given, results = [], []
+        for one in self.maps(operands):
+            nothing = jnp.zeros(0, one.x.dtype)
+            given += [*one[:3], nothing if one.offset is None else one.offset]
+            hidden = (*one.x.shape[:2], one.first.shape[-1])
+            results += [(hidden, one.x.dtype), (one.x.shape, one.x.dtype)]
+        kinds = tuple(ACTIVATIONS)
+        digits = (kinds.index(x) * len(kinds) ** i for i, x in enumerate(self.activations))
+        return library.call(TARGET, results, *given, activations=sum(digits))
+
+    def has_rule(self, options: Options) -> bool:
+        """The kernels have one of their own, which the other platforms go without."""
+        return False
+
+
+def _formula(activation: str, one: _Map) -> tuple[Array, Array]:
+    hidden = ACTIVATIONS[activation](_times(one.x, one.first))
+    return hidden, _with_offset(_times(hidden, one.second), one.offset)
+
+
+def _with_offset(x: Array, offset: Array | None) -> Array:
+    """The sum in float32, in which its derivative then adds up the gradient of the offset."""
+    if offset is None:
+        return x
+    return (x.astype(jnp.float32) + offset.astype(jnp.float32)[None, None]).astype(x.dtype)
+
+
+def _times(x: Array, matrix: Array) -> Array:
+    return jnp.einsum("...i,io->...o", x, matrix, preferred_element_type=x.dtype)
