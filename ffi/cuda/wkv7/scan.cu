@@ -750,72 +750,94 @@ __global__ __launch_bounds__(
 // states.
 constexpr int kCombineThreads = 128;
 constexpr int kCombineRows = 8;
-// The factor of a split, and where there is room that of the next one, which is copied meanwhile.
+// Where there is room, the summaries of so many splits are copied ahead of their use. Of each, a block has
+// the factor M and its rows of D.
 template <int N>
-constexpr int kFactors = N == 64 ? 2 : 1;
+constexpr int kCombineAhead = N == 64 ? 1 : 0;
 template <int N>
-constexpr int64_t kCombineBytes = kFactors<N> * N * N * sizeof(float);
+constexpr int kSummaryPart = (N + kCombineRows) * N;
+template <int N>
+constexpr int64_t kCombineBytes = (kCombineAhead<N> + 1) * kSummaryPart<N> * sizeof(float);
 
+// A thread multiplies four rows by four columns, for a slice of the sum. Then it adds up the slices of some
+// rows of one column.
 template <int N, bool kReverse>
 __global__ __launch_bounds__(kCombineThreads) void CombineKernel(Splits splits, Sequences sequences,
                                                                  int64_t tokens, int64_t heads,
                                                                  const float* inexact) {
-  constexpr int kCols = kCombineRows * N / kCombineThreads;
-  __shared__ float posted[2][kCombineRows][N];
+  constexpr int kAhead = kCombineAhead<N>, kEach = 4;
+  constexpr int kTiles = kCombineRows / kEach * N / kEach, kSlices = kCombineThreads / kTiles;
+  constexpr int kOwnRows = kCombineRows * N / kCombineThreads;
+  __shared__ float4 state[N][kCombineRows / kEach];  // [column][rows]
+  __shared__ __align__(16) float shares[kSlices][kCombineRows][N];
   RWKV_JAX_DYNAMIC_SHARED(kPanelAlignment, memory);
-  float* const factors = reinterpret_cast<float*>(memory);  // [kFactors, N, N]
+  float* const parts = reinterpret_cast<float*>(memory);  // [kAhead + 1, N + kCombineRows, N]
   const int64_t sequence = splits.SummarizedSequence(sequences, heads);
   if (sequence < 0) return;
   const int64_t head = sequence * heads + blockIdx.x % heads;
   const int first_row = blockIdx.y * kCombineRows;
-  const int row = threadIdx.x * kCols / N, col = threadIdx.x * kCols % N;
   if (inexact != nullptr && inexact[head] != 0.0f) return;
 
   const Span span = sequences(sequence, tokens);
   const int64_t count = splits.Count(span.Chunks());
   if (count <= 2) return;
   const int last = static_cast<int>(count) - 2;
-  float sum[kCols], next[kCols];
-  const auto state_at = [&](int order) {
-    return splits.Summary<kReverse>(head, heads, span, order);
+  const auto rows_at = [&](int order) {
+    return splits.Summary<kReverse>(head, heads, span, order) + first_row * N;
   };
-  const auto at = [&](int order) { return state_at(order) + (first_row + row) * N + col; };
-  const auto load = [&](int order, float (&x)[kCols]) {
+  const auto part_of = [&](int order) { return parts + order % (kAhead + 1) * kSummaryPart<N>; };
+  const auto copy = [&](int order) {
+    if (order > last) return;
+    const uint32_t to = SharedAddress(part_of(order));
+    const float *const d = rows_at(order), *const factor = d - first_row * N + N * N;
+    for (int i = threadIdx.x * 4; i < kSummaryPart<N>; i += kCombineThreads * 4)
+      CopyAsync(to + i * sizeof(float), i < N * N ? factor + i : d + i - N * N, true);
+  };
+  const int own_col = threadIdx.x % N, own_row = threadIdx.x / N * kOwnRows;
+  const auto post = [&](const float (&x)[kOwnRows]) {
 #pragma unroll
-    for (int c = 0; c < kCols; ++c) x[c] = at(order)[c];
+    for (int r = 0; r < kOwnRows; r += kEach)
+      state[own_col][(own_row + r) / kEach] = {x[r], x[r + 1], x[r + 2], x[r + 3]};
   };
-  const auto factor_of = [&](int order) { return factors + order % kFactors<N> * N * N; };
-  const auto copy_factor = [&](int order) {
-    const uint32_t to = SharedAddress(factor_of(order));
-    const float* const from = state_at(order) + N * N;
-    for (int i = threadIdx.x * 4; i < N * N; i += kCombineThreads * 4)
-      CopyAsync(to + i * sizeof(float), from + i, true);
-  };
-  load(0, sum);
-  load(1, next);
-  if (kFactors<N> == 2) copy_factor(1);
+
+  if constexpr (kAhead > 0) copy(1);
+  float own[kOwnRows];
+#pragma unroll
+  for (int r = 0; r < kOwnRows; ++r) own[r] = rows_at(0)[(own_row + r) * N + own_col];
+  post(own);
+  const int slice = threadIdx.x / kTiles, tile = threadIdx.x % kTiles;
+  const int rows = tile / (N / kEach), col = tile % (N / kEach) * kEach;
   for (int order = 1; order <= last; ++order) {
-    float (&s)[kCombineRows][N] = posted[order % 2];
-#pragma unroll
-    for (int c = 0; c < kCols; ++c) s[row][col + c] = sum[c];
-    if (kFactors<N> == 1) {
-      __syncthreads();  // all have used the factor before
-      copy_factor(order);
-    }
+    if constexpr (kAhead == 0) copy(order);
     WaitForCopies<0>();
     __syncthreads();
-    if (kFactors<N> == 2 && order < last) copy_factor(order + 1);
-#pragma unroll
-    for (int c = 0; c < kCols; ++c) sum[c] = next[c];
-    if (order < last) load(order + 1, next);
-    const float* const factor = factor_of(order);
+    if constexpr (kAhead > 0) copy(order + 1);
+    const float* const part = part_of(order);
+    float sums[kEach][kEach] = {};
 #pragma unroll 8
-    for (int i = 0; i < N; ++i)
+    for (int j = 0; j < N / kSlices; ++j) {
+      const int i = slice * (N / kSlices) + j;
+      const float4 s = state[i][rows], m = *reinterpret_cast<const float4*>(part + i * N + col);
+      const float of_rows[kEach] = {s.x, s.y, s.z, s.w}, of_cols[kEach] = {m.x, m.y, m.z, m.w};
 #pragma unroll
-      for (int c = 0; c < kCols; ++c) sum[c] = fmaf(s[row][i], factor[i * N + col + c], sum[c]);
-    float* const to = at(order);
+      for (int r = 0; r < kEach; ++r)
 #pragma unroll
-    for (int c = 0; c < kCols; ++c) to[c] = sum[c];
+        for (int c = 0; c < kEach; ++c) sums[r][c] = fmaf(of_rows[r], of_cols[c], sums[r][c]);
+    }
+#pragma unroll
+    for (int r = 0; r < kEach; ++r) StoreFloats(&shares[slice][rows * kEach + r][col], sums[r]);
+    __syncthreads();
+    float* const to = rows_at(order) + own_col;
+#pragma unroll
+    for (int r = 0; r < kOwnRows; ++r) {
+      const int row = own_row + r;
+      own[r] = part[(N + row) * N + own_col];
+#pragma unroll
+      for (int j = 0; j < kSlices; ++j) own[r] += shares[j][row][own_col];
+      to[row * N] = own[r];
+    }
+    post(own);
+    if constexpr (kAhead == 0) __syncthreads();  // all have used the part
   }
 }
 
