@@ -26,7 +26,9 @@ AROUND_WKV = re.compile(
 )
 """The targets and kernels of `rwkv_jax` that are not those of an operator."""
 
-OWN_PRODUCT = re.compile(r"row_product|feed_forward|low_rank|::(?:Product|LowRank|Transpose)Kernel")
+OWN_PRODUCT = re.compile(
+    r"row_product|feed_forward|low_rank|::(?:(?:Tiled)?Product|LowRank|Transpose)Kernel"
+)
 """The targets and kernels of `rwkv_jax` that are matrix products."""
 
 TF32 = re.compile(r"tf32|nvjet_(?:sm\d+_)?s(?!m\d)", re.I)
