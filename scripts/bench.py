@@ -13,7 +13,8 @@ call.
 
 Before it is timed, a contestant's results are compared with those of `implementation="reference"`
 in float32 on the same operands. Where they are too far apart, the table has the error in place of
-a speed.
+a speed. "first s" is what the first call of a program takes: seconds in which it is traced and
+compiled, for the most part.
 """
 
 import argparse
@@ -22,6 +23,7 @@ import importlib
 import importlib.util
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -82,6 +84,7 @@ class Row:
     error: float | None = None
     note: str = ""
     failed: bool = False
+    first_s: float | None = None
     ms: float | None = None
     best_ms: float | None = None
     floor_gb_s: float | None = None
@@ -232,7 +235,9 @@ def measure(args: argparse.Namespace, shape: Shape, copy_speed: float) -> list[R
         def start() -> list[Callable[[], Any]]:
             print(f"{row.shape} {row.direction}: {program.name}", file=sys.stderr)
             sets = [program.prepare(*x) for x in operands.sets(program.decay)]
-            results = program.results(call(sets[0]))
+            begin = time.perf_counter()
+            results = jax.block_until_ready(program.results(call(sets[0])))
+            row.first_s = time.perf_counter() - begin
             sequential = program.ours and operands.sequential(program.decay, program.name)
             row.error = operands.check(program.decay, results, sequential=sequential)
             return [functools.partial(call, x) for x in sets]
@@ -289,7 +294,7 @@ def loop_us(args: argparse.Namespace) -> dict[str, float | None]:
 
 
 def print_tables(rows: Sequence[Row]) -> None:
-    columns = "ms", "best", "GB/s", "x floor", "vs scan", "vs peer", "error"
+    columns = "ms", "best", "GB/s", "x floor", "vs scan", "vs peer", "error", "first s"
     for direction in DIRECTIONS:
         here = [row for row in rows if row.direction == direction]
         if not here:
@@ -309,6 +314,7 @@ def print_tables(rows: Sequence[Row]) -> None:
                 f"{row.over_floor:.2f}",
                 *(f"{ratio:.2f}x" if ratio else "-" for ratio in ratios),
                 f"{row.error:.1e}",
+                f"{row.first_s:.1f}",
             )
 
 

@@ -463,7 +463,7 @@ def test_loss_of_a_head(
         (1, 40001, 768, 256, "tanh", True),
     ],
 )
-def test_low_rank_maps(
+def test_low_rank(
     rows: int, tokens: int, width: int, rank: int, activation: str, offset: bool
 ) -> None:
     """Outputs and gradients, in memory that had NaN before, are close to those in float32."""
@@ -499,3 +499,86 @@ def test_low_rank_maps(
     other = jax.device_get(run(inputs, dy, "xla"))
     for results_of_one in (found, other):
         tolerance.assert_close(results_of_one, right, 8e-3)
+
+
+@HOPPER
+@pytest.mark.parametrize(
+    ("rows", "tokens", "width", "maps"),
+    [
+        (1, 1, 64, [(8, "tanh", True)]),
+        (3, 37, 384, [(40, "sigmoid", False), (264, "tanh", True)]),
+        (1, 64, 72, [(24, "identity", True), (64, "sigmoid", True), (72, "tanh", False)]),
+        (2, 555, 2048, [(96, "tanh", True), (96, "identity", False), (256, "sigmoid", False)]),
+        (1, 2048, 4096, [(160, "tanh", True), (320, "sigmoid", False), (96, "identity", True)]),
+        (5, 163, 128, [(8 * i, "tanh", i % 2 == 0) for i in range(1, 8)]),
+    ],
+)
+def test_low_rank_maps(
+    rows: int, tokens: int, width: int, maps: list[tuple[int, str, bool]]
+) -> None:
+    """Outputs and gradients, in memory that had NaN before, are close to those in float32."""
+    rng, each = np.random.default_rng(0), []
+
+    def normal(*shape: int, scale: float = 1.0) -> Any:
+        return jax.numpy.asarray(scale * rng.standard_normal(shape), "bfloat16")
+
+    for rank, activation, offset in maps:
+        first, second = (
+            normal(width, rank, scale=width**-0.5),
+            normal(rank, width, scale=rank**-0.5),
+        )
+        x = normal(rows, tokens, width)
+        each.append(
+            layers.LowRankMap(x, first, second, normal(width) if offset else None, activation)
+        )
+    dys = tuple(normal(rows, tokens, width) for _ in maps)
+
+    @functools.partial(jax.jit, static_argnums=2)
+    def run(given: Any, dys: Any, implementation: str) -> dict:
+        def call(given: Any) -> tuple[jax.Array, ...]:
+            own = [one._replace(activation=m[1]) for one, m in zip(given, maps, strict=True)]
+            return layers.low_rank_maps(own, implementation=implementation)
+
+        ys, vjp = jax.vjp(call, given)
+        return {f"y{i}": y for i, y in enumerate(ys)} | {
+            f"d{name}{i}": x
+            for i, one in enumerate(vjp(dys)[0])
+            for name, x in one._asdict().items()
+            if x is not None
+        }
+
+    given = [one._replace(activation=None) for one in each]
+    compiled = run.lower(given, dys, "ffi").compile()
+    assert internals.low_rank_maps.TARGET in hlo.targets(compiled.as_text())
+    wide = jax.tree.map(lambda x: x.astype("float32"), (given, dys))
+    with jax.default_matmul_precision("highest"):
+        right = jax.device_get(run(*wide, "xla"))
+    poison = [
+        jax.numpy.full((rows * tokens, n), np.nan, "bfloat16")
+        for n in (*(rank for rank, *_ in maps), width)
+        for _ in maps
+    ]
+    jax.block_until_ready(poison)
+    del poison
+    found = jax.device_get(compiled(given, dys))
+    other = jax.device_get(run(given, dys, "xla"))
+    for results_of_one in (found, other):
+        tolerance.assert_close(results_of_one, right, 8e-3)
+
+
+@pytest.mark.parametrize("tokens", [65, 1000])
+@pytest.mark.parametrize("op", ["wkv7", "wkv6"])
+def test_pallas_on_hopper_without_triton(
+    op: str, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(2, tokens, 3, 64, dtype="bfloat16")
+    inputs, _ = operands(op, case)
+    decay = OPERATORS[op].suited(case).decay
+    internals.lose_triton(monkeypatch)
+    call = functools.partial(rwkv_jax.implementations, op, *inputs.values(), decay=decay)
+    if reason := call()["pallas"]:
+        pytest.skip(reason)
+    assert "(Mosaic GPU)" in str(call(details=True)["pallas"])
+    check(Run(op, "pallas"), case, precision=None)
+    monkeypatch.undo()
+    jax.clear_caches()

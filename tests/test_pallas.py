@@ -1,5 +1,6 @@
 """The Pallas kernels without the devices that they are for: run by an interpreter, and lowered."""
 
+import contextlib
 import functools
 import importlib
 import math
@@ -17,27 +18,39 @@ from jax.sharding import PartitionSpec as P
 import rwkv_jax
 from support import hlo, internals, meshes
 from support.cases import Case
-from support.harness import assert_right, check, expected, operands, value_and_gradients
+from support.harness import (
+    assert_right,
+    ceilings,
+    check,
+    expected,
+    operands,
+    value_and_gradients,
+)
 from support.operators import OPERATORS, Run
 
-LOWERING = internals.pallas_lowering()
+LOWERING, HOPPER = internals.pallas_lowering(), internals.pallas_hopper()
 
 OPS = ("wkv7", "wkv6", "wkv5")
 
-KERNEL = {"cuda": "__gpu$xla.gpu.triton", "tpu": "tpu_custom_call"}
+KERNEL = {"cuda": "__gpu$xla.gpu.triton", "tpu": "tpu_custom_call", "hopper": "mosaic_gpu_v2"}
 
 each_op = pytest.mark.parametrize("op", OPS)
 each_platform = pytest.mark.parametrize("platform", LOWERING.PLATFORMS)
 
 
+@contextlib.contextmanager
+def _interpreting(platform: str) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch, jax.default_device(jax.devices("cpu")[0]):
+        internals.interpret_pallas(patch, platform)
+        yield
+    jax.clear_caches()
+
+
 @pytest.fixture(scope="module", params=LOWERING.PLATFORMS)
 def interpreted(request: pytest.FixtureRequest):
     """The platform whose kernels run on the CPU."""
-    with pytest.MonkeyPatch.context() as patch, jax.default_device(jax.devices("cpu")[0]):
-        patch.setattr(LOWERING, "INTERPRET", request.param)
-        jax.clear_caches()
+    with _interpreting(request.param):
         yield request.param
-    jax.clear_caches()
 
 
 KERNELS = 6
@@ -76,6 +89,29 @@ def test_both_forms_of_kernels(interpreted: str, op: str, case: Case) -> None:
 @pytest.mark.parametrize(("op", "case"), ON_CUDA, ids=str)
 def test_against_the_oracle(interpreted: str, op: str, case: Case) -> None:
     _check(op, case)
+
+
+ON_HOPPER = (
+    ("wkv7", Case(2, 65, 2, 64, dtype="bfloat16", regime="mixed")),
+    ("wkv7", Case(1, 130, 1, 64, dtype="bfloat16", regime="extreme")),
+    ("wkv6", Case(2, 65, 2, 64, dtype="bfloat16", decay="exp", regime="mixed")),
+    ("wkv6", Case(1, 130, 1, 64, dtype="bfloat16", decay="exp", regime="near 0")),
+    ("wkv6", Case(1, 65, 1, 64, dtype="bfloat16", decay="log", regime="near 1")),
+    ("wkv6", Case(1, 130, 1, 64, dtype="bfloat16", decay="log", regime="extreme")),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("op", "case"), ON_HOPPER, ids=str)
+def test_kernels_for_hopper(op: str, case: Case) -> None:
+    run, (inputs, cotangents) = Run(op, "pallas"), operands(op, case)
+    options = {"decay": case.decay, "precision": None}
+    with _interpreting("hopper"):
+        found = internals.run_pallas_passes(op, inputs, cotangents, **options)
+        right = expected(op, inputs, cotangents, decay=case.decay)
+        assert_right(found, right, ceilings(run, inputs, **options))
+    float32 = {name for name, x in found.items() if x.dtype == np.float32}
+    assert float32 == {"final_state", "dinitial_state", *(f"d{n}" for n in run.operator.shared)}
 
 
 IDS = np.array([[0] * 3 + [4] * 20 + [0] * 10 + [4, 5, 6] * 6 + [0] * 2 + [9] * 28])
@@ -379,6 +415,157 @@ def test_a_jax_without(
             assert what in reason
             assert missing.rpartition(".")[2] in reason
     assert importlib.import_module("rwkv_jax")
+
+
+HOPPER_OPS = ("wkv7", "wkv6")
+"""The operators with kernels for Hopper GPUs."""
+
+MANY_HEADS = Case(2, 65, 128, 64, dtype="bfloat16")
+FEW_HEADS = Case(2, 65, 3, 64, dtype="bfloat16")
+
+compiled = pytest.mark.skipif(
+    jax.__version_info__ < HOPPER.SINCE, reason="this JAX compiles no kernels for Hopper GPUs"
+)
+
+
+def _details(case: Case, op: str = "wkv7", kind: str = "NVIDIA H200", **options: Any) -> str | None:
+    inputs, _ = operands(op, case)
+    with hlo.device("cuda", kind):
+        call = functools.partial(rwkv_jax.implementations, op, *inputs.values())
+        given = {"decay": OPERATORS[op].suited(case).decay, **options}
+        reason = call(platform="cuda", **given)["pallas"]
+        details = call(platform="cuda", details=True, **given)["pallas"]
+    assert details == reason or reason is None
+    return details
+
+
+BOTH = "Mosaic GPU, and for gradients Triton"
+
+
+@pytest.mark.parametrize(
+    ("case", "options", "compiler"),
+    [
+        (MANY_HEADS, {}, BOTH),
+        (MANY_HEADS, {"kind": "NVIDIA GH200 480GB"}, BOTH),
+        (MANY_HEADS, {"kind": "NVIDIA A100-SXM4-80GB"}, "Triton"),
+        (FEW_HEADS, {}, "Triton"),
+        (MANY_HEADS, {"decay": "log"}, "Triton"),
+        *((MANY_HEADS, {"op": "wkv6", "decay": decay}, BOTH) for decay in ("exp", "log")),
+        (FEW_HEADS, {"op": "wkv6"}, "Triton"),
+        (MANY_HEADS, {"precision": "highest"}, "Triton"),
+        (MANY_HEADS, {"segment_ids": np.ones((2, 65), np.int32)}, "Triton"),
+    ],
+)
+def test_where_mosaic_gpu_is_taken(
+    case: Case, options: dict[str, Any], compiler: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HOPPER, "SINCE", (0,))
+    assert f"({compiler})" in (_details(case, **options) or "")
+
+
+TAKEN = "the kernels for Hopper GPUs take"
+
+
+@pytest.mark.parametrize(
+    ("case", "options", "reason"),
+    [
+        (FEW_HEADS, {}, None),
+        *((FEW_HEADS, {"op": "wkv6", "decay": decay}, None) for decay in ("exp", "log")),
+        (Case(2, 0, 3, 64, dtype="bfloat16"), {}, None),
+        (FEW_HEADS, {"decay": "log"}, f"decay 'log'; {TAKEN} 'sigmoid'"),
+        (FEW_HEADS, {"precision": "highest"}, f"precision 'highest'; {TAKEN} the default"),
+        (Case(2, 65, 3, 64), {}, f"float32 inputs; {TAKEN} bfloat16"),
+        (Case(2, 65, 3, 32, dtype="bfloat16"), {}, f"K = 32 and V = 32; {TAKEN} 64"),
+        (
+            FEW_HEADS,
+            {"segment_ids": np.ones((2, 65), np.int32)},
+            f"segment_ids; {TAKEN} one sequence in each row",
+        ),
+        (
+            Case(1, 65, 3, 64, dtype="bfloat16", state=False),
+            {"cu_seqlens": np.array([0, 65], np.int32)},
+            f"cu_seqlens; {TAKEN} one sequence in each row",
+        ),
+        (
+            FEW_HEADS,
+            {"kind": "NVIDIA B200"},
+            "the kernels for Hopper GPUs need a GPU of compute capability 9",
+        ),
+    ],
+)
+def test_what_mosaic_gpu_takes_without_triton(
+    case: Case, options: dict[str, Any], reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HOPPER, "SINCE", (0,))
+    internals.lose_triton(monkeypatch)
+    details = _details(case, **options)
+    assert details is not None
+    if reason is None:
+        assert "(Mosaic GPU)" in details
+    else:
+        assert details.startswith(f"JAX {jax.__version__} does not compile pallas kernels")
+        assert details.endswith(f"; {reason}")
+    monkeypatch.undo()
+    jax.clear_caches()
+
+
+def test_steps_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their gradients are those of a sequence of one token."""
+    monkeypatch.setattr(HOPPER, "SINCE", (0,))
+    inputs, _ = operands("wkv7_step", Case(128, 1, 2, 64, dtype="bfloat16"))
+    call = functools.partial(rwkv_jax.implementations, "wkv7_step", *inputs.values())
+    with hlo.device("cuda"):
+        options = {"decay": "sigmoid", "platform": "cuda", "details": True}
+        assert f"({BOTH})" in str(call(**options)["pallas"])
+        internals.lose_triton(monkeypatch)
+        assert "(Mosaic GPU)" in str(call(**options)["pallas"])
+    monkeypatch.undo()
+    jax.clear_caches()
+
+
+def test_which_jax_mosaic_gpu_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HOPPER, "SINCE", (99, 1))
+    assert "(Triton)" in (_details(MANY_HEADS) or "")
+    internals.lose_triton(monkeypatch)
+    details = _details(MANY_HEADS) or ""
+    assert details.endswith("; the kernels for Hopper GPUs need JAX 99.1")
+    monkeypatch.undo()
+    jax.clear_caches()
+
+
+@compiled
+@pytest.mark.slow
+@pytest.mark.parametrize("op", HOPPER_OPS)
+def test_lowering_for_hopper(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward pass of Mosaic GPU and a backward pass of Triton, and without Triton both of Mosaic
+    GPU; inside `shard_map` too, whose results vary over its axis."""
+    text = _lowered(op, "cuda", MANY_HEADS)
+    assert text.count(KERNEL["hopper"]) == 1
+    assert text.count(KERNEL["cuda"]) == KERNELS - 2
+    assert KERNEL["hopper"] not in _lowered(op, "cuda", FEW_HEADS)
+    internals.lose_triton(monkeypatch)
+    assert _lowered(f"{op}_step", "cuda", FEW_HEADS).count(KERNEL["hopper"]) == 1
+    inputs, cotangents = operands(op, FEW_HEADS)
+    with hlo.device("cuda"):
+        mesh = jax.sharding.get_abstract_mesh().update(
+            axis_sizes=(2,), axis_names=("d",), axis_types=(AxisType.Auto,)
+        )
+
+    def passes(inputs: Any, cotangents: Any) -> Any:
+        return value_and_gradients(Run(op, "pallas"), inputs, cotangents, precision=None)
+
+    shared = OPERATORS[op].shared
+    specs = {name: P() if name in shared else P("d") for name in inputs}
+    results = {f"d{name}": spec for name, spec in specs.items()}
+    results |= dict.fromkeys(OPERATORS[op].results, P("d"))
+    spread = jax.shard_map(passes, mesh=mesh, in_specs=(specs, P("d")), out_specs=results)
+    with jax.sharding.use_abstract_mesh(mesh):
+        traced = jax.jit(spread).trace(inputs, cotangents)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count(KERNEL["hopper"]) == 2
+    assert KERNEL["cuda"] not in text
+    monkeypatch.undo()
+    jax.clear_caches()
 
 
 def test_what_runs_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,17 +11,24 @@ from rwkv_jax._operator.call import Backward, Forward, Gradients, Options, Packi
 from rwkv_jax._operator.implementation import Implementation
 from rwkv_jax._operator.saved import chunks
 from rwkv_jax._operator.signature import Signature
-from rwkv_jax._pallas import TRITON_TARGET, lowering, walk
+from rwkv_jax._pallas import HOPPER_TARGET, TRITON_TARGET, lowering, walk
 from rwkv_jax._pallas.algebra import product
+from rwkv_jax._pallas.hopper import HopperKernels
 from rwkv_jax._portable.token_by_token import TokenByToken
 
 COMPILERS = {"cuda": "Triton", "tpu": "Mosaic", "cpu": "interpreter"}
+MOSAIC_GPU = "Mosaic GPU"
 
 
 class PallasKernels(Implementation):
-    """Kernels for CUDA GPUs and for TPUs. One token is computed as `reference` does it."""
+    """Kernels for CUDA GPUs and for TPUs, and perhaps others for Hopper GPUs. One token is computed
+    as `reference` does it.
 
-    targets = (TRITON_TARGET,)
+    The kernels for Hopper GPUs run what they are faster at, and, on a JAX without Triton, all that
+    they take.
+    """
+
+    targets = (TRITON_TARGET, HOPPER_TARGET)
 
     def __init__(
         self,
@@ -30,15 +37,19 @@ class PallasKernels(Implementation):
         prepare: walk.PrepareFn,
         gradient: walk.GradientFn,
         reference: TokenByToken,
+        hopper: HopperKernels | None = None,
     ) -> None:
-        self._signature, self._reference = signature, reference
+        self._signature, self._reference, self._hopper = signature, reference, hopper
         self._operator = walk.Operator(signature, prepare, gradient)
 
     def why_not(
         self, platform: str, options: Options, inputs: Mapping[str, Any], packing: Packing
     ) -> str | None:
         if reason := lowering.why_not(platform):
-            return reason
+            if self._hopper is None or lowering.compiler(platform) not in ("cuda", lowering.HOPPER):
+                return reason
+            other = self._hopper.why_not(platform, options, inputs, packing)
+            return other and f"{reason}; {other}"
         if lowering.is_tpu(platform) and inputs[self._signature.y].dtype == jnp.float16:
             return "float16 inputs; on TPUs the pallas kernels take float32 and bfloat16"
         sizes = self._head_sizes(inputs)
@@ -59,13 +70,31 @@ class PallasKernels(Implementation):
         self, platform: str, options: Options, inputs: Mapping[str, Any], packing: Packing
     ) -> str:
         dtype = product(options, inputs[self._signature.y].dtype).dtype.__name__
-        return f"Pallas kernels ({COMPILERS[platform]}), tiles with products of {dtype} operands"
+        compiler, length = COMPILERS[platform], "tiles"
+        if lowering.why_not(platform):
+            compiler, length = MOSAIC_GPU, "chunks"
+        elif self._is_faster_on_hopper(platform, options, inputs, packing):
+            compiler = f"{MOSAIC_GPU}, and for gradients {compiler}"
+            length = "chunks and tiles"
+        return f"Pallas kernels ({compiler}), {length} with products of {dtype} operands"
+
+    def _is_faster_on_hopper(
+        self, platform: str, options: Options, inputs: Mapping[str, Any], packing: Packing
+    ) -> bool:
+        """Whether the forward pass of a call is faster in the kernels for Hopper GPUs."""
+        own = self._hopper
+        if own is None or own.why_not(platform, options, inputs, packing):
+            return False
+        return own.is_faster(inputs)
 
     def step(self, options: Options, platform: str, operands: Forward) -> Result:
         return self._reference.step(options, platform, operands)
 
     def forward(self, options: Options, platform: str, operands: Forward) -> Result:
         if not self._is_empty(operands.inputs):
+            call = platform, options, operands.inputs, operands.packing
+            if self._hopper and (lowering.why_not(platform) or self._is_faster_on_hopper(*call)):
+                return self._hopper.forward(options, platform, operands)
             return walk.forward(self._operator, options, platform, operands)
         y = operands.inputs[self._signature.y]
         dtype = self._signature.states_dtype(options, operands.inputs)
@@ -80,6 +109,8 @@ class PallasKernels(Implementation):
 
     def backward(self, options: Options, platform: str, operands: Backward) -> Gradients:
         if not self._is_empty(operands.inputs):
+            if self._hopper and lowering.why_not(platform):
+                return self._hopper.backward(options, platform, operands)
             return walk.backward(self._operator, options, platform, operands)
         zeros = {name: jnp.zeros_like(x) for name, x in operands.inputs.items()}
         return Gradients(zeros, operands.dstate)

@@ -12,6 +12,7 @@ Arrays have the axis letters of `rwkv_jax._typing`, and three more:
 """
 
 import importlib
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -29,9 +30,15 @@ compiler. JAX 0.11 announced that the one of "cuda" will be removed."""
 
 PLATFORMS = tuple(PARAMETERS)
 
+HOPPER = "hopper"
+
 INTERPRET: str | None = None
-"""The platform whose kernels the interpreter of Pallas runs on CPUs, for tests: it is slow. This is
-the only switch; None outside tests."""
+"""The platform whose kernels the interpreter of Pallas runs on CPUs, for tests: it is slow. With
+HOPPER it runs those for Hopper GPUs, as if there were no others. This is the only switch; None
+outside tests."""
+
+HOPPER_KINDS = re.compile(r"\b(H20|H100|H200|H800|GH200)\b")
+"""In the names of Hopper GPUs, which are all that an abstract device has."""
 
 HEAD_SIZES = (16, 32, 64, 128)
 """The blocks of a GPU program are powers of two, and 16 is the smallest size of a product."""
@@ -107,11 +114,12 @@ def why_not(platform: str) -> str | None:
     """Why kernels cannot be lowered for a platform, or None."""
     if platform not in PLATFORMS and not (platform == "cpu" and INTERPRET):
         return "pallas kernels exist for CUDA GPUs and for TPUs"
-    compiler = _compiler(platform)
+    if (made_for := compiler(platform)) == HOPPER:
+        return "pallas kernels for Hopper GPUs alone are interpreted"
     try:
-        _parameters(compiler)
+        _parameters(made_for)
     except (ImportError, AttributeError) as error:
-        return f"JAX {jax.__version__} does not compile pallas kernels for {compiler!r}: {error}"
+        return f"JAX {jax.__version__} does not compile pallas kernels for {made_for!r}: {error}"
     if platform == "cuda" and not _lowers_for_gpus():
         return (
             "JAX lowers pallas kernels for the kind of GPU that is here, and there is none; "
@@ -125,18 +133,35 @@ def _lowers_for_gpus() -> bool:
     return known or jax.default_backend() == "gpu" or jax.__version_info__ < (0, 11)
 
 
+def is_hopper(platform: str) -> bool:
+    """Whether all GPUs that a program may be lowered for are known to be Hopper GPUs."""
+    if platform != "cuda":
+        return False
+    here = jax.local_devices() if jax.default_backend() == "gpu" else []
+    if (device := jax.sharding.get_abstract_mesh().abstract_device) is not None:
+        here = [x for x in here if x.device_kind == device.device_kind]
+        if not here:
+            return bool(HOPPER_KINDS.search(device.device_kind))
+    return bool(here) and all(x.compute_capability.startswith("9.") for x in here)
+
+
+def interprets_hopper(platform: str) -> bool:
+    """Whether the kernels for Hopper GPUs are interpreted."""
+    return platform == "cpu" and INTERPRET == HOPPER
+
+
 def _parameters(compiler: str) -> Any:
     return importlib.import_module(PARAMETERS[compiler]).CompilerParams
 
 
-def _compiler(platform: str) -> str:
+def compiler(platform: str) -> str:
     """The platform that kernels are made for, though perhaps interpreted."""
     return INTERPRET if platform == "cpu" and INTERPRET else platform
 
 
 def is_tpu(platform: str) -> bool:
     """Whether kernels are made as for a TPU, though perhaps interpreted."""
-    return _compiler(platform) == "tpu"
+    return compiler(platform) == "tpu"
 
 
 def run(

@@ -6,7 +6,7 @@ from jax import Array
 from rwkv_jax._operator.implementation import Lazy
 from rwkv_jax._operator.operator import Operator
 from rwkv_jax._operator.public import public, run
-from rwkv_jax._pallas import TRITON_TARGET
+from rwkv_jax._pallas import HOPPER_TARGET, TRITON_TARGET
 from rwkv_jax._portable.decay import Decay
 from rwkv_jax._typing import Operand
 from rwkv_jax.wkv7 import ffi, reference, xla
@@ -18,7 +18,7 @@ OPERATOR = Operator(
     SUMMARY,
     implementations={
         "ffi": ffi.IMPLEMENTATION,
-        "pallas": Lazy("rwkv_jax.wkv7.pallas", targets=(TRITON_TARGET,)),
+        "pallas": Lazy("rwkv_jax.wkv7.pallas", targets=(TRITON_TARGET, HOPPER_TARGET)),
         "xla": xla.IMPLEMENTATION,
         "reference": reference.IMPLEMENTATION,
     },

@@ -26,8 +26,10 @@ from jax import Array
 from rwkv_jax._operator.call import Arrays
 from rwkv_jax._pallas import algebra
 from rwkv_jax._pallas.algebra import Decays, Exponents, Product, Tokens
+from rwkv_jax._pallas.hopper import HopperKernels
 from rwkv_jax._pallas.kernels import PallasKernels
 from rwkv_jax._pallas.walk import Rows
+from rwkv_jax._portable.decay import BOUNDED
 from rwkv_jax.wkv7 import reference
 from rwkv_jax.wkv7.signature import SIGNATURE
 
@@ -127,5 +129,9 @@ def _gradient(
 
 
 IMPLEMENTATION = PallasKernels(
-    SIGNATURE, prepare=_prepare, gradient=_gradient, reference=reference.IMPLEMENTATION
+    SIGNATURE,
+    prepare=_prepare,
+    gradient=_gradient,
+    reference=reference.IMPLEMENTATION,
+    hopper=HopperKernels(SIGNATURE, "rwkv_jax.wkv7.hopper", decays=BOUNDED),
 )

@@ -38,12 +38,13 @@ def exchanged(text: str | None) -> int:
     )
 
 
-def device(platform: str) -> AbstractContextManager:
+def device(platform: str, kind: str | None = None) -> AbstractContextManager:
     """One of a platform, whose kind Pallas asks for where none is here."""
     if platform not in DEVICES:
         return contextlib.nullcontext()
-    kind = AbstractDevice(*DEVICES[platform])
-    return use_abstract_mesh(AbstractMesh((), (), abstract_device=kind))
+    usual, *others = DEVICES[platform]
+    own = AbstractDevice(kind or usual, *others)
+    return use_abstract_mesh(AbstractMesh((), (), abstract_device=own))
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:

@@ -41,7 +41,10 @@ feed_forward, low_rank, norm_shift_mix, wkv7_keys, keyed_wkv7, value_residual, r
         *("wkv7_keys", "keyed_wkv7", "value_residual", "read_out"),
     )
 )
-projected_read_out = importlib.import_module("rwkv_jax.layers.projected_read_out")
+projected_read_out, low_rank_maps = (
+    importlib.import_module(f"rwkv_jax.layers.{name}")
+    for name in ("projected_read_out", "low_rank_maps")
+)
 
 LONG_SEQUENCE = packing.LONG
 """Tokens for each sequence from which on native kernels take the longest sequences first."""
@@ -171,7 +174,7 @@ def other_targets(platform: str = "cuda") -> set[str]:
     )
     of_layers = {target for function in functions for target in function.targets}
     of_layers |= {*keyed_wkv7.TARGETS.values()}
-    of_products = {*feed_forward.TARGETS.values(), *low_rank.TARGETS.values()}
+    of_products = {*feed_forward.TARGETS.values(), *low_rank.TARGETS.values(), low_rank_maps.TARGET}
     losses = {of_losses.OF_LOGITS, of_losses.OF_FEATURES}
     return of_layers | of_products | losses | {*block_step.TARGETS}
 
@@ -382,6 +385,56 @@ def pallas_lowering() -> Any:
     return importlib.import_module("rwkv_jax._pallas.lowering")
 
 
+def pallas_hopper() -> Any:
+    """The module that says which calls the Pallas kernels for Hopper GPUs take."""
+    return importlib.import_module("rwkv_jax._pallas.hopper")
+
+
+def interpret_pallas(monkeypatch: pytest.MonkeyPatch, platform: str) -> None:
+    """Run the Pallas kernels of a platform, or those for Hopper GPUs, by the interpreter."""
+    lowering = pallas_lowering()
+    monkeypatch.setattr(lowering, "INTERPRET", platform)
+    if platform == lowering.HOPPER:
+        # JAX 0.10 has not published its name.
+        found = importlib.import_module("jax._src.pallas.mosaic_gpu.interpret.params")
+        mosaic_gpu = importlib.import_module("jax.experimental.pallas.mosaic_gpu")
+        monkeypatch.setattr(
+            mosaic_gpu, "InterpretGPUParams", found.InterpretGPUParams, raising=False
+        )
+    jax.clear_caches()
+
+
+def run_pallas_passes(
+    op: str, arrays: Mapping[str, Any], cotangents: Mapping[str, Any], **options: Any
+) -> Arrays:
+    """Results and gradients by name, by the Pallas kernels on a CPU without the rules of partition,
+    under which the interpreter of Mosaic GPU cannot run. The initial state has to be given."""
+    own, shared = implementation(op, "pallas"), signature(op).shared
+    chosen = options_of(op, implementation="pallas", save=True, **options)
+
+    @jax.jit
+    def run(arrays: Mapping[str, Any], cotangents: Mapping[str, Any]) -> Arrays:
+        result = own.forward(chosen, "cpu", forward_operands(op, arrays))
+        operands = backward_operands(op, arrays, result.states, cotangents)
+        gradients = own.backward(chosen, "cpu", operands)
+        finals = {f"final_{part}": x for part, x in result.state.items()}
+        initials = {f"dinitial_{part}": x for part, x in gradients.state.items()}
+        return {
+            "y": result.y,
+            **finals,
+            **{f"d{n}": x.sum(0) if n in shared else x for n, x in gradients.inputs.items()},
+            **initials,
+        }
+
+    return run(arrays, cotangents)
+
+
+def lose_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX has no Triton backend of Pallas."""
+    monkeypatch.setitem(sys.modules, pallas_lowering().PARAMETERS["cuda"], None)
+    jax.clear_caches()
+
+
 def why_not_pallas(
     monkeypatch: pytest.MonkeyPatch, inputs: Mapping[str, Any], missing: str, platform: str
 ) -> str | None:
@@ -389,7 +442,8 @@ def why_not_pallas(
     package, _, module = missing.rpartition(".")
     monkeypatch.delattr(importlib.import_module(package), module, raising=False)
     monkeypatch.setitem(sys.modules, missing, None)
-    for name in [n for n in sys.modules if n.startswith("rwkv_jax._pallas.")]:
+    kept = pallas_hopper().__name__  # whose class the type checker would not take a second time
+    for name in [n for n in sys.modules if n.startswith("rwkv_jax._pallas.") and n != kept]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delitem(sys.modules, "rwkv_jax.wkv7.pallas", raising=False)
     options = options_of("wkv7", decay="log", implementation=None, precision=None)

@@ -1,0 +1,156 @@
+"""Which calls the kernels for Hopper GPUs take, and what the kernels are given.
+
+Mosaic GPU compiles these kernels. All others for GPUs are compiled by Triton, which JAX has
+announced to remove from Pallas.
+"""
+
+import functools
+import importlib
+from collections.abc import Collection, Mapping
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from rwkv_jax._operator.call import (
+    Arrays,
+    Backward,
+    Forward,
+    Gradients,
+    Options,
+    Packing,
+    Result,
+    Sequences,
+)
+from rwkv_jax._operator.saved import CHUNK
+from rwkv_jax._operator.signature import Signature
+from rwkv_jax._pallas import lowering
+from rwkv_jax._pallas.lowering import Operands, Results
+
+SINCE = (0, 11, 2)
+"""The first version of JAX whose Mosaic GPU is known to compile these kernels."""
+
+SIZE = 64
+"""K and V. With CHUNK tokens every array of a chunk is 64 x 64, and the matrix units of Hopper take
+products of at least 64 rows."""
+
+ENOUGH_HEADS = 128
+"""The heads of all rows from which on the forward pass is faster than in kernels of Triton, as
+measured on an H200. One program computes all chunks of a head, so fewer heads leave multiprocessors
+idle."""
+
+
+class HopperKernels:
+    """The passes of an operator in kernels for Hopper GPUs.
+
+    module: the name of the module with the kernels FORWARD and BACKWARD. It is imported when a call
+      asks for it, because JAX may lack the compiler.
+    decays: the forms of decay that the kernels take.
+    """
+
+    def __init__(self, signature: Signature, module: str, *, decays: Collection[str]) -> None:
+        self._signature, self._name, self._decays = signature, module, decays
+
+    @functools.cached_property
+    def _module(self) -> ModuleType | Exception:
+        try:
+            return importlib.import_module(self._name)
+        except (ImportError, AttributeError) as error:
+            return error
+
+    def why_not(
+        self, platform: str, options: Options, inputs: Mapping[str, Any], packing: Packing
+    ) -> str | None:
+        """Why the kernels cannot take a call, or None."""
+        if not lowering.interprets_hopper(platform):
+            if not lowering.is_hopper(platform):
+                return "the kernels for Hopper GPUs need a GPU of compute capability 9"
+            if jax.__version_info__ < SINCE:
+                return f"the kernels for Hopper GPUs need JAX {'.'.join(map(str, SINCE))}"
+        if isinstance(self._module, Exception):
+            return f"the kernels for Hopper GPUs cannot be imported: {self._module}"
+        found, taken = self._limit(options, inputs, packing)
+        return found and f"{found}; the kernels for Hopper GPUs take {taken}"
+
+    def _limit(
+        self, options: Options, inputs: Mapping[str, Any], packing: Packing
+    ) -> tuple[str | None, str]:
+        """What the kernels do not take of a call, and what they take."""
+        dtype = inputs[self._signature.y].dtype
+        if dtype != jnp.bfloat16:
+            return f"{dtype} inputs", "bfloat16"
+        if options.exact:
+            return "precision 'highest'", "the default"
+        sizes = {self._signature.inputs[n][-1]: inputs[n].shape[-1] for n in self._signature.timed}
+        if {*sizes.values()} != {SIZE}:
+            return f"K = {sizes['K']} and V = {sizes['V']}", f"{SIZE}"
+        if options.decay not in self._decays:
+            return f"decay {options.decay!r}", " and ".join(map(repr, self._decays))
+        if packing is not None:
+            in_a_row = isinstance(packing, Sequences)
+            return "cu_seqlens" if in_a_row else "segment_ids", "one sequence in each row"
+        return None, ""
+
+    def is_faster(self, inputs: Mapping[str, Any]) -> bool:
+        """Whether the forward pass of a call is faster than in kernels of Triton."""
+        rows, *_, heads, _ = inputs[self._signature.y].shape
+        return rows * heads >= ENOUGH_HEADS
+
+    def forward(self, options: Options, platform: str, operands: Forward) -> Result:
+        (part,) = operands.state
+        y = self._signature.y
+        axes, tokens = self._signature.rows[y], operands.inputs[y].shape[1]
+        results: Results = {"y": (axes, jnp.bfloat16)}
+        if options.save:
+            results["states"] = "BNHVK", jnp.bfloat16
+        given, state = self._whole(options, operands.inputs), operands.state[part]
+        found, state = self._run("FORWARD", platform, options, given, state, results)
+        states = {part: found["states"]} if options.save else {}
+        return Result(found["y"][:, :tokens], {part: state}, states)
+
+    def backward(self, options: Options, platform: str, operands: Backward) -> Gradients:
+        (part,) = operands.states
+        rows, inputs = self._signature.rows, operands.inputs
+        results: Results = {f"d{n}": (rows[n], jnp.bfloat16) for n in self._signature.timed}
+        results |= {f"d{n}": ("BNHK", jnp.float32) for n in self._signature.shared}
+        given = self._whole(options, inputs | {"dy": operands.dy})
+        given["states"] = "BNHVK", operands.states[part].astype(jnp.bfloat16)
+        carry = operands.dstate[part]
+        found, dstate = self._run("BACKWARD", platform, options, given, carry, results)
+        tokens = operands.dy.shape[1]
+
+        def of_row(name: str) -> Array:
+            x = found[f"d{name}"]
+            return x[:, :tokens] if name in self._signature.timed else jnp.sum(x, 1)
+
+        return Gradients({name: of_row(name) for name in inputs}, {part: dstate})
+
+    def _whole(self, options: Options, arrays: Arrays) -> Operands:
+        """Arrays of tokens with whole chunks, filled up with tokens that change no state, and
+        parameters."""
+        idle = self._signature.idle or {}
+
+        def whole(name: str, x: Array) -> Array:
+            if name in self._signature.shared or not (missing := -x.shape[1] % CHUNK):
+                return x
+            number = idle.get(name, {}).get(options.decay, 0)
+            return jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, 0)), constant_values=number)
+
+        axes = self._signature.rows | {"dy": self._signature.inputs[self._signature.y]}
+        return {name: (axes[name], whole(name, x)) for name, x in arrays.items()}
+
+    def _run(
+        self,
+        name: str,
+        platform: str,
+        options: Options,
+        operands: Operands,
+        carry: Array,
+        results: Results,
+    ) -> tuple[Arrays, Array]:
+        if isinstance(self._module, Exception):
+            raise self._module
+        kernel = getattr(self._module, name)
+        return kernel.run(platform, options.decay, operands, carry, results)

@@ -1,0 +1,353 @@
+"""Kernels for Hopper GPUs: one warpgroup walks over the chunks of a head.
+
+A chunk has CHUNK tokens, and all of its arrays are 64 x 64. The carry of the walk and what is being
+computed are in registers, in float32. Parameters [B, H, K] stay in global memory, in float32. All
+else is in shared memory:
+
+    operands   one array of 16 bits for each stage; while a chunk is computed, later ones are copied
+    scratch    one array each
+
+Who waits for whom: each stage has a barrier, at which the warpgroup waits for the copies into the
+arrays of the stage. Products and copies see what was put into shared memory before `Chunk.commit`.
+The next copies into a stage begin when all copies out of it have been read.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from rwkv_jax._operator.call import Arrays
+from rwkv_jax._operator.partition import vary_alike
+from rwkv_jax._operator.saved import CHUNK
+from rwkv_jax._pallas.lowering import FROM_END, Operands, Results
+
+SIZE = CHUNK
+"""Rows and columns of all arrays of a chunk."""
+
+SQUARE = (SIZE, SIZE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shared:
+    """An array in shared memory.
+
+    `place` computes its place among the arrays of `ref`, at each use again and so that the compiler
+    cannot know the result. It would otherwise compute the addresses of all arrays before the walk
+    and keep them in registers throughout.
+    """
+
+    ref: Any
+    place: Callable[[], Any]
+    is_transposed: bool = False
+
+    @property
+    def T(self) -> "Shared":
+        """The transpose, as an operand of products."""
+        return dataclasses.replace(self, is_transposed=not self.is_transposed)
+
+    def here(self) -> Any:
+        return self.ref.at[self.place()]
+
+    def operand(self) -> Any:
+        return self.here().transpose((1, 0)) if self.is_transposed else self.here()
+
+    def value(self) -> Array:
+        return self.here()[...].T if self.is_transposed else self.here()[...]
+
+    def read(self) -> Array:
+        return self.here()[...].astype(jnp.float32)
+
+    def put(self, x: Array) -> None:
+        self.here()[...] = x.astype(self.ref.dtype)
+
+
+class Parameter(NamedTuple):
+    """What all tokens of a head share."""
+
+    ref: Any
+    is_interpreted: bool
+
+    def read(self) -> Array:
+        """A number for each column."""
+        if self.is_interpreted:
+            return self.ref[...]
+        return plgpu.load(self.ref, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+
+
+MaskFn: TypeAlias = Callable[[Array, Array], Array]
+"""Which elements to keep, by their rows and columns."""
+
+Pair: TypeAlias = tuple[Array | Shared, Shared]
+
+
+class Chunk:
+    """A chunk and what can be done with it. `chunk["r"]` is the operand or scratch of this name.
+
+    decay: the form of decay.
+    """
+
+    def __init__(
+        self,
+        decay: str,
+        shared: Mapping[str, Shared],
+        parameters: Mapping[str, Parameter],
+        results: Mapping[str, Any],
+        places: tuple[Array, Array],
+        unknown_zero: Callable[[], Any],
+        *,
+        is_interpreted: bool,
+    ) -> None:
+        self.decay, self._shared, self._parameters = decay, shared, parameters
+        self._results, self._places = results, places
+        self._unknown_zero, self._is_interpreted = unknown_zero, is_interpreted
+
+    def __getitem__(self, name: str) -> Shared:
+        return self._shared[name]
+
+    def parameter(self, name: str) -> Array:
+        """A number for each column."""
+        return self._parameters[name].read()
+
+    def places(self) -> tuple[Array, Array]:
+        """The row and the column of each element. The compiler would keep masks that it knows in
+        registers throughout the walk."""
+        zero, (rows, columns) = self._unknown_zero(), self._places
+        return rows + zero, columns + zero
+
+    def kept(self, mask: MaskFn, x: Array | float) -> Array:
+        """`x` with zeros where the mask is not."""
+        return jnp.where(mask(*self.places()), x, 0.0)
+
+    def product(self, *pairs: Pair) -> Array:
+        """The sum of x @ y over the pairs (x, y)."""
+        (result,) = self.products(pairs)
+        return result
+
+    def products(self, *sums: Sequence[Pair]) -> list[Array]:
+        """The sum of x @ y over the pairs (x, y) of each element, all computed at the same time."""
+        if self._is_interpreted:  # The interpreter has no products with x in registers.
+            return [sum(_dot(x, y) for x, y in pairs) for pairs in sums]
+
+        def add(*accumulators: Any) -> list[Array]:
+            for accumulator, pairs in zip(accumulators, sums, strict=True):
+                for x, y in pairs:
+                    x = x.operand() if isinstance(x, Shared) else x
+                    plgpu.wgmma(accumulator, x, y.operand())
+            return [accumulator[...] for accumulator in accumulators]
+
+        return pl.run_scoped(add, *(plgpu.ACC(SQUARE, jnp.float32) for _ in sums))
+
+    def commit(self) -> None:
+        """Let products and copies see what was put into shared memory."""
+        plgpu.commit_smem()
+
+    def write(self, name: str, x: Shared) -> None:
+        """Begin to copy `x` to a result, if the call has it."""
+        if name in self._results:
+            plgpu.copy_smem_to_gmem(x.here(), self._results[name])
+
+    def write_row(self, name: str, x: Array) -> None:
+        """Write a number for each column to a result [B, N, H, K]."""
+        self._results[name][...] = x
+
+    def wait(self) -> None:
+        """Wait until all that is being copied to results may be overwritten."""
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _places(is_interpreted: bool) -> tuple[Array, Array]:
+    """The row and the column of each element."""
+
+    def numbers(axis: int) -> Array:
+        if is_interpreted:
+            return jnp.arange(SIZE)
+        layout = plgpu.Layout.WGMMA.reduce(axis)
+        return plgpu.broadcasted_iota(jnp.int32, (SIZE,), 0, layout=layout)
+
+    return in_all_columns(numbers(1)), in_all_rows(numbers(0))
+
+
+def _dot(x: Array | Shared, y: Shared) -> Array:
+    x = x.value() if isinstance(x, Shared) else x
+    return jnp.dot(x, y.value(), preferred_element_type=jnp.float32)
+
+
+def in_all_rows(x: Array) -> Array:
+    """A matrix of rows `x`."""
+    return lax.broadcast_in_dim(x, SQUARE, [1])
+
+
+def in_all_columns(x: Array) -> Array:
+    """A matrix of columns `x`."""
+    return lax.broadcast_in_dim(x, SQUARE, [0])
+
+
+def below(row: Array, column: Array) -> Array:
+    return column < row
+
+
+def not_above(row: Array, column: Array) -> Array:
+    return column <= row
+
+
+def above(row: Array, column: Array) -> Array:
+    return column > row
+
+
+def not_below(row: Array, column: Array) -> Array:
+    return column >= row
+
+
+def inverse(chunk: Chunk, x: Array, scratch: Shared) -> Array:
+    """(I - x)^-1 for an x below the diagonal, for pieces of two tokens, of four, and so on, as in
+    `rwkv_jax._pallas.algebra.inverse`."""
+    i, j = chunk.places()
+    result = jnp.where(i == j, 1.0, jnp.where((i ^ j) == 1, x, 0.0))
+    result = jnp.where(j > i, 0.0, result)
+    rounded = x.astype(jnp.bfloat16)
+    half = 2
+    while half < SIZE:
+
+        def of_halves(i: Array, j: Array, half: int = half) -> Array:
+            differ = i ^ j
+            return (i > j) & (half <= differ) & (differ < 2 * half)
+
+        between = chunk.kept(of_halves, rounded.astype(jnp.float32)).astype(jnp.bfloat16)
+        whole = result.astype(jnp.bfloat16)
+        scratch.put(whole)
+        chunk.commit()
+        between = chunk.product((between, scratch))
+        scratch.put(between)
+        chunk.commit()
+        result += chunk.product((whole, scratch))
+        half *= 2
+    return result
+
+
+BodyFn: TypeAlias = Callable[[Chunk, Array], Array]
+"""`body(chunk, carry)` computes a chunk and gives what it carries to the next one."""
+
+
+class Kernel(NamedTuple):
+    """A walk over the chunks of each head.
+
+    scratch: the dtypes of scratch arrays, by name.
+    stages: chunks that are in shared memory at the same time.
+    order: FROM_START or FROM_END of `rwkv_jax._pallas.lowering`.
+    """
+
+    body: BodyFn
+    scratch: Mapping[str, Any]
+    stages: int
+    order: str
+
+    def run(
+        self, platform: str, decay: str, operands: Operands, carry: Array, results: Results
+    ) -> tuple[Arrays, Array]:
+        """The results by name, and the final carry [B, H, V, K].
+
+        Axes are BTH or BNH and one more, and BHK for parameters. Operands that are no parameters
+        have 16 bits and whole chunks.
+        """
+        sizes = {a: n for axes, x in operands.values() for a, n in zip(axes, x.shape, strict=True)}
+        rows, heads, count = sizes["B"], sizes["H"], sizes["T"] // CHUNK
+        copied = {n: (axes, x) for n, (axes, x) in operands.items() if "T" in axes or "N" in axes}
+        sizes["N"], stages = count, min(self.stages, count)
+        is_interpreted = platform == "cpu"
+
+        def kernel(*refs: Any) -> None:
+            given, (start, *refs) = refs[: len(operands)], refs[len(operands) :]
+            made, (end, *refs) = refs[: len(results)], refs[len(results) :]
+            *buffers, unknown, barriers = refs
+            unknown[0] = jnp.int32(0)  # The compiler has to read it again behind each barrier.
+            buffers = dict(zip((*copied, *self.scratch), buffers, strict=True))
+            given = dict(zip(operands, given, strict=True))
+            row, head = (f(lax.axis_index("head"), heads) for f in (lax.div, lax.rem))
+
+            def of_chunk(n: Any, axes: str, ref: Any) -> Any:
+                """The part of an array that belongs to step n of the walk."""
+                chunk = count - 1 - n if self.order == FROM_END else n
+                where = {"B": row, "H": head, "N": chunk, "T": pl.ds(chunk * CHUNK, CHUNK)}
+                return ref.at[tuple(where[a] for a in axes if a in where)]
+
+            def load(n: Any, stage: Any) -> None:
+                for name, (axes, _) in copied.items():
+                    to = buffers[name].at[stage]
+                    plgpu.copy_gmem_to_smem(of_chunk(n, axes, given[name]), to, barriers.at[stage])
+
+            places = _places(is_interpreted)
+            parameters = {
+                name: Parameter(of_chunk(0, axes, given[name]), is_interpreted)
+                for name, (axes, _) in operands.items()
+                if name not in copied
+            }
+
+            def one(n: Any, carry: Array) -> Array:
+                stage = lax.rem(n, stages) if stages > 1 else 0
+
+                def unknown_zero() -> Any:
+                    return 0 if is_interpreted else unknown[0]
+
+                def shared(name: str) -> Shared:
+                    first = stage if name in copied else 0
+                    return Shared(buffers[name], lambda: first + unknown_zero())
+
+                writes = {
+                    name: of_chunk(n, axes, ref)
+                    for (name, (axes, _)), ref in zip(results.items(), made, strict=True)
+                }
+                arrays = {name: shared(name) for name in buffers}
+                chunk = Chunk(
+                    *(decay, arrays, parameters, writes, places, unknown_zero),
+                    is_interpreted=is_interpreted,
+                )
+                plgpu.barrier_wait(barriers.at[stage])
+                carry = self.body(chunk, carry)
+                chunk.wait()
+
+                @pl.when(n + stages < count)
+                def _():
+                    load(n + stages, stage)
+
+                return carry
+
+            for n in range(stages):
+                load(n, n)
+            carry = lax.fori_loop(0, count, one, _first(start.at[row, head], is_interpreted))
+            end.at[row, head][...] = carry
+            plgpu.wait_smem_to_gmem(0)
+
+        shapes = {n: [sizes[a] for a in axes] for n, (axes, _) in results.items()}
+        types = [jax.ShapeDtypeStruct(shapes[n], dtype) for n, (_, dtype) in results.items()]
+        call = plgpu.kernel(
+            kernel,
+            out_type=[*types, jax.ShapeDtypeStruct(carry.shape, carry.dtype)],
+            grid=(rows * heads,),
+            grid_names=("head",),
+            kernel_name="_".join(("wkv", *results)),
+            scratch_types=[
+                *(plgpu.SMEM((stages, *SQUARE), x.dtype) for _, x in copied.values()),
+                *(plgpu.SMEM((1, *SQUARE), dtype) for dtype in self.scratch.values()),
+                plgpu.SMEM((1,), jnp.int32),
+                plgpu.Barrier(num_arrivals=len(copied), num_barriers=stages),
+            ],
+            compiler_params=plgpu.CompilerParams(approx_math=True),
+            interpret=plgpu.InterpretGPUParams() if is_interpreted else False,
+        )
+        with jax.enable_x64(False):  # for the type of indices
+            found = call(*(x for _, x in operands.values()), carry)
+        # Mosaic GPU does not know of mesh axes.
+        _, *found, carry = vary_alike(carry, *found)
+        return dict(zip(results, found, strict=True)), carry
+
+
+def _first(ref: Any, is_interpreted: bool) -> Array:
+    """The carry of the first chunk, in the layout of products."""
+    x = ref[...] if is_interpreted else plgpu.load(ref, layout=plgpu.Layout.WGMMA, optimized=False)
+    return x * 1.0  # whose type does not vary over mesh axes, as that of a reference does
