@@ -204,30 +204,33 @@ def not_below(row: Array, column: Array) -> Array:
     return column >= row
 
 
-def inverse(chunk: Chunk, x: Array, scratch: Shared) -> Array:
+def inverse(
+    chunk: Chunk, x: Array, scratch: tuple[Shared, Shared], also: Sequence[Sequence[Pair]] = ()
+) -> list[Array]:
     """(I - x)^-1 for an x below the diagonal, for pieces of two tokens, of four, and so on, as in
-    `rwkv_jax._pallas.algebra.inverse`."""
+    `rwkv_jax._pallas.algebra.inverse`. After it come the sums of products in `also`, which need not
+    wait for it."""
+    factor, scratch = scratch
+    factor.put(x)
     i, j = chunk.places()
     result = jnp.where(i == j, 1.0, jnp.where((i ^ j) == 1, x, 0.0))
-    result = jnp.where(j > i, 0.0, result)
-    rounded = x.astype(jnp.bfloat16)
-    half = 2
+    found, half = [], 2
     while half < SIZE:
 
         def of_halves(i: Array, j: Array, half: int = half) -> Array:
             differ = i ^ j
             return (i > j) & (half <= differ) & (differ < 2 * half)
 
-        between = chunk.kept(of_halves, rounded.astype(jnp.float32)).astype(jnp.bfloat16)
         whole = result.astype(jnp.bfloat16)
         scratch.put(whole)
         chunk.commit()
-        between = chunk.product((between, scratch))
-        scratch.put(between)
-        chunk.commit()
-        result += chunk.product((whole, scratch))
+        between, *more = chunk.products([(whole, factor)], *also)
+        # `whole` is zero between pieces, so that no other elements of x are in what is kept.
+        between = chunk.kept(of_halves, between).astype(jnp.bfloat16)
+        found, also = found + more, ()
+        result += chunk.product((between, scratch))
         half *= 2
-    return result
+    return [result, *found]
 
 
 BodyFn: TypeAlias = Callable[[Chunk, Array], Array]

@@ -34,6 +34,8 @@ from rwkv_jax._pallas.lowering import FROM_END, FROM_START
 from rwkv_jax._pallas.warpgroup import (
     Chunk,
     Kernel,
+    MaskFn,
+    Pair,
     Shared,
     above,
     below,
@@ -64,21 +66,21 @@ def _log_decay(chunk: Chunk) -> Array:
     return chunk["log_decay"].read() * (1 / UNIT)
 
 
-def _log_decay_until(chunk: Chunk) -> Array:
-    """G."""
+def _log_decay_until(chunk: Chunk) -> list[Pair]:
+    """The product that gives G."""
     units = chunk.kept(not_above, 1 / UNIT).astype(jnp.float16)
-    return chunk.product((units, chunk["log_decay"]))
+    return [(units, chunk["log_decay"])]
 
 
-def _pairs(chunk: Chunk, mask: object, x: Array | Shared, y: Shared) -> Array:
-    return chunk.kept(mask, chunk.product((x, y))).astype(jnp.bfloat16)
+def _kept(chunk: Chunk, mask: MaskFn, x: Array) -> Array:
+    return chunk.kept(mask, x).astype(jnp.bfloat16)
 
 
 def _forward(chunk: Chunk, state: Array) -> Array:
     w, a, r, k, b, v = (chunk[name] for name in "warkbv")
     _put_log_decay(chunk)
     chunk.commit()
-    until, own = _log_decay_until(chunk), _log_decay(chunk)
+    until, own = chunk.product(*_log_decay_until(chunk)), _log_decay(chunk)
     stay, inverse_decay = jnp.exp2(jnp.sum(own, axis=0)), jnp.exp2(-until)
     a_rows = (a.read() * jnp.exp2(until - own)).astype(jnp.bfloat16)
     r_rows = (r.read() * jnp.exp2(until)).astype(jnp.bfloat16)
@@ -89,20 +91,23 @@ def _forward(chunk: Chunk, state: Array) -> Array:
     chunk.commit()
     chunk.write("states", before)
 
-    a_b = chunk.kept(below, chunk.product((a_rows, b.T)))
-    m = inverse(chunk, a_b, w).astype(jnp.bfloat16)
-    a_k = _pairs(chunk, below, a_rows, k.T)
-    w.put(chunk.product((a_rows, before.T), (a_k, v)))
+    a_b, a_k = chunk.products([(a_rows, b.T)], [(a_rows, k.T)])
+    a_k = _kept(chunk, below, a_k)
+    m, found = inverse(chunk, chunk.kept(below, a_b), (r, w), [[(a_rows, before.T), (a_k, v)]])
+    w.put(found)
     chunk.commit()
     u, y = r, w
-    u.put(chunk.product((m, w)))
+    found, r_b, r_k = chunk.products(
+        [(m.astype(jnp.bfloat16), w)], [(r_rows, b.T)], [(r_rows, k.T)]
+    )
+    u.put(found)
+    r_b, r_k = (_kept(chunk, not_above, x) for x in (r_b, r_k))
     chunk.commit()
-    r_b, r_k = (_pairs(chunk, not_above, r_rows, x.T) for x in (b, k))
-    y.put(chunk.product((r_rows, before.T), (r_k, v), (r_b, u)))
+    found, dstate = chunk.products([(r_rows, before.T), (r_k, v), (r_b, u)], [(u.T, b), (v.T, k)])
+    y.put(found)
     chunk.commit()
     chunk.write("y", y)
-    state += chunk.product((u.T, b), (v.T, k))
-    return state * in_all_rows(stay)
+    return (state + dstate) * in_all_rows(stay)
 
 
 def _backward(chunk: Chunk, dstate: Array) -> Array:
@@ -110,7 +115,7 @@ def _backward(chunk: Chunk, dstate: Array) -> Array:
     d, u, z, x = (chunk[name] for name in ("d", "u", "z", "x"))
     _put_log_decay(chunk)
     chunk.commit()
-    until, own = _log_decay_until(chunk), _log_decay(chunk)
+    until, own = chunk.product(*_log_decay_until(chunk)), _log_decay(chunk)
     stay, inverse_decay = jnp.exp2(jnp.sum(own, axis=0)), jnp.exp2(-until)
     a.put(a.read() * jnp.exp2(until - own))
     r.put(r.read() * jnp.exp2(until))
@@ -118,60 +123,64 @@ def _backward(chunk: Chunk, dstate: Array) -> Array:
     k.put(k.read() * inverse_decay)
     dstate *= in_all_rows(stay)
     d.put(dstate)
-    chunk.commit()
     dend = jnp.sum(dstate * before.read(), axis=0)
+    rest = (dstate - d.read()).astype(jnp.bfloat16)  # `d` and half the registers of `dstate`
+    chunk.commit()
 
-    m = inverse(chunk, chunk.kept(below, chunk.product((a, b.T))), x)
-    a_k = _pairs(chunk, below, a, k.T)
-    z.put(chunk.product((a, before.T), (a_k, v)))
+    a_b, a_k, b_r, k_r, k_a = chunk.products(
+        [(a, b.T)], [(a, k.T)], [(b, r.T)], [(k, r.T)], [(k, a.T)]
+    )
+    a_b, a_k = chunk.kept(below, a_b), _kept(chunk, below, a_k)
+    b_r, k_r, k_a = (
+        _kept(chunk, mask, y) for mask, y in ((not_below, b_r), (not_below, k_r), (above, k_a))
+    )
+    m, du, dz = inverse(chunk, a_b, (z, x), [[(a, before.T), (a_k, v)], [(b_r, dy), (b, d.T)]])
+    u.put(du)
+    z.put(dz)
     x.put(m)
     chunk.commit()
-    u.put(chunk.product((x, z)))
+    found, dz = chunk.products([(x, u)], [(x.T, z)])
+    u.put(found)
+    z.put(dz)
+    chunk.commit()
 
-    b_r = _pairs(chunk, not_below, b, r.T)
-    z.put(chunk.product((b_r, dy), (b, d.T)))
-    chunk.commit()
-    z.put(chunk.product((x.T, z)))
-    chunk.commit()
-    k_r = _pairs(chunk, not_below, k, r.T)
-    k_a = _pairs(chunk, above, k, a.T)
-    x.put(chunk.product((k_r, dy), (k, d.T), (k_a, z)))
+    dv, y_u, y_v = chunk.products([(k_r, dy), (k, d.T), (k_a, z)], [(dy, u.T)], [(dy, v.T)])
+    x.put(dv)
     chunk.commit()
     chunk.write("dv", x)
-    dstate += chunk.product((dy.T, r), (z.T, a))
-
-    until = _log_decay_until(chunk)
-    y_u, y_v = (_pairs(chunk, not_above, dy, y.T) for y in (u, v))
-    found = chunk.product((dy, before), (y_u, b), (y_v, k))
+    y_u, y_v = (_kept(chunk, not_above, y) for y in (y_u, y_v))
+    found, until, z_u, z_v = chunk.products(
+        [(dy, before), (y_u, b), (y_v, k)],
+        _log_decay_until(chunk),
+        [(z, u.T)],
+        [(z, v.T)],
+    )
+    z_u, z_v = (_kept(chunk, below, y) for y in (z_u, z_v))
     duntil = found * r.read()
     chunk.wait()  # for dv to be read
     x.put(found * jnp.exp2(until))
-    z_u, z_v = (_pairs(chunk, below, z, y.T) for y in (u, v))
     found = chunk.product((z, before), (z_u, b), (z_v, k))
     dbefore = found * a.read()
     duntil += dbefore
     before.put(found * jnp.exp2(until - _log_decay(chunk)))
-    inverse_decay = jnp.exp2(-until)
     for y, rows in ((u, b), (v, k)):
-        scaled = rows.read()
-        found = chunk.product((y, d))
-        dend += jnp.sum(found * scaled, axis=0)
-        y_r = _pairs(chunk, not_below, y, dy.T)
-        y_a = _pairs(chunk, above, y, z.T)
-        found += chunk.product((y_r, r), (y_a, a))
-        duntil -= found * scaled
-        y.put(found * inverse_decay)
+        found, y_r, y_a = chunk.products([(y, d)], [(y, dy.T)], [(y, z.T)])
+        dend += jnp.sum(found * rows.read(), axis=0)
+        y_r, y_a = _kept(chunk, not_below, y_r), _kept(chunk, above, y_a)
+        found, until = chunk.products([(y, d), (y_r, r), (y_a, a)], _log_decay_until(chunk))
+        duntil -= found * rows.read()
+        y.put(found * jnp.exp2(-until))
 
     # In two parts, since the sums of `duntil` are small differences of large numbers.
-    leading = duntil.astype(jnp.bfloat16)
-    k.put(leading)
-    b.put(duntil - leading.astype(jnp.float32))
+    k.put(duntil)
+    b.put(duntil - k.read())
     chunk.commit()
     for name, y in (("dr", x), ("da", before), ("db", u), ("dk", v)):
         chunk.write(name, y)
     later = chunk.kept(not_below, 1.0).astype(jnp.bfloat16)
-    dlog = chunk.product((later, k), (later, b)) - dbefore
-    dlog += in_all_rows(dend)
+    dlog, found = chunk.products([(later, k), (later, b)], [(dy.T, r), (z.T, a)])
+    dlog += in_all_rows(dend) - dbefore
+    dstate = d.read() + rest.astype(jnp.float32) + found
     share = _share(w)
     d.put(dlog * (-SIGMOID_SCALE * share * (1.0 - share)))
     chunk.commit()
