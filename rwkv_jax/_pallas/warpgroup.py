@@ -139,7 +139,7 @@ class Chunk:
                 for x, y in pairs:
                     x = x.operand() if isinstance(x, Shared) else x
                     plgpu.wgmma(accumulator, x, y.operand())
-            return [accumulator[...] for accumulator in accumulators]
+            return [pinned(accumulator[...]) for accumulator in accumulators]
 
         return pl.run_scoped(add, *(plgpu.ACC(SQUARE, jnp.float32) for _ in sums))
 
@@ -178,6 +178,13 @@ def _dot(x: Array | Shared, y: Shared) -> Array:
     return jnp.dot(x, y.value(), preferred_element_type=jnp.float32)
 
 
+def pinned(x: Array) -> Array:
+    """`x`, which the compiler has to compute here. It would otherwise delay parts of the
+    computation, for which it needs more registers. It would also begin what uses a product before
+    the wait for all products of the group, which then run one by one."""
+    return lax.optimization_barrier(x)
+
+
 def in_all_rows(x: Array) -> Array:
     """A matrix of rows `x`."""
     return lax.broadcast_in_dim(x, SQUARE, [1])
@@ -204,33 +211,32 @@ def not_below(row: Array, column: Array) -> Array:
     return column >= row
 
 
-def inverse(
-    chunk: Chunk, x: Array, scratch: tuple[Shared, Shared], also: Sequence[Sequence[Pair]] = ()
-) -> list[Array]:
+def inverse(chunk: Chunk, x: Array, factor: Shared, scratch: Shared) -> Array:
     """(I - x)^-1 for an x below the diagonal, for pieces of two tokens, of four, and so on, as in
-    `rwkv_jax._pallas.algebra.inverse`. After it come the sums of products in `also`, which need not
-    wait for it."""
-    factor, scratch = scratch
+    `rwkv_jax._pallas.algebra.inverse`.
+
+    The levels are a loop, since a kernel should be smaller than the cache of instructions. They
+    overwrite `factor` and `scratch`.
+    """
     factor.put(x)
     i, j = chunk.places()
     result = jnp.where(i == j, 1.0, jnp.where((i ^ j) == 1, x, 0.0))
-    found, half = [], 2
-    while half < SIZE:
 
-        def of_halves(i: Array, j: Array, half: int = half) -> Array:
+    def level(n: Any, result: Array) -> Array:
+        half = lax.shift_left(jnp.int32(2), jnp.int32(n))
+
+        def of_halves(i: Array, j: Array) -> Array:
             differ = i ^ j
-            return (i > j) & (half <= differ) & (differ < 2 * half)
+            return (half <= differ) & (differ < 2 * half)
 
         whole = result.astype(jnp.bfloat16)
         scratch.put(whole)
         chunk.commit()
-        between, *more = chunk.products([(whole, factor)], *also)
         # `whole` is zero between pieces, so that no other elements of x are in what is kept.
-        between = chunk.kept(of_halves, between).astype(jnp.bfloat16)
-        found, also = found + more, ()
-        result += chunk.product((between, scratch))
-        half *= 2
-    return [result, *found]
+        between = pinned(chunk.kept(of_halves, chunk.product((whole, factor)))).astype(jnp.bfloat16)
+        return result + chunk.product((between, scratch))
+
+    return lax.fori_loop(0, SIZE.bit_length() - 2, level, result)
 
 
 BodyFn: TypeAlias = Callable[[Chunk, Array], Array]

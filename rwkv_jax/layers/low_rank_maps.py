@@ -1,4 +1,4 @@
-"""Several low-rank maps of the same tokens.
+"""Several low-rank maps, each with as many tokens of its own.
 
 With a few thousand tokens the products of one map are too small for a GPU. The kernels compute the
 first products of all maps at the same time, then the second ones. Gradients are left to the

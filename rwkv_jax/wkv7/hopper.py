@@ -32,6 +32,7 @@ from jax import Array
 
 from rwkv_jax._pallas.lowering import FROM_END, FROM_START
 from rwkv_jax._pallas.warpgroup import (
+    SQUARE,
     Chunk,
     Kernel,
     MaskFn,
@@ -43,6 +44,7 @@ from rwkv_jax._pallas.warpgroup import (
     inverse,
     not_above,
     not_below,
+    pinned,
 )
 from rwkv_jax._portable.decay import SIGMOID_SCALE
 
@@ -68,12 +70,16 @@ def _log_decay(chunk: Chunk) -> Array:
 
 def _log_decay_until(chunk: Chunk) -> list[Pair]:
     """The product that gives G."""
-    units = chunk.kept(not_above, 1 / UNIT).astype(jnp.float16)
-    return [(units, chunk["log_decay"])]
+    return [(chunk.kept(not_above, 1 / UNIT).astype(jnp.float16), chunk["log_decay"])]
+
+
+def _log_decay_end(chunk: Chunk) -> list[Pair]:
+    """The product that gives G_end in all rows. A sum over rows takes more instructions."""
+    return [(jnp.full(SQUARE, 1 / UNIT, jnp.float16), chunk["log_decay"])]
 
 
 def _kept(chunk: Chunk, mask: MaskFn, x: Array) -> Array:
-    return chunk.kept(mask, x).astype(jnp.bfloat16)
+    return pinned(chunk.kept(mask, x)).astype(jnp.bfloat16)
 
 
 def _forward(chunk: Chunk, state: Array) -> Array:
@@ -81,7 +87,7 @@ def _forward(chunk: Chunk, state: Array) -> Array:
     _put_log_decay(chunk)
     chunk.commit()
     until, own = chunk.product(*_log_decay_until(chunk)), _log_decay(chunk)
-    stay, inverse_decay = jnp.exp2(jnp.sum(own, axis=0)), jnp.exp2(-until)
+    inverse_decay = jnp.exp2(-until)
     a_rows = (a.read() * jnp.exp2(until - own)).astype(jnp.bfloat16)
     r_rows = (r.read() * jnp.exp2(until)).astype(jnp.bfloat16)
     b.put(b.read() * inverse_decay)
@@ -92,22 +98,26 @@ def _forward(chunk: Chunk, state: Array) -> Array:
     chunk.write("states", before)
 
     a_b, a_k = chunk.products([(a_rows, b.T)], [(a_rows, k.T)])
-    a_k = _kept(chunk, below, a_k)
-    m, found = inverse(chunk, chunk.kept(below, a_b), (r, w), [[(a_rows, before.T), (a_k, v)]])
+    a_b, a_k = chunk.kept(below, a_b), _kept(chunk, below, a_k)
+    m = inverse(chunk, a_b, r, w).astype(jnp.bfloat16)
+    found, r_b, r_k = chunk.products(
+        [(a_rows, before.T), (a_k, v)], [(r_rows, b.T)], [(r_rows, k.T)]
+    )
     w.put(found)
     chunk.commit()
     u, y = r, w
-    found, r_b, r_k = chunk.products(
-        [(m.astype(jnp.bfloat16), w)], [(r_rows, b.T)], [(r_rows, k.T)]
-    )
-    u.put(found)
     r_b, r_k = (_kept(chunk, not_above, x) for x in (r_b, r_k))
+    u.put(chunk.product((m, w)))
     chunk.commit()
-    found, dstate = chunk.products([(r_rows, before.T), (r_k, v), (r_b, u)], [(u.T, b), (v.T, k)])
+    found, dstate, end = chunk.products(
+        [(r_rows, before.T), (r_k, v), (r_b, u)],
+        [(u.T, b), (v.T, k)],
+        _log_decay_end(chunk),
+    )
     y.put(found)
     chunk.commit()
     chunk.write("y", y)
-    return (state + dstate) * in_all_rows(stay)
+    return (state + dstate) * jnp.exp2(end)
 
 
 def _backward(chunk: Chunk, dstate: Array) -> Array:
@@ -115,59 +125,53 @@ def _backward(chunk: Chunk, dstate: Array) -> Array:
     d, u, z, x = (chunk[name] for name in ("d", "u", "z", "x"))
     _put_log_decay(chunk)
     chunk.commit()
-    until, own = chunk.product(*_log_decay_until(chunk)), _log_decay(chunk)
-    stay, inverse_decay = jnp.exp2(jnp.sum(own, axis=0)), jnp.exp2(-until)
-    a.put(a.read() * jnp.exp2(until - own))
+    until, end = chunk.products(_log_decay_until(chunk), _log_decay_end(chunk))
+    dstate *= jnp.exp2(end)
+    d.put(dstate)
+    # What `d` lacks of `dstate`, which would take twice the registers until the end of the chunk.
+    rest = pinned((dstate - d.read()).astype(jnp.bfloat16))
+    a.put(a.read() * jnp.exp2(until - _log_decay(chunk)))
     r.put(r.read() * jnp.exp2(until))
+    inverse_decay = jnp.exp2(-until)
     b.put(b.read() * inverse_decay)
     k.put(k.read() * inverse_decay)
-    dstate *= in_all_rows(stay)
-    d.put(dstate)
-    dend = jnp.sum(dstate * before.read(), axis=0)
-    rest = (dstate - d.read()).astype(jnp.bfloat16)  # `d` and half the registers of `dstate`
     chunk.commit()
 
-    a_b, a_k, b_r, k_r, k_a = chunk.products(
-        [(a, b.T)], [(a, k.T)], [(b, r.T)], [(k, r.T)], [(k, a.T)]
-    )
-    a_b, a_k = chunk.kept(below, a_b), _kept(chunk, below, a_k)
-    b_r, k_r, k_a = (
-        _kept(chunk, mask, y) for mask, y in ((not_below, b_r), (not_below, k_r), (above, k_a))
-    )
-    m, du, dz = inverse(chunk, a_b, (z, x), [[(a, before.T), (a_k, v)], [(b_r, dy), (b, d.T)]])
-    u.put(du)
+    a_b, a_k, b_r = chunk.products([(a, b.T)], [(a, k.T)], [(b, r.T)])
+    a_b, a_k, b_r = chunk.kept(below, a_b), _kept(chunk, below, a_k), _kept(chunk, not_below, b_r)
+    found, dz = chunk.products([(a, before.T), (a_k, v)], [(b_r, dy), (b, d.T)])
+    u.put(found)
+    dz = pinned(dz.astype(jnp.bfloat16))
+    x.put(inverse(chunk, a_b, z, x))
     z.put(dz)
-    x.put(m)
     chunk.commit()
     found, dz = chunk.products([(x, u)], [(x.T, z)])
     u.put(found)
     z.put(dz)
     chunk.commit()
 
+    k_r, k_a, found, more = chunk.products([(k, r.T)], [(k, a.T)], [(u, d)], [(v, d)])
+    k_r, k_a = _kept(chunk, not_below, k_r), _kept(chunk, above, k_a)
+    found = found * b.read() + more * k.read() + d.read() * before.read()
+    dend = jnp.sum(found, axis=0)
     dv, y_u, y_v = chunk.products([(k_r, dy), (k, d.T), (k_a, z)], [(dy, u.T)], [(dy, v.T)])
     x.put(dv)
     chunk.commit()
     chunk.write("dv", x)
     y_u, y_v = (_kept(chunk, not_above, y) for y in (y_u, y_v))
-    found, until, z_u, z_v = chunk.products(
-        [(dy, before), (y_u, b), (y_v, k)],
-        _log_decay_until(chunk),
-        [(z, u.T)],
-        [(z, v.T)],
-    )
+    dr, z_u, z_v = chunk.products([(dy, before), (y_u, b), (y_v, k)], [(z, u.T)], [(z, v.T)])
     z_u, z_v = (_kept(chunk, below, y) for y in (z_u, z_v))
-    duntil = found * r.read()
+    da, until = chunk.products([(z, before), (z_u, b), (z_v, k)], _log_decay_until(chunk))
     chunk.wait()  # for dv to be read
-    x.put(found * jnp.exp2(until))
-    found = chunk.product((z, before), (z_u, b), (z_v, k))
-    dbefore = found * a.read()
-    duntil += dbefore
-    before.put(found * jnp.exp2(until - _log_decay(chunk)))
-    for y, rows in ((u, b), (v, k)):
-        found, y_r, y_a = chunk.products([(y, d)], [(y, dy.T)], [(y, z.T)])
-        dend += jnp.sum(found * rows.read(), axis=0)
+    x.put(dr * jnp.exp2(until))
+    before.put(da * jnp.exp2(until - _log_decay(chunk)))
+    dbefore = pinned(da * a.read())
+    duntil = dr * r.read() + dbefore
+    for y, rows, more in ((u, b, [_log_decay_until(chunk)]), (v, k, [])):
+        y_r, y_a = chunk.products([(y, dy.T)], [(y, z.T)])
         y_r, y_a = _kept(chunk, not_below, y_r), _kept(chunk, above, y_a)
-        found, until = chunk.products([(y, d), (y_r, r), (y_a, a)], _log_decay_until(chunk))
+        found, *more = chunk.products([(y, d), (y_r, r), (y_a, a)], *more)
+        until = more[0] if more else until
         duntil -= found * rows.read()
         y.put(found * jnp.exp2(-until))
 
