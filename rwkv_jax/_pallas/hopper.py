@@ -36,11 +36,6 @@ SIZE = 64
 """K and V. With CHUNK tokens every array of a chunk is 64 x 64, and the matrix units of Hopper take
 products of at least 64 rows."""
 
-ENOUGH_HEADS = 128
-"""The heads of all rows from which on the forward pass is faster than in kernels of Triton, as
-measured on an H200. One program computes all chunks of a head, so fewer heads leave multiprocessors
-idle."""
-
 
 class HopperKernels:
     """The passes of an operator in kernels for Hopper GPUs.
@@ -48,10 +43,21 @@ class HopperKernels:
     module: the name of the module with the kernels FORWARD and BACKWARD. It is imported when a call
       asks for it, because JAX may lack the compiler.
     decays: the forms of decay that the kernels take.
+    enough_heads: for each pass that is faster than in kernels of Triton, the heads of all rows from
+      which on it is. One program computes all chunks of a head, so fewer heads leave
+      multiprocessors idle.
     """
 
-    def __init__(self, signature: Signature, module: str, *, decays: Collection[str]) -> None:
+    def __init__(
+        self,
+        signature: Signature,
+        module: str,
+        *,
+        decays: Collection[str],
+        enough_heads: Mapping[str, int],
+    ) -> None:
         self._signature, self._name, self._decays = signature, module, decays
+        self._enough_heads = enough_heads
 
     @functools.cached_property
     def _module(self) -> ModuleType | Exception:
@@ -93,10 +99,12 @@ class HopperKernels:
             return "cu_seqlens" if in_a_row else "segment_ids", "one sequence in each row"
         return None, ""
 
-    def is_faster(self, inputs: Mapping[str, Any]) -> bool:
-        """Whether the forward pass of a call is faster than in kernels of Triton."""
-        rows, *_, heads, _ = inputs[self._signature.y].shape
-        return rows * heads >= ENOUGH_HEADS
+    def is_faster(self, name: str, inputs: Mapping[str, Any]) -> bool:
+        """Whether a pass of a call is faster than in kernels of Triton, which need not fill up
+        short sequences to a whole chunk."""
+        rows, *tokens, heads, _ = inputs[self._signature.y].shape
+        enough = name in self._enough_heads and rows * heads >= self._enough_heads[name]
+        return enough and sum(tokens) >= CHUNK
 
     def forward(self, options: Options, platform: str, operands: Forward) -> Result:
         (part,) = operands.state

@@ -70,22 +70,31 @@ class PallasKernels(Implementation):
         self, platform: str, options: Options, inputs: Mapping[str, Any], packing: Packing
     ) -> str:
         dtype = product(options, inputs[self._signature.y].dtype).dtype.__name__
+        on_hopper = [
+            self._runs_on_hopper(name, platform, options, inputs, packing)
+            for name in ("forward", "backward")
+        ]
         compiler, length = COMPILERS[platform], "tiles"
-        if lowering.why_not(platform):
+        if all(on_hopper):
             compiler, length = MOSAIC_GPU, "chunks"
-        elif self._is_faster_on_hopper(platform, options, inputs, packing):
+        elif any(on_hopper):
             compiler = f"{MOSAIC_GPU}, and for gradients {compiler}"
             length = "chunks and tiles"
         return f"Pallas kernels ({compiler}), {length} with products of {dtype} operands"
 
-    def _is_faster_on_hopper(
-        self, platform: str, options: Options, inputs: Mapping[str, Any], packing: Packing
+    def _runs_on_hopper(
+        self,
+        name: str,
+        platform: str,
+        options: Options,
+        inputs: Mapping[str, Any],
+        packing: Packing,
     ) -> bool:
-        """Whether the forward pass of a call is faster in the kernels for Hopper GPUs."""
+        """Whether a pass of a call runs in the kernels for Hopper GPUs."""
         own = self._hopper
         if own is None or own.why_not(platform, options, inputs, packing):
             return False
-        return own.is_faster(inputs)
+        return bool(lowering.why_not(platform)) or own.is_faster(name, inputs)
 
     def step(self, options: Options, platform: str, operands: Forward) -> Result:
         return self._reference.step(options, platform, operands)
@@ -93,7 +102,7 @@ class PallasKernels(Implementation):
     def forward(self, options: Options, platform: str, operands: Forward) -> Result:
         if not self._is_empty(operands.inputs):
             call = platform, options, operands.inputs, operands.packing
-            if self._hopper and (lowering.why_not(platform) or self._is_faster_on_hopper(*call)):
+            if self._hopper and self._runs_on_hopper("forward", *call):
                 return self._hopper.forward(options, platform, operands)
             return walk.forward(self._operator, options, platform, operands)
         y = operands.inputs[self._signature.y]
@@ -109,7 +118,8 @@ class PallasKernels(Implementation):
 
     def backward(self, options: Options, platform: str, operands: Backward) -> Gradients:
         if not self._is_empty(operands.inputs):
-            if self._hopper and lowering.why_not(platform):
+            call = platform, options, operands.inputs, operands.packing
+            if self._hopper and self._runs_on_hopper("backward", *call):
                 return self._hopper.backward(options, platform, operands)
             return walk.backward(self._operator, options, platform, operands)
         zeros = {name: jnp.zeros_like(x) for name, x in operands.inputs.items()}

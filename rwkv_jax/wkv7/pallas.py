@@ -33,6 +33,9 @@ from rwkv_jax._portable.decay import BOUNDED
 from rwkv_jax.wkv7 import reference
 from rwkv_jax.wkv7.signature import SIGNATURE
 
+ENOUGH_HEADS = {"forward": 32, "backward": 128}
+"""As measured on an H200."""
+
 
 class _Pairs(NamedTuple):
     """The matrices of pairs of tokens: B, Q, R and the inverse of I - A."""
@@ -133,5 +136,7 @@ IMPLEMENTATION = PallasKernels(
     prepare=_prepare,
     gradient=_gradient,
     reference=reference.IMPLEMENTATION,
-    hopper=HopperKernels(SIGNATURE, "rwkv_jax.wkv7.hopper", decays=BOUNDED),
+    hopper=HopperKernels(
+        SIGNATURE, "rwkv_jax.wkv7.hopper", decays=BOUNDED, enough_heads=ENOUGH_HEADS
+    ),
 )
