@@ -35,12 +35,15 @@ exactly, and where decays are strong little else is left. They do not appear her
 """
 
 import math
+from typing import Any
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from rwkv_jax._pallas.lowering import FROM_END, FROM_START
 from rwkv_jax._pallas.warpgroup import (
+    SIZE,
+    SQUARE,
     Chunk,
     Kernel,
     MaskFn,
@@ -49,6 +52,7 @@ from rwkv_jax._pallas.warpgroup import (
     below,
     in_all_columns,
     in_all_rows,
+    pinned,
 )
 from rwkv_jax._portable.decay import MIN_LOG_DECAY
 
@@ -59,9 +63,9 @@ UNIT = 128
 """Log decays are summed as float16 numbers of 1/128. They have 11 binary digits from
 MIN_LOG_DECAY on, which is -36934 units, to -3.3e-7; weaker ones have fewer."""
 
-HALVES = (32, 16, 8, 4, 2)
-"""Half the lengths of pieces with tokens between a token and the middle. For h = 1 there are none,
-and all factors are 1."""
+LEVELS = SIZE.bit_length() - 2
+"""The values of h from 32 to 2. They are a loop, since a kernel should be smaller than the cache of
+instructions. For h = 1 no tokens are between a token and the middle, and all factors are 1."""
 
 
 def _log_decay(chunk: Chunk) -> Array:
@@ -79,39 +83,46 @@ def _slope(chunk: Chunk) -> Array | float:
     return 1.0 if chunk.decay == "log" else chunk["log_decay"].read() * (1 / (UNIT * LOG2E))
 
 
-def _mirrored(half: int, i: Array, j: Array) -> tuple[Array, Array]:
-    """Places that grow with the distance from the middle of the piece of row `i`."""
-    mirror = jnp.where((i & half) == 0, -1, 0)
-    return i ^ mirror, j ^ mirror
+def _half(level: Any) -> Any:
+    """h of a level, from the largest on."""
+    return lax.shift_right_logical(jnp.int32(SIZE // 2), jnp.int32(level))
 
 
-def _between(half: int) -> MaskFn:
+def _on_one_side(half: Any, i: Array, j: Array, is_before: Array) -> Array:
+    """Whether the token j is in the same half of a piece as the token i, and before or else after
+    it."""
+    start = i & -half
+    first = jnp.where(is_before, start, i + 1)
+    count = jnp.where(is_before, i, start + half) - first
+    # Of unsigned numbers, for which one comparison of each element is enough.
+    return (j - first).astype(jnp.uint32) < count.astype(jnp.uint32)
+
+
+def _between(half: Any) -> MaskFn:
     """Whether the token of the column is between the token of the row and the middle of its
     piece."""
 
     def mask(i: Array, t: Array) -> Array:
-        row, column = _mirrored(half, i, t)
-        return (column < row) & ((i ^ t) < half)
+        return _on_one_side(half, i, t, (i & half) != 0)
 
     return mask
 
 
-def _farther(half: int) -> MaskFn:
+def _farther(half: Any) -> MaskFn:
     """Whether the token of the row is between the token of the column and the middle of its
     piece."""
 
     def mask(t: Array, i: Array) -> Array:
-        row, column = _mirrored(half, t, i)
-        return (row < column) & ((i ^ t) < half)
+        return _on_one_side(half, t, i, (t & half) == 0)
 
     return mask
 
 
-def _of_halves(half: int) -> MaskFn:
+def _of_halves(half: Any) -> MaskFn:
     """Whether two tokens are in different halves of a piece."""
 
     def mask(i: Array, j: Array) -> Array:
-        return (half <= (i ^ j)) & ((i ^ j) < 2 * half)
+        return ((i ^ j) & -half) == half
 
     return mask
 
@@ -121,23 +132,25 @@ def _log_decay_of(chunk: Chunk, mask: MaskFn) -> list[Pair]:
     return [(chunk.kept(mask, 1 / UNIT).astype(jnp.float16), chunk["log_decay"])]
 
 
+def _log_decay_of_all(chunk: Chunk) -> list[Pair]:
+    """The product that gives the sum of all log decays in all rows. A sum over rows takes more
+    instructions."""
+    return [(jnp.full(SQUARE, 1 / UNIT, jnp.float16), chunk["log_decay"])]
+
+
 def _chosen(chunk: Chunk, mask: MaskFn) -> Array:
     return chunk.kept(mask, 1.0).astype(jnp.bfloat16)
 
 
-def _r_or_k(chunk: Chunk, half: int) -> Array:
+def _r_or_k(chunk: Chunk, half: Any) -> Array:
     """r in the second half of each piece, k in the first."""
     return jnp.where(_is_second(chunk, half), chunk["r"].read(), chunk["k"].read())
 
 
-def _is_second(chunk: Chunk, half: int) -> Array:
+def _is_second(chunk: Chunk, half: Any) -> Array:
     """Whether a token is in the second half of its piece."""
     row, _ = chunk.places()
     return (row & half) != 0
-
-
-def _stay(chunk: Chunk) -> Array:
-    return jnp.exp2(jnp.sum(chunk["log_decay"].read(), axis=0) * (1 / UNIT))
 
 
 def _bonus(chunk: Chunk) -> Array:
@@ -153,109 +166,123 @@ def _forward(chunk: Chunk, state: Array) -> Array:
     start.put(state)
     chunk.commit()
     chunk.write("states", start)
-    before, after, factors = chunk.products(
-        *(_log_decay_of(chunk, mask) for mask in (below, above, _between(HALVES[0])))
+    before, after, exponents = chunk.products(
+        *(_log_decay_of(chunk, mask) for mask in (below, above, _between(_half(0))))
     )
-    r_start = (r.read() * jnp.exp2(before)).astype(jnp.bfloat16)
+    r_start = pinned((r.read() * jnp.exp2(before)).astype(jnp.bfloat16))
     ends.put(k.read() * jnp.exp2(after))
 
-    pairs = None
-    for half in (*HALVES, 1):
-        x = _r_or_k(chunk, half)
-        if half > 1:
-            x *= jnp.exp2(factors)
-        x = x.astype(jnp.bfloat16)
+    def level(n: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        exponents, pairs = carry
+        half = _half(n)
+        x = pinned((_r_or_k(chunk, half) * jnp.exp2(exponents)).astype(jnp.bfloat16))
         z.put(x)
         chunk.commit()
-        more = [_log_decay_of(chunk, _between(half // 2))] if half > 2 else []
-        found, *more = chunk.products([(x, z.T)], *more)
-        if more:
-            (factors,) = more
-        found = found.astype(jnp.bfloat16)
-        if pairs is not None:
-            i, j = chunk.places()
-            found = jnp.where((i ^ j) < 2 * half, found, pairs)
-        pairs = found
+        found, exponents = chunk.products([(x, z.T)], _log_decay_of(chunk, _between(_half(n + 1))))
+        i, j = chunk.places()
+        return exponents, jnp.where((i ^ j) < 2 * half, found.astype(jnp.bfloat16), pairs)
 
+    _, pairs = lax.fori_loop(0, LEVELS, level, (exponents, jnp.zeros_like(r_start)))
+    z.put(_r_or_k(chunk, 1))
+    chunk.commit()
+    found = chunk.product((z, z.T)).astype(jnp.bfloat16)
     i, j = chunk.places()
-    pairs = jnp.where(j < i, pairs, jnp.zeros_like(pairs))
-    y = chunk.product((r_start, start.T), (pairs, v))
+    pairs = jnp.where(j < i, jnp.where((i ^ j) < 2, found, pairs), jnp.zeros_like(pairs))
+    y, dstate, stay = chunk.products(
+        [(r_start, start.T), (pairs, v)], [(v.T, ends)], _log_decay_of_all(chunk)
+    )
     z.put(y + in_all_columns(_bonus(chunk)) * v.read())
     chunk.commit()
     chunk.write("y", z)
-    return state * in_all_rows(_stay(chunk)) + chunk.product((v.T, ends))
+    return state * jnp.exp2(stay) + dstate
 
 
 def _backward(chunk: Chunk, dstate: Array) -> Array:
     r, w, k, v, dy, start = (chunk[name] for name in (*"rwkv", "dy", "states"))
-    d, rest, x, z, dlog = (chunk[name] for name in ("d", "rest", "x", "z", "dlog"))
+    d, rest, x, z, starts, ends = (chunk[n] for n in ("d", "rest", "x", "z", "starts", "ends"))
     chunk["log_decay"].put(_log_decay(chunk) * UNIT)
     d.put(dstate)
     rest.put(dstate - d.read())  # so that `dstate` is in no registers for now
     chunk.commit()
     pairs = w  # Arrays of operands that are not read again hold other things: C, and then R.
-    found = chunk.product((dy, v.T))
+    found, transpose = chunk.products([(dy, v.T)], [(v, dy.T)])
     i, j = chunk.places()
     dbonus = jnp.sum(jnp.where(i == j, found, 0.0), axis=1)
-    pairs.put(found)
-    found = chunk.product((v, dy.T))
-    pairs.put(chunk.kept(below, pairs.read()) + chunk.kept(above, found))
+    pairs.put(jnp.where(j < i, found, transpose))
+    chunk.write_row("du", jnp.sum(in_all_columns(dbonus) * r.read() * k.read(), axis=0))
 
-    dr = dk = 0.0
-    for half in (*HALVES, 1):
-        factors = None
-        if half > 1:
-            factors = jnp.exp2(chunk.product(*_log_decay_of(chunk, _between(half))))
-        scaled = _r_or_k(chunk, half)
-        z.put(scaled if factors is None else scaled * factors)
+    before, dr = chunk.products(_log_decay_of(chunk, below), [(dy, start)])
+    before = jnp.exp2(before)
+    starts.put(r.read() * before)
+    dr = pinned(dr * before)
+    z.put(dr * r.read())
+    after, dk, stay = chunk.products(
+        _log_decay_of(chunk, above), [(v, d)], _log_decay_of_all(chunk)
+    )
+    after = jnp.exp2(after)
+    ends.put(k.read() * after)
+    dk = pinned(dk * after)
+    x.put(dk * k.read())
+    dstay = pinned((d.read() + rest.read()) * start.read() * jnp.exp2(stay))
+    start.put(dstay)
+    v.put(dstay - start.read())  # In two parts, since all tokens get its sum.
+    chunk.commit()
+    all_rows = jnp.ones(SQUARE, jnp.bfloat16)
+    dlog, exponents = chunk.products(
+        [
+            (_chosen(chunk, above), z),
+            (_chosen(chunk, below), x),
+            (all_rows, start),
+            (all_rows, v),
+        ],
+        _log_decay_of(chunk, _between(_half(0))),
+    )
+
+    def products_of_halves(half: Any) -> Array:
+        """C_h Z_h, for Z_h in `z`. P_h takes the place of C_h."""
         chunk.commit()
-        own = chunk.kept(_of_halves(half), pairs.read()).astype(jnp.bfloat16)
+        own = pinned(chunk.kept(_of_halves(half), pairs.read())).astype(jnp.bfloat16)
         dz, found = chunk.products([(own, z)], [(z, z.T)])
         pairs.put(jnp.where(_of_halves(half)(*chunk.places()), found, pairs.read()))
-        if factors is not None:
-            dz *= factors
-            x.put(dz * _r_or_k(chunk, half))
-        dr += jnp.where(_is_second(chunk, half), dz, 0.0)
-        dk += jnp.where(_is_second(chunk, half), 0.0, dz)
-        if factors is not None:
-            chunk.commit()
-            found = chunk.product((_chosen(chunk, _farther(half)), x))
-            dlog.put(found if half == HALVES[0] else dlog.read() + found)
+        return dz
 
-    factors = jnp.exp2(chunk.product(*_log_decay_of(chunk, above)))
-    z.put(k.read() * factors)
-    chunk.commit()
-    found = chunk.product((v, d)) * factors
-    x.put(found * k.read())
-    dk += found
-    later = chunk.kept(above, pairs.read()).astype(jnp.bfloat16)
-    found = chunk.product((later, dy), (z, d.T))
-    v.put(found + in_all_columns(_bonus(chunk)) * dy.read())
-    chunk.commit()
-    chunk.write("dv", v)
-    dlog.put(dlog.read() + chunk.product((_chosen(chunk, below), x)))
+    def with_share(half: Any, dr: Array, dk: Array, dz: Array) -> tuple[Array, Array]:
+        """`dr` and `dk`, with `dz` added to the one whose rows Z_h has."""
+        of_r = jnp.where(_is_second(chunk, half), 1.0, 0.0)
+        return dr + dz * of_r, dk + dz * (1.0 - of_r)
 
-    factors = jnp.exp2(chunk.product(*_log_decay_of(chunk, below)))
-    z.put(r.read() * factors)
-    chunk.commit()
-    found = chunk.product((dy, start)) * factors
-    x.put(found * r.read())
-    dr += found
-    dbonus = in_all_columns(dbonus)
-    chunk.write_row("du", jnp.sum(dbonus * r.read() * k.read(), axis=0))
-    dbonus *= in_all_rows(chunk.parameter("u"))
+    def level(n: Any, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        dr, dk, dlog, exponents = carry
+        half, factors = _half(n), jnp.exp2(exponents)
+        z.put(_r_or_k(chunk, half) * factors)
+        dz = pinned(products_of_halves(half) * factors)
+        x.put(dz * _r_or_k(chunk, half))
+        dr, dk = with_share(half, dr, dk, dz)
+        chunk.commit()
+        found, exponents = chunk.products(
+            [(_chosen(chunk, _farther(half)), x)],
+            _log_decay_of(chunk, _between(_half(n + 1))),
+        )
+        return dr, dk, dlog + found, exponents
+
+    dr, dk, dlog, _ = lax.fori_loop(0, LEVELS, level, (dr, dk, dlog, exponents))
+    z.put(_r_or_k(chunk, 1))
+    dr, dk = with_share(1, dr, dk, products_of_halves(1))
+    later = pinned(chunk.kept(above, pairs.read())).astype(jnp.bfloat16)
+    w.put(dlog * _slope(chunk))
+    bonus = in_all_columns(_bonus(chunk))
+    dbonus = in_all_columns(dbonus) * in_all_rows(chunk.parameter("u"))
     dr += dbonus * k.read()
     k.put(dk + dbonus * r.read())
     r.put(dr)
+    dv, dstate, stay = chunk.products(
+        [(later, dy), (ends, d.T)], [(dy.T, starts)], _log_decay_of_all(chunk)
+    )
+    v.put(dv + bonus * dy.read())
     chunk.commit()
-    stay, dstate = _stay(chunk), d.read() + rest.read()
-    found = dlog.read() + chunk.product((_chosen(chunk, above), x))
-    found += in_all_rows(jnp.sum(dstate * start.read(), axis=0) * stay)
-    w.put(found * _slope(chunk))
-    chunk.commit()
-    for name, y in (("dr", r), ("dw", w), ("dk", k)):
+    for name, y in (("dr", r), ("dw", w), ("dk", k), ("dv", v)):
         chunk.write(name, y)
-    return dstate * in_all_rows(stay) + chunk.product((dy.T, z))
+    return (d.read() + rest.read()) * jnp.exp2(stay) + dstate
 
 
 LOG_DECAY = {"log_decay": jnp.float16}
@@ -268,7 +295,7 @@ FORWARD = Kernel(
 )
 BACKWARD = Kernel(
     _backward,
-    dict.fromkeys(("d", "rest", "x", "z"), jnp.bfloat16) | LOG_DECAY | {"dlog": jnp.float32},
+    dict.fromkeys(("d", "rest", "x", "z", "starts", "ends"), jnp.bfloat16) | LOG_DECAY,
     stages=1,
     order=FROM_END,
 )
