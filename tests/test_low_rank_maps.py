@@ -185,7 +185,8 @@ def test_programs_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         assert targets(255, implementation="ffi") == {TARGET}
         for name in ("xla", "reference"):
             assert targets(implementation=name) == set()
-        for change in ({"dtype": "float32"}, {"width": 52}):
+        changes: tuple[dict[str, Any], ...] = ({"dtype": "float32"}, {"width": 52})
+        for change in changes:
             with pytest.raises(NotImplementedError, match=r"low_rank_maps.*the cuda kernels take"):
                 targets(implementation="ffi", **change)
         inputs, dys = _inputs("bfloat16", 256)

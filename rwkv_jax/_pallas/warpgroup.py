@@ -20,12 +20,15 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import mosaic_gpu
 
 from rwkv_jax._operator.call import Arrays
 from rwkv_jax._operator.partition import vary_alike
 from rwkv_jax._operator.saved import CHUNK
 from rwkv_jax._pallas.lowering import FROM_END, Operands, Results
+
+plgpu: Any = mosaic_gpu
+"""Versions of JAX differ in what it has, so that no type checker knows its names."""
 
 SIZE = CHUNK
 """Rows and columns of all arrays of a chunk."""
@@ -132,7 +135,8 @@ class Chunk:
     def products(self, *sums: Sequence[Pair]) -> list[Array]:
         """The sum of x @ y over the pairs (x, y) of each element, all computed at the same time."""
         if self._is_interpreted:  # The interpreter has no products with x in registers.
-            return [sum(_dot(x, y) for x, y in pairs) for pairs in sums]
+            terms = ([_dot(x, y) for x, y in pairs] for pairs in sums)
+            return [sum(own[1:], own[0]) for own in terms]
 
         def add(*accumulators: Any) -> list[Array]:
             for accumulator, pairs in zip(accumulators, sums, strict=True):
@@ -271,9 +275,9 @@ class Kernel(NamedTuple):
         is_interpreted = platform == "cpu"
 
         def kernel(*refs: Any) -> None:
-            given, (start, *refs) = refs[: len(operands)], refs[len(operands) :]
-            made, (end, *refs) = refs[: len(results)], refs[len(results) :]
-            *buffers, unknown, barriers = refs
+            given, (start, *others) = refs[: len(operands)], refs[len(operands) :]
+            made, (end, *others) = others[: len(results)], others[len(results) :]
+            *buffers, unknown, barriers = others
             unknown[0] = jnp.int32(0)  # The compiler has to read it again behind each barrier.
             buffers = dict(zip((*copied, *self.scratch), buffers, strict=True))
             given = dict(zip(operands, given, strict=True))

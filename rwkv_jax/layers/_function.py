@@ -251,8 +251,12 @@ def run(
     options, inputs = prepared(
         *(function.name, function, tensors, parameters, implementation, indices)
     )
-    call = _given if implementation == "reference" else _run
-    results, kept = call(function, options, inputs)
+    both: tuple[Arrays, Arrays]
+    if implementation == "reference":
+        both = _given(function, options, inputs)
+    else:
+        both = _run(function, options, inputs)
+    results, kept = both
     found = {**results, **jax.tree.map(lax.stop_gradient, kept)}
     return {
         name: x if name in function.passed else checkpoint_name(x, function.name)

@@ -70,20 +70,21 @@ def low_rank_maps(
 
     The formula is that of RWKV-LM's training code, `RWKV_Tmix_x070`.
     """
-    maps = _checked(maps, implementation)
+    given = _checked(maps, implementation)
     several = _LowRankMaps(
         tuple(m.activation for m in maps), tuple(m.offset is not None for m in maps)
     )
     options = Options(None, lax.Precision.DEFAULT, implementation)
-    operands = Operands(tuple(_rounded(*m[:4]) for m in maps))
+    operands = Operands(tuple(_rounded(*one) for one in given))
     if implementation == "ffi" or not several.why_not("ffi", "cuda", options, operands):
         return _run(several, options, *vary_alike(*jax.tree.leaves(operands)))[1::2]
     return tuple(
-        low_rank(*m[:4], activation=m.activation, implementation=implementation) for m in maps
+        low_rank(*one, activation=m.activation, implementation=implementation)
+        for one, m in zip(given, maps, strict=True)
     )
 
 
-def _checked(maps: Sequence[LowRankMap], implementation: str | None) -> list[LowRankMap]:
+def _checked(maps: Sequence[LowRankMap], implementation: str | None) -> list["_Map"]:
     op = "low_rank_maps"
     if not 1 <= len(maps) <= len(RANKS):
         raise ValueError(f"{op}: {len(maps)} maps; accepted are 1 to {len(RANKS)}")
@@ -98,10 +99,7 @@ def _checked(maps: Sequence[LowRankMap], implementation: str | None) -> list[Low
                 axes[f"maps[{i}].{name}"], given[f"maps[{i}].{name}"] = own, array
     arrays = iter(_products.checked(op, axes, given, implementation))
     check.share_dtype(op, {name: x for name, x in given.items() if name.endswith(".x")})
-    return [
-        LowRankMap(*(x if x is None else next(arrays) for x in one[:4]), one.activation)
-        for one in maps
-    ]
+    return [_Map(*(x if x is None else next(arrays) for x in one[:4])) for one in maps]
 
 
 class _Map(NamedTuple):

@@ -87,7 +87,13 @@ def low_rank_maps(
         maps = [m if m.offset is None else m._replace(offset=m.offset.reshape(-1)) for m in maps]
         found = functions.low_rank_maps(maps, implementation=chosen)
         return [_recomputation.no_mix(y) for y in found]
-    return [low_rank(m.first, m.second, m.x, layers, m.activation, m.offset) for m in maps]
+
+    def alone(m: functions.LowRankMap) -> Array:
+        x, first, second = jnp.asarray(m.x), jnp.asarray(m.first), jnp.asarray(m.second)
+        offset = None if m.offset is None else jnp.asarray(m.offset)
+        return low_rank(first, second, x, layers, m.activation, offset)
+
+    return [alone(m) for m in maps]
 
 
 def embed(

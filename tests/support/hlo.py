@@ -42,8 +42,8 @@ def device(platform: str, kind: str | None = None) -> AbstractContextManager:
     """One of a platform, whose kind Pallas asks for where none is here."""
     if platform not in DEVICES:
         return contextlib.nullcontext()
-    usual, *others = DEVICES[platform]
-    own = AbstractDevice(kind or usual, *others)
+    usual, cores, backend = DEVICES[platform]
+    own = AbstractDevice(kind or usual, cores, backend)
     return use_abstract_mesh(AbstractMesh((), (), abstract_device=own))
 
 

@@ -59,9 +59,9 @@ def mix_tokens(
     elif v_first is None:
         raise ValueError("time_mix: v_first is None; only the first layer has a value of its own")
     else:
+        (share,), first = shares, _tokens_of_heads(params)(v_first)
         v, v_again, v_first = value_residual(
-            *(v, *shares, _tokens_of_heads(params)(v_first), heads(params.v0)),
-            implementation=layers,
+            *(v, share, first, heads(params.v0)), implementation=layers
         )
 
     k_k, k_a, a0, r_k = map(heads, (params.k_k, params.k_a, params.a0, params.r_k))
