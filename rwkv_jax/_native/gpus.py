@@ -8,6 +8,11 @@ HOPPER = ("H100", "H200", "H800", "H20")
 """Parts of the names of GPUs of compute capability 9.0."""
 
 
+def is_hopper(kind: str) -> bool:
+    """Whether this is the name of a GPU of compute capability 9.0."""
+    return any(name in kind for name in HOPPER)
+
+
 def other_than_hopper() -> str | None:
     """Why the kernels do not run on the GPUs that programs are for, as far as those are known, or
     None."""
@@ -17,7 +22,7 @@ def other_than_hopper() -> str | None:
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is not None:
         found = {device.device_kind}
-        right = any(name in device.device_kind for name in HOPPER)
+        right = is_hopper(device.device_kind)
     else:
         try:
             devices = jax.devices("cuda")

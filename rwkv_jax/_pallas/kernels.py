@@ -71,7 +71,7 @@ class PallasKernels(Implementation):
     ) -> str:
         dtype = product(options, inputs[self._signature.y].dtype).dtype.__name__
         on_hopper = [
-            self._runs_on_hopper(name, platform, options, inputs, packing)
+            self._on_hopper(name, platform, options, inputs, packing) is not None
             for name in ("forward", "backward")
         ]
         compiler, length = COMPILERS[platform], "tiles"
@@ -82,19 +82,19 @@ class PallasKernels(Implementation):
             length = "chunks and tiles"
         return f"Pallas kernels ({compiler}), {length} with products of {dtype} operands"
 
-    def _runs_on_hopper(
+    def _on_hopper(
         self,
         name: str,
         platform: str,
         options: Options,
         inputs: Mapping[str, Any],
         packing: Packing,
-    ) -> bool:
-        """Whether a pass of a call runs in the kernels for Hopper GPUs."""
+    ) -> HopperKernels | None:
+        """The kernels for Hopper GPUs, if a pass of a call runs in them."""
         own = self._hopper
         if own is None or own.why_not(platform, options, inputs, packing):
-            return False
-        return bool(lowering.why_not(platform)) or own.is_faster(name, inputs)
+            return None
+        return own if lowering.why_not(platform) or own.is_faster(name, inputs) else None
 
     def step(self, options: Options, platform: str, operands: Forward) -> Result:
         return self._reference.step(options, platform, operands)
@@ -102,8 +102,8 @@ class PallasKernels(Implementation):
     def forward(self, options: Options, platform: str, operands: Forward) -> Result:
         if not self._is_empty(operands.inputs):
             call = platform, options, operands.inputs, operands.packing
-            if self._hopper and self._runs_on_hopper("forward", *call):
-                return self._hopper.forward(options, platform, operands)
+            if own := self._on_hopper("forward", *call):
+                return own.forward(options, platform, operands)
             return walk.forward(self._operator, options, platform, operands)
         y = operands.inputs[self._signature.y]
         dtype = self._signature.states_dtype(options, operands.inputs)
@@ -119,8 +119,8 @@ class PallasKernels(Implementation):
     def backward(self, options: Options, platform: str, operands: Backward) -> Gradients:
         if not self._is_empty(operands.inputs):
             call = platform, options, operands.inputs, operands.packing
-            if self._hopper and self._runs_on_hopper("backward", *call):
-                return self._hopper.backward(options, platform, operands)
+            if own := self._on_hopper("backward", *call):
+                return own.backward(options, platform, operands)
             return walk.backward(self._operator, options, platform, operands)
         zeros = {name: jnp.zeros_like(x) for name, x in operands.inputs.items()}
         return Gradients(zeros, operands.dstate)

@@ -12,7 +12,6 @@ Arrays have the axis letters of `rwkv_jax._typing`, and three more:
 """
 
 import importlib
-import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -21,6 +20,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from rwkv_jax._native import gpus
 from rwkv_jax._operator.saved import CHUNK, chunks
 from rwkv_jax._pallas.algebra import TILE
 
@@ -36,9 +36,6 @@ INTERPRET: str | None = None
 """The platform whose kernels the interpreter of Pallas runs on CPUs, for tests: it is slow. With
 HOPPER it runs those for Hopper GPUs, as if there were no others. This is the only switch; None
 outside tests."""
-
-HOPPER_KINDS = re.compile(r"\b(H20|H100|H200|H800|GH200)\b")
-"""In the names of Hopper GPUs, which are all that an abstract device has."""
 
 HEAD_SIZES = (16, 32, 64, 128)
 """The blocks of a GPU program are powers of two, and 16 is the smallest size of a product."""
@@ -141,7 +138,7 @@ def is_hopper(platform: str) -> bool:
     if (device := jax.sharding.get_abstract_mesh().abstract_device) is not None:
         here = [x for x in here if x.device_kind == device.device_kind]
         if not here:
-            return bool(HOPPER_KINDS.search(device.device_kind))
+            return gpus.is_hopper(device.device_kind)
     return bool(here) and all(x.compute_capability.startswith("9.") for x in here)
 
 

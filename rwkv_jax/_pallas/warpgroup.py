@@ -35,6 +35,9 @@ SIZE = CHUNK
 
 SQUARE = (SIZE, SIZE)
 
+LOG2E = 1.4426950408889634
+"""Exponents are to the base 2 in these kernels, for which GPUs have an instruction."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Shared:
@@ -197,6 +200,12 @@ def in_all_rows(x: Array) -> Array:
 def in_all_columns(x: Array) -> Array:
     """A matrix of columns `x`."""
     return lax.broadcast_in_dim(x, SQUARE, [0])
+
+
+def sum_in_all_rows(x: Shared, unit: float) -> list[Pair]:
+    """The product that gives the sum over the rows of x, times `unit`, in all rows. A sum over rows
+    takes more instructions."""
+    return [(jnp.full(SQUARE, unit, x.ref.dtype), x)]
 
 
 def below(row: Array, column: Array) -> Array:

@@ -48,6 +48,12 @@ def linear(x: Array, matrix: Array) -> Array:
     return jnp.einsum("...i,oi->...o", x, matrix, preferred_element_type=x.dtype)
 
 
+def by_input(x: Array, matrix: Array) -> Array:
+    """As `linear`, with a matrix [inputs, outputs]."""
+    matrix = matrix.astype(x.dtype)
+    return jnp.einsum("...i,io->...o", x, matrix, preferred_element_type=x.dtype)
+
+
 def why_not(
     implementation: str | None, x: Any, min_tokens: int, max_tokens: int = MAX_TOKENS
 ) -> str | None:

@@ -22,7 +22,7 @@ from rwkv_jax._operator.call import Leaf, Options
 from rwkv_jax._operator.partition import partitioned, vary_alike
 from rwkv_jax._typing import Operand
 from rwkv_jax.layers import _products
-from rwkv_jax.layers._products import PRODUCT
+from rwkv_jax.layers._products import PRODUCT, by_input
 
 AXES = {"x": "BTC", "first": "CR", "second": "RC", "offset": "C"}
 
@@ -101,7 +101,7 @@ def low_rank(
     operands = Operands(x, parameters[0], parameters[1])
     if implementation == "ffi" or not map_.why_not("ffi", "cuda", options, operands):
         return _run(map_, options, *vary_alike(x, *parameters))
-    hidden = checkpoint_name(_times(x, parameters[0]), PRODUCT)
+    hidden = checkpoint_name(by_input(x, parameters[0]), PRODUCT)
     return _second(ACTIVATIONS[activation](hidden), *parameters[1:])[0]
 
 
@@ -112,7 +112,7 @@ def _second(hidden: Array, second: Array, offset: Array | None = None) -> tuple[
         # Products are slow with a rank that is no multiple of 8.
         more = 8 - hidden.shape[-1] % 8
         hidden = jnp.pad(hidden, ((0, 0), (0, 0), (0, more)), constant_values=1)
-    return _times(hidden, _rows(hidden, second, offset)), hidden
+    return by_input(hidden, _rows(hidden, second, offset)), hidden
 
 
 def _rows(hidden: Array, second: Array, offset: Array | None) -> Array:
@@ -122,11 +122,6 @@ def _rows(hidden: Array, second: Array, offset: Array | None) -> Array:
         return second
     rows = jnp.concatenate([second, offset.astype(hidden.dtype)[None]])
     return jnp.pad(rows, ((0, hidden.shape[-1] - len(rows)), (0, 0)))
-
-
-def _times(x: Array, matrix: Array) -> Array:
-    matrix = matrix.astype(x.dtype)
-    return jnp.einsum("...i,io->...o", x, matrix, preferred_element_type=x.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -148,10 +143,10 @@ def _backward(
     hidden, x, first, *others = kept
     matrices = (matrix.astype(dy.dtype) for matrix in (first, others[0]))
     dx, dhidden = _both(map_, "backward", options, dy, *matrices, hidden)
-    (dfirst,) = jax.linear_transpose(lambda first: _times(x, first), first)(dhidden)
+    (dfirst,) = jax.linear_transpose(lambda first: by_input(x, first), first)(dhidden)
 
     def of_others(second: Array, offset: Array | None = None) -> Array:
-        return _times(hidden, _rows(hidden, second, offset))
+        return by_input(hidden, _rows(hidden, second, offset))
 
     return dx, dfirst, *jax.linear_transpose(of_others, *others)(dy)
 
@@ -182,11 +177,11 @@ def _formula(activation: str, operands: Operands[Array]) -> tuple[Array, Array]:
     """Forward y and `hidden`, backward dx and the gradient of the first product."""
     rows, first, second, hidden = operands.rows, operands.first, operands.second, operands.hidden
     if hidden is None:
-        hidden = ACTIVATIONS[activation](_times(rows, first))
+        hidden = ACTIVATIONS[activation](by_input(rows, first))
         return _second(hidden, second, operands.offset)
     slopes = SLOPES[activation](hidden[..., : first.shape[-1]].astype(jnp.float32))
-    dhidden = (_times(rows, second.T).astype(jnp.float32) * slopes).astype(rows.dtype)
-    return _times(dhidden, first.T), dhidden
+    dhidden = (by_input(rows, second.T).astype(jnp.float32) * slopes).astype(rows.dtype)
+    return by_input(dhidden, first.T), dhidden
 
 
 @dataclass(frozen=True)

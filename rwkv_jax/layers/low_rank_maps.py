@@ -22,7 +22,7 @@ from rwkv_jax._operator.call import Leaf, Options
 from rwkv_jax._operator.partition import partitioned, vary_alike
 from rwkv_jax._typing import Operand
 from rwkv_jax.layers import _products
-from rwkv_jax.layers._products import PRODUCT
+from rwkv_jax.layers._products import PRODUCT, by_input
 from rwkv_jax.layers.low_rank import ACTIVATIONS, MAX_WIDTH, RANK_MULTIPLE, SLOPES, low_rank
 
 MAX_RANK = 1024
@@ -144,9 +144,9 @@ def _(
     ):
         hidden = checkpoint_name(hidden, PRODUCT)
         slope = SLOPES[activation](hidden.astype(jnp.float32))
-        dproduct = _times(d.x, own.first) + _times(own.x, d.first)
+        dproduct = by_input(d.x, own.first) + by_input(own.x, d.first)
         dhidden = (slope * dproduct.astype(jnp.float32)).astype(hidden.dtype)
-        dy = _times(dhidden, own.second) + _times(hidden, d.second)
+        dy = by_input(dhidden, own.second) + by_input(hidden, d.second)
         results += [hidden, y]
         derivatives += [dhidden, _with_offset(dy, d.offset)]
     return tuple(results), tuple(derivatives)
@@ -248,8 +248,8 @@ class _LowRankMaps:
 
 
 def _formula(activation: str, one: _Map) -> tuple[Array, Array]:
-    hidden = ACTIVATIONS[activation](_times(one.x, one.first))
-    return hidden, _with_offset(_times(hidden, one.second), one.offset)
+    hidden = ACTIVATIONS[activation](by_input(one.x, one.first))
+    return hidden, _with_offset(by_input(hidden, one.second), one.offset)
 
 
 def _with_offset(x: Array, offset: Array | None) -> Array:
@@ -257,7 +257,3 @@ def _with_offset(x: Array, offset: Array | None) -> Array:
     if offset is None:
         return x
     return (x.astype(jnp.float32) + offset.astype(jnp.float32)[None, None]).astype(x.dtype)
-
-
-def _times(x: Array, matrix: Array) -> Array:
-    return jnp.einsum("...i,io->...o", x, matrix, preferred_element_type=x.dtype)

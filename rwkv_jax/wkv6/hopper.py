@@ -42,6 +42,7 @@ from jax import Array, lax
 
 from rwkv_jax._pallas.lowering import FROM_END, FROM_START
 from rwkv_jax._pallas.warpgroup import (
+    LOG2E,
     SIZE,
     SQUARE,
     Chunk,
@@ -53,11 +54,9 @@ from rwkv_jax._pallas.warpgroup import (
     in_all_columns,
     in_all_rows,
     pinned,
+    sum_in_all_rows,
 )
 from rwkv_jax._portable.decay import MIN_LOG_DECAY
-
-LOG2E = 1.4426950408889634
-"""Exponents are to the base 2 here, for which GPUs have an instruction."""
 
 UNIT = 128
 """Log decays are summed as float16 numbers of 1/128. They have 11 binary digits from
@@ -132,12 +131,6 @@ def _log_decay_of(chunk: Chunk, mask: MaskFn) -> list[Pair]:
     return [(chunk.kept(mask, 1 / UNIT).astype(jnp.float16), chunk["log_decay"])]
 
 
-def _log_decay_of_all(chunk: Chunk) -> list[Pair]:
-    """The product that gives the sum of all log decays in all rows. A sum over rows takes more
-    instructions."""
-    return [(jnp.full(SQUARE, 1 / UNIT, jnp.float16), chunk["log_decay"])]
-
-
 def _chosen(chunk: Chunk, mask: MaskFn) -> Array:
     return chunk.kept(mask, 1.0).astype(jnp.bfloat16)
 
@@ -189,7 +182,9 @@ def _forward(chunk: Chunk, state: Array) -> Array:
     i, j = chunk.places()
     pairs = jnp.where(j < i, jnp.where((i ^ j) < 2, found, pairs), jnp.zeros_like(pairs))
     y, dstate, stay = chunk.products(
-        [(r_start, start.T), (pairs, v)], [(v.T, ends)], _log_decay_of_all(chunk)
+        [(r_start, start.T), (pairs, v)],
+        [(v.T, ends)],
+        sum_in_all_rows(chunk["log_decay"], 1 / UNIT),
     )
     z.put(y + in_all_columns(_bonus(chunk)) * v.read())
     chunk.commit()
@@ -217,7 +212,7 @@ def _backward(chunk: Chunk, dstate: Array) -> Array:
     dr = pinned(dr * before)
     z.put(dr * r.read())
     after, dk, stay = chunk.products(
-        _log_decay_of(chunk, above), [(v, d)], _log_decay_of_all(chunk)
+        _log_decay_of(chunk, above), [(v, d)], sum_in_all_rows(chunk["log_decay"], 1 / UNIT)
     )
     after = jnp.exp2(after)
     ends.put(k.read() * after)
@@ -276,7 +271,7 @@ def _backward(chunk: Chunk, dstate: Array) -> Array:
     k.put(dk + dbonus * r.read())
     r.put(dr)
     dv, dstate, stay = chunk.products(
-        [(later, dy), (ends, d.T)], [(dy.T, starts)], _log_decay_of_all(chunk)
+        [(later, dy), (ends, d.T)], [(dy.T, starts)], sum_in_all_rows(chunk["log_decay"], 1 / UNIT)
     )
     v.put(dv + bonus * dy.read())
     chunk.commit()

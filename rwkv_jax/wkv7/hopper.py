@@ -32,7 +32,7 @@ from jax import Array
 
 from rwkv_jax._pallas.lowering import FROM_END, FROM_START
 from rwkv_jax._pallas.warpgroup import (
-    SQUARE,
+    LOG2E,
     Chunk,
     Kernel,
     MaskFn,
@@ -45,11 +45,9 @@ from rwkv_jax._pallas.warpgroup import (
     not_above,
     not_below,
     pinned,
+    sum_in_all_rows,
 )
 from rwkv_jax._portable.decay import SIGMOID_SCALE
-
-LOG2E = 1.4426950408889634
-"""Exponents are to the base 2 here, for which GPUs have an instruction."""
 
 UNIT = 1024
 """Log decays are summed as float16 numbers of 1/1024, which have 11 binary digits also where a
@@ -71,11 +69,6 @@ def _log_decay(chunk: Chunk) -> Array:
 def _log_decay_until(chunk: Chunk) -> list[Pair]:
     """The product that gives G."""
     return [(chunk.kept(not_above, 1 / UNIT).astype(jnp.float16), chunk["log_decay"])]
-
-
-def _log_decay_end(chunk: Chunk) -> list[Pair]:
-    """The product that gives G_end in all rows. A sum over rows takes more instructions."""
-    return [(jnp.full(SQUARE, 1 / UNIT, jnp.float16), chunk["log_decay"])]
 
 
 def _kept(chunk: Chunk, mask: MaskFn, x: Array) -> Array:
@@ -112,7 +105,7 @@ def _forward(chunk: Chunk, state: Array) -> Array:
     found, dstate, end = chunk.products(
         [(r_rows, before.T), (r_k, v), (r_b, u)],
         [(u.T, b), (v.T, k)],
-        _log_decay_end(chunk),
+        sum_in_all_rows(chunk["log_decay"], 1 / UNIT),
     )
     y.put(found)
     chunk.commit()
@@ -125,7 +118,9 @@ def _backward(chunk: Chunk, dstate: Array) -> Array:
     d, u, z, x = (chunk[name] for name in ("d", "u", "z", "x"))
     _put_log_decay(chunk)
     chunk.commit()
-    until, end = chunk.products(_log_decay_until(chunk), _log_decay_end(chunk))
+    until, end = chunk.products(
+        _log_decay_until(chunk), sum_in_all_rows(chunk["log_decay"], 1 / UNIT)
+    )
     dstate *= jnp.exp2(end)
     d.put(dstate)
     # What `d` lacks of `dstate`, which would take twice the registers until the end of the chunk.

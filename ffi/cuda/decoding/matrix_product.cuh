@@ -13,11 +13,11 @@
 #pragma once
 
 #include "decoding/last_block.cuh"
-#include "products/matrix_products.cuh"
 #include "fragment.cuh"
 #include "launch.cuh"
 #include "matrix.cuh"
 #include "plan.h"
+#include "products/matrix_products.cuh"
 #include "rwkv_jax/decoding.h"
 
 namespace rwkv_jax::cuda {

@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "products/matrix_products.cuh"
 #include "hopper.cuh"
+#include "products/matrix_products.cuh"
 
 namespace rwkv_jax::cuda {
 

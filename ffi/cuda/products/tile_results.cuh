@@ -3,8 +3,8 @@
 
 #include <cuda_bf16.h>
 
-#include "products/tile.cuh"
 #include "fragment.cuh"
+#include "products/tile.cuh"
 #include "ptx.cuh"
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
