@@ -11,12 +11,14 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from rwkv_jax import models as all_models
+from rwkv_jax.generation import generate
 from rwkv_jax.models import rwkv6, rwkv7
 from support import hlo, internals, meshes, models
 from support.tolerance import assert_trees_close
 
 ROWS = 2
 BLOCKS = {"rwkv_rwkv7_first_block_v1", "rwkv_rwkv7_block_v1"}
+POSTPONED = {"rwkv_rwkv7_first_block_postponed_v1", "rwkv_rwkv7_block_postponed_v1"}
 BY_INPUT = {"rwkv_rwkv7_first_block_by_input_v1", "rwkv_rwkv7_block_by_input_v1"}
 
 
@@ -103,6 +105,38 @@ def test_which_rows_get_the_kernels(params: rwkv7.Params, monkeypatch: pytest.Mo
     tokens = jnp.zeros(1, jnp.int32)
     found, expected = (rwkv7.apply(params, tokens, implementation=i) for i in (None, "reference"))
     assert_trees_close(found, expected)
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_where_updates_are_postponed(params: rwkv7.Params, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In loops over tokens with more than 32 rows of bfloat16. A program for a CPU gives the same
+    tokens and the same session as without the kernels."""
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+
+    def targets(rows: int, model: Any = rwkv7, **options: Any) -> set[str]:
+        with hlo.device("cuda"):
+            text = internals.lowered_decoding(model, narrow, rows, jnp.bfloat16, **options)
+        return hlo.targets(text) & (BLOCKS | POSTPONED)
+
+    assert targets(33) == POSTPONED
+    assert targets(32) == BLOCKS
+    assert not targets(33, implementation="xla")
+    assert not targets(33, model=all_models.Invariant(rwkv7, 33)) & POSTPONED
+    with monkeypatch.context() as other:
+        other.setattr(internals.gpus, "other_than_hopper", lambda: "it is another GPU")
+        assert not targets(33)
+
+    def generated() -> Any:
+        prompts = [[row % 11] for row in range(33)]
+        made = generate(rwkv7, narrow, prompts, 6, stop_tokens=[3], dtype=jnp.bfloat16)
+        return made.tokens, made.session
+
+    (tokens, session), _ = generated(), internals.pretend(monkeypatch, "cuda", "it is not there")
+    expected_tokens, expected = generated()
+    assert tokens == expected_tokens
+    assert jax.tree.structure(session) == jax.tree.structure(expected)
+    assert_trees_close(session, expected)
 
 
 def test_a_platform_without_the_kernels_refuses(params: rwkv7.Params) -> None:

@@ -12,6 +12,7 @@ from jaxtyping import Bool, Int32
 from rwkv_jax._typing import Operand
 from rwkv_jax.generation._sampling import Settings, counted, sample
 from rwkv_jax.generation._session import Model, Session
+from rwkv_jax.models._postponement import at_step, settled
 
 NO_TOKEN = -1
 MOST_STEPS = 32
@@ -37,40 +38,58 @@ def decode(
     least: Int32[Array, ""] | np.int32,
 ) -> tuple[Session, Int32[Array, "steps B"], Int32[Array, ""]]:
     """The session after up to `left` more tokens of each row, the tokens, and how many steps they
-    took. The tokens of a step are those of `_step`.
+    took. A row that is not active, or that samples a token that stops, has `NO_TOKEN`.
 
     A call ends after `steps` steps, which are at most `MOST_STEPS`, or when fewer than `least` rows
     have tokens left. Both are data, so that there is one program, and a stream that asks for one
     token at a time gets the bits of a call that decodes many.
     """
 
+    def is_enough(left: Array, count: Array) -> Array:
+        return (count >= steps) | (jnp.sum(left > 0) < jnp.maximum(least, 1))
+
     def goes_on(carry: tuple[Session, Array, Array, Array]) -> Array:
         _, left, _, count = carry
-        return (count < steps) & (jnp.sum(left > 0) >= jnp.maximum(least, 1))
+        return ~is_enough(left, count)
 
     def body(carry: tuple[Session, Array, Array, Array]) -> tuple[Session, Array, Array, Array]:
         session, left, tokens, count = carry
-        session, active, sampled = _step(model, params, session, controls, left > 0)
-        return session, jnp.where(active, left - 1, 0), tokens.at[count].set(sampled), count + 1
+        sampled, active = _sampled(session, controls, left > 0)
+        left = jnp.where(active, left - 1, 0)
+        state = at_step(session.state, count, is_enough(left, count + 1))
+        session = _read(model, params, session._replace(state=state), controls, sampled, active)
+        sampled = jnp.where(active, sampled, NO_TOKEN)
+        return session, left, tokens.at[count].set(sampled), count + 1
 
+    session = session._replace(state=model.postponed(params, session.state))
     tokens = jnp.full((MOST_STEPS, len(left)), NO_TOKEN, jnp.int32)
     carry = session, jnp.asarray(left), tokens, jnp.int32(0)
     session, _, tokens, count = lax.while_loop(goes_on, body, carry)
-    return session, tokens, count
+    return session._replace(state=settled(session.state)), tokens, count
 
 
-def _step(
-    model: Model, params: Any, session: Session, controls: Controls, active: Bool[Array, " B"]
-) -> tuple[Session, Bool[Array, " B"], Int32[Array, " B"]]:
-    """The session after one more token of each active row, which rows are still active, and the
-    tokens. A row that samples a token that stops is no longer active. It does not read that token.
-    Rows that are not active keep their session, and have `NO_TOKEN`."""
+def _sampled(
+    session: Session, controls: Controls, active: Bool[Array, " B"]
+) -> tuple[Int32[Array, " B"], Bool[Array, " B"]]:
+    """The next token of each row, and which rows are still active: a row that samples a token that
+    stops no longer is."""
     tokens = sample(
         *(session.logits, controls.settings, session.occurrences),
         *(session.seeds, session.positions),
     )
     stopped = jnp.take_along_axis(controls.stops, tokens[:, None], axis=1)[:, 0]
-    active = active & ~stopped
+    return tokens, active & ~stopped
+
+
+def _read(
+    model: Model,
+    params: Any,
+    session: Session,
+    controls: Controls,
+    tokens: Int32[Array, " B"],
+    active: Bool[Array, " B"],
+) -> Session:
+    """The session after a token of each active row. All other rows keep theirs."""
     reads = active.astype(jnp.int32)
     logits, state = model.module.apply(
         *(params, tokens, session.state),
@@ -80,7 +99,7 @@ def _step(
     )
     seen, counts = counted(session.occurrences, controls.settings, tokens)
     rows = active[:, None]
-    session = Session(
+    return Session(
         state=state,
         logits=jnp.where(rows, logits, session.logits),
         seen=jnp.where(rows, seen, session.seen),
@@ -88,4 +107,3 @@ def _step(
         seeds=session.seeds,
         positions=session.positions + reads,
     )
-    return session, active, jnp.where(active, tokens, NO_TOKEN)

@@ -16,6 +16,7 @@ from rwkv_jax.models import _linear
 from rwkv_jax.models._checkpoints.tensors import described, quoted
 from rwkv_jax.models._invariant import Invariant
 from rwkv_jax.models._parameters import names
+from rwkv_jax.models._postponement import postponed
 
 
 class Model(NamedTuple):
@@ -31,6 +32,10 @@ class Model(NamedTuple):
         if isinstance(self.module, Invariant):
             return self.module.logits(params, features)
         return _linear.logits(params.head, features)
+
+    def postponed(self, params: Any, state: Any) -> Any:
+        """The state for a loop over tokens."""
+        return state if self.implementation else postponed(self.module, params, state)
 
 
 class Session(NamedTuple):

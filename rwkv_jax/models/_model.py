@@ -59,6 +59,8 @@ class Generation:
       rules: where parameters are on a mesh.
       step_block: a block for one token of each row by kernels of its own, or None. It takes the
         block in plain JAX, which it stands for, and the arguments of that.
+      postponed_block: the state of a block whose updates `step_block` may postpone, or None. It
+        takes the parameters of the block and its state.
     """
 
     name: str
@@ -71,6 +73,7 @@ class Generation:
     initial_wkv: InitialWkv
     rules: _placement.Rules
     step_block: _StepBlock | None = None
+    postponed_block: Callable[[BlockParams, BlockState], BlockState] | None = None
 
     def init(self, key: Key[Array, ""], config: Any) -> Params:
         """Parameters with the official initialisation, float32, of a model with the sizes of
@@ -89,6 +92,14 @@ class Generation:
         """The state before the first token of `batch` rows, in the form of `params`. `dtype` is the
         dtype of the activations."""
         return _trees.initial_state(self.initial_wkv, params, batch, dtype)
+
+    def postponed(self, params: Params, state: State) -> State:
+        """What `_postponement.postponed` returns: with many rows of bfloat16, where blocks are
+        computed by kernels of their own, a state whose updates may be postponed."""
+        if self.postponed_block is None or isinstance(state, Stacked):
+            return state
+        pairs = zip(params.blocks, state, strict=True)
+        return tuple(self.postponed_block(p, s) for p, s in pairs)
 
     def features(
         self,

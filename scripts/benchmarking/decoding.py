@@ -20,6 +20,7 @@ from benchmarking.timing import copy_gb_s, seconds
 from rwkv_jax import models
 from rwkv_jax.generation._sampling import first_largest
 from rwkv_jax.models import rwkv7
+from rwkv_jax.models._postponement import at_step, postponed, settled
 from training.sizes import flops_per_token
 
 Figures: TypeAlias = dict[str, Any]
@@ -153,12 +154,15 @@ def decode(
     """The state and the token of each row after `length` tokens, each of which is the most probable
     one. `model` is the module of the model, or a `models.Invariant` of it."""
 
-    def step(carry: tuple[rwkv7.State, Array], _: None) -> tuple[tuple[rwkv7.State, Array], None]:
+    def step(carry: tuple[rwkv7.State, Array], i: Array) -> tuple[tuple[rwkv7.State, Array], None]:
         state, tokens = carry
+        state = at_step(state, i, i == length - 1)
         logits, state = model.apply(params, tokens, state, dtype=dtype, layers=layers)
         return (state, first_largest(logits)), None
 
-    return lax.scan(step, (state, tokens), length=length)[0]
+    carry = postponed(model, params, state), tokens
+    state, tokens = lax.scan(step, carry, jnp.arange(length))[0]
+    return settled(state), tokens
 
 
 def measure(row: Row, settings: Settings) -> list[Figures]:

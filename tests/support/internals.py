@@ -1,6 +1,7 @@
 """The private names of the package that tests know, all in this one place."""
 
 import dataclasses
+import functools
 import importlib
 import math
 import sys
@@ -25,9 +26,13 @@ from rwkv_jax._packing import segments
 from rwkv_jax._portable import algebra, chain, chunked, products, slabs
 from rwkv_jax._portable import decay as decays
 from rwkv_jax._portable.operands import links
+from rwkv_jax.generation import _decoding, _sampling, _session
 from rwkv_jax.layers import _function as layers
 from rwkv_jax.losses import _native as of_losses
 from rwkv_jax.models import _row_product
+from rwkv_jax.models._postponement import MOST_WAITING as MOST_WAITING
+from rwkv_jax.models._postponement import at_step as at_step
+from rwkv_jax.models._postponement import settled as settled
 from rwkv_jax.models.rwkv7 import block_step
 
 CONTINUES, STARTS, PADDING = segments.CONTINUES, segments.STARTS, segments.PADDING
@@ -340,14 +345,44 @@ def run_as_on_cuda(monkeypatch: pytest.MonkeyPatch, module: Any, call: Any) -> N
     monkeypatch.setattr(dispatch, "dispatched", run_layer)
 
 
-def fused_block(*, first: bool, quantised: bool = False, by_input: bool = False) -> Any:
+def fused_block(
+    *, first: bool, quantised: bool = False, by_input: bool = False, postponed: bool = False
+) -> Any:
     """The axes of the inputs and results of the step of a whole block."""
-    return block_step._FusedBlock(first=first, quantised=quantised, by_input=by_input)
+    kinds = {"quantised": quantised, "by_input": by_input, "postponed": postponed}
+    return block_step._FusedBlock(first=first, **kinds)
 
 
 def step_block(params: Any, x: Any, v_first: Any, state: Any, segment_ids: Any = None) -> Any:
     """The step of a whole block by its kernels, without rules of differentiation and batching."""
     return block_step._kernels(params._replace(ln0=None), x, v_first, state, segment_ids)
+
+
+def lowered_decoding(
+    module: Any, params: Any, rows: int, dtype: Any, implementation: str | None = None
+) -> str:
+    """The loop over tokens of `rwkv_jax.generation`, lowered for CUDA."""
+    jax.clear_caches()
+    model = _session.Model(module, jnp.dtype(dtype), implementation)
+    session = jax.eval_shape(functools.partial(_session.started, model, batch=rows), params)
+    vocabulary = len(params.head.weight)
+    controls = _decoding.Controls(
+        _sampling.settings(_sampling.Sampling(), rows, vocabulary),
+        jnp.zeros((rows, vocabulary), bool),
+    )
+    left = jnp.ones(rows, jnp.int32)
+    traced = _decoding.decode.trace(
+        model, params, session, controls, left, jnp.int32(2), jnp.int32(1)
+    )
+    return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def postponed(params: Any, state: Any) -> Any:
+    """The state of a model, each block with an update that may be postponed, for few rows, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block_step, "LEAST_POSTPONED", 0)
+        patch.setattr(block_step, "_prefers_kernels", lambda *_: True)
+        return tuple(block_step.postponed(p, s) for p, s in zip(params.blocks, state, strict=True))
 
 
 def run_blocks_as_on_cuda(monkeypatch: pytest.MonkeyPatch, module: Any, call: Any) -> None:

@@ -23,7 +23,7 @@ class BlockReader {
   Operands operands;
 
   // The first block of a model makes the value that all others take. `by_input` is for `ffn.value`.
-  Rwkv7BlockCall Read(bool is_first, bool by_input) {
+  Rwkv7BlockCall Read(bool is_first, bool by_input, bool postpones) {
     Rwkv7BlockCall call = {};
     call.value_by_input = by_input;
     call.x = Tensor("x", "BC"), call.time_before = Tensor("att.shift", "BC");
@@ -31,6 +31,12 @@ class BlockReader {
     call.channel_before = Tensor("ffn", "BC");
     if (!is_first) call.first = Tensor("v_first", "BC");
     call.segment_ids = static_cast<const int32_t*>(operands.Arg("segment_ids", "B", Kind::kInts));
+    const void* waiting = nullptr;
+    if (postpones) {
+      waiting = operands.Arg("att.wkv.waiting", "NBHUK", Kind::kFloat);
+      call.schedule =
+          static_cast<const int32_t*>(operands.Arg("att.wkv.schedule", "P", Kind::kInts));
+    }
     call.time_norm = Norm("ln1"), call.channel_norm = Norm("ln2");
     call.head_norm = Norm("att.ln_x");
     constexpr const char* kMixNames[kMixes] = {"r", "w", "k", "v", "a", "g"};
@@ -54,6 +60,12 @@ class BlockReader {
     call.state_after = static_cast<float*>(operands.Ret("next att.wkv", "BHVK", Kind::kFloat));
     call.channel_after = Result("next ffn", "BC");
     if (is_first) call.made_first = Result("v_first", "BC");
+    if (postpones)
+      call.waiting =
+          static_cast<float*>(operands.Ret("next att.wkv.waiting", "NBHUK", Kind::kFloat));
+    operands.Require(!postpones || (call.state == call.state_after && call.waiting == waiting),
+                     "att.wkv and att.wkv.waiting lie elsewhere than their results; expected them "
+                     "to be updated in place");
     call.scratch = static_cast<float*>(operands.Ret("scratch", "X", Kind::kFloat));
 
     call.rows = operands.Size('B'), call.width = operands.Size('C');
@@ -75,6 +87,15 @@ class BlockReader {
                      " where att.receptance.weight is S8; expected ", kMaxQuantisedRows, " row");
     operands.Require(!call.value_by_input || call.rows <= kMaxRowsByInput, "x has B = ", call.rows,
                      " where ffn.value is by input; expected ", kMaxRowsByInput, " row");
+    operands.Require(!call.Postpones() || call.OnMatrixUnits(), "x has B = ", call.rows,
+                     " where tokens wait; expected several rows of BF16 or F16");
+    operands.Require(!call.Postpones() || (operands.Size('N') == kMostWaiting &&
+                                           operands.Size('U') == kWaitingVectors &&
+                                           operands.Size('P') == kScheduleNumbers),
+                     "att.wkv.waiting has N = ", operands.Size('N'),
+                     " and U = ", operands.Size('U'),
+                     " and att.wkv.schedule has P = ", operands.Size('P'), "; expected ",
+                     kMostWaiting, ", ", kWaitingVectors, " and ", int64_t{kScheduleNumbers});
     operands.Require(operands.Size('K') == kBlockHeadSize && operands.Size('V') == kBlockHeadSize,
                      "att.wkv has V = ", operands.Size('V'), " and K = ", operands.Size('K'),
                      "; expected ", kBlockHeadSize);
@@ -129,19 +150,21 @@ class BlockReader {
   }
 };
 
-template <bool kFirst, bool kByInput>
+template <bool kFirst, bool kByInput = false, bool kPostpones = false>
 ffi::Error HandleBlock(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets) {
   BlockReader reader(args, rets);
-  const Rwkv7BlockCall call = reader.Read(kFirst, kByInput);
+  const Rwkv7BlockCall call = reader.Read(kFirst, kByInput, kPostpones);
   return RunOnCurrentDevice(stream, call, reader.operands);
 }
 
 // The targets of the step of a block, of the first one of a model and of the others.
 inline std::vector<Registration> BlockTargets() {
-  return {{"rwkv_rwkv7_first_block_v1", LaunchTarget<HandleBlock<true, false>>},
-          {"rwkv_rwkv7_block_v1", LaunchTarget<HandleBlock<false, false>>},
+  return {{"rwkv_rwkv7_first_block_v1", LaunchTarget<HandleBlock<true>>},
+          {"rwkv_rwkv7_block_v1", LaunchTarget<HandleBlock<false>>},
           {"rwkv_rwkv7_first_block_by_input_v1", LaunchTarget<HandleBlock<true, true>>},
-          {"rwkv_rwkv7_block_by_input_v1", LaunchTarget<HandleBlock<false, true>>}};
+          {"rwkv_rwkv7_block_by_input_v1", LaunchTarget<HandleBlock<false, true>>},
+          {"rwkv_rwkv7_first_block_postponed_v1", LaunchTarget<HandleBlock<true, false, true>>},
+          {"rwkv_rwkv7_block_postponed_v1", LaunchTarget<HandleBlock<false, false, true>>}};
 }
 
 }  // namespace rwkv_jax::cuda

@@ -190,10 +190,7 @@ __device__ bool AddUpBlocks(const SharedProducts& own, const Step& step, int num
 // `residual` is for Result::kAdded.
 template <typename T>
 __device__ void PutResult(const MatrixProduct& product, int64_t at, float sum, T residual) {
-  if (product.result == Result::kFloat)
-    static_cast<float*>(product.y)[at] = sum;
-  else
-    static_cast<T*>(product.y)[at] = FromFloat<T>(ResultOf(product.result, sum, ToFloat(residual)));
+  static_cast<T*>(product.y)[at] = FromFloat<T>(ResultOf(product.result, sum, ToFloat(residual)));
 }
 
 template <typename T, int kFragments, int kStages>

@@ -181,7 +181,7 @@ class MatrixBlock {
     MatrixProducts own = {};
     const auto add = [&](const void* matrix, Mix mix) {
       own.of[own.count] = {matrix, Mixed(mix), Projected(own.count), nullptr, width_,
-                           width_, Stride(),   Result::kFloat,       false};
+                           width_, Stride(),   Result::kRounded,     false};
       ++own.count;
     };
     add(call_.receptance.weight, kMixR), add(call_.key.weight, kMixK);
@@ -208,7 +208,7 @@ class MatrixBlock {
     ForMaps([&](int map, int rank, T* low_rank) {
       own.of[own.count++] = {
           call_.maps[map].second, low_rank, Projected(3 + map), nullptr, width_, rank, Stride(),
-          Result::kFloat,         true};
+          Result::kRounded,       true};
     });
     return Launch(own);
   }
@@ -278,8 +278,8 @@ class MatrixBlock {
   const T* Mixed(int which) const {
     return static_cast<const T*>(At(scratch_.mixed)) + which * call_.rows * call_.width;
   }
-  float* Projected(int which) const {
-    return call_.scratch + scratch_.projected + which * call_.width;
+  T* Projected(int which) const {
+    return static_cast<T*>(At(scratch_.projected)) + which * call_.width;
   }
   int Stride() const { return static_cast<int>(scratch_.projected_width); }
 

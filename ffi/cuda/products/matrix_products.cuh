@@ -11,9 +11,9 @@ namespace rwkv_jax::cuda {
 constexpr int kStepInputs = 64;
 
 // What becomes of a result.
-enum class Result { kFloat, kRounded, kTanh, kSigmoid, kSquaredRelu, kAdded };
+enum class Result { kRounded, kTanh, kSigmoid, kSquaredRelu, kAdded };
 
-// y [rows, stride], of float for Result::kFloat, and of T otherwise.
+// y [rows, stride].
 struct MatrixProduct {
   const void *matrix, *x;  // [outputs, inputs], or by input [inputs, outputs]; [rows, inputs]
   void* y;
@@ -40,10 +40,9 @@ struct MatrixProducts {
   uint32_t* tickets;  // how many blocks have written their sums, 0 before the launch
 };
 
-// A result that is not of float; `residual` is for Result::kAdded.
+// What is rounded to a result; `residual` is for Result::kAdded.
 __device__ inline float ResultOf(Result result, float sum, float residual) {
   switch (result) {
-    case Result::kFloat:
     case Result::kRounded: break;
     case Result::kTanh: return tanhf(sum);
     case Result::kSigmoid: return Sigmoid(sum);

@@ -58,8 +58,6 @@ struct ResultsOfManyRows {
   }
 
   __device__ void Put() const {
-    if (product.result == Result::kFloat)
-      return PutFloats(static_cast<float*>(product.y), product.stride);
     ChangeSums(product.result, sums);
     if (product.result == Result::kAdded && product.is_offset) AddOffset();
     if (product.result == Result::kAdded && !product.is_offset) {
@@ -135,8 +133,6 @@ struct ResultsOfFewRows {
   }
 
   __device__ void Put() const {
-    if (product.result == Result::kFloat)
-      return PutFloats(static_cast<float*>(product.y), product.stride);
     const auto put = [&](float result, int own_row, int own_output) {
       static_cast<__nv_bfloat16*>(product.y)[product.Place(own_row, own_output)] =
           __float2bfloat16_rn(result);

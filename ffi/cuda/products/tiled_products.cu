@@ -146,11 +146,6 @@ __global__ __launch_bounds__(kAddThreads) void AddUpKernel(const MatrixProduct p
     const float4 x = __ldcg(reinterpret_cast<const float4*>(sums + split * count + i));
     total[0] += x.x, total[1] += x.y, total[2] += x.z, total[3] += x.w;
   }
-  if (product.result == Result::kFloat) {
-    *reinterpret_cast<float4*>(static_cast<float*>(product.y) + at) = {total[0], total[1], total[2],
-                                                                       total[3]};
-    return;
-  }
 #pragma unroll
   for (int c = 0; c < kAddVector; ++c) total[c] = ResultOf(product.result, total[c], residual[c]);
   StoreRounded<__nv_bfloat16>(product.y, at, total);

@@ -27,6 +27,13 @@ constexpr int64_t kMaxManyRows = 1024;
 // outputs, which has a ticket and at least kGroupOutputs / 4 outputs.
 constexpr int64_t kSharesOfInputs = 8;
 
+// Up to so many tokens wait until the state is updated with them and the next one at once, each with the
+// vectors w, k, v, a and b of `wkv7` in every head, w as factors. A negative w marks a row without a token.
+constexpr int64_t kMostWaiting = 3, kWaitingVectors = 5;
+
+// What a step does with the tokens that wait: how many there are, and whether it updates the state.
+enum Schedule { kWaiting, kUpdates, kScheduleNumbers };
+
 // Widths up to this one, those of hidden activations included, are indexed with 32 bits.
 constexpr int64_t kMaxBlockWidth = 1 << 20;
 
@@ -64,6 +71,9 @@ struct Rwkv7BlockCall {
   const int32_t* segment_ids;  // [B]: a row whose id is 0 has no token, and its states stay
   const void *time_before, *channel_before;  // [B, C]: the states of both token shifts
   const float* state;                        // [B, H, V, K]
+  // Null if no token waits; otherwise the states and the tokens that wait lie where their results lie.
+  const int32_t* schedule;  // [kScheduleNumbers]
+  float* waiting;           // [kMostWaiting, B, H, kWaitingVectors, K]
 
   LayerNorm time_norm, channel_norm, head_norm;
   const void *mix[kMixes], *channel_mix;
@@ -85,13 +95,14 @@ struct Rwkv7BlockCall {
   }
   bool Quantised() const { return receptance.scale != nullptr; }
   bool OnMatrixUnits() const { return rows > 1 && dtype != Dtype::kF32; }
+  bool Postpones() const { return schedule != nullptr; }
 };
 
 // What lies where in the scratch of a block, in floats. Each part has room for an array of float, unless it
 // says otherwise. Those of 0 floats are parts of the other way to compute a block.
 struct BlockScratch {
   // r, k, v and, without matrix units, the low-rank maps between their products, [B, 3 C + ranks]; on
-  // matrix units r, k, v and the results of all low-rank maps, [B, 7 C].
+  // matrix units r, k, v and the results of all low-rank maps, [B, 7 C] of 16 bits.
   int64_t projected, projected_width;
   int64_t normalised;  // [B, C]: what a token shift has next
   int64_t mixed;       // [kMixes, B, C] of 16 bits: the inputs of the products
@@ -107,7 +118,7 @@ struct BlockScratch {
     const int64_t width = call.width, ranks = call.Ranks(), tokens = call.rows * width;
     const bool matrix_units = call.OnMatrixUnits(), many_rows = call.rows > kMaxBlockRows;
     projected_width = matrix_units ? (3 + kLowRankMaps) * width : 3 * width + ranks;
-    projected = Take(call.rows * projected_width);
+    projected = Take(call.rows * projected_width / (matrix_units ? 2 : 1));
     normalised = Take(matrix_units ? 0 : tokens);
     mixed = Take(matrix_units ? kMixes * tokens / 2 : 0);
     low_rank = Take(matrix_units ? call.rows * ranks / 2 : 0);

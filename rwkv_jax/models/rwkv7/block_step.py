@@ -42,6 +42,7 @@ from rwkv_jax._operator.operator import Pass
 from rwkv_jax.layers._function import Operands
 from rwkv_jax.models import _parameters
 from rwkv_jax.models._linear import WeightByInput
+from rwkv_jax.models._postponement import MOST_WAITING, Postponed
 from rwkv_jax.models._trees import BlockParams, BlockState, TimeMixState
 
 Block: TypeAlias = Callable[
@@ -51,6 +52,9 @@ Block: TypeAlias = Callable[
 NAME = "rwkv7_block"
 MAX_ROWS, MAX_MANY_ROWS, MAX_QUANTISED_ROWS, MAX_ROWS_BY_INPUT = 32, 1024, 1, 1
 HEAD_SIZE = 64
+VECTORS = 5
+LEAST_POSTPONED = 33
+"""From so many rows on, updates of states are postponed."""
 RANK_MULTIPLE, MAX_RANK = 8, 1024
 
 _MATRICES = {
@@ -95,6 +99,7 @@ def step_block(
       ValueError: arrays have sizes that do not fit together, or `v_first` is missing.
     """
     params = params._replace(ln0=None)
+    block = _settled(block)
     if _is_first(params):
         v_first = None
     elif v_first is None:
@@ -104,6 +109,47 @@ def step_block(
     if whole and (required or _prefers_kernels(*operands)):
         return _step(block, required, *operands)
     return block(*operands)
+
+
+def _settled(block: Block) -> Block:
+    """The block for a state that may be postponed, which it updates each time. Where one step of a
+    program takes it, all steps do, since all of them are for the same platform."""
+
+    def settled(
+        params: BlockParams,
+        x: Array,
+        v_first: Array | None,
+        state: BlockState,
+        segment_ids: Array | None,
+    ) -> tuple[Array, Array, BlockState]:
+        own = state.att.wkv
+        if not isinstance(own, Postponed):
+            return block(params, x, v_first, state, segment_ids)
+        state = state._replace(att=state.att._replace(wkv=own.state))
+        x, v_first, after = block(params, x, v_first, state, segment_ids)
+        next_own = Postponed(after.att.wkv, own.waiting)
+        return x, v_first, after._replace(att=after.att._replace(wkv=next_own))
+
+    return settled
+
+
+def postponed(params: BlockParams, state: BlockState) -> BlockState:
+    """The state of a block with an update that may be postponed, or as it is where the kernels
+    would not be chosen, or postponing was not measured to be faster."""
+    rows, heads = state.att.wkv.shape[:2]
+    if rows < LEAST_POSTPONED:
+        return state
+    waiting = jnp.zeros((MOST_WAITING, rows, heads, VECTORS, HEAD_SIZE), jnp.float32)
+
+    def with_schedule(schedule: Array | None) -> BlockState:
+        own = Postponed(state.att.wkv, waiting, schedule)
+        return state._replace(att=state.att._replace(wkv=own))
+
+    # The last inputs of a mixing are like those of the block.
+    x = state.ffn
+    v_first = None if _is_first(params) else x
+    like = with_schedule(jnp.zeros(2, jnp.int32))
+    return with_schedule(None) if _prefers_kernels(params, x, v_first, like, None) else state
 
 
 def _is_first(params: BlockParams) -> bool:
@@ -123,7 +169,7 @@ def _prefers_kernels(
         return False
     if len(x) > 1 and x.dtype.itemsize > 2:
         return False  # several rows of float32 are not multiplied on the matrix units
-    fused = _fused(params, v_first)
+    fused = _fused(params, v_first, state)
     given = _given(params, x, v_first, state, segment_ids)
     return all(name in given for name in fused.inputs) and fused.limits(given) is None
 
@@ -180,6 +226,8 @@ def _given(
     present = jnp.ones(len(x), bool) if segment_ids is None else segment_ids != 0
     ids = present.astype(jnp.int32)
     given = {"x": x, "segment_ids": ids, **_parameters.names(state), **_parameters.names(params)}
+    if "att.wkv.state" in given:
+        given["att.wkv"] = given.pop("att.wkv.state")
     for name in given.keys() & {f"{matrix}.scale" for matrix in _MATRICES}:
         scale = given.pop(name)
         if scale.shape[1] == 1:
@@ -194,7 +242,7 @@ def _kernels(
     state: BlockState,
     segment_ids: Array | None = None,
 ) -> tuple[Array, Array, BlockState]:
-    fused = _fused(params, v_first)
+    fused = _fused(params, v_first, state)
     given = _given(params, x, v_first, state, segment_ids)
     if missing := [name for name in fused.inputs if name not in given]:
         raise NotImplementedError(
@@ -206,26 +254,32 @@ def _kernels(
     check.share_sizes(NAME, fused.inputs, inputs)
     options = Options(None, lax.Precision.DEFAULT, "fused")
     found = dispatch.dispatched(fused, "step", options, Operands(inputs))
-    after = BlockState(TimeMixState(found["att.shift"], found["att.wkv"]), found["ffn"])
+    wkv = found["att.wkv"]
+    if fused.postponed:
+        wkv = Postponed(wkv, found["att.wkv.waiting"])
+    after = BlockState(TimeMixState(found["att.shift"], wkv), found["ffn"])
     return found["x"], found["v_first"] if v_first is None else v_first, after
 
 
-def _fused(params: BlockParams, v_first: Array | None) -> "_FusedBlock":
+def _fused(params: BlockParams, v_first: Array | None, state: BlockState) -> "_FusedBlock":
     return _FusedBlock(
         first=v_first is None,
         quantised=params.att.receptance.scale is not None,
         by_input=isinstance(params.ffn.value, WeightByInput),
+        postponed=isinstance(state.att.wkv, Postponed),
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class _FusedBlock:
     """What `dispatch.dispatched` runs. The first block and the others have different operands, and
-    so have blocks with and without weights of int8, and with `ffn.value` by input."""
+    so have blocks with and without weights of int8, with `ffn.value` by input, and with a state
+    that is postponed."""
 
     first: bool
     quantised: bool
     by_input: bool
+    postponed: bool
 
     implementations = ("fused",)
 
@@ -244,11 +298,13 @@ class _FusedBlock:
                 matrices[f"{name}.weight"] = axes
             if self.quantised:
                 matrices[f"{name}.scale"] = axes[0]
+        waiting = {"att.wkv.waiting": "NBHUK", "att.wkv.schedule": "P"} if self.postponed else {}
         share = {} if self.first else {"att.v0": "C", "att.v1": "CR", "att.v2": "RC"}
         return {
             **state,
             **others,
             "segment_ids": "B",
+            **waiting,
             **norms,
             **mixes,
             "ffn.x_k": "C",
@@ -272,7 +328,10 @@ class _FusedBlock:
         """The axes of the results of the target, in its order, without its scratch."""
         names = ["x", "att.shift", "att.wkv", "ffn"]
         made = {"v_first": "BC"} if self.first else {}
-        return {**{name: self.inputs[name] for name in names}, **made}
+        found = {**{name: self.inputs[name] for name in names}, **made}
+        if self.postponed:
+            found["att.wkv.waiting"] = self.inputs["att.wkv.waiting"]
+        return found
 
     def title(self, name: Pass) -> str:
         return NAME
@@ -338,6 +397,7 @@ class _FusedBlock:
     def _dtypes(self) -> dict[str, str]:
         """The dtypes of the operands that do not have that of the activations."""
         others = {"att.wkv": "float32", "segment_ids": "int32"}
+        others |= {"att.wkv.waiting": "float32", "att.wkv.schedule": "int32"}
         for name in self.inputs if self.quantised else ():
             matrix, _, part = name.rpartition(".")
             if matrix in _MATRICES:
@@ -366,12 +426,13 @@ class _FusedBlock:
             ([sizes[x] for x in axes], self._dtypes.get(name, inputs["x"].dtype))
             for name, axes in self.results.items()
         ]
-        target = _target(first=self.first, by_input=self.by_input)
+        target = _target(first=self.first, by_input=self.by_input, postponed=self.postponed)
+        states = [*self.inputs][1:4] + ["att.wkv.waiting"] * self.postponed
         found = library.call(
             target,
             [*shapes, ((scratch,), jnp.float32)],
             *inputs.values(),
-            aliases={1: 1, 2: 2, 3: 3},
+            aliases={[*self.inputs].index(name): [*self.results].index(name) for name in states},
         )
         return dict(zip(self.results, found, strict=False))
 
@@ -381,13 +442,16 @@ def _takes_many_rows(rows: int, dtype: Any) -> bool:
     return fits and gpus.other_than_hopper() is None
 
 
-def _target(*, first: bool, by_input: bool) -> str:
-    return f"rwkv_rwkv7_{'first_' if first else ''}block{'_by_input' if by_input else ''}_v1"
+def _target(*, first: bool, by_input: bool = False, postponed: bool = False) -> str:
+    kinds = "_by_input" * by_input + "_postponed" * postponed
+    return f"rwkv_rwkv7_{'first_' * first}block{kinds}_v1"
 
 
 _NORMS = ("ln1", "ln2", "att.ln_x")
 
 TARGETS = tuple(
-    _target(first=first, by_input=by_input) for by_input in (False, True) for first in (True, False)
+    _target(first=first, **kind)
+    for kind in ({}, {"by_input": True}, {"postponed": True})
+    for first in (True, False)
 )
 library.declare(*TARGETS)

@@ -2,7 +2,7 @@
 
 from rwkv_jax.models import _placement
 from rwkv_jax.models._model import Generation
-from rwkv_jax.models.rwkv7.block_step import step_block
+from rwkv_jax.models.rwkv7.block_step import postponed, step_block
 from rwkv_jax.models.rwkv7.channel_mixing import mix_channels
 from rwkv_jax.models.rwkv7.config import Config
 from rwkv_jax.models.rwkv7.initialisation import init_channel_mix, init_time_mix
@@ -26,4 +26,5 @@ GENERATION = Generation(
         (("w0", "a0", "v0", "k_k", "k_a", "r_k", "ln_x.weight", "ln_x.bias"), ("model",)),
     ),
     step_block=step_block,
+    postponed_block=postponed,
 )
