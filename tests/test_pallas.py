@@ -114,6 +114,40 @@ def test_kernels_for_hopper(op: str, case: Case) -> None:
     assert float32 == {"final_state", "dinitial_state", *(f"d{n}" for n in run.operator.shared)}
 
 
+SEGMENTS_ON_HOPPER = (
+    ("wkv7", Case(2, 200, 1, 64, dtype="bfloat16", regime="mixed")),
+    ("wkv6", Case(2, 200, 1, 64, dtype="bfloat16", decay="exp", regime="mixed")),
+    ("wkv6", Case(2, 200, 1, 64, dtype="bfloat16", decay="log", regime="near 1")),
+)
+
+LONG_IDS = np.array(
+    [
+        [0] * 5 + [1] * 58 + [2, 3] + [0] * 3 + [3] * 15 + [4] * 65 + [5] * 44 + [0] * 8,
+        [0] * 70 + [3] * 60 + [0] * 70,
+    ]
+)
+"""Segments that start in a chunk, that span chunks, and that end with one; chunks of padding."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("op", "case"), SEGMENTS_ON_HOPPER, ids=str)
+def test_segments_in_kernels_for_hopper(
+    op: str, case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, (inputs, cotangents) = Run(op, "pallas"), operands(op, case, segment_ids=LONG_IDS)
+    options = {"decay": case.decay, "precision": None}
+    packing = internals.marks_of(LONG_IDS)
+    for name in ("forward_operands", "backward_operands"):
+        packed = functools.partial(getattr(internals, name), packing=packing)
+        monkeypatch.setattr(internals, name, packed)
+    with _interpreting("hopper"):
+        found = internals.run_pallas_passes(op, inputs, cotangents, **options)
+        right = expected(op, inputs, cotangents, decay=case.decay, segment_ids=LONG_IDS)
+        assert_right(found, right, ceilings(run, inputs, **options))
+    for name in ("y", *(f"d{n}" for n in run.operator.timed)):
+        assert not np.any(np.asarray(found[name])[LONG_IDS == 0]), name
+
+
 IDS = np.array([[0] * 3 + [4] * 20 + [0] * 10 + [4, 5, 6] * 6 + [0] * 2 + [9] * 28])
 
 PACKED = (
@@ -456,7 +490,7 @@ BOTH = "Mosaic GPU, and for gradients Triton"
         *((MANY_HEADS, {"op": "wkv6", "decay": decay}, "Mosaic GPU") for decay in ("exp", "log")),
         (FEW_HEADS, {"op": "wkv6"}, "Triton"),
         (MANY_HEADS, {"precision": "highest"}, "Triton"),
-        (MANY_HEADS, {"segment_ids": np.ones((2, 65), np.int32)}, "Triton"),
+        (MANY_HEADS, {"segment_ids": np.ones((2, 65), np.int32)}, "Mosaic GPU"),
     ],
 )
 def test_where_mosaic_gpu_is_taken(
@@ -479,11 +513,7 @@ TAKEN = "the kernels for Hopper GPUs take"
         (FEW_HEADS, {"precision": "highest"}, f"precision 'highest'; {TAKEN} the default"),
         (Case(2, 65, 3, 64), {}, f"float32 inputs; {TAKEN} bfloat16"),
         (Case(2, 65, 3, 32, dtype="bfloat16"), {}, f"K = 32 and V = 32; {TAKEN} 64"),
-        (
-            FEW_HEADS,
-            {"segment_ids": np.ones((2, 65), np.int32)},
-            f"segment_ids; {TAKEN} one sequence in each row",
-        ),
+        (FEW_HEADS, {"segment_ids": np.ones((2, 65), np.int32)}, None),
         (
             Case(1, 65, 3, 64, dtype="bfloat16", state=False),
             {"cu_seqlens": np.array([0, 65], np.int32)},
@@ -545,6 +575,8 @@ def test_lowering_for_hopper(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     text = _lowered(op, "cuda", MANY_HEADS)
     assert text.count(KERNEL["hopper"]) == len(kernels)
     assert text.count(KERNEL["cuda"]) == (0 if "backward" in kernels else KERNELS - 2)
+    ids = np.ones((2, 65), np.int32)
+    assert _lowered(op, "cuda", MANY_HEADS, segment_ids=ids).count(KERNEL["hopper"]) == len(kernels)
     assert KERNEL["hopper"] not in _lowered(op, "cuda", FEW_HEADS)
     internals.lose_triton(monkeypatch)
     assert _lowered(f"{op}_step", "cuda", FEW_HEADS).count(KERNEL["hopper"]) == 1

@@ -12,20 +12,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from rwkv_jax._operator.call import (
     Arrays,
     Backward,
     Forward,
     Gradients,
+    Marks,
     Options,
     Packing,
     Result,
-    Sequences,
 )
 from rwkv_jax._operator.saved import CHUNK
 from rwkv_jax._operator.signature import Signature
+from rwkv_jax._packing import segments
 from rwkv_jax._pallas import lowering
 from rwkv_jax._pallas.lowering import Operands, Results
 
@@ -94,9 +95,8 @@ class HopperKernels:
             return f"K = {sizes['K']} and V = {sizes['V']}", f"{SIZE}"
         if options.decay not in self._decays:
             return f"decay {options.decay!r}", " and ".join(map(repr, self._decays))
-        if packing is not None:
-            in_a_row = isinstance(packing, Sequences)
-            return "cu_seqlens" if in_a_row else "segment_ids", "one sequence in each row"
+        if packing is not None and not isinstance(packing, Marks):
+            return "cu_seqlens", "one sequence in each row"
         return None, ""
 
     def is_faster(self, name: str, inputs: Mapping[str, Any]) -> bool:
@@ -113,7 +113,8 @@ class HopperKernels:
         results: Results = {"y": (axes, jnp.bfloat16)}
         if options.save:
             results["states"] = "BNHVK", jnp.bfloat16
-        given, state = self._whole(options, operands.inputs), operands.state[part]
+        given = self._whole(options, operands.inputs, operands.packing)
+        state = operands.state[part]
         found, state = self._run("FORWARD", platform, options, given, state, results)
         states = {part: found["states"]} if options.save else {}
         return Result(found["y"][:, :tokens], {part: state}, states)
@@ -123,7 +124,7 @@ class HopperKernels:
         rows, inputs = self._signature.rows, operands.inputs
         results: Results = {f"d{n}": (rows[n], jnp.bfloat16) for n in self._signature.timed}
         results |= {f"d{n}": ("BNHK", jnp.float32) for n in self._signature.shared}
-        given = self._whole(options, inputs | {"dy": operands.dy})
+        given = self._whole(options, inputs | {"dy": operands.dy}, operands.packing)
         given["states"] = "BNHVK", operands.states[part].astype(jnp.bfloat16)
         carry = operands.dstate[part]
         found, dstate = self._run("BACKWARD", platform, options, given, carry, results)
@@ -135,19 +136,27 @@ class HopperKernels:
 
         return Gradients({name: of_row(name) for name in inputs}, {part: dstate})
 
-    def _whole(self, options: Options, arrays: Arrays) -> Operands:
-        """Arrays of tokens with whole chunks, filled up with tokens that change no state, and
-        parameters."""
-        idle = self._signature.idle or {}
+    def _whole(self, options: Options, arrays: Arrays, packing: Packing) -> Operands:
+        """Arrays of tokens with whole chunks, filled up with tokens that change no state,
+        parameters, and the segments of a row."""
+        idle = self._idle(options)
 
         def whole(name: str, x: Array) -> Array:
             if name in self._signature.shared or not (missing := -x.shape[1] % CHUNK):
                 return x
-            number = idle.get(name, {}).get(options.decay, 0)
+            number = idle.get(name, 0)
             return jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, 0)), constant_values=number)
 
         axes = self._signature.rows | {"dy": self._signature.inputs[self._signature.y]}
-        return {name: (axes[name], whole(name, x)) for name, x in arrays.items()}
+        given = {name: (axes[name], whole(name, x)) for name, x in arrays.items()}
+        if isinstance(packing, Marks):
+            given["segments"] = "BNML", _segments(packing.marks)
+        return given
+
+    def _idle(self, options: Options) -> dict[str, float]:
+        """The inputs of a token that changes no state, where they are not 0."""
+        idle = self._signature.idle or {}
+        return {name: numbers[options.decay] for name, numbers in idle.items()}
 
     def _run(
         self,
@@ -161,4 +170,19 @@ class HopperKernels:
         if isinstance(self._module, Exception):
             raise self._module
         kernel = getattr(self._module, name)
-        return kernel.run(platform, options.decay, operands, carry, results)
+        idle = self._idle(options)
+        return kernel.run(platform, options.decay, operands, carry, results, idle)
+
+
+def _segments(marks: Array) -> Array:
+    """What `rwkv_jax._pallas.warpgroup.SEGMENTS` says of tokens with these marks [B, T]."""
+    missing = -marks.shape[1] % CHUNK
+    marks = jnp.pad(marks, ((0, 0), (0, missing)), constant_values=segments.PADDING)
+    marks = marks.reshape(len(marks), -1, CHUNK)
+    starts, there = marks == segments.STARTS, marks != segments.PADDING
+    place = lax.broadcasted_iota(jnp.int32, marks.shape, 2)
+    first = lax.cummax(jnp.where(starts, place, -1), axis=2)
+    later = lax.cummin(jnp.where(starts, place, CHUNK), axis=2, reverse=True)[:, :, 1:]
+    following = jnp.pad(later, ((0, 0), (0, 0), (0, 1)), constant_values=CHUNK)
+    count = jnp.sum(there, axis=2, keepdims=True, dtype=jnp.int32)
+    return jnp.stack([first, following, jnp.where(there, count, 0)], axis=2)

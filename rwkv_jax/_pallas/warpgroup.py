@@ -6,6 +6,7 @@ else is in shared memory:
 
     operands   one array of 16 bits for each stage; while a chunk is computed, later ones are copied
     scratch    one array each
+    segments   where rows have several segments, the SEGMENTS of each stage
 
 Who waits for whom: each stage has a barrier, at which the warpgroup waits for the copies into the
 arrays of the stage. Products and copies see what was put into shared memory before `Chunk.commit`.
@@ -34,6 +35,18 @@ SIZE = CHUNK
 """Rows and columns of all arrays of a chunk."""
 
 SQUARE = (SIZE, SIZE)
+
+SEGMENTS = "segments"
+"""The operand [B, N, 3, CHUNK] of int32 for rows of several segments, with three numbers for each
+token of a chunk:
+
+    FIRST    the place in the chunk where the segment of the token starts, negative if it starts in
+             an earlier chunk
+    NEXT     the place in the chunk where the next segment starts, at least CHUNK if none does
+    THERE    how many tokens of the chunk are there, or 0 if this one is not
+"""
+
+FIRST, NEXT, THERE = range(3)
 
 LOG2E = 1.4426950408889634
 """Exponents are to the base 2 in these kernels, for which GPUs have an instruction."""
@@ -89,7 +102,12 @@ class Parameter(NamedTuple):
 MaskFn: TypeAlias = Callable[[Array, Array], Array]
 """Which elements to keep, by their rows and columns."""
 
-Pair: TypeAlias = tuple[Array | Shared, Shared]
+READS, WRITES = "reads", "writes"
+"""The tokens that read the state before the chunk, and those that write the state after it."""
+
+Pair: TypeAlias = tuple[Array | Shared, Shared] | tuple[Array | Shared, Shared, str]
+"""Matrices x and y of a product. With READS or WRITES it counts only in the rows of these tokens,
+which are the rows of x."""
 
 
 class Chunk:
@@ -116,6 +134,66 @@ class Chunk:
     def __getitem__(self, name: str) -> Shared:
         return self._shared[name]
 
+    def _segments(self, kind: int) -> Array:
+        """One of the SEGMENTS of the tokens, in all columns."""
+        ref = self[SEGMENTS].here().at[kind]
+        layout = plgpu.Layout.WGMMA.reduce(1)
+        return in_all_columns(ref[...] if self._is_interpreted else plgpu.load(ref, layout=layout))
+
+    def _segments_of(self, kind: int, token: int) -> Array:
+        """One of the SEGMENTS of a token."""
+        return self[SEGMENTS].here().at[kind][token]
+
+    @property
+    def _start_of_last(self) -> Array:
+        """The FIRST of the last token, negative if no segment starts in the chunk."""
+        return self._segments_of(FIRST, SIZE - 1)
+
+    def _are(self, tokens: str) -> Array:
+        """Whether tokens, the rows of a matrix, are among READS or WRITES."""
+        if tokens == READS:
+            return self._segments(FIRST) < 0
+        return self._segments(NEXT) >= SIZE
+
+    def of(self, tokens: str, x: Array) -> Array:
+        """`x` with zeros for tokens that are not among READS or WRITES."""
+        return self._between_segments(lambda x: jnp.where(self._are(tokens), x, 0.0), x)
+
+    def put_of(self, tokens: str, *xs: Shared) -> None:
+        """Put zeros into each x for tokens that are not among READS or WRITES."""
+        if SEGMENTS not in self._shared:
+            return
+
+        @pl.when(self._start_of_last >= 0)
+        def _():
+            for x in xs:
+                x.put(jnp.where(self._are(tokens), x.read(), 0.0))
+
+    def stays(self, x: Array) -> Array:
+        """`x`, or zeros if the state after the chunk does not depend on the state before it."""
+        return self._between_segments(jnp.zeros_like, x)
+
+    def there(self, x: Array) -> Array:
+        """`x` with zeros for tokens that are not there."""
+        return x if SEGMENTS not in self._shared else jnp.where(self._segments(THERE) > 0, x, 0.0)
+
+    def _between_segments(self, change: Callable[[Any], Any], x: Any) -> Any:
+        """`change(x)` in chunks where a segment starts. These are few, and the others skip the
+        instructions."""
+        if SEGMENTS not in self._shared:
+            return x
+        return lax.cond(self._start_of_last < 0, lambda x: x, change, x)
+
+    def put_idle(self, numbers: Mapping[str, float]) -> None:
+        """Put these numbers in place of the operands of tokens that are not there."""
+
+        @pl.when(self._segments_of(THERE, 0) < SIZE)
+        def _():
+            there = self._segments(THERE) > 0
+            for name, number in numbers.items():
+                x = self[name].value()
+                self[name].put(jnp.where(there, x, jnp.full_like(x, number)))
+
     def parameter(self, name: str) -> Array:
         """A number for each column."""
         return self._parameters[name].read()
@@ -130,6 +208,19 @@ class Chunk:
         """`x` with zeros where the mask is not."""
         return jnp.where(mask(*self.places()), x, 0.0)
 
+    def related(self, mask: MaskFn | None, x: Array) -> Array:
+        """`x` with zeros where the mask is not, and between tokens of different segments."""
+
+        def in_segments(x: Array) -> Array:
+            _, column = self.places()
+            if mask not in (above, not_below):
+                x = jnp.where(self._segments(FIRST) <= column, x, 0.0)
+            if mask not in (below, not_above):
+                x = jnp.where(column < self._segments(NEXT), x, 0.0)
+            return x
+
+        return self._between_segments(in_segments, x if mask is None else self.kept(mask, x))
+
     def product(self, *pairs: Pair) -> Array:
         """The sum of x @ y over the pairs (x, y)."""
         (result,) = self.products(pairs)
@@ -137,13 +228,29 @@ class Chunk:
 
     def products(self, *sums: Sequence[Pair]) -> list[Array]:
         """The sum of x @ y over the pairs (x, y) of each element, all computed at the same time."""
+        found = self._products(sums)
+        for n, pairs in enumerate(sums):
+            for _, _, *tokens in pairs:
+                if tokens:
+                    found[n] = self._between_segments(
+                        lambda x, p=pairs, t=tokens: jnp.where(self._are(*t), x, self._without(p)),
+                        found[n],
+                    )
+        return found
+
+    def _without(self, pairs: Sequence[Pair]) -> Array:
+        """The sum for tokens that are not among READS or WRITES."""
+        others = [pair for pair in pairs if len(pair) == 2]
+        return self.product(*others) if others else jnp.zeros(SQUARE, jnp.float32)
+
+    def _products(self, sums: Sequence[Sequence[Pair]]) -> list[Array]:
         if self._is_interpreted:  # The interpreter has no products with x in registers.
-            terms = ([_dot(x, y) for x, y in pairs] for pairs in sums)
+            terms = ([_dot(x, y) for x, y, *_ in pairs] for pairs in sums)
             return [sum(own[1:], own[0]) for own in terms]
 
         def add(*accumulators: Any) -> list[Array]:
             for accumulator, pairs in zip(accumulators, sums, strict=True):
-                for x, y in pairs:
+                for x, y, *_ in pairs:
                     x = x.operand() if isinstance(x, Shared) else x
                     plgpu.wgmma(accumulator, x, y.operand())
             return [pinned(accumulator[...]) for accumulator in accumulators]
@@ -270,12 +377,19 @@ class Kernel(NamedTuple):
     order: str
 
     def run(
-        self, platform: str, decay: str, operands: Operands, carry: Array, results: Results
+        self,
+        platform: str,
+        decay: str,
+        operands: Operands,
+        carry: Array,
+        results: Results,
+        idle: Mapping[str, float],
     ) -> tuple[Arrays, Array]:
         """The results by name, and the final carry [B, H, V, K].
 
         Axes are BTH or BNH and one more, and BHK for parameters. Operands that are no parameters
-        have 16 bits and whole chunks.
+        have 16 bits and whole chunks, but for SEGMENTS. `idle` has the inputs of tokens that are
+        not there.
         """
         sizes = {a: n for axes, x in operands.values() for a, n in zip(axes, x.shape, strict=True)}
         rows, heads, count = sizes["B"], sizes["H"], sizes["T"] // CHUNK
@@ -330,6 +444,8 @@ class Kernel(NamedTuple):
                     is_interpreted=is_interpreted,
                 )
                 plgpu.barrier_wait(barriers.at[stage])
+                if SEGMENTS in copied:
+                    chunk.put_idle({n: idle.get(n, 0.0) for n in copied if "T" in copied[n][0]})
                 carry = self.body(chunk, carry)
                 chunk.wait()
 
@@ -354,7 +470,7 @@ class Kernel(NamedTuple):
             grid_names=("head",),
             kernel_name="_".join(("wkv", *results)),
             scratch_types=[
-                *(plgpu.SMEM((stages, *SQUARE), x.dtype) for _, x in copied.values()),
+                *(plgpu.SMEM((stages, *_of_chunk(*x)), x[1].dtype) for x in copied.values()),
                 *(plgpu.SMEM((1, *SQUARE), dtype) for dtype in self.scratch.values()),
                 plgpu.SMEM((1,), jnp.int32),
                 plgpu.Barrier(num_arrivals=len(copied), num_barriers=stages),
@@ -367,6 +483,12 @@ class Kernel(NamedTuple):
         # Mosaic GPU does not know of mesh axes.
         _, *found, carry = vary_alike(carry, *found)
         return dict(zip(results, found, strict=True)), carry
+
+
+def _of_chunk(axes: str, x: Array) -> list[int]:
+    """The shape of the part of an operand that belongs to a chunk."""
+    sizes = zip(axes, x.shape, strict=True)
+    return [CHUNK if a == "T" else n for a, n in sizes if a not in "BNH"]
 
 
 def _first(ref: Any, is_interpreted: bool) -> Array:

@@ -43,8 +43,10 @@ from jax import Array, lax
 from rwkv_jax._pallas.lowering import FROM_END, FROM_START
 from rwkv_jax._pallas.warpgroup import (
     LOG2E,
+    READS,
     SIZE,
     SQUARE,
+    WRITES,
     Chunk,
     Kernel,
     MaskFn,
@@ -162,8 +164,8 @@ def _forward(chunk: Chunk, state: Array) -> Array:
     before, after, exponents = chunk.products(
         *(_log_decay_of(chunk, mask) for mask in (below, above, _between(_half(0))))
     )
-    r_start = pinned((r.read() * jnp.exp2(before)).astype(jnp.bfloat16))
-    ends.put(k.read() * jnp.exp2(after))
+    r_start = pinned(chunk.of(READS, r.read() * jnp.exp2(before)).astype(jnp.bfloat16))
+    ends.put(chunk.of(WRITES, k.read() * jnp.exp2(after)))
 
     def level(n: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         exponents, pairs = carry
@@ -180,7 +182,7 @@ def _forward(chunk: Chunk, state: Array) -> Array:
     chunk.commit()
     found = chunk.product((z, z.T)).astype(jnp.bfloat16)
     i, j = chunk.places()
-    pairs = jnp.where(j < i, jnp.where((i ^ j) < 2, found, pairs), jnp.zeros_like(pairs))
+    pairs = chunk.related(below, jnp.where((i ^ j) < 2, found, pairs))
     y, dstate, stay = chunk.products(
         [(r_start, start.T), (pairs, v)],
         [(v.T, ends)],
@@ -189,7 +191,7 @@ def _forward(chunk: Chunk, state: Array) -> Array:
     z.put(y + in_all_columns(_bonus(chunk)) * v.read())
     chunk.commit()
     chunk.write("y", z)
-    return state * jnp.exp2(stay) + dstate
+    return chunk.stays(state * jnp.exp2(stay)) + dstate
 
 
 def _backward(chunk: Chunk, dstate: Array) -> Array:
@@ -203,22 +205,22 @@ def _backward(chunk: Chunk, dstate: Array) -> Array:
     found, transpose = chunk.products([(dy, v.T)], [(v, dy.T)])
     i, j = chunk.places()
     dbonus = jnp.sum(jnp.where(i == j, found, 0.0), axis=1)
-    pairs.put(jnp.where(j < i, found, transpose))
+    pairs.put(chunk.related(None, jnp.where(j < i, found, transpose)))
     chunk.write_row("du", jnp.sum(in_all_columns(dbonus) * r.read() * k.read(), axis=0))
 
     before, dr = chunk.products(_log_decay_of(chunk, below), [(dy, start)])
-    before = jnp.exp2(before)
+    before = chunk.of(READS, jnp.exp2(before))
     starts.put(r.read() * before)
     dr = pinned(dr * before)
     z.put(dr * r.read())
     after, dk, stay = chunk.products(
         _log_decay_of(chunk, above), [(v, d)], sum_in_all_rows(chunk["log_decay"], 1 / UNIT)
     )
-    after = jnp.exp2(after)
+    after = chunk.of(WRITES, jnp.exp2(after))
     ends.put(k.read() * after)
     dk = pinned(dk * after)
     x.put(dk * k.read())
-    dstay = pinned((d.read() + rest.read()) * start.read() * jnp.exp2(stay))
+    dstay = pinned(chunk.stays((d.read() + rest.read()) * start.read() * jnp.exp2(stay)))
     start.put(dstay)
     v.put(dstay - start.read())  # In two parts, since all tokens get its sum.
     chunk.commit()
@@ -263,8 +265,8 @@ def _backward(chunk: Chunk, dstate: Array) -> Array:
     dr, dk, dlog, _ = lax.fori_loop(0, LEVELS, level, (dr, dk, dlog, exponents))
     z.put(_r_or_k(chunk, 1))
     dr, dk = with_share(1, dr, dk, products_of_halves(1))
-    later = pinned(chunk.kept(above, pairs.read())).astype(jnp.bfloat16)
-    w.put(dlog * _slope(chunk))
+    later = pinned(chunk.related(above, pairs.read())).astype(jnp.bfloat16)
+    w.put(chunk.there(dlog * _slope(chunk)))
     bonus = in_all_columns(_bonus(chunk))
     dbonus = in_all_columns(dbonus) * in_all_rows(chunk.parameter("u"))
     dr += dbonus * k.read()
@@ -277,7 +279,7 @@ def _backward(chunk: Chunk, dstate: Array) -> Array:
     chunk.commit()
     for name, y in (("dr", r), ("dw", w), ("dk", k), ("dv", v)):
         chunk.write(name, y)
-    return (d.read() + rest.read()) * jnp.exp2(stay) + dstate
+    return chunk.stays((d.read() + rest.read()) * jnp.exp2(stay)) + dstate
 
 
 LOG_DECAY = {"log_decay": jnp.float16}

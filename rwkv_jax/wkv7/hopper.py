@@ -33,6 +33,9 @@ from jax import Array
 from rwkv_jax._pallas.lowering import FROM_END, FROM_START
 from rwkv_jax._pallas.warpgroup import (
     LOG2E,
+    READS,
+    SQUARE,
+    WRITES,
     Chunk,
     Kernel,
     MaskFn,
@@ -71,8 +74,8 @@ def _log_decay_until(chunk: Chunk) -> list[Pair]:
     return [(chunk.kept(not_above, 1 / UNIT).astype(jnp.float16), chunk["log_decay"])]
 
 
-def _kept(chunk: Chunk, mask: MaskFn, x: Array) -> Array:
-    return pinned(chunk.kept(mask, x)).astype(jnp.bfloat16)
+def _pairs(chunk: Chunk, mask: MaskFn, x: Array) -> Array:
+    return pinned(chunk.related(mask, x)).astype(jnp.bfloat16)
 
 
 def _forward(chunk: Chunk, state: Array) -> Array:
@@ -91,26 +94,27 @@ def _forward(chunk: Chunk, state: Array) -> Array:
     chunk.write("states", before)
 
     a_b, a_k = chunk.products([(a_rows, b.T)], [(a_rows, k.T)])
-    a_b, a_k = chunk.kept(below, a_b), _kept(chunk, below, a_k)
+    a_b, a_k = chunk.related(below, a_b), _pairs(chunk, below, a_k)
     m = inverse(chunk, a_b, r, w).astype(jnp.bfloat16)
     found, r_b, r_k = chunk.products(
-        [(a_rows, before.T), (a_k, v)], [(r_rows, b.T)], [(r_rows, k.T)]
+        [(a_rows, before.T, READS), (a_k, v)], [(r_rows, b.T)], [(r_rows, k.T)]
     )
     w.put(found)
     chunk.commit()
     u, y = r, w
-    r_b, r_k = (_kept(chunk, not_above, x) for x in (r_b, r_k))
+    r_b, r_k = (_pairs(chunk, not_above, x) for x in (r_b, r_k))
     u.put(chunk.product((m, w)))
+    chunk.put_of(WRITES, b, k)
     chunk.commit()
     found, dstate, end = chunk.products(
-        [(r_rows, before.T), (r_k, v), (r_b, u)],
+        [(r_rows, before.T, READS), (r_k, v), (r_b, u)],
         [(u.T, b), (v.T, k)],
         sum_in_all_rows(chunk["log_decay"], 1 / UNIT),
     )
     y.put(found)
     chunk.commit()
     chunk.write("y", y)
-    return (state + dstate) * jnp.exp2(end)
+    return (chunk.stays(state) + dstate) * jnp.exp2(end)
 
 
 def _backward(chunk: Chunk, dstate: Array) -> Array:
@@ -133,8 +137,12 @@ def _backward(chunk: Chunk, dstate: Array) -> Array:
     chunk.commit()
 
     a_b, a_k, b_r = chunk.products([(a, b.T)], [(a, k.T)], [(b, r.T)])
-    a_b, a_k, b_r = chunk.kept(below, a_b), _kept(chunk, below, a_k), _kept(chunk, not_below, b_r)
-    found, dz = chunk.products([(a, before.T), (a_k, v)], [(b_r, dy), (b, d.T)])
+    a_b, a_k, b_r = (
+        chunk.related(below, a_b),
+        _pairs(chunk, below, a_k),
+        _pairs(chunk, not_below, b_r),
+    )
+    found, dz = chunk.products([(a, before.T, READS), (a_k, v)], [(b_r, dy), (b, d.T, WRITES)])
     u.put(found)
     dz = pinned(dz.astype(jnp.bfloat16))
     x.put(inverse(chunk, a_b, z, x))
@@ -146,17 +154,17 @@ def _backward(chunk: Chunk, dstate: Array) -> Array:
     chunk.commit()
 
     k_r, k_a, found, more = chunk.products([(k, r.T)], [(k, a.T)], [(u, d)], [(v, d)])
-    k_r, k_a = _kept(chunk, not_below, k_r), _kept(chunk, above, k_a)
-    found = found * b.read() + more * k.read() + d.read() * before.read()
-    dend = jnp.sum(found, axis=0)
-    dv, y_u, y_v = chunk.products([(k_r, dy), (k, d.T), (k_a, z)], [(dy, u.T)], [(dy, v.T)])
+    k_r, k_a = _pairs(chunk, not_below, k_r), _pairs(chunk, above, k_a)
+    found = chunk.of(WRITES, found * b.read() + more * k.read())
+    dend = jnp.sum(found + chunk.stays(d.read() * before.read()), axis=0)
+    dv, y_u, y_v = chunk.products([(k_r, dy), (k, d.T, WRITES), (k_a, z)], [(dy, u.T)], [(dy, v.T)])
     x.put(dv)
     chunk.commit()
     chunk.write("dv", x)
-    y_u, y_v = (_kept(chunk, not_above, y) for y in (y_u, y_v))
-    dr, z_u, z_v = chunk.products([(dy, before), (y_u, b), (y_v, k)], [(z, u.T)], [(z, v.T)])
-    z_u, z_v = (_kept(chunk, below, y) for y in (z_u, z_v))
-    da, until = chunk.products([(z, before), (z_u, b), (z_v, k)], _log_decay_until(chunk))
+    y_u, y_v = (_pairs(chunk, not_above, y) for y in (y_u, y_v))
+    dr, z_u, z_v = chunk.products([(dy, before, READS), (y_u, b), (y_v, k)], [(z, u.T)], [(z, v.T)])
+    z_u, z_v = (_pairs(chunk, below, y) for y in (z_u, z_v))
+    da, until = chunk.products([(z, before, READS), (z_u, b), (z_v, k)], _log_decay_until(chunk))
     chunk.wait()  # for dv to be read
     x.put(dr * jnp.exp2(until))
     before.put(da * jnp.exp2(until - _log_decay(chunk)))
@@ -164,8 +172,8 @@ def _backward(chunk: Chunk, dstate: Array) -> Array:
     duntil = dr * r.read() + dbefore
     for y, rows, more in ((u, b, [_log_decay_until(chunk)]), (v, k, [])):
         y_r, y_a = chunk.products([(y, dy.T)], [(y, z.T)])
-        y_r, y_a = _kept(chunk, not_below, y_r), _kept(chunk, above, y_a)
-        found, *more = chunk.products([(y, d), (y_r, r), (y_a, a)], *more)
+        y_r, y_a = _pairs(chunk, not_below, y_r), _pairs(chunk, above, y_a)
+        found, *more = chunk.products([(y, d, WRITES), (y_r, r), (y_a, a)], *more)
         until = more[0] if more else until
         duntil -= found * rows.read()
         y.put(found * jnp.exp2(-until))
@@ -173,13 +181,14 @@ def _backward(chunk: Chunk, dstate: Array) -> Array:
     # In two parts, since the sums of `duntil` are small differences of large numbers.
     k.put(duntil)
     b.put(duntil - k.read())
+    chunk.put_of(READS, r, a)
     chunk.commit()
     for name, y in (("dr", x), ("da", before), ("db", u), ("dk", v)):
         chunk.write(name, y)
-    later = chunk.kept(not_below, 1.0).astype(jnp.bfloat16)
+    later = chunk.related(not_below, jnp.ones(SQUARE, jnp.float32)).astype(jnp.bfloat16)
     dlog, found = chunk.products([(later, k), (later, b)], [(dy.T, r), (z.T, a)])
-    dlog += in_all_rows(dend) - dbefore
-    dstate = d.read() + rest.astype(jnp.float32) + found
+    dlog += chunk.of(WRITES, in_all_rows(dend)) - dbefore
+    dstate = chunk.stays(d.read() + rest.astype(jnp.float32)) + found
     share = _share(w)
     d.put(dlog * (-SIGMOID_SCALE * share * (1.0 - share)))
     chunk.commit()
