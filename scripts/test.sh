@@ -36,12 +36,12 @@ pip() { "$venv/bin/python" -m pip --quiet --disable-pip-version-check "$@"; }
 pip wheel --no-deps --wheel-dir "$wheels" "$root"
 wheel=$(echo "$wheels"/*.whl)
 extras=${EXTRAS:-test${cuda_extra:+,$cuda_extra}}
+# --no-compile: compiling all modules, of which few are imported, takes longer than copying them.
 if [[ -n ${TORCH-} ]]; then
-  # Compiling all of its modules, of which few are imported, takes longer than copying them.
   pip install --no-compile ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$TORCH"
   extras+=,official
 fi
-pip install "$wheel[$extras]"
+pip install --no-compile "$wheel[$extras]"
 # In an environment of an earlier run the version is the same and the contents may not be.
 pip install --no-deps --force-reinstall "$wheel"
 
@@ -52,6 +52,12 @@ export PYTHONSAFEPATH=1
 # Compiling programs for the CPU is most of the time of the tests. Many are small: LLVM gets each of them
 # whole, not in 32 parts, and does not optimise it.
 quick="--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+# The compiler of fusions, through MLIR, takes longer than all the rest. Later versions of jaxlib have no
+# other one, and end at the sight of a flag that they do not know.
+other="--xla_cpu_use_fusion_emitters=false"
+if XLA_FLAGS=$other JAX_PLATFORMS=cpu "$venv/bin/python" -c 'import jax; jax.devices()' 2>/dev/null; then
+  quick+=" $other"
+fi
 export XLA_FLAGS="$quick ${XLA_FLAGS-}"
 cd "$root"
 "$venv/bin/python" - "$root/rwkv_jax" <<'PYTHON_CODE'

@@ -12,6 +12,7 @@ import pytest
 from rwkv_jax.generation import Sampling, generate
 from rwkv_jax.models import Invariant, rwkv4, rwkv5, rwkv6, rwkv7
 from rwkv_jax.serving import Pool
+from support.compiler import AS_USERS
 from support.models import VOCABULARY, parameters
 from support.tolerance import assert_trees_close, rms_error
 
@@ -25,7 +26,10 @@ def read(
     """The logits of rows of `TOKENS`, read in pieces, and the state after them. A piece of one
     token has no axis of time."""
     state, found, begin = None, [], 0
-    apply = jax.jit(lambda params, tokens, state: model.apply(params, tokens, state, **options))
+    apply = jax.jit(
+        lambda params, tokens, state: model.apply(params, tokens, state, **options),
+        compiler_options=AS_USERS,
+    )
     for piece in pieces:
         tokens = TOKENS[np.array(rows), begin : begin + piece]
         logits, state = apply(params, tokens[:, 0] if piece == 1 else tokens, state)

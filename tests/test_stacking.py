@@ -14,6 +14,7 @@ from jax.sharding import AxisType
 
 from rwkv_jax.models import rwkv7
 from support import hlo
+from support.compiler import AS_USERS
 from support.tolerance import assert_trees_close
 
 BATCH, TOKENS, WIDTH = 2, 9, 32
@@ -56,7 +57,7 @@ def test_results_and_gradients_are_equal(
     state = start(params, dtype) if given else None
     ids = jnp.asarray(SEGMENTS) if packed else None
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=AS_USERS)
     def run(params: rwkv7.Params, state: rwkv7.State | None) -> Any:
         def model(params: rwkv7.Params, state: rwkv7.State | None) -> Any:
             return rwkv7.apply(
