@@ -120,7 +120,7 @@ def test_where_updates_are_postponed(params: rwkv7.Params, monkeypatch: pytest.M
         return hlo.targets(text) & (BLOCKS | POSTPONED)
 
     assert targets(33) == POSTPONED
-    assert targets(32) == BLOCKS
+    assert targets(32) == targets(33, postpones=False) == BLOCKS
     assert not targets(33, implementation="xla")
     assert not targets(33, model=all_models.Invariant(rwkv7, 33)) & POSTPONED
     with monkeypatch.context() as other:

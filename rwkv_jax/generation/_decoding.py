@@ -27,7 +27,7 @@ class Controls(NamedTuple):
     stops: Bool[Operand, "B vocabulary"]
 
 
-@functools.partial(jax.jit, static_argnames="model", donate_argnames="session")
+@functools.partial(jax.jit, static_argnames=("model", "postpones"), donate_argnames="session")
 def decode(
     model: Model,
     params: Any,
@@ -36,13 +36,15 @@ def decode(
     left: Int32[Operand, " B"],
     steps: Int32[Array, ""] | np.int32,
     least: Int32[Array, ""] | np.int32,
+    postpones: bool,
 ) -> tuple[Session, Int32[Array, "steps B"], Int32[Array, ""]]:
     """The session after up to `left` more tokens of each row, the tokens, and how many steps they
     took. A row that is not active, or that samples a token that stops, has `NO_TOKEN`.
 
     A call ends after `steps` steps, which are at most `MOST_STEPS`, or when fewer than `least` rows
     have tokens left. Both are data, so that there is one program, and a stream that asks for one
-    token at a time gets the bits of a call that decodes many.
+    token at a time gets the bits of a call that decodes many; but if it `postpones` updates of
+    states, logits may differ by rounding where the kernels do so.
     """
 
     def is_enough(left: Array, count: Array) -> Array:
@@ -61,7 +63,8 @@ def decode(
         sampled = jnp.where(active, sampled, NO_TOKEN)
         return session, left, tokens.at[count].set(sampled), count + 1
 
-    session = session._replace(state=model.postponed(params, session.state))
+    if postpones:
+        session = session._replace(state=model.postponed(params, session.state))
     tokens = jnp.full((MOST_STEPS, len(left)), NO_TOKEN, jnp.int32)
     carry = session, jnp.asarray(left), tokens, jnp.int32(0)
     session, _, tokens, count = lax.while_loop(goes_on, body, carry)

@@ -137,9 +137,12 @@ def decode(
     least: Number,
     placement: Placement | None,
 ) -> tuple[Slots, Array, Array]:
-    """As `generation._decoding.decode`, for all slots."""
+    """As `generation._decoding.decode`, for all slots.
+
+    No update is postponed: when a state is updated would depend on the other requests, and so
+    would the rounding of logits."""
     session, tokens, count = _decoding.decode(
-        model, params, slots.session, slots.controls, left, steps, least
+        *(model, params, slots.session, slots.controls, left, steps, least), postpones=False
     )
     return placed(slots._replace(session=session), placement), tokens, count
 

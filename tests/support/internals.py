@@ -359,7 +359,12 @@ def step_block(params: Any, x: Any, v_first: Any, state: Any, segment_ids: Any =
 
 
 def lowered_decoding(
-    module: Any, params: Any, rows: int, dtype: Any, implementation: str | None = None
+    module: Any,
+    params: Any,
+    rows: int,
+    dtype: Any,
+    implementation: str | None = None,
+    postpones: bool = True,
 ) -> str:
     """The loop over tokens of `rwkv_jax.generation`, lowered for CUDA."""
     jax.clear_caches()
@@ -372,7 +377,7 @@ def lowered_decoding(
     )
     left = jnp.ones(rows, jnp.int32)
     traced = _decoding.decode.trace(
-        model, params, session, controls, left, jnp.int32(2), jnp.int32(1)
+        *(model, params, session, controls, left, jnp.int32(2), jnp.int32(1)), postpones=postpones
     )
     return traced.lower(lowering_platforms=("cuda",)).as_text()
 
