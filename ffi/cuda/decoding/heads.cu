@@ -33,7 +33,6 @@ namespace rwkv_jax::cuda {
 namespace {
 
 constexpr int N = kBlockHeadSize;
-
 constexpr int kHeadLanes = N / kHeadVector;
 
 // How a block computes a head: whether the matrix units have made the sums of the low-rank maps, and whether
@@ -48,7 +47,8 @@ using InMode = std::integral_constant<HeadMode, kMode>;
 template <HeadMode kMode>
 using HeadPartition = StatePartition<N, kMode == HeadMode::kMultiplies ? 2 : 4>;
 
-// So many blocks share the registers of a multiprocessor, where the blocks of the next product find room, too.
+// So many blocks share the registers of a multiprocessor. Beside those that multiply, blocks of the next
+// product find room, too.
 template <HeadMode kMode>
 constexpr int kHeadBlocks = kMode == HeadMode::kMultiplies ? 4 : 8;
 
@@ -294,8 +294,8 @@ __device__ void ReadOut(const HeadShared<T, kMode>& shared, int64_t at, const He
 
 using Token = TokenView<N, 1>;
 
-// Whether a token that waits is there.
-__device__ inline bool IsThere(const Token& token) { return *token.Row(kW) >= 0.0f; }
+// Whether a token that waits is there. NaN is one that is.
+__device__ inline bool IsThere(const Token& token) { return !(*token.Row(kW) < 0.0f); }
 
 // u_j becomes u_{j-1}, and what the token adds to y is added to `added`, for a warp.
 __device__ inline void ReadThrough(const Token& token, HeadVector& u, HeadVector& added) {
