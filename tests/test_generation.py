@@ -125,7 +125,8 @@ def test_a_token_goes_over_the_states_once(params: rwkv7.Params) -> None:
     controls = Controls(settings(MIXED, BATCH, VOCABULARY), np.zeros((BATCH, VOCABULARY), bool))
     count = np.int32(1)
     left = np.ones(BATCH, np.int32)
-    text = decode.lower(model, params, session, controls, left, count, count).compile().as_text()
+    operands = model, params, session, controls, left, count, count
+    text = decode.lower(*operands, postpones=True).compile().as_text()
     batch, heads, _, size = shape = session.state[0].att.wkv.shape
     state = ",".join(map(str, shape))
     results = set(re.findall(rf"= f32\[{state}\]\S* ([a-z-]+)\(", text or ""))
