@@ -125,12 +125,15 @@ def _settled(block: Block) -> Block:
         own = state.att.wkv
         if not isinstance(own, Postponed):
             return block(params, x, v_first, state, segment_ids)
-        state = state._replace(att=state.att._replace(wkv=own.state))
-        x, v_first, after = block(params, x, v_first, state, segment_ids)
-        next_own = Postponed(after.att.wkv, own.waiting)
-        return x, v_first, after._replace(att=after.att._replace(wkv=next_own))
+        operands = params, x, v_first, _with_wkv(state, own.state), segment_ids
+        x, v_first, after = block(*operands)
+        return x, v_first, _with_wkv(after, Postponed(after.att.wkv, own.waiting))
 
     return settled
+
+
+def _with_wkv(state: BlockState, wkv: Any) -> BlockState:
+    return state._replace(att=state.att._replace(wkv=wkv))
 
 
 def postponed(params: BlockParams, state: BlockState) -> BlockState:
@@ -142,8 +145,7 @@ def postponed(params: BlockParams, state: BlockState) -> BlockState:
     waiting = jnp.zeros((MOST_WAITING, rows, heads, VECTORS, HEAD_SIZE), jnp.float32)
 
     def with_schedule(schedule: Array | None) -> BlockState:
-        own = Postponed(state.att.wkv, waiting, schedule)
-        return state._replace(att=state.att._replace(wkv=own))
+        return _with_wkv(state, Postponed(state.att.wkv, waiting, schedule))
 
     # The last inputs of a mixing are like those of the block.
     x = state.ffn
