@@ -9,6 +9,10 @@ S_t = S_{t-1} G_t + v_t k_t^T, what a token reads out after some others,
 takes a few products of vectors beside the product with S, the last state that was written. So the
 vectors of a few tokens wait, and one step out of several brings the state up to date with all of
 them, in the order and the arithmetic of a step at a time.
+
+A step between those that write a state reads it only for a product with a rounded r_t. For this it
+need not read all bits, so kernels may keep a state in halves (`Postponed`), of which such a step
+reads the upper ones: S is rounded as r_t is, and only in what this step reads out.
 """
 
 from collections.abc import Callable
@@ -30,15 +34,17 @@ class Postponed(NamedTuple):
     """A state of an operator and the tokens with which it is not up to date.
 
     Attributes:
-      state: the state that was written last.
+      state: the state that was written last. Kernels may leave other bits in its place: each number
+        in halves of 16 bits, of which the upper one is the nearest bfloat16.
       waiting: the vectors w, k, v, a and b of each token that waits, w as factors.
-      schedule: how many tokens wait, and whether the next step updates the state; None between the
-        steps, so that a loop does not carry it for each block.
+      schedule: how many tokens wait, whether the next step updates the state, whether an earlier
+        one did, and whether a later one will; None between the steps, so that a loop does not carry
+        it for each block. Between the first update and the last one a state may lie in halves.
     """
 
     state: Float32[Array, "B H V K"]
     waiting: Float32[Array, "N B H vectors K"]
-    schedule: Int32[Array, "2"] | None = None
+    schedule: Int32[Array, "4"] | None = None
 
 
 def postponed(model: Any, params: Any, state: Tree) -> Tree:
@@ -59,7 +65,9 @@ def postponed(model: Any, params: Any, state: Tree) -> Tree:
 def at_step(state: Tree, step: Int32[Array, ""], last: Bool[Array, ""]) -> Tree:
     """The state for step number `step` of the loop, counted from 0, and whether it is the last."""
     waiting = step % (MOST_WAITING + 1)
-    schedule = jnp.stack([waiting, (last | (waiting == MOST_WAITING)).astype(jnp.int32)])
+    updates = last | (waiting == MOST_WAITING)
+    schedule = [waiting, updates, step > MOST_WAITING, ~last]
+    schedule = jnp.stack([x.astype(jnp.int32) for x in schedule])
     return _mapped(lambda x: x._replace(schedule=schedule), state)
 
 

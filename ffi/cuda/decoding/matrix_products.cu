@@ -4,7 +4,7 @@
 //   the rows normalised, shifted and mixed for six products (mixed_rows.cuh has the formula)
 //   r, k, v = R x_r, K x_k, V x_v;  tanh(x_w w1), x_a a1, sigmoid(x_g g1), x_v v1
 //   the second products of the low-rank maps
-//   what stands between them and the output product (heads.cu)
+//   what stands between them and the output product (summed_heads.cu)
 //   between = x + O read
 //   `between` normalised, shifted and mixed
 //   hidden = max(K x_k, 0)^2
@@ -160,7 +160,7 @@ class MatrixBlock {
     cudaError_t error = MixTokens();
     if (error == cudaSuccess) error = ProjectTokens();
     if (error == cudaSuccess) error = FinishMaps();
-    if (error == cudaSuccess) error = StepHeads(stream_, call_, device_);
+    if (error == cudaSuccess) error = StepSummedHeads(stream_, call_, device_);
     if (error == cudaSuccess) error = ReadTokens();
     if (error == cudaSuccess) error = MixChannels();
     if (error == cudaSuccess) error = ProjectChannels();

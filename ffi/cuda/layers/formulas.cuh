@@ -1,5 +1,6 @@
 // The formulas of one token of a head that the layer functions share with the step of a whole block. A
-// lane has kHeadVector consecutive channels of the head, and kLanes neighbouring lanes have all of them.
+// lane has some consecutive channels of the head, in the layer functions kHeadVector of them, and kLanes
+// neighbouring lanes have all of them.
 #pragma once
 
 #include "layers/vectors.cuh"
@@ -12,11 +13,11 @@ constexpr int kHeadVector = 8;
 using HeadVector = float[kHeadVector];
 
 // 1 / max(|u|, eps).
-template <int kLanes, typename Vector>
-__device__ float InverseLength(const Vector& k, const HeadVector& k_k) {
+template <int kLanes, typename Vector, int kChannels>
+__device__ float InverseLength(const Vector& k, const float (&k_k)[kChannels]) {
   float square = 0.0f;
 #pragma unroll
-  for (int c = 0; c < kHeadVector; ++c) square += k[c] * k_k[c] * (k[c] * k_k[c]);
+  for (int c = 0; c < kChannels; ++c) square += k[c] * k_k[c] * (k[c] * k_k[c]);
   const float length = sqrtf(SumOverLanes<kLanes>(square));
   return 1.0f / (length > kUnitLengthEps ? length : kUnitLengthEps);
 }
@@ -33,12 +34,12 @@ struct KeyChannel {
 };
 
 // The same in all channels of a lane.
-template <typename Vector>
-__device__ void MakeKeys(const Vector& k, const Vector& rate, const HeadVector& k_k,
-                         const HeadVector& k_a, const HeadVector& a0, float inverse,
-                         HeadVector& key, HeadVector& a, HeadVector& b) {
+template <typename Vector, int kChannels>
+__device__ void MakeKeys(const Vector& k, const Vector& rate, const float (&k_k)[kChannels],
+                         const float (&k_a)[kChannels], const float (&a0)[kChannels], float inverse,
+                         float (&key)[kChannels], float (&a)[kChannels], float (&b)[kChannels]) {
 #pragma unroll
-  for (int c = 0; c < kHeadVector; ++c) {
+  for (int c = 0; c < kChannels; ++c) {
     const KeyChannel made(k[c], rate[c], k_k[c], k_a[c], a0[c], inverse);
     key[c] = made.key, a[c] = made.a, b[c] = made.b;
   }
@@ -97,35 +98,36 @@ __device__ void AddKeyGradients(const Vector& k, const HeadVector& alpha, const 
 }
 
 // The share of the value of a token that is read out besides the output of WKV7.
-template <int kLanes, typename Vector>
-__device__ float Bonus(const Vector& r, const HeadVector& key, const HeadVector& r_k) {
+template <int kLanes, typename Vector, int kChannels>
+__device__ float Bonus(const Vector& r, const float (&key)[kChannels],
+                       const float (&r_k)[kChannels]) {
   float bonus = 0.0f;
 #pragma unroll
-  for (int c = 0; c < kHeadVector; ++c) bonus += r[c] * key[c] * r_k[c];
+  for (int c = 0; c < kChannels; ++c) bonus += r[c] * key[c] * r_k[c];
   return SumOverLanes<kLanes>(bonus);
 }
 
 // A token of a head: y normalised, and 1 / sqrt(variance + eps).
-template <int kLanes>
+template <int kLanes, int kChannels = kHeadVector>
 struct Normalised {
-  HeadVector z;
+  float z[kChannels];
   float scale;
 
   template <typename Vector>
   __device__ explicit Normalised(const Vector& y) {
-    constexpr float kShare = 1.0f / (kLanes * kHeadVector);
+    constexpr float kShare = 1.0f / (kLanes * kChannels);
     float sum = 0.0f, squares = 0.0f;
 #pragma unroll
-    for (int c = 0; c < kHeadVector; ++c) sum += y[c];
+    for (int c = 0; c < kChannels; ++c) sum += y[c];
     const float mean = SumOverLanes<kLanes>(sum) * kShare;
 #pragma unroll
-    for (int c = 0; c < kHeadVector; ++c) {
+    for (int c = 0; c < kChannels; ++c) {
       z[c] = y[c] - mean;
       squares += z[c] * z[c];
     }
     scale = 1.0f / sqrtf(SumOverLanes<kLanes>(squares) * kShare + kGroupNormEps);
 #pragma unroll
-    for (int c = 0; c < kHeadVector; ++c) z[c] *= scale;
+    for (int c = 0; c < kChannels; ++c) z[c] *= scale;
   }
 };
 

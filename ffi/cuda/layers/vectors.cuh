@@ -26,9 +26,11 @@ struct Packed {
         const uint4 four = reinterpret_cast<const uint4*>(from)[i / 4];
         words[i] = four.x, words[i + 1] = four.y, words[i + 2] = four.z, words[i + 3] = four.w;
       }
-    } else {
+    } else if constexpr (kWords == 2) {
       const uint2 two = *reinterpret_cast<const uint2*>(from);
       words[0] = two.x, words[1] = two.y;
+    } else {
+      words[0] = *reinterpret_cast<const uint32_t*>(from);
     }
   }
 
@@ -37,8 +39,10 @@ struct Packed {
 #pragma unroll
       for (int i = 0; i < kWords; i += 4)
         reinterpret_cast<uint4*>(to)[i / 4] = {words[i], words[i + 1], words[i + 2], words[i + 3]};
-    } else {
+    } else if constexpr (kWords == 2) {
       *reinterpret_cast<uint2*>(to) = {words[0], words[1]};
+    } else {
+      *reinterpret_cast<uint32_t*>(to) = words[0];
     }
   }
 
@@ -91,20 +95,20 @@ __device__ void StoreRounded(void* array, int64_t at, const float (&x)[N]) {
   packed.Store(static_cast<T*>(array) + at);
 }
 
+// Two floats, or a multiple of four.
 template <int N>
 __device__ void LoadFloats(const float* from, float (&x)[N]) {
+  Packed<float, N> packed;
+  packed.Load(from);
 #pragma unroll
-  for (int i = 0; i < N; i += 4) {
-    const float4 four = *reinterpret_cast<const float4*>(from + i);
-    x[i] = four.x, x[i + 1] = four.y, x[i + 2] = four.z, x[i + 3] = four.w;
-  }
+  for (int i = 0; i < N; ++i) x[i] = packed[i];
 }
 
 template <int N>
 __device__ void StoreFloats(float* to, const float (&x)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; i += 4)
-    *reinterpret_cast<float4*>(to + i) = {x[i], x[i + 1], x[i + 2], x[i + 3]};
+  Packed<float, N> packed;
+  packed.Set(x);
+  packed.Store(to);
 }
 
 // The sum over kLanes neighbouring lanes, a power of two of them.

@@ -31,8 +31,11 @@ constexpr int64_t kSharesOfInputs = 8;
 // vectors w, k, v, a and b of `wkv7` in every head, w as factors. A negative w marks a row without a token.
 constexpr int64_t kMostWaiting = 3, kWaitingVectors = 5;
 
-// What a step does with the tokens that wait: how many there are, and whether it updates the state.
-enum Schedule { kWaiting, kUpdates, kScheduleNumbers };
+// What a step does with the tokens that wait: how many there are, whether it updates the state, whether the
+// state of a head lies in halves, and whether an update leaves it so. With the bits x of a float, its upper
+// half is (x + 2^15) / 2^16, the nearest bfloat16, and its lower one the rest of x, from -2^15 to 2^15 - 1. All
+// upper halves of a head lie before the lower ones, in rows as the kernels have them.
+enum Schedule { kWaiting, kUpdates, kInHalves, kIntoHalves, kScheduleNumbers };
 
 // Widths up to this one, those of hidden activations included, are indexed with 32 bits.
 constexpr int64_t kMaxBlockWidth = 1 << 20;

@@ -150,7 +150,7 @@ def postponed(params: BlockParams, state: BlockState) -> BlockState:
     # The last inputs of a mixing are like those of the block.
     x = state.ffn
     v_first = None if _is_first(params) else x
-    like = with_schedule(jnp.zeros(2, jnp.int32))
+    like = with_schedule(jnp.zeros(4, jnp.int32))
     return with_schedule(None) if _prefers_kernels(params, x, v_first, like, None) else state
 
 
