@@ -124,21 +124,21 @@ def steps(
         before = jax.tree.map(lambda x: jnp.where(starts, 0.0, x), before)
     z = terms.now[-1]
     assert z is not None
-    ones = jnp.ones_like(z[0, 0, 0, 0])
-    now = [_sums(z * column, ones) for column in terms.columns]
+    now = [_sums(z * column) for column in terms.columns]
     rows = [_padded(x, last=0.0) for x in terms.rows]
     return Steps(rows, before, now, v)
 
 
-def _sums(x: Array, ones: Array) -> Array:
+def _sums(x: Array) -> Array:
     """The sums along the last axis, by a product, since some compilers are slow to sum."""
+    ones = jnp.ones(x.shape[-1], jnp.float32)
     return jnp.einsum("...k,k->...", x, ones, precision=lax.Precision.HIGHEST)
 
 
 def _of_chunks(x: Array) -> Array:
     """The tokens of links [N, R, B, H, T, ...] as those of chunks [N, T, B, H, ...]."""
-    x = jnp.moveaxis(x, 4, 2)
-    return x.reshape(len(x), -1, *x.shape[3:])
+    chunks, links, batch, heads, tokens, *rest = x.shape
+    return jnp.moveaxis(x, 4, 2).reshape(chunks, links * tokens, batch, heads, *rest)
 
 
 def _padded(x: Array, **by: float) -> Array:
