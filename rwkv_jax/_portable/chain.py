@@ -88,10 +88,6 @@ class _Parts(NamedTuple):
         return self.columns[..., -tokens:, :], self.pairs[..., -tokens:]
 
 
-SlabFn: TypeAlias = Callable[[Options, LinksOfRows, Any, Any, Array], tuple[Any, Array, Array]]
-"""`slab_of(options, call, number, carried, given)`: what is carried on from a slab, the states
-before its links, of which the first of a chunk is needed, and Y."""
-
 _Sums: TypeAlias = tuple[Any, Arrays, Arrays]
 
 
@@ -113,43 +109,39 @@ class Chain(Implementation):
         return self._reference.step(options, platform, operands)
 
     def forward(self, options: Options, platform: str, operands: Forward) -> Result:
-        on_cpu, elsewhere = self._links(operands)
-        product = on_matrix_units(options, operands.inputs[self._signature.y].dtype)
-        return lax.platform_dependent(
-            cpu=lambda: self._forward(options, operands, on_cpu, self._token_by_token),
-            default=lambda: self._forward(
-                options, operands, elsewhere, functools.partial(self._side_by_side, product)
-            ),
-        )
+        return self._on_any_platform(self._forward, options, operands)
 
     def backward(self, options: Options, platform: str, operands: Backward) -> Gradients:
-        on_cpu, elsewhere = self._links(operands)
-        product = on_matrix_units(options, operands.inputs[self._signature.y].dtype)
-        if on_cpu.slabs.count == elsewhere.slabs.count and not product.rounds:
-            return self._backward(options, operands, exact(options), elsewhere)
-        return lax.platform_dependent(
-            cpu=lambda: self._backward(options, operands, exact(options), on_cpu),
-            default=lambda: self._backward(options, operands, product, elsewhere),
-        )
+        return self._on_any_platform(self._backward, options, operands)
 
-    def _links(self, operands: Operands) -> tuple[LinksOfRows, LinksOfRows]:
-        """The links of a call in the slabs that suit a CPU, and in those for other platforms."""
+    def _on_any_platform(
+        self,
+        compute: Callable[[Options, Any, Products, LinksOfRows], Any],
+        options: Options,
+        operands: Operands,
+    ) -> Any:
+        """A pass with the products and slabs that suit the platform that it is lowered for."""
         on_cpu, elsewhere = (
             links(self._signature, sizes, operands.inputs, operands.packing)
             for sizes in (ON_CPU, ELSEWHERE)
         )
-        return on_cpu, elsewhere
+        product = on_matrix_units(options, operands.inputs[self._signature.y].dtype)
+        return lax.platform_dependent(
+            cpu=lambda: compute(options, operands, exact(options), on_cpu),
+            default=lambda: compute(options, operands, product, elsewhere),
+        )
 
     def _forward(
-        self, options: Options, operands: Forward, call: LinksOfRows, slab_of: SlabFn
+        self, options: Options, operands: Forward, product: Products, call: LinksOfRows
     ) -> Result:
         signature = self._signature
+        slab_of = self._token_by_token if product.fewest else self._side_by_side
         (part,) = operands.state
         state, values = operands.state[part], operands.inputs[signature.y]
 
         def slab(number: Any, carry: tuple[Any, Arrays]) -> tuple[Any, Arrays]:
             carried, room = carry
-            carried, states, y = slab_of(options, call, number, carried, state)
+            carried, states, y = slab_of(options, product, call, number, carried, state)
             room = room | {"y": call.put(number, room["y"], y.astype(values.dtype))}
             if options.save:
                 room |= {"states": call.save(number, room["states"], states)}
@@ -165,13 +157,14 @@ class Chain(Implementation):
 
     def _side_by_side(
         self,
-        product: Products,
         options: Options,
+        product: Products,
         call: LinksOfRows,
         number: Any,
         carried: Any,
         given: Array,
     ) -> tuple[Any, Array, Array]:
+        """What is carried on from a slab, the states before its links, and Y."""
         timed, shared, tokens = call.inputs(number)
         parts = self._parts(options, product, tokens, timed, shared)
         solved, _ = _solved(product, parts)
@@ -182,8 +175,15 @@ class Chain(Implementation):
         return carried, states, _read(product, parts, states, written)
 
     def _token_by_token(
-        self, options: Options, call: LinksOfRows, number: Any, carried: Any, given: Array
+        self,
+        options: Options,
+        product: Products,
+        call: LinksOfRows,
+        number: Any,
+        carried: Any,
+        given: Array,
     ) -> tuple[Any, Array, Array]:
+        """The same, as if each chunk were one link."""
         timed, shared, tokens = call.inputs(number)
         own = steps(self._terms, options, timed, shared, tokens, self._signature.y)
         carried, states, found = _through(Steps.run, own, carried, call.path(number), given)

@@ -120,7 +120,7 @@ def steps(
     if tokens.segment is not None:
         # A segment starts from nothing: what is before it is multiplied by 0.
         starts = _of_chunks(jnp.diff(tokens.segment, axis=-1, prepend=0) != 0)[..., None]
-        starts = _padded(starts, last=False)
+        starts = _padded(starts, last=0.0)
         before = jax.tree.map(lambda x: jnp.where(starts, 0.0, x), before)
     z = terms.now[-1]
     assert z is not None
