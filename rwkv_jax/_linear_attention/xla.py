@@ -9,11 +9,12 @@ after it, a link of tokens is
     S_after = S diag(stay) + V^T (k after)
 """
 
+from jax import Array
+
 from rwkv_jax._operator.call import Arrays
-from rwkv_jax._portable.algebra import Decays
-from rwkv_jax._portable.chain import Terms
+from rwkv_jax._portable.steps import Terms
 
 
-def terms(decays: Decays, inputs: Arrays) -> Terms:
+def terms(own: Array, inputs: Arrays) -> Terms:
     r, k, u = (inputs[name] for name in "rku")
     return Terms([r], [k], [r * u])

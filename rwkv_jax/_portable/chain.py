@@ -18,7 +18,8 @@ start, U is found afterwards, and only one product a link goes along the chain:
     S_after = S diag(stay) + S turned + added
     turned = solved^T C_u,           added = (own, V)^T C
 
-All else is done for all links of a slab at once, in few, large products. The backward pass makes
+All else is done for all links of a slab at once, in few, large products. On a CPU the forward pass
+goes from token to token instead (see `rwkv_jax._portable.steps`). The backward pass makes
 the parts of each slab again, from the last to the first. The states before its links follow from
 the saved ones. The cotangents of the states after its links, and of U, come from a chain that
 starts at the end. With all of these fixed, the equations at the top are linear in the parts. So the
@@ -46,30 +47,16 @@ from rwkv_jax._operator.call import (
 from rwkv_jax._operator.implementation import Implementation
 from rwkv_jax._operator.signature import Signature
 from rwkv_jax._portable import algebra
-from rwkv_jax._portable.algebra import Decays, Tokens
+from rwkv_jax._portable.algebra import Tokens
 from rwkv_jax._portable.operands import Carried, LinksOfRows, Path, links
 from rwkv_jax._portable.products import Products, exact, on_matrix_units
 from rwkv_jax._portable.slabs import ELSEWHERE, ON_CPU
+from rwkv_jax._portable.steps import Steps, Terms, steps
 from rwkv_jax._portable.token_by_token import TokenByToken
 
-
-class Terms(NamedTuple):
-    """What an operator says of the tokens of links, arrays [..., T, K].
-
-    rows: what meets the states before tokens and what was written to them: for U, if there is one,
-      and for Y.
-    columns: the keys under which U, if there is one, and V are written.
-    now: for each of `rows` what meets the columns of the same token; None for nothing.
-    """
-
-    rows: Sequence[Array]
-    columns: Sequence[Array]
-    now: Sequence[Array | None]
-
-
-TermsFn: TypeAlias = Callable[[Decays, Arrays], Terms]
-"""`terms(decays, inputs)`: the inputs are in float32, those of tokens [..., T, K], with zeros for
-tokens that are not there, and parameters [..., 1, K]."""
+TermsFn: TypeAlias = Callable[[Array, Arrays], Terms]
+"""`terms(own, inputs)` from the decay factor of each token. All are in float32, those of tokens
+[..., T, K], with zeros for tokens that are not there, and parameters [..., 1, K]."""
 
 
 class _Parts(NamedTuple):
@@ -139,8 +126,6 @@ class Chain(Implementation):
             for sizes in (ON_CPU, ELSEWHERE)
         )
         product = on_matrix_units(options, operands.inputs[self._signature.y].dtype)
-        if on_cpu.slabs.count == elsewhere.slabs.count and not product.rounds:
-            return compute(options, operands, exact(options), elsewhere)
         return lax.platform_dependent(
             cpu=lambda: compute(options, operands, exact(options), on_cpu),
             default=lambda: compute(options, operands, product, elsewhere),
@@ -150,20 +135,14 @@ class Chain(Implementation):
         self, options: Options, operands: Forward, product: Products, call: LinksOfRows
     ) -> Result:
         signature = self._signature
+        slab_of = self._token_by_token if product.fewest else self._side_by_side
         (part,) = operands.state
         state, values = operands.state[part], operands.inputs[signature.y]
 
         def slab(number: Any, carry: tuple[Any, Arrays]) -> tuple[Any, Arrays]:
             carried, room = carry
-            timed, shared, tokens = call.inputs(number)
-            parts = self._parts(options, product, tokens, timed, shared)
-            solved, _ = _solved(product, parts)
-            chain = _for_chain(product, solved)
-            carried, states, written = _along(product, chain, carried, call.path(number), state)
-            if written is None:
-                written = _written(product, solved, parts.values, states)
-            y = _read(product, parts, states, written).astype(values.dtype)
-            room = room | {"y": call.put(number, room["y"], y)}
+            carried, states, y = slab_of(options, product, call, number, carried, state)
+            room = room | {"y": call.put(number, room["y"], y.astype(values.dtype))}
             if options.save:
                 room |= {"states": call.save(number, room["states"], states)}
             return carried, room
@@ -175,6 +154,40 @@ class Chain(Implementation):
         carried, room = call.run(slab, (call.start(state), room))
         states = {part: call.states(room["states"])} if options.save else {}
         return Result(call.whole(room["y"]), {part: call.end(carried)}, states)
+
+    def _side_by_side(
+        self,
+        options: Options,
+        product: Products,
+        call: LinksOfRows,
+        number: Any,
+        carried: Any,
+        given: Array,
+    ) -> tuple[Any, Array, Array]:
+        """What is carried on from a slab, the states before its links, and Y."""
+        timed, shared, tokens = call.inputs(number)
+        parts = self._parts(options, product, tokens, timed, shared)
+        solved, _ = _solved(product, parts)
+        chain = _for_chain(product, solved)
+        carried, states, written = _along(product, chain, carried, call.path(number), given)
+        if written is None:
+            written = _written(product, solved, parts.values, states)
+        return carried, states, _read(product, parts, states, written)
+
+    def _token_by_token(
+        self,
+        options: Options,
+        product: Products,
+        call: LinksOfRows,
+        number: Any,
+        carried: Any,
+        given: Array,
+    ) -> tuple[Any, Array, Array]:
+        """The same, as if each chunk were one link."""
+        timed, shared, tokens = call.inputs(number)
+        own = steps(self._terms, options, timed, shared, tokens, self._signature.y)
+        carried, states, found = _through(Steps.run, own, carried, call.path(number), given)
+        return carried, states, own.outputs(found, timed[self._signature.y].shape)
 
     def _backward(
         self, options: Options, operands: Backward, product: Products, call: LinksOfRows
@@ -219,7 +232,7 @@ class Chain(Implementation):
         w = inputs["w"]
         w = jnp.broadcast_to(w, jnp.broadcast_shapes(w.shape, inputs["k"].shape))
         decays = algebra.decays(w, options.decay, tokens, product)
-        terms = self._terms(decays, inputs)
+        terms = self._terms(decays.own, inputs)
 
         def joined(several: Sequence[Array], decay: Array) -> Array:
             return jnp.concatenate([(x * decay).astype(product.dtype) for x in several], axis=-2)
@@ -330,11 +343,8 @@ def _along(
     # On a path the state after the last chunk is kept as it is, for the end of its sequence.
     dtype = product.dtype if path is None else jnp.float32
 
-    def chunk(state: Array, xs: tuple[Arrays, tuple[Array, Array] | None]) -> tuple[Array, Any]:
-        own, enters = xs
-        states, written = [state] * several, list[Any]([None] * several)
-        if enters is not None:
-            state = _choose(*enters, state)
+    def chunk(own: Arrays, state: Array, before: Array) -> tuple[Array, tuple[Array, Any]]:
+        states, written = [before] * several, list[Any]([None] * several)
         for r in order:
             if r != order[0]:
                 states[r] = state
@@ -342,19 +352,49 @@ def _along(
         found = jnp.stack(states).astype(dtype)
         return state, (found, jax.tree.map(lambda *xs: jnp.stack(xs), *written))
 
+    carried, states, written = _through(
+        chunk, xs, carried, path, given, first=order[0], reverse=reverse
+    )
+    return carried, states.astype(product.dtype), written
+
+
+def _through(
+    chunk: Callable[[Any, Array, Array], tuple[Array, tuple[Array, Any]]],
+    xs: Any,
+    carried: Any,
+    path: Path | None,
+    given: Array,
+    *,
+    first: int = 0,
+    reverse: bool = False,
+) -> tuple[Any, Array, Any]:
+    """What is carried on from a slab, and what the chunks of `xs` found.
+
+    `chunk(own, state, before)` gives the state after a chunk, the states before its links, in which
+    the one before the link `first` is `before`, and more. On a path `state` may be that of another
+    sequence than `before`, which is corrected here.
+    """
+
+    def one(state: Array, xs: tuple[Any, tuple[Array, Array] | None]) -> tuple[Array, Any]:
+        own, enters = xs
+        before = state
+        if enters is not None:
+            state = _choose(*enters, state)
+        return chunk(own, state, before)
+
     if path is None:
-        carried, (states, written) = lax.scan(chunk, carried, (xs, None), reverse=reverse)
-        return carried, states, written
+        carried, (states, more) = lax.scan(one, carried, (xs, None), reverse=reverse)
+        return carried, states, more
     rows = lax.iota(jnp.int32, len(given))[None]
     enters = path.enters, given.at[rows, path.sequence].get(mode="promise_in_bounds")
-    last, (states, written) = lax.scan(chunk, carried.last, (xs, enters), reverse=reverse)
-    before = states[:, order[0]]
+    last, (states, more) = lax.scan(one, carried.last, (xs, enters), reverse=reverse)
+    before = states[:, first]
     ends = [last[None], before[:-1]] if reverse else [before[1:], last[None]]
     nowhere = given.shape[1] + lax.iota(jnp.int32, len(before))[:, None]
     place = jnp.where(path.exits, path.sequence, nowhere)
     done = carried.done.at[rows, place].set(jnp.concatenate(ends), mode="drop", unique_indices=True)
-    states = states.at[:, order[0]].set(_choose(*enters, before))
-    return Carried(last, done), states.astype(product.dtype), written
+    states = states.at[:, first].set(_choose(*enters, before))
+    return Carried(last, done), states, more
 
 
 def _choose(condition: Array, x: Array, y: Array) -> Array:
