@@ -86,6 +86,11 @@ class Shared:
         self.here()[...] = x.astype(self.ref.dtype)
 
 
+def chosen(n: Any, first: Shared, second: Shared) -> Shared:
+    """The first array where n is 0, or else the second."""
+    return Shared(first.ref, lambda: jnp.where(n == 0, first.place(), second.place()))
+
+
 class Parameter(NamedTuple):
     """What all tokens of a head share."""
 
@@ -396,13 +401,21 @@ class Kernel(NamedTuple):
         copied = {n: (axes, x) for n, (axes, x) in operands.items() if "T" in axes or "N" in axes}
         sizes["N"], stages = count, min(self.stages, count)
         is_interpreted = platform == "cpu"
+        # Arrays of one shape and dtype share a reference, so that a loop can choose among them.
+        first_places, counts = {}, dict[Any, int]()
+        for name in (*copied, *self.scratch):
+            kind, number = (SQUARE, self.scratch.get(name)), 1
+            if name in copied:
+                kind, number = (_of_chunk(*copied[name]), copied[name][1].dtype), stages
+            kind = kind[0], jnp.dtype(kind[1])
+            first_places[name] = kind, counts.get(kind, 0)
+            counts[kind] = counts.get(kind, 0) + number
 
         def kernel(*refs: Any) -> None:
             given, (start, *others) = refs[: len(operands)], refs[len(operands) :]
             made, (end, *others) = others[: len(results)], others[len(results) :]
             *buffers, unknown, barriers = others
             unknown[0] = jnp.int32(0)  # The compiler has to read it again behind each barrier.
-            buffers = dict(zip((*copied, *self.scratch), buffers, strict=True))
             given = dict(zip(operands, given, strict=True))
             row, head = (f(lax.axis_index("head"), heads) for f in (lax.div, lax.rem))
 
@@ -412,10 +425,16 @@ class Kernel(NamedTuple):
                 where = {"B": row, "H": head, "N": chunk, "T": pl.ds(chunk * CHUNK, CHUNK)}
                 return ref.at[tuple(where[a] for a in axes if a in where)]
 
+            def placed(name: str) -> tuple[Any, Any]:
+                """The reference that has the arrays of this name, and the place of the first."""
+                kind, first = first_places[name]
+                return buffers[[*counts].index(kind)], first
+
             def load(n: Any, stage: Any) -> None:
                 for name, (axes, _) in copied.items():
-                    to = buffers[name].at[stage]
-                    plgpu.copy_gmem_to_smem(of_chunk(n, axes, given[name]), to, barriers.at[stage])
+                    ref, first = placed(name)
+                    source = of_chunk(n, axes, given[name])
+                    plgpu.copy_gmem_to_smem(source, ref.at[first + stage], barriers.at[stage])
 
             places = _places(is_interpreted)
             parameters = {
@@ -431,14 +450,15 @@ class Kernel(NamedTuple):
                     return 0 if is_interpreted else unknown[0]
 
                 def shared(name: str) -> Shared:
-                    first = stage if name in copied else 0
-                    return Shared(buffers[name], lambda: first + unknown_zero())
+                    ref, first = placed(name)
+                    first += stage if name in copied else 0
+                    return Shared(ref, lambda: first + unknown_zero())
 
                 writes = {
                     name: of_chunk(n, axes, ref)
                     for (name, (axes, _)), ref in zip(results.items(), made, strict=True)
                 }
-                arrays = {name: shared(name) for name in buffers}
+                arrays = {name: shared(name) for name in (*copied, *self.scratch)}
                 chunk = Chunk(
                     *(decay, arrays, parameters, writes, places, unknown_zero),
                     is_interpreted=is_interpreted,
@@ -470,8 +490,7 @@ class Kernel(NamedTuple):
             grid_names=("head",),
             kernel_name="_".join(("wkv", *results)),
             scratch_types=[
-                *(plgpu.SMEM((stages, *_of_chunk(*x)), x[1].dtype) for x in copied.values()),
-                *(plgpu.SMEM((1, *SQUARE), dtype) for dtype in self.scratch.values()),
+                *(plgpu.SMEM((n, *shape), dtype) for (shape, dtype), n in counts.items()),
                 plgpu.SMEM((1,), jnp.int32),
                 plgpu.Barrier(num_arrivals=len(copied), num_barriers=stages),
             ],
@@ -485,10 +504,10 @@ class Kernel(NamedTuple):
         return dict(zip(results, found, strict=True)), carry
 
 
-def _of_chunk(axes: str, x: Array) -> list[int]:
+def _of_chunk(axes: str, x: Array) -> tuple[int, ...]:
     """The shape of the part of an operand that belongs to a chunk."""
     sizes = zip(axes, x.shape, strict=True)
-    return [CHUNK if a == "T" else n for a, n in sizes if a not in "BNH"]
+    return tuple(CHUNK if a == "T" else n for a, n in sizes if a not in "BNH")
 
 
 def _first(ref: Any, is_interpreted: bool) -> Array:

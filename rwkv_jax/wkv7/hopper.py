@@ -27,8 +27,10 @@ The gradient of a log decay is the sum of dG over its token and all later ones, 
 of its own token, and of dG_end.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from rwkv_jax._pallas.lowering import FROM_END, FROM_START
 from rwkv_jax._pallas.warpgroup import (
@@ -43,6 +45,7 @@ from rwkv_jax._pallas.warpgroup import (
     Shared,
     above,
     below,
+    chosen,
     in_all_rows,
     inverse,
     not_above,
@@ -157,26 +160,39 @@ def _backward(chunk: Chunk, dstate: Array) -> Array:
     k_r, k_a = _pairs(chunk, not_below, k_r), _pairs(chunk, above, k_a)
     found = chunk.of(WRITES, found * b.read() + more * k.read())
     dend = jnp.sum(found + chunk.stays(d.read() * before.read()), axis=0)
-    dv, y_u, y_v = chunk.products([(k_r, dy), (k, d.T, WRITES), (k_a, z)], [(dy, u.T)], [(dy, v.T)])
-    x.put(dv)
+    x.put(chunk.product((k_r, dy), (k, d.T, WRITES), (k_a, z)))
     chunk.commit()
     chunk.write("dv", x)
-    y_u, y_v = (_pairs(chunk, not_above, y) for y in (y_u, y_v))
-    dr, z_u, z_v = chunk.products([(dy, before, READS), (y_u, b), (y_v, k)], [(z, u.T)], [(z, v.T)])
-    z_u, z_v = (_pairs(chunk, below, y) for y in (z_u, z_v))
-    da, until = chunk.products([(z, before, READS), (z_u, b), (z_v, k)], _log_decay_until(chunk))
     chunk.wait()  # for dv to be read
-    x.put(dr * jnp.exp2(until))
-    before.put(da * jnp.exp2(until - _log_decay(chunk)))
-    dbefore = pinned(da * a.read())
-    duntil = dr * r.read() + dbefore
-    for y, rows, more in ((u, b, [_log_decay_until(chunk)]), (v, k, [])):
+
+    def of_reads(n: Any, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+        """dr and, where n is 1, da."""
+        y, rows, to = chosen(n, dy, z), chosen(n, r, a), chosen(n, x, before)
+        y_u, y_v = chunk.products([(y, u.T)], [(y, v.T)])
+        y_u, y_v = (_pairs(chunk, lambda i, j: j <= i - n, y) for y in (y_u, y_v))
+        found, until = chunk.products(
+            [(y, before, READS), (y_u, b), (y_v, k)], _log_decay_until(chunk)
+        )
+        chunk.wait()
+        to.put(found * jnp.exp2(until - n * _log_decay(chunk)))
+        own = found * rows.read()
+        return sums[0] + own, own
+
+    zeros = jnp.zeros(SQUARE, jnp.float32)
+    duntil, dbefore = lax.fori_loop(0, 2, of_reads, (zeros, zeros))
+
+    def of_writes(n: Any, duntil: Array) -> Array:
+        """db and, where n is 1, dk."""
+        y, rows = chosen(n, u, v), chosen(n, b, k)
         y_r, y_a = chunk.products([(y, dy.T)], [(y, z.T)])
         y_r, y_a = _pairs(chunk, not_below, y_r), _pairs(chunk, above, y_a)
-        found, *more = chunk.products([(y, d, WRITES), (y_r, r), (y_a, a)], *more)
-        until = more[0] if more else until
-        duntil -= found * rows.read()
+        found, until = chunk.products(
+            [(y, d, WRITES), (y_r, r), (y_a, a)], _log_decay_until(chunk)
+        )
         y.put(found * jnp.exp2(-until))
+        return duntil - found * rows.read()
+
+    duntil = lax.fori_loop(0, 2, of_writes, duntil)
 
     # In two parts, since the sums of `duntil` are small differences of large numbers.
     k.put(duntil)
