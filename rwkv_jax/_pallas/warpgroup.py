@@ -162,7 +162,7 @@ class Chunk:
 
     def of(self, tokens: str, x: Array) -> Array:
         """`x` with zeros for tokens that are not among READS or WRITES."""
-        return self._between_segments(lambda x: jnp.where(self._are(tokens), x, 0.0), x)
+        return x if SEGMENTS not in self._shared else jnp.where(self._are(tokens), x, 0.0)
 
     def put_of(self, tokens: str, *xs: Shared) -> None:
         """Put zeros into each x for tokens that are not among READS or WRITES."""
@@ -176,18 +176,13 @@ class Chunk:
 
     def stays(self, x: Array) -> Array:
         """`x`, or zeros if the state after the chunk does not depend on the state before it."""
-        return self._between_segments(jnp.zeros_like, x)
+        if SEGMENTS not in self._shared:
+            return x
+        return jnp.where(lax.broadcast(self._start_of_last, SQUARE) < 0, x, 0.0)
 
     def there(self, x: Array) -> Array:
         """`x` with zeros for tokens that are not there."""
         return x if SEGMENTS not in self._shared else jnp.where(self._segments(THERE) > 0, x, 0.0)
-
-    def _between_segments(self, change: Callable[[Any], Any], x: Any) -> Any:
-        """`change(x)` in chunks where a segment starts. These are few, and the others skip the
-        instructions."""
-        if SEGMENTS not in self._shared:
-            return x
-        return lax.cond(self._start_of_last < 0, lambda x: x, change, x)
 
     def put_idle(self, numbers: Mapping[str, float]) -> None:
         """Put these numbers in place of the operands of tokens that are not there."""
@@ -213,18 +208,16 @@ class Chunk:
         """`x` with zeros where the mask is not."""
         return jnp.where(mask(*self.places()), x, 0.0)
 
-    def related(self, mask: MaskFn | None, x: Array) -> Array:
-        """`x` with zeros where the mask is not, and between tokens of different segments."""
-
-        def in_segments(x: Array) -> Array:
-            _, column = self.places()
-            if mask not in (above, not_below):
-                x = jnp.where(self._segments(FIRST) <= column, x, 0.0)
-            if mask not in (below, not_above):
-                x = jnp.where(column < self._segments(NEXT), x, 0.0)
-            return x
-
-        return self._between_segments(in_segments, x if mask is None else self.kept(mask, x))
+    def related(self, part: "Triangle | None", x: Array) -> Array:
+        """`x` with zeros outside a part of the matrix, and between tokens of different segments."""
+        if SEGMENTS not in self._shared:
+            return x if part is None else self.kept(part, x)
+        row, column = self.places()
+        start = self._segments(FIRST) if part is None or not part.is_upper else row + part.shift
+        end = self._segments(NEXT) if part is None or part.is_upper else row + part.shift
+        # Of unsigned numbers, for which one comparison of each element is enough.
+        is_kept = (column - start).astype(jnp.uint32) < (end - start).astype(jnp.uint32)
+        return jnp.where(is_kept, x, 0.0)
 
     def product(self, *pairs: Pair) -> Array:
         """The sum of x @ y over the pairs (x, y)."""
@@ -233,34 +226,37 @@ class Chunk:
 
     def products(self, *sums: Sequence[Pair]) -> list[Array]:
         """The sum of x @ y over the pairs (x, y) of each element, all computed at the same time."""
-        found = self._products(sums)
-        for n, pairs in enumerate(sums):
-            for _, _, *tokens in pairs:
-                if tokens:
-                    found[n] = self._between_segments(
-                        lambda x, p=pairs, t=tokens: jnp.where(self._are(*t), x, self._without(p)),
-                        found[n],
-                    )
-        return found
+        if SEGMENTS not in self._shared:
+            return self._products(sums, {})
+        states = {n: pair for n, pairs in enumerate(sums) for pair in pairs if len(pair) == 3}
+        found = self._products([[pair] for pair in states.values()], {}) if states else []
+        starts = {n: self.of(states[n][2], x) for n, x in zip(states, found, strict=True)}
+        others = [[pair for pair in pairs if len(pair) == 2] for pairs in sums]
+        return self._products(others, starts)
 
-    def _without(self, pairs: Sequence[Pair]) -> Array:
-        """The sum for tokens that are not among READS or WRITES."""
-        others = [pair for pair in pairs if len(pair) == 2]
-        return self.product(*others) if others else jnp.zeros(SQUARE, jnp.float32)
-
-    def _products(self, sums: Sequence[Sequence[Pair]]) -> list[Array]:
+    def _products(self, sums: Sequence[Sequence[Pair]], starts: Mapping[int, Array]) -> list[Array]:
+        """The sums, to which the starts of those with these numbers are added."""
         if self._is_interpreted:  # The interpreter has no products with x in registers.
             terms = ([_dot(x, y) for x, y, *_ in pairs] for pairs in sums)
-            return [sum(own[1:], own[0]) for own in terms]
+            return [sum(own, starts.get(n, 0.0)) for n, own in enumerate(terms)]
 
-        def add(*accumulators: Any) -> list[Array]:
+        def add(accumulators: Any) -> None:
             for accumulator, pairs in zip(accumulators, sums, strict=True):
                 for x, y, *_ in pairs:
                     x = x.operand() if isinstance(x, Shared) else x
                     plgpu.wgmma(accumulator, x, y.operand())
-            return [pinned(accumulator[...]) for accumulator in accumulators]
 
-        return pl.run_scoped(add, *(plgpu.ACC(SQUARE, jnp.float32) for _ in sums))
+        def add_to_zeros(*accumulators: Any) -> list[Array]:
+            add(accumulators)
+            return [accumulator[...] for accumulator in accumulators]
+
+        if starts:
+            zeros = jnp.zeros(SQUARE, jnp.float32)
+            refs = [plgpu.ACC.init(starts.get(n, zeros)) for n in range(len(sums))]
+            found = pl.run_state(add)(refs)
+        else:
+            found = pl.run_scoped(add_to_zeros, *(plgpu.ACC(SQUARE, jnp.float32) for _ in sums))
+        return [pinned(x) for x in found]
 
     def commit(self) -> None:
         """Let products and copies see what was put into shared memory."""
@@ -320,20 +316,19 @@ def sum_in_all_rows(x: Shared, unit: float) -> list[Pair]:
     return [(jnp.full(SQUARE, unit, x.ref.dtype), x)]
 
 
-def below(row: Array, column: Array) -> Array:
-    return column < row
+class Triangle(NamedTuple):
+    """The part of a matrix on the one side of a diagonal, or else on the other: in each row, the
+    columns from row + shift on, or those before."""
+
+    is_upper: bool
+    shift: Any
+
+    def __call__(self, row: Array, column: Array) -> Array:
+        return column >= row + self.shift if self.is_upper else column < row + self.shift
 
 
-def not_above(row: Array, column: Array) -> Array:
-    return column <= row
-
-
-def above(row: Array, column: Array) -> Array:
-    return column > row
-
-
-def not_below(row: Array, column: Array) -> Array:
-    return column >= row
+below, not_above = Triangle(False, 0), Triangle(False, 1)
+not_below, above = Triangle(True, 0), Triangle(True, 1)
 
 
 def inverse(chunk: Chunk, x: Array, factor: Shared, scratch: Shared) -> Array:

@@ -40,9 +40,9 @@ from rwkv_jax._pallas.warpgroup import (
     WRITES,
     Chunk,
     Kernel,
-    MaskFn,
     Pair,
     Shared,
+    Triangle,
     above,
     below,
     chosen,
@@ -77,8 +77,8 @@ def _log_decay_until(chunk: Chunk) -> list[Pair]:
     return [(chunk.kept(not_above, 1 / UNIT).astype(jnp.float16), chunk["log_decay"])]
 
 
-def _pairs(chunk: Chunk, mask: MaskFn, x: Array) -> Array:
-    return pinned(chunk.related(mask, x)).astype(jnp.bfloat16)
+def _pairs(chunk: Chunk, part: Triangle, x: Array) -> Array:
+    return pinned(chunk.related(part, x)).astype(jnp.bfloat16)
 
 
 def _forward(chunk: Chunk, state: Array) -> Array:
@@ -169,7 +169,7 @@ def _backward(chunk: Chunk, dstate: Array) -> Array:
         """dr and, where n is 1, da."""
         y, rows, to = chosen(n, dy, z), chosen(n, r, a), chosen(n, x, before)
         y_u, y_v = chunk.products([(y, u.T)], [(y, v.T)])
-        y_u, y_v = (_pairs(chunk, lambda i, j: j <= i - n, y) for y in (y_u, y_v))
+        y_u, y_v = (_pairs(chunk, Triangle(False, 1 - n), y) for y in (y_u, y_v))
         found, until = chunk.products(
             [(y, before, READS), (y_u, b), (y_v, k)], _log_decay_until(chunk)
         )
