@@ -86,9 +86,16 @@ class Shared:
         self.here()[...] = x.astype(self.ref.dtype)
 
 
-def chosen(n: Any, first: Shared, second: Shared) -> Shared:
-    """The first array where n is 0, or else the second."""
-    return Shared(first.ref, lambda: jnp.where(n == 0, first.place(), second.place()))
+def chosen(n: Any, *arrays: Shared) -> Shared:
+    """The array with this number, of some that share a reference."""
+
+    def place() -> Any:
+        found, *others = (x.place() for x in arrays)
+        for number, other in enumerate(others, start=1):
+            found = jnp.where(n == number, other, found)
+        return found
+
+    return Shared(arrays[0].ref, place)
 
 
 class Parameter(NamedTuple):
@@ -113,6 +120,9 @@ READS, WRITES = "reads", "writes"
 Pair: TypeAlias = tuple[Array | Shared, Shared] | tuple[Array | Shared, Shared, str]
 """Matrices x and y of a product. With READS or WRITES it counts only in the rows of these tokens,
 which are the rows of x."""
+
+Terms: TypeAlias = Sequence[Pair | Array]
+"""A sum of products and of at most one array."""
 
 
 class Chunk:
@@ -187,12 +197,19 @@ class Chunk:
     def put_idle(self, numbers: Mapping[str, float]) -> None:
         """Put these numbers in place of the operands of tokens that are not there."""
 
+        def put(n: Any) -> None:
+            x, number = chosen(n, *(self[name] for name in numbers)), 0.0
+            for place, other in enumerate(numbers.values()):
+                number = jnp.where(n == place, other, number) if other else number
+            x.put(jnp.where(self._segments(THERE) > 0, x.read(), number))
+
         @pl.when(self._segments_of(THERE, 0) < SIZE)
         def _():
-            there = self._segments(THERE) > 0
-            for name, number in numbers.items():
-                x = self[name].value()
-                self[name].put(jnp.where(there, x, jnp.full_like(x, number)))
+            self._loop(len(numbers), put)
+
+    def _loop(self, count: int, body: Callable[[Any], None]) -> None:
+        """A loop that the compiler cannot unroll."""
+        lax.fori_loop(0, count + self._unknown_zero(), lambda n, _: body(n), None)
 
     def parameter(self, name: str) -> Array:
         """A number for each column."""
@@ -219,44 +236,48 @@ class Chunk:
         is_kept = (column - start).astype(jnp.uint32) < (end - start).astype(jnp.uint32)
         return jnp.where(is_kept, x, 0.0)
 
-    def product(self, *pairs: Pair) -> Array:
-        """The sum of x @ y over the pairs (x, y)."""
-        (result,) = self.products(pairs)
+    def product(self, *terms: Pair | Array) -> Array:
+        """The sum of x @ y over the pairs (x, y), and of an array."""
+        (result,) = self.products(terms)
         return result
 
-    def products(self, *sums: Sequence[Pair]) -> list[Array]:
-        """The sum of x @ y over the pairs (x, y) of each element, all computed at the same time."""
+    def products(self, *sums: Terms) -> list[Array]:
+        """The sum of x @ y over the pairs (x, y) of each element, and of its array, all computed at
+        the same time."""
         if SEGMENTS not in self._shared:
-            return self._products(sums, {})
-        states = {n: pair for n, pairs in enumerate(sums) for pair in pairs if len(pair) == 3}
-        found = self._products([[pair] for pair in states.values()], {}) if states else []
-        starts = {n: self.of(states[n][2], x) for n, x in zip(states, found, strict=True)}
-        others = [[pair for pair in pairs if len(pair) == 2] for pairs in sums]
-        return self._products(others, starts)
+            return self._products(sums)
+        states = [[x for x in y if isinstance(x, tuple) and len(x) == 3] for y in sums]
+        found = iter(self._products([x for x in states if x]))
+        return self._products(
+            [
+                [
+                    *([self.of(x[0][2], next(found))] if x else []),
+                    *(y for y in terms if not any(y is z for z in x)),
+                ]
+                for x, terms in zip(states, sums, strict=True)
+            ]
+        )
 
-    def _products(self, sums: Sequence[Sequence[Pair]], starts: Mapping[int, Array]) -> list[Array]:
-        """The sums, to which the starts of those with these numbers are added."""
+    def _products(self, sums: Sequence[Terms]) -> list[Array]:
+        if not sums:
+            return []
+        starts = [next((x for x in terms if not isinstance(x, tuple)), None) for terms in sums]
+        pairs = [[x for x in terms if isinstance(x, tuple)] for terms in sums]
         if self._is_interpreted:  # The interpreter has no products with x in registers.
-            terms = ([_dot(x, y) for x, y, *_ in pairs] for pairs in sums)
-            return [sum(own, starts.get(n, 0.0)) for n, own in enumerate(terms)]
+            found = [sum(_dot(x, y) for x, y, *_ in own) for own in pairs]
+            return [
+                x if start is None else start + x for start, x in zip(starts, found, strict=True)
+            ]
 
         def add(accumulators: Any) -> None:
-            for accumulator, pairs in zip(accumulators, sums, strict=True):
-                for x, y, *_ in pairs:
+            for accumulator, own in zip(accumulators, pairs, strict=True):
+                for x, y, *_ in own:
                     x = x.operand() if isinstance(x, Shared) else x
                     plgpu.wgmma(accumulator, x, y.operand())
 
-        def add_to_zeros(*accumulators: Any) -> list[Array]:
-            add(accumulators)
-            return [accumulator[...] for accumulator in accumulators]
-
-        if starts:
-            zeros = jnp.zeros(SQUARE, jnp.float32)
-            refs = [plgpu.ACC.init(starts.get(n, zeros)) for n in range(len(sums))]
-            found = pl.run_state(add)(refs)
-        else:
-            found = pl.run_scoped(add_to_zeros, *(plgpu.ACC(SQUARE, jnp.float32) for _ in sums))
-        return [pinned(x) for x in found]
+        zeros = jnp.zeros(SQUARE, jnp.float32)
+        refs = [plgpu.ACC.init(zeros if x is None else x) for x in starts]
+        return [pinned(x) for x in pl.run_state(add)(refs)]
 
     def commit(self) -> None:
         """Let products and copies see what was put into shared memory."""
@@ -354,7 +375,7 @@ def inverse(chunk: Chunk, x: Array, factor: Shared, scratch: Shared) -> Array:
         chunk.commit()
         # `whole` is zero between pieces, so that no other elements of x are in what is kept.
         between = pinned(chunk.kept(of_halves, chunk.product((whole, factor)))).astype(jnp.bfloat16)
-        return result + chunk.product((between, scratch))
+        return chunk.product(result, (between, scratch))
 
     return lax.fori_loop(0, SIZE.bit_length() - 2, level, result)
 

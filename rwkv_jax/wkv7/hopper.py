@@ -109,15 +109,15 @@ def _forward(chunk: Chunk, state: Array) -> Array:
     u.put(chunk.product((m, w)))
     chunk.put_of(WRITES, b, k)
     chunk.commit()
-    found, dstate, end = chunk.products(
+    found, state, end = chunk.products(
         [(r_rows, before.T, READS), (r_k, v), (r_b, u)],
-        [(u.T, b), (v.T, k)],
+        [chunk.stays(state), (u.T, b), (v.T, k)],
         sum_in_all_rows(chunk["log_decay"], 1 / UNIT),
     )
     y.put(found)
     chunk.commit()
     chunk.write("y", y)
-    return (chunk.stays(state) + dstate) * jnp.exp2(end)
+    return state * jnp.exp2(end)
 
 
 def _backward(chunk: Chunk, dstate: Array) -> Array:
@@ -186,9 +186,7 @@ def _backward(chunk: Chunk, dstate: Array) -> Array:
         y, rows = chosen(n, u, v), chosen(n, b, k)
         y_r, y_a = chunk.products([(y, dy.T)], [(y, z.T)])
         y_r, y_a = _pairs(chunk, not_below, y_r), _pairs(chunk, above, y_a)
-        found, until = chunk.products(
-            [(y, d, WRITES), (y_r, r), (y_a, a)], _log_decay_until(chunk)
-        )
+        found, until = chunk.products([(y, d, WRITES), (y_r, r), (y_a, a)], _log_decay_until(chunk))
         y.put(found * jnp.exp2(-until))
         return duntil - found * rows.read()
 
@@ -202,9 +200,9 @@ def _backward(chunk: Chunk, dstate: Array) -> Array:
     for name, y in (("dr", x), ("da", before), ("db", u), ("dk", v)):
         chunk.write(name, y)
     later = chunk.related(not_below, jnp.ones(SQUARE, jnp.float32)).astype(jnp.bfloat16)
-    dlog, found = chunk.products([(later, k), (later, b)], [(dy.T, r), (z.T, a)])
-    dlog += chunk.of(WRITES, in_all_rows(dend)) - dbefore
-    dstate = chunk.stays(d.read() + rest.astype(jnp.float32)) + found
+    dlog = chunk.of(WRITES, in_all_rows(dend)) - dbefore
+    dstate = chunk.stays(d.read() + rest.astype(jnp.float32))
+    dlog, dstate = chunk.products([dlog, (later, k), (later, b)], [dstate, (dy.T, r), (z.T, a)])
     share = _share(w)
     d.put(dlog * (-SIGMOID_SCALE * share * (1.0 - share)))
     chunk.commit()
