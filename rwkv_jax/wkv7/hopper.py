@@ -139,13 +139,17 @@ def _backward(chunk: Chunk, dstate: Array) -> Array:
     k.put(k.read() * inverse_decay)
     chunk.commit()
 
-    a_b, a_k, b_r = chunk.products([(a, b.T)], [(a, k.T)], [(b, r.T)])
+    a_b, a_k, b_r, found, dz = chunk.products(
+        *([(a, b.T)], [(a, k.T)], [(b, r.T)], [(a, before.T)], [(b, d.T)])
+    )
     a_b, a_k, b_r = (
         chunk.related(below, a_b),
         _pairs(chunk, below, a_k),
         _pairs(chunk, not_below, b_r),
     )
-    found, dz = chunk.products([(a, before.T, READS), (a_k, v)], [(b_r, dy), (b, d.T, WRITES)])
+    found, dz = chunk.products(
+        [chunk.of(READS, found), (a_k, v)], [chunk.of(WRITES, dz), (b_r, dy)]
+    )
     u.put(found)
     dz = pinned(dz.astype(jnp.bfloat16))
     x.put(inverse(chunk, a_b, z, x))
@@ -156,24 +160,25 @@ def _backward(chunk: Chunk, dstate: Array) -> Array:
     z.put(dz)
     chunk.commit()
 
-    k_r, k_a, found, more = chunk.products([(k, r.T)], [(k, a.T)], [(u, d)], [(v, d)])
+    k_r, k_a, dv, found, more = chunk.products(
+        *([(k, r.T)], [(k, a.T)], [(k, d.T)], [(u, d)], [(v, d)])
+    )
     k_r, k_a = _pairs(chunk, not_below, k_r), _pairs(chunk, above, k_a)
     found = chunk.of(WRITES, found * b.read() + more * k.read())
     dend = jnp.sum(found + chunk.stays(d.read() * before.read()), axis=0)
-    x.put(chunk.product((k_r, dy), (k, d.T, WRITES), (k_a, z)))
+    x.put(chunk.product(chunk.of(WRITES, dv), (k_r, dy), (k_a, z)))
     chunk.commit()
     chunk.write("dv", x)
-    chunk.wait()  # for dv to be read
 
     def of_reads(n: Any, sums: tuple[Array, Array]) -> tuple[Array, Array]:
         """dr and, where n is 1, da."""
         y, rows, to = chosen(n, dy, z), chosen(n, r, a), chosen(n, x, before)
-        y_u, y_v = chunk.products([(y, u.T)], [(y, v.T)])
+        y_u, y_v, found = chunk.products([(y, u.T)], [(y, v.T)], [(y, before)])
         y_u, y_v = (_pairs(chunk, Triangle(False, 1 - n), y) for y in (y_u, y_v))
         found, until = chunk.products(
-            [(y, before, READS), (y_u, b), (y_v, k)], _log_decay_until(chunk)
+            [chunk.of(READS, found), (y_u, b), (y_v, k)], _log_decay_until(chunk)
         )
-        chunk.wait()
+        chunk.wait()  # for dv to be read
         to.put(found * jnp.exp2(until - n * _log_decay(chunk)))
         own = found * rows.read()
         return sums[0] + own, own
@@ -184,9 +189,11 @@ def _backward(chunk: Chunk, dstate: Array) -> Array:
     def of_writes(n: Any, duntil: Array) -> Array:
         """db and, where n is 1, dk."""
         y, rows = chosen(n, u, v), chosen(n, b, k)
-        y_r, y_a = chunk.products([(y, dy.T)], [(y, z.T)])
+        y_r, y_a, found = chunk.products([(y, dy.T)], [(y, z.T)], [(y, d)])
         y_r, y_a = _pairs(chunk, not_below, y_r), _pairs(chunk, above, y_a)
-        found, until = chunk.products([(y, d, WRITES), (y_r, r), (y_a, a)], _log_decay_until(chunk))
+        found, until = chunk.products(
+            [chunk.of(WRITES, found), (y_r, r), (y_a, a)], _log_decay_until(chunk)
+        )
         y.put(found * jnp.exp2(-until))
         return duntil - found * rows.read()
 
