@@ -160,12 +160,9 @@ def _backward(chunk: Chunk, dstate: Array) -> Array:
     z.put(dz)
     chunk.commit()
 
-    k_r, k_a, dv, found, more = chunk.products(
-        *([(k, r.T)], [(k, a.T)], [(k, d.T)], [(u, d)], [(v, d)])
-    )
+    k_r, k_a, dv = chunk.products([(k, r.T)], [(k, a.T)], [(k, d.T)])
     k_r, k_a = _pairs(chunk, not_below, k_r), _pairs(chunk, above, k_a)
-    found = chunk.of(WRITES, found * b.read() + more * k.read())
-    dend = jnp.sum(found + chunk.stays(d.read() * before.read()), axis=0)
+    dend = chunk.stays(d.read() * before.read())
     x.put(chunk.product(chunk.of(WRITES, dv), (k_r, dy), (k_a, z)))
     chunk.commit()
     chunk.write("dv", x)
@@ -186,18 +183,21 @@ def _backward(chunk: Chunk, dstate: Array) -> Array:
     zeros = jnp.zeros(SQUARE, jnp.float32)
     duntil, dbefore = lax.fori_loop(0, 2, of_reads, (zeros, zeros))
 
-    def of_writes(n: Any, duntil: Array) -> Array:
+    def of_writes(n: Any, sums: tuple[Array, Array]) -> tuple[Array, Array]:
         """db and, where n is 1, dk."""
+        duntil, dend = sums
         y, rows = chosen(n, u, v), chosen(n, b, k)
         y_r, y_a, found = chunk.products([(y, dy.T)], [(y, z.T)], [(y, d)])
         y_r, y_a = _pairs(chunk, not_below, y_r), _pairs(chunk, above, y_a)
-        found, until = chunk.products(
-            [chunk.of(WRITES, found), (y_r, r), (y_a, a)], _log_decay_until(chunk)
-        )
+        found = chunk.of(WRITES, found)
+        dend += found * rows.read()
+        found, until = chunk.products([found, (y_r, r), (y_a, a)], _log_decay_until(chunk))
+        duntil -= found * rows.read()
         y.put(found * jnp.exp2(-until))
-        return duntil - found * rows.read()
+        return duntil, dend
 
-    duntil = lax.fori_loop(0, 2, of_writes, duntil)
+    duntil, dend = lax.fori_loop(0, 2, of_writes, (duntil, dend))
+    dend = jnp.sum(dend, axis=0)
 
     # In two parts, since the sums of `duntil` are small differences of large numbers.
     k.put(duntil)
