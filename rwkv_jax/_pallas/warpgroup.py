@@ -244,19 +244,18 @@ class Chunk:
     def products(self, *sums: Terms) -> list[Array]:
         """The sum of x @ y over the pairs (x, y) of each element, and of its array, all computed at
         the same time."""
-        if SEGMENTS not in self._shared:
-            return self._products(sums)
-        states = [[x for x in y if isinstance(x, tuple) and len(x) == 3] for y in sums]
-        found = iter(self._products([x for x in states if x]))
-        return self._products(
-            [
-                [
-                    *([self.of(x[0][2], next(found))] if x else []),
-                    *(y for y in terms if not any(y is z for z in x)),
-                ]
-                for x, terms in zip(states, sums, strict=True)
-            ]
-        )
+        return self._products(sums if SEGMENTS not in self._shared else self._masked(sums))
+
+    def _masked(self, sums: Sequence[Terms]) -> list[Terms]:
+        """The sums with an array in place of each pair that counts for READS or WRITES only."""
+
+        def is_of_some(x: Any) -> bool:
+            return isinstance(x, tuple) and len(x) == 3
+
+        found = iter(self._products([[x] for terms in sums for x in terms if is_of_some(x)]))
+        return [
+            [self.of(x[2], next(found)) if is_of_some(x) else x for x in terms] for terms in sums
+        ]
 
     def _products(self, sums: Sequence[Terms]) -> list[Array]:
         if not sums:
