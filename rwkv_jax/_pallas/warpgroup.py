@@ -19,7 +19,7 @@ The next copies into a stage begin when all copies out of it have been read.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -291,22 +291,26 @@ class Chunk:
         """Let products and copies see what was put into shared memory."""
         plgpu.commit_smem()
 
-    def write(self, name: str, x: Shared) -> None:
-        """Begin to copy `x` to a result, if the call has it."""
-        if name not in self._results:
-            return
-        to, of_tokens = self._results[name]
-        if self._count is None or not of_tokens:
-            plgpu.copy_smem_to_gmem(x.here(), to)
+    def write(self, **arrays: Shared) -> None:
+        """Begin to copy arrays to the results of these names, those that the call has."""
+        pairs = []
+        for name in (n for n in arrays if n in self._results):
+            to, of_tokens = self._results[name]
+            if self._count is None or not of_tokens:
+                plgpu.copy_smem_to_gmem(arrays[name].here(), to)
+            else:
+                pairs.append((arrays[name].rows.at[arrays[name].place()], to))
+        if not pairs:
             return
 
         @pl.when(self._count >= SIZE)
         def _():
-            plgpu.copy_smem_to_gmem(x.rows.at[x.place()], to)
+            for pair in pairs:
+                plgpu.copy_smem_to_gmem(*pair)
 
         @pl.when(self._count < SIZE)
         def _():
-            _copy_rows(x.rows.at[x.place()], to, self._count)
+            _copy_rows(pairs, self._count)
 
     def write_row(self, name: str, x: Array) -> None:
         """Write a number for each column to a result [B, N, H, K]."""
@@ -318,13 +322,14 @@ class Chunk:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _copy_rows(x: Any, to: Any, count: Any) -> None:
-    """Begin to copy the first rows of `x`."""
+def _copy_rows(pairs: Collection[tuple[Any, Any]], count: Any) -> None:
+    """Begin to copy the first rows of x to those of y, for each pair of x and y."""
     done = jnp.int32(0)
     for rows in ROWS:
 
         def some(_: Any, done: Any, rows: int = rows) -> Any:
-            plgpu.copy_smem_to_gmem(x.at[pl.ds(done, rows)], to.at[pl.ds(done, rows)])
+            for x, y in pairs:
+                plgpu.copy_smem_to_gmem(x.at[pl.ds(done, rows)], y.at[pl.ds(done, rows)])
             return done + rows
 
         done = lax.fori_loop(0, lax.div(count - done, jnp.int32(rows)), some, done)
@@ -457,7 +462,7 @@ class Kernel(NamedTuple):
         by_rows = packed is not None and not is_interpreted
 
         def kernel(*refs: Any) -> None:
-            numbers, refs = ((), refs) if packed is None else (refs[:1], refs[1:])
+            numbers, *refs = (None, *refs) if packed is None else refs
             given, (start, *others) = refs[: len(operands)], refs[len(operands) :]
             made, (end, *others) = others[: len(results)], others[len(results) :]
             *buffers, unknown, barriers = others
@@ -468,7 +473,7 @@ class Kernel(NamedTuple):
             made = {
                 n: (axes, ref) for (n, (axes, _)), ref in zip(results.items(), made, strict=True)
             }
-            walk = _Walk(*numbers, lax.axis_index("head"), sizes, self.order)
+            walk = _Walk(numbers, lax.axis_index("head"), sizes, self.order)
 
             def load(n: Any, stage: Any) -> None:
                 for name, (axes, _) in copied.items():
@@ -517,7 +522,7 @@ class Kernel(NamedTuple):
 
             if packed is not None:
                 own, rows = buffers[next(iter(copied))]
-                walk.clear(own.at[0], rows.at[0], made)
+                walk.clear(own.at[0], rows.at[0], made.values())
             for n in range(stages):
                 if packed is None:
                     load(n, n)
@@ -598,20 +603,21 @@ class _Walk:
             return None
         return self._numbers[END] - self._numbers[START] - self._chunk(n) * CHUNK
 
-    def clear(self, own: Any, rows: Any, results: Mapping[str, tuple[str, Any]]) -> None:
+    def clear(self, own: Any, rows: Any, results: Collection[tuple[str, Any]]) -> None:
         """Write zeros for tokens of no sequence, by an array in shared memory and its rows."""
         assert self._numbers is not None
         _, start, end, _, before, until = self._numbers
-        results = {name: x for name, x in results.items() if "T" in x[0]}
+        results = [x for x in results if "T" in x[0]]
 
         def on_side(side: Any, _: Any) -> Any:
             first, last = (lax.select(side == 0, *x) for x in ((before, end), (start, until)))
 
             def some(_: Any, token: Any) -> Any:
                 where = self._where | {"T": pl.ds(token, CHUNK)}
-                for axes, ref in results.values():
-                    to = ref.at[tuple(where[a] for a in axes if a in where)]
-                    _copy_rows(rows, to, lax.min(last - token, jnp.int32(CHUNK)))
+                places = [tuple(where[a] for a in axes if a in where) for axes, _ in results]
+                to = [ref.at[i] for i, (_, ref) in zip(places, results, strict=True)]
+                count = lax.min(last - token, jnp.int32(CHUNK))
+                _copy_rows([(rows, x) for x in to], count)
                 return token + CHUNK
 
             lax.fori_loop(0, _chunks(last - first), some, first)

@@ -91,7 +91,7 @@ def _forward(chunk: Chunk, state: Array) -> Array:
     before = a  # Arrays of operands that are in registers now hold other things.
     before.put(state)
     chunk.commit()
-    chunk.write("states", before)
+    chunk.write(states=before)
 
     a_b, a_k = chunk.products([(a_rows, b.T)], [(a_rows, k.T)])
     a_b, a_k = chunk.related(below, a_b), _pairs(chunk, below, a_k)
@@ -113,7 +113,7 @@ def _forward(chunk: Chunk, state: Array) -> Array:
     )
     y.put(found)
     chunk.commit()
-    chunk.write("y", y)
+    chunk.write(y=y)
     return (chunk.stays(state) + dstate) * jnp.exp2(end)
 
 
@@ -160,7 +160,7 @@ def _backward(chunk: Chunk, dstate: Array) -> Array:
     dv, y_u, y_v = chunk.products([(k_r, dy), (k, d.T, WRITES), (k_a, z)], [(dy, u.T)], [(dy, v.T)])
     x.put(dv)
     chunk.commit()
-    chunk.write("dv", x)
+    chunk.write(dv=x)
     y_u, y_v = (_pairs(chunk, not_above, y) for y in (y_u, y_v))
     dr, z_u, z_v = chunk.products([(dy, before, READS), (y_u, b), (y_v, k)], [(z, u.T)], [(z, v.T)])
     z_u, z_v = (_pairs(chunk, below, y) for y in (z_u, z_v))
@@ -183,8 +183,7 @@ def _backward(chunk: Chunk, dstate: Array) -> Array:
     b.put(duntil - k.read())
     chunk.put_of(READS, r, a)
     chunk.commit()
-    for name, y in (("dr", x), ("da", before), ("db", u), ("dk", v)):
-        chunk.write(name, y)
+    chunk.write(dr=x, da=before, db=u, dk=v)
     later = chunk.related(not_below, jnp.ones(SQUARE, jnp.float32)).astype(jnp.bfloat16)
     dlog, found = chunk.products([(later, k), (later, b)], [(dy.T, r), (z.T, a)])
     dlog += chunk.of(WRITES, in_all_rows(dend)) - dbefore
@@ -192,7 +191,7 @@ def _backward(chunk: Chunk, dstate: Array) -> Array:
     share = _share(w)
     d.put(dlog * (-SIGMOID_SCALE * share * (1.0 - share)))
     chunk.commit()
-    chunk.write("dw", d)
+    chunk.write(dw=d)
     return dstate
 
 
