@@ -310,7 +310,7 @@ class Chunk:
 
         @pl.when(self._count < SIZE)
         def _():
-            _copy_rows(pairs, self._count)
+            _copy_rows(pairs, self._count, self._unknown_zero)
 
     def write_row(self, name: str, x: Array) -> None:
         """Write a number for each column to a result [B, N, H, K]."""
@@ -322,17 +322,22 @@ class Chunk:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _copy_rows(pairs: Collection[tuple[Any, Any]], count: Any) -> None:
-    """Begin to copy the first rows of x to those of y, for each pair of x and y."""
+def _copy_rows(
+    pairs: Collection[tuple[Any, Any]], count: Any, unknown_zero: Callable[[], Any]
+) -> None:
+    """Begin to copy the first rows of x to those of y, for each pair of x and y.
+
+    The compiler unrolls no loop whose step it does not know, and so the instructions are few.
+    """
     done = jnp.int32(0)
     for rows in ROWS:
 
-        def some(_: Any, done: Any, rows: int = rows) -> Any:
+        def some(done: Any, rows: int = rows) -> Any:
             for x, y in pairs:
                 plgpu.copy_smem_to_gmem(x.at[pl.ds(done, rows)], y.at[pl.ds(done, rows)])
-            return done + rows
+            return done + (rows + unknown_zero())
 
-        done = lax.fori_loop(0, lax.div(count - done, jnp.int32(rows)), some, done)
+        done = lax.while_loop(lambda done, rows=rows: done + rows <= count, some, done)
 
 
 def _places(is_interpreted: bool) -> tuple[Array, Array]:
@@ -475,6 +480,9 @@ class Kernel(NamedTuple):
             }
             walk = _Walk(numbers, lax.axis_index("head"), sizes, self.order)
 
+            def unknown_zero() -> Any:
+                return 0 if is_interpreted else unknown[0]
+
             def load(n: Any, stage: Any) -> None:
                 for name, (axes, _) in copied.items():
                     own, rows = buffers[name]
@@ -491,9 +499,6 @@ class Kernel(NamedTuple):
 
             def one(n: Any, carry: Array) -> Array:
                 stage = lax.rem(n, stages) if stages > 1 else 0
-
-                def unknown_zero() -> Any:
-                    return 0 if is_interpreted else unknown[0]
 
                 def shared(name: str) -> Shared:
                     first = stage if name in copied else 0
@@ -522,7 +527,7 @@ class Kernel(NamedTuple):
 
             if packed is not None:
                 own, rows = buffers[next(iter(copied))]
-                walk.clear(own.at[0], rows.at[0], made.values())
+                walk.clear(own.at[0], rows.at[0], made.values(), unknown_zero)
             for n in range(stages):
                 if packed is None:
                     load(n, n)
@@ -603,7 +608,13 @@ class _Walk:
             return None
         return self._numbers[END] - self._numbers[START] - self._chunk(n) * CHUNK
 
-    def clear(self, own: Any, rows: Any, results: Collection[tuple[str, Any]]) -> None:
+    def clear(
+        self,
+        own: Any,
+        rows: Any,
+        results: Collection[tuple[str, Any]],
+        unknown_zero: Callable[[], Any],
+    ) -> None:
         """Write zeros for tokens of no sequence, by an array in shared memory and its rows."""
         assert self._numbers is not None
         _, start, end, _, before, until = self._numbers
@@ -617,7 +628,7 @@ class _Walk:
                 places = [tuple(where[a] for a in axes if a in where) for axes, _ in results]
                 to = [ref.at[i] for i, (_, ref) in zip(places, results, strict=True)]
                 count = lax.min(last - token, jnp.int32(CHUNK))
-                _copy_rows([(rows, x) for x in to], count)
+                _copy_rows([(rows, x) for x in to], count, unknown_zero)
                 return token + CHUNK
 
             lax.fori_loop(0, _chunks(last - first), some, first)
