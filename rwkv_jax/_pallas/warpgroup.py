@@ -8,9 +8,10 @@ else is in shared memory:
     scratch    one array each
     segments   where rows have several segments, the SEGMENTS of each stage
 
-Where rows have several sequences, each has a program for each head, and chunks of its own. A chunk
-then starts at any token. Its last tokens may be of the next sequence: operands get idle numbers in
-their place, and they are not written.
+Where rows have several sequences, there is a program for each head of each sequence, which has
+chunks of its own. Any token may then be the first of a chunk. The last chunk of a sequence may also
+have tokens of the next one: operands get idle numbers in their place, and only the rows of the
+sequence are copied to results.
 
 Who waits for whom: each stage has a barrier, at which the warpgroup waits for the copies into the
 arrays of the stage. Products and copies see what was put into shared memory before `Chunk.commit`.
@@ -472,6 +473,7 @@ class Kernel(NamedTuple):
             made, (end, *others) = others[: len(results)], others[len(results) :]
             *buffers, unknown, barriers = others
             unknown[0] = jnp.int32(0)  # The compiler has to read it again behind each barrier.
+            # Each array, and what copies see of it.
             buffers = [tuple(x) if by_rows else (x, x) for x in buffers]
             buffers = dict(zip((*copied, *self.scratch), buffers, strict=True))
             given = dict(zip(operands, given, strict=True))
