@@ -19,7 +19,6 @@ The next copies into a stage begin when all copies out of it have been read.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -294,24 +293,24 @@ class Chunk:
 
     def write(self, **arrays: Shared) -> None:
         """Begin to copy arrays to the results of these names, those that the call has."""
-        pairs = []
-        for name in (n for n in arrays if n in self._results):
-            to, of_tokens = self._results[name]
-            if self._count is None or not of_tokens:
-                plgpu.copy_smem_to_gmem(arrays[name].here(), to)
+        count, by_rows = self._count, []
+        for name in (name for name in arrays if name in self._results):
+            x, (to, of_tokens) = arrays[name], self._results[name]
+            if count is None or not of_tokens:
+                plgpu.copy_smem_to_gmem(x.here(), to)
             else:
-                pairs.append((arrays[name].rows.at[arrays[name].place()], to))
-        if not pairs:
+                by_rows.append((x.rows.at[x.place()], to))
+        if count is None or not by_rows:
             return
 
-        @pl.when(self._count >= SIZE)
+        @pl.when(count >= SIZE)
         def _():
-            for pair in pairs:
-                plgpu.copy_smem_to_gmem(*pair)
+            for x, to in by_rows:
+                plgpu.copy_smem_to_gmem(x, to)
 
-        @pl.when(self._count < SIZE)
+        @pl.when(count < SIZE)
         def _():
-            _copy_rows(pairs, self._count, self._unknown_zero)
+            _copy_rows(by_rows, count, self._unknown_zero)
 
     def write_row(self, name: str, x: Array) -> None:
         """Write a number for each column to a result [B, N, H, K]."""
@@ -468,7 +467,7 @@ class Kernel(NamedTuple):
         by_rows = packed is not None and not is_interpreted
 
         def kernel(*refs: Any) -> None:
-            numbers, *refs = (None, *refs) if packed is None else refs
+            numbers, refs = (None, refs) if packed is None else (refs[0], refs[1:])
             given, (start, *others) = refs[: len(operands)], refs[len(operands) :]
             made, (end, *others) = others[: len(results)], others[len(results) :]
             *buffers, unknown, barriers = others
@@ -533,8 +532,12 @@ class Kernel(NamedTuple):
             for n in range(stages):
                 if packed is None:
                     load(n, n)
-                else:
-                    pl.when(n < walk.chunks)(functools.partial(load, n, n))
+                    continue
+
+                @pl.when(n < walk.chunks)
+                def _(n: int = n):
+                    load(n, n)
+
             first = _first(walk.of_state(start), is_interpreted)
             carry = lax.fori_loop(0, walk.chunks, one, first)
             walk.of_state(end)[...] = carry
