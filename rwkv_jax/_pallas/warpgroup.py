@@ -502,8 +502,8 @@ class Kernel(NamedTuple):
                 stage = lax.rem(n, stages) if stages > 1 else 0
 
                 def shared(name: str) -> Shared:
-                    first = stage if name in copied else 0
-                    return Shared(*buffers[name], lambda: first + unknown_zero())
+                    first, (own, rows) = stage if name in copied else 0, buffers[name]
+                    return Shared(own, rows, lambda: first + unknown_zero())
 
                 writes = {
                     name: (walk.of_chunk(n, axes, ref), "T" in axes)
