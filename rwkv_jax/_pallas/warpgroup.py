@@ -218,8 +218,11 @@ class Chunk:
 
         @pl.when((self._segments_of(THERE, 0) if by_segments else self._count) < SIZE)
         def _():
-            row, _ = self.places()
-            there = self._segments(THERE) > 0 if by_segments else row < self._count
+            if by_segments:
+                there = self._segments(THERE) > 0
+            else:
+                row, _ = self.places()
+                there = row < self._count
             for name, number in numbers.items():
                 x = self[name].value()
                 self[name].put(jnp.where(there, x, jnp.full_like(x, number)))
