@@ -8,13 +8,18 @@ else is in shared memory:
     scratch    one array each
     segments   where rows have several segments, the SEGMENTS of each stage
 
+Where rows have several sequences, there is a program for each head of each sequence, which has
+chunks of its own. Any token may then be the first of a chunk. The last chunk of a sequence may also
+have tokens of the next one: operands get idle numbers in their place, and only the rows of the
+sequence are copied to results.
+
 Who waits for whom: each stage has a barrier, at which the warpgroup waits for the copies into the
 arrays of the stage. Products and copies see what was put into shared memory before `Chunk.commit`.
 The next copies into a stage begin when all copies out of it have been read.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -48,6 +53,22 @@ token of a chunk:
 
 FIRST, NEXT, THERE = range(3)
 
+SEQUENCES = "sequences"
+"""The operand [B, S, 6] of int32 for rows of several sequences, with six numbers for each program
+of a head:
+
+    NUMBER         the sequence
+    START, END     its first token, and the place behind its last one
+    SAVED          the place of its first chunk among the saved states
+    BEFORE, UNTIL  the program also writes zeros for the tokens of no sequence from BEFORE to START
+                   and from END to UNTIL
+"""
+
+NUMBER, START, END, SAVED, BEFORE, UNTIL = range(6)
+
+ROWS = 8, 1
+"""Rows that are copied at once of a chunk that is not whole, first as often as 8 fit."""
+
 LOG2E = 1.4426950408889634
 """Exponents are to the base 2 in these kernels, for which GPUs have an instruction."""
 
@@ -58,10 +79,11 @@ class Shared:
 
     `place` computes its place among the arrays of `ref`, at each use again and so that the compiler
     cannot know the result. It would otherwise compute the addresses of all arrays before the walk
-    and keep them in registers throughout.
+    and keep them in registers throughout. `rows` is `ref` as copies see it.
     """
 
     ref: Any
+    rows: Any
     place: Callable[[], Any]
     is_transposed: bool = False
 
@@ -95,7 +117,7 @@ def chosen(n: Any, *arrays: Shared) -> Shared:
             found = jnp.where(n == number, other, found)
         return found
 
-    return Shared(arrays[0].ref, place)
+    return dataclasses.replace(arrays[0], place=place)
 
 
 class Parameter(NamedTuple):
@@ -129,6 +151,9 @@ class Chunk:
     """A chunk and what can be done with it. `chunk["r"]` is the operand or scratch of this name.
 
     decay: the form of decay.
+    results: where the chunk is in each result, and whether its axis of rows are the tokens.
+    count: how many tokens of the chunk are of its sequence, at least SIZE if all are, or None if
+      rows have no sequences.
     """
 
     def __init__(
@@ -136,14 +161,15 @@ class Chunk:
         decay: str,
         shared: Mapping[str, Shared],
         parameters: Mapping[str, Parameter],
-        results: Mapping[str, Any],
+        results: Mapping[str, tuple[Any, bool]],
         places: tuple[Array, Array],
         unknown_zero: Callable[[], Any],
         *,
+        count: Any,
         is_interpreted: bool,
     ) -> None:
         self.decay, self._shared, self._parameters = decay, shared, parameters
-        self._results, self._places = results, places
+        self._results, self._places, self._count = results, places, count
         self._unknown_zero, self._is_interpreted = unknown_zero, is_interpreted
 
     def __getitem__(self, name: str) -> Shared:
@@ -196,20 +222,24 @@ class Chunk:
 
     def put_idle(self, numbers: Mapping[str, float]) -> None:
         """Put these numbers in place of the operands of tokens that are not there."""
+        count = self._segments_of(THERE, 0) if SEGMENTS in self._shared else self._count
+        if count is None:
+            return
 
-        def put(n: Any) -> None:
+        def is_there() -> Array:
+            row, _ = self.places()
+            return self._segments(THERE) > 0 if SEGMENTS in self._shared else row < count
+
+        def put(n: Any, _: None) -> None:
             x, number = chosen(n, *(self[name] for name in numbers)), 0.0
             for place, other in enumerate(numbers.values()):
                 number = jnp.where(n == place, other, number) if other else number
-            x.put(jnp.where(self._segments(THERE) > 0, x.read(), number))
+            x.put(jnp.where(is_there(), x.read(), number))
 
-        @pl.when(self._segments_of(THERE, 0) < SIZE)
+        @pl.when(count < SIZE)
         def _():
-            self._loop(len(numbers), put)
-
-    def _loop(self, count: int, body: Callable[[Any], None]) -> None:
-        """A loop that the compiler cannot unroll."""
-        lax.fori_loop(0, count + self._unknown_zero(), lambda n, _: body(n), None)
+            # The compiler unrolls no loop whose number of steps it does not know.
+            lax.fori_loop(0, len(numbers) + self._unknown_zero(), put, None)
 
     def parameter(self, name: str) -> Array:
         """A number for each column."""
@@ -246,26 +276,28 @@ class Chunk:
         the same time."""
         return self._products(sums if SEGMENTS not in self._shared else self._masked(sums))
 
-    def _masked(self, sums: Sequence[Terms]) -> list[Terms]:
+    def _masked(self, sums: Sequence[Terms]) -> Sequence[Terms]:
         """The sums with an array in place of each pair that counts for READS or WRITES only."""
 
-        def is_of_some(x: Any) -> bool:
-            return isinstance(x, tuple) and len(x) == 3
+        def tokens_of(x: Pair | Array) -> str | None:
+            return x[2] if isinstance(x, tuple) and len(x) == 3 else None
 
-        found = iter(self._products([[x] for terms in sums for x in terms if is_of_some(x)]))
+        found = iter(self._products([[x] for terms in sums for x in terms if tokens_of(x)]))
         return [
-            [self.of(x[2], next(found)) if is_of_some(x) else x for x in terms] for terms in sums
+            [self.of(tokens, next(found)) if (tokens := tokens_of(x)) else x for x in terms]
+            for terms in sums
         ]
 
     def _products(self, sums: Sequence[Terms]) -> list[Array]:
         if not sums:
             return []
-        starts = [next((x for x in terms if not isinstance(x, tuple)), None) for terms in sums]
+        zeros = jnp.zeros(SQUARE, jnp.float32)
+        starts = [next((x for x in terms if not isinstance(x, tuple)), zeros) for terms in sums]
         pairs = [[x for x in terms if isinstance(x, tuple)] for terms in sums]
         if self._is_interpreted:  # The interpreter has no products with x in registers.
-            found = [sum(_dot(x, y) for x, y, *_ in own) for own in pairs]
             return [
-                x if start is None else start + x for start, x in zip(starts, found, strict=True)
+                sum((_dot(x, y) for x, y, *_ in own), start)
+                for start, own in zip(starts, pairs, strict=True)
             ]
 
         def add(accumulators: Any) -> None:
@@ -274,26 +306,59 @@ class Chunk:
                     x = x.operand() if isinstance(x, Shared) else x
                     plgpu.wgmma(accumulator, x, y.operand())
 
-        zeros = jnp.zeros(SQUARE, jnp.float32)
-        refs = [plgpu.ACC.init(zeros if x is None else x) for x in starts]
-        return [pinned(x) for x in pl.run_state(add)(refs)]
+        return [pinned(x) for x in pl.run_state(add)([plgpu.ACC.init(x) for x in starts])]
 
     def commit(self) -> None:
         """Let products and copies see what was put into shared memory."""
         plgpu.commit_smem()
 
-    def write(self, name: str, x: Shared) -> None:
-        """Begin to copy `x` to a result, if the call has it."""
-        if name in self._results:
-            plgpu.copy_smem_to_gmem(x.here(), self._results[name])
+    def write(self, **arrays: Shared) -> None:
+        """Begin to copy arrays to the results of these names, those that the call has."""
+        count, by_rows = self._count, []
+        for name in (name for name in arrays if name in self._results):
+            x, (to, of_tokens) = arrays[name], self._results[name]
+            if count is None or not of_tokens:
+                plgpu.copy_smem_to_gmem(x.here(), to)
+            else:
+                by_rows.append((x.rows.at[x.place()], to))
+        if count is None or not by_rows:
+            return
+
+        @pl.when(count >= SIZE)
+        def _():
+            for x, to in by_rows:
+                plgpu.copy_smem_to_gmem(x, to)
+
+        @pl.when(count < SIZE)
+        def _():
+            _copy_rows(by_rows, count, self._unknown_zero)
 
     def write_row(self, name: str, x: Array) -> None:
         """Write a number for each column to a result [B, N, H, K]."""
-        self._results[name][...] = x
+        to, _ = self._results[name]
+        to[...] = x
 
     def wait(self) -> None:
         """Wait until all that is being copied to results may be overwritten."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _copy_rows(
+    pairs: Collection[tuple[Any, Any]], count: Any, unknown_zero: Callable[[], Any]
+) -> None:
+    """Begin to copy the first rows of x to those of y, for each pair of x and y.
+
+    The compiler unrolls no loop whose step it does not know, and so the instructions are few.
+    """
+    done = jnp.int32(0)
+    for rows in ROWS:
+
+        def some(done: Any, rows: int = rows) -> Any:
+            for x, y in pairs:
+                plgpu.copy_smem_to_gmem(x.at[pl.ds(done, rows)], y.at[pl.ds(done, rows)])
+            return done + (rows + unknown_zero())
+
+        done = lax.while_loop(lambda done, rows=rows: done + rows <= count, some, done)
 
 
 def _places(is_interpreted: bool) -> tuple[Array, Array]:
@@ -404,18 +469,22 @@ class Kernel(NamedTuple):
         carry: Array,
         results: Results,
         idle: Mapping[str, float],
+        chunks: int,
     ) -> tuple[Arrays, Array]:
-        """The results by name, and the final carry [B, H, V, K].
+        """The results by name, and the final carry [B, H, V, K], or [B, S, H, V, K] with SEQUENCES.
 
         Axes are BTH or BNH and one more, and BHK for parameters. Operands that are no parameters
-        have 16 bits and whole chunks, but for SEGMENTS. `idle` has the inputs of tokens that are
-        not there.
+        have 16 bits and whole chunks, but for SEGMENTS and SEQUENCES. `idle` has the inputs of
+        tokens that are not there. N is the number of `chunks`.
         """
+        packed = operands.get(SEQUENCES)
+        operands = {name: x for name, x in operands.items() if name != SEQUENCES}
         sizes = {a: n for axes, x in operands.values() for a, n in zip(axes, x.shape, strict=True)}
-        rows, heads, count = sizes["B"], sizes["H"], sizes["T"] // CHUNK
+        sizes |= {"N": chunks, "S": 1 if packed is None else packed[1].shape[1]}
         copied = {n: (axes, x) for n, (axes, x) in operands.items() if "T" in axes or "N" in axes}
-        sizes["N"], stages = count, min(self.stages, count)
+        stages = min(self.stages, chunks)
         is_interpreted = platform == "cpu"
+        by_rows = packed is not None and not is_interpreted
         # Arrays of one shape and dtype share a reference, so that a loop can choose among them.
         first_places, counts = {}, dict[Any, int]()
         for name in (*copied, *self.scratch):
@@ -427,33 +496,39 @@ class Kernel(NamedTuple):
             counts[kind] = counts.get(kind, 0) + number
 
         def kernel(*refs: Any) -> None:
+            numbers, refs = (None, refs) if packed is None else (refs[0], refs[1:])
             given, (start, *others) = refs[: len(operands)], refs[len(operands) :]
             made, (end, *others) = others[: len(results)], others[len(results) :]
             *buffers, unknown, barriers = others
             unknown[0] = jnp.int32(0)  # The compiler has to read it again behind each barrier.
+            # Each reference, and what copies see of it.
+            buffers = [tuple(x) if by_rows else (x, x) for x in buffers]
+            buffers = dict(zip(counts, buffers, strict=True))
             given = dict(zip(operands, given, strict=True))
-            row, head = (f(lax.axis_index("head"), heads) for f in (lax.div, lax.rem))
+            made = {
+                n: (axes, ref) for (n, (axes, _)), ref in zip(results.items(), made, strict=True)
+            }
+            walk = _Walk(numbers, lax.axis_index("head"), sizes, self.order)
 
-            def of_chunk(n: Any, axes: str, ref: Any) -> Any:
-                """The part of an array that belongs to step n of the walk."""
-                chunk = count - 1 - n if self.order == FROM_END else n
-                where = {"B": row, "H": head, "N": chunk, "T": pl.ds(chunk * CHUNK, CHUNK)}
-                return ref.at[tuple(where[a] for a in axes if a in where)]
+            def unknown_zero() -> Any:
+                return 0 if is_interpreted else unknown[0]
 
-            def placed(name: str) -> tuple[Any, Any]:
-                """The reference that has the arrays of this name, and the place of the first."""
+            def placed(name: str) -> tuple[Any, Any, Any]:
+                """The reference that has the arrays of this name, what copies see of it, and the
+                place of the first."""
                 kind, first = first_places[name]
-                return buffers[[*counts].index(kind)], first
+                return *buffers[kind], first
 
             def load(n: Any, stage: Any) -> None:
                 for name, (axes, _) in copied.items():
-                    ref, first = placed(name)
-                    source = of_chunk(n, axes, given[name])
-                    plgpu.copy_gmem_to_smem(source, ref.at[first + stage], barriers.at[stage])
+                    own, rows, first = placed(name)
+                    to = (rows if "T" in axes else own).at[first + stage]
+                    source = walk.of_chunk(n, axes, given[name])
+                    plgpu.copy_gmem_to_smem(source, to, barriers.at[stage])
 
             places = _places(is_interpreted)
             parameters = {
-                name: Parameter(of_chunk(0, axes, given[name]), is_interpreted)
+                name: Parameter(walk.of_head(axes, given[name]), is_interpreted)
                 for name, (axes, _) in operands.items()
                 if name not in copied
             }
@@ -461,62 +536,169 @@ class Kernel(NamedTuple):
             def one(n: Any, carry: Array) -> Array:
                 stage = lax.rem(n, stages) if stages > 1 else 0
 
-                def unknown_zero() -> Any:
-                    return 0 if is_interpreted else unknown[0]
-
                 def shared(name: str) -> Shared:
-                    ref, first = placed(name)
+                    own, rows, first = placed(name)
                     first += stage if name in copied else 0
-                    return Shared(ref, lambda: first + unknown_zero())
+                    return Shared(own, rows, lambda: first + unknown_zero())
 
                 writes = {
-                    name: of_chunk(n, axes, ref)
-                    for (name, (axes, _)), ref in zip(results.items(), made, strict=True)
+                    name: (walk.of_chunk(n, axes, ref), "T" in axes)
+                    for name, (axes, ref) in made.items()
                 }
                 arrays = {name: shared(name) for name in (*copied, *self.scratch)}
                 chunk = Chunk(
                     *(decay, arrays, parameters, writes, places, unknown_zero),
+                    count=walk.tokens(n),
                     is_interpreted=is_interpreted,
                 )
                 plgpu.barrier_wait(barriers.at[stage])
-                if SEGMENTS in copied:
-                    chunk.put_idle({n: idle.get(n, 0.0) for n in copied if "T" in copied[n][0]})
+                chunk.put_idle({n: idle.get(n, 0.0) for n in copied if "T" in copied[n][0]})
                 carry = self.body(chunk, carry)
                 chunk.wait()
 
-                @pl.when(n + stages < count)
+                @pl.when(n + stages < walk.chunks)
                 def _():
                     load(n + stages, stage)
 
                 return carry
 
+            if packed is not None:
+                own, rows, _ = placed(next(iter(copied)))
+                walk.clear(own.at[0], rows.at[0], made.values(), unknown_zero)
             for n in range(stages):
-                load(n, n)
-            carry = lax.fori_loop(0, count, one, _first(start.at[row, head], is_interpreted))
-            end.at[row, head][...] = carry
+                if packed is None:
+                    load(n, n)
+                    continue
+
+                @pl.when(n < walk.chunks)
+                def _(n: int = n):
+                    load(n, n)
+
+            first = _first(walk.of_state(start), is_interpreted)
+            carry = lax.fori_loop(0, walk.chunks, one, first)
+            walk.of_state(end)[...] = carry
             plgpu.wait_smem_to_gmem(0)
+
+        def memory(shape: Sequence[int], dtype: Any) -> Any:
+            return _two_views(shape, dtype) if by_rows else plgpu.SMEM(shape, dtype)
 
         shapes = {n: [sizes[a] for a in axes] for n, (axes, _) in results.items()}
         types = [jax.ShapeDtypeStruct(shapes[n], dtype) for n, (_, dtype) in results.items()]
         call = plgpu.kernel(
             kernel,
             out_type=[*types, jax.ShapeDtypeStruct(carry.shape, carry.dtype)],
-            grid=(rows * heads,),
+            grid=(sizes["B"] * sizes["S"] * sizes["H"],),
             grid_names=("head",),
             kernel_name="_".join(("wkv", *results)),
             scratch_types=[
-                *(plgpu.SMEM((n, *shape), dtype) for (shape, dtype), n in counts.items()),
+                *(memory((n, *shape), dtype) for (shape, dtype), n in counts.items()),
                 plgpu.SMEM((1,), jnp.int32),
                 plgpu.Barrier(num_arrivals=len(copied), num_barriers=stages),
             ],
             compiler_params=plgpu.CompilerParams(approx_math=True),
             interpret=plgpu.InterpretGPUParams() if is_interpreted else False,
         )
+        numbers = () if packed is None else packed[1:]
         with jax.enable_x64(False):  # for the type of indices
-            found = call(*(x for _, x in operands.values()), carry)
+            found = call(*numbers, *(x for _, x in operands.values()), carry)
         # Mosaic GPU does not know of mesh axes.
         _, *found, carry = vary_alike(carry, *found)
         return dict(zip(results, found, strict=True)), carry
+
+
+class _Walk:
+    """Where the chunks of a program are: those of a row, or of one of its SEQUENCES `numbers`."""
+
+    def __init__(self, numbers: Any, program: Any, sizes: Mapping[str, int], order: str) -> None:
+        self._order = order
+        head, before = lax.rem(program, sizes["H"]), lax.div(program, sizes["H"])
+        self._where = {"B": before, "H": head}
+        self._numbers = None
+        self.chunks = sizes["N"]
+        if numbers is not None:
+            row, place = lax.div(before, sizes["S"]), lax.rem(before, sizes["S"])
+            self._numbers = [numbers[row, place, i] for i in range(numbers.shape[-1])]
+            self._where |= {"B": row, "S": self._numbers[NUMBER]}
+            self.chunks = _chunks(self._numbers[END] - self._numbers[START])
+
+    def of_head(self, axes: str, ref: Any) -> Any:
+        """The part of an array that belongs to the program."""
+        return ref.at[tuple(self._where[a] for a in axes if a in self._where)]
+
+    def of_state(self, ref: Any) -> Any:
+        return self.of_head("BHVK" if self._numbers is None else "BSHVK", ref)
+
+    def _chunk(self, n: Any) -> Any:
+        """The place among the chunks of the program of the one that is step n of the walk."""
+        return self.chunks - 1 - n if self._order == FROM_END else n
+
+    def of_chunk(self, n: Any, axes: str, ref: Any) -> Any:
+        """The part of an array that belongs to step n of the walk."""
+        chunk = self._chunk(n)
+        token = chunk * CHUNK
+        if self._numbers is not None:
+            chunk, token = chunk + self._numbers[SAVED], token + self._numbers[START]
+        where = self._where | {"N": chunk, "T": pl.ds(token, CHUNK)}
+        return ref.at[tuple(where[a] for a in axes if a in where)]
+
+    def tokens(self, n: Any) -> Any:
+        """How many tokens there are from the first one of step n of the walk on, or None where rows
+        have no sequences."""
+        if self._numbers is None:
+            return None
+        return self._numbers[END] - self._numbers[START] - self._chunk(n) * CHUNK
+
+    def clear(
+        self,
+        own: Any,
+        rows: Any,
+        results: Collection[tuple[str, Any]],
+        unknown_zero: Callable[[], Any],
+    ) -> None:
+        """Write zeros for tokens of no sequence, by an array in shared memory and its rows."""
+        assert self._numbers is not None
+        _, start, end, _, before, until = self._numbers
+        results = [x for x in results if "T" in x[0]]
+
+        def on_side(side: Any, _: Any) -> Any:
+            first, last = (lax.select(side == 0, *x) for x in ((before, end), (start, until)))
+
+            def some(_: Any, token: Any) -> Any:
+                where = self._where | {"T": pl.ds(token, CHUNK)}
+                places = [tuple(where[a] for a in axes if a in where) for axes, _ in results]
+                to = [ref.at[i] for i, (_, ref) in zip(places, results, strict=True)]
+                count = lax.min(last - token, jnp.int32(CHUNK))
+                _copy_rows([(rows, x) for x in to], count, unknown_zero)
+                return token + CHUNK
+
+            lax.fori_loop(0, _chunks(last - first), some, first)
+            return _
+
+        @pl.when((before < start) | (end < until))
+        def _():
+            own[...] = jnp.zeros(SQUARE, own.dtype)
+            plgpu.commit_smem()
+            lax.fori_loop(0, 2, on_side, 0)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _chunks(tokens: Any) -> Any:
+    """How many chunks so many tokens have, a number that only the device knows."""
+    return lax.div(tokens + (CHUNK - 1), jnp.int32(CHUNK))
+
+
+def _two_views(shape: Sequence[int], dtype: Any) -> Any:
+    """An array in shared memory, and the same bytes as an array of which copies take any rows.
+
+    Products need tiles of 8 rows, and copies into tiles have to start with a multiple of 8 tokens.
+    A row of a tile has 128 bytes, one behind the other, in both views.
+    """
+
+    def view(rows: int) -> Any:
+        transforms = plgpu.TilingTransform((rows, SIZE)), plgpu.SwizzleTransform(128)
+        return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+    return plgpu.RefUnion(view(8), view(1))
 
 
 def _of_chunk(axes: str, x: Array) -> tuple[int, ...]:

@@ -94,7 +94,7 @@ def _forward(chunk: Chunk, state: Array) -> Array:
     before = a  # Arrays of operands that are in registers now hold other things.
     before.put(state)
     chunk.commit()
-    chunk.write("states", before)
+    chunk.write(states=before)
 
     a_b, a_k = chunk.products([(a_rows, b.T)], [(a_rows, k.T)])
     a_b, a_k = chunk.related(below, a_b), _pairs(chunk, below, a_k)
@@ -116,7 +116,7 @@ def _forward(chunk: Chunk, state: Array) -> Array:
     )
     y.put(found)
     chunk.commit()
-    chunk.write("y", y)
+    chunk.write(y=y)
     return state * jnp.exp2(end)
 
 
@@ -165,7 +165,7 @@ def _backward(chunk: Chunk, dstate: Array) -> Array:
     dend = chunk.stays(d.read() * before.read())
     x.put(chunk.product(chunk.of(WRITES, dv), (k_r, dy), (k_a, z)))
     chunk.commit()
-    chunk.write("dv", x)
+    chunk.write(dv=x)
 
     def of_reads(n: Any, sums: tuple[Array, Array]) -> tuple[Array, Array]:
         """dr and, where n is 1, da."""
@@ -204,8 +204,7 @@ def _backward(chunk: Chunk, dstate: Array) -> Array:
     b.put(duntil - k.read())
     chunk.put_of(READS, r, a)
     chunk.commit()
-    for name, y in (("dr", x), ("da", before), ("db", u), ("dk", v)):
-        chunk.write(name, y)
+    chunk.write(dr=x, da=before, db=u, dk=v)
     later = chunk.related(not_below, jnp.ones(SQUARE, jnp.float32)).astype(jnp.bfloat16)
     dlog = chunk.of(WRITES, in_all_rows(dend)) - dbefore
     dstate = chunk.stays(d.read() + rest.astype(jnp.float32))
@@ -213,7 +212,7 @@ def _backward(chunk: Chunk, dstate: Array) -> Array:
     share = _share(w)
     d.put(dlog * (-SIGMOID_SCALE * share * (1.0 - share)))
     chunk.commit()
-    chunk.write("dw", d)
+    chunk.write(dw=d)
     return dstate
 
 
