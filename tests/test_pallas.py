@@ -131,21 +131,47 @@ LONG_IDS = np.array(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("op", "case"), SEGMENTS_ON_HOPPER, ids=str)
-def test_segments_in_kernels_for_hopper(
-    op: str, case: Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_segments_in_kernels_for_hopper(op: str, case: Case) -> None:
     run, (inputs, cotangents) = Run(op, "pallas"), operands(op, case, segment_ids=LONG_IDS)
     options = {"decay": case.decay, "precision": None}
-    packing = internals.marks_of(LONG_IDS)
-    for name in ("forward_operands", "backward_operands"):
-        packed = functools.partial(getattr(internals, name), packing=packing)
-        monkeypatch.setattr(internals, name, packed)
     with _interpreting("hopper"):
-        found = internals.run_pallas_passes(op, inputs, cotangents, **options)
+        packed = {**options, "segment_ids": LONG_IDS}
+        found = internals.run_pallas_passes(op, inputs, cotangents, **packed)
         right = expected(op, inputs, cotangents, decay=case.decay, segment_ids=LONG_IDS)
         assert_right(found, right, ceilings(run, inputs, **options))
     for name in ("y", *(f"d{n}" for n in run.operator.timed)):
         assert not np.any(np.asarray(found[name])[LONG_IDS == 0]), name
+
+
+SEQUENCES_ON_HOPPER = (
+    ("wkv7", Case(1, 300, 1, 64, dtype="bfloat16", regime="mixed"), [3, 3, 4, 68, 133, 196, 287]),
+    ("wkv6", Case(1, 300, 1, 64, dtype="bfloat16", decay="exp"), [3, 4, 4, 134, 198, 263, 326]),
+    ("wkv7", Case(1, 20, 1, 64, dtype="bfloat16", regime="extreme"), [-1, 7, 7, 19]),
+    ("wkv6", Case(1, 20, 1, 64, dtype="bfloat16", decay="log", regime="near 1"), [0, 5, 20]),
+)
+"""Sequences of no token, of one, of 63, 64, 65 and more, and, in two rows, of less than a chunk in
+all. The last tokens of a row may be those of a sequence, or of none."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("op", "case", "cu"), SEQUENCES_ON_HOPPER, ids=str)
+def test_sequences_in_kernels_for_hopper(op: str, case: Case, cu: list[int]) -> None:
+    """Tokens of no sequence are NaN."""
+    offsets = np.array(cu, np.int32)
+    run, (inputs, cotangents) = Run(op, "pallas"), operands(op, case, cu_seqlens=offsets)
+    options = {"decay": case.decay, "precision": None}
+    others = np.ones(case.T, bool)
+    others[max(cu[0], 0) : cu[-1]] = False
+    for x in (*(inputs[name] for name in run.operator.timed), cotangents["dy"]):
+        x[:, others] = np.nan
+    with _interpreting("hopper"):
+        packed = {**options, "cu_seqlens": offsets}
+        found = internals.run_pallas_passes(op, inputs, cotangents, **packed)
+        right = expected(op, inputs, cotangents, decay=case.decay, cu_seqlens=offsets)
+        whole = np.array([0] * (len(cu) - 1) + [case.T], np.int32)  # which is checked
+        assert_right(found, right, ceilings(run, inputs, **options, cu_seqlens=whole))
+    for name in ("y", *(f"d{n}" for n in run.operator.timed)):
+        assert not np.any(np.asarray(found[name])[:, others]), name
 
 
 IDS = np.array([[0] * 3 + [4] * 20 + [0] * 10 + [4, 5, 6] * 6 + [0] * 2 + [9] * 28])
@@ -458,6 +484,11 @@ MANY_HEADS = Case(2, 65, 128, 64, dtype="bfloat16")
 SOME_HEADS = Case(2, 65, 16, 64, dtype="bfloat16")
 FEW_HEADS = Case(2, 65, 3, 64, dtype="bfloat16")
 
+SEQUENCES_OF_CHUNKS = Case(1, 256, 32, 64, dtype="bfloat16", state=False)
+CHUNK_AND_MORE = np.array([0, 60, 120, 120, 256], np.int32)
+LESS = np.array([0, 60, 120, 120, 255], np.int32)
+"""Offsets of four sequences that have 64 tokens on average, and of four that have less."""
+
 compiled = pytest.mark.skipif(
     jax.__version_info__ < HOPPER.SINCE, reason="this JAX compiles no kernels for Hopper GPUs"
 )
@@ -491,6 +522,8 @@ BOTH = "Mosaic GPU, and for gradients Triton"
         (FEW_HEADS, {"op": "wkv6"}, "Triton"),
         (MANY_HEADS, {"precision": "highest"}, "Triton"),
         (MANY_HEADS, {"segment_ids": np.ones((2, 65), np.int32)}, "Mosaic GPU"),
+        (SEQUENCES_OF_CHUNKS, {"cu_seqlens": CHUNK_AND_MORE}, "Mosaic GPU"),
+        (Case(1, 255, 64, 64, dtype="bfloat16", state=False), {"cu_seqlens": LESS}, "Triton"),
     ],
 )
 def test_where_mosaic_gpu_is_taken(
@@ -514,11 +547,7 @@ TAKEN = "the kernels for Hopper GPUs take"
         (Case(2, 65, 3, 64), {}, f"float32 inputs; {TAKEN} bfloat16"),
         (Case(2, 65, 3, 32, dtype="bfloat16"), {}, f"K = 32 and V = 32; {TAKEN} 64"),
         (FEW_HEADS, {"segment_ids": np.ones((2, 65), np.int32)}, None),
-        (
-            Case(1, 65, 3, 64, dtype="bfloat16", state=False),
-            {"cu_seqlens": np.array([0, 65], np.int32)},
-            f"cu_seqlens; {TAKEN} one sequence in each row",
-        ),
+        (SEQUENCES_OF_CHUNKS, {"cu_seqlens": CHUNK_AND_MORE}, None),
         (
             FEW_HEADS,
             {"kind": "NVIDIA B200"},
@@ -577,6 +606,8 @@ def test_lowering_for_hopper(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert text.count(KERNEL["cuda"]) == (0 if "backward" in kernels else KERNELS - 2)
     ids = np.ones((2, 65), np.int32)
     assert _lowered(op, "cuda", MANY_HEADS, segment_ids=ids).count(KERNEL["hopper"]) == len(kernels)
+    text = _lowered(op, "cuda", SEQUENCES_OF_CHUNKS, cu_seqlens=CHUNK_AND_MORE)
+    assert text.count(KERNEL["hopper"]) == len(kernels)
     assert KERNEL["hopper"] not in _lowered(op, "cuda", FEW_HEADS)
     internals.lose_triton(monkeypatch)
     assert _lowered(f"{op}_step", "cuda", FEW_HEADS).count(KERNEL["hopper"]) == 1

@@ -23,10 +23,11 @@ from rwkv_jax._operator.call import (
     Options,
     Packing,
     Result,
+    Sequences,
 )
-from rwkv_jax._operator.saved import CHUNK
+from rwkv_jax._operator.saved import CHUNK, chunks
 from rwkv_jax._operator.signature import Signature
-from rwkv_jax._packing import segments
+from rwkv_jax._packing import segments, sequences
 from rwkv_jax._pallas import lowering
 from rwkv_jax._pallas.lowering import Operands, Results
 
@@ -44,8 +45,8 @@ class HopperKernels:
     module: the name of the module with the kernels FORWARD and BACKWARD. It is imported when a call
       asks for it, because JAX may lack the compiler.
     decays: the forms of decay that the kernels take.
-    enough_heads: for each pass that is faster than in kernels of Triton, the heads of all rows from
-      which on it is. One program computes all chunks of a head, so fewer heads leave
+    enough_heads: for each pass that is faster than in kernels of Triton, the heads of all sequences
+      from which on it is. One program computes all chunks of a head, so fewer heads leave
       multiprocessors idle.
     """
 
@@ -78,12 +79,10 @@ class HopperKernels:
                 return f"the kernels for Hopper GPUs need JAX {'.'.join(map(str, SINCE))}"
         if isinstance(self._module, Exception):
             return f"the kernels for Hopper GPUs cannot be imported: {self._module}"
-        found, taken = self._limit(options, inputs, packing)
+        found, taken = self._limit(options, inputs)
         return found and f"{found}; the kernels for Hopper GPUs take {taken}"
 
-    def _limit(
-        self, options: Options, inputs: Mapping[str, Any], packing: Packing
-    ) -> tuple[str | None, str]:
+    def _limit(self, options: Options, inputs: Mapping[str, Any]) -> tuple[str | None, str]:
         """What the kernels do not take of a call, and what they take."""
         dtype = inputs[self._signature.y].dtype
         if dtype != jnp.bfloat16:
@@ -95,16 +94,16 @@ class HopperKernels:
             return f"K = {sizes['K']} and V = {sizes['V']}", f"{SIZE}"
         if options.decay not in self._decays:
             return f"decay {options.decay!r}", " and ".join(map(repr, self._decays))
-        if packing is not None and not isinstance(packing, Marks):
-            return "cu_seqlens", "one sequence in each row"
         return None, ""
 
-    def is_faster(self, name: str, inputs: Mapping[str, Any]) -> bool:
+    def is_faster(self, name: str, inputs: Mapping[str, Any], packing: Packing) -> bool:
         """Whether a pass of a call is faster than in kernels of Triton, which need not fill up
         short sequences to a whole chunk."""
         rows, *tokens, heads, _ = inputs[self._signature.y].shape
-        enough = name in self._enough_heads and rows * heads >= self._enough_heads[name]
-        return enough and sum(tokens) >= CHUNK
+        in_a_row = packing.offsets.shape[-1] - 1 if isinstance(packing, Sequences) else 1
+        programs = rows * in_a_row * heads
+        enough = name in self._enough_heads and programs >= self._enough_heads[name]
+        return enough and sum(tokens) >= in_a_row * CHUNK
 
     def forward(self, options: Options, platform: str, operands: Forward) -> Result:
         (part,) = operands.state
@@ -113,9 +112,9 @@ class HopperKernels:
         results: Results = {"y": (axes, jnp.bfloat16)}
         if options.save:
             results["states"] = "BNHVK", jnp.bfloat16
-        given = self._whole(options, operands.inputs, operands.packing)
-        state = operands.state[part]
-        found, state = self._run("FORWARD", platform, options, given, state, results)
+        given = self._given(platform, options, operands.inputs, operands.packing)
+        state, count = operands.state[part], _chunks(operands.packing, tokens)
+        found, state = self._run("FORWARD", platform, options, given, state, results, count)
         states = {part: found["states"]} if options.save else {}
         return Result(found["y"][:, :tokens], {part: state}, states)
 
@@ -124,25 +123,34 @@ class HopperKernels:
         rows, inputs = self._signature.rows, operands.inputs
         results: Results = {f"d{n}": (rows[n], jnp.bfloat16) for n in self._signature.timed}
         results |= {f"d{n}": ("BNHK", jnp.float32) for n in self._signature.shared}
-        given = self._whole(options, inputs | {"dy": operands.dy}, operands.packing)
+        packing, tokens = operands.packing, operands.dy.shape[1]
+        given = self._given(platform, options, inputs | {"dy": operands.dy}, packing)
         given["states"] = "BNHVK", operands.states[part].astype(jnp.bfloat16)
-        carry = operands.dstate[part]
-        found, dstate = self._run("BACKWARD", platform, options, given, carry, results)
-        tokens = operands.dy.shape[1]
+        carry, count = operands.dstate[part], _chunks(packing, tokens)
+        found, dstate = self._run("BACKWARD", platform, options, given, carry, results, count)
 
         def of_row(name: str) -> Array:
             x = found[f"d{name}"]
-            return x[:, :tokens] if name in self._signature.timed else jnp.sum(x, 1)
+            if name in self._signature.timed:
+                return x[:, :tokens]
+            if isinstance(packing, Sequences):
+                used = sequences.layout(packing.offsets, tokens).used
+                x = jnp.where(used[:, :, None, None], x, 0.0)
+            return jnp.sum(x, 1)
 
         return Gradients({name: of_row(name) for name in inputs}, {part: dstate})
 
-    def _whole(self, options: Options, arrays: Arrays, packing: Packing) -> Operands:
+    def _given(self, platform: str, options: Options, arrays: Arrays, packing: Packing) -> Operands:
         """Arrays of tokens with whole chunks, filled up with tokens that change no state,
-        parameters, and the segments of a row."""
-        idle = self._idle(options)
+        parameters, and the segments or the sequences of a row."""
+        idle, tokens = self._idle(options), arrays[self._signature.y].shape[1]
+        missing = -tokens % CHUNK
+        if isinstance(packing, Sequences):
+            # A copy of a chunk may end behind the row, except in the interpreter.
+            missing = CHUNK if platform == "cpu" else max(CHUNK - tokens, 0)
 
         def whole(name: str, x: Array) -> Array:
-            if name in self._signature.shared or not (missing := -x.shape[1] % CHUNK):
+            if name in self._signature.shared or not missing:
                 return x
             number = idle.get(name, 0)
             return jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, 0)), constant_values=number)
@@ -151,6 +159,8 @@ class HopperKernels:
         given = {name: (axes[name], whole(name, x)) for name, x in arrays.items()}
         if isinstance(packing, Marks):
             given["segments"] = "BNML", _segments(packing.marks)
+        if isinstance(packing, Sequences):
+            given["sequences"] = "BSM", _sequences(packing.offsets, tokens)
         return given
 
     def _idle(self, options: Options) -> dict[str, float]:
@@ -166,12 +176,20 @@ class HopperKernels:
         operands: Operands,
         carry: Array,
         results: Results,
+        count: int,
     ) -> tuple[Arrays, Array]:
         if isinstance(self._module, Exception):
             raise self._module
         kernel = getattr(self._module, name)
         idle = self._idle(options)
-        return kernel.run(platform, options.decay, operands, carry, results, idle)
+        return kernel.run(platform, options.decay, operands, carry, results, idle, count)
+
+
+def _chunks(packing: Packing, tokens: int) -> int:
+    """How many states are saved of a row."""
+    if isinstance(packing, Sequences):
+        return sequences.chunks(packing.offsets, tokens)
+    return chunks(tokens)
 
 
 def _segments(marks: Array) -> Array:
@@ -186,3 +204,15 @@ def _segments(marks: Array) -> Array:
     following = jnp.pad(later, ((0, 0), (0, 0), (0, 1)), constant_values=CHUNK)
     count = jnp.sum(there, axis=2, keepdims=True, dtype=jnp.int32)
     return jnp.stack([first, following, jnp.where(there, count, 0)], axis=2)
+
+
+def _sequences(offsets: Array, tokens: int) -> Array:
+    """What `rwkv_jax._pallas.warpgroup.SEQUENCES` says of rows with so many tokens and with offsets
+    [B, Z]. The longest sequences come first, so that no program is the last one for long."""
+    layout = sequences.layout(offsets, tokens)
+    start, end = layout.offsets[:, :-1], layout.offsets[:, 1:]
+    number = lax.broadcasted_iota(jnp.int32, start.shape, 1)
+    before = jnp.where(number == 0, 0, start)
+    until = jnp.where(number == number.shape[1] - 1, tokens, end)
+    found = jnp.stack([number, start, end, layout.first[:, :-1], before, until], axis=-1)
+    return jnp.take_along_axis(found, jnp.argsort(start - end, axis=1)[:, :, None], axis=1)

@@ -94,7 +94,7 @@ class PallasKernels(Implementation):
         own = self._hopper
         if own is None or own.why_not(platform, options, inputs, packing):
             return None
-        return own if lowering.why_not(platform) or own.is_faster(name, inputs) else None
+        return own if lowering.why_not(platform) or own.is_faster(name, inputs, packing) else None
 
     def step(self, options: Options, platform: str, operands: Forward) -> Result:
         return self._reference.step(options, platform, operands)

@@ -8,13 +8,18 @@ else is in shared memory:
     scratch    one array each
     segments   where rows have several segments, the SEGMENTS of each stage
 
+Where rows have several sequences, there is a program for each head of each sequence, which has
+chunks of its own. Any token may then be the first of a chunk. The last chunk of a sequence may also
+have tokens of the next one: operands get idle numbers in their place, and only the rows of the
+sequence are copied to results.
+
 Who waits for whom: each stage has a barrier, at which the warpgroup waits for the copies into the
 arrays of the stage. Products and copies see what was put into shared memory before `Chunk.commit`.
 The next copies into a stage begin when all copies out of it have been read.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -48,6 +53,22 @@ token of a chunk:
 
 FIRST, NEXT, THERE = range(3)
 
+SEQUENCES = "sequences"
+"""The operand [B, S, 6] of int32 for rows of several sequences, with six numbers for each program
+of a head:
+
+    NUMBER         the sequence
+    START, END     its first token, and the place behind its last one
+    SAVED          the place of its first chunk among the saved states
+    BEFORE, UNTIL  the program also writes zeros for the tokens of no sequence from BEFORE to START
+                   and from END to UNTIL
+"""
+
+NUMBER, START, END, SAVED, BEFORE, UNTIL = range(6)
+
+ROWS = 8, 1
+"""Rows that are copied at once of a chunk that is not whole, first as often as 8 fit."""
+
 LOG2E = 1.4426950408889634
 """Exponents are to the base 2 in these kernels, for which GPUs have an instruction."""
 
@@ -58,10 +79,11 @@ class Shared:
 
     `place` computes its place among the arrays of `ref`, at each use again and so that the compiler
     cannot know the result. It would otherwise compute the addresses of all arrays before the walk
-    and keep them in registers throughout.
+    and keep them in registers throughout. `rows` is `ref` as copies see it.
     """
 
     ref: Any
+    rows: Any
     place: Callable[[], Any]
     is_transposed: bool = False
 
@@ -84,6 +106,18 @@ class Shared:
 
     def put(self, x: Array) -> None:
         self.here()[...] = x.astype(self.ref.dtype)
+
+
+def chosen(n: Any, *arrays: Shared) -> Shared:
+    """The array with this number, of some that share a reference."""
+
+    def place() -> Any:
+        found, *others = (x.place() for x in arrays)
+        for number, other in enumerate(others, start=1):
+            found = jnp.where(n == number, other, found)
+        return found
+
+    return dataclasses.replace(arrays[0], place=place)
 
 
 class Parameter(NamedTuple):
@@ -109,11 +143,17 @@ Pair: TypeAlias = tuple[Array | Shared, Shared] | tuple[Array | Shared, Shared, 
 """Matrices x and y of a product. With READS or WRITES it counts only in the rows of these tokens,
 which are the rows of x."""
 
+Terms: TypeAlias = Sequence[Pair | Array]
+"""A sum of products and of at most one array."""
+
 
 class Chunk:
     """A chunk and what can be done with it. `chunk["r"]` is the operand or scratch of this name.
 
     decay: the form of decay.
+    results: where the chunk is in each result, and whether its axis of rows are the tokens.
+    count: how many tokens of the chunk are of its sequence, at least SIZE if all are, or None if
+      rows have no sequences.
     """
 
     def __init__(
@@ -121,14 +161,15 @@ class Chunk:
         decay: str,
         shared: Mapping[str, Shared],
         parameters: Mapping[str, Parameter],
-        results: Mapping[str, Any],
+        results: Mapping[str, tuple[Any, bool]],
         places: tuple[Array, Array],
         unknown_zero: Callable[[], Any],
         *,
+        count: Any,
         is_interpreted: bool,
     ) -> None:
         self.decay, self._shared, self._parameters = decay, shared, parameters
-        self._results, self._places = results, places
+        self._results, self._places, self._count = results, places, count
         self._unknown_zero, self._is_interpreted = unknown_zero, is_interpreted
 
     def __getitem__(self, name: str) -> Shared:
@@ -157,7 +198,7 @@ class Chunk:
 
     def of(self, tokens: str, x: Array) -> Array:
         """`x` with zeros for tokens that are not among READS or WRITES."""
-        return self._between_segments(lambda x: jnp.where(self._are(tokens), x, 0.0), x)
+        return x if SEGMENTS not in self._shared else jnp.where(self._are(tokens), x, 0.0)
 
     def put_of(self, tokens: str, *xs: Shared) -> None:
         """Put zeros into each x for tokens that are not among READS or WRITES."""
@@ -171,28 +212,34 @@ class Chunk:
 
     def stays(self, x: Array) -> Array:
         """`x`, or zeros if the state after the chunk does not depend on the state before it."""
-        return self._between_segments(jnp.zeros_like, x)
+        if SEGMENTS not in self._shared:
+            return x
+        return jnp.where(lax.broadcast(self._start_of_last, SQUARE) < 0, x, 0.0)
 
     def there(self, x: Array) -> Array:
         """`x` with zeros for tokens that are not there."""
         return x if SEGMENTS not in self._shared else jnp.where(self._segments(THERE) > 0, x, 0.0)
 
-    def _between_segments(self, change: Callable[[Any], Any], x: Any) -> Any:
-        """`change(x)` in chunks where a segment starts. These are few, and the others skip the
-        instructions."""
-        if SEGMENTS not in self._shared:
-            return x
-        return lax.cond(self._start_of_last < 0, lambda x: x, change, x)
-
     def put_idle(self, numbers: Mapping[str, float]) -> None:
         """Put these numbers in place of the operands of tokens that are not there."""
+        count = self._segments_of(THERE, 0) if SEGMENTS in self._shared else self._count
+        if count is None:
+            return
 
-        @pl.when(self._segments_of(THERE, 0) < SIZE)
+        def is_there() -> Array:
+            row, _ = self.places()
+            return self._segments(THERE) > 0 if SEGMENTS in self._shared else row < count
+
+        def put(n: Any, _: None) -> None:
+            x, number = chosen(n, *(self[name] for name in numbers)), 0.0
+            for place, other in enumerate(numbers.values()):
+                number = jnp.where(n == place, other, number) if other else number
+            x.put(jnp.where(is_there(), x.read(), number))
+
+        @pl.when(count < SIZE)
         def _():
-            there = self._segments(THERE) > 0
-            for name, number in numbers.items():
-                x = self[name].value()
-                self[name].put(jnp.where(there, x, jnp.full_like(x, number)))
+            # The compiler unrolls no loop whose number of steps it does not know.
+            lax.fori_loop(0, len(numbers) + self._unknown_zero(), put, None)
 
     def parameter(self, name: str) -> Array:
         """A number for each column."""
@@ -208,71 +255,110 @@ class Chunk:
         """`x` with zeros where the mask is not."""
         return jnp.where(mask(*self.places()), x, 0.0)
 
-    def related(self, mask: MaskFn | None, x: Array) -> Array:
-        """`x` with zeros where the mask is not, and between tokens of different segments."""
+    def related(self, part: "Triangle | None", x: Array) -> Array:
+        """`x` with zeros outside a part of the matrix, and between tokens of different segments."""
+        if SEGMENTS not in self._shared:
+            return x if part is None else self.kept(part, x)
+        row, column = self.places()
+        start = self._segments(FIRST) if part is None or not part.is_upper else row + part.shift
+        end = self._segments(NEXT) if part is None or part.is_upper else row + part.shift
+        # Of unsigned numbers, for which one comparison of each element is enough.
+        is_kept = (column - start).astype(jnp.uint32) < (end - start).astype(jnp.uint32)
+        return jnp.where(is_kept, x, 0.0)
 
-        def in_segments(x: Array) -> Array:
-            _, column = self.places()
-            if mask not in (above, not_below):
-                x = jnp.where(self._segments(FIRST) <= column, x, 0.0)
-            if mask not in (below, not_above):
-                x = jnp.where(column < self._segments(NEXT), x, 0.0)
-            return x
-
-        return self._between_segments(in_segments, x if mask is None else self.kept(mask, x))
-
-    def product(self, *pairs: Pair) -> Array:
-        """The sum of x @ y over the pairs (x, y)."""
-        (result,) = self.products(pairs)
+    def product(self, *terms: Pair | Array) -> Array:
+        """The sum of x @ y over the pairs (x, y), and of an array."""
+        (result,) = self.products(terms)
         return result
 
-    def products(self, *sums: Sequence[Pair]) -> list[Array]:
-        """The sum of x @ y over the pairs (x, y) of each element, all computed at the same time."""
-        found = self._products(sums)
-        for n, pairs in enumerate(sums):
-            for _, _, *tokens in pairs:
-                if tokens:
-                    found[n] = self._between_segments(
-                        lambda x, p=pairs, t=tokens: jnp.where(self._are(*t), x, self._without(p)),
-                        found[n],
-                    )
-        return found
+    def products(self, *sums: Terms) -> list[Array]:
+        """The sum of x @ y over the pairs (x, y) of each element, and of its array, all computed at
+        the same time."""
+        return self._products(sums if SEGMENTS not in self._shared else self._masked(sums))
 
-    def _without(self, pairs: Sequence[Pair]) -> Array:
-        """The sum for tokens that are not among READS or WRITES."""
-        others = [pair for pair in pairs if len(pair) == 2]
-        return self.product(*others) if others else jnp.zeros(SQUARE, jnp.float32)
+    def _masked(self, sums: Sequence[Terms]) -> Sequence[Terms]:
+        """The sums with an array in place of each pair that counts for READS or WRITES only."""
 
-    def _products(self, sums: Sequence[Sequence[Pair]]) -> list[Array]:
+        def tokens_of(x: Pair | Array) -> str | None:
+            return x[2] if isinstance(x, tuple) and len(x) == 3 else None
+
+        found = iter(self._products([[x] for terms in sums for x in terms if tokens_of(x)]))
+        return [
+            [self.of(tokens, next(found)) if (tokens := tokens_of(x)) else x for x in terms]
+            for terms in sums
+        ]
+
+    def _products(self, sums: Sequence[Terms]) -> list[Array]:
+        if not sums:
+            return []
+        zeros = jnp.zeros(SQUARE, jnp.float32)
+        starts = [next((x for x in terms if not isinstance(x, tuple)), zeros) for terms in sums]
+        pairs = [[x for x in terms if isinstance(x, tuple)] for terms in sums]
         if self._is_interpreted:  # The interpreter has no products with x in registers.
-            terms = ([_dot(x, y) for x, y, *_ in pairs] for pairs in sums)
-            return [sum(own[1:], own[0]) for own in terms]
+            return [
+                sum((_dot(x, y) for x, y, *_ in own), start)
+                for start, own in zip(starts, pairs, strict=True)
+            ]
 
-        def add(*accumulators: Any) -> list[Array]:
-            for accumulator, pairs in zip(accumulators, sums, strict=True):
-                for x, y, *_ in pairs:
+        def add(accumulators: Any) -> None:
+            for accumulator, own in zip(accumulators, pairs, strict=True):
+                for x, y, *_ in own:
                     x = x.operand() if isinstance(x, Shared) else x
                     plgpu.wgmma(accumulator, x, y.operand())
-            return [pinned(accumulator[...]) for accumulator in accumulators]
 
-        return pl.run_scoped(add, *(plgpu.ACC(SQUARE, jnp.float32) for _ in sums))
+        return [pinned(x) for x in pl.run_state(add)([plgpu.ACC.init(x) for x in starts])]
 
     def commit(self) -> None:
         """Let products and copies see what was put into shared memory."""
         plgpu.commit_smem()
 
-    def write(self, name: str, x: Shared) -> None:
-        """Begin to copy `x` to a result, if the call has it."""
-        if name in self._results:
-            plgpu.copy_smem_to_gmem(x.here(), self._results[name])
+    def write(self, **arrays: Shared) -> None:
+        """Begin to copy arrays to the results of these names, those that the call has."""
+        count, by_rows = self._count, []
+        for name in (name for name in arrays if name in self._results):
+            x, (to, of_tokens) = arrays[name], self._results[name]
+            if count is None or not of_tokens:
+                plgpu.copy_smem_to_gmem(x.here(), to)
+            else:
+                by_rows.append((x.rows.at[x.place()], to))
+        if count is None or not by_rows:
+            return
+
+        @pl.when(count >= SIZE)
+        def _():
+            for x, to in by_rows:
+                plgpu.copy_smem_to_gmem(x, to)
+
+        @pl.when(count < SIZE)
+        def _():
+            _copy_rows(by_rows, count, self._unknown_zero)
 
     def write_row(self, name: str, x: Array) -> None:
         """Write a number for each column to a result [B, N, H, K]."""
-        self._results[name][...] = x
+        to, _ = self._results[name]
+        to[...] = x
 
     def wait(self) -> None:
         """Wait until all that is being copied to results may be overwritten."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _copy_rows(
+    pairs: Collection[tuple[Any, Any]], count: Any, unknown_zero: Callable[[], Any]
+) -> None:
+    """Begin to copy the first rows of x to those of y, for each pair of x and y.
+
+    The compiler unrolls no loop whose step it does not know, and so the instructions are few.
+    """
+    done = jnp.int32(0)
+    for rows in ROWS:
+
+        def some(done: Any, rows: int = rows) -> Any:
+            for x, y in pairs:
+                plgpu.copy_smem_to_gmem(x.at[pl.ds(done, rows)], y.at[pl.ds(done, rows)])
+            return done + (rows + unknown_zero())
+
+        done = lax.while_loop(lambda done, rows=rows: done + rows <= count, some, done)
 
 
 def _places(is_interpreted: bool) -> tuple[Array, Array]:
@@ -315,20 +401,19 @@ def sum_in_all_rows(x: Shared, unit: float) -> list[Pair]:
     return [(jnp.full(SQUARE, unit, x.ref.dtype), x)]
 
 
-def below(row: Array, column: Array) -> Array:
-    return column < row
+class Triangle(NamedTuple):
+    """The part of a matrix on the one side of a diagonal, or else on the other: in each row, the
+    columns from row + shift on, or those before."""
+
+    is_upper: bool
+    shift: Any
+
+    def __call__(self, row: Array, column: Array) -> Array:
+        return column >= row + self.shift if self.is_upper else column < row + self.shift
 
 
-def not_above(row: Array, column: Array) -> Array:
-    return column <= row
-
-
-def above(row: Array, column: Array) -> Array:
-    return column > row
-
-
-def not_below(row: Array, column: Array) -> Array:
-    return column >= row
+below, not_above = Triangle(False, 0), Triangle(False, 1)
+not_below, above = Triangle(True, 0), Triangle(True, 1)
 
 
 def inverse(chunk: Chunk, x: Array, factor: Shared, scratch: Shared) -> Array:
@@ -354,7 +439,7 @@ def inverse(chunk: Chunk, x: Array, factor: Shared, scratch: Shared) -> Array:
         chunk.commit()
         # `whole` is zero between pieces, so that no other elements of x are in what is kept.
         between = pinned(chunk.kept(of_halves, chunk.product((whole, factor)))).astype(jnp.bfloat16)
-        return result + chunk.product((between, scratch))
+        return chunk.product(result, (between, scratch))
 
     return lax.fori_loop(0, SIZE.bit_length() - 2, level, result)
 
@@ -384,42 +469,66 @@ class Kernel(NamedTuple):
         carry: Array,
         results: Results,
         idle: Mapping[str, float],
+        chunks: int,
     ) -> tuple[Arrays, Array]:
-        """The results by name, and the final carry [B, H, V, K].
+        """The results by name, and the final carry [B, H, V, K], or [B, S, H, V, K] with SEQUENCES.
 
         Axes are BTH or BNH and one more, and BHK for parameters. Operands that are no parameters
-        have 16 bits and whole chunks, but for SEGMENTS. `idle` has the inputs of tokens that are
-        not there.
+        have 16 bits and whole chunks, but for SEGMENTS and SEQUENCES. `idle` has the inputs of
+        tokens that are not there. N is the number of `chunks`.
         """
+        packed = operands.get(SEQUENCES)
+        operands = {name: x for name, x in operands.items() if name != SEQUENCES}
         sizes = {a: n for axes, x in operands.values() for a, n in zip(axes, x.shape, strict=True)}
-        rows, heads, count = sizes["B"], sizes["H"], sizes["T"] // CHUNK
+        sizes |= {"N": chunks, "S": 1 if packed is None else packed[1].shape[1]}
         copied = {n: (axes, x) for n, (axes, x) in operands.items() if "T" in axes or "N" in axes}
-        sizes["N"], stages = count, min(self.stages, count)
+        stages = min(self.stages, chunks)
         is_interpreted = platform == "cpu"
+        by_rows = packed is not None and not is_interpreted
+        # Arrays of one shape and dtype share a reference, so that a loop can choose among them.
+        first_places, counts = {}, dict[Any, int]()
+        for name in (*copied, *self.scratch):
+            kind, number = (SQUARE, self.scratch.get(name)), 1
+            if name in copied:
+                kind, number = (_of_chunk(*copied[name]), copied[name][1].dtype), stages
+            kind = kind[0], jnp.dtype(kind[1])
+            first_places[name] = kind, counts.get(kind, 0)
+            counts[kind] = counts.get(kind, 0) + number
 
         def kernel(*refs: Any) -> None:
+            numbers, refs = (None, refs) if packed is None else (refs[0], refs[1:])
             given, (start, *others) = refs[: len(operands)], refs[len(operands) :]
             made, (end, *others) = others[: len(results)], others[len(results) :]
             *buffers, unknown, barriers = others
             unknown[0] = jnp.int32(0)  # The compiler has to read it again behind each barrier.
-            buffers = dict(zip((*copied, *self.scratch), buffers, strict=True))
+            # Each reference, and what copies see of it.
+            buffers = [tuple(x) if by_rows else (x, x) for x in buffers]
+            buffers = dict(zip(counts, buffers, strict=True))
             given = dict(zip(operands, given, strict=True))
-            row, head = (f(lax.axis_index("head"), heads) for f in (lax.div, lax.rem))
+            made = {
+                n: (axes, ref) for (n, (axes, _)), ref in zip(results.items(), made, strict=True)
+            }
+            walk = _Walk(numbers, lax.axis_index("head"), sizes, self.order)
 
-            def of_chunk(n: Any, axes: str, ref: Any) -> Any:
-                """The part of an array that belongs to step n of the walk."""
-                chunk = count - 1 - n if self.order == FROM_END else n
-                where = {"B": row, "H": head, "N": chunk, "T": pl.ds(chunk * CHUNK, CHUNK)}
-                return ref.at[tuple(where[a] for a in axes if a in where)]
+            def unknown_zero() -> Any:
+                return 0 if is_interpreted else unknown[0]
+
+            def placed(name: str) -> tuple[Any, Any, Any]:
+                """The reference that has the arrays of this name, what copies see of it, and the
+                place of the first."""
+                kind, first = first_places[name]
+                return *buffers[kind], first
 
             def load(n: Any, stage: Any) -> None:
                 for name, (axes, _) in copied.items():
-                    to = buffers[name].at[stage]
-                    plgpu.copy_gmem_to_smem(of_chunk(n, axes, given[name]), to, barriers.at[stage])
+                    own, rows, first = placed(name)
+                    to = (rows if "T" in axes else own).at[first + stage]
+                    source = walk.of_chunk(n, axes, given[name])
+                    plgpu.copy_gmem_to_smem(source, to, barriers.at[stage])
 
             places = _places(is_interpreted)
             parameters = {
-                name: Parameter(of_chunk(0, axes, given[name]), is_interpreted)
+                name: Parameter(walk.of_head(axes, given[name]), is_interpreted)
                 for name, (axes, _) in operands.items()
                 if name not in copied
             }
@@ -427,68 +536,175 @@ class Kernel(NamedTuple):
             def one(n: Any, carry: Array) -> Array:
                 stage = lax.rem(n, stages) if stages > 1 else 0
 
-                def unknown_zero() -> Any:
-                    return 0 if is_interpreted else unknown[0]
-
                 def shared(name: str) -> Shared:
-                    first = stage if name in copied else 0
-                    return Shared(buffers[name], lambda: first + unknown_zero())
+                    own, rows, first = placed(name)
+                    first += stage if name in copied else 0
+                    return Shared(own, rows, lambda: first + unknown_zero())
 
                 writes = {
-                    name: of_chunk(n, axes, ref)
-                    for (name, (axes, _)), ref in zip(results.items(), made, strict=True)
+                    name: (walk.of_chunk(n, axes, ref), "T" in axes)
+                    for name, (axes, ref) in made.items()
                 }
-                arrays = {name: shared(name) for name in buffers}
+                arrays = {name: shared(name) for name in (*copied, *self.scratch)}
                 chunk = Chunk(
                     *(decay, arrays, parameters, writes, places, unknown_zero),
+                    count=walk.tokens(n),
                     is_interpreted=is_interpreted,
                 )
                 plgpu.barrier_wait(barriers.at[stage])
-                if SEGMENTS in copied:
-                    chunk.put_idle({n: idle.get(n, 0.0) for n in copied if "T" in copied[n][0]})
+                chunk.put_idle({n: idle.get(n, 0.0) for n in copied if "T" in copied[n][0]})
                 carry = self.body(chunk, carry)
                 chunk.wait()
 
-                @pl.when(n + stages < count)
+                @pl.when(n + stages < walk.chunks)
                 def _():
                     load(n + stages, stage)
 
                 return carry
 
+            if packed is not None:
+                own, rows, _ = placed(next(iter(copied)))
+                walk.clear(own.at[0], rows.at[0], made.values(), unknown_zero)
             for n in range(stages):
-                load(n, n)
-            carry = lax.fori_loop(0, count, one, _first(start.at[row, head], is_interpreted))
-            end.at[row, head][...] = carry
+                if packed is None:
+                    load(n, n)
+                    continue
+
+                @pl.when(n < walk.chunks)
+                def _(n: int = n):
+                    load(n, n)
+
+            first = _first(walk.of_state(start), is_interpreted)
+            carry = lax.fori_loop(0, walk.chunks, one, first)
+            walk.of_state(end)[...] = carry
             plgpu.wait_smem_to_gmem(0)
+
+        def memory(shape: Sequence[int], dtype: Any) -> Any:
+            return _two_views(shape, dtype) if by_rows else plgpu.SMEM(shape, dtype)
 
         shapes = {n: [sizes[a] for a in axes] for n, (axes, _) in results.items()}
         types = [jax.ShapeDtypeStruct(shapes[n], dtype) for n, (_, dtype) in results.items()]
         call = plgpu.kernel(
             kernel,
             out_type=[*types, jax.ShapeDtypeStruct(carry.shape, carry.dtype)],
-            grid=(rows * heads,),
+            grid=(sizes["B"] * sizes["S"] * sizes["H"],),
             grid_names=("head",),
             kernel_name="_".join(("wkv", *results)),
             scratch_types=[
-                *(plgpu.SMEM((stages, *_of_chunk(*x)), x[1].dtype) for x in copied.values()),
-                *(plgpu.SMEM((1, *SQUARE), dtype) for dtype in self.scratch.values()),
+                *(memory((n, *shape), dtype) for (shape, dtype), n in counts.items()),
                 plgpu.SMEM((1,), jnp.int32),
                 plgpu.Barrier(num_arrivals=len(copied), num_barriers=stages),
             ],
             compiler_params=plgpu.CompilerParams(approx_math=True),
             interpret=plgpu.InterpretGPUParams() if is_interpreted else False,
         )
+        numbers = () if packed is None else packed[1:]
         with jax.enable_x64(False):  # for the type of indices
-            found = call(*(x for _, x in operands.values()), carry)
+            found = call(*numbers, *(x for _, x in operands.values()), carry)
         # Mosaic GPU does not know of mesh axes.
         _, *found, carry = vary_alike(carry, *found)
         return dict(zip(results, found, strict=True)), carry
 
 
-def _of_chunk(axes: str, x: Array) -> list[int]:
+class _Walk:
+    """Where the chunks of a program are: those of a row, or of one of its SEQUENCES `numbers`."""
+
+    def __init__(self, numbers: Any, program: Any, sizes: Mapping[str, int], order: str) -> None:
+        self._order = order
+        head, before = lax.rem(program, sizes["H"]), lax.div(program, sizes["H"])
+        self._where = {"B": before, "H": head}
+        self._numbers = None
+        self.chunks = sizes["N"]
+        if numbers is not None:
+            row, place = lax.div(before, sizes["S"]), lax.rem(before, sizes["S"])
+            self._numbers = [numbers[row, place, i] for i in range(numbers.shape[-1])]
+            self._where |= {"B": row, "S": self._numbers[NUMBER]}
+            self.chunks = _chunks(self._numbers[END] - self._numbers[START])
+
+    def of_head(self, axes: str, ref: Any) -> Any:
+        """The part of an array that belongs to the program."""
+        return ref.at[tuple(self._where[a] for a in axes if a in self._where)]
+
+    def of_state(self, ref: Any) -> Any:
+        return self.of_head("BHVK" if self._numbers is None else "BSHVK", ref)
+
+    def _chunk(self, n: Any) -> Any:
+        """The place among the chunks of the program of the one that is step n of the walk."""
+        return self.chunks - 1 - n if self._order == FROM_END else n
+
+    def of_chunk(self, n: Any, axes: str, ref: Any) -> Any:
+        """The part of an array that belongs to step n of the walk."""
+        chunk = self._chunk(n)
+        token = chunk * CHUNK
+        if self._numbers is not None:
+            chunk, token = chunk + self._numbers[SAVED], token + self._numbers[START]
+        where = self._where | {"N": chunk, "T": pl.ds(token, CHUNK)}
+        return ref.at[tuple(where[a] for a in axes if a in where)]
+
+    def tokens(self, n: Any) -> Any:
+        """How many tokens there are from the first one of step n of the walk on, or None where rows
+        have no sequences."""
+        if self._numbers is None:
+            return None
+        return self._numbers[END] - self._numbers[START] - self._chunk(n) * CHUNK
+
+    def clear(
+        self,
+        own: Any,
+        rows: Any,
+        results: Collection[tuple[str, Any]],
+        unknown_zero: Callable[[], Any],
+    ) -> None:
+        """Write zeros for tokens of no sequence, by an array in shared memory and its rows."""
+        assert self._numbers is not None
+        _, start, end, _, before, until = self._numbers
+        results = [x for x in results if "T" in x[0]]
+
+        def on_side(side: Any, _: Any) -> Any:
+            first, last = (lax.select(side == 0, *x) for x in ((before, end), (start, until)))
+
+            def some(_: Any, token: Any) -> Any:
+                where = self._where | {"T": pl.ds(token, CHUNK)}
+                places = [tuple(where[a] for a in axes if a in where) for axes, _ in results]
+                to = [ref.at[i] for i, (_, ref) in zip(places, results, strict=True)]
+                count = lax.min(last - token, jnp.int32(CHUNK))
+                _copy_rows([(rows, x) for x in to], count, unknown_zero)
+                return token + CHUNK
+
+            lax.fori_loop(0, _chunks(last - first), some, first)
+            return _
+
+        @pl.when((before < start) | (end < until))
+        def _():
+            own[...] = jnp.zeros(SQUARE, own.dtype)
+            plgpu.commit_smem()
+            lax.fori_loop(0, 2, on_side, 0)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _chunks(tokens: Any) -> Any:
+    """How many chunks so many tokens have, a number that only the device knows."""
+    return lax.div(tokens + (CHUNK - 1), jnp.int32(CHUNK))
+
+
+def _two_views(shape: Sequence[int], dtype: Any) -> Any:
+    """An array in shared memory, and the same bytes as an array of which copies take any rows.
+
+    Products need tiles of 8 rows, and copies into tiles have to start with a multiple of 8 tokens.
+    A row of a tile has 128 bytes, one behind the other, in both views.
+    """
+
+    def view(rows: int) -> Any:
+        transforms = plgpu.TilingTransform((rows, SIZE)), plgpu.SwizzleTransform(128)
+        return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+    return plgpu.RefUnion(view(8), view(1))
+
+
+def _of_chunk(axes: str, x: Array) -> tuple[int, ...]:
     """The shape of the part of an operand that belongs to a chunk."""
     sizes = zip(axes, x.shape, strict=True)
-    return [CHUNK if a == "T" else n for a, n in sizes if a not in "BNH"]
+    return tuple(CHUNK if a == "T" else n for a, n in sizes if a not in "BNH")
 
 
 def _first(ref: Any, is_interpreted: bool) -> Array:

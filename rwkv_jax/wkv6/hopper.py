@@ -160,7 +160,7 @@ def _forward(chunk: Chunk, state: Array) -> Array:
     start = w  # Arrays of operands that are not read again hold other things.
     start.put(state)
     chunk.commit()
-    chunk.write("states", start)
+    chunk.write(states=start)
     before, after, exponents = chunk.products(
         *(_log_decay_of(chunk, mask) for mask in (below, above, _between(_half(0))))
     )
@@ -190,7 +190,7 @@ def _forward(chunk: Chunk, state: Array) -> Array:
     )
     z.put(y + in_all_columns(_bonus(chunk)) * v.read())
     chunk.commit()
-    chunk.write("y", z)
+    chunk.write(y=z)
     return chunk.stays(state * jnp.exp2(stay)) + dstate
 
 
@@ -277,8 +277,7 @@ def _backward(chunk: Chunk, dstate: Array) -> Array:
     )
     v.put(dv + bonus * dy.read())
     chunk.commit()
-    for name, y in (("dr", r), ("dw", w), ("dk", k), ("dv", v)):
-        chunk.write(name, y)
+    chunk.write(dr=r, dw=w, dk=k, dv=v)
     return chunk.stays((d.read() + rest.read()) * jnp.exp2(stay)) + dstate
 
 

@@ -27,8 +27,10 @@ The gradient of a log decay is the sum of dG over its token and all later ones, 
 of its own token, and of dG_end.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from rwkv_jax._pallas.lowering import FROM_END, FROM_START
 from rwkv_jax._pallas.warpgroup import (
@@ -38,11 +40,12 @@ from rwkv_jax._pallas.warpgroup import (
     WRITES,
     Chunk,
     Kernel,
-    MaskFn,
     Pair,
     Shared,
+    Triangle,
     above,
     below,
+    chosen,
     in_all_rows,
     inverse,
     not_above,
@@ -74,8 +77,8 @@ def _log_decay_until(chunk: Chunk) -> list[Pair]:
     return [(chunk.kept(not_above, 1 / UNIT).astype(jnp.float16), chunk["log_decay"])]
 
 
-def _pairs(chunk: Chunk, mask: MaskFn, x: Array) -> Array:
-    return pinned(chunk.related(mask, x)).astype(jnp.bfloat16)
+def _pairs(chunk: Chunk, part: Triangle, x: Array) -> Array:
+    return pinned(chunk.related(part, x)).astype(jnp.bfloat16)
 
 
 def _forward(chunk: Chunk, state: Array) -> Array:
@@ -91,7 +94,7 @@ def _forward(chunk: Chunk, state: Array) -> Array:
     before = a  # Arrays of operands that are in registers now hold other things.
     before.put(state)
     chunk.commit()
-    chunk.write("states", before)
+    chunk.write(states=before)
 
     a_b, a_k = chunk.products([(a_rows, b.T)], [(a_rows, k.T)])
     a_b, a_k = chunk.related(below, a_b), _pairs(chunk, below, a_k)
@@ -106,15 +109,15 @@ def _forward(chunk: Chunk, state: Array) -> Array:
     u.put(chunk.product((m, w)))
     chunk.put_of(WRITES, b, k)
     chunk.commit()
-    found, dstate, end = chunk.products(
+    found, state, end = chunk.products(
         [(r_rows, before.T, READS), (r_k, v), (r_b, u)],
-        [(u.T, b), (v.T, k)],
+        [chunk.stays(state), (u.T, b), (v.T, k)],
         sum_in_all_rows(chunk["log_decay"], 1 / UNIT),
     )
     y.put(found)
     chunk.commit()
-    chunk.write("y", y)
-    return (chunk.stays(state) + dstate) * jnp.exp2(end)
+    chunk.write(y=y)
+    return state * jnp.exp2(end)
 
 
 def _backward(chunk: Chunk, dstate: Array) -> Array:
@@ -136,13 +139,17 @@ def _backward(chunk: Chunk, dstate: Array) -> Array:
     k.put(k.read() * inverse_decay)
     chunk.commit()
 
-    a_b, a_k, b_r = chunk.products([(a, b.T)], [(a, k.T)], [(b, r.T)])
+    a_b, a_k, b_r, found, dz = chunk.products(
+        *([(a, b.T)], [(a, k.T)], [(b, r.T)], [(a, before.T)], [(b, d.T)])
+    )
     a_b, a_k, b_r = (
         chunk.related(below, a_b),
         _pairs(chunk, below, a_k),
         _pairs(chunk, not_below, b_r),
     )
-    found, dz = chunk.products([(a, before.T, READS), (a_k, v)], [(b_r, dy), (b, d.T, WRITES)])
+    found, dz = chunk.products(
+        [chunk.of(READS, found), (a_k, v)], [chunk.of(WRITES, dz), (b_r, dy)]
+    )
     u.put(found)
     dz = pinned(dz.astype(jnp.bfloat16))
     x.put(inverse(chunk, a_b, z, x))
@@ -153,46 +160,59 @@ def _backward(chunk: Chunk, dstate: Array) -> Array:
     z.put(dz)
     chunk.commit()
 
-    k_r, k_a, found, more = chunk.products([(k, r.T)], [(k, a.T)], [(u, d)], [(v, d)])
+    k_r, k_a, dv = chunk.products([(k, r.T)], [(k, a.T)], [(k, d.T)])
     k_r, k_a = _pairs(chunk, not_below, k_r), _pairs(chunk, above, k_a)
-    found = chunk.of(WRITES, found * b.read() + more * k.read())
-    dend = jnp.sum(found + chunk.stays(d.read() * before.read()), axis=0)
-    dv, y_u, y_v = chunk.products([(k_r, dy), (k, d.T, WRITES), (k_a, z)], [(dy, u.T)], [(dy, v.T)])
-    x.put(dv)
+    dend = chunk.stays(d.read() * before.read())
+    x.put(chunk.product(chunk.of(WRITES, dv), (k_r, dy), (k_a, z)))
     chunk.commit()
-    chunk.write("dv", x)
-    y_u, y_v = (_pairs(chunk, not_above, y) for y in (y_u, y_v))
-    dr, z_u, z_v = chunk.products([(dy, before, READS), (y_u, b), (y_v, k)], [(z, u.T)], [(z, v.T)])
-    z_u, z_v = (_pairs(chunk, below, y) for y in (z_u, z_v))
-    da, until = chunk.products([(z, before, READS), (z_u, b), (z_v, k)], _log_decay_until(chunk))
-    chunk.wait()  # for dv to be read
-    x.put(dr * jnp.exp2(until))
-    before.put(da * jnp.exp2(until - _log_decay(chunk)))
-    dbefore = pinned(da * a.read())
-    duntil = dr * r.read() + dbefore
-    for y, rows, more in ((u, b, [_log_decay_until(chunk)]), (v, k, [])):
-        y_r, y_a = chunk.products([(y, dy.T)], [(y, z.T)])
+    chunk.write(dv=x)
+
+    def of_reads(n: Any, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+        """dr and, where n is 1, da."""
+        y, rows, to = chosen(n, dy, z), chosen(n, r, a), chosen(n, x, before)
+        y_u, y_v, found = chunk.products([(y, u.T)], [(y, v.T)], [(y, before)])
+        y_u, y_v = (_pairs(chunk, Triangle(False, 1 - n), y) for y in (y_u, y_v))
+        found, until = chunk.products(
+            [chunk.of(READS, found), (y_u, b), (y_v, k)], _log_decay_until(chunk)
+        )
+        chunk.wait()  # for dv to be read
+        to.put(found * jnp.exp2(until - n * _log_decay(chunk)))
+        own = found * rows.read()
+        return sums[0] + own, own
+
+    zeros = jnp.zeros(SQUARE, jnp.float32)
+    duntil, dbefore = lax.fori_loop(0, 2, of_reads, (zeros, zeros))
+
+    def of_writes(n: Any, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+        """db and, where n is 1, dk."""
+        duntil, dend = sums
+        y, rows = chosen(n, u, v), chosen(n, b, k)
+        y_r, y_a, found = chunk.products([(y, dy.T)], [(y, z.T)], [(y, d)])
         y_r, y_a = _pairs(chunk, not_below, y_r), _pairs(chunk, above, y_a)
-        found, *more = chunk.products([(y, d, WRITES), (y_r, r), (y_a, a)], *more)
-        until = more[0] if more else until
+        found = chunk.of(WRITES, found)
+        dend += found * rows.read()
+        found, until = chunk.products([found, (y_r, r), (y_a, a)], _log_decay_until(chunk))
         duntil -= found * rows.read()
         y.put(found * jnp.exp2(-until))
+        return duntil, dend
+
+    duntil, dend = lax.fori_loop(0, 2, of_writes, (duntil, dend))
+    dend = jnp.sum(dend, axis=0)
 
     # In two parts, since the sums of `duntil` are small differences of large numbers.
     k.put(duntil)
     b.put(duntil - k.read())
     chunk.put_of(READS, r, a)
     chunk.commit()
-    for name, y in (("dr", x), ("da", before), ("db", u), ("dk", v)):
-        chunk.write(name, y)
+    chunk.write(dr=x, da=before, db=u, dk=v)
     later = chunk.related(not_below, jnp.ones(SQUARE, jnp.float32)).astype(jnp.bfloat16)
-    dlog, found = chunk.products([(later, k), (later, b)], [(dy.T, r), (z.T, a)])
-    dlog += chunk.of(WRITES, in_all_rows(dend)) - dbefore
-    dstate = chunk.stays(d.read() + rest.astype(jnp.float32)) + found
+    dlog = chunk.of(WRITES, in_all_rows(dend)) - dbefore
+    dstate = chunk.stays(d.read() + rest.astype(jnp.float32))
+    dlog, dstate = chunk.products([dlog, (later, k), (later, b)], [dstate, (dy.T, r), (z.T, a)])
     share = _share(w)
     d.put(dlog * (-SIGMOID_SCALE * share * (1.0 - share)))
     chunk.commit()
-    chunk.write("dw", d)
+    chunk.write(dw=d)
     return dstate
 
 

@@ -445,25 +445,41 @@ def interpret_pallas(monkeypatch: pytest.MonkeyPatch, platform: str) -> None:
 
 
 def run_pallas_passes(
-    op: str, arrays: Mapping[str, Any], cotangents: Mapping[str, Any], **options: Any
+    op: str,
+    arrays: Mapping[str, Any],
+    cotangents: Mapping[str, Any],
+    *,
+    segment_ids: Any = None,
+    cu_seqlens: Any = None,
+    **options: Any,
 ) -> Arrays:
     """Results and gradients by name, by the Pallas kernels on a CPU without the rules of partition,
     under which the interpreter of Mosaic GPU cannot run. The initial state has to be given."""
     own, shared = implementation(op, "pallas"), signature(op).shared
     chosen = options_of(op, implementation="pallas", save=True, **options)
+    packing = None if segment_ids is None else marks_of(segment_ids)
+    if cu_seqlens is not None:
+        packing = Sequences(jnp.asarray(cu_seqlens)[None])
+
+    def in_a_row(state: Arrays) -> Arrays:
+        return {part: x if cu_seqlens is None else x[None] for part, x in state.items()}
+
+    def named(form: str, state: Arrays) -> Arrays:
+        return {form.format(n): x if cu_seqlens is None else x[0] for n, x in state.items()}
 
     @jax.jit
     def run(arrays: Mapping[str, Any], cotangents: Mapping[str, Any]) -> Arrays:
-        result = own.forward(chosen, "cpu", forward_operands(op, arrays))
-        operands = backward_operands(op, arrays, result.states, cotangents)
-        gradients = own.backward(chosen, "cpu", operands)
-        finals = {f"final_{part}": x for part, x in result.state.items()}
-        initials = {f"dinitial_{part}": x for part, x in gradients.state.items()}
+        forward = forward_operands(op, arrays, packing)
+        forward = dataclasses.replace(forward, state=in_a_row(forward.state))
+        result = own.forward(chosen, "cpu", forward)
+        backward = backward_operands(op, arrays, result.states, cotangents, packing)
+        backward = dataclasses.replace(backward, dstate=in_a_row(backward.dstate))
+        gradients = own.backward(chosen, "cpu", backward)
         return {
             "y": result.y,
-            **finals,
+            **named("final_{}", result.state),
             **{f"d{n}": x.sum(0) if n in shared else x for n, x in gradients.inputs.items()},
-            **initials,
+            **named("dinitial_{}", gradients.state),
         }
 
     return run(arrays, cotangents)
