@@ -44,9 +44,8 @@ __global__ __launch_bounds__(kProductThreads) void MixKernel(
 
   // The kernels behind this one read weights early. Only once those before the block have ended are they
   // certain to be there.
-  if (!own.first) LetNextKernelStart();
-  WaitForKernelsBefore();
-  if (own.first) LetNextKernelStart();
+  if (own.first) WaitForKernelsBefore();
+  LetNextKernelStart();
   Vector before, weight, bias, mix[kMixes];
   if (active) {
     before = LoadPacked<kMixVector, T>(own.before, at);
@@ -56,6 +55,8 @@ __global__ __launch_bounds__(kProductThreads) void MixKernel(
     for (int i = 0; i < kMixes; ++i)
       if (i < own.count) mix[i] = LoadPacked<kMixVector, T>(own.mix[i], column);
   }
+  // The kernels of the block write only tokens and their sums.
+  if (!own.first) WaitForKernelsBefore();
   const T* const x = static_cast<const T*>(own.x) + begin;
   const auto load = [&](int i) {
     Vector tokens = LoadPacked<kMixVector, T>(x, i);

@@ -2,7 +2,7 @@
 // the low-rank maps (decoding/head.cuh has the formulas). `StepHeads` computes the same for one row.
 //
 // A warp has a head of a row, so that it waits for no other warp, and many heads are on their way at once;
-// where there are few heads, four warps share the rows of a state. It copies the state into shared memory
+// where there are few heads, four warps share the rows of a state, and the first one does all else. It copies the state into shared memory
 // before the kernels before it have ended. Its lanes have two channels each of the vectors of the token, and
 // rows and columns of the state as in fragment.cuh, 16 rows at a time.
 //
@@ -56,7 +56,7 @@ struct LaneParameters {
   LaneVector w0, k_k, k_a, a0, v0, first, r_k, weight, bias;
 
   // `channel` is the lane's first one of all, and `at` that of its row.
-  __device__ LaneParameters(const Rwkv7BlockCall& call, int64_t channel, int64_t at) {
+  __device__ void Load(const Rwkv7BlockCall& call, int64_t channel, int64_t at) {
     LoadWide<T>(call.w0, channel, w0), LoadWide<T>(call.k_k, channel, k_k);
     LoadWide<T>(call.k_a, channel, k_a), LoadWide<T>(call.a0, channel, a0);
     LoadWide<T>(call.r_k, channel, r_k), LoadWide<T>(call.head_norm.weight, channel, weight);
@@ -72,7 +72,7 @@ struct LaneProjections {
   Packed<T, kChannels> r, k, v, maps[kLowRankMaps];
 
   // `row` is the first number of the row.
-  __device__ LaneProjections(const Rwkv7BlockCall& call, const T* row, int64_t channel) {
+  __device__ void Load(const Rwkv7BlockCall& call, const T* row, int64_t channel) {
     const T* const from = row + channel;
     r.Load(from), k.Load(from + call.width), v.Load(from + 2 * call.width);
 #pragma unroll
@@ -86,10 +86,8 @@ struct LaneToken {
   LaneVector w, k, v, a, b, r, gate;
   float bonus;
 
-  LaneToken() = default;
-
   template <typename T>
-  __device__ LaneToken(const Rwkv7BlockCall& call, const LaneParameters<T>& own,
+  __device__ void Make(const Rwkv7BlockCall& call, const LaneParameters<T>& own,
                        const LaneProjections<T>& given, int64_t at) {
     LaneVector projected, rate, share;
     const auto widen = [](const Packed<T, kChannels>& from, LaneVector& to) {
@@ -102,7 +100,7 @@ struct LaneToken {
     if (call.first != nullptr) {
       widen(given.maps[kShareMap], share);
       AddShare(own.first, own.v0, share, v);
-    } else if (threadIdx.x < 32) {
+    } else {
       StoreRounded<T>(call.made_first, at, v);
     }
     MakeFactors(own.w0, w);
@@ -208,7 +206,7 @@ __global__ __launch_bounds__(
   const Rwkv7BlockCall& call = own.call;
   const int64_t row = blockIdx.y, number = row * call.heads + blockIdx.x;
   const int64_t channel = int64_t{blockIdx.x} * N + OwnChannel(), at = row * call.width + channel;
-  const int warp = threadIdx.x / 32;
+  const int warp = kWarps == 1 ? 0 : threadIdx.x / 32;
   const float* const state = call.state + number * (N * N);
   float* const state_after = call.state_after + number * (N * N);
 
@@ -222,11 +220,14 @@ __global__ __launch_bounds__(
   }
   // A row without a token keeps its states, and what is read out means nothing.
   const bool idle = call.segment_ids[row] == 0;
-  const LaneParameters<T> parameters(call, channel, at);
+  // The first warp has the vectors of the token.
+  LaneParameters<T> parameters;
+  if (warp == 0) parameters.Load(call, channel, at);
   LetNextKernelStart();
   WaitForKernelsBefore();
-  const LaneProjections<T> given(
-      call, static_cast<const T*>(own.projected) + row * own.projected_width, channel);
+  LaneProjections<T> given;
+  if (warp == 0)
+    given.Load(call, static_cast<const T*>(own.projected) + row * own.projected_width, channel);
   const int count = schedule[kWaiting] < 0       ? 0
                     : schedule[kWaiting] < kMost ? schedule[kWaiting]
                                                  : kMost;
@@ -242,9 +243,9 @@ __global__ __launch_bounds__(
   if (updates || !in_halves)
     CopyFloats<N * N - kUpper, kThreads>(state + kUpper, shared.state + kUpper);
 
-  // Every warp computes the vectors, and the first one stores them.
-  LaneToken token(call, parameters, given, at);
+  LaneToken token;
   if (warp == 0) {
+    token.Make(call, parameters, given, at);
     const auto store = [&](Vector vector, const LaneVector& x) {
       StoreFloats(shared.token[vector] + OwnChannel(), x);
     };
