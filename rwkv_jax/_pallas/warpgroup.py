@@ -291,8 +291,8 @@ class Chunk:
     def _products(self, sums: Sequence[Terms]) -> list[Array]:
         if not sums:
             return []
-        zeros = jnp.zeros(SQUARE, jnp.float32)
-        starts = [next((x for x in terms if not isinstance(x, tuple)), zeros) for terms in sums]
+        arrays = [[x for x in terms if not isinstance(x, tuple)] for terms in sums]
+        starts = [sum(x[1:], x[0]) if x else jnp.zeros(SQUARE, jnp.float32) for x in arrays]
         pairs = [[x for x in terms if isinstance(x, tuple)] for terms in sums]
         if self._is_interpreted:  # The interpreter has no products with x in registers.
             return [
