@@ -2,9 +2,9 @@
 // the low-rank maps (decoding/head.cuh has the formulas). `StepHeads` computes the same for one row.
 //
 // A warp has a head of a row, so that it waits for no other warp, and many heads are on their way at once;
-// where there are few heads, four warps share the rows of a state, and the first one does all else. It copies the state into shared memory
-// before the kernels before it have ended. Its lanes have two channels each of the vectors of the token, and
-// rows and columns of the state as in fragment.cuh, 16 rows at a time.
+// where there are few heads, four warps share the rows of a state, and the first one does all else. The state
+// is copied into shared memory before the kernels before this one have ended. Lanes have two channels each of
+// the vectors of the token, and rows and columns of the state as in fragment.cuh, 16 rows at a time.
 //
 // Where tokens wait (Rwkv7BlockCall::waiting), the state is updated only now and then. Until then it is read
 // alone. With the factors G_t = diag(w_t) + a_t b_t^T of wkv7, S being the state and j the tokens that wait,
@@ -13,7 +13,6 @@
 //
 // and the vectors of the token join those that wait. Of a state in halves (Schedule) only the upper ones are
 // read then: S is rounded as r is.
-#include <algorithm>
 #include <type_traits>
 
 #include "decoding/head.cuh"
