@@ -19,6 +19,7 @@ from jaxtyping import PyTree
 import rwkv_jax
 from rwkv_jax.models import rwkv7
 from support import hlo, internals, language_models
+from support.compiler import AS_USERS
 from support.operators import FAST
 from support.tolerance import assert_trees_close
 

@@ -109,23 +109,29 @@ class Chain(Implementation):
         return self._reference.step(options, platform, operands)
 
     def forward(self, options: Options, platform: str, operands: Forward) -> Result:
-        return self._on_any_platform(self._forward, options, operands)
+        return self._on_any_platform(self._forward, options, operands, goes_by_tokens=True)
 
     def backward(self, options: Options, platform: str, operands: Backward) -> Gradients:
-        return self._on_any_platform(self._backward, options, operands)
+        return self._on_any_platform(self._backward, options, operands, goes_by_tokens=False)
 
     def _on_any_platform(
         self,
         compute: Callable[[Options, Any, Products, LinksOfRows], Any],
         options: Options,
         operands: Operands,
+        *,
+        goes_by_tokens: bool,
     ) -> Any:
-        """A pass with the products and slabs that suit the platform that it is lowered for."""
+        """A pass with the products and slabs that suit the platform that it is lowered for. One
+        that does not go by tokens on a CPU is traced once where the slabs are alike."""
         on_cpu, elsewhere = (
             links(self._signature, sizes, operands.inputs, operands.packing)
             for sizes in (ON_CPU, ELSEWHERE)
         )
         product = on_matrix_units(options, operands.inputs[self._signature.y].dtype)
+        alike = on_cpu.slabs.count == elsewhere.slabs.count and not product.rounds
+        if alike and not goes_by_tokens:
+            return compute(options, operands, exact(options), elsewhere)
         return lax.platform_dependent(
             cpu=lambda: compute(options, operands, exact(options), on_cpu),
             default=lambda: compute(options, operands, product, elsewhere),
