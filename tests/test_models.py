@@ -228,7 +228,9 @@ def _loss_and_gradients(
 
 
 gradients_of_model = jax.jit(
-    _loss_and_gradients, static_argnames=("dtype", "implementation", "layers", "recompute")
+    _loss_and_gradients,
+    static_argnames=("dtype", "implementation", "layers", "recompute"),
+    compiler_options=AS_USERS,
 )
 
 FFI_OR_REFERENCE = FAST["wkv7"].implementation
