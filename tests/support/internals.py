@@ -516,7 +516,7 @@ def unroll_wkv4(monkeypatch: pytest.MonkeyPatch) -> None:
 def use_matrix_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the products of `xla` run on a CPU as they run on other platforms."""
 
-    def on_any_platform(self: Any, compute: Any, options: Options, operands: Any) -> Any:
+    def on_any_platform(self: Any, compute: Any, options: Options, operands: Any, **_: Any) -> Any:
         own = links(self._signature, slabs.ELSEWHERE, operands.inputs, operands.packing)
         dtype = operands.inputs[self._signature.y].dtype
         return compute(options, operands, products.on_matrix_units(options, dtype), own)
