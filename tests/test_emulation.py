@@ -1447,7 +1447,7 @@ def test_postponed_updates(blocks: Emulation, dtype: str) -> None:
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 11, (length, rows), np.int32)
     ids = (rng.random((length, rows)) < 0.7).astype(np.int32)
-    ids[:, 0] = 1
+    ids[:, 0] = ids[every, 1] = 1
     start = jax.tree.map(
         lambda x: jnp.asarray(rng.standard_normal(x.shape), x.dtype),
         rwkv7.initial_state(params, rows, dtype),
@@ -1465,8 +1465,7 @@ def test_postponed_updates(blocks: Emulation, dtype: str) -> None:
             found.append(np.asarray(logits)[ids[i] != 0])
         return found, internals.settled(state)
 
-    # Where tokens wait, states are read as bfloat16.
-    limit = {"bfloat16": 1e-2, "float16": 5e-3}[dtype]
+    limit = {"bfloat16": 1e-2, "float16": 2e-3}[dtype]
     for count in (1, every, every + 2, length):
         expected, expected_state = run(start, count)
         found, state = run(internals.postponed(params, start), count)
@@ -1480,8 +1479,7 @@ def test_postponed_updates(blocks: Emulation, dtype: str) -> None:
     wkv = start[0].att.wkv.at[1, 0, 2, 3].set(nan[0])
     broken = (start[0]._replace(att=start[0].att._replace(wkv=wkv)), *start[1:])
     found, _ = run(internals.postponed(params, broken), every + 1)
-    at = int(ids[every, 0] != 0)
-    assert np.isnan(found[every][at]).all() or ids[every, 1] == 0
+    assert np.isnan(found[every][1]).all()
 
 
 def _block_calls(

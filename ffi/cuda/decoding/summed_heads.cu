@@ -11,8 +11,8 @@
 //
 //   y_t = S_t r_t = S u_0 + sum_j v_j (k_j . u_j),   u_t = r_t,   u_{j-1} = G_j u_j,   token t among the j
 //
-// and the vectors of the token join those that wait. Of a state in halves (Schedule) only the upper ones are
-// read then: S is rounded as r is.
+// and the vectors of the token join those that wait. Of a state in halves (Schedule), which
+// those of bfloat16 alone take, only the upper ones are read then: S is rounded as r is.
 #include <type_traits>
 
 #include "decoding/head.cuh"
@@ -231,7 +231,9 @@ __global__ __launch_bounds__(
                     : schedule[kWaiting] < kMost ? schedule[kWaiting]
                                                  : kMost;
   const bool updates = schedule[kUpdates] != 0 || schedule[kWaiting] >= kMost;
-  const bool in_halves = schedule[kInHalves] != 0;
+  // A bfloat16 is too coarse for float16.
+  constexpr bool kHalves = std::is_same_v<T, __nv_bfloat16>;
+  const bool in_halves = kHalves && schedule[kInHalves] != 0;
   // The vectors of the tokens that wait, for this head of this row.
   const auto waiting = [&](int token) {
     return call.waiting + (token * call.rows * call.heads + number) * (kWaitingVectors * N);
@@ -273,7 +275,7 @@ __global__ __launch_bounds__(
       for (int i = 0; i < count; ++i)
         if (IsThere(before(i))) Step(partition, before(i), s);
       if (!idle) Step(partition, here, s);
-      if (schedule[kIntoHalves] != 0)
+      if (kHalves && schedule[kIntoHalves] != 0)
         StoreHalves(partition, reinterpret_cast<uint16_t*>(state_after), s);
       else
         StoreState(partition, state_after, s);
