@@ -23,6 +23,7 @@ from rwkv_jax._operator.call import (
     Result,
     Sequences,
 )
+from rwkv_jax._operator.saved import CHUNK
 from rwkv_jax._operator.signature import Signature
 from rwkv_jax._packing import segments, sequences
 
@@ -75,10 +76,10 @@ def _rows(x: Array, *shape: int) -> Array:
     return lax.iota(jnp.int32, x.shape[0]).reshape(shape)
 
 
-def chunks(offsets: Array, tokens: int) -> Chunks:
+def chunks(offsets: Array, tokens: int, length: int = CHUNK) -> Chunks:
     """The chunks of rows with so many tokens and with offsets [B, Z]."""
     count = offsets.shape[1] - 1
-    layout = sequences.layout(offsets, tokens)
+    layout = sequences.layout(offsets, tokens, length)
     offsets, length, first, sequence, used = layout
     most = sequence.shape[1]
 

@@ -66,7 +66,7 @@ class Layout(NamedTuple):
     """Where sequences and their chunks are in rows of tokens.
 
     offsets: clamped [B, Z].
-    length: the tokens of a chunk, fewer than CHUNK only if a row has fewer.
+    length: the tokens of a chunk, CHUNK if nothing else is asked for; fewer if a row has fewer.
     first: the first chunk of each sequence, and the number of all chunks [B, Z].
     owner: the sequence of each chunk [B, N], where N is as many chunks as there can be.
     used: whether there is such a chunk [B, N].
@@ -79,16 +79,16 @@ class Layout(NamedTuple):
     used: Array
 
 
-def chunks(offsets: Array, tokens: int) -> int:
-    """As many chunks as there can be: so many states are saved."""
-    length = min(tokens, CHUNK)
+def chunks(offsets: Array, tokens: int, length: int = CHUNK) -> int:
+    """As many chunks as there can be. So many states are saved of chunks with CHUNK tokens."""
+    length = min(tokens, length)
     return (tokens + (offsets.shape[1] - 1) * (length - 1)) // length
 
 
-def layout(offsets: Array, tokens: int) -> Layout:
+def layout(offsets: Array, tokens: int, length: int = CHUNK) -> Layout:
     """The layout of rows [B] with so many tokens and with offsets [B, Z]."""
     sequences = offsets.shape[1] - 1
-    length, most = min(tokens, CHUNK), chunks(offsets, tokens)
+    length, most = min(tokens, length), chunks(offsets, tokens, length)
     offsets = _clamped(offsets, tokens)
     upto = jnp.cumsum(-(-jnp.diff(offsets) // length), axis=1, dtype=jnp.int32)
     owner = jnp.minimum(find(upto, most), sequences - 1)

@@ -4,6 +4,7 @@ to the last one find.
 Groups are [B, n, L], and states are [B, C], or [B, S, C] where a row consists of sequences.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,17 +14,30 @@ from jax import Array, lax
 
 from rwkv_jax._operator.call import Arrays, Marks, Options, Packing, Sequences
 from rwkv_jax._operator.saved import CHUNK
-from rwkv_jax._packing import by_chunk, segments
+from rwkv_jax._packing import by_chunk, segments, sequences
 from rwkv_jax._portable.decay import unbounded_log_decay
 from rwkv_jax.wkv4.signature import NOTHING
-from rwkv_jax.wkv4.walk import SLOPES, Kept, Runs, VisitFn, Walk, grouped, left, picker
+from rwkv_jax.wkv4.walk import (
+    PLACE,
+    SLOPES,
+    Apart,
+    Kept,
+    Runs,
+    VisitFn,
+    Walk,
+    grouped,
+    left,
+    nothing,
+    picker,
+)
 
 
 class Token(NamedTuple):
-    """One token of each group: how many it is [B or 1, n], 0 or 1, whether a segment starts with
-    it, and its key and value [B, n, C]."""
+    """One token of each group: how many it is [B or 1, n], 0 or 1, its number in the row of groups
+    from 1 on [1, n], whether a segment starts with it, and its key and value [B, n, C]."""
 
     age: Array
+    place: Array
     starts: Array | None
     k: Array
     v: Array
@@ -50,10 +64,12 @@ class Tokens:
             self.ages = jnp.ones((1, self.count), jnp.float32)
         else:
             self.ages = (self.marks != segments.PADDING).astype(jnp.float32)
-        k, v = self.cut(inputs["k"]), self.cut(inputs["v"])
-        self._k, self._u = k, inputs["u"].astype(jnp.float32)[:, None]
-        tokens = Token(self.ages, self.starts, k, v)
-        self.groups = jax.tree.map(lambda x: grouped(x, self.length), tokens)
+        self._u = inputs["u"].astype(jnp.float32)[:, None]
+        places = lax.iota(jnp.int32, self.count)[None] + 1
+        own = (
+            None if x is None else grouped(x, self.length) for x in (self.ages, places, self.starts)
+        )
+        self.groups = Token(*own, self.cut(inputs["k"]), self.cut(inputs["v"]))
 
     def lay_out(self, count: int, packing: Packing) -> None:
         """Finds where tokens are: the marks of the tokens of groups, if they have any, and where
@@ -64,12 +80,12 @@ class Tokens:
         self.count, self.length = count, self.walk.length(count)
         self.per_chunk = max(CHUNK // self.length, 1)
 
-    def cut(self, x: Array) -> Array:
-        """The tokens of groups, one after another, from those of a call [B, T, C]."""
-        return x
+    def cut(self, x: Array) -> Any:
+        """The tokens of a call [B, T, C] for `picker`."""
+        return grouped(x, self.length)
 
     def join(self, x: Array) -> Array:
-        """The inverse of `cut`, with zeros for padding."""
+        """The tokens of a call from those of groups, one after another, with zeros for padding."""
         return segments.cleared(self.marks, [x])[0]
 
     def at_starts(self, x: Any) -> Any:
@@ -114,6 +130,11 @@ class Tokens:
         added = {"num": inputs["v"], "den": token.age[..., None], "log_max": inputs["k"]}
         return Runs(token.age, token.starts, added)
 
+    def _placed(self, token: Token) -> Runs:
+        run = self._run(token)
+        place = jnp.where(token.age > 0, token.place, 0)[..., None]
+        return run._replace(added=run.added | {PLACE: place})
+
     def through(self, starts: Arrays, visit: VisitFn) -> tuple[Arrays, Any, Kept]:
         """Walk through the groups from the states before them, and visit each token with the state
         that it reads."""
@@ -123,14 +144,14 @@ class Tokens:
 
         return self.walk.through(picker(self.groups), self._run, self.length, starts, of_token, {})
 
-    def runs(self) -> Runs:
-        """The groups as runs."""
-        ages, starts, k, _ = self.groups
-        return self.walk.runs(picker(self.groups), self._run, ages, starts, k[:, :, 0])
+    def runs(self, *, placed: bool = False) -> Runs:
+        """The groups as runs, also with PLACE."""
+        item, groups, run = picker(self.groups), self.groups, self._placed if placed else self._run
+        return self.walk.runs(item, run, groups.age, groups.starts, item(0).k)
 
     def before_groups(self, state: Arrays) -> Arrays:
         """The states before each group, from the ones that were given."""
-        return self.states(self.walk, self.runs, state)
+        return self.states(self.walk, functools.partial(self.runs, placed=PLACE in state), state)
 
     def saved(self, starts: Arrays) -> Arrays:
         """The states before each chunk, from those before each group."""
@@ -144,9 +165,9 @@ class Tokens:
         several = jax.tree.map(lambda x: grouped(x, self.per_chunk), self.runs())
         return self.walk.inside(several, saved, groups)
 
-    def read(self, starts: Arrays, dy: Array) -> tuple[Arrays, Kept]:
-        """The final states, and `Read` of each token, from the states before each group and the
-        cotangents of `y`."""
+    def read(self, starts: Arrays, dy: Array) -> tuple[Arrays, Array, Kept]:
+        """The final states, PLACE after all tokens, and `Read` of each token, from the states
+        before each group and the cotangents of `y`."""
 
         def visit(item: tuple[Token, Array], state: Arrays) -> tuple[Read, Any]:
             token, dy = item
@@ -156,13 +177,21 @@ class Tokens:
             before, now = jnp.exp(state["log_max"] - largest), jnp.exp(own - largest)
             scale = 1.0 / (before * state["den"] + now)
             y = (before * state["num"] + now * inputs["v"]) * scale
-            return Read(y, dy.astype(jnp.float32) * scale, largest), {}
+            dy = jnp.where(token.age[..., None] > 0, dy.astype(jnp.float32), 0.0)
+            return Read(y, dy * scale, largest), {}
 
-        groups = picker((self.groups, grouped(dy, self.length)))
+        groups = picker((self.groups, self.cut(dy)))
+        starts = {PLACE: jnp.zeros_like(starts["num"], jnp.int32)} | starts
         ends, _, read = self.walk.through(
-            groups, lambda item: self._run(item[0]), self.length, starts, visit, {}
+            groups, lambda item: self._placed(item[0]), self.length, starts, visit, {}
         )
-        return self.at_ends(ends), read.written()
+        place = self.first_largest(ends.pop(PLACE))
+        return self.at_ends(ends), place, read.written()
+
+    def first_largest(self, places: Array) -> Array:
+        """Which is the first of the largest weights after all tokens [B, C], from PLACE of each
+        group alone. It is the last one that was larger than all before it."""
+        return jnp.max(places, axis=1)
 
     def shared(self, starts: Arrays, read: Kept, after: Arrays) -> tuple[Array, Array]:
         """The gradients of u and of the log decay [B, C], from the states before each group and the
@@ -178,6 +207,7 @@ class Tokens:
             return {}, {"u": now * (inputs["v"] - read.y), "w": dw}
 
         zeros = jnp.zeros_like(starts["num"])
+        starts = {part: x for part, x in starts.items() if part != PLACE}
         ends, sums, _ = self.walk.through(
             lambda i: (given(i), read.item(i)),
             lambda item: self._run(item[0]),
@@ -191,24 +221,12 @@ class Tokens:
         dw = sums["w"] + jnp.exp(ends["log_max"] + after["log_max"]) * later
         return jnp.sum(sums["u"], axis=1), jnp.sum(dw, axis=1)
 
-    def first_largest(self, log_max: Array) -> tuple[Array, Array]:
-        """Which is the first of the largest weights after all tokens [B, C], where 0 is that of the
-        state before them and t + 1 that of token t, and by how many tokens it has decayed.
-
-        It is one comparison of all exponents. Comparing them with the largest would fail where the
-        compiler computes an exponent twice and rounds it differently."""
+    def since(self, place: Array) -> Array:
+        """By how many tokens what has such a PLACE has decayed in the end [B, C]."""
         upto = jnp.cumsum(self.ages, axis=1)
         ages = jnp.concatenate([upto[:, -1:], upto[:, -1:] - upto], axis=1)
-        x = jnp.concatenate([log_max[:, None], self._k.astype(jnp.float32)], axis=1)
-        x += ages[..., None] * self.walk.log_decay[:, None]
-        if self.marks is not None:
-            own = segments.numbers(self.marks)
-            own = jnp.pad(own, ((0, 0), (1, 0)))
-            there = jnp.pad(self.ages > 0, ((0, 0), (1, 0)), constant_values=True)
-            x = jnp.where((there & (own == own[:, -1:]))[..., None], x, -jnp.inf)
-        place = lax.argmax(x, 1, jnp.int32)
-        ages = jnp.broadcast_to(ages, (len(x), ages.shape[1]))
-        return place, jnp.take_along_axis(ages, place, axis=1)
+        ages = jnp.broadcast_to(ages, (len(place), ages.shape[1]))
+        return jnp.take_along_axis(ages, place, axis=1)
 
 
 class TokensOfSequences(Tokens):
@@ -217,37 +235,33 @@ class TokensOfSequences(Tokens):
 
     def lay_out(self, count: int, packing: Packing) -> None:
         assert isinstance(packing, Sequences)
-        self._chunks = by_chunk.chunks(packing.offsets, count)
+        self._chunks = by_chunk.chunks(packing.offsets, count, self.walk.length(count))
         layout = self._chunks.layout
-        self.length = self.walk.length(layout.length)
-        self.per_chunk = -(-layout.length // self.length)
-        self.marks, self.starts = self._rows(self._chunks.marks, segments.PADDING), None
-        self.count = self.marks.shape[1]
+        self.length = layout.length
+        self.marks = jnp.moveaxis(self._chunks.marks, 0, 1).reshape(len(layout.owner), -1)
+        self.starts, self.count = None, self.marks.shape[1]
         self._lengths = jnp.diff(layout.offsets)
         # The groups with the first and with the last token of each sequence, and the sequence of
         # each group.
-        self._first = layout.first[:, :-1] * self.per_chunk
-        self._last = self._first + -(-self._lengths // self.length) - 1
-        self._owner = jnp.repeat(layout.owner, self.per_chunk, axis=1)
+        self._first, self._last = layout.first[:, :-1], layout.first[:, 1:] - 1
+        self._owner = layout.owner
         number = lax.broadcasted_iota(jnp.int32, self._owner.shape, 1)
         begins, ends = (self._of(x, self._owner) == number for x in (self._first, self._last))
         self._begins, self._ends = begins, ends
-
-    def _rows(self, x: Array, padding: Any) -> Array:
-        """[N, B, length of chunks, ...] as [B, tokens of groups, ...]."""
-        return by_chunk.one_after_another(x, self.per_chunk * self.length, padding)
+        self._saved = sequences.layout(packing.offsets, count)
 
     def _of(self, x: Array, number: Array) -> Array:
         """Of [B, M, ...] those with the numbers [B, N]."""
         number = jnp.clip(number, 0, x.shape[1] - 1)
         return x[lax.broadcasted_iota(jnp.int32, number.shape, 0), number]
 
-    def cut(self, x: Array) -> Array:
-        return self._rows(self._chunks.cut(x), 0)
+    def cut(self, x: Array) -> Any:
+        return Apart(x, self._chunks.start)
 
     def join(self, x: Array) -> Array:
-        x = x.reshape(len(x), -1, self.per_chunk * self.length, *x.shape[2:])
-        return self._chunks.join(jnp.moveaxis(x, 1, 0))
+        group, number = self._chunks.place
+        x = self._of(x, group * self.length + number)
+        return jnp.where(self._chunks.there[..., None], x, jnp.zeros_like(x))
 
     def at_starts(self, x: Any) -> Any:
         return jax.tree.map(lambda x: self._of(x, self._first), x)
@@ -276,38 +290,30 @@ class TokensOfSequences(Tokens):
             return jnp.where(opens[..., None], x, y)
 
         added = jax.tree.map(chosen, first, added)
-        nothing = {
-            part: jnp.full_like(x[:, 0], NOTHING if part == "log_max" else 0.0)
-            for part, x in given.items()
-        }
-        return jax.tree.map(chosen, of_groups, walk.before(Runs(ages, opens, added), nothing))
+        before = {part: nothing(part, x[:, 0]) for part, x in given.items()}
+        return jax.tree.map(chosen, of_groups, walk.before(Runs(ages, opens, added), before))
 
-    def first_largest(self, log_max: Array) -> tuple[Array, Array]:
-        log_decay, lengths = self.walk.log_decay[:, None], self._lengths[..., None]
-        begin = self._first[..., None] * self.length
-        number = lax.iota(jnp.int32, self.count)[None, :, None]
-        owner = jnp.repeat(self._owner, self.length, axis=1)
-        after = self._of(begin + lengths, owner) - 1 - number
-        x = self._k.astype(jnp.float32) + after.astype(jnp.float32) * log_decay
-        # A sequence begins with a chunk, and chunks are fewer than groups.
-        chunk = self.per_chunk * self.length
-        x = grouped(jnp.where((self.ages > 0)[..., None], x, -jnp.inf), chunk)
-        place = lax.argmax(x, 2, jnp.int32) + number[:, ::chunk]
+    def saved(self, starts: Arrays) -> Arrays:
+        owner, first = self._saved.owner, self._of(self._first, self._saved.owner)
+        number = lax.broadcasted_iota(jnp.int32, owner.shape, 1)
+        chunk = number - self._of(self._saved.first, owner)
+        group = first + chunk * -(-self._saved.length // self.length)
+        return jax.tree.map(lambda x: self._of(x, group), starts)
 
-        def first(x: Any, y: Any) -> Any:
-            """The first largest of two runs of chunks: its exponent, its place, and whether a
-            sequence begins in a run."""
-            later = y[2] | (y[0] > x[0])
-            return jnp.where(later, y[0], x[0]), jnp.where(later, y[1], x[1]), x[2] | y[2]
+    def from_chunks(self, saved: Arrays) -> Arrays:
+        """With PLACE, from those before the first chunk of each sequence. Where its other chunks
+        are among groups depends on the lengths of sequences."""
+        first = self._saved.first[:, :-1]
+        given = jax.tree.map(lambda x: self._of(x, first), saved)
+        return self.before_groups(given | {PLACE: jnp.zeros_like(given["num"], jnp.int32)})
 
-        begins = self._begins[:, :: self.per_chunk, None]
-        found = jnp.max(x, axis=2), place, jnp.broadcast_to(begins, place.shape)
-        found = lax.associative_scan(first, found, axis=1)
-        last = self._last // self.per_chunk
-        largest, place = (self._of(x, last) for x in found[:2])
-        of_given = log_max + lengths.astype(jnp.float32) * log_decay >= largest
-        age = jnp.where(of_given, lengths, begin + lengths - 1 - place)
-        return jnp.where(of_given, 0, place + 1), age.astype(jnp.float32)
+    def first_largest(self, places: Array) -> Array:
+        return self.at_ends(places)  # from PLACE of all groups of the sequence so far
+
+    def since(self, place: Array) -> Array:
+        lengths, first = self._lengths[..., None], self._first[..., None]
+        age = jnp.where(place == 0, lengths, lengths + first * self.length - place)
+        return age.astype(jnp.float32)
 
 
 def tokens_of(options: Options, unrolled: bool, inputs: Arrays, packing: Packing) -> Tokens:

@@ -9,6 +9,7 @@ walked through in reverse.
 Each run has the axes [B, n], each state [B, n, C]. Groups have one axis more, [B, n, L].
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
@@ -26,6 +27,10 @@ LENGTH = 8
 
 SLOPES = {"num": "num_slope", "den": "den_slope"}
 """Further parts that a state may have: the derivatives of its sums by the log decay of a token."""
+
+PLACE = "place"
+"""A further part that a state may have: the number of the token with the first largest weight, or 0
+if that is the weight of the state before the tokens that the state has gone through."""
 
 
 class Runs(NamedTuple):
@@ -143,9 +148,12 @@ class Walk(NamedTuple):
         after = add(state, log_decay, added)
         if set(SLOPES.values()) <= state.keys():
             slopes = {part: state[slope] + ages * state[part] for part, slope in SLOPES.items()}
-            nothing = added | {part: jnp.zeros_like(x) for part, x in slopes.items()}
-            slopes = add(state | slopes, log_decay, nothing)
+            unchanged = added | {part: jnp.zeros_like(x) for part, x in slopes.items()}
+            slopes = add(state | slopes, log_decay, unchanged)
             after |= {slope: slopes[part] for part, slope in SLOPES.items()}
+        if PLACE in state:
+            stays = state["log_max"] + log_decay >= added["log_max"]
+            after[PLACE] = jnp.where(stays, state[PLACE], added[PLACE])
         return after
 
     def runs(
@@ -153,9 +161,9 @@ class Walk(NamedTuple):
     ) -> Runs:
         """The groups as runs, from the ages and starts of their runs [B, n, L]. `like` is any array
         [B, n, C]."""
-        zeros = jnp.zeros_like(like, dtype=jnp.float32)
-        nothing = {"num": zeros, "den": zeros, "log_max": jnp.full_like(zeros, NOTHING)}
-        added, _, _ = self.through(item, run, ages.shape[2], nothing, lambda x, state: ({}, {}), {})
+        parts = run(item(0)).added.items()
+        empty = {part: nothing(part, jnp.zeros_like(like, x.dtype)) for part, x in parts}
+        added, _, _ = self.through(item, run, ages.shape[2], empty, lambda x, state: ({}, {}), {})
         any_start = None if starts is None else jnp.any(starts, axis=2)
         # Without a barrier XLA computes the runs anew for each of the longer runs.
         return lax.optimization_barrier(Runs(jnp.sum(ages, axis=2), any_start, added))
@@ -182,11 +190,33 @@ class Walk(NamedTuple):
         return lax.optimization_barrier(found.written().flat(count))
 
 
+class Apart(NamedTuple):
+    """Tokens of rows [B, T, ...] as groups that may begin with any token, `start` [B, n], which no
+    array has to hold."""
+
+    x: Array
+    start: Array
+
+    def item(self, i: Any) -> Array:
+        batch, tokens, *rest = self.x.shape
+        first = lax.iota(jnp.int32, batch)[:, None] * tokens
+        rows = self.x.reshape(batch * tokens, *rest)
+        return rows.at[first + jnp.minimum(self.start + i, tokens - 1)].get(
+            mode="promise_in_bounds", wrap_negative_indices=False
+        )
+
+
 def picker(groups: Any) -> ItemFn:
-    """Slices of arrays [B, n, L, ...]."""
+    """Slices of arrays [B, n, L, ...], and of `Apart`."""
+
+    def one(i: Any, x: Any) -> Array:
+        if isinstance(x, Apart):
+            return x.item(i)
+        return lax.dynamic_index_in_dim(x, i, 2, keepdims=False)
 
     def item(i: Any) -> Any:
-        return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, 2, keepdims=False), groups)
+        pick = functools.partial(one, i)
+        return jax.tree.map(pick, groups, is_leaf=lambda x: isinstance(x, Apart))
 
     return item
 
@@ -200,7 +230,9 @@ def left(state: Arrays, starts: Array | None) -> Arrays:
     """What is left of the states before runs."""
     if starts is None:
         return state
-    return {
-        part: jnp.where(starts[..., None], NOTHING if part == "log_max" else 0.0, x)
-        for part, x in state.items()
-    }
+    return {part: jnp.where(starts[..., None], nothing(part, x), x) for part, x in state.items()}
+
+
+def nothing(part: str, x: Array) -> Array:
+    """A part of states like `x` before any token."""
+    return jnp.full_like(x, NOTHING if part == "log_max" else 0)

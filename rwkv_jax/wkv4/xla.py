@@ -40,7 +40,7 @@ from rwkv_jax._operator.call import (
     Sequences,
 )
 from rwkv_jax._operator.implementation import Implementation
-from rwkv_jax._packing import by_chunk, segments
+from rwkv_jax._packing import by_chunk
 from rwkv_jax.wkv4 import reference
 from rwkv_jax.wkv4.signature import NOTHING, SIGNATURE
 from rwkv_jax.wkv4.tokens import Read, Token, Tokens, tokens_of
@@ -96,11 +96,9 @@ class _Wkv4(Implementation):
         tokens = tokens_of(options, unrolled, inputs, operands.packing)
         starts = tokens.from_chunks(operands.states)
         start = tokens.at_starts(starts)
-        (dy,) = segments.cleared(tokens.marks, [tokens.cut(operands.dy)])
-        end, read = tokens.read(starts, dy)
+        end, place, read = tokens.read(starts, operands.dy)
         cotangent = {part: dstate[part] for part in ("num", "den")}
         dlargest = dstate["log_max"] - _dotted(dstate, end)
-        place, age = tokens.first_largest(start["log_max"])
         # Each walk computes the sums of tokens again. Without barriers XLA would keep in memory
         # what walks have in common, which takes longer.
         starts, read = lax.optimization_barrier((starts, read.runs))
@@ -117,7 +115,7 @@ class _Wkv4(Implementation):
         here = jnp.where(place == 0, dlargest, 0.0)
         dinitial["log_max"] = _dotted(dinitial, start) + here
 
-        (dw,) = tokens.pull_back(dw + tokens.total(dlargest * age))
+        (dw,) = tokens.pull_back(dw + tokens.total(dlargest * tokens.since(place)))
         gradients = {"w": dw, "u": du, "k": dk, "v": dv}
         return Gradients(
             {n: x.astype(inputs[n].dtype) for n, x in gradients.items()},
@@ -134,12 +132,11 @@ def _as_the_platform_needs(run: Callable[[bool, Any], Any], operands: Any) -> An
 
 
 class _Item(NamedTuple):
-    """A token of each group, whether the next one starts a segment, the token's number in the row
-    from 1 on [1, n], and what is known of its `y`."""
+    """A token of each group, whether the next one starts a segment, and what is known of its
+    `y`."""
 
     token: Token
     starts_next: Array | None
-    place: Array
     read: Read
 
 
@@ -153,10 +150,9 @@ class _Reverse:
             # What cuts the tokens after this one off from it is that the next one starts a segment.
             following = jnp.pad(tokens.starts[:, 1:], ((0, 0), (0, 1)))
             self._starts = grouped(following, tokens.length)
-        self._places = grouped(lax.iota(jnp.int32, tokens.count)[None] + 1, tokens.length)
 
     def _items(self, groups: Token, read: Kept) -> ItemFn:
-        given = picker((groups, self._starts, self._places))
+        given = picker((groups, self._starts))
         return lambda i: _Item(*given(i), read=read.item(i))
 
     def _run(self, x: _Item) -> Runs:
@@ -172,8 +168,8 @@ class _Reverse:
         groups = self._tokens.groups
 
         def runs() -> Runs:
-            items, like = self._items(groups, self._read), groups.k[:, :, 0]
-            return self._walk.runs(items, self._run, groups.age, self._starts, like)
+            items = self._items(groups, self._read)
+            return self._walk.runs(items, self._run, groups.age, self._starts, items(0).token.k)
 
         return self._tokens.states(self._walk, runs, end)
 
@@ -193,7 +189,7 @@ class _Reverse:
             bonus = jnp.exp((inputs["u"] + k) - read.largest) * read.a
             kept = jnp.exp(k + after["log_max"])
             dk = bonus * (v - read.y) + kept * (v * after["num"] + after["den"])
-            dk += jnp.where(x.place[..., None] == place, dlargest, 0.0)
+            dk += jnp.where(x.token.place[..., None] == place, dlargest, 0.0)
             dv = bonus + kept * after["num"]
             return {"k": dk.astype(x.token.k.dtype), "v": dv.astype(x.token.v.dtype)}, {}
 
