@@ -18,6 +18,7 @@ from rwkv_jax._packing import by_chunk, segments, sequences
 from rwkv_jax._portable.decay import unbounded_log_decay
 from rwkv_jax.wkv4.signature import NOTHING
 from rwkv_jax.wkv4.walk import (
+    LENGTH,
     PLACE,
     SLOPES,
     Apart,
@@ -238,13 +239,18 @@ class TokensOfSequences(Tokens):
         self._chunks = by_chunk.chunks(packing.offsets, count, self.walk.length(count))
         layout = self._chunks.layout
         self.length = layout.length
-        self.marks = jnp.moveaxis(self._chunks.marks, 0, 1).reshape(len(layout.owner), -1)
+        # Groups of no tokens, so that as many as a walk takes at a time are left in the end. To
+        # fill up what is known of groups later would be a copy of all of it.
+        more = ((0, 0), (0, -layout.owner.shape[1] % LENGTH))
+        self._starts = jnp.pad(self._chunks.start, more)
+        self._owner = jnp.pad(layout.owner, more)
+        marks = jnp.moveaxis(self._chunks.marks, 0, 1)
+        marks = jnp.pad(marks, (*more, (0, 0)), constant_values=segments.PADDING)
+        self.marks = marks.reshape(len(marks), -1)
         self.starts, self.count = None, self.marks.shape[1]
         self._lengths = jnp.diff(layout.offsets)
-        # The groups with the first and with the last token of each sequence, and the sequence of
-        # each group.
+        # The groups with the first and with the last token of each sequence.
         self._first, self._last = layout.first[:, :-1], layout.first[:, 1:] - 1
-        self._owner = layout.owner
         number = lax.broadcasted_iota(jnp.int32, self._owner.shape, 1)
         begins, ends = (self._of(x, self._owner) == number for x in (self._first, self._last))
         self._begins, self._ends = begins, ends
@@ -256,7 +262,7 @@ class TokensOfSequences(Tokens):
         return x[lax.broadcasted_iota(jnp.int32, number.shape, 0), number]
 
     def cut(self, x: Array) -> Any:
-        return Apart(x, self._chunks.start)
+        return Apart(x, self._starts)
 
     def join(self, x: Array) -> Array:
         group, number = self._chunks.place
