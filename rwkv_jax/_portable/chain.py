@@ -141,13 +141,15 @@ class Chain(Implementation):
         self, options: Options, operands: Forward, product: Products, call: LinksOfRows
     ) -> Result:
         signature = self._signature
-        slab_of = self._token_by_token if product.fewest else self._side_by_side
+        slab_of = self._token_by_token
+        if not product.fewest:
+            slab_of = functools.partial(self._side_by_side, product)
         (part,) = operands.state
         state, values = operands.state[part], operands.inputs[signature.y]
 
         def slab(number: Any, carry: tuple[Any, Arrays]) -> tuple[Any, Arrays]:
             carried, room = carry
-            carried, states, y = slab_of(options, product, call, number, carried, state)
+            carried, states, y = slab_of(options, call, number, carried, state)
             room = room | {"y": call.put(number, room["y"], y.astype(values.dtype))}
             if options.save:
                 room |= {"states": call.save(number, room["states"], states)}
@@ -163,8 +165,8 @@ class Chain(Implementation):
 
     def _side_by_side(
         self,
-        options: Options,
         product: Products,
+        options: Options,
         call: LinksOfRows,
         number: Any,
         carried: Any,
@@ -181,13 +183,7 @@ class Chain(Implementation):
         return carried, states, _read(product, parts, states, written)
 
     def _token_by_token(
-        self,
-        options: Options,
-        product: Products,
-        call: LinksOfRows,
-        number: Any,
-        carried: Any,
-        given: Array,
+        self, options: Options, call: LinksOfRows, number: Any, carried: Any, given: Array
     ) -> tuple[Any, Array, Array]:
         """The same, as if each chunk were one link."""
         timed, shared, tokens = call.inputs(number)
