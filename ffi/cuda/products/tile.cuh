@@ -25,7 +25,8 @@ struct Tile {
   static constexpr bool kFew = kRows <= kBox;
   static constexpr int kSums = kRows * kOutputs / kMultipliers;  // of a thread
   static constexpr int kBoxRows = kFew ? kRows : kBox;
-  static constexpr int kRowBoxes = kRows / kBoxRows, kWeightBoxes = kOutputs / kBox;
+  static constexpr int kRowBoxes = kRows / kBoxRows, kWeightBoxes = (kOutputs + kBox - 1) / kBox;
+  static_assert(kWeightBoxes % kRowTiles == 0);  // each block of a cluster copies as many
   static constexpr int kRowBoxBytes = kBoxRows * kBox * 2;
   static constexpr int kRowsBytes = kRowBoxes * kRowBoxBytes;
   static constexpr int kStageBytes = kRowsBytes + kWeightBoxes * kBoxBytes;

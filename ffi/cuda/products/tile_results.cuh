@@ -11,16 +11,33 @@
 
 namespace rwkv_jax::cuda {
 
+// Makes results of sums, by a function that is long: its instructions are there for a few sums, and not for each
+// of them. The larger a kernel, the longer the device takes to go over to it from another one.
+template <int kSums, typename Fn>
+__device__ void ChangeFewAtATime(float (&sums)[kSums], const Fn& fn) {
+  constexpr int kFew = kSums < 8 ? kSums : 8;
+#pragma unroll 1
+  for (int done = 0; done < kSums; done += kFew) {
+    float changed[kFew];
+#pragma unroll
+    for (int i = 0; i < kFew; ++i) changed[i] = fn(sums[i]);
+#pragma unroll
+    for (int i = 0; i < kSums; ++i)
+      sums[i] = i + kFew < kSums ? sums[i + kFew] : changed[i + kFew - kSums];
+  }
+}
+
 // Makes results of sums. Most tiles have another result than this one or that one, whose instructions are not
 // fetched then.
 template <int kSums>
 __device__ void ChangeSums(Result result, float (&sums)[kSums]) {
-  const auto change = [&](Result one) {
-    if (result != one) return;
+  if (result == Result::kTanh)
+    ChangeFewAtATime(sums, [](float sum) { return ResultOf(Result::kTanh, sum, 0.0f); });
+  else if (result == Result::kSigmoid)
+    ChangeFewAtATime(sums, [](float sum) { return ResultOf(Result::kSigmoid, sum, 0.0f); });
+  else if (result == Result::kSquaredRelu)
 #pragma unroll
-    for (int i = 0; i < kSums; ++i) sums[i] = ResultOf(one, sums[i], 0.0f);
-  };
-  change(Result::kTanh), change(Result::kSigmoid), change(Result::kSquaredRelu);
+    for (int i = 0; i < kSums; ++i) sums[i] = ResultOf(Result::kSquaredRelu, sums[i], 0.0f);
 }
 
 // Four lanes that have a row exchange pairs of neighbouring outputs: word k of lane l becomes word l of

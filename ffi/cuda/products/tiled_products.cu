@@ -1,6 +1,6 @@
 // The products of several rows with matrices of bfloat16, on Hopper.
 //
-// A block has a tile: up to 64 rows and 128 outputs, or 128 rows and 128 or 256 outputs. One thread copies 64
+// A block has a tile: up to 64 rows and 128 outputs, or 128 rows and 128 to 256 outputs. One thread copies 64
 // inputs of both operands at a time into a ring of stages, the first weights before the kernels before this
 // one have ended. Two warpgroups multiply. With more than 128 rows, the two blocks of a cluster have the same
 // outputs, and each copies one half of the weights for both.
@@ -180,10 +180,12 @@ cudaError_t ActiveClusters(int& count) {
   return cudaOccupancyMaxActiveClusters(&count, kernel, &config);
 }
 
-// How products are shared out among the clusters of the device, and what it takes: a step of 128 outputs
-// takes kNarrow, one of 256 outputs kWide, and to add up splits so much for each, and at all.
+// How products are shared out among the clusters of the device, and what it takes: a step of a tile takes
+// kEachStep, and kEachOutputs for every 32 of its outputs. To add up splits takes kAddUp, and kEachSplit for
+// each of them, or, if that is more, 1 for every kSumsAtOnce numbers that are written and read.
 struct Choice {
-  static constexpr int64_t kNarrow = 9, kWide = 16, kEachSplit = 15, kAddUp = 120;
+  static constexpr int64_t kEachStep = 8, kEachOutputs = 7;
+  static constexpr int64_t kEachSplit = 60, kAddUp = 480, kSumsAtOnce = 3500;
   int64_t cost = std::numeric_limits<int64_t>::max();
   int splits = 1, clusters = 1;
 };
@@ -200,11 +202,15 @@ cudaError_t Choose(const Device& device, const TiledProducts& own, Choice& best)
   for (int i = 0; i < own.count; ++i) steps = std::max(steps, own.of[i].product.StepsOfGroup());
   const bool may_split = own.count == 1 && own.sums != nullptr;
   const int most = may_split ? std::max(std::min(clusters / tiles, steps), 1) : 1;
+  // Up to kBox rows, the number of splits must not depend on the number of rows.
+  const int64_t results = int64_t{std::max(own.rows, kBox)} * own.of[0].product.outputs;
   for (int splits = 1; splits <= most; ++splits) {
     const int64_t waves = (int64_t{tiles} * splits + clusters - 1) / clusters;
-    const int64_t cost = waves * ((steps + splits - 1) / splits) *
-                             (Tile::kOutputs == 128 ? Choice::kNarrow : Choice::kWide) +
-                         (splits > 1 ? Choice::kAddUp + splits * Choice::kEachSplit : 0);
+    int64_t cost = waves * ((steps + splits - 1) / splits) *
+                   (Choice::kEachStep + Tile::kOutputs / 32 * Choice::kEachOutputs);
+    if (splits > 1)
+      cost += std::max(Choice::kAddUp + splits * Choice::kEachSplit,
+                       splits * results / Choice::kSumsAtOnce);
     if (cost < best.cost) best = {cost, splits, std::min(clusters, tiles * splits)};
   }
   return cudaSuccess;
@@ -235,17 +241,22 @@ cudaError_t LaunchTilesOf(cudaStream_t stream, const Device& device, const Tiled
   return error == cudaSuccess ? LaunchTiles<Tile>(stream, choice, own, splits) : error;
 }
 
-template <int kRowTiles>
+// Of tiles with these numbers of outputs the one that takes least.
+template <int kRowTiles, int... kOutputs>
 cudaError_t LaunchBest(cudaStream_t stream, const Device& device, const TiledProducts& own,
                        int* splits) {
-  using Narrow = Tile<kTileRows, 128, kRowTiles>;
-  using Wide = Tile<kTileRows, kMaxTileOutputs, kRowTiles>;
-  Choice narrow, wide;
-  cudaError_t error = Choose<Narrow>(device, own, narrow);
-  if (error == cudaSuccess) error = Choose<Wide>(device, own, wide);
-  if (error != cudaSuccess) return error;
-  return narrow.cost <= wide.cost ? LaunchTiles<Narrow>(stream, narrow, own, splits)
-                                  : LaunchTiles<Wide>(stream, wide, own, splits);
+  Choice best;
+  cudaError_t (*launch)(cudaStream_t, const Choice&, TiledProducts, int*) = nullptr;
+  const auto consider = [&](auto tile) {
+    using OneTile = decltype(tile);
+    const int64_t least = best.cost;
+    const cudaError_t error = Choose<OneTile>(device, own, best);
+    if (best.cost < least) launch = LaunchTiles<OneTile>;
+    return error;
+  };
+  cudaError_t error = cudaSuccess;
+  ((error = error == cudaSuccess ? consider(Tile<kTileRows, kOutputs, kRowTiles>{}) : error), ...);
+  return error == cudaSuccess ? launch(stream, best, own, splits) : error;
 }
 
 }  // namespace
@@ -273,8 +284,9 @@ cudaError_t LaunchTiledProducts(cudaStream_t stream, const Device& device,
     case 32: return LaunchTilesOf<Tile<32, 128>>(stream, device, own, splits);
     case 64: return LaunchTilesOf<Tile<64, 128>>(stream, device, own, splits);
   }
-  return own.rows <= kTileRows ? LaunchBest<1>(stream, device, own, splits)
-                               : LaunchBest<2>(stream, device, own, splits);
+  return own.rows <= kTileRows
+             ? LaunchBest<1, 128, 224, kMaxTileOutputs>(stream, device, own, splits)
+             : LaunchBest<2, 128, 224, kMaxTileOutputs>(stream, device, own, splits);
 }
 
 }  // namespace rwkv_jax::cuda
