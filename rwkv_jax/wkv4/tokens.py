@@ -67,10 +67,13 @@ class Tokens:
             self.ages = (self.marks != segments.PADDING).astype(jnp.float32)
         self._u = inputs["u"].astype(jnp.float32)[:, None]
         places = lax.iota(jnp.int32, self.count)[None] + 1
-        own = (
-            None if x is None else grouped(x, self.length) for x in (self.ages, places, self.starts)
+        self.groups = Token(
+            grouped(self.ages, self.length),
+            grouped(places, self.length),
+            None if self.starts is None else grouped(self.starts, self.length),
+            self.cut(inputs["k"]),
+            self.cut(inputs["v"]),
         )
-        self.groups = Token(*own, self.cut(inputs["k"]), self.cut(inputs["v"]))
 
     def lay_out(self, count: int, packing: Packing) -> None:
         """Finds where tokens are: the marks of the tokens of groups, if they have any, and where
