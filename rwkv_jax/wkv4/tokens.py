@@ -244,12 +244,12 @@ class TokensOfSequences(Tokens):
         self.length = layout.length
         # Groups of no tokens, so that as many as a walk takes at a time are left in the end. To
         # fill up what is known of groups later would be a copy of all of it.
-        more = ((0, 0), (0, -layout.owner.shape[1] % LENGTH))
-        self._starts = jnp.pad(self._chunks.start, more)
-        self._owner = jnp.pad(layout.owner, more)
-        marks = jnp.moveaxis(self._chunks.marks, 0, 1)
-        marks = jnp.pad(marks, (*more, (0, 0)), constant_values=segments.PADDING)
-        self.marks = marks.reshape(len(marks), -1)
+        more = -layout.owner.shape[1] % LENGTH
+        self._starts = jnp.pad(self._chunks.start, ((0, 0), (0, more)))
+        self._owner = jnp.pad(layout.owner, ((0, 0), (0, more)))
+        marks = by_chunk.one_after_another(self._chunks.marks, self.length, segments.PADDING)
+        more_tokens = (0, more * self.length)
+        self.marks = jnp.pad(marks, ((0, 0), more_tokens), constant_values=segments.PADDING)
         self.starts, self.count = None, self.marks.shape[1]
         self._lengths = jnp.diff(layout.offsets)
         # The groups with the first and with the last token of each sequence.

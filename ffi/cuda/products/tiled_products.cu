@@ -233,30 +233,31 @@ cudaError_t LaunchTiles(cudaStream_t stream, const Choice& choice, TiledProducts
                      kAddThreads, 0, stream, product, own.sums, own.splits, own.rows);
 }
 
-template <typename Tile>
-cudaError_t LaunchTilesOf(cudaStream_t stream, const Device& device, const TiledProducts& own,
-                          int* splits) {
-  Choice choice;
-  const cudaError_t error = Choose<Tile>(device, own, choice);
-  return error == cudaSuccess ? LaunchTiles<Tile>(stream, choice, own, splits) : error;
-}
-
-// Of tiles with these numbers of outputs the one that takes least.
-template <int kRowTiles, int... kOutputs>
+// Of these tiles the one that takes least.
+template <typename... Candidates>
 cudaError_t LaunchBest(cudaStream_t stream, const Device& device, const TiledProducts& own,
                        int* splits) {
   Choice best;
-  cudaError_t (*launch)(cudaStream_t, const Choice&, TiledProducts, int*) = nullptr;
-  const auto consider = [&](auto tile) {
-    using OneTile = decltype(tile);
+  decltype(&LaunchTiles<Tile<kTileRows, kMaxTileOutputs>>) launch = nullptr;
+  const auto consider = [&](cudaError_t (*choose)(const Device&, const TiledProducts&, Choice&),
+                            auto launch_this) {
     const int64_t least = best.cost;
-    const cudaError_t error = Choose<OneTile>(device, own, best);
-    if (best.cost < least) launch = LaunchTiles<OneTile>;
+    const cudaError_t error = choose(device, own, best);
+    if (best.cost < least) launch = launch_this;
     return error;
   };
   cudaError_t error = cudaSuccess;
-  ((error = error == cudaSuccess ? consider(Tile<kTileRows, kOutputs, kRowTiles>{}) : error), ...);
+  ((error = error == cudaSuccess ? consider(Choose<Candidates>, LaunchTiles<Candidates>) : error),
+   ...);
   return error == cudaSuccess ? launch(stream, best, own, splits) : error;
+}
+
+// The same for more rows than a box has.
+template <int kRowTiles>
+cudaError_t LaunchManyRows(cudaStream_t stream, const Device& device, const TiledProducts& own,
+                           int* splits) {
+  return LaunchBest<Tile<kTileRows, 128, kRowTiles>, Tile<kTileRows, 224, kRowTiles>,
+                    Tile<kTileRows, kMaxTileOutputs, kRowTiles>>(stream, device, own, splits);
 }
 
 }  // namespace
@@ -279,14 +280,13 @@ cudaError_t LaunchTiledProducts(cudaStream_t stream, const Device& device,
     if (!MakeMaps(own.of[i], own.rows, std::min(rows, kBox))) return cudaErrorInvalidValue;
   }
   switch (rows) {
-    case 8: return LaunchTilesOf<Tile<8, 128>>(stream, device, own, splits);
-    case 16: return LaunchTilesOf<Tile<16, 128>>(stream, device, own, splits);
-    case 32: return LaunchTilesOf<Tile<32, 128>>(stream, device, own, splits);
-    case 64: return LaunchTilesOf<Tile<64, 128>>(stream, device, own, splits);
+    case 8: return LaunchBest<Tile<8, 128>>(stream, device, own, splits);
+    case 16: return LaunchBest<Tile<16, 128>>(stream, device, own, splits);
+    case 32: return LaunchBest<Tile<32, 128>>(stream, device, own, splits);
+    case 64: return LaunchBest<Tile<64, 128>>(stream, device, own, splits);
   }
-  return own.rows <= kTileRows
-             ? LaunchBest<1, 128, 224, kMaxTileOutputs>(stream, device, own, splits)
-             : LaunchBest<2, 128, 224, kMaxTileOutputs>(stream, device, own, splits);
+  return own.rows <= kTileRows ? LaunchManyRows<1>(stream, device, own, splits)
+                               : LaunchManyRows<2>(stream, device, own, splits);
 }
 
 }  // namespace rwkv_jax::cuda
