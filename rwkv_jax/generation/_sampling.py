@@ -198,10 +198,17 @@ def sample(
 
 
 def first_largest(x: Float32[Array, "B vocabulary"]) -> Int32[Array, " B"]:
-    """As `argmax`, which compilers for CPUs do not vectorise."""
-    largest = jnp.max(x, axis=-1, keepdims=True)
-    index = lax.broadcasted_iota(jnp.int32, x.shape, 1)
-    return jnp.min(jnp.where((x == largest) | jnp.isnan(x), index, x.shape[1]), axis=-1)
+    """As `argmax`: NaN counts as the largest."""
+
+    def in_two_passes(x: Array) -> Array:
+        largest = jnp.max(x, axis=-1, keepdims=True)
+        index = lax.broadcasted_iota(jnp.int32, x.shape, 1)
+        return jnp.min(jnp.where((x == largest) | jnp.isnan(x), index, x.shape[1]), axis=-1)
+
+    # Compilers for CPUs vectorise two passes, and not the one that a GPU takes half the time for.
+    return lax.platform_dependent(
+        x, cpu=in_two_passes, default=lambda x: lax.argmax(x, 1, jnp.int32)
+    )
 
 
 def counted(
