@@ -128,7 +128,7 @@ class Chain(Implementation):
             links(self._signature, sizes, operands.inputs, operands.packing)
             for sizes in (ON_CPU, ELSEWHERE)
         )
-        product = on_matrix_units(options, operands.inputs[self._signature.y].dtype)
+        product = self._on_matrix_units(options, operands)
         alike = on_cpu.slabs.count == elsewhere.slabs.count and not product.rounds
         if alike and not goes_by_tokens:
             return compute(options, operands, exact(options), elsewhere)
@@ -136,6 +136,11 @@ class Chain(Implementation):
             cpu=lambda: compute(options, operands, exact(options), on_cpu),
             default=lambda: compute(options, operands, product, elsewhere),
         )
+
+    def _on_matrix_units(self, options: Options, operands: Operands) -> Products:
+        inputs = operands.inputs
+        key_size = self._signature.sizes(inputs)["K"]
+        return on_matrix_units(options, inputs[self._signature.y].dtype, key_size)
 
     def _forward(
         self, options: Options, operands: Forward, product: Products, call: LinksOfRows

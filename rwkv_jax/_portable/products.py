@@ -7,6 +7,9 @@ from jax import Array, lax
 
 from rwkv_jax._operator.call import Options
 
+_LEAST_INPUTS = 16
+"""Matrix units multiply so many inputs at once."""
+
 
 class Products(NamedTuple):
     """Products of matrices as `jnp.einsum` names them, of operands and with results in `dtype`.
@@ -39,9 +42,16 @@ def exact(options: Options) -> Products:
     return Products(jnp.float32, options.precision, fewest=True)
 
 
-def on_matrix_units(options: Options, dtype: Any) -> Products:
-    """Products where a platform has matrix units: in bfloat16 if the inputs have 16 bits and the
-    call does not ask for more. Its range, unlike that of float16, holds the factors of decays."""
-    if dtype != jnp.float32 and options.precision == lax.Precision.DEFAULT:
-        return Products(jnp.bfloat16, lax.Precision.DEFAULT, fewest=False)
-    return exact(options)._replace(fewest=False)
+def on_matrix_units(options: Options, dtype: Any, inputs: int) -> Products:
+    """Products with a state of so many inputs, where a platform has matrix units: in bfloat16 if
+    the dtype has 16 bits and the call does not ask for more. The range of bfloat16, unlike that of
+    float16, holds the factors of decays.
+
+    Fewer inputs than matrix units multiply at once are not rounded: that would save nothing, and
+    sums of few products may nearly cancel.
+    """
+    if dtype == jnp.float32 or options.precision != lax.Precision.DEFAULT:
+        return exact(options)._replace(fewest=False)
+    if inputs < _LEAST_INPUTS:
+        return Products(jnp.float32, lax.Precision.HIGHEST, fewest=False)
+    return Products(jnp.bfloat16, lax.Precision.DEFAULT, fewest=False)

@@ -518,8 +518,7 @@ def use_matrix_units(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def on_any_platform(self: Any, compute: Any, options: Options, operands: Any, **_: Any) -> Any:
         own = links(self._signature, slabs.ELSEWHERE, operands.inputs, operands.packing)
-        dtype = operands.inputs[self._signature.y].dtype
-        return compute(options, operands, products.on_matrix_units(options, dtype), own)
+        return compute(options, operands, self._on_matrix_units(options, operands), own)
 
     monkeypatch.setattr(chain.Chain, "_on_any_platform", on_any_platform)
     jax.clear_caches()
