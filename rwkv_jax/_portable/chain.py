@@ -131,7 +131,7 @@ class Chain(Implementation):
         product = self._on_matrix_units(options, operands)
         alike = on_cpu.slabs.count == elsewhere.slabs.count and not product.rounds
         if alike and not goes_by_tokens:
-            return compute(options, operands, exact(options), elsewhere)
+            return compute(options, operands, product._replace(fewest=True), elsewhere)
         return lax.platform_dependent(
             cpu=lambda: compute(options, operands, exact(options), on_cpu),
             default=lambda: compute(options, operands, product, elsewhere),
