@@ -188,8 +188,14 @@ struct Choice {
   static constexpr int64_t kEachSplit = 60, kAddUp = 480, kSumsAtOnce = 3500;
   int64_t cost = std::numeric_limits<int64_t>::max();
   int splits = 1, clusters = 1;
+  // LaunchTiles of the tile that takes so little.
+  cudaError_t (*launch)(cudaStream_t, const Choice&, TiledProducts, int* splits) = nullptr;
 };
 
+template <typename Tile>
+cudaError_t LaunchTiles(cudaStream_t stream, const Choice& choice, TiledProducts own, int* splits);
+
+// Makes `best` the choice with this tile, if that takes less.
 template <typename Tile>
 cudaError_t Choose(const Device& device, const TiledProducts& own, Choice& best) {
   int clusters = 0;
@@ -211,7 +217,8 @@ cudaError_t Choose(const Device& device, const TiledProducts& own, Choice& best)
     if (splits > 1)
       cost += std::max(Choice::kAddUp + splits * Choice::kEachSplit,
                        splits * results / Choice::kSumsAtOnce);
-    if (cost < best.cost) best = {cost, splits, std::min(clusters, tiles * splits)};
+    if (cost < best.cost)
+      best = {cost, splits, std::min(clusters, tiles * splits), LaunchTiles<Tile>};
   }
   return cudaSuccess;
 }
@@ -238,18 +245,9 @@ template <typename... Candidates>
 cudaError_t LaunchBest(cudaStream_t stream, const Device& device, const TiledProducts& own,
                        int* splits) {
   Choice best;
-  decltype(&LaunchTiles<Tile<kTileRows, kMaxTileOutputs>>) launch = nullptr;
-  const auto consider = [&](cudaError_t (*choose)(const Device&, const TiledProducts&, Choice&),
-                            auto launch_this) {
-    const int64_t least = best.cost;
-    const cudaError_t error = choose(device, own, best);
-    if (best.cost < least) launch = launch_this;
-    return error;
-  };
   cudaError_t error = cudaSuccess;
-  ((error = error == cudaSuccess ? consider(Choose<Candidates>, LaunchTiles<Candidates>) : error),
-   ...);
-  return error == cudaSuccess ? launch(stream, best, own, splits) : error;
+  ((error = error == cudaSuccess ? Choose<Candidates>(device, own, best) : error), ...);
+  return error == cudaSuccess ? best.launch(stream, best, own, splits) : error;
 }
 
 // The same for more rows than a box has.
