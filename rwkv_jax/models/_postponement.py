@@ -11,8 +11,9 @@ vectors of a few tokens wait, and one step out of several brings the state up to
 them, in the order and the arithmetic of a step at a time.
 
 A step between those that write a state reads it only for a product with a rounded r_t. For this it
-need not read all bits, so kernels may keep a state in halves (`Postponed`), of which such a step
-reads the upper ones: S is rounded as r_t is, and only in what this step reads out.
+need not read all bits, so the first step of a loop updates the states and leaves them in halves
+(`Postponed`), of which the steps between updates read the upper ones: S is rounded as r_t is, and
+only in what such a step reads out.
 """
 
 from collections.abc import Callable
@@ -22,11 +23,11 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Bool, Float32, Int32
+from jaxtyping import BFloat16, Bool, Float32, Int32
 
 Tree = TypeVar("Tree")
 
-MOST_WAITING = 3
+MOST_WAITING = 5
 """How many tokens wait at most."""
 
 
@@ -36,14 +37,14 @@ class Postponed(NamedTuple):
     Attributes:
       state: the state that was written last. Kernels may leave other bits in its place: each number
         in halves of 16 bits, of which the upper one is the nearest bfloat16.
-      waiting: the vectors w, k, v, a and b of each token that waits, w as factors.
+      waiting: the vectors w, k, v, a and b of each token that waits, w before it is a factor.
       schedule: how many tokens wait, whether the next step updates the state, whether an earlier
         one did, and whether a later one will; None between the steps, so that a loop does not carry
         it for each block. Between the first update and the last one a state may lie in halves.
     """
 
     state: Float32[Array, "B H V K"]
-    waiting: Float32[Array, "N B H vectors K"]
+    waiting: BFloat16[Array, "B H N vectors K"]
     schedule: Int32[Array, "4"] | None = None
 
 
@@ -64,9 +65,9 @@ def postponed(model: Any, params: Any, state: Tree) -> Tree:
 
 def at_step(state: Tree, step: Int32[Array, ""], last: Bool[Array, ""]) -> Tree:
     """The state for step number `step` of the loop, counted from 0, and whether it is the last."""
-    waiting = step % (MOST_WAITING + 1)
-    updates = last | (waiting == MOST_WAITING)
-    schedule = [waiting, updates, step > MOST_WAITING, ~last]
+    waiting = jnp.where(step == 0, 0, (step - 1) % (MOST_WAITING + 1))
+    updates = (step == 0) | (waiting == MOST_WAITING) | last
+    schedule = [waiting, updates, step > 0, ~last]
     schedule = jnp.stack([x.astype(jnp.int32) for x in schedule])
     return _mapped(lambda x: x._replace(schedule=schedule), state)
 

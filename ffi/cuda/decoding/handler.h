@@ -33,7 +33,7 @@ class BlockReader {
     call.segment_ids = static_cast<const int32_t*>(operands.Arg("segment_ids", "B", Kind::kInts));
     const void* waiting = nullptr;
     if (postpones) {
-      waiting = operands.Arg("att.wkv.waiting", "NBHUK", Kind::kFloat);
+      waiting = Tensor("att.wkv.waiting", "BHNUK");
       call.schedule =
           static_cast<const int32_t*>(operands.Arg("att.wkv.schedule", "P", Kind::kInts));
     }
@@ -60,9 +60,7 @@ class BlockReader {
     call.state_after = static_cast<float*>(operands.Ret("next att.wkv", "BHVK", Kind::kFloat));
     call.channel_after = Result("next ffn", "BC");
     if (is_first) call.made_first = Result("v_first", "BC");
-    if (postpones)
-      call.waiting =
-          static_cast<float*>(operands.Ret("next att.wkv.waiting", "NBHUK", Kind::kFloat));
+    if (postpones) call.waiting = Result("next att.wkv.waiting", "BHNUK");
     operands.Require(!postpones || (call.state == call.state_after && call.waiting == waiting),
                      "att.wkv and att.wkv.waiting lie elsewhere than their results; expected them "
                      "to be updated in place");
@@ -87,8 +85,9 @@ class BlockReader {
                      " where att.receptance.weight is S8; expected ", kMaxQuantisedRows, " row");
     operands.Require(!call.value_by_input || call.rows <= kMaxRowsByInput, "x has B = ", call.rows,
                      " where ffn.value is by input; expected ", kMaxRowsByInput, " row");
-    operands.Require(!call.Postpones() || call.OnMatrixUnits(), "x has B = ", call.rows,
-                     " where tokens wait; expected several rows of BF16 or F16");
+    operands.Require(!call.Postpones() || (call.rows > 1 && call.dtype == Dtype::kBF16),
+                     "x has B = ", call.rows,
+                     " where tokens wait; expected several rows of BF16");
     operands.Require(!call.Postpones() || (operands.Size('N') == kMostWaiting &&
                                            operands.Size('U') == kWaitingVectors &&
                                            operands.Size('P') == kScheduleNumbers),

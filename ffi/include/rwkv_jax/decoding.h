@@ -28,13 +28,14 @@ constexpr int64_t kMaxManyRows = 1024;
 constexpr int64_t kSharesOfInputs = 8;
 
 // Up to so many tokens wait until the state is updated with them and the next one at once, each with the
-// vectors w, k, v, a and b of `wkv7` in every head, w as factors. A negative w marks a row without a token.
-constexpr int64_t kMostWaiting = 3, kWaitingVectors = 5;
+// vectors w, k, v, a and b of `wkv7` in every head, w as the low-rank map of the decay gives it. A row without a
+// token has a NaN there whose bits are all 1.
+constexpr int64_t kMostWaiting = 5, kWaitingVectors = 5;
 
 // What a step does with the tokens that wait: how many there are, whether it updates the state, whether the
-// state of a head lies in halves, and whether an update leaves it so. With the bits x of a float, its upper
-// half is (x + 2^15) / 2^16, the nearest bfloat16, and its lower one the rest of x, from -2^15 to 2^15 - 1. All
-// upper halves of a head lie before the lower ones, in rows as the kernels have them.
+// state of a head lies in halves, which any step but an update takes for granted, and whether an update leaves
+// it so. With the bits x of a float, its upper half is (x + 2^15) / 2^16, the nearest bfloat16, and its lower one
+// the rest of x + 2^15. Where they lie is the kernels' own affair.
 enum Schedule { kWaiting, kUpdates, kInHalves, kIntoHalves, kScheduleNumbers };
 
 // Widths up to this one, those of hidden activations included, are indexed with 32 bits.
@@ -76,7 +77,7 @@ struct Rwkv7BlockCall {
   const float* state;                        // [B, H, V, K]
   // Null if no token waits; otherwise the states and the tokens that wait lie where their results lie.
   const int32_t* schedule;  // [kScheduleNumbers]
-  float* waiting;           // [kMostWaiting, B, H, kWaitingVectors, K]
+  void* waiting;            // [B, H, kMostWaiting, kWaitingVectors, K] of bfloat16
 
   LayerNorm time_norm, channel_norm, head_norm;
   const void *mix[kMixes], *channel_mix;

@@ -142,7 +142,7 @@ def postponed(params: BlockParams, state: BlockState) -> BlockState:
     rows, heads = state.att.wkv.shape[:2]
     if rows < LEAST_POSTPONED:
         return state
-    waiting = jnp.zeros((MOST_WAITING, rows, heads, VECTORS, HEAD_SIZE), jnp.float32)
+    waiting = jnp.zeros((rows, heads, MOST_WAITING, VECTORS, HEAD_SIZE), jnp.bfloat16)
 
     def with_schedule(schedule: Array | None) -> BlockState:
         return _with_wkv(state, Postponed(state.att.wkv, waiting, schedule))
@@ -300,7 +300,7 @@ class _FusedBlock:
                 matrices[f"{name}.weight"] = axes
             if self.quantised:
                 matrices[f"{name}.scale"] = axes[0]
-        waiting = {"att.wkv.waiting": "NBHUK", "att.wkv.schedule": "P"} if self.postponed else {}
+        waiting = {"att.wkv.waiting": "BHNUK", "att.wkv.schedule": "P"} if self.postponed else {}
         share = {} if self.first else {"att.v0": "C", "att.v1": "CR", "att.v2": "RC"}
         return {
             **state,
@@ -357,6 +357,8 @@ class _FusedBlock:
         own = inputs["x"].dtype
         if own not in check.DTYPES:
             return f"x is {own}; the kernels take {', '.join(check.DTYPES)}"
+        if self.postponed and own != jnp.bfloat16:
+            return f"x is {own}; the kernels that postpone updates of states take bfloat16"
         for name, x in inputs.items():
             wanted = self._dtypes.get(name)
             if wanted is not None and x.dtype != wanted:
@@ -399,7 +401,7 @@ class _FusedBlock:
     def _dtypes(self) -> dict[str, str]:
         """The dtypes of the operands that do not have that of the activations."""
         others = {"att.wkv": "float32", "segment_ids": "int32"}
-        others |= {"att.wkv.waiting": "float32", "att.wkv.schedule": "int32"}
+        others |= {"att.wkv.waiting": "bfloat16", "att.wkv.schedule": "int32"}
         for name in self.inputs if self.quantised else ():
             matrix, _, part = name.rpartition(".")
             if matrix in _MATRICES:
