@@ -30,14 +30,16 @@ from rwkv_jax.wkv4.walk import (
     left,
     nothing,
     picker,
+    sliced,
 )
 
 
 class Token(NamedTuple):
-    """One token of each group: how many it is [B or 1, n], 0 or 1, its number in the row of groups
-    from 1 on [1, n], whether a segment starts with it, and its key and value [B, n, C]."""
+    """One token of each group: whether it is no padding [B or 1, n, 1], its number in the row
+    of groups from 1 on [1, n, 1], whether a segment starts with it [B, n, 1], and its key and
+    value [B, n, C]."""
 
-    age: Array
+    there: Array
     place: Array
     starts: Array | None
     k: Array
@@ -62,15 +64,18 @@ class Tokens:
         self.walk = Walk(log_decay, unrolled)
         self.lay_out(inputs["k"].shape[1], packing)
         if self.marks is None:
-            self.ages = jnp.ones((1, self.count), jnp.float32)
+            there = jnp.ones((1, self.count), bool)
         else:
-            self.ages = (self.marks != segments.PADDING).astype(jnp.float32)
+            there = self.marks != segments.PADDING
+        self.ages = there.astype(jnp.float32)
         self._u = inputs["u"].astype(jnp.float32)[:, None]
         places = lax.iota(jnp.int32, self.count)[None] + 1
+        self.ages_of_groups = self.grouped(self.ages)
+        self.starts_of_groups = None if self.starts is None else self.grouped(self.starts)
         self.groups = Token(
-            grouped(self.ages, self.length),
-            grouped(places, self.length),
-            None if self.starts is None else grouped(self.starts, self.length),
+            self.sliced(self.grouped(there)),
+            self.grouped(places),
+            self.sliced(self.starts_of_groups),
             self.cut(inputs["k"]),
             self.cut(inputs["v"]),
         )
@@ -88,9 +93,24 @@ class Tokens:
         """The tokens of a call [B, T, C] for `picker`."""
         return grouped(x, self.length)
 
+    def grouped(self, x: Array) -> Array:
+        """What is known of tokens [B, T] as that of groups [B, n, L, 1]."""
+        return grouped(x[..., None], self.length)
+
+    def sliced(self, x: Array | None) -> Any:
+        """What is known of the tokens of groups [B, n, L, 1] for `picker`. Without marks it is a
+        constant, of which nothing is left in a compiled program."""
+        if x is None or self.marks is None or not self.walk.unrolled:
+            return x
+        return sliced(x)
+
+    def cleared(self, token: Token, x: Array) -> Array:
+        """A result of a token of each group, with zeros for padding that `join` keeps."""
+        return jnp.where(token.there, x, 0.0)
+
     def join(self, x: Array) -> Array:
-        """The tokens of a call from those of groups, one after another, with zeros for padding."""
-        return segments.cleared(self.marks, [x])[0]
+        """The tokens of a call from those of groups, one after another."""
+        return x
 
     def at_starts(self, x: Any) -> Any:
         """Of arrays of groups [B, n, C] what belongs to the first tokens of states."""
@@ -122,7 +142,7 @@ class Tokens:
     def inputs(self, token: Token) -> Arrays:
         """The inputs of a token in float32, as those of one that weighs nothing where it is
         padding."""
-        there = token.age[..., None] > 0
+        there = token.there
         return {
             "u": self._u,
             "k": jnp.where(there, token.k.astype(jnp.float32), NOTHING),
@@ -130,13 +150,13 @@ class Tokens:
         }
 
     def _run(self, token: Token) -> Runs:
-        inputs = self.inputs(token)
-        added = {"num": inputs["v"], "den": token.age[..., None], "log_max": inputs["k"]}
-        return Runs(token.age, token.starts, added)
+        inputs, age = self.inputs(token), token.there.astype(jnp.float32)
+        added = {"num": inputs["v"], "den": age, "log_max": inputs["k"]}
+        return Runs(age, token.starts, added)
 
     def _placed(self, token: Token) -> Runs:
         run = self._run(token)
-        place = jnp.where(token.age > 0, token.place, 0)[..., None]
+        place = jnp.where(token.there, token.place, 0)
         return run._replace(added=run.added | {PLACE: place})
 
     def through(self, starts: Arrays, visit: VisitFn) -> tuple[Arrays, Any, Kept]:
@@ -150,8 +170,8 @@ class Tokens:
 
     def runs(self, *, placed: bool = False) -> Runs:
         """The groups as runs, also with PLACE."""
-        item, groups, run = picker(self.groups), self.groups, self._placed if placed else self._run
-        return self.walk.runs(item, run, groups.age, groups.starts, item(0).k)
+        item, run = picker(self.groups), self._placed if placed else self._run
+        return self.walk.runs(item, run, self.ages_of_groups, self.starts_of_groups, item(0).k)
 
     def before_groups(self, state: Arrays) -> Arrays:
         """The states before each group, from the ones that were given."""
@@ -181,7 +201,7 @@ class Tokens:
             before, now = jnp.exp(state["log_max"] - largest), jnp.exp(own - largest)
             scale = 1.0 / (before * state["den"] + now)
             y = (before * state["num"] + now * inputs["v"]) * scale
-            dy = jnp.where(token.age[..., None] > 0, dy.astype(jnp.float32), 0.0)
+            dy = jnp.where(token.there, dy.astype(jnp.float32), 0.0)
             return Read(y, dy * scale, largest), {}
 
         groups = picker((self.groups, self.cut(dy)))
@@ -254,9 +274,6 @@ class TokensOfSequences(Tokens):
         self._lengths = jnp.diff(layout.offsets)
         # The groups with the first and with the last token of each sequence.
         self._first, self._last = layout.first[:, :-1], layout.first[:, 1:] - 1
-        number = lax.broadcasted_iota(jnp.int32, self._owner.shape, 1)
-        begins, ends = (self._of(x, self._owner) == number for x in (self._first, self._last))
-        self._begins, self._ends = begins, ends
         self._saved = sequences.layout(packing.offsets, count)
 
     def _of(self, x: Array, number: Array) -> Array:
@@ -266,6 +283,9 @@ class TokensOfSequences(Tokens):
 
     def cut(self, x: Array) -> Any:
         return Apart(x, self._starts)
+
+    def cleared(self, token: Token, x: Array) -> Array:
+        return x
 
     def join(self, x: Array) -> Array:
         group, number = self._chunks.place
@@ -290,17 +310,21 @@ class TokensOfSequences(Tokens):
 
     def states(self, walk: Walk, runs: Callable[[], Runs], given: Arrays) -> Arrays:
         """What the first group of a sequence on the walk adds includes the given state."""
-        opens = self._ends if walk.reverse else self._begins
-        of_groups = jax.tree.map(self.of_groups, given)
         ages, _, added = runs()
-        first = walk.after(of_groups, ages[..., None], added)
+        group = self._last if walk.reverse else self._first
+        number = lax.broadcasted_iota(jnp.int32, self._owner.shape, 1)
+        opens = (self._of(group, self._owner) == number)[..., None]
+        row = lax.broadcasted_iota(jnp.int32, group.shape, 0)
+        there = jnp.where(self._lengths > 0, group, number.shape[1])
 
-        def chosen(x: Array, y: Array) -> Array:
-            return jnp.where(opens[..., None], x, y)
+        def put(x: Array, y: Array) -> Array:
+            return x.at[row, there].set(y, mode="drop", unique_indices=True)
 
-        added = jax.tree.map(chosen, first, added)
+        at_first = jax.tree.map(lambda x: self._of(x, group), added)
+        age = self._of(jnp.broadcast_to(ages, opens.shape), group)
+        added = jax.tree.map(put, added, walk.after(given, age, at_first))
         before = {part: nothing(part, x[:, 0]) for part, x in given.items()}
-        return jax.tree.map(chosen, of_groups, walk.before(Runs(ages, opens, added), before))
+        return jax.tree.map(put, walk.before(Runs(ages, opens, added), before), given)
 
     def saved(self, starts: Arrays) -> Arrays:
         owner, first = self._saved.owner, self._of(self._first, self._saved.owner)

@@ -6,7 +6,7 @@ in the same way, and a walk through all groups at the same time gives the states
 The cotangents of the sums are decayed sums themselves, from the last token to the first, and are
 walked through in reverse.
 
-Each run has the axes [B, n], each state [B, n, C]. Groups have one axis more, [B, n, L].
+Each run has the axes [B, n, 1], each state [B, n, C]. Groups have one axis more, [B, n, L, 1].
 """
 
 import functools
@@ -37,8 +37,8 @@ class Runs(NamedTuple):
     """What runs of tokens do to a state.
 
     ages: how many tokens each has, without padding, by which the state before it decays
-      [B or 1, n] in float32.
-    starts: whether nothing is left of the state before it [B, n], None if all of it stays.
+      [B or 1, n, 1] in float32.
+    starts: whether nothing is left of the state before it [B, n, 1], None if all of it stays.
     added: the state after its tokens from nothing.
     """
 
@@ -124,7 +124,7 @@ class Walk(NamedTuple):
             state, sums = carry
             ages, starts, added = run(x)
             kept, more = visit(x, state)
-            state = self.after(left(state, starts), ages[..., None], added)
+            state = self.after(left(state, starts), ages, added)
             return (state, jax.tree.map(jnp.add, sums, more)), kept
 
         if not self.unrolled:
@@ -159,8 +159,8 @@ class Walk(NamedTuple):
     def runs(
         self, item: ItemFn, run: RunFn, ages: Array, starts: Array | None, like: Array
     ) -> Runs:
-        """The groups as runs, from the ages and starts of their runs [B, n, L]. `like` is any array
-        [B, n, C]."""
+        """The groups as runs, from the ages and starts of their runs [B, n, L, 1]. `like` is any
+        array [B, n, C]."""
         parts = run(item(0)).added.items()
         empty = {part: nothing(part, jnp.zeros_like(like, x.dtype)) for part, x in parts}
         added, _, _ = self.through(item, run, ages.shape[2], empty, lambda x, state: ({}, {}), {})
@@ -206,23 +206,29 @@ class Apart(NamedTuple):
         )
 
 
+def sliced(x: Array) -> Kept:
+    """What is known of the runs of groups [B, n, L, ...], in an array for each i. Kernels read
+    these faster than they read slices of `x`."""
+    return Kept(lax.optimization_barrier([x[:, :, i] for i in range(x.shape[2])]))
+
+
 def picker(groups: Any) -> ItemFn:
-    """Slices of arrays [B, n, L, ...], and of `Apart`."""
+    """Slices of arrays [B, n, L, ...], and items of `Apart` and `Kept`."""
+
+    def is_leaf(x: Any) -> bool:
+        return isinstance(x, Apart | Kept)
 
     def one(i: Any, x: Any) -> Array:
-        if isinstance(x, Apart):
-            return x.item(i)
-        return lax.dynamic_index_in_dim(x, i, 2, keepdims=False)
+        return x.item(i) if is_leaf(x) else lax.dynamic_index_in_dim(x, i, 2, keepdims=False)
 
     def item(i: Any) -> Any:
-        pick = functools.partial(one, i)
-        return jax.tree.map(pick, groups, is_leaf=lambda x: isinstance(x, Apart))
+        return jax.tree.map(functools.partial(one, i), groups, is_leaf=is_leaf)
 
     return item
 
 
 def _run(x: Runs) -> Runs:
-    log_max = jnp.where(x.ages[..., None] > 0, x.added["log_max"], NOTHING)
+    log_max = jnp.where(x.ages > 0, x.added["log_max"], NOTHING)
     return x._replace(added=x.added | {"log_max": log_max})
 
 
@@ -230,7 +236,7 @@ def left(state: Arrays, starts: Array | None) -> Arrays:
     """What is left of the states before runs."""
     if starts is None:
         return state
-    return {part: jnp.where(starts[..., None], nothing(part, x), x) for part, x in state.items()}
+    return {part: jnp.where(starts, nothing(part, x), x) for part, x in state.items()}
 
 
 def nothing(part: str, x: Array) -> Array:

@@ -44,7 +44,7 @@ from rwkv_jax._packing import by_chunk
 from rwkv_jax.wkv4 import reference
 from rwkv_jax.wkv4.signature import NOTHING, SIGNATURE
 from rwkv_jax.wkv4.tokens import Read, Token, Tokens, tokens_of
-from rwkv_jax.wkv4.walk import ItemFn, Kept, Runs, grouped, left, picker
+from rwkv_jax.wkv4.walk import ItemFn, Kept, Runs, left, picker
 
 
 class _Wkv4(Implementation):
@@ -79,7 +79,8 @@ class _Wkv4(Implementation):
         starts = tokens.before_groups(state)
 
         def visit(token: Token, state: Arrays) -> tuple[Array, Any]:
-            return reference.read(tokens.inputs(token), state).astype(v.dtype), {}
+            y = reference.read(tokens.inputs(token), state)
+            return tokens.cleared(token, y).astype(v.dtype), {}
 
         ends, _, y = tokens.through(starts, visit)
         y = tokens.join(y.written().flat(tokens.count))
@@ -145,33 +146,33 @@ class _Reverse:
 
     def __init__(self, tokens: Tokens, read: Kept) -> None:
         self._tokens, self._walk = tokens, tokens.walk._replace(reverse=True)
-        self._read, self._starts = read, None
+        self._read, self._starts, self._sliced_starts = read, None, None
         if tokens.starts is not None:
             # What cuts the tokens after this one off from it is that the next one starts a segment.
             following = jnp.pad(tokens.starts[:, 1:], ((0, 0), (0, 1)))
-            self._starts = grouped(following, tokens.length)
+            self._starts = tokens.grouped(following)
+            self._sliced_starts = tokens.sliced(self._starts)
 
     def _items(self, groups: Token, read: Kept) -> ItemFn:
-        given = picker((groups, self._starts))
+        given = picker((groups, self._sliced_starts))
         return lambda i: _Item(*given(i), read=read.item(i))
 
     def _run(self, x: _Item) -> Runs:
         """What a token adds to the cotangents of the sums: a and -a y."""
-        there, a = x.token.age[..., None] > 0, x.read.a
-        log_max = jnp.where(there, -x.read.largest, NOTHING)
-        return Runs(
-            x.token.age, x.starts_next, {"num": a, "den": -a * x.read.y, "log_max": log_max}
-        )
+        a = x.read.a
+        log_max = jnp.where(x.token.there, -x.read.largest, NOTHING)
+        added = {"num": a, "den": -a * x.read.y, "log_max": log_max}
+        return Runs(x.token.there.astype(jnp.float32), x.starts_next, added)
 
     def after_groups(self, end: Arrays) -> Arrays:
         """The cotangents of the sums after each group, from those of the final ones."""
-        groups = self._tokens.groups
+        tokens = self._tokens
 
         def runs() -> Runs:
-            items = self._items(groups, self._read)
-            return self._walk.runs(items, self._run, groups.age, self._starts, items(0).token.k)
+            items, ages = self._items(tokens.groups, self._read), tokens.ages_of_groups
+            return self._walk.runs(items, self._run, ages, self._starts, items(0).token.k)
 
-        return self._tokens.states(self._walk, runs, end)
+        return tokens.states(self._walk, runs, end)
 
     def left(self, after: Arrays) -> Arrays:
         """What is left of these cotangents where the next group starts a segment."""
@@ -189,8 +190,9 @@ class _Reverse:
             bonus = jnp.exp((inputs["u"] + k) - read.largest) * read.a
             kept = jnp.exp(k + after["log_max"])
             dk = bonus * (v - read.y) + kept * (v * after["num"] + after["den"])
-            dk += jnp.where(x.token.place[..., None] == place, dlargest, 0.0)
+            dk += jnp.where(x.token.place == place, dlargest, 0.0)
             dv = bonus + kept * after["num"]
+            dk, dv = (tokens.cleared(x.token, d) for d in (dk, dv))
             return {"k": dk.astype(x.token.k.dtype), "v": dv.astype(x.token.v.dtype)}, {}
 
         after, groups, read = lax.optimization_barrier((after, tokens.groups, self._read.runs))
