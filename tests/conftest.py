@@ -101,10 +101,12 @@ def _kinds(item: pytest.Item) -> Iterator[tuple[str | None, ...]]:
 
     params = getattr(getattr(item, "callspec", None), "params", {})
     words = [x for x in params.values() if isinstance(x, str)]
-    run = params.get("run") or Run(
-        next((x for x in words if x in OPERATORS or x in LAYER_FUNCTIONS), ""),
-        next((x for x in words if x in IMPLEMENTATIONS), None),
-    )
+    run = params.get("run")
+    if not isinstance(run, Run):
+        run = Run(
+            next((x for x in words if x in OPERATORS or x in LAYER_FUNCTIONS), ""),
+            next((x for x in words if x in IMPLEMENTATIONS), None),
+        )
     yield run
     yield from ((x,) for x in words if x in ("cpu", "cuda", "tpu"))
     dtypes = [*words, getattr(params.get("case"), "dtype", "")]
