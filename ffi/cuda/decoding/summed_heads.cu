@@ -16,16 +16,13 @@
 // upper ones are read then: S is rounded as r is. With them alone in shared memory, more heads are on their way.
 #include <type_traits>
 
-#include "decoding/head.cuh"
+#include "decoding/halves.cuh"
 #include "launch.cuh"
 
 namespace rwkv_jax::cuda {
 namespace {
 
-constexpr int N = kBlockHeadSize;
-constexpr int kChannels = N / 32;
-
-using LaneVector = float[kChannels];
+constexpr int N = kHeadChannels;
 
 template <int kWarps>
 using Partition = StatePartition<N, kWarps == 1 ? 8 : 4>;
@@ -48,9 +45,6 @@ struct HeadArguments {
   int projected_width;
 };
 
-// A float is a sum of so many numbers of bfloat16.
-constexpr int kParts = 3;
-
 // The tokens with which a state is not up to date, that of the call last.
 template <typename T, bool kPostpones>
 struct HeadShared {
@@ -62,135 +56,6 @@ struct HeadShared {
   using Element = std::conditional_t<kPostpones, T, float>;
   Element tokens[kTokens][kWaitingVectors][N];
 };
-
-// The first two elements of w of a row without a token: a NaN that CUDA does not make.
-constexpr uint32_t kNoToken = ~0u;
-
-// What is added to the bits of a float before it is cut in halves, so that the upper one is rounded.
-constexpr uint32_t kHalfOfLower = 0x8000u;
-
-static_assert(kW == 0 && kB == kWaitingVectors - 1);
-
-__device__ inline int OwnChannel() { return threadIdx.x % 32 * kChannels; }
-
-// What a lane has of the parameters of a head, and of the first layer's value.
-template <typename T>
-struct LaneParameters {
-  LaneVector w0, k_k, k_a, a0, v0, first, r_k, weight, bias;
-
-  // `channel` is the lane's first one of all, and `at` that of its row.
-  __device__ void Load(const Rwkv7BlockCall& call, int64_t channel, int64_t at) {
-    LoadWide<T>(call.w0, channel, w0), LoadWide<T>(call.k_k, channel, k_k);
-    LoadWide<T>(call.k_a, channel, k_a), LoadWide<T>(call.a0, channel, a0);
-    LoadWide<T>(call.r_k, channel, r_k), LoadWide<T>(call.head_norm.weight, channel, weight);
-    LoadWide<T>(call.head_norm.bias, channel, bias);
-    if (call.first == nullptr) return;
-    LoadWide<T>(call.v0, channel, v0), LoadWide<T>(call.first, at, first);
-  }
-};
-
-// What a lane has of what the projections give for a head, as it is in memory.
-template <typename T>
-struct LaneProjections {
-  Packed<T, kChannels> r, k, v, maps[kLowRankMaps];
-
-  // `row` is the first number of the row.
-  __device__ void Load(const Rwkv7BlockCall& call, const T* row, int64_t channel) {
-    const T* const from = row + channel;
-    r.Load(from), k.Load(from + call.width), v.Load(from + 2 * call.width);
-#pragma unroll
-    for (int i = 0; i < kLowRankMaps; ++i)
-      if (i != kShareMap || call.first != nullptr) maps[i].Load(from + (3 + i) * call.width);
-  }
-};
-
-template <typename T>
-__device__ void Widen(const Packed<T, kChannels>& from, LaneVector& to) {
-#pragma unroll
-  for (int c = 0; c < kChannels; ++c) to[c] = from[c];
-}
-
-// What a lane has of the vectors of a token.
-template <typename T>
-struct LaneToken {
-  using Pair = Packed<T, kChannels>;
-
-  LaneVector w, k, v, a, b;
-  Pair packed[kWaitingVectors];  // the same as they wait
-
-  // `bonus` is that of the read-out.
-  __device__ void Make(const Rwkv7BlockCall& call, const LaneParameters<T>& own,
-                       const LaneProjections<T>& given, int64_t at, const LaneVector& r,
-                       float& bonus) {
-    LaneVector projected, rate, share;
-    packed[kW] = given.maps[kDecayMap];
-    MakeFactor(own.w0);
-    Widen(given.k, projected), Widen(given.v, v), Widen(given.maps[kRateMap], rate);
-    if (call.first != nullptr) {
-      Widen(given.maps[kShareMap], share);
-      AddShare(own.first, own.v0, share, v);
-    } else {
-      StoreRounded<T>(call.made_first, at, v);
-    }
-    const float inverse = InverseLength<32>(projected, own.k_k);
-    MakeKeys(projected, rate, own.k_k, own.k_a, own.a0, inverse, k, a, b);
-    bonus = Bonus<32>(r, k, own.r_k);
-    ForRounded([&](Vector vector, LaneVector& x) {
-      packed[vector].Set(x);
-      Widen(packed[vector], x);
-    });
-  }
-
-  // Loads a token that waits.
-  __device__ void Load(const T* token, const LaneVector& w0) {
-#pragma unroll
-    for (int i = 0; i < kWaitingVectors; ++i) packed[i].Load(token + i * N + OwnChannel());
-    MakeFactor(w0);
-    ForRounded([&](Vector vector, LaneVector& x) { Widen(packed[vector], x); });
-  }
-
-  __device__ void Store(float* token) {
-    ForRounded([&](Vector vector, const LaneVector& x) {
-      StoreFloats(token + vector * N + OwnChannel(), x);
-    });
-  }
-
-  __device__ void Store(T* token) const {
-#pragma unroll
-    for (int i = 0; i < kWaitingVectors; ++i) packed[i].Store(token + i * N + OwnChannel());
-  }
-
- private:
-  __device__ void MakeFactor(const LaneVector& w0) { Widen(packed[kW], w), MakeFactors(w0, w); }
-
-  template <typename Fn>
-  __device__ void ForRounded(Fn&& fn) {
-    fn(kK, k), fn(kV, v), fn(kA, a), fn(kB, b);
-  }
-};
-
-// Whether a token that waits is there.
-template <typename T>
-__device__ bool IsThere(const T (&token)[kWaitingVectors][N]) {
-  return *reinterpret_cast<const uint32_t*>(token[kW]) != kNoToken;
-}
-
-// u_j becomes u_{j-1}, and what the token adds to y is added to `added`.
-template <typename T>
-__device__ void ReadThrough(const LaneToken<T>& token, LaneVector& u, LaneVector& added) {
-  float sums[2] = {};
-#pragma unroll
-  for (int c = 0; c < kChannels; ++c) {
-    sums[0] = fmaf(token.k[c], u[c], sums[0]);
-    sums[1] = fmaf(token.b[c], u[c], sums[1]);
-  }
-  AllReduce<1, 32>(sums);
-#pragma unroll
-  for (int c = 0; c < kChannels; ++c) {
-    added[c] = fmaf(token.v[c], sums[0], added[c]);
-    u[c] = fmaf(token.w[c], u[c], token.a[c] * sums[1]);
-  }
-}
 
 // One token of wkv7, whose vectors are in shared memory.
 template <typename Element, typename G>
@@ -213,148 +78,6 @@ __device__ void StepRounded(const G& partition, const Element (&token)[kWaitingV
   LoadWide<Element>(token[kV], partition.first_row, v);
   load(kK);
   Add<G>(s, v, x);
-}
-
-// Copies kCount elements, with all threads of a block.
-template <int kCount, int kThreads, typename T>
-__device__ void CopyElements(const T* from, T* to) {
-  constexpr int kEach = 16 / sizeof(T);
-  const int first = kEach * threadIdx.x;
-#pragma unroll
-  for (int i = 0; i < kCount; i += kEach * kThreads)
-    if (i + kEach * kThreads <= kCount || i + first < kCount)
-      CopyPacked<kEach>(to + first + i, from + first + i);
-}
-
-// A state in halves has them in turn for the rows that a warp has at once: the upper ones of these rows, then
-// the lower ones. So each warp changes the form of its rows in place.
-template <typename G>
-constexpr int kRowsOfWarp = G::kRowGroups * G::kRows;
-
-// The first of these rows.
-template <typename G>
-__device__ int FirstOfWarp(const G& partition) {
-  return partition.first_row / kRowsOfWarp<G> * kRowsOfWarp<G>;
-}
-
-// Where the columns of a lane lie in one half of these rows: side by side, so that it reads and writes 16 bytes
-// of a row.
-template <typename G>
-__device__ int PlaceInHalf(const G& partition, int row) {
-  return (partition.first_row % kRowsOfWarp<G> + row) * N + partition.col_group * G::kCols;
-}
-
-// Starts to copy all upper halves to shared memory, where they lie one after the other.
-template <typename G, int kThreads>
-__device__ void CopyUpper(const float* state, uint16_t* upper) {
-#pragma unroll
-  for (int row = 0; row < N; row += kRowsOfWarp<G>)
-    CopyElements<kRowsOfWarp<G> * N, kThreads>(reinterpret_cast<const uint16_t*>(state + row * N),
-                                               upper + row * N);
-}
-
-// The lower halves of a warp's rows.
-template <typename G>
-__device__ const uint16_t* LowerOf(const float* rows) {
-  return reinterpret_cast<const uint16_t*>(rows) + kRowsOfWarp<G> * N;
-}
-
-// Fetches all lower halves into L2.
-template <typename G>
-__device__ void PrefetchLower(const float* state) {
-  const int row = threadIdx.x * kRowsOfWarp<G>;
-  if (row < N) PrefetchBytes(LowerOf<G>(state + row * N), kRowsOfWarp<G> * N * sizeof(uint16_t));
-}
-
-// Where PlaceInHalf puts a column, the inverse of StatePartition::Col.
-__device__ inline int PlaceOfColumn(int column) {
-  return column % (N / 2) / 4 * 8 + column / (N / 2) * 4 + column % 4;
-}
-
-// Cuts the vector of a warp into parts, the largest first, that together have all bits of its floats. They are
-// in the order of the halves. Of the vector, the last rest is left.
-__device__ inline void CutIntoParts(LaneVector& x, __nv_bfloat16 (&parts)[kParts][N]) {
-#pragma unroll
-  for (int i = 0; i < kParts; ++i) {
-    Packed<__nv_bfloat16, kChannels> rounded;
-    rounded.Set(x);
-    rounded.Store(parts[i] + PlaceOfColumn(OwnChannel()));
-#pragma unroll
-    for (int c = 0; c < kChannels; ++c) x[c] -= rounded[c];
-  }
-}
-
-// y = S u on the matrix units, with the upper halves of S and with u in parts, which are columns of the right
-// operand. A fragment's inputs are in another order than in memory, the same in both operands, so that a lane
-// has eight neighbouring ones.
-template <int kWarps>
-__device__ void ReadUpper(const __nv_bfloat16* upper, const __nv_bfloat16 (&u)[kParts][N],
-                          float (&y)[N]) {
-  constexpr int kRows = 16, kInputs = 32;
-  const int lane = threadIdx.x % 32, own = lane / 4, input = lane % 4 * 8;
-  using Vector = Packed<__nv_bfloat16, 8>;
-  Vector right[N / kInputs] = {};
-#pragma unroll
-  for (int i = 0; i < N / kInputs; ++i)
-    if (own < kParts) right[i].Load(u[own] + i * kInputs + input);
-#pragma unroll
-  for (int turn = 0; turn < N / kRows / kWarps; ++turn) {
-    const int row = (turn * kWarps + threadIdx.x / 32) * kRows + own;
-    float sums[4] = {};
-#pragma unroll
-    for (int i = 0; i < N / kInputs; ++i) {
-      Vector left[2];
-      left[0].Load(upper + row * N + i * kInputs + input);
-      left[1].Load(upper + (row + 8) * N + i * kInputs + input);
-#pragma unroll
-      for (int w = 0; w < Vector::kWords; w += 2)
-        WarpMultiply(
-            sums, {left[0].words[w], left[1].words[w], left[0].words[w + 1], left[1].words[w + 1]},
-            right[i].words[w], right[i].words[w + 1]);
-    }
-    // Of the first lane's two columns and of the next one's.
-    float rows[2] = {sums[0] + sums[1], sums[2] + sums[3]};
-    AllReduce<1, 2>(rows);
-    if (lane % 4 == 0) y[row] = rows[0], y[row + 8] = rows[1];
-  }
-}
-
-template <typename G>
-__device__ void LoadHalves(const G& partition, const uint16_t* upper, const uint16_t* lower,
-                           Fragment<G>& s) {
-#pragma unroll
-  for (int i = 0; i < G::kRows; ++i) {
-    const int place = PlaceInHalf(partition, i);
-    const auto uppers = LoadPacked<G::kCols, uint16_t>(upper, place);
-    const auto lowers = LoadPacked<G::kCols, uint16_t>(lower, place);
-#pragma unroll
-    for (int c = 0; c < G::kCols; ++c) {
-      const uint32_t bits =
-          __byte_perm(lowers.words[c / 2], uppers.words[c / 2], c % 2 ? 0x7632 : 0x5410);
-      s[i][c] = __uint_as_float(bits - kHalfOfLower);
-    }
-  }
-}
-
-template <typename G>
-__device__ void StoreHalves(const G& partition, float* rows, const Fragment<G>& s) {
-  auto* const upper = reinterpret_cast<uint16_t*>(rows);
-  // NaN has many forms, and the upper halves of some are numbers.
-  const auto bits = [](float x) {
-    return (x != x ? 0x7fc00000u : __float_as_uint(x)) + kHalfOfLower;
-  };
-#pragma unroll
-  for (int i = 0; i < G::kRows; ++i) {
-    Packed<uint16_t, G::kCols> uppers, lowers;
-#pragma unroll
-    for (int c = 0; c < G::kCols; c += 2) {
-      const uint32_t even = bits(s[i][c]), odd = bits(s[i][c + 1]);
-      uppers.words[c / 2] = __byte_perm(even, odd, 0x7632);
-      lowers.words[c / 2] = __byte_perm(even, odd, 0x5410);
-    }
-    const int place = PlaceInHalf(partition, i);
-    uppers.Store(upper + place), lowers.Store(upper + kRowsOfWarp<G> * N + place);
-  }
 }
 
 // What Schedule has for a step, or where no token waits.
@@ -477,7 +200,7 @@ __global__ __launch_bounds__(32 * kWarps, BlocksOfHeads(kWarps, kPostpones)) voi
     if (warp == 0) {
       LaneVector u;
 #pragma unroll
-      for (int c = 0; c < kChannels; ++c) u[c] = r[c];
+      for (int c = 0; c < kLaneChannels; ++c) u[c] = r[c];
       ReadThrough(token, u, added);
       for (int i = schedule.count - 1; i >= 0; --i) {
         if (!IsThere(shared.tokens[i])) continue;
@@ -496,7 +219,7 @@ __global__ __launch_bounds__(32 * kWarps, BlocksOfHeads(kWarps, kPostpones)) voi
   LaneVector y;
   LoadFloats(shared.y + OwnChannel(), y);
 #pragma unroll
-  for (int c = 0; c < kChannels; ++c) y[c] += added[c];
+  for (int c = 0; c < kLaneChannels; ++c) y[c] += added[c];
   NormaliseAndGate<32>(bonus, token.v, gate, parameters.weight, parameters.bias, y);
   StoreRounded<T>(own.read, at, y);
 }
