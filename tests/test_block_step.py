@@ -1,6 +1,7 @@
 """The step of a whole block of RWKV-7 by CUDA kernels: where it is taken, where not, and why not.
 `test_emulation.py` has what the kernels compute."""
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -181,6 +182,13 @@ def test_why_not(params: rwkv7.Params) -> None:
             _lowered(model, **options)
     with pytest.raises(NotImplementedError, match=r"att\.receptance\.scale is stored in another"):
         _lowered(all_models.quantize(params, group=32), rows=1)
+    half = jax.tree.map(lambda x: x.astype(jnp.float16), params)
+    state = internals.postponed(half, rwkv7.initial_state(half, ROWS, "float16"))
+    state = internals.at_step(state, jnp.int32(0), jnp.bool(False))
+    step = jax.jit(functools.partial(rwkv7.apply, dtype="float16", layers="fused"))
+    reason = "x is float16; the kernels that postpone updates of states take bfloat16"
+    with hlo.device("cuda"), pytest.raises(NotImplementedError, match=reason):
+        step.trace(half, jnp.zeros(ROWS, jnp.int32), state).lower(lowering_platforms=("cuda",))
 
 
 @pytest.mark.usefixtures("unchecked_types")

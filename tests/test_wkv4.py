@@ -40,11 +40,11 @@ def test_walks_without_loops(
 
 @pytest.mark.slow
 def test_sequences_without_loops(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In two rows of several chunks, with an empty sequence each, and in one of them with tokens of
-    no sequence."""
+    """In two rows of several chunks, with two empty sequences each, and in one of them with tokens
+    of no sequence."""
     internals.unroll_wkv4(monkeypatch)
     run, case = Run("wkv4", "xla"), Case(1, 134, 1, 16)
-    rows = np.array([[5, 5, 9, 66, 130], [0, 64, 65, 65, 134]], np.int32)
+    rows = np.array([[5, 5, 9, 66, 66, 130], [0, 64, 64, 65, 65, 134]], np.int32)
     inputs, cotangents = operands(run.op, case, cu_seqlens=rows[0])
     found = jax.vmap(lambda cu: value_and_gradients(run, inputs, cotangents, cu_seqlens=cu))(rows)
     for i, cu in enumerate(rows):

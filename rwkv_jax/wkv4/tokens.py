@@ -142,11 +142,10 @@ class Tokens:
     def inputs(self, token: Token) -> Arrays:
         """The inputs of a token in float32, as those of one that weighs nothing where it is
         padding."""
-        there = token.there
         return {
             "u": self._u,
-            "k": jnp.where(there, token.k.astype(jnp.float32), NOTHING),
-            "v": jnp.where(there, token.v.astype(jnp.float32), 0.0),
+            "k": jnp.where(token.there, token.k.astype(jnp.float32), NOTHING),
+            "v": jnp.where(token.there, token.v.astype(jnp.float32), 0.0),
         }
 
     def _run(self, token: Token) -> Runs:
@@ -315,10 +314,12 @@ class TokensOfSequences(Tokens):
         number = lax.broadcasted_iota(jnp.int32, self._owner.shape, 1)
         opens = (self._of(group, self._owner) == number)[..., None]
         row = lax.broadcasted_iota(jnp.int32, group.shape, 0)
-        there = jnp.where(self._lengths > 0, group, number.shape[1])
+        # Sequences without tokens have no group, but even their indices must be unique.
+        nowhere = number.shape[1] + lax.broadcasted_iota(jnp.int32, group.shape, 1)
+        place = jnp.where(self._lengths > 0, group, nowhere)
 
         def put(x: Array, y: Array) -> Array:
-            return x.at[row, there].set(y, mode="drop", unique_indices=True)
+            return x.at[row, place].set(y, mode="drop", unique_indices=True)
 
         at_first = jax.tree.map(lambda x: self._of(x, group), added)
         age = self._of(jnp.broadcast_to(ages, opens.shape), group)

@@ -51,7 +51,7 @@ ItemFn: TypeAlias = Callable[[Any], Any]
 """`item(i)`: of each group what belongs to the run i, sliced out of arrays."""
 
 RunFn: TypeAlias = Callable[[Any], Runs]
-"""`run(item)`: the runs that items stand for [B, n]."""
+"""`run(item)`: the runs that items stand for [B, n, 1]."""
 
 VisitFn: TypeAlias = Callable[[Any, Arrays], tuple[Any, Any]]
 """`visit(item, state)`: what is kept of a run of each group, from the state before it, and what is

@@ -85,7 +85,7 @@ class BlockReader {
                      " where att.receptance.weight is S8; expected ", kMaxQuantisedRows, " row");
     operands.Require(!call.value_by_input || call.rows <= kMaxRowsByInput, "x has B = ", call.rows,
                      " where ffn.value is by input; expected ", kMaxRowsByInput, " row");
-    operands.Require(!call.Postpones() || (call.rows > 1 && call.dtype == Dtype::kBF16),
+    operands.Require(!call.Postpones() || (call.OnMatrixUnits() && call.dtype == Dtype::kBF16),
                      "x has B = ", call.rows, " where tokens wait; expected several rows of BF16");
     operands.Require(!call.Postpones() || (operands.Size('N') == kMostWaiting &&
                                            operands.Size('U') == kWaitingVectors &&

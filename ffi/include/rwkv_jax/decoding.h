@@ -28,14 +28,14 @@ constexpr int64_t kMaxManyRows = 1024;
 constexpr int64_t kSharesOfInputs = 8;
 
 // Up to so many tokens wait until the state is updated with them and the next one at once, each with the
-// vectors w, k, v, a and b of `wkv7` in every head, w as the low-rank map of the decay gives it. A row without a
-// token has a NaN there whose bits are all 1.
+// vectors w, k, v, a and b of `wkv7` in every head, w as the low-rank map of the decay gives it. Where a row has
+// no token, the first two elements of w are NaN whose bits are all 1.
 constexpr int64_t kMostWaiting = 5, kWaitingVectors = 5;
 
 // What a step does with the tokens that wait: how many there are, whether it updates the state, whether the
-// state of a head lies in halves, which any step but an update takes for granted, and whether an update leaves
-// it so. With the bits x of a float, its upper half is (x + 2^15) / 2^16, the nearest bfloat16, and its lower one
-// the rest of x + 2^15. Where they lie is the kernels' own affair.
+// state of a head lies in halves, without which a step always updates it, and whether an update leaves it so.
+// With the bits x of a float, its upper half is (x + 2^15) / 2^16, the nearest bfloat16, and its lower one the
+// rest of x + 2^15. Where they lie is the kernels' own affair.
 enum Schedule { kWaiting, kUpdates, kInHalves, kIntoHalves, kScheduleNumbers };
 
 // Widths up to this one, those of hidden activations included, are indexed with 32 bits.
