@@ -108,6 +108,10 @@ class Tokens:
         """A result of a token of each group, with zeros for padding that `join` keeps."""
         return jnp.where(token.there, x, 0.0)
 
+    def of_one_kernel(self) -> Token:
+        """The groups for a walk that is best in a kernel of its own."""
+        return self.groups
+
     def join(self, x: Array) -> Array:
         """The tokens of a call from those of groups, one after another."""
         return x
@@ -219,7 +223,7 @@ class Tokens:
     def shared(self, starts: Arrays, read: Kept, after: Arrays) -> tuple[Array, Array]:
         """The gradients of u and of the log decay [B, C], from the states before each group and the
         cotangents of the sums after it."""
-        given = picker(self.groups)
+        given = picker(self.of_one_kernel())
 
         def visit(item: tuple[Token, Read], state: Arrays) -> tuple[Any, Arrays]:
             token, read = item
@@ -274,6 +278,13 @@ class TokensOfSequences(Tokens):
         # The groups with the first and with the last token of each sequence.
         self._first, self._last = layout.first[:, :-1], layout.first[:, 1:] - 1
         self._saved = sequences.layout(packing.offsets, count)
+        group, number = self._chunks.place
+        place = jnp.clip(group * self.length + number, 0, self.count - 1)
+        row = lax.broadcasted_iota(jnp.int32, place.shape, 0)
+        # Without a barrier XLA computes the places anew for each channel.
+        self._places, self._there = lax.optimization_barrier(
+            (row * self.count + place, self._chunks.there[..., None])
+        )
 
     def _of(self, x: Array, number: Array) -> Array:
         """Of [B, M, ...] those with the numbers [B, N]."""
@@ -286,10 +297,14 @@ class TokensOfSequences(Tokens):
     def cleared(self, token: Token, x: Array) -> Array:
         return x
 
+    def of_one_kernel(self) -> Token:
+        # Without a barrier XLA puts the walk of the forward pass into the same kernel.
+        return lax.optimization_barrier(self.groups)
+
     def join(self, x: Array) -> Array:
-        group, number = self._chunks.place
-        x = self._of(x, group * self.length + number)
-        return jnp.where(self._chunks.there[..., None], x, jnp.zeros_like(x))
+        rows = x.reshape(-1, *x.shape[2:])
+        x = rows.at[self._places].get(mode="promise_in_bounds", wrap_negative_indices=False)
+        return jnp.where(self._there, x, jnp.zeros_like(x))
 
     def at_starts(self, x: Any) -> Any:
         return jax.tree.map(lambda x: self._of(x, self._first), x)
