@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from rwkv_jax._native import gpus
 from rwkv_jax._operator.call import (
     Arrays,
     Backward,
@@ -73,7 +74,7 @@ class HopperKernels:
     ) -> str | None:
         """Why the kernels cannot take a call, or None."""
         if not lowering.interprets_hopper(platform):
-            if not lowering.is_hopper(platform):
+            if platform != "cuda" or not gpus.are_hopper():
                 return "the kernels for Hopper GPUs need a GPU of compute capability 9"
             if jax.__version_info__ < SINCE:
                 return f"the kernels for Hopper GPUs need JAX {'.'.join(map(str, SINCE))}"

@@ -20,7 +20,6 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from rwkv_jax._native import gpus
 from rwkv_jax._operator.saved import CHUNK, chunks
 from rwkv_jax._pallas.algebra import TILE
 
@@ -128,18 +127,6 @@ def why_not(platform: str) -> str | None:
 def _lowers_for_gpus() -> bool:
     known = jax.sharding.get_abstract_mesh().abstract_device is not None
     return known or jax.default_backend() == "gpu" or jax.__version_info__ < (0, 11)
-
-
-def is_hopper(platform: str) -> bool:
-    """Whether all GPUs that a program may be lowered for are known to be Hopper GPUs."""
-    if platform != "cuda":
-        return False
-    here = jax.local_devices() if jax.default_backend() == "gpu" else []
-    if (device := jax.sharding.get_abstract_mesh().abstract_device) is not None:
-        here = [x for x in here if x.device_kind == device.device_kind]
-        if not here:
-            return gpus.is_hopper(device.device_kind)
-    return bool(here) and all(x.compute_capability.startswith("9.") for x in here)
 
 
 def interprets_hopper(platform: str) -> bool:
