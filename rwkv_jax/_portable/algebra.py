@@ -174,18 +174,16 @@ def pairs(
     y_j where j < i, and 0 where j > i. On its diagonal is z_i . y_i with z of `now` in the place of
     x, or 0 if z is None."""
     *lead, length, _ = rows[0].shape
-    shape = (len(rows), length, len(columns), length)
     if (exponents := decays.whole) is not None:
         x, y = ([x[..., None, :, :] for x in several] for several in (rows, columns))
         result = _of_earlier(_products(product, x, y, exponents))
     else:
-        pieces = (*lead, length, len(rows), 1, len(columns), 1)
-        result = jnp.zeros_like(rows[0], product.dtype, shape=pieces)
+        shape = (*lead, len(rows), length, len(columns), length)
+        result = jnp.zeros_like(rows[0], product.dtype, shape=shape)
     for exponents in decays.halves:
         half = exponents.rows.shape[-2]
         x, y = [halves(x, half)[1] for x in rows], [halves(y, half)[0] for y in columns]
-        result = _lower(result, _products(product, x, y, exponents))
-    result = result.reshape(*lead, *shape)
+        result += _of_halves(_products(product, x, y, exponents), half)
     if decays.same is not None:
         same = decays.same[..., None, :, None, :]
         result = jnp.where(same, result, jnp.zeros_like(result))
@@ -207,20 +205,24 @@ def _same_token(z: Array | None, y: Array) -> Array:
 def _products(
     product: Products, rows: list[Array], columns: list[Array], exponents: Exponents
 ) -> Array:
-    """[..., n, G, side, H, side] for G rows and H columns [..., n, side, K]."""
+    """[..., G, n side, H, n side] for G rows and H columns [..., n, side, K]. With few tokens in a
+    piece, most of a matrix unit would have nothing to do, so that tokens of different pieces are
+    multiplied, too: all factors are at most 1 there."""
     return _products_forward(product, rows, columns, exponents)[0]
 
 
 def _products_forward(
     product: Products, rows: list[Array], columns: list[Array], exponents: Exponents
 ) -> tuple[Array, Any]:
-    x, y = (
-        jnp.concatenate([(x * jnp.exp(e)).astype(product.dtype) for x in several], axis=-2)
-        for several, e in ((rows, exponents.rows), (columns, exponents.columns))
-    )
-    *lead, side, _ = rows[0].shape
+    *lead, pieces, side, size = rows[0].shape
+
+    def joined(several: list[Array], e: Array) -> Array:
+        factors = [(x * jnp.exp(e)).astype(product.dtype) for x in several]
+        return jnp.concatenate([x.reshape(*lead, pieces * side, size) for x in factors], axis=-2)
+
+    x, y = joined(rows, exponents.rows), joined(columns, exponents.columns)
     found = product("...ik,...jk->...ij", x, y)
-    found = found.reshape(*lead, len(rows), side, len(columns), side)
+    found = found.reshape(*lead, len(rows), pieces * side, len(columns), pieces * side)
     return found, (rows, columns, exponents, x, y)
 
 
@@ -236,8 +238,10 @@ def _products_backward(
     dy = product("...ij,...ik->...jk", found, x, jnp.float32)
 
     def both(several: list[Array], e: Array, x: Array, dx: Array) -> tuple[list[Array], Array]:
-        parts = jnp.split(dx, len(several), axis=-2)
-        sums = jnp.split(dx * x.astype(jnp.float32), len(several), axis=-2)
+        parts, sums = (
+            [part.reshape(e.shape) for part in jnp.split(of_all, len(several), axis=-2)]
+            for of_all in (dx, dx * x.astype(jnp.float32))
+        )
         return [part * jnp.exp(e) for part in parts], functools.reduce(jnp.add, sums)
 
     drows, drow = both(rows, exponents.rows, x, dx)
@@ -260,16 +264,24 @@ def _of_earlier(x: Array) -> Array:
     return jnp.where(_distance(x.shape[-1]) > 0, x, jnp.zeros_like(x))
 
 
-def _lower(diagonal: Array, between: Array) -> Array:
-    """The matrices of pieces of twice as many tokens, from those of their halves
-    [..., 2 n, G, T, H, T] and those of pairs of tokens of both halves [..., n, G, T, H, T]."""
-    *lead, pieces = diagonal.shape[:-4]
-    first, second = (
-        diagonal.reshape(*lead, pieces // 2, 2, *diagonal.shape[-4:])[..., i, :, :, :, :]
-        for i in (0, 1)
-    )
+def _of_halves(x: Array, half: int) -> Array:
+    """Matrices of pairs of tokens [..., G, T, H, T] from those of the tokens of second halves and
+    of first halves [..., G, T / 2, H, T / 2], with zeros for all pairs but those in one piece."""
+    *lead, g, tokens, h, _ = x.shape
+    pieces, length = tokens // half, 2 * tokens
+    x = x.reshape(*lead, g, pieces, 1, half, h, pieces, 1, half)
+    none, second, first = (0, 0, 0), (1, 0, 0), (0, 1, 0)
+    widths = [none] * len(lead) + [none, none, second, none, none, none, first, none]
+    x = lax.pad(x, jnp.zeros((), x.dtype), widths).reshape(*lead, g, length, h, length)
+    i, j = (lax.broadcasted_iota(jnp.int32, (length, 1, length), axis) for axis in (0, 2))
+    return jnp.where(i // (2 * half) == j // (2 * half), x, jnp.zeros_like(x))
+
+
+def _lower(first: Array, second: Array, between: Array) -> Array:
+    """The matrices of pieces of twice as many tokens [..., 2 T, 2 T], from those of their halves
+    and those of pairs of tokens of both halves [..., T, T]."""
     top = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
-    return jnp.concatenate([top, jnp.concatenate([between, second], axis=-1)], axis=-3)
+    return jnp.concatenate([top, jnp.concatenate([between, second], axis=-1)], axis=-2)
 
 
 def diagonal(x: Array) -> Array:
@@ -291,7 +303,7 @@ def inverse(x: Array) -> Array:
     while half < length:
         first, second = _halves_of_matrices(result)
         between = _times(_times(second, _blocks(x, 2 * half, half, half)), first)
-        result = _lower(*(x[..., None, :, None, :] for x in (result, between)))[..., 0, :, 0, :]
+        result = _lower(first, second, between)
         half *= 2
     return result[..., 0, :, :]
 
