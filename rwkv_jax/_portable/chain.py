@@ -59,6 +59,12 @@ TermsFn: TypeAlias = Callable[[Array, Arrays], Terms]
 [..., T, K], with zeros for tokens that are not there, and parameters [..., 1, K]."""
 
 
+_CHUNKS = 8
+"""How many chunks a turn of the loop along the chain takes, unless multiplications are to be saved:
+to slice, stack and copy for each chunk takes a GPU as long as the products. More of them would take
+longer to compile."""
+
+
 class _Parts(NamedTuple):
     """stay [..., K] in float32, R, C, P and V."""
 
@@ -343,8 +349,8 @@ def _along(
 ) -> tuple[Any, Array, Array | None]:
     """What is carried on from a slab, the states before its links, and W if it was needed for them
     [N, R, B, H, ...], or in reverse what the mirrored chain has in their place. One turn of the
-    loop takes a chunk, since a loop costs kernels and copies. No turn reads or writes the states of
-    all sequences."""
+    loop takes whole chunks, since a loop costs kernels and copies. No turn reads or writes the
+    states of all sequences."""
     several = xs["stay"].shape[1]
     order = range(several)[:: -1 if reverse else 1]
     # On a path the state after the last chunk is kept as it is, for the end of its sequence.
@@ -360,7 +366,14 @@ def _along(
         return state, (found, jax.tree.map(lambda *xs: jnp.stack(xs), *written))
 
     carried, states, written = _through(
-        chunk, xs, carried, path, given, first=order[0], reverse=reverse
+        chunk,
+        xs,
+        carried,
+        path,
+        given,
+        first=order[0],
+        reverse=reverse,
+        unroll=1 if product.fewest else _CHUNKS,
     )
     return carried, states.astype(product.dtype), written
 
@@ -374,6 +387,7 @@ def _through(
     *,
     first: int = 0,
     reverse: bool = False,
+    unroll: int = 1,
 ) -> tuple[Any, Array, Any]:
     """What is carried on from a slab, and what the chunks of `xs` found.
 
@@ -390,11 +404,11 @@ def _through(
         return chunk(own, state, before)
 
     if path is None:
-        carried, (states, more) = lax.scan(one, carried, (xs, None), reverse=reverse)
+        carried, (states, more) = lax.scan(one, carried, (xs, None), reverse=reverse, unroll=unroll)
         return carried, states, more
     rows = lax.iota(jnp.int32, len(given))[None]
     enters = path.enters, given.at[rows, path.sequence].get(mode="promise_in_bounds")
-    last, (states, more) = lax.scan(one, carried.last, (xs, enters), reverse=reverse)
+    last, (states, more) = lax.scan(one, carried.last, (xs, enters), reverse=reverse, unroll=unroll)
     before = states[:, first]
     ends = [last[None], before[:-1]] if reverse else [before[1:], last[None]]
     nowhere = given.shape[1] + lax.iota(jnp.int32, len(before))[:, None]
