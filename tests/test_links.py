@@ -45,7 +45,7 @@ def test_decays_between_tokens(decay: str) -> None:
     assert_right(found, right)
 
 
-@pytest.mark.parametrize("length", [1, 4, LENGTH])
+@pytest.mark.parametrize("length", [1, 4, LENGTH, 2 * LENGTH])
 def test_inverse(length: int) -> None:
     """Also of a matrix whose powers are far larger than its inverse."""
     lower = np.tril(np.ones((length, length)), -1)
@@ -106,8 +106,10 @@ def test_products_of_small_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     check(run, case, precision=None)
 
 
-def test_one_product_a_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Platforms with matrix units have a chain of their own in float32, too."""
+@pytest.mark.parametrize("decay", ["log", "sigmoid"])
+def test_one_product_a_link(decay: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Platforms with matrix units have a chain of their own in float32, too. Strong decays need the
+    digits of their exponents."""
     internals.use_matrix_units(monkeypatch)
-    case = Case(1, int(CU_SEQLENS[-1]), 2, 32)
+    case = Case(1, int(CU_SEQLENS[-1]), 2, 32, decay=decay, regime="near 0")
     check(Run("wkv7", "xla"), case, cu_seqlens=CU_SEQLENS)

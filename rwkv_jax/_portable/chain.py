@@ -48,9 +48,10 @@ from rwkv_jax._operator.implementation import Implementation
 from rwkv_jax._operator.signature import Signature
 from rwkv_jax._portable import algebra
 from rwkv_jax._portable.algebra import Tokens
+from rwkv_jax._portable.decay import BOUNDED
 from rwkv_jax._portable.operands import Carried, LinksOfRows, Path, links
 from rwkv_jax._portable.products import Products, exact, on_matrix_units
-from rwkv_jax._portable.slabs import ELSEWHERE, ON_CPU
+from rwkv_jax._portable.slabs import ELSEWHERE, LONG_LINKS, ON_CPU, Sizes
 from rwkv_jax._portable.steps import Steps, Terms, steps
 from rwkv_jax._portable.token_by_token import TokenByToken
 
@@ -130,11 +131,8 @@ class Chain(Implementation):
     ) -> Any:
         """A pass with the products and slabs that suit the platform that it is lowered for. One
         that does not go by tokens on a CPU is traced once where the slabs are alike."""
-        on_cpu, elsewhere = (
-            links(self._signature, sizes, operands.inputs, operands.packing)
-            for sizes in (ON_CPU, ELSEWHERE)
-        )
-        product = self._on_matrix_units(options, operands)
+        on_cpu = self._links(ON_CPU, operands)
+        product, elsewhere = self._on_matrix_units(options, operands)
         alike = on_cpu.slabs.count == elsewhere.slabs.count and not product.rounds
         if alike and not goes_by_tokens:
             return compute(options, operands, product._replace(fewest=True), elsewhere)
@@ -143,10 +141,18 @@ class Chain(Implementation):
             default=lambda: compute(options, operands, product, elsewhere),
         )
 
-    def _on_matrix_units(self, options: Options, operands: Operands) -> Products:
+    def _links(self, sizes: Sizes, operands: Operands) -> LinksOfRows:
+        return links(self._signature, sizes, operands.inputs, operands.packing)
+
+    def _on_matrix_units(
+        self, options: Options, operands: Operands
+    ) -> tuple[Products, LinksOfRows]:
+        """The products and links on platforms with matrix units."""
         inputs = operands.inputs
         key_size = self._signature.sizes(inputs)["K"]
-        return on_matrix_units(options, inputs[self._signature.y].dtype, key_size)
+        product = on_matrix_units(options, inputs[self._signature.y].dtype, key_size)
+        is_long = product.rounds and options.decay in BOUNDED
+        return product, self._links(LONG_LINKS if is_long else ELSEWHERE, operands)
 
     def _forward(
         self, options: Options, operands: Forward, product: Products, call: LinksOfRows

@@ -28,8 +28,17 @@ def _exp(w: Array) -> Array:
     return -jnp.exp(jnp.where(w > largest, largest, w))
 
 
+@jax.custom_jvp
+def _logistic(w: Array) -> Array:
+    return jax.nn.sigmoid(w)
+
+
+# JAX has 1 - sigmoid(w), which has lost its digits where decays are strong.
+_logistic.defjvps(lambda dw, result, w: dw * result * jax.nn.sigmoid(-w))
+
+
 def _sigmoid(w: Array) -> Array:
-    return -SIGMOID_SCALE * jax.nn.sigmoid(w)
+    return -SIGMOID_SCALE * _logistic(w)
 
 
 LOG_DECAY: dict[str, Callable[[Array], Array]] = {"log": _log, "exp": _exp, "sigmoid": _sigmoid}
@@ -40,7 +49,7 @@ NO_DECAY = {"log": 0.0, "exp": -1e4, "sigmoid": -1e4}
 
 BOUNDED = ("sigmoid",)
 """Forms whose log decay is never below -SIGMOID_SCALE, so that one may divide by the decay of up to
-16 tokens."""
+32 tokens."""
 
 
 def decay_factor(w: Array, decay: Decay) -> Array:

@@ -22,22 +22,30 @@ longer chain."""
 class Sizes(NamedTuple):
     """How large slabs are: of so many tokens times heads, or of more if there would be too many.
 
+    link: how many tokens a link has, if its chunk has as many.
     spare: how many slabs may be empty, relative to those that cannot be, before the device is asked
       how many there are.
     """
 
+    link: int
     tokens: int
     most: int
     spare: int
 
 
-ON_CPU = Sizes(512, 1 << 30, 0)
+ON_CPU = Sizes(LINK, 512, 1 << 30, 0)
 """One chunk, unless there are few heads: what is computed of a slab stays in the caches."""
 
-ELSEWHERE = Sizes(1 << 12, 8, 1)
+
+ELSEWHERE = Sizes(LINK, 1 << 12, 8, 1)
 """So large that a slab has 128 links, about one for each multiprocessor of a large GPU, and so
 small that its memory is a part of that of the call. The host waits for each answer of a GPU, which
 meanwhile has nothing to do."""
+
+LONG_LINKS = ELSEWHERE._replace(link=2 * LINK)
+"""The same where decays are bounded and products rounded: all pairs of tokens of a link are one
+product there, which takes a matrix unit hardly longer, and a chain of longer links is shorter."""
+
 
 Carry = TypeVar("Carry")
 
@@ -56,7 +64,7 @@ class Slabs:
     """
 
     def __init__(self, sizes: Sizes, tokens: int, length: int, heads: int) -> None:
-        self.length, self._tokens = length, tokens
+        self.length, self._tokens, self._link = length, tokens, min(sizes.link, length)
         self.used = -(-tokens // length)
         most = min(sizes.most, tokens * heads // sizes.tokens, self.used)
         self._each = _evenly(self.used, -(-self.used // max(most, 1)))
@@ -130,8 +138,8 @@ class Slabs:
     def links(self, x: Array) -> Array:
         """The tokens of a slab [B, ...] as links."""
         batch, _, heads, size = x.shape
-        length = min(LINK, self.length)
-        x = x.reshape(batch, self._each, self.length // length, length, heads, size)
+        several = self.length // self._link
+        x = x.reshape(batch, self._each, several, self._link, heads, size)
         return x.transpose(1, 2, 0, 4, 3, 5)
 
     def rows(self, links: Array) -> Array:

@@ -101,6 +101,7 @@ REGIMES = tuple(
         ("float32", "exp", "near 1"),
         ("float32", "exp", "extreme"),
         ("float32", "exp", "mixed"),
+        ("float32", "sigmoid", "near 0"),
         ("float32", "sigmoid", "extreme"),
         ("float32", "sigmoid", "mixed"),
         ("bfloat16", "log", "mixed"),

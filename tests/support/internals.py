@@ -25,7 +25,6 @@ from rwkv_jax._operator.signature import Signature
 from rwkv_jax._packing import segments
 from rwkv_jax._portable import algebra, chain, chunked, products, slabs
 from rwkv_jax._portable import decay as decays
-from rwkv_jax._portable.operands import links
 from rwkv_jax.generation import _decoding, _sampling, _session
 from rwkv_jax.layers import _function as layers
 from rwkv_jax.losses import _native as of_losses
@@ -517,8 +516,7 @@ def use_matrix_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the products of `xla` run on a CPU as they run on other platforms."""
 
     def on_any_platform(self: Any, compute: Any, options: Options, operands: Any, **_: Any) -> Any:
-        own = links(self._signature, slabs.ELSEWHERE, operands.inputs, operands.packing)
-        return compute(options, operands, self._on_matrix_units(options, operands), own)
+        return compute(options, operands, *self._on_matrix_units(options, operands))
 
     monkeypatch.setattr(chain.Chain, "_on_any_platform", on_any_platform)
     jax.clear_caches()
