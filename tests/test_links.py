@@ -106,10 +106,12 @@ def test_products_of_small_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     check(run, case, precision=None)
 
 
-@pytest.mark.parametrize("decay", ["log", "sigmoid"])
-def test_one_product_a_link(decay: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("decay", "regime"), [("sigmoid", "model"), ("sigmoid", "near 0"), ("log", "mixed")]
+)
+def test_one_product_a_link(decay: str, regime: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Platforms with matrix units have a chain of their own in float32, too. Strong decays need the
     digits of their exponents."""
     internals.use_matrix_units(monkeypatch)
-    case = Case(1, int(CU_SEQLENS[-1]), 2, 32, decay=decay, regime="near 0")
+    case = Case(1, int(CU_SEQLENS[-1]), 2, 32, decay=decay, regime=regime)
     check(Run("wkv7", "xla"), case, cu_seqlens=CU_SEQLENS)

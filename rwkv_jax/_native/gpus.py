@@ -4,8 +4,8 @@ import jax
 
 from rwkv_jax._native import library
 
-HOPPER = ("9.0", "H100", "H200", "H800", "H20")
-"""The compute capability of Hopper GPUs, and parts of their names."""
+HOPPER = ("H100", "H200", "H800", "H20")
+"""Parts of the names of GPUs of compute capability 9.0."""
 
 
 def kinds() -> set[str]:
@@ -26,7 +26,7 @@ def kinds() -> set[str]:
 def are_hopper() -> bool:
     """Whether all of them are known to be Hopper GPUs."""
     found = kinds()
-    return bool(found) and all(any(name in kind for name in HOPPER) for kind in found)
+    return bool(found) and all(x == "9.0" or any(name in x for name in HOPPER) for x in found)
 
 
 def other_than_hopper() -> str | None:

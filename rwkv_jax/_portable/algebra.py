@@ -252,11 +252,16 @@ def _products_backward(
 _products.defvjp(_products_forward, _products_backward)
 
 
+def _pair(length: int) -> tuple[Array, Array]:
+    """The numbers of both tokens of a pair [T, 1, T]."""
+    first, second = (lax.broadcasted_iota(jnp.int32, (length, 1, length), a) for a in (0, 2))
+    return first, second
+
+
 def _distance(length: int) -> Array:
     """How many tokens the second token of a pair is before the first [T, 1, T]."""
-    shape = (length, 1, length)
-    i, j = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 2))
-    return i - j
+    first, second = _pair(length)
+    return first - second
 
 
 def _of_earlier(x: Array) -> Array:
@@ -273,7 +278,7 @@ def _of_halves(x: Array, half: int) -> Array:
     none, second, first = (0, 0, 0), (1, 0, 0), (0, 1, 0)
     widths = [none] * len(lead) + [none, none, second, none, none, none, first, none]
     x = lax.pad(x, jnp.zeros((), x.dtype), widths).reshape(*lead, g, length, h, length)
-    i, j = (lax.broadcasted_iota(jnp.int32, (length, 1, length), axis) for axis in (0, 2))
+    i, j = _pair(length)
     return jnp.where(i // (2 * half) == j // (2 * half), x, jnp.zeros_like(x))
 
 

@@ -43,8 +43,8 @@ small that its memory is a part of that of the call. The host waits for each ans
 meanwhile has nothing to do."""
 
 LONG_LINKS = ELSEWHERE._replace(link=2 * LINK)
-"""The same where decays are bounded and products rounded: all pairs of tokens of a link are one
-product there, which takes a matrix unit hardly longer, and a chain of longer links is shorter."""
+"""Half as many links where decays are bounded and products rounded: all pairs of tokens of a link
+are one product there, which takes a matrix unit hardly longer, and the chain is shorter."""
 
 
 Carry = TypeVar("Carry")

@@ -29,6 +29,7 @@ from rwkv_jax.wkv4.walk import (
     grouped,
     left,
     nothing,
+    numbered,
     picker,
     sliced,
 )
@@ -302,8 +303,7 @@ class TokensOfSequences(Tokens):
         return lax.optimization_barrier(self.groups)
 
     def join(self, x: Array) -> Array:
-        rows = x.reshape(-1, *x.shape[2:])
-        x = rows.at[self._places].get(mode="promise_in_bounds", wrap_negative_indices=False)
+        x = numbered(x, self._places)
         return jnp.where(self._there, x, jnp.zeros_like(x))
 
     def at_starts(self, x: Any) -> Any:

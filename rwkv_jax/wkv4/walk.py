@@ -198,12 +198,15 @@ class Apart(NamedTuple):
     start: Array
 
     def item(self, i: Any) -> Array:
-        batch, tokens, *rest = self.x.shape
+        batch, tokens = self.x.shape[:2]
         first = lax.iota(jnp.int32, batch)[:, None] * tokens
-        rows = self.x.reshape(batch * tokens, *rest)
-        return rows.at[first + jnp.minimum(self.start + i, tokens - 1)].get(
-            mode="promise_in_bounds", wrap_negative_indices=False
-        )
+        return numbered(self.x, first + jnp.minimum(self.start + i, tokens - 1))
+
+
+def numbered(x: Array, number: Array) -> Array:
+    """Of rows [B, T, ...] the tokens with these numbers, which count through all rows."""
+    rows = x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
+    return rows.at[number].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
 def sliced(x: Array) -> Kept:
