@@ -9,12 +9,10 @@ after it, a link of tokens is
     S_after = S diag(stay) + V^T (k after)
 """
 
-from jax import Array
-
 from rwkv_jax._operator.call import Arrays
-from rwkv_jax._portable.steps import Terms
+from rwkv_jax._portable.terms import Read, Terms
 
 
-def terms(own: Array, inputs: Arrays) -> Terms:
+def terms(inputs: Arrays) -> Terms:
     r, k, u = (inputs[name] for name in "rku")
-    return Terms([r], [k], [r * u])
+    return Terms([Read(r, now=r * u)], [k])

@@ -4,13 +4,14 @@ Arrays of links are [..., T, K], [..., T, V] or, for pairs of tokens, [..., T, T
 number of tokens of a link, a power of two, and all links are batch axes of few, large products.
 
 Where the log decay of a token is bounded, the decay between two tokens is a product of two factors,
-one of each token, which grow away from the middle of the link. Otherwise all factors are at most 1:
-any two tokens are in different halves of exactly one piece of 2, 4, 8, ... tokens, and the factors
-lead from each token to the middle of that piece.
+one of each token, which are relative to the middle of the link and grow away from it. What is
+multiplied by them meets states, too, which are brought to the middle for that. Otherwise all
+factors are at most 1: any two tokens are in different halves of exactly one piece of 2, 4, 8, ...
+tokens, and the factors lead from each token to the middle of that piece.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +20,7 @@ from jax import Array, lax
 
 from rwkv_jax._portable.decay import BOUNDED, LOG_DECAY, NO_DECAY
 from rwkv_jax._portable.products import Products
+from rwkv_jax._portable.terms import Read
 
 
 class Tokens(NamedTuple):
@@ -42,25 +44,33 @@ class Exponents(NamedTuple):
 
 
 class Decays(NamedTuple):
-    """Decay factors of links.
+    """The decays of links: those of a bounded form relative to the middle of links.
 
-    own: of each token [..., T, K].
-    before: of all tokens before one [..., T, K].
-    after: of all tokens after one [..., T, K].
-    stay: of all tokens [..., K].
-    whole: for all pairs of tokens [..., 1, T, K], where decays are bounded; else None.
-    halves: else for pairs of tokens of the second half and of the first half of pieces of 2, 4, 8,
-      ... tokens, of which there are n [..., n, T / (2 n), K].
-    same: whether two tokens belong to the same segment [..., T, T]; None if all do.
+    own: the log decay of each token [..., T, K].
+    tokens: what leads to each token, and what leads from it, as exponents [..., T, K].
+    halves: for pairs of tokens of the second half and of the first half of pieces of 2, 4, 8, ...
+      tokens, of which there are n [..., n, T / (2 n), K]. None where decays are bounded: there
+      `tokens` is for all pairs.
+    enter: the log decay from the start to the middle [..., K]; None if not bounded.
+    stay: the factor of what states keep besides `enter` and `leave` [..., K]; None if all of it.
+    leave: the log decay from the middle to the end [..., K]; None if not bounded.
     """
 
     own: Array
-    before: Array
-    after: Array
-    stay: Array
-    whole: Exponents | None
-    halves: list[Exponents]
-    same: Array | None
+    tokens: Exponents
+    halves: list[Exponents] | None
+    enter: Array | None
+    stay: Array | None
+    leave: Array | None
+
+
+class Factors(NamedTuple):
+    """What G reads and H columns make of a link: R [..., G T, K] and C [..., H T, K], with the
+    factors that lead to a token and from it, and P [..., G T, H T], for pairs of tokens."""
+
+    rows: Array
+    columns: Array
+    pairs: Array
 
 
 def halves(x: Array, half: int) -> tuple[Array, Array]:
@@ -93,105 +103,133 @@ def _sums(x: Array) -> Iterator[tuple[int, Array, Array, Array]]:
         length *= 2
 
 
-def decays(w: Array, decay: str, tokens: Tokens, product: Products) -> Decays:
+def decays(w: Array, decay: str, tokens: Tokens) -> Decays:
     """The decays of links, from `w` of each token [..., T, K]."""
     if tokens.there is not None:
         # Here, and not below, where XLA would choose anew for each of the sums that it computes.
         w = jnp.where(tokens.there[..., None], w, NO_DECAY[decay])
     log_decay = LOG_DECAY[decay](w)
-    bounded = decay in BOUNDED
-    result = _rounded(log_decay) if bounded and product.rounds else _exact(log_decay, bounded)
-    if (segment := tokens.segment) is None:
+    # A token alone is in no pair, so that gradients of decays that are 0 are found to be.
+    bounded = decay in BOUNDED and log_decay.shape[-2] > 1
+    result = _bounded(log_decay) if bounded else _unbounded(log_decay)
+    if tokens.segment is None:
         return result
-    last = segment[..., -1:]
-    return result._replace(
-        before=jnp.where((segment == 0)[..., None], result.before, 0.0),
-        after=jnp.where((segment == last)[..., None], result.after, 0.0),
-        stay=jnp.where(last == 0, result.stay, 0.0),
-        same=segment[..., :, None] == segment[..., None, :],
-    )
+    goes_on = tokens.segment[..., -1:] == 0
+    stay = jnp.ones_like(w[..., 0, :]) if result.stay is None else result.stay
+    return result._replace(stay=jnp.where(goes_on, stay, 0.0))
 
 
-def _exact(log_decay: Array, bounded: bool) -> Decays:
+def _unbounded(log_decay: Array) -> Decays:
     *sums, (_, before, after, total) = _sums(log_decay)
-    whole, between = None, []
-    if bounded:
-        whole = _around_the_middle(before, log_decay)
-    else:
-        between = [
-            Exponents(halves(upto, half)[1], halves(beyond, half)[0])
-            for half, upto, beyond, _ in sums
-        ]
-    return _decays(log_decay, before, after, total[..., 0, :], whole, between)
+    between = [
+        Exponents(halves(upto, half)[1], halves(beyond, half)[0]) for half, upto, beyond, _ in sums
+    ]
+    stay = jnp.exp(total[..., 0, :])
+    return Decays(log_decay, Exponents(before, after), between, None, stay, None)
 
 
-def _rounded(log_decay: Array) -> Decays:
-    """From differences of sums over all tokens before one, which leave out what bfloat16 has no
-    digits for. Only where decays are bounded: among strong ones, the gradients of the decays would
-    have no digits left."""
+def _bounded(log_decay: Array) -> Decays:
+    """From sums over all tokens before one, and differences of them. What follows does not depend
+    on which exponent is subtracted, so that it has no gradient of its own."""
     before = _sums_before(log_decay)
     upto = before + log_decay
-    end = upto[..., -1, :]
-    whole = _around_the_middle(before, log_decay)
-    return _decays(log_decay, before, end[..., None, :] - upto, end, whole, [])
+    middle = lax.stop_gradient(before[..., before.shape[-2] // 2, :])
+    tokens = Exponents(before - middle[..., None, :], middle[..., None, :] - upto)
+    return Decays(log_decay, tokens, None, middle, None, upto[..., -1, :] - middle)
 
 
-def _around_the_middle(before: Array, log_decay: Array) -> Exponents:
-    """The exponents of all pairs of tokens [..., T, K]."""
-    exponents = before - before[..., before.shape[-2] // 2, :][..., None, :]
-    rows, columns = exponents, -(exponents + log_decay)
-    return Exponents(rows[..., None, :, :], columns[..., None, :, :])
-
-
-def _decays(
-    own: Array,
-    before: Array,
-    after: Array,
-    total: Array,
-    whole: Exponents | None,
-    between: list[Exponents],
-) -> Decays:
-    own, before, after, total = map(jnp.exp, (own, before, after, total))
-    return Decays(own, before, after, total, whole, between, None)
-
-
+@jax.custom_vjp
 def _sums_before(x: Array) -> Array:
-    """The sums of the tokens before each [..., T, K], as products with a matrix of 0 and 1."""
+    """The sums of the tokens before each [..., T, K]. The transpose of a product that JAX derives
+    would be laid out the other way round."""
+    return _sums_where(lambda i, j: i > j, x)
+
+
+_sums_before.defvjp(
+    lambda x: (_sums_before(x), None),
+    lambda _, dsums: (_sums_where(lambda i, j: i < j, dsums),),
+)
+
+
+def _sums_where(chosen: Callable[[Array, Array], Array], x: Array) -> Array:
+    """For each token i the sums of the tokens j that are chosen, as products with a matrix of 0 and
+    1."""
     side = x.shape[-2]
     i, j = (lax.broadcasted_iota(jnp.int32, (side, side), axis) for axis in (0, 1))
-    chosen = jnp.broadcast_to((i > j).astype(jnp.float32), (*x.shape[:-2], side, side))
-    return jnp.einsum("...ij,...jk->...ik", chosen, x)
+    matrix = jnp.broadcast_to(chosen(i, j).astype(jnp.float32), (*x.shape[:-2], side, side))
+    return jnp.einsum("...ij,...jk->...ik", matrix, x, precision=lax.Precision.HIGHEST)
 
 
-def pairs(
-    product: Products,
-    decays: Decays,
-    rows: Sequence[Array],
-    columns: Sequence[Array],
-    now: Sequence[Array | None],
-) -> Array:
-    """For each x of `rows` and y of `columns` a block of one matrix: x_i . (decay between i and j)
-    y_j where j < i, and 0 where j > i. On its diagonal is z_i . y_i with z of `now` in the place of
-    x, or 0 if z is None."""
-    *lead, length, _ = rows[0].shape
-    if (exponents := decays.whole) is not None:
-        x, y = ([x[..., None, :, :] for x in several] for several in (rows, columns))
-        result = _of_earlier(_products(product, x, y, exponents))
-    else:
-        shape = (*lead, len(rows), length, len(columns), length)
-        result = jnp.zeros_like(rows[0], product.dtype, shape=shape)
-    for exponents in decays.halves:
+def factors(
+    product: Products, decays: Decays, tokens: Tokens, reads: Sequence[Read], columns: list[Array]
+) -> Factors:
+    """P has for each x that is read and y of `columns` a block: x_i . (decay between i and j) y_j
+    where j < i, and 0 where j > i. If x is read after the token, its decay is part of that between
+    i and j, and x_i . y_i is on the diagonal; else z_i . y_i is, with z the `now` of the read."""
+    *lead, length, _ = columns[0].shape
+    bounded = decays.halves is None
+    found = _of_all_pairs if bounded else _of_all_pieces
+    x, y, pairs = found(product, decays, reads, columns)
+    if (segment := tokens.segment) is not None:
+        x = _where(segment == 0, x)
+        y = _where(segment == segment[..., -1:], y)
+        same = segment[..., :, None] == segment[..., None, :]
+        pairs = jnp.where(same[..., None, :, None, :], pairs, jnp.zeros_like(pairs))
+    now = [(None if bounded else read.x) if read.after else read.now for read in reads]
+    if any(z is not None for z in now):
+        own = [jnp.stack([_same_token(z, y) for y in columns], axis=-1) for z in now]
+        own = jnp.stack(own, axis=-3)[..., None].astype(pairs.dtype)
+        pairs = jnp.where(_distance(length) == 0, pairs + own, pairs)
+    return Factors(x, y, pairs.reshape(*lead, len(reads) * length, len(columns) * length))
+
+
+def _exponents(reads: Sequence[Read], upto: Array, own: Array) -> list[Array]:
+    """What leads to what each of the reads meets, from what leads to the token."""
+    return [upto + own if read.after else upto for read in reads]
+
+
+def _of_all_pairs(
+    product: Products, decays: Decays, reads: Sequence[Read], columns: list[Array]
+) -> tuple[Array, Array, Array]:
+    """Of tokens and those not behind them: R, C and P."""
+    upto = _exponents(reads, decays.tokens.rows, decays.own)
+    one_piece = functools.partial(jax.tree.map, lambda x: x[..., None, :, :])
+    rows = [read.x for read in reads]
+    x, y, pairs = _products(product, *map(one_piece, (rows, upto, columns, decays.tokens.columns)))
+    distance = _distance(columns[0].shape[-2])
+    there = jnp.stack([distance >= 0 if read.after else distance > 0 for read in reads])
+    return x, y, jnp.where(there, pairs, jnp.zeros_like(pairs))
+
+
+def _of_all_pieces(
+    product: Products, decays: Decays, reads: Sequence[Read], columns: list[Array]
+) -> tuple[Array, Array, Array]:
+    """The same, but only of tokens and those before them."""
+
+    def joined(several: list[Array], exponents: list[Array]) -> Array:
+        factors = [x * jnp.exp(e) for x, e in zip(several, exponents, strict=True)]
+        return jnp.concatenate([x.astype(product.dtype) for x in factors], axis=-2)
+
+    rows = [read.x for read in reads]
+    *lead, length, _ = columns[0].shape
+    shape = (*lead, len(rows), length, len(columns), length)
+    pairs = jnp.zeros_like(rows[0], product.dtype, shape=shape)
+    for exponents in decays.halves or []:
         half = exponents.rows.shape[-2]
-        x, y = [halves(x, half)[1] for x in rows], [halves(y, half)[0] for y in columns]
-        result += _of_halves(_products(product, x, y, exponents), half)
-    if decays.same is not None:
-        same = decays.same[..., None, :, None, :]
-        result = jnp.where(same, result, jnp.zeros_like(result))
-    own = jnp.stack(
-        [jnp.stack([_same_token(z, y) for y in columns], axis=-1) for z in now], axis=-3
-    )
-    result = jnp.where(_distance(length) == 0, own[..., None].astype(result.dtype), result)
-    return result.reshape(*lead, len(rows) * length, len(columns) * length)
+        x, own, y = jax.tree.map(lambda x, half=half: halves(x, half), (rows, decays.own, columns))
+        x, own, y = [x[1] for x in x], own[1], [y[0] for y in y]
+        upto = _exponents(reads, exponents.rows, own)
+        pairs += _of_halves(_products(product, x, upto, y, exponents.columns)[2], half)
+    upto = _exponents(reads, decays.tokens.rows, decays.own)
+    beyond = [decays.tokens.columns] * len(columns)
+    return joined(rows, upto), joined(columns, beyond), pairs
+
+
+def _where(chosen: Array, x: Array) -> Array:
+    """`x` [..., n T, K] where tokens [..., T] are chosen, and else 0."""
+    several = x.shape[-2] // chosen.shape[-1]
+    chosen = jnp.concatenate([chosen] * several, axis=-1)
+    return jnp.where(chosen[..., None], x, jnp.zeros_like(x))
 
 
 def _same_token(z: Array | None, y: Array) -> Array:
@@ -203,50 +241,52 @@ def _same_token(z: Array | None, y: Array) -> Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _products(
-    product: Products, rows: list[Array], columns: list[Array], exponents: Exponents
-) -> Array:
-    """[..., G, n side, H, n side] for G rows and H columns [..., n, side, K]. With few tokens in a
-    piece, most of a matrix unit would have nothing to do, so that tokens of different pieces are
-    multiplied, too: all factors are at most 1 there."""
-    return _products_forward(product, rows, columns, exponents)[0]
+    product: Products, rows: list[Array], upto: list[Array], columns: list[Array], beyond: Array
+) -> tuple[Array, Array, Array]:
+    """The factors [..., G n side, K] of G rows and [..., H n side, K] of H columns
+    [..., n, side, K], with the exponents of each row and of all columns, and their products
+    [..., G, n side, H, n side]. With few tokens in a piece, most of a matrix unit would have
+    nothing to do, so that tokens of different pieces are multiplied, too: all factors are at most 1
+    there."""
+    return _products_forward(product, rows, upto, columns, beyond)[0]
 
 
 def _products_forward(
-    product: Products, rows: list[Array], columns: list[Array], exponents: Exponents
-) -> tuple[Array, Any]:
+    product: Products, rows: list[Array], upto: list[Array], columns: list[Array], beyond: Array
+) -> tuple[tuple[Array, Array, Array], Any]:
     *lead, pieces, side, size = rows[0].shape
 
-    def joined(several: list[Array], e: Array) -> Array:
-        factors = [(x * jnp.exp(e)).astype(product.dtype) for x in several]
-        return jnp.concatenate([x.reshape(*lead, pieces * side, size) for x in factors], axis=-2)
+    def joined(several: list[Array], exponents: list[Array]) -> Array:
+        factors = [x * jnp.exp(e) for x, e in zip(several, exponents, strict=True)]
+        factors = [x.astype(product.dtype).reshape(*lead, pieces * side, size) for x in factors]
+        return jnp.concatenate(factors, axis=-2)
 
-    x, y = joined(rows, exponents.rows), joined(columns, exponents.columns)
+    x, y = joined(rows, upto), joined(columns, [beyond] * len(columns))
     found = product("...ik,...jk->...ij", x, y)
     found = found.reshape(*lead, len(rows), pieces * side, len(columns), pieces * side)
-    return found, (rows, columns, exponents, x, y)
+    return (x, y, found), (upto, beyond, x, y)
 
 
 def _products_backward(
-    product: Products, saved: Any, found: Array
-) -> tuple[list[Array], list[Array], Exponents]:
+    product: Products, saved: Any, cotangents: tuple[Array, Array, Array]
+) -> tuple[list[Array], list[Array], list[Array], Array]:
     """What a pair of tokens adds to the gradients of both exponents is of the same size. It cancels
     for the decays that both exponents have, so it is found from the same rounded factors, and is
     not rounded itself."""
-    rows, columns, exponents, x, y = saved
+    upto, beyond, x, y = saved
+    more_dx, more_dy, found = cotangents
     found = found.reshape(*found.shape[:-4], x.shape[-2], y.shape[-2])
-    dx = product("...ij,...jk->...ik", found, y, jnp.float32)
-    dy = product("...ij,...ik->...jk", found, x, jnp.float32)
+    dx = product("...ij,...jk->...ik", found, y, jnp.float32) + more_dx.astype(jnp.float32)
+    dy = product("...ij,...ik->...jk", found, x, jnp.float32) + more_dy.astype(jnp.float32)
 
-    def both(several: list[Array], e: Array, x: Array, dx: Array) -> tuple[list[Array], Array]:
-        parts, sums = (
-            [part.reshape(e.shape) for part in jnp.split(of_all, len(several), axis=-2)]
-            for of_all in (dx, dx * x.astype(jnp.float32))
-        )
-        return [part * jnp.exp(e) for part in parts], functools.reduce(jnp.add, sums)
+    def parts(of_all: Array) -> list[Array]:
+        several = of_all.shape[-2] // (beyond.shape[-2] * beyond.shape[-3])
+        return [part.reshape(beyond.shape) for part in jnp.split(of_all, several, axis=-2)]
 
-    drows, drow = both(rows, exponents.rows, x, dx)
-    dcolumns, dcolumn = both(columns, exponents.columns, y, dy)
-    return drows, dcolumns, Exponents(drow, dcolumn)
+    drows = [part * jnp.exp(e) for part, e in zip(parts(dx), upto, strict=True)]
+    dcolumns = [part * jnp.exp(beyond) for part in parts(dy)]
+    dupto, dbeyond = (parts(dz * z.astype(jnp.float32)) for dz, z in ((dx, x), (dy, y)))
+    return drows, dupto, dcolumns, functools.reduce(jnp.add, dbeyond)
 
 
 _products.defvjp(_products_forward, _products_backward)
@@ -262,11 +302,6 @@ def _distance(length: int) -> Array:
     """How many tokens the second token of a pair is before the first [T, 1, T]."""
     first, second = _pair(length)
     return first - second
-
-
-def _of_earlier(x: Array) -> Array:
-    """Matrices of pairs [..., T, H, T] with zeros where j >= i."""
-    return jnp.where(_distance(x.shape[-1]) > 0, x, jnp.zeros_like(x))
 
 
 def _of_halves(x: Array, half: int) -> Array:

@@ -7,7 +7,9 @@ the rows of R and of P are those for U above those for Y:
     (U, Y) = R S^T + P W
     S_after = S diag(stay) + W^T C
 
-(Without U in the operators whose writes do not depend on the state: W is V.) With the triangular
+(Without U in the operators whose writes do not depend on the state: W is V. Where decays are
+bounded, S stands for what S is in the middle of the link if no token writes, and what the last line
+gives is what S_after would be there.) With the triangular
 part of P that leads from U to U solved, only two products a link go along the chain of states:
 
     U = solved S^T + own             solved = (I - P_uu)^-1 R_u,  own = (I - P_uu)^-1 P_uv V
@@ -27,7 +29,7 @@ gradients of the parts are products of two factors each, which needs no derivati
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -52,13 +54,9 @@ from rwkv_jax._portable.decay import BOUNDED
 from rwkv_jax._portable.operands import Carried, LinksOfRows, Path, links
 from rwkv_jax._portable.products import Products, exact, on_matrix_units
 from rwkv_jax._portable.slabs import ELSEWHERE, LONG_LINKS, ON_CPU, Sizes
-from rwkv_jax._portable.steps import Steps, Terms, steps
+from rwkv_jax._portable.steps import Steps, steps
+from rwkv_jax._portable.terms import TermsFn
 from rwkv_jax._portable.token_by_token import TokenByToken
-
-TermsFn: TypeAlias = Callable[[Array, Arrays], Terms]
-"""`terms(own, inputs)` from the decay factor of each token. All are in float32, those of tokens
-[..., T, K], with zeros for tokens that are not there, and parameters [..., 1, K]."""
-
 
 _CHUNKS = 8
 """How many chunks a turn of the loop along the chain takes, unless multiplications are to be saved:
@@ -67,9 +65,13 @@ longer to compile."""
 
 
 class _Parts(NamedTuple):
-    """stay [..., K] in float32, R, C, P and V."""
+    """R, C, P and V, and what states meet [..., K] in float32, None where it is 1: the logarithm of
+    the factor from the start of a link to its middle, stay, and the logarithm of the factor from
+    the middle to the end."""
 
-    stay: Array
+    enter: Array | None
+    stay: Array | None
+    leave: Array | None
     rows: Array
     columns: Array
     pairs: Array
@@ -163,18 +165,18 @@ class Chain(Implementation):
             slab_of = functools.partial(self._side_by_side, product)
         (part,) = operands.state
         state, values = operands.state[part], operands.inputs[signature.y]
+        save_as = signature.states_dtype(options, operands.inputs)
 
         def slab(number: Any, carry: tuple[Any, Arrays]) -> tuple[Any, Arrays]:
             carried, room = carry
-            carried, states, y = slab_of(options, call, number, carried, state)
+            carried, before, y = slab_of(options, call, number, carried, state, save_as)
             room = room | {"y": call.put(number, room["y"], y.astype(values.dtype))}
             if options.save:
-                room |= {"states": call.save(number, room["states"], states)}
+                room |= {"states": call.save(number, room["states"], before)}
             return carried, room
 
         room = {"y": call.room(values)}
         if options.save:
-            save_as = signature.states_dtype(options, operands.inputs)
             room["states"] = call.room_for_states(state, save_as)
         carried, room = call.run(slab, (call.start(state), room))
         states = {part: call.states(room["states"])} if options.save else {}
@@ -188,25 +190,34 @@ class Chain(Implementation):
         number: Any,
         carried: Any,
         given: Array,
+        save_as: Any,
     ) -> tuple[Any, Array, Array]:
-        """What is carried on from a slab, the states before its links, and Y."""
+        """What is carried on from a slab, the states before its chunks, and Y."""
         timed, shared, tokens = call.inputs(number)
         parts = self._parts(options, product, tokens, timed, shared)
         solved, _ = _solved(product, parts)
         chain = _for_chain(product, solved)
-        carried, states, written = _along(product, chain, carried, call.path(number), given)
+        path = call.path(number)
+        carried, before, (states, written) = _along(product, chain, carried, path, given, save_as)
         if written is None:
             written = _written(product, solved, parts.values, states)
-        return carried, states, _read(product, parts, states, written)
+        return carried, before, _read(product, parts, states, written)
 
     def _token_by_token(
-        self, options: Options, call: LinksOfRows, number: Any, carried: Any, given: Array
+        self,
+        options: Options,
+        call: LinksOfRows,
+        number: Any,
+        carried: Any,
+        given: Array,
+        save_as: Any,
     ) -> tuple[Any, Array, Array]:
-        """The same, as if each chunk were one link."""
+        """The same, one token after another."""
         timed, shared, tokens = call.inputs(number)
         own = steps(self._terms, options, timed, shared, tokens, self._signature.y)
-        carried, states, found = _through(Steps.run, own, carried, call.path(number), given)
-        return carried, states, own.outputs(found, timed[self._signature.y].shape)
+        path = call.path(number)
+        carried, before, found = _through(Steps.run, own, carried, path, given, save_as)
+        return carried, before, own.outputs(found, timed[self._signature.y].shape)
 
     def _backward(
         self, options: Options, operands: Backward, product: Products, call: LinksOfRows
@@ -250,18 +261,15 @@ class Chain(Implementation):
         inputs = {name: x.astype(jnp.float32) for name, x in (timed | shared).items()}
         w = inputs["w"]
         w = jnp.broadcast_to(w, jnp.broadcast_shapes(w.shape, inputs["k"].shape))
-        decays = algebra.decays(w, options.decay, tokens, product)
-        terms = self._terms(decays.own, inputs)
-
-        def joined(several: Sequence[Array], decay: Array) -> Array:
-            return jnp.concatenate([(x * decay).astype(product.dtype) for x in several], axis=-2)
-
+        decays = algebra.decays(w, options.decay, tokens)
+        terms = self._terms(inputs)
+        values = inputs[self._signature.y].astype(product.dtype)
         return _Parts(
+            decays.enter,
             decays.stay,
-            joined(terms.rows, decays.before),
-            joined(terms.columns, decays.after),
-            algebra.pairs(product, decays, *terms),
-            inputs[self._signature.y].astype(product.dtype),
+            decays.leave,
+            *algebra.factors(product, decays, tokens, *terms),
+            values,
         )
 
 
@@ -279,19 +287,30 @@ def _gradients(
     and Y, and those of the states after links."""
     keys, pairs = parts.of_values()
     dvalues = product("...ij,...iv->...jv", pairs, asked)
+    columns = product("...tv,...vk->...tk", written, dafter)
+    kept = _sums(state, dafter)
+    enter, leave = parts.enter, None
+    if parts.leave is not None:
+        leave = kept if parts.stay is None else kept * parts.stay
+        leave += _sums(parts.columns, columns)
     return _Parts(
-        # By a product, since some compilers are slow to sum along this axis.
-        stay=jnp.einsum(
-            "ov,...vk->...k",
-            jnp.ones((1, state.shape[-2])),
-            state.astype(jnp.float32) * dafter.astype(jnp.float32),
-            precision=lax.Precision.HIGHEST,
-        ),
+        # No result depends on where the middle is.
+        enter=None if enter is None else jnp.zeros_like(enter),
+        stay=None if parts.stay is None else kept,
+        leave=leave,
         rows=product("...tv,...vk->...tk", asked, state),
-        columns=product("...tv,...vk->...tk", written, dafter),
+        columns=columns,
         pairs=product("...iv,...jv->...ij", asked, written),
         values=dvalues + product("...tk,...vk->...tv", keys, dafter),
     )
+
+
+def _sums(x: Array, y: Array) -> Array:
+    """The sums of x y [..., n, K] along n, by a product, since some compilers are slow to sum along
+    this axis."""
+    both = x.astype(jnp.float32) * y.astype(jnp.float32)
+    ones = jnp.ones((1, both.shape[-2]), jnp.float32)
+    return jnp.einsum("on,...nk->...k", ones, both, precision=lax.Precision.HIGHEST)
 
 
 def _outer(product: Products, x: Array, y: Array) -> Array:
@@ -301,7 +320,7 @@ def _outer(product: Products, x: Array, y: Array) -> Array:
 
 def _solved(product: Products, parts: _Parts) -> tuple[Arrays, Array | None]:
     """What the chain of states needs, what `_written` needs, and the inverse that solves it."""
-    result = {"stay": parts.stay}
+    result = _met(parts.enter, parts.stay, parts.leave)
     if (asked := parts.of_asked()) is None:
         return result | {"added": _outer(product, parts.values, parts.columns)}, None
     rows, kept, own, others = asked
@@ -317,17 +336,32 @@ def _solved(product: Products, parts: _Parts) -> tuple[Arrays, Array | None]:
     return result, inverse
 
 
+def _met(enter: Array | None, stay: Array | None, leave: Array | None) -> Arrays:
+    """The factors that states meet."""
+    factors = {
+        "enter": None if enter is None else jnp.exp(enter),
+        "stay": stay,
+        "leave": None if leave is None else jnp.exp(leave),
+    }
+    return {name: x for name, x in factors.items() if x is not None}
+
+
+def _meet(state: Array, factors: Arrays, name: str) -> Array:
+    return state * factors[name][..., None, :] if name in factors else state
+
+
 def _after(product: Products, solved: Arrays, state: Array) -> tuple[Array, Array | None]:
-    """The states after links, and W if it was needed for them."""
-    after, written = state * solved["stay"][..., None, :], None
+    """The states after links, from those in their middle, and W if it was needed for them."""
+    after, written = _meet(state, solved, "stay"), None
     if "columns" in solved:
         written = _written(product, solved, solved["values"], state)
-        return after + _outer(product, written, solved["columns"]), written
-    after += solved["added"].astype(jnp.float32)
+        after += _outer(product, written, solved["columns"])
+    else:
+        after += solved["added"].astype(jnp.float32)
     if "turned" in solved:
         turned = product("...vj,...jk->...vk", state, solved["turned"])
         after += turned.astype(jnp.float32)
-    return after, None
+    return _meet(after, solved, "leave"), written
 
 
 def _written(product: Products, solved: Arrays, values: Array, states: Array) -> Array:
@@ -350,78 +384,76 @@ def _along(
     carried: Any,
     path: Path | None,
     given: Array,
+    save_as: Any = jnp.float32,
     *,
     reverse: bool = False,
-) -> tuple[Any, Array, Array | None]:
-    """What is carried on from a slab, the states before its links, and W if it was needed for them
-    [N, R, B, H, ...], or in reverse what the mirrored chain has in their place. One turn of the
-    loop takes whole chunks, since a loop costs kernels and copies. No turn reads or writes the
-    states of all sequences."""
-    several = xs["stay"].shape[1]
-    order = range(several)[:: -1 if reverse else 1]
-    # On a path the state after the last chunk is kept as it is, for the end of its sequence.
-    dtype = product.dtype if path is None else jnp.float32
+) -> tuple[Any, Array, tuple[Array, Array | None]]:
+    """What is carried on from a slab, the states before its chunks, those in the middle of its
+    links, and W if it was needed for them [N, R, B, H, ...], or in reverse what the mirrored chain
+    has in their place. One turn of the loop takes whole chunks, since a loop costs kernels and
+    copies. No turn reads or writes the states of all sequences."""
+    unroll = 1 if product.fewest else _CHUNKS
 
-    def chunk(own: Arrays, state: Array, before: Array) -> tuple[Array, tuple[Array, Any]]:
-        states, written = [before] * several, list[Any]([None] * several)
-        for r in order:
-            if r != order[0]:
-                states[r] = state
-            state, written[r] = _after(product, {name: x[r] for name, x in own.items()}, state)
-        found = jnp.stack(states).astype(dtype)
-        return state, (found, jax.tree.map(lambda *xs: jnp.stack(xs), *written))
+    def chunk(own: Arrays, state: Array) -> tuple[Array, tuple[Array, Array | None]]:
+        return _through_links(product, own, state, 0, reverse=reverse)
 
-    carried, states, written = _through(
-        chunk,
-        xs,
-        carried,
-        path,
-        given,
-        first=order[0],
-        reverse=reverse,
-        unroll=1 if product.fewest else _CHUNKS,
-    )
-    return carried, states.astype(product.dtype), written
+    return _through(chunk, xs, carried, path, given, save_as, reverse=reverse, unroll=unroll)
+
+
+def _through_links(
+    product: Products, own: Arrays, state: Array, axis: int, *, reverse: bool = False
+) -> tuple[Array, tuple[Array, Array | None]]:
+    """The states after chunks, those in the middle of their links, of which there are several along
+    this axis, and W if it was needed for them."""
+    several = next(iter(own.values())).shape[axis]
+    found = list[Any]([None] * several)
+    for r in range(several)[:: -1 if reverse else 1]:
+        link = {name: lax.index_in_dim(x, r, axis, keepdims=False) for name, x in own.items()}
+        middle = _meet(state, link, "enter")
+        state, written = _after(product, link, middle)
+        found[r] = middle.astype(product.dtype), written
+    return state, jax.tree.map(lambda *xs: jnp.stack(xs, axis), *found)
 
 
 def _through(
-    chunk: Callable[[Any, Array, Array], tuple[Array, tuple[Array, Any]]],
+    chunk: Callable[[Any, Array], tuple[Array, Any]],
     xs: Any,
     carried: Any,
     path: Path | None,
     given: Array,
+    save_as: Any,
     *,
-    first: int = 0,
     reverse: bool = False,
     unroll: int = 1,
 ) -> tuple[Any, Array, Any]:
-    """What is carried on from a slab, and what the chunks of `xs` found.
-
-    `chunk(own, state, before)` gives the state after a chunk, the states before its links, in which
-    the one before the link `first` is `before`, and more. On a path `state` may be that of another
-    sequence than `before`, which is corrected here.
-    """
+    """What is carried on from a slab, the states before its chunks, and what `chunk(own, state)`
+    found besides the state after each chunk."""
+    # On a path the state after the last chunk is kept as it is, for the end of its sequence.
+    keep_as = save_as if path is None else jnp.float32
 
     def one(state: Array, xs: tuple[Any, tuple[Array, Array] | None]) -> tuple[Array, Any]:
         own, enters = xs
-        before = state
+        before = state.astype(keep_as)
         if enters is not None:
             state = _choose(*enters, state)
-        return chunk(own, state, before)
+        state, found = chunk(own, state)
+        return state, (before, found)
 
     if path is None:
-        carried, (states, more) = lax.scan(one, carried, (xs, None), reverse=reverse, unroll=unroll)
-        return carried, states, more
+        carried, (before, found) = lax.scan(
+            one, carried, (xs, None), reverse=reverse, unroll=unroll
+        )
+        return carried, before, found
     rows = lax.iota(jnp.int32, len(given))[None]
     enters = path.enters, given.at[rows, path.sequence].get(mode="promise_in_bounds")
-    last, (states, more) = lax.scan(one, carried.last, (xs, enters), reverse=reverse, unroll=unroll)
-    before = states[:, first]
+    last, (before, found) = lax.scan(
+        one, carried.last, (xs, enters), reverse=reverse, unroll=unroll
+    )
     ends = [last[None], before[:-1]] if reverse else [before[1:], last[None]]
     nowhere = given.shape[1] + lax.iota(jnp.int32, len(before))[:, None]
     place = jnp.where(path.exits, path.sequence, nowhere)
     done = carried.done.at[rows, place].set(jnp.concatenate(ends), mode="drop", unique_indices=True)
-    states = states.at[:, first].set(_choose(*enters, before))
-    return Carried(last, done), states, more
+    return Carried(last, done), _choose(*enters, before), found
 
 
 def _choose(condition: Array, x: Array, y: Array) -> Array:
@@ -429,14 +461,8 @@ def _choose(condition: Array, x: Array, y: Array) -> Array:
 
 
 def _within(product: Products, parts: _Parts, solved: Arrays, saved: Array) -> tuple[Array, Array]:
-    """The states before links and W, from the states before their chunks [N, B, ...]."""
-    found, state = [], saved
-    for link in range(solved["stay"].shape[1]):
-        own = {name: x[:, link] for name, x in _for_chain(product, solved).items()}
-        after, written = _after(product, own, state)
-        found.append((state.astype(product.dtype), written))
-        state = after
-    states, written = jax.tree.map(lambda *xs: jnp.stack(xs, axis=1), *found)
+    """The states in the middle of links and W, from the states before their chunks [N, B, ...]."""
+    _, (states, written) = _through_links(product, _for_chain(product, solved), saved, 1)
     if written is None:
         written = _written(product, solved, parts.values, states)
     return states, written
@@ -451,10 +477,11 @@ def _back_along(
     path: Path | None,
     given: Array,
 ) -> tuple[Any, Array, Array]:
-    """What is carried on from a slab, the cotangents of the states after its links, and those of U
-    above those of Y. The chain is that of the states with R and C in each other's place."""
+    """What is carried on from a slab, the cotangents of the states in the middle of its links, and
+    those of U above those of Y. The chain is that of the states with R and C in each other's place,
+    and with the ways to and from the middle."""
     rows, pairs = parts.of_read()
-    mirrored = {"stay": parts.stay}
+    mirrored = _met(parts.leave, parts.stay, parts.enter)
     if (asked := parts.of_asked()) is None:
         mirrored["added"] = _outer(product, dy, rows)
     else:
@@ -468,7 +495,7 @@ def _back_along(
             mirrored["turned"] = jnp.swapaxes(solved["turned"], -1, -2)
 
     xs = _for_chain(product, mirrored)
-    carried, dafter, asked = _along(
+    carried, _, (dafter, asked) = _along(
         product, xs, carried, path and path.reverse(), given, reverse=True
     )
     if asked is None:

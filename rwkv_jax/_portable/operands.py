@@ -101,9 +101,8 @@ class LinksOfRows:
         return jnp.zeros_like(state, dtype, shape=shape)
 
     def save(self, number: Any, room: Array, states: Array) -> Array:
-        """`room` with the states before chunks, from those before the links of a slab
-        [N, R, B, ...]."""
-        return self.slabs.put_chunks(number, room, states[:, 0].astype(room.dtype))
+        """`room` with the states before the chunks of a slab [N, B, ...]."""
+        return self.slabs.put_chunks(number, room, states.astype(room.dtype))
 
     def states(self, room: Array) -> Array:
         """The states before chunks [B, N, ...] from what `save` has written."""

@@ -11,7 +11,7 @@ and with the decay d of the token before, token i is
 The state is written right before it is read. In the other order XLA would copy it for each token.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -21,20 +21,7 @@ from jax import Array, lax
 from rwkv_jax._operator.call import Arrays, Options
 from rwkv_jax._portable.algebra import Tokens
 from rwkv_jax._portable.decay import LOG_DECAY, NO_DECAY
-
-
-class Terms(NamedTuple):
-    """What an operator says of the tokens of links, arrays [..., T, K].
-
-    rows: what meets the states before tokens and what was written to them: for U, if there is one,
-      and for Y.
-    columns: the keys under which U, if there is one, and V are written.
-    now: for each of `rows` what meets the columns of the same token; None for nothing.
-    """
-
-    rows: Sequence[Array]
-    columns: Sequence[Array]
-    now: Sequence[Array | None]
+from rwkv_jax._portable.terms import TermsFn
 
 
 class _Written(NamedTuple):
@@ -66,9 +53,9 @@ class Steps(NamedTuple):
     now: Sequence[Array]
     values: Array
 
-    def run(self, state: Array, before: Array) -> tuple[Array, tuple[Array, list[Array]]]:
-        """Of one chunk: the state after it, `before` as the state before its only link, and U, if
-        there is one, and the products of the states and the rows for Y [T + 1, B, H, V]."""
+    def run(self, state: Array) -> tuple[Array, list[Array]]:
+        """Of one chunk: the state after it, and U, if there is one, and the products of the states
+        and the rows for Y [T + 1, B, H, V]."""
 
         def one(
             carry: tuple[Array, list[Array]], token: tuple[Sequence[Array], _Written]
@@ -80,7 +67,7 @@ class Steps(NamedTuple):
 
         nothing = [jnp.zeros_like(state[..., 0]) for _ in self.rows[1:]]
         (after, _), found = lax.scan(one, (state, nothing), (self.rows, self.before))
-        return after, (before[None], found)
+        return after, found
 
     def outputs(self, found: list[Array], shape: Sequence[int]) -> Array:
         """Y as links, from what `run` has found of all chunks."""
@@ -97,7 +84,7 @@ def _read(state: Array, row: Array) -> Array:
 
 
 def steps(
-    terms_of: Callable[[Array, Arrays], Terms],
+    terms_of: TermsFn,
     options: Options,
     timed: Arrays,
     shared: Arrays,
@@ -111,10 +98,10 @@ def steps(
     if tokens.there is not None:
         w = jnp.where(_of_chunks(tokens.there)[..., None], w, NO_DECAY[options.decay])
     own = jnp.exp(LOG_DECAY[options.decay](w))
-    terms, v = terms_of(own, inputs), inputs[values]
+    (reads, columns), v = terms_of(inputs), inputs[values]
     before = _Written(
         _padded(own, first=1.0),
-        [_padded(x, first=0.0) for x in terms.columns],
+        [_padded(x, first=0.0) for x in columns],
         _padded(v, first=0.0),
     )
     if tokens.segment is not None:
@@ -122,10 +109,10 @@ def steps(
         starts = _of_chunks(jnp.diff(tokens.segment, axis=-1, prepend=0) != 0)[..., None]
         starts = _padded(starts, last=0.0)
         before = jax.tree.map(lambda x: jnp.where(starts, 0.0, x), before)
-    z = terms.now[-1]
+    z = reads[-1].x if reads[-1].after else reads[-1].now
     assert z is not None
-    now = [_sums(z * column) for column in terms.columns]
-    rows = [_padded(x, last=0.0) for x in terms.rows]
+    now = [_sums(z * column) for column in columns]
+    rows = [_padded(read.x * own if read.after else read.x, last=0.0) for read in reads]
     return Steps(rows, before, now, v)
 
 

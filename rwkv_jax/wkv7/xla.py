@@ -12,18 +12,16 @@ one, and `after` that of the tokens after it:
     S_after = S diag(stay) + U^T (b after) + V^T (k after)
 """
 
-from jax import Array
-
 from rwkv_jax._operator.call import Arrays
 from rwkv_jax._portable.chain import Chain
-from rwkv_jax._portable.steps import Terms
+from rwkv_jax._portable.terms import Read, Terms
 from rwkv_jax.wkv7 import reference
 from rwkv_jax.wkv7.signature import SIGNATURE
 
 
-def terms(own: Array, inputs: Arrays) -> Terms:
+def terms(inputs: Arrays) -> Terms:
     r, k, a, b = (inputs[name] for name in "rkab")
-    return Terms([a, r * own], [b, k], [None, r])
+    return Terms([Read(a), Read(r, after=True)], [b, k])
 
 
 IMPLEMENTATION = Chain(SIGNATURE, terms, reference.IMPLEMENTATION)

@@ -23,7 +23,7 @@ from rwkv_jax._operator.public import PublicFunction, registered
 from rwkv_jax._operator.saved import CHUNK as CHUNK
 from rwkv_jax._operator.signature import Signature
 from rwkv_jax._packing import segments
-from rwkv_jax._portable import algebra, chain, chunked, products, slabs
+from rwkv_jax._portable import algebra, chain, chunked, products, slabs, terms
 from rwkv_jax._portable import decay as decays
 from rwkv_jax.generation import _decoding, _sampling, _session
 from rwkv_jax.layers import _function as layers
@@ -525,9 +525,16 @@ def use_matrix_units(monkeypatch: pytest.MonkeyPatch) -> None:
 def link(decay: str, w: Any, x: Any, y: Any) -> dict[str, Any]:
     """The decays of links [..., T, K] of `xla`, and the pairs of their tokens."""
     product = products.Products(jnp.float32, jax.lax.Precision.HIGHEST, fewest=True)
-    found = algebra.decays(w, decay, algebra.Tokens(), product)
-    pairs = algebra.pairs(product, found, [x], [y], [None])
-    return {"pairs": pairs, "before": found.before, "after": found.after, "stay": found.stay}
+    decays = algebra.decays(w, decay, algebra.Tokens())
+    found = algebra.factors(product, decays, algebra.Tokens(), [terms.Read(x)], [y])
+    nothing = jnp.zeros_like(w[..., 0, :])
+    enter, leave = (nothing if x is None else x for x in (decays.enter, decays.leave))
+    return {
+        "pairs": found.pairs,
+        "before": jnp.exp(enter[..., None, :] + decays.tokens.rows),
+        "after": jnp.exp(decays.tokens.columns + leave[..., None, :]),
+        "stay": jnp.exp(enter + leave) * (1.0 if decays.stay is None else decays.stay),
+    }
 
 
 inverse_of_link = algebra.inverse
