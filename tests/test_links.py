@@ -1,5 +1,6 @@
 """The arithmetic of links, on which `xla` rests, and the loops that are left."""
 
+import functools
 from typing import Any
 
 import jax
@@ -45,13 +46,15 @@ def test_decays_between_tokens(decay: str) -> None:
     assert_right(found, right)
 
 
+@pytest.mark.parametrize("fewest", [True, False])
 @pytest.mark.parametrize("length", [1, 4, LENGTH, 2 * LENGTH])
-def test_inverse(length: int) -> None:
+def test_inverse(length: int, fewest: bool) -> None:
     """Also of a matrix whose powers are far larger than its inverse."""
     lower = np.tril(np.ones((length, length)), -1)
     matrices = np.stack([-4.0 * lower, lower * RNG.standard_normal(lower.shape) / 4])
     matrices[0] += 4.0 * lower @ np.eye(length, k=-1)
-    found = jax.jit(internals.inverse_of_link)(matrices.astype(np.float32))
+    inverse = functools.partial(internals.inverse_of_link, fewest=fewest)
+    found = jax.jit(inverse)(matrices.astype(np.float32))
     assert_right({"inverse": found}, {"inverse": np.linalg.inv(np.eye(length) - matrices)})
 
 

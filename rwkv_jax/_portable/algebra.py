@@ -103,7 +103,7 @@ def _sums(x: Array) -> Iterator[tuple[int, Array, Array, Array]]:
         length *= 2
 
 
-def decays(w: Array, decay: str, tokens: Tokens) -> Decays:
+def decays(w: Array, decay: str, tokens: Tokens, product: Products) -> Decays:
     """The decays of links, from `w` of each token [..., T, K]."""
     if tokens.there is not None:
         # Here, and not below, where XLA would choose anew for each of the sums that it computes.
@@ -111,7 +111,7 @@ def decays(w: Array, decay: str, tokens: Tokens) -> Decays:
     log_decay = LOG_DECAY[decay](w)
     # A token alone is in no pair, so that gradients of decays that are 0 are found to be.
     bounded = decay in BOUNDED and log_decay.shape[-2] > 1
-    result = _bounded(log_decay) if bounded else _unbounded(log_decay)
+    result = _bounded(log_decay, product) if bounded else _unbounded(log_decay)
     if tokens.segment is None:
         return result
     goes_on = tokens.segment[..., -1:] == 0
@@ -128,36 +128,40 @@ def _unbounded(log_decay: Array) -> Decays:
     return Decays(log_decay, Exponents(before, after), between, None, stay, None)
 
 
-def _bounded(log_decay: Array) -> Decays:
+def _bounded(log_decay: Array, product: Products) -> Decays:
     """From sums over all tokens before one, and differences of them. What follows does not depend
     on which exponent is subtracted, so that it has no gradient of its own."""
-    before = _sums_before(log_decay)
+    # Rounded log decays are as good as other rounded operands: all their sums have the same ones.
+    precision = product.precision if product.rounds else lax.Precision.HIGHEST
+    before = _sums_before(precision, log_decay)
     upto = before + log_decay
     middle = lax.stop_gradient(before[..., before.shape[-2] // 2, :])
     tokens = Exponents(before - middle[..., None, :], middle[..., None, :] - upto)
     return Decays(log_decay, tokens, None, middle, None, upto[..., -1, :] - middle)
 
 
-@jax.custom_vjp
-def _sums_before(x: Array) -> Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _sums_before(precision: lax.Precision, x: Array) -> Array:
     """The sums of the tokens before each [..., T, K]. The transpose of a product that JAX derives
     would be laid out the other way round."""
-    return _sums_where(lambda i, j: i > j, x)
+    return _sums_where(lambda i, j: i > j, precision, x)
 
 
 _sums_before.defvjp(
-    lambda x: (_sums_before(x), None),
-    lambda _, dsums: (_sums_where(lambda i, j: i < j, dsums),),
+    lambda precision, x: (_sums_before(precision, x), None),
+    lambda precision, _, dsums: (_sums_where(lambda i, j: i < j, precision, dsums),),
 )
 
 
-def _sums_where(chosen: Callable[[Array, Array], Array], x: Array) -> Array:
+def _sums_where(
+    chosen: Callable[[Array, Array], Array], precision: lax.Precision, x: Array
+) -> Array:
     """For each token i the sums of the tokens j that are chosen, as products with a matrix of 0 and
     1."""
     side = x.shape[-2]
     i, j = (lax.broadcasted_iota(jnp.int32, (side, side), axis) for axis in (0, 1))
     matrix = jnp.broadcast_to(chosen(i, j).astype(jnp.float32), (*x.shape[:-2], side, side))
-    return jnp.einsum("...ij,...jk->...ik", matrix, x, precision=lax.Precision.HIGHEST)
+    return jnp.einsum("...ij,...jk->...ik", matrix, x, precision=precision)
 
 
 def factors(
@@ -198,7 +202,11 @@ def _of_all_pairs(
     x, y, pairs = _products(product, *map(one_piece, (rows, upto, columns, decays.tokens.columns)))
     distance = _distance(columns[0].shape[-2])
     there = jnp.stack([distance >= 0 if read.after else distance > 0 for read in reads])
-    return x, y, jnp.where(there, pairs, jnp.zeros_like(pairs))
+    # As one matrix for each link, which XLA takes into the products that follow.
+    *_, g, length, h, _ = shape = pairs.shape
+    there = jnp.broadcast_to(there, shape[-4:]).reshape(g * length, h * length)
+    pairs = pairs.reshape(*shape[:-4], *there.shape)
+    return x, y, jnp.where(there, pairs, jnp.zeros_like(pairs)).reshape(shape)
 
 
 def _of_all_pieces(
@@ -334,15 +342,18 @@ SMALL = 8
 of fewer rows there are too many matrices."""
 
 
-def inverse(x: Array) -> Array:
-    """(I - x)^-1 for matrices x [..., T, T] with zeros where j >= i, first for pieces of few
-    tokens, then of twice as many, and so on. No power of x appears, since powers may be large where
-    the inverse is not."""
+def inverse(product: Products, x: Array) -> Array:
+    """(I - x)^-1 in float32 for matrices x [..., T, T] with zeros where j >= i, first for pieces of
+    few tokens, then of twice as many, and so on. No power of x appears, since powers may be large
+    where the inverse is not."""
+    times = _times if product.fewest else _times_one_by_one
     length, half = x.shape[-1], min(SMALL, x.shape[-1])
-    result = _small_inverse(_blocks(x, half, half, 0))
+    result = _small_inverse(times, _blocks(x, half, half, 0))
     while half < length:
+        if half > SMALL:
+            times = _times
         first, second = _halves_of_matrices(result)
-        between = _times(_times(second, _blocks(x, 2 * half, half, half)), first)
+        between = times(times(second, _blocks(x, 2 * half, half, half)), first)
         result = _lower(first, second, between)
         half *= 2
     return result[..., 0, :, :]
@@ -359,6 +370,13 @@ def _times(x: Array, y: Array) -> Array:
     return jnp.matmul(x, y, precision=lax.Precision.HIGHEST)
 
 
+def _times_one_by_one(x: Array, y: Array) -> Array:
+    """Elementwise, where matrices are so small that most of a matrix unit would have nothing to
+    do."""
+    terms = [x[..., :, k, None] * y[..., None, k, :] for k in range(x.shape[-1])]
+    return functools.reduce(jnp.add, terms)
+
+
 def _blocks(x: Array, every: int, side: int, below: int) -> Array:
     """Blocks on the diagonal, or so many rows below it: [..., n, side, side]."""
     starts = range(0, x.shape[-1], every)
@@ -366,7 +384,7 @@ def _blocks(x: Array, every: int, side: int, below: int) -> Array:
     return jnp.stack(blocks, axis=-3)
 
 
-def _small_inverse(x: Array) -> Array:
+def _small_inverse(times: Callable[[Array, Array], Array], x: Array) -> Array:
     """By products of whole matrices, of which only the pairs of different halves count."""
     side = x.shape[-1]
     i, j = (lax.broadcasted_iota(jnp.int32, (side, side), axis) for axis in (0, 1))
@@ -374,6 +392,6 @@ def _small_inverse(x: Array) -> Array:
     while half < side:
         differ = i ^ j
         between = jnp.where((i > j) & (half <= differ) & (differ < 2 * half), x, 0.0)
-        result += _times(_times(result, between), result) if half > 1 else between
+        result += times(times(result, between), result) if half > 1 else between
         half *= 2
     return result

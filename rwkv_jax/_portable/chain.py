@@ -198,10 +198,8 @@ class Chain(Implementation):
         solved, _ = _solved(product, parts)
         chain = _for_chain(product, solved)
         path = call.path(number)
-        carried, before, (states, written) = _along(product, chain, carried, path, given, save_as)
-        if written is None:
-            written = _written(product, solved, parts.values, states)
-        return carried, before, _read(product, parts, states, written)
+        carried, before, (states, _) = _along(product, chain, carried, path, given, save_as)
+        return carried, before, _read(product, parts, states, _asked(product, solved, states))
 
     def _token_by_token(
         self,
@@ -261,7 +259,7 @@ class Chain(Implementation):
         inputs = {name: x.astype(jnp.float32) for name, x in (timed | shared).items()}
         w = inputs["w"]
         w = jnp.broadcast_to(w, jnp.broadcast_shapes(w.shape, inputs["k"].shape))
-        decays = algebra.decays(w, options.decay, tokens)
+        decays = algebra.decays(w, options.decay, tokens, product)
         terms = self._terms(inputs)
         values = inputs[self._signature.y].astype(product.dtype)
         return _Parts(
@@ -273,11 +271,15 @@ class Chain(Implementation):
         )
 
 
-def _read(product: Products, parts: _Parts, states: Array, written: Array) -> Array:
-    """Y."""
+def _read(product: Products, parts: _Parts, states: Array, asked: Array | None) -> Array:
+    """Y, from the states before links and U, if there is one."""
     rows, pairs = parts.of_read()
-    before = product("...tk,...vk->...tv", rows, states)
-    return before + product("...ij,...jv->...iv", pairs, written)
+    tokens = rows.shape[-2]
+    result = product("...tk,...vk->...tv", rows, states)
+    for found, x in ((pairs[..., :-tokens], asked), (pairs[..., -tokens:], parts.values)):
+        if x is not None:
+            result += product("...ij,...jv->...iv", found, x)
+    return result
 
 
 def _gradients(
@@ -319,21 +321,23 @@ def _outer(product: Products, x: Array, y: Array) -> Array:
 
 
 def _solved(product: Products, parts: _Parts) -> tuple[Arrays, Array | None]:
-    """What the chain of states needs, what `_written` needs, and the inverse that solves it."""
+    """What the chain of states needs, what `_asked` needs, and the inverse that solves it."""
     result = _met(parts.enter, parts.stay, parts.leave)
     if (asked := parts.of_asked()) is None:
         return result | {"added": _outer(product, parts.values, parts.columns)}, None
     rows, kept, own, others = asked
-    inverse = algebra.inverse(own.astype(jnp.float32)).astype(product.dtype)
-    others = product("...ij,...jk->...ik", inverse, others)
-    result["solved"] = product("...ij,...jk->...ik", inverse, rows)
-    result["own"] = product("...ij,...jv->...iv", others, parts.values)
+    inverse = algebra.inverse(product, own.astype(jnp.float32)).astype(product.dtype)
+    others = product("...ij,...jv->...iv", others, parts.values)
     if product.fewest:
+        result["solved"] = product("...ij,...jk->...ik", inverse, rows)
+        result["own"] = product("...ij,...jv->...iv", inverse, others)
         return result | {"values": parts.values, "columns": parts.columns}, inverse
-    alone = jnp.concatenate([result["own"], parts.values], axis=-2)
-    result["added"] = _outer(product, alone, parts.columns)
-    result["turned"] = _outer(product, result["solved"], kept)
-    return result, inverse
+    both = product("...ij,...jk->...ik", inverse, jnp.concatenate([rows, others], axis=-1))
+    keys, columns = rows.shape[-1], parts.of_values()[0]
+    result["solved"], result["own"] = both[..., :keys], both[..., keys:]
+    both = _outer(product, both, kept)
+    result["turned"], result["added"] = both[..., :keys, :], both[..., keys:, :]
+    return result | {"given": _outer(product, parts.values, columns)}, inverse
 
 
 def _met(enter: Array | None, stay: Array | None, leave: Array | None) -> Arrays:
@@ -359,6 +363,7 @@ def _after(product: Products, solved: Arrays, state: Array) -> tuple[Array, Arra
     else:
         after += solved["added"].astype(jnp.float32)
     if "turned" in solved:
+        after += solved["given"].astype(jnp.float32)
         turned = product("...vj,...jk->...vk", state, solved["turned"])
         after += turned.astype(jnp.float32)
     return _meet(after, solved, "leave"), written
@@ -366,10 +371,15 @@ def _after(product: Products, solved: Arrays, state: Array) -> tuple[Array, Arra
 
 def _written(product: Products, solved: Arrays, values: Array, states: Array) -> Array:
     """W, from the states before links."""
+    asked = _asked(product, solved, states)
+    return values if asked is None else jnp.concatenate([asked, values], axis=-2)
+
+
+def _asked(product: Products, solved: Arrays, states: Array) -> Array | None:
+    """U, if there is one."""
     if "solved" not in solved:
-        return values
-    u = product("...tk,...vk->...tv", solved["solved"], states) + solved["own"]
-    return jnp.concatenate([u, values], axis=-2)
+        return None
+    return product("...tk,...vk->...tv", solved["solved"], states) + solved["own"]
 
 
 def _for_chain(product: Products, solved: Arrays) -> Arrays:
@@ -487,11 +497,12 @@ def _back_along(
     else:
         own = product("...ij,...iv->...jv", pairs[..., : dy.shape[-2]], dy)
         mirrored |= {"solved": asked[1], "own": own}
-        rows = jnp.concatenate([solved["solved"], rows], axis=-2)
         if product.fewest:
+            rows = jnp.concatenate([solved["solved"], rows], axis=-2)
             mirrored |= {"values": dy, "columns": rows}
         else:
-            mirrored["added"] = _outer(product, jnp.concatenate([own, dy], axis=-2), rows)
+            mirrored["added"] = _outer(product, own, solved["solved"])
+            mirrored["given"] = _outer(product, dy, rows)
             mirrored["turned"] = jnp.swapaxes(solved["turned"], -1, -2)
 
     xs = _for_chain(product, mirrored)

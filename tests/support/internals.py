@@ -525,7 +525,7 @@ def use_matrix_units(monkeypatch: pytest.MonkeyPatch) -> None:
 def link(decay: str, w: Any, x: Any, y: Any) -> dict[str, Any]:
     """The decays of links [..., T, K] of `xla`, and the pairs of their tokens."""
     product = products.Products(jnp.float32, jax.lax.Precision.HIGHEST, fewest=True)
-    decays = algebra.decays(w, decay, algebra.Tokens())
+    decays = algebra.decays(w, decay, algebra.Tokens(), product)
     found = algebra.factors(product, decays, algebra.Tokens(), [terms.Read(x)], [y])
     nothing = jnp.zeros_like(w[..., 0, :])
     enter, leave = (nothing if x is None else x for x in (decays.enter, decays.leave))
@@ -537,7 +537,10 @@ def link(decay: str, w: Any, x: Any, y: Any) -> dict[str, Any]:
     }
 
 
-inverse_of_link = algebra.inverse
+def inverse_of_link(x: Any, *, fewest: bool) -> Any:
+    """What `xla` solves a link with, with the fewest multiplications or on matrix units."""
+    product = products.Products(jnp.float32, jax.lax.Precision.HIGHEST, fewest)
+    return algebra.inverse(product, x)
 
 
 def chunks_of_slabs(tokens: int, heads: int) -> tuple[int, int, int]:
