@@ -166,25 +166,36 @@ def _sums_where(
 
 def factors(
     product: Products, decays: Decays, tokens: Tokens, reads: Sequence[Read], columns: list[Array]
-) -> Factors:
-    """P has for each x that is read and y of `columns` a block: x_i . (decay between i and j) y_j
+) -> tuple[Factors, Array | None]:
+    """The factors, and which entries of P count, None if all do: the others are 0 for whoever uses
+    P. It has for each x that is read and y of `columns` a block: x_i . (decay between i and j) y_j
     where j < i, and 0 where j > i. If x is read after the token, its decay is part of that between
     i and j, and x_i . y_i is on the diagonal; else z_i . y_i is, with z the `now` of the read."""
     *lead, length, _ = columns[0].shape
     bounded = decays.halves is None
     found = _of_all_pairs if bounded else _of_all_pieces
     x, y, pairs = found(product, decays, reads, columns)
+    *_, g, _, h, _ = pairs.shape
+    there = None
+    if bounded:
+        distance = _distance(length)
+        there = jnp.stack([distance >= 0 if read.after else distance > 0 for read in reads])
     if (segment := tokens.segment) is not None:
         x = _where(segment == 0, x)
         y = _where(segment == segment[..., -1:], y)
-        same = segment[..., :, None] == segment[..., None, :]
-        pairs = jnp.where(same[..., None, :, None, :], pairs, jnp.zeros_like(pairs))
+        same = (segment[..., :, None] == segment[..., None, :])[..., None, :, None, :]
+        there = same if there is None else same & there
     now = [(None if bounded else read.x) if read.after else read.now for read in reads]
     if any(z is not None for z in now):
         own = [jnp.stack([_same_token(z, y) for y in columns], axis=-1) for z in now]
         own = jnp.stack(own, axis=-3)[..., None].astype(pairs.dtype)
+        if there is not None:
+            pairs, there = jnp.where(there, pairs, jnp.zeros_like(pairs)), None
         pairs = jnp.where(_distance(length) == 0, pairs + own, pairs)
-    return Factors(x, y, pairs.reshape(*lead, len(reads) * length, len(columns) * length))
+    if there is not None:
+        there = jnp.broadcast_to(there, (*there.shape[:-4], g, length, h, length))
+        there = there.reshape(*there.shape[:-4], g * length, h * length)
+    return Factors(x, y, pairs.reshape(*lead, g * length, h * length)), there
 
 
 def _exponents(reads: Sequence[Read], upto: Array, own: Array) -> list[Array]:
@@ -195,24 +206,18 @@ def _exponents(reads: Sequence[Read], upto: Array, own: Array) -> list[Array]:
 def _of_all_pairs(
     product: Products, decays: Decays, reads: Sequence[Read], columns: list[Array]
 ) -> tuple[Array, Array, Array]:
-    """Of tokens and those not behind them: R, C and P."""
+    """R, C and P, of which pairs of tokens that follow each other the other way round do not
+    count."""
     upto = _exponents(reads, decays.tokens.rows, decays.own)
     one_piece = functools.partial(jax.tree.map, lambda x: x[..., None, :, :])
     rows = [read.x for read in reads]
-    x, y, pairs = _products(product, *map(one_piece, (rows, upto, columns, decays.tokens.columns)))
-    distance = _distance(columns[0].shape[-2])
-    there = jnp.stack([distance >= 0 if read.after else distance > 0 for read in reads])
-    # As one matrix for each link, which XLA takes into the products that follow.
-    *_, g, length, h, _ = shape = pairs.shape
-    there = jnp.broadcast_to(there, shape[-4:]).reshape(g * length, h * length)
-    pairs = pairs.reshape(*shape[:-4], *there.shape)
-    return x, y, jnp.where(there, pairs, jnp.zeros_like(pairs)).reshape(shape)
+    return _products(product, *map(one_piece, (rows, upto, columns, decays.tokens.columns)))
 
 
 def _of_all_pieces(
     product: Products, decays: Decays, reads: Sequence[Read], columns: list[Array]
 ) -> tuple[Array, Array, Array]:
-    """The same, but only of tokens and those before them."""
+    """The same, but with 0 where nothing counts, and on the diagonal."""
 
     def joined(several: list[Array], exponents: list[Array]) -> Array:
         factors = [x * jnp.exp(e) for x, e in zip(several, exponents, strict=True)]

@@ -65,9 +65,9 @@ longer to compile."""
 
 
 class _Parts(NamedTuple):
-    """R, C, P and V, and what states meet [..., K] in float32, None where it is 1: the logarithm of
-    the factor from the start of a link to its middle, stay, and the logarithm of the factor from
-    the middle to the end."""
+    """What states meet [..., K] in float32, None where it is 1: the logarithm of the factor from
+    the start of a link to its middle, stay, and the logarithm of the factor from the middle to the
+    end. R, C, P and V, and which entries of P count, None if all do."""
 
     enter: Array | None
     stay: Array | None
@@ -76,25 +76,36 @@ class _Parts(NamedTuple):
     columns: Array
     pairs: Array
     values: Array
+    there: Array | None = None
+
+    def _pairs(self, rows: slice, columns: slice) -> Array:
+        """Some rows and columns of P. Each is masked on its own, so that XLA can do it where they
+        are multiplied."""
+        pairs = self.pairs[..., rows, columns]
+        if self.there is None:
+            return pairs
+        return jnp.where(self.there[..., rows, columns], pairs, jnp.zeros_like(pairs))
 
     def of_asked(self) -> tuple[Array, Array, Array, Array] | None:
         """R_u, C_u, P_uu and P_uv, if there is a U."""
         tokens = self.values.shape[-2]
         if self.rows.shape[-2] == tokens:
             return None
-        pairs = self.pairs[..., :tokens, :]
-        own, others = pairs[..., :tokens], pairs[..., tokens:]
-        return self.rows[..., :tokens, :], self.columns[..., :tokens, :], own, others
+        first, rest = slice(tokens), slice(tokens, None)
+        own, others = self._pairs(first, first), self._pairs(first, rest)
+        return self.rows[..., first, :], self.columns[..., first, :], own, others
 
-    def of_read(self) -> tuple[Array, Array]:
-        """The rows of R and P for Y."""
+    def of_read(self) -> tuple[Array, Array | None, Array]:
+        """R_y, P_yu, if there is a U, and P_yv."""
         tokens = self.values.shape[-2]
-        return self.rows[..., -tokens:, :], self.pairs[..., -tokens:, :]
+        last, asked = slice(-tokens, None), slice(-tokens)
+        own = None if self.pairs.shape[-1] == tokens else self._pairs(last, asked)
+        return self.rows[..., last, :], own, self._pairs(last, last)
 
     def of_values(self) -> tuple[Array, Array]:
         """The rows of C and the columns of P for V."""
-        tokens = self.values.shape[-2]
-        return self.columns[..., -tokens:, :], self.pairs[..., -tokens:]
+        last = slice(-self.values.shape[-2], None)
+        return self.columns[..., last, :], self._pairs(slice(None), last)
 
 
 _Sums: TypeAlias = tuple[Any, Arrays, Arrays]
@@ -194,7 +205,8 @@ class Chain(Implementation):
     ) -> tuple[Any, Array, Array]:
         """What is carried on from a slab, the states before its chunks, and Y."""
         timed, shared, tokens = call.inputs(number)
-        parts = self._parts(options, product, tokens, timed, shared)
+        parts, there = self._parts(options, product, tokens, timed, shared)
+        parts = parts._replace(there=there)
         solved, _ = _solved(product, parts)
         chain = _for_chain(product, solved)
         path = call.path(number)
@@ -231,7 +243,8 @@ class Chain(Implementation):
             saved = call.saved(number, operands.states[part]).astype(jnp.float32)
 
             of_tokens = functools.partial(self._parts, options, product, tokens)
-            parts, pull_back = jax.vjp(of_tokens, timed, shared)
+            parts, pull_back, there = jax.vjp(of_tokens, timed, shared, has_aux=True)
+            parts = parts._replace(there=there)
             solved, inverse = _solved(product, parts)
             states, written = _within(product, parts, solved, saved)
             carried, dafter, asked = _back_along(
@@ -255,31 +268,25 @@ class Chain(Implementation):
 
     def _parts(
         self, options: Options, product: Products, tokens: Tokens, timed: Arrays, shared: Arrays
-    ) -> _Parts:
+    ) -> tuple[_Parts, Array | None]:
+        """The parts but for `there`, and `there`, which has no derivative."""
         inputs = {name: x.astype(jnp.float32) for name, x in (timed | shared).items()}
         w = inputs["w"]
         w = jnp.broadcast_to(w, jnp.broadcast_shapes(w.shape, inputs["k"].shape))
         decays = algebra.decays(w, options.decay, tokens, product)
         terms = self._terms(inputs)
         values = inputs[self._signature.y].astype(product.dtype)
-        return _Parts(
-            decays.enter,
-            decays.stay,
-            decays.leave,
-            *algebra.factors(product, decays, tokens, *terms),
-            values,
-        )
+        factors, there = algebra.factors(product, decays, tokens, *terms)
+        return _Parts(decays.enter, decays.stay, decays.leave, *factors, values), there
 
 
 def _read(product: Products, parts: _Parts, states: Array, asked: Array | None) -> Array:
     """Y, from the states before links and U, if there is one."""
-    rows, pairs = parts.of_read()
-    tokens = rows.shape[-2]
+    rows, own, others = parts.of_read()
     result = product("...tk,...vk->...tv", rows, states)
-    for found, x in ((pairs[..., :-tokens], asked), (pairs[..., -tokens:], parts.values)):
-        if x is not None:
-            result += product("...ij,...jv->...iv", found, x)
-    return result
+    if own is not None and asked is not None:
+        result += product("...ij,...jv->...iv", own, asked)
+    return result + product("...ij,...jv->...iv", others, parts.values)
 
 
 def _gradients(
@@ -287,14 +294,17 @@ def _gradients(
 ) -> _Parts:
     """The cotangents of the parts, from the states before links, W, the cotangents of U - P_uu U
     and Y, and those of the states after links."""
-    keys, pairs = parts.of_values()
-    dvalues = product("...ij,...iv->...jv", pairs, asked)
+    keys, of_values = parts.of_values()
+    dvalues = product("...ij,...iv->...jv", of_values, asked)
     columns = product("...tv,...vk->...tk", written, dafter)
     kept = _sums(state, dafter)
     enter, leave = parts.enter, None
     if parts.leave is not None:
         leave = kept if parts.stay is None else kept * parts.stay
         leave += _sums(parts.columns, columns)
+    pairs = product("...iv,...jv->...ij", asked, written)
+    if parts.there is not None:
+        pairs = jnp.where(parts.there, pairs, jnp.zeros_like(pairs))
     return _Parts(
         # No result depends on where the middle is.
         enter=None if enter is None else jnp.zeros_like(enter),
@@ -302,7 +312,7 @@ def _gradients(
         leave=leave,
         rows=product("...tv,...vk->...tk", asked, state),
         columns=columns,
-        pairs=product("...iv,...jv->...ij", asked, written),
+        pairs=pairs,
         values=dvalues + product("...tk,...vk->...tv", keys, dafter),
     )
 
@@ -490,12 +500,12 @@ def _back_along(
     """What is carried on from a slab, the cotangents of the states in the middle of its links, and
     those of U above those of Y. The chain is that of the states with R and C in each other's place,
     and with the ways to and from the middle."""
-    rows, pairs = parts.of_read()
+    rows, own, _ = parts.of_read()
     mirrored = _met(parts.leave, parts.stay, parts.enter)
-    if (asked := parts.of_asked()) is None:
+    if (asked := parts.of_asked()) is None or own is None:
         mirrored["added"] = _outer(product, dy, rows)
     else:
-        own = product("...ij,...iv->...jv", pairs[..., : dy.shape[-2]], dy)
+        own = product("...ij,...iv->...jv", own, dy)
         mirrored |= {"solved": asked[1], "own": own}
         if product.fewest:
             rows = jnp.concatenate([solved["solved"], rows], axis=-2)

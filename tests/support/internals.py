@@ -526,11 +526,11 @@ def link(decay: str, w: Any, x: Any, y: Any) -> dict[str, Any]:
     """The decays of links [..., T, K] of `xla`, and the pairs of their tokens."""
     product = products.Products(jnp.float32, jax.lax.Precision.HIGHEST, fewest=True)
     decays = algebra.decays(w, decay, algebra.Tokens(), product)
-    found = algebra.factors(product, decays, algebra.Tokens(), [terms.Read(x)], [y])
+    found, there = algebra.factors(product, decays, algebra.Tokens(), [terms.Read(x)], [y])
     nothing = jnp.zeros_like(w[..., 0, :])
     enter, leave = (nothing if x is None else x for x in (decays.enter, decays.leave))
     return {
-        "pairs": found.pairs,
+        "pairs": found.pairs if there is None else jnp.where(there, found.pairs, 0.0),
         "before": jnp.exp(enter[..., None, :] + decays.tokens.rows),
         "after": jnp.exp(decays.tokens.columns + leave[..., None, :]),
         "stay": jnp.exp(enter + leave) * (1.0 if decays.stay is None else decays.stay),
