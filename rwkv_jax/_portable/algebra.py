@@ -36,18 +36,22 @@ class Tokens(NamedTuple):
 
 
 class Exponents(NamedTuple):
-    """The decay between two tokens j < i, after j and before i, is
-    `exp(rows[i]) * exp(columns[j])`."""
+    """Log decays of tokens: the decay between two tokens j < i, after j and before i, is
+    `exp(before[i]) * exp(beyond[j])`, and with that of i `exp(upto[i]) * exp(beyond[j])`."""
 
-    rows: Array
-    columns: Array
+    before: Array
+    upto: Array
+    beyond: Array
+
+    def of(self, reads: Sequence[Read]) -> list[Array]:
+        """What leads to the states that are read."""
+        return [self.upto if read.after else self.before for read in reads]
 
 
 class Decays(NamedTuple):
     """The decays of links: those of a bounded form relative to the middle of links.
 
-    own: the log decay of each token [..., T, K].
-    tokens: what leads to each token, and what leads from it, as exponents [..., T, K].
+    tokens: what leads to each token, and what leads from it [..., T, K].
     halves: for pairs of tokens of the second half and of the first half of pieces of 2, 4, 8, ...
       tokens, of which there are n [..., n, T / (2 n), K]. None where decays are bounded: there
       `tokens` is for all pairs.
@@ -56,7 +60,6 @@ class Decays(NamedTuple):
     leave: the log decay from the middle to the end [..., K]; None if not bounded.
     """
 
-    own: Array
     tokens: Exponents
     halves: list[Exponents] | None
     enter: Array | None
@@ -121,35 +124,37 @@ def decays(w: Array, decay: str, tokens: Tokens, product: Products) -> Decays:
 
 def _unbounded(log_decay: Array) -> Decays:
     *sums, (_, before, after, total) = _sums(log_decay)
-    between = [
-        Exponents(halves(upto, half)[1], halves(beyond, half)[0]) for half, upto, beyond, _ in sums
-    ]
-    stay = jnp.exp(total[..., 0, :])
-    return Decays(log_decay, Exponents(before, after), between, None, stay, None)
+    between = []
+    for half, before_half, after_half, _ in sums:
+        upto = halves(before_half + log_decay, half)[1]
+        between.append(Exponents(halves(before_half, half)[1], upto, halves(after_half, half)[0]))
+    tokens = Exponents(before, before + log_decay, after)
+    return Decays(tokens, between, None, jnp.exp(total[..., 0, :]), None)
 
 
 def _bounded(log_decay: Array, product: Products) -> Decays:
-    """From sums over all tokens before one, and differences of them. What follows does not depend
+    """From sums over all tokens up to one, and differences of them. What follows does not depend
     on which exponent is subtracted, so that it has no gradient of its own."""
     # Rounded log decays are as good as other rounded operands: all their sums have the same ones.
     precision = product.precision if product.rounds else lax.Precision.HIGHEST
-    before = _sums_before(precision, log_decay)
-    upto = before + log_decay
-    middle = lax.stop_gradient(before[..., before.shape[-2] // 2, :])
-    tokens = Exponents(before - middle[..., None, :], middle[..., None, :] - upto)
-    return Decays(log_decay, tokens, None, middle, None, upto[..., -1, :] - middle)
+    upto = _sums_upto(precision, log_decay)
+    before = upto - log_decay
+    enter = lax.stop_gradient(before[..., before.shape[-2] // 2, :])
+    middle = enter[..., None, :]
+    tokens = Exponents(before - middle, upto - middle, middle - upto)
+    return Decays(tokens, None, enter, None, upto[..., -1, :] - enter)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _sums_before(precision: lax.Precision, x: Array) -> Array:
-    """The sums of the tokens before each [..., T, K]. The transpose of a product that JAX derives
+def _sums_upto(precision: lax.Precision, x: Array) -> Array:
+    """The sums of the tokens up to each [..., T, K]. The transpose of a product that JAX derives
     would be laid out the other way round."""
-    return _sums_where(lambda i, j: i > j, precision, x)
+    return _sums_where(lambda i, j: i >= j, precision, x)
 
 
-_sums_before.defvjp(
-    lambda precision, x: (_sums_before(precision, x), None),
-    lambda precision, _, dsums: (_sums_where(lambda i, j: i < j, precision, dsums),),
+_sums_upto.defvjp(
+    lambda precision, x: (_sums_upto(precision, x), None),
+    lambda precision, _, dsums: (_sums_where(lambda i, j: i <= j, precision, dsums),),
 )
 
 
@@ -198,20 +203,14 @@ def factors(
     return Factors(x, y, pairs.reshape(*lead, g * length, h * length)), there
 
 
-def _exponents(reads: Sequence[Read], upto: Array, own: Array) -> list[Array]:
-    """What leads to what each of the reads meets, from what leads to the token."""
-    return [upto + own if read.after else upto for read in reads]
-
-
 def _of_all_pairs(
     product: Products, decays: Decays, reads: Sequence[Read], columns: list[Array]
 ) -> tuple[Array, Array, Array]:
     """R, C and P, of which pairs of tokens that follow each other the other way round do not
     count."""
-    upto = _exponents(reads, decays.tokens.rows, decays.own)
     one_piece = functools.partial(jax.tree.map, lambda x: x[..., None, :, :])
-    rows = [read.x for read in reads]
-    return _products(product, *map(one_piece, (rows, upto, columns, decays.tokens.columns)))
+    tokens, rows = decays.tokens, [read.x for read in reads]
+    return _products(product, *map(one_piece, (rows, tokens.of(reads), columns, tokens.beyond)))
 
 
 def _of_all_pieces(
@@ -228,14 +227,12 @@ def _of_all_pieces(
     shape = (*lead, len(rows), length, len(columns), length)
     pairs = jnp.zeros_like(rows[0], product.dtype, shape=shape)
     for exponents in decays.halves or []:
-        half = exponents.rows.shape[-2]
-        x, own, y = jax.tree.map(lambda x, half=half: halves(x, half), (rows, decays.own, columns))
-        x, own, y = [x[1] for x in x], own[1], [y[0] for y in y]
-        upto = _exponents(reads, exponents.rows, own)
-        pairs += _of_halves(_products(product, x, upto, y, exponents.columns)[2], half)
-    upto = _exponents(reads, decays.tokens.rows, decays.own)
-    beyond = [decays.tokens.columns] * len(columns)
-    return joined(rows, upto), joined(columns, beyond), pairs
+        half = exponents.beyond.shape[-2]
+        x, y = [halves(x, half)[1] for x in rows], [halves(y, half)[0] for y in columns]
+        found = _products(product, x, exponents.of(reads), y, exponents.beyond)[2]
+        pairs += _of_halves(found, half)
+    beyond = [decays.tokens.beyond] * len(columns)
+    return joined(rows, decays.tokens.of(reads)), joined(columns, beyond), pairs
 
 
 def _where(chosen: Array, x: Array) -> Array:

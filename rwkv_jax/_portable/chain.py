@@ -29,7 +29,7 @@ gradients of the parts are products of two factors each, which needs no derivati
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -321,8 +321,8 @@ def _sums(x: Array, y: Array) -> Array:
     """The sums of x y [..., n, K] along n, by a product, since some compilers are slow to sum along
     this axis."""
     both = x.astype(jnp.float32) * y.astype(jnp.float32)
-    ones = jnp.ones((1, both.shape[-2]), jnp.float32)
-    return jnp.einsum("on,...nk->...k", ones, both, precision=lax.Precision.HIGHEST)
+    ones = jnp.ones((*both.shape[:-2], 1, both.shape[-2]), jnp.float32)
+    return jnp.einsum("...on,...nk->...k", ones, both, precision=lax.Precision.HIGHEST)
 
 
 def _outer(product: Products, x: Array, y: Array) -> Array:
@@ -432,7 +432,20 @@ def _through_links(
         middle = _meet(state, link, "enter")
         state, written = _after(product, link, middle)
         found[r] = middle.astype(product.dtype), written
-    return state, jax.tree.map(lambda *xs: jnp.stack(xs, axis), *found)
+    return state, jax.tree.map(lambda *xs: _stacked(product, xs, axis), *found)
+
+
+def _stacked(product: Products, several: Sequence[Array], axis: int) -> Array:
+    """As `jnp.stack` does it, but on a CPU by choosing, which XLA vectorises."""
+    if not product.fewest:
+        return jnp.stack(several, axis)
+    result, *others = (jnp.expand_dims(x, axis) for x in several)
+    shape = (*result.shape[:axis], len(several), *result.shape[axis + 1 :])
+    number = lax.broadcasted_iota(jnp.int32, shape, axis)
+    result = jnp.broadcast_to(result, shape)
+    for i, x in enumerate(others, 1):
+        result = jnp.where(number == i, x, result)
+    return result
 
 
 def _through(

@@ -531,8 +531,8 @@ def link(decay: str, w: Any, x: Any, y: Any) -> dict[str, Any]:
     enter, leave = (nothing if x is None else x for x in (decays.enter, decays.leave))
     return {
         "pairs": found.pairs if there is None else jnp.where(there, found.pairs, 0.0),
-        "before": jnp.exp(enter[..., None, :] + decays.tokens.rows),
-        "after": jnp.exp(decays.tokens.columns + leave[..., None, :]),
+        "before": jnp.exp(enter[..., None, :] + decays.tokens.before),
+        "after": jnp.exp(decays.tokens.beyond + leave[..., None, :]),
         "stay": jnp.exp(enter + leave) * (1.0 if decays.stay is None else decays.stay),
     }
 
