@@ -12,7 +12,7 @@ The state is written right before it is read. In the other order XLA would copy 
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,46 +40,39 @@ class _Written(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """The tokens of chunks [N, T, B, H, ...].
+    """The tokens of chunks [N, T + 1, B, H, ...], with a last one that reads nothing.
 
     rows: what meets the state.
-    written: what each token writes.
-    goes_on: whether what is before a token is in its segment [N, T, B, 1, 1]; None if all is.
+    before: what the token before each has written.
     now: what meets U and V of the token itself [N, T, B, H].
+    values: V [N, T, B, H, V].
     """
 
     rows: Sequence[Array]
-    written: _Written
-    goes_on: Array | None
+    before: _Written
     now: Sequence[Array]
+    values: Array
 
     def run(self, state: Array) -> tuple[Array, list[Array]]:
         """Of one chunk: the state after it, and U, if there is one, and the products of the states
-        and the rows for Y [T, B, H, V]."""
-        tokens = len(self.written.values)
-
-        def at(x: Any, token: Any) -> Any:
-            return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, token, keepdims=False), x)
+        and the rows for Y [T + 1, B, H, V]."""
 
         def one(
-            carry: tuple[Array, list[Array]], token: Array
+            carry: tuple[Array, list[Array]], token: tuple[Sequence[Array], _Written]
         ) -> tuple[tuple[Array, list[Array]], list[Array]]:
-            state, asked = carry
-            before = at(self.written, jnp.maximum(token - 1, 0))
-            state = jnp.where(token == 0, state, before.write(state, asked))
-            if self.goes_on is not None:
-                state = jnp.where(at(self.goes_on, token)[..., None], state, 0.0)
-            found = [_read(state, row) for row in at(self.rows, token)]
+            (state, asked), (rows, written) = carry, token
+            state = written.write(state, asked)
+            found = [_read(state, row) for row in rows]
             return (state, found[:-1]), found
 
         nothing = [jnp.zeros_like(state[..., 0]) for _ in self.rows[1:]]
-        (state, asked), found = lax.scan(one, (state, nothing), lax.iota(jnp.int32, tokens))
-        return at(self.written, tokens - 1).write(state, asked), found
+        (after, _), found = lax.scan(one, (state, nothing), (self.rows, self.before))
+        return after, found
 
     def outputs(self, found: list[Array], shape: Sequence[int]) -> Array:
         """Y as links, from what `run` has found of all chunks."""
-        *asked, y = found
-        for now, x in zip(self.now, [*asked, self.written.values], strict=True):
+        *asked, y = (x[:, :-1] for x in found)
+        for now, x in zip(self.now, [*asked, self.values], strict=True):
             y += now[..., None] * x
         chunks, several, batch, heads, tokens, size = shape
         y = y.reshape(chunks, several, tokens, batch, heads, size)
@@ -106,14 +99,21 @@ def steps(
         w = jnp.where(_of_chunks(tokens.there)[..., None], w, NO_DECAY[options.decay])
     own = jnp.exp(LOG_DECAY[options.decay](w))
     (reads, columns), v = terms_of(inputs), inputs[values]
-    goes_on = None
+    before = _Written(
+        _padded(own, first=1.0),
+        [_padded(x, first=0.0) for x in columns],
+        _padded(v, first=0.0),
+    )
     if tokens.segment is not None:
-        goes_on = _of_chunks(jnp.diff(tokens.segment, axis=-1, prepend=0) == 0)[..., None]
+        # A segment starts from nothing: what is before it is multiplied by 0.
+        starts = _of_chunks(jnp.diff(tokens.segment, axis=-1, prepend=0) != 0)[..., None]
+        starts = _padded(starts, last=0.0)
+        before = jax.tree.map(lambda x: jnp.where(starts, 0.0, x), before)
     z = reads[-1].x if reads[-1].after else reads[-1].now
     assert z is not None
     now = [_sums(z * column) for column in columns]
-    rows = [read.x * own if read.after else read.x for read in reads]
-    return Steps(rows, _Written(own, columns, v), goes_on, now)
+    rows = [_padded(read.x * own if read.after else read.x, last=0.0) for read in reads]
+    return Steps(rows, before, now, v)
 
 
 def _sums(x: Array) -> Array:
@@ -126,3 +126,10 @@ def _of_chunks(x: Array) -> Array:
     """The tokens of links [N, R, B, H, T, ...] as those of chunks [N, T, B, H, ...]."""
     chunks, links, batch, heads, tokens, *rest = x.shape
     return jnp.moveaxis(x, 4, 2).reshape(chunks, links * tokens, batch, heads, *rest)
+
+
+def _padded(x: Array, **by: float) -> Array:
+    """With one token more, which has the number `first` or `last` everywhere."""
+    widths, (number,) = [(0, 0)] * x.ndim, by.values()
+    widths[1] = ("first" in by, "last" in by)
+    return jnp.pad(x, widths, constant_values=number)
