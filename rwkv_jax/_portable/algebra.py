@@ -4,10 +4,11 @@ Arrays of links are [..., T, K], [..., T, V] or, for pairs of tokens, [..., T, T
 number of tokens of a link, a power of two, and all links are batch axes of few, large products.
 
 Where the log decay of a token is bounded, the decay between two tokens is a product of two factors,
-one of each token, which are relative to the middle of the link and grow away from it. What is
-multiplied by them meets states, too, which are brought to the middle for that. Otherwise all
-factors are at most 1: any two tokens are in different halves of exactly one piece of 2, 4, 8, ...
-tokens, and the factors lead from each token to the middle of that piece.
+one of each token, which are relative to the middle of the link and grow away from it. The same
+factors lead from the state before the link, which is multiplied by the decay up to the middle, and
+to the state after it. Otherwise all factors are at most 1: any two tokens are in different halves
+of exactly one piece of 2, 4, 8, ... tokens, and the factors lead from each token to the middle of
+that piece.
 """
 
 import functools
@@ -172,10 +173,11 @@ def _sums_where(
 def factors(
     product: Products, decays: Decays, tokens: Tokens, reads: Sequence[Read], columns: list[Array]
 ) -> tuple[Factors, Array | None]:
-    """The factors, and which entries of P count, None if all do: the others are 0 for whoever uses
-    P. It has for each x that is read and y of `columns` a block: x_i . (decay between i and j) y_j
-    where j < i, and 0 where j > i. If x is read after the token, its decay is part of that between
-    i and j, and x_i . y_i is on the diagonal; else z_i . y_i is, with z the `now` of the read."""
+    """The factors, and which entries of P count, None if all do: whoever uses P takes 0 for the
+    others. P has for each x that is read and y of `columns` a block: x_i . (decay between i and j)
+    y_j where j < i, and 0 where j > i. If x is read after the token, its decay is part of that
+    between i and j, and x_i . y_i is on the diagonal; else z_i . y_i is, with z the `now` of the
+    read."""
     *lead, length, _ = columns[0].shape
     bounded = decays.halves is None
     found = _of_all_pairs if bounded else _of_all_pieces
@@ -206,8 +208,7 @@ def factors(
 def _of_all_pairs(
     product: Products, decays: Decays, reads: Sequence[Read], columns: list[Array]
 ) -> tuple[Array, Array, Array]:
-    """R, C and P, of which pairs of tokens that follow each other the other way round do not
-    count."""
+    """R, C and P, in which pairs of a token and a later one have entries that do not count."""
     one_piece = functools.partial(jax.tree.map, lambda x: x[..., None, :, :])
     tokens, rows = decays.tokens, [read.x for read in reads]
     return _products(product, *map(one_piece, (rows, tokens.of(reads), columns, tokens.beyond)))
@@ -216,7 +217,7 @@ def _of_all_pairs(
 def _of_all_pieces(
     product: Products, decays: Decays, reads: Sequence[Read], columns: list[Array]
 ) -> tuple[Array, Array, Array]:
-    """The same, but with 0 where nothing counts, and on the diagonal."""
+    """The same, but P is 0 on the diagonal and where nothing counts."""
 
     def joined(several: list[Array], exponents: list[Array]) -> Array:
         factors = [x * jnp.exp(e) for x, e in zip(several, exponents, strict=True)]

@@ -7,18 +7,19 @@ the rows of R and of P are those for U above those for Y:
     (U, Y) = R S^T + P W
     S_after = S diag(stay) + W^T C
 
-(Without U in the operators whose writes do not depend on the state: W is V. Where decays are
-bounded, S stands for what S is in the middle of the link if no token writes, and what the last line
-gives is what S_after would be there.) With the triangular
-part of P that leads from U to U solved, only two products a link go along the chain of states:
+(Without U in the operators whose writes do not depend on the state: W is V.) Where decays are
+bounded, the factors in R, C and P are relative to the middle of the link. So S is multiplied by the
+decay up to there first (`enter`), and S_after by the decay from there on in the end (`leave`). With
+the triangular part of P that leads from U to U solved, only two products a link go along the chain
+of states:
 
     U = solved S^T + own             solved = (I - P_uu)^-1 R_u,  own = (I - P_uu)^-1 P_uv V
 
 That is the fewest multiplications. Where a link of the chain takes as long as its kernels take to
 start, U is found afterwards, and only one product a link goes along the chain:
 
-    S_after = S diag(stay) + S turned + added
-    turned = solved^T C_u,           added = (own, V)^T C
+    S_after = S diag(stay) + S turned + added + given
+    turned = solved^T C_u,           added = own^T C_u,           given = V^T C_v
 
 All else is done for all links of a slab at once, in few, large products. On a CPU the forward pass
 goes from token to token instead (see `rwkv_jax._portable.steps`). The backward pass makes
@@ -361,6 +362,7 @@ def _met(enter: Array | None, stay: Array | None, leave: Array | None) -> Arrays
 
 
 def _meet(state: Array, factors: Arrays, name: str) -> Array:
+    """The states times one of the factors."""
     return state * factors[name][..., None, :] if name in factors else state
 
 
