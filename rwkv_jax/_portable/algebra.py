@@ -138,7 +138,7 @@ def _bounded(log_decay: Array, product: Products) -> Decays:
     on which exponent is subtracted, so that it has no gradient of its own."""
     # Rounded log decays are as good as other rounded operands: all their sums have the same ones.
     precision = product.precision if product.rounds else lax.Precision.HIGHEST
-    upto = _sums_upto(precision, log_decay)
+    upto: Any = _sums_upto(precision, log_decay)
     before = upto - log_decay
     enter = lax.stop_gradient(before[..., before.shape[-2] // 2, :])
     middle = enter[..., None, :]
@@ -230,8 +230,8 @@ def _of_all_pieces(
     for exponents in decays.halves or []:
         half = exponents.beyond.shape[-2]
         x, y = [halves(x, half)[1] for x in rows], [halves(y, half)[0] for y in columns]
-        found = _products(product, x, exponents.of(reads), y, exponents.beyond)[2]
-        pairs += _of_halves(found, half)
+        found: Any = _products(product, x, exponents.of(reads), y, exponents.beyond)
+        pairs += _of_halves(found[2], half)
     beyond = [decays.tokens.beyond] * len(columns)
     return joined(rows, decays.tokens.of(reads)), joined(columns, beyond), pairs
 
