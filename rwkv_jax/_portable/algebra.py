@@ -191,7 +191,7 @@ def factors(
         x = _where(segment == 0, x)
         y = _where(segment == segment[..., -1:], y)
         same = (segment[..., :, None] == segment[..., None, :])[..., None, :, None, :]
-        there = same if there is None else same & there
+        there = same if there is None else same & there.reshape(*[1] * len(lead), *there.shape)
     now = [(None if bounded else read.x) if read.after else read.now for read in reads]
     if any(z is not None for z in now):
         own = [jnp.stack([_same_token(z, y) for y in columns], axis=-1) for z in now]
