@@ -37,8 +37,13 @@ def test_decays_between_tokens(decay: str) -> None:
     earlier = np.tril(np.ones((LENGTH, LENGTH)), -1)[None, :, :, None]
     with np.errstate(over="ignore"):
         weights = np.where(earlier > 0, np.exp(between), 0.0)
+    before = np.einsum("bik,bjk,bijk->bij", x, y, weights)
+    same_token = np.eye(LENGTH)[None, :, :, None]
+    after = np.einsum("bik,bjk,bijk->bij", x * np.exp(log_decay), y, weights)
+    after += np.einsum("bik,bjk,bijk->bij", x, y, same_token)
+    now = before + np.einsum("bik,bjk,bijk->bij", x + y, y, same_token)
     right = {
-        "pairs": np.einsum("bik,bjk,bijk->bij", x, y, weights),
+        "pairs": np.concatenate([before, after, now], axis=1),
         "before": np.exp(start),
         "after": np.exp(upto[:, -1:] - upto),
         "stay": np.exp(upto[:, -1]),

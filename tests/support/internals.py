@@ -523,10 +523,12 @@ def use_matrix_units(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def link(decay: str, w: Any, x: Any, y: Any) -> dict[str, Any]:
-    """The decays of links [..., T, K] of `xla`, and the pairs of their tokens."""
+    """The decays of links [..., T, K] of `xla`, and the pairs of their tokens, where x is read
+    before tokens, after them, and before them while x + y meets the token itself."""
     product = products.Products(jnp.float32, jax.lax.Precision.HIGHEST, fewest=True)
     decays = algebra.decays(w, decay, algebra.Tokens(), product)
-    found, there = algebra.factors(product, decays, algebra.Tokens(), [terms.Read(x)], [y])
+    reads = [terms.Read(x), terms.Read(x, after=True), terms.Read(x, now=x + y)]
+    found, there = algebra.factors(product, decays, algebra.Tokens(), reads, [y])
     nothing = jnp.zeros_like(w[..., 0, :])
     enter, leave = (nothing if x is None else x for x in (decays.enter, decays.leave))
     return {
