@@ -113,7 +113,8 @@ def decays(w: Array, decay: str, tokens: Tokens, product: Products) -> Decays:
         # Here, and not below, where XLA would choose anew for each of the sums that it computes.
         w = jnp.where(tokens.there[..., None], w, NO_DECAY[decay])
     log_decay = LOG_DECAY[decay](w)
-    # A token alone is in no pair, so that gradients of decays that are 0 are found to be.
+    # The gradient of the decay of a token alone is exactly 0 if the state before it is. Differences
+    # of sums would leave a rounding error.
     bounded = decay in BOUNDED and log_decay.shape[-2] > 1
     result = _bounded(log_decay, product) if bounded else _unbounded(log_decay)
     if tokens.segment is None:
@@ -165,9 +166,15 @@ def _sums_where(
     """For each token i the sums of the tokens j that are chosen, as products with a matrix of 0 and
     1."""
     side = x.shape[-2]
-    i, j = (lax.broadcasted_iota(jnp.int32, (side, side), axis) for axis in (0, 1))
-    matrix = jnp.broadcast_to(chosen(i, j).astype(jnp.float32), (*x.shape[:-2], side, side))
+    matrix = chosen(*_entries(side)).astype(jnp.float32)
+    matrix = jnp.broadcast_to(matrix, (*x.shape[:-2], side, side))
     return jnp.einsum("...ij,...jk->...ik", matrix, x, precision=precision)
+
+
+def _entries(side: int) -> tuple[Array, Array]:
+    """The row and the column of each entry of a matrix."""
+    i, j = (lax.broadcasted_iota(jnp.int32, (side, side), axis) for axis in (0, 1))
+    return i, j
 
 
 def factors(
@@ -218,11 +225,6 @@ def _of_all_pieces(
     product: Products, decays: Decays, reads: Sequence[Read], columns: list[Array]
 ) -> tuple[Array, Array, Array]:
     """The same, but P is 0 on the diagonal and where nothing counts."""
-
-    def joined(several: list[Array], exponents: list[Array]) -> Array:
-        factors = [x * jnp.exp(e) for x, e in zip(several, exponents, strict=True)]
-        return jnp.concatenate([x.astype(product.dtype) for x in factors], axis=-2)
-
     rows = [read.x for read in reads]
     *lead, length, _ = columns[0].shape
     shape = (*lead, len(rows), length, len(columns), length)
@@ -232,8 +234,19 @@ def _of_all_pieces(
         x, y = [halves(x, half)[1] for x in rows], [halves(y, half)[0] for y in columns]
         found: Any = _products(product, x, exponents.of(reads), y, exponents.beyond)
         pairs += _of_halves(found[2], half)
-    beyond = [decays.tokens.beyond] * len(columns)
-    return joined(rows, decays.tokens.of(reads)), joined(columns, beyond), pairs
+    upto, beyond = decays.tokens.of(reads), [decays.tokens.beyond] * len(columns)
+    shape = columns[0].shape
+    x, y = _multiplied(product, rows, upto, shape), _multiplied(product, columns, beyond, shape)
+    return x, y, pairs
+
+
+def _multiplied(
+    product: Products, several: list[Array], exponents: list[Array], shape: Sequence[int]
+) -> Array:
+    """Each of several arrays times the factors with its exponents, in the shape [..., T, K], one
+    behind the other."""
+    factors = [x * jnp.exp(e) for x, e in zip(several, exponents, strict=True)]
+    return jnp.concatenate([x.astype(product.dtype).reshape(shape) for x in factors], axis=-2)
 
 
 def _where(chosen: Array, x: Array) -> Array:
@@ -266,13 +279,9 @@ def _products_forward(
     product: Products, rows: list[Array], upto: list[Array], columns: list[Array], beyond: Array
 ) -> tuple[tuple[Array, Array, Array], Any]:
     *lead, pieces, side, size = rows[0].shape
-
-    def joined(several: list[Array], exponents: list[Array]) -> Array:
-        factors = [x * jnp.exp(e) for x, e in zip(several, exponents, strict=True)]
-        factors = [x.astype(product.dtype).reshape(*lead, pieces * side, size) for x in factors]
-        return jnp.concatenate(factors, axis=-2)
-
-    x, y = joined(rows, upto), joined(columns, [beyond] * len(columns))
+    shape = (*lead, pieces * side, size)
+    x = _multiplied(product, rows, upto, shape)
+    y = _multiplied(product, columns, [beyond] * len(columns), shape)
     found = product("...ik,...jk->...ij", x, y)
     found = found.reshape(*lead, len(rows), pieces * side, len(columns), pieces * side)
     return (x, y, found), (upto, beyond, x, y)
@@ -390,7 +399,7 @@ def _blocks(x: Array, every: int, side: int, below: int) -> Array:
 def _small_inverse(times: Callable[[Array, Array], Array], x: Array) -> Array:
     """By products of whole matrices, of which only the pairs of different halves count."""
     side = x.shape[-1]
-    i, j = (lax.broadcasted_iota(jnp.int32, (side, side), axis) for axis in (0, 1))
+    i, j = _entries(side)
     result, half = diagonal(jnp.ones_like(x[..., 0])), 1
     while half < side:
         differ = i ^ j

@@ -61,8 +61,8 @@ from rwkv_jax._portable.token_by_token import TokenByToken
 
 _CHUNKS = 8
 """How many chunks a turn of the loop along the chain takes, unless multiplications are to be saved:
-to slice, stack and copy for each chunk takes a GPU as long as the products. More of them would take
-longer to compile."""
+to slice, stack and copy for each chunk takes a GPU time as well. More of them would take longer to
+compile."""
 
 
 class _Parts(NamedTuple):
@@ -344,7 +344,7 @@ def _solved(product: Products, parts: _Parts) -> tuple[Arrays, Array | None]:
         result["own"] = product("...ij,...jv->...iv", inverse, others)
         return result | {"values": parts.values, "columns": parts.columns}, inverse
     both = product("...ij,...jk->...ik", inverse, jnp.concatenate([rows, others], axis=-1))
-    keys, columns = rows.shape[-1], parts.of_values()[0]
+    keys, columns = rows.shape[-1], parts.columns[..., rows.shape[-2] :, :]
     result["solved"], result["own"] = both[..., :keys], both[..., keys:]
     both = _outer(product, both, kept)
     result["turned"], result["added"] = both[..., :keys, :], both[..., keys:, :]
@@ -517,11 +517,11 @@ def _back_along(
     and with the ways to and from the middle."""
     rows, own, _ = parts.of_read()
     mirrored = _met(parts.leave, parts.stay, parts.enter)
-    if (asked := parts.of_asked()) is None or own is None:
+    if own is None:
         mirrored["added"] = _outer(product, dy, rows)
     else:
         own = product("...ij,...iv->...jv", own, dy)
-        mirrored |= {"solved": asked[1], "own": own}
+        mirrored |= {"solved": parts.columns[..., : dy.shape[-2], :], "own": own}
         if product.fewest:
             rows = jnp.concatenate([solved["solved"], rows], axis=-2)
             mirrored |= {"values": dy, "columns": rows}

@@ -36,7 +36,6 @@ class Sizes(NamedTuple):
 ON_CPU = Sizes(LINK, 512, 1 << 30, 0)
 """One chunk, unless there are few heads: what is computed of a slab stays in the caches."""
 
-
 ELSEWHERE = Sizes(LINK, 1 << 12, 8, 1)
 """So large that a slab has 128 links, about one for each multiprocessor of a large GPU, and so
 small that its memory is a part of that of the call. The host waits for each answer of a GPU, which
@@ -44,8 +43,7 @@ meanwhile has nothing to do."""
 
 LONG_LINKS = ELSEWHERE._replace(link=2 * LINK)
 """Half as many links where decays are bounded and products rounded: all pairs of tokens of a link
-are one product there, which takes a matrix unit hardly longer, and the chain is shorter."""
-
+are one product there, and the chain is shorter."""
 
 Carry = TypeVar("Carry")
 

@@ -34,4 +34,4 @@ class Terms(NamedTuple):
 
 
 TermsFn: TypeAlias = Callable[[Arrays], Terms]
-"""`terms(inputs)`."""
+"""`terms(inputs)`: what an operator says, from its inputs by name."""
