@@ -44,8 +44,8 @@ def test_decays_between_tokens(decay: str) -> None:
     now = before + np.einsum("bik,bjk,bijk->bij", x + y, y, same_token)
     right = {
         "pairs": np.concatenate([before, after, now], axis=1),
-        "before": np.exp(start),
-        "after": np.exp(upto[:, -1:] - upto),
+        "before": x * np.exp(start),
+        "after": y * np.exp(upto[:, -1:] - upto),
         "stay": np.exp(upto[:, -1]),
     }
     assert_right(found, right)

@@ -30,7 +30,7 @@ gradients of the parts are products of two factors each, which needs no derivati
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -49,11 +49,16 @@ from rwkv_jax._operator.call import (
 )
 from rwkv_jax._operator.implementation import Implementation
 from rwkv_jax._operator.signature import Signature
-from rwkv_jax._portable import algebra
+from rwkv_jax._portable import algebra, inverses
 from rwkv_jax._portable.algebra import Tokens
 from rwkv_jax._portable.decay import BOUNDED
 from rwkv_jax._portable.operands import Carried, LinksOfRows, Path, links
-from rwkv_jax._portable.products import Products, exact, on_matrix_units
+from rwkv_jax._portable.products import (
+    Products,
+    exact,
+    on_matrix_units,
+    stacked,
+)
 from rwkv_jax._portable.slabs import ELSEWHERE, LONG_LINKS, ON_CPU, Sizes
 from rwkv_jax._portable.steps import Steps, steps
 from rwkv_jax._portable.terms import TermsFn
@@ -68,7 +73,7 @@ compile."""
 class _Parts(NamedTuple):
     """What states meet [..., K] in float32, None where it is 1: the logarithm of the factor from
     the start of a link to its middle, stay, and the logarithm of the factor from the middle to the
-    end. R, C, P and V, and which entries of P count, None if all do."""
+    end. R, C, P and V."""
 
     enter: Array | None
     stay: Array | None
@@ -77,15 +82,6 @@ class _Parts(NamedTuple):
     columns: Array
     pairs: Array
     values: Array
-    there: Array | None = None
-
-    def _pairs(self, rows: slice, columns: slice) -> Array:
-        """Some rows and columns of P. Each is masked on its own, so that XLA can do it where they
-        are multiplied."""
-        pairs = self.pairs[..., rows, columns]
-        if self.there is None:
-            return pairs
-        return jnp.where(self.there[..., rows, columns], pairs, jnp.zeros_like(pairs))
 
     def of_asked(self) -> tuple[Array, Array, Array, Array] | None:
         """R_u, C_u, P_uu and P_uv, if there is a U."""
@@ -93,20 +89,20 @@ class _Parts(NamedTuple):
         if self.rows.shape[-2] == tokens:
             return None
         first, rest = slice(tokens), slice(tokens, None)
-        own, others = self._pairs(first, first), self._pairs(first, rest)
+        own, others = self.pairs[..., first, first], self.pairs[..., first, rest]
         return self.rows[..., first, :], self.columns[..., first, :], own, others
 
     def of_read(self) -> tuple[Array, Array | None, Array]:
         """R_y, P_yu, if there is a U, and P_yv."""
         tokens = self.values.shape[-2]
         last, asked = slice(-tokens, None), slice(-tokens)
-        own = None if self.pairs.shape[-1] == tokens else self._pairs(last, asked)
-        return self.rows[..., last, :], own, self._pairs(last, last)
+        own = None if self.pairs.shape[-1] == tokens else self.pairs[..., last, asked]
+        return self.rows[..., last, :], own, self.pairs[..., last, last]
 
     def of_values(self) -> tuple[Array, Array]:
         """The rows of C and the columns of P for V."""
         last = slice(-self.values.shape[-2], None)
-        return self.columns[..., last, :], self._pairs(slice(None), last)
+        return self.columns[..., last, :], self.pairs[..., last]
 
 
 _Sums: TypeAlias = tuple[Any, Arrays, Arrays]
@@ -206,8 +202,7 @@ class Chain(Implementation):
     ) -> tuple[Any, Array, Array]:
         """What is carried on from a slab, the states before its chunks, and Y."""
         timed, shared, tokens = call.inputs(number)
-        parts, there = self._parts(options, product, tokens, timed, shared)
-        parts = parts._replace(there=there)
+        parts = self._parts(options, product, tokens, timed, shared)
         solved, _ = _solved(product, parts)
         chain = _for_chain(product, solved)
         path = call.path(number)
@@ -244,8 +239,7 @@ class Chain(Implementation):
             saved = call.saved(number, operands.states[part]).astype(jnp.float32)
 
             of_tokens = functools.partial(self._parts, options, product, tokens)
-            parts, pull_back, there = jax.vjp(of_tokens, timed, shared, has_aux=True)
-            parts = parts._replace(there=there)
+            parts, pull_back = jax.vjp(of_tokens, timed, shared)
             solved, inverse = _solved(product, parts)
             states, written = _within(product, parts, solved, saved)
             carried, dafter, asked = _back_along(
@@ -269,16 +263,15 @@ class Chain(Implementation):
 
     def _parts(
         self, options: Options, product: Products, tokens: Tokens, timed: Arrays, shared: Arrays
-    ) -> tuple[_Parts, Array | None]:
-        """The parts but for `there`, and `there`, which has no derivative."""
+    ) -> _Parts:
         inputs = {name: x.astype(jnp.float32) for name, x in (timed | shared).items()}
         w = inputs["w"]
         w = jnp.broadcast_to(w, jnp.broadcast_shapes(w.shape, inputs["k"].shape))
         decays = algebra.decays(w, options.decay, tokens, product)
         terms = self._terms(inputs)
         values = inputs[self._signature.y].astype(product.dtype)
-        factors, there = algebra.factors(product, decays, tokens, *terms)
-        return _Parts(decays.enter, decays.stay, decays.leave, *factors, values), there
+        factors = algebra.factors(product, decays, tokens, *terms)
+        return _Parts(decays.enter, decays.stay, decays.leave, *factors, values)
 
 
 def _read(product: Products, parts: _Parts, states: Array, asked: Array | None) -> Array:
@@ -298,14 +291,11 @@ def _gradients(
     keys, of_values = parts.of_values()
     dvalues = product("...ij,...iv->...jv", of_values, asked)
     columns = product("...tv,...vk->...tk", written, dafter)
-    kept = _sums(state, dafter)
+    kept = _sum(state, dafter)
     enter, leave = parts.enter, None
     if parts.leave is not None:
         leave = kept if parts.stay is None else kept * parts.stay
-        leave += _sums(parts.columns, columns)
-    pairs = product("...iv,...jv->...ij", asked, written)
-    if parts.there is not None:
-        pairs = jnp.where(parts.there, pairs, jnp.zeros_like(pairs))
+        leave += _sum(parts.columns, columns)
     return _Parts(
         # No result depends on where the middle is.
         enter=None if enter is None else jnp.zeros_like(enter),
@@ -313,12 +303,12 @@ def _gradients(
         leave=leave,
         rows=product("...tv,...vk->...tk", asked, state),
         columns=columns,
-        pairs=pairs,
+        pairs=product("...iv,...jv->...ij", asked, written),
         values=dvalues + product("...tk,...vk->...tv", keys, dafter),
     )
 
 
-def _sums(x: Array, y: Array) -> Array:
+def _sum(x: Array, y: Array) -> Array:
     """The sums of x y [..., n, K] along n, by a product, since some compilers are slow to sum along
     this axis."""
     both = x.astype(jnp.float32) * y.astype(jnp.float32)
@@ -328,7 +318,7 @@ def _sums(x: Array, y: Array) -> Array:
 
 def _outer(product: Products, x: Array, y: Array) -> Array:
     """The sums over tokens of the products of x and y [..., T, V] and [..., T, K]."""
-    return product("...tv,...tk->...vk", x, y)
+    return product.apart("...tv,...tk->...vk", x, y)
 
 
 def _solved(product: Products, parts: _Parts) -> tuple[Arrays, Array | None]:
@@ -337,17 +327,15 @@ def _solved(product: Products, parts: _Parts) -> tuple[Arrays, Array | None]:
     if (asked := parts.of_asked()) is None:
         return result | {"added": _outer(product, parts.values, parts.columns)}, None
     rows, kept, own, others = asked
-    inverse = algebra.inverse(product, own.astype(jnp.float32)).astype(product.dtype)
-    others = product("...ij,...jv->...iv", others, parts.values)
+    inverse = inverses.inverse(product, own.astype(jnp.float32)).astype(product.dtype)
+    others = product.apart("...ij,...jv->...iv", others, parts.values)
+    result["solved"] = product.apart("...ij,...jk->...ik", inverse, rows)
+    result["own"] = product.apart("...ij,...jv->...iv", inverse, others)
     if product.fewest:
-        result["solved"] = product("...ij,...jk->...ik", inverse, rows)
-        result["own"] = product("...ij,...jv->...iv", inverse, others)
         return result | {"values": parts.values, "columns": parts.columns}, inverse
-    both = product("...ij,...jk->...ik", inverse, jnp.concatenate([rows, others], axis=-1))
-    keys, columns = rows.shape[-1], parts.columns[..., rows.shape[-2] :, :]
-    result["solved"], result["own"] = both[..., :keys], both[..., keys:]
-    both = _outer(product, both, kept)
-    result["turned"], result["added"] = both[..., :keys, :], both[..., keys:, :]
+    columns = parts.columns[..., rows.shape[-2] :, :]
+    result["turned"] = _outer(product, result["solved"], kept)
+    result["added"] = _outer(product, result["own"], kept)
     return result | {"given": _outer(product, parts.values, columns)}, inverse
 
 
@@ -434,20 +422,8 @@ def _through_links(
         middle = _meet(state, link, "enter")
         state, written = _after(product, link, middle)
         found[r] = middle.astype(product.dtype), written
-    return state, jax.tree.map(lambda *xs: _stacked(product, xs, axis), *found)
-
-
-def _stacked(product: Products, several: Sequence[Array], axis: int) -> Array:
-    """As `jnp.stack` does it, but on a CPU by choosing, which XLA vectorises."""
-    if not product.fewest:
-        return jnp.stack(several, axis)
-    result, *others = (jnp.expand_dims(x, axis) for x in several)
-    shape = (*result.shape[:axis], len(several), *result.shape[axis + 1 :])
-    number = lax.broadcasted_iota(jnp.int32, shape, axis)
-    result = jnp.broadcast_to(result, shape)
-    for i, x in enumerate(others, 1):
-        result = jnp.where(number == i, x, result)
-    return result
+    stack = stacked if product.fewest else jnp.stack
+    return state, jax.tree.map(lambda *xs: stack(xs, axis), *found)
 
 
 def _through(

@@ -1,5 +1,6 @@
 """Products of matrices in the precision of a call."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -36,6 +37,14 @@ class Products(NamedTuple):
             preferred_element_type=dtype or self.dtype,
         )
 
+    def apart(self, subscripts: str, x: Array, y: Array) -> Array:
+        """A product that XLA must not merge with others of x or y. It would put their other
+        operands one behind the other, and take the results apart, which takes a GPU longer than to
+        read x and y again."""
+        if not self.fewest:
+            x, y = lax.optimization_barrier((x, y))
+        return self(subscripts, x, y)
+
 
 def exact(options: Options) -> Products:
     """Products in float32, on a CPU."""
@@ -55,3 +64,35 @@ def on_matrix_units(options: Options, dtype: Any, inputs: int) -> Products:
     if inputs < _LEAST_INPUTS:
         return Products(jnp.float32, lax.Precision.HIGHEST, fewest=False)
     return Products(jnp.bfloat16, lax.Precision.DEFAULT, fewest=False)
+
+
+def sums(product: Products, chosen: Array, x: Array) -> Array:
+    """The sums of the log decays of tokens [..., T, K] that each row of `chosen` chooses."""
+    # Rounded log decays are as good as other rounded operands: all their sums have the same ones.
+    precision = product.precision if product.rounds else lax.Precision.HIGHEST
+    matrix = jnp.broadcast_to(chosen.astype(jnp.float32), (*x.shape[:-2], *chosen.shape))
+    return jnp.einsum("...ij,...jk->...ik", matrix, x, precision=precision)
+
+
+def multiplied(product: Products, x: Array, factor: Array) -> Array:
+    """An array times its factors, as an operand of products."""
+    return (x * factor.astype(jnp.float32)).astype(product.dtype)
+
+
+def stacked(several: Sequence[Array], axis: int) -> Array:
+    """As `jnp.stack` does it, but by choosing. XLA vectorises that on a CPU, and on a GPU it does
+    not compute what is stacked anew for each entry."""
+    result, *others = (jnp.expand_dims(x, axis) for x in several)
+    shape = list(result.shape)
+    shape[axis] = len(several)
+    number = lax.broadcasted_iota(jnp.int32, shape, axis % len(shape))
+    result = jnp.broadcast_to(result, shape)
+    for i, x in enumerate(others, 1):
+        result = jnp.where(number == i, x, result)
+    return result
+
+
+def entries(side: int) -> tuple[Array, Array]:
+    """The row and the column of each entry of a matrix."""
+    i, j = (lax.broadcasted_iota(jnp.int32, (side, side), axis) for axis in (0, 1))
+    return i, j

@@ -23,7 +23,7 @@ from rwkv_jax._operator.public import PublicFunction, registered
 from rwkv_jax._operator.saved import CHUNK as CHUNK
 from rwkv_jax._operator.signature import Signature
 from rwkv_jax._packing import segments
-from rwkv_jax._portable import algebra, chain, chunked, products, slabs, terms
+from rwkv_jax._portable import algebra, chain, chunked, inverses, products, slabs, terms
 from rwkv_jax._portable import decay as decays
 from rwkv_jax.generation import _decoding, _sampling, _session
 from rwkv_jax.layers import _function as layers
@@ -528,13 +528,13 @@ def link(decay: str, w: Any, x: Any, y: Any) -> dict[str, Any]:
     product = products.Products(jnp.float32, jax.lax.Precision.HIGHEST, fewest=True)
     decays = algebra.decays(w, decay, algebra.Tokens(), product)
     reads = [terms.Read(x), terms.Read(x, after=True), terms.Read(x, now=x + y)]
-    found, there = algebra.factors(product, decays, algebra.Tokens(), reads, [y])
+    found = algebra.factors(product, decays, algebra.Tokens(), reads, [y])
     nothing = jnp.zeros_like(w[..., 0, :])
     enter, leave = (nothing if x is None else x for x in (decays.enter, decays.leave))
     return {
-        "pairs": found.pairs if there is None else jnp.where(there, found.pairs, 0.0),
-        "before": jnp.exp(enter[..., None, :] + decays.tokens.before),
-        "after": jnp.exp(decays.tokens.beyond + leave[..., None, :]),
+        "pairs": found.pairs,
+        "before": found.rows[..., : w.shape[-2], :] * jnp.exp(enter)[..., None, :],
+        "after": found.columns * jnp.exp(leave)[..., None, :],
         "stay": jnp.exp(enter + leave) * (1.0 if decays.stay is None else decays.stay),
     }
 
@@ -542,7 +542,7 @@ def link(decay: str, w: Any, x: Any, y: Any) -> dict[str, Any]:
 def inverse_of_link(x: Any, *, fewest: bool) -> Any:
     """What `xla` solves a link with, with the fewest multiplications or on matrix units."""
     product = products.Products(jnp.float32, jax.lax.Precision.HIGHEST, fewest)
-    return algebra.inverse(product, x)
+    return inverses.inverse(product, x)
 
 
 def chunks_of_slabs(tokens: int, heads: int) -> tuple[int, int, int]:

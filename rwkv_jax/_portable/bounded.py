@@ -1,0 +1,146 @@
+"""Links where the log decay of a token is bounded.
+
+The decay between two tokens is a product of two factors, one of each token, which are relative to
+the middle of the link and grow away from it. The same factors lead from the state before the link,
+which is multiplied by the decay up to the middle, and to the state after it.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from rwkv_jax._portable.products import Products, entries, multiplied, sums
+from rwkv_jax._portable.terms import Read
+
+
+class Exponents(NamedTuple):
+    """Log decays of tokens [..., T, K]. The decay between two tokens j < i, after j and before i,
+    is `exp(before[i]) * exp(beyond[j])`, and with that of i `exp(upto[i]) * exp(beyond[j])`."""
+
+    before: Array
+    upto: Array
+    beyond: Array
+
+    def of(self, reads: Sequence[Read]) -> list[Array]:
+        """What leads to the states that are read."""
+        return [self.upto if read.after else self.before for read in reads]
+
+
+def exponents(product: Products, log_decay: Array) -> tuple[Array, Exponents, Array]:
+    """The log decay from the start of links to their middle [..., K], those of tokens relative to
+    the middle, and that from there to the end, from sums over all tokens up to one, and differences
+    of them. What follows does not depend on which exponent is subtracted, so that it has no
+    gradient of its own."""
+    upto: Any = _sums_upto(product, log_decay)
+    before = upto - log_decay
+    enter = lax.stop_gradient(before[..., before.shape[-2] // 2, :])
+    middle = enter[..., None, :]
+    tokens = Exponents(before - middle, upto - middle, middle - upto)
+    return enter, tokens, upto[..., -1, :] - enter
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _sums_upto(product: Products, x: Array) -> Array:
+    """The sums of the tokens up to each [..., T, K]. The transpose of a product that JAX derives
+    would be laid out the other way round."""
+    i, j = entries(x.shape[-2])
+    return sums(product, i >= j, x)
+
+
+def _sums_upto_backward(product: Products, _: None, dsums: Array) -> tuple[Array]:
+    i, j = entries(dsums.shape[-2])
+    return (sums(product, i <= j, dsums),)
+
+
+_sums_upto.defvjp(lambda product, x: (_sums_upto(product, x), None), _sums_upto_backward)
+
+
+def factors(
+    product: Products, exponents: Exponents, reads: Sequence[Read], columns: list[Array]
+) -> tuple[Array, Array, Array]:
+    """R, C and P as blocks [..., G, T, H, T], which are 0 for a token and a later one, and for a
+    token and itself if nothing is read after it."""
+    after, rows = tuple(read.after for read in reads), [read.x for read in reads]
+    return _products(product, after, rows, exponents.of(reads), columns, exponents.beyond)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _products(
+    product: Products,
+    after: tuple[bool, ...],
+    rows: list[Array],
+    upto: list[Array],
+    columns: list[Array],
+    beyond: Array,
+) -> tuple[Array, Array, Array]:
+    """The factors of rows and columns [..., T, K], with the exponents of each row and of all
+    columns, and their products."""
+    return _products_forward(product, after, rows, upto, columns, beyond)[0]
+
+
+def _products_forward(
+    product: Products,
+    after: tuple[bool, ...],
+    rows: list[Array],
+    upto: list[Array],
+    columns: list[Array],
+    beyond: Array,
+) -> tuple[tuple[Array, Array, Array], Any]:
+    several = [multiplied(product, x, jnp.exp(e)) for x, e in zip(rows, upto, strict=True)]
+    others = [multiplied(product, y, jnp.exp(beyond)) for y in columns]
+    x, y = (jnp.concatenate(xs, axis=-2) for xs in (several, others))
+    *lead, length, _ = beyond.shape
+    shape = (*lead, len(rows), length, len(columns), length)
+    if product.fewest:
+        found = product("...ik,...jk->...ij", x, y).reshape(shape)
+        found = _where(_earlier(after, length), found)
+    else:
+        # What meets U and what meets V is used apart, and comes from products of its own.
+        blocks = [
+            [_where(there[:, 0], product.apart("...ik,...jk->...ij", x, y)) for y in others]
+            for x, there in zip(several, _earlier(after, length), strict=True)
+        ]
+        found = jnp.concatenate([jnp.concatenate(row, axis=-1) for row in blocks], axis=-2)
+    return (x, y, found.reshape(shape)), (upto, beyond, x, y)
+
+
+def _products_backward(
+    product: Products,
+    after: tuple[bool, ...],
+    saved: Any,
+    cotangents: tuple[Array, Array, Array],
+) -> tuple[list[Array], list[Array], list[Array], Array]:
+    """What a pair of tokens adds to the gradients of both exponents is of the same size. It cancels
+    for the decays that both exponents have, so it is found from the same rounded factors, and is
+    not rounded itself."""
+    upto, beyond, x, y = saved
+    more_dx, more_dy, found = cotangents
+    found = _where(_earlier(after, beyond.shape[-2]), found)
+    found = found.reshape(*found.shape[:-4], x.shape[-2], y.shape[-2])
+    dx = product("...ij,...jk->...ik", found, y, jnp.float32) + more_dx.astype(jnp.float32)
+    dy = product("...ij,...ik->...jk", found, x, jnp.float32) + more_dy.astype(jnp.float32)
+
+    def parts(of_all: Array) -> list[Array]:
+        return jnp.split(of_all, of_all.shape[-2] // beyond.shape[-2], axis=-2)
+
+    drows = [part * jnp.exp(e) for part, e in zip(parts(dx), upto, strict=True)]
+    dcolumns = [part * jnp.exp(beyond) for part in parts(dy)]
+    dupto, dbeyond = (parts(dz * z.astype(jnp.float32)) for dz, z in ((dx, x), (dy, y)))
+    return drows, dupto, dcolumns, functools.reduce(jnp.add, dbeyond)
+
+
+_products.defvjp(_products_forward, _products_backward)
+
+
+def _earlier(after: tuple[bool, ...], length: int) -> Array:
+    """Which tokens have written before each row reads [G, T, 1, T]."""
+    i, j = entries(length)
+    return jnp.stack([i >= j if of_row else i > j for of_row in after])[:, :, None, :]
+
+
+def _where(chosen: Array, x: Array) -> Array:
+    return jnp.where(chosen, x, jnp.zeros_like(x))
