@@ -35,6 +35,10 @@ def exponents(product: Products, log_decay: Array) -> tuple[Array, Exponents, Ar
     the middle, and that from there to the end, from sums over all tokens up to one, and differences
     of them. What follows does not depend on which exponent is subtracted, so that it has no
     gradient of its own."""
+    if product.rounds:
+        # As good as other rounded operands, since all sums have the same ones.
+        digits = jnp.finfo(product.dtype)
+        log_decay = lax.reduce_precision(log_decay, digits.nexp, digits.nmant)
     upto: Any = _sums_upto(product, log_decay)
     before = upto - log_decay
     enter = lax.stop_gradient(before[..., before.shape[-2] // 2, :])
@@ -48,7 +52,7 @@ def _sums_upto(product: Products, x: Array) -> Array:
     """The sums of the tokens up to each [..., T, K]. The transpose of a product that JAX derives
     would be laid out the other way round."""
     i, j = entries(x.shape[-2])
-    return sums(product, i >= j, x)
+    return sums(product, i >= j, x, rounded=True)
 
 
 def _sums_upto_backward(product: Products, _: None, dsums: Array) -> tuple[Array]:
@@ -63,7 +67,8 @@ def factors(
     product: Products, exponents: Exponents, reads: Sequence[Read], columns: list[Array]
 ) -> tuple[Array, Array, Array]:
     """R, C and P as blocks [..., G, T, H, T], which are 0 for a token and a later one, and for a
-    token and itself if nothing is read after it."""
+    token and itself if nothing is read after it. Not so P_uu, where what would be 0 is never used:
+    to write zeros takes a GPU time."""
     after, rows = tuple(read.after for read in reads), [read.x for read in reads]
     return _products(product, after, rows, exponents.of(reads), columns, exponents.beyond)
 
@@ -100,10 +105,10 @@ def _products_forward(
         found = _where(_earlier(after, length), found)
     else:
         # What meets U and what meets V is used apart, and comes from products of its own.
-        blocks = [
-            [_where(there[:, 0], product.apart("...ik,...jk->...ij", x, y)) for y in others]
-            for x, there in zip(several, _earlier(after, length), strict=True)
-        ]
+        blocks = [[product.apart("...ik,...jk->...ij", x, y) for y in others] for x in several]
+        for row, there in zip(blocks, _earlier(after, length), strict=True):
+            first = 0 if row is blocks[-1] else 1
+            row[first:] = [_where(there[:, 0], block) for block in row[first:]]
         found = jnp.concatenate([jnp.concatenate(row, axis=-1) for row in blocks], axis=-2)
     return (x, y, found.reshape(shape)), (upto, beyond, x, y)
 

@@ -70,11 +70,9 @@ def _between_forward(product: Products, log_decay: Array) -> tuple[_Between, Arr
 
 
 def _between_backward(product: Products, found: Array, dbetween: _Between) -> tuple[Array]:
-    *lead, length, _ = dbetween.before.shape
+    length = dbetween.before.shape[-2]
     dsums = jnp.concatenate(jax.tree.leaves(dbetween), axis=-2) * found
-    chosen = _tokens_between(length).T
-    chosen = jnp.broadcast_to(chosen, (*lead, *chosen.shape))
-    return (product("...ij,...jk->...ik", chosen, dsums, jnp.float32),)
+    return (sums(product, _tokens_between(length).T, dsums, rounded=True),)
 
 
 _between.defvjp(_between_forward, _between_backward)

@@ -66,11 +66,14 @@ def on_matrix_units(options: Options, dtype: Any, inputs: int) -> Products:
     return Products(jnp.bfloat16, lax.Precision.DEFAULT, fewest=False)
 
 
-def sums(product: Products, chosen: Array, x: Array) -> Array:
-    """The sums of the log decays of tokens [..., T, K] that each row of `chosen` chooses."""
-    # Rounded log decays are as good as other rounded operands: all their sums have the same ones.
-    precision = product.precision if product.rounds else lax.Precision.HIGHEST
+def sums(product: Products, chosen: Array, x: Array, *, rounded: bool = False) -> Array:
+    """The sums in float32 of the tokens x [..., T, K] that each row of `chosen` chooses. With
+    `rounded`, x is rounded if other operands are; without it, it has the digits that a platform
+    gives a product of float32."""
     matrix = jnp.broadcast_to(chosen.astype(jnp.float32), (*x.shape[:-2], *chosen.shape))
+    if rounded and product.rounds:
+        return product("...ij,...jk->...ik", matrix, x, jnp.float32)
+    precision = product.precision if product.rounds else lax.Precision.HIGHEST
     return jnp.einsum("...ij,...jk->...ik", matrix, x, precision=precision)
 
 
