@@ -84,7 +84,7 @@ def factors(
     """The factors. P has for each x that is read and y of `columns` a block: x_i . (decay between i
     and j) y_j where j < i, and 0 where j > i. If x is read after the token, its decay is part of
     that between i and j, and x_i . y_i is on the diagonal; else z_i . y_i is, with z the `now` of
-    the read."""
+    the read. Of P_uu only what is below the diagonal counts."""
     *lead, length, _ = columns[0].shape
     if decays.exponents is None:
         x, y, pairs = pieces.factors(product, decays.log_decay, reads, columns)

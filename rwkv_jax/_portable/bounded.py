@@ -69,32 +69,32 @@ def factors(
     """R, C and P as blocks [..., G, T, H, T], which are 0 for a token and a later one, and for a
     token and itself if nothing is read after it. Not so P_uu, where what would be 0 is never used:
     to write zeros takes a GPU time."""
-    after, rows = tuple(read.after for read in reads), [read.x for read in reads]
-    return _products(product, after, rows, exponents.of(reads), columns, exponents.beyond)
+    rows, after = [read.x for read in reads], tuple(read.after for read in reads)
+    operands = _Operands(rows, exponents.of(reads), columns, exponents.beyond)
+    return _products(product, after, operands)
+
+
+class _Operands(NamedTuple):
+    """Rows and columns [..., T, K], and the exponents of each row and of all columns."""
+
+    rows: list[Array]
+    upto: list[Array]
+    columns: list[Array]
+    beyond: Array
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _products(
-    product: Products,
-    after: tuple[bool, ...],
-    rows: list[Array],
-    upto: list[Array],
-    columns: list[Array],
-    beyond: Array,
+    product: Products, after: tuple[bool, ...], operands: _Operands
 ) -> tuple[Array, Array, Array]:
-    """The factors of rows and columns [..., T, K], with the exponents of each row and of all
-    columns, and their products."""
-    return _products_forward(product, after, rows, upto, columns, beyond)[0]
+    """The rows and the columns with their factors, and the products of both."""
+    return _products_forward(product, after, operands)[0]
 
 
 def _products_forward(
-    product: Products,
-    after: tuple[bool, ...],
-    rows: list[Array],
-    upto: list[Array],
-    columns: list[Array],
-    beyond: Array,
+    product: Products, after: tuple[bool, ...], operands: _Operands
 ) -> tuple[tuple[Array, Array, Array], Any]:
+    rows, upto, columns, beyond = operands
     several = [multiplied(product, x, jnp.exp(e)) for x, e in zip(rows, upto, strict=True)]
     others = [multiplied(product, y, jnp.exp(beyond)) for y in columns]
     x, y = (jnp.concatenate(xs, axis=-2) for xs in (several, others))
@@ -118,7 +118,7 @@ def _products_backward(
     after: tuple[bool, ...],
     saved: Any,
     cotangents: tuple[Array, Array, Array],
-) -> tuple[list[Array], list[Array], list[Array], Array]:
+) -> tuple[_Operands]:
     """What a pair of tokens adds to the gradients of both exponents is of the same size. It cancels
     for the decays that both exponents have, so it is found from the same rounded factors, and is
     not rounded itself."""
@@ -135,7 +135,7 @@ def _products_backward(
     drows = [part * jnp.exp(e) for part, e in zip(parts(dx), upto, strict=True)]
     dcolumns = [part * jnp.exp(beyond) for part in parts(dy)]
     dupto, dbeyond = (parts(dz * z.astype(jnp.float32)) for dz, z in ((dx, x), (dy, y)))
-    return drows, dupto, dcolumns, functools.reduce(jnp.add, dbeyond)
+    return (_Operands(drows, dupto, dcolumns, functools.reduce(jnp.add, dbeyond)),)
 
 
 _products.defvjp(_products_forward, _products_backward)

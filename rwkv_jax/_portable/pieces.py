@@ -56,7 +56,8 @@ class _Between(NamedTuple):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _between(product: Products, log_decay: Array) -> _Between:
     """From sums of log decays. Nothing is subtracted, so that a large number leaves the others
-    their digits."""
+    their digits. The transpose of a product that JAX derives would be laid out the other way round.
+    """
     return _between_forward(product, log_decay)[0]
 
 
@@ -79,8 +80,8 @@ _between.defvjp(_between_forward, _between_backward)
 
 
 def _by_halves(product: Products, log_decay: Array) -> _Between:
-    """The same in float32 with the fewest additions: the sums of a piece follow from those of its
-    halves."""
+    """The same as `_between` in float32, with the fewest additions: the sums of a piece follow from
+    those of its halves."""
     *lead, length, size = log_decay.shape
     before = after = jnp.zeros_like(log_decay)
     total, second, first = log_decay, list[Array](), list[Array]()
