@@ -16,8 +16,8 @@ LENGTH, SIZE = 32, 4
 RNG = np.random.default_rng(0)
 
 
-@pytest.mark.parametrize("decay", ["log", "sigmoid"])
-def test_decays_between_tokens(decay: str) -> None:
+@pytest.mark.parametrize(("decay", "fewest"), [("log", True), ("log", False), ("sigmoid", True)])
+def test_decays_between_tokens(decay: str, fewest: bool) -> None:
     """Each product of two factors against the sum of the log decays between two tokens: for "log"
     with tokens that forget everything, next to others that forget little."""
     x, y = RNG.standard_normal((2, 1, LENGTH, SIZE)).astype(np.float32)
@@ -28,7 +28,9 @@ def test_decays_between_tokens(decay: str) -> None:
     else:
         w = RNG.uniform(-8, 8, x.shape)
         log_decay = -np.exp(-0.5) / (1 + np.exp(-w))
-    found = jax.jit(internals.link, static_argnums=0)(decay, w.astype(np.float32), x, y)
+    found = jax.jit(internals.link, static_argnums=(0, 1))(
+        decay, fewest, w.astype(np.float32), x, y
+    )
 
     log_decay = np.float32(log_decay).astype(np.float64)
     upto = np.cumsum(log_decay, axis=1)

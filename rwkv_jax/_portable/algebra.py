@@ -96,7 +96,7 @@ def factors(
         x = _where(segment == 0, x)
         y = _where(segment == segment[..., -1:], y)
         same = segment[..., None, :, None, None] == segment[..., None, None, None, :]
-        pairs = jnp.where(same, pairs, jnp.zeros_like(pairs))
+        pairs = jnp.where(same, pairs, 0)
     if any(z is not None for z in now):
         own = stacked([stacked([_same_token(z, y) for y in columns], -1) for z in now], -3)
         i, j = entries(length)
@@ -108,7 +108,7 @@ def _where(chosen: Array, x: Array) -> Array:
     """`x` [..., n T, K] where tokens [..., T] are chosen, and else 0."""
     several = x.shape[-2] // chosen.shape[-1]
     chosen = jnp.concatenate([chosen] * several, axis=-1)
-    return jnp.where(chosen[..., None], x, jnp.zeros_like(x))
+    return jnp.where(chosen[..., None], x, 0)
 
 
 def _same_token(z: Array | None, y: Array) -> Array:

@@ -102,13 +102,13 @@ def _products_forward(
     shape = (*lead, len(rows), length, len(columns), length)
     if product.fewest:
         found = product("...ik,...jk->...ij", x, y).reshape(shape)
-        found = _where(_earlier(after, length), found)
+        found = jnp.where(_earlier(after, length), found, 0)
     else:
         # What meets U and what meets V is used apart, and comes from products of its own.
         blocks = [[product.apart("...ik,...jk->...ij", x, y) for y in others] for x in several]
         for row, there in zip(blocks, _earlier(after, length), strict=True):
             first = 0 if row is blocks[-1] else 1
-            row[first:] = [_where(there[:, 0], block) for block in row[first:]]
+            row[first:] = [jnp.where(there[:, 0], block, 0) for block in row[first:]]
         found = jnp.concatenate([jnp.concatenate(row, axis=-1) for row in blocks], axis=-2)
     return (x, y, found.reshape(shape)), (upto, beyond, x, y)
 
@@ -124,7 +124,7 @@ def _products_backward(
     not rounded itself."""
     upto, beyond, x, y = saved
     more_dx, more_dy, found = cotangents
-    found = _where(_earlier(after, beyond.shape[-2]), found)
+    found = jnp.where(_earlier(after, beyond.shape[-2]), found, 0)
     found = found.reshape(*found.shape[:-4], x.shape[-2], y.shape[-2])
     dx = product("...ij,...jk->...ik", found, y, jnp.float32) + more_dx.astype(jnp.float32)
     dy = product("...ij,...ik->...jk", found, x, jnp.float32) + more_dy.astype(jnp.float32)
@@ -145,7 +145,3 @@ def _earlier(after: tuple[bool, ...], length: int) -> Array:
     """Which tokens have written before each row reads [G, T, 1, T]."""
     i, j = entries(length)
     return jnp.stack([i >= j if of_row else i > j for of_row in after])[:, :, None, :]
-
-
-def _where(chosen: Array, x: Array) -> Array:
-    return jnp.where(chosen, x, jnp.zeros_like(x))

@@ -53,12 +53,7 @@ from rwkv_jax._portable import algebra, inverses
 from rwkv_jax._portable.algebra import Tokens
 from rwkv_jax._portable.decay import BOUNDED
 from rwkv_jax._portable.operands import Carried, LinksOfRows, Path, links
-from rwkv_jax._portable.products import (
-    Products,
-    exact,
-    on_matrix_units,
-    stacked,
-)
+from rwkv_jax._portable.products import Products, exact, on_matrix_units, stacked
 from rwkv_jax._portable.slabs import ELSEWHERE, LONG_LINKS, ON_CPU, Sizes
 from rwkv_jax._portable.steps import Steps, steps
 from rwkv_jax._portable.terms import TermsFn

@@ -8,12 +8,6 @@ from jax import Array, lax
 
 from rwkv_jax._portable.products import Products, entries
 
-
-def diagonal(x: Array) -> Array:
-    """The matrices with the diagonals `x` [..., T]."""
-    return jnp.where(jnp.eye(x.shape[-1], dtype=bool), x[..., None], 0.0)
-
-
 SMALL = 8
 """The side of a matrix whose inverse takes the fewest products, though most of their terms are 0:
 of fewer rows there are too many matrices."""
@@ -72,7 +66,7 @@ def _small_inverse(times: Callable[[Array, Array], Array], x: Array) -> Array:
     """By products of whole matrices, of which only the pairs of different halves count."""
     side = x.shape[-1]
     i, j = entries(side)
-    result, half = diagonal(jnp.ones_like(x[..., 0])), 1
+    result, half = jnp.broadcast_to((i == j).astype(x.dtype), x.shape), 1
     while half < side:
         differ = i ^ j
         between = jnp.where((i > j) & (half <= differ) & (differ < 2 * half), x, 0.0)

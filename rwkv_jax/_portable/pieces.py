@@ -158,4 +158,4 @@ def _of_pieces(x: Array, half: int, g: int, h: int) -> Array:
     widths = [none] * len(lead) + [none, none, second, none, none, none, first, none]
     x = lax.pad(x, jnp.zeros((), x.dtype), widths).reshape(*lead, g, 2 * tokens, h, 2 * tokens)
     i, j = (n[:, None, :] // (2 * half) for n in entries(2 * tokens))
-    return jnp.where(i == j, x, jnp.zeros_like(x))
+    return jnp.where(i == j, x, 0)

@@ -522,10 +522,10 @@ def use_matrix_units(monkeypatch: pytest.MonkeyPatch) -> None:
     jax.clear_caches()
 
 
-def link(decay: str, w: Any, x: Any, y: Any) -> dict[str, Any]:
+def link(decay: str, fewest: bool, w: Any, x: Any, y: Any) -> dict[str, Any]:
     """The decays of links [..., T, K] of `xla`, and the pairs of their tokens, where x is read
     before tokens, after them, and before them while x + y meets the token itself."""
-    product = products.Products(jnp.float32, jax.lax.Precision.HIGHEST, fewest=True)
+    product = products.Products(jnp.float32, jax.lax.Precision.HIGHEST, fewest)
     decays = algebra.decays(w, decay, algebra.Tokens(), product)
     reads = [terms.Read(x), terms.Read(x, after=True), terms.Read(x, now=x + y)]
     found = algebra.factors(product, decays, algebra.Tokens(), reads, [y])
