@@ -230,6 +230,77 @@ def test_another_decoder(tmp_path: Path) -> None:
         tokenizers.load(path)
 
 
+def change(path: Path, change: dict[str, Any]) -> Path:
+    """A file of `write_tokenizer` with other values, which for dictionaries are changes of them."""
+    content = json.loads(write_tokenizer(path).read_text())
+    for name, x in change.items():
+        content[name] = content[name] | x if isinstance(content[name], dict) else x
+    path.write_text(json.dumps(content))
+    return path
+
+
+def test_all_of_a_text_is_encoded_in_one_way(tmp_path: Path) -> None:
+    """Whatever a file says of truncation, padding and dropout."""
+    text = 10 * "the end of the text "
+    expected = tokenizers.load(write_tokenizer(tmp_path / "plain.json")).encode(text)
+    saved = hugging_face.Tokenizer.from_file(
+        str(change(tmp_path / "tokenizer.json", {"model": {"dropout": 0.5}}))
+    )
+    saved.enable_truncation(8)
+    saved.enable_padding(length=500)
+    saved.save(str(tmp_path / "tokenizer.json"))
+    assert tokenizers.load(tmp_path / "tokenizer.json").encode(text) == expected
+    saved.no_padding()
+    assert len(saved.encode(text).ids) == 8  # so that there was something to ignore
+
+
+NFC = {"type": "NFC"}
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+REMOVED = {"type": "Split", "pattern": {"String": " "}, "behavior": "Removed", "invert": False}
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"normalizer": {"type": "Lowercase"}}, "makes 'abc.*' of the text 'ABC"),
+        ({"normalizer": {"type": "NFKC"}}, r"makes ' ¡.*' of the text '\\xa0¡"),
+        ({"normalizer": {"type": "StripAccents"}}, "of the text"),
+        (
+            {"normalizer": {"type": "Strip", "strip_left": False, "strip_right": True}},
+            r"makes '' of the text ' \\n '",
+        ),
+        ({"normalizer": {"type": "Prepend", "prepend": "a"}}, r"makes 'a.*' of the text '\\x00"),
+        ({"pre_tokenizer": BYTES | {"add_prefix_space": True}}, r"makes ' .*' of the text '\\x00"),
+        ({"pre_tokenizer": {"type": "Sequence", "pretokenizers": [REMOVED, BYTES]}}, "of the text"),
+        ({"model": {"end_of_word_suffix": "x"}}, "of the text"),
+    ],
+    ids=lambda x: str(x)[:60],
+)
+def test_what_changes_text_is_refused(
+    tmp_path: Path, changed: dict[str, Any], message: str
+) -> None:
+    path = change(tmp_path / "tokenizer.json", changed)
+    with pytest.raises(ValueError, match=rf"tokenizer\.json: the tokenizer .*{message}"):
+        tokenizers.load(path)
+
+
+def test_a_text_that_is_changed_is_refused(tmp_path: Path) -> None:
+    """Even if all others are not, from the first character that differs on."""
+    replace = {"type": "Replace", "pattern": {"String": "colour"}, "content": "color"}
+    tokenizer = tokenizers.load(change(tmp_path / "tokenizer.json", {"normalizer": replace}))
+    assert tokenizer.decode(tokenizer.encode("a color")) == "a color"
+    with pytest.raises(ValueError, match=r"json: the tokenizer makes 'r' of the text 'ur'; accept"):
+        tokenizer.encode("a colour")
+
+
+@pytest.mark.parametrize("normalizer", [NFC, {"type": "Sequence", "normalizers": [NFC]}], ids=str)
+def test_a_normal_form_is_the_same_text(tmp_path: Path, normalizer: dict[str, Any]) -> None:
+    """Models of the Pile have such a tokenizer."""
+    path = change(tmp_path / "tokenizer.json", {"normalizer": normalizer})
+    tokenizer = tokenizers.load(path)
+    assert tokenizer.decode(tokenizer.encode("e\u0301 é")) == "é é"
+
+
 def test_world_without_the_fast_encoder(
     by_kind: dict[str, tokenizers.Tokenizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:

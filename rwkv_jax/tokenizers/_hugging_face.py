@@ -1,23 +1,31 @@
 """Tokenizers of `tokenizer.json` files of Hugging Face, whose tokens stand for bytes."""
 
 import json
+import unicodedata
 from pathlib import Path
 
 from rwkv_jax.tokenizers._tokenizer import Tokenizer
 
 _END_OF_TEXT = "<|endoftext|>"
 
+_CHARACTERS = (*range(0x800), *range(0x800, 0xD800, 0x800), *range(0x10000, 0x110000, 0x10000))
+_PROBES = ("".join(map(chr, _CHARACTERS)), " \n ")
+"""Texts that a tokenizer has to give back, with all bytes of UTF-8, upper case and accents. One has
+no space in front, and one is whitespace alone."""
+
 
 def hugging_face(name: str, path: Path, vocabulary: int | None) -> Tokenizer:
     """The tokenizer in a file, which the package `tokenizers` runs.
 
-    Special tokens have no text, and text that looks like one is text.
+    Special tokens have no text, and text that looks like one is text. What a file says of
+    truncation, of padding and of random merges (`dropout`) is for training with batches of it, and
+    is ignored: all of a text is encoded, always in the same way.
 
     Raises:
       FileNotFoundError: there is no such file.
       ImportError: the package `tokenizers` is not installed.
-      ValueError: the file has no tokenizer, or one whose tokens do not stand for bytes, or tokens
-        that are not below `vocabulary`.
+      ValueError: the file has no tokenizer, or one whose tokens do not stand for bytes or that
+        changes text, or tokens that are not below `vocabulary`.
     """
     content = path.read_bytes()
     try:
@@ -35,6 +43,10 @@ def hugging_face(name: str, path: Path, vocabulary: int | None) -> Tokenizer:
     if kind != "ByteLevel":
         raise ValueError(f"{path}: the decoder is {kind}; accepted is ByteLevel")
     tokenizer.encode_special_tokens = True
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    if getattr(tokenizer.model, "dropout", None) is not None:
+        tokenizer.model.dropout = None
     alphabet = _alphabet()
     added = tokenizer.get_added_tokens_decoder()
     pieces = {
@@ -42,15 +54,39 @@ def hugging_face(name: str, path: Path, vocabulary: int | None) -> Tokenizer:
         for text, token in tokenizer.get_vocab(with_added_tokens=False).items()
     }
     pieces |= {token: b"" if x.special else x.content.encode() for token, x in added.items()}
+
+    def encode(text: str) -> list[int]:
+        tokens = tokenizer.encode(text, add_special_tokens=False).ids
+        _check(path, text, b"".join(map(pieces.__getitem__, tokens)).decode(errors="replace"))
+        return tokens
+
+    for probe in _PROBES:
+        encode(probe)
     return Tokenizer(
         name,
         max(pieces, default=-1) + 1 if vocabulary is None else vocabulary,
         pieces,
-        lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
+        encode,
         next(
             (token for token, x in added.items() if x.special and x.content == _END_OF_TEXT), None
         ),
     )
+
+
+def _check(path: Path, text: str, decoded: str) -> None:
+    """Refuse tokens that stand for another text than the one that was encoded. Many tokenizers
+    first compose its characters as in the normal form NFC of Unicode, which is the same text."""
+    if text == decoded:
+        return
+    text, decoded = (unicodedata.normalize("NFC", x) for x in (text, decoded))
+    if text != decoded:
+        pairs = enumerate(zip(text, decoded, strict=False))
+        start = next((i for i, (x, y) in pairs if x != y), min(len(text), len(decoded)))
+        raise ValueError(
+            f"{path}: the tokenizer makes {decoded[start : start + 20]!r} of the text "
+            f"{text[start : start + 20]!r}; accepted is one whose tokens decode to the text, or "
+            "to one with the same normal form NFC"
+        )
 
 
 def _alphabet() -> dict[str, int]:

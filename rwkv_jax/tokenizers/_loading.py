@@ -22,7 +22,9 @@ def load(name_or_path: str | os.PathLike[str], vocabulary: int | None = None) ->
       `rwkv_vocab_v20230424.txt`.
     - a `.json` file: a `tokenizer.json` of Hugging Face with the decoder ByteLevel, such as
       `20B_tokenizer.json` of the RWKV-4 models of the Pile. Special tokens have no text, and the
-      text of one is encoded as any other text.
+      text of one is encoded as any other text. Truncation, padding and dropout are ignored. A file
+      that changes text, other than to its normal form NFC, is refused: one that adds a space in
+      front, that changes to lower case, or that leaves out whitespace.
     - "bytes": each byte of the text in UTF-8 is a token.
 
     Args:
@@ -33,8 +35,8 @@ def load(name_or_path: str | os.PathLike[str], vocabulary: int | None = None) ->
     Raises:
       FileNotFoundError: there is no such file.
       ImportError: a package that the tokenizer needs is not installed.
-      ValueError: there is no such name, the file has no tokenizer, or the tokenizer has more tokens
-        than `vocabulary`.
+      ValueError: there is no such name, the file has no tokenizer or one that changes text, or the
+        tokenizer has more tokens than `vocabulary`.
     """
     name, path = str(name_or_path), Path(name_or_path)
     if name == "world":

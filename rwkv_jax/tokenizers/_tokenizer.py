@@ -49,6 +49,7 @@ class Tokenizer:
 
         Raises:
           UnicodeEncodeError: the text has a surrogate without its other half. It is a ValueError.
+          ValueError: the tokenizer of a `tokenizer.json` makes another text of this one.
         """
         text.encode()  # the surrogates, about which encoders disagree
         return self._encode(text)
