@@ -253,6 +253,23 @@ def test_targets_outside_the_vocabulary() -> None:
     np.testing.assert_array_equal(np.isnan(losses), ~mask)
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"recompute": True}, {"soft_cap": 3.0}, {"reduction": "none"}], ids=str
+)
+def test_features_of_tokens_that_do_not_count(options: dict) -> None:
+    """Nor do the cotangents of their losses: none of them is in any gradient."""
+    given, cotangents = arrays(3, 7), np.float32(0.7)
+    wrong = np.resize([np.nan, np.inf, -np.inf], given["features"].shape)
+    features = np.where(given["mask"][..., None], given["features"], wrong.astype(np.float32))
+    if options.get("reduction") == "none":
+        cotangents = np.where(given["mask"], cotangents, np.nan)
+    found = value_and_gradients(given | {"features": features}, cotangents, **options)
+    mine = {name: x for name, x in options.items() if name != "recompute"}
+    expected = oracle(**given, cotangents=0.7, **mine)
+    assert_exact(found, expected)
+    assert not np.asarray(found["dfeatures"])[~given["mask"]].any()
+
+
 def test_vmap() -> None:
     """Over features, over weights, and over both, inside and outside of a gradient."""
     given = arrays(5)

@@ -48,7 +48,7 @@ def cross_entropy(
       targets: integers [...], the token to be predicted at each place. The loss of a target outside
         the vocabulary is NaN.
       mask: booleans [...], which tokens count; all if None. A token that does not count has a loss
-        and gradients of 0, whatever its target is.
+        and gradients of 0, whatever its target is and even if its features are NaN.
       reduction: "mean" over the tokens that count, which is 0 if there are none; "sum" of them; or
         "none", the loss of each token.
       z_loss: the weight of log_sum^2, which keeps the logits from drifting; 1e-4 is usual.

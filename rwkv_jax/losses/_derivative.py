@@ -145,7 +145,7 @@ def _of_tokens_backward(
     def local(axis: Axis, *arrays: Array) -> tuple[Array, ...]:
         cotangents, *statistics = arrays[count:]
         tokens, weight = _taken_apart(arrays[:count])
-        tokens = tokens._replace(scale=tokens.scale * cotangents)
+        tokens = tokens._replace(scale=jnp.where(tokens.scale == 0, 0.0, cotangents))
         return tuple(_slabs.gradients(options, axis, tokens, weight, Statistics(*statistics)))
 
     axes = _operand_axes(operands)
@@ -179,4 +179,6 @@ def _gradient_axes(operands: Operands) -> tuple[Axes, ...]:
 
 def _taken_apart(operands: Sequence[Array]) -> tuple[Tokens, Array]:
     features, weight, targets, mask = operands
+    # Times a gradient of 0, NaN would be NaN in the gradient of the weight.
+    features = jnp.where(mask[..., None], features, 0.0)
     return Tokens(features, targets, mask.astype(jnp.float32)), weight
