@@ -1,4 +1,4 @@
-"""WKV4 in plain XLA as it runs on other platforms than CPUs."""
+"""WKV4: resets of the state, and plain XLA as it runs on other platforms than CPUs."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ import pytest
 from support import internals
 from support.cases import Case
 from support.harness import assert_right, check, expected, operands, value_and_gradients
-from support.operators import Run
+from support.operators import Run, available
 
 IDS = np.array([[0] * 3 + [4] * 6 + [0] * 8 + [4, 5, 6] * 3 + [0] * 2 + [9] * 45])
 
@@ -26,6 +26,19 @@ CASES = [
         id="short-sequences",
     ),
 ]
+
+
+RESETS = Case(2, 67, 1, 16, decay="log")
+
+
+@pytest.mark.parametrize("implementation", available("wkv4", RESETS))
+def test_a_log_decay_of_minus_infinity(implementation: str) -> None:
+    """Each token forgets all before it, as with any decay whose factor is 0."""
+    run = Run("wkv4", implementation)
+    inputs, cotangents = operands(run.op, RESETS)
+    w = {x: np.where(np.arange(16) % 3, inputs["w"], np.float32(x)) for x in (-np.inf, -1e30)}
+    found = value_and_gradients(run, inputs | {"w": w[-np.inf]}, cotangents, decay="log")
+    assert_right(found, expected(run.op, inputs | {"w": w[-1e30]}, cotangents, decay="log"))
 
 
 @pytest.mark.slow

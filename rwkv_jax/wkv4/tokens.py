@@ -62,7 +62,8 @@ class Tokens:
         log_decay, self.pull_back = jax.vjp(
             lambda w: unbounded_log_decay(w, options.decay), inputs["w"]
         )
-        self.walk = Walk(log_decay, unrolled)
+        # Of no tokens -inf, which resets a state, would be NaN.
+        self.walk = Walk(jnp.maximum(log_decay, jnp.finfo(jnp.float32).min), unrolled)
         self.lay_out(inputs["k"].shape[1], packing)
         if self.marks is None:
             there = jnp.ones((1, self.count), bool)
