@@ -64,6 +64,20 @@ def test_errors(tmp_path: Path) -> None:
         jax.grad(lambda p: jnp.sum(rwkv7.apply(p, jnp.zeros((1, 2), jnp.int32))[0]))(small)
 
 
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
+def test_numbers_that_are_not_finite(tmp_path: Path, wrong: float) -> None:
+    """Integers have none of them. Where nothing can be refused, their group is NaN, and no other
+    one."""
+    params = models.load(_saved(tmp_path / "model.safetensors", layers=1)).params
+    params = params._replace(head=Weight(params.head.weight.at[1, 9].set(wrong)))
+    with pytest.raises(ValueError, match="head has NaN or an infinity; accepted are finite"):
+        models.quantize(params)
+    wide = jax.jit(lambda params: models.quantize(params, group=8).head.wide())(params)
+    groups = np.isnan(wide).reshape(len(wide), -1, 8)
+    assert groups[1, 1].all()
+    assert groups.sum() == 8
+
+
 @pytest.mark.parametrize("version", ["RWKV-4", "RWKV-5.2", "RWKV-6", "RWKV-7"])
 def test_files_and_models(tmp_path: Path, version: str) -> None:
     """A file gives back what was saved, whatever dtype is asked for; and a model computes with the

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, core
 from jax.tree_util import KeyPath
 from jaxtyping import Float
 
@@ -39,7 +39,9 @@ def quantize(params: Any, *, group: int | None = None) -> Params:
 
     Raises:
       TypeError: `params` are not the parameters of a model.
-      ValueError: `group` does not divide the inputs of a matrix, or a matrix is quantised already.
+      ValueError: `group` does not divide the inputs of a matrix, or a matrix is quantised already,
+        or has NaN or an infinity. Inside `jit`, where numbers are not known, such a group gets a
+        scale of NaN or infinity instead, with which all that it stands for is NaN.
     """
     if not isinstance(params, Params):
         raise TypeError(f"quantize: params is a {type(params).__name__}; accepted is a Params")
@@ -59,7 +61,12 @@ def quantize(params: Any, *, group: int | None = None) -> Params:
                 f"quantize: group is {group}; accepted is a divisor of the {inputs} inputs of "
                 f"{name}"
             )
-        return _quantized(x.weight, inputs // size)
+        small = _quantized(x.weight, inputs // size)
+        if not isinstance(small.scale, core.Tracer) and not jnp.all(jnp.isfinite(small.scale)):
+            raise ValueError(
+                f"quantize: {name} has NaN or an infinity; accepted are finite numbers"
+            )
+        return small
 
     return jax.tree_util.tree_map_with_path(
         quantized, params, is_leaf=lambda x: isinstance(x, Weight | WeightByInput)
