@@ -65,11 +65,12 @@ def load(
       FileNotFoundError: there is no such file.
       ValueError: the file is damaged; or arrays are missing, of no use, or have another shape or
         dtype than a session of this model, all of which the message lists.
+      TypeError: `dtype` is no dtype that activations can have.
     """
     found = {name: x.array for name, x in safetensors.read(mapped(path), str(path)).items()}
     positions = found.get("positions", np.zeros(1, np.int32))
     batch = max(len(positions), 1) if positions.ndim == 1 else 1
-    model = Model(module, jnp.dtype(dtype), None)
+    model = Model(module, _parameters.floating("load", dtype), None)
     expected = jax.eval_shape(functools.partial(started, model, batch=batch), params)
     form = jax.tree.structure(expected.state)
     in_turn = jax.eval_shape(lambda x: x._replace(state=unstack(x.state)), expected)

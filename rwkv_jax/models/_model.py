@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.typing import DTypeLike
 from jaxtyping import Float, Float32, Int, Key, PyTree
 
-from rwkv_jax.models import _initialisation, _placement, _recomputation, _trees
+from rwkv_jax.models import _initialisation, _parameters, _placement, _recomputation, _trees
 from rwkv_jax.models._linear import embed, logits
 from rwkv_jax.models._normalisation import layer_norm
 from rwkv_jax.models._recomputation import Recompute
@@ -91,6 +91,7 @@ class Generation:
     def initial_state(self, params: Params, batch: int, dtype: DTypeLike = jnp.float32) -> State:
         """The state before the first token of `batch` rows, in the form of `params`. `dtype` is the
         dtype of the activations."""
+        dtype = _parameters.floating(self.name, dtype)
         return _trees.initial_state(self.initial_wkv, params, batch, dtype)
 
     def postponed(self, params: Params, state: State) -> State:
@@ -147,15 +148,16 @@ class Generation:
           The features [B, T, C] or [B, C] in `dtype`, and the next state.
 
         Raises:
-          TypeError, ValueError: `segment_ids` is wrong; `state` has another form than `params`; or
-            `layers` is "fused" where there are no such kernels.
+          TypeError, ValueError: `segment_ids` is wrong; `state` has another form than `params`;
+            `dtype` is not float32, bfloat16 or float16; or `layers` is "fused" where there are no
+            such kernels.
           NotImplementedError: an implementation cannot run the call.
         """
         check_segment_ids(self.name, segment_ids, tokens.shape)
         if layers == FUSED:
             self._check_fused(tokens, implementation)
         options = Options(segment_ids, implementation, layers, wkv or self.wkv)
-        x = embed(params.emb, tokens, dtype)
+        x = embed(params.emb, tokens, _parameters.floating(self.name, dtype))
         block = functools.partial(_block, self, self._step_for(params, tokens, options), options)
         recomputed = functools.partial(_recomputation.recomputed, block, recompute)
         if isinstance(params.blocks, Stacked):

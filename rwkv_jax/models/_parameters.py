@@ -3,11 +3,14 @@
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.tree_util import KeyPath
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
+from rwkv_jax._operator import check
 from rwkv_jax.models._linear import Weight, WeightByInput
 
 Tree = TypeVar("Tree")
@@ -24,6 +27,23 @@ def names(params: PyTree[Leaf]) -> dict[str, Leaf]:
     of the stacked form."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(params)
     return {name(path): x for path, x in leaves}
+
+
+def floating(what: str, dtype: DTypeLike, more: tuple[str, ...] = ()) -> np.dtype:
+    """The dtype of parameters or activations: one that the operators take, or one of `more`.
+
+    Raises:
+      TypeError: it is another one, or one that JAX replaces by a narrower one unless 64-bit types
+        are enabled. The message begins with `what`.
+    """
+    accepted = [x for x in (*check.DTYPES, *more) if jax.dtypes.canonicalize_dtype(x) == x]
+    try:
+        found = jnp.dtype(dtype)
+        if str(found) in accepted:
+            return found
+    except TypeError:
+        found = repr(dtype)
+    raise TypeError(f"{what}: dtype is {found}; accepted are {', '.join(accepted)}")
 
 
 def cast(params: Tree, dtype: DTypeLike) -> Tree:
