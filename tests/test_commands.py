@@ -84,7 +84,7 @@ def test_convert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """From form to form and back, bit for bit; and to another dtype."""
     first, last = tmp_path / "first.safetensors", tmp_path / "last.safetensors"
     archive, folder = tmp_path / "model.pth", tmp_path / "fla"
-    checkpoints.write_safetensors(first, checkpoints.rwkv7())
+    checkpoints.write_safetensors(first, checkpoints.rwkv7(heads=1, head_size=64))
     for source, target, *more in (
         (first, archive),
         (archive, folder, "--names", "fla"),
@@ -92,7 +92,7 @@ def test_convert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ):
         assert _commands.main(["convert", str(source), str(target), *more]) == 0
         done = capsys.readouterr().out
-        assert done == f"{target}: RWKV-7, 18,744 parameters, 75 kB\n"
+        assert done == f"{target}: RWKV-7, 111,424 parameters, 446 kB\n"
         assert _commands.main(["convert", str(source), str(target), *more]) == 2
         error = capsys.readouterr().err
         assert error == f"rwkv-jax convert: {target} exists; --force replaces it\n"

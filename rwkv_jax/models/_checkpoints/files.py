@@ -6,8 +6,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rwkv_jax import _files
 from rwkv_jax.models._checkpoints import safetensors, torch_archive
-from rwkv_jax.models._checkpoints.tensors import Tensor, mapped, quoted
+from rwkv_jax.models._checkpoints.tensors import (
+    MAX_DESCRIPTION,
+    Tensor,
+    check_count,
+    mapped,
+    quoted,
+)
 
 CONFIG = "config.json"
 
@@ -32,10 +39,13 @@ def read(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         if not (path.parent / file).is_file():
             raise ValueError(f"{path}: there is no file {quoted(file)} beside the index")
         tensors = _of_file(path.parent / file)
+        if not tensors:
+            raise ValueError(f"{path}: {quoted(file)} beside the index has no tensors")
         if twice := sorted(found.keys() & tensors.keys()):
             name = twice[0]
             raise ValueError(f"{path}: {quoted(name)} is in {found[name].file} and in {file}")
         found |= tensors
+        check_count(str(path), len(found))
     return found
 
 
@@ -47,12 +57,15 @@ def _of_file(path: Path) -> dict[str, Tensor]:
 
 def _in_folder(folder: Path) -> Path:
     for pattern in _PREFERRED:
-        found = sorted(folder.glob(pattern))
-        if len(found) == 1:
-            return found[0]
-        if found:
-            names = ", ".join(path.name for path in found[:10])
+        if not (found := sorted(folder.glob(pattern))):
+            continue
+        names = ", ".join(quoted(path.name) for path in found[:10])
+        if len(found) > 1:
             raise ValueError(f"{folder}: the folder has several checkpoints, {names}; name one")
+        # The name is in each message about the file.
+        if not found[0].name.isprintable():
+            raise ValueError(f"{folder}: the name {names} has characters that cannot be printed")
+        return found[0]
     raise ValueError(f"{folder}: the folder has no file {', '.join(_PREFERRED)}")
 
 
@@ -61,9 +74,10 @@ def _of_index(path: Path) -> list[str]:
     files = json_object(path).get("weight_map")
     if not isinstance(files, dict) or not files:
         raise ValueError(f"{path}: the index has no weight_map")
+    check_count(str(path), len(files))
     names = set(files.values()) if all(isinstance(x, str) for x in files.values()) else {""}
     for name in sorted(names):
-        if name in ("", ".", "..") or any(sign in name for sign in "/\\\0"):
+        if name in ("", ".", "..") or any(x in "/\\" or not x.isprintable() for x in name):
             raise ValueError(
                 f"{path}: the index names {quoted(name)}; accepted are names of files beside it"
             )
@@ -78,7 +92,7 @@ def check_config(path: Path, accepted: Mapping[str, tuple[Any, ...]]) -> None:
       ValueError: it asks for another formula.
     """
     path = (path if path.is_dir() else path.parent) / CONFIG
-    if not path.is_file():
+    if not path.exists():
         return
     config = json_object(path)
     for name, values in accepted.items():
@@ -93,10 +107,11 @@ def json_object(path: Path) -> dict[str, Any]:
     """The object in a JSON file.
 
     Raises:
-      ValueError: the file has none.
+      ValueError: the file has none, is too large or is no regular one.
     """
+    content = _files.content(path, MAX_DESCRIPTION)
     try:
-        found = json.loads(path.read_bytes())
+        found = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: the file is no valid JSON: {error}") from None
     if not isinstance(found, dict):

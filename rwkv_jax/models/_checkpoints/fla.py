@@ -6,11 +6,15 @@ Linear maps of low rank are transposed in FLA; all other arrays are the same.
 import re
 from typing import Any
 
-from rwkv_jax.models._checkpoints.tensors import Tensor
+from rwkv_jax.models._checkpoints.tensors import Tensor, described, quoted
 from rwkv_jax.models._checkpoints.writing import Arrays, Stored
 
 PREFIXES = ("model.", "lm_head.")
 """The beginnings of names that only FLA has."""
+
+_HEAD_SIZE = 64
+"""The head size for which FLA has the formula of RWKV-LM. The eps of its `g_norm` is the head size
+times `norm_eps`, and that of RWKV-LM is 64e-5 for all head sizes."""
 
 CONFIG = {"model_type": ("rwkv7",), "hidden_act": ("sqrelu",), "norm_eps": (1e-5,)}
 """What `config.json` may have that the shapes of tensors do not tell."""
@@ -82,9 +86,25 @@ def is_transposed(official: str) -> bool:
     return re.fullmatch(r"blocks\.\d+\.att\.[wavg][12]", official) is not None
 
 
+def check_head_size(what: str, shape: tuple[int, ...]) -> None:
+    """Raise an error that begins with `what` if FLA has another formula than RWKV-LM for a model
+    whose `r_k` has this shape."""
+    if shape[-1:] != (_HEAD_SIZE,):
+        raise ValueError(
+            f"{what}; accepted is [H, {_HEAD_SIZE}], because flash-linear-attention normalises with "
+            "another eps than RWKV-LM where the head size is another one"
+        )
+
+
 def to_official(given: str, x: Tensor) -> dict[str, Tensor]:
-    """The official tensors that a tensor of FLA holds, by their names."""
+    """The official tensors that a tensor of FLA holds, by their names.
+
+    Raises:
+      ValueError: FLA has another formula for this head size.
+    """
     name = official_name(given)
+    if name.endswith(".att.r_k"):
+        check_head_size(f"{x.file}: {quoted(given)} is {x.described()}", x.array.shape)
     if name.endswith(f".{_MIXES}") and x.array.ndim == 2 and len(x.array) == len(_MIX_NAMES):
         prefix = name.removesuffix(_MIXES)
         return {prefix + mix: Tensor(x.array[i], x.file) for i, mix in enumerate(_MIX_NAMES)}
@@ -108,11 +128,13 @@ def config(arrays: Arrays) -> dict[str, Any]:
     """The content of `config.json` for arrays with official names.
 
     Raises:
-      ValueError: the rank of a map is not the same in all layers.
+      ValueError: the rank of a map is not the same in all layers, or FLA has another formula for
+        this head size.
     """
     vocabulary, width = arrays["emb.weight"].array.shape
     hidden = len(arrays["blocks.0.ffn.key.weight"].array)
-    heads, head_size = arrays["blocks.0.att.r_k"].array.shape
+    heads, head_size = shape = arrays["blocks.0.att.r_k"].array.shape
+    check_head_size(f"save: r_k is {described(shape)}", shape)
     ranks = {}
     for map_, word in {"w": "decay", "a": "a", "v": "v", "g": "gate"}.items():
         found = {x.array.shape[1] for name, x in arrays.items() if name.endswith(f".att.{map_}1")}

@@ -216,13 +216,21 @@ def sizes(what: str, layout: Layout, shapes: Shapes) -> dict[str, int]:
     return told
 
 
-def expected(layout: Layout, config: Any, shapes: Shapes) -> Any:
-    """The parameters of a model as `jax.ShapeDtypeStruct`, for a file with these shapes."""
+def expected(what: str, layout: Layout, config: Any, shapes: Shapes) -> Any:
+    """The parameters of a model as `jax.ShapeDtypeStruct`, for a file with these shapes.
+
+    Raises:
+      ValueError: the file has less than half of them, which are too many to list. The message
+        begins with `what`.
+    """
     # All blocks but the first one have the same shapes, and two are enough to know them.
     few = type(config)(**vars(config) | {"layers": min(config.layers, 2)})
     params = jax.eval_shape(lambda key: layout.module.init(key, few), jax.random.key(0))
     params = layout.version(params, shapes)
     first, *others = params.blocks
+    count = len(jax.tree.leaves(params)) + (config.layers - 2) * len(jax.tree.leaves(others))
+    if count > 2 * len(shapes):
+        raise ValueError(f"{what}: {len(shapes)} tensors; {layout.name} with {config} has {count}")
     params = params._replace(blocks=(first, *others * (config.layers - 1)))
     found: dict[str, int] = {}
     own = {

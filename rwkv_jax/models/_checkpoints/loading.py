@@ -82,10 +82,11 @@ def _found(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], Checkpoint]
     shapes = {name: _shape(x) for name, x in tensors.items()}
     layout = layout_of(str(path), tensors)
     config = layout.module.Config(**sizes(str(path), layout, shapes))
-    params = expected(layout, config, shapes)
+    params = expected(str(path), layout, config, shapes)
     params = _with_scales(params, shapes)
     wanted = _parameters.names(params)
-    _check(path, layout, config, tensors, wanted)
+    parameters = {name: x for name, x in tensors.items() if not TIME_STATE.fullmatch(name)}
+    _check(path, layout, config, parameters, wanted)
     params = jax.tree_util.tree_map_with_path(
         lambda key, x: jax.ShapeDtypeStruct(x.shape, tensors[_parameters.name(key)].array.dtype),
         params,
@@ -148,7 +149,8 @@ def load(
 
     Args:
       path: the file or the folder.
-      dtype: the dtype of the parameters; that of each tensor in the file if None. Float64 becomes
+      dtype: the dtype of the parameters: float32, bfloat16, float16 or, where JAX has 64-bit types
+        enabled, float64. If None, it is that of each tensor in the file, where float64 becomes
         float32 unless JAX has 64-bit types enabled. Quantised weights and their scales keep theirs.
       mesh: where the parameters are placed, as `shardings` of the module does it; the default
         device if None.
@@ -164,7 +166,10 @@ def load(
         or have the wrong shape or dtype, all of which the message lists; or the model is a variant
         that no module computes, such as RWKV-7 with DeepEmbed; or `data` or `model` names an axis
         that the mesh does not have, or there is no mesh.
+      TypeError: `dtype` is another one.
     """
+    if dtype is not None:
+        dtype = _parameters.floating("load", dtype, ("float64",))
     if mesh is None and (data, model) != (None, None):
         raise ValueError("load: mesh is None; data and model name axes of a mesh")
     tensors, found = _found(path)
@@ -209,7 +214,9 @@ def load_state(
       FileNotFoundError: there is no such file.
       ValueError: a file is damaged, or has anything but tensors; or states are missing, of no use,
         or have the wrong shape or dtype, all of which the message lists; or the model is RWKV-4.
+      TypeError: `dtype` is no dtype that activations can have.
     """
+    dtype = _parameters.floating("load_state", dtype)
     tensors = {name: x for name, x in _official(path).items() if TIME_STATE.fullmatch(name)}
     layout = layout_of("load_state", _parameters.names(params))
     module = layout.module
@@ -293,7 +300,7 @@ def _wrong(
     for name, x in tensors.items():
         what = f"{quoted(name)} in {x.file}"
         if name not in wanted:
-            if name not in layout.unused and not TIME_STATE.fullmatch(name):
+            if name not in layout.unused:
                 yield f"{what} is {x.described()}; no tensor of this name is expected"
             continue
         shape = wanted[name].shape

@@ -10,8 +10,10 @@ import numpy as np
 from rwkv_jax.models._checkpoints.tensors import (
     FLOATS,
     INTEGERS,
+    MAX_DESCRIPTION,
     Mapped,
     Tensor,
+    check_count,
     is_size,
     quoted,
     view,
@@ -28,7 +30,6 @@ _NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F6
 }
 _DTYPES = {_NAMES[name]: dtype for name, dtype in (FLOATS | INTEGERS).items()}
 _SIZE = 8
-_LARGEST_HEADER = 100_000_000
 
 
 def read(data: Mapped, file: str) -> dict[str, Tensor]:
@@ -38,13 +39,15 @@ def read(data: Mapped, file: str) -> dict[str, Tensor]:
       ValueError: the file does not follow the format, or has a dtype without an equal in JAX.
     """
     start = _SIZE + int.from_bytes(data[:_SIZE].tobytes(), "little")
-    if len(data) < _SIZE or start > min(len(data), _LARGEST_HEADER):
+    if len(data) < _SIZE or start > min(len(data), _SIZE + MAX_DESCRIPTION):
         raise ValueError(
             f"{file}: neither a file of torch.save nor of safetensors: for the latter its header "
-            f"would have {start - _SIZE} bytes, but the file has {len(data)}"
+            f"would have {start - _SIZE} bytes; the file has {len(data)}, and accepted are headers "
+            f"of at most {MAX_DESCRIPTION}"
         )
     header = _header(data[_SIZE:start].tobytes(), file)
     header.pop("__metadata__", None)
+    check_count(file, len(header))
     found, places = {}, []
     for name, entry in header.items():
         dtype, shape, begin, end = _entry(entry, file, name)
@@ -54,7 +57,8 @@ def read(data: Mapped, file: str) -> dict[str, Tensor]:
                 f"{file}: {quoted(name)} ends at byte {end} of the tensors; they have "
                 f"{len(data) - start} bytes"
             )
-        found[name] = Tensor(view(data, start + begin, dtype, shape), file)
+        what = f"{file}: {quoted(name)}"
+        found[name] = Tensor(view(what, data, start + begin, dtype, shape), file)
     # The format forbids gaps, so that each byte has one meaning.
     before = 0
     for begin, end in sorted(places):

@@ -8,7 +8,18 @@ from typing import NamedTuple, TypeAlias
 import jax.numpy as jnp
 import numpy as np
 
+from rwkv_jax import _files
+
 Mapped: TypeAlias = np.memmap
+
+MAX_TENSORS = 2**13
+"""The most tensors of a checkpoint. A model of RWKV-7 with 61 blocks has 2,000."""
+MAX_DESCRIPTION = 256 * MAX_TENSORS
+"""The most bytes of what describes tensors: the header of a safetensors file, the pickle and the
+directory of an archive, an index, or a configuration. Files of other programs have 100 to 150 for
+each tensor."""
+MAX_INSTRUCTIONS = 64 * MAX_TENSORS
+"""The most instructions of a pickle. torch.save writes 32 to 50 for each tensor."""
 
 _SHOWN = 20
 
@@ -21,6 +32,12 @@ class Tensor(NamedTuple):
 
     def described(self) -> str:
         return described(self.array.shape)
+
+
+def check_count(what: str, count: int, of: str = "tensors") -> None:
+    """Raise an error that begins with `what` if there are too many to look at."""
+    if count > MAX_TENSORS:
+        raise ValueError(f"{what}: {count} {of}; accepted are at most {MAX_TENSORS}")
 
 
 def by_official_name(
@@ -68,22 +85,31 @@ def mapped(path: str | os.PathLike[str]) -> Mapped:
     """The bytes of a file.
 
     Raises:
-      ValueError: the file is empty.
+      FileNotFoundError: there is no such file.
+      ValueError: the file is empty or no regular one.
     """
-    if os.path.getsize(path) == 0:
+    if _files.size(path) == 0:
         raise ValueError(f"{path}: the file is empty")
     return np.memmap(path, np.uint8, "r")
 
 
 def view(
+    what: str,
     data: Mapped,
     start: int,
     dtype: np.dtype,
     shape: tuple[int, ...],
     strides: tuple[int, ...] | None = None,
 ) -> np.ndarray:
-    """The view of checked bytes from `start` on; strides are in elements."""
+    """The view of checked bytes from `start` on; strides are in elements.
+
+    Raises:
+      ValueError: the tensor has no elements, and its other sizes are too large for an array. The
+        message begins with `what`.
+    """
     if math.prod(shape) == 0:
+        if math.prod(n for n in shape if n) * dtype.itemsize >= 2**63:
+            raise ValueError(f"{what} is {described(shape)}, which is too large for an array")
         return np.zeros(shape, dtype)
     if strides is None:
         return np.ndarray(shape, dtype, data, start)

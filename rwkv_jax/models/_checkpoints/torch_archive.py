@@ -3,12 +3,17 @@
 NAME/data.pkl     a pickle of everything but the contents of tensors
 NAME/byteorder    little or big
 NAME/data/KEY     the contents of the storage KEY, which tensors are views of
+
+The directory of the archive has a checksum of each member. Those of large members are not looked
+at, because this would take a second for each gigabyte.
 """
 
+import io
 import itertools
 import math
 import struct
 import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -16,7 +21,14 @@ from typing import NamedTuple
 import numpy as np
 
 from rwkv_jax.models._checkpoints import torch_pickle
-from rwkv_jax.models._checkpoints.tensors import Mapped, Tensor, quoted, view
+from rwkv_jax.models._checkpoints.tensors import (
+    MAX_DESCRIPTION,
+    Mapped,
+    Tensor,
+    check_count,
+    quoted,
+    view,
+)
 from rwkv_jax.models._checkpoints.torch_pickle import Storage, View
 from rwkv_jax.models._checkpoints.writing import Arrays, replacing
 
@@ -27,11 +39,25 @@ _ENCRYPTED = 1
 _ALIGNMENT = 64
 _LARGE = 2**31
 _LARGE_FIELDS = 20
+_CHECKED = 2**15
+"""The most bytes of a member whose checksum is looked at, but for the pickle."""
 
 
 class _Member(NamedTuple):
     start: int
     size: int
+    checksum: int
+
+
+class _Archive(io.FileIO):
+    """A file whose zip directory is not read if it is too large. zipfile reads it at once."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is not None and size > MAX_DESCRIPTION:
+            raise ValueError(
+                f"its directory has {size} bytes; accepted are at most {MAX_DESCRIPTION}"
+            )
+        return super().read(size)
 
 
 def read(data: Mapped, file: str) -> dict[str, Tensor]:
@@ -47,34 +73,49 @@ def read(data: Mapped, file: str) -> dict[str, Tensor]:
     folder = pickles[0].removesuffix("data.pkl")
 
     def content(name: str) -> bytes:
-        start, size = members[name]
-        return data[start : start + size].tobytes()
+        start, size, checksum = members[name]
+        what = f"{file}: the member {quoted(name)}"
+        if size > MAX_DESCRIPTION:
+            raise ValueError(f"{what} has {size} bytes; accepted are at most {MAX_DESCRIPTION}")
+        found = data[start : start + size].tobytes()
+        if zlib.crc32(found) != checksum:
+            raise ValueError(f"{what} has another checksum than the directory of the archive says")
+        return found
 
+    for name, member in members.items():
+        if member.size <= _CHECKED:
+            content(name)
     order = f"{folder}byteorder"
     if order in members and content(order) != b"little":
         raise ValueError(f"{file}: the byte order is not little-endian")
 
-    def check_storage(storage: Storage) -> None:
-        name = f"{folder}data/{storage.key}"
-        if name not in members:
-            raise ValueError(f"there is no member {quoted(name)} for a storage")
-        needed = storage.size * storage.dtype.itemsize
-        if members[name].size != needed:
-            raise ValueError(
-                f"the member {quoted(name)} has {members[name].size} bytes; its storage has "
-                f"{needed}"
-            )
-
+    pickled = content(pickles[0])
     try:
-        views = torch_pickle.read(content(pickles[0]), check_storage)
+        views = torch_pickle.read(pickled)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
     _check_total(views, len(data), file)
     found = {}
     for name, (storage, offset, shape, strides) in views.items():
-        start = members[f"{folder}data/{storage.key}"].start + offset * storage.dtype.itemsize
-        found[name] = Tensor(view(data, start, storage.dtype, shape, strides), file)
+        what = f"{file}: {quoted(name)}"
+        start = _start(what, members, f"{folder}data/{storage.key}", storage)
+        start += offset * storage.dtype.itemsize
+        found[name] = Tensor(view(what, data, start, storage.dtype, shape, strides), file)
     return found
+
+
+def _start(what: str, members: Mapping[str, _Member], name: str, storage: Storage) -> int:
+    """Where the contents of a storage begin, which are in the member `name`."""
+    if name not in members:
+        raise ValueError(f"{what} is in the member {quoted(name)}, which is missing")
+    start, size, _ = members[name]
+    needed = storage.size * storage.dtype.itemsize
+    if size != needed:
+        raise ValueError(
+            f"{what} is in the member {quoted(name)}, which has {size} bytes; its storage has "
+            f"{needed}"
+        )
+    return start
 
 
 def _check_total(views: Mapping[str, View], size: int, file: str) -> None:
@@ -91,10 +132,11 @@ def _check_total(views: Mapping[str, View], size: int, file: str) -> None:
 def _members(data: Mapped, file: str) -> dict[str, _Member]:
     """The bytes of each member."""
     try:
-        with zipfile.ZipFile(Path(file)) as archive:
+        with _Archive(file) as opened, zipfile.ZipFile(opened) as archive:
             infos = archive.infolist()
     except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error) as error:
         raise ValueError(f"{file}: the zip archive is damaged or cut off: {error}") from None
+    check_count(file, len(infos), "members of the zip archive")
     members, places = {}, []
     for info in infos:
         what = f"{file}: the member {quoted(info.filename)}"
@@ -112,7 +154,7 @@ def _members(data: Mapped, file: str) -> dict[str, _Member]:
         start = begin + _LOCAL_HEADER.size + name_size + extra_size
         if start + info.file_size > len(data):
             raise ValueError(f"{what} ends after the file")
-        members[info.filename] = _Member(start, info.file_size)
+        members[info.filename] = _Member(start, info.file_size, info.CRC)
         places.append((begin, start + info.file_size))
     places.sort()
     for (_, end), (begin, _) in itertools.pairwise(places):

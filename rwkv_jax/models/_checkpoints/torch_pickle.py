@@ -7,12 +7,20 @@ instructions that torch.save writes and knows three functions by name. It import
 import math
 import pickle
 import pickletools
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from rwkv_jax.models._checkpoints.tensors import FLOATS, INTEGERS, described, is_size, quoted
+from rwkv_jax.models._checkpoints.tensors import (
+    FLOATS,
+    INTEGERS,
+    MAX_INSTRUCTIONS,
+    check_count,
+    described,
+    is_size,
+    quoted,
+)
 
 
 class Storage(NamedTuple):
@@ -66,27 +74,27 @@ _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 _PROTOCOL = 2
 
-CheckStorage: TypeAlias = Callable[[Storage], None]
 
-
-def read(content: bytes, check_storage: CheckStorage) -> dict[str, View]:
-    """The tensors by name. `check_storage` raises a `ValueError` for a storage that the file does
-    not have.
+def read(content: bytes) -> dict[str, View]:
+    """The tensors by name, each of which is within its storage. It is not known here which storages
+    the file has.
 
     Raises:
       ValueError: the pickle has anything but a dictionary of tensors.
     """
     try:
-        found = _Machine(check_storage).run(content)
+        found = _Machine().run(content)
     except (IndexError, KeyError, OverflowError, RecursionError):
         raise ValueError("the pickle is damaged") from None
     if not isinstance(found, dict):
         raise ValueError(f"the pickle is {_kind(found)}; accepted is a dictionary of tensors")
+    check_count("the pickle", len(found))
     for name, x in found.items():
         if not isinstance(x, View):
             raise ValueError(
                 f"the pickle has {_kind(x)} under {quoted(name)}; accepted are tensors"
             )
+        _check_place(name, x)
     return found
 
 
@@ -125,15 +133,13 @@ class _Machine:
     """The stack machine. Values are texts, numbers, None, tuples, lists, dictionaries with texts as
     keys, dtypes, functions that the reader knows, storages and views."""
 
-    def __init__(self, check_storage: CheckStorage):
-        self.check_storage = check_storage
+    def __init__(self) -> None:
         self.stack: list[Any] = []
         self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
 
     def run(self, content: bytes) -> Any:
-        for instruction, argument, _ in pickletools.genops(content):
-            name = instruction.name
+        for name, argument in _instructions(content):
             if name == "STOP":
                 return self.stack.pop()
             if name in _LITERALS:
@@ -224,9 +230,19 @@ class _Machine:
             or not is_size(size)
         ):
             raise ValueError("the pickle refers to an object outside of it that is no storage")
-        storage = Storage(dtype, key, size)
-        self.check_storage(storage)
-        return storage
+        return Storage(dtype, key, size)
+
+
+def _instructions(content: bytes) -> Iterator[tuple[str, Any]]:
+    """The names and arguments of the instructions of a pickle."""
+    try:
+        for count, (instruction, argument, _) in enumerate(pickletools.genops(content)):
+            if count == MAX_INSTRUCTIONS:
+                raise ValueError(f"it has more than {MAX_INSTRUCTIONS} instructions")
+            yield instruction.name, argument
+    except ValueError as error:
+        # The module quotes the content, which may be long.
+        raise ValueError(f"the pickle is damaged: {error!s:.100}") from None
 
 
 def _global(argument: str) -> Any:
@@ -263,14 +279,21 @@ def _tensor(storage: Any, offset: Any, shape: Any, strides: Any) -> View:
         or not all(map(is_size, (*shape, *strides)))
     ):
         raise ValueError("the pickle has a tensor without a storage, an offset, sizes and strides")
-    made = View(storage, offset, shape, strides)
+    return View(storage, offset, shape, strides)
+
+
+def _check_place(name: str, x: View) -> None:
+    """Raise an error if a tensor is not within its storage."""
+    storage, offset, shape, strides = x
     last = offset + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
-    what = f"a tensor {described(shape)}, at offset {offset} with strides {described(strides)},"
-    if made.size and last >= storage.size:
+    what = (
+        f"{quoted(name)} is {described(shape)}, at offset {offset} with strides "
+        f"{described(strides)}, and"
+    )
+    if x.size and last >= storage.size:
         raise ValueError(f"{what} leaves its storage, which has {storage.size} elements")
-    if made.size > storage.size:
+    if x.size > storage.size:
         raise ValueError(f"{what} has more elements than its storage, which has {storage.size}")
-    return made
 
 
 def _kind(x: Any) -> str:
