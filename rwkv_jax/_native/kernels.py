@@ -114,8 +114,8 @@ class NativeKernels(Implementation):
     def on_matrix_units(
         self, platform: str, options: Options, inputs: Mapping[str, Any], packing: Packing
     ) -> list[bool]:
-        """Whether kernels on matrix units compute the passes of a training step on the first device
-        of the platform: the forward pass, and the backward pass."""
+        """Whether kernels on matrix units compute the passes of a training step on every device of
+        the platform: the forward pass, and the backward pass."""
         problem = self._problem(options.saving(True), inputs, packing)
         plans = library.plans(platform, self._signature.name, ("fwd", "bwd"), **problem)
         return [plan["kernel"] == MATRIX_UNITS for plan in plans]

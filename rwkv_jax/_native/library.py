@@ -3,6 +3,7 @@
 import functools
 import importlib
 import importlib.util
+import itertools
 import pathlib
 import re
 from collections.abc import Sequence
@@ -121,11 +122,12 @@ def has_summary(platform: str, op: str, **problem: int) -> bool:
 
 
 def plans(platform: str, op: str, names: Sequence[str], **problem: int) -> list[dict[str, Any]]:
-    """How the targets of some passes compute a call: by the code with which they decide it, for the
-    first device of the platform. Where there is no such device, for one with as much shared memory
-    as any."""
+    """How the targets of some passes compute a call: by the code with which they decide it, for a
+    device that has what all devices of the platform have, so that a program can run on any of them.
+    Where there is no such device, for one with as much shared memory as any."""
     native = module(platform)
-    multiprocessors, shared_memory = native.device(0) or LARGE_DEVICE
+    devices = list(iter(map(native.device, itertools.count()).__next__, None))
+    multiprocessors, shared_memory = map(min, zip(*devices or [LARGE_DEVICE], strict=True))
     device = {"multiprocessors": multiprocessors, "shared_memory": shared_memory}
     return [native.plan(op, name, **device, **problem) for name in names]
 
