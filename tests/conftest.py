@@ -30,6 +30,8 @@ jaxtyping.install_import_hook("rwkv_jax", "beartype.beartype")
 
 rwkv_jax = importlib.import_module("rwkv_jax")
 
+pytest_plugins = ["support.emulation"]
+
 # Files whose tests need what is not here; RWKV_JAX_REQUIRE says that it has to be.
 PLATFORM = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
 NATIVE = rwkv_jax.build_info()["missing"].get(PLATFORM, "no such kernels") is None

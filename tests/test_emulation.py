@@ -12,19 +12,10 @@ under compute-sanitizer (memcheck or racecheck):
         python -m pytest --kernels-on-gpu sm_90a tests/test_emulation.py
 """
 
-import concurrent.futures
 import dataclasses
-import fcntl
 import functools
-import importlib.util
-import os
-import platform
 import re
-import shutil
-import subprocess
-import sysconfig
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -47,180 +38,12 @@ from support import (
     projected_read_out,
     tolerance,
 )
-from support.cases import CU_SEQLENS, GPUS, Arrays, Case
+from support.cases import CU_SEQLENS, Arrays, Case
+from support.emulation import DEVICES, Device, Emulation, needs_emulation
 from support.layer_functions import LAYER_FUNCTIONS
 from support.operators import OPERATORS, SEQUENCES, Run
 
-EMULATION = Path(__file__).parent / "emulation"
-FFI = EMULATION.parents[1] / "ffi"
-CUDA_HEADERS = ("cuda_bf16.h", "cuda_fp16.h", "cuda_runtime.h", "cuda_runtime_api.h")
-NAME = "rwkv_jax_emulation"
-
-pytestmark = [
-    pytest.mark.skipif(
-        not (FFI.is_dir() and shutil.which("g++") and platform.machine() == "x86_64"),
-        reason="needs the sources, g++ and an x86-64 CPU",
-    ),
-    pytest.mark.slow,
-]
-
-
-def _emulated(folder: Path) -> list[str]:
-    """The compiler, with CUDA's headers replaced."""
-    for header in CUDA_HEADERS:
-        (folder / header).write_text('#include "emulation.h"\n')
-    language = "-x", "c++", "-std=c++20", "-O1", "-mf16c", "-w", "-fPIC"
-    return ["g++", *language, "-DRWKV_JAX_EMULATION", f"-I{folder}", f"-I{EMULATION / 'cpu'}"]
-
-
-def _on_gpu(arch: str) -> list[str]:
-    nvcc = os.environ.get("CUDACXX") or shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
-    options = "-std=c++17", f"-arch={arch}", "-lineinfo", "-w", "-Xcompiler", "-fPIC"
-    return [nvcc, "-x", "cu", *options, f"-I{EMULATION / 'gpu'}", "-include", "emulation.h"]
-
-
-def _with_precompiled_header(compiler: list[Any], folder: Path) -> list[Any]:
-    """The standard library, which every source includes and which is most of what the compiler
-    reads. The rest of emulation.h asks for the name of the source."""
-    header = folder / "precompiled.h"
-    standard = re.findall(r"^#include <.*\n", (EMULATION / "cpu/emulation.h").read_text(), re.M)
-    header.write_text("".join(standard))
-    build = [*compiler, "-x", "c++-header", "-c", header, "-o", f"{header}.gch"]
-    subprocess.run(build, check=True)
-    return [*compiler, "-include", header]
-
-
-def _build(folder: Path, arch: str | None) -> None:
-    import pybind11
-
-    compiler = _on_gpu(arch) if arch else _emulated(folder)
-    external = jax.ffi.include_dir(), pybind11.get_include(), sysconfig.get_path("include")
-    includes = (*(f"-I{path}" for path in (EMULATION, FFI / "cuda", FFI / "include")),)
-    options = [*includes, *(x for path in external for x in ("-isystem", path))]
-    ours = [x for x in sorted((FFI / "cuda").rglob("*.c[cu]")) if x.name != "module.cc"]
-    sources = [EMULATION / "module.cc", *ours]
-    objects = [folder / f"{i}.o" for i in range(len(sources))]
-
-    compiler += ["-DRWKV_JAX_SMALL_TESTS", *options]
-    if not arch:
-        compiler = _with_precompiled_header(compiler, folder)
-
-    def run(source: Path, to: Path) -> None:
-        # The module is pybind11 more than anything that takes time to run.
-        quick = ["-O0"] if source.parent == EMULATION and not arch else []
-        subprocess.run([*compiler, *quick, "-c", source, "-o", to], check=True)
-
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(run, sources, objects))
-    link = [compiler[0], "-shared", *(["-cudart", "shared"] if arch else []), *objects]
-    subprocess.run([*link, "-o", folder / f"{NAME}.so"], check=True)
-
-
-class Device(NamedTuple):
-    multiprocessors: int
-    shared_memory: int = 232448
-
-
-DEVICES = {name: Device(*gpu) for name, gpu in GPUS.items()}
-
-
-class Emulation:
-    """Takes the place of the native module of CUDA, and answers the package's calls.
-
-    share: of the scratch that a target asks for, how much it gets.
-    plans: how the targets that ran since `use` have computed their calls.
-    files: the source files of the kernels that the last call of each target launched.
-    """
-
-    def __init__(self, module: Any) -> None:
-        self.module = module
-        self.has_summary, self.plan = module.has_summary, module.plan
-        self.use(DEVICES["9.0"])
-
-    def use(self, device: Device, share: float = 1.0) -> None:
-        self.gpu, self.share = device, share
-        self.module.set_device(*device)
-        self.plans: list[dict[str, Any]] = []
-        self.files: dict[str, set[str]] = {}
-        self._problem: tuple[str, str, dict[str, int]] | None = None
-
-    def device(self, ordinal: int) -> Device:
-        return self.gpu
-
-    def scratch(self, op: str, name: str, **problem: int) -> int:
-        self._problem = op, name, problem
-        return int(self.share * self.module.scratch(op, name, **problem))
-
-    def call(
-        self,
-        target: str,
-        results: Sequence[tuple[Sequence[int], Any]],
-        *operands: jax.Array,
-        aliases: dict[int, int] | None = None,
-        **attributes: int,
-    ) -> tuple[jax.Array, ...]:
-        """The results of a target, on buffers of NaN."""
-        types = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in results]
-        # Asked for just before, unless the target takes no scratch.
-        problem, self._problem = self._problem, None
-
-        def call(*operands: jax.Array) -> list[np.ndarray]:
-            arrays = [np.ascontiguousarray(x) for x in operands]
-            found = [np.full(x.shape, np.nan, x.dtype) for x in types]
-            for operand, result in (aliases or {}).items():
-                found[result] = arrays[operand] = arrays[operand].copy()
-            self.module.call(target, arrays, found, attributes)
-            self.files[target] = {Path(file).name for file in self.module.launches()}
-            self._check_kernels(problem, self.files[target])
-            return found
-
-        return tuple(jax.pure_callback(call, types, *operands))
-
-    def _check_kernels(
-        self, problem: tuple[str, str, dict[str, int]] | None, files: set[str]
-    ) -> None:
-        """The kernels launched are those that the plan for the device announces."""
-        if not problem or not files:
-            return
-        op, name, sizes = problem
-        plan = self.module.plan(op, name, **self.gpu._asdict(), **sizes)
-        on_matrix_units = bool(files & {"scan.cu", "gradients.cu"})
-        assert on_matrix_units == (plan["kernel"] == "matrix units"), (plan, files)
-        self.plans.append(plan)
-
-    @property
-    def on_matrix_units(self) -> bool:
-        return any(plan["kernel"] == "matrix units" for plan in self.plans)
-
-
-@pytest.fixture(scope="session")
-def emulation(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Emulation:
-    """Built by the first of the workers that need it."""
-    arch = request.config.getoption("--kernels-on-gpu")
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "emulation"
-    folder.mkdir(exist_ok=True)
-    with open(folder / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / f"{NAME}.so").exists():
-            _build(folder, arch)
-    if arch:
-        os.environ["CUDA_LAUNCH_BLOCKING"] = "1"
-    spec = importlib.util.spec_from_file_location(NAME, folder / f"{NAME}.so")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return Emulation(module)
-
-
-@pytest.fixture
-def emulated(emulation: Emulation, monkeypatch: pytest.MonkeyPatch) -> Emulation:
-    internals.run_as_on_cuda(monkeypatch, emulation, emulation.call)
-    emulation.use(DEVICES["9.0"])
-    return emulation
+pytestmark = [needs_emulation, pytest.mark.slow]
 
 
 @functools.cache
@@ -1179,14 +1002,6 @@ def test_head_cross_entropy_refuses_wrong_arrays(emulated: Emulation) -> None:
         assert message in _refused(emulated, right._replace(results=changed))
     changed = right.operands | {"l2_wrap": np.zeros(2, np.float32)}
     assert "l2_wrap has L = 2; expected 1" in _refused(emulated, right._replace(operands=changed))
-
-
-@pytest.fixture
-def blocks(emulation: Emulation, monkeypatch: pytest.MonkeyPatch) -> Emulation:
-    """Whole blocks are emulated, and nothing else."""
-    internals.run_blocks_as_on_cuda(monkeypatch, emulation.module, emulation.call)
-    emulation.use(DEVICES["9.0"])
-    return emulation
 
 
 @functools.cache

@@ -56,7 +56,7 @@ struct Cuda {
     const Problem& problem = reader.problem;
     Plan plan;
     cudaError_t error = CurrentDevice(plan.device);
-    if (error != cudaSuccess) return reader.operands.Internal(cudaGetErrorString(error));
+    if (error != cudaSuccess) return Answer(reader.operands, error);
     plan = MakePlan(plan.device, problem, reader.scratch.floats);
     reader.operands.Require(plan.scratch <= reader.scratch.floats,
                             "scratch has X = ", reader.scratch.floats, "; expected at least ",
@@ -85,8 +85,7 @@ struct Cuda {
       else
         error = Run(stream, call, plan, reader.scratch.memory);
     }
-    if (error != cudaSuccess) return reader.operands.Internal(cudaGetErrorString(error));
-    return ffi::Error::Success();
+    return Answer(reader.operands, error);
   }
 
   static int64_t ScratchFloats(const Problem& problem) { return cuda::ScratchFloats(problem); }

@@ -3,11 +3,18 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
+#include <limits>
+
 #include "plan.h"
 #include "rwkv_jax/ffi.h"
 #include "rwkv_jax/operands.h"
 
 namespace rwkv_jax::cuda {
+
+// What devices are taken to have at most. Tests lower it, so that kernels run as on smaller devices.
+inline Device device_limits = {std::numeric_limits<int64_t>::max(),
+                               std::numeric_limits<int64_t>::max()};
 
 inline cudaError_t DescribeDevice(int ordinal, Device& device) {
   int multiprocessors = 0, shared_memory = 0;
@@ -16,7 +23,8 @@ inline cudaError_t DescribeDevice(int ordinal, Device& device) {
   if (error == cudaSuccess)
     error =
         cudaDeviceGetAttribute(&shared_memory, cudaDevAttrMaxSharedMemoryPerBlockOptin, ordinal);
-  device = {multiprocessors, shared_memory};
+  device = {std::min<int64_t>(multiprocessors, device_limits.multiprocessors),
+            std::min<int64_t>(shared_memory, device_limits.shared_memory)};
   return error;
 }
 
@@ -26,6 +34,14 @@ inline cudaError_t CurrentDevice(Device& device) {
   return error == cudaSuccess ? DescribeDevice(ordinal, device) : error;
 }
 
+// What a handler returns. CUDA keeps the last error of a thread until somebody asks for it, and some later
+// launch would report it.
+inline ffi::Error Answer(Operands& operands, cudaError_t error) {
+  if (error == cudaSuccess) return ffi::Error::Success();
+  cudaGetLastError();
+  return operands.Internal(cudaGetErrorString(error));
+}
+
 // Runs a call if all of its operands are right.
 template <typename Call>
 ffi::Error RunOnCurrentDevice(cudaStream_t stream, const Call& call, Operands& operands) {
@@ -33,8 +49,7 @@ ffi::Error RunOnCurrentDevice(cudaStream_t stream, const Call& call, Operands& o
   Device device;
   cudaError_t error = CurrentDevice(device);
   if (error == cudaSuccess) error = Run(stream, call, device);
-  return error == cudaSuccess ? ffi::Error::Success()
-                              : operands.Internal(cudaGetErrorString(error));
+  return Answer(operands, error);
 }
 
 // A target of operands and results alone. It may be part of a CUDA graph.

@@ -210,16 +210,16 @@ class CopyBarrier {
   uint32_t address_;
 };
 
-// In a kernel that LaunchEarly launches: returns when the kernels before this one have ended and what they
-// have written is there.
+// The instructions of programmatic dependent launches, for launch_chain.cuh alone: the first returns when the
+// kernels before this one have ended and what they have written is there, ...
 __device__ inline void WaitForKernelsBefore() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// Lets the next kernel start, if LaunchEarly launches it, once all blocks of this one have called it. A
-// kernel may call it before it waits: the next one then waits for this one, and so for those before it.
+// ... and the second lets the next kernel start once all blocks of this one have called it or ended. A kernel
+// may call it before it waits: the next one then waits for this one, and so for those before it.
 __device__ inline void LetNextKernelStart() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -80,9 +80,8 @@ cudaError_t ClearOutside(cudaStream_t stream, const Sequences& sequences, int64_
   Results all = {};
   unsigned count = 0;
   for (void* result : results) all.of[count++] = static_cast<uint16_t*>(result);
-  const dim3 blocks(static_cast<unsigned>(rows), kBlocks, count);
-  return Launch(ClearKernel, blocks, kThreads, 0, stream, sequences, sequences_of_row, tokens, size,
-                all);
+  return Launch(ClearKernel, {rows, kBlocks, count}, kThreads, 0, stream, sequences,
+                sequences_of_row, tokens, size, all);
 }
 
 cudaError_t SumPartials(cudaStream_t stream, int64_t count, const Sequences& sequences,
@@ -96,8 +95,8 @@ cudaError_t SumPartials(cudaStream_t stream, int64_t count, const Sequences& seq
   const auto launch = [&](auto warps) {
     constexpr int kSequences = kSumWarps / warps();
     const int64_t blocks = (count + kSequences - 1) / kSequences * groups;
-    return Launch(SumKernel<warps()>, dim3(static_cast<unsigned>(blocks), number), kSumThreads, 0,
-                  stream, sequences, count, partials, columns, all);
+    return Launch(SumKernel<warps()>, {blocks, number}, kSumThreads, 0, stream, sequences, count,
+                  partials, columns, all);
   };
   // Many short sequences have too few partial sums each to keep a block busy.
   const bool short_ones = sequences.Given() && partials < kSumWarps * count;

@@ -8,6 +8,7 @@
 #include <initializer_list>
 #include <vector>
 
+#include "grid.h"
 #include "rwkv_jax/sequences.h"
 
 namespace rwkv_jax::cuda {
@@ -48,10 +49,10 @@ struct Splits {
   int64_t Stride() const { return size * (chunks == 0 ? count - 1 : count); }
   // The blocks of a kernel that runs all splits of so many sequences. For sequences of different lengths
   // there is a block for each place but the first, and then one for the first split of each sequence.
-  dim3 Blocks(int64_t sequences, int64_t heads) const { return Grid(sequences, heads, count); }
+  Grid Blocks(int64_t sequences, int64_t heads) const { return GridOf(sequences, heads, count); }
   // The blocks of a kernel that finds the summaries.
-  dim3 SummaryBlocks(int64_t sequences, int64_t heads) const {
-    return chunks == 0 ? Grid(sequences, heads, count - 1) : Grid(0, heads, count);
+  Grid SummaryBlocks(int64_t sequences, int64_t heads) const {
+    return chunks == 0 ? GridOf(sequences, heads, count - 1) : GridOf(0, heads, count);
   }
   // The heads of all sequences that may have summaries, for a kernel that combines them.
   int64_t SummarizedHeads(int64_t sequences, int64_t heads) const {
@@ -96,10 +97,9 @@ struct Splits {
 #endif
 
  private:
-  dim3 Grid(int64_t sequences, int64_t heads, int64_t splits) const {
-    if (chunks == 0)
-      return dim3(static_cast<unsigned>(sequences * heads), static_cast<unsigned>(splits));
-    return dim3(static_cast<unsigned>((splits - 1 + sequences) * heads));
+  Grid GridOf(int64_t sequences, int64_t heads, int64_t splits) const {
+    if (chunks == 0) return {sequences * heads, splits};
+    return (splits - 1 + sequences) * heads;
   }
 #ifdef __CUDACC__
   // The place of the first split.

@@ -30,10 +30,12 @@ template <int kRank>
 bool MakeMap(CUtensorMap& map, const void* x, const cuuint64_t (&sizes)[kRank],
              const cuuint64_t (&strides)[kRank - 1], const cuuint32_t (&box)[kRank]) {
   const cuuint32_t ones[] = {1, 1, 1, 1, 1};
-  return TensorMapEncoder()(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, kRank, const_cast<void*>(x),
-                            sizes, strides, box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                            CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                            CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+  const EncodeTensorMap encode = TensorMapEncoder();
+  return encode != nullptr &&
+         encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, kRank, const_cast<void*>(x), sizes, strides,
+                box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
 }  // namespace rwkv_jax::cuda

@@ -27,7 +27,7 @@
 #include <cstdint>
 
 #include "hopper.cuh"
-#include "hopper_code.h"
+#include "launch.cuh"
 #include "plan.h"
 #include "ptx.cuh"
 #include "rwkv_jax/products.h"
@@ -217,20 +217,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   hopper::SynchronizeCluster();  // the other block may still arrive at a barrier of this one
 #else
-  __trap();  // IsCompiled says so before
+  __trap();  // HasHopperCode says so before
 #endif
-}
-
-// Whether this build has code of an epilogue for the current device.
-template <typename Epilogue>
-bool IsCompiled() {
-  return IsCompiledForHopper(ProductKernel<Epilogue>);
 }
 
 template <typename Epilogue>
 cudaError_t Run(cudaStream_t stream, const Product& product, const Device& device,
                 const typename Epilogue::Arguments& arguments) {
-  if (TensorMapEncoder() == nullptr) return cudaErrorNotSupported;
   const cuuint64_t k = product.width, row = 2 * k;
   CUtensorMap rows_map, weight_map;
   const bool made =
@@ -240,23 +233,12 @@ cudaError_t Run(cudaStream_t stream, const Product& product, const Device& devic
                  {row, 8 * row, 2 * row, 32 * row}, {kDepth, 2, 4, 4, kColumns / kCluster / 32});
   if (!made) return cudaErrorInvalidValue;
 
-  const auto kernel = ProductKernel<Epilogue>;
-  // Set at every launch: the attribute belongs to the current device.
-  const cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
-  if (error != cudaSuccess) return error;
   const Sizes sizes = {static_cast<int>(product.tokens), static_cast<int>(product.columns),
                        static_cast<int>(product.width)};
   const int clusters =
       std::min(static_cast<int>(device.multiprocessors) / kCluster, Tiles(sizes).Count());
-  cudaLaunchAttribute cluster = {};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = kCluster, cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = clusters * kCluster, config.blockDim = kThreads;
-  config.dynamicSmemBytes = kSharedBytes, config.stream = stream;
-  config.attrs = &cluster, config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, rows_map, weight_map, arguments, sizes);
+  return Launch(ProductKernel<Epilogue>, Grid(clusters * kCluster).InClustersOf(kCluster), kThreads,
+                kSharedBytes, stream, rows_map, weight_map, arguments, sizes);
 }
 
 }  // namespace wide_product

@@ -30,8 +30,8 @@ Limits: TypeAlias = Callable[[Mapping[str, int]], str | None]
 RUN = 64
 """The tokens of a row over which a kernel adds up the gradients of parameters."""
 
-MAX_ROWS, MAX_TOKENS = 2**16 - 1, 2**20 - 16
-"""What the grids of the kernels can have: a block of each row for each 16 tokens or more."""
+MAX_TOKENS = 2**31 - 1
+"""The tokens of all rows that the grids of the kernels can have."""
 
 VERSION = "v1"
 
@@ -135,10 +135,10 @@ class Function:
         if platform != "cuda":
             return f"{self.name} has native kernels for CUDA GPUs"
         sizes = self._sizes(operands.inputs)
-        if sizes["B"] > MAX_ROWS or sizes["T"] > MAX_TOKENS:
+        if sizes["B"] * sizes["T"] > MAX_TOKENS:
             return (
-                f"B = {sizes['B']} and T = {sizes['T']}; the cuda kernels take up to {MAX_ROWS} "
-                f"rows of {MAX_TOKENS} tokens"
+                f"B = {sizes['B']} and T = {sizes['T']}; the cuda kernels take up to {MAX_TOKENS} "
+                "tokens in all"
             )
         return library.why_not(platform) or self.limits(sizes)
 

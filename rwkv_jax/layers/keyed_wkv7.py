@@ -143,8 +143,6 @@ def _has_kernels(given: Arrays, options: Options) -> bool:
         options.implementation in (None, "ffi")
         and not library.why_not("cuda")
         and sizes["K"] == sizes["V"] == HEAD_SIZE
-        and sizes["B"] <= _function.MAX_ROWS
-        and sizes["T"] <= _function.MAX_TOKENS
         and all(KERNELS.on_matrix_units("cuda", options, tensors, None))
     )
 

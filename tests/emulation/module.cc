@@ -41,7 +41,7 @@ XLA_FFI_Api Api() {
   };
   api.XLA_FFI_Error_Destroy = [](XLA_FFI_Error_Destroy_Args* args) { delete args->error; };
   api.XLA_FFI_Stream_Get = [](XLA_FFI_Stream_Get_Args* args) -> XLA_FFI_Error* {
-    args->stream = nullptr;
+    args->stream = emulation::Stream();
     return nullptr;
   };
   return api;
@@ -69,12 +69,14 @@ XLA_FFI_DataType TypeOf(const py::array& array) {
   return found->second;
 }
 
-// Arrays as a handler gets them: copies in the memory of the device. Results may be operands as well.
+// Arrays as a handler gets them: copies in the memory of the device. Results may be operands as well. Where no
+// kernel runs there are no copies, and arrays of any size may be views of one number.
 class Buffers {
  public:
   void Add(const py::array& array) {
-    if (!(array.flags() & py::array::c_style)) throw py::value_error("an array is not dense");
-    const size_t bytes = array.nbytes();
+    const size_t bytes = emulation::dry ? 0 : array.nbytes();
+    if (bytes > 0 && !(array.flags() & py::array::c_style))
+      throw py::value_error("an array is not dense");
     std::shared_ptr<emulation::Memory>& memory = memories_[bytes == 0 ? nullptr : array.data()];
     if (memory == nullptr || bytes == 0) {
       memory = std::make_shared<emulation::Memory>(bytes);
@@ -82,8 +84,9 @@ class Buffers {
     }
     auto sizes =
         std::make_unique<std::vector<int64_t>>(array.shape(), array.shape() + array.ndim());
-    buffers_.push_back({XLA_FFI_Buffer_STRUCT_SIZE, nullptr, TypeOf(array), memory->data(),
-                        array.ndim(), sizes->data()});
+    void* const data = emulation::dry ? const_cast<void*>(array.data()) : memory->data();
+    buffers_.push_back(
+        {XLA_FFI_Buffer_STRUCT_SIZE, nullptr, TypeOf(array), data, array.ndim(), sizes->data()});
     arrays_.push_back({array, memory});
     sizes_.push_back(std::move(sizes));
   }
@@ -96,6 +99,7 @@ class Buffers {
   // What a handler has made of them, the first `operands` of which it may not change unless they are
   // results.
   void Finish(size_t operands) {
+    if (emulation::dry) return;
     for (size_t i = operands; i < arrays_.size(); ++i) {
       auto& [array, memory] = arrays_[i];
       std::memcpy(array.mutable_data(), memory->data(), array.nbytes());
@@ -162,12 +166,22 @@ void Call(const std::string& target, const std::vector<py::array>& operands,
                  static_cast<int64_t>(count), attribute_types.data(),
                  name_pointers.data(),        values.data()};
 
+  emulation::Begin();
   const std::unique_ptr<XLA_FFI_Error> error(HandlerOf(target)(&frame));
   const std::string failure = emulation::Finish();
   if (error != nullptr)
     throw std::runtime_error(std::string(Name(error->code)) + ": " + error->message);
   if (!failure.empty()) throw std::runtime_error(failure);
   buffers.Finish(operands.size());
+}
+
+std::vector<int64_t> BlockGaps(int64_t dtype, int64_t rows, int64_t width, int64_t hidden,
+                               int64_t ranks) {
+  std::vector<int64_t> gaps;
+  const auto scratch = rwkv_jax::BlockScratchOf(dtype, rows, width, hidden, ranks);
+  for (const int64_t end : scratch.ends)
+    for (int64_t i = 0; i < rwkv_jax::kScratchGap; ++i) gaps.push_back(end + i);
+  return gaps;
 }
 
 rwkv_jax::Problem ProblemOf(const std::string& op, const std::string& pass,
@@ -182,12 +196,25 @@ PYBIND11_MODULE(rwkv_jax_emulation, module) {
   module.def("call", &Call, py::arg("target"), py::arg("operands"), py::arg("results"),
              py::arg("attributes"));
   module.def("seed", &emulation::Seed, "Draws the order of warps anew.");
-  module.def("set_device", [](int multiprocessors, int shared_memory) {
+  module.def("set_device", [](int64_t multiprocessors, int64_t shared_memory) {
     emulation::device = {multiprocessors, shared_memory};
+    rwkv_jax::cuda::device_limits = {multiprocessors, shared_memory};
   });
   module.def(
-      "launches", [] { return std::exchange(emulation::launched, {}); },
-      "The source files of the kernels launched since the last call.");
+      "set_dry", [](bool dry) { emulation::dry = dry; },
+      "Whether handlers launch kernels without any of them running.");
+  module.def(
+      "launches",
+      [] {
+        py::list launches;
+        for (const auto& [file, x, y, z, threads, bytes, cluster] :
+             std::exchange(emulation::launched, {}))
+          launches.append(py::make_tuple(file, py::make_tuple(x, y, z), threads, bytes, cluster));
+        return launches;
+      },
+      "The launches since the last call: the source file of the kernel, the blocks along each "
+      "axis, and of a "
+      "block the threads and the bytes of shared memory, and the blocks of a cluster.");
 
   module.def("targets", [] {
     std::vector<std::string> names;
@@ -213,6 +240,9 @@ PYBIND11_MODULE(rwkv_jax_emulation, module) {
   // As ffi/cuda/module.cc and rwkv_jax/module.h export them.
   module.def("constants", [] { return rwkv_jax::Constants(Cuda::kMaxHeadSize); });
   module.def("device", &Cuda::DeviceOf, py::arg("ordinal"));
+  module.def("block_gaps", &BlockGaps, py::kw_only(), py::arg("dtype"), py::arg("rows"),
+             py::arg("width"), py::arg("hidden"), py::arg("ranks"),
+             "Where the scratch of a block has numbers that belong to none of its parts.");
   module.def("block_scratch", &rwkv_jax::BlockScratchFloats, py::kw_only(), py::arg("dtype"),
              py::arg("rows"), py::arg("width"), py::arg("hidden"), py::arg("ranks"));
   module.def("scratch",

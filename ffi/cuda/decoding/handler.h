@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "decoding/kernels.h"
+#include "hopper_code.h"
 #include "launch_target.h"
-#include "products/kernels.h"
 #include "rwkv_jax/operands.h"
 #include "rwkv_jax/targets.h"
 
@@ -77,10 +77,9 @@ class BlockReader {
   void RequireSizes(const Rwkv7BlockCall& call) {
     operands.Require(call.rows <= kMaxManyRows, "x has B = ", call.rows, "; expected up to ",
                      kMaxManyRows, " rows");
-    operands.Require(
-        call.rows <= kMaxBlockRows || (call.dtype == Dtype::kBF16 && HasTiledProducts()),
-        "x has B = ", call.rows, "; expected up to ", kMaxBlockRows,
-        " rows, or BF16 on a GPU of compute capability 9.0 with a build for it");
+    operands.Require(call.rows <= kMaxBlockRows || (call.dtype == Dtype::kBF16 && HasHopperCode()),
+                     "x has B = ", call.rows, "; expected up to ", kMaxBlockRows,
+                     " rows, or BF16 on a GPU of compute capability 9.0 with a build for it");
     operands.Require(!call.Quantised() || call.rows <= kMaxQuantisedRows, "x has B = ", call.rows,
                      " where att.receptance.weight is S8; expected ", kMaxQuantisedRows, " row");
     operands.Require(!call.value_by_input || call.rows <= kMaxRowsByInput, "x has B = ", call.rows,

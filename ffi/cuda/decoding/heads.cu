@@ -16,7 +16,8 @@
 #include <algorithm>
 
 #include "decoding/head.cuh"
-#include "launch.cuh"
+#include "kernel_choice.cuh"
+#include "launch_chain.cuh"
 
 namespace rwkv_jax::cuda {
 namespace {
@@ -240,7 +241,7 @@ __device__ void ReadOut(const HeadShared<T>& shared, int64_t at, void* read) {
 
 template <typename T>
 __global__ __launch_bounds__(kHeadThreads, kHeadBlocks) void HeadKernel(
-    const __grid_constant__ HeadArguments own) {
+    ChainPlace place, const __grid_constant__ HeadArguments own) {
   RWKV_JAX_DYNAMIC_SHARED(16, memory);
   HeadShared<T>& shared = *reinterpret_cast<HeadShared<T>*>(memory);
   float* const hidden = reinterpret_cast<float*>(memory + sizeof(shared));
@@ -252,16 +253,16 @@ __global__ __launch_bounds__(kHeadThreads, kHeadBlocks) void HeadKernel(
   const SecondMatrices<T> matrices{call, reinterpret_cast<T*>(hidden + own.ranks), own.copied,
                                    channel};
 
-  // The block's first kernel waited before this one could start, and no kernel between has written the
-  // state, a parameter, or the first layer's value.
+  // No kernel of the block before this one writes the state, a parameter, or the first layer's value.
+  const KernelsBefore before(place);
   matrices.Copy();
   CopyFloats(call.state + state, N * N, 0, shared.state);
   CopyParameters(call, channel, row, shared);
   // Blocks fill the multiprocessors, and blocks that wait would take the room of others.
   const bool early = call.rows == 1;
-  if (early) LetNextKernelStart();
-  WaitForKernelsBefore();
-  if (!early) LetNextKernelStart();
+  if (early) before.LetNextStart();
+  before.Await();
+  if (!early) before.LetNextStart();
   const float* const projected =
       static_cast<const float*>(own.projected) + row * own.projected_width;
   constexpr int kCopies = N / 4, kLast = kHeadThreads - kProjected * kCopies;
@@ -296,7 +297,7 @@ __global__ __launch_bounds__(kHeadThreads, kHeadBlocks) void HeadKernel(
 
 }  // namespace
 
-cudaError_t StepHeads(cudaStream_t stream, const Rwkv7BlockCall& call, const Device& device) {
+cudaError_t StepHeads(LaunchChain& chain, const Rwkv7BlockCall& call, const Device& device) {
   const BlockScratch scratch(call);
   HeadArguments own{call,
                     call.scratch + scratch.projected,
@@ -304,7 +305,7 @@ cudaError_t StepHeads(cudaStream_t stream, const Rwkv7BlockCall& call, const Dev
                     call.scratch + scratch.read,
                     static_cast<int>(scratch.projected_width),
                     static_cast<int>(call.Ranks())};
-  const dim3 blocks(static_cast<unsigned>(call.heads), static_cast<unsigned>(call.rows));
+  const Grid blocks(call.heads, call.rows);
   return ForAllTypes<kBlockHeadSize>(call.dtype, kBlockHeadSize, [&](auto zero, auto) {
     using T = decltype(zero);
     constexpr int64_t kShared = sizeof(HeadShared<T>);
@@ -316,7 +317,7 @@ cudaError_t StepHeads(cudaStream_t stream, const Rwkv7BlockCall& call, const Dev
     int64_t more = hidden + own.copied * N * static_cast<int64_t>(sizeof(T));
     if (call.rows == 1)
       more = std::max(more, std::min(kAloneBytes, device.shared_memory) - kShared);
-    return LaunchEarly(HeadKernel<T>, blocks, kHeadThreads, kShared + more, stream, own);
+    return chain.Launch(HeadKernel<T>, blocks, kHeadThreads, kShared + more, own);
   });
 }
 
@@ -334,22 +335,23 @@ Rwkv7BlockCall RowsOf(Rwkv7BlockCall call, int64_t begin, int64_t count) {
   return call;
 }
 
-cudaError_t RunRows(cudaStream_t stream, const Rwkv7BlockCall& call, const Device& device) {
-  cudaError_t error = ProjectTokens(stream, call, device);
-  if (error == cudaSuccess) error = StepHeads(stream, call, device);
-  if (error == cudaSuccess) error = ReadTokens(stream, call, device);
-  if (error == cudaSuccess) error = ProjectChannels(stream, call, device);
-  if (error == cudaSuccess) error = ReadChannels(stream, call, device);
+cudaError_t RunRows(LaunchChain& chain, const Rwkv7BlockCall& call, const Device& device) {
+  cudaError_t error = ProjectTokens(chain, call, device);
+  if (error == cudaSuccess) error = StepHeads(chain, call, device);
+  if (error == cudaSuccess) error = ReadTokens(chain, call, device);
+  if (error == cudaSuccess) error = ProjectChannels(chain, call, device);
+  if (error == cudaSuccess) error = ReadChannels(chain, call, device);
   return error;
 }
 
 }  // namespace
 
 cudaError_t Run(cudaStream_t stream, const Rwkv7BlockCall& call, const Device& device) {
-  if (call.OnMatrixUnits()) return RunOnMatrixUnits(stream, call, device);
+  LaunchChain chain(stream);
+  if (call.OnMatrixUnits()) return RunOnMatrixUnits(chain, call, device);
   cudaError_t error = cudaSuccess;
   for (int64_t row = 0; row < call.rows && error == cudaSuccess; row += kRowsAtOnce)
-    error = RunRows(stream, RowsOf(call, row, std::min(call.rows - row, kRowsAtOnce)), device);
+    error = RunRows(chain, RowsOf(call, row, std::min(call.rows - row, kRowsAtOnce)), device);
   return error;
 }
 

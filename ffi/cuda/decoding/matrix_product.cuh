@@ -14,7 +14,8 @@
 
 #include "decoding/last_block.cuh"
 #include "fragment.cuh"
-#include "launch.cuh"
+#include "kernel_choice.cuh"
+#include "launch_chain.cuh"
 #include "matrix.cuh"
 #include "plan.h"
 #include "products/matrix_products.cuh"
@@ -25,10 +26,6 @@ namespace rwkv_jax::cuda {
 constexpr int kGroupWarps = kGroupOutputs / 16, kGroupThreads = 32 * kGroupWarps;
 
 static_assert(kStepInputs == kPanelCols);
-
-// The rows of a fragment of sums.
-constexpr int kFragmentRows = 8;
-static_assert(kFragmentRows == kRowsOfSums);
 
 // The weights of a step are 128 rows of a panel: of as many outputs, or, of a matrix by input, of 64 inputs
 // for the first and then for the second 64 outputs.
@@ -195,7 +192,7 @@ __device__ void PutResult(const MatrixProduct& product, int64_t at, float sum, T
 
 template <typename T, int kFragments, int kStages>
 __global__ __launch_bounds__(kGroupThreads, kMatrixBlocks) void MatrixProductKernel(
-    const __grid_constant__ SharedProducts own) {
+    ChainPlace place, const __grid_constant__ SharedProducts own) {
   RWKV_JAX_DYNAMIC_SHARED(kPanelAlignment, memory);
   const uint32_t stages = SharedAddress(memory);
   const auto stage = [&](int number) {
@@ -206,11 +203,12 @@ __global__ __launch_bounds__(kGroupThreads, kMatrixBlocks) void MatrixProductKer
   const int count = end - begin;
   Step step(own, begin), ahead = step;
 
-  LetNextKernelStart();
+  const KernelsBefore before(place);
+  before.LetNextStart();
 #pragma unroll 1
   for (int i = 0; i < kStages - 1 && i < count; ++i, ahead.Advance(own))
     CopyWeights<T>(stage(i), own.of[ahead.product], ahead);
-  WaitForKernelsBefore();
+  before.Await();
   ahead = step;
 #pragma unroll 1
   for (int i = 0; i < kStages - 1; ++i) {
@@ -260,7 +258,7 @@ __global__ __launch_bounds__(kGroupThreads, kMatrixBlocks) void MatrixProductKer
 }
 
 template <typename T, int kFragments>
-cudaError_t LaunchProducts(cudaStream_t stream, const Device& device,
+cudaError_t LaunchProducts(LaunchChain& chain, const Device& device,
                            const MatrixProducts& products) {
   SharedProducts own = {products};
   for (int i = 0; i < own.count; ++i) own.steps += own.of[i].Groups() * own.of[i].StepsOfGroup();
@@ -271,8 +269,10 @@ cudaError_t LaunchProducts(cudaStream_t stream, const Device& device,
     if (most > kMaxSumBlocks) most = kMaxSumBlocks;
     own.steps_of_block = static_cast<int>((own.steps + most - 1) / most);
     const int blocks = (own.steps + own.steps_of_block - 1) / own.steps_of_block;
-    return LaunchEarly(MatrixProductKernel<T, kFragments, kStages>, static_cast<unsigned>(blocks),
-                       kGroupThreads, kStages * kStageBytes<kFragments>, stream, own);
+    if (blocks > kMaxSumBlocks || own.sum_floats < SumFloats(blocks, kFragments))
+      return cudaErrorInvalidValue;
+    return chain.Launch(MatrixProductKernel<T, kFragments, kStages>, blocks, kGroupThreads,
+                        kStages * kStageBytes<kFragments>, own);
   });
 }
 

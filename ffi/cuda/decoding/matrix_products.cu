@@ -12,6 +12,7 @@
 #include "decoding/kernels.h"
 #include "decoding/matrix_product.cuh"
 #include "decoding/mixed_rows.cuh"
+#include "hopper_code.h"
 #include "products/tiled_products.h"
 
 namespace rwkv_jax::cuda {
@@ -23,7 +24,6 @@ struct MixArguments {
   void *mixed, *after;  // [count, rows, width]; [rows, width], the next token shift
   uint32_t* tickets;    // to be cleared, if there are any
   int rows, width, count, ticket_count;
-  bool first;  // of the kernels of a block
   // If there are `splits` of sums [rows, width], they are added to x, and the rows are that, also `total`.
   const float* sums;
   void* total;
@@ -35,17 +35,15 @@ constexpr int kMixVector = 8, kMixColumns = kProductThreads * kMixVector;
 // A block has kMixColumns columns of a row, and the moments of the whole row.
 template <typename T, bool kAddsUp>
 __global__ __launch_bounds__(kProductThreads) void MixKernel(
-    const __grid_constant__ MixArguments own) {
+    ChainPlace place, const __grid_constant__ MixArguments own) {
   using Vector = Packed<T, kMixVector>;
   __shared__ float2 sums[kProductWarps];
   const int row = blockIdx.x, column = blockIdx.y * kMixColumns + threadIdx.x * kMixVector;
   const bool active = column < own.width;
   const int64_t begin = int64_t{row} * own.width, at = begin + column;
 
-  // The kernels behind this one read weights early. Only once those before the block have ended are they
-  // certain to be there.
-  if (own.first) WaitForKernelsBefore();
-  LetNextKernelStart();
+  const KernelsBefore before_this(place);
+  before_this.LetNextStart();
   Vector before, weight, bias, mix[kMixes];
   if (active) {
     before = LoadPacked<kMixVector, T>(own.before, at);
@@ -55,8 +53,7 @@ __global__ __launch_bounds__(kProductThreads) void MixKernel(
     for (int i = 0; i < kMixes; ++i)
       if (i < own.count) mix[i] = LoadPacked<kMixVector, T>(own.mix[i], column);
   }
-  // The kernels of the block write only tokens and their sums.
-  if (!own.first) WaitForKernelsBefore();
+  before_this.Await();
   const T* const x = static_cast<const T*>(own.x) + begin;
   const auto load = [&](int i) {
     Vector tokens = LoadPacked<kMixVector, T>(x, i);
@@ -124,9 +121,9 @@ struct SharedSteps {
     for (int i = 0; i < products.count; ++i) groups += products.of[i].Groups();
     return groups;
   }
-  static cudaError_t Launch(cudaStream_t stream, const Device& device,
+  static cudaError_t Launch(LaunchChain& chain, const Device& device,
                             const MatrixProducts& products, int*) {
-    return LaunchProducts<T, kFragments>(stream, device, products);
+    return LaunchProducts<T, kFragments>(chain, device, products);
   }
 };
 
@@ -134,9 +131,9 @@ struct SharedSteps {
 struct InTiles {
   using Element = __nv_bfloat16;
   static int Tickets(const MatrixProducts&) { return 0; }
-  static cudaError_t Launch(cudaStream_t stream, const Device& device,
+  static cudaError_t Launch(LaunchChain& chain, const Device& device,
                             const MatrixProducts& products, int* splits) {
-    return LaunchTiledProducts(stream, device, products, splits);
+    return LaunchTiledProducts(chain, device, products, splits);
   }
 };
 
@@ -146,22 +143,21 @@ class MatrixBlock {
   using T = typename Products::Element;
 
  public:
-  MatrixBlock(cudaStream_t stream, const Rwkv7BlockCall& call, const Device& device)
-      : stream_(stream),
+  MatrixBlock(LaunchChain& chain, const Rwkv7BlockCall& call, const Device& device)
+      : chain_(chain),
         call_(call),
         device_(device),
         scratch_(call),
         rows_(static_cast<int>(call.rows)),
         width_(static_cast<int>(call.width)),
         hidden_(static_cast<int>(call.hidden)),
-        tickets_(reinterpret_cast<uint32_t*>(call.scratch + scratch_.tickets)),
         low_rank_(static_cast<T*>(At(scratch_.low_rank))) {}
 
   cudaError_t Run() {
     cudaError_t error = MixTokens();
     if (error == cudaSuccess) error = ProjectTokens();
     if (error == cudaSuccess) error = FinishMaps();
-    if (error == cudaSuccess) error = StepSummedHeads(stream_, call_, device_);
+    if (error == cudaSuccess) error = StepSummedHeads(chain_, call_, device_);
     if (error == cudaSuccess) error = ReadTokens();
     if (error == cudaSuccess) error = MixChannels();
     if (error == cudaSuccess) error = ProjectChannels();
@@ -173,8 +169,9 @@ class MatrixBlock {
   cudaError_t MixTokens() {
     MixArguments own = {call_.x, call_.time_before, call_.time_norm.weight, call_.time_norm.bias};
     for (int i = 0; i < kMixes; ++i) own.mix[i] = call_.mix[i];
-    own.after = call_.time_after, own.count = kMixes, own.first = true;
-    own.tickets = tickets_, own.ticket_count = static_cast<int>(scratch_.ticket_count);
+    own.after = call_.time_after, own.count = kMixes;
+    own.tickets = reinterpret_cast<uint32_t*>(call_.scratch + scratch_.tickets);
+    own.ticket_count = static_cast<int>(scratch_.ticket_count);
     return Launch(own);
   }
 
@@ -245,10 +242,9 @@ class MatrixBlock {
   cudaError_t Launch(MixArguments own) {
     own.mixed = At(scratch_.mixed), own.segment_ids = call_.segment_ids;
     own.rows = rows_, own.width = width_;
-    const dim3 blocks(static_cast<unsigned>(rows_),
-                      static_cast<unsigned>((width_ + kMixColumns - 1) / kMixColumns));
+    const Grid blocks(rows_, (width_ + kMixColumns - 1) / kMixColumns);
     const auto kernel = own.splits > 1 ? MixKernel<T, true> : MixKernel<T, false>;
-    return LaunchEarly(kernel, blocks, kProductThreads, 0, stream_, own);
+    return chain_.Launch(kernel, blocks, kProductThreads, 0, own);
   }
 
   cudaError_t Multiply(const MatrixProduct& product, int* splits = nullptr) {
@@ -259,9 +255,11 @@ class MatrixBlock {
 
   cudaError_t Launch(MatrixProducts own, int* splits = nullptr) {
     own.rows = rows_;
-    own.sums = call_.scratch + scratch_.sums, own.tickets = tickets_;
-    tickets_ += Products::Tickets(own);
-    return Products::Launch(stream_, device_, own, splits);
+    own.sums = call_.scratch + scratch_.sums, own.sum_floats = scratch_.sum_floats;
+    own.tickets = reinterpret_cast<uint32_t*>(call_.scratch + scratch_.tickets) + used_tickets_;
+    used_tickets_ += Products::Tickets(own);
+    if (used_tickets_ > scratch_.ticket_count) return cudaErrorInvalidValue;
+    return Products::Launch(chain_, device_, own, splits);
   }
 
   // Calls fn(map, its rank, what is between its products) for the low-rank maps that there are.
@@ -284,25 +282,23 @@ class MatrixBlock {
   }
   int Stride() const { return static_cast<int>(scratch_.projected_width); }
 
-  const cudaStream_t stream_;
+  LaunchChain& chain_;
   const Rwkv7BlockCall& call_;
   const Device& device_;
   const BlockScratch scratch_;
   const int rows_, width_, hidden_;
-  uint32_t* tickets_;  // of the next launch
-  int splits_ = 1;     // of the inputs of the output product, if its sums are not added up yet
+  int64_t used_tickets_ = 0;  // by the launches so far
+  int splits_ = 1;  // of the inputs of the output product, if its sums are not added up yet
   T* const low_rank_;
 };
 
 }  // namespace
 
-cudaError_t RunOnMatrixUnits(cudaStream_t stream, const Rwkv7BlockCall& call,
-                             const Device& device) {
-  if (call.dtype == Dtype::kBF16 && HasTiledProducts())
-    return MatrixBlock<InTiles>(stream, call, device).Run();
-  const int64_t fragments = call.rows <= kFragmentRows ? 1 : call.rows <= 2 * kFragmentRows ? 2 : 4;
-  return ForHalfTypes<1, 2, 4>(call.dtype, fragments, [&](auto zero, auto count) {
-    return MatrixBlock<SharedSteps<decltype(zero), count()>>(stream, call, device).Run();
+cudaError_t RunOnMatrixUnits(LaunchChain& chain, const Rwkv7BlockCall& call, const Device& device) {
+  if (call.dtype == Dtype::kBF16 && HasHopperCode())
+    return MatrixBlock<InTiles>(chain, call, device).Run();
+  return ForHalfTypes<1, 2, 4>(call.dtype, FragmentsOf(call.rows), [&](auto zero, auto count) {
+    return MatrixBlock<SharedSteps<decltype(zero), count()>>(chain, call, device).Run();
   });
 }
 

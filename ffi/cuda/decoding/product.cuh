@@ -9,6 +9,7 @@
 #pragma once
 
 #include "fragment.cuh"
+#include "launch_chain.cuh"
 #include "layers/vectors.cuh"
 #include "plan.h"
 #include "ptx.cuh"
@@ -155,22 +156,17 @@ struct WeightVectors {
   }
 };
 
-// When a kernel may read its weights: while the kernels before it still run, or only behind them.
-enum class Weights { kThere, kBehindKernelsBefore };
-
-// Calls fetch(), which reads weights, as early as they allow. Afterwards what the kernels before have
+// Calls fetch(), which reads weights, as early as a kernel may. Afterwards what the kernels before have
 // written is there.
 template <int kRows, typename Source, typename Fetch>
-__device__ void FetchAndWait(Weights weights, Source& source, Fetch&& fetch) {
-  if (weights == Weights::kBehindKernelsBefore) {
-    if (kRows == 1) source.FetchIntoCache();
-    WaitForKernelsBefore();
-  }
+__device__ void FetchAndWait(ChainPlace place, Source& source, Fetch&& fetch) {
+  if (kRows == 1 && place.IsFirst()) source.FetchIntoCache();
+  const KernelsBefore before(place);
   fetch();
   source.Fetch();
-  if (kStartsNextEarly<kRows>) LetNextKernelStart();
-  WaitForKernelsBefore();
-  if (!kStartsNextEarly<kRows>) LetNextKernelStart();
+  if (kStartsNextEarly<kRows>) before.LetNextStart();
+  before.Await();
+  if (!kStartsNextEarly<kRows>) before.LetNextStart();
 }
 
 // Puts the first slice of the rows of `source` into shared memory.
@@ -188,8 +184,8 @@ __device__ void StageFirst(Source& source, int inputs, const Slice<T>& slice) {
 // epilogue.Finish(output, o, row, sum) with the result of output + o for each row.
 template <typename W, int kRows, typename T, typename Source, typename Epilogue>
 __device__ void MultiplyByOutput(const Matrix& matrix, int outputs, int inputs, int first,
-                                 int rounds, const Slice<T>& slice, Weights weights, Source& source,
-                                 Epilogue& epilogue) {
+                                 int rounds, const Slice<T>& slice, ChainPlace place,
+                                 Source& source, Epilogue& epilogue) {
   constexpr int kAtOnce = kStride<W, kRows>, kOutputsAtOnce = kOutputs<W, kRows>;
   const int warp = threadIdx.x / 32;
   const auto output_of = [&](int round) {
@@ -201,7 +197,7 @@ __device__ void MultiplyByOutput(const Matrix& matrix, int outputs, int inputs, 
     if (round < rounds && output_of(round) < outputs)
       next.Fetch(static_cast<const W*>(matrix.weight), inputs, output_of(round), input);
   };
-  FetchAndWait<kRows>(weights, source, [&] { fetch(0, 0); });
+  FetchAndWait<kRows>(place, source, [&] { fetch(0, 0); });
   StageFirst(source, inputs, slice);
   for (int round = 0; round < rounds; ++round) {
     float sums[kOutputsAtOnce][kRows] = {}, scales[kOutputsAtOnce];
@@ -243,7 +239,7 @@ constexpr int kBlockColumns = 2 * kWeightVector<T>;
 
 template <typename T, int kRows, typename Source, typename Epilogue>
 __device__ void MultiplyByInput(const T* matrix, int outputs, int inputs, int first,
-                                const Slice<T>& slice, Weights weights, Source& source,
+                                const Slice<T>& slice, ChainPlace place, Source& source,
                                 Epilogue&& epilogue) {
   constexpr int kVector = kWeightVector<T>, kPairs = kProductThreads / 2;
   constexpr int kAhead = kRows > 4 ? 4 : 8;
@@ -260,7 +256,7 @@ __device__ void MultiplyByInput(const T* matrix, int outputs, int inputs, int fi
     if (lane == 0 && count > 0)
       PrefetchBytes(matrix + int64_t{begin} * outputs, count * outputs * sizeof(T));
   }
-  FetchAndWait<kRows>(weights, source, [] {});
+  FetchAndWait<kRows>(place, source, [] {});
   StageFirst(source, inputs, slice);
   for (int begin = 0; begin < inputs; begin += slice.size) {
     const int count = inputs - begin < slice.size ? inputs - begin : slice.size;

@@ -9,7 +9,8 @@
 #include "decoding/mixed_rows.cuh"
 #include "decoding/product.cuh"
 #include "decoding/sparse_product.cuh"
-#include "launch.cuh"
+#include "kernel_choice.cuh"
+#include "launch_chain.cuh"
 
 namespace rwkv_jax::cuda {
 namespace {
@@ -58,14 +59,10 @@ struct Projected {
 
 template <typename T, typename W, int kRows>
 __global__ __launch_bounds__(kProductThreads, kProductBlocks) void ProjectKernel(
-    const __grid_constant__ ProjectArguments own) {
+    ChainPlace place, const __grid_constant__ ProjectArguments own) {
   RWKV_JAX_DYNAMIC_SHARED(16, shared);
   __shared__ typename MixedRows<T, kRows>::Sums sums;
   const Slice<T> slice{reinterpret_cast<T*>(shared), own.slice};
-  // The first kernel of a block: only behind those before it is it certain that the weights themselves
-  // are there.
-  const Weights weights =
-      own.projected != nullptr ? Weights::kBehindKernelsBefore : Weights::kThere;
   int block = blockIdx.x, which = block / own.blocks;
   const bool by_output = which < own.matrices;
   block -= (by_output ? which : own.matrices) * own.blocks;
@@ -89,11 +86,11 @@ __global__ __launch_bounds__(kProductThreads, kProductBlocks) void ProjectKernel
     Projected<T> results{own, product};
     MultiplyByOutput<W, kRows>(product.matrix, product.outputs, own.width,
                                block * own.rounds * kBlockOutputs<W, kRows>, own.rounds, slice,
-                               weights, source, results);
+                               place, source, results);
   } else {
     MultiplyByInput<T, kRows>(
         static_cast<const T*>(product.matrix.weight), product.outputs, own.width,
-        block * kBlockColumns<T>, slice, weights, source, [&](int output, int row, float sum) {
+        block * kBlockColumns<T>, slice, place, source, [&](int output, int row, float sum) {
           if (row >= own.rows) return;
           if (which == kDecayMap) sum = tanhf(sum);
           if (which == kGateMap) sum = Sigmoid(sum);
@@ -144,23 +141,25 @@ struct Residual {
 
 template <typename T, typename W, int kRows>
 __global__ __launch_bounds__(kProductThreads, kProductBlocks) void ReadKernel(
-    const __grid_constant__ ReadArguments own) {
+    ChainPlace place, const __grid_constant__ ReadArguments own) {
   RWKV_JAX_DYNAMIC_SHARED(16, shared);
   const Slice<T> slice{reinterpret_cast<T*>(shared), own.slice};
   PlainRows<T, kRows> source{static_cast<const T*>(own.inputs), own.rows, own.inputs_width};
   Residual<T, kOutputs<W, kRows>> results{own};
   MultiplyByOutput<W, kRows>(own.matrix, own.width, own.inputs_width,
                              blockIdx.x * own.rounds * kBlockOutputs<W, kRows>, own.rounds, slice,
-                             Weights::kThere, source, results);
+                             place, source, results);
 }
 
 // The same for one row and a matrix [inputs, outputs].
 template <typename T, typename W, int kLanes>
 __global__ __launch_bounds__(kSparseThreads,
-                             2) void ReadByInputKernel(const __grid_constant__ ReadArguments own) {
+                             2) void ReadByInputKernel(ChainPlace place,
+                                                       const __grid_constant__ ReadArguments own) {
   RWKV_JAX_DYNAMIC_SHARED(16, shared);
-  LetNextKernelStart();
-  WaitForKernelsBefore();
+  const KernelsBefore before(place);
+  before.LetNextStart();
+  before.Await();
   SparseProduct<T, W, kLanes>::Multiply(
       own.matrix, own.width, own.inputs_width, static_cast<const T*>(own.inputs), shared,
       own.shares, own.tickets, [&](int output, float sum) {
@@ -184,7 +183,7 @@ cudaError_t ForTypesAndRows(const Rwkv7BlockCall& call, Fn&& fn) {
   return ForHeadSize<1, 4, kRowsAtOnce>(rows, 0.0f, alike);
 }
 
-cudaError_t Project(cudaStream_t stream, const Rwkv7BlockCall& call, const Device& device,
+cudaError_t Project(LaunchChain& chain, const Rwkv7BlockCall& call, const Device& device,
                     ProjectArguments own) {
   own.normalised = call.scratch + BlockScratch(call).normalised;
   own.rows = static_cast<int>(call.rows), own.width = static_cast<int>(call.width);
@@ -200,12 +199,11 @@ cudaError_t Project(cudaStream_t stream, const Rwkv7BlockCall& call, const Devic
     own.slice = static_cast<int>(plan.slice), own.rounds = static_cast<int>(plan.rounds);
     own.blocks = static_cast<int>(plan.blocks);
     const int64_t blocks = own.matrices * plan.blocks + others;
-    return LaunchEarly(ProjectKernel<T, W, kRows>, static_cast<unsigned>(blocks), kProductThreads,
-                       plan.bytes, stream, own);
+    return chain.Launch(ProjectKernel<T, W, kRows>, blocks, kProductThreads, plan.bytes, own);
   });
 }
 
-cudaError_t Read(cudaStream_t stream, const Rwkv7BlockCall& call, const Device& device,
+cudaError_t Read(LaunchChain& chain, const Rwkv7BlockCall& call, const Device& device,
                  ReadArguments own) {
   own.rows = static_cast<int>(call.rows), own.width = static_cast<int>(call.width);
   return ForTypesAndRows(call, [&](auto zero, auto weight, auto rows) {
@@ -214,25 +212,23 @@ cudaError_t Read(cudaStream_t stream, const Rwkv7BlockCall& call, const Device& 
     constexpr int kRows = rows();
     const ProductPlan plan = PlanProduct<T, W, kRows>(device, 1, own.width, own.inputs_width, 0);
     own.slice = static_cast<int>(plan.slice), own.rounds = static_cast<int>(plan.rounds);
-    return LaunchEarly(ReadKernel<T, W, kRows>, static_cast<unsigned>(plan.blocks), kProductThreads,
-                       plan.bytes, stream, own);
+    return chain.Launch(ReadKernel<T, W, kRows>, plan.blocks, kProductThreads, plan.bytes, own);
   });
 }
 
 // With half as many lanes an input has twice as many groups of columns.
-cudaError_t ReadByInput(cudaStream_t stream, const Rwkv7BlockCall& call, const Device& device,
+cudaError_t ReadByInput(LaunchChain& chain, const Rwkv7BlockCall& call, const Device& device,
                         ReadArguments own) {
   own.width = static_cast<int>(call.width);
   return ForTypesAndRows(call, [&](auto zero, auto weight, auto) {
     using T = decltype(zero);
     using W = decltype(weight);
     const auto blocks = [&](auto lanes) {
-      return dim3(static_cast<unsigned>(SparseProduct<T, W, lanes()>::Groups(own.width)),
-                  static_cast<unsigned>(kSharesOfInputs));
+      return Grid(SparseProduct<T, W, lanes()>::Groups(own.width), kSharesOfInputs);
     };
     const auto launch = [&](auto lanes) {
-      return LaunchEarly(ReadByInputKernel<T, W, lanes()>, blocks(lanes), kSparseThreads,
-                         SparseProduct<T, W, lanes()>::kBytes, stream, own);
+      return chain.Launch(ReadByInputKernel<T, W, lanes()>, blocks(lanes), kSparseThreads,
+                          SparseProduct<T, W, lanes()>::kBytes, own);
     };
     constexpr std::integral_constant<int, 32> whole;
     constexpr std::integral_constant<int, 16> half;
@@ -243,7 +239,7 @@ cudaError_t ReadByInput(cudaStream_t stream, const Rwkv7BlockCall& call, const D
 
 }  // namespace
 
-cudaError_t ProjectTokens(cudaStream_t stream, const Rwkv7BlockCall& call, const Device& device) {
+cudaError_t ProjectTokens(LaunchChain& chain, const Rwkv7BlockCall& call, const Device& device) {
   ProjectArguments own = {};
   own.x = call.x, own.before = call.time_before;
   own.weight = call.time_norm.weight, own.bias = call.time_norm.bias;
@@ -259,19 +255,19 @@ cudaError_t ProjectTokens(cudaStream_t stream, const Rwkv7BlockCall& call, const
     own.maps[i] = {{call.maps[i].first, nullptr}, call.mix[kMixOf[i]], rank, own.projected_width};
     own.projected_width += rank;
   }
-  return Project(stream, call, device, own);
+  return Project(chain, call, device, own);
 }
 
-cudaError_t ReadTokens(cudaStream_t stream, const Rwkv7BlockCall& call, const Device& device) {
+cudaError_t ReadTokens(LaunchChain& chain, const Rwkv7BlockCall& call, const Device& device) {
   const BlockScratch scratch(call);
   ReadArguments own = {};
   own.inputs = call.scratch + scratch.read, own.residual = call.x, own.matrix = call.output;
   own.out = call.scratch + scratch.between;
   own.inputs_width = static_cast<int>(call.width);
-  return Read(stream, call, device, own);
+  return Read(chain, call, device, own);
 }
 
-cudaError_t ProjectChannels(cudaStream_t stream, const Rwkv7BlockCall& call, const Device& device) {
+cudaError_t ProjectChannels(LaunchChain& chain, const Rwkv7BlockCall& call, const Device& device) {
   ProjectArguments own = {};
   own.x = call.scratch + BlockScratch(call).between, own.before = call.channel_before;
   own.weight = call.channel_norm.weight, own.bias = call.channel_norm.bias;
@@ -281,10 +277,10 @@ cudaError_t ProjectChannels(cudaStream_t stream, const Rwkv7BlockCall& call, con
   own.hidden = call.scratch + scratch.hidden;
   own.tickets = reinterpret_cast<uint32_t*>(call.scratch + scratch.tickets);
   own.ticket_count = static_cast<int>(scratch.ticket_count);
-  return Project(stream, call, device, own);
+  return Project(chain, call, device, own);
 }
 
-cudaError_t ReadChannels(cudaStream_t stream, const Rwkv7BlockCall& call, const Device& device) {
+cudaError_t ReadChannels(LaunchChain& chain, const Rwkv7BlockCall& call, const Device& device) {
   const BlockScratch scratch(call);
   ReadArguments own = {};
   own.inputs = call.scratch + scratch.hidden, own.residual = call.scratch + scratch.between;
@@ -294,8 +290,8 @@ cudaError_t ReadChannels(cudaStream_t stream, const Rwkv7BlockCall& call, const 
   own.inputs_width = static_cast<int>(call.hidden);
   own.shares = call.scratch + scratch.sums;
   own.tickets = reinterpret_cast<uint32_t*>(call.scratch + scratch.tickets);
-  return call.value_by_input ? ReadByInput(stream, call, device, own)
-                             : Read(stream, call, device, own);
+  return call.value_by_input ? ReadByInput(chain, call, device, own)
+                             : Read(chain, call, device, own);
 }
 
 }  // namespace rwkv_jax::cuda

@@ -17,7 +17,8 @@
 #include <type_traits>
 
 #include "decoding/halves.cuh"
-#include "launch.cuh"
+#include "kernel_choice.cuh"
+#include "launch_chain.cuh"
 
 namespace rwkv_jax::cuda {
 namespace {
@@ -100,7 +101,7 @@ struct HeadSchedule {
 // all of it.
 template <typename T, int kWarps, bool kPostpones>
 __global__ __launch_bounds__(32 * kWarps, BlocksOfHeads(kWarps, kPostpones)) void SummedHeadKernel(
-    const __grid_constant__ HeadArguments own) {
+    ChainPlace place, const __grid_constant__ HeadArguments own) {
   RWKV_JAX_DYNAMIC_SHARED(16, memory);
   using Shared = HeadShared<T, kPostpones>;
   using G = Partition<kWarps>;
@@ -117,8 +118,9 @@ __global__ __launch_bounds__(32 * kWarps, BlocksOfHeads(kWarps, kPostpones)) voi
     return static_cast<T*>(call.waiting) + (number * kMostWaiting + token) * kToken;
   };
 
-  // The block's first kernel waited before this one could start, and no kernel between has written the
-  // state, the tokens that wait, a parameter, or the first layer's value.
+  // No kernel of the block before this one writes the state, the tokens that wait, a parameter, or the first
+  // layer's value.
+  const KernelsBefore before(place);
   if constexpr (kPostpones)
     CopyUpper<G, kThreads>(state, upper);
   else
@@ -129,8 +131,8 @@ __global__ __launch_bounds__(32 * kWarps, BlocksOfHeads(kWarps, kPostpones)) voi
   // The first warp has the vectors of the token.
   LaneParameters<T> parameters;
   if (warp == 0) parameters.Load(call, channel, at);
-  LetNextKernelStart();
-  WaitForKernelsBefore();
+  before.LetNextStart();
+  before.Await();
   LaneProjections<T> given;
   if (warp == 0)
     given.Load(call, static_cast<const T*>(own.projected) + row * own.projected_width, channel);
@@ -226,14 +228,14 @@ __global__ __launch_bounds__(32 * kWarps, BlocksOfHeads(kWarps, kPostpones)) voi
 
 }  // namespace
 
-cudaError_t StepSummedHeads(cudaStream_t stream, const Rwkv7BlockCall& call, const Device& device) {
+cudaError_t StepSummedHeads(LaunchChain& chain, const Rwkv7BlockCall& call, const Device& device) {
   const BlockScratch scratch(call);
   const HeadArguments own{call, call.scratch + scratch.projected, call.scratch + scratch.read,
                           static_cast<int>(scratch.projected_width)};
-  const dim3 blocks(static_cast<unsigned>(call.heads), static_cast<unsigned>(call.rows));
+  const Grid blocks(call.heads, call.rows);
   const auto launch = [&](auto zero, auto warps, auto postpones) {
-    return LaunchEarly(SummedHeadKernel<decltype(zero), warps(), postpones()>, blocks, 32 * warps(),
-                       sizeof(HeadShared<decltype(zero), postpones()>), stream, own);
+    return chain.Launch(SummedHeadKernel<decltype(zero), warps(), postpones()>, blocks,
+                        32 * warps(), sizeof(HeadShared<decltype(zero), postpones()>), own);
   };
   const bool few = call.rows * call.heads <= kFewHeads * device.multiprocessors;
   return ForHalfTypes<1, kWarpsOfFew>(call.dtype, few ? kWarpsOfFew : 1,

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "feed_forward/kernels.h"
+#include "hopper_code.h"
 #include "launch_target.h"
 #include "rwkv_jax/operands.h"
 #include "rwkv_jax/targets.h"
@@ -44,7 +45,7 @@ ffi::Error HandleProduct(cudaStream_t stream, ffi::RemainingArgs args, ffi::Rema
   if (ffi::Error error = operands.Finish(); error.failure()) return error;
   call.tokens = rows * tokens;
   if (call.tokens == 0 || call.columns == 0) return ffi::Error::Success();
-  operands.Require(HasProducts(),
+  operands.Require(HasHopperCode(),
                    "this build has kernels for GPUs of compute capability 9.0 alone, or none; "
                    "expected such a GPU, or implementation 'xla'");
   return RunOnCurrentDevice(stream, call, operands);

@@ -1,5 +1,5 @@
-// The products of a channel mixing on CUDA, for GPUs of compute capability 9.0 alone. Pointers are to
-// device memory.
+// The products of a channel mixing on CUDA, if HasHopperCode (hopper_code.h). Pointers are to device
+// memory.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -11,8 +11,5 @@ namespace rwkv_jax::cuda {
 
 cudaError_t Run(cudaStream_t stream, const SquaredReluCall& call, const Device& device);
 cudaError_t Run(cudaStream_t stream, const SquaredReluGradientCall& call, const Device& device);
-
-// Whether this build has code for the current device.
-bool HasProducts();
 
 }  // namespace rwkv_jax::cuda

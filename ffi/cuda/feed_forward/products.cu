@@ -5,7 +5,6 @@
 
 namespace rwkv_jax::cuda {
 
-bool HasProducts() { return false; }
 cudaError_t Run(cudaStream_t, const SquaredReluCall&, const Device&) {
   return cudaErrorInvalidValue;
 }
@@ -176,15 +175,12 @@ __global__ void TransposeKernel(const uint4* from, uint4* to, int rows, int colu
 
 cudaError_t Transpose(cudaStream_t stream, const void* from, const void* to, int64_t rows,
                       int64_t columns) {
-  const dim3 blocks(static_cast<unsigned>(columns / kSide), static_cast<unsigned>(rows / kSide));
-  return Launch(TransposeKernel, blocks, kTransposeThreads, 0, stream,
+  return Launch(TransposeKernel, {columns / kSide, rows / kSide}, kTransposeThreads, 0, stream,
                 static_cast<const uint4*>(from), static_cast<uint4*>(const_cast<void*>(to)),
                 static_cast<int>(rows), static_cast<int>(columns));
 }
 
 }  // namespace
-
-bool HasProducts() { return wide_product::IsCompiled<SquaredRelus>(); }
 
 cudaError_t Run(cudaStream_t stream, const SquaredReluCall& call, const Device& device) {
   return wide_product::Run<SquaredRelus>(stream, call, device,

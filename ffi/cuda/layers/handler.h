@@ -92,7 +92,7 @@ class LayerReader {
     call.x = Tensor("x", "BTD"), call.before = Tensor("before", "BD");
     call.parameters = Floats("parameters", "BJD");
     call.origin = static_cast<const int32_t*>(operands.Arg("origin", "BO", Kind::kInts));
-    RequireGrid();
+    RequireTokens();
     call.rows = operands.Size('B'), call.tokens = operands.Size('T');
     call.width = operands.Size('D'), call.mixes = operands.Size('J') - 2;
     call.dtype = operands.dtype();
@@ -143,16 +143,16 @@ class LayerReader {
     const int64_t size = operands.Size('K');
     operands.Require(size >= 16 && size <= 256 && (size & (size - 1)) == 0, "K = ", size,
                      "; expected a power of two from 16 to 256");
-    RequireGrid();
+    RequireTokens();
     call.rows = operands.Size('B'), call.tokens = operands.Size('T');
     call.width = operands.Size('H') * size, call.head_size = size;
     call.dtype = operands.dtype();
   }
 
-  void RequireGrid() {
+  void RequireTokens() {
     const int64_t rows = operands.Size('B'), tokens = operands.Size('T');
-    operands.Require(rows <= kMaxRows && tokens <= kMaxTokens, "B = ", rows, " and T = ", tokens,
-                     "; expected up to ", kMaxRows, " rows of ", kMaxTokens, " tokens");
+    operands.Require(tokens == 0 || rows <= kMaxTokens / tokens, "B = ", rows, " and T = ", tokens,
+                     "; expected up to ", kMaxTokens, " tokens in all");
   }
 
   const void* Tensor(const std::string& name, const char* axes = "BTHK") {

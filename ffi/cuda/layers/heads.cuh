@@ -4,28 +4,27 @@
 
 #include "layers/formulas.cuh"
 #include "layers/kernels.h"
+#include "layers/token_run.cuh"
+#include "kernel_choice.cuh"
 #include "launch.cuh"
 
 namespace rwkv_jax::cuda {
 
 constexpr int kHeadThreads = 256;
 
-// The channels and the tokens of a thread. Lanes without channels take part in sums over a head, which
-// are sums of zeros.
-class HeadRun {
+// The channels and the tokens of a thread, whose block has one of all runs of all rows. Lanes without channels
+// take part in sums over a head, which are sums of zeros.
+class HeadRun : public TokenRun {
  public:
   __device__ HeadRun(const HeadTokens& call, int tokens)
-      : row(blockIdx.z),
-        channel((static_cast<int64_t>(blockIdx.x) * kHeadThreads + threadIdx.x) * kHeadVector),
+      : TokenRun(call.tokens, tokens),
+        channel((static_cast<int64_t>(blockIdx.y) * kHeadThreads + threadIdx.x) * kHeadVector),
         active(channel < call.width),
-        begin(int64_t{blockIdx.y} * tokens),
-        end(begin + tokens < call.tokens ? begin + tokens : call.tokens),
         width_(call.width),
         first_(row * call.tokens) {}
 
-  int64_t row, channel;
+  int64_t channel;
   bool active;
-  int64_t begin, end;
 
   // Calls fn(t, load(t)) for each token, while the loads of the next one are under way.
   template <typename LoadFn, typename Fn>
@@ -63,8 +62,7 @@ class HeadRun {
   }
   // Writes the partial sum number i of `count`.
   __device__ void StorePartial(float* partials, int i, int64_t count, const HeadVector& x) const {
-    if (active)
-      StoreFloats(partials + ((row * gridDim.y + blockIdx.y) * count + i) * width_ + channel, x);
+    if (active) StoreFloats(partials + (int64_t{blockIdx.x} * count + i) * width_ + channel, x);
   }
 
  private:
@@ -88,11 +86,8 @@ template <typename Call, typename Fn>
 cudaError_t LaunchOverHeads(cudaStream_t stream, const Call& call, int tokens, Fn&& fn) {
   if (call.rows * call.tokens * call.width == 0) return cudaSuccess;
   const int64_t vectors = call.width / kHeadVector;
-  const auto count = [](int64_t all, int64_t each) {
-    return static_cast<unsigned>((all + each - 1) / each);
-  };
-  const dim3 blocks(count(vectors, kHeadThreads), count(call.tokens, tokens),
-                    static_cast<unsigned>(call.rows));
+  const Grid blocks(call.rows * Runs(call.tokens, tokens),
+                    (vectors + kHeadThreads - 1) / kHeadThreads);
   const int threads =
       vectors < kHeadThreads ? static_cast<int>((vectors + 31) / 32 * 32) : kHeadThreads;
   return ForAllTypes<16, 32, 64, 128, 256>(

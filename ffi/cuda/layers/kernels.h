@@ -3,6 +3,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include <limits>
+
 #include "plan.h"
 #include "rwkv_jax/layers.h"
 
@@ -11,8 +13,8 @@ namespace rwkv_jax::cuda {
 // The largest width that one block can have.
 constexpr int64_t kMaxLayerWidth = 4096;
 
-// The grids have a block of each row for each 16 tokens or more.
-constexpr int64_t kMaxRows = 65535, kMaxTokens = 16 * kMaxRows;
+// The tokens of all rows: a kernel has a block for one or more of them.
+constexpr int64_t kMaxTokens = std::numeric_limits<int32_t>::max();
 
 cudaError_t Run(cudaStream_t stream, const NormShiftMixForwardCall& call, const Device& device);
 cudaError_t Run(cudaStream_t stream, const NormShiftMixBackwardCall& call, const Device& device);

@@ -15,6 +15,7 @@
 
 #include "launch.cuh"
 #include "layers/kernels.h"
+#include "layers/token_run.cuh"
 #include "layers/vectors.cuh"
 
 namespace rwkv_jax::cuda {
@@ -70,9 +71,9 @@ __global__ __launch_bounds__(kMostThreads) void ForwardKernel(NormShiftMixForwar
                                                               int together) {
   RWKV_JAX_DYNAMIC_SHARED(16, shared);
   __shared__ float2 moments[kTokens];
-  const int64_t row = blockIdx.y, begin = int64_t{blockIdx.x} * run;
-  const int64_t first = row * call.tokens + begin;
-  const int count = static_cast<int>(call.tokens - begin < run ? call.tokens - begin : run);
+  const TokenRun own(call.tokens, run);
+  const int64_t row = own.row, begin = own.begin, first = row * call.tokens + begin;
+  const int count = static_cast<int>(own.end - begin);
   const int width = static_cast<int>(call.width), channel = threadIdx.x * kVector;
   const int warp = threadIdx.x / 32, warps = (width + 32 * kVector - 1) / (32 * kVector);
   const bool active = channel < width;
@@ -217,8 +218,9 @@ __global__ __launch_bounds__(kMostThreads) void BackwardKernel(NormShiftMixBackw
   __shared__ typename Sums::Posted posted[2];
   __shared__ float2 moments[kRun + 1];  // from the token before the run on
   __shared__ int8_t origins[kRun];
-  const int64_t row = blockIdx.y, begin = blockIdx.x * kRun, first = row * call.tokens + begin;
-  const int count = static_cast<int>(call.tokens - begin < kRun ? call.tokens - begin : kRun);
+  const TokenRun own(call.tokens, kRun);
+  const int64_t row = own.row, begin = own.begin, first = row * call.tokens + begin;
+  const int count = static_cast<int>(own.end - begin);
   const int width = static_cast<int>(call.width), channel = threadIdx.x * kChannels;
   const int warps = (width + 32 * kChannels - 1) / (32 * kChannels);
   const bool active = channel < width;
@@ -407,8 +409,7 @@ __global__ __launch_bounds__(kMostThreads) void BackwardKernel(NormShiftMixBackw
   }
 
   if (!active) return;
-  float* const partials =
-      call.partials + (row * gridDim.x + blockIdx.x) * (kMixes + 2) * width + channel;
+  float* const partials = call.partials + int64_t{blockIdx.x} * (kMixes + 2) * width + channel;
   StoreFloats(partials, dweight);
   StoreFloats(partials + width, dbias);
 #pragma unroll
@@ -432,9 +433,8 @@ cudaError_t ForTypesAndMixes(const NormShiftMixCall& call, Fn&& fn) {
   }
 }
 
-dim3 Blocks(const NormShiftMixCall& call, int64_t run) {
-  return dim3(static_cast<unsigned>((call.tokens + run - 1) / run),
-              static_cast<unsigned>(call.rows));
+Grid Blocks(const NormShiftMixCall& call, int64_t run) {
+  return call.rows * Runs(call.tokens, run);
 }
 
 int Threads(const NormShiftMixCall& call, int channels) {

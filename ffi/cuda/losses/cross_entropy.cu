@@ -192,7 +192,7 @@ cudaError_t Run(cudaStream_t stream, const CrossEntropyCall& call, const Device&
       static_cast<int>(std::min({most / kStep, steps, int64_t{kGroups * kGroupSteps}}));
   const int64_t blocks = std::min<int64_t>(call.tokens, device.multiprocessors);
   const auto launch = [&](auto zero) {
-    return Launch(CrossEntropyKernel<decltype(zero)>, dim3(static_cast<unsigned>(blocks)), kThreads,
+    return Launch(CrossEntropyKernel<decltype(zero)>, blocks, kThreads,
                   kept * kStep * sizeof(float), stream, call, kept);
   };
   switch (call.dtype) {

@@ -5,6 +5,7 @@
 
 #include <vector>
 
+#include "hopper_code.h"
 #include "launch_target.h"
 #include "losses/kernels.h"
 #include "rwkv_jax/operands.h"
@@ -75,7 +76,7 @@ inline ffi::Error HandleHeadCrossEntropy(cudaStream_t stream, ffi::RemainingArgs
   require("statistics", 'N', call.columns / kHeadTileColumns);
   require("again", 'R', (call.tokens + kHeadTileTokens - 1) / kHeadTileTokens);
   if (ffi::Error error = operands.Finish(); error.failure()) return error;
-  operands.Require(HasHeadCrossEntropy(),
+  operands.Require(HasHopperCode(),
                    "this build has kernels for GPUs of compute capability 9.0 alone, or none; "
                    "expected such a GPU");
   return RunOnCurrentDevice(stream, call, operands);

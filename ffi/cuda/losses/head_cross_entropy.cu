@@ -18,7 +18,6 @@
 
 namespace rwkv_jax::cuda {
 
-bool HasHeadCrossEntropy() { return false; }
 cudaError_t Run(cudaStream_t, const HeadCrossEntropyCall&, const Device&) {
   return cudaErrorInvalidValue;
 }
@@ -196,8 +195,6 @@ __global__ __launch_bounds__(kTokens* kParts) void FinishKernel(HeadCrossEntropy
 
 }  // namespace
 
-bool HasHeadCrossEntropy() { return wide_product::IsCompiled<Exponentials>(); }
-
 cudaError_t Run(cudaStream_t stream, const HeadCrossEntropyCall& call, const Device& device) {
   if (call.tokens == 0) return cudaSuccess;
   const int64_t rows = (call.tokens + kHeadTileTokens - 1) / kHeadTileTokens;
@@ -209,9 +206,8 @@ cudaError_t Run(cudaStream_t stream, const HeadCrossEntropyCall& call, const Dev
     if (error == cudaSuccess)
       error = wide_product::Run<Exponentials>(stream, call, device, arguments);
     if (error == cudaSuccess)
-      error =
-          Launch(FinishKernel, dim3(static_cast<unsigned>((call.tokens + kTokens - 1) / kTokens)),
-                 kTokens * kParts, 0, stream, call, again);
+      error = Launch(FinishKernel, (call.tokens + kTokens - 1) / kTokens, kTokens * kParts, 0,
+                     stream, call, again);
   }
   return error;
 }

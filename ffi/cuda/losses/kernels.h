@@ -9,9 +9,7 @@
 namespace rwkv_jax::cuda {
 
 cudaError_t Run(cudaStream_t stream, const CrossEntropyCall& call, const Device& device);
+// If HasHopperCode (hopper_code.h).
 cudaError_t Run(cudaStream_t stream, const HeadCrossEntropyCall& call, const Device& device);
-
-// Whether this build has code of the second one for the current device, one of compute capability 9.0.
-bool HasHeadCrossEntropy();
 
 }  // namespace rwkv_jax::cuda

@@ -7,9 +7,9 @@
 #include <string>
 #include <vector>
 
+#include "hopper_code.h"
 #include "launch_target.h"
 #include "low_rank/kernels.h"
-#include "products/kernels.h"
 #include "rwkv_jax/operands.h"
 #include "rwkv_jax/targets.h"
 
@@ -48,8 +48,8 @@ inline void RequireTokens(Operands& operands) {
                    " and T = ", tokens, "; expected up to ", kMaxLowRankTokens, " tokens in all");
 }
 
-inline void RequireCode(Operands& operands, bool has_code) {
-  operands.Require(has_code,
+inline void RequireCode(Operands& operands) {
+  operands.Require(HasHopperCode(),
                    "this build has kernels for GPUs of compute capability 9.0 alone, or none; "
                    "expected such a GPU, or implementation 'xla'");
 }
@@ -76,7 +76,7 @@ ffi::Error HandleLowRank(cudaStream_t stream, ffi::RemainingArgs args, ffi::Rema
   if (ffi::Error error = operands.Finish(); error.failure()) return error;
   call.tokens = operands.Size('B') * operands.Size('T');
   if (call.tokens == 0) return ffi::Error::Success();
-  RequireCode(operands, HasLowRank());
+  RequireCode(operands);
   return RunOnCurrentDevice(stream, call, operands);
 }
 
@@ -121,7 +121,7 @@ inline ffi::Error HandleLowRankMaps(cudaStream_t stream, ffi::RemainingArgs args
   if (ffi::Error error = operands.Finish(); error.failure()) return error;
   call.tokens = operands.Size('B') * operands.Size('T');
   if (call.tokens == 0) return ffi::Error::Success();
-  RequireCode(operands, HasTiledProducts());
+  RequireCode(operands);
   return RunOnCurrentDevice(stream, call, operands);
 }
 

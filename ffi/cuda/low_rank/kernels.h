@@ -1,5 +1,4 @@
-// The products of low-rank maps on CUDA, for GPUs of compute capability 9.0 alone. Pointers are to device
-// memory.
+// The products of low-rank maps on CUDA, if HasHopperCode (hopper_code.h). Pointers are to device memory.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -11,10 +10,6 @@ namespace rwkv_jax::cuda {
 
 cudaError_t Run(cudaStream_t stream, const LowRankForwardCall& call, const Device& device);
 cudaError_t Run(cudaStream_t stream, const LowRankBackwardCall& call, const Device& device);
-// If HasTiledProducts (products/kernels.h).
 cudaError_t Run(cudaStream_t stream, const LowRankMapsCall& call, const Device& device);
-
-// Whether this build has code of a map alone for the current device.
-bool HasLowRank();
 
 }  // namespace rwkv_jax::cuda

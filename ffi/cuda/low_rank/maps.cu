@@ -34,8 +34,9 @@ cudaError_t Run(cudaStream_t stream, const LowRankMapsCall& call, const Device& 
     up.result = map.offset == nullptr ? Result::kRounded : Result::kAdded, up.by_input = true;
     up.residual = map.offset, up.is_offset = true;
   }
-  const cudaError_t error = LaunchTiledProducts(stream, device, first, nullptr);
-  return error == cudaSuccess ? LaunchTiledProducts(stream, device, second, nullptr) : error;
+  LaunchChain chain(stream);
+  const cudaError_t error = LaunchTiledProducts(chain, device, first, nullptr);
+  return error == cudaSuccess ? LaunchTiledProducts(chain, device, second, nullptr) : error;
 }
 
 }  // namespace rwkv_jax::cuda

@@ -21,7 +21,6 @@
 
 namespace rwkv_jax::cuda {
 
-bool HasLowRank() { return false; }
 cudaError_t Run(cudaStream_t, const LowRankForwardCall&, const Device&) {
   return cudaErrorInvalidValue;
 }
@@ -359,14 +358,13 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (lane == 0) hopper::AwaitReads<0>();
   }
 #else
-  __trap();  // HasLowRank says so before
+  __trap();  // HasHopperCode says so before
 #endif
 }
 
 template <int kRank, bool kBackward>
 cudaError_t RunKernel(cudaStream_t stream, const LowRankCall& call, void* hidden, const void* more,
                       const Device& device) {
-  if (TensorMapEncoder() == nullptr) return cudaErrorNotSupported;
   const cuuint64_t tokens = call.tokens, width = call.width, rank = call.rank;
   const cuuint64_t hidden_size = kBackward ? call.rank : call.hidden_size;
   CUtensorMap rows_map, first_map, second_map, result_map, hidden_map;
@@ -399,8 +397,6 @@ cudaError_t RunForRank(cudaStream_t stream, const LowRankCall& call, void* hidde
 }
 
 }  // namespace
-
-bool HasLowRank() { return IsCompiledForHopper(LowRankKernel<kMinKernelRank, false>); }
 
 cudaError_t Run(cudaStream_t stream, const LowRankForwardCall& call, const Device& device) {
   return RunForRank<false>(stream, call, call.hidden, call.offset, device);

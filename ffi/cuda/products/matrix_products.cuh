@@ -36,8 +36,9 @@ struct MatrixProduct {
 struct MatrixProducts {
   MatrixProduct of[kMaxProducts];
   int count, rows;
-  float* sums;        // of groups that blocks share
-  uint32_t* tickets;  // how many blocks have written their sums, 0 before the launch
+  float* sums;         // of groups that blocks share
+  int64_t sum_floats;  // for which there is room
+  uint32_t* tickets;   // how many blocks have written their sums, 0 before the launch
 };
 
 // What is rounded to a result; `residual` is for Result::kAdded.

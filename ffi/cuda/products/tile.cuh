@@ -54,6 +54,7 @@ struct TiledProducts {
   int count, rows;
   int splits;   // of the inputs; several for one product alone
   float* sums;  // [splits, rows, outputs], if there are several
+  int64_t sum_floats;
 };
 
 // The clusters' tiles of products.

@@ -14,8 +14,7 @@
 
 namespace rwkv_jax::cuda {
 
-bool HasTiledProducts() { return false; }
-cudaError_t LaunchTiledProducts(cudaStream_t, const Device&, const MatrixProducts&, int*) {
+cudaError_t LaunchTiledProducts(LaunchChain&, const Device&, const MatrixProducts&, int*) {
   return cudaErrorInvalidValue;
 }
 
@@ -30,8 +29,8 @@ cudaError_t LaunchTiledProducts(cudaStream_t, const Device&, const MatrixProduct
 #include "products/tile.cuh"
 #include "products/tile_results.cuh"
 #include "hopper.cuh"
-#include "hopper_code.h"
-#include "launch.cuh"
+#include "asked_once.h"
+#include "launch_chain.cuh"
 #include "ptx.cuh"
 #include "tensor_map.h"
 
@@ -40,7 +39,7 @@ namespace {
 
 template <typename Tile>
 __global__ void __launch_bounds__(65536 / Tile::kRegisters / 32 * 32, 1)
-    TiledProductKernel(const __grid_constant__ TiledProducts own) {
+    TiledProductKernel(ChainPlace place, const __grid_constant__ TiledProducts own) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   RWKV_JAX_DYNAMIC_SHARED(16, memory);
   const uint32_t tiles = (SharedAddress(memory) + kTileAlignment - 1) & ~(kTileAlignment - 1);
@@ -56,7 +55,8 @@ __global__ void __launch_bounds__(65536 / Tile::kRegisters / 32 * 32, 1)
     hopper::PublishBarriers();
   }
   SynchronizeTiles<Tile>();
-  LetNextKernelStart();
+  const KernelsBefore before(place);
+  before.LetNextStart();
 
   const int clusters = gridDim.x / Tile::kRowTiles, cluster = blockIdx.x / Tile::kRowTiles;
   const int count = Tiles<Tile>{own}.Count() * own.splits;
@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(65536 / Tile::kRegisters / 32 * 32, 1)
       for (const Part<Tile> part(own, cluster, row_tile);
            early < part.steps && early < Tile::kStages; ++early)
         copies.Announce(early), copies.CopyWeights(part, early, early);
-      WaitForKernelsBefore();
+      before.Await();
       for (int number = cluster; number < count; number += clusters) {
         const Part<Tile> part(own, number, row_tile);
         for (int step = 0; step < part.steps; ++step, stage.Next()) {
@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(65536 / Tile::kRegisters / 32 * 32, 1)
       if (lane < Tile::kRowTiles) hopper::ArriveAt(empty + 8 * index, lane);
     };
     float sums[Tile::kSums];
-    WaitForKernelsBefore();
+    before.Await();
     for (int number = cluster; number < count; number += clusters) {
       const Part<Tile> part(own, number, row_tile);
       const MatrixProduct& product = own.of[part.product].product;
@@ -118,20 +118,22 @@ __global__ void __launch_bounds__(65536 / Tile::kRegisters / 32 * 32, 1)
   }
   SynchronizeTiles<Tile>();  // the other block may still arrive at a barrier of this one
 #else
-  __trap();  // HasTiledProducts says so before
+  __trap();  // HasHopperCode says so before
 #endif
 }
 
 constexpr int kAddThreads = 256, kAddVector = 4;
 
 // Adds up the sums of splits, and makes results of them.
-__global__ __launch_bounds__(kAddThreads) void AddUpKernel(const MatrixProduct product,
+__global__ __launch_bounds__(kAddThreads) void AddUpKernel(ChainPlace place,
+                                                           const MatrixProduct product,
                                                            const float* sums, int splits,
                                                            int rows) {
   const int64_t count = int64_t{rows} * product.outputs;
   const int64_t i = kAddVector * (int64_t{blockIdx.x} * kAddThreads + threadIdx.x);
-  LetNextKernelStart();
-  WaitForKernelsBefore();
+  const KernelsBefore before(place);
+  before.LetNextStart();
+  before.Await();
   if (i >= count) return;
   const int row = static_cast<int>(i / product.outputs),
             output = static_cast<int>(i % product.outputs);
@@ -167,17 +169,23 @@ bool MakeMaps(TiledProduct& own, int rows, unsigned box_rows) {
 // How many clusters the device runs at once.
 template <typename Tile>
 cudaError_t ActiveClusters(int& count) {
-  const auto kernel = TiledProductKernel<Tile>;
-  const cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::kSharedBytes);
+  static AskedOnce<int, int> known;
+  int device = 0;
+  const cudaError_t error = cudaGetDevice(&device);
   if (error != cudaSuccess) return error;
-  cudaLaunchAttribute cluster = {};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {Tile::kRowTiles, 1, 1};
-  cudaLaunchConfig_t config = {};
-  config.gridDim = Tile::kRowTiles, config.blockDim = Tile::kThreads;
-  config.dynamicSmemBytes = Tile::kSharedBytes, config.attrs = &cluster, config.numAttrs = 1;
-  return cudaOccupancyMaxActiveClusters(&count, kernel, &config);
+  return known.Get(device, count, [](int& answer) {
+    const auto kernel = TiledProductKernel<Tile>;
+    KernelOnDevice prepared;
+    const cudaError_t error = Prepare(reinterpret_cast<const void*>(kernel), prepared);
+    if (error != cudaSuccess) return error;
+    cudaLaunchAttribute cluster = {};
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim = {Tile::kRowTiles, 1, 1};
+    cudaLaunchConfig_t config = {};
+    config.gridDim = Tile::kRowTiles, config.blockDim = Tile::kThreads;
+    config.dynamicSmemBytes = Tile::kSharedBytes, config.attrs = &cluster, config.numAttrs = 1;
+    return cudaOccupancyMaxActiveClusters(&answer, kernel, &config);
+  });
 }
 
 // How products are shared out among the clusters of the device, and what it takes: a step of a tile takes
@@ -189,11 +197,11 @@ struct Choice {
   int64_t cost = std::numeric_limits<int64_t>::max();
   int splits = 1, clusters = 1;
   // LaunchTiles of the tile that takes so little.
-  cudaError_t (*launch)(cudaStream_t, const Choice&, TiledProducts, int* splits) = nullptr;
+  cudaError_t (*launch)(LaunchChain&, const Choice&, TiledProducts, int* splits) = nullptr;
 };
 
 template <typename Tile>
-cudaError_t LaunchTiles(cudaStream_t stream, const Choice& choice, TiledProducts own, int* splits);
+cudaError_t LaunchTiles(LaunchChain& chain, const Choice& choice, TiledProducts own, int* splits);
 
 // Makes `best` the choice with this tile, if that takes less.
 template <typename Tile>
@@ -224,11 +232,13 @@ cudaError_t Choose(const Device& device, const TiledProducts& own, Choice& best)
 }
 
 template <typename Tile>
-cudaError_t LaunchTiles(cudaStream_t stream, const Choice& choice, TiledProducts own, int* splits) {
+cudaError_t LaunchTiles(LaunchChain& chain, const Choice& choice, TiledProducts own, int* splits) {
   own.splits = choice.splits;
-  const Grid grid(choice.clusters * Tile::kRowTiles, Tile::kRowTiles);
+  if (own.splits > 1 && own.sum_floats < int64_t{own.splits} * own.rows * own.of[0].product.outputs)
+    return cudaErrorInvalidValue;
+  const Grid grid = Grid(choice.clusters * Tile::kRowTiles).InClustersOf(Tile::kRowTiles);
   const cudaError_t error =
-      LaunchEarly(TiledProductKernel<Tile>, grid, Tile::kThreads, Tile::kSharedBytes, stream, own);
+      chain.Launch(TiledProductKernel<Tile>, grid, Tile::kThreads, Tile::kSharedBytes, own);
   if (error != cudaSuccess || own.splits == 1) return error;
   if (splits != nullptr) {
     *splits = own.splits;
@@ -236,39 +246,35 @@ cudaError_t LaunchTiles(cudaStream_t stream, const Choice& choice, TiledProducts
   }
   const MatrixProduct& product = own.of[0].product;
   const int64_t vectors = int64_t{own.rows} * product.outputs / kAddVector;
-  return LaunchEarly(AddUpKernel, static_cast<unsigned>((vectors + kAddThreads - 1) / kAddThreads),
-                     kAddThreads, 0, stream, product, own.sums, own.splits, own.rows);
+  return chain.Launch(AddUpKernel, (vectors + kAddThreads - 1) / kAddThreads, kAddThreads, 0,
+                      product, own.sums, own.splits, own.rows);
 }
 
 // Of these tiles the one that takes least.
 template <typename... Candidates>
-cudaError_t LaunchBest(cudaStream_t stream, const Device& device, const TiledProducts& own,
+cudaError_t LaunchBest(LaunchChain& chain, const Device& device, const TiledProducts& own,
                        int* splits) {
   Choice best;
   cudaError_t error = cudaSuccess;
   ((error = error == cudaSuccess ? Choose<Candidates>(device, own, best) : error), ...);
-  return error == cudaSuccess ? best.launch(stream, best, own, splits) : error;
+  return error == cudaSuccess ? best.launch(chain, best, own, splits) : error;
 }
 
 // The same for more rows than a box has.
 template <int kRowTiles>
-cudaError_t LaunchManyRows(cudaStream_t stream, const Device& device, const TiledProducts& own,
+cudaError_t LaunchManyRows(LaunchChain& chain, const Device& device, const TiledProducts& own,
                            int* splits) {
   return LaunchBest<Tile<kTileRows, 128, kRowTiles>, Tile<kTileRows, 224, kRowTiles>,
-                    Tile<kTileRows, kMaxTileOutputs, kRowTiles>>(stream, device, own, splits);
+                    Tile<kTileRows, kMaxTileOutputs, kRowTiles>>(chain, device, own, splits);
 }
 
 }  // namespace
 
-bool HasTiledProducts() {
-  return IsCompiledForHopper(TiledProductKernel<Tile<kTileRows, 128>>) &&
-         TensorMapEncoder() != nullptr;
-}
-
-cudaError_t LaunchTiledProducts(cudaStream_t stream, const Device& device,
+cudaError_t LaunchTiledProducts(LaunchChain& chain, const Device& device,
                                 const MatrixProducts& products, int* splits) {
   TiledProducts own = {};
-  own.count = products.count, own.rows = products.rows, own.sums = products.sums;
+  own.count = products.count, own.rows = products.rows;
+  own.sums = products.sums, own.sum_floats = products.sum_floats;
   // The rows of a tile, and those of a box.
   int rows = kTileRows;
   if (own.rows <= kBox)
@@ -278,13 +284,13 @@ cudaError_t LaunchTiledProducts(cudaStream_t stream, const Device& device,
     if (!MakeMaps(own.of[i], own.rows, std::min(rows, kBox))) return cudaErrorInvalidValue;
   }
   switch (rows) {
-    case 8: return LaunchBest<Tile<8, 128>>(stream, device, own, splits);
-    case 16: return LaunchBest<Tile<16, 128>>(stream, device, own, splits);
-    case 32: return LaunchBest<Tile<32, 128>>(stream, device, own, splits);
-    case 64: return LaunchBest<Tile<64, 128>>(stream, device, own, splits);
+    case 8: return LaunchBest<Tile<8, 128>>(chain, device, own, splits);
+    case 16: return LaunchBest<Tile<16, 128>>(chain, device, own, splits);
+    case 32: return LaunchBest<Tile<32, 128>>(chain, device, own, splits);
+    case 64: return LaunchBest<Tile<64, 128>>(chain, device, own, splits);
   }
-  return own.rows <= kTileRows ? LaunchManyRows<1>(stream, device, own, splits)
-                               : LaunchManyRows<2>(stream, device, own, splits);
+  return own.rows <= kTileRows ? LaunchManyRows<1>(chain, device, own, splits)
+                               : LaunchManyRows<2>(chain, device, own, splits);
 }
 
 }  // namespace rwkv_jax::cuda

@@ -649,11 +649,11 @@ cudaError_t FindGradients(cudaStream_t stream, const Wkv4BackwardCall& call, con
     // With rows of equal lengths a warp for each column takes longer.
     return wkv4::RunColumns<T>(
         call, plan.splits, call.sequences.Given() && wkv4::ByWarps<T>(call, plan, 3 * kChunk),
-        [&](unsigned blocks) {
+        [&](int64_t blocks) {
           return Launch(wkv4::BackwardByWarpsKernel<T>, blocks, wkv4::kThreads,
                         sizeof(wkv4::ByWarpsShared<T>), stream, call);
         },
-        [&](auto summary, auto marked, dim3 blocks, const Splits& longs) {
+        [&](auto summary, auto marked, const Grid& blocks, const Splits& longs) {
           return Launch(wkv4::BackwardKernel<T, summary(), marked()>, blocks, wkv4::kThreads,
                         sizeof(wkv4::BackwardShared<T>), stream, call, plan.splits, summaries,
                         longs);

@@ -227,10 +227,10 @@ cudaError_t Run(cudaStream_t stream, const Wkv4ForwardCall& call, const Plan& pl
     const Wkv4State<float> summaries = wkv4::Summaries(call, scratch);
     return wkv4::RunColumns<T>(
         call, plan.splits, wkv4::ByWarps<T>(call, plan, 4 * kChunk),
-        [&](unsigned blocks) {
+        [&](int64_t blocks) {
           return Launch(wkv4::ForwardByWarpsKernel<T>, blocks, wkv4::kThreads, 0, stream, call);
         },
-        [&](auto summary, auto marked, dim3 blocks, const Splits& longs) {
+        [&](auto summary, auto marked, const Grid& blocks, const Splits& longs) {
           return Launch(wkv4::ForwardKernel<T, summary(), marked()>, blocks, wkv4::kThreads, 0,
                         stream, call, plan.splits, summaries, longs);
         });

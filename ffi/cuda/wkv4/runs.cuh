@@ -203,9 +203,7 @@ int64_t LongColumns(const Wkv4Call& call) {
   return LongOnes(call).SummarizedHeads(call.dims.batch, Column<T>::Groups(call.dims.channels));
 }
 
-inline unsigned Blocks(int64_t columns) {
-  return static_cast<unsigned>((columns + kWarps - 1) / kWarps);
-}
+inline int64_t Blocks(int64_t columns) { return (columns + kWarps - 1) / kWarps; }
 
 // The column of this block; its sequence is -1 if the block has none. If `longs` has chunks, blocks
 // have the columns of long sequences only.
@@ -727,15 +725,15 @@ cudaError_t RunColumns(const Wkv4Call& call, int64_t splits, bool one_for_each_w
     const cudaError_t error = by_warps(Blocks(columns));
     const int64_t longs = LongColumns<T>(call);
     if (error != cudaSuccess || longs == 0) return error;
-    return launch(std::false_type(), std::true_type(), dim3(longs), LongOnes(call));
+    return launch(std::false_type(), std::true_type(), Grid(longs), LongOnes(call));
   }
   return ForRows(call, [&](auto marked) {
     if (splits > 1) {
       const cudaError_t error =
-          launch(std::true_type(), marked, dim3(columns, splits - 1), kOneSplit);
+          launch(std::true_type(), marked, Grid(columns, splits - 1), kOneSplit);
       if (error != cudaSuccess) return error;
     }
-    return launch(std::false_type(), marked, dim3(columns, splits), kOneSplit);
+    return launch(std::false_type(), marked, Grid(columns, splits), kOneSplit);
   });
 }
 

@@ -27,6 +27,7 @@
 #pragma once
 
 #include "tiles.cuh"
+#include "kernel_choice.cuh"
 #include "launch.cuh"
 #include "wkv6/kernels.h"
 

@@ -935,9 +935,8 @@ cudaError_t Wkv6Gradients(cudaStream_t stream, const Wkv6BackwardCall& call,
   const int64_t blocks = rows * call.dims.saved * call.dims.heads;
   return ForKinds(call, [&](auto zero, auto constant) {
     return ForMarks(call.marks, [&](auto marked) {
-      return Launch(GradientKernel<decltype(zero), constant(), marked()>,
-                    static_cast<unsigned>(blocks), kThreads, GradientLayout::kBytes, stream, call,
-                    gradients);
+      return Launch(GradientKernel<decltype(zero), constant(), marked()>, blocks, kThreads,
+                    GradientLayout::kBytes, stream, call, gradients);
     });
   });
 }

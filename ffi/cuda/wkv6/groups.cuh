@@ -18,6 +18,7 @@
 #pragma once
 
 #include "fragment.cuh"
+#include "kernel_choice.cuh"
 #include "launch.cuh"
 #include "recurrent.cuh"
 #include "wkv6/kernels.h"

@@ -515,7 +515,7 @@ __global__ __launch_bounds__(kCombineThreads) void CombineKernel(Splits splits, 
 }
 
 template <typename T, bool kConstant, bool kReverse>
-cudaError_t ScanStates(cudaStream_t stream, const StateScan& scan, dim3 blocks) {
+cudaError_t ScanStates(cudaStream_t stream, const StateScan& scan, const Grid& blocks) {
   return ForMarks(scan.marks, [&](auto marked) {
     return Launch(StateKernel<T, kConstant, kReverse, marked()>, blocks, kThreads,
                   StateLayout::kBytes, stream, scan);
@@ -533,8 +533,7 @@ cudaError_t FindStarts(cudaStream_t stream, StateScan scan) {
   const cudaError_t error =
       ScanStates<T, kConstant, kReverse>(stream, scan, splits.SummaryBlocks(batch, heads));
   if (error != cudaSuccess || splits.count == 2) return error;
-  const dim3 blocks(static_cast<unsigned>(splits.SummarizedHeads(batch, heads)),
-                    kStateSize / kCombineThreads);
+  const Grid blocks(splits.SummarizedHeads(batch, heads), kStateSize / kCombineThreads);
   return Launch(CombineKernel<kReverse>, blocks, kCombineThreads, 0, stream, splits, scan.sequences,
                 scan.dims.tokens, heads);
 }
@@ -552,7 +551,7 @@ cudaError_t Wkv6Scan(cudaStream_t stream, const Wkv6ForwardCall& call, const Spl
     const cudaError_t error = FindStarts<T, constant(), false>(
         stream, {call, call.v, call.k, call.initial_state, nullptr, nullptr, splits});
     if (error != cudaSuccess) return error;
-    const dim3 blocks = splits.Blocks(call.dims.batch, call.dims.heads);
+    const Grid blocks = splits.Blocks(call.dims.batch, call.dims.heads);
     return ForMarks(call.marks, [&](auto marked) {
       return Launch(ForwardKernel<T, constant(), marked()>, blocks, kThreads, ForwardLayout::kBytes,
                     stream, call, splits);

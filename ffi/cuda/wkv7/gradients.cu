@@ -72,6 +72,7 @@
 // written: the phase makes of them what the backward pass of wkv7_keys would. In such a call a, b and k are
 // not copied either: ScaleOperands makes them, as wkv7_keys does (layers/wkv7_keys.cu), from the projected k
 // and the rate.
+#include "kernel_choice.cuh"
 #include "launch.cuh"
 #include "wkv7/kernels.h"
 #include "wkv7/inverse.cuh"
@@ -1155,9 +1156,8 @@ cudaError_t LaunchGradients(cudaStream_t stream, const Call& call, const uint4* 
   return ForHalfTypes<kHeadSizes...>(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
     using L = GradientLayout<size()>;
     return ForMarks(call.marks, [&](auto marked) {
-      return Launch(GradientKernel<decltype(zero), size(), marked(), Call>,
-                    static_cast<unsigned>(blocks), L::kThreads, L::kBytes, stream, call, gradients,
-                    inexact);
+      return Launch(GradientKernel<decltype(zero), size(), marked(), Call>, blocks, L::kThreads,
+                    L::kBytes, stream, call, gradients, inexact);
     });
   });
 }

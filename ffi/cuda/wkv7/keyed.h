@@ -35,7 +35,6 @@ void ReadKeys(Operands&, Call&) {}
 inline void ReadParameters(Operands& operands, const Wkv7Call& call, const float*& parameters) {
   parameters = static_cast<const float*>(operands.Arg("parameters", "BJHK", Kind::kFloat));
   const int64_t count = operands.Size('J'), size = operands.Size('K');
-  const int64_t rows = operands.Size('B'), tokens = operands.Size('T');
   operands.Require(count == Wkv7KeysCall::kParameters, "parameters has J = ", count, "; expected ",
                    Wkv7KeysCall::kParameters);
   operands.Require(size == 64, "K = ", size, "; expected 64");
@@ -43,8 +42,6 @@ inline void ReadParameters(Operands& operands, const Wkv7Call& call, const float
                    "; expected 2 (sigmoid)");
   operands.Require(operands.packing() != Packing::kSequences,
                    "packing is 2 (sequences); expected 0 (none) or 1 (marks)");
-  operands.Require(rows <= kMaxRows && tokens <= kMaxTokens, "B = ", rows, " and T = ", tokens,
-                   "; expected up to ", kMaxRows, " rows of ", kMaxTokens, " tokens");
 }
 inline void ReadKeys(Operands& operands, Wkv7KeyedForwardCall& call) {
   ReadParameters(operands, call, call.parameters);

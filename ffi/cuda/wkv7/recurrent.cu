@@ -14,6 +14,7 @@
 //   dd_t = sum_v dS * S_{t-1}      dk_t = dS^T v_t      dv_t = dS k_t
 //   db_t = dS^T (S_{t-1} a_t)      da_t = S_{t-1}^T (dS b_t)
 //   dS <- dS diag(d_t) + (dS b_t) a_t^T
+#include "kernel_choice.cuh"
 #include "launch.cuh"
 #include "recurrent.cuh"
 #include "fragment.cuh"

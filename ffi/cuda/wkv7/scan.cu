@@ -49,6 +49,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "kernel_choice.cuh"
 #include "launch.cuh"
 #include "wkv7/kernels.h"
 #include "wkv7/inverse.cuh"
@@ -842,7 +843,7 @@ __global__ __launch_bounds__(kCombineThreads) void CombineKernel(Splits splits, 
 }
 
 template <typename T, int N, bool kReverse, bool kOutput, Work kWork, bool kKeyed = false>
-cudaError_t LaunchScan(cudaStream_t stream, const Scan& scan, dim3 blocks) {
+cudaError_t LaunchScan(cudaStream_t stream, const Scan& scan, const Grid& blocks) {
   using L = ScanLayout<N, kOutput, kWork, kKeyed>;
   return ForMarks(scan.marks, [&](auto marked) {
     return Launch(ScanKernel<T, N, kReverse, kOutput, kWork, marked(), kKeyed>, blocks, L::kThreads,
@@ -860,18 +861,17 @@ cudaError_t RunScan(cudaStream_t stream, const Scan& scan, const Device& device)
   if (splits.count > 1) {
     cudaError_t error = LaunchScan<T, N, kReverse, false, Work::kSummary, kKeyed>(
         stream, scan, splits.SummaryBlocks(batch, heads));
-    const dim3 blocks(static_cast<unsigned>(splits.SummarizedHeads(batch, heads)),
-                      N / kCombineRows);
+    const Grid blocks(splits.SummarizedHeads(batch, heads), N / kCombineRows);
     if (error == cudaSuccess)
       error = Launch(CombineKernel<N, kReverse>, blocks, kCombineThreads, kCombineBytes<N>, stream,
                      splits, scan.sequences, scan.dims.tokens, heads, scan.inexact);
     if (error != cudaSuccess) return error;
   }
-  const dim3 blocks = splits.Blocks(batch, heads);
+  const Grid blocks = splits.Blocks(batch, heads);
   // With up to two blocks on each multiprocessor it is faster that a chunk takes less time; with
   // more, that more of them hide each other's latency.
   if constexpr (N == kPanelCols) {
-    const bool few = static_cast<int64_t>(blocks.x) * blocks.y <= 2 * device.multiprocessors;
+    const bool few = blocks.x * blocks.y <= 2 * device.multiprocessors;
     if (!few || ScanLayout<N, kOutput, Work::kSpecialized, kKeyed>::kBytes > device.shared_memory)
       return LaunchScan<T, N, kReverse, kOutput, Work::kTogether, kKeyed>(stream, scan, blocks);
   }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "rwkv_jax/products.h"
 #include "rwkv_jax/types.h"
@@ -16,9 +17,18 @@ constexpr int64_t kMaxQuantisedRows = 1, kMaxRowsByInput = 1;
 constexpr int64_t kRankMultiple = 8, kMaxRank = 1024;
 
 // Products on the matrix units, which take several rows of 16-bit elements, have a ticket for each group of
-// outputs. Up to kMaxSumBlocks blocks of threads have room for their sums of two groups, for multiples of
-// kRowsOfSums rows.
-constexpr int64_t kRowsOfSums = 8, kMaxSumBlocks = 384;
+// outputs, and rows in 1, 2 or 4 fragments. Each of up to kMaxSumBlocks blocks of threads has room for its sums
+// of two groups.
+constexpr int kFragmentRows = 8;
+constexpr int64_t kMaxSumBlocks = 384;
+
+constexpr int64_t FragmentsOf(int64_t rows) {
+  return rows <= kFragmentRows ? 1 : rows <= 2 * kFragmentRows ? 2 : 4;
+}
+constexpr int64_t SumFloats(int64_t blocks, int64_t fragments) {
+  return 2 * blocks * fragments * kFragmentRows * kGroupOutputs;
+}
+static_assert(FragmentsOf(kMaxBlockRows) * kFragmentRows == kMaxBlockRows);
 
 // More rows, up to so many, are for bfloat16 and GPUs of compute capability 9.0, with products in tiles.
 constexpr int64_t kMaxManyRows = 1024;
@@ -47,6 +57,13 @@ enum LowRankMap { kDecayMap, kRateMap, kGateMap, kShareMap, kLowRankMaps };
 
 // What the mixes of a time mixing are for.
 enum Mix { kMixR, kMixW, kMixK, kMixV, kMixA, kMixG, kMixes };
+
+// Tests put so many floats between the parts of a scratch, and look whether a kernel has written them.
+#ifdef RWKV_JAX_SCRATCH_GAP
+constexpr int64_t kScratchGap = RWKV_JAX_SCRATCH_GAP;
+#else
+constexpr int64_t kScratchGap = 0;
+#endif
 
 struct LowRank {
   const void *first, *second;  // [C, rank], [rank, C]
@@ -114,9 +131,10 @@ struct BlockScratch {
   int64_t read;        // [B, C]: the inputs of the output product
   int64_t between;     // [B, C]: the activations between both mixings
   int64_t hidden;      // [B, F]: the hidden activations of the channel mixing
-  int64_t sums;        // of groups of outputs that several blocks of threads share
+  int64_t sums, sum_floats;  // of groups of outputs that several blocks of threads share
   int64_t tickets, ticket_count;
   int64_t floats = 0;
+  std::vector<int64_t> ends;  // of the parts
 
   explicit BlockScratch(const Rwkv7BlockCall& call) {
     const int64_t width = call.width, ranks = call.Ranks(), tokens = call.rows * width;
@@ -128,10 +146,10 @@ struct BlockScratch {
     low_rank = Take(matrix_units ? call.rows * ranks / 2 : 0);
     read = Take(tokens), between = Take(tokens);
     hidden = Take(call.rows * call.hidden);
-    const int64_t sum_rows = (call.rows + kRowsOfSums - 1) / kRowsOfSums * kRowsOfSums;
-    sums = Take(many_rows      ? kMaxTileBlocks * kTileRows * kMaxTileOutputs
-                : matrix_units ? 2 * kMaxSumBlocks * kGroupOutputs * sum_rows
-                               : kSharesOfInputs * width);
+    sum_floats = many_rows      ? kMaxTileBlocks * kTileRows * kMaxTileOutputs
+                 : matrix_units ? SumFloats(kMaxSumBlocks, FragmentsOf(call.rows))
+                                : kSharesOfInputs * width;
+    sums = Take(sum_floats);
     // No fewer than there are groups: widths are multiples of 64, and ranks of 8.
     ticket_count = many_rows      ? 0
                    : matrix_units ? ((5 + kLowRankMaps) * width + call.hidden) / 64 + ranks / 8
@@ -142,18 +160,23 @@ struct BlockScratch {
  private:
   int64_t Take(int64_t count) {
     const int64_t begin = floats;
-    floats += count;
+    ends.push_back(begin + count);
+    floats = ends.back() + kScratchGap;
     return begin;
   }
 };
 
-// The floats of scratch of a block, for Python.
-inline int64_t BlockScratchFloats(int64_t dtype, int64_t rows, int64_t width, int64_t hidden,
-                                  int64_t ranks) {
+// The scratch of a block, for Python.
+inline BlockScratch BlockScratchOf(int64_t dtype, int64_t rows, int64_t width, int64_t hidden,
+                                   int64_t ranks) {
   Rwkv7BlockCall call = {};
   call.dtype = static_cast<Dtype>(dtype), call.rows = rows, call.width = width;
   call.hidden = hidden, call.maps[0].rank = ranks;
-  return BlockScratch(call).floats;
+  return BlockScratch(call);
+}
+inline int64_t BlockScratchFloats(int64_t dtype, int64_t rows, int64_t width, int64_t hidden,
+                                  int64_t ranks) {
+  return BlockScratchOf(dtype, rows, width, hidden, ranks).floats;
 }
 
 }  // namespace rwkv_jax

@@ -13,7 +13,9 @@ namespace rwkv_jax {
 // A kernel adds up the gradients of parameters over so many tokens of a row.
 constexpr int64_t kRun = 64;
 
-constexpr int64_t Runs(int64_t tokens) { return (tokens + kRun - 1) / kRun; }
+constexpr int64_t Runs(int64_t tokens, int64_t length = kRun) {
+  return (tokens + length - 1) / length;
+}
 
 constexpr float kLayerNormEps = 1e-5f;
 constexpr float kGroupNormEps = 64e-5f;

@@ -2,6 +2,10 @@
 // thread of a block is a fiber that runs until it has to wait for others. Which warp runs next is
 // drawn at random from a seed, so a missing barrier shows as a result that depends on the seed.
 //
+// A kernel that may start early sees memory as it may be then: the operands of a call are there only when it
+// has waited for the kernels before it, and so is what kernels of the call have written unless a kernel that
+// had waited for them has let this one start.
+//
 // This header takes the place of CUDA's headers and of ffi/cuda/ptx.cuh. Code is compiled as for sm_80.
 #pragma once
 
@@ -64,12 +68,37 @@ struct __half2 {
   __half x, y;
 };
 
-enum cudaError_t { cudaSuccess, cudaErrorInvalidValue };
+enum cudaError_t { cudaSuccess, cudaErrorInvalidValue, cudaErrorInvalidConfiguration };
 using cudaStream_t = void*;
 enum {
   cudaFuncAttributeMaxDynamicSharedMemorySize,
   cudaDevAttrMaxSharedMemoryPerBlockOptin,
   cudaDevAttrMultiProcessorCount
+};
+struct cudaFuncAttributes {
+  size_t sharedSizeBytes;
+  int ptxVersion;
+};
+enum cudaLaunchAttributeID {
+  cudaLaunchAttributeClusterDimension,
+  cudaLaunchAttributeProgrammaticStreamSerialization
+};
+struct cudaLaunchAttributeValue {
+  struct {
+    unsigned x, y, z;
+  } clusterDim;
+  int programmaticStreamSerializationAllowed;
+};
+struct cudaLaunchAttribute {
+  cudaLaunchAttributeID id;
+  cudaLaunchAttributeValue val;
+};
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  size_t dynamicSmemBytes;
+  cudaStream_t stream;
+  cudaLaunchAttribute* attrs;
+  unsigned numAttrs;
 };
 
 namespace emulation {
@@ -80,6 +109,8 @@ inline size_t shared_bytes;  // how many the launched kernel has
 inline std::mt19937 random;
 
 inline void Seed(unsigned seed) { random.seed(seed); }
+
+inline cudaStream_t Stream() { return nullptr; }
 
 // Memory that nothing has written is full of ones, which are NaN in all floating-point types.
 inline bool Unwritten(const unsigned char* begin, const unsigned char* end) {
@@ -95,8 +126,12 @@ class Memory {
         all_(static_cast<unsigned char*>(std::aligned_alloc(32, Rounded(bytes) + 2 * kGuard)),
              std::free) {
     std::memset(all_.get(), 0xff, Rounded(bytes) + 2 * kGuard);
+    all.push_back(this);
   }
+  Memory(const Memory&) = delete;
+  ~Memory() { all.erase(std::find(all.begin(), all.end(), this)); }
   void* data() const { return all_.get() + kGuard; }
+  size_t size() const { return size_; }
   bool Intact() const {
     const unsigned char* const data = all_.get() + kGuard;
     return Unwritten(all_.get(), data) && Unwritten(data + size_, data + Rounded(size_) + kGuard);
@@ -108,10 +143,50 @@ class Memory {
 
   size_t size_;
   std::unique_ptr<unsigned char, void (*)(void*)> all_;
+
+ public:
+  static inline std::vector<Memory*> all;  // in the order in which they were made
 };
 
-// Kernels are done when their launch returns.
-inline std::string Finish() { return {}; }
+// What all memory holds at some time.
+class Contents {
+ public:
+  static Contents Now() {
+    Contents now;
+    for (const Memory* memory : Memory::all) {
+      const auto* const data = static_cast<const unsigned char*>(memory->data());
+      now.of_.emplace_back(data, data + memory->size());
+    }
+    return now;
+  }
+  static Contents Unwritten() {
+    Contents none;
+    for (const Memory* memory : Memory::all) none.of_.emplace_back(memory->size(), 0xff);
+    return none;
+  }
+  void Restore() const {
+    for (size_t i = 0; i < of_.size(); ++i)
+      std::memcpy(Memory::all[i]->data(), of_[i].data(), of_[i].size());
+  }
+  bool operator==(const Contents&) const = default;
+
+ private:
+  std::vector<std::vector<unsigned char>> of_;
+};
+
+inline std::string failure;  // of the kernels of a call
+inline void Fail(const std::string& what) {
+  if (failure.empty()) failure = launched.back().file + ": " + what;
+}
+
+// What the next kernel sees until it waits, if it starts early.
+inline Contents seen_early;
+
+// A call begins: its operands are in memory, and a kernel that starts early does not see them yet.
+inline void Begin() { seen_early = Contents::Unwritten(); }
+
+// Kernels are done when their launch returns; what was wrong with them, if anything.
+inline std::string Finish() { return std::exchange(failure, {}); }
 
 struct Copy {
   uint32_t to;
@@ -264,18 +339,53 @@ class WithSubnormals {
   unsigned before_;
 };
 
-inline void Launch(std::function<void()> call, dim3 blocks, int block_threads) {
+// A kernel and the kernels before it, as far as it may start while they still run.
+struct LaunchState {
+  bool early = false;
+  Contents complete;  // what memory holds when the kernels before have ended
+  bool waited = false;
+  // Of the block that runs, whether it has waited and whether it has let the next kernel start. The next
+  // kernel starts when all blocks have; if one of them waited before, the kernels before have ended.
+  bool block_waited = false, block_triggered = false;
+  bool next_sees_complete = false;
+};
+inline LaunchState state;
+
+inline void WaitForKernelsBefore() {
+  if (state.early && !state.waited) {
+    if (Contents::Now() != seen_early) Fail("a kernel writes before it waits");
+    state.complete.Restore();
+  }
+  state.waited = state.block_waited = true;
+}
+inline void LetNextKernelStart() {
+  if (!state.block_triggered && (state.block_waited || !state.early))
+    state.next_sees_complete = true;
+  state.block_triggered = true;
+}
+
+inline void Launch(std::function<void()> call, dim3 blocks, int block_threads, int dynamic_bytes,
+                   bool early) {
   const WithSubnormals with_subnormals;
   kernel = std::move(call);
   grid = blocks;
   threads = block_threads;
+  shared_bytes = dynamic_bytes;
+  state = {early, Contents::Now()};
+  if (early) seen_early.Restore();
   if (fibers.size() < threads) fibers.resize(threads);
   for (unsigned z = 0; z < grid.z; ++z)
     for (unsigned y = 0; y < grid.y; ++y)
       for (unsigned x = 0; x < grid.x; ++x) {
         block_index = dim3(x, y, z);
+        state.block_waited = state.block_triggered = false;
         RunBlock();
+        if (!state.block_triggered) LetNextKernelStart();
       }
+  if (early && !state.waited) Fail("a kernel never waits for the kernels before it");
+  if (state.next_sees_complete) seen_early = std::move(state.complete);
+  for (const Memory* memory : Memory::all)
+    if (!memory->Intact()) Fail("memory around an operand or a result was written");
 }
 
 inline float FromBf16(uint16_t bits) { return std::bit_cast<float>(uint32_t{bits} << 16); }
@@ -316,13 +426,32 @@ struct Index {
 
 #define threadIdx (emulation::Index{emulation::current->thread})
 #define blockIdx (emulation::block_index)
-#define gridDim (emulation::grid)
+inline const dim3& gridDim = emulation::grid;
 
-// Every launch sets the attribute.
-template <typename Kernel>
-static cudaError_t cudaFuncSetAttribute(Kernel, int, int value) {
-  if (!emulation::Records(__BASE_FILE__, value)) return cudaErrorInvalidValue;
-  emulation::shared_bytes = value;
+// Code has the instructions of dependent launches.
+inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
+  return *attributes = {0, 90}, cudaSuccess;
+}
+inline cudaError_t cudaFuncSetAttribute(const void*, int, int value) {
+  return value <= emulation::kMaxSharedBytes ? cudaSuccess : cudaErrorInvalidValue;
+}
+template <typename... Parameters, typename... Arguments>
+static cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config,
+                                      void (*kernel)(Parameters...), Arguments... arguments) {
+  unsigned cluster = 1;
+  bool early = false;
+  for (unsigned i = 0; i < config->numAttrs; ++i)
+    if (config->attrs[i].id == cudaLaunchAttributeClusterDimension)
+      cluster = config->attrs[i].val.clusterDim.x;
+    else
+      early = config->attrs[i].val.programmaticStreamSerializationAllowed;
+  const dim3 blocks = config->gridDim;
+  const unsigned threads = config->blockDim.x;
+  const int bytes = config->dynamicSmemBytes;
+  if (!emulation::Records({__BASE_FILE__, blocks.x, blocks.y, blocks.z, threads, bytes, cluster}))
+    return cudaErrorInvalidConfiguration;
+  if (!emulation::dry)
+    emulation::Launch([&] { kernel(arguments...); }, blocks, threads, bytes, early);
   return cudaSuccess;
 }
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
@@ -330,14 +459,14 @@ inline const char* cudaGetErrorString(cudaError_t) { return "invalid argument"; 
 inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
 inline cudaError_t cudaDeviceGetAttribute(int* value, int attribute, int) {
   switch (attribute) {
-    case cudaDevAttrMultiProcessorCount: *value = emulation::device.multiprocessors; break;
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = emulation::device.shared_memory; break;
+    case cudaDevAttrMultiProcessorCount: *value = 1 << 20; break;  // limited by set_device
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = emulation::kMaxSharedBytes; break;
     default: return cudaErrorInvalidValue;
   }
   return cudaSuccess;
 }
 inline cudaError_t cudaMemsetAsync(void* to, int byte, size_t bytes, cudaStream_t) {
-  std::memset(to, byte, bytes);
+  if (!emulation::dry) std::memset(to, byte, bytes);
   return cudaSuccess;
 }
 
@@ -498,9 +627,8 @@ inline void CopyAsync(uint32_t to, const void* from, bool present) {
 inline void CopyWordAsync(uint32_t to, const void* from, bool present) {
   emulation::current->copies.back().push_back({to, present ? from : nullptr, 4});
 }
-// A kernel runs when those before it have ended.
-inline void WaitForKernelsBefore() {}
-inline void LetNextKernelStart() {}
+using emulation::LetNextKernelStart;
+using emulation::WaitForKernelsBefore;
 
 inline void CommitCopies() { emulation::current->copies.emplace_back(); }
 template <int kRunning>

@@ -1,11 +1,17 @@
 // Takes the place of ../cpu/emulation.h where a GPU runs the kernels. It is included before anything
-// else, so that host code sees the emulated device, which has no more than the real one.
+// else, so that the launches of host code are seen.
 #pragma once
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "device.h"
 
@@ -13,19 +19,77 @@ namespace emulation {
 
 inline void Seed(unsigned) {}
 
+inline cudaStream_t Stream() {
+  static const cudaStream_t stream = [] {
+    cudaStream_t made = nullptr;
+    cudaStreamCreateWithFlags(&made, cudaStreamNonBlocking);
+    return made;
+  }();
+  return stream;
+}
+
 // Memory that CPU and GPU share, of exactly so many bytes, so that compute-sanitizer sees every
 // access outside.
 class Memory {
  public:
-  explicit Memory(size_t bytes) { cudaMallocManaged(&data_, bytes == 0 ? 1 : bytes); }
+  explicit Memory(size_t bytes) : size_(bytes) {
+    cudaMallocManaged(&data_, bytes == 0 ? 1 : bytes);
+    cudaMallocManaged(&later_, bytes == 0 ? 1 : bytes);
+    all.push_back(this);
+  }
   Memory(const Memory&) = delete;
-  ~Memory() { cudaFree(data_); }
+  ~Memory() {
+    all.erase(std::find(all.begin(), all.end(), this));
+    cudaFree(data_), cudaFree(later_);
+  }
   void* data() const { return data_; }
+  void* later() const { return later_; }
+  size_t size() const { return size_; }
   bool Intact() const { return true; }
 
  private:
-  void* data_ = nullptr;
+  void *data_ = nullptr, *later_ = nullptr;
+  size_t size_;
+
+ public:
+  static inline std::vector<Memory*> all;
 };
+
+// Lets the next kernel start at once, and writes the contents of memory 200 microseconds later.
+struct Piece {
+  const unsigned char* from;
+  unsigned char* to;
+  size_t bytes;
+};
+static __global__ void ProduceKernel(const Piece* pieces, int count) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+  uint64_t begin, now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begin));
+  do asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  while (now - begin < 200000);
+  for (int i = 0; i < count; ++i)
+    for (size_t j = threadIdx.x; j < pieces[i].bytes; j += blockDim.x)
+      pieces[i].to[j] = pieces[i].from[j];
+}
+
+// A call begins: a kernel just before it writes its operands, late. What reads them before has waited reads
+// NaN.
+inline void Begin() {
+  static Piece* pieces = nullptr;
+  constexpr int kMost = 256;
+  if (pieces == nullptr) cudaMallocManaged(&pieces, kMost * sizeof(Piece));
+  int count = 0;
+  for (const Memory* memory : Memory::all) {
+    auto *to = static_cast<unsigned char*>(memory->data()),
+         *from = static_cast<unsigned char*>(memory->later());
+    std::memcpy(from, to, memory->size()), std::memset(to, 0xff, memory->size());
+    if (count == kMost) std::abort();
+    pieces[count++] = {from, to, memory->size()};
+  }
+  ProduceKernel<<<1, 256, 0, Stream()>>>(pieces, count);
+}
 
 // Waits for all kernels; the text of their error, if there is one.
 inline std::string Finish() {
@@ -33,22 +97,20 @@ inline std::string Finish() {
   return error == cudaSuccess ? "" : cudaGetErrorString(error);
 }
 
-// Every launch sets the attribute.
-template <typename Kernel>
-static cudaError_t SetAttribute(Kernel* kernel, cudaFuncAttribute attribute, int value) {
-  if (!Records(__BASE_FILE__, value)) return cudaErrorInvalidValue;
-  return cudaFuncSetAttribute(kernel, attribute, value);
-}
-
-inline cudaError_t GetAttribute(int* value, cudaDeviceAttr attribute, int ordinal) {
-  switch (attribute) {
-    case cudaDevAttrMultiProcessorCount: return *value = device.multiprocessors, cudaSuccess;
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin: return *value = device.shared_memory, cudaSuccess;
-    default: return cudaDeviceGetAttribute(value, attribute, ordinal);
-  }
+template <typename... Parameters, typename... Arguments>
+static cudaError_t LaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
+                                  Arguments&&... arguments) {
+  unsigned cluster = 1;
+  for (unsigned i = 0; i < config->numAttrs; ++i)
+    if (config->attrs[i].id == cudaLaunchAttributeClusterDimension)
+      cluster = config->attrs[i].val.clusterDim.x;
+  const dim3 blocks = config->gridDim;
+  if (!Records({__BASE_FILE__, blocks.x, blocks.y, blocks.z, config->blockDim.x,
+                static_cast<int64_t>(config->dynamicSmemBytes), cluster}))
+    return cudaErrorInvalidConfiguration;
+  return cudaLaunchKernelEx(config, kernel, std::forward<Arguments>(arguments)...);
 }
 
 }  // namespace emulation
 
-#define cudaFuncSetAttribute emulation::SetAttribute
-#define cudaDeviceGetAttribute emulation::GetAttribute
+#define cudaLaunchKernelEx emulation::LaunchKernelEx

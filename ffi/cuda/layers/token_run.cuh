@@ -1,0 +1,20 @@
+// Tokens [B, T] in runs, one for each block.
+#pragma once
+
+#include <cstdint>
+
+namespace rwkv_jax::cuda {
+
+// The run of a block. The runs of all rows, one row after another, lie along the first axis of the grid, the
+// only one along which there may be more than 65,535 blocks.
+struct TokenRun {
+  int64_t row, begin, end;  // the tokens of a row from `begin` on and before `end`
+
+  __device__ TokenRun(int64_t tokens, int64_t length) {
+    const unsigned runs = static_cast<unsigned>((tokens + length - 1) / length);
+    row = blockIdx.x / runs, begin = blockIdx.x % runs * length;
+    end = begin + length < tokens ? begin + length : tokens;
+  }
+};
+
+}  // namespace rwkv_jax::cuda

@@ -1,0 +1,243 @@
+"""What CUDA kernels are launched with and what they write: on many devices, for every number of
+rows, and for more tokens than a test has memory for.
+
+A call of a target is traced for shapes alone. Then its handler launches the kernels for one device
+after another. Either no kernel runs, and the emulation refuses what a GPU would refuse; or the
+kernels run on random operands, and a row has the results that it has among other rows.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rwkv_jax import layers
+from rwkv_jax.models import rwkv7
+from support import internals, keyed_wkv7, tolerance
+from support.cases import DTYPES
+from support.emulation import Call, Device, Emulation, needs_emulation
+from support.layer_functions import LAYER_FUNCTIONS
+from support.operators import OPERATORS
+
+pytestmark = [needs_emulation, pytest.mark.slow]
+
+MULTIPROCESSORS = (46, 58, 108, 114, 132, 142, 148, 160, 200)
+SHARED_MEMORY = (166912, 101376, 232448)
+"""The bytes that a block can have with compute capability 8.0; 8.6, 8.9 and 12.0; 9.0 and 10.0."""
+
+EVERY_DEVICE = [Device(*device) for device in itertools.product(MULTIPROCESSORS, SHARED_MEMORY)]
+
+Sizes = dict[str, int]
+
+
+def _passes(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward and the backward pass of a function of arrays by name."""
+
+    def run(arrays: dict[str, Any]) -> Any:
+        found, vjp = jax.vjp(lambda floats: function(**floats), arrays)
+        return vjp(found)
+
+    return run
+
+
+def _shapes(axes: dict[str, str], sizes: Sizes, dtype: str, wide: Collection[str] = ()) -> Any:
+    """Arrays by name, those of `wide` of float32."""
+    sizes = {"V": sizes["K"], "C": sizes["H"] * sizes["K"], "D": sizes["H"] * sizes["K"], **sizes}
+    return {
+        name: jax.ShapeDtypeStruct(
+            [sizes[x] for x in letters], "float32" if name in wide else jnp.dtype(dtype)
+        )
+        for name, letters in axes.items()
+    }
+
+
+def _trace(emulation: Emulation, function: Callable[..., Any], *shapes: Any) -> list[Call]:
+    """The calls that a function makes of the targets of operators and layers."""
+    calls, record = emulation.recorder()
+    with pytest.MonkeyPatch.context() as patch:
+        internals.run_as_on_cuda(patch, emulation, record)
+        jax.eval_shape(function, *shapes)
+    return calls
+
+
+def _operator_calls(emulation: Emulation, op: str, sizes: Sizes, dtype: str) -> list[Call]:
+    operator = OPERATORS[op]
+    decay = operator.decays[-1]
+    run = _passes(functools.partial(operator.function, decay=decay, implementation="ffi"))
+    axes = internals.axes_of_arguments(op)
+    named = {name: axes.get(name, axes.get(f"state.{name}", "BC")) for name in operator.names}
+    return _trace(emulation, run, _shapes(named, sizes, dtype, operator.states))
+
+
+def _layer_calls(emulation: Emulation, name: str, sizes: Sizes, dtype: str) -> list[Call]:
+    function = LAYER_FUNCTIONS[name]
+    run = _passes(functools.partial(function.call, implementation="ffi"))
+    wide = [n for n in function.inputs if function.dtype(n, dtype) == np.float32]
+    return _trace(emulation, run, _shapes(function.inputs, {**sizes, "I": 6}, dtype, wide))
+
+
+def _keyed_calls(emulation: Emulation, sizes: Sizes) -> list[Call]:
+    def function(**arrays: Any) -> Any:
+        return layers.keyed_wkv7(**arrays, implementation="ffi")._asdict()
+
+    shapes = _shapes(keyed_wkv7.AXES, sizes, "bfloat16", keyed_wkv7.FLOAT32)
+    return _trace(emulation, _passes(function), shapes)
+
+
+def _block_calls(emulation: Emulation, rows: int, width: int, dtype: str) -> list[Call]:
+    """The step of a block that is not the first one."""
+    config = rwkv7.Config(2, width, vocabulary=11)
+    params = jax.eval_shape(lambda key: rwkv7.init(key, config), jax.random.key(0))
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.dtype(dtype)), params)
+    state = jax.eval_shape(lambda p: rwkv7.initial_state(p, rows, dtype), params)
+    x = jax.ShapeDtypeStruct((rows, width), jnp.dtype(dtype))
+    calls, record = emulation.recorder()
+    with pytest.MonkeyPatch.context() as patch:
+        internals.run_blocks_as_on_cuda(patch, emulation.module, record)
+        jax.eval_shape(internals.step_block, params.blocks[1], x, x, state[1])
+    return calls
+
+
+def _cross_entropy_call(tokens: int, vocabulary: int, dtype: str) -> Call:
+    floats = functools.partial(jax.ShapeDtypeStruct, dtype=np.float32)
+    operands = [floats((tokens, vocabulary)), jax.ShapeDtypeStruct((tokens,), np.int32)]
+    operands += [floats((tokens,)), floats((2,))]
+    results = [floats((tokens,)), jax.ShapeDtypeStruct((tokens, vocabulary), DTYPES[dtype])]
+    return Call("rwkv_cross_entropy_v1", operands, results, {}, {})
+
+
+LARGE = [
+    {"B": 1, "T": 2**21, "H": 1, "K": 16},
+    {"B": 1, "T": 2**21, "H": 2, "K": 64},
+    {"B": 1, "T": 2**20, "H": 64, "K": 128},
+    {"B": 3, "T": 2**19 + 1, "H": 2, "K": 32},
+    {"B": 100_000, "T": 1, "H": 2, "K": 64},
+    {"B": 100_000, "T": 17, "H": 1, "K": 16},
+    {"B": 100_000, "T": 130, "H": 12, "K": 64},
+    {"B": 2, "T": 65, "H": 128, "K": 64},
+    {"B": 1, "T": 1, "H": 512, "K": 16},
+    {"B": 1, "T": 1000, "H": 64, "K": 128},
+]
+"""Long rows, many rows and wide rows."""
+
+
+def _large_calls(emulation: Emulation, name: str) -> Iterator[Call]:
+    for sizes, dtype in itertools.product(LARGE, ("float32", "bfloat16")):
+        width = sizes["H"] * sizes["K"]
+        if name in OPERATORS:
+            yield from _operator_calls(emulation, name, sizes, dtype)
+        elif name == "cross_entropy":
+            yield _cross_entropy_call(sizes["B"] * sizes["T"], width, dtype)
+        elif name == "keyed_wkv7":
+            if sizes["K"] == 64 and dtype == "bfloat16":
+                yield from _keyed_calls(emulation, sizes)
+        elif name != "norm_shift_mix" or width <= 4096:
+            yield from _layer_calls(emulation, name, sizes, dtype)
+
+
+@pytest.mark.parametrize("name", [*OPERATORS, *LAYER_FUNCTIONS, "keyed_wkv7", "cross_entropy"])
+def test_no_launch_beyond_what_a_gpu_takes(emulation: Emulation, name: str) -> None:
+    for call, device in itertools.product(_large_calls(emulation, name), EVERY_DEVICE):
+        assert emulation.launches(call, device), (call, device)
+
+
+@pytest.mark.parametrize("name", [*LAYER_FUNCTIONS, "keyed_wkv7"])
+def test_a_million_tokens_have_the_kernels_of_a_few_less(emulation: Emulation, name: str) -> None:
+    def files(tokens: int) -> list[Any]:
+        sizes = {"B": 1, "T": tokens, "H": 2, "K": 64}
+        calls = (
+            _keyed_calls(emulation, sizes)
+            if name == "keyed_wkv7"
+            else _layer_calls(emulation, name, sizes, "bfloat16")
+        )
+        return [[x.file for x in emulation.launches(call, Device(132))] for call in calls]
+
+    assert files(2**20) == files(2**20 - 16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [64, 1088, 8192])
+def test_blocks_on_every_device(emulation: Emulation, width: int, dtype: str) -> None:
+    """What a launch indexes is in its scratch, or its handler would refuse."""
+    for rows in range(1, 33):
+        (call,) = _block_calls(emulation, rows, width, dtype)
+        for device in EVERY_DEVICE:
+            assert emulation.launches(call, device), (rows, device)
+
+
+def _operands(call: Call) -> list[np.ndarray]:
+    """Random numbers, and integers that every target takes: an id, or a class."""
+    rng = np.random.default_rng(len(call.operands))
+    return [
+        np.ones(x.shape, x.dtype)
+        if np.issubdtype(x.dtype, np.integer)
+        else rng.uniform(-0.3, 0.3, x.shape).astype(x.dtype)
+        for x in call.operands
+    ]
+
+
+def _sliced(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    return np.ascontiguousarray(x[tuple(slice(n) for n in shape)])
+
+
+def _check_rows(
+    emulation: Emulation, calls_of: Callable[[int], list[Call]], rows: range, limit: float
+) -> None:
+    """With any number of rows, each on another device, a row has the results that it has with the
+    most rows on an H200. Where results are not written, they are NaN."""
+    largest = [(call, _operands(call)) for call in calls_of(rows[-1])]
+    expected = [emulation.run(call, operands, Device(132)) for call, operands in largest]
+    for count in rows:
+        device = EVERY_DEVICE[5 * count % len(EVERY_DEVICE)]
+        for call, (_, operands), right in zip(calls_of(count), largest, expected, strict=True):
+            given = [_sliced(x, y.shape) for x, y in zip(operands, call.operands, strict=True)]
+            found = emulation.run(call, given, device)
+            compared = 0
+            for x, y in zip(found, right, strict=True):
+                if len(x) != count or y.shape[1:] != x.shape[1:] or not x.size:
+                    continue  # scratch, or saved in a form that depends on the device
+                wide = (np.asarray(z, np.float64) for z in (x, _sliced(y, x.shape)))
+                assert tolerance.rms_error(*wide) < limit, (call.target, count, device)
+                compared += 1
+            assert compared, call.target
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("float32", 16), ("bfloat16", 64)])
+@pytest.mark.parametrize("op", OPERATORS)
+def test_every_number_of_rows_of_operators(
+    emulation: Emulation, op: str, dtype: str, size: int
+) -> None:
+    def calls(rows: int) -> list[Call]:
+        sizes = {"B": rows, "T": 17, "H": 1, "K": size}
+        return _operator_calls(emulation, op, sizes, dtype)
+
+    _check_rows(emulation, calls, range(1, 71), 1e-5 if dtype == "float32" else 2e-2)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", LAYER_FUNCTIONS)
+def test_every_number_of_rows_of_layers(emulation: Emulation, name: str, dtype: str) -> None:
+    def calls(rows: int) -> list[Call]:
+        return _layer_calls(emulation, name, {"B": rows, "T": 3, "H": 1, "K": 16}, dtype)
+
+    _check_rows(emulation, calls, range(1, 71), 1e-5 if dtype == "float32" else 2e-2)
+
+
+def test_every_number_of_tokens_of_cross_entropy(emulation: Emulation) -> None:
+    def calls(tokens: int) -> list[Call]:
+        return [_cross_entropy_call(tokens, 64, "float32")]
+
+    _check_rows(emulation, calls, range(1, 71), 1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_number_of_rows_of_blocks(emulation: Emulation, dtype: str) -> None:
+    def calls(rows: int) -> list[Call]:
+        return _block_calls(emulation, rows, 128, dtype)
+
+    _check_rows(emulation, calls, range(1, 33), 1e-5 if dtype == "float32" else 2e-2)
