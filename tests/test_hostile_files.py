@@ -94,24 +94,37 @@ def pipe(name: str) -> Callable[[Path], Path]:
     return write
 
 
-def shards(folder: Path) -> Path:
-    """An index of two files with 5,000 tensors each."""
-    for name in "ab":
-        tensors = {f"{name}{i}": np.zeros(0, np.float32) for i in range(5_000)}
-        checkpoints.write_safetensors(folder / f"{name}.safetensors", tensors)
-    files = {name: f"{name}.safetensors" for name in "ab"}
-    (folder / INDEX).write_text(json.dumps({"weight_map": files}))
-    return folder
+def shards(metadata: bytes, count: int, tensors: int) -> Callable[[Path], Path]:
+    """An index of `count` files with so many tensors each, and something else."""
+
+    def write(folder: Path) -> Path:
+        entry = b'{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
+        for i in range(count):
+            entries = [b'"%d.%d":%s' % (i, j, entry) for j in range(tensors)]
+            text = b'{"__metadata__":%s,%s}' % (metadata, b",".join(entries))
+            checkpoints.write_header(folder / f"{i}.safetensors", text, b"")
+        files = {str(i): f"{i}.safetensors" for i in range(count)}
+        (folder / INDEX).write_text(json.dumps({"weight_map": files}))
+        return folder
+
+    return write
 
 
 MEBIBYTE = 2**20
 COSTLY = {
-    "header": (header(b"{" + b'"":{},' * 16 * MEBIBYTE + b'"":{}}'), "its header would have"),
-    "pickle": (pickled(b"}" * 16 * MEBIBYTE + b"."), "data.pkl' has 16777217 bytes; accepted"),
+    "header": (
+        header(b"{" + b'"":{},' * 4 * MEBIBYTE + b'"":{}}'),
+        "25165831 bytes that describe",
+    ),
+    "pickle": (pickled(b"}" * 16 * MEBIBYTE + b"."), "16777217 bytes that describe"),
     "members": (members, "its directory has 16200000 bytes; accepted"),
-    "tensors": (many_tensors(10_000), "10002 tensors; accepted are at most 8192"),
+    "tensors": (many_tensors(10_000), "10002 tensors .*; accepted are at most 8192"),
     "blocks": (many_tensors(8_000), "8002 tensors; RWKV-7 with .* has 264003"),
-    "shards": (shards, "10000 tensors; accepted are at most 8192"),
+    "shards": (shards(b"{}", 20, 1_000), "16.safetensors: 1000 tensors .* in all files"),
+    "large shards": (
+        shards(b"[" + b"[]," * 500_000 + b"[]]", 20, 1),
+        "1.safetensors: 1500076 bytes .* in all files",
+    ),
     "configuration": (sparse("config.json", 2**32), "config.json: the file has 4294967296 bytes"),
     "index": (sparse(INDEX, 2**40), f"{INDEX}: the file has 1099511627776 bytes; accepted"),
     "pipe as index": (pipe(INDEX), f"{INDEX}: the path is no regular file"),

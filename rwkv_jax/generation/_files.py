@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from rwkv_jax.generation._session import Model, Session, differences, started
 from rwkv_jax.models import _parameters
 from rwkv_jax.models._checkpoints import safetensors
-from rwkv_jax.models._checkpoints.tensors import listed, mapped
+from rwkv_jax.models._checkpoints.tensors import Allowance, listed, mapped
 from rwkv_jax.models._checkpoints.writing import Stored
 from rwkv_jax.models._invariant import Invariant
 from rwkv_jax.models._parameters import names
@@ -67,7 +67,8 @@ def load(
         dtype than a session of this model, all of which the message lists.
       TypeError: `dtype` is no dtype that activations can have.
     """
-    found = {name: x.array for name, x in safetensors.read(mapped(path), str(path)).items()}
+    tensors = safetensors.read(mapped(path), str(path), Allowance())
+    found = {name: x.array for name, x in tensors.items()}
     positions = found.get("positions", np.zeros(1, np.int32))
     batch = max(len(positions), 1) if positions.ndim == 1 else 1
     model = Model(module, _parameters.floating("load", dtype), None)

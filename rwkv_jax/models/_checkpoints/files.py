@@ -10,8 +10,9 @@ from rwkv_jax import _files
 from rwkv_jax.models._checkpoints import safetensors, torch_archive
 from rwkv_jax.models._checkpoints.tensors import (
     MAX_DESCRIPTION,
+    TENSORS,
+    Allowance,
     Tensor,
-    check_count,
     mapped,
     quoted,
 )
@@ -33,26 +34,26 @@ def read(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     if path.is_dir():
         path = _in_folder(path)
     if not path.name.endswith(_INDEX):
-        return _of_file(path)
+        return _of_file(path, Allowance())
     found: dict[str, Tensor] = {}
+    allowance = Allowance()
     for file in _of_index(path):
         if not (path.parent / file).is_file():
             raise ValueError(f"{path}: there is no file {quoted(file)} beside the index")
-        tensors = _of_file(path.parent / file)
+        tensors = _of_file(path.parent / file, allowance)
         if not tensors:
             raise ValueError(f"{path}: {quoted(file)} beside the index has no tensors")
         if twice := sorted(found.keys() & tensors.keys()):
             name = twice[0]
             raise ValueError(f"{path}: {quoted(name)} is in {found[name].file} and in {file}")
         found |= tensors
-        check_count(str(path), len(found))
     return found
 
 
-def _of_file(path: Path) -> dict[str, Tensor]:
+def _of_file(path: Path, allowance: Allowance) -> dict[str, Tensor]:
     data = mapped(path)
     form = torch_archive if data[:4].tobytes() == torch_archive.MAGIC else safetensors
-    return form.read(data, str(path))
+    return form.read(data, str(path), allowance)
 
 
 def _in_folder(folder: Path) -> Path:
@@ -74,7 +75,7 @@ def _of_index(path: Path) -> list[str]:
     files = json_object(path).get("weight_map")
     if not isinstance(files, dict) or not files:
         raise ValueError(f"{path}: the index has no weight_map")
-    check_count(str(path), len(files))
+    Allowance().take(str(path), len(files), TENSORS)
     names = set(files.values()) if all(isinstance(x, str) for x in files.values()) else {""}
     for name in sorted(names):
         if name in ("", ".", "..") or any(x in "/\\" or not x.isprintable() for x in name):

@@ -91,8 +91,8 @@ def check_head_size(what: str, shape: tuple[int, ...]) -> None:
     whose `r_k` has this shape."""
     if shape[-1:] != (_HEAD_SIZE,):
         raise ValueError(
-            f"{what}; accepted is [H, {_HEAD_SIZE}], because flash-linear-attention normalises with "
-            "another eps than RWKV-LM where the head size is another one"
+            f"{what}; accepted is [H, {_HEAD_SIZE}], because flash-linear-attention normalises "
+            "with another eps than RWKV-LM where the head size is another one"
         )
 
 

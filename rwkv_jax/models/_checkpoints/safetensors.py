@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 
 from rwkv_jax.models._checkpoints.tensors import (
+    BYTES,
     FLOATS,
     INTEGERS,
-    MAX_DESCRIPTION,
+    TENSORS,
+    Allowance,
     Mapped,
     Tensor,
-    check_count,
     is_size,
     quoted,
     view,
@@ -32,22 +33,23 @@ _DTYPES = {_NAMES[name]: dtype for name, dtype in (FLOATS | INTEGERS).items()}
 _SIZE = 8
 
 
-def read(data: Mapped, file: str) -> dict[str, Tensor]:
+def read(data: Mapped, file: str, allowance: Allowance) -> dict[str, Tensor]:
     """The tensors of a mapped file.
 
     Raises:
-      ValueError: the file does not follow the format, or has a dtype without an equal in JAX.
+      ValueError: the file does not follow the format, has a dtype without an equal in JAX, or has
+        more than is allowed.
     """
     start = _SIZE + int.from_bytes(data[:_SIZE].tobytes(), "little")
-    if len(data) < _SIZE or start > min(len(data), _SIZE + MAX_DESCRIPTION):
+    if len(data) < _SIZE or start > len(data):
         raise ValueError(
             f"{file}: neither a file of torch.save nor of safetensors: for the latter its header "
-            f"would have {start - _SIZE} bytes; the file has {len(data)}, and accepted are headers "
-            f"of at most {MAX_DESCRIPTION}"
+            f"would have {start - _SIZE} bytes, but the file has {len(data)}"
         )
+    allowance.take(file, start - _SIZE, BYTES)
     header = _header(data[_SIZE:start].tobytes(), file)
     header.pop("__metadata__", None)
-    check_count(file, len(header))
+    allowance.take(file, len(header), TENSORS)
     found, places = {}, []
     for name, entry in header.items():
         dtype, shape, begin, end = _entry(entry, file, name)

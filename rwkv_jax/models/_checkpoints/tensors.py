@@ -12,14 +12,16 @@ from rwkv_jax import _files
 
 Mapped: TypeAlias = np.memmap
 
-MAX_TENSORS = 2**13
-"""The most tensors of a checkpoint. A model of RWKV-7 with 61 blocks has 2,000."""
-MAX_DESCRIPTION = 256 * MAX_TENSORS
+_MAX_TENSORS = 2**13
+MAX_DESCRIPTION = 256 * _MAX_TENSORS
 """The most bytes of what describes tensors: the header of a safetensors file, the pickle and the
 directory of an archive, an index, or a configuration. Files of other programs have 100 to 150 for
 each tensor."""
-MAX_INSTRUCTIONS = 64 * MAX_TENSORS
+MAX_INSTRUCTIONS = 64 * _MAX_TENSORS
 """The most instructions of a pickle. torch.save writes 32 to 50 for each tensor."""
+TENSORS, BYTES = "tensors or members of archives", "bytes that describe tensors"
+_MOST = {TENSORS: _MAX_TENSORS, BYTES: MAX_DESCRIPTION}
+"""Of all files of a checkpoint. A model of RWKV-7 with 61 blocks has 2,000 tensors."""
 
 _SHOWN = 20
 
@@ -34,10 +36,20 @@ class Tensor(NamedTuple):
         return described(self.array.shape)
 
 
-def check_count(what: str, count: int, of: str = "tensors") -> None:
-    """Raise an error that begins with `what` if there are too many to look at."""
-    if count > MAX_TENSORS:
-        raise ValueError(f"{what}: {count} {of}; accepted are at most {MAX_TENSORS}")
+class Allowance:
+    """How many `TENSORS` and `BYTES` the files of a checkpoint that were not read yet may have."""
+
+    def __init__(self) -> None:
+        self._left = dict(_MOST)
+
+    def take(self, what: str, count: int, of: str) -> None:
+        """Raise an error that begins with `what` if there are too many."""
+        self._left[of] -= count
+        if self._left[of] < 0:
+            raise ValueError(
+                f"{what}: {count} {of}; accepted are at most {_MOST[of]} in all files of a "
+                "checkpoint"
+            )
 
 
 def by_official_name(

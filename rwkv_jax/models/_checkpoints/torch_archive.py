@@ -22,10 +22,12 @@ import numpy as np
 
 from rwkv_jax.models._checkpoints import torch_pickle
 from rwkv_jax.models._checkpoints.tensors import (
+    BYTES,
     MAX_DESCRIPTION,
+    TENSORS,
+    Allowance,
     Mapped,
     Tensor,
-    check_count,
     quoted,
     view,
 )
@@ -39,7 +41,7 @@ _ENCRYPTED = 1
 _ALIGNMENT = 64
 _LARGE = 2**31
 _LARGE_FIELDS = 20
-_CHECKED = 2**15
+_CHECKED = 2**14
 """The most bytes of a member whose checksum is looked at, but for the pickle."""
 
 
@@ -60,13 +62,14 @@ class _Archive(io.FileIO):
         return super().read(size)
 
 
-def read(data: Mapped, file: str) -> dict[str, Tensor]:
+def read(data: Mapped, file: str, allowance: Allowance) -> dict[str, Tensor]:
     """The tensors of a mapped file. They are views of it; nothing of the pickle is executed.
 
     Raises:
-      ValueError: the file has anything but a dictionary of tensors, is compressed or damaged.
+      ValueError: the file has anything but a dictionary of tensors, is compressed or damaged, or
+        has more than is allowed.
     """
-    members = _members(data, file)
+    members = _members(data, file, allowance)
     pickles = [name for name in members if name.endswith("/data.pkl")]
     if len(pickles) != 1:
         raise ValueError(f"{file}: {len(pickles)} members are a data.pkl; accepted is one")
@@ -74,21 +77,22 @@ def read(data: Mapped, file: str) -> dict[str, Tensor]:
 
     def content(name: str) -> bytes:
         start, size, checksum = members[name]
-        what = f"{file}: the member {quoted(name)}"
-        if size > MAX_DESCRIPTION:
-            raise ValueError(f"{what} has {size} bytes; accepted are at most {MAX_DESCRIPTION}")
         found = data[start : start + size].tobytes()
         if zlib.crc32(found) != checksum:
-            raise ValueError(f"{what} has another checksum than the directory of the archive says")
+            raise ValueError(
+                f"{file}: the member {quoted(name)} has another checksum than the directory of the "
+                "archive says"
+            )
         return found
 
     for name, member in members.items():
         if member.size <= _CHECKED:
             content(name)
     order = f"{folder}byteorder"
-    if order in members and content(order) != b"little":
+    if order in members and (members[order].size > _CHECKED or content(order) != b"little"):
         raise ValueError(f"{file}: the byte order is not little-endian")
 
+    allowance.take(file, members[pickles[0]].size, BYTES)
     pickled = content(pickles[0])
     try:
         views = torch_pickle.read(pickled)
@@ -129,14 +133,14 @@ def _check_total(views: Mapping[str, View], size: int, file: str) -> None:
         )
 
 
-def _members(data: Mapped, file: str) -> dict[str, _Member]:
+def _members(data: Mapped, file: str, allowance: Allowance) -> dict[str, _Member]:
     """The bytes of each member."""
     try:
         with _Archive(file) as opened, zipfile.ZipFile(opened) as archive:
             infos = archive.infolist()
     except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error) as error:
         raise ValueError(f"{file}: the zip archive is damaged or cut off: {error}") from None
-    check_count(file, len(infos), "members of the zip archive")
+    allowance.take(file, len(infos), TENSORS)
     members, places = {}, []
     for info in infos:
         what = f"{file}: the member {quoted(info.filename)}"

@@ -16,7 +16,8 @@ from rwkv_jax.models._checkpoints.tensors import (
     FLOATS,
     INTEGERS,
     MAX_INSTRUCTIONS,
-    check_count,
+    TENSORS,
+    Allowance,
     described,
     is_size,
     quoted,
@@ -88,7 +89,7 @@ def read(content: bytes) -> dict[str, View]:
         raise ValueError("the pickle is damaged") from None
     if not isinstance(found, dict):
         raise ValueError(f"the pickle is {_kind(found)}; accepted is a dictionary of tensors")
-    check_count("the pickle", len(found))
+    Allowance().take("the pickle", len(found), TENSORS)
     for name, x in found.items():
         if not isinstance(x, View):
             raise ValueError(
