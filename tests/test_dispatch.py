@@ -58,11 +58,15 @@ def pretend(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(
-    ("op", "implementation"), [(op, name) for op in SEQUENCES for name in (None, "ffi", "xla")]
+    ("op", "implementation"),
+    [
+        (op, name)
+        for op in SEQUENCES
+        for name in (None, *available(op, CASE))
+        if name in (None, "ffi", "xla")
+    ],
 )
 def test_what_is_compiled_here(op: str, implementation: str | None) -> None:
-    if implementation not in (None, *available(op, CASE)):
-        return
     inputs, _ = OPERATORS[op].make(CASE)
     compiled = jax.jit(_gradients, static_argnums=(0, 1)).lower(op, implementation, inputs)
     native = NATIVE and implementation in (None, "ffi")
@@ -110,12 +114,11 @@ def test_without_any_native_kernels_the_error_comes_while_tracing(pretend: Any) 
 
 
 @pytest.mark.parametrize(("platform", "op"), [("tpu", "wkv7"), *(("rocm", op) for op in SEQUENCES)])
-def test_other_platforms(platform: str, op: str) -> None:
+def test_other_platforms(platform: str, op: str, pretend: Any) -> None:
     assert "custom_call @" not in _lowered(None, platform, op=op)
-    # Native kernels somewhere, so that only the platform is at fault.
-    if None in map(internals.missing, ("cpu", "cuda")):
-        with pytest.raises(NotImplementedError, match="native kernels exist for CPUs and for CUDA"):
-            _lowered("ffi", platform, op=op)
+    pretend("cpu", None)  # so that only the platform is at fault
+    with pytest.raises(NotImplementedError, match="native kernels exist for CPUs and for CUDA"):
+        _lowered("ffi", platform, op=op)
 
 
 def test_a_training_step_on_rocm() -> None:
@@ -284,10 +287,11 @@ def test_which_cuda_kernels(
 
 IMPORT = """
 import sys, time
-import jax
 start = time.process_time()
+import jax
+between = time.process_time()
 import rwkv_jax
-print(time.process_time() - start)
+print((time.process_time() - between) / (between - start))
 heavy = {"flax", "equinox", "optax", "matplotlib", "tqdm", "jax.experimental.pallas"}
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
 import rwkv_jax.models, rwkv_jax.nn
@@ -296,7 +300,8 @@ assert not {"flax", "equinox", "optax"} & set(sys.modules)
 
 
 def test_import_is_quick_and_touches_no_device() -> None:
-    """JAX is told to use a platform that does not exist: any computation would fail."""
+    """JAX is told to use a platform that does not exist: any computation would fail. Quick means in
+    half of the time that the import of JAX takes, on the same machine in the same moment."""
     times = []
     for _ in range(3):
         run = subprocess.run(
@@ -307,4 +312,4 @@ def test_import_is_quick_and_touches_no_device() -> None:
             text=True,
         )
         times.append(float(run.stdout))
-    assert min(times) <= 0.3
+    assert min(times) <= 0.5
