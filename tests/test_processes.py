@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -61,13 +62,20 @@ def main(out: str, implementation: str, *processes: str) -> None:
         np.savez(Path(out) / mesh, allow_pickle=False, **results)
 
 
+@pytest.fixture
+def address() -> Iterator[str]:
+    """That of a port that no other program is given during the test. The first process can listen
+    at it, since gRPC shares ports as well."""
+    with socket.socket() as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        reserved.bind(("", 0))
+        yield f"localhost:{reserved.getsockname()[1]}"
+
+
 @pytest.mark.slow
-def test_two_processes_step_as_one(tmp_path: Path) -> None:
+def test_two_processes_step_as_one(tmp_path: Path, address: str) -> None:
     import rwkv_jax
 
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
     native = rwkv_jax.build_info()["missing"]["cpu"] is None
     outs = [tmp_path / name for name in ("one", "first", "second")]
     runs = []
