@@ -109,6 +109,7 @@ def evaluate(
     Raises:
       ValueError: `tokens` is not a vector of at least two tokens of the vocabulary, or a size is
         not positive.
+      FloatingPointError: a loss is NaN or infinite.
     """
     tokens = np.asarray(tokens)
     for name, size in {"context": context, "batch": batch, "at_once": at_once}.items():
@@ -132,6 +133,12 @@ def evaluate(
     def take(part: slice, found: Array, mask: np.ndarray) -> None:
         losses[part] += np.asarray(found).sum(0, dtype=np.float64)[: context - part.start]
         counts[part] += mask.sum(0)[: context - part.start]
+        if (wrong := ~np.isfinite(losses[part])).any():
+            raise FloatingPointError(
+                f"evaluate: a loss is NaN or infinite after {part.start + wrong.argmax() + 1} "
+                "tokens of context: the parameters have such numbers, or activations exceed the "
+                "range of their dtype, which is small for float16"
+            )
         progress(int(mask.sum()))
 
     # The host takes the losses of a part while a device computes those of the next one.

@@ -57,6 +57,23 @@ def test_as_in_numpy(params: Any) -> None:
     assert seen == [12, 12, 9, 3]
 
 
+def test_losses_that_are_not_finite(params: Any) -> None:
+    """From a token on whose embedding is NaN, the sixth one of a window."""
+    wrong = params._replace(emb=rwkv5.Weight(params.emb.weight.at[7].set(jnp.nan)))
+    tokens, seen = np.ones(37, np.int32), []
+    tokens[16] = 7
+    with pytest.raises(FloatingPointError, match="NaN or infinite after 6 tokens of context"):
+        evaluation.evaluate(
+            *(rwkv5, wrong, tokens),
+            context=11,
+            batch=3,
+            at_once=4,
+            implementation="reference",
+            progress=seen.append,
+        )
+    assert seen == [12]
+
+
 def test_figures() -> None:
     result = evaluation.Evaluation(np.array([5.0, 3, 4, 2, 1]), np.array([2, 2, 2, 1, 0]))
     assert result.loss == 15 / 7
