@@ -1,7 +1,6 @@
 """What native modules say of themselves: constants, and how CUDA kernels run on any GPU, which
 takes no GPU to ask."""
 
-import dataclasses
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 import rwkv_jax
 from support import internals
 from support.cases import CU_SEQLENS, GPUS, Case
+from support.harness import suits_matrix_units
 from support.operators import OPERATORS, SEQUENCES
 
 PRESENT = [platform for platform in ("cpu", "cuda") if internals.missing(platform) is None]
@@ -57,14 +57,16 @@ def _problems(op: str) -> Iterator[dict[str, int]]:
         yield problem | {"sequences": problem["rows"] * (5 if problem["packing"] == 2 else 1)}
 
 
-def _details(op: str, case: Case, gpu: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
-    """How the native kernels run a case on a GPU, and the plans of its passes."""
+def _details(
+    op: str, case: Case, gpu: str, monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> tuple[str | None, bool]:
+    """How the native kernels run a case on a GPU, and whether it suits matrix units."""
     internals.pretend_gpu(monkeypatch, *GPUS[gpu])
-    inputs, _ = OPERATORS[op].make(case)
+    inputs, _ = OPERATORS[op].make(OPERATORS[op].suited(case))
     shapes = [inputs[name] for name in OPERATORS[op].inputs]
-    options = {"decay": OPERATORS[op].suited(case).decay, **options}
+    options = {"decay": OPERATORS[op].suited(case).decay, "precision": None} | options
     details = rwkv_jax.implementations(op, *shapes, platform="cuda", details=True, **options)
-    return details["ffi"], internals.cuda_plans(op, inputs, *GPUS[gpu], **options)
+    return details["ffi"], suits_matrix_units(op, inputs, **options)
 
 
 if "cuda" in PRESENT:
@@ -83,65 +85,41 @@ if "cuda" in PRESENT:
                 fits = 0 < plan["shared_memory"] <= shared_memory
                 assert (plan["kernel"] == "matrix units") == fits
 
-    CASES = [
-        *(Case(1, 16, 1, size, dtype="bfloat16") for size in (32, 64, 128)),
-        Case(1, 16, 1, 64, dtype="float16", decay="exp"),
-        Case(1, 15, 1, 64, dtype="bfloat16"),
-        Case(1, 300, 1, 64),
-        Case(1, 300, 1, 128, dtype="bfloat16", decay="log"),
-    ]
-
     @each_op
     @pytest.mark.parametrize("gpu", GPUS)
-    def test_details_are_the_plan(op: str, gpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        for case, precision, cu in itertools.product(CASES, (None, "highest"), (None, CU_SEQLENS)):
-            if cu is not None and cu[-1] != case.T:
-                continue
-            options = {"precision": precision, "cu_seqlens": cu}
-            found, plans = _details(op, case, gpu, monkeypatch, **options)
-            words = {"matrix units": MATRIX_UNITS, "token by token": BY_TOKEN}
-            forward, backward = (words[plan["kernel"]] for plan in plans)
-            several = forward if forward == backward else f"{forward}; backward {backward}"
-            assert found == (BY_CHANNEL if op == "wkv4" else several)
-
-    @each_op
-    def test_details_of_segments(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        case = Case(1, 300, 1, 64, dtype="bfloat16")
-        ids = np.ones((case.B, case.T), np.int32)
-        options: dict[str, Any] = {"precision": None}
-        alone, _ = _details(op, case, "9.0", monkeypatch, **options)
-        inputs, _ = OPERATORS[op].make(OPERATORS[op].suited(case))
-        shapes = [inputs[name] for name in OPERATORS[op].inputs]
-        options |= {"segment_ids": ids, "decay": OPERATORS[op].suited(case).decay}
-        found = rwkv_jax.implementations(op, *shapes, platform="cuda", details=True, **options)
-        assert found["ffi"] == alone
-
-    @pytest.mark.parametrize("packed", [False, True], ids=["alone", "sequences"])
-    @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-    @each_op
-    def test_which_kernels_run(
-        op: str, dtype: str, packed: bool, monkeypatch: pytest.MonkeyPatch
+    def test_kernels_that_need_more_shared_memory_than_a_gpu_has(
+        op: str, gpu: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def details(case: Case, gpu: str = "9.0", precision: str | None = None) -> str:
-            cu = CU_SEQLENS if packed else None
-            options = {"precision": precision, "cu_seqlens": cu}
-            found, _ = _details(op, case, gpu, monkeypatch, **options)
-            return found
+        """Backward with heads of 64, and all passes with heads of 128."""
+        for size in (64, 128):
+            details, suits = _details(op, Case(1, 16, 1, size, dtype="bfloat16"), gpu, monkeypatch)
+            if gpu in ("8.9", "12.0") and size == 64:
+                expected = f"{MATRIX_UNITS}; backward {BY_TOKEN}"
+            else:
+                expected = MATRIX_UNITS if gpu in ("9.0", "10.0") or size == 64 else BY_TOKEN
+            by_token = BY_CHANNEL if op == "wkv4" else BY_TOKEN
+            assert details == (expected if suits else by_token)
 
-        tokens = int(CU_SEQLENS[-1]) if packed else 16
-        sizes = {"wkv7": (64, 128), "wkv6": (64,), "wkv5": (64,), "wkv4": ()}[op]
+    @each_op
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+    @pytest.mark.parametrize("packing", [None, "cu_seqlens", "segment_ids"])
+    def test_which_kernels_run(
+        op: str, dtype: str, packing: str | None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        tokens = 16 if packing is None else int(CU_SEQLENS[-1])
+        values = {"cu_seqlens": CU_SEQLENS, "segment_ids": np.ones((1, tokens), np.int32)}
+        options = {} if packing is None else {packing: values[packing]}
         by_token = BY_CHANNEL if op == "wkv4" else BY_TOKEN
-        for size in (32, 64, 128):
-            case = Case(1, tokens, 1, size, dtype=dtype)
-            assert details(case) == (MATRIX_UNITS if size in sizes else by_token)
-            assert details(case, precision="highest") == by_token
-            # Only WKV7 has heads that decay too far for matrix units. Where sequences have lengths
-            # of their own, these heads cannot be left to the other kernels.
-            log = details(dataclasses.replace(case, decay="log"))
-            left_out = op == "wkv7" and packed
-            assert log == (MATRIX_UNITS if size in sizes and not left_out else by_token)
-            if not packed:
-                assert details(dataclasses.replace(case, T=15)) == by_token
-        assert details(Case(1, tokens, 1, 64)) == by_token
-        # Heads of 128 need more shared memory than some GPUs have.
-        assert details(Case(1, tokens, 1, 128, dtype=dtype), "8.9") == by_token
+        cases = [
+            *(Case(1, tokens, 1, size, dtype=dtype) for size in (32, 64, 128)),
+            Case(1, tokens, 1, 64, dtype=dtype, decay="log"),
+            Case(1, tokens, 1, 64),
+        ]
+        if packing is None:
+            cases.append(Case(1, tokens - 1, 1, 64, dtype=dtype))
+        which = set[bool]()
+        for case, precision in itertools.product(cases, (None, "highest")):
+            details, suits = _details(op, case, "9.0", monkeypatch, precision=precision, **options)
+            assert details == (MATRIX_UNITS if suits else by_token)
+            which.add(suits)
+        assert which == ({False} if op == "wkv4" else {False, True})

@@ -1,7 +1,9 @@
 import numpy as np
 import pytest
 
-from support import tolerance
+from support import harness, internals, tolerance
+from support.cases import Case
+from support.operators import Run
 
 ONES = {"y": np.ones(8)}
 
@@ -48,3 +50,31 @@ def test_zeros_have_to_be_zeros() -> None:
     tolerance.assert_close(zeros, zeros, 1e-5)
     with pytest.raises(AssertionError):
         tolerance.assert_close({"y": np.full(8, 1e-29)}, zeros, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "dtype", "precision", "ceiling"),
+    [
+        ("reference", "float32", None, tolerance.EXACT_FLOAT32),
+        ("reference", "bfloat16", None, tolerance.SEQUENTIAL),
+        ("ffi", "float32", None, tolerance.EXACT_FLOAT32),
+        ("ffi", "bfloat16", None, tolerance.SEQUENTIAL),
+        ("xla", "float32", "highest", tolerance.EXACT_FLOAT32),
+        ("xla", "float32", None, tolerance.CHUNKED["gradient"]),
+        ("xla", "bfloat16", "highest", tolerance.CHUNKED["gradient"]),
+    ],
+)
+def test_ceilings_follow_from_what_a_test_states(
+    implementation: str,
+    dtype: str,
+    precision: str | None,
+    ceiling: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not from the words in which an implementation describes itself to users."""
+    kind = type(internals.implementation("wkv7", implementation))
+    monkeypatch.setattr(kind, "describe", lambda *_: "in other words")
+    case = Case(1, 17, 1, 32, dtype=dtype)
+    inputs, _ = harness.operands("wkv7", case)
+    run, options = Run("wkv7", implementation), {"decay": case.decay, "precision": precision}
+    assert harness.ceilings(run, inputs, **options)["dr"] == ceiling

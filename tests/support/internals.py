@@ -23,7 +23,7 @@ from rwkv_jax._operator.public import PublicFunction, registered
 from rwkv_jax._operator.saved import CHUNK as CHUNK
 from rwkv_jax._operator.signature import Signature
 from rwkv_jax._packing import segments
-from rwkv_jax._portable import algebra, chain, chunked, inverses, products, slabs, terms
+from rwkv_jax._portable import algebra, chain, inverses, products, slabs, terms
 from rwkv_jax._portable import decay as decays
 from rwkv_jax.generation import _decoding, _sampling, _session
 from rwkv_jax.layers import _function as layers
@@ -49,6 +49,9 @@ projected_read_out, low_rank_maps = (
     importlib.import_module(f"rwkv_jax.layers.{name}")
     for name in ("projected_read_out", "low_rank_maps")
 )
+
+TILE = 16
+"""The fewest tokens that CUDA kernels on matrix units take."""
 
 LONG_SEQUENCE = packing.LONG
 """Tokens for each sequence from which on native kernels take the longest sequences first."""
@@ -223,7 +226,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, platform: str, reason: str | None) 
 
 def _plan(op: str, name: str, **problem: int) -> dict[str, Any]:
     """The plan of a large GPU, as far as operators of heads of 64 are concerned."""
-    suits = problem["dtype"] != kernels.DTYPES["float32"] and problem["tokens"] >= chunked.TILE
+    suits = problem["dtype"] != kernels.DTYPES["float32"] and problem["tokens"] >= TILE
     return {"kernel": kernels.MATRIX_UNITS if suits else "token by token"}
 
 
@@ -242,7 +245,7 @@ def constants_of_python(platform: str) -> dict[str, float]:
     kinds = {"none": type(None), "marks": Marks, "sequences": Sequences}
     return {
         "chunk": CHUNK,
-        "tile": chunked.TILE,
+        "tile": TILE,
         "word_tokens": packing.WORD,
         "min_head_size": min(sizes),
         "max_head_size": max(sizes),
@@ -255,26 +258,6 @@ def constants_of_python(platform: str) -> dict[str, float]:
         **{f"dtype_{name}": code for name, code in kernels.DTYPES.items()},
         **{f"packing_{name}": kernels.PACKINGS[kind] for name, kind in kinds.items()},
     }
-
-
-def cuda_plans(
-    op: str,
-    arrays: Mapping[str, Any],
-    multiprocessors: int,
-    shared_memory: int,
-    *,
-    cu_seqlens: Any = None,
-    decay: str,
-    precision: Any,
-) -> list[dict[str, Any]]:
-    """How the forward pass of a training step and the backward pass run on a GPU."""
-    packing = None if cu_seqlens is None else Sequences(cu_seqlens)
-    options = options_of(op, decay=decay, implementation="ffi", precision=precision, save=True)
-    own = implementation(op, "ffi")
-    assert isinstance(own, kernels.NativeKernels)
-    problem = own._problem(options, {n: arrays[n] for n in signature(op).inputs}, packing)
-    gpu = {"multiprocessors": multiprocessors, "shared_memory": shared_memory}
-    return [native_module("cuda").plan(op, name, **gpu, **problem) for name in ("fwd", "bwd")]
 
 
 def pretend_gpu(monkeypatch: pytest.MonkeyPatch, multiprocessors: int, shared_memory: int) -> None:
