@@ -17,7 +17,13 @@ from rwkv_jax import generation, tokenizers
 from rwkv_jax.generation import Sampling, Session, TextStream, TokenStream, _session
 from rwkv_jax.generation._decoding import Controls, decode
 from rwkv_jax.generation._prefill import lengths_of_pieces, read_piece
-from rwkv_jax.generation._sampling import Occurrences, _exponential, sample, settings
+from rwkv_jax.generation._sampling import (
+    NO_DISTRIBUTION,
+    Occurrences,
+    _exponential,
+    sample,
+    settings,
+)
 from rwkv_jax.models import rwkv4, rwkv5, rwkv6, rwkv7
 from support import language_models
 from support.cases import Case
@@ -341,7 +347,76 @@ def test_temperature_0_takes_the_first_of_the_largest(warm: int) -> None:
     given = settings(Sampling(temperature=temperature), 40, VOCABULARY)
     nothing = Occurrences(jnp.zeros(logits.shape, bool), jnp.zeros(logits.shape))
     found = jax.jit(sample)(jnp.asarray(logits), given, nothing, *jnp.zeros((2, 40), jnp.int32))
-    np.testing.assert_array_equal(found[:39], np.argmax(logits, axis=-1)[:39])
+    expected = np.argmax(logits, axis=-1)
+    expected[1:3] = NO_DISTRIBUTION
+    np.testing.assert_array_equal(found[:39], expected[:39])
+
+
+def test_logits_without_a_distribution() -> None:
+    """With all kinds of settings. A logit may be -inf, as long as another one is finite."""
+    nan, inf = np.nan, np.inf
+    wrong = [[nan, 0, 1], [0, -nan, 1], [inf, 0, 1], [1, inf, inf], [-inf, nan, -inf], [-inf] * 3]
+    rows = np.array([*wrong, [-inf, 0, -inf]], np.float32)
+    choices = [(0, 1, 0), (1, 1, 0), (0.5, 0.5, 0), (1, 0, 0), (1, 1, 2)]
+    each = np.repeat(np.array(choices), len(rows), axis=0).T
+    sampling = Sampling(temperature=each[0], top_p=each[1], top_k=each[2].astype(int))
+    logits = np.tile(rows, (len(choices), 1))
+    nothing = Occurrences(jnp.zeros(logits.shape, bool), jnp.zeros(logits.shape))
+    found = jax.jit(sample)(
+        *(jnp.asarray(logits), settings(sampling, *logits.shape), nothing),
+        *jnp.zeros((2, len(logits)), jnp.int32),
+    )
+    assert found.tolist() == ([NO_DISTRIBUTION] * len(wrong) + [1]) * len(choices)
+
+
+def with_nan(params: Any, token: int) -> Any:
+    """The parameters, with NaN in the embedding of a token."""
+    return params._replace(emb=rwkv7.Weight(params.emb.weight.at[token].set(jnp.nan)))
+
+
+def test_a_row_without_a_next_token(params: rwkv7.Params) -> None:
+    """It fails, also where another token would stop it. The others go on with their bits."""
+    whole = generate(params)
+    token = whole.tokens[1][3]
+    others = (0, *range(2, BATCH))
+    assert all(token not in PROMPTS[row] + whole.tokens[row] for row in others)
+    wrong, message = with_nan(params, token), "generate: row 1 has no token after 4 new ones"
+    with pytest.raises(FloatingPointError, match=message):
+        generate(wrong, stop_tokens=[VOCABULARY + NO_DISTRIBUTION])
+    stream = TokenStream(rwkv7, wrong, PROMPTS, LENGTH, sampling=MIXED, pieces=PIECES)
+    text = TextStream(stream, tokenizers.load("bytes"))
+    with pytest.raises(FloatingPointError, match=message):
+        list(text)
+    assert text.reasons == ["length", "failed", *["length"] * 4]
+    assert text.tokens[1] == whole.tokens[1][:4]
+    for row in others:
+        assert text.tokens[row] == whole.tokens[row]
+        assert text.texts[row] == tokenizers.load("bytes").decode(whole.tokens[row])
+        assert_same(text.session, whole.session, row)
+
+
+def test_activations_that_overflow(params: rwkv7.Params) -> None:
+    """With finite weights."""
+    first = params.blocks[0]
+    ffn = first.ffn._replace(key=rwkv7.Weight(first.ffn.key.weight * 1e25))
+    large = params._replace(blocks=(first._replace(ffn=ffn), *params.blocks[1:]))
+    with pytest.raises(FloatingPointError, match=r"row 0 has no token .* small for float16"):
+        generate(large)
+
+
+def test_the_last_position(params: rwkv7.Params, tmp_path: Path) -> None:
+    """A session never has a position that no int32 can hold."""
+    session, path = generate(params, 0).session, tmp_path / "session.safetensors"
+    nothing: list[list[int]] = [[]] * BATCH
+    late = session._replace(positions=jnp.full(BATCH, 2**31 - 1 - LENGTH, jnp.int32))
+    last = generate(params, prompts=nothing, session=late).session
+    generation.save(path, last)
+    assert generation.load(path, rwkv7, params).positions.tolist() == [2**31 - 1] * BATCH
+    for prompts, length in ((nothing, 1), ([*nothing[1:], [1]], 0), (PROMPTS, LENGTH)):
+        row = max(range(BATCH), key=lambda row: len(prompts[row]))
+        total = 2**31 - 1 + len(prompts[row]) + length
+        with pytest.raises(ValueError, match=f"row {row} would have {total} tokens, .* 2147483647"):
+            generate(params, length, prompts=prompts, session=last)
 
 
 def test_penalties_of_occurrences(params: rwkv7.Params) -> None:
@@ -382,6 +457,9 @@ WRONG = [
     ({"prompts": [[-1]]}, ValueError, "accepted are tokens, from 0 on"),
     ({"prompts": [[0.5]]}, TypeError, "accepted are integers"),
     ({"length": -1}, ValueError, "length is -1"),
+    ({"length": 2**31}, ValueError, "length is 2147483648; accepted is an integer from 0 to 21474"),
+    ({"length": 2**31 - 11}, ValueError, "row 5 would have 2147483648 tokens"),
+    ({"length": 2.5}, TypeError, "length is 2.5; accepted is an integer from 0"),
     ({"pieces": ()}, ValueError, "pieces is ()"),
     ({"pieces": (0, 4)}, ValueError, "lengths of at least 1"),
     ({"stop_tokens": [99]}, ValueError, "stop_tokens has the token 99"),

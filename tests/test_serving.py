@@ -1,7 +1,9 @@
 """`rwkv_jax.serving`: a batch whose sequences come and go."""
 
+import itertools
 import re
 import threading
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -280,6 +282,71 @@ def test_threads(params: rwkv7.Params, alone: Any) -> None:
         submit(pool, 0)
 
 
+def test_closed_while_it_starts(params: rwkv7.Params, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closing waits until the thread has begun, and then for its end."""
+    pool, start, errors = pool_of(params), threading.Thread.start, []
+
+    def close() -> None:
+        try:
+            pool.close()
+        except RuntimeError as error:
+            errors.append(error)
+
+    closing = threading.Thread(target=close)
+
+    def start_late(thread: threading.Thread) -> None:
+        start(closing)
+        closing.join(0.1)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_late)
+    pool.start()
+    closing.join()
+    assert not errors
+    with pytest.raises(RuntimeError, match="the pool is closed"):
+        pool.start()
+
+
+@pytest.mark.parametrize("begun", [False, True], ids=["new", "begun"])
+@pytest.mark.parametrize(
+    "both",
+    [*itertools.combinations_with_replacement(("start", "close", "submit", "cancel"), 2)],
+    ids=" and ".join,
+)
+def test_two_threads(params: rwkv7.Params, both: tuple[str, str], begun: bool) -> None:
+    """A closed pool has no requests, whatever they did in whatever order."""
+    pool, barrier = pool_of(params), threading.Barrier(2)
+    requests, errors = [submit(pool, 0, length=10**6)], list[str]()
+    if begun:
+        pool.step()
+    actions: dict[str, Callable[[], object]] = {
+        "start": pool.start,
+        "close": pool.close,
+        "submit": lambda: requests.append(submit(pool, 1, length=10**6)),
+        "cancel": requests[0].cancel,
+    }
+
+    def do(name: str) -> None:
+        barrier.wait()
+        try:
+            actions[name]()
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    threads = [threading.Thread(target=do, args=(name,)) for name in both]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    pool.close()
+    assert (pool.running, pool.waiting, pool.step()) == (0, 0, False)
+    assert {request.reason for request in requests} == {"cancelled"}
+    assert set(errors) <= {
+        "submit: the pool is closed",
+        "start: the pool is closed or has a thread",
+    }
+
+
 def test_a_round_that_fails(
     params: rwkv7.Params, alone: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -299,7 +366,7 @@ def test_a_round_that_fails(
             pool.step()
         for request in requests[:3]:
             assert request.reason == "failed"
-            with pytest.raises(RuntimeError, match="a round of the pool failed") as error:
+            with pytest.raises(RuntimeError, match=r"failed with MemoryError") as error:
                 request.wait()
             assert isinstance(error.value.__cause__, MemoryError)
     again = submit(pool, 1)
@@ -309,13 +376,31 @@ def test_a_round_that_fails(
 
 
 def test_a_request_that_fails(params: rwkv7.Params, alone: Any) -> None:
-    """One whose text cannot be made does not end others."""
+    """One whose text cannot be made, also by its last token."""
     few = tokenizers.Tokenizer("few", 2, {}, lambda text: [0])
     pool = pool_of(params, tokenizer=few)
-    request = submit(pool, 0)
-    with pytest.raises(RuntimeError) as error:
-        list(request)
-    assert "accepted are 0 to 1" in str(error.value.__cause__)
+    for length in (LENGTH, 1):
+        request = submit(pool, 0, length=length)
+        with pytest.raises(RuntimeError) as error:
+            list(request)
+        assert request.reason == "failed"
+        assert "accepted are 0 to 1" in str(error.value.__cause__)
+
+
+def test_a_request_without_a_next_token(params: rwkv7.Params, alone: Any) -> None:
+    """It fails alone, and those that have its slot after it do not notice."""
+    others = {x for number in NUMBERS for x in (*PROMPTS[number], *alone[number][0])}
+    token = min(set(range(1, VOCABULARY)) - others)
+    pool = pool_of(params._replace(emb=rwkv7.Weight(params.emb.weight.at[token].set(np.nan))))
+    failing = [submit(pool, 1, prompt=[*PROMPTS[1], token]) for _ in range(2)]
+    requests = {number: submit(pool, number) for number in NUMBERS}
+    pool.run()
+    assert_alone(pool, requests, alone)
+    for request in failing:
+        assert (request.reason, request.tokens) == ("failed", [])
+        with pytest.raises(RuntimeError, match=r"failed with .*no token after 0 new ones") as error:
+            request.wait()
+        assert isinstance(error.value.__cause__, FloatingPointError)
 
 
 @pytest.mark.slow
@@ -343,7 +428,8 @@ WRONG = [
     ({"prompt": "text"}, ValueError, "prompt is 'text'; accepted without Pool(tokenizer=...)"),
     ({"stop": ["x"]}, ValueError, "stop is ('x',); accepted without Pool(tokenizer=...)"),
     ({"stop": [""]}, ValueError, "submit: stop is ['']"),
-    ({"length": 0}, ValueError, "length is 0; accepted is an integer from 1 to 2147483647"),
+    ({"length": 0}, ValueError, "length is 0; accepted is an integer from 1 to 2147483644"),
+    ({"length": 2**31 - 3}, ValueError, "length is 2147483645; accepted is an integer from 1 to"),
     ({"length": 2.5}, TypeError, "length is 2.5; accepted is an integer from 1"),
     ({"seed": -1}, ValueError, "from 0 to 2^31 - 1"),
     ({"seed": 0.5}, TypeError, "submit: seed is [0.5]; accepted are integers"),

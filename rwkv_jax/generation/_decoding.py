@@ -15,6 +15,8 @@ from rwkv_jax.generation._session import Model, Session
 from rwkv_jax.models._postponement import at_step, settled
 
 NO_TOKEN = -1
+"""What a row has that is not active, or that samples a token that stops."""
+
 MOST_STEPS = 32
 """The largest number of steps of a call."""
 
@@ -39,7 +41,8 @@ def decode(
     postpones: bool,
 ) -> tuple[Session, Int32[Array, "steps B"], Int32[Array, ""]]:
     """The session after up to `left` more tokens of each row, the tokens, and how many steps they
-    took. A row that is not active, or that samples a token that stops, has `NO_TOKEN`.
+    took. In place of a token a row may have `NO_TOKEN`, or `NO_DISTRIBUTION` as `sample` gives it,
+    which also ends the row.
 
     A call ends after `steps` steps, which are at most `MOST_STEPS`, or when fewer than `least` rows
     have tokens left. Both are data, so that there is one program, and a stream that asks for one
@@ -56,11 +59,10 @@ def decode(
 
     def body(carry: tuple[Session, Array, Array, Array]) -> tuple[Session, Array, Array, Array]:
         session, left, tokens, count = carry
-        sampled, active = _sampled(session, controls, left > 0)
-        left = jnp.where(active, left - 1, 0)
+        sampled = _sampled(session, controls, left > 0)
+        left = jnp.where(sampled >= 0, left - 1, 0)
         state = at_step(session.state, count, is_enough(left, count + 1))
-        session = _read(model, params, session._replace(state=state), controls, sampled, active)
-        sampled = jnp.where(active, sampled, NO_TOKEN)
+        session = _read(model, params, session._replace(state=state), controls, sampled)
         return session, left, tokens.at[count].set(sampled), count + 1
 
     if postpones:
@@ -71,17 +73,14 @@ def decode(
     return session._replace(state=settled(session.state)), tokens, count
 
 
-def _sampled(
-    session: Session, controls: Controls, active: Bool[Array, " B"]
-) -> tuple[Int32[Array, " B"], Bool[Array, " B"]]:
-    """The next token of each row, and which rows are still active: a row that samples a token that
-    stops no longer is."""
+def _sampled(session: Session, controls: Controls, active: Bool[Array, " B"]) -> Int32[Array, " B"]:
+    """What each row has in the next step."""
     tokens = sample(
         *(session.logits, controls.settings, session.occurrences),
         *(session.seeds, session.positions),
     )
-    stopped = jnp.take_along_axis(controls.stops, tokens[:, None], axis=1)[:, 0]
-    return tokens, active & ~stopped
+    stops = jnp.take_along_axis(controls.stops, tokens[:, None], axis=1)[:, 0] & (tokens >= 0)
+    return jnp.where(active & ~stops, tokens, NO_TOKEN)
 
 
 def _read(
@@ -90,12 +89,12 @@ def _read(
     session: Session,
     controls: Controls,
     tokens: Int32[Array, " B"],
-    active: Bool[Array, " B"],
 ) -> Session:
-    """The session after a token of each active row. All other rows keep theirs."""
+    """The session after a token of each row that has one. All other rows keep theirs."""
+    active = tokens >= 0
     reads = active.astype(jnp.int32)
     logits, state = model.module.apply(
-        *(params, tokens, session.state),
+        *(params, jnp.maximum(tokens, 0), session.state),
         segment_ids=reads,
         dtype=model.dtype,
         implementation=model.implementation,

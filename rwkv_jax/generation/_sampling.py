@@ -12,6 +12,9 @@ from jaxtyping import Bool, Float32, Int32, UInt32
 
 from rwkv_jax._typing import Operand
 
+NO_DISTRIBUTION = -2
+"""What `sample` gives in place of a token where no token can be sampled."""
+
 Number: TypeAlias = float | int | Sequence[float] | Sequence[int] | np.ndarray
 """A setting: one number for all rows, or one for each row."""
 
@@ -161,7 +164,9 @@ def sample(
     seeds: Int32[Array, " B"],
     positions: Int32[Array, " B"],
 ) -> Int32[Array, " B"]:
-    """The next token of each row, as `Sampling` defines it."""
+    """The next token of each row, as `Sampling` defines it. It is `NO_DISTRIBUTION` where a logit
+    less its penalty is NaN or +inf, or where all of them are -inf. Single ones may be -inf: their
+    tokens are never sampled."""
     presence, frequency, temperature, top_p, top_k = (
         jnp.asarray(x)[:, None]
         for x in (
@@ -171,10 +176,14 @@ def sample(
     )
     penalty = jnp.where(occurrences.seen, presence + frequency * occurrences.counts, 0)
     logits = logits - penalty
+    # NaN if one of the logits is.
+    largest = jnp.max(logits, axis=-1, keepdims=True)
     greedy = temperature == 0
 
     def chosen() -> Array:
-        p = jax.nn.softmax(logits, axis=-1)
+        below_largest = logits - largest
+        p = jnp.exp(below_largest)
+        p = p / jnp.sum(p, axis=-1, keepdims=True)
         keys = lax.bitcast_convert_type(p, jnp.int32)
         by_mass = _threshold(keys, p, top_p, ~greedy & (top_p < 1))
         some = ~greedy & (top_k > 0) & (top_k < logits.shape[1])
@@ -185,29 +194,39 @@ def sample(
         # error of the logits changes the token only if two candidates are as close to each other
         # as that error, however large the vocabulary is; sums of probabilities would add up the
         # errors.
-        below_largest = logits - jnp.max(logits, axis=-1, keepdims=True)
         noise = -jnp.log(_exponential(seeds, positions, logits.shape[1]))
         scores = below_largest / jnp.where(greedy, 1, temperature) + noise
         return first_largest(jnp.where(greedy, logits, jnp.where(stays, scores, -jnp.inf)))
 
     def chosen_on_cpu() -> Array:
-        return lax.cond(jnp.all(greedy), lambda: first_largest(logits), chosen)
+        return lax.cond(jnp.all(greedy), lambda: _first(logits == largest), chosen)
 
     # A GPU waits for the host before it takes a branch, and has the random numbers sooner.
-    return lax.platform_dependent(cpu=chosen_on_cpu, default=chosen)
+    tokens = lax.platform_dependent(cpu=chosen_on_cpu, default=chosen)
+    return jnp.where(jnp.isfinite(largest[:, 0]), tokens, NO_DISTRIBUTION)
 
 
 def first_largest(x: Float32[Array, "B vocabulary"]) -> Int32[Array, " B"]:
-    """As `argmax`: NaN counts as the largest."""
-
-    def in_two_passes(x: Array) -> Array:
-        largest = jnp.max(x, axis=-1, keepdims=True)
-        index = lax.broadcasted_iota(jnp.int32, x.shape, 1)
-        return jnp.min(jnp.where((x == largest) | jnp.isnan(x), index, x.shape[1]), axis=-1)
-
+    """The first index of the largest number of each row without NaN."""
     # Compilers for CPUs vectorise two passes, but not a single one, which reads x only once.
     return lax.platform_dependent(
-        x, cpu=in_two_passes, default=lambda x: lax.argmax(x, 1, jnp.int32)
+        x,
+        cpu=lambda x: _first(x == jnp.max(x, axis=-1, keepdims=True)),
+        default=lambda x: lax.argmax(x, 1, jnp.int32),
+    )
+
+
+def _first(wanted: Bool[Array, "B vocabulary"]) -> Int32[Array, " B"]:
+    index = lax.broadcasted_iota(jnp.int32, wanted.shape, 1)
+    return jnp.min(jnp.where(wanted, index, wanted.shape[1]), axis=-1)
+
+
+def no_distribution(what: str, tokens: int) -> FloatingPointError:
+    """The error for `NO_DISTRIBUTION` after so many new tokens. Its message begins with `what`."""
+    return FloatingPointError(
+        f"{what} has no token after {tokens} new ones, because a logit is NaN or infinite: the "
+        "parameters have such numbers, or activations exceed the range of their dtype, which is "
+        "small for float16"
     )
 
 

@@ -18,6 +18,9 @@ from rwkv_jax.models._invariant import Invariant
 from rwkv_jax.models._parameters import names
 from rwkv_jax.models._postponement import postponed
 
+MOST_TOKENS = 2**31 - 1
+"""The largest position that a session can have."""
+
 
 class Model(NamedTuple):
     """What programs are compiled for: a module of `rwkv_jax.models` or an `Invariant` one, the

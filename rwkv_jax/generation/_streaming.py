@@ -9,22 +9,32 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from rwkv_jax._operator import check
 from rwkv_jax.generation import _decoding, _prefill, _session
 from rwkv_jax.generation._prefill import PIECES
-from rwkv_jax.generation._sampling import Sampling, check_tokens, mask, settings
-from rwkv_jax.generation._session import Model, Session
+from rwkv_jax.generation._sampling import (
+    NO_DISTRIBUTION,
+    Sampling,
+    check_tokens,
+    mask,
+    no_distribution,
+    settings,
+)
+from rwkv_jax.generation._session import MOST_TOKENS, Model, Session
 from rwkv_jax.models._invariant import Invariant
 
-Reason: TypeAlias = Literal["length", "stop token", "stopped"]
-"""Why a row has ended: it has `length` tokens, it sampled one of `stop_tokens`, or the caller of
-`TokenStream.stop` stopped it."""
+Reason: TypeAlias = Literal["length", "stop token", "stopped", "failed"]
+"""Why a row has ended: it has `length` tokens, it sampled one of `stop_tokens`, the caller of
+`TokenStream.stop` stopped it, or its logits are NaN or infinite."""
 
 
 class TokenStream(Iterator[list[int | None]]):
     """The tokens that continue prompts, one of each row at a time.
 
     The prompts are read when the stream is made. An iteration gives a list with a token of each
-    row, or None for a row that has ended. An exception within an iteration, such as
+    row, or None for a row that has ended. A row fails where no token can be sampled, because a
+    logit is NaN or +inf, or because all of them are -inf. The other rows go on, and after them the
+    iteration ends with a FloatingPointError. Any other exception within an iteration, such as
     KeyboardInterrupt, may leave the stream without its session.
 
     Args:
@@ -33,7 +43,8 @@ class TokenStream(Iterator[list[int | None]]):
       params: the parameters, in either form, on any devices.
       prompts: tokens for each row. With a session a prompt may be empty: such a row goes on as if
         it had never been interrupted. Penalties count the tokens since a row's last prompt.
-      length: the largest number of new tokens of a row.
+      length: the largest number of new tokens of a row. With those that it has had in `session` and
+        those of its prompt, a row may have up to 2^31 - 1.
       sampling: how tokens are chosen; `Sampling()` if None.
       seed: an integer from 0 to 2^31 - 1 for each row; or one for the first row, whose successors
         are the seeds of the other rows. None takes the seeds of `session`, or 0. The tokens of a
@@ -48,14 +59,14 @@ class TokenStream(Iterator[list[int | None]]):
 
     Attributes:
       tokens: the tokens of each row so far.
-      reasons: why each row has ended, or None: "length", "stop token" or "stopped".
+      reasons: why each row has ended, or None: "length", "stop token", "stopped" or "failed".
 
     Raises:
-      TypeError: tokens or seeds are no integers.
+      TypeError: tokens, seeds or `length` are no integers.
       ValueError: there is no prompt; or the first prompt of a row is empty; or tokens are not in
-        the vocabulary; or `length` is negative; or the settings, the seeds or the session are for
-        another number of rows; or a length of a piece is not positive; or the session is not one
-        of this model.
+        the vocabulary; or `length` is negative or too large; or the settings, the seeds or the
+        session are for another number of rows; or a length of a piece is not positive; or the
+        session is not one of this model.
     """
 
     def __init__(
@@ -77,8 +88,7 @@ class TokenStream(Iterator[list[int | None]]):
         vocabulary, batch = len(params.head.weight), len(prompts)
         if batch == 0:
             raise ValueError("generate: there are no prompts; accepted is one for each row")
-        if length < 0:
-            raise ValueError(f"generate: length is {length}; accepted is 0 or more")
+        check.number("generate", "length", length, 0, MOST_TOKENS)
         if not pieces or min(pieces) < 1:
             raise ValueError(f"generate: pieces is {pieces!r}; accepted are lengths of at least 1")
         rows = [check_tokens("generate", "a prompt", prompt) for prompt in prompts]
@@ -102,6 +112,14 @@ class TokenStream(Iterator[list[int | None]]):
         self._controls = jax.tree.map(jnp.asarray, controls)
         seeds = None if seed is None else _session.seeds_of_rows("generate", seed, batch)
         own = _session.own(model, params, batch, session)
+        had = 0 if session is None else np.asarray(session.positions, np.int64)
+        total = had + np.array([len(prompt) for prompt in rows]) + length
+        if total.max() > MOST_TOKENS:
+            raise ValueError(
+                f"generate: row {total.argmax()} would have {total.max()} tokens, with those that "
+                f"session has had, the prompt and the length {length}; accepted are up to "
+                f"{MOST_TOKENS}"
+            )
         if seeds is not None:
             own = own._replace(seeds=jnp.asarray(seeds))
         self._model, self._params = model, params
@@ -124,6 +142,7 @@ class TokenStream(Iterator[list[int | None]]):
 
     def __next__(self) -> list[int | None]:
         if not self._active.any():
+            self._check()
             raise StopIteration
         (given,) = self._decoded(1)
         return given
@@ -132,6 +151,7 @@ class TokenStream(Iterator[list[int | None]]):
         """Go on to the end of all rows, in calls of many tokens: faster than one at a time."""
         while self._active.any():
             self._decoded(_decoding.MOST_STEPS)
+        self._check()
 
     def _decoded(self, steps: int) -> list[list[int | None]]:
         """What up to so many iterations give."""
@@ -152,8 +172,8 @@ class TokenStream(Iterator[list[int | None]]):
         for row, token in enumerate(sampled):
             if not self._active[row]:
                 continue
-            if token == _decoding.NO_TOKEN:
-                self._end(row, "stop token")
+            if token < 0:
+                self._end(row, "failed" if token == NO_DISTRIBUTION else "stop token")
                 continue
             given[row] = token
             self.tokens[row].append(token)
@@ -164,6 +184,12 @@ class TokenStream(Iterator[list[int | None]]):
     def _end(self, row: int, reason: Reason) -> None:
         self._active[row] = False
         self.reasons[row] = reason
+
+    def _check(self) -> None:
+        """Raise an error for the first of the rows that have failed."""
+        if "failed" in self.reasons:
+            row = self.reasons.index("failed")
+            raise no_distribution(f"generate: row {row}", len(self.tokens[row]))
 
 
 class Generated(NamedTuple):
@@ -200,7 +226,8 @@ def generate(
     other one would have given next. With more than 32 rows of bfloat16 on a GPU, where updates of
     states are postponed, that is so but for rounding of the logits.
 
-    The arguments and errors are those of `TokenStream`.
+    The arguments and errors are those of `TokenStream`. A row that fails is an error after all rows
+    have ended: a FloatingPointError.
     """
     stream = TokenStream(
         *(module, params, prompts, length),

@@ -17,7 +17,7 @@ from rwkv_jax._operator.partition import axis_names
 from rwkv_jax.generation import Sampling
 from rwkv_jax.generation._decoding import MOST_STEPS
 from rwkv_jax.generation._sampling import check_tokens
-from rwkv_jax.generation._session import Model, differences, seeds_of_rows
+from rwkv_jax.generation._session import MOST_TOKENS, Model, differences, seeds_of_rows
 from rwkv_jax.generation._text import RowText, check_stop
 from rwkv_jax.models._invariant import Invariant
 from rwkv_jax.models._parameters import names
@@ -40,8 +40,9 @@ class Pool:
     and otherwise wherever a product of matrices computes a row in the same way at every place.
     A pool with other numbers may round logits in another way, unless it has a `models.Invariant`.
 
-    If a round raises an exception, the requests that have slots fail with it, and those that wait
-    for one go on in later rounds.
+    A request fails alone where no token can be sampled: a logit is NaN or +inf, or all of them are
+    -inf. If a round raises an exception, the requests that have slots fail with it, and those that
+    wait for one go on in later rounds.
 
     Args:
       module: the module of the model: `rwkv_jax.models.rwkv7`, `rwkv6`, `rwkv5` or `rwkv4`; or a
@@ -127,7 +128,7 @@ class Pool:
 
         Args:
           prompt: tokens, or a text for the tokenizer. It may be of any length.
-          length: the largest number of new tokens, from 1 to 2^31 - 1.
+          length: the largest number of new tokens, from 1 to 2^31 - 1 less those of the prompt.
           sampling: how tokens are chosen, with one number for each setting; `Sampling()` if None.
           seed: an integer from 0 to 2^31 - 1.
           stop_tokens: tokens that end the request. They are neither given nor read.
@@ -149,7 +150,7 @@ class Pool:
                 f"submit: prompt has the token {tokens.max()}; accepted are tokens below "
                 f"{self._vocabulary}"
             )
-        check.number("submit", "length", length, 1, 2**31 - 1)
+        check.number("submit", "length", length, 1, MOST_TOKENS - len(tokens))
         if not isinstance(sampling, Sampling | None):
             raise TypeError(f"submit: sampling is {sampling!r}; accepted is a Sampling or None")
         if stops := check_stop("submit", stop):
@@ -198,8 +199,10 @@ class Pool:
         with self._rounds.changed:
             if self._closed or self._thread is not None:
                 raise RuntimeError("start: the pool is closed or has a thread")
-            self._thread = threading.Thread(target=self._work, name="rwkv_jax.serving", daemon=True)
-        self._thread.start()
+            thread = threading.Thread(target=self._work, name="rwkv_jax.serving", daemon=True)
+            # Before `close` can wait for its end.
+            thread.start()
+            self._thread = thread
 
     def close(self) -> None:
         """Cancel all requests that have not ended, and end the thread. A closed pool accepts no
@@ -231,7 +234,7 @@ class Pool:
 
     @property
     def running(self) -> int:
-        """How many slots requests have."""
+        """How many requests have slots and have not ended."""
         return len(self._rounds.running)
 
     def _until(self, ready: Callable[[], bool], timeout: float | None) -> bool:

@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from rwkv_jax.generation import Sampling
-from rwkv_jax.generation._decoding import NO_TOKEN
+from rwkv_jax.generation._sampling import NO_DISTRIBUTION, no_distribution
 from rwkv_jax.generation._text import RowText
 
 Reason: TypeAlias = Literal["length", "stop token", "stop string", "cancelled", "failed"]
@@ -122,21 +122,27 @@ class Request:
         self._cancel(self)
 
     def receive(self, tokens: Sequence[int], when: float) -> None:
-        """The tokens of a call, or `NO_TOKEN` where the request sampled one that stops it."""
+        """The tokens of a call, or what `generation._decoding.decode` gives in place of them.
+
+        Raises:
+          Exception: what the request fails with.
+        """
         for token in tokens:
             if self.reason is not None:
                 return
-            if token == NO_TOKEN:
-                self.reason = "stop token"
-            else:
+            if token == NO_DISTRIBUTION:
+                raise no_distribution("the sequence", len(self.tokens))
+            reason: Reason | None = "stop token" if token < 0 else None
+            if token >= 0:
                 self.tokens.append(token)
                 self.arrivals.append(when)
                 if len(self.tokens) == self.length:
-                    self.reason = "length"
+                    reason = "length"
             if self._text is not None:
-                self._text.push(None if token == NO_TOKEN else token, self.reason is not None)
+                self._text.push(None if token < 0 else token, reason is not None)
                 if self._text.stopped:
-                    self.reason = "stop string"
+                    reason = "stop string"
+            self.reason = reason
 
     def end(self, reason: Reason, error: BaseException | None = None) -> None:
         """End after the tokens so far, unless it has ended."""
@@ -156,4 +162,4 @@ class Request:
 
     def _check(self) -> None:
         if self.error is not None:
-            raise RuntimeError("Request: a round of the pool failed") from self.error
+            raise RuntimeError(f"Request: failed with {self.error!r}") from self.error

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from rwkv_jax.generation import Sampling
-from rwkv_jax.generation._decoding import NO_TOKEN, Controls
+from rwkv_jax.generation._decoding import Controls
 from rwkv_jax.generation._sampling import mask, settings
 from rwkv_jax.generation._session import Model
 from rwkv_jax.serving import _slots
@@ -84,14 +84,15 @@ class Rounds:
 
     @property
     def running(self) -> list[Request]:
-        """The requests that have slots."""
+        """The requests that have slots and have not ended."""
         with self.changed:
-            return [sequence.request for sequence in self._sequences.values()]
+            requests = [sequence.request for sequence in self._sequences.values()]
+            return [request for request in requests if request.reason is None]
 
     @property
     def busy(self) -> bool:
         """Whether there is anything left to do."""
-        return bool(self.queue or self._sequences)
+        return bool(self.queue or self.running)
 
     def one(self) -> None:
         """Do a round.
@@ -101,11 +102,9 @@ class Rounds:
         """
         begin = time.perf_counter()
         try:
-            self._free()
             self._admit()
             slots = self._empty() if self._slots is None else self._slots
             self._slots = self._decode(self._read(slots))
-            self._free()
         except BaseException as error:
             self._fail(error)
             raise
@@ -123,16 +122,13 @@ class Rounds:
             mask("submit", "stop_tokens", stop_tokens, 1, self._vocabulary),
         )
 
-    def _free(self) -> None:
-        """Take the slots of requests that have ended."""
+    def _admit(self) -> None:
+        """Give the slots of requests that have ended, and free ones, to the requests that have
+        waited longest."""
         with self.changed:
             for slot, sequence in list(self._sequences.items()):
                 if sequence.request.reason is not None:
                     del self._sequences[slot]
-
-    def _admit(self) -> None:
-        """Give free slots to the requests that have waited longest."""
-        with self.changed:
             free = sorted(set(range(self._plan.slots)) - self._sequences.keys())
             for slot in free[: len(self.queue)]:
                 pieces = deque(cut(self.queue[0].prompt, self._plan.pieces))
@@ -205,7 +201,7 @@ class Rounds:
         tokens, count = jax.device_get((tokens, count))
         sampled = tokens[: int(count)]
         when = time.perf_counter()
-        self._count(written=int(np.sum(sampled != NO_TOKEN)))
+        self._count(written=int(np.sum(sampled >= 0)))
         with self.changed:
             for slot in running.tolist():
                 request = self._sequences[slot].request
