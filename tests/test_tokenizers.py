@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 import json
+import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -219,6 +220,26 @@ def test_wrong_files(tmp_path: Path, name: str, content: str, message: str) -> N
     if "." in name:
         with pytest.raises(FileNotFoundError, match=name):
             tokenizers.load(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "vocabulary.txt"])
+def test_files_that_are_not_read(tmp_path: Path, name: str) -> None:
+    """A pipe, which nobody writes to, and a file that is larger than any tokenizer."""
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ValueError, match=f"{name}: the path is no regular file"):
+        tokenizers.load(tmp_path / name)
+    (tmp_path / name).unlink()
+    with (tmp_path / name).open("wb") as file:
+        file.truncate(2**27 + 1)
+    with pytest.raises(ValueError, match="has 134217729 bytes; accepted are at most 134217728"):
+        tokenizers.load(tmp_path / name)
+
+
+def test_lines_that_end_as_on_windows(tmp_path: Path) -> None:
+    path = write_vocabulary(tmp_path / "vocabulary.txt", ["the"])
+    expected = tokenizers.load(path).encode("the end")
+    path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
+    assert tokenizers.load(path).encode("the end") == expected
 
 
 def test_another_decoder(tmp_path: Path) -> None:

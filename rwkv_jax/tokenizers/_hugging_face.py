@@ -4,7 +4,8 @@ import json
 import unicodedata
 from pathlib import Path
 
-from rwkv_jax.tokenizers._tokenizer import Tokenizer
+from rwkv_jax import _files
+from rwkv_jax.tokenizers._tokenizer import LARGEST_FILE, Tokenizer
 
 _END_OF_TEXT = "<|endoftext|>"
 
@@ -24,10 +25,11 @@ def hugging_face(name: str, path: Path, vocabulary: int | None) -> Tokenizer:
     Raises:
       FileNotFoundError: there is no such file.
       ImportError: the package `tokenizers` is not installed.
-      ValueError: the file has no tokenizer, or one whose tokens do not stand for bytes or that
-        changes text, or tokens that are not below `vocabulary`.
+      ValueError: the file is larger than `LARGEST_FILE` or no regular one, it has no tokenizer, or
+        one whose tokens do not stand for bytes or that changes text, or tokens that are not below
+        `vocabulary`.
     """
-    content = path.read_bytes()
+    content = _files.content(path, LARGEST_FILE)
     try:
         import tokenizers
     except ImportError as error:

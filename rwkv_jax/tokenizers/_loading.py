@@ -35,8 +35,8 @@ def load(name_or_path: str | os.PathLike[str], vocabulary: int | None = None) ->
     Raises:
       FileNotFoundError: there is no such file.
       ImportError: a package that the tokenizer needs is not installed.
-      ValueError: there is no such name, the file has no tokenizer or one that changes text, or the
-        tokenizer has more tokens than `vocabulary`.
+      ValueError: there is no such name, the file is no regular one or has more than 128 MiB, it has
+        no tokenizer or one that changes text, or the tokenizer has more tokens than `vocabulary`.
     """
     name, path = str(name_or_path), Path(name_or_path)
     if name == "world":

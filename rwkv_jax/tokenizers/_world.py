@@ -9,11 +9,13 @@ complete characters.
 
 import ast
 import importlib.util
+import io
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from rwkv_jax.tokenizers._tokenizer import Tokenizer
+from rwkv_jax import _files
+from rwkv_jax.tokenizers._tokenizer import LARGEST_FILE, Tokenizer
 
 FILE = "rwkv_vocab_v20230424.txt"
 """The name of the published vocabulary."""
@@ -50,7 +52,8 @@ def world(name: str, path: Path | None, vocabulary: int | None) -> Tokenizer:
     Raises:
       FileNotFoundError: there is no such file.
       ImportError: as `published` raises it.
-      ValueError: the file is no vocabulary, or has tokens that are not below `vocabulary`.
+      ValueError: the file is larger than `LARGEST_FILE` or no regular one, it is no vocabulary, or
+        has tokens that are not below `vocabulary`.
     """
     pieces = _read(path or published())
     size = max(pieces) + 1 if vocabulary is None else vocabulary
@@ -73,9 +76,11 @@ def _read(path: Path) -> dict[int, bytes]:
     """The bytes of each token."""
     pieces: dict[int, bytes] = {}
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        text = _files.content(path, LARGEST_FILE).decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: the file is no text in UTF-8: {error}") from None
+    # Lines may end as on Windows.
+    lines = io.StringIO(text, newline=None).read().split("\n")
     for number, line in enumerate(lines, 1):
         if not line:
             continue
