@@ -554,5 +554,5 @@ def test_bad_input(changed: dict[str, Any], error: type[Exception], message: str
 
 
 def test_options_are_keywords() -> None:
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="positional argument"):
         cross_entropy(*arrays(3).values())  # pyright: ignore[reportCallIssue]

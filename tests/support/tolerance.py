@@ -48,7 +48,9 @@ def assert_close(
     An array may differ by its ceiling times the expected norm, plus what rounding the expected
     values to its own dtype costs.
     """
-    assert set(results) == set(expected)
+    assert set(results) == set(expected), (
+        f"found are {', '.join(sorted(results))}, expected {', '.join(sorted(expected))}"
+    )
     wrong = []
     for name, x in results.items():
         reference = np.asarray(expected[name], np.float64)
