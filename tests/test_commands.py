@@ -104,6 +104,66 @@ def test_convert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert _commands.main(["convert", str(first), str(tmp_path / "model.bin")]) == 2
 
 
+# With a model that is not there for those that load it first.
+TARGETS = {
+    "--save-state": ["generate", "no.pth", "--prompt", "x", "--save-state"],
+    "--session": ["chat", "no.pth", "--session"],
+    "--plot": ["eval", "no.pth", "--text", "no.txt", "--plot"],
+    "TARGET": ["convert", "model.safetensors"],
+}
+
+
+@pytest.mark.parametrize("argument", TARGETS)
+def test_targets_are_checked_before_the_work(
+    argument: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delattr(models, "load")
+    checkpoints.write_safetensors(Path("model.safetensors"), checkpoints.rwkv7())
+    ending = ".png" if argument == "--plot" else ".safetensors"
+    Path(f"folder{ending}").mkdir()
+    Path("file").touch()
+    for target, message in (
+        ("target.bin", "; accepted is a file ."),
+        (f"folder{ending}", ", which is a folder; accepted is a file ."),
+        (f"none/target{ending}", "but none: No such file or directory"),
+        (f"file/target{ending}", "but file: Not a directory"),
+        (f"/proc/target{ending}", "but /proc: "),
+    ):
+        assert _commands.main([*TARGETS[argument], target]) == 2
+        error = capsys.readouterr().err
+        assert f"{argument} is {target}" in error
+        assert message in error
+    assert {x.name for x in tmp_path.iterdir()} == {f"folder{ending}", "file", "model.safetensors"}
+
+
+def test_targets_that_convert_refuses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that the names, the generation or the weights do not allow."""
+    monkeypatch.chdir(tmp_path)
+    whole, old, quantised = (Path(f"{x}.safetensors") for x in ("whole", "old", "quantised"))
+    checkpoints.write_safetensors(whole, checkpoints.rwkv7())
+    checkpoints.write_safetensors(old, checkpoints.official("RWKV-4"))
+    models.save(quantised, models.quantize(models.load(whole).params))
+    monkeypatch.delattr(models, "load")
+    fla, int8 = ("--names", "fla"), ("--quantize", "int8")
+    for source, target, options, message in (
+        (whole, "new.pth", fla, "TARGET is new.pth; accepted is a folder"),
+        (whole, "whole.safetensors/new", fla, "but whole.safetensors: Not a directory"),
+        (whole, "new.pth", int8, "TARGET is new.pth; accepted is a file .safetensors"),
+        (quantised, "new.pth", (), "TARGET is new.pth; accepted is a file .safetensors"),
+        (whole, "new", (*fla, *int8), "accepted for RWKV-7 with quantised weights is official"),
+        (quantised, "new", fla, "accepted for RWKV-7 with quantised weights is official"),
+        (old, "new", fla, "--names is fla; accepted for RWKV-4 is official"),
+    ):
+        assert _commands.main(["convert", str(source), target, *options]) == 2
+        assert message in capsys.readouterr().err
+
+
 def test_eval(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """All tokens are predicted after the token of the end of a text, and without one all but the
     first."""

@@ -23,8 +23,8 @@ BYTES = [bytes([x]) for x in range(128, 256)]
 
 
 class Files(NamedTuple):
-    """A model that continues `ANSWER` and `STORY` word by word, whatever was before, and its
-    tokenizer."""
+    """A model that continues `ANSWER` and `STORY` word by word, whatever was before, but nothing
+    after "~", and its tokenizer."""
 
     model: str
     tokenizer: str
@@ -49,6 +49,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     for chain in (ANSWER, STORY):
         for before, after in zip(chain, [*chain[1:], ""], strict=True):
             table[WORDS.index(after) + 1 if after else 0] += words[WORDS.index(before) + 1]
+    words[WORDS.index("~") + 1] = np.nan
     emb, head = (rwkv7.Weight(jnp.asarray(x, jnp.float32)) for x in (words, table))
     models.save(folder / "model.pth", rwkv7.Params(emb, blocks, ln_out=ones, head=head))
     return Files(str(folder / "model.pth"), str(folder / "words.txt"))
@@ -116,6 +117,20 @@ def test_what_generate_refuses(
         assert message in capsys.readouterr().err
     with pytest.raises(SystemExit):
         _commands.main(files.command("generate", "--prompt", "x", "--seed", "-1"))
+
+
+def test_text_that_cannot_go_on(
+    files: Files, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = tmp_path / "state.safetensors"
+    command = files.command("generate", "--prompt", "Once~", *COLD, "--save-state", str(state))
+    assert _commands.main(command) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(
+        "rwkv-jax generate: generate: row 0 has no token after 0 new ones, because"
+    )
+    assert not state.exists()
 
 
 class Typed:
@@ -191,6 +206,28 @@ def test_chat(files: Files, tmp_path: Path, typed: Typed) -> None:
     session = generation.load(other, checkpoint.module, checkpoint.params)
     turns = "User: Hi\n\nAssistant: fine!\n\nUser: more\n\nAssistant: fine!\n\nUser:"
     assert int(session.positions[0]) == len(split(turns + " short\n\nAssistant: fine\n\nUser:"))
+
+
+def test_answers_that_fail(files: Files, tmp_path: Path, typed: Typed) -> None:
+    """The conversation is as it was before, also for another try."""
+    output = typed(
+        *(files.command("chat", *COLD), "/save state.pth", "/save none/state.safetensors"),
+        *("Hi", "~", "more", "~", "/retry", "~"),
+    )
+    assert "/save is state.pth; accepted is a file .safetensors\n" in output
+    assert "/save is none/state.safetensors; accepted" in output
+    assert output.count("Assistant:\n\ngenerate: row 0 has no token after 0 new ones") == 3
+    assert typed.read == [
+        "User: Hi\n\nAssistant:",
+        " ~\n\nAssistant:",
+        " more\n\nAssistant:",
+        " ~\n\nAssistant:",
+        " more\n\nAssistant:",
+        " ~\n\nAssistant:",
+    ]
+    sizes = [0 if x is None else int(x.positions[0]) for x in typed.sessions]
+    hi, more = (len(split(f"{x}\n\nAssistant: fine!\n\nUser:")) for x in ("User: Hi", " more"))
+    assert sizes == [0, hi, hi, hi + more, hi, hi + more]
 
 
 def split(text: str) -> list[str]:

@@ -7,8 +7,8 @@ Each command is a module with
 - `add_arguments(parser)`: adds the arguments of the command to an `argparse.ArgumentParser`;
 - `run(arguments) -> int`: runs the command and returns the exit status.
 
-`run` raises a `ValueError`, an `OSError` or an `ImportError` whose message is for the user: `main`
-prints it without a traceback.
+`run` raises a `ValueError`, an `OSError`, an `ImportError` or a `FloatingPointError` whose message
+is for the user: `main` prints it without a traceback.
 """
 
 import argparse
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         about = "" if error.filename is None else f"{error.filename}: "
         reason = f"{about}{error.strerror or error}"
-    except (ValueError, ImportError) as error:
+    except (ValueError, ImportError, FloatingPointError) as error:
         reason = str(error)
     print(f"{PROGRAM} {arguments.command}: {reason}", file=sys.stderr)
     return 2

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from rwkv_jax._commands.arguments import add_dtype, add_model, add_tokenizer
 from rwkv_jax._commands.interrupt import Interrupt
+from rwkv_jax._commands.output import SESSIONS, check_target
 from rwkv_jax._commands.sampling import add_sampling, seed_of
 from rwkv_jax._commands.text_model import TextModel
 
@@ -50,20 +51,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     with contextlib.suppress(ImportError):
         importlib.import_module("readline")  # editing of lines
+    if arguments.session is not None:
+        check_target("--session", arguments.session, SESSIONS)
     conversation = Conversation(TextModel(arguments), arguments.tokens, seed_of(arguments))
     if arguments.session is not None and Path(arguments.session).exists():
         conversation.load(arguments.session)
     while (message := _message()) is not None:
-        if message.startswith("/"):
-            command, _, rest = message.partition(" ")
-            if command == "/quit":
-                break
-            try:
+        command, _, rest = message.partition(" ")
+        if command == "/quit":
+            break
+        try:
+            if message.startswith("/"):
                 print(conversation.command(command, rest.strip()))
-            except (OSError, ValueError) as error:
-                print(error)
-        elif message.strip():
-            conversation.answer(message)
+            elif message.strip():
+                conversation.answer(message)
+        except (OSError, ValueError, FloatingPointError) as error:
+            print(error)
     if arguments.session is not None:
         conversation.save(arguments.session)
     return 0
@@ -106,21 +109,33 @@ class Conversation:
         self._model, self._length, self._seed = model, length, seed
         self._now = self._before = Turn()
 
-    def answer(self, message: str) -> None:
-        """Print the answer to a message. An answer that the user interrupts is kept as far as it
-        was written."""
+    def answer(self, message: str, before: Turn | None = None) -> None:
+        """Print the answer to a message after the turn `before`, which is the last one if None. An
+        answer that the user interrupts is kept as far as it was written.
+
+        Raises:
+          ValueError: the conversation has too many tokens.
+          FloatingPointError: a logit is NaN or infinite. The conversation is as it was before.
+        """
         message = re.sub(r"\n\s*\n", "\n", message.strip())
-        session, unread, _ = self._before = self._now
+        before = before or self._now
+        session, unread, _ = before
         prompt = f"{unread} {message}\n\n{_ASSISTANT}"
         print(_ASSISTANT, end="", flush=True)
-        with Interrupt() as interrupt:
-            stream = self._model.read(
-                *([prompt], self._length), session=session, seed=self._seed, stop=[_AFTER_ANSWER]
-            )
-            for (text,) in self._model.write(stream, interrupt):
-                print(text, end="", flush=True)
-        print("\n")
-        self._now = Turn(stream.session, _unread(stream.texts[0] + stream.rests[0]), message)
+        try:
+            with Interrupt() as interrupt:
+                stream = self._model.read(
+                    *([prompt], self._length),
+                    session=session,
+                    seed=self._seed,
+                    stop=[_AFTER_ANSWER],
+                )
+                for (text,) in self._model.write(stream, interrupt):
+                    print(text, end="", flush=True)
+        finally:
+            print("\n")
+        unread = _unread(stream.texts[0] + stream.rests[0])
+        self._before, self._now = before, Turn(stream.session, unread, message)
 
     def save(self, path: str) -> None:
         """Write the conversation, up to where a message begins."""
@@ -145,10 +160,12 @@ class Conversation:
 
         Raises:
           OSError, ValueError: a file cannot be written or read.
+          ValueError, FloatingPointError: as `answer` raises them.
         """
         if name in ("/save", "/load") and not argument:
             return f"{name} needs the name of a file"
         if name == "/save":
+            check_target("/save", argument, SESSIONS)
             self.save(argument)
             return f"saved to {argument}"
         if name == "/load":
@@ -162,8 +179,7 @@ class Conversation:
                 return "there is no message to answer"
             # The same seed would give the same answer.
             self._seed = (self._seed + 1) % 2**31
-            message, self._now = self._now.message, self._before
-            self.answer(message)
+            self.answer(self._now.message, self._before)
             return ""
         if name == "/speed":
             return str(self._model.speed)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rwkv_jax._commands.arguments import add_dtype, add_model, add_tokenizer, positive, tokenizer_of
-from rwkv_jax._commands.output import table
+from rwkv_jax._commands.output import check_target, table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -42,8 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if arguments.plot:
-        _figure()  # an error before the work rather than after it
+    if arguments.plot is not None:
+        formats = _figure().canvas.get_supported_filetypes()
+        check_target("--plot", arguments.plot, [f".{name}" for name in formats])
     try:
         from tqdm import tqdm
     except ImportError as error:
@@ -93,8 +94,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(whole | {"by_position": [x._asdict() for x in result.buckets()]}))
     else:
         print(_text(whole, result))
-    if arguments.plot:
-        _plot(arguments.plot, Path(arguments.text).name, result)
+    if arguments.plot is not None:
+        _plot(Path(arguments.plot), Path(arguments.text).name, result)
     return 0
 
 
@@ -111,8 +112,10 @@ def _text(whole: dict[str, str | int | float], result: "Evaluation") -> str:
     return f"{table(rows)}\n\n{table(buckets)}"
 
 
-def _plot(path: str, name: str, result: "Evaluation") -> None:
+def _plot(path: Path, name: str, result: "Evaluation") -> None:
     """Write a picture of the mean loss by the number of tokens before a token."""
+    from rwkv_jax.models._checkpoints.writing import replacing
+
     buckets = result.buckets()
     edges = [buckets[0].first, *(x.last + 1 for x in buckets)]
     figure = _figure()
@@ -122,7 +125,8 @@ def _plot(path: str, name: str, result: "Evaluation") -> None:
     axes.set_xscale("log", base=2)
     axes.set(xlabel="tokens before the predicted one", ylabel="loss (nats per token)", title=name)
     axes.legend()
-    figure.savefig(path, dpi=120)
+    with replacing(path) as file:
+        figure.savefig(file, format=path.suffix[1:], dpi=120)
 
 
 def _figure() -> "Figure":

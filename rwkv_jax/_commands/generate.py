@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rwkv_jax._commands.arguments import add_dtype, add_model, add_tokenizer, positive
 from rwkv_jax._commands.interrupt import Interrupt
+from rwkv_jax._commands.output import SESSIONS, check_target
 from rwkv_jax._commands.sampling import add_sampling, seed_of
 from rwkv_jax._commands.text_model import TextModel
 
@@ -53,6 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
     from rwkv_jax import generation
 
     prompt = _prompt(arguments)
+    if arguments.save_state is not None:
+        check_target("--save-state", arguments.save_state, SESSIONS)
     model = TextModel(arguments)
     session, seed = None, arguments.seed
     if arguments.load_state is not None:

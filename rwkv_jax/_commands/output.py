@@ -1,6 +1,38 @@
-"""How commands write sizes and tables."""
+"""What commands write: files, sizes and tables."""
 
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+SESSIONS = (".safetensors",)
+CHECKPOINTS = (".pth", ".safetensors")
+
+
+def check_target(name: str, path: str, endings: Collection[str]) -> None:
+    """Check that a command can write what its argument `name` asks for: the file `path` with one of
+    `endings`, or without them the folder `path` with a checkpoint, which is made if need be.
+
+    A command calls this before the work whose result it writes.
+
+    Raises:
+      ValueError: it cannot be written.
+    """
+    target, folder = Path(path), Path(path).parent
+    accepted = f"a file {' or '.join(endings)}" if endings else "a folder"
+    fits = target.suffix in endings if endings else target.suffix not in CHECKPOINTS
+    if not fits or (endings and target.is_dir()):
+        found = ", which is a folder" if target.is_dir() else ""
+        raise ValueError(f"{name} is {path}{found}; accepted is {accepted}")
+    if not endings:
+        folder = next(x for x in (target, *target.parents) if x.exists())
+    try:
+        # An attempt tells more than permissions do: a file system may be read-only.
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ValueError(
+            f"{name} is {path}; accepted is {accepted} that can be written, but {folder}: "
+            f"{error.strerror}"
+        ) from None
 
 
 def in_bytes(size: int) -> str:
