@@ -3,12 +3,14 @@
     python scripts/train.py                      # the demo: minutes on two CPU cores
     python scripts/train.py --data book.txt --size small --steps 20000
     python scripts/train.py --resume             # after Ctrl-C; loses no step
+    python scripts/train.py --force              # start anew, in place of the run in the folder
     python scripts/train.py --model FILE         # go on from the parameters of a checkpoint
     python scripts/train.py --mesh data=2,seq=4  # on 8 devices
     python scripts/train.py --task reverse       # exact recall: up to 60 digits, in reverse
 
-Writes model.safetensors (the parameters), checkpoint.json (options and log) with a folder of every
-array by its name, log.json and loss.png to --out.
+Writes model.safetensors (the parameters), log.json, loss.png and the last two checkpoints to --out.
+A checkpoint has every array by its name, the options and the log, and checksums of its files. A run
+that resumes leaves a damaged checkpoint out. One run at a time writes to a folder.
 
 The axes of --mesh are data (rows of the batch; also parts of parameters and optimizer state), model
 (heads, inner channels and the vocabulary) and seq (consecutive parts of the context), the last one
@@ -43,6 +45,7 @@ from training import (
     language_model,
     loop,
     options,
+    outputs,
     report,
     sizes,
     tasks,
@@ -56,15 +59,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     xla_flags.add(xla_flags.CUBLAS, xla_flags.DETERMINISTIC)
     if args.coordinator:
         jax.distributed.initialize(args.coordinator, args.processes, args.process)
-    with contextlib.redirect_stdout(sys.stdout if jax.process_index() == 0 else None):
-        return run(args)
+    shown = sys.stdout if jax.process_index() == 0 else None
+    with contextlib.redirect_stdout(shown), outputs.reserved(args) as saved:
+        return run(args, saved)
 
 
 def prepare(args: argparse.Namespace) -> tuple[Mesh, RWKV]:
     """The mesh and the model that the options ask for."""
     config = options.config(args)
     mesh = devices.make_mesh(args.mesh, config, batch=args.batch, context=args.context)
-    params = models.load(args.model, dtype="float32").params if args.model else None
+    params = None
+    if args.model:
+        try:
+            params = models.load(args.model, dtype="float32").params
+        except (OSError, ValueError) as error:
+            sys.exit(f"--model: {error}")
     model = language_model.make_model(
         config,
         mesh,
@@ -78,34 +87,42 @@ def prepare(args: argparse.Namespace) -> tuple[Mesh, RWKV]:
     return mesh, model
 
 
-def run(args: argparse.Namespace) -> int:
-    mesh, model = prepare(args)
+def run(args: argparse.Namespace, saved: int) -> int:
+    """Train, from the checkpoint after `saved` steps if these are not 0, and write the results."""
     source = tasks.Examples(args) if args.task else data.Text(args)
+    mesh, model = prepare(args)
     recorded = options.recorded(args, source.checksum)
     parameters = sizes.size(arrays(model.params))
     print(f"RWKV-7 of {parameters:,} parameters on {devices.describe(mesh)}, {args.dtype}")
     print(source)
 
-    args.out.mkdir(parents=True, exist_ok=True)
-    log = loop.train(args, mesh, model, source, recorded)
+    try:
+        log = loop.train(args, mesh, model, source, recorded, saved)
+    except NotImplementedError as error:
+        if not args.implementation:
+            raise
+        sys.exit(f"--implementation: {error}")
     if log is None:
         return 130
     # Each process has the whole arrays, of which it decodes and saves a copy on one device.
     whole = devices.gathered(arrays(model.params), mesh)
     params = jax.tree.map(lambda x: x.addressable_data(0), whole)
-    results = {"options": recorded, **log}
+    file, first = args.out / outputs.MODEL, jax.process_index() == 0
+    if first:
+        with outputs.written(args.out):
+            models.save(file, params)
     print(f"\n{report.table(log)}")
+    results = {"options": recorded, **log}
     if isinstance(source, tasks.Examples):
         results["exact"] = source.exact(report.answering(args, params), args.judge)
-        print(f"\n{report.exact_table(results['exact'], args.judge)}")
+        learned = report.exact_table(results["exact"], args.judge)
     else:
-        print(f"\nsample, decoded one byte at a time:\n{report.sample(args, params)}")
-    file = args.out / "model.safetensors"
-    if jax.process_index() == 0:
-        models.save(file, params)
-        (args.out / "log.json").write_text(json.dumps(results, indent=1))
-        report.plot(args.out / "loss.png", log)
-    print(f"\nWrote {file.name}, a checkpoint, log.json and loss.png to {args.out}")
+        learned = f"sample, decoded one byte at a time:\n{report.sample(args, params)}"
+    if first:
+        with outputs.written(args.out):
+            (args.out / outputs.LOG).write_text(json.dumps(results, indent=1))
+            report.plot(args.out / outputs.PLOT, log)
+    print(f"\n{learned}\n\nWrote {file.name}, a checkpoint, log.json and loss.png to {args.out}")
     prompt = shlex.quote(args.prompt)
     # Bytes of a text recur all the time, unlike the tokens that the usual penalties are meant for.
     sampling = "--temperature 0" if args.task else "--presence 0 --frequency 0"

@@ -1,9 +1,15 @@
-"""Checkpoints: a record of the options and losses, and a folder with every array by its name."""
+"""Checkpoints: folders with every array by its name, a record of the options and losses, and
+checksums of all files."""
 
+import contextlib
+import hashlib
 import json
+import logging
 import os
 import shutil
 import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeAlias, TypedDict
 
@@ -11,7 +17,10 @@ import jax
 import orbax.checkpoint as ocp
 from flax import nnx
 
-RECORD = "checkpoint.json"
+RECORD = "record.json"
+
+SUMS = "SHA256SUMS"
+"""The checksums of the other files, as `sha256sum --check` reads them."""
 
 Options: TypeAlias = dict[str, str | int | float | None]
 
@@ -30,40 +39,120 @@ class Log(TypedDict):
     ngrams: dict[str, float]
 
 
-def save(folder: Path, state: dict[str, nnx.Variable], options: Options, log: Log) -> None:
-    """Replace the checkpoint in one step: an interruption leaves the old one or the new one.
+def path(folder: Path, step: int) -> Path:
+    """The checkpoint after so many steps."""
+    return folder / f"checkpoint.{step}"
 
-    The record names the folder of the arrays. New arrays go to a folder that the old record does
-    not name.
+
+def steps(folder: Path) -> list[int]:
+    """The numbers of steps of all checkpoints, the largest first."""
+    names = (x.name.removeprefix("checkpoint.") for x in folder.glob("checkpoint.*"))
+    return sorted((int(x) for x in names if x.isdecimal()), reverse=True)
+
+
+def save(
+    folder: Path, state: dict[str, nnx.Variable], options: Options, log: Log, before: int
+) -> int:
+    """Write the checkpoint of all steps in `log`, and return their number.
+
+    The checkpoint of the run after `before` steps is kept, and all others are removed. A checkpoint
+    gets its name when it is complete. The program exits where it cannot be written.
     """
-    path = folder / RECORD
-    old = json.loads(path.read_text())["arrays"] if path.is_file() else None
-    new = "arrays.1" if old == "arrays.0" else "arrays.0"
-    with ocp.StandardCheckpointer() as checkpointer:
-        values = {name: x[...] for name, x in state.items()}
-        checkpointer.save((folder / new).absolute(), values, force=True)
-    if jax.process_index() == 0:
-        scratch = path.with_suffix(".tmp")
-        scratch.write_text(json.dumps({"options": options, "log": log, "arrays": new}))
-        os.replace(scratch, path)
-        shutil.rmtree(folder / str(old), ignore_errors=True)
+    step = len(log["train"])
+    unfinished, whole = folder / "unfinished", path(folder, step)
+    values = {name: x[...] for name, x in state.items()}
+    try:
+        with _checkpointer() as checkpointer:
+            checkpointer.save(unfinished.absolute(), values, force=True)
+        if jax.process_index() == 0:
+            (unfinished / RECORD).write_text(json.dumps({"options": options, "log": log}))
+            (unfinished / SUMS).write_text(_sums(unfinished))
+            # A checkpoint of that name is damaged, or of a run that --force replaces.
+            shutil.rmtree(whole, ignore_errors=True)
+            os.replace(unfinished, whole)
+            for other in {*steps(folder)} - {step, before}:
+                shutil.rmtree(path(folder, other), ignore_errors=True)
+    except (OSError, ValueError) as error:  # TensorStore raises a ValueError where a disk is full
+        hint = f"; --resume continues from {path(folder, before)}" if before else ""
+        message = f"{whole} cannot be written: {str(error).partition(' [')[0]}{hint}"
+        if jax.process_count() > 1:
+            # At a usual exit this process would wait for others, which may wait for this one.
+            print(message, file=sys.stderr, flush=True)
+            os._exit(1)
+        sys.exit(message)
+    return step
 
 
-def load(folder: Path, state: dict[str, nnx.Variable], options: Options) -> Log:
+def newest(folder: Path) -> int:
+    """The number of steps of the newest checkpoint that is not damaged.
+
+    The program exits where there is none.
+    """
+    for step in steps(folder):
+        if (fault := _fault(path(folder, step))) is None:
+            return step
+        print(f"{path(folder, step)} is damaged: {fault}; it is left out", file=sys.stderr)
+    sys.exit(f"{folder} has no whole checkpoint; --force instead of --resume starts anew")
+
+
+def load(folder: Path, step: int, state: dict[str, nnx.Variable], options: Options) -> Log:
     """Set each variable, where it is on the mesh, and return the log.
 
     The program exits where the options of the checkpoint are not `options`.
     """
-    path = folder / RECORD
-    if not path.is_file():
-        sys.exit(f"{path} does not exist; run without --resume first")
-    record = json.loads(path.read_text())
+    checkpoint = path(folder, step)
+    record = json.loads((checkpoint / RECORD).read_text())
     for name, value in options.items():
         if (before := record["options"].get(name)) != value:
-            sys.exit(f"{path} was made with {name} {before}, not {value}")
-    with ocp.StandardCheckpointer() as checkpointer:
+            sys.exit(f"{checkpoint} was made with {name} {before}, not {value}")
+    with _checkpointer() as checkpointer:
         places = {name: x[...] for name, x in state.items()}
-        values = checkpointer.restore((folder / record["arrays"]).absolute(), places)
+        values = checkpointer.restore(checkpoint.absolute(), places)
     for name, x in state.items():
         x[...] = values[name]
     return record["log"]
+
+
+@contextlib.contextmanager
+def _checkpointer() -> Iterator[ocp.Checkpointer]:
+    """One that saves before it returns. The threads of `ocp.StandardCheckpointer` keep a process
+    alive for minutes after an error.
+
+    An error is raised, and not also printed with the tracebacks of all threads.
+    """
+    hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    try:
+        with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+            yield checkpointer
+    finally:
+        sys.unraisablehook = hook
+
+
+def _sums(folder: Path) -> str:
+    """The checksums of all files but `SUMS`."""
+    files = sorted(x for x in folder.rglob("*") if x.is_file() and x.name != SUMS)
+    with ThreadPoolExecutor() as pool:
+        lines = [
+            f"{digest}  {file.relative_to(folder)}\n"
+            for file, digest in zip(files, pool.map(_digest, files), strict=True)
+        ]
+    return "".join(lines)
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _fault(checkpoint: Path) -> str | None:
+    """What is wrong with the files of a checkpoint."""
+    try:
+        texts = (checkpoint / SUMS).read_text(), _sums(checkpoint)
+    except (OSError, ValueError) as error:
+        return str(error)
+    expected, actual = (set(text.splitlines(keepends=True)) for text in texts)
+    # After a digest of 64 letters come two spaces and the name.
+    names = [line[66:].strip() for line in expected ^ actual]
+    return f"{min(names)!r} differs from {SUMS}" if names else None

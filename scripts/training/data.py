@@ -84,14 +84,18 @@ class Text:
 def read(data: Path | None, pattern: str) -> tuple[np.ndarray, np.ndarray]:
     """Training and held-out bytes: every twentieth file is held out, or the end of a single file.
 
-    `data` is a file, a folder, or None for the standard library of Python."""
+    `data` is a file, a folder, or None for the standard library of Python. In a folder `pattern`
+    says which files are read."""
     folder = data or Path(sysconfig.get_path("stdlib"))
-    if folder.is_file():
-        text = np.frombuffer(folder.read_bytes(), np.uint8)
-        cut = len(text) - len(text) // HELD_OUT_EVERY
-        return text[:cut], text[cut:]
-    paths = sorted(path.relative_to(folder) for path in folder.rglob(pattern))
-    files = [(folder / path).read_bytes() for path in paths if NOT_OURS.isdisjoint(path.parts)]
+    try:
+        if not folder.is_dir():
+            text = np.frombuffer(folder.read_bytes(), np.uint8)
+            cut = len(text) - len(text) // HELD_OUT_EVERY
+            return text[:cut], text[cut:]
+        paths = sorted(path.relative_to(folder) for path in folder.rglob(pattern) if path.is_file())
+        files = [(folder / path).read_bytes() for path in paths if NOT_OURS.isdisjoint(path.parts)]
+    except (OSError, ValueError, NotImplementedError) as error:  # of a file or of the pattern
+        sys.exit(f"--data {folder} --pattern {pattern!r} cannot be read: {error}")
     held_out = files[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
     del files[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
     if not held_out:

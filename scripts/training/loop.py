@@ -25,10 +25,12 @@ def train(
     model: RWKV,
     source: Source,
     options: checkpoints.Options,
+    saved: int = 0,
 ) -> checkpoints.Log | None:
     """Train on `source` and return the log of the finished run, or None after Ctrl-C.
 
-    `options` go into the checkpoints.
+    `options` go into the checkpoints. The run goes on from the checkpoint after `saved` steps, if
+    these are not 0.
     """
     optimizer = nnx.Optimizer(model, make_optimizer(args, mesh.size), wrt=nnx.Param)
     state = variables(model, optimizer)
@@ -36,10 +38,11 @@ def train(
         if x.ndim == 0:  # counts; every other variable already is where its parameter is
             x[...] = place(x[...], NamedSharding(mesh, P()))
     log: checkpoints.Log = {"train": [], "held_out": [], "ngrams": dict(source.ngrams)}
-    if args.resume:
-        log = checkpoints.load(args.out, state, options)
+    if saved:
+        log = checkpoints.load(args.out, saved, state, options)
+        print(f"Continuing after step {saved}")
     step = bound_train_step(mesh, model, optimizer, args.l2_wrap)
-    done = first = len(log["train"])
+    done = first = saved
     stopped = False
     tokens = args.batch * args.context
     began = time.perf_counter()
@@ -68,7 +71,7 @@ def train(
             bar.update(tokens)
             stopped = interruption.in_any_process()
             if done % args.save_every == 0 or done == args.steps or stopped:
-                checkpoints.save(args.out, state, options, log)
+                saved = checkpoints.save(args.out, state, options, log, saved)
     if stopped:
         print(f"Interrupted after step {done}; --resume continues from {args.out}")
         return None

@@ -2,11 +2,16 @@
 
 import argparse
 import dataclasses
+import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
 
 from rwkv_jax import models
+from rwkv_jax.generation import Sampling
 from rwkv_jax.models import rwkv7
 from training.checkpoints import Options
 from training.devices import AXES
@@ -22,23 +27,61 @@ SIZES: Mapping[str, rwkv7.Config] = {
     "0.1b": rwkv7.Config(layers=12, width=768, head_size=64, vocabulary=VOCABULARY),
     "1.5b": rwkv7.Config(layers=24, width=2048, head_size=64, vocabulary=VOCABULARY),
 }
-MAY_CHANGE = {"out", "resume", "save_every", "sample", "temperature", "prompt", "peak", "recompute"}
+MAY_CHANGE = {
+    "out",
+    "resume",
+    "force",
+    "save_every",
+    "sample",
+    "temperature",
+    "prompt",
+    "peak",
+    "recompute",
+}
 MAY_CHANGE |= {"judge", "mesh", "coordinator", "processes", "process"}
 """Options that a resumed run need not share with the interrupted one."""
 
 
-def positive(text: str) -> int:
-    """A positive integer, for `type` of an option."""
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive integer")
-    return number
+T = TypeVar("T", int, float, str)
 
 
-def share(text: str) -> float:
-    """A number from 0 to 1, for `type` of an option."""
-    if not 0 <= (number := float(text)) <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not from 0 to 1")
-    return number
+def accepting(
+    convert: Callable[[str], T], fits: Callable[[T], bool], accepted: str
+) -> Callable[[str], T]:
+    """For `type` of an option: values of `convert` that `fits`. `accepted` describes one."""
+
+    def value(text: str) -> T:
+        try:
+            if fits(x := convert(text)):
+                return x
+        except ValueError:
+            pass
+        raise argparse.ArgumentTypeError(f"{text!r} is not {accepted}")
+
+    return value
+
+
+LARGEST = float(np.finfo(np.float32).max)
+
+positive = accepting(int, lambda x: 0 < x < 2**31, "an integer from 1 to 2^31 - 1")
+natural = accepting(int, lambda x: 0 <= x < 2**31, "an integer from 0 to 2^31 - 1")
+share = accepting(float, lambda x: 0 <= x <= 1, "a number from 0 to 1")
+above_zero = accepting(float, lambda x: 0 < x <= LARGEST, "a positive finite number")
+not_negative = accepting(float, lambda x: 0 <= x <= LARGEST, "0 or a positive finite number")
+temperature = accepting(
+    float, lambda x: bool(Sampling(temperature=x)), "0, or a finite number from 1e-6 on"
+)
+filled = accepting(str, lambda x: bool(x.encode()), "a text in UTF-8 that is not empty")
+address = accepting(
+    str,
+    lambda x: bool(match := re.fullmatch(r"\S+:(\d+)", x)) and 0 < int(match[1]) < 2**16,
+    "HOST:PORT",
+)
+
+
+def path(text: str) -> Path:
+    """A path that is not empty, for `type` of an option."""
+    return Path(filled(text))
 
 
 def mesh_sizes(text: str) -> dict[str, int]:
@@ -66,8 +109,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--layers", type=positive, help="number of layers, instead of that of --size")
     add("--width", type=positive, help="width, instead of that of --size")
     add("--head-size", type=positive, help="head size, instead of that of --size")
-    add("--model", help="a checkpoint of RWKV-7 to start from, whose sizes replace that of --size")
-    add("--data", type=Path, help="a file, or a folder of files; the standard library if not given")
+    add(
+        "--model",
+        type=filled,
+        help="a checkpoint of RWKV-7 to start from, whose sizes replace that of --size",
+    )
+    add("--data", type=path, help="a file, or a folder of files; the standard library if not given")
     add(
         "--task",
         choices=TASKS,
@@ -77,7 +124,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--longest", type=positive, help="greatest length of questions, instead of the task's")
     add("--growth", type=share, default=0.2, help="share of the steps until questions are so long")
     add("--judge", type=positive, default=100, help="questions of each length at the end of a task")
-    add("--pattern", default="*.py", help="which files of a folder to read, at any depth")
+    add(
+        "--pattern",
+        type=filled,
+        default="*.py",
+        help="files of a folder to read, at any depth",
+    )
     add("--steps", type=positive, default=1000, help="optimizer steps")
     add("--batch", type=positive, default=8, help="sequences in each step")
     add("--context", type=positive, default=128, help="bytes in each sequence")
@@ -103,29 +155,44 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="compile one block for all but the first; a checkpoint resumes with the same choice",
     )
-    add("--learning-rate", type=float, default=4e-3, help="learning rate at its peak")
-    add("--warmup", type=int, default=50, help="steps until the peak of the learning rate")
-    add("--weight-decay", type=float, default=0.1, help="weight decay of matrices")
+    add("--learning-rate", type=above_zero, default=4e-3, help="learning rate at its peak")
+    add("--warmup", type=natural, default=50, help="steps until the peak of the learning rate")
+    add("--weight-decay", type=not_negative, default=0.1, help="weight decay of matrices")
     add(
         "--l2-wrap",
-        type=float,
+        type=not_negative,
         default=1e-4,
         help="gradient of the largest logit towards 0, as in the official training; 0 is off",
     )
-    add("--seed", type=int, default=0, help="seed of parameters, data order and sample")
+    add("--seed", type=natural, default=0, help="seed of parameters, data order and sample")
     add("--eval-every", type=positive, default=250, help="steps between held-out losses")
     add("--eval-bytes", type=positive, default=65536, help="held-out bytes that are predicted")
     add("--save-every", type=positive, default=500, help="steps between checkpoints")
-    add("--out", type=Path, default=Path("out/train"), help="output folder")
-    add("--resume", action="store_true", help="continue from the checkpoint in --out")
-    add("--prompt", default="class ", help="text that the sample continues")
+    add("--out", type=path, default=Path("out/train"), help="output folder")
+    earlier = parser.add_mutually_exclusive_group()
+    earlier.add_argument(
+        "--resume", action="store_true", help="continue from the newest checkpoint in --out"
+    )
+    earlier.add_argument(
+        "--force", action="store_true", help="start anew, and replace what --out has of another run"
+    )
+    add("--prompt", type=filled, default="class ", help="text that the sample continues")
     add("--sample", type=positive, default=500, help="bytes of text to generate at the end")
-    add("--temperature", type=float, default=0.9, help="temperature of the sample")
+    add("--temperature", type=temperature, default=0.9, help="temperature of the sample")
     add("--mesh", type=mesh_sizes, help="devices, as in data=2,model=2,seq=2; one if not given")
-    add("--coordinator", metavar="HOST:PORT", help="address of the first of several processes")
+    add(
+        "--coordinator",
+        type=address,
+        metavar="HOST:PORT",
+        help="address of the first of several processes",
+    )
     add("--processes", type=positive, help="number of processes")
-    add("--process", type=int, help="number of this process, from 0")
-    add("--peak", type=float, help="peak TFLOP/s of a device, to print which share of it is used")
+    add("--process", type=natural, help="number of this process, from 0")
+    add(
+        "--peak",
+        type=above_zero,
+        help="peak TFLOP/s of a device, to print how much is used",
+    )
     task = argparse.ArgumentParser(add_help=False)
     task.add_argument("--task", choices=TASKS)
     if name := task.parse_known_args(argv)[0].task:
@@ -135,6 +202,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--data and --task exclude each other")
     if args.model and (args.layers or args.width or args.head_size):
         parser.error("--model excludes --layers, --width and --head-size")
+    if not args.model:
+        try:
+            config(args)
+        except ValueError as error:
+            parser.error(f"--width and --head-size: {error}")
     several = (args.coordinator, args.processes, args.process)
     if several != (None, None, None):
         if None in several:
@@ -147,7 +219,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def config(args: argparse.Namespace) -> rwkv7.Config:
     """The sizes of the model that the options ask for."""
     if args.model:
-        found = models.inspect(args.model)
+        try:
+            found = models.inspect(args.model)
+        except (OSError, ValueError) as error:
+            sys.exit(f"--model: {error}")
         config, quantised = found.config, found.params.head.scale is not None
         of_bytes = isinstance(config, rwkv7.Config) and config.vocabulary == VOCABULARY
         if quantised or not of_bytes:
