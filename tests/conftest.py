@@ -50,6 +50,19 @@ collect_ignore = [
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    from support.cases import GPUS
+
+    parser.addoption(
+        "--limit-gpus",
+        metavar="COMPUTE_CAPABILITY",
+        choices=sorted(GPUS),
+        help="GPUs are taken to have no more multiprocessors and shared memory than one of these",
+    )
+    parser.addoption(
+        "--every-row",
+        action="store_true",
+        help="test_launches.py: every number of rows, where some take minutes to emulate",
+    )
     parser.addoption(
         "--kernels-on-gpu",
         metavar="ARCH",
@@ -57,10 +70,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_sessionstart() -> None:
+def pytest_sessionstart(session: pytest.Session) -> None:
     """RWKV_JAX_REQUIRE=cpu,cuda,official,libtpu: native kernels, the official models, and the
     compiler for TPUs, that have to be there, so that nothing is left out unnoticed on a machine
     that is known to have them."""
+    if limits := session.config.getoption("--limit-gpus"):
+        from support import internals
+        from support.cases import GPUS
+
+        internals.native_module("cuda").limit_devices(*GPUS[limits])
     missing = rwkv_jax.build_info()["missing"]
     required = set(filter(None, os.environ.get("RWKV_JAX_REQUIRE", "").split(",")))
     if "official" in required and not OFFICIAL:

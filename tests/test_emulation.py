@@ -941,6 +941,7 @@ def test_low_rank_maps_refuse_wrong_arrays(emulated: Emulation) -> None:
         given |= {name.replace("_", " "): x for name, x in changes.items()}
         return LayerCall("rwkv_low_rank_maps_v1", given, results, {"activations": activations})
 
+    emulated.use(DEVICES["8.0"])
     assert "compute capability 9.0 alone" in _refused(emulated, call())
     one = np.zeros(1, jnp.bfloat16)
     for wrong, message in (
@@ -985,6 +986,7 @@ def test_head_cross_entropy_refuses_wrong_arrays(emulated: Emulation) -> None:
         return LayerCall("rwkv_head_cross_entropy_v1", given, results)
 
     right = arrays(257, 64, 512)
+    emulated.use(DEVICES["8.0"])
     assert "compute capability 9.0 alone" in _refused(emulated, right)
     for call, message in (
         (arrays(2, 64, 512, np.float16), "features are not BF16"),

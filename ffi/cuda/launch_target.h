@@ -1,38 +1,13 @@
-// What handlers ask of the device, and the targets that do nothing but launch kernels.
+// The targets that do nothing but launch kernels.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
-#include <algorithm>
-#include <limits>
-
-#include "plan.h"
+#include "current_device.h"
 #include "rwkv_jax/ffi.h"
 #include "rwkv_jax/operands.h"
 
 namespace rwkv_jax::cuda {
-
-// What devices are taken to have at most. Tests lower it, so that kernels run as on smaller devices.
-inline Device device_limits = {std::numeric_limits<int64_t>::max(),
-                               std::numeric_limits<int64_t>::max()};
-
-inline cudaError_t DescribeDevice(int ordinal, Device& device) {
-  int multiprocessors = 0, shared_memory = 0;
-  cudaError_t error =
-      cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, ordinal);
-  if (error == cudaSuccess)
-    error =
-        cudaDeviceGetAttribute(&shared_memory, cudaDevAttrMaxSharedMemoryPerBlockOptin, ordinal);
-  device = {std::min<int64_t>(multiprocessors, device_limits.multiprocessors),
-            std::min<int64_t>(shared_memory, device_limits.shared_memory)};
-  return error;
-}
-
-inline cudaError_t CurrentDevice(Device& device) {
-  int ordinal = 0;
-  const cudaError_t error = cudaGetDevice(&ordinal);
-  return error == cudaSuccess ? DescribeDevice(ordinal, device) : error;
-}
 
 // What a handler returns. CUDA keeps the last error of a thread until somebody asks for it, and some later
 // launch would report it.

@@ -10,6 +10,12 @@ NB_MODULE(_cuda, module) {
   using rwkv_jax::cuda::Cuda;
   rwkv_jax::Export<Cuda>(module);
   module.def("device", Cuda::DeviceOf, nanobind::arg("ordinal"));
+  module.def(
+      "limit_devices",
+      [](int64_t multiprocessors, int64_t shared_memory) {
+        rwkv_jax::cuda::device_limits = {multiprocessors, shared_memory};
+      },
+      nanobind::arg("multiprocessors"), nanobind::arg("shared_memory"));
   module.def("block_scratch", rwkv_jax::BlockScratchFloats, nanobind::kw_only(),
              nanobind::arg("dtype"), nanobind::arg("rows"), nanobind::arg("width"),
              nanobind::arg("hidden"), nanobind::arg("ranks"));

@@ -117,13 +117,14 @@ class Launch(NamedTuple):
 class Emulation:
     """Takes the place of the native module of CUDA, and answers the package's calls.
 
+    on_gpu: whether a GPU runs the kernels.
     share: of the scratch that a target asks for, how much it gets.
     plans: how the targets that ran since `use` have computed their calls.
     files: the source files of the kernels that the last call of each target launched.
     """
 
-    def __init__(self, module: Any) -> None:
-        self.module = module
+    def __init__(self, module: Any, on_gpu: bool) -> None:
+        self.module, self.on_gpu = module, on_gpu
         self.has_summary, self.plan = module.has_summary, module.plan
         self.use(DEVICES["9.0"])
 
@@ -248,7 +249,7 @@ def emulation(
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return Emulation(module)
+    return Emulation(module, arch is not None)
 
 
 @pytest.fixture

@@ -263,7 +263,8 @@ def constants_of_python(platform: str) -> dict[str, float]:
 def pretend_gpu(monkeypatch: pytest.MonkeyPatch, multiprocessors: int, shared_memory: int) -> None:
     """The first GPU has so many multiprocessors, and so many bytes of shared memory for a block."""
     module = native_module("cuda")
-    monkeypatch.setattr(module, "device", lambda ordinal: (multiprocessors, shared_memory))
+    gpus = {0: (multiprocessors, shared_memory)}
+    monkeypatch.setattr(module, "device", gpus.get)
 
 
 def pretend_scratch(monkeypatch: pytest.MonkeyPatch, share: float) -> None:

@@ -12,7 +12,7 @@
 #include "decoding/kernels.h"
 #include "decoding/matrix_product.cuh"
 #include "decoding/mixed_rows.cuh"
-#include "hopper_code.h"
+#include "current_device.h"
 #include "products/tiled_products.h"
 
 namespace rwkv_jax::cuda {

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "feed_forward/kernels.h"
-#include "hopper_code.h"
+#include "current_device.h"
 #include "launch_target.h"
 #include "rwkv_jax/operands.h"
 #include "rwkv_jax/targets.h"

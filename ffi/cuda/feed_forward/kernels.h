@@ -1,4 +1,4 @@
-// The products of a channel mixing on CUDA, if HasHopperCode (hopper_code.h). Pointers are to device
+// The products of a channel mixing on CUDA, if HasHopperCode (current_device.h). Pointers are to device
 // memory.
 #pragma once
 

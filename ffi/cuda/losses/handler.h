@@ -5,7 +5,7 @@
 
 #include <vector>
 
-#include "hopper_code.h"
+#include "current_device.h"
 #include "launch_target.h"
 #include "losses/kernels.h"
 #include "rwkv_jax/operands.h"

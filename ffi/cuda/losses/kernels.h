@@ -9,7 +9,7 @@
 namespace rwkv_jax::cuda {
 
 cudaError_t Run(cudaStream_t stream, const CrossEntropyCall& call, const Device& device);
-// If HasHopperCode (hopper_code.h).
+// If HasHopperCode (current_device.h).
 cudaError_t Run(cudaStream_t stream, const HeadCrossEntropyCall& call, const Device& device);
 
 }  // namespace rwkv_jax::cuda

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "hopper_code.h"
+#include "current_device.h"
 #include "launch_target.h"
 #include "low_rank/kernels.h"
 #include "rwkv_jax/operands.h"

@@ -1,4 +1,4 @@
-// The products of low-rank maps on CUDA, if HasHopperCode (hopper_code.h). Pointers are to device memory.
+// The products of low-rank maps on CUDA, if HasHopperCode (current_device.h). Pointers are to device memory.
 #pragma once
 
 #include <cuda_runtime_api.h>

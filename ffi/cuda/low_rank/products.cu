@@ -39,7 +39,7 @@ cudaError_t Run(cudaStream_t, const LowRankBackwardCall&, const Device&) {
 #include <cstdint>
 
 #include "hopper.cuh"
-#include "hopper_code.h"
+#include "current_device.h"
 #include "launch.cuh"
 #include "ptx.cuh"
 #include "tensor_map.h"

@@ -77,6 +77,7 @@ static __global__ void ProduceKernel(const Piece* pieces, int count) {
 // A call begins: a kernel just before it writes its operands, late. What reads them before has waited reads
 // NaN.
 inline void Begin() {
+  if (dry) return;
   static Piece* pieces = nullptr;
   constexpr int kMost = 256;
   if (pieces == nullptr) cudaMallocManaged(&pieces, kMost * sizeof(Piece));
@@ -108,9 +109,15 @@ static cudaError_t LaunchKernelEx(const cudaLaunchConfig_t* config, void (*kerne
   if (!Records({__BASE_FILE__, blocks.x, blocks.y, blocks.z, config->blockDim.x,
                 static_cast<int64_t>(config->dynamicSmemBytes), cluster}))
     return cudaErrorInvalidConfiguration;
+  if (dry) return cudaSuccess;
   return cudaLaunchKernelEx(config, kernel, std::forward<Arguments>(arguments)...);
+}
+
+inline cudaError_t MemsetAsync(void* to, int byte, size_t bytes, cudaStream_t stream) {
+  return dry ? cudaSuccess : cudaMemsetAsync(to, byte, bytes, stream);
 }
 
 }  // namespace emulation
 
+#define cudaMemsetAsync emulation::MemsetAsync
 #define cudaLaunchKernelEx emulation::LaunchKernelEx
