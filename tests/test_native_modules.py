@@ -2,14 +2,16 @@
 takes no GPU to ask."""
 
 import itertools
+import re
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
 import rwkv_jax
-from support import internals
+from support import emulation, internals
 from support.cases import CU_SEQLENS, GPUS, Case
 from support.harness import suits_matrix_units
 from support.operators import OPERATORS, SEQUENCES
@@ -86,19 +88,11 @@ if "cuda" in PRESENT:
                 assert (plan["kernel"] == "matrix units") == fits
 
     @each_op
-    @pytest.mark.parametrize("gpu", GPUS)
-    def test_kernels_that_need_more_shared_memory_than_a_gpu_has(
-        op: str, gpu: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Backward with heads of 64, and all passes with heads of 128."""
-        for size in (64, 128):
-            details, suits = _details(op, Case(1, 16, 1, size, dtype="bfloat16"), gpu, monkeypatch)
-            if gpu in ("8.9", "12.0") and size == 64:
-                expected = f"{MATRIX_UNITS}; backward {BY_TOKEN}"
-            else:
-                expected = MATRIX_UNITS if gpu in ("9.0", "10.0") or size == 64 else BY_TOKEN
-            by_token = BY_CHANNEL if op == "wkv4" else BY_TOKEN
-            assert details == (expected if suits else by_token)
+    def test_kernels_of_each_pass(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The backward pass needs more shared memory than this GPU has for a block."""
+        case = Case(1, 16, 1, 64, dtype="bfloat16")
+        details, suits = _details(op, case, "8.9", monkeypatch)
+        assert details == (f"{MATRIX_UNITS}; backward {BY_TOKEN}" if suits else BY_CHANNEL)
 
     @each_op
     @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -123,3 +117,83 @@ if "cuda" in PRESENT:
             assert details == (MATRIX_UNITS if suits else by_token)
             which.add(suits)
         assert which == ({False} if op == "wkv4" else {False, True})
+
+
+PAGE = Path(__file__).parents[1] / "docs" / "pages" / "operators.md"
+
+WORDS = {
+    "op": ("wkv7", "wkv6", "wkv5"),
+    "head_size": ("16", "32", "64", "128"),
+    "pass": ("forward", "backward"),
+    "decay": ("log", "exp", "sigmoid"),
+    "packing": ("alone", "segment_ids", "cu_seqlens"),
+    "numbers": ("float32", "highest", "bfloat16", "float16"),
+    "tokens": ("15", "1000"),
+}
+"""The axes on which calls differ, in the words of the documentation."""
+
+
+class Row(NamedTuple):
+    """A row of the documentation: the words that say which calls it is about, and the kernels for
+    each compute capability."""
+
+    words: set[str]
+    kernels: dict[str, str]
+
+    def fits(self, call: tuple[str, ...]) -> bool:
+        """Whether on each axis of WORDS the row names the word of the call, or no word."""
+        axes = zip(call, WORDS.values(), strict=True)
+        return all(word in self.words or self.words.isdisjoint(words) for word, words in axes)
+
+
+def _documented() -> Iterator[Row]:
+    lines = iter(PAGE.read_text().splitlines())
+    header = next(line for line in lines if line.startswith("| compute capability |"))
+    columns = [re.findall(r"\d+\.\d", cell) for cell in header.split("|")[2:-1]]
+    for line in itertools.takewhile(lambda line: line.startswith("|"), lines):
+        _, label, *cells, _ = line.split("|")
+        words = set(re.findall(r"\w+", label))
+        kernels = zip(columns, cells, strict=True)
+        if not words.isdisjoint(WORDS["op"]):
+            yield Row(words, {gpu: cell.strip(" *") for gpus, cell in kernels for gpu in gpus})
+
+
+def _problem(call: dict[str, str]) -> dict[str, int]:
+    packing = WORDS["packing"].index(call["packing"])
+    return {
+        "decay": internals.kernels.DECAYS[call["decay"]],
+        "exact": int(call["numbers"] == "highest"),
+        "packing": packing,
+        "dtype": internals.kernels.DTYPES[call["numbers"].replace("highest", "bfloat16")],
+        "rows": 1,
+        "tokens": int(call["tokens"]),
+        "sequences": 3 if packing == 2 else 1,
+        "heads": 2,
+        "head_size": int(call["head_size"]),
+        "saves": 1,
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PAGE.exists(), reason="installed without its documentation")
+def test_documented_kernels(request: pytest.FixtureRequest) -> None:
+    """The last row that fits a call says which kernels run, and each row does so for some call."""
+    if "cuda" in PRESENT:
+        planner = internals.native_module("cuda")
+    elif emulation.missing:
+        pytest.skip("needs CUDA kernels, or their emulation")
+    else:
+        planner = request.getfixturevalue("emulation")
+    rows, used = list(_documented()), set[int]()
+    for values in itertools.product(*WORDS.values()):
+        call = dict(zip(WORDS, values, strict=True))
+        if call["decay"] not in OPERATORS[call["op"]].decays:
+            continue
+        last = max(i for i, row in enumerate(rows) if row.fits(values))
+        used.add(last)
+        name = {"forward": "fwd", "backward": "bwd"}[call["pass"]]
+        for gpu, (multiprocessors, shared_memory) in GPUS.items():
+            device = {"multiprocessors": multiprocessors, "shared_memory": shared_memory}
+            plan = planner.plan(call["op"], name, **device, **_problem(call))
+            assert rows[last].kernels[gpu] == plan["kernel"], (call, gpu)
+    assert len(used) == len(rows)
