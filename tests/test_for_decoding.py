@@ -56,6 +56,8 @@ def test_quantised_before_or_after(tmp_path: Path) -> None:
     params = models.load(_saved(tmp_path / "model.safetensors")).params
     first = models.for_decoding(models.quantize(params, group=8))
     last = models.quantize(models.for_decoding(params), group=8)
+    assert rwkv7.names(first)["blocks.1.ffn.value.by_input"].dtype == jnp.int8
+    assert jax.tree.structure(first) == jax.tree.structure(last)
     for x, y in zip(jax.tree.leaves(first), jax.tree.leaves(last), strict=True):
         np.testing.assert_array_equal(x, y, strict=True)
 
