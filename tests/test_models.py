@@ -290,25 +290,35 @@ def test_layer_norm_keeps_its_input_alone() -> None:
 
 
 def test_what_recompute_keeps(params: rwkv7.Params, tokens: jax.Array) -> None:
-    """Of "mixes" and "cheap", less than of None, but no second forward pass of `wkv7`. JAX is
-    asked, since XLA undoes recomputation on CPUs."""
-    forwards, kept = {}, {}
-    (target,) = internals.targets("wkv7", "fwd")
+    """The more is computed again, the less is kept. JAX is asked, since XLA undoes recomputation on
+    CPUs."""
+    kept = {}
     for recompute in (None, "mixes", "cheap", "blocks"):
         model = functools.partial(
             rwkv7.features, implementation=FFI_OR_REFERENCE, recompute=recompute
         )
         residuals = jax.eval_shape(lambda p, model=model: jax.vjp(model, p, tokens)[1], params)
         kept[recompute] = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(residuals))
-        options = {"implementation": FFI_OR_REFERENCE, "recompute": recompute}
+    assert kept["blocks"] < kept["cheap"] < kept["mixes"] < kept[None], kept
+
+
+def test_forward_passes_of_recompute(
+    params: rwkv7.Params, tokens: jax.Array, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only "blocks" has a second forward pass of `wkv7`."""
+    internals.pretend(monkeypatch, "cuda", None)
+    forwards = {}
+    (target,) = internals.targets("wkv7", "fwd")
+    for recompute in (None, "mixes", "cheap", "blocks"):
+        options = {"implementation": "ffi", "recompute": recompute}
         call = functools.partial(_loss_and_gradients, **options)
         forwards[recompute] = hlo.calls(jax.make_jaxpr(call)(params, tokens), target)
-    assert kept["blocks"] < kept["cheap"] < kept["mixes"] < kept[None], kept
-    if FFI_OR_REFERENCE == "ffi":
-        # Each platform with kernels has a branch with the target.
-        branches = sum(x is None for x in rwkv_jax.build_info()["missing"].values())
-        once = CONFIG.layers * branches
-        assert forwards == {None: once, "mixes": once, "cheap": once, "blocks": 2 * once}
+    # Each platform with kernels has a branch with the target.
+    branches = sum(x is None for x in rwkv_jax.build_info()["missing"].values())
+    once = CONFIG.layers * branches
+    assert forwards == {None: once, "mixes": once, "cheap": once, "blocks": 2 * once}
+    monkeypatch.undo()
+    jax.clear_caches()
 
 
 def test_blocks_of_one_shape_are_traced_once(tokens: jax.Array) -> None:
