@@ -154,9 +154,15 @@ def test_unhashable_options(op: str) -> None:
 @each_operator
 def test_options_are_keywords(op: str) -> None:
     arrays = _arguments(op)
-    arrays.pop("decay")
-    with pytest.raises(TypeError):
-        OPERATORS[op].function(*arrays.values(), "sigmoid")
+    parts = [arrays.pop(name) for name in OPERATORS[op].states]
+    decay, state = arrays.pop("decay"), parts[0] if op in WITH_HEADS else rwkv_jax.Wkv4State(*parts)
+    operands = (*arrays.values(), state)
+    call = getattr(rwkv_jax, op)
+    jax.eval_shape(functools.partial(call, decay=decay), *operands)
+    number = len(operands)
+    refused = rf"^{op}\(\) takes .*{number} positional arguments but {number + 1} were given$"
+    with pytest.raises(TypeError, match=refused):
+        call(*operands, decay)
 
 
 @each_run

@@ -115,8 +115,9 @@ def test_what_generate_refuses(
     ):
         assert _commands.main(files.command("generate", *options)) == 2
         assert message in capsys.readouterr().err
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match=r"^2$"):
         _commands.main(files.command("generate", "--prompt", "x", "--seed", "-1"))
+    assert "argument --seed: '-1' is no integer from 0 to 2^31 - 1" in capsys.readouterr().err
 
 
 def test_text_that_cannot_go_on(

@@ -1,5 +1,6 @@
 """`rwkv_jax.generation`: sampling, reading prompts, decoding, sessions and text."""
 
+import dataclasses
 import json
 import re
 from collections.abc import Sequence
@@ -128,16 +129,17 @@ def test_a_token_goes_over_the_states_once(params: rwkv7.Params) -> None:
     selection."""
     model = _session.Model(rwkv7, np.dtype("float32"), None)
     session = jax.eval_shape(lambda: _session.started(model, params, BATCH))
+    batch, heads, _, size = shape = session.state[0].att.wkv.shape
+    if "ffi" not in available("wkv7_step", Case(batch, 1, heads, size)):
+        pytest.skip("no native kernels of wkv7_step run here")
     controls = Controls(settings(MIXED, BATCH, VOCABULARY), np.zeros((BATCH, VOCABULARY), bool))
     count = np.int32(1)
     left = np.ones(BATCH, np.int32)
     operands = model, params, session, controls, left, count, count
     text = decode.lower(*operands, postpones=True).compile().as_text()
-    batch, heads, _, size = shape = session.state[0].att.wkv.shape
     state = ",".join(map(str, shape))
     results = set(re.findall(rf"= f32\[{state}\]\S* ([a-z-]+)\(", text or ""))
-    native = "ffi" in available("wkv7_step", Case(batch, 1, heads, size))
-    assert results == {"get-tuple-element", "parameter"} or not native
+    assert results == {"get-tuple-element", "parameter"}
 
 
 def test_rows_do_not_depend_on_each_other(params: rwkv7.Params) -> None:
@@ -421,15 +423,19 @@ def test_the_last_position(params: rwkv7.Params, tmp_path: Path) -> None:
 
 def test_penalties_of_occurrences(params: rwkv7.Params) -> None:
     """Counts decay, and tokens that do not count still have been seen."""
-    found = generate(params)
+    # The first token of a row is the same with any of these settings.
+    firsts = {tokens[0] for tokens in generate(params).tokens}
+    found = generate(params, sampling=dataclasses.replace(MIXED, uncounted=tuple(firsts)))
+    assert {tokens[0] for tokens in found.tokens} == firsts
     seen, counts = np.asarray(found.session.seen), np.asarray(found.session.counts)
     for row, tokens in enumerate(found.tokens):
         expected = np.zeros(VOCABULARY)
         for token in tokens:
             expected *= 0.9
-            expected[token] += token not in MIXED.uncounted
+            expected[token] += token not in firsts
         np.testing.assert_allclose(counts[row], expected, rtol=1e-6)
         assert set(np.flatnonzero(seen[row])) == set(tokens)
+    assert counts.any()
 
 
 def test_random_numbers_are_the_same_everywhere() -> None:

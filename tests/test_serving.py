@@ -303,7 +303,14 @@ def test_closed_while_it_starts(params: rwkv7.Params, monkeypatch: pytest.Monkey
     pool.start()
     closing.join()
     assert not errors
-    with pytest.raises(RuntimeError, match="the pool is closed"):
+    with pytest.raises(RuntimeError, match="submit: the pool is closed"):
+        submit(pool, 0)
+
+
+def test_a_closed_pool_does_not_start(params: rwkv7.Params) -> None:
+    pool = pool_of(params)
+    pool.close()
+    with pytest.raises(RuntimeError, match="start: the pool is closed"):
         pool.start()
 
 
@@ -362,7 +369,7 @@ def test_a_round_that_fails(
 
     with monkeypatch.context() as patch:
         patch.setattr(_slots, "decode", failing)
-        with pytest.raises(MemoryError):
+        with pytest.raises(MemoryError, match="there is no memory"):
             pool.step()
         for request in requests[:3]:
             assert request.reason == "failed"
@@ -381,7 +388,7 @@ def test_a_request_that_fails(params: rwkv7.Params, alone: Any) -> None:
     pool = pool_of(params, tokenizer=few)
     for length in (LENGTH, 1):
         request = submit(pool, 0, length=length)
-        with pytest.raises(RuntimeError) as error:
+        with pytest.raises(RuntimeError, match="failed with") as error:
             list(request)
         assert request.reason == "failed"
         assert "accepted are 0 to 1" in str(error.value.__cause__)
