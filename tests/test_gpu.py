@@ -18,11 +18,9 @@ from rwkv_jax.losses import cross_entropy
 from rwkv_jax.models import rwkv7
 from support import cases, hlo, internals, language_models, models, tolerance
 from support.cases import Case
+from support.harness import ON_MATRIX_UNITS as OPS_ON_MATRIX_UNITS
 from support.harness import assert_right, check, expected, operands, results, value_and_gradients
 from support.operators import OPERATORS, SEQUENCES, STEPS, Run
-
-OPS_ON_MATRIX_UNITS = {"wkv7": (64, 128), "wkv6": (64,), "wkv5": (64,)}
-"""The operators with kernels on matrix units, and the head sizes of those."""
 
 ON_MATRIX_UNITS = [(op, size) for op, sizes in OPS_ON_MATRIX_UNITS.items() for size in sizes]
 
