@@ -1337,7 +1337,7 @@ def _block_calls(
     if postponed:
         state = internals.at_step(internals.postponed(params, state), jnp.int32(0), jnp.bool(False))
     with monkeypatch.context() as patch:
-        internals.run_blocks_as_on_cuda(patch, blocks.module, record)
+        internals.run_blocks_as_on_cuda(patch, blocks, record)
         for own, first, before in zip(params.blocks, (None, x), state, strict=True):
             internals.step_block(own, x, first, before)
     return calls

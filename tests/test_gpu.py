@@ -1,14 +1,17 @@
 """What only a CUDA device can show. All other test files run there as well, on the CUDA kernels."""
 
+import concurrent.futures
 import dataclasses
 import functools
 import itertools
 import os
 import subprocess
 import sys
+import time
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -16,7 +19,15 @@ import rwkv_jax
 from rwkv_jax import layers
 from rwkv_jax.losses import cross_entropy
 from rwkv_jax.models import rwkv7
-from support import cases, hlo, internals, language_models, models, tolerance
+from support import (
+    cases,
+    hlo,
+    internals,
+    language_models,
+    layer_functions,
+    models,
+    tolerance,
+)
 from support.cases import Case
 from support.harness import ON_MATRIX_UNITS as OPS_ON_MATRIX_UNITS
 from support.harness import assert_right, check, expected, operands, results, value_and_gradients
@@ -580,3 +591,41 @@ def test_pallas_on_hopper_without_triton(
     check(Run(op, "pallas"), case, precision=None)
     monkeypatch.undo()
     jax.clear_caches()
+
+
+def _repeat(width: int, device: Any, seconds: float) -> Any:
+    """Run kernels whose shared memory depends on the width, over and over: a layer function and its
+    gradient, and the step of a model by fused blocks. The results, always the same."""
+    case = layer_functions.Case(2, 70, 1, width, dtype="bfloat16", origin=True)
+    params = models.with_heads_of_64(width, "bfloat16")
+    arrays = layer_functions.operands("norm_shift_mix", case)
+    step = jax.jit(functools.partial(rwkv7.apply, dtype="bfloat16", layers="fused"))
+    end, first = time.monotonic() + seconds, None
+    with jax.default_device(device):
+        arrays, params = jax.device_put((arrays, params), device)
+        state = rwkv7.initial_state(params, 1, "bfloat16")
+        while first is None or time.monotonic() < end:
+            found = layer_functions.value_and_gradients("norm_shift_mix", "ffi", *arrays)
+            found = jax.device_get((found, step(params, jnp.zeros(1, jnp.int32), state)))
+            first = found if first is None else first
+            jax.tree.map(np.testing.assert_array_equal, found, first)
+    return first
+
+
+def _at_once(*calls: tuple[int, Any, float]) -> list[Any]:
+    with concurrent.futures.ThreadPoolExecutor(len(calls)) as threads:
+        return [x.result() for x in [threads.submit(_repeat, *call) for call in calls]]
+
+
+def test_threads_with_models_of_two_widths() -> None:
+    gpu = jax.devices("gpu")[0]
+    _at_once((256, gpu, 20), (1024, gpu, 20))
+
+
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two GPUs")
+def test_two_gpus_with_models_of_two_widths() -> None:
+    one, other = jax.devices("gpu")[:2]
+    expected = [_repeat(256, one, 0), _repeat(1024, one, 0)]
+    for gpus in ((one, other), (other, one)):
+        found = _at_once((256, gpus[0], 5), (1024, gpus[1], 5))
+        jax.tree.map(np.testing.assert_array_equal, found, expected)

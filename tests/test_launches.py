@@ -100,7 +100,7 @@ def _block_calls(emulation: Emulation, rows: int, width: int, dtype: str) -> lis
     x = jax.ShapeDtypeStruct((rows, width), jnp.dtype(dtype))
     calls, record = emulation.recorder()
     with pytest.MonkeyPatch.context() as patch:
-        internals.run_blocks_as_on_cuda(patch, emulation.module, record)
+        internals.run_blocks_as_on_cuda(patch, emulation, record)
         jax.eval_shape(internals.step_block, params.blocks[1], x, x, state[1])
     return calls
 
@@ -110,7 +110,7 @@ def _cross_entropy_call(tokens: int, vocabulary: int, dtype: str) -> Call:
     operands = [floats((tokens, vocabulary)), jax.ShapeDtypeStruct((tokens,), np.int32)]
     operands += [floats((tokens,)), floats((2,))]
     results = [floats((tokens,)), jax.ShapeDtypeStruct((tokens, vocabulary), DTYPES[dtype])]
-    return Call("rwkv_cross_entropy_v1", operands, results, {}, {})
+    return Call("rwkv_cross_entropy_v1", operands, results, {}, {}, None)
 
 
 LARGE = [
@@ -277,3 +277,49 @@ def test_every_number_of_rows_of_blocks(emulation: Emulation, dtype: str) -> Non
     _check_rows(emulation, calls, range(1, 33), LIMITS[dtype])
     if emulation.on_gpu and dtype == "bfloat16":
         _check_rows(emulation, calls, MANY_ROWS[32:], LIMITS[dtype], HOPPER)
+
+
+def test_blocks_of_a_large_gpu(emulation: Emulation) -> None:
+    """As many blocks of threads as there is room for their sums."""
+
+    def calls(rows: int) -> list[Call]:
+        return _block_calls(emulation, rows, 1088, "bfloat16")
+
+    _check_rows(emulation, calls, (20, 32), LIMITS["bfloat16"], [Device(148)])
+
+
+def test_attributes_of_kernels_are_asked_for_once(emulation: Emulation) -> None:
+    (forward, _) = _layer_calls(emulation, "read_out", {"B": 2, "T": 3, "H": 1, "K": 32}, "float32")
+    emulation.launches(forward, Device(132))
+    emulation.module.asked()
+    assert emulation.launches(forward, Device(132))
+    assert emulation.module.asked() == 0
+
+
+def test_a_launch_that_fails_leaves_no_error_behind(emulation: Emulation) -> None:
+    """Or the next launch would report it: the emulation looks for one."""
+    sizes = {"B": 2, "T": 3, "H": 1, "K": 4096}
+    forward, _ = _layer_calls(emulation, "norm_shift_mix", sizes, "float32")
+    with pytest.raises(RuntimeError, match="INTERNAL: norm_shift_mix: invalid argument"):
+        emulation.launches(forward, Device(132, 1024))
+    assert emulation.launches(forward, Device(132))
+
+
+def test_low_rank_maps_read_what_was_written_just_before(emulation: Emulation) -> None:
+    """Their first kernel copies weights before anything else, which the kernel before may write."""
+    if not emulation.on_gpu:
+        pytest.skip("these kernels have no emulation")
+    rng = np.random.default_rng(0)
+    tokens, width, rank = 130, 256, 64
+    shapes = [(1, tokens, width), (width, rank), (rank, width), (0,)]
+    rows, first, second, offset = (
+        (rng.standard_normal(shape) / 8).astype(jnp.bfloat16) for shape in shapes
+    )
+    operands = [rows, first, second, offset]
+    given = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
+    made = [jax.ShapeDtypeStruct((1, tokens, n), jnp.bfloat16) for n in (rank, width)]
+    call = Call("rwkv_low_rank_maps_v1", given, made, {}, {"activations": 0}, None)
+    hidden, y = (np.asarray(x, np.float64) for x in emulation.run(call, operands, Device(132)))
+    rows, first, second = (np.asarray(x, np.float64) for x in operands[:3])
+    assert tolerance.rms_error(hidden, rows @ first) < 4e-3
+    assert tolerance.rms_error(y, rows @ first @ second) < 6e-3

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "rules.h"
+#include "rwkv_jax/scratch.h"
 #include "splits.h"
 
 namespace rwkv_jax::cuda {
@@ -41,7 +42,7 @@ bool SuitsMatrixUnits(const Rules& rules, const Problem& problem) {
 // The next part of the scratch, in whole lines of memory.
 int64_t Take(int64_t floats, int64_t& end) {
   const int64_t begin = end;
-  end += (floats + 63) / 64 * 64;
+  end += (floats + 63) / 64 * 64 + kScratchGap;
   return begin;
 }
 

@@ -169,18 +169,31 @@ void Call(const std::string& target, const std::vector<py::array>& operands,
   emulation::Begin();
   const std::unique_ptr<XLA_FFI_Error> error(HandlerOf(target)(&frame));
   const std::string failure = emulation::Finish();
+  if (cudaGetLastError() != cudaSuccess) throw std::logic_error("an error stays behind");
   if (error != nullptr)
     throw std::runtime_error(std::string(Name(error->code)) + ": " + error->message);
   if (!failure.empty()) throw std::runtime_error(failure);
   buffers.Finish(operands.size());
 }
 
+// Where the gap behind each part of a scratch begins.
 std::vector<int64_t> BlockGaps(int64_t dtype, int64_t rows, int64_t width, int64_t hidden,
                                int64_t ranks) {
-  std::vector<int64_t> gaps;
-  const auto scratch = rwkv_jax::BlockScratchOf(dtype, rows, width, hidden, ranks);
-  for (const int64_t end : scratch.ends)
-    for (int64_t i = 0; i < rwkv_jax::kScratchGap; ++i) gaps.push_back(end + i);
+  return rwkv_jax::BlockScratchOf(dtype, rows, width, hidden, ranks).ends;
+}
+
+// The same for an operator that has `floats` of scratch. Backwards, what goes token by token uses the memory of
+// what does not.
+std::vector<int64_t> OperatorGaps(const rwkv_jax::Problem& problem, int64_t floats) {
+  if (problem.op == rwkv_jax::Op::kWkv4) return {};
+  rwkv_jax::cuda::Device device;
+  rwkv_jax::cuda::CurrentDevice(device);
+  const auto plan = rwkv_jax::cuda::MakePlan(device, problem, floats);
+  std::vector<int64_t> next = {plan.sums, plan.replay}, gaps;
+  if (!plan.matrix_units || problem.pass == rwkv_jax::Pass::kForward)
+    next.insert(next.end(), {plan.gradients, plan.scratch});
+  for (const int64_t end : next)
+    if (end >= rwkv_jax::kScratchGap) gaps.push_back(end - rwkv_jax::kScratchGap);
   return gaps;
 }
 
@@ -200,6 +213,9 @@ PYBIND11_MODULE(rwkv_jax_emulation, module) {
     emulation::device = {multiprocessors, shared_memory};
     rwkv_jax::cuda::device_limits = {multiprocessors, shared_memory};
   });
+  module.def(
+      "asked", [] { return std::exchange(emulation::asked, 0); },
+      "How often the attributes of a kernel have been asked for or set since the last call.");
   module.def(
       "set_dry", [](bool dry) { emulation::dry = dry; },
       "Whether handlers launch kernels without any of them running.");
@@ -242,7 +258,12 @@ PYBIND11_MODULE(rwkv_jax_emulation, module) {
   module.def("device", &Cuda::DeviceOf, py::arg("ordinal"));
   module.def("block_gaps", &BlockGaps, py::kw_only(), py::arg("dtype"), py::arg("rows"),
              py::arg("width"), py::arg("hidden"), py::arg("ranks"),
-             "Where the scratch of a block has numbers that belong to none of its parts.");
+             "Where the scratch of a block has 64 numbers that belong to none of its parts.");
+  module.def(
+      "gaps",
+      [](const std::string& op, const std::string& pass, int64_t floats,
+         const py::kwargs& problem) { return OperatorGaps(ProblemOf(op, pass, problem), floats); },
+      py::arg("op"), py::arg("pass"), py::arg("floats"), "The same for an operator.");
   module.def("block_scratch", &rwkv_jax::BlockScratchFloats, py::kw_only(), py::arg("dtype"),
              py::arg("rows"), py::arg("width"), py::arg("hidden"), py::arg("ranks"));
   module.def("scratch",

@@ -5,6 +5,7 @@
 
 import concurrent.futures
 import fcntl
+import functools
 import importlib.util
 import os
 import platform
@@ -28,6 +29,9 @@ EMULATION = Path(__file__).parents[1] / "emulation"
 FFI = EMULATION.parents[1] / "ffi"
 CUDA_HEADERS = ("cuda_bf16.h", "cuda_fp16.h", "cuda_runtime.h", "cuda_runtime_api.h")
 NAME = "rwkv_jax_emulation"
+
+GAP = 64
+"""The numbers between the parts of a scratch."""
 
 
 missing = not (FFI.is_dir() and shutil.which("g++") and platform.machine() == "x86_64")
@@ -70,7 +74,7 @@ def _build(folder: Path, arch: str | None) -> None:
     sources = [EMULATION / "module.cc", *ours]
     objects = [folder / f"{i}.o" for i in range(len(sources))]
 
-    compiler += ["-DRWKV_JAX_SMALL_TESTS", "-DRWKV_JAX_SCRATCH_GAP=64", *options]
+    compiler += ["-DRWKV_JAX_SMALL_TESTS", f"-DRWKV_JAX_SCRATCH_GAP={GAP}", *options]
     if not arch:
         compiler = _with_precompiled_header(compiler, folder)
 
@@ -93,6 +97,14 @@ class Device(NamedTuple):
 DEVICES = {name: Device(*gpu) for name, gpu in GPUS.items()}
 
 
+class Scratch(NamedTuple):
+    """How many float32 numbers a scratch has, and where gaps of GAP numbers are between its parts
+    on the device of a call."""
+
+    floats: int
+    gaps: Callable[[], Sequence[int]]
+
+
 class Call(NamedTuple):
     """A call of a target, in shapes."""
 
@@ -101,6 +113,7 @@ class Call(NamedTuple):
     results: Sequence[jax.ShapeDtypeStruct]
     aliases: dict[int, int]
     attributes: dict[str, int]
+    scratch: Scratch | None
 
 
 class Launch(NamedTuple):
@@ -134,50 +147,57 @@ class Emulation:
         self.plans: list[dict[str, Any]] = []
         self.files: dict[str, set[str]] = {}
         self._problem: tuple[str, str, dict[str, int]] | None = None
+        self._scratch: Scratch | None = None
 
     def device(self, ordinal: int) -> Device | None:
         return None if ordinal else self.gpu
 
     def scratch(self, op: str, name: str, **problem: int) -> int:
+        floats = int(self.share * self.module.scratch(op, name, **problem))
         self._problem = op, name, problem
-        return int(self.share * self.module.scratch(op, name, **problem))
+        gaps = functools.partial(self.module.gaps, op, name, floats, **problem)
+        self._scratch = Scratch(floats, gaps)
+        return floats
 
-    def call(
+    def block_scratch(self, **sizes: int) -> int:
+        floats = self.module.block_scratch(**sizes)
+        self._scratch = Scratch(floats, functools.partial(self.module.block_gaps, **sizes))
+        return floats
+
+    def _traced(
         self,
         target: str,
         results: Sequence[tuple[Sequence[int], Any]],
-        *operands: jax.Array,
+        *operands: Any,
         aliases: dict[int, int] | None = None,
         **attributes: int,
-    ) -> tuple[jax.Array, ...]:
-        """The results of a target, on buffers of NaN."""
-        types = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in results]
+    ) -> Call:
+        given = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
+        made = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in results]
         # Asked for just before, unless the target takes no scratch.
+        scratch, self._scratch = self._scratch, None
+        return Call(target, given, made, aliases or {}, attributes, scratch)
+
+    def call(self, target: str, results: Any, *operands: Any, **more: Any) -> tuple[Any, ...]:
+        """Takes the place of `library.call`."""
+        call = self._traced(target, results, *operands, **more)
         problem, self._problem = self._problem, None
 
-        def call(*operands: jax.Array) -> list[np.ndarray]:
-            arrays = [np.ascontiguousarray(x) for x in operands]
-            found = [np.full(x.shape, np.nan, x.dtype) for x in types]
-            for operand, result in (aliases or {}).items():
-                found[result] = arrays[operand] = arrays[operand].copy()
-            self.module.call(target, arrays, found, attributes)
-            self.files[target] = {Path(file).name for file, *_ in self.module.launches()}
+        def run(*operands: jax.Array) -> list[np.ndarray]:
+            found, launches = self._run(call, [np.ascontiguousarray(x) for x in operands])
+            self.files[target] = {x.file for x in launches}
             self._check_kernels(problem, self.files[target])
             return found
 
-        return tuple(jax.pure_callback(call, types, *operands))
+        return tuple(jax.pure_callback(run, call.results, *operands))
 
     def recorder(self) -> tuple[list[Call], Callable[..., tuple[jax.Array, ...]]]:
         """What takes the place of `call` and computes nothing, and the calls that it gets."""
         calls: list[Call] = []
 
-        def record(
-            target: str, results: Any, *operands: Any, aliases: Any = None, **attributes: int
-        ) -> tuple[jax.Array, ...]:
-            given = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
-            made = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in results]
-            calls.append(Call(target, given, made, aliases or {}, attributes))
-            return tuple(jnp.zeros(x.shape, x.dtype) for x in made)
+        def record(*call: Any, **more: Any) -> tuple[jax.Array, ...]:
+            calls.append(self._traced(*call, **more))
+            return tuple(jnp.zeros(x.shape, x.dtype) for x in calls[-1].results)
 
         jax.clear_caches()
         return calls, record
@@ -192,27 +212,42 @@ class Emulation:
                 [np.broadcast_to(np.zeros((), x.dtype), x.shape) for x in arrays]
                 for arrays in (call.operands, call.results)
             )
-            for operand, result in call.aliases.items():
-                results[result] = operands[operand]
-            self.module.call(call.target, operands, results, call.attributes)
+            return self._launch(call, operands, results)
         finally:
             self.module.set_dry(False)
-            launches = [Launch(Path(file).name, *more) for file, *more in self.module.launches()]
-        return launches
 
     def run(self, call: Call, operands: Sequence[np.ndarray], device: Device) -> list[np.ndarray]:
-        """The results of a call, on buffers of NaN, or of ones in all bits."""
+        """The results of a call on a device."""
         self.use(device)
-        operands = list(operands)
-        results = [np.full(x.size * x.dtype.itemsize, 0xFF, np.uint8) for x in call.results]
+        return self._run(call, operands)[0]
+
+    def _run(
+        self, call: Call, operands: Sequence[np.ndarray]
+    ) -> tuple[list[np.ndarray], list[Launch]]:
+        """Results, on buffers of ones in all bits, which are NaN."""
+        operands = [x.copy() if i in call.aliases else x for i, x in enumerate(operands)]
         results = [
-            x.view(y.dtype).reshape(y.shape) for x, y in zip(results, call.results, strict=True)
+            np.full(x.size * x.dtype.itemsize, 0xFF, np.uint8).view(x.dtype).reshape(x.shape)
+            for x in call.results
         ]
+        launches = self._launch(call, operands, results)
+        if call.scratch and call.scratch.floats:
+            floats, gaps = call.scratch
+            (scratch,) = (x for x in results if x.shape == (floats,) and x.dtype == np.float32)
+            between = np.add.outer(gaps(), np.arange(GAP)).astype(int)
+            assert np.all(scratch.view(np.uint32)[between] == 0xFFFFFFFF), "a gap was written"
+        return results, launches
+
+    def _launch(
+        self, call: Call, operands: list[np.ndarray], results: list[np.ndarray]
+    ) -> list[Launch]:
         for operand, result in call.aliases.items():
-            results[result] = operands[operand] = operands[operand].copy()
-        self.module.call(call.target, operands, results, call.attributes)
-        self.module.launches()
-        return results
+            results[result] = operands[operand]
+        try:
+            self.module.call(call.target, operands, results, call.attributes)
+        finally:
+            launches = [Launch(Path(file).name, *more) for file, *more in self.module.launches()]
+        return launches
 
     def _check_kernels(
         self, problem: tuple[str, str, dict[str, int]] | None, files: set[str]
@@ -262,6 +297,6 @@ def emulated(emulation: Emulation, monkeypatch: pytest.MonkeyPatch) -> Emulation
 @pytest.fixture
 def blocks(emulation: Emulation, monkeypatch: pytest.MonkeyPatch) -> Emulation:
     """Whole blocks are emulated, and nothing else."""
-    internals.run_blocks_as_on_cuda(monkeypatch, emulation.module, emulation.call)
+    internals.run_blocks_as_on_cuda(monkeypatch, emulation, emulation.call)
     emulation.use(DEVICES["9.0"])
     return emulation

@@ -331,7 +331,7 @@ Rwkv7BlockCall RowsOf(Rwkv7BlockCall call, int64_t begin, int64_t count) {
     if (*array != nullptr) *array = static_cast<float*>(*array) + begin * call.width;
   call.state += begin * call.heads * N * N, call.state_after += begin * call.heads * N * N;
   call.segment_ids += begin;
-  call.rows = count;
+  call.all_rows = call.rows, call.rows = count;
   return call;
 }
 

@@ -18,7 +18,6 @@ cudaError_t RunOnMatrixUnits(LaunchChain& chain, const Rwkv7BlockCall& call, con
 cudaError_t StepSummedHeads(LaunchChain& chain, const Rwkv7BlockCall& call, const Device& device);
 
 // Other rows, up to kRowsAtOnce of them, in five launches.
-constexpr int64_t kRowsAtOnce = 8;
 
 // Layer normalisation, token shift and mixing, the products that give r, k and v, and the first product
 // of each low-rank map.

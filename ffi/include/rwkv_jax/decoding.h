@@ -1,10 +1,12 @@
 // The step of a whole block of RWKV-7 for one token of each row: what its kernels take and give.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
 #include "rwkv_jax/products.h"
+#include "rwkv_jax/scratch.h"
 #include "rwkv_jax/types.h"
 
 namespace rwkv_jax {
@@ -15,6 +17,9 @@ constexpr int64_t kBlockHeadSize = 64;
 constexpr int64_t kMaxBlockRows = 32;
 constexpr int64_t kMaxQuantisedRows = 1, kMaxRowsByInput = 1;
 constexpr int64_t kRankMultiple = 8, kMaxRank = 1024;
+
+// Rows of float32 are computed so many at a time.
+constexpr int64_t kRowsAtOnce = 8;
 
 // Products on the matrix units, which take several rows of 16-bit elements, have a ticket for each group of
 // outputs, and rows in 1, 2 or 4 fragments. Each of up to kMaxSumBlocks blocks of threads has room for its sums
@@ -58,13 +63,6 @@ enum LowRankMap { kDecayMap, kRateMap, kGateMap, kShareMap, kLowRankMaps };
 // What the mixes of a time mixing are for.
 enum Mix { kMixR, kMixW, kMixK, kMixV, kMixA, kMixG, kMixes };
 
-// Tests put so many floats between the parts of a scratch, and look whether a kernel has written them.
-#ifdef RWKV_JAX_SCRATCH_GAP
-constexpr int64_t kScratchGap = RWKV_JAX_SCRATCH_GAP;
-#else
-constexpr int64_t kScratchGap = 0;
-#endif
-
 struct LowRank {
   const void *first, *second;  // [C, rank], [rank, C]
   int64_t rank;                // 0 without the map
@@ -85,6 +83,7 @@ struct Matrix {
 struct Rwkv7BlockCall {
   static constexpr const char* kName = "rwkv7_block";
   int64_t rows, width, heads, hidden;  // B, C, H, F
+  int64_t all_rows;                    // of the call, if `rows` are some of them at a time
   Dtype dtype;
 
   const void* x;               // [B, C]
@@ -137,17 +136,19 @@ struct BlockScratch {
   std::vector<int64_t> ends;  // of the parts
 
   explicit BlockScratch(const Rwkv7BlockCall& call) {
-    const int64_t width = call.width, ranks = call.Ranks(), tokens = call.rows * width;
     const bool matrix_units = call.OnMatrixUnits(), many_rows = call.rows > kMaxBlockRows;
+    const int64_t rows =
+        matrix_units ? call.rows : std::min(std::max(call.rows, call.all_rows), kRowsAtOnce);
+    const int64_t width = call.width, ranks = call.Ranks(), tokens = rows * width;
     projected_width = matrix_units ? (3 + kLowRankMaps) * width : 3 * width + ranks;
-    projected = Take(call.rows * projected_width / (matrix_units ? 2 : 1));
+    projected = Take(rows * projected_width / (matrix_units ? 2 : 1));
     normalised = Take(matrix_units ? 0 : tokens);
     mixed = Take(matrix_units ? kMixes * tokens / 2 : 0);
-    low_rank = Take(matrix_units ? call.rows * ranks / 2 : 0);
+    low_rank = Take(matrix_units ? rows * ranks / 2 : 0);
     read = Take(tokens), between = Take(tokens);
-    hidden = Take(call.rows * call.hidden);
+    hidden = Take(rows * call.hidden);
     sum_floats = many_rows      ? kMaxTileBlocks * kTileRows * kMaxTileOutputs
-                 : matrix_units ? SumFloats(kMaxSumBlocks, FragmentsOf(call.rows))
+                 : matrix_units ? SumFloats(kMaxSumBlocks, FragmentsOf(rows))
                                 : kSharesOfInputs * width;
     sums = Take(sum_floats);
     // No fewer than there are groups: widths are multiples of 64, and ranks of 8.

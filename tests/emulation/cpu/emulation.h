@@ -174,6 +174,13 @@ class Contents {
   std::vector<std::vector<unsigned char>> of_;
 };
 
+// The last error of CUDA, until somebody asks for it.
+inline cudaError_t last_error = cudaSuccess;
+inline cudaError_t Remembered(cudaError_t error) {
+  if (error != cudaSuccess) last_error = error;
+  return error;
+}
+
 inline std::string failure;  // of the kernels of a call
 inline void Fail(const std::string& what) {
   if (failure.empty()) failure = launched.back().file + ": " + what;
@@ -430,10 +437,13 @@ inline const dim3& gridDim = emulation::grid;
 
 // Code has the instructions of dependent launches.
 inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
+  ++emulation::asked;
   return *attributes = {0, 90}, cudaSuccess;
 }
 inline cudaError_t cudaFuncSetAttribute(const void*, int, int value) {
-  return value <= emulation::kMaxSharedBytes ? cudaSuccess : cudaErrorInvalidValue;
+  ++emulation::asked;
+  return emulation::Remembered(value <= emulation::kMaxSharedBytes ? cudaSuccess
+                                                                   : cudaErrorInvalidValue);
 }
 template <typename... Parameters, typename... Arguments>
 static cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config,
@@ -449,12 +459,12 @@ static cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config,
   const unsigned threads = config->blockDim.x;
   const int bytes = config->dynamicSmemBytes;
   if (!emulation::Records({__BASE_FILE__, blocks.x, blocks.y, blocks.z, threads, bytes, cluster}))
-    return cudaErrorInvalidConfiguration;
+    return emulation::Remembered(cudaErrorInvalidConfiguration);
   if (!emulation::dry)
     emulation::Launch([&] { kernel(arguments...); }, blocks, threads, bytes, early);
   return cudaSuccess;
 }
-inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+inline cudaError_t cudaGetLastError() { return std::exchange(emulation::last_error, cudaSuccess); }
 inline const char* cudaGetErrorString(cudaError_t) { return "invalid argument"; }
 inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
 inline cudaError_t cudaDeviceGetAttribute(int* value, int attribute, int) {

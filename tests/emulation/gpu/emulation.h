@@ -113,11 +113,17 @@ static cudaError_t LaunchKernelEx(const cudaLaunchConfig_t* config, void (*kerne
   return cudaLaunchKernelEx(config, kernel, std::forward<Arguments>(arguments)...);
 }
 
+inline cudaError_t GetAttributes(cudaFuncAttributes* attributes, const void* kernel) {
+  ++asked;
+  return cudaFuncGetAttributes(attributes, kernel);
+}
+
 inline cudaError_t MemsetAsync(void* to, int byte, size_t bytes, cudaStream_t stream) {
   return dry ? cudaSuccess : cudaMemsetAsync(to, byte, bytes, stream);
 }
 
 }  // namespace emulation
 
+#define cudaFuncGetAttributes emulation::GetAttributes
 #define cudaMemsetAsync emulation::MemsetAsync
 #define cudaLaunchKernelEx emulation::LaunchKernelEx
