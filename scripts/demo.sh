@@ -27,6 +27,8 @@ else
   "$python" -m pip install --quiet --disable-pip-version-check ".[$extras]"
 fi
 
+# The model of an earlier demo is replaced, unless this one goes on with it.
+[[ " $* " == *" --resume "* ]] || set -- --force "$@"
 "$python" scripts/train.py --size demo --prompt "def " "$@" --out out/demo
 # With -P the command is that of the installed package, not of the sources in this folder.
 exec "$python" -P -m rwkv_jax generate out/demo/model.safetensors --prompt "def " \
