@@ -78,7 +78,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         from support import internals
         from support.cases import GPUS
 
-        internals.native_module("cuda").limit_devices(*GPUS[limits])
+        internals.native_module("cuda").limit_devices(*GPUS[limits], hopper=limits == "9.0")
     missing = rwkv_jax.build_info()["missing"]
     required = set(filter(None, os.environ.get("RWKV_JAX_REQUIRE", "").split(",")))
     if "official" in required and not OFFICIAL:

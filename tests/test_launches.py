@@ -19,20 +19,21 @@ import pytest
 from rwkv_jax import layers
 from rwkv_jax.models import rwkv7
 from support import internals, keyed_wkv7, tolerance
-from support.cases import DTYPES
-from support.emulation import Call, Device, Emulation, needs_emulation
+from support.cases import DTYPES, GPUS
+from support.emulation import DEVICES, Call, Device, Emulation, needs_emulation
 from support.layer_functions import LAYER_FUNCTIONS
 from support.operators import OPERATORS
 
 pytestmark = [needs_emulation, pytest.mark.slow]
 
-MULTIPROCESSORS = (46, 58, 108, 114, 132, 142, 148, 160, 200)
-SHARED_MEMORY = (166912, 101376, 232448)
-"""The bytes that a block can have with compute capability 8.0; 8.6, 8.9 and 12.0; 9.0 and 10.0."""
+SHARED_MEMORY = sorted({shared_memory for _, shared_memory in GPUS.values()})
+MULTIPROCESSORS = sorted({46, 58, 114, 160, 200, *(count for count, _ in GPUS.values())})
 
-EVERY_DEVICE = [Device(*device) for device in itertools.product(MULTIPROCESSORS, SHARED_MEMORY)]
-
-HOPPER = [x for x in EVERY_DEVICE if x.shared_memory == SHARED_MEMORY[-1]]
+EVERY_DEVICE = [
+    Device(count, shared_memory, hopper=shared_memory == SHARED_MEMORY[-1] and count <= 132)
+    for count, shared_memory in itertools.product(MULTIPROCESSORS, SHARED_MEMORY)
+]
+HOPPER = [device for device in EVERY_DEVICE if device.hopper]
 
 Sizes = dict[str, int]
 
@@ -285,23 +286,28 @@ def test_blocks_of_a_large_gpu(emulation: Emulation) -> None:
     def calls(rows: int) -> list[Call]:
         return _block_calls(emulation, rows, 1088, "bfloat16")
 
-    _check_rows(emulation, calls, (20, 32), LIMITS["bfloat16"], [Device(148)])
+    _check_rows(emulation, calls, (20, 32), LIMITS["bfloat16"], [DEVICES["10.0"]])
 
 
-def test_attributes_of_kernels_are_asked_for_once(emulation: Emulation) -> None:
-    (forward, _) = _layer_calls(emulation, "read_out", {"B": 2, "T": 3, "H": 1, "K": 32}, "float32")
-    emulation.launches(forward, Device(132))
+def test_cuda_is_asked_about_a_kernel_once(emulation: Emulation) -> None:
+    sizes = {"B": 2, "T": 3, "H": 1, "K": 32}
+    calls = _layer_calls(emulation, "read_out", sizes, "float32")
+    calls += _block_calls(emulation, 8, 128, "bfloat16")
+    for call in calls:
+        emulation.launches(call, Device(132))
     emulation.module.asked()
-    assert emulation.launches(forward, Device(132))
+    for call in calls:
+        assert emulation.launches(call, Device(132))
     assert emulation.module.asked() == 0
 
 
 def test_a_launch_that_fails_leaves_no_error_behind(emulation: Emulation) -> None:
-    """Or the next launch would report it: the emulation looks for one."""
+    """The emulation looks for one after each call."""
     sizes = {"B": 2, "T": 3, "H": 1, "K": 4096}
     forward, _ = _layer_calls(emulation, "norm_shift_mix", sizes, "float32")
+    small = Device(132, 1024, hopper=False)
     with pytest.raises(RuntimeError, match="INTERNAL: norm_shift_mix: invalid argument"):
-        emulation.launches(forward, Device(132, 1024))
+        emulation.launches(forward, small)
     assert emulation.launches(forward, Device(132))
 
 

@@ -4,20 +4,19 @@
 
 #include <algorithm>
 
-#include "asked_once.h"
+#include "launch.cuh"
 
 namespace rwkv_jax::cuda {
 namespace {
 
-// The bytes that a block may have on a GPU of compute capability 9.0.
-constexpr int64_t kHopperSharedMemory = 232448;
-
 // Has shared memory in the code for sm_90a alone, by which the host knows which code a device runs.
+constexpr int kSigns = 1024;
+
 __global__ void ProbeKernel(int* to) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  __shared__ int sign[1];
-  atomicExch(sign, 1);
-  *to = sign[0];
+  __shared__ int signs[kSigns];
+  atomicExch(signs + threadIdx.x, 1);
+  *to = signs[0];
 #endif
 }
 
@@ -42,21 +41,11 @@ cudaError_t CurrentDevice(Device& device) {
 }
 
 bool HasHopperCode() {
-  static AskedOnce<int, bool> known;
-  if (device_limits.shared_memory < kHopperSharedMemory) return false;
-  int ordinal = 0;
-  bool has_code = false;
-  cudaError_t error = cudaGetDevice(&ordinal);
-  if (error == cudaSuccess)
-    error = known.Get(ordinal, has_code, [](bool& answer) {
-      cudaFuncAttributes code = {};
-      const cudaError_t error =
-          cudaFuncGetAttributes(&code, reinterpret_cast<const void*>(ProbeKernel));
-      answer = error == cudaSuccess && code.sharedSizeBytes > 0;
-      return error;
-    });
+  KernelOnDevice probe;
+  const cudaError_t error = Prepare(reinterpret_cast<const void*>(ProbeKernel), probe);
   if (error != cudaSuccess) cudaGetLastError();  // there is no code at all for this device
-  return has_code;
+  return hopper_allowed && error == cudaSuccess &&
+         probe.static_bytes >= static_cast<int>(kSigns * sizeof(int));
 }
 
 }  // namespace rwkv_jax::cuda

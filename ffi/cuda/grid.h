@@ -20,7 +20,7 @@ struct Grid {
     return grid;
   }
 
-  // Whether a GPU can launch it.
+  // Whether a GPU can launch it. CUDA takes 32 bits of each number.
   bool Fits() const {
     constexpr int64_t kMost = std::numeric_limits<int32_t>::max(), kMostOfOthers = 65535;
     return 0 < x && x <= kMost && 0 < y && y <= kMostOfOthers && 0 < z && z <= kMostOfOthers &&

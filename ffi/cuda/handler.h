@@ -56,7 +56,7 @@ struct Cuda {
     const Problem& problem = reader.problem;
     Plan plan;
     cudaError_t error = CurrentDevice(plan.device);
-    if (error != cudaSuccess) return Answer(reader.operands, error);
+    if (error != cudaSuccess) return ErrorOf(reader.operands, error);
     plan = MakePlan(plan.device, problem, reader.scratch.floats);
     reader.operands.Require(plan.scratch <= reader.scratch.floats,
                             "scratch has X = ", reader.scratch.floats, "; expected at least ",
@@ -85,7 +85,7 @@ struct Cuda {
       else
         error = Run(stream, call, plan, reader.scratch.memory);
     }
-    return Answer(reader.operands, error);
+    return ErrorOf(reader.operands, error);
   }
 
   static int64_t ScratchFloats(const Problem& problem) { return cuda::ScratchFloats(problem); }
@@ -98,7 +98,7 @@ struct Cuda {
   // The multiprocessors of a device and the shared memory that its blocks may have, if it is there.
   static std::optional<std::pair<int64_t, int64_t>> DeviceOf(int ordinal) {
     Device device;
-    if (DescribeDevice(ordinal, device) != cudaSuccess) return std::nullopt;
+    if (DescribeDevice(ordinal, device) != cudaSuccess) return cudaGetLastError(), std::nullopt;
     return std::make_pair(device.multiprocessors, device.shared_memory);
   }
 };

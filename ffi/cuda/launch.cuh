@@ -9,13 +9,14 @@
 
 namespace rwkv_jax::cuda {
 
-// What a launch has to know of a kernel on a device.
+// What CUDA tells about a kernel on a device.
 struct KernelOnDevice {
-  bool waits;  // whether its code has the instructions of programmatic dependent launches
+  int static_bytes;  // of shared memory, besides what a launch asks for
+  bool waits;        // whether the code has the instructions of programmatic dependent launches
 };
 
-// Asks for it, and lets the blocks of the kernel have as much shared memory as the current device offers. Both
-// happen once for each kernel and device.
+// Describes a kernel on the current device, and allows its blocks all shared memory that the device offers. CUDA
+// is asked once for each kernel and device.
 cudaError_t Prepare(const void* kernel, KernelOnDevice& prepared);
 
 // Launches a kernel and returns the error of this launch alone. With `early`, it may start while the kernel

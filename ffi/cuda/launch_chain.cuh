@@ -1,11 +1,13 @@
 // Launches of one call whose kernels may start while the kernels before them still run (programmatic dependent
 // launches). The rule of what such a kernel may read when is here and nowhere else:
 //
-//   - A kernel has all that was written before it only after Await().
-//   - The first kernel of a chain has it from the beginning: it waits before it does anything else, and before
-//     it lets the next kernel start. Hence every later kernel may read at once what no kernel of its chain
-//     writes, such as weights, however late the kernels before the chain wrote them.
-//   - A kernel writes nothing before Await().
+//   - A kernel has all that was written before it only after Await(), and writes nothing before that.
+//   - The first kernel of a chain has it from the beginning: it waits before it reads or writes memory, and before
+//     it lets the next kernel start. (A prefetch into L2 is neither.) Hence every later kernel may read at once
+//     what no kernel of its chain writes, such as weights, however late the kernels before the chain wrote them.
+//
+// PTX promises the latter only to a kernel that waits itself. GPUs keep it for a later kernel of the chain as well,
+// since the kernels before the chain have ended then; the tests on a GPU have operands that are written late.
 #pragma once
 
 #include "launch.cuh"
@@ -45,10 +47,10 @@ class LaunchChain {
   bool first_ = true;
 };
 
-// In each thread of a kernel of a chain: the kernels before it.
-class KernelsBefore {
+// In each thread of a kernel of a chain: the kernels before it, those before the chain included.
+class EarlierKernels {
  public:
-  __device__ explicit KernelsBefore(ChainPlace place) : first_(place.IsFirst()) {
+  __device__ explicit EarlierKernels(ChainPlace place) : first_(place.IsFirst()) {
     if (first_) WaitForKernelsBefore();
   }
 

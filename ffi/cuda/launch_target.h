@@ -9,9 +9,9 @@
 
 namespace rwkv_jax::cuda {
 
-// What a handler returns. CUDA keeps the last error of a thread until somebody asks for it, and some later
-// launch would report it.
-inline ffi::Error Answer(Operands& operands, cudaError_t error) {
+// What a handler returns. CUDA keeps the last error of a thread until somebody asks for it: nobody is to take it
+// for a later one.
+inline ffi::Error ErrorOf(Operands& operands, cudaError_t error) {
   if (error == cudaSuccess) return ffi::Error::Success();
   cudaGetLastError();
   return operands.Internal(cudaGetErrorString(error));
@@ -24,7 +24,7 @@ ffi::Error RunOnCurrentDevice(cudaStream_t stream, const Call& call, Operands& o
   Device device;
   cudaError_t error = CurrentDevice(device);
   if (error == cudaSuccess) error = Run(stream, call, device);
-  return Answer(operands, error);
+  return ErrorOf(operands, error);
 }
 
 // A target of operands and results alone. It may be part of a CUDA graph.

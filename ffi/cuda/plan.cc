@@ -40,11 +40,7 @@ bool SuitsMatrixUnits(const Rules& rules, const Problem& problem) {
 }
 
 // The next part of the scratch, in whole lines of memory.
-int64_t Take(int64_t floats, int64_t& end) {
-  const int64_t begin = end;
-  end += (floats + 63) / 64 * 64 + kScratchGap;
-  return begin;
-}
+int64_t Take(int64_t floats, int64_t& end) { return TakePart((floats + 63) / 64 * 64, end); }
 
 // The floats of one partial sum of all shared inputs for every sequence.
 int64_t SumFloats(const Rules& rules, const Problem& problem) {

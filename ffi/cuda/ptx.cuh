@@ -210,16 +210,15 @@ class CopyBarrier {
   uint32_t address_;
 };
 
-// The instructions of programmatic dependent launches, for launch_chain.cuh alone: the first returns when the
-// kernels before this one have ended and what they have written is there, ...
+// For launch_chain.cuh alone: returns when the kernels before this one have ended and what they have written is
+// there.
 __device__ inline void WaitForKernelsBefore() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// ... and the second lets the next kernel start once all blocks of this one have called it or ended. A kernel
-// may call it before it waits: the next one then waits for this one, and so for those before it.
+// For launch_chain.cuh alone: lets the next kernel start once all blocks of this one have called it or ended.
 __device__ inline void LetNextKernelStart() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

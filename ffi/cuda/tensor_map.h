@@ -7,11 +7,13 @@
 
 namespace rwkv_jax::cuda {
 
-using EncodeTensorMap = decltype(&cuTensorMapEncodeTiled);
-
-// The driver's function, without which nothing links with the driver; null if it has none.
-inline EncodeTensorMap TensorMapEncoder() {
-  static const EncodeTensorMap encode = [] {
+// Sizes are those of the axes from the last one on, strides are bytes. False if the driver makes no map.
+template <int kRank>
+bool MakeMap(CUtensorMap& map, const void* x, const cuuint64_t (&sizes)[kRank],
+             const cuuint64_t (&strides)[kRank - 1], const cuuint32_t (&box)[kRank]) {
+  // The driver's function, which is asked for so that nothing links with the driver.
+  using Encode = decltype(&cuTensorMapEncodeTiled);
+  static const Encode encode = [] {
     void* found = nullptr;
     cudaDriverEntryPointQueryResult result;
 #if CUDART_VERSION >= 12050
@@ -20,17 +22,9 @@ inline EncodeTensorMap TensorMapEncoder() {
 #else
     cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &result);
 #endif
-    return reinterpret_cast<EncodeTensorMap>(found);
+    return reinterpret_cast<Encode>(found);
   }();
-  return encode;
-}
-
-// Sizes are those of the axes from the last one on, strides are bytes.
-template <int kRank>
-bool MakeMap(CUtensorMap& map, const void* x, const cuuint64_t (&sizes)[kRank],
-             const cuuint64_t (&strides)[kRank - 1], const cuuint32_t (&box)[kRank]) {
   const cuuint32_t ones[] = {1, 1, 1, 1, 1};
-  const EncodeTensorMap encode = TensorMapEncoder();
   return encode != nullptr &&
          encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, kRank, const_cast<void*>(x), sizes, strides,
                 box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,

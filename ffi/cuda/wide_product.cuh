@@ -231,7 +231,7 @@ cudaError_t Run(cudaStream_t stream, const Product& product, const Device& devic
       // Row 32 g + 8 c + 2 j + e of the weight becomes row 32 g + 8 j + 2 c + e.
       MakeMap<5>(weight_map, product.weight, {k, 2, 4, 4, cuuint64_t(product.columns / 32)},
                  {row, 8 * row, 2 * row, 32 * row}, {kDepth, 2, 4, 4, kColumns / kCluster / 32});
-  if (!made) return cudaErrorInvalidValue;
+  if (!made) return cudaErrorNotSupported;
 
   const Sizes sizes = {static_cast<int>(product.tokens), static_cast<int>(product.columns),
                        static_cast<int>(product.width)};

@@ -124,9 +124,9 @@ def has_summary(platform: str, op: str, **problem: int) -> bool:
 def plans(platform: str, op: str, names: Sequence[str], **problem: int) -> list[dict[str, Any]]:
     """How the targets of some passes compute a call: by the code with which they decide it, for a
     device that has what all devices of the platform have, so that a program can run on any of them.
-    Where there is no such device, for one with as much shared memory as any."""
+    Where there is no device, for one with as much shared memory as any."""
     native = module(platform)
-    devices = list(iter(map(native.device, itertools.count()).__next__, None))
+    devices = list(itertools.takewhile(bool, map(native.device, itertools.count())))
     multiprocessors, shared_memory = map(min, zip(*devices or [LARGE_DEVICE], strict=True))
     device = {"multiprocessors": multiprocessors, "shared_memory": shared_memory}
     return [native.plan(op, name, **device, **problem) for name in names]

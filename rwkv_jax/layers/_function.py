@@ -31,7 +31,7 @@ RUN = 64
 """The tokens of a row over which a kernel adds up the gradients of parameters."""
 
 MAX_TOKENS = 2**31 - 1
-"""The tokens of all rows that the grids of the kernels can have."""
+"""The most tokens, those of all rows together, that a grid of the kernels has blocks for."""
 
 VERSION = "v1"
 

@@ -17,7 +17,7 @@ inline Device device = {132, 232448};
 // With it, launches are recorded, and no kernel runs.
 inline bool dry = false;
 
-// How often the attributes of a kernel have been asked for or set.
+// How often CUDA has been asked about a kernel, or told to set an attribute.
 inline int asked = 0;
 
 // What a launch asks of a device: `file` is the source of the kernel, and `bytes` are those of shared memory

@@ -176,25 +176,32 @@ void Call(const std::string& target, const std::vector<py::array>& operands,
   buffers.Finish(operands.size());
 }
 
-// Where the gap behind each part of a scratch begins.
-std::vector<int64_t> BlockGaps(int64_t dtype, int64_t rows, int64_t width, int64_t hidden,
-                               int64_t ranks) {
-  return rwkv_jax::BlockScratchOf(dtype, rows, width, hidden, ranks).ends;
-}
-
-// The same for an operator that has `floats` of scratch. Backwards, what goes token by token uses the memory of
-// what does not.
-std::vector<int64_t> OperatorGaps(const rwkv_jax::Problem& problem, int64_t floats) {
-  if (problem.op == rwkv_jax::Op::kWkv4) return {};
-  rwkv_jax::cuda::Device device;
-  rwkv_jax::cuda::CurrentDevice(device);
-  const auto plan = rwkv_jax::cuda::MakePlan(device, problem, floats);
-  std::vector<int64_t> next = {plan.sums, plan.replay}, gaps;
-  if (!plan.matrix_units || problem.pass == rwkv_jax::Pass::kForward)
-    next.insert(next.end(), {plan.gradients, plan.scratch});
+// Where the gaps behind the parts of a scratch begin, of which each begins where the next part or the end is.
+std::vector<int64_t> GapsBefore(const std::vector<int64_t>& next) {
+  std::vector<int64_t> gaps;
   for (const int64_t end : next)
     if (end >= rwkv_jax::kScratchGap) gaps.push_back(end - rwkv_jax::kScratchGap);
   return gaps;
+}
+
+std::vector<int64_t> BlockGaps(int64_t dtype, int64_t rows, int64_t width, int64_t hidden,
+                               int64_t ranks) {
+  const auto scratch = rwkv_jax::BlockScratchOf(dtype, rows, width, hidden, ranks);
+  return GapsBefore({scratch.normalised, scratch.mixed, scratch.low_rank, scratch.read,
+                     scratch.between, scratch.hidden, scratch.sums, scratch.tickets,
+                     scratch.floats});
+}
+
+// Those of an operator that has `floats` of scratch. Backwards, the kernel that goes token by token has the
+// memory of summaries and gradients, too, where it stands in for the kernels on matrix units.
+std::vector<int64_t> OperatorGaps(const rwkv_jax::Problem& problem, int64_t floats) {
+  rwkv_jax::cuda::Device device;
+  rwkv_jax::cuda::CurrentDevice(device);
+  const auto plan = rwkv_jax::cuda::MakePlan(device, problem, floats);
+  if (problem.op == rwkv_jax::Op::kWkv4) return GapsBefore({plan.sums, plan.scratch});
+  if (plan.matrix_units && problem.pass == rwkv_jax::Pass::kBackward && plan.replay_floats > 0)
+    return GapsBefore({plan.sums, plan.replay});
+  return GapsBefore({plan.sums, plan.replay, plan.gradients, plan.scratch});
 }
 
 rwkv_jax::Problem ProblemOf(const std::string& op, const std::string& pass,
@@ -209,9 +216,10 @@ PYBIND11_MODULE(rwkv_jax_emulation, module) {
   module.def("call", &Call, py::arg("target"), py::arg("operands"), py::arg("results"),
              py::arg("attributes"));
   module.def("seed", &emulation::Seed, "Draws the order of warps anew.");
-  module.def("set_device", [](int64_t multiprocessors, int64_t shared_memory) {
+  module.def("set_device", [](int64_t multiprocessors, int64_t shared_memory, bool hopper) {
     emulation::device = {multiprocessors, shared_memory};
     rwkv_jax::cuda::device_limits = {multiprocessors, shared_memory};
+    rwkv_jax::cuda::hopper_allowed = hopper;
   });
   module.def(
       "asked", [] { return std::exchange(emulation::asked, 0); },

@@ -90,11 +90,15 @@ def _build(folder: Path, arch: str | None) -> None:
 
 
 class Device(NamedTuple):
+    """The multiprocessors of a GPU, the bytes of shared memory that a block can have, and whether
+    kernels for compute capability 9.0 alone may run."""
+
     multiprocessors: int
     shared_memory: int = 232448
+    hopper: bool = True
 
 
-DEVICES = {name: Device(*gpu) for name, gpu in GPUS.items()}
+DEVICES = {name: Device(*gpu, hopper=name == "9.0") for name, gpu in GPUS.items()}
 
 
 class Scratch(NamedTuple):
@@ -149,8 +153,8 @@ class Emulation:
         self._problem: tuple[str, str, dict[str, int]] | None = None
         self._scratch: Scratch | None = None
 
-    def device(self, ordinal: int) -> Device | None:
-        return None if ordinal else self.gpu
+    def device(self, ordinal: int) -> tuple[int, int] | None:
+        return None if ordinal else self.gpu[:2]
 
     def scratch(self, op: str, name: str, **problem: int) -> int:
         floats = int(self.share * self.module.scratch(op, name, **problem))
@@ -256,7 +260,13 @@ class Emulation:
         if not problem or not files:
             return
         op, name, sizes = problem
-        plan = self.module.plan(op, name, **self.gpu._asdict(), **sizes)
+        multiprocessors, shared_memory, _ = self.gpu
+        plan = self.module.plan(
+            *(op, name),
+            multiprocessors=multiprocessors,
+            shared_memory=shared_memory,
+            **sizes,
+        )
         on_matrix_units = bool(files & {"scan.cu", "gradients.cu"})
         assert on_matrix_units == (plan["kernel"] == "matrix units"), (plan, files)
         self.plans.append(plan)

@@ -254,15 +254,15 @@ __global__ __launch_bounds__(kHeadThreads, kHeadBlocks) void HeadKernel(
                                    channel};
 
   // No kernel of the block before this one writes the state, a parameter, or the first layer's value.
-  const KernelsBefore before(place);
+  const EarlierKernels kernels(place);
   matrices.Copy();
   CopyFloats(call.state + state, N * N, 0, shared.state);
   CopyParameters(call, channel, row, shared);
   // Blocks fill the multiprocessors, and blocks that wait would take the room of others.
   const bool early = call.rows == 1;
-  if (early) before.LetNextStart();
-  before.Await();
-  if (!early) before.LetNextStart();
+  if (early) kernels.LetNextStart();
+  kernels.Await();
+  if (!early) kernels.LetNextStart();
   const float* const projected =
       static_cast<const float*>(own.projected) + row * own.projected_width;
   constexpr int kCopies = N / 4, kLast = kHeadThreads - kProjected * kCopies;

@@ -203,12 +203,12 @@ __global__ __launch_bounds__(kGroupThreads, kMatrixBlocks) void MatrixProductKer
   const int count = end - begin;
   Step step(own, begin), ahead = step;
 
-  const KernelsBefore before(place);
-  before.LetNextStart();
+  const EarlierKernels kernels(place);
+  kernels.LetNextStart();
 #pragma unroll 1
   for (int i = 0; i < kStages - 1 && i < count; ++i, ahead.Advance(own))
     CopyWeights<T>(stage(i), own.of[ahead.product], ahead);
-  before.Await();
+  kernels.Await();
   ahead = step;
 #pragma unroll 1
   for (int i = 0; i < kStages - 1; ++i) {
@@ -269,8 +269,7 @@ cudaError_t LaunchProducts(LaunchChain& chain, const Device& device,
     if (most > kMaxSumBlocks) most = kMaxSumBlocks;
     own.steps_of_block = static_cast<int>((own.steps + most - 1) / most);
     const int blocks = (own.steps + own.steps_of_block - 1) / own.steps_of_block;
-    if (blocks > kMaxSumBlocks || own.sum_floats < SumFloats(blocks, kFragments))
-      return cudaErrorInvalidValue;
+    if (own.sum_floats < SumFloats(blocks, kFragments)) return cudaErrorInvalidValue;
     return chain.Launch(MatrixProductKernel<T, kFragments, kStages>, blocks, kGroupThreads,
                         kStages * kStageBytes<kFragments>, own);
   });

@@ -42,8 +42,8 @@ __global__ __launch_bounds__(kProductThreads) void MixKernel(
   const bool active = column < own.width;
   const int64_t begin = int64_t{row} * own.width, at = begin + column;
 
-  const KernelsBefore before_this(place);
-  before_this.LetNextStart();
+  const EarlierKernels kernels(place);
+  kernels.LetNextStart();
   Vector before, weight, bias, mix[kMixes];
   if (active) {
     before = LoadPacked<kMixVector, T>(own.before, at);
@@ -53,7 +53,7 @@ __global__ __launch_bounds__(kProductThreads) void MixKernel(
     for (int i = 0; i < kMixes; ++i)
       if (i < own.count) mix[i] = LoadPacked<kMixVector, T>(own.mix[i], column);
   }
-  before_this.Await();
+  kernels.Await();
   const T* const x = static_cast<const T*>(own.x) + begin;
   const auto load = [&](int i) {
     Vector tokens = LoadPacked<kMixVector, T>(x, i);

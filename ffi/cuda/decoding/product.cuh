@@ -161,12 +161,12 @@ struct WeightVectors {
 template <int kRows, typename Source, typename Fetch>
 __device__ void FetchAndWait(ChainPlace place, Source& source, Fetch&& fetch) {
   if (kRows == 1 && place.IsFirst()) source.FetchIntoCache();
-  const KernelsBefore before(place);
+  const EarlierKernels kernels(place);
   fetch();
   source.Fetch();
-  if (kStartsNextEarly<kRows>) before.LetNextStart();
-  before.Await();
-  if (!kStartsNextEarly<kRows>) before.LetNextStart();
+  if (kStartsNextEarly<kRows>) kernels.LetNextStart();
+  kernels.Await();
+  if (!kStartsNextEarly<kRows>) kernels.LetNextStart();
 }
 
 // Puts the first slice of the rows of `source` into shared memory.

@@ -157,9 +157,9 @@ __global__ __launch_bounds__(kSparseThreads,
                              2) void ReadByInputKernel(ChainPlace place,
                                                        const __grid_constant__ ReadArguments own) {
   RWKV_JAX_DYNAMIC_SHARED(16, shared);
-  const KernelsBefore before(place);
-  before.LetNextStart();
-  before.Await();
+  const EarlierKernels kernels(place);
+  kernels.LetNextStart();
+  kernels.Await();
   SparseProduct<T, W, kLanes>::Multiply(
       own.matrix, own.width, own.inputs_width, static_cast<const T*>(own.inputs), shared,
       own.shares, own.tickets, [&](int output, float sum) {

@@ -120,7 +120,7 @@ __global__ __launch_bounds__(32 * kWarps, BlocksOfHeads(kWarps, kPostpones)) voi
 
   // No kernel of the block before this one writes the state, the tokens that wait, a parameter, or the first
   // layer's value.
-  const KernelsBefore before(place);
+  const EarlierKernels kernels(place);
   if constexpr (kPostpones)
     CopyUpper<G, kThreads>(state, upper);
   else
@@ -131,8 +131,8 @@ __global__ __launch_bounds__(32 * kWarps, BlocksOfHeads(kWarps, kPostpones)) voi
   // The first warp has the vectors of the token.
   LaneParameters<T> parameters;
   if (warp == 0) parameters.Load(call, channel, at);
-  before.LetNextStart();
-  before.Await();
+  kernels.LetNextStart();
+  kernels.Await();
   LaneProjections<T> given;
   if (warp == 0)
     given.Load(call, static_cast<const T*>(own.projected) + row * own.projected_width, channel);

@@ -16,8 +16,8 @@ constexpr int kHeadThreads = 256;
 // take part in sums over a head, which are sums of zeros.
 class HeadRun : public TokenRun {
  public:
-  __device__ HeadRun(const HeadTokens& call, int tokens)
-      : TokenRun(call.tokens, tokens),
+  __device__ HeadRun(const HeadTokens& call, int run_length)
+      : TokenRun(call.tokens, run_length),
         channel((static_cast<int64_t>(blockIdx.y) * kHeadThreads + threadIdx.x) * kHeadVector),
         active(channel < call.width),
         width_(call.width),
@@ -81,12 +81,12 @@ inline int ForwardRun(const HeadTokens& call, const Device& device) {
   return static_cast<int>(run);
 }
 
-// Launches fn(T(), integral_constant<lanes of a head>()), a kernel, over runs of `tokens` tokens.
+// Launches fn(T(), integral_constant<lanes of a head>()), a kernel, over runs of `run_length` tokens.
 template <typename Call, typename Fn>
-cudaError_t LaunchOverHeads(cudaStream_t stream, const Call& call, int tokens, Fn&& fn) {
+cudaError_t LaunchOverHeads(cudaStream_t stream, const Call& call, int run_length, Fn&& fn) {
   if (call.rows * call.tokens * call.width == 0) return cudaSuccess;
   const int64_t vectors = call.width / kHeadVector;
-  const Grid blocks(call.rows * Runs(call.tokens, tokens),
+  const Grid blocks(call.rows * Runs(call.tokens, run_length),
                     (vectors + kHeadThreads - 1) / kHeadThreads);
   const int threads =
       vectors < kHeadThreads ? static_cast<int>((vectors + 31) / 32 * 32) : kHeadThreads;
@@ -94,7 +94,7 @@ cudaError_t LaunchOverHeads(cudaStream_t stream, const Call& call, int tokens, F
       call.dtype, call.head_size, [&](auto zero, auto head_size) {
         constexpr int kLanes = head_size() / kHeadVector;
         return Launch(fn(zero, std::integral_constant<int, kLanes>()), blocks, threads, 0, stream,
-                      call, tokens);
+                      call, run_length);
       });
 }
 

@@ -33,8 +33,9 @@ __device__ float Ungated(const Normalised<kLanes>& head, const ReadOutParameters
 }
 
 template <typename T, int kLanes>
-__global__ __launch_bounds__(kHeadThreads) void ForwardKernel(ReadOutForwardCall call, int tokens) {
-  const HeadRun run(call, tokens);
+__global__ __launch_bounds__(kHeadThreads) void ForwardKernel(ReadOutForwardCall call,
+                                                              int run_length) {
+  const HeadRun run(call, run_length);
   const ReadOutParameters parameters(run, call);
   for (int64_t t = run.begin; t < run.end; ++t) {
     const auto y = run.Load<T>(call.y, t), v = run.Load<T>(call.v, t);
@@ -50,9 +51,9 @@ __global__ __launch_bounds__(kHeadThreads) void ForwardKernel(ReadOutForwardCall
 
 template <typename T, int kLanes>
 __global__ __launch_bounds__(kHeadThreads, 2) void BackwardKernel(ReadOutBackwardCall call,
-                                                                  int tokens) {
+                                                                  int run_length) {
   constexpr float kShare = 1.0f / (kLanes * kHeadVector);
-  const HeadRun run(call, tokens);
+  const HeadRun run(call, run_length);
   const ReadOutParameters parameters(run, call);
   HeadVector dweight = {}, dbias = {};
   struct Token {

@@ -8,8 +8,8 @@ namespace {
 
 template <typename T>
 __global__ __launch_bounds__(kHeadThreads) void ForwardKernel(ValueResidualForwardCall call,
-                                                              int tokens) {
-  const HeadRun run(call, tokens);
+                                                              int run_length) {
+  const HeadRun run(call, run_length);
   HeadVector v0 = {};
   run.LoadParameter(call.parameters, 0, call.kParameters, v0);
   for (int64_t t = run.begin; t < run.end; ++t) {
@@ -25,8 +25,8 @@ __global__ __launch_bounds__(kHeadThreads) void ForwardKernel(ValueResidualForwa
 
 template <typename T>
 __global__ __launch_bounds__(kHeadThreads, 2) void BackwardKernel(ValueResidualBackwardCall call,
-                                                                  int tokens) {
-  const HeadRun run(call, tokens);
+                                                                  int run_length) {
+  const HeadRun run(call, run_length);
   HeadVector v0 = {}, dv0 = {};
   run.LoadParameter(call.parameters, 0, call.kParameters, v0);
   struct Token {

@@ -21,8 +21,8 @@ __device__ KeyParameters LoadParameters(const HeadRun& run, const Wkv7KeysCall& 
 
 template <typename T, int kLanes>
 __global__ __launch_bounds__(kHeadThreads) void ForwardKernel(Wkv7KeysForwardCall call,
-                                                              int tokens) {
-  const HeadRun run(call, tokens);
+                                                              int run_length) {
+  const HeadRun run(call, run_length);
   const KeyParameters parameters = LoadParameters(run, call);
   HeadVector r_k = {};
   run.LoadParameter(call.parameters, 3, call.kParameters, r_k);
@@ -45,8 +45,8 @@ __global__ __launch_bounds__(kHeadThreads) void ForwardKernel(Wkv7KeysForwardCal
 
 template <typename T, int kLanes>
 __global__ __launch_bounds__(kHeadThreads, 2) void BackwardKernel(Wkv7KeysBackwardCall call,
-                                                                  int tokens) {
-  const HeadRun run(call, tokens);
+                                                                  int run_length) {
+  const HeadRun run(call, run_length);
   const KeyParameters parameters = LoadParameters(run, call);
   KeyParameterGradients sums;
   for (int64_t t = run.begin; t < run.end; ++t) {

@@ -375,7 +375,7 @@ cudaError_t RunKernel(cudaStream_t stream, const LowRankCall& call, void* hidden
       MakeMap<2>(result_map, call.result, {width, tokens}, {2 * width}, {kColumns, kWarpRows}) &&
       MakeMap<2>(hidden_map, hidden, {hidden_size, tokens}, {2 * hidden_size},
                  {kColumns, kWarpRows});
-  if (!made) return cudaErrorInvalidValue;
+  if (!made) return cudaErrorNotSupported;
   const Sizes sizes = {static_cast<int>(call.tokens), static_cast<int>(call.width),
                        static_cast<int>(call.rank), static_cast<int>(call.hidden_size),
                        call.activation};

@@ -2,7 +2,7 @@
 //
 // A block has a tile: up to 64 rows and 128 outputs, or 128 rows and 128 to 256 outputs. One thread copies 64
 // inputs of both operands at a time into a ring of stages, the first weights before the kernels before this
-// one have ended. Two warpgroups multiply. With more than 128 rows, the two blocks of a cluster have the same
+// one have ended, unless it is the first of its chain. Two warpgroups multiply. With more than 128 rows, the two blocks of a cluster have the same
 // outputs, and each copies one half of the weights for both.
 //
 // Where a product has few tiles, several blocks share out its inputs. They write their sums to scratch, and
@@ -55,8 +55,8 @@ __global__ void __launch_bounds__(65536 / Tile::kRegisters / 32 * 32, 1)
     hopper::PublishBarriers();
   }
   SynchronizeTiles<Tile>();
-  const KernelsBefore before(place);
-  before.LetNextStart();
+  const EarlierKernels kernels(place);
+  kernels.LetNextStart();
 
   const int clusters = gridDim.x / Tile::kRowTiles, cluster = blockIdx.x / Tile::kRowTiles;
   const int count = Tiles<Tile>{own}.Count() * own.splits;
@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(65536 / Tile::kRegisters / 32 * 32, 1)
       for (const Part<Tile> part(own, cluster, row_tile);
            early < part.steps && early < Tile::kStages; ++early)
         copies.Announce(early), copies.CopyWeights(part, early, early);
-      before.Await();
+      kernels.Await();
       for (int number = cluster; number < count; number += clusters) {
         const Part<Tile> part(own, number, row_tile);
         for (int step = 0; step < part.steps; ++step, stage.Next()) {
@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(65536 / Tile::kRegisters / 32 * 32, 1)
       if (lane < Tile::kRowTiles) hopper::ArriveAt(empty + 8 * index, lane);
     };
     float sums[Tile::kSums];
-    before.Await();
+    kernels.Await();
     for (int number = cluster; number < count; number += clusters) {
       const Part<Tile> part(own, number, row_tile);
       const MatrixProduct& product = own.of[part.product].product;
@@ -131,9 +131,9 @@ __global__ __launch_bounds__(kAddThreads) void AddUpKernel(ChainPlace place,
                                                            int rows) {
   const int64_t count = int64_t{rows} * product.outputs;
   const int64_t i = kAddVector * (int64_t{blockIdx.x} * kAddThreads + threadIdx.x);
-  const KernelsBefore before(place);
-  before.LetNextStart();
-  before.Await();
+  const EarlierKernels kernels(place);
+  kernels.LetNextStart();
+  kernels.Await();
   if (i >= count) return;
   const int row = static_cast<int>(i / product.outputs),
             output = static_cast<int>(i % product.outputs);
@@ -169,12 +169,9 @@ bool MakeMaps(TiledProduct& own, int rows, unsigned box_rows) {
 // How many clusters the device runs at once.
 template <typename Tile>
 cudaError_t ActiveClusters(int& count) {
-  static AskedOnce<int, int> known;
-  int device = 0;
-  const cudaError_t error = cudaGetDevice(&device);
-  if (error != cudaSuccess) return error;
-  return known.Get(device, count, [](int& answer) {
-    const auto kernel = TiledProductKernel<Tile>;
+  static auto& known = *new AskedOnce<const void*, int>;
+  const auto kernel = TiledProductKernel<Tile>;
+  return known.Get(reinterpret_cast<const void*>(kernel), count, [kernel](int& answer, int) {
     KernelOnDevice prepared;
     const cudaError_t error = Prepare(reinterpret_cast<const void*>(kernel), prepared);
     if (error != cudaSuccess) return error;
@@ -281,7 +278,7 @@ cudaError_t LaunchTiledProducts(LaunchChain& chain, const Device& device,
     for (rows = 8; rows < own.rows;) rows *= 2;
   for (int i = 0; i < own.count; ++i) {
     own.of[i].product = products.of[i];
-    if (!MakeMaps(own.of[i], own.rows, std::min(rows, kBox))) return cudaErrorInvalidValue;
+    if (!MakeMaps(own.of[i], own.rows, std::min(rows, kBox))) return cudaErrorNotSupported;
   }
   switch (rows) {
     case 8: return LaunchBest<Tile<8, 128>>(chain, device, own, splits);

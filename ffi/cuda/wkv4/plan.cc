@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "rules.h"
+#include "rwkv_jax/scratch.h"
 #include "wkv4/kernels.h"
 
 namespace rwkv_jax::cuda {
@@ -23,8 +24,9 @@ Plan MakeWkv4Plan(const Device& device, const Problem& problem, int64_t availabl
     plan.partials = plan.splits;
     plan.adds_up = backward && plan.splits > 1;
     const int64_t summary = backward ? kWkv4BackwardSummary : kWkv4ForwardSummary;
-    plan.sums = channels * (plan.splits - 1) * summary;
-    plan.scratch = plan.sums + (plan.adds_up ? 2 * channels * plan.splits : 0);
+    plan.scratch = 0;
+    plan.summaries = TakePart(channels * (plan.splits - 1) * summary, plan.scratch);
+    plan.sums = TakePart(plan.adds_up ? 2 * channels * plan.splits : 0, plan.scratch);
     if (plan.splits == 1 || plan.scratch <= available) return plan;
   }
 }

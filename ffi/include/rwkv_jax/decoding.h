@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <vector>
 
 #include "rwkv_jax/products.h"
 #include "rwkv_jax/scratch.h"
@@ -133,7 +132,6 @@ struct BlockScratch {
   int64_t sums, sum_floats;  // of groups of outputs that several blocks of threads share
   int64_t tickets, ticket_count;
   int64_t floats = 0;
-  std::vector<int64_t> ends;  // of the parts
 
   explicit BlockScratch(const Rwkv7BlockCall& call) {
     const bool matrix_units = call.OnMatrixUnits(), many_rows = call.rows > kMaxBlockRows;
@@ -159,12 +157,7 @@ struct BlockScratch {
   }
 
  private:
-  int64_t Take(int64_t count) {
-    const int64_t begin = floats;
-    ends.push_back(begin + count);
-    floats = ends.back() + kScratchGap;
-    return begin;
-  }
+  int64_t Take(int64_t count) { return TakePart(count, floats); }
 };
 
 // The scratch of a block, for Python.

@@ -4,7 +4,8 @@
 //
 // A kernel that may start early sees memory as it may be then: the operands of a call are there only when it
 // has waited for the kernels before it, and so is what kernels of the call have written unless a kernel that
-// had waited for them has let this one start.
+// had waited for them has let this one start. One block, drawn at random, runs up to where all of its threads
+// wait before any other block does.
 //
 // This header takes the place of CUDA's headers and of ffi/cuda/ptx.cuh. Code is compiled as for sm_80.
 #pragma once
@@ -168,6 +169,14 @@ class Contents {
     for (size_t i = 0; i < of_.size(); ++i)
       std::memcpy(Memory::all[i]->data(), of_[i].data(), of_[i].size());
   }
+  // Forgets what is otherwise now.
+  void ForgetChanges() {
+    for (size_t i = 0; i < of_.size(); ++i) {
+      const auto* const now = static_cast<const unsigned char*>(Memory::all[i]->data());
+      for (size_t j = 0; j < of_[i].size(); ++j)
+        if (of_[i][j] != now[j]) of_[i][j] = 0xff;
+    }
+  }
   bool operator==(const Contents&) const = default;
 
  private:
@@ -179,6 +188,13 @@ inline cudaError_t last_error = cudaSuccess;
 inline cudaError_t Remembered(cudaError_t error) {
   if (error != cudaSuccess) last_error = error;
   return error;
+}
+
+// The bytes of shared memory that a launch of a kernel may ask for: 48 KiB, or what its attribute says.
+inline std::map<const void*, int> allowed;
+inline int Allowed(const void* kernel) {
+  const auto found = allowed.find(kernel);
+  return found == allowed.end() ? 48 << 10 : found->second;
 }
 
 inline std::string failure;  // of the kernels of a call
@@ -199,6 +215,8 @@ struct Copy {
   uint32_t to;
   const void* from;  // null where the copy clears
   size_t bytes;
+  std::vector<unsigned char>
+      early;  // what it has read, if its block had not waited when it started
 };
 struct Fiber {
   std::vector<char> stack;  // empty before the fiber has run
@@ -357,8 +375,12 @@ struct LaunchState {
   bool next_sees_complete = false;
 };
 inline LaunchState state;
+inline Barrier before_wait;  // all threads of a block do what they do early, and then they wait
 
 inline void WaitForKernelsBefore() {
+  if (state.block_waited) return;
+  Arrive(before_wait, threads);
+  if (state.block_waited) return;
   if (state.early && !state.waited) {
     if (Contents::Now() != seen_early) Fail("a kernel writes before it waits");
     state.complete.Restore();
@@ -381,16 +403,20 @@ inline void Launch(std::function<void()> call, dim3 blocks, int block_threads, i
   state = {early, Contents::Now()};
   if (early) seen_early.Restore();
   if (fibers.size() < threads) fibers.resize(threads);
-  for (unsigned z = 0; z < grid.z; ++z)
-    for (unsigned y = 0; y < grid.y; ++y)
-      for (unsigned x = 0; x < grid.x; ++x) {
-        block_index = dim3(x, y, z);
-        state.block_waited = state.block_triggered = false;
-        RunBlock();
-        if (!state.block_triggered) LetNextKernelStart();
-      }
-  if (early && !state.waited) Fail("a kernel never waits for the kernels before it");
+  // The first block to run is the one that sees memory as it is early.
+  const uint64_t count = uint64_t{grid.x} * grid.y * grid.z, first = random() % count;
+  for (uint64_t i = 0; i < count; ++i) {
+    const uint64_t block = (first + i) % count, row = block / grid.x;
+    block_index = dim3(block % grid.x, row % grid.y, row / grid.y);
+    state.block_waited = state.block_triggered = false;
+    before_wait = {};
+    RunBlock();
+    if (early && !state.block_waited) Fail("a block never waits for the kernels before it");
+    if (!state.block_triggered) LetNextKernelStart();
+  }
   if (state.next_sees_complete) seen_early = std::move(state.complete);
+  // A kernel that has not waited may read what changes before or after it does.
+  if (early) seen_early.ForgetChanges();
   for (const Memory* memory : Memory::all)
     if (!memory->Intact()) Fail("memory around an operand or a result was written");
 }
@@ -440,10 +466,10 @@ inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const v
   ++emulation::asked;
   return *attributes = {0, 90}, cudaSuccess;
 }
-inline cudaError_t cudaFuncSetAttribute(const void*, int, int value) {
+inline cudaError_t cudaFuncSetAttribute(const void* kernel, int, int value) {
   ++emulation::asked;
-  return emulation::Remembered(value <= emulation::kMaxSharedBytes ? cudaSuccess
-                                                                   : cudaErrorInvalidValue);
+  if (value > emulation::kMaxSharedBytes) return emulation::Remembered(cudaErrorInvalidValue);
+  return emulation::allowed[kernel] = value, cudaSuccess;
 }
 template <typename... Parameters, typename... Arguments>
 static cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config,
@@ -458,8 +484,9 @@ static cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config,
   const dim3 blocks = config->gridDim;
   const unsigned threads = config->blockDim.x;
   const int bytes = config->dynamicSmemBytes;
-  if (!emulation::Records({__BASE_FILE__, blocks.x, blocks.y, blocks.z, threads, bytes, cluster}))
-    return emulation::Remembered(cudaErrorInvalidConfiguration);
+  if (bytes > emulation::Allowed(reinterpret_cast<const void*>(kernel)) ||
+      !emulation::Records({__BASE_FILE__, blocks.x, blocks.y, blocks.z, threads, bytes, cluster}))
+    return emulation::Remembered(cudaErrorInvalidValue);
   if (!emulation::dry)
     emulation::Launch([&] { kernel(arguments...); }, blocks, threads, bytes, early);
   return cudaSuccess;
@@ -630,12 +657,18 @@ inline void WarpMultiplyFloat(float (&sum)[4], const float (&a)[4], float b0, fl
                       });
 }
 
-// Copies arrive as late as they may.
+// Copies arrive as late as they may, and read early if they start early.
+inline void StartCopy(uint32_t to, const void* from, size_t bytes) {
+  auto& copy = emulation::current->copies.back().emplace_back(emulation::Copy{to, from, bytes});
+  const auto* const data = static_cast<const unsigned char*>(from);
+  if (from && emulation::state.early && !emulation::state.block_waited)
+    copy.early.assign(data, data + bytes);
+}
 inline void CopyAsync(uint32_t to, const void* from, bool present) {
-  emulation::current->copies.back().push_back({to, present ? from : nullptr, 16});
+  StartCopy(to, present ? from : nullptr, 16);
 }
 inline void CopyWordAsync(uint32_t to, const void* from, bool present) {
-  emulation::current->copies.back().push_back({to, present ? from : nullptr, 4});
+  StartCopy(to, present ? from : nullptr, 4);
 }
 using emulation::LetNextKernelStart;
 using emulation::WaitForKernelsBefore;
@@ -647,7 +680,8 @@ void WaitForCopies() {
   while (groups.size() > (kRunning > 0 ? kRunning + 1 : 0)) {
     for (const auto& copy : groups.front()) {
       if (copy.from)
-        std::memcpy(emulation::shared + copy.to, copy.from, copy.bytes);
+        std::memcpy(emulation::shared + copy.to, copy.early.empty() ? copy.from : copy.early.data(),
+                    copy.bytes);
       else
         std::memset(emulation::shared + copy.to, 0, copy.bytes);
     }

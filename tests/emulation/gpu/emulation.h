@@ -98,6 +98,13 @@ inline std::string Finish() {
   return error == cudaSuccess ? "" : cudaGetErrorString(error);
 }
 
+// An error of CUDA itself.
+template <typename Kernel, typename... Arguments>
+cudaError_t Refused(cudaLaunchConfig_t config, Kernel* kernel, Arguments&&... arguments) {
+  config.dynamicSmemBytes = size_t{1} << 30;
+  return cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
+}
+
 template <typename... Parameters, typename... Arguments>
 static cudaError_t LaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                                   Arguments&&... arguments) {
@@ -108,7 +115,7 @@ static cudaError_t LaunchKernelEx(const cudaLaunchConfig_t* config, void (*kerne
   const dim3 blocks = config->gridDim;
   if (!Records({__BASE_FILE__, blocks.x, blocks.y, blocks.z, config->blockDim.x,
                 static_cast<int64_t>(config->dynamicSmemBytes), cluster}))
-    return cudaErrorInvalidConfiguration;
+    return Refused(*config, kernel, std::forward<Arguments>(arguments)...);
   if (dry) return cudaSuccess;
   return cudaLaunchKernelEx(config, kernel, std::forward<Arguments>(arguments)...);
 }
@@ -118,6 +125,17 @@ inline cudaError_t GetAttributes(cudaFuncAttributes* attributes, const void* ker
   return cudaFuncGetAttributes(attributes, kernel);
 }
 
+template <typename Kernel>
+cudaError_t SetAttribute(Kernel* kernel, cudaFuncAttribute attribute, int value) {
+  ++asked;
+  return cudaFuncSetAttribute(kernel, attribute, value);
+}
+template <typename Kernel>
+cudaError_t MaxActiveClusters(int* count, Kernel* kernel, const cudaLaunchConfig_t* config) {
+  ++asked;
+  return cudaOccupancyMaxActiveClusters(count, kernel, config);
+}
+
 inline cudaError_t MemsetAsync(void* to, int byte, size_t bytes, cudaStream_t stream) {
   return dry ? cudaSuccess : cudaMemsetAsync(to, byte, bytes, stream);
 }
@@ -125,5 +143,7 @@ inline cudaError_t MemsetAsync(void* to, int byte, size_t bytes, cudaStream_t st
 }  // namespace emulation
 
 #define cudaFuncGetAttributes emulation::GetAttributes
+#define cudaFuncSetAttribute emulation::SetAttribute
+#define cudaOccupancyMaxActiveClusters emulation::MaxActiveClusters
 #define cudaMemsetAsync emulation::MemsetAsync
 #define cudaLaunchKernelEx emulation::LaunchKernelEx
