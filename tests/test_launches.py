@@ -102,6 +102,7 @@ def _block_calls(emulation: Emulation, rows: int, width: int, dtype: str) -> lis
     calls, record = emulation.recorder()
     with pytest.MonkeyPatch.context() as patch:
         internals.run_blocks_as_on_cuda(patch, emulation, record)
+        patch.setattr(internals.gpus, "other_than_hopper", lambda: None)
         jax.eval_shape(internals.step_block, params.blocks[1], x, x, state[1])
     return calls
 
@@ -164,7 +165,7 @@ def test_a_million_tokens_have_the_kernels_of_a_few_less(emulation: Emulation, n
             if name == "keyed_wkv7"
             else _layer_calls(emulation, name, sizes, "bfloat16")
         )
-        return [[x.file for x in emulation.launches(call, Device(132))] for call in calls]
+        return [[x.file for x in emulation.launches(call, DEVICES["9.0"])] for call in calls]
 
     assert files(2**20) == files(2**20 - 16)
 
@@ -209,9 +210,9 @@ def _check_rows(
 ) -> None:
     """With any number of rows, each on another device, a row has the results that it has with the
     most rows on an H100. Results that are not written are NaN."""
-    emulation.use(Device(132))
+    emulation.use(DEVICES["9.0"])
     of_most = [(call, _operands(call)) for call in calls_of(rows[-1])]
-    expected = [emulation.run(call, operands, Device(132)) for call, operands in of_most]
+    expected = [emulation.run(call, operands, DEVICES["9.0"]) for call, operands in of_most]
     for count in rows:
         device = devices[5 * count % len(devices)]
         calls = calls_of(count)
@@ -294,10 +295,10 @@ def test_cuda_is_asked_about_a_kernel_once(emulation: Emulation) -> None:
     calls = _layer_calls(emulation, "read_out", sizes, "float32")
     calls += _block_calls(emulation, 8, 128, "bfloat16")
     for call in calls:
-        emulation.launches(call, Device(132))
+        emulation.launches(call, DEVICES["9.0"])
     emulation.module.asked()
     for call in calls:
-        assert emulation.launches(call, Device(132))
+        assert emulation.launches(call, DEVICES["9.0"])
     assert emulation.module.asked() == 0
 
 
@@ -305,10 +306,10 @@ def test_a_launch_that_fails_leaves_no_error_behind(emulation: Emulation) -> Non
     """The emulation looks for one after each call."""
     sizes = {"B": 2, "T": 3, "H": 1, "K": 4096}
     forward, _ = _layer_calls(emulation, "norm_shift_mix", sizes, "float32")
-    small = Device(132, 1024, hopper=False)
+    small = Device(132, 1024)
     with pytest.raises(RuntimeError, match="INTERNAL: norm_shift_mix: invalid argument"):
         emulation.launches(forward, small)
-    assert emulation.launches(forward, Device(132))
+    assert emulation.launches(forward, DEVICES["9.0"])
 
 
 def test_low_rank_maps_read_what_was_written_just_before(emulation: Emulation) -> None:
@@ -325,7 +326,7 @@ def test_low_rank_maps_read_what_was_written_just_before(emulation: Emulation) -
     given = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
     made = [jax.ShapeDtypeStruct((1, tokens, n), jnp.bfloat16) for n in (rank, width)]
     call = Call("rwkv_low_rank_maps_v1", given, made, {}, {"activations": 0}, None)
-    hidden, y = (np.asarray(x, np.float64) for x in emulation.run(call, operands, Device(132)))
+    hidden, y = (np.asarray(x, np.float64) for x in emulation.run(call, operands, DEVICES["9.0"]))
     rows, first, second = (np.asarray(x, np.float64) for x in operands[:3])
     assert tolerance.rms_error(hidden, rows @ first) < 4e-3
     assert tolerance.rms_error(y, rows @ first @ second) < 6e-3

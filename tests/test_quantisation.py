@@ -130,11 +130,13 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
     assert rows["parameters"].strip() == "18,744"
     assert rows["dtype"].strip() == "float32, int8"
-    for target in ("small.pth", "folder"):
-        more = ["--names", "fla"] if target == "folder" else []
+    for target, *more, message in (
+        ("small.pth", "accepted is a file .safetensors"),
+        ("folder", "--names", "fla", "accepted for RWKV-7 with quantised weights is official"),
+    ):
         command = ["convert", str(path), str(tmp_path / target), "--quantize", "int8", *more]
         assert _commands.main(command) == 2
-        assert "accepted is a file .safetensors" in capsys.readouterr().err
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

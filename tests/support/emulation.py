@@ -95,7 +95,7 @@ class Device(NamedTuple):
 
     multiprocessors: int
     shared_memory: int = 232448
-    hopper: bool = True
+    hopper: bool = False
 
 
 DEVICES = {name: Device(*gpu, hopper=name == "9.0") for name, gpu in GPUS.items()}
@@ -157,7 +157,12 @@ class Emulation:
         return None if ordinal else self.gpu[:2]
 
     def scratch(self, op: str, name: str, **problem: int) -> int:
-        floats = int(self.share * self.module.scratch(op, name, **problem))
+        # Not less than one split takes.
+        least = self.module.plan(
+            *(op, name), multiprocessors=1, shared_memory=self.gpu.shared_memory, **problem
+        )
+        whole = self.module.scratch(op, name, **problem)
+        floats = max(int(self.share * whole), min(least["scratch"], whole))
         self._problem = op, name, problem
         gaps = functools.partial(self.module.gaps, op, name, floats, **problem)
         self._scratch = Scratch(floats, gaps)
