@@ -1,6 +1,7 @@
 """Parameters for decoding: the models with them, their files and their places on a mesh."""
 
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from support import checkpoints, meshes
 from support.tolerance import EXACT_FLOAT32, rms_error
 
 
-def _saved(path: Path, version: str = "RWKV-7", **sizes: int) -> Path:
+def _saved(path: Path, version: str = "RWKV-7", **sizes: Any) -> Path:
     checkpoints.write_safetensors(path, checkpoints.official(version, **sizes))
     return path
 
@@ -64,7 +65,7 @@ def test_quantised_before_or_after(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("target", ["model.safetensors", "model.pth", "fla", "small.safetensors"])
 def test_files_have_the_official_layout(tmp_path: Path, target: str) -> None:
-    sizes = {"heads": 1, "head_size": 64} if target == "fla" else {}
+    sizes: dict[str, Any] = {"heads": 1, "head_size": 64} if target == "fla" else {}
     params = models.load(_saved(tmp_path / "source.safetensors", **sizes)).params
     if target.startswith("small"):
         params = models.quantize(params)
