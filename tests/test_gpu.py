@@ -319,8 +319,8 @@ HOPPER = pytest.mark.skipif(WHY_NOT_HOPPER is not None, reason=str(WHY_NOT_HOPPE
 @pytest.mark.parametrize(
     ("rows", "dtype"),
     [
-        *itertools.product([1, 3, 8], cases.DTYPES),
-        *(pytest.param(rows, "bfloat16", marks=HOPPER) for rows in (20, 33, 130)),
+        *itertools.product([1, 3, 8, 20], cases.DTYPES),
+        *(pytest.param(rows, "bfloat16", marks=HOPPER) for rows in (33, 130)),
     ],
 )
 def test_whole_blocks(rows: int, dtype: str) -> None:
