@@ -1,4 +1,4 @@
-"""Reading of small files that may be hostile."""
+"""What is checked before a file that may be hostile is read."""
 
 import os
 import stat
@@ -26,7 +26,7 @@ def content(path: str | os.PathLike[str], most: int) -> bytes:
       FileNotFoundError: there is no such file.
       ValueError: the path is no regular file, or the file is larger.
     """
-    if (given := size(path)) > most:
-        raise ValueError(f"{path}: the file has {given} bytes; accepted are at most {most}")
+    if (count := size(path)) > most:
+        raise ValueError(f"{path}: the file has {count} bytes; accepted are at most {most}")
     with Path(path).open("rb") as file:
         return file.read(most)

@@ -129,7 +129,7 @@ def test_text_that_cannot_go_on(
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith(
-        "rwkv-jax generate: generate: row 0 has no token after 0 new ones, because"
+        "rwkv-jax generate: generate: row 0: no token can be sampled after 0 new ones, because"
     )
     assert not state.exists()
 
@@ -217,7 +217,9 @@ def test_answers_that_fail(files: Files, tmp_path: Path, typed: Typed) -> None:
     )
     assert "/save is state.pth; accepted is a file .safetensors\n" in output
     assert "/save is none/state.safetensors; accepted" in output
-    assert output.count("Assistant:\n\ngenerate: row 0 has no token after 0 new ones") == 3
+    assert (
+        output.count("Assistant:\n\ngenerate: row 0: no token can be sampled after 0 new ones") == 3
+    )
     assert typed.read == [
         "User: Hi\n\nAssistant:",
         " ~\n\nAssistant:",

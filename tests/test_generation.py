@@ -354,11 +354,13 @@ def test_temperature_0_takes_the_first_of_the_largest(warm: int) -> None:
     np.testing.assert_array_equal(found[:39], expected[:39])
 
 
-def test_logits_without_a_distribution() -> None:
+@pytest.mark.parametrize("vocabulary", [3, 8192])
+def test_logits_without_a_distribution(vocabulary: int) -> None:
     """With all kinds of settings. A logit may be -inf, as long as another one is finite."""
     nan, inf = np.nan, np.inf
     wrong = [[nan, 0, 1], [0, -nan, 1], [inf, 0, 1], [1, inf, inf], [-inf, nan, -inf], [-inf] * 3]
     rows = np.array([*wrong, [-inf, 0, -inf]], np.float32)
+    rows = np.pad(rows, ((0, 0), (0, vocabulary - 3)), constant_values=-inf)
     choices = [(0, 1, 0), (1, 1, 0), (0.5, 0.5, 0), (1, 0, 0), (1, 1, 2)]
     each = np.repeat(np.array(choices), len(rows), axis=0).T
     sampling = Sampling(temperature=each[0], top_p=each[1], top_k=each[2].astype(int))
@@ -382,7 +384,8 @@ def test_a_row_without_a_next_token(params: rwkv7.Params) -> None:
     token = whole.tokens[1][3]
     others = (0, *range(2, BATCH))
     assert all(token not in PROMPTS[row] + whole.tokens[row] for row in others)
-    wrong, message = with_nan(params, token), "generate: row 1 has no token after 4 new ones"
+    wrong = with_nan(params, token)
+    message = "generate: row 1: no token can be sampled after 4 new ones"
     with pytest.raises(FloatingPointError, match=message):
         generate(wrong, stop_tokens=[VOCABULARY + NO_DISTRIBUTION])
     stream = TokenStream(rwkv7, wrong, PROMPTS, LENGTH, sampling=MIXED, pieces=PIECES)

@@ -120,10 +120,10 @@ COSTLY = {
     "members": (members, "its directory has 16200000 bytes; accepted"),
     "tensors": (many_tensors(10_000), "10002 tensors .*; accepted are at most 8192"),
     "blocks": (many_tensors(8_000), "8002 tensors; RWKV-7 with .* has 264003"),
-    "shards": (shards(b"{}", 20, 1_000), "16.safetensors: 1000 tensors .* in all files"),
+    "shards": (shards(b"{}", 20, 1_000), "16.safetensors: with its 1000 tensors .* all files"),
     "large shards": (
         shards(b"[" + b"[]," * 500_000 + b"[]]", 20, 1),
-        "1.safetensors: 1500076 bytes .* in all files",
+        "1.safetensors: with its 1500076 bytes .* all files",
     ),
     "configuration": (sparse("config.json", 2**32), "config.json: the file has 4294967296 bytes"),
     "index": (sparse(INDEX, 2**40), f"{INDEX}: the file has 1099511627776 bytes; accepted"),

@@ -33,7 +33,7 @@ def write_vocabulary(path: Path, words: Iterable[str]) -> Path:
     return path
 
 
-def write_tokenizer(path: Path, decoder: Any = None) -> Path:
+def write_tokenizer(path: Path, decoder: Any = None, every_byte: bool = True) -> Path:
     """A tokenizer of Hugging Face for bytes, with pairs of them, a special and an added token."""
     made = hugging_face.Tokenizer(hugging_face.models.BPE())
     made.pre_tokenizer = hugging_face.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -41,7 +41,7 @@ def write_tokenizer(path: Path, decoder: Any = None) -> Path:
     trainer = hugging_face.trainers.BpeTrainer(
         vocab_size=270,
         special_tokens=["<|endoftext|>"],
-        initial_alphabet=hugging_face.pre_tokenizers.ByteLevel.alphabet(),
+        initial_alphabet=hugging_face.pre_tokenizers.ByteLevel.alphabet() if every_byte else [],
         show_progress=False,
     )
     made.train_from_iterator(["the end of the text, the text of the end, 世界世界"], trainer)
@@ -320,6 +320,14 @@ def test_a_normal_form_is_the_same_text(tmp_path: Path, normalizer: dict[str, An
     path = change(tmp_path / "tokenizer.json", {"normalizer": normalizer})
     tokenizer = tokenizers.load(path)
     assert tokenizer.decode(tokenizer.encode("e\u0301 é")) == "é é"
+
+
+def test_bytes_without_a_token(tmp_path: Path) -> None:
+    """Texts of other bytes are encoded."""
+    tokenizer = tokenizers.load(write_tokenizer(tmp_path / "tokenizer.json", every_byte=False))
+    assert tokenizer.decode(tokenizer.encode("the text, the end")) == "the text, the end"
+    with pytest.raises(ValueError, match="accepted is one whose tokens decode to the text"):
+        tokenizer.encode("the text?")
 
 
 def test_world_without_the_fast_encoder(

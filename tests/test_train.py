@@ -275,7 +275,7 @@ def test_most_operations_are_of_matrices(train: ModuleType) -> None:
 
 
 def test_resume_needs_a_checkpoint(train: ModuleType, options: list[str], tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="has no whole checkpoint; --force instead of"):
+    with pytest.raises(SystemExit, match="has no checkpoint; run without --resume"):
         train.main([*options, f"--out={tmp_path}", "--resume"])
 
 

@@ -74,7 +74,7 @@ def names(folder: Path) -> set[str]:
     [
         *(f"--{name}={x}" for name in ("steps", "batch", "judge", "layers") for x in (0, -1, "x")),
         *(f"--{name}={x}" for name in ("warmup", "seed") for x in (-1, 2**31, 0.5)),
-        *(f"--learning-rate={x}" for x in ("nan", "inf", "0", "-1", "1e39")),
+        *(f"--learning-rate={x}" for x in ("nan", "inf", "-1", "1e39")),
         *(f"--weight-decay={x}" for x in ("nan", "-1")),
         *(f"--l2-wrap={x}" for x in ("nan", "-1")),
         *(f"--temperature={x}" for x in ("nan", "-1", "1e-7", "inf")),

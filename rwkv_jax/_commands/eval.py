@@ -44,7 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.plot is not None:
         formats = _figure().canvas.get_supported_filetypes()
-        check_target("--plot", arguments.plot, [f".{name}" for name in formats])
+        plot = Path(arguments.plot)
+        plot = plot.with_suffix(plot.suffix.lower())  # matplotlib takes both
+        check_target("--plot", str(plot), [f".{name}" for name in formats])
     try:
         from tqdm import tqdm
     except ImportError as error:

@@ -176,8 +176,8 @@ def sample(
     )
     penalty = jnp.where(occurrences.seen, presence + frequency * occurrences.counts, 0)
     logits = logits - penalty
-    # NaN if one of the logits is.
-    largest = jnp.max(logits, axis=-1, keepdims=True)
+    # NaN counts as infinite. On CPUs `jnp.max` of a large array passes over NaN.
+    largest = jnp.max(jnp.where(jnp.isnan(logits), jnp.inf, logits), axis=-1, keepdims=True)
     greedy = temperature == 0
 
     def chosen() -> Array:
@@ -224,9 +224,9 @@ def _first(wanted: Bool[Array, "B vocabulary"]) -> Int32[Array, " B"]:
 def no_distribution(what: str, tokens: int) -> FloatingPointError:
     """The error for `NO_DISTRIBUTION` after so many new tokens. Its message begins with `what`."""
     return FloatingPointError(
-        f"{what} has no token after {tokens} new ones, because a logit is NaN or infinite: the "
-        "parameters have such numbers, or activations exceed the range of their dtype, which is "
-        "small for float16"
+        f"{what}: no token can be sampled after {tokens} new ones, because a logit is NaN or "
+        "infinite: the parameters have such numbers, or activations exceed the range of their "
+        "dtype, which is small for float16"
     )
 
 

@@ -179,6 +179,6 @@ def _gradient_axes(operands: Operands) -> tuple[Axes, ...]:
 
 def _taken_apart(operands: Sequence[Array]) -> tuple[Tokens, Array]:
     features, weight, targets, mask = operands
-    # Times a gradient of 0, NaN would be NaN in the gradient of the weight.
+    # NaN would stay NaN in the gradient of the weight, even multiplied by 0.
     features = jnp.where(mask[..., None], features, 0.0)
     return Tokens(features, targets, mask.astype(jnp.float32)), weight

@@ -1,5 +1,6 @@
 """Trees of parameters: the name of each parameter, and the dtype and rank for computing with it."""
 
+import contextlib
 from typing import Any, TypeVar
 
 import jax
@@ -33,16 +34,16 @@ def floating(what: str, dtype: DTypeLike, more: tuple[str, ...] = ()) -> np.dtyp
     """The dtype of parameters or activations: one that the operators take, or one of `more`.
 
     Raises:
-      TypeError: it is another one, or one that JAX replaces by a narrower one unless 64-bit types
+      TypeError: it is none of these, or one that JAX replaces by a narrower one unless 64-bit types
         are enabled. The message begins with `what`.
     """
     accepted = [x for x in (*check.DTYPES, *more) if jax.dtypes.canonicalize_dtype(x) == x]
-    try:
-        found = jnp.dtype(dtype)
+    found: Any = repr(dtype)
+    if dtype is not None:  # which numpy takes for float64
+        with contextlib.suppress(TypeError):
+            found = jnp.dtype(dtype)
         if str(found) in accepted:
             return found
-    except TypeError:
-        found = repr(dtype)
     raise TypeError(f"{what}: dtype is {found}; accepted are {', '.join(accepted)}")
 
 

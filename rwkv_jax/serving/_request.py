@@ -162,4 +162,4 @@ class Request:
 
     def _check(self) -> None:
         if self.error is not None:
-            raise RuntimeError(f"Request: failed with {self.error!r}") from self.error
+            raise RuntimeError(f"Request: the request failed: {self.error}") from self.error

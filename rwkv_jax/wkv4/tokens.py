@@ -62,7 +62,7 @@ class Tokens:
         log_decay, self.pull_back = jax.vjp(
             lambda w: unbounded_log_decay(w, options.decay), inputs["w"]
         )
-        # Of no tokens -inf, which resets a state, would be NaN.
+        # 0 tokens times a log decay of -inf, which resets a state, would be NaN.
         self.walk = Walk(jnp.maximum(log_decay, jnp.finfo(jnp.float32).min), unrolled)
         self.lay_out(inputs["k"].shape[1], packing)
         if self.marks is None:

@@ -46,8 +46,8 @@ def path(folder: Path, step: int) -> Path:
 
 def steps(folder: Path) -> list[int]:
     """The numbers of steps of all checkpoints, the largest first."""
-    names = (x.name.removeprefix("checkpoint.") for x in folder.glob("checkpoint.*"))
-    return sorted((int(x) for x in names if x.isdecimal()), reverse=True)
+    names = (x.name.removeprefix("checkpoint.") for x in folder.glob("checkpoint.*") if x.is_dir())
+    return sorted((int(x) for x in names if x.isdecimal() and x == str(int(x))), reverse=True)
 
 
 def save(
@@ -88,6 +88,8 @@ def newest(folder: Path) -> int:
 
     The program exits where there is none.
     """
+    if not steps(folder):
+        sys.exit(f"{folder} has no checkpoint; run without --resume")
     for step in steps(folder):
         if (fault := _fault(path(folder, step))) is None:
             return step

@@ -64,6 +64,7 @@ def accepting(
 LARGEST = float(np.finfo(np.float32).max)
 
 positive = accepting(int, lambda x: 0 < x < 2**31, "an integer from 1 to 2^31 - 1")
+count = accepting(int, lambda x: x > 0, "an integer from 1 on")
 natural = accepting(int, lambda x: 0 <= x < 2**31, "an integer from 0 to 2^31 - 1")
 share = accepting(float, lambda x: 0 <= x <= 1, "a number from 0 to 1")
 above_zero = accepting(float, lambda x: 0 < x <= LARGEST, "a positive finite number")
@@ -71,7 +72,7 @@ not_negative = accepting(float, lambda x: 0 <= x <= LARGEST, "0 or a positive fi
 temperature = accepting(
     float, lambda x: bool(Sampling(temperature=x)), "0, or a finite number from 1e-6 on"
 )
-filled = accepting(str, lambda x: bool(x.encode()), "a text in UTF-8 that is not empty")
+filled = accepting(str, lambda x: bool(x.encode()), "a text in UTF-8 of at least one character")
 address = accepting(
     str,
     lambda x: bool(match := re.fullmatch(r"\S+:(\d+)", x)) and 0 < int(match[1]) < 2**16,
@@ -81,7 +82,7 @@ address = accepting(
 
 def path(text: str) -> Path:
     """A path that is not empty, for `type` of an option."""
-    return Path(filled(text))
+    return Path(accepting(str, bool, "a path")(text))
 
 
 def mesh_sizes(text: str) -> dict[str, int]:
@@ -89,7 +90,7 @@ def mesh_sizes(text: str) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for part in text.split(","):
         axis, _, number = part.partition("=")
-        if axis not in AXES or axis in sizes or not number.isdecimal() or int(number) < 1:
+        if axis not in AXES or axis in sizes or not re.fullmatch("[1-9][0-9]{0,8}", number):
             raise argparse.ArgumentTypeError(
                 f"{text!r} has {part!r}; accepted are data=N, model=N and seq=N, each once, with "
                 "commas between them"
@@ -155,7 +156,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="compile one block for all but the first; a checkpoint resumes with the same choice",
     )
-    add("--learning-rate", type=above_zero, default=4e-3, help="learning rate at its peak")
+    add("--learning-rate", type=not_negative, default=4e-3, help="learning rate at its peak")
     add("--warmup", type=natural, default=50, help="steps until the peak of the learning rate")
     add("--weight-decay", type=not_negative, default=0.1, help="weight decay of matrices")
     add(
@@ -166,7 +167,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--seed", type=natural, default=0, help="seed of parameters, data order and sample")
     add("--eval-every", type=positive, default=250, help="steps between held-out losses")
-    add("--eval-bytes", type=positive, default=65536, help="held-out bytes that are predicted")
+    add("--eval-bytes", type=count, default=65536, help="held-out bytes that are predicted")
     add("--save-every", type=positive, default=500, help="steps between checkpoints")
     add("--out", type=path, default=Path("out/train"), help="output folder")
     earlier = parser.add_mutually_exclusive_group()
@@ -174,7 +175,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--resume", action="store_true", help="continue from the newest checkpoint in --out"
     )
     earlier.add_argument(
-        "--force", action="store_true", help="start anew, and replace what --out has of another run"
+        "--force",
+        action="store_true",
+        help="start anew, and replace what --out has of another run; until there is a checkpoint "
+        "of this one, --resume continues that one",
     )
     add("--prompt", type=filled, default="class ", help="text that the sample continues")
     add("--sample", type=positive, default=500, help="bytes of text to generate at the end")

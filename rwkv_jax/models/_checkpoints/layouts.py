@@ -213,6 +213,8 @@ def sizes(what: str, layout: Layout, shapes: Shapes) -> dict[str, int]:
         raise ValueError(
             f"{what}: the sizes of the model cannot be told without {' and '.join(needed)}"
         )
+    if max(told.values()) >= 2**31:
+        raise ValueError(f"{what}: the sizes are {told}; accepted are sizes below 2^31")
     return told
 
 

@@ -61,7 +61,8 @@ def inspect(path: str | os.PathLike[str]) -> Checkpoint:
     """The model in a checkpoint without the values of its parameters.
 
     The generation, the sizes and the parameters are found, and checked, as `load` does it, from the
-    names, shapes and dtypes of the tensors. No tensor is read.
+    names, shapes and dtypes of the tensors. No tensor of more than 16 KiB is read, and those of a
+    `.pth` file that are smaller for their checksums alone.
 
     Args:
       path: the file or the folder, as `load` takes it.
@@ -166,7 +167,7 @@ def load(
         or have the wrong shape or dtype, all of which the message lists; or the model is a variant
         that no module computes, such as RWKV-7 with DeepEmbed; or `data` or `model` names an axis
         that the mesh does not have, or there is no mesh.
-      TypeError: `dtype` is another one.
+      TypeError: `dtype` is none of these.
     """
     if dtype is not None:
         dtype = _parameters.floating("load", dtype, ("float64",))

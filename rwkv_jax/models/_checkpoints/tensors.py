@@ -21,7 +21,7 @@ MAX_INSTRUCTIONS = 64 * _MAX_TENSORS
 """The most instructions of a pickle. torch.save writes 32 to 50 for each tensor."""
 TENSORS, BYTES = "tensors or members of archives", "bytes that describe tensors"
 _MOST = {TENSORS: _MAX_TENSORS, BYTES: MAX_DESCRIPTION}
-"""Of all files of a checkpoint. A model of RWKV-7 with 61 blocks has 2,000 tensors."""
+"""The limits for all files of a checkpoint together. RWKV-7 with 61 blocks has 2,000 tensors."""
 
 _SHOWN = 20
 
@@ -47,8 +47,8 @@ class Allowance:
         self._left[of] -= count
         if self._left[of] < 0:
             raise ValueError(
-                f"{what}: {count} {of}; accepted are at most {_MOST[of]} in all files of a "
-                "checkpoint"
+                f"{what}: with its {count} {of} all files of a checkpoint have too many; accepted "
+                f"are at most {_MOST[of]}"
             )
 
 
