@@ -405,7 +405,9 @@ def test_activations_that_overflow(params: rwkv7.Params) -> None:
     first = params.blocks[0]
     ffn = first.ffn._replace(key=rwkv7.Weight(first.ffn.key.weight * 1e25))
     large = params._replace(blocks=(first._replace(ffn=ffn), *params.blocks[1:]))
-    with pytest.raises(FloatingPointError, match=r"row 0: no token can be sampled .* small for float16"):
+    with pytest.raises(
+        FloatingPointError, match=r"row 0: no token can be sampled .* small for float16"
+    ):
         generate(large)
 
 
