@@ -125,7 +125,8 @@ class Conversation:
         try:
             with Interrupt() as interrupt:
                 stream = self._model.read(
-                    *([prompt], self._length),
+                    [prompt],
+                    self._length,
                     session=session,
                     seed=self._seed,
                     stop=[_AFTER_ANSWER],

@@ -40,8 +40,8 @@ def quantize(params: Any, *, group: int | None = None) -> Params:
     Raises:
       TypeError: `params` are not the parameters of a model.
       ValueError: `group` does not divide the inputs of a matrix, or a matrix is quantised already,
-        or has NaN or an infinity. Inside `jit`, where numbers are not known, such a group gets a
-        scale of NaN or infinity instead, with which all that it stands for is NaN.
+        or has NaN or an infinity. Inside `jit`, where numbers are not known, such a group gets an
+        infinite scale instead, with which all that it stands for is NaN.
     """
     if not isinstance(params, Params):
         raise TypeError(f"quantize: params is a {type(params).__name__}; accepted is a Params")
