@@ -73,23 +73,12 @@ XLA_FFI_DataType TypeOf(const py::array& array) {
 // kernel runs there are no copies, and arrays of any size may be views of one number.
 class Buffers {
  public:
-  void Add(const py::array& array) {
-    const size_t bytes = emulation::dry ? 0 : array.nbytes();
-    if (bytes > 0 && !(array.flags() & py::array::c_style))
-      throw py::value_error("an array is not dense");
-    std::shared_ptr<emulation::Memory>& memory = memories_[bytes == 0 ? nullptr : array.data()];
-    if (memory == nullptr || bytes == 0) {
-      memory = std::make_shared<emulation::Memory>(bytes);
-      std::memcpy(memory->data(), array.data(), bytes);
-    }
-    auto sizes =
-        std::make_unique<std::vector<int64_t>>(array.shape(), array.shape() + array.ndim());
-    void* const data = emulation::dry ? const_cast<void*>(array.data()) : memory->data();
-    buffers_.push_back(
-        {XLA_FFI_Buffer_STRUCT_SIZE, nullptr, TypeOf(array), data, array.ndim(), sizes->data()});
-    arrays_.push_back({array, memory});
-    sizes_.push_back(std::move(sizes));
+  void AddOperand(const py::array& array) {
+    const auto memory = Add(array);
+    if (memory->size() > 0) memory->Write(array.data());
   }
+  // Its memory holds nothing but poison.
+  void AddResult(const py::array& array) { Add(array); }
   // Each one's buffer from a number on.
   std::vector<void*> From(size_t first) {
     std::vector<void*> pointers;
@@ -102,19 +91,40 @@ class Buffers {
     if (emulation::dry) return;
     for (size_t i = operands; i < arrays_.size(); ++i) {
       auto& [array, memory] = arrays_[i];
-      std::memcpy(array.mutable_data(), memory->data(), array.nbytes());
+      memory->Read(array.mutable_data());
     }
     for (size_t i = 0; i < arrays_.size(); ++i) {
       const auto& [array, memory] = arrays_[i];
+      const bool operand = i < operands;
       const std::string name =
-          i < operands ? "operand " + std::to_string(i) : "result " + std::to_string(i - operands);
-      if (std::memcmp(array.data(), memory->data(), array.nbytes()) != 0)
-        throw std::runtime_error(name + " was changed");
+          operand ? "operand " + std::to_string(i) : "result " + std::to_string(i - operands);
+      if (operand && !Holds(*memory, array)) throw std::runtime_error(name + " was changed");
       if (!memory->Intact()) throw std::runtime_error("memory around " + name + " was written");
     }
   }
 
  private:
+  static bool Holds(const emulation::Memory& memory, const py::array& array) {
+    std::vector<unsigned char> bytes(memory.size());
+    memory.Read(bytes.data());
+    return std::memcmp(array.data(), bytes.data(), bytes.size()) == 0;
+  }
+  std::shared_ptr<emulation::Memory> Add(const py::array& array) {
+    const size_t bytes = emulation::dry ? 0 : array.nbytes();
+    if (bytes > 0 && !(array.flags() & py::array::c_style))
+      throw py::value_error("an array is not dense");
+    std::shared_ptr<emulation::Memory>& memory = memories_[bytes == 0 ? nullptr : array.data()];
+    if (memory == nullptr || bytes == 0) memory = std::make_shared<emulation::Memory>(bytes);
+    auto sizes =
+        std::make_unique<std::vector<int64_t>>(array.shape(), array.shape() + array.ndim());
+    void* const data = emulation::dry ? const_cast<void*>(array.data()) : memory->data();
+    buffers_.push_back(
+        {XLA_FFI_Buffer_STRUCT_SIZE, nullptr, TypeOf(array), data, array.ndim(), sizes->data()});
+    arrays_.push_back({array, memory});
+    sizes_.push_back(std::move(sizes));
+    return memory;
+  }
+
   std::map<const void*, std::shared_ptr<emulation::Memory>> memories_;
   std::vector<std::pair<py::array, std::shared_ptr<emulation::Memory>>> arrays_;
   std::vector<std::unique_ptr<std::vector<int64_t>>> sizes_;
@@ -137,8 +147,8 @@ void Call(const std::string& target, const std::vector<py::array>& operands,
   frame.stage = XLA_FFI_ExecutionStage_EXECUTE;
 
   Buffers buffers;
-  for (const py::array& array : operands) buffers.Add(array);
-  for (const py::array& array : results) buffers.Add(array);
+  for (const py::array& array : operands) buffers.AddOperand(array);
+  for (const py::array& array : results) buffers.AddResult(array);
   std::vector<void*> args = buffers.From(0), rets = buffers.From(operands.size());
   std::vector<XLA_FFI_ArgType> arg_types(args.size(), XLA_FFI_ArgType_BUFFER);
   std::vector<XLA_FFI_RetType> ret_types(rets.size(), XLA_FFI_RetType_BUFFER);

@@ -133,6 +133,8 @@ class Memory {
   ~Memory() { all.erase(std::find(all.begin(), all.end(), this)); }
   void* data() const { return all_.get() + kGuard; }
   size_t size() const { return size_; }
+  void Write(const void* from) { std::memcpy(data(), from, size_); }
+  void Read(void* to) const { std::memcpy(to, data(), size_); }
   bool Intact() const {
     const unsigned char* const data = all_.get() + kGuard;
     return Unwritten(all_.get(), data) && Unwritten(data + size_, data + Rounded(size_) + kGuard);

@@ -28,13 +28,14 @@ inline cudaStream_t Stream() {
   return stream;
 }
 
-// Memory that CPU and GPU share, of exactly so many bytes, so that compute-sanitizer sees every
-// access outside.
+// Memory of the GPU, of exactly so many bytes, so that compute-sanitizer sees every access outside. What the host
+// writes into it is there late (see Begin). The rest is 0xff; for initcheck, which would take that for values, it
+// is left as it is allocated where the variable of the environment is set.
 class Memory {
  public:
-  explicit Memory(size_t bytes) : size_(bytes) {
-    cudaMallocManaged(&data_, bytes == 0 ? 1 : bytes);
-    cudaMallocManaged(&later_, bytes == 0 ? 1 : bytes);
+  explicit Memory(size_t bytes) : size_(bytes), data_(Allocated(bytes)) {
+    static const bool left = std::getenv("RWKV_JAX_EMULATION_INITCHECK") != nullptr;
+    if (!left) cudaMemset(data_, 0xff, size_);
     all.push_back(this);
   }
   Memory(const Memory&) = delete;
@@ -45,11 +46,23 @@ class Memory {
   void* data() const { return data_; }
   void* later() const { return later_; }
   size_t size() const { return size_; }
+  void Write(const void* from) {
+    if (later_ == nullptr) later_ = Allocated(size_);
+    cudaMemcpy(later_, from, size_, cudaMemcpyHostToDevice);
+    cudaMemset(data_, 0xff, size_);
+  }
+  void Read(void* to) const { cudaMemcpy(to, data_, size_, cudaMemcpyDeviceToHost); }
   bool Intact() const { return true; }
 
  private:
-  void *data_ = nullptr, *later_ = nullptr;
+  static void* Allocated(size_t bytes) {
+    void* data = nullptr;
+    cudaMalloc(&data, bytes == 0 ? 1 : bytes);
+    return data;
+  }
+
   size_t size_;
+  void *data_, *later_ = nullptr;
 
  public:
   static inline std::vector<Memory*> all;
@@ -80,15 +93,15 @@ inline void Begin() {
   if (dry) return;
   static Piece* pieces = nullptr;
   constexpr int kMost = 256;
-  if (pieces == nullptr) cudaMallocManaged(&pieces, kMost * sizeof(Piece));
+  if (pieces == nullptr) cudaMallocHost(&pieces, kMost * sizeof(Piece));
   int count = 0;
   for (const Memory* memory : Memory::all) {
-    auto *to = static_cast<unsigned char*>(memory->data()),
-         *from = static_cast<unsigned char*>(memory->later());
-    std::memcpy(from, to, memory->size()), std::memset(to, 0xff, memory->size());
+    if (memory->later() == nullptr) continue;
     if (count == kMost) std::abort();
-    pieces[count++] = {from, to, memory->size()};
+    pieces[count++] = {static_cast<const unsigned char*>(memory->later()),
+                       static_cast<unsigned char*>(memory->data()), memory->size()};
   }
+  cudaDeviceSynchronize();
   ProduceKernel<<<1, 256, 0, Stream()>>>(pieces, count);
 }
 
