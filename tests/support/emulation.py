@@ -33,6 +33,9 @@ NAME = "rwkv_jax_emulation"
 GAP = 64
 """The numbers between the parts of a scratch."""
 
+INITCHECK = "RWKV_JAX_EMULATION_INITCHECK" in os.environ
+"""Whether a GPU's memory is left as it is allocated: then gaps hold anything."""
+
 
 missing = not (FFI.is_dir() and shutil.which("g++") and platform.machine() == "x86_64")
 needs_emulation = pytest.mark.skipif(missing, reason="needs the sources, g++ and an x86-64 CPU")
@@ -240,7 +243,7 @@ class Emulation:
             for x in call.results
         ]
         launches = self._launch(call, operands, results)
-        if call.scratch and call.scratch.floats and "RWKV_JAX_EMULATION_INITCHECK" not in os.environ:
+        if call.scratch and call.scratch.floats and not INITCHECK:
             floats, gaps = call.scratch
             (scratch,) = (x for x in results if x.shape == (floats,) and x.dtype == np.float32)
             between = np.add.outer(gaps(), np.arange(GAP)).astype(int)
