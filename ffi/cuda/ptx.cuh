@@ -24,9 +24,10 @@ __device__ inline uint32_t SharedAddress(const void* pointer) {
 }
 
 // Waits at a named barrier until `threads` threads have come to it. Barrier 0 is that of
-// __syncthreads.
+// __syncthreads. PTX's `bar.sync` would promise that all of them execute the same instruction, and
+// warps with different roles wait in different places.
 __device__ inline void Synchronize(int barrier, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+  asm volatile("barrier.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
 // Waits likewise, and returns whether `value` is true in all of the threads.
@@ -34,7 +35,7 @@ __device__ inline bool SynchronizeAll(int barrier, int threads, bool value) {
   uint32_t all;
   asm volatile(
       "{.reg .pred value, all; setp.ne.b32 value, %3, 0; "
-      "bar.red.and.pred all, %1, %2, value; selp.u32 %0, 1, 0, all;}"
+      "barrier.red.and.pred all, %1, %2, value; selp.u32 %0, 1, 0, all;}"
       : "=r"(all)
       : "r"(barrier), "r"(threads), "r"(static_cast<uint32_t>(value))
       : "memory");
