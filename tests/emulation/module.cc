@@ -86,12 +86,12 @@ class Buffers {
     return pointers;
   }
   // What a handler has made of them, the first `operands` of which it may not change unless they are
-  // results.
-  void Finish(size_t operands) {
+  // results. The result with the number `unread` stays as it was.
+  void Finish(size_t operands, int64_t unread) {
     if (emulation::dry) return;
     for (size_t i = operands; i < arrays_.size(); ++i) {
       auto& [array, memory] = arrays_[i];
-      memory->Read(array.mutable_data());
+      if (static_cast<int64_t>(i - operands) != unread) memory->Read(array.mutable_data());
     }
     for (size_t i = 0; i < arrays_.size(); ++i) {
       const auto& [array, memory] = arrays_[i];
@@ -139,7 +139,8 @@ XLA_FFI_Handler* HandlerOf(const std::string& target) {
 }
 
 void Call(const std::string& target, const std::vector<py::array>& operands,
-          const std::vector<py::array>& results, std::map<std::string, int64_t> attributes) {
+          const std::vector<py::array>& results, std::map<std::string, int64_t> attributes,
+          int64_t unread) {
   static const XLA_FFI_Api api = Api();
   XLA_FFI_CallFrame frame = {};
   frame.struct_size = XLA_FFI_CallFrame_STRUCT_SIZE;
@@ -183,7 +184,7 @@ void Call(const std::string& target, const std::vector<py::array>& operands,
   if (error != nullptr)
     throw std::runtime_error(std::string(Name(error->code)) + ": " + error->message);
   if (!failure.empty()) throw std::runtime_error(failure);
-  buffers.Finish(operands.size());
+  buffers.Finish(operands.size(), unread);
 }
 
 // Where the gaps behind the parts of a scratch begin, of which each begins where the next part or the end is.
@@ -224,7 +225,7 @@ rwkv_jax::Problem ProblemOf(const std::string& op, const std::string& pass,
 
 PYBIND11_MODULE(rwkv_jax_emulation, module) {
   module.def("call", &Call, py::arg("target"), py::arg("operands"), py::arg("results"),
-             py::arg("attributes"));
+             py::arg("attributes"), py::arg("unread"));
   module.def("seed", &emulation::Seed, "Draws the order of warps anew.");
   module.def("set_device", [](int64_t multiprocessors, int64_t shared_memory, bool hopper) {
     emulation::device = {multiprocessors, shared_memory};
