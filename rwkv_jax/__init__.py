@@ -11,7 +11,7 @@ says how well a model predicts a text.
 # Arguments that all operators share
 
 The axes have these letters: B rows of a batch, T tokens, H heads, K key channels and V value
-channels of a head, C channels (of `wkv4`), S sequences of `cu_seqlens`, P rows of a pool of states.
+channels of a head, C channels (of `wkv4`), S sequences of `cu_seqlens`.
 
 **Inputs.** All inputs of a call share one dtype: float32, bfloat16 or float16. States are always
 float32, and so is all accumulation. `y` has the dtype of `v`. B, T, H and C may be 0.
@@ -32,13 +32,6 @@ in a single row, so B is 1. The sequence s has the tokens from `cu_seqlens[s]` u
 that decrease, raise a ValueError where their values are known when the call is traced. Otherwise
 they are clamped, and tokens of no sequence have a `y` and gradients of 0. `cu_seqlens` and
 `segment_ids` exclude each other.
-
-**`slots`**, int32 [B], or [S] with `cu_seqlens`, are rows of a pool of states. `initial_state` is
-then the pool, with P in place of B. The operator returns the pool with these rows replaced, in
-place if the caller donates it. A row or sequence with a slot below 0 is not active: its `y` is 0. A
-slot that the pool does not have, or that occurs twice, raises a ValueError where the slots are
-known when the call is traced. Otherwise a row whose slot the pool does not have is not active, and
-of several rows with the same slot the last one is kept.
 
 **`decay`** names the form in which `w` gives the decay; the docstring of each operator lists its
 forms. Any finite `w` is accepted. In `wkv5`, `wkv6` and `wkv7` a decay that underflows to 0 clears
@@ -61,6 +54,7 @@ says why. If only the platform is at fault, the error comes when the program is 
 """
 
 from rwkv_jax import sharding as sharding
+from rwkv_jax._info import Availability as Availability
 from rwkv_jax._info import build_info as build_info
 from rwkv_jax._info import export_checks as export_checks
 from rwkv_jax._info import implementations as implementations

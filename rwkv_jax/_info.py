@@ -1,16 +1,33 @@
 """What this installation can do."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax import export
 
+from rwkv_jax import _pallas
 from rwkv_jax._native import library
-from rwkv_jax._operator import check, dispatch
-from rwkv_jax._operator.call import Marks, Sequences
-from rwkv_jax._operator.public import registered
+from rwkv_jax._operator import check
+from rwkv_jax._operator.call import Forward, Marks, Packing, Sequences
+from rwkv_jax._operator.dispatch import OTHER, PLATFORMS
+from rwkv_jax._operator.operator import PUBLIC
 from rwkv_jax._packing import segments, sequences
+
+
+class Availability(NamedTuple):
+    """Whether an implementation can run a call.
+
+    available: whether it can run the call and its gradient.
+    reason: why it cannot, or None.
+    description: in a few words how it computes the call (which kernels and in what arithmetic), or
+      None where it cannot. For "ffi" on CUDA this is asked of the native code that decides it, for
+      the GPUs that are here, or for one like an H100 where there is none.
+    """
+
+    available: bool
+    reason: str | None
+    description: str | None
 
 
 def implementations(
@@ -21,9 +38,8 @@ def implementations(
     decay: str = "log",
     precision: Any = None,
     platform: str | None = None,
-    details: bool = False,
-) -> dict[str, str | None]:
-    """Which implementations of an operator can run a call, and why the others cannot.
+) -> dict[str, Availability]:
+    """Which implementations of an operator can run a call, how, and why the others cannot.
 
     Args:
       op: the name of a public operator, such as "wkv7".
@@ -33,42 +49,47 @@ def implementations(
       decay: as the operator takes it.
       precision: as the operator takes it.
       platform: "cpu", "cuda" or another JAX platform; the default backend's if None.
-      details: say of an implementation that can run in a few words how it does (which kernels and
-        in what arithmetic), in place of None. For "ffi" on CUDA this is asked of the native code
-        that decides it, for the first GPU, or for one like an H100 where there is none.
 
     Returns:
-      For each implementation, None if it can run this call and its gradient, or the reason why not.
+      An `Availability` for each implementation, by its name.
 
     Raises:
       ValueError: `op` is unknown, or operands are too few or too many.
     """
-    functions = {function.name: function for function in registered()}
-    function = functions[check.choice("implementations", "op", op, functions)]
-    signature, arguments = function.operator.signature, function.arguments
-    names, states = list(arguments), list(arguments)[len(signature.inputs) :]
+    functions = {function.__name__: operator for function, operator in PUBLIC.items()}
+    operator = functions[check.choice("implementations", "op", op, functions)]
+    token, signature = op != operator.name, operator.signature
+    names = list(signature.arguments(token=token))
+    states = names[len(signature.inputs) :]
     if len(operands) not in (len(names), len(names) - len(states)):
         raise ValueError(
             f"implementations: {op} takes the operands {', '.join(names)}, the state optional "
             f"here; {len(operands)} were given"
         )
     given = dict(zip(names, operands, strict=False))
-    axes = arguments if cu_seqlens is None else function.arguments_of_sequences
+    axes = signature.arguments(token=token, sequences=cu_seqlens is not None)
     check.shapes(op, axes, given, states)
     inputs = {name: given[name] for name in signature.inputs}
-    packing = None
+    sizes = signature.row_sizes(inputs, token=token)
+    packing: Packing = None
     if cu_seqlens is not None:
-        packing = Sequences(sequences.checked(op, cu_seqlens, *signature.row_sizes(inputs)))
+        packing = Sequences(sequences.checked(op, cu_seqlens, *sizes))
     elif segment_ids is not None:
-        ids = segments.checked(op, segment_ids, *function.row_sizes(inputs))
+        ids = segments.checked(op, segment_ids, *sizes)
         # Implementations get a mark for each token of sequences; here the shape alone counts.
-        packing = None if function.is_step else Marks(ids)
-    options = check.options(
-        op, function.operator, decay=decay, precision=precision, implementation=None
-    )
+        packing = None if token else Marks(ids)
+    options = operator.options(decay, precision, None, token=token)
     if platform is None:
         platform = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
-    return dispatch.reasons(function.operator, options, platform, inputs, packing, details=details)
+    platform = platform if platform in PLATFORMS else OTHER
+
+    def availability(choice: str) -> Availability:
+        call = Forward(inputs, {}, packing)
+        if reason := operator.why_not("forward", choice, options, platform, call):
+            return Availability(False, reason, None)
+        return Availability(True, None, operator.describe(choice, options, platform, call))
+
+    return {choice: availability(choice) for choice in operator.implementations}
 
 
 def build_info() -> dict[str, Any]:
@@ -95,10 +116,5 @@ def export_checks() -> Sequence[export.DisabledSafetyCheck]:
     the native kernels, or Pallas kernels on a GPU: those of operators, and of the models, layer
     functions and losses that are imported. The process that loads the program must have imported
     `rwkv_jax`."""
-    targets = library.declared() | {
-        target
-        for function in registered()
-        for implementation in function.operator.implementations.values()
-        for target in implementation.targets
-    }
+    targets = library.declared() | _pallas.TARGETS
     return [export.DisabledSafetyCheck.custom_call(target) for target in sorted(targets)]

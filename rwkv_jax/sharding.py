@@ -9,6 +9,7 @@ own.
 """
 
 import functools
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias, TypeVar, cast
@@ -16,12 +17,12 @@ from typing import Any, TypeAlias, TypeVar, cast
 import jax
 from jax.sharding import AxisType, NamedSharding
 
+from rwkv_jax._devices import sequence as over_devices
 from rwkv_jax._operator import check
-from rwkv_jax._operator.arguments import Call
-from rwkv_jax._operator.call import Forward, Sequences
+from rwkv_jax._operator.call import Forward, Options, Sequences
 from rwkv_jax._operator.dispatch import named
+from rwkv_jax._operator.operator import PUBLIC, Operator, YAndState
 from rwkv_jax._operator.partition import axis_names, spec_of
-from rwkv_jax._operator.public import PublicFunction, find
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 
@@ -52,8 +53,7 @@ def shard(
     Returns:
       A function with the arguments, results, derivatives and errors of `operator`, all arrays of
       global shape. States are not distributed along the sequence. `cu_seqlens` goes with `heads`
-      alone, and `slots` with no mesh. It stands inside `jit` or not, and is differentiable as
-      `operator` is.
+      alone. It stands inside `jit` or not, and is differentiable as `operator` is.
 
     Raises:
       TypeError: `operator` is not a registered operator.
@@ -61,51 +61,46 @@ def shard(
         sequence. The returned function raises it if a size is not a multiple of the number of
         devices.
     """
-    function = find(operator)
-    if function.is_step and sequence is not None:
-        raise ValueError(
-            f"{function.name}: sequence is {sequence!r}; accepted is None, for one token"
-        )
+    found, token = _find(operator)
+    op = found.public_name(token=token)
+    if token and sequence is not None:
+        raise ValueError(f"{op}: sequence is {sequence!r}; accepted is None, for one token")
     if mesh is None:
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.empty:
             raise ValueError(
-                f"{function.name}: mesh is None and no mesh is set; accepted is a mesh, or None "
+                f"{op}: mesh is None and no mesh is set; accepted is a mesh, or None "
                 "within jax.set_mesh"
             )
     places = {"batch": batch, "heads": heads, "sequence": sequence}
-    _check_places(function.name, mesh, places)
+    _check_places(op, mesh, places)
     letters = {"B": batch, "T": sequence, "H": heads, "C": heads}
 
     @functools.wraps(operator)
     def sharded(*args: Any, **named: Any) -> tuple[Any, Any]:
-        call = _bind(function, args, named)
-        if isinstance(call.operands.packing, Sequences):
-            _check_places_of_sequences(function.name, places)
-        axes = function.axes(call.operands)
-        _check_sizes(function.name, mesh, letters, axes, call.operands)
+        options, operands = _checked(operator, found, token, args, named)
+        if isinstance(operands.packing, Sequences):
+            _check_places_of_sequences(op, places)
+        axes = found.signature.given_axes(operands, token=token)
+        _check_sizes(op, mesh, letters, axes, operands)
         specs = jax.tree.map(lambda axes: spec_of(letters, axes), axes)
-        operands = call.operands
         if AxisType.Explicit in mesh.axis_types:
             operands = jax.tree.map(
-                lambda x, axes: jax.sharding.reshard(
-                    x, NamedSharding(mesh, spec_of(letters, axes))
-                ),
-                operands,
-                axes,
+                lambda x, spec: jax.sharding.reshard(x, NamedSharding(mesh, spec)), operands, specs
             )
         if any(x.size == 0 for x in jax.tree.leaves(operands)):
             # A shard_map whose operands are all constants, as empty arrays are, does not compile.
-            return function.results(*function.compute(call.options, operands))
-        y, state = function.result_axes(call.operands)
+            return found.results(*found.compute(options, operands, token=token))
+        state = found.signature.given_state(operands.packing)
+        results = axes.inputs[found.signature.y], state
         compute = jax.shard_map(
-            lambda operands: function.compute(call.options, operands, sequence),
+            lambda operands: _compute(found, options, operands, token, sequence),
             mesh=mesh,
             in_specs=(specs,),
-            out_specs=jax.tree.map(lambda axes: spec_of(letters, axes), (y, state)),
+            out_specs=jax.tree.map(lambda axes: spec_of(letters, axes), results),
             check_vma=check_vma,
         )
-        return function.results(*compute(operands))
+        return found.results(*compute(operands))
 
     return cast(Fn, sharded)
 
@@ -125,28 +120,61 @@ def sequence_parallel(operator: Fn, axis: str | tuple[str, ...]) -> Fn:
     Raises:
       TypeError: `operator` is not a registered operator.
     """
-    function = find(operator)
-    if function.is_step:
-        raise TypeError(f"{function.name} is a step; accepted are the operators on whole sequences")
+    found, token = _find(operator)
+    if token:
+        op = found.public_name(token=True)
+        raise TypeError(f"{op} is a step; accepted are the operators on whole sequences")
 
     @functools.wraps(operator)
     def distributed(*args: Any, **named: Any) -> tuple[Any, Any]:
-        call = _bind(function, args, named)
-        if isinstance(call.operands.packing, Sequences):
+        options, operands = _checked(operator, found, False, args, named)
+        if isinstance(operands.packing, Sequences):
             raise ValueError(
-                f"{function.name}: cu_seqlens along {axis!r}; accepted is None, and segment_ids"
+                f"{found.name}: cu_seqlens along {axis!r}; accepted is None, and segment_ids"
             )
-        return function.results(*function.compute(call.options, call.operands, axis))
+        return found.results(*_compute(found, options, operands, False, axis))
 
     return cast(Fn, distributed)
 
 
-def _bind(function: PublicFunction, args: tuple[Any, ...], named: Mapping[str, Any]) -> Call:
-    if named.get("slots") is not None:
-        raise ValueError(
-            f"{function.name}: slots over a mesh; accepted is None, and states [B, ...]"
-        )
-    return function.bind(*args, **named)
+def _find(function: Any) -> tuple[Operator, bool]:
+    """The operator of a public function, and whether the function is its step.
+
+    Raises:
+      TypeError: there is none.
+    """
+    if (found := PUBLIC.get(function)) is None:
+        accepted = ", ".join(x.__name__ for x in PUBLIC)
+        raise TypeError(f"operator is {function!r}; accepted are {accepted}")
+    return found, function.__name__ != found.name
+
+
+def _checked(
+    function: Callable[..., Any],
+    operator: Operator,
+    token: bool,
+    args: tuple[Any, ...],
+    named: Mapping[str, Any],
+) -> tuple[Options, Forward]:
+    """The options and the operands of a call of a public function."""
+    bound = inspect.signature(function).bind(*args, **named)
+    bound.apply_defaults()
+    given = bound.arguments
+    inputs = {name: given[name] for name in operator.signature.inputs}
+    state = given["state" if token else "initial_state"]
+    packing = given["segment_ids"], given.get("cu_seqlens")
+    choices = (given[name] for name in ("decay", "precision", "implementation"))
+    options = operator.options(*choices, token=token)
+    return options, operator.operands(inputs, state, *packing, token=token)
+
+
+def _compute(
+    operator: Operator, options: Options, operands: Forward, token: bool, axis: Any
+) -> YAndState:
+    """`y` and the state, inside a `shard_map` that may distribute a sequence along `axis`."""
+    if axis is None:
+        return operator.compute(options, operands, token=token)
+    return over_devices.run(operator, options, axis, operator.prepared(operands, axis=axis))
 
 
 def _check_places(op: str, mesh: Any, places: Mapping[str, Axes]) -> None:

@@ -203,7 +203,7 @@ and a function that makes a program of one."""
 def contestants(args: argparse.Namespace, shape: Shape, operands: Operands) -> Iterator[Program]:
     state = sum(x.size for x in jax.tree.leaves(operands.shapes[operands.state]))
     states = 4 * operands.sizes["T"] * state
-    reasons = operands.implementations(args.decay)
+    reasons = {name: x.reason for name, x in operands.implementations(args.decay).items()}
     for name in args.implementations or reasons:
         if reason := reasons.get(name, "there is no such implementation"):
             note, failed = f"cannot run: {reason}", bool(args.implementations)

@@ -139,7 +139,7 @@ def test_a_training_step_on_rocm() -> None:
 def test_head_sizes_without_native_kernels_run_on_xla(case: Case) -> None:
     assert hlo.targets(_lowered(None, PLATFORM, case)) == set()
     inputs, _ = cases.wkv7(case)
-    reason = rwkv_jax.implementations("wkv7", *inputs.values())["ffi"]
+    reason = rwkv_jax.implementations("wkv7", *inputs.values())["ffi"].reason
     assert reason is not None
     with pytest.raises(NotImplementedError, match="wkv7: implementation 'ffi' cannot run"):
         jax.eval_shape(lambda inputs: rwkv_jax.wkv7(**inputs, implementation="ffi"), inputs)
@@ -168,20 +168,21 @@ def test_implementations(op: str) -> None:
     native = {"ffi": internals.missing(PLATFORM)}
     reason = None if PLATFORM == "cuda" else "pallas kernels exist for CUDA GPUs and for TPUs"
     pallas = {} if op.startswith("wkv4") else {"pallas": reason}
-    assert result == native | pallas | {"xla": None, "reference": None}
+    reasons = native | pallas | {"xla": None, "reference": None}
+    assert {name: x.reason for name, x in result.items()} == reasons
+    for found in result.values():
+        assert found.available == (found.reason is None) == (found.description is not None)
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs.values()]
-    assert rwkv_jax.implementations(op, *shapes) == result
-    assert rwkv_jax.implementations(op, *shapes[: len(operator.inputs)]) == result
+    options = {"decay": operator.decays[-1], "precision": "highest"}
+    assert rwkv_jax.implementations(op, *shapes, **options) == result
+    assert rwkv_jax.implementations(op, *shapes[: len(operator.inputs)], **options) == result
 
     for platform in ("cpu", "cuda", "tpu"):
-        details = rwkv_jax.implementations(op, *shapes, platform=platform, details=True)
-        reasons = rwkv_jax.implementations(op, *shapes, platform=platform)
-        assert details["reference"] == "lax.scan, one token at a time in float32"
-        assert details["xla"] == "chunks in plain jax.numpy"
-        assert all(reasons[name] in (None, details[name]) for name in native)
-    on_tpu = rwkv_jax.implementations(op, *shapes, platform="tpu")
-    assert all(on_tpu[name] == "native kernels exist for CPUs and for CUDA GPUs" for name in native)
-    assert on_tpu["xla"] is None
+        result = rwkv_jax.implementations(op, *shapes, platform=platform)
+        assert result["reference"].description == "lax.scan, one token at a time in float32"
+        assert result["xla"].description == "chunks in plain jax.numpy"
+    assert result["ffi"].reason == "native kernels exist for CPUs and for CUDA GPUs"
+    assert result["xla"].available
 
 
 @each_operator

@@ -65,7 +65,7 @@ def _assert_right(found: dict[str, Any], right: dict[str, np.ndarray], dtype: st
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """None takes the way of the kernels for a few tokens as well."""
     internals.pretend(monkeypatch, "cuda", None)
-    monkeypatch.setattr(internals.gpus, "other_than_hopper", lambda: None)
+    monkeypatch.setattr(internals.gpus, "why_not_hopper", lambda: None)
     monkeypatch.setattr(internals.feed_forward, "MIN_TOKENS", 0)
 
 

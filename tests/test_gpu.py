@@ -159,11 +159,11 @@ def test_matrix_units_run_and_save_nothing_without_a_gradient(op: str) -> None:
     assert "bf16[2,0,2,64,64]" in (forward.as_text() or "")
     assert "bf16[2,2,2,64,64]" in (compiled.as_text() or "")
 
-    details = rwkv_jax.implementations(op, *inputs.values(), details=True)
-    forward_pass = str(details["ffi"]).partition(";")[0]
+    found = rwkv_jax.implementations(op, *inputs.values())
+    forward_pass = str(found["ffi"].description).partition(";")[0]
     assert forward_pass == "CUDA kernels on matrix units, bfloat16 with float32 sums"
-    exact = rwkv_jax.implementations(op, *inputs.values(), precision="highest", details=True)
-    assert exact["ffi"] == "CUDA kernels, one token at a time in float32"
+    exact = rwkv_jax.implementations(op, *inputs.values(), precision="highest")
+    assert exact["ffi"].description == "CUDA kernels, one token at a time in float32"
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
@@ -312,7 +312,7 @@ def _check_sequences(op: str, case: Case, cu: np.ndarray) -> None:
     assert_right(found, expected(op, inputs, cotangents, **options), limits)
 
 
-WHY_NOT_HOPPER = internals.gpus.other_than_hopper()
+WHY_NOT_HOPPER = internals.gpus.why_not_hopper()
 HOPPER = pytest.mark.skipif(WHY_NOT_HOPPER is not None, reason=str(WHY_NOT_HOPPER))
 
 
@@ -584,9 +584,10 @@ def test_pallas_on_hopper_without_triton(
     decay = OPERATORS[op].suited(case).decay
     internals.lose_triton(monkeypatch)
     call = functools.partial(rwkv_jax.implementations, op, *inputs.values(), decay=decay)
-    if reason := call()["pallas"]:
-        pytest.skip(reason)
-    assert "(Mosaic GPU)" in str(call(details=True)["pallas"])
+    found = call()["pallas"]
+    if found.reason:
+        pytest.skip(found.reason)
+    assert "(Mosaic GPU)" in str(found.description)
     check(Run(op, "pallas"), case, precision=None)
     monkeypatch.undo()
     jax.clear_caches()

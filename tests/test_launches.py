@@ -102,7 +102,7 @@ def _block_calls(emulation: Emulation, rows: int, width: int, dtype: str) -> lis
     calls, record = emulation.recorder()
     with pytest.MonkeyPatch.context() as patch:
         internals.run_blocks_as_on_cuda(patch, emulation, record)
-        patch.setattr(internals.gpus, "other_than_hopper", lambda: None)
+        patch.setattr(internals.gpus, "why_not_hopper", lambda: None)
         jax.eval_shape(internals.step_block, params.blocks[1], x, x, state[1])
     return calls
 

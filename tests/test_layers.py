@@ -360,6 +360,6 @@ def test_no_kernel_beyond_its_grid(rows: int, tokens: int) -> None:
         name: jax.ShapeDtypeStruct([axes[x] for x in letters], jnp.float32)
         for name, letters in function.inputs.items()
     }
-    options = Options(None, jax.lax.Precision.DEFAULT, "ffi")
-    reason = function.why_not("ffi", "cuda", options, Operands(inputs))
+    options = Options(implementation="ffi")
+    reason = function.why_not("forward", "ffi", options, "cuda", Operands(inputs))
     assert f"B = {rows} and T = {tokens}" in str(reason)

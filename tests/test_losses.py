@@ -503,6 +503,7 @@ def test_programs_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         assert targets() == of_features
         assert targets(1025) == of_logits
     monkeypatch.setattr(internals.gpus, "HOPPER", ("B200",))
+    jax.clear_caches()
     assert targets() == of_logits
 
 
@@ -511,7 +512,7 @@ def test_the_way_of_the_kernel_of_features_where_there_is_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     internals.pretend(monkeypatch, "cuda", None)
-    monkeypatch.setattr(internals.gpus, "other_than_hopper", lambda: None)
+    monkeypatch.setattr(internals.gpus, "why_not_hopper", lambda: None)
     monkeypatch.setattr(internals.of_losses, "MIN_TOKENS", 0)
     check(arrays(5, 8, **LARGE), 0.7, mine={"slab": 16}, l2_wrap=0.03)
 

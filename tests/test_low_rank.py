@@ -39,7 +39,7 @@ def _found(
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """None takes the way of the kernels for a few tokens as well."""
     internals.pretend(monkeypatch, "cuda", None)
-    monkeypatch.setattr(internals.gpus, "other_than_hopper", lambda: None)
+    monkeypatch.setattr(internals.gpus, "why_not_hopper", lambda: None)
     monkeypatch.setattr(internals.low_rank, "MIN_TOKENS", 0)
 
 

@@ -59,7 +59,7 @@ def _assert_all_right(found: Any, inputs: Inputs, dys: Any, dtype: str = "bfloat
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """None takes the way of the kernels for a few tokens as well."""
     internals.pretend(monkeypatch, "cuda", None)
-    monkeypatch.setattr(internals.gpus, "other_than_hopper", lambda: None)
+    monkeypatch.setattr(internals.gpus, "why_not_hopper", lambda: None)
     monkeypatch.setattr(internals.low_rank_maps, "MIN_TOKENS", 0)
 
 

@@ -67,8 +67,8 @@ def _details(
     inputs, _ = OPERATORS[op].make(OPERATORS[op].suited(case))
     shapes = [inputs[name] for name in OPERATORS[op].inputs]
     options = {"decay": OPERATORS[op].suited(case).decay, "precision": None} | options
-    details = rwkv_jax.implementations(op, *shapes, platform="cuda", details=True, **options)
-    return details["ffi"], suits_matrix_units(op, inputs, **options)
+    found = rwkv_jax.implementations(op, *shapes, platform="cuda", **options)
+    return found["ffi"].description, suits_matrix_units(op, inputs, **options)
 
 
 if "cuda" in PRESENT:

@@ -435,7 +435,9 @@ def test_why_not(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def reason(case: Case, platform: str) -> str | None:
         inputs, _ = OPERATORS[op].make(case)
         with hlo.device(platform):
-            return rwkv_jax.implementations(op, *inputs.values(), platform=platform)["pallas"]
+            return rwkv_jax.implementations(op, *inputs.values(), platform=platform)[
+                "pallas"
+            ].reason
 
     for platform in LOWERING.PLATFORMS:
         assert reason(Case(1, 5, 1, 16, V=128, dtype="bfloat16"), platform) is None
@@ -500,13 +502,9 @@ def _details(case: Case, op: str = "wkv7", kind: str = "NVIDIA H200", **options:
     with hlo.device("cuda", kind):
         call = functools.partial(rwkv_jax.implementations, op, *inputs.values())
         given = {"decay": OPERATORS[op].suited(case).decay, **options}
-        reason = call(platform="cuda", **given)["pallas"]
-        details = call(platform="cuda", details=True, **given)["pallas"]
-    if reason is None:
-        assert str(details).startswith("Pallas kernels (")
-    else:
-        assert details == reason
-    return str(details)
+        found = call(platform="cuda", **given)["pallas"]
+    assert found.available == str(found.description).startswith("Pallas kernels (")
+    return found.description or str(found.reason)
 
 
 BOTH = "Mosaic GPU, and for gradients Triton"
@@ -580,10 +578,10 @@ def test_steps_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, _ = operands("wkv7_step", Case(128, 1, 2, 64, dtype="bfloat16"))
     call = functools.partial(rwkv_jax.implementations, "wkv7_step", *inputs.values())
     with hlo.device("cuda"):
-        options = {"decay": "sigmoid", "platform": "cuda", "details": True}
-        assert "(Triton)" in str(call(**options)["pallas"])
+        options = {"decay": "sigmoid", "platform": "cuda"}
+        assert "(Triton)" in str(call(**options)["pallas"].description)
         internals.lose_triton(monkeypatch)
-        assert "(Mosaic GPU)" in str(call(**options)["pallas"])
+        assert "(Mosaic GPU)" in str(call(**options)["pallas"].description)
     monkeypatch.undo()
     jax.clear_caches()
 

@@ -262,3 +262,15 @@ def test_step_needs_no_collective(
     compiled = jax.jit(lambda xs: results(run, **xs)).lower(placed).compile()
     assert_right(compiled(placed), expected(op, inputs, cotangents))
     assert hlo.collectives(compiled.as_text()) == set()
+
+
+@pytest.mark.parametrize("implementation", [None, "xla"])
+def test_arrays_on_no_mesh_under_one_that_is_set(
+    implementation: str | None, cpus: list[Any]
+) -> None:
+    """Their place has no names of mesh axes; they count as replicated."""
+    run = Run("wkv7", implementation)
+    inputs, cotangents = operands("wkv7", Case(4, 9, 2, 16))
+    with jax.set_mesh(meshes.mesh("data=4", AxisType.Auto, cpus)):
+        found = jax.jit(lambda xs: results(run, **xs))(inputs)
+    assert_right(found, expected("wkv7", inputs, cotangents))

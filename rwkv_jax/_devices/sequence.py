@@ -13,6 +13,7 @@ rows of a larger batch, and so give few heads more of a large GPU.
 Everything here runs inside `shard_map`.
 """
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -21,12 +22,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from rwkv_jax._operator import dispatch
-from rwkv_jax._operator.call import Arrays, Backward, Forward, Marks, Options, Packing
-from rwkv_jax._operator.operator import Operator
-from rwkv_jax._operator.saved import CHUNK
+from rwkv_jax._operator.call import CHUNK, Arrays, Backward, Forward, Marks, Options, Packing
+from rwkv_jax._operator.operator import Operator, YAndState
 from rwkv_jax._operator.signature import Signature
-
-YAndState = tuple[Array, Arrays]
 
 ENOUGH_HEADS = 512
 """Rows times heads, over all splits, that keep a large GPU busy without more splits."""
@@ -79,7 +77,7 @@ def _run(operator: Operator, options: Options, axis: Any, operands: Forward) -> 
 def _run_forward(
     operator: Operator, options: Options, axis: Any, operands: Forward
 ) -> tuple[YAndState, _Residuals]:
-    return _forward(operator, options.saving(True), axis, operands)
+    return _forward(operator, dataclasses.replace(options, save=True), axis, operands)
 
 
 def _run_backward(
@@ -139,7 +137,7 @@ def _forward(
     if isinstance(packing, Marks):
         packing = Marks(cut.tokens(packing.marks))
     run = Forward(inputs, {}, packing)
-    found = dispatch.run(operator, "summary", options.saving(False), run)
+    found = dispatch.run(operator, "summary", dataclasses.replace(options, save=False), run)
     summaries = jax.tree.map(cut.open, found)
     upto = lax.associative_scan(summary.combine, summaries, axis=1)
     of_devices = lax.all_gather(jax.tree.map(lambda x: x[:, -1], upto), axis)

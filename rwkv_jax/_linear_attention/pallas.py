@@ -1,4 +1,4 @@
-"""WKV5 and WKV6 in Pallas kernels: the tile of `xla.py`, and its derivative by hand.
+"""WKV5 and WKV6 in Pallas kernels: the tile of `recurrence.py`, and its derivative by hand.
 
 S is the state before a tile, and P[i, j] the decay of the tokens between j and i, without both.
 `before` and `after` are the decays of the tokens before and after each token of the tile.

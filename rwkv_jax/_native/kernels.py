@@ -5,13 +5,16 @@ itself, for the device that runs it, which kernel computes the call. Python has 
 target takes and returns, and an upper bound of the scratch that any device may need.
 """
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
 
-from rwkv_jax._native import library, packing
+from rwkv_jax._native import gpus, library, packing
+from rwkv_jax._operator import check
 from rwkv_jax._operator.call import (
     Arrays,
     Backward,
@@ -23,9 +26,9 @@ from rwkv_jax._operator.call import (
     Packing,
     Result,
     Sequences,
+    chunks,
 )
 from rwkv_jax._operator.implementation import Implementation, Summary
-from rwkv_jax._operator.saved import chunks
 from rwkv_jax._operator.signature import Signature
 
 TARGETS = {
@@ -71,7 +74,7 @@ class NativeKernels(Implementation):
         self._signature, self._head_sizes = signature, head_sizes
         self._has_summaries = has_summaries
         passes = list(TARGETS) if has_summaries else ["forward", "backward", "step"]
-        self.targets = tuple(map(self._target, passes))
+        library.declare(*map(self._target, passes))
 
     def _target(self, name: str) -> str:
         return f"rwkv_{self._signature.name}_{TARGETS[name]}_{VERSION}"
@@ -81,9 +84,12 @@ class NativeKernels(Implementation):
     ) -> str | None:
         if reason := library.why_not(platform):
             return reason
+        sizes = self._sizes(inputs)
+        # Kernels for CPUs have scratch of their own, and steps have none.
+        if platform == "cuda" and "T" in sizes and (reason := check.symbolic(sizes, "BTHC")):
+            return f"{reason}; the cuda kernels are planned for numbers"
         if self._head_sizes is None:
             return None
-        sizes = self._sizes(inputs)
         accepted = self._head_sizes[platform]
         if sizes["K"] != sizes["V"] or sizes["K"] not in accepted:
             return (
@@ -114,11 +120,33 @@ class NativeKernels(Implementation):
     def on_matrix_units(
         self, platform: str, options: Options, inputs: Mapping[str, Any], packing: Packing
     ) -> list[bool]:
-        """Whether kernels on matrix units compute the passes of a training step on every device of
-        the platform: the forward pass, and the backward pass."""
-        problem = self._problem(options.saving(True), inputs, packing)
-        plans = library.plans(platform, self._signature.name, ("fwd", "bwd"), **problem)
+        """Whether kernels on matrix units compute the passes of a training step on every GPU: the
+        forward pass, and the backward pass. The native code that chooses kernels says so."""
+        problem = self._problem(dataclasses.replace(options, save=True), inputs, packing)
+        plan = functools.partial(library.module(platform).plan, self._signature.name)
+        plans = (plan(name, **gpus.limits(), **problem) for name in ("fwd", "bwd"))
         return [plan["kernel"] == MATRIX_UNITS for plan in plans]
+
+    def _given(self, operands: Operands) -> tuple[Arrays, Sequence[Array], tuple[int, int]]:
+        """The inputs by name in the order of the signature, parameters once for each row or
+        sequence; what tells kernels of the packing; and the rows and their saved states."""
+        signature = self._signature
+        inputs = {name: operands.inputs[name] for name in signature.inputs}
+        rows, tokens = inputs[signature.timed[0]].shape[:2]
+        match operands.packing:
+            case Marks(marks):
+                return inputs, [packing.words(marks)], (rows, chunks(tokens))
+            case Sequences(offsets):
+                spans, owners = packing.spans(offsets, tokens)
+                for name in signature.shared:
+                    inputs[name] = jnp.repeat(inputs[name], offsets.shape[1] - 1, axis=0)
+                return inputs, [spans, owners], (rows, owners.shape[1])
+            case _:
+                return inputs, [], (rows, chunks(tokens))
+
+    def _states(self, operands: Operands, states: Arrays) -> Arrays:
+        ordered = {part: states[part] for part in self._signature.state}
+        return _as_one_batch(operands.packing, ordered)
 
     def _sizes(self, inputs: Mapping[str, Any]) -> dict[str, int]:
         signature = self._signature
@@ -147,64 +175,58 @@ class NativeKernels(Implementation):
         }
 
     def forward(self, options: Options, platform: str, operands: Forward) -> Result:
-        return self.forward_by(self._target("forward"), options, platform, operands)[0]
+        results, given, attributes, found = self.forward_call(options, platform, operands)
+        return found(library.call(self._target("forward"), results, *given, **attributes))
 
-    def forward_by(
-        self,
-        target: str,
-        options: Options,
-        platform: str,
-        operands: Forward,
-        more: Sequence[Array] = (),
-        more_results: Results = (),
-    ) -> tuple[Result, tuple[Array, ...]]:
-        """What a target gives in place of the results, and its further results. The target takes
-        and returns what that of the forward pass does, and more behind."""
-        call = _Rows(self._signature, operands)
-        state = call.states(operands.state)
+    def forward_call(
+        self, options: Options, platform: str, operands: Forward
+    ) -> tuple[Results, Sequence[Array], dict[str, Any], Callable[[Sequence[Array]], Result]]:
+        """What `library.call` takes for the forward pass (results, operands, attributes), and what
+        makes a `Result` of what it gives. A target may have further operands and results, which
+        come last."""
+        inputs, of_packing, (rows, count) = self._given(operands)
+        state = self._states(operands, operands.state)
         y = operands.inputs[self._signature.y]
-        count = call.chunks if options.save else 0
+        count = count if options.save else 0
         dtype = self._signature.states_dtype(options, operands.inputs)
-        saved = [((call.rows, count, *x.shape[1:]), dtype) for x in state.values()]
-        results = [(y.shape, y.dtype), *_like(state), *saved]
-        found = self._call(
-            *("forward", options, platform, call, [*state.values()], results),
-            target=target,
-            more=more,
-            more_results=more_results,
-        )
-        after = dict(zip(state, found[1:], strict=False))
-        states = dict(zip(state, found[1 + len(state) :], strict=False)) if options.save else {}
-        return Result(found[0], call.opened(after), states), found[len(results) :]
+        saved = [((rows, count, *x.shape[1:]), dtype) for x in state.values()]
+        scratch, attributes = self._problem_of("forward", options, platform, operands)
+
+        def result(found: Sequence[Array]) -> Result:
+            y, *states = found
+            after = _by_row(operands.packing, dict(zip(state, states, strict=False)))
+            saved = dict(zip(state, states[len(state) :], strict=False)) if options.save else {}
+            return Result(y, after, saved)
+
+        results = [(y.shape, y.dtype), *_like(state), *saved, scratch]
+        return results, (*inputs.values(), *state.values(), *of_packing), attributes, result
 
     def backward(self, options: Options, platform: str, operands: Backward) -> Gradients:
-        return self.backward_by(self._target("backward"), options, platform, operands)[0]
+        results, given, attributes, found = self.backward_call(options, platform, operands)
+        return found(library.call(self._target("backward"), results, *given, **attributes))
 
-    def backward_by(
-        self,
-        target: str,
-        options: Options,
-        platform: str,
-        operands: Backward,
-        more: Sequence[Array] = (),
-        more_results: Results = (),
-    ) -> tuple[Gradients, tuple[Array, ...]]:
-        """As `forward_by`, for the gradients and the backward pass."""
-        call = _Rows(self._signature, operands)
-        dstate = call.states(operands.dstate)
+    def backward_call(
+        self, options: Options, platform: str, operands: Backward
+    ) -> tuple[Results, Sequence[Array], dict[str, Any], Callable[[Sequence[Array]], Gradients]]:
+        """As `forward_call`, for the gradients and the backward pass."""
+        inputs, of_packing, _ = self._given(operands)
+        dstate = self._states(operands, operands.dstate)
         states = [operands.states[part] for part in dstate]
-        results = [*_like(call.inputs), *_like(dstate)]
-        arrays = [*states, operands.dy, *dstate.values()]
-        found = self._call(
-            *("backward", options, platform, call, arrays, results),
-            target=target,
-            more=more,
-            more_results=more_results,
-        )
-        inputs = dict(zip(call.inputs, found, strict=False))
-        before = dict(zip(dstate, found[len(inputs) :], strict=False))
-        gradients = Gradients(call.summed(inputs), call.opened(before))
-        return gradients, found[len(results) :]
+        scratch, attributes = self._problem_of("backward", options, platform, operands)
+
+        def gradients(found: Sequence[Array]) -> Gradients:
+            dinputs = dict(zip(inputs, found, strict=False))
+            before = dict(zip(dstate, found[len(inputs) :], strict=False))
+            if isinstance(operands.packing, Sequences):
+                # Those of parameters are added up over the sequences of each row.
+                shared = {name: dinputs[name] for name in self._signature.shared}
+                shared = _by_row(operands.packing, shared)
+                dinputs |= {name: jnp.sum(x, axis=1) for name, x in shared.items()}
+            return Gradients(dinputs, _by_row(operands.packing, before))
+
+        results = [*_like(inputs), *_like(dstate), scratch]
+        given = (*inputs.values(), *states, operands.dy, *dstate.values(), *of_packing)
+        return results, given, attributes, gradients
 
     def step(self, options: Options, platform: str, operands: Forward) -> Result:
         signature = self._signature
@@ -226,22 +248,28 @@ class NativeKernels(Implementation):
     ) -> Arrays:
         if not self._summarizes(options, platform, operands):
             return super().summary(summary, options, platform, operands)
-        call = _Rows(self._signature, operands)
+        inputs, of_packing, _ = self._given(operands)
         sizes = self._sizes(operands.inputs)
         sizes["L"] = sizes["K"]
-        axes = dict(summary.axes)
-        results = [([sizes[x] for x in letters], jnp.float32) for letters in axes.values()]
-        found = self._call("summary", options, platform, call, [], results)
-        return dict(zip(axes, found, strict=True))
+        results = [([sizes[x] for x in axes], jnp.float32) for axes in summary.axes.values()]
+        scratch, attributes = self._problem_of("summary", options, platform, operands)
+        given = *inputs.values(), *of_packing
+        found = library.call(self._target("summary"), [*results, scratch], *given, **attributes)
+        return dict(zip(summary.axes, found, strict=False))
 
     def reverse_summary(self, options: Options, platform: str, operands: Backward) -> Arrays:
         if not self._summarizes(options, platform, operands):
             return super().reverse_summary(options, platform, operands)
-        call = _Rows(self._signature, operands)
-        dstate = call.states(operands.dstate)
-        cotangents = [operands.dy, *dstate.values()]
-        found = self._call("reverse_summary", options, platform, call, cotangents, _like(dstate))
-        return dict(zip(dstate, found, strict=True))
+        inputs, of_packing, _ = self._given(operands)
+        dstate = self._states(operands, operands.dstate)
+        scratch, attributes = self._problem_of("reverse_summary", options, platform, operands)
+        found = library.call(
+            self._target("reverse_summary"),
+            [*_like(dstate), scratch],
+            *(*inputs.values(), operands.dy, *dstate.values(), *of_packing),
+            **attributes,
+        )
+        return dict(zip(dstate, found, strict=False))
 
     def _summarizes(self, options: Options, platform: str, operands: Operands) -> bool:
         if not self._has_summaries or platform != "cuda":
@@ -249,85 +277,32 @@ class NativeKernels(Implementation):
         problem = self._problem(options, operands.inputs, operands.packing)
         return library.has_summary(platform, self._signature.name, **problem)
 
-    def _call(
-        self,
-        name: str,
-        options: Options,
-        platform: str,
-        call: "_Rows",
-        arrays: Sequence[Array],
-        results: Results,
-        *,
-        target: str | None = None,
-        more: Sequence[Array] = (),
-        more_results: Results = (),
-    ) -> tuple[Array, ...]:
-        """The results of a target, that of the pass if None, but its scratch. A target takes the
-        inputs, then the arrays that its pass has besides, and then the packing and `more`."""
-        problem = self._problem(options, call.operands.inputs, call.operands.packing)
-        floats = library.scratch(platform, self._signature.name, TARGETS[name], **problem)
-        found = library.call(
-            target or self._target(name),
-            [*results, ((floats,), jnp.float32), *more_results],
-            *call.inputs.values(),
-            *arrays,
-            *call.packing,
-            *more,
-            decay=problem["decay"],
-            exact=problem["exact"],
-            packing=problem["packing"],
-        )
-        return (*found[: len(results)], *found[len(results) + 1 :])
+    def _problem_of(
+        self, name: str, options: Options, platform: str, operands: Operands
+    ) -> tuple[tuple[tuple[int], Any], dict[str, Any]]:
+        """The shape and the dtype of the scratch of a pass, and the attributes of its target."""
+        problem = self._problem(options, operands.inputs, operands.packing)
+        floats = 0
+        if platform == "cuda":
+            floats = library.scratch(platform, self._signature.name, TARGETS[name], **problem)
+        attributes = {name: problem[name] for name in ("decay", "exact", "packing")}
+        return ((floats,), jnp.float32), attributes
 
 
 def _like(arrays: Arrays) -> Results:
     return [(x.shape, x.dtype) for x in arrays.values()]
 
 
-class _Rows:
-    """A call as kernels take it: in the order of the signature, and with the sequences of all rows
-    as one batch.
+def _as_one_batch(packing: Packing, states: Arrays) -> Arrays:
+    """States [B, ...], or [B, S, ...] as those of one batch."""
+    if not isinstance(packing, Sequences):
+        return states
+    return {part: x.reshape(-1, *x.shape[2:]) for part, x in states.items()}
 
-    operands: the call as implementations take it.
-    inputs: by name. Parameters stand once for each row, or for each sequence.
-    packing: the operands behind all others.
-    rows, chunks: the rows of tokens, and the saved states of each.
-    """
 
-    def __init__(self, signature: Signature, operands: Operands) -> None:
-        inputs = {name: operands.inputs[name] for name in signature.inputs}
-        self.operands, self._signature, self._count = operands, signature, None
-        self.rows, tokens = inputs[signature.timed[0]].shape[:2]
-        self.chunks = chunks(tokens)
-        match operands.packing:
-            case Marks(marks):
-                self.packing: Sequence[Array] = [packing.words(marks)]
-            case Sequences(offsets):
-                self._count = offsets.shape[1] - 1
-                self.packing = packing.spans(offsets, tokens)
-                self.chunks = self.packing.owners.shape[1]
-                for name in signature.shared:
-                    inputs[name] = jnp.repeat(inputs[name], self._count, axis=0)
-            case _:
-                self.packing = []
-        self.inputs = inputs
-
-    def states(self, states: Arrays) -> Arrays:
-        """States [B, ...], or [B, S, ...] as those of one batch."""
-        ordered = {part: states[part] for part in self._signature.state}
-        if self._count is None:
-            return ordered
-        return {p: x.reshape(-1, *x.shape[2:]) for p, x in ordered.items()}
-
-    def opened(self, states: Arrays) -> Arrays:
-        """The inverse of `states`."""
-        if self._count is None:
-            return states
-        return {p: x.reshape(self.rows, self._count, *x.shape[1:]) for p, x in states.items()}
-
-    def summed(self, gradients: Arrays) -> Arrays:
-        """The gradients of parameters added up over the sequences of each row."""
-        if self._count is None:
-            return gradients
-        shared = {name: gradients[name] for name in self._signature.shared}
-        return gradients | {name: jnp.sum(x, axis=1) for name, x in self.opened(shared).items()}
+def _by_row(packing: Packing, states: Arrays) -> Arrays:
+    """The inverse."""
+    if not isinstance(packing, Sequences):
+        return states
+    rows, offsets = packing.offsets.shape
+    return {part: x.reshape(rows, offsets - 1, *x.shape[1:]) for part, x in states.items()}

@@ -3,7 +3,6 @@
 import functools
 import importlib
 import importlib.util
-import itertools
 import pathlib
 import re
 from collections.abc import Sequence
@@ -119,21 +118,6 @@ def block_scratch(**problem: int) -> int:
 def has_summary(platform: str, op: str, **problem: int) -> bool:
     """Whether the summary targets take a call. If so, they do on every device."""
     return module(platform).has_summary(op, **problem)
-
-
-def plans(platform: str, op: str, names: Sequence[str], **problem: int) -> list[dict[str, Any]]:
-    """How the targets of some passes compute a call: by the code with which they decide it, for a
-    device that has what all devices of the platform have, so that a program can run on any of them.
-    Where there is no device, for one with as much shared memory as any."""
-    native = module(platform)
-    devices = list(itertools.takewhile(bool, map(native.device, itertools.count())))
-    multiprocessors, shared_memory = map(min, zip(*devices or [LARGE_DEVICE], strict=True))
-    device = {"multiprocessors": multiprocessors, "shared_memory": shared_memory}
-    return [native.plan(op, name, **device, **problem) for name in names]
-
-
-LARGE_DEVICE = (132, 232448)
-"""The multiprocessors and the bytes of shared memory for a block of an H100 or H200."""
 
 
 _declared: set[str] = set()

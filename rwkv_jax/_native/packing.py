@@ -1,11 +1,9 @@
 """How native kernels are told of the packing: marks as words of bits, sequences as spans."""
 
-from typing import NamedTuple
-
 import jax.numpy as jnp
 from jax import Array, lax
 
-from rwkv_jax._operator.saved import CHUNK
+from rwkv_jax._operator.call import CHUNK
 from rwkv_jax._packing import segments, sequences
 
 WORD = 16
@@ -31,21 +29,15 @@ def words(marks: Array) -> Array:
     return jnp.sum(bits, axis=2, dtype=jnp.uint32)
 
 
-class Spans(NamedTuple):
-    """Where the sequences of all rows are. S counts the sequences of all rows here.
+def spans(offsets: Array, tokens: int) -> tuple[Array, Array]:
+    """Where the sequences of all rows of so many tokens are, from offsets [B, Z]: `spans` and
+    `owners`. S counts the sequences of all rows here.
 
     spans [S, 4]: of each sequence its first token and its first chunk, both counted over all rows,
       with the number of its tokens between the two, and the number of the sequence. If sequences
-      are long, [S, 8]: behind these the same of the sequence whose turn it is to run.
+      are long, [S, 8]: columns 4 to 7 have the same fields, in the order in which sequences run.
     owners [B, N]: the sequence of each chunk, or -1 for a chunk that is not used.
     """
-
-    spans: Array
-    owners: Array
-
-
-def spans(offsets: Array, tokens: int) -> Spans:
-    """The spans of the sequences in rows of so many tokens, from offsets [B, Z]."""
     clamped, _, first, owner, used = sequences.layout(offsets, tokens)
     batch, count = clamped.shape[0], clamped.shape[1] - 1
     row = lax.broadcasted_iota(jnp.int32, (batch, count), 0)
@@ -57,4 +49,4 @@ def spans(offsets: Array, tokens: int) -> Spans:
         in_turn = jnp.argsort(lengths, axis=None, descending=True)
         spans = jnp.concatenate([spans, spans[in_turn]], axis=1)
     owner = lax.broadcasted_iota(jnp.int32, owner.shape, 0) * count + owner
-    return Spans(spans, jnp.where(used, owner, -1))
+    return spans, jnp.where(used, owner, -1)

@@ -13,12 +13,22 @@ A packing says how several sequences share the rows of a batch:
     Sequences    offsets of sequences in a row, each with a state of its own
 """
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import jax
 from jax import Array, lax
+
+CHUNK = 64
+"""Tokens between two saved states: `states[:, n]` is the state before token `n * CHUNK`. All
+implementations of an operator save the same states, so that any forward pass can feed any backward
+pass. The native kernels have the same number as `kChunk`."""
+
+
+def chunks(tokens: int) -> int:
+    """How many states a sequence saves: one before each chunk, also before a short last one."""
+    return -(-tokens // CHUNK)
+
 
 Leaf = TypeVar("Leaf")
 
@@ -30,24 +40,21 @@ Arrays: TypeAlias = dict[str, Array]
 class Options:
     """What a caller chooses, hashable, so that it can be a static argument.
 
-    decay: the form in which `w` gives the decay; one of the operator's `decays`.
+    decay: the form in which `w` gives the decay; one of the operator's `decays`, None without `w`.
     precision: as the operator takes it, None made DEFAULT.
     implementation: the name of the only one to use, or None.
     save: whether the forward pass returns the states at chunk boundaries.
     """
 
-    decay: Any
-    precision: lax.Precision
-    implementation: str | None
+    decay: Any = None
+    precision: lax.Precision = lax.Precision.DEFAULT
+    implementation: str | None = None
     save: bool = False
 
     @property
     def exact(self) -> bool:
         """Whether 16-bit operands, too, are computed in float32."""
         return self.precision == lax.Precision.HIGHEST
-
-    def saving(self, save: bool) -> "Options":
-        return dataclasses.replace(self, save=save)
 
 
 @jax.tree_util.register_dataclass
@@ -70,7 +77,7 @@ class Marks(Generic[Leaf]):
 @dataclass(frozen=True)
 class Sequences(Generic[Leaf]):
     """`offsets` [Z] of int32, or [B, Z] inside the operators: the sequence s has the tokens from
-    offset s to offset s + 1. States have the axis S = Z - 1 in place of, or behind, B."""
+    offset s to offset s + 1. States have the axis S = Z - 1 replacing B, or after it."""
 
     offsets: Leaf
 
@@ -112,13 +119,7 @@ class Backward(Generic[Leaf]):
     packing: Packing[Leaf] = None
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Gradients(Generic[Leaf]):
-    """The cotangents of the inputs and of the initial state."""
-
-    inputs: dict[str, Leaf]
-    state: dict[str, Leaf]
-
+Gradients: TypeAlias = Forward[Leaf]
+"""The cotangents of the inputs and of the initial state, as trees like the operands."""
 
 Operands: TypeAlias = Forward[Leaf] | Backward[Leaf]

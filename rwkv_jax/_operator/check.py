@@ -13,9 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from rwkv_jax._operator.call import Options
-from rwkv_jax._operator.operator import Operator
-
 DTYPES = ("float32", "bfloat16", "float16")
 STATE_DTYPE = "float32"
 
@@ -89,6 +86,20 @@ def share_sizes(op: str, axes: Mapping[str, str], given: Mapping[str, Any]) -> N
             )
 
 
+def sizes(axes: Mapping[str, str], arrays: Mapping[str, Any]) -> dict[str, int]:
+    """The size of each axis letter of arrays with these axes."""
+    found: dict[str, int] = {}
+    for name, letters in axes.items():
+        found |= zip(letters, arrays[name].shape, strict=True)
+    return found
+
+
+def symbolic(sizes: Mapping[str, Any], letters: str) -> str | None:
+    """Which of these axes has no number as its size, as in an export with a symbolic shape."""
+    which = (f"{x} = {sizes[x]}" for x in letters if not isinstance(sizes.get(x, 0), int))
+    return next((f"{one} is symbolic" for one in which), None)
+
+
 def choice(op: str, name: str, value: Any, accepted: Iterable[str]) -> str:
     accepted = tuple(accepted)
     if value not in accepted:
@@ -115,16 +126,3 @@ def precision_of(op: str, value: Any) -> lax.Precision:
             f"{op}: precision is {value!r}; accepted are None, 'default', 'high', 'highest' and "
             "jax.lax.Precision"
         ) from None
-
-
-def options(
-    op: str, operator: Operator, *, decay: Any, precision: Any, implementation: Any
-) -> Options:
-    """The options of a call."""
-    if implementation is not None:
-        choice(op, "implementation", implementation, operator.implementations)
-    return Options(
-        decay=choice(op, "decay", decay, operator.signature.decays),
-        precision=precision_of(op, precision),
-        implementation=implementation,
-    )

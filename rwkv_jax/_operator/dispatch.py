@@ -1,112 +1,172 @@
-"""Which implementation of an operator runs, and why another cannot.
+"""The way of a computation from its operands to the implementation that runs it.
 
-`run` is the one way from the machinery to an implementation. Trees of operands become flat lists of
-arrays here, because the vmap and partition rules know arrays by the letters of their axes alone.
+In the order in which they apply, below the derivative that each kind of computation has:
+
+1. `run`: the rule for `vmap`, then that for meshes (`partition.py`). Operands become flat lists of
+   arrays there, because both rules know arrays by the letters of their axes alone.
+2. the choice of an implementation for each platform, among those that can run the call.
+3. `at_lowering`: where the program is lowered, its platform picks one of these choices.
 """
 
-import dataclasses
+import abc
 import functools
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Literal, Protocol, overload, runtime_checkable
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import jax
-from jax import Array, lax
-from jax.extend.core import Primitive
+import jax.numpy as jnp
+from jax import Array, core, lax
+from jax.custom_batching import custom_vmap
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 
-from rwkv_jax._operator.batching import batched
-from rwkv_jax._operator.call import (
-    Arrays,
-    Backward,
-    Forward,
-    Gradients,
-    Operands,
-    Options,
-    Packing,
-    Result,
-)
-from rwkv_jax._operator.implementation import Implementation
-from rwkv_jax._operator.operator import Operator, Pass
-from rwkv_jax._operator.partition import partitioned
+from rwkv_jax._native import library
+from rwkv_jax._operator.partition import SHARDED, Shards, partitioned
 
 OTHER = "other"
 
 ORDER = {
-    "cpu": ("ffi", "xla", "reference"),
-    "cuda": ("ffi", "pallas", "xla", "reference"),
-    "tpu": ("xla", "reference"),
-    OTHER: ("xla", "reference"),
+    "cpu": ("ffi", "xla"),
+    "cuda": ("fused", "ffi", "pallas", "xla"),
+    "tpu": ("xla",),
+    OTHER: ("xla",),
 }
 """The implementations that `None` tries on each platform, first to last: pallas only where it was
-measured to be faster than xla."""
+measured to be faster than xla. The reference of an operator saves no states for a backward pass."""
 
 PLATFORMS = tuple(platform for platform in ORDER if platform != OTHER)
 """Platforms with implementations of their own; all others share what runs on `OTHER`."""
 
+Pass: TypeAlias = Literal["forward", "backward", "step", "summary", "reverse_summary"]
 
-@runtime_checkable
-class Dispatched(Protocol):
-    """What has implementations to choose from: an operator or a layer function."""
 
-    @property
-    def implementations(self) -> Collection[str]: ...
+class Computation(abc.ABC):
+    """What has implementations to choose from: an operator, a layer function, the step of a block,
+    a loss, a product of rows.
 
-    def title(self, name: Pass) -> str: ...
+    As it stands here, it has native kernels for one platform, which take some calls, and a formula
+    in plain JAX, which takes all. It may have several passes.
+    """
 
-    def axes(self, name: Pass, options: Options, packing: Any) -> tuple[Any, Any]: ...
+    name: str
+    """The public function, of which messages speak."""
 
-    def compute(
-        self, name: Pass, choice: str, options: Options, platform: str, operands: Any
-    ) -> Any: ...
+    implementations: Any = ("ffi", "xla", "reference")
+    """Their names, or what is known of each by its name."""
+
+    left_to_jax: Collection[str] = ("xla", "reference")
+    """The implementations that, asked for by name, have no rules: JAX maps and differentiates them,
+    and the compiler partitions them."""
+
+    vmap: ClassVar[Literal["fold", "in turn", "formula"]] = "fold"
+    """What `vmap` does: fold the mapped axis into B, run one call after another, or map the
+    formula."""
+
+    mesh: ClassVar[Literal["all", "kernels", "none"]] = "all"
+    """What each device of a mesh runs on its own part: every implementation; the kernels, where the
+    compiler partitions the formula as it sees fit; or nothing, since operands are on no mesh."""
+
+    sharded: str = SHARDED
+    """The letters of axes along which arrays stay distributed on a mesh."""
+
+    kernels_on: ClassVar[str] = "cuda"
+    """The platform with native kernels."""
+
+    only_alone: ClassVar[bool] = False
+    """Whether kernels that were not asked for run only in a program for a single device."""
+
+    def title(self, name: Pass) -> str:
+        """The public function that a pass belongs to."""
+        return self.name
+
+    @abc.abstractmethod
+    def axes(self, name: Pass, options: Any, operands: Any) -> tuple[Any, Any]:
+        """The axes of the operands and of the results of a pass, as trees like theirs."""
+
+    def why_no_kernel(self, name: Pass, options: Any, operands: Any) -> str | None:
+        """Why the kernels do not take a call, or None."""
+        return None
+
+    def kernel(self, name: Pass, options: Any, operands: Any) -> Any:
+        """The results of a pass by native kernels."""
+        raise NotImplementedError
+
+    def formula(self, name: Pass, options: Any, operands: Any) -> Any:
+        """The results of a pass in plain JAX."""
+        raise NotImplementedError
 
     def why_not(
-        self, choice: str, platform: str, options: Options, operands: Any
-    ) -> str | None: ...
+        self, name: Pass, choice: str, options: Any, platform: str, operands: Any
+    ) -> str | None:
+        """Why the implementation `choice` cannot run a call on a platform, or None."""
+        if choice in self.left_to_jax:
+            return None
+        if platform != self.kernels_on:
+            where = {"cuda": "CUDA GPUs", "cpu": "CPUs"}[self.kernels_on]
+            return f"{self.name} has native kernels for {where}"
+        return self.why_no_kernel(name, options, operands) or library.why_not(platform)
 
-    def has_rule(self, options: Options) -> bool: ...
-
-
-@overload
-def run(
-    operator: Operator, name: Literal["forward", "step"], options: Options, operands: Forward
-) -> Result: ...
-@overload
-def run(
-    operator: Operator, name: Literal["backward"], options: Options, operands: Backward
-) -> Gradients: ...
-@overload
-def run(
-    operator: Operator, name: Literal["summary"], options: Options, operands: Forward
-) -> Arrays: ...
-@overload
-def run(
-    operator: Operator, name: Literal["reverse_summary"], options: Options, operands: Backward
-) -> Arrays: ...
-def run(operator: Operator, name: Pass, options: Options, operands: Operands) -> Any:
-    """Run a pass; the platform that the program is lowered for decides the implementation."""
-    return dispatched(operator, name, options, operands)
+    def implementation(
+        self, name: Pass, choice: str, options: Any, platform: str, shards: Shards
+    ) -> Callable[[Any], Any]:
+        """`results(operands)` of a pass by the implementation `choice`, on a device that has parts
+        of the operands along the mesh axes `shards`."""
+        compute = self.formula if choice in self.left_to_jax else self.kernel
+        return functools.partial(compute, name, options)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def dispatched(operator: Dispatched, name: Pass, options: Options, operands: Any) -> Any:
-    """`run` for whatever has implementations, from a tree of operands with a `packing`."""
-    operand_axes, result_axes = operator.axes(name, options, operands.packing)
-    leaves, structure = jax.tree.flatten(operands)
+# 1. The rules for vmap and for meshes.
 
-    def flat(*leaves: Array) -> tuple[Array, ...]:
-        return _on_any_platform(operator, name, options, structure, leaves)
 
-    rule = operator.has_rule(options)
-    call = partitioned(
-        operator.title(name),
-        flat,
-        named(operand_axes),
-        jax.tree.leaves(result_axes),
-        rule=rule,
-    )
-    if rule:
-        call = batched(call, jax.tree.leaves(operand_axes), jax.tree.leaves(result_axes))
-    return jax.tree.unflatten(jax.tree.structure(result_axes), call(*leaves))
+def compute(computation: Computation, name: Pass, options: Any, operands: Any) -> Any:
+    """The results of a pass. `options` has the name of the only `implementation` to use, or None;
+    the platform that the program is lowered for then decides."""
+    operand_axes, result_axes = computation.axes(name, options, operands)
+    operands, structure = jax.tree.flatten(operands)
+    letters, found = jax.tree.leaves(operand_axes), jax.tree.leaves(result_axes)
+    has_rules = options.implementation not in computation.left_to_jax
+
+    def one_device(shards: Shards, *parts: Array) -> tuple[Array, ...]:
+        given = jax.tree.unflatten(structure, parts)
+        branches = _branches(computation, name, options, shards, given)
+        alone = computation.only_alone and options.implementation is None
+        return tuple(jax.tree.leaves(at_lowering(branches, given, only_alone=alone)))
+
+    def formula(*operands: Array) -> tuple[Array, ...]:
+        compute = computation.implementation(name, "xla", options, OTHER, {})
+        return tuple(jax.tree.leaves(compute(jax.tree.unflatten(structure, operands))))
+
+    call = functools.partial(one_device, {})
+    if computation.mesh != "none":
+        rule = has_rules and computation.mesh == "all"
+        sharded, title = computation.sharded, computation.title(name)
+        call = partitioned(
+            title, one_device, named(operand_axes), found, sharded=sharded, rule=rule
+        )
+    if has_rules and computation.vmap == "fold":
+        call = _folded(call, letters, found)
+    elif has_rules:
+        call = with_vmap_rule(call, formula if computation.vmap == "formula" else None)
+    return jax.tree.unflatten(jax.tree.structure(result_axes), call(*operands))
+
+
+run = jax.jit(compute, static_argnums=(0, 1, 2))
+"""`compute`, which is traced and compiled once for equal calls."""
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def run_with_jvp(computation: Computation, name: Pass, options: Any, operands: Any) -> Any:
+    """`run`, with the derivative of the formula."""
+    return run(computation, name, options, operands)
+
+
+@run_with_jvp.defjvp
+def _(
+    computation: Computation, name: Pass, options: Any, primals: Any, tangents: Any
+) -> tuple[Any, Any]:
+    results = run_with_jvp(computation, name, options, *primals)
+    formula = functools.partial(computation.formula, name, options)
+    return results, jax.jvp(formula, primals, tangents)[1]
 
 
 def named(tree: Any) -> list[tuple[str, Any]]:
@@ -115,98 +175,234 @@ def named(tree: Any) -> list[tuple[str, Any]]:
     return [(jax.tree_util.keystr(path[-1:], simple=True), leaf) for path, leaf in leaves]
 
 
-@dataclasses.dataclass(frozen=True)
-class Unavailable:
-    """Why no implementation that the caller admits runs on a platform."""
-
-    reason: str
+FlatFn: TypeAlias = Callable[..., tuple[Array, ...]]
 
 
-def _on_any_platform(
-    operator: Dispatched, name: Pass, options: Options, structure: Any, leaves: Sequence[Array]
-) -> tuple[Array, ...]:
-    operands = jax.tree.unflatten(structure, leaves)
-    chosen = {platform: _choose(operator, options, platform, operands) for platform in ORDER}
-    if all(isinstance(choice, Unavailable) for choice in chosen.values()):
-        raise NotImplementedError(_cannot_run(operator.title(name), options, chosen))
+def _folded(fn: FlatFn, operand_axes: Sequence[str], result_axes: Sequence[str]) -> FlatFn:
+    """`fn` with a rule for `vmap` that folds the mapped axis into B. Operands that are not mapped
+    are broadcast."""
+    call = custom_vmap(fn)
 
-    def compute(platform: str, choice: str, *leaves: Array) -> tuple[Array, ...]:
-        operands = jax.tree.unflatten(structure, leaves)
-        results = operator.compute(name, choice, options, platform, operands)
-        return tuple(jax.tree.leaves(results))
+    def fold(x: Array, axes: str, size: int, mapped: bool) -> Array:
+        batch = axes.index("B")
+        # After B, not before it: a batch sharded over devices stays where it is.
+        x = jnp.moveaxis(x, 0, batch + 1) if mapped else jnp.expand_dims(x, batch + 1)
+        shape = (*x.shape[: batch + 1], size, *x.shape[batch + 2 :])
+        rows = shape[batch] * size
+        return jnp.broadcast_to(x, shape).reshape(*shape[:batch], rows, *shape[batch + 2 :])
 
-    @functools.cache
-    def types() -> tuple[Any, ...]:
-        """The types of the results, which are the same on all platforms."""
-        able = next(x for x in chosen.items() if not isinstance(x[1], Unavailable))
-        return tuple(jax.make_jaxpr(functools.partial(compute, *able))(*leaves).out_avals)
+    def unfold(x: Array, axes: str, size: int) -> Array:
+        batch = axes.index("B")
+        shape = (*x.shape[:batch], x.shape[batch] // size, size, *x.shape[batch + 1 :])
+        return jnp.moveaxis(x.reshape(shape), batch + 1, 0)
 
-    def branch(platform: str, choice: str | Unavailable, *leaves: Array) -> tuple[Array, ...]:
-        if isinstance(choice, Unavailable):
-            # Never lowered for a platform that has the implementation.
-            reason = _cannot_run(operator.title(name), options, {platform: choice})
-            return tuple(_refused.bind(*leaves, reason=reason, types=types()))
-        return compute(platform, choice, *leaves)
+    @call.def_vmap
+    def _rule(size: int, mapped: Sequence[bool], *operands: Array) -> Any:
+        if size == 0:
+            operands = tuple(
+                jnp.zeros_like(x, shape=(1, *x.shape[1:])) if m else x
+                for x, m in zip(operands, mapped, strict=True)
+            )
+        one = max(size, 1)
+        folded = [
+            fold(x, axes, one, m) for x, axes, m in zip(operands, operand_axes, mapped, strict=True)
+        ]
+        results = zip(call(*folded), result_axes, strict=True)
+        return tuple(unfold(x, axes, one)[:size] for x, axes in results), (True,) * len(result_axes)
 
-    branches = {
-        platform: functools.partial(branch, platform, choice)
-        for platform, choice in chosen.items()
-        if platform == OTHER or choice != chosen[OTHER]
-    }
-    default = branches.pop(OTHER)
-    if not branches:
-        return default(*leaves)
-    return lax.platform_dependent(*leaves, **branches, default=default)
+    return call
 
 
-def _cannot_run(op: str, options: Options, chosen: Mapping[str, Any]) -> str:
-    where = "; ".join(f"on {platform}: {choice.reason}" for platform, choice in chosen.items())
-    return f"{op}: implementation {options.implementation!r} cannot run this call {where}"
+def with_vmap_rule(fn: FlatFn, formula: FlatFn | None) -> FlatFn:
+    """`fn` with a rule for `vmap` that maps the formula or, without one, runs one call after
+    another."""
+    call = custom_vmap(fn)
+
+    @call.def_vmap
+    def _rule(size: int, mapped: Sequence[bool], *operands: Array) -> Any:
+        del size
+        if formula is not None:
+            results = jax.vmap(formula, [0 if m else None for m in mapped])(*operands)
+            return results, (True,) * len(results)
+
+        def one(own: Sequence[Array]) -> tuple[Array, ...]:
+            of_one = iter(own)
+            mine = (next(of_one) if m else x for x, m in zip(operands, mapped, strict=True))
+            return with_vmap_rule(fn, None)(*mine)
+
+        results = lax.map(one, [x for x, m in zip(operands, mapped, strict=True) if m])
+        return results, (True,) * len(results)
+
+    return call
 
 
-def _choose(
-    operator: Dispatched, options: Options, platform: str, operands: Any
-) -> str | Unavailable:
-    """The name of the implementation for a platform, or why there is none."""
-    order = [name for name in ORDER[platform] if name in operator.implementations]
-    reasons = []
-    for name in [options.implementation] if options.implementation else order:
-        reason = operator.why_not(name, platform, options, operands)
-        if reason is None:
-            return name
-        reasons.append(reason)
-    return Unavailable("; ".join(reasons))
+# 2. The choice of an implementation for each platform.
 
 
-_refused = Primitive("rwkv_jax_refused")
-_refused.multiple_results = True
-_refused.def_abstract_eval(lambda *_, reason, types: list(types))
+Branches: TypeAlias = Mapping[str | None, Callable[..., Any] | str]
+"""What a program runs where it is lowered for a platform, None being any other one; or the reason
+why nothing can run there."""
 
 
-def _refuse(ctx: Any, *_: Any, reason: str, types: tuple[Any, ...]):
-    raise NotImplementedError(reason)
+def _branches(
+    computation: Computation, name: Pass, options: Any, shards: Shards, operands: Any
+) -> Branches:
+    wanted = options.implementation
+    choices: dict[str, str | None] = {}
+    reasons: dict[str, str] = {}
+    for platform, order in ORDER.items():
+        names = [wanted] if wanted else [x for x in order if x in computation.implementations]
+        whys = {x: computation.why_not(name, x, options, platform, operands) for x in names}
+        choices[platform] = next((x for x, reason in whys.items() if reason is None), None)
+        reasons[platform] = "; ".join(reason for reason in whys.values() if reason)
+    title = computation.title(name)
+
+    def refusal(platforms: Collection[str]) -> str:
+        where = "; ".join(f"on {platform}: {reasons[platform]}" for platform in platforms)
+        return f"{title}: implementation {wanted!r} cannot run this call {where}"
+
+    if not any(choices.values()):
+        raise NotImplementedError(refusal(ORDER))
+
+    branches: dict[str | None, Any] = {}
+    for platform, choice in choices.items():
+        where = None if platform == OTHER else platform
+        if choice is None:
+            branches[where] = refusal([platform])
+        elif where is None or choice != choices[OTHER]:
+            compute = computation.implementation(name, choice, options, platform, shards)
+            if computation.mesh == "kernels" and choice not in computation.left_to_jax:
+                compute = _by_each_device(computation, name, options, compute, operands)
+            branches[where] = compute
+    return branches
 
 
-mlir.register_lowering(_refused, _refuse)
+def _by_each_device(
+    computation: Computation, name: Pass, options: Any, compute: Callable[[Any], Any], operands: Any
+) -> Callable[[Any], Any]:
+    """`compute` with a rule for meshes of its own."""
+    operand_axes, result_axes = computation.axes(name, options, operands)
+    structure = jax.tree.structure(operands)
+
+    def one_device(shards: Shards, *parts: Array) -> tuple[Array, ...]:
+        del shards
+        return tuple(jax.tree.leaves(compute(jax.tree.unflatten(structure, parts))))
+
+    call = partitioned(
+        *(computation.title(name), one_device, named(operand_axes), jax.tree.leaves(result_axes)),
+        sharded=computation.sharded,
+    )
+    return lambda operands: call(*jax.tree.leaves(operands))
 
 
-def reasons(
-    operator: Operator,
-    options: Options,
-    platform: str,
-    inputs: Mapping[str, Any],
-    packing: Packing,
-    *,
-    details: bool,
-) -> dict[str, str | None]:
-    """For each implementation, None (with details, how it runs) where it can run a call, or the
-    reason why it cannot."""
-    platform = platform if platform in PLATFORMS else OTHER
+# 3. The choice of a branch where the program is lowered.
 
-    def describe(implementation: Implementation) -> str | None:
-        reason = implementation.why_not(platform, options, inputs, packing)
-        if reason or not details:
-            return reason
-        return implementation.describe(platform, options, inputs, packing)
 
-    return {name: describe(x) for name, x in operator.implementations.items()}
+def at_lowering(branches: Branches, *operands: Any, only_alone: bool = False) -> Any:
+    """The results of the branch for the platform that the program is lowered for. With `only_alone`
+    the branches of platforms are for programs for a single device. Unlike those of
+    `jax.lax.platform_dependent`, branches are lowered for no other platform, also where a program
+    is exported for several. JAX does not differentiate or map this."""
+    only, *others = branches.values()
+    if not others and not isinstance(only, str):
+        return only(*operands)
+    leaves = jax.tree.leaves(operands)
+    if not any(isinstance(x, core.Tracer) for x in leaves):
+        devices = max((len(x.sharding.device_set) for x in leaves), default=1)
+        platform = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
+        return _suitable(branches, platform, only_alone and devices > 1)(*operands)
+    jaxprs, places = [], []
+    constants: list[Any] = []
+    shape = None
+    for compute in branches.values():
+        if isinstance(compute, str):
+            places.append(compute)
+            continue
+        jaxpr, shape = jax.make_jaxpr(compute, return_shape=True)(*operands)
+        places.append((len(jaxprs), len(leaves) + len(constants)))
+        jaxprs.append(jaxpr.jaxpr)
+        constants += jaxpr.consts
+    results = _choice.bind(
+        *(*leaves, *constants),
+        jaxprs=tuple(jaxprs),
+        branches=tuple(zip(branches, places, strict=True)),
+        count=len(leaves),
+        only_alone=only_alone,
+    )
+    return jax.tree.unflatten(jax.tree.structure(shape), results)
+
+
+def in_program_of_one_device(
+    alone: Callable[..., Array], otherwise: Callable[..., Array], *operands: Array
+) -> Array:
+    """`alone(*operands)` in a program for a single device, and `otherwise(*operands)`, which is the
+    same, in one that the compiler distributes, or under `vmap`."""
+    branches = {**dict.fromkeys(PLATFORMS, alone), None: otherwise}
+
+    def chosen(*operands: Array) -> tuple[Array, ...]:
+        return (at_lowering(branches, *operands, only_alone=True),)
+
+    def formula(*operands: Array) -> tuple[Array, ...]:
+        return (otherwise(*operands),)
+
+    return with_vmap_rule(chosen, formula)(*operands)[0]
+
+
+LOWERED_AS: dict[str | None, str] = {}
+"""For tests: the platform whose branches are taken in programs for another one, by the other's
+name. With "cuda" for "cpu", an emulation runs the CUDA kernels."""
+
+
+def _suitable(branches: Mapping[str | None, Any], platform: str | None, distributed: bool) -> Any:
+    """The branch for a platform, that for any other one in a distributed program."""
+    platform = LOWERED_AS.get(platform, platform)
+    found = branches[platform if platform in branches and not distributed else None]
+    if isinstance(found, str):
+        raise NotImplementedError(found)
+    return found
+
+
+_choice = Primitive("rwkv_jax_choice")
+"""Its operands are `count` ones of the jaxprs, and then the constants of each. A branch has the
+number of a jaxpr and the place of its constants, or the reason why there is none."""
+
+_choice.multiple_results = True
+
+
+@_choice.def_abstract_eval
+def _types(*_: Any, jaxprs: Sequence[Any], **__: Any) -> list[Any]:
+    return [x.aval for x in jaxprs[0].outvars]
+
+
+def _lower(
+    platform: str | None,
+    ctx: Any,
+    *values: Any,
+    jaxprs: Sequence[Any],
+    branches: Any,
+    count: int,
+    only_alone: bool,
+) -> Any:
+    distributed = only_alone and _devices(ctx) > 1
+    number, place = _suitable(dict(branches), platform, distributed)
+    jaxpr = jaxprs[number]
+
+    def compute(*operands: Array) -> list[Array]:
+        constants = operands[place : place + len(jaxpr.constvars)]
+        return jaxpr_as_fun(ClosedJaxpr(jaxpr, constants))(*operands[:count])
+
+    return mlir.lower_fun(compute, multiple_results=True)(ctx, *values)
+
+
+def _devices(ctx: Any) -> int:
+    """The devices over which the compiler distributes the program that is being lowered."""
+    context = ctx.module_context.axis_context
+    mesh = getattr(context, "mesh", None)
+    if mesh is None:
+        return getattr(context, "num_devices", 1) or 1
+    return 1 if set(context.manual_axes) == set(mesh.axis_names) else mesh.size
+
+
+mlir.register_lowering(_choice, functools.partial(_lower, None))
+for _platform in PLATFORMS:
+    mlir.register_lowering(_choice, functools.partial(_lower, _platform), platform=_platform)

@@ -2,7 +2,6 @@
 
 import abc
 import functools
-import importlib
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeAlias
 
@@ -41,9 +40,6 @@ class Implementation(abc.ABC):
     Operands are checked and on the same mesh axes; parameters come once for each row, in float32.
     """
 
-    targets: tuple[str, ...] = ()
-    """The FFI targets that a program may call."""
-
     def why_not(
         self, platform: str, options: Options, inputs: Mapping[str, Any], packing: Packing
     ) -> str | None:
@@ -80,49 +76,3 @@ class Implementation(abc.ABC):
     def reverse_summary(self, options: Options, platform: str, operands: Backward) -> Arrays:
         """The cotangent of the initial state alone."""
         return self.backward(options, platform, operands).state
-
-
-class Lazy(Implementation):
-    """An implementation in a module that is imported when it is first asked for, because its
-    import costs time or may fail. The module calls it IMPLEMENTATION."""
-
-    def __init__(self, module: str, *, targets: tuple[str, ...] = ()) -> None:
-        self._name = module
-        self.targets = targets
-
-    @functools.cached_property
-    def _loaded(self) -> Implementation | ImportError:
-        try:
-            return importlib.import_module(self._name).IMPLEMENTATION
-        except ImportError as error:
-            return error
-
-    @property
-    def _implementation(self) -> Implementation:
-        if isinstance(self._loaded, ImportError):
-            raise self._loaded
-        return self._loaded
-
-    def why_not(
-        self, platform: str, options: Options, inputs: Mapping[str, Any], packing: Packing
-    ) -> str | None:
-        if isinstance(self._loaded, ImportError):
-            return f"{self._name} cannot be imported: {self._loaded}"
-        return self._loaded.why_not(platform, options, inputs, packing)
-
-    def takes_sequences(self, platform: str) -> bool:
-        return self._implementation.takes_sequences(platform)
-
-    def describe(
-        self, platform: str, options: Options, inputs: Mapping[str, Any], packing: Packing
-    ) -> str:
-        return self._implementation.describe(platform, options, inputs, packing)
-
-    def forward(self, options: Options, platform: str, operands: Forward) -> Result:
-        return self._implementation.forward(options, platform, operands)
-
-    def backward(self, options: Options, platform: str, operands: Backward) -> Gradients:
-        return self._implementation.backward(options, platform, operands)
-
-    def step(self, options: Options, platform: str, operands: Forward) -> Result:
-        return self._implementation.step(options, platform, operands)

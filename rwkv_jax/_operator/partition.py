@@ -1,11 +1,16 @@
-"""How an operator runs on a mesh: each device computes its own batch rows and heads.
+"""How a computation runs on a mesh: each device computes its own part of the results.
 
-The axes B, H and C stay sharded; the other axes but K and V are gathered first; a sharded K or V is
-an error. Inside `shard_map` the operands already are one device's shards. On an Explicit mesh the
-operator opens a `shard_map` of its own from the types of its operands. Otherwise the compiler gets
-a partition rule, which costs nothing on a single device.
+Arrays are known by the letters of their axes. Along the letters `sharded` they stay distributed;
+the others are gathered first, but a sharded K or V is an error. A result "BTC+H" has the axes B, T
+and C, and the results of the devices along H are summed.
+
+Inside `shard_map` the operands already are one device's parts. On an Explicit mesh a computation
+opens a `shard_map` of its own from the types of its operands. Otherwise the compiler gets a
+partition rule, which costs nothing on a single device.
 """
 
+import functools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -19,15 +24,18 @@ from jax.experimental.custom_partitioning import (
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-SHARDABLE, WHOLE = "BHC", "KV"
+SHARDED, WHOLE = "BHC", "KV"
 
-Fn: TypeAlias = Callable[..., tuple[Array, ...]]
+Shards: TypeAlias = dict[str, tuple[str, ...]]
+"""The mesh axes along which each letter is distributed."""
 
-Named: TypeAlias = Sequence[tuple[str, str]]
-"""The name and the axes of each operand."""
+LocalFn: TypeAlias = Callable[..., tuple[Array, ...]]
+"""`fn(shards, *operands)`: what one device computes of its parts of the operands."""
 
 
-def alike(operand_axes: Iterable[str], *operands: Array, axis: Any = None) -> tuple[Array, ...]:
+def alike(
+    operand_axes: Iterable[str], *operands: Array, axis: Any = None, sharded: str = SHARDED
+) -> tuple[Array, ...]:
     """Give all operands the same mesh axes: one sharding on an Explicit mesh, and inside
     `shard_map` the axes over which any operand varies, with `axis` among them.
 
@@ -36,7 +44,8 @@ def alike(operand_axes: Iterable[str], *operands: Array, axis: Any = None) -> tu
     """
     axes = tuple(operand_axes)
     if mesh := explicit_mesh(operands):
-        operands = _reshard(mesh, _shards(_specs(operands), axes), axes, operands)
+        shards = _shards(mesh, axes, operands, _specs(operands), sharded)
+        operands = _reshard(mesh, shards, axes, operands)
     return vary_alike(*operands, axis=axis)
 
 
@@ -53,13 +62,14 @@ def vary_alike(*operands: Array, axis: Any = None) -> tuple[Array, ...]:
     )
 
 
-def check_whole(op: str, axes: Named, operands: Iterable[Array]) -> None:
-    """Refuse operands of an Explicit mesh that are sharded inside a head."""
-    if explicit_mesh(operands := tuple(operands)):
+def check_whole(op: str, axes: Sequence[tuple[str, str]], operands: Sequence[Array]) -> None:
+    """Refuse operands of an Explicit mesh that are sharded inside a head, by the names and the axes
+    of all."""
+    if explicit_mesh(operands):
         _check_whole(op, axes, _specs(operands))
 
 
-def _check_whole(op: str, axes: Named, specs: Iterable[P]) -> None:
+def _check_whole(op: str, axes: Iterable[tuple[str, str]], specs: Iterable[P]) -> None:
     for (name, letters), spec in zip(axes, specs, strict=True):
         for letter, mesh_axes in zip(letters, spec, strict=False):
             if letter in WHOLE and mesh_axes:
@@ -73,29 +83,85 @@ def repeated(x: Array, axes: str, like: Array, like_axes: str) -> Array:
     """`x`, which has no axis B, for each batch row of `like`, and sharded as its rows are."""
     sharding = None
     if mesh := explicit_mesh([like]):
-        sharding = NamedSharding(mesh, spec_of(_shards(_specs([like]), [like_axes]), f"B{axes}"))
+        shards = _shards(mesh, [like_axes], [like], _specs([like]), SHARDED)
+        sharding = NamedSharding(mesh, spec_of(shards, f"B{axes}"))
     return lax.broadcast(x, (like.shape[like_axes.index("B")],), out_sharding=sharding)
 
 
 def partitioned(
-    op: str, fn: Fn, names: Named, result_axes: Sequence[str], *, rule: bool = True
-) -> Fn:
-    """`fn` run per device. With `rule=False` the compiler partitions `fn` as it sees fit on an Auto
-    mesh, which keeps `fn` differentiable."""
-    operand_axes = [axes for _, axes in names]
+    op: str,
+    fn: LocalFn,
+    operand_axes: Sequence[tuple[str, str]],
+    result_axes: Sequence[str],
+    *,
+    sharded: str = SHARDED,
+    rule: bool = True,
+) -> Callable[..., tuple[Array, ...]]:
+    """`fn` run by each device. The operands have their names, of which messages of `op` speak. With
+    `rule=False` the compiler partitions `fn` as it sees fit on an Auto mesh."""
+    letters = [axes for _, axes in operand_axes]
+    found, _, summed = zip(*(axes.partition("+") for axes in result_axes), strict=True)
+
+    def on_mesh(mesh: Any, operands: Sequence[Any], specs: Sequence[P]) -> tuple[Any, Shards]:
+        _check_whole(op, operand_axes, specs)
+        shards = _shards(mesh, letters, operands, specs, sharded)
+
+        def one_device(*operands: Array) -> tuple[Array, ...]:
+            over = (tuple(n for x in of_result for n in shards.get(x, ())) for of_result in summed)
+            results = zip(fn(shards, *operands), over, strict=True)
+            return tuple(lax.psum(x, names) if names else x for x, names in results)
+
+        return one_device, shards
 
     def call(*operands: Array) -> tuple[Array, ...]:
         manual = AxisType.Manual in {
             kind for x in operands for kind in jax.typeof(x).sharding.mesh.axis_types
         }
         mesh = explicit_mesh(operands)
-        # JAX 0.10 cannot differentiate a shard_map inside another one: hence `rule`.
+        # JAX 0.10 cannot differentiate a shard_map inside another one, which `fn` without a rule,
+        # left to JAX, may have to be.
         if mesh and (rule or not manual):
-            return _explicit(fn, mesh, operand_axes, result_axes)(*operands)
-        if manual:
-            return fn(*operands)
-        return (_auto(op, fn, names, result_axes) if rule else fn)(*operands)
+            one_device, shards = on_mesh(mesh, operands, _specs(operands))
+            return jax.shard_map(
+                one_device,
+                mesh=mesh,
+                in_specs=tuple(spec_of(shards, axes) for axes in letters),
+                out_specs=tuple(spec_of(shards, axes) for axes in found),
+                axis_names={
+                    name
+                    for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+                    if kind == AxisType.Explicit
+                },
+                check_vma=not any(summed),
+            )(*_reshard(mesh, shards, letters, operands))
+        if manual or not rule:
+            return fn({}, *operands)
+        return by_compiler(*operands)
 
+    by_compiler = custom_partitioning(functools.partial(fn, {}))
+
+    def partition(mesh: Any, operands: Any, results: Any) -> Any:
+        del results
+        one_device, shards = on_mesh(mesh, operands, [_spec(x.sharding) for x in operands])
+        given, made = (
+            tuple(NamedSharding(mesh, spec_of(shards, axes)) for axes in several)
+            for several in (letters, found)
+        )
+        return mesh, one_device, made, given
+
+    def sharding_rule(mesh: Any, operands: Any, results: Any) -> SdyShardingRule:
+        del mesh, results
+        factors = _factors(letters, [x.shape for x in operands])
+        everything = dict.fromkeys(x for names in (*factors, *found) for x in names)
+        reduced = [x for x in summed[0] if all(x in y for y in summed)]
+        return SdyShardingRule(
+            tuple(ArrayMapping(*names) for names in factors),
+            tuple(ArrayMapping(*axes) for axes in found),
+            reduction_factors=tuple(x for x in everything if x in reduced),
+            need_replication_factors=tuple(x for x in everything if x not in sharded),
+        )
+
+    by_compiler.def_partition(partition=partition, sharding_rule=sharding_rule)
     return call
 
 
@@ -110,12 +176,24 @@ def explicit_mesh(operands: Iterable[Array]) -> Any:
     return next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), None)
 
 
+def spec_of(shards: Mapping[str, Any], axes: str) -> P:
+    """The spec of an array with these axes, from the mesh axes of each letter."""
+    several = (axis_names(shards.get(letter)) for letter in axes)
+    return P(*(names if len(names) > 1 else next(iter(names), None) for names in several))
+
+
 def _specs(operands: Iterable[Array]) -> list[P]:
     return [jax.typeof(x).sharding.spec for x in operands]
 
 
+def _spec(sharding: Any) -> P:
+    """The spec of an operand that the compiler has placed. Where no mesh names the devices, as
+    those of unplaced arrays under `jax.set_mesh`, it counts as replicated."""
+    return sharding.spec if isinstance(sharding, NamedSharding) else P()
+
+
 def _reshard(
-    mesh: Any, shards: dict[str, Any], operand_axes: Iterable[str], operands: Iterable[Array]
+    mesh: Any, shards: Shards, operand_axes: Iterable[str], operands: Iterable[Array]
 ) -> tuple[Array, ...]:
     return tuple(
         jax.sharding.reshard(x, NamedSharding(mesh, spec_of(shards, axes)))
@@ -123,63 +201,37 @@ def _reshard(
     )
 
 
-def spec_of(shards: Mapping[str, Any], axes: str) -> P:
-    """The spec of an array with these axes, from the mesh axes of each letter."""
-    return P(*(shards.get(letter) for letter in axes))
-
-
-def _shards(specs: Iterable[P], operand_axes: Sequence[str]) -> dict[str, Any]:
-    """The mesh axes of each shardable letter: those of the first operand sharded along it."""
-    shards: dict[str, Any] = {}
-    taken: set[str] = set()
+def _shards(
+    mesh: Any,
+    operand_axes: Sequence[str],
+    operands: Sequence[Any],
+    specs: Sequence[P],
+    sharded: str,
+) -> Shards:
+    """The mesh axes of each letter of `sharded`: those of the first operand that is distributed
+    along it, without those of other letters. An axis that they do not divide evenly stays whole."""
+    shards: Shards = {}
     for spec, axes in zip(specs, operand_axes, strict=True):
         for letter, mesh_axes in zip(axes, spec, strict=False):
-            names = set(axis_names(mesh_axes))
-            if letter in SHARDABLE and letter not in shards and names and not names & taken:
-                shards[letter] = mesh_axes
-                taken |= names
+            taken = {name for names in shards.values() for name in names}
+            free = tuple(name for name in axis_names(mesh_axes) if name not in taken)
+            if letter in sharded and letter not in shards and free:
+                shards[letter] = free
+    for x, axes in zip(operands, operand_axes, strict=True):
+        for letter, size in zip(axes, x.shape, strict=True):
+            if size % math.prod(mesh.shape[name] for name in shards.get(letter, ())):
+                del shards[letter]
     return shards
 
 
-def _explicit(fn: Fn, mesh: Any, operand_axes: Sequence[str], result_axes: Sequence[str]) -> Fn:
-    names = {
-        n for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Explicit
-    }
+def _factors(operand_axes: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[list[str]]:
+    """The axes as a rule of the compiler names them: by their letters, or, where an axis has
+    another size than the first one with its letter, by a name of its own."""
+    sizes: dict[str, int] = {}
 
-    def call(*operands: Array) -> tuple[Array, ...]:
-        shards = _shards(_specs(operands), operand_axes)
-        return jax.shard_map(
-            fn,
-            mesh=mesh,
-            in_specs=tuple(spec_of(shards, axes) for axes in operand_axes),
-            out_specs=tuple(spec_of(shards, axes) for axes in result_axes),
-            axis_names=names,
-        )(*_reshard(mesh, shards, operand_axes, operands))
+    def factor(letter: str, size: int) -> str:
+        return letter if sizes.setdefault(letter, size) == size else f"{letter}_{size}"
 
-    return call
-
-
-def _auto(op: str, fn: Fn, names: Named, result_axes: Sequence[str]) -> Fn:
-    operand_axes = [axes for _, axes in names]
-    call = custom_partitioning(fn)
-    # The letters in the order in which they appear, as the rule wants its special factors.
-    letters = dict.fromkeys("".join((*operand_axes, *result_axes)))
-
-    def partition(mesh: Any, operands: Any, results: Any):
-        specs = [x.sharding.spec for x in operands]
-        _check_whole(op, names, specs)
-        shards = _shards(specs, operand_axes)
-        place = [
-            NamedSharding(mesh, spec_of(shards, axes)) for axes in (*operand_axes, *result_axes)
-        ]
-        return mesh, fn, tuple(place[len(operand_axes) :]), tuple(place[: len(operand_axes)])
-
-    call.def_partition(
-        partition=partition,
-        sharding_rule=SdyShardingRule(
-            tuple(ArrayMapping(*axes) for axes in operand_axes),
-            tuple(ArrayMapping(*axes) for axes in result_axes),
-            need_replication_factors=tuple(x for x in letters if x not in SHARDABLE),
-        ),
-    )
-    return call
+    return [
+        list(map(factor, axes, shape)) for axes, shape in zip(operand_axes, shapes, strict=True)
+    ]

@@ -74,6 +74,38 @@ class Signature:
         """The axes of the inputs of one token, as callers give them."""
         return {name: axes.replace("T", "") for name, axes in self.inputs.items()}
 
+    def part(self, part: str, *, token: bool) -> str:
+        """The name by which messages call a part of the state that callers give."""
+        return part if token else f"initial_{part}"
+
+    def arguments(self, *, token: bool = False, sequences: bool = False) -> Axes:
+        """The array arguments of callers and their axes, the parts of the state last: those of
+        whole sequences, of one token, or of `sequences` in a row, which have S states."""
+        letter = "S" if sequences else "B"
+        state = {self.part(x, token=token): y for x, y in self.state.items()}
+        state = {name: axes.replace("B", letter) for name, axes in state.items()}
+        return self.given_inputs(token=token) | state
+
+    def given_inputs(self, *, token: bool) -> Axes:
+        """The axes of the inputs as callers give them: of whole sequences or of one token."""
+        return dict(self.tokens if token else self.inputs)
+
+    def given_axes(self, operands: Forward, *, token: bool) -> Forward[str]:
+        """The axes of the operands of a checked call, before parameters stand once for each row."""
+        packing = None
+        match operands.packing:
+            case SegmentIds():
+                packing = SegmentIds("B" if token else "BT")
+            case Sequences():
+                packing = Sequences("Z")
+        state = self.given_state(operands.packing) if operands.state else {}
+        return Forward(self.given_inputs(token=token), state, packing)
+
+    def given_state(self, packing: Packing) -> Axes:
+        """The axes of a state as callers give and get it."""
+        letter = "S" if isinstance(packing, Sequences) else "B"
+        return {part: axes.replace("B", letter) for part, axes in self.state.items()}
+
     def sizes(self, inputs: Mapping[str, Any], *, token: bool = False) -> dict[str, int]:
         """The size of each axis of the inputs, given as callers or as implementations have them."""
         sizes: dict[str, int] = {}

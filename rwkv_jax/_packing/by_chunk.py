@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from rwkv_jax._operator.call import (
+    CHUNK,
     Arrays,
     Backward,
     Forward,
@@ -23,7 +24,6 @@ from rwkv_jax._operator.call import (
     Result,
     Sequences,
 )
-from rwkv_jax._operator.saved import CHUNK
 from rwkv_jax._operator.signature import Signature
 from rwkv_jax._packing import segments, sequences
 
@@ -118,51 +118,46 @@ BackwardFn: TypeAlias = Callable[[Backward], Gradients]
 
 def forward(signature: Signature, one: ForwardFn, operands: Forward) -> Result:
     """The forward pass, by that of an implementation on one chunk with marks."""
-    row = _Row(signature, operands.inputs, operands.packing)
+    cut, of_tokens, shared = _cut(signature, operands.inputs, operands.packing)
 
     def body(states: Arrays, chunk: Any) -> tuple[Arrays, Any]:
         timed, sequence, marks = chunk
         before = at(states, sequence)
-        result = one(Forward({**timed, **row.shared}, before, Marks(marks)))
+        result = one(Forward({**timed, **shared}, before, Marks(marks)))
         return replaced(states, sequence, result.state), (result.y, result.states)
 
-    chunks = row.chunks
-    states, (y, saved) = lax.scan(body, operands.state, (row.timed, chunks.sequence, chunks.marks))
+    states, (y, saved) = lax.scan(body, operands.state, (of_tokens, cut.sequence, cut.marks))
     # [N, B, 1, ...] as [B, N, ...].
     saved = jax.tree.map(lambda x: jnp.moveaxis(x[:, :, 0], 0, 1), saved)
-    return Result(chunks.join(y), states, saved)
+    return Result(cut.join(y), states, saved)
 
 
 def backward(signature: Signature, one: BackwardFn, operands: Backward) -> Gradients:
     """The backward pass, by that of an implementation on one chunk with marks."""
-    row = _Row(signature, operands.inputs, operands.packing)
-    chunks = row.chunks
+    cut, of_tokens, shared = _cut(signature, operands.inputs, operands.packing)
     saved = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0)[:, :, None], operands.states)
 
     def body(sums: tuple[Arrays, Arrays], chunk: Any) -> tuple[tuple[Arrays, Arrays], Arrays]:
         dshared, dstates = sums
         timed, sequence, marks, dy, saved = chunk
         after = at(dstates, sequence)
-        found = one(Backward({**timed, **row.shared}, saved, dy, after, Marks(marks)))
-        dtimed = {name: found.inputs[name] for name in row.timed}
+        found = one(Backward({**timed, **shared}, saved, dy, after, Marks(marks)))
+        dtimed = {name: found.inputs[name] for name in timed}
         dshared = {name: dx + found.inputs[name] for name, dx in dshared.items()}
         return (dshared, replaced(dstates, sequence, found.state)), dtimed
 
-    xs = row.timed, chunks.sequence, chunks.marks, chunks.cut(operands.dy), saved
-    zeros = jax.tree.map(jnp.zeros_like, row.shared)
+    xs = of_tokens, cut.sequence, cut.marks, cut.cut(operands.dy), saved
+    zeros = jax.tree.map(jnp.zeros_like, shared)
     (dshared, dstates), dtimed = lax.scan(body, (zeros, operands.dstate), xs, reverse=True)
-    return Gradients(jax.tree.map(chunks.join, dtimed) | dshared, dstates)
+    return Gradients(jax.tree.map(cut.join, dtimed) | dshared, dstates)
 
 
-class _Row:
-    """The inputs of a call: those of tokens cut into chunks, and those that all tokens share."""
-
-    def __init__(self, signature: Signature, inputs: Arrays, packing: Packing) -> None:
-        assert isinstance(packing, Sequences)
-        tokens = inputs[signature.timed[0]].shape[1]
-        self.chunks = chunks(packing.offsets, tokens)
-        self.timed = {name: self.chunks.cut(inputs[name]) for name in signature.timed}
-        self.shared = {name: inputs[name] for name in signature.shared}
+def _cut(signature: Signature, inputs: Arrays, packing: Packing) -> tuple[Chunks, Arrays, Arrays]:
+    """The chunks of a call, the inputs of tokens cut into them, and those that all tokens share."""
+    assert isinstance(packing, Sequences)
+    found = chunks(packing.offsets, inputs[signature.timed[0]].shape[1])
+    timed = {name: found.cut(inputs[name]) for name in signature.timed}
+    return found, timed, {name: inputs[name] for name in signature.shared}
 
 
 def at(states: States, sequence: Array) -> States:

@@ -17,7 +17,7 @@ import numpy as np
 from jax import Array, core, lax
 
 from rwkv_jax._operator import check
-from rwkv_jax._operator.saved import CHUNK
+from rwkv_jax._operator.call import CHUNK
 
 
 def checked(op: str, offsets: Any, batch: int, tokens: int) -> Array:

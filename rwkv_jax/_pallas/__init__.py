@@ -5,3 +5,5 @@ TRITON_TARGET = "__gpu$xla.gpu.triton"
 
 HOPPER_TARGET = "mosaic_gpu_v2"
 """The FFI target in which JAX puts a kernel that Mosaic GPU compiles."""
+
+TARGETS = frozenset((TRITON_TARGET, HOPPER_TARGET))

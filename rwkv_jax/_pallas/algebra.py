@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from rwkv_jax._operator.call import Arrays, Options
-from rwkv_jax._operator.saved import CHUNK
+from rwkv_jax._operator.call import CHUNK, Arrays, Options
 from rwkv_jax._portable.decay import BOUNDED, LOG_DECAY
 
 TILE = 16

@@ -16,6 +16,7 @@ from jax import Array, lax
 
 from rwkv_jax._native import gpus
 from rwkv_jax._operator.call import (
+    CHUNK,
     Arrays,
     Backward,
     Forward,
@@ -25,8 +26,8 @@ from rwkv_jax._operator.call import (
     Packing,
     Result,
     Sequences,
+    chunks,
 )
-from rwkv_jax._operator.saved import CHUNK, chunks
 from rwkv_jax._operator.signature import Signature
 from rwkv_jax._packing import segments, sequences
 from rwkv_jax._pallas import lowering

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from rwkv_jax._operator.call import Backward, Forward, Gradients, Options, Packing, Result
+from rwkv_jax._operator import check
+from rwkv_jax._operator.call import Backward, Forward, Gradients, Options, Packing, Result, chunks
 from rwkv_jax._operator.implementation import Implementation
-from rwkv_jax._operator.saved import chunks
 from rwkv_jax._operator.signature import Signature
-from rwkv_jax._pallas import HOPPER_TARGET, TRITON_TARGET, lowering, walk
+from rwkv_jax._pallas import lowering, walk
 from rwkv_jax._pallas.algebra import product
 from rwkv_jax._pallas.hopper import HopperKernels
 from rwkv_jax._portable.token_by_token import TokenByToken
@@ -27,8 +27,6 @@ class PallasKernels(Implementation):
     The kernels for Hopper GPUs run what they are faster at, and, on a JAX without Triton, all that
     they take.
     """
-
-    targets = (TRITON_TARGET, HOPPER_TARGET)
 
     def __init__(
         self,
@@ -50,6 +48,10 @@ class PallasKernels(Implementation):
                 return reason
             other = self._hopper.why_not(platform, options, inputs, packing)
             return other and f"{reason}; {other}"
+        sizes = {"B": inputs[self._signature.y].shape[0], **self._head_sizes(inputs)}
+        sizes |= zip("BT", inputs[self._signature.y].shape[:-2], strict=False)
+        if reason := check.symbolic(sizes, "BTKV"):
+            return f"{reason}; the pallas kernels have grids of numbers"
         if lowering.is_tpu(platform) and inputs[self._signature.y].dtype == jnp.float16:
             return "float16 inputs; on TPUs the pallas kernels take float32 and bfloat16"
         sizes = self._head_sizes(inputs)

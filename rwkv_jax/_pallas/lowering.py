@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from rwkv_jax._operator.saved import CHUNK, chunks
+from rwkv_jax._operator.call import CHUNK, chunks
 from rwkv_jax._pallas.algebra import TILE
 
 PARAMETERS = {"cuda": "jax.experimental.pallas.triton", "tpu": "jax.experimental.pallas.tpu"}

@@ -19,6 +19,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from rwkv_jax._operator.call import (
+    CHUNK,
     Arrays,
     Backward,
     Forward,
@@ -29,7 +30,6 @@ from rwkv_jax._operator.call import (
     Result,
     Sequences,
 )
-from rwkv_jax._operator.saved import CHUNK
 from rwkv_jax._operator.signature import Signature
 from rwkv_jax._packing import segments
 from rwkv_jax._pallas import lowering, sequences

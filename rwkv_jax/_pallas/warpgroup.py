@@ -28,9 +28,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
-from rwkv_jax._operator.call import Arrays
+from rwkv_jax._operator.call import CHUNK, Arrays
 from rwkv_jax._operator.partition import vary_alike
-from rwkv_jax._operator.saved import CHUNK
 from rwkv_jax._pallas.lowering import FROM_END, Operands, Results
 
 plgpu: Any = mosaic_gpu

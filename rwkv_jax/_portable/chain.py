@@ -37,6 +37,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from rwkv_jax._operator import check
 from rwkv_jax._operator.call import (
     Arrays,
     Backward,
@@ -108,6 +109,14 @@ class Chain(Implementation):
 
     def __init__(self, signature: Signature, terms: TermsFn, reference: TokenByToken) -> None:
         self._signature, self._terms, self._reference = signature, terms, reference
+
+    def why_not(
+        self, platform: str, options: Options, inputs: Mapping[str, Any], packing: Packing
+    ) -> str | None:
+        signature = self._signature
+        token = len(inputs[signature.y].shape) < len(signature.inputs[signature.y])
+        reason = check.symbolic(signature.sizes(inputs, token=token), "TKV")
+        return reason and f"{reason}; xla cuts rows into chunks, whose number it has to know"
 
     def takes_sequences(self, platform: str) -> bool:
         return True

@@ -97,7 +97,7 @@ class LinksOfRows:
 
     def room_for_states(self, state: Array, dtype: Any) -> Array:
         """Zeros for what `save` writes: a state before each chunk."""
-        shape = (len(state), self.slabs.chunks, *state.shape[1:])
+        shape = (state.shape[0], self.slabs.chunks, *state.shape[1:])
         return jnp.zeros_like(state, dtype, shape=shape)
 
     def save(self, number: Any, room: Array, states: Array) -> Array:

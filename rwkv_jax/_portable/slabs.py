@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax.numpy as jnp
 from jax import Array, lax
 
-from rwkv_jax._operator.saved import CHUNK
+from rwkv_jax._operator.call import CHUNK
 from rwkv_jax._packing import segments
 from rwkv_jax._portable.algebra import Tokens
 
@@ -64,7 +64,8 @@ class Slabs:
     def __init__(self, sizes: Sizes, tokens: int, length: int, heads: int) -> None:
         self.length, self._tokens, self._link = length, tokens, min(sizes.link, length)
         self.used = -(-tokens // length)
-        most = min(sizes.most, tokens * heads // sizes.tokens, self.used)
+        enough = tokens * heads // sizes.tokens if isinstance(heads, int) else self.used
+        most = min(sizes.most, enough, self.used)
         self._each = _evenly(self.used, -(-self.used // max(most, 1)))
         self.count = -(-self.used // max(self._each, 1))
         self.chunks = self.count * self._each
@@ -118,7 +119,7 @@ class Slabs:
 
     def room(self, x: Array) -> Array:
         """Zeros for what `put` writes, which is like `x` [B, T, ...]."""
-        return jnp.zeros_like(x, shape=(len(x), self.chunks * self.length, *x.shape[2:]))
+        return jnp.zeros_like(x, shape=(x.shape[0], self.chunks * self.length, *x.shape[2:]))
 
     def put(self, number: Any, x: Array, found: Array) -> Array:
         """The inverse of `at` and `cut`, in an array that has the tokens of all slabs."""

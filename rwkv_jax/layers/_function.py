@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from rwkv_jax._native import library
 from rwkv_jax._operator import check, dispatch
 from rwkv_jax._operator.call import Arrays, Leaf, Options
-from rwkv_jax._operator.operator import Pass
+from rwkv_jax._operator.dispatch import Computation, Pass
 from rwkv_jax._operator.partition import alike, repeated
 
 Formula: TypeAlias = Callable[[Arrays], Arrays]
@@ -44,20 +44,19 @@ class Operands(Generic[Leaf]):
     inputs: dict[str, Leaf]
     kept: dict[str, Leaf] = field(default_factory=dict)
     cotangents: dict[str, Leaf] = field(default_factory=dict)
-    packing: None = None
 
 
 @dataclass(frozen=True, eq=False)
-class Function:
+class Function(Computation):
     """A layer function.
 
     name: the public function's.
     tensors: the axes of the inputs that have gradients. They share a dtype, but for those of
       `float32`.
     parameters: the axes of the parameters, without B. Kernels and formulas get them with B.
-    results: the axes of what the formula computes from its inputs.
-    formula: the results, computed in float32 and rounded to the dtype of the tensors, but for those
-      of `float32`.
+    results: the axes of what `compute` makes from its inputs.
+    compute: the formula of the results, in float32 and rounded to the dtype of the tensors, but for
+      those of `float32`.
     limits: why there are no kernels for given sizes of the axes, or None.
     indices: the axes of inputs of int32, which have no gradient.
     kept: the axes of results of float32 that the backward pass of kernels needs. Callers may use
@@ -76,7 +75,7 @@ class Function:
     tensors: Mapping[str, str]
     parameters: Mapping[str, str]
     results: Mapping[str, str]
-    formula: Formula
+    compute: Formula
     limits: Limits
     indices: Mapping[str, str] = field(default_factory=dict)
     kept: Mapping[str, str] = field(default_factory=dict)
@@ -84,8 +83,6 @@ class Function:
     passed: tuple[str, ...] = ()
     float32: tuple[str, ...] = ()
     restored: tuple[str, ...] = ()
-
-    implementations = ("ffi", "xla", "reference")
 
     def __post_init__(self) -> None:
         library.declare(*self.targets)
@@ -115,73 +112,55 @@ class Function:
         backward = "restoring_bwd" if self.restored else "bwd"
         return tuple(f"rwkv_{self.name}_{name}_{VERSION}" for name in ("fwd", backward))
 
-    # What `dispatch.dispatched` asks for. The forward pass gives the results and what is kept, the
-    # backward pass the gradients and what is restored.
+    # The forward pass gives the results and what is kept, the backward pass the gradients and what
+    # is restored.
 
-    def title(self, name: Pass) -> str:
-        return self.name
-
-    def axes(self, name: Pass, options: Options, packing: None) -> tuple[Any, Any]:
+    def axes(self, name: Pass, options: Options, operands: Operands) -> tuple[Any, Any]:
         if name == "forward":
             return Operands(self.inputs), (dict(self.results), dict(self.kept))
         restored = {name: self.results[name] for name in self.restored}
         return Operands(self.inputs, dict(self.kept), self.given), {**self.gradients, **restored}
 
-    def why_not(
-        self, choice: str, platform: str, options: Options, operands: Operands
-    ) -> str | None:
-        if choice != "ffi":
-            return None
-        if platform != "cuda":
-            return f"{self.name} has native kernels for CUDA GPUs"
-        sizes = self._sizes(operands.inputs)
+    def why_no_kernel(self, name: Pass, options: Options, operands: Operands) -> str | None:
+        sizes = check.sizes(self.inputs, operands.inputs)
         if sizes["B"] * sizes["T"] > MAX_TOKENS:
             return (
                 f"B = {sizes['B']} and T = {sizes['T']}; the cuda kernels take up to {MAX_TOKENS} "
                 "tokens in all"
             )
-        return library.why_not(platform) or self.limits(sizes)
+        return self.limits(sizes)
 
-    def compute(
-        self, name: Pass, choice: str, options: Options, platform: str, operands: Any
-    ) -> Any:
-        inputs = {name: operands.inputs[name] for name in self.inputs}
-        if choice == "ffi":
-            native = self._native_forward if name == "forward" else self._native_backward
-            return native(inputs, operands)
+    def formula(self, name: Pass, options: Options, operands: Operands) -> Any:
+        inputs = operands.inputs
         if name == "forward":
-            found = self.formula(inputs)
+            found = self.compute(inputs)
             kept = {name: found.pop(name) for name in self.kept}
             return found, kept
 
         def given(floats: Arrays) -> Arrays:
-            found = self.formula(inputs | floats)
+            found = self.compute(inputs | floats)
             return self.give(floats, {name: found[name] for name in self.results})
 
         found, pullback = jax.vjp(given, {name: inputs[name] for name in self.gradients})
         (gradients,) = pullback(operands.cotangents)
         return gradients | {name: found[name] for name in self.restored}
 
-    def has_rule(self, options: Options) -> bool:
-        """A formula is left to the compiler, which partitions the tokens of a row as well."""
-        return options.implementation not in ("reference", "xla")
-
-    def _sizes(self, inputs: Mapping[str, Any]) -> dict[str, int]:
-        sizes: dict[str, int] = {}
-        for name, axes in self.inputs.items():
-            sizes |= zip(axes, inputs[name].shape, strict=True)
-        return sizes
+    def kernel(self, name: Pass, options: Options, operands: Operands) -> Any:
+        inputs = {name: operands.inputs[name] for name in self.inputs}
+        if name == "forward":
+            return self._native_forward(inputs)
+        return self._native_backward(inputs, operands)
 
     def _shapes(self, inputs: Arrays, results: Iterable[str]) -> list[tuple[list[int], Any]]:
         """The shapes and the dtypes of results."""
-        sizes, dtype = self._sizes(inputs), inputs[next(iter(self.tensors))].dtype
+        sizes, dtype = check.sizes(self.inputs, inputs), inputs[next(iter(self.tensors))].dtype
         return [
             ([sizes[x] for x in self.results[name]], jnp.float32 if name in self.float32 else dtype)
             for name in results
         ]
 
-    def _native_forward(self, inputs: Arrays, operands: Operands) -> tuple[Arrays, Arrays]:
-        sizes, shapes = self._sizes(inputs), self._shapes(inputs, self.results)
+    def _native_forward(self, inputs: Arrays) -> tuple[Arrays, Arrays]:
+        sizes, shapes = check.sizes(self.inputs, inputs), self._shapes(inputs, self.results)
         kept = [([sizes.get(x, 2) for x in axes], jnp.float32) for axes in self.kept.values()]
         found = library.call(self.targets[0], [*shapes, *kept], *self._native_inputs(inputs))
         results = dict(zip(self.results, found, strict=False))
@@ -205,7 +184,7 @@ class Function:
     def partials(self, inputs: Arrays) -> tuple[tuple[int, ...], Any]:
         """The shape and the dtype of the partial sums of the gradients of all parameters. They are
         one array [B, runs, J, ...], as the parameters are."""
-        sizes, vectors = self._sizes(inputs), self._vectors(inputs)
+        sizes, vectors = check.sizes(self.inputs, inputs), self._vectors(inputs)
         count = sum(x.shape[1] for x in vectors)
         return (sizes["B"], -(-sizes["T"] // RUN), count, *vectors[0].shape[2:]), jnp.float32
 
@@ -290,12 +269,12 @@ def prepared(
     like = next(iter(function.tensors))
     for name, axes in function.parameters.items():
         inputs[name] = repeated(inputs[name], axes, inputs[like], function.tensors[like])
-    return Options(None, lax.Precision.DEFAULT, implementation), inputs
+    return Options(implementation=implementation), inputs
 
 
 def _given(function: Function, options: Options, inputs: Arrays) -> tuple[Arrays, Arrays]:
     """The results as callers get them, and what is kept."""
-    results, kept = dispatch.dispatched(function, "forward", options, Operands(inputs))
+    results, kept = dispatch.run(function, "forward", options, Operands(inputs))
     return function.give(inputs, results), kept
 
 
@@ -327,7 +306,7 @@ def _backward(
         axes = [function.tensors[like], function.indices[name]]
         _, inputs[name] = alike(axes, inputs[like], empty)
     operands = Operands(inputs, kept, of_both[0])
-    found = dispatch.dispatched(function, "backward", options, operands)
+    found = dispatch.run(function, "backward", options, operands)
     return ({**found, **dict.fromkeys(function.indices)},)
 
 

@@ -1,16 +1,16 @@
 """What layer functions share that are made of matrix products, with kernels for GPUs of compute
 capability 9.0 alone."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jax import Array, lax
-from jax.custom_batching import custom_vmap
+from jax import Array
 
-from rwkv_jax._native import gpus, library
+from rwkv_jax._native import gpus
 from rwkv_jax._operator import check
+from rwkv_jax._operator.call import Options
+from rwkv_jax._operator.dispatch import Computation, Pass
 
 PRODUCT = "product"
 """The name of the results of matrix products for `jax.checkpoint_policies`."""
@@ -18,7 +18,25 @@ PRODUCT = "product"
 MAX_TOKENS = 2**24
 """The largest number of tokens that the kernels take."""
 
-IMPLEMENTATIONS = ("ffi", "xla", "reference")
+
+class Products(Computation):
+    """Products with kernels, to which they are left where `is_chosen` says so. Elsewhere they are a
+    formula that JAX differentiates."""
+
+    vmap, mesh = "in turn", "kernels"
+
+    def why_not(
+        self, name: Pass, choice: str, options: Options, platform: str, operands: Any
+    ) -> str | None:
+        reason = super().why_not(name, choice, options, platform, operands)
+        return reason or (gpus.why_not_hopper() if choice == "ffi" else None)
+
+    def is_chosen(self, options: Options, operands: Any) -> bool:
+        """Whether the kernels may compute a call: on the GPUs that the program is for, if it is
+        lowered for them."""
+        if options.implementation is not None:
+            return options.implementation == "ffi"
+        return self.why_not("forward", "ffi", options, "cuda", operands) is None
 
 
 def checked(
@@ -31,7 +49,7 @@ def checked(
         implementation.
     """
     if implementation is not None:
-        check.choice(op, "implementation", implementation, IMPLEMENTATIONS)
+        check.choice(op, "implementation", implementation, Products.implementations)
     for name, array in given.items():
         check.array(op, name, array)
         if array.dtype not in check.DTYPES:
@@ -54,32 +72,14 @@ def by_input(x: Array, matrix: Array) -> Array:
     return jnp.einsum("...i,io->...o", x, matrix, preferred_element_type=x.dtype)
 
 
-def why_not(
+def too_many_or_few(
     implementation: str | None, x: Any, min_tokens: int, max_tokens: int = MAX_TOKENS
 ) -> str | None:
-    """Why no kernels take the tokens of `x` [B, T, ...] on the GPUs that programs are for, or None.
-    There are `min_tokens` to `max_tokens`, unless `implementation` names the kernels."""
+    """Why kernels do not take the tokens of `x` [B, T, ...], or None. There are `min_tokens` to
+    `max_tokens`, unless `implementation` names the kernels."""
     rows, tokens = x.shape[:2]
     least, most = (0, MAX_TOKENS) if implementation == "ffi" else (min_tokens, max_tokens)
-    if not least <= rows * tokens <= most:
-        accepted = f"from {least} to {most} tokens"
-        return f"B = {rows} and T = {tokens}; the cuda kernels take {accepted}"
-    return library.why_not("cuda") or gpus.other_than_hopper()
-
-
-def in_turn(call: Callable[..., Any]) -> Callable[..., Any]:
-    """`call` of arrays. Of several at once `vmap` computes each in turn."""
-    batched = custom_vmap(call)
-
-    @batched.def_vmap
-    def _rule(size: int, mapped: Sequence[bool], *operands: Any) -> tuple[Any, Any]:
-        def one(own: Sequence[Array]) -> Any:
-            of_one = iter(own)
-            return in_turn(call)(
-                *(next(of_one) if m else x for x, m in zip(operands, mapped, strict=True))
-            )
-
-        results = lax.map(one, [x for x, m in zip(operands, mapped, strict=True) if m])
-        return results, jax.tree.map(lambda _: True, results)
-
-    return batched
+    if least <= rows * tokens <= most:
+        return None
+    accepted = f"from {least} to {most} tokens"
+    return f"B = {rows} and T = {tokens}; the cuda kernels take {accepted}"

@@ -7,21 +7,21 @@ are left to the compiler.
 
 import functools
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeAlias
+from typing import Any, Generic
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float
 
 from rwkv_jax._native import library
-from rwkv_jax._operator import dispatch
 from rwkv_jax._operator.call import Leaf, Options
-from rwkv_jax._operator.partition import partitioned, vary_alike
+from rwkv_jax._operator.dispatch import Pass, run_with_jvp
+from rwkv_jax._operator.partition import vary_alike
 from rwkv_jax._typing import Operand
 from rwkv_jax.layers import _products
-from rwkv_jax.layers._products import PRODUCT, linear
+from rwkv_jax.layers._products import PRODUCT, Products, linear
 from rwkv_jax.layers.relu_squared import gradient, relu_squared
 
 AXES = {"x": "BTC", "key": "FC", "value": "CF"}
@@ -73,9 +73,8 @@ def feed_forward(
     """
     op, given = "feed_forward", {"x": x, "key": key, "value": value}
     x, key, value = _products.checked(op, AXES, given, implementation)
-    options = Options(None, lax.Precision.DEFAULT, implementation)
-    operands = Operands(x, key.astype(x.dtype))
-    if implementation == "ffi" or not _PRODUCTS.why_not("ffi", "cuda", options, operands):
+    options = Options(implementation=implementation)
+    if _PRODUCTS.is_chosen(options, Operands(x, key.astype(x.dtype))):
         return _run(options, *vary_alike(x, key, value))
     hidden = relu_squared(checkpoint_name(linear(x, key), PRODUCT))
     return linear(hidden, value)
@@ -89,14 +88,15 @@ def _run(options: Options, x: Array, key: Array, value: Array) -> Array:
 def _forward(
     options: Options, x: Array, key: Array, value: Array
 ) -> tuple[Array, tuple[Array, ...]]:
-    hidden = _product("forward", options, x, key.astype(x.dtype))
+    hidden = run_with_jvp(_PRODUCTS, "forward", options, Operands(x, key.astype(x.dtype)))
     hidden = checkpoint_name(hidden, PRODUCT)
     return linear(hidden, value), (x, key, value, hidden)
 
 
 def _backward(options: Options, kept: tuple[Array, ...], dy: Array) -> tuple[Array, ...]:
     x, key, value, hidden = kept
-    dhidden = _product("backward", options, dy, value.astype(dy.dtype), hidden)
+    operands = Operands(dy, value.astype(dy.dtype), hidden)
+    dhidden = run_with_jvp(_PRODUCTS, "backward", options, operands)
     (dvalue,) = jax.linear_transpose(lambda value: linear(hidden, value), value)(dy)
     (dkey,) = jax.linear_transpose(lambda key: linear(x, key), key)(dhidden)
     (dx,) = jax.linear_transpose(lambda x: linear(x, key), x)(dhidden)
@@ -108,8 +108,6 @@ _run.defvjp(_forward, _backward)
 
 # The products with kernels.
 
-Direction: TypeAlias = Literal["forward", "backward"]
-
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -120,39 +118,24 @@ class Operands(Generic[Leaf]):
     rows: Leaf
     weight: Leaf
     hidden: Leaf | None = None
-    packing: None = None
 
 
-def _formula(rows: Array, weight: Array, hidden: Array | None = None) -> Array:
-    """The forward product with its squared ReLU, or the backward one times the derivative."""
-    if hidden is None:
-        return jnp.square(jax.nn.relu(linear(rows, weight)))
-    return gradient(hidden, linear(rows, weight.T))
+class _FeedForward(Products):
+    """Channels of a mesh that distributes them are gathered (D), those of the hidden layer are not
+    (H)."""
 
+    name = "feed_forward"
 
-class _Products:
-    """What `dispatch.dispatched` asks for. Channels of a mesh that distributes them are gathered
-    (D), those of the hidden layer are not (H)."""
-
-    implementations = _products.IMPLEMENTATIONS
-
-    def title(self, name: str) -> str:
-        return "feed_forward"
-
-    def axes(self, name: str, options: Options, packing: None) -> tuple[Operands[str], str]:
+    def axes(
+        self, name: Pass, options: Options, operands: Operands[Any]
+    ) -> tuple[Operands[str], str]:
         if name == "backward":
             return Operands("BTD", "DH", "BTH"), "BTH"
         return Operands("BTD", "HD"), "BTH"
 
-    def why_not(
-        self, choice: str, platform: str, options: Options, operands: Operands[Any]
-    ) -> str | None:
-        if choice != "ffi":
-            return None
-        if platform != "cuda":
-            return "feed_forward has native kernels for CUDA GPUs"
-        width = operands.rows.shape[-1]
-        hidden = operands.weight.shape[0 if operands.hidden is None else 1]
+    def why_no_kernel(self, name: Pass, options: Options, operands: Operands[Any]) -> str | None:
+        width, forward = operands.rows.shape[-1], operands.hidden is None
+        hidden = operands.weight.shape[0 if forward else 1]
         if operands.rows.dtype != jnp.bfloat16:
             return f"x is {operands.rows.dtype}; the cuda kernels take bfloat16"
         if width < MIN_WIDTH or width > MAX_WIDTH or width % WIDTH_MULTIPLE:
@@ -165,56 +148,27 @@ class _Products:
                 f"F = {hidden}; the cuda kernels take multiples of {HIDDEN_MULTIPLE} up to "
                 f"{MAX_WIDTH}"
             )
-        forward = operands.hidden is None
         least = MIN_TOKENS_OF_WIDE if forward and hidden >= WIDE else MIN_TOKENS
-        return _products.why_not(options.implementation, operands.rows, least)
+        return _products.too_many_or_few(options.implementation, operands.rows, least)
 
-    def compute(
-        self, name: str, choice: str, options: Options, platform: str, operands: Operands[Array]
-    ) -> Array:
-        if choice != "ffi":
-            return _formula(operands.rows, operands.weight, operands.hidden)
-        axes, result = self.axes(name, options, None)
-        target = TARGETS["forward" if operands.hidden is None else "backward"]
-        call = partitioned(
-            self.title(name), functools.partial(_call, target), dispatch.named(axes), [result]
-        )
-        return call(*jax.tree.leaves(operands))[0]
+    def formula(self, name: Pass, options: Options, operands: Operands[Array]) -> Array:
+        """The forward product with its squared ReLU, or the backward one times the derivative."""
+        rows, weight, hidden = operands.rows, operands.weight, operands.hidden
+        if hidden is None:
+            return jnp.square(jax.nn.relu(linear(rows, weight)))
+        return gradient(hidden, linear(rows, weight.T))
 
-    def has_rule(self, options: Options) -> bool:
-        """The kernel has one of its own, which the other platforms go without."""
-        return False
-
-
-_PRODUCTS = _Products()
-
-
-def _call(target: str, *operands: Array) -> tuple[Array, ...]:
-    """The product on one device, whose part of the hidden layer may have any size."""
-    rows, weight, *hidden = operands
-    size, width = weight.shape[::-1] if hidden else weight.shape
-    if size % HIDDEN_MULTIPLE:
-        return (_formula(*operands),)
-    results = [((*rows.shape[:2], size), rows.dtype)]
-    if hidden:  # room for the transpose of `value`
-        results.append(((size, width), rows.dtype))
-    return library.call(target, results, *operands)[:1]
+    def kernel(self, name: Pass, options: Options, operands: Operands[Array]) -> Array:
+        """The product on one device, whose part of the hidden layer may have any size."""
+        rows, weight, forward = operands.rows, operands.weight, operands.hidden is None
+        size, width = weight.shape if forward else weight.shape[::-1]
+        if size % HIDDEN_MULTIPLE:
+            return self.formula(name, options, operands)
+        results = [((*rows.shape[:2], size), rows.dtype)]
+        if not forward:  # room for the transpose of `value`
+            results.append(((size, width), rows.dtype))
+        target = TARGETS["forward" if forward else "backward"]
+        return library.call(target, results, *jax.tree.leaves(operands))[0]
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _product(name: Direction, options: Options, *operands: Array) -> Array:
-    """A product with a kernel, where it is chosen. Of several at once each is computed in turn."""
-
-    def call(*operands: Array) -> Array:
-        hidden = operands[2] if name == "backward" else None
-        given = Operands(operands[0], operands[1], hidden)
-        return dispatch.dispatched(_PRODUCTS, name, options, given)
-
-    return _products.in_turn(call)(*operands)
-
-
-@_product.defjvp
-def _(
-    name: Direction, options: Options, primals: tuple[Array, ...], tangents: tuple[Array, ...]
-) -> tuple[Array, Array]:
-    return _product(name, options, *primals), jax.jvp(_formula, primals, tangents)[1]
+_PRODUCTS = _FeedForward()

@@ -2,12 +2,12 @@
 
 import dataclasses
 import functools
-from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeAlias
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float, Float32, Int
 
@@ -19,14 +19,13 @@ from rwkv_jax._operator.call import (
     Backward,
     Forward,
     Gradients,
-    Leaf,
     Marks,
     Options,
     Result,
 )
-from rwkv_jax._operator.derivative import KEPT
-from rwkv_jax._operator.operator import Pass
-from rwkv_jax._operator.partition import alike, check_whole, repeated
+from rwkv_jax._operator.dispatch import Computation, Pass
+from rwkv_jax._operator.operator import KEPT
+from rwkv_jax._operator.partition import Shards, alike, check_whole, repeated
 from rwkv_jax._packing import segments
 from rwkv_jax._typing import Operand
 from rwkv_jax.layers import _function
@@ -80,9 +79,8 @@ def keyed_wkv7(
 
     Results and gradients are those of the two functions. On CUDA GPUs, with bfloat16 or float16,
     heads of 64 channels and 16 tokens or more, the kernels of `wkv7` make k', a and b where they
-    need them, and neither these nor their gradients are ever stored. A program with these kernels
-    runs on GPUs with as much shared memory as the first one here has. Anywhere else, as on GPUs
-    with less than 113 KB of shared memory for a block, this is a call of each function.
+    need them, and neither these nor their gradients are ever stored. Anywhere else, as where a GPU
+    has less than 113 KB of shared memory for a block, this is a call of each function.
 
     Args:
       r: the projected receptance, float32, bfloat16 or float16.
@@ -116,7 +114,7 @@ def keyed_wkv7(
     given = check.arrays(op, axes, given, states=(*FUNCTION.parameters, *STATE))
     if segment_ids is not None:
         segment_ids = segments.checked(op, segment_ids, *given["v"].shape[:2])
-    options = Options("sigmoid", lax.Precision.DEFAULT, implementation)
+    options = Options("sigmoid", implementation=implementation)
     if not _has_kernels(given, options):
         return _composed(given, segment_ids, implementation)
     found: Results = _run(options, _prepared(op, axes, given, segment_ids))
@@ -160,7 +158,7 @@ def _prepared(
     if segment_ids is not None:
         (ids,) = alike(["BT"], segment_ids)
         given["segment_ids"], letters["segment_ids"] = segments.marks(ids), "BT"
-    check_whole(op, list(letters.items()), given.values())
+    check_whole(op, list(letters.items()), list(given.values()))
     inputs = dict(zip(given, alike(letters.values(), *given.values()), strict=True))
     state = {"state": inputs.pop("initial_state")}
     packing = Marks(inputs.pop("segment_ids")) if segment_ids is not None else None
@@ -169,102 +167,84 @@ def _prepared(
     return Forward(inputs, state, packing)
 
 
+Found: TypeAlias = tuple[Result, Any, Any]
+"""The results of the forward pass: those of `wkv7`, the bonus, and 1 / max(|k k_k|, 1e-12) of each
+head, from which the backward pass makes k', a and b again."""
+
+Operands: TypeAlias = tuple[Backward, Any, Any]
+"""The operands of the backward pass: those of `wkv7` with the inputs of both functions, the last of
+`Found`, and the cotangent of the bonus."""
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _run(options: Options, operands: Forward) -> Results:
-    found: Found = dispatch.dispatched(_BOTH, "forward", options, operands)
-    return found.recurrent.y, found.bonus, found.recurrent.state["state"]
+    found: Found = dispatch.run(_BOTH, "forward", options, operands)
+    result, bonus, _ = found
+    return result.y, bonus, result.state["state"]
 
 
 def _forward(options: Options, operands: Forward) -> tuple[Results, Any]:
-    found: Found = dispatch.dispatched(_BOTH, "forward", options.saving(True), operands)
+    found: Found = dispatch.run(_BOTH, "forward", dataclasses.replace(options, save=True), operands)
     found = jax.tree.map(lambda x: checkpoint_name(x, KEPT), found)
-    result = found.recurrent
-    kept = operands.inputs, result.states, found.inverse, operands.packing
-    return (result.y, found.bonus, result.state["state"]), kept
+    result, bonus, inverse = found
+    kept = operands.inputs, result.states, inverse, operands.packing
+    return (result.y, bonus, result.state["state"]), kept
 
 
 def _backward(options: Options, kept: Any, cotangents: Results) -> tuple[Forward]:
     inputs, states, inverse, packing = kept
     dy, dbonus, dstate = cotangents
     recurrent = Backward(inputs, states, dy, {"state": dstate}, packing)
-    operands = Operands(recurrent, inverse, dbonus)
-    found: Gradients = dispatch.dispatched(_BOTH, "backward", options, operands)
-    return (Forward(found.inputs, found.state),)
+    return (dispatch.run(_BOTH, "backward", options, (recurrent, inverse, dbonus)),)
 
 
 _run.defvjp(_forward, _backward)
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Found(Generic[Leaf]):
-    """The results of the forward pass: those of `wkv7`, the bonus, and 1 / max(|k k_k|, 1e-12) of
-    each head, from which the backward pass makes k', a and b again."""
+class _Keyed(Computation):
+    """`wkv7_keys` and `wkv7`. Elsewhere than on CUDA, the implementation is that of `wkv7` with the
+    formula of `wkv7_keys`."""
 
-    recurrent: Result[Leaf]
-    bonus: Leaf
-    inverse: Leaf
+    name = "keyed_wkv7"
+    implementations, left_to_jax = ("ffi", "xla"), ()
 
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Operands(Generic[Leaf]):
-    """The operands of the backward pass: those of `wkv7` with the inputs of both functions,
-    `inverse` of `Found`, and the cotangent of the bonus."""
-
-    recurrent: Backward[Leaf]
-    inverse: Leaf
-    dbonus: Leaf
-
-    @property
-    def packing(self) -> Any:
-        return self.recurrent.packing
-
-
-class _Both:
-    """What `dispatch.dispatched` asks for. Elsewhere than on CUDA, the implementation is that of
-    `wkv7` with the formula of `wkv7_keys`."""
-
-    implementations = ("ffi", "xla")
-
-    def title(self, name: Pass) -> str:
-        return "keyed_wkv7"
-
-    def axes(self, name: Pass, options: Options, packing: Any) -> tuple[Any, Any]:
+    def axes(self, name: Pass, options: Options, operands: Any) -> tuple[Any, Any]:
         parameters = {name: FUNCTION.inputs[name] for name in FUNCTION.parameters}
         bonus = FUNCTION.results["bonus"]
         if name == "forward":
-            forward = SIGNATURE.forward_axes(packing)
-            operands = dataclasses.replace(forward, inputs=forward.inputs | parameters)
-            return operands, Found(SIGNATURE.result_axes(packing, options), bonus, bonus)
+            forward = SIGNATURE.forward_axes(operands.packing)
+            given = dataclasses.replace(forward, inputs=forward.inputs | parameters)
+            result = SIGNATURE.result_axes(operands.packing, options)
+            return given, (result, bonus, bonus)
+        packing = operands[0].packing
         backward = SIGNATURE.backward_axes(packing)
         inputs = backward.inputs | parameters
-        operands = Operands(dataclasses.replace(backward, inputs=inputs), bonus, bonus)
-        return operands, Gradients(inputs, SIGNATURE.gradient_axes(packing).state)
+        given = dataclasses.replace(backward, inputs=inputs), bonus, bonus
+        return given, Gradients(inputs, SIGNATURE.gradient_axes(packing).state)
 
-    def why_not(self, choice: str, platform: str, options: Options, operands: Any) -> str | None:
+    def why_not(
+        self, name: Pass, choice: str, options: Options, platform: str, operands: Any
+    ) -> str | None:
         if choice == "ffi" and platform == "cuda":
             return library.why_not(platform)
-        recurrent = operands.recurrent if isinstance(operands, Operands) else operands
+        recurrent = operands if name == "forward" else operands[0]
         inputs = {name: recurrent.inputs[name] for name in "rwkv"}
         inputs |= {"a": inputs["k"], "b": inputs["k"]}  # of their shape and dtype
         shaped = dataclasses.replace(recurrent, inputs=inputs)
-        return OPERATOR.why_not(choice, platform, options, shaped)
+        return OPERATOR.why_not(name, choice, options, platform, shaped)
 
-    def compute(
-        self, name: Pass, choice: str, options: Options, platform: str, operands: Any
-    ) -> Any:
+    def implementation(
+        self, name: Pass, choice: str, options: Options, platform: str, shards: Shards
+    ) -> Callable[[Any], Any]:
         if choice == "ffi" and platform == "cuda":
             native = _native_forward if name == "forward" else _native_backward
-            return native(options, operands)
+            return functools.partial(native, options)
         composed = _composed_forward if name == "forward" else _composed_backward
-        return composed(choice, options, platform, operands)
-
-    def has_rule(self, options: Options) -> bool:
-        return True
+        wkv7_pass = OPERATOR.implementation(name, choice, options, platform, shards)
+        return functools.partial(composed, options, wkv7_pass)
 
 
-_BOTH = _Both()
+_BOTH = _Keyed()
 
 
 def _tensors(inputs: Arrays) -> Arrays:
@@ -276,57 +256,62 @@ def _of_keys(inputs: Arrays) -> Arrays:
     return {name: inputs[name] for name in FUNCTION.inputs}
 
 
-def _native_forward(options: Options, operands: Forward) -> Found[Array]:
+def _native_forward(options: Options, operands: Forward) -> Found:
     inputs = operands.inputs
+    tensors = dataclasses.replace(operands, inputs=_tensors(inputs))
+    results, given, attributes, result = KERNELS.forward_call(options, "cuda", tensors)
     each_head = inputs["k"].shape[:-1], jnp.float32
-    result, (bonus, inverse) = KERNELS.forward_by(
-        *(TARGETS["forward"], options, "cuda"),
-        dataclasses.replace(operands, inputs=_tensors(inputs)),
-        [FUNCTION.native_parameters(_of_keys(inputs))],
-        [each_head, each_head],
+    *found, bonus, inverse = library.call(
+        TARGETS["forward"],
+        [*results, each_head, each_head],
+        *(*given, FUNCTION.native_parameters(_of_keys(inputs))),
+        **attributes,
     )
-    return Found(result, bonus, inverse)
+    return result(found), bonus, inverse
 
 
-def _native_backward(options: Options, operands: Operands[Array]) -> Gradients:
-    recurrent = operands.recurrent
+def _native_backward(options: Options, operands: Operands) -> Gradients:
+    recurrent, inverse, dbonus = operands
     of_keys = _of_keys(recurrent.inputs)
-    found, (partials,) = KERNELS.backward_by(
-        *(TARGETS["backward"], options, "cuda"),
-        dataclasses.replace(recurrent, inputs=_tensors(recurrent.inputs)),
-        [FUNCTION.native_parameters(of_keys), operands.inverse, operands.dbonus],
-        [FUNCTION.partials(of_keys)],
+    tensors = dataclasses.replace(recurrent, inputs=_tensors(recurrent.inputs))
+    results, given, attributes, gradients = KERNELS.backward_call(options, "cuda", tensors)
+    parameters = FUNCTION.native_parameters(of_keys)
+    *found, partials = library.call(
+        TARGETS["backward"],
+        [*results, FUNCTION.partials(of_keys)],
+        *(*given, parameters, inverse, dbonus),
+        **attributes,
     )
-    return Gradients(found.inputs | FUNCTION.sums(of_keys, partials), found.state)
+    of_wkv7 = gradients(found)
+    return Gradients(of_wkv7.inputs | FUNCTION.sums(of_keys, partials), of_wkv7.state)
 
 
-def _with_keys(inputs: Arrays, options: Options, platform: str) -> tuple[Arrays, Arrays]:
+def _with_keys(inputs: Arrays, options: Options) -> tuple[Arrays, Arrays]:
     """The inputs of `wkv7`, and the results of `wkv7_keys`."""
     of_keys = _function.Operands(_of_keys(inputs))
-    keys, _ = FUNCTION.compute("forward", "xla", options, platform, of_keys)
+    keys, _ = FUNCTION.formula("forward", options, of_keys)
     r, w, v = (inputs[name] for name in "rwv")
     return {"r": r, "w": w, "k": keys["key"], "v": v, "a": keys["a"], "b": keys["b"]}, keys
 
 
 def _composed_forward(
-    choice: str, options: Options, platform: str, operands: Forward
-) -> Found[Array]:
-    inputs, keys = _with_keys(operands.inputs, options, platform)
-    recurrent = dataclasses.replace(operands, inputs=inputs)
-    result = OPERATOR.compute("forward", choice, options, platform, recurrent)
+    options: Options, wkv7_pass: Callable[[Forward], Result], operands: Forward
+) -> Found:
+    inputs, keys = _with_keys(operands.inputs, options)
+    result = wkv7_pass(dataclasses.replace(operands, inputs=inputs))
     inverse = inverse_length(operands.inputs["k"], operands.inputs["k_k"])
-    return Found(result, keys["bonus"], inverse)
+    return result, keys["bonus"], inverse
 
 
 def _composed_backward(
-    choice: str, options: Options, platform: str, operands: Operands[Array]
+    options: Options, wkv7_pass: Callable[[Backward], Gradients], operands: Operands
 ) -> Gradients:
-    given = operands.recurrent.inputs
-    inputs, _ = _with_keys(given, options, platform)
-    recurrent = dataclasses.replace(operands.recurrent, inputs=inputs)
-    found = OPERATOR.compute("backward", choice, options, platform, recurrent)
+    recurrent, _, dbonus = operands
+    given = recurrent.inputs
+    inputs, _ = _with_keys(given, options)
+    found = wkv7_pass(dataclasses.replace(recurrent, inputs=inputs))
     r, w, k, v, a, b = (found.inputs[name] for name in "rwkvab")
-    cotangents = {"key": k, "a": a, "b": b, "bonus": operands.dbonus, "r": r}
+    cotangents = {"key": k, "a": a, "b": b, "bonus": dbonus, "r": r}
     of_keys = _function.Operands(_of_keys(given), {}, cotangents)
-    gradients = FUNCTION.compute("backward", "xla", options, platform, of_keys)
+    gradients = FUNCTION.formula("backward", options, of_keys)
     return Gradients({"w": w, "v": v, **gradients}, found.state)

@@ -8,21 +8,22 @@ the compiler.
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Literal, TypeAlias
+from typing import Any, Generic
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float
 
 from rwkv_jax._native import library
-from rwkv_jax._operator import check, dispatch
+from rwkv_jax._operator import check
 from rwkv_jax._operator.call import Leaf, Options
-from rwkv_jax._operator.partition import partitioned, vary_alike
+from rwkv_jax._operator.dispatch import Pass, run_with_jvp
+from rwkv_jax._operator.partition import vary_alike
 from rwkv_jax._typing import Operand
 from rwkv_jax.layers import _products
-from rwkv_jax.layers._products import PRODUCT, by_input
+from rwkv_jax.layers._products import PRODUCT, Products, by_input
 
 AXES = {"x": "BTC", "first": "CR", "second": "RC", "offset": "C"}
 
@@ -96,10 +97,8 @@ def low_rank(
     check.choice(op, "activation", activation, ACTIVATIONS)
     arrays = {name: array for name, array in given.items() if array is not None}
     x, *parameters = _products.checked(op, AXES, arrays, implementation)
-    options = Options(None, lax.Precision.DEFAULT, implementation)
-    map_ = _LowRank(activation, offset is not None)
-    operands = Operands(x, parameters[0], parameters[1])
-    if implementation == "ffi" or not map_.why_not("ffi", "cuda", options, operands):
+    options, map_ = Options(implementation=implementation), _LowRank(activation)
+    if map_.is_chosen(options, Operands(x, parameters[0], parameters[1])):
         return _run(map_, options, *vary_alike(x, *parameters))
     hidden = checkpoint_name(by_input(x, parameters[0]), PRODUCT)
     return _second(ACTIVATIONS[activation](hidden), *parameters[1:])[0]
@@ -132,8 +131,8 @@ def _run(map_: "_LowRank", options: Options, x: Array, *parameters: Array) -> Ar
 def _forward(
     map_: "_LowRank", options: Options, x: Array, *parameters: Array
 ) -> tuple[Array, tuple[Array, ...]]:
-    narrow = (p.astype(x.dtype) for p in parameters)
-    y, hidden = _both(map_, "forward", options, x, *narrow)
+    operands = Operands(x, *(p.astype(x.dtype) for p in parameters))
+    y, hidden = run_with_jvp(map_, "forward", options, operands)
     return y, (checkpoint_name(hidden, PRODUCT), x, *parameters)
 
 
@@ -142,7 +141,8 @@ def _backward(
 ) -> tuple[Array, ...]:
     hidden, x, first, *others = kept
     matrices = (matrix.astype(dy.dtype) for matrix in (first, others[0]))
-    dx, dhidden = _both(map_, "backward", options, dy, *matrices, hidden)
+    operands = Operands(dy, *matrices, hidden=hidden)
+    dx, dhidden = run_with_jvp(map_, "backward", options, operands)
     (dfirst,) = jax.linear_transpose(lambda first: by_input(x, first), first)(dhidden)
 
     def of_others(second: Array, offset: Array | None = None) -> Array:
@@ -156,8 +156,6 @@ _run.defvjp(_forward, _backward)
 
 # The kernels.
 
-Direction: TypeAlias = Literal["forward", "backward"]
-
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -170,47 +168,25 @@ class Operands(Generic[Leaf]):
     second: Leaf
     offset: Leaf | None = None
     hidden: Leaf | None = None
-    packing: None = None
-
-
-def _formula(activation: str, operands: Operands[Array]) -> tuple[Array, Array]:
-    """Forward y and `hidden`, backward dx and the gradient of the first product."""
-    rows, first, second, hidden = operands.rows, operands.first, operands.second, operands.hidden
-    if hidden is None:
-        hidden = ACTIVATIONS[activation](by_input(rows, first))
-        return _second(hidden, second, operands.offset)
-    slopes = SLOPES[activation](hidden[..., : first.shape[-1]].astype(jnp.float32))
-    dhidden = (by_input(rows, second.T).astype(jnp.float32) * slopes).astype(rows.dtype)
-    return by_input(dhidden, first.T), dhidden
 
 
 @dataclass(frozen=True)
-class _LowRank:
-    """What `dispatch.dispatched` asks for. Channels of a mesh that distributes them are gathered
-    (D). What the passes keep of the hidden layer has more columns (E) than its rank (R), if there
-    is an offset."""
+class _LowRank(Products):
+    """Channels of a mesh that distributes them are gathered (D). What the passes keep of the hidden
+    layer has more columns (E) than its rank (R), if there is an offset."""
 
     activation: str
-    has_offset: bool
-    implementations: ClassVar = _products.IMPLEMENTATIONS
-
-    def title(self, name: str) -> str:
-        return "low_rank"
+    name = "low_rank"
 
     def axes(
-        self, name: str, options: Options, packing: None
+        self, name: Pass, options: Options, operands: Operands[Any]
     ) -> tuple[Operands[str], tuple[str, str]]:
         if name == "backward":
             return Operands("BTD", "DR", "RD", hidden="BTE"), ("BTD", "BTR")
-        return Operands("BTD", "DR", "RD", "D" if self.has_offset else None), ("BTD", "BTE")
+        offset = None if operands.offset is None else "D"
+        return Operands("BTD", "DR", "RD", offset), ("BTD", "BTE")
 
-    def why_not(
-        self, choice: str, platform: str, options: Options, operands: Operands[Any]
-    ) -> str | None:
-        if choice != "ffi":
-            return None
-        if platform != "cuda":
-            return "low_rank has native kernels for CUDA GPUs"
+    def why_no_kernel(self, name: Pass, options: Options, operands: Operands[Any]) -> str | None:
         width, rank = operands.first.shape
         if operands.rows.dtype != jnp.bfloat16:
             return f"x is {operands.rows.dtype}; the cuda kernels take bfloat16"
@@ -223,68 +199,30 @@ class _LowRank:
             return (
                 f"R = {rank}; the cuda kernels take multiples of {RANK_MULTIPLE} up to {MAX_RANK}"
             )
-        return _products.why_not(options.implementation, operands.rows, MIN_TOKENS)
+        return _products.too_many_or_few(options.implementation, operands.rows, MIN_TOKENS)
 
-    def compute(
-        self, name: str, choice: str, options: Options, platform: str, operands: Operands[Array]
+    def formula(
+        self, name: Pass, options: Options, operands: Operands[Array]
     ) -> tuple[Array, Array]:
-        if choice != "ffi":
-            return _formula(self.activation, operands)
-        axes, results = self.axes(name, options, None)
-        run = functools.partial(_call, TARGETS[self.activation, name])
-        call = partitioned(self.title(name), run, dispatch.named(axes), results)
-        y, hidden = call(*jax.tree.leaves(operands))
+        """Forward y and `hidden`, backward dx and the gradient of the first product."""
+        rows, first, second = operands.rows, operands.first, operands.second
+        if (hidden := operands.hidden) is None:
+            hidden = ACTIVATIONS[self.activation](by_input(rows, first))
+            return _second(hidden, second, operands.offset)
+        slopes = SLOPES[self.activation](hidden[..., : first.shape[-1]].astype(jnp.float32))
+        dhidden = (by_input(rows, second.T).astype(jnp.float32) * slopes).astype(rows.dtype)
+        return by_input(dhidden, first.T), dhidden
+
+    def kernel(
+        self, name: Pass, options: Options, operands: Operands[Array]
+    ) -> tuple[Array, Array]:
+        """The products on one device."""
+        rows, rank, last = operands.rows, operands.first.shape[-1], operands.hidden
+        if last is None:
+            last = operands.offset
+            rank += 0 if last is None else OFFSET_COLUMNS
+        nothing = jnp.zeros(0, rows.dtype)
+        results = [(rows.shape, rows.dtype), ((*rows.shape[:2], rank), rows.dtype)]
+        given = rows, operands.first, operands.second, nothing if last is None else last
+        y, hidden = library.call(TARGETS[self.activation, name], results, *given)
         return y, hidden
-
-    def has_rule(self, options: Options) -> bool:
-        """The kernels have one of their own, which the other platforms go without."""
-        return False
-
-
-def _call(target: str, *operands: Array) -> tuple[Array, ...]:
-    """The products on one device: forward of x, the matrices and any offset, backward of dy, the
-    matrices and `hidden`."""
-    rows, first, *more = operands
-    rank = first.shape[-1]
-    if target.endswith("_fwd_v1"):
-        if len(more) == 1:
-            more.append(jnp.zeros(0, rows.dtype))
-        else:
-            rank += OFFSET_COLUMNS
-    results = [(rows.shape, rows.dtype), ((*rows.shape[:2], rank), rows.dtype)]
-    return library.call(target, results, rows, first, *more)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
-def _both(
-    map_: _LowRank, name: Direction, options: Options, *operands: Array
-) -> tuple[Array, Array]:
-    """Both products of a pass, with a kernel where it is chosen."""
-
-    def call(*operands: Array) -> tuple[Array, Array]:
-        return dispatch.dispatched(map_, name, options, _operands(name, *operands))
-
-    return _products.in_turn(call)(*operands)
-
-
-def _operands(
-    name: Direction, rows: Array, first: Array, second: Array, more: Array | None = None
-) -> Operands[Array]:
-    backward = name == "backward"
-    return Operands(
-        *(rows, first, second), offset=None if backward else more, hidden=more if backward else None
-    )
-
-
-@_both.defjvp
-def _(
-    map_: _LowRank,
-    name: Direction,
-    options: Options,
-    primals: tuple[Array, ...],
-    tangents: tuple[Array, ...],
-) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-    def formula(*operands: Array) -> tuple[Array, Array]:
-        return _formula(map_.activation, _operands(name, *operands))
-
-    return _both(map_, name, options, *primals), jax.jvp(formula, primals, tangents)[1]

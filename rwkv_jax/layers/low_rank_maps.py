@@ -8,21 +8,22 @@ compiler.
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float
 
 from rwkv_jax._native import library
-from rwkv_jax._operator import check, dispatch
-from rwkv_jax._operator.call import Leaf, Options
-from rwkv_jax._operator.partition import partitioned, vary_alike
+from rwkv_jax._operator import check
+from rwkv_jax._operator.call import Options
+from rwkv_jax._operator.dispatch import Pass, run
+from rwkv_jax._operator.partition import vary_alike
 from rwkv_jax._typing import Operand
 from rwkv_jax.layers import _products
-from rwkv_jax.layers._products import PRODUCT, by_input
+from rwkv_jax.layers._products import PRODUCT, Products, by_input
 from rwkv_jax.layers.low_rank import ACTIVATIONS, MAX_WIDTH, RANK_MULTIPLE, SLOPES, low_rank
 
 MAX_RANK = 1024
@@ -71,13 +72,13 @@ def low_rank_maps(
     The formula is that of RWKV-LM's training code, `RWKV_Tmix_x070`.
     """
     given = _checked(maps, implementation)
-    several = _LowRankMaps(
-        tuple(m.activation for m in maps), tuple(m.offset is not None for m in maps)
-    )
-    options = Options(None, lax.Precision.DEFAULT, implementation)
-    operands = Operands(tuple(_rounded(*one) for one in given))
-    if implementation == "ffi" or not several.why_not("ffi", "cuda", options, operands):
-        return _run(several, options, *vary_alike(*jax.tree.leaves(operands)))[1::2]
+    several = _LowRankMaps(tuple(m.activation for m in maps))
+    options = Options(implementation=implementation)
+    operands = tuple(_rounded(*one) for one in given)
+    if several.is_chosen(options, operands):
+        leaves, structure = jax.tree.flatten(operands)
+        operands = jax.tree.unflatten(structure, vary_alike(*leaves))
+        return _run(several, options, operands)[1::2]
     return tuple(
         low_rank(*one, activation=m.activation, implementation=implementation)
         for one, m in zip(given, maps, strict=True)
@@ -116,31 +117,24 @@ def _rounded(x: Array, *parameters: Array | None) -> _Map:
     return _Map(x, *(p if p is None else p.astype(x.dtype) for p in parameters))
 
 
+Maps: TypeAlias = tuple[_Map, ...]
+
+
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _run(several: "_LowRankMaps", options: Options, *operands: Array) -> tuple[Array, ...]:
+def _run(several: "_LowRankMaps", options: Options, maps: Maps) -> tuple[Array, ...]:
     """For each map the result of its activation, and y."""
-
-    def call(*operands: Array) -> tuple[Array, ...]:
-        found = dispatch.dispatched(several, "forward", options, Operands(several.maps(operands)))
-        return tuple(jax.tree.leaves(found))
-
-    return tuple(_products.in_turn(call)(*operands))
+    return run(several, "forward", options, maps)
 
 
 @_run.defjvp
 def _(
-    several: "_LowRankMaps",
-    options: Options,
-    primals: tuple[Array, ...],
-    tangents: tuple[Array, ...],
+    several: "_LowRankMaps", options: Options, primals: tuple[Maps], tangents: tuple[Maps]
 ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
     found = _run(several, options, *primals)
     results, derivatives = [], []
-    for activation, own, d, hidden, y in zip(
-        several.activations,
-        *(several.maps(primals), several.maps(tangents)),
-        *(found[::2], found[1::2]),
-        strict=True,
+    pairs = zip(found[::2], found[1::2], strict=True)
+    for activation, own, d, (hidden, y) in zip(
+        several.activations, *primals, *tangents, pairs, strict=True
     ):
         hidden = checkpoint_name(hidden, PRODUCT)
         slope = SLOPES[activation](hidden.astype(jnp.float32))
@@ -152,59 +146,27 @@ def _(
     return tuple(results), tuple(derivatives)
 
 
-# The kernels.
-
-
-@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Operands(Generic[Leaf]):
-    """The operands of a call."""
-
-    maps: tuple[_Map, ...]
-    packing: None = None
-
-
-@dataclass(frozen=True)
-class _LowRankMaps:
-    """What `dispatch.dispatched` asks for: the activations of the maps, and which of them have
-    offsets. Channels of a mesh that distributes them are gathered (D)."""
+class _LowRankMaps(Products):
+    """The kernels of several maps, with the activation of each. Channels of a mesh that distributes
+    them are gathered (D)."""
 
     activations: tuple[str, ...]
-    offsets: tuple[bool, ...]
-    implementations: ClassVar = _products.IMPLEMENTATIONS
+    name = "low_rank_maps"
 
-    def maps(self, leaves: Sequence[Any]) -> tuple[_Map, ...]:
-        """The maps with these arrays."""
-        given = iter(leaves)
-        return tuple(
-            _Map(next(given), next(given), next(given), next(given) if has_offset else None)
-            for has_offset in self.offsets
-        )
-
-    def title(self, name: str) -> str:
-        return "low_rank_maps"
-
-    def axes(
-        self, name: str, options: Options, packing: None
-    ) -> tuple[Operands[str], tuple[str, ...]]:
-        ranks = RANKS[: len(self.offsets)]
+    def axes(self, name: Pass, options: Options, operands: Maps) -> tuple[Maps, tuple[str, ...]]:
+        ranks = RANKS[: len(operands)]
         maps = (
-            _Map("BTD", f"D{rank}", f"{rank}D", "D" if has_offset else None)
-            for rank, has_offset in zip(ranks, self.offsets, strict=True)
+            _Map("BTD", f"D{rank}", f"{rank}D", None if one.offset is None else "D")
+            for rank, one in zip(ranks, operands, strict=True)
         )
-        return Operands(tuple(maps)), tuple(x for rank in ranks for x in (f"BT{rank}", "BTD"))
+        return tuple(maps), tuple(x for rank in ranks for x in (f"BT{rank}", "BTD"))
 
-    def why_not(
-        self, choice: str, platform: str, options: Options, operands: Operands[Any]
-    ) -> str | None:
-        if choice != "ffi":
-            return None
-        if platform != "cuda":
-            return "low_rank_maps has native kernels for CUDA GPUs"
-        x = operands.maps[0].x
+    def why_no_kernel(self, name: Pass, options: Options, operands: Maps) -> str | None:
+        x = operands[0].x
         if x.dtype != jnp.bfloat16:
             return f"x is {x.dtype}; the cuda kernels take bfloat16"
-        width, ranks = x.shape[-1], [one.first.shape[-1] for one in operands.maps]
+        width, ranks = x.shape[-1], [one.first.shape[-1] for one in operands]
         if not 0 < width <= MAX_WIDTH or width % RANK_MULTIPLE:
             return (
                 f"C = {width}; the cuda kernels take multiples of {RANK_MULTIPLE} up to {MAX_WIDTH}"
@@ -215,25 +177,19 @@ class _LowRankMaps:
                     f"a rank is {rank}; the cuda kernels take multiples of {RANK_MULTIPLE} up to "
                     f"{MAX_RANK}"
                 )
-        return _products.why_not(options.implementation, x, MIN_TOKENS, MAX_TOKENS)
+        return _products.too_many_or_few(options.implementation, x, MIN_TOKENS, MAX_TOKENS)
 
-    def compute(
-        self, name: str, choice: str, options: Options, platform: str, operands: Operands[Array]
-    ) -> tuple[Array, ...]:
-        if choice != "ffi":
-            return tuple(
-                x
-                for activation, one in zip(self.activations, operands.maps, strict=True)
-                for x in _formula(activation, one)
-            )
-        axes, results = self.axes(name, options, None)
-        call = partitioned(self.title(name), self._call, dispatch.named(axes), results)
-        return tuple(call(*jax.tree.leaves(operands)))
+    def formula(self, name: Pass, options: Options, operands: Maps) -> tuple[Array, ...]:
+        found = []
+        for activation, one in zip(self.activations, operands, strict=True):
+            hidden = ACTIVATIONS[activation](by_input(one.x, one.first))
+            found += [hidden, _with_offset(by_input(hidden, one.second), one.offset)]
+        return tuple(found)
 
-    def _call(self, *operands: Array) -> tuple[Array, ...]:
+    def kernel(self, name: Pass, options: Options, operands: Maps) -> tuple[Array, ...]:
         """The maps on one device."""
         given, results = [], []
-        for one in self.maps(operands):
+        for one in operands:
             nothing = jnp.zeros(0, one.x.dtype)
             given += [*one[:3], nothing if one.offset is None else one.offset]
             hidden = (*one.x.shape[:2], one.first.shape[-1])
@@ -241,15 +197,6 @@ class _LowRankMaps:
         kinds = tuple(ACTIVATIONS)
         digits = (kinds.index(x) * len(kinds) ** i for i, x in enumerate(self.activations))
         return library.call(TARGET, results, *given, activations=sum(digits))
-
-    def has_rule(self, options: Options) -> bool:
-        """The kernels have one of their own, which the other platforms go without."""
-        return False
-
-
-def _formula(activation: str, one: _Map) -> tuple[Array, Array]:
-    hidden = ACTIVATIONS[activation](by_input(one.x, one.first))
-    return hidden, _with_offset(by_input(hidden, one.second), one.offset)
 
 
 def _with_offset(x: Array, offset: Array | None) -> Array:

@@ -146,7 +146,7 @@ def _function(mixes: int) -> Function:
         results={_mixed(i): "BTD" for i in range(mixes)},
         kept={"moments": "BTE"},
         passed=("x",),
-        formula=_formula,
+        compute=_formula,
         limits=_limits,
     )
 

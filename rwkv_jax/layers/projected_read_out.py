@@ -88,7 +88,7 @@ def _run(options: Options, inputs: Arrays, matrix: Array) -> Array:
 
 
 def _forward(options: Options, inputs: Arrays, matrix: Array) -> tuple[Array, tuple[Arrays, Array]]:
-    results, _ = dispatch.dispatched(FUNCTION, "forward", options, Operands(inputs))
+    results, _ = dispatch.run(FUNCTION, "forward", options, Operands(inputs))
     out = checkpoint_name(results["out"], FUNCTION.name)
     return _product(out, matrix), (inputs, matrix)
 
@@ -100,7 +100,7 @@ def _backward(
     # `out` has the shape and the dtype of y.
     (dout,) = jax.linear_transpose(lambda out: _product(out, matrix), inputs["y"])(cotangent)
     operands = Operands(inputs, {}, {"out": dout})
-    gradients = dict(dispatch.dispatched(RESTORING, "backward", options, operands))
+    gradients = dict(dispatch.run(RESTORING, "backward", options, operands))
     out = gradients.pop("out")
     (dmatrix,) = jax.linear_transpose(lambda matrix: _product(out, matrix), matrix)(cotangent)
     return gradients, dmatrix

@@ -64,6 +64,6 @@ FUNCTION = Function(
     parameters={"weight": "HK", "bias": "HK"},
     results={"out": "BTHK"},
     float32=("bonus",),
-    formula=_formula,
+    compute=_formula,
     limits=head_sizes,
 )

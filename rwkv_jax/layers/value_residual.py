@@ -70,6 +70,6 @@ FUNCTION = Function(
     results={"value": "BTHK"},
     again=("value",),
     passed=("first",),
-    formula=_formula,
+    compute=_formula,
     limits=head_sizes,
 )

@@ -97,6 +97,6 @@ FUNCTION = Function(
     results={"key": "BTHK", "a": "BTHK", "b": "BTHK", "bonus": "BTH"},
     passed=("r",),
     float32=("bonus",),
-    formula=_formula,
+    compute=_formula,
     limits=head_sizes,
 )

@@ -8,18 +8,28 @@ again.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Float32, Integer
 
+from rwkv_jax._operator.dispatch import Computation, Pass, run
+from rwkv_jax._operator.partition import Shards, alike
 from rwkv_jax.losses import _slabs
 from rwkv_jax.losses._options import Axis, Options
-from rwkv_jax.losses._partition import Axes, alike, distributed
 from rwkv_jax.losses._slabs import Gradients, Statistics, Tokens
+
+TOKENS = "abdefghijklmnopqrstu"
+"""A letter for each axis of tokens. V is the vocabulary, as `v`, and C the channels, as `c`."""
+
+SHARDED = f"{TOKENS}v"
+"""Devices compute their own tokens with their own part of the weight. Channels are gathered first,
+and so are parts of the vocabulary along mesh axes that distribute tokens as well. Then devices
+exchange a few numbers for each token, and sums of losses and of gradients."""
 
 
 class Operands(NamedTuple):
@@ -48,7 +58,61 @@ def total(
 
 
 def _prepared(axis: Axis, operands: Operands) -> Operands:
-    return Operands(*alike(operands, _operand_axes(operands), axis))
+    return Operands._make(alike(_axes(operands), *operands, axis=axis, sharded=SHARDED))
+
+
+def _axes(operands: Operands) -> Any:
+    """The axes of the operands."""
+    tokens = TOKENS[: operands.targets.ndim]
+    return Operands._make((f"{tokens}c", "vc", tokens, tokens))
+
+
+@dataclass(frozen=True)
+class _Loss(Computation):
+    """What devices compute of their tokens: the loss of each, or the sum of all, or gradients.
+    `axis` are the mesh axes of the vocabulary inside a `shard_map` of the caller, where results are
+    not summed over devices."""
+
+    what: Literal["losses", "gradients", "total", "total and gradients"]
+    axis: Axis
+
+    name = "cross_entropy"
+    implementations = ("xla",)
+    sharded = SHARDED
+    vmap: ClassVar = "in turn"
+
+    def axes(self, name: Pass, options: Options, operands: Any) -> tuple[Any, Any]:
+        if self.what == "gradients":
+            axes = _axes(operands[0])
+            return (axes, axes.targets, Statistics(*[axes.targets] * 3)), _axes_of_gradients(axes)
+        axes = _axes(operands)
+        if self.what == "losses":
+            return axes, (axes.targets, Statistics(*[axes.targets] * 3))
+        total = f"+{axes.targets}"
+        return axes, total if self.what == "total" else (total, _axes_of_gradients(axes))
+
+    def implementation(
+        self, name: Pass, choice: str, options: Options, platform: str, shards: Shards
+    ) -> Callable[[Any], Any]:
+        return functools.partial(self._local, options, shards.get("v") or self.axis)
+
+    def _local(self, options: Options, axis: Axis, operands: Any) -> Any:
+        """What one device computes, whose parts of the vocabulary are along `axis`."""
+        if self.what == "gradients":
+            operands, cotangents, statistics = operands
+            tokens, weight = _taken_apart(operands)
+            tokens = tokens._replace(scale=jnp.where(tokens.scale == 0, 0.0, cotangents))
+            return _slabs.gradients(options, axis, tokens, weight, statistics)
+        tokens, weight = _taken_apart(operands)
+        if self.what == "total and gradients":
+            return _slabs.total_and_gradients(options, axis, tokens, weight)
+        losses, statistics = _slabs.losses(options, axis, tokens, weight)
+        return jnp.sum(losses) if self.what == "total" else (losses, statistics)
+
+
+def _axes_of_gradients(axes: Any) -> Any:
+    """Each device has the gradients of its tokens and of its part of the vocabulary."""
+    return Gradients._make((f"{axes.features}+v", f"{axes.weight}+{axes.targets}"))
 
 
 def _once(axis: Axis, x: Float32[Array, "..."]) -> Float32[Array, "..."]:
@@ -68,14 +132,7 @@ def _over_devices(axis: Axis, x: Float32[Array, "..."]) -> Float32[Array, "..."]
 def _total(options: Options, axis: Axis, operands: Operands) -> Float32[Array, ""]:
     """The sum of the losses, on the first device along `axis`."""
     options = dataclasses.replace(options, l2_wrap=0.0)
-
-    def local(axis: Axis, *operands: Array) -> tuple[Array]:
-        tokens, weight = _taken_apart(operands)
-        losses, _ = _slabs.losses(options, axis, tokens, weight)
-        return (jnp.sum(losses),)
-
-    (found,) = distributed(local, axis, operands, _operand_axes(operands), [Axes("", summed="t")])
-    return _once(axis, found)
+    return _once(axis, run(_Loss("total", axis), "forward", options, operands))
 
 
 class _Saved(NamedTuple):
@@ -89,14 +146,10 @@ class _Saved(NamedTuple):
 def _total_forward(
     options: Options, axis: Axis, operands: Operands
 ) -> tuple[Float32[Array, ""], _Saved]:
-    def local(axis: Axis, *operands: Array) -> tuple[Array, ...]:
-        found, gradients = _slabs.total_and_gradients(options, axis, *_taken_apart(operands))
-        return found, *gradients
-
-    axes = [Axes("", summed="t"), *_gradient_axes(operands)]
-    found, *gradients = distributed(local, axis, operands, _operand_axes(operands), axes)
+    both = run(_Loss("total and gradients", axis), "forward", options, operands)
+    found, gradients = both
     dtypes = (jnp.zeros((), x.dtype) for x in (operands.features, operands.weight))
-    return _once(axis, found), _Saved(Gradients(*gradients), *dtypes)
+    return _once(axis, found), _Saved(gradients, *dtypes)
 
 
 def _total_backward(
@@ -124,13 +177,8 @@ def _of_tokens(options: Options, axis: Axis, operands: Operands) -> Float32[Arra
 def _of_tokens_forward(
     options: Options, axis: Axis, operands: Operands
 ) -> tuple[Float32[Array, "*shape"], tuple[Operands, Statistics]]:
-    def local(axis: Axis, *operands: Array) -> tuple[Array, ...]:
-        losses, statistics = _slabs.losses(options, axis, *_taken_apart(operands))
-        return losses, *statistics
-
-    axes = _operand_axes(operands)
-    losses, *statistics = distributed(local, axis, operands, axes, [axes[2]] * 4)
-    return _once(axis, losses), (operands, Statistics(*statistics))
+    losses, statistics = run(_Loss("losses", axis), "forward", options, operands)
+    return _once(axis, losses), (operands, statistics)
 
 
 def _of_tokens_backward(
@@ -140,24 +188,10 @@ def _of_tokens_backward(
     cotangents: Float32[Array, "*shape"],
 ) -> tuple[Operands]:
     operands, statistics = saved
-    count = len(operands)
-
-    def local(axis: Axis, *arrays: Array) -> tuple[Array, ...]:
-        cotangents, *statistics = arrays[count:]
-        tokens, weight = _taken_apart(arrays[:count])
-        tokens = tokens._replace(scale=jnp.where(tokens.scale == 0, 0.0, cotangents))
-        return tuple(_slabs.gradients(options, axis, tokens, weight, Statistics(*statistics)))
-
-    axes = _operand_axes(operands)
-    features, weight = distributed(
-        local,
-        axis,
-        (*operands, cotangents, *statistics),
-        (*axes, *[axes[2]] * 4),
-        _gradient_axes(operands),
-    )
-    features = features.astype(operands.features.dtype)
-    return (Operands(features, weight.astype(operands.weight.dtype), *_NONE),)
+    of_tokens = _Loss("gradients", axis)
+    found = run(of_tokens, "backward", options, (operands, cotangents, statistics))
+    features = found.features.astype(operands.features.dtype)
+    return (Operands(features, found.weight.astype(operands.weight.dtype), *_NONE),)
 
 
 _of_tokens.defvjp(_of_tokens_forward, _of_tokens_backward)
@@ -166,18 +200,7 @@ _NONE: tuple[Any, Any] = (None, None)
 """The cotangents of `targets` and `mask`."""
 
 
-def _operand_axes(operands: Operands) -> tuple[Axes, ...]:
-    tokens = "t" * operands.targets.ndim
-    return Axes(f"{tokens}c"), Axes("vc"), Axes(tokens), Axes(tokens)
-
-
-def _gradient_axes(operands: Operands) -> tuple[Axes, ...]:
-    """Each device has the gradients of its tokens and of its part of the vocabulary."""
-    features, weight, _, _ = _operand_axes(operands)
-    return Axes(features.letters, summed="v"), Axes(weight.letters, summed="t")
-
-
-def _taken_apart(operands: Sequence[Array]) -> tuple[Tokens, Array]:
+def _taken_apart(operands: Operands) -> tuple[Tokens, Array]:
     features, weight, targets, mask = operands
     # NaN would stay NaN in the gradient of the weight, even multiplied by 0.
     features = jnp.where(mask[..., None], features, 0.0)

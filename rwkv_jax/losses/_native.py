@@ -27,10 +27,9 @@ MIN_TOKENS, MAX_TOKENS = 1024, 2**24
 many."""
 
 
-def takes_logits(options: Options, axis: Axis, weight: Array) -> bool:
-    """Whether the first kernel computes the loss on a CUDA GPU."""
-    whole = axis is None and options.soft_cap is None
-    return whole and weight.shape[0] % LOGITS_MULTIPLE == 0 and not library.why_not("cuda")
+def takes_logits(options: Options, axis: Axis, vocabulary: int) -> bool:
+    """Whether the first kernel takes logits of a vocabulary of this size."""
+    return axis is None and options.soft_cap is None and vocabulary % LOGITS_MULTIPLE == 0
 
 
 def of_logits(
@@ -48,7 +47,7 @@ def of_logits(
 
 
 def takes_features(options: Options, axis: Axis, features: Array, weight: Array) -> bool:
-    """Whether the second kernel computes the loss on a CUDA GPU."""
+    """Whether the second kernel takes these features, on the GPUs that the program is for."""
     (tokens, width), vocabulary = features.shape, weight.shape[0]
     return (
         axis is None
@@ -61,8 +60,7 @@ def takes_features(options: Options, axis: Axis, features: Array, weight: Array)
         and width % WIDTH_MULTIPLE == 0
         and vocabulary <= MAX_SIZE
         and vocabulary % TILE == 0
-        and not library.why_not("cuda")
-        and not gpus.other_than_hopper()
+        and not gpus.why_not_hopper()
     )
 
 

@@ -34,6 +34,7 @@ class Options:
     soft_cap: float | None = None
     precision: lax.Precision | None = None
     slab: int | None = None
+    implementation: None = None
 
 
 def slabs(most: int | None, tokens: int, vocabulary: int) -> tuple[int, int]:

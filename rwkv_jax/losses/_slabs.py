@@ -14,15 +14,16 @@ in the order of the devices. Losses and statistics are then the same on all devi
 while the gradient of the features is this device's part of a sum over these devices.
 """
 
-import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Float32, Int32, Integer
 
+from rwkv_jax._operator.dispatch import Computation, Pass, run
 from rwkv_jax.losses import _native
 from rwkv_jax.losses._options import Axis, Options, Tokens, slabs
 
@@ -195,27 +196,67 @@ def _losses_and_dlogits(
 ) -> tuple[Float32[Array, "tokens"], Float[Array, "tokens vocabulary"], Array | None]:
     """The losses and, in the dtype of the features, the gradient of the product of features and
     weight. If the last result is not None, each token's gradient has to be multiplied by it."""
-    dtype = tokens.features.dtype
+    operands, of_features = (tokens, weight), _OfFeatures(axis)
+    if of_features.why_not("forward", "ffi", options, "cuda", operands) is None:
+        return run(of_features, "forward", options, operands)
+    return *_of_logits(options, axis, *operands), None
 
-    def formula(tokens: Tokens, logits: Array) -> tuple[Array, Array]:
-        found, statistics = _losses(options, axis, tokens, logits)
-        return found, _dlogits(options, axis, tokens, logits, statistics).astype(dtype)
 
-    def of_logits(tokens: Tokens, weight: Array) -> tuple[Array, Array]:
-        logits = _logits(options, tokens.features, weight)
-        if not _native.takes_logits(options, axis, weight):
-            return formula(tokens, logits)
-        kernel = functools.partial(_native.of_logits, options)
-        return lax.platform_dependent(tokens, logits, cuda=kernel, default=formula)
+def _of_logits(
+    options: Options, axis: Axis, tokens: Tokens, weight: Float[Array, "vocabulary C"]
+) -> tuple[Float32[Array, "tokens"], Float[Array, "tokens vocabulary"]]:
+    logits = _logits(options, tokens.features, weight)
+    return run(_OfLogits(axis), "forward", options, (tokens, logits))
 
-    if not _native.takes_features(options, axis, tokens.features, weight):
-        return *of_logits(tokens, weight), None
 
-    def with_factors(tokens: Tokens, weight: Array) -> tuple[Array, Array, Array]:
-        return *of_logits(tokens, weight), jnp.ones_like(tokens.scale)
+@dataclass(frozen=True)
+class _OfSlab(Computation):
+    """The losses and the gradients of logits of a slab, which one device computes."""
 
-    kernel = functools.partial(_native.of_features, options)
-    return lax.platform_dependent(tokens, weight, cuda=kernel, default=with_factors)
+    axis: Axis
+    name = "cross_entropy"
+    implementations = ("ffi", "xla")
+    vmap: ClassVar = "in turn"
+    mesh: ClassVar = "none"
+
+
+class _OfLogits(_OfSlab):
+    """The results from logits."""
+
+    def axes(self, name: Pass, options: Options, operands: Any) -> tuple[Any, Any]:
+        return None, ("", "")
+
+    def why_no_kernel(self, name: Pass, options: Options, operands: Any) -> str | None:
+        takes = _native.takes_logits(options, self.axis, operands[1].shape[1])
+        return None if takes else "the kernel does not take these logits"
+
+    def kernel(self, name: Pass, options: Options, operands: Any) -> tuple[Array, Array]:
+        return _native.of_logits(options, *operands)
+
+    def formula(self, name: Pass, options: Options, operands: Any) -> tuple[Array, Array]:
+        tokens, logits = operands
+        found, statistics = _losses(options, self.axis, tokens, logits)
+        dlogits = _dlogits(options, self.axis, tokens, logits, statistics)
+        return found, dlogits.astype(tokens.features.dtype)
+
+
+class _OfFeatures(_OfSlab):
+    """The results from features and the weight, with a factor for each token."""
+
+    def axes(self, name: Pass, options: Options, operands: Any) -> tuple[Any, Any]:
+        return None, ("", "", "")
+
+    def why_no_kernel(self, name: Pass, options: Options, operands: Any) -> str | None:
+        tokens, weight = operands
+        takes = _native.takes_features(options, self.axis, tokens.features, weight)
+        return None if takes else "the kernel does not take these features"
+
+    def kernel(self, name: Pass, options: Options, operands: Any) -> tuple[Array, Array, Array]:
+        return _native.of_features(options, *operands)
+
+    def formula(self, name: Pass, options: Options, operands: Any) -> tuple[Array, Array, Array]:
+        tokens, weight = operands
+        return *_of_logits(options, self.axis, tokens, weight), jnp.ones_like(tokens.scale)
 
 
 def _dlogits(

@@ -9,10 +9,11 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax import Array, core, lax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 from jaxtyping import Float, Float32, Int, Key, PyTree
 
+from rwkv_jax._operator.dispatch import in_program_of_one_device
 from rwkv_jax.models import _initialisation, _parameters, _placement, _recomputation, _trees
 from rwkv_jax.models._linear import embed, logits
 from rwkv_jax.models._normalisation import layer_norm
@@ -136,7 +137,7 @@ class Generation:
             one token each, "fused" computes each block of RWKV-7 in a few CUDA kernels for up to 32
             rows, and for up to 1024 of bfloat16 on GPUs of compute capability 9.0. None chooses
             them on CUDA for one row, and for several of bfloat16 or float16, where they can run,
-            JAX has one device, and `params` is not stacked.
+            the program is for one device, and `params` is not stacked.
           recompute: what the backward pass computes again rather than keeps: "mixes", what the
             token shifts of time mixings give; "cheap", all but the products and the results of the
             operator; "blocks", everything but the activations between blocks; or None, what costs
@@ -441,11 +442,18 @@ def _sum(x: Array, dx: Array) -> Array:
     another shape, the compiler overwrites it with the sum and makes a copy of `x` for its other
     uses before.
     """
-    kinds = set(jax.typeof(x).sharding.mesh.axis_types)
-    if kinds != {AxisType.Manual} and (jax.device_count() > 1 or AxisType.Explicit in kinds):
-        # Rows and tokens that may be distributed are not joined to one axis.
-        total = x + dx
-    else:
-        rows = x.reshape(-1, x.shape[-1]) + dx.reshape(-1, x.shape[-1])
-        total = rows.reshape(x.shape)
-    return _recomputation.no_mix(total)
+    return _recomputation.no_mix(_added(x, dx))
+
+
+@jax.custom_jvp
+def _added(x: Array, dx: Array) -> Array:
+    def joined(x: Array, dx: Array) -> Array:
+        return (x.reshape(-1, x.shape[-1]) + dx.reshape(-1, dx.shape[-1])).reshape(x.shape)
+
+    # Rows and tokens that may be distributed are not joined to one axis.
+    return in_program_of_one_device(joined, jnp.add, x, dx)
+
+
+@_added.defjvp
+def _(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    return _added(*primals), jnp.add(*tangents)

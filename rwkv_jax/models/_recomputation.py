@@ -6,7 +6,7 @@ from typing import Any, Literal, TypeAlias
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from rwkv_jax._operator.derivative import KEPT
+from rwkv_jax._operator.operator import KEPT
 from rwkv_jax.layers import read_out, value_residual, wkv7_keys
 from rwkv_jax.layers._products import PRODUCT
 

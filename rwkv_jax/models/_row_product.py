@@ -6,28 +6,20 @@ matrix [inputs, outputs] the kernel reads only the inputs that are not zero in a
 else the product is left to the compiler.
 """
 
-import functools
-import math
-from collections.abc import Callable, Sequence
-from typing import Any
+import dataclasses
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.custom_batching import custom_vmap
-from jax.experimental.custom_partitioning import (
-    ArrayMapping,
-    SdyShardingRule,
-    custom_partitioning,
-)
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Float, Float32, Num
 
 from rwkv_jax._native import library
-from rwkv_jax._operator.partition import axis_names
+from rwkv_jax._operator.call import Options
+from rwkv_jax._operator.dispatch import Computation, Pass, named, run_with_jvp
+from rwkv_jax._operator.partition import Shards, partitioned
 
 TARGET = "rwkv_row_product_v1"
 library.declare(TARGET)
@@ -38,6 +30,14 @@ faster than XLA, as `scripts/bench_row_product.py` shows. These are the dtypes t
 
 LARGEST = 127
 """The largest integer of a quantised matrix. Every dtype of activations has it, exactly."""
+
+
+class Operands(NamedTuple):
+    """The operands of a product. On a mesh the first one says where the others go."""
+
+    weight: Any
+    x: Any
+    scale: Any
 
 
 def product(
@@ -72,7 +72,8 @@ def by_kernel(
     x: Array, weight: Array, scale: Array | None, dtype: DTypeLike, *, by_output: bool = True
 ) -> Array:
     """`product` with the kernel where it is lowered for a CPU."""
-    return _few_rows(by_output, jnp.dtype(dtype), x, weight, scale)
+    operands, of_rows = Operands(weight, x, scale), _RowProduct(by_output, jnp.dtype(dtype))
+    return run_with_jvp(of_rows, "forward", Options(), operands)
 
 
 def by_compiler(
@@ -101,88 +102,39 @@ def wide(
     return (grouped * scale[..., None]).reshape(weight.shape)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _few_rows(
-    by_output: bool, dtype: np.dtype, x: Array, weight: Array, scale: Array | None
-) -> Array:
-    def exact(x: Array, weight: Array, scale: Array) -> Array:
-        """The formula for a scale that may have no groups."""
-        some = scale if scale.shape[1] else None
-        return by_compiler(x, weight, some, dtype, by_output=by_output)
+@dataclasses.dataclass(frozen=True)
+class _RowProduct(Computation):
+    """The product of `x` [b, i] with a matrix [o, i] or [i, o]. On a mesh the kernel multiplies by
+    each device's part of the matrix, wherever that is. Where the inputs are distributed, the
+    results are summed over devices, and groups of inputs are distributed with them."""
 
-    def kernel(x: Array, weight: Array, scale: Array) -> Array:
-        shape = len(x), weight.shape[0 if by_output else 1]
-        (y,) = library.call(
-            *(TARGET, [(shape, jnp.float32)]),
-            *(x.astype(jnp.float32), weight, scale),
-            by_output=int(by_output),
-        )
-        return y
+    by_output: bool
+    dtype: np.dtype
 
-    def on_cpu(*operands: Array) -> Array:
-        return _partitioned(kernel, by_output)(*operands).astype(dtype)
+    name = "row_product"
+    implementations = ("ffi", "xla")
+    kernels_on: ClassVar = "cpu"
+    vmap: ClassVar = "formula"
+    mesh: ClassVar = "none"  # the kernel has a rule of its own
 
-    @custom_vmap
-    def call(*operands: Array) -> Array:
-        return lax.platform_dependent(*operands, cpu=on_cpu, default=exact)
+    def axes(self, name: Pass, options: Options, operands: Operands) -> tuple[Operands, str]:
+        scale = operands.scale
+        if scale is not None:
+            scale = "oi" if scale.shape[1] > 1 else "og"
+        return Operands("oi" if self.by_output else "io", "bi", scale), "bo+i"
 
-    @call.def_vmap
-    def _rule(size: int, mapped: Sequence[bool], *operands: Any):
-        del size
-        return jax.vmap(exact, [0 if m else None for m in mapped])(*operands), True
+    def formula(self, name: Pass, options: Options, operands: Operands) -> Array:
+        weight, x, scale = operands
+        return by_compiler(x, weight, scale, self.dtype, by_output=self.by_output)
 
-    if scale is None:
-        scale = jnp.zeros((weight.shape[0 if by_output else 1], 0), jnp.float32)
-    return call(x, weight, scale)
+    def kernel(self, name: Pass, options: Options, operands: Operands) -> Array:
+        axes, result = self.axes(name, options, operands)
+        call = partitioned(self.name, self._local, named(axes), [result], sharded="bio")
+        return call(*jax.tree.leaves(operands))[0].astype(self.dtype)
 
-
-@_few_rows.defjvp
-def _(by_output: bool, dtype: np.dtype, primals: Any, tangents: Any) -> tuple[Array, Array]:
-    def formula(x: Array, weight: Array, scale: Array | None) -> Array:
-        return by_compiler(x, weight, scale, dtype, by_output=by_output)
-
-    return _few_rows(by_output, dtype, *primals), jax.jvp(formula, primals, tangents)[1]
-
-
-def _partitioned(kernel: Callable[..., Array], by_output: bool) -> Callable[..., Array]:
-    """`kernel` on each device's part of the matrix, wherever that is. Where the inputs are
-    distributed, the results are summed over devices."""
-    call = custom_partitioning(kernel)
-    axes = ("o", "i") if by_output else ("i", "o")
-
-    def partition(mesh: Any, operands: Any, results: Any):
-        del results
-        specs = [tuple(x.sharding.spec) + (None,) * 2 for x in operands]
-        along = dict(zip(axes, specs[1], strict=False))
-        taken = {name for names in along.values() for name in axis_names(names)}
-        rows = None if taken & set(axis_names(specs[0][0])) else specs[0][0]
-        groups = None
-        if operands[2].shape[1] > 1:
-            # Groups are distributed with their inputs, where they can be.
-            devices = math.prod(mesh.shape[name] for name in axis_names(along["i"]))
-            along["i"] = groups = None if operands[2].shape[1] % devices else along["i"]
-        places = [
-            P(rows, along["i"]),
-            P(*(along[axis] for axis in axes)),
-            P(along["o"], groups),
-            P(rows, along["o"]),
-        ]
-
-        def local(*operands: Array) -> Array:
-            y = kernel(*operands)
-            return lax.psum(y, axis_names(along["i"])) if along["i"] else y
-
-        *of_operands, of_result = (NamedSharding(mesh, place) for place in places)
-        return mesh, local, of_result, tuple(of_operands)
-
-    call.def_partition(
-        partition=partition,
-        sharding_rule=SdyShardingRule(
-            (ArrayMapping("b", "i"), ArrayMapping(*axes), ArrayMapping("o", "g")),
-            (ArrayMapping("b", "o"),),
-            reduction_factors=("i",),
-            need_replication_factors=("g",),
-        ),
-    )
-    return call
+    def _local(self, shards: Shards, weight: Array, x: Array, *scale: Array) -> tuple[Array, ...]:
+        outputs = weight.shape[0 if self.by_output else 1]
+        own = scale[0] if scale else jnp.zeros((outputs, 0), jnp.float32)
+        results = [((len(x), outputs), jnp.float32)]
+        operands = x.astype(jnp.float32), weight, own
+        return library.call(TARGET, results, *operands, by_output=int(self.by_output))

@@ -5,8 +5,7 @@ from typing import Literal
 import jax
 from jax import Array
 
-from rwkv_jax._operator.operator import Operator
-from rwkv_jax._operator.public import public, run
+from rwkv_jax._operator.operator import Operator, public
 from rwkv_jax._typing import Operand
 from rwkv_jax.wkv4 import ffi, reference, xla
 from rwkv_jax.wkv4.signature import SIGNATURE
@@ -34,7 +33,6 @@ def wkv4(
     *,
     segment_ids: Operand | None = None,
     cu_seqlens: Operand | None = None,
-    slots: Operand | None = None,
     decay: Literal["log", "exp"] = "log",
     precision: jax.lax.PrecisionLike = None,
     implementation: str | None = None,
@@ -60,8 +58,6 @@ def wkv4(
         those of a document; 0 is padding.
       cu_seqlens: int32 [S + 1], the offsets of S sequences that lie one after another in a single
         row. States are then arrays [S, C].
-      slots: int32 [B] or [S], rows of a pool of states. `initial_state` is then the pool,
-        arrays [P, C].
       decay: what `w` is. "log": the log decay itself, <= 0. "exp", the parameter of the official
         models: the log decay is -exp(w).
       precision: as `jax.lax.Precision`.
@@ -75,10 +71,13 @@ def wkv4(
       exponent so far. Both are differentiable once in reverse mode, with respect to all arguments.
       The gradients of `w` and `u` are sums over the batch, in an order that does not change.
     """
-    return run(wkv4, locals())
+    inputs = {"w": w, "u": u, "k": k, "v": v}
+    return OPERATOR.sequence(
+        inputs, initial_state, segment_ids, cu_seqlens, decay, precision, implementation
+    )
 
 
-@public(OPERATOR, is_step=True)
+@public(OPERATOR)
 def wkv4_step(
     w: Operand,
     u: Operand,
@@ -87,7 +86,6 @@ def wkv4_step(
     state: Wkv4State,
     *,
     segment_ids: Operand | None = None,
-    slots: Operand | None = None,
     decay: Literal["log", "exp"] = "log",
     precision: jax.lax.PrecisionLike = None,
     implementation: str | None = None,
@@ -97,10 +95,11 @@ def wkv4_step(
     The arguments are those of `wkv4` without the time axis: `k` and `v` are [B, C].
 
     `segment_ids` are integers [B]: a row whose id is 0 has no token. Its `y` is 0, and its state
-    stays as it is. With `slots` as in `wkv4`, `state` is a pool, which the caller donates.
+    stays as it is.
 
     Returns:
       `y` [B, C] in the dtype of `v`, and the next state. Equal to `wkv4` on one token, derivatives
       included.
     """
-    return run(wkv4_step, locals())
+    inputs = {"w": w, "u": u, "k": k, "v": v}
+    return OPERATOR.step(inputs, state, segment_ids, decay, precision, implementation)

@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from rwkv_jax._operator.call import Arrays, Marks, Options, Packing, Sequences
-from rwkv_jax._operator.saved import CHUNK
+from rwkv_jax._operator.call import CHUNK, Arrays, Marks, Options, Packing, Sequences
 from rwkv_jax._packing import by_chunk, segments, sequences
 from rwkv_jax._portable.decay import unbounded_log_decay
 from rwkv_jax.wkv4.signature import NOTHING

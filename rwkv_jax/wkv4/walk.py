@@ -17,8 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from rwkv_jax._operator.call import Arrays
-from rwkv_jax._operator.saved import CHUNK
+from rwkv_jax._operator.call import CHUNK, Arrays
 from rwkv_jax.wkv4.reference import add
 from rwkv_jax.wkv4.signature import NOTHING
 

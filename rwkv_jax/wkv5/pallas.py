@@ -2,9 +2,6 @@
 
 from rwkv_jax._linear_attention.pallas import gradient, prepare
 from rwkv_jax._pallas.kernels import PallasKernels
-from rwkv_jax.wkv5 import reference
-from rwkv_jax.wkv5.signature import SIGNATURE
+from rwkv_jax.wkv5.operator import REFERENCE, SIGNATURE
 
-IMPLEMENTATION = PallasKernels(
-    SIGNATURE, prepare=prepare, gradient=gradient, reference=reference.IMPLEMENTATION
-)
+IMPLEMENTATION = PallasKernels(SIGNATURE, prepare=prepare, gradient=gradient, reference=REFERENCE)

@@ -5,25 +5,9 @@ from typing import Literal
 import jax
 from jax import Array
 
-from rwkv_jax._operator.implementation import Lazy
-from rwkv_jax._operator.operator import Operator
-from rwkv_jax._operator.public import public, run
-from rwkv_jax._pallas import HOPPER_TARGET, TRITON_TARGET
+from rwkv_jax._operator.operator import public
 from rwkv_jax._typing import Operand
-from rwkv_jax.wkv6 import ffi, reference, xla
-from rwkv_jax.wkv6.signature import SIGNATURE
-from rwkv_jax.wkv6.summary import SUMMARY
-
-OPERATOR = Operator(
-    SIGNATURE,
-    SUMMARY,
-    implementations={
-        "ffi": ffi.IMPLEMENTATION,
-        "pallas": Lazy("rwkv_jax.wkv6.pallas", targets=(TRITON_TARGET, HOPPER_TARGET)),
-        "xla": xla.IMPLEMENTATION,
-        "reference": reference.IMPLEMENTATION,
-    },
-)
+from rwkv_jax.wkv6.operator import OPERATOR as OPERATOR
 
 
 @public(OPERATOR)
@@ -37,7 +21,6 @@ def wkv6(
     *,
     segment_ids: Operand | None = None,
     cu_seqlens: Operand | None = None,
-    slots: Operand | None = None,
     decay: Literal["log", "exp"] = "log",
     precision: jax.lax.PrecisionLike = None,
     implementation: str | None = None,
@@ -66,8 +49,6 @@ def wkv6(
         those of a document; 0 is padding.
       cu_seqlens: int32 [S + 1], the offsets of S sequences that lie one after another in a single
         row. States are then [S, H, V, K].
-      slots: int32 [B] or [S], rows of a pool of states. `initial_state` is then the pool,
-        [P, H, V, K].
       decay: what `w` is. "log": the log decay itself, <= 0, so d = exp(w). "exp", the form of the
         official kernels: d = exp(-exp(w)).
       precision: as `jax.lax.Precision`.
@@ -81,10 +62,13 @@ def wkv6(
       differentiable once in reverse mode, with respect to all six array arguments. The gradients
       of `u` are sums over the batch, in an order that does not change.
     """
-    return run(wkv6, locals())
+    inputs = {"r": r, "w": w, "k": k, "v": v, "u": u}
+    return OPERATOR.sequence(
+        inputs, initial_state, segment_ids, cu_seqlens, decay, precision, implementation
+    )
 
 
-@public(OPERATOR, is_step=True)
+@public(OPERATOR)
 def wkv6_step(
     r: Operand,
     w: Operand,
@@ -94,7 +78,6 @@ def wkv6_step(
     state: Operand,
     *,
     segment_ids: Operand | None = None,
-    slots: Operand | None = None,
     decay: Literal["log", "exp"] = "log",
     precision: jax.lax.PrecisionLike = None,
     implementation: str | None = None,
@@ -105,10 +88,11 @@ def wkv6_step(
     [B, H, V], `u` [H, K] and `state` [B, H, V, K] is float32.
 
     `segment_ids` are integers [B]: a row whose id is 0 has no token. Its `y` is 0, and its state
-    stays as it is. With `slots` as in `wkv6`, `state` is a pool, which the caller donates.
+    stays as it is.
 
     Returns:
       `y` [B, H, V] in the dtype of `v`, and the next state. Equal to `wkv6` on one token,
       derivatives included.
     """
-    return run(wkv6_step, locals())
+    inputs = {"r": r, "w": w, "k": k, "v": v, "u": u}
+    return OPERATOR.step(inputs, state, segment_ids, decay, precision, implementation)

@@ -3,8 +3,7 @@
 from rwkv_jax._linear_attention.pallas import gradient, prepare
 from rwkv_jax._pallas.hopper import HopperKernels
 from rwkv_jax._pallas.kernels import PallasKernels
-from rwkv_jax.wkv6 import reference
-from rwkv_jax.wkv6.signature import SIGNATURE
+from rwkv_jax.wkv6.operator import REFERENCE, SIGNATURE
 
 ENOUGH_HEADS = {"forward": 128, "backward": 128}
 """As measured on an H200."""
@@ -13,7 +12,7 @@ IMPLEMENTATION = PallasKernels(
     SIGNATURE,
     prepare=prepare,
     gradient=gradient,
-    reference=reference.IMPLEMENTATION,
+    reference=REFERENCE,
     hopper=HopperKernels(
         SIGNATURE,
         "rwkv_jax.wkv6.hopper",

@@ -3,26 +3,10 @@
 import jax
 from jax import Array
 
-from rwkv_jax._operator.implementation import Lazy
-from rwkv_jax._operator.operator import Operator
-from rwkv_jax._operator.public import public, run
-from rwkv_jax._pallas import HOPPER_TARGET, TRITON_TARGET
+from rwkv_jax._operator.operator import public
 from rwkv_jax._portable.decay import Decay
 from rwkv_jax._typing import Operand
-from rwkv_jax.wkv7 import ffi, reference, xla
-from rwkv_jax.wkv7.signature import SIGNATURE
-from rwkv_jax.wkv7.summary import SUMMARY
-
-OPERATOR = Operator(
-    SIGNATURE,
-    SUMMARY,
-    implementations={
-        "ffi": ffi.IMPLEMENTATION,
-        "pallas": Lazy("rwkv_jax.wkv7.pallas", targets=(TRITON_TARGET, HOPPER_TARGET)),
-        "xla": xla.IMPLEMENTATION,
-        "reference": reference.IMPLEMENTATION,
-    },
-)
+from rwkv_jax.wkv7.operator import OPERATOR as OPERATOR
 
 
 @public(OPERATOR)
@@ -37,7 +21,6 @@ def wkv7(
     *,
     segment_ids: Operand | None = None,
     cu_seqlens: Operand | None = None,
-    slots: Operand | None = None,
     decay: Decay = "log",
     precision: jax.lax.PrecisionLike = None,
     implementation: str | None = None,
@@ -67,8 +50,6 @@ def wkv7(
         those of a document; 0 is padding.
       cu_seqlens: int32 [S + 1], the offsets of S sequences that lie one after another in a single
         row. States are then [S, H, V, K].
-      slots: int32 [B] or [S], rows of a pool of states. `initial_state` is then the pool,
-        [P, H, V, K].
       decay: what `w` is. "log": the log decay itself, <= 0, so d = exp(w). "exp": d = exp(-exp(w)).
         "sigmoid", the form of RWKV-7: d = exp(-exp(-1/2) sigmoid(w)).
       precision: as `jax.lax.Precision`.
@@ -81,10 +62,13 @@ def wkv7(
       `y` [B, T, H, V] in the dtype of `v`, and the final state [B, H, V, K] in float32. Both are
       differentiable once in reverse mode, with respect to all seven array arguments.
     """
-    return run(wkv7, locals())
+    inputs = {"r": r, "w": w, "k": k, "v": v, "a": a, "b": b}
+    return OPERATOR.sequence(
+        inputs, initial_state, segment_ids, cu_seqlens, decay, precision, implementation
+    )
 
 
-@public(OPERATOR, is_step=True)
+@public(OPERATOR)
 def wkv7_step(
     r: Operand,
     w: Operand,
@@ -95,7 +79,6 @@ def wkv7_step(
     state: Operand,
     *,
     segment_ids: Operand | None = None,
-    slots: Operand | None = None,
     decay: Decay = "log",
     precision: jax.lax.PrecisionLike = None,
     implementation: str | None = None,
@@ -107,10 +90,11 @@ def wkv7_step(
     native kernels update it in place.
 
     `segment_ids` are integers [B]: a row whose id is 0 has no token. Its `y` is 0, and its state
-    stays as it is. With `slots` as in `wkv7`, `state` is a pool, which the caller donates.
+    stays as it is.
 
     Returns:
       `y` [B, H, V] in the dtype of `v`, and the next state. Equal to `wkv7` on one token,
       derivatives included.
     """
-    return run(wkv7_step, locals())
+    inputs = {"r": r, "w": w, "k": k, "v": v, "a": a, "b": b}
+    return OPERATOR.step(inputs, state, segment_ids, decay, precision, implementation)

@@ -1,4 +1,4 @@
-"""WKV7 in Pallas kernels: the tile of `xla.py`, and its derivative by hand.
+"""WKV7 in Pallas kernels: the tile of `operator.py`, and its derivative by hand.
 
 Token i of a tile decays by d_i, and the tokens between j and i, without both, by P[i, j]. S is the
 state in the middle of the tile or before it (see `rwkv_jax._pallas.algebra.decays`), S = S_before
@@ -30,8 +30,7 @@ from rwkv_jax._pallas.hopper import HopperKernels
 from rwkv_jax._pallas.kernels import PallasKernels
 from rwkv_jax._pallas.walk import Rows
 from rwkv_jax._portable.decay import BOUNDED
-from rwkv_jax.wkv7 import reference
-from rwkv_jax.wkv7.signature import SIGNATURE
+from rwkv_jax.wkv7.operator import REFERENCE, SIGNATURE
 
 ENOUGH_HEADS = {"forward": 32, "backward": 128}
 """As measured on an H200."""
@@ -135,7 +134,7 @@ IMPLEMENTATION = PallasKernels(
     SIGNATURE,
     prepare=_prepare,
     gradient=_gradient,
-    reference=reference.IMPLEMENTATION,
+    reference=REFERENCE,
     hopper=HopperKernels(
         SIGNATURE, "rwkv_jax.wkv7.hopper", decays=BOUNDED, enough_heads=ENOUGH_HEADS
     ),

@@ -184,20 +184,17 @@ class Operands:
         both = programs(reference, self.final_state)["forward+backward"]
         return named_leaves(both(*operands, self.packing))
 
-    def implementations(self, decay: str, *, details: bool = False) -> dict[str, str | None]:
+    def implementations(self, decay: str) -> dict[str, rwkv_jax.Availability]:
         """What `rwkv_jax.implementations` says of this call."""
         inputs = [self.shapes[name] for name in self.inputs]
-        return rwkv_jax.implementations(
-            self.op, *inputs, decay=decay, details=details, **self.packing
-        )
+        return rwkv_jax.implementations(self.op, *inputs, decay=decay, **self.packing)
 
     def sequential(self, decay: str, implementation: str | None) -> bool:
         """Whether an implementation computes one token at a time in float32. None stands for the
         one that runs if none is named."""
-        reasons = self.implementations(decay)
-        name = implementation or next(n for n, reason in reasons.items() if reason is None)
-        details = self.implementations(decay, details=True).get(name)
-        return "one token at a time" in (details or "")
+        can = self.implementations(decay)
+        name = implementation or next(n for n, x in can.items() if x.available)
+        return name in can and "one token at a time" in (can[name].description or "")
 
     def check(self, decay: str, results: Named, *, sequential: bool) -> float:
         """The largest relative RMS error in the results of the first set of operands: of gradients

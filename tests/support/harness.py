@@ -172,7 +172,7 @@ def ceilings(
     can = rwkv_jax.implementations(run.op, *inputs.values(), precision=precision, **options)
     on_gpu = jax.default_backend() == "gpu"
     on_matrix_units = on_gpu and suits_matrix_units(run.op, inputs, precision=precision, **options)
-    chosen = run.implementation or next(name for name, reason in can.items() if reason is None)
+    chosen = run.implementation or next(name for name, x in can.items() if x.available)
     kind = {
         "sequential": chosen == "reference" or (chosen == "ffi" and not on_matrix_units),
         "highest": precision == "highest",

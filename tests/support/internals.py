@@ -16,11 +16,11 @@ import pytest
 from rwkv_jax._devices import sequence as over_devices
 from rwkv_jax._native import gpus as gpus
 from rwkv_jax._native import kernels, library, packing
-from rwkv_jax._operator import check, dispatch
+from rwkv_jax._operator import dispatch
+from rwkv_jax._operator.call import CHUNK as CHUNK
 from rwkv_jax._operator.call import Arrays, Backward, Forward, Marks, Options, Sequences
-from rwkv_jax._operator.implementation import Implementation, Lazy, Summary
-from rwkv_jax._operator.public import PublicFunction, registered
-from rwkv_jax._operator.saved import CHUNK as CHUNK
+from rwkv_jax._operator.implementation import Implementation, Summary
+from rwkv_jax._operator.operator import PUBLIC, Operator
 from rwkv_jax._operator.signature import Signature
 from rwkv_jax._packing import segments
 from rwkv_jax._portable import algebra, chain, inverses, products, slabs, terms
@@ -57,27 +57,28 @@ LONG_SEQUENCE = packing.LONG
 """Tokens for each sequence from which on native kernels take the longest sequences first."""
 
 
-def function(op: str) -> PublicFunction:
-    """The package's own account of a public function, such as "wkv7" or "wkv7_step"."""
-    return next(found for found in registered() if found.name == op)
+def operator(op: str) -> Operator:
+    """The package's own account of an operator, by the name of a public function: "wkv7" or
+    "wkv7_step"."""
+    return next(found for function, found in PUBLIC.items() if function.__name__ == op)
 
 
 def signature(op: str) -> Signature:
-    return function(op).operator.signature
+    return operator(op).signature
 
 
 def implementation(op: str, name: str) -> Implementation:
-    return function(op).operator.implementations[name]
+    return operator(op).imported(name)
 
 
 def axes_of_arguments(op: str) -> Mapping[str, str]:
     """The axis letters of the arguments of an operator, by name."""
-    return function(op).arguments
+    return signature(op).arguments(token=op.endswith("_step"))
 
 
 def axes_of_sequences(op: str) -> Mapping[str, str]:
     """The axis letters of the arguments with `cu_seqlens`."""
-    return function(op).arguments_of_sequences
+    return signature(op).arguments(sequences=True)
 
 
 def axes_of_results(op: str) -> Mapping[str, str]:
@@ -93,7 +94,7 @@ def axes_of_state(op: str) -> Mapping[str, str]:
 
 def summary(op: str) -> Summary:
     """The summaries of an operator: axes, combine, apply."""
-    return function(op).operator.summary
+    return operator(op).summary
 
 
 def state_of(op: str, arrays: Mapping[str, Any], form: str = "initial_{}") -> Arrays:
@@ -114,10 +115,7 @@ def inputs_of(op: str, arrays: Mapping[str, Any]) -> Arrays:
 def options_of(
     op: str, *, decay: str, implementation: str | None, precision: Any, save: bool = False
 ) -> Options:
-    own = function(op).operator
-    options = check.options(
-        op, own, decay=decay, implementation=implementation, precision=precision
-    )
+    options = operator(op).options(decay, precision, implementation, token=False)
     return dataclasses.replace(options, save=save)
 
 
@@ -154,7 +152,7 @@ def marks_of(segment_ids: Any) -> Marks:
 def run_pass(op: str, name: str, operands: Any, **options: Any) -> Any:
     """A pass of an operator, such as "summary", for options as `options_of` takes them."""
     run: Any = dispatch.run
-    return run(function(op).operator, name, options_of(op, **options), operands)
+    return run(operator(op), name, options_of(op, **options), operands)
 
 
 def run_native_pass(op: str, name: str, platform: str, operands: Any, **options: Any) -> Any:
@@ -239,7 +237,7 @@ def constants_of_python(platform: str) -> dict[str, float]:
     """The constants that a native module shares with Python, by its names, as Python has them."""
     sizes = kernels.HEAD_SIZES[platform]
     short, long = (
-        packing.spans(jnp.zeros((1, 2), jnp.int32), tokens).spans.shape[1]
+        packing.spans(jnp.zeros((1, 2), jnp.int32), tokens)[0].shape[1]
         for tokens in (1, packing.LONG)
     )
     kinds = {"none": type(None), "marks": Marks, "sequences": Sequences}
@@ -309,23 +307,14 @@ def intercept_native_calls(monkeypatch: pytest.MonkeyPatch, call: Any) -> Any:
 
 
 def run_as_on_cuda(monkeypatch: pytest.MonkeyPatch, module: Any, call: Any) -> None:
-    """Every pass runs as the native implementation would on a GPU, with `module` in place of the
-    native module of CUDA and `call` as in `intercept_native_calls`."""
-
-    def run(operator: Any, name: str, options: Options, operands: Any) -> Any:
-        summary = [operator.summary] if name == "summary" else []
-        compute = getattr(operator.implementations["ffi"], name)
-        return compute(*summary, options, "cuda", operands)
-
-    def run_layer(function: Any, name: str, options: Options, operands: Any) -> Any:
-        return function.compute(name, "ffi", options, "cuda", operands)
-
+    """Programs for a CPU are lowered as for CUDA, with `module` in place of the native module of
+    CUDA and `call` as in `intercept_native_calls`."""
     intercept_native_calls(monkeypatch, call)
     monkeypatch.setattr(library, "module", lambda platform: module)
     monkeypatch.setitem(library.MISSING, "cuda", None)
-    monkeypatch.setattr(dispatch, "run", run)
-    # What layer functions call; operators call `run`.
-    monkeypatch.setattr(dispatch, "dispatched", run_layer)
+    monkeypatch.setitem(library.MISSING, "cpu", "its kernels are left to other tests")
+    monkeypatch.setattr(gpus, "why_not_hopper", lambda: None)
+    monkeypatch.setitem(dispatch.LOWERED_AS, "cpu", "cuda")
 
 
 def fused_block(
@@ -333,12 +322,15 @@ def fused_block(
 ) -> Any:
     """The axes of the inputs and results of the step of a whole block."""
     kinds = {"quantised": quantised, "by_input": by_input, "postponed": postponed}
-    return block_step._FusedBlock(first=first, **kinds)
+    return block_step._FusedBlock(None, first=first, **kinds)
 
 
 def step_block(params: Any, x: Any, v_first: Any, state: Any, segment_ids: Any = None) -> Any:
     """The step of a whole block by its kernels, without rules of differentiation and batching."""
-    return block_step._kernels(params._replace(ln0=None), x, v_first, state, segment_ids)
+    operands = params._replace(ln0=None), x, v_first, state, segment_ids
+    options = Options(implementation="fused")
+    block = block_step._fused(None, operands[0], v_first, state)
+    return block_step.compute(block, "step", options, operands)
 
 
 def lowered_decoding(
@@ -376,20 +368,18 @@ def postponed(params: Any, state: Any) -> Any:
 def run_blocks_as_on_cuda(monkeypatch: pytest.MonkeyPatch, module: Any, call: Any) -> None:
     """The step of a whole block runs as it would on a GPU, with `module` and `call` as in
     `run_as_on_cuda`, and all else as it would anyway."""
-    through, dispatched = library.call, dispatch.dispatched
+    through = library.call
 
-    def run(function: Any, name: Any, options: Options, operands: Any) -> Any:
-        if not isinstance(function, block_step._FusedBlock):
-            return dispatched(function, name, options, operands)
-        assert function.limits(operands.inputs) is None
-        return function.compute(name, "fused", options, "cuda", operands)
+    def run(block: Any, name: Any, options: Options, operands: Any) -> Any:
+        assert block.why_no_kernel(name, options, operands) is None
+        return block.kernel(name, options, operands)
 
     def call_either(target: str, *operands: Any, **more: Any) -> Any:
         return (call if target in block_step.TARGETS else through)(target, *operands, **more)
 
     monkeypatch.setattr(library, "call", call_either)
     monkeypatch.setattr(library, "block_scratch", module.block_scratch)
-    monkeypatch.setattr(dispatch, "dispatched", run)
+    monkeypatch.setattr(block_step, "compute", run)
 
 
 def take_longest_first(monkeypatch: pytest.MonkeyPatch, longest_first: bool) -> None:
@@ -486,7 +476,8 @@ def why_not_pallas(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delitem(sys.modules, "rwkv_jax.wkv7.pallas", raising=False)
     options = options_of("wkv7", decay="log", implementation=None, precision=None)
-    return Lazy("rwkv_jax.wkv7.pallas").why_not(platform, options, inputs, None)
+    operands = Forward(dict(inputs), {})
+    return operator("wkv7").why_not("forward", "pallas", options, platform, operands)
 
 
 def unroll_wkv4(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,7 +129,7 @@ def available(
     inputs = (made[n] for n in operator.inputs)
     options: dict[str, Any] = {"decay": case.decay, "platform": platform, **packing}
     can = rwkv_jax.implementations(name, *inputs, **options)
-    return [implementation for implementation, reason in can.items() if reason is None]
+    return [implementation for implementation, x in can.items() if x.available]
 
 
 class Run(NamedTuple):

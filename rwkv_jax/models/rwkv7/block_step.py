@@ -25,21 +25,19 @@ usual way.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
-from jax.custom_batching import custom_vmap
+from jax import Array
 from jaxtyping import Float, Int
 
 from rwkv_jax._native import gpus, library
 from rwkv_jax._native.kernels import DTYPES
-from rwkv_jax._operator import check, dispatch
-from rwkv_jax._operator.call import Arrays, Options
-from rwkv_jax._operator.operator import Pass
-from rwkv_jax.layers._function import Operands
+from rwkv_jax._operator import check
+from rwkv_jax._operator.call import Options
+from rwkv_jax._operator.dispatch import Computation, Pass, compute
 from rwkv_jax.models import _parameters
 from rwkv_jax.models._linear import WeightByInput
 from rwkv_jax.models._postponement import MOST_WAITING, Postponed
@@ -88,7 +86,7 @@ def step_block(
       state: the state of the block. If it is donated, the next state takes its place.
       segment_ids: a row whose id is 0 has no token, and its state stays.
       required: that the kernels run or raise an error. Otherwise they run where the program is for
-        CUDA, if JAX has one device, and if they can and were measured to be faster, which is so for
+        CUDA and one device, and if they can and were measured to be faster, which is so for
         one row, and for several rows of 16-bit floats.
 
     Returns:
@@ -165,15 +163,11 @@ def _prefers_kernels(
     state: BlockState,
     segment_ids: Array | None,
 ) -> bool:
-    # On a mesh each device would gather all weights for the kernels, and where the compiler shards
-    # a program, tracing does not tell whether arrays are on one.
-    if jax.device_count() > 1 or library.why_not("cuda") is not None:
-        return False
     if len(x) > 1 and x.dtype.itemsize > 2:
         return False  # several rows of float32 are not multiplied on the matrix units
-    fused = _fused(params, v_first, state)
-    given = _given(params, x, v_first, state, segment_ids)
-    return all(name in given for name in fused.inputs) and fused.limits(given) is None
+    operands = params, x, v_first, state, segment_ids
+    fused = _fused(None, params, v_first, state)
+    return fused.why_not("step", "fused", Options(), "cuda", operands) is None
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
@@ -187,27 +181,8 @@ def _step(
     segment_ids: Array | None,
 ) -> tuple[Array, Array, BlockState]:
     operands = params, x, v_first, state, segment_ids
-    leaves, structure = jax.tree.flatten(operands)
-
-    def formula(*leaves: Array) -> tuple[Array, Array, BlockState]:
-        return block(*jax.tree.unflatten(structure, leaves))
-
-    def kernels(*leaves: Array) -> tuple[Array, Array, BlockState]:
-        return _kernels(*jax.tree.unflatten(structure, leaves))
-
-    @custom_vmap
-    def call(*leaves: Array) -> tuple[Array, Array, BlockState]:
-        if required:
-            return kernels(*leaves)
-        return lax.platform_dependent(*leaves, cuda=kernels, default=formula)
-
-    @call.def_vmap
-    def _rule(size: int, mapped: Sequence[bool], *leaves: Any):
-        del size
-        found = jax.vmap(formula, [0 if m else None for m in mapped])(*leaves)
-        return found, jax.tree.map(lambda _: True, found)
-
-    return call(*leaves)
+    options = Options(implementation="fused" if required else None)
+    return compute(_fused(block, params, v_first, state), "step", options, operands)
 
 
 @_step.defjvp
@@ -237,34 +212,11 @@ def _given(
     return given if v_first is None else {**given, "v_first": v_first}
 
 
-def _kernels(
-    params: BlockParams,
-    x: Array,
-    v_first: Array | None,
-    state: BlockState,
-    segment_ids: Array | None = None,
-) -> tuple[Array, Array, BlockState]:
-    fused = _fused(params, v_first, state)
-    given = _given(params, x, v_first, state, segment_ids)
-    if missing := [name for name in fused.inputs if name not in given]:
-        raise NotImplementedError(
-            f"{NAME}: {missing[0]} is stored in another way; the kernels take the parameters as "
-            "`init`, `load` and `for_decoding` give them, or as `quantize` does with one scale for "
-            "each output"
-        )
-    inputs = {name: given[name] for name in fused.inputs}
-    check.share_sizes(NAME, fused.inputs, inputs)
-    options = Options(None, lax.Precision.DEFAULT, "fused")
-    found = dispatch.dispatched(fused, "step", options, Operands(inputs))
-    wkv = found["att.wkv"]
-    if fused.postponed:
-        wkv = Postponed(wkv, found["att.wkv.waiting"])
-    after = BlockState(TimeMixState(found["att.shift"], wkv), found["ffn"])
-    return found["x"], found["v_first"] if v_first is None else v_first, after
-
-
-def _fused(params: BlockParams, v_first: Array | None, state: BlockState) -> "_FusedBlock":
+def _fused(
+    block: Block | None, params: BlockParams, v_first: Array | None, state: BlockState
+) -> "_FusedBlock":
     return _FusedBlock(
+        block,
         first=v_first is None,
         quantised=params.att.receptance.scale is not None,
         by_input=isinstance(params.ffn.value, WeightByInput),
@@ -273,17 +225,26 @@ def _fused(params: BlockParams, v_first: Array | None, state: BlockState) -> "_F
 
 
 @dataclasses.dataclass(frozen=True)
-class _FusedBlock:
-    """What `dispatch.dispatched` runs. The first block and the others have different operands, and
+class _FusedBlock(Computation):
+    """`block`, and the kernels for it. The first block and the others have different operands, and
     so have blocks with and without weights of int8, with `ffn.value` by input, and with a state
-    that is postponed."""
+    that is postponed.
 
+    Kernels that were not asked for run in programs for a single device: on a mesh each device would
+    gather all weights for them.
+    """
+
+    block: Block | None
     first: bool
     quantised: bool
     by_input: bool
     postponed: bool
 
-    implementations = ("fused",)
+    name = NAME
+    implementations = ("fused", "xla")
+    vmap: ClassVar = "formula"
+    mesh: ClassVar = "none"
+    only_alone: ClassVar = True
 
     @functools.cached_property
     def inputs(self) -> dict[str, str]:
@@ -335,40 +296,41 @@ class _FusedBlock:
             found["att.wkv.waiting"] = self.inputs["att.wkv.waiting"]
         return found
 
-    def title(self, name: Pass) -> str:
-        return NAME
+    def axes(self, name: Pass, options: Options, operands: Any) -> tuple[Any, Any]:
+        _, x, _, state, _ = operands
+        if self.postponed:
+            state = _with_wkv(state, state.att.wkv._replace(schedule=None))
+        return None, jax.tree.map(lambda _: "", (x, x, state))
 
-    def axes(self, name: Pass, options: Options, packing: None) -> tuple[Any, Any]:
-        return Operands(self.inputs), self.results
+    def formula(self, name: Pass, options: Options, operands: Any) -> Any:
+        assert self.block is not None
+        return self.block(*operands)
 
-    def has_rule(self, options: Options) -> bool:
-        return False
-
-    def why_not(
-        self, choice: str, platform: str, options: Options, operands: Operands
-    ) -> str | None:
-        if platform != "cuda":
-            return "the kernels of a whole block are for CUDA GPUs"
-        return library.why_not(platform) or self.limits(operands.inputs)
-
-    def limits(self, given: Mapping[str, Any]) -> str | None:
-        """Why the kernels do not take operands of these shapes and dtypes, or None."""
+    def why_no_kernel(self, name: Pass, options: Options, operands: Any) -> str | None:
+        given = _given(*operands)
+        if missing := [x for x in self.inputs if x not in given]:
+            return (
+                f"{missing[0]} is stored in another way; the kernels take the parameters as "
+                "`init`, `load` and `for_decoding` give them, or as `quantize` does with one scale "
+                "for each output"
+            )
         inputs = {name: given[name] for name in self.inputs}
+        check.share_sizes(NAME, self.inputs, inputs)
         own = inputs["x"].dtype
         if own not in check.DTYPES:
             return f"x is {own}; the kernels take {', '.join(check.DTYPES)}"
         if self.postponed and own != jnp.bfloat16:
             return f"x is {own}; the kernels that postpone updates of states take bfloat16"
-        for name, x in inputs.items():
-            wanted = self._dtypes.get(name)
+        for operand, x in inputs.items():
+            wanted = self._dtypes.get(operand)
             if wanted is not None and x.dtype != wanted:
-                return f"{name} is {x.dtype}; the kernels take {wanted}"
+                return f"{operand} is {x.dtype}; the kernels take {wanted}"
             if wanted is None and x.dtype != own:
                 return (
-                    f"{name} is {x.dtype} where x is {own}; the kernels take parameters and token "
-                    "shifts in the dtype of the activations"
+                    f"{operand} is {x.dtype} where x is {own}; the kernels take parameters and "
+                    "token shifts in the dtype of the activations"
                 )
-        sizes = self._sizes(inputs)
+        sizes = check.sizes(self.inputs, inputs)
         if not (0 < sizes["B"] <= MAX_ROWS or _takes_many_rows(sizes["B"], own)):
             return (
                 f"B = {sizes['B']}; the kernels take 1 to {MAX_ROWS} rows, and up to "
@@ -388,11 +350,11 @@ class _FusedBlock:
                 f"the channel mixing has {sizes['F']} hidden channels; the kernels take multiples "
                 f"of {HEAD_SIZE}"
             )
-        for letter, name in _RANKS.items():
+        for letter, matrix in _RANKS.items():
             rank = sizes.get(letter, RANK_MULTIPLE)
             if rank % RANK_MULTIPLE or not 0 < rank <= MAX_RANK:
                 return (
-                    f"{name} has a rank of {rank}; the kernels take multiples of {RANK_MULTIPLE} "
+                    f"{matrix} has a rank of {rank}; the kernels take multiples of {RANK_MULTIPLE} "
                     f"up to {MAX_RANK}"
                 )
         return None
@@ -408,17 +370,11 @@ class _FusedBlock:
                 others[name] = "float32" if part == "scale" else "int8"
         return others
 
-    def _sizes(self, inputs: Mapping[str, Any]) -> dict[str, int]:
-        sizes: dict[str, int] = {}
-        for name, x in inputs.items():
-            sizes |= zip(self.inputs[name], x.shape, strict=True)
-        return sizes
-
-    def compute(
-        self, name: Pass, choice: str, options: Options, platform: str, operands: Operands
-    ) -> Arrays:
-        inputs = {name: operands.inputs[name] for name in self.inputs}
-        sizes = self._sizes(inputs)
+    def kernel(self, name: Pass, options: Options, operands: Any) -> Any:
+        v_first = operands[2]
+        given = _given(*operands)
+        inputs = {name: given[name] for name in self.inputs}
+        sizes = check.sizes(self.inputs, inputs)
         scratch = library.block_scratch(
             dtype=DTYPES[inputs["x"].dtype.name],
             rows=sizes["B"],
@@ -432,18 +388,23 @@ class _FusedBlock:
         ]
         target = _target(first=self.first, by_input=self.by_input, postponed=self.postponed)
         states = [*self.inputs][1:4] + ["att.wkv.waiting"] * self.postponed
-        found = library.call(
+        results = library.call(
             target,
             [*shapes, ((scratch,), jnp.float32)],
             *inputs.values(),
             aliases={[*self.inputs].index(name): [*self.results].index(name) for name in states},
         )
-        return dict(zip(self.results, found, strict=False))
+        found = dict(zip(self.results, results, strict=False))
+        wkv = found["att.wkv"]
+        if self.postponed:
+            wkv = Postponed(wkv, found["att.wkv.waiting"])
+        after = BlockState(TimeMixState(found["att.shift"], wkv), found["ffn"])
+        return found["x"], found["v_first"] if v_first is None else v_first, after
 
 
 def _takes_many_rows(rows: int, dtype: Any) -> bool:
     fits = MAX_ROWS < rows <= MAX_MANY_ROWS and dtype == jnp.bfloat16
-    return fits and gpus.other_than_hopper() is None
+    return fits and gpus.why_not_hopper() is None
 
 
 def _target(*, first: bool, by_input: bool = False, postponed: bool = False) -> str:

@@ -1,22 +1,53 @@
-"""What a run of tokens of WKV5 and WKV6 does to a state.
+"""What WKV5 and WKV6 have in common: the recurrence one token at a time, the terms of a token for
+plain XLA, and what a run of tokens does to a state.
 
-The tokens take the state S [V, K] of a head to S diag(d) + D, where d is the product of their decay
-factors and D the run from S = 0.
+In a link of tokens of plain XLA, with P[i, j] the decay of the tokens between j and i, without both
+(see `rwkv_jax._portable.algebra`), `before` that of the tokens before one, and `after` that of
+those after it:
+
+    R_ij = r_i . (P[i, j] k_j)  for j < i,    R_ii = r_i . (u k_i)
+    Y = (r before) S^T + R V
+    S_after = S diag(stay) + V^T (k after)
 """
 
 from typing import ClassVar
 
 import jax.numpy as jnp
+from jax import Array, lax
 
 from rwkv_jax._operator.call import Arrays, Forward, Marks, Options
 from rwkv_jax._operator.implementation import ForwardFn, Summary
 from rwkv_jax._operator.partition import alike
 from rwkv_jax._packing import segments
-from rwkv_jax._portable.decay import unbounded_log_decay
+from rwkv_jax._portable.decay import decay_factor, unbounded_log_decay
+from rwkv_jax._portable.terms import Read, Terms
+
+
+def step(options: Options, inputs: Arrays, state: Arrays) -> tuple[Array, Arrays]:
+    """y = (S + v (u * k)^T) r, then S = S diag(d) + v k^T."""
+    d = decay_factor(inputs["w"], options.decay)
+    r, k, v, u = (inputs[name].astype(jnp.float32) for name in "rkvu")
+    s = state["state"]
+    y = _apply(s + _outer(v, u * k), r)
+    return y.astype(inputs["v"].dtype), {"state": s * d[:, :, None, :] + _outer(v, k)}
+
+
+def _apply(state: Array, x: Array) -> Array:
+    return jnp.einsum("bhvk,bhk->bhv", state, x, precision=lax.Precision.HIGHEST)
+
+
+def _outer(v: Array, k: Array) -> Array:
+    return v[..., None] * k[:, :, None, :]
+
+
+def terms(inputs: Arrays) -> Terms:
+    r, k, u = (inputs[name] for name in "rku")
+    return Terms([Read(r, now=r * u)], [k])
 
 
 class _Summary(Summary):
-    """`factor` is d and `added` is D."""
+    """The tokens take the state S [V, K] of a head to S diag(d) + D, where d, `factor`, is the
+    product of their decay factors and D, `added`, the run from S = 0."""
 
     axes: ClassVar = {"factor": "BHK", "added": "BHVK"}
 

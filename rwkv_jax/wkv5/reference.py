@@ -1,7 +1,0 @@
-"""WKV5, one token at a time: the specification that every other implementation agrees with."""
-
-from rwkv_jax._linear_attention.reference import step
-from rwkv_jax._portable.token_by_token import TokenByToken
-from rwkv_jax.wkv5.signature import SIGNATURE
-
-IMPLEMENTATION = TokenByToken(SIGNATURE, step)

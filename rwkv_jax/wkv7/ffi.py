@@ -1,6 +1,0 @@
-"""WKV7 on the native kernels."""
-
-from rwkv_jax._native.kernels import HEAD_SIZES, NativeKernels
-from rwkv_jax.wkv7.signature import SIGNATURE
-
-IMPLEMENTATION = NativeKernels(SIGNATURE, head_sizes=HEAD_SIZES)

@@ -1,0 +1,84 @@
+"""`jax.export` of operators: symbolic sizes, and several platforms at once."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+
+import rwkv_jax
+from support import hlo, internals
+from support.cases import Case
+from support.operators import available
+
+pytestmark = pytest.mark.usefixtures("unchecked_types")  # annotations know numbers alone
+
+NATIVE = "ffi" in available("wkv7", Case(2, 16, 2, 32), "cpu")
+native = pytest.mark.skipif(not NATIVE, reason="no native kernels for CPUs")
+
+
+def _wkv7(implementation: str | None) -> Any:
+    return jax.jit(functools.partial(rwkv_jax.wkv7, decay="sigmoid", implementation=implementation))
+
+
+def _exported(function: Any, shape: str, **options: Any) -> Any:
+    sizes = export.symbolic_shape(shape)
+    arrays = [jax.ShapeDtypeStruct(sizes, jnp.float32)] * 6
+    checks = rwkv_jax.export_checks()
+    return export.export(function, disabled_checks=checks, **options)(*arrays)
+
+
+def _arrays(*shape: int) -> list[Any]:
+    return list(np.random.default_rng(0).standard_normal((6, *shape), dtype=np.float32) / 4)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "shape"),
+    [
+        pytest.param(None, "b, t, 2, 16", marks=native),
+        pytest.param("ffi", "b, t, 2, 16", marks=native),
+        ("xla", "b, 16, 2, 16"),
+        ("reference", "b, t, 2, 16"),
+    ],
+)
+def test_symbolic_sizes(implementation: str | None, shape: str) -> None:
+    function, arrays = _wkv7(implementation), _arrays(3, 16, 2, 16)
+    found = export.deserialize(_exported(function, shape, platforms=("cpu",)).serialize())
+    with jax.default_device(jax.devices("cpu")[0]):
+        jax.tree.map(np.testing.assert_array_equal, found.call(*arrays), function(*arrays))
+
+
+@native
+def test_gradients_of_symbolic_sizes() -> None:
+    gradient = jax.jit(jax.grad(lambda *xs: jnp.sum(_wkv7(None)(*xs)[0])))
+    arrays = _arrays(2, 70, 2, 16)
+    with jax.default_device(jax.devices("cpu")[0]):
+        found = _exported(gradient, "b, t, 2, 16", platforms=("cpu",)).call(*arrays)
+        np.testing.assert_array_equal(found, gradient(*arrays))
+
+
+def test_what_needs_a_number_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(NotImplementedError, match=r"wkv7: .*T = t is symbolic; xla cuts rows into"):
+        _exported(_wkv7("xla"), "2, t, 2, 16")
+    internals.pretend(monkeypatch, "cuda", None)
+    for implementation in (None, "ffi"):
+        with pytest.raises(NotImplementedError, match="on cuda: B = b is symbolic; the cuda kern"):
+            _exported(_wkv7(implementation), "b, t, 2, 16", platforms=("cuda",))
+    monkeypatch.undo()
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("kernels", [None, "on holiday"])
+def test_several_platforms(kernels: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels of a platform, those of Pallas among them, are in the program for it alone."""
+    internals.pretend(monkeypatch, "cuda", kernels)
+    with hlo.device("cuda"):
+        text = _exported(_wkv7(None), "2, 16, 2, 16", platforms=("cpu", "cuda")).mlir_module()
+    own = internals.targets("wkv7", "fwd") if NATIVE or kernels is None else set()
+    assert own <= hlo.targets(text)
+    assert ("triton" in text) == (kernels is not None)
+    monkeypatch.undo()
+    jax.clear_caches()
