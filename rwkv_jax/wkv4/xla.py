@@ -37,12 +37,11 @@ from rwkv_jax._operator.call import (
     Options,
     Packing,
     Result,
-    Sequences,
 )
 from rwkv_jax._operator.implementation import Implementation
 from rwkv_jax._portable.decay import unbounded_log_decay
 from rwkv_jax.wkv4 import reference
-from rwkv_jax.wkv4.groups import Groups, states_between
+from rwkv_jax.wkv4.groups import Groups, states_before
 from rwkv_jax.wkv4.reference import add
 from rwkv_jax.wkv4.signature import NOTHING, SIGNATURE
 
@@ -82,214 +81,172 @@ def _as_the_platform_needs(run: Callable[[bool, Any], Any], operands: Any) -> An
 
 
 class _Token(NamedTuple):
-    """One token of each group: its inputs [B, n, C], and `valid` and `starts` of `Groups`."""
+    """A token of each group [B, n, ...], or all tokens [B, n, L, ...]: `valid` and `starts` of
+    `Groups`, and k, v and in the backward pass dy."""
 
     inputs: Arrays
     valid: Array | None
     starts: Array | None
 
-    def cleared(self, x: Array, otherwise: float = 0.0) -> Array:
-        """`x`, except for padding."""
-        return x if self.valid is None else jnp.where(self.valid, x, otherwise)
+    def cleared(self, x: Array, padding: float = 0.0) -> Array:
+        return x if self.valid is None else jnp.where(self.valid, x, padding)
 
-    def reset(self, log_decay: Array) -> Array:
-        """The log decay so far, -inf where a segment starts."""
-        return log_decay if self.starts is None else jnp.where(self.starts, -jnp.inf, log_decay)
+    def cut(self, x: Array, otherwise: float) -> Array:
+        """`x`, except where a segment starts."""
+        return x if self.starts is None else jnp.where(self.starts, otherwise, x)
 
-    def cut(self, state: Arrays) -> Arrays:
+    def left(self, state: Arrays) -> Arrays:
         """What is left of a state where a segment starts."""
-        if self.starts is None:
-            return state
-        return {part: jnp.where(self.starts, x, state[part]) for part, x in _empty(state).items()}
+        return {part: self.cut(x, SIGNATURE.empty.get(part, 0.0)) for part, x in state.items()}
 
 
 class _Call:
-    """A call with its tokens in groups: the inputs of `reference.step`, and `dy`.
+    """The tokens of a call, and what the scans of both passes do with one."""
 
-    w, u: the log decay and the bonus [B, 1, C].
-    tokens: `_Token` with another axis, [B, n, L, C].
-    """
-
-    def __init__(
-        self, options: Options, unrolled: bool, inputs: Arrays, packing: Packing, **timed: Array
-    ) -> None:
+    def __init__(self, options: Options, unrolled: bool, packing: Packing, **inputs: Array) -> None:
         log_decay, self.pull_back = jax.vjp(
-            lambda w: unbounded_log_decay(w, options.decay), inputs["w"]
+            lambda w: unbounded_log_decay(w, options.decay), inputs.pop("w")
         )
         # 0 tokens times a log decay of -inf, which resets a state, would be NaN.
-        self.w = jnp.maximum(log_decay, jnp.finfo(jnp.float32).min)[:, None]
-        self.u = inputs["u"].astype(jnp.float32)[:, None]
+        self._w = jnp.maximum(log_decay, jnp.finfo(jnp.float32).min)[:, None]
+        self._u = inputs.pop("u").astype(jnp.float32)[:, None]
         self.groups = groups = Groups(unrolled, inputs["v"].shape[1], packing)
-        timed |= {name: inputs[name] for name in SIGNATURE.timed}
-        cut = {name: groups.cut(x) for name, x in timed.items()}
+        cut = {name: groups.cut(x) for name, x in inputs.items()}
         self.tokens = _Token(cut, groups.valid, groups.starts)
+        self.none = jnp.zeros_like(cut["v"][:, :, 0], jnp.float32)
+        self.nothing = {p: self.none + SIGNATURE.empty.get(p, 0.0) for p in SIGNATURE.state}
 
-    def of(self, token: _Token) -> Arrays:
-        """The inputs of tokens in float32, where padding weighs nothing."""
-        padding = {"k": NOTHING}
-        x = {n: x.astype(jnp.float32) for n, x in token.inputs.items()}
-        x = {n: token.cleared(x, padding.get(n, 0.0)) for n, x in x.items()}
-        return x | {"u": self.u, "w": token.cleared(self.w)}
+    def inputs(self, token: _Token) -> Arrays:
+        """The inputs in float32, w as the log decay, and those of padding as of no weight."""
+        x = {name: x.astype(jnp.float32) for name, x in token.inputs.items()}
+        x = {n: token.cleared(x, NOTHING if n == "k" else 0.0) for n, x in x.items()}
+        return x | {"u": self._u, "w": token.cleared(self._w)}
 
     def after(self, token: _Token, x: Arrays, state: Arrays) -> Arrays:
-        """The state after a token, whose inputs are `x`."""
-        one = token.cleared(jnp.ones_like(x["v"]))
-        return add(state, x["w"], {"num": x["v"], "den": one, "log_max": x["k"]})
+        """The state after a token with the inputs x."""
+        weight = token.cleared(jnp.ones_like(x["v"]))
+        return add(state, x["w"], {"num": x["v"], "den": weight, "log_max": x["k"]})
 
-    def runs(self) -> tuple[Array, Arrays]:
-        """The log decay over all tokens of each group, and the state after them from nothing."""
+    def states_before(self, given: Arrays, opens: Array) -> Arrays:
+        """The states before each group, from those before the groups that open something."""
 
-        def step(carry: tuple[Array, Arrays], token: _Token) -> tuple[tuple[Array, Arrays], None]:
-            (log_decay, state), x = carry, self.of(token)
-            state = self.after(token, x, token.cut(state))
-            return (token.reset(log_decay) + x["w"], state), None
+        def step(run: tuple[Array, Arrays], token: _Token) -> tuple[tuple[Array, Arrays], None]:
+            (log_decay, state), x = run, self.inputs(token)
+            log_decay = token.cut(log_decay, -jnp.inf) + x["w"]
+            return (log_decay, self.after(token, x, token.left(state))), None
 
-        none = jnp.zeros_like(self.tokens.inputs["v"][:, :, 0], jnp.float32)
-        nothing = _empty(dict.fromkeys(SIGNATURE.state, none))
-        runs, _ = self.groups.scan(step, (none, nothing), self.tokens)
-        # Without a barrier XLA computes the runs anew for each of the longer runs.
-        return lax.optimization_barrier(runs)
-
-    def from_start(self, state: Arrays) -> Arrays:
-        """The states before each group, from those of sequences."""
-        groups, state = self.groups, self.groups.of_groups(state)
-        if groups.count == 1:
-            return state
-        return states_between(*self.runs(), state, groups.opens)
-
-    def from_chunks(self, saved: Arrays) -> Arrays:
-        """The states before each group, from those before each chunk."""
-        several = self.groups.per_chunk
-        if several == 1:
-            return saved
-
-        def by_chunk(x: Array, groups: int) -> Array:
-            return x.reshape(-1, groups, x.shape[-1])
-
-        runs = jax.tree.map(lambda x: by_chunk(x, several), self.runs())
-        saved = {part: by_chunk(x, 1) for part, x in saved.items()}
-        opens = lax.broadcasted_iota(jnp.int32, (1, several, 1), 1) == 0
-        before = states_between(*runs, saved, opens)
-        return {part: by_chunk(x, self.groups.count) for part, x in before.items()}
-
-
-def _empty(state: Arrays) -> Arrays:
-    return {part: jnp.full_like(x, SIGNATURE.empty.get(part, 0.0)) for part, x in state.items()}
+        if opens.shape[1] == 1:
+            return given
+        runs, _ = self.groups.scan(step, (self.none, self.nothing), self.tokens)
+        # Without a barrier XLA computes the runs anew in each step of the scan over groups.
+        return states_before(lax.optimization_barrier(runs), given, opens)
 
 
 def _forward(options: Options, unrolled: bool, operands: Forward) -> Result:
-    call = _Call(options, unrolled, operands.inputs, operands.packing)
-    groups, state = call.groups, _sequences(operands, operands.state)
-    before = call.from_start(state)
+    call = _Call(options, unrolled, operands.packing, **operands.inputs)
+    groups, given = call.groups, _by_sequence(operands.state)
+    before = call.states_before(groups.of(given), groups.opens)
 
     def step(state: Arrays, token: _Token) -> tuple[Arrays, Array]:
-        x, state = call.of(token), token.cut(state)
-        y = token.cleared(reference.read(x, state))
-        return call.after(token, x, state), y.astype(operands.inputs["v"].dtype)
+        x, state = call.inputs(token), token.left(state)
+        y = token.cleared(reference.read(x, state)).astype(operands.inputs["v"].dtype)
+        return call.after(token, x, state), y
 
     after, y = groups.scan(step, before, call.tokens)
-    end = groups.or_given(groups.at_last(after), state)
+    end = groups.or_given(groups.at_last(after), given)
     saved = {part: x[:, :: groups.per_chunk] for part, x in before.items()}
-    return Result(groups.join(y), _rows(operands, end), saved if options.save else {})
+    return Result(groups.join(y), _like(end, operands.state), saved if options.save else {})
 
 
 class _Read(NamedTuple):
-    """What a token reads: y, a and e^(u + k) a, and the exponent that a is relative to."""
+    """How y of a token depends on what it reads.
+
+    bonus: e^(u + k) a.
+    added: what is added to the cotangents of the sums, a and -a y, relative to the exponent of a.
+    stays: whether the largest exponent so far stays the largest.
+    """
 
     y: Array
-    a: Array
     bonus: Array
-    largest: Array
+    added: Arrays
     stays: Array
 
 
-def _read(x: Arrays, state: Arrays) -> _Read:
+def _read(token: _Token, x: Arrays, state: Arrays) -> _Read:
     own, log_max = x["u"] + x["k"], state["log_max"]
     largest = jnp.maximum(log_max, own)
     before, now = jnp.exp(log_max - largest), jnp.exp(own - largest)
     scale = 1.0 / (before * state["den"] + now)
     y = (before * state["num"] + now * x["v"]) * scale
     a = x["dy"] * scale
-    return _Read(y, a, now * a, largest, log_max + x["w"] >= x["k"])
+    added = {"num": a, "den": -a * y, "log_max": token.cleared(-largest, NOTHING)}
+    return _Read(y, now * a, added, log_max + x["w"] >= x["k"])
 
 
 def _backward(options: Options, unrolled: bool, operands: Backward) -> Gradients:
-    inputs = operands.inputs
-    call = _Call(options, unrolled, inputs, operands.packing, dy=operands.dy)
-    groups, dstate = call.groups, _sequences(operands, operands.dstate)
-    before = call.from_chunks(operands.states)
-    nothing, none = _empty(before), jnp.zeros_like(before["num"])
-    counts = jnp.zeros_like(none, jnp.int32)
-
-    def added(token: _Token, read: _Read) -> Arrays:
-        """What a token adds to the cotangents of the sums: a and -a y."""
-        log_max = token.cleared(-read.largest, NOTHING)
-        return {"num": read.a, "den": -read.a * read.y, "log_max": log_max}
+    inputs, dstate = operands.inputs, _by_sequence(operands.dstate)
+    call = _Call(options, unrolled, operands.packing, **inputs, dy=operands.dy)
+    groups, tokens, none = call.groups, call.tokens, call.none
+    before = operands.states
+    if groups.per_chunk > 1:
+        given = {part: jnp.repeat(x, groups.per_chunk, axis=1) for part, x in before.items()}
+        before = call.states_before(given, groups.opens_chunk)
 
     def forth(carry: Any, token: _Token) -> tuple[Any, Arrays]:
         """The states before tokens, and all that a group adds to the cotangents."""
-        state, log_decay, sums, larger = carry
-        x, state = call.of(token), token.cut(state)
-        read = _read(x, state)
-        log_decay = token.reset(log_decay)
-        sums = add(added(token, read), log_decay, sums)
+        (state, log_decay, added, larger), x = carry, call.inputs(token)
+        state, log_decay = token.left(state), token.cut(log_decay, -jnp.inf)
+        read = _read(token, x, state)
+        added = add(read.added, log_decay, added)
         larger += jnp.where(read.stays, 0, 1)
-        return (call.after(token, x, state), log_decay + x["w"], sums, larger), state
+        return (call.after(token, x, state), log_decay + x["w"], added, larger), state
 
     def back(carry: Any, token: _Token, state: Arrays) -> tuple[Any, Arrays]:
-        """The gradients, from the cotangents of the sums and of the largest exponent after a
-        token."""
-        (after, dlargest, du, dw), x = carry, call.of(token)
-        read, kept = _read(x, state), jnp.exp(x["k"] + after["log_max"])
-        du_here = read.bonus * (x["v"] - read.y)
+        """The gradients, from the cotangents of the sums and of the largest exponent."""
+        (after, dlargest, du, dw), x = carry, call.inputs(token)
+        read, kept = _read(token, x, state), jnp.exp(x["k"] + after["log_max"])
+        bonus = read.bonus * (x["v"] - read.y)
         stays = jnp.where(read.stays, dlargest, 0.0)
-        dk = du_here + kept * (x["v"] * after["num"] + after["den"]) + (dlargest - stays)
+        dk = bonus + kept * (x["v"] * after["num"] + after["den"]) + (dlargest - stays)
         dv = read.bonus + kept * after["num"]
-        passed = jnp.exp((state["log_max"] + after["log_max"]) + x["w"])
-        dw += token.cleared(passed * _dotted(state, after) + stays)
-        carry = token.cut(add(after, x["w"], added(token, read))), stays, du + du_here, dw
-        dk, dv = (token.cleared(d).astype(inputs["v"].dtype) for d in (dk, dv))
-        return carry, {"k": dk, "v": dv}
+        passed = jnp.exp((state["log_max"] + after["log_max"]) + x["w"]) * _dotted(state, after)
+        carry = token.left(add(after, x["w"], read.added)), stays
+        found = {"k": dk, "v": dv}
+        found = {n: token.cleared(d).astype(inputs[n].dtype) for n, d in found.items()}
+        return (*carry, du + bonus, dw + token.cleared(passed + stays)), found
 
-    (after, log_decay, sums, larger), states = groups.scan(
-        forth, (before, none, nothing, counts), call.tokens
-    )
+    start = before, none, call.nothing, none.astype(jnp.int32)
+    (after, log_decay, added, larger), states = groups.scan(forth, start, tokens)
     end = groups.at_last(after)
-    dlargest = dstate["log_max"] - _dotted(dstate, end)
+    given = groups.of(dstate | {"log_max": -end["log_max"]})
+    cotangents = states_before((log_decay, added), given, groups.closes, reverse=True)
+    # The largest exponent is that of the last token which was larger than all before it.
     larger = jnp.cumsum(larger, axis=1)
-    last = larger == groups.of_groups(groups.at_last(larger))
-    dlargest = jnp.where(last, groups.of_groups(dlargest), 0.0)
-    given = groups.of_groups(dstate | {"log_max": -end["log_max"]})
-    cotangents = states_between(log_decay, sums, given, groups.closes, reverse=True)
-    tokens = call.tokens
-    if unrolled:  # There states of tokens are computed again, and never kept in memory.
-        before, tokens, cotangents = lax.optimization_barrier((before, tokens, cotangents))
-        _, states = groups.scan(forth, (before, none, nothing, counts), tokens)
-    (dstart, dlargest, du, dw), found = groups.scan(
-        back, (cotangents, dlargest, none, none), tokens, states, reverse=True
-    )
-    start, dstart, dlargest = groups.at_first((before, dstart, dlargest))
-    scale = jnp.exp(start["log_max"] + dstart["log_max"])
+    dlargest = groups.of(dstate["log_max"] - _dotted(dstate, end))
+    dlargest = jnp.where(larger == groups.of(groups.at_last(larger)), dlargest, 0.0)
+    if unrolled:  # Where nothing but registers holds the states of a group, they are found again.
+        start, tokens, cotangents = lax.optimization_barrier((start, tokens, cotangents))
+        _, states = groups.scan(forth, start, tokens)
+    start = cotangents, dlargest, none, none
+    carry, found = groups.scan(back, start, tokens, states, reverse=True)
+    before, dstart, dlargest = groups.at_first((before, *carry[:2]))
+    scale = jnp.exp(before["log_max"] + dstart["log_max"])
     dinitial = {part: scale * dstart[part] for part in ("num", "den")}
-    dinitial["log_max"] = _dotted(dinitial, start) + dlargest
-    du, dw = (jnp.sum(x, axis=1) for x in (du, dw))
+    dinitial["log_max"] = _dotted(dinitial, before) + dlargest
+    du, dw = (jnp.sum(x, axis=1) for x in carry[2:])
     (dw,) = call.pull_back(dw)
-    gradients = {"w": dw.astype(inputs["w"].dtype), "u": du.astype(inputs["u"].dtype)}
-    gradients |= groups.join(found)
-    return Gradients(gradients, _rows(operands, groups.or_given(dinitial, dstate)))
+    gradients = {"w": dw, "u": du.astype(inputs["u"].dtype), **groups.join(found)}
+    return Gradients(gradients, _like(groups.or_given(dinitial, dstate), operands.dstate))
 
 
-def _sequences(operands: Forward | Backward, state: Arrays) -> Arrays:
-    """States [B, S, C]."""
-    if isinstance(operands.packing, Sequences):
-        return state
-    return {part: x[:, None] for part, x in state.items()}
+def _by_sequence(state: Arrays) -> Arrays:
+    """States [B, C] or [B, S, C] with the axis S."""
+    return {part: x if x.ndim == 3 else x[:, None] for part, x in state.items()}
 
 
-def _rows(operands: Forward | Backward, state: Arrays) -> Arrays:
-    if isinstance(operands.packing, Sequences):
-        return state
-    return {part: x[:, 0] for part, x in state.items()}
+def _like(state: Arrays, given: Arrays) -> Arrays:
+    """States with the axis S only if what was given has it."""
+    return {part: state[part].reshape(x.shape) for part, x in given.items()}
 
 
 def _dotted(x: Arrays, y: Arrays) -> Array:
