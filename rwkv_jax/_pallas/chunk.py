@@ -392,8 +392,8 @@ not_below, above = Triangle(True, 0), Triangle(True, 1)
 
 
 def inverse(chunk: Chunk, x: Array, factor: Shared, scratch: Shared) -> Array:
-    """(I - x)^-1 for an x below the diagonal, for pieces of two tokens, of four, and so on, as in
-    `rwkv_jax._pallas.algebra.inverse`.
+    """(I - x)^-1 for an x below the diagonal, for pieces of two tokens, of four, and so on, as
+    `rwkv_jax._portable.inverses.by_whole_matrices` does it.
 
     The levels are a loop, since a kernel should be smaller than the cache of instructions. They
     overwrite `factor` and `scratch`.
