@@ -12,7 +12,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from rwkv_jax._operator.call import CHUNK, Arrays, Options
+from rwkv_jax._portable import inverses
 from rwkv_jax._portable.decay import BOUNDED, LOG_DECAY
+from rwkv_jax._portable.products import entries
 
 TILE = 16
 """Tokens: fewer are too few for products of matrices, and more take more of them."""
@@ -58,27 +60,21 @@ def product(options: Options, dtype: Any) -> Product:
     return Product(jnp.float32, lax.Precision.DEFAULT if fast else lax.Precision.HIGHEST)
 
 
-def _places(length: int) -> tuple[Array, Array]:
-    """For each pair of tokens the place in the tile of the first, and that of the second [T, T]."""
-    i, j = (lax.broadcasted_iota(jnp.int32, (length, length), axis) for axis in (0, 1))
-    return i, j
-
-
 def diagonal(x: Array) -> Array:
     """The matrix with the diagonal `x` [T, 1]."""
-    i, j = _places(x.shape[0])
+    i, j = entries(x.shape[0])
     return jnp.where(i == j, x, 0.0)
 
 
 def _row(x: Array) -> Array:
     """`x` [T, 1] as [1, T]."""
-    i, j = _places(x.shape[0])
+    i, j = entries(x.shape[0])
     return jnp.sum(jnp.where(i == j, x, 0), axis=0, keepdims=True)
 
 
 def diagonal_of(x: Array) -> Array:
     """The diagonal [T, 1] of a matrix."""
-    i, j = _places(x.shape[0])
+    i, j = entries(x.shape[0])
     return jnp.sum(jnp.where(i == j, x, 0.0), axis=1, keepdims=True)
 
 
@@ -87,25 +83,9 @@ def _halves(length: int) -> list[int]:
     return [length >> n for n in range(1, length.bit_length())]
 
 
-def _of_halves(length: int, half: int) -> Array:
-    """Whether the first token of a pair is in the second half of a piece and the other token in the
-    first half of the same piece: then `half` is the highest bit in which their places differ."""
-    i, j = _places(length)
-    differ = i ^ j
-    return (i > j) & (half <= differ) & (differ < 2 * half)
-
-
 def inverse(product: Product, x: Array) -> Array:
-    """(I - x)^-1 for an x below the diagonal, first for pieces of two tokens, then of four, and so
-    on. No power of x appears, since powers may be large where the inverse is not."""
-    length = x.shape[0]
-    result = diagonal(jnp.ones((length, 1), jnp.float32))
-    for half in reversed(_halves(length)):
-        between = jnp.where(_of_halves(length, half), x, 0.0)
-        if half > 1:
-            between = product(product(result, between), result)
-        result += between
-    return result
+    """(I - x)^-1 for an x below the diagonal."""
+    return inverses.by_whole_matrices(product, x)
 
 
 class Level(NamedTuple):
@@ -169,7 +149,7 @@ def log_decay(w: Array, decay: str, length: int, tokens: Tokens) -> Array:
 def _between(length: int, half: int) -> Array:
     """1 where the token of the second axis is between the token of the first axis and the middle of
     its piece."""
-    i, t = _places(length)
+    i, t = entries(length)
     middle = (i & -(2 * half)) + half
     second = (middle <= t) & (t < i)
     first = (i < t) & (t < middle)
@@ -178,13 +158,13 @@ def _between(length: int, half: int) -> Array:
 
 def _past(length: int) -> Array:
     """The matrix that sums up the tokens before each token."""
-    i, t = _places(length)
+    i, t = entries(length)
     return jnp.where(t < i, 1.0, 0.0)
 
 
 def _from_middle(length: int) -> Array:
     """The matrix that sums up the tokens before each token, less those of the first half."""
-    _, t = _places(length)
+    _, t = entries(length)
     return _past(length) - jnp.where(t < length // 2, 1.0, 0.0)
 
 
@@ -233,7 +213,7 @@ def _of_one_segment(product: Product, log_decay: Array, decay: str) -> Decays:
     levels = []
     for half in _halves(length):
         factors = jnp.exp(product.sums(_between(length, half), log_decay))
-        levels.append(Level(factors, factors, _of_halves(length, half)))
+        levels.append(Level(factors, factors, inverses.of_halves(*entries(length), half)))
     one = jnp.ones_like(whole)
     return Decays(own, before, after, one, jnp.exp(whole), one, tuple(levels))
 

@@ -1,4 +1,4 @@
-"""Which calls the kernels for Hopper GPUs take, and what the kernels are given.
+"""Which calls the experimental kernels for Hopper GPUs take, and what the kernels are given.
 
 Mosaic GPU compiles these kernels. All others for GPUs are compiled by Triton, which JAX has
 announced to remove from Pallas.
@@ -195,7 +195,7 @@ def _chunks(packing: Packing, tokens: int) -> int:
 
 
 def _segments(marks: Array) -> Array:
-    """What `rwkv_jax._pallas.warpgroup.SEGMENTS` says of tokens with these marks [B, T]."""
+    """What `rwkv_jax._pallas.chunk.SEGMENTS` says of tokens with these marks [B, T]."""
     missing = -marks.shape[1] % CHUNK
     marks = jnp.pad(marks, ((0, 0), (0, missing)), constant_values=segments.PADDING)
     marks = marks.reshape(len(marks), -1, CHUNK)

@@ -1,12 +1,7 @@
-"""Kernels for Hopper GPUs: one warpgroup walks over the chunks of a head.
+"""Experimental kernels for Hopper GPUs, in which one warpgroup scans over the chunks of a head.
 
-A chunk has CHUNK tokens, and all of its arrays are 64 x 64. The carry of the walk and what is being
-computed are in registers, in float32. Parameters [B, H, K] stay in global memory, in float32. All
-else is in shared memory:
-
-    operands   one array of 16 bits for each stage; while a chunk is computed, later ones are copied
-    scratch    one array each
-    segments   where rows have several segments, the SEGMENTS of each stage
+The carry of the scan is in registers, in float32, and the arrays of chunks are in shared memory, as
+`rwkv_jax._pallas.chunk` says.
 
 Where rows have several sequences, there is a program for each head of each sequence, which has
 chunks of its own. Any token may then be the first of a chunk. The last chunk of a sequence may also
@@ -14,11 +9,9 @@ have tokens of the next one: operands get idle numbers in their place, and only 
 sequence are copied to results.
 
 Who waits for whom: each stage has a barrier, at which the warpgroup waits for the copies into the
-arrays of the stage. Products and copies see what was put into shared memory before `Chunk.commit`.
-The next copies into a stage begin when all copies out of it have been read.
+arrays of the stage. The next copies into a stage begin when all copies out of it have been read.
 """
 
-import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -26,31 +19,20 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu
 
 from rwkv_jax._operator.call import CHUNK, Arrays
 from rwkv_jax._operator.partition import vary_alike
+from rwkv_jax._pallas.chunk import (
+    SIZE,
+    SQUARE,
+    Chunk,
+    Parameter,
+    Shared,
+    copy_rows,
+    places_of_elements,
+    plgpu,
+)
 from rwkv_jax._pallas.lowering import FROM_END, Operands, Results
-
-plgpu: Any = mosaic_gpu
-"""Versions of JAX differ in what it has, so that no type checker knows its names."""
-
-SIZE = CHUNK
-"""Rows and columns of all arrays of a chunk."""
-
-SQUARE = (SIZE, SIZE)
-
-SEGMENTS = "segments"
-"""The operand [B, N, 3, CHUNK] of int32 for rows of several segments, with three numbers for each
-token of a chunk:
-
-    FIRST    the place in the chunk where the segment of the token starts, negative if it starts in
-             an earlier chunk
-    NEXT     the place in the chunk where the next segment starts, at least CHUNK if none does
-    THERE    how many tokens of the chunk are there, or 0 if this one is not
-"""
-
-FIRST, NEXT, THERE = range(3)
 
 SEQUENCES = "sequences"
 """The operand [B, S, 6] of int32 for rows of several sequences, with six numbers for each program
@@ -64,384 +46,6 @@ of a head:
 """
 
 NUMBER, START, END, SAVED, BEFORE, UNTIL = range(6)
-
-ROWS = 8, 1
-"""Rows that are copied at once of a chunk that is not whole, first as often as 8 fit."""
-
-LOG2E = 1.4426950408889634
-"""Exponents are to the base 2 in these kernels, for which GPUs have an instruction."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Shared:
-    """An array in shared memory.
-
-    `place` computes its place among the arrays of `ref`, at each use again and so that the compiler
-    cannot know the result. It would otherwise compute the addresses of all arrays before the walk
-    and keep them in registers throughout. `rows` is `ref` as copies see it.
-    """
-
-    ref: Any
-    rows: Any
-    place: Callable[[], Any]
-    is_transposed: bool = False
-
-    @property
-    def T(self) -> "Shared":
-        """The transpose, as an operand of products."""
-        return dataclasses.replace(self, is_transposed=not self.is_transposed)
-
-    def here(self) -> Any:
-        return self.ref.at[self.place()]
-
-    def operand(self) -> Any:
-        return self.here().transpose((1, 0)) if self.is_transposed else self.here()
-
-    def value(self) -> Array:
-        return self.here()[...].T if self.is_transposed else self.here()[...]
-
-    def read(self) -> Array:
-        return self.here()[...].astype(jnp.float32)
-
-    def put(self, x: Array) -> None:
-        self.here()[...] = x.astype(self.ref.dtype)
-
-
-def chosen(n: Any, *arrays: Shared) -> Shared:
-    """The array with this number, of some that share a reference."""
-
-    def place() -> Any:
-        found, *others = (x.place() for x in arrays)
-        for number, other in enumerate(others, start=1):
-            found = jnp.where(n == number, other, found)
-        return found
-
-    return dataclasses.replace(arrays[0], place=place)
-
-
-class Parameter(NamedTuple):
-    """What all tokens of a head share."""
-
-    ref: Any
-    is_interpreted: bool
-
-    def read(self) -> Array:
-        """A number for each column."""
-        if self.is_interpreted:
-            return self.ref[...]
-        return plgpu.load(self.ref, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
-
-
-MaskFn: TypeAlias = Callable[[Array, Array], Array]
-"""Which elements to keep, by their rows and columns."""
-
-READS, WRITES = "reads", "writes"
-"""The tokens that read the state before the chunk, and those that write the state after it."""
-
-Pair: TypeAlias = tuple[Array | Shared, Shared] | tuple[Array | Shared, Shared, str]
-"""Matrices x and y of a product. With READS or WRITES it counts only in the rows of these tokens,
-which are the rows of x."""
-
-Terms: TypeAlias = Sequence[Pair | Array]
-"""A sum of products and of at most one array."""
-
-
-class Chunk:
-    """A chunk and what can be done with it. `chunk["r"]` is the operand or scratch of this name.
-
-    decay: the form of decay.
-    results: where the chunk is in each result, and whether its axis of rows are the tokens.
-    count: how many tokens of the chunk are of its sequence, at least SIZE if all are, or None if
-      rows have no sequences.
-    """
-
-    def __init__(
-        self,
-        decay: str,
-        shared: Mapping[str, Shared],
-        parameters: Mapping[str, Parameter],
-        results: Mapping[str, tuple[Any, bool]],
-        places: tuple[Array, Array],
-        unknown_zero: Callable[[], Any],
-        *,
-        count: Any,
-        is_interpreted: bool,
-    ) -> None:
-        self.decay, self._shared, self._parameters = decay, shared, parameters
-        self._results, self._places, self._count = results, places, count
-        self._unknown_zero, self._is_interpreted = unknown_zero, is_interpreted
-
-    def __getitem__(self, name: str) -> Shared:
-        return self._shared[name]
-
-    def _segments(self, kind: int) -> Array:
-        """One of the SEGMENTS of the tokens, in all columns."""
-        ref = self[SEGMENTS].here().at[kind]
-        layout = plgpu.Layout.WGMMA.reduce(1)
-        return in_all_columns(ref[...] if self._is_interpreted else plgpu.load(ref, layout=layout))
-
-    def _segments_of(self, kind: int, token: int) -> Array:
-        """One of the SEGMENTS of a token."""
-        return self[SEGMENTS].here().at[kind][token]
-
-    @property
-    def _start_of_last(self) -> Array:
-        """The FIRST of the last token, negative if no segment starts in the chunk."""
-        return self._segments_of(FIRST, SIZE - 1)
-
-    def _are(self, tokens: str) -> Array:
-        """Whether tokens, the rows of a matrix, are among READS or WRITES."""
-        if tokens == READS:
-            return self._segments(FIRST) < 0
-        return self._segments(NEXT) >= SIZE
-
-    def of(self, tokens: str, x: Array) -> Array:
-        """`x` with zeros for tokens that are not among READS or WRITES."""
-        return x if SEGMENTS not in self._shared else jnp.where(self._are(tokens), x, 0.0)
-
-    def put_of(self, tokens: str, *xs: Shared) -> None:
-        """Put zeros into each x for tokens that are not among READS or WRITES."""
-        if SEGMENTS not in self._shared:
-            return
-
-        @pl.when(self._start_of_last >= 0)
-        def _():
-            for x in xs:
-                x.put(jnp.where(self._are(tokens), x.read(), 0.0))
-
-    def stays(self, x: Array) -> Array:
-        """`x`, or zeros if the state after the chunk does not depend on the state before it."""
-        if SEGMENTS not in self._shared:
-            return x
-        return jnp.where(lax.broadcast(self._start_of_last, SQUARE) < 0, x, 0.0)
-
-    def there(self, x: Array) -> Array:
-        """`x` with zeros for tokens that are not there."""
-        return x if SEGMENTS not in self._shared else jnp.where(self._segments(THERE) > 0, x, 0.0)
-
-    def put_idle(self, numbers: Mapping[str, float]) -> None:
-        """Put these numbers in place of the operands of tokens that are not there."""
-        count = self._segments_of(THERE, 0) if SEGMENTS in self._shared else self._count
-        if count is None:
-            return
-
-        def is_there() -> Array:
-            row, _ = self.places()
-            return self._segments(THERE) > 0 if SEGMENTS in self._shared else row < count
-
-        def put(n: Any, _: None) -> None:
-            x, number = chosen(n, *(self[name] for name in numbers)), 0.0
-            for place, other in enumerate(numbers.values()):
-                number = jnp.where(n == place, other, number) if other else number
-            x.put(jnp.where(is_there(), x.read(), number))
-
-        @pl.when(count < SIZE)
-        def _():
-            # The compiler unrolls no loop whose number of steps it does not know.
-            lax.fori_loop(0, len(numbers) + self._unknown_zero(), put, None)
-
-    def parameter(self, name: str) -> Array:
-        """A number for each column."""
-        return self._parameters[name].read()
-
-    def places(self) -> tuple[Array, Array]:
-        """The row and the column of each element. The compiler would keep masks that it knows in
-        registers throughout the walk."""
-        zero, (rows, columns) = self._unknown_zero(), self._places
-        return rows + zero, columns + zero
-
-    def kept(self, mask: MaskFn, x: Array | float) -> Array:
-        """`x` with zeros where the mask is not."""
-        return jnp.where(mask(*self.places()), x, 0.0)
-
-    def related(self, part: "Triangle | None", x: Array) -> Array:
-        """`x` with zeros outside a part of the matrix, and between tokens of different segments."""
-        if SEGMENTS not in self._shared:
-            return x if part is None else self.kept(part, x)
-        row, column = self.places()
-        start = self._segments(FIRST) if part is None or not part.is_upper else row + part.shift
-        end = self._segments(NEXT) if part is None or part.is_upper else row + part.shift
-        # Of unsigned numbers, for which one comparison of each element is enough.
-        is_kept = (column - start).astype(jnp.uint32) < (end - start).astype(jnp.uint32)
-        return jnp.where(is_kept, x, 0.0)
-
-    def product(self, *terms: Pair | Array) -> Array:
-        """The sum of x @ y over the pairs (x, y), and of an array."""
-        (result,) = self.products(terms)
-        return result
-
-    def products(self, *sums: Terms) -> list[Array]:
-        """The sum of x @ y over the pairs (x, y) of each element, and of its array, all computed at
-        the same time."""
-        return self._products(sums if SEGMENTS not in self._shared else self._masked(sums))
-
-    def _masked(self, sums: Sequence[Terms]) -> Sequence[Terms]:
-        """The sums with an array in place of each pair that counts for READS or WRITES only."""
-
-        def tokens_of(x: Pair | Array) -> str | None:
-            return x[2] if isinstance(x, tuple) and len(x) == 3 else None
-
-        found = iter(self._products([[x] for terms in sums for x in terms if tokens_of(x)]))
-        return [
-            [self.of(tokens, next(found)) if (tokens := tokens_of(x)) else x for x in terms]
-            for terms in sums
-        ]
-
-    def _products(self, sums: Sequence[Terms]) -> list[Array]:
-        if not sums:
-            return []
-        arrays = [[x for x in terms if not isinstance(x, tuple)] for terms in sums]
-        starts = [sum(x[1:], x[0]) if x else jnp.zeros(SQUARE, jnp.float32) for x in arrays]
-        pairs = [[x for x in terms if isinstance(x, tuple)] for terms in sums]
-        if self._is_interpreted:  # The interpreter has no products with x in registers.
-            return [
-                sum((_dot(x, y) for x, y, *_ in own), start)
-                for start, own in zip(starts, pairs, strict=True)
-            ]
-
-        def add(accumulators: Any) -> None:
-            for accumulator, own in zip(accumulators, pairs, strict=True):
-                for x, y, *_ in own:
-                    x = x.operand() if isinstance(x, Shared) else x
-                    plgpu.wgmma(accumulator, x, y.operand())
-
-        return [pinned(x) for x in pl.run_state(add)([plgpu.ACC.init(x) for x in starts])]
-
-    def commit(self) -> None:
-        """Let products and copies see what was put into shared memory."""
-        plgpu.commit_smem()
-
-    def write(self, **arrays: Shared) -> None:
-        """Begin to copy arrays to the results of these names, those that the call has."""
-        count, by_rows = self._count, []
-        for name in (name for name in arrays if name in self._results):
-            x, (to, of_tokens) = arrays[name], self._results[name]
-            if count is None or not of_tokens:
-                plgpu.copy_smem_to_gmem(x.here(), to)
-            else:
-                by_rows.append((x.rows.at[x.place()], to))
-        if count is None or not by_rows:
-            return
-
-        @pl.when(count >= SIZE)
-        def _():
-            for x, to in by_rows:
-                plgpu.copy_smem_to_gmem(x, to)
-
-        @pl.when(count < SIZE)
-        def _():
-            _copy_rows(by_rows, count, self._unknown_zero)
-
-    def write_row(self, name: str, x: Array) -> None:
-        """Write a number for each column to a result [B, N, H, K]."""
-        to, _ = self._results[name]
-        to[...] = x
-
-    def wait(self) -> None:
-        """Wait until all that is being copied to results may be overwritten."""
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-
-def _copy_rows(
-    pairs: Collection[tuple[Any, Any]], count: Any, unknown_zero: Callable[[], Any]
-) -> None:
-    """Begin to copy the first rows of x to those of y, for each pair of x and y.
-
-    The compiler unrolls no loop whose step it does not know, and so the instructions are few.
-    """
-    done = jnp.int32(0)
-    for rows in ROWS:
-
-        def some(done: Any, rows: int = rows) -> Any:
-            for x, y in pairs:
-                plgpu.copy_smem_to_gmem(x.at[pl.ds(done, rows)], y.at[pl.ds(done, rows)])
-            return done + (rows + unknown_zero())
-
-        done = lax.while_loop(lambda done, rows=rows: done + rows <= count, some, done)
-
-
-def _places(is_interpreted: bool) -> tuple[Array, Array]:
-    """The row and the column of each element."""
-
-    def numbers(axis: int) -> Array:
-        if is_interpreted:
-            return jnp.arange(SIZE)
-        layout = plgpu.Layout.WGMMA.reduce(axis)
-        return plgpu.broadcasted_iota(jnp.int32, (SIZE,), 0, layout=layout)
-
-    return in_all_columns(numbers(1)), in_all_rows(numbers(0))
-
-
-def _dot(x: Array | Shared, y: Shared) -> Array:
-    x = x.value() if isinstance(x, Shared) else x
-    return jnp.dot(x, y.value(), preferred_element_type=jnp.float32)
-
-
-def pinned(x: Array) -> Array:
-    """`x`, which the compiler has to compute here. It would otherwise delay parts of the
-    computation, for which it needs more registers. It would also begin what uses a product before
-    the wait for all products of the group, which then run one by one."""
-    return lax.optimization_barrier(x)
-
-
-def in_all_rows(x: Array) -> Array:
-    """A matrix of rows `x`."""
-    return lax.broadcast_in_dim(x, SQUARE, [1])
-
-
-def in_all_columns(x: Array) -> Array:
-    """A matrix of columns `x`."""
-    return lax.broadcast_in_dim(x, SQUARE, [0])
-
-
-def sum_in_all_rows(x: Shared, unit: float) -> list[Pair]:
-    """The product that gives the sum over the rows of x, times `unit`, in all rows. A sum over rows
-    takes more instructions."""
-    return [(jnp.full(SQUARE, unit, x.ref.dtype), x)]
-
-
-class Triangle(NamedTuple):
-    """The part of a matrix on the one side of a diagonal, or else on the other: in each row, the
-    columns from row + shift on, or those before."""
-
-    is_upper: bool
-    shift: Any
-
-    def __call__(self, row: Array, column: Array) -> Array:
-        return column >= row + self.shift if self.is_upper else column < row + self.shift
-
-
-below, not_above = Triangle(False, 0), Triangle(False, 1)
-not_below, above = Triangle(True, 0), Triangle(True, 1)
-
-
-def inverse(chunk: Chunk, x: Array, factor: Shared, scratch: Shared) -> Array:
-    """(I - x)^-1 for an x below the diagonal, for pieces of two tokens, of four, and so on, as in
-    `rwkv_jax._pallas.algebra.inverse`.
-
-    The levels are a loop, since a kernel should be smaller than the cache of instructions. They
-    overwrite `factor` and `scratch`.
-    """
-    factor.put(x)
-    i, j = chunk.places()
-    result = jnp.where(i == j, 1.0, jnp.where((i ^ j) == 1, x, 0.0))
-
-    def level(n: Any, result: Array) -> Array:
-        half = lax.shift_left(jnp.int32(2), jnp.int32(n))
-
-        def of_halves(i: Array, j: Array) -> Array:
-            differ = i ^ j
-            return (half <= differ) & (differ < 2 * half)
-
-        whole = result.astype(jnp.bfloat16)
-        scratch.put(whole)
-        chunk.commit()
-        # `whole` is zero between pieces, so that no other elements of x are in what is kept.
-        between = pinned(chunk.kept(of_halves, chunk.product((whole, factor)))).astype(jnp.bfloat16)
-        return chunk.product(result, (between, scratch))
-
-    return lax.fori_loop(0, SIZE.bit_length() - 2, level, result)
-
 
 BodyFn: TypeAlias = Callable[[Chunk, Array], Array]
 """`body(chunk, carry)` computes a chunk and gives what it carries to the next one."""
@@ -525,7 +129,7 @@ class Kernel(NamedTuple):
                     source = walk.of_chunk(n, axes, given[name])
                     plgpu.copy_gmem_to_smem(source, to, barriers.at[stage])
 
-            places = _places(is_interpreted)
+            places = places_of_elements(is_interpreted)
             parameters = {
                 name: Parameter(walk.of_head(axes, given[name]), is_interpreted)
                 for name, (axes, _) in operands.items()
@@ -667,7 +271,7 @@ class _Walk:
                 places = [tuple(where[a] for a in axes if a in where) for axes, _ in results]
                 to = [ref.at[i] for i, (_, ref) in zip(places, results, strict=True)]
                 count = lax.min(last - token, jnp.int32(CHUNK))
-                _copy_rows([(rows, x) for x in to], count, unknown_zero)
+                copy_rows([(rows, x) for x in to], count, unknown_zero)
                 return token + CHUNK
 
             lax.fori_loop(0, _chunks(last - first), some, first)

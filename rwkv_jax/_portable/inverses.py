@@ -1,4 +1,5 @@
-"""The inverses that solve links: of many lower triangular matrices [..., T, T] side by side."""
+"""The inverses of lower triangular matrices [..., T, T]: of many links side by side, and of one
+tile in a kernel."""
 
 import functools
 from collections.abc import Callable
@@ -19,7 +20,7 @@ def inverse(product: Products, x: Array) -> Array:
     may be large where the inverse is not."""
     times = _times if product.fewest else _times_one_by_one
     length, half = x.shape[-1], min(SMALL, x.shape[-1])
-    result = _small_inverse(times, _blocks(x, half, half, 0))
+    result = by_whole_matrices(times, _blocks(x, half, half, 0))
     while half < length:
         if half > SMALL:
             times = _times
@@ -62,14 +63,21 @@ def _blocks(x: Array, every: int, side: int, below: int) -> Array:
     return jnp.stack(blocks, axis=-3)
 
 
-def _small_inverse(times: Callable[[Array, Array], Array], x: Array) -> Array:
-    """By products of whole matrices, of which only the pairs of different halves count."""
-    side = x.shape[-1]
-    i, j = entries(side)
-    result, half = jnp.broadcast_to((i == j).astype(x.dtype), x.shape), 1
-    while half < side:
-        differ = i ^ j
-        between = jnp.where((i > j) & (half <= differ) & (differ < 2 * half), x, 0.0)
+def by_whole_matrices(times: Callable[[Array, Array], Array], x: Array) -> Array:
+    """(I - x)^-1 for matrices x [..., T, T] below the diagonal, for pieces of two tokens, then of
+    four, and so on, by products of whole matrices, of which only the pairs of different halves
+    count. No power of x appears."""
+    i, j = entries(x.shape[-1])
+    result, half = jnp.broadcast_to(jnp.where(i == j, 1.0, 0.0), x.shape), 1
+    while half < x.shape[-1]:
+        between = jnp.where(of_halves(i, j, half), x, 0.0)
         result += times(times(result, between), result) if half > 1 else between
         half *= 2
     return result
+
+
+def of_halves(i: Array, j: Array, half: int) -> Array:
+    """Whether the token i is in the second half of a piece of 2 * half tokens, and the token j in
+    the first half of the same piece: then `half` is the highest bit in which the two differ."""
+    differ = i ^ j
+    return (i > j) & (half <= differ) & (differ < 2 * half)

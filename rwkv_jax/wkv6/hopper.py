@@ -1,4 +1,4 @@
-"""WKV6 in kernels for Hopper GPUs: 64 tokens at once, and their derivative by hand.
+"""WKV6 in experimental kernels for Hopper GPUs: 64 tokens at once, and their derivative by hand.
 
 As in `rwkv_jax._pallas.algebra.decays`, all factors of decays are at most 1, whatever the decays:
 any two tokens are in different halves of exactly one piece of 2 h tokens, with h = 32, 16, 8, 4, 2
@@ -40,15 +40,13 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from rwkv_jax._pallas.lowering import FROM_END, FROM_START
-from rwkv_jax._pallas.warpgroup import (
+from rwkv_jax._pallas.chunk import (
     LOG2E,
     READS,
     SIZE,
     SQUARE,
     WRITES,
     Chunk,
-    Kernel,
     MaskFn,
     Pair,
     above,
@@ -58,6 +56,8 @@ from rwkv_jax._pallas.warpgroup import (
     pinned,
     sum_in_all_rows,
 )
+from rwkv_jax._pallas.lowering import FROM_END, FROM_START
+from rwkv_jax._pallas.warpgroup import Kernel
 from rwkv_jax._portable.decay import MIN_LOG_DECAY
 
 UNIT = 128

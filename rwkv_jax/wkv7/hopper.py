@@ -1,4 +1,4 @@
-"""WKV7 in kernels for Hopper GPUs: 64 tokens at once, and their derivative by hand.
+"""WKV7 in experimental kernels for Hopper GPUs: 64 tokens at once, and their derivative by hand.
 
 G is the sum of the log decays of a chunk up to a token and with it, G' without it. S is the state
 before the chunk, tril the part of a matrix on and below the diagonal, and tril' that below it.
@@ -32,14 +32,12 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from rwkv_jax._pallas.lowering import FROM_END, FROM_START
-from rwkv_jax._pallas.warpgroup import (
+from rwkv_jax._pallas.chunk import (
     LOG2E,
     READS,
     SQUARE,
     WRITES,
     Chunk,
-    Kernel,
     Pair,
     Shared,
     Triangle,
@@ -53,6 +51,8 @@ from rwkv_jax._pallas.warpgroup import (
     pinned,
     sum_in_all_rows,
 )
+from rwkv_jax._pallas.lowering import FROM_END, FROM_START
+from rwkv_jax._pallas.warpgroup import Kernel
 from rwkv_jax._portable.decay import SIGMOID_SCALE
 
 UNIT = 1024
