@@ -86,3 +86,13 @@ def test_commands_exist(
     accepted = set(re.findall(r"--[\w-]+", capsys.readouterr().out))
     for other, options in commands():
         assert other != script or set(options) <= accepted
+
+
+@pytest.mark.parametrize("name", ["implementations", "axes"])
+def test_tables_of_what_is_supported(name: str) -> None:
+    """The tables are what scripts/support_matrix.py writes. test_native_modules.py has the one of
+    CUDA kernels."""
+    script = runpy.run_path(str(ROOT / "scripts" / "support_matrix.py"))
+    page = ROOT / "docs" / "pages" / script["PAGES"][name]
+    table = script[f"{name}_table"]()
+    assert script["with_table"](page.read_text(), name, table) == page.read_text()
