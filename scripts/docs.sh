@@ -16,5 +16,7 @@ cd "$root"
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --group docs
 export NO_MKDOCS_2_WARNING=1 # an announcement of the theme
 export JAX_PLATFORMS=cpu
+# Compiling is most of the time of the notebooks.
+export XLA_FLAGS="--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1 ${XLA_FLAGS-}"
 "$venv/bin/python" -m mkdocs build --strict --config-file docs/mkdocs.yml --site-dir "$site"
 echo "$site/index.html"

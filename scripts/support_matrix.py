@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 
@@ -46,6 +46,8 @@ COLUMNS = {
 """The column of each GPU of tests/support/cases.py, by compute capability."""
 
 BY_TOKEN = "token by token"
+WORDS = {"matrix units": "matrix", BY_TOKEN: "**token**"}
+"""How the table calls the kernels of a plan."""
 
 Box = dict[str, tuple[str, ...]]
 """Calls: each combination of one value of each axis."""
@@ -58,11 +60,11 @@ class Row(NamedTuple):
 
 def implementations_table() -> str:
     """For each operator, dtype and head size, the implementations that can run a call and its
-    gradient on each platform."""
+    gradient on each platform, besides "reference", which runs everywhere."""
     platforms = {"CPU": "cpu", "CUDA GPU": "cuda", "TPU": "tpu", "others": "rocm"}
     sizes = {str(n): (n, n) for n in (16, 32, 64, 128, 256)}
-    sizes |= {"K and V out of these": (64, 32), "any other": (48, 48)}
-    axes = {"operator": OPERATORS, "inputs": DTYPES, "head size": tuple(sizes), "tokens": PACKINGS}
+    sizes |= {"K ≠ V, of 16, 32, 64, 128": (64, 32), "any other": (48, 48)}
+    axes = {"operator": OPERATORS, "head size": tuple(sizes), "inputs": DTYPES, "tokens": PACKINGS}
     rows = []
     with pytest.MonkeyPatch.context() as patch:
         internals.pretend(patch, "cpu", None)
@@ -78,7 +80,8 @@ def implementations_table() -> str:
                 rwkv_jax.implementations(op, *operands, platform=x, **_packing(tokens))
                 for x in platforms.values()
             ]
-            cells = (", ".join(n for n, reason in x.items() if reason is None) for x in able)
+            assert all(x["reference"] is None for x in able), call
+            cells = (", ".join(_able(x)) for x in able)
             rows.append(Row(_box(call), tuple(cells)))
     return _table(axes, tuple(platforms), _merged(rows, axes))
 
@@ -110,8 +113,7 @@ def kernels_table(planner: Any) -> str:
             assert kernels.setdefault(COLUMNS[gpu], kernel) == kernel, (call, gpu)
             assert planner.plan(*target, **device, **_problem(call, 15))["kernel"] == BY_TOKEN
         if set(kernels.values()) != {BY_TOKEN}:
-            cells = (kernels[x].replace(BY_TOKEN, f"**{BY_TOKEN}**") for x in columns)
-            rows.append(Row(_box(call), tuple(cells)))
+            rows.append(Row(_box(call), tuple(WORDS[kernels[x]] for x in columns)))
     return _table(axes, columns, _merged(rows, axes))
 
 
@@ -126,13 +128,18 @@ def axes_table() -> str:
         cells = []
         for axis in ("batch", "heads", "sequence"):
             try:
-                function = shard(getattr(rwkv_jax, op), mesh, **{axis: "x"})
+                function = shard(getattr(rwkv_jax, op), mesh, **cast("Any", {axis: "x"}))
                 jax.eval_shape(lambda *x, f=function, p=packing: f(*x, **p), *operands)
                 cells.append("yes")
             except ValueError:
                 cells.append("-")
         rows.append(Row(_box(call), tuple(cells)))
     return _table(axes, ("batch", "heads or channels", "sequence"), _merged(rows, axes))
+
+
+def _able(reasons: Mapping[str, str | None]) -> list[str]:
+    """The implementations that can run, without the one that runs everywhere."""
+    return [name for name, reason in reasons.items() if reason is None and name != "reference"]
 
 
 def _calls(axes: Mapping[str, Sequence[str]]) -> Iterator[dict[str, str]]:
@@ -183,7 +190,7 @@ def _problem(call: Mapping[str, str], tokens: int) -> dict[str, int]:
 
 def _merged(rows: list[Row], axes: Mapping[str, Sequence[str]]) -> list[Row]:
     """The rows with equal cells joined where they differ on one axis alone, the last axis first."""
-    for axis in reversed(axes):
+    for axis in reversed([*axes]):
         groups: dict[Any, list[Row]] = {}
         for row in rows:
             rest = tuple(values for name, values in row.calls.items() if name != axis)
@@ -198,18 +205,26 @@ def _merged(rows: list[Row], axes: Mapping[str, Sequence[str]]) -> list[Row]:
 
 
 def _table(axes: Mapping[str, Sequence[str]], columns: Sequence[str], rows: list[Row]) -> str:
-    """In Markdown, without the axes on which no row says anything."""
-    shown = [name for name in axes if any(row.calls[name] != axes[name] for row in rows)]
+    """In Markdown. An axis on which all rows have the same values is in a line below it, and one
+    with all values is left out."""
+    values = {name: {_words(name, row.calls[name], axes[name]) for row in rows} for name in axes}
+    shown = [name for name in axes if len(values[name]) > 1]
     lines = [[*shown, *columns], ["---"] * (len(shown) + len(columns))]
     for row in rows:
-        values = {name: _words(name, row.calls[name], axes[name]) for name in shown}
-        lines.append([*values.values(), *row.cells])
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+        words = [_words(name, row.calls[name], axes[name]) for name in shown]
+        lines.append([*words, *row.cells])
+    text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    common = {name: min(x) for name, x in values.items() if len(x) == 1}
+    notes = [f"{name} {words}" for name, words in common.items() if words != "all"]
+    return text + "".join(f"\nAll rows: {x}.\n" for x in notes)
 
 
 def _words(axis: str, values: Sequence[str], known: Sequence[str]) -> str:
-    if set(values) == set(known):
+    missing = [x for x in known if x not in values]
+    if not missing:
         return "all"
+    if axis == "tokens" and len(missing) == 1 < len(values):
+        return f"all but {missing[0]}"
     return ", ".join(f"`{x}`" if axis in ("operator", "`decay`") else x for x in values)
 
 
