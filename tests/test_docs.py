@@ -18,6 +18,7 @@ BLOCKS = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 LINKS = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 HEADINGS = re.compile(r"^#+ +(.+)$", re.MULTILINE)
 COMMANDS = re.compile(r"(?:python|bash) scripts/[^`#\n]*")
+NUMBERS = re.compile(r"\d[\d.,e-]*\b")
 
 pytestmark = pytest.mark.skipif(not FILES, reason="installed without its documentation")
 
@@ -86,3 +87,25 @@ def test_commands_exist(
     accepted = set(re.findall(r"--[\w-]+", capsys.readouterr().out))
     for other, options in commands():
         assert other != script or set(options) <= accepted
+
+
+@pytest.mark.parametrize("name", ["implementations", "axes"])
+def test_tables_of_what_is_supported(name: str) -> None:
+    """The tables are what scripts/support_matrix.py writes. test_native_modules.py has the one of
+    CUDA kernels."""
+    script = runpy.run_path(str(ROOT / "scripts" / "support_matrix.py"))
+    page = ROOT / "docs" / "pages" / script["PAGES"][name]
+    table = script[f"{name}_table"]()
+    assert script["with_table"](page.read_text(), name, table) == page.read_text()
+
+
+def test_figures_are_in_the_linked_files() -> None:
+    """Every number in a table about performance is in a file that its section links."""
+    page = ROOT / "docs" / "pages" / "performance.md"
+    for section in page.read_text().split("\n## ")[1:]:
+        files = [page.parent / link for link in LINKS.findall(section) if "/benchmarks/" in link]
+        known = set(NUMBERS.findall(" ".join(file.read_text() for file in files)))
+        tables = [line.split("|")[2:] for line in section.splitlines() if line.startswith("| ")]
+        assert tables
+        for cells in tables[1:]:
+            assert set(NUMBERS.findall(LINKS.sub("", " ".join(cells)))) <= known, cells

@@ -2,10 +2,10 @@
 takes no GPU to ask."""
 
 import itertools
-import re
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -119,81 +119,19 @@ if "cuda" in PRESENT:
         assert which == ({False} if op == "wkv4" else {False, True})
 
 
-PAGE = Path(__file__).parents[1] / "docs" / "pages" / "operators.md"
-
-WORDS = {
-    "op": ("wkv7", "wkv6", "wkv5"),
-    "head_size": ("16", "32", "64", "128"),
-    "pass": ("forward", "backward"),
-    "decay": ("log", "exp", "sigmoid"),
-    "packing": ("alone", "segment_ids", "cu_seqlens"),
-    "numbers": ("float32", "highest", "bfloat16", "float16"),
-    "tokens": ("15", "1000"),
-}
-"""The axes on which calls differ, in the words of the documentation."""
-
-
-class Row(NamedTuple):
-    """A row of the documentation: the words that say which calls it is about, and the kernels for
-    each compute capability."""
-
-    words: set[str]
-    kernels: dict[str, str]
-
-    def fits(self, call: tuple[str, ...]) -> bool:
-        """Whether on each axis of WORDS the row names the word of the call, or no word."""
-        axes = zip(call, WORDS.values(), strict=True)
-        return all(word in self.words or self.words.isdisjoint(words) for word, words in axes)
-
-
-def _documented() -> Iterator[Row]:
-    lines = iter(PAGE.read_text().splitlines())
-    header = next(line for line in lines if line.startswith("| compute capability |"))
-    columns = [re.findall(r"\d+\.\d", cell) for cell in header.split("|")[2:-1]]
-    for line in itertools.takewhile(lambda line: line.startswith("|"), lines):
-        _, label, *cells, _ = line.split("|")
-        words = set(re.findall(r"\w+", label))
-        kernels = zip(columns, cells, strict=True)
-        if not words.isdisjoint(WORDS["op"]):
-            yield Row(words, {gpu: cell.strip(" *") for gpus, cell in kernels for gpu in gpus})
-
-
-def _problem(call: dict[str, str]) -> dict[str, int]:
-    packing = WORDS["packing"].index(call["packing"])
-    return {
-        "decay": internals.kernels.DECAYS[call["decay"]],
-        "exact": int(call["numbers"] == "highest"),
-        "packing": packing,
-        "dtype": internals.kernels.DTYPES[call["numbers"].replace("highest", "bfloat16")],
-        "rows": 1,
-        "tokens": int(call["tokens"]),
-        "sequences": 3 if packing == 2 else 1,
-        "heads": 2,
-        "head_size": int(call["head_size"]),
-        "saves": 1,
-    }
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not PAGE.exists(), reason="installed without its documentation")
+@pytest.mark.skipif(not (ROOT / "docs").exists(), reason="installed without its documentation")
 def test_documented_kernels(request: pytest.FixtureRequest) -> None:
-    """The last row that fits a call says which kernels run, and each row does so for some call."""
+    """The table of the documentation is what the script makes of the plans of native code."""
     if "cuda" in PRESENT:
         planner = internals.native_module("cuda")
     elif emulation.missing:
         pytest.skip("needs CUDA kernels, or their emulation")
     else:
         planner = request.getfixturevalue("emulation")
-    rows, used = list(_documented()), set[int]()
-    for values in itertools.product(*WORDS.values()):
-        call = dict(zip(WORDS, values, strict=True))
-        if call["decay"] not in OPERATORS[call["op"]].decays:
-            continue
-        last = max(i for i, row in enumerate(rows) if row.fits(values))
-        used.add(last)
-        name = {"forward": "fwd", "backward": "bwd"}[call["pass"]]
-        for gpu, (multiprocessors, shared_memory) in GPUS.items():
-            device = {"multiprocessors": multiprocessors, "shared_memory": shared_memory}
-            plan = planner.plan(call["op"], name, **device, **_problem(call))
-            assert rows[last].kernels[gpu] == plan["kernel"], (call, gpu)
-    assert len(used) == len(rows)
+    script = runpy.run_path(str(ROOT / "scripts" / "support_matrix.py"))
+    table, page = script["kernels_table"](planner), ROOT / "docs" / "pages" / "operators.md"
+    assert script["with_table"](page.read_text(), "CUDA kernels", table) == page.read_text()

@@ -1,8 +1,10 @@
 """Links where the log decay of a token is bounded.
 
 The decay between two tokens is a product of two factors, one of each token, which are relative to
-the middle of the link and grow away from it. The same factors lead from the state before the link,
-which is multiplied by the decay up to the middle, and to the state after it.
+the middle of the link and grow away from it. With the decay "sigmoid" the log decay of a token is
+above -0.61, so that a factor is at most e^19.5 in a link of 64 tokens. The same factors lead from
+the state before the link, which is multiplied by the decay up to the middle, and to the state after
+it.
 """
 
 import functools

@@ -126,7 +126,13 @@ class LinksOfRows:
 
 
 class LinksOfSequences(LinksOfRows):
-    """The links of sequences."""
+    """The links of sequences.
+
+    At the first chunk of a sequence the chain continues from the initial state of that sequence.
+    The states before all chunks are kept anyway, and the final state of a sequence is the one
+    before the chunk after its last. So a chunk reads and writes no state that a chunk of a row does
+    not, however many sequences there are.
+    """
 
     def __init__(
         self, signature: Signature, sizes: Sizes, inputs: Arrays, packing: Sequences

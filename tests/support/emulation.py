@@ -93,6 +93,18 @@ def _build(folder: Path, arch: str | None) -> None:
     subprocess.run([*link, "-o", folder / f"{NAME}.so"], check=True)
 
 
+def load(folder: Path, arch: str | None = None) -> Any:
+    """The module in a folder, which is built if it is not there: for the CPU, or for a GPU."""
+    if not (folder / f"{NAME}.so").exists():
+        _build(folder, arch)
+    spec = importlib.util.spec_from_file_location(NAME, folder / f"{NAME}.so")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 class Device(NamedTuple):
     """The multiprocessors of a GPU, the bytes of shared memory that a block can have, and whether
     kernels for compute capability 9.0 alone may run."""
@@ -305,14 +317,7 @@ def emulation(
     folder.mkdir(exist_ok=True)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / f"{NAME}.so").exists():
-            _build(folder, arch)
-    spec = importlib.util.spec_from_file_location(NAME, folder / f"{NAME}.so")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return Emulation(module, arch is not None)
+        return Emulation(load(folder, arch), arch is not None)
 
 
 @pytest.fixture

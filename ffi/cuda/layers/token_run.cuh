@@ -1,4 +1,9 @@
 // Tokens [B, T] in runs, one for each block.
+//
+// The gradient of a parameter is a sum over tokens. A block adds it up over its run, in registers and in
+// float32, and writes one partial sum, and XLA adds up the partial sums of all runs. So no kernel needs
+// atomic operations, and results do not depend on the order of blocks. All parameters are one array, and
+// so are all partial sums: what XLA does with them is one small kernel, and not one for each parameter.
 #pragma once
 
 #include <cstdint>
