@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, export
 from jaxtyping import Bool, Float, Float32, Int32
 
 from rwkv_jax.generation._sampling import Occurrences
-from rwkv_jax.models import _linear
+from rwkv_jax.models import _linear, _mesh
 from rwkv_jax.models._checkpoints.tensors import described, quoted
 from rwkv_jax.models._invariant import Invariant
 from rwkv_jax.models._parameters import names
@@ -67,11 +67,14 @@ class Session(NamedTuple):
         return Occurrences(self.seen, self.counts)
 
 
-@functools.partial(jax.jit, static_argnames=("model", "batch"))
+export.register_namedtuple_serialization(Session, serialized_name="rwkv_jax.generation.Session")
+
+
+@functools.partial(jax.jit, static_argnames=("model", "batch"), keep_unused=True)
 def started(model: Model, params: Any, batch: int) -> Session:
     """A session before the first token, with the seeds 0."""
     shape = (batch, len(params.head.weight))
-    return Session(
+    session = Session(
         state=model.module.initial_state(params, batch, model.dtype),
         logits=jnp.zeros(shape, jnp.float32),
         seen=jnp.zeros(shape, bool),
@@ -79,6 +82,7 @@ def started(model: Model, params: Any, batch: int) -> Session:
         seeds=jnp.zeros(batch, jnp.int32),
         positions=jnp.zeros(batch, jnp.int32),
     )
+    return _mesh.beside(session, params.ln_out.weight)
 
 
 def own(model: Model, params: Any, batch: int, session: Session | None) -> Session:

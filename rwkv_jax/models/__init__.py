@@ -7,6 +7,7 @@ parameters, and `save` writes a checkpoint. `quantize` makes weights of 8 bits, 
 whose results for a sequence have the same bits in any batch and in any pieces.
 """
 
+from rwkv_jax.models import _serialization
 from rwkv_jax.models import rwkv4 as rwkv4
 from rwkv_jax.models import rwkv5 as rwkv5
 from rwkv_jax.models import rwkv6 as rwkv6
@@ -19,3 +20,5 @@ from rwkv_jax.models._checkpoints.saving import save as save
 from rwkv_jax.models._decoding import for_decoding as for_decoding
 from rwkv_jax.models._invariant import Invariant as Invariant
 from rwkv_jax.models._quantisation import quantize as quantize
+
+_serialization.register()

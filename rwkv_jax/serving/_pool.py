@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 from jax.typing import DTypeLike
 
 from rwkv_jax import tokenizers
@@ -68,8 +68,9 @@ class Pool:
 
     Raises:
       TypeError: a number is no integer.
-      ValueError: a number is not accepted; or an axis is not one of the mesh; or `data` has a
-        number of devices that does not divide `slots`; or `state` is not one of the model.
+      ValueError: a number is not accepted; or an axis is not one of the mesh, or the mesh has
+        Explicit axes; or `data` has a number of devices that does not divide `slots`; or `state` is
+        not one of the model.
     """
 
     def __init__(
@@ -101,6 +102,8 @@ class Pool:
                 raise ValueError(f"Pool: {argument} is {axes!r}; accepted without mesh is None")
             for axis in axis_names(axes):
                 check.choice("Pool", argument, axis, mesh.axis_names if mesh else ())
+        if mesh is not None and AxisType.Explicit in mesh.axis_types:
+            raise ValueError(f"Pool: mesh is {mesh}; accepted is one with axes of type Auto")
         if mesh is not None and slots % (parts := devices_along(mesh, data)):
             raise ValueError(
                 f"Pool: slots is {slots}; accepted is a multiple of {parts}, the devices of data"
