@@ -14,6 +14,9 @@ from rwkv_jax.generation._session import Model, started
 from rwkv_jax.models import for_decoding, rwkv4, rwkv5, rwkv6, rwkv7
 from support.models import parameters
 
+# Symbolic sizes are no int.
+pytestmark = pytest.mark.usefixtures("unchecked_types")
+
 each_generation = pytest.mark.parametrize(
     "module", [rwkv7, rwkv6, rwkv5, rwkv4], ids=lambda x: x.GENERATION.name
 )

@@ -81,8 +81,9 @@ def check_state(
     if wrong := list(differences(expected, given)):
         same = expected.keys() == given.keys()
         shapes = same and all(np.shape(given[name]) == x.shape for name, x in expected.items())
+        rows = "one row" if isinstance(batch, int) and batch == 1 else f"{batch} rows"
         raise (TypeError if shapes else ValueError)(
-            f"{what}: state is not one of this model with {batch} rows and {jnp.dtype(dtype)} "
+            f"{what}: state is not one of this model with {rows} and {jnp.dtype(dtype)} "
             f"activations:{listed(wrong)}"
         )
 

@@ -132,9 +132,10 @@ class Generation:
 
         Args:
           params: the parameters, in either form: as `init` or as `stacked` gives them.
-          tokens: integers below the size of the vocabulary.
+          tokens: integers below the size of the vocabulary. Inside `jit`, where their values are not
+            known, others read the row of another token.
           state: the state after the tokens before `tokens`, in the form of `params`;
-            `initial_state` if None.
+            `initial_state` if None. The state of a token shift has the dtype of the activations.
           segment_ids: which tokens of a row are one document, with 0 for padding. The first
             document goes on from `state`, every other one starts anew, and the next state is the
             one after the last document. With one token each, a row whose id is 0 has none: its
@@ -158,9 +159,10 @@ class Generation:
           The features [B, T, C] or [B, C] in `dtype`, and the next state.
 
         Raises:
-          TypeError, ValueError: `segment_ids` is wrong; `state` has another form than `params`;
-            `dtype` is not float32, bfloat16 or float16; or `layers` is "fused" where there are no
-            such kernels.
+          TypeError, ValueError: `tokens` or `segment_ids` are wrong; `state` is not one of this model
+            and this number of rows; `dtype` is not float32, bfloat16 or float16; `layers` is
+            "fused" where there are no such kernels; or sizes are symbolic and an implementation is
+            asked for that needs numbers.
           NotImplementedError: an implementation cannot run the call.
         """
         _arguments.check_tokens(self.name, tokens, params.emb.weight.shape[0])
@@ -359,7 +361,7 @@ class Generation:
 
         Args:
           params: the parameters, or their shapes.
-          mesh: a mesh with axes of type Auto.
+          mesh: a mesh with axes of type Auto or Explicit.
           data: mesh axes that only save memory, such as the axes of the batch.
           model: mesh axes that split the heads, the channels within the mixings and the vocabulary.
 

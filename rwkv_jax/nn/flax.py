@@ -16,6 +16,7 @@ from jaxtyping import Float, Float32, Int
 
 from rwkv_jax._typing import Operand
 from rwkv_jax.models._generations import generation_of
+from rwkv_jax.models._parameters import arrays as arrays
 from rwkv_jax.models._recomputation import Recompute
 from rwkv_jax.models._trees import Params, State, TimeMixState
 from rwkv_jax.models._wkv import Wkv
@@ -26,11 +27,6 @@ Tree = TypeVar("Tree")
 def parameters(tree: Tree) -> Tree:
     """The same tree with an `nnx.Param` around each array."""
     return nnx.data(jax.tree.map(nnx.Param, tree))
-
-
-def arrays(tree: Tree) -> Tree:
-    """The same tree with the array of each `nnx.Param`."""
-    return jax.tree.map(lambda x: x[...], tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
 
 
 class TimeMix(nnx.Module):
