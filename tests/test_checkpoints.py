@@ -20,6 +20,7 @@ from rwkv_jax import models
 from rwkv_jax.models import rwkv4, rwkv5, rwkv6, rwkv7
 from support import checkpoints, meshes
 from support.checkpoints import UNUSED, Storage, Tensor, Tensors
+from support.tolerance import assert_trees_close
 
 SIZES = {"layers": 2, "width": 24, "vocabulary": 37}
 CONFIG = rwkv7.Config(**SIZES, head_size=8)

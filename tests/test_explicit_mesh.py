@@ -85,8 +85,8 @@ def test_a_loop_over_tokens_equals_the_sequence(
 def test_without_jit(params: rwkv7.Params, mesh: Mesh) -> None:
     on_mesh = placed(rwkv7, params, mesh, "model")
     logits, state = rwkv7.apply(on_mesh, tokens_on(mesh))
-    assert logits.sharding.spec == P("data", None, None)
-    assert state[1].att.wkv.sharding.spec == P("data", None, None, None)
+    assert jax.typeof(logits).sharding.spec == P("data", None, None)
+    assert jax.typeof(state[1].att.wkv).sharding.spec == P("data", None, None, None)
     assert_trees_close(np.asarray(logits), rwkv7.apply(params, TOKENS)[0], 1e-4)
     x = jax.device_put(jnp.ones((4, 9, 32)), NamedSharding(mesh, P("data")))
     for mix, of_block in ((rwkv7.time_mix, "att"), (rwkv7.channel_mix, "ffn")):

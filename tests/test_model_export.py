@@ -50,7 +50,8 @@ def test_any_rows_and_tokens(module: ModuleType) -> None:
 
 @pytest.mark.parametrize("name", ["implementation", "layers"])
 def test_kernels_need_sizes(name: str) -> None:
-    step = jax.jit(lambda tokens: rwkv7.apply(parameters(rwkv7), tokens, **{name: "xla"}))
+    options: dict[str, Any] = {name: "xla"}
+    step = jax.jit(lambda tokens: rwkv7.apply(parameters(rwkv7), tokens, **options))
     message = rf"rwkv7: {name} is 'xla' and tokens has the symbolic shape \(b, 8\); accepted"
     with pytest.raises(ValueError, match=message):
         export.export(step)(symbolic("b, 8"))

@@ -38,8 +38,9 @@ class RowText:
     def push(self, token: int | None, ended: bool) -> str:
         """The text that becomes certain with a token, or with the end of the row."""
         # A model may have more tokens than its tokenizer.
-        has_text = token is not None and token < self._tokens
-        text = self.rest + (self._decoder.push(token) if has_text else "")
+        text = self.rest
+        if token is not None and token < self._tokens:
+            text += self._decoder.push(token)
         if ended:
             text += self._decoder.finish()
         found = [(text.find(stop), stop) for stop in self._stop]

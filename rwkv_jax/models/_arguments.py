@@ -76,8 +76,9 @@ def check_state(
         )
     if isinstance(state, Stacked) and not isinstance(params.blocks, Stacked):
         raise ValueError(f"{what}: state is Stacked; accepted with a tuple of blocks is a tuple")
-    expected = jax.eval_shape(lambda params: initial(params, batch, dtype), params)
-    expected, given = map(_parameters.names, (expected, settled(state)))
+    like = jax.eval_shape(lambda params: initial(params, batch, dtype), params)
+    expected: dict[str, Any] = _parameters.names(like)
+    given: dict[str, Any] = _parameters.names(settled(state))
     if wrong := list(differences(expected, given)):
         same = expected.keys() == given.keys()
         shapes = same and all(np.shape(given[name]) == x.shape for name, x in expected.items())

@@ -35,7 +35,7 @@ def beside(tree: Tree, like: Any) -> Tree:
     return jax.device_put(tree, sharding)
 
 
-def partitioned(compute: Callable[..., Tree], *operands: Any, results: Callable[[], Any]) -> Tree:
+def partitioned(compute: Callable[..., Any], *operands: Any, results: Callable[[], Any]) -> Any:
     """`compute(*operands)`. On an Explicit mesh the compiler partitions it as on an Auto one, and
     `results` gives the `PartitionSpec` of each result."""
     if (mesh := _explicit(operands)) is None:
@@ -67,7 +67,8 @@ def as_explicit(wkv: Wkv, operands: Any, like: Array) -> Wkv:
         # Parameters have fewer axes than [B, T, C].
         of_inputs = [tokens if x.ndim > 2 else PartitionSpec() for x in inputs]
         places = _on(mesh, (of_inputs, rows, tokens))
-        return jax.sharding.explicit_axes(of_mesh, in_sharding=places)(inputs, state, segments)
+        call_of_mesh: Any = jax.sharding.explicit_axes(of_mesh, in_sharding=places)
+        return call_of_mesh(inputs, state, segments)
 
     return call
 

@@ -132,8 +132,8 @@ class Generation:
 
         Args:
           params: the parameters, in either form: as `init` or as `stacked` gives them.
-          tokens: integers below the size of the vocabulary. Inside `jit`, where their values are not
-            known, others read the row of another token.
+          tokens: integers below the size of the vocabulary. Inside `jit`, where their values are
+            not known, others read the row of another token.
           state: the state after the tokens before `tokens`, in the form of `params`;
             `initial_state` if None. The state of a token shift has the dtype of the activations.
           segment_ids: which tokens of a row are one document, with 0 for padding. The first
@@ -159,8 +159,8 @@ class Generation:
           The features [B, T, C] or [B, C] in `dtype`, and the next state.
 
         Raises:
-          TypeError, ValueError: `tokens` or `segment_ids` are wrong; `state` is not one of this model
-            and this number of rows; `dtype` is not float32, bfloat16 or float16; `layers` is
+          TypeError, ValueError: `tokens` or `segment_ids` are wrong; `state` is not one of this
+            model and this number of rows; `dtype` is not float32, bfloat16 or float16; `layers` is
             "fused" where there are no such kernels; or sizes are symbolic and an implementation is
             asked for that needs numbers.
           NotImplementedError: an implementation cannot run the call.
@@ -180,7 +180,7 @@ class Generation:
         wkv = _mesh.as_explicit(wkv, operands, tokens) if wkv else self.wkv
 
         def compute(
-            params: Params, tokens: Array, state: State | None, segment_ids: Array | None
+            params: Params, tokens: Array, state: Any, segment_ids: Array | None
         ) -> tuple[Array, State]:
             options = Options(segment_ids, implementation, layers, wkv)
             step = self._step_for(params, tokens, options)
