@@ -4,6 +4,25 @@ import os
 import stat
 from pathlib import Path
 
+BEGIN = 64
+"""How many bytes of a file tell what it is."""
+
+_FOREIGN = {
+    b"version https://git-lfs": "a pointer of Git LFS; `git lfs pull` gets what it points to",
+    b"GGUF": "of GGUF, the format of llama.cpp",
+    b"<!doctype html": "an HTML page, such as a download that failed gives",
+    b"<html": "an HTML page, such as a download that failed gives",
+}
+"""How files begin that are often in the place of another one."""
+
+
+def refuse_foreign(path: str | os.PathLike[str], begin: bytes) -> None:
+    """Raise an error that says what a file is that begins so, if it is one of `_FOREIGN`."""
+    begin = begin.lstrip()
+    for start, what in _FOREIGN.items():
+        if begin[: len(start)].lower() == start.lower():
+            raise ValueError(f"{path}: the file is {what}")
+
 
 def size(path: str | os.PathLike[str]) -> int:
     """The number of bytes of a regular file. To open another one, such as a pipe, could wait
@@ -24,9 +43,12 @@ def content(path: str | os.PathLike[str], most: int) -> bytes:
 
     Raises:
       FileNotFoundError: there is no such file.
-      ValueError: the path is no regular file, or the file is larger.
+      ValueError: the path is no regular file, or the file is larger, or it is a pointer of Git LFS,
+        a GGUF file or an HTML page.
     """
     if (count := size(path)) > most:
         raise ValueError(f"{path}: the file has {count} bytes; accepted are at most {most}")
     with Path(path).open("rb") as file:
-        return file.read(most)
+        found = file.read(most)
+    refuse_foreign(path, found[:BEGIN])
+    return found

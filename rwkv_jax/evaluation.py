@@ -14,6 +14,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from rwkv_jax.losses import cross_entropy
+from rwkv_jax.models import _not_finite
 
 _LARGEST = math.log(sys.float_info.max)
 
@@ -136,8 +137,7 @@ def evaluate(
         if (wrong := ~np.isfinite(losses[part])).any():
             raise FloatingPointError(
                 f"evaluate: a loss is NaN or infinite after {part.start + wrong.argmax() + 1} "
-                "tokens of context: the parameters have such numbers, or activations exceed the "
-                "range of their dtype, which is small for float16"
+                f"tokens of context: {_not_finite.REASON}"
             )
         progress(int(mask.sum()))
 

@@ -20,6 +20,7 @@ from rwkv_jax import models
 from rwkv_jax.models import rwkv4, rwkv5, rwkv6, rwkv7
 from support import checkpoints, meshes
 from support.checkpoints import UNUSED, Storage, Tensor, Tensors
+from support.tolerance import assert_trees_close
 
 SIZES = {"layers": 2, "width": 24, "vocabulary": 37}
 CONFIG = rwkv7.Config(**SIZES, head_size=8)
@@ -247,7 +248,7 @@ def test_saved_for_fla(tmp_path: Path) -> None:
     assert (config["hidden_size"], config["num_hidden_layers"], config["head_dim"]) == (64, 2, 64)
     assert (config["decay_low_rank_dim"], config["v_low_rank_dim"]) == (7, 3)
     params = models.load(write_pth(tmp_path, checkpoints.official("RWKV-4"))).params
-    with pytest.raises(ValueError, match="the model is RWKV-4; names='fla' is for RWKV-7"):
+    with pytest.raises(ValueError, match="save: names is fla; accepted for RWKV-4 is official"):
         models.save(tmp_path / "model", params, names="fla")
 
 
@@ -300,16 +301,16 @@ def test_save_to_the_file_of_the_parameters(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "names", "message"),
     [
-        ("model", "official", r"accepted with names='official' is a file \.safetensors or \.pth"),
-        ("model.pth", "fla", "accepted with names='fla' is a folder"),
-        ("model.safetensors", "fla", "accepted with names='fla' is a folder"),
+        ("model", "official", r"path is .*model; accepted is a file \.safetensors or \.pth"),
+        ("model.pth", "fla", "save: path is .*; accepted is a folder"),
+        ("model.safetensors", "fla", "save: path is .*; accepted is a folder"),
         ("model.safetensors", "other", "names is 'other'; accepted are 'official', 'fla'"),
     ],
 )
 @pytest.mark.usefixtures("unchecked_types")
 def test_save_errors(tmp_path: Path, file: str, names: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        models.save(tmp_path / file, params_of(checkpoints.rwkv7()), names=names)
+        models.save(tmp_path / file, params_of(checkpoints.rwkv7(**FLA_SIZES)), names=names)
 
 
 def test_save_a_rank_that_differs(tmp_path: Path) -> None:
@@ -361,6 +362,10 @@ def test_tuned_state(tmp_path: Path, version: str, form: str) -> None:
             expected = tuned[f"blocks.{i}.att.time_state"]
             np.testing.assert_array_equal(block.att.wkv, [expected, expected])
             assert not block.att.shift.any()
+    for path in (tmp_path / "saved.safetensors", tmp_path / "saved.pth"):
+        models.save_state(path, models.load_state(merged, params))
+        again = models.load_state(path, params, 2, dtype=jnp.bfloat16)
+        assert_trees_close(again, models.load_state(alone, params, 2, dtype=jnp.bfloat16), 0.0)
     tuned["blocks.0.att.time_state"] = np.zeros((3, 8, 7), np.float32)
     del tuned["blocks.1.att.time_state"]
     checkpoints.write_pth(alone, checkpoints.state_dict(tuned))
@@ -374,6 +379,34 @@ def test_a_state_that_is_no_matrix(tmp_path: Path) -> None:
     path = write_pth(tmp_path, checkpoints.official("RWKV-4"))
     with pytest.raises(ValueError, match="the model is RWKV-4; accepted is one whose state"):
         models.load_state(path, models.load(path).params)
+
+
+@pytest.mark.usefixtures("unchecked_types")
+def test_states_that_are_not_saved(tmp_path: Path) -> None:
+    params = params_of(checkpoints.rwkv7())
+    state = rwkv7.initial_state(params, 2)
+    path = tmp_path / "state.safetensors"
+    with pytest.raises(ValueError, match="save_state: state has 2 rows; accepted is one"):
+        models.save_state(path, state)
+    with pytest.raises(TypeError, match="save_state: state is a Params; accepted is a State"):
+        models.save_state(path, params)
+    with pytest.raises(
+        ValueError, match=r"path is .*state\.npz; accepted is a file \.safetensors or"
+    ):
+        models.save_state(tmp_path / "state.npz", state)
+    old = models.load(write_pth(tmp_path, checkpoints.official("RWKV-4")))
+    with pytest.raises(ValueError, match="save_state: state is of RWKV-4; accepted"):
+        models.save_state(path, old.module.initial_state(old.params, 1))
+
+
+@pytest.mark.parametrize("ending", ["safetensors", "pth"])
+def test_more_tensors_than_are_read(tmp_path: Path, ending: str) -> None:
+    params = params_of(checkpoints.rwkv7())
+    first, second = params.blocks
+    large = params._replace(blocks=(first, *[second] * 300))
+    with pytest.raises(ValueError, match=rf"model\.{ending}: with its \d+ tensors or members"):
+        models.save(tmp_path / f"model.{ending}", large)
+    assert not any(tmp_path.glob("model*"))
 
 
 def test_one_error_lists_all_tensors(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The commands of `python -m rwkv_jax`."""
 
+import io
 import json
 import math
 import shlex
@@ -11,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from rwkv_jax import _commands, models
+from rwkv_jax import _commands, evaluation, models, tokenizers
 from support import checkpoints
 
 
@@ -43,6 +44,44 @@ def test_errors_of_the_user(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().err == f"rwkv-jax inspect: {missing}: No such file or directory\n"
     assert _commands.main(["inspect", str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith(f"rwkv-jax inspect: {tmp_path}: the folder has no")
+
+
+def test_a_closed_pipe(tmp_path: Path) -> None:
+    """Nothing is said of it, as of other programs before head."""
+    model = tmp_path / "model.safetensors"
+    checkpoints.write_safetensors(model, checkpoints.rwkv7())
+    command = f"{sys.executable} -m rwkv_jax inspect {model} | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_characters_that_a_terminal_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", shown)
+    path = tmp_path / "世.safetensors"
+    checkpoints.write_safetensors(path, checkpoints.rwkv7())
+    target = str(tmp_path / "界.safetensors")
+    assert _commands.main(["convert", str(path), target]) == 0
+    assert rb"/\u754c.safetensors: RWKV-7" in shown.buffer.getvalue()
+
+
+def test_files_in_the_place_of_another(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are named, whatever reads them; and a path may begin with ~."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for content, message in (
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0", "a pointer of Git LFS"),
+        (b"GGUF\3\0\0\0" + bytes(100), "of GGUF, the format of llama.cpp"),
+        (b"\n<!DOCTYPE html>\n<html>404", "an HTML page"),
+    ):
+        for name in ("model.pth", "model.safetensors", "model.safetensors.index.json"):
+            (tmp_path / name).write_bytes(content)
+            assert _commands.main(["inspect", f"~/{name}"]) == 2
+            assert f"{tmp_path / name}: the file is {message}" in capsys.readouterr().err
+        (tmp_path / "tokenizer.json").write_bytes(content)
+        with pytest.raises(ValueError, match=f"the file is {message}"):
+            tokenizers.load("~/tokenizer.json")
 
 
 def test_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,8 +184,11 @@ def test_targets_that_convert_refuses(
 ) -> None:
     """Those that the names, the generation or the weights do not allow."""
     monkeypatch.chdir(tmp_path)
-    whole, old, quantised = (Path(f"{x}.safetensors") for x in ("whole", "old", "quantised"))
-    checkpoints.write_safetensors(whole, checkpoints.rwkv7())
+    whole, small, old, quantised = (
+        Path(f"{x}.safetensors") for x in ("whole", "small", "old", "quantised")
+    )
+    checkpoints.write_safetensors(whole, checkpoints.rwkv7(heads=1, head_size=64))
+    checkpoints.write_safetensors(small, checkpoints.rwkv7(heads=2, head_size=8))
     checkpoints.write_safetensors(old, checkpoints.official("RWKV-4"))
     models.save(quantised, models.quantize(models.load(whole).params))
     monkeypatch.delattr(models, "load")
@@ -159,6 +201,7 @@ def test_targets_that_convert_refuses(
         (whole, "new", (*fla, *int8), "accepted for RWKV-7 with quantised weights is official"),
         (quantised, "new", fla, "accepted for RWKV-7 with quantised weights is official"),
         (old, "new", fla, "--names is fla; accepted for RWKV-4 is official"),
+        (small, "new", fla, "--names is fla and r_k is [2, 8]; accepted is [H, 64]"),
     ):
         assert _commands.main(["convert", str(source), target, *options]) == 2
         assert message in capsys.readouterr().err
@@ -189,6 +232,18 @@ def test_eval(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "tokens         16" in rows
     assert rows[-1].split()[:4] == ["5", "to", "8", "8"]
     assert Path(picture).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_perplexity_that_no_float_holds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, text = tmp_path / "model.safetensors", tmp_path / "text"
+    checkpoints.write_safetensors(model, checkpoints.rwkv7(vocabulary=256))
+    text.write_text("abc")
+    large = evaluation.Evaluation(np.array([2000.0]), np.array([1]))
+    monkeypatch.setattr(evaluation, "evaluate", lambda *_, **__: large)
+    assert _commands.main(["eval", str(model), "--text", str(text), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["perplexity"] is None
 
 
 def test_texts_that_eval_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,9 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rwkv_jax import _commands, generation, models
+from rwkv_jax import _commands, generation, models, serving, tokenizers
 from rwkv_jax._commands import chat, interrupt, text_model
 from rwkv_jax.models import rwkv7
+from support import checkpoints
+from support.models import parameters
 
 ANSWER = ["Assistant:", " fine", "!", "\n\n", "User:"]
 STORY = ["Once", " upon", " a", " time"]
@@ -289,3 +291,57 @@ def test_a_second_interrupt() -> None:
 )
 def test_what_an_answer_leaves_unread(seen: str, unread: str) -> None:
     assert chat._unread(seen) == unread
+
+
+def test_rows_that_end_well_are_printed(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of several rows one fails: some sample the word after which nothing can be sampled."""
+    hot = ("--temperature", "100", "--top-p", "1", "--tokens", "60", "--seed", "0")
+    command = files.command("generate", "--prompt", "Once", "--batch", "6", *hot)
+    assert _commands.main(command) == 2
+    out, err = capsys.readouterr()
+    printed = [int(x) for x in re.findall(r"^--- (\d) of 6", out, re.MULTILINE)]
+    assert 0 < len(printed) < 6
+    (failed,) = re.findall(r"generate: row (\d): no token can be sampled", err)
+    assert int(failed) + 1 not in printed
+    assert "~" not in out
+
+
+def test_an_initial_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, state = tmp_path / "model.safetensors", tmp_path / "state.safetensors"
+    checkpoints.write_safetensors(model, checkpoints.rwkv7(vocabulary=256))
+    params = models.load(model).params
+    empty = rwkv7.initial_state(params, 1)
+    tuned = jax.tree.map(lambda x: x + 3.0 if x.ndim == 4 else x, empty)
+    models.save_state(state, tuned)
+    expected = generation.generate(
+        *(rwkv7, params, [[65]], 20), sampling=generation.Sampling(temperature=0), state=tuned
+    ).tokens[0]
+    assert (
+        expected
+        != generation.generate(
+            *(rwkv7, params, [[65]], 20), sampling=generation.Sampling(temperature=0)
+        ).tokens[0]
+    )
+    command = ["generate", str(model), "--prompt", "A", "--tokens", "20", *COLD]
+    assert _commands.main([*command, "--initial-state", str(state)]) == 0
+    assert capsys.readouterr().out == bytes(expected).decode(errors="replace") + "\n"
+    assert _commands.main([*command, "--initial-state", str(state), "--load-state", "x"]) == 2
+    assert "--initial-state with --load-state; accepted is one" in capsys.readouterr().err
+
+
+def test_a_tokenizer_with_fewer_tokens() -> None:
+    """What it does not have is no text, in a stream and in a pool."""
+    params = parameters(rwkv7)
+    few = tokenizers.Tokenizer("few", 3, {1: b"a", 2: b"b"}, lambda text: [1])
+    hot = generation.Sampling(temperature=5.0)
+    stream = generation.TokenStream(rwkv7, params, [[1]], 30, sampling=hot)
+    text = generation.TextStream(stream, few)
+    for _ in text:
+        pass
+    (tokens,) = text.tokens
+    assert max(tokens) > 2
+    expected = "".join({1: "a", 2: "b"}.get(x, "") for x in tokens)
+    assert text.texts == [expected]
+    with serving.Pool(rwkv7, params, 1, tokenizer=few) as pool:
+        request = pool.submit([1], 30, sampling=hot)
+        assert "".join(request.texts()) == expected

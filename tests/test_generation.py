@@ -102,6 +102,18 @@ def test_prompts_in_pieces_equal_whole_prompts(params: rwkv7.Params) -> None:
     assert_trees_close(session, whole, EXACT_FLOAT32)
 
 
+@pytest.mark.parametrize("stacked", [False, True], ids=["in turn", "stacked"])
+def test_rows_start_from_a_state(stacked: bool, params: rwkv7.Params) -> None:
+    """As they go on after the tokens that made it. It is still there afterwards."""
+    form = rwkv7.stacked if stacked else lambda tree: tree
+    whole = generate(params, 0, prompts=[[3, 1, *prompt] for prompt in PROMPTS]).session
+    _, state = rwkv7.apply(params, np.array([[3, 1]]))
+    for _ in range(2):
+        found = generation.generate(rwkv7, form(params), PROMPTS, 0, state=form(state)).session
+        assert_trees_close(rwkv7.unstacked(found.state), whole.state, EXACT_FLOAT32)
+        assert_trees_close(found.logits, whole.logits, EXACT_FLOAT32)
+
+
 @pytest.mark.parametrize(
     ("tokens", "pieces"),
     [
@@ -261,7 +273,7 @@ def test_wrong_files(params: rwkv7.Params, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"3 arrays[^$]*state\.2\.ffn is missing"):
         load(of=deeper)
     shallower = params._replace(blocks=params.blocks[:1])
-    with pytest.raises(ValueError, match=r"3 arrays[^$]*'state\.1\.ffn' is no array of a session"):
+    with pytest.raises(ValueError, match=r"3 arrays[^$]*'state\.1\.ffn' is expected nowhere"):
         load(of=shallower)
     edited(path, {"positions": {"shape": [2, 3]}})
     with pytest.raises(ValueError, match="arrays are not those of a session"):
@@ -475,7 +487,10 @@ WRONG = [
     ({"pieces": (0, 4)}, ValueError, "lengths of at least 1"),
     ({"stop_tokens": [99]}, ValueError, "stop_tokens has the token 99"),
     ({"seed": [1, 2]}, ValueError, "seed has the shape (2,); accepted is one integer, or 6"),
-    ({"seed": 2**31 - 3}, ValueError, "from 0 to 2^31 - 1"),
+    ({"seed": 2**31 - 1}, ValueError, "from 0 to 2^31 - 6"),
+    ({"seed": [0] * 5 + [2**31]}, ValueError, "from 0 to 2^31 - 1"),
+    ({"session": 0, "state": 0}, ValueError, "state with a session; accepted is None for one"),
+    ({"state": ()}, ValueError, "state is not one of this model with one row"),
     ({"seed": 0.5}, TypeError, "accepted are integers"),
     ({"sampling": Sampling(top_p=[0.1, 0.2])}, ValueError, "top_p has 2 numbers; accepted is one"),
     ({"sampling": Sampling(uncounted=[61])}, ValueError, "uncounted has the token 61"),

@@ -3,19 +3,23 @@
 import dataclasses
 import functools
 import math
+import operator
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from rwkv_jax import models
 from rwkv_jax.models import rwkv4, rwkv5, rwkv6, rwkv7
-from rwkv_jax.nn import flax
+from rwkv_jax.nn import equinox, flax
 from support import language_models
 from support.operators import FAST
 from support.tolerance import EXACT_FLOAT32, assert_close, assert_trees_close
@@ -276,21 +280,47 @@ def test_initial_values(generation: Generation, initial: Any) -> None:
 
 
 def test_groups_of_the_official_training(generation: Generation, initial: Any) -> None:
-    """Of parameters in both forms, and of the state of a Flax module that has them."""
+    """Of parameters in both forms, and of trees of modules that have them."""
     module = generation.module
     faster = {"time_decay": 2, "time_first": 3} if generation.name == "rwkv4" else {"time_decay": 2}
     model = nnx.eval_shape(lambda: flax.RWKV(generation.config, rngs=nnx.Rngs(0)))
     stacked = jax.eval_shape(module.stacked, initial)
-    for params in (initial, stacked, nnx.state(model)):
+    layer = equinox.RWKV(generation.config, params=initial)
+    for params in (initial, stacked, nnx.state(model, nnx.Param), model.params, layer):
         rates, decays = (
-            {name.removesuffix(".value"): x for name, x in module.names(group(params)).items()}
-            for group in (module.learning_rates, module.weight_decays)
+            module.names(group(params)) for group in (module.learning_rates, module.weight_decays)
         )
         assert rates == {name: faster.get(name.split(".")[-1], 1) for name in rates}
         assert len(decays) == len(rates)
         assert {name for name, decay in decays.items() if decay} == {
             name for name in decays if name.endswith(".weight") and "ln" not in name
         }
+
+
+def test_the_optimizer_of_a_flax_model(generation: Generation, tmp_path: Path) -> None:
+    """The recipe of the documentation; and the file of its model."""
+    model = flax.RWKV(generation.config, rngs=nnx.Rngs(0))
+    params, module = nnx.state(model, nnx.Param), generation.module
+    factors = module.learning_rates(params)
+    optimizer = nnx.Optimizer(
+        model,
+        optax.chain(
+            optax.add_decayed_weights(1.0, module.weight_decays(params)),
+            optax.stateless(lambda updates, _: jax.tree.map(operator.mul, updates, factors)),
+            optax.scale(-0.5),
+        ),
+        wrt=nnx.Param,
+    )
+    before = module.names(flax.arrays(model.params))
+    optimizer.update(model, jax.tree.map(jnp.zeros_like, params))
+    models.save(tmp_path / "model.safetensors", model.params)
+    after = module.names(models.load(tmp_path / "model.safetensors").params)
+    decays = module.names(module.weight_decays(flax.arrays(model.params)))
+    assert after.keys() == before.keys()
+    for name, x in before.items():
+        np.testing.assert_allclose(after[name], x * 0.5 if decays[name] else x, rtol=1e-6)
+    with pytest.raises(TypeError, match="save: params is a State; accepted is a Params"):
+        models.save(tmp_path / "state.safetensors", params)
 
 
 def test_no_tokens_leave_the_state(generation: Generation, params: Any) -> None:

@@ -220,7 +220,9 @@ def test_a_head_size_with_another_formula(tmp_path: Path, size: int) -> None:
         models.load(path)
     checkpoints.write_safetensors(path, tensors)
     params = models.load(path).params
-    with pytest.raises(ValueError, match=rf"save: r_k is \[2, {size}\]; accepted is \[H, 64\]"):
+    with pytest.raises(
+        ValueError, match=rf"save: names is fla and r_k is \[2, {size}\]; accepted is \[H, 64\]"
+    ):
         models.save(folder, params, names="fla")
     assert not folder.exists()
 

@@ -12,6 +12,9 @@ is for the user: `main` prints it without a traceback.
 """
 
 import argparse
+import io
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -57,16 +60,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
       The exit status: that of the command; 2 after an error of the user, of which standard error
-      has the reason; 130 after an interrupt from the keyboard.
+      has the reason; 130 after an interrupt from the keyboard; 141 when nobody reads the output
+      any more.
 
     Raises:
       SystemExit: the arguments are wrong, or ask for help or for the version.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A terminal may lack characters that a model writes.
+        sys.stdout.reconfigure(errors="backslashreplace")
     arguments = parser().parse_args(argv)
     try:
-        return arguments.run(arguments)
+        status = arguments.run(arguments)
+        sys.stdout.flush()
+        return status
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        # Whoever reads the output, such as head, has enough. At its end Python flushes it again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except OSError as error:
         about = "" if error.filename is None else f"{error.filename}: "
         reason = f"{about}{error.strerror or error}"

@@ -32,6 +32,15 @@ def add_tokenizer(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_initial_state(parser: argparse.ArgumentParser) -> None:
+    """What every text of the argument `model` starts from."""
+    parser.add_argument(
+        "--initial-state",
+        metavar="FILE",
+        help="start from this state, which state tuning has made, in place of an empty one",
+    )
+
+
 def tokenizer_of(arguments: argparse.Namespace, vocabulary: int) -> "Tokenizer":
     """The tokenizer of a model with so many tokens.
 

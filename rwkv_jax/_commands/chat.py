@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from rwkv_jax._commands.arguments import add_dtype, add_model, add_tokenizer
+from rwkv_jax._commands.arguments import add_dtype, add_initial_state, add_model, add_tokenizer
 from rwkv_jax._commands.interrupt import Interrupt
 from rwkv_jax._commands.output import SESSIONS, check_target
 from rwkv_jax._commands.sampling import add_sampling, seed_of
@@ -43,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a .safetensors file of the conversation: read at the start, if it is there, and "
         "written at the end",
     )
+    add_initial_state(parser)
     add_tokenizer(parser)
     add_dtype(parser, "dtype of weights and activations (default: float32)", "float32")
     add_sampling(parser, 1000)
@@ -54,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.session is not None:
         check_target("--session", arguments.session, SESSIONS)
     conversation = Conversation(TextModel(arguments), arguments.tokens, seed_of(arguments))
-    if arguments.session is not None and Path(arguments.session).exists():
+    if arguments.session is not None and Path(arguments.session).expanduser().exists():
         conversation.load(arguments.session)
     while (message := _message()) is not None:
         command, _, rest = message.partition(" ")

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from rwkv_jax._commands.arguments import add_dtype, add_model, positive
-from rwkv_jax._commands.output import CHECKPOINTS, check_target, in_bytes
+from rwkv_jax._commands.output import check_target, in_bytes
 
 HELP = "Write a model as a .pth file, as a .safetensors file or for flash-linear-attention."
 EXAMPLES = (
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    target = Path(arguments.target)
+    target = Path(arguments.target).expanduser()
     if arguments.group and not arguments.quantize:
         raise ValueError("--group needs --quantize")
     if not arguments.force and (any(target.iterdir()) if target.is_dir() else target.exists()):
@@ -50,16 +50,11 @@ def run(arguments: argparse.Namespace) -> int:
     import jax
 
     from rwkv_jax import models
-    from rwkv_jax.models._parameters import names
+    from rwkv_jax.models._checkpoints.saving import endings_for
 
     form = models.inspect(arguments.source)
-    is_quantised = arguments.quantize or any(x.endswith(".scale") for x in names(form.params))
-    endings = (".safetensors",) if is_quantised else CHECKPOINTS
-    if arguments.names == "fla":
-        if is_quantised or form.generation != "RWKV-7":
-            model = form.generation + (" with quantised weights" if is_quantised else "")
-            raise ValueError(f"--names is fla; accepted for {model} is official")
-        endings = ()
+    quantised = arguments.quantize is not None
+    endings = endings_for("--names", form.params, arguments.names, quantised=quantised)
     check_target("TARGET", arguments.target, endings)
     # The memory of a GPU or TPU may be too small, and nothing is computed.
     with jax.default_device(jax.devices("cpu")[0]):

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,7 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plot", metavar="FILE", help="write a picture of the loss by position to this file"
     )
-    parser.add_argument("--json", action="store_true", help="print the results as a JSON object")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print the results as a JSON object, where a perplexity that no float holds is null",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -93,7 +98,10 @@ def run(arguments: argparse.Namespace) -> int:
         "perplexity": result.perplexity,
     }
     if arguments.json:
-        print(json.dumps(whole | {"by_position": [x._asdict() for x in result.buckets()]}))
+        if math.isinf(result.perplexity):
+            whole["perplexity"] = None
+        parts = [x._asdict() for x in result.buckets()]
+        print(json.dumps(whole | {"by_position": parts}, allow_nan=False))
     else:
         print(_text(whole, result))
     if arguments.plot is not None:

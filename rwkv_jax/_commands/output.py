@@ -5,7 +5,6 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 SESSIONS = (".safetensors",)
-CHECKPOINTS = (".pth", ".safetensors")
 
 
 def check_target(name: str, path: str, endings: Collection[str]) -> None:
@@ -17,12 +16,12 @@ def check_target(name: str, path: str, endings: Collection[str]) -> None:
     Raises:
       ValueError: it cannot be written.
     """
-    target, folder = Path(path), Path(path).parent
-    accepted = f"a file {' or '.join(endings)}" if endings else "a folder"
-    fits = target.suffix in endings if endings else target.suffix not in CHECKPOINTS
-    if not fits or (endings and target.is_dir()):
-        found = ", which is a folder" if target.is_dir() else ""
-        raise ValueError(f"{name} is {path}{found}; accepted is {accepted}")
+    # Not imported by commands that only ask for help.
+    from rwkv_jax.models._checkpoints import writing
+
+    writing.check_target(name, path, endings)
+    target = Path(path).expanduser()
+    folder = target.parent
     if not endings:
         folder = next(x for x in (target, *target.parents) if x.exists())
     try:
@@ -30,8 +29,8 @@ def check_target(name: str, path: str, endings: Collection[str]) -> None:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise ValueError(
-            f"{name} is {path}; accepted is {accepted} that can be written, but {folder}: "
-            f"{error.strerror}"
+            f"{name} is {path}; accepted is {writing.accepted_target(endings)} that can be "
+            f"written, but {folder}: {error.strerror}"
         ) from None
 
 

@@ -53,6 +53,10 @@ class TextModel:
         checkpoint = models.load(arguments.model, dtype=arguments.dtype)
         self._module, self._params = checkpoint.module, models.for_decoding(checkpoint.params)
         self._dtype = arguments.dtype
+        self._start = None
+        if arguments.initial_state is not None:
+            path, dtype = arguments.initial_state, self._dtype
+            self._start = models.load_state(path, self._params, dtype=dtype)
         self._compiled: set[tuple[int, int]] = set()
         self.speed = Speed()
 
@@ -100,7 +104,12 @@ class TextModel:
         yield [stream.stop(row) for row in range(len(stream.texts))]
 
     def _stream(
-        self, tokens: Sequence[Sequence[int]], length: int, **options: Any
+        self,
+        tokens: Sequence[Sequence[int]],
+        length: int,
+        *,
+        session: "Session | None" = None,
+        **options: Any,
     ) -> "TokenStream":
         from rwkv_jax.generation import TokenStream
 
@@ -110,6 +119,8 @@ class TextModel:
             sampling=self._sampling,
             stop_tokens=() if end is None else (end,),
             dtype=self._dtype,
+            session=session,
+            state=self._start if session is None else None,
             **options,
         )
 

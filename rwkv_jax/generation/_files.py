@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from rwkv_jax.generation._session import Model, Session, differences, started
+from rwkv_jax.generation._session import Model, Session, started
 from rwkv_jax.models import _parameters
+from rwkv_jax.models._arguments import differences
 from rwkv_jax.models._checkpoints import safetensors
 from rwkv_jax.models._checkpoints.tensors import Allowance, listed, mapped
-from rwkv_jax.models._checkpoints.writing import Stored
+from rwkv_jax.models._checkpoints.writing import Stored, check_target
 from rwkv_jax.models._invariant import Invariant
 from rwkv_jax.models._parameters import names
 from rwkv_jax.models._stacking import stack, unstack
@@ -34,10 +35,10 @@ def save(path: str | os.PathLike[str], session: Session) -> None:
       ValueError: `path` does not end in `.safetensors`.
       RuntimeError: the session is distributed over several processes.
     """
-    if Path(path).suffix != ".safetensors":
-        raise ValueError(f"save: path is {path}; accepted is a file .safetensors")
+    path = Path(path).expanduser()
+    check_target("save: path", path, (".safetensors",))
     arrays = names(session._replace(state=unstack(session.state)))
-    safetensors.write(Path(path), {name: Stored(x, x.shape) for name, x in arrays.items()})
+    safetensors.write(path, {name: Stored(x, x.shape) for name, x in arrays.items()})
 
 
 def load(
@@ -67,6 +68,7 @@ def load(
         dtype than a session of this model, all of which the message lists.
       TypeError: `dtype` is no dtype that activations can have.
     """
+    path = Path(path).expanduser()
     tensors = safetensors.read(mapped(path), str(path), Allowance())
     found = {name: x.array for name, x in tensors.items()}
     positions = found.get("positions", np.zeros(1, np.int32))

@@ -11,6 +11,7 @@ from jax import Array, lax
 from jaxtyping import Bool, Float32, Int32, UInt32
 
 from rwkv_jax._typing import Operand
+from rwkv_jax.models import _not_finite
 
 NO_DISTRIBUTION = -2
 """What `sample` gives in place of a token where no token can be sampled."""
@@ -176,8 +177,7 @@ def sample(
     )
     penalty = jnp.where(occurrences.seen, presence + frequency * occurrences.counts, 0)
     logits = logits - penalty
-    # NaN counts as infinite. On CPUs `jnp.max` of a large array passes over NaN.
-    largest = jnp.max(jnp.where(jnp.isnan(logits), jnp.inf, logits), axis=-1, keepdims=True)
+    largest = _not_finite.largest(logits, keepdims=True)
     greedy = temperature == 0
 
     def chosen() -> Array:
@@ -225,8 +225,7 @@ def no_distribution(what: str, tokens: int) -> FloatingPointError:
     """The error for `NO_DISTRIBUTION` after so many new tokens. Its message begins with `what`."""
     return FloatingPointError(
         f"{what}: no token can be sampled after {tokens} new ones, because a logit is NaN or "
-        "infinite: the parameters have such numbers, or activations exceed the range of their "
-        "dtype, which is small for float16"
+        f"infinite: {_not_finite.REASON}"
     )
 
 

@@ -1,22 +1,23 @@
 """What a later call needs to continue: the state of a model between two tokens."""
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, export
 from jaxtyping import Bool, Float, Float32, Int32
 
 from rwkv_jax.generation._sampling import Occurrences
-from rwkv_jax.models import _linear
-from rwkv_jax.models._checkpoints.tensors import described, quoted
+from rwkv_jax.models import _linear, _mesh
+from rwkv_jax.models._arguments import check_state, differences
 from rwkv_jax.models._invariant import Invariant
 from rwkv_jax.models._parameters import names
 from rwkv_jax.models._postponement import postponed
+from rwkv_jax.models._stacking import block_axes
 
 MOST_TOKENS = 2**31 - 1
 """The largest position that a session can have."""
@@ -67,11 +68,14 @@ class Session(NamedTuple):
         return Occurrences(self.seen, self.counts)
 
 
-@functools.partial(jax.jit, static_argnames=("model", "batch"))
+export.register_namedtuple_serialization(Session, serialized_name="rwkv_jax.generation.Session")
+
+
+@functools.partial(jax.jit, static_argnames=("model", "batch"), keep_unused=True)
 def started(model: Model, params: Any, batch: int) -> Session:
     """A session before the first token, with the seeds 0."""
     shape = (batch, len(params.head.weight))
-    return Session(
+    session = Session(
         state=model.module.initial_state(params, batch, model.dtype),
         logits=jnp.zeros(shape, jnp.float32),
         seen=jnp.zeros(shape, bool),
@@ -79,17 +83,22 @@ def started(model: Model, params: Any, batch: int) -> Session:
         seeds=jnp.zeros(batch, jnp.int32),
         positions=jnp.zeros(batch, jnp.int32),
     )
+    return _mesh.beside(session, params.ln_out.weight)
 
 
-def own(model: Model, params: Any, batch: int, session: Session | None) -> Session:
-    """A session that the caller may donate: a new one, or a copy of `session`.
+def own(model: Model, params: Any, batch: int, session: Session | None, state: Any) -> Session:
+    """A session that the caller may donate: one that starts from `state`, or a copy of `session`.
 
     Raises:
-      ValueError: `session` is not one of this model and this number of rows. The message lists all
-        arrays that differ.
+      TypeError, ValueError: `session` or `state` is not one of this model and this number of rows.
+        The message lists all arrays that differ.
     """
     if session is None:
-        return started(model, params, batch)
+        new = started(model, params, batch)
+        if state is None:
+            return new
+        initial_state_of("generate", model, params, state)
+        return new._replace(state=_repeated(state, batch))
     expected = jax.eval_shape(functools.partial(started, model, batch=batch), params)
     if wrong := list(differences(names(expected), names(session))):
         raise ValueError(
@@ -99,17 +108,23 @@ def own(model: Model, params: Any, batch: int, session: Session | None) -> Sessi
     return copied(session)
 
 
-def differences(expected: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with each array of a session or of a state, by its name."""
-    for name, x in expected.items():
-        wanted = f"{described(x.shape)} in {x.dtype}"
-        if name not in found:
-            yield f"{name} is missing; expected is {wanted}"
-        elif (found[name].shape, found[name].dtype) != (x.shape, x.dtype):
-            given = f"{described(found[name].shape)} in {found[name].dtype}"
-            yield f"{name} is {given}; expected is {wanted}"
-    for name in sorted(found.keys() - expected.keys()):
-        yield f"{quoted(name)} is no array of a session of this model"
+def initial_state_of(what: str, model: Model, params: Any, state: Any) -> Any:
+    """The state of one row that sequences start from: `state`, or that before any token if None.
+
+    Raises:
+      TypeError, ValueError: `state` is not one of this model.
+    """
+    if state is None:
+        return model.module.initial_state(params, 1, model.dtype)
+    check_state(what, model.module.initial_state, params, state, 1, model.dtype)
+    return state
+
+
+@functools.partial(jax.jit, static_argnames="batch")
+def _repeated(state: Any, batch: int) -> Any:
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: jnp.repeat(x, batch, axis=block_axes(path)), state
+    )
 
 
 @jax.jit
@@ -136,5 +151,7 @@ def seeds_of_rows(what: str, seed: int | Sequence[int], batch: int) -> np.ndarra
         )
     rows = array if array.ndim else [int(array) + row for row in range(batch)]
     if not all(0 <= int(x) < 2**31 for x in rows):
-        raise ValueError(f"{what}: seed is {seed!r}; accepted are integers from 0 to 2^31 - 1")
+        # The seeds of the other rows come after a single one.
+        most = f"2^31 - {1 if array.ndim else batch}"
+        raise ValueError(f"{what}: seed is {seed!r}; accepted are integers from 0 to {most}")
     return np.asarray(rows, np.int32)

@@ -52,6 +52,8 @@ class TokenStream(Iterator[list[int | None]]):
         rounding of the logits.
       stop_tokens: tokens that end a row. They are neither given nor read.
       session: what the prompts continue; None for a new session.
+      state: what every row starts from, a state of one row in the form of `params`, such as
+        `models.load_state` gives; the state before any token if None. Not with a session.
       pieces: the lengths of the pieces in which prompts are read, in tokens. For each of them that
         occurs a program is compiled.
       dtype: the dtype of the activations, that of the session if there is one.
@@ -66,7 +68,7 @@ class TokenStream(Iterator[list[int | None]]):
       ValueError: there is no prompt; or the first prompt of a row is empty; or tokens are not in
         the vocabulary; or `length` is negative or too large; or the settings, the seeds or the
         session are for another number of rows; or a length of a piece is not positive; or the
-        session is not one of this model.
+        session or the state is not one of this model.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class TokenStream(Iterator[list[int | None]]):
         seed: int | Sequence[int] | None = None,
         stop_tokens: Sequence[int] = (),
         session: Session | None = None,
+        state: Any = None,
         pieces: Sequence[int] = PIECES,
         dtype: DTypeLike = jnp.float32,
         implementation: str | None = None,
@@ -105,13 +108,15 @@ class TokenStream(Iterator[list[int | None]]):
                     "token where no session goes on"
                 )
             seed = 0 if seed is None else seed
+        elif state is not None:
+            raise ValueError("generate: state with a session; accepted is None for one of them")
         controls = _decoding.Controls(
             settings(sampling or Sampling(), batch, vocabulary),
             mask("generate", "stop_tokens", stop_tokens, batch, vocabulary),
         )
         self._controls = jax.tree.map(jnp.asarray, controls)
         seeds = None if seed is None else _session.seeds_of_rows("generate", seed, batch)
-        own = _session.own(model, params, batch, session)
+        own = _session.own(model, params, batch, session, state)
         had = 0 if session is None else np.asarray(session.positions, np.int64)
         total = had + np.array([len(prompt) for prompt in rows]) + length
         if total.max() > MOST_TOKENS:
@@ -216,6 +221,7 @@ def generate(
     seed: int | Sequence[int] | None = None,
     stop_tokens: Sequence[int] = (),
     session: Session | None = None,
+    state: Any = None,
     pieces: Sequence[int] = PIECES,
     dtype: DTypeLike = jnp.float32,
     implementation: str | None = None,
@@ -235,6 +241,7 @@ def generate(
         seed=seed,
         stop_tokens=stop_tokens,
         session=session,
+        state=state,
         pieces=pieces,
         dtype=dtype,
         implementation=implementation,

@@ -22,7 +22,7 @@ def check_stop(what: str, stop: Sequence[str]) -> tuple[str, ...]:
 
 class RowText:
     """The text of the tokens of a row, up to a stop string, of several the one that is complete
-    first.
+    first. Tokens that the tokenizer does not have are tokens without text.
 
     Attributes:
       text: the text that has become certain.
@@ -32,11 +32,15 @@ class RowText:
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, stop: tuple[str, ...]):
         self._decoder, self._stop = tokenizers.Stream(tokenizer), stop
+        self._tokens = tokenizer.vocabulary
         self.text, self.rest, self.stopped = "", "", False
 
     def push(self, token: int | None, ended: bool) -> str:
         """The text that becomes certain with a token, or with the end of the row."""
-        text = self.rest + ("" if token is None else self._decoder.push(token))
+        # A model may have more tokens than its tokenizer.
+        text = self.rest
+        if token is not None and token < self._tokens:
+            text += self._decoder.push(token)
         if ended:
             text += self._decoder.finish()
         found = [(text.find(stop), stop) for stop in self._stop]
@@ -65,7 +69,8 @@ class TextStream(Iterator[list[str]]):
 
     Args:
       stream: the tokens.
-      tokenizer: as `tokenizers.load` gives it.
+      tokenizer: as `tokenizers.load` gives it. Tokens of the model that it does not have are tokens
+        without text.
       stop: the stop strings.
 
     Attributes:

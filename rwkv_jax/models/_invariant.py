@@ -1,6 +1,7 @@
 """A model whose results for a sequence have the same bits in any batch and in any pieces."""
 
 import dataclasses
+import functools
 import math
 from types import ModuleType
 from typing import Any
@@ -13,9 +14,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Float32, Int
 
 from rwkv_jax._operator import check
-from rwkv_jax.models import _linear
+from rwkv_jax._typing import Operand
+from rwkv_jax.models import _arguments, _linear, _mesh
 from rwkv_jax.models._stacking import block_axes
-from rwkv_jax.models._token_shift import check_segment_ids
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,20 +59,37 @@ class Invariant:
     def features(
         self,
         params: Any,
-        tokens: Int[Array, " B *T"],
+        tokens: Int[Operand, " B *T"],
         state: Any = None,
         *,
-        segment_ids: Int[Array, " B *T"] | None = None,
+        segment_ids: Int[Operand, " B *T"] | None = None,
         dtype: DTypeLike = jnp.float32,
         **options: Any,
     ) -> tuple[Float[Array, "B *T C"], Any]:
         """As `features` of the module, with its arguments and errors."""
-        check_segment_ids("Invariant", segment_ids, tokens.shape)
+        _arguments.check_tokens("Invariant", tokens, params.emb.weight.shape[0])
+        segment_ids = _arguments.checked_segment_ids("Invariant", segment_ids, tokens.shape)
+        _arguments.check_state("Invariant", self.initial_state, params, state, len(tokens), dtype)
         tokens = jnp.asarray(tokens)
+        ids = jnp.ones_like(tokens) if segment_ids is None else segment_ids
+        return _mesh.partitioned(
+            functools.partial(self._features, dtype, options),
+            *(params, tokens, state, ids),
+            results=functools.partial(_mesh.specs_of_features, params, tokens, state),
+        )
+
+    def _features(
+        self,
+        dtype: DTypeLike,
+        options: dict[str, Any],
+        params: Any,
+        tokens: Array,
+        state: Any,
+        ids: Array,
+    ) -> tuple[Array, Any]:
         batch = tokens.shape[0]
         if state is None:
             state = self.initial_state(params, batch, dtype)
-        ids = jnp.ones_like(tokens) if segment_ids is None else jnp.asarray(segment_ids)
         one = tokens.ndim == 1
         if one:
             tokens, ids = tokens[:, None], ids[:, None]
@@ -82,7 +100,6 @@ class Invariant:
         groups = -(-batch // self.rows)
         tokens, ids = (self._groups(x, groups) for x in (tokens, ids))
         nothing = self.initial_state(params, self.rows, dtype)
-        state = jax.tree.map(lambda x, like: x.astype(like.dtype), state, nothing)
         state = jax.tree_util.tree_map_with_path(
             lambda p, x: self._filled(x, groups, block_axes(p)), state
         )
@@ -131,9 +148,16 @@ class Invariant:
 
     def logits(self, params: Any, features: Float[Array, "*shape C"]) -> Float32[Array, "*shape V"]:
         """What the head makes of features, in groups of as many rows."""
+        return _mesh.partitioned(
+            self._logits,
+            *(params.head, features),
+            results=lambda: _mesh.spec_of_product(features, params.head.weight),
+        )
+
+    def _logits(self, head: Any, features: Array) -> Array:
         shape, width = features.shape[:-1], features.shape[-1]
         flat = features.reshape(math.prod(shape), width)
-        vocabulary = len(params.head.weight)
+        vocabulary = len(head.weight)
         if len(flat) == 0:
             return jnp.zeros((*shape, vocabulary), jnp.float32)
         groups = -(-len(flat) // self.rows)
@@ -141,14 +165,14 @@ class Invariant:
         found = jnp.zeros((groups, self.rows, vocabulary), jnp.float32)
 
         def group(g: Array, found: Array) -> Array:
-            return found.at[g].set(_linear.logits(params.head, x[g]))
+            return found.at[g].set(_linear.logits(head, x[g]))
 
         found = lax.fori_loop(0, _unknown(groups)[0], group, found)
         found = found.reshape(groups * self.rows, vocabulary)[: len(flat)]
         return found.reshape(*shape, vocabulary)
 
     def apply(
-        self, params: Any, tokens: Int[Array, " B *T"], state: Any = None, **options: Any
+        self, params: Any, tokens: Int[Operand, " B *T"], state: Any = None, **options: Any
     ) -> tuple[Float32[Array, "B *T V"], Any]:
         """As `apply` of the module, with its arguments and errors."""
         x, state = self.features(params, tokens, state, **options)

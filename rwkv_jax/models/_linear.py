@@ -11,7 +11,7 @@ from jaxtyping import Float, Float32, Int
 
 from rwkv_jax import layers as functions
 from rwkv_jax.layers.low_rank import ACTIVATIONS
-from rwkv_jax.models import _recomputation, _row_product
+from rwkv_jax.models import _mesh, _recomputation, _row_product
 
 
 class Weight(NamedTuple):
@@ -41,13 +41,20 @@ class WeightByInput(NamedTuple):
         return Weight(self.by_input.T, self.scale).wide()
 
 
+def _product(x: Array, matrix: Array, scale: Array | None, dtype: Any, **options: bool) -> Array:
+    """The product of rows, whose number an exported program need not know."""
+    known = isinstance(x.shape[0], int)
+    product = _row_product.product if known else _row_product.by_compiler
+    return product(x, matrix, scale, dtype, **options)
+
+
 def linear(
     params: Weight | WeightByInput, x: Float[Array, "*shape inputs"]
 ) -> Float[Array, "*shape outputs"]:
     """The linear map in the dtype of `x`, with any weight."""
     by_output = isinstance(params, Weight)
     matrix = params.weight if by_output else params.by_input
-    y = _row_product.product(x, matrix, params.scale, x.dtype, by_output=by_output)
+    y = _product(x, matrix, params.scale, x.dtype, by_output=by_output)
     return _recomputation.product(y)
 
 
@@ -72,7 +79,7 @@ def low_rank(
         )
 
     def times(x: Array, matrix: Array) -> Array:
-        return _row_product.product(x, matrix, None, x.dtype, by_output=False)
+        return _product(x, matrix, None, x.dtype, by_output=False)
 
     y = times(ACTIVATIONS[activation](times(x, first)), second)
     return y if offset is None else y + offset
@@ -125,4 +132,10 @@ def _(primals: tuple[Array, Array], tangents: tuple[Array, Any]) -> tuple[Array,
 
 def logits(params: Weight, x: Float[Array, "*shape C"]) -> Float32[Array, "*shape vocabulary"]:
     """The output head: multiplied in the dtype of `x`, with sums and results in float32."""
-    return _row_product.product(x, params.weight, params.scale, jnp.float32)
+
+    def compute(x: Array, params: Weight) -> Array:
+        return _product(x, params.weight, params.scale, jnp.float32)
+
+    return _mesh.partitioned(
+        compute, x, params, results=lambda: _mesh.spec_of_product(x, params.weight)
+    )

@@ -13,13 +13,22 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 from jaxtyping import Float, Float32, Int, Key, PyTree
 
+from rwkv_jax._operator import check
 from rwkv_jax._operator.dispatch import in_program_of_one_device
-from rwkv_jax.models import _initialisation, _parameters, _placement, _recomputation, _trees
+from rwkv_jax._typing import Operand
+from rwkv_jax.models import (
+    _arguments,
+    _initialisation,
+    _mesh,
+    _parameters,
+    _placement,
+    _recomputation,
+    _trees,
+)
 from rwkv_jax.models._linear import embed, logits
 from rwkv_jax.models._normalisation import layer_norm
 from rwkv_jax.models._recomputation import Recompute
 from rwkv_jax.models._stacking import Stacked
-from rwkv_jax.models._token_shift import check_segment_ids
 from rwkv_jax.models._trees import (
     BlockParams,
     BlockState,
@@ -90,10 +99,11 @@ class Generation:
         return _initialisation.init(key, config, self.init_time_mix, self.init_channel_mix)
 
     def initial_state(self, params: Params, batch: int, dtype: DTypeLike = jnp.float32) -> State:
-        """The state before the first token of `batch` rows, in the form of `params`. `dtype` is the
-        dtype of the activations."""
+        """The state before the first token of `batch` rows, in the form of `params` and on their
+        devices, whole on each of them. `dtype` is the dtype of the activations."""
         dtype = _parameters.floating(self.name, dtype)
-        return _trees.initial_state(self.initial_wkv, params, batch, dtype)
+        state = _trees.initial_state(self.initial_wkv, params, batch, dtype)
+        return _mesh.beside(state, params.ln_out.weight)
 
     def postponed(self, params: Params, state: State) -> State:
         """What `_postponement.postponed` returns: with many rows of bfloat16, where blocks are
@@ -106,10 +116,10 @@ class Generation:
     def features(
         self,
         params: Params,
-        tokens: Int[Array, " B *T"],
+        tokens: Int[Operand, " B *T"],
         state: State | None = None,
         *,
-        segment_ids: Int[Array, " B *T"] | None = None,
+        segment_ids: Int[Operand, " B *T"] | None = None,
         dtype: DTypeLike = jnp.float32,
         implementation: str | None = None,
         layers: str | None = None,
@@ -123,9 +133,10 @@ class Generation:
 
         Args:
           params: the parameters, in either form: as `init` or as `stacked` gives them.
-          tokens: integers below the size of the vocabulary.
+          tokens: integers below the size of the vocabulary. Inside `jit`, where their values are
+            not known, others read the row of another token.
           state: the state after the tokens before `tokens`, in the form of `params`;
-            `initial_state` if None.
+            `initial_state` if None. The state of a token shift has the dtype of the activations.
           segment_ids: which tokens of a row are one document, with 0 for padding. The first
             document goes on from `state`, every other one starts anew, and the next state is the
             one after the last document. With one token each, a row whose id is 0 has none: its
@@ -149,34 +160,46 @@ class Generation:
           The features [B, T, C] or [B, C] in `dtype`, and the next state.
 
         Raises:
-          TypeError, ValueError: `segment_ids` is wrong; `state` has another form than `params`;
-            `dtype` is not float32, bfloat16 or float16; or `layers` is "fused" where there are no
-            such kernels.
+          TypeError, ValueError: `tokens` or `segment_ids` are wrong; `state` is not one of this
+            model and this number of rows; `dtype` is not float32, bfloat16 or float16; `layers` is
+            "fused" where there are no such kernels; or sizes are symbolic and an implementation is
+            asked for that needs numbers.
           NotImplementedError: an implementation cannot run the call.
         """
-        check_segment_ids(self.name, segment_ids, tokens.shape)
+        _arguments.check_tokens(self.name, tokens, params.emb.weight.shape[0])
+        segment_ids = _arguments.checked_segment_ids(self.name, segment_ids, tokens.shape)
+        dtype, rows = _parameters.floating(self.name, dtype), tokens.shape[0]
+        _arguments.check_state(self.name, self.initial_state, params, state, rows, dtype)
+        implementation, layers = (
+            _arguments.implementation_for(self.name, name, x, tokens)
+            for name, x in {"implementation": implementation, "layers": layers}.items()
+        )
         if layers == FUSED:
             self._check_fused(tokens, implementation)
-        options = Options(segment_ids, implementation, layers, wkv or self.wkv)
-        x = embed(params.emb, tokens, _parameters.floating(self.name, dtype))
-        block = functools.partial(_block, self, self._step_for(params, tokens, options), options)
-        recomputed = functools.partial(_recomputation.recomputed, block, recompute)
-        if isinstance(params.blocks, Stacked):
-            if not isinstance(state, Stacked | None):
-                raise ValueError(
-                    f"{self.name}: state is a tuple; accepted with stacked blocks is Stacked"
-                )
-            x, next_state = _scan(recomputed(), recomputed(scanned=True), params.blocks, x, state)
-        else:
-            if isinstance(state, Stacked):
-                raise ValueError(
-                    f"{self.name}: state is Stacked; accepted with a tuple of blocks is a tuple"
-                )
-            x, next_state = _in_turn(recomputed(), params.blocks, x, state)
-        return layer_norm(params.ln_out, x), next_state
+        tokens = jnp.asarray(tokens)
+        operands = (params, tokens, state, segment_ids)
+        wkv = _mesh.as_explicit(wkv, operands, tokens) if wkv else self.wkv
+
+        def compute(
+            params: Params, tokens: Array, state: Any, segment_ids: Array | None
+        ) -> tuple[Array, State]:
+            options = Options(segment_ids, implementation, layers, wkv)
+            step = self._step_for(params, tokens, options)
+            block = functools.partial(_block, self, step, options)
+            recomputed = functools.partial(_recomputation.recomputed, block, recompute)
+            x = embed(params.emb, tokens, dtype)
+            if isinstance(params.blocks, Stacked):
+                body = recomputed(scanned=True)
+                x, next_state = _scan(recomputed(), body, params.blocks, x, state)
+            else:
+                x, next_state = _in_turn(recomputed(), params.blocks, x, state)
+            return layer_norm(params.ln_out, x), next_state
+
+        results = functools.partial(_mesh.specs_of_features, params, tokens, state)
+        return _mesh.partitioned(compute, *operands, results=results)
 
     def _step_for(
-        self, params: Params, tokens: Int[Array, " B *T"], options: Options
+        self, params: Params, tokens: Int[Operand, " B *T"], options: Options
     ) -> _StepBlock | None:
         """What computes a block by kernels of its own, or None where no block may be."""
         if options.layers == FUSED or self.step_block is None:
@@ -189,7 +212,7 @@ class Generation:
 
     def _check_fused(
         self,
-        tokens: Int[Array, " B *T"],
+        tokens: Int[Operand, " B *T"],
         implementation: str | None,
     ) -> None:
         if self.step_block is None:
@@ -208,10 +231,10 @@ class Generation:
     def apply(
         self,
         params: Params,
-        tokens: Int[Array, " B *T"],
+        tokens: Int[Operand, " B *T"],
         state: State | None = None,
         *,
-        segment_ids: Int[Array, " B *T"] | None = None,
+        segment_ids: Int[Operand, " B *T"] | None = None,
         dtype: DTypeLike = jnp.float32,
         implementation: str | None = None,
         layers: str | None = None,
@@ -244,7 +267,7 @@ class Generation:
         state: TimeMixState | None = None,
         v_first: Float[Array, "B *T C"] | None = None,
         *,
-        segment_ids: Int[Array, " B *T"] | None = None,
+        segment_ids: Int[Operand, " B *T"] | None = None,
         implementation: str | None = None,
         layers: str | None = None,
         wkv: Wkv | None = None,
@@ -271,9 +294,20 @@ class Generation:
           ValueError: `v_first` is missing.
           TypeError, ValueError: `segment_ids` is wrong.
         """
-        check_segment_ids("time_mix", segment_ids, x.shape[:-1])
-        options = Options(segment_ids, implementation, layers, wkv or self.wkv)
-        return self.mix_tokens(params, None, x, state, v_first, options)[1:]
+        check.array("time_mix", "x", x)
+        segment_ids = _arguments.checked_segment_ids("time_mix", segment_ids, x.shape[:-1])
+        operands = (params, x, state, v_first, segment_ids)
+        wkv = _mesh.as_explicit(wkv, operands, x) if wkv else self.wkv
+
+        def compute(params: Any, x: Array, state: Any, v_first: Any, segment_ids: Any) -> Any:
+            options = Options(segment_ids, implementation, layers, wkv)
+            return self.mix_tokens(params, None, x, state, v_first, options)[1:]
+
+        def results() -> Any:
+            spec = _mesh.spec_of(x)
+            return spec, _mesh.specs_of_next(state, x), spec
+
+        return _mesh.partitioned(compute, *operands, results=results)
 
     def channel_mix(
         self,
@@ -281,7 +315,7 @@ class Generation:
         x: Float[Array, "B *T C"],
         state: Float[Array, "B C"] | None = None,
         *,
-        segment_ids: Int[Array, " B *T"] | None = None,
+        segment_ids: Int[Operand, " B *T"] | None = None,
     ) -> tuple[Float[Array, "B *T C"], Float[Array, "B C"]]:
         """The channel mixing of a sequence [B, T, C] or a token [B, C], in the dtype of `x`. The
         module of the generation has the formula.
@@ -298,8 +332,16 @@ class Generation:
         Raises:
           TypeError, ValueError: `segment_ids` is wrong.
         """
-        check_segment_ids("channel_mix", segment_ids, x.shape[:-1])
-        return self.mix_channels(params, None, x, state, segment_ids, None)[1:]
+        check.array("channel_mix", "x", x)
+        segment_ids = _arguments.checked_segment_ids("channel_mix", segment_ids, x.shape[:-1])
+
+        def compute(params: Any, x: Array, state: Any, segment_ids: Any) -> Any:
+            return self.mix_channels(params, None, x, state, segment_ids, None)[1:]
+
+        def results() -> Any:
+            return _mesh.spec_of(x), _mesh.specs_of_next(state, x)
+
+        return _mesh.partitioned(compute, *(params, x, state, segment_ids), results=results)
 
     def shardings(
         self,
@@ -320,7 +362,7 @@ class Generation:
 
         Args:
           params: the parameters, or their shapes.
-          mesh: a mesh with axes of type Auto.
+          mesh: a mesh with axes of type Auto or Explicit.
           data: mesh axes that only save memory, such as the axes of the batch.
           model: mesh axes that split the heads, the channels within the mixings and the vocabulary.
 
@@ -407,7 +449,7 @@ def _block(
     """The activations after a block, what the first block has for all others, and the next
     state."""
     if s is None:
-        s = initial_block(generation.initial_wkv, p, len(x), x.dtype)
+        s = initial_block(generation.initial_wkv, p, x.shape[0], x.dtype)
     if p.ln0 is not None:
         x = layer_norm(p.ln0, x)
     if step is None:

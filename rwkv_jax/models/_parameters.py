@@ -1,6 +1,7 @@
 """Trees of parameters: the name of each parameter, and the dtype and rank for computing with it."""
 
 import contextlib
+import sys
 from typing import Any, TypeVar
 
 import jax
@@ -28,6 +29,19 @@ def names(params: PyTree[Leaf]) -> dict[str, Leaf]:
     of the stacked form."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(params)
     return {name(path): x for path, x in leaves}
+
+
+def arrays(tree: Tree) -> Tree:
+    """The tree with the array of each variable of Flax NNX, if there are any."""
+    # Nothing here needs Flax, and without it there are no variables.
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return tree
+    return jax.tree.map(
+        lambda x: x.get_value() if isinstance(x, nnx.Variable) else x,
+        tree,
+        is_leaf=lambda x: isinstance(x, nnx.Variable),
+    )
 
 
 def floating(what: str, dtype: DTypeLike, more: tuple[str, ...] = ()) -> np.dtype:

@@ -9,7 +9,7 @@ from jax import Array, core
 from jax.tree_util import KeyPath
 from jaxtyping import Float
 
-from rwkv_jax.models import _parameters, _row_product
+from rwkv_jax.models import _not_finite, _parameters, _row_product
 from rwkv_jax.models._decoding import by_input
 from rwkv_jax.models._linear import Weight, WeightByInput
 from rwkv_jax.models._trees import Params
@@ -76,9 +76,7 @@ def quantize(params: Any, *, group: int | None = None) -> Params:
 @functools.partial(jax.jit, static_argnums=1)
 def _quantized(weight: Float[Array, "*blocks outputs inputs"], groups: int) -> Weight:
     grouped = weight.astype(jnp.float32).reshape(*weight.shape[:-1], groups, -1)
-    # NaN counts as infinite. On CPUs `jnp.max` of a large array passes over NaN.
-    sizes = jnp.where(jnp.isnan(grouped), jnp.inf, jnp.abs(grouped))
-    scale = jnp.max(sizes, axis=-1) / _row_product.LARGEST
+    scale = _not_finite.largest(jnp.abs(grouped)) / _row_product.LARGEST
     # A group of zeros has any scale.
     rounded = jnp.round(grouped / jnp.where(scale == 0, 1, scale)[..., None])
     return Weight(rounded.astype(jnp.int8).reshape(weight.shape), scale)

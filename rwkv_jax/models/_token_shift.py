@@ -10,17 +10,9 @@ from jax import Array, lax
 from jaxtyping import Float, Int, Int32
 
 from rwkv_jax._packing import segments
-from rwkv_jax._typing import Operand
 from rwkv_jax.layers import norm_shift_mix
 from rwkv_jax.layers.norm_shift_mix import NOTHING, STATE, TOKEN, shifted
 from rwkv_jax.models._normalisation import Norm, layer_norm, normalised
-
-
-def check_segment_ids(name: str, ids: Operand | None, shape: tuple[int, ...]) -> None:
-    """Raise an error that names the function `name` unless `ids` are None or fit tokens of `shape`,
-    [B, T] for sequences and [B] for a single token each."""
-    if ids is not None:
-        segments.checked(name, ids, *shape)
 
 
 def of_previous(mix: Float[Array, " C"]) -> Float[Array, " C"]:

@@ -21,14 +21,16 @@ def learning_rates(params: PyTree[Array | jax.ShapeDtypeStruct]) -> PyTree[float
 
         optax.stateless(lambda updates, _: jax.tree.map(operator.mul, updates, factors))
 
-    `params` are parameters in either form, or the state of a Flax NNX module that has them.
+    `params` are parameters in either form, or a tree of a Flax NNX or Equinox module that has them,
+    such as `nnx.state(model, nnx.Param)`. In place of an `nnx.Param` the result has the number, as
+    `nnx.Optimizer` needs it.
     """
 
     def factor(path: KeyPath, _: Array | jax.ShapeDtypeStruct) -> float:
-        name = _name(path)
+        name = _parameters.name(path)
         return next((by for end, by in _FASTER.items() if name.endswith(end)), 1.0)
 
-    return jax.tree_util.tree_map_with_path(factor, params)
+    return jax.tree_util.tree_map_with_path(factor, _parameters.arrays(params))
 
 
 def weight_decays(params: PyTree[Array | jax.ShapeDtypeStruct]) -> PyTree[bool]:
@@ -36,16 +38,11 @@ def weight_decays(params: PyTree[Array | jax.ShapeDtypeStruct]) -> PyTree[bool]:
     and the matrices of the linear maps, but not for low-rank maps and vectors. It is a mask for
     `optax.add_decayed_weights`.
 
-    `params` are parameters in either form, or the state of a Flax NNX module that has them.
+    `params` are those of `learning_rates`, of which the result has the form.
     """
 
     def decays(path: KeyPath, x: Array | jax.ShapeDtypeStruct) -> bool:
-        name = _name(path)
+        name = _parameters.name(path)
         return name.endswith(".weight") and x.ndim - ("blocks.rest." in name) == 2
 
-    return jax.tree_util.tree_map_with_path(decays, params)
-
-
-def _name(path: KeyPath) -> str:
-    """The name of a parameter, which in Flax NNX is the value of a variable."""
-    return _parameters.name(path).removesuffix(".value")
+    return jax.tree_util.tree_map_with_path(decays, _parameters.arrays(params))

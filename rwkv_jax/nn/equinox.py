@@ -15,6 +15,8 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Float32, Int, Key
 
+from rwkv_jax._typing import Operand
+from rwkv_jax.models._arguments import check_tokens
 from rwkv_jax.models._generations import generation_of
 from rwkv_jax.models._model import Generation
 from rwkv_jax.models._recomputation import Recompute
@@ -62,7 +64,7 @@ class TimeMix(eqx.Module):
         state: TimeMixState | None = None,
         v_first: Float[Array, "*T C"] | None = None,
         *,
-        segment_ids: Int[Array, "*T"] | None = None,
+        segment_ids: Int[Operand, "*T"] | None = None,
     ) -> tuple[Float[Array, "*T C"], TimeMixState, Float[Array, "*T C"] | None]:
         """`time_mix` of a sequence [T, C] or a token [C]: the output, the next state, and in RWKV-7
         the value of the first layer."""
@@ -95,7 +97,7 @@ class ChannelMix(eqx.Module):
         x: Float[Array, "*T C"],
         state: Float[Array, " C"] | None = None,
         *,
-        segment_ids: Int[Array, "*T"] | None = None,
+        segment_ids: Int[Operand, "*T"] | None = None,
     ) -> tuple[Float[Array, "*T C"], Float[Array, " C"]]:
         """`channel_mix` of a sequence [T, C] or a token [C]: the output and the next state."""
         x, state, ids = _batch((x, state, segment_ids))
@@ -146,12 +148,14 @@ class RWKV(eqx.Module):
 
     def __call__(
         self,
-        tokens: Int[Array, "*T"],
+        tokens: Int[Operand, "*T"],
         state: State | None = None,
         *,
-        segment_ids: Int[Array, "*T"] | None = None,
+        segment_ids: Int[Operand, "*T"] | None = None,
     ) -> tuple[Float32[Array, "*T vocabulary"], State]:
         """`apply` of a sequence [T] or a token []: the logits and the next state."""
+        vocabulary = self.params.emb.weight.shape[0]
+        check_tokens(self.generation.name, tokens, vocabulary, {1: "[T]", 0: "[]"})
         tokens, state, segment_ids = _batch((tokens, state, segment_ids))
         return _unbatch(
             self.generation.apply(

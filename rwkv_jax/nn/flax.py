@@ -14,7 +14,9 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Float32, Int
 
+from rwkv_jax._typing import Operand
 from rwkv_jax.models._generations import generation_of
+from rwkv_jax.models._parameters import arrays as arrays
 from rwkv_jax.models._recomputation import Recompute
 from rwkv_jax.models._trees import Params, State, TimeMixState
 from rwkv_jax.models._wkv import Wkv
@@ -25,11 +27,6 @@ Tree = TypeVar("Tree")
 def parameters(tree: Tree) -> Tree:
     """The same tree with an `nnx.Param` around each array."""
     return nnx.data(jax.tree.map(nnx.Param, tree))
-
-
-def arrays(tree: Tree) -> Tree:
-    """The same tree with the array of each `nnx.Param`."""
-    return jax.tree.map(lambda x: x[...], tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
 
 
 class TimeMix(nnx.Module):
@@ -55,7 +52,7 @@ class TimeMix(nnx.Module):
         state: TimeMixState | None = None,
         v_first: Float[Array, "B *T C"] | None = None,
         *,
-        segment_ids: Int[Array, " B *T"] | None = None,
+        segment_ids: Int[Operand, " B *T"] | None = None,
     ) -> tuple[Float[Array, "B *T C"], TimeMixState, Float[Array, "B *T C"] | None]:
         """`time_mix` of a sequence [B, T, C] or a token [B, C]: the output, the next state, and in
         RWKV-7 the value of the first layer."""
@@ -82,7 +79,7 @@ class ChannelMix(nnx.Module):
         x: Float[Array, "B *T C"],
         state: Float[Array, "B C"] | None = None,
         *,
-        segment_ids: Int[Array, " B *T"] | None = None,
+        segment_ids: Int[Operand, " B *T"] | None = None,
     ) -> tuple[Float[Array, "B *T C"], Float[Array, "B C"]]:
         """`channel_mix` of a sequence [B, T, C] or a token [B, C]: the output and the next
         state."""
@@ -125,10 +122,10 @@ class RWKV(nnx.Module):
 
     def __call__(
         self,
-        tokens: Int[Array, " B *T"],
+        tokens: Int[Operand, " B *T"],
         state: State | None = None,
         *,
-        segment_ids: Int[Array, " B *T"] | None = None,
+        segment_ids: Int[Operand, " B *T"] | None = None,
     ) -> tuple[Float32[Array, "B *T vocabulary"], State]:
         """`apply` of sequences [B, T] or a token each [B]: the logits and the next state."""
         return self.generation.apply(

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 from jax.typing import DTypeLike
 
 from rwkv_jax import tokenizers
@@ -17,10 +17,9 @@ from rwkv_jax._operator.partition import axis_names
 from rwkv_jax.generation import Sampling
 from rwkv_jax.generation._decoding import MOST_STEPS
 from rwkv_jax.generation._sampling import check_tokens
-from rwkv_jax.generation._session import MOST_TOKENS, Model, differences, seeds_of_rows
+from rwkv_jax.generation._session import MOST_TOKENS, Model, initial_state_of, seeds_of_rows
 from rwkv_jax.generation._text import RowText, check_stop
 from rwkv_jax.models._invariant import Invariant
-from rwkv_jax.models._parameters import names
 from rwkv_jax.models._placement import MeshAxes
 from rwkv_jax.serving._request import Request
 from rwkv_jax.serving._rounds import Plan, Rounds, Totals
@@ -68,8 +67,9 @@ class Pool:
 
     Raises:
       TypeError: a number is no integer.
-      ValueError: a number is not accepted; or an axis is not one of the mesh; or `data` has a
-        number of devices that does not divide `slots`; or `state` is not one of the model.
+      ValueError: a number is not accepted; or an axis is not one of the mesh, or the mesh has
+        Explicit axes; or `data` has a number of devices that does not divide `slots`; or `state` is
+        not one of the model.
     """
 
     def __init__(
@@ -101,6 +101,8 @@ class Pool:
                 raise ValueError(f"Pool: {argument} is {axes!r}; accepted without mesh is None")
             for axis in axis_names(axes):
                 check.choice("Pool", argument, axis, mesh.axis_names if mesh else ())
+        if mesh is not None and AxisType.Explicit in mesh.axis_types:
+            raise ValueError(f"Pool: mesh is {mesh}; accepted is one with axes of type Auto")
         if mesh is not None and slots % (parts := devices_along(mesh, data)):
             raise ValueError(
                 f"Pool: slots is {slots}; accepted is a multiple of {parts}, the devices of data"
@@ -108,7 +110,7 @@ class Pool:
         placement = None if mesh is None else Placement(mesh, data, model)
         used = Model(module, jnp.dtype(dtype), implementation)
         plan = Plan(slots, tuple(pieces), readers, steps, cache_bytes, placement)
-        self._rounds = Rounds(used, params, _initial(used, params, state), plan)
+        self._rounds = Rounds(used, params, initial_state_of("Pool", used, params, state), plan)
         self._vocabulary, self._tokenizer = len(params.head.weight), tokenizer
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -278,16 +280,3 @@ class Pool:
                 f"submit: {argument} is {given!r}; accepted without Pool(tokenizer=...) are tokens"
             )
         return self._tokenizer
-
-
-def _initial(model: Model, params: Any, state: Any) -> Any:
-    """The state that sequences start from."""
-    initial = model.module.initial_state(params, 1, model.dtype)
-    if state is None:
-        return initial
-    if wrong := list(differences(names(initial), names(state))):
-        raise ValueError(
-            f"Pool: state is not one of this model with one row and {model.dtype} activations:\n  "
-            + "\n  ".join(wrong)
-        )
-    return state

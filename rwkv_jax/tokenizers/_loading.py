@@ -38,7 +38,7 @@ def load(name_or_path: str | os.PathLike[str], vocabulary: int | None = None) ->
       ValueError: there is no such name, the file is no regular one or has more than 128 MiB, it has
         no tokenizer or one that changes text, or the tokenizer has more tokens than `vocabulary`.
     """
-    name, path = str(name_or_path), Path(name_or_path)
+    name, path = str(name_or_path), Path(name_or_path).expanduser()
     if name == "world":
         return world(name, None, VOCABULARY if vocabulary is None else vocabulary)
     if name == "bytes":
@@ -68,7 +68,7 @@ def for_vocabulary(vocabulary: int, *, checkpoint: str | os.PathLike[str] | None
     """
     if checkpoint is not None:
         for name in _IN_FOLDER:
-            if (path := Path(checkpoint) / name).is_file():
+            if (path := Path(checkpoint).expanduser() / name).is_file():
                 return str(path)
     if vocabulary in _BY_SIZE:
         return _BY_SIZE[vocabulary]

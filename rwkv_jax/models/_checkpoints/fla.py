@@ -6,7 +6,7 @@ Linear maps of low rank are transposed in FLA; all other arrays are the same.
 import re
 from typing import Any
 
-from rwkv_jax.models._checkpoints.tensors import Tensor, described, quoted
+from rwkv_jax.models._checkpoints.tensors import Tensor, quoted
 from rwkv_jax.models._checkpoints.writing import Arrays, Stored
 
 PREFIXES = ("model.", "lm_head.")
@@ -128,13 +128,11 @@ def config(arrays: Arrays) -> dict[str, Any]:
     """The content of `config.json` for arrays with official names.
 
     Raises:
-      ValueError: the rank of a map is not the same in all layers, or FLA has another formula for
-        this head size.
+      ValueError: the rank of a map is not the same in all layers.
     """
     vocabulary, width = arrays["emb.weight"].array.shape
     hidden = len(arrays["blocks.0.ffn.key.weight"].array)
-    heads, head_size = shape = arrays["blocks.0.att.r_k"].array.shape
-    check_head_size(f"save: r_k is {described(shape)}", shape)
+    heads, head_size = arrays["blocks.0.att.r_k"].array.shape
     ranks = {}
     for map_, word in {"w": "decay", "a": "a", "v": "v", "g": "gate"}.items():
         found = {x.array.shape[1] for name, x in arrays.items() if name.endswith(f".att.{map_}1")}

@@ -113,7 +113,12 @@ def _entry(entry: Any, file: str, name: str) -> tuple[np.dtype, tuple[int, ...],
 
 
 def write(path: Path, arrays: Arrays) -> None:
-    """Write named arrays. One of them at a time is on the host."""
+    """Write named arrays. One of them at a time is on the host.
+
+    Raises:
+      ValueError: they are more than `read` accepts.
+    """
+    Allowance().take(str(path), len(arrays), TENSORS)
     # Wide elements come first, so that each array is aligned to its elements.
     names = sorted(arrays, key=lambda name: -arrays[name].array.dtype.itemsize)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}

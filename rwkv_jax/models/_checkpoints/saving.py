@@ -5,13 +5,17 @@ import os
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+import jax
 from jax import Array
 
 from rwkv_jax._operator import check
 from rwkv_jax.models import _parameters
-from rwkv_jax.models._checkpoints import files, fla, safetensors, torch_archive
+from rwkv_jax.models._checkpoints import files, fla, safetensors, torch_archive, writing
 from rwkv_jax.models._checkpoints.layouts import layout_of
+from rwkv_jax.models._checkpoints.tensors import described
 from rwkv_jax.models._checkpoints.writing import Stored
+from rwkv_jax.models._stacking import Stacked, unstack
+from rwkv_jax.models._trees import BlockState, Params
 
 Names: TypeAlias = Literal["official", "fla"]
 
@@ -27,34 +31,31 @@ def save(path: str | os.PathLike[str], params: Any, *, names: Names = "official"
     Args:
       path: a `.safetensors` file, or a `.pth` file as torch.save writes it; with the names "fla" a
         folder, which is made if need be and gets `model.safetensors` and `config.json`.
-      params: the parameters, in either form.
+      params: the parameters, in either form; also `params` of a model of `rwkv_jax.nn`.
       names: "official", the names and shapes of RWKV-LM's checkpoints; or "fla", those of
         flash-linear-attention and Hugging Face, for RWKV-7.
 
     Raises:
-      ValueError: `path` does not end as it has to, the parameters are those of
-        no generation, flash-linear-attention has no such model, or the weights are quantised and
-        the file is not `.safetensors` with official names.
+      TypeError: `params` are not the parameters of a model.
+      ValueError: `path` does not end as it has to, which for quantised weights is as
+        `.safetensors`; or flash-linear-attention has no such model; or the model has more tensors
+        than `load` reads.
       RuntimeError: the parameters are distributed over several processes.
     """
     check.choice("save", "names", names, ("official", "fla"))
-    path = Path(path)
-    if (path.suffix in _FORMATS) != (names == "official"):
-        endings = " or ".join(_FORMATS)
-        accepted = f"a file {endings}" if names == "official" else "a folder"
-        raise ValueError(f"save: path is {path}; accepted with names={names!r} is {accepted}")
+    path = Path(path).expanduser()
+    params = _parameters.arrays(params)
+    if not isinstance(params, Params):
+        raise TypeError(
+            f"save: params is a {type(params).__name__}; accepted is a Params, which a model of "
+            "rwkv_jax.nn has as its params"
+        )
+    endings = endings_for("save: names", params, names)
+    writing.check_target("save: path", path, endings)
     layout = layout_of("save", _parameters.names(params))
     arrays = _parameters.names(layout.module.unstacked(params))
     stored = dict(_stored(name, x) for name, x in arrays.items())
-    scales = [name for name in arrays if name.endswith(".scale")]
-    if scales and (path.suffix, names) != (".safetensors", "official"):
-        raise ValueError(
-            f"save: path is {path}, names={names!r}, and the weights are quantised; accepted is a "
-            "file .safetensors with names='official'"
-        )
     if names == "fla":
-        if layout.name != "RWKV-7":
-            raise ValueError(f"save: the model is {layout.name}; names='fla' is for RWKV-7")
         config = json.dumps(fla.config(stored), indent=2)
         path.mkdir(parents=True, exist_ok=True)
         safetensors.write(path / "model.safetensors", fla.from_official(stored))
@@ -67,6 +68,57 @@ def save(path: str | os.PathLike[str], params: Any, *, names: Names = "official"
             for name, x in stored.items()
         },
     )
+
+
+def endings_for(
+    what: str, params: Params, names: Names, *, quantised: bool = False
+) -> tuple[str, ...]:
+    """The endings of the files to which `save` can write parameters, or their shapes, by these
+    names; none for a folder. They may become `quantised` before.
+
+    Raises:
+      ValueError: flash-linear-attention has no such model. The message begins with `what`.
+    """
+    quantised |= params.head.scale is not None
+    if names == "official":
+        return (".safetensors",) if quantised else writing.ENDINGS
+    layout = layout_of(what, _parameters.names(params))
+    if quantised or layout.name != "RWKV-7":
+        model = layout.name + (" with quantised weights" if quantised else "")
+        raise ValueError(f"{what} is fla; accepted for {model} is official")
+    first = params.blocks.first if isinstance(params.blocks, Stacked) else params.blocks[0]
+    shape = first.att.r_k.shape[-2:]
+    fla.check_head_size(f"{what} is fla and r_k is {described(shape)}", shape)
+    return ()
+
+
+def save_state(path: str | os.PathLike[str], state: Any) -> None:
+    """Write the states of the operators of a model as a file of a tuned state, which `load_state`
+    and other programs read: `blocks.0.att.time_state` [H, V, K] and so on.
+
+    Such a file is what a model starts from, so that it has no inputs of token shifts: those of
+    `state` are left out. `generation.save` keeps all of a state.
+
+    Args:
+      path: a `.safetensors` file, or a `.pth` file as torch.save writes it.
+      state: a state of one row, in either form, of RWKV-5 to 7.
+
+    Raises:
+      TypeError: `state` is no state of a model.
+      ValueError: `path` does not end as it has to, `state` has several rows, or it is of RWKV-4.
+      RuntimeError: the state is distributed over several processes.
+    """
+    path = Path(path).expanduser()
+    writing.check_target("save_state: path", path, writing.ENDINGS)
+    blocks = unstack(state) if isinstance(state, tuple) else ()
+    if not blocks or not all(isinstance(block, BlockState) for block in blocks):
+        raise TypeError(f"save_state: state is a {type(state).__name__}; accepted is a State")
+    arrays = {f"blocks.{i}.att.time_state": block.att.wkv for i, block in enumerate(blocks)}
+    if not all(isinstance(x, jax.Array) and x.ndim == 4 for x in arrays.values()):
+        raise ValueError("save_state: state is of RWKV-4; accepted is one with a matrix a head")
+    if rows := {len(x) for x in arrays.values()} - {1}:
+        raise ValueError(f"save_state: state has {rows.pop()} rows; accepted is one")
+    _FORMATS[path.suffix](path, {name: Stored(x, x.shape[1:]) for name, x in arrays.items()})
 
 
 def _stored(name: str, x: Array) -> tuple[str, Stored]:

@@ -98,11 +98,13 @@ def mapped(path: str | os.PathLike[str]) -> Mapped:
 
     Raises:
       FileNotFoundError: there is no such file.
-      ValueError: the file is empty or no regular one.
+      ValueError: the file is empty, no regular one, or one of another program.
     """
     if _files.size(path) == 0:
         raise ValueError(f"{path}: the file is empty")
-    return np.memmap(path, np.uint8, "r")
+    found = np.memmap(path, np.uint8, "r")
+    _files.refuse_foreign(path, found[: _files.BEGIN].tobytes())
+    return found
 
 
 def view(

@@ -37,6 +37,8 @@ from rwkv_jax.models._checkpoints.writing import Arrays, replacing
 MAGIC = b"PK\x03\x04"
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 _ENCRYPTED = 1
+_OTHERS = 3
+"""The members that `write` makes beside tensors."""
 # Of contents and of the zip format, whose fields for larger files are another 20 bytes of a header.
 _ALIGNMENT = 64
 _LARGE = 2**31
@@ -169,7 +171,12 @@ def _members(data: Mapped, file: str, allowance: Allowance) -> dict[str, _Member
 
 
 def write(path: Path, arrays: Arrays) -> None:
-    """Write named arrays. One of them at a time is on the host."""
+    """Write named arrays. One of them at a time is on the host.
+
+    Raises:
+      ValueError: they are more than `read` accepts.
+    """
+    Allowance().take(str(path), len(arrays) + _OTHERS, TENSORS)
     views = {}
     for i, (name, x) in enumerate(arrays.items()):
         strides = tuple(math.prod(x.shape[axis + 1 :]) for axis in range(len(x.shape)))

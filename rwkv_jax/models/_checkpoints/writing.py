@@ -3,7 +3,8 @@
 import contextlib
 import io
 import math
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -33,6 +34,24 @@ class Stored(NamedTuple):
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.array.dtype.itemsize
+
+
+ENDINGS = (".safetensors", ".pth")
+"""The endings of the files of checkpoints."""
+
+
+def accepted_target(endings: Collection[str]) -> str:
+    """What may be written: a file with one of these endings, or without them a folder."""
+    return f"a file {' or '.join(endings)}" if endings else "a folder"
+
+
+def check_target(what: str, path: str | os.PathLike[str], endings: Collection[str]) -> None:
+    """Raise an error that begins with `what` unless the path is one of `accepted_target`."""
+    target = Path(path).expanduser()
+    fits = target.suffix in endings if endings else target.suffix not in ENDINGS
+    if not fits or (endings and target.is_dir()):
+        found = ", which is a folder" if target.is_dir() else ""
+        raise ValueError(f"{what} is {path}{found}; accepted is {accepted_target(endings)}")
 
 
 Arrays: TypeAlias = Mapping[str, Stored]

@@ -28,7 +28,7 @@ def mix_tokens(
     options: Options,
 ) -> tuple[Array, Array, TimeMixState, None]:
     """The time mixing, as `Generation` describes it."""
-    before, wkv = (None, initial_wkv(params, len(x))) if state is None else state
+    before, wkv = (None, initial_wkv(params, x.shape[0])) if state is None else state
     mixes = (params.time_mix_k, params.time_mix_v, params.time_mix_r, params.time_mix_g)
     x, (x_k, x_v, x_r, *x_g), shift = shift_and_mix(
         norm,

@@ -29,7 +29,7 @@ def mix_tokens(
     options: Options,
 ) -> tuple[Array, Array, TimeMixState, None]:
     """The time mixing, as `Generation` describes it."""
-    before, wkv = (None, initial_wkv(params, len(x))) if state is None else state
+    before, wkv = (None, initial_wkv(params, x.shape[0])) if state is None else state
     # With the mixes 0 and 1 the token itself and the one before it come out, normalised.
     zeros = jnp.zeros_like(params.time_maa_x)
     x, (here, earlier, mixed), shift = shift_and_mix(

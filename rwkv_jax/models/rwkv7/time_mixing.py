@@ -35,7 +35,7 @@ def mix_tokens(
 ) -> tuple[Array, Array, TimeMixState, Array]:
     """The time mixing, as `Generation` describes it."""
     layers = options.layers_for(x)
-    before, wkv = (None, initial_wkv(params, len(x))) if state is None else state
+    before, wkv = (None, initial_wkv(params, x.shape[0])) if state is None else state
     mixes = (params.x_r, params.x_w, params.x_k, params.x_v, params.x_a, params.x_g)
     x, mixed, shift = shift_and_mix(norm, mixes, x, before, options.segment_ids, layers)
     x_r, x_w, x_k, x_v, x_a, x_g = mixed
@@ -95,7 +95,7 @@ def _tokens_of_heads(params: TimeMixParams) -> Callable[[Array], Array]:
 
     def tokens_of_heads(x: Array) -> Array:
         tokens = x.shape[1:-1] or (1,)
-        return x.reshape(len(x), *tokens, *params.r_k.shape)
+        return x.reshape(x.shape[0], *tokens, *params.r_k.shape)
 
     return tokens_of_heads
 

@@ -1,0 +1,131 @@
+"""Models on an Explicit mesh, and where their states are."""
+
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from rwkv_jax import generation, losses, models, serving, sharding, wkv7
+from rwkv_jax.models import rwkv4, rwkv5, rwkv6, rwkv7
+from support import meshes
+from support.models import VOCABULARY, parameters
+from support.tolerance import assert_trees_close
+
+TOKENS = np.arange(4 * 9, dtype=np.int32).reshape(4, 9) % VOCABULARY
+
+
+@pytest.fixture
+def mesh(cpus: list[Any]) -> Mesh:
+    return meshes.mesh("data=2,model=2", AxisType.Explicit, cpus)
+
+
+@pytest.fixture(scope="module")
+def params() -> rwkv7.Params:
+    return parameters(rwkv7)
+
+
+def placed(module: ModuleType, params: Any, mesh: Mesh, where: str) -> Any:
+    """The parameters on no mesh, whole on each device, or distributed along "model"."""
+    if where == "nowhere":
+        return params
+    axes = {"model": "model"} if where == "model" else {}
+    return jax.device_put(params, module.shardings(params, mesh, **axes))
+
+
+def tokens_on(mesh: Mesh) -> jax.Array:
+    return jax.device_put(TOKENS, NamedSharding(mesh, P("data")))
+
+
+@pytest.mark.parametrize(
+    ("module", "where"),
+    [(rwkv7, "nowhere"), (rwkv7, "everywhere"), (rwkv7, "model")]
+    + [(module, "model") for module in (rwkv6, rwkv5, rwkv4)],
+    ids=lambda x: x if isinstance(x, str) else x.GENERATION.name,
+)
+def test_loss_and_gradients(module: ModuleType, where: str, mesh: Mesh) -> None:
+    params = parameters(module)
+
+    def loss(params: Any, tokens: jax.Array) -> jax.Array:
+        x, _ = module.features(params, tokens)
+        return losses.cross_entropy(x[:, :-1], params.head.weight, tokens[:, 1:])
+
+    of_loss = jax.jit(jax.value_and_grad(loss))
+    found = of_loss(placed(module, params, mesh, where), tokens_on(mesh))
+    assert_trees_close(found, of_loss(params, TOKENS), 1e-4)
+
+
+@pytest.mark.parametrize("set_mesh", [False, True], ids=["arguments", "set_mesh"])
+def test_a_loop_over_tokens_equals_the_sequence(
+    set_mesh: bool, params: rwkv7.Params, mesh: Mesh
+) -> None:
+    """Also that states keep their types from step to step."""
+
+    def in_turn(params: Any, tokens: jax.Array) -> jax.Array:
+        def step(state: Any, token: jax.Array) -> tuple[Any, jax.Array]:
+            logits, state = rwkv7.apply(params, token, state)
+            return state, logits
+
+        return jax.lax.scan(step, rwkv7.initial_state(params, 4), tokens.T)[1]
+
+    on_mesh = placed(rwkv7, params, mesh, "model"), tokens_on(mesh)
+    if set_mesh:
+        with jax.set_mesh(mesh):
+            found = jax.jit(in_turn)(*on_mesh)
+    else:
+        found = jax.jit(in_turn)(*on_mesh)
+    expected = rwkv7.apply(params, TOKENS)[0]
+    assert_trees_close(jnp.swapaxes(np.asarray(found), 0, 1), expected, 1e-4)
+
+
+def test_without_jit(params: rwkv7.Params, mesh: Mesh) -> None:
+    on_mesh = placed(rwkv7, params, mesh, "model")
+    logits, state = rwkv7.apply(on_mesh, tokens_on(mesh))
+    assert jax.typeof(logits).sharding.spec == P("data", None, None)
+    assert jax.typeof(state[1].att.wkv).sharding.spec == P("data", None, None, None)
+    assert_trees_close(np.asarray(logits), rwkv7.apply(params, TOKENS)[0], 1e-4)
+    x = jax.device_put(jnp.ones((4, 9, 32)), NamedSharding(mesh, P("data")))
+    for mix, of_block in ((rwkv7.time_mix, "att"), (rwkv7.channel_mix, "ffn")):
+        found = mix(getattr(on_mesh.blocks[0], of_block), x)
+        expected = mix(getattr(params.blocks[0], of_block), jnp.ones((4, 9, 32)))
+        assert_trees_close(jax.tree.map(np.asarray, found), expected, 1e-4)
+
+
+def test_an_operator_of_the_mesh(params: rwkv7.Params, mesh: Mesh) -> None:
+    over_heads = sharding.shard(wkv7, mesh=mesh, batch="data", heads="model")
+    on_mesh = placed(rwkv7, params, mesh, "model"), tokens_on(mesh)
+    found, _ = jax.jit(lambda params, x: rwkv7.apply(params, x, wkv=over_heads))(*on_mesh)
+    assert_trees_close(np.asarray(found), rwkv7.apply(params, TOKENS)[0], 1e-4)
+    with pytest.raises(ValueError, match=r"wkv is .* on an Explicit mesh; accepted .* jax\.jit"):
+        rwkv7.apply(*on_mesh, wkv=over_heads)
+
+
+@pytest.mark.parametrize("module", [rwkv7, models.Invariant(rwkv7, 2)], ids=["rwkv7", "Invariant"])
+def test_generation(module: Any, params: rwkv7.Params, mesh: Mesh) -> None:
+    prompts = [[1, 2, 3], [4]]
+    found = generation.generate(module, placed(rwkv7, params, mesh, "model"), prompts, 5)
+    assert found.tokens == generation.generate(module, params, prompts, 5).tokens
+
+
+def test_a_pool_says_what_it_takes(params: rwkv7.Params, mesh: Mesh) -> None:
+    with pytest.raises(ValueError, match=r"Pool: mesh is .*; accepted .* of type Auto"):
+        serving.Pool(rwkv7, params, 4, mesh=mesh, data="data")
+
+
+@pytest.mark.parametrize("stacked", [False, True], ids=["in turn", "stacked"])
+def test_states_are_where_parameters_are(
+    stacked: bool, params: rwkv7.Params, mesh: Mesh, cpus: list[Any]
+) -> None:
+    params = rwkv7.stacked(params) if stacked else params
+    for place in (cpus[2], NamedSharding(mesh, P())):
+        on_devices = jax.device_put(params, place)
+        state = jax.tree.leaves(rwkv7.initial_state(on_devices, 2))
+        assert {x.sharding for x in state} == {on_devices.head.weight.sharding}
+        session = generation.generate(rwkv7, on_devices, [[1]], 0).session
+        assert session.logits.devices() == on_devices.head.weight.devices()
+    # As before, what is on no device in particular stays so.
+    assert not any(x.committed for x in jax.tree.leaves(rwkv7.initial_state(params, 2)))
