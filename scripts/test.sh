@@ -21,10 +21,14 @@ wheels=$(mktemp -d)
 trap 'rm -rf "$wheels"' EXIT
 
 which=(-m "not slow")
+native=ON
 if [[ ${1-} == --all ]]; then
   which=()
+  native=OFF
   shift
 fi
+# The quick tests run the kernels of one instruction set, so no other is compiled.
+export RWKV_JAX_NATIVE=${RWKV_JAX_NATIVE-$native}
 
 source "$root/scripts/gpu.sh"
 

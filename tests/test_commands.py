@@ -3,16 +3,20 @@
 import io
 import json
 import math
+import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
+import rwkv_jax
 from rwkv_jax import _commands, evaluation, models, tokenizers
+from rwkv_jax._commands import doctor
 from support import checkpoints
 
 
@@ -90,6 +94,63 @@ def test_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(models, "inspect", interrupted)
     assert _commands.main(["inspect", "model.pth"]) == 130
+
+
+def test_doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Right operators pass. One with a wrong gradient, one that gives NaN and one that raises fail
+    by name, and so does the command."""
+    devices, results = jax.local_devices(), doctor._results
+    found = {}
+
+    def kept(*arguments: Any) -> dict[str, np.ndarray]:
+        if arguments not in found:
+            found[arguments] = results(*arguments)
+        return dict(found[arguments])
+
+    def wrong(op: str, implementation: str, *others: Any) -> dict[str, np.ndarray]:
+        arrays = kept(op, implementation, *others)
+        if implementation == "reference" or op == "wkv7":
+            return arrays
+        if op == "wkv4":
+            raise RuntimeError("out of order")
+        return arrays | {"gradient v": arrays["gradient v"] * (1.01 if op == "wkv5" else np.nan)}
+
+    monkeypatch.setattr(jax, "local_devices", lambda backend=None: devices[:1])
+    monkeypatch.setattr(doctor, "_results", kept)
+    assert _commands.main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    assert f"rwkv-jax  {rwkv_jax.__version__}".split() in [x.split() for x in text.splitlines()]
+    assert len(re.findall(r"  passed$", text, re.MULTILINE)) == 4
+    monkeypatch.setattr(doctor, "_results", wrong)
+    assert _commands.main(["doctor"]) == 1
+    text = capsys.readouterr().out
+    assert len(re.findall(r"  FAILED$", text, re.MULTILINE)) == 3
+    assert f"{devices[0]} wkv4: RuntimeError: out of order" in text
+    assert _commands.main(["doctor", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["packages"]["jax"] == jax.__version__
+    assert report["build"]["missing"] == rwkv_jax.build_info()["missing"]
+    assert report["devices"] == [{"device": str(devices[0]), "kind": devices[0].device_kind}]
+    rows = {(x["operator"], x["implementation"]): x for x in report["implementations"]}
+    assert rows["wkv7", "xla"]["runs"]
+    checks = {x["operator"]: x for x in report["checks"]}
+    assert {op: x["passed"] for op, x in checks.items()} == {op: op == "wkv7" for op in checks}
+    assert all(rows[op, x["implementation"]]["default"] for op, x in checks.items())
+    assert checks["wkv5"]["error"] == pytest.approx(0.01, rel=1e-2)
+    assert checks["wkv5"]["array"] == checks["wkv6"]["array"] == "gradient v"
+
+
+def test_doctor_without_devices(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(backend: str | None = None) -> None:
+        raise RuntimeError("no driver")
+
+    monkeypatch.setattr(jax, "local_devices", fails)
+    assert _commands.main(["doctor"]) == 1
+    assert capsys.readouterr().out.endswith("\n\nno driver\n")
+    assert _commands.main(["doctor", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["device_error"] == "no driver"
 
 
 def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,14 +19,14 @@
 
 namespace rwkv_jax::cpu {
 
-// The kernels of an operator for the best instruction set that this CPU has.
+// The kernels of an operator for the best of the compiled instruction sets that this CPU has.
 template <typename Kernels>
 const Kernels& Best() {
-#if defined(__x86_64__)
-  if (__builtin_cpu_supports("fma")) {
-    if (__builtin_cpu_supports("avx512f")) return Kernels::avx512;
-    if (__builtin_cpu_supports("avx2")) return Kernels::avx2;
-  }
+#if defined(RWKV_JAX_HAS_avx512)
+  if (__builtin_cpu_supports("fma") && __builtin_cpu_supports("avx512f")) return Kernels::avx512;
+#endif
+#if defined(RWKV_JAX_HAS_avx2)
+  if (__builtin_cpu_supports("fma") && __builtin_cpu_supports("avx2")) return Kernels::avx2;
 #endif
   return Kernels::baseline;
 }

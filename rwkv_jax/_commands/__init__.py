@@ -19,11 +19,12 @@ import sys
 from collections.abc import Sequence
 
 import rwkv_jax
-from rwkv_jax._commands import chat, convert, eval, generate, inspect
+from rwkv_jax._commands import chat, convert, doctor, eval, generate, inspect
 
 PROGRAM = "rwkv-jax"
 
 COMMANDS = {
+    "doctor": doctor,
     "inspect": inspect,
     "convert": convert,
     "eval": eval,

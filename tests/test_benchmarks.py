@@ -1,0 +1,377 @@
+"""The benchmarks of models, decoding, the loss and products: their tables and figures, and the
+classes of kernels in a profile; and the comparisons with the official training code, whose kernels
+need a GPU, and with the official models."""
+
+import functools
+import importlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+
+DECODE = ["--vocabulary=256", "--tokens=2", "--repeats=1", "--one-process"]
+MODEL = ["--rows=2x64x1", "--tokens=32", "--vocabulary=256", "--dtype=float32", "--one-process"]
+MODEL += ["--steps=1", "--repeats=2"]
+TINY = {"bench_decode": DECODE, "bench_model": MODEL}
+
+
+@pytest.fixture(autouse=True)
+def _as_scripts_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Modules of scripts can be imported, the speed of copies is not measured, and the strictness
+    that tests ask of the package is not asked of optax."""
+    monkeypatch.syspath_prepend(SCRIPTS)
+    decoding = importlib.import_module("benchmarking.decoding")
+    monkeypatch.setattr(decoding, "copy_gb_s", lambda clock: 10.0)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "figures.json"
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A folder that looks like the official training code."""
+    folder = tmp_path / "checkout"
+    (folder / "src").mkdir(parents=True)
+    (folder / "src" / "model.py").touch()
+    return folder
+
+
+def run(name: str, file: Path, *options: str) -> Any:
+    """The rows of figures of a benchmark that succeeds."""
+    options = (*TINY.get(name, ()), *options, f"--json={file}")
+    assert importlib.import_module(name).main(options) == 0
+    return json.loads(file.read_text())["rows"]
+
+
+# The benchmarks.
+
+
+def test_model(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "share.png"
+    more = ("--forward", "--profile", "--model", "implementation=reference", f"--plot={picture}")
+    training, forward = run("bench_model", file, *more)
+    output = capsys.readouterr().out
+    for words in ("2x64, batch 1, training", "2x64, batch 1, forward", "of peak", "compile s"):
+        assert words in output
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert [training["pass"], forward["pass"]] == ["training", "forward"]
+    for row in (training, forward):
+        assert row["ms"] >= row["best_ms"] > 0
+        assert row["tokens_per_second"] == pytest.approx(32 / row["ms"] * 1e3)
+        assert row["argument_bytes"] > 0
+        assert min(row[f"{stage}_s"] for stage in ("trace", "lower", "compile")) > 0
+    # Parameters and two moments in float32; the forward pass has the parameters alone.
+    assert training["argument_bytes"] == pytest.approx(3 * forward["argument_bytes"], rel=0.01)
+    flops = training["share_of_peak"] * 989e12 * training["ms"] / 1e3 / 32
+    numbers = 2 * (64 * 64 * 12 + 64 * 2 * (32 + 32 + 32) + 2 * 64 * 32) - 2 * 64 * 32 + 64 * 256
+    assert flops == pytest.approx(6 * numbers + 24 * 2 * 64 * 64)
+    classes = training["profile"]["classes"]
+    assert set(classes) == set(importlib.import_module("benchmarking.profile").CLASSES)
+    assert classes["products"]["ms"] > 0
+    assert sum(kind["ms"] for kind in classes.values()) > 0.9 * training["profile"]["step_ms"]
+
+
+@pytest.mark.slow
+def test_model_with_a_scan_over_blocks(file: Path) -> None:
+    """The same operations, bytes of arguments and loss as without a scan."""
+    (plain,) = run("bench_model", file)
+    (scan,) = run("bench_model", file, "--scan", "--model", "recompute=cheap")
+    assert scan["argument_bytes"] == pytest.approx(plain["argument_bytes"], rel=1e-3)
+    assert scan["loss"] == pytest.approx(plain["loss"], rel=1e-5)
+    operations, of_scan = (row["share_of_peak"] * row["ms"] for row in (plain, scan))
+    assert of_scan == pytest.approx(operations)
+
+
+def test_decode(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = ("--rows=1x64x3xfloat32", "--prefill=16", "--pause=0.01", "--profile")
+    decoding, prefill = run("bench_decode", file, *more)
+    output = capsys.readouterr().out
+    for words in ("1x64, batch 3, float32, decoding", "prefill", "times floor", "one token"):
+        assert words in output
+    assert decoding["tokens_per_second"] == pytest.approx(3e3 / decoding["ms"])
+    matrices = 12 * 64 * 64 + 3 * 2 * 64 * 32
+    vectors = 64 * (19 - 1 + 2 + 2)
+    states = 3 * (64 * 64 + 2 * 64)
+    moved = 4 * (matrices + vectors + 256 * 64 + 3 * 64 + 2 * states)
+    assert decoding["bytes"] == moved
+    assert decoding["floor_ms"] == pytest.approx(moved / 1e7)
+    assert decoding["times_floor"] == pytest.approx(decoding["ms"] / decoding["floor_ms"])
+    assert decoding["profile"]["classes"]["products"]["ms"] > 0
+    flops = prefill["share_of_peak"] * 989e12 * prefill["ms"] / 1e3
+    assert flops == pytest.approx(16 * (2 * matrices + 8 * 64 * 64))
+
+
+def test_decode_with_zeros(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Weights have the share of zeros that is asked for, and the floor counts what is left."""
+    picture = tmp_path / "decode.png"
+    more = ("--rows=1x64x2xfloat32", "--zeros", "0", "75", "100", f"--plot={picture}")
+    moved = [row["bytes"] for row in run("bench_decode", file, *more)]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    output = capsys.readouterr().out
+    assert "weights are made so that" in output
+    assert "1x64, batch 2, float32, 75 % zeros, decoding" in output
+    value = 4 * 64 * 256
+    assert [moved[0] - x for x in moved] == [0, value * 0.75**2, value]
+    script = importlib.import_module("bench_decode")
+    settings = script.Settings(vocabulary=256, dtype="float32")
+    for share in (0.0, 0.75, 1.0):
+        row = script.Row(1, 64, 1, "float32", share)
+        ffn = script.decoding.parameters(row, settings).blocks[0].ffn
+        tokens = np.random.default_rng(0).standard_normal((50, 64)).astype(np.float32)
+        tokens -= tokens.mean(1, keepdims=True)
+        hidden = (tokens / tokens.std(1, keepdims=True) + 1) @ np.asarray(ffn.key.weight).T
+        assert np.mean(hidden <= 0) == pytest.approx(share, abs=0.03)
+
+
+def test_loss(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = run("bench_loss", file, "--shapes=8x16x32", "--slabs=4", "--repeats=1")
+    assert "8x16x32, forward+backward" in capsys.readouterr().out
+    names = ("all logits", "cross_entropy", "cross_entropy, recompute", "slabs of 4")
+    assert [row["contestant"] for row in rows] == [*names, *names]
+    assert all(row["differs"] < 1e-5 for row in rows)
+
+
+def test_row_product(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    script = importlib.import_module("bench_row_product")
+    monkeypatch.setattr(script, "BYTES", 2**10)
+    given = ["--matrices=24x16", "--weights=int8", "--rows", "1", "3", "--repeats=1"]
+    assert script.main(given) == 0
+    lines = capsys.readouterr().out.splitlines()[-2:]
+    assert [line.split("|")[1].strip() for line in lines] == ["24x16, int8, 1", "24x16, int8, 3"]
+    assert all(float(line.split("|")[4]) > 0 for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("bench_model", ["--model", "implementation=abc"], "failed: ValueError: wkv7"),
+        ("bench_decode", ["--rows=2x65x1"], "failed: ValueError: rwkv7: width is 65"),
+        # The fused kernels are for few rows.
+        ("bench_decode", ["--rows=1x64x9", "--fused"], "implementation 'fused' cannot run"),
+    ],
+)
+def test_failure_is_a_line_of_the_table(
+    name: str, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert importlib.import_module(name).main([*TINY[name], *options]) == 1
+    assert message in capsys.readouterr().out
+
+
+def test_bad_options(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, options in {
+        "bench_decode": "--rows=2x64 --rows=2x64x1xint3 --tokens=0 --zeros=101 --invariant=0",
+        "bench_model": "--rows=2x64 --model=abc=1 --steps=0 --official-options=abc=1",
+    }.items():
+        for option in options.split():
+            with pytest.raises(SystemExit):
+                importlib.import_module(name).main([*TINY[name], option])
+            assert option.lstrip("-").partition("=")[0] in capsys.readouterr().err
+
+
+# Classes of kernels.
+
+TRACE = """
+planes {
+  name: "/device:GPU:0"
+  lines {
+    name: "Stream #13(Compute)"
+    events {
+      metadata_id: 1 offset_ps: 0 duration_ps: 4000000
+      stats { metadata_id: 1 str_value: "cublas-gemm.1" }
+    }
+    events {
+      metadata_id: 2 offset_ps: 4000000 duration_ps: 2000000
+      stats { metadata_id: 1 str_value: "gemm_fusion_dot.2" }
+    }
+    events {
+      metadata_id: 3 offset_ps: 7000000 duration_ps: 2000000
+      stats { metadata_id: 1 str_value: "custom-call.3" }
+    }
+    events {
+      metadata_id: 3 offset_ps: 9000000 duration_ps: 1000000
+      stats { metadata_id: 1 str_value: "custom-call.4" }
+    }
+    events {
+      metadata_id: 4 offset_ps: 10000000 duration_ps: 3000000
+      stats { metadata_id: 1 str_value: "loop_add_fusion" }
+    }
+  }
+  lines {
+    name: "Stream #14(MemcpyD2D)"
+    events { metadata_id: 5 offset_ps: 12000000 duration_ps: 4000000 }
+  }
+  lines {
+    name: "XLA Ops"
+    events { metadata_id: 4 offset_ps: 0 duration_ps: 900000000 }
+  }
+  event_metadata { key: 1 value { id: 1 name: "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NNT" } }
+  event_metadata { key: 2 value { id: 2 name: "gemm_fusion_dot_2" } }
+  event_metadata { key: 3 value { id: 3 name: "void rwkv_jax::cuda::ChunkKernel<64>()" } }
+  event_metadata { key: 4 value { id: 4 name: "loop_add_fusion" } }
+  event_metadata { key: 5 value { id: 5 name: "MemcpyD2D" } }
+  stat_metadata { key: 1 value { id: 1 name: "hlo_op" } }
+}
+planes {
+  name: "/host:CPU"
+  lines {
+    name: "threads"
+    events { metadata_id: 1 offset_ps: 0 duration_ps: 900000000 }
+  }
+  event_metadata { key: 1 value { id: 1 name: "PjRtExecute" } }
+}
+"""
+
+PROGRAM = """
+HloModule jit_step
+
+%gemm_fusion_dot.2_computation (p0: f32[64,64], p1: f32[64,64]) -> f32[64,64] {
+  %p0 = f32[64,64] parameter(0)
+  %p1 = f32[64,64] parameter(1)
+  ROOT %dot.5 = f32[64,64] dot(%p0, %p1), lhs_contracting_dims={1}, rhs_contracting_dims=
+}
+
+ENTRY %main (x: bf16[64,64], y: f32[64,64]) -> f32[64,64] {
+  %x = bf16[64,64] parameter(0)
+  %y = f32[64,64] parameter(1)
+  %cublas-gemm.1 = (f32[64,64], s8[4]) custom-call(%x, %x), custom_call_target="__cublas$lt$matmul"
+  %gemm_fusion_dot.2 = f32[64,64] fusion(%y, %y), kind=kCustom, calls=%gemm_fusion_dot.2_computation
+  %custom-call.3 = f32[64,64] custom-call(%y), custom_call_target="rwkv_wkv7_fwd_v2"
+  %custom-call.4 = f32[64,64] custom-call(%y), custom_call_target="rwkv_norm_shift_mix_fwd_v1"
+  ROOT %loop_add_fusion = f32[64,64] fusion(%y, %y), kind=kLoop, calls=%fused_add
+}
+"""
+
+
+def test_classes_of_kernels() -> None:
+    profile = importlib.import_module("benchmarking.profile")
+    kernels = profile.kernels(jax.profiler.ProfileData.from_text_proto(TRACE))
+    found = profile.by_class(kernels, profile.instructions(PROGRAM), 2)
+    # Microseconds of two steps are milliseconds / 500 of one. No kernel ran from 6 to 7.
+    ms = {name: round(kind["ms"] * 2000, 3) for name, kind in found["classes"].items()}
+    assert ms == {
+        "products": 6,
+        "wkv": 2,
+        "other kernels of rwkv_jax": 1,
+        "memory-bound fusions": 3,
+        "copies": 4,
+        "gaps": 1,
+    }
+    assert found["classes"]["products"]["count"] == 1
+    assert found["tf32"] == {"ms": pytest.approx(0.001), "count": 0.5}
+    assert found["step_ms"] == pytest.approx(0.008)
+    assert found["kernels"][0]["name"].startswith("nvjet")
+
+
+def test_classes_by_name_alone() -> None:
+    profile = importlib.import_module("benchmarking.profile")
+    for name, expected in (
+        ("void rwkv_jax::cuda::GradientKernel<__nv_bfloat16, 64, false>()", "wkv"),
+        ("void rwkv_jax::cuda::ProductKernel<true>(CUtensorMap_st)", "products"),
+        ("rwkv_jax::cuda::TransposeKernel(uint4 const*, uint4*, int, int)", "products"),
+        ("void BackwardKernel<4, 6>(rwkv_jax::NormShiftMixBackwardCall)", "other kernels"),
+        ("void ForwardKernel<8>(rwkv_jax::Wkv7KeysForwardCall)", "other kernels"),
+        ("nvjet_sm90_tst_128x160_64x5_2x1_v_bz_NNT", "products"),
+    ):
+        kernel = profile.Kernel(name, 0.0, 1.0, "")
+        assert profile.class_of(kernel, {}).startswith(expected), name
+    of_float32 = {"nvjet_sm90_tst_128x160": 0, "nvjet_sm90_sss_128x160": 1, "nvjet_tss_64": 0}
+    assert {name: bool(profile.TF32.search(name)) for name in of_float32} == of_float32
+
+
+# Comparisons with official code.
+
+
+@pytest.fixture
+def compare() -> ModuleType:
+    return importlib.import_module("compare_official")
+
+
+@pytest.mark.slow
+def test_official_models(capsys: pytest.CaptureFixture[str]) -> None:
+    main = importlib.import_module("compare_models").main
+    assert main(["--versions", "RWKV-4", "--tokens", "4", "--vocabulary", "30"]) == 0
+    assert "| RWKV-4   |   42/42 |" in capsys.readouterr().out
+
+
+def test_official_code_that_is_not_there(
+    tmp_path: Path, checkout: Path, compare: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for main, arguments, message in (
+        (
+            importlib.import_module("bench_model").main,
+            ["--official", str(tmp_path)],
+            "a checkout of",
+        ),
+        (compare.main, [str(tmp_path)], "accepted is a checkout of"),
+        (compare.main, [str(checkout), "--tokenizer=abc"], "tokenizer is 'abc'"),
+    ):
+        with pytest.raises(SystemExit):
+            main(arguments)
+        assert message in capsys.readouterr().err
+
+
+def test_losses_are_compared(compare: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    losses = {"official": [3.0, 2.0, 1.0], "bfloat16": [3.0, 2.5, 1.0], "float32": [3.0, 2.0, 1.25]}
+    assert compare.print_losses(losses, 2) == {"bfloat16": 0.5, "float32": 0.25}
+    output = capsys.readouterr().out
+    assert "| 2 " in output
+    assert "| 1 " not in output
+    assert "bfloat16: differs by 0.5000 at most" in output
+
+
+def test_compared_steps_read_tokens(
+    compare: ModuleType, monkeypatch: pytest.MonkeyPatch, checkout: Path
+) -> None:
+    vocabulary = checkout / "vocabulary.txt"
+    tokens = [*(bytes([byte]) for byte in range(256)), b"ab"]
+    lines = (f"{number} {token!r} {len(token)}\n" for number, token in enumerate(tokens, 1))
+    vocabulary.write_text("".join(lines))
+    text = np.frombuffer(b"ab" * 40, np.uint8)
+    monkeypatch.setattr(compare.data, "read", lambda folder, pattern: (text, text))
+    sizes = ["--batch=2", "--context=16", "--steps=3"]
+    args = compare.parse([str(checkout), f"--tokenizer={vocabulary}", *sizes])
+    assert compare.config_of(args).vocabulary == 258
+    for batch in compare.batches(args):
+        np.testing.assert_array_equal(batch, np.full((2, 17), 257))
+
+
+@pytest.mark.slow
+def test_compared_steps_are_those_of_train(
+    compare: ModuleType, monkeypatch: pytest.MonkeyPatch, checkout: Path
+) -> None:
+    """The same losses as from the step of train.py, which has no L2 wrap."""
+    sizes = ["--layers=1", "--width=64", "--batch=2", "--context=16", "--steps=4", "--warmup=2"]
+    args = compare.parse([str(checkout), *sizes])
+    monkeypatch.setattr(compare, "L2_WRAP", 0.0)
+    weights = compare.initial_weights(args)
+    losses = compare.train(args, weights, "float32")
+
+    data, devices, language_model, loop, steps = (
+        importlib.import_module(f"training.{name}")
+        for name in ("data", "devices", "language_model", "loop", "steps")
+    )
+    config = compare.config_of(args)
+    mesh = devices.make_mesh(None, config, batch=args.batch, context=args.context)
+    model = language_model.make_model(config, mesh, dtype="float32", implementation=None, seed=0)
+    optimizer = nnx.Optimizer(model, optax.identity(), wrt=nnx.Param)
+    for name, x in steps.variables(model, optimizer).items():
+        if name.startswith("model."):
+            x[...] = jax.numpy.asarray(weights[name.removeprefix("model.")])
+    optimizer = nnx.Optimizer(model, loop.make_optimizer(args), wrt=nnx.Param)
+    step = functools.partial(steps.train_step, model, optimizer, steps.Copies(mesh, model))
+    found = [float(step(data.Batch(x), mesh)) for x in compare.batches(args)]
+    assert losses == pytest.approx(found, abs=1e-5)
+    assert losses[-1] < losses[0]
