@@ -80,7 +80,7 @@ def implementations_table() -> str:
                 rwkv_jax.implementations(op, *operands, platform=x, **_packing(tokens))
                 for x in platforms.values()
             ]
-            assert all(x["reference"] is None for x in able), call
+            assert all(x["reference"].available for x in able), call
             cells = (", ".join(_able(x)) for x in able)
             rows.append(Row(_box(call), tuple(cells)))
     return _table(axes, tuple(platforms), _merged(rows, axes))
@@ -137,9 +137,9 @@ def axes_table() -> str:
     return _table(axes, ("batch", "heads or channels", "sequence"), _merged(rows, axes))
 
 
-def _able(reasons: Mapping[str, str | None]) -> list[str]:
+def _able(implementations: Mapping[str, rwkv_jax.Availability]) -> list[str]:
     """The implementations that can run, without the one that runs everywhere."""
-    return [name for name, reason in reasons.items() if reason is None and name != "reference"]
+    return [name for name, x in implementations.items() if x.available and name != "reference"]
 
 
 def _calls(axes: Mapping[str, Sequence[str]]) -> Iterator[dict[str, str]]:
