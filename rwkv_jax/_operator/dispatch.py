@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, core, lax
 from jax.custom_batching import custom_vmap
-from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 
 from rwkv_jax._native import library
@@ -302,30 +302,26 @@ def at_lowering(branches: Branches, *operands: Any, only_alone: bool = False) ->
     """The results of the branch for the platform that the program is lowered for. With `only_alone`
     all branches but that of None are for programs for a single device. Unlike those of
     `jax.lax.platform_dependent`, branches are lowered for no other platform, also where a program
-    is exported for several. JAX does not differentiate or map this."""
+    is exported for several. JAX does not differentiate or map this, and branches take all traced
+    arrays as operands."""
     only, *others = branches.values()
     if not others and not isinstance(only, str):
         return only(*operands)
     leaves = jax.tree.leaves(operands)
     if not any(isinstance(x, core.Tracer) for x in leaves):
         return _suitable_for(branches, leaves, only_alone)(*operands)
-    jaxprs, places = [], []
-    constants: list[Any] = []
+    jaxprs: list[Any] = []
+    numbers: list[tuple[str | None, int | str]] = []
     shape = None
-    for compute in branches.values():
+    for platform, compute in branches.items():
         if isinstance(compute, str):
-            places.append(compute)
+            numbers.append((platform, compute))
             continue
         jaxpr, shape = jax.make_jaxpr(compute, return_shape=True)(*operands)
-        places.append((len(jaxprs), len(leaves) + len(constants)))
-        jaxprs.append(jaxpr.jaxpr)
-        constants += jaxpr.consts
+        numbers.append((platform, len(jaxprs)))
+        jaxprs.append(jaxpr)
     results = _choice.bind(
-        *(*leaves, *constants),
-        jaxprs=tuple(jaxprs),
-        branches=tuple(zip(branches, places, strict=True)),
-        count=len(leaves),
-        only_alone=only_alone,
+        *leaves, jaxprs=tuple(jaxprs), branches=tuple(numbers), only_alone=only_alone
     )
     return jax.tree.unflatten(jax.tree.structure(shape), results)
 
@@ -361,19 +357,17 @@ def _suitable(branches: Mapping[str | None, Any], platform: str, distributed: bo
 
 
 _choice = Primitive("rwkv_jax_choice")
-"""Its operands are `count` ones of the jaxprs, and then the constants of each. A branch has the
-number of a jaxpr and the place of its constants, or the reason why there is none."""
+"""Its parameters are jaxprs and, for each platform with a branch, the number of its jaxpr or the
+reason why there is none."""
 
 _choice.multiple_results = True
 
 
 @_choice.def_impl
-def _(
-    *operands: Array, jaxprs: Sequence[Any], branches: Any, count: int, only_alone: bool
-) -> list[Array]:
+def _(*operands: Array, jaxprs: Sequence[Any], branches: Any, only_alone: bool) -> list[Array]:
     """Without `jit`, from where JAX has traced a call to evaluate it, as for `vmap`."""
-    number, place = _suitable_for(dict(branches), operands, only_alone)
-    return _evaluated(jaxprs[number], place, count, operands)
+    number = _suitable_for(dict(branches), operands, only_alone)
+    return jaxpr_as_fun(jaxprs[number])(*operands)
 
 
 def _suitable_for(branches: Mapping[str | None, Any], operands: Any, only_alone: bool) -> Any:
@@ -384,31 +378,16 @@ def _suitable_for(branches: Mapping[str | None, Any], operands: Any, only_alone:
     return _suitable(branches, platform, only_alone and len(devices) > 1)
 
 
-def _evaluated(jaxpr: Any, place: int, count: int, operands: Sequence[Array]) -> list[Array]:
-    constants = operands[place : place + len(jaxpr.constvars)]
-    return jaxpr_as_fun(ClosedJaxpr(jaxpr, constants))(*operands[:count])
-
-
 @_choice.def_abstract_eval
 def _types(*_: Any, jaxprs: Sequence[Any], **__: Any) -> list[Any]:
-    return [x.aval for x in jaxprs[0].outvars]
+    return list(jaxprs[0].out_avals)
 
 
 def _lower(
-    platform: str,
-    ctx: Any,
-    *values: Any,
-    jaxprs: Sequence[Any],
-    branches: Any,
-    count: int,
-    only_alone: bool,
+    platform: str, ctx: Any, *values: Any, jaxprs: Sequence[Any], branches: Any, only_alone: bool
 ) -> Any:
     distributed = only_alone and _devices(ctx) > 1
-    number, place = _suitable(dict(branches), platform, distributed)
-
-    def compute(*operands: Array) -> list[Array]:
-        return _evaluated(jaxprs[number], place, count, operands)
-
+    compute = jaxpr_as_fun(jaxprs[_suitable(dict(branches), platform, distributed)])
     return mlir.lower_fun(compute, multiple_results=True)(ctx, *values)
 
 
