@@ -39,7 +39,7 @@ from support import (
     tolerance,
 )
 from support.cases import CU_SEQLENS, Arrays, Case
-from support.emulation import DEVICES, Device, Emulation, needs_emulation
+from support.emulation import DEVICES, Call, Device, Emulation, needs_emulation
 from support.layer_functions import LAYER_FUNCTIONS
 from support.operators import OPERATORS, SEQUENCES, Run
 
@@ -552,23 +552,18 @@ class LayerCall(NamedTuple):
     attributes: Mapping[str, int] = MappingProxyType({})
 
 
-def _layer_calls(
-    emulated: Emulation, monkeypatch: pytest.MonkeyPatch, name: str, case: Layer = LAYER_CALL
-) -> list[LayerCall]:
+def _layer_calls(emulated: Emulation, name: str, case: Layer = LAYER_CALL) -> list[LayerCall]:
     """The calls of the forward and of the backward pass."""
     calls = []
 
-    def record(target: str, results: Any, *operands: Any, **more: Any) -> Any:
-        empty = [np.zeros(shape, dtype) for shape, dtype in results]
-        calls.append((target, [np.array(x) for x in operands], empty))
-        return emulated.call(target, results, *operands, **more)
+    def look(call: Call, operands: list[np.ndarray], results: list[np.ndarray]) -> None:
+        calls.append((call.target, operands, list(map(np.zeros_like, results))))
 
     own = LAYER_FUNCTIONS[name]
     arrays = jax.tree.map(jnp.asarray, layer_functions.operands(name, case))
-    with monkeypatch.context() as patch:
-        internals.intercept_native_calls(patch, record)
-        with jax.disable_jit():
-            layer_functions.value_and_gradients(name, "ffi", *arrays)
+    emulated.look = look
+    jax.block_until_ready(layer_functions.value_and_gradients(name, "ffi", *arrays))
+    emulated.look = None
     origin = ["origin"] if name == "norm_shift_mix" else []
     inputs = [*own.tensors, "parameters", *origin]
     kept = ["moments"] if name == "norm_shift_mix" else []
@@ -595,11 +590,9 @@ def _refused(emulated: Emulation, call: LayerCall) -> str:
 
 
 @pytest.mark.parametrize("name", LAYER_FUNCTIONS)
-def test_layers_refuse_wrong_arrays(
-    emulated: Emulation, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_layers_refuse_wrong_arrays(emulated: Emulation, name: str) -> None:
     """Every operand and result that is missing or has another shape or dtype is named."""
-    for call in _layer_calls(emulated, monkeypatch, name):
+    for call in _layer_calls(emulated, name):
         for kind in ("operands", "results"):
             arrays = getattr(call, kind)
             names = list(arrays)
@@ -648,8 +641,8 @@ def test_layers_refuse_sizes(emulated: Emulation, wrong: str) -> None:
         jax.block_until_ready(LAYER_FUNCTIONS[name].call(**inputs, implementation="ffi"))
 
 
-def test_layers_refuse_other_counts(emulated: Emulation, monkeypatch: pytest.MonkeyPatch) -> None:
-    forward, backward = _layer_calls(emulated, monkeypatch, "norm_shift_mix")
+def test_layers_refuse_other_counts(emulated: Emulation) -> None:
+    forward, backward = _layer_calls(emulated, "norm_shift_mix")
     for call in (forward, backward):
         kind = "results" if call is forward else "operands"
         three = np.zeros((2, 3, 3), np.float32)
@@ -664,14 +657,12 @@ def test_layers_refuse_other_counts(emulated: Emulation, monkeypatch: pytest.Mon
     ):
         changed = backward.results | {"partials": np.zeros(shape, np.float32)}
         assert message in _refused(emulated, backward._replace(results=changed))
-    keys, _ = _layer_calls(emulated, monkeypatch, "wkv7_keys")
+    keys, _ = _layer_calls(emulated, "wkv7_keys")
     changed = keys.operands | {"parameters": keys.operands["parameters"][:, :2].copy()}
     assert "parameters has J = 2; expected 4" in _refused(emulated, keys._replace(operands=changed))
 
 
-def _read_out_calls(
-    emulated: Emulation, monkeypatch: pytest.MonkeyPatch, case: Layer, seed: int = 1
-) -> dict[str, LayerCall]:
+def _read_out_calls(emulated: Emulation, case: Layer, seed: int = 1) -> dict[str, LayerCall]:
     """The calls of `projected_read_out`, and of the two functions one after the other."""
     calls = {}
     names = {
@@ -679,29 +670,22 @@ def _read_out_calls(
         "results": ["dy", "dbonus", "dv", "dgate", "partials", "out"],
     }
 
-    def record(target: str, results: Any, *operands: Any, **more: Any) -> Any:
-        found = emulated.call(target, results, *operands, **more)
-        forward = "fwd" in target
-        of_results = ["out"] if forward else names["results"][: len(found)]
-        given = names["operands"][: len(operands)]
-        calls[target] = LayerCall(
-            target,
-            dict(zip(given, map(np.array, operands), strict=True)),
-            dict(zip(of_results, map(np.array, found), strict=True)),
-        )
-        return found
+    def look(call: Call, operands: list[np.ndarray], results: list[np.ndarray]) -> None:
+        of_results = ["out"] if "fwd" in call.target else names["results"][: len(results)]
+        given = dict(zip(names["operands"], operands, strict=False))
+        found = dict(zip(of_results, results, strict=True))
+        calls[call.target] = LayerCall(call.target, given, found)
 
     emulated.module.seed(seed)
     arrays = jax.tree.map(jnp.asarray, projected_read_out.operands(case))
-    with monkeypatch.context() as patch:
-        internals.intercept_native_calls(patch, record)
-        with jax.disable_jit():
-            for function in (layers.projected_read_out, projected_read_out.apart):
-                found = projected_read_out.value_and_gradients(
-                    *arrays, function=function, implementation="ffi"
-                )
-                right = projected_read_out.expected(*arrays)
-                projected_read_out.assert_right(found, right, case.dtype)
+    emulated.look = look
+    for function in (layers.projected_read_out, projected_read_out.apart):
+        found = projected_read_out.value_and_gradients(
+            *arrays, function=function, implementation="ffi"
+        )
+        right = projected_read_out.expected(*arrays)
+        projected_read_out.assert_right(found, right, case.dtype)
+    emulated.look = None
     return calls
 
 
@@ -721,12 +705,10 @@ RESTORED = [
 
 
 @pytest.mark.parametrize("case", RESTORED, ids=str)
-def test_read_out_is_restored(
-    emulated: Emulation, monkeypatch: pytest.MonkeyPatch, case: Layer
-) -> None:
+def test_read_out_is_restored(emulated: Emulation, case: Layer) -> None:
     """The backward pass writes the bits of the forward pass, and the gradients that it computes
     without that. No result is left as it was."""
-    calls = [_read_out_calls(emulated, monkeypatch, case, seed) for seed in (1, 2)]
+    calls = [_read_out_calls(emulated, case, seed) for seed in (1, 2)]
     forward, restoring = internals.projected_read_out.RESTORING.targets
     (backward,) = calls[0].keys() - {forward, restoring}
     for one in calls:
@@ -736,12 +718,10 @@ def test_read_out_is_restored(
         _assert_same(found, calls[0][restoring].results)
 
 
-def test_restoring_refuses_wrong_arrays(
-    emulated: Emulation, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_restoring_refuses_wrong_arrays(emulated: Emulation) -> None:
     """The result that is restored, as all others."""
     target = internals.projected_read_out.RESTORING.targets[1]
-    call = _read_out_calls(emulated, monkeypatch, LAYER_CALL)[target]
+    call = _read_out_calls(emulated, LAYER_CALL)[target]
     results = call.results
     out = results.pop("out")
 
@@ -807,20 +787,17 @@ def test_keyed_wkv7(emulated: Emulation, device: str, case: Case, marked: bool) 
 
 
 @pytest.mark.parametrize("name", ["forward", "backward"])
-def test_keyed_wkv7_refuses_wrong_arrays(
-    emulated: Emulation, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_keyed_wkv7_refuses_wrong_arrays(emulated: Emulation, name: str) -> None:
     """Those that the targets take besides the arrays of `wkv7`."""
     calls = {}
 
-    def record(target: str, results: Any, *operands: Any, **attributes: Any) -> Any:
-        empty = [np.zeros(shape, dtype) for shape, dtype in results]
-        calls[target] = [np.array(x) for x in operands], empty, attributes
-        return emulated.call(target, results, *operands, **attributes)
+    def look(call: Call, operands: list[np.ndarray], results: list[np.ndarray]) -> None:
+        calls[call.target] = operands, list(map(np.zeros_like, results)), call.attributes
 
-    internals.intercept_native_calls(monkeypatch, record)
     arrays = jax.tree.map(jnp.asarray, keyed_wkv7.operands(Case(2, 16, 1, 64, dtype="bfloat16")))
-    keyed_wkv7.value_and_gradients(*arrays, implementation="ffi")
+    emulated.look = look
+    jax.block_until_ready(keyed_wkv7.value_and_gradients(*arrays, implementation="ffi"))
+    emulated.look = None
     target = internals.keyed_wkv7.TARGETS[name]
     operands, results, attributes = calls[target]
     forward = name == "forward"

@@ -200,7 +200,7 @@ def test_programs_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
                 _targets({**MANY, **change}, implementation="ffi")
         for name in ("xla", "reference"):
             assert _targets(MANY, implementation=name) == set()
-    monkeypatch.setattr(internals.gpus, "kinds", set)
+    monkeypatch.setattr(internals.gpus, "device_kinds", set)
     assert _targets(MANY) == set()
     with pytest.raises(NotImplementedError, match="no CUDA GPU is here"):
         _targets(MANY, implementation="ffi")

@@ -202,7 +202,7 @@ def test_programs_for_a_gpu(activation: str, monkeypatch: pytest.MonkeyPatch) ->
                 targets({**MANY, **change}, implementation="ffi")
         for name in ("xla", "reference"):
             assert targets(MANY, implementation=name) == set()
-    monkeypatch.setattr(internals.gpus, "kinds", set)
+    monkeypatch.setattr(internals.gpus, "device_kinds", set)
     assert targets(MANY) == set()
     with pytest.raises(NotImplementedError, match="no CUDA GPU is here"):
         targets(MANY, implementation="ffi")

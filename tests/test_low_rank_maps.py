@@ -194,7 +194,7 @@ def test_programs_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         inputs[1]["first"], inputs[1]["second"] = (inputs[1][n][..., :4] for n in ("first", "x"))
         inputs[1]["second"] = np.zeros((4, 48), inputs[1]["x"].dtype)
         assert _targets(_call, inputs) == set()
-    monkeypatch.setattr(internals.gpus, "kinds", set)
+    monkeypatch.setattr(internals.gpus, "device_kinds", set)
     assert targets() == set()
     with pytest.raises(NotImplementedError, match="no CUDA GPU is here"):
         targets(implementation="ffi")

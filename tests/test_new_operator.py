@@ -129,10 +129,10 @@ INPUTS = {
 }
 STATE = RNG.standard_normal((B, H, V, K), dtype=np.float32)
 DY, DSTATE = RNG.standard_normal((B, T, H, V)), RNG.standard_normal((B, H, V, K))
-OPERANDS = (*INPUTS.values(), STATE)
+OPERANDS: Any = (*INPUTS.values(), STATE)
 
 
-def of_tokens(tokens: Any, inputs: dict[str, np.ndarray] = INPUTS) -> tuple[np.ndarray, ...]:
+def of_tokens(tokens: Any, inputs: dict[str, np.ndarray] = INPUTS) -> Any:
     """The inputs of some tokens of all rows."""
     return tuple(x[:, tokens] for x in inputs.values())
 

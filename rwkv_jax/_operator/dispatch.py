@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, core, lax
 from jax.custom_batching import custom_vmap
-from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 
 from rwkv_jax._native import library
@@ -240,8 +240,8 @@ def with_vmap_rule(fn: FlatFn, formula: FlatFn | None) -> FlatFn:
 
 
 Branches: TypeAlias = Mapping[str | None, Callable[..., Any] | str]
-"""What a program runs where it is lowered for a platform, None being any other one; or the reason
-why nothing can run there."""
+"""What a program runs where it is lowered for a platform, OTHER or None being any other one; or the
+reason why nothing can run there."""
 
 
 def _branches(
@@ -300,34 +300,28 @@ def _by_each_device(
 
 def at_lowering(branches: Branches, *operands: Any, only_alone: bool = False) -> Any:
     """The results of the branch for the platform that the program is lowered for. With `only_alone`
-    the branches of platforms are for programs for a single device. Unlike those of
+    all branches but that of None are for programs for a single device. Unlike those of
     `jax.lax.platform_dependent`, branches are lowered for no other platform, also where a program
-    is exported for several. JAX does not differentiate or map this."""
+    is exported for several. JAX does not differentiate or map this, and branches take all traced
+    arrays as operands."""
     only, *others = branches.values()
     if not others and not isinstance(only, str):
         return only(*operands)
     leaves = jax.tree.leaves(operands)
     if not any(isinstance(x, core.Tracer) for x in leaves):
-        devices = max((len(x.sharding.device_set) for x in leaves), default=1)
-        platform = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
-        return _suitable(branches, platform, only_alone and devices > 1)(*operands)
-    jaxprs, places = [], []
-    constants: list[Any] = []
+        return _suitable_for(branches, leaves, only_alone)(*operands)
+    jaxprs: list[Any] = []
+    numbers: list[tuple[str | None, int | str]] = []
     shape = None
-    for compute in branches.values():
+    for platform, compute in branches.items():
         if isinstance(compute, str):
-            places.append(compute)
+            numbers.append((platform, compute))
             continue
         jaxpr, shape = jax.make_jaxpr(compute, return_shape=True)(*operands)
-        places.append((len(jaxprs), len(leaves) + len(constants)))
-        jaxprs.append(jaxpr.jaxpr)
-        constants += jaxpr.consts
+        numbers.append((platform, len(jaxprs)))
+        jaxprs.append(jaxpr)
     results = _choice.bind(
-        *(*leaves, *constants),
-        jaxprs=tuple(jaxprs),
-        branches=tuple(zip(branches, places, strict=True)),
-        count=len(leaves),
-        only_alone=only_alone,
+        *leaves, jaxprs=tuple(jaxprs), branches=tuple(numbers), only_alone=only_alone
     )
     return jax.tree.unflatten(jax.tree.structure(shape), results)
 
@@ -337,7 +331,7 @@ def in_program_of_one_device(
 ) -> Array:
     """`alone(*operands)` in a program for a single device, and `otherwise(*operands)`, which is the
     same, in one that the compiler distributes, or under `vmap`."""
-    branches = {**dict.fromkeys(PLATFORMS, alone), None: otherwise}
+    branches = {OTHER: alone, None: otherwise}
 
     def chosen(*operands: Array) -> tuple[Array, ...]:
         return (at_lowering(branches, *operands, only_alone=True),)
@@ -348,49 +342,52 @@ def in_program_of_one_device(
     return with_vmap_rule(chosen, formula)(*operands)[0]
 
 
-LOWERED_AS: dict[str | None, str] = {}
+LOWERED_AS: dict[str, str] = {}
 """For tests: the platform whose branches are taken in programs for another one, by the other's
 name. With "cuda" for "cpu", an emulation runs the CUDA kernels."""
 
 
-def _suitable(branches: Mapping[str | None, Any], platform: str | None, distributed: bool) -> Any:
-    """The branch for a platform, that for any other one in a distributed program."""
-    platform = LOWERED_AS.get(platform, platform)
-    found = branches[platform if platform in branches and not distributed else None]
+def _suitable(branches: Mapping[str | None, Any], platform: str, distributed: bool) -> Any:
+    """The branch for a platform; in a distributed program the one without a platform."""
+    places = () if distributed else (LOWERED_AS.get(platform, platform), OTHER)
+    found = branches[next((x for x in places if x in branches), None)]
     if isinstance(found, str):
         raise NotImplementedError(found)
     return found
 
 
 _choice = Primitive("rwkv_jax_choice")
-"""Its operands are `count` ones of the jaxprs, and then the constants of each. A branch has the
-number of a jaxpr and the place of its constants, or the reason why there is none."""
+"""Its parameters are jaxprs and, for each platform with a branch, the number of its jaxpr or the
+reason why there is none."""
 
 _choice.multiple_results = True
 
 
+@_choice.def_impl
+def _(*operands: Array, jaxprs: Sequence[Any], branches: Any, only_alone: bool) -> list[Array]:
+    """Without `jit`, from where JAX has traced a call to evaluate it, as for `vmap`."""
+    number = _suitable_for(dict(branches), operands, only_alone)
+    return jaxpr_as_fun(jaxprs[number])(*operands)
+
+
+def _suitable_for(branches: Mapping[str | None, Any], operands: Any, only_alone: bool) -> Any:
+    """The branch for operands that are evaluated where they are."""
+    devices = {d for x in operands if isinstance(x, Array) for d in x.sharding.device_set}
+    platform = next((d.platform for d in devices), jax.default_backend())
+    platform = {"gpu": "cuda"}.get(platform, platform)
+    return _suitable(branches, platform, only_alone and len(devices) > 1)
+
+
 @_choice.def_abstract_eval
 def _types(*_: Any, jaxprs: Sequence[Any], **__: Any) -> list[Any]:
-    return [x.aval for x in jaxprs[0].outvars]
+    return list(jaxprs[0].out_avals)
 
 
 def _lower(
-    platform: str | None,
-    ctx: Any,
-    *values: Any,
-    jaxprs: Sequence[Any],
-    branches: Any,
-    count: int,
-    only_alone: bool,
+    platform: str, ctx: Any, *values: Any, jaxprs: Sequence[Any], branches: Any, only_alone: bool
 ) -> Any:
     distributed = only_alone and _devices(ctx) > 1
-    number, place = _suitable(dict(branches), platform, distributed)
-    jaxpr = jaxprs[number]
-
-    def compute(*operands: Array) -> list[Array]:
-        constants = operands[place : place + len(jaxpr.constvars)]
-        return jaxpr_as_fun(ClosedJaxpr(jaxpr, constants))(*operands[:count])
-
+    compute = jaxpr_as_fun(jaxprs[_suitable(dict(branches), platform, distributed)])
     return mlir.lower_fun(compute, multiple_results=True)(ctx, *values)
 
 
@@ -403,6 +400,6 @@ def _devices(ctx: Any) -> int:
     return 1 if set(context.manual_axes) == set(mesh.axis_names) else mesh.size
 
 
-mlir.register_lowering(_choice, functools.partial(_lower, None))
+mlir.register_lowering(_choice, functools.partial(_lower, OTHER))
 for _platform in PLATFORMS:
     mlir.register_lowering(_choice, functools.partial(_lower, _platform), platform=_platform)

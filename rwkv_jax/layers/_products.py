@@ -72,14 +72,26 @@ def by_input(x: Array, matrix: Array) -> Array:
     return jnp.einsum("...i,io->...o", x, matrix, preferred_element_type=x.dtype)
 
 
-def too_many_or_few(
+def why_not_tokens(
     implementation: str | None, x: Any, min_tokens: int, max_tokens: int = MAX_TOKENS
 ) -> str | None:
-    """Why kernels do not take the tokens of `x` [B, T, ...], or None. There are `min_tokens` to
-    `max_tokens`, unless `implementation` names the kernels."""
+    """Why kernels do not take the tokens of `x` [B, T, ...], or None. They are of bfloat16, and
+    `min_tokens` to `max_tokens`, unless `implementation` names the kernels."""
+    if x.dtype != jnp.bfloat16:
+        return f"x is {x.dtype}; the cuda kernels take bfloat16"
     rows, tokens = x.shape[:2]
     least, most = (0, MAX_TOKENS) if implementation == "ffi" else (min_tokens, max_tokens)
     if least <= rows * tokens <= most:
         return None
     accepted = f"from {least} to {most} tokens"
     return f"B = {rows} and T = {tokens}; the cuda kernels take {accepted}"
+
+
+def why_not_size(
+    name: str, size: int, multiple: int, most: int, least: int | None = None
+) -> str | None:
+    """Why kernels do not take an axis of this size, or None."""
+    if (least or multiple) <= size <= most and size % multiple == 0:
+        return None
+    limits = f"from {least} to {most}" if least else f"up to {most}"
+    return f"{name} {size}; the cuda kernels take multiples of {multiple} {limits}"

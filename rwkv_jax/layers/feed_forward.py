@@ -21,7 +21,13 @@ from rwkv_jax._operator.dispatch import Pass, run_with_jvp
 from rwkv_jax._operator.partition import vary_alike
 from rwkv_jax._typing import Operand
 from rwkv_jax.layers import _products
-from rwkv_jax.layers._products import PRODUCT, Products, linear
+from rwkv_jax.layers._products import (
+    PRODUCT,
+    Products,
+    linear,
+    why_not_size,
+    why_not_tokens,
+)
 from rwkv_jax.layers.relu_squared import gradient, relu_squared
 
 AXES = {"x": "BTC", "key": "FC", "value": "CF"}
@@ -136,20 +142,12 @@ class _FeedForward(Products):
     def why_no_kernel(self, name: Pass, options: Options, operands: Operands[Any]) -> str | None:
         width, forward = operands.rows.shape[-1], operands.hidden is None
         hidden = operands.weight.shape[0 if forward else 1]
-        if operands.rows.dtype != jnp.bfloat16:
-            return f"x is {operands.rows.dtype}; the cuda kernels take bfloat16"
-        if width < MIN_WIDTH or width > MAX_WIDTH or width % WIDTH_MULTIPLE:
-            return (
-                f"C = {width}; the cuda kernels take multiples of {WIDTH_MULTIPLE} from "
-                f"{MIN_WIDTH} to {MAX_WIDTH}"
-            )
-        if hidden > MAX_WIDTH or hidden % HIDDEN_MULTIPLE:
-            return (
-                f"F = {hidden}; the cuda kernels take multiples of {HIDDEN_MULTIPLE} up to "
-                f"{MAX_WIDTH}"
-            )
         least = MIN_TOKENS_OF_WIDE if forward and hidden >= WIDE else MIN_TOKENS
-        return _products.too_many_or_few(options.implementation, operands.rows, least)
+        return (
+            why_not_size("C =", width, WIDTH_MULTIPLE, MAX_WIDTH, MIN_WIDTH)
+            or why_not_size("F =", hidden, HIDDEN_MULTIPLE, MAX_WIDTH)
+            or why_not_tokens(options.implementation, operands.rows, least)
+        )
 
     def formula(self, name: Pass, options: Options, operands: Operands[Array]) -> Array:
         """The forward product with its squared ReLU, or the backward one times the derivative."""

@@ -23,7 +23,13 @@ from rwkv_jax._operator.dispatch import Pass, run_with_jvp
 from rwkv_jax._operator.partition import vary_alike
 from rwkv_jax._typing import Operand
 from rwkv_jax.layers import _products
-from rwkv_jax.layers._products import PRODUCT, Products, by_input
+from rwkv_jax.layers._products import (
+    PRODUCT,
+    Products,
+    by_input,
+    why_not_size,
+    why_not_tokens,
+)
 
 AXES = {"x": "BTC", "first": "CR", "second": "RC", "offset": "C"}
 
@@ -188,18 +194,11 @@ class _LowRank(Products):
 
     def why_no_kernel(self, name: Pass, options: Options, operands: Operands[Any]) -> str | None:
         width, rank = operands.first.shape
-        if operands.rows.dtype != jnp.bfloat16:
-            return f"x is {operands.rows.dtype}; the cuda kernels take bfloat16"
-        if not 0 < width <= MAX_WIDTH or width % WIDTH_MULTIPLE:
-            return (
-                f"C = {width}; the cuda kernels take multiples of {WIDTH_MULTIPLE} up to "
-                f"{MAX_WIDTH}"
-            )
-        if not 0 < rank <= MAX_RANK or rank % RANK_MULTIPLE:
-            return (
-                f"R = {rank}; the cuda kernels take multiples of {RANK_MULTIPLE} up to {MAX_RANK}"
-            )
-        return _products.too_many_or_few(options.implementation, operands.rows, MIN_TOKENS)
+        return (
+            why_not_size("C =", width, WIDTH_MULTIPLE, MAX_WIDTH)
+            or why_not_size("R =", rank, RANK_MULTIPLE, MAX_RANK)
+            or why_not_tokens(options.implementation, operands.rows, MIN_TOKENS)
+        )
 
     def formula(
         self, name: Pass, options: Options, operands: Operands[Array]

@@ -23,7 +23,13 @@ from rwkv_jax._operator.dispatch import Pass, run
 from rwkv_jax._operator.partition import vary_alike
 from rwkv_jax._typing import Operand
 from rwkv_jax.layers import _products
-from rwkv_jax.layers._products import PRODUCT, Products, by_input
+from rwkv_jax.layers._products import (
+    PRODUCT,
+    Products,
+    by_input,
+    why_not_size,
+    why_not_tokens,
+)
 from rwkv_jax.layers.low_rank import ACTIVATIONS, MAX_WIDTH, RANK_MULTIPLE, SLOPES, low_rank
 
 MAX_RANK = 1024
@@ -163,21 +169,13 @@ class _LowRankMaps(Products):
         return tuple(maps), tuple(x for rank in ranks for x in (f"BT{rank}", "BTD"))
 
     def why_no_kernel(self, name: Pass, options: Options, operands: Maps) -> str | None:
-        x = operands[0].x
-        if x.dtype != jnp.bfloat16:
-            return f"x is {x.dtype}; the cuda kernels take bfloat16"
-        width, ranks = x.shape[-1], [one.first.shape[-1] for one in operands]
-        if not 0 < width <= MAX_WIDTH or width % RANK_MULTIPLE:
-            return (
-                f"C = {width}; the cuda kernels take multiples of {RANK_MULTIPLE} up to {MAX_WIDTH}"
-            )
-        for rank in ranks:
-            if not 0 < rank <= MAX_RANK or rank % RANK_MULTIPLE:
-                return (
-                    f"a rank is {rank}; the cuda kernels take multiples of {RANK_MULTIPLE} up to "
-                    f"{MAX_RANK}"
-                )
-        return _products.too_many_or_few(options.implementation, x, MIN_TOKENS, MAX_TOKENS)
+        x, ranks = operands[0].x, (one.first.shape[-1] for one in operands)
+        reasons = (why_not_size("a rank is", rank, RANK_MULTIPLE, MAX_RANK) for rank in ranks)
+        return (
+            why_not_size("C =", x.shape[-1], RANK_MULTIPLE, MAX_WIDTH)
+            or next(filter(None, reasons), None)
+            or why_not_tokens(options.implementation, x, MIN_TOKENS, MAX_TOKENS)
+        )
 
     def formula(self, name: Pass, options: Options, operands: Maps) -> tuple[Array, ...]:
         found = []

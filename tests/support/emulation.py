@@ -154,6 +154,7 @@ class Emulation:
     share: of the scratch that a target asks for, how much it gets.
     plans: how the targets that ran since `use` have computed their calls.
     files: the source files of the kernels that the last call of each target launched.
+    look: gets each call that runs, with its operands and results.
     """
 
     def __init__(self, module: Any, on_gpu: bool) -> None:
@@ -166,6 +167,7 @@ class Emulation:
         self.module.set_device(*device)
         self.plans: list[dict[str, Any]] = []
         self.files: dict[str, set[str]] = {}
+        self.look: Callable[[Call, list[np.ndarray], list[np.ndarray]], None] | None = None
         self._problem: tuple[str, str, dict[str, int]] | None = None
         self._scratch: Scratch | None = None
 
@@ -209,7 +211,10 @@ class Emulation:
         problem, self._problem = self._problem, None
 
         def run(*operands: jax.Array) -> list[np.ndarray]:
-            found, launches = self._run(call, [np.ascontiguousarray(x) for x in operands])
+            given = [np.ascontiguousarray(x) for x in operands]
+            found, launches = self._run(call, given)
+            if self.look is not None:
+                self.look(call, given, found)
             self.files[target] = {x.file for x in launches}
             self._check_kernels(problem, self.files[target])
             return found

@@ -315,6 +315,8 @@ def run_as_on_cuda(monkeypatch: pytest.MonkeyPatch, module: Any, call: Any) -> N
     monkeypatch.setitem(library.MISSING, "cpu", "its kernels are left to other tests")
     monkeypatch.setattr(gpus, "why_not_hopper", lambda: None)
     monkeypatch.setitem(dispatch.LOWERED_AS, "cpu", "cuda")
+    # Not traced once for all devices, which differ here.
+    monkeypatch.setattr(dispatch, "run", dispatch.compute)
 
 
 def fused_block(
