@@ -198,7 +198,8 @@ def _backward(options: Options, unrolled: bool, operands: Backward) -> Gradients
         (state, log_decay, added, larger), x = carry, call.inputs(token)
         state, log_decay = token.left(state), token.cut(log_decay, -jnp.inf)
         read = _read(token, x, state)
-        added = joined(read.added, log_decay, added)
+        join = add if token.starts is None else joined
+        added = join(read.added, log_decay, added)
         larger += jnp.where(read.stays, 0, 1)
         return (call.after(token, x, state), log_decay + x["w"], added, larger), state
 
