@@ -15,7 +15,6 @@ from rwkv_jax._operator.call import CHUNK, Arrays, Marks, Packing, Sequences, ch
 from rwkv_jax._packing import by_chunk
 from rwkv_jax._packing.segments import PADDING, STARTS
 from rwkv_jax.wkv4.reference import add
-from rwkv_jax.wkv4.summary import SUMMARY
 
 UNROLLED = 8
 """L where the scan through a group is no loop."""
@@ -28,13 +27,14 @@ class Groups:
     valid: whether each token is no padding [B or 1, n, L, 1]; None if all are.
     starts: whether a segment starts with each token [B, n, L, 1]; None if none does.
     opens, closes: whether each group is the first or the last of a sequence [B or 1, n, 1].
+    opens_chunk: whether each group is the first of a chunk [1, n, 1].
     """
 
     def __init__(self, unrolled: bool, tokens: int, packing: Packing) -> None:
         self._unrolled, self._tokens, chunk = unrolled, tokens, min(tokens, CHUNK)
         self._length = min(chunk, UNROLLED) if unrolled else chunk
         self.per_chunk = -(-chunk // self._length)
-        self._chunks = self.valid = self.starts = marks = None
+        self._chunks = self.valid = self.starts = None
         bounds = chunks(tokens) * lax.broadcasted_iota(jnp.int32, (1, 2), 1)
         owner = jnp.zeros((1, chunks(tokens)), jnp.int32)
         if isinstance(packing, Sequences):
@@ -57,13 +57,8 @@ class Groups:
     def _grouped(self, x: Array, fill: Any) -> Array:
         """Parts of rows [N, B, M, ...], one after another, as groups [B, n, L, ...]."""
         parts, batch, tokens, *rest = x.shape
-        count = self._owner.shape[1]
-        missing = [
-            (0, 0),
-            (0, 0),
-            (0, count * self._length // parts - tokens),
-            *[(0, 0)] * len(rest),
-        ]
+        count, missing = self._owner.shape[1], [(0, 0)] * x.ndim
+        missing[2] = 0, count * self._length // parts - tokens
         x = jnp.pad(jnp.moveaxis(x, 0, 1), missing, constant_values=fill)
         return x.reshape(batch, count, self._length, *rest)
 
@@ -78,7 +73,7 @@ class Groups:
             results = lax.optimization_barrier(results)
             results = jax.tree.map(lambda *xs: jnp.stack(xs), *results)
 
-        def joined(x: Array) -> Array:
+        def of_row(x: Array) -> Array:
             x = jnp.moveaxis(x, 0, 2)
             batch, count, length, channels = x.shape
             if self._chunks is None:
@@ -86,7 +81,7 @@ class Groups:
             chunk = count // self.per_chunk, self.per_chunk * length
             return self._chunks.join(jnp.moveaxis(x.reshape(batch, *chunk, channels), 1, 0))
 
-        return jax.tree.map(joined, results)
+        return jax.tree.map(of_row, results)
 
     def of(self, x: Any) -> Any:
         """Of sequences [B, S, C] the one that each group belongs to."""
@@ -125,10 +120,10 @@ class Groups:
         if not self._unrolled:
             xs = lax.iota(jnp.int32, self._length), *results
             return lax.scan(lambda c, x: step(c, at(x[0]), *x[1:]), carry, xs, reverse=reverse)
-        traced_once, found = jax.jit(step), [None] * self._length
+        traced_once, new = jax.jit(step), [None] * self._length
         for i in reversed(numbers) if reverse else numbers:
-            carry, found[i] = traced_once(carry, at(i), *(x[i] for x in results))
-        return carry, found
+            carry, new[i] = traced_once(carry, at(i), *(x[i] for x in results))
+        return carry, new
 
 
 def _of(x: Array, number: Array) -> Array:
@@ -143,9 +138,21 @@ def states_before(
     """The states before each group [B, n, C], from the log decay over all tokens of each group, the
     state after them from nothing, and the states that are given to groups that open a sequence."""
     log_decay, added = runs
-    forgets = {"log_decay": jnp.full_like(log_decay, -jnp.inf), **add(given, log_decay, added)}
+    from_given = {"log_decay": jnp.full_like(log_decay, -jnp.inf), **joined(given, *runs)}
     elements = {"log_decay": log_decay, **added}
-    elements = jax.tree.map(lambda x, y: jnp.where(opens, x, y), forgets, elements)
-    after = lax.associative_scan(SUMMARY.combine, elements, reverse=reverse, axis=1)
+    elements = jax.tree.map(lambda x, y: jnp.where(opens, x, y), from_given, elements)
+
+    def combined(first: Arrays, second: Arrays) -> Arrays:
+        log_decay = second["log_decay"]
+        state = joined(first, log_decay, {part: second[part] for part in given})
+        return {"log_decay": first["log_decay"] + log_decay, **state}
+
+    after = lax.associative_scan(combined, elements, reverse=reverse, axis=1)
     step = -1 if reverse else 1
     return {p: jnp.where(opens, x, jnp.roll(after[p], step, axis=1)) for p, x in given.items()}
+
+
+def joined(state: Arrays, log_decay: Array, added: Arrays) -> Arrays:
+    """`add`, but of a state that is not finite, too, nothing is left by a log decay of -inf."""
+    after = add(state, log_decay, added)
+    return {part: jnp.where(log_decay == -jnp.inf, added[part], x) for part, x in after.items()}

@@ -41,7 +41,7 @@ from rwkv_jax._operator.call import (
 from rwkv_jax._operator.implementation import Implementation
 from rwkv_jax._portable.decay import unbounded_log_decay
 from rwkv_jax.wkv4 import reference
-from rwkv_jax.wkv4.groups import Groups, states_before
+from rwkv_jax.wkv4.groups import Groups, joined, states_before
 from rwkv_jax.wkv4.reference import add
 from rwkv_jax.wkv4.signature import NOTHING, SIGNATURE
 
@@ -89,6 +89,7 @@ class _Token(NamedTuple):
     starts: Array | None
 
     def cleared(self, x: Array, padding: float = 0.0) -> Array:
+        """`x`, except for padding."""
         return x if self.valid is None else jnp.where(self.valid, x, padding)
 
     def cut(self, x: Array, otherwise: float) -> Array:
@@ -159,7 +160,7 @@ def _forward(options: Options, unrolled: bool, operands: Forward) -> Result:
 
 
 class _Read(NamedTuple):
-    """How y of a token depends on what it reads.
+    """What a token reads, y, and what its gradients are made of.
 
     bonus: e^(u + k) a.
     added: what is added to the cotangents of the sums, a and -a y, relative to the exponent of a.
@@ -197,7 +198,8 @@ def _backward(options: Options, unrolled: bool, operands: Backward) -> Gradients
         (state, log_decay, added, larger), x = carry, call.inputs(token)
         state, log_decay = token.left(state), token.cut(log_decay, -jnp.inf)
         read = _read(token, x, state)
-        added = add(read.added, log_decay, added)
+        join = add if token.starts is None else joined
+        added = join(read.added, log_decay, added)
         larger += jnp.where(read.stays, 0, 1)
         return (call.after(token, x, state), log_decay + x["w"], added, larger), state
 
@@ -211,9 +213,9 @@ def _backward(options: Options, unrolled: bool, operands: Backward) -> Gradients
         dv = read.bonus + kept * after["num"]
         passed = jnp.exp((state["log_max"] + after["log_max"]) + x["w"]) * _dotted(state, after)
         carry = token.left(add(after, x["w"], read.added)), stays
-        found = {"k": dk, "v": dv}
-        found = {n: token.cleared(d).astype(inputs[n].dtype) for n, d in found.items()}
-        return (*carry, du + bonus, dw + token.cleared(passed + stays)), found
+        timed = {"k": dk, "v": dv}
+        timed = {n: token.cleared(d).astype(inputs[n].dtype) for n, d in timed.items()}
+        return (*carry, du + bonus, dw + token.cleared(passed + stays)), timed
 
     start = before, none, call.nothing, none.astype(jnp.int32)
     (after, log_decay, added, larger), states = groups.scan(forth, start, tokens)
@@ -228,14 +230,14 @@ def _backward(options: Options, unrolled: bool, operands: Backward) -> Gradients
         start, tokens, cotangents = lax.optimization_barrier((start, tokens, cotangents))
         _, states = groups.scan(forth, start, tokens)
     start = cotangents, dlargest, none, none
-    carry, found = groups.scan(back, start, tokens, states, reverse=True)
+    carry, timed = groups.scan(back, start, tokens, states, reverse=True)
     before, dstart, dlargest = groups.at_first((before, *carry[:2]))
     scale = jnp.exp(before["log_max"] + dstart["log_max"])
     dinitial = {part: scale * dstart[part] for part in ("num", "den")}
     dinitial["log_max"] = _dotted(dinitial, before) + dlargest
     du, dw = (jnp.sum(x, axis=1) for x in carry[2:])
     (dw,) = call.pull_back(dw)
-    gradients = {"w": dw, "u": du.astype(inputs["u"].dtype), **groups.join(found)}
+    gradients = {"w": dw, "u": du.astype(inputs["u"].dtype), **groups.join(timed)}
     return Gradients(gradients, _like(groups.or_given(dinitial, dstate), operands.dstate))
 
 
