@@ -203,7 +203,7 @@ def test_where_there_are_kernels(
 
 
 CONFIG = rwkv7.Config(layers=2, width=64, vocabulary=32, head_size=32)
-TIME_MIXING = "rwkv_jax.models.rwkv7.time_mixing.projected_read_out"
+TIME_MIXING = "rwkv_jax.models.rwkv7.projected_read_out"
 
 
 def _apart(*of_heads: Any, implementation: str | None) -> jax.Array:

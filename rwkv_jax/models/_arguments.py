@@ -70,13 +70,19 @@ def check_state(
     lists the arrays that differ."""
     if state is None:
         return
-    if isinstance(params.blocks, Stacked) and not isinstance(state, Stacked):
+    is_stacked = isinstance(params.blocks, Stacked)
+    if is_stacked and not isinstance(state, Stacked):
         raise ValueError(
             f"{what}: state is a {type(state).__name__}; accepted with stacked blocks is Stacked"
         )
-    if isinstance(state, Stacked) and not isinstance(params.blocks, Stacked):
+    if isinstance(state, Stacked) and not is_stacked:
         raise ValueError(f"{what}: state is Stacked; accepted with a tuple of blocks is a tuple")
-    like = jax.eval_shape(lambda params: initial(params, batch, dtype), params)
+    if is_stacked:
+        like = jax.eval_shape(lambda params: initial(params, batch, dtype), params)
+    else:
+        # The states of all blocks are alike.
+        few = params._replace(blocks=params.blocks[:1])
+        like = jax.eval_shape(lambda few: initial(few, batch, dtype), few) * len(params.blocks)
     expected: dict[str, Any] = _parameters.names(like)
     given: dict[str, Any] = _parameters.names(settled(state))
     if wrong := list(differences(expected, given)):

@@ -33,28 +33,300 @@ Source: "RWKV-7 Goose with Expressive Dynamic State Evolution" (arXiv:2503.14456
 initialisation, the training code of RWKV-LM.
 """
 
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float, Int, Key
+
+from rwkv_jax import _typing
+from rwkv_jax.layers import (
+    LowRankMap,
+    keyed_wkv7,
+    projected_read_out,
+    read_out,
+    value_residual,
+    wkv7_keys,
+)
+from rwkv_jax.models import _parameters, _placement, _recomputation
+from rwkv_jax.models._channel_mixing import feed_forward
+from rwkv_jax.models._config import check_sizes
+from rwkv_jax.models._initialisation import depth, head_norm, orthogonal, token_shift_mix
 from rwkv_jax.models._linear import Weight as Weight
+from rwkv_jax.models._linear import WeightByInput, linear, low_rank_maps
+from rwkv_jax.models._model import Generation
 from rwkv_jax.models._normalisation import Norm as Norm
-from rwkv_jax.models._normalisation import layer_norm as layer_norm
-from rwkv_jax.models._parameters import names as names
-from rwkv_jax.models._recomputation import Recompute as Recompute
-from rwkv_jax.models._stacking import Stacked as Stacked
-from rwkv_jax.models._training import learning_rates as learning_rates
-from rwkv_jax.models._training import weight_decays as weight_decays
-from rwkv_jax.models._trees import BlockParams as BlockParams
-from rwkv_jax.models._trees import BlockState as BlockState
-from rwkv_jax.models._trees import Params as Params
-from rwkv_jax.models._trees import State as State
+from rwkv_jax.models._public import *  # noqa: F403
+from rwkv_jax.models._token_shift import shift_and_mix
 from rwkv_jax.models._trees import TimeMixState as TimeMixState
-from rwkv_jax.models._trees import stacked as stacked
-from rwkv_jax.models._trees import unstacked as unstacked
-from rwkv_jax.models._wkv import Wkv as Wkv
-from rwkv_jax.models.rwkv7.config import Config as Config
-from rwkv_jax.models.rwkv7.initialisation import init_channel_mix as init_channel_mix
-from rwkv_jax.models.rwkv7.initialisation import init_time_mix as init_time_mix
-from rwkv_jax.models.rwkv7.model import GENERATION as GENERATION
-from rwkv_jax.models.rwkv7.parameters import ChannelMixParams as ChannelMixParams
-from rwkv_jax.models.rwkv7.parameters import TimeMixParams as TimeMixParams
+from rwkv_jax.models._wkv import Options, run
+from rwkv_jax.models.rwkv7 import block_step
+from rwkv_jax.wkv7 import wkv7, wkv7_step
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The sizes of a model.
+
+    Attributes:
+      layers: number of blocks.
+      width: channels of the activations (C), a multiple of `head_size`.
+      head_size: channels of a head (K).
+      vocabulary: number of different tokens.
+
+    Raises:
+      ValueError: a size is not positive, or `width` is not a multiple of `head_size`.
+    """
+
+    layers: int
+    width: int
+    head_size: int = 64
+    vocabulary: int = 65536
+
+    def __post_init__(self):
+        check_sizes("rwkv7", dataclasses.asdict(self))
+
+
+class TimeMixParams(NamedTuple):
+    """The parameters of a time mixing.
+
+    `x_r` to `x_g` say how much of the previous token each input mixes in. `w`, `a`, `v` and `g` are
+    low-rank maps for the decay, the in-context learning rate, the share of the first layer's value
+    and the output gate. The first layer, whose value the others mix in, has no `v0`, `v1`, `v2`.
+
+    Vectors are [C] and `r_k` is [H, K]. `w1`, `a1`, `v1` and `g1` are [C, rank]; `w2`, `a2`, `v2`
+    and `g2` are [rank, C].
+    """
+
+    x_r: Array
+    x_w: Array
+    x_k: Array
+    x_v: Array
+    x_a: Array
+    x_g: Array
+    w0: Array
+    w1: Array
+    w2: Array
+    a0: Array
+    a1: Array
+    a2: Array
+    v0: Array | None
+    v1: Array | None
+    v2: Array | None
+    g1: Array
+    g2: Array
+    k_k: Array
+    k_a: Array
+    r_k: Array
+    receptance: Weight
+    key: Weight
+    value: Weight
+    output: Weight
+    ln_x: Norm
+
+
+class ChannelMixParams(NamedTuple):
+    """The parameters of a channel mixing. `x_k` [C] says how much of the previous token is mixed
+    in."""
+
+    x_k: Array
+    key: Weight
+    value: Weight | WeightByInput
+
+
+def initial_wkv(params: TimeMixParams, batch: int) -> _typing.State:
+    """The state of `wkv7` before the first token: zeros."""
+    heads, head_size = params.r_k.shape
+    return jnp.zeros((batch, heads, head_size, head_size), jnp.float32)
+
+
+def init_time_mix(key: Key[Array, ""], config: Config, layer: int) -> TimeMixParams:
+    """The parameters of the time mixing of layer `layer`, from 0."""
+    layers, width, head_size = config.layers, config.width, config.head_size
+    keys = iter(jax.random.split(key, 7))
+    channel = jnp.arange(width, dtype=jnp.float32)
+    fraction = channel / max(width - 1, 1)
+    linear = fraction - 0.5
+    half = max(head_size - 1, 1) / 2
+    in_head = (channel % head_size) / half - 1
+    zigzag = in_head * jnp.abs(in_head)
+
+    def mix(exponent: float) -> Array:
+        return token_shift_mix(width, exponent * (1 - layer / layers))
+
+    def low_rank(size: float) -> tuple[Array, Array]:
+        # The first matrix starts at 0, so that each map starts as its constant vector.
+        rank = max(32, round(size * math.sqrt(width) / 32) * 32)
+        return jnp.zeros((width, rank)), orthogonal(next(keys), rank, width, 0.1)
+
+    def square(scale: float) -> Weight:
+        return Weight(jax.nn.initializers.orthogonal(scale)(next(keys), (width, width)))
+
+    w1, w2 = low_rank(2.5)
+    a1, a2 = low_rank(2.5)
+    v1, v2 = low_rank(1.7)
+    g1, g2 = low_rank(5.0)
+    first = layer == 0
+    params = TimeMixParams(
+        x_r=mix(0.2),
+        x_w=mix(0.9),
+        x_k=mix(0.7),
+        x_v=mix(0.7),
+        x_a=mix(0.9),
+        x_g=mix(0.2),
+        w0=-5.5 + 6 * fraction ** (1 + depth(layer, layers) ** 0.3) + 2.5 * zigzag,
+        w1=w1,
+        w2=w2,
+        a0=-0.19 + 0.3 * zigzag + 0.4 * linear,
+        a1=a1,
+        a2=a2,
+        v0=None if first else 0.73 - 0.4 * linear,
+        v1=None if first else v1,
+        v2=None if first else v2,
+        g1=g1,
+        g2=g2,
+        k_k=0.71 - 0.1 * linear,
+        k_a=jnp.full(width, 1.02),
+        r_k=jnp.full((width // head_size, head_size), -0.04),
+        receptance=square(1.0),
+        key=square(0.1),
+        value=square(1.0),
+        output=Weight(jnp.zeros((width, width))),
+        ln_x=head_norm(width, layer, layers),
+    )
+    return _parameters.cast(params, jnp.float32)
+
+
+def init_channel_mix(key: Key[Array, ""], config: Config, layer: int) -> ChannelMixParams:
+    """The parameters of the channel mixing of layer `layer`, from 0. Its hidden
+    activations are four times as wide as the model."""
+    layers, width = config.layers, config.width
+    params = ChannelMixParams(
+        x_k=token_shift_mix(width, (1 - layer / layers) ** 4),
+        key=Weight(jax.nn.initializers.orthogonal()(key, (4 * width, width))),
+        value=Weight(jnp.zeros((width, 4 * width))),
+    )
+    return _parameters.cast(params, jnp.float32)
+
+
+def mix_tokens(
+    params: TimeMixParams,
+    norm: Norm | None,
+    x: Float[Array, "B *T C"],
+    state: TimeMixState | None,
+    v_first: Float[Array, "B *T C"] | None,
+    options: Options,
+) -> tuple[Array, Array, TimeMixState, Array]:
+    """The time mixing, as `Generation` describes it."""
+    layers = options.layers_for(x)
+    before, wkv = (None, initial_wkv(params, x.shape[0])) if state is None else state
+    mixes = (params.x_r, params.x_w, params.x_k, params.x_v, params.x_a, params.x_g)
+    x, mixed, shift = shift_and_mix(norm, mixes, x, before, options.segment_ids, layers)
+    x_r, x_w, x_k, x_v, x_a, x_g = mixed
+
+    p = _parameters.like(params, x)
+    maps = [
+        LowRankMap(x_w, params.w1, params.w2, p.w0, "tanh"),
+        LowRankMap(x_a, params.a1, params.a2),
+        LowRankMap(x_g, params.g1, params.g2, activation="sigmoid"),
+    ]
+    if params.v1 is not None and params.v2 is not None:
+        # Seen as the input of V too, XLA would compute both products as one, and copy V to do so.
+        maps.append(LowRankMap(lax.optimization_barrier(x_v), params.v1, params.v2))
+    of_maps = low_rank_maps(maps, layers)
+    of_inputs = (linear(p.receptance, x_r), linear(p.key, x_k), linear(p.value, x_v))
+    r, k, v, w, rate, gate, *shares = map(_tokens_of_heads(params), (*of_inputs, *of_maps))
+
+    heads = _parameters_of_heads(params)
+    if params.v0 is None or not shares:
+        v_first, v_again = v, v
+    elif v_first is None:
+        raise ValueError("time_mix: v_first is None; only the first layer has a value of its own")
+    else:
+        (share,), first = shares, _tokens_of_heads(params)(v_first)
+        v, v_again, v_first = value_residual(
+            *(v, share, first, heads(params.v0)), implementation=layers
+        )
+
+    k_k, k_a, a0, r_k = map(heads, (params.k_k, params.k_a, params.a0, params.r_k))
+    single = x.ndim == 2
+    if not single and options.wkv is wkv7 and options.implementation == layers:
+        y, bonus, last = keyed_wkv7(
+            *(r, w, k, v, rate, k_k, k_a, a0, r_k, wkv),
+            segment_ids=options.segment_ids,
+            implementation=layers,
+        )
+    else:
+        k, a, b, bonus, r = wkv7_keys(k, rate, r, k_k, k_a, a0, r_k, implementation=layers)
+        operands = (r, w, k, v, a, b)
+        if single:
+            operands = tuple(z[:, 0] for z in operands)
+        y, last = run(wkv7_step, options, single, operands, wkv, "sigmoid")
+    of_heads = (
+        *(y[:, None] if single else y, bonus, v_again, gate),
+        *(heads(params.ln_x.weight), heads(params.ln_x.bias)),
+    )
+    if not single and isinstance(p.output, Weight) and p.output.scale is None:
+        y = projected_read_out(*of_heads, p.output.weight, implementation=layers)
+        y = _recomputation.product(y)
+    else:
+        y = linear(p.output, read_out(*of_heads, implementation=layers).reshape(x.shape))
+    return x, y, TimeMixState(shift, last), v_first.reshape(x.shape)
+
+
+def _tokens_of_heads(params: TimeMixParams) -> Callable[[Array], Array]:
+    """Makes [B, T, H, K] of [B, T, C], or of [B, C] with T = 1."""
+
+    def tokens_of_heads(x: Array) -> Array:
+        tokens = x.shape[1:-1] or (1,)
+        return x.reshape(x.shape[0], *tokens, *params.r_k.shape)
+
+    return tokens_of_heads
+
+
+def _parameters_of_heads(params: TimeMixParams) -> Callable[[Array], Array]:
+    """Makes [H, K] of [C], in float32."""
+    return lambda x: x.reshape(params.r_k.shape).astype(jnp.float32)
+
+
+def mix_channels(
+    params: ChannelMixParams,
+    norm: Norm | None,
+    x: Float[Array, "B *T C"],
+    state: Float[Array, "B C"] | None,
+    segment_ids: Int[Array, " B *T"] | None,
+    layers: str | None = None,
+) -> tuple[Array, Array, Array]:
+    """The channel mixing, as `Generation` describes it."""
+    x, (x_k,), shift = shift_and_mix(norm, (params.x_k,), x, state, segment_ids, layers)
+    p = _parameters.like(params, x)
+    # A mix by itself takes longer to compute again than one of six, for as much memory.
+    x_k = _recomputation.no_mix(x_k)
+    return x, feed_forward(p.key, p.value, x_k, layers), shift
+
+
+GENERATION = Generation(
+    name="rwkv7",
+    config=Config,
+    wkv=wkv7,
+    mix_tokens=mix_tokens,
+    mix_channels=mix_channels,
+    init_time_mix=init_time_mix,
+    init_channel_mix=init_channel_mix,
+    initial_wkv=initial_wkv,
+    rules=(
+        *_placement.LINEAR,
+        (("w1", "a1", "v1", "g1"), ("data",)),
+        (("w2", "a2", "v2", "g2"), ("data", "model")),
+        (("w0", "a0", "v0", "k_k", "k_a", "r_k", "ln_x.weight", "ln_x.bias"), ("model",)),
+    ),
+    step_block=block_step.step_block,
+    postponed_block=block_step.postponed,
+)
 
 init = GENERATION.init
 initial_state = GENERATION.initial_state
@@ -63,6 +335,3 @@ apply = GENERATION.apply
 time_mix = GENERATION.time_mix
 channel_mix = GENERATION.channel_mix
 shardings = GENERATION.shardings
-
-rwkv7 = apply
-"""The first name of `apply`, for callers that still use it."""

@@ -1,0 +1,37 @@
+"""What the modules of all generations have in common for callers."""
+
+from rwkv_jax.models._linear import Weight
+from rwkv_jax.models._normalisation import Norm, layer_norm
+from rwkv_jax.models._parameters import names
+from rwkv_jax.models._recomputation import Recompute
+from rwkv_jax.models._stacking import Stacked
+from rwkv_jax.models._training import learning_rates, weight_decays
+from rwkv_jax.models._trees import (
+    BlockParams,
+    BlockState,
+    Params,
+    State,
+    TimeMixState,
+    stacked,
+    unstacked,
+)
+from rwkv_jax.models._wkv import Wkv
+
+__all__ = [
+    "BlockParams",
+    "BlockState",
+    "Norm",
+    "Params",
+    "Recompute",
+    "Stacked",
+    "State",
+    "TimeMixState",
+    "Weight",
+    "Wkv",
+    "layer_norm",
+    "learning_rates",
+    "names",
+    "stacked",
+    "unstacked",
+    "weight_decays",
+]
