@@ -562,7 +562,8 @@ def _layer_calls(emulated: Emulation, name: str, case: Layer = LAYER_CALL) -> li
     own = LAYER_FUNCTIONS[name]
     arrays = jax.tree.map(jnp.asarray, layer_functions.operands(name, case))
     emulated.look = look
-    jax.block_until_ready(layer_functions.value_and_gradients(name, "ffi", *arrays))
+    with jax.disable_jit():
+        layer_functions.value_and_gradients(name, "ffi", *arrays)
     emulated.look = None
     origin = ["origin"] if name == "norm_shift_mix" else []
     inputs = [*own.tensors, "parameters", *origin]
@@ -633,9 +634,12 @@ WRONG_SIZES = {
 
 
 @pytest.mark.parametrize("wrong", WRONG_SIZES)
-def test_layers_refuse_sizes(emulated: Emulation, wrong: str) -> None:
+def test_layers_refuse_sizes(
+    emulated: Emulation, monkeypatch: pytest.MonkeyPatch, wrong: str
+) -> None:
     """Which Python leaves to other implementations."""
     name, case, message = WRONG_SIZES[wrong]
+    monkeypatch.setattr(internals.layers.Function, "why_no_kernel", lambda *_: None)
     inputs, _ = layer_functions.operands(name, case)
     with pytest.raises(Exception, match=f"INVALID_ARGUMENT: {name}: {message}"):
         jax.block_until_ready(LAYER_FUNCTIONS[name].call(**inputs, implementation="ffi"))
@@ -679,12 +683,13 @@ def _read_out_calls(emulated: Emulation, case: Layer, seed: int = 1) -> dict[str
     emulated.module.seed(seed)
     arrays = jax.tree.map(jnp.asarray, projected_read_out.operands(case))
     emulated.look = look
-    for function in (layers.projected_read_out, projected_read_out.apart):
-        found = projected_read_out.value_and_gradients(
-            *arrays, function=function, implementation="ffi"
-        )
-        right = projected_read_out.expected(*arrays)
-        projected_read_out.assert_right(found, right, case.dtype)
+    with jax.disable_jit():
+        for function in (layers.projected_read_out, projected_read_out.apart):
+            found = projected_read_out.value_and_gradients(
+                *arrays, function=function, implementation="ffi"
+            )
+            right = projected_read_out.expected(*arrays)
+            projected_read_out.assert_right(found, right, case.dtype)
     emulated.look = None
     return calls
 
@@ -709,6 +714,8 @@ def test_read_out_is_restored(emulated: Emulation, case: Layer) -> None:
     """The backward pass writes the bits of the forward pass, and the gradients that it computes
     without that. No result is left as it was."""
     calls = [_read_out_calls(emulated, case, seed) for seed in (1, 2)]
+    if 0 in (case.B, case.T):
+        return  # All results are right, and empty.
     forward, restoring = internals.projected_read_out.RESTORING.targets
     (backward,) = calls[0].keys() - {forward, restoring}
     for one in calls:

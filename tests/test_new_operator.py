@@ -132,9 +132,10 @@ DY, DSTATE = RNG.standard_normal((B, T, H, V)), RNG.standard_normal((B, H, V, K)
 OPERANDS: Any = (*INPUTS.values(), STATE)
 
 
-def of_tokens(tokens: Any, inputs: dict[str, np.ndarray] = INPUTS) -> Any:
+def of_tokens(tokens: Any, inputs: dict[str, np.ndarray] = INPUTS) -> tuple[Any, Any, Any, Any]:
     """The inputs of some tokens of all rows."""
-    return tuple(x[:, tokens] for x in inputs.values())
+    r, w, k, v = (x[:, tokens] for x in inputs.values())
+    return r, w, k, v
 
 
 def expected(*operands: np.ndarray) -> Any:

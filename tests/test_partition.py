@@ -274,3 +274,26 @@ def test_arrays_on_no_mesh_under_one_that_is_set(
     with jax.set_mesh(meshes.mesh("data=4", AxisType.Auto, cpus)):
         found = jax.jit(lambda xs: results(run, **xs))(inputs)
     assert_right(found, expected("wkv7", inputs, cotangents))
+
+
+def test_what_runs_in_a_program_of_one_device(cpus: list[Any]) -> None:
+    """Not in one for more devices, also where tracing does not tell; nor under an Explicit mesh,
+    whose types would not admit it, nor under `vmap`."""
+
+    def joined(x: jax.Array) -> jax.Array:
+        return (x.reshape(-1) * 3).reshape(x.shape)
+
+    def chosen(x: jax.Array) -> jax.Array:
+        return internals.in_program_of_one_device(joined, lambda x: x * 3, x)
+
+    x = jnp.arange(8.0).reshape(2, 4)
+    auto = _mesh(AxisType.Auto, cpus)
+    placed = jax.device_put(x, NamedSharding(auto, P("data", "model")))
+    assert "reshape" in jax.jit(chosen).lower(x).as_text()
+    assert "reshape" not in jax.jit(chosen).lower(placed).as_text()
+    for found in (chosen(x), chosen(placed), jax.vmap(chosen)(x[None])[0]):
+        np.testing.assert_array_equal(found, x * 3)
+    explicit = _mesh(AxisType.Explicit, cpus)
+    with jax.set_mesh(explicit):
+        found = jax.jit(chosen)(jax.device_put(x, NamedSharding(explicit, P("data", "model"))))
+    np.testing.assert_array_equal(found, x * 3)

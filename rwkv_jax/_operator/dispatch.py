@@ -21,7 +21,7 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 
 from rwkv_jax._native import library
-from rwkv_jax._operator.partition import SHARDED, Shards, partitioned
+from rwkv_jax._operator.partition import SHARDED, Shards, explicit_mesh, partitioned
 
 OTHER = "other"
 
@@ -330,7 +330,9 @@ def in_program_of_one_device(
     alone: Callable[..., Array], otherwise: Callable[..., Array], *operands: Array
 ) -> Array:
     """`alone(*operands)` in a program for a single device, and `otherwise(*operands)`, which is the
-    same, in one that the compiler distributes, or under `vmap`."""
+    same, in one that the compiler distributes, on an Explicit mesh, or under `vmap`."""
+    if explicit_mesh(operands):
+        return otherwise(*operands)
     branches = {OTHER: alone, None: otherwise}
 
     def chosen(*operands: Array) -> tuple[Array, ...]:

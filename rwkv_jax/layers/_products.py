@@ -72,13 +72,16 @@ def by_input(x: Array, matrix: Array) -> Array:
     return jnp.einsum("...i,io->...o", x, matrix, preferred_element_type=x.dtype)
 
 
+def why_not_dtype(x: Any) -> str | None:
+    """Why kernels do not take the dtype of `x`, or None."""
+    return None if x.dtype == jnp.bfloat16 else f"x is {x.dtype}; the cuda kernels take bfloat16"
+
+
 def why_not_tokens(
     implementation: str | None, x: Any, min_tokens: int, max_tokens: int = MAX_TOKENS
 ) -> str | None:
-    """Why kernels do not take the tokens of `x` [B, T, ...], or None. They are of bfloat16, and
-    `min_tokens` to `max_tokens`, unless `implementation` names the kernels."""
-    if x.dtype != jnp.bfloat16:
-        return f"x is {x.dtype}; the cuda kernels take bfloat16"
+    """Why kernels do not take the tokens of `x` [B, T, ...], or None. There are `min_tokens` to
+    `max_tokens`, unless `implementation` names the kernels."""
     rows, tokens = x.shape[:2]
     least, most = (0, MAX_TOKENS) if implementation == "ffi" else (min_tokens, max_tokens)
     if least <= rows * tokens <= most:

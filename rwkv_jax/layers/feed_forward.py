@@ -25,6 +25,7 @@ from rwkv_jax.layers._products import (
     PRODUCT,
     Products,
     linear,
+    why_not_dtype,
     why_not_size,
     why_not_tokens,
 )
@@ -144,7 +145,8 @@ class _FeedForward(Products):
         hidden = operands.weight.shape[0 if forward else 1]
         least = MIN_TOKENS_OF_WIDE if forward and hidden >= WIDE else MIN_TOKENS
         return (
-            why_not_size("C =", width, WIDTH_MULTIPLE, MAX_WIDTH, MIN_WIDTH)
+            why_not_dtype(operands.rows)
+            or why_not_size("C =", width, WIDTH_MULTIPLE, MAX_WIDTH, MIN_WIDTH)
             or why_not_size("F =", hidden, HIDDEN_MULTIPLE, MAX_WIDTH)
             or why_not_tokens(options.implementation, operands.rows, least)
         )

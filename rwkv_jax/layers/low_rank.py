@@ -27,6 +27,7 @@ from rwkv_jax.layers._products import (
     PRODUCT,
     Products,
     by_input,
+    why_not_dtype,
     why_not_size,
     why_not_tokens,
 )
@@ -195,7 +196,8 @@ class _LowRank(Products):
     def why_no_kernel(self, name: Pass, options: Options, operands: Operands[Any]) -> str | None:
         width, rank = operands.first.shape
         return (
-            why_not_size("C =", width, WIDTH_MULTIPLE, MAX_WIDTH)
+            why_not_dtype(operands.rows)
+            or why_not_size("C =", width, WIDTH_MULTIPLE, MAX_WIDTH)
             or why_not_size("R =", rank, RANK_MULTIPLE, MAX_RANK)
             or why_not_tokens(options.implementation, operands.rows, MIN_TOKENS)
         )

@@ -27,6 +27,7 @@ from rwkv_jax.layers._products import (
     PRODUCT,
     Products,
     by_input,
+    why_not_dtype,
     why_not_size,
     why_not_tokens,
 )
@@ -172,7 +173,8 @@ class _LowRankMaps(Products):
         x, ranks = operands[0].x, (one.first.shape[-1] for one in operands)
         reasons = (why_not_size("a rank is", rank, RANK_MULTIPLE, MAX_RANK) for rank in ranks)
         return (
-            why_not_size("C =", x.shape[-1], RANK_MULTIPLE, MAX_WIDTH)
+            why_not_dtype(x)
+            or why_not_size("C =", x.shape[-1], RANK_MULTIPLE, MAX_WIDTH)
             or next(filter(None, reasons), None)
             or why_not_tokens(options.implementation, x, MIN_TOKENS, MAX_TOKENS)
         )

@@ -19,6 +19,7 @@ from rwkv_jax._native import kernels, library, packing
 from rwkv_jax._operator import dispatch
 from rwkv_jax._operator.call import CHUNK as CHUNK
 from rwkv_jax._operator.call import Arrays, Backward, Forward, Marks, Options, Sequences
+from rwkv_jax._operator.dispatch import in_program_of_one_device as in_program_of_one_device
 from rwkv_jax._operator.implementation import Implementation, Summary
 from rwkv_jax._operator.operator import PUBLIC, Operator
 from rwkv_jax._operator.signature import Signature
