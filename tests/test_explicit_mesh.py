@@ -100,7 +100,9 @@ def test_an_operator_of_the_mesh(params: rwkv7.Params, mesh: Mesh) -> None:
     on_mesh = placed(rwkv7, params, mesh, "model"), tokens_on(mesh)
     found, _ = jax.jit(lambda params, x: rwkv7.apply(params, x, wkv=over_heads))(*on_mesh)
     assert_trees_close(np.asarray(found), rwkv7.apply(params, TOKENS)[0], 1e-4)
-    with pytest.raises(ValueError, match=r"wkv is .* on an Explicit mesh; accepted .* jax\.jit"):
+    with pytest.raises(
+        ValueError, match=r"rwkv7: wkv is .* on an Explicit mesh; accepted .* jax\.jit"
+    ):
         rwkv7.apply(*on_mesh, wkv=over_heads)
 
 

@@ -382,16 +382,23 @@ def test_a_round_that_fails(
     assert again.cached == 0  # the failed round may have made the states that were kept
 
 
-def test_a_request_that_fails(params: rwkv7.Params, alone: Any) -> None:
+def test_a_request_that_fails(
+    params: rwkv7.Params, alone: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One whose text cannot be made, also by its last token."""
-    few = tokenizers.Tokenizer("few", 2, {}, lambda text: [0])
-    pool = pool_of(params, tokenizer=few)
+    wrong = tokenizers.Tokenizer("wrong", VOCABULARY, {}, lambda text: [0])
+
+    def refused(_: Any) -> bytes:
+        raise ValueError("no text")
+
+    monkeypatch.setattr(wrong, "decode_bytes", refused)
+    pool = pool_of(params, tokenizer=wrong)
     for length in (LENGTH, 1):
         request = submit(pool, 0, length=length)
         with pytest.raises(RuntimeError, match="the request failed: ") as error:
             list(request)
         assert request.reason == "failed"
-        assert "accepted are 0 to 1" in str(error.value.__cause__)
+        assert str(error.value.__cause__) == "no text"
 
 
 def test_a_request_without_a_next_token(params: rwkv7.Params, alone: Any) -> None:

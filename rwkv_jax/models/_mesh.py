@@ -43,15 +43,15 @@ def partitioned(compute: Callable[..., Any], *operands: Any, results: Callable[[
     return jax.sharding.auto_axes(compute, out_sharding=_on(mesh, results()))(*operands)
 
 
-def as_explicit(wkv: Wkv, operands: Any, like: Array) -> Wkv:
+def as_explicit(what: str, wkv: Wkv, operands: Any, like: Array) -> Wkv:
     """`wkv` for calls from within `partitioned` with these operands. Where that makes the axes of a
     mesh Auto, they are Explicit for `wkv`, and its tokens distributed as those of `like`."""
     if (mesh := _explicit(operands)) is None:
         return wkv
     if not isinstance(like, core.Tracer) and jax.sharding.get_abstract_mesh().empty:
         raise ValueError(
-            "wkv is a function of its own on an Explicit mesh; accepted are calls within jax.jit "
-            "or jax.set_mesh, or None"
+            f"{what}: wkv is a function of its own on an Explicit mesh; accepted are calls within "
+            "jax.jit or jax.set_mesh, or None"
         )
     rows, tokens = (
         PartitionSpec(*tuple(spec_of(like))[:1]),

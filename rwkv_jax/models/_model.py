@@ -178,7 +178,7 @@ class Generation:
             self._check_fused(tokens, implementation)
         tokens = jnp.asarray(tokens)
         operands = (params, tokens, state, segment_ids)
-        wkv = _mesh.as_explicit(wkv, operands, tokens) if wkv else self.wkv
+        wkv = _mesh.as_explicit(self.name, wkv, operands, tokens) if wkv else self.wkv
 
         def compute(
             params: Params, tokens: Array, state: Any, segment_ids: Array | None
@@ -297,7 +297,7 @@ class Generation:
         check.array("time_mix", "x", x)
         segment_ids = _arguments.checked_segment_ids("time_mix", segment_ids, x.shape[:-1])
         operands = (params, x, state, v_first, segment_ids)
-        wkv = _mesh.as_explicit(wkv, operands, x) if wkv else self.wkv
+        wkv = _mesh.as_explicit("time_mix", wkv, operands, x) if wkv else self.wkv
 
         def compute(params: Any, x: Array, state: Any, v_first: Any, segment_ids: Any) -> Any:
             options = Options(segment_ids, implementation, layers, wkv)
