@@ -46,7 +46,7 @@ def read(
         pytest.param(rwkv5, "bfloat16", marks=pytest.mark.slow),
         (rwkv6, "float32"),
         (rwkv7, "float32"),
-        (rwkv7, "bfloat16"),
+        pytest.param(rwkv7, "bfloat16", marks=pytest.mark.slow),
     ],
     ids=lambda x: x if isinstance(x, str) else x.GENERATION.name,
 )
