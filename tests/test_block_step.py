@@ -107,6 +107,7 @@ def test_which_rows_get_the_kernels(params: rwkv7.Params, monkeypatch: pytest.Mo
     assert_trees_close(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("on_cuda")
 def test_where_updates_are_postponed(params: rwkv7.Params, monkeypatch: pytest.MonkeyPatch) -> None:
     """In loops over tokens with more than 32 rows of bfloat16. A program for a CPU gives the same
@@ -203,6 +204,7 @@ def test_wrong_options(params: rwkv7.Params) -> None:
         rwkv7.apply(params, tokens[:, 0], state, layers="fused")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("on_cuda")
 def test_transformations_take_the_usual_way(params: rwkv7.Params) -> None:
     """On a platform for which the kernels cannot be lowered."""

@@ -43,10 +43,10 @@ def read(
     ("module", "dtype"),
     [
         (rwkv4, "float32"),
-        (rwkv5, "bfloat16"),
+        pytest.param(rwkv5, "bfloat16", marks=pytest.mark.slow),
         (rwkv6, "float32"),
         (rwkv7, "float32"),
-        (rwkv7, "bfloat16"),
+        pytest.param(rwkv7, "bfloat16", marks=pytest.mark.slow),
     ],
     ids=lambda x: x if isinstance(x, str) else x.GENERATION.name,
 )
@@ -93,6 +93,7 @@ def test_segments() -> None:
                 assert np.array_equal(x[row], y[0])
 
 
+@pytest.mark.slow
 def test_generation_and_serving() -> None:
     """The same tokens and logits alone, with others, in other pieces and in a pool."""
     params, model = parameters(rwkv7), Invariant(rwkv7, ROWS)

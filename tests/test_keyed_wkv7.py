@@ -196,6 +196,7 @@ def test_the_model_takes_the_kernels() -> None:
     assert calls(recompute="blocks") == (2 * each, each)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("kernels")
 def test_the_model_equals_the_two_functions() -> None:
     """The loss and all gradients."""

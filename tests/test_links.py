@@ -77,7 +77,9 @@ def test_slabs_have_a_chunk_too_many_only_where_they_must(tokens: int) -> None:
             assert chunks == used
 
 
-@pytest.mark.parametrize("op", ["wkv7", "wkv6", "wkv5"])
+@pytest.mark.parametrize(
+    "op", ["wkv7", *(pytest.param(x, marks=pytest.mark.slow) for x in ("wkv6", "wkv5"))]
+)
 def test_only_states_go_along_a_loop(op: str) -> None:
     """On a GPU each pass has one loop over chunks, and one over slabs where there are several."""
 
@@ -93,7 +95,14 @@ def test_only_states_go_along_a_loop(op: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("op", "decay"), [("wkv7", "sigmoid"), ("wkv7", "log"), ("wkv6", "exp"), ("wkv5", "log")]
+    ("op", "decay"),
+    [
+        ("wkv7", "sigmoid"),
+        *(
+            pytest.param(op, decay, marks=pytest.mark.slow)
+            for op, decay in (("wkv7", "log"), ("wkv6", "exp"), ("wkv5", "log"))
+        ),
+    ],
 )
 def test_products_on_matrix_units(op: str, decay: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In bfloat16 for 16-bit inputs, with decays as in a model, strong, weak and extreme."""
@@ -118,6 +127,7 @@ def test_products_of_small_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     check(run, case, precision=None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("decay", "regime"), [("sigmoid", "model"), ("sigmoid", "near 0"), ("log", "mixed")]
 )

@@ -184,7 +184,8 @@ DOCUMENTS = np.array(
 """Segment ids with padding before, between and after documents, and with adjacent documents."""
 
 
-@pytest.mark.parametrize("given", [True, pytest.param(False, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("given", [True, False], ids=str)
 def test_packed_rows_equal_documents_alone(
     params: rwkv7.Params, tokens: jax.Array, given: bool
 ) -> None:
@@ -236,7 +237,10 @@ gradients_of_model = jax.jit(
 FFI_OR_REFERENCE = FAST["wkv7"].implementation
 
 
-@pytest.mark.parametrize(("dtype", "ceiling"), [("float32", 1e-5), ("bfloat16", 3e-2)])
+@pytest.mark.parametrize(
+    ("dtype", "ceiling"),
+    [("float32", 1e-5), pytest.param("bfloat16", 3e-2, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize(
     ("packed", "layers"),
     [
@@ -263,6 +267,7 @@ def test_layers_in_any_implementation(
     assert_trees_close(found, expected, ceiling)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["mixes", "cheap", "blocks"])
 def test_gradients_that_are_computed_again(
     params: rwkv7.Params, tokens: jax.Array, recompute: str

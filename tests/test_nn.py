@@ -185,14 +185,18 @@ def test_layers_mix_sequences_with_the_given_function() -> None:
         sequences.append(r.shape)
         return wkv7(r, *args, **options)
 
-    model = flax.RWKV(CONFIG, wkv=spy, rngs=nnx.Rngs(0))
     tokens = jnp.zeros((BATCH, TOKENS), jnp.int32)
-    _, state = model(tokens)
-    model(tokens[:, 0], state)
+
+    def of_flax() -> None:
+        model = flax.RWKV(CONFIG, wkv=spy, rngs=nnx.Rngs(0))
+        _, state = model(tokens)
+        model(tokens[:, 0], state)
+
+    nnx.eval_shape(of_flax)
     shape = (BATCH, TOKENS, WIDTH // HEAD_SIZE, HEAD_SIZE)
     assert sequences == [shape] * CONFIG.layers
 
-    equinox.RWKV(CONFIG, wkv=spy, key=jax.random.key(0))(tokens[0])
+    jax.eval_shape(lambda: equinox.RWKV(CONFIG, wkv=spy, key=jax.random.key(0))(tokens[0]))
     assert sequences[CONFIG.layers :] == [(1, *shape[1:])] * CONFIG.layers
 
 

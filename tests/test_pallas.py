@@ -34,7 +34,9 @@ OPS = ("wkv7", "wkv6", "wkv5")
 
 KERNEL = {"cuda": "__gpu$xla.gpu.triton", "tpu": "tpu_custom_call", "hopper": "mosaic_gpu_v2"}
 
-each_op = pytest.mark.parametrize("op", OPS)
+each_op = pytest.mark.parametrize(
+    "op", ["wkv7", *(pytest.param(op, marks=pytest.mark.slow) for op in ("wkv6", "wkv5"))]
+)
 each_platform = pytest.mark.parametrize("platform", LOWERING.PLATFORMS)
 
 

@@ -219,6 +219,7 @@ def _sum(*arguments: Any, **options: Any) -> jax.Array:
     return jnp.sum(_features(*arguments, **options) ** 3)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("kernels")
 def test_the_model_keeps_one_array_less_for_each_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """And computes `read_out` again where it computes whole blocks again, but not for "cheap"."""
@@ -243,6 +244,7 @@ def test_the_model_keeps_one_array_less_for_each_block(monkeypatch: pytest.Monke
     assert kept() == found + CONFIG.layers
 
 
+@pytest.mark.slow
 def test_the_model_equals_the_two_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss and all gradients, of blocks in a scan."""
     params = rwkv7.init(jax.random.key(0), CONFIG)

@@ -41,41 +41,44 @@ def start(params: rwkv7.Params, dtype: str) -> rwkv7.State:
     return jax.tree.map(lambda x: x + jnp.asarray(0.1, x.dtype), state)
 
 
+@functools.partial(jax.jit, static_argnames="recompute", compiler_options=AS_USERS)
+def run(
+    params: rwkv7.Params,
+    state: rwkv7.State | None,
+    ids: jax.Array | None,
+    recompute: rwkv7.Recompute | None,
+) -> Any:
+    """Results and gradients."""
+
+    def model(params: rwkv7.Params, state: rwkv7.State | None) -> Any:
+        return rwkv7.apply(params, tokens(), state, segment_ids=ids, recompute=recompute)
+
+    results, vjp = jax.vjp(model, params, state)
+    return results, vjp(jax.tree.map(jnp.cos, results))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("layers", "recompute", "packed", "given", "dtype"),
+    ("layers", "recompute", "packed", "given"),
     [
-        (3, None, False, True, "float32"),
-        pytest.param(1, "blocks", False, True, "float32", marks=pytest.mark.slow),
-        pytest.param(3, "cheap", True, True, "float32", marks=pytest.mark.slow),
-        pytest.param(3, "blocks", True, False, "float32", marks=pytest.mark.slow),
+        (3, None, False, True),
+        (1, "blocks", False, True),
+        (3, "cheap", True, True),
+        (3, "blocks", True, False),
     ],
 )
 def test_results_and_gradients_are_equal(
-    layers: int, recompute: rwkv7.Recompute | None, packed: bool, given: bool, dtype: str
+    layers: int, recompute: rwkv7.Recompute | None, packed: bool, given: bool
 ) -> None:
     params = random(layers)
-    state = start(params, dtype) if given else None
+    state = start(params, "float32") if given else None
     ids = jnp.asarray(SEGMENTS) if packed else None
-
-    @functools.partial(jax.jit, compiler_options=AS_USERS)
-    def run(params: rwkv7.Params, state: rwkv7.State | None) -> Any:
-        def model(params: rwkv7.Params, state: rwkv7.State | None) -> Any:
-            return rwkv7.apply(
-                params, tokens(), state, segment_ids=ids, dtype=dtype, recompute=recompute
-            )
-
-        results, vjp = jax.vjp(model, params, state)
-        return results, vjp(jax.tree.map(jnp.cos, results))
-
-    (logits, after), (dparams, dstate) = run(rwkv7.stacked(params), state and rwkv7.stacked(state))
-    found = (
-        (logits, rwkv7.unstacked(after)),
-        (
-            rwkv7.unstacked(dparams),
-            dstate and rwkv7.unstacked(dstate),
-        ),
+    (logits, after), (dparams, dstate) = run(
+        rwkv7.stacked(params), state and rwkv7.stacked(state), ids, recompute
     )
-    expected = run(params, state)
+    dstate = dstate and rwkv7.unstacked(dstate)
+    found = (logits, rwkv7.unstacked(after)), (rwkv7.unstacked(dparams), dstate)
+    expected = run(params, state, ids, recompute)
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     assert_trees_close(found, expected, 3e-6)
 
