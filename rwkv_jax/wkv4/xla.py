@@ -11,14 +11,14 @@ Their cotangents n_t and d_t are decayed sums from the end, with a_t = dy_t / q_
     du = sum_t e^(u + k_t) a_t (v_t - y_t)
     dk_t = e^(u + k_t) a_t (v_t - y_t) + e^(k_t) (v_t n_(t+1) + d_(t+1))
     dv_t = e^(u + k_t) a_t + e^(k_t) n_(t+1)
-    dw = sum_t e^w (N_t n_(t+1) + D_t d_(t+1))
+    dw = sum_t a_t (N'_t - y_t D'_t)        N'_(t+1) = e^w (N'_t + N_t)
+
+where N' and D' are the derivatives of the sums by w. In a group of tokens they start with 0, since
+the cotangents of the sums after the group, times N' and D' there, are the terms of later tokens.
 
 Both pairs of sums are kept as `Wkv4State` has them, relative to the largest weight. The final
 `log_max` is the exponent of the first largest weight, which has its cotangent, less what the
 cotangents of the final `num` and `den` say about the exponent that they are relative to.
-
-The states before groups follow from what each group does to a state, which is computed side by
-side. The backward pass does the same with the cotangents, from the last token to the first.
 """
 
 import functools
@@ -37,13 +37,14 @@ from rwkv_jax._operator.call import (
     Options,
     Packing,
     Result,
+    Sequences,
 )
 from rwkv_jax._operator.implementation import Implementation
-from rwkv_jax._portable.decay import unbounded_log_decay
+from rwkv_jax._packing import by_chunk
 from rwkv_jax.wkv4 import reference
-from rwkv_jax.wkv4.groups import Groups, joined, states_before
-from rwkv_jax.wkv4.reference import add
 from rwkv_jax.wkv4.signature import NOTHING, SIGNATURE
+from rwkv_jax.wkv4.tokens import Read, Token, Tokens, tokens_of
+from rwkv_jax.wkv4.walk import ItemFn, Kept, Runs, left, picker
 
 
 class _Wkv4(Implementation):
@@ -61,194 +62,144 @@ class _Wkv4(Implementation):
         return reference.IMPLEMENTATION.step(options, platform, operands)
 
     def forward(self, options: Options, platform: str, operands: Forward) -> Result:
-        state = operands.state
-        if operands.inputs["v"].shape[1] == 0:
-            none = {part: jnp.zeros_like(x[:, None])[:, :0] for part, x in state.items()}
-            return Result(operands.inputs["v"], state, none if options.save else {})
-        return _as_the_platform_needs(functools.partial(_forward, options), operands)
+        return _as_the_platform_needs(functools.partial(self._forward, options), operands)
 
     def backward(self, options: Options, platform: str, operands: Backward) -> Gradients:
-        if operands.dy.shape[1] == 0:
-            return Gradients(jax.tree.map(jnp.zeros_like, operands.inputs), operands.dstate)
-        return _as_the_platform_needs(functools.partial(_backward, options), operands)
+        return _as_the_platform_needs(functools.partial(self._backward, options), operands)
+
+    def _forward(self, options: Options, unrolled: bool, operands: Forward) -> Result:
+        v, state = operands.inputs["v"], operands.state
+        if v.shape[1] == 0:
+            none = {part: jnp.zeros_like(x[:, None])[:, :0] for part, x in state.items()}
+            return Result(v, state, none if options.save else {})
+        if isinstance(operands.packing, Sequences) and not unrolled:
+            one = functools.partial(self._forward, options, unrolled)
+            return by_chunk.forward(SIGNATURE, one, operands)
+        tokens = tokens_of(options, unrolled, operands.inputs, operands.packing)
+        starts = tokens.before_groups(state)
+
+        def visit(token: Token, state: Arrays) -> tuple[Array, Any]:
+            y = reference.read(tokens.inputs(token), state)
+            return tokens.cleared(token, y).astype(v.dtype), {}
+
+        ends, _, y = tokens.through(starts, visit)
+        y = tokens.join(y.written().flat(tokens.count))
+        end = tokens.or_given(tokens.at_ends(ends), state)
+        return Result(y, end, tokens.saved(starts) if options.save else {})
+
+    def _backward(self, options: Options, unrolled: bool, operands: Backward) -> Gradients:
+        inputs, dstate = operands.inputs, operands.dstate
+        if inputs["v"].shape[1] == 0:
+            return Gradients(jax.tree.map(jnp.zeros_like, inputs), dstate)
+        if isinstance(operands.packing, Sequences) and not unrolled:
+            one = functools.partial(self._backward, options, unrolled)
+            return by_chunk.backward(SIGNATURE, one, operands)
+        tokens = tokens_of(options, unrolled, inputs, operands.packing)
+        starts = tokens.from_chunks(operands.states)
+        start = tokens.at_starts(starts)
+        end, place, read = tokens.read(starts, operands.dy)
+        cotangent = {part: dstate[part] for part in ("num", "den")}
+        dlargest = dstate["log_max"] - _dotted(dstate, end)
+        # Each walk computes the sums of tokens again. Without barriers XLA would keep in memory
+        # what walks have in common, which takes longer.
+        starts, read = lax.optimization_barrier((starts, read.runs))
+        reverse = _Reverse(tokens, Kept(read))
+        after = reverse.after_groups(cotangent | {"log_max": -end["log_max"]})
+        du, dw = tokens.shared(starts, Kept(read), reverse.left(after))
+        found, dstart = reverse.gradients(after, place, dlargest)
+        dk, dv = tokens.join(found["k"]), tokens.join(found["v"])
+
+        scale = jnp.exp(start["log_max"] + dstart["log_max"])
+        if tokens.starts is not None:
+            scale = jnp.where(tokens.starts[:, :1], 0.0, scale)
+        dinitial = {part: scale * dstart[part] for part in ("num", "den")}
+        here = jnp.where(place == 0, dlargest, 0.0)
+        dinitial["log_max"] = _dotted(dinitial, start) + here
+
+        (dw,) = tokens.pull_back(dw + tokens.total(dlargest * tokens.since(place)))
+        gradients = {"w": dw, "u": du, "k": dk, "v": dv}
+        return Gradients(
+            {n: x.astype(inputs[n].dtype) for n, x in gradients.items()},
+            tokens.or_given(dinitial, dstate),
+        )
 
 
 def _as_the_platform_needs(run: Callable[[bool, Any], Any], operands: Any) -> Any:
-    """`run(unrolled, operands)`, as scans are best on the platform that a program is lowered for.
-    What runs on all platforms is traced once for all of them, so the choice is made here."""
+    """`run(unrolled, operands)`, as walks are best on the platform that a program is lowered for.
+    What runs on all platforms is traced once for all of them, so the choice is made here. A CPU
+    takes sequences one chunk after another, which stay in its caches."""
     loops, unrolled = (functools.partial(run, x) for x in (False, True))
     return lax.platform_dependent(operands, cpu=loops, default=unrolled)
 
 
-class _Token(NamedTuple):
-    """A token of each group [B, n, ...], or all tokens [B, n, L, ...]: `valid` and `starts` of
-    `Groups`, and k, v and in the backward pass dy."""
+class _Item(NamedTuple):
+    """A token of each group, whether the next one starts a segment, and what is known of its
+    `y`."""
 
-    inputs: Arrays
-    valid: Array | None
-    starts: Array | None
-
-    def cleared(self, x: Array, padding: float = 0.0) -> Array:
-        """`x`, except for padding."""
-        return x if self.valid is None else jnp.where(self.valid, x, padding)
-
-    def cut(self, x: Array, otherwise: float) -> Array:
-        """`x`, except where a segment starts."""
-        return x if self.starts is None else jnp.where(self.starts, otherwise, x)
-
-    def left(self, state: Arrays) -> Arrays:
-        """What is left of a state where a segment starts."""
-        return {part: self.cut(x, SIGNATURE.empty.get(part, 0.0)) for part, x in state.items()}
+    token: Token
+    starts_next: Array | None
+    read: Read
 
 
-class _Call:
-    """The tokens of a call, and what the scans of both passes do with one."""
+class _Reverse:
+    """The walk from the last token to the first, with the cotangents of the sums."""
 
-    def __init__(self, options: Options, unrolled: bool, packing: Packing, **inputs: Array) -> None:
-        log_decay, self.pull_back = jax.vjp(
-            lambda w: unbounded_log_decay(w, options.decay), inputs.pop("w")
+    def __init__(self, tokens: Tokens, read: Kept) -> None:
+        self._tokens, self._walk = tokens, tokens.walk._replace(reverse=True)
+        self._read, self._starts, self._sliced_starts = read, None, None
+        if tokens.starts is not None:
+            # What cuts the tokens after this one off from it is that the next one starts a segment.
+            following = jnp.pad(tokens.starts[:, 1:], ((0, 0), (0, 1)))
+            self._starts = tokens.grouped(following)
+            self._sliced_starts = tokens.sliced(self._starts)
+
+    def _items(self, groups: Token, read: Kept) -> ItemFn:
+        given = picker((groups, self._sliced_starts))
+        return lambda i: _Item(*given(i), read=read.item(i))
+
+    def _run(self, x: _Item) -> Runs:
+        """What a token adds to the cotangents of the sums: a and -a y."""
+        a = x.read.a
+        log_max = jnp.where(x.token.there, -x.read.largest, NOTHING)
+        added = {"num": a, "den": -a * x.read.y, "log_max": log_max}
+        return Runs(x.token.there.astype(jnp.float32), x.starts_next, added)
+
+    def after_groups(self, end: Arrays) -> Arrays:
+        """The cotangents of the sums after each group, from those of the final ones."""
+        tokens = self._tokens
+
+        def runs() -> Runs:
+            items, ages = self._items(tokens.groups, self._read), tokens.ages_of_groups
+            return self._walk.runs(items, self._run, ages, self._starts, items(0).token.k)
+
+        return tokens.states(self._walk, runs, end)
+
+    def left(self, after: Arrays) -> Arrays:
+        """What is left of these cotangents where the next group starts a segment."""
+        return left(after, None if self._starts is None else self._starts[:, :, -1])
+
+    def gradients(self, after: Arrays, place: Array, dlargest: Array) -> tuple[Arrays, Arrays]:
+        """The gradients of k and v, and the cotangents of the given sums, from those after each
+        group, and from those of the largest exponents and their places."""
+        tokens = self._tokens
+        place, dlargest = tokens.of_groups(place), tokens.of_groups(dlargest)
+
+        def visit(x: _Item, after: Arrays) -> tuple[Arrays, Any]:
+            inputs, after = tokens.inputs(x.token), left(after, x.starts_next)
+            k, v, read = inputs["k"], inputs["v"], x.read
+            bonus = jnp.exp((inputs["u"] + k) - read.largest) * read.a
+            kept = jnp.exp(k + after["log_max"])
+            dk = bonus * (v - read.y) + kept * (v * after["num"] + after["den"])
+            dk += jnp.where(x.token.place == place, dlargest, 0.0)
+            dv = bonus + kept * after["num"]
+            dk, dv = (tokens.cleared(x.token, d) for d in (dk, dv))
+            return {"k": dk.astype(x.token.k.dtype), "v": dv.astype(x.token.v.dtype)}, {}
+
+        after, groups, read = lax.optimization_barrier((after, tokens.groups, self._read.runs))
+        befores, _, found = self._walk.through(
+            self._items(groups, Kept(read)), self._run, tokens.length, after, visit, {}
         )
-        # 0 tokens times a log decay of -inf, which resets a state, would be NaN.
-        self._w = jnp.maximum(log_decay, jnp.finfo(jnp.float32).min)[:, None]
-        self._u = inputs.pop("u").astype(jnp.float32)[:, None]
-        self.groups = groups = Groups(unrolled, inputs["v"].shape[1], packing)
-        cut = {name: groups.cut(x) for name, x in inputs.items()}
-        self.tokens = _Token(cut, groups.valid, groups.starts)
-        self.none = jnp.zeros_like(cut["v"][:, :, 0], jnp.float32)
-        self.nothing = {p: self.none + SIGNATURE.empty.get(p, 0.0) for p in SIGNATURE.state}
-
-    def inputs(self, token: _Token) -> Arrays:
-        """The inputs in float32, w as the log decay, and those of padding as of no weight."""
-        x = {name: x.astype(jnp.float32) for name, x in token.inputs.items()}
-        x = {n: token.cleared(x, NOTHING if n == "k" else 0.0) for n, x in x.items()}
-        return x | {"u": self._u, "w": token.cleared(self._w)}
-
-    def after(self, token: _Token, x: Arrays, state: Arrays) -> Arrays:
-        """The state after a token with the inputs x."""
-        weight = token.cleared(jnp.ones_like(x["v"]))
-        return add(state, x["w"], {"num": x["v"], "den": weight, "log_max": x["k"]})
-
-    def states_before(self, given: Arrays, opens: Array) -> Arrays:
-        """The states before each group, from those before the groups that open something."""
-
-        def step(run: tuple[Array, Arrays], token: _Token) -> tuple[tuple[Array, Arrays], None]:
-            (log_decay, state), x = run, self.inputs(token)
-            log_decay = token.cut(log_decay, -jnp.inf) + x["w"]
-            return (log_decay, self.after(token, x, token.left(state))), None
-
-        if opens.shape[1] == 1:
-            return given
-        runs, _ = self.groups.scan(step, (self.none, self.nothing), self.tokens)
-        # Without a barrier XLA computes the runs anew in each step of the scan over groups.
-        return states_before(lax.optimization_barrier(runs), given, opens)
-
-
-def _forward(options: Options, unrolled: bool, operands: Forward) -> Result:
-    call = _Call(options, unrolled, operands.packing, **operands.inputs)
-    groups, given = call.groups, _by_sequence(operands.state)
-    before = call.states_before(groups.of(given), groups.opens)
-
-    def step(state: Arrays, token: _Token) -> tuple[Arrays, Array]:
-        x, state = call.inputs(token), token.left(state)
-        y = token.cleared(reference.read(x, state)).astype(operands.inputs["v"].dtype)
-        return call.after(token, x, state), y
-
-    after, y = groups.scan(step, before, call.tokens)
-    end = groups.or_given(groups.at_last(after), given)
-    saved = {part: x[:, :: groups.per_chunk] for part, x in before.items()}
-    return Result(groups.join(y), _like(end, operands.state), saved if options.save else {})
-
-
-class _Read(NamedTuple):
-    """What a token reads, y, and what its gradients are made of.
-
-    bonus: e^(u + k) a.
-    added: what is added to the cotangents of the sums, a and -a y, relative to the exponent of a.
-    stays: whether the largest exponent so far stays the largest.
-    """
-
-    y: Array
-    bonus: Array
-    added: Arrays
-    stays: Array
-
-
-def _read(token: _Token, x: Arrays, state: Arrays) -> _Read:
-    own, log_max = x["u"] + x["k"], state["log_max"]
-    largest = jnp.maximum(log_max, own)
-    before, now = jnp.exp(log_max - largest), jnp.exp(own - largest)
-    scale = 1.0 / (before * state["den"] + now)
-    y = (before * state["num"] + now * x["v"]) * scale
-    a = x["dy"] * scale
-    added = {"num": a, "den": -a * y, "log_max": token.cleared(-largest, NOTHING)}
-    return _Read(y, now * a, added, log_max + x["w"] >= x["k"])
-
-
-def _backward(options: Options, unrolled: bool, operands: Backward) -> Gradients:
-    inputs, dstate = operands.inputs, _by_sequence(operands.dstate)
-    call = _Call(options, unrolled, operands.packing, **inputs, dy=operands.dy)
-    groups, tokens, none = call.groups, call.tokens, call.none
-    before = operands.states
-    if groups.per_chunk > 1:
-        given = {part: jnp.repeat(x, groups.per_chunk, axis=1) for part, x in before.items()}
-        before = call.states_before(given, groups.opens_chunk)
-
-    def forth(carry: Any, token: _Token) -> tuple[Any, Arrays]:
-        """The states before tokens, and all that a group adds to the cotangents."""
-        (state, log_decay, added, larger), x = carry, call.inputs(token)
-        state, log_decay = token.left(state), token.cut(log_decay, -jnp.inf)
-        read = _read(token, x, state)
-        join = add if token.starts is None else joined
-        added = join(read.added, log_decay, added)
-        larger += jnp.where(read.stays, 0, 1)
-        return (call.after(token, x, state), log_decay + x["w"], added, larger), state
-
-    def back(carry: Any, token: _Token, state: Arrays) -> tuple[Any, Arrays]:
-        """The gradients, from the cotangents of the sums and of the largest exponent."""
-        (after, dlargest, du, dw), x = carry, call.inputs(token)
-        read, kept = _read(token, x, state), jnp.exp(x["k"] + after["log_max"])
-        bonus = read.bonus * (x["v"] - read.y)
-        stays = jnp.where(read.stays, dlargest, 0.0)
-        dk = bonus + kept * (x["v"] * after["num"] + after["den"]) + (dlargest - stays)
-        dv = read.bonus + kept * after["num"]
-        passed = jnp.exp((state["log_max"] + after["log_max"]) + x["w"]) * _dotted(state, after)
-        carry = token.left(add(after, x["w"], read.added)), stays
-        timed = {"k": dk, "v": dv}
-        timed = {n: token.cleared(d).astype(inputs[n].dtype) for n, d in timed.items()}
-        return (*carry, du + bonus, dw + token.cleared(passed + stays)), timed
-
-    start = before, none, call.nothing, none.astype(jnp.int32)
-    (after, log_decay, added, larger), states = groups.scan(forth, start, tokens)
-    end = groups.at_last(after)
-    given = groups.of(dstate | {"log_max": -end["log_max"]})
-    cotangents = states_before((log_decay, added), given, groups.closes, reverse=True)
-    # The largest exponent is that of the last token which was larger than all before it.
-    larger = jnp.cumsum(larger, axis=1)
-    dlargest = groups.of(dstate["log_max"] - _dotted(dstate, end))
-    dlargest = jnp.where(larger == groups.of(groups.at_last(larger)), dlargest, 0.0)
-    if unrolled:  # Where nothing but registers holds the states of a group, they are found again.
-        start, tokens, cotangents = lax.optimization_barrier((start, tokens, cotangents))
-        _, states = groups.scan(forth, start, tokens)
-    start = cotangents, dlargest, none, none
-    carry, timed = groups.scan(back, start, tokens, states, reverse=True)
-    before, dstart, dlargest = groups.at_first((before, *carry[:2]))
-    scale = jnp.exp(before["log_max"] + dstart["log_max"])
-    dinitial = {part: scale * dstart[part] for part in ("num", "den")}
-    dinitial["log_max"] = _dotted(dinitial, before) + dlargest
-    du, dw = (jnp.sum(x, axis=1) for x in carry[2:])
-    (dw,) = call.pull_back(dw)
-    gradients = {"w": dw, "u": du.astype(inputs["u"].dtype), **groups.join(timed)}
-    return Gradients(gradients, _like(groups.or_given(dinitial, dstate), operands.dstate))
-
-
-def _by_sequence(state: Arrays) -> Arrays:
-    """States [B, C] or [B, S, C] with the axis S."""
-    return {part: x if x.ndim == 3 else x[:, None] for part, x in state.items()}
-
-
-def _like(state: Arrays, given: Arrays) -> Arrays:
-    """States with the axis S only if what was given has it."""
-    return {part: state[part].reshape(x.shape) for part, x in given.items()}
+        return found.written().flat(tokens.count), tokens.at_starts(befores)
 
 
 def _dotted(x: Arrays, y: Arrays) -> Array:

@@ -225,7 +225,7 @@ rwkv_jax::Problem ProblemOf(const std::string& op, const std::string& pass,
 
 PYBIND11_MODULE(rwkv_jax_emulation, module) {
   module.def("call", &Call, py::arg("target"), py::arg("operands"), py::arg("results"),
-             py::arg("attributes"), py::arg("unread"));
+             py::arg("attributes"), py::arg("unread") = -1);
   module.def("seed", &emulation::Seed, "Draws the order of warps anew.");
   module.def("set_device", [](int64_t multiprocessors, int64_t shared_memory, bool hopper) {
     emulation::device = {multiprocessors, shared_memory};
