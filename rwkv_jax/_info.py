@@ -116,5 +116,5 @@ def export_checks() -> Sequence[export.DisabledSafetyCheck]:
     the native kernels, or Pallas kernels on a GPU: those of operators, and of the models, layer
     functions and losses that are imported. The process that loads the program must have imported
     `rwkv_jax`."""
-    targets = library.declared() | _pallas.TARGETS
+    targets = library.export_targets() | _pallas.TARGETS
     return [export.DisabledSafetyCheck.custom_call(target) for target in sorted(targets)]

@@ -1243,7 +1243,7 @@ def test_postponed_updates(blocks: Emulation, multiprocessors: int) -> None:
     """With one warp for a head and with several, a loop of any length leaves the states of a step
     at a time: those of the first block bit by bit, whose inputs no logits change. So does one in
     which rows have no token now and then, and NaN in a state stays there."""
-    every = internals.MOST_WAITING + 1
+    every = internals.MAX_PENDING + 1
     blocks.use(Device(multiprocessors))
     dtype, rows, length = "bfloat16", 5, 2 * every + 3
     params = models.with_heads_of_64(128, dtype)
@@ -1266,7 +1266,7 @@ def test_postponed_updates(blocks: Emulation, multiprocessors: int) -> None:
         for i in range(count):
             logits, state = step(state, tokens[i], ids[i], jnp.int32(i), jnp.bool(i == count - 1))
             found.append(np.asarray(logits)[ids[i] != 0])
-        return found, internals.settled(state)
+        return found, internals.flush(state)
 
     limit = 1e-2
     for count in (1, 2, every + 1, every + 3, length):

@@ -16,8 +16,10 @@ LENGTH, SIZE = 32, 4
 RNG = np.random.default_rng(0)
 
 
-@pytest.mark.parametrize(("decay", "fewest"), [("log", True), ("log", False), ("sigmoid", True)])
-def test_decays_between_tokens(decay: str, fewest: bool) -> None:
+@pytest.mark.parametrize(
+    ("decay", "minimize_flops"), [("log", True), ("log", False), ("sigmoid", True)]
+)
+def test_decays_between_tokens(decay: str, minimize_flops: bool) -> None:
     """Each product of two factors against the sum of the log decays between two tokens: for "log"
     with tokens that forget everything, next to others that forget little."""
     x, y = RNG.standard_normal((2, 1, LENGTH, SIZE)).astype(np.float32)
@@ -29,7 +31,7 @@ def test_decays_between_tokens(decay: str, fewest: bool) -> None:
         w = RNG.uniform(-8, 8, x.shape)
         log_decay = -np.exp(-0.5) / (1 + np.exp(-w))
     found = jax.jit(internals.link, static_argnums=(0, 1))(
-        decay, fewest, w.astype(np.float32), x, y
+        decay, minimize_flops, w.astype(np.float32), x, y
     )
 
     log_decay = np.float32(log_decay).astype(np.float64)
@@ -53,15 +55,15 @@ def test_decays_between_tokens(decay: str, fewest: bool) -> None:
     assert_right(found, right)
 
 
-@pytest.mark.parametrize("fewest", [True, False])
+@pytest.mark.parametrize("minimize_flops", [True, False])
 @pytest.mark.parametrize("length", [1, 4, LENGTH, 2 * LENGTH])
-def test_inverse(length: int, fewest: bool) -> None:
+def test_inverse(length: int, minimize_flops: bool) -> None:
     """Also of a matrix whose powers are far larger than its inverse. Only what is below the
     diagonal counts."""
     lower = np.tril(np.ones((length, length)), -1)
     matrices = np.stack([-4.0 * lower, lower * RNG.standard_normal(lower.shape) / 4])
     matrices[0] += 4.0 * lower @ np.eye(length, k=-1)
-    inverse = functools.partial(internals.inverse_of_link, fewest=fewest)
+    inverse = functools.partial(internals.inverse_of_link, minimize_flops=minimize_flops)
     given = np.where(lower > 0, matrices, np.nan)
     found = jax.jit(inverse)(given.astype(np.float32))
     assert_right({"inverse": found}, {"inverse": np.linalg.inv(np.eye(length) - matrices)})

@@ -130,7 +130,7 @@ def _forward(
 ) -> tuple[YAndState, _Residuals]:
     """`y` and the state after the tokens of this device, and what the backward pass needs."""
     summary, initial = operator.summary, operands.state
-    tokens = operands.inputs[operator.signature.timed[0]].shape[1]
+    tokens = operands.inputs[operator.signature.per_token[0]].shape[1]
     cut = _Splits(operator.signature, _count(operator.signature, initial, tokens))
     inputs = cut(operands.inputs)
     packing = operands.packing
@@ -171,15 +171,15 @@ class _Splits:
         self._signature, self.count = signature, count
 
     def __call__(self, inputs: Arrays) -> Arrays:
-        timed = {name: self.tokens(inputs[name]) for name in self._signature.timed}
+        per_token = {name: self.tokens(inputs[name]) for name in self._signature.per_token}
         shared = self._signature.shared
-        return timed | {name: jnp.repeat(inputs[name], self.count, axis=0) for name in shared}
+        return per_token | {name: jnp.repeat(inputs[name], self.count, axis=0) for name in shared}
 
     def undo(self, gradients: Arrays) -> Arrays:
         """The gradients of the inputs, from those of the splits."""
-        timed = {name: self.whole(gradients[name]) for name in self._signature.timed}
+        per_token = {name: self.whole(gradients[name]) for name in self._signature.per_token}
         shared = self._signature.shared
-        return timed | {name: jnp.sum(self.open(gradients[name]), axis=1) for name in shared}
+        return per_token | {name: jnp.sum(self.open(gradients[name]), axis=1) for name in shared}
 
     def tokens(self, x: Array) -> Array:
         return x.reshape(len(x) * self.count, x.shape[1] // self.count, *x.shape[2:])

@@ -17,7 +17,7 @@ from jax import Array, lax
 
 from rwkv_jax._operator.call import Arrays, Forward, Marks, Options
 from rwkv_jax._operator.implementation import ForwardFn, Summary
-from rwkv_jax._operator.partition import alike
+from rwkv_jax._operator.partition import match_shardings
 from rwkv_jax._packing import segments
 from rwkv_jax._portable.decay import decay_factor, unbounded_log_decay
 from rwkv_jax._portable.terms import Read, Terms
@@ -65,7 +65,7 @@ class _Summary(Summary):
         else:
             total = tokens * log_decay if constant else jnp.sum(log_decay, axis=1)
         zeros = jnp.zeros((batch, heads, size, k.shape[-1]))
-        (zeros, _) = alike(["BHVK", "BTHK"], zeros, k)
+        (zeros, _) = match_shardings(["BHVK", "BTHK"], zeros, k)
         result = forward(Forward(operands.inputs, {"state": zeros}, operands.packing))
         return {"factor": jnp.exp(total), "added": result.state["state"]}
 

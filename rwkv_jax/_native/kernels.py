@@ -74,7 +74,7 @@ class NativeKernels(Implementation):
         self._signature, self._head_sizes = signature, head_sizes
         self._has_summaries = has_summaries
         passes = list(TARGETS) if has_summaries else ["forward", "backward", "step"]
-        library.declare(*map(self._target, passes))
+        library.register_export_targets(*map(self._target, passes))
 
     def _target(self, name: str) -> str:
         return f"rwkv_{self._signature.name}_{TARGETS[name]}_{VERSION}"
@@ -132,7 +132,7 @@ class NativeKernels(Implementation):
         sequence; what tells kernels of the packing; and the rows and their saved states."""
         signature = self._signature
         inputs = {name: operands.inputs[name] for name in signature.inputs}
-        rows, tokens = inputs[signature.timed[0]].shape[:2]
+        rows, tokens = inputs[signature.per_token[0]].shape[:2]
         match operands.packing:
             case Marks(marks):
                 return inputs, [packing.words(marks)], (rows, chunks(tokens))

@@ -123,12 +123,12 @@ def has_summary(platform: str, op: str, **problem: int) -> bool:
 _declared: set[str] = set()
 
 
-def declare(*targets: str) -> None:
+def register_export_targets(*targets: str) -> None:
     """Name targets that programs may call besides those of operators."""
     _declared.update(targets)
 
 
-def declared() -> frozenset[str]:
+def export_targets() -> frozenset[str]:
     """The targets that have been declared, of whatever is imported."""
     return frozenset(_declared)
 

@@ -31,7 +31,7 @@ from rwkv_jax._operator.call import (
 )
 from rwkv_jax._operator.dispatch import Computation, Pass
 from rwkv_jax._operator.implementation import Implementation, Summary
-from rwkv_jax._operator.partition import Shards, alike, check_whole, repeated
+from rwkv_jax._operator.partition import Shards, check_heads_unsharded, match_shardings, repeated
 from rwkv_jax._operator.signature import Signature
 from rwkv_jax._packing import by_chunk, segments
 
@@ -145,7 +145,7 @@ class Operator(Computation):
         if not token:
             operands = self.started(operands)
             if isinstance(operands.packing, SegmentIds):
-                (ids,) = alike(["BT"], operands.packing.ids)
+                (ids,) = match_shardings(["BT"], operands.packing.ids)
                 marks = segments.marks(ids) if axis is None else segments.over_devices(ids, axis)
                 operands = dataclasses.replace(operands, packing=Marks(marks))
         axes = self.signature.forward_axes(operands.packing)
@@ -155,8 +155,10 @@ class Operator(Computation):
         leaves, structure = jax.tree.flatten(operands)
         letters = jax.tree.leaves(axes)
         names = [name for name, _ in dispatch.named(operands)]
-        check_whole(self.public_name(token=token), list(zip(names, letters, strict=True)), leaves)
-        leaves = list(alike(letters, *leaves, axis=axis))
+        check_heads_unsharded(
+            self.public_name(token=token), list(zip(names, letters, strict=True)), leaves
+        )
+        leaves = list(match_shardings(letters, *leaves, axis=axis))
         batched = next(i for i, x in enumerate(letters) if "B" in x)
         for i, x in enumerate(letters):
             if "B" not in x:
@@ -178,16 +180,16 @@ class Operator(Computation):
             if options.implementation == "reference":
                 return y_and_state(self, "step", options, operands)
             return token(self, options, operands)
-        ids, idle = operands.packing.ids, self.signature.idle
+        ids, identity_token = operands.packing.ids, self.signature.identity_token
 
         def selected(x: Array, otherwise: Array | float) -> Array:
             there = jnp.expand_dims(ids != 0, tuple(range(1, x.ndim)))
             return jnp.where(there, x, otherwise)
 
-        numbers = {name: of_form[options.decay] for name, of_form in (idle or {}).items()}
+        numbers = {name: of_form[options.decay] for name, of_form in (identity_token or {}).items()}
         inputs = {name: selected(x, numbers.get(name, 0.0)) for name, x in operands.inputs.items()}
         y, after = self._of_tokens(options, Forward(inputs, operands.state))
-        if idle is None:
+        if identity_token is None:
             after = {part: selected(x, operands.state[part]) for part, x in after.items()}
         return selected(y, 0.0), after
 
@@ -322,12 +324,12 @@ def _token_backward(
     operator: Operator, options: Options, operands: Forward, cotangents: YAndState
 ) -> tuple[Forward]:
     """The gradient of a sequence of one token, whose only saved state is the one before it."""
-    (dy, dstate), timed = cotangents, operator.signature.timed
-    inputs = {name: x[:, None] if name in timed else x for name, x in operands.inputs.items()}
+    (dy, dstate), per_token = cotangents, operator.signature.per_token
+    inputs = {name: x[:, None] if name in per_token else x for name, x in operands.inputs.items()}
     states = {part: x[:, None] for part, x in operands.state.items()}
     of_sequence = Backward(inputs, states, dy[:, None], dstate)
     found: Gradients = dispatch.run(operator, "backward", options, of_sequence)
-    dinputs = {name: x[:, 0] if name in timed else x for name, x in found.inputs.items()}
+    dinputs = {name: x[:, 0] if name in per_token else x for name, x in found.inputs.items()}
     return (Forward(dinputs, found.state),)
 
 

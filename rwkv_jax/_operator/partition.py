@@ -33,7 +33,7 @@ LocalFn: TypeAlias = Callable[..., tuple[Array, ...]]
 """`fn(shards, *operands)`: what one device computes of its parts of the operands."""
 
 
-def alike(
+def match_shardings(
     operand_axes: Iterable[str], *operands: Array, axis: Any = None, sharded: str = SHARDED
 ) -> tuple[Array, ...]:
     """Give all operands the same mesh axes: one sharding on an Explicit mesh, and inside
@@ -62,14 +62,16 @@ def vary_alike(*operands: Array, axis: Any = None) -> tuple[Array, ...]:
     )
 
 
-def check_whole(op: str, axes: Sequence[tuple[str, str]], operands: Sequence[Array]) -> None:
+def check_heads_unsharded(
+    op: str, axes: Sequence[tuple[str, str]], operands: Sequence[Array]
+) -> None:
     """Refuse operands of an Explicit mesh that are sharded inside a head, by the names and the axes
     of all."""
     if explicit_mesh(operands):
-        _check_whole(op, axes, _specs(operands))
+        _check_heads_unsharded(op, axes, _specs(operands))
 
 
-def _check_whole(op: str, axes: Iterable[tuple[str, str]], specs: Iterable[P]) -> None:
+def _check_heads_unsharded(op: str, axes: Iterable[tuple[str, str]], specs: Iterable[P]) -> None:
     for (name, letters), spec in zip(axes, specs, strict=True):
         for letter, mesh_axes in zip(letters, spec, strict=False):
             if letter in WHOLE and mesh_axes:
@@ -103,7 +105,7 @@ def partitioned(
     found, _, summed = zip(*(axes.partition("+") for axes in result_axes), strict=True)
 
     def on_mesh(mesh: Any, operands: Sequence[Any], specs: Sequence[P]) -> tuple[Any, Shards]:
-        _check_whole(op, operand_axes, specs)
+        _check_heads_unsharded(op, operand_axes, specs)
         shards = _shards(mesh, letters, operands, specs, sharded)
 
         def one_device(*operands: Array) -> tuple[Array, ...]:

@@ -33,12 +33,12 @@ class Signature:
     y: the input whose axes and dtype the output has.
     state: the axes of each part of the state.
     decays: the forms in which the operator takes `w`.
-    idle: the inputs of a token that changes no state, bit for bit: a number for each form of decay,
-      and 0 for inputs that are not named. None if there are no such inputs.
+    identity_token: the inputs of a token that changes no state, bit for bit: a number for each form
+      of decay, and 0 for inputs that are not named. None if there are no such inputs.
     state_type: makes the state that callers see of its parts, where there are several.
     empty: the number that a part of the state holds before any token, where that is not 0.
     per_head: parameters [H, K] that callers may give as [H, 1].
-    exact_states: whether saved states are float32 whatever the dtype of the inputs.
+    float32_checkpoints: whether saved states are float32 whatever the dtype of the inputs.
     """
 
     name: str
@@ -46,21 +46,21 @@ class Signature:
     y: str
     state: Mapping[str, str]
     decays: tuple[str, ...]
-    idle: Mapping[str, Mapping[str, float]] | None = None
+    identity_token: Mapping[str, Mapping[str, float]] | None = None
     state_type: Callable[..., Any] | None = None
     empty: Mapping[str, float] = field(default_factory=dict)
     per_head: frozenset[str] = frozenset()
-    exact_states: bool = False
+    float32_checkpoints: bool = False
 
     @functools.cached_property
-    def timed(self) -> tuple[str, ...]:
+    def per_token(self) -> tuple[str, ...]:
         """The inputs that each token has."""
         return tuple(name for name, axes in self.inputs.items() if "T" in axes)
 
     @functools.cached_property
     def shared(self) -> tuple[str, ...]:
         """The inputs that all tokens share."""
-        return tuple(name for name in self.inputs if name not in self.timed)
+        return tuple(name for name in self.inputs if name not in self.per_token)
 
     @functools.cached_property
     def rows(self) -> Axes:
@@ -133,7 +133,7 @@ class Signature:
         two inputs with K = 64, four with K = 128; rounding them costs no more than the rounding of
         an input did."""
         rounded = inputs[self.y].dtype != jnp.float32 and not options.exact
-        return jnp.bfloat16 if rounded and not self.exact_states else jnp.float32
+        return jnp.bfloat16 if rounded and not self.float32_checkpoints else jnp.float32
 
     def empty_state(self, sizes: Mapping[str, int]) -> Arrays:
         """The state before any token."""

@@ -64,7 +64,7 @@ class Chunks(NamedTuple):
         return jnp.where(there, x, jnp.zeros_like(x))
 
 
-def one_after_another(x: Array, length: int, padding: Any) -> Array:
+def concat_chunks(x: Array, length: int, padding: Any) -> Array:
     """[N, B, L, ...] as [B, N * length, ...], where each chunk is padded to `length`."""
     missing = [(0, 0)] * x.ndim
     missing[2] = 0, length - x.shape[2]
@@ -121,9 +121,9 @@ def forward(signature: Signature, one: ForwardFn, operands: Forward) -> Result:
     cut, of_tokens, shared = _cut(signature, operands.inputs, operands.packing)
 
     def body(states: Arrays, chunk: Any) -> tuple[Arrays, Any]:
-        timed, sequence, marks = chunk
+        per_token, sequence, marks = chunk
         before = at(states, sequence)
-        result = one(Forward({**timed, **shared}, before, Marks(marks)))
+        result = one(Forward({**per_token, **shared}, before, Marks(marks)))
         return replaced(states, sequence, result.state), (result.y, result.states)
 
     states, (y, saved) = lax.scan(body, operands.state, (of_tokens, cut.sequence, cut.marks))
@@ -139,25 +139,25 @@ def backward(signature: Signature, one: BackwardFn, operands: Backward) -> Gradi
 
     def body(sums: tuple[Arrays, Arrays], chunk: Any) -> tuple[tuple[Arrays, Arrays], Arrays]:
         dshared, dstates = sums
-        timed, sequence, marks, dy, saved = chunk
+        per_token, sequence, marks, dy, saved = chunk
         after = at(dstates, sequence)
-        found = one(Backward({**timed, **shared}, saved, dy, after, Marks(marks)))
-        dtimed = {name: found.inputs[name] for name in timed}
+        found = one(Backward({**per_token, **shared}, saved, dy, after, Marks(marks)))
+        d_per_token = {name: found.inputs[name] for name in per_token}
         dshared = {name: dx + found.inputs[name] for name, dx in dshared.items()}
-        return (dshared, replaced(dstates, sequence, found.state)), dtimed
+        return (dshared, replaced(dstates, sequence, found.state)), d_per_token
 
     xs = of_tokens, cut.sequence, cut.marks, cut.cut(operands.dy), saved
     zeros = jax.tree.map(jnp.zeros_like, shared)
-    (dshared, dstates), dtimed = lax.scan(body, (zeros, operands.dstate), xs, reverse=True)
-    return Gradients(jax.tree.map(cut.join, dtimed) | dshared, dstates)
+    (dshared, dstates), d_per_token = lax.scan(body, (zeros, operands.dstate), xs, reverse=True)
+    return Gradients(jax.tree.map(cut.join, d_per_token) | dshared, dstates)
 
 
 def _cut(signature: Signature, inputs: Arrays, packing: Packing) -> tuple[Chunks, Arrays, Arrays]:
     """The chunks of a call, the inputs of tokens cut into them, and those that all tokens share."""
     assert isinstance(packing, Sequences)
-    found = chunks(packing.offsets, inputs[signature.timed[0]].shape[1])
-    timed = {name: found.cut(inputs[name]) for name in signature.timed}
-    return found, timed, {name: inputs[name] for name in signature.shared}
+    found = chunks(packing.offsets, inputs[signature.per_token[0]].shape[1])
+    per_token = {name: found.cut(inputs[name]) for name in signature.per_token}
+    return found, per_token, {name: inputs[name] for name in signature.shared}
 
 
 def at(states: States, sequence: Array) -> States:

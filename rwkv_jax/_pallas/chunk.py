@@ -195,7 +195,7 @@ class Chunk:
         """`x` with zeros for tokens that are not there."""
         return x if SEGMENTS not in self._shared else jnp.where(self._segments(THERE) > 0, x, 0.0)
 
-    def put_idle(self, numbers: Mapping[str, float]) -> None:
+    def put_identity_tokens(self, numbers: Mapping[str, float]) -> None:
         """Put these numbers in place of the operands of tokens that are not there."""
         count = self._segments_of(THERE, 0) if SEGMENTS in self._shared else self._count
         if count is None:

@@ -91,7 +91,9 @@ class HopperKernels:
             return f"{dtype} inputs", "bfloat16"
         if options.exact:
             return "precision 'highest'", "the default"
-        sizes = {self._signature.inputs[n][-1]: inputs[n].shape[-1] for n in self._signature.timed}
+        sizes = {
+            self._signature.inputs[n][-1]: inputs[n].shape[-1] for n in self._signature.per_token
+        }
         if {*sizes.values()} != {SIZE}:
             return f"K = {sizes['K']} and V = {sizes['V']}", f"{SIZE}"
         if options.decay not in self._decays:
@@ -123,7 +125,7 @@ class HopperKernels:
     def backward(self, options: Options, platform: str, operands: Backward) -> Gradients:
         (part,) = operands.states
         rows, inputs = self._signature.rows, operands.inputs
-        results: Results = {f"d{n}": (rows[n], jnp.bfloat16) for n in self._signature.timed}
+        results: Results = {f"d{n}": (rows[n], jnp.bfloat16) for n in self._signature.per_token}
         results |= {f"d{n}": ("BNHK", jnp.float32) for n in self._signature.shared}
         packing, tokens = operands.packing, operands.dy.shape[1]
         given = self._given(platform, options, inputs | {"dy": operands.dy}, packing)
@@ -133,7 +135,7 @@ class HopperKernels:
 
         def of_row(name: str) -> Array:
             x = found[f"d{name}"]
-            if name in self._signature.timed:
+            if name in self._signature.per_token:
                 return x[:, :tokens]
             if isinstance(packing, Sequences):
                 used = sequences.layout(packing.offsets, tokens).used
@@ -145,7 +147,7 @@ class HopperKernels:
     def _given(self, platform: str, options: Options, arrays: Arrays, packing: Packing) -> Operands:
         """Arrays of tokens with whole chunks, filled up with tokens that change no state,
         parameters, and the segments or the sequences of a row."""
-        idle, tokens = self._idle(options), arrays[self._signature.y].shape[1]
+        identity_token, tokens = self._identity_token(options), arrays[self._signature.y].shape[1]
         missing = -tokens % CHUNK
         if isinstance(packing, Sequences):
             # A copy of a chunk may end behind the row, except in the interpreter.
@@ -154,7 +156,7 @@ class HopperKernels:
         def whole(name: str, x: Array) -> Array:
             if name in self._signature.shared or not missing:
                 return x
-            number = idle.get(name, 0)
+            number = identity_token.get(name, 0)
             return jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, 0)), constant_values=number)
 
         axes = self._signature.rows | {"dy": self._signature.inputs[self._signature.y]}
@@ -165,10 +167,10 @@ class HopperKernels:
             given["sequences"] = "BSM", _sequences(packing.offsets, tokens)
         return given
 
-    def _idle(self, options: Options) -> dict[str, float]:
+    def _identity_token(self, options: Options) -> dict[str, float]:
         """The inputs of a token that changes no state, where they are not 0."""
-        idle = self._signature.idle or {}
-        return {name: numbers[options.decay] for name, numbers in idle.items()}
+        identity_token = self._signature.identity_token or {}
+        return {name: numbers[options.decay] for name, numbers in identity_token.items()}
 
     def _run(
         self,
@@ -183,8 +185,8 @@ class HopperKernels:
         if isinstance(self._module, Exception):
             raise self._module
         kernel = getattr(self._module, name)
-        idle = self._idle(options)
-        return kernel.run(platform, options.decay, operands, carry, results, idle, count)
+        identity_token = self._identity_token(options)
+        return kernel.run(platform, options.decay, operands, carry, results, identity_token, count)
 
 
 def _chunks(packing: Packing, tokens: int) -> int:

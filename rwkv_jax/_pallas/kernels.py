@@ -63,7 +63,7 @@ class PallasKernels(Implementation):
     def _head_sizes(self, inputs: Mapping[str, Any]) -> dict[str, int]:
         """K and V, of whole sequences or of one token."""
         signature = self._signature
-        return {signature.inputs[name][-1]: inputs[name].shape[-1] for name in signature.timed}
+        return {signature.inputs[name][-1]: inputs[name].shape[-1] for name in signature.per_token}
 
     def takes_sequences(self, platform: str) -> bool:
         return not lowering.is_tpu(platform)

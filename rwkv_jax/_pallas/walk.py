@@ -310,7 +310,7 @@ class _Tiles:
     def gradients(self, operands: Operands) -> Arrays:
         """The gradients of the inputs."""
         signature = self._operator.signature
-        of_tokens = {n: operands[VALUES if n == signature.y else n] for n in signature.timed}
+        of_tokens = {n: operands[VALUES if n == signature.y else n] for n in signature.per_token}
         results: Results = {
             f"d{n}": (signature.rows[n], x.dtype) for n, (_, x) in of_tokens.items()
         }
@@ -333,7 +333,7 @@ class _Tiles:
 
         def of_row(name: str) -> Array:
             x = found[f"d{name}"]
-            if name in signature.timed:
+            if name in signature.per_token:
                 return self.join(x)
             if self._layout is not None:
                 used = self._layout.begin >= 0

@@ -71,14 +71,14 @@ class Kernel(NamedTuple):
         operands: Operands,
         carry: Array,
         results: Results,
-        idle: Mapping[str, float],
+        identity_token: Mapping[str, float],
         chunks: int,
     ) -> tuple[Arrays, Array]:
         """The results by name, and the final carry [B, H, V, K], or [B, S, H, V, K] with SEQUENCES.
 
         Axes are BTH or BNH and one more, and BHK for parameters. Operands that are no parameters
-        have 16 bits and whole chunks, but for SEGMENTS and SEQUENCES. `idle` has the inputs of
-        tokens that are not there. N is the number of `chunks`.
+        have 16 bits and whole chunks, but for SEGMENTS and SEQUENCES. `identity_token` has the
+        inputs of padding. N is the number of `chunks`.
         """
         packed = operands.get(SEQUENCES)
         operands = {name: x for name, x in operands.items() if name != SEQUENCES}
@@ -155,7 +155,9 @@ class Kernel(NamedTuple):
                     is_interpreted=is_interpreted,
                 )
                 plgpu.barrier_wait(barriers.at[stage])
-                chunk.put_idle({n: idle.get(n, 0.0) for n in copied if "T" in copied[n][0]})
+                chunk.put_identity_tokens(
+                    {n: identity_token.get(n, 0.0) for n in copied if "T" in copied[n][0]}
+                )
                 carry = self.body(chunk, carry)
                 chunk.wait()
 

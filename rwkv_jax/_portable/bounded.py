@@ -102,7 +102,7 @@ def _products_forward(
     x, y = (jnp.concatenate(xs, axis=-2) for xs in (several, others))
     *lead, length, _ = beyond.shape
     shape = (*lead, len(rows), length, len(columns), length)
-    if product.fewest:
+    if product.minimize_flops:
         found = product("...ik,...jk->...ij", x, y).reshape(shape)
         found = jnp.where(_earlier(after, length), found, 0)
     else:

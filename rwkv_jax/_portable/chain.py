@@ -99,9 +99,9 @@ class Chain(Implementation):
         that does not go by tokens on a CPU is traced once where the slabs are alike."""
         on_cpu = self._links(ON_CPU, operands)
         product, elsewhere = self._on_matrix_units(options, operands)
-        alike = on_cpu.slabs.count == elsewhere.slabs.count and not product.rounds
-        if alike and not goes_by_tokens:
-            return compute(options, operands, product._replace(fewest=True), elsewhere)
+        match_shardings = on_cpu.slabs.count == elsewhere.slabs.count and not product.rounds
+        if match_shardings and not goes_by_tokens:
+            return compute(options, operands, product._replace(minimize_flops=True), elsewhere)
         return lax.platform_dependent(
             cpu=lambda: compute(options, operands, exact(options), on_cpu),
             default=lambda: compute(options, operands, product, elsewhere),
@@ -125,7 +125,7 @@ class Chain(Implementation):
     ) -> Result:
         signature = self._signature
         slab_of = self._token_by_token
-        if not product.fewest:
+        if not product.minimize_flops:
             slab_of = functools.partial(self._side_by_side, product)
         (part,) = operands.state
         state, values = operands.state[part], operands.inputs[signature.y]
@@ -157,8 +157,8 @@ class Chain(Implementation):
         save_as: Any,
     ) -> tuple[Any, Array, Array]:
         """What is carried on from a slab, the states before its chunks, and Y."""
-        timed, shared, tokens = call.inputs(number)
-        parts = self._parts(options, product, tokens, timed, shared)
+        per_token, shared, tokens = call.inputs(number)
+        parts = self._parts(options, product, tokens, per_token, shared)
         solved, _ = solve(product, parts)
         chain = for_chain(product, solved)
         path = call.path(number)
@@ -175,11 +175,11 @@ class Chain(Implementation):
         save_as: Any,
     ) -> tuple[Any, Array, Array]:
         """The same, one token after another."""
-        timed, shared, tokens = call.inputs(number)
-        own = steps(self._terms, options, timed, shared, tokens, self._signature.y)
+        per_token, shared, tokens = call.inputs(number)
+        own = steps(self._terms, options, per_token, shared, tokens, self._signature.y)
         path = call.path(number)
         carried, before, found = through(Steps.run, own, carried, path, given, save_as)
-        return carried, before, own.outputs(found, timed[self._signature.y].shape)
+        return carried, before, own.outputs(found, per_token[self._signature.y].shape)
 
     def _backward(
         self, options: Options, operands: Backward, product: Products, call: LinksOfRows
@@ -190,12 +190,12 @@ class Chain(Implementation):
 
         def slab(number: Any, carry: _Sums) -> _Sums:
             carried, dshared, room = carry
-            timed, shared, tokens = call.inputs(number)
+            per_token, shared, tokens = call.inputs(number)
             dy = call.at(number, operands.dy).astype(product.dtype)
             saved = call.saved(number, operands.states[part]).astype(jnp.float32)
 
             of_tokens = functools.partial(self._parts, options, product, tokens)
-            parts, pull_back = jax.vjp(of_tokens, timed, shared)
+            parts, pull_back = jax.vjp(of_tokens, per_token, shared)
             solved, inverse = solve(product, parts)
             states, written = within(product, parts, solved, saved)
             carried, dafter, asked = back_along(
@@ -205,22 +205,24 @@ class Chain(Implementation):
                 du, _ = jnp.split(asked, 2, axis=-2)
                 dz = product("...ij,...iv->...jv", inverse, du)
                 asked = jnp.concatenate([dz, dy], axis=-2)
-            dtimed, more = pull_back(_gradients(product, parts, states, written, asked, dafter))
-            room = {name: call.put(number, x, dtimed[name]) for name, x in room.items()}
+            d_per_token, more = pull_back(
+                _gradients(product, parts, states, written, asked, dafter)
+            )
+            room = {name: call.put(number, x, d_per_token[name]) for name, x in room.items()}
             return carried, jax.tree.map(jnp.add, dshared, more), room
 
-        room = {name: call.room(operands.inputs[name]) for name in signature.timed}
+        room = {name: call.room(operands.inputs[name]) for name in signature.per_token}
         zeros = jax.tree.map(jnp.zeros_like, call.shared)
         carry = call.start(given), zeros, room
         carried, dshared, room = call.run(slab, carry, reverse=True)
-        dtimed = {name: call.whole(dx) for name, dx in room.items()}
+        d_per_token = {name: call.whole(dx) for name, dx in room.items()}
         dshared = {name: jnp.squeeze(dx, (0, 1, 4)) for name, dx in dshared.items()}
-        return Gradients(dtimed | dshared, {part: call.end(carried)})
+        return Gradients(d_per_token | dshared, {part: call.end(carried)})
 
     def _parts(
-        self, options: Options, product: Products, tokens: Tokens, timed: Arrays, shared: Arrays
+        self, options: Options, product: Products, tokens: Tokens, per_token: Arrays, shared: Arrays
     ) -> Parts:
-        inputs = {name: x.astype(jnp.float32) for name, x in (timed | shared).items()}
+        inputs = {name: x.astype(jnp.float32) for name, x in (per_token | shared).items()}
         w = inputs["w"]
         w = jnp.broadcast_to(w, jnp.broadcast_shapes(w.shape, inputs["k"].shape))
         decays = algebra.decays(w, options.decay, tokens, product)

@@ -18,7 +18,7 @@ def inverse(product: Products, x: Array) -> Array:
     """(I - x)^-1 in float32 for matrices x [..., T, T], whose entries j >= i are taken for 0, first
     for pieces of few tokens, then of twice as many, and so on. No power of x appears, since powers
     may be large where the inverse is not."""
-    times = _times if product.fewest else _times_one_by_one
+    times = _times if product.minimize_flops else _times_one_by_one
     length, half = x.shape[-1], min(SMALL, x.shape[-1])
     result = by_whole_matrices(times, _blocks(x, half, half, 0))
     while half < length:

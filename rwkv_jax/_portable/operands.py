@@ -55,7 +55,7 @@ class LinksOfRows:
         axes = signature.sizes(inputs)
         self._tokens = axes["T"]
         self._marks = packing.marks if isinstance(packing, Marks) else None
-        self._timed = {name: inputs[name] for name in signature.timed}
+        self._per_token = {name: inputs[name] for name in signature.per_token}
         self.shared = {name: inputs[name][None, None, :, :, None] for name in signature.shared}
         self.slabs = Slabs(
             sizes, self._places(packing), length_of_chunks(self._tokens), axes["B"] * axes["H"]
@@ -73,8 +73,8 @@ class LinksOfRows:
 
     def inputs(self, number: Any) -> tuple[Arrays, Arrays, Tokens]:
         """The inputs of the tokens of a slab, those that all tokens share, and the tokens."""
-        timed = {name: self.at(number, x) for name, x in self._timed.items()}
-        return timed, self.shared, self.tokens(number)
+        per_token = {name: self.at(number, x) for name, x in self._per_token.items()}
+        return per_token, self.shared, self.tokens(number)
 
     def tokens(self, number: Any) -> Tokens:
         return self.slabs.tokens(number, self._marks)
@@ -140,8 +140,8 @@ class LinksOfSequences(LinksOfRows):
         self._chunks = by_chunk.chunks(packing.offsets, signature.sizes(inputs)["T"])
         super().__init__(signature, sizes, inputs, packing)
         length = self.slabs.length
-        self._marks = by_chunk.one_after_another(self._chunks.marks, length, segments.PADDING)
-        self._from = by_chunk.one_after_another(self._chunks.tokens, length, 0)
+        self._marks = by_chunk.concat_chunks(self._chunks.marks, length, segments.PADDING)
+        self._from = by_chunk.concat_chunks(self._chunks.tokens, length, 0)
         needed = -(-self._tokens // length)
         self._asks = self.slabs.used > (1 + sizes.spare) * needed
         first, owner, used = self._chunks.layout[2:]

@@ -26,7 +26,7 @@ def factors(
     own = jnp.exp(log_decay)
     rows = [read.x * own if read.after else read.x for read in reads]
     *lead, length, _ = log_decay.shape
-    between: Any = (_by_halves if product.fewest else _between)(product, log_decay)
+    between: Any = (_by_halves if product.minimize_flops else _between)(product, log_decay)
     x = _multiplied_halves(product, rows, 1, between.second)
     y = _multiplied_halves(product, columns, 0, between.first)
     pairs = jnp.zeros((*lead, len(rows), length, len(columns), length), product.dtype)
@@ -142,7 +142,7 @@ def _multiplied_halves(
 
 def _products(product: Products, x: list[Array], y: list[Array]) -> list[Array]:
     """The products of the tokens of second and of first halves for each length of pieces."""
-    if product.fewest or not x:
+    if product.minimize_flops or not x:
         return [product("...ik,...jk->...ij", *both) for both in zip(x, y, strict=True)]
     found = product("...ik,...jk->...ij", jnp.stack(x, axis=-3), jnp.stack(y, axis=-3))
     return [found[..., i, :, :] for i in range(len(x))]

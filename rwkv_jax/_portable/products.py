@@ -15,13 +15,13 @@ _LEAST_INPUTS = 16
 class Products(NamedTuple):
     """Products of matrices as `jnp.einsum` names them, of operands and with results in `dtype`.
 
-    Sums are in float32. A result in bfloat16 has been rounded once, after its sum. `fewest` says
-    that multiplications are to be saved, and not kernels that wait for each other.
+    Sums are in float32. A result in bfloat16 has been rounded once, after its sum. With
+    `minimize_flops` multiplications are saved, and not kernels that wait for each other.
     """
 
     dtype: Any
     precision: lax.Precision
-    fewest: bool
+    minimize_flops: bool
 
     @property
     def rounds(self) -> bool:
@@ -41,14 +41,14 @@ class Products(NamedTuple):
         """A product that XLA must not merge with others of x or y. It would put their other
         operands one behind the other, and take the results apart, which takes a GPU longer than to
         read x and y again."""
-        if not self.fewest:
+        if not self.minimize_flops:
             x, y = lax.optimization_barrier((x, y))
         return self(subscripts, x, y)
 
 
 def exact(options: Options) -> Products:
     """Products in float32, on a CPU."""
-    return Products(jnp.float32, options.precision, fewest=True)
+    return Products(jnp.float32, options.precision, minimize_flops=True)
 
 
 def on_matrix_units(options: Options, dtype: Any, inputs: int) -> Products:
@@ -60,10 +60,10 @@ def on_matrix_units(options: Options, dtype: Any, inputs: int) -> Products:
     sums of few products may nearly cancel.
     """
     if dtype == jnp.float32 or options.precision != lax.Precision.DEFAULT:
-        return exact(options)._replace(fewest=False)
+        return exact(options)._replace(minimize_flops=False)
     if inputs < _LEAST_INPUTS:
-        return Products(jnp.float32, lax.Precision.HIGHEST, fewest=False)
-    return Products(jnp.bfloat16, lax.Precision.DEFAULT, fewest=False)
+        return Products(jnp.float32, lax.Precision.HIGHEST, minimize_flops=False)
+    return Products(jnp.bfloat16, lax.Precision.DEFAULT, minimize_flops=False)
 
 
 def sums(product: Products, chosen: Array, x: Array, *, rounded: bool = False) -> Array:

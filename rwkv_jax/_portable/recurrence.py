@@ -82,7 +82,7 @@ def _outer(product: Products, x: Array, y: Array) -> Array:
 
 def solve(product: Products, parts: Parts) -> tuple[Arrays, Array | None]:
     """What the chain of states needs, what `ask` needs, and the inverse that solves it."""
-    result = _met(parts.enter, parts.stay, parts.leave)
+    result = _decay_factors(parts.enter, parts.stay, parts.leave)
     if (asked := parts.of_asked()) is None:
         return result | {"added": _outer(product, parts.values, parts.columns)}, None
     rows, kept, own, others = asked
@@ -90,7 +90,7 @@ def solve(product: Products, parts: Parts) -> tuple[Arrays, Array | None]:
     others = product.apart("...ij,...jv->...iv", others, parts.values)
     result["solved"] = product.apart("...ij,...jk->...ik", inverse, rows)
     result["own"] = product.apart("...ij,...jv->...iv", inverse, others)
-    if product.fewest:
+    if product.minimize_flops:
         return result | {"values": parts.values, "columns": parts.columns}, inverse
     columns = parts.columns[..., rows.shape[-2] :, :]
     result["turned"] = _outer(product, result["solved"], kept)
@@ -98,7 +98,7 @@ def solve(product: Products, parts: Parts) -> tuple[Arrays, Array | None]:
     return result | {"given": _outer(product, parts.values, columns)}, inverse
 
 
-def _met(enter: Array | None, stay: Array | None, leave: Array | None) -> Arrays:
+def _decay_factors(enter: Array | None, stay: Array | None, leave: Array | None) -> Arrays:
     """The factors that states meet."""
     factors = {
         "enter": None if enter is None else jnp.exp(enter),
@@ -108,14 +108,14 @@ def _met(enter: Array | None, stay: Array | None, leave: Array | None) -> Arrays
     return {name: x for name, x in factors.items() if x is not None}
 
 
-def _meet(state: Array, factors: Arrays, name: str) -> Array:
+def _apply_decay(state: Array, factors: Arrays, name: str) -> Array:
     """The states times one of the factors."""
     return state * factors[name][..., None, :] if name in factors else state
 
 
 def _after(product: Products, solved: Arrays, state: Array) -> tuple[Array, Array | None]:
     """The states after links, from those in their middle, and W if it was needed for them."""
-    after, written = _meet(state, solved, "stay"), None
+    after, written = _apply_decay(state, solved, "stay"), None
     if "columns" in solved:
         written = _written(product, solved, solved["values"], state)
         after += _outer(product, written, solved["columns"])
@@ -125,7 +125,7 @@ def _after(product: Products, solved: Arrays, state: Array) -> tuple[Array, Arra
         after += solved["given"].astype(jnp.float32)
         turned = product("...vj,...jk->...vk", state, solved["turned"])
         after += turned.astype(jnp.float32)
-    return _meet(after, solved, "leave"), written
+    return _apply_decay(after, solved, "leave"), written
 
 
 def _written(product: Products, solved: Arrays, values: Array, states: Array) -> Array:
@@ -143,7 +143,7 @@ def ask(product: Products, solved: Arrays, states: Array) -> Array | None:
 
 def for_chain(product: Products, solved: Arrays) -> Arrays:
     """What `_after` takes."""
-    left_out = () if product.fewest else ("solved", "own")
+    left_out = () if product.minimize_flops else ("solved", "own")
     return {name: x for name, x in solved.items() if name not in left_out}
 
 
@@ -161,7 +161,7 @@ def along(
     links, and W if it was needed for them [N, R, B, H, ...], or in reverse what the mirrored chain
     has in their place. One turn of the loop takes whole chunks, since a loop costs kernels and
     copies. No turn reads or writes the states of all sequences."""
-    unroll = 1 if product.fewest else _CHUNKS
+    unroll = 1 if product.minimize_flops else _CHUNKS
 
     def chunk(own: Arrays, state: Array) -> tuple[Array, tuple[Array, Array | None]]:
         return _through_links(product, own, state, 0, reverse=reverse)
@@ -178,10 +178,10 @@ def _through_links(
     found = list[Any]([None] * several)
     for r in range(several)[:: -1 if reverse else 1]:
         link = {name: lax.index_in_dim(x, r, axis, keepdims=False) for name, x in own.items()}
-        middle = _meet(state, link, "enter")
+        middle = _apply_decay(state, link, "enter")
         state, written = _after(product, link, middle)
         found[r] = middle.astype(product.dtype), written
-    stack = stacked if product.fewest else jnp.stack
+    stack = stacked if product.minimize_flops else jnp.stack
     return state, jax.tree.map(lambda *xs: stack(xs, axis), *found)
 
 
@@ -251,13 +251,13 @@ def back_along(
     those of U above those of Y. The chain is that of the states with R and C in each other's place,
     and with the ways to and from the middle."""
     rows, own, _ = parts.of_read()
-    mirrored = _met(parts.leave, parts.stay, parts.enter)
+    mirrored = _decay_factors(parts.leave, parts.stay, parts.enter)
     if own is None:
         mirrored["added"] = _outer(product, dy, rows)
     else:
         own = product("...ij,...iv->...jv", own, dy)
         mirrored |= {"solved": parts.columns[..., : dy.shape[-2], :], "own": own}
-        if product.fewest:
+        if product.minimize_flops:
             rows = jnp.concatenate([solved["solved"], rows], axis=-2)
             mirrored |= {"values": dy, "columns": rows}
         else:

@@ -86,13 +86,13 @@ def _read(state: Array, row: Array) -> Array:
 def steps(
     terms_of: TermsFn,
     options: Options,
-    timed: Arrays,
+    per_token: Arrays,
     shared: Arrays,
     tokens: Tokens,
     values: str,
 ) -> Steps:
     """The tokens of a slab, from those of its links, of which the input `values` is V."""
-    inputs = {name: _of_chunks(x.astype(jnp.float32)) for name, x in timed.items()}
+    inputs = {name: _of_chunks(x.astype(jnp.float32)) for name, x in per_token.items()}
     inputs |= {name: jnp.squeeze(x.astype(jnp.float32), 4) for name, x in shared.items()}
     w = jnp.broadcast_to(inputs["w"], inputs["k"].shape)
     if tokens.there is not None:

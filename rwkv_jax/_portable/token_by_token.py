@@ -50,20 +50,20 @@ class TokenByToken(Implementation):
             return state, y
 
         def marked(state: Arrays, token: tuple[Arrays, Array]) -> tuple[Arrays, Array]:
-            timed, mark = token
+            per_token, mark = token
             empty = {p: jnp.full_like(x, signature.empty.get(p, 0.0)) for p, x in state.items()}
             before = _choose(mark == segments.STARTS, empty, state)
-            after, y = step(before, timed)
+            after, y = step(before, per_token)
             there = mark != segments.PADDING
             return _choose(there, after, before), _choose(there, y, jnp.zeros_like(y))
 
-        names = signature.timed
+        names = signature.per_token
         cleared = segments.cleared(marks, [inputs[name] for name in names])
-        timed = {name: jnp.moveaxis(x, 1, 0) for name, x in zip(names, cleared, strict=True)}
+        per_token = {name: jnp.moveaxis(x, 1, 0) for name, x in zip(names, cleared, strict=True)}
         if marks is None:
-            state, y = lax.scan(step, operands.state, timed)
+            state, y = lax.scan(step, operands.state, per_token)
         else:
-            state, y = lax.scan(marked, operands.state, (timed, jnp.moveaxis(marks, 1, 0)))
+            state, y = lax.scan(marked, operands.state, (per_token, jnp.moveaxis(marks, 1, 0)))
         return Result(jnp.moveaxis(y, 0, 1), state, {})
 
     def backward(self, options: Options, platform: str, operands: Backward) -> Gradients:

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Int32
 from rwkv_jax._typing import Operand
 from rwkv_jax.generation._sampling import Settings, counted, sample
 from rwkv_jax.generation._session import Model, Session
-from rwkv_jax.models._postponement import at_step, settled
+from rwkv_jax.models._postponement import at_step, flush
 
 NO_TOKEN = -1
 """What a row has that is not active, or that samples a token that stops."""
@@ -37,21 +37,21 @@ def decode(
     controls: Controls,
     left: Int32[Operand, " B"],
     steps: Int32[Array, ""] | np.int32,
-    least: Int32[Array, ""] | np.int32,
+    min_active_rows: Int32[Array, ""] | np.int32,
     postpones: bool,
 ) -> tuple[Session, Int32[Array, "steps B"], Int32[Array, ""]]:
     """The session after up to `left` more tokens of each row, the tokens, and how many steps they
     took. In place of a token a row may have `NO_TOKEN`, or `NO_DISTRIBUTION` as `sample` gives it,
     which also ends the row.
 
-    A call ends after `steps` steps, which are at most `MOST_STEPS`, or when fewer than `least` rows
-    have tokens left. Both are data, so that there is one program, and a stream that asks for one
-    token at a time gets the bits of a call that decodes many; but if it `postpones` updates of
-    states, logits may differ by rounding where the kernels do so.
+    A call ends after `steps` steps, which are at most `MOST_STEPS`, or when fewer than
+    `min_active_rows` rows have tokens left. Both are data, so that there is one program, and a
+    stream that asks for one token at a time gets the bits of a call that decodes many; but if it
+    `postpones` updates of states, logits may differ by rounding where the kernels do so.
     """
 
     def is_enough(left: Array, count: Array) -> Array:
-        return (count >= steps) | (jnp.sum(left > 0) < jnp.maximum(least, 1))
+        return (count >= steps) | (jnp.sum(left > 0) < jnp.maximum(min_active_rows, 1))
 
     def goes_on(carry: tuple[Session, Array, Array, Array]) -> Array:
         _, left, _, count = carry
@@ -70,7 +70,7 @@ def decode(
     tokens = jnp.full((MOST_STEPS, len(left)), NO_TOKEN, jnp.int32)
     carry = session, jnp.asarray(left), tokens, jnp.int32(0)
     session, _, tokens, count = lax.while_loop(goes_on, body, carry)
-    return session._replace(state=settled(session.state)), tokens, count
+    return session._replace(state=flush(session.state)), tokens, count
 
 
 def _sampled(session: Session, controls: Controls, active: Bool[Array, " B"]) -> Int32[Array, " B"]:

@@ -164,7 +164,7 @@ class TokenStream(Iterator[list[int | None]]):
             *(self._model, self._params, self._session, self._controls),
             np.where(self._active, np.int32(self._left), np.int32(0)),
             steps=np.int32(steps),
-            least=np.int32(1),
+            min_active_rows=np.int32(1),
             postpones=True,
         )
         tokens, count = jax.device_get((tokens, count))

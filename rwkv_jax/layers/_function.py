@@ -22,7 +22,7 @@ from rwkv_jax._native import library
 from rwkv_jax._operator import check, dispatch
 from rwkv_jax._operator.call import Arrays, Leaf, Options
 from rwkv_jax._operator.dispatch import Computation, Pass
-from rwkv_jax._operator.partition import alike, repeated
+from rwkv_jax._operator.partition import match_shardings, repeated
 
 Formula: TypeAlias = Callable[[Arrays], Arrays]
 Limits: TypeAlias = Callable[[Mapping[str, int]], str | None]
@@ -85,7 +85,7 @@ class Function(Computation):
     restored: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        library.declare(*self.targets)
+        library.register_export_targets(*self.targets)
 
     @functools.cached_property
     def inputs(self) -> dict[str, str]:
@@ -264,7 +264,7 @@ def prepared(
     given |= indices or {}
     letters = {**both, **function.indices}
     names = list(function.inputs)
-    placed = alike([letters[name] for name in names], *(given[name] for name in names))
+    placed = match_shardings([letters[name] for name in names], *(given[name] for name in names))
     inputs = dict(zip(names, placed, strict=True))
     like = next(iter(function.tensors))
     for name, axes in function.parameters.items():
@@ -304,7 +304,7 @@ def _backward(
     for name in function.indices.keys() - inputs.keys():
         empty = jnp.zeros((len(inputs[like]), 0), jnp.int32)
         axes = [function.tensors[like], function.indices[name]]
-        _, inputs[name] = alike(axes, inputs[like], empty)
+        _, inputs[name] = match_shardings(axes, inputs[like], empty)
     operands = Operands(inputs, kept, of_both[0])
     found = dispatch.run(function, "backward", options, operands)
     return ({**found, **dict.fromkeys(function.indices)},)

@@ -43,7 +43,7 @@ WIDE, MIN_TOKENS_OF_WIDE = 8192, 1024
 """The forward kernel is taken from fewer tokens on where the hidden layer has so many channels."""
 
 TARGETS = {"forward": "rwkv_feed_forward_fwd_v1", "backward": "rwkv_feed_forward_bwd_v2"}
-library.declare(*TARGETS.values())
+library.register_export_targets(*TARGETS.values())
 
 
 def feed_forward(

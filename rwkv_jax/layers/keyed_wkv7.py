@@ -25,7 +25,7 @@ from rwkv_jax._operator.call import (
 )
 from rwkv_jax._operator.dispatch import Computation, Pass
 from rwkv_jax._operator.operator import KEPT
-from rwkv_jax._operator.partition import Shards, alike, check_whole, repeated
+from rwkv_jax._operator.partition import Shards, check_heads_unsharded, match_shardings, repeated
 from rwkv_jax._packing import segments
 from rwkv_jax._typing import Operand
 from rwkv_jax.layers import _function
@@ -38,7 +38,7 @@ STATE = {"initial_state": "BHVK"}
 Results: TypeAlias = tuple[Array, Array, Array]
 
 TARGETS = {"forward": "rwkv_wkv7_keyed_fwd_v2", "backward": "rwkv_wkv7_keyed_bwd_v2"}
-library.declare(*TARGETS.values())
+library.register_export_targets(*TARGETS.values())
 
 HEAD_SIZE = 64
 """The size of the heads that the kernels take."""
@@ -156,10 +156,10 @@ def _prepared(
         given["initial_state"] = jnp.zeros((rows, heads, size, given["r"].shape[-1]), jnp.float32)
     letters = {name: axes[name] for name in given}
     if segment_ids is not None:
-        (ids,) = alike(["BT"], segment_ids)
+        (ids,) = match_shardings(["BT"], segment_ids)
         given["segment_ids"], letters["segment_ids"] = segments.marks(ids), "BT"
-    check_whole(op, list(letters.items()), list(given.values()))
-    inputs = dict(zip(given, alike(letters.values(), *given.values()), strict=True))
+    check_heads_unsharded(op, list(letters.items()), list(given.values()))
+    inputs = dict(zip(given, match_shardings(letters.values(), *given.values()), strict=True))
     state = {"state": inputs.pop("initial_state")}
     packing = Marks(inputs.pop("segment_ids")) if segment_ids is not None else None
     for name, letter in FUNCTION.parameters.items():

@@ -61,7 +61,7 @@ TARGETS = {
     for name in ACTIVATIONS
     for direction, short in (("forward", "fwd"), ("backward", "bwd"))
 }
-library.declare(*TARGETS.values())
+library.register_export_targets(*TARGETS.values())
 
 
 def low_rank(

@@ -42,7 +42,7 @@ RANKS = "RQUWXYZ"
 """The axis letters of the ranks. There are no more maps than letters."""
 
 TARGET = "rwkv_low_rank_maps_v1"
-library.declare(TARGET)
+library.register_export_targets(TARGET)
 
 
 class LowRankMap(NamedTuple):

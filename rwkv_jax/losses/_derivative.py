@@ -18,7 +18,7 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Float32, Integer
 
 from rwkv_jax._operator.dispatch import Computation, Pass, run
-from rwkv_jax._operator.partition import Shards, alike
+from rwkv_jax._operator.partition import Shards, match_shardings
 from rwkv_jax.losses import _slabs
 from rwkv_jax.losses._options import Axis, Options
 from rwkv_jax.losses._slabs import Gradients, Statistics, Tokens
@@ -58,7 +58,7 @@ def total(
 
 
 def _prepared(axis: Axis, operands: Operands) -> Operands:
-    return Operands._make(alike(_axes(operands), *operands, axis=axis, sharded=SHARDED))
+    return Operands._make(match_shardings(_axes(operands), *operands, axis=axis, sharded=SHARDED))
 
 
 def _axes(operands: Operands) -> Any:

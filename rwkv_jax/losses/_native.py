@@ -13,7 +13,7 @@ from rwkv_jax._native import gpus, library
 from rwkv_jax.losses._options import Axis, Options, Tokens
 
 OF_LOGITS, OF_FEATURES = "rwkv_cross_entropy_v1", "rwkv_head_cross_entropy_v1"
-library.declare(OF_LOGITS, OF_FEATURES)
+library.register_export_targets(OF_LOGITS, OF_FEATURES)
 
 LOGITS_MULTIPLE = 8
 """The first kernel takes vocabularies that are a multiple of this."""

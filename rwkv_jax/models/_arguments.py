@@ -17,7 +17,7 @@ from rwkv_jax._operator import check
 from rwkv_jax._packing import segments
 from rwkv_jax.models import _parameters
 from rwkv_jax.models._checkpoints.tensors import described, listed, quoted
-from rwkv_jax.models._postponement import settled
+from rwkv_jax.models._postponement import flush
 from rwkv_jax.models._stacking import Stacked
 
 
@@ -84,7 +84,7 @@ def check_state(
         few = params._replace(blocks=params.blocks[:1])
         like = jax.eval_shape(lambda few: initial(few, batch, dtype), few) * len(params.blocks)
     expected: dict[str, Any] = _parameters.names(like)
-    given: dict[str, Any] = _parameters.names(settled(state))
+    given: dict[str, Any] = _parameters.names(flush(state))
     if wrong := list(differences(expected, given)):
         same = expected.keys() == given.keys()
         shapes = same and all(np.shape(given[name]) == x.shape for name, x in expected.items())

@@ -72,7 +72,7 @@ def low_rank(
     if x.ndim == 3:
         chosen = None if layers == "ffi" else layers
         vector = None if offset is None else offset.reshape(-1)
-        return _recomputation.no_mix(
+        return _recomputation.save_under_mixes(
             functions.low_rank(
                 x, first, second, vector, activation=activation, implementation=chosen
             )
@@ -93,7 +93,7 @@ def low_rank_maps(
         chosen = None if layers == "ffi" else layers
         maps = [m if m.offset is None else m._replace(offset=m.offset.reshape(-1)) for m in maps]
         found = functions.low_rank_maps(maps, implementation=chosen)
-        return [_recomputation.no_mix(y) for y in found]
+        return [_recomputation.save_under_mixes(y) for y in found]
 
     def alone(m: functions.LowRankMap) -> Array:
         x, first, second = jnp.asarray(m.x), jnp.asarray(m.first), jnp.asarray(m.second)

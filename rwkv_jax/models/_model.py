@@ -484,7 +484,7 @@ def _sum(x: Array, dx: Array) -> Array:
     another shape, the compiler overwrites it with the sum and makes a copy of `x` for its other
     uses before.
     """
-    return _recomputation.no_mix(_added(x, dx))
+    return _recomputation.save_under_mixes(_added(x, dx))
 
 
 @jax.custom_jvp

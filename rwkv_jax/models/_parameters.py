@@ -74,10 +74,10 @@ def like(params: Tree, x: Array) -> Tree:
     def is_weight(p: Any) -> bool:
         return isinstance(p, Weight | WeightByInput)
 
-    def alike(p: Any) -> Any:
+    def match_shardings(p: Any) -> Any:
         if is_weight(p):
             return p
         p = p.astype(x.dtype)
         return p.reshape((1,) * (x.ndim - 1) + p.shape) if p.ndim == 1 else p
 
-    return jax.tree.map(alike, params, is_leaf=is_weight)
+    return jax.tree.map(match_shardings, params, is_leaf=is_weight)

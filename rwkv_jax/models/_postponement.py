@@ -27,7 +27,7 @@ from jaxtyping import BFloat16, Bool, Float32, Int32
 
 Tree = TypeVar("Tree")
 
-MOST_WAITING = 5
+MAX_PENDING = 5
 """How many tokens wait at most."""
 
 
@@ -55,7 +55,7 @@ def postponed(model: Any, params: Any, state: Tree) -> Tree:
     Args:
       model: the module of a model, or what stands for it.
       params: the parameters.
-      state: the state of the model. Between this call and `settled`, only `apply` and `features`
+      state: the state of the model. Between this call and `flush`, only `apply` and `features`
         take it, each time for one token of each row, and after `at_step`.
     """
     if not isinstance(model, ModuleType):
@@ -65,14 +65,14 @@ def postponed(model: Any, params: Any, state: Tree) -> Tree:
 
 def at_step(state: Tree, step: Int32[Array, ""], last: Bool[Array, ""]) -> Tree:
     """The state for step number `step` of the loop, counted from 0, and whether it is the last."""
-    waiting = jnp.where(step == 0, 0, (step - 1) % (MOST_WAITING + 1))
-    updates = (step == 0) | (waiting == MOST_WAITING) | last
+    waiting = jnp.where(step == 0, 0, (step - 1) % (MAX_PENDING + 1))
+    updates = (step == 0) | (waiting == MAX_PENDING) | last
     schedule = [waiting, updates, step > 0, ~last]
     schedule = jnp.stack([x.astype(jnp.int32) for x in schedule])
     return _mapped(lambda x: x._replace(schedule=schedule), state)
 
 
-def settled(state: Tree) -> Tree:
+def flush(state: Tree) -> Tree:
     """The state after the last step, as it is without postponement."""
     return _mapped(lambda x: x.state, state)
 

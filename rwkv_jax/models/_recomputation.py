@@ -25,7 +25,7 @@ def product(x: jax.Array) -> jax.Array:
     return checkpoint_name(x, PRODUCT)
 
 
-def no_mix(x: jax.Array) -> jax.Array:
+def save_under_mixes(x: jax.Array) -> jax.Array:
     """`x`, so that "mixes" keeps it."""
     return checkpoint_name(x, KEPT_BY_MIXES)
 

@@ -22,7 +22,7 @@ from rwkv_jax._operator.dispatch import Computation, Pass, named, run_with_jvp
 from rwkv_jax._operator.partition import Shards, partitioned
 
 TARGET = "rwkv_row_product_v1"
-library.declare(TARGET)
+library.register_export_targets(TARGET)
 
 MAX_ROWS = {"float32": 16, "bfloat16": 32, "float16": 32, "int8": 32}
 """The largest number of rows that the kernel takes, by the dtype of the matrix: up to there it is

@@ -195,7 +195,7 @@ class Rounds:
         slots, tokens, count = _slots.decode(
             *(self._model, self._params, slots, left),
             steps=np.int32(max(1, self._plan.steps // 4) if reading else self._plan.steps),
-            least=np.int32(running.size if self.queue else 1),
+            min_active_rows=np.int32(running.size if self.queue else 1),
             placement=self._plan.placement,
         )
         tokens, count = jax.device_get((tokens, count))

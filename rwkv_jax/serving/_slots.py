@@ -134,7 +134,7 @@ def decode(
     slots: Slots,
     left: Numbers,
     steps: Number,
-    least: Number,
+    min_active_rows: Number,
     placement: Placement | None,
 ) -> tuple[Slots, Array, Array]:
     """As `generation._decoding.decode`, for all slots.
@@ -142,7 +142,8 @@ def decode(
     No update is postponed: when a state is updated would depend on the other requests, and so
     would the rounding of logits."""
     session, tokens, count = _decoding.decode(
-        *(model, params, slots.session, slots.controls, left, steps, least), postpones=False
+        *(model, params, slots.session, slots.controls, left, steps, min_active_rows),
+        postpones=False,
     )
     return placed(slots._replace(session=session), placement), tokens, count
 

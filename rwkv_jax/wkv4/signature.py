@@ -26,5 +26,5 @@ SIGNATURE = Signature(
     decays=("log", "exp"),
     state_type=Wkv4State,
     empty={"log_max": NOTHING},
-    exact_states=True,
+    float32_checkpoints=True,
 )

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from rwkv_jax._operator.call import Arrays, Forward, Marks, Options
 from rwkv_jax._operator.implementation import ForwardFn, Summary
-from rwkv_jax._operator.partition import alike
+from rwkv_jax._operator.partition import match_shardings
 from rwkv_jax._packing import segments
 from rwkv_jax._portable.decay import unbounded_log_decay
 from rwkv_jax.wkv4.reference import add
@@ -22,7 +22,7 @@ class _Summary(Summary):
     def of(self, forward: ForwardFn, options: Options, operands: Forward) -> Arrays:
         w, k = operands.inputs["w"], operands.inputs["k"]
         empty = SIGNATURE.empty_state(SIGNATURE.sizes(operands.inputs))
-        parts = alike([*["BC"] * len(empty), "BTC"], *empty.values(), k)
+        parts = match_shardings([*["BC"] * len(empty), "BTC"], *empty.values(), k)
         start = dict(zip(empty, parts, strict=False))
         result = forward(Forward(operands.inputs, start, operands.packing))
         log_decay = unbounded_log_decay(w, options.decay)

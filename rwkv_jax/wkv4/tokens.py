@@ -271,7 +271,7 @@ class TokensOfSequences(Tokens):
         more = -layout.owner.shape[1] % LENGTH
         self._starts = jnp.pad(self._chunks.start, ((0, 0), (0, more)))
         self._owner = jnp.pad(layout.owner, ((0, 0), (0, more)))
-        marks = by_chunk.one_after_another(self._chunks.marks, self.length, segments.PADDING)
+        marks = by_chunk.concat_chunks(self._chunks.marks, self.length, segments.PADDING)
         more_tokens = (0, more * self.length)
         self.marks = jnp.pad(marks, ((0, 0), more_tokens), constant_values=segments.PADDING)
         self.starts, self.count = None, self.marks.shape[1]

@@ -13,7 +13,7 @@ SIGNATURE = Signature(
     inputs={"r": "BTHK", "w": "BTHK", "k": "BTHK", "v": "BTHV", "u": "HK"},
     y="v",
     state={"state": "BHVK"},
-    idle={"w": NO_DECAY},
+    identity_token={"w": NO_DECAY},
     decays=("log", "exp"),
 )
 

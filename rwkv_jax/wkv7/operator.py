@@ -22,7 +22,7 @@ from rwkv_jax._native.kernels import HEAD_SIZES, NativeKernels
 from rwkv_jax._operator.call import Arrays, Forward, Options
 from rwkv_jax._operator.implementation import ForwardFn, Summary
 from rwkv_jax._operator.operator import Operator
-from rwkv_jax._operator.partition import alike
+from rwkv_jax._operator.partition import match_shardings
 from rwkv_jax._operator.signature import Signature
 from rwkv_jax._portable.chain import Chain
 from rwkv_jax._portable.decay import NO_DECAY, decay_factor
@@ -34,7 +34,7 @@ SIGNATURE = Signature(
     inputs={"r": "BTHK", "w": "BTHK", "k": "BTHK", "v": "BTHV", "a": "BTHK", "b": "BTHK"},
     y="v",
     state={"state": "BHVK"},
-    idle={"w": NO_DECAY},
+    identity_token={"w": NO_DECAY},
     decays=("log", "exp", "sigmoid"),
 )
 
@@ -74,7 +74,7 @@ class _Summary(Summary):
         batch, _, heads, size = k.shape
 
         def run(v: Array, start: Array) -> Array:
-            (start, _) = alike(["BHVK", "BTHK"], start, k)
+            (start, _) = match_shardings(["BHVK", "BTHK"], start, k)
             inputs = operands.inputs | {"v": v}
             return forward(Forward(inputs, {"state": start}, operands.packing)).state["state"]
 

@@ -20,7 +20,7 @@ from benchmarking.timing import copy_gb_s, seconds
 from rwkv_jax import models
 from rwkv_jax.generation._sampling import first_largest
 from rwkv_jax.models import rwkv7
-from rwkv_jax.models._postponement import at_step, postponed, settled
+from rwkv_jax.models._postponement import at_step, flush, postponed
 from training.sizes import flops_per_token
 
 Figures: TypeAlias = dict[str, Any]
@@ -162,7 +162,7 @@ def decode(
 
     carry = postponed(model, params, state), tokens
     state, tokens = lax.scan(step, carry, jnp.arange(length))[0]
-    return settled(state), tokens
+    return flush(state), tokens
 
 
 def measure(row: Row, settings: Settings) -> list[Figures]:

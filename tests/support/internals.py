@@ -30,9 +30,9 @@ from rwkv_jax.generation import _decoding, _sampling, _session
 from rwkv_jax.layers import _function as layers
 from rwkv_jax.losses import _native as of_losses
 from rwkv_jax.models import _row_product
-from rwkv_jax.models._postponement import MOST_WAITING as MOST_WAITING
+from rwkv_jax.models._postponement import MAX_PENDING as MAX_PENDING
 from rwkv_jax.models._postponement import at_step as at_step
-from rwkv_jax.models._postponement import settled as settled
+from rwkv_jax.models._postponement import flush as flush
 from rwkv_jax.models.rwkv7 import block_step
 
 CONTINUES, STARTS, PADDING = segments.CONTINUES, segments.STARTS, segments.PADDING
@@ -106,7 +106,7 @@ def state_of(op: str, arrays: Mapping[str, Any], form: str = "initial_{}") -> Ar
 def inputs_of(op: str, arrays: Mapping[str, Any]) -> Arrays:
     """The inputs of an implementation: parameters stand once for each row, in float32."""
     own = signature(op)
-    batch = next(len(arrays[name]) for name in own.timed)
+    batch = next(len(arrays[name]) for name in own.per_token)
     inputs = {name: jnp.asarray(arrays[name]) for name in own.inputs}
     for name in own.shared:
         inputs[name] = jnp.repeat(inputs[name][None].astype(jnp.float32), batch, axis=0)
@@ -500,10 +500,10 @@ def use_matrix_units(monkeypatch: pytest.MonkeyPatch) -> None:
     jax.clear_caches()
 
 
-def link(decay: str, fewest: bool, w: Any, x: Any, y: Any) -> dict[str, Any]:
+def link(decay: str, minimize_flops: bool, w: Any, x: Any, y: Any) -> dict[str, Any]:
     """The decays of links [..., T, K] of `xla`, and the pairs of their tokens, where x is read
     before tokens, after them, and before them while x + y meets the token itself."""
-    product = products.Products(jnp.float32, jax.lax.Precision.HIGHEST, fewest)
+    product = products.Products(jnp.float32, jax.lax.Precision.HIGHEST, minimize_flops)
     decays = algebra.decays(w, decay, algebra.Tokens(), product)
     reads = [terms.Read(x), terms.Read(x, after=True), terms.Read(x, now=x + y)]
     found = algebra.factors(product, decays, algebra.Tokens(), reads, [y])
@@ -517,9 +517,9 @@ def link(decay: str, fewest: bool, w: Any, x: Any, y: Any) -> dict[str, Any]:
     }
 
 
-def inverse_of_link(x: Any, *, fewest: bool) -> Any:
+def inverse_of_link(x: Any, *, minimize_flops: bool) -> Any:
     """What `xla` solves a link with, with the fewest multiplications or on matrix units."""
-    product = products.Products(jnp.float32, jax.lax.Precision.HIGHEST, fewest)
+    product = products.Products(jnp.float32, jax.lax.Precision.HIGHEST, minimize_flops)
     return inverses.inverse(product, x)
 
 

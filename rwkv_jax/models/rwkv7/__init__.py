@@ -305,7 +305,7 @@ def mix_channels(
     x, (x_k,), shift = shift_and_mix(norm, (params.x_k,), x, state, segment_ids, layers)
     p = _parameters.like(params, x)
     # A mix by itself takes longer to compute again than one of six, for as much memory.
-    x_k = _recomputation.no_mix(x_k)
+    x_k = _recomputation.save_under_mixes(x_k)
     return x, feed_forward(p.key, p.value, x_k, layers), shift
 
 

@@ -40,7 +40,7 @@ from rwkv_jax._operator.call import Options
 from rwkv_jax._operator.dispatch import Computation, Pass, compute
 from rwkv_jax.models import _parameters
 from rwkv_jax.models._linear import WeightByInput
-from rwkv_jax.models._postponement import MOST_WAITING, Postponed
+from rwkv_jax.models._postponement import MAX_PENDING, Postponed
 from rwkv_jax.models._trees import BlockParams, BlockState, TimeMixState
 
 Block: TypeAlias = Callable[
@@ -113,7 +113,7 @@ def _settled(block: Block) -> Block:
     """The block for a state that may be postponed, which it updates each time. Where one step of a
     program takes it, all steps do, since all of them are for the same platform."""
 
-    def settled(
+    def flush(
         params: BlockParams,
         x: Array,
         v_first: Array | None,
@@ -127,7 +127,7 @@ def _settled(block: Block) -> Block:
         x, v_first, after = block(*operands)
         return x, v_first, _with_wkv(after, Postponed(after.att.wkv, own.waiting))
 
-    return settled
+    return flush
 
 
 def _with_wkv(state: BlockState, wkv: Any) -> BlockState:
@@ -140,7 +140,7 @@ def postponed(params: BlockParams, state: BlockState) -> BlockState:
     rows, heads = state.att.wkv.shape[:2]
     if rows < LEAST_POSTPONED:
         return state
-    waiting = jnp.zeros((rows, heads, MOST_WAITING, VECTORS, HEAD_SIZE), jnp.bfloat16)
+    waiting = jnp.zeros((rows, heads, MAX_PENDING, VECTORS, HEAD_SIZE), jnp.bfloat16)
 
     def with_schedule(schedule: Array | None) -> BlockState:
         return _with_wkv(state, Postponed(state.att.wkv, waiting, schedule))
@@ -419,4 +419,4 @@ TARGETS = tuple(
     for kind in ({}, {"by_input": True}, {"postponed": True})
     for first in (True, False)
 )
-library.declare(*TARGETS)
+library.register_export_targets(*TARGETS)
