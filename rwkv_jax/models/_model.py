@@ -8,13 +8,12 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax import Array, core, lax
+from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 from jaxtyping import Float, Float32, Int, Key, PyTree
 
 from rwkv_jax._operator import check
-from rwkv_jax._operator.dispatch import in_program_of_one_device
 from rwkv_jax._typing import Operand
 from rwkv_jax.models import (
     _arguments,
@@ -25,6 +24,7 @@ from rwkv_jax.models import (
     _recomputation,
     _trees,
 )
+from rwkv_jax.models._blocks import add, in_turn, scan
 from rwkv_jax.models._linear import embed, logits
 from rwkv_jax.models._normalisation import layer_norm
 from rwkv_jax.models._recomputation import Recompute
@@ -190,9 +190,9 @@ class Generation:
             x = embed(params.emb, tokens, dtype)
             if isinstance(params.blocks, Stacked):
                 body = recomputed(scanned=True)
-                x, next_state = _scan(recomputed(), body, params.blocks, x, state)
+                x, next_state = scan(recomputed(), body, params.blocks, x, state)
             else:
-                x, next_state = _in_turn(recomputed(), params.blocks, x, state)
+                x, next_state = in_turn(recomputed(), params.blocks, x, state)
             return layer_norm(params.ln_out, x), next_state
 
         results = functools.partial(_mesh.specs_of_features, params, tokens, state)
@@ -381,62 +381,6 @@ class Generation:
         return _placement.shardings(params, mesh, self.rules, heads, data=data, model=model)
 
 
-_Block: TypeAlias = Callable[
-    [BlockParams, Array, Any, BlockState | None], tuple[Array, Any, BlockState]
-]
-
-
-def _in_turn(
-    block: _Block, blocks: tuple[BlockParams, ...], x: Array, state: tuple[BlockState, ...] | None
-) -> tuple[Array, State]:
-    """The activations after all blocks, and the next state."""
-    if isinstance(x, core.Tracer):
-        block = jax.jit(block)  # so that blocks of the same shapes are traced and lowered once
-    of_first = None
-    next_state = []
-    for p, s in zip(blocks, state or (None,) * len(blocks), strict=True):
-        x, of_first, after = block(p, x, of_first, s)
-        next_state.append(after)
-    return x, tuple(next_state)
-
-
-def _scan(
-    block: _Block,
-    body: _Block,
-    blocks: Stacked,
-    x: Array,
-    state: Stacked | None,
-) -> tuple[Array, State]:
-    """`_in_turn` with a scan over all blocks but the first, of which each is `body`."""
-    x, of_first, first = block(blocks.first, x, None, state and state.first)
-    if blocks.rest is None:
-        return x, Stacked(first, None)
-    constant = jax.tree.map(lax.stop_gradient, of_first)
-
-    def step(
-        carry: tuple[Array, Any], of_block: tuple[BlockParams, BlockState | None]
-    ) -> tuple[tuple[Array, Any], BlockState]:
-        x, passed = carry
-        p, s = of_block
-        x, passed, after = body(p, x, jax.tree.map(_with_gradient, constant, passed), s)
-        return (x, passed), after
-
-    (x, _), rest = lax.scan(step, (x, of_first), (blocks.rest, state and state.rest))
-    return x, Stacked(first, rest)
-
-
-@jax.custom_vjp
-def _with_gradient(constant: Array, carried: Array) -> Array:
-    """`constant`, which equals `carried`, with the gradient of `carried`.
-
-    A backward pass keeps a value that a scan carries once for each block, and a constant once.
-    """
-    return constant
-
-
-_with_gradient.defvjp(lambda constant, carried: (constant, None), lambda _, dx: (None, dx))
-
-
 def _block(
     generation: Generation,
     step: _StepBlock | None,
@@ -470,32 +414,8 @@ def _mixings(
     of_first: Any,
     s: BlockState,
 ) -> tuple[Array, Any, BlockState]:
-    """`_block` behind the normalisation of the embedding."""
+    """`_block` after the normalisation of the embedding."""
     x, dx, att, of_first = generation.mix_tokens(p.att, p.ln1, x, s.att, of_first, options)
     ids, layers = options.segment_ids, options.layers
-    x, dx, ffn = generation.mix_channels(p.ffn, p.ln2, _sum(x, dx), s.ffn, ids, layers)
-    return _sum(x, dx), of_first, BlockState(att, ffn)
-
-
-def _sum(x: Array, dx: Array) -> Array:
-    """The sum of the input and the output of a mixing.
-
-    On a GPU the product that ends a mixing adds `x` itself, in the shape [tokens, C]. If `x` has
-    another shape, the compiler overwrites it with the sum and makes a copy of `x` for its other
-    uses before.
-    """
-    return _recomputation.save_under_mixes(_added(x, dx))
-
-
-@jax.custom_jvp
-def _added(x: Array, dx: Array) -> Array:
-    def joined(x: Array, dx: Array) -> Array:
-        return (x.reshape(-1, x.shape[-1]) + dx.reshape(-1, dx.shape[-1])).reshape(x.shape)
-
-    # Rows and tokens that may be distributed are not joined to one axis.
-    return in_program_of_one_device(joined, jnp.add, x, dx)
-
-
-@_added.defjvp
-def _(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
-    return _added(*primals), jnp.add(*tangents)
+    x, dx, ffn = generation.mix_channels(p.ffn, p.ln2, add(x, dx), s.ffn, ids, layers)
+    return add(x, dx), of_first, BlockState(att, ffn)
