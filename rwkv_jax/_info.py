@@ -79,8 +79,8 @@ def implementations(
         # Implementations get a mark for each token of sequences; here the shape alone counts.
         packing = None if token else Marks(ids)
     options = operator.options(decay, precision, None, token=token)
-    if platform is None:
-        platform = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
+    platform = platform or jax.default_backend()
+    platform = {"gpu": "cuda"}.get(platform, platform)
     platform = platform if platform in PLATFORMS else OTHER
 
     def availability(choice: str) -> Availability:

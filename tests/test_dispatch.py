@@ -182,6 +182,8 @@ def test_implementations(op: str) -> None:
         assert result["reference"].description == "lax.scan, one token at a time in float32"
         assert result["xla"].description == "chunks in plain jax.numpy"
     assert result["ffi"].reason == "native kernels exist for CPUs and for CUDA GPUs"
+    gpu, cuda = (rwkv_jax.implementations(op, *shapes, platform=x) for x in ("gpu", "cuda"))
+    assert gpu == cuda
     assert result["xla"].available
 
 

@@ -94,3 +94,12 @@ def test_states(module: ModuleType) -> None:
     refused(jax.tree.map(lambda x: 1.0, state), ValueError, wrong + r"0\.ffn is a float; expected")
     refused(module.stacked(state), ValueError, "state is Stacked; accepted with a tuple")
     assert jax.eval_shape(lambda: module.apply(params, tokens, state))
+
+
+@each_generation
+def test_unknown_layers(module: ModuleType) -> None:
+    """Also for one token of each row, where no layer function has kernels."""
+    params = parameters(module)
+    for tokens in (jnp.ones((2, 3), jnp.int32), jnp.ones(2, jnp.int32)):
+        with pytest.raises(ValueError, match="layers is 'fast'; accepted are"):
+            module.apply(params, tokens, layers="fast")

@@ -1,8 +1,8 @@
 """A sequence over several devices: each has consecutive tokens, in the order of a mesh axis.
 
-Each device summarises what its own tokens do to a state in a map of about the size of a state
-(`summary.py` of each operator). The devices exchange the summaries, and each finds the state before
-its tokens and runs the operator from there. In the backward pass they exchange what their own
+Each device summarises what its own tokens do to a state in a map of about the size of a state (the
+`Summary` of each operator). The devices exchange the summaries, and each finds the state before its
+tokens and runs the operator from there. In the backward pass they exchange what their own
 tokens add to the cotangent of that state, so nothing whose size depends on the number of tokens
 crosses devices in either pass. The gradients of the inputs are then those of the operator itself,
 which needs no derivative of the summaries.

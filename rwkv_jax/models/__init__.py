@@ -1,11 +1,11 @@
 """RWKV language models as functions of parameter trees; `rwkv_jax.nn` wraps them as layers.
 
-Each generation is a package. What the generations share is in the private modules beside them.
+Each generation is a module. What the generations share is in the private modules beside them.
 `load` reads a checkpoint and finds out its generation, `inspect` does so without the values of the
 parameters, and `save` writes a checkpoint. `load_state` and `save_state` read and write the states
 of state tuning. `quantize` makes weights of 8 bits, and
 `for_decoding` stores weights as decoding reads them with the fewest bytes. `Invariant` is a model
-whose results for a sequence have the same bits in any batch and in any pieces.
+whose results for a sequence have the same bits in any batch and in any prefill chunks.
 """
 
 from rwkv_jax.models import _serialization

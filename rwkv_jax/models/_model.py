@@ -166,6 +166,7 @@ class Generation:
             asked for that needs numbers.
           NotImplementedError: an implementation cannot run the call.
         """
+        check.choice(self.name, "layers", layers, (None, "ffi", "xla", "reference", FUSED))
         _arguments.check_tokens(self.name, tokens, params.emb.weight.shape[0])
         segment_ids = _arguments.checked_segment_ids(self.name, segment_ids, tokens.shape)
         dtype, rows = _parameters.floating(self.name, dtype), tokens.shape[0]
@@ -294,6 +295,7 @@ class Generation:
           ValueError: `v_first` is missing.
           TypeError, ValueError: `segment_ids` is wrong.
         """
+        check.choice("time_mix", "layers", layers, (None, "ffi", "xla", "reference"))
         check.array("time_mix", "x", x)
         segment_ids = _arguments.checked_segment_ids("time_mix", segment_ids, x.shape[:-1])
         operands = (params, x, state, v_first, segment_ids)

@@ -36,13 +36,12 @@ from rwkv_jax.models._channel_mixing import ChannelMixParams as ChannelMixParams
 from rwkv_jax.models._channel_mixing import mix_channels
 from rwkv_jax.models._config import check_sizes
 from rwkv_jax.models._initialisation import decay, depth, orthogonal, token_shift_mix, zigzag
-from rwkv_jax.models._linear import Weight as Weight
-from rwkv_jax.models._linear import linear
+from rwkv_jax.models._linear import Weight, linear
 from rwkv_jax.models._model import Generation
-from rwkv_jax.models._normalisation import Norm as Norm
+from rwkv_jax.models._normalisation import Norm
 from rwkv_jax.models._public import *  # noqa: F403
 from rwkv_jax.models._token_shift import of_previous, shift_and_mix
-from rwkv_jax.models._trees import TimeMixState as TimeMixState
+from rwkv_jax.models._trees import TimeMixState
 from rwkv_jax.models._wkv import Options, run
 from rwkv_jax.wkv4 import Wkv4State, wkv4, wkv4_step
 from rwkv_jax.wkv4.signature import NOTHING

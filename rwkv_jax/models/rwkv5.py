@@ -49,14 +49,12 @@ from rwkv_jax.models._initialisation import (
     hidden_width,
     token_shift_mix,
 )
-from rwkv_jax.models._linear import Weight as Weight
-from rwkv_jax.models._linear import linear
+from rwkv_jax.models._linear import Weight, linear
 from rwkv_jax.models._model import Generation
-from rwkv_jax.models._normalisation import Norm as Norm
-from rwkv_jax.models._normalisation import head_norm
+from rwkv_jax.models._normalisation import Norm, head_norm
 from rwkv_jax.models._public import *  # noqa: F403
 from rwkv_jax.models._token_shift import of_previous, shift_and_mix
-from rwkv_jax.models._trees import TimeMixState as TimeMixState
+from rwkv_jax.models._trees import TimeMixState
 from rwkv_jax.models._wkv import Options, run
 from rwkv_jax.wkv5 import wkv5, wkv5_step
 

@@ -45,15 +45,13 @@ from rwkv_jax.models._initialisation import (
     small,
     token_shift_mix,
 )
-from rwkv_jax.models._linear import Weight as Weight
-from rwkv_jax.models._linear import WeightByInput, linear, low_rank
+from rwkv_jax.models._linear import Weight, WeightByInput, linear, low_rank
 from rwkv_jax.models._model import Generation
-from rwkv_jax.models._normalisation import Norm as Norm
-from rwkv_jax.models._normalisation import head_norm
+from rwkv_jax.models._normalisation import Norm, head_norm
 from rwkv_jax.models._public import *  # noqa: F403
 from rwkv_jax.models._recomputation import product
 from rwkv_jax.models._token_shift import shift_and_mix
-from rwkv_jax.models._trees import TimeMixState as TimeMixState
+from rwkv_jax.models._trees import TimeMixState
 from rwkv_jax.models._wkv import Options, run
 from rwkv_jax.wkv6 import wkv6, wkv6_step
 
