@@ -40,6 +40,9 @@ from rwkv_jax.models._trees import (
 )
 from rwkv_jax.models._wkv import Options, Wkv
 
+LAYERS = ("ffi", "xla", "reference")
+"""The values of `layers` besides None: implementations of the functions of `rwkv_jax.layers`."""
+
 FUSED = "fused"
 """The value of `layers` for kernels that compute a whole block."""
 
@@ -166,7 +169,8 @@ class Generation:
             asked for that needs numbers.
           NotImplementedError: an implementation cannot run the call.
         """
-        check.choice(self.name, "layers", layers, (None, "ffi", "xla", "reference", FUSED))
+        if layers is not None:
+            check.choice(self.name, "layers", layers, (*LAYERS, FUSED))
         _arguments.check_tokens(self.name, tokens, params.emb.weight.shape[0])
         segment_ids = _arguments.checked_segment_ids(self.name, segment_ids, tokens.shape)
         dtype, rows = _parameters.floating(self.name, dtype), tokens.shape[0]
@@ -295,7 +299,8 @@ class Generation:
           ValueError: `v_first` is missing.
           TypeError, ValueError: `segment_ids` is wrong.
         """
-        check.choice("time_mix", "layers", layers, (None, "ffi", "xla", "reference"))
+        if layers is not None:
+            check.choice("time_mix", "layers", layers, LAYERS)
         check.array("time_mix", "x", x)
         segment_ids = _arguments.checked_segment_ids("time_mix", segment_ids, x.shape[:-1])
         operands = (params, x, state, v_first, segment_ids)
