@@ -387,7 +387,7 @@ def test_options_of_layers_are_checked(params: rwkv7.Params, tokens: jax.Array) 
     accepted = "accepted are None, 'mixes', 'cheap', 'blocks'"
     with pytest.raises(ValueError, match=f"recompute is 'all'; {accepted}"):
         rwkv7.apply(params, tokens, recompute=wrong)
-    with pytest.raises(ValueError, match="norm_shift_mix: implementation is 'pallas'; accepted"):
+    with pytest.raises(ValueError, match="rwkv7: layers is 'pallas'; accepted"):
         rwkv7.apply(params, tokens, layers="pallas")
 
 
