@@ -10,7 +10,7 @@ from rwkv_jax import _pallas
 from rwkv_jax._native import library
 from rwkv_jax._operator import check
 from rwkv_jax._operator.call import Forward, Marks, Packing, Sequences
-from rwkv_jax._operator.dispatch import OTHER, PLATFORMS
+from rwkv_jax._operator.dispatch import OTHER, PLATFORMS, platform_of
 from rwkv_jax._operator.operator import PUBLIC
 from rwkv_jax._packing import segments, sequences
 
@@ -79,8 +79,7 @@ def implementations(
         # Implementations get a mark for each token of sequences; here the shape alone counts.
         packing = None if token else Marks(ids)
     options = operator.options(decay, precision, None, token=token)
-    platform = platform or jax.default_backend()
-    platform = {"gpu": "cuda"}.get(platform, platform)
+    platform = platform_of(platform or jax.default_backend())
     platform = platform if platform in PLATFORMS else OTHER
 
     def availability(choice: str) -> Availability:

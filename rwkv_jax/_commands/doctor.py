@@ -13,6 +13,8 @@ import numpy as np
 
 import rwkv_jax
 from rwkv_jax._commands.output import table
+from rwkv_jax._operator.dispatch import ORDER, OTHER, platform_of
+from rwkv_jax._operator.operator import PUBLIC
 
 HELP = "Show what is installed and which kernels run on each device, and check the operators there."
 EXAMPLES = ("doctor", "doctor --json")
@@ -25,16 +27,10 @@ PACKAGES = (
 )
 """The distributions besides rwkv-jax that decide what it can do."""
 
-SIZES = {"B": 2, "T": 100, "H": 2, "K": 64, "C": 128}
-"""The axes of the call that is described and checked. K is also the number of value channels."""
+SIZES = {"B": 2, "T": 100, "H": 2, "K": 64, "V": 64, "C": 128}
+"""The axes of the call that is described and checked."""
 
-INPUTS = {
-    "wkv4": {"w": "C", "u": "C", "k": "BTC", "v": "BTC"},
-    "wkv5": {"r": "BTHK", "w": "HK", "k": "BTHK", "v": "BTHK", "u": "HK"},
-    "wkv6": {"r": "BTHK", "w": "BTHK", "k": "BTHK", "v": "BTHK", "u": "HK"},
-    "wkv7": dict.fromkeys("rwkvab", "BTHK"),
-}
-"""The inputs of each operator, in order, with their axes."""
+OPERATORS = {operator.name: operator for operator in PUBLIC.values()}
 
 CEILINGS = {"float32": 1e-4, "bfloat16": 3e-2}
 """The largest error that passes, relative to the norm of an array. Correct kernels stay several
@@ -47,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     devices, error = _devices()
-    platforms = dict.fromkeys(map(_platform, devices))
+    platforms = dict.fromkeys(platform_of(x.platform) for x in devices)
     implementations = [row for name in platforms for row in _implementations(name)]
     report = {
         "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
@@ -83,11 +79,6 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def _platform(device: Any) -> str:
-    """The name by which `rwkv_jax.implementations` knows the platform of a device."""
-    return "cuda" if device.platform == "gpu" else device.platform
-
-
 def _dtype(name: str) -> str:
     """The data type in which a platform is described and checked: the one it is mostly used in."""
     return "float32" if name == "cpu" else "bfloat16"
@@ -101,11 +92,12 @@ def _implementations(name: str) -> Iterator[dict[str, Any]]:
     """For each operator and implementation, whether it runs on a platform, and how or why not. One
     of each operator is the default: it runs if none is asked for by name."""
     dtype = _dtype(name)
-    order = ("ffi", "pallas", "xla", "reference") if name == "cuda" else ("ffi", "xla", "reference")
-    for op, inputs in INPUTS.items():
-        operands = [jax.ShapeDtypeStruct(_shape(axes), dtype) for axes in inputs.values()]
+    order = ORDER.get(name, ORDER[OTHER])
+    for op, operator in OPERATORS.items():
+        inputs = operator.signature.inputs.values()
+        operands = [jax.ShapeDtypeStruct(_shape(axes), dtype) for axes in inputs]
         found = rwkv_jax.implementations(op, *operands, platform=name)
-        default = next(x for x in order if found[x].available)
+        default = next(x for x in order if x in found and found[x].available)
         for implementation, availability in found.items():
             yield {
                 "platform": name,
@@ -127,7 +119,7 @@ def _checks(
     references: dict[tuple[str, str], dict[str, np.ndarray]] = {}
     for device in devices:
         for row in implementations:
-            if row["platform"] != _platform(device) or not row["default"]:
+            if row["platform"] != platform_of(device.platform) or not row["default"]:
                 continue
             op, dtype = row["operator"], row["dtype"]
             if (op, dtype) not in references:
@@ -154,7 +146,8 @@ def _checks(
 def _results(op: str, implementation: str, dtype: str, device: Any) -> dict[str, np.ndarray]:
     """The results and gradients of a call, and the results of a step after it, by name."""
     rng = np.random.default_rng(0)
-    operands = {name: rng.standard_normal(_shape(axes)) for name, axes in INPUTS[op].items()}
+    signature = OPERATORS[op].signature
+    operands = {name: rng.standard_normal(_shape(axes)) for name, axes in signature.inputs.items()}
     if op == "wkv7":
         # As in the model: the negative of a unit vector, and the vector times a learning rate.
         unit = operands["a"] / np.linalg.norm(operands["a"], axis=-1, keepdims=True)
@@ -162,7 +155,7 @@ def _results(op: str, implementation: str, dtype: str, device: Any) -> dict[str,
     inputs = {name: x.astype(dtype) for name, x in operands.items()}
     # The cotangent of each result is the beginning of these numbers.
     numbers = rng.standard_normal(_shape("BTHK")).astype(np.float32).ravel()
-    options = {"decay": "sigmoid" if op == "wkv7" else "exp", "implementation": implementation}
+    options = {"decay": signature.decays[-1], "implementation": implementation}
     sequence, step = getattr(rwkv_jax, op), getattr(rwkv_jax, f"{op}_step")
 
     @jax.jit
@@ -172,7 +165,7 @@ def _results(op: str, implementation: str, dtype: str, device: Any) -> dict[str,
             lambda x: numbers[: x.size].reshape(x.shape).astype(x.dtype), results
         )
         (gradients,) = gradient(cotangents)
-        token = {n: x[:, -1] if "T" in INPUTS[op][n] else x for n, x in inputs.items()}
+        token = {n: x[:, -1] if n in signature.per_token else x for n, x in inputs.items()}
         named = {
             "result": results,
             "gradient": gradients,

@@ -37,6 +37,12 @@ measured to be faster than xla. The reference of an operator saves no states for
 PLATFORMS = tuple(platform for platform in ORDER if platform != OTHER)
 """Platforms with implementations of their own; all others share what runs on `OTHER`."""
 
+
+def platform_of(platform: str) -> str:
+    """The name of a platform in `ORDER`, from that of a JAX backend or device."""
+    return {"gpu": "cuda"}.get(platform, platform)
+
+
 Pass: TypeAlias = Literal["forward", "backward", "step", "summary", "reverse_summary"]
 
 
@@ -376,8 +382,7 @@ def _suitable_for(branches: Mapping[str | None, Any], operands: Any, only_alone:
     """The branch for operands that are evaluated where they are."""
     devices = {d for x in operands if isinstance(x, Array) for d in x.sharding.device_set}
     platform = next((d.platform for d in devices), jax.default_backend())
-    platform = {"gpu": "cuda"}.get(platform, platform)
-    return _suitable(branches, platform, only_alone and len(devices) > 1)
+    return _suitable(branches, platform_of(platform), only_alone and len(devices) > 1)
 
 
 @_choice.def_abstract_eval

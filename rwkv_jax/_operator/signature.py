@@ -32,7 +32,7 @@ class Signature:
       is a parameter that the whole batch shares.
     y: the input whose axes and dtype the output has.
     state: the axes of each part of the state.
-    decays: the forms in which the operator takes `w`.
+    decays: the forms in which the operator takes `w`, last that of the official models.
     identity_token: the inputs of a token that changes no state, bit for bit: a number for each form
       of decay, and 0 for inputs that are not named. None if there are no such inputs.
     state_type: makes the state that callers see of its parts, where there are several.

@@ -1,4 +1,5 @@
-"""What the modules of all generations have in common for callers."""
+"""What the modules of all generations have in common for callers. They import all of it by `*`, and
+`__all__` is the only list of these names."""
 
 from rwkv_jax.models._linear import Weight
 from rwkv_jax.models._normalisation import Norm, layer_norm

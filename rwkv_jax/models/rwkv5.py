@@ -158,8 +158,6 @@ def init_channel_mix(key: Key[Array, ""], config: Config, layer: int) -> Channel
 
 
 HEAD_NORM_EPS = 1e-5 * 8**2
-
-
 """The eps of `ln_x` without the division by the official `head_size_divisor` that is before it."""
 
 

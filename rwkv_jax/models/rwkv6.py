@@ -186,8 +186,6 @@ def init_channel_mix(key: Key[Array, ""], config: Config, layer: int) -> Channel
 
 
 HEAD_NORM_EPS = 1e-5 * 8**2
-
-
 """The eps of `ln_x`: 1e-5 times the square of the official `head_size_divisor`."""
 
 
