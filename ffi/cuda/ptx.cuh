@@ -30,18 +30,6 @@ __device__ inline void Synchronize(int barrier, int threads) {
   asm volatile("barrier.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// Waits likewise, and returns whether `value` is true in all of the threads.
-__device__ inline bool SynchronizeAll(int barrier, int threads, bool value) {
-  uint32_t all;
-  asm volatile(
-      "{.reg .pred value, all; setp.ne.b32 value, %3, 0; "
-      "barrier.red.and.pred all, %1, %2, value; selp.u32 %0, 1, 0, all;}"
-      : "=r"(all)
-      : "r"(barrier), "r"(threads), "r"(static_cast<uint32_t>(value))
-      : "memory");
-  return all;
-}
-
 __device__ inline float Exp2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

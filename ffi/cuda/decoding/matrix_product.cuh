@@ -161,7 +161,7 @@ __device__ bool AddUpBlocks(const SharedProducts& own, const Step& step, int num
   };
 #pragma unroll
   for (int i = 0; i < kFragments; ++i) sums_of(blockIdx.x)[i * kGroupThreads] = Pack(sums[i]);
-  if (!ArrivesLast(own.tickets + step.ticket, last - first + 1, kGroupThreads)) return false;
+  if (!ArrivesLast(own.tickets + step.ticket, last - first + 1)) return false;
   ForEachElement<kFragments>([&](int fragment, int e) { sums[fragment][e] = 0.0f; });
   // What several blocks have is loaded at once, since the kernel ends only behind these loads.
   constexpr int kBlocksAtOnce = 4;

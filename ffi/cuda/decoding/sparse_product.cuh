@@ -122,7 +122,7 @@ struct SparseProduct {
       for (int i = 0; i < kSparseWarps; ++i) sum += posted[i][threadIdx.x];
       shares[int64_t{blockIdx.y} * outputs + output] = sum;
     }
-    if (!ArrivesLast(tickets + blockIdx.x, gridDim.y, kSparseThreads) || !active) return;
+    if (!ArrivesLast(tickets + blockIdx.x, gridDim.y) || !active) return;
     sum = 0.0f;
     for (int share = 0; share < static_cast<int>(gridDim.y); ++share)
       sum += __ldcg(shares + int64_t{share} * outputs + output);

@@ -125,8 +125,9 @@ struct ScanLayout {
   static constexpr int kDecayBytes = 4 * 4 * kDecayStride;
   static constexpr int kBarriers = kDecays + kStages * kDecayBytes;
   static constexpr int kWords = kBarriers + 8 * kStages;  // of marks
+  static constexpr int kGivesUp = kWords + 4 * kStages;   // see WaitForTile
   // Of keyed calls: `inverse` of each token, in a ring as well, and the parameters k_k, k_a and a0.
-  static constexpr int kInverses = kWords + 4 * kStages;
+  static constexpr int kInverses = kGivesUp + 2 * 4;
   static constexpr int kParameters = kInverses + (kKeyed ? 4 * kTileTokens * kStages : 0);
   static constexpr int kBytes = kParameters + (kKeyed ? 3 * 4 * N : 0);
 };
@@ -429,10 +430,13 @@ class ScanBlock {
     if (split < 0) return false;
     sequence = turn.sequence, span = turn.span;
     head = sequence * scan.dims.heads + blockIdx.x % scan.dims.heads;
-    // Another split of the head may give up now, so the threads agree on what they have seen.
-    if (scan.inexact != nullptr &&
-        !SynchronizeAll(kTileBarrier, L::kThreads, scan.inexact[head] == 0.0f))
-      return false;
+    if (scan.inexact != nullptr) {
+      // Another split of the head may give up now, so one thread looks for all.
+      if (threadIdx.x < 2) GivesUp()[threadIdx.x] = 0;
+      if (threadIdx.x == 0 && scan.inexact[head] != 0.0f) GivesUp()[0] = 1;
+      __syncthreads();
+      if (GivesUp()[0] != 0) return false;
+    }
 
     const int64_t in_split = splits.ChunksPerSplit(span.Chunks());
     count = splits.Count(span.Chunks());
@@ -469,7 +473,7 @@ class ScanBlock {
     if (scales)
       for (int tile = 0; tile < 2 && tile < tiles; ++tile) ScaleOperands(tile, scaling);
     PublishOperands();
-    if (!WaitForTile(scaling.in_range)) return false;
+    if (!WaitForTile(-1, scaling.in_range)) return false;
     if (copies)
       for (int tile = L::kDecayStages; tile < L::kStages && tile < tiles; ++tile) CopyDecays(tile);
     if (multiplies && tiles > 0) TokenProducts(0);
@@ -499,7 +503,7 @@ class ScanBlock {
         if (scales && tile + 2 < tiles) ScaleOperands(tile + 2, scaling);
         if (multiplies || scales) PublishOperands();
       }
-      if (!WaitForTile(scaling.in_range)) return;
+      if (!WaitForTile(tile, scaling.in_range)) return;
       if constexpr (kForState) {
         if (kOutput && multiplies) WriteOutput(tile, y);
         if (copies && tile + L::kStages < tiles) CopyNext(tile + L::kStages);
@@ -628,19 +632,20 @@ class ScanBlock {
                                          MarksOf(tile));
   }
 
+  // Whether a thread has found a decay out of range, before the end of a tile with an even number and of one
+  // with an odd number.
+  __device__ uint32_t* GivesUp() const { return reinterpret_cast<uint32_t*>(memory + L::kGivesUp); }
+
   // The tile barrier. Returns false where the block has to give up, because a decay is out of
-  // range.
-  __device__ __forceinline__ bool WaitForTile(bool in_range) const {
-    bool goes_on = true;
-    if (scan.inexact == nullptr)
-      Synchronize(kTileBarrier, L::kThreads);
-    else
-      goes_on = SynchronizeAll(kTileBarrier, L::kThreads, in_range);
-    if (!goes_on) {
-      WaitForCopies<0>();
-      if (threadIdx.x == 0) scan.inexact[head] = 1.0f;
-    }
-    return goes_on;
+  // range. What is read behind the barrier of a tile is written again only behind the next one.
+  __device__ __forceinline__ bool WaitForTile(int tile, bool in_range) const {
+    uint32_t* const gives_up = GivesUp() + (tile & 1);
+    if (!in_range) *gives_up = 1;
+    Synchronize(kTileBarrier, L::kThreads);
+    if (scan.inexact == nullptr || *gives_up == 0) return true;
+    WaitForCopies<0>();
+    if (threadIdx.x == 0) scan.inexact[head] = 1.0f;
+    return false;
   }
 
   // Splits are numbered by their order in the recurrence. The summary of a split has become the

@@ -527,6 +527,9 @@ inline __half __float2half_rn(float x) { return {_cvtss_sh(x, 0)}; }
 inline float __low2float(__half2 pair) { return emulation::FromHalf(pair.x.bits); }
 inline float __high2float(__half2 pair) { return emulation::FromHalf(pair.y.bits); }
 inline void __syncthreads() { emulation::Arrive(emulation::barriers[0], emulation::threads); }
+inline int __syncthreads_and(int value) {
+  return emulation::Arrive(emulation::barriers[0], emulation::threads, value != 0);
+}
 inline void __syncwarp() { emulation::Arrive(emulation::OwnWarp().barrier, 32); }
 template <typename T>
 T __shfl_sync(unsigned, T x, int lane, int width = 32) {
@@ -578,9 +581,6 @@ inline uint32_t SharedAddress(const void* pointer) {
 
 inline void Synchronize(int number, int threads) {
   emulation::Arrive(emulation::barriers[number], threads);
-}
-inline bool SynchronizeAll(int number, int threads, bool value) {
-  return emulation::Arrive(emulation::barriers[number], threads, value);
 }
 
 inline float Exp2(float x) { return x < -126.0f ? 0.0f : std::exp2(x); }
