@@ -167,6 +167,7 @@ def test_a_million_tokens_have_the_kernels_of_a_few_less(emulation: Emulation, n
         )
         return [[x.file for x in emulation.launches(call, DEVICES["9.0"])] for call in calls]
 
+    emulation.use(DEVICES["9.0"])
     assert files(2**20) == files(2**20 - 16)
 
 

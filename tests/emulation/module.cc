@@ -86,13 +86,11 @@ class Buffers {
     return pointers;
   }
   // What a handler has made of them, the first `operands` of which it may not change unless they are
-  // results. The result with the number `unread` stays as it was.
-  void Finish(size_t operands, int64_t unread) {
+  // results.
+  void Finish(size_t operands) {
     if (emulation::dry) return;
-    for (size_t i = operands; i < arrays_.size(); ++i) {
-      auto& [array, memory] = arrays_[i];
-      if (static_cast<int64_t>(i - operands) != unread) memory->Read(array.mutable_data());
-    }
+    for (size_t i = operands; i < arrays_.size(); ++i)
+      arrays_[i].second->Read(arrays_[i].first.mutable_data());
     for (size_t i = 0; i < arrays_.size(); ++i) {
       const auto& [array, memory] = arrays_[i];
       const bool operand = i < operands;
@@ -139,8 +137,7 @@ XLA_FFI_Handler* HandlerOf(const std::string& target) {
 }
 
 void Call(const std::string& target, const std::vector<py::array>& operands,
-          const std::vector<py::array>& results, std::map<std::string, int64_t> attributes,
-          int64_t unread) {
+          const std::vector<py::array>& results, std::map<std::string, int64_t> attributes) {
   static const XLA_FFI_Api api = Api();
   XLA_FFI_CallFrame frame = {};
   frame.struct_size = XLA_FFI_CallFrame_STRUCT_SIZE;
@@ -184,7 +181,7 @@ void Call(const std::string& target, const std::vector<py::array>& operands,
   if (error != nullptr)
     throw std::runtime_error(std::string(Name(error->code)) + ": " + error->message);
   if (!failure.empty()) throw std::runtime_error(failure);
-  buffers.Finish(operands.size(), unread);
+  buffers.Finish(operands.size());
 }
 
 // Where the gaps behind the parts of a scratch begin, of which each begins where the next part or the end is.
@@ -224,8 +221,7 @@ rwkv_jax::Problem ProblemOf(const std::string& op, const std::string& pass,
 }  // namespace
 
 PYBIND11_MODULE(rwkv_jax_emulation, module) {
-  module.def("call", &Call, py::arg("target"), py::arg("operands"), py::arg("results"),
-             py::arg("attributes"), py::arg("unread") = -1);
+  module.def("call", &Call);
   module.def("seed", &emulation::Seed, "Draws the order of warps anew.");
   module.def("set_device", [](int64_t multiprocessors, int64_t shared_memory, bool hopper) {
     emulation::device = {multiprocessors, shared_memory};
