@@ -120,47 +120,44 @@ def test_a_refusal_says_each_reason_once(pretend: Any) -> None:
     pretend("cpu", "on holiday")
     pretend("cuda", "on holiday")
     inputs, _ = cases.wkv7(CASE)
+    native = functools.partial(rwkv_jax.wkv7, decay="sigmoid", implementation="ffi")
     with pytest.raises(NotImplementedError) as error:
-        jax.eval_shape(lambda: rwkv_jax.wkv7(**inputs, implementation="ffi"))
+        jax.eval_shape(lambda: native(**inputs))
     assert str(error.value) == (
         "wkv7: implementation 'ffi' cannot run this call on cpu, cuda: on holiday; "
         "on tpu, others: native kernels exist for CPUs and for CUDA GPUs"
     )
 
 
-def _total(results: Any) -> jax.Array:
-    return sum((jnp.sum(x) for x in jax.tree.leaves(results)), jnp.float32(0))
-
-
 @pytest.mark.parametrize("op", ["wkv7", "wkv4", "wkv7_step", "read_out", "cross_entropy"])
 def test_within_compile_time_evaluation(op: str) -> None:
     """Where JAX evaluates what depends on no operand while it traces: results and gradients."""
-    function: Any
+    call: Any
     if op == "cross_entropy":
-        x = np.linspace(0, 1, 12, dtype=np.float32).reshape(3, 4)
-        targets = np.arange(3, dtype=np.int32)
-        function, inputs = cross_entropy, {"features": x, "weight": x, "targets": targets}
+        inputs = {"x": np.linspace(0, 1, 12, dtype=np.float32).reshape(3, 4)}
+        call = functools.partial(cross_entropy, weight=inputs["x"], targets=np.arange(3))
     elif op in OPERATORS:
         inputs, _ = OPERATORS[op].make(Case(1, 1 if op in STEPS else 3, 1, 16))
-        function = OPERATORS[op].function
+        options = {"decay": OPERATORS[op].decays[-1]}
+        call = functools.partial(OPERATORS[op].function, **options)
     else:
         inputs, _ = layer_functions.operands(op, layer_functions.Case(B=1, T=3))
-        function = layer_functions.LAYER_FUNCTIONS[op].call
-    varied = next(iter(inputs))
+        call = layer_functions.LAYER_FUNCTIONS[op].call
+    first, *names = inputs
+    call = functools.partial(call, **{name: inputs[name] for name in names})
 
-    def value_and_gradient(x: Any) -> Any:
-        return jax.value_and_grad(lambda x: _total(function(**inputs | {varied: x})))(x)
+    def total(x: Any) -> jax.Array:
+        results = call(x) if op == "cross_entropy" else call(**{first: x})
+        return sum((jnp.sum(x) for x in jax.tree.leaves(results)), jnp.float32(0))
 
-    x = jnp.asarray(inputs[varied])
-    expected = jax.jit(value_and_gradient)(x)
+    x = jnp.asarray(inputs[first])
+    expected = jax.jit(jax.value_and_grad(total))(x)
     with jax.ensure_compile_time_eval():
-        found = value_and_gradient(x)
-    assert_trees_close(found, expected, 1e-6)
-    # As what is computed once while a program is traced.
+        assert_trees_close(jax.value_and_grad(total)(x), expected, 1e-6)
 
     def program(y: jax.Array) -> jax.Array:
         with jax.ensure_compile_time_eval():
-            constant = _total(function(**inputs))
+            constant = total(x)
         assert not isinstance(constant, core.Tracer)
         return y + constant
 
@@ -175,7 +172,7 @@ def test_pallas_within_compile_time_evaluation() -> None:
         hlo.device("cuda"),
         pytest.raises(NotImplementedError, match=message),
     ):
-        rwkv_jax.wkv7(**inputs, implementation="pallas")
+        rwkv_jax.wkv7(**inputs, decay="sigmoid", implementation="pallas")
 
 
 @pytest.mark.parametrize(("platform", "op"), [("tpu", "wkv7"), *(("rocm", op) for op in SEQUENCES)])

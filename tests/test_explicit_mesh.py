@@ -104,14 +104,16 @@ def test_an_operator_without_jit(op: str, mesh: Mesh) -> None:
     operator = OPERATORS[op]
     case = cases.Case(4, 1 if op in STEPS else 5, 2, 16)
     inputs, _ = operator.make(case)
-    ids = jnp.asarray([[1, 1, 2, 2, 0]] * 4) if op in SEQUENCES else jnp.asarray([1, 1, 0, 1])
+    options: dict[str, Any] = {"decay": operator.decays[-1]}
+    if op in SEQUENCES:
+        options["segment_ids"] = jnp.asarray([[1, 1, 2, 2, 0]] * 4)
     heads = P("data", "model") if op in STEPS else P("data", None, "model")
     timed = jax.device_put({n: inputs[n] for n in operator.timed}, NamedSharding(mesh, heads))
     without = {n: jnp.asarray(inputs[n]) for n in operator.shared}
     states = {n: jnp.asarray(inputs[n]) for n in operator.states}
 
     def call(timed: Any, given: Any) -> Any:
-        return operator.function(**timed, **given, segment_ids=ids)
+        return operator.function(**timed, **given, **options)
 
     for given in (without, without | states) if op in SEQUENCES else (without | states,):
         found, pullback = jax.vjp(call, timed, given)
