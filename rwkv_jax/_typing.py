@@ -29,14 +29,18 @@ Words, each with one meaning everywhere:
     panel     in CUDA kernels, an array in shared memory with rows of 64 elements
 """
 
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import jax
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float32
 
 Operand: TypeAlias = jax.Array | np.ndarray
 """What a public function takes; `_operator.check` says which shapes and dtypes it accepts."""
+
+Precision: TypeAlias = lax.Precision | Literal["default", "high", "highest"] | None
+"""How exactly products are computed."""
 
 State: TypeAlias = Float32[Array, "B H V K"]
 """The state of an operator with heads."""

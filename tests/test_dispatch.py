@@ -9,14 +9,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax import core
 
 import rwkv_jax
 from rwkv_jax.losses import cross_entropy
 from rwkv_jax.models import rwkv7
-from support import cases, hlo, internals
+from support import cases, hlo, internals, layer_functions
 from support.cases import Case
 from support.operators import OPERATORS, SEQUENCES, STEPS, available
+from support.tolerance import assert_trees_close
 
 CASE = Case(2, 16, 2, 32)
 PLATFORM = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
@@ -111,6 +114,65 @@ def test_without_any_native_kernels_the_error_comes_while_tracing(pretend: Any) 
     inputs, _ = cases.wkv7(CASE)
     with pytest.raises(NotImplementedError, match=r"wkv7: .*the kernels are on holiday"):
         jax.eval_shape(lambda inputs: rwkv_jax.wkv7(**inputs, implementation="ffi"), inputs)
+
+
+def test_a_refusal_says_each_reason_once(pretend: Any) -> None:
+    pretend("cpu", "on holiday")
+    pretend("cuda", "on holiday")
+    inputs, _ = cases.wkv7(CASE)
+    native = functools.partial(rwkv_jax.wkv7, decay="sigmoid", implementation="ffi")
+    with pytest.raises(NotImplementedError) as error:
+        jax.eval_shape(lambda: native(**inputs))
+    assert str(error.value) == (
+        "wkv7: implementation 'ffi' cannot run this call on cpu, cuda: on holiday; "
+        "on tpu, others: native kernels exist for CPUs and for CUDA GPUs"
+    )
+
+
+@pytest.mark.parametrize("op", ["wkv7", "wkv4", "wkv7_step", "read_out", "cross_entropy"])
+def test_within_compile_time_evaluation(op: str) -> None:
+    """Where JAX evaluates what depends on no operand while it traces: results and gradients."""
+    call: Any
+    if op == "cross_entropy":
+        inputs = {"x": np.linspace(0, 1, 12, dtype=np.float32).reshape(3, 4)}
+        call = functools.partial(cross_entropy, weight=inputs["x"], targets=np.arange(3))
+    elif op in OPERATORS:
+        inputs, _ = OPERATORS[op].make(Case(1, 1 if op in STEPS else 3, 1, 16))
+        options = {"decay": OPERATORS[op].decays[-1]}
+        call = functools.partial(OPERATORS[op].function, **options)
+    else:
+        inputs, _ = layer_functions.operands(op, layer_functions.Case(B=1, T=3))
+        call = layer_functions.LAYER_FUNCTIONS[op].call
+    first, *names = inputs
+    call = functools.partial(call, **{name: inputs[name] for name in names})
+
+    def total(x: Any) -> jax.Array:
+        results = call(x) if op == "cross_entropy" else call(**{first: x})
+        return sum((jnp.sum(x) for x in jax.tree.leaves(results)), jnp.float32(0))
+
+    x = jnp.asarray(inputs[first])
+    expected = jax.jit(jax.value_and_grad(total))(x)
+    with jax.ensure_compile_time_eval():
+        assert_trees_close(jax.value_and_grad(total)(x), expected, 1e-6)
+
+    def program(y: jax.Array) -> jax.Array:
+        with jax.ensure_compile_time_eval():
+            constant = total(x)
+        assert not isinstance(constant, core.Tracer)
+        return y + constant
+
+    assert_trees_close(jax.jit(program)(jnp.float32(0)), expected[0], 1e-6)
+
+
+def test_pallas_within_compile_time_evaluation() -> None:
+    inputs, _ = cases.wkv7(CASE)
+    message = r"on cuda, tpu: JAX traces no Pallas kernel within jax\.ensure_compile_time_eval"
+    with (
+        jax.ensure_compile_time_eval(),
+        hlo.device("cuda"),
+        pytest.raises(NotImplementedError, match=message),
+    ):
+        rwkv_jax.wkv7(**inputs, decay="sigmoid", implementation="pallas")
 
 
 @pytest.mark.parametrize(("platform", "op"), [("tpu", "wkv7"), *(("rocm", op) for op in SEQUENCES)])

@@ -1,4 +1,5 @@
-"""Models on an Explicit mesh, and where their states are."""
+"""Models on an Explicit mesh, operators and losses on one without `jit`, and where the states of
+models are."""
 
 from types import ModuleType
 from typing import Any
@@ -12,8 +13,9 @@ from jax.sharding import PartitionSpec as P
 
 from rwkv_jax import generation, losses, models, serving, sharding, wkv7
 from rwkv_jax.models import rwkv4, rwkv5, rwkv6, rwkv7
-from support import meshes
+from support import cases, meshes
 from support.models import VOCABULARY, parameters
+from support.operators import OPERATORS, SEQUENCES, STEPS
 from support.tolerance import assert_trees_close
 
 TOKENS = np.arange(4 * 9, dtype=np.int32).reshape(4, 9) % VOCABULARY
@@ -93,6 +95,46 @@ def test_without_jit(params: rwkv7.Params, mesh: Mesh) -> None:
         found = mix(getattr(on_mesh.blocks[0], of_block), x)
         expected = mix(getattr(params.blocks[0], of_block), jnp.ones((4, 9, 32)))
         assert_trees_close(jax.tree.map(np.asarray, found), expected, 1e-4)
+
+
+@pytest.mark.parametrize("op", ["wkv7", "wkv4", "wkv6_step"])
+def test_an_operator_without_jit(op: str, mesh: Mesh) -> None:
+    """Inputs of tokens are on the mesh; shared ones, states and ids of segments are not, or are
+    made on the way. With gradients of all."""
+    operator = OPERATORS[op]
+    case = cases.Case(4, 1 if op in STEPS else 5, 2, 16)
+    inputs, _ = operator.make(case)
+    options: dict[str, Any] = {"decay": operator.decays[-1]}
+    if op in SEQUENCES:
+        options["segment_ids"] = jnp.asarray([[1, 1, 2, 2, 0]] * 4)
+    heads = P("data", "model") if op in STEPS else P("data", None, "model")
+    timed = jax.device_put({n: inputs[n] for n in operator.timed}, NamedSharding(mesh, heads))
+    without = {n: jnp.asarray(inputs[n]) for n in operator.shared}
+    states = {n: jnp.asarray(inputs[n]) for n in operator.states}
+
+    def call(timed: Any, given: Any) -> Any:
+        return operator.function(**timed, **given, **options)
+
+    for given in (without, without | states) if op in SEQUENCES else (without | states,):
+        found, pullback = jax.vjp(call, timed, given)
+        expected, of_host = jax.vjp(call, *jax.tree.map(np.asarray, (timed, given)))
+        assert {x.sharding.mesh for x in found} == {mesh}
+        assert_trees_close(jax.tree.map(np.asarray, tuple(found)), tuple(expected), 1e-5)
+        gradients = jax.tree.map(np.asarray, pullback(found))
+        assert_trees_close(gradients, of_host(expected), 1e-5)
+
+
+def test_a_loss_without_jit(mesh: Mesh) -> None:
+    """The weight is on no mesh, and the mask of all tokens is made on the way."""
+    x = np.random.default_rng(0).standard_normal((4, 3, 8), dtype=np.float32)
+    weight, targets = jnp.asarray(x[0]), jnp.asarray(TOKENS[:, :3] % 3)
+
+    def found(features: Any) -> Any:
+        loss, pullback = jax.vjp(lambda x, w: losses.cross_entropy(x, w, targets), features, weight)
+        return jax.tree.map(np.asarray, (loss, pullback(loss)))
+
+    on_mesh = jax.device_put(x, NamedSharding(mesh, P("data")))
+    assert_trees_close(found(on_mesh), found(x), 1e-5)
 
 
 def test_an_operator_of_the_mesh(params: rwkv7.Params, mesh: Mesh) -> None:

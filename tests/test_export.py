@@ -1,4 +1,4 @@
-"""`jax.export` of operators: symbolic sizes, and several platforms at once."""
+"""`jax.export` of operators and layer functions: symbolic sizes, and several platforms at once."""
 
 import functools
 from typing import Any
@@ -10,6 +10,7 @@ import pytest
 from jax import export
 
 import rwkv_jax
+from rwkv_jax import layers
 from support import hlo, internals
 from support.cases import Case
 from support.operators import available
@@ -61,12 +62,45 @@ def test_gradients_of_symbolic_sizes() -> None:
 
 
 def test_what_needs_a_number_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(NotImplementedError, match=r"wkv7: .*T = t is symbolic; xla cuts rows into"):
+    with pytest.raises(NotImplementedError) as error:
         _exported(_wkv7("xla"), "2, t, 2, 16")
+    assert str(error.value) == (
+        "wkv7: implementation 'xla' cannot run this call on cpu, cuda, tpu, others: "
+        "T = t is symbolic; xla cuts rows into chunks, whose number it has to know; "
+        "implementation='reference' takes symbolic sizes"
+    )
     internals.pretend(monkeypatch, "cuda", None)
     for implementation in (None, "ffi"):
-        with pytest.raises(NotImplementedError, match="on cuda: B = b is symbolic; the cuda kern"):
+        message = "on cuda: B = b is symbolic; the cuda kern.*; implementation='reference' takes"
+        with pytest.raises(NotImplementedError, match=message):
             _exported(_wkv7(implementation), "b, t, 2, 16", platforms=("cuda",))
+    monkeypatch.undo()
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("name", ["value_residual", "low_rank"])
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_symbolic_sizes_of_layer_functions(
+    name: str, platform: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the kernels need numbers, and None leaves them out."""
+    internals.pretend(monkeypatch, "cuda", None)
+    scope, dtype = export.SymbolicScope(), jnp.bfloat16
+
+    def operand(shape: str, dtype: Any = dtype) -> Any:
+        return jax.ShapeDtypeStruct(export.symbolic_shape(shape, scope=scope), dtype)
+
+    if name == "low_rank":
+        given = operand("b, t, 128"), operand("128, 16"), operand("16, 128")
+        function = layers.low_rank
+    else:
+        given = *[operand("b, t, 2, 16")] * 3, operand("2, 16", jnp.float32)
+        function = layers.value_residual
+    exported = export.export(jax.jit(function), platforms=(platform,))(*given)
+    assert hlo.targets(exported.mlir_module()) == set()
+    ffi = jax.jit(functools.partial(function, implementation="ffi"))
+    with pytest.raises(NotImplementedError, match=f"{name}: .*B = b is symbolic; the cuda kern"):
+        export.export(ffi, platforms=("cuda",))(*given)
     monkeypatch.undo()
     jax.clear_caches()
 

@@ -331,12 +331,33 @@ def test_implementations_that_cannot_run(name: str, monkeypatch: pytest.MonkeyPa
     internals.pretend(monkeypatch, "cuda", "on holiday")
     inputs, _ = operands(name, Case(B=2, T=3, mixes=1))
     call = jax.jit(LAYER_FUNCTIONS[name].call, static_argnames="implementation")
-    with pytest.raises(
-        NotImplementedError, match=f"{name}: implementation 'ffi' cannot run this call on"
-    ) as error:
+    with pytest.raises(NotImplementedError) as error:
         call(**inputs, implementation="ffi")
-    assert "on cuda: on holiday" in str(error.value)
-    assert f"on cpu: {name} has native kernels for CUDA GPUs" in str(error.value)
+    assert str(error.value) == (
+        f"{name}: implementation 'ffi' cannot run this call on cpu, tpu, others: "
+        f"{name} has native kernels for CUDA GPUs; on cuda: on holiday"
+    )
+
+
+@each_function
+def test_second_derivatives(name: str) -> None:
+    """The reference has them, and others say so."""
+    inputs, _ = operands(name, Case(B=2, T=3, mixes=1))
+    first = next(iter(LAYER_FUNCTIONS[name].tensors))
+
+    def curvature(implementation: str | None) -> Any:
+        def total(x: Any) -> jax.Array:
+            given = inputs | {first: x}
+            found = LAYER_FUNCTIONS[name].call(**given, implementation=implementation)
+            return sum((jnp.sum(x**2) for x in found.values()), jnp.float32(0))
+
+        x = jnp.asarray(inputs[first])
+        return jax.eval_shape(jax.grad(lambda x: jnp.sum(jax.grad(total)(x))), x)
+
+    assert curvature("reference").shape == inputs[first].shape
+    message = f"{name}: a second derivative is asked for; .*; implementation='reference' has"
+    with pytest.raises(NotImplementedError, match=message):
+        curvature(None)
 
 
 @pytest.mark.usefixtures("unchecked_types")

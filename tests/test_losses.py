@@ -517,6 +517,20 @@ def test_the_way_of_the_kernel_of_features_where_there_is_none(
     check(arrays(5, 8, **LARGE), 0.7, mine={"slab": 16}, l2_wrap=0.03)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_second_derivatives_are_refused(reduction: Any, recompute: bool) -> None:
+    x, weight, targets, _ = arrays(3).values()
+
+    def total(x: jax.Array) -> jax.Array:
+        options = {"reduction": reduction, "recompute": recompute}
+        return jnp.sum(cross_entropy(x, weight, targets, **options))
+
+    message = r"cross_entropy: a second derivative is asked for; .*jax\.nn\.log_softmax"
+    with pytest.raises(NotImplementedError, match=message):
+        jax.hessian(total)(jnp.asarray(x))
+
+
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"features": [1.0]}, TypeError, "features is a list; accepted is a JAX or numpy array"),
     ({"targets": 1}, TypeError, "targets is a int; accepted is a JAX or numpy array"),

@@ -243,6 +243,24 @@ def test_other_implementations_refuse_forward_mode(run: Run) -> None:
         jax.jvp(lambda *xs: _loss(run, *xs), operands, operands)
 
 
+@each_custom_derivative
+def test_other_implementations_refuse_second_derivatives(run: Run) -> None:
+    """In reverse and in forward mode, also within `jit` and `vmap`."""
+    operands = _inputs(run)
+
+    def gradient(x: jax.Array) -> jax.Array:
+        return jax.grad(lambda x: _loss(run, x, *operands[1:]))(x)
+
+    message = f"{run.op.removesuffix('_step')}.*second derivative.*implementation='reference'"
+    for derivative in (
+        jax.grad(lambda x: jnp.sum(gradient(x))),
+        jax.jacfwd(jax.jit(gradient)),
+        lambda x: jax.vmap(jax.grad(lambda x: jnp.sum(gradient(x))))(x[None]),
+    ):
+        with pytest.raises(NotImplementedError, match=message):
+            jax.eval_shape(derivative, operands[0])
+
+
 @each_run
 def test_inputs_may_be_donated(run: Run) -> None:
     operands = _inputs(run)

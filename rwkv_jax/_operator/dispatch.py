@@ -2,15 +2,16 @@
 
 In the order in which they apply, below the derivative that each kind of computation has:
 
-1. `run`: the rule for `vmap`, then that for meshes (`partition.py`). Operands become flat lists of
-   arrays there, because both rules know arrays by the letters of their axes alone.
+1. `run`: the refusal of further derivatives, the rule for `vmap`, then that for meshes
+   (`partition.py`). Operands become flat lists of arrays there, because both rules know arrays by
+   the letters of their axes alone.
 2. the choice of an implementation for each platform, among those that can run the call.
 3. `at_lowering`: where the program is lowered, its platform picks one of these choices.
 """
 
 import abc
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeAlias
 
 import jax
@@ -80,6 +81,9 @@ class Computation(abc.ABC):
 
     only_alone: ClassVar[bool] = False
     """Whether kernels that were not asked for run only in a program for a single device."""
+
+    higher_derivatives: ClassVar[str] = "implementation='reference' has derivatives of any order"
+    """What has the derivatives that are not first ones in reverse mode."""
 
     def title(self, name: Pass) -> str:
         """The public function that a pass belongs to."""
@@ -153,6 +157,8 @@ def compute(computation: Computation, name: Pass, options: Any, operands: Any) -
         call = _folded(call, letters, found)
     elif has_rules:
         call = with_vmap_rule(call, formula if computation.vmap == "formula" else None)
+    if has_rules:
+        call = _not_differentiated(computation, name, call)
     return jax.tree.unflatten(jax.tree.structure(result_axes), call(*operands))
 
 
@@ -182,6 +188,22 @@ def named(tree: Any) -> list[tuple[str, Any]]:
 
 
 FlatFn: TypeAlias = Callable[..., tuple[Array, ...]]
+
+
+def _not_differentiated(computation: Computation, name: Pass, fn: FlatFn) -> FlatFn:
+    """`fn` with an error as its derivative. Each kind of computation has its first derivatives
+    around `run`, so that JAX differentiates `fn` for those of a higher order alone."""
+    call = jax.custom_jvp(fn)
+
+    @call.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        del primals, tangents
+        raise NotImplementedError(
+            f"{computation.title(name)}: a second derivative is asked for; accepted are first "
+            f"derivatives in reverse mode; {computation.higher_derivatives}"
+        )
+
+    return call
 
 
 def _folded(fn: FlatFn, operand_axes: Sequence[str], result_axes: Sequence[str]) -> FlatFn:
@@ -260,12 +282,21 @@ def _branches(
         names = [wanted] if wanted else [x for x in order if x in computation.implementations]
         whys = {x: computation.why_not(name, x, options, platform, operands) for x in names}
         choices[platform] = next((x for x, reason in whys.items() if reason is None), None)
-        reasons[platform] = "; ".join(reason for reason in whys.values() if reason)
+        reasons[platform] = "; ".join(dict.fromkeys(reason for reason in whys.values() if reason))
     title = computation.title(name)
 
-    def refusal(platforms: Collection[str]) -> str:
-        where = "; ".join(f"on {platform}: {reasons[platform]}" for platform in platforms)
-        return f"{title}: implementation {wanted!r} cannot run this call {where}"
+    def refusal(platforms: Iterable[str]) -> str:
+        """Each reason with the platforms that have it."""
+        where: dict[str, list[str]] = {}
+        for platform in platforms:
+            name = "others" if platform == OTHER else platform
+            where.setdefault(reasons[platform], []).append(name)
+        parts = [f"on {', '.join(names)}: {reason}" for reason, names in where.items()]
+        sizes = {type(n) for x in jax.tree.leaves(operands) for n in x.shape}
+        if sizes - {int} and "reference" in computation.implementations:
+            parts.append("implementation='reference' takes symbolic sizes")
+        which = f"implementation {wanted!r} cannot" if wanted else "no implementation can"
+        return f"{title}: {which} run this call {'; '.join(parts)}"
 
     if not any(choices.values()):
         raise NotImplementedError(refusal(ORDER))

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.custom_partitioning import (
     ArrayMapping,
@@ -136,7 +137,7 @@ def partitioned(
                 },
                 check_vma=not any(summed),
             )(*_reshard(mesh, shards, letters, operands))
-        if manual or not rule:
+        if manual or not rule or folds_constants():
             return fn({}, *operands)
         return by_compiler(*operands)
 
@@ -165,6 +166,13 @@ def partitioned(
 
     by_compiler.def_partition(partition=partition, sharding_rule=sharding_rule)
     return call
+
+
+def folds_constants() -> bool:
+    """Whether JAX evaluates what depends on no operand while it traces, as it does within
+    `jax.ensure_compile_time_eval`. Neither rules for the compiler nor Pallas kernels can be traced
+    then."""
+    return not jax.make_jaxpr(lambda: jnp.zeros(1))().eqns
 
 
 def axis_names(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
@@ -197,10 +205,16 @@ def _spec(sharding: Any) -> P:
 def _reshard(
     mesh: Any, shards: Shards, operand_axes: Iterable[str], operands: Iterable[Array]
 ) -> tuple[Array, ...]:
-    return tuple(
-        jax.sharding.reshard(x, NamedSharding(mesh, spec_of(shards, axes)))
-        for x, axes in zip(operands, operand_axes, strict=True)
-    )
+    shardings = tuple(NamedSharding(mesh, spec_of(shards, axes)) for axes in operand_axes)
+    return _resharded(shardings, *operands)
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _resharded(shardings: Sequence[NamedSharding], *operands: Array) -> tuple[Array, ...]:
+    """The operands with these shardings. They share a program because JAX takes its devices from
+    all operands, and some of them may be on no mesh where a call is not traced."""
+    pairs = zip(operands, shardings, strict=True)
+    return tuple(jax.sharding.reshard(x, sharding) for x, sharding in pairs)
 
 
 def _shards(

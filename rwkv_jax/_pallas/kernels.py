@@ -10,6 +10,7 @@ from jax import Array
 from rwkv_jax._operator import check
 from rwkv_jax._operator.call import Backward, Forward, Gradients, Options, Packing, Result, chunks
 from rwkv_jax._operator.implementation import Implementation
+from rwkv_jax._operator.partition import folds_constants
 from rwkv_jax._operator.signature import Signature
 from rwkv_jax._pallas import lowering, walk
 from rwkv_jax._pallas.algebra import product
@@ -43,6 +44,8 @@ class PallasKernels(Implementation):
     def why_not(
         self, platform: str, options: Options, inputs: Mapping[str, Any], packing: Packing
     ) -> str | None:
+        if platform in lowering.PLATFORMS and folds_constants():
+            return "JAX traces no Pallas kernel within jax.ensure_compile_time_eval"
         if reason := lowering.why_not(platform):
             if self._hopper is None or lowering.compiler(platform) not in ("cuda", lowering.HOPPER):
                 return reason

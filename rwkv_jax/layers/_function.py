@@ -123,6 +123,8 @@ class Function(Computation):
 
     def why_no_kernel(self, name: Pass, options: Options, operands: Operands) -> str | None:
         sizes = check.sizes(self.inputs, operands.inputs)
+        if reason := check.symbolic(sizes, "BT"):
+            return f"{reason}; the cuda kernels have grids of numbers"
         if sizes["B"] * sizes["T"] > MAX_TOKENS:
             return (
                 f"B = {sizes['B']} and T = {sizes['T']}; the cuda kernels take up to {MAX_TOKENS} "

@@ -83,6 +83,8 @@ def why_not_tokens(
     """Why kernels do not take the tokens of `x` [B, T, ...], or None. There are `min_tokens` to
     `max_tokens`, unless `implementation` names the kernels."""
     rows, tokens = x.shape[:2]
+    if reason := check.symbolic({"B": rows, "T": tokens}, "BT"):
+        return f"{reason}; the cuda kernels have grids of numbers"
     least, most = (0, MAX_TOKENS) if implementation == "ffi" else (min_tokens, max_tokens)
     if least <= rows * tokens <= most:
         return None

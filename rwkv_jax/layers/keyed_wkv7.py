@@ -141,6 +141,7 @@ def _has_kernels(given: Arrays, options: Options) -> bool:
         options.implementation in (None, "ffi")
         and not library.why_not("cuda")
         and sizes["K"] == sizes["V"] == HEAD_SIZE
+        and not check.symbolic(sizes, "BTH")
         and all(KERNELS.on_matrix_units("cuda", options, tensors, None))
     )
 

@@ -8,10 +8,10 @@ for some tokens at a time: for a slab of them.
 from typing import Literal
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from rwkv_jax._operator import check
-from rwkv_jax._typing import Operand
+from rwkv_jax._typing import Operand, Precision
 from rwkv_jax.losses import _arguments, _derivative
 from rwkv_jax.losses._options import Axis
 
@@ -29,7 +29,7 @@ def cross_entropy(
     recompute: bool = False,
     slab: int | None = None,
     axis: Axis = None,
-    precision: lax.PrecisionLike = None,
+    precision: Precision = None,
 ) -> Array:
     r"""The cross entropy of a language model, without the logits of all tokens at once.
 
@@ -65,7 +65,8 @@ def cross_entropy(
       axis: inside a `shard_map`, the mesh axes along which the vocabulary is distributed, in this
         order. `weight` is then this device's part of the rows, and `targets` still are places in
         the whole vocabulary.
-      precision: as `jax.lax.Precision`; if None, `jax.default_matmul_precision` applies.
+      precision: "default", "high", "highest" or a `jax.lax.Precision`; if None,
+        `jax.default_matmul_precision` applies.
 
     Without `shard_map` tokens and vocabulary may be distributed over Auto or Explicit meshes. No
     device then gathers logits. Inside a `shard_map` the tokens are those of this device: for the

@@ -80,6 +80,7 @@ class _Loss(Computation):
     implementations = ("xla",)
     sharded = SHARDED
     vmap: ClassVar = "in turn"
+    higher_derivatives = "losses in plain JAX, such as those of jax.nn.log_softmax, have all others"
 
     def axes(self, name: Pass, options: Options, operands: Any) -> tuple[Any, Any]:
         if self.what == "gradients":

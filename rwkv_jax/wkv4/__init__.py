@@ -2,11 +2,10 @@
 
 from typing import Literal
 
-import jax
 from jax import Array
 
 from rwkv_jax._operator.operator import Operator, public
-from rwkv_jax._typing import Operand
+from rwkv_jax._typing import Operand, Precision
 from rwkv_jax.wkv4 import ffi, reference, xla
 from rwkv_jax.wkv4.signature import SIGNATURE
 from rwkv_jax.wkv4.signature import Wkv4State as Wkv4State
@@ -34,7 +33,7 @@ def wkv4(
     segment_ids: Operand | None = None,
     cu_seqlens: Operand | None = None,
     decay: Literal["log", "exp"] = "log",
-    precision: jax.lax.PrecisionLike = None,
+    precision: Precision = None,
     implementation: str | None = None,
 ) -> tuple[Array, Wkv4State]:
     r"""The recurrence of RWKV-4 over whole sequences: a mean of values, with weights that decay.
@@ -60,7 +59,7 @@ def wkv4(
         row. States are then arrays [S, C].
       decay: what `w` is. "log": the log decay itself, <= 0. "exp", the parameter of the official
         models: the log decay is -exp(w).
-      precision: as `jax.lax.Precision`.
+      precision: "default", "high", "highest" or a `jax.lax.Precision`; if None, "default".
       implementation: the name of an implementation; if None, the first that can run.
 
     `help(rwkv_jax)` describes in full what all operators share: these options, the dtypes and the
@@ -87,7 +86,7 @@ def wkv4_step(
     *,
     segment_ids: Operand | None = None,
     decay: Literal["log", "exp"] = "log",
-    precision: jax.lax.PrecisionLike = None,
+    precision: Precision = None,
     implementation: str | None = None,
 ) -> tuple[Array, Wkv4State]:
     """One token of `wkv4`, for decoding.

@@ -1,11 +1,10 @@
 """WKV7, the time mixing of RWKV-7 "Goose"."""
 
-import jax
 from jax import Array
 
 from rwkv_jax._operator.operator import public
 from rwkv_jax._portable.decay import Decay
-from rwkv_jax._typing import Operand
+from rwkv_jax._typing import Operand, Precision
 from rwkv_jax.wkv7.operator import OPERATOR as OPERATOR
 
 
@@ -22,7 +21,7 @@ def wkv7(
     segment_ids: Operand | None = None,
     cu_seqlens: Operand | None = None,
     decay: Decay = "log",
-    precision: jax.lax.PrecisionLike = None,
+    precision: Precision = None,
     implementation: str | None = None,
 ) -> tuple[Array, Array]:
     r"""The recurrence of RWKV-7 over whole sequences.
@@ -52,7 +51,7 @@ def wkv7(
         row. States are then [S, H, V, K].
       decay: what `w` is. "log": the log decay itself, <= 0, so d = exp(w). "exp": d = exp(-exp(w)).
         "sigmoid", the form of RWKV-7: d = exp(-exp(-1/2) sigmoid(w)).
-      precision: as `jax.lax.Precision`.
+      precision: "default", "high", "highest" or a `jax.lax.Precision`; if None, "default".
       implementation: the name of an implementation; if None, the first that can run.
 
     `help(rwkv_jax)` describes in full what all operators share: these options, the dtypes and the
@@ -80,7 +79,7 @@ def wkv7_step(
     *,
     segment_ids: Operand | None = None,
     decay: Decay = "log",
-    precision: jax.lax.PrecisionLike = None,
+    precision: Precision = None,
     implementation: str | None = None,
 ) -> tuple[Array, Array]:
     """One token of `wkv7`, for decoding.
