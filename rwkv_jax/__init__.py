@@ -34,8 +34,8 @@ they are clamped, and tokens of no sequence have a `y` and gradients of 0. `cu_s
 `segment_ids` exclude each other.
 
 **`decay`** names the form in which `w` gives the decay; the docstring of each operator lists its
-forms. Any finite `w` is accepted. In `wkv5`, `wkv6` and `wkv7` a decay that underflows to 0 clears
-its channel of the state.
+forms. There is no default. Any finite `w` is accepted. In `wkv5`, `wkv6` and `wkv7` a decay that
+underflows to 0 clears its channel of the state.
 
 **`precision`** is a `jax.lax.Precision` or one of its names. "highest" computes in float32
 throughout. The default may use matrix units in lower precision with float32 accumulation. `wkv4`

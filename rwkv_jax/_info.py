@@ -35,7 +35,7 @@ def implementations(
     *operands: Any,
     segment_ids: Any = None,
     cu_seqlens: Any = None,
-    decay: str = "log",
+    decay: str | None = None,
     precision: Any = None,
     platform: str | None = None,
 ) -> dict[str, Availability]:
@@ -46,7 +46,7 @@ def implementations(
       operands: its array arguments, or `jax.ShapeDtypeStruct`s of them; the state may be left out.
       segment_ids: as the operator takes it, if it does.
       cu_seqlens: as the operator takes it, if it does.
-      decay: as the operator takes it.
+      decay: as the operator takes it; if None, the form of the official models.
       precision: as the operator takes it.
       platform: "cpu", "cuda" or another JAX platform; the default backend's if None.
 
@@ -78,6 +78,7 @@ def implementations(
         ids = segments.checked(op, segment_ids, *sizes)
         # Implementations get a mark for each token of sequences; here the shape alone counts.
         packing = None if token else Marks(ids)
+    decay = signature.decays[-1] if decay is None else decay
     options = operator.options(decay, precision, None, token=token)
     platform = platform_of(platform or jax.default_backend())
     platform = platform if platform in PLATFORMS else OTHER

@@ -32,7 +32,8 @@ def _targets(op: str) -> set[str]:
 
 def _gradients(op: str, implementation: str | None, inputs: dict) -> dict:
     def loss(inputs: dict) -> jax.Array:
-        results = OPERATORS[op].function(**inputs, implementation=implementation)
+        options = {"decay": OPERATORS[op].decays[-1], "implementation": implementation}
+        results = OPERATORS[op].function(**inputs, **options)
         return sum((jnp.sum(x.astype(jnp.float32)) for x in results), jnp.float32(0))
 
     return jax.grad(loss)(inputs)
@@ -78,7 +79,8 @@ def test_what_a_step_compiles_to_here(op: str) -> None:
     case = Case(2, 1, 2, 32)
     inputs, _ = OPERATORS[op].make(case)
     for implementation in (None, *available(op, case)):
-        step = jax.jit(functools.partial(OPERATORS[op].function, implementation=implementation))
+        options = {"decay": "exp", "implementation": implementation}
+        step = jax.jit(functools.partial(OPERATORS[op].function, **options))
         text = step.lower(**inputs).compile().as_text()
         native = NATIVE and implementation in (None, "ffi")
         assert hlo.targets(text) == (
@@ -109,8 +111,9 @@ def test_without_any_native_kernels_the_error_comes_while_tracing(pretend: Any) 
     for platform in ("cpu", "cuda"):
         pretend(platform, "the kernels are on holiday")
     inputs, _ = cases.wkv7(CASE)
+    native = functools.partial(rwkv_jax.wkv7, decay="sigmoid", implementation="ffi")
     with pytest.raises(NotImplementedError, match=r"wkv7: .*the kernels are on holiday"):
-        jax.eval_shape(lambda inputs: rwkv_jax.wkv7(**inputs, implementation="ffi"), inputs)
+        jax.eval_shape(lambda inputs: native(**inputs), inputs)
 
 
 @pytest.mark.parametrize(("platform", "op"), [("tpu", "wkv7"), *(("rocm", op) for op in SEQUENCES)])
@@ -141,8 +144,9 @@ def test_head_sizes_without_native_kernels_run_on_xla(case: Case) -> None:
     inputs, _ = cases.wkv7(case)
     reason = rwkv_jax.implementations("wkv7", *inputs.values())["ffi"].reason
     assert reason is not None
+    native = functools.partial(rwkv_jax.wkv7, decay="sigmoid", implementation="ffi")
     with pytest.raises(NotImplementedError, match="wkv7: implementation 'ffi' cannot run"):
-        jax.eval_shape(lambda inputs: rwkv_jax.wkv7(**inputs, implementation="ffi"), inputs)
+        jax.eval_shape(lambda inputs: native(**inputs), inputs)
     if NATIVE:
         assert f"K = {case.K} and V = {case.values}" in reason
 

@@ -212,11 +212,10 @@ def gradients(*operands):
 def others(r, w, k, v, *_):
     def loss(r, w, k, v):
         u, flat = r[0, 0], lambda x: x.reshape(2, 130, -1)
-        y6, s6 = rwkv_jax.wkv6(r, -jnp.abs(w), k, v, u, implementation="ffi")
-        y5, s5 = rwkv_jax.wkv5(r, -jnp.abs(w[0, 0]), k, v, u, implementation="ffi")
-        y4, s4 = rwkv_jax.wkv4(
-            -jnp.abs(w[0, 0].ravel()), u.ravel(), flat(k), flat(v), implementation="ffi"
-        )
+        y6, s6 = rwkv_jax.wkv6(r, -jnp.abs(w), k, v, u, decay="log", implementation="ffi")
+        y5, s5 = rwkv_jax.wkv5(r, -jnp.abs(w[0, 0]), k, v, u, decay="log", implementation="ffi")
+        w4, u4 = -jnp.abs(w[0, 0].ravel()), u.ravel()
+        y4, s4 = rwkv_jax.wkv4(w4, u4, flat(k), flat(v), decay="log", implementation="ffi")
         sums = [jnp.sum(x.astype(jnp.float32) ** 2) for x in (y6, s6, y5, s5, y4, *s4[:2])]
         return sum(sums)
     return jax.grad(loss, argnums=range(4))(r, w, k, v)

@@ -522,6 +522,7 @@ BOTH = "Mosaic GPU, and for gradients Triton"
         (MANY_HEADS, {"kind": "NVIDIA A100-SXM4-80GB"}, "Triton"),
         (FEW_HEADS, {}, "Triton"),
         (MANY_HEADS, {"decay": "log"}, "Triton"),
+        (MANY_HEADS, {"decay": None}, "Mosaic GPU"),
         *((MANY_HEADS, {"op": "wkv6", "decay": decay}, "Mosaic GPU") for decay in ("exp", "log")),
         (FEW_HEADS, {"op": "wkv6"}, "Triton"),
         (MANY_HEADS, {"precision": "highest"}, "Triton"),

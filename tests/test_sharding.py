@@ -222,6 +222,8 @@ def test_refusals(cpus: list[Any]) -> None:
     with pytest.raises(
         ValueError, match=r"wkv7: a has shape .* T = 9; accepted is a multiple of 2"
     ):
+        function(x, x, x, x, x, x, decay="sigmoid")
+    with pytest.raises(TypeError, match=r"required .*argument: 'decay'"):
         function(x, x, x, x, x, x)
     with pytest.raises(ValueError, match="wkv7: w has shape"):
-        function(x, x[:, :1], x, x, x, x)
+        function(x, x[:, :1], x, x, x, x, decay="sigmoid")

@@ -31,9 +31,9 @@ def wkv4(
     v: Operand,
     initial_state: Wkv4State | None = None,
     *,
+    decay: Literal["log", "exp"],
     segment_ids: Operand | None = None,
     cu_seqlens: Operand | None = None,
-    decay: Literal["log", "exp"] = "log",
     precision: jax.lax.PrecisionLike = None,
     implementation: str | None = None,
 ) -> tuple[Array, Wkv4State]:
@@ -54,12 +54,12 @@ def wkv4(
       k: key, [B, T, C]. Any finite value.
       v: value, [B, T, C].
       initial_state: as `Wkv4State`; that of no tokens if None.
+      decay: what `w` is. "log": the log decay itself, <= 0. "exp", the parameter of the official
+        models: the log decay is -exp(w).
       segment_ids: integers [B, T], the same for consecutive tokens that belong together, such as
         those of a document; 0 is padding.
       cu_seqlens: int32 [S + 1], the offsets of S sequences that lie one after another in a single
         row. States are then arrays [S, C].
-      decay: what `w` is. "log": the log decay itself, <= 0. "exp", the parameter of the official
-        models: the log decay is -exp(w).
       precision: as `jax.lax.Precision`.
       implementation: the name of an implementation; if None, the first that can run.
 
@@ -85,8 +85,8 @@ def wkv4_step(
     v: Operand,
     state: Wkv4State,
     *,
+    decay: Literal["log", "exp"],
     segment_ids: Operand | None = None,
-    decay: Literal["log", "exp"] = "log",
     precision: jax.lax.PrecisionLike = None,
     implementation: str | None = None,
 ) -> tuple[Array, Wkv4State]:

@@ -19,9 +19,9 @@ def wkv5(
     u: Operand,
     initial_state: Operand | None = None,
     *,
+    decay: Literal["log", "exp"],
     segment_ids: Operand | None = None,
     cu_seqlens: Operand | None = None,
-    decay: Literal["log", "exp"] = "log",
     precision: jax.lax.PrecisionLike = None,
     implementation: str | None = None,
 ) -> tuple[Array, Array]:
@@ -46,12 +46,12 @@ def wkv5(
       u: the bonus of the present token, [H, K], or [H, 1].
       initial_state: [B, H, V, K], float32; zeros if None. (flash-linear-attention keeps the
         transpose, [B, H, K, V].)
+      decay: what `w` is. "log": the log decay itself, <= 0, so d = exp(w). "exp", the form of the
+        official kernels: d = exp(-exp(w)).
       segment_ids: integers [B, T], the same for consecutive tokens that belong together, such as
         those of a document; 0 is padding.
       cu_seqlens: int32 [S + 1], the offsets of S sequences that lie one after another in a single
         row. States are then [S, H, V, K].
-      decay: what `w` is. "log": the log decay itself, <= 0, so d = exp(w). "exp", the form of the
-        official kernels: d = exp(-exp(w)).
       precision: as `jax.lax.Precision`.
       implementation: the name of an implementation; if None, the first that can run.
 
@@ -78,8 +78,8 @@ def wkv5_step(
     u: Operand,
     state: Operand,
     *,
+    decay: Literal["log", "exp"],
     segment_ids: Operand | None = None,
-    decay: Literal["log", "exp"] = "log",
     precision: jax.lax.PrecisionLike = None,
     implementation: str | None = None,
 ) -> tuple[Array, Array]:
