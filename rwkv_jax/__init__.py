@@ -22,8 +22,10 @@ starts from the state of no tokens, which is zero for `wkv5`, `wkv6` and `wkv7`.
 **`segment_ids`**, integers [B, T], say which tokens of a row belong together. A segment is a run of
 tokens with the same id; the id 0 is padding. The first segment of a row continues from
 `initial_state`. Every other segment starts from the state of no tokens. The final state is the
-state after the last segment. Padding changes no state, and its `y` and its gradients are 0. Steps
-take integers [B], where 0 says that a row has no token, and all others mean the same.
+state after the last segment. Padding changes no state, and its `y` and its gradients are 0.
+
+**`active`**, booleans [B], says which rows of a step have a token. The `y` and the gradients of the
+others are 0, and their states stay as they are.
 
 **`cu_seqlens`**, int32 [S + 1], is for S sequences of different lengths that lie one after another
 in a single row, so B is 1. The sequence s has the tokens from `cu_seqlens[s]` up to, but without,

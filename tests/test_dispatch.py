@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import rwkv_jax
@@ -204,6 +205,9 @@ def test_implementations_refuses(op: str) -> None:
         rwkv_jax.implementations(op, *operands, operands[-1])
     with pytest.raises(ValueError, match=f"{op}: k has shape"):
         rwkv_jax.implementations(op, *operands[:2], operands[2][0], *operands[3:])
+    if op in STEPS:
+        with pytest.raises(ValueError, match=f"{op} takes neither segment_ids nor cu_seqlens"):
+            rwkv_jax.implementations(op, *operands, segment_ids=np.ones(2, np.int32))
 
 
 def test_build_info() -> None:

@@ -108,13 +108,13 @@ def toy_step(
     v: Any,
     state: Any,
     *,
-    segment_ids: Any = None,
+    active: Any = None,
     decay: str = "log",
     precision: Any = None,
     implementation: str | None = None,
 ) -> tuple[Array, Array]:
     inputs = {"r": r, "w": w, "k": k, "v": v}
-    return OPERATOR.step(inputs, state, segment_ids, decay, precision, implementation)
+    return OPERATOR.step(inputs, state, active, decay, precision, implementation)
 
 
 # So far, everything that a new operator needs. From here on, what it has for that.

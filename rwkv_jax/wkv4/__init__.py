@@ -86,7 +86,7 @@ def wkv4_step(
     state: Wkv4State,
     *,
     decay: Literal["log", "exp"],
-    segment_ids: Operand | None = None,
+    active: Operand | None = None,
     precision: jax.lax.PrecisionLike = None,
     implementation: str | None = None,
 ) -> tuple[Array, Wkv4State]:
@@ -94,12 +94,12 @@ def wkv4_step(
 
     The arguments are those of `wkv4` without the time axis: `k` and `v` are [B, C].
 
-    `segment_ids` are integers [B]: a row whose id is 0 has no token. Its `y` is 0, and its state
-    stays as it is.
+    `active` are booleans [B]: a row where it is False has no token. Its `y` is 0, and its state
+    stays as it is. If None, every row has one.
 
     Returns:
       `y` [B, C] in the dtype of `v`, and the next state. Equal to `wkv4` on one token, derivatives
       included.
     """
     inputs = {"w": w, "u": u, "k": k, "v": v}
-    return OPERATOR.step(inputs, state, segment_ids, decay, precision, implementation)
+    return OPERATOR.step(inputs, state, active, decay, precision, implementation)

@@ -78,7 +78,7 @@ def wkv6_step(
     state: Operand,
     *,
     decay: Literal["log", "exp"],
-    segment_ids: Operand | None = None,
+    active: Operand | None = None,
     precision: jax.lax.PrecisionLike = None,
     implementation: str | None = None,
 ) -> tuple[Array, Array]:
@@ -87,12 +87,12 @@ def wkv6_step(
     The arguments are those of `wkv6` without the time axis: `r`, `w`, `k` are [B, H, K], `v` is
     [B, H, V], `u` [H, K] and `state` [B, H, V, K] is float32.
 
-    `segment_ids` are integers [B]: a row whose id is 0 has no token. Its `y` is 0, and its state
-    stays as it is.
+    `active` are booleans [B]: a row where it is False has no token. Its `y` is 0, and its state
+    stays as it is. If None, every row has one.
 
     Returns:
       `y` [B, H, V] in the dtype of `v`, and the next state. Equal to `wkv6` on one token,
       derivatives included.
     """
     inputs = {"r": r, "w": w, "k": k, "v": v, "u": u}
-    return OPERATOR.step(inputs, state, segment_ids, decay, precision, implementation)
+    return OPERATOR.step(inputs, state, active, decay, precision, implementation)

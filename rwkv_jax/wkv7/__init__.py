@@ -79,7 +79,7 @@ def wkv7_step(
     state: Operand,
     *,
     decay: Decay,
-    segment_ids: Operand | None = None,
+    active: Operand | None = None,
     precision: jax.lax.PrecisionLike = None,
     implementation: str | None = None,
 ) -> tuple[Array, Array]:
@@ -89,12 +89,12 @@ def wkv7_step(
     `v` is [B, H, V] and `state` [B, H, V, K] is float32. Where the caller donates `state`, the
     native kernels update it in place.
 
-    `segment_ids` are integers [B]: a row whose id is 0 has no token. Its `y` is 0, and its state
-    stays as it is.
+    `active` are booleans [B]: a row where it is False has no token. Its `y` is 0, and its state
+    stays as it is. If None, every row has one.
 
     Returns:
       `y` [B, H, V] in the dtype of `v`, and the next state. Equal to `wkv7` on one token,
       derivatives included.
     """
     inputs = {"r": r, "w": w, "k": k, "v": v, "a": a, "b": b}
-    return OPERATOR.step(inputs, state, segment_ids, decay, precision, implementation)
+    return OPERATOR.step(inputs, state, active, decay, precision, implementation)
