@@ -58,7 +58,7 @@ says why. If only the platform is at fault, the error comes when the program is 
 from rwkv_jax import sharding as sharding
 from rwkv_jax._info import Availability as Availability
 from rwkv_jax._info import build_info as build_info
-from rwkv_jax._info import export_checks as export_checks
+from rwkv_jax._info import export_disabled_checks as export_disabled_checks
 from rwkv_jax._info import implementations as implementations
 from rwkv_jax._native import library as _library
 from rwkv_jax.wkv4 import Wkv4State as Wkv4State

@@ -113,7 +113,7 @@ def build_info() -> dict[str, Any]:
     }
 
 
-def export_checks() -> Sequence[export.DisabledSafetyCheck]:
+def export_disabled_checks() -> Sequence[export.DisabledSafetyCheck]:
     """What `jax.export.export(..., disabled_checks=...)` needs to serialise a program that calls
     the native kernels, or Pallas kernels on a GPU: those of operators, and of the models, layer
     functions and losses that are imported. The process that loads the program must have imported

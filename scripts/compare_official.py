@@ -108,7 +108,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def config_of(args: argparse.Namespace) -> rwkv7.Config:
-    return rwkv7.Config(args.layers, args.width, vocabulary=args.vocabulary)
+    return rwkv7.Config(args.layers, args.width, vocab_size=args.vocabulary)
 
 
 def initial_weights(args: argparse.Namespace) -> dict[str, np.ndarray]:

@@ -158,7 +158,7 @@ def test_row_product(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     ("name", "options", "message"),
     [
         ("bench_model", ["--model", "implementation=abc"], "failed: ValueError: wkv7"),
-        ("bench_decode", ["--rows=2x65x1"], "failed: ValueError: rwkv7: width is 65"),
+        ("bench_decode", ["--rows=2x65x1"], "failed: ValueError: rwkv7: hidden_size is 65"),
         # The fused kernels are for few rows.
         ("bench_decode", ["--rows=1x64x9", "--fused"], "implementation 'fused' cannot run"),
     ],

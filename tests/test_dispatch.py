@@ -127,12 +127,12 @@ def test_other_platforms(platform: str, op: str, pretend: Any) -> None:
 
 def test_a_training_step_on_rocm() -> None:
     """Operator, layer functions and loss: XLA's own operations, without any kernel."""
-    config = rwkv7.Config(layers=2, width=64, head_size=32, vocabulary=256)
+    config = rwkv7.Config(num_layers=2, hidden_size=64, head_size=32, vocab_size=256)
     params = jax.eval_shape(lambda: rwkv7.init(jax.random.key(0), config))
 
     def loss(params: rwkv7.Params, tokens: jax.Array) -> jax.Array:
-        features, _ = rwkv7.features(params, tokens, dtype=jnp.bfloat16)
-        return cross_entropy(features, params.head.weight, tokens)
+        hidden_states, _ = rwkv7.hidden_states(params, tokens, dtype=jnp.bfloat16)
+        return cross_entropy(hidden_states, params.head.weight, tokens)
 
     tokens = jax.ShapeDtypeStruct((2, 17), jnp.int32)
     traced = jax.jit(jax.value_and_grad(loss)).trace(params, tokens)

@@ -51,7 +51,7 @@ def test_loss_and_gradients(module: ModuleType, where: str, mesh: Mesh) -> None:
     params = parameters(module)
 
     def loss(params: Any, tokens: jax.Array) -> jax.Array:
-        x, _ = module.features(params, tokens)
+        x, _ = module.hidden_states(params, tokens)
         return losses.cross_entropy(x[:, :-1], params.head.weight, tokens[:, 1:])
 
     of_loss = jax.jit(jax.value_and_grad(loss))

@@ -271,6 +271,6 @@ def test_sequences(implementation: str) -> None:
 
 
 def test_export() -> None:
-    exported = export.export(jax.jit(toy), disabled_checks=rwkv_jax.export_checks())
+    exported = export.export(jax.jit(toy), disabled_checks=rwkv_jax.export_disabled_checks())
     y, _ = export.deserialize(exported(*OPERANDS).serialize()).call(*OPERANDS)
     close(y, expected(*OPERANDS)[0])

@@ -412,7 +412,7 @@ def test_export(op: str) -> None:
     call = functools.partial(getattr(rwkv_jax, op), decay="log", implementation="pallas")
     with hlo.device("cuda"):
         exported = jax.export.export(
-            jax.jit(call), platforms=["cuda"], disabled_checks=rwkv_jax.export_checks()
+            jax.jit(call), platforms=["cuda"], disabled_checks=rwkv_jax.export_disabled_checks()
         )(*inputs.values())
     assert KERNEL["cuda"] in jax.export.deserialize(exported.serialize()).mlir_module()
 
