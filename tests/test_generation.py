@@ -52,10 +52,10 @@ def params() -> rwkv7.Params:
     return parameters(rwkv7)
 
 
-def generate(params: Any, length: int = LENGTH, **options: Any) -> generation.Generated:
+def generate(params: Any, max_new_tokens: int = LENGTH, **options: Any) -> generation.Generated:
     """With the programs that these tests share."""
     given = {"prompts": PROMPTS, "sampling": MIXED, "prefill_chunks": PIECES} | options
-    return generation.generate(rwkv7, params, max_new_tokens=length, **given)
+    return generation.generate(rwkv7, params, max_new_tokens=max_new_tokens, **given)
 
 
 def assert_same(one: Session, other: Session, row: int | None = None) -> None:

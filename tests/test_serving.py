@@ -490,7 +490,7 @@ def test_wrong_requests(
     ("options", "message"),
     [
         ({"slots": 0}, "Pool: slots is 0"),
-        ({"prefill_chunks": ()}, "Pool: pieces is ()"),
+        ({"prefill_chunks": ()}, "Pool: prefill_chunks is ()"),
         ({"prefill_chunks": (0,)}, "lengths of at least 1"),
         ({"readers": 4}, "Pool: readers is 4; accepted is an integer from 1 to 3"),
         ({"steps": 33}, "Pool: steps is 33; accepted is an integer from 1 to 32"),
