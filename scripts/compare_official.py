@@ -101,7 +101,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("the optimizer of train.py needs optax, which is not installed")
     try:
         official.folder_of(args.official)
-        args.vocabulary = tokenizers.load(args.tokenizer).vocabulary
+        args.vocabulary = tokenizers.load(args.tokenizer).vocab_size
     except (FileNotFoundError, ImportError, ValueError) as failure:
         parser.error(str(failure))
     return args

@@ -343,7 +343,7 @@ def test_compared_steps_read_tokens(
     monkeypatch.setattr(compare.data, "read", lambda folder, pattern: (text, text))
     sizes = ["--batch=2", "--context=16", "--steps=3"]
     args = compare.parse([str(checkout), f"--tokenizer={vocabulary}", *sizes])
-    assert compare.config_of(args).vocabulary == 258
+    assert compare.config_of(args).vocab_size == 258
     for batch in compare.batches(args):
         np.testing.assert_array_equal(batch, np.full((2, 17), 257))
 

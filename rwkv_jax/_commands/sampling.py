@@ -56,7 +56,7 @@ def sampling_of(arguments: argparse.Namespace, tokenizer: "Tokenizer") -> "Sampl
         presence_penalty=arguments.presence,
         frequency_penalty=arguments.frequency,
         decay=arguments.penalty_decay,
-        uncounted=[x for x in range(tokenizer.vocabulary) if tokenizer.decode([x]) in _UNCOUNTED],
+        uncounted=[x for x in range(tokenizer.vocab_size) if tokenizer.decode([x]) in _UNCOUNTED],
     )
 
 

@@ -32,7 +32,7 @@ class RowText:
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, stop: tuple[str, ...]):
         self._decoder, self._stop = tokenizers.Stream(tokenizer), stop
-        self._tokens = tokenizer.vocabulary
+        self._tokens = tokenizer.vocab_size
         self.text, self.rest, self.stopped = "", "", False
 
     def push(self, token: int | None, ended: bool) -> str:
