@@ -228,6 +228,13 @@ def test_processes_go_together(
         assert message in capsys.readouterr().err
 
 
+def test_what_a_checkpoint_records(train: ModuleType, options: list[str]) -> None:
+    """The sizes of the model, under the names that earlier checkpoints have."""
+    recorded = train.options.recorded(train.options.parse(options), None)
+    names = ("layers", "width", "head_size", "vocabulary")
+    assert [recorded[name] for name in names] == [1, 32, 16, 256]
+
+
 def test_joined_gradients_give_the_same_updates(
     train: ModuleType, options: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
