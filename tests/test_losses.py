@@ -457,7 +457,7 @@ def test_shard_map(check_vma: bool, reduction: Any, recompute: bool, cpus: list[
 
 
 def test_vocabulary_along_two_axes(cpus: list[Any]) -> None:
-    """Differentiated inside the `shard_map`, where the gradient of the hidden_states is whole."""
+    """Differentiated inside the `shard_map`, where the gradient of the hidden states is whole."""
     mesh = meshes.mesh("outer=2,inner=2", AxisType.Auto, cpus)
     given = arrays(7, vocabulary=40)
 
