@@ -22,8 +22,10 @@ starts from the state of no tokens, which is zero for `wkv5`, `wkv6` and `wkv7`.
 **`segment_ids`**, integers [B, T], say which tokens of a row belong together. A segment is a run of
 tokens with the same id; the id 0 is padding. The first segment of a row continues from
 `initial_state`. Every other segment starts from the state of no tokens. The final state is the
-state after the last segment. Padding changes no state, and its `y` and its gradients are 0. Steps
-take integers [B], where 0 says that a row has no token, and all others mean the same.
+state after the last segment. Padding changes no state, and its `y` and its gradients are 0.
+
+**`active`**, booleans [B], says which rows of a step have a token. The `y` and the gradients of the
+others are 0, and their states stay as they are.
 
 **`cu_seqlens`**, int32 [S + 1], is for S sequences of different lengths that lie one after another
 in a single row, so B is 1. The sequence s has the tokens from `cu_seqlens[s]` up to, but without,
@@ -34,8 +36,8 @@ they are clamped, and tokens of no sequence have a `y` and gradients of 0. `cu_s
 `segment_ids` exclude each other.
 
 **`decay`** names the form in which `w` gives the decay; the docstring of each operator lists its
-forms. Any finite `w` is accepted. In `wkv5`, `wkv6` and `wkv7` a decay that underflows to 0 clears
-its channel of the state.
+forms. There is no default. Any finite `w` is accepted. In `wkv5`, `wkv6` and `wkv7` a decay that
+underflows to 0 clears its channel of the state.
 
 **`precision`** is a `jax.lax.Precision` or one of its names. "highest" computes in float32
 throughout. The default may use matrix units in lower precision with float32 accumulation. `wkv4`
@@ -56,7 +58,7 @@ says why. If only the platform is at fault, the error comes when the program is 
 from rwkv_jax import sharding as sharding
 from rwkv_jax._info import Availability as Availability
 from rwkv_jax._info import build_info as build_info
-from rwkv_jax._info import export_checks as export_checks
+from rwkv_jax._info import export_disabled_checks as export_disabled_checks
 from rwkv_jax._info import implementations as implementations
 from rwkv_jax._native import library as _library
 from rwkv_jax.wkv4 import Wkv4State as Wkv4State

@@ -35,7 +35,7 @@ def implementations(
     *operands: Any,
     segment_ids: Any = None,
     cu_seqlens: Any = None,
-    decay: str = "log",
+    decay: str | None = None,
     precision: Any = None,
     platform: str | None = None,
 ) -> dict[str, Availability]:
@@ -46,7 +46,7 @@ def implementations(
       operands: its array arguments, or `jax.ShapeDtypeStruct`s of them; the state may be left out.
       segment_ids: as the operator takes it, if it does.
       cu_seqlens: as the operator takes it, if it does.
-      decay: as the operator takes it.
+      decay: as the operator takes it; if None, the form of the official models.
       precision: as the operator takes it.
       platform: "cpu", "cuda" or another JAX platform; the default backend's if None.
 
@@ -54,7 +54,8 @@ def implementations(
       An `Availability` for each implementation, by its name.
 
     Raises:
-      ValueError: `op` is unknown, or operands are too few or too many.
+      ValueError: `op` is unknown, operands are too few or too many, or a step is given segments or
+        sequences.
     """
     functions = {function.__name__: operator for function, operator in PUBLIC.items()}
     operator = functions[check.choice("implementations", "op", op, functions)]
@@ -66,6 +67,8 @@ def implementations(
             f"implementations: {op} takes the operands {', '.join(names)}, the state optional "
             f"here; {len(operands)} were given"
         )
+    if token and not (segment_ids is None and cu_seqlens is None):
+        raise ValueError(f"implementations: {op} takes neither segment_ids nor cu_seqlens")
     given = dict(zip(names, operands, strict=False))
     axes = signature.arguments(token=token, sequences=cu_seqlens is not None)
     check.shapes(op, axes, given, states)
@@ -75,9 +78,9 @@ def implementations(
     if cu_seqlens is not None:
         packing = Sequences(sequences.checked(op, cu_seqlens, *sizes))
     elif segment_ids is not None:
-        ids = segments.checked(op, segment_ids, *sizes)
-        # Implementations get a mark for each token of sequences; here the shape alone counts.
-        packing = None if token else Marks(ids)
+        # Implementations get a mark for each token; here the shape alone counts.
+        packing = Marks(segments.checked(op, segment_ids, *sizes))
+    decay = signature.decays[-1] if decay is None else decay
     options = operator.options(decay, precision, None, token=token)
     platform = platform_of(platform or jax.default_backend())
     platform = platform if platform in PLATFORMS else OTHER
@@ -110,7 +113,7 @@ def build_info() -> dict[str, Any]:
     }
 
 
-def export_checks() -> Sequence[export.DisabledSafetyCheck]:
+def export_disabled_checks() -> Sequence[export.DisabledSafetyCheck]:
     """What `jax.export.export(..., disabled_checks=...)` needs to serialise a program that calls
     the native kernels, or Pallas kernels on a GPU: those of operators, and of the models, layer
     functions and losses that are imported. The process that loads the program must have imported

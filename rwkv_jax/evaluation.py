@@ -205,8 +205,8 @@ def _losses(
     implementation: str | None,
 ) -> tuple[Array, Any]:
     """The losses of a part [B, T], 0 where the mask is, and the next state."""
-    features, state = module.features(
+    hidden_states, state = module.hidden_states(
         params, inputs, state, dtype=dtype, implementation=implementation
     )
-    losses = cross_entropy(features, params.head.wide(), targets, mask=mask, reduction="none")
+    losses = cross_entropy(hidden_states, params.head.wide(), targets, mask=mask, reduction="none")
     return losses, state

@@ -162,7 +162,7 @@ def _checked(
     given = bound.arguments
     inputs = {name: given[name] for name in operator.signature.inputs}
     state = given["state" if token else "initial_state"]
-    packing = given["segment_ids"], given.get("cu_seqlens")
+    packing = (given.get(name) for name in ("segment_ids", "cu_seqlens", "active"))
     choices = (given[name] for name in ("decay", "precision", "implementation"))
     options = operator.options(*choices, token=token)
     return options, operator.operands(inputs, state, *packing, token=token)

@@ -5,13 +5,13 @@
     python scripts/bench_loss.py --l2-wrap 1e-4
     python scripts/bench_loss.py --shapes 16384x2048x65536 --dtype float32
 
-The features are in --dtype and the weight is in float32, as in training. "forward+backward" is the
-loss with its gradients of features and weight. The share of the peak counts one product of tokens,
-channels and vocabulary forward, and three with the gradients, whatever a contestant computes.
-"temporary" is the memory that the compiled program has beside its operands and results. "differs"
-is the largest relative RMS difference of a result from that of `cross_entropy` in float32 with
-precision "highest" and the same rounded operands. The contestant "all logits" is the loss of optax
-where that is installed, and the same formula otherwise. It has no --l2-wrap, --z-loss and
+The hidden states are in --dtype and the weight is in float32, as in training. "forward+backward" is
+the loss with its gradients of hidden states and weight. The share of the peak counts one product of
+tokens, channels and vocabulary forward, and three with the gradients, whatever a contestant
+computes. "temporary" is the memory that the compiled program has beside its operands and results.
+"differs" is the largest relative RMS difference of a result from that of `cross_entropy` in float32
+with precision "highest" and the same rounded operands. The contestant "all logits" is the loss of
+optax where that is installed, and the same formula otherwise. It has no --l2-wrap, --z-loss and
 --soft-cap.
 """
 
@@ -39,10 +39,10 @@ SHAPES = {"gpu": [(16384, 2048, 65536), (65536, 768, 65536)], "cpu": [(512, 64, 
 Loss = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
-def of_all_logits(features: jax.Array, weight: jax.Array, targets: jax.Array) -> jax.Array:
+def of_all_logits(hidden_states: jax.Array, weight: jax.Array, targets: jax.Array) -> jax.Array:
     """The mean loss from all logits at once."""
-    weight = weight.astype(features.dtype)
-    logits = jnp.einsum("nc,vc->nv", features, weight, preferred_element_type=jnp.float32)
+    weight = weight.astype(hidden_states.dtype)
+    logits = jnp.einsum("nc,vc->nv", hidden_states, weight, preferred_element_type=jnp.float32)
     try:
         import optax
     except ImportError:
@@ -57,15 +57,15 @@ def contestants(args: argparse.Namespace) -> Iterator[tuple[str, Loss]]:
     yield "cross_entropy", ours
     yield "cross_entropy, recompute", functools.partial(ours, recompute=True)
     for slab in args.slabs:
-        yield f"slabs of {slab}", functools.partial(ours, slab=slab)
+        yield f"slabs of {slab}", functools.partial(ours, chunk_size=slab)
 
 
 def make(shape: Sequence[int], dtype: str) -> tuple[jax.Array, jax.Array, jax.Array]:
     tokens, channels, vocabulary = shape
     keys = jax.random.split(jax.random.key(0), 3)
-    features = jax.random.normal(keys[0], (tokens, channels)).astype(dtype)
+    hidden_states = jax.random.normal(keys[0], (tokens, channels)).astype(dtype)
     weight = jax.random.normal(keys[1], (vocabulary, channels)) * 2 / math.sqrt(channels)
-    return features, weight, jax.random.randint(keys[2], (tokens,), 0, vocabulary)
+    return hidden_states, weight, jax.random.randint(keys[2], (tokens,), 0, vocabulary)
 
 
 def program_of(direction: str, loss: Loss) -> Any:
@@ -81,10 +81,10 @@ def difference(x: jax.Array, expected: jax.Array) -> jax.Array:
 
 def measure(args: argparse.Namespace, shape: Sequence[int], direction: str) -> list[dict[str, Any]]:
     operands = make(shape, args.dtype)
-    features, weight, targets = operands
+    hidden_states, weight, targets = operands
     exact = functools.partial(cross_entropy, **args.terms, precision="highest")
     rounded = weight.astype(args.dtype).astype(jnp.float32)
-    right = program_of(direction, exact)(features.astype(jnp.float32), rounded, targets)
+    right = program_of(direction, exact)(hidden_states.astype(jnp.float32), rounded, targets)
     rows: dict[str, dict[str, Any]] = {}
 
     def contestant(name: str, loss: Loss) -> Contestant:

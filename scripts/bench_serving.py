@@ -40,7 +40,7 @@ from rwkv_jax.models import rwkv7
 from rwkv_jax.serving import Pool, Request
 from training.options import SIZES, positive
 
-SAMPLING = Sampling(top_p=0.9, presence=0.2, frequency=0.2, decay=0.996)
+SAMPLING = Sampling(top_p=0.9, presence_penalty=0.2, frequency_penalty=0.2, decay=0.996)
 
 
 class Job(NamedTuple):
@@ -132,7 +132,7 @@ def one_after_another(
             *(model.module, model.params, [job.prompt], job.answer),
             sampling=SAMPLING,
             seed=seed,
-            pieces=pieces,
+            prefill_chunks=pieces,
             **model.options,
         )
         times = [clock.now() for _ in stream]
@@ -161,7 +161,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    sizes = ", ".join(f"{n} = {c.layers}x{c.width}" for n, c in SIZES.items())
+    sizes = ", ".join(f"{n} = {c.num_layers}x{c.hidden_size}" for n, c in SIZES.items())
     add("--size", choices=SIZES, default="demo", help=f"layers x width of a random model: {sizes}")
     add("--model", type=Path, help="a checkpoint, instead of --size")
     add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")

@@ -64,7 +64,7 @@ import rwkv_jax
 
 
 def step(x: jax.Array, state: jax.Array) -> tuple[jax.Array, jax.Array]:
-    y, state = rwkv_jax.wkv7_step(x, x, x, x, x, x, state)
+    y, state = rwkv_jax.wkv7_step(x, x, x, x, x, x, state, decay="sigmoid")
     return y, state
 PYTHON_CODE
 (cd "$work" && env PATH="$venv/bin:$PATH" pyright --pythonpath "$venv/bin/python" typed.py)

@@ -202,8 +202,8 @@ class Compared:
         @jax.jit
         @jax.grad
         def gradient(params: Any) -> jax.Array:
-            features, _ = module.features(params, self.row[:, :-1])
-            return cross_entropy(features, params.head.weight, self.row[:, 1:])
+            hidden_states, _ = module.hidden_states(params, self.row[:, :-1])
+            return cross_entropy(hidden_states, params.head.weight, self.row[:, 1:])
 
         def loss(name: str, x: np.ndarray) -> float:
             logits = self.formulas(self.tensors | {name: x}, self.tokens[:-1])

@@ -101,14 +101,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("the optimizer of train.py needs optax, which is not installed")
     try:
         official.folder_of(args.official)
-        args.vocabulary = tokenizers.load(args.tokenizer).vocabulary
+        args.vocabulary = tokenizers.load(args.tokenizer).vocab_size
     except (FileNotFoundError, ImportError, ValueError) as failure:
         parser.error(str(failure))
     return args
 
 
 def config_of(args: argparse.Namespace) -> rwkv7.Config:
-    return rwkv7.Config(args.layers, args.width, vocabulary=args.vocabulary)
+    return rwkv7.Config(args.layers, args.width, vocab_size=args.vocabulary)
 
 
 def initial_weights(args: argparse.Namespace) -> dict[str, np.ndarray]:

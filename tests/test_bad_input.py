@@ -131,6 +131,15 @@ def test_unknown_decay(op: str, value: Any) -> None:
 
 
 @each_operator
+def test_decay_has_no_default(op: str) -> None:
+    arrays = _arguments(op)
+    del arrays["decay"]
+    missing = rf"^{op}\(\) missing 1 required keyword-only argument: 'decay'$"
+    with pytest.raises(TypeError, match=missing):
+        OPERATORS[op].function(**arrays)
+
+
+@each_operator
 @pytest.mark.parametrize("value", ["best", 7, "float32x"])
 def test_unknown_precision(op: str, value: Any) -> None:
     _refuses(op, ValueError, f"precision is {value!r}; accepted are None", precision=value)

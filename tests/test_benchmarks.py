@@ -158,7 +158,7 @@ def test_row_product(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     ("name", "options", "message"),
     [
         ("bench_model", ["--model", "implementation=abc"], "failed: ValueError: wkv7"),
-        ("bench_decode", ["--rows=2x65x1"], "failed: ValueError: rwkv7: width is 65"),
+        ("bench_decode", ["--rows=2x65x1"], "failed: ValueError: rwkv7: hidden_size is 65"),
         # The fused kernels are for few rows.
         ("bench_decode", ["--rows=1x64x9", "--fused"], "implementation 'fused' cannot run"),
     ],
@@ -343,7 +343,7 @@ def test_compared_steps_read_tokens(
     monkeypatch.setattr(compare.data, "read", lambda folder, pattern: (text, text))
     sizes = ["--batch=2", "--context=16", "--steps=3"]
     args = compare.parse([str(checkout), f"--tokenizer={vocabulary}", *sizes])
-    assert compare.config_of(args).vocabulary == 258
+    assert compare.config_of(args).vocab_size == 258
     for batch in compare.batches(args):
         np.testing.assert_array_equal(batch, np.full((2, 17), 257))
 

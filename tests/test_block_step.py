@@ -160,7 +160,7 @@ def _with_receptance(params: rwkv7.Params, **changes: jax.Array) -> rwkv7.Params
 @pytest.mark.usefixtures("on_cuda")
 def test_why_not(params: rwkv7.Params) -> None:
     small = jax.eval_shape(
-        lambda: rwkv7.init(jax.random.key(0), rwkv7.Config(1, 64, head_size=32, vocabulary=11))
+        lambda: rwkv7.init(jax.random.key(0), rwkv7.Config(1, 64, head_size=32, vocab_size=11))
     )
     cases: list[tuple[Any, dict[str, Any], str]] = [
         (params, {"rows": 33}, "B = 33; the kernels take 1 to 32 rows"),

@@ -22,7 +22,7 @@ from support import checkpoints, meshes
 from support.checkpoints import UNUSED, Storage, Tensor, Tensors
 from support.tolerance import assert_trees_close
 
-SIZES = {"layers": 2, "width": 24, "vocabulary": 37}
+SIZES = {"num_layers": 2, "hidden_size": 24, "vocab_size": 37}
 CONFIG = rwkv7.Config(**SIZES, head_size=8)
 CONFIGS = {
     "RWKV-4": rwkv4.Config(**SIZES),
@@ -105,7 +105,7 @@ WRITERS = (
 )
 FLA_SIZES: dict[str, Any] = {"heads": 1, "head_size": 64}
 """Of tensors for flash-linear-attention, which has the formula of RWKV-LM for this head size."""
-FLA_CONFIG = dataclasses.replace(CONFIG, width=64, head_size=64)
+FLA_CONFIG = dataclasses.replace(CONFIG, hidden_size=64, head_size=64)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -141,7 +141,7 @@ def test_one_block_without_unused_tensors(tmp_path: Path) -> None:
     tensors = checkpoints.rwkv7(layers=1, heads=1, head_size=6, vocabulary=1)
     tensors = {name: x for name, x in tensors.items() if name not in UNUSED}
     found = models.load(write_pth(tmp_path, tensors))
-    assert found.config == rwkv7.Config(layers=1, width=6, head_size=6, vocabulary=1)
+    assert found.config == rwkv7.Config(num_layers=1, hidden_size=6, head_size=6, vocab_size=1)
     assert_same(found.params, tensors)
 
 
@@ -420,7 +420,7 @@ def test_one_error_lists_all_tensors(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="are not those of RWKV-7") as error:
         models.load(path)
     first, *lines = str(error.value).splitlines()
-    assert first.startswith(f"{path}: 6 tensors are not those of RWKV-7 with Config(layers=2, ")
+    assert first.startswith(f"{path}: 6 tensors are not those of RWKV-7 with Config(num_layers=2, ")
     assert sorted(line.strip() for line in lines) == sorted(
         [
             "blocks.1.att.w1 is missing; expected is [24, 7]",

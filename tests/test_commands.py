@@ -168,9 +168,9 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = {name: value.strip() for name, value in rows.items()}
     count = sum(x.size for x in jax.tree.leaves(found.params))
     assert rows["generation"] == "RWKV-7"
-    assert rows["width"] == "24"
+    assert rows["hidden size"] == "24"
     assert rows["rank of w"] == "7"
-    assert rows["hidden"] == "96"
+    assert rows["ffn size"] == "96"
     assert rows["tokenizer"] == "not known from the size of the vocabulary"
     assert rows["parameters"] == f"{count:,}"
     assert rows["dtype"] == "bfloat16"

@@ -40,13 +40,13 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     folder = tmp_path_factory.mktemp("model")
     lines = [f"{i} {word!r} {len(word)}\n" for i, word in enumerate([*WORDS, *BYTES], 1)]
     (folder / "words.txt").write_text("".join(lines))
-    config = rwkv7.Config(layers=1, width=64, vocabulary=len(lines) + 1)
+    config = rwkv7.Config(num_layers=1, hidden_size=64, vocab_size=len(lines) + 1)
     # Blocks of zeros give nothing, so that this is a table of pairs of words.
     shapes = jax.eval_shape(lambda key: rwkv7.init(key, config), jax.random.key(0))
     params = jax.tree.map(lambda x: jnp.zeros(x.shape), shapes)
-    ones = rwkv7.Norm(jnp.ones(config.width), jnp.zeros(config.width))
+    ones = rwkv7.Norm(jnp.ones(config.hidden_size), jnp.zeros(config.hidden_size))
     blocks = (params.blocks[0]._replace(ln0=ones),)
-    words = np.random.default_rng(0).choice([-1.0, 1.0], (config.vocabulary, config.width))
+    words = np.random.default_rng(0).choice([-1.0, 1.0], (config.vocab_size, config.hidden_size))
     table = np.zeros_like(words)
     for chain in (ANSWER, STORY):
         for before, after in zip(chain, [*chain[1:], ""], strict=True):

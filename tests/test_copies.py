@@ -13,7 +13,7 @@ import pytest
 from rwkv_jax.models import rwkv7
 from support import scripts
 
-CONFIG = rwkv7.Config(2, 64, head_size=32, vocabulary=16)
+CONFIG = rwkv7.Config(2, 64, head_size=32, vocab_size=16)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def test_matrices_of_blocks_are_copied(copies: ModuleType) -> None:
 @pytest.mark.slow
 def test_copies_change_neither_loss_nor_gradients(copies: ModuleType) -> None:
     rng = np.random.default_rng(0)
-    params = rwkv7.init(jax.random.key(0), dataclasses.replace(CONFIG, layers=1))
+    params = rwkv7.init(jax.random.key(0), dataclasses.replace(CONFIG, num_layers=1))
     params = jax.tree.map(lambda x: x + 0.1 * rng.standard_normal(x.shape, np.float32), params)
     tokens = jnp.asarray(rng.integers(0, 16, (2, 20)))
 

@@ -35,7 +35,8 @@ def _targets(op: str) -> set[str]:
 
 def _gradients(op: str, implementation: str | None, inputs: dict) -> dict:
     def loss(inputs: dict) -> jax.Array:
-        results = OPERATORS[op].function(**inputs, implementation=implementation)
+        options = {"decay": OPERATORS[op].decays[-1], "implementation": implementation}
+        results = OPERATORS[op].function(**inputs, **options)
         return sum((jnp.sum(x.astype(jnp.float32)) for x in results), jnp.float32(0))
 
     return jax.grad(loss)(inputs)
@@ -81,7 +82,8 @@ def test_what_a_step_compiles_to_here(op: str) -> None:
     case = Case(2, 1, 2, 32)
     inputs, _ = OPERATORS[op].make(case)
     for implementation in (None, *available(op, case)):
-        step = jax.jit(functools.partial(OPERATORS[op].function, implementation=implementation))
+        options = {"decay": "exp", "implementation": implementation}
+        step = jax.jit(functools.partial(OPERATORS[op].function, **options))
         text = step.lower(**inputs).compile().as_text()
         native = NATIVE and implementation in (None, "ffi")
         assert hlo.targets(text) == (
@@ -112,8 +114,9 @@ def test_without_any_native_kernels_the_error_comes_while_tracing(pretend: Any) 
     for platform in ("cpu", "cuda"):
         pretend(platform, "the kernels are on holiday")
     inputs, _ = cases.wkv7(CASE)
+    native = functools.partial(rwkv_jax.wkv7, decay="sigmoid", implementation="ffi")
     with pytest.raises(NotImplementedError, match=r"wkv7: .*the kernels are on holiday"):
-        jax.eval_shape(lambda inputs: rwkv_jax.wkv7(**inputs, implementation="ffi"), inputs)
+        jax.eval_shape(lambda inputs: native(**inputs), inputs)
 
 
 def test_a_refusal_says_each_reason_once(pretend: Any) -> None:
@@ -185,12 +188,12 @@ def test_other_platforms(platform: str, op: str, pretend: Any) -> None:
 
 def test_a_training_step_on_rocm() -> None:
     """Operator, layer functions and loss: XLA's own operations, without any kernel."""
-    config = rwkv7.Config(layers=2, width=64, head_size=32, vocabulary=256)
+    config = rwkv7.Config(num_layers=2, hidden_size=64, head_size=32, vocab_size=256)
     params = jax.eval_shape(lambda: rwkv7.init(jax.random.key(0), config))
 
     def loss(params: rwkv7.Params, tokens: jax.Array) -> jax.Array:
-        features, _ = rwkv7.features(params, tokens, dtype=jnp.bfloat16)
-        return cross_entropy(features, params.head.weight, tokens)
+        hidden_states, _ = rwkv7.hidden_states(params, tokens, dtype=jnp.bfloat16)
+        return cross_entropy(hidden_states, params.head.weight, tokens)
 
     tokens = jax.ShapeDtypeStruct((2, 17), jnp.int32)
     traced = jax.jit(jax.value_and_grad(loss)).trace(params, tokens)
@@ -203,8 +206,9 @@ def test_head_sizes_without_native_kernels_run_on_xla(case: Case) -> None:
     inputs, _ = cases.wkv7(case)
     reason = rwkv_jax.implementations("wkv7", *inputs.values())["ffi"].reason
     assert reason is not None
+    native = functools.partial(rwkv_jax.wkv7, decay="sigmoid", implementation="ffi")
     with pytest.raises(NotImplementedError, match="wkv7: implementation 'ffi' cannot run"):
-        jax.eval_shape(lambda inputs: rwkv_jax.wkv7(**inputs, implementation="ffi"), inputs)
+        jax.eval_shape(lambda inputs: native(**inputs), inputs)
     if NATIVE:
         assert f"K = {case.K} and V = {case.values}" in reason
 
@@ -262,6 +266,9 @@ def test_implementations_refuses(op: str) -> None:
         rwkv_jax.implementations(op, *operands, operands[-1])
     with pytest.raises(ValueError, match=f"{op}: k has shape"):
         rwkv_jax.implementations(op, *operands[:2], operands[2][0], *operands[3:])
+    if op in STEPS:
+        with pytest.raises(ValueError, match=f"{op} takes neither segment_ids nor cu_seqlens"):
+            rwkv_jax.implementations(op, *operands, segment_ids=np.ones(2, np.int32))
 
 
 def test_build_info() -> None:

@@ -12,7 +12,7 @@ from rwkv_jax import evaluation
 from rwkv_jax.models import rwkv5
 from support import language_models
 
-CONFIG = rwkv5.Config(layers=2, width=16, head_size=8, vocabulary=23)
+CONFIG = rwkv5.Config(num_layers=2, hidden_size=16, head_size=8, vocab_size=23)
 
 
 @pytest.fixture(scope="module")

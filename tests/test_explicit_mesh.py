@@ -53,7 +53,7 @@ def test_loss_and_gradients(module: ModuleType, where: str, mesh: Mesh) -> None:
     params = parameters(module)
 
     def loss(params: Any, tokens: jax.Array) -> jax.Array:
-        x, _ = module.features(params, tokens)
+        x, _ = module.hidden_states(params, tokens)
         return losses.cross_entropy(x[:, :-1], params.head.weight, tokens[:, 1:])
 
     of_loss = jax.jit(jax.value_and_grad(loss))
@@ -129,8 +129,10 @@ def test_a_loss_without_jit(mesh: Mesh) -> None:
     x = np.random.default_rng(0).standard_normal((4, 3, 8), dtype=np.float32)
     weight, targets = jnp.asarray(x[0]), jnp.asarray(TOKENS[:, :3] % 3)
 
-    def found(features: Any) -> Any:
-        loss, pullback = jax.vjp(lambda x, w: losses.cross_entropy(x, w, targets), features, weight)
+    def found(hidden_states: Any) -> Any:
+        loss, pullback = jax.vjp(
+            lambda x, w: losses.cross_entropy(x, w, targets), hidden_states, weight
+        )
         return jax.tree.map(np.asarray, (loss, pullback(loss)))
 
     on_mesh = jax.device_put(x, NamedSharding(mesh, P("data")))

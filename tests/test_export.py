@@ -28,7 +28,7 @@ def _wkv7(implementation: str | None) -> Any:
 def _exported(function: Any, shape: str, **options: Any) -> Any:
     sizes = export.symbolic_shape(shape)
     arrays = [jax.ShapeDtypeStruct(sizes, jnp.float32)] * 6
-    checks = rwkv_jax.export_checks()
+    checks = rwkv_jax.export_disabled_checks()
     return export.export(function, disabled_checks=checks, **options)(*arrays)
 
 

@@ -40,8 +40,8 @@ MIXED = Sampling(
     temperature=[0, 1, 2, 0.5, 1, 1],
     top_p=[1, 0.5, 0.9, 1, 1, 0.95],
     top_k=[0, 0, 5, 0, 10, 3],
-    presence=0.5,
-    frequency=0.25,
+    presence_penalty=0.5,
+    frequency_penalty=0.25,
     decay=0.9,
     uncounted=(1, 2),
 )
@@ -52,10 +52,10 @@ def params() -> rwkv7.Params:
     return parameters(rwkv7)
 
 
-def generate(params: Any, length: int = LENGTH, **options: Any) -> generation.Generated:
+def generate(params: Any, max_new_tokens: int = LENGTH, **options: Any) -> generation.Generated:
     """With the programs that these tests share."""
-    given = {"prompts": PROMPTS, "sampling": MIXED, "pieces": PIECES} | options
-    return generation.generate(rwkv7, params, length=length, **given)
+    given = {"prompts": PROMPTS, "sampling": MIXED, "prefill_chunks": PIECES} | options
+    return generation.generate(rwkv7, params, max_new_tokens=max_new_tokens, **given)
 
 
 def assert_same(one: Session, other: Session, row: int | None = None) -> None:
@@ -70,7 +70,7 @@ def test_greedy_tokens_and_logits(module: ModuleType) -> None:
     """After prompts of all lengths in pieces, against the model over the whole rows."""
     params, name = parameters(module), module.__name__.rpartition(".")[2]
     found = generation.generate(
-        *(module, params, PROMPTS, LENGTH), sampling=Sampling(temperature=0), pieces=PIECES
+        *(module, params, PROMPTS, LENGTH), sampling=Sampling(temperature=0), prefill_chunks=PIECES
     )
     rows = [prompt + new for prompt, new in zip(PROMPTS, found.tokens, strict=True)]
     if module is rwkv7:
@@ -87,12 +87,12 @@ def test_greedy_tokens_and_logits(module: ModuleType) -> None:
         total = len(prompt) + LENGTH
         assert np.argmax(logits[len(prompt) - 1 : total - 1], axis=-1).tolist() == new
         assert_close({"logits": last}, {"logits": logits[total - 1]}, EXACT_FLOAT32)
-    assert found.reasons == ["length"] * BATCH
+    assert found.finish_reasons == ["length"] * BATCH
     assert found.session.positions.tolist() == [len(tokens) for tokens in rows]
 
 
 def test_prompts_in_pieces_equal_whole_prompts(params: rwkv7.Params) -> None:
-    pieces, whole = generate(params, 0).session, generate(params, 0, pieces=(16,)).session
+    pieces, whole = generate(params, 0).session, generate(params, 0, prefill_chunks=(16,)).session
     assert_trees_close(pieces, whole, EXACT_FLOAT32)
     # In two calls, the second of which adds nothing to some rows.
     halves = [(prompt[:3], prompt[3:]) for prompt in PROMPTS]
@@ -122,7 +122,7 @@ def test_rows_start_from_a_state(stacked: bool, params: rwkv7.Params) -> None:
     ],
 )
 def test_lengths_of_pieces(tokens: int, pieces: list[int]) -> None:
-    assert lengths_of_pieces(tokens, generation.PIECES) == pieces
+    assert lengths_of_pieces(tokens, generation.PREFILL_CHUNKS) == pieces
 
 
 def test_nothing_is_compiled_again(params: rwkv7.Params) -> None:
@@ -187,7 +187,7 @@ def test_sessions_go_on(params: rwkv7.Params, tmp_path: Path) -> None:
 
 
 def test_a_stream_donates_its_session(params: rwkv7.Params) -> None:
-    stream = TokenStream(rwkv7, params, PROMPTS, LENGTH, sampling=MIXED, pieces=PIECES)
+    stream = TokenStream(rwkv7, params, PROMPTS, LENGTH, sampling=MIXED, prefill_chunks=PIECES)
     before, kept = stream._session, stream.session
     given = next(stream)
     assert all(x.is_deleted() for x in jax.tree.leaves(before))
@@ -200,23 +200,23 @@ def test_stops(params: rwkv7.Params) -> None:
     free = generate(params)
     stops = sorted({free.tokens[1][2], free.tokens[2][4]})
     found = generate(params, stop_tokens=stops)
-    assert {"stop token"} < set(found.reasons)
+    assert {"stop token"} < set(found.finish_reasons)
     for row, tokens in enumerate(free.tokens):
         cut = next((i for i, token in enumerate(tokens) if token in stops), LENGTH)
         assert found.tokens[row] == tokens[:cut]
-        assert found.reasons[row] == ("length" if cut == LENGTH else "stop token")
+        assert found.finish_reasons[row] == ("length" if cut == LENGTH else "stop token")
         assert_same(found.session, generate(params, cut).session, row)
     rest = generate(params, 3, prompts=[[]] * BATCH, session=found.session, stop_tokens=stops)
-    ended = [reason == "stop token" for reason in found.reasons]
+    ended = [reason == "stop token" for reason in found.finish_reasons]
     assert not any(tokens for tokens, end in zip(rest.tokens, ended, strict=True) if end)
 
-    stream = TokenStream(rwkv7, params, PROMPTS, LENGTH, sampling=MIXED, pieces=PIECES)
+    stream = TokenStream(rwkv7, params, PROMPTS, LENGTH, sampling=MIXED, prefill_chunks=PIECES)
     given = [next(stream)]
     stream.stop(0)
     given += stream
     assert [x[0] for x in given] == [free.tokens[0][0]] + [None] * (LENGTH - 1)
     assert stream.tokens == [free.tokens[0][:1], *free.tokens[1:]]
-    assert stream.reasons == ["stopped"] + ["length"] * (BATCH - 1)
+    assert stream.finish_reasons == ["stopped"] + ["length"] * (BATCH - 1)
     assert_same(stream.session, generate(params, 1).session, 0)
 
 
@@ -290,7 +290,7 @@ def reference(
     logits: np.ndarray, row: dict[str, Any], seen: np.ndarray, counts: np.ndarray
 ) -> np.ndarray:
     """The distribution of the next token, by sorting, in float64."""
-    logits = logits - np.where(seen, row["presence"] + row["frequency"] * counts, 0)
+    logits = logits - np.where(seen, row["presence_penalty"] + row["frequency_penalty"] * counts, 0)
     if row["temperature"] == 0:
         return np.eye(len(logits))[logits.argmax()]
     p = np.exp(logits - logits.max())
@@ -314,8 +314,8 @@ def test_sampling_against_the_formula() -> None:
         "temperature": [0, 0.3, 1, 2.5],
         "top_p": [0, 0.2, 0.7, 1],
         "top_k": [0, 1, 7, VOCABULARY, 10**6],
-        "presence": [0, 0.4],
-        "frequency": [0, 0.7],
+        "presence_penalty": [0, 0.4],
+        "frequency_penalty": [0, 0.7],
     }
     chosen = {name: rng.choice(x, rows) for name, x in choices.items()}
     compiled = jax.jit(sample)
@@ -336,7 +336,13 @@ def test_sampling_against_the_formula() -> None:
         with np.errstate(divide="ignore"):
             assert found[i] == np.argmax(np.log(q) - np.log(noise[i].astype(np.float64)))
 
-    row = {"temperature": 1.5, "top_p": 0.9, "top_k": 20, "presence": 0.4, "frequency": 0.7}
+    row = {
+        "temperature": 1.5,
+        "top_p": 0.9,
+        "top_k": 20,
+        "presence_penalty": 0.4,
+        "frequency_penalty": 0.7,
+    }
     same = [np.broadcast_to(x[:1], x.shape) for x in (logits, seen, counts)]
     q = reference(same[0][0].astype(np.float64), row, seen[0], counts[0])
     number = np.zeros(VOCABULARY)
@@ -400,11 +406,11 @@ def test_a_row_without_a_next_token(params: rwkv7.Params) -> None:
     message = "generate: row 1: no token can be sampled after 4 new ones"
     with pytest.raises(FloatingPointError, match=message):
         generate(wrong, stop_tokens=[VOCABULARY + NO_DISTRIBUTION])
-    stream = TokenStream(rwkv7, wrong, PROMPTS, LENGTH, sampling=MIXED, pieces=PIECES)
+    stream = TokenStream(rwkv7, wrong, PROMPTS, LENGTH, sampling=MIXED, prefill_chunks=PIECES)
     text = TextStream(stream, tokenizers.load("bytes"))
     with pytest.raises(FloatingPointError, match=message):
         list(text)
-    assert text.reasons == ["length", "failed", *["length"] * 4]
+    assert text.finish_reasons == ["length", "failed", *["length"] * 4]
     assert text.tokens[1] == whole.tokens[1][:4]
     for row in others:
         assert text.tokens[row] == whole.tokens[row]
@@ -479,12 +485,16 @@ WRONG = [
     ({"prompts": [[1], [61]]}, ValueError, "row 1 has the token 61; accepted are tokens below 61"),
     ({"prompts": [[-1]]}, ValueError, "accepted are tokens, from 0 on"),
     ({"prompts": [[0.5]]}, TypeError, "accepted are integers"),
-    ({"length": -1}, ValueError, "length is -1"),
-    ({"length": 2**31}, ValueError, "length is 2147483648; accepted is an integer from 0 to 21474"),
-    ({"length": 2**31 - 11}, ValueError, "row 5 would have 2147483648 tokens"),
-    ({"length": 2.5}, TypeError, "length is 2.5; accepted is an integer from 0"),
-    ({"pieces": ()}, ValueError, "pieces is ()"),
-    ({"pieces": (0, 4)}, ValueError, "lengths of at least 1"),
+    ({"max_new_tokens": -1}, ValueError, "max_new_tokens is -1"),
+    (
+        {"max_new_tokens": 2**31},
+        ValueError,
+        "max_new_tokens is 2147483648; accepted is an integer from 0 to 21474",
+    ),
+    ({"max_new_tokens": 2**31 - 11}, ValueError, "row 5 would have 2147483648 tokens"),
+    ({"max_new_tokens": 2.5}, TypeError, "max_new_tokens is 2.5; accepted is an integer from 0"),
+    ({"prefill_chunks": ()}, ValueError, "prefill_chunks is ()"),
+    ({"prefill_chunks": (0, 4)}, ValueError, "lengths of at least 1"),
     ({"stop_tokens": [99]}, ValueError, "stop_tokens has the token 99"),
     ({"seed": [1, 2]}, ValueError, "seed has the shape (2,); accepted is one integer, or 6"),
     ({"seed": 2**31 - 1}, ValueError, "from 0 to 2^31 - 6"),
@@ -513,8 +523,8 @@ def test_wrong_arguments(
         *(({"temperature": x}, ValueError) for x in (-1, 1e-9, float("nan"), [1, -1], [[1.0]])),
         *(({"top_p": x}, ValueError) for x in (-0.1, 1.5)),
         *(({"top_k": x}, ValueError) for x in (-1, 2**31)),
-        *(({"presence": float("inf")}, ValueError), ({"decay": 1.1}, ValueError)),
-        *(({"frequency": float("nan")}, ValueError), ({"uncounted": [-1]}, ValueError)),
+        *(({"presence_penalty": float("inf")}, ValueError), ({"decay": 1.1}, ValueError)),
+        *(({"frequency_penalty": float("nan")}, ValueError), ({"uncounted": [-1]}, ValueError)),
         *(({"top_k": 0.5}, TypeError), ({"top_p": "1"}, TypeError)),
         *(({"temperature": None}, TypeError), ({"uncounted": [0.5]}, TypeError)),
     ],
@@ -532,7 +542,7 @@ class Spoken(TokenStream):
 
     def __init__(self, rows: Sequence[bytes]):
         self.rows, self.at = rows, 0
-        self.tokens, self.reasons = [[] for _ in rows], [None for _ in rows]
+        self.tokens, self.finish_reasons = [[] for _ in rows], [None for _ in rows]
         self._active = np.ones(len(rows), bool)
 
     def __next__(self) -> list[int | None]:
@@ -568,7 +578,7 @@ def test_stop_strings(text: str, stop: tuple[str, ...], expected: str, reason: s
     given = list(stream)
     assert "".join(x[0] for x in given) == expected == stream.texts[0]
     assert "".join(x[1] for x in given) == "1" * 30
-    assert stream.reasons == [reason, "length"]
+    assert stream.finish_reasons == [reason, "length"]
     assert text.startswith(expected + stream.rests[0])
     assert stream.rests[0] == next((s for s in stop if text.startswith(expected + s)), "")
 
@@ -580,6 +590,6 @@ def test_text_is_given_as_soon_as_it_is_certain() -> None:
     assert [next(stream) for _ in range(3)] == [["a", "\ufffd"], ["b", ""], ["", ""]]
     assert stream.stop(0) == "\n"
     assert stream.texts == ["ab\n", "\ufffd"]
-    assert stream.reasons == ["stopped", "length"]
+    assert stream.finish_reasons == ["stopped", "length"]
     with pytest.raises(ValueError, match="stop is \\[''\\]"):
         TextStream(Spoken([b"a"]), tokenizers.load("bytes"), [""])

@@ -48,7 +48,7 @@ class Generation(NamedTuple):
 
     @property
     def config(self) -> Any:
-        sizes = {"layers": LAYERS, "width": WIDTH, "vocabulary": VOCABULARY, **self.sizes}
+        sizes = {"num_layers": LAYERS, "hidden_size": WIDTH, "vocab_size": VOCABULARY, **self.sizes}
         return self.module.Config(**sizes)
 
     def apply(self, *args: Any, **options: Any) -> Any:
@@ -346,16 +346,16 @@ def test_arguments_are_checked(generation: Generation, params: Any, tokens: jax.
     state = module.initial_state(params, BATCH)
     with pytest.raises(ValueError, match=f"{name}: state is a tuple; accepted with stacked"):
         module.apply(module.stacked(params), tokens, state)
-    with pytest.raises(ValueError, match=f"{name}: layers is 0"):
-        module.Config(layers=0, width=64)
+    with pytest.raises(ValueError, match=f"{name}: num_layers is 0"):
+        module.Config(num_layers=0, hidden_size=64)
     with pytest.raises(TypeError, match=rf"{name}: config is a .*rwkv7.*; accepted is a .*{name}"):
-        module.init(jax.random.key(0), rwkv7.Config(layers=1, width=64))
+        module.init(jax.random.key(0), rwkv7.Config(num_layers=1, hidden_size=64))
 
 
 def test_parameters_on_a_mesh(generation: Generation, cpus: list[Any]) -> None:
     mesh = jax.make_mesh((2, 2), ("data", "model"), (AxisType.Auto,) * 2, devices=cpus)
     module = generation.module
-    config = dataclasses.replace(generation.config, width=64)
+    config = dataclasses.replace(generation.config, hidden_size=64)
     init = functools.partial(module.init, config=config)
     shapes = jax.eval_shape(lambda key: module.stacked(init(key)), jax.random.key(0))
     placed = module.shardings(shapes, mesh, data="data", model="model")

@@ -212,11 +212,10 @@ def gradients(*operands):
 def others(r, w, k, v, *_):
     def loss(r, w, k, v):
         u, flat = r[0, 0], lambda x: x.reshape(2, 130, -1)
-        y6, s6 = rwkv_jax.wkv6(r, -jnp.abs(w), k, v, u, implementation="ffi")
-        y5, s5 = rwkv_jax.wkv5(r, -jnp.abs(w[0, 0]), k, v, u, implementation="ffi")
-        y4, s4 = rwkv_jax.wkv4(
-            -jnp.abs(w[0, 0].ravel()), u.ravel(), flat(k), flat(v), implementation="ffi"
-        )
+        y6, s6 = rwkv_jax.wkv6(r, -jnp.abs(w), k, v, u, decay="log", implementation="ffi")
+        y5, s5 = rwkv_jax.wkv5(r, -jnp.abs(w[0, 0]), k, v, u, decay="log", implementation="ffi")
+        w4, u4 = -jnp.abs(w[0, 0].ravel()), u.ravel()
+        y4, s4 = rwkv_jax.wkv4(w4, u4, flat(k), flat(v), decay="log", implementation="ffi")
         sums = [jnp.sum(x.astype(jnp.float32) ** 2) for x in (y6, s6, y5, s5, y4, *s4[:2])]
         return sum(sums)
     return jax.grad(loss, argnums=range(4))(r, w, k, v)
@@ -397,7 +396,7 @@ def test_products_with_an_epilogue(rows: int, tokens: int, width: int, hidden: i
 
 @HOPPER
 @pytest.mark.parametrize(
-    ("tokens", "width", "vocabulary", "l2_wrap", "slab"),
+    ("tokens", "width", "vocabulary", "l2_wrap", "chunk_size"),
     [
         (1024, 64, 256, 0.0, None),
         (1500, 128, 1024, 0.03, None),
@@ -406,33 +405,33 @@ def test_products_with_an_epilogue(rows: int, tokens: int, width: int, hidden: i
     ],
 )
 def test_loss_of_a_head(
-    tokens: int, width: int, vocabulary: int, l2_wrap: float, slab: int | None
+    tokens: int, width: int, vocabulary: int, l2_wrap: float, chunk_size: int | None
 ) -> None:
     """The loss and its gradients, in memory that had NaN before, are close to the definition in
     float64: also for tokens that do not count, for tokens that are sure of their target, and for
     tokens so far from it that the exponentials leave their range."""
     rng = np.random.default_rng(tokens)
-    features = rng.standard_normal((tokens, width))
+    hidden_states = rng.standard_normal((tokens, width))
     weight = rng.standard_normal((vocabulary, width)) * 2 * width**-0.5
     targets = rng.integers(0, vocabulary, tokens, np.int32)
     mask = rng.random(tokens) < 0.8
     sure, far, outside = np.arange(40, 90), np.array([3, 700, tokens - 1]), 5
-    features[sure] = 4 * weight[targets[sure]]
-    features[far] = -40 * weight[targets[far]]
+    hidden_states[sure] = 4 * weight[targets[sure]]
+    hidden_states[far] = -40 * weight[targets[far]]
     mask[sure] = mask[far] = True
-    x, w = features.astype("bfloat16"), weight.astype("bfloat16").astype("float32")
+    x, w = hidden_states.astype("bfloat16"), weight.astype("bfloat16").astype("float32")
 
     @jax.jit
     def run(x: jax.Array, w: jax.Array, targets: jax.Array) -> Any:
         def loss(x: jax.Array, w: jax.Array) -> jax.Array:
-            return cross_entropy(x, w, targets, mask=mask, l2_wrap=l2_wrap, slab=slab)
+            return cross_entropy(x, w, targets, mask=mask, l2_wrap=l2_wrap, chunk_size=chunk_size)
 
         return jax.value_and_grad(loss, (0, 1))(x, w)
 
     right_targets = targets.copy()
     targets[outside], mask[outside] = -100, False
     compiled = run.lower(x, w, targets).compile()
-    assert internals.of_losses.OF_FEATURES in hlo.targets(compiled.as_text())
+    assert internals.of_losses.OF_HIDDEN_STATES in hlo.targets(compiled.as_text())
     poison = jax.numpy.full((tokens, vocabulary), np.nan, "bfloat16")
     jax.block_until_ready(poison)
     del poison

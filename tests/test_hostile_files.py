@@ -194,7 +194,7 @@ def test_a_model_of_many_blocks(tmp_path: Path) -> None:
     tensors = checkpoints.rwkv7(layers=61, heads=1, head_size=2, vocabulary=3)
     path = tmp_path / "model.pth"
     checkpoints.write_pth(path, dict(checkpoints.state_dict(tensors, Parameter)))
-    assert models.inspect(path).config.layers == 61
+    assert models.inspect(path).config.num_layers == 61
 
 
 def test_a_state_of_another_model(tmp_path: Path) -> None:

@@ -101,10 +101,10 @@ def test_generation_and_serving() -> None:
     given: dict[str, Any] = {"sampling": Sampling(temperature=0.8)}
     together = generate(model, params, prompts, 6, seed=range(5), **given)
     for row in (0, 4):
-        alone = generate(model, params, [prompts[row]], 6, seed=[row], pieces=[2], **given)
+        alone = generate(model, params, [prompts[row]], 6, seed=[row], prefill_chunks=[2], **given)
         assert alone.tokens[0] == together.tokens[row]
         assert np.array_equal(alone.session.logits[0], together.session.logits[row])
-    with Pool(model, params, 2, pieces=(4,), steps=3) as pool:
+    with Pool(model, params, 2, prefill_chunks=(4,), steps=3) as pool:
         requests = [pool.submit(prompts[i], 6, seed=i, **given) for i in range(5)]
         pool.run()
     assert [request.tokens for request in requests] == together.tokens
@@ -120,4 +120,6 @@ def test_wrong_rows(rows: Any, error: type[Exception]) -> None:
 @pytest.mark.usefixtures("unchecked_types")
 def test_wrong_segments() -> None:
     with pytest.raises(ValueError, match=r"Invariant: segment_ids has shape \(5,\)"):
-        Invariant(rwkv7).features(parameters(rwkv7), TOKENS, segment_ids=jnp.ones(5, jnp.int32))
+        Invariant(rwkv7).hidden_states(
+            parameters(rwkv7), TOKENS, segment_ids=jnp.ones(5, jnp.int32)
+        )

@@ -165,7 +165,7 @@ def test_where_both_functions_have_kernels_in_one(
     assert tuple(_targets(text).values()) == calls
 
 
-CONFIG = rwkv7.Config(layers=2, width=128, vocabulary=32, head_size=64)
+CONFIG = rwkv7.Config(num_layers=2, hidden_size=128, vocab_size=32, head_size=64)
 
 
 def _operator(*operands: Any, **options: Any) -> Any:
@@ -173,9 +173,9 @@ def _operator(*operands: Any, **options: Any) -> Any:
     return rwkv_jax.wkv7(*operands, **options)
 
 
-def _features(params: rwkv7.Params, tokens: jax.Array, **options: Any) -> jax.Array:
-    features, _ = rwkv7.features(params, tokens, dtype=jnp.bfloat16, **options)
-    return jnp.sum(features.astype(jnp.float32) ** 3)
+def _hidden_states(params: rwkv7.Params, tokens: jax.Array, **options: Any) -> jax.Array:
+    hidden_states, _ = rwkv7.hidden_states(params, tokens, dtype=jnp.bfloat16, **options)
+    return jnp.sum(hidden_states.astype(jnp.float32) ** 3)
 
 
 @pytest.mark.usefixtures("kernels")
@@ -185,11 +185,11 @@ def test_the_model_takes_the_kernels() -> None:
     tokens = jax.ShapeDtypeStruct((2, 17), jnp.int32)
 
     def calls(**options: Any) -> tuple[int, ...]:
-        call = jax.grad(functools.partial(_features, **options))
+        call = jax.grad(functools.partial(_hidden_states, **options))
         program = jax.make_jaxpr(call)(params, tokens)
         return tuple(hlo.calls(program, target) for target in (FORWARD, BACKWARD))
 
-    each = CONFIG.layers
+    each = CONFIG.num_layers
     assert calls() == calls(layers="ffi", implementation="ffi") == (each, each)
     assert calls(wkv=_operator) == calls(implementation="ffi") == (0, 0)
     assert calls(recompute="mixes") == calls(recompute="cheap") == (each, each)
@@ -203,9 +203,9 @@ def test_the_model_equals_the_two_functions() -> None:
     params = rwkv7.init(jax.random.key(0), CONFIG)
     # Initial matrices of zeros would hide gradients.
     params = jax.tree.map(lambda x: x + 0.1 * jnp.cos(jnp.arange(x.size)).reshape(x.shape), params)
-    tokens = jax.random.randint(jax.random.key(1), (2, 33), 0, CONFIG.vocabulary)
+    tokens = jax.random.randint(jax.random.key(1), (2, 33), 0, CONFIG.vocab_size)
     found, right = (
-        jax.jit(jax.value_and_grad(functools.partial(_features, **options)))(params, tokens)
+        jax.jit(jax.value_and_grad(functools.partial(_hidden_states, **options)))(params, tokens)
         for options in ({}, {"wkv": _operator})
     )
     assert_trees_close(found, right, 1e-3)

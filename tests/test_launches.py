@@ -94,7 +94,7 @@ def _keyed_calls(emulation: Emulation, sizes: Sizes, dtype: str) -> list[Call]:
 
 def _block_calls(emulation: Emulation, rows: int, width: int, dtype: str) -> list[Call]:
     """The step of a block that is not the first one."""
-    config = rwkv7.Config(2, width, vocabulary=11)
+    config = rwkv7.Config(2, width, vocab_size=11)
     params = jax.eval_shape(lambda key: rwkv7.init(key, config), jax.random.key(0))
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.dtype(dtype)), params)
     state = jax.eval_shape(lambda p: rwkv7.initial_state(p, rows, dtype), params)

@@ -31,10 +31,10 @@ def arrays(
 ) -> dict[str, Any]:
     """Features, weight, targets, and a mask that selects most tokens."""
     rng = np.random.default_rng([*shape, vocabulary, channels])
-    features = rng.standard_normal((*shape, channels)).astype(DTYPES[dtype])
+    hidden_states = rng.standard_normal((*shape, channels)).astype(DTYPES[dtype])
     weight = (0.5 * rng.standard_normal((vocabulary, channels))).astype(DTYPES[dtype])
     return {
-        "features": features,
+        "hidden_states": hidden_states,
         "weight": weight.astype(np.float32),
         "targets": np.asarray(rng.integers(0, vocabulary, shape), np.int32),
         "mask": np.asarray(rng.random(shape) < 0.8),
@@ -42,7 +42,7 @@ def arrays(
 
 
 def oracle(
-    features: np.ndarray,
+    hidden_states: np.ndarray,
     weight: np.ndarray,
     targets: np.ndarray,
     mask: np.ndarray | None = None,
@@ -54,7 +54,7 @@ def oracle(
     soft_cap: float | None = None,
 ) -> dict[str, np.ndarray]:
     """The loss, and its gradients times `cotangents`, token by token in float64."""
-    x, w = (np.asarray(array, np.float64) for array in (features, weight))
+    x, w = (np.asarray(array, np.float64) for array in (hidden_states, weight))
     scale = np.ones(targets.shape) if mask is None else np.asarray(mask, np.float64)
     losses, dx, dw = np.zeros(targets.shape), np.zeros_like(x), np.zeros_like(w)
     count = max(scale.sum(), 1) if reduction == "mean" else 1
@@ -73,7 +73,7 @@ def oracle(
         dz *= slope * scale[i] * slopes[i]
         dx[i], dw = w.T @ dz, dw + np.outer(dz, x[i])
     loss = losses if reduction == "none" else losses.sum() / count
-    return {"loss": loss, "dfeatures": dx, "dweight": dw}
+    return {"loss": loss, "dhidden_states": dx, "dweight": dw}
 
 
 def value_and_gradients(
@@ -82,24 +82,24 @@ def value_and_gradients(
     function: Callable[..., jax.Array] = cross_entropy,
     **options: Any,
 ) -> dict[str, jax.Array]:
-    rest = {name: x for name, x in given.items() if name not in ("features", "weight")}
+    rest = {name: x for name, x in given.items() if name not in ("hidden_states", "weight")}
 
-    def loss(features: jax.Array, weight: jax.Array) -> jax.Array:
-        return function(features, weight, **rest, **options)
+    def loss(hidden_states: jax.Array, weight: jax.Array) -> jax.Array:
+        return function(hidden_states, weight, **rest, **options)
 
     @jax.jit
-    def both(features: jax.Array, weight: jax.Array, cotangents: jax.Array) -> dict:
-        value, vjp = jax.vjp(loss, features, weight)
-        dfeatures, dweight = vjp(jnp.broadcast_to(cotangents, value.shape))
-        return {"loss": value, "dfeatures": dfeatures, "dweight": dweight}
+    def both(hidden_states: jax.Array, weight: jax.Array, cotangents: jax.Array) -> dict:
+        value, vjp = jax.vjp(loss, hidden_states, weight)
+        dhidden_states, dweight = vjp(jnp.broadcast_to(cotangents, value.shape))
+        return {"loss": value, "dhidden_states": dhidden_states, "dweight": dweight}
 
-    return both(given["features"], given["weight"], jnp.asarray(cotangents, jnp.float32))
+    return both(given["hidden_states"], given["weight"], jnp.asarray(cotangents, jnp.float32))
 
 
-EXACT = {"loss": 1e-6, "dfeatures": 1e-5, "dweight": 1e-5}
+EXACT = {"loss": 1e-6, "dhidden_states": 1e-5, "dweight": 1e-5}
 """Ceilings in float32."""
 
-OF_16_BITS = {"loss": 1e-5, "dfeatures": 4e-3, "dweight": 4e-3}
+OF_16_BITS = {"loss": 1e-5, "dhidden_states": 4e-3, "dweight": 4e-3}
 """Ceilings where gradients of logits are rounded to bfloat16 or float16."""
 
 
@@ -118,7 +118,7 @@ def check(
     """Values and gradients against the oracle; the options `mine` are not for the oracle."""
     found = value_and_gradients(given, cotangents, function, **options, **(mine or {}))
     expected = oracle(**given, cotangents=cotangents, **options)
-    ceilings = EXACT if given["features"].dtype == np.float32 else OF_16_BITS
+    ceilings = EXACT if given["hidden_states"].dtype == np.float32 else OF_16_BITS
     assert_close({name: np.asarray(x) for name, x in found.items()}, expected, ceilings)
 
 
@@ -138,13 +138,13 @@ OPTIONS: list[dict[str, Any]] = [
 def test_definition(options: dict, recompute: bool) -> None:
     given = arrays(3, 7)
     cotangents = 0.7 if options.get("reduction") != "none" else np.linspace(-1, 2, 21).reshape(3, 7)
-    check(given, cotangents, mine={"recompute": recompute, "slab": 4}, **options)
+    check(given, cotangents, mine={"recompute": recompute, "chunk_size": 4}, **options)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_16_bits(dtype: str, recompute: bool) -> None:
-    check(arrays(4, 16, dtype=dtype), mine={"recompute": recompute, "slab": 24}, **ALL_TERMS)
+    check(arrays(4, 16, dtype=dtype), mine={"recompute": recompute, "chunk_size": 24}, **ALL_TERMS)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -156,7 +156,7 @@ def test_small_cotangents_in_float16(recompute: bool) -> None:
     assert_close({"dweight": np.asarray(found["dweight"])}, {"dweight": dweight}, 4e-3)
 
 
-def test_weight_in_the_dtype_of_the_features() -> None:
+def test_weight_in_the_dtype_of_the_hidden_states() -> None:
     given = arrays(5, 3, dtype="bfloat16")
     given["weight"] = given["weight"].astype(DTYPES["bfloat16"])
     assert value_and_gradients(given)["dweight"].dtype == jnp.bfloat16
@@ -183,8 +183,8 @@ def test_equals_optax() -> None:
     given = arrays(4, 33, vocabulary=300)
     del given["mask"]
 
-    def plain(features: jax.Array, weight: jax.Array, targets: jax.Array) -> jax.Array:
-        logits = jnp.einsum("...c,vc->...v", features, weight)
+    def plain(hidden_states: jax.Array, weight: jax.Array, targets: jax.Array) -> jax.Array:
+        logits = jnp.einsum("...c,vc->...v", hidden_states, weight)
         return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
     expected = value_and_gradients(given, function=plain)
@@ -198,9 +198,9 @@ def test_logits_far_apart() -> None:
     check(given | {"weight": 200 * given["weight"]}, l2_wrap=1e-4)
 
 
-@pytest.mark.parametrize("slab", [1, 6, 7, 100])
-def test_slabs(slab: int) -> None:
-    check(arrays(3, 7), mine={"slab": slab}, **ALL_TERMS)
+@pytest.mark.parametrize("chunk_size", [1, 6, 7, 100])
+def test_slabs(chunk_size: int) -> None:
+    check(arrays(3, 7), mine={"chunk_size": chunk_size}, **ALL_TERMS)
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_no_tokens(reduction: str, recompute: bool) -> None:
     found = value_and_gradients(given, reduction=reduction, recompute=recompute)
     assert found["loss"].shape == ((2, 0) if reduction == "none" else ())
     assert not np.asarray(found["loss"]).any()
-    assert found["dfeatures"].shape == (2, 0, CHANNELS)
+    assert found["dhidden_states"].shape == (2, 0, CHANNELS)
     assert not np.asarray(found["dweight"]).any()
 
 
@@ -246,38 +246,40 @@ def test_targets_outside_the_vocabulary() -> None:
     outside = np.array([-100, 0, VOCABULARY, 1, -1, 2], np.int32)
     mask = (outside >= 0) & (outside < VOCABULARY)
     inside = np.where(mask, outside, 0)
-    expected = oracle(given["features"], given["weight"], inside, mask)
+    expected = oracle(given["hidden_states"], given["weight"], inside, mask)
     found = value_and_gradients({**given, "targets": outside, "mask": mask})
     assert_close({n: np.asarray(x) for n, x in found.items()}, expected, 1e-5)
-    losses = cross_entropy(given["features"], given["weight"], outside, reduction="none")
+    losses = cross_entropy(given["hidden_states"], given["weight"], outside, reduction="none")
     np.testing.assert_array_equal(np.isnan(losses), ~mask)
 
 
 @pytest.mark.parametrize(
     "options", [{}, {"recompute": True}, {"soft_cap": 3.0}, {"reduction": "none"}], ids=str
 )
-def test_features_of_tokens_that_do_not_count(options: dict) -> None:
+def test_hidden_states_of_tokens_that_do_not_count(options: dict) -> None:
     """Nor do the cotangents of their losses: none of them is in any gradient."""
     given, cotangents = arrays(3, 7), np.float32(0.7)
-    wrong = np.resize([np.nan, np.inf, -np.inf], given["features"].shape)
-    features = np.where(given["mask"][..., None], given["features"], wrong.astype(np.float32))
+    wrong = np.resize([np.nan, np.inf, -np.inf], given["hidden_states"].shape)
+    hidden_states = np.where(
+        given["mask"][..., None], given["hidden_states"], wrong.astype(np.float32)
+    )
     if options.get("reduction") == "none":
         cotangents = np.where(given["mask"], cotangents, np.nan)
-    found = value_and_gradients(given | {"features": features}, cotangents, **options)
+    found = value_and_gradients(given | {"hidden_states": hidden_states}, cotangents, **options)
     mine = {name: x for name, x in options.items() if name != "recompute"}
     expected = oracle(**given, cotangents=0.7, **mine)
     assert_exact(found, expected)
-    assert not np.asarray(found["dfeatures"])[~given["mask"]].any()
+    assert not np.asarray(found["dhidden_states"])[~given["mask"]].any()
 
 
 def test_vmap() -> None:
-    """Over features, over weights, and over both, inside and outside of a gradient."""
+    """Over hidden states, over weights, and over both, inside and outside of a gradient."""
     given = arrays(5)
-    x, w, t = (jnp.asarray(given[name]) for name in ("features", "weight", "targets"))
+    x, w, t = (jnp.asarray(given[name]) for name in ("hidden_states", "weight", "targets"))
     xs, ws, ts = jnp.stack([x, 2 * x]), jnp.stack([w, w + 1]), jnp.stack([t, (t + 1) % 7])
 
     def loss(x: jax.Array, w: jax.Array, t: jax.Array) -> jax.Array:
-        return cross_entropy(x, w, t, slab=2)
+        return cross_entropy(x, w, t, chunk_size=2)
 
     for axes in [(0, None, None), (None, 0, None), (0, 0, 0)]:
         operands = [
@@ -305,7 +307,7 @@ def test_vmap() -> None:
 @pytest.mark.parametrize("recompute", [False, True])
 def test_remat_and_scan(recompute: bool) -> None:
     given = arrays(4, 5)
-    x, w, t = (jnp.asarray(given[name]) for name in ("features", "weight", "targets"))
+    x, w, t = (jnp.asarray(given[name]) for name in ("hidden_states", "weight", "targets"))
 
     def loss(x: jax.Array, w: jax.Array, t: jax.Array) -> jax.Array:
         return cross_entropy(x, w, t, recompute=recompute, l2_wrap=0.1)
@@ -324,15 +326,16 @@ def test_remat_and_scan(recompute: bool) -> None:
 
 
 def compiled(batch: int, tokens: int, vocabulary: int, **options: Any) -> Any:
-    """The lowered gradient of a loss of bfloat16 features of 8 channels and a float32 weight."""
+    """The lowered gradient of a loss of bfloat16 hidden states of 8 channels and a float32
+    weight."""
     shapes = (
         jax.ShapeDtypeStruct((batch, tokens, 8), jnp.bfloat16),
         jax.ShapeDtypeStruct((vocabulary, 8), jnp.float32),
         jax.ShapeDtypeStruct((batch, tokens), jnp.int32),
     )
 
-    def loss(features: jax.Array, weight: jax.Array, targets: jax.Array) -> jax.Array:
-        return cross_entropy(features, weight, targets, **options).sum()
+    def loss(hidden_states: jax.Array, weight: jax.Array, targets: jax.Array) -> jax.Array:
+        return cross_entropy(hidden_states, weight, targets, **options).sum()
 
     return jax.jit(jax.value_and_grad(loss, (0, 1))).lower(*shapes)
 
@@ -360,7 +363,7 @@ def test_products(options: dict, products: int) -> None:
 def test_no_array_of_all_logits(options: dict) -> None:
     # Products of a GPU have 32 MB of workspace besides.
     batch, tokens, vocabulary = 4, 1024, 16384
-    program = compiled(batch, tokens, vocabulary, slab=128, **options).compile()
+    program = compiled(batch, tokens, vocabulary, chunk_size=128, **options).compile()
     logits = 4 * batch * tokens * vocabulary
     assert program.memory_analysis().temp_size_in_bytes < logits / 4
 
@@ -377,28 +380,35 @@ PLACES = [
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize(("of_features", "of_weight"), PLACES, ids=str)
+@pytest.mark.parametrize(("of_hidden_states", "of_weight"), PLACES, ids=str)
 def test_meshes(
-    kind: AxisType, recompute: bool, of_features: P, of_weight: P, cpus: list[Any]
+    kind: AxisType, recompute: bool, of_hidden_states: P, of_weight: P, cpus: list[Any]
 ) -> None:
     """Values and gradients, where the gradients are, and that no device gathers logits."""
     mesh = meshes.mesh("data=2,model=2", kind, cpus)
     given = arrays(4, 16, vocabulary=512, channels=8)
-    specs = {"features": of_features, "weight": of_weight, "targets": P("data"), "mask": P()}
+    specs = {
+        "hidden_states": of_hidden_states,
+        "weight": of_weight,
+        "targets": P("data"),
+        "mask": P(),
+    }
     places = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
     placed = meshes.put(mesh, specs, given)
 
     def gradients(given: dict[str, jax.Array]) -> dict[str, jax.Array]:
         rest = {name: given[name] for name in ("targets", "mask")}
-        value, (dfeatures, dweight) = jax.value_and_grad(
-            lambda x, w: cross_entropy(x, w, **rest, recompute=recompute, slab=5, **ALL_TERMS),
+        value, (dhidden_states, dweight) = jax.value_and_grad(
+            lambda x, w: cross_entropy(
+                x, w, **rest, recompute=recompute, chunk_size=5, **ALL_TERMS
+            ),
             (0, 1),
-        )(given["features"], given["weight"])
-        return {"loss": value, "dfeatures": dfeatures, "dweight": dweight}
+        )(given["hidden_states"], given["weight"])
+        return {"loss": value, "dhidden_states": dhidden_states, "dweight": dweight}
 
     with jax.set_mesh(mesh):
         results = {"loss": NamedSharding(mesh, P())}
-        results |= {f"d{name}": places[name] for name in ("features", "weight")}
+        results |= {f"d{name}": places[name] for name in ("hidden_states", "weight")}
         program = jax.jit(gradients, out_shardings=results).lower(placed).compile()
         found = program(placed)
     assert_exact(found, oracle(**given, **ALL_TERMS))
@@ -415,14 +425,14 @@ def test_shard_map(check_vma: bool, reduction: Any, recompute: bool, cpus: list[
     given = arrays(4, 6, vocabulary=38)
     given["mask"] = np.ones((4, 6), bool)
 
-    def local(features: Any, weight: Any, targets: Any, mask: Any) -> jax.Array:
+    def local(hidden_states: Any, weight: Any, targets: Any, mask: Any) -> jax.Array:
         loss = cross_entropy(
-            *(features, weight, targets),
+            *(hidden_states, weight, targets),
             mask=mask,
             reduction=reduction,
             recompute=recompute,
-            axis="model",
-            slab=5,
+            axis_name="model",
+            chunk_size=5,
             **ALL_TERMS,
         )
         if reduction == "none":
@@ -447,25 +457,25 @@ def test_shard_map(check_vma: bool, reduction: Any, recompute: bool, cpus: list[
 
 
 def test_vocabulary_along_two_axes(cpus: list[Any]) -> None:
-    """Differentiated inside the `shard_map`, where the gradient of the features is whole."""
+    """Differentiated inside the `shard_map`, where the gradient of the hidden states is whole."""
     mesh = meshes.mesh("outer=2,inner=2", AxisType.Auto, cpus)
     given = arrays(7, vocabulary=40)
 
-    def local(features: Any, weight: Any, targets: Any, mask: Any) -> Any:
+    def local(hidden_states: Any, weight: Any, targets: Any, mask: Any) -> Any:
         value, found = jax.value_and_grad(
             lambda x, w: cross_entropy(
-                x, w, targets, mask=mask, axis=("outer", "inner"), **ALL_TERMS
+                x, w, targets, mask=mask, axis_name=("outer", "inner"), **ALL_TERMS
             ),
             (0, 1),
-        )(features, weight)
-        return {"loss": value, "dfeatures": found[0], "dweight": found[1]}
+        )(hidden_states, weight)
+        return {"loss": value, "dhidden_states": found[0], "dweight": found[1]}
 
     of_weight = P(("outer", "inner"))
     spread = jax.shard_map(
         local,
         mesh=mesh,
         in_specs=(P(), of_weight, P(), P()),
-        out_specs={"loss": P(), "dfeatures": P(), "dweight": of_weight},
+        out_specs={"loss": P(), "dhidden_states": P(), "dweight": of_weight},
     )
     found = jax.jit(spread)(*given.values())
     assert_exact(found, oracle(**given, **ALL_TERMS))
@@ -474,7 +484,7 @@ def test_vocabulary_along_two_axes(cpus: list[Any]) -> None:
 # Which kernels run.
 
 LARGE: dict[str, Any] = {"vocabulary": 512, "channels": 64, "dtype": "bfloat16"}
-"""What the kernel of features takes, from 1024 tokens on."""
+"""What the kernel of hidden states takes, from 1024 tokens on."""
 
 
 def test_programs_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -487,11 +497,14 @@ def test_programs_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
                 jax.value_and_grad(
                     lambda x, w, t: cross_entropy(x, w, t, l2_wrap=1e-4, **(options or {})), (0, 1)
                 )
-            ).trace(given["features"], given["weight"], given["targets"])
+            ).trace(given["hidden_states"], given["weight"], given["targets"])
             return hlo.targets(traced.lower(lowering_platforms=("cuda",)).as_text())
 
-    of_features, of_logits = {internals.of_losses.OF_FEATURES}, {internals.of_losses.OF_LOGITS}
-    assert targets() == of_features
+    of_hidden_states, of_logits = (
+        {internals.of_losses.OF_HIDDEN_STATES},
+        {internals.of_losses.OF_LOGITS},
+    )
+    assert targets() == of_hidden_states
     assert targets(1023) == of_logits
     assert targets(vocabulary=520) == targets(channels=96) == of_logits
     assert targets(dtype="float32") == of_logits
@@ -500,7 +513,7 @@ def test_programs_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert targets(options={"soft_cap": 3.0}) == set()
     with monkeypatch.context() as few:
         few.setattr(internals.of_losses, "MAX_TOKENS", 1024)
-        assert targets() == of_features
+        assert targets() == of_hidden_states
         assert targets(1025) == of_logits
     monkeypatch.setattr(internals.gpus, "HOPPER", ("B200",))
     jax.clear_caches()
@@ -508,13 +521,13 @@ def test_programs_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="the kernel may not run on this GPU")
-def test_the_way_of_the_kernel_of_features_where_there_is_none(
+def test_the_way_of_the_kernel_of_hidden_states_where_there_is_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     internals.pretend(monkeypatch, "cuda", None)
     monkeypatch.setattr(internals.gpus, "why_not_hopper", lambda: None)
     monkeypatch.setattr(internals.of_losses, "MIN_TOKENS", 0)
-    check(arrays(5, 8, **LARGE), 0.7, mine={"slab": 16}, l2_wrap=0.03)
+    check(arrays(5, 8, **LARGE), 0.7, mine={"chunk_size": 16}, l2_wrap=0.03)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -532,16 +545,32 @@ def test_second_derivatives_are_refused(reduction: Any, recompute: bool) -> None
 
 
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"features": [1.0]}, TypeError, "features is a list; accepted is a JAX or numpy array"),
+    (
+        {"hidden_states": [1.0]},
+        TypeError,
+        "hidden_states is a list; accepted is a JAX or numpy array",
+    ),
     ({"targets": 1}, TypeError, "targets is a int; accepted is a JAX or numpy array"),
-    ({"features": np.zeros((3, 16))}, TypeError, "features is float64; accepted are float32"),
+    (
+        {"hidden_states": np.zeros((3, 16))},
+        TypeError,
+        "hidden_states is float64; accepted are float32",
+    ),
     ({"weight": np.zeros((37, 16), np.int32)}, TypeError, "weight is int32; accepted are float32"),
     ({"targets": np.zeros(3, np.float32)}, TypeError, "targets is float32; accepted are integers"),
     ({"mask": np.zeros(3, np.int32)}, TypeError, "mask is int32; accepted is bool"),
-    ({"features": np.zeros((), np.float32)}, ValueError, "features has shape (); accepted is"),
+    (
+        {"hidden_states": np.zeros((), np.float32)},
+        ValueError,
+        "hidden_states has shape (); accepted is",
+    ),
     ({"weight": np.zeros(16, np.float32)}, ValueError, "weight has shape (16,); accepted is"),
     ({"weight": np.zeros((0, 16), np.float32)}, ValueError, "weight has shape (0, 16); accepted"),
-    ({"weight": np.zeros((37, 8), np.float32)}, ValueError, "so C = 8, where features has C = 16"),
+    (
+        {"weight": np.zeros((37, 8), np.float32)},
+        ValueError,
+        "so C = 8, where hidden_states has C = 16",
+    ),
     ({"targets": np.zeros(4, np.int32)}, ValueError, "targets has shape (4,); accepted is that"),
     ({"mask": np.zeros((3, 1), bool)}, ValueError, "mask has shape (3, 1); accepted is that"),
     ({"reduction": "average"}, ValueError, "reduction is 'average'; accepted are 'mean', 'sum'"),
@@ -551,12 +580,16 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"l2_wrap": None}, ValueError, "l2_wrap is None; accepted is a number"),
     ({"soft_cap": 0.0}, ValueError, "soft_cap is 0.0; accepted are None and a number above 0"),
     ({"soft_cap": math.inf}, ValueError, "soft_cap is inf; accepted are None and a number"),
-    ({"slab": 0}, ValueError, "slab is 0; accepted are None and an integer of at least 1"),
-    ({"slab": 2.0}, ValueError, "slab is 2.0; accepted are None and an integer"),
-    ({"slab": True}, ValueError, "slab is True; accepted are None and an integer"),
+    (
+        {"chunk_size": 0},
+        ValueError,
+        "chunk_size is 0; accepted are None and an integer of at least 1",
+    ),
+    ({"chunk_size": 2.0}, ValueError, "chunk_size is 2.0; accepted are None and an integer"),
+    ({"chunk_size": True}, ValueError, "chunk_size is True; accepted are None and an integer"),
     ({"precision": "best"}, ValueError, "precision is 'best'; accepted are None"),
-    ({"axis": "model"}, ValueError, "axis is 'model'; accepted are None and mesh axes"),
-    ({"axis": 0}, ValueError, "axis is 0; accepted are None and mesh axes"),
+    ({"axis_name": "model"}, ValueError, "axis_name is 'model'; accepted are None and mesh axes"),
+    ({"axis_name": 0}, ValueError, "axis_name is 0; accepted are None and mesh axes"),
 ]
 
 

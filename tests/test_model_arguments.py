@@ -21,17 +21,17 @@ each_generation = pytest.mark.parametrize("module", GENERATIONS.values(), ids=GE
 
 
 def layer_of_equinox(params: Any, tokens: Any) -> Any:
-    config = rwkv7.Config(2, 32, head_size=16, vocabulary=VOCABULARY)
+    config = rwkv7.Config(2, 32, head_size=16, vocab_size=VOCABULARY)
     return equinox.RWKV(config, params=params)(tokens)
 
 
 def layer_of_flax(params: Any, tokens: Any) -> Any:
-    config = rwkv7.Config(2, 32, head_size=16, vocabulary=VOCABULARY)
+    config = rwkv7.Config(2, 32, head_size=16, vocab_size=VOCABULARY)
     return flax.RWKV(config, params=params)(tokens)
 
 
 FUNCTIONS = {
-    "features": rwkv7.features,
+    "hidden_states": rwkv7.hidden_states,
     "apply": rwkv7.apply,
     "Invariant": models.Invariant(rwkv7).apply,
     "flax": layer_of_flax,

@@ -23,7 +23,7 @@ from support.compiler import AS_USERS
 from support.operators import FAST
 from support.tolerance import assert_trees_close
 
-CONFIG = rwkv7.Config(layers=2, width=64, head_size=32, vocabulary=256)
+CONFIG = rwkv7.Config(num_layers=2, hidden_size=64, head_size=32, vocab_size=256)
 BATCH, TOKENS = 2, 37
 
 NORM = ("weight", "bias")
@@ -65,7 +65,7 @@ def params(initial: rwkv7.Params) -> rwkv7.Params:
 
 @pytest.fixture(scope="module")
 def tokens() -> jax.Array:
-    return jax.random.randint(jax.random.key(2), (BATCH, TOKENS), 0, CONFIG.vocabulary)
+    return jax.random.randint(jax.random.key(2), (BATCH, TOKENS), 0, CONFIG.vocab_size)
 
 
 forward = jax.jit(rwkv7.apply, static_argnames=("dtype", "implementation"))
@@ -133,7 +133,7 @@ def test_states_share_no_buffer_with_what_was_given(
     params: rwkv7.Params, shape: tuple[int, ...]
 ) -> None:
     """Also where a layer is called outside `jit`, so that each array may be donated alone."""
-    x, block = jnp.ones((*shape, CONFIG.width)), params.blocks[0]
+    x, block = jnp.ones((*shape, CONFIG.hidden_size)), params.blocks[0]
     for given in (None, rwkv7.initial_state(params, BATCH)[0]):
         _, att, _ = rwkv7.time_mix(block.att, x, given and given.att)
         _, ffn = rwkv7.channel_mix(block.ffn, x, given and given.ffn)
@@ -300,7 +300,7 @@ def test_what_recompute_keeps(params: rwkv7.Params, tokens: jax.Array) -> None:
     kept = {}
     for recompute in (None, "mixes", "cheap", "blocks"):
         model = functools.partial(
-            rwkv7.features, implementation=FFI_OR_REFERENCE, recompute=recompute
+            rwkv7.hidden_states, implementation=FFI_OR_REFERENCE, recompute=recompute
         )
         residuals = jax.eval_shape(lambda p, model=model: jax.vjp(model, p, tokens)[1], params)
         kept[recompute] = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(residuals))
@@ -320,7 +320,7 @@ def test_forward_passes_of_recompute(
         forwards[recompute] = hlo.calls(jax.make_jaxpr(call)(params, tokens), target)
     # Each platform with kernels has a branch with the target.
     branches = sum(x is None for x in rwkv_jax.build_info()["missing"].values())
-    once = CONFIG.layers * branches
+    once = CONFIG.num_layers * branches
     assert forwards == {None: once, "mixes": once, "cheap": once, "blocks": 2 * once}
     monkeypatch.undo()
     jax.clear_caches()
@@ -328,9 +328,9 @@ def test_forward_passes_of_recompute(
 
 def test_blocks_of_one_shape_are_traced_once(tokens: jax.Array) -> None:
     """The first block, which has parameters of its own, and the others."""
-    config = dataclasses.replace(CONFIG, layers=4)
+    config = dataclasses.replace(CONFIG, num_layers=4)
     shapes = jax.eval_shape(lambda: rwkv7.init(jax.random.key(0), config))
-    program = jax.make_jaxpr(lambda *xs: rwkv7.features(*xs))(shapes, tokens)
+    program = jax.make_jaxpr(lambda *xs: rwkv7.hidden_states(*xs))(shapes, tokens)
     bodies = [x.params["jaxpr"] for x in program.eqns if x.params.get("name") == "_block"]
     assert len(bodies) == 4
     assert len(set(map(id, bodies))) == 2
@@ -356,7 +356,7 @@ def test_a_step_is_exported(params: rwkv7.Params, tokens: jax.Array) -> None:
     """With the kernels that multiply few rows on a CPU, which are no operator's."""
 
     step = jax.jit(lambda tokens: rwkv7.apply(params, tokens)[0])
-    exported = export.export(step, disabled_checks=rwkv_jax.export_checks())(tokens[:, 0])
+    exported = export.export(step, disabled_checks=rwkv_jax.export_disabled_checks())(tokens[:, 0])
     found = export.deserialize(exported.serialize()).call(tokens[:, 0])
     np.testing.assert_array_equal(found, step(tokens[:, 0]))
 
@@ -365,13 +365,13 @@ def test_training_is_exported_for_gpus(
     params: rwkv7.Params, tokens: jax.Array, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the kernels of layer functions. All targets of the package are among the checks."""
-    checks = rwkv_jax.export_checks()
+    checks = rwkv_jax.export_disabled_checks()
     every = internals.other_targets("cpu") | internals.other_targets("cuda")
     assert {export.DisabledSafetyCheck.custom_call(x) for x in every} <= {*checks}
     internals.pretend(monkeypatch, "cuda", None)
 
     def loss(params: rwkv7.Params, tokens: jax.Array) -> jax.Array:
-        return jnp.sum(rwkv7.features(params, tokens)[0] ** 2)
+        return jnp.sum(rwkv7.hidden_states(params, tokens)[0] ** 2)
 
     exported = export.export(jax.jit(jax.grad(loss)), platforms=["cuda"], disabled_checks=checks)(
         params, tokens
@@ -394,7 +394,7 @@ def test_options_of_layers_are_checked(params: rwkv7.Params, tokens: jax.Array) 
 @pytest.mark.usefixtures("unchecked_types")
 def test_segment_ids_of_the_model_are_checked(params: rwkv7.Params, tokens: jax.Array) -> None:
     ids, att = jnp.ones((BATCH, TOKENS + 1), jnp.int32), params.blocks[0].att
-    x = jnp.zeros((BATCH, TOKENS, CONFIG.width))
+    x = jnp.zeros((BATCH, TOKENS, CONFIG.hidden_size))
     with pytest.raises(ValueError, match=r"rwkv7: segment_ids has shape \(2, 38\)"):
         rwkv7.apply(params, tokens, segment_ids=ids)
     with pytest.raises(ValueError, match=r"rwkv7: segment_ids has shape \(2, 38\); .* \[B\] = "):
@@ -406,12 +406,12 @@ def test_segment_ids_of_the_model_are_checked(params: rwkv7.Params, tokens: jax.
 
 
 def test_names_are_official(initial: rwkv7.Params) -> None:
-    assert set(rwkv7.names(initial)) == official_names(CONFIG.layers)
+    assert set(rwkv7.names(initial)) == official_names(CONFIG.num_layers)
 
 
 def test_official_sizes() -> None:
     """RWKV-7 "Goose" 0.1B: 191 million parameters, and its low ranks."""
-    config = rwkv7.Config(layers=12, width=768)
+    config = rwkv7.Config(num_layers=12, hidden_size=768)
     shapes = jax.eval_shape(functools.partial(rwkv7.init, config=config), jax.random.key(0))
     att = shapes.blocks[1].att
     ranks = [x.shape[1] for x in (att.w1, att.a1, att.v1, att.g1) if x is not None]
@@ -427,25 +427,28 @@ def test_initial_values(initial: rwkv7.Params) -> None:
         assert bool(x.any()) != name.endswith(ZERO_AT_FIRST), name
     first, *_, last = initial.blocks
     assert jnp.allclose(last.att.ln_x.weight, 1)
-    assert jnp.allclose(first.att.ln_x.weight, CONFIG.layers**-0.7)
+    assert jnp.allclose(first.att.ln_x.weight, CONFIG.num_layers**-0.7)
     # From hand-evaluated formulas: the two ends of a vector over all channels.
     assert jnp.allclose(first.att.w0[jnp.array([0, -1])], jnp.array([-8.0, 3.0]))
     assert jnp.allclose(last.att.a0[jnp.array([0, -1])], jnp.array([-0.69, 0.31]))
     gram = first.ffn.key.weight.T @ first.ffn.key.weight
-    assert jnp.allclose(gram, jnp.eye(CONFIG.width), atol=1e-5)
+    assert jnp.allclose(gram, jnp.eye(CONFIG.hidden_size), atol=1e-5)
 
 
 def test_initial_loss_is_of_a_uniform_guess(initial: rwkv7.Params, tokens: jax.Array) -> None:
     logits, _ = forward(initial, tokens[:, :-1])
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
-    assert float(losses.mean()) == pytest.approx(math.log(CONFIG.vocabulary), abs=0.3)
+    assert float(losses.mean()) == pytest.approx(math.log(CONFIG.vocab_size), abs=0.3)
 
 
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"layers": 0, "width": 64}, "layers is 0"),
-        ({"layers": 1, "width": 100}, "width is 100; accepted is a multiple of head_size = 64"),
+        ({"num_layers": 0, "hidden_size": 64}, "num_layers is 0"),
+        (
+            {"num_layers": 1, "hidden_size": 100},
+            "hidden_size is 100; accepted is a multiple of head_size = 64",
+        ),
     ],
 )
 def test_bad_sizes(sizes: dict[str, int], message: str) -> None:
@@ -455,12 +458,12 @@ def test_bad_sizes(sizes: dict[str, int], message: str) -> None:
 
 def test_later_layer_needs_the_first_value(params: rwkv7.Params) -> None:
     with pytest.raises(ValueError, match="v_first is None"):
-        rwkv7.time_mix(params.blocks[1].att, jnp.zeros((1, 2, CONFIG.width)))
+        rwkv7.time_mix(params.blocks[1].att, jnp.zeros((1, 2, CONFIG.hidden_size)))
 
 
 def test_parameters_that_do_not_divide_stay_whole(cpus: list[Any]) -> None:
     mesh = jax.make_mesh((4,), ("model",), axis_types=(AxisType.Auto,), devices=cpus)
-    config = rwkv7.Config(layers=2, width=64, head_size=32, vocabulary=250)
+    config = rwkv7.Config(num_layers=2, hidden_size=64, head_size=32, vocab_size=250)
     shapes = jax.eval_shape(functools.partial(rwkv7.init, config=config), jax.random.key(0))
     placed = rwkv7.shardings(shapes, mesh, model="model")
     assert placed.emb.weight.spec == P(None, None)
@@ -476,7 +479,7 @@ def test_parameters_that_do_not_divide_stay_whole(cpus: list[Any]) -> None:
 def test_one_head_on_two_devices(cpus: list[Any]) -> None:
     """The operator computes whole heads, so that parameters of half a head would stop it."""
     mesh = jax.make_mesh((2,), ("model",), axis_types=(AxisType.Auto,), devices=cpus[:2])
-    config = rwkv7.Config(layers=1, width=16, head_size=16, vocabulary=8)
+    config = rwkv7.Config(num_layers=1, hidden_size=16, head_size=16, vocab_size=8)
     shapes = jax.eval_shape(functools.partial(rwkv7.init, config=config), jax.random.key(0))
     params = jax.tree.map(lambda x: jnp.ones(x.shape), shapes)
     tokens = jnp.zeros((1, 2), jnp.int32)
@@ -492,17 +495,17 @@ def test_the_sum_of_a_mixing_has_the_shape_of_its_product(
 ) -> None:
     """In a program for one device, where nothing distributes rows and tokens, and with the same
     results."""
-    features = jax.jit(functools.partial(rwkv7.features, implementation=FFI_OR_REFERENCE))
+    hidden_states = jax.jit(functools.partial(rwkv7.hidden_states, implementation=FFI_OR_REFERENCE))
 
     def sums(params: rwkv7.Params) -> int:
         """How many sums there are of the shape of a product."""
-        shape = f"tensor<{tokens.size}x{CONFIG.width}xf32>"
-        lines = features.lower(params, tokens).as_text().splitlines()
+        shape = f"tensor<{tokens.size}x{CONFIG.hidden_size}xf32>"
+        lines = hidden_states.lower(params, tokens).as_text().splitlines()
         return sum("stablehlo.add" in line and line.endswith(shape) for line in lines)
 
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=cpus[:2])
     placed = jax.device_put(params, NamedSharding(mesh, P()))
     assert sums(placed) == 0
     assert sums(params) > 0
-    found, expected = (features(x, tokens) for x in (params, placed))
+    found, expected = (hidden_states(x, tokens) for x in (params, placed))
     jax.tree.map(np.testing.assert_array_equal, found, expected)

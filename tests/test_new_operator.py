@@ -108,13 +108,13 @@ def toy_step(
     v: Any,
     state: Any,
     *,
-    segment_ids: Any = None,
+    active: Any = None,
     decay: str = "log",
     precision: Any = None,
     implementation: str | None = None,
 ) -> tuple[Array, Array]:
     inputs = {"r": r, "w": w, "k": k, "v": v}
-    return OPERATOR.step(inputs, state, segment_ids, decay, precision, implementation)
+    return OPERATOR.step(inputs, state, active, decay, precision, implementation)
 
 
 # So far, everything that a new operator needs. From here on, what it has for that.
@@ -271,6 +271,6 @@ def test_sequences(implementation: str) -> None:
 
 
 def test_export() -> None:
-    exported = export.export(jax.jit(toy), disabled_checks=rwkv_jax.export_checks())
+    exported = export.export(jax.jit(toy), disabled_checks=rwkv_jax.export_disabled_checks())
     y, _ = export.deserialize(exported(*OPERANDS).serialize()).call(*OPERANDS)
     close(y, expected(*OPERANDS)[0])

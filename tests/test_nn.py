@@ -17,7 +17,7 @@ from rwkv_jax.wkv7 import wkv7
 from support.tolerance import assert_trees_close
 
 WIDTH, HEAD_SIZE = 32, 16
-CONFIG = rwkv7.Config(layers=2, width=WIDTH, head_size=HEAD_SIZE, vocabulary=256)
+CONFIG = rwkv7.Config(num_layers=2, hidden_size=WIDTH, head_size=HEAD_SIZE, vocab_size=256)
 BATCH, TOKENS = 2, 9
 
 Tree = TypeVar("Tree")
@@ -57,7 +57,7 @@ def twins(name: str) -> tuple[FlaxLayer, EquinoxLayer, Inputs]:
             (x, STATE.shift),
         )
     tokens = jnp.asarray(rng.integers(0, 256, (BATCH, TOKENS)), jnp.int32)
-    state = tuple(rwkv7.BlockState(STATE, STATE.shift) for _ in range(CONFIG.layers))
+    state = tuple(rwkv7.BlockState(STATE, STATE.shift) for _ in range(CONFIG.num_layers))
     return (
         flax.RWKV(CONFIG, rngs=rngs),
         equinox.RWKV(CONFIG, key=key),
@@ -194,10 +194,10 @@ def test_layers_mix_sequences_with_the_given_function() -> None:
 
     nnx.eval_shape(of_flax)
     shape = (BATCH, TOKENS, WIDTH // HEAD_SIZE, HEAD_SIZE)
-    assert sequences == [shape] * CONFIG.layers
+    assert sequences == [shape] * CONFIG.num_layers
 
     jax.eval_shape(lambda: equinox.RWKV(CONFIG, wkv=spy, key=jax.random.key(0))(tokens[0]))
-    assert sequences[CONFIG.layers :] == [(1, *shape[1:])] * CONFIG.layers
+    assert sequences[CONFIG.num_layers :] == [(1, *shape[1:])] * CONFIG.num_layers
 
 
 def test_first_layer_gives_its_value() -> None:
@@ -240,7 +240,7 @@ def test_bfloat16_model_keeps_float32_parameters() -> None:
     assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(flax.arrays(model.params)))
 
 
-SMALLER = {"layers": 1, "width": 16, "vocabulary": 11}
+SMALLER = {"num_layers": 1, "hidden_size": 16, "vocab_size": 11}
 
 
 @pytest.mark.parametrize(

@@ -109,11 +109,13 @@ def test_formulas_of_the_training_code(monkeypatch: pytest.MonkeyPatch) -> None:
     close(found.numpy(), layers.feed_forward(mixed, jnp.asarray(key), jnp.asarray(matrix)))
 
     targets, head = rng.integers(0, 64, (2, 5)), jnp.asarray(key)
-    of_features = functools.partial(losses.cross_entropy, l2_wrap=1e-4)
-    loss, gradient = jax.value_and_grad(of_features)(jnp.asarray(x), head, jnp.asarray(targets))
-    features = torch.from_numpy(x).requires_grad_()
+    of_hidden_states = functools.partial(losses.cross_entropy, l2_wrap=1e-4)
+    loss, gradient = jax.value_and_grad(of_hidden_states)(
+        jnp.asarray(x), head, jnp.asarray(targets)
+    )
+    hidden_states = torch.from_numpy(x).requires_grad_()
     found = formulas["l2wrap_cross_entropy"](
-        features @ torch.from_numpy(key).T, torch.from_numpy(targets)
+        hidden_states @ torch.from_numpy(key).T, torch.from_numpy(targets)
     )
     found.backward()
-    close((found.detach().numpy(), features.grad.numpy()), (loss, gradient))
+    close((found.detach().numpy(), hidden_states.grad.numpy()), (loss, gradient))

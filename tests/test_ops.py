@@ -78,5 +78,6 @@ def test_one_decay_and_bonus_for_each_head() -> None:
     token = {n: x[:, 0] if x.ndim == 4 else x for n, x in inputs.items() if n != "initial_state"}
     token["state"] = inputs["initial_state"]
     step: Any = rwkv_jax.wkv5_step
-    for x, right in zip(step(**token | scalars), step(**token | repeated), strict=True):
+    ends = (step(**token | x, decay="exp") for x in (scalars, repeated))
+    for x, right in zip(*ends, strict=True):
         np.testing.assert_array_equal(x, right)

@@ -202,7 +202,7 @@ def test_where_there_are_kernels(
     assert _calls(again, case) == calls
 
 
-CONFIG = rwkv7.Config(layers=2, width=64, vocabulary=32, head_size=32)
+CONFIG = rwkv7.Config(num_layers=2, hidden_size=64, vocab_size=32, head_size=32)
 TIME_MIXING = "rwkv_jax.models.rwkv7.projected_read_out"
 
 
@@ -211,12 +211,12 @@ def _apart(*of_heads: Any, implementation: str | None) -> jax.Array:
     return apart(**dict(zip(AXES, of_heads, strict=True)), implementation=implementation)
 
 
-def _features(params: rwkv7.Params, tokens: jax.Array, **options: Any) -> jax.Array:
-    return rwkv7.features(params, tokens, dtype=jnp.bfloat16, **options)[0].astype(jnp.float32)
+def _hidden_states(params: rwkv7.Params, tokens: jax.Array, **options: Any) -> jax.Array:
+    return rwkv7.hidden_states(params, tokens, dtype=jnp.bfloat16, **options)[0].astype(jnp.float32)
 
 
 def _sum(*arguments: Any, **options: Any) -> jax.Array:
-    return jnp.sum(_features(*arguments, **options) ** 3)
+    return jnp.sum(_hidden_states(*arguments, **options) ** 3)
 
 
 @pytest.mark.slow
@@ -227,13 +227,15 @@ def test_the_model_keeps_one_array_less_for_each_block(monkeypatch: pytest.Monke
     tokens = jax.ShapeDtypeStruct((3, 17), jnp.int32)
 
     def kept() -> int:
-        return _kept(tokens.size * CONFIG.width, lambda *x: _features(*x), params, tokens)
+        return _kept(
+            tokens.size * CONFIG.hidden_size, lambda *x: _hidden_states(*x), params, tokens
+        )
 
     def calls(**options: Any) -> tuple[int, ...]:
         program = jax.make_jaxpr(jax.grad(functools.partial(_sum, **options)))(params, tokens)
         return tuple(hlo.calls(program, x) for x in (FORWARD, RESTORING, BACKWARD))
 
-    once = CONFIG.layers
+    once = CONFIG.num_layers
     assert calls() == calls(layers="ffi") == (once, once, 0)
     assert calls(recompute="mixes") == calls(recompute="cheap") == (once, once, 0)
     assert calls(recompute="blocks") == (2 * once, once, 0)
@@ -241,7 +243,7 @@ def test_the_model_keeps_one_array_less_for_each_block(monkeypatch: pytest.Monke
     found = kept()
     monkeypatch.setattr(TIME_MIXING, _apart)
     assert calls() == (once, 0, once)
-    assert kept() == found + CONFIG.layers
+    assert kept() == found + CONFIG.num_layers
 
 
 @pytest.mark.slow
@@ -250,7 +252,7 @@ def test_the_model_equals_the_two_functions(monkeypatch: pytest.MonkeyPatch) -> 
     params = rwkv7.init(jax.random.key(0), CONFIG)
     # Initial matrices of zeros would hide gradients.
     params = jax.tree.map(lambda x: x + 0.1 * jnp.cos(jnp.arange(x.size)).reshape(x.shape), params)
-    tokens = jax.random.randint(jax.random.key(1), (2, 17), 0, CONFIG.vocabulary)
+    tokens = jax.random.randint(jax.random.key(1), (2, 17), 0, CONFIG.vocab_size)
 
     def gradients() -> Any:
         return jax.jit(jax.value_and_grad(lambda *x: _sum(*x)))(rwkv7.stacked(params), tokens)
@@ -273,10 +275,10 @@ def test_the_model_has_another_product_for_tokens_and_integers(
     monkeypatch.setattr(TIME_MIXING, refuse)
     params = rwkv7.init(jax.random.key(0), CONFIG)
     tokens = jnp.zeros((2, 3), jnp.int32)
-    jax.eval_shape(_features, params, tokens[:, 0])
-    jax.eval_shape(_features, models.quantize(params), tokens)
+    jax.eval_shape(_hidden_states, params, tokens[:, 0])
+    jax.eval_shape(_hidden_states, models.quantize(params), tokens)
     with pytest.raises(Called):
-        jax.eval_shape(_features, params, tokens)
+        jax.eval_shape(_hidden_states, params, tokens)
 
 
 # Bad input.

@@ -174,6 +174,7 @@ def test_heads_over_devices(op: str, axis_type: AxisType, shard: bool, cpus: lis
 @pytest.mark.parametrize("op", SEQUENCES)
 def test_refusals(op: str, cpus: list[Any]) -> None:
     inputs, _ = operands(op, Case(1, 8, 2, 16), cu_seqlens=[0, 3, 8])
+    inputs["decay"] = "exp"
 
     def refuses(error: type[Exception], message: str, cu: Any, **more: Any) -> None:
         with pytest.raises(error, match=rf"^{op}: {message}"):

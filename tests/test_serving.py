@@ -24,8 +24,12 @@ LENGTH, PIECES = 12, (4, 8)
 RNG = np.random.default_rng(3)
 PROMPTS = [RNG.integers(0, VOCABULARY, n).tolist() for n in (3, 30, 8, 17, 1, 12)]
 SETTINGS = [
-    *(Sampling(), Sampling(temperature=0), Sampling(top_p=0.8, presence=0.5, uncounted=(1, 2))),
-    *(Sampling(top_k=9, frequency=0.3, decay=0.9), Sampling(temperature=1.5), Sampling()),
+    *(
+        Sampling(),
+        Sampling(temperature=0),
+        Sampling(top_p=0.8, presence_penalty=0.5, uncounted=(1, 2)),
+    ),
+    *(Sampling(top_k=9, frequency_penalty=0.3, decay=0.9), Sampling(temperature=1.5), Sampling()),
 ]
 NUMBERS = range(len(PROMPTS))
 GREEDY = Sampling(temperature=0)
@@ -45,11 +49,11 @@ def params() -> rwkv7.Params:
 
 def pool_of(params: Any, slots: int = 3, **options: Any) -> Pool:
     """With the programs that these tests share."""
-    return Pool(rwkv7, params, slots, **{"pieces": PIECES, "steps": 5} | options)
+    return Pool(rwkv7, params, slots, **{"prefill_chunks": PIECES, "steps": 5} | options)
 
 
 def submit(pool: Pool, number: int, **options: Any) -> Request:
-    given = {"length": LENGTH, "sampling": SETTINGS[number], "seed": number} | options
+    given = {"max_new_tokens": LENGTH, "sampling": SETTINGS[number], "seed": number} | options
     return pool.submit(given.pop("prompt", PROMPTS[number]), **given)
 
 
@@ -67,7 +71,7 @@ def alone(params: rwkv7.Params) -> list[tuple[list[int], list[np.ndarray]]]:
         pool = pool_of(params)
         request = submit(pool, number)
         assert list(request) == request.tokens
-        assert (request.reason, request.cached) == ("length", 0)
+        assert (request.finish_reason, request.cached) == ("length", 0)
         found.append((request.tokens, session_of(pool, 0)))
     return found
 
@@ -87,7 +91,7 @@ def assert_alone(
 def test_greedy_tokens(module: ModuleType) -> None:
     """Those of the formulas in float64."""
     params = parameters(module)
-    pool = Pool(module, params, 3, pieces=PIECES, steps=5)
+    pool = Pool(module, params, 3, prefill_chunks=PIECES, steps=5)
     requests = [submit(pool, number, sampling=GREEDY) for number in (0, 1, 2, 3)]
     pool.run()
     for request in requests:
@@ -207,7 +211,9 @@ def test_nothing_is_compiled_again(params: rwkv7.Params, alone: Any) -> None:
     compiled = [program._cache_size() for program in programs]
     pool = pool_of(params, tokenizer=LETTERS)
     for length in range(1, 40, 3):
-        submit(pool, length % 6, prompt=[length] * length, length=length, stop_tokens=[length])
+        submit(
+            pool, length % 6, prompt=[length] * length, max_new_tokens=length, stop_tokens=[length]
+        )
         if length % 2:
             pool.step()
     pool.run()
@@ -233,18 +239,21 @@ def test_ends(params: rwkv7.Params, alone: Any) -> None:
     assert list(text.texts())
     assert pool.running
     pool.run()
-    assert (stopped.reason, stopped.tokens) == ("stop token", tokens[0][:cut])
+    assert (stopped.finish_reason, stopped.tokens) == ("stop token", tokens[0][:cut])
     assert stopped.text == LETTERS.decode(tokens[0][:cut])
-    assert (text.reason, text.text) == ("stop string", LETTERS.decode(tokens[3]).split(word)[0])
+    assert (text.finish_reason, text.text) == (
+        "stop string",
+        LETTERS.decode(tokens[3]).split(word)[0],
+    )
     assert LETTERS.decode(text.tokens) == text.text + word
-    assert (cancelled.reason, len(cancelled.tokens)) == ("cancelled", number)
-    assert (waiting.reason, waiting.tokens) == ("cancelled", [])
-    assert (other.reason, other.tokens) == ("length", tokens[5])
+    assert (cancelled.finish_reason, len(cancelled.tokens)) == ("cancelled", number)
+    assert (waiting.finish_reason, waiting.tokens) == ("cancelled", [])
+    assert (other.finish_reason, other.tokens) == ("length", tokens[5])
 
 
 def test_times(params: rwkv7.Params) -> None:
     pool = pool_of(params)
-    request = submit(pool, 0, length=7)
+    request = submit(pool, 0, max_new_tokens=7)
     assert request.time_to_first_token is None
     assert not request.wait(timeout=0.0)
     assert request.wait()
@@ -275,9 +284,9 @@ def test_threads(params: rwkv7.Params, alone: Any) -> None:
         for thread in threads:
             thread.join()
         assert_alone(pool, found, alone)
-        endless = submit(pool, 0, length=10**6)
+        endless = submit(pool, 0, max_new_tokens=10**6)
         next(iter(endless))
-    assert endless.reason == "cancelled"
+    assert endless.finish_reason == "cancelled"
     with pytest.raises(RuntimeError, match="submit: the pool is closed"):
         submit(pool, 0)
 
@@ -323,13 +332,13 @@ def test_a_closed_pool_does_not_start(params: rwkv7.Params) -> None:
 def test_two_threads(params: rwkv7.Params, both: tuple[str, str], begun: bool) -> None:
     """A closed pool has no requests, whatever they did in whatever order."""
     pool, barrier = pool_of(params), threading.Barrier(2)
-    requests, errors = [submit(pool, 0, length=10**6)], list[str]()
+    requests, errors = [submit(pool, 0, max_new_tokens=10**6)], list[str]()
     if begun:
         pool.step()
     actions: dict[str, Callable[[], object]] = {
         "start": pool.start,
         "close": pool.close,
-        "submit": lambda: requests.append(submit(pool, 1, length=10**6)),
+        "submit": lambda: requests.append(submit(pool, 1, max_new_tokens=10**6)),
         "cancel": requests[0].cancel,
     }
 
@@ -347,7 +356,7 @@ def test_two_threads(params: rwkv7.Params, both: tuple[str, str], begun: bool) -
         thread.join()
     pool.close()
     assert (pool.running, pool.waiting, pool.step()) == (0, 0, False)
-    assert {request.reason for request in requests} == {"cancelled"}
+    assert {request.finish_reason for request in requests} == {"cancelled"}
     assert set(errors) <= {
         "submit: the pool is closed",
         "start: the pool is closed or has a thread",
@@ -372,7 +381,7 @@ def test_a_round_that_fails(
         with pytest.raises(MemoryError, match="there is no memory"):
             pool.step()
         for request in requests[:3]:
-            assert request.reason == "failed"
+            assert request.finish_reason == "failed"
             with pytest.raises(RuntimeError, match="the request failed: ") as error:
                 request.wait()
             assert isinstance(error.value.__cause__, MemoryError)
@@ -394,10 +403,10 @@ def test_a_request_that_fails(
     monkeypatch.setattr(wrong, "decode_bytes", refused)
     pool = pool_of(params, tokenizer=wrong)
     for length in (LENGTH, 1):
-        request = submit(pool, 0, length=length)
+        request = submit(pool, 0, max_new_tokens=length)
         with pytest.raises(RuntimeError, match="the request failed: ") as error:
             list(request)
-        assert request.reason == "failed"
+        assert request.finish_reason == "failed"
         assert str(error.value.__cause__) == "no text"
 
 
@@ -411,7 +420,7 @@ def test_a_request_without_a_next_token(params: rwkv7.Params, alone: Any) -> Non
     pool.run()
     assert_alone(pool, requests, alone)
     for request in failing:
-        assert (request.reason, request.tokens) == ("failed", [])
+        assert (request.finish_reason, request.tokens) == ("failed", [])
         with pytest.raises(
             RuntimeError, match=r"failed: .*no token can be sampled after 0 new ones"
         ) as error:
@@ -424,7 +433,9 @@ def test_slots_over_a_mesh(params: rwkv7.Params, alone: Any) -> None:
     """Rows over two devices, heads and the vocabulary over two; stacked parameters."""
     stacked = rwkv7.stacked(params)
     placed = jax.device_put(stacked, rwkv7.shardings(stacked, MESH, model="model"))
-    pool = Pool(*(rwkv7, placed, 4), pieces=PIECES, steps=5, mesh=MESH, data="data", model="model")
+    pool = Pool(
+        *(rwkv7, placed, 4), prefill_chunks=PIECES, steps=5, mesh=MESH, data="data", model="model"
+    )
     programs: tuple[Any, ...] = (_slots.start, _slots.read, _slots.decode, _slots.state_of)
     before = [program._cache_size() for program in programs]
     requests = {number: submit(pool, number) for number in NUMBERS}
@@ -444,9 +455,17 @@ WRONG = [
     ({"prompt": "text"}, ValueError, "prompt is 'text'; accepted without Pool(tokenizer=...)"),
     ({"stop": ["x"]}, ValueError, "stop is ('x',); accepted without Pool(tokenizer=...)"),
     ({"stop": [""]}, ValueError, "submit: stop is ['']"),
-    ({"length": 0}, ValueError, "length is 0; accepted is an integer from 1 to 2147483644"),
-    ({"length": 2**31 - 3}, ValueError, "length is 2147483645; accepted is an integer from 1 to"),
-    ({"length": 2.5}, TypeError, "length is 2.5; accepted is an integer from 1"),
+    (
+        {"max_new_tokens": 0},
+        ValueError,
+        "max_new_tokens is 0; accepted is an integer from 1 to 2147483644",
+    ),
+    (
+        {"max_new_tokens": 2**31 - 3},
+        ValueError,
+        "max_new_tokens is 2147483645; accepted is an integer from 1 to",
+    ),
+    ({"max_new_tokens": 2.5}, TypeError, "max_new_tokens is 2.5; accepted is an integer from 1"),
     ({"seed": -1}, ValueError, "from 0 to 2^31 - 1"),
     ({"seed": 0.5}, TypeError, "submit: seed is [0.5]; accepted are integers"),
     ({"sampling": 0.5}, TypeError, "sampling is 0.5; accepted is a Sampling or None"),
@@ -471,8 +490,8 @@ def test_wrong_requests(
     ("options", "message"),
     [
         ({"slots": 0}, "Pool: slots is 0"),
-        ({"pieces": ()}, "Pool: pieces is ()"),
-        ({"pieces": (0,)}, "lengths of at least 1"),
+        ({"prefill_chunks": ()}, "Pool: prefill_chunks is ()"),
+        ({"prefill_chunks": (0,)}, "lengths of at least 1"),
         ({"readers": 4}, "Pool: readers is 4; accepted is an integer from 1 to 3"),
         ({"steps": 33}, "Pool: steps is 33; accepted is an integer from 1 to 32"),
         ({"cache_bytes": -1}, "Pool: cache_bytes is -1"),

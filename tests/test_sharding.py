@@ -197,7 +197,9 @@ def test_steps(op: str, cpus: list[Any]) -> None:
     run, (inputs, cotangents) = Run(op, None), operands(op, Case(4, 1, 4, 16))
     mesh = meshes.mesh("data=2,model=2", AxisType.Explicit, cpus)
     function = sharding.shard(run.public, mesh, batch="data", heads="model")
-    compiled = jax.jit(lambda xs: results(run, function, **xs)).lower(inputs).compile()
+    active = np.ones(4, bool)
+    call = jax.jit(lambda xs: results(run, function, active=active, **xs))
+    compiled = call.lower(inputs).compile()
     assert_right(compiled(inputs), expected(op, inputs, cotangents))
     assert hlo.collectives(compiled.as_text()) == set()
 
@@ -217,11 +219,13 @@ def test_refusals(cpus: list[Any]) -> None:
         shard(jnp.sum, devices)
     with pytest.raises(TypeError, match="wkv7_step is a step; accepted are the operators"):
         sharding.sequence_parallel(rwkv_jax.wkv7_step, "seq")
-    function = shard(wkv7, devices, batch="data", sequence="seq")
+    function: Any = shard(wkv7, devices, batch="data", sequence="seq")
     x = jnp.zeros((2, 9, 2, 16))
     with pytest.raises(
         ValueError, match=r"wkv7: a has shape .* T = 9; accepted is a multiple of 2"
     ):
+        function(x, x, x, x, x, x, decay="sigmoid")
+    with pytest.raises(TypeError, match=r"required .*argument: 'decay'"):
         function(x, x, x, x, x, x)
     with pytest.raises(ValueError, match="wkv7: w has shape"):
-        function(x, x[:, :1], x, x, x, x)
+        function(x, x[:, :1], x, x, x, x, decay="sigmoid")

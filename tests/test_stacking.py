@@ -22,7 +22,7 @@ SEGMENTS = np.array([[1, 1, 2, 2, 2, 0, 3, 3, 3], [0, 5, 5, 5, 5, 5, 5, 1, 1]], 
 
 
 def random(layers: int) -> rwkv7.Params:
-    config = rwkv7.Config(layers, WIDTH, head_size=16, vocabulary=32)
+    config = rwkv7.Config(layers, WIDTH, head_size=16, vocab_size=32)
     shapes = jax.eval_shape(functools.partial(rwkv7.init, config=config), jax.random.key(0))
     rng = np.random.default_rng(0)
     return jax.tree.map(
@@ -119,7 +119,7 @@ def test_state_of_another_form() -> None:
 def lowered(layers: int) -> str:
     @jax.grad
     def gradient(params: rwkv7.Params) -> jax.Array:
-        return rwkv7.features(params, tokens(), recompute="cheap")[0].sum()
+        return rwkv7.hidden_states(params, tokens(), recompute="cheap")[0].sum()
 
     shapes = jax.eval_shape(lambda: rwkv7.stacked(random(layers)))
     return jax.jit(gradient).lower(shapes).as_text()
@@ -136,7 +136,7 @@ def test_backward_pass_keeps_one_value_of_the_first_block() -> None:
     """Only the activations between blocks are kept once for each block."""
 
     def backward(params: rwkv7.Params) -> Any:
-        return jax.vjp(lambda x: rwkv7.features(x, tokens(), recompute="blocks")[0], params)[1]
+        return jax.vjp(lambda x: rwkv7.hidden_states(x, tokens(), recompute="blocks")[0], params)[1]
 
     shapes = jax.eval_shape(backward, jax.eval_shape(lambda: rwkv7.stacked(random(4))))
     kept = [x.shape for x in jax.tree.leaves(shapes) if x.shape[:3] == (3, BATCH, TOKENS)]

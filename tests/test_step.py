@@ -139,6 +139,20 @@ def test_a_state_that_is_not_donated_stays(run: Run) -> None:
         assert not np.array_equal(after[name], x)
 
 
+@pytest.mark.usefixtures("unchecked_types")
+@pytest.mark.parametrize("op", STEPS)
+def test_a_mask_that_is_refused(op: str) -> None:
+    inputs, _ = operands(op, Case(3, 1, 2, 64))
+
+    def refuses(error: type[Exception], message: str, active: Any) -> None:
+        with pytest.raises(error, match=rf"^{op}: active {message}"):
+            Run(op, None)(**inputs, active=active)
+
+    refuses(TypeError, "is a list; accepted is a JAX or numpy array", [True, False, True])
+    refuses(TypeError, "is int32; accepted is bool", np.ones(3, np.int32))
+    refuses(ValueError, r"has shape \(2,\); accepted is \[B\] = \(3,\)", np.ones(2, bool))
+
+
 @pytest.mark.parametrize(
     ("run", "decay"),
     [
@@ -151,9 +165,9 @@ def test_a_state_that_is_not_donated_stays(run: Run) -> None:
     ],
 )
 def test_a_row_without_a_token_keeps_its_state(run: Run, decay: str) -> None:
-    ids, idle, rows = np.array([3, 0, 1], np.int32), 1, [0, 2]
-    inputs, cotangents = operands(run.op, Case(3, 1, 2, 64, decay=decay), segment_ids=ids)
-    found = value_and_gradients(run, inputs, cotangents, decay=decay, segment_ids=ids)
+    active, idle, rows = np.array([True, False, True]), 1, [0, 2]
+    inputs, cotangents = operands(run.op, Case(3, 1, 2, 64, decay=decay), active=active)
+    found = value_and_gradients(run, inputs, cotangents, decay=decay, active=active)
 
     def others(x: dict[str, Any]) -> dict[str, Any]:
         shared = {n for name in run.operator.shared for n in (name, f"d{name}")}

@@ -83,6 +83,6 @@ def test_the_way_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax.ffi, "ffi_call", spy)
     x = jnp.ones((2, 16, 2, 32))
     jax.clear_caches()
-    jax.jit(lambda x: rwkv_jax.wkv7(x, -x, x, x, x, x)).trace(x)
+    jax.jit(lambda x: rwkv_jax.wkv7(x, -x, x, x, x, x, decay="log")).trace(x)
     assert {way[0] for way in ways} == {"wkv7"}
     assert max(map(len, ways)) <= 10

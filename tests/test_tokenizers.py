@@ -89,10 +89,10 @@ def test_text_and_back(tokenizer: tokenizers.Tokenizer) -> None:
 
 def test_any_tokens(tokenizer: tokenizers.Tokenizer) -> None:
     """Tokens that split characters, and bytes that are no UTF-8."""
-    bytes_first = st.integers(0, min(300, tokenizer.vocabulary) - 1)
+    bytes_first = st.integers(0, min(300, tokenizer.vocab_size) - 1)
 
     @settings(max_examples=60, deadline=None, database=None)
-    @given(st.lists(st.one_of(bytes_first, st.integers(0, tokenizer.vocabulary - 1))))
+    @given(st.lists(st.one_of(bytes_first, st.integers(0, tokenizer.vocab_size - 1))))
     def check(tokens: list[int]) -> None:
         pieces = [tokenizer.decode_bytes([token]) for token in tokens]
         assert tokenizer.decode_bytes(tokens) == b"".join(pieces)
@@ -100,12 +100,12 @@ def test_any_tokens(tokenizer: tokenizers.Tokenizer) -> None:
         assert tokenizer.decode(tokens) == text == streamed(tokenizer, tokens)
 
     check()
-    found = {tokenizer.decode_bytes([token]) for token in range(min(300, tokenizer.vocabulary))}
+    found = {tokenizer.decode_bytes([token]) for token in range(min(300, tokenizer.vocab_size))}
     assert {bytes([byte]) for byte in range(256)} <= found
 
 
 def test_stream_within_a_character(tokenizer: tokenizers.Tokenizer) -> None:
-    single = {tokenizer.decode_bytes([x]): x for x in range(min(300, tokenizer.vocabulary))}
+    single = {tokenizer.decode_bytes([x]): x for x in range(min(300, tokenizer.vocab_size))}
     face = [single[bytes([byte])] for byte in "🙂".encode()]
     stream = tokenizers.Stream(tokenizer)
     assert [stream.push(token) for token in face] == ["", "", "", "🙂"]
@@ -115,8 +115,8 @@ def test_stream_within_a_character(tokenizer: tokenizers.Tokenizer) -> None:
 
 @pytest.mark.parametrize("token", [-1, 1 << 40, None])
 def test_tokens_out_of_range(tokenizer: tokenizers.Tokenizer, token: int | None) -> None:
-    token = tokenizer.vocabulary if token is None else token
-    message = f"a token is {token}; accepted are 0 to {tokenizer.vocabulary - 1}"
+    token = tokenizer.vocab_size if token is None else token
+    message = f"a token is {token}; accepted are 0 to {tokenizer.vocab_size - 1}"
     for call in (tokenizer.decode, tokenizer.decode_bytes, functools.partial(streamed, tokenizer)):
         with pytest.raises(ValueError, match=message):
             call([1, token])
@@ -131,7 +131,7 @@ def test_no_integers_and_no_text(tokenizer: tokenizers.Tokenizer) -> None:
 
 
 def test_sizes_and_ends(by_kind: dict[str, tokenizers.Tokenizer]) -> None:
-    assert {kind: x.vocabulary for kind, x in by_kind.items()} == {
+    assert {kind: x.vocab_size for kind, x in by_kind.items()} == {
         "world": 65536,
         "vocabulary.txt": 262,
         "tokenizer.json": 271,

@@ -228,6 +228,13 @@ def test_processes_go_together(
         assert message in capsys.readouterr().err
 
 
+def test_what_a_checkpoint_records(train: ModuleType, options: list[str]) -> None:
+    """The sizes of the model, under the names that earlier checkpoints have."""
+    recorded = train.options.recorded(train.options.parse(options), None)
+    names = ("layers", "width", "head_size", "vocabulary")
+    assert [recorded[name] for name in names] == [1, 32, 16, 256]
+
+
 def test_joined_gradients_give_the_same_updates(
     train: ModuleType, options: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -326,7 +333,7 @@ def test_documents_in_pieces(
     """The gradients of the whole documents take little more memory than one piece, and the model
     learns with and without --detach."""
     (tmp_path / "text").write_bytes(TEXT)
-    config = rwkv7.Config(layers=1, width=64, head_size=32, vocabulary=256)
+    config = rwkv7.Config(num_layers=1, hidden_size=64, head_size=32, vocab_size=256)
     monkeypatch.setitem(long_context.SIZES, "tiny", config)
     options = [f"--data={tmp_path / 'text'}", "--piece=16", "--steps=4"]
 
@@ -350,7 +357,7 @@ def test_documents_in_pieces(
 def test_detached_pieces_do_not_learn_from_later_ones(long_context: ModuleType) -> None:
     """The parameters are random, because states do not matter with the official initial parameters,
     whose output is zero."""
-    config = rwkv7.Config(1, 16, 16, vocabulary=8)
+    config = rwkv7.Config(1, 16, 16, vocab_size=8)
     shapes = jax.eval_shape(lambda key: rwkv7.init(key, config), jax.random.key(0))
     leaves, tree = jax.tree.flatten(shapes)
     keys = jax.random.split(jax.random.key(1), len(leaves))
@@ -469,7 +476,7 @@ def test_task(
 
 
 def saved_model(path: Path, module: ModuleType, vocabulary: int) -> Any:
-    config = module.Config(layers=1, width=64, head_size=64, vocabulary=vocabulary)
+    config = module.Config(num_layers=1, hidden_size=64, head_size=64, vocab_size=vocabulary)
     params = jax.jit(module.init, static_argnames="config")(jax.random.key(1), config=config)
     models.save(path, params)
     return params

@@ -100,8 +100,8 @@ def test_options_that_are_refused(
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["--width=100"], "width is 100; accepted is a multiple of head_size = 64"),
-        (["--head-size=48"], "width is 128; accepted is a multiple of head_size = 48"),
+        (["--width=100"], "hidden_size is 100; accepted is a multiple of head_size = 64"),
+        (["--head-size=48"], "hidden_size is 128; accepted is a multiple of head_size = 48"),
         (["--resume", "--force"], "not allowed with argument --resume"),
     ],
 )

@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     except UnicodeDecodeError as error:
         raise ValueError(f"{arguments.text}: the file is no text in UTF-8: {error}") from None
     model = models.inspect(arguments.model)
-    tokenizer = tokenizer_of(arguments, model.config.vocabulary)
+    tokenizer = tokenizer_of(arguments, model.config.vocab_size)
     tokens = tokenizer.encode(text)
     # From the end of a text before it, the first token is predicted as well.
     start = tokens[:1] if tokenizer.end_of_text is None else [tokenizer.end_of_text]

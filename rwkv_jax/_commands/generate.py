@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
     session = stream.session
     if arguments.save_state is not None:
         generation.save(arguments.save_state, session)
-    reasons = ", ".join("interrupted" if x == "stopped" else str(x) for x in stream.reasons)
+    reasons = ", ".join("interrupted" if x == "stopped" else str(x) for x in stream.finish_reasons)
     print(f"{model.speed}; seed {session.seeds[0]}; ended by: {reasons}", file=sys.stderr)
     return 130 if interrupt.requested else 0
 
@@ -105,7 +105,7 @@ def _print_end(stream: "TextStream") -> None:
     if batch > 1:
         seeds = stream.session.seeds
         for row, text in enumerate(stream.texts):
-            if stream.reasons[row] != "failed":
+            if stream.finish_reasons[row] != "failed":
                 print(f"--- {row + 1} of {batch}, seed {seeds[row]}\n{text}")
     elif stream.texts[0]:
         print()

@@ -50,7 +50,7 @@ def _rows(path: str, batch: int, dtype: str | None) -> list[tuple[str, str]]:
     )
     states = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
     try:
-        tokenizer = tokenizers.for_vocabulary(found.config.vocabulary, checkpoint=path)
+        tokenizer = tokenizers.for_vocabulary(found.config.vocab_size, checkpoint=path)
     except ValueError:
         tokenizer = "not known from the size of the vocabulary"
     rows = "1 row" if batch == 1 else f"{batch} rows"

@@ -53,10 +53,10 @@ def sampling_of(arguments: argparse.Namespace, tokenizer: "Tokenizer") -> "Sampl
         temperature=arguments.temperature,
         top_p=arguments.top_p,
         top_k=arguments.top_k,
-        presence=arguments.presence,
-        frequency=arguments.frequency,
+        presence_penalty=arguments.presence,
+        frequency_penalty=arguments.frequency,
         decay=arguments.penalty_decay,
-        uncounted=[x for x in range(tokenizer.vocabulary) if tokenizer.decode([x]) in _UNCOUNTED],
+        uncounted=[x for x in range(tokenizer.vocab_size) if tokenizer.decode([x]) in _UNCOUNTED],
     )
 
 

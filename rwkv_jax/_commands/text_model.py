@@ -48,7 +48,7 @@ class TextModel:
     def __init__(self, arguments: argparse.Namespace):
         from rwkv_jax import models
 
-        self.tokenizer = tokenizer_of(arguments, models.inspect(arguments.model).config.vocabulary)
+        self.tokenizer = tokenizer_of(arguments, models.inspect(arguments.model).config.vocab_size)
         self._sampling = sampling_of(arguments, self.tokenizer)
         checkpoint = models.load(arguments.model, dtype=arguments.dtype)
         self._module, self._params = checkpoint.module, models.for_decoding(checkpoint.params)
@@ -128,13 +128,13 @@ class TextModel:
         """Run each program once that reading and writing need."""
         import jax
 
-        from rwkv_jax.generation._prefill import PIECES, lengths_of_pieces
+        from rwkv_jax.generation._prefill import PREFILL_CHUNKS, lengths_of_pieces
 
-        pieces = lengths_of_pieces(length, PIECES) or PIECES[:1]
+        pieces = lengths_of_pieces(length, PREFILL_CHUNKS) or PREFILL_CHUNKS[:1]
         needed = {(batch, piece) for piece in pieces} - self._compiled
         begin = time.perf_counter()
         for _, piece in sorted(needed):
-            stream = self._stream([[0]] * batch, 1, pieces=(piece,))
+            stream = self._stream([[0]] * batch, 1, prefill_chunks=(piece,))
             next(stream)
             jax.block_until_ready(stream.session)
         self._compiled |= needed

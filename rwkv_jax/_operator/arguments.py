@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array
 
 from rwkv_jax._operator import check
-from rwkv_jax._operator.call import Forward, Options, SegmentIds, Sequences
+from rwkv_jax._operator.call import Active, Forward, Options, SegmentIds, Sequences
 from rwkv_jax._operator.signature import Signature
 from rwkv_jax._packing import segments, sequences
 
@@ -38,8 +38,9 @@ def operands(
     signature: Signature,
     inputs: Mapping[str, Any],
     state: Any,
-    segment_ids: Any,
+    segment_ids: Any = None,
     cu_seqlens: Any = None,
+    active: Any = None,
     *,
     token: bool,
 ) -> Forward:
@@ -57,6 +58,8 @@ def operands(
         packing = Sequences(_checked_offsets(op, cu_seqlens, sizes, axes, arrays))
     elif segment_ids is not None:
         packing = SegmentIds(segments.checked(op, segment_ids, *sizes))
+    elif active is not None:
+        packing = Active(_checked_active(op, active, sizes))
     return Forward(
         {name: arrays[name] for name in given},
         {part: arrays[signature.part(part, token=token)] for part in signature.state if parts},
@@ -79,6 +82,15 @@ def _checked_offsets(
                 f"cu_seqlens has S + 1 = {len(offsets)}"
             )
     return offsets
+
+
+def _checked_active(op: str, active: Any, sizes: tuple[int, ...]) -> Array:
+    check.array(op, "active", active)
+    if active.dtype != bool:
+        raise TypeError(f"{op}: active is {active.dtype}; accepted is bool")
+    if active.shape != sizes:
+        raise ValueError(f"{op}: active has shape {active.shape}; accepted is [B] = {sizes}")
+    return jnp.asarray(active)
 
 
 def _broadcast_per_head(signature: Signature, name: str, inputs: Mapping[str, Any]) -> Any:

@@ -11,6 +11,10 @@ A packing says how several sequences share the rows of a batch:
     Marks        what implementations get for it: whether a token continues a segment, starts one,
                  or is padding
     Sequences    offsets of sequences in a row, each with a state of its own
+
+Of a step, which computes one token of each row:
+
+    Active       which rows have a token
 """
 
 from dataclasses import dataclass
@@ -82,7 +86,15 @@ class Sequences(Generic[Leaf]):
     offsets: Leaf
 
 
-Packing: TypeAlias = SegmentIds[Leaf] | Marks[Leaf] | Sequences[Leaf] | None
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Active(Generic[Leaf]):
+    """`active` [B] of bool."""
+
+    active: Leaf
+
+
+Packing: TypeAlias = SegmentIds[Leaf] | Marks[Leaf] | Sequences[Leaf] | Active[Leaf] | None
 
 
 @jax.tree_util.register_dataclass

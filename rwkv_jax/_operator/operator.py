@@ -19,6 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from rwkv_jax._operator import arguments, dispatch
 from rwkv_jax._operator.call import (
+    Active,
     Arrays,
     Backward,
     Forward,
@@ -86,14 +87,14 @@ class Operator(Computation):
         self,
         inputs: Mapping[str, Any],
         state: Any,
-        segment_ids: Any,
+        active: Any,
         decay: Any,
         precision: Any,
         implementation: Any,
     ) -> tuple[Array, Any]:
         """`y` and the next state of one token of each row, likewise."""
         options = self.options(decay, precision, implementation, token=True)
-        operands = self.operands(inputs, state, segment_ids, token=True)
+        operands = self.operands(inputs, state, active=active, token=True)
         return self.results(*self.compute(options, operands, token=True))
 
     def options(self, decay: Any, precision: Any, implementation: Any, *, token: bool) -> Options:
@@ -105,13 +106,14 @@ class Operator(Computation):
         self,
         inputs: Mapping[str, Any],
         state: Any,
-        segment_ids: Any,
+        segment_ids: Any = None,
         cu_seqlens: Any = None,
+        active: Any = None,
         *,
         token: bool,
     ) -> Forward:
         """The checked operands of a call, with the axes that callers know."""
-        op, packing = self.public_name(token=token), (segment_ids, cu_seqlens)
+        op, packing = self.public_name(token=token), (segment_ids, cu_seqlens, active)
         return arguments.operands(op, self.signature, inputs, state, *packing, token=token)
 
     def compute(self, options: Options, operands: Forward, *, token: bool) -> YAndState:
@@ -173,18 +175,17 @@ class Operator(Computation):
         return functools.partial(sequence, self, options)
 
     def _of_tokens(self, options: Options, operands: Forward) -> YAndState:
-        """`y` and the next state of one token of each row. Where that is padding, the operator gets
-        a token that changes no state, if there is one, so that nothing has to go over the states
-        again."""
-        if not isinstance(operands.packing, SegmentIds):
+        """`y` and the next state of one token of each row. For rows that have none, the operator
+        gets a token that changes no state, if there is one, so that nothing has to go over the
+        states again."""
+        if not isinstance(operands.packing, Active):
             if options.implementation == "reference":
                 return y_and_state(self, "step", options, operands)
             return token(self, options, operands)
-        ids, identity_token = operands.packing.ids, self.signature.identity_token
+        active, identity_token = operands.packing.active, self.signature.identity_token
 
         def selected(x: Array, otherwise: Array | float) -> Array:
-            there = jnp.expand_dims(ids != 0, tuple(range(1, x.ndim)))
-            return jnp.where(there, x, otherwise)
+            return jnp.where(jnp.expand_dims(active, tuple(range(1, x.ndim))), x, otherwise)
 
         numbers = {name: of_form[options.decay] for name, of_form in (identity_token or {}).items()}
         inputs = {name: selected(x, numbers.get(name, 0.0)) for name, x in operands.inputs.items()}

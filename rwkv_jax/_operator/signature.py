@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from rwkv_jax._operator.call import (
+    Active,
     Arrays,
     Backward,
     Forward,
@@ -95,9 +96,11 @@ class Signature:
         packing = None
         match operands.packing:
             case SegmentIds():
-                packing = SegmentIds("B" if token else "BT")
+                packing = SegmentIds("BT")
             case Sequences():
                 packing = Sequences("Z")
+            case Active():
+                packing = Active("B")
         state = self.given_state(operands.packing) if operands.state else {}
         return Forward(self.given_inputs(token=token), state, packing)
 

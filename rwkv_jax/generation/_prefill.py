@@ -16,7 +16,7 @@ from jaxtyping import Int32
 
 from rwkv_jax.generation._session import Model, Session
 
-PIECES = (16, 64, 256)
+PREFILL_CHUNKS = (16, 64, 256)
 """The lengths of the pieces in which prompts are read, in tokens."""
 
 
@@ -61,18 +61,18 @@ def read_piece(
 ) -> Session:
     """The session after the first `lengths` tokens of each row of `tokens`."""
     index = lax.broadcasted_iota(jnp.int32, tokens.shape, 1)
-    features, state = model.module.features(
+    hidden_states, state = model.module.hidden_states(
         *(params, jnp.asarray(tokens), session.state),
         segment_ids=(index < lengths[:, None]).astype(jnp.int32),
         dtype=model.dtype,
         implementation=model.implementation,
     )
     last = jnp.maximum(lengths - 1, 0)[:, None, None]
-    features = jnp.take_along_axis(features, last, axis=1)[:, 0]
+    hidden_states = jnp.take_along_axis(hidden_states, last, axis=1)[:, 0]
     reads = (lengths > 0)[:, None]
     return Session(
         state=state,
-        logits=jnp.where(reads, model.logits(params, features), session.logits),
+        logits=jnp.where(reads, model.logits(params, hidden_states), session.logits),
         seen=session.seen & ~reads,
         counts=jnp.where(reads, 0, session.counts),
         seeds=session.seeds,

@@ -25,8 +25,8 @@ _RANGES = {
     "temperature": (f"0, or a number from {_LOWEST_TEMPERATURE} on", 0, _LARGEST),
     "top_p": ("a number from 0 to 1", 0, 1),
     "top_k": ("an integer from 0 to 2^31 - 1", 0, 2**31 - 1),
-    "presence": ("a finite number", -_LARGEST, _LARGEST),
-    "frequency": ("a finite number", -_LARGEST, _LARGEST),
+    "presence_penalty": ("a finite number", -_LARGEST, _LARGEST),
+    "frequency_penalty": ("a finite number", -_LARGEST, _LARGEST),
     "decay": ("a number from 0 to 1", 0, 1),
 }
 
@@ -37,7 +37,8 @@ class Sampling:
 
     With the logits l[i] of a row, and with n[i], which counts the tokens i since the last prompt:
 
-        l[i] <- l[i] - (presence + frequency * n[i])    for every i that has occurred since then
+        l[i] <- l[i] - (presence_penalty + frequency_penalty * n[i])
+            for every i that has occurred since then
         p = softmax(l)
         c = p[j] of the first token j, in descending order of p, where the sum of p up to and with j
             is at least top_p
@@ -45,7 +46,8 @@ class Sampling:
         q[i] = p[i]^(1 / temperature) / sum over j of p[j]^(1 / temperature)
 
     The next token x is sampled from q. Then n[i] <- n[i] * decay for all i, and n[x] <- n[x] + 1,
-    or + 0 if x is in `uncounted`, so that only `presence` counts against such a token at first.
+    or + 0 if x is in `uncounted`, so that only `presence_penalty` counts against such a token at
+    first.
 
     Tokens with equal p stay or go together. With temperature 0 the next token is the one with the
     largest l, and the first of several. The defaults sample from softmax(l).
@@ -57,8 +59,8 @@ class Sampling:
       temperature: 0, or at least 1e-6.
       top_p: from 0, where only the likeliest token stays, to 1, where all stay.
       top_k: how many tokens stay; 0 for all.
-      presence: the penalty of a token that has occurred.
-      frequency: the penalty for each time that it has occurred.
+      presence_penalty: the penalty of a token that has occurred.
+      frequency_penalty: the penalty for each time that it has occurred.
       decay: what is left of a count after each token, from 0 to 1.
       uncounted: tokens that add nothing to counts. ChatRWKV takes the digits, the space and the
         tab.
@@ -71,8 +73,8 @@ class Sampling:
     temperature: Number = 1.0
     top_p: Number = 1.0
     top_k: Number = 0
-    presence: Number = 0.0
-    frequency: Number = 0.0
+    presence_penalty: Number = 0.0
+    frequency_penalty: Number = 0.0
     decay: Number = 1.0
     uncounted: Sequence[int] = ()
 
@@ -96,8 +98,8 @@ class Settings(NamedTuple):
     temperature: Float32[Operand, " B"]
     top_p: Float32[Operand, " B"]
     top_k: Int32[Operand, " B"]
-    presence: Float32[Operand, " B"]
-    frequency: Float32[Operand, " B"]
+    presence_penalty: Float32[Operand, " B"]
+    frequency_penalty: Float32[Operand, " B"]
     decay: Float32[Operand, " B"]
     counted: Bool[Operand, "B vocabulary"]
 
@@ -171,7 +173,7 @@ def sample(
     presence, frequency, temperature, top_p, top_k = (
         jnp.asarray(x)[:, None]
         for x in (
-            *(settings.presence, settings.frequency, settings.temperature),
+            *(settings.presence_penalty, settings.frequency_penalty, settings.temperature),
             *(settings.top_p, settings.top_k),
         )
     )

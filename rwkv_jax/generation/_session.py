@@ -31,11 +31,13 @@ class Model(NamedTuple):
     dtype: np.dtype
     implementation: str | None
 
-    def logits(self, params: Any, features: Float[Array, "B C"]) -> Float32[Array, "B vocabulary"]:
-        """What the head makes of features."""
+    def logits(
+        self, params: Any, hidden_states: Float[Array, "B C"]
+    ) -> Float32[Array, "B vocabulary"]:
+        """What the head makes of hidden states."""
         if isinstance(self.module, Invariant):
-            return self.module.logits(params, features)
-        return _linear.logits(params.head, features)
+            return self.module.logits(params, hidden_states)
+        return _linear.logits(params.head, hidden_states)
 
     def postponed(self, params: Any, state: Any) -> Any:
         """The state for a loop over tokens."""

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from rwkv_jax._operator import check
 from rwkv_jax.generation import _decoding, _prefill, _session
-from rwkv_jax.generation._prefill import PIECES
+from rwkv_jax.generation._prefill import PREFILL_CHUNKS
 from rwkv_jax.generation._sampling import (
     NO_DISTRIBUTION,
     Sampling,
@@ -24,7 +24,7 @@ from rwkv_jax.generation._session import MOST_TOKENS, Model, Session
 from rwkv_jax.models._invariant import Invariant
 
 Reason: TypeAlias = Literal["length", "stop token", "stopped", "failed"]
-"""Why a row has ended: it has `length` tokens, it sampled one of `stop_tokens`, the caller of
+"""Why a row has ended: it has `max_new_tokens`, it sampled one of `stop_tokens`, the caller of
 `TokenStream.stop` stopped it, or its logits are NaN or infinite."""
 
 
@@ -43,8 +43,8 @@ class TokenStream(Iterator[list[int | None]]):
       params: the parameters, in either form, on any devices.
       prompts: tokens for each row. With a session a prompt may be empty: such a row goes on as if
         it had never been interrupted. Penalties count the tokens since a row's last prompt.
-      length: the largest number of new tokens of a row. With those that it has had in `session` and
-        those of its prompt, a row may have up to 2^31 - 1.
+      max_new_tokens: the largest number of new tokens of a row. With those that it has had in
+        `session` and those of its prompt, a row may have up to 2^31 - 1.
       sampling: how tokens are chosen; `Sampling()` if None.
       seed: an integer from 0 to 2^31 - 1 for each row; or one for the first row, whose successors
         are the seeds of the other rows. None takes the seeds of `session`, or 0. The tokens of a
@@ -54,20 +54,21 @@ class TokenStream(Iterator[list[int | None]]):
       session: what the prompts continue; None for a new session.
       state: what every row starts from, a state of one row in the form of `params`, such as
         `models.load_state` gives; the state before any token if None. Not with a session.
-      pieces: the lengths of the pieces in which prompts are read, in tokens. For each of them that
-        occurs a program is compiled.
+      prefill_chunks: the lengths of the chunks in which prompts are read, in tokens. For each of
+        them that occurs a program is compiled.
       dtype: the dtype of the activations, that of the session if there is one.
       implementation: the implementation of the operator.
 
     Attributes:
       tokens: the tokens of each row so far.
-      reasons: why each row has ended, or None: "length", "stop token", "stopped" or "failed".
+      finish_reasons: why each row has ended, or None: "length", "stop token", "stopped" or
+        "failed".
 
     Raises:
-      TypeError: tokens, seeds or `length` are no integers.
+      TypeError: tokens, seeds or `max_new_tokens` are no integers.
       ValueError: there is no prompt; or the first prompt of a row is empty; or tokens are not in
-        the vocabulary; or `length` is negative or too large; or the settings, the seeds or the
-        session are for another number of rows; or a length of a piece is not positive; or the
+        the vocabulary; or `max_new_tokens` is negative or too large; or the settings, the seeds or
+        the session are for another number of rows; or a length of a chunk is not positive; or the
         session or the state is not one of this model.
     """
 
@@ -76,14 +77,14 @@ class TokenStream(Iterator[list[int | None]]):
         module: ModuleType | Invariant,
         params: Any,
         prompts: Sequence[Sequence[int] | np.ndarray],
-        length: int,
+        max_new_tokens: int,
         *,
         sampling: Sampling | None = None,
         seed: int | Sequence[int] | None = None,
         stop_tokens: Sequence[int] = (),
         session: Session | None = None,
         state: Any = None,
-        pieces: Sequence[int] = PIECES,
+        prefill_chunks: Sequence[int] = PREFILL_CHUNKS,
         dtype: DTypeLike = jnp.float32,
         implementation: str | None = None,
     ):
@@ -91,9 +92,12 @@ class TokenStream(Iterator[list[int | None]]):
         vocabulary, batch = len(params.head.weight), len(prompts)
         if batch == 0:
             raise ValueError("generate: there are no prompts; accepted is one for each row")
-        check.number("generate", "length", length, 0, MOST_TOKENS)
-        if not pieces or min(pieces) < 1:
-            raise ValueError(f"generate: pieces is {pieces!r}; accepted are lengths of at least 1")
+        check.number("generate", "max_new_tokens", max_new_tokens, 0, MOST_TOKENS)
+        if not prefill_chunks or min(prefill_chunks) < 1:
+            raise ValueError(
+                f"generate: prefill_chunks is {prefill_chunks!r}; accepted are lengths of at least "
+                "1"
+            )
         rows = [check_tokens("generate", "a prompt", prompt) for prompt in prompts]
         for row, prompt in enumerate(rows):
             if prompt.size and prompt.max() >= vocabulary:
@@ -118,21 +122,23 @@ class TokenStream(Iterator[list[int | None]]):
         seeds = None if seed is None else _session.seeds_of_rows("generate", seed, batch)
         own = _session.own(model, params, batch, session, state)
         had = 0 if session is None else np.asarray(session.positions, np.int64)
-        total = had + np.array([len(prompt) for prompt in rows]) + length
+        total = had + np.array([len(prompt) for prompt in rows]) + max_new_tokens
         if total.max() > MOST_TOKENS:
             raise ValueError(
                 f"generate: row {total.argmax()} would have {total.max()} tokens, with those that "
-                f"session has had, the prompt and the length {length}; accepted are up to "
-                f"{MOST_TOKENS}"
+                f"session has had, the prompt and max_new_tokens = {max_new_tokens}; accepted are "
+                f"up to {MOST_TOKENS}"
             )
         if seeds is not None:
             own = own._replace(seeds=jnp.asarray(seeds))
         self._model, self._params = model, params
-        self._left = length
-        self._active = np.full(batch, length > 0)
-        self._session = _prefill.read(model, params, own, rows, pieces)
+        self._left = max_new_tokens
+        self._active = np.full(batch, max_new_tokens > 0)
+        self._session = _prefill.read(model, params, own, rows, prefill_chunks)
         self.tokens: list[list[int]] = [[] for _ in rows]
-        self.reasons: list[Reason | None] = [None if length else "length" for _ in rows]
+        self.finish_reasons: list[Reason | None] = [
+            None if max_new_tokens else "length" for _ in rows
+        ]
 
     @property
     def session(self) -> Session:
@@ -188,12 +194,12 @@ class TokenStream(Iterator[list[int | None]]):
 
     def _end(self, row: int, reason: Reason) -> None:
         self._active[row] = False
-        self.reasons[row] = reason
+        self.finish_reasons[row] = reason
 
     def _check(self) -> None:
         """Raise an error for the first of the rows that have failed."""
-        if "failed" in self.reasons:
-            row = self.reasons.index("failed")
+        if "failed" in self.finish_reasons:
+            row = self.finish_reasons.index("failed")
             raise no_distribution(f"generate: row {row}", len(self.tokens[row]))
 
 
@@ -202,12 +208,12 @@ class Generated(NamedTuple):
 
     Attributes:
       tokens: the new tokens of each row.
-      reasons: why each row has ended: "length" or "stop token".
+      finish_reasons: why each row has ended: "length" or "stop token".
       session: what another call needs to go on.
     """
 
     tokens: list[list[int]]
-    reasons: list[Reason | None]
+    finish_reasons: list[Reason | None]
     session: Session
 
 
@@ -215,18 +221,18 @@ def generate(
     module: ModuleType | Invariant,
     params: Any,
     prompts: Sequence[Sequence[int] | np.ndarray],
-    length: int,
+    max_new_tokens: int,
     *,
     sampling: Sampling | None = None,
     seed: int | Sequence[int] | None = None,
     stop_tokens: Sequence[int] = (),
     session: Session | None = None,
     state: Any = None,
-    pieces: Sequence[int] = PIECES,
+    prefill_chunks: Sequence[int] = PREFILL_CHUNKS,
     dtype: DTypeLike = jnp.float32,
     implementation: str | None = None,
 ) -> Generated:
-    """The tokens that continue prompts, up to `length` of each row.
+    """The tokens that continue prompts, up to `max_new_tokens` of each row.
 
     A call with the session of another one and empty prompts gives, bit for bit, the tokens that the
     other one would have given next. With more than 32 rows of bfloat16 on a GPU, where updates of
@@ -236,15 +242,15 @@ def generate(
     have ended: a FloatingPointError.
     """
     stream = TokenStream(
-        *(module, params, prompts, length),
+        *(module, params, prompts, max_new_tokens),
         sampling=sampling,
         seed=seed,
         stop_tokens=stop_tokens,
         session=session,
         state=state,
-        pieces=pieces,
+        prefill_chunks=prefill_chunks,
         dtype=dtype,
         implementation=implementation,
     )
     stream.run()
-    return Generated(stream.tokens, stream.reasons, stream.session)
+    return Generated(stream.tokens, stream.finish_reasons, stream.session)

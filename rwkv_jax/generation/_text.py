@@ -32,7 +32,7 @@ class RowText:
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, stop: tuple[str, ...]):
         self._decoder, self._stop = tokenizers.Stream(tokenizer), stop
-        self._tokens = tokenizer.vocabulary
+        self._tokens = tokenizer.vocab_size
         self.text, self.rest, self.stopped = "", "", False
 
     def push(self, token: int | None, ended: bool) -> str:
@@ -75,7 +75,7 @@ class TextStream(Iterator[list[str]]):
 
     Attributes:
       tokens: the tokens of each row so far.
-      reasons: why each row has ended, or None: "stop string", or as in `TokenStream`.
+      finish_reasons: why each row has ended, or None: "stop string", or as in `TokenStream`.
 
     Raises:
       ValueError: a stop string is empty.
@@ -88,7 +88,7 @@ class TextStream(Iterator[list[str]]):
         self._stream = stream
         self._rows = [RowText(tokenizer, stop) for _ in stream.tokens]
         self.tokens = stream.tokens
-        self.reasons: list[TextReason | None] = list(stream.reasons)
+        self.finish_reasons: list[TextReason | None] = list(stream.finish_reasons)
 
     @property
     def texts(self) -> list[str]:
@@ -108,20 +108,20 @@ class TextStream(Iterator[list[str]]):
 
     def __next__(self) -> list[str]:
         return [
-            self._pushed(row, token) if self.reasons[row] is None else ""
+            self._pushed(row, token) if self.finish_reasons[row] is None else ""
             for row, token in enumerate(next(self._stream))
         ]
 
     def stop(self, row: int) -> str:
         """End a row, and give the text that was held back."""
         self._stream.stop(row)
-        return self._pushed(row, None) if self.reasons[row] is None else ""
+        return self._pushed(row, None) if self.finish_reasons[row] is None else ""
 
     def _pushed(self, row: int, token: int | None) -> str:
-        ended = self._stream.reasons[row]
+        ended = self._stream.finish_reasons[row]
         text = self._rows[row].push(token, ended is not None)
         if self._rows[row].stopped:
             self._stream.stop(row)
             ended = "stop string"
-        self.reasons[row] = ended
+        self.finish_reasons[row] = ended
         return text

@@ -14,16 +14,16 @@ from rwkv_jax.losses._derivative import Operands
 from rwkv_jax.losses._options import Axis, Options
 
 
-def operands(op: str, features: Any, weight: Any, targets: Any, mask: Any) -> Operands:
+def operands(op: str, hidden_states: Any, weight: Any, targets: Any, mask: Any) -> Operands:
     """The arrays of a call. Without a mask all tokens count."""
-    given = {"features": features, "weight": weight, "targets": targets}
+    given = {"hidden_states": hidden_states, "weight": weight, "targets": targets}
     given |= {} if mask is None else {"mask": mask}
     for name, x in given.items():
         if not isinstance(x, jax.Array | np.ndarray):
             raise TypeError(
                 f"{op}: {name} is a {type(x).__name__}; accepted is a JAX or numpy array"
             )
-    for name in ("features", "weight"):
+    for name in ("hidden_states", "weight"):
         if given[name].dtype not in check.DTYPES:
             raise TypeError(
                 f"{op}: {name} is {given[name].dtype}; accepted are {', '.join(check.DTYPES)}"
@@ -32,45 +32,47 @@ def operands(op: str, features: Any, weight: Any, targets: Any, mask: Any) -> Op
         raise TypeError(f"{op}: targets is {targets.dtype}; accepted are integers")
     if mask is not None and mask.dtype != bool:
         raise TypeError(f"{op}: mask is {mask.dtype}; accepted is bool")
-    if features.ndim == 0:
-        raise ValueError(f"{op}: features has shape (); accepted is [..., C]")
+    if hidden_states.ndim == 0:
+        raise ValueError(f"{op}: hidden_states has shape (); accepted is [..., C]")
     if weight.ndim != 2 or weight.shape[0] == 0:
         raise ValueError(
             f"{op}: weight has shape {weight.shape}; accepted is [vocabulary, C] with a vocabulary "
             "of at least 1"
         )
-    if weight.shape[1] != features.shape[-1]:
+    if weight.shape[1] != hidden_states.shape[-1]:
         raise ValueError(
-            f"{op}: weight has shape {weight.shape}, so C = {weight.shape[1]}, where features has "
-            f"C = {features.shape[-1]}; accepted is [vocabulary, C] of matching sizes"
+            f"{op}: weight has shape {weight.shape}, so C = {weight.shape[1]}, where hidden_states "
+            f"has C = {hidden_states.shape[-1]}; accepted is [vocabulary, C] of matching sizes"
         )
     for name in ("targets", "mask"):
-        if name in given and given[name].shape != features.shape[:-1]:
+        if name in given and given[name].shape != hidden_states.shape[:-1]:
             raise ValueError(
-                f"{op}: {name} has shape {given[name].shape}; accepted is that of features without "
-                f"C, {features.shape[:-1]}"
+                f"{op}: {name} has shape {given[name].shape}; accepted is that of "
+                f"hidden_states without C, {hidden_states.shape[:-1]}"
             )
     if mask is None:
         mask = jnp.ones(targets.shape, bool)
-    return Operands(*map(jnp.asarray, (features, weight, targets, mask)))
+    return Operands(*map(jnp.asarray, (hidden_states, weight, targets, mask)))
 
 
 def options(
-    op: str, *, z_loss: Any, l2_wrap: Any, soft_cap: Any, slab: Any, precision: Any
+    op: str, *, z_loss: Any, l2_wrap: Any, soft_cap: Any, chunk_size: Any, precision: Any
 ) -> Options:
     for name, value in {"z_loss": z_loss, "l2_wrap": l2_wrap}.items():
         if not _is_number(value) or not 0 <= value < math.inf:
             raise ValueError(f"{op}: {name} is {value!r}; accepted is a number of at least 0")
     if soft_cap is not None and (not _is_number(soft_cap) or not 0 < soft_cap < math.inf):
         raise ValueError(f"{op}: soft_cap is {soft_cap!r}; accepted are None and a number above 0")
-    if slab is not None and (type(slab) is not int or slab < 1):
-        raise ValueError(f"{op}: slab is {slab!r}; accepted are None and an integer of at least 1")
+    if chunk_size is not None and (type(chunk_size) is not int or chunk_size < 1):
+        raise ValueError(
+            f"{op}: chunk_size is {chunk_size!r}; accepted are None and an integer of at least 1"
+        )
     return Options(
         z_loss=float(z_loss),
         l2_wrap=float(l2_wrap),
         soft_cap=None if soft_cap is None else float(soft_cap),
         precision=None if precision is None else check.precision_of(op, precision),
-        slab=slab,
+        chunk_size=chunk_size,
     )
 
 
@@ -86,6 +88,6 @@ def axis(op: str, value: Any) -> Axis:
         return value
     here = ", ".join(map(repr, manual)) or "none here"
     raise ValueError(
-        f"{op}: axis is {value!r}; accepted are None and mesh axes of the shard_map around the "
-        f"call: {here}"
+        f"{op}: axis_name is {value!r}; accepted are None and mesh axes of the shard_map around "
+        f"the call: {here}"
     )

@@ -35,7 +35,7 @@ exchange a few numbers for each token, and sums of losses and of gradients."""
 class Operands(NamedTuple):
     """The arrays of a call. `mask` says which tokens count."""
 
-    features: Float[Array, "*shape C"]
+    hidden_states: Float[Array, "*shape C"]
     weight: Float[Array, "vocabulary C"]
     targets: Integer[Array, "*shape"]
     mask: Bool[Array, "*shape"]
@@ -113,7 +113,7 @@ class _Loss(Computation):
 
 def _axes_of_gradients(axes: Any) -> Any:
     """Each device has the gradients of its tokens and of its part of the vocabulary."""
-    return Gradients._make((f"{axes.features}+v", f"{axes.weight}+{axes.targets}"))
+    return Gradients._make((f"{axes.hidden_states}+v", f"{axes.weight}+{axes.targets}"))
 
 
 def _once(axis: Axis, x: Float32[Array, "..."]) -> Float32[Array, "..."]:
@@ -137,10 +137,10 @@ def _total(options: Options, axis: Axis, operands: Operands) -> Float32[Array, "
 
 
 class _Saved(NamedTuple):
-    """The gradients of the sum. `features` and `weight` have the dtypes of the operands."""
+    """The gradients of the sum. `hidden_states` and `weight` have the dtypes of the operands."""
 
     gradients: Gradients
-    features: Float[Array, ""]
+    hidden_states: Float[Array, ""]
     weight: Float[Array, ""]
 
 
@@ -149,7 +149,7 @@ def _total_forward(
 ) -> tuple[Float32[Array, ""], _Saved]:
     both = run(_Loss("total and gradients", axis), "forward", options, operands)
     found, gradients = both
-    dtypes = (jnp.zeros((), x.dtype) for x in (operands.features, operands.weight))
+    dtypes = (jnp.zeros((), x.dtype) for x in (operands.hidden_states, operands.weight))
     return _once(axis, found), _Saved(gradients, *dtypes)
 
 
@@ -158,7 +158,7 @@ def _total_backward(
 ) -> tuple[Operands]:
     return (
         Operands(
-            (saved.gradients.features * cotangent).astype(saved.features.dtype),
+            (saved.gradients.hidden_states * cotangent).astype(saved.hidden_states.dtype),
             (saved.gradients.weight * cotangent).astype(saved.weight.dtype),
             *_NONE,
         ),
@@ -191,8 +191,8 @@ def _of_tokens_backward(
     operands, statistics = saved
     of_tokens = _Loss("gradients", axis)
     found = run(of_tokens, "backward", options, (operands, cotangents, statistics))
-    features = found.features.astype(operands.features.dtype)
-    return (Operands(features, found.weight.astype(operands.weight.dtype), *_NONE),)
+    hidden_states = found.hidden_states.astype(operands.hidden_states.dtype)
+    return (Operands(hidden_states, found.weight.astype(operands.weight.dtype), *_NONE),)
 
 
 _of_tokens.defvjp(_of_tokens_forward, _of_tokens_backward)
@@ -202,7 +202,7 @@ _NONE: tuple[Any, Any] = (None, None)
 
 
 def _taken_apart(operands: Operands) -> tuple[Tokens, Array]:
-    features, weight, targets, mask = operands
+    hidden_states, weight, targets, mask = operands
     # NaN would stay NaN in the gradient of the weight, even multiplied by 0.
-    features = jnp.where(mask[..., None], features, 0.0)
-    return Tokens(features, targets, mask.astype(jnp.float32)), weight
+    hidden_states = jnp.where(mask[..., None], hidden_states, 0.0)
+    return Tokens(hidden_states, targets, mask.astype(jnp.float32)), weight

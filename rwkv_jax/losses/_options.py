@@ -19,21 +19,21 @@ class Tokens(NamedTuple):
     """What is known of each token. Its loss is multiplied by `scale`, which is 0 if the token does
     not count."""
 
-    features: Float[Array, "*shape C"]
+    hidden_states: Float[Array, "*shape C"]
     targets: Integer[Array, "*shape"]
     scale: Float32[Array, "*shape"]
 
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a loss. `slab` is how many tokens a slab has at most; as many as `SLAB_BYTES`
-    allow if None."""
+    """The options of a loss. `chunk_size` is how many tokens a slab has at most; as many as
+    `SLAB_BYTES` allow if None."""
 
     z_loss: float = 0.0
     l2_wrap: float = 0.0
     soft_cap: float | None = None
     precision: lax.Precision | None = None
-    slab: int | None = None
+    chunk_size: int | None = None
     implementation: None = None
 
 

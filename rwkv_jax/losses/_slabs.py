@@ -6,12 +6,12 @@ With the logits z of a token, of which z_y is that of its target and z_m the fir
     loss      = log_sum - z_y + z_loss log_sum^2
     dloss/dz  = (1 + 2 z_loss log_sum) exp(z - log_sum) - onehot(y) + l2_wrap z_m onehot(m)
 
-A soft cap c makes z = c tanh(z' / c) of the product z' of features and weight, and dloss/dz' is
-dloss/dz (1 - (z / c)^2). The term of `l2_wrap` is in the gradient alone.
+A soft cap c makes z = c tanh(z' / c) of the product z' of hidden states and weight, and dloss/dz'
+is dloss/dz (1 - (z / c)^2). The term of `l2_wrap` is in the gradient alone.
 
 If the vocabulary is distributed over the mesh axes `axis`, the device has some rows of the weight,
 in the order of the devices. Losses and statistics are then the same on all devices along `axis`,
-while the gradient of the features is this device's part of a sum over these devices.
+while the gradient of the hidden states is this device's part of a sum over these devices.
 """
 
 from collections.abc import Callable
@@ -40,7 +40,7 @@ class Statistics(NamedTuple):
 class Gradients(NamedTuple):
     """Gradients in float32."""
 
-    features: Float32[Array, "*shape C"]
+    hidden_states: Float32[Array, "*shape C"]
     weight: Float32[Array, "vocabulary C"]
 
 
@@ -48,10 +48,10 @@ def losses(
     options: Options, axis: Axis, tokens: Tokens, weight: Float[Array, "vocabulary C"]
 ) -> tuple[Float32[Array, "*shape"], Statistics]:
     """The loss of each token, times its scale, and the statistics of its logits."""
-    narrow = weight.astype(tokens.features.dtype)
+    narrow = weight.astype(tokens.hidden_states.dtype)
 
     def slab(nothing: None, tokens: Tokens) -> tuple[None, tuple[Array, Statistics]]:
-        logits = _logits(options, tokens.features, narrow)
+        logits = _logits(options, tokens.hidden_states, narrow)
         return nothing, _losses(options, axis, tokens, logits)
 
     _, found = _by_slab(options, weight.shape[0], tokens, tokens, slab, None)
@@ -81,14 +81,14 @@ def gradients(
     unit = jnp.where(largest > 0, largest, 1.0)
     tokens = tokens._replace(scale=tokens.scale / unit)
     _, found = _gradients(options, axis, tokens, weight, statistics)
-    return Gradients(found.features * unit, found.weight * unit)
+    return Gradients(found.hidden_states * unit, found.weight * unit)
 
 
 def _gradients(
     options: Options, axis: Axis, tokens: Tokens, weight: Array, statistics: Statistics | None
 ) -> tuple[Array | None, Gradients]:
     """The losses as well, unless their statistics are given."""
-    dtype = tokens.features.dtype
+    dtype = tokens.hidden_states.dtype
     narrow = weight.astype(dtype)
 
     def slab(
@@ -98,25 +98,25 @@ def _gradients(
         if statistics is None:
             found, dlogits, factors = _losses_and_dlogits(options, axis, tokens, narrow)
         else:
-            logits = _logits(options, tokens.features, narrow)
+            logits = _logits(options, tokens.hidden_states, narrow)
             dlogits = _dlogits(options, axis, tokens, logits, statistics).astype(dtype)
             found = factors = None
         # Two products read it. Without the barrier each of them may compute it from the logits.
         dlogits = lax.optimization_barrier(dlogits)
-        features = tokens.features
+        hidden_states = tokens.hidden_states
         if factors is not None:
-            features = (features.astype(jnp.float32) * factors[:, None]).astype(dtype)
-        dfeatures = _product(options, "nv,vc->nc", dlogits, narrow)
+            hidden_states = (hidden_states.astype(jnp.float32) * factors[:, None]).astype(dtype)
+        dhidden_states = _product(options, "nv,vc->nc", dlogits, narrow)
         if factors is not None:
-            dfeatures *= factors[:, None]
-        dweight += _product(options, "nv,nc->vc", dlogits, features)
-        return dweight, (found, dfeatures)
+            dhidden_states *= factors[:, None]
+        dweight += _product(options, "nv,nc->vc", dlogits, hidden_states)
+        return dweight, (found, dhidden_states)
 
     zeros = _alike(jnp.zeros(weight.shape, jnp.float32), weight)
-    dweight, (found, dfeatures) = _by_slab(
+    dweight, (found, dhidden_states) = _by_slab(
         options, weight.shape[0], tokens, (tokens, statistics), slab, zeros
     )
-    return found, Gradients(dfeatures, dweight)
+    return found, Gradients(dhidden_states, dweight)
 
 
 def _by_slab(
@@ -131,7 +131,7 @@ def _by_slab(
     slab is filled up with tokens that do not count, of which nothing is returned."""
     shape = tokens.targets.shape
     leading, number = len(shape), tokens.targets.size
-    count, size = slabs(options.slab, number, vocabulary)
+    count, size = slabs(options.chunk_size, number, vocabulary)
 
     def cut(x: Array) -> Array:
         rest = x.shape[leading:]
@@ -153,9 +153,9 @@ def _product(options: Options, axes: str, x: Array, y: Array) -> Float32[Array, 
 
 
 def _logits(
-    options: Options, features: Float[Array, "tokens C"], weight: Float[Array, "vocabulary C"]
+    options: Options, hidden_states: Float[Array, "tokens C"], weight: Float[Array, "vocabulary C"]
 ) -> Float32[Array, "tokens vocabulary"]:
-    logits = _product(options, "nc,vc->nv", features, weight)
+    logits = _product(options, "nc,vc->nv", hidden_states, weight)
     if options.soft_cap is None:
         return logits
     return options.soft_cap * jnp.tanh(logits / options.soft_cap)
@@ -194,18 +194,19 @@ def _losses(
 def _losses_and_dlogits(
     options: Options, axis: Axis, tokens: Tokens, weight: Float[Array, "vocabulary C"]
 ) -> tuple[Float32[Array, "tokens"], Float[Array, "tokens vocabulary"], Array | None]:
-    """The losses and, in the dtype of the features, the gradient of the product of features and
-    weight. If the last result is not None, each token's gradient has to be multiplied by it."""
-    operands, of_features = (tokens, weight), _OfFeatures(axis)
-    if of_features.why_not("forward", "ffi", options, "cuda", operands) is None:
-        return run(of_features, "forward", options, operands)
+    """The losses and, in the dtype of the hidden states, the gradient of the product of hidden
+    states and weight. If the last result is not None, each token's gradient has to be multiplied by
+    it."""
+    operands, of_hidden_states = (tokens, weight), _OfHiddenStates(axis)
+    if of_hidden_states.why_not("forward", "ffi", options, "cuda", operands) is None:
+        return run(of_hidden_states, "forward", options, operands)
     return *_of_logits(options, axis, *operands), None
 
 
 def _of_logits(
     options: Options, axis: Axis, tokens: Tokens, weight: Float[Array, "vocabulary C"]
 ) -> tuple[Float32[Array, "tokens"], Float[Array, "tokens vocabulary"]]:
-    logits = _logits(options, tokens.features, weight)
+    logits = _logits(options, tokens.hidden_states, weight)
     return run(_OfLogits(axis), "forward", options, (tokens, logits))
 
 
@@ -237,22 +238,22 @@ class _OfLogits(_OfSlab):
         tokens, logits = operands
         found, statistics = _losses(options, self.axis, tokens, logits)
         dlogits = _dlogits(options, self.axis, tokens, logits, statistics)
-        return found, dlogits.astype(tokens.features.dtype)
+        return found, dlogits.astype(tokens.hidden_states.dtype)
 
 
-class _OfFeatures(_OfSlab):
-    """The results from features and the weight, with a factor for each token."""
+class _OfHiddenStates(_OfSlab):
+    """The results from hidden states and the weight, with a factor for each token."""
 
     def axes(self, name: Pass, options: Options, operands: Any) -> tuple[Any, Any]:
         return None, ("", "", "")
 
     def why_no_kernel(self, name: Pass, options: Options, operands: Any) -> str | None:
         tokens, weight = operands
-        takes = _native.takes_features(options, self.axis, tokens.features, weight)
-        return None if takes else "the kernel does not take these features"
+        takes = _native.takes_hidden_states(options, self.axis, tokens.hidden_states, weight)
+        return None if takes else "the kernel does not take these hidden states"
 
     def kernel(self, name: Pass, options: Options, operands: Any) -> tuple[Array, Array, Array]:
-        return _native.of_features(options, *operands)
+        return _native.of_hidden_states(options, *operands)
 
     def formula(self, name: Pass, options: Options, operands: Any) -> tuple[Array, Array, Array]:
         tokens, weight = operands
@@ -266,7 +267,7 @@ def _dlogits(
     logits: Float32[Array, "tokens vocabulary"],
     statistics: Statistics,
 ) -> Float32[Array, "tokens vocabulary"]:
-    """The gradient of the product of features and weight."""
+    """The gradient of the product of hidden states and weight."""
     places = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
 
     def at(place: Integer[Array, "tokens"], x: Float32[Array, "tokens"]) -> Array:

@@ -4,13 +4,14 @@ from collections.abc import Mapping
 
 
 def check_sizes(generation: str, sizes: Mapping[str, int]) -> None:
-    """Raise a `ValueError` that names the generation unless each size is positive, and `width` a
-    multiple of `head_size`, if there is one."""
+    """Raise a `ValueError` that names the generation unless each size is positive, and
+    `hidden_size` a multiple of `head_size`, if there is one."""
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"{generation}: {name} is {size}; accepted is a positive integer")
-    width, head_size = sizes["width"], sizes.get("head_size", 1)
-    if width % head_size:
+    hidden_size, head_size = sizes["hidden_size"], sizes.get("head_size", 1)
+    if hidden_size % head_size:
         raise ValueError(
-            f"{generation}: width is {width}; accepted is a multiple of head_size = {head_size}"
+            f"{generation}: hidden_size is {hidden_size}; accepted is a multiple of head_size = "
+            f"{head_size}"
         )

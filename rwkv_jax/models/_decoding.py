@@ -23,9 +23,9 @@ def for_decoding(params: Any) -> Params:
     those of the whole matrix but for rounding, as long as its numbers are finite: zero times an
     infinite number or NaN counts as zero. Everything else reads the whole matrix.
 
-    `features`, `apply`, `shardings`, `quantize`, `rwkv_jax.generation` and `rwkv_jax.serving` take
-    such parameters as any others, and `save` writes the official layout. All other parameters are
-    shared with `params`.
+    `hidden_states`, `apply`, `shardings`, `quantize`, `rwkv_jax.generation` and `rwkv_jax.serving`
+    take such parameters as any others, and `save` writes the official layout. All other parameters
+    are shared with `params`.
 
     Args:
       params: the parameters, in either form, quantised or not.

@@ -23,8 +23,8 @@ def init(
 ) -> Params:
     """Parameters of a model, float32. The functions give the parameters of the mixings of a layer
     from a key, `config` and the number of the layer, from 0."""
-    width, vocabulary = config.width, config.vocabulary
-    embedding, head, *blocks = jax.random.split(key, 2 + config.layers)
+    width, vocabulary = config.hidden_size, config.vocab_size
+    embedding, head, *blocks = jax.random.split(key, 2 + config.num_layers)
 
     def block(key: Key[Array, ""], layer: int) -> BlockParams:
         att, ffn = jax.random.split(key)

@@ -56,7 +56,7 @@ class Invariant:
         """That of the module."""
         return self.module.initial_state(params, batch, dtype)
 
-    def features(
+    def hidden_states(
         self,
         params: Any,
         tokens: Int[Operand, " B *T"],
@@ -66,19 +66,19 @@ class Invariant:
         dtype: DTypeLike = jnp.float32,
         **options: Any,
     ) -> tuple[Float[Array, "B *T C"], Any]:
-        """As `features` of the module, with its arguments and errors."""
+        """As `hidden_states` of the module, with its arguments and errors."""
         _arguments.check_tokens("Invariant", tokens, params.emb.weight.shape[0])
         segment_ids = _arguments.checked_segment_ids("Invariant", segment_ids, tokens.shape)
         _arguments.check_state("Invariant", self.initial_state, params, state, len(tokens), dtype)
         tokens = jnp.asarray(tokens)
         ids = jnp.ones_like(tokens) if segment_ids is None else segment_ids
         return _mesh.partitioned(
-            functools.partial(self._features, dtype, options),
+            functools.partial(self._hidden_states, dtype, options),
             *(params, tokens, state, ids),
-            results=functools.partial(_mesh.specs_of_features, params, tokens, state),
+            results=functools.partial(_mesh.specs_of_hidden_states, params, tokens, state),
         )
 
-    def _features(
+    def _hidden_states(
         self,
         dtype: DTypeLike,
         options: dict[str, Any],
@@ -115,7 +115,7 @@ class Invariant:
                 # Also where no document can start, since all programs are to have the same body.
                 starts = (id != 0) & (last != 0) & (id != last)
                 state = _chosen(starts, nothing, state)
-                x, state = self.module.features(
+                x, state = self.module.hidden_states(
                     *(params, lax.dynamic_index_in_dim(tokens_here, t, 1, keepdims=False), state),
                     segment_ids=id,
                     dtype=dtype,
@@ -146,17 +146,19 @@ class Invariant:
         found = found.reshape(len(found) * self.rows, count, width)[:batch]
         return found[:, 0] if one else found, state
 
-    def logits(self, params: Any, features: Float[Array, "*shape C"]) -> Float32[Array, "*shape V"]:
-        """What the head makes of features, in groups of as many rows."""
+    def logits(
+        self, params: Any, hidden_states: Float[Array, "*shape C"]
+    ) -> Float32[Array, "*shape V"]:
+        """What the head makes of hidden states, in groups of as many rows."""
         return _mesh.partitioned(
             self._logits,
-            *(params.head, features),
-            results=lambda: _mesh.spec_of_product(features, params.head.weight),
+            *(params.head, hidden_states),
+            results=lambda: _mesh.spec_of_product(hidden_states, params.head.weight),
         )
 
-    def _logits(self, head: Any, features: Array) -> Array:
-        shape, width = features.shape[:-1], features.shape[-1]
-        flat = features.reshape(math.prod(shape), width)
+    def _logits(self, head: Any, hidden_states: Array) -> Array:
+        shape, width = hidden_states.shape[:-1], hidden_states.shape[-1]
+        flat = hidden_states.reshape(math.prod(shape), width)
         vocabulary = len(head.weight)
         if len(flat) == 0:
             return jnp.zeros((*shape, vocabulary), jnp.float32)
@@ -175,7 +177,7 @@ class Invariant:
         self, params: Any, tokens: Int[Operand, " B *T"], state: Any = None, **options: Any
     ) -> tuple[Float32[Array, "B *T V"], Any]:
         """As `apply` of the module, with its arguments and errors."""
-        x, state = self.features(params, tokens, state, **options)
+        x, state = self.hidden_states(params, tokens, state, **options)
         return self.logits(params, x), state
 
     def _groups(self, x: Array, groups: int) -> Array:

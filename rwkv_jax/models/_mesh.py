@@ -101,8 +101,8 @@ def spec_of_product(x: Array, weight: Array) -> PartitionSpec:
     return PartitionSpec(*rows, None if taken & {*axis_names(outputs)} else outputs)
 
 
-def specs_of_features(params: Any, tokens: Array, state: Any) -> Any:
-    """How the features of `tokens` and the next state are distributed on an Explicit mesh."""
+def specs_of_hidden_states(params: Any, tokens: Array, state: Any) -> Any:
+    """How the hidden states of `tokens` and the next state are distributed on an Explicit mesh."""
     stacked = isinstance(params.blocks, Stacked)
     return spec_of(tokens), specs_of_next(state, tokens, stacked=stacked)
 

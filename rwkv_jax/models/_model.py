@@ -55,8 +55,8 @@ class Generation:
 
     Attributes:
       name: the name of its module, such as "rwkv7".
-      config: the class of the sizes of a model. All of them have `layers`, `width` and
-        `vocabulary`.
+      config: the class of the sizes of a model. All of them have `num_layers`,
+        `hidden_size` and `vocab_size`.
       wkv: the operator for sequences.
       mix_tokens: the time mixing. It takes its parameters, a normalisation, its input, its state,
         what the first block has for all others (the value in RWKV-7; otherwise None) and
@@ -116,7 +116,7 @@ class Generation:
         pairs = zip(params.blocks, state, strict=True)
         return tuple(self.postponed_block(p, s) for p, s in pairs)
 
-    def features(
+    def hidden_states(
         self,
         params: Params,
         tokens: Int[Operand, " B *T"],
@@ -143,7 +143,7 @@ class Generation:
           segment_ids: which tokens of a row are one document, with 0 for padding. The first
             document goes on from `state`, every other one starts anew, and the next state is the
             one after the last document. With one token each, a row whose id is 0 has none: its
-            state stays, and its features mean nothing.
+            state stays, and its hidden states mean nothing.
           dtype: the dtype of the activations.
           implementation: the implementation of the operator.
           layers: the implementation of the functions of `rwkv_jax.layers`. Where tokens of a
@@ -160,7 +160,7 @@ class Generation:
             of the generation if None.
 
         Returns:
-          The features [B, T, C] or [B, C] in `dtype`, and the next state.
+          The hidden states [B, T, C] or [B, C] in `dtype`, and the next state.
 
         Raises:
           TypeError, ValueError: `tokens` or `segment_ids` are wrong; `state` is not one of this
@@ -200,7 +200,7 @@ class Generation:
                 x, next_state = in_turn(recomputed(), params.blocks, x, state)
             return layer_norm(params.ln_out, x), next_state
 
-        results = functools.partial(_mesh.specs_of_features, params, tokens, state)
+        results = functools.partial(_mesh.specs_of_hidden_states, params, tokens, state)
         return _mesh.partitioned(compute, *operands, results=results)
 
     def _step_for(
@@ -249,12 +249,12 @@ class Generation:
         """Logits of the next token after each token of a sequence [B, T], or after one token each,
         [B].
 
-        The arguments and errors are those of `features`.
+        The arguments and errors are those of `hidden_states`.
 
         Returns:
           Logits [B, T, vocabulary] or [B, vocabulary] in float32, and the next state.
         """
-        x, next_state = self.features(
+        x, next_state = self.hidden_states(
             *(params, tokens, state),
             segment_ids=segment_ids,
             dtype=dtype,
@@ -286,7 +286,7 @@ class Generation:
           state: the state after the tokens before `x`; zeros if None.
           v_first: the value of the first layer, which every other layer of RWKV-7 needs. The other
             generations have no such value.
-          segment_ids: as `features` takes it.
+          segment_ids: as `hidden_states` takes it.
           implementation: the implementation of the operator.
           layers: the implementation of the functions of `rwkv_jax.layers`.
           wkv: the function that mixes sequences; the operator of the generation if None.
@@ -331,7 +331,7 @@ class Generation:
           params: the parameters of the channel mixing of one layer.
           x: the normalised input.
           state: the input of the token before the first one; zeros if None.
-          segment_ids: as `features` takes it.
+          segment_ids: as `hidden_states` takes it.
 
         Returns:
           The output, with the shape and dtype of `x`, and the next state.

@@ -55,7 +55,7 @@ def postponed(model: Any, params: Any, state: Tree) -> Tree:
     Args:
       model: the module of a model, or what stands for it.
       params: the parameters.
-      state: the state of the model. Between this call and `flush`, only `apply` and `features`
+      state: the state of the model. Between this call and `flush`, only `apply` and `hidden_states`
         take it, each time for one token of each row, and after `at_step`.
     """
     if not isinstance(model, ModuleType):

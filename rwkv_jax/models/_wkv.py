@@ -31,6 +31,8 @@ def run(
     """The operator of `options` on sequences, or `step` on a `single` token of each row."""
     # A function given as `wkv` need not know of segments where there are none.
     ids = options.segment_ids
-    segments = {} if ids is None else {"segment_ids": ids}
+    segments = {}
+    if ids is not None:
+        segments = {"active": ids != 0} if single else {"segment_ids": ids}
     call = step if single else options.wkv
     return call(*operands, state, decay=decay, implementation=options.implementation, **segments)

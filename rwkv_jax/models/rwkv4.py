@@ -52,17 +52,17 @@ class Config:
     """The sizes of a model.
 
     Attributes:
-      layers: number of blocks.
-      width: channels of the activations (C).
-      vocabulary: number of different tokens.
+      num_layers: number of blocks.
+      hidden_size: channels of the activations (C).
+      vocab_size: number of different tokens.
 
     Raises:
       ValueError: a size is not positive.
     """
 
-    layers: int
-    width: int
-    vocabulary: int = 50277
+    num_layers: int
+    hidden_size: int
+    vocab_size: int = 50277
 
     def __post_init__(self):
         check_sizes("rwkv4", dataclasses.asdict(self))
@@ -99,7 +99,7 @@ def initial_wkv(params: TimeMixParams, batch: int) -> Wkv4State:
 
 def init_time_mix(key: Key[Array, ""], config: Config, layer: int) -> TimeMixParams:
     """The parameters of the time mixing of layer `layer`, from 0."""
-    layers, width = config.layers, config.width
+    layers, width = config.num_layers, config.hidden_size
 
     def mix(exponent: float) -> Array:
         return 1 - token_shift_mix(width, exponent * (1 - layer / layers))
@@ -124,7 +124,7 @@ def init_time_mix(key: Key[Array, ""], config: Config, layer: int) -> TimeMixPar
 def init_channel_mix(key: Key[Array, ""], config: Config, layer: int) -> ChannelMixParams:
     """The parameters of the channel mixing of layer `layer`, from 0. Its hidden
     activations are four times as wide as the model."""
-    layers, width = config.layers, config.width
+    layers, width = config.num_layers, config.hidden_size
     hidden, exponent = 4 * width, 1 - layer / layers
     params = ChannelMixParams(
         time_mix_k=1 - token_shift_mix(width, exponent),
@@ -178,7 +178,7 @@ GENERATION = Generation(
 
 init = GENERATION.init
 initial_state = GENERATION.initial_state
-features = GENERATION.features
+hidden_states = GENERATION.hidden_states
 apply = GENERATION.apply
 time_mix = GENERATION.time_mix
 channel_mix = GENERATION.channel_mix

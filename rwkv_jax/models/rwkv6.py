@@ -61,21 +61,21 @@ class Config:
     """The sizes of a model.
 
     Attributes:
-      layers: number of blocks.
-      width: channels of the activations (C), a multiple of `head_size`.
+      num_layers: number of blocks.
+      hidden_size: channels of the activations (C), a multiple of `head_size`.
       head_size: channels of a head (K).
-      vocabulary: number of different tokens.
+      vocab_size: number of different tokens.
       mix_rank: rank of each map that makes the token shift depend on the token.
       decay_rank: rank of the map that makes the decay depend on the token.
 
     Raises:
-      ValueError: a size is not positive, or `width` is not a multiple of `head_size`.
+      ValueError: a size is not positive, or `hidden_size` is not a multiple of `head_size`.
     """
 
-    layers: int
-    width: int
+    num_layers: int
+    hidden_size: int
     head_size: int = 64
-    vocabulary: int = 65536
+    vocab_size: int = 65536
     mix_rank: int = 32
     decay_rank: int = 64
 
@@ -137,7 +137,7 @@ def initial_wkv(params: TimeMixParams, batch: int) -> _typing.State:
 
 def init_time_mix(key: Key[Array, ""], config: Config, layer: int) -> TimeMixParams:
     """The parameters of the time mixing of layer `layer`, from 0."""
-    layers, width = config.layers, config.width
+    layers, width = config.num_layers, config.hidden_size
     keys = iter(jax.random.split(key, 6))
     square = (width, width)
 
@@ -173,7 +173,7 @@ def init_time_mix(key: Key[Array, ""], config: Config, layer: int) -> TimeMixPar
 def init_channel_mix(key: Key[Array, ""], config: Config, layer: int) -> ChannelMixParams:
     """The parameters of the channel mixing of layer `layer`, from 0. Its hidden
     activations are 3.5 times as wide as the model, rounded down to a multiple of 32."""
-    layers, width = config.layers, config.width
+    layers, width = config.num_layers, config.hidden_size
     hidden, exponent = hidden_width(width), (1 - layer / layers) ** 3
     params = ChannelMixParams(
         time_maa_k=token_shift_mix(width, exponent),
@@ -248,7 +248,7 @@ GENERATION = Generation(
 
 init = GENERATION.init
 initial_state = GENERATION.initial_state
-features = GENERATION.features
+hidden_states = GENERATION.hidden_states
 apply = GENERATION.apply
 time_mix = GENERATION.time_mix
 channel_mix = GENERATION.channel_mix

@@ -29,7 +29,7 @@ from rwkv_jax.serving._slots import Placement, devices_along
 class Pool:
     """Decodes many sequences at once, which come and go, with one program for all slots.
 
-    A round gives free slots to the requests that have waited longest, reads a piece of a prompt,
+    A round gives free slots to the requests that have waited longest, reads a chunk of a prompt,
     and decodes some tokens of all sequences whose prompts are read. `step` does one round, `run`
     rounds until there is nothing left to do, and `start` has a thread do them. Waiting for a
     request also does rounds, unless such a thread does. All methods may be called from any thread.
@@ -52,8 +52,8 @@ class Pool:
         text of requests.
       state: what every sequence starts from, a state of one row in the form of `params`, such as
         `models.load_state` gives; the state before any token if None.
-      pieces: the lengths of the pieces in which prompts are read, in tokens. For each of them that
-        occurs a program is compiled.
+      prefill_chunks: the lengths of the chunks in which prompts are read, in tokens. For each of
+        them that occurs a program is compiled.
       readers: how many prompts are read side by side.
       steps: how many tokens of each sequence a round decodes, from 1 to 32. While prompts are read
         it is a quarter of them, so that a sequence waits for fewer before it can join the others.
@@ -80,7 +80,7 @@ class Pool:
         *,
         tokenizer: tokenizers.Tokenizer | None = None,
         state: Any = None,
-        pieces: Sequence[int] = (16, 64),
+        prefill_chunks: Sequence[int] = (16, 64),
         readers: int = 1,
         steps: int = 8,
         cache_bytes: int = 2**28,
@@ -94,8 +94,10 @@ class Pool:
         check.number("Pool", "readers", readers, 1, slots)
         check.number("Pool", "steps", steps, 1, MOST_STEPS)
         check.number("Pool", "cache_bytes", cache_bytes, 0)
-        if not pieces or min(pieces) < 1:
-            raise ValueError(f"Pool: pieces is {pieces!r}; accepted are lengths of at least 1")
+        if not prefill_chunks or min(prefill_chunks) < 1:
+            raise ValueError(
+                f"Pool: prefill_chunks is {prefill_chunks!r}; accepted are lengths of at least 1"
+            )
         for argument, axes in {"data": data, "model": model}.items():
             if mesh is None and axes is not None:
                 raise ValueError(f"Pool: {argument} is {axes!r}; accepted without mesh is None")
@@ -109,7 +111,7 @@ class Pool:
             )
         placement = None if mesh is None else Placement(mesh, data, model)
         used = Model(module, jnp.dtype(dtype), implementation)
-        plan = Plan(slots, tuple(pieces), readers, steps, cache_bytes, placement)
+        plan = Plan(slots, tuple(prefill_chunks), readers, steps, cache_bytes, placement)
         self._rounds = Rounds(used, params, initial_state_of("Pool", used, params, state), plan)
         self._vocabulary, self._tokenizer = len(params.head.weight), tokenizer
         self._closed = False
@@ -119,7 +121,7 @@ class Pool:
     def submit(
         self,
         prompt: str | Sequence[int] | np.ndarray,
-        length: int,
+        max_new_tokens: int,
         *,
         sampling: Sampling | None = None,
         seed: int = 0,
@@ -130,16 +132,19 @@ class Pool:
 
         Args:
           prompt: tokens, or a text for the tokenizer. It may be of any length.
-          length: the largest number of new tokens, from 1 to 2^31 - 1 less those of the prompt.
+          max_new_tokens: the largest number of new tokens, from 1 to 2^31 - 1 less those of the
+            prompt.
           sampling: how tokens are chosen, with one number for each setting; `Sampling()` if None.
           seed: an integer from 0 to 2^31 - 1.
           stop_tokens: tokens that end the request. They are neither given nor read.
           stop: texts before which the text of the request ends.
 
         Raises:
-          TypeError: `prompt`, `length`, `sampling` or `seed` has a type that is not accepted.
-          ValueError: the prompt is empty; or a token is not in the vocabulary; or `length`, `seed`
-            or a setting is not accepted; or a text is given and the pool has no tokenizer.
+          TypeError: `prompt`, `max_new_tokens`, `sampling` or `seed` has a type that is not
+            accepted.
+          ValueError: the prompt is empty; or a token is not in the vocabulary; or
+            `max_new_tokens`, `seed` or a setting is not accepted; or a text is given and the pool
+            has no tokenizer.
           RuntimeError: the pool is closed.
         """
         if isinstance(prompt, str):
@@ -152,7 +157,7 @@ class Pool:
                 f"submit: prompt has the token {tokens.max()}; accepted are tokens below "
                 f"{self._vocabulary}"
             )
-        check.number("submit", "length", length, 1, MOST_TOKENS - len(tokens))
+        check.number("submit", "max_new_tokens", max_new_tokens, 1, MOST_TOKENS - len(tokens))
         if not isinstance(sampling, Sampling | None):
             raise TypeError(f"submit: sampling is {sampling!r}; accepted is a Sampling or None")
         if stops := check_stop("submit", stop):
@@ -160,7 +165,14 @@ class Pool:
         text = None if self._tokenizer is None else RowText(self._tokenizer, stops)
         (number,) = seeds_of_rows("submit", [seed], 1)
         request = Request(
-            *(tokens, length, sampling or Sampling(), int(number), tuple(stop_tokens), text),
+            *(
+                tokens,
+                max_new_tokens,
+                sampling or Sampling(),
+                int(number),
+                tuple(stop_tokens),
+                text,
+            ),
             until=self._until,
             cancel=self._cancel,
         )

@@ -22,13 +22,13 @@ class Request:
 
     Attributes:
       prompt: the tokens of the prompt.
-      length: the largest number of tokens.
+      max_new_tokens: the largest number of tokens.
       sampling: how tokens are chosen.
       seed: the seed.
       stop_tokens: the tokens that end the request.
       tokens: the tokens so far, without the stop token.
-      reason: why it has ended, or None: "length", "stop token", "stop string", "cancelled" or
-        "failed".
+      finish_reason: why it has ended, or None: "length", "stop token", "stop string", "cancelled"
+        or "failed".
       error: the exception of a request that has failed.
       cached: how many tokens of the prompt were not read, because a state after them was kept.
       submitted: when it was submitted, by `time.perf_counter`, in seconds.
@@ -38,7 +38,7 @@ class Request:
     def __init__(
         self,
         prompt: np.ndarray,
-        length: int,
+        max_new_tokens: int,
         sampling: Sampling,
         seed: int,
         stop_tokens: Sequence[int],
@@ -50,10 +50,11 @@ class Request:
         """A request. `until` waits until something is so, or for so many seconds, and returns
         whether it is."""
         self._text, self._until, self._cancel = text, until, cancel
-        self.prompt, self.length, self.sampling, self.seed = prompt, length, sampling, seed
+        self.prompt, self.max_new_tokens = prompt, max_new_tokens
+        self.sampling, self.seed = sampling, seed
         self.stop_tokens = stop_tokens
         self.tokens: list[int] = []
-        self.reason: Reason | None = None
+        self.finish_reason: Reason | None = None
         self.error: BaseException | None = None
         self.cached = 0
         self.submitted = time.perf_counter()
@@ -112,7 +113,7 @@ class Request:
         Raises:
           RuntimeError: the request failed, from the exception that ended it.
         """
-        ended = self._until(lambda: self.reason is not None, timeout)
+        ended = self._until(lambda: self.finish_reason is not None, timeout)
         self._check()
         return ended
 
@@ -128,7 +129,7 @@ class Request:
           Exception: what the request fails with.
         """
         for token in tokens:
-            if self.reason is not None:
+            if self.finish_reason is not None:
                 return
             if token == NO_DISTRIBUTION:
                 raise no_distribution("the sequence", len(self.tokens))
@@ -136,25 +137,25 @@ class Request:
             if token >= 0:
                 self.tokens.append(token)
                 self.arrivals.append(when)
-                if len(self.tokens) == self.length:
+                if len(self.tokens) == self.max_new_tokens:
                     reason = "length"
             if self._text is not None:
                 self._text.push(None if token < 0 else token, reason is not None)
                 if self._text.stopped:
                     reason = "stop string"
-            self.reason = reason
+            self.finish_reason = reason
 
     def end(self, reason: Reason, error: BaseException | None = None) -> None:
         """End after the tokens so far, unless it has ended."""
-        if self.reason is not None:
+        if self.finish_reason is not None:
             return
         if self._text is not None and error is None:
             self._text.push(None, True)
-        self.reason, self.error = reason, error
+        self.finish_reason, self.error = reason, error
 
     def _more(self, size: Callable[[], int], given: int) -> bool:
         """Wait until there is more than what was given, and return whether there is."""
-        self._until(lambda: size() > given or self.reason is not None, None)
+        self._until(lambda: size() > given or self.finish_reason is not None, None)
         if size() > given:
             return True
         self._check()

@@ -87,7 +87,7 @@ class Rounds:
         """The requests that have slots and have not ended."""
         with self.changed:
             requests = [sequence.request for sequence in self._sequences.values()]
-            return [request for request in requests if request.reason is None]
+            return [request for request in requests if request.finish_reason is None]
 
     @property
     def busy(self) -> bool:
@@ -127,7 +127,7 @@ class Rounds:
         waited longest."""
         with self.changed:
             for slot, sequence in list(self._sequences.items()):
-                if sequence.request.reason is not None:
+                if sequence.request.finish_reason is not None:
                     del self._sequences[slot]
             free = sorted(set(range(self._plan.slots)) - self._sequences.keys())
             for slot in free[: len(self.queue)]:
@@ -188,7 +188,7 @@ class Rounds:
             if sequence.pieces:
                 reading = True
             else:
-                left[slot] = sequence.request.length - len(sequence.request.tokens)
+                left[slot] = sequence.request.max_new_tokens - len(sequence.request.tokens)
         running = np.flatnonzero(left)
         if not running.size:
             return slots

@@ -11,7 +11,7 @@ _BY_SIZE = {VOCABULARY: "world", 256: "bytes"}
 _IN_FOLDER = ("tokenizer.json", FILE)
 
 
-def load(name_or_path: str | os.PathLike[str], vocabulary: int | None = None) -> Tokenizer:
+def load(name_or_path: str | os.PathLike[str], vocab_size: int | None = None) -> Tokenizer:
     """The tokenizer with a name or in a file.
 
     `name_or_path` is one of
@@ -29,37 +29,37 @@ def load(name_or_path: str | os.PathLike[str], vocabulary: int | None = None) ->
 
     Args:
       name_or_path: the name or the path.
-      vocabulary: the number of tokens of the model, which may have more than the tokenizer: those
+      vocab_size: the number of tokens of the model, which may have more than the tokenizer: those
         have no text. If None, it is that of the tokenizer, and 65536 for "world".
 
     Raises:
       FileNotFoundError: there is no such file.
       ImportError: a package that the tokenizer needs is not installed.
       ValueError: there is no such name, the file is no regular one or has more than 128 MiB, it has
-        no tokenizer or one that changes text, or the tokenizer has more tokens than `vocabulary`.
+        no tokenizer or one that changes text, or the tokenizer has more tokens than `vocab_size`.
     """
     name, path = str(name_or_path), Path(name_or_path).expanduser()
     if name == "world":
-        return world(name, None, VOCABULARY if vocabulary is None else vocabulary)
+        return world(name, None, VOCABULARY if vocab_size is None else vocab_size)
     if name == "bytes":
         pieces = {byte: bytes([byte]) for byte in range(256)}
-        size = 256 if vocabulary is None else vocabulary
+        size = 256 if vocab_size is None else vocab_size
         return Tokenizer(name, size, pieces, lambda text: list(text.encode()))
     if path.suffix == ".txt":
-        return world(name, path, vocabulary)
+        return world(name, path, vocab_size)
     if path.suffix == ".json":
-        return hugging_face(name, path, vocabulary)
+        return hugging_face(name, path, vocab_size)
     raise ValueError(
         f"tokenizer is {name!r}; accepted are 'world', 'bytes', the path of a .json file of "
         f"Hugging Face, and that of a .txt file such as {FILE}"
     )
 
 
-def for_vocabulary(vocabulary: int, *, checkpoint: str | os.PathLike[str] | None = None) -> str:
+def for_vocabulary(vocab_size: int, *, checkpoint: str | os.PathLike[str] | None = None) -> str:
     """The name or path, for `load`, of the tokenizer that fits a model.
 
     Args:
-      vocabulary: the number of tokens of the model.
+      vocab_size: the number of tokens of the model.
       checkpoint: the path of the model. If it is a folder with a `tokenizer.json` or a
         `rwkv_vocab_v20230424.txt`, that file is the tokenizer.
 
@@ -70,11 +70,11 @@ def for_vocabulary(vocabulary: int, *, checkpoint: str | os.PathLike[str] | None
         for name in _IN_FOLDER:
             if (path := Path(checkpoint).expanduser() / name).is_file():
                 return str(path)
-    if vocabulary in _BY_SIZE:
-        return _BY_SIZE[vocabulary]
+    if vocab_size in _BY_SIZE:
+        return _BY_SIZE[vocab_size]
     known = " and ".join(f"{size} ({name!r})" for size, name in _BY_SIZE.items())
     raise ValueError(
-        f"the vocabulary has {vocabulary} tokens, and a tokenizer is known for {known} alone; give "
+        f"the vocabulary has {vocab_size} tokens, and a tokenizer is known for {known} alone; give "
         "the path of its tokenizer.json, which is 20B_tokenizer.json for the RWKV-4 models of the "
         "Pile"
     )

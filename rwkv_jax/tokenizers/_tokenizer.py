@@ -15,14 +15,14 @@ class Tokenizer:
 
     Attributes:
       name: the name or the path that `load` took.
-      vocabulary: the number of tokens, which are 0 to vocabulary - 1.
+      vocab_size: the number of tokens, which are 0 to vocab_size - 1.
       end_of_text: the token after the end of a document, or None if there is none. No text has it.
     """
 
     def __init__(
         self,
         name: str,
-        vocabulary: int,
+        vocab_size: int,
         pieces: Mapping[int, bytes],
         encode: Callable[[str], list[int]],
         end_of_text: int | None = None,
@@ -31,20 +31,20 @@ class Tokenizer:
 
         Args:
           name: its name.
-          vocabulary: the number of tokens.
+          vocab_size: the number of tokens.
           pieces: the bytes of each token that has any.
           encode: the tokens of a text.
           end_of_text: the token after the end of a document.
 
         Raises:
-          ValueError: `pieces` has a token that is not below `vocabulary`.
+          ValueError: `pieces` has a token that is not below `vocab_size`.
         """
-        if pieces and not 0 <= min(pieces) <= max(pieces) < vocabulary:
+        if pieces and not 0 <= min(pieces) <= max(pieces) < vocab_size:
             raise ValueError(
                 f"{name}: the tokenizer has tokens from {min(pieces)} to {max(pieces)}; accepted "
-                f"with a vocabulary of {vocabulary} are 0 to {vocabulary - 1}"
+                f"with a vocabulary of {vocab_size} are 0 to {vocab_size - 1}"
             )
-        self.name, self.vocabulary, self.end_of_text = name, vocabulary, end_of_text
+        self.name, self.vocab_size, self.end_of_text = name, vocab_size, end_of_text
         self._pieces, self._encode = pieces, encode
 
     def encode(self, text: str) -> list[int]:
@@ -62,7 +62,7 @@ class Tokenizer:
 
         Raises:
           TypeError: a token is no integer.
-          ValueError: a token is not below `vocabulary`, or is negative.
+          ValueError: a token is not below `vocab_size`, or is negative.
         """
         return b"".join(self._piece(operator.index(token)) for token in tokens)
 
@@ -76,9 +76,9 @@ class Tokenizer:
         return self.decode_bytes(tokens).decode(errors="replace")
 
     def _piece(self, token: int) -> bytes:
-        if not 0 <= token < self.vocabulary:
+        if not 0 <= token < self.vocab_size:
             raise ValueError(
-                f"{self.name}: a token is {token}; accepted are 0 to {self.vocabulary - 1}"
+                f"{self.name}: a token is {token}; accepted are 0 to {self.vocab_size - 1}"
             )
         return self._pieces.get(token, b"")
 

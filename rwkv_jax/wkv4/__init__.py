@@ -30,9 +30,9 @@ def wkv4(
     v: Operand,
     initial_state: Wkv4State | None = None,
     *,
+    decay: Literal["log", "exp"],
     segment_ids: Operand | None = None,
     cu_seqlens: Operand | None = None,
-    decay: Literal["log", "exp"] = "log",
     precision: Precision = None,
     implementation: str | None = None,
 ) -> tuple[Array, Wkv4State]:
@@ -53,12 +53,12 @@ def wkv4(
       k: key, [B, T, C]. Any finite value.
       v: value, [B, T, C].
       initial_state: as `Wkv4State`; that of no tokens if None.
+      decay: what `w` is. "log": the log decay itself, <= 0. "exp", the parameter of the official
+        models: the log decay is -exp(w).
       segment_ids: integers [B, T], the same for consecutive tokens that belong together, such as
         those of a document; 0 is padding.
       cu_seqlens: int32 [S + 1], the offsets of S sequences that lie one after another in a single
         row. States are then arrays [S, C].
-      decay: what `w` is. "log": the log decay itself, <= 0. "exp", the parameter of the official
-        models: the log decay is -exp(w).
       precision: "default", "high", "highest" or a `jax.lax.Precision`; if None, "default".
       implementation: the name of an implementation; if None, the first that can run.
 
@@ -84,8 +84,8 @@ def wkv4_step(
     v: Operand,
     state: Wkv4State,
     *,
-    segment_ids: Operand | None = None,
-    decay: Literal["log", "exp"] = "log",
+    decay: Literal["log", "exp"],
+    active: Operand | None = None,
     precision: Precision = None,
     implementation: str | None = None,
 ) -> tuple[Array, Wkv4State]:
@@ -93,12 +93,12 @@ def wkv4_step(
 
     The arguments are those of `wkv4` without the time axis: `k` and `v` are [B, C].
 
-    `segment_ids` are integers [B]: a row whose id is 0 has no token. Its `y` is 0, and its state
-    stays as it is.
+    `active` are booleans [B]: a row where it is False has no token. Its `y` is 0, and its state
+    stays as it is. If None, every row has one.
 
     Returns:
       `y` [B, C] in the dtype of `v`, and the next state. Equal to `wkv4` on one token, derivatives
       included.
     """
     inputs = {"w": w, "u": u, "k": k, "v": v}
-    return OPERATOR.step(inputs, state, segment_ids, decay, precision, implementation)
+    return OPERATOR.step(inputs, state, active, decay, precision, implementation)

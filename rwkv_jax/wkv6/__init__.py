@@ -18,9 +18,9 @@ def wkv6(
     u: Operand,
     initial_state: Operand | None = None,
     *,
+    decay: Literal["log", "exp"],
     segment_ids: Operand | None = None,
     cu_seqlens: Operand | None = None,
-    decay: Literal["log", "exp"] = "log",
     precision: Precision = None,
     implementation: str | None = None,
 ) -> tuple[Array, Array]:
@@ -44,12 +44,12 @@ def wkv6(
       u: the bonus of the present token, [H, K].
       initial_state: [B, H, V, K], float32; zeros if None. (flash-linear-attention keeps the
         transpose, [B, H, K, V].)
+      decay: what `w` is. "log": the log decay itself, <= 0, so d = exp(w). "exp", the form of the
+        official kernels: d = exp(-exp(w)).
       segment_ids: integers [B, T], the same for consecutive tokens that belong together, such as
         those of a document; 0 is padding.
       cu_seqlens: int32 [S + 1], the offsets of S sequences that lie one after another in a single
         row. States are then [S, H, V, K].
-      decay: what `w` is. "log": the log decay itself, <= 0, so d = exp(w). "exp", the form of the
-        official kernels: d = exp(-exp(w)).
       precision: "default", "high", "highest" or a `jax.lax.Precision`; if None, "default".
       implementation: the name of an implementation; if None, the first that can run.
 
@@ -76,8 +76,8 @@ def wkv6_step(
     u: Operand,
     state: Operand,
     *,
-    segment_ids: Operand | None = None,
-    decay: Literal["log", "exp"] = "log",
+    decay: Literal["log", "exp"],
+    active: Operand | None = None,
     precision: Precision = None,
     implementation: str | None = None,
 ) -> tuple[Array, Array]:
@@ -86,12 +86,12 @@ def wkv6_step(
     The arguments are those of `wkv6` without the time axis: `r`, `w`, `k` are [B, H, K], `v` is
     [B, H, V], `u` [H, K] and `state` [B, H, V, K] is float32.
 
-    `segment_ids` are integers [B]: a row whose id is 0 has no token. Its `y` is 0, and its state
-    stays as it is.
+    `active` are booleans [B]: a row where it is False has no token. Its `y` is 0, and its state
+    stays as it is. If None, every row has one.
 
     Returns:
       `y` [B, H, V] in the dtype of `v`, and the next state. Equal to `wkv6` on one token,
       derivatives included.
     """
     inputs = {"r": r, "w": w, "k": k, "v": v, "u": u}
-    return OPERATOR.step(inputs, state, segment_ids, decay, precision, implementation)
+    return OPERATOR.step(inputs, state, active, decay, precision, implementation)

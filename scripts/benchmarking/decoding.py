@@ -91,7 +91,7 @@ def parameters(row: Row, settings: Settings) -> rwkv7.Params:
     With a share of zeros they are `models.for_decoding`, and the channel mixings are such that this
     share of max(K x, 0)^2 is zero on average: K x is normally distributed, and the normalisation
     before it adds an offset which moves the mean."""
-    config = rwkv7.Config(row.layers, row.width, vocabulary=settings.vocabulary)
+    config = rwkv7.Config(row.layers, row.width, vocab_size=settings.vocabulary)
     shapes = jax.eval_shape(lambda: rwkv7.init(jax.random.key(0), config))
     quantised = row.weights == "int8"
     dtype = jnp.dtype(settings.dtype if quantised else row.weights)
@@ -217,8 +217,8 @@ def _prefill(params: rwkv7.Params, row: Row, settings: Settings) -> Figures:
     length = settings.prefill
 
     def read(params: rwkv7.Params, tokens: Array) -> tuple[Array, rwkv7.State]:
-        features, state = settings.model.features(params, tokens, dtype=settings.dtype)
-        return features[:, -1], state
+        hidden_states, state = settings.model.hidden_states(params, tokens, dtype=settings.dtype)
+        return hidden_states[:, -1], state
 
     prompt = jax.random.randint(jax.random.key(0), (1, length), 0, settings.vocabulary)
     compiled = jax.jit(read).lower(params, prompt).compile()

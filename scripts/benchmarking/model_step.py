@@ -79,8 +79,8 @@ def mean_loss(
     The L2 wrap changes gradients alone: the gradient of the largest logit of each token grows by
     `l2_wrap` / (B * T) times that logit.
     """
-    features, _ = rwkv7.features(params, tokens[:, :-1], **model)
-    return cross_entropy(features, params.head.weight, tokens[:, 1:], l2_wrap=l2_wrap)
+    hidden_states, _ = rwkv7.hidden_states(params, tokens[:, :-1], **model)
+    return cross_entropy(hidden_states, params.head.weight, tokens[:, 1:], l2_wrap=l2_wrap)
 
 
 class Optimizer(NamedTuple):
@@ -207,7 +207,7 @@ def measure(row: Row, settings: Settings) -> list[Figures]:
     """The figures of the training step of one row, and of the forward pass if it is asked for. The
     largest number of bytes in use counts all that the process has done until then, so each row
     needs a process of its own."""
-    config = rwkv7.Config(row.layers, row.width, vocabulary=settings.vocabulary)
+    config = rwkv7.Config(row.layers, row.width, vocab_size=settings.vocabulary)
     official = jax.eval_shape(lambda: rwkv7.init(jax.random.key(0), config))
     shapes = jax.eval_shape(rwkv7.stacked, official) if settings.scan else official
     optimizer = make_optimizer(1e-5, 10, 1000, 0.1)

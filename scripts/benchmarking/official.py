@@ -267,7 +267,7 @@ def measure(row: Row, settings: Settings, path: Path, given: Mapping[str, str]) 
     bfloat16 if none is given."""
     torch = _module("torch")
     jax.config.update("jax_platforms", "cpu")  # counts operations only
-    config = rwkv7.Config(row.layers, row.width, vocabulary=settings.vocabulary)
+    config = rwkv7.Config(row.layers, row.width, vocab_size=settings.vocabulary)
     shapes = jax.eval_shape(lambda: rwkv7.init(jax.random.key(0), config))
     flops = flops_per_token(shapes) * row.batch * settings.tokens
     options, training = options_of(given), Hyperparameters()

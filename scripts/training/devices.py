@@ -30,7 +30,7 @@ def make_mesh(
         sys.exit(f"--mesh has {count} devices where there are {present}; accepted are {accepted}")
     for axis, name, size in (
         ("data", "--batch", batch),
-        ("model", "the number of heads", config.width // config.head_size),
+        ("model", "the number of heads", config.hidden_size // config.head_size),
         ("seq", "--context", context),
     ):
         if size % sizes[axis]:

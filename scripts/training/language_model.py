@@ -77,7 +77,7 @@ def mean_loss(
         params = jax.lax.with_sharding_constraint(
             params, rwkv7.shardings(params, mesh, data=data, model="model")
         )
-    features, _ = rwkv7.features(
+    hidden_states, _ = rwkv7.hidden_states(
         params,
         inputs,
         segment_ids=segment_ids,
@@ -87,4 +87,4 @@ def mean_loss(
         recompute=model.recompute,
         wkv=model.wkv,
     )
-    return cross_entropy(features, params.head.weight, labels, mask=mask, l2_wrap=l2_wrap)
+    return cross_entropy(hidden_states, params.head.weight, labels, mask=mask, l2_wrap=l2_wrap)

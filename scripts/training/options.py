@@ -20,12 +20,12 @@ from training.tasks import TASKS
 VOCABULARY = 256
 
 SIZES: Mapping[str, rwkv7.Config] = {
-    "recall": rwkv7.Config(layers=3, width=32, head_size=32, vocabulary=VOCABULARY),
-    "tiny": rwkv7.Config(layers=2, width=64, head_size=32, vocabulary=VOCABULARY),
-    "demo": rwkv7.Config(layers=4, width=128, head_size=64, vocabulary=VOCABULARY),
-    "small": rwkv7.Config(layers=6, width=384, head_size=64, vocabulary=VOCABULARY),
-    "0.1b": rwkv7.Config(layers=12, width=768, head_size=64, vocabulary=VOCABULARY),
-    "1.5b": rwkv7.Config(layers=24, width=2048, head_size=64, vocabulary=VOCABULARY),
+    "recall": rwkv7.Config(num_layers=3, hidden_size=32, head_size=32, vocab_size=VOCABULARY),
+    "tiny": rwkv7.Config(num_layers=2, hidden_size=64, head_size=32, vocab_size=VOCABULARY),
+    "demo": rwkv7.Config(num_layers=4, hidden_size=128, head_size=64, vocab_size=VOCABULARY),
+    "small": rwkv7.Config(num_layers=6, hidden_size=384, head_size=64, vocab_size=VOCABULARY),
+    "0.1b": rwkv7.Config(num_layers=12, hidden_size=768, head_size=64, vocab_size=VOCABULARY),
+    "1.5b": rwkv7.Config(num_layers=24, hidden_size=2048, head_size=64, vocab_size=VOCABULARY),
 }
 MAY_CHANGE = {
     "out",
@@ -105,7 +105,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    sizes = ", ".join(f"{n} = {c.layers}x{c.width}" for n, c in SIZES.items())
+    sizes = ", ".join(f"{n} = {c.num_layers}x{c.hidden_size}" for n, c in SIZES.items())
     add("--size", choices=SIZES, default="demo", help=f"layers x width: {sizes}")
     add("--layers", type=positive, help="number of layers, instead of that of --size")
     add("--width", type=positive, help="width, instead of that of --size")
@@ -228,19 +228,26 @@ def config(args: argparse.Namespace) -> rwkv7.Config:
         except (OSError, ValueError) as error:
             sys.exit(f"--model: {error}")
         config, quantised = found.config, found.params.head.scale is not None
-        of_bytes = isinstance(config, rwkv7.Config) and config.vocabulary == VOCABULARY
+        of_bytes = isinstance(config, rwkv7.Config) and config.vocab_size == VOCABULARY
         if quantised or not of_bytes:
             how = ", quantised" if quantised else ""
             sys.exit(
-                f"--model is {found.generation} with {config.vocabulary} different tokens{how}; "
+                f"--model is {found.generation} with {config.vocab_size} different tokens{how}; "
                 f"accepted is RWKV-7 with the {VOCABULARY} bytes, not quantised"
             )
         return config
-    sizes = {"layers": args.layers, "width": args.width, "head_size": args.head_size}
+    sizes = {"num_layers": args.layers, "hidden_size": args.width, "head_size": args.head_size}
     return dataclasses.replace(SIZES[args.size], **{n: s for n, s in sizes.items() if s})
 
 
 def recorded(args: argparse.Namespace, checksum: int | None) -> Options:
     """The options that a resumed run has to share, by name. `checksum` stands for the data."""
     options = {name: x for name, x in vars(args).items() if name not in MAY_CHANGE}
-    return options | {"data": checksum, **dataclasses.asdict(config(args))}
+    model = config(args)
+    return options | {
+        "data": checksum,
+        "layers": model.num_layers,
+        "width": model.hidden_size,
+        "head_size": model.head_size,
+        "vocabulary": model.vocab_size,
+    }

@@ -23,10 +23,11 @@ ON_MATRIX_UNITS = {"wkv7": (64, 128), "wkv6": (64,), "wkv5": (64,)}
 
 
 def operands(
-    op: str, case: Case, *, segment_ids: Any = None, cu_seqlens: Any = None
+    op: str, case: Case, *, segment_ids: Any = None, cu_seqlens: Any = None, active: Any = None
 ) -> tuple[Arrays, Arrays]:
     """Inputs and cotangents of a case in the form of decay that the operator takes. Padding, which
-    is where `segment_ids` are 0, is NaN. With `cu_seqlens` each sequence has states of its own."""
+    is where `segment_ids` are 0 or rows not `active`, is NaN. With `cu_seqlens` each sequence has
+    states of its own."""
     own = OPERATORS[op]
     inputs, cotangents = own.make(own.suited(case))
     if cu_seqlens is not None:
@@ -34,9 +35,10 @@ def operands(
         states, dstates = own.make(own.suited(each))
         inputs |= {name: states[name] for name in own.states if name in states}
         cotangents |= {name: x for name, x in dstates.items() if name != "dy"}
-    if segment_ids is not None:
+    there = active if segment_ids is None else segment_ids != 0
+    if there is not None:
         for x in (*(inputs[name] for name in own.timed), cotangents["dy"]):
-            x[segment_ids == 0] = np.nan
+            x[~there] = np.nan
     return inputs, cotangents
 
 

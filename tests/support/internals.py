@@ -181,7 +181,7 @@ def other_targets(platform: str = "cuda") -> set[str]:
     of_layers = {target for function in functions for target in function.targets}
     of_layers |= {*keyed_wkv7.TARGETS.values()}
     of_products = {*feed_forward.TARGETS.values(), *low_rank.TARGETS.values(), low_rank_maps.TARGET}
-    losses = {of_losses.OF_LOGITS, of_losses.OF_FEATURES}
+    losses = {of_losses.OF_LOGITS, of_losses.OF_HIDDEN_STATES}
     return of_layers | of_products | losses | {*block_step.TARGETS}
 
 

@@ -12,7 +12,7 @@ from jax.tree_util import KeyPath
 from rwkv_jax.models import rwkv4, rwkv7
 
 VOCABULARY = 61
-_SIZES = {"layers": 2, "width": 32, "head_size": 16, "vocabulary": VOCABULARY}
+_SIZES = {"num_layers": 2, "hidden_size": 32, "head_size": 16, "vocab_size": VOCABULARY}
 
 
 def parameters(module: ModuleType) -> Any:
@@ -32,7 +32,7 @@ _RANKS = {"w": 40, "a": 8, "v": 16, "g": 72}
 def with_heads_of_64(width: int, dtype: str, layers: int = 2) -> rwkv7.Params:
     """Random parameters of RWKV-7 with heads of 64 channels, where activations stay near 1. The
     ranks of low-rank maps differ."""
-    config = rwkv7.Config(layers, width, vocabulary=11)
+    config = rwkv7.Config(layers, width, vocab_size=11)
     shapes = jax.eval_shape(lambda key: rwkv7.init(key, config), jax.random.key(0))
     rng = np.random.default_rng(width)
 

@@ -88,8 +88,8 @@ def _version_of_rwkv5(params: rwkv5.Params, shapes: Shapes) -> rwkv5.Params:
 
 
 _HIDDEN: Mapping[str, OwnAxes] = {
-    ".ffn.key.weight": ("hidden", None),
-    ".ffn.value.weight": (None, "hidden"),
+    ".ffn.key.weight": ("ffn size", None),
+    ".ffn.value.weight": (None, "ffn size"),
 }
 
 LAYOUTS = (
@@ -194,7 +194,7 @@ def sizes(what: str, layout: Layout, shapes: Shapes) -> dict[str, int]:
     vocabulary, width = next((x for x in tables if len(x) == 2), (0, 0))
     found = (_BLOCK.fullmatch(name) for name in shapes)
     layers = len({block[1] for block in found if block})
-    told = {"layers": layers, "width": width, "vocabulary": vocabulary}
+    told = {"num_layers": layers, "hidden_size": width, "vocab_size": vocabulary}
     needed = ["emb.weight [vocabulary, C]"]
     if layout.heads is not None:
         of_heads = of(layout.heads)
@@ -226,14 +226,14 @@ def expected(what: str, layout: Layout, config: Any, shapes: Shapes) -> Any:
         begins with `what`.
     """
     # All blocks but the first one have the same shapes, and two are enough to know them.
-    few = type(config)(**vars(config) | {"layers": min(config.layers, 2)})
+    few = type(config)(**vars(config) | {"num_layers": min(config.num_layers, 2)})
     params = jax.eval_shape(lambda key: layout.module.init(key, few), jax.random.key(0))
     params = layout.version(params, shapes)
     first, *others = params.blocks
-    count = len(jax.tree.leaves(params)) + (config.layers - 2) * len(jax.tree.leaves(others))
+    count = len(jax.tree.leaves(params)) + (config.num_layers - 2) * len(jax.tree.leaves(others))
     if count > 2 * len(shapes):
         raise ValueError(f"{what}: {len(shapes)} tensors; {layout.name} with {config} has {count}")
-    params = params._replace(blocks=(first, *others * (config.layers - 1)))
+    params = params._replace(blocks=(first, *others * (config.num_layers - 1)))
     found: dict[str, int] = {}
     own = {
         name: axes

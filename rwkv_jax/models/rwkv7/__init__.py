@@ -72,19 +72,19 @@ class Config:
     """The sizes of a model.
 
     Attributes:
-      layers: number of blocks.
-      width: channels of the activations (C), a multiple of `head_size`.
+      num_layers: number of blocks.
+      hidden_size: channels of the activations (C), a multiple of `head_size`.
       head_size: channels of a head (K).
-      vocabulary: number of different tokens.
+      vocab_size: number of different tokens.
 
     Raises:
-      ValueError: a size is not positive, or `width` is not a multiple of `head_size`.
+      ValueError: a size is not positive, or `hidden_size` is not a multiple of `head_size`.
     """
 
-    layers: int
-    width: int
+    num_layers: int
+    hidden_size: int
     head_size: int = 64
-    vocabulary: int = 65536
+    vocab_size: int = 65536
 
     def __post_init__(self):
         check_sizes("rwkv7", dataclasses.asdict(self))
@@ -145,7 +145,7 @@ def initial_wkv(params: TimeMixParams, batch: int) -> _typing.State:
 
 def init_time_mix(key: Key[Array, ""], config: Config, layer: int) -> TimeMixParams:
     """The parameters of the time mixing of layer `layer`, from 0."""
-    layers, width, head_size = config.layers, config.width, config.head_size
+    layers, width, head_size = config.num_layers, config.hidden_size, config.head_size
     keys = iter(jax.random.split(key, 7))
     channel = jnp.arange(width, dtype=jnp.float32)
     fraction = channel / max(width - 1, 1)
@@ -203,7 +203,7 @@ def init_time_mix(key: Key[Array, ""], config: Config, layer: int) -> TimeMixPar
 def init_channel_mix(key: Key[Array, ""], config: Config, layer: int) -> ChannelMixParams:
     """The parameters of the channel mixing of layer `layer`, from 0. Its hidden
     activations are four times as wide as the model."""
-    layers, width = config.layers, config.width
+    layers, width = config.num_layers, config.hidden_size
     params = ChannelMixParams(
         x_k=token_shift_mix(width, (1 - layer / layers) ** 4),
         key=Weight(jax.nn.initializers.orthogonal()(key, (4 * width, width))),
@@ -329,7 +329,7 @@ GENERATION = Generation(
 
 init = GENERATION.init
 initial_state = GENERATION.initial_state
-features = GENERATION.features
+hidden_states = GENERATION.hidden_states
 apply = GENERATION.apply
 time_mix = GENERATION.time_mix
 channel_mix = GENERATION.channel_mix
