@@ -209,7 +209,8 @@ class _Groups:
         x = jnp.stack(kept, axis=2) if isinstance(kept, list) else jnp.moveaxis(kept, 0, 2)
         if self._chunks is not None:
             return self._chunks.join(jnp.moveaxis(x, 1, 0))
-        return x.reshape(len(x), -1, *x.shape[3:])[:, : self._count]
+        rows, groups, length, channels = x.shape
+        return x.reshape(rows, groups * length, channels)[:, : self._count]
 
     # States.
 
