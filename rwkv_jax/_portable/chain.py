@@ -36,7 +36,7 @@ from rwkv_jax._operator.signature import Signature
 from rwkv_jax._portable import algebra
 from rwkv_jax._portable.algebra import Tokens
 from rwkv_jax._portable.decay import BOUNDED
-from rwkv_jax._portable.operands import LinksOfRows, links
+from rwkv_jax._portable.links import ELSEWHERE, LONG_LINKS, ON_CPU, LinksOfRows, Sizes, links
 from rwkv_jax._portable.products import Products, exact, on_matrix_units
 from rwkv_jax._portable.recurrence import (
     Parts,
@@ -48,7 +48,6 @@ from rwkv_jax._portable.recurrence import (
     through,
     within,
 )
-from rwkv_jax._portable.slabs import ELSEWHERE, LONG_LINKS, ON_CPU, Sizes
 from rwkv_jax._portable.steps import Steps, steps
 from rwkv_jax._portable.terms import TermsFn
 from rwkv_jax._portable.token_by_token import TokenByToken
@@ -99,8 +98,7 @@ class Chain(Implementation):
         that does not go by tokens on a CPU is traced once where the slabs are alike."""
         on_cpu = self._links(ON_CPU, operands)
         product, elsewhere = self._on_matrix_units(options, operands)
-        match_shardings = on_cpu.slabs.count == elsewhere.slabs.count and not product.rounds
-        if match_shardings and not goes_by_tokens:
+        if on_cpu.count == elsewhere.count and not product.rounds and not goes_by_tokens:
             return compute(options, operands, product._replace(minimize_flops=True), elsewhere)
         return lax.platform_dependent(
             cpu=lambda: compute(options, operands, exact(options), on_cpu),
@@ -192,7 +190,7 @@ class Chain(Implementation):
             carried, dshared, room = carry
             per_token, shared, tokens = call.inputs(number)
             dy = call.at(number, operands.dy).astype(product.dtype)
-            saved = call.saved(number, operands.states[part]).astype(jnp.float32)
+            saved = call.of_chunks(number, operands.states[part]).astype(jnp.float32)
 
             of_tokens = functools.partial(self._parts, options, product, tokens)
             parts, pull_back = jax.vjp(of_tokens, per_token, shared)

@@ -31,7 +31,7 @@ from jax import Array, lax
 
 from rwkv_jax._operator.call import Arrays
 from rwkv_jax._portable import inverses
-from rwkv_jax._portable.operands import Carried, Path
+from rwkv_jax._portable.links import Carried, Path
 from rwkv_jax._portable.products import Products, stacked
 
 _CHUNKS = 8
