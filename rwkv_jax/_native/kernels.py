@@ -84,7 +84,7 @@ class NativeKernels(Implementation):
     ) -> str | None:
         if reason := library.why_not(platform):
             return reason
-        sizes = self._sizes(inputs)
+        sizes = self._signature.sizes(inputs)
         # Kernels for CPUs have scratch of their own, and steps have none.
         if platform == "cuda" and "T" in sizes and (reason := check.symbolic(sizes, "BTHC")):
             return f"{reason}; the cuda kernels are planned for numbers"
@@ -108,7 +108,7 @@ class NativeKernels(Implementation):
         by_token = f"{by_token} kernels, one token at a time in float32"
         if self._head_sizes is None and platform == "cuda":
             return "CUDA kernels, runs of tokens side by side in float32"
-        if platform == "cpu" or "T" not in self._sizes(inputs):
+        if platform == "cpu" or "T" not in self._signature.sizes(inputs):
             return by_token
         by_matrix_units = "CUDA kernels on matrix units, bfloat16 with float32 sums"
         ways = [
@@ -148,16 +148,11 @@ class NativeKernels(Implementation):
         ordered = {part: states[part] for part in self._signature.state}
         return _as_one_batch(operands.packing, ordered)
 
-    def _sizes(self, inputs: Mapping[str, Any]) -> dict[str, int]:
-        signature = self._signature
-        token = len(inputs[signature.y].shape) < len(signature.inputs[signature.y])
-        return signature.sizes(inputs, token=token)
-
     def _problem(
         self, options: Options, inputs: Mapping[str, Any], packing: Packing
     ) -> dict[str, int]:
         """The sizes and choices from which native code plans a call."""
-        sizes = self._sizes(inputs)
+        sizes = self._signature.sizes(inputs)
         count = sizes["B"]
         if isinstance(packing, Sequences):
             count *= max(packing.offsets.shape[-1] - 1, 0)
@@ -249,7 +244,7 @@ class NativeKernels(Implementation):
         if not self._summarizes(options, platform, operands):
             return super().summary(summary, options, platform, operands)
         inputs, of_packing, _ = self._given(operands)
-        sizes = self._sizes(operands.inputs)
+        sizes = self._signature.sizes(operands.inputs)
         sizes["L"] = sizes["K"]
         results = [([sizes[x] for x in axes], jnp.float32) for axes in summary.axes.values()]
         scratch, attributes = self._problem_of("summary", options, platform, operands)

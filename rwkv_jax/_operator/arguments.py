@@ -51,7 +51,7 @@ def operands(
     parts = _parts(op, signature, state, token=token)
     axes = signature.arguments(token=token, sequences=cu_seqlens is not None)
     arrays = check.arrays(op, axes, given | parts, states=list(axes)[len(given) :])
-    sizes = signature.row_sizes(arrays, token=token)
+    sizes = signature.row_sizes(arrays)
     packing = None
     if cu_seqlens is not None:
         packing = Sequences(_checked_offsets(op, cu_seqlens, sizes, axes, arrays))

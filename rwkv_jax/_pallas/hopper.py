@@ -91,10 +91,8 @@ class HopperKernels:
             return f"{dtype} inputs", "bfloat16"
         if options.exact:
             return "precision 'highest'", "the default"
-        sizes = {
-            self._signature.inputs[n][-1]: inputs[n].shape[-1] for n in self._signature.per_token
-        }
-        if {*sizes.values()} != {SIZE}:
+        sizes = self._signature.sizes(inputs)
+        if not sizes["K"] == sizes["V"] == SIZE:
             return f"K = {sizes['K']} and V = {sizes['V']}", f"{SIZE}"
         if options.decay not in self._decays:
             return f"decay {options.decay!r}", " and ".join(map(repr, self._decays))

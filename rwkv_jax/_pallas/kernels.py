@@ -48,22 +48,15 @@ class PallasKernels(Implementation):
                 return reason
             other = self._hopper.why_not(platform, options, inputs, packing)
             return other and f"{reason}; {other}"
-        sizes = {"B": inputs[self._signature.y].shape[0], **self._head_sizes(inputs)}
-        sizes |= zip("BT", inputs[self._signature.y].shape[:-2], strict=False)
+        sizes = self._signature.sizes(inputs)
         if reason := check.symbolic(sizes, "BTKV"):
             return f"{reason}; the pallas kernels have grids of numbers"
         if lowering.is_tpu(platform) and inputs[self._signature.y].dtype == jnp.float16:
             return "float16 inputs; on TPUs the pallas kernels take float32 and bfloat16"
-        sizes = self._head_sizes(inputs)
-        if not set(sizes.values()) <= set(lowering.HEAD_SIZES):
+        if not {sizes["K"], sizes["V"]} <= set(lowering.HEAD_SIZES):
             accepted = ", ".join(map(str, lowering.HEAD_SIZES))
             return f"K = {sizes['K']} and V = {sizes['V']}; the pallas kernels take {accepted}"
         return None
-
-    def _head_sizes(self, inputs: Mapping[str, Any]) -> dict[str, int]:
-        """K and V, of whole sequences or of one token."""
-        signature = self._signature
-        return {signature.inputs[name][-1]: inputs[name].shape[-1] for name in signature.per_token}
 
     def takes_sequences(self, platform: str) -> bool:
         return not lowering.is_tpu(platform)

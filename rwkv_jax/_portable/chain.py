@@ -64,9 +64,7 @@ class Chain(Implementation):
     def why_not(
         self, platform: str, options: Options, inputs: Mapping[str, Any], packing: Packing
     ) -> str | None:
-        signature = self._signature
-        token = len(inputs[signature.y].shape) < len(signature.inputs[signature.y])
-        reason = check.symbolic(signature.sizes(inputs, token=token), "TKV")
+        reason = check.symbolic(self._signature.sizes(inputs), "TKV")
         return reason and f"{reason}; xla cuts rows into chunks, whose number it has to know"
 
     def takes_sequences(self, platform: str) -> bool:
@@ -122,16 +120,24 @@ class Chain(Implementation):
         self, options: Options, operands: Forward, product: Products, call: LinksOfRows
     ) -> Result:
         signature = self._signature
-        slab_of = self._token_by_token
-        if not product.minimize_flops:
-            slab_of = functools.partial(self._side_by_side, product)
         (part,) = operands.state
         state, values = operands.state[part], operands.inputs[signature.y]
         save_as = signature.states_dtype(options, operands.inputs)
 
         def slab(number: Any, carry: tuple[Any, Arrays]) -> tuple[Any, Arrays]:
             carried, room = carry
-            carried, before, y = slab_of(options, call, number, carried, state, save_as)
+            per_token, shared, tokens = call.inputs(number)
+            chain = call.path(number), state, save_as
+            if product.minimize_flops:
+                own = steps(self._terms, options, per_token, shared, tokens, signature.y)
+                carried, before, found = through(Steps.run, own, carried, *chain)
+                y = own.outputs(found, per_token[signature.y].shape)
+            else:
+                parts = self._parts(options, product, tokens, per_token, shared)
+                solved, _ = solve(product, parts)
+                xs = for_chain(product, solved)
+                carried, before, (states, _) = along(product, xs, carried, *chain)
+                y = _read(product, parts, states, ask(product, solved, states))
             room = room | {"y": call.put(number, room["y"], y.astype(values.dtype))}
             if options.save:
                 room |= {"states": call.save(number, room["states"], before)}
@@ -143,41 +149,6 @@ class Chain(Implementation):
         carried, room = call.run(slab, (call.start(state), room))
         states = {part: call.states(room["states"])} if options.save else {}
         return Result(call.whole(room["y"]), {part: call.end(carried)}, states)
-
-    def _side_by_side(
-        self,
-        product: Products,
-        options: Options,
-        call: LinksOfRows,
-        number: Any,
-        carried: Any,
-        given: Array,
-        save_as: Any,
-    ) -> tuple[Any, Array, Array]:
-        """What is carried on from a slab, the states before its chunks, and Y."""
-        per_token, shared, tokens = call.inputs(number)
-        parts = self._parts(options, product, tokens, per_token, shared)
-        solved, _ = solve(product, parts)
-        chain = for_chain(product, solved)
-        path = call.path(number)
-        carried, before, (states, _) = along(product, chain, carried, path, given, save_as)
-        return carried, before, _read(product, parts, states, ask(product, solved, states))
-
-    def _token_by_token(
-        self,
-        options: Options,
-        call: LinksOfRows,
-        number: Any,
-        carried: Any,
-        given: Array,
-        save_as: Any,
-    ) -> tuple[Any, Array, Array]:
-        """The same, one token after another."""
-        per_token, shared, tokens = call.inputs(number)
-        own = steps(self._terms, options, per_token, shared, tokens, self._signature.y)
-        path = call.path(number)
-        carried, before, found = through(Steps.run, own, carried, path, given, save_as)
-        return carried, before, own.outputs(found, per_token[self._signature.y].shape)
 
     def _backward(
         self, options: Options, operands: Backward, product: Products, call: LinksOfRows

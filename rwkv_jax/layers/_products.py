@@ -52,9 +52,7 @@ def checked(
         check.choice(op, "implementation", implementation, Products.implementations)
     for name, array in given.items():
         check.array(op, name, array)
-        if array.dtype not in check.DTYPES:
-            accepted = ", ".join(check.DTYPES)
-            raise TypeError(f"{op}: {name} is {array.dtype}; accepted are {accepted}")
+        check.dtype(op, name, array)
     check.share_sizes(op, axes, given)
     return [jnp.asarray(array) for array in given.values()]
 

@@ -24,6 +24,7 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Float32, Int32, Integer
 
 from rwkv_jax._operator.dispatch import Computation, Pass, run
+from rwkv_jax._operator.partition import vary_alike
 from rwkv_jax.losses import _native
 from rwkv_jax.losses._options import Axis, Options, Tokens, slabs
 
@@ -112,7 +113,7 @@ def _gradients(
         dweight += _product(options, "nv,nc->vc", dlogits, features)
         return dweight, (found, dfeatures)
 
-    zeros = _alike(jnp.zeros(weight.shape, jnp.float32), weight)
+    zeros, _ = vary_alike(jnp.zeros(weight.shape, jnp.float32), weight)
     dweight, (found, dfeatures) = _by_slab(
         options, weight.shape[0], tokens, (tokens, statistics), slab, zeros
     )
@@ -292,9 +293,3 @@ def _places(
     if axis is not None:
         places -= lax.axis_index(axis) * size
     return places, (places >= 0) & (places < size)
-
-
-def _alike(x: Array, like: Array) -> Array:
-    """`x` with the mesh axes over which `like` varies inside a `shard_map`."""
-    axes = tuple(jax.typeof(like).manual_axis_type.varying)
-    return lax.pcast(x, axes, to="varying") if axes else x
