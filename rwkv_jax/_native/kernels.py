@@ -79,12 +79,10 @@ class NativeKernels(Implementation):
     def _target(self, name: str) -> str:
         return f"rwkv_{self._signature.name}_{TARGETS[name]}_{VERSION}"
 
-    def why_not(
-        self, platform: str, options: Options, inputs: Mapping[str, Any], packing: Packing
-    ) -> str | None:
+    def why_not(self, options: Options, platform: str, operands: Operands) -> str | None:
         if reason := library.why_not(platform):
             return reason
-        sizes = self._signature.sizes(inputs)
+        sizes = self._signature.sizes(operands.inputs)
         # Kernels for CPUs have scratch of their own, and steps have none.
         if platform == "cuda" and "T" in sizes and (reason := check.symbolic(sizes, "BTHC")):
             return f"{reason}; the cuda kernels are planned for numbers"
@@ -101,28 +99,24 @@ class NativeKernels(Implementation):
     def takes_sequences(self, platform: str) -> bool:
         return True
 
-    def describe(
-        self, platform: str, options: Options, inputs: Mapping[str, Any], packing: Packing
-    ) -> str:
+    def describe(self, options: Options, platform: str, operands: Operands) -> str:
         by_token = "C++" if platform == "cpu" else "CUDA"
         by_token = f"{by_token} kernels, one token at a time in float32"
         if self._head_sizes is None and platform == "cuda":
             return "CUDA kernels, runs of tokens side by side in float32"
-        if platform == "cpu" or "T" not in self._signature.sizes(inputs):
+        if platform == "cpu" or "T" not in self._signature.sizes(operands.inputs):
             return by_token
         by_matrix_units = "CUDA kernels on matrix units, bfloat16 with float32 sums"
         ways = [
             by_matrix_units if on_matrix_units else by_token
-            for on_matrix_units in self.on_matrix_units(platform, options, inputs, packing)
+            for on_matrix_units in self.on_matrix_units(options, platform, operands)
         ]
         return ways[0] if len(set(ways)) == 1 else f"{ways[0]}; backward {ways[1]}"
 
-    def on_matrix_units(
-        self, platform: str, options: Options, inputs: Mapping[str, Any], packing: Packing
-    ) -> list[bool]:
+    def on_matrix_units(self, options: Options, platform: str, operands: Operands) -> list[bool]:
         """Whether kernels on matrix units compute the passes of a training step on every GPU: the
         forward pass, and the backward pass. The native code that chooses kernels says so."""
-        problem = self._problem(dataclasses.replace(options, save=True), inputs, packing)
+        problem = self._problem(dataclasses.replace(options, save=True), operands)
         plan = functools.partial(library.module(platform).plan, self._signature.name)
         plans = (plan(name, **gpus.limits(), **problem) for name in ("fwd", "bwd"))
         return [plan["kernel"] == MATRIX_UNITS for plan in plans]
@@ -148,10 +142,9 @@ class NativeKernels(Implementation):
         ordered = {part: states[part] for part in self._signature.state}
         return _as_one_batch(operands.packing, ordered)
 
-    def _problem(
-        self, options: Options, inputs: Mapping[str, Any], packing: Packing
-    ) -> dict[str, int]:
+    def _problem(self, options: Options, operands: Operands) -> dict[str, int]:
         """The sizes and choices from which native code plans a call."""
+        inputs, packing = operands.inputs, operands.packing
         sizes = self._signature.sizes(inputs)
         count = sizes["B"]
         if isinstance(packing, Sequences):
@@ -269,14 +262,14 @@ class NativeKernels(Implementation):
     def _summarizes(self, options: Options, platform: str, operands: Operands) -> bool:
         if not self._has_summaries or platform != "cuda":
             return False
-        problem = self._problem(options, operands.inputs, operands.packing)
+        problem = self._problem(options, operands)
         return library.has_summary(platform, self._signature.name, **problem)
 
     def _problem_of(
         self, name: str, options: Options, platform: str, operands: Operands
     ) -> tuple[tuple[tuple[int], Any], dict[str, Any]]:
         """The shape and the dtype of the scratch of a pass, and the attributes of its target."""
-        problem = self._problem(options, operands.inputs, operands.packing)
+        problem = self._problem(options, operands)
         floats = 0
         if platform == "cuda":
             floats = library.scratch(platform, self._signature.name, TARGETS[name], **problem)

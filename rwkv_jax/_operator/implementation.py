@@ -3,9 +3,17 @@
 import abc
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, TypeAlias
+from typing import ClassVar, TypeAlias
 
-from rwkv_jax._operator.call import Arrays, Backward, Forward, Gradients, Options, Packing, Result
+from rwkv_jax._operator.call import (
+    Arrays,
+    Backward,
+    Forward,
+    Gradients,
+    Operands,
+    Options,
+    Result,
+)
 
 ForwardFn: TypeAlias = Callable[[Forward], Result]
 
@@ -40,10 +48,8 @@ class Implementation(abc.ABC):
     Operands are checked and on the same mesh axes; parameters come once for each row, in float32.
     """
 
-    def why_not(
-        self, platform: str, options: Options, inputs: Mapping[str, Any], packing: Packing
-    ) -> str | None:
-        """Why a call with inputs of these shapes and dtypes cannot run, or None."""
+    def why_not(self, options: Options, platform: str, operands: Operands) -> str | None:
+        """Why a call with inputs of the shapes and dtypes of these cannot run, or None."""
         return None
 
     def takes_sequences(self, platform: str) -> bool:
@@ -52,9 +58,7 @@ class Implementation(abc.ABC):
         return False
 
     @abc.abstractmethod
-    def describe(
-        self, platform: str, options: Options, inputs: Mapping[str, Any], packing: Packing
-    ) -> str:
+    def describe(self, options: Options, platform: str, operands: Operands) -> str:
         """In a few words, how a call that can run is computed."""
 
     @abc.abstractmethod

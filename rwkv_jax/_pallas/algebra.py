@@ -83,11 +83,6 @@ def _halves(length: int) -> list[int]:
     return [length >> n for n in range(1, length.bit_length())]
 
 
-def inverse(product: Product, x: Array) -> Array:
-    """(I - x)^-1 for an x below the diagonal."""
-    return inverses.by_whole_matrices(product, x)
-
-
 class Level(NamedTuple):
     """Factors [T, K] of the decay between two tokens j < i, after j and before i. It is
     `rows[i] * columns[j]` for the pairs in `mask`."""

@@ -70,9 +70,7 @@ class HopperKernels:
         except (ImportError, AttributeError) as error:
             return error
 
-    def why_not(
-        self, platform: str, options: Options, inputs: Mapping[str, Any], packing: Packing
-    ) -> str | None:
+    def why_not(self, options: Options, platform: str, operands: Forward | Backward) -> str | None:
         """Why the kernels cannot take a call, or None."""
         if not lowering.interprets_hopper(platform):
             if platform != "cuda" or not gpus.are_hopper():
@@ -81,7 +79,7 @@ class HopperKernels:
                 return f"the kernels for Hopper GPUs need JAX {'.'.join(map(str, SINCE))}"
         if isinstance(self._module, Exception):
             return f"the kernels for Hopper GPUs cannot be imported: {self._module}"
-        found, taken = self._limit(options, inputs)
+        found, taken = self._limit(options, operands.inputs)
         return found and f"{found}; the kernels for Hopper GPUs take {taken}"
 
     def _limit(self, options: Options, inputs: Mapping[str, Any]) -> tuple[str | None, str]:
@@ -98,10 +96,11 @@ class HopperKernels:
             return f"decay {options.decay!r}", " and ".join(map(repr, self._decays))
         return None, ""
 
-    def is_faster(self, name: str, inputs: Mapping[str, Any], packing: Packing) -> bool:
+    def is_faster(self, name: str, operands: Forward | Backward) -> bool:
         """Whether a pass of a call is faster than in kernels of Triton, which need not fill up
         short sequences to a whole chunk."""
-        rows, *tokens, heads, _ = inputs[self._signature.y].shape
+        rows, *tokens, heads, _ = operands.inputs[self._signature.y].shape
+        packing = operands.packing
         in_a_row = packing.offsets.shape[-1] - 1 if isinstance(packing, Sequences) else 1
         programs = rows * in_a_row * heads
         enough = name in self._enough_heads and programs >= self._enough_heads[name]
@@ -180,8 +179,6 @@ class HopperKernels:
         results: Results,
         count: int,
     ) -> tuple[Arrays, Array]:
-        if isinstance(self._module, Exception):
-            raise self._module
         kernel = getattr(self._module, name)
         identity_token = self._identity_token(options)
         return kernel.run(platform, options.decay, operands, carry, results, identity_token, count)

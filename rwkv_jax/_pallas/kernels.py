@@ -8,7 +8,15 @@ import jax.numpy as jnp
 from jax import Array
 
 from rwkv_jax._operator import check
-from rwkv_jax._operator.call import Backward, Forward, Gradients, Options, Packing, Result, chunks
+from rwkv_jax._operator.call import (
+    Backward,
+    Forward,
+    Gradients,
+    Operands,
+    Options,
+    Result,
+    chunks,
+)
 from rwkv_jax._operator.implementation import Implementation
 from rwkv_jax._operator.signature import Signature
 from rwkv_jax._pallas import lowering, walk
@@ -40,13 +48,12 @@ class PallasKernels(Implementation):
         self._signature, self._reference, self._hopper = signature, reference, hopper
         self._operator = walk.Operator(signature, prepare, gradient)
 
-    def why_not(
-        self, platform: str, options: Options, inputs: Mapping[str, Any], packing: Packing
-    ) -> str | None:
+    def why_not(self, options: Options, platform: str, operands: Operands) -> str | None:
+        inputs = operands.inputs
         if reason := lowering.why_not(platform):
             if self._hopper is None or lowering.compiler(platform) not in ("cuda", lowering.HOPPER):
                 return reason
-            other = self._hopper.why_not(platform, options, inputs, packing)
+            other = self._hopper.why_not(options, platform, operands)
             return other and f"{reason}; {other}"
         sizes = self._signature.sizes(inputs)
         if reason := check.symbolic(sizes, "BTKV"):
@@ -61,12 +68,10 @@ class PallasKernels(Implementation):
     def takes_sequences(self, platform: str) -> bool:
         return not lowering.is_tpu(platform)
 
-    def describe(
-        self, platform: str, options: Options, inputs: Mapping[str, Any], packing: Packing
-    ) -> str:
-        dtype = product(options, inputs[self._signature.y].dtype).dtype.__name__
+    def describe(self, options: Options, platform: str, operands: Operands) -> str:
+        dtype = product(options, operands.inputs[self._signature.y].dtype).dtype.__name__
         on_hopper = [
-            self._on_hopper(name, platform, options, inputs, packing) is not None
+            self._on_hopper(name, options, platform, operands) is not None
             for name in ("forward", "backward")
         ]
         compiler, length = COMPILERS[platform], "tiles"
@@ -78,26 +83,20 @@ class PallasKernels(Implementation):
         return f"Pallas kernels ({compiler}), {length} with products of {dtype} operands"
 
     def _on_hopper(
-        self,
-        name: str,
-        platform: str,
-        options: Options,
-        inputs: Mapping[str, Any],
-        packing: Packing,
+        self, name: str, options: Options, platform: str, operands: Operands
     ) -> HopperKernels | None:
         """The kernels for Hopper GPUs, if a pass of a call runs in them."""
         own = self._hopper
-        if own is None or own.why_not(platform, options, inputs, packing):
+        if own is None or own.why_not(options, platform, operands):
             return None
-        return own if lowering.why_not(platform) or own.is_faster(name, inputs, packing) else None
+        return own if lowering.why_not(platform) or own.is_faster(name, operands) else None
 
     def step(self, options: Options, platform: str, operands: Forward) -> Result:
         return self._reference.step(options, platform, operands)
 
     def forward(self, options: Options, platform: str, operands: Forward) -> Result:
         if not self._is_empty(operands.inputs):
-            call = platform, options, operands.inputs, operands.packing
-            if own := self._on_hopper("forward", *call):
+            if own := self._on_hopper("forward", options, platform, operands):
                 return own.forward(options, platform, operands)
             return walk.forward(self._operator, options, platform, operands)
         y = operands.inputs[self._signature.y]
@@ -113,8 +112,7 @@ class PallasKernels(Implementation):
 
     def backward(self, options: Options, platform: str, operands: Backward) -> Gradients:
         if not self._is_empty(operands.inputs):
-            call = platform, options, operands.inputs, operands.packing
-            if own := self._on_hopper("backward", *call):
+            if own := self._on_hopper("backward", options, platform, operands):
                 return own.backward(options, platform, operands)
             return walk.backward(self._operator, options, platform, operands)
         zeros = {name: jnp.zeros_like(x) for name, x in operands.inputs.items()}

@@ -13,7 +13,7 @@ of the inverse.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import jax
@@ -28,7 +28,6 @@ from rwkv_jax._operator.call import (
     Gradients,
     Operands,
     Options,
-    Packing,
     Result,
 )
 from rwkv_jax._operator.implementation import Implementation
@@ -61,18 +60,14 @@ class Chain(Implementation):
     def __init__(self, signature: Signature, terms: TermsFn, reference: TokenByToken) -> None:
         self._signature, self._terms, self._reference = signature, terms, reference
 
-    def why_not(
-        self, platform: str, options: Options, inputs: Mapping[str, Any], packing: Packing
-    ) -> str | None:
-        reason = check.symbolic(self._signature.sizes(inputs), "TKV")
+    def why_not(self, options: Options, platform: str, operands: Operands) -> str | None:
+        reason = check.symbolic(self._signature.sizes(operands.inputs), "TKV")
         return reason and f"{reason}; xla cuts rows into chunks, whose number it has to know"
 
     def takes_sequences(self, platform: str) -> bool:
         return True
 
-    def describe(
-        self, platform: str, options: Options, inputs: Mapping[str, Any], packing: Packing
-    ) -> str:
+    def describe(self, options: Options, platform: str, operands: Operands) -> str:
         return "chunks in plain jax.numpy"
 
     def step(self, options: Options, platform: str, operands: Forward) -> Result:

@@ -1,6 +1,6 @@
 """The reference implementation of any operator: one `lax.scan` step, which JAX differentiates."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import jax
@@ -13,8 +13,8 @@ from rwkv_jax._operator.call import (
     Forward,
     Gradients,
     Marks,
+    Operands,
     Options,
-    Packing,
     Result,
 )
 from rwkv_jax._operator.implementation import Implementation
@@ -31,9 +31,7 @@ class TokenByToken(Implementation):
     def __init__(self, signature: Signature, step: StepFn) -> None:
         self._signature, self._step = signature, step
 
-    def describe(
-        self, platform: str, options: Options, inputs: Mapping[str, Any], packing: Packing
-    ) -> str:
+    def describe(self, options: Options, platform: str, operands: Operands) -> str:
         return "lax.scan, one token at a time in float32"
 
     def step(self, options: Options, platform: str, operands: Forward) -> Result:

@@ -149,7 +149,7 @@ def _has_kernels(given: Arrays, options: Options) -> bool:
         options.implementation in (None, "ffi")
         and not library.why_not("cuda")
         and sizes["K"] == sizes["V"] == HEAD_SIZE
-        and all(KERNELS.on_matrix_units("cuda", options, tensors, None))
+        and all(KERNELS.on_matrix_units(options, "cuda", Forward(tensors, {})))
     )
 
 

@@ -24,7 +24,7 @@ the same way from the end.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -38,6 +38,7 @@ from rwkv_jax._operator.call import (
     Forward,
     Gradients,
     Marks,
+    Operands,
     Options,
     Packing,
     Result,
@@ -64,9 +65,7 @@ class _Wkv4(Implementation):
     def takes_sequences(self, platform: str) -> bool:
         return True
 
-    def describe(
-        self, platform: str, options: Options, inputs: Mapping[str, Any], packing: Packing
-    ) -> str:
+    def describe(self, options: Options, platform: str, operands: Operands) -> str:
         return "chunks in plain jax.numpy"
 
     def step(self, options: Options, platform: str, operands: Forward) -> Result:
@@ -188,8 +187,8 @@ class _Groups:
             self._first = self._owner[:, :1]
             self._last = self._first + there.shape[1] - 1
         self._ages = jnp.sum(there, axis=2, dtype=jnp.float32)
-        k, v, dy = (None if x is None else self._cut(x) for x in (inputs["k"], inputs["v"], dy))
-        self.tokens = _Token(k, v, dy, there, starts)
+        dy = None if dy is None else self._cut(dy)
+        self.tokens = _Token(self._cut(inputs["k"]), self._cut(inputs["v"]), dy, there, starts)
         if self._chunks is not None:  # Not in each walk, where it takes longer.
             self.tokens = lax.optimization_barrier(self.tokens)
 
@@ -291,19 +290,20 @@ class _Groups:
         added = {part: jnp.where(opens, entered[part], x) for part, x in added.items()}
         cut = opens if cut is None else opens | cut
 
-        def passed(state: Arrays, run: tuple[Array, Array, Arrays]) -> Arrays:
+        def passed(state: Arrays, run: tuple[Array, Array, Arrays]) -> tuple[Arrays, Arrays]:
             ages, cut, added = run
-            return self._add(_left(state, cut), ages, added)
+            after = self._add(_left(state, cut), ages, added)
+            return after, after
 
         runs = self._ages, cut, added
         if self._unrolled:
             _, _, upto = lax.associative_scan(
-                lambda x, y: (x[0] + y[0], x[1] | y[1], passed(x[2], y)), runs, reverse, axis=1
+                lambda x, y: (x[0] + y[0], x[1] | y[1], passed(x[2], y)[0]), runs, reverse, axis=1
             )
         else:  # This takes less time to compile.
             each = jax.tree.map(lambda x: jnp.moveaxis(x[:, :, None], 1, 0), runs)
             nothing = {part: _nothing(part, x[:, :1]) for part, x in added.items()}
-            _, upto = lax.scan(lambda x, y: (passed(x, y),) * 2, nothing, each, reverse=reverse)
+            _, upto = lax.scan(passed, nothing, each, reverse=reverse)
             upto = {part: jnp.moveaxis(x[:, :, 0], 0, 1) for part, x in upto.items()}
         shift = -1 if reverse else 1
         before = {p: jnp.where(opens, enter[p], jnp.roll(x, shift, 1)) for p, x in upto.items()}

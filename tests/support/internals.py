@@ -528,7 +528,7 @@ def chunks_of_slabs(tokens: int, heads: int) -> tuple[int, int, int]:
     made = list[links.LinksOfRows]()
 
     def make(x: Any) -> None:
-        inputs = dict.fromkeys("rwkvab", x)
+        inputs: Any = dict.fromkeys("rwkvab", x)
         made.append(links.LinksOfRows(signature("wkv7"), links.ELSEWHERE, inputs, None))
 
     jax.eval_shape(make, jax.ShapeDtypeStruct((1, tokens, heads, 64), jnp.float32))
