@@ -59,6 +59,8 @@ Results = Sequence[tuple[Sequence[int], Any]]
 class NativeKernels(Implementation):
     """C++ kernels on CPUs and CUDA kernels on GPUs, compiled as XLA FFI targets."""
 
+    has_step = True
+
     def __init__(
         self,
         signature: Signature,

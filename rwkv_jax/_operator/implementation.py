@@ -48,6 +48,9 @@ class Implementation(abc.ABC):
     Operands are checked and on the same mesh axes; parameters come once for each row, in float32.
     """
 
+    has_step: ClassVar[bool] = False
+    """Whether it has a step of its own, or computes one token as the reference does."""
+
     def why_not(self, options: Options, platform: str, operands: Operands) -> str | None:
         """Why a call with inputs of the shapes and dtypes of these cannot run, or None."""
         return None
@@ -67,14 +70,13 @@ class Implementation(abc.ABC):
     @abc.abstractmethod
     def backward(self, options: Options, platform: str, operands: Backward) -> Gradients: ...
 
-    @abc.abstractmethod
     def step(self, options: Options, platform: str, operands: Forward) -> Result:
         """One token; no operand has the axis T."""
+        raise NotImplementedError
 
     def summary(
         self, summary: Summary, options: Options, platform: str, operands: Forward
     ) -> Arrays:
-        """The summary of all tokens."""
         return summary.of(functools.partial(self.forward, options, platform), options, operands)
 
     def reverse_summary(self, options: Options, platform: str, operands: Backward) -> Arrays:

@@ -97,7 +97,6 @@ class Operator(Computation):
         return self.results(*self.compute(options, operands, token=True))
 
     def options(self, decay: Any, precision: Any, implementation: Any, *, token: bool) -> Options:
-        """The checked options of a call."""
         op = self.public_name(token=token)
         if implementation is not None:
             check.choice(op, "implementation", implementation, self.implementations)
@@ -238,6 +237,8 @@ class Operator(Computation):
         self, name: Pass, choice: str, options: Options, platform: str, shards: Shards
     ) -> Callable[[Any], Any]:
         implementation = self.imported(choice)
+        if name == "step" and not implementation.has_step:
+            implementation = self.imported("reference")
         if name == "summary":
             return functools.partial(implementation.summary, self.summary, options, platform)
         compute = functools.partial(getattr(implementation, name), options, platform)
@@ -253,11 +254,9 @@ class Operator(Computation):
         return by_rows
 
     def describe(self, choice: str, options: Options, platform: str, operands: Any) -> str:
-        """How the implementation `choice` computes a call that it can run, in a few words."""
         return self.imported(choice).describe(options, platform, operands)
 
     def imported(self, choice: str) -> Implementation:
-        """The implementation of this name."""
         implementation = self.implementations[choice]
         if isinstance(implementation, str):
             return importlib.import_module(implementation).IMPLEMENTATION

@@ -61,7 +61,6 @@ def product(options: Options, dtype: Any) -> Product:
 
 
 def diagonal(x: Array) -> Array:
-    """The matrix with the diagonal `x` [T, 1]."""
     i, j = entries(x.shape[0])
     return jnp.where(i == j, x, 0.0)
 

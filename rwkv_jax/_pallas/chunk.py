@@ -140,7 +140,6 @@ class Chunk:
         return in_all_columns(ref[...] if self._is_interpreted else plgpu.load(ref, layout=layout))
 
     def _segments_of(self, kind: int, token: int) -> Array:
-        """One of the SEGMENTS of a token."""
         return self[SEGMENTS].here().at[kind][token]
 
     @property
@@ -228,7 +227,6 @@ class Chunk:
         return jnp.where(is_kept, x, 0.0)
 
     def product(self, *terms: Pair | Array) -> Array:
-        """The sum of x @ y over the pairs (x, y), and of an array."""
         (result,) = self.products(terms)
         return result
 
@@ -347,12 +345,10 @@ def pinned(x: Array) -> Array:
 
 
 def in_all_rows(x: Array) -> Array:
-    """A matrix of rows `x`."""
     return lax.broadcast_in_dim(x, SQUARE, [1])
 
 
 def in_all_columns(x: Array) -> Array:
-    """A matrix of columns `x`."""
     return lax.broadcast_in_dim(x, SQUARE, [0])
 
 

@@ -1,11 +1,10 @@
 """The Pallas implementation of any operator with one state [V, K] for each head."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jax import Array
 
 from rwkv_jax._operator import check
 from rwkv_jax._operator.call import (
@@ -22,43 +21,36 @@ from rwkv_jax._operator.signature import Signature
 from rwkv_jax._pallas import lowering, walk
 from rwkv_jax._pallas.algebra import product
 from rwkv_jax._pallas.hopper import HopperKernels
-from rwkv_jax._portable.token_by_token import TokenByToken
 
 COMPILERS = {"cuda": "Triton", "tpu": "Mosaic", "cpu": "interpreter"}
 MOSAIC_GPU = "Mosaic GPU"
 
 
+@dataclass(frozen=True, eq=False)
 class PallasKernels(Implementation):
-    """Kernels for CUDA GPUs and for TPUs, and perhaps others for Hopper GPUs. One token is computed
-    as `reference` does it.
+    """Kernels for CUDA GPUs and for TPUs, and perhaps others for Hopper GPUs, which run what they
+    are faster at, and, on a JAX without Triton, all that they take."""
 
-    The kernels for Hopper GPUs run what they are faster at, and, on a JAX without Triton, all that
-    they take.
-    """
+    signature: Signature
+    prepare: walk.PrepareFn
+    gradient: walk.GradientFn
+    hopper: HopperKernels | None = None
 
-    def __init__(
-        self,
-        signature: Signature,
-        *,
-        prepare: walk.PrepareFn,
-        gradient: walk.GradientFn,
-        reference: TokenByToken,
-        hopper: HopperKernels | None = None,
-    ) -> None:
-        self._signature, self._reference, self._hopper = signature, reference, hopper
-        self._operator = walk.Operator(signature, prepare, gradient)
+    @property
+    def _operator(self) -> walk.Operator:
+        return walk.Operator(self.signature, self.prepare, self.gradient)
 
     def why_not(self, options: Options, platform: str, operands: Operands) -> str | None:
         inputs = operands.inputs
         if reason := lowering.why_not(platform):
-            if self._hopper is None or lowering.compiler(platform) not in ("cuda", lowering.HOPPER):
+            if self.hopper is None or lowering.compiler(platform) not in ("cuda", lowering.HOPPER):
                 return reason
-            other = self._hopper.why_not(options, platform, operands)
+            other = self.hopper.why_not(options, platform, operands)
             return other and f"{reason}; {other}"
-        sizes = self._signature.sizes(inputs)
+        sizes = self.signature.sizes(inputs)
         if reason := check.symbolic(sizes, "BTKV"):
             return f"{reason}; the pallas kernels have grids of numbers"
-        if lowering.is_tpu(platform) and inputs[self._signature.y].dtype == jnp.float16:
+        if lowering.is_tpu(platform) and inputs[self.signature.y].dtype == jnp.float16:
             return "float16 inputs; on TPUs the pallas kernels take float32 and bfloat16"
         if not {sizes["K"], sizes["V"]} <= set(lowering.HEAD_SIZES):
             accepted = ", ".join(map(str, lowering.HEAD_SIZES))
@@ -69,7 +61,7 @@ class PallasKernels(Implementation):
         return not lowering.is_tpu(platform)
 
     def describe(self, options: Options, platform: str, operands: Operands) -> str:
-        dtype = product(options, operands.inputs[self._signature.y].dtype).dtype.__name__
+        dtype = product(options, operands.inputs[self.signature.y].dtype).dtype.__name__
         on_hopper = [
             self._on_hopper(name, options, platform, operands) is not None
             for name in ("forward", "backward")
@@ -86,29 +78,22 @@ class PallasKernels(Implementation):
         self, name: str, options: Options, platform: str, operands: Operands
     ) -> HopperKernels | None:
         """The kernels for Hopper GPUs, if a pass of a call runs in them."""
-        own = self._hopper
+        own = self.hopper
         if own is None or own.why_not(options, platform, operands):
             return None
         return own if lowering.why_not(platform) or own.is_faster(name, operands) else None
-
-    def step(self, options: Options, platform: str, operands: Forward) -> Result:
-        return self._reference.step(options, platform, operands)
 
     def forward(self, options: Options, platform: str, operands: Forward) -> Result:
         if not self._is_empty(operands.inputs):
             if own := self._on_hopper("forward", options, platform, operands):
                 return own.forward(options, platform, operands)
             return walk.forward(self._operator, options, platform, operands)
-        y = operands.inputs[self._signature.y]
-        dtype = self._signature.states_dtype(options, operands.inputs)
-
-        def saved(state: Array) -> Array:
-            count = chunks(y.shape[1])
-            return jnp.repeat(state[:, None], count, axis=1).astype(dtype)
-
-        return Result(
-            y, operands.state, jax.tree.map(saved, operands.state) if options.save else {}
-        )
+        y, states = operands.inputs[self.signature.y], {}
+        if options.save:
+            dtype = self.signature.states_dtype(options, operands.inputs)
+            for part, x in operands.state.items():
+                states[part] = jnp.repeat(x[:, None], chunks(y.shape[1]), axis=1).astype(dtype)
+        return Result(y, operands.state, states)
 
     def backward(self, options: Options, platform: str, operands: Backward) -> Gradients:
         if not self._is_empty(operands.inputs):
@@ -120,5 +105,5 @@ class PallasKernels(Implementation):
 
     def _is_empty(self, inputs: Mapping[str, Any]) -> bool:
         """Whether there is nothing to compute: no row, no token or no head."""
-        sizes = self._signature.sizes(inputs)
+        sizes = self.signature.sizes(inputs)
         return 0 in (sizes["B"], sizes["T"], sizes["H"])

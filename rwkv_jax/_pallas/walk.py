@@ -26,7 +26,6 @@ from rwkv_jax._operator.call import (
     Gradients,
     Marks,
     Options,
-    Packing,
     Result,
     Sequences,
 )
@@ -106,7 +105,7 @@ class Operator(NamedTuple):
 
 
 def forward(operator: Operator, options: Options, platform: str, operands: Forward) -> Result:
-    tiles = _Tiles(operator, options, platform, operands.inputs, operands.packing)
+    tiles = _Tiles(operator, options, platform, operands)
     (part,) = operands.state
     given = tiles.given(operands.inputs)
     read = tiles.prepared(given, ("reads", "fresh", *AFTER))
@@ -137,7 +136,7 @@ def forward(operator: Operator, options: Options, platform: str, operands: Forwa
 
 
 def backward(operator: Operator, options: Options, platform: str, operands: Backward) -> Gradients:
-    tiles = _Tiles(operator, options, platform, operands.inputs, operands.packing)
+    tiles = _Tiles(operator, options, platform, operands)
     (part,) = operands.states
     states, dstate = operands.states[part], operands.dstate[part]
     given = tiles.given(operands.inputs, operands.dy)
@@ -168,7 +167,6 @@ def _only(operands: Operands, names: Iterable[str]) -> Operands:
 
 
 def _after(product: Product, here: Arrays, state: Array) -> Array:
-    """The state after a tile."""
     result = state * here["stay"] + product(here[VALUES], here["keys"], (0, 0))
     if "solved" in here:
         u = product(state, here["solved"], (1, 1)) + here["own"].T.astype(jnp.float32)
@@ -204,13 +202,9 @@ class _Tiles:
     """The tiles of a call, and the kernels that run on them."""
 
     def __init__(
-        self,
-        operator: Operator,
-        options: Options,
-        platform: str,
-        inputs: Mapping[str, Array],
-        packing: Packing,
+        self, operator: Operator, options: Options, platform: str, operands: Forward | Backward
     ) -> None:
+        inputs, packing = operands.inputs, operands.packing
         self._operator, self._options, self._platform = operator, options, platform
         self._sizes = operator.signature.sizes(inputs)
         self._marks = packing.marks if isinstance(packing, Marks) else None

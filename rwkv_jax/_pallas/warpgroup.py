@@ -225,7 +225,6 @@ class _Walk:
             self.chunks = _chunks(self._numbers[END] - self._numbers[START])
 
     def of_head(self, axes: str, ref: Any) -> Any:
-        """The part of an array that belongs to the program."""
         return ref.at[tuple(self._where[a] for a in axes if a in self._where)]
 
     def of_state(self, ref: Any) -> Any:

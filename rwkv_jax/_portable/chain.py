@@ -14,6 +14,7 @@ of the inverse.
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import jax
@@ -49,19 +50,19 @@ from rwkv_jax._portable.recurrence import (
 )
 from rwkv_jax._portable.steps import Steps, steps
 from rwkv_jax._portable.terms import TermsFn
-from rwkv_jax._portable.token_by_token import TokenByToken
 
 _Sums: TypeAlias = tuple[Any, Arrays, Arrays]
 
 
+@dataclass(frozen=True, eq=False)
 class Chain(Implementation):
-    """Runs everywhere, for any sizes. One token is computed as `reference` does it."""
+    """Runs everywhere, for any sizes."""
 
-    def __init__(self, signature: Signature, terms: TermsFn, reference: TokenByToken) -> None:
-        self._signature, self._terms, self._reference = signature, terms, reference
+    signature: Signature
+    terms: TermsFn
 
     def why_not(self, options: Options, platform: str, operands: Operands) -> str | None:
-        reason = check.symbolic(self._signature.sizes(operands.inputs), "TKV")
+        reason = check.symbolic(self.signature.sizes(operands.inputs), "TKV")
         return reason and f"{reason}; xla cuts rows into chunks, whose number it has to know"
 
     def takes_sequences(self, platform: str) -> bool:
@@ -69,9 +70,6 @@ class Chain(Implementation):
 
     def describe(self, options: Options, platform: str, operands: Operands) -> str:
         return "chunks in plain jax.numpy"
-
-    def step(self, options: Options, platform: str, operands: Forward) -> Result:
-        return self._reference.step(options, platform, operands)
 
     def forward(self, options: Options, platform: str, operands: Forward) -> Result:
         return self._on_any_platform(self._forward, options, operands, goes_by_tokens=True)
@@ -99,22 +97,22 @@ class Chain(Implementation):
         )
 
     def _links(self, sizes: Sizes, operands: Operands) -> LinksOfRows:
-        return links(self._signature, sizes, operands.inputs, operands.packing)
+        return links(self.signature, sizes, operands.inputs, operands.packing)
 
     def _on_matrix_units(
         self, options: Options, operands: Operands
     ) -> tuple[Products, LinksOfRows]:
         """The products and links on platforms with matrix units."""
         inputs = operands.inputs
-        key_size = self._signature.sizes(inputs)["K"]
-        product = on_matrix_units(options, inputs[self._signature.y].dtype, key_size)
+        key_size = self.signature.sizes(inputs)["K"]
+        product = on_matrix_units(options, inputs[self.signature.y].dtype, key_size)
         is_long = product.rounds and options.decay in BOUNDED
         return product, self._links(LONG_LINKS if is_long else ELSEWHERE, operands)
 
     def _forward(
         self, options: Options, operands: Forward, product: Products, call: LinksOfRows
     ) -> Result:
-        signature = self._signature
+        signature = self.signature
         (part,) = operands.state
         state, values = operands.state[part], operands.inputs[signature.y]
         save_as = signature.states_dtype(options, operands.inputs)
@@ -124,7 +122,7 @@ class Chain(Implementation):
             per_token, shared, tokens = call.inputs(number)
             chain = call.path(number), state, save_as
             if product.minimize_flops:
-                own = steps(self._terms, options, per_token, shared, tokens, signature.y)
+                own = steps(self.terms, options, per_token, shared, tokens, signature.y)
                 carried, before, found = through(Steps.run, own, carried, *chain)
                 y = own.outputs(found, per_token[signature.y].shape)
             else:
@@ -148,7 +146,7 @@ class Chain(Implementation):
     def _backward(
         self, options: Options, operands: Backward, product: Products, call: LinksOfRows
     ) -> Gradients:
-        signature = self._signature
+        signature = self.signature
         (part,) = operands.states
         given = operands.dstate[part]
 
@@ -190,8 +188,8 @@ class Chain(Implementation):
         w = inputs["w"]
         w = jnp.broadcast_to(w, jnp.broadcast_shapes(w.shape, inputs["k"].shape))
         decays = algebra.decays(w, options.decay, tokens, product)
-        terms = self._terms(inputs)
-        values = inputs[self._signature.y].astype(product.dtype)
+        terms = self.terms(inputs)
+        values = inputs[self.signature.y].astype(product.dtype)
         factors = algebra.factors(product, decays, tokens, *terms)
         return Parts(decays.enter, decays.stay, decays.leave, *factors, values)
 

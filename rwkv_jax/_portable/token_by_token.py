@@ -28,6 +28,8 @@ StepFn: TypeAlias = Callable[[Options, Arrays, Arrays], tuple[Array, Arrays]]
 class TokenByToken(Implementation):
     """The recurrence as its definition has it. It is the specification of an operator."""
 
+    has_step = True
+
     def __init__(self, signature: Signature, step: StepFn) -> None:
         self._signature, self._step = signature, step
 

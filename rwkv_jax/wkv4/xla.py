@@ -68,9 +68,6 @@ class _Wkv4(Implementation):
     def describe(self, options: Options, platform: str, operands: Operands) -> str:
         return "chunks in plain jax.numpy"
 
-    def step(self, options: Options, platform: str, operands: Forward) -> Result:
-        return reference.IMPLEMENTATION.step(options, platform, operands)
-
     def forward(self, options: Options, platform: str, operands: Forward) -> Result:
         return _as_the_platform_needs(functools.partial(_forward, options), operands)
 
@@ -238,8 +235,6 @@ class _Groups:
 
     def or_given(self, states: Arrays, given: Arrays) -> Arrays:
         """What was given of sequences without tokens, and `states` of all others."""
-        if self._chunks is None:
-            return states
         there = (self._last >= self._first)[..., None]
         return {part: jnp.where(there, x, given[part]) for part, x in states.items()}
 
@@ -422,7 +417,6 @@ def _at(x: Array, number: Array) -> Array:
 
 
 def _dotted(x: Arrays, y: Arrays) -> Array:
-    """The sum of the products of the numerators and of the denominators."""
     return x["num"] * y["num"] + x["den"] * y["den"]
 
 

@@ -18,15 +18,13 @@ SIGNATURE = Signature(
     per_head=frozenset("wu"),
 )
 
-REFERENCE = TokenByToken(SIGNATURE, step)
-
 OPERATOR = Operator(
     SIGNATURE,
     SUMMARY,
     implementations={
         "ffi": NativeKernels(SIGNATURE, head_sizes=HEAD_SIZES),
         "pallas": "rwkv_jax.wkv5.pallas",
-        "xla": Chain(SIGNATURE, terms, REFERENCE),
-        "reference": REFERENCE,
+        "xla": Chain(SIGNATURE, terms),
+        "reference": TokenByToken(SIGNATURE, step),
     },
 )

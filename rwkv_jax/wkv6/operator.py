@@ -17,15 +17,13 @@ SIGNATURE = Signature(
     decays=("log", "exp"),
 )
 
-REFERENCE = TokenByToken(SIGNATURE, step)
-
 OPERATOR = Operator(
     SIGNATURE,
     SUMMARY,
     implementations={
         "ffi": NativeKernels(SIGNATURE, head_sizes=HEAD_SIZES),
         "pallas": "rwkv_jax.wkv6.pallas",
-        "xla": Chain(SIGNATURE, terms, REFERENCE),
-        "reference": REFERENCE,
+        "xla": Chain(SIGNATURE, terms),
+        "reference": TokenByToken(SIGNATURE, step),
     },
 )

@@ -31,7 +31,7 @@ from rwkv_jax._pallas.kernels import PallasKernels
 from rwkv_jax._pallas.walk import Rows
 from rwkv_jax._portable import inverses
 from rwkv_jax._portable.decay import BOUNDED
-from rwkv_jax.wkv7.operator import REFERENCE, SIGNATURE
+from rwkv_jax.wkv7.operator import SIGNATURE
 
 ENOUGH_HEADS = {"forward": 32, "backward": 128}
 """As measured on an H200."""
@@ -131,12 +131,6 @@ def _gradient(
     return gradients, dv
 
 
-IMPLEMENTATION = PallasKernels(
-    SIGNATURE,
-    prepare=_prepare,
-    gradient=_gradient,
-    reference=REFERENCE,
-    hopper=HopperKernels(
-        SIGNATURE, "rwkv_jax.wkv7.hopper", decays=BOUNDED, enough_heads=ENOUGH_HEADS
-    ),
-)
+HOPPER = HopperKernels(SIGNATURE, "rwkv_jax.wkv7.hopper", BOUNDED, ENOUGH_HEADS)
+
+IMPLEMENTATION = PallasKernels(SIGNATURE, _prepare, _gradient, HOPPER)
