@@ -17,7 +17,6 @@ from rwkv_jax._operator.call import (
     chunks,
 )
 from rwkv_jax._operator.implementation import Implementation
-from rwkv_jax._operator.signature import Signature
 from rwkv_jax._pallas import lowering, walk
 from rwkv_jax._pallas.algebra import product
 from rwkv_jax._pallas.hopper import HopperKernels
@@ -27,18 +26,11 @@ MOSAIC_GPU = "Mosaic GPU"
 
 
 @dataclass(frozen=True, eq=False)
-class PallasKernels(Implementation):
+class PallasKernels(walk.Operator, Implementation):
     """Kernels for CUDA GPUs and for TPUs, and perhaps others for Hopper GPUs, which run what they
     are faster at, and, on a JAX without Triton, all that they take."""
 
-    signature: Signature
-    prepare: walk.PrepareFn
-    gradient: walk.GradientFn
     hopper: HopperKernels | None = None
-
-    @property
-    def _operator(self) -> walk.Operator:
-        return walk.Operator(self.signature, self.prepare, self.gradient)
 
     def why_not(self, options: Options, platform: str, operands: Operands) -> str | None:
         inputs = operands.inputs
@@ -87,7 +79,7 @@ class PallasKernels(Implementation):
         if not self._is_empty(operands.inputs):
             if own := self._on_hopper("forward", options, platform, operands):
                 return own.forward(options, platform, operands)
-            return walk.forward(self._operator, options, platform, operands)
+            return walk.forward(self, options, platform, operands)
         y, states = operands.inputs[self.signature.y], {}
         if options.save:
             dtype = self.signature.states_dtype(options, operands.inputs)
@@ -99,7 +91,7 @@ class PallasKernels(Implementation):
         if not self._is_empty(operands.inputs):
             if own := self._on_hopper("backward", options, platform, operands):
                 return own.backward(options, platform, operands)
-            return walk.backward(self._operator, options, platform, operands)
+            return walk.backward(self, options, platform, operands)
         zeros = {name: jnp.zeros_like(x) for name, x in operands.inputs.items()}
         return Gradients(zeros, operands.dstate)
 

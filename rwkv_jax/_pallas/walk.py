@@ -11,6 +11,7 @@ tokens of one sequence of `cu_seqlens` alone (see `rwkv_jax._pallas.sequences`).
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -96,7 +97,8 @@ GradientFn: TypeAlias = Callable[
 of its values [T, R] for each group of rows. The values come with the rows, not with the inputs."""
 
 
-class Operator(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Operator:
     """What the kernels of an operator consist of."""
 
     signature: Signature

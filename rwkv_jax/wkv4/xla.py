@@ -282,6 +282,8 @@ class _Groups:
         cut = None if starts is None else jnp.any(starts, axis=2)
         # The group that a sequence begins with has its own state before it.
         entered = self._add(_left(enter, cut), self._ages, added)
+        if entered["num"].shape[1] == 1 and self._chunks is None:
+            return enter, entered
         added = {part: jnp.where(opens, entered[part], x) for part, x in added.items()}
         cut = opens if cut is None else opens | cut
 
