@@ -73,7 +73,7 @@ def implementations(
     axes = signature.arguments(token=token, sequences=cu_seqlens is not None)
     check.shapes(op, axes, given, states)
     inputs = {name: given[name] for name in signature.inputs}
-    sizes = signature.row_sizes(inputs, token=token)
+    sizes = signature.row_sizes(inputs)
     packing: Packing = None
     if cu_seqlens is not None:
         packing = Sequences(sequences.checked(op, cu_seqlens, *sizes))

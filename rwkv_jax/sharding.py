@@ -138,11 +138,7 @@ def sequence_parallel(operator: Fn, axis: str | tuple[str, ...]) -> Fn:
 
 
 def _find(function: Any) -> tuple[Operator, bool]:
-    """The operator of a public function, and whether the function is its step.
-
-    Raises:
-      TypeError: there is none.
-    """
+    """The operator of a public function, and whether the function is its step."""
     if (found := PUBLIC.get(function)) is None:
         accepted = ", ".join(x.__name__ for x in PUBLIC)
         raise TypeError(f"operator is {function!r}; accepted are {accepted}")

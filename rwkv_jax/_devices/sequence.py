@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from rwkv_jax._operator import dispatch
+from rwkv_jax._operator import check, dispatch
 from rwkv_jax._operator.call import CHUNK, Arrays, Backward, Forward, Marks, Options, Packing
 from rwkv_jax._operator.operator import Operator, YAndState
 from rwkv_jax._operator.signature import Signature
@@ -157,7 +157,7 @@ def _forward(
 
 def _count(signature: Signature, state: Arrays, tokens: int) -> int:
     """How many splits, of whole chunks and all of the same length, the tokens of a device make."""
-    sizes = signature.sizes_of_state(state)
+    sizes = check.sizes(signature.state, state)
     rows = max(sizes["B"] * sizes.get("H", sizes.get("C", 1)), 1)
     most = min(ENOUGH_HEADS // rows, tokens // SPLIT_TOKENS)
     return next((n for n in range(most, 1, -1) if tokens % (n * CHUNK) == 0), 1)

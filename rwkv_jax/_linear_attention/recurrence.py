@@ -1,5 +1,5 @@
 """What WKV5 and WKV6 have in common: the recurrence one token at a time, the terms of a token for
-plain XLA, and what a run of tokens does to a state.
+plain XLA, what a run of tokens does to a state, and the implementations.
 
 In a link of tokens of plain XLA, with P[i, j] the decay of the tokens between j and i, without both
 (see `rwkv_jax._portable.algebra`), `before` that of the tokens before one, and `after` that of
@@ -15,12 +15,17 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jax import Array, lax
 
+from rwkv_jax._native.kernels import HEAD_SIZES, NativeKernels
 from rwkv_jax._operator.call import Arrays, Forward, Marks, Options
 from rwkv_jax._operator.implementation import ForwardFn, Summary
+from rwkv_jax._operator.operator import Operator
 from rwkv_jax._operator.partition import match_shardings
+from rwkv_jax._operator.signature import Signature
 from rwkv_jax._packing import segments
+from rwkv_jax._portable.chain import Chain
 from rwkv_jax._portable.decay import decay_factor, unbounded_log_decay
 from rwkv_jax._portable.terms import Read, Terms
+from rwkv_jax._portable.token_by_token import TokenByToken
 
 
 def step(options: Options, inputs: Arrays, state: Arrays) -> tuple[Array, Arrays]:
@@ -77,4 +82,15 @@ class _Summary(Summary):
         return {"factor": first["factor"] * second["factor"], "added": added}
 
 
-SUMMARY = _Summary()
+def operator(signature: Signature) -> Operator:
+    """The operator with these operands, whose kernels of Pallas are in its own folder."""
+    return Operator(
+        signature,
+        _Summary(),
+        implementations={
+            "ffi": NativeKernels(signature, head_sizes=HEAD_SIZES),
+            "pallas": f"rwkv_jax.{signature.name}.pallas",
+            "xla": Chain(signature, terms),
+            "reference": TokenByToken(signature, step),
+        },
+    )

@@ -8,6 +8,7 @@ target takes and returns, and an upper bound of the scratch that any device may 
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
@@ -56,41 +57,37 @@ Results = Sequence[tuple[Sequence[int], Any]]
 """Shapes and dtypes."""
 
 
+@dataclass(frozen=True, eq=False)
 class NativeKernels(Implementation):
-    """C++ kernels on CPUs and CUDA kernels on GPUs, compiled as XLA FFI targets."""
+    """C++ kernels on CPUs and CUDA kernels on GPUs, compiled as XLA FFI targets.
 
-    def __init__(
-        self,
-        signature: Signature,
-        *,
-        head_sizes: Mapping[str, tuple[int, ...]] | None = None,
-        has_summaries: bool = True,
-    ) -> None:
-        """Args:
-        signature: the operands. Their order is that of the targets.
-        head_sizes: for each platform the sizes K = V that its kernels take; None without heads.
-        has_summaries: whether there are targets for summaries on CUDA.
-        """
-        self._signature, self._head_sizes = signature, head_sizes
-        self._has_summaries = has_summaries
-        passes = list(TARGETS) if has_summaries else ["forward", "backward", "step"]
+    signature: the operands. Their order is that of the targets.
+    head_sizes: for each platform the sizes K = V that its kernels take; None without heads.
+    has_summaries: whether there are targets for summaries on CUDA.
+    """
+
+    signature: Signature
+    head_sizes: Mapping[str, tuple[int, ...]] | None = None
+    has_summaries: bool = True
+    has_step = True
+
+    def __post_init__(self) -> None:
+        passes = list(TARGETS) if self.has_summaries else ["forward", "backward", "step"]
         library.register_export_targets(*map(self._target, passes))
 
     def _target(self, name: str) -> str:
-        return f"rwkv_{self._signature.name}_{TARGETS[name]}_{VERSION}"
+        return f"rwkv_{self.signature.name}_{TARGETS[name]}_{VERSION}"
 
-    def why_not(
-        self, platform: str, options: Options, inputs: Mapping[str, Any], packing: Packing
-    ) -> str | None:
+    def why_not(self, options: Options, platform: str, operands: Operands) -> str | None:
         if reason := library.why_not(platform):
             return reason
-        sizes = self._sizes(inputs)
+        sizes = self.signature.sizes(operands.inputs)
         # Kernels for CPUs have scratch of their own, and steps have none.
         if platform == "cuda" and "T" in sizes and (reason := check.symbolic(sizes, "BTHC")):
             return f"{reason}; the cuda kernels are planned for numbers"
-        if self._head_sizes is None:
+        if self.head_sizes is None:
             return None
-        accepted = self._head_sizes[platform]
+        accepted = self.head_sizes[platform]
         if sizes["K"] != sizes["V"] or sizes["K"] not in accepted:
             return (
                 f"K = {sizes['K']} and V = {sizes['V']}; the {platform} kernels take K = V out of "
@@ -101,36 +98,32 @@ class NativeKernels(Implementation):
     def takes_sequences(self, platform: str) -> bool:
         return True
 
-    def describe(
-        self, platform: str, options: Options, inputs: Mapping[str, Any], packing: Packing
-    ) -> str:
+    def describe(self, options: Options, platform: str, operands: Operands) -> str:
         by_token = "C++" if platform == "cpu" else "CUDA"
         by_token = f"{by_token} kernels, one token at a time in float32"
-        if self._head_sizes is None and platform == "cuda":
+        if self.head_sizes is None and platform == "cuda":
             return "CUDA kernels, runs of tokens side by side in float32"
-        if platform == "cpu" or "T" not in self._sizes(inputs):
+        if platform == "cpu" or "T" not in self.signature.sizes(operands.inputs):
             return by_token
         by_matrix_units = "CUDA kernels on matrix units, bfloat16 with float32 sums"
         ways = [
             by_matrix_units if on_matrix_units else by_token
-            for on_matrix_units in self.on_matrix_units(platform, options, inputs, packing)
+            for on_matrix_units in self.on_matrix_units(options, platform, operands)
         ]
         return ways[0] if len(set(ways)) == 1 else f"{ways[0]}; backward {ways[1]}"
 
-    def on_matrix_units(
-        self, platform: str, options: Options, inputs: Mapping[str, Any], packing: Packing
-    ) -> list[bool]:
+    def on_matrix_units(self, options: Options, platform: str, operands: Operands) -> list[bool]:
         """Whether kernels on matrix units compute the passes of a training step on every GPU: the
         forward pass, and the backward pass. The native code that chooses kernels says so."""
-        problem = self._problem(dataclasses.replace(options, save=True), inputs, packing)
-        plan = functools.partial(library.module(platform).plan, self._signature.name)
+        problem = self._problem(dataclasses.replace(options, save=True), operands)
+        plan = functools.partial(library.module(platform).plan, self.signature.name)
         plans = (plan(name, **gpus.limits(), **problem) for name in ("fwd", "bwd"))
         return [plan["kernel"] == MATRIX_UNITS for plan in plans]
 
     def _given(self, operands: Operands) -> tuple[Arrays, Sequence[Array], tuple[int, int]]:
         """The inputs by name in the order of the signature, parameters once for each row or
         sequence; what tells kernels of the packing; and the rows and their saved states."""
-        signature = self._signature
+        signature = self.signature
         inputs = {name: operands.inputs[name] for name in signature.inputs}
         rows, tokens = inputs[signature.per_token[0]].shape[:2]
         match operands.packing:
@@ -145,19 +138,13 @@ class NativeKernels(Implementation):
                 return inputs, [], (rows, chunks(tokens))
 
     def _states(self, operands: Operands, states: Arrays) -> Arrays:
-        ordered = {part: states[part] for part in self._signature.state}
+        ordered = {part: states[part] for part in self.signature.state}
         return _as_one_batch(operands.packing, ordered)
 
-    def _sizes(self, inputs: Mapping[str, Any]) -> dict[str, int]:
-        signature = self._signature
-        token = len(inputs[signature.y].shape) < len(signature.inputs[signature.y])
-        return signature.sizes(inputs, token=token)
-
-    def _problem(
-        self, options: Options, inputs: Mapping[str, Any], packing: Packing
-    ) -> dict[str, int]:
+    def _problem(self, options: Options, operands: Operands) -> dict[str, int]:
         """The sizes and choices from which native code plans a call."""
-        sizes = self._sizes(inputs)
+        inputs, packing = operands.inputs, operands.packing
+        sizes = self.signature.sizes(inputs)
         count = sizes["B"]
         if isinstance(packing, Sequences):
             count *= max(packing.offsets.shape[-1] - 1, 0)
@@ -165,7 +152,7 @@ class NativeKernels(Implementation):
             "decay": DECAYS[options.decay],
             "exact": int(options.exact),
             "packing": PACKINGS[type(packing)],
-            "dtype": DTYPES[str(inputs[self._signature.y].dtype)],
+            "dtype": DTYPES[str(inputs[self.signature.y].dtype)],
             "rows": sizes["B"],
             "tokens": sizes["T"],
             "sequences": count,
@@ -186,9 +173,9 @@ class NativeKernels(Implementation):
         come last."""
         inputs, of_packing, (rows, count) = self._given(operands)
         state = self._states(operands, operands.state)
-        y = operands.inputs[self._signature.y]
+        y = operands.inputs[self.signature.y]
         count = count if options.save else 0
-        dtype = self._signature.states_dtype(options, operands.inputs)
+        dtype = self.signature.states_dtype(options, operands.inputs)
         saved = [((rows, count, *x.shape[1:]), dtype) for x in state.values()]
         scratch, attributes = self._problem_of("forward", options, platform, operands)
 
@@ -219,7 +206,7 @@ class NativeKernels(Implementation):
             before = dict(zip(dstate, found[len(inputs) :], strict=False))
             if isinstance(operands.packing, Sequences):
                 # Those of parameters are added up over the sequences of each row.
-                shared = {name: dinputs[name] for name in self._signature.shared}
+                shared = {name: dinputs[name] for name in self.signature.shared}
                 shared = _by_row(operands.packing, shared)
                 dinputs |= {name: jnp.sum(x, axis=1) for name, x in shared.items()}
             return Gradients(dinputs, _by_row(operands.packing, before))
@@ -229,7 +216,7 @@ class NativeKernels(Implementation):
         return results, given, attributes, gradients
 
     def step(self, options: Options, platform: str, operands: Forward) -> Result:
-        signature = self._signature
+        signature = self.signature
         inputs = [operands.inputs[name] for name in signature.inputs]
         state = {part: operands.state[part] for part in signature.state}
         y = operands.inputs[signature.y]
@@ -249,7 +236,7 @@ class NativeKernels(Implementation):
         if not self._summarizes(options, platform, operands):
             return super().summary(summary, options, platform, operands)
         inputs, of_packing, _ = self._given(operands)
-        sizes = self._sizes(operands.inputs)
+        sizes = self.signature.sizes(operands.inputs)
         sizes["L"] = sizes["K"]
         results = [([sizes[x] for x in axes], jnp.float32) for axes in summary.axes.values()]
         scratch, attributes = self._problem_of("summary", options, platform, operands)
@@ -272,19 +259,19 @@ class NativeKernels(Implementation):
         return dict(zip(dstate, found, strict=False))
 
     def _summarizes(self, options: Options, platform: str, operands: Operands) -> bool:
-        if not self._has_summaries or platform != "cuda":
+        if not self.has_summaries or platform != "cuda":
             return False
-        problem = self._problem(options, operands.inputs, operands.packing)
-        return library.has_summary(platform, self._signature.name, **problem)
+        problem = self._problem(options, operands)
+        return library.has_summary(platform, self.signature.name, **problem)
 
     def _problem_of(
         self, name: str, options: Options, platform: str, operands: Operands
     ) -> tuple[tuple[tuple[int], Any], dict[str, Any]]:
         """The shape and the dtype of the scratch of a pass, and the attributes of its target."""
-        problem = self._problem(options, operands.inputs, operands.packing)
+        problem = self._problem(options, operands)
         floats = 0
         if platform == "cuda":
-            floats = library.scratch(platform, self._signature.name, TARGETS[name], **problem)
+            floats = library.scratch(platform, self.signature.name, TARGETS[name], **problem)
         attributes = {name: problem[name] for name in ("decay", "exact", "packing")}
         return ((floats,), jnp.float32), attributes
 

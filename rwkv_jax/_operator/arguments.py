@@ -4,7 +4,7 @@ Messages speak of the arguments as callers know them: of `initial_state`, or of 
 `initial_num`, where the operands of the passes are parts of a state by name.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -13,24 +13,9 @@ import numpy as np
 from jax import Array
 
 from rwkv_jax._operator import check
-from rwkv_jax._operator.call import Active, Forward, Options, SegmentIds, Sequences
+from rwkv_jax._operator.call import Active, Forward, SegmentIds, Sequences
 from rwkv_jax._operator.signature import Signature
 from rwkv_jax._packing import segments, sequences
-
-
-def options(
-    op: str,
-    signature: Signature,
-    accepted: Collection[str],
-    decay: Any,
-    precision: Any,
-    implementation: Any,
-) -> Options:
-    """The options of a call, whose implementation is one of those `accepted`, or None."""
-    if implementation is not None:
-        check.choice(op, "implementation", implementation, accepted)
-    decay = check.choice(op, "decay", decay, signature.decays)
-    return Options(decay, check.precision_of(op, precision), implementation)
 
 
 def operands(
@@ -52,7 +37,7 @@ def operands(
     parts = _parts(op, signature, state, token=token)
     axes = signature.arguments(token=token, sequences=cu_seqlens is not None)
     arrays = check.arrays(op, axes, given | parts, states=list(axes)[len(given) :])
-    sizes = signature.row_sizes(arrays, token=token)
+    sizes = signature.row_sizes(arrays)
     packing = None
     if cu_seqlens is not None:
         packing = Sequences(_checked_offsets(op, cu_seqlens, sizes, axes, arrays))

@@ -22,6 +22,11 @@ def array(op: str, name: str, x: Any) -> None:
         raise TypeError(f"{op}: {name} is a {type(x).__name__}; accepted is a JAX or numpy array")
 
 
+def dtype(op: str, name: str, x: Any) -> None:
+    if x.dtype not in DTYPES:
+        raise TypeError(f"{op}: {name} is {x.dtype}; accepted are {', '.join(DTYPES)}")
+
+
 def arrays(
     op: str, axes: Mapping[str, str], given: Mapping[str, Any], states: Iterable[str]
 ) -> dict[str, jax.Array]:

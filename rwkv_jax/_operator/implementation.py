@@ -3,9 +3,17 @@
 import abc
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, TypeAlias
+from typing import ClassVar, TypeAlias
 
-from rwkv_jax._operator.call import Arrays, Backward, Forward, Gradients, Options, Packing, Result
+from rwkv_jax._operator.call import (
+    Arrays,
+    Backward,
+    Forward,
+    Gradients,
+    Operands,
+    Options,
+    Result,
+)
 
 ForwardFn: TypeAlias = Callable[[Forward], Result]
 
@@ -40,10 +48,11 @@ class Implementation(abc.ABC):
     Operands are checked and on the same mesh axes; parameters come once for each row, in float32.
     """
 
-    def why_not(
-        self, platform: str, options: Options, inputs: Mapping[str, Any], packing: Packing
-    ) -> str | None:
-        """Why a call with inputs of these shapes and dtypes cannot run, or None."""
+    has_step: ClassVar[bool] = False
+    """Whether it has a step of its own, or computes one token as the reference does."""
+
+    def why_not(self, options: Options, platform: str, operands: Operands) -> str | None:
+        """Why a call with inputs of the shapes and dtypes of these cannot run, or None."""
         return None
 
     def takes_sequences(self, platform: str) -> bool:
@@ -52,9 +61,7 @@ class Implementation(abc.ABC):
         return False
 
     @abc.abstractmethod
-    def describe(
-        self, platform: str, options: Options, inputs: Mapping[str, Any], packing: Packing
-    ) -> str:
+    def describe(self, options: Options, platform: str, operands: Operands) -> str:
         """In a few words, how a call that can run is computed."""
 
     @abc.abstractmethod
@@ -63,14 +70,13 @@ class Implementation(abc.ABC):
     @abc.abstractmethod
     def backward(self, options: Options, platform: str, operands: Backward) -> Gradients: ...
 
-    @abc.abstractmethod
     def step(self, options: Options, platform: str, operands: Forward) -> Result:
         """One token; no operand has the axis T."""
+        raise NotImplementedError
 
     def summary(
         self, summary: Summary, options: Options, platform: str, operands: Forward
     ) -> Arrays:
-        """The summary of all tokens."""
         return summary.of(functools.partial(self.forward, options, platform), options, operands)
 
     def reverse_summary(self, options: Options, platform: str, operands: Backward) -> Arrays:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from rwkv_jax._operator import arguments, dispatch
+from rwkv_jax._operator import arguments, check, dispatch
 from rwkv_jax._operator.call import (
     Active,
     Arrays,
@@ -98,9 +98,11 @@ class Operator(Computation):
         return self.results(*self.compute(options, operands, token=True))
 
     def options(self, decay: Any, precision: Any, implementation: Any, *, token: bool) -> Options:
-        """The checked options of a call."""
-        op, accepted = self.public_name(token=token), self.implementations
-        return arguments.options(op, self.signature, accepted, decay, precision, implementation)
+        op = self.public_name(token=token)
+        if implementation is not None:
+            check.choice(op, "implementation", implementation, self.implementations)
+        decay = check.choice(op, "decay", decay, self.signature.decays)
+        return Options(decay, check.precision_of(op, precision), implementation)
 
     def operands(
         self,
@@ -230,41 +232,36 @@ class Operator(Computation):
             implementation = self.imported(choice)
         except ImportError as error:
             return f"{self.implementations[choice]} cannot be imported: {error}"
-        return implementation.why_not(platform, options, operands.inputs, operands.packing)
+        return implementation.why_not(options, platform, operands)
 
     def implementation(
         self, name: Pass, choice: str, options: Options, platform: str, shards: Shards
     ) -> Callable[[Any], Any]:
         implementation = self.imported(choice)
+        if name == "step" and not implementation.has_step:
+            implementation = self.imported("reference")
         if name == "summary":
             return functools.partial(implementation.summary, self.summary, options, platform)
         compute = functools.partial(getattr(implementation, name), options, platform)
-        if name in ("forward", "backward") and not implementation.takes_sequences(platform):
-            in_chunks = by_chunk.forward if name == "forward" else by_chunk.backward
-            return functools.partial(_by_chunk, self.signature, in_chunks, compute)
-        return compute
+        in_chunks = {"forward": by_chunk.forward, "backward": by_chunk.backward}.get(name)
+        if in_chunks is None or implementation.takes_sequences(platform):
+            return compute
+
+        def by_rows(operands: Any) -> Any:
+            if isinstance(operands.packing, Sequences):
+                return in_chunks(self.signature, compute, operands)
+            return compute(operands)
+
+        return by_rows
 
     def describe(self, choice: str, options: Options, platform: str, operands: Any) -> str:
-        """How the implementation `choice` computes a call that it can run, in a few words."""
-        implementation = self.imported(choice)
-        return implementation.describe(platform, options, operands.inputs, operands.packing)
+        return self.imported(choice).describe(options, platform, operands)
 
     def imported(self, choice: str) -> Implementation:
-        """The implementation of this name."""
         implementation = self.implementations[choice]
-        return _imported(implementation) if isinstance(implementation, str) else implementation
-
-
-def _by_chunk(
-    signature: Signature,
-    in_chunks: Callable[..., Any],
-    compute: Callable[[Any], Any],
-    operands: Any,
-) -> Any:
-    """A pass of an implementation that takes no sequences in a row."""
-    if isinstance(operands.packing, Sequences):
-        return in_chunks(signature, compute, operands)
-    return compute(operands)
+        if isinstance(implementation, str):
+            return importlib.import_module(implementation).IMPLEMENTATION
+        return implementation
 
 
 # The derivative.
@@ -283,9 +280,7 @@ def y_and_state(operator: Operator, name: Pass, options: Options, operands: Forw
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def sequence(operator: Operator, options: Options, operands: Forward) -> YAndState:
-    """`y` and the final state of whole sequences."""
-    result: Result = dispatch.run(operator, "forward", options, operands)
-    return result.y, result.state
+    return y_and_state(operator, "forward", options, operands)
 
 
 def _sequence_forward(
@@ -311,7 +306,6 @@ sequence.defvjp(_sequence_forward, _sequence_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def token(operator: Operator, options: Options, operands: Forward) -> YAndState:
-    """`y` and the next state of one token."""
     return y_and_state(operator, "step", options, operands)
 
 
@@ -335,10 +329,6 @@ def _token_backward(
 
 
 token.defvjp(_token_forward, _token_backward)
-
-
-def _imported(module: str) -> Implementation:
-    return importlib.import_module(module).IMPLEMENTATION
 
 
 PUBLIC: dict[Callable[..., Any], Operator] = {}

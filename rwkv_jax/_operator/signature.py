@@ -93,14 +93,8 @@ class Signature:
 
     def given_axes(self, operands: Forward, *, token: bool) -> Forward[str]:
         """The axes of the operands of a checked call, before parameters stand once for each row."""
-        packing = None
-        match operands.packing:
-            case SegmentIds():
-                packing = SegmentIds("BT")
-            case Sequences():
-                packing = Sequences("Z")
-            case Active():
-                packing = Active("B")
+        packings = {SegmentIds: SegmentIds("BT"), Sequences: Sequences("Z"), Active: Active("B")}
+        packing: Any = packings.get(type(operands.packing))
         state = self.given_state(operands.packing) if operands.state else {}
         return Forward(self.given_inputs(token=token), state, packing)
 
@@ -109,27 +103,20 @@ class Signature:
         letter = "S" if isinstance(packing, Sequences) else "B"
         return {part: axes.replace("B", letter) for part, axes in self.state.items()}
 
-    def sizes(self, inputs: Mapping[str, Any], *, token: bool = False) -> dict[str, int]:
-        """The size of each axis of the inputs, given as callers or as implementations have them."""
+    def sizes(self, inputs: Mapping[str, Any]) -> dict[str, int]:
+        """The size of each axis of the inputs, given as callers or as implementations have them, of
+        whole sequences or of one token."""
+        token = len(inputs[self.y].shape) < len(self.inputs[self.y])
         sizes: dict[str, int] = {}
-        for name, x in inputs.items():
-            axes = self.tokens[name] if token else self.inputs[name]
-            if len(x.shape) > len(axes):
-                axes = _per_row(axes)
-            sizes |= zip(axes, x.shape, strict=True)
+        for name, axes in self.given_inputs(token=token).items():
+            shape = inputs[name].shape
+            sizes |= zip(_per_row(axes) if len(shape) > len(axes) else axes, shape, strict=True)
         return sizes
 
-    def row_sizes(self, inputs: Mapping[str, Any], *, token: bool = False) -> tuple[int, ...]:
+    def row_sizes(self, inputs: Mapping[str, Any]) -> tuple[int, ...]:
         """B and T, or B alone."""
-        sizes = self.sizes({name: inputs[name] for name in self.inputs}, token=token)
-        return tuple(sizes[letter] for letter in ("B" if token else "BT"))
-
-    def sizes_of_state(self, state: Mapping[str, Any]) -> dict[str, int]:
-        """The size of each axis of a state."""
-        sizes: dict[str, int] = {}
-        for part, x in state.items():
-            sizes |= zip(self.state[part], x.shape, strict=True)
-        return sizes
+        sizes = self.sizes(inputs)
+        return tuple(sizes[letter] for letter in "BT" if letter in sizes)
 
     def states_dtype(self, options: Options, inputs: Mapping[str, Any]) -> Any:
         """The dtype of saved states. For 16-bit inputs float32 states would take as much memory as
@@ -181,13 +168,5 @@ def _per_row(axes: str) -> str:
     return axes if "B" in axes else f"B{axes}"
 
 
-def _axes_of_packing(packing: Packing) -> Packing[str]:
-    match packing:
-        case None:
-            return None
-        case SegmentIds():
-            return SegmentIds("BT")
-        case Marks():
-            return Marks("BT")
-        case Sequences():
-            return Sequences("BZ")
+def _axes_of_packing(packing: Packing) -> Any:
+    return {Marks: Marks("BT"), Sequences: Sequences("BZ")}.get(type(packing))

@@ -61,7 +61,6 @@ def product(options: Options, dtype: Any) -> Product:
 
 
 def diagonal(x: Array) -> Array:
-    """The matrix with the diagonal `x` [T, 1]."""
     i, j = entries(x.shape[0])
     return jnp.where(i == j, x, 0.0)
 
@@ -81,11 +80,6 @@ def diagonal_of(x: Array) -> Array:
 def _halves(length: int) -> list[int]:
     """Half the lengths of the pieces of a tile, which is cut into halves again and again."""
     return [length >> n for n in range(1, length.bit_length())]
-
-
-def inverse(product: Product, x: Array) -> Array:
-    """(I - x)^-1 for an x below the diagonal."""
-    return inverses.by_whole_matrices(product, x)
 
 
 class Level(NamedTuple):

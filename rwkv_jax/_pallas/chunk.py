@@ -95,19 +95,6 @@ def chosen(n: Any, *arrays: Shared) -> Shared:
     return dataclasses.replace(arrays[0], place=place)
 
 
-class Parameter(NamedTuple):
-    """What all tokens of a head share."""
-
-    ref: Any
-    is_interpreted: bool
-
-    def read(self) -> Array:
-        """A number for each column."""
-        if self.is_interpreted:
-            return self.ref[...]
-        return plgpu.load(self.ref, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
-
-
 MaskFn: TypeAlias = Callable[[Array, Array], Array]
 """Which elements to keep, by their rows and columns."""
 
@@ -122,30 +109,26 @@ Terms: TypeAlias = Sequence[Pair | Array]
 """A sum of products and of at most one array."""
 
 
+@dataclasses.dataclass(frozen=True)
 class Chunk:
     """A chunk and what can be done with it. `chunk["r"]` is the operand or scratch of this name.
 
     decay: the form of decay.
+    parameters: the part of each parameter that belongs to the head.
     results: where the chunk is in each result, and whether its axis of rows are the tokens.
+    elements: the row and the column of each element.
     count: how many tokens of the chunk are of its sequence, at least SIZE if all are, or None if
       rows have no sequences.
     """
 
-    def __init__(
-        self,
-        decay: str,
-        shared: Mapping[str, Shared],
-        parameters: Mapping[str, Parameter],
-        results: Mapping[str, tuple[Any, bool]],
-        places: tuple[Array, Array],
-        unknown_zero: Callable[[], Any],
-        *,
-        count: Any,
-        is_interpreted: bool,
-    ) -> None:
-        self.decay, self._shared, self._parameters = decay, shared, parameters
-        self._results, self._places, self._count = results, places, count
-        self._unknown_zero, self._is_interpreted = unknown_zero, is_interpreted
+    decay: str
+    _shared: Mapping[str, Shared]
+    _parameters: Mapping[str, Any]
+    _results: Mapping[str, tuple[Any, bool]]
+    _elements: tuple[Array, Array]
+    _unknown_zero: Callable[[], Any]
+    _count: Any
+    _is_interpreted: bool
 
     def __getitem__(self, name: str) -> Shared:
         return self._shared[name]
@@ -157,7 +140,6 @@ class Chunk:
         return in_all_columns(ref[...] if self._is_interpreted else plgpu.load(ref, layout=layout))
 
     def _segments_of(self, kind: int, token: int) -> Array:
-        """One of the SEGMENTS of a token."""
         return self[SEGMENTS].here().at[kind][token]
 
     @property
@@ -218,12 +200,15 @@ class Chunk:
 
     def parameter(self, name: str) -> Array:
         """A number for each column."""
-        return self._parameters[name].read()
+        ref = self._parameters[name]
+        if self._is_interpreted:
+            return ref[...]
+        return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
 
     def places(self) -> tuple[Array, Array]:
         """The row and the column of each element. The compiler would keep masks that it knows in
         registers throughout the walk."""
-        zero, (rows, columns) = self._unknown_zero(), self._places
+        zero, (rows, columns) = self._unknown_zero(), self._elements
         return rows + zero, columns + zero
 
     def kept(self, mask: MaskFn, x: Array | float) -> Array:
@@ -242,7 +227,6 @@ class Chunk:
         return jnp.where(is_kept, x, 0.0)
 
     def product(self, *terms: Pair | Array) -> Array:
-        """The sum of x @ y over the pairs (x, y), and of an array."""
         (result,) = self.products(terms)
         return result
 
@@ -361,12 +345,10 @@ def pinned(x: Array) -> Array:
 
 
 def in_all_rows(x: Array) -> Array:
-    """A matrix of rows `x`."""
     return lax.broadcast_in_dim(x, SQUARE, [1])
 
 
 def in_all_columns(x: Array) -> Array:
-    """A matrix of columns `x`."""
     return lax.broadcast_in_dim(x, SQUARE, [0])
 
 

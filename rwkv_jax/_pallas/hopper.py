@@ -7,6 +7,7 @@ announced to remove from Pallas.
 import functools
 import importlib
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -41,38 +42,31 @@ SIZE = 64
 products of at least 64 rows."""
 
 
+@dataclass(frozen=True, eq=False)
 class HopperKernels:
     """The passes of an operator in kernels for Hopper GPUs.
 
     module: the name of the module with the kernels FORWARD and BACKWARD. It is imported when a call
       asks for it, because JAX may lack the compiler.
     decays: the forms of decay that the kernels take.
-    enough_heads: for each pass that is faster than in kernels of Triton, the heads of all sequences
-      from which on it is. One program computes all chunks of a head, so fewer heads leave
+    enough_heads: for each pass the heads of all sequences from which on it is faster than in
+      kernels of Triton. One program computes all chunks of a head, so fewer heads leave
       multiprocessors idle.
     """
 
-    def __init__(
-        self,
-        signature: Signature,
-        module: str,
-        *,
-        decays: Collection[str],
-        enough_heads: Mapping[str, int],
-    ) -> None:
-        self._signature, self._name, self._decays = signature, module, decays
-        self._enough_heads = enough_heads
+    signature: Signature
+    module: str
+    decays: Collection[str]
+    enough_heads: Mapping[str, int]
 
     @functools.cached_property
     def _module(self) -> ModuleType | Exception:
         try:
-            return importlib.import_module(self._name)
+            return importlib.import_module(self.module)
         except (ImportError, AttributeError) as error:
             return error
 
-    def why_not(
-        self, platform: str, options: Options, inputs: Mapping[str, Any], packing: Packing
-    ) -> str | None:
+    def why_not(self, options: Options, platform: str, operands: Forward | Backward) -> str | None:
         """Why the kernels cannot take a call, or None."""
         if not lowering.interprets_hopper(platform):
             if platform != "cuda" or not gpus.are_hopper():
@@ -81,38 +75,35 @@ class HopperKernels:
                 return f"the kernels for Hopper GPUs need JAX {'.'.join(map(str, SINCE))}"
         if isinstance(self._module, Exception):
             return f"the kernels for Hopper GPUs cannot be imported: {self._module}"
-        found, taken = self._limit(options, inputs)
+        found, taken = self._limit(options, operands.inputs)
         return found and f"{found}; the kernels for Hopper GPUs take {taken}"
 
     def _limit(self, options: Options, inputs: Mapping[str, Any]) -> tuple[str | None, str]:
-        """What the kernels do not take of a call, and what they take."""
-        dtype = inputs[self._signature.y].dtype
+        dtype = inputs[self.signature.y].dtype
         if dtype != jnp.bfloat16:
             return f"{dtype} inputs", "bfloat16"
         if options.exact:
             return "precision 'highest'", "the default"
-        sizes = {
-            self._signature.inputs[n][-1]: inputs[n].shape[-1] for n in self._signature.per_token
-        }
-        if {*sizes.values()} != {SIZE}:
+        sizes = self.signature.sizes(inputs)
+        if not sizes["K"] == sizes["V"] == SIZE:
             return f"K = {sizes['K']} and V = {sizes['V']}", f"{SIZE}"
-        if options.decay not in self._decays:
-            return f"decay {options.decay!r}", " and ".join(map(repr, self._decays))
+        if options.decay not in self.decays:
+            return f"decay {options.decay!r}", " and ".join(map(repr, self.decays))
         return None, ""
 
-    def is_faster(self, name: str, inputs: Mapping[str, Any], packing: Packing) -> bool:
+    def is_faster(self, name: str, operands: Forward | Backward) -> bool:
         """Whether a pass of a call is faster than in kernels of Triton, which need not fill up
         short sequences to a whole chunk."""
-        rows, *tokens, heads, _ = inputs[self._signature.y].shape
+        rows, *tokens, heads, _ = operands.inputs[self.signature.y].shape
+        packing = operands.packing
         in_a_row = packing.offsets.shape[-1] - 1 if isinstance(packing, Sequences) else 1
         programs = rows * in_a_row * heads
-        enough = name in self._enough_heads and programs >= self._enough_heads[name]
-        return enough and sum(tokens) >= in_a_row * CHUNK
+        return programs >= self.enough_heads[name] and sum(tokens) >= in_a_row * CHUNK
 
     def forward(self, options: Options, platform: str, operands: Forward) -> Result:
         (part,) = operands.state
-        y = self._signature.y
-        axes, tokens = self._signature.rows[y], operands.inputs[y].shape[1]
+        y = self.signature.y
+        axes, tokens = self.signature.rows[y], operands.inputs[y].shape[1]
         results: Results = {"y": (axes, jnp.bfloat16)}
         if options.save:
             results["states"] = "BNHVK", jnp.bfloat16
@@ -124,9 +115,9 @@ class HopperKernels:
 
     def backward(self, options: Options, platform: str, operands: Backward) -> Gradients:
         (part,) = operands.states
-        rows, inputs = self._signature.rows, operands.inputs
-        results: Results = {f"d{n}": (rows[n], jnp.bfloat16) for n in self._signature.per_token}
-        results |= {f"d{n}": ("BNHK", jnp.float32) for n in self._signature.shared}
+        rows, inputs = self.signature.rows, operands.inputs
+        results: Results = {f"d{n}": (rows[n], jnp.bfloat16) for n in self.signature.per_token}
+        results |= {f"d{n}": ("BNHK", jnp.float32) for n in self.signature.shared}
         packing, tokens = operands.packing, operands.dy.shape[1]
         given = self._given(platform, options, inputs | {"dy": operands.dy}, packing)
         given["states"] = "BNHVK", operands.states[part].astype(jnp.bfloat16)
@@ -135,7 +126,7 @@ class HopperKernels:
 
         def of_row(name: str) -> Array:
             x = found[f"d{name}"]
-            if name in self._signature.per_token:
+            if name in self.signature.per_token:
                 return x[:, :tokens]
             if isinstance(packing, Sequences):
                 used = sequences.layout(packing.offsets, tokens).used
@@ -147,19 +138,19 @@ class HopperKernels:
     def _given(self, platform: str, options: Options, arrays: Arrays, packing: Packing) -> Operands:
         """Arrays of tokens with whole chunks, filled up with tokens that change no state,
         parameters, and the segments or the sequences of a row."""
-        identity_token, tokens = self._identity_token(options), arrays[self._signature.y].shape[1]
+        identity_token, tokens = self._identity_token(options), arrays[self.signature.y].shape[1]
         missing = -tokens % CHUNK
         if isinstance(packing, Sequences):
             # A copy of a chunk may end behind the row, except in the interpreter.
             missing = CHUNK if platform == "cpu" else max(CHUNK - tokens, 0)
 
         def whole(name: str, x: Array) -> Array:
-            if name in self._signature.shared or not missing:
+            if name in self.signature.shared or not missing:
                 return x
             number = identity_token.get(name, 0)
             return jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, 0)), constant_values=number)
 
-        axes = self._signature.rows | {"dy": self._signature.inputs[self._signature.y]}
+        axes = self.signature.rows | {"dy": self.signature.inputs[self.signature.y]}
         given = {name: (axes[name], whole(name, x)) for name, x in arrays.items()}
         if isinstance(packing, Marks):
             given["segments"] = "BNML", _segments(packing.marks)
@@ -169,7 +160,7 @@ class HopperKernels:
 
     def _identity_token(self, options: Options) -> dict[str, float]:
         """The inputs of a token that changes no state, where they are not 0."""
-        identity_token = self._signature.identity_token or {}
+        identity_token = self.signature.identity_token or {}
         return {name: numbers[options.decay] for name, numbers in identity_token.items()}
 
     def _run(
@@ -182,8 +173,6 @@ class HopperKernels:
         results: Results,
         count: int,
     ) -> tuple[Arrays, Array]:
-        if isinstance(self._module, Exception):
-            raise self._module
         kernel = getattr(self._module, name)
         identity_token = self._identity_token(options)
         return kernel.run(platform, options.decay, operands, carry, results, identity_token, count)

@@ -1,82 +1,64 @@
 """The Pallas implementation of any operator with one state [V, K] for each head."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jax import Array
 
 from rwkv_jax._operator import check
-from rwkv_jax._operator.call import Backward, Forward, Gradients, Options, Packing, Result, chunks
+from rwkv_jax._operator.call import (
+    Backward,
+    Forward,
+    Gradients,
+    Operands,
+    Options,
+    Result,
+    chunks,
+)
 from rwkv_jax._operator.implementation import Implementation
 from rwkv_jax._operator.partition import folds_constants
-from rwkv_jax._operator.signature import Signature
 from rwkv_jax._pallas import lowering, walk
 from rwkv_jax._pallas.algebra import product
 from rwkv_jax._pallas.hopper import HopperKernels
-from rwkv_jax._portable.token_by_token import TokenByToken
 
 COMPILERS = {"cuda": "Triton", "tpu": "Mosaic", "cpu": "interpreter"}
 MOSAIC_GPU = "Mosaic GPU"
 
 
-class PallasKernels(Implementation):
-    """Kernels for CUDA GPUs and for TPUs, and perhaps others for Hopper GPUs. One token is computed
-    as `reference` does it.
+@dataclass(frozen=True, eq=False)
+class PallasKernels(walk.Operator, Implementation):
+    """Kernels for CUDA GPUs and for TPUs, and perhaps others for Hopper GPUs, which run what they
+    are faster at, and, on a JAX without Triton, all that they take."""
 
-    The kernels for Hopper GPUs run what they are faster at, and, on a JAX without Triton, all that
-    they take.
-    """
+    hopper: HopperKernels | None = None
 
-    def __init__(
-        self,
-        signature: Signature,
-        *,
-        prepare: walk.PrepareFn,
-        gradient: walk.GradientFn,
-        reference: TokenByToken,
-        hopper: HopperKernels | None = None,
-    ) -> None:
-        self._signature, self._reference, self._hopper = signature, reference, hopper
-        self._operator = walk.Operator(signature, prepare, gradient)
-
-    def why_not(
-        self, platform: str, options: Options, inputs: Mapping[str, Any], packing: Packing
-    ) -> str | None:
+    def why_not(self, options: Options, platform: str, operands: Operands) -> str | None:
+        inputs = operands.inputs
         if platform in lowering.PLATFORMS and folds_constants():
             return "JAX traces no Pallas kernel within jax.ensure_compile_time_eval"
         if reason := lowering.why_not(platform):
-            if self._hopper is None or lowering.compiler(platform) not in ("cuda", lowering.HOPPER):
+            if self.hopper is None or lowering.compiler(platform) not in ("cuda", lowering.HOPPER):
                 return reason
-            other = self._hopper.why_not(platform, options, inputs, packing)
+            other = self.hopper.why_not(options, platform, operands)
             return other and f"{reason}; {other}"
-        sizes = {"B": inputs[self._signature.y].shape[0], **self._head_sizes(inputs)}
-        sizes |= zip("BT", inputs[self._signature.y].shape[:-2], strict=False)
+        sizes = self.signature.sizes(inputs)
         if reason := check.symbolic(sizes, "BTKV"):
             return f"{reason}; the pallas kernels have grids of numbers"
-        if lowering.is_tpu(platform) and inputs[self._signature.y].dtype == jnp.float16:
+        if lowering.is_tpu(platform) and inputs[self.signature.y].dtype == jnp.float16:
             return "float16 inputs; on TPUs the pallas kernels take float32 and bfloat16"
-        sizes = self._head_sizes(inputs)
-        if not set(sizes.values()) <= set(lowering.HEAD_SIZES):
+        if not {sizes["K"], sizes["V"]} <= set(lowering.HEAD_SIZES):
             accepted = ", ".join(map(str, lowering.HEAD_SIZES))
             return f"K = {sizes['K']} and V = {sizes['V']}; the pallas kernels take {accepted}"
         return None
 
-    def _head_sizes(self, inputs: Mapping[str, Any]) -> dict[str, int]:
-        """K and V, of whole sequences or of one token."""
-        signature = self._signature
-        return {signature.inputs[name][-1]: inputs[name].shape[-1] for name in signature.per_token}
-
     def takes_sequences(self, platform: str) -> bool:
         return not lowering.is_tpu(platform)
 
-    def describe(
-        self, platform: str, options: Options, inputs: Mapping[str, Any], packing: Packing
-    ) -> str:
-        dtype = product(options, inputs[self._signature.y].dtype).dtype.__name__
+    def describe(self, options: Options, platform: str, operands: Operands) -> str:
+        dtype = product(options, operands.inputs[self.signature.y].dtype).dtype.__name__
         on_hopper = [
-            self._on_hopper(name, platform, options, inputs, packing) is not None
+            self._on_hopper(name, options, platform, operands) is not None
             for name in ("forward", "backward")
         ]
         compiler, length = COMPILERS[platform], "tiles"
@@ -88,49 +70,35 @@ class PallasKernels(Implementation):
         return f"Pallas kernels ({compiler}), {length} with products of {dtype} operands"
 
     def _on_hopper(
-        self,
-        name: str,
-        platform: str,
-        options: Options,
-        inputs: Mapping[str, Any],
-        packing: Packing,
+        self, name: str, options: Options, platform: str, operands: Operands
     ) -> HopperKernels | None:
         """The kernels for Hopper GPUs, if a pass of a call runs in them."""
-        own = self._hopper
-        if own is None or own.why_not(platform, options, inputs, packing):
+        own = self.hopper
+        if own is None or own.why_not(options, platform, operands):
             return None
-        return own if lowering.why_not(platform) or own.is_faster(name, inputs, packing) else None
-
-    def step(self, options: Options, platform: str, operands: Forward) -> Result:
-        return self._reference.step(options, platform, operands)
+        return own if lowering.why_not(platform) or own.is_faster(name, operands) else None
 
     def forward(self, options: Options, platform: str, operands: Forward) -> Result:
         if not self._is_empty(operands.inputs):
-            call = platform, options, operands.inputs, operands.packing
-            if own := self._on_hopper("forward", *call):
+            if own := self._on_hopper("forward", options, platform, operands):
                 return own.forward(options, platform, operands)
-            return walk.forward(self._operator, options, platform, operands)
-        y = operands.inputs[self._signature.y]
-        dtype = self._signature.states_dtype(options, operands.inputs)
-
-        def saved(state: Array) -> Array:
-            count = chunks(y.shape[1])
-            return jnp.repeat(state[:, None], count, axis=1).astype(dtype)
-
-        return Result(
-            y, operands.state, jax.tree.map(saved, operands.state) if options.save else {}
-        )
+            return walk.forward(self, options, platform, operands)
+        y, states = operands.inputs[self.signature.y], {}
+        if options.save:
+            dtype = self.signature.states_dtype(options, operands.inputs)
+            for part, x in operands.state.items():
+                states[part] = jnp.repeat(x[:, None], chunks(y.shape[1]), axis=1).astype(dtype)
+        return Result(y, operands.state, states)
 
     def backward(self, options: Options, platform: str, operands: Backward) -> Gradients:
         if not self._is_empty(operands.inputs):
-            call = platform, options, operands.inputs, operands.packing
-            if own := self._on_hopper("backward", *call):
+            if own := self._on_hopper("backward", options, platform, operands):
                 return own.backward(options, platform, operands)
-            return walk.backward(self._operator, options, platform, operands)
+            return walk.backward(self, options, platform, operands)
         zeros = {name: jnp.zeros_like(x) for name, x in operands.inputs.items()}
         return Gradients(zeros, operands.dstate)
 
     def _is_empty(self, inputs: Mapping[str, Any]) -> bool:
         """Whether there is nothing to compute: no row, no token or no head."""
-        sizes = self._signature.sizes(inputs)
+        sizes = self.signature.sizes(inputs)
         return 0 in (sizes["B"], sizes["T"], sizes["H"])

@@ -130,7 +130,6 @@ def _lowers_for_gpus() -> bool:
 
 
 def interprets_hopper(platform: str) -> bool:
-    """Whether the kernels for Hopper GPUs are interpreted."""
     return platform == "cpu" and INTERPRET == HOPPER
 
 

@@ -11,6 +11,7 @@ tokens of one sequence of `cu_seqlens` alone (see `rwkv_jax._pallas.sequences`).
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -26,7 +27,6 @@ from rwkv_jax._operator.call import (
     Gradients,
     Marks,
     Options,
-    Packing,
     Result,
     Sequences,
 )
@@ -97,7 +97,8 @@ GradientFn: TypeAlias = Callable[
 of its values [T, R] for each group of rows. The values come with the rows, not with the inputs."""
 
 
-class Operator(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Operator:
     """What the kernels of an operator consist of."""
 
     signature: Signature
@@ -106,7 +107,7 @@ class Operator(NamedTuple):
 
 
 def forward(operator: Operator, options: Options, platform: str, operands: Forward) -> Result:
-    tiles = _Tiles(operator, options, platform, operands.inputs, operands.packing)
+    tiles = _Tiles(operator, options, platform, operands)
     (part,) = operands.state
     given = tiles.given(operands.inputs)
     read = tiles.prepared(given, ("reads", "fresh", *AFTER))
@@ -137,7 +138,7 @@ def forward(operator: Operator, options: Options, platform: str, operands: Forwa
 
 
 def backward(operator: Operator, options: Options, platform: str, operands: Backward) -> Gradients:
-    tiles = _Tiles(operator, options, platform, operands.inputs, operands.packing)
+    tiles = _Tiles(operator, options, platform, operands)
     (part,) = operands.states
     states, dstate = operands.states[part], operands.dstate[part]
     given = tiles.given(operands.inputs, operands.dy)
@@ -168,7 +169,6 @@ def _only(operands: Operands, names: Iterable[str]) -> Operands:
 
 
 def _after(product: Product, here: Arrays, state: Array) -> Array:
-    """The state after a tile."""
     result = state * here["stay"] + product(here[VALUES], here["keys"], (0, 0))
     if "solved" in here:
         u = product(state, here["solved"], (1, 1)) + here["own"].T.astype(jnp.float32)
@@ -204,13 +204,9 @@ class _Tiles:
     """The tiles of a call, and the kernels that run on them."""
 
     def __init__(
-        self,
-        operator: Operator,
-        options: Options,
-        platform: str,
-        inputs: Mapping[str, Array],
-        packing: Packing,
+        self, operator: Operator, options: Options, platform: str, operands: Forward | Backward
     ) -> None:
+        inputs, packing = operands.inputs, operands.packing
         self._operator, self._options, self._platform = operator, options, platform
         self._sizes = operator.signature.sizes(inputs)
         self._marks = packing.marks if isinstance(packing, Marks) else None

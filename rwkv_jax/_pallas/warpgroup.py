@@ -26,7 +26,6 @@ from rwkv_jax._pallas.chunk import (
     SIZE,
     SQUARE,
     Chunk,
-    Parameter,
     Shared,
     copy_rows,
     places_of_elements,
@@ -131,7 +130,7 @@ class Kernel(NamedTuple):
 
             places = places_of_elements(is_interpreted)
             parameters = {
-                name: Parameter(walk.of_head(axes, given[name]), is_interpreted)
+                name: walk.of_head(axes, given[name])
                 for name, (axes, _) in operands.items()
                 if name not in copied
             }
@@ -151,8 +150,7 @@ class Kernel(NamedTuple):
                 arrays = {name: shared(name) for name in (*copied, *self.scratch)}
                 chunk = Chunk(
                     *(decay, arrays, parameters, writes, places, unknown_zero),
-                    count=walk.tokens(n),
-                    is_interpreted=is_interpreted,
+                    *(walk.tokens(n), is_interpreted),
                 )
                 plgpu.barrier_wait(barriers.at[stage])
                 chunk.put_identity_tokens(
@@ -227,7 +225,6 @@ class _Walk:
             self.chunks = _chunks(self._numbers[END] - self._numbers[START])
 
     def of_head(self, axes: str, ref: Any) -> Any:
-        """The part of an array that belongs to the program."""
         return ref.at[tuple(self._where[a] for a in axes if a in self._where)]
 
     def of_state(self, ref: Any) -> Any:

@@ -13,7 +13,8 @@ of the inverse.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import jax
@@ -28,7 +29,6 @@ from rwkv_jax._operator.call import (
     Gradients,
     Operands,
     Options,
-    Packing,
     Result,
 )
 from rwkv_jax._operator.implementation import Implementation
@@ -36,7 +36,7 @@ from rwkv_jax._operator.signature import Signature
 from rwkv_jax._portable import algebra
 from rwkv_jax._portable.algebra import Tokens
 from rwkv_jax._portable.decay import BOUNDED
-from rwkv_jax._portable.operands import LinksOfRows, links
+from rwkv_jax._portable.links import ELSEWHERE, LONG_LINKS, ON_CPU, LinksOfRows, Sizes, links
 from rwkv_jax._portable.products import Products, exact, on_matrix_units
 from rwkv_jax._portable.recurrence import (
     Parts,
@@ -48,38 +48,28 @@ from rwkv_jax._portable.recurrence import (
     through,
     within,
 )
-from rwkv_jax._portable.slabs import ELSEWHERE, LONG_LINKS, ON_CPU, Sizes
 from rwkv_jax._portable.steps import Steps, steps
 from rwkv_jax._portable.terms import TermsFn
-from rwkv_jax._portable.token_by_token import TokenByToken
 
 _Sums: TypeAlias = tuple[Any, Arrays, Arrays]
 
 
+@dataclass(frozen=True, eq=False)
 class Chain(Implementation):
-    """Runs everywhere, for any sizes. One token is computed as `reference` does it."""
+    """Runs everywhere, for any sizes."""
 
-    def __init__(self, signature: Signature, terms: TermsFn, reference: TokenByToken) -> None:
-        self._signature, self._terms, self._reference = signature, terms, reference
+    signature: Signature
+    terms: TermsFn
 
-    def why_not(
-        self, platform: str, options: Options, inputs: Mapping[str, Any], packing: Packing
-    ) -> str | None:
-        signature = self._signature
-        token = len(inputs[signature.y].shape) < len(signature.inputs[signature.y])
-        reason = check.symbolic(signature.sizes(inputs, token=token), "TKV")
+    def why_not(self, options: Options, platform: str, operands: Operands) -> str | None:
+        reason = check.symbolic(self.signature.sizes(operands.inputs), "TKV")
         return reason and f"{reason}; xla cuts rows into chunks, whose number it has to know"
 
     def takes_sequences(self, platform: str) -> bool:
         return True
 
-    def describe(
-        self, platform: str, options: Options, inputs: Mapping[str, Any], packing: Packing
-    ) -> str:
+    def describe(self, options: Options, platform: str, operands: Operands) -> str:
         return "chunks in plain jax.numpy"
-
-    def step(self, options: Options, platform: str, operands: Forward) -> Result:
-        return self._reference.step(options, platform, operands)
 
     def forward(self, options: Options, platform: str, operands: Forward) -> Result:
         return self._on_any_platform(self._forward, options, operands, goes_by_tokens=True)
@@ -99,8 +89,7 @@ class Chain(Implementation):
         that does not go by tokens on a CPU is traced once where the slabs are alike."""
         on_cpu = self._links(ON_CPU, operands)
         product, elsewhere = self._on_matrix_units(options, operands)
-        match_shardings = on_cpu.slabs.count == elsewhere.slabs.count and not product.rounds
-        if match_shardings and not goes_by_tokens:
+        if on_cpu.count == elsewhere.count and not product.rounds and not goes_by_tokens:
             return compute(options, operands, product._replace(minimize_flops=True), elsewhere)
         return lax.platform_dependent(
             cpu=lambda: compute(options, operands, exact(options), on_cpu),
@@ -108,32 +97,40 @@ class Chain(Implementation):
         )
 
     def _links(self, sizes: Sizes, operands: Operands) -> LinksOfRows:
-        return links(self._signature, sizes, operands.inputs, operands.packing)
+        return links(self.signature, sizes, operands.inputs, operands.packing)
 
     def _on_matrix_units(
         self, options: Options, operands: Operands
     ) -> tuple[Products, LinksOfRows]:
         """The products and links on platforms with matrix units."""
         inputs = operands.inputs
-        key_size = self._signature.sizes(inputs)["K"]
-        product = on_matrix_units(options, inputs[self._signature.y].dtype, key_size)
+        key_size = self.signature.sizes(inputs)["K"]
+        product = on_matrix_units(options, inputs[self.signature.y].dtype, key_size)
         is_long = product.rounds and options.decay in BOUNDED
         return product, self._links(LONG_LINKS if is_long else ELSEWHERE, operands)
 
     def _forward(
         self, options: Options, operands: Forward, product: Products, call: LinksOfRows
     ) -> Result:
-        signature = self._signature
-        slab_of = self._token_by_token
-        if not product.minimize_flops:
-            slab_of = functools.partial(self._side_by_side, product)
+        signature = self.signature
         (part,) = operands.state
         state, values = operands.state[part], operands.inputs[signature.y]
         save_as = signature.states_dtype(options, operands.inputs)
 
         def slab(number: Any, carry: tuple[Any, Arrays]) -> tuple[Any, Arrays]:
             carried, room = carry
-            carried, before, y = slab_of(options, call, number, carried, state, save_as)
+            per_token, shared, tokens = call.inputs(number)
+            chain = call.path(number), state, save_as
+            if product.minimize_flops:
+                own = steps(self.terms, options, per_token, shared, tokens, signature.y)
+                carried, before, found = through(Steps.run, own, carried, *chain)
+                y = own.outputs(found, per_token[signature.y].shape)
+            else:
+                parts = self._parts(options, product, tokens, per_token, shared)
+                solved, _ = solve(product, parts)
+                xs = for_chain(product, solved)
+                carried, before, (states, _) = along(product, xs, carried, *chain)
+                y = _read(product, parts, states, ask(product, solved, states))
             room = room | {"y": call.put(number, room["y"], y.astype(values.dtype))}
             if options.save:
                 room |= {"states": call.save(number, room["states"], before)}
@@ -146,45 +143,10 @@ class Chain(Implementation):
         states = {part: call.states(room["states"])} if options.save else {}
         return Result(call.whole(room["y"]), {part: call.end(carried)}, states)
 
-    def _side_by_side(
-        self,
-        product: Products,
-        options: Options,
-        call: LinksOfRows,
-        number: Any,
-        carried: Any,
-        given: Array,
-        save_as: Any,
-    ) -> tuple[Any, Array, Array]:
-        """What is carried on from a slab, the states before its chunks, and Y."""
-        per_token, shared, tokens = call.inputs(number)
-        parts = self._parts(options, product, tokens, per_token, shared)
-        solved, _ = solve(product, parts)
-        chain = for_chain(product, solved)
-        path = call.path(number)
-        carried, before, (states, _) = along(product, chain, carried, path, given, save_as)
-        return carried, before, _read(product, parts, states, ask(product, solved, states))
-
-    def _token_by_token(
-        self,
-        options: Options,
-        call: LinksOfRows,
-        number: Any,
-        carried: Any,
-        given: Array,
-        save_as: Any,
-    ) -> tuple[Any, Array, Array]:
-        """The same, one token after another."""
-        per_token, shared, tokens = call.inputs(number)
-        own = steps(self._terms, options, per_token, shared, tokens, self._signature.y)
-        path = call.path(number)
-        carried, before, found = through(Steps.run, own, carried, path, given, save_as)
-        return carried, before, own.outputs(found, per_token[self._signature.y].shape)
-
     def _backward(
         self, options: Options, operands: Backward, product: Products, call: LinksOfRows
     ) -> Gradients:
-        signature = self._signature
+        signature = self.signature
         (part,) = operands.states
         given = operands.dstate[part]
 
@@ -192,7 +154,7 @@ class Chain(Implementation):
             carried, dshared, room = carry
             per_token, shared, tokens = call.inputs(number)
             dy = call.at(number, operands.dy).astype(product.dtype)
-            saved = call.saved(number, operands.states[part]).astype(jnp.float32)
+            saved = call.of_chunks(number, operands.states[part]).astype(jnp.float32)
 
             of_tokens = functools.partial(self._parts, options, product, tokens)
             parts, pull_back = jax.vjp(of_tokens, per_token, shared)
@@ -226,8 +188,8 @@ class Chain(Implementation):
         w = inputs["w"]
         w = jnp.broadcast_to(w, jnp.broadcast_shapes(w.shape, inputs["k"].shape))
         decays = algebra.decays(w, options.decay, tokens, product)
-        terms = self._terms(inputs)
-        values = inputs[self._signature.y].astype(product.dtype)
+        terms = self.terms(inputs)
+        values = inputs[self.signature.y].astype(product.dtype)
         factors = algebra.factors(product, decays, tokens, *terms)
         return Parts(decays.enter, decays.stay, decays.leave, *factors, values)
 

@@ -22,6 +22,7 @@ start, U is found afterwards, and only one product a link goes along the chain:
     turned = solved^T C_u,           added = own^T C_u,           given = V^T C_v
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -31,7 +32,7 @@ from jax import Array, lax
 
 from rwkv_jax._operator.call import Arrays
 from rwkv_jax._portable import inverses
-from rwkv_jax._portable.operands import Carried, Path
+from rwkv_jax._portable.links import Carried, Path
 from rwkv_jax._portable.products import Products, stacked
 
 _CHUNKS = 8
@@ -99,7 +100,6 @@ def solve(product: Products, parts: Parts) -> tuple[Arrays, Array | None]:
 
 
 def _decay_factors(enter: Array | None, stay: Array | None, leave: Array | None) -> Arrays:
-    """The factors that states meet."""
     factors = {
         "enter": None if enter is None else jnp.exp(enter),
         "stay": stay,
@@ -162,15 +162,12 @@ def along(
     has in their place. One turn of the loop takes whole chunks, since a loop costs kernels and
     copies. No turn reads or writes the states of all sequences."""
     unroll = 1 if product.minimize_flops else _CHUNKS
-
-    def chunk(own: Arrays, state: Array) -> tuple[Array, tuple[Array, Array | None]]:
-        return _through_links(product, own, state, 0, reverse=reverse)
-
+    chunk = functools.partial(_through_links, product, 0, reverse=reverse)
     return through(chunk, xs, carried, path, given, save_as, reverse=reverse, unroll=unroll)
 
 
 def _through_links(
-    product: Products, own: Arrays, state: Array, axis: int, *, reverse: bool = False
+    product: Products, axis: int, own: Arrays, state: Array, *, reverse: bool = False
 ) -> tuple[Array, tuple[Array, Array | None]]:
     """The states after chunks, those in the middle of their links, of which there are several along
     this axis, and W if it was needed for them."""
@@ -209,16 +206,13 @@ def through(
         state, found = chunk(own, state)
         return state, (before, found)
 
+    scan = functools.partial(lax.scan, one, reverse=reverse, unroll=unroll)
     if path is None:
-        carried, (before, found) = lax.scan(
-            one, carried, (xs, None), reverse=reverse, unroll=unroll
-        )
+        carried, (before, found) = scan(carried, (xs, None))
         return carried, before, found
     rows = lax.iota(jnp.int32, len(given))[None]
     enters = path.enters, given.at[rows, path.sequence].get(mode="promise_in_bounds")
-    last, (before, found) = lax.scan(
-        one, carried.last, (xs, enters), reverse=reverse, unroll=unroll
-    )
+    last, (before, found) = scan(carried.last, (xs, enters))
     ends = [last[None], before[:-1]] if reverse else [before[1:], last[None]]
     nowhere = given.shape[1] + lax.iota(jnp.int32, len(before))[:, None]
     place = jnp.where(path.exits, path.sequence, nowhere)
@@ -232,7 +226,7 @@ def _choose(condition: Array, x: Array, y: Array) -> Array:
 
 def within(product: Products, parts: Parts, solved: Arrays, saved: Array) -> tuple[Array, Array]:
     """The states in the middle of links and W, from the states before their chunks [N, B, ...]."""
-    _, (states, written) = _through_links(product, for_chain(product, solved), saved, 1)
+    _, (states, written) = _through_links(product, 1, for_chain(product, solved), saved)
     if written is None:
         written = _written(product, solved, parts.values, states)
     return states, written

@@ -1,6 +1,7 @@
 """The reference implementation of any operator: one `lax.scan` step, which JAX differentiates."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import jax
@@ -13,8 +14,8 @@ from rwkv_jax._operator.call import (
     Forward,
     Gradients,
     Marks,
+    Operands,
     Options,
-    Packing,
     Result,
 )
 from rwkv_jax._operator.implementation import Implementation
@@ -25,28 +26,28 @@ StepFn: TypeAlias = Callable[[Options, Arrays, Arrays], tuple[Array, Arrays]]
 """`step(options, inputs, state)` of one token: `y` and the next state."""
 
 
+@dataclass(frozen=True, eq=False)
 class TokenByToken(Implementation):
     """The recurrence as its definition has it. It is the specification of an operator."""
 
-    def __init__(self, signature: Signature, step: StepFn) -> None:
-        self._signature, self._step = signature, step
+    signature: Signature
+    step_of: StepFn
+    has_step = True
 
-    def describe(
-        self, platform: str, options: Options, inputs: Mapping[str, Any], packing: Packing
-    ) -> str:
+    def describe(self, options: Options, platform: str, operands: Operands) -> str:
         return "lax.scan, one token at a time in float32"
 
     def step(self, options: Options, platform: str, operands: Forward) -> Result:
-        y, state = self._step(options, operands.inputs, operands.state)
+        y, state = self.step_of(options, operands.inputs, operands.state)
         return Result(y, state, {})
 
     def forward(self, options: Options, platform: str, operands: Forward) -> Result:
-        signature, inputs = self._signature, operands.inputs
+        signature, inputs = self.signature, operands.inputs
         marks = operands.packing.marks if isinstance(operands.packing, Marks) else None
         shared = {name: inputs[name] for name in signature.shared}
 
         def step(state: Arrays, token: Arrays) -> tuple[Arrays, Array]:
-            y, state = self._step(options, token | shared, state)
+            y, state = self.step_of(options, token | shared, state)
             return state, y
 
         def marked(state: Arrays, token: tuple[Arrays, Array]) -> tuple[Arrays, Array]:

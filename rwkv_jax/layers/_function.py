@@ -100,10 +100,9 @@ class Function(Computation):
     @functools.cached_property
     def given(self) -> dict[str, str]:
         """The axes of the results as callers get them."""
-        again = {f"{name}_again": self.results[name] for name in self.again}
-        return {**self.results, **again, **{name: self.tensors[name] for name in self.passed}}
+        return self.give(self.tensors, self.results)
 
-    def give(self, inputs: Arrays, results: Arrays) -> Arrays:
+    def give(self, inputs: Mapping[str, Leaf], results: Mapping[str, Leaf]) -> dict[str, Leaf]:
         again = {f"{name}_again": results[name] for name in self.again}
         return {**results, **again, **{name: inputs[name] for name in self.passed}}
 
@@ -154,7 +153,6 @@ class Function(Computation):
         return self._native_backward(inputs, operands)
 
     def _shapes(self, inputs: Arrays, results: Iterable[str]) -> list[tuple[list[int], Any]]:
-        """The shapes and the dtypes of results."""
         sizes, dtype = check.sizes(self.inputs, inputs), inputs[next(iter(self.tensors))].dtype
         return [
             ([sizes[x] for x in self.results[name]], jnp.float32 if name in self.float32 else dtype)
@@ -223,15 +221,10 @@ def run(
     implementation: str | None,
     indices: Mapping[str, Array] | None = None,
 ) -> Arrays:
-    """The results of a layer function and what it keeps, by name, from its checked inputs. All that
-    it computes has its name for `jax.checkpoint_policies`.
-
-    Raises:
-      TypeError, ValueError: an input has another shape or dtype than `function` says.
-    """
-    options, inputs = prepared(
-        *(function.name, function, tensors, parameters, implementation, indices)
-    )
+    """The results of a layer function and what it keeps, by name, from the arguments of a public
+    function. All that it computes has its name for `jax.checkpoint_policies`."""
+    op = function.name
+    options, inputs = prepared(op, function, tensors, parameters, implementation, indices)
     both: tuple[Arrays, Arrays]
     if implementation == "reference":
         both = _given(function, options, inputs)
@@ -253,11 +246,8 @@ def prepared(
     implementation: str | None,
     indices: Mapping[str, Array] | None = None,
 ) -> tuple[Options, Arrays]:
-    """The options and the inputs of the passes, from the arguments of the public function `op`.
-
-    Raises:
-      TypeError, ValueError: an argument has another shape or dtype than `function` says.
-    """
+    """The options and the checked inputs of the passes, from the arguments of the public function
+    `op`."""
     if implementation is not None:
         check.choice(op, "implementation", implementation, function.implementations)
     both = {**function.tensors, **function.parameters}

@@ -1,8 +1,8 @@
 """What layer functions share that are made of matrix products, with kernels for GPUs of compute
 capability 9.0 alone."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -42,19 +42,12 @@ class Products(Computation):
 def checked(
     op: str, axes: Mapping[str, str], given: Mapping[str, Any], implementation: str | None
 ) -> list[Array]:
-    """The arguments of `op`, which need not share a dtype, as arrays.
-
-    Raises:
-      TypeError, ValueError: an argument has another shape or dtype, or there is no such
-        implementation.
-    """
+    """The checked arguments of `op`, which need not share a dtype, as arrays."""
     if implementation is not None:
         check.choice(op, "implementation", implementation, Products.implementations)
     for name, array in given.items():
         check.array(op, name, array)
-        if array.dtype not in check.DTYPES:
-            accepted = ", ".join(check.DTYPES)
-            raise TypeError(f"{op}: {name} is {array.dtype}; accepted are {accepted}")
+        check.dtype(op, name, array)
     check.share_sizes(op, axes, given)
     return [jnp.asarray(array) for array in given.values()]
 
@@ -72,31 +65,32 @@ def by_input(x: Array, matrix: Array) -> Array:
     return jnp.einsum("...i,io->...o", x, matrix, preferred_element_type=x.dtype)
 
 
-def why_not_dtype(x: Any) -> str | None:
-    """Why kernels do not take the dtype of `x`, or None."""
-    return None if x.dtype == jnp.bfloat16 else f"x is {x.dtype}; the cuda kernels take bfloat16"
+class Size(NamedTuple):
+    """A size that kernels limit: what messages call it, the size itself, what it is a multiple of,
+    and the most and, if not one multiple, the least."""
+
+    name: str
+    size: int
+    multiple: int
+    most: int
+    least: int | None = None
 
 
-def why_not_tokens(
-    implementation: str | None, x: Any, min_tokens: int, max_tokens: int = MAX_TOKENS
+def why_not(
+    options: Options, x: Any, sizes: Iterable[Size], min_tokens: int, max_tokens: int = MAX_TOKENS
 ) -> str | None:
-    """Why kernels do not take the tokens of `x` [B, T, ...], or None. There are `min_tokens` to
-    `max_tokens`, unless `implementation` names the kernels."""
+    """Why kernels do not take rows `x` [B, T, ...] and these sizes, or None. There are `min_tokens`
+    to `max_tokens`, unless the implementation is named."""
+    if x.dtype != jnp.bfloat16:
+        return f"x is {x.dtype}; the cuda kernels take bfloat16"
+    for name, size, multiple, most, least in sizes:
+        if size % multiple or not (least or multiple) <= size <= most:
+            limits = f"from {least} to {most}" if least else f"up to {most}"
+            return f"{name} {size}; the cuda kernels take multiples of {multiple} {limits}"
     rows, tokens = x.shape[:2]
     if reason := check.symbolic({"B": rows, "T": tokens}, "BT"):
         return f"{reason}; the cuda kernels have grids of numbers"
-    least, most = (0, MAX_TOKENS) if implementation == "ffi" else (min_tokens, max_tokens)
+    least, most = (0, MAX_TOKENS) if options.implementation == "ffi" else (min_tokens, max_tokens)
     if least <= rows * tokens <= most:
         return None
-    accepted = f"from {least} to {most} tokens"
-    return f"B = {rows} and T = {tokens}; the cuda kernels take {accepted}"
-
-
-def why_not_size(
-    name: str, size: int, multiple: int, most: int, least: int | None = None
-) -> str | None:
-    """Why kernels do not take an axis of this size, or None."""
-    if (least or multiple) <= size <= most and size % multiple == 0:
-        return None
-    limits = f"from {least} to {most}" if least else f"up to {most}"
-    return f"{name} {size}; the cuda kernels take multiples of {multiple} {limits}"
+    return f"B = {rows} and T = {tokens}; the cuda kernels take from {least} to {most} tokens"

@@ -21,14 +21,7 @@ from rwkv_jax._operator.dispatch import Pass, run_with_jvp
 from rwkv_jax._operator.partition import vary_alike
 from rwkv_jax._typing import Operand
 from rwkv_jax.layers import _products
-from rwkv_jax.layers._products import (
-    PRODUCT,
-    Products,
-    linear,
-    why_not_dtype,
-    why_not_size,
-    why_not_tokens,
-)
+from rwkv_jax.layers._products import PRODUCT, Products, Size, linear
 from rwkv_jax.layers.relu_squared import gradient, relu_squared
 
 AXES = {"x": "BTC", "key": "FC", "value": "CF"}
@@ -144,12 +137,9 @@ class _FeedForward(Products):
         width, forward = operands.rows.shape[-1], operands.hidden is None
         hidden = operands.weight.shape[0 if forward else 1]
         least = MIN_TOKENS_OF_WIDE if forward and hidden >= WIDE else MIN_TOKENS
-        return (
-            why_not_dtype(operands.rows)
-            or why_not_size("C =", width, WIDTH_MULTIPLE, MAX_WIDTH, MIN_WIDTH)
-            or why_not_size("F =", hidden, HIDDEN_MULTIPLE, MAX_WIDTH)
-            or why_not_tokens(options.implementation, operands.rows, least)
-        )
+        of_width = Size("C =", width, WIDTH_MULTIPLE, MAX_WIDTH, MIN_WIDTH)
+        of_hidden = Size("F =", hidden, HIDDEN_MULTIPLE, MAX_WIDTH)
+        return _products.why_not(options, operands.rows, (of_width, of_hidden), least)
 
     def formula(self, name: Pass, options: Options, operands: Operands[Array]) -> Array:
         """The forward product with its squared ReLU, or the backward one times the derivative."""

@@ -19,13 +19,13 @@ from rwkv_jax._operator.call import (
     Backward,
     Forward,
     Gradients,
-    Marks,
     Options,
     Result,
+    SegmentIds,
 )
 from rwkv_jax._operator.dispatch import Computation, Pass
-from rwkv_jax._operator.operator import KEPT
-from rwkv_jax._operator.partition import Shards, check_heads_unsharded, match_shardings, repeated
+from rwkv_jax._operator.operator import KEPT, Operator
+from rwkv_jax._operator.partition import Shards
 from rwkv_jax._packing import segments
 from rwkv_jax._typing import Operand
 from rwkv_jax.layers import _function
@@ -43,10 +43,14 @@ library.register_export_targets(*TARGETS.values())
 HEAD_SIZE = 64
 """The size of the heads that the kernels take."""
 
-SIGNATURE = dataclasses.replace(OPERATOR.signature, inputs=TENSORS)
-"""The operands of the kernels but the parameters."""
+SIGNATURE = dataclasses.replace(
+    OPERATOR.signature, name="keyed_wkv7", inputs={**TENSORS, **FUNCTION.parameters}
+)
 
-KERNELS = NativeKernels(SIGNATURE, head_sizes={"cuda": (HEAD_SIZE,)})
+KERNELS = NativeKernels(
+    dataclasses.replace(OPERATOR.signature, inputs=TENSORS), head_sizes={"cuda": (HEAD_SIZE,)}
+)
+"""They take the parameters as one array besides."""
 
 
 class KeyedWkv7(NamedTuple):
@@ -117,7 +121,11 @@ def keyed_wkv7(
     options = Options("sigmoid", implementation=implementation)
     if not _has_kernels(given, options):
         return _composed(given, segment_ids, implementation)
-    found: Results = _run(options, _prepared(op, axes, given, segment_ids))
+    state = {"state": given["initial_state"]} if initial_state is not None else {}
+    inputs = {name: given[name] for name in SIGNATURE.inputs}
+    packing = None if segment_ids is None else SegmentIds(segment_ids)
+    operator = Operator(SIGNATURE, OPERATOR.summary, {})
+    found: Results = _run(options, operator.prepared(Forward(inputs, state, packing)))
     return KeyedWkv7(*found)
 
 
@@ -136,36 +144,14 @@ def _composed(given: Arrays, segment_ids: Array | None, implementation: str | No
 def _has_kernels(given: Arrays, options: Options) -> bool:
     """Whether there may be kernels for both functions in one."""
     tensors = _tensors(given)
-    sizes = SIGNATURE.sizes(tensors)
+    sizes = check.sizes(TENSORS, tensors)
     return (
         options.implementation in (None, "ffi")
         and not library.why_not("cuda")
         and sizes["K"] == sizes["V"] == HEAD_SIZE
         and not check.symbolic(sizes, "BTH")
-        and all(KERNELS.on_matrix_units("cuda", options, tensors, None))
+        and all(KERNELS.on_matrix_units(options, "cuda", Forward(tensors, {})))
     )
-
-
-def _prepared(
-    op: str, axes: dict[str, str], given: Arrays, segment_ids: Array | None
-) -> Forward[Array]:
-    """The inputs by name and the state, all on the same mesh axes, and parameters once for each
-    row."""
-    given = dict(given)
-    if "initial_state" not in given:
-        rows, _, heads, size = given["v"].shape
-        given["initial_state"] = jnp.zeros((rows, heads, size, given["r"].shape[-1]), jnp.float32)
-    letters = {name: axes[name] for name in given}
-    if segment_ids is not None:
-        (ids,) = match_shardings(["BT"], segment_ids)
-        given["segment_ids"], letters["segment_ids"] = segments.marks(ids), "BT"
-    check_heads_unsharded(op, list(letters.items()), list(given.values()))
-    inputs = dict(zip(given, match_shardings(letters.values(), *given.values()), strict=True))
-    state = {"state": inputs.pop("initial_state")}
-    packing = Marks(inputs.pop("segment_ids")) if segment_ids is not None else None
-    for name, letter in FUNCTION.parameters.items():
-        inputs[name] = repeated(inputs[name], letter, inputs["v"], TENSORS["v"])
-    return Forward(inputs, state, packing)
 
 
 Found: TypeAlias = tuple[Result, Any, Any]
@@ -210,18 +196,14 @@ class _Keyed(Computation):
     implementations, left_to_jax = ("ffi", "xla"), ()
 
     def axes(self, name: Pass, options: Options, operands: Any) -> tuple[Any, Any]:
-        parameters = {name: FUNCTION.inputs[name] for name in FUNCTION.parameters}
         bonus = FUNCTION.results["bonus"]
         if name == "forward":
-            forward = SIGNATURE.forward_axes(operands.packing)
-            given = dataclasses.replace(forward, inputs=forward.inputs | parameters)
-            result = SIGNATURE.result_axes(operands.packing, options)
-            return given, (result, bonus, bonus)
+            packing = operands.packing
+            result = SIGNATURE.result_axes(packing, options)
+            return SIGNATURE.forward_axes(packing), (result, bonus, bonus)
         packing = operands[0].packing
-        backward = SIGNATURE.backward_axes(packing)
-        inputs = backward.inputs | parameters
-        given = dataclasses.replace(backward, inputs=inputs), bonus, bonus
-        return given, Gradients(inputs, SIGNATURE.gradient_axes(packing).state)
+        given = SIGNATURE.backward_axes(packing), bonus, bonus
+        return given, SIGNATURE.gradient_axes(packing)
 
     def why_not(
         self, name: Pass, choice: str, options: Options, platform: str, operands: Any

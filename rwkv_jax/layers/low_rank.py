@@ -23,14 +23,7 @@ from rwkv_jax._operator.dispatch import Pass, run_with_jvp
 from rwkv_jax._operator.partition import vary_alike
 from rwkv_jax._typing import Operand
 from rwkv_jax.layers import _products
-from rwkv_jax.layers._products import (
-    PRODUCT,
-    Products,
-    by_input,
-    why_not_dtype,
-    why_not_size,
-    why_not_tokens,
-)
+from rwkv_jax.layers._products import PRODUCT, Products, Size, by_input
 
 AXES = {"x": "BTC", "first": "CR", "second": "RC", "offset": "C"}
 
@@ -195,12 +188,9 @@ class _LowRank(Products):
 
     def why_no_kernel(self, name: Pass, options: Options, operands: Operands[Any]) -> str | None:
         width, rank = operands.first.shape
-        return (
-            why_not_dtype(operands.rows)
-            or why_not_size("C =", width, WIDTH_MULTIPLE, MAX_WIDTH)
-            or why_not_size("R =", rank, RANK_MULTIPLE, MAX_RANK)
-            or why_not_tokens(options.implementation, operands.rows, MIN_TOKENS)
-        )
+        of_width = Size("C =", width, WIDTH_MULTIPLE, MAX_WIDTH)
+        of_rank = Size("R =", rank, RANK_MULTIPLE, MAX_RANK)
+        return _products.why_not(options, operands.rows, (of_width, of_rank), MIN_TOKENS)
 
     def formula(
         self, name: Pass, options: Options, operands: Operands[Array]

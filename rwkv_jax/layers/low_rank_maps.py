@@ -23,14 +23,7 @@ from rwkv_jax._operator.dispatch import Pass, run
 from rwkv_jax._operator.partition import vary_alike
 from rwkv_jax._typing import Operand
 from rwkv_jax.layers import _products
-from rwkv_jax.layers._products import (
-    PRODUCT,
-    Products,
-    by_input,
-    why_not_dtype,
-    why_not_size,
-    why_not_tokens,
-)
+from rwkv_jax.layers._products import PRODUCT, Products, Size, by_input
 from rwkv_jax.layers.low_rank import ACTIVATIONS, MAX_WIDTH, RANK_MULTIPLE, SLOPES, low_rank
 
 MAX_RANK = 1024
@@ -170,14 +163,10 @@ class _LowRankMaps(Products):
         return tuple(maps), tuple(x for rank in ranks for x in (f"BT{rank}", "BTD"))
 
     def why_no_kernel(self, name: Pass, options: Options, operands: Maps) -> str | None:
-        x, ranks = operands[0].x, (one.first.shape[-1] for one in operands)
-        reasons = (why_not_size("a rank is", rank, RANK_MULTIPLE, MAX_RANK) for rank in ranks)
-        return (
-            why_not_dtype(x)
-            or why_not_size("C =", x.shape[-1], RANK_MULTIPLE, MAX_WIDTH)
-            or next(filter(None, reasons), None)
-            or why_not_tokens(options.implementation, x, MIN_TOKENS, MAX_TOKENS)
-        )
+        x, ranks = operands[0].x, [one.first.shape[-1] for one in operands]
+        sizes = [Size("C =", x.shape[-1], RANK_MULTIPLE, MAX_WIDTH)]
+        sizes += [Size("a rank is", rank, RANK_MULTIPLE, MAX_RANK) for rank in ranks]
+        return _products.why_not(options, x, sizes, MIN_TOKENS, MAX_TOKENS)
 
     def formula(self, name: Pass, options: Options, operands: Maps) -> tuple[Array, ...]:
         found = []

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from rwkv_jax._operator import check
 from rwkv_jax._operator.partition import axis_names
@@ -19,15 +18,9 @@ def operands(op: str, hidden_states: Any, weight: Any, targets: Any, mask: Any) 
     given = {"hidden_states": hidden_states, "weight": weight, "targets": targets}
     given |= {} if mask is None else {"mask": mask}
     for name, x in given.items():
-        if not isinstance(x, jax.Array | np.ndarray):
-            raise TypeError(
-                f"{op}: {name} is a {type(x).__name__}; accepted is a JAX or numpy array"
-            )
+        check.array(op, name, x)
     for name in ("hidden_states", "weight"):
-        if given[name].dtype not in check.DTYPES:
-            raise TypeError(
-                f"{op}: {name} is {given[name].dtype}; accepted are {', '.join(check.DTYPES)}"
-            )
+        check.dtype(op, name, given[name])
     if not jnp.issubdtype(targets.dtype, jnp.integer):
         raise TypeError(f"{op}: targets is {targets.dtype}; accepted are integers")
     if mask is not None and mask.dtype != bool:

@@ -50,7 +50,6 @@ def losses(options: Options, axis: Axis, operands: Operands) -> Float32[Array, "
 def total(
     options: Options, axis: Axis, operands: Operands, *, recompute: bool
 ) -> Float32[Array, ""]:
-    """The sum of the losses."""
     if recompute:
         return jnp.sum(losses(options, axis, operands))
     operands = _prepared(axis, operands)
@@ -62,7 +61,6 @@ def _prepared(axis: Axis, operands: Operands) -> Operands:
 
 
 def _axes(operands: Operands) -> Any:
-    """The axes of the operands."""
     tokens = TOKENS[: operands.targets.ndim]
     return Operands._make((f"{tokens}c", "vc", tokens, tokens))
 
@@ -106,7 +104,8 @@ class _Loss(Computation):
             return _slabs.gradients(options, axis, tokens, weight, statistics)
         tokens, weight = _taken_apart(operands)
         if self.what == "total and gradients":
-            return _slabs.total_and_gradients(options, axis, tokens, weight)
+            losses, gradients = _slabs.losses_and_gradients(options, axis, tokens, weight)
+            return jnp.sum(losses), gradients
         losses, statistics = _slabs.losses(options, axis, tokens, weight)
         return jnp.sum(losses) if self.what == "total" else (losses, statistics)
 

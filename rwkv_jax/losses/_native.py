@@ -27,11 +27,6 @@ MIN_TOKENS, MAX_TOKENS = 1024, 2**24
 many."""
 
 
-def takes_logits(options: Options, axis: Axis, vocabulary: int) -> bool:
-    """Whether the first kernel takes logits of a vocabulary of this size."""
-    return axis is None and options.soft_cap is None and vocabulary % LOGITS_MULTIPLE == 0
-
-
 def of_logits(
     options: Options, tokens: Tokens, logits: Float32[Array, "tokens vocabulary"]
 ) -> tuple[Float32[Array, "tokens"], Float[Array, "tokens vocabulary"]]:

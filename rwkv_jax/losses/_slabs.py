@@ -24,6 +24,7 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Float32, Int32, Integer
 
 from rwkv_jax._operator.dispatch import Computation, Pass, run
+from rwkv_jax._operator.partition import vary_alike
 from rwkv_jax.losses import _native
 from rwkv_jax.losses._options import Axis, Options, Tokens, slabs
 
@@ -58,15 +59,6 @@ def losses(
     return found
 
 
-def total_and_gradients(
-    options: Options, axis: Axis, tokens: Tokens, weight: Float[Array, "vocabulary C"]
-) -> tuple[Float32[Array, ""], Gradients]:
-    """The sum of the losses of all tokens, each times its scale, and the gradients of the sum."""
-    found, gradients = _gradients(options, axis, tokens, weight, None)
-    assert found is not None
-    return jnp.sum(found), gradients
-
-
 def gradients(
     options: Options,
     axis: Axis,
@@ -80,14 +72,19 @@ def gradients(
     largest = jnp.max(jnp.abs(tokens.scale), initial=0.0)
     unit = jnp.where(largest > 0, largest, 1.0)
     tokens = tokens._replace(scale=tokens.scale / unit)
-    _, found = _gradients(options, axis, tokens, weight, statistics)
+    _, found = losses_and_gradients(options, axis, tokens, weight, statistics)
     return Gradients(found.hidden_states * unit, found.weight * unit)
 
 
-def _gradients(
-    options: Options, axis: Axis, tokens: Tokens, weight: Array, statistics: Statistics | None
-) -> tuple[Array | None, Gradients]:
-    """The losses as well, unless their statistics are given."""
+def losses_and_gradients(
+    options: Options,
+    axis: Axis,
+    tokens: Tokens,
+    weight: Float[Array, "vocabulary C"],
+    statistics: Statistics | None = None,
+) -> tuple[Any, Gradients]:
+    """The losses, unless their statistics are given, and the gradients of their sum, each times its
+    scale."""
     dtype = tokens.hidden_states.dtype
     narrow = weight.astype(dtype)
 
@@ -112,7 +109,7 @@ def _gradients(
         dweight += _product(options, "nv,nc->vc", dlogits, hidden_states)
         return dweight, (found, dhidden_states)
 
-    zeros = _alike(jnp.zeros(weight.shape, jnp.float32), weight)
+    zeros, _ = vary_alike(jnp.zeros(weight.shape, jnp.float32), weight)
     dweight, (found, dhidden_states) = _by_slab(
         options, weight.shape[0], tokens, (tokens, statistics), slab, zeros
     )
@@ -228,8 +225,10 @@ class _OfLogits(_OfSlab):
         return None, ("", "")
 
     def why_no_kernel(self, name: Pass, options: Options, operands: Any) -> str | None:
-        takes = _native.takes_logits(options, self.axis, operands[1].shape[1])
-        return None if takes else "the kernel does not take these logits"
+        vocabulary = operands[1].shape[1]
+        if self.axis or options.soft_cap is not None or vocabulary % _native.LOGITS_MULTIPLE:
+            return "the kernel does not take these logits"
+        return None
 
     def kernel(self, name: Pass, options: Options, operands: Any) -> tuple[Array, Array]:
         return _native.of_logits(options, *operands)
@@ -293,9 +292,3 @@ def _places(
     if axis is not None:
         places -= lax.axis_index(axis) * size
     return places, (places >= 0) & (places < size)
-
-
-def _alike(x: Array, like: Array) -> Array:
-    """`x` with the mesh axes over which `like` varies inside a `shard_map`."""
-    axes = tuple(jax.typeof(like).manual_axis_type.varying)
-    return lax.pcast(x, axes, to="varying") if axes else x

@@ -4,9 +4,10 @@ from typing import Literal
 
 from jax import Array
 
+from rwkv_jax._native.kernels import NativeKernels
 from rwkv_jax._operator.operator import Operator, public
 from rwkv_jax._typing import Operand, Precision
-from rwkv_jax.wkv4 import ffi, reference, xla
+from rwkv_jax.wkv4 import reference, xla
 from rwkv_jax.wkv4.signature import SIGNATURE
 from rwkv_jax.wkv4.signature import Wkv4State as Wkv4State
 from rwkv_jax.wkv4.summary import SUMMARY
@@ -15,7 +16,7 @@ OPERATOR = Operator(
     SIGNATURE,
     SUMMARY,
     implementations={
-        "ffi": ffi.IMPLEMENTATION,
+        "ffi": NativeKernels(SIGNATURE, has_summaries=False),
         "xla": xla.IMPLEMENTATION,
         "reference": reference.IMPLEMENTATION,
     },

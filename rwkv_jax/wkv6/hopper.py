@@ -102,30 +102,18 @@ def _on_one_side(half: Any, i: Array, j: Array, is_before: Array) -> Array:
 def _between(half: Any) -> MaskFn:
     """Whether the token of the column is between the token of the row and the middle of its
     piece."""
-
-    def mask(i: Array, t: Array) -> Array:
-        return _on_one_side(half, i, t, (i & half) != 0)
-
-    return mask
+    return lambda i, t: _on_one_side(half, i, t, (i & half) != 0)
 
 
 def _farther(half: Any) -> MaskFn:
     """Whether the token of the row is between the token of the column and the middle of its
     piece."""
-
-    def mask(t: Array, i: Array) -> Array:
-        return _on_one_side(half, t, i, (t & half) == 0)
-
-    return mask
+    return lambda t, i: _on_one_side(half, t, i, (t & half) == 0)
 
 
 def _of_halves(half: Any) -> MaskFn:
     """Whether two tokens are in different halves of a piece."""
-
-    def mask(i: Array, j: Array) -> Array:
-        return ((i ^ j) & -half) == half
-
-    return mask
+    return lambda i, j: ((i ^ j) & -half) == half
 
 
 def _log_decay_of(chunk: Chunk, mask: MaskFn) -> list[Pair]:

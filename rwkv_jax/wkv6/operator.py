@@ -1,12 +1,8 @@
 """The operator WKV6: its operands and its implementations."""
 
-from rwkv_jax._linear_attention.recurrence import SUMMARY, step, terms
-from rwkv_jax._native.kernels import HEAD_SIZES, NativeKernels
-from rwkv_jax._operator.operator import Operator
+from rwkv_jax._linear_attention.recurrence import operator
 from rwkv_jax._operator.signature import Signature
-from rwkv_jax._portable.chain import Chain
 from rwkv_jax._portable.decay import NO_DECAY
-from rwkv_jax._portable.token_by_token import TokenByToken
 
 SIGNATURE = Signature(
     "wkv6",
@@ -17,15 +13,4 @@ SIGNATURE = Signature(
     decays=("log", "exp"),
 )
 
-REFERENCE = TokenByToken(SIGNATURE, step)
-
-OPERATOR = Operator(
-    SIGNATURE,
-    SUMMARY,
-    implementations={
-        "ffi": NativeKernels(SIGNATURE, head_sizes=HEAD_SIZES),
-        "pallas": "rwkv_jax.wkv6.pallas",
-        "xla": Chain(SIGNATURE, terms, REFERENCE),
-        "reference": REFERENCE,
-    },
-)
+OPERATOR = operator(SIGNATURE)

@@ -29,8 +29,9 @@ from rwkv_jax._pallas.algebra import Decays, Exponents, Product, Tokens
 from rwkv_jax._pallas.hopper import HopperKernels
 from rwkv_jax._pallas.kernels import PallasKernels
 from rwkv_jax._pallas.walk import Rows
+from rwkv_jax._portable import inverses
 from rwkv_jax._portable.decay import BOUNDED
-from rwkv_jax.wkv7.operator import REFERENCE, SIGNATURE
+from rwkv_jax.wkv7.operator import SIGNATURE
 
 ENOUGH_HEADS = {"forward": 32, "backward": 128}
 """As measured on an H200."""
@@ -49,7 +50,7 @@ def _pairs(product: Product, decays: Decays, r: Array, k: Array, a: Array, b: Ar
     (a_b, a_k), (r_b, r_k) = algebra.pairs(product, decays.levels, (a, r * decays.own), (b, k))
     r_b += algebra.diagonal(jnp.sum(r * b, axis=1, keepdims=True))
     r_k += algebra.diagonal(jnp.sum(r * k, axis=1, keepdims=True))
-    return _Pairs(a_k, r_b, r_k, algebra.inverse(product, a_b))
+    return _Pairs(a_k, r_b, r_k, inverses.by_whole_matrices(product, a_b))
 
 
 def _prepare(product: Product, decay: str, inputs: Arrays, tokens: Tokens) -> Arrays:
@@ -130,12 +131,6 @@ def _gradient(
     return gradients, dv
 
 
-IMPLEMENTATION = PallasKernels(
-    SIGNATURE,
-    prepare=_prepare,
-    gradient=_gradient,
-    reference=REFERENCE,
-    hopper=HopperKernels(
-        SIGNATURE, "rwkv_jax.wkv7.hopper", decays=BOUNDED, enough_heads=ENOUGH_HEADS
-    ),
-)
+HOPPER = HopperKernels(SIGNATURE, "rwkv_jax.wkv7.hopper", BOUNDED, ENOUGH_HEADS)
+
+IMPLEMENTATION = PallasKernels(SIGNATURE, _prepare, _gradient, HOPPER)

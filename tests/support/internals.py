@@ -24,7 +24,7 @@ from rwkv_jax._operator.implementation import Implementation, Summary
 from rwkv_jax._operator.operator import PUBLIC, Operator
 from rwkv_jax._operator.signature import Signature
 from rwkv_jax._packing import segments
-from rwkv_jax._portable import algebra, chain, inverses, products, slabs, terms
+from rwkv_jax._portable import algebra, chain, inverses, links, products, terms
 from rwkv_jax._portable import decay as decays
 from rwkv_jax.generation import _decoding, _sampling, _session
 from rwkv_jax.layers import _function as layers
@@ -525,5 +525,12 @@ def inverse_of_link(x: Any, *, minimize_flops: bool) -> Any:
 
 def chunks_of_slabs(tokens: int, heads: int) -> tuple[int, int, int]:
     """Of a row in `xla` on a GPU: how many slabs it has, their chunks, and those with tokens."""
-    found = slabs.Slabs(slabs.ELSEWHERE, tokens, slabs.length_of_chunks(tokens), heads)
+    made = list[links.LinksOfRows]()
+
+    def make(x: Any) -> None:
+        inputs: Any = dict.fromkeys("rwkvab", x)
+        made.append(links.LinksOfRows(signature("wkv7"), links.ELSEWHERE, inputs, None))
+
+    jax.eval_shape(make, jax.ShapeDtypeStruct((1, tokens, heads, 64), jnp.float32))
+    (found,) = made
     return found.count, found.chunks, found.used
