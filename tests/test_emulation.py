@@ -25,22 +25,19 @@ import numpy as np
 import pytest
 
 import rwkv_jax
-from rwkv_jax import layers
 from rwkv_jax import models as all_models
 from rwkv_jax.models import rwkv7
 from support import (
     harness,
     internals,
-    keyed_wkv7,
     language_models,
     layer_functions,
     models,
-    projected_read_out,
     tolerance,
 )
 from support.cases import CU_SEQLENS, Arrays, Case
 from support.emulation import DEVICES, Call, Device, Emulation, needs_emulation
-from support.layer_functions import LAYER_FUNCTIONS
+from support.layer_functions import ELEMENTWISE, LAYER_FUNCTIONS
 from support.operators import OPERATORS, SEQUENCES, Run
 
 pytestmark = [needs_emulation, pytest.mark.slow]
@@ -482,7 +479,7 @@ LAYERS = [
     ),
     *(
         (name, Layer(*case))
-        for name in LAYER_FUNCTIONS
+        for name in ELEMENTWISE
         if name != "norm_shift_mix"
         for case in [
             (2, 70, 3, 16, "float32"),
@@ -524,7 +521,7 @@ def test_layers(emulated: Emulation, name: str, case: Layer) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", LAYER_FUNCTIONS)
+@pytest.mark.parametrize("name", ELEMENTWISE)
 def test_layers_on_devices(emulated: Emulation, name: str, device: str) -> None:
     emulated.use(DEVICES[device])
     _layer(emulated, name, Layer(1, 70, 2, 64, "bfloat16", origin=True))
@@ -590,7 +587,7 @@ def _refused(emulated: Emulation, call: LayerCall) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("name", LAYER_FUNCTIONS)
+@pytest.mark.parametrize("name", ELEMENTWISE)
 def test_layers_refuse_wrong_arrays(emulated: Emulation, name: str) -> None:
     """Every operand and result that is missing or has another shape or dtype is named."""
     for call in _layer_calls(emulated, name):
@@ -626,7 +623,7 @@ WRONG_SIZES = {
             *(name, Layer(1, 2, 1, size)),
             f"K = {size}; expected a power of two from 16 to 256",
         )
-        for name in LAYER_FUNCTIONS
+        for name in ELEMENTWISE
         if name != "norm_shift_mix"
         for size in (8, 48, 512)
     },
@@ -681,15 +678,14 @@ def _read_out_calls(emulated: Emulation, case: Layer, seed: int = 1) -> dict[str
         calls[call.target] = LayerCall(call.target, given, found)
 
     emulated.module.seed(seed)
-    arrays = jax.tree.map(jnp.asarray, projected_read_out.operands(case))
+    name = "projected_read_out"
+    arrays = jax.tree.map(jnp.asarray, layer_functions.operands(name, case))
+    right = layer_functions.expected(name, *arrays)
     emulated.look = look
     with jax.disable_jit():
-        for function in (layers.projected_read_out, projected_read_out.apart):
-            found = projected_read_out.value_and_gradients(
-                *arrays, function=function, implementation="ffi"
-            )
-            right = projected_read_out.expected(*arrays)
-            projected_read_out.assert_right(found, right, case.dtype)
+        for function in (None, layer_functions.read_out_and_product):
+            found = layer_functions.value_and_gradients(name, "ffi", *arrays, function=function)
+            layer_functions.assert_right(name, found, right, case.dtype)
     emulated.look = None
     return calls
 
@@ -742,51 +738,53 @@ def test_restoring_refuses_wrong_arrays(emulated: Emulation) -> None:
 
 
 KEYED = [
-    ("9.0", Case(1, 1, 2, 64, dtype="bfloat16"), False),
-    ("9.0", Case(3, 63, 1, 64, dtype="float16"), False),
-    ("9.0", Case(1, 64, 1, 64, dtype="bfloat16", state=False), False),
-    ("9.0", Case(3, 65, 2, 64, dtype="bfloat16"), False),
-    ("9.0", Case(1, 200, 3, 64, dtype="float16"), False),
-    ("9.0", Case(2, 130, 2, 64, dtype="bfloat16"), True),
-    ("9.0", Case(2, 130, 1, 64, dtype="float16"), True),
-    ("9.0", Case(0, 65, 2, 64, dtype="bfloat16"), False),
-    ("9.0", Case(2, 0, 2, 64, dtype="bfloat16"), False),
-    ("8.0", Case(1, 70, 2, 64, dtype="bfloat16"), False),
-    ("8.9", Case(1, 130, 2, 64, dtype="bfloat16"), False),
-    ("8.9", Case(2, 130, 1, 64, dtype="float16"), True),
+    ("9.0", Layer(1, 1, 2, 64, "bfloat16"), False),
+    ("9.0", Layer(3, 63, 1, 64, "float16"), False),
+    ("9.0", Layer(1, 64, 1, 64, "bfloat16", without=("initial_state",)), False),
+    ("9.0", Layer(3, 65, 2, 64, "bfloat16"), False),
+    ("9.0", Layer(1, 200, 3, 64, "float16"), False),
+    ("9.0", Layer(2, 130, 2, 64, "bfloat16"), True),
+    ("9.0", Layer(2, 130, 1, 64, "float16"), True),
+    ("9.0", Layer(0, 65, 2, 64, "bfloat16"), False),
+    ("9.0", Layer(2, 0, 2, 64, "bfloat16"), False),
+    ("8.0", Layer(1, 70, 2, 64, "bfloat16"), False),
+    ("8.9", Layer(1, 130, 2, 64, "bfloat16"), False),
+    ("8.9", Layer(2, 130, 1, 64, "float16"), True),
 ]
 """Each with a device and whether the rows have the segments of IDS."""
 
 
 @pytest.mark.parametrize(("device", "case", "marked"), KEYED, ids=str)
-def test_keyed_wkv7(emulated: Emulation, device: str, case: Case, marked: bool) -> None:
+def test_keyed_wkv7(emulated: Emulation, device: str, case: Layer, marked: bool) -> None:
     """Results and the gradients of tensors are, bit for bit, those of one function after the other;
     the gradients of parameters are summed in another order. For a few tokens, and on small devices,
     both functions are called."""
     emulated.use(DEVICES[device])
-    ids = IDS if marked else None
-    arrays = jax.tree.map(jnp.asarray, keyed_wkv7.operands(case))
+    name, own = "keyed_wkv7", LAYER_FUNCTIONS["keyed_wkv7"]
+    inputs, cotangents = layer_functions.operands(name, case)
+    inputs |= {"segment_ids": IDS} if marked else {}
 
     def found(function: Any, seed: int) -> dict[str, np.ndarray]:
         emulated.module.seed(seed)
-        call = functools.partial(keyed_wkv7.value_and_gradients, function=function)
-        every = call(*arrays, segment_ids=ids, implementation="ffi")
+        every = layer_functions.value_and_gradients(
+            name, "ffi", inputs, cotangents, function=function
+        )
         return {name: np.asarray(x) for name, x in every.items()}
 
-    (own, other), apart = (
-        (found(layers.keyed_wkv7, seed) for seed in (1, 2)),
-        found(keyed_wkv7.apart, 1),
-    )
-    keyed_wkv7.assert_right(own, keyed_wkv7.expected(*arrays, segment_ids=ids), case.dtype)
-    _assert_same(own, other)
-    sums = {f"d{name}" for name in keyed_wkv7.PARAMETERS}
-    _assert_same({n: x for n, x in own.items() if n not in sums}, apart)
-    tolerance.assert_close({n: own[n] for n in sums}, {n: apart[n] for n in sums}, 1e-6)
-    fused = case.T >= 16 and device != "8.9"
+    # Functions of their own in JAX's caches, which know no device.
+    one, two = (functools.partial(x) for x in (own.call, layer_functions.keys_and_wkv7))
+    (fused, other), apart = (found(one, seed) for seed in (1, 2)), found(two, 1)
+    right = layer_functions.expected(name, inputs, cotangents)
+    layer_functions.assert_right(name, fused, right, case.dtype)
+    _assert_same(fused, other)
+    sums = {f"d{name}" for name in own.parameters}
+    _assert_same({n: x for n, x in fused.items() if n not in sums}, apart)
+    tolerance.assert_close({n: fused[n] for n in sums}, {n: apart[n] for n in sums}, 1e-6)
+    in_one = case.T >= 16 and device != "8.9"
     forward, backward = (emulated.files.get(x) for x in internals.keyed_wkv7.TARGETS.values())
     if case.B == 0:
         assert not forward
-    elif fused:
+    elif in_one:
         assert forward == {"wkv7_keys.cu", "scan.cu"}
         assert backward == {"scan.cu", "gradients.cu"}
     else:
@@ -801,9 +799,12 @@ def test_keyed_wkv7_refuses_wrong_arrays(emulated: Emulation, name: str) -> None
     def look(call: Call, operands: list[np.ndarray], results: list[np.ndarray]) -> None:
         calls[call.target] = operands, list(map(np.zeros_like, results)), call.attributes
 
-    arrays = jax.tree.map(jnp.asarray, keyed_wkv7.operands(Case(2, 16, 1, 64, dtype="bfloat16")))
+    arrays = layer_functions.operands("keyed_wkv7", Layer(2, 16, 1, 64, "bfloat16"))
+    call = functools.partial(LAYER_FUNCTIONS["keyed_wkv7"].call)
     emulated.look = look
-    jax.block_until_ready(keyed_wkv7.value_and_gradients(*arrays, implementation="ffi"))
+    jax.block_until_ready(
+        layer_functions.value_and_gradients("keyed_wkv7", "ffi", *arrays, function=call)
+    )
     emulated.look = None
     target = internals.keyed_wkv7.TARGETS[name]
     operands, results, attributes = calls[target]

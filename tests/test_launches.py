@@ -16,12 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rwkv_jax import layers
 from rwkv_jax.models import rwkv7
-from support import internals, keyed_wkv7, tolerance
+from support import internals, layer_functions, tolerance
 from support.cases import DTYPES, GPUS
 from support.emulation import DEVICES, Call, Device, Emulation, needs_emulation
-from support.layer_functions import LAYER_FUNCTIONS
+from support.layer_functions import ELEMENTWISE, LAYER_FUNCTIONS
 from support.operators import OPERATORS
 
 pytestmark = [needs_emulation, pytest.mark.slow]
@@ -35,7 +34,9 @@ EVERY_DEVICE = [
 ]
 HOPPER = [device for device in EVERY_DEVICE if device.hopper]
 
-Sizes = dict[str, int]
+Sizes = dict[str, Any]
+
+EMULATED_LAYERS = (*ELEMENTWISE, "keyed_wkv7")
 
 
 def _passes(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -78,18 +79,9 @@ def _operator_calls(emulation: Emulation, op: str, sizes: Sizes, dtype: str) -> 
 
 
 def _layer_calls(emulation: Emulation, name: str, sizes: Sizes, dtype: str) -> list[Call]:
-    function = LAYER_FUNCTIONS[name]
-    run = _passes(functools.partial(function.call, implementation="ffi"))
-    wide = [n for n in function.inputs if function.dtype(n, dtype) == np.float32]
-    return _trace(emulation, run, _shapes(function.inputs, {**sizes, "I": 6}, dtype, wide))
-
-
-def _keyed_calls(emulation: Emulation, sizes: Sizes, dtype: str) -> list[Call]:
-    def function(**arrays: Any) -> Any:
-        return layers.keyed_wkv7(**arrays, implementation="ffi")._asdict()
-
-    shapes = _shapes(keyed_wkv7.AXES, sizes, dtype, keyed_wkv7.FLOAT32)
-    return _trace(emulation, _passes(function), shapes)
+    run = _passes(functools.partial(LAYER_FUNCTIONS[name].call, implementation="ffi"))
+    inputs, _ = layer_functions.shapes(name, layer_functions.Case(**sizes, dtype=dtype))
+    return _trace(emulation, run, inputs)
 
 
 def _block_calls(emulation: Emulation, rows: int, width: int, dtype: str) -> list[Call]:
@@ -137,14 +129,12 @@ def _large_calls(emulation: Emulation, name: str) -> Iterator[Call]:
             yield from _operator_calls(emulation, name, sizes, dtype)
         elif name == "cross_entropy":
             yield _cross_entropy_call(sizes["B"] * sizes["T"], width, dtype)
-        elif name == "keyed_wkv7":
-            yield from _keyed_calls(emulation, sizes, dtype)
         elif name != "norm_shift_mix" or width <= 4096:
             yield from _layer_calls(emulation, name, sizes, dtype)
 
 
 @pytest.mark.parametrize("shared_memory", SHARED_MEMORY)
-@pytest.mark.parametrize("name", [*OPERATORS, *LAYER_FUNCTIONS, "keyed_wkv7", "cross_entropy"])
+@pytest.mark.parametrize("name", [*OPERATORS, *EMULATED_LAYERS, "cross_entropy"])
 def test_no_launch_beyond_what_a_gpu_takes(
     emulation: Emulation, name: str, shared_memory: int
 ) -> None:
@@ -156,15 +146,11 @@ def test_no_launch_beyond_what_a_gpu_takes(
             assert emulation.launches(call, device), (call, device)
 
 
-@pytest.mark.parametrize("name", [*LAYER_FUNCTIONS, "keyed_wkv7"])
+@pytest.mark.parametrize("name", EMULATED_LAYERS)
 def test_a_million_tokens_have_the_kernels_of_a_few_less(emulation: Emulation, name: str) -> None:
     def files(tokens: int) -> list[Any]:
         sizes = {"B": 1, "T": tokens, "H": 2, "K": 64}
-        calls = (
-            _keyed_calls(emulation, sizes, "bfloat16")
-            if name == "keyed_wkv7"
-            else _layer_calls(emulation, name, sizes, "bfloat16")
-        )
+        calls = _layer_calls(emulation, name, sizes, "bfloat16")
         return [[x.file for x in emulation.launches(call, DEVICES["9.0"])] for call in calls]
 
     assert files(2**20) == files(2**20 - 16)
@@ -256,7 +242,7 @@ def test_rows_of_operators_on_matrix_units(
     _check_rows(emulation, calls, EVERY_ROW if every else SOME_ROWS, LIMITS["bfloat16"])
 
 
-@pytest.mark.parametrize("name", LAYER_FUNCTIONS)
+@pytest.mark.parametrize("name", ELEMENTWISE)
 def test_every_number_of_rows_of_layers(emulation: Emulation, name: str) -> None:
     def calls(rows: int) -> list[Call]:
         return _layer_calls(emulation, name, {"B": rows, "T": 3, "H": 1, "K": 16}, "bfloat16")
