@@ -18,6 +18,8 @@ from support import cases, hlo, internals
 from support.cases import Case
 from support.operators import OPERATORS, SEQUENCES, STEPS, available
 
+pytestmark = pytest.mark.quick("op", "platform", "implementation")
+
 CASE = Case(2, 16, 2, 32)
 PLATFORM = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
 NATIVE = "ffi" in available("wkv7", CASE)

@@ -29,6 +29,8 @@ from support.layer_functions import (
 )
 from support.tolerance import assert_trees_close
 
+pytestmark = pytest.mark.quick("name")
+
 FEED_FORWARD = (*internals.feed_forward.TARGETS.values(),)
 LOW_RANK = tuple(internals.low_rank.TARGETS["tanh", name] for name in ("forward", "backward"))
 OF_MAPS = (internals.low_rank_maps.TARGET,)

@@ -34,6 +34,8 @@ from support.layer_functions import (
     value_and_gradients,
 )
 
+pytestmark = pytest.mark.quick("name")
+
 ON_GPU = jax.default_backend() == "gpu"
 NATIVE = ON_GPU and rwkv_jax.build_info()["missing"]["cuda"] is None
 IMPLEMENTATIONS = [*(["ffi"] if NATIVE else []), "xla", "reference"]
@@ -87,6 +89,7 @@ def test_gradients_of_the_oracle(name: str) -> None:
         assert np.vdot(right[f"d{n}"], direction) == pytest.approx(numeric, rel=1e-6, abs=1e-7), n
 
 
+@pytest.mark.quick("name", "implementation", "dtype")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @each_function
@@ -316,6 +319,7 @@ def _summed(name: str) -> int:
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 
 
+@pytest.mark.quick("name", "axis_type")
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(
     ("implementation", "where", "axis_type"),
