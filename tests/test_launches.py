@@ -20,7 +20,7 @@ from rwkv_jax.models import rwkv7
 from support import internals, layer_functions, tolerance
 from support.cases import DTYPES, GPUS
 from support.emulation import DEVICES, Call, Device, Emulation, needs_emulation
-from support.layer_functions import ELEMENTWISE, LAYER_FUNCTIONS
+from support.layer_functions import ELEMENTWISE
 from support.operators import OPERATORS
 
 pytestmark = [needs_emulation, pytest.mark.slow]
@@ -60,28 +60,17 @@ def _shapes(axes: dict[str, str], sizes: Sizes, dtype: str, wide: Collection[str
     }
 
 
-def _trace(emulation: Emulation, function: Callable[..., Any], *shapes: Any) -> list[Call]:
-    """The calls that a function makes of the targets of operators and layers."""
-    calls, record = emulation.recorder()
-    with pytest.MonkeyPatch.context() as patch:
-        internals.run_as_on_cuda(patch, emulation, record)
-        jax.eval_shape(function, *shapes)
-    return calls
-
-
 def _operator_calls(emulation: Emulation, op: str, sizes: Sizes, dtype: str) -> list[Call]:
     operator = OPERATORS[op]
     decay = operator.decays[-1]
     run = _passes(functools.partial(operator.function, decay=decay, implementation="ffi"))
     axes = internals.axes_of_arguments(op)
     named = {name: axes.get(name, axes.get(f"state.{name}", "BC")) for name in operator.names}
-    return _trace(emulation, run, _shapes(named, sizes, dtype, operator.states))
+    return emulation.traced(run, _shapes(named, sizes, dtype, operator.states))
 
 
 def _layer_calls(emulation: Emulation, name: str, sizes: Sizes, dtype: str) -> list[Call]:
-    run = _passes(functools.partial(LAYER_FUNCTIONS[name].call, implementation="ffi"))
-    inputs, _ = layer_functions.shapes(name, layer_functions.Case(**sizes, dtype=dtype))
-    return _trace(emulation, run, inputs)
+    return emulation.of_layer(name, layer_functions.Case(**sizes, dtype=dtype))
 
 
 def _block_calls(emulation: Emulation, rows: int, width: int, dtype: str) -> list[Call]:
@@ -90,13 +79,7 @@ def _block_calls(emulation: Emulation, rows: int, width: int, dtype: str) -> lis
     params = jax.eval_shape(lambda key: rwkv7.init(key, config), jax.random.key(0))
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.dtype(dtype)), params)
     state = jax.eval_shape(lambda p: rwkv7.initial_state(p, rows, dtype), params)
-    x = jax.ShapeDtypeStruct((rows, width), jnp.dtype(dtype))
-    calls, record = emulation.recorder()
-    with pytest.MonkeyPatch.context() as patch:
-        internals.run_blocks_as_on_cuda(patch, emulation, record)
-        patch.setattr(internals.gpus, "why_not_hopper", lambda: None)
-        jax.eval_shape(internals.step_block, params.blocks[1], x, x, state[1])
-    return calls
+    return [emulation.of_block(params.blocks[1], state[1], rows)]
 
 
 def _cross_entropy_call(tokens: int, vocabulary: int, dtype: str) -> Call:

@@ -475,7 +475,10 @@ PRODUCTS = ("feed_forward", "low_rank", "low_rank_maps")
 
 def shapes(name: str, case: Case) -> tuple[Any, Any]:
     """The shapes and dtypes of inputs and cotangents."""
-    return jax.eval_shape(lambda: _made(name, case, jnp.zeros))
+    inputs, cotangents = jax.eval_shape(lambda: _made(name, case, jnp.zeros))
+    if case.origin and name == "norm_shift_mix":
+        inputs["origin"] = jax.ShapeDtypeStruct((case.B, case.T), jnp.int32)
+    return inputs, cotangents
 
 
 def operands(name: str, case: Case) -> tuple[Arrays, Arrays]:
