@@ -726,22 +726,43 @@ or, on matrix units, several groups of outputs for it. Little shared memory mean
 the inputs, or less that is under way at once."""
 
 
-@pytest.mark.parametrize(("width", "rows", "dtype", "device"), BLOCKS, ids=str)
-def test_blocks(blocks: Emulation, width: int, rows: int, dtype: str, device: Device) -> None:
-    """Logits are close to those of the oracle, and in float32 the states to those of the model;
-    seeds change nothing."""
-    blocks.use(device)
-    params, tokens = models.with_heads_of_64(width, dtype), _tokens(rows)
+LIMIT_OF_BLOCKS = {"float32": tolerance.EXACT_FLOAT32, "bfloat16": 1e-2, "float16": 2e-3}
+
+
+def _check_decoding(
+    blocks: Emulation, params: rwkv7.Params, rows: int, given: rwkv7.Params | None = None
+) -> Any:
+    """The state after a few tokens. Logits are close to those of the oracle, and seeds change
+    nothing. The kernels may have other parameters that stand for the same."""
+    tokens, dtype = _tokens(rows), str(params.emb.weight.dtype)
+    tensors = {n: np.asarray(x, np.float64) for n, x in rwkv7.names(_wide(params)).items()}
+    oracle = np.stack([language_models.logits("rwkv7", tensors, row) for row in tokens])
+    params = given or params
     blocks.module.seed(1)
     found, state = _decode(blocks, params, tokens)
     blocks.module.seed(2)
     assert np.array_equal(_decode(blocks, params, tokens[:, :1])[0], found[:, :1])
-    tensors = {n: np.asarray(x, np.float64) for n, x in rwkv7.names(params).items()}
-    oracle = np.stack([language_models.logits("rwkv7", tensors, row) for row in tokens])
-    limit = {"float32": tolerance.EXACT_FLOAT32, "bfloat16": 1e-2, "float16": 2e-3}[dtype]
-    assert tolerance.rms_error(found, oracle) < limit
+    assert tolerance.rms_error(found, oracle) < LIMIT_OF_BLOCKS[dtype]
+    return state
+
+
+def _wide(params: rwkv7.Params) -> rwkv7.Params:
+    """The parameters with the matrices that those of int8 stand for."""
+    return jax.tree.map(
+        lambda x: rwkv7.Weight(x.wide()) if isinstance(x, rwkv7.Weight) else x,
+        params,
+        is_leaf=lambda x: isinstance(x, rwkv7.Weight),
+    )
+
+
+@pytest.mark.parametrize(("width", "rows", "dtype", "device"), BLOCKS, ids=str)
+def test_blocks(blocks: Emulation, width: int, rows: int, dtype: str, device: Device) -> None:
+    """In float32 the states are close to those of the model, too."""
+    blocks.use(device)
+    params = models.with_heads_of_64(width, dtype)
+    state = _check_decoding(blocks, params, rows)
     if dtype == "float32":
-        _, expected = _decode(blocks, params, tokens, layers=None)
+        _, expected = _decode(blocks, params, _tokens(rows), layers=None)
         tolerance.assert_trees_close(state, expected)
 
 
@@ -757,15 +778,7 @@ QUANTISED_BLOCKS = [
 def test_blocks_of_int8(blocks: Emulation, width: int, dtype: str, device: Device) -> None:
     """Results are those of the oracle with the matrices that those of int8 stand for."""
     blocks.use(device)
-    params, tokens = all_models.quantize(models.with_heads_of_64(width, dtype)), _tokens(1)
-    blocks.module.seed(1)
-    found, _ = _decode(blocks, params, tokens)
-    blocks.module.seed(2)
-    assert np.array_equal(_decode(blocks, params, tokens)[0], found)
-    tensors = {n: np.asarray(x, np.float64) for n, x in rwkv7.names(_wide(params)).items()}
-    oracle = np.stack([language_models.logits("rwkv7", tensors, row) for row in tokens])
-    limit = {"float32": tolerance.EXACT_FLOAT32, "bfloat16": 1e-2, "float16": 2e-3}[dtype]
-    assert tolerance.rms_error(found, oracle) < limit
+    _check_decoding(blocks, all_models.quantize(models.with_heads_of_64(width, dtype)), 1)
 
 
 BLOCKS_BY_INPUT = [
@@ -802,12 +815,10 @@ def test_blocks_by_input(
         key = jnp.where(unread[-1][:, None], 0, key)
         return block._replace(ln2=norm, ffn=block.ffn._replace(key=rwkv7.Weight(key)))
 
-    params, tokens = models.with_heads_of_64(width, dtype), _tokens(1)
+    params = models.with_heads_of_64(width, dtype)
     params = params._replace(blocks=tuple(map(changed, params.blocks)))
     if quantised:
         params = all_models.quantize(params)
-    tensors = {n: np.asarray(x, np.float64) for n, x in rwkv7.names(_wide(params)).items()}
-    oracle = np.stack([language_models.logits("rwkv7", tensors, row) for row in tokens])
 
     def poisoned(block: Any, unread: np.ndarray) -> Any:
         value = block.ffn.value
@@ -816,23 +827,9 @@ def test_blocks_by_input(
             value = value._replace(by_input=rows.astype(value.by_input.dtype))
         return block._replace(ffn=block.ffn._replace(value=value))
 
-    params = all_models.for_decoding(params)
-    params = params._replace(blocks=tuple(map(poisoned, params.blocks, unread)))
-    blocks.module.seed(1)
-    found, _ = _decode(blocks, params, tokens)
-    blocks.module.seed(2)
-    assert np.array_equal(_decode(blocks, params, tokens)[0], found)
-    limit = {"float32": tolerance.EXACT_FLOAT32, "bfloat16": 1e-2, "float16": 2e-3}[dtype]
-    assert tolerance.rms_error(found, oracle) < limit
-
-
-def _wide(params: rwkv7.Params) -> rwkv7.Params:
-    """The parameters with the matrices that those of int8 stand for."""
-    return jax.tree.map(
-        lambda x: rwkv7.Weight(x.wide()) if isinstance(x, rwkv7.Weight) else x,
-        params,
-        is_leaf=lambda x: isinstance(x, rwkv7.Weight),
-    )
+    given = all_models.for_decoding(params)
+    given = given._replace(blocks=tuple(map(poisoned, given.blocks, unread)))
+    _check_decoding(blocks, params, 1, given)
 
 
 def _with_high_ranks(params: rwkv7.Params) -> rwkv7.Params:
@@ -867,11 +864,7 @@ def test_blocks_of_unusual_models(blocks: Emulation, change: Any, rows: int, dty
     """Low-rank maps that shared memory has no room for, and rows with a mean far larger than their
     deviation."""
     blocks.use(DEVICES["8.9"])
-    params, tokens = change(models.with_heads_of_64(128, dtype)), _tokens(rows)
-    tensors = {n: np.asarray(x, np.float64) for n, x in rwkv7.names(params).items()}
-    oracle = np.stack([language_models.logits("rwkv7", tensors, row) for row in tokens])
-    limit = {"float32": tolerance.EXACT_FLOAT32, "bfloat16": 1e-2}[dtype]
-    assert tolerance.rms_error(_decode(blocks, params, tokens)[0], oracle) < limit
+    _check_decoding(blocks, change(models.with_heads_of_64(128, dtype)), rows)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -899,7 +892,7 @@ def test_rows_of_a_block_are_independent(
 
     together = run(range(32))
     on_gpu = request.config.getoption("--kernels-on-gpu")
-    limit = {"float32": tolerance.EXACT_FLOAT32, "bfloat16": 1e-2}[dtype]
+    limit = LIMIT_OF_BLOCKS[dtype]
     for rows in ([5], [3, 1], [7, 2, 0, 5, 31], range(15, -1, -1), range(7, 32)):
         exact = not on_gpu if dtype == "float32" else len(rows) > 1
         for found, expected in zip(run(rows), [x[np.array(rows)] for x in together], strict=True):
