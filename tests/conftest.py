@@ -1,8 +1,8 @@
+import functools
 import gc
 import importlib
 import importlib.util
 import os
-from collections.abc import Iterator
 from typing import Any
 
 # Before JAX is imported: several CPU devices for the sharding tests, and what train.py sets.
@@ -95,42 +95,31 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The quick run has, of each test that is not marked slow, the first case of each operator and
-    layer function in each implementation and in each data type, and of each platform; the other
-    cases are slow. Plain XLA, which compiles for seconds, is there once in each file for each."""
+    """The quick run has the first case of each test; for `pytest.mark.quick(*parameters)` the first
+    one with each value of each of these parameters, such as "op", "case.dtype" or, for each pair of
+    values, "op,dtype"; for `pytest.mark.quick` every case; and for `pytest.mark.slow` none."""
     seen = set()
     for item in items:
         if item.get_closest_marker("slow"):
             continue
-        test = item.nodeid.partition("[")[0]
-        shown = {(item.path if "xla" in kind else test, *kind) for kind in _kinds(item)}
-        if any("xla" in kind for kind in shown & seen):
-            item.add_marker(pytest.mark.slow)
+        mark = item.get_closest_marker("quick")
+        if mark and not mark.args:
             continue
+        given = getattr(getattr(item, "callspec", None), "params", {})
+        test = item.nodeid.partition("[")[0]
+        values = [_values(given, parameters) for parameters in (mark.args if mark else ())]
+        shown = {(test, *value) for value in values if value} or {(test,)}
         if shown <= seen:
             item.add_marker(pytest.mark.slow)
         seen |= shown
 
 
-def _kinds(item: pytest.Item) -> Iterator[tuple[str | None, ...]]:
-    """What a case shows: an operator or a layer function in an implementation and in a data type,
-    and a platform."""
-    from support.cases import DTYPES
-    from support.layer_functions import LAYER_FUNCTIONS
-    from support.operators import IMPLEMENTATIONS, OPERATORS, Run
-
-    params = getattr(getattr(item, "callspec", None), "params", {})
-    words = [x for x in params.values() if isinstance(x, str)]
-    run = params.get("run")
-    if not isinstance(run, Run):
-        run = Run(
-            next((x for x in words if x in OPERATORS or x in LAYER_FUNCTIONS), ""),
-            next((x for x in words if x in IMPLEMENTATIONS), None),
-        )
-    yield run
-    yield from ((x,) for x in words if x in ("cpu", "cuda", "tpu"))
-    dtypes = [*words, getattr(params.get("case"), "dtype", "")]
-    yield from ((run.op, x) for x in dtypes if x in DTYPES)
+def _values(given: dict[str, Any], parameters: str) -> list[str]:
+    """The parameters with their values, or nothing where a test lacks one."""
+    paths = [parameter.split(".") for parameter in parameters.split(",")]
+    if not all(name in given for name, *_ in paths):
+        return []
+    return [parameters, *(str(functools.reduce(getattr, x, given[name])) for name, *x in paths)]
 
 
 @pytest.fixture

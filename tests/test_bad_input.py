@@ -15,7 +15,7 @@ from support.cases import Case
 from support.harness import operands, value_and_gradients
 from support.operators import OPERATORS, Run, runs
 
-pytestmark = pytest.mark.usefixtures("unchecked_types")
+pytestmark = [pytest.mark.usefixtures("unchecked_types"), pytest.mark.quick("op", "run.op")]
 
 CASE = Case(2, 16, 2, 32)
 ARGUMENTS = [(op, name) for op, x in OPERATORS.items() for name in x.names]

@@ -21,6 +21,8 @@ from support.cases import Case
 from support.operators import OPERATORS, SEQUENCES, STEPS, available
 from support.tolerance import assert_trees_close
 
+pytestmark = pytest.mark.quick("op", "platform", "implementation")
+
 CASE = Case(2, 16, 2, 32)
 PLATFORM = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
 NATIVE = "ffi" in available("wkv7", CASE)

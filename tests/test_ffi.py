@@ -16,6 +16,8 @@ from support import cases, internals
 from support.cases import Case
 from support.operators import OPERATORS, SEQUENCES
 
+pytestmark = pytest.mark.quick("op", "case.dtype")
+
 PLATFORM = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
 CASE = Case(2, 65, 2, 32)
 

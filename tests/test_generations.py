@@ -24,6 +24,8 @@ from support import language_models
 from support.operators import FAST
 from support.tolerance import EXACT_FLOAT32, assert_close, assert_trees_close
 
+pytestmark = pytest.mark.quick("generation")
+
 LAYERS, WIDTH, HEAD_SIZE, VOCABULARY = 2, 48, 16, 37
 BATCH, TOKENS = 2, 19
 DOCUMENTS = np.array([[0] * 2 + [1] * 6 + [0] * 3 + [1] * 5 + [0] * 3, [2] * 6 + [3] * 7 + [2] * 6])

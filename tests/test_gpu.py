@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -357,41 +358,52 @@ def test_rows_in_tiles_have_the_same_bits(rows: int) -> None:
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y[:rows]), found, of_all)
 
 
+def _poison(*shapes: tuple[int, ...]) -> None:
+    """Memory has NaN when it is taken again."""
+    jax.block_until_ready([jnp.full(shape, np.nan, "bfloat16") for shape in shapes])
+
+
+def _check_products(
+    call: Callable[[Any, str], Any], given: tuple[Any, Any], targets: set[str], sizes: list[int]
+) -> None:
+    """Outputs and gradients of a layer function, in memory that had NaN before, are close to those
+    in float32. It has arrays of the tokens with so many channels."""
+
+    @functools.partial(jax.jit, static_argnums=2)
+    def run(inputs: Any, dy: Any, implementation: str) -> Any:
+        y, vjp = jax.vjp(lambda x: call(x, implementation), inputs)
+        return y, vjp(dy)
+
+    compiled = run.lower(*given, "ffi").compile()
+    assert targets <= hlo.targets(compiled.as_text())
+    wide = jax.tree.map(lambda x: x.astype("float32"), given)
+    with jax.default_matmul_precision("highest"):
+        right = jax.device_get(run(*wide, "xla"))
+    rows, tokens, _ = jax.tree.leaves(given[1])[0].shape
+    _poison(*((rows * tokens, n) for n in sizes for _ in range(8)))
+    found = jax.device_get(compiled(*given))
+    for either in (found, jax.device_get(run(*given, "xla"))):
+        tolerance.assert_trees_close(either, right, tolerance.PRODUCTS["bfloat16"])
+
+
+def _arrays(name: str, rows: int, tokens: int, width: int, **more: Any) -> tuple[Any, Any]:
+    """Inputs and the cotangent."""
+    case = layer_functions.Case(rows, tokens, 1, width, "bfloat16", **more)
+    inputs, cotangents = layer_functions.operands(name, case)
+    return inputs, cotangents["dy"]
+
+
 @HOPPER
 @pytest.mark.parametrize(
     ("rows", "tokens", "width", "hidden"),
     [(1, 1, 512, 256), (3, 37, 576, 768), (1, 1001, 1024, 512), (5, 1639, 768, 3072)],
 )
 def test_products_with_an_epilogue(rows: int, tokens: int, width: int, hidden: int) -> None:
-    """Outputs and gradients, in memory that had NaN before, are close to those in float32."""
-    keys = jax.random.split(jax.random.key(0), 4)
-    shapes = {"x": (rows, tokens, width), "key": (hidden, width), "value": (width, hidden)}
-    scales = {"x": 1.0, "key": width**-0.5, "value": hidden**-0.5}
-    inputs = {
-        name: (scales[name] * jax.random.normal(k, shape)).astype("bfloat16")
-        for k, (name, shape) in zip(keys[1:], shapes.items(), strict=True)
-    }
-    dy = jax.random.normal(keys[0], shapes["x"]).astype("bfloat16")
+    def call(inputs: Any, implementation: str) -> jax.Array:
+        return layers.feed_forward(**inputs, implementation=implementation)
 
-    @functools.partial(jax.jit, static_argnums=2)
-    def run(inputs: dict, dy: jax.Array, implementation: str) -> dict:
-        call = functools.partial(layers.feed_forward, implementation=implementation)
-        y, vjp = jax.vjp(lambda x: call(**x), inputs)
-        return {"y": y} | {f"d{name}": x for name, x in vjp(dy)[0].items()}
-
-    compiled = run.lower(inputs, dy, "ffi").compile()
-    targets = set(internals.feed_forward.TARGETS.values())
-    assert targets <= hlo.targets(compiled.as_text())
-    wide = jax.tree.map(lambda x: x.astype("float32"), (inputs, dy))
-    with jax.default_matmul_precision("highest"):
-        right = jax.device_get(run(*wide, "xla"))
-    poison = [jax.numpy.full((rows * tokens, hidden), np.nan, "bfloat16") for _ in range(8)]
-    jax.block_until_ready(poison)
-    del poison
-    found = jax.device_get(compiled(inputs, dy))
-    other = jax.device_get(run(inputs, dy, "xla"))
-    for results_of_one in (found, other):
-        tolerance.assert_close(results_of_one, right, 8e-3)
+    arrays = _arrays("feed_forward", rows, tokens, width, others={"F": hidden})
+    _check_products(call, arrays, {*internals.feed_forward.TARGETS.values()}, [hidden])
 
 
 @HOPPER
@@ -432,9 +444,7 @@ def test_loss_of_a_head(
     targets[outside], mask[outside] = -100, False
     compiled = run.lower(x, w, targets).compile()
     assert internals.of_losses.OF_HIDDEN_STATES in hlo.targets(compiled.as_text())
-    poison = jax.numpy.full((tokens, vocabulary), np.nan, "bfloat16")
-    jax.block_until_ready(poison)
-    del poison
+    _poison((tokens, vocabulary))
     value, (dx, dw) = jax.device_get(compiled(x, w, targets))
 
     x64, w64, scale = x.astype(np.float64), w.astype(np.float64), mask / mask.sum()
@@ -473,39 +483,13 @@ def test_loss_of_a_head(
 def test_low_rank(
     rows: int, tokens: int, width: int, rank: int, activation: str, offset: bool
 ) -> None:
-    """Outputs and gradients, in memory that had NaN before, are close to those in float32."""
-    keys = jax.random.split(jax.random.key(0), 5)
-    shapes = {"x": (rows, tokens, width), "first": (width, rank), "second": (rank, width)}
-    shapes |= {"offset": (width,)} if offset else {}
-    scales = {"x": 1.0, "first": width**-0.5, "second": rank**-0.5, "offset": 1.0}
-    inputs = {
-        name: (scales[name] * jax.random.normal(k, shape)).astype("bfloat16")
-        for k, (name, shape) in zip(keys[1:], shapes.items(), strict=False)
-    }
-    dy = jax.random.normal(keys[0], shapes["x"]).astype("bfloat16")
+    def call(inputs: Any, implementation: str) -> jax.Array:
+        return layers.low_rank(**inputs, activation=activation, implementation=implementation)
 
-    @functools.partial(jax.jit, static_argnums=2)
-    def run(inputs: dict, dy: jax.Array, implementation: str) -> dict:
-        call = functools.partial(
-            layers.low_rank, activation=activation, implementation=implementation
-        )
-        y, vjp = jax.vjp(lambda x: call(**x), inputs)
-        return {"y": y} | {f"d{name}": x for name, x in vjp(dy)[0].items()}
-
-    compiled = run.lower(inputs, dy, "ffi").compile()
+    without = () if offset else ("offset",)
+    arrays = _arrays("low_rank", rows, tokens, width, others={"R": rank}, without=without)
     targets = {internals.low_rank.TARGETS[activation, name] for name in ("forward", "backward")}
-    assert targets <= hlo.targets(compiled.as_text())
-    wide = jax.tree.map(lambda x: x.astype("float32"), (inputs, dy))
-    with jax.default_matmul_precision("highest"):
-        right = jax.device_get(run(*wide, "xla"))
-    sizes = (width, rank, rank + 8)
-    poison = [jax.numpy.full((rows * tokens, n), np.nan, "bfloat16") for n in sizes * 3]
-    jax.block_until_ready(poison)
-    del poison
-    found = jax.device_get(compiled(inputs, dy))
-    other = jax.device_get(run(inputs, dy, "xla"))
-    for results_of_one in (found, other):
-        tolerance.assert_close(results_of_one, right, 8e-3)
+    _check_products(call, arrays, targets, [width, rank, rank + 8])
 
 
 @HOPPER
@@ -523,54 +507,23 @@ def test_low_rank(
 def test_low_rank_maps(
     rows: int, tokens: int, width: int, maps: list[tuple[int, str, bool]]
 ) -> None:
-    """Outputs and gradients, in memory that had NaN before, are close to those in float32."""
-    rng, each = np.random.default_rng(0), []
+    def call(inputs: Any, implementation: str) -> tuple[jax.Array, ...]:
+        each = [
+            layers.LowRankMap(**one, activation=activation)
+            for one, (_, activation, _) in zip(inputs, maps, strict=True)
+        ]
+        return layers.low_rank_maps(each, implementation=implementation)
 
-    def normal(*shape: int, scale: float = 1.0) -> Any:
-        return jax.numpy.asarray(scale * rng.standard_normal(shape), "bfloat16")
-
-    for rank, activation, offset in maps:
-        first, second = (
-            normal(width, rank, scale=width**-0.5),
-            normal(rank, width, scale=rank**-0.5),
+    inputs, dys = [], []
+    for seed, (rank, _, offset) in enumerate(maps):
+        without = () if offset else ("offset",)
+        own, dy = _arrays(
+            *("low_rank", rows, tokens, width), others={"R": rank}, without=without, seed=seed
         )
-        x = normal(rows, tokens, width)
-        each.append(
-            layers.LowRankMap(x, first, second, normal(width) if offset else None, activation)
-        )
-    dys = tuple(normal(rows, tokens, width) for _ in maps)
-
-    @functools.partial(jax.jit, static_argnums=2)
-    def run(given: Any, dys: Any, implementation: str) -> dict:
-        def call(given: Any) -> tuple[jax.Array, ...]:
-            own = [one._replace(activation=m[1]) for one, m in zip(given, maps, strict=True)]
-            return layers.low_rank_maps(own, implementation=implementation)
-
-        ys, vjp = jax.vjp(call, given)
-        return {f"y{i}": y for i, y in enumerate(ys)} | {
-            f"d{name}{i}": x
-            for i, one in enumerate(vjp(dys)[0])
-            for name, x in one._asdict().items()
-            if x is not None
-        }
-
-    given = [one._replace(activation=None) for one in each]
-    compiled = run.lower(given, dys, "ffi").compile()
-    assert internals.low_rank_maps.TARGET in hlo.targets(compiled.as_text())
-    wide = jax.tree.map(lambda x: x.astype("float32"), (given, dys))
-    with jax.default_matmul_precision("highest"):
-        right = jax.device_get(run(*wide, "xla"))
-    poison = [
-        jax.numpy.full((rows * tokens, n), np.nan, "bfloat16")
-        for n in (*(rank for rank, *_ in maps), width)
-        for _ in maps
-    ]
-    jax.block_until_ready(poison)
-    del poison
-    found = jax.device_get(compiled(given, dys))
-    other = jax.device_get(run(given, dys, "xla"))
-    for results_of_one in (found, other):
-        tolerance.assert_close(results_of_one, right, 8e-3)
+        inputs.append(own)
+        dys.append(dy)
+    ranks = [rank for rank, *_ in maps]
+    _check_products(call, (inputs, tuple(dys)), {internals.low_rank_maps.TARGET}, [*ranks, width])
 
 
 @pytest.mark.parametrize("tokens", [65, 1000])

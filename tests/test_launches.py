@@ -16,12 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rwkv_jax import layers
 from rwkv_jax.models import rwkv7
-from support import internals, keyed_wkv7, tolerance
+from support import internals, layer_functions, tolerance
 from support.cases import DTYPES, GPUS
 from support.emulation import DEVICES, Call, Device, Emulation, needs_emulation
-from support.layer_functions import LAYER_FUNCTIONS
+from support.layer_functions import ELEMENTWISE
 from support.operators import OPERATORS
 
 pytestmark = [needs_emulation, pytest.mark.slow]
@@ -35,7 +34,9 @@ EVERY_DEVICE = [
 ]
 HOPPER = [device for device in EVERY_DEVICE if device.hopper]
 
-Sizes = dict[str, int]
+Sizes = dict[str, Any]
+
+EMULATED_LAYERS = (*ELEMENTWISE, "keyed_wkv7")
 
 
 def _passes(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -59,37 +60,17 @@ def _shapes(axes: dict[str, str], sizes: Sizes, dtype: str, wide: Collection[str
     }
 
 
-def _trace(emulation: Emulation, function: Callable[..., Any], *shapes: Any) -> list[Call]:
-    """The calls that a function makes of the targets of operators and layers."""
-    calls, record = emulation.recorder()
-    with pytest.MonkeyPatch.context() as patch:
-        internals.run_as_on_cuda(patch, emulation, record)
-        jax.eval_shape(function, *shapes)
-    return calls
-
-
 def _operator_calls(emulation: Emulation, op: str, sizes: Sizes, dtype: str) -> list[Call]:
     operator = OPERATORS[op]
     decay = operator.decays[-1]
     run = _passes(functools.partial(operator.function, decay=decay, implementation="ffi"))
     axes = internals.axes_of_arguments(op)
     named = {name: axes.get(name, axes.get(f"state.{name}", "BC")) for name in operator.names}
-    return _trace(emulation, run, _shapes(named, sizes, dtype, operator.states))
+    return emulation.traced(run, _shapes(named, sizes, dtype, operator.states))
 
 
 def _layer_calls(emulation: Emulation, name: str, sizes: Sizes, dtype: str) -> list[Call]:
-    function = LAYER_FUNCTIONS[name]
-    run = _passes(functools.partial(function.call, implementation="ffi"))
-    wide = [n for n in function.inputs if function.dtype(n, dtype) == np.float32]
-    return _trace(emulation, run, _shapes(function.inputs, {**sizes, "I": 6}, dtype, wide))
-
-
-def _keyed_calls(emulation: Emulation, sizes: Sizes, dtype: str) -> list[Call]:
-    def function(**arrays: Any) -> Any:
-        return layers.keyed_wkv7(**arrays, implementation="ffi")._asdict()
-
-    shapes = _shapes(keyed_wkv7.AXES, sizes, dtype, keyed_wkv7.FLOAT32)
-    return _trace(emulation, _passes(function), shapes)
+    return emulation.of_layer(name, layer_functions.Case(**sizes, dtype=dtype))
 
 
 def _block_calls(emulation: Emulation, rows: int, width: int, dtype: str) -> list[Call]:
@@ -98,13 +79,7 @@ def _block_calls(emulation: Emulation, rows: int, width: int, dtype: str) -> lis
     params = jax.eval_shape(lambda key: rwkv7.init(key, config), jax.random.key(0))
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.dtype(dtype)), params)
     state = jax.eval_shape(lambda p: rwkv7.initial_state(p, rows, dtype), params)
-    x = jax.ShapeDtypeStruct((rows, width), jnp.dtype(dtype))
-    calls, record = emulation.recorder()
-    with pytest.MonkeyPatch.context() as patch:
-        internals.run_blocks_as_on_cuda(patch, emulation, record)
-        patch.setattr(internals.gpus, "why_not_hopper", lambda: None)
-        jax.eval_shape(internals.step_block, params.blocks[1], x, x, state[1])
-    return calls
+    return [emulation.of_block(params.blocks[1], state[1], rows)]
 
 
 def _cross_entropy_call(tokens: int, vocabulary: int, dtype: str) -> Call:
@@ -137,14 +112,12 @@ def _large_calls(emulation: Emulation, name: str) -> Iterator[Call]:
             yield from _operator_calls(emulation, name, sizes, dtype)
         elif name == "cross_entropy":
             yield _cross_entropy_call(sizes["B"] * sizes["T"], width, dtype)
-        elif name == "keyed_wkv7":
-            yield from _keyed_calls(emulation, sizes, dtype)
         elif name != "norm_shift_mix" or width <= 4096:
             yield from _layer_calls(emulation, name, sizes, dtype)
 
 
 @pytest.mark.parametrize("shared_memory", SHARED_MEMORY)
-@pytest.mark.parametrize("name", [*OPERATORS, *LAYER_FUNCTIONS, "keyed_wkv7", "cross_entropy"])
+@pytest.mark.parametrize("name", [*OPERATORS, *EMULATED_LAYERS, "cross_entropy"])
 def test_no_launch_beyond_what_a_gpu_takes(
     emulation: Emulation, name: str, shared_memory: int
 ) -> None:
@@ -156,15 +129,11 @@ def test_no_launch_beyond_what_a_gpu_takes(
             assert emulation.launches(call, device), (call, device)
 
 
-@pytest.mark.parametrize("name", [*LAYER_FUNCTIONS, "keyed_wkv7"])
+@pytest.mark.parametrize("name", EMULATED_LAYERS)
 def test_a_million_tokens_have_the_kernels_of_a_few_less(emulation: Emulation, name: str) -> None:
     def files(tokens: int) -> list[Any]:
         sizes = {"B": 1, "T": tokens, "H": 2, "K": 64}
-        calls = (
-            _keyed_calls(emulation, sizes, "bfloat16")
-            if name == "keyed_wkv7"
-            else _layer_calls(emulation, name, sizes, "bfloat16")
-        )
+        calls = _layer_calls(emulation, name, sizes, "bfloat16")
         return [[x.file for x in emulation.launches(call, DEVICES["9.0"])] for call in calls]
 
     emulation.use(DEVICES["9.0"])
@@ -257,7 +226,7 @@ def test_rows_of_operators_on_matrix_units(
     _check_rows(emulation, calls, EVERY_ROW if every else SOME_ROWS, LIMITS["bfloat16"])
 
 
-@pytest.mark.parametrize("name", LAYER_FUNCTIONS)
+@pytest.mark.parametrize("name", ELEMENTWISE)
 def test_every_number_of_rows_of_layers(emulation: Emulation, name: str) -> None:
     def calls(rows: int) -> list[Call]:
         return _layer_calls(emulation, name, {"B": rows, "T": 3, "H": 1, "K": 16}, "bfloat16")

@@ -1,9 +1,10 @@
 """`rwkv_jax.layers` against formulas in numpy float64: values and gradients, transformations,
-meshes and bad input."""
+meshes and bad input. What kernels compute test_emulation.py shows and, of products on warpgroups,
+test_gpu.py."""
 
+import dataclasses
 import functools
 import math
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -19,10 +20,12 @@ from rwkv_jax import layers
 from rwkv_jax._operator.call import Options
 from rwkv_jax.layers._function import Operands
 from rwkv_jax.layers.value_residual import FUNCTION as VALUE_RESIDUAL
-from support import hlo, internals, meshes
-from support.cases import DTYPES
+from support import hlo, internals, layer_functions, meshes, tolerance
+from support.cases import DTYPES, Arrays
 from support.layer_functions import (
+    ELEMENTWISE,
     LAYER_FUNCTIONS,
+    PRODUCTS,
     Case,
     assert_right,
     check,
@@ -31,20 +34,49 @@ from support.layer_functions import (
     value_and_gradients,
 )
 
+pytestmark = pytest.mark.quick("name")
+
 ON_GPU = jax.default_backend() == "gpu"
 NATIVE = ON_GPU and rwkv_jax.build_info()["missing"]["cuda"] is None
 IMPLEMENTATIONS = [*(["ffi"] if NATIVE else []), "xla", "reference"]
 FAST = IMPLEMENTATIONS[0]
+IDS = np.array([[1] * 5 + [0] * 2 + [3] * 10, [0] * 4 + [2] * 13], np.int32)
 
 each_function = pytest.mark.parametrize("name", LAYER_FUNCTIONS)
-each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program is one for all platforms and has the kernels for CUDA GPUs, however few tokens
+    there are."""
+    if ON_GPU:
+        return
+    internals.pretend(monkeypatch, "cuda", None)
+    monkeypatch.setattr(internals.gpus, "why_not_hopper", lambda: None)
+    for module in (internals.feed_forward, internals.low_rank, internals.low_rank_maps):
+        monkeypatch.setattr(module, "MIN_TOKENS", 0)
+
+
+def _small(name: str, **changes: Any) -> Case:
+    """A call that the kernels take."""
+    if name in ELEMENTWISE:
+        case = Case(T=17, mixes=1)
+    elif name in PRODUCTS:
+        case = Case(2, 8, 8, 64, "bfloat16")
+    else:
+        case = Case(2, 17, 2, 64, "bfloat16")
+    return dataclasses.replace(case, **changes)
+
+
+def _with_ids(name: str, inputs: Arrays) -> Arrays:
+    """With segments, if the function takes any."""
+    return inputs | ({"segment_ids": IDS} if name == "keyed_wkv7" else {})
 
 
 @each_function
 def test_gradients_of_the_oracle(name: str) -> None:
     """Against finite differences of its own results."""
-    case = Case(B=2, T=5, H=2, K=3, origin=True)
-    inputs, cotangents = operands(name, case)
+    inputs, cotangents = operands(name, Case(B=2, T=5, H=2, K=3, origin=True))
     inputs = {n: x if n == "origin" else x.astype(np.float64) for n, x in inputs.items()}
     own, right = LAYER_FUNCTIONS[name], expected(name, inputs, cotangents)
     rng, step = np.random.default_rng(0), 1e-6
@@ -57,25 +89,31 @@ def test_gradients_of_the_oracle(name: str) -> None:
         assert np.vdot(right[f"d{n}"], direction) == pytest.approx(numeric, rel=1e-6, abs=1e-7), n
 
 
+@pytest.mark.quick("name", "implementation", "dtype")
 @pytest.mark.parametrize("dtype", DTYPES)
-@each_implementation
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @each_function
 def test_definition(name: str, implementation: str, dtype: str) -> None:
-    check(name, implementation, Case(B=3, T=65, dtype=dtype, origin=True))
+    """With matrices of float32."""
+    if implementation == "ffi" and name in PRODUCTS:
+        implementation = "xla"
+    tokens = 17 if name == "keyed_wkv7" else 65
+    check(name, implementation, Case(3, tokens, dtype=dtype, origin=True, matrices="float32"))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_sums_of_parameters_over_many_tokens(dtype: str) -> None:
     """Gradients of parameters are summed in float32 whatever the dtype."""
-    for name in LAYER_FUNCTIONS:
-        check(name, FAST, Case(B=2, T=1000, dtype=dtype))
+    for name in ELEMENTWISE:
+        check(name, FAST, Case(B=2, T=1000, dtype=dtype, mixes=1))
 
 
 SHAPES = [
-    *(Case(B=1, T=tokens, mixes=1) for tokens in (0, 1, 15, 63, 64)),
+    Case(B=1, T=0, mixes=1),
+    Case(B=1, T=0, origin=True),
     Case(B=0, T=15),
     Case(B=3, T=1, origin=True),
-    Case(B=1, T=0, origin=True),
+    Case(B=1, T=64, mixes=1, without=("initial_state", "offset")),
     Case(B=1, T=16, H=3, K=64, mixes=1),
     Case(B=1, T=5, H=1, K=24, mixes=3),
 ]
@@ -88,7 +126,7 @@ def test_shapes(name: str, case: Case) -> None:
     check(name, None, case)
 
 
-@each_function
+@pytest.mark.parametrize("name", ELEMENTWISE)
 def test_a_head_of_zeros(name: str) -> None:
     """Variances and lengths of 0 make no NaN."""
     inputs, cotangents = operands(name, Case(B=1, T=3))
@@ -99,7 +137,7 @@ def test_a_head_of_zeros(name: str) -> None:
     for n, x in found.items():
         assert np.isfinite(x).all(), n
     if name != "wkv7_keys":  # whose slope at a length of 0 is 1e12
-        assert_right(found, expected(name, inputs, cotangents), "float32")
+        assert_right(name, found, expected(name, inputs, cotangents), "float32")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -110,50 +148,83 @@ def test_relu_squared(dtype: str) -> None:
     found = {"y": np.asarray(y), "dx": np.asarray(vjp(jnp.asarray(dy))[0])}
     positive = np.maximum(np.float64(x), 0)
     right = {"y": positive**2, "dx": 2 * positive * np.float64(dy)}
-    assert_right(found, right, dtype)
+    tolerance.assert_close(
+        found, right, tolerance.ceiling("", dtype, sequential=True, highest=True)
+    )
     assert {str(z.dtype) for z in found.values()} == {dtype}
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(
+    ("activation", "rank", "offset"),
+    [
+        ("identity", 24, True),
+        ("sigmoid", 24, False),
+        ("tanh", 24, False),
+        ("identity", 13, False),
+        ("sigmoid", 1, True),
+        ("tanh", 8, True),
+    ],
+)
+def test_activations(activation: str, rank: int, offset: bool) -> None:
+    """Of `low_rank`, by the formula that kernels have on other platforms and, for ranks that no
+    kernel has, by the other one."""
+    case = _small("low_rank", others={"R": rank}, without=() if offset else ("offset",))
+    inputs, cotangents = operands("low_rank", case)
+    call = functools.partial(LAYER_FUNCTIONS["low_rank"].call, activation=activation)
+    found = value_and_gradients("low_rank", None, inputs, cotangents, function=call)
+    right = expected("low_rank", inputs, cotangents, activation=activation)
+    assert_right("low_rank", found, right, case.dtype)
+
+
+IN_TWO = {
+    "projected_read_out": layer_functions.read_out_and_product,
+    "keyed_wkv7": layer_functions.keys_and_wkv7,
+}
+
+
+@pytest.mark.parametrize("name", IN_TWO)
+def test_equals_the_two_functions(name: str) -> None:
+    """Exactly, where it is a call of each."""
+    arrays = operands(name, _small(name, dtype="float32" if name == "keyed_wkv7" else "bfloat16"))
+    found, right = (
+        value_and_gradients(name, None, *arrays, function=call) for call in (None, IN_TWO[name])
+    )
+    for n, x in found.items():
+        assert x.dtype == right[n].dtype, n
+        assert np.array_equal(x, right[n]), n
 
 
 # Transformations.
 
-SMALL = Case(B=2, T=17, H=2, K=16, mixes=1)
 
-
-def _fields(name: str) -> tuple[str, ...]:
-    results = LAYER_FUNCTIONS[name].results
-    return tuple(n for n in results if not n.startswith("mixed") or n == "mixed0")
-
-
-@each_implementation
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("implementation", [None, "reference"])
 @each_function
-def test_vmap(name: str, implementation: str) -> None:
-    """Of tensors, while parameters are shared or mapped as well."""
-    several = [operands(name, Case(**{**vars(SMALL), "seed": seed})) for seed in range(2)]
-    stacked = jax.tree.map(lambda *xs: np.stack(xs), *several)
-    parameters = LAYER_FUNCTIONS[name].parameters
-    mapped = jax.vmap(lambda *xs: value_and_gradients(name, implementation, *xs))(*stacked)
-    for i, (inputs, cotangents) in enumerate(several):
-        found = {n: x[i] for n, x in mapped.items()}
-        assert_right(found, expected(name, inputs, cotangents), "float32")
-    shared = {n: several[0][0][n] for n in parameters}
-    axes = {n: None if n in parameters else 0 for n in stacked[0]}
+def test_vmap(name: str, implementation: str | None) -> None:
+    """Of tensors, while every second parameter is shared."""
+    case = _small(name)
+    several = [operands(name, dataclasses.replace(case, seed=seed)) for seed in range(2)]
+    inputs, cotangents = jax.tree.map(lambda *xs: np.stack(xs), *several)
+    own = LAYER_FUNCTIONS[name]
+    shared = {n: several[0][0][n] for n in [*own.parameters, *own.matrices][::2]}
+    axes = {n: None if n in shared else 0 for n in inputs}
     call = functools.partial(value_and_gradients, name, implementation)
-    found = jax.vmap(call, in_axes=(axes, 0))(stacked[0] | shared, stacked[1])
-    for i, (inputs, cotangents) in enumerate(several):
-        right = expected(name, inputs | shared, cotangents)
-        assert_right({n: x[i] for n, x in found.items()}, right, "float32")
+    found = jax.jit(jax.vmap(call, in_axes=(axes, 0)))(inputs | shared, cotangents)
+    for i, (one, d) in enumerate(several):
+        right = expected(name, one | shared, d)
+        assert_right(name, {n: x[i] for n, x in found.items()}, right, case.dtype)
 
 
+@pytest.mark.usefixtures("kernels")
 @each_function
 def test_checkpoint_and_scan(name: str) -> None:
     """Each of several batches in turn, computed again in the backward pass."""
-    several = [operands(name, Case(**{**vars(SMALL), "seed": seed})) for seed in range(2)]
-    stacked, cotangents = (
-        {n: np.stack([x[i][n] for x in several]) for n in several[0][i]} for i in range(2)
-    )
-    parameters = {n: several[0][0][n] for n in LAYER_FUNCTIONS[name].parameters}
+    case, own = _small(name), LAYER_FUNCTIONS[name]
+    several = [operands(name, dataclasses.replace(case, seed=seed)) for seed in range(2)]
+    stacked, cotangents = jax.tree.map(lambda *xs: np.stack(xs), *several)
+    parameters = {n: several[0][0][n] for n in (*own.parameters, *own.matrices)}
     tensors = {n: x for n, x in stacked.items() if n not in parameters}
-    call = LAYER_FUNCTIONS[name].call
 
     @jax.jit
     @jax.grad
@@ -163,158 +234,237 @@ def test_checkpoint_and_scan(name: str) -> None:
         @jax.checkpoint
         def step(total: jax.Array, each: tuple) -> tuple:
             inputs, d = each
-            found = call(**inputs, **parameters, implementation=FAST)
-            return total + sum(jnp.vdot(x, d[f"d{n}"]) for n, x in found.items()), None
+            found = own.call(**_with_ids(name, inputs), **parameters)
+            return total + _sum(found, d), None
 
         total, _ = jax.lax.scan(step, jnp.zeros(()), (tensors, cotangents))
         return total
 
-    summed, own = gradients((parameters, tensors))
-    rights = [expected(name, x | parameters, d) for x, d in several]
-    right = {n: sum(x[f"d{n}"] for x in rights) for n in parameters}
-    right |= {n: np.stack([x[f"d{n}"] for x in rights]) for n in tensors}
-    assert_right({**summed, **own}, right, "float32")
+    summed, each = gradients((parameters, tensors))
+    rights = [expected(name, _with_ids(name, x | parameters), d) for x, d in several]
+    right = {f"d{n}": sum(x[f"d{n}"] for x in rights) for n in parameters}
+    right |= {f"d{n}": np.stack([x[f"d{n}"] for x in rights]) for n in tensors}
+    assert_right(name, {f"d{n}": x for n, x in (summed | each).items()}, right, case.dtype)
 
 
-def test_reference_has_forward_mode() -> None:
-    inputs, cotangents = operands("read_out", SMALL)
-    call = functools.partial(LAYER_FUNCTIONS["read_out"].call, implementation="reference")
+def _sum(results: dict[str, jax.Array], cotangents: Arrays) -> jax.Array:
+    """What has these cotangents as gradients."""
+    wide = functools.partial(jnp.asarray, dtype=jnp.float32)
+    return sum(
+        (jnp.vdot(wide(x), wide(cotangents[f"d{n}"])) for n, x in results.items()), jnp.zeros(())
+    )
+
+
+@pytest.mark.parametrize("name", ["read_out", "projected_read_out"])
+def test_reference_has_forward_mode(name: str) -> None:
+    inputs, cotangents = operands(name, Case(2, 17))
+    call = functools.partial(LAYER_FUNCTIONS[name].call, implementation="reference")
     _, tangents = jax.jvp(lambda x: call(**x), (inputs,), (inputs,))
-    right = expected("read_out", inputs, cotangents)
-    found = np.vdot(tangents["out"], cotangents["dout"])
-    assert found == pytest.approx(
+    right = expected(name, inputs, cotangents)
+    assert _sum(tangents, cotangents) == pytest.approx(
         sum(np.vdot(right[f"d{n}"], x) for n, x in inputs.items()), rel=1e-4
     )
 
 
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_second_derivative(name: str) -> None:
+    """Against differences of the first derivatives of the oracle."""
+    case, tensors = _small(name, T=4), LAYER_FUNCTIONS[name].tensors
+    inputs, cotangents = operands(name, case)
+
+    def scaled(scale: Any) -> Arrays:
+        # Half of the rows, so that the slopes of activations are not close to zero.
+        return {n: x * (0.5 * scale) if n in tensors else x for n, x in inputs.items()}
+
+    def gradients(scale: jax.Array) -> dict[str, jax.Array]:
+        found = value_and_gradients(name, None, scaled(scale), cotangents)
+        return {f"d{n}": found[f"d{n}"] for n in tensors}
+
+    one, step = jnp.ones((), "bfloat16"), 1e-4
+    _, found = jax.jvp(gradients, (one,), (one,))
+    inputs = {n: np.float64(x) for n, x in inputs.items()}
+    ends = [expected(name, scaled(1 + s), cotangents) for s in (step, -step)]
+    right = {n: (ends[0][n] - ends[1][n]) / (2 * step) for n in found}
+    assert_right(name, found, right, case.dtype)
+
+
 # Meshes: forced CPU devices, with GPUs as well.
 
-SHARDED = Case(B=4, T=16, H=4, K=16, mixes=1)
+HEADS, ROWS, CHANNELS, HIDDEN, MATRICES = (
+    {"B": "data", "H": "model", "C": "model"},
+    {"B": "data"},
+    {"B": "data", "C": "model"},
+    {"B": "data", **dict.fromkeys("FRQU", "model")},
+    {"B": "data", "matrices": "data"},
+)
+"""The mesh axis of each axis, or, for "matrices", of the first axis of every matrix."""
 
-each_mesh = pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 
-PLACES = {"batch": ("data", None), "batch and heads": ("data", "model")}
-
-
-def _specs(name: str, place: tuple) -> dict[str, P]:
+def _specs(name: str, where: dict[str, str]) -> dict[str, P]:
     """The specs of all arrays by name."""
-    batch, heads = place
     own = LAYER_FUNCTIONS[name]
-    where = {"B": batch, "H": heads}
-    specs = {n: P(*(where.get(x) for x in axes)) for n, axes in own.inputs.items()}
-    specs |= {n: P(*(where.get(x) for x in axes)) for n, axes in own.results.items()}
-    gradients = {f"d{n}": spec for n, spec in specs.items()}
-    return specs | gradients
+    specs = {n: P(*map(where.get, letters)) for n, letters in own.axes.items()}
+    if "matrices" in where:
+        specs |= {n: P(where["matrices"]) for n in own.matrices}
+    return specs
 
 
 def _summed(name: str) -> int:
     """The bytes of the gradients of all parameters."""
-    own, sizes = LAYER_FUNCTIONS[name], SHARDED.sizes
+    own, sizes = LAYER_FUNCTIONS[name], _small(name).sizes
     return 4 * sum(math.prod(sizes[x] for x in axes) for axes in own.parameters.values())
 
 
-@pytest.mark.parametrize("place", PLACES)
-@each_mesh
-@pytest.mark.parametrize("implementation", [None, "xla", "reference"])
-@each_function
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+
+
+@pytest.mark.quick("name", "axis_type")
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(
+    ("implementation", "where", "axis_type"),
+    [
+        (None, HEADS, AUTO),
+        (None, ROWS, AUTO),
+        (None, HEADS, EXPLICIT),
+        (None, ROWS, EXPLICIT),
+        ("reference", HEADS, AUTO),
+        ("reference", ROWS, EXPLICIT),
+    ],
+)
+@pytest.mark.parametrize("name", [*ELEMENTWISE, *IN_TWO])
 def test_meshes(
-    name: str, implementation: str | None, axis_type: AxisType, place: str, cpus: list[Any]
+    name: str,
+    implementation: str | None,
+    where: dict[str, str],
+    axis_type: AxisType,
+    cpus: list[Any],
 ) -> None:
-    """Devices exchange nothing but the sums of gradients of parameters."""
-    mesh = meshes.mesh("data=2,model=2", axis_type, cpus)
-    arrays, specs = operands(name, SHARDED), _specs(name, PLACES[place])
+    """Devices exchange nothing but the sums of gradients of parameters, and with a product no more
+    than without it. That is over the heads of all devices, so that an Explicit mesh cannot
+    distribute these."""
+    if name == "projected_read_out" and axis_type == EXPLICIT:
+        where = ROWS
+    case = _small(name)
+    mesh, specs = meshes.mesh("data=2,model=2", axis_type, cpus), _specs(name, where)
+    arrays = operands(name, case)
     placed = [meshes.put(mesh, specs, x) for x in arrays]
     compiled = value_and_gradients.lower(name, implementation, *placed).compile()
-    assert_right(compiled(*placed), expected(name, *arrays), "float32")
+    assert_right(name, compiled(*placed), expected(name, *arrays), case.dtype)
     text = compiled.as_text()
     assert hlo.collectives(text) == {"all-reduce"}
-    # Sums may be exchanged in several parts, but each part once.
-    assert 0 < hlo.exchanged(text) <= _summed(name)
+    if name == "projected_read_out":
+        in_two = value_and_gradients.lower(
+            name, implementation, *placed, function=layer_functions.read_out_and_product
+        )
+        assert hlo.exchanged(text) == hlo.exchanged(in_two.compile().as_text())
+    else:
+        # Sums may be exchanged in several parts, but each part once.
+        assert 0 < hlo.exchanged(text) <= _summed(name)
 
 
-def _local_loss(name: str, inputs: dict, cotangents: dict) -> jax.Array:
-    found = LAYER_FUNCTIONS[name].call(**inputs)
-    return jax.lax.psum(sum(jnp.vdot(x, cotangents[f"d{n}"]) for n, x in found.items()), "data")
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(
+    ("where", "axis_type"),
+    [(CHANNELS, AUTO), (HIDDEN, AUTO), (MATRICES, AUTO), (ROWS, AUTO), (ROWS, EXPLICIT)],
+)
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_meshes_of_products(
+    name: str, where: dict[str, str], axis_type: AxisType, cpus: list[Any]
+) -> None:
+    case = _small(name)
+    mesh, specs = meshes.mesh("data=2,model=2", axis_type, cpus), _specs(name, where)
+    arrays = operands(name, case)
+    placed = [meshes.put(mesh, specs, x) for x in arrays]
+    found = value_and_gradients(name, None, *placed)
+    assert_right(name, found, expected(name, *arrays), case.dtype)
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("check_vma", [True, False])
 @each_function
 def test_gradients_through_shard_map(name: str, check_vma: bool, cpus: list[Any]) -> None:
     """Those of parameters are sums over devices."""
-    inputs, cotangents = operands(name, SHARDED)
-    specs = _specs(name, ("data", None))
-    loss = jax.shard_map(
-        functools.partial(_local_loss, name),
-        mesh=meshes.mesh("data=4", AxisType.Auto, cpus),
-        in_specs=tuple({n: specs[n] for n in x} for x in (inputs, cotangents)),
+    case, specs = _small(name), _specs(name, ROWS)
+    arrays = operands(name, case)
+
+    def loss(inputs: Arrays, cotangents: Arrays) -> jax.Array:
+        return jax.lax.psum(_sum(LAYER_FUNCTIONS[name].call(**inputs), cotangents), "data")
+
+    mapped = jax.shard_map(
+        loss,
+        mesh=meshes.mesh("data=2", AUTO, cpus),
+        in_specs=tuple({n: specs[n] for n in x} for x in arrays),
         out_specs=P(),
         check_vma=check_vma,
     )
-    found = jax.jit(jax.grad(loss))(inputs, cotangents)
-    right = expected(name, inputs, cotangents)
-    assert_right(found, {n: right[f"d{n}"] for n in found}, "float32")
+    found = {f"d{n}": x for n, x in jax.jit(jax.grad(mapped))(*arrays).items()}
+    right = expected(name, *arrays)
+    assert_right(name, found, {n: right[n] for n in found}, case.dtype)
 
 
-@each_function
+@pytest.mark.parametrize("name", ELEMENTWISE)
 def test_gradients_inside_shard_map(name: str, cpus: list[Any]) -> None:
     """Over batch and heads, where there are heads."""
-    inputs, cotangents = operands(name, SHARDED)
-    specs = _specs(name, ("data", "model"))
-    own = LAYER_FUNCTIONS[name]
-    names = (*_fields(name), *(f"d{n}" for n in own.inputs))
-
-    def local(inputs: dict, cotangents: dict) -> dict:
-        return value_and_gradients(name, None, inputs, cotangents)
-
+    arrays, specs = operands(name, _small(name)), _specs(name, HEADS)
+    right = expected(name, *arrays)
     call = jax.shard_map(
-        local,
-        mesh=meshes.mesh("data=2,model=2", AxisType.Auto, cpus),
-        in_specs=tuple({n: specs[n] for n in x} for x in (inputs, cotangents)),
-        out_specs={n: specs[n] for n in names},
+        functools.partial(value_and_gradients, name, None),
+        mesh=meshes.mesh("data=2,model=2", AUTO, cpus),
+        in_specs=tuple({n: specs[n] for n in x} for x in arrays),
+        out_specs={n: specs[n] for n in right},
     )
-    assert_right(jax.jit(call)(inputs, cotangents), expected(name, inputs, cotangents), "float32")
+    assert_right(name, jax.jit(call)(*arrays), right, "float32")
 
 
 # Bad input.
 
 
-def _spoil(name: str, argument: str, change: Callable[[Any], Any]) -> dict[str, Any]:
-    inputs, _ = operands(name, Case(B=2, T=3, mixes=1, origin=True))
-    return inputs | {argument: change(inputs[argument])}
+@pytest.mark.usefixtures("unchecked_types")
+@each_function
+def test_wrong_arguments(name: str) -> None:
+    own = LAYER_FUNCTIONS[name]
+    inputs = _with_ids(name, operands(name, Case(B=2, T=17, mixes=1))[0])
+
+    def error(argument: str, change: Callable[[Any], Any], kind: type[Exception]) -> str:
+        with pytest.raises(kind, match=rf"^{name}: ") as caught:
+            own.call(**inputs | {argument: change(inputs[argument])})
+        return str(caught.value)
+
+    for argument in inputs:
+        public = own.public(argument)
+        axes = own.axes[argument].replace("O", "D")
+        text = error(argument, lambda x: x[None], ValueError)
+        assert f"{public} has shape (1, " in text
+        assert f"[{', '.join(axes)}]" in text
+        longer = error(argument, lambda x: np.concatenate([x, x], axis=-1), ValueError)
+        assert public in longer
+        assert "accepted is " in longer
+        wrong = np.float32 if argument in own.integers else np.int32
+        text = error(argument, lambda x, wrong=wrong: x.astype(wrong), TypeError)
+        assert f"{public} is {np.dtype(wrong)}" in text
+        assert "accepted" in text
+        assert f"{public} is a list" in error(argument, lambda x: x.tolist(), TypeError)
+        if argument in own.integers or argument in own.matrices or name in PRODUCTS[:2]:
+            continue
+        other = np.dtype(np.float16 if argument in own.tensors else DTYPES["bfloat16"])
+        text = error(argument, lambda x, other=other: x.astype(other), TypeError)
+        # Of two tensors either may be the odd one.
+        assert f"is {other}" in text or f"others are {other}" in text
+        assert public in text
 
 
 @pytest.mark.usefixtures("unchecked_types")
 @pytest.mark.parametrize(
-    ("name", "argument"),
-    [(name, argument) for name, own in LAYER_FUNCTIONS.items() for argument in own.inputs],
+    "change",
+    [lambda x: x[:, :2], lambda x: x[0], lambda x: x.astype(np.float32), lambda x: x[:1]],
+    ids=["tokens", "rank", "dtype", "batch"],
 )
-def test_wrong_arguments(name: str, argument: str) -> None:
-    own = LAYER_FUNCTIONS[name]
-
-    def error(change: Callable[[Any], Any], kind: type[Exception]) -> str:
-        with pytest.raises(kind) as caught:
-            own.call(**_spoil(name, argument, change))
-        return str(caught.value)
-
-    axes = f"[{', '.join(own.inputs[argument])}]"
-    text = error(lambda x: x[None], ValueError)
-    assert f"{name}: {argument} has shape (1, " in text
-    assert f"accepted is {axes}" in text
-    longer = error(lambda x: np.concatenate([x, x], axis=-1), ValueError)
-    assert f"{name}: " in longer
-    assert argument in longer
-    assert "accepted is [" in longer
-    text = error(lambda x: x.astype(np.int32), TypeError)
-    assert f"{name}: {argument} is int32" in text
-    assert "accepted" in text
-    other = np.float16 if argument in own.tensors else DTYPES["bfloat16"]
-    text = error(lambda x: x.astype(other), TypeError)
-    # Of two tensors either may be the odd one.
-    assert f"is {np.dtype(other)}" in text or f"others are {np.dtype(other)}" in text
-    assert re.match(rf"{name}: .*accepted (is|are) ", text)
-    assert argument in text
-    text = error(lambda x: x.tolist(), TypeError)
-    assert f"{name}: {argument} is a list" in text
+def test_wrong_origin(change: Callable[[Any], Any]) -> None:
+    inputs, _ = operands("norm_shift_mix", Case(B=2, T=3, mixes=1, origin=True))
+    accepted = r"accepted is int32 \[B, T\] = \[2, 3\]"
+    with pytest.raises((TypeError, ValueError), match=rf"norm_shift_mix: origin is .*; {accepted}"):
+        layers.norm_shift_mix(**inputs | {"origin": change(inputs["origin"])})
 
 
 @pytest.mark.usefixtures("unchecked_types")
@@ -325,7 +475,20 @@ def test_wrong_implementation(name: str) -> None:
         LAYER_FUNCTIONS[name].call(**inputs, implementation="cuda")
 
 
-@each_function
+@pytest.mark.usefixtures("unchecked_types")
+def test_wrong_maps() -> None:
+    inputs, _ = operands("low_rank", Case(2, 3))
+    with pytest.raises(ValueError, match="low_rank: activation is 'relu'; accepted are"):
+        layers.low_rank(**inputs, activation="relu")
+    one = layers.LowRankMap(**inputs)
+    with pytest.raises(ValueError, match=r"maps\[1\].activation is 'relu'; accepted are"):
+        layers.low_rank_maps([one, one._replace(activation="relu")])
+    for maps in ([], [one] * 8):
+        with pytest.raises(ValueError, match=f"{len(maps)} maps; accepted are 1 to 7"):
+            layers.low_rank_maps(maps)
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
 def test_implementations_that_cannot_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error has the reason of each platform."""
     internals.pretend(monkeypatch, "cuda", "on holiday")
@@ -358,19 +521,6 @@ def test_second_derivatives(name: str) -> None:
     message = f"{name}: a second derivative is asked for; .*; implementation='reference' has"
     with pytest.raises(NotImplementedError, match=message):
         curvature(None)
-
-
-@pytest.mark.usefixtures("unchecked_types")
-@pytest.mark.parametrize(
-    "change",
-    [lambda x: x[:, :2], lambda x: x[0], lambda x: x.astype(np.float32), lambda x: x[:1]],
-    ids=["tokens", "rank", "dtype", "batch"],
-)
-def test_wrong_origin(change: Callable[[Any], Any]) -> None:
-    inputs = _spoil("norm_shift_mix", "origin", change)
-    accepted = r"accepted is int32 \[B, T\] = \[2, 3\]"
-    with pytest.raises((TypeError, ValueError), match=rf"norm_shift_mix: origin is .*; {accepted}"):
-        LAYER_FUNCTIONS["norm_shift_mix"].call(**inputs)
 
 
 @pytest.mark.parametrize(("rows", "tokens"), [(2**16, 2**15), (1, 2**31)])

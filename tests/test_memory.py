@@ -15,6 +15,8 @@ from support import internals
 from support.cases import BENCH_SHAPES, Case
 from support.operators import Run, available
 
+pytestmark = pytest.mark.quick("run", "op")
+
 # So many heads that no GPU splits a sequence, which costs scratch up to a bound.
 HEADS, SIZE = 192, 64
 AXES = {"B": 1, "H": HEADS, "K": SIZE, "V": SIZE, "C": HEADS * SIZE}

@@ -23,6 +23,8 @@ from support.compiler import AS_USERS
 from support.operators import FAST
 from support.tolerance import assert_trees_close
 
+pytestmark = pytest.mark.quick("dtype", "implementation")
+
 CONFIG = rwkv7.Config(num_layers=2, hidden_size=64, head_size=32, vocab_size=256)
 BATCH, TOKENS = 2, 37
 

@@ -16,6 +16,8 @@ from support.cases import CU_SEQLENS, GPUS, Case
 from support.harness import suits_matrix_units
 from support.operators import OPERATORS, SEQUENCES
 
+pytestmark = pytest.mark.quick("platform", "op")
+
 PRESENT = [platform for platform in ("cpu", "cuda") if internals.missing(platform) is None]
 
 MATRIX_UNITS = "CUDA kernels on matrix units, bfloat16 with float32 sums"

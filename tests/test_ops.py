@@ -13,6 +13,8 @@ from support.cases import Case
 from support.harness import assert_right, check, expected, operands, value_and_gradients
 from support.operators import OPERATORS, Run, available, everything, runs
 
+pytestmark = pytest.mark.quick("name,implementation", "name,case.dtype")
+
 
 @pytest.mark.parametrize(
     ("name", "case", "implementation"), everything(), ids=lambda value: str(value)

@@ -5,6 +5,8 @@ from support import oracle
 from support.cases import Case
 from support.operators import SEQUENCES
 
+pytestmark = pytest.mark.quick("op")
+
 SMALL = Case(2, 5, 2, 3, V=4)
 
 

@@ -28,6 +28,8 @@ from support.harness import (
 )
 from support.operators import OPERATORS, Run
 
+pytestmark = pytest.mark.quick("platform")
+
 LOWERING, HOPPER = internals.pallas_lowering(), internals.pallas_hopper()
 
 OPS = ("wkv7", "wkv6", "wkv5")

@@ -16,6 +16,8 @@ from support.cases import Case
 from support.harness import assert_right, expected, operands, results, value_and_gradients
 from support.operators import STEPS, Run, available, runs
 
+pytestmark = pytest.mark.quick("run", "op")
+
 CASE, STEP_CASE = Case(4, 16, 4, 16), Case(4, 1, 4, 16)
 RUNS = [x for x in runs(CASE, platform="cpu") if x.values[0].implementation != "xla"]
 XLA = Run("wkv7", "xla")

@@ -17,6 +17,8 @@ from rwkv_jax.models._row_product import TARGET, product
 from support import hlo, meshes
 from support.tolerance import CHUNKED, EXACT_FLOAT32, rms_error
 
+pytestmark = pytest.mark.quick("dtype")
+
 NATIVE = rwkv_jax.build_info()["missing"]["cpu"] is None
 each_dtype = pytest.mark.parametrize("dtype", _row_product.MAX_ROWS)
 MANY = 1 + max(_row_product.MAX_ROWS.values())

@@ -13,6 +13,8 @@ from support.cases import Case
 from support.harness import check, operands, value_and_gradients
 from support.operators import FAST, SEQUENCES, Run, available
 
+pytestmark = pytest.mark.quick("run", "op", "case.dtype")
+
 IDS = {
     "one": [3] * 70,
     "several": [1] * 5 + [2] * 30 + [1] * 1 + [7] * 34,

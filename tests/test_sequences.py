@@ -18,6 +18,8 @@ from support.cases import CU_SEQLENS, Case
 from support.harness import assert_right, check, expected, operands, value_and_gradients
 from support.operators import FAST, SEQUENCES, Run, available, flat
 
+pytestmark = pytest.mark.quick("run", "op")
+
 TOKENS = 70
 """Tokens of a row: more than a chunk."""
 

@@ -26,6 +26,8 @@ from support.harness import (
 )
 from support.operators import SEQUENCES, STEPS, Run, available, runs
 
+pytestmark = pytest.mark.quick("run", "op")
+
 CASE = Case(4, 32, 4, 16)
 RUNS = [x for x in runs(CASE, platform="cpu") if x.values[0].implementation != "xla"]
 NATIVE = [x for x in RUNS if x.values[0].implementation == "ffi"]

@@ -12,6 +12,8 @@ from support.cases import Case
 from support.harness import assert_right, expected, operands, value_and_gradients
 from support.operators import SEQUENCES, STEPS, Run, available
 
+pytestmark = pytest.mark.quick("run", "op")
+
 TOKENS = 20
 RUNS = [
     pytest.param(Run(op, implementation), id=f"{op}-{implementation}")

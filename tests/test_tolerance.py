@@ -5,6 +5,8 @@ from support import harness, internals, tolerance
 from support.cases import Case
 from support.operators import Run
 
+pytestmark = pytest.mark.quick
+
 ONES = {"y": np.ones(8)}
 
 

@@ -17,6 +17,8 @@ from support.cases import Case
 from support.operators import SEQUENCES, Run, runs
 from support.tolerance import assert_trees_close
 
+pytestmark = pytest.mark.quick("run", "op")
+
 CASE = Case(2, 16, 2, 32)
 ALL = runs(CASE)
 RUNS = [x for x in ALL if x.values[0].implementation != "xla"]

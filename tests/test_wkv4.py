@@ -11,6 +11,8 @@ from support.cases import Case
 from support.harness import assert_right, check, expected, operands, value_and_gradients
 from support.operators import Run, available
 
+pytestmark = pytest.mark.quick("implementation")
+
 IDS = np.array([[0] * 3 + [4] * 6 + [0] * 8 + [4, 5, 6] * 3 + [0] * 2 + [9] * 45])
 
 CASES = [

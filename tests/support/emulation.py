@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from support import internals
+from support import internals, layer_functions
 from support.cases import GPUS
 
 EMULATION = Path(__file__).parents[1] / "emulation"
@@ -230,6 +230,30 @@ class Emulation:
 
         jax.clear_caches()
         return calls, record
+
+    def traced(self, function: Callable[..., Any], *shapes: Any) -> list[Call]:
+        """The calls that a function makes of the targets of operators and layers, from shapes."""
+        calls, record = self.recorder()
+        with pytest.MonkeyPatch.context() as patch:
+            internals.run_as_on_cuda(patch, self, record)
+            jax.eval_shape(function, *shapes)
+        return calls
+
+    def of_layer(self, name: str, case: layer_functions.Case) -> list[Call]:
+        """The calls of the passes of a layer function."""
+        passes = functools.partial(layer_functions.value_and_gradients, name, "ffi")
+        return self.traced(passes, *layer_functions.shapes(name, case))
+
+    def of_block(self, params: Any, state: Any, rows: int, *, first: bool = False) -> Call:
+        """The call of the step of a block, the first one of a model or another one."""
+        width = params.ln1.weight.shape
+        x = jax.ShapeDtypeStruct((rows, *width), params.ln1.weight.dtype)
+        calls, record = self.recorder()
+        with pytest.MonkeyPatch.context() as patch:
+            internals.run_blocks_as_on_cuda(patch, self, record)
+            patch.setattr(internals.gpus, "why_not_hopper", lambda: None)
+            jax.eval_shape(internals.step_block, params, x, None if first else x, state)
+        return calls[0]
 
     def launches(self, call: Call, device: Device) -> list[Launch]:
         """The launches of a call on a device, without any kernel that runs. An error if the device

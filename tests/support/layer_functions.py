@@ -8,14 +8,16 @@ cotangent of a result and the gradient of an input have a `d` in front.
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+import rwkv_jax
 from rwkv_jax import layers
-from support import tolerance
+from support import cases, harness, oracle, tolerance
 from support.cases import DTYPES, Arrays
 
 TOKEN, NOTHING, STATE = range(3)
@@ -23,7 +25,14 @@ TOKEN, NOTHING, STATE = range(3)
 
 @dataclass(frozen=True)
 class Case:
-    """A call. The width D of `norm_shift_mix` is H * K, and it has so many mixes."""
+    """A call. The width D of `norm_shift_mix` is H * K, and it has so many mixes. Every other
+    function takes as many channels.
+
+    origin: whether `norm_shift_mix` has this argument.
+    without: the optional arguments that are not given.
+    matrices: the dtype of matrices, if it is not that of the tensors.
+    others: sizes of axes that differ from what they usually are.
+    """
 
     B: int = 2
     T: int = 65
@@ -33,15 +42,34 @@ class Case:
     mixes: int = 6
     origin: bool = False
     seed: int = 0
+    without: tuple[str, ...] = ()
+    matrices: str | None = None
+    others: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def sizes(self) -> dict[str, int]:
-        sizes = {"B": self.B, "T": self.T, "H": self.H, "K": self.K}
-        return sizes | {"D": self.H * self.K, "I": self.mixes}
+        sizes = {"B": self.B, "T": self.T, "H": self.H, "K": self.K, "V": self.K}
+        sizes |= {"D": self.H * self.K, "C": self.H * self.K, "I": self.mixes, "O": 24}
+        return {**sizes, "F": 256, "R": 24, "Q": 8, "U": 16, **self.others}
 
     def __str__(self) -> str:
         more = f"-I{self.mixes}" + ("-origin" if self.origin else "")
+        more += "".join(f"-{name}{size}" for name, size in self.others.items())
+        more += "".join(f"-no {name}" for name in self.without)
         return f"B{self.B}-T{self.T}-H{self.H}-K{self.K}-{self.dtype}{more}"
+
+
+def _one_by_one(name: str, dtype: str) -> float:
+    """In float32 throughout, whatever the implementation, and what it gives is rounded."""
+    return tolerance.ceiling(name, dtype, sequential=True, highest=True)
+
+
+def _products(name: str, dtype: str) -> float:
+    return tolerance.PRODUCTS[dtype]
+
+
+def _chunked(name: str, dtype: str) -> float:
+    return tolerance.ceiling(name, dtype, sequential=False, highest=True)
 
 
 @dataclass(frozen=True)
@@ -52,6 +80,10 @@ class LayerFunction:
     oracle: results from float64 inputs, and gradients where there are cotangents.
     tensors, parameters, results: the axes of arrays by name.
     float32: tensors and results that are float32 whatever the dtype of the others.
+    matrices: the axes of parameters of any dtype, and of the vectors that are added to products.
+    integers: the axes of arguments without gradients, which few tests have.
+    ceiling: how far an array of a name may be from the oracle, for a dtype of the tensors.
+    public: the name of arrays in error messages, where it is another one.
     """
 
     call: Callable[..., dict[str, jax.Array]]
@@ -60,13 +92,23 @@ class LayerFunction:
     parameters: Mapping[str, str]
     results: Mapping[str, str]
     float32: tuple[str, ...] = ()
+    matrices: Mapping[str, str] = field(default_factory=dict)
+    integers: Mapping[str, str] = field(default_factory=dict)
+    ceiling: Callable[[str, str], float] = _one_by_one
+    public: Callable[[str], str] = str
 
     @property
     def inputs(self) -> dict[str, str]:
-        return {**self.tensors, **self.parameters}
+        return {**self.tensors, **self.parameters, **self.matrices}
+
+    @property
+    def axes(self) -> dict[str, str]:
+        """The axes of all arrays."""
+        named = {**self.inputs, **self.results}
+        return {**named, **{f"d{n}": axes for n, axes in named.items()}, **self.integers}
 
     def dtype(self, name: str, dtype: str) -> np.dtype:
-        """The dtype of an array, or of a gradient, where the tensors have `dtype`."""
+        """The dtype of an array, or of a gradient, where the tensors and matrices have `dtype`."""
         exact = {*self.parameters, *self.float32}
         return np.dtype("float32" if {name, name[1:]} & exact else DTYPES[dtype])
 
@@ -188,6 +230,89 @@ def read_out(inputs: Arrays, d: Arrays | None = None) -> dict[str, np.ndarray]:
     }
 
 
+def feed_forward(inputs: Arrays, d: Arrays | None = None) -> dict[str, np.ndarray]:
+    x, key, value = (inputs[n] for n in ("x", "key", "value"))
+    positive = np.maximum(x @ key.T, 0)
+    found = {"y": positive**2 @ value.T}
+    if d is None:
+        return found
+    dproduct = 2 * positive * (d["dy"] @ value)
+    return found | {
+        "dx": dproduct @ key,
+        "dkey": np.einsum("btf,btc->fc", dproduct, x),
+        "dvalue": np.einsum("btc,btf->cf", d["dy"], positive**2),
+    }
+
+
+def low_rank(
+    inputs: Arrays, d: Arrays | None = None, *, activation: str = "tanh"
+) -> dict[str, np.ndarray]:
+    x, first, second = (inputs[n] for n in ("x", "first", "second"))
+    product = x @ first
+    hidden, slope = {
+        "identity": (product, np.ones_like(product)),
+        "tanh": (np.tanh(product), 1 / np.cosh(product) ** 2),
+        "sigmoid": (_sigmoid(product), 1 / (2 + 2 * np.cosh(product))),
+    }[activation]
+    found = {"y": hidden @ second + inputs.get("offset", 0)}
+    if d is None:
+        return found
+    dproduct = d["dy"] @ second.T * slope
+    found |= {
+        "dx": dproduct @ first.T,
+        "dfirst": np.einsum("btc,btr->cr", x, dproduct),
+        "dsecond": np.einsum("btr,btc->rc", hidden, d["dy"]),
+    }
+    return found | ({"doffset": d["dy"].sum((0, 1))} if "offset" in inputs else {})
+
+
+MAPS = (("tanh", "R", True), ("identity", "Q", False), ("sigmoid", "U", False))
+"""The activation of each map of `low_rank_maps`, its rank, and whether it has an offset."""
+
+
+def of_map(i: int, arrays: Arrays) -> Arrays:
+    """The arrays of a map by the names that they have in `low_rank`."""
+    return {name[:-1]: x for name, x in arrays.items() if name[-1] == str(i)}
+
+
+def low_rank_maps(inputs: Arrays, d: Arrays | None = None) -> dict[str, np.ndarray]:
+    found = {}
+    for i, (activation, *_) in enumerate(MAPS):
+        own = None if d is None else of_map(i, d)
+        results = low_rank(of_map(i, inputs), own, activation=activation)
+        found |= {f"{name}{i}": x for name, x in results.items()}
+    return found
+
+
+def projected_read_out(inputs: Arrays, d: Arrays | None = None) -> dict[str, np.ndarray]:
+    matrix, found = inputs["matrix"], read_out(inputs)
+    channels = (*found["out"].shape[:2], matrix.shape[1])
+    out = found["out"].reshape(channels)
+    if d is None:
+        return {"projected": out @ matrix.T}
+    dout = (d["dprojected"] @ matrix).reshape(found["out"].shape)
+    gradients = read_out(inputs, {"dout": dout})
+    del gradients["out"]
+    dmatrix = np.einsum("btd,btc->dc", d["dprojected"], out)
+    return {**gradients, "projected": out @ matrix.T, "dmatrix": dmatrix}
+
+
+def keyed_wkv7(inputs: Arrays, d: Arrays | None = None) -> dict[str, np.ndarray]:
+    keys = wkv7_keys(inputs)
+    recurrent = {n: inputs[n] for n in ("r", "w", "v", "initial_state") if n in inputs}
+    recurrent |= {"k": keys["key"], "a": keys["a"], "b": keys["b"]}
+    if d is None:
+        found = oracle.wkv7(recurrent, "sigmoid")
+        return {**found, "bonus": keys["bonus"]}
+    outer, ids = {n: d[n] for n in ("dy", "dfinal_state")}, inputs.get("segment_ids")
+    found = harness.expected("wkv7", recurrent, outer, decay="sigmoid", segment_ids=ids)
+    inner = {"dkey": found.pop("dk"), "da": found.pop("da"), "db": found.pop("db")}
+    inner |= {"dbonus": d["dbonus"], "dpassed": found.pop("dr")}
+    of_keys = wkv7_keys(inputs, inner)
+    gradients = {n: of_keys[n] for n in ("dk", "drate", "dr", *(f"d{x}" for x in OF_KEYS))}
+    return {**found, **gradients, "bonus": keys["bonus"]}
+
+
 def _call_norm_shift_mix(**arguments: Any) -> dict[str, jax.Array]:
     found = layers.norm_shift_mix(**arguments)
     return {f"mixed{i}": x for i, x in enumerate(found.mixed)} | {"passed": found.x}
@@ -215,15 +340,70 @@ def _by_head(*names: str) -> dict[str, str]:
     return dict.fromkeys(names, "HK")
 
 
-LAYER_FUNCTIONS = {
+def _call_feed_forward(**arguments: Any) -> dict[str, jax.Array]:
+    return {"y": layers.feed_forward(**arguments)}
+
+
+def _call_low_rank(**arguments: Any) -> dict[str, jax.Array]:
+    return {"y": layers.low_rank(**{"activation": "tanh", **arguments})}
+
+
+def _call_low_rank_maps(implementation: str | None = None, **arguments: Any) -> Any:
+    maps = [
+        layers.LowRankMap(**of_map(i, arguments), activation=activation)
+        for i, (activation, *_) in enumerate(MAPS)
+    ]
+    found = layers.low_rank_maps(maps, implementation=implementation)
+    return {f"y{i}": y for i, y in enumerate(found)}
+
+
+def _call_projected_read_out(**arguments: Any) -> dict[str, jax.Array]:
+    return {"projected": layers.projected_read_out(**arguments)}
+
+
+def _call_keyed_wkv7(**arguments: Any) -> dict[str, jax.Array]:
+    return layers.keyed_wkv7(**arguments)._asdict()
+
+
+def read_out_and_product(
+    *, matrix: Any, implementation: str | None = None, **inputs: Any
+) -> dict[str, jax.Array]:
+    """The two functions of `projected_read_out`, one after the other."""
+    out = layers.read_out(**inputs, implementation=implementation)
+    out = out.reshape(*out.shape[:2], matrix.shape[1])
+    narrow = matrix.astype(out.dtype)
+    projected = jnp.einsum("btc,dc->btd", out, narrow, preferred_element_type=out.dtype)
+    return {"projected": projected}
+
+
+def keys_and_wkv7(
+    *, segment_ids: Any = None, implementation: str | None = None, **inputs: Any
+) -> dict[str, jax.Array]:
+    """The two functions of `keyed_wkv7`, one after the other."""
+    of_keys = {name: inputs[name] for name in ("k", "rate", "r", *OF_KEYS)}
+    keys = layers.wkv7_keys(**of_keys, implementation=implementation)
+    y, last = rwkv_jax.wkv7(
+        *(keys.r, inputs["w"], keys.k, inputs["v"], keys.a, keys.b, inputs.get("initial_state")),
+        segment_ids=segment_ids,
+        decay="sigmoid",
+        implementation=implementation,
+    )
+    return {"y": y, "bonus": keys.bonus, "final_state": last}
+
+
+OF_KEYS = ("k_k", "k_a", "a0", "r_k")
+"""The parameters of `wkv7_keys`."""
+
+ELEMENTWISE = {
     "norm_shift_mix": LayerFunction(
         *(_call_norm_shift_mix, norm_shift_mix, {"x": "BTD", "before": "BD"}),
         {"weight": "D", "bias": "D", "mix": "ID"},
         {f"mixed{i}": "BTD" for i in range(6)} | {"passed": "BTD"},
+        integers={"origin": "BT"},
     ),
     "wkv7_keys": LayerFunction(
         *(_call_wkv7_keys, wkv7_keys, _of_heads("k", "rate", "r")),
-        _by_head("k_k", "k_a", "a0", "r_k"),
+        _by_head(*OF_KEYS),
         {**_of_heads("key", "a", "b"), "bonus": "BTH", **_of_heads("passed")},
         float32=("bonus",),
     ),
@@ -237,20 +417,74 @@ LAYER_FUNCTIONS = {
         float32=("bonus",),
     ),
 }
+"""Functions whose kernels go over the tokens, and which are emulated."""
+
+_READ_OUT = ELEMENTWISE["read_out"]
+
+
+def _each_map(axes: Mapping[str, str]) -> dict[str, str]:
+    return {
+        f"{name}{i}": letters.replace("R", rank)
+        for i, (_, rank, offset) in enumerate(MAPS)
+        for name, letters in axes.items()
+        if offset or name != "offset"
+    }
+
+
+_OF_MAP = {"first": "CR", "second": "RC", "offset": "C"}
+
+LAYER_FUNCTIONS = ELEMENTWISE | {
+    "projected_read_out": LayerFunction(
+        *(_call_projected_read_out, projected_read_out, _READ_OUT.tensors, _READ_OUT.parameters),
+        {"projected": "BTO"},
+        float32=("bonus",),
+        matrices={"matrix": "OC"},
+        ceiling=_products,
+    ),
+    "keyed_wkv7": LayerFunction(
+        *(_call_keyed_wkv7, keyed_wkv7),
+        {**_of_heads("r", "w", "k"), "v": "BTHV", **_of_heads("rate"), "initial_state": "BHVK"},
+        _by_head(*OF_KEYS),
+        {"y": "BTHV", "bonus": "BTH", "final_state": "BHVK"},
+        float32=("initial_state", "bonus", "final_state"),
+        integers={"segment_ids": "BT"},
+        ceiling=_chunked,
+    ),
+    "feed_forward": LayerFunction(
+        *(_call_feed_forward, feed_forward, {"x": "BTC"}, {}, {"y": "BTC"}),
+        matrices={"key": "FC", "value": "CF"},
+        ceiling=_products,
+    ),
+    "low_rank": LayerFunction(
+        *(_call_low_rank, low_rank, {"x": "BTC"}, {}, {"y": "BTC"}),
+        matrices=_OF_MAP,
+        ceiling=_products,
+    ),
+    "low_rank_maps": LayerFunction(
+        *(_call_low_rank_maps, low_rank_maps, _each_map({"x": "BTC"}), {}),
+        _each_map({"y": "BTC"}),
+        matrices=_each_map(_OF_MAP),
+        ceiling=_products,
+        public=lambda name: f"maps[{name[-1]}].{name[:-1]}",
+    ),
+}
+
+PRODUCTS = ("feed_forward", "low_rank", "low_rank_maps")
+"""Functions whose kernels are for GPUs of compute capability 9.0 alone, and are not emulated."""
+
+
+def shapes(name: str, case: Case) -> tuple[Any, Any]:
+    """The shapes and dtypes of inputs and cotangents."""
+    inputs, cotangents = jax.eval_shape(lambda: _made(name, case, jnp.zeros))
+    if case.origin and name == "norm_shift_mix":
+        inputs["origin"] = jax.ShapeDtypeStruct((case.B, case.T), jnp.int32)
+    return inputs, cotangents
 
 
 def operands(name: str, case: Case) -> tuple[Arrays, Arrays]:
     """Inputs, rounded to their dtype, and cotangents of unit variance."""
-    own, sizes = LAYER_FUNCTIONS[name], case.sizes
     rng = np.random.default_rng([case.seed, case.B, case.T, case.H, case.K])
-
-    def normal(n: str, axes: str) -> np.ndarray:
-        x = rng.standard_normal([sizes[letter] for letter in axes])
-        return x.astype(own.dtype(n, case.dtype))
-
-    inputs = {n: normal(n, axes) for n, axes in own.inputs.items()}
-    results = [n for n in own.results if not n[5:].isdigit() or int(n[5:]) < case.mixes]
-    cotangents = {f"d{n}": normal(n, own.results[n]) for n in results}
+    inputs, cotangents = _made(name, case, rng.standard_normal)
     if name == "norm_shift_mix":
         # A mean that a token has besides its variance, as activations do.
         x = inputs["x"]
@@ -261,16 +495,39 @@ def operands(name: str, case: Case) -> tuple[Arrays, Arrays]:
             for i, row in enumerate(kinds):
                 row[3 * i : 3 * i + 1] = STATE
             inputs["origin"] = kinds.astype(np.int32)
+    if name == "keyed_wkv7":
+        w = inputs["w"]
+        as_in_a_model = cases.decays(cases.Case(1, 1, 1, 1, dtype=case.dtype), rng, w.shape)
+        inputs["w"] = as_in_a_model.astype(w.dtype)
     return inputs, cotangents
 
 
-def expected(name: str, inputs: Arrays, cotangents: Arrays) -> dict[str, np.ndarray]:
+def _made(name: str, case: Case, make: Callable[..., Any]) -> tuple[Arrays, Arrays]:
+    own, sizes = LAYER_FUNCTIONS[name], case.sizes
+
+    def array(n: str, axes: str) -> Any:
+        x = make([sizes[letter] for letter in axes])
+        if n not in own.matrices:
+            return x.astype(own.dtype(n, case.dtype))
+        by_input = n.startswith(("first", "second"))
+        inputs = x.shape[0 if by_input else -1] if x.ndim == 2 else 1
+        return (x * inputs**-0.5).astype(DTYPES[case.dtype]).astype(case.matrices or case.dtype)
+
+    inputs = {n: array(n, axes) for n, axes in own.inputs.items() if n not in case.without}
+    results = [n for n in own.results if not n.startswith("mixed") or int(n[5:]) < case.mixes]
+    return inputs, {f"d{n}": array(n, own.results[n]) for n in results}
+
+
+def expected(
+    name: str, inputs: Arrays, cotangents: Arrays, **options: Any
+) -> dict[str, np.ndarray]:
     """Results and gradients by the oracle."""
+    own = LAYER_FUNCTIONS[name]
 
     def wide(arrays: Arrays) -> Arrays:
-        return {n: x if n == "origin" else np.asarray(x, np.float64) for n, x in arrays.items()}
+        return {n: x if n in own.integers else np.float64(x) for n, x in arrays.items()}
 
-    return LAYER_FUNCTIONS[name].oracle(wide(inputs), wide(cotangents))
+    return own.oracle(wide(inputs), wide(cotangents), **options)
 
 
 @functools.partial(jax.jit, static_argnames=("name", "implementation", "function"))
@@ -283,22 +540,23 @@ def value_and_gradients(
     function: Callable[..., Any] | None = None,
 ) -> dict[str, jax.Array]:
     """Results and gradients by name, of `function` in place of the public one if it is given."""
-    call = function or LAYER_FUNCTIONS[name].call
-    indices = {n: x for n, x in inputs.items() if n == "origin"}
-    floats = {n: x for n, x in inputs.items() if n not in indices}
-    found, vjp = jax.vjp(lambda x: call(**x, **indices, implementation=implementation), floats)
+    own = LAYER_FUNCTIONS[name]
+    call = function or own.call
+    integers = {n: x for n, x in inputs.items() if n in own.integers}
+    floats = {n: x for n, x in inputs.items() if n not in own.integers}
+    found, vjp = jax.vjp(lambda x: call(**x, **integers, implementation=implementation), floats)
     (gradients,) = vjp({n: cotangents[f"d{n}"] for n in found})
     return found | {f"d{n}": x for n, x in gradients.items()}
 
 
-def ceiling(dtype: str) -> float:
-    """Every implementation computes in float32 throughout and rounds what it gives."""
-    return tolerance.ceiling("", dtype, sequential=True, highest=True)
-
-
-def assert_right(found: Mapping[str, Any], right: Mapping[str, Any], dtype: str) -> None:
+def assert_right(name: str, found: Mapping[str, Any], right: Mapping[str, Any], dtype: str) -> None:
     """Arrays are close to the expected ones, in the dtype of the tensors or of the parameters."""
-    tolerance.assert_close({n: np.asarray(x) for n, x in found.items()}, right, ceiling(dtype))
+    own = LAYER_FUNCTIONS[name]
+    limits = {n: own.ceiling(n, dtype) for n in found}
+    tolerance.assert_close({n: np.asarray(x) for n, x in found.items()}, right, limits)
+    for n, x in found.items():
+        if n[1:] not in own.matrices:
+            assert x.dtype == own.dtype(n, dtype), n
 
 
 def check(
@@ -310,7 +568,7 @@ def check(
     """Run a case: results and gradients have the right dtypes and are close to the oracle's."""
     inputs, cotangents = operands(name, case)
     found = value_and_gradients(name, implementation, inputs, cotangents, function=function)
-    assert_right(found, expected(name, inputs, cotangents), case.dtype)
-    for n, x in found.items():
-        assert x.dtype == LAYER_FUNCTIONS[name].dtype(n, case.dtype), n
+    assert_right(name, found, expected(name, inputs, cotangents), case.dtype)
+    for n in LAYER_FUNCTIONS[name].matrices.keys() & inputs.keys():
+        assert found[f"d{n}"].dtype == inputs[n].dtype, n
     return found

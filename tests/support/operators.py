@@ -160,11 +160,18 @@ class Run(NamedTuple):
 
 def runs(case: Case, platform: str | None = None, *, others: int = 1) -> list[Any]:
     """Runs of a case, as parameters of a test: every implementation of WKV7, and so many of each
-    other operator, which has the same rules of batching, partition and differentiation."""
+    other operator, which has the same rules of batching, partition and differentiation. Plain XLA,
+    which compiles for seconds, is slow, unless it is the first one."""
     return [
-        pytest.param(Run(op, implementation), id=f"{op}-{implementation}")
+        pytest.param(
+            Run(op, implementation),
+            id=f"{op}-{implementation}",
+            marks=[pytest.mark.slow] if i and implementation == "xla" else [],
+        )
         for op in SEQUENCES
-        for implementation in available(op, case, platform)[: None if op == "wkv7" else others]
+        for i, implementation in enumerate(
+            available(op, case, platform)[: None if op == "wkv7" else others]
+        )
     ]
 
 

@@ -15,6 +15,9 @@ SEQUENTIAL = 2e-3
 CHUNKED = {"output": 7e-3, "gradient": 8e-3}
 """A chunked kernel on matrix units, on bfloat16 or float16 operands or with less than HIGHEST."""
 
+PRODUCTS = {"float32": 2e-6, "bfloat16": 8e-3, "float16": 1e-3}
+"""Matrix products one after the other, with results rounded to the dtype."""
+
 VANISHED = 1e-30
 """Root mean square below which an array counts as zeros: the slope of a decay at the extremes lies
 under the float32 range, where XLA flushes and a kernel may bound its exponents."""

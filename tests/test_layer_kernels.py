@@ -1,0 +1,333 @@
+"""Which calls of layer functions have kernels, how often a program calls them, what their backward
+pass keeps, and which calls models make."""
+
+import collections
+import dataclasses
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import rwkv_jax
+from rwkv_jax import layers, models
+from rwkv_jax.models import _linear, rwkv7
+from rwkv_jax.models._channel_mixing import feed_forward as feed_forward_of_model
+from support import hlo, internals, layer_functions
+from support.layer_functions import (
+    LAYER_FUNCTIONS,
+    MAPS,
+    PRODUCTS,
+    Case,
+    operands,
+    read_out_and_product,
+    value_and_gradients,
+)
+from support.tolerance import assert_trees_close
+
+pytestmark = pytest.mark.quick("name")
+
+FEED_FORWARD = (*internals.feed_forward.TARGETS.values(),)
+LOW_RANK = tuple(internals.low_rank.TARGETS["tanh", name] for name in ("forward", "backward"))
+OF_MAPS = (internals.low_rank_maps.TARGET,)
+KEYED = (*internals.keyed_wkv7.TARGETS.values(),)
+KEYS_AND_WKV7 = (*internals.wkv7_keys.FUNCTION.targets, "rwkv_wkv7_fwd_v2", "rwkv_wkv7_bwd_v2")
+RESTORING = internals.projected_read_out.RESTORING.targets
+READ_OUT = internals.read_out.FUNCTION.targets
+NO_KERNEL = ()
+
+CALLS = {
+    "feed_forward": Case(2, 2048, 8, 64, "bfloat16", others={"F": 512}),
+    "low_rank": Case(2, 6144, 2, 64, "bfloat16"),
+    "low_rank_maps": Case(2, 256, 3, 16, "bfloat16"),
+    "keyed_wkv7": Case(2, 17, 2, 64, "bfloat16"),
+    "projected_read_out": Case(2, 17, 2, 64, "bfloat16"),
+}
+"""Calls that the kernels take, of products by None with just enough tokens."""
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs can be lowered for GPUs with the kernels, as they can where these are installed."""
+    internals.pretend(monkeypatch, "cuda", None)
+
+
+def _changed(name: str, changes: dict[str, Any]) -> Case:
+    """A call with other sizes of axes, or other fields."""
+    case = CALLS[name]
+    fields = {n: x for n, x in changes.items() if hasattr(case, n)}
+    others = {n: x for n, x in changes.items() if n not in fields}
+    return dataclasses.replace(case, **fields, others={**case.others, **others})
+
+
+def _targets(
+    name: str, case: Case, implementation: str | None = None, device: str = "cuda", **options: Any
+) -> tuple[str, ...]:
+    """The kernels that a program for an H200 with the gradients calls."""
+    arrays = layer_functions.shapes(name, case)
+    with hlo.device(device):
+        traced = value_and_gradients.trace(name, implementation, *arrays, **options)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    return tuple(sorted(re.findall(r"custom_call @(rwkv_\w+)\(", text)))
+
+
+WHICH = [
+    ("feed_forward", {}, None, FEED_FORWARD),
+    ("feed_forward", {"T": 2047}, None, NO_KERNEL),
+    ("feed_forward", {"T": 2047}, "ffi", FEED_FORWARD),
+    ("feed_forward", {"T": 512, "F": 8192}, None, FEED_FORWARD[:1]),
+    ("feed_forward", {"T": 511, "F": 8192}, None, NO_KERNEL),
+    ("low_rank", {}, None, LOW_RANK),
+    ("low_rank", {"without": ("offset",)}, None, LOW_RANK),
+    ("low_rank", {"T": 6143}, None, NO_KERNEL),
+    ("low_rank", {"T": 6143}, "ffi", LOW_RANK),
+    ("low_rank_maps", {}, None, OF_MAPS),
+    ("low_rank_maps", {"T": 2048}, None, OF_MAPS),
+    ("low_rank_maps", {"T": 255}, None, NO_KERNEL),
+    ("low_rank_maps", {"T": 255}, "ffi", OF_MAPS),
+    ("low_rank_maps", {"T": 2049}, None, NO_KERNEL),
+    ("keyed_wkv7", {}, None, KEYED),
+    ("keyed_wkv7", {}, "ffi", KEYED),
+    ("keyed_wkv7", {"T": 16, "dtype": "float16", "without": ("initial_state",)}, None, KEYED),
+    ("keyed_wkv7", {"T": 15}, None, KEYS_AND_WKV7),
+    ("keyed_wkv7", {"dtype": "float32"}, None, KEYS_AND_WKV7),
+    ("keyed_wkv7", {"K": 128}, None, KEYS_AND_WKV7),
+    ("projected_read_out", {}, None, RESTORING),
+    ("projected_read_out", {"K": 16, "dtype": "float32"}, "ffi", RESTORING),
+    ("projected_read_out", {"K": 24, "dtype": "float32"}, None, NO_KERNEL),
+    *((name, {}, other, NO_KERNEL) for name in CALLS for other in ("xla", "reference")),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "implementation", "targets"), WHICH)
+def test_which_calls_have_kernels(
+    name: str, changes: dict[str, Any], implementation: str | None, targets: tuple[str, ...]
+) -> None:
+    """Each kernel is called once."""
+    found = _targets(name, _changed(name, changes), implementation)
+    assert found == tuple(sorted(targets))
+
+
+REFUSED = [
+    *(("feed_forward", x) for x in ({"dtype": "float32"}, {"C": 544}, {"C": 448}, {"F": 320})),
+    *(("low_rank", x) for x in ({"dtype": "float32"}, {"C": 192}, {"R": 20}, {"R": 264})),
+    *(("low_rank_maps", x) for x in ({"dtype": "float32"}, {"C": 52}, {"Q": 4})),
+]
+
+
+@pytest.mark.parametrize(("name", "changes"), REFUSED)
+def test_what_kernels_do_not_take(name: str, changes: dict[str, Any]) -> None:
+    case = _changed(name, changes)
+    assert _targets(name, case) == NO_KERNEL
+    with pytest.raises(NotImplementedError, match=rf"{name}.*the cuda kernels take"):
+        _targets(name, case, "ffi")
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_without_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(internals.gpus, "device_kinds", set)
+    assert _targets(name, CALLS[name], device="") == NO_KERNEL
+    with pytest.raises(NotImplementedError, match="no CUDA GPU is here"):
+        _targets(name, CALLS[name], "ffi", device="")
+
+
+@pytest.mark.parametrize("activation", internals.low_rank.ACTIVATIONS)
+def test_kernels_of_activations(activation: str) -> None:
+    call = functools.partial(LAYER_FUNCTIONS["low_rank"].call, activation=activation)
+    targets = {internals.low_rank.TARGETS[activation, x] for x in ("forward", "backward")}
+    assert {*_targets("low_rank", CALLS["low_rank"], function=call)} == targets
+
+
+def test_kernels_of_segments() -> None:
+    inputs, cotangents = layer_functions.shapes("keyed_wkv7", CALLS["keyed_wkv7"])
+    inputs["segment_ids"] = jax.ShapeDtypeStruct((2, 17), jnp.int32)
+    program = jax.make_jaxpr(functools.partial(value_and_gradients, "keyed_wkv7", None))
+    with hlo.device("cuda"):
+        found = program(inputs, cotangents)
+    assert [hlo.calls(found, x) for x in KEYED] == [1, 1]
+
+
+def _kept(size: int, call: Callable[..., Any], *arguments: Any) -> int:
+    """How many arrays of a size the backward pass needs."""
+    found = jax.eval_shape(lambda *x: jax.vjp(call, *x)[1], *arguments)
+    return [x.size for x in jax.tree.leaves(found)].count(size)
+
+
+def test_what_is_kept() -> None:
+    """By `projected_read_out`, of arrays of the size of y, the three arguments. Its kernel runs
+    once, also where the backward pass keeps nothing."""
+    name = "projected_read_out"
+    inputs, _ = operands(name, CALLS[name])
+    size, call = inputs["y"].size, LAYER_FUNCTIONS[name].call
+    for implementation in (None, "ffi", "xla"):
+        chosen = functools.partial(call, implementation=implementation)
+        assert _kept(size, lambda x, chosen=chosen: chosen(**x), inputs) == 3
+    assert _kept(size, lambda x: read_out_and_product(**x), inputs) == 4
+    found = _targets(name, CALLS[name], function=jax.checkpoint(call))
+    assert found == tuple(sorted(RESTORING))
+
+
+# Models.
+
+
+def _feed_forward(choice: str | None, form: str, **x: jax.Array) -> jax.Array:
+    scale = jnp.ones((len(x["key"]), 1)) if form == "scale" else None
+    by_input = form == "by input"
+    last = _linear.WeightByInput(x["value"].T) if by_input else _linear.Weight(x["value"])
+    return feed_forward_of_model(_linear.Weight(x["key"], scale), last, x["x"], choice)
+
+
+def _of_a_model(form: str, x: Any, offset: Any = None, **matrices: Any) -> dict[str, Any]:
+    """A map as a model has it: the offset with as many axes as the tokens."""
+    x = x.reshape(-1, x.shape[-1]) if form == "single tokens" else x
+    offset = None if offset is None else offset.reshape((1,) * (x.ndim - 1) + offset.shape)
+    return {"x": x, "offset": offset, **matrices}
+
+
+def _low_rank(choice: str | None, form: str, **arrays: Any) -> jax.Array:
+    return _linear.low_rank(**_of_a_model(form, **arrays), layers=choice, activation="tanh")
+
+
+def _low_rank_maps(choice: str | None, form: str, **arrays: Any) -> list[jax.Array]:
+    several = (layer_functions.of_map(i, arrays) for i in range(len(MAPS)))
+    maps = [layers.LowRankMap(**_of_a_model(form, **one)) for one in several]
+    return _linear.low_rank_maps(maps, choice)
+
+
+OF_MODELS = [
+    *(("feed_forward", choice, "", FEED_FORWARD) for choice in (None, "ffi")),
+    ("feed_forward", "xla", "", NO_KERNEL),
+    *(("feed_forward", None, form, NO_KERNEL) for form in ("scale", "by input")),
+    *(("low_rank", choice, "", LOW_RANK) for choice in (None, "ffi")),
+    ("low_rank", "xla", "", NO_KERNEL),
+    ("low_rank", None, "single tokens", NO_KERNEL),
+    *(("low_rank_maps", choice, "", OF_MAPS) for choice in (None, "ffi")),
+    ("low_rank_maps", "xla", "", NO_KERNEL),
+    ("low_rank_maps", None, "single tokens", NO_KERNEL),
+]
+
+
+@pytest.mark.parametrize(("name", "choice", "form", "targets"), OF_MODELS)
+def test_models_take_the_kernels(
+    name: str, choice: str | None, form: str, targets: tuple[str, ...]
+) -> None:
+    """For sequences, and of a feed-forward network for plain weights."""
+    of_model = {"feed_forward": _feed_forward, "low_rank": _low_rank}.get(name, _low_rank_maps)
+    case = CALLS[name]
+
+    def call(implementation: None, **x: jax.Array) -> dict[str, jax.Array]:
+        found = jax.tree.leaves(of_model(choice, form, **x))
+        names = LAYER_FUNCTIONS[name].results
+        return {n: y.reshape(case.B, case.T, -1) for n, y in zip(names, found, strict=True)}
+
+    assert _targets(name, case, function=call) == tuple(sorted(targets))
+
+
+CONFIG = rwkv7.Config(num_layers=1, hidden_size=128, vocab_size=32, head_size=64)
+TIME_MIXING = "rwkv_jax.models.rwkv7.projected_read_out"
+
+
+def _operator(*operands: Any, **options: Any) -> Any:
+    """`wkv7`, unknown to the model."""
+    return rwkv_jax.wkv7(*operands, **options)
+
+
+def _in_two(*of_heads: Any, implementation: str | None) -> jax.Array:
+    """`projected_read_out`, for the model."""
+    named = dict(zip(LAYER_FUNCTIONS["projected_read_out"].inputs, of_heads, strict=True))
+    return read_out_and_product(**named, implementation=implementation)["projected"]
+
+
+def _hidden_states(params: rwkv7.Params, tokens: jax.Array, **options: Any) -> jax.Array:
+    return rwkv7.hidden_states(params, tokens, dtype=jnp.bfloat16, **options)[0].astype(jnp.float32)
+
+
+def _sum(*arguments: Any, **options: Any) -> jax.Array:
+    return jnp.sum(_hidden_states(*arguments, **options) ** 3)
+
+
+def _shapes_of_model(config: rwkv7.Config = CONFIG) -> tuple[Any, Any]:
+    params = jax.eval_shape(lambda: rwkv7.init(jax.random.key(0), config))
+    return params, jax.ShapeDtypeStruct((2, 17), jnp.int32)
+
+
+ONCE = collections.Counter([*KEYED, *RESTORING])
+
+
+@pytest.mark.parametrize(
+    ("options", "calls"),
+    [
+        ({}, ONCE),
+        ({"recompute": "blocks"}, ONCE + collections.Counter([KEYED[0], RESTORING[0]])),
+        ({"recompute": "mixes"}, ONCE),
+        ({"recompute": "cheap"}, ONCE),
+        ({"layers": "ffi", "implementation": "ffi"}, ONCE),
+        # An operator, or another implementation, for one of the two functions.
+        ({"wkv": _operator}, collections.Counter(RESTORING)),
+        ({"implementation": "ffi"}, collections.Counter(RESTORING)),
+        ({"layers": "xla"}, collections.Counter()),
+    ],
+)
+def test_the_model_takes_the_kernels(options: dict[str, Any], calls: dict[str, int]) -> None:
+    """It computes nothing again for "cheap"."""
+    call = jax.grad(functools.partial(_sum, **options))
+    program = jax.make_jaxpr(call)(*_shapes_of_model())
+    assert {x: hlo.calls(program, x) for x in ONCE} == {x: calls[x] for x in ONCE}
+
+
+@pytest.mark.slow
+def test_the_model_keeps_one_array_less_for_each_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    params, tokens = _shapes_of_model(dataclasses.replace(CONFIG, num_layers=2))
+
+    def kept() -> int:
+        return _kept(
+            tokens.size * CONFIG.hidden_size, lambda *x: _hidden_states(*x), params, tokens
+        )
+
+    found = kept()
+    monkeypatch.setattr(TIME_MIXING, _in_two)
+    assert kept() == found + 2
+    program = jax.make_jaxpr(jax.grad(_sum))(params, tokens)
+    assert [hlo.calls(program, x) for x in READ_OUT] == [2, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [rwkv7.unstacked, rwkv7.stacked])
+def test_the_model_equals_the_two_functions(form: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss and all gradients."""
+    params = rwkv7.init(jax.random.key(0), dataclasses.replace(CONFIG, num_layers=2))
+    # Initial matrices of zeros would hide gradients.
+    params = jax.tree.map(lambda x: x + 0.1 * jnp.cos(jnp.arange(x.size)).reshape(x.shape), params)
+    tokens = jax.random.randint(jax.random.key(1), (2, 33), 0, CONFIG.vocab_size)
+
+    def gradients(**options: Any) -> Any:
+        call = jax.value_and_grad(functools.partial(_sum, **options))
+        loss, found = jax.jit(call)(form(params), tokens)
+        return loss, rwkv7.unstacked(found)
+
+    found = gradients()
+    monkeypatch.setattr(TIME_MIXING, _in_two)
+    assert_trees_close(found, gradients(wkv=_operator), 1e-3)
+    assert all(np.any(x) for x in jax.tree.leaves(found[1].blocks[1].att))
+
+
+class Called(Exception):
+    """The model has called `projected_read_out`."""
+
+
+def test_the_model_has_another_product_for_tokens_and_integers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: Any, **__: Any) -> jax.Array:
+        raise Called
+
+    monkeypatch.setattr(TIME_MIXING, refuse)
+    params, tokens = _shapes_of_model()
+    jax.eval_shape(_hidden_states, params, jax.ShapeDtypeStruct((2,), jnp.int32))
+    jax.eval_shape(lambda p, tokens: _hidden_states(models.quantize(p), tokens), params, tokens)
+    with pytest.raises(Called):
+        jax.eval_shape(_hidden_states, params, tokens)
