@@ -3,7 +3,6 @@
 import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,15 +10,14 @@ import pytest
 from rwkv_jax import evaluation
 from rwkv_jax.models import rwkv5
 from support import language_models
+from support.models import random_like, shapes_of
 
 CONFIG = rwkv5.Config(layers=2, width=16, head_size=8, vocabulary=23)
 
 
 @pytest.fixture(scope="module")
 def params() -> Any:
-    rng = np.random.default_rng(0)
-    shapes = jax.eval_shape(lambda key: rwkv5.init(key, CONFIG), jax.random.key(0))
-    return jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape), jnp.float32), shapes)
+    return random_like(shapes_of(rwkv5, CONFIG), 1.0)
 
 
 def expected(params: Any, tokens: np.ndarray, context: int) -> evaluation.Evaluation:

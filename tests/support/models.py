@@ -15,15 +15,23 @@ VOCABULARY = 61
 _SIZES = {"layers": 2, "width": 32, "head_size": 16, "vocabulary": VOCABULARY}
 
 
+def shapes_of(module: ModuleType, config: Any) -> Any:
+    """The parameters of a generation as shapes."""
+    return jax.eval_shape(lambda: module.init(jax.random.key(0), config))
+
+
+def random_like(shapes: Any, scale: float = 0.3, seed: int = 1) -> Any:
+    """A tree of random numbers in float32."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda x: jnp.asarray(scale * rng.standard_normal(x.shape), jnp.float32), shapes
+    )
+
+
 def parameters(module: ModuleType) -> Any:
     """Random parameters of a generation, with sizes at which all of them count."""
     sizes = {name: x for name, x in _SIZES.items() if module is not rwkv4 or name != "head_size"}
-    config = module.Config(**sizes)
-    shapes = jax.eval_shape(lambda key: module.init(key, config), jax.random.key(0))
-    rng = np.random.default_rng(1)
-    return jax.tree.map(
-        lambda x: jnp.asarray(0.3 * rng.standard_normal(x.shape), jnp.float32), shapes
-    )
+    return random_like(shapes_of(module, module.Config(**sizes)))
 
 
 _RANKS = {"w": 40, "a": 8, "v": 16, "g": 72}
@@ -32,8 +40,7 @@ _RANKS = {"w": 40, "a": 8, "v": 16, "g": 72}
 def with_heads_of_64(width: int, dtype: str, layers: int = 2) -> rwkv7.Params:
     """Random parameters of RWKV-7 with heads of 64 channels, where activations stay near 1. The
     ranks of low-rank maps differ."""
-    config = rwkv7.Config(layers, width, vocabulary=11)
-    shapes = jax.eval_shape(lambda key: rwkv7.init(key, config), jax.random.key(0))
+    shapes = shapes_of(rwkv7, rwkv7.Config(layers, width, vocabulary=11))
     rng = np.random.default_rng(width)
 
     def random(path: KeyPath, x: jax.ShapeDtypeStruct) -> jax.Array:
