@@ -97,9 +97,12 @@ def test_states(module: ModuleType) -> None:
 
 
 @each_generation
-def test_unknown_layers(module: ModuleType) -> None:
+def test_unknown_options(module: ModuleType) -> None:
     """Also for one token of each row, where no layer function has kernels."""
     params = parameters(module)
+    accepted = "accepted are None, 'mixes', 'cheap', 'blocks'"
+    with pytest.raises(ValueError, match=f"recompute is 'all'; {accepted}"):
+        module.apply(params, jnp.ones((2, 3), jnp.int32), recompute="all")
     for tokens in (jnp.ones((2, 3), jnp.int32), jnp.ones(2, jnp.int32)):
         with pytest.raises(ValueError, match="layers is 'fast'; accepted are"):
             module.apply(params, tokens, layers="fast")

@@ -1,86 +1,30 @@
 """The stacked form of the RWKV-7 model against the form with a tuple of blocks."""
 
 import argparse
-import functools
 import importlib
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import AxisType
 
 from rwkv_jax.models import rwkv7
 from support import hlo
-from support.compiler import AS_USERS
+from support.models import random_like, shapes_of
 from support.tolerance import assert_trees_close
 
 BATCH, TOKENS, WIDTH = 2, 9, 32
-SEGMENTS = np.array([[1, 1, 2, 2, 2, 0, 3, 3, 3], [0, 5, 5, 5, 5, 5, 5, 1, 1]], np.int32)
 
 
 def random(layers: int) -> rwkv7.Params:
     config = rwkv7.Config(layers, WIDTH, head_size=16, vocabulary=32)
-    shapes = jax.eval_shape(functools.partial(rwkv7.init, config=config), jax.random.key(0))
-    rng = np.random.default_rng(0)
-    return jax.tree.map(
-        lambda x: jnp.asarray(0.3 * rng.standard_normal(x.shape), jnp.float32), shapes
-    )
+    return random_like(shapes_of(rwkv7, config))
 
 
-def tokens(single: bool = False) -> jax.Array:
-    return jnp.arange(BATCH * TOKENS, dtype=jnp.int32).reshape(BATCH, TOKENS)[
-        :, 0 if single else slice(None)
-    ]
-
-
-def start(params: rwkv7.Params, dtype: str) -> rwkv7.State:
-    state = rwkv7.initial_state(params, BATCH, dtype)
-    return jax.tree.map(lambda x: x + jnp.asarray(0.1, x.dtype), state)
-
-
-@functools.partial(jax.jit, static_argnames="recompute", compiler_options=AS_USERS)
-def run(
-    params: rwkv7.Params,
-    state: rwkv7.State | None,
-    ids: jax.Array | None,
-    recompute: rwkv7.Recompute | None,
-) -> Any:
-    """Results and gradients."""
-
-    def model(params: rwkv7.Params, state: rwkv7.State | None) -> Any:
-        return rwkv7.apply(params, tokens(), state, segment_ids=ids, recompute=recompute)
-
-    results, vjp = jax.vjp(model, params, state)
-    return results, vjp(jax.tree.map(jnp.cos, results))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("layers", "recompute", "packed", "given"),
-    [
-        (3, None, False, True),
-        (1, "blocks", False, True),
-        (3, "cheap", True, True),
-        (3, "blocks", True, False),
-    ],
-)
-def test_results_and_gradients_are_equal(
-    layers: int, recompute: rwkv7.Recompute | None, packed: bool, given: bool
-) -> None:
-    params = random(layers)
-    state = start(params, "float32") if given else None
-    ids = jnp.asarray(SEGMENTS) if packed else None
-    (logits, after), (dparams, dstate) = run(
-        rwkv7.stacked(params), state and rwkv7.stacked(state), ids, recompute
-    )
-    dstate = dstate and rwkv7.unstacked(dstate)
-    found = (logits, rwkv7.unstacked(after)), (rwkv7.unstacked(dparams), dstate)
-    expected = run(params, state, ids, recompute)
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    assert_trees_close(found, expected, 3e-6)
+def tokens() -> jax.Array:
+    return jnp.arange(BATCH * TOKENS, dtype=jnp.int32).reshape(BATCH, TOKENS)
 
 
 @pytest.mark.parametrize("layers", [1, 3])
@@ -90,9 +34,9 @@ def test_single_tokens(layers: int) -> None:
     assert rwkv7.names(rwkv7.initial_state(stacked, BATCH)).keys() == (
         rwkv7.names(rwkv7.stacked(rwkv7.initial_state(params, BATCH))).keys()
     )
-    state = start(params, "float32")
-    logits, after = call(stacked, tokens(single=True), rwkv7.stacked(state))
-    expected = call(params, tokens(single=True), state)
+    state = random_like(rwkv7.initial_state(params, BATCH))
+    logits, after = call(stacked, tokens()[:, 0], rwkv7.stacked(state))
+    expected = call(params, tokens()[:, 0], state)
     assert_trees_close((logits, rwkv7.unstacked(after)), expected, 1e-6)
 
 
@@ -105,15 +49,6 @@ def test_inverse() -> None:
     assert rwkv7.names(back).keys() == rwkv7.names(params).keys()
     assert_trees_close(back, params, 0)
     assert rwkv7.names(stacked)["blocks.rest.att.key.weight"].shape == (2, WIDTH, WIDTH)
-
-
-def test_state_of_another_form() -> None:
-    params = random(2)
-    state = rwkv7.initial_state(params, BATCH)
-    with pytest.raises(ValueError, match="state is a tuple; accepted with stacked blocks"):
-        rwkv7.apply(rwkv7.stacked(params), tokens(), state)
-    with pytest.raises(ValueError, match="state is Stacked; accepted with a tuple"):
-        rwkv7.apply(params, tokens(), rwkv7.stacked(state))
 
 
 def lowered(layers: int) -> str:
