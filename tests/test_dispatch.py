@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import subprocess
 import sys
 import types
@@ -16,6 +17,7 @@ from rwkv_jax.losses import cross_entropy
 from rwkv_jax.models import rwkv7
 from support import cases, hlo, internals
 from support.cases import Case
+from support.models import shapes_of
 from support.operators import OPERATORS, SEQUENCES, STEPS, available
 
 CASE = Case(2, 16, 2, 32)
@@ -45,45 +47,27 @@ def _lowered(implementation: str | None, platform: str, case: Case = CASE, op: s
         return traced.lower(lowering_platforms=(platform,)).as_text()
 
 
-@pytest.fixture
-def pretend(monkeypatch: pytest.MonkeyPatch):
-    """Say that the native module of a platform is missing for a reason, or there."""
-
-    def change(platform: str, reason: str | None) -> None:
-        internals.pretend(monkeypatch, platform, reason)
-
-    yield change
-    monkeypatch.undo()
-    jax.clear_caches()
-
-
 @pytest.mark.parametrize(
     ("op", "implementation"),
     [
         (op, name)
-        for op in SEQUENCES
+        for op in OPERATORS
         for name in (None, *available(op, CASE))
-        if name in (None, "ffi", "xla")
+        if op in STEPS or name in (None, "ffi", "xla")
     ],
 )
 def test_what_is_compiled_here(op: str, implementation: str | None) -> None:
-    inputs, _ = OPERATORS[op].make(CASE)
-    compiled = jax.jit(_gradients, static_argnums=(0, 1)).lower(op, implementation, inputs)
+    inputs, _ = OPERATORS[op].make(Case(2, 1, 2, 32) if op in STEPS else CASE)
+    call = functools.partial(OPERATORS[op].function, implementation=implementation)
+    if op in SEQUENCES:
+        call = functools.partial(_gradients, op, implementation)
+        targets = _targets(op)
+        compiled = jax.jit(call).lower(inputs).compile()
+    else:
+        targets = internals.targets(op.removesuffix("_step"), "step")
+        compiled = jax.jit(call).lower(**inputs).compile()
     native = NATIVE and implementation in (None, "ffi")
-    assert hlo.targets(compiled.compile().as_text()) == (_targets(op) if native else set())
-
-
-@pytest.mark.parametrize("op", STEPS)
-def test_what_a_step_compiles_to_here(op: str) -> None:
-    case = Case(2, 1, 2, 32)
-    inputs, _ = OPERATORS[op].make(case)
-    for implementation in (None, *available(op, case)):
-        step = jax.jit(functools.partial(OPERATORS[op].function, implementation=implementation))
-        text = step.lower(**inputs).compile().as_text()
-        native = NATIVE and implementation in (None, "ffi")
-        assert hlo.targets(text) == (
-            internals.targets(op.removesuffix("_step"), "step") if native else set()
-        )
+    assert hlo.targets(compiled.as_text()) == (targets if native else set())
 
 
 @each_sequence
@@ -105,12 +89,16 @@ def test_without_native_kernels(platform: str, pretend: Any) -> None:
         _lowered("ffi", platform)
 
 
+def _trace_ffi(case: Case) -> None:
+    inputs, _ = cases.wkv7(case)
+    jax.eval_shape(lambda inputs: rwkv_jax.wkv7(**inputs, implementation="ffi"), inputs)
+
+
 def test_without_any_native_kernels_the_error_comes_while_tracing(pretend: Any) -> None:
     for platform in ("cpu", "cuda"):
         pretend(platform, "the kernels are on holiday")
-    inputs, _ = cases.wkv7(CASE)
     with pytest.raises(NotImplementedError, match=r"wkv7: .*the kernels are on holiday"):
-        jax.eval_shape(lambda inputs: rwkv_jax.wkv7(**inputs, implementation="ffi"), inputs)
+        _trace_ffi(CASE)
 
 
 @pytest.mark.parametrize(("platform", "op"), [("tpu", "wkv7"), *(("rocm", op) for op in SEQUENCES)])
@@ -124,7 +112,7 @@ def test_other_platforms(platform: str, op: str, pretend: Any) -> None:
 def test_a_training_step_on_rocm() -> None:
     """Operator, layer functions and loss: XLA's own operations, without any kernel."""
     config = rwkv7.Config(layers=2, width=64, head_size=32, vocabulary=256)
-    params = jax.eval_shape(lambda: rwkv7.init(jax.random.key(0), config))
+    params = shapes_of(rwkv7, config)
 
     def loss(params: rwkv7.Params, tokens: jax.Array) -> jax.Array:
         features, _ = rwkv7.features(params, tokens, dtype=jnp.bfloat16)
@@ -138,13 +126,12 @@ def test_a_training_step_on_rocm() -> None:
 @pytest.mark.parametrize("case", cases.GENERAL, ids=str)
 def test_head_sizes_without_native_kernels_run_on_xla(case: Case) -> None:
     assert hlo.targets(_lowered(None, PLATFORM, case)) == set()
-    inputs, _ = cases.wkv7(case)
-    reason = rwkv_jax.implementations("wkv7", *inputs.values())["ffi"].reason
+    reason = rwkv_jax.implementations("wkv7", *cases.wkv7(case)[0].values())["ffi"].reason
     assert reason is not None
-    with pytest.raises(NotImplementedError, match="wkv7: implementation 'ffi' cannot run"):
-        jax.eval_shape(lambda inputs: rwkv_jax.wkv7(**inputs, implementation="ffi"), inputs)
     if NATIVE:
         assert f"K = {case.K} and V = {case.values}" in reason
+    with pytest.raises(NotImplementedError, match="wkv7: implementation 'ffi' cannot run"):
+        _trace_ffi(case)
 
 
 @pytest.mark.parametrize("size", [16, 32, 64, 128])
@@ -216,56 +203,50 @@ def test_build_info() -> None:
         assert "cuda" in info["missing"]["cuda"].lower()
 
 
-def _module(version: tuple[int, int], registrations: Any) -> types.ModuleType:
-    module = types.ModuleType("rwkv_jax._fake")
-    vars(module).update(ffi_version=lambda: version, registrations=registrations)
-    return module
+def _installed(monkeypatch: pytest.MonkeyPatch, name: str, **contents: Any) -> None:
+    module = types.ModuleType(name)
+    vars(module).update(contents)
+    monkeypatch.setitem(sys.modules, name, module)
 
 
-def test_a_module_for_a_newer_xla_is_not_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    def register() -> dict:
-        raise AssertionError("a handler that is too new breaks every later computation")
+def test_modules_for_other_versions_of_xla(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for an older version is registered, and one for a newer version is not: a handler that is
+    too new breaks every later computation."""
+    registered = []
 
-    monkeypatch.setitem(sys.modules, "rwkv_jax._fake", _module((99, 1), register))
-    reason = internals.load_native("cpu", "rwkv_jax._fake")
-    assert reason is not None
+    def load(*version: int) -> str | None:
+        contents: dict[str, Any] = {"ffi_version": lambda: version}
+        contents["registrations"] = lambda: registered.append(version) or {}
+        _installed(monkeypatch, "rwkv_jax._fake", **contents)
+        return internals.load_native("cpu", "rwkv_jax._fake")
+
+    assert load(0, 1) is None
+    reason = load(99, 1) or ""
     assert "rwkv_jax._fake was built for XLA FFI 99.1 and this jaxlib speaks 0." in reason
     assert "upgrade jax" in reason
+    assert registered == [(0, 1)]
 
 
-def test_a_module_for_an_older_xla_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "rwkv_jax._fake", _module((0, 1), dict))
-    assert internals.load_native("cpu", "rwkv_jax._fake") is None
+def test_modules_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was not built, one of another version, and one that cannot be linked. Of another
+    version not even its version of the XLA FFI is asked for."""
+    for platform in ("cpu", "cuda"):
+        reason = internals.load_native(platform, "rwkv_jax._never_built") or ""
+        assert f"this installation has no {platform.upper()} kernels" in reason
+        assert "reinstall rwkv-jax" in reason
+    for name in ("", "._cuda", "._build"):
+        _installed(monkeypatch, f"rwkv_jax_cuda13{name}", VERSION="0.0.1")
+    own = rwkv_jax.__version__
+    assert internals.load_native("cuda", "rwkv_jax_cuda13._cuda") == (
+        f"rwkv-jax-cuda13 has version 0.0.1 and rwkv-jax {own}; install rwkv-jax-cuda13=={own}"
+    )
 
-
-@pytest.mark.parametrize("platform", ["cpu", "cuda"])
-def test_a_module_that_was_not_built(platform: str) -> None:
-    reason = internals.load_native(platform, "rwkv_jax._never_built")
-    assert reason is not None
-    assert f"this installation has no {platform.upper()} kernels" in reason
-    assert "reinstall rwkv-jax" in reason
-
-
-def test_a_module_that_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(name: str) -> types.ModuleType:
         raise ImportError("undefined symbol: _Z3foov")
 
     internals.fail_to_import(monkeypatch, fail)
     reason = internals.load_native("cpu", "rwkv_jax._cpu")
     assert reason == "rwkv_jax._cpu cannot be loaded: undefined symbol: _Z3foov"
-
-
-def test_a_wheel_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not loaded, whatever it has: not even its version of the XLA FFI is asked for."""
-    for name in ("", "._cuda", "._build"):
-        module = types.ModuleType(f"rwkv_jax_cuda13{name}")
-        vars(module)["VERSION"] = "0.0.1"
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    reason = internals.load_native("cuda", "rwkv_jax_cuda13._cuda")
-    own = rwkv_jax.__version__
-    assert reason == (
-        f"rwkv-jax-cuda13 has version 0.0.1 and rwkv-jax {own}; install rwkv-jax-cuda13=={own}"
-    )
 
 
 @pytest.mark.parametrize(
@@ -311,22 +292,8 @@ def test_import_brings_the_operators_alone_and_touches_no_device() -> None:
         text=True,
     )
     imported = set(run.stdout.split())
-    assert {x.split(".")[0] for x in imported if "." in x} <= {
-        "jax",
-        "jaxtyping",
-        "numpy",
-        "rwkv_jax",
-    }
-    parts = (
-        "models",
-        "nn",
-        "layers",
-        "losses",
-        "tokenizers",
-        "generation",
-        "serving",
-        "evaluation",
-    )
-    others = {f"rwkv_jax.{x}" for x in (*parts, "_commands")} | {"jax.experimental.pallas"}
-    others |= {f"rwkv_jax.wkv{n}.{x}" for n in (5, 6, 7) for x in ("pallas", "hopper")}
-    assert not others & imported, others & imported
+    packages = {x.split(".")[0] for x in imported if "." in x}
+    assert packages <= {"jax", "jaxtyping", "numpy", "rwkv_jax"}
+    rest = "models|nn|layers|losses|tokenizers|generation|serving|evaluation|_commands"
+    later = re.compile(rf"rwkv_jax\.({rest}|wkv.\.(pallas|hopper))|jax\.experimental\.pallas")
+    assert not [x for x in imported if later.fullmatch(x)]

@@ -174,22 +174,16 @@ def test_slabs(slab: int | None) -> None:
     check(arrays(3, 7), mine={"slab": slab}, **ALL_TERMS)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "vocabulary", "most", "expected"),
-    [
-        (16384, 65536, None, (4, 4096)),
-        (65536, 65536, None, (16, 4096)),
-        (16385, 65536, None, (5, 3277)),
-        (1024, 256, None, (1, 1024)),
-        (7, 256, 3, (3, 3)),
-        (7, 10**10, None, (7, 1)),
-        (0, 256, None, (1, 0)),
-    ],
-)
-def test_number_and_size_of_slabs(
-    tokens: int, vocabulary: int, most: int | None, expected: tuple[int, int]
-) -> None:
-    assert slabs(most, tokens, vocabulary) == expected
+def test_number_and_size_of_slabs() -> None:
+    for (tokens, vocabulary, most), expected in {
+        (16384, 65536, None): (4, 4096),
+        (16385, 65536, None): (5, 3277),
+        (1024, 256, None): (1, 1024),
+        (7, 256, 3): (3, 3),
+        (7, 10**10, None): (7, 1),
+        (0, 256, None): (1, 0),
+    }.items():
+        assert slabs(most, tokens, vocabulary) == expected
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -205,8 +199,7 @@ def test_no_tokens(reduction: str, recompute: bool) -> None:
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_no_token_counts(recompute: bool) -> None:
-    given = arrays(2, 5)
-    given["mask"] = np.zeros((2, 5), bool)
+    given = arrays(2, 5) | {"mask": np.zeros((2, 5), bool)}
     found = value_and_gradients(given, recompute=recompute, **ALL_TERMS)
     assert not any(np.asarray(x).any() for x in found.values())
 
@@ -370,17 +363,10 @@ def test_shard_map(check_vma: bool, reduction: Any, recompute: bool, cpus: list[
     mesh = meshes.mesh("data=2,model=2", AxisType.Auto, cpus)
     given = arrays(4, 6, vocabulary=38)
     given["mask"] = np.ones((4, 6), bool)
+    options = {"reduction": reduction, "recompute": recompute, "axis": "model", "slab": 5}
 
     def local(features: Any, weight: Any, targets: Any, mask: Any) -> jax.Array:
-        loss = cross_entropy(
-            *(features, weight, targets),
-            mask=mask,
-            reduction=reduction,
-            recompute=recompute,
-            axis="model",
-            slab=5,
-            **ALL_TERMS,
-        )
+        loss = cross_entropy(features, weight, targets, mask=mask, **options, **ALL_TERMS)
         if reduction == "none":
             return loss
         loss = jax.lax.psum(loss, "data")
@@ -405,25 +391,14 @@ def test_shard_map(check_vma: bool, reduction: Any, recompute: bool, cpus: list[
 def test_vocabulary_along_two_axes(cpus: list[Any]) -> None:
     """Differentiated inside the `shard_map`, where the gradient of the features is whole."""
     mesh = meshes.mesh("outer=2,inner=2", AxisType.Auto, cpus)
-    given = arrays(7, vocabulary=40)
+    given, axes = arrays(7, vocabulary=40), ("outer", "inner")
 
-    def local(features: Any, weight: Any, targets: Any, mask: Any) -> Any:
-        value, found = jax.value_and_grad(
-            lambda x, w: cross_entropy(
-                x, w, targets, mask=mask, axis=("outer", "inner"), **ALL_TERMS
-            ),
-            (0, 1),
-        )(features, weight)
-        return {"loss": value, "dfeatures": found[0], "dweight": found[1]}
+    def local(given: dict[str, Any]) -> dict[str, Any]:
+        return value_and_gradients(given, axis=axes, **ALL_TERMS)
 
-    of_weight = P(("outer", "inner"))
-    spread = jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(P(), of_weight, P(), P()),
-        out_specs={"loss": P(), "dfeatures": P(), "dweight": of_weight},
-    )
-    found = jax.jit(spread)(*given.values())
+    specs = dict.fromkeys(given, P()) | {"weight": P(axes)}
+    outs = {"loss": P(), "dfeatures": P(), "dweight": P(axes)}
+    found = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=outs))(given)
     assert_right(found, oracle(**given, **ALL_TERMS))
 
 
@@ -433,8 +408,8 @@ LARGE: dict[str, Any] = {"vocabulary": 512, "channels": 64, "dtype": "bfloat16"}
 """What the kernel of features takes, from 1024 tokens on."""
 
 
-def test_programs_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    internals.pretend(monkeypatch, "cuda", None)
+def test_programs_for_a_gpu(monkeypatch: pytest.MonkeyPatch, pretend: Any) -> None:
+    pretend("cuda", None)
 
     def targets(tokens: int = 1024, options: Any = None, **change: Any) -> set[str]:
         given = arrays(tokens, **{**LARGE, **change})
@@ -465,9 +440,9 @@ def test_programs_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="the kernel may not run on this GPU")
 def test_the_way_of_the_kernel_of_features_where_there_is_none(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, pretend: Any
 ) -> None:
-    internals.pretend(monkeypatch, "cuda", None)
+    pretend("cuda", None)
     monkeypatch.setattr(internals.gpus, "why_not_hopper", lambda: None)
     monkeypatch.setattr(internals.of_losses, "MIN_TOKENS", 0)
     check(arrays(5, 8, **LARGE), 0.7, mine={"slab": 16}, l2_wrap=0.03)
