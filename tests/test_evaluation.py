@@ -13,6 +13,7 @@ from support import language_models
 from support.models import random_like, shapes_of
 
 CONFIG = rwkv5.Config(layers=2, width=16, head_size=8, vocabulary=23)
+CONTEXT = 11
 
 
 @pytest.fixture(scope="module")
@@ -34,21 +35,22 @@ def expected(params: Any, tokens: np.ndarray, context: int) -> evaluation.Evalua
     return evaluation.Evaluation(losses, counts)
 
 
+def evaluate(params: Any, tokens: np.ndarray) -> tuple[evaluation.Evaluation, list[int]]:
+    """And what was said of the progress."""
+    options: Any = {"context": CONTEXT, "batch": 3, "at_once": 4, "implementation": "reference"}
+    seen: list[int] = []
+    try:
+        return evaluation.evaluate(rwkv5, params, tokens, progress=seen.append, **options), seen
+    finally:
+        assert seen[0] == 12
+
+
 def test_as_in_numpy(params: Any) -> None:
     """Windows in parts, of which the last one has padding, and in batches, of which the last one
     has a single short window."""
-    tokens, context, seen = np.random.default_rng(1).integers(0, 23, 37), 11, []
-    found = evaluation.evaluate(
-        rwkv5,
-        params,
-        tokens,
-        context=context,
-        batch=3,
-        at_once=4,
-        implementation="reference",
-        progress=seen.append,
-    )
-    correct = expected(params, tokens, context)
+    tokens = np.random.default_rng(1).integers(0, 23, 37)
+    found, seen = evaluate(params, tokens)
+    correct = expected(params, tokens, CONTEXT)
     np.testing.assert_array_equal(found.counts, correct.counts)
     np.testing.assert_allclose(found.losses, correct.losses, rtol=1e-5)
     assert found.tokens == 36
@@ -58,18 +60,10 @@ def test_as_in_numpy(params: Any) -> None:
 def test_losses_that_are_not_finite(params: Any) -> None:
     """From a token on whose embedding is NaN, the sixth one of a window."""
     wrong = params._replace(emb=rwkv5.Weight(params.emb.weight.at[7].set(jnp.nan)))
-    tokens, seen = np.ones(37, np.int32), []
+    tokens = np.ones(37, np.int32)
     tokens[16] = 7
     with pytest.raises(FloatingPointError, match="NaN or infinite after 6 tokens of context"):
-        evaluation.evaluate(
-            *(rwkv5, wrong, tokens),
-            context=11,
-            batch=3,
-            at_once=4,
-            implementation="reference",
-            progress=seen.append,
-        )
-    assert seen == [12]
+        evaluate(wrong, tokens)
 
 
 def test_figures() -> None:
