@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from rwkv_jax import models
 from rwkv_jax.models import rwkv4, rwkv5, rwkv6, rwkv7
 from rwkv_jax.nn import equinox, flax
-from support import language_models
+from support import language_models, meshes
 from support.models import random_like, shapes_of
 from support.operators import FAST
 from support.tolerance import EXACT_FLOAT32, assert_close, assert_trees_close
@@ -135,7 +135,12 @@ ENDS = {
 """Initial values at the two ends of vectors, from the official formulas evaluated by hand."""
 
 
-@pytest.fixture(scope="module", params=GENERATIONS, ids=lambda op: GENERATIONS[op].name)
+# In the quick run test_evaluation.py compares RWKV-5 with the formulas.
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(x, marks=[pytest.mark.slow] * (x == "wkv5")) for x in GENERATIONS],
+    ids=lambda op: GENERATIONS[op].name,
+)
 def generation(request: pytest.FixtureRequest) -> Generation:
     return GENERATIONS[request.param]
 
@@ -311,6 +316,7 @@ def test_groups_of_the_official_training(generation: Generation, initial: Any) -
         }
 
 
+@pytest.mark.slow
 def test_the_optimizer_of_a_flax_model(generation: Generation, tmp_path: Path) -> None:
     """The recipe of the documentation; and the file of its model."""
     model = flax.RWKV(generation.config, rngs=nnx.Rngs(0))
@@ -371,12 +377,17 @@ def test_arguments_are_checked(generation: Generation, params: Any, tokens: jax.
 
 
 def test_parameters_on_a_mesh(generation: Generation, cpus: list[Any]) -> None:
-    mesh = jax.make_mesh((2, 2), ("data", "model"), (AxisType.Auto,) * 2, devices=cpus)
+    mesh = meshes.mesh("data=2,model=2", AxisType.Auto, cpus)
     module = generation.module
     shapes = shapes_of(module, dataclasses.replace(generation.config, width=64))
-    shapes = jax.eval_shape(module.stacked, shapes)
-    placed = module.shardings(shapes, mesh, data="data", model="model")
+    apart, placed = (
+        module.shardings(x, mesh, data="data", model="model")
+        for x in (shapes, jax.eval_shape(module.stacked, shapes))
+    )
     assert placed.head.weight.spec == P(None, "data")
-    assert placed.blocks.rest.att.value.weight.spec == P(None, "model", "data")
-    assert placed.blocks.rest.ffn.value.weight.spec == P(None, "data", "model")
-    assert placed.blocks.first.att.output.weight.spec == P("data", "model")
+    assert apart.blocks[1].att.value.weight.spec == P("model", "data")
+    assert apart.blocks[1].ffn.value.weight.spec == P("data", "model")
+    assert apart.blocks[0].att.output.weight.spec == P("data", "model")
+    assert placed.blocks.first == apart.blocks[0]
+    for x, one in zip(*map(jax.tree.leaves, (placed.blocks.rest, apart.blocks[1])), strict=True):
+        assert tuple(x.spec) == (None, *one.spec)

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import rwkv_jax
 from rwkv_jax.models import rwkv7
-from support import hlo, internals
+from support import hlo, internals, meshes
 from support.compiler import AS_USERS
 from support.models import random_like, shapes_of
 from support.operators import FAST
@@ -107,18 +107,9 @@ gradients_of_model = jax.jit(
 FFI_OR_REFERENCE = FAST["wkv7"].implementation
 
 
-@pytest.mark.parametrize(
-    ("dtype", "ceiling"),
-    [("float32", 1e-5), pytest.param("bfloat16", 3e-2, marks=pytest.mark.slow)],
-)
-@pytest.mark.parametrize(
-    ("packed", "layers"),
-    [
-        (True, None),
-        pytest.param(True, "xla", marks=pytest.mark.slow),
-        pytest.param(False, None, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "ceiling"), [("float32", 1e-5), ("bfloat16", 3e-2)])
+@pytest.mark.parametrize(("packed", "layers"), [(True, None), (True, "xla"), (False, None)])
 def test_layers_in_any_implementation(
     params: rwkv7.Params,
     tokens: jax.Array,
@@ -180,6 +171,7 @@ def test_what_recompute_keeps(params: rwkv7.Params, tokens: jax.Array) -> None:
     assert kept["blocks"] < kept["cheap"] < kept["mixes"] < kept[None], kept
 
 
+@pytest.mark.slow
 def test_forward_passes_of_recompute(params: rwkv7.Params, tokens: jax.Array, pretend: Any) -> None:
     """Only "blocks" has a second forward pass of `wkv7`."""
     pretend("cuda", None)
@@ -197,8 +189,7 @@ def test_forward_passes_of_recompute(params: rwkv7.Params, tokens: jax.Array, pr
 
 def test_blocks_of_one_shape_are_traced_once(tokens: jax.Array) -> None:
     """The first block, which has parameters of its own, and the others."""
-    config = dataclasses.replace(CONFIG, layers=4)
-    shapes = shapes_of(rwkv7, config)
+    shapes = shapes_of(rwkv7, dataclasses.replace(CONFIG, layers=4))
     program = jax.make_jaxpr(lambda *xs: rwkv7.features(*xs))(shapes, tokens)
     bodies = [x.params["jaxpr"] for x in program.eqns if x.params.get("name") == "_block"]
     assert len(bodies) == 4
@@ -248,8 +239,7 @@ def test_training_is_exported_for_gpus(
 
 def test_official_sizes() -> None:
     """RWKV-7 "Goose" 0.1B: 191 million parameters, and its low ranks."""
-    config = rwkv7.Config(layers=12, width=768)
-    shapes = shapes_of(rwkv7, config)
+    shapes = shapes_of(rwkv7, rwkv7.Config(layers=12, width=768))
     att = shapes.blocks[1].att
     ranks = [x.shape[1] for x in (att.w1, att.a1, att.v1, att.g1) if x is not None]
     assert ranks == [64, 64, 32, 128]
@@ -273,7 +263,7 @@ def test_later_layer_needs_the_first_value(params: rwkv7.Params) -> None:
 
 
 def test_parameters_that_do_not_divide_stay_whole(cpus: list[Any]) -> None:
-    mesh = jax.make_mesh((4,), ("model",), axis_types=(AxisType.Auto,), devices=cpus)
+    mesh = meshes.mesh("model=4", AxisType.Auto, cpus)
     config = rwkv7.Config(layers=2, width=64, head_size=32, vocabulary=250)
     shapes = shapes_of(rwkv7, config)
     placed = rwkv7.shardings(shapes, mesh, model="model")
@@ -287,12 +277,12 @@ def test_parameters_that_do_not_divide_stay_whole(cpus: list[Any]) -> None:
         rwkv7.shardings(shapes, mesh, data="batch")
 
 
+@pytest.mark.slow
 def test_one_head_on_two_devices(cpus: list[Any]) -> None:
     """The operator computes whole heads, so that parameters of half a head would stop it."""
-    mesh = jax.make_mesh((2,), ("model",), axis_types=(AxisType.Auto,), devices=cpus[:2])
+    mesh = meshes.mesh("model=2", AxisType.Auto, cpus)
     config = rwkv7.Config(layers=1, width=16, head_size=16, vocabulary=8)
-    shapes = shapes_of(rwkv7, config)
-    params = jax.tree.map(lambda x: jnp.ones(x.shape), shapes)
+    params = jax.tree.map(lambda x: jnp.ones(x.shape), shapes_of(rwkv7, config))
     tokens = jnp.zeros((1, 2), jnp.int32)
     apply = jax.jit(lambda params: rwkv7.apply(params, tokens)[0])
     expected = apply(params)
@@ -314,9 +304,59 @@ def test_the_sum_of_a_mixing_has_the_shape_of_its_product(
         lines = features.lower(params, tokens).as_text().splitlines()
         return sum("stablehlo.add" in line and line.endswith(shape) for line in lines)
 
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=cpus[:2])
+    mesh = meshes.mesh("data=2", AxisType.Auto, cpus)
     placed = jax.device_put(params, NamedSharding(mesh, P()))
     assert sums(placed) == 0
     assert sums(params) > 0
     found, expected = (features(x, tokens) for x in (params, placed))
     jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+# The stacked form of blocks.
+
+
+def stacked_shapes(layers: int) -> rwkv7.Params:
+    shapes = shapes_of(rwkv7, dataclasses.replace(CONFIG, layers=layers))
+    return jax.eval_shape(rwkv7.stacked, shapes)
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_stacked_and_back(layers: int, tokens: jax.Array) -> None:
+    """And that both forms give the same results for single tokens."""
+    params = random_like(shapes_of(rwkv7, dataclasses.replace(CONFIG, layers=layers)))
+    stacked, call = rwkv7.stacked(params), jax.jit(rwkv7.apply)
+    assert isinstance(stacked.blocks, rwkv7.Stacked)
+    assert rwkv7.stacked(stacked) is stacked or rwkv7.stacked(stacked) == stacked
+    assert_trees_close(rwkv7.unstacked(stacked), params, 0)
+    assert rwkv7.names(rwkv7.unstacked(stacked)).keys() == rwkv7.names(params).keys()
+    names = rwkv7.names(stacked)
+    assert layers == 1 or names["blocks.rest.att.w0"].shape == (layers - 1, CONFIG.width)
+    state = random_like(rwkv7.initial_state(params, BATCH))
+    assert rwkv7.names(rwkv7.initial_state(stacked, BATCH)).keys() == (
+        rwkv7.names(rwkv7.stacked(state)).keys()
+    )
+    logits, after = call(stacked, tokens[:, 0], rwkv7.stacked(state))
+    expected = call(params, tokens[:, 0], state)
+    assert_trees_close((logits, rwkv7.unstacked(after)), expected, 1e-6)
+
+
+def test_program_of_stacked_blocks_does_not_grow_with_layers(tokens: jax.Array) -> None:
+    @jax.grad
+    def gradient(params: rwkv7.Params) -> jax.Array:
+        return rwkv7.features(params, tokens, recompute="cheap")[0].sum()
+
+    few, many = (jax.jit(gradient).lower(stacked_shapes(n)).as_text() for n in (3, 6))
+    assert few.count("wkv7") == many.count("wkv7")
+    assert hlo.targets(few) == hlo.targets(many)
+    assert few.count("\n") == many.count("\n")
+
+
+def test_backward_pass_keeps_one_value_of_the_first_block(tokens: jax.Array) -> None:
+    """Only the activations between stacked blocks are kept once for each block."""
+
+    def backward(params: rwkv7.Params) -> Any:
+        return jax.vjp(lambda x: rwkv7.features(x, tokens, recompute="blocks")[0], params)[1]
+
+    shapes = jax.eval_shape(backward, stacked_shapes(4))
+    kept = [x.shape for x in jax.tree.leaves(shapes) if x.shape[:3] == (3, BATCH, TOKENS)]
+    assert kept == [(3, BATCH, TOKENS, CONFIG.width)]
