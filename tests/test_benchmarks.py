@@ -66,6 +66,7 @@ def bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Bench:
 # The benchmarks.
 
 
+@pytest.mark.slow
 def test_model(bench: Bench, tmp_path: Path) -> None:
     picture = tmp_path / "share.png"
     more = ("--forward", "--profile", "--model", "implementation=reference", f"--plot={picture}")
@@ -117,6 +118,7 @@ def test_decode(bench: Bench) -> None:
     assert flops == pytest.approx(16 * (2 * matrices + 8 * 64 * 64))
 
 
+@pytest.mark.slow
 def test_decode_with_zeros(bench: Bench, tmp_path: Path) -> None:
     """Weights have the share of zeros that is asked for, and the floor counts what is left."""
     picture = tmp_path / "decode.png"

@@ -1,5 +1,6 @@
 """Models on an Explicit mesh, and where their states are."""
 
+import contextlib
 from types import ModuleType
 from typing import Any
 
@@ -72,16 +73,13 @@ def test_a_loop_over_tokens_equals_the_sequence(
 
         return jax.lax.scan(step, rwkv7.initial_state(params, 4), tokens.T)[1]
 
-    on_mesh = placed(rwkv7, params, mesh, "model"), tokens_on(mesh)
-    if set_mesh:
-        with jax.set_mesh(mesh):
-            found = jax.jit(in_turn)(*on_mesh)
-    else:
-        found = jax.jit(in_turn)(*on_mesh)
+    with jax.set_mesh(mesh) if set_mesh else contextlib.nullcontext():
+        found = jax.jit(in_turn)(placed(rwkv7, params, mesh, "model"), tokens_on(mesh))
     expected = rwkv7.apply(params, TOKENS)[0]
     assert_trees_close(jnp.swapaxes(np.asarray(found), 0, 1), expected, 1e-4)
 
 
+@pytest.mark.slow
 def test_without_jit(params: rwkv7.Params, mesh: Mesh) -> None:
     on_mesh = placed(rwkv7, params, mesh, "model")
     logits, state = rwkv7.apply(on_mesh, tokens_on(mesh))
@@ -106,6 +104,7 @@ def test_an_operator_of_the_mesh(params: rwkv7.Params, mesh: Mesh) -> None:
         rwkv7.apply(*on_mesh, wkv=over_heads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", [rwkv7, models.Invariant(rwkv7, 2)], ids=["rwkv7", "Invariant"])
 def test_generation(module: Any, params: rwkv7.Params, mesh: Mesh) -> None:
     prompts = [[1, 2, 3], [4]]

@@ -63,6 +63,7 @@ def test_bits(module: ModuleType, dtype: str) -> None:
     assert rms_error(whole, plain) < {"float32": 1e-5, "bfloat16": 2e-2}[dtype]
 
 
+@pytest.mark.slow
 def test_stacked_blocks() -> None:
     """In groups of rows, of which the last one is not full."""
     params = parameters(rwkv7)
@@ -79,6 +80,7 @@ def test_no_rows() -> None:
     assert_trees_close(state, rwkv7.initial_state(params, 0))
 
 
+@pytest.mark.slow
 def test_segments() -> None:
     """Every document has the bits that it has alone, and padding changes no state."""
     params, model = parameters(rwkv7), Invariant(rwkv7, ROWS)

@@ -10,8 +10,8 @@ import pytest
 import rwkv_jax
 from support import cases
 from support.cases import Case
-from support.harness import assert_right, check, expected, operands, value_and_gradients
-from support.operators import OPERATORS, Run, available, everything, runs
+from support.harness import check
+from support.operators import OPERATORS, Run, available, everything
 
 
 @pytest.mark.parametrize(
@@ -31,31 +31,6 @@ def test_precisions(name: str, precision: str | None) -> None:
     ignore = ("ffi", "reference") if precision == "high" else ()
     for implementation in set(available(name, case)) - set(ignore):
         check(Run(name, implementation), case, precision=precision)
-
-
-@pytest.mark.parametrize("name", OPERATORS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_without_naming_an_implementation(name: str, dtype: str) -> None:
-    check(Run(name, None), Case(2, 16, 2, 32, dtype=dtype), precision=None)
-
-
-@pytest.mark.parametrize("run", runs(Case(2, 16, 2, 32)))
-def test_each_cotangent_alone(run: Run) -> None:
-    inputs, both = operands(run.op, Case(2, 16, 2, 32))
-    for alone in both:
-        cotangents = {n: x if n == alone else np.zeros_like(x) for n, x in both.items()}
-        found = value_and_gradients(run, inputs, cotangents)
-        assert_right(found, expected(run.op, inputs, cotangents))
-
-
-@pytest.mark.parametrize("run", runs(Case(2, 16, 2, 32)))
-def test_no_tokens_return_the_state(run: Run) -> None:
-    inputs, cotangents = operands(run.op, Case(2, 0, 2, 32))
-    found = value_and_gradients(run, inputs, cotangents, precision=None)
-    assert found["y"].shape == inputs["v"].shape
-    for start, end in zip(run.operator.states, run.operator.results[1:], strict=True):
-        np.testing.assert_array_equal(found[end], inputs[start])
-        np.testing.assert_array_equal(found[f"d{start}"], cotangents[f"d{end}"])
 
 
 def test_one_decay_and_bonus_for_each_head() -> None:

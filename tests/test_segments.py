@@ -34,7 +34,7 @@ CASES = (
 RUNS = [
     pytest.param(
         *(Run(op, implementation), case),
-        marks=[pytest.mark.slow] if (op, implementation) == ("wkv6", "xla") else [],
+        marks=[pytest.mark.slow] if implementation == "xla" else [],
         id=f"{op}-{implementation}-{case.dtype}",
     )
     for op, own in SEQUENCES.items()
