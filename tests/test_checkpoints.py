@@ -21,17 +21,17 @@ from rwkv_jax import models
 from rwkv_jax.models import rwkv4, rwkv5, rwkv6, rwkv7
 from support import checkpoints, meshes
 from support.checkpoints import UNUSED, Storage, Tensor, Tensors
-from support.models import shapes_of
+from support.models import config_of, shapes_of
 from support.tolerance import assert_trees_close
 
-SIZES = {"layers": 2, "width": 24, "vocabulary": 37}
-CONFIG = rwkv7.Config(**SIZES, head_size=8)
+SIZES = {"width": 24, "head_size": 8, "vocabulary": 37, "mix_rank": 3, "decay_rank": 7}
+CONFIG = config_of(rwkv7, **SIZES)
 CONFIGS = {
-    "RWKV-4": rwkv4.Config(**SIZES),
-    "RWKV-5.0": rwkv5.Config(**SIZES, head_size=8),
-    "RWKV-5.1": rwkv5.Config(**SIZES, head_size=8),
-    "RWKV-5.2": rwkv5.Config(**SIZES, head_size=8),
-    "RWKV-6": rwkv6.Config(**SIZES, head_size=8, mix_rank=3, decay_rank=7),
+    "RWKV-4": config_of(rwkv4, **SIZES),
+    "RWKV-5.0": config_of(rwkv5, **SIZES),
+    "RWKV-5.1": config_of(rwkv5, **SIZES),
+    "RWKV-5.2": config_of(rwkv5, **SIZES),
+    "RWKV-6": config_of(rwkv6, **SIZES),
     "RWKV-7": CONFIG,
 }
 """The sizes of the tensors in `checkpoints.official`, by version."""

@@ -37,12 +37,12 @@ def test_help_and_examples(name: str, capsys: pytest.CaptureFixture[str]) -> Non
         assert _commands.parser().parse_args(shlex.split(line)).command == name
 
 
-def test_help_of_the_module() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "rwkv_jax", "--help"], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.startswith("usage: rwkv-jax")
-    assert all(f"    {name}" in done.stdout for name in _commands.COMMANDS)
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match=r"^0$"):
+        _commands.main(["--help"])
+    text = capsys.readouterr().out
+    assert text.startswith("usage: rwkv-jax")
+    assert all(f"    {name}" in text for name in _commands.COMMANDS)
 
 
 def test_errors_of_the_user(tmp_path: Path, command: Command) -> None:
@@ -54,7 +54,7 @@ def test_errors_of_the_user(tmp_path: Path, command: Command) -> None:
 
 
 def test_a_closed_pipe(tmp_path: Path) -> None:
-    """Nothing is said of it, as of other programs before head."""
+    """Nothing is said of it, as of other programs before head, by the module as a program."""
     model = checkpoints.write_model(tmp_path)
     command = f"{sys.executable} -m rwkv_jax inspect {model} | true; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)

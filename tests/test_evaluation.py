@@ -9,8 +9,7 @@ import pytest
 
 from rwkv_jax import evaluation
 from rwkv_jax.models import rwkv5
-from support import language_models
-from support.models import random_like, shapes_of
+from support.models import formulas, random_like, shapes_of
 
 CONFIG = rwkv5.Config(layers=2, width=16, head_size=8, vocabulary=23)
 CONTEXT = 11
@@ -24,11 +23,10 @@ def params() -> Any:
 def expected(params: Any, tokens: np.ndarray, context: int) -> evaluation.Evaluation:
     """Window after window, and the softmax of the logits of each token."""
     losses, counts = np.zeros(context), np.zeros(context, np.int64)
-    named = {name: np.asarray(x) for name, x in rwkv5.names(params).items()}
     for start in range(0, len(tokens) - 1, context):
         inputs = tokens[start : start + context + 1][:-1]
         targets = tokens[start + 1 : start + context + 1]
-        logits = language_models.logits("rwkv5", named, inputs)
+        (logits,) = formulas(rwkv5, params, [inputs])
         for i, (z, target) in enumerate(zip(logits, targets, strict=True)):
             losses[i] += np.log(np.exp(z).sum()) - z[target]
             counts[i] += 1

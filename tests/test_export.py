@@ -89,7 +89,7 @@ def test_several_platforms(kernels: str | None, pretend: Any) -> None:
 # Models.
 
 each_generation = pytest.mark.parametrize(
-    "module", [rwkv7, rwkv6, rwkv5, rwkv4], ids=lambda x: x.GENERATION.name
+    "module", [rwkv4, rwkv5, rwkv6, rwkv7], ids=lambda x: x.GENERATION.name
 )
 
 

@@ -25,9 +25,8 @@ from rwkv_jax.generation._sampling import (
     settings,
 )
 from rwkv_jax.models import rwkv4, rwkv5, rwkv6, rwkv7
-from support import language_models
 from support.cases import Case
-from support.models import VOCABULARY, parameters
+from support.models import VOCABULARY, formulas, parameters
 from support.operators import available
 from support.tolerance import EXACT_FLOAT32, assert_close, assert_trees_close
 
@@ -71,13 +70,12 @@ def assert_same(one: Session, other: Session, row: int | None = None) -> None:
 @pytest.mark.parametrize("module", [rwkv7, rwkv6, rwkv5, rwkv4], ids=lambda x: x.__name__[-5:])
 def test_greedy_tokens_and_logits(module: ModuleType) -> None:
     """After prompts of all lengths in pieces, against the model over the whole rows."""
-    params, name = parameters(module), module.__name__.rpartition(".")[2]
+    params = parameters(module)
     found = generation.generate(
         *(module, params, PROMPTS, LENGTH), sampling=Sampling(temperature=0), pieces=PIECES
     )
     rows = [prompt + new for prompt, new in zip(PROMPTS, found.tokens, strict=True)]
-    named = module.names(params)
-    expected = [language_models.logits(name, named, tokens) for tokens in rows]
+    expected = formulas(module, params, rows)
     for prompt, new, logits, last in zip(
         PROMPTS, found.tokens, expected, found.session.logits, strict=True
     ):
@@ -101,18 +99,9 @@ def test_rows_start_from_a_state(stacked: bool, params: rwkv7.Params) -> None:
 
 
 def test_lengths_of_pieces() -> None:
-    for tokens, pieces in {
-        0: [],
-        1: [16],
-        16: [16],
-        33: [64],
-        64: [64],
-        65: [64, 16],
-        129: [256],
-        600: [256, 256, 64, 16, 16],
-        1000: [256] * 4,
-    }.items():
-        assert lengths_of_pieces(tokens, generation.PIECES) == pieces
+    tokens = (0, 1, 16, 33, 64, 65, 129, 600, 1000)
+    pieces = [[], [16], [16], [64], [64], [64, 16], [256], [256, 256, 64, 16, 16], [256] * 4]
+    assert [lengths_of_pieces(number, generation.PIECES) for number in tokens] == pieces
 
 
 def test_nothing_is_compiled_again(params: rwkv7.Params) -> None:

@@ -20,91 +20,43 @@ from jax.sharding import PartitionSpec as P
 from rwkv_jax import models
 from rwkv_jax.models import rwkv4, rwkv5, rwkv6, rwkv7
 from rwkv_jax.nn import equinox, flax
-from support import language_models, meshes
-from support.models import random_like, shapes_of
+from support import checkpoints, language_models, meshes
+from support.models import config_of, formulas, parameters, random_like, shapes_of
 from support.operators import FAST
 from support.tolerance import EXACT_FLOAT32, assert_close, assert_trees_close
 
-LAYERS, WIDTH, HEAD_SIZE, VOCABULARY = 2, 48, 16, 37
+WIDTH, VOCABULARY = 48, 37
 BATCH, TOKENS = 2, 19
 DOCUMENTS = np.array([[0] * 2 + [1] * 6 + [0] * 3 + [1] * 5 + [0] * 3, [2] * 6 + [3] * 7 + [2] * 6])
 """Segment ids with padding before, between and after documents, and with adjacent documents."""
 
-LINEAR = ("receptance.weight", "key.weight", "value.weight")
-NORM = ("weight", "bias")
-
 
 class Generation(NamedTuple):
-    """A generation, its operator, a small model of it, and the official names of its parameters."""
+    """A generation, its operator, and the version of the official models that it is."""
 
     module: ModuleType
     op: str
-    sizes: dict[str, int]
-    att: tuple[str, ...]
-    ffn: tuple[str, ...]
+    version: str
 
     @property
     def name(self) -> str:
-        return self.module.__name__.rpartition(".")[2]
+        return self.module.GENERATION.name
 
     @property
     def config(self) -> Any:
-        sizes = {"layers": LAYERS, "width": WIDTH, "vocabulary": VOCABULARY, **self.sizes}
-        return self.module.Config(**sizes)
+        ranks = {"mix_rank": 5, "decay_rank": 7}
+        return config_of(self.module, width=WIDTH, vocabulary=VOCABULARY, **ranks)
 
     def apply(self, *args: Any, **options: Any) -> Any:
         return self.module.apply(*args, implementation=FAST[self.op].implementation, **options)
 
 
-MIXES = ("time_mix_k", "time_mix_v", "time_mix_r")
-HEAD_NORM = ("ln_x.weight", "ln_x.bias")
 GENERATIONS = {
-    x.op: x
-    for x in (
-        Generation(
-            rwkv4,
-            "wkv4",
-            {},
-            (*MIXES, "time_decay", "time_first", *LINEAR, "output.weight"),
-            ("time_mix_k", "time_mix_r", *LINEAR),
-        ),
-        Generation(
-            rwkv5,
-            "wkv5",
-            {"head_size": HEAD_SIZE},
-            (
-                *(*MIXES, "time_mix_g", "time_decay", "time_faaaa"),
-                *(*LINEAR, "gate.weight", "output.weight", *HEAD_NORM),
-            ),
-            ("time_mix_k", "time_mix_r", *LINEAR),
-        ),
-        Generation(
-            rwkv6,
-            "wkv6",
-            {"head_size": HEAD_SIZE, "mix_rank": 5, "decay_rank": 7},
-            (
-                *(f"time_maa_{x}" for x in ("x", "w", "k", "v", "r", "g", "w1", "w2")),
-                *("time_decay", "time_decay_w1", "time_decay_w2", "time_faaaa"),
-                *(*LINEAR, "gate.weight", "output.weight", *HEAD_NORM),
-            ),
-            ("time_maa_k", "time_maa_r", *LINEAR),
-        ),
-        Generation(
-            rwkv7,
-            "wkv7",
-            {"head_size": HEAD_SIZE},
-            (
-                *("x_r", "x_w", "x_k", "x_v", "x_a", "x_g", "k_k", "k_a", "r_k"),
-                *(f"{x}{i}" for x in "wav" for i in range(3)),
-                *("g1", "g2", *LINEAR, "output.weight", *HEAD_NORM),
-            ),
-            ("x_k", "key.weight", "value.weight"),
-        ),
-    )
+    "wkv4": Generation(rwkv4, "wkv4", "RWKV-4"),
+    "wkv5": Generation(rwkv5, "wkv5", "RWKV-5.2"),
+    "wkv6": Generation(rwkv6, "wkv6", "RWKV-6"),
+    "wkv7": Generation(rwkv7, "wkv7", "RWKV-7"),
 }
-UNUSED = {f"blocks.0.att.v{i}" for i in range(3)}
-"""In official checkpoints of RWKV-7 only."""
-
 LAST = (WIDTH - 1) / WIDTH
 ENDS = {
     "rwkv4": {
@@ -162,9 +114,7 @@ def tokens() -> jax.Array:
 
 
 def expected(generation: Generation, params: Any, tokens: jax.Array) -> np.ndarray:
-    named = generation.module.names(params)
-    rows = np.asarray(tokens)
-    return np.stack([language_models.logits(generation.name, named, row) for row in rows])
+    return np.stack(formulas(generation.module, params, np.asarray(tokens)))
 
 
 def test_logits_and_states(generation: Generation, params: Any, tokens: jax.Array) -> None:
@@ -271,14 +221,8 @@ def test_bfloat16_is_close_to_float32(
 
 
 def test_names_are_official(generation: Generation, initial: Any) -> None:
-    names = {"emb.weight", "head.weight"}
-    norms = ["ln_out", "blocks.0.ln0"]
-    for layer in range(LAYERS):
-        names |= {f"blocks.{layer}.att.{x}" for x in generation.att}
-        names |= {f"blocks.{layer}.ffn.{x}" for x in generation.ffn}
-        norms += [f"blocks.{layer}.ln1", f"blocks.{layer}.ln2"]
-    names |= {f"{norm}.{x}" for norm in norms for x in NORM}
-    assert set(generation.module.names(initial)) == names - UNUSED
+    names = set(checkpoints.official(generation.version))
+    assert set(generation.module.names(initial)) == names - set(checkpoints.UNUSED)
 
 
 def test_initial_values(generation: Generation, initial: Any) -> None:
@@ -391,3 +335,88 @@ def test_parameters_on_a_mesh(generation: Generation, cpus: list[Any]) -> None:
     assert placed.blocks.first == apart.blocks[0]
     for x, one in zip(*map(jax.tree.leaves, (placed.blocks.rest, apart.blocks[1])), strict=True):
         assert tuple(x.spec) == (None, *one.spec)
+
+
+# What a model checks before it computes anything.
+
+OUTSIDE = config_of(rwkv7).vocabulary
+"""The first number that is no token."""
+
+FUNCTIONS = {
+    "features": rwkv7.features,
+    "apply": rwkv7.apply,
+    "Invariant": models.Invariant(rwkv7).apply,
+    "flax": lambda params, tokens: flax.RWKV(config_of(rwkv7), params=params)(tokens),
+    "equinox": lambda params, tokens: equinox.RWKV(config_of(rwkv7), params=params)(tokens),
+}
+
+
+@pytest.mark.usefixtures("unchecked_types")
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize(
+    ("tokens", "error", "message"),
+    [
+        ([[1, 2, 3]], TypeError, "tokens is a list; accepted is a JAX or numpy array"),
+        (3, TypeError, "tokens is a int; accepted is a JAX or numpy array"),
+        (np.ones((1, 3), np.float32), TypeError, "tokens is float32; accepted are integers"),
+        (np.ones((1, 3), bool), TypeError, "tokens is bool; accepted are integers"),
+        (np.ones((1, 2, 3), np.int32), ValueError, r"tokens has shape \(1, 2, 3\); accepted is \["),
+        (
+            np.array([OUTSIDE]),
+            ValueError,
+            rf"tokens has {OUTSIDE}; accepted .* to {OUTSIDE - 1}",
+        ),
+        (jnp.array([3, -1]), ValueError, "tokens has -1; accepted are integers from 0 to"),
+    ],
+    ids=["list", "int", "float", "bool", "axes", "large", "negative"],
+)
+def test_tokens_are_checked(name: str, tokens: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(
+        error, match=f"{'Invariant' if name == 'Invariant' else 'rwkv7'}: {message}"
+    ):
+        FUNCTIONS[name](parameters(rwkv7), tokens)
+
+
+def test_tokens_of_a_compiled_program_are_not_known() -> None:
+    """They read another row, as the documentation says."""
+    params = parameters(rwkv7)
+    embedded = jax.jit(lambda tokens: rwkv7.apply(params, tokens)[0])
+    assert jnp.array_equal(embedded(np.array([OUTSIDE])), embedded(np.array([OUTSIDE - 1])))
+
+
+@pytest.mark.usefixtures("unchecked_types")
+def test_states_are_checked(generation: Generation) -> None:
+    module, name = generation.module, generation.name
+    params = parameters(module)
+    tokens = np.array([1, 2], np.int32)
+
+    def refused(state: Any, error: type[Exception], message: str, dtype: Any = "float32") -> None:
+        with pytest.raises(error, match=f"(?s){name}: {message}"):
+            jax.eval_shape(lambda: module.apply(params, tokens, state, dtype=dtype))
+
+    state = module.initial_state(params, 2)
+    wrong = "state is not one of this model with 2 rows and float32 activations:.*"
+    refused(state[:1], ValueError, wrong + r"1\.att\.shift is missing; expected is \[2, 32\]")
+    refused((*state, state[0]), ValueError, wrong + r"'2\.att\.shift' is expected nowhere")
+    refused(module.initial_state(params, 3), ValueError, wrong + r"0\.ffn is \[3, 32\] in float32")
+    # The states of RWKV-5 to 7 are alike.
+    other = rwkv7 if module is rwkv4 else rwkv4
+    refused(other.initial_state(parameters(other), 2), ValueError, wrong + r"att\.wkv")
+    narrow = jax.tree.map(lambda x: x.astype("bfloat16"), state)
+    refused(narrow, TypeError, wrong + r"0\.att\.shift is .* in bfloat16; expected is .* float32")
+    refused(state, TypeError, r"state .* and bfloat16 activations:.*float32; expected", "bfloat16")
+    refused(jax.tree.map(lambda x: 1.0, state), ValueError, wrong + r"0\.ffn is a float; expected")
+    refused(module.stacked(state), ValueError, "state is Stacked; accepted with a tuple")
+    assert jax.eval_shape(lambda: module.apply(params, tokens, state))
+
+
+@pytest.mark.usefixtures("unchecked_types")
+def test_unknown_options(generation: Generation) -> None:
+    """Also for one token of each row, where no layer function has kernels."""
+    module, params = generation.module, parameters(generation.module)
+    accepted = "accepted are None, 'mixes', 'cheap', 'blocks'"
+    with pytest.raises(ValueError, match=f"recompute is 'all'; {accepted}"):
+        module.apply(params, jnp.ones((2, 3), jnp.int32), recompute="all")
+    for tokens in (jnp.ones((2, 3), jnp.int32), jnp.ones(2, jnp.int32)):
+        with pytest.raises(ValueError, match="layers is 'fast'; accepted are"):
+            module.apply(params, tokens, layers="fast")

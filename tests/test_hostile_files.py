@@ -379,6 +379,7 @@ for path in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_cost(tmp_path: Path) -> None:
     """In a process of its own, whose memory tells that of a call, and which may wait for ever."""
     cases = COSTLY | {case: (write, "") for case, write in LARGEST.items()}

@@ -18,11 +18,11 @@ import rwkv_jax
 from rwkv_jax.models import rwkv7
 from support import hlo, internals, meshes
 from support.compiler import AS_USERS
-from support.models import random_like, shapes_of
+from support.models import config_of, random_like, shapes_of
 from support.operators import FAST
 from support.tolerance import assert_trees_close
 
-CONFIG = rwkv7.Config(layers=2, width=32, head_size=16, vocabulary=61)
+CONFIG = config_of(rwkv7)
 BATCH, TOKENS = 2, 37
 
 
@@ -45,7 +45,7 @@ def buffers(tree: object) -> list[int]:
     return [x.unsafe_buffer_pointer() for x in jax.tree.leaves(tree)]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
 def test_decoding_replaces_a_donated_state(
     params: rwkv7.Params, tokens: jax.Array, dtype: str, compiled: bool

@@ -139,7 +139,7 @@ def toy_oracle(inputs: cases.Arrays, form: str, cotangents: cases.Arrays) -> cas
     return of_wkv7(oracle.wkv7({**inputs, "a": zeros, "b": zeros}, form, cotangents))
 
 
-CASE = Case(4, 130, 2, 4, V=3, decay="log")
+CASE = Case(4, 132, 2, 4, V=3, decay="log")
 RUN = Run("toy", None)
 each_implementation = pytest.mark.parametrize("implementation", ["xla", "reference"])
 
@@ -164,7 +164,7 @@ def test_checks_and_dispatch() -> None:
     assert {name: x.available for name, x in found.items()} == {"xla": True, "reference": True}
     token = (x[:, 0] for x in (r, w, k, v))
     assert rwkv_jax.implementations("toy_step", *token)["xla"].available
-    with pytest.raises(ValueError, match=r"toy: v has shape \(4, 129, 2, 3\), so T = 129"):
+    with pytest.raises(ValueError, match=r"toy: v has shape \(4, 131, 2, 3\), so T = 131"):
         toy(r, w, k, v[:, 1:])
     with pytest.raises(TypeError, match="toy: k is bfloat16 where the others are float32"):
         toy(r, w, jnp.asarray(k, jnp.bfloat16), v)
@@ -203,7 +203,7 @@ def test_sharding(axis_type: AxisType, cpus: list[Any]) -> None:
     assert not hlo.collectives(compiled.as_text())
 
 
-@pytest.mark.parametrize("axes", ["data=2,model=2", "data=2,seq=2"])
+@pytest.mark.parametrize("axes", ["data=2,model=2", "data=2,seq=2", "seq=4"])
 def test_shard(axes: str, cpus: list[Any]) -> None:
     over = shard(toy, meshes.mesh(axes, AxisType.Auto, cpus), **meshes.PLACES[axes])
     check(RUN, CASE, function=over)
@@ -213,8 +213,8 @@ def test_shard(axes: str, cpus: list[Any]) -> None:
 @pytest.mark.parametrize(
     ("case", "packing"),
     [
-        (CASE, {"segment_ids": np.repeat([[3, 5, 0]] * 4, [50, 70, 10], axis=1)}),
-        (dataclasses.replace(CASE, B=1), {"cu_seqlens": np.array([0, 30, 30, 130], np.int32)}),
+        (CASE, {"segment_ids": np.repeat([[3, 5, 0]] * 4, [50, 70, 12], axis=1)}),
+        (dataclasses.replace(CASE, B=1), {"cu_seqlens": np.array([0, 30, 30, 132], np.int32)}),
     ],
     ids=["segments", "sequences"],
 )

@@ -15,18 +15,12 @@ from flax import nnx
 from rwkv_jax.models import rwkv4, rwkv5, rwkv6, rwkv7
 from rwkv_jax.nn import equinox, flax
 from rwkv_jax.wkv7 import wkv7
-from support.models import parameters, random_like, shapes_of
+from support.models import VOCABULARY, config_of, parameters, random_like, shapes_of
 from support.tolerance import assert_trees_close
 
 WIDTH, HEAD_SIZE = 32, 16
-SIZES: Any = {"layers": 2, "width": WIDTH, "vocabulary": 11}
-CONFIG = rwkv7.Config(**SIZES, head_size=HEAD_SIZE)
-CONFIGS = {
-    rwkv7: CONFIG,
-    rwkv6: rwkv6.Config(**SIZES, head_size=HEAD_SIZE, mix_rank=3, decay_rank=5),
-    rwkv5: rwkv5.Config(**SIZES, head_size=HEAD_SIZE),
-    rwkv4: rwkv4.Config(**SIZES),
-}
+GENERATIONS = (rwkv7, rwkv6, rwkv5, rwkv4)
+CONFIG = config_of(rwkv7)
 BATCH, TOKENS = 2, 9
 
 Tree = TypeVar("Tree")
@@ -41,7 +35,7 @@ def inputs_of(module: ModuleType, name: str) -> tuple[Any, ...]:
     return {
         "TimeMix": (x, state[1].att, *[v_first] * (module is rwkv7)),
         "ChannelMix": (x, state[1].ffn),
-        "RWKV": (jnp.arange(BATCH * TOKENS).reshape(BATCH, TOKENS) % 11, state),
+        "RWKV": (jnp.arange(BATCH * TOKENS).reshape(BATCH, TOKENS) % VOCABULARY, state),
     }[name]
 
 
@@ -55,12 +49,12 @@ def program(call: Callable[..., Any], *operands: Any, ids: Any) -> str:
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.parametrize("generation", CONFIGS, ids=lambda x: x.GENERATION.name)
+@pytest.mark.parametrize("generation", GENERATIONS, ids=lambda x: x.GENERATION.name)
 def test_layers_compute_what_functions_compute(generation: ModuleType, name: str) -> None:
     """Of sequences and tokens, with a state, without one and with segments, in both frameworks."""
     where = () if name == "RWKV" else (1,)
-    module = getattr(flax, name)(CONFIGS[generation], *where, rngs=nnx.Rngs(0))
-    layer = getattr(equinox, name)(CONFIGS[generation], *where, key=jax.random.key(1))
+    module = getattr(flax, name)(config_of(generation), *where, rngs=nnx.Rngs(0))
+    layer = getattr(equinox, name)(config_of(generation), *where, key=jax.random.key(1))
     function = getattr(generation, FUNCTIONS[name])
     of_rows = functools.partial(function, flax.arrays(module.params))
 

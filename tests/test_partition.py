@@ -18,7 +18,12 @@ from support.harness import assert_right, expected, operands, results, value_and
 from support.operators import STEPS, Run, available, runs
 
 CASE, STEP_CASE = Case(4, 16, 4, 16), Case(4, 1, 4, 16)
-RUNS = [x for x in runs(CASE, platform="cpu") if x.values[0].implementation != "xla"]
+RUNS = [
+    pytest.param(*x.values, id=x.id, marks=[pytest.mark.slow] * (x.values[0].op == "wkv6"))
+    for x in runs(CASE, platform="cpu")
+    if x.values[0].implementation != "xla"
+]
+"""WKV5 has the rules of WKV6, and one more operand that all tokens share."""
 XLA = Run("wkv7", "xla")
 """It differs only in what each device runs, and compiles slowly."""
 
@@ -27,7 +32,7 @@ each_mesh = pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explic
 some_of_both = pytest.mark.parametrize(
     ("run", "axis_type"),
     [
-        pytest.param(*run.values, kind, id=f"{run.id}-{kind}")
+        pytest.param(*run.values, kind, id=f"{run.id}-{kind}", marks=run.marks)
         for i, run in enumerate(RUNS)
         for j, kind in enumerate((AxisType.Auto, AxisType.Explicit))
         if run.id == "wkv7-ffi" or (i + j) % 2
@@ -76,7 +81,7 @@ def _summed(run: Run, place: tuple) -> set[str]:
     ("run", "place"),
     [
         *(
-            pytest.param(*run.values, place, id=f"{run.id}-{name}")
+            pytest.param(*run.values, place, id=f"{run.id}-{name}", marks=run.marks)
             for run in RUNS
             for name, place in PLACES.items()
             if name == "batch and heads" or run.id in ("wkv7-ffi", "wkv5-ffi", "wkv4-ffi")

@@ -18,8 +18,7 @@ from rwkv_jax.generation import Sampling
 from rwkv_jax.models import rwkv4, rwkv7
 from rwkv_jax.serving import Pool, Request, _slots
 from rwkv_jax.serving._prefixes import Prefixes, cut
-from support import language_models
-from support.models import VOCABULARY, parameters
+from support.models import VOCABULARY, formulas, parameters
 
 LENGTH, PIECES = 12, (4, 8)
 RNG = np.random.default_rng(3)
@@ -105,10 +104,8 @@ def test_greedy_tokens(module: ModuleType) -> None:
     pool = Pool(module, params, 3, pieces=PIECES, steps=5)
     requests = [submit(pool, number, sampling=GREEDY) for number in (0, 1, 2, 3)]
     pool.run()
-    for request in requests:
-        tokens = [*request.prompt.tolist(), *request.tokens]
-        name = module.__name__.rpartition(".")[2]
-        logits = language_models.logits(name, module.names(params), tokens)
+    rows = [[*request.prompt.tolist(), *request.tokens] for request in requests]
+    for request, logits in zip(requests, formulas(module, params, rows), strict=True):
         expected = np.argmax(logits[len(request.prompt) - 1 : -1], axis=-1)
         assert request.tokens == expected.tolist()
 

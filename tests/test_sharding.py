@@ -83,7 +83,7 @@ def test_splits_on_each_device(run: Run, cpus: list[Any], monkeypatch: pytest.Mo
     check(run, Case(1, 3 * internals.CHUNK * 2, 2, 16), function=function)
 
 
-@pytest.mark.parametrize("op", ["wkv7", "wkv5", "wkv4"])
+@pytest.mark.parametrize("op", ["wkv7", pytest.param("wkv5", marks=pytest.mark.slow), "wkv4"])
 def test_bytes_exchanged_do_not_depend_on_the_tokens(op: str, cpus: list[Any]) -> None:
     """Forward: the summaries of all devices. Backward: as many states, once, and sums."""
     run, heads, size = Run(op, available(op, CASE, "cpu")[0]), 2, 16

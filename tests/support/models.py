@@ -1,6 +1,8 @@
 """Small models with random parameters."""
 
+import dataclasses
 import math
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
@@ -9,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import KeyPath
 
-from rwkv_jax.models import rwkv4, rwkv7
+from rwkv_jax.models import rwkv7
+from support import language_models
 
 VOCABULARY = 61
 _SIZES = {"layers": 2, "width": 32, "head_size": 16, "vocabulary": VOCABULARY}
@@ -28,10 +31,22 @@ def random_like(shapes: Any, scale: float = 0.3, seed: int = 1) -> Any:
     )
 
 
+def config_of(module: ModuleType, **sizes: int) -> Any:
+    """A `Config` with small sizes, but for those that are given; a head size and ranks where the
+    generation has them."""
+    accepted = {field.name for field in dataclasses.fields(module.Config)}
+    return module.Config(**{n: x for n, x in (_SIZES | sizes).items() if n in accepted})
+
+
 def parameters(module: ModuleType) -> Any:
     """Random parameters of a generation, with sizes at which all of them count."""
-    sizes = {name: x for name, x in _SIZES.items() if module is not rwkv4 or name != "head_size"}
-    return random_like(shapes_of(module, module.Config(**sizes)))
+    return random_like(shapes_of(module, config_of(module)))
+
+
+def formulas(module: ModuleType, params: Any, rows: Iterable[Any]) -> list[np.ndarray]:
+    """The logits after each token of some rows, by the published formulas in float64."""
+    named = module.names(params)
+    return [language_models.logits(module.GENERATION.name, named, tokens) for tokens in rows]
 
 
 _RANKS = {"w": 40, "a": 8, "v": 16, "g": 72}
