@@ -139,6 +139,7 @@ def test_decode_with_zeros(bench: Bench, tmp_path: Path) -> None:
         assert np.mean(hidden <= 0) == pytest.approx(share, abs=0.03)
 
 
+@pytest.mark.slow
 def test_loss(bench: Bench) -> None:
     given = ("--shapes=8x16x32", "--slabs=4", "--repeats=1")
     rows = bench("bench_loss", *given, says=("8x16x32, forward+backward",))

@@ -282,6 +282,7 @@ def test_what_an_answer_leaves_unread(seen: str, unread: str) -> None:
     assert _unread(seen) == unread
 
 
+@pytest.mark.slow
 def test_rows_that_end_well_are_printed(files: Files, command: Command) -> None:
     """Of several rows one fails: some sample the word after which nothing can be sampled."""
     hot = ("--temperature", 100, "--top-p", 1, "--tokens", 400, "--seed", 0)

@@ -1,6 +1,5 @@
 """Which implementation runs, what is said where one cannot, and what an installation reports."""
 
-import functools
 import os
 import re
 import subprocess
@@ -17,56 +16,51 @@ from rwkv_jax.losses import cross_entropy
 from rwkv_jax.models import rwkv7
 from support import cases, hlo, internals
 from support.cases import Case
+from support.harness import operands, results, value_and_gradients
 from support.models import shapes_of
-from support.operators import OPERATORS, SEQUENCES, STEPS, available
+from support.operators import OPERATORS, SEQUENCES, STEPS, Run, available
 
 CASE = Case(2, 16, 2, 32)
 PLATFORM = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
 NATIVE = "ffi" in available("wkv7", CASE)
 
 each_operator = pytest.mark.parametrize("op", OPERATORS)
-each_sequence = pytest.mark.parametrize("op", SEQUENCES)
+ALIKE = ("wkv5", "wkv6")
+"""Operators whose dispatch is that of the others; slow."""
+
+each_sequence = pytest.mark.parametrize(
+    "op", [pytest.param(op, marks=[pytest.mark.slow] * (op in ALIKE)) for op in SEQUENCES]
+)
 
 
 def _targets(op: str) -> set[str]:
     return internals.targets(op, "fwd", "bwd")
 
 
-def _gradients(op: str, implementation: str | None, inputs: dict) -> dict:
-    def loss(inputs: dict) -> jax.Array:
-        results = OPERATORS[op].function(**inputs, implementation=implementation)
-        return sum((jnp.sum(x.astype(jnp.float32)) for x in results), jnp.float32(0))
-
-    return jax.grad(loss)(inputs)
-
-
 def _lowered(implementation: str | None, platform: str, case: Case = CASE, op: str = "wkv7") -> str:
-    inputs, _ = OPERATORS[op].make(case)
     with hlo.device(platform):
-        traced = jax.jit(_gradients, static_argnums=(0, 1)).trace(op, implementation, inputs)
+        traced = value_and_gradients.trace(Run(op, implementation), *operands(op, case))
         return traced.lower(lowering_platforms=(platform,)).as_text()
 
 
 @pytest.mark.parametrize(
     ("op", "implementation"),
     [
-        pytest.param(op, name, marks=[pytest.mark.slow] if name == "xla" else [])
+        pytest.param(op, name, marks=[pytest.mark.slow] * (name == "xla" or op in ALIKE))
         for op in OPERATORS
         for name in (None, *available(op, CASE))
         if op in STEPS or name in (None, "ffi", "xla")
     ],
 )
 def test_what_is_compiled_here(op: str, implementation: str | None) -> None:
-    inputs, _ = OPERATORS[op].make(Case(2, 1, 2, 32) if op in STEPS else CASE)
-    call = functools.partial(OPERATORS[op].function, implementation=implementation)
+    run, native = Run(op, implementation), NATIVE and implementation in (None, "ffi")
     if op in SEQUENCES:
-        call = functools.partial(_gradients, op, implementation)
+        compiled = value_and_gradients.lower(run, *operands(op, CASE)).compile()
         targets = _targets(op)
-        compiled = jax.jit(call).lower(inputs).compile()
     else:
+        inputs, _ = operands(op, Case(2, 1, 2, 32))
+        compiled = jax.jit(lambda xs: results(run, **xs)).lower(inputs).compile()
         targets = internals.targets(op.removesuffix("_step"), "step")
-        compiled = jax.jit(call).lower(**inputs).compile()
-    native = NATIVE and implementation in (None, "ffi")
     assert hlo.targets(compiled.as_text()) == (targets if native else set())
 
 
@@ -100,7 +94,9 @@ def test_without_any_native_kernels_the_error_comes_while_tracing(pretend: Any) 
         _trace_ffi(CASE)
 
 
-@pytest.mark.parametrize(("platform", "op"), [("tpu", "wkv7"), *(("rocm", op) for op in SEQUENCES)])
+@pytest.mark.parametrize(
+    ("platform", "op"), [("tpu", "wkv7"), ("rocm", "wkv7"), ("rocm", "wkv6"), ("rocm", "wkv4")]
+)
 def test_other_platforms(platform: str, op: str, pretend: Any) -> None:
     assert "custom_call @" not in _lowered(None, platform, op=op)
     pretend("cpu", None)  # so that only the platform is at fault

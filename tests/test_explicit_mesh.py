@@ -44,8 +44,8 @@ def tokens_on(mesh: Mesh) -> jax.Array:
 
 @pytest.mark.parametrize(
     ("module", "where"),
-    [(rwkv7, "nowhere"), (rwkv7, "everywhere"), (rwkv7, "model")]
-    + [(module, "model") for module in (rwkv6, rwkv5, rwkv4)],
+    [(module, "model") for module in (rwkv4, rwkv5, rwkv6, rwkv7)]
+    + [(rwkv7, "nowhere"), (rwkv7, "everywhere")],
     ids=lambda x: x if isinstance(x, str) else x.GENERATION.name,
 )
 def test_loss_and_gradients(module: ModuleType, where: str, mesh: Mesh) -> None:
@@ -117,6 +117,7 @@ def test_a_pool_says_what_it_takes(params: rwkv7.Params, mesh: Mesh) -> None:
         serving.Pool(rwkv7, params, 4, mesh=mesh, data="data")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stacked", [False, True], ids=["in turn", "stacked"])
 def test_states_are_where_parameters_are(
     stacked: bool, params: rwkv7.Params, mesh: Mesh, cpus: list[Any]

@@ -87,10 +87,10 @@ ENDS = {
 """Initial values at the two ends of vectors, from the official formulas evaluated by hand."""
 
 
-# In the quick run test_evaluation.py compares RWKV-5 with the formulas.
+# In the quick run test_evaluation.py compares RWKV-5 and RWKV-6 with the formulas.
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(x, marks=[pytest.mark.slow] * (x == "wkv5")) for x in GENERATIONS],
+    params=["wkv4", "wkv7", *(pytest.param(x, marks=pytest.mark.slow) for x in ("wkv5", "wkv6"))],
     ids=lambda op: GENERATIONS[op].name,
 )
 def generation(request: pytest.FixtureRequest) -> Generation:

@@ -232,6 +232,7 @@ def test_features_of_tokens_that_do_not_count(options: dict) -> None:
     assert not np.asarray(found["dfeatures"])[~given["mask"]].any()
 
 
+@pytest.mark.slow
 def test_vmap() -> None:
     """Over features, over weights, and over both, inside and outside of a gradient."""
     given = arrays(5)

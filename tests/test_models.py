@@ -248,6 +248,7 @@ def test_official_sizes() -> None:
     )
 
 
+@pytest.mark.slow
 def test_initial_loss_is_of_a_uniform_guess(tokens: jax.Array) -> None:
     initial = jax.jit(lambda: rwkv7.init(jax.random.key(0), CONFIG))()
     key = initial.blocks[0].ffn.key.weight
@@ -340,6 +341,7 @@ def test_stacked_and_back(layers: int, tokens: jax.Array) -> None:
     assert_trees_close((logits, rwkv7.unstacked(after)), expected, 1e-6)
 
 
+@pytest.mark.slow
 def test_program_of_stacked_blocks_does_not_grow_with_layers(tokens: jax.Array) -> None:
     @jax.grad
     def gradient(params: rwkv7.Params) -> jax.Array:

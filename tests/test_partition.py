@@ -18,7 +18,7 @@ from support.harness import assert_right, expected, operands, results, value_and
 from support.operators import STEPS, Run, available, runs
 
 CASE, STEP_CASE = Case(4, 16, 4, 16), Case(4, 1, 4, 16)
-RUNS = [
+RUNS: list[Any] = [
     pytest.param(*x.values, id=x.id, marks=[pytest.mark.slow] * (x.values[0].op == "wkv6"))
     for x in runs(CASE, platform="cpu")
     if x.values[0].implementation != "xla"

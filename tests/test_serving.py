@@ -132,6 +132,7 @@ def test_requests_do_not_depend_on_each_other(params: rwkv7.Params, alone: Any) 
     assert_alone(pool, late, alone)
 
 
+@pytest.mark.slow
 def test_prompts_side_by_side(params: rwkv7.Params, alone: Any) -> None:
     """Two prompts in a call, also where their pieces are of different lengths."""
     pool = pool_of(params, readers=2)
