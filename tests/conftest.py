@@ -30,7 +30,7 @@ jaxtyping.install_import_hook("rwkv_jax", "beartype.beartype")
 
 rwkv_jax = importlib.import_module("rwkv_jax")
 
-pytest_plugins = ["support.emulation"]
+pytest_plugins = ["support.commands", "support.emulation", "support.scripts"]
 
 # Files whose tests need what is not here; RWKV_JAX_REQUIRE says that it has to be.
 PLATFORM = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
@@ -136,3 +136,13 @@ def unchecked_types():
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture
+def pretend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Say that the native module of a platform is missing for a reason, or there."""
+    from support import internals
+
+    yield lambda platform, reason: internals.pretend(monkeypatch, platform, reason)
+    monkeypatch.undo()
+    jax.clear_caches()

@@ -5,16 +5,18 @@ need a GPU, and with the official models."""
 import functools
 import importlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 import optax
 import pytest
 from flax import nnx
+
+from support.vocabularies import write_vocabulary
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 
@@ -36,36 +38,40 @@ def _as_scripts_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
-    return tmp_path / "figures.json"
+def checkout(tmp_path: Path) -> Path:
+    """A folder that looks like the official training code."""
+    (tmp_path / "checkout" / "src").mkdir(parents=True)
+    (tmp_path / "checkout" / "src" / "model.py").touch()
+    return tmp_path / "checkout"
+
+
+Bench: TypeAlias = Callable[..., Any]
 
 
 @pytest.fixture
-def checkout(tmp_path: Path) -> Path:
-    """A folder that looks like the official training code."""
-    folder = tmp_path / "checkout"
-    (folder / "src").mkdir(parents=True)
-    (folder / "src" / "model.py").touch()
-    return folder
+def bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Bench:
+    """Runs a benchmark: its rows of figures. The table says some words."""
 
+    def run(name: str, *options: str, says: tuple[str, ...] = ()) -> Any:
+        file = tmp_path / "figures.json"
+        options = (*TINY.get(name, ()), *options, f"--json={file}")
+        assert importlib.import_module(name).main(options) == 0
+        output = capsys.readouterr().out
+        assert all(words in output for words in says)
+        return json.loads(file.read_text())["rows"]
 
-def run(name: str, file: Path, *options: str) -> Any:
-    """The rows of figures of a benchmark that succeeds."""
-    options = (*TINY.get(name, ()), *options, f"--json={file}")
-    assert importlib.import_module(name).main(options) == 0
-    return json.loads(file.read_text())["rows"]
+    return run
 
 
 # The benchmarks.
 
 
-def test_model(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.slow
+def test_model(bench: Bench, tmp_path: Path) -> None:
     picture = tmp_path / "share.png"
     more = ("--forward", "--profile", "--model", "implementation=reference", f"--plot={picture}")
-    training, forward = run("bench_model", file, *more)
-    output = capsys.readouterr().out
-    for words in ("2x64, batch 1, training", "2x64, batch 1, forward", "of peak", "compile s"):
-        assert words in output
+    says = ("2x64, batch 1, training", "2x64, batch 1, forward", "of peak", "compile s")
+    training, forward = bench("bench_model", *more, says=says)
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert [training["pass"], forward["pass"]] == ["training", "forward"]
     for row in (training, forward):
@@ -85,22 +91,20 @@ def test_model(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.slow
-def test_model_with_a_scan_over_blocks(file: Path) -> None:
+def test_model_with_a_scan_over_blocks(bench: Bench) -> None:
     """The same operations, bytes of arguments and loss as without a scan."""
-    (plain,) = run("bench_model", file)
-    (scan,) = run("bench_model", file, "--scan", "--model", "recompute=cheap")
+    (plain,) = bench("bench_model")
+    (scan,) = bench("bench_model", "--scan", "--model", "recompute=cheap")
     assert scan["argument_bytes"] == pytest.approx(plain["argument_bytes"], rel=1e-3)
     assert scan["loss"] == pytest.approx(plain["loss"], rel=1e-5)
     operations, of_scan = (row["share_of_peak"] * row["ms"] for row in (plain, scan))
     assert of_scan == pytest.approx(operations)
 
 
-def test_decode(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_decode(bench: Bench) -> None:
     more = ("--rows=1x64x3xfloat32", "--prefill=16", "--pause=0.01", "--profile")
-    decoding, prefill = run("bench_decode", file, *more)
-    output = capsys.readouterr().out
-    for words in ("1x64, batch 3, float32, decoding", "prefill", "times floor", "one token"):
-        assert words in output
+    says = ("1x64, batch 3, float32, decoding", "prefill", "times floor", "one token")
+    decoding, prefill = bench("bench_decode", *more, says=says)
     assert decoding["tokens_per_second"] == pytest.approx(3e3 / decoding["ms"])
     matrices = 12 * 64 * 64 + 3 * 2 * 64 * 32
     vectors = 64 * (19 - 1 + 2 + 2)
@@ -114,15 +118,14 @@ def test_decode(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert flops == pytest.approx(16 * (2 * matrices + 8 * 64 * 64))
 
 
-def test_decode_with_zeros(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.slow
+def test_decode_with_zeros(bench: Bench, tmp_path: Path) -> None:
     """Weights have the share of zeros that is asked for, and the floor counts what is left."""
     picture = tmp_path / "decode.png"
     more = ("--rows=1x64x2xfloat32", "--zeros", "0", "75", "100", f"--plot={picture}")
-    moved = [row["bytes"] for row in run("bench_decode", file, *more)]
+    says = ("weights are made so that", "1x64, batch 2, float32, 75 % zeros, decoding")
+    moved = [row["bytes"] for row in bench("bench_decode", *more, says=says)]
     assert picture.read_bytes().startswith(b"\x89PNG")
-    output = capsys.readouterr().out
-    assert "weights are made so that" in output
-    assert "1x64, batch 2, float32, 75 % zeros, decoding" in output
     value = 4 * 64 * 256
     assert [moved[0] - x for x in moved] == [0, value * 0.75**2, value]
     script = importlib.import_module("bench_decode")
@@ -136,9 +139,10 @@ def test_decode_with_zeros(file: Path, tmp_path: Path, capsys: pytest.CaptureFix
         assert np.mean(hidden <= 0) == pytest.approx(share, abs=0.03)
 
 
-def test_loss(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = run("bench_loss", file, "--shapes=8x16x32", "--slabs=4", "--repeats=1")
-    assert "8x16x32, forward+backward" in capsys.readouterr().out
+@pytest.mark.slow
+def test_loss(bench: Bench) -> None:
+    given = ("--shapes=8x16x32", "--slabs=4", "--repeats=1")
+    rows = bench("bench_loss", *given, says=("8x16x32, forward+backward",))
     names = ("all logits", "cross_entropy", "cross_entropy, recompute", "slabs of 4")
     assert [row["contestant"] for row in rows] == [*names, *names]
     assert all(row["differs"] < 1e-5 for row in rows)
@@ -183,56 +187,26 @@ def test_bad_options(capsys: pytest.CaptureFixture[str]) -> None:
 
 # Classes of kernels.
 
-TRACE = """
-planes {
-  name: "/device:GPU:0"
-  lines {
-    name: "Stream #13(Compute)"
-    events {
-      metadata_id: 1 offset_ps: 0 duration_ps: 4000000
-      stats { metadata_id: 1 str_value: "cublas-gemm.1" }
-    }
-    events {
-      metadata_id: 2 offset_ps: 4000000 duration_ps: 2000000
-      stats { metadata_id: 1 str_value: "gemm_fusion_dot.2" }
-    }
-    events {
-      metadata_id: 3 offset_ps: 7000000 duration_ps: 2000000
-      stats { metadata_id: 1 str_value: "custom-call.3" }
-    }
-    events {
-      metadata_id: 3 offset_ps: 9000000 duration_ps: 1000000
-      stats { metadata_id: 1 str_value: "custom-call.4" }
-    }
-    events {
-      metadata_id: 4 offset_ps: 10000000 duration_ps: 3000000
-      stats { metadata_id: 1 str_value: "loop_add_fusion" }
-    }
-  }
-  lines {
-    name: "Stream #14(MemcpyD2D)"
-    events { metadata_id: 5 offset_ps: 12000000 duration_ps: 4000000 }
-  }
-  lines {
-    name: "XLA Ops"
-    events { metadata_id: 4 offset_ps: 0 duration_ps: 900000000 }
-  }
-  event_metadata { key: 1 value { id: 1 name: "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NNT" } }
-  event_metadata { key: 2 value { id: 2 name: "gemm_fusion_dot_2" } }
-  event_metadata { key: 3 value { id: 3 name: "void rwkv_jax::cuda::ChunkKernel<64>()" } }
-  event_metadata { key: 4 value { id: 4 name: "loop_add_fusion" } }
-  event_metadata { key: 5 value { id: 5 name: "MemcpyD2D" } }
-  stat_metadata { key: 1 value { id: 1 name: "hlo_op" } }
-}
-planes {
-  name: "/host:CPU"
-  lines {
-    name: "threads"
-    events { metadata_id: 1 offset_ps: 0 duration_ps: 900000000 }
-  }
-  event_metadata { key: 1 value { id: 1 name: "PjRtExecute" } }
-}
-"""
+
+def trace(*lines: tuple[str, list[tuple[str, str, int, int]]]) -> str:
+    """A profile of a GPU whose streams ran kernels: each with the name of its instruction, its own
+    name, and when it began and ended, in microseconds."""
+    kernels = [kernel for _, several in lines for kernel in several]
+    numbers = {name: i for i, name in enumerate(dict.fromkeys(name for _, name, *_ in kernels), 1)}
+    text = 'planes { name: "/device:GPU:0" stat_metadata { key: 1 value { id: 1 name: "hlo_op" } }'
+    for stream, several in lines:
+        text += f' lines {{ name: "{stream}"'
+        for instruction, name, begin, end in several:
+            text += (
+                f" events {{ metadata_id: {numbers[name]} offset_ps: {begin * 10**6}"
+                f" duration_ps: {(end - begin) * 10**6}"
+                f' stats {{ metadata_id: 1 str_value: "{instruction}" }} }}'
+            )
+        text += " }"
+    for name, i in numbers.items():
+        text += f' event_metadata {{ key: {i} value {{ id: {i} name: "{name}" }} }}'
+    return text + " }"
+
 
 PROGRAM = """
 HloModule jit_step
@@ -257,7 +231,21 @@ ENTRY %main (x: bf16[64,64], y: f32[64,64]) -> f32[64,64] {
 
 def test_classes_of_kernels() -> None:
     profile = importlib.import_module("benchmarking.profile")
-    kernels = profile.kernels(jax.profiler.ProfileData.from_text_proto(TRACE))
+    of_streams = trace(
+        (
+            "Stream #13(Compute)",
+            [
+                ("cublas-gemm.1", "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NNT", 0, 4),
+                ("gemm_fusion_dot.2", "gemm_fusion_dot_2", 4, 6),
+                ("custom-call.3", "void rwkv_jax::cuda::ChunkKernel<64>()", 7, 9),
+                ("custom-call.4", "void rwkv_jax::cuda::ChunkKernel<64>()", 9, 10),
+                ("loop_add_fusion", "loop_add_fusion", 10, 13),
+            ],
+        ),
+        ("Stream #14(MemcpyD2D)", [("", "MemcpyD2D", 12, 16)]),
+        ("XLA Ops", [("", "loop_add_fusion", 0, 900)]),
+    )
+    kernels = profile.kernels(jax.profiler.ProfileData.from_text_proto(of_streams))
     found = profile.by_class(kernels, profile.instructions(PROGRAM), 2)
     # Microseconds of two steps are milliseconds / 500 of one. No kernel ran from 6 to 7.
     ms = {name: round(kind["ms"] * 2000, 3) for name, kind in found["classes"].items()}
@@ -309,17 +297,14 @@ def test_official_models(capsys: pytest.CaptureFixture[str]) -> None:
 def test_official_code_that_is_not_there(
     tmp_path: Path, checkout: Path, compare: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for main, arguments, message in (
-        (
-            importlib.import_module("bench_model").main,
-            ["--official", str(tmp_path)],
-            "a checkout of",
-        ),
-        (compare.main, [str(tmp_path)], "accepted is a checkout of"),
-        (compare.main, [str(checkout), "--tokenizer=abc"], "tokenizer is 'abc'"),
+    bench_model = importlib.import_module("bench_model")
+    for script, arguments, message in (
+        (bench_model, ["--official", str(tmp_path)], "a checkout of"),
+        (compare, [str(tmp_path)], "accepted is a checkout of"),
+        (compare, [str(checkout), "--tokenizer=abc"], "tokenizer is 'abc'"),
     ):
         with pytest.raises(SystemExit):
-            main(arguments)
+            script.main(arguments)
         assert message in capsys.readouterr().err
 
 
@@ -335,10 +320,7 @@ def test_losses_are_compared(compare: ModuleType, capsys: pytest.CaptureFixture[
 def test_compared_steps_read_tokens(
     compare: ModuleType, monkeypatch: pytest.MonkeyPatch, checkout: Path
 ) -> None:
-    vocabulary = checkout / "vocabulary.txt"
-    tokens = [*(bytes([byte]) for byte in range(256)), b"ab"]
-    lines = (f"{number} {token!r} {len(token)}\n" for number, token in enumerate(tokens, 1))
-    vocabulary.write_text("".join(lines))
+    vocabulary = write_vocabulary(checkout / "vocabulary.txt", ["ab"])
     text = np.frombuffer(b"ab" * 40, np.uint8)
     monkeypatch.setattr(compare.data, "read", lambda folder, pattern: (text, text))
     sizes = ["--batch=2", "--context=16", "--steps=3"]

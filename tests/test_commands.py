@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ import rwkv_jax
 from rwkv_jax import _commands, evaluation, models, tokenizers
 from rwkv_jax._commands import doctor
 from support import checkpoints
+from support.commands import Command
+from support.vocabularies import write_vocabulary
 
 
 @pytest.mark.parametrize("name", _commands.COMMANDS)
@@ -34,26 +37,25 @@ def test_help_and_examples(name: str, capsys: pytest.CaptureFixture[str]) -> Non
         assert _commands.parser().parse_args(shlex.split(line)).command == name
 
 
-def test_help_of_the_module() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "rwkv_jax", "--help"], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.startswith("usage: rwkv-jax")
-    assert all(f"    {name}" in done.stdout for name in _commands.COMMANDS)
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match=r"^0$"):
+        _commands.main(["--help"])
+    text = capsys.readouterr().out
+    assert text.startswith("usage: rwkv-jax")
+    assert all(f"    {name}" in text for name in _commands.COMMANDS)
 
 
-def test_errors_of_the_user(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_of_the_user(tmp_path: Path, command: Command) -> None:
     missing = tmp_path / "model.pth"
-    assert _commands.main(["inspect", str(missing)]) == 2
-    assert capsys.readouterr().err == f"rwkv-jax inspect: {missing}: No such file or directory\n"
-    assert _commands.main(["inspect", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith(f"rwkv-jax inspect: {tmp_path}: the folder has no")
+    error = f"rwkv-jax inspect: {missing}: No such file or directory\n"
+    assert command.refused("inspect", missing) == error
+    error = f"rwkv-jax inspect: {tmp_path}: the folder has no"
+    assert command.refused("inspect", tmp_path).startswith(error)
 
 
 def test_a_closed_pipe(tmp_path: Path) -> None:
-    """Nothing is said of it, as of other programs before head."""
-    model = tmp_path / "model.safetensors"
-    checkpoints.write_safetensors(model, checkpoints.rwkv7())
+    """Nothing is said of it, as of other programs before head, by the module as a program."""
+    model = checkpoints.write_model(tmp_path)
     command = f"{sys.executable} -m rwkv_jax inspect {model} | true; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (141, "")
@@ -62,15 +64,13 @@ def test_a_closed_pipe(tmp_path: Path) -> None:
 def test_characters_that_a_terminal_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", shown)
-    path = tmp_path / "世.safetensors"
-    checkpoints.write_safetensors(path, checkpoints.rwkv7())
-    target = str(tmp_path / "界.safetensors")
-    assert _commands.main(["convert", str(path), target]) == 0
+    path, target = checkpoints.write_model(tmp_path), tmp_path / "界.safetensors"
+    assert _commands.main(["convert", str(path), str(target)]) == 0
     assert rb"/\u754c.safetensors: RWKV-7" in shown.buffer.getvalue()
 
 
 def test_files_in_the_place_of_another(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are named, whatever reads them; and a path may begin with ~."""
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -81,22 +81,26 @@ def test_files_in_the_place_of_another(
     ):
         for name in ("model.pth", "model.safetensors", "model.safetensors.index.json"):
             (tmp_path / name).write_bytes(content)
-            assert _commands.main(["inspect", f"~/{name}"]) == 2
-            assert f"{tmp_path / name}: the file is {message}" in capsys.readouterr().err
+            error = command.refused("inspect", f"~/{name}")
+            assert f"{tmp_path / name}: the file is {message}" in error
         (tmp_path / "tokenizer.json").write_bytes(content)
         with pytest.raises(ValueError, match=f"the file is {message}"):
             tokenizers.load("~/tokenizer.json")
 
 
-def test_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(_: str) -> None:
-        raise KeyboardInterrupt
+def raising(error: BaseException) -> Callable[..., Any]:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
 
-    monkeypatch.setattr(models, "inspect", interrupted)
-    assert _commands.main(["inspect", "model.pth"]) == 130
+    return fail
 
 
-def test_doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_interrupt(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "inspect", raising(KeyboardInterrupt()))
+    command("inspect", "model.pth", code=130)
+
+
+def test_doctor(monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
     """Right operators pass. One with a wrong gradient, one that gives NaN and one that raises fail
     by name, and so does the command."""
     devices, results = jax.local_devices(), doctor._results
@@ -117,17 +121,14 @@ def test_doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
 
     monkeypatch.setattr(jax, "local_devices", lambda backend=None: devices[:1])
     monkeypatch.setattr(doctor, "_results", kept)
-    assert _commands.main(["doctor"]) == 0
-    text = capsys.readouterr().out
+    text = command("doctor").out
     assert f"rwkv-jax  {rwkv_jax.__version__}".split() in [x.split() for x in text.splitlines()]
     assert len(re.findall(r"  passed$", text, re.MULTILINE)) == 4
     monkeypatch.setattr(doctor, "_results", wrong)
-    assert _commands.main(["doctor"]) == 1
-    text = capsys.readouterr().out
+    text = command("doctor", code=1).out
     assert len(re.findall(r"  FAILED$", text, re.MULTILINE)) == 3
     assert f"{devices[0]} wkv4: RuntimeError: out of order" in text
-    assert _commands.main(["doctor", "--json"]) == 1
-    report = json.loads(capsys.readouterr().out)
+    report = json.loads(command("doctor", "--json", code=1).out)
     assert report["packages"]["jax"] == jax.__version__
     assert report["build"]["missing"] == rwkv_jax.build_info()["missing"]
     assert report["devices"] == [{"device": str(devices[0]), "kind": devices[0].device_kind}]
@@ -140,68 +141,60 @@ def test_doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     assert checks["wkv5"]["array"] == checks["wkv6"]["array"] == "gradient v"
 
 
-def test_doctor_without_devices(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fails(backend: str | None = None) -> None:
-        raise RuntimeError("no driver")
-
-    monkeypatch.setattr(jax, "local_devices", fails)
-    assert _commands.main(["doctor"]) == 1
-    assert capsys.readouterr().out.endswith("\n\nno driver\n")
-    assert _commands.main(["doctor", "--json"]) == 1
-    assert json.loads(capsys.readouterr().out)["device_error"] == "no driver"
+def test_doctor_without_devices(monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
+    monkeypatch.setattr(jax, "local_devices", raising(RuntimeError("no driver")))
+    assert command("doctor", code=1).out.endswith("\n\nno driver\n")
+    report = json.loads(command("doctor", "--json", code=1).out)
+    assert report["device_error"] == "no driver"
 
 
-def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tensors = checkpoints.rwkv7(dtype="bfloat16")
-    path = tmp_path / "model.safetensors"
-    checkpoints.write_safetensors(path, tensors)
+def test_inspect(tmp_path: Path, command: Command) -> None:
+    path = checkpoints.write_model(tmp_path, dtype="bfloat16")
     found, loaded = models.inspect(path), models.load(path)
     assert found.config == loaded.config
     assert found.files == loaded.files == (str(path),)
     for x, y in zip(jax.tree.leaves(found.params), jax.tree.leaves(loaded.params), strict=True):
         assert isinstance(x, jax.ShapeDtypeStruct)
         assert (x.shape, x.dtype) == (y.shape, y.dtype)
-    assert _commands.main(["inspect", str(path), "--batch", "3", "--dtype", "float32"]) == 0
-    rows = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
-    rows = {name: value.strip() for name, value in rows.items()}
+    rows = command.table("inspect", path, "--batch", 3, "--dtype", "float32")
     count = sum(x.size for x in jax.tree.leaves(found.params))
-    assert rows["generation"] == "RWKV-7"
-    assert rows["hidden size"] == "24"
-    assert rows["rank of w"] == "7"
-    assert rows["ffn size"] == "96"
-    assert rows["tokenizer"] == "not known from the size of the vocabulary"
-    assert rows["parameters"] == f"{count:,}"
-    assert rows["dtype"] == "bfloat16"
-    assert rows["weights"] == f"{4 * count / 1000:.3g} kB in float32"
     state = 2 * 3 * (24 + 24 + 3 * 8 * 8)
-    assert rows["states"] == f"{4 * state / 1000:.3g} kB for 3 rows, activations in float32"
+    assert (
+        rows.items()
+        >= {
+            "generation": "RWKV-7",
+            "hidden size": "24",
+            "rank of w": "7",
+            "ffn size": "96",
+            "tokenizer": "not known from the size of the vocabulary",
+            "parameters": f"{count:,}",
+            "dtype": "bfloat16",
+            "weights": f"{4 * count / 1000:.3g} kB in float32",
+            "states": f"{4 * state / 1000:.3g} kB for 3 rows, activations in float32",
+        }.items()
+    )
     assert np.isclose(float(rows["files"].split()[0]), path.stat().st_size / 1000, rtol=5e-3)
 
 
-def test_convert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_convert(tmp_path: Path, command: Command) -> None:
     """From form to form and back, bit for bit; and to another dtype."""
-    first, last = tmp_path / "first.safetensors", tmp_path / "last.safetensors"
-    archive, folder = tmp_path / "model.pth", tmp_path / "fla"
-    checkpoints.write_safetensors(first, checkpoints.rwkv7(heads=1, head_size=64))
+    first = checkpoints.write_model(tmp_path, heads=1, head_size=64)
+    archive, folder, last = (tmp_path / x for x in ("model.pth", "fla", "last.safetensors"))
     for source, target, *more in (
         (first, archive),
         (archive, folder, "--names", "fla"),
         (folder, last),
     ):
-        assert _commands.main(["convert", str(source), str(target), *more]) == 0
-        done = capsys.readouterr().out
+        done = command("convert", source, target, *more).out
         assert done == f"{target}: RWKV-7, 111,424 parameters, 446 kB\n"
-        assert _commands.main(["convert", str(source), str(target), *more]) == 2
-        error = capsys.readouterr().err
+        error = command.refused("convert", source, target, *more)
         assert error == f"rwkv-jax convert: {target} exists; --force replaces it\n"
     expected, found = (jax.tree.leaves(models.load(path).params) for path in (first, last))
     for x, y in zip(expected, found, strict=True):
         np.testing.assert_array_equal(x, y, strict=True)
-    assert _commands.main(["convert", str(first), str(last), "--force", "--dtype", "bfloat16"]) == 0
+    command("convert", first, last, "--force", "--dtype", "bfloat16")
     assert models.inspect(last).params.emb.weight.dtype == "bfloat16"
-    assert _commands.main(["convert", str(first), str(tmp_path / "model.bin")]) == 2
+    command.refused("convert", first, tmp_path / "model.bin")
 
 
 # With a model that is not there for those that load it first.
@@ -215,14 +208,11 @@ TARGETS = {
 
 @pytest.mark.parametrize("argument", TARGETS)
 def test_targets_are_checked_before_the_work(
-    argument: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    argument: str, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delattr(models, "load")
-    checkpoints.write_safetensors(Path("model.safetensors"), checkpoints.rwkv7())
+    checkpoints.write_model(tmp_path)
     ending = ".png" if argument == "--plot" else ".safetensors"
     Path(f"folder{ending}").mkdir()
     Path("file").touch()
@@ -233,15 +223,14 @@ def test_targets_are_checked_before_the_work(
         (f"file/target{ending}", "but file: Not a directory"),
         (f"/proc/target{ending}", "but /proc: "),
     ):
-        assert _commands.main([*TARGETS[argument], target]) == 2
-        error = capsys.readouterr().err
+        error = command.refused(*TARGETS[argument], target)
         assert f"{argument} is {target}" in error
         assert message in error
     assert {x.name for x in tmp_path.iterdir()} == {f"folder{ending}", "file", "model.safetensors"}
 
 
 def test_targets_that_convert_refuses(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those that the names, the generation or the weights do not allow."""
     monkeypatch.chdir(tmp_path)
@@ -264,22 +253,18 @@ def test_targets_that_convert_refuses(
         (old, "new", fla, "--names is fla; accepted for RWKV-4 is official"),
         (small, "new", fla, "--names is fla and r_k is [2, 8]; accepted is [H, 64]"),
     ):
-        assert _commands.main(["convert", str(source), target, *options]) == 2
-        assert message in capsys.readouterr().err
+        assert message in command.refused("convert", source, target, *options)
 
 
-def test_eval(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_eval(tmp_path: Path, command: Command) -> None:
     """All tokens are predicted after the token of the end of a text, and without one all but the
     first."""
-    model, text, picture = (str(tmp_path / x) for x in ("model.safetensors", "text", "loss.png"))
-    checkpoints.write_safetensors(Path(model), checkpoints.rwkv7(layers=1, vocabulary=257))
-    Path(text).write_text("a text of\r\n世界")
-    vocabulary = tmp_path / "vocabulary.txt"
-    pieces = [repr(bytes([x]) if x > 127 else chr(x)) for x in range(256)]
-    vocabulary.write_text("".join(f"{i} {x} 1\n" for i, x in enumerate(pieces, 1)))
-    command = ["eval", model, "--text", text, "--context", "8", "--batch", "2", "--tokenizer"]
-    assert _commands.main([*command, str(vocabulary), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    model = checkpoints.write_model(tmp_path, layers=1, vocabulary=257)
+    text, picture = tmp_path / "text", tmp_path / "loss.png"
+    text.write_text("a text of\r\n世界")
+    vocabulary = write_vocabulary(tmp_path / "vocabulary.txt")
+    arguments = ["eval", model, "--text", text, "--context", 8, "--batch", 2, "--tokenizer"]
+    found = json.loads(command(*arguments, vocabulary, "--json").out)
     assert (found["tokens"], found["bytes"], found["context"]) == (17, 17, 8)
     assert found["bits_per_byte"] == pytest.approx(found["loss"] / math.log(2))
     assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
@@ -288,36 +273,32 @@ def test_eval(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         *((1, 1, 3), (2, 2, 2), (3, 4, 4), (5, 8, 8))
     ]
     assert sum(x["tokens"] * x["loss"] for x in parts) == pytest.approx(17 * found["loss"])
-    assert _commands.main([*command, "bytes", "--plot", picture]) == 0
-    rows = capsys.readouterr().out.splitlines()
+    rows = command(*arguments, "bytes", "--plot", picture).out.splitlines()
     assert "tokens         16" in rows
     assert rows[-1].split()[:4] == ["5", "to", "8", "8"]
-    assert Path(picture).read_bytes().startswith(b"\x89PNG")
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_perplexity_that_no_float_holds(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, text = tmp_path / "model.safetensors", tmp_path / "text"
-    checkpoints.write_safetensors(model, checkpoints.rwkv7(vocabulary=256))
+    model, text = checkpoints.write_model(tmp_path, vocabulary=256), tmp_path / "text"
     text.write_text("abc")
     large = evaluation.Evaluation(np.array([2000.0]), np.array([1]))
     monkeypatch.setattr(evaluation, "evaluate", lambda *_, **__: large)
-    assert _commands.main(["eval", str(model), "--text", str(text), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["perplexity"] is None
+    found = command("eval", model, "--text", text, "--json").out
+    assert json.loads(found, parse_constant=pytest.fail)["perplexity"] is None
 
 
-def test_texts_that_eval_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model, text = tmp_path / "model.safetensors", tmp_path / "text"
-    checkpoints.write_safetensors(model, checkpoints.rwkv7())
+def test_texts_that_eval_refuses(tmp_path: Path, command: Command) -> None:
+    model, text = checkpoints.write_model(tmp_path), tmp_path / "text"
     for content, tokenizer, message in (
         (b"\xff", ["--tokenizer", "bytes"], "text: the file is no text in UTF-8"),
         (b"a", [], "the vocabulary has 37 tokens, and a tokenizer is known for"),
         (b"a", ["--tokenizer", "bytes"], "accepted with a vocabulary of 37 are 0 to 36"),
     ):
         text.write_bytes(content)
-        assert _commands.main(["eval", str(model), "--text", str(text), *tokenizer]) == 2
-        assert message in capsys.readouterr().err
-    checkpoints.write_safetensors(model, checkpoints.rwkv7(vocabulary=256))
-    assert _commands.main(["eval", str(model), "--text", str(text)]) == 2
-    assert capsys.readouterr().err.endswith("the text has 1 tokens, none to predict\n")
+        assert message in command.refused("eval", model, "--text", text, *tokenizer)
+    checkpoints.write_model(tmp_path, vocabulary=256)
+    error = command.refused("eval", model, "--text", text)
+    assert error.endswith("the text has 1 tokens, none to predict\n")

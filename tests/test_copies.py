@@ -12,6 +12,7 @@ import pytest
 
 from rwkv_jax.models import rwkv7
 from support import scripts
+from support.models import random_like, shapes_of
 
 CONFIG = rwkv7.Config(2, 64, head_size=32, vocab_size=16)
 
@@ -23,7 +24,7 @@ def copies() -> ModuleType:
 
 
 def test_matrices_of_blocks_are_copied(copies: ModuleType) -> None:
-    params = rwkv7.init(jax.random.key(0), CONFIG)
+    params = random_like(shapes_of(rwkv7, CONFIG))
     made = rwkv7.names(copies.rounded(params, "bfloat16"))
     low_rank = {f"att.{letter}{i}" for letter in "wavg" for i in (1, 2)}
     linear = {f"att.{x}.weight" for x in ("receptance", "key", "value", "output")}
@@ -41,8 +42,7 @@ def test_matrices_of_blocks_are_copied(copies: ModuleType) -> None:
 @pytest.mark.slow
 def test_copies_change_neither_loss_nor_gradients(copies: ModuleType) -> None:
     rng = np.random.default_rng(0)
-    params = rwkv7.init(jax.random.key(0), dataclasses.replace(CONFIG, num_layers=1))
-    params = jax.tree.map(lambda x: x + 0.1 * rng.standard_normal(x.shape, np.float32), params)
+    params = random_like(shapes_of(rwkv7, dataclasses.replace(CONFIG, num_layers=1)))
     tokens = jnp.asarray(rng.integers(0, 16, (2, 20)))
 
     # Else the compiler may use a matrix as it was before it was rounded.
@@ -61,7 +61,7 @@ def test_copies_change_neither_loss_nor_gradients(copies: ModuleType) -> None:
 
 
 def test_the_model_computes_with_the_copies(copies: ModuleType) -> None:
-    params = rwkv7.init(jax.random.key(0), CONFIG)
+    params = random_like(shapes_of(rwkv7, CONFIG))
     changed = jax.tree.map(lambda x: x + 1, copies.rounded(params, "bfloat16"))
     before, copied = rwkv7.names(params), rwkv7.names(changed)
     assert copied

@@ -1,7 +1,7 @@
 """Which implementation runs, what is said where one cannot, and what an installation reports."""
 
-import functools
 import os
+import re
 import subprocess
 import sys
 import types
@@ -18,7 +18,9 @@ from rwkv_jax.losses import cross_entropy
 from rwkv_jax.models import rwkv7
 from support import cases, hlo, internals, layer_functions
 from support.cases import Case
-from support.operators import OPERATORS, SEQUENCES, STEPS, available
+from support.harness import operands, results, value_and_gradients
+from support.models import shapes_of
+from support.operators import OPERATORS, SEQUENCES, STEPS, Run, available
 from support.tolerance import assert_trees_close
 
 pytestmark = pytest.mark.quick("op", "platform", "implementation")
@@ -28,69 +30,43 @@ PLATFORM = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
 NATIVE = "ffi" in available("wkv7", CASE)
 
 each_operator = pytest.mark.parametrize("op", OPERATORS)
-each_sequence = pytest.mark.parametrize("op", SEQUENCES)
+ALIKE = ("wkv5", "wkv6")
+"""Operators whose dispatch is that of the others; slow."""
+
+each_sequence = pytest.mark.parametrize(
+    "op", [pytest.param(op, marks=[pytest.mark.slow] * (op in ALIKE)) for op in SEQUENCES]
+)
 
 
 def _targets(op: str) -> set[str]:
     return internals.targets(op, "fwd", "bwd")
 
 
-def _gradients(op: str, implementation: str | None, inputs: dict) -> dict:
-    def loss(inputs: dict) -> jax.Array:
-        options = {"decay": OPERATORS[op].decays[-1], "implementation": implementation}
-        results = OPERATORS[op].function(**inputs, **options)
-        return sum((jnp.sum(x.astype(jnp.float32)) for x in results), jnp.float32(0))
-
-    return jax.grad(loss)(inputs)
-
-
 def _lowered(implementation: str | None, platform: str, case: Case = CASE, op: str = "wkv7") -> str:
-    inputs, _ = OPERATORS[op].make(case)
     with hlo.device(platform):
-        traced = jax.jit(_gradients, static_argnums=(0, 1)).trace(op, implementation, inputs)
+        traced = value_and_gradients.trace(Run(op, implementation), *operands(op, case))
         return traced.lower(lowering_platforms=(platform,)).as_text()
-
-
-@pytest.fixture
-def pretend(monkeypatch: pytest.MonkeyPatch):
-    """Say that the native module of a platform is missing for a reason, or there."""
-
-    def change(platform: str, reason: str | None) -> None:
-        internals.pretend(monkeypatch, platform, reason)
-
-    yield change
-    monkeypatch.undo()
-    jax.clear_caches()
 
 
 @pytest.mark.parametrize(
     ("op", "implementation"),
     [
-        (op, name)
-        for op in SEQUENCES
+        pytest.param(op, name, marks=[pytest.mark.slow] * (name == "xla" or op in ALIKE))
+        for op in OPERATORS
         for name in (None, *available(op, CASE))
-        if name in (None, "ffi", "xla")
+        if op in STEPS or name in (None, "ffi", "xla")
     ],
 )
 def test_what_is_compiled_here(op: str, implementation: str | None) -> None:
-    inputs, _ = OPERATORS[op].make(CASE)
-    compiled = jax.jit(_gradients, static_argnums=(0, 1)).lower(op, implementation, inputs)
-    native = NATIVE and implementation in (None, "ffi")
-    assert hlo.targets(compiled.compile().as_text()) == (_targets(op) if native else set())
-
-
-@pytest.mark.parametrize("op", STEPS)
-def test_what_a_step_compiles_to_here(op: str) -> None:
-    case = Case(2, 1, 2, 32)
-    inputs, _ = OPERATORS[op].make(case)
-    for implementation in (None, *available(op, case)):
-        options = {"decay": "exp", "implementation": implementation}
-        step = jax.jit(functools.partial(OPERATORS[op].function, **options))
-        text = step.lower(**inputs).compile().as_text()
-        native = NATIVE and implementation in (None, "ffi")
-        assert hlo.targets(text) == (
-            internals.targets(op.removesuffix("_step"), "step") if native else set()
-        )
+    run, native = Run(op, implementation), NATIVE and implementation in (None, "ffi")
+    if op in SEQUENCES:
+        compiled = value_and_gradients.lower(run, *operands(op, CASE)).compile()
+        targets = _targets(op)
+    else:
+        inputs, _ = operands(op, Case(2, 1, 2, 32))
+        compiled = jax.jit(lambda xs: results(run, **xs)).lower(inputs).compile()
+        targets = internals.targets(op.removesuffix("_step"), "step")
+    assert hlo.targets(compiled.as_text()) == (targets if native else set())
 
 
 @each_sequence
@@ -101,7 +77,6 @@ def test_the_platform_is_that_of_the_lowering(platform: str, op: str, pretend: A
     pretend("cuda", None)
     assert hlo.targets(_lowered(None, platform, op=op)) == _targets(op)
     assert hlo.targets(_lowered("ffi", platform, op=op)) == _targets(op)
-    assert hlo.targets(_lowered("xla", platform, op=op)) == set()
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
@@ -112,13 +87,18 @@ def test_without_native_kernels(platform: str, pretend: Any) -> None:
         _lowered("ffi", platform)
 
 
+def _trace_ffi(case: Case) -> None:
+    inputs, _ = cases.wkv7(case)
+    jax.eval_shape(
+        lambda inputs: rwkv_jax.wkv7(**inputs, decay="sigmoid", implementation="ffi"), inputs
+    )
+
+
 def test_without_any_native_kernels_the_error_comes_while_tracing(pretend: Any) -> None:
     for platform in ("cpu", "cuda"):
         pretend(platform, "the kernels are on holiday")
-    inputs, _ = cases.wkv7(CASE)
-    native = functools.partial(rwkv_jax.wkv7, decay="sigmoid", implementation="ffi")
     with pytest.raises(NotImplementedError, match=r"wkv7: .*the kernels are on holiday"):
-        jax.eval_shape(lambda inputs: native(**inputs), inputs)
+        _trace_ffi(CASE)
 
 
 def test_a_refusal_says_each_reason_once(pretend: Any) -> None:
@@ -180,7 +160,9 @@ def test_pallas_within_compile_time_evaluation() -> None:
         rwkv_jax.wkv7(**inputs, decay="sigmoid", implementation="pallas")
 
 
-@pytest.mark.parametrize(("platform", "op"), [("tpu", "wkv7"), *(("rocm", op) for op in SEQUENCES)])
+@pytest.mark.parametrize(
+    ("platform", "op"), [("tpu", "wkv7"), ("rocm", "wkv7"), ("rocm", "wkv6"), ("rocm", "wkv4")]
+)
 def test_other_platforms(platform: str, op: str, pretend: Any) -> None:
     assert "custom_call @" not in _lowered(None, platform, op=op)
     pretend("cpu", None)  # so that only the platform is at fault
@@ -191,7 +173,7 @@ def test_other_platforms(platform: str, op: str, pretend: Any) -> None:
 def test_a_training_step_on_rocm() -> None:
     """Operator, layer functions and loss: XLA's own operations, without any kernel."""
     config = rwkv7.Config(num_layers=2, hidden_size=64, head_size=32, vocab_size=256)
-    params = jax.eval_shape(lambda: rwkv7.init(jax.random.key(0), config))
+    params = shapes_of(rwkv7, config)
 
     def loss(params: rwkv7.Params, tokens: jax.Array) -> jax.Array:
         hidden_states, _ = rwkv7.hidden_states(params, tokens, dtype=jnp.bfloat16)
@@ -205,14 +187,12 @@ def test_a_training_step_on_rocm() -> None:
 @pytest.mark.parametrize("case", cases.GENERAL, ids=str)
 def test_head_sizes_without_native_kernels_run_on_xla(case: Case) -> None:
     assert hlo.targets(_lowered(None, PLATFORM, case)) == set()
-    inputs, _ = cases.wkv7(case)
-    reason = rwkv_jax.implementations("wkv7", *inputs.values())["ffi"].reason
+    reason = rwkv_jax.implementations("wkv7", *cases.wkv7(case)[0].values())["ffi"].reason
     assert reason is not None
-    native = functools.partial(rwkv_jax.wkv7, decay="sigmoid", implementation="ffi")
-    with pytest.raises(NotImplementedError, match="wkv7: implementation 'ffi' cannot run"):
-        jax.eval_shape(lambda inputs: native(**inputs), inputs)
     if NATIVE:
         assert f"K = {case.K} and V = {case.values}" in reason
+    with pytest.raises(NotImplementedError, match="wkv7: implementation 'ffi' cannot run"):
+        _trace_ffi(case)
 
 
 @pytest.mark.parametrize("size", [16, 32, 64, 128])
@@ -287,56 +267,50 @@ def test_build_info() -> None:
         assert "cuda" in info["missing"]["cuda"].lower()
 
 
-def _module(version: tuple[int, int], registrations: Any) -> types.ModuleType:
-    module = types.ModuleType("rwkv_jax._fake")
-    vars(module).update(ffi_version=lambda: version, registrations=registrations)
-    return module
+def _installed(monkeypatch: pytest.MonkeyPatch, name: str, **contents: Any) -> None:
+    module = types.ModuleType(name)
+    vars(module).update(contents)
+    monkeypatch.setitem(sys.modules, name, module)
 
 
-def test_a_module_for_a_newer_xla_is_not_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    def register() -> dict:
-        raise AssertionError("a handler that is too new breaks every later computation")
+def test_modules_for_other_versions_of_xla(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for an older version is registered, and one for a newer version is not: a handler that is
+    too new breaks every later computation."""
+    registered = []
 
-    monkeypatch.setitem(sys.modules, "rwkv_jax._fake", _module((99, 1), register))
-    reason = internals.load_native("cpu", "rwkv_jax._fake")
-    assert reason is not None
+    def load(*version: int) -> str | None:
+        contents: dict[str, Any] = {"ffi_version": lambda: version}
+        contents["registrations"] = lambda: registered.append(version) or {}
+        _installed(monkeypatch, "rwkv_jax._fake", **contents)
+        return internals.load_native("cpu", "rwkv_jax._fake")
+
+    assert load(0, 1) is None
+    reason = load(99, 1) or ""
     assert "rwkv_jax._fake was built for XLA FFI 99.1 and this jaxlib speaks 0." in reason
     assert "upgrade jax" in reason
+    assert registered == [(0, 1)]
 
 
-def test_a_module_for_an_older_xla_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "rwkv_jax._fake", _module((0, 1), dict))
-    assert internals.load_native("cpu", "rwkv_jax._fake") is None
+def test_modules_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was not built, one of another version, and one that cannot be linked. Of another
+    version not even its version of the XLA FFI is asked for."""
+    for platform in ("cpu", "cuda"):
+        reason = internals.load_native(platform, "rwkv_jax._never_built") or ""
+        assert f"this installation has no {platform.upper()} kernels" in reason
+        assert "reinstall rwkv-jax" in reason
+    for name in ("", "._cuda", "._build"):
+        _installed(monkeypatch, f"rwkv_jax_cuda13{name}", VERSION="0.0.1")
+    own = rwkv_jax.__version__
+    assert internals.load_native("cuda", "rwkv_jax_cuda13._cuda") == (
+        f"rwkv-jax-cuda13 has version 0.0.1 and rwkv-jax {own}; install rwkv-jax-cuda13=={own}"
+    )
 
-
-@pytest.mark.parametrize("platform", ["cpu", "cuda"])
-def test_a_module_that_was_not_built(platform: str) -> None:
-    reason = internals.load_native(platform, "rwkv_jax._never_built")
-    assert reason is not None
-    assert f"this installation has no {platform.upper()} kernels" in reason
-    assert "reinstall rwkv-jax" in reason
-
-
-def test_a_module_that_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(name: str) -> types.ModuleType:
         raise ImportError("undefined symbol: _Z3foov")
 
     internals.fail_to_import(monkeypatch, fail)
     reason = internals.load_native("cpu", "rwkv_jax._cpu")
     assert reason == "rwkv_jax._cpu cannot be loaded: undefined symbol: _Z3foov"
-
-
-def test_a_wheel_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not loaded, whatever it has: not even its version of the XLA FFI is asked for."""
-    for name in ("", "._cuda", "._build"):
-        module = types.ModuleType(f"rwkv_jax_cuda13{name}")
-        vars(module)["VERSION"] = "0.0.1"
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    reason = internals.load_native("cuda", "rwkv_jax_cuda13._cuda")
-    own = rwkv_jax.__version__
-    assert reason == (
-        f"rwkv-jax-cuda13 has version 0.0.1 and rwkv-jax {own}; install rwkv-jax-cuda13=={own}"
-    )
 
 
 @pytest.mark.parametrize(
@@ -382,22 +356,8 @@ def test_import_brings_the_operators_alone_and_touches_no_device() -> None:
         text=True,
     )
     imported = set(run.stdout.split())
-    assert {x.split(".")[0] for x in imported if "." in x} <= {
-        "jax",
-        "jaxtyping",
-        "numpy",
-        "rwkv_jax",
-    }
-    parts = (
-        "models",
-        "nn",
-        "layers",
-        "losses",
-        "tokenizers",
-        "generation",
-        "serving",
-        "evaluation",
-    )
-    others = {f"rwkv_jax.{x}" for x in (*parts, "_commands")} | {"jax.experimental.pallas"}
-    others |= {f"rwkv_jax.wkv{n}.{x}" for n in (5, 6, 7) for x in ("pallas", "hopper")}
-    assert not others & imported, others & imported
+    packages = {x.split(".")[0] for x in imported if "." in x}
+    assert packages <= {"jax", "jaxtyping", "numpy", "rwkv_jax"}
+    rest = "models|nn|layers|losses|tokenizers|generation|serving|evaluation|_commands"
+    later = re.compile(rf"rwkv_jax\.({rest}|wkv.\.(pallas|hopper))|jax\.experimental\.pallas")
+    assert not [x for x in imported if later.fullmatch(x)]

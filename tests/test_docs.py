@@ -89,6 +89,7 @@ def test_commands_exist(
         assert other != script or set(options) <= accepted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["implementations", "axes"])
 def test_tables_of_what_is_supported(name: str) -> None:
     """The tables are what scripts/support_matrix.py writes. test_native_modules.py has the one of

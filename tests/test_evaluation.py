@@ -1,76 +1,66 @@
 """`rwkv_jax.evaluation` against the losses of the model in numpy."""
 
 import math
+from types import ModuleType
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from rwkv_jax import evaluation
-from rwkv_jax.models import rwkv5
-from support import language_models
+from rwkv_jax.models import rwkv5, rwkv6
+from support.models import config_of, formulas, random_like, shapes_of
 
-CONFIG = rwkv5.Config(num_layers=2, hidden_size=16, head_size=8, vocab_size=23)
-
-
-@pytest.fixture(scope="module")
-def params() -> Any:
-    rng = np.random.default_rng(0)
-    shapes = jax.eval_shape(lambda key: rwkv5.init(key, CONFIG), jax.random.key(0))
-    return jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape), jnp.float32), shapes)
+CONTEXT = 11
 
 
-def expected(params: Any, tokens: np.ndarray, context: int) -> evaluation.Evaluation:
+def parameters(module: ModuleType) -> Any:
+    config = config_of(module, width=16, head_size=8, vocabulary=23)
+    return random_like(shapes_of(module, config), 0.5)
+
+
+def evaluate(
+    module: ModuleType, params: Any, tokens: np.ndarray, seen: list[int]
+) -> evaluation.Evaluation:
+    options: Any = {"context": CONTEXT, "batch": 3, "at_once": 4, "implementation": "reference"}
+    return evaluation.evaluate(module, params, tokens, progress=seen.append, **options)
+
+
+def expected(module: ModuleType, params: Any, tokens: np.ndarray) -> evaluation.Evaluation:
     """Window after window, and the softmax of the logits of each token."""
-    losses, counts = np.zeros(context), np.zeros(context, np.int64)
-    named = {name: np.asarray(x) for name, x in rwkv5.names(params).items()}
-    for start in range(0, len(tokens) - 1, context):
-        inputs = tokens[start : start + context + 1][:-1]
-        targets = tokens[start + 1 : start + context + 1]
-        logits = language_models.logits("rwkv5", named, inputs)
+    losses, counts = np.zeros(CONTEXT), np.zeros(CONTEXT, np.int64)
+    for start in range(0, len(tokens) - 1, CONTEXT):
+        inputs = tokens[start : start + CONTEXT + 1][:-1]
+        targets = tokens[start + 1 : start + CONTEXT + 1]
+        (logits,) = formulas(module, params, [inputs])
         for i, (z, target) in enumerate(zip(logits, targets, strict=True)):
             losses[i] += np.log(np.exp(z).sum()) - z[target]
             counts[i] += 1
     return evaluation.Evaluation(losses, counts)
 
 
-def test_as_in_numpy(params: Any) -> None:
+def test_as_in_numpy() -> None:
     """Windows in parts, of which the last one has padding, and in batches, of which the last one
     has a single short window."""
-    tokens, context, seen = np.random.default_rng(1).integers(0, 23, 37), 11, []
-    found = evaluation.evaluate(
-        rwkv5,
-        params,
-        tokens,
-        context=context,
-        batch=3,
-        at_once=4,
-        implementation="reference",
-        progress=seen.append,
-    )
-    correct = expected(params, tokens, context)
-    np.testing.assert_array_equal(found.counts, correct.counts)
-    np.testing.assert_allclose(found.losses, correct.losses, rtol=1e-5)
-    assert found.tokens == 36
-    assert seen == [12, 12, 9, 3]
+    tokens = np.random.default_rng(1).integers(0, 23, 37)
+    for module in (rwkv5, rwkv6):
+        params, seen = parameters(module), []
+        found = evaluate(module, params, tokens, seen)
+        correct = expected(module, params, tokens)
+        np.testing.assert_array_equal(found.counts, correct.counts)
+        np.testing.assert_allclose(found.losses, correct.losses, rtol=1e-5)
+        assert found.tokens == 36
+        assert seen == [12, 12, 9, 3]
 
 
-def test_losses_that_are_not_finite(params: Any) -> None:
+def test_losses_that_are_not_finite() -> None:
     """From a token on whose embedding is NaN, the sixth one of a window."""
+    params, tokens, seen = parameters(rwkv5), np.ones(37, np.int32), []
     wrong = params._replace(emb=rwkv5.Weight(params.emb.weight.at[7].set(jnp.nan)))
-    tokens, seen = np.ones(37, np.int32), []
     tokens[16] = 7
     with pytest.raises(FloatingPointError, match="NaN or infinite after 6 tokens of context"):
-        evaluation.evaluate(
-            *(rwkv5, wrong, tokens),
-            context=11,
-            batch=3,
-            at_once=4,
-            implementation="reference",
-            progress=seen.append,
-        )
+        evaluate(rwkv5, wrong, tokens, seen)
     assert seen == [12]
 
 
@@ -97,6 +87,6 @@ def test_figures() -> None:
         ([1, 2], {"at_once": 0}, "at_once is 0; accepted is a positive integer"),
     ],
 )
-def test_wrong_arguments(params: Any, tokens: Any, options: Any, message: str) -> None:
+def test_wrong_arguments(tokens: Any, options: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        evaluation.evaluate(rwkv5, params, np.asarray(tokens), **options)
+        evaluation.evaluate(rwkv5, parameters(rwkv5), np.asarray(tokens), **options)

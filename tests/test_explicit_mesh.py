@@ -1,6 +1,7 @@
 """Models on an Explicit mesh, operators and losses on one without `jit`, and where the states of
 models are."""
 
+import contextlib
 from types import ModuleType
 from typing import Any
 
@@ -45,8 +46,8 @@ def tokens_on(mesh: Mesh) -> jax.Array:
 
 @pytest.mark.parametrize(
     ("module", "where"),
-    [(rwkv7, "nowhere"), (rwkv7, "everywhere"), (rwkv7, "model")]
-    + [(module, "model") for module in (rwkv6, rwkv5, rwkv4)],
+    [(module, "model") for module in (rwkv4, rwkv5, rwkv6, rwkv7)]
+    + [(rwkv7, "nowhere"), (rwkv7, "everywhere")],
     ids=lambda x: x if isinstance(x, str) else x.GENERATION.name,
 )
 def test_loss_and_gradients(module: ModuleType, where: str, mesh: Mesh) -> None:
@@ -74,16 +75,13 @@ def test_a_loop_over_tokens_equals_the_sequence(
 
         return jax.lax.scan(step, rwkv7.initial_state(params, 4), tokens.T)[1]
 
-    on_mesh = placed(rwkv7, params, mesh, "model"), tokens_on(mesh)
-    if set_mesh:
-        with jax.set_mesh(mesh):
-            found = jax.jit(in_turn)(*on_mesh)
-    else:
-        found = jax.jit(in_turn)(*on_mesh)
+    with jax.set_mesh(mesh) if set_mesh else contextlib.nullcontext():
+        found = jax.jit(in_turn)(placed(rwkv7, params, mesh, "model"), tokens_on(mesh))
     expected = rwkv7.apply(params, TOKENS)[0]
     assert_trees_close(jnp.swapaxes(np.asarray(found), 0, 1), expected, 1e-4)
 
 
+@pytest.mark.slow
 def test_without_jit(params: rwkv7.Params, mesh: Mesh) -> None:
     on_mesh = placed(rwkv7, params, mesh, "model")
     logits, state = rwkv7.apply(on_mesh, tokens_on(mesh))
@@ -150,6 +148,7 @@ def test_an_operator_of_the_mesh(params: rwkv7.Params, mesh: Mesh) -> None:
         rwkv7.apply(*on_mesh, wkv=over_heads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", [rwkv7, models.Invariant(rwkv7, 2)], ids=["rwkv7", "Invariant"])
 def test_generation(module: Any, params: rwkv7.Params, mesh: Mesh) -> None:
     prompts = [[1, 2, 3], [4]]
@@ -162,6 +161,7 @@ def test_a_pool_says_what_it_takes(params: rwkv7.Params, mesh: Mesh) -> None:
         serving.Pool(rwkv7, params, 4, mesh=mesh, data="data")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stacked", [False, True], ids=["in turn", "stacked"])
 def test_states_are_where_parameters_are(
     stacked: bool, params: rwkv7.Params, mesh: Mesh, cpus: list[Any]

@@ -1,6 +1,8 @@
-"""`jax.export` of operators and layer functions: symbolic sizes, and several platforms at once."""
+"""`jax.export` of operators, layer functions and models: symbolic sizes, several platforms at once,
+and the names of trees."""
 
 import functools
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -10,9 +12,12 @@ import pytest
 from jax import export
 
 import rwkv_jax
-from rwkv_jax import layers
+from rwkv_jax import generation, layers
+from rwkv_jax.generation._session import Model, started
+from rwkv_jax.models import for_decoding, rwkv4, rwkv5, rwkv6, rwkv7
 from support import hlo, internals
 from support.cases import Case
+from support.models import parameters
 from support.operators import available
 
 pytestmark = pytest.mark.usefixtures("unchecked_types")  # annotations know numbers alone
@@ -61,7 +66,7 @@ def test_gradients_of_symbolic_sizes() -> None:
         np.testing.assert_array_equal(found, gradient(*arrays))
 
 
-def test_what_needs_a_number_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_needs_a_number_says_so(pretend: Any) -> None:
     with pytest.raises(NotImplementedError) as error:
         _exported(_wkv7("xla"), "2, t, 2, 16")
     assert str(error.value) == (
@@ -69,13 +74,11 @@ def test_what_needs_a_number_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         "T = t is symbolic; xla cuts rows into chunks, whose number it has to know; "
         "implementation='reference' takes symbolic sizes"
     )
-    internals.pretend(monkeypatch, "cuda", None)
+    pretend("cuda", None)
     for implementation in (None, "ffi"):
         message = "on cuda: B = b is symbolic; the cuda kern.*; implementation='reference' takes"
         with pytest.raises(NotImplementedError, match=message):
             _exported(_wkv7(implementation), "b, t, 2, 16", platforms=("cuda",))
-    monkeypatch.undo()
-    jax.clear_caches()
 
 
 @pytest.mark.parametrize("name", ["value_residual", "low_rank"])
@@ -106,13 +109,63 @@ def test_symbolic_sizes_of_layer_functions(
 
 
 @pytest.mark.parametrize("kernels", [None, "on holiday"])
-def test_several_platforms(kernels: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_platforms(kernels: str | None, pretend: Any) -> None:
     """The kernels of a platform, those of Pallas among them, are in the program for it alone."""
-    internals.pretend(monkeypatch, "cuda", kernels)
+    pretend("cuda", kernels)
     with hlo.device("cuda"):
         text = _exported(_wkv7(None), "2, 16, 2, 16", platforms=("cpu", "cuda")).mlir_module()
     own = internals.targets("wkv7", "fwd") if NATIVE or kernels is None else set()
     assert own <= hlo.targets(text)
     assert ("triton" in text) == (kernels is not None)
-    monkeypatch.undo()
-    jax.clear_caches()
+
+
+# Models.
+
+each_generation = pytest.mark.parametrize(
+    "module", [rwkv4, rwkv5, rwkv6, rwkv7], ids=lambda x: x.GENERATION.name
+)
+
+
+def symbolic(shape: str) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(export.symbolic_shape(shape), jnp.int32)
+
+
+@each_generation
+def test_any_rows_and_tokens(module: ModuleType) -> None:
+    """A program for sequences and one for tokens, each with a state; also that they are written and
+    read."""
+    params = parameters(module)
+
+    def program(params: Any, tokens: jax.Array) -> Any:
+        state = module.initial_state(params, tokens.shape[0])
+        return module.apply(for_decoding(params), tokens, state)
+
+    for shape in ("b, t", "b"):
+        exported = export.export(jax.jit(program))(params, symbolic(shape))
+        again = export.deserialize(exported.serialize())
+        assert again.in_tree == exported.in_tree
+        assert again.out_tree == exported.out_tree
+        if module in (rwkv7, rwkv4):
+            tokens = np.arange(6, dtype=np.int32).reshape((2, 3) if "t" in shape else 6)
+            found, _ = again.call(params, tokens)
+            expected, _ = module.apply(params, tokens)
+            np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["implementation", "layers"])
+def test_kernels_need_sizes(name: str) -> None:
+    options: dict[str, Any] = {name: "xla"}
+    step = jax.jit(lambda tokens: rwkv7.apply(parameters(rwkv7), tokens, **options))
+    message = rf"rwkv7: {name} is 'xla' and tokens has the symbolic shape \(b, 8\); accepted"
+    with pytest.raises(ValueError, match=message):
+        export.export(step)(symbolic("b, 8"))
+
+
+def test_trees_of_other_functions() -> None:
+    """Stacked blocks, weights by their inputs, and sessions."""
+    params = rwkv7.stacked(for_decoding(parameters(rwkv7)))
+    start = jax.jit(lambda params: started(Model(rwkv7, np.dtype("float32"), None), params, 2))
+    exported = export.deserialize(export.export(start)(params).serialize())
+    assert exported.in_tree == jax.tree.structure(((params,), {}))
+    session = jax.tree.unflatten(exported.out_tree, range(exported.out_tree.num_leaves))
+    assert isinstance(session, generation.Session)

@@ -1,4 +1,4 @@
-"""`rwkv_jax.models` of RWKV-4, 5 and 6 against the published formulas in numpy."""
+"""`rwkv_jax.models` of all generations against the published formulas in numpy."""
 
 import dataclasses
 import functools
@@ -20,79 +20,45 @@ from jax.sharding import PartitionSpec as P
 from rwkv_jax import models
 from rwkv_jax.models import rwkv4, rwkv5, rwkv6, rwkv7
 from rwkv_jax.nn import equinox, flax
-from support import language_models
+from support import checkpoints, language_models, meshes
+from support.models import config_of, formulas, parameters, random_like, shapes_of
 from support.operators import FAST
 from support.tolerance import EXACT_FLOAT32, assert_close, assert_trees_close
 
 pytestmark = pytest.mark.quick("generation")
 
-LAYERS, WIDTH, HEAD_SIZE, VOCABULARY = 2, 48, 16, 37
+WIDTH, VOCABULARY = 48, 37
 BATCH, TOKENS = 2, 19
 DOCUMENTS = np.array([[0] * 2 + [1] * 6 + [0] * 3 + [1] * 5 + [0] * 3, [2] * 6 + [3] * 7 + [2] * 6])
 """Segment ids with padding before, between and after documents, and with adjacent documents."""
 
-LINEAR = ("receptance.weight", "key.weight", "value.weight")
-NORM = ("weight", "bias")
-
 
 class Generation(NamedTuple):
-    """A generation, its operator, a small model of it, and the official names of its parameters."""
+    """A generation, its operator, and the version of the official models that it is."""
 
     module: ModuleType
     op: str
-    sizes: dict[str, int]
-    att: tuple[str, ...]
-    ffn: tuple[str, ...]
+    version: str
 
     @property
     def name(self) -> str:
-        return self.module.__name__.rpartition(".")[2]
+        return self.module.GENERATION.name
 
     @property
     def config(self) -> Any:
-        sizes = {"num_layers": LAYERS, "hidden_size": WIDTH, "vocab_size": VOCABULARY, **self.sizes}
-        return self.module.Config(**sizes)
+        ranks = {"mix_rank": 5, "decay_rank": 7}
+        return config_of(self.module, width=WIDTH, vocabulary=VOCABULARY, **ranks)
 
     def apply(self, *args: Any, **options: Any) -> Any:
         return self.module.apply(*args, implementation=FAST[self.op].implementation, **options)
 
 
-MIXES = ("time_mix_k", "time_mix_v", "time_mix_r")
-HEAD_NORM = ("ln_x.weight", "ln_x.bias")
 GENERATIONS = {
-    x.op: x
-    for x in (
-        Generation(
-            rwkv4,
-            "wkv4",
-            {},
-            (*MIXES, "time_decay", "time_first", *LINEAR, "output.weight"),
-            ("time_mix_k", "time_mix_r", *LINEAR),
-        ),
-        Generation(
-            rwkv5,
-            "wkv5",
-            {"head_size": HEAD_SIZE},
-            (
-                *(*MIXES, "time_mix_g", "time_decay", "time_faaaa"),
-                *(*LINEAR, "gate.weight", "output.weight", *HEAD_NORM),
-            ),
-            ("time_mix_k", "time_mix_r", *LINEAR),
-        ),
-        Generation(
-            rwkv6,
-            "wkv6",
-            {"head_size": HEAD_SIZE, "mix_rank": 5, "decay_rank": 7},
-            (
-                *(f"time_maa_{x}" for x in ("x", "w", "k", "v", "r", "g", "w1", "w2")),
-                *("time_decay", "time_decay_w1", "time_decay_w2", "time_faaaa"),
-                *(*LINEAR, "gate.weight", "output.weight", *HEAD_NORM),
-            ),
-            ("time_maa_k", "time_maa_r", *LINEAR),
-        ),
-    )
+    "wkv4": Generation(rwkv4, "wkv4", "RWKV-4"),
+    "wkv5": Generation(rwkv5, "wkv5", "RWKV-5.2"),
+    "wkv6": Generation(rwkv6, "wkv6", "RWKV-6"),
+    "wkv7": Generation(rwkv7, "wkv7", "RWKV-7"),
 }
-
 LAST = (WIDTH - 1) / WIDTH
 ENDS = {
     "rwkv4": {
@@ -113,11 +79,22 @@ ENDS = {
         "blocks.1.att.time_maa_v": (0.7, 0.7 - LAST**0.5),
         "blocks.1.ffn.time_maa_r": (1.0, 1 - LAST**0.125),
     },
+    "rwkv7": {
+        "blocks.0.att.w0": (-8.0, 3.0),
+        "blocks.1.att.a0": (-0.69, 0.31),
+        "blocks.0.att.ln_x.weight": (2**-0.7, 2**-0.7),
+        "blocks.1.att.ln_x.weight": (1.0, 1.0),
+    },
 }
 """Initial values at the two ends of vectors, from the official formulas evaluated by hand."""
 
 
-@pytest.fixture(scope="module", params=GENERATIONS, ids=lambda op: GENERATIONS[op].name)
+# In the quick run test_evaluation.py compares RWKV-5 and RWKV-6 with the formulas.
+@pytest.fixture(
+    scope="module",
+    params=["wkv4", "wkv7", *(pytest.param(x, marks=pytest.mark.slow) for x in ("wkv5", "wkv6"))],
+    ids=lambda op: GENERATIONS[op].name,
+)
 def generation(request: pytest.FixtureRequest) -> Generation:
     return GENERATIONS[request.param]
 
@@ -130,12 +107,7 @@ def initial(generation: Generation) -> Any:
 @pytest.fixture(scope="module")
 def params(initial: Any) -> Any:
     """Parameters with noise on the initial values, many of which are zero."""
-    rng = np.random.default_rng(1)
-
-    def noisy(x: jax.Array) -> jax.Array:
-        return jnp.asarray(np.asarray(x) + 0.1 * rng.standard_normal(x.shape), jnp.float32)
-
-    return jax.tree.map(noisy, initial)
+    return jax.tree.map(jnp.add, initial, random_like(initial, 0.1))
 
 
 @pytest.fixture(scope="module")
@@ -144,9 +116,7 @@ def tokens() -> jax.Array:
 
 
 def expected(generation: Generation, params: Any, tokens: jax.Array) -> np.ndarray:
-    named = generation.module.names(params)
-    rows = np.asarray(tokens)
-    return np.stack([language_models.logits(generation.name, named, row) for row in rows])
+    return np.stack(formulas(generation.module, params, np.asarray(tokens)))
 
 
 def test_logits_and_states(generation: Generation, params: Any, tokens: jax.Array) -> None:
@@ -182,13 +152,8 @@ def test_logits_and_states(generation: Generation, params: Any, tokens: jax.Arra
 @pytest.mark.parametrize("version", ["5.0", pytest.param("5.1", marks=pytest.mark.slow)])
 def test_earlier_versions_of_rwkv5(tokens: jax.Array, version: str) -> None:
     """Which have one decay and one bonus for each head."""
-    generation, rng = GENERATIONS["wkv5"], np.random.default_rng(4)
-    shapes = jax.eval_shape(
-        functools.partial(rwkv5.init, config=generation.config), jax.random.key(0)
-    )
-    params = jax.tree.map(
-        lambda x: jnp.asarray(0.2 * rng.standard_normal(x.shape), jnp.float32), shapes
-    )
+    generation = GENERATIONS["wkv5"]
+    params = random_like(shapes_of(rwkv5, generation.config), 0.2)
 
     def earlier(p: rwkv5.TimeMixParams) -> rwkv5.TimeMixParams:
         assert p.time_faaaa is not None
@@ -209,21 +174,23 @@ def test_earlier_versions_of_rwkv5(tokens: jax.Array, version: str) -> None:
 
 
 def test_gradients(generation: Generation, params: Any, tokens: jax.Array) -> None:
-    """Of the stacked form: each parameter has one, and along the gradient the function of the
-    formulas has its slope."""
+    """Of the stacked form: each parameter and state has one, and along the gradient of parameters
+    the function of the formulas has its slope."""
     module = generation.module
     weights = np.random.default_rng(3).standard_normal((BATCH, TOKENS, VOCABULARY))
 
     @jax.jit
-    @jax.grad
-    def gradient(params: Any) -> jax.Array:
-        logits, _ = generation.apply(module.stacked(params), tokens)
+    @functools.partial(jax.grad, argnums=(0, 1))
+    def gradients(params: Any, state: Any) -> jax.Array:
+        logits, _ = generation.apply(module.stacked(params), tokens, module.stacked(state))
         return jnp.vdot(logits, jnp.asarray(weights, jnp.float32))
 
-    slope = module.names(gradient(params))
-    for name, x in slope.items():
-        assert np.isfinite(x).all(), name
-        assert x.any(), name
+    both = gradients(params, module.initial_state(params, BATCH))
+    for path, x in jax.tree_util.tree_leaves_with_path(both):
+        assert np.isfinite(x).all(), path
+        # The empty sums of RWKV-4 have no weight.
+        assert x.any() or (generation.op == "wkv4" and ".wkv" in jax.tree_util.keystr(path)), path
+    slope = module.names(both[0])
 
     def value(step: float) -> float:
         moved = {
@@ -256,14 +223,8 @@ def test_bfloat16_is_close_to_float32(
 
 
 def test_names_are_official(generation: Generation, initial: Any) -> None:
-    names = {"emb.weight", "head.weight"}
-    norms = ["ln_out", "blocks.0.ln0"]
-    for layer in range(LAYERS):
-        names |= {f"blocks.{layer}.att.{x}" for x in generation.att}
-        names |= {f"blocks.{layer}.ffn.{x}" for x in generation.ffn}
-        norms += [f"blocks.{layer}.ln1", f"blocks.{layer}.ln2"]
-    names |= {f"{norm}.{x}" for norm in norms for x in NORM}
-    assert set(generation.module.names(initial)) == names
+    names = set(checkpoints.official(generation.version))
+    assert set(generation.module.names(initial)) == names - set(checkpoints.UNUSED)
 
 
 def test_initial_values(generation: Generation, initial: Any) -> None:
@@ -272,6 +233,7 @@ def test_initial_values(generation: Generation, initial: Any) -> None:
         "rwkv4": ("att.key.weight", "att.receptance.weight"),
         "rwkv5": (),
         "rwkv6": ("time_maa_w1", "time_decay_w1"),
+        "rwkv7": ("w1", "a1", "v1", "g1"),
     }[generation.name]
     named = generation.module.names(initial)
     for name, x in named.items():
@@ -284,7 +246,8 @@ def test_initial_values(generation: Generation, initial: Any) -> None:
 def test_groups_of_the_official_training(generation: Generation, initial: Any) -> None:
     """Of parameters in both forms, and of trees of modules that have them."""
     module = generation.module
-    faster = {"time_decay": 2, "time_first": 3} if generation.name == "rwkv4" else {"time_decay": 2}
+    faster = {"time_decay": 2, "time_first": 3} if generation.op == "wkv4" else {"time_decay": 2}
+    faster["w0"] = 2
     model = nnx.eval_shape(lambda: flax.RWKV(generation.config, rngs=nnx.Rngs(0)))
     stacked = jax.eval_shape(module.stacked, initial)
     layer = equinox.RWKV(generation.config, params=initial)
@@ -299,6 +262,7 @@ def test_groups_of_the_official_training(generation: Generation, initial: Any) -
         }
 
 
+@pytest.mark.slow
 def test_the_optimizer_of_a_flax_model(generation: Generation, tmp_path: Path) -> None:
     """The recipe of the documentation; and the file of its model."""
     model = flax.RWKV(generation.config, rngs=nnx.Rngs(0))
@@ -326,12 +290,12 @@ def test_the_optimizer_of_a_flax_model(generation: Generation, tmp_path: Path) -
 
 
 def test_no_tokens_leave_the_state(generation: Generation, params: Any) -> None:
-    module, block = generation.module, params.blocks[1]
+    module, block = generation.module, params.blocks[0]
     x = jnp.ones((BATCH, 0, WIDTH))
     y, state, _ = module.time_mix(block.att, x)
     z, shift = module.channel_mix(block.ffn, x)
     assert y.shape == z.shape == x.shape
-    assert_trees_close(module.BlockState(state, shift), module.initial_state(params, BATCH)[1], 0.0)
+    assert_trees_close(module.BlockState(state, shift), module.initial_state(params, BATCH)[0], 0.0)
 
 
 @pytest.mark.usefixtures("unchecked_types")
@@ -341,6 +305,8 @@ def test_arguments_are_checked(generation: Generation, params: Any, tokens: jax.
     x = jnp.zeros((BATCH, TOKENS, WIDTH))
     with pytest.raises(ValueError, match=rf"{name}: segment_ids has shape \(2, 20\)"):
         module.apply(params, tokens, segment_ids=ids)
+    with pytest.raises(ValueError, match=rf"{name}: segment_ids has shape \(2, 20\); .* \[B\] = "):
+        module.apply(params, tokens[:, 0], segment_ids=ids)
     with pytest.raises(ValueError, match="time_mix: segment_ids has shape"):
         module.time_mix(block.att, x, segment_ids=ids)
     with pytest.raises(TypeError, match="channel_mix: segment_ids is float32"):
@@ -350,18 +316,109 @@ def test_arguments_are_checked(generation: Generation, params: Any, tokens: jax.
         module.apply(module.stacked(params), tokens, state)
     with pytest.raises(ValueError, match=f"{name}: num_layers is 0"):
         module.Config(num_layers=0, hidden_size=64)
-    with pytest.raises(TypeError, match=rf"{name}: config is a .*rwkv7.*; accepted is a .*{name}"):
-        module.init(jax.random.key(0), rwkv7.Config(num_layers=1, hidden_size=64))
+    other = rwkv4 if module is rwkv7 else rwkv7
+    message = rf"{name}: config is a .*{other.__name__}.*; accepted is a .*{name}"
+    with pytest.raises(TypeError, match=message):
+        module.init(jax.random.key(0), other.Config(num_layers=1, hidden_size=64))
 
 
 def test_parameters_on_a_mesh(generation: Generation, cpus: list[Any]) -> None:
-    mesh = jax.make_mesh((2, 2), ("data", "model"), (AxisType.Auto,) * 2, devices=cpus)
+    mesh = meshes.mesh("data=2,model=2", AxisType.Auto, cpus)
     module = generation.module
-    config = dataclasses.replace(generation.config, hidden_size=64)
-    init = functools.partial(module.init, config=config)
-    shapes = jax.eval_shape(lambda key: module.stacked(init(key)), jax.random.key(0))
-    placed = module.shardings(shapes, mesh, data="data", model="model")
+    shapes = shapes_of(module, dataclasses.replace(generation.config, hidden_size=64))
+    apart, placed = (
+        module.shardings(x, mesh, data="data", model="model")
+        for x in (shapes, jax.eval_shape(module.stacked, shapes))
+    )
     assert placed.head.weight.spec == P(None, "data")
-    assert placed.blocks.rest.att.value.weight.spec == P(None, "model", "data")
-    assert placed.blocks.rest.ffn.value.weight.spec == P(None, "data", "model")
-    assert placed.blocks.first.att.output.weight.spec == P("data", "model")
+    assert apart.blocks[1].att.value.weight.spec == P("model", "data")
+    assert apart.blocks[1].ffn.value.weight.spec == P("data", "model")
+    assert apart.blocks[0].att.output.weight.spec == P("data", "model")
+    assert placed.blocks.first == apart.blocks[0]
+    for x, one in zip(*map(jax.tree.leaves, (placed.blocks.rest, apart.blocks[1])), strict=True):
+        assert tuple(x.spec) == (None, *one.spec)
+
+
+# What a model checks before it computes anything.
+
+OUTSIDE = config_of(rwkv7).vocab_size
+"""The first number that is no token."""
+
+FUNCTIONS = {
+    "hidden_states": rwkv7.hidden_states,
+    "apply": rwkv7.apply,
+    "Invariant": models.Invariant(rwkv7).apply,
+    "flax": lambda params, tokens: flax.RWKV(config_of(rwkv7), params=params)(tokens),
+    "equinox": lambda params, tokens: equinox.RWKV(config_of(rwkv7), params=params)(tokens),
+}
+
+
+@pytest.mark.usefixtures("unchecked_types")
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize(
+    ("tokens", "error", "message"),
+    [
+        ([[1, 2, 3]], TypeError, "tokens is a list; accepted is a JAX or numpy array"),
+        (3, TypeError, "tokens is a int; accepted is a JAX or numpy array"),
+        (np.ones((1, 3), np.float32), TypeError, "tokens is float32; accepted are integers"),
+        (np.ones((1, 3), bool), TypeError, "tokens is bool; accepted are integers"),
+        (np.ones((1, 2, 3), np.int32), ValueError, r"tokens has shape \(1, 2, 3\); accepted is \["),
+        (
+            np.array([OUTSIDE]),
+            ValueError,
+            rf"tokens has {OUTSIDE}; accepted .* to {OUTSIDE - 1}",
+        ),
+        (jnp.array([3, -1]), ValueError, "tokens has -1; accepted are integers from 0 to"),
+    ],
+    ids=["list", "int", "float", "bool", "axes", "large", "negative"],
+)
+def test_tokens_are_checked(name: str, tokens: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(
+        error, match=f"{'Invariant' if name == 'Invariant' else 'rwkv7'}: {message}"
+    ):
+        FUNCTIONS[name](parameters(rwkv7), tokens)
+
+
+def test_tokens_of_a_compiled_program_are_not_known() -> None:
+    """They read another row, as the documentation says."""
+    params = parameters(rwkv7)
+    embedded = jax.jit(lambda tokens: rwkv7.apply(params, tokens)[0])
+    assert jnp.array_equal(embedded(np.array([OUTSIDE])), embedded(np.array([OUTSIDE - 1])))
+
+
+@pytest.mark.usefixtures("unchecked_types")
+def test_states_are_checked(generation: Generation) -> None:
+    module, name = generation.module, generation.name
+    params = parameters(module)
+    tokens = np.array([1, 2], np.int32)
+
+    def refused(state: Any, error: type[Exception], message: str, dtype: Any = "float32") -> None:
+        with pytest.raises(error, match=f"(?s){name}: {message}"):
+            jax.eval_shape(lambda: module.apply(params, tokens, state, dtype=dtype))
+
+    state = module.initial_state(params, 2)
+    wrong = "state is not one of this model with 2 rows and float32 activations:.*"
+    refused(state[:1], ValueError, wrong + r"1\.att\.shift is missing; expected is \[2, 32\]")
+    refused((*state, state[0]), ValueError, wrong + r"'2\.att\.shift' is expected nowhere")
+    refused(module.initial_state(params, 3), ValueError, wrong + r"0\.ffn is \[3, 32\] in float32")
+    # The states of RWKV-5 to 7 are alike.
+    other = rwkv7 if module is rwkv4 else rwkv4
+    refused(other.initial_state(parameters(other), 2), ValueError, wrong + r"att\.wkv")
+    narrow = jax.tree.map(lambda x: x.astype("bfloat16"), state)
+    refused(narrow, TypeError, wrong + r"0\.att\.shift is .* in bfloat16; expected is .* float32")
+    refused(state, TypeError, r"state .* and bfloat16 activations:.*float32; expected", "bfloat16")
+    refused(jax.tree.map(lambda x: 1.0, state), ValueError, wrong + r"0\.ffn is a float; expected")
+    refused(module.stacked(state), ValueError, "state is Stacked; accepted with a tuple")
+    assert jax.eval_shape(lambda: module.apply(params, tokens, state))
+
+
+@pytest.mark.usefixtures("unchecked_types")
+def test_unknown_options(generation: Generation) -> None:
+    """Also for one token of each row, where no layer function has kernels."""
+    module, params = generation.module, parameters(generation.module)
+    accepted = "accepted are None, 'mixes', 'cheap', 'blocks'"
+    with pytest.raises(ValueError, match=f"recompute is 'all'; {accepted}"):
+        module.apply(params, jnp.ones((2, 3), jnp.int32), recompute="all")
+    for tokens in (jnp.ones((2, 3), jnp.int32), jnp.ones(2, jnp.int32)):
+        with pytest.raises(ValueError, match="layers is 'fast'; accepted are"):
+            module.apply(params, tokens, layers="fast")

@@ -21,13 +21,14 @@ ROWS = 3
 
 
 def read(
-    model: Any, params: Any, rows: Sequence[int], pieces: Sequence[int], **options: Any
+    model: Any, params: Any, rows: Sequence[int], pieces: Sequence[int], dtype: str
 ) -> tuple[np.ndarray, list[np.ndarray]]:
     """The logits of rows of `TOKENS`, read in pieces, and the state after them. A piece of one
     token has no axis of time."""
-    state, found, begin = None, [], 0
+    state = model.initial_state(params, len(rows), dtype)
+    found, begin = [], 0
     apply = jax.jit(
-        lambda params, tokens, state: model.apply(params, tokens, state, **options),
+        lambda params, tokens, state: model.apply(params, tokens, state, dtype=dtype),
         compiler_options=AS_USERS,
     )
     for piece in pieces:
@@ -53,16 +54,17 @@ def read(
 def test_bits(module: ModuleType, dtype: str) -> None:
     params = jax.tree.map(lambda x: x.astype(dtype), parameters(module))
     model = Invariant(module, ROWS)
-    whole, state = read(model, params, range(5), [9], dtype=dtype)
+    whole, state = read(model, params, range(5), [9], dtype)
     for rows, pieces in (([4], [9]), ([3, 1], [1] * 9), ([2, 0, 4, 1], [4, 0, 1, 4])):
-        logits, after = read(model, params, rows, pieces, dtype=dtype)
+        logits, after = read(model, params, rows, pieces, dtype)
         assert np.array_equal(logits, whole[rows])
         for found, expected in zip(after, state, strict=True):
             assert np.array_equal(found, expected[rows])
-    plain, _ = read(module, params, range(5), [9], dtype=dtype)
+    plain, _ = read(module, params, range(5), [9], dtype)
     assert rms_error(whole, plain) < {"float32": 1e-5, "bfloat16": 2e-2}[dtype]
 
 
+@pytest.mark.slow
 def test_stacked_blocks() -> None:
     """In groups of rows, of which the last one is not full."""
     params = parameters(rwkv7)
@@ -79,6 +81,7 @@ def test_no_rows() -> None:
     assert_trees_close(state, rwkv7.initial_state(params, 0))
 
 
+@pytest.mark.slow
 def test_segments() -> None:
     """Every document has the bits that it has alone, and padding changes no state."""
     params, model = parameters(rwkv7), Invariant(rwkv7, ROWS)

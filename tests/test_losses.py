@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -18,7 +17,7 @@ from rwkv_jax.losses import cross_entropy
 from rwkv_jax.losses._options import slabs
 from support import hlo, internals, meshes
 from support.cases import DTYPES
-from support.tolerance import assert_close
+from support.tolerance import assert_close, assert_trees_close
 
 VOCABULARY, CHANNELS = 37, 16
 
@@ -27,15 +26,19 @@ ALL_TERMS: dict[str, Any] = {"z_loss": 0.02, "l2_wrap": 0.03, "soft_cap": 3.0}
 
 
 def arrays(
-    *shape: int, vocabulary: int = VOCABULARY, channels: int = CHANNELS, dtype: str = "float32"
+    *shape: int,
+    vocabulary: int = VOCABULARY,
+    channels: int = CHANNELS,
+    dtype: str = "float32",
+    weight: str = "float32",
 ) -> dict[str, Any]:
     """Features, weight, targets, and a mask that selects most tokens."""
     rng = np.random.default_rng([*shape, vocabulary, channels])
     hidden_states = rng.standard_normal((*shape, channels)).astype(DTYPES[dtype])
-    weight = (0.5 * rng.standard_normal((vocabulary, channels))).astype(DTYPES[dtype])
+    matrix = (0.5 * rng.standard_normal((vocabulary, channels))).astype(DTYPES[dtype])
     return {
         "hidden_states": hidden_states,
-        "weight": weight.astype(np.float32),
+        "weight": matrix.astype(DTYPES[weight]),
         "targets": np.asarray(rng.integers(0, vocabulary, shape), np.int32),
         "mask": np.asarray(rng.random(shape) < 0.8),
     }
@@ -103,48 +106,58 @@ OF_16_BITS = {"loss": 1e-5, "dhidden_states": 4e-3, "dweight": 4e-3}
 """Ceilings where gradients of logits are rounded to bfloat16 or float16."""
 
 
-def assert_exact(found: Mapping[str, jax.Array], expected: Mapping[str, np.ndarray]) -> None:
-    assert_close({name: np.asarray(x) for name, x in found.items()}, expected, EXACT)
-
-
-def check(
-    given: Mapping[str, Any],
-    cotangents: Any = 1.0,
-    *,
-    function: Callable[..., jax.Array] = cross_entropy,
-    mine: Mapping[str, Any] | None = None,
-    **options: Any,
+def assert_right(
+    found: Mapping[str, jax.Array],
+    expected: Mapping[str, np.ndarray],
+    ceilings: Mapping[str, float] = EXACT,
 ) -> None:
-    """Values and gradients against the oracle; the options `mine` are not for the oracle."""
-    found = value_and_gradients(given, cotangents, function, **options, **(mine or {}))
-    expected = oracle(**given, cotangents=cotangents, **options)
-    ceilings = EXACT if given["hidden_states"].dtype == np.float32 else OF_16_BITS
     assert_close({name: np.asarray(x) for name, x in found.items()}, expected, ceilings)
 
 
-OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"z_loss": 0.02},
-    {"l2_wrap": 0.03},
-    {"soft_cap": 3.0},
-    ALL_TERMS,
-    {"reduction": "sum", **ALL_TERMS},
-    {"reduction": "none", **ALL_TERMS},
-]
+def check(
+    given: Mapping[str, Any], cotangents: Any = 1.0, *, mine: Mapping[str, Any] = {}, **options: Any
+) -> dict[str, jax.Array]:
+    """Values and gradients against the oracle; the options `mine` are not for the oracle."""
+    found = value_and_gradients(given, cotangents, **options, **mine)
+    expected = oracle(**given, cotangents=cotangents, **options)
+    ceilings = EXACT if given["hidden_states"].dtype == np.float32 else OF_16_BITS
+    assert_right(found, expected, ceilings)
+    assert all(x.dtype == given[name[1:]].dtype for name, x in found.items() if name != "loss")
+    return found
+
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": (arrays(3, 7), {}),
+    "z_loss": (arrays(3, 7), {"z_loss": 0.02}),
+    "l2_wrap": (arrays(3, 7), {"l2_wrap": 0.03}),
+    "soft_cap": (arrays(3, 7), {"soft_cap": 3.0}),
+    "all terms": (arrays(3, 7), ALL_TERMS),
+    "sum": (arrays(3, 7), {"reduction": "sum", **ALL_TERMS}),
+    "none": (arrays(3, 7), {"reduction": "none", **ALL_TERMS}),
+    "bfloat16": (arrays(4, 16, dtype="bfloat16"), ALL_TERMS),
+    "float16": (arrays(4, 16, dtype="float16"), ALL_TERMS),
+    "weight": (arrays(5, 3, dtype="bfloat16", weight="bfloat16"), {}),
+    "one token": (arrays(), {}),
+    "a row": (arrays(5), {}),
+    "three axes": (arrays(2, 3, 5), {}),
+    **{f"vocabulary of {x}": (arrays(6, vocabulary=x), ALL_TERMS) for x in (1, 2, 64, 300)},
+    **{
+        f"targets in {x}": (arrays(9) | {"targets": arrays(9)["targets"].astype(x)}, {})
+        for x in ("uint8", "int8", "uint32", "int16")
+    },
+    # Logits whose exponentials are out of range.
+    "far apart": (arrays(8) | {"weight": 200 * arrays(8)["weight"]}, {"l2_wrap": 1e-4}),
+}
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda x: "-".join(x) + str(x.get("reduction")))
-def test_definition(options: dict, recompute: bool) -> None:
-    given = arrays(3, 7)
-    cotangents = 0.7 if options.get("reduction") != "none" else np.linspace(-1, 2, 21).reshape(3, 7)
+@pytest.mark.parametrize("case", CASES)
+def test_definition(case: str, recompute: bool) -> None:
+    given, options = CASES[case]
+    shape = given["targets"].shape
+    of_each = np.linspace(-1, 2, math.prod(shape)).reshape(shape)
+    cotangents = of_each if options.get("reduction") == "none" else 0.7
     check(given, cotangents, mine={"recompute": recompute, "chunk_size": 4}, **options)
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("recompute", [False, True])
-def test_16_bits(dtype: str, recompute: bool) -> None:
-    check(arrays(4, 16, dtype=dtype), mine={"recompute": recompute, "chunk_size": 24}, **ALL_TERMS)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -156,69 +169,21 @@ def test_small_cotangents_in_float16(recompute: bool) -> None:
     assert_close({"dweight": np.asarray(found["dweight"])}, {"dweight": dweight}, 4e-3)
 
 
-def test_weight_in_the_dtype_of_the_hidden_states() -> None:
-    given = arrays(5, 3, dtype="bfloat16")
-    given["weight"] = given["weight"].astype(DTYPES["bfloat16"])
-    assert value_and_gradients(given)["dweight"].dtype == jnp.bfloat16
-    check(given)
-
-
-@pytest.mark.parametrize("shape", [(), (1,), (5,), (2, 3, 5)], ids=str)
-def test_tokens_of_any_shape(shape: tuple[int, ...]) -> None:
-    check(arrays(*shape))
-
-
-@pytest.mark.parametrize("vocabulary", [1, 2, 64, 300])
-def test_vocabularies(vocabulary: int) -> None:
-    check(arrays(6, vocabulary=vocabulary), z_loss=0.02, l2_wrap=0.03)
-
-
-@pytest.mark.parametrize("dtype", ["uint8", "int8", "uint32", "int16"])
-def test_dtypes_of_targets(dtype: str) -> None:
-    given = arrays(9)
-    check(given | {"targets": given["targets"].astype(dtype)})
-
-
-def test_equals_optax() -> None:
-    given = arrays(4, 33, vocabulary=300)
-    del given["mask"]
-
-    def plain(hidden_states: jax.Array, weight: jax.Array, targets: jax.Array) -> jax.Array:
-        logits = jnp.einsum("...c,vc->...v", hidden_states, weight)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
-
-    expected = value_and_gradients(given, function=plain)
-    found = value_and_gradients(given)
-    assert_exact(found, {name: np.asarray(x) for name, x in expected.items()})
-
-
-def test_logits_far_apart() -> None:
-    """Their exponentials are out of range."""
-    given = arrays(8)
-    check(given | {"weight": 200 * given["weight"]}, l2_wrap=1e-4)
-
-
-@pytest.mark.parametrize("chunk_size", [1, 6, 7, 100])
-def test_slabs(chunk_size: int) -> None:
+@pytest.mark.parametrize("chunk_size", [None, 1, 6, 7, 100])
+def test_slabs(chunk_size: int | None) -> None:
     check(arrays(3, 7), mine={"chunk_size": chunk_size}, **ALL_TERMS)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "vocabulary", "most", "expected"),
-    [
-        (16384, 65536, None, (4, 4096)),
-        (65536, 65536, None, (16, 4096)),
-        (16385, 65536, None, (5, 3277)),
-        (1024, 256, None, (1, 1024)),
-        (7, 256, 3, (3, 3)),
-        (7, 10**10, None, (7, 1)),
-        (0, 256, None, (1, 0)),
-    ],
-)
-def test_number_and_size_of_slabs(
-    tokens: int, vocabulary: int, most: int | None, expected: tuple[int, int]
-) -> None:
-    assert slabs(most, tokens, vocabulary) == expected
+def test_number_and_size_of_slabs() -> None:
+    for (tokens, vocabulary, most), expected in {
+        (16384, 65536, None): (4, 4096),
+        (16385, 65536, None): (5, 3277),
+        (1024, 256, None): (1, 1024),
+        (7, 256, 3): (3, 3),
+        (7, 10**10, None): (7, 1),
+        (0, 256, None): (1, 0),
+    }.items():
+        assert slabs(most, tokens, vocabulary) == expected
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -234,8 +199,7 @@ def test_no_tokens(reduction: str, recompute: bool) -> None:
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_no_token_counts(recompute: bool) -> None:
-    given = arrays(2, 5)
-    given["mask"] = np.zeros((2, 5), bool)
+    given = arrays(2, 5) | {"mask": np.zeros((2, 5), bool)}
     found = value_and_gradients(given, recompute=recompute, **ALL_TERMS)
     assert not any(np.asarray(x).any() for x in found.values())
 
@@ -246,9 +210,8 @@ def test_targets_outside_the_vocabulary() -> None:
     outside = np.array([-100, 0, VOCABULARY, 1, -1, 2], np.int32)
     mask = (outside >= 0) & (outside < VOCABULARY)
     inside = np.where(mask, outside, 0)
-    expected = oracle(given["hidden_states"], given["weight"], inside, mask)
     found = value_and_gradients({**given, "targets": outside, "mask": mask})
-    assert_close({n: np.asarray(x) for n, x in found.items()}, expected, 1e-5)
+    assert_right(found, oracle(given["hidden_states"], given["weight"], inside, mask))
     losses = cross_entropy(given["hidden_states"], given["weight"], outside, reduction="none")
     np.testing.assert_array_equal(np.isnan(losses), ~mask)
 
@@ -267,11 +230,11 @@ def test_hidden_states_of_tokens_that_do_not_count(options: dict) -> None:
         cotangents = np.where(given["mask"], cotangents, np.nan)
     found = value_and_gradients(given | {"hidden_states": hidden_states}, cotangents, **options)
     mine = {name: x for name, x in options.items() if name != "recompute"}
-    expected = oracle(**given, cotangents=0.7, **mine)
-    assert_exact(found, expected)
+    assert_right(found, oracle(**given, cotangents=0.7, **mine))
     assert not np.asarray(found["dhidden_states"])[~given["mask"]].any()
 
 
+@pytest.mark.slow
 def test_vmap() -> None:
     """Over hidden states, over weights, and over both, inside and outside of a gradient."""
     given = arrays(5)
@@ -286,22 +249,19 @@ def test_vmap() -> None:
             several if axis == 0 else one
             for axis, one, several in zip(axes, (x, w, t), (xs, ws, ts), strict=True)
         ]
+        each = [
+            [y if axis is None else y[i] for axis, y in zip(axes, operands, strict=True)]
+            for i in range(2)
+        ]
         for function in (loss, jax.grad(loss, (0, 1))):
             found = jax.jit(jax.vmap(function, axes))(*operands)
-            plain = jax.jit(function)
-            for i in range(2):
-                one = [y if axis is None else y[i] for axis, y in zip(axes, operands, strict=True)]
-                jax.tree.map(
-                    lambda a, b, i=i: np.testing.assert_allclose(a[i], b, rtol=1e-5, atol=1e-6),
-                    found,
-                    plain(*one),
-                )
+            expected = [jax.jit(function)(*one) for one in each]
+            assert_trees_close(found, jax.tree.map(lambda *ys: jnp.stack(ys), *expected))
     nested = jax.jit(jax.vmap(jax.vmap(loss, (0, None, None)), (None, 0, None)))(xs, ws, t)
     assert nested.shape == (2, 2)
     summed = jax.jit(jax.grad(lambda w: jax.vmap(loss, (0, None, 0))(xs, w, ts).sum()))(w)
     gradient = jax.jit(jax.grad(loss, 1))
-    expected = sum(gradient(xs[i], w, ts[i]) for i in range(2))
-    np.testing.assert_allclose(summed, expected, rtol=1e-5, atol=1e-6)
+    assert_trees_close(summed, sum(gradient(xs[i], w, ts[i]) for i in range(2)))
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -320,22 +280,19 @@ def test_remat_and_scan(recompute: bool) -> None:
 
     found = jax.jit(jax.value_and_grad(in_rows, (0, 1)))(x, w)
     expected = jax.value_and_grad(lambda x, w: loss(x, w, t), (0, 1))(x, w)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected
-    )
+    assert_trees_close(found, expected)
 
 
-def compiled(batch: int, tokens: int, vocabulary: int, **options: Any) -> Any:
-    """The lowered gradient of a loss of bfloat16 hidden states of 8 channels and a float32
-    weight."""
+def lowered(**options: Any) -> Any:
+    """The gradient of a loss of bfloat16 hidden states of 8 channels and a float32 weight."""
     shapes = (
-        jax.ShapeDtypeStruct((batch, tokens, 8), jnp.bfloat16),
-        jax.ShapeDtypeStruct((vocabulary, 8), jnp.float32),
-        jax.ShapeDtypeStruct((batch, tokens), jnp.int32),
+        jax.ShapeDtypeStruct((4, 1024, 8), jnp.bfloat16),
+        jax.ShapeDtypeStruct((16384, 8), jnp.float32),
+        jax.ShapeDtypeStruct((4, 1024), jnp.int32),
     )
 
     def loss(hidden_states: jax.Array, weight: jax.Array, targets: jax.Array) -> jax.Array:
-        return cross_entropy(hidden_states, weight, targets, **options).sum()
+        return cross_entropy(hidden_states, weight, targets, chunk_size=128, **options).sum()
 
     return jax.jit(jax.value_and_grad(loss, (0, 1))).lower(*shapes)
 
@@ -345,27 +302,19 @@ def compiled(batch: int, tokens: int, vocabulary: int, **options: Any) -> Any:
     [({}, 3), (ALL_TERMS, 3), ({"recompute": True}, 4), ({"reduction": "none"}, 4)],
     ids=str,
 )
-def test_products(options: dict, products: int) -> None:
-    """All products have operands of 16 bits, and no product of the head is computed in vain."""
-    text = compiled(2, 64, 300, **options).as_text()
+def test_products_and_memory(options: dict, products: int) -> None:
+    """All products have operands of 16 bits, no product of the head is computed in vain, and no
+    array has all logits."""
+    program = lowered(**options)
+    text = program.as_text()
     found = re.findall(r"dot_general.*: \(tensor<(.*?)>, tensor<(.*?)>\) -> tensor<(.*?)>", text)
     assert len(found) == products
     for *operands, result in found:
         assert [x.split("x")[-1] for x in operands] == ["bf16", "bf16"]
         assert result.endswith("xf32")
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{}, ALL_TERMS, {"recompute": True}, {"reduction": "none"}],
-    ids=str,
-)
-def test_no_array_of_all_logits(options: dict) -> None:
     # Products of a GPU have 32 MB of workspace besides.
-    batch, tokens, vocabulary = 4, 1024, 16384
-    program = compiled(batch, tokens, vocabulary, chunk_size=128, **options).compile()
-    logits = 4 * batch * tokens * vocabulary
-    assert program.memory_analysis().temp_size_in_bytes < logits / 4
+    all_logits = 4 * 4 * 1024 * 16384
+    assert program.compile().memory_analysis().temp_size_in_bytes < all_logits / 4
 
 
 PLACES = [
@@ -411,7 +360,7 @@ def test_meshes(
         results |= {f"d{name}": places[name] for name in ("hidden_states", "weight")}
         program = jax.jit(gradients, out_shardings=results).lower(placed).compile()
         found = program(placed)
-    assert_exact(found, oracle(**given, **ALL_TERMS))
+    assert_right(found, oracle(**given, **ALL_TERMS))
     logits_of_a_device = 4 * 64 * 512 // 4
     assert hlo.exchanged(program.as_text()) < logits_of_a_device / 2 + 2 * 4 * 512 * 8
 
@@ -424,17 +373,10 @@ def test_shard_map(check_vma: bool, reduction: Any, recompute: bool, cpus: list[
     mesh = meshes.mesh("data=2,model=2", AxisType.Auto, cpus)
     given = arrays(4, 6, vocabulary=38)
     given["mask"] = np.ones((4, 6), bool)
+    options = {"reduction": reduction, "recompute": recompute, "axis": "model", "chunk_size": 5}
 
     def local(hidden_states: Any, weight: Any, targets: Any, mask: Any) -> jax.Array:
-        loss = cross_entropy(
-            *(hidden_states, weight, targets),
-            mask=mask,
-            reduction=reduction,
-            recompute=recompute,
-            axis_name="model",
-            chunk_size=5,
-            **ALL_TERMS,
-        )
+        loss = cross_entropy(hidden_states, weight, targets, mask=mask, **options, **ALL_TERMS)
         if reduction == "none":
             return loss
         loss = jax.lax.psum(loss, "data")
@@ -453,32 +395,21 @@ def test_shard_map(check_vma: bool, reduction: Any, recompute: bool, cpus: list[
         given, cotangents, lambda x, w, targets, mask: spread(x, w, targets, mask)
     )
     expected = oracle(**given, cotangents=cotangents, reduction=reduction, **ALL_TERMS)
-    assert_exact(found, expected)
+    assert_right(found, expected)
 
 
 def test_vocabulary_along_two_axes(cpus: list[Any]) -> None:
     """Differentiated inside the `shard_map`, where the gradient of the hidden states is whole."""
     mesh = meshes.mesh("outer=2,inner=2", AxisType.Auto, cpus)
-    given = arrays(7, vocabulary=40)
+    given, axes = arrays(7, vocabulary=40), ("outer", "inner")
 
-    def local(hidden_states: Any, weight: Any, targets: Any, mask: Any) -> Any:
-        value, found = jax.value_and_grad(
-            lambda x, w: cross_entropy(
-                x, w, targets, mask=mask, axis_name=("outer", "inner"), **ALL_TERMS
-            ),
-            (0, 1),
-        )(hidden_states, weight)
-        return {"loss": value, "dhidden_states": found[0], "dweight": found[1]}
+    def local(given: dict[str, Any]) -> dict[str, Any]:
+        return value_and_gradients(given, axis=axes, **ALL_TERMS)
 
-    of_weight = P(("outer", "inner"))
-    spread = jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(P(), of_weight, P(), P()),
-        out_specs={"loss": P(), "dhidden_states": P(), "dweight": of_weight},
-    )
-    found = jax.jit(spread)(*given.values())
-    assert_exact(found, oracle(**given, **ALL_TERMS))
+    specs = dict.fromkeys(given, P()) | {"weight": P(axes)}
+    outs = {"loss": P(), "dhidden_states": P(), "dweight": P(axes)}
+    found = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=outs))(given)
+    assert_right(found, oracle(**given, **ALL_TERMS))
 
 
 # Which kernels run.
@@ -487,8 +418,8 @@ LARGE: dict[str, Any] = {"vocabulary": 512, "channels": 64, "dtype": "bfloat16"}
 """What the kernel of hidden states takes, from 1024 tokens on."""
 
 
-def test_programs_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    internals.pretend(monkeypatch, "cuda", None)
+def test_programs_for_a_gpu(monkeypatch: pytest.MonkeyPatch, pretend: Any) -> None:
+    pretend("cuda", None)
 
     def targets(tokens: int = 1024, options: Any = None, **change: Any) -> set[str]:
         given = arrays(tokens, **{**LARGE, **change})
@@ -522,9 +453,9 @@ def test_programs_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="the kernel may not run on this GPU")
 def test_the_way_of_the_kernel_of_hidden_states_where_there_is_none(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, pretend: Any
 ) -> None:
-    internals.pretend(monkeypatch, "cuda", None)
+    pretend("cuda", None)
     monkeypatch.setattr(internals.gpus, "why_not_hopper", lambda: None)
     monkeypatch.setattr(internals.of_losses, "MIN_TOKENS", 0)
     check(arrays(5, 8, **LARGE), 0.7, mine={"chunk_size": 16}, l2_wrap=0.03)

@@ -100,7 +100,7 @@ print(grown / sum(x.nbytes for x in results))
 
 if "ffi" in available("wkv7", Case(1, 16, 1, SIZE), platform="cpu"):
 
-    @pytest.mark.parametrize("op", ["wkv7", "wkv6"])
+    @pytest.mark.parametrize("op", ["wkv7", pytest.param("wkv6", marks=pytest.mark.slow)])
     def test_peak_memory_of_the_cpu_kernels(op: str) -> None:
         """Little but results. Measured on the process, since what a kernel allocates for itself is
         unknown to XLA, and with a single worker, since each has scratch of its own."""

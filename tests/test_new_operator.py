@@ -6,6 +6,7 @@ The toy recurrence keeps values under keys, with a decay for each key channel. F
     S_t = S_{t-1} diag(exp(w_t)) + v_t k_t^T        y_t = S_t r_t
 """
 
+import dataclasses
 from typing import Any, ClassVar
 
 import jax
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array, export
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import rwkv_jax
@@ -26,9 +27,12 @@ from rwkv_jax._portable.chain import Chain
 from rwkv_jax._portable.terms import Read, Terms
 from rwkv_jax._portable.token_by_token import TokenByToken
 from rwkv_jax.sharding import shard
-from support import hlo
+from support import cases, hlo, meshes, operators, oracle
+from support.cases import Case
+from support.harness import assert_right, check, expected, operands, value_and_gradients
+from support.operators import OPERATORS, Run
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("_tested_as_toy")]
 
 SIGNATURE = Signature(
     "toy",
@@ -121,84 +125,48 @@ def toy_step(
 
 # So far, everything that a new operator needs. From here on, what it has for that.
 
-B, T, H, K, V = 4, 130, 2, 4, 3
-RNG = np.random.default_rng(0)
-INPUTS = {
-    "r": RNG.standard_normal((B, T, H, K), dtype=np.float32),
-    "w": -RNG.uniform(0.01, 0.5, (B, T, H, K)).astype(np.float32),
-    "k": RNG.standard_normal((B, T, H, K), dtype=np.float32),
-    "v": RNG.standard_normal((B, T, H, V), dtype=np.float32),
-}
-STATE = RNG.standard_normal((B, H, V, K), dtype=np.float32)
-DY, DSTATE = RNG.standard_normal((B, T, H, V)), RNG.standard_normal((B, H, V, K))
-OPERANDS: Any = (*INPUTS.values(), STATE)
+
+def of_wkv7(several: cases.Arrays) -> cases.Arrays:
+    return {name: x for name, x in several.items() if name not in ("a", "b", "da", "db")}
 
 
-def of_tokens(tokens: Any, inputs: dict[str, np.ndarray] = INPUTS) -> tuple[Any, Any, Any, Any]:
-    """The inputs of some tokens of all rows."""
-    r, w, k, v = (x[:, tokens] for x in inputs.values())
-    return r, w, k, v
+def make(case: Case) -> tuple[cases.Arrays, cases.Arrays]:
+    inputs, cotangents = cases.wkv7(case)
+    return of_wkv7(inputs), cotangents
 
 
-def expected(*operands: np.ndarray) -> Any:
-    """`y` and the final state, in float64."""
-    r, w, k, v, s = (x.astype(np.float64) for x in operands)
-    ys = []
-    for t in range(k.shape[1]):
-        s = s * np.exp(w[:, t, :, None]) + v[:, t, :, :, None] * k[:, t, :, None]
-        ys.append(np.einsum("bhvk,bhk->bhv", s, r[:, t]))
-    return np.stack(ys, axis=1), s
+def toy_oracle(inputs: cases.Arrays, form: str, cotangents: cases.Arrays) -> cases.Arrays:
+    """That of WKV7, whose state is read along `a`, which is zero here."""
+    zeros = np.zeros(inputs["k"].shape)
+    return of_wkv7(oracle.wkv7({**inputs, "a": zeros, "b": zeros}, form, cotangents))
 
 
-def close(x: Any, y: Any, ceiling: float = 1e-5) -> None:
-    x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
-    assert np.linalg.norm(x - y) <= ceiling * np.linalg.norm(y)
+CASE = Case(4, 132, 2, 4, V=3, decay="log")
+RUN = Run("toy", None)
+each_implementation = pytest.mark.parametrize("implementation", ["xla", "reference"])
 
 
-def loss(operator: Any, *operands: Any, **options: Any) -> Array:
-    y, state = operator(*operands, **options)
-    return jnp.sum(y * DY.astype(np.float32)) + jnp.sum(state * DSTATE.astype(np.float32))
+@pytest.fixture
+def _tested_as_toy(monkeypatch: pytest.MonkeyPatch) -> None:
+    tested = operators.Operator(
+        toy, toy_oracle, make, cases=(), inputs=tuple("rwkv"), decays=("log",)
+    )
+    monkeypatch.setitem(OPERATORS, "toy", tested)
 
 
-def gradients(*operands: Any, **options: Any) -> Any:
-    compute = jax.jit(jax.grad(lambda *xs: loss(toy, *xs, **options), argnums=(0, 1, 2, 3, 4)))
-    return compute(*operands)
-
-
-@pytest.fixture(scope="module")
-def of_reference() -> Any:
-    return gradients(*OPERANDS, implementation="reference")
-
-
-@pytest.mark.parametrize("implementation", [None, "xla", "reference"])
-def test_values(implementation: str | None) -> None:
-    found = toy(*OPERANDS, implementation=implementation)
-    for x, y in zip(found, expected(*OPERANDS), strict=True):
-        close(x, y)
-
-
-def test_gradients_of_chunks(of_reference: Any) -> None:
-    for x, y in zip(gradients(*OPERANDS), of_reference, strict=True):
-        close(x, y)
-    # The derivative in the direction of each operand, by finite differences in float64.
-    for i, dx in enumerate(of_reference):
-        operands = [np.asarray(x, np.float64) for x in OPERANDS]
-        direction = RNG.standard_normal(operands[i].shape)
-
-        sums = []
-        for distance in (1e-6, -1e-6):
-            moved = [x + distance * direction if j == i else x for j, x in enumerate(operands)]
-            y, state = expected(*moved)
-            sums.append(np.sum(y * DY) + np.sum(state * DSTATE))
-        close(np.sum(np.asarray(dx) * direction), (sums[0] - sums[1]) / 2e-6, 1e-4)
+@each_implementation
+def test_values_and_gradients(implementation: str) -> None:
+    check(Run("toy", implementation), CASE)
 
 
 def test_checks_and_dispatch() -> None:
-    found = rwkv_jax.implementations("toy", *INPUTS.values())
+    inputs, _ = operands("toy", CASE)
+    r, w, k, v, _ = inputs.values()
+    found = rwkv_jax.implementations("toy", r, w, k, v)
     assert {name: x.available for name, x in found.items()} == {"xla": True, "reference": True}
-    assert rwkv_jax.implementations("toy_step", *of_tokens(0))["xla"].available
-    r, w, k, v = INPUTS.values()
-    with pytest.raises(ValueError, match=r"toy: v has shape \(4, 129, 2, 3\), so T = 129"):
+    token = (x[:, 0] for x in (r, w, k, v))
+    assert rwkv_jax.implementations("toy_step", *token)["xla"].available
+    with pytest.raises(ValueError, match=r"toy: v has shape \(4, 131, 2, 3\), so T = 131"):
         toy(r, w, k, v[:, 1:])
     with pytest.raises(TypeError, match="toy: k is bfloat16 where the others are float32"):
         toy(r, w, jnp.asarray(k, jnp.bfloat16), v)
@@ -207,72 +175,59 @@ def test_checks_and_dispatch() -> None:
 
 
 def test_one_token() -> None:
-    y, state = jax.jit(toy_step)(*of_tokens(0), STATE)
-    right, after = expected(*of_tokens(slice(1)), STATE)
-    close(y, right[:, 0])
-    close(state, after)
-    dstep = jax.grad(lambda s: jnp.sum(toy_step(*of_tokens(0), s)[1]))(STATE)
-    close(dstep, np.broadcast_to(np.exp(INPUTS["w"][:, 0, :, None]), STATE.shape))
+    inputs, cotangents = operands("toy", Case(4, 1, 2, 4, V=3, decay="log"))
+    *of_token, state = (x[:, 0] if name in "rwkv" else x for name, x in inputs.items())
+    (y, after), vjp = jax.vjp(toy_step, *of_token, state)
+    dy, dafter = cotangents.values()
+    *_, dstate = vjp((jnp.asarray(dy[:, 0]), jnp.asarray(dafter)))
+    found = {"y": y[:, None], "final_state": after, "dinitial_state": dstate}
+    assert_right(found, expected("toy", inputs, cotangents))
 
 
-def test_vmap(of_reference: Any) -> None:
-    one = jax.vmap(lambda *row: toy(*(x[None] for x in row))[0][0])
-    close(one(*OPERANDS), expected(*OPERANDS)[0])
-    r, w, k, v = INPUTS.values()
-    each = jax.vmap(lambda k: jax.grad(lambda x: loss(toy, r, w, x, v, STATE))(k))
-    close(each(jnp.stack([k, k]))[1], of_reference[2])
-
-
-def _dk(operator: Any, r: Any, w: Any, k: Any, *others: Any) -> Any:
-    return jax.jit(jax.grad(lambda k: jnp.sum(operator(r, w, k, *others)[0])))(k)
+def test_vmap() -> None:
+    several = [operands("toy", dataclasses.replace(CASE, seed=seed)) for seed in range(2)]
+    stacked = jax.tree.map(lambda *xs: np.stack(xs), *several)
+    found = jax.vmap(lambda *xs: value_and_gradients(RUN, *xs))(*stacked)
+    for i, arrays in enumerate(several):
+        assert_right({name: x[i] for name, x in found.items()}, expected("toy", *arrays))
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_sharding(axis_type: AxisType, cpus: list[Any]) -> None:
-    mesh = jax.make_mesh((2, 2), ("b", "h"), axis_types=(axis_type,) * 2, devices=cpus)
-    specs = *[P("b", None, "h")] * 4, P("b", "h")
-    with jax.set_mesh(mesh):
-        placed = [
-            jax.device_put(x, NamedSharding(mesh, spec))
-            for x, spec in zip(OPERANDS, specs, strict=True)
-        ]
-        assert not hlo.collectives(jax.jit(toy).lower(*placed).compile().as_text())
-        dk = _dk(toy, *placed)
-    close(dk, _dk(toy, *OPERANDS))
+    arrays = operands("toy", CASE)
+    of_tokens, of_states = P("data", None, "model"), P("data", "model")
+    names = [name for several in arrays for name in several]
+    specs = {name: of_states if "state" in name else of_tokens for name in names}
+    mesh = meshes.mesh("data=2,model=2", axis_type, cpus)
+    placed = [meshes.put(mesh, specs, x) for x in arrays]
+    compiled = value_and_gradients.lower(RUN, *placed).compile()
+    assert_right(compiled(*placed), expected("toy", *arrays))
+    assert not hlo.collectives(compiled.as_text())
 
 
-@pytest.mark.parametrize("sequence", [None, "s"])
-def test_shard(sequence: str | None, cpus: list[Any]) -> None:
-    mesh = jax.make_mesh((2, 2), ("b", "s"), axis_types=(AxisType.Auto,) * 2, devices=cpus)
-    operands = (*of_tokens(slice(128)), STATE)
-    over = shard(toy, mesh, batch="b", sequence=sequence)
-    for x, y in zip(over(*operands), expected(*operands), strict=True):
-        close(x, y)
-    close(_dk(over, *operands), _dk(toy, *operands))
+@pytest.mark.parametrize("axes", ["data=2,model=2", "data=2,seq=2", "seq=4"])
+def test_shard(axes: str, cpus: list[Any]) -> None:
+    over = shard(toy, meshes.mesh(axes, AxisType.Auto, cpus), **meshes.PLACES[axes])
+    check(RUN, CASE, function=over)
 
 
-def test_segments() -> None:
-    ids = np.repeat([[3, 5, 0]], B, axis=0).repeat([50, 70, 10], axis=1)
-    y, final = jax.jit(toy)(*OPERANDS, segment_ids=ids)
-    first, _ = expected(*of_tokens(slice(50)), STATE)
-    second, state = expected(*of_tokens(slice(50, 120)), np.zeros_like(STATE))
-    close(y, np.concatenate([first, second, np.zeros((B, 10, H, V))], axis=1))
-    close(final, state)
-
-
-@pytest.mark.parametrize("implementation", ["xla", "reference"])
-def test_sequences(implementation: str) -> None:
-    offsets, row = jnp.array([0, 30, 30, T], jnp.int32), {n: x[:1] for n, x in INPUTS.items()}
-    y, after = jax.jit(toy, static_argnames="implementation")(
-        *row.values(), STATE[:3], cu_seqlens=offsets, implementation=implementation
-    )
-    first, of_first = expected(*of_tokens(slice(30), row), STATE[:1])
-    last, of_last = expected(*of_tokens(slice(30, None), row), STATE[2:3])
-    close(y, np.concatenate([first, last], axis=1))
-    close(after, np.concatenate([of_first, STATE[1:2], of_last]))
+@each_implementation
+@pytest.mark.parametrize(
+    ("case", "packing"),
+    [
+        (CASE, {"segment_ids": np.repeat([[3, 5, 0]] * 4, [50, 70, 12], axis=1)}),
+        (dataclasses.replace(CASE, B=1), {"cu_seqlens": np.array([0, 30, 30, 132], np.int32)}),
+    ],
+    ids=["segments", "sequences"],
+)
+def test_packed_rows(implementation: str, case: Case, packing: dict[str, Any]) -> None:
+    check(Run("toy", implementation), case, **packing)
 
 
 def test_export() -> None:
+    inputs, cotangents = operands("toy", CASE)
     exported = export.export(jax.jit(toy), disabled_checks=rwkv_jax.export_disabled_checks())
-    y, _ = export.deserialize(exported(*OPERANDS).serialize()).call(*OPERANDS)
-    close(y, expected(*OPERANDS)[0])
+    arrays = inputs.values()
+    found = export.deserialize(exported(*arrays).serialize()).call(*arrays)
+    results = {"y": found[0], "final_state": found[1]}
+    assert_right(results, expected("toy", inputs, cotangents))

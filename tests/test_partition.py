@@ -1,7 +1,7 @@
 """Calls of the operators with sharded operands. Forced CPU devices, with GPUs as well."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from rwkv_jax.sharding import shard
 from support import hlo, internals, meshes
 from support.cases import Case
 from support.harness import assert_right, expected, operands, results, value_and_gradients
@@ -19,7 +20,12 @@ from support.operators import STEPS, Run, available, runs
 pytestmark = pytest.mark.quick("run", "op")
 
 CASE, STEP_CASE = Case(4, 16, 4, 16), Case(4, 1, 4, 16)
-RUNS = [x for x in runs(CASE, platform="cpu") if x.values[0].implementation != "xla"]
+RUNS: list[Any] = [
+    pytest.param(*x.values, id=x.id, marks=[pytest.mark.slow] * (x.values[0].op == "wkv6"))
+    for x in runs(CASE, platform="cpu")
+    if x.values[0].implementation != "xla"
+]
+"""WKV5 has the rules of WKV6, and one more operand that all tokens share."""
 XLA = Run("wkv7", "xla")
 """It differs only in what each device runs, and compiles slowly."""
 
@@ -28,7 +34,7 @@ each_mesh = pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explic
 some_of_both = pytest.mark.parametrize(
     ("run", "axis_type"),
     [
-        pytest.param(*run.values, kind, id=f"{run.id}-{kind}")
+        pytest.param(*run.values, kind, id=f"{run.id}-{kind}", marks=run.marks)
         for i, run in enumerate(RUNS)
         for j, kind in enumerate((AxisType.Auto, AxisType.Explicit))
         if run.id == "wkv7-ffi" or (i + j) % 2
@@ -77,7 +83,7 @@ def _summed(run: Run, place: tuple) -> set[str]:
     ("run", "place"),
     [
         *(
-            pytest.param(*run.values, place, id=f"{run.id}-{name}")
+            pytest.param(*run.values, place, id=f"{run.id}-{name}", marks=run.marks)
             for run in RUNS
             for name, place in PLACES.items()
             if name == "batch and heads" or run.id in ("wkv7-ffi", "wkv5-ffi", "wkv4-ffi")
@@ -103,17 +109,6 @@ def test_batch_and_heads_need_no_collective(
         assert x.sharding.is_equivalent_to(NamedSharding(mesh, specs[name]), x.ndim), name
 
 
-def _check(run: Run, placed: Sequence[dict], arrays: Sequence[dict]) -> None:
-    assert_right(value_and_gradients(run, *placed), expected(run.op, *arrays))
-
-
-@some_of_both
-def test_sharded_time_is_gathered(run: Run, axis_type: AxisType, cpus: list[Any]) -> None:
-    mesh, arrays = _mesh(axis_type, cpus), operands(run.op, CASE)
-    specs = _specs(run, P("data", "model"), P("data"), P())
-    _check(run, _put(mesh, specs, *arrays), arrays)
-
-
 @pytest.mark.parametrize("run", [x for x in RUNS if x.values[0].op != "wkv4"])
 @each_mesh
 def test_sharded_channels_are_refused(run: Run, axis_type: AxisType, cpus: list[Any]) -> None:
@@ -131,25 +126,38 @@ def test_sharded_channels_are_refused(run: Run, axis_type: AxisType, cpus: list[
         value_and_gradients(run, *placed)
 
 
-@some_of_both
-@pytest.mark.parametrize("replicated", ["w", "the state"])
-def test_operands_that_are_sharded_differently(
-    run: Run, axis_type: AxisType, replicated: str, cpus: list[Any]
-) -> None:
-    mesh, arrays = _mesh(axis_type, cpus), operands(run.op, CASE)
-    specs = _placed(run, ("data", "model"))
-    name = "w" if replicated == "w" else run.operator.states[-1]
+def _time_on_an_axis(run: Run) -> dict[str, P]:
+    return _specs(run, P("data", "model"), P("data"), P())
+
+
+def _elsewhere(run: Run, replicated: str) -> dict[str, P]:
+    """The first input on other axes than the others, and one operand whole."""
     first = run.operator.inputs[0]
-    specs[name] = P()
-    specs[first] = P(*("model", None, "data")[: arrays[0][first].ndim])
-    _check(run, _put(mesh, specs, *arrays), arrays)
+    ndim = operands(run.op, CASE)[0][first].ndim
+    return _placed(run, ("data", "model")) | {
+        replicated: P(),
+        first: P(*("model", None, "data")[:ndim]),
+    }
 
 
 @some_of_both
-def test_uneven_batch(run: Run, axis_type: AxisType, cpus: list[Any]) -> None:
-    """Three sequences on two devices: replicated, since JAX does not shard them evenly."""
-    mesh, arrays = _mesh(axis_type, cpus), operands(run.op, Case(3, 16, 4, 16))
-    _check(run, _put(mesh, _placed(run, (None, "model")), *arrays), arrays)
+@pytest.mark.parametrize(
+    ("rows", "specs"),
+    [
+        (4, _time_on_an_axis),
+        (4, lambda run: _elsewhere(run, "w")),
+        (4, lambda run: _elsewhere(run, run.operator.states[-1])),
+        # Replicated, since JAX does not shard three rows evenly.
+        (3, lambda run: _placed(run, (None, "model"))),
+    ],
+    ids=["tokens over devices", "w is whole", "the state is whole", "uneven batch"],
+)
+def test_operands_that_are_moved(
+    run: Run, axis_type: AxisType, rows: int, specs: Callable[[Run], Any], cpus: list[Any]
+) -> None:
+    arrays = operands(run.op, Case(rows, 16, 4, 16))
+    placed = _put(_mesh(axis_type, cpus), specs(run), *arrays)
+    assert_right(value_and_gradients(run, *placed), expected(run.op, *arrays))
 
 
 @some_of_both
@@ -189,34 +197,22 @@ def _shared_operands(run: Run) -> tuple[dict, dict, dict]:
 
 
 @each_run
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_gradients_of_replicated_operands_through_shard_map(
-    run: Run, check_vma: bool, cpus: list[Any]
-) -> None:
+@pytest.mark.parametrize("where", ["outside", "outside, unchecked", "inside"])
+def test_gradients_of_replicated_operands(run: Run, where: str, cpus: list[Any]) -> None:
+    """Differentiated outside of a `shard_map` and inside."""
     inputs, cotangents, gradients = _shared_operands(run)
-    specs = _replicated(run)
-    loss = jax.shard_map(
-        functools.partial(_local_loss, run),
-        mesh=meshes.mesh("data=4", AxisType.Auto, cpus),
-        in_specs=tuple({name: specs[name] for name in x} for x in (inputs, cotangents)),
-        out_specs=P(),
-        check_vma=check_vma,
-    )
-    assert_right(jax.jit(jax.grad(loss))(inputs, cotangents), gradients)
-
-
-@each_run
-def test_gradients_of_replicated_operands_inside_shard_map(run: Run, cpus: list[Any]) -> None:
-    inputs, cotangents, gradients = _shared_operands(run)
-    specs = _replicated(run)
+    specs, loss = _replicated(run), functools.partial(_local_loss, run)
     in_specs = tuple({name: specs[name] for name in x} for x in (inputs, cotangents))
+    inside = where == "inside"
     call = jax.shard_map(
-        jax.grad(functools.partial(_local_loss, run)),
+        jax.grad(loss) if inside else loss,
         mesh=meshes.mesh("data=4", AxisType.Auto, cpus),
         in_specs=in_specs,
-        out_specs=in_specs[0],
+        out_specs=in_specs[0] if inside else P(),
+        check_vma="unchecked" not in where,
     )
-    assert_right(jax.jit(call)(inputs, cotangents), gradients)
+    gradient = jax.jit(call if inside else jax.grad(call))
+    assert_right(gradient(inputs, cotangents), gradients)
 
 
 @each_run
@@ -255,13 +251,17 @@ def test_manual_over_one_axis_of_two(run: Run, axis_type: AxisType, cpus: list[A
     ("op", "implementation"), [(op, x) for op in STEPS for x in available(op, STEP_CASE, "cpu")]
 )
 @each_mesh
+@pytest.mark.parametrize("sharded", [False, True], ids=["plain", "shard"])
 def test_step_needs_no_collective(
-    op: str, implementation: str, axis_type: AxisType, cpus: list[Any]
+    op: str, implementation: str, axis_type: AxisType, sharded: bool, cpus: list[Any]
 ) -> None:
+    """Also with `sharding.shard`."""
     run, (inputs, cotangents) = Run(op, implementation), operands(op, STEP_CASE)
     specs = {n: P("model") if n in run.operator.shared else P("data", "model") for n in inputs}
-    placed = meshes.put(_mesh(axis_type, cpus), specs, inputs)
-    compiled = jax.jit(lambda xs: results(run, **xs)).lower(placed).compile()
+    mesh = _mesh(axis_type, cpus)
+    function = shard(run.public, mesh, batch="data", heads="model") if sharded else None
+    placed = meshes.put(mesh, specs, inputs)
+    compiled = jax.jit(lambda xs: results(run, function, **xs)).lower(placed).compile()
     assert_right(compiled(placed), expected(op, inputs, cotangents))
     assert hlo.collectives(compiled.as_text()) == set()
 

@@ -33,10 +33,13 @@ CASES = (
 )
 """Rows of 70 tokens: a whole chunk, and one that the tokens do not fill."""
 
+OTHERS = [("wkv6", "reference"), ("wkv4", "reference")]
+"""One token after another, as the reference of WKV7."""
+
 RUNS = [
     pytest.param(
         *(Run(op, implementation), case),
-        marks=[pytest.mark.slow] if (op, implementation) == ("wkv6", "xla") else [],
+        marks=[pytest.mark.slow] * (implementation == "xla" or (op, implementation) in OTHERS),
         id=f"{op}-{implementation}-{case.dtype}",
     )
     for op, own in SEQUENCES.items()

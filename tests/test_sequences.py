@@ -1,10 +1,10 @@
 """`cu_seqlens`: sequences of different lengths in one row, each with its own states."""
 
+import dataclasses
 from typing import Any
 
 import hypothesis
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies
@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import rwkv_jax
 from rwkv_jax import sharding
-from support import hlo, internals, meshes, tolerance
+from support import hlo, internals, meshes
 from support.cases import CU_SEQLENS, Case
 from support.harness import assert_right, check, expected, operands, value_and_gradients
 from support.operators import FAST, SEQUENCES, Run, available, flat
@@ -29,45 +29,55 @@ CU = np.array([0, 0, 1, 7, 7, 70, 70], np.int32)
 
 CASE = Case(1, TOKENS, 2, 16)
 
-each_fast = pytest.mark.parametrize("run", FAST.values(), ids=FAST)
-of_two = pytest.mark.parametrize("run", [FAST["wkv7"], FAST["wkv4"]], ids=["wkv7", "wkv4"])
+LONG = [0, 300, 1100]
+assert LONG[-1] >= internals.LONG_SEQUENCE * 2
 
 
 def _slowly(op: str, name: str) -> bool:
     return name == "xla" or (name == "reference" and op != "wkv7")
 
 
-@pytest.mark.parametrize(
-    "run",
-    [
+CASES = [
+    *(
         pytest.param(
-            Run(op, name),
+            *(Run(op, name), Case(1, int(CU_SEQLENS[-1]), 2, 16), CU_SEQLENS),
             marks=[pytest.mark.slow] if _slowly(op, name) else [],
             id=f"{op}-{name}",
         )
         for op in SEQUENCES
         for name in available(op, CASE, cu_seqlens=CU)
         if name == "ffi" or op in ("wkv7", "wkv4")
-    ],
-)
-def test_sequences_are_as_if_alone(run: Run) -> None:
-    check(run, Case(1, int(CU_SEQLENS[-1]), 2, 16), cu_seqlens=CU_SEQLENS)
+    ),
+    # Sequences so long that native kernels take the longest first.
+    *(
+        pytest.param(run, Case(1, LONG[-1], 1, 16), LONG, id=f"{op}-long")
+        for op, run in FAST.items()
+    ),
+    # In plain XLA, over several slabs, with one that goes on from slab to slab.
+    pytest.param(
+        *(Run("wkv6", "xla"), Case(1, 1000, 2, 16), [0, 70, 70, 700, 701, 1000]),
+        marks=pytest.mark.slow,
+        id="slabs",
+    ),
+    *(
+        pytest.param(FAST[op], Case(1, cu[-1], 2, 16), cu, id=f"{op}-{cu}")
+        for op in ("wkv7", "wkv4")
+        for cu in ([0], [0, 0, 0], [0, 3])
+    ),
+    # Sequences that start without a state.
+    *(
+        pytest.param(FAST[op], dataclasses.replace(CASE, dtype="bfloat16", state=False), CU, id=op)
+        for op in ("wkv7", "wkv4")
+    ),
+]
 
 
-@each_fast
-def test_long_sequences(run: Run) -> None:
-    """Sequences so long that native kernels take the longest first."""
-    cu = np.array([0, 300, 1100], np.int32)
-    assert cu[-1] >= internals.LONG_SEQUENCE * 2
-    check(run, Case(1, int(cu[-1]), 1, 16), cu_seqlens=cu)
+@pytest.mark.parametrize(("run", "case", "cu"), CASES)
+def test_sequences_are_as_if_alone(run: Run, case: Case, cu: Any) -> None:
+    check(run, case, cu_seqlens=np.array(cu, np.int32))
 
 
-def test_sequences_over_several_slabs() -> None:
-    """In plain XLA, with one that goes on from slab to slab."""
-    cu = np.array([0, 70, 70, 700, 701, 1000], np.int32)
-    check(Run("wkv6", "xla"), Case(1, int(cu[-1]), 2, 16), cu_seqlens=cu)
-
-
+@pytest.mark.slow
 def test_sequences_of_mapped_rows() -> None:
     """In plain XLA, where each row has a path of its own."""
     run, rows = Run("wkv6", "xla"), np.stack([CU, [0, 9, 9, 9, 50, 66, TOKENS]]).astype(np.int32)
@@ -76,12 +86,6 @@ def test_sequences_of_mapped_rows() -> None:
     for i, cu in enumerate(rows):
         own = {name: x[i] for name, x in found.items()}
         assert_right(own, expected(run.op, inputs, cotangents, cu_seqlens=cu))
-
-
-@of_two
-def test_sixteen_bits(run: Run) -> None:
-    """Sequences that start without a state."""
-    check(run, Case(1, TOKENS, 2, 16, dtype="bfloat16", state=False), cu_seqlens=CU)
 
 
 COUNT = 5
@@ -94,7 +98,7 @@ anything = strategies.lists(
 )
 
 
-@each_fast
+@pytest.mark.parametrize("run", FAST.values(), ids=FAST)
 @hypothesis.settings(max_examples=20, deadline=None, derandomize=True, database=None)
 @hypothesis.given(several=right | anything)
 def test_any_lengths(run: Run, several: list[int]) -> None:
@@ -103,42 +107,6 @@ def test_any_lengths(run: Run, several: list[int]) -> None:
     inputs, cotangents = operands(run.op, Case(1, TOKENS, 1, 16), cu_seqlens=cu)
     found = value_and_gradients(run, inputs, cotangents, cu_seqlens=cu)
     assert_right(found, expected(run.op, inputs, cotangents, cu_seqlens=cu))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("op", ["wkv4"])
-def test_derivatives_of_the_reference(op: str) -> None:
-    """Forward mode, and forward over reverse mode against a difference of gradients."""
-    run, cu = Run(op, "reference"), np.array([0, 2, 2, 5], np.int32)
-    inputs, cotangents = operands(op, Case(1, 5, 1, 4), cu_seqlens=cu)
-    tangents, _ = operands(op, Case(1, 5, 1, 4, seed=1), cu_seqlens=cu)
-
-    def loss(inputs: dict) -> jax.Array:
-        results = run(**inputs, cu_seqlens=cu, precision="highest")
-        parts = zip(results, run.operator.results, strict=True)
-        return jnp.sum(jnp.stack([jnp.vdot(jnp.sin(x), cotangents[f"d{n}"]) for x, n in parts]))
-
-    gradient = jax.jit(jax.grad(loss))
-    _, slope = jax.jvp(loss, (inputs,), (tangents,))
-    right = sum(np.vdot(x, tangents[n]) for n, x in gradient(inputs).items())
-    np.testing.assert_allclose(slope, right, rtol=1e-4)
-    _, curvature = jax.jit(lambda x: jax.jvp(jax.grad(loss), (x,), (tangents,)))(inputs)
-    step = 1e-2
-    ahead, behind = (
-        gradient({n: x + s * tangents[n] for n, x in inputs.items()}) for s in (step, -step)
-    )
-    for name, x in curvature.items():
-        difference = np.asarray((ahead[name] - behind[name]) / (2 * step))
-        assert tolerance.rms_error(difference, np.asarray(x)) < 1e-2, name
-
-
-@of_two
-@pytest.mark.parametrize(("tokens", "cu"), [(0, [0]), (0, [0, 0, 0]), (3, [0, 3])], ids=str)
-def test_few_tokens(run: Run, tokens: int, cu: list[int]) -> None:
-    inputs, cotangents = operands(run.op, Case(1, tokens, 2, 16), cu_seqlens=cu)
-    offsets = np.array(cu, np.int32)
-    found = value_and_gradients(run, inputs, cotangents, cu_seqlens=offsets)
-    assert_right(found, expected(run.op, inputs, cotangents, cu_seqlens=offsets))
 
 
 def test_tokens_without_any_sequence() -> None:
@@ -211,14 +179,12 @@ def test_refusals(op: str, cpus: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("op", SEQUENCES)
-def test_native_kernels_take_sequences(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_native_kernels_take_sequences(op: str, pretend: Any) -> None:
     """One call of a target in each pass, whatever the lengths are."""
-    internals.pretend(monkeypatch, "cuda", None)
+    pretend("cuda", None)
     inputs, cotangents = operands(op, Case(1, TOKENS, 2, 64, dtype="bfloat16"), cu_seqlens=CU)
     with hlo.device("cuda"):
         traced = value_and_gradients.trace(Run(op, "ffi"), inputs, cotangents, cu_seqlens=CU)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert hlo.targets(text) == internals.targets(op, "fwd", "bwd")
     assert "while" not in text
-    monkeypatch.undo()
-    jax.clear_caches()

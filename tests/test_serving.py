@@ -1,5 +1,6 @@
 """`rwkv_jax.serving`: a batch whose sequences come and go."""
 
+import functools
 import itertools
 import re
 import threading
@@ -17,8 +18,7 @@ from rwkv_jax.generation import Sampling
 from rwkv_jax.models import rwkv4, rwkv7
 from rwkv_jax.serving import Pool, Request, _slots
 from rwkv_jax.serving._prefixes import Prefixes, cut
-from support import language_models
-from support.models import VOCABULARY, parameters
+from support.models import VOCABULARY, formulas, parameters
 
 LENGTH, PIECES = 12, (4, 8)
 RNG = np.random.default_rng(3)
@@ -55,6 +55,20 @@ def pool_of(params: Any, slots: int = 3, **options: Any) -> Pool:
 def submit(pool: Pool, number: int, **options: Any) -> Request:
     given = {"max_new_tokens": LENGTH, "sampling": SETTINGS[number], "seed": number} | options
     return pool.submit(given.pop("prompt", PROMPTS[number]), **given)
+
+
+def compiled_programs() -> list[int]:
+    """How many programs of each kind have been compiled."""
+    programs: tuple[Any, ...] = (_slots.start, _slots.read, _slots.decode, _slots.state_of)
+    return [program._cache_size() for program in programs]
+
+
+def in_threads(*actions: Callable[[], object]) -> None:
+    threads = [threading.Thread(target=action) for action in actions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def session_of(pool: Pool, slot: int) -> list[np.ndarray]:
@@ -94,10 +108,8 @@ def test_greedy_tokens(module: ModuleType) -> None:
     pool = Pool(module, params, 3, prefill_chunks=PIECES, steps=5)
     requests = [submit(pool, number, sampling=GREEDY) for number in (0, 1, 2, 3)]
     pool.run()
-    for request in requests:
-        tokens = [*request.prompt.tolist(), *request.tokens]
-        name = module.__name__.rpartition(".")[2]
-        logits = language_models.logits(name, module.names(params), tokens)
+    rows = [[*request.prompt.tolist(), *request.tokens] for request in requests]
+    for request, logits in zip(requests, formulas(module, params, rows), strict=True):
         expected = np.argmax(logits[len(request.prompt) - 1 : -1], axis=-1)
         assert request.tokens == expected.tolist()
 
@@ -124,6 +136,7 @@ def test_requests_do_not_depend_on_each_other(params: rwkv7.Params, alone: Any) 
     assert_alone(pool, late, alone)
 
 
+@pytest.mark.slow
 def test_prompts_side_by_side(params: rwkv7.Params, alone: Any) -> None:
     """Two prompts in a call, also where their pieces are of different lengths."""
     pool = pool_of(params, readers=2)
@@ -207,8 +220,7 @@ def test_a_long_prompt_does_not_stop_others(params: rwkv7.Params) -> None:
 
 def test_nothing_is_compiled_again(params: rwkv7.Params, alone: Any) -> None:
     """Whatever comes and goes."""
-    programs: tuple[Any, ...] = (_slots.start, _slots.read, _slots.decode, _slots.state_of)
-    compiled = [program._cache_size() for program in programs]
+    compiled = compiled_programs()
     pool = pool_of(params, tokenizer=LETTERS)
     for length in range(1, 40, 3):
         submit(
@@ -217,7 +229,7 @@ def test_nothing_is_compiled_again(params: rwkv7.Params, alone: Any) -> None:
         if length % 2:
             pool.step()
     pool.run()
-    assert [program._cache_size() for program in programs] == compiled
+    assert compiled_programs() == compiled
 
 
 def test_ends(params: rwkv7.Params, alone: Any) -> None:
@@ -254,6 +266,8 @@ def test_ends(params: rwkv7.Params, alone: Any) -> None:
 def test_times(params: rwkv7.Params) -> None:
     pool = pool_of(params)
     request = submit(pool, 0, max_new_tokens=7)
+    with pytest.raises(ValueError, match="the pool has no tokenizer"):
+        _ = request.text
     assert request.time_to_first_token is None
     assert not request.wait(timeout=0.0)
     assert request.wait()
@@ -278,17 +292,15 @@ def test_threads(params: rwkv7.Params, alone: Any) -> None:
         pool.start()
         with pytest.raises(RuntimeError, match="the pool is closed or has a thread"):
             pool.start()
-        threads = [threading.Thread(target=one, args=(number,)) for number in NUMBERS]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(*(functools.partial(one, number) for number in NUMBERS))
         assert_alone(pool, found, alone)
         endless = submit(pool, 0, max_new_tokens=10**6)
         next(iter(endless))
     assert endless.finish_reason == "cancelled"
     with pytest.raises(RuntimeError, match="submit: the pool is closed"):
         submit(pool, 0)
+    with pytest.raises(RuntimeError, match="start: the pool is closed"):
+        pool.start()
 
 
 def test_closed_while_it_starts(params: rwkv7.Params, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,18 +328,17 @@ def test_closed_while_it_starts(params: rwkv7.Params, monkeypatch: pytest.Monkey
         submit(pool, 0)
 
 
-def test_a_closed_pool_does_not_start(params: rwkv7.Params) -> None:
-    pool = pool_of(params)
-    pool.close()
-    with pytest.raises(RuntimeError, match="start: the pool is closed"):
-        pool.start()
+ACTIONS: dict[str, Callable[[Pool, Request], object]] = {
+    "start": lambda pool, request: pool.start(),
+    "close": lambda pool, request: pool.close(),
+    "submit": lambda pool, request: submit(pool, 1, max_new_tokens=10**6),
+    "cancel": lambda pool, request: request.cancel(),
+}
 
 
 @pytest.mark.parametrize("begun", [False, True], ids=["new", "begun"])
 @pytest.mark.parametrize(
-    "both",
-    [*itertools.combinations_with_replacement(("start", "close", "submit", "cancel"), 2)],
-    ids=" and ".join,
+    "both", [*itertools.combinations_with_replacement(ACTIONS, 2)], ids=" and ".join
 )
 def test_two_threads(params: rwkv7.Params, both: tuple[str, str], begun: bool) -> None:
     """A closed pool has no requests, whatever they did in whatever order."""
@@ -335,25 +346,16 @@ def test_two_threads(params: rwkv7.Params, both: tuple[str, str], begun: bool) -
     requests, errors = [submit(pool, 0, max_new_tokens=10**6)], list[str]()
     if begun:
         pool.step()
-    actions: dict[str, Callable[[], object]] = {
-        "start": pool.start,
-        "close": pool.close,
-        "submit": lambda: requests.append(submit(pool, 1, max_new_tokens=10**6)),
-        "cancel": requests[0].cancel,
-    }
 
     def do(name: str) -> None:
         barrier.wait()
         try:
-            actions[name]()
+            result = ACTIONS[name](pool, requests[0])
+            requests.extend([result] if isinstance(result, Request) else [])
         except RuntimeError as error:
             errors.append(str(error))
 
-    threads = [threading.Thread(target=do, args=(name,)) for name in both]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*(functools.partial(do, name) for name in both))
     pool.close()
     assert (pool.running, pool.waiting, pool.step()) == (0, 0, False)
     assert {request.finish_reason for request in requests} == {"cancelled"}
@@ -381,14 +383,18 @@ def test_a_round_that_fails(
         with pytest.raises(MemoryError, match="there is no memory"):
             pool.step()
         for request in requests[:3]:
-            assert request.finish_reason == "failed"
-            with pytest.raises(RuntimeError, match="the request failed: ") as error:
-                request.wait()
-            assert isinstance(error.value.__cause__, MemoryError)
+            assert_failed(request, MemoryError, "there is no memory")
     again = submit(pool, 1)
     pool.run()
     assert_alone(pool, {number: requests[number] for number in (3, 4, 5)} | {1: again}, alone)
     assert again.cached == 0  # the failed round may have made the states that were kept
+
+
+def assert_failed(request: Request, error: type[Exception], message: str) -> None:
+    assert request.finish_reason == "failed"
+    with pytest.raises(RuntimeError, match=f"the request failed: .*{message}") as raised:
+        request.wait()
+    assert isinstance(raised.value.__cause__, error)
 
 
 def test_a_request_that_fails(
@@ -402,12 +408,10 @@ def test_a_request_that_fails(
 
     monkeypatch.setattr(wrong, "decode_bytes", refused)
     pool = pool_of(params, tokenizer=wrong)
-    for length in (LENGTH, 1):
-        request = submit(pool, 0, max_new_tokens=length)
-        with pytest.raises(RuntimeError, match="the request failed: ") as error:
-            list(request)
-        assert request.finish_reason == "failed"
-        assert str(error.value.__cause__) == "no text"
+    requests = [submit(pool, 0, max_new_tokens=length) for length in (LENGTH, 1)]
+    pool.run()
+    for request in requests:
+        assert_failed(request, ValueError, "no text")
 
 
 def test_a_request_without_a_next_token(params: rwkv7.Params, alone: Any) -> None:
@@ -420,12 +424,17 @@ def test_a_request_without_a_next_token(params: rwkv7.Params, alone: Any) -> Non
     pool.run()
     assert_alone(pool, requests, alone)
     for request in failing:
-        assert (request.finish_reason, request.tokens) == ("failed", [])
-        with pytest.raises(
-            RuntimeError, match=r"failed: .*no token can be sampled after 0 new ones"
-        ) as error:
-            request.wait()
-        assert isinstance(error.value.__cause__, FloatingPointError)
+        assert request.tokens == []
+        assert_failed(request, FloatingPointError, "no token can be sampled after 0 new ones")
+
+
+def test_a_tokenizer_with_fewer_tokens(params: rwkv7.Params) -> None:
+    """What it does not have is no text."""
+    few = tokenizers.Tokenizer("few", 3, {1: b"a", 2: b"b"}, lambda text: [1])
+    request = submit(pool_of(params, tokenizer=few), 4, max_new_tokens=30)
+    text = "".join(request.texts())
+    assert max(request.tokens) > 2
+    assert text == "".join({1: "a", 2: "b"}.get(x, "") for x in request.tokens)
 
 
 @pytest.mark.slow
@@ -436,16 +445,14 @@ def test_slots_over_a_mesh(params: rwkv7.Params, alone: Any) -> None:
     pool = Pool(
         *(rwkv7, placed, 4), prefill_chunks=PIECES, steps=5, mesh=MESH, data="data", model="model"
     )
-    programs: tuple[Any, ...] = (_slots.start, _slots.read, _slots.decode, _slots.state_of)
-    before = [program._cache_size() for program in programs]
+    before = compiled_programs()
     requests = {number: submit(pool, number) for number in NUMBERS}
     requests[1].wait()
     again = submit(pool, 1)
     pool.run()
     assert_alone(pool, requests | {1: again}, alone)
     assert again.cached == 24
-    compiled = [program._cache_size() for program in programs]
-    assert [x - y for x, y in zip(compiled, before, strict=True)] == [1, 2, 1, 1]
+    assert np.subtract(compiled_programs(), before).tolist() == [1, 2, 1, 1]
 
 
 WRONG = [
@@ -504,8 +511,3 @@ def test_wrong_requests(
 def test_wrong_pools(params: rwkv7.Params, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         pool_of(params, **options)
-
-
-def test_no_text_without_a_tokenizer(params: rwkv7.Params) -> None:
-    with pytest.raises(ValueError, match="the pool has no tokenizer"):
-        _ = submit(pool_of(params), 0).text

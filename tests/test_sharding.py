@@ -1,5 +1,6 @@
 """`rwkv_jax.sharding`: batch, heads and sequence over the axes of a mesh. Forced CPU devices."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Mapping
@@ -9,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import rwkv_jax
@@ -24,7 +25,7 @@ from support.harness import (
     results,
     value_and_gradients,
 )
-from support.operators import SEQUENCES, STEPS, Run, available, runs
+from support.operators import FAST, SEQUENCES, Run, available, runs
 
 pytestmark = pytest.mark.quick("run", "op")
 
@@ -34,7 +35,6 @@ NATIVE = [x for x in RUNS if x.values[0].implementation == "ffi"]
 XLA = Run("wkv7", "xla")
 """It differs only in what each device runs, and compiles slowly."""
 
-each_run = pytest.mark.parametrize("run", RUNS)
 each_native_run = pytest.mark.parametrize("run", [x for x in NATIVE if x.id != "wkv6-ffi"])
 """WKV5 has the summaries of WKV6, and one more input that all tokens share."""
 
@@ -85,7 +85,7 @@ def test_splits_on_each_device(run: Run, cpus: list[Any], monkeypatch: pytest.Mo
     check(run, Case(1, 3 * internals.CHUNK * 2, 2, 16), function=function)
 
 
-@pytest.mark.parametrize("op", ["wkv7", "wkv5", "wkv4"])
+@pytest.mark.parametrize("op", ["wkv7", pytest.param("wkv5", marks=pytest.mark.slow), "wkv4"])
 def test_bytes_exchanged_do_not_depend_on_the_tokens(op: str, cpus: list[Any]) -> None:
     """Forward: the summaries of all devices. Backward: as many states, once, and sums."""
     run, heads, size = Run(op, available(op, CASE, "cpu")[0]), 2, 16
@@ -163,18 +163,12 @@ def test_nothing(run: Run, case: Case, cpus: list[Any]) -> None:
 
 
 @pytest.mark.slow
-@each_native_run
-def test_sixteen_bits(run: Run, cpus: list[Any]) -> None:
-    function = _sharded(run, "seq=4", AxisType.Auto, cpus)
-    check(run, Case(1, 64, 2, 16, dtype="bfloat16"), function=function)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("regime", ["near 0", "mixed", "extreme"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("regime", ["model", "near 0", "mixed", "extreme"])
 @pytest.mark.parametrize("op", SEQUENCES)
-def test_any_decay(op: str, regime: str, cpus: list[Any]) -> None:
+def test_any_decay(op: str, regime: str, dtype: str, cpus: list[Any]) -> None:
     run = Run(op, "ffi")
-    case = Case(1, 64, 2, 16, decay=run.operator.decays[-1], regime=regime)
+    case = Case(1, 64, 2, 16, dtype=dtype, decay=run.operator.decays[-1], regime=regime)
     check(run, case, function=_sharded(run, "seq=4", AxisType.Auto, cpus))
 
 
@@ -194,27 +188,17 @@ def test_vmap_and_remat(run: Run, cpus: list[Any]) -> None:
         assert_right({n: x[i] for n, x in found.items()}, expected(run.op, *one))
 
 
-@pytest.mark.parametrize("op", STEPS)
-def test_steps(op: str, cpus: list[Any]) -> None:
-    run, (inputs, cotangents) = Run(op, None), operands(op, Case(4, 1, 4, 16))
-    mesh = meshes.mesh("data=2,model=2", AxisType.Explicit, cpus)
-    function = sharding.shard(run.public, mesh, batch="data", heads="model")
-    active = np.ones(4, bool)
-    call = jax.jit(lambda xs: results(run, function, active=active, **xs))
-    compiled = call.lower(inputs).compile()
-    assert_right(compiled(inputs), expected(op, inputs, cotangents))
-    assert hlo.collectives(compiled.as_text()) == set()
-
-
 def test_refusals(cpus: list[Any]) -> None:
     devices = meshes.mesh("data=2,seq=2", AxisType.Auto, cpus)
     shard, wkv7 = sharding.shard, rwkv_jax.wkv7
-    with pytest.raises(ValueError, match="wkv7: batch is 'rows'; accepted are 'data', 'seq'"):
-        shard(wkv7, devices, batch="rows")
-    with pytest.raises(ValueError, match="wkv7: heads is 'data', and batch is 'data'"):
-        shard(wkv7, devices, batch="data", heads="data")
-    with pytest.raises(ValueError, match="wkv4_step: sequence is 'seq'; accepted is None"):
-        shard(rwkv_jax.wkv4_step, devices, sequence="seq")
+    refused: list[tuple[Any, dict[str, Any], str]] = [
+        (wkv7, {"batch": "rows"}, "wkv7: batch is 'rows'; accepted are 'data', 'seq'"),
+        (wkv7, {"batch": "data", "heads": "data"}, "wkv7: heads is 'data', and batch is 'data'"),
+        (rwkv_jax.wkv4_step, {"sequence": "seq"}, "wkv4_step: sequence is 'seq'; accepted is None"),
+    ]
+    for operator, axes, message in refused:
+        with pytest.raises(ValueError, match=message):
+            shard(operator, devices, **axes)
     with pytest.raises(ValueError, match="mesh is None and no mesh is set"):
         shard(wkv7, batch="data")
     with pytest.raises(TypeError, match=r"operator is .*; accepted are wkv4, "):
@@ -231,3 +215,86 @@ def test_refusals(cpus: list[Any]) -> None:
         function(x, x, x, x, x, x)
     with pytest.raises(ValueError, match="wkv7: w has shape"):
         function(x, x[:, :1], x, x, x, x, decay="sigmoid")
+
+
+# Segments of a sequence over several devices.
+
+ROWS = {
+    "one over all devices": [1] * 64,
+    "several": [1] * 10 + [2] * 30 + [3] * 24,
+    "from the first token of a device": [1] * 16 + [2] * 16 + [3] * 32,
+    "padding on both sides of a device": [4] * 30 + [0] * 18 + [4] * 16,
+    "a device with padding alone": [0] * 16 + [7] * 16 + [0] * 16 + [7] * 16,
+    "padding around a boundary": [0] * 20 + [1] * 4 + [0] * 9 + [1] * 31,
+    "padding at the end": [2] * 3 + [1] * 17 + [0] * 44,
+    "padding alone": [0] * 64,
+}
+"""For four devices with 16 tokens each, or two with 32."""
+IDS = np.array(list(ROWS.values()), np.int32)
+OF_SEGMENTS = Case(len(ROWS), 64, 2, 16)
+
+MESHES_OF_SEGMENTS = [
+    ("wkv7", "seq=4", AxisType.Auto),
+    ("wkv6", "data=2,seq=2", AxisType.Explicit),
+    ("wkv5", "outer=2,inner=2", AxisType.Auto),
+    ("wkv4", "seq=4", AxisType.Explicit),
+    *(
+        pytest.param(*several, marks=pytest.mark.slow)
+        for several in (
+            ("wkv7", "model=2,seq=2", AxisType.Auto),
+            ("wkv7", "data=2,model=2", AxisType.Auto),
+            ("wkv4", "data=2,seq=2", AxisType.Explicit),
+            ("wkv4", "outer=2,inner=2", AxisType.Explicit),
+        )
+    ),
+]
+"""Each mesh twice, with the two operators that differ most."""
+
+
+def _check_segments(
+    op: str,
+    mesh: str,
+    axis_type: AxisType,
+    cpus: list[Any],
+    *,
+    case: Case = OF_SEGMENTS,
+    ids: np.ndarray = IDS,
+) -> None:
+    devices = meshes.mesh(mesh, axis_type, cpus)
+    function = sharding.shard(FAST[op].public, devices, **meshes.PLACES[mesh])
+    check(FAST[op], case, function=function, segment_ids=ids)
+
+
+@pytest.mark.parametrize(("op", "mesh", "axis_type"), MESHES_OF_SEGMENTS)
+def test_segments(op: str, mesh: str, axis_type: AxisType, cpus: list[Any]) -> None:
+    case = dataclasses.replace(OF_SEGMENTS, state=axis_type == AxisType.Auto or mesh == "seq=4")
+    _check_segments(op, mesh, axis_type, cpus, case=case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", ["wkv7", "wkv4"])
+def test_segments_and_splits(op: str, cpus: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each device splits its part of the sequence further; segments cross the splits as well."""
+    internals.split_on_each_device(monkeypatch)
+    ids = np.repeat(IDS, 6, axis=1)
+    case = Case(len(ids), ids.shape[1], 1, 16)
+    _check_segments(op, "seq=2", AxisType.Auto, cpus, case=case, ids=ids)
+
+
+@pytest.mark.slow
+def test_bytes_exchanged_for_segments(cpus: list[Any]) -> None:
+    """Each row costs a few integers more than a row without segments."""
+    run, batch = FAST["wkv7"], 2
+    mesh = meshes.mesh("seq=4", AxisType.Auto, cpus)
+    function = sharding.shard(run.public, mesh, sequence="seq")
+    place = NamedSharding(mesh, P(None, "seq"))
+
+    def bytes_of(tokens: int, packed: bool) -> int:
+        ids = jax.device_put(np.ones((batch, tokens), np.int32), place) if packed else None
+        arrays = operands(run.op, Case(batch, tokens, 1, 16))
+        lowered = value_and_gradients.lower(run, *arrays, function=function, segment_ids=ids)
+        return hlo.exchanged(lowered.compile().as_text())
+
+    found = [bytes_of(tokens, True) for tokens in (64, 1024)]
+    assert found[0] == found[1]
+    assert 0 <= found[0] - bytes_of(64, False) <= 64 * batch

@@ -14,7 +14,6 @@ from support.operators import SEQUENCES, STEPS, Run, available
 
 pytestmark = pytest.mark.quick("run", "op")
 
-TOKENS = 20
 RUNS = [
     pytest.param(Run(op, implementation), id=f"{op}-{implementation}")
     for op in ("wkv7", "wkv6", "wkv4")
@@ -47,28 +46,6 @@ def _step(run: Run, inputs: dict, state: dict) -> tuple[jax.Array, dict[str, Any
 def _named(y: Any, state: dict) -> dict[str, Any]:
     """`y` and the state in one."""
     return {"y": y, **state}
-
-
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_decoding_is_the_sequence(run: Run, dtype: str) -> None:
-    inputs, shared, start = _given(run.op, Case(2, TOKENS, 2, 64, dtype=dtype))
-
-    @jax.jit
-    def decode(inputs: dict, state: dict) -> tuple[jax.Array, dict]:
-        def body(state: dict, token: dict) -> tuple[dict, jax.Array]:
-            y, after = _step(run, token | shared, state)
-            return after, y
-
-        tokens = {name: jnp.moveaxis(x, 1, 0) for name, x in inputs.items()}
-        state, y = jax.lax.scan(body, state, tokens)
-        return jnp.moveaxis(y, 0, 1), state
-
-    assert_right(
-        _named(*decode(inputs, start)),
-        _named(*_sequence(Run(run.op, "reference"), inputs | shared, start)),
-        tolerance.EXACT_FLOAT32 if dtype == "float32" else tolerance.SEQUENTIAL,
-    )
 
 
 SAME_BITS = {"cpu": ("wkv7", "wkv6", "wkv5"), "gpu": ("wkv7",)}

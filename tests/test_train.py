@@ -6,18 +6,14 @@ import functools
 import importlib
 import io
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -29,17 +25,13 @@ from rwkv_jax import models
 from rwkv_jax.models import rwkv6, rwkv7
 from rwkv_jax.nn import flax
 from support import hlo, scripts
+from support.models import random_like, shapes_of
+from support.tolerance import assert_trees_close
 
 TEXT = b"the quick brown fox jumps over the lazy dog\n" * 200
 STEPS, INTERRUPTED_AT = 8, 5
 
 needs_devices = pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
-
-
-@pytest.fixture
-def train() -> Iterator[ModuleType]:
-    with scripts.running("train") as module:
-        yield module
 
 
 @pytest.fixture(scope="module")
@@ -165,6 +157,7 @@ def test_scan_over_blocks(
         train.main([*given, f"--out={tmp_path / 'scan'}", "--resume"])
 
 
+@pytest.mark.slow
 @needs_devices
 @pytest.mark.parametrize("axes", ["model=2,data=2", "model=2,seq=2"])
 def test_training_keeps_everything_where_it_is(
@@ -192,42 +185,6 @@ def test_training_keeps_everything_where_it_is(
         assert x.ndim == 0 or x[...].sharding.is_equivalent_to(places[name], x.ndim), name
 
 
-@pytest.mark.parametrize("text", ["", "data", "data=0", "data=x", "batch=2", "data=2,data=2"])
-def test_bad_mesh(
-    train: ModuleType, options: list[str], text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        train.main([*options, f"--mesh={text}"])
-    assert "accepted are data=N, model=N and seq=N" in capsys.readouterr().err
-
-
-@needs_devices
-@pytest.mark.parametrize(
-    ("mesh", "message"),
-    [
-        ("data=1000", "--mesh has 1000 devices where there are .* at most that many"),
-        ("data=4", "data=4 where --batch is 2; accepted is what divides 2"),
-        ("seq=3", "seq=3 where --context is 16"),
-        ("model=4", "model=4 where the number of heads is 2"),
-    ],
-)
-def test_mesh_that_does_not_fit(
-    train: ModuleType, options: list[str], mesh: str, message: str
-) -> None:
-    with pytest.raises(SystemExit, match=message):
-        train.main([*options, f"--mesh={mesh}"])
-
-
-def test_processes_go_together(
-    train: ModuleType, options: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    several = ["--coordinator=localhost:1", "--processes=2"]
-    for given, message in (([], "go together"), (["--process=2"], "accepted is 0 to 1")):
-        with pytest.raises(SystemExit):
-            train.main([*options, *several, *given])
-        assert message in capsys.readouterr().err
-
-
 def test_what_a_checkpoint_records(train: ModuleType, options: list[str]) -> None:
     """The sizes of the model, under the names that earlier checkpoints have."""
     recorded = train.options.recorded(train.options.parse(options), None)
@@ -245,26 +202,33 @@ def test_joined_gradients_give_the_same_updates(
     monkeypatch.setattr(clipping, "JOINED", 7)
     args = train.options.parse(options)
     config = train.options.config(args)
-    shapes = jax.eval_shape(lambda: rwkv7.init(jax.random.key(0), config))
+    shapes = shapes_of(rwkv7, config)
     assert {x.size > 1000 for x in jax.tree.leaves(shapes)} == {True, False}
-    rng = np.random.default_rng(0)
-
-    def random(size: float) -> rwkv7.Params:
-        return jax.tree.map(
-            lambda x: jnp.asarray(size * rng.standard_normal(x.shape), jnp.float32), shapes
-        )
-
-    params = random(1.0)
+    params = random_like(shapes, 1.0)
     joined, plain = (train.loop.make_optimizer(args, devices) for devices in (1, 2))
     states = [jax.jit(x.init)(params) for x in (joined, plain)]
     assert jax.tree.structure(states[0]) == jax.tree.structure(states[1])
     updates = [jax.jit(x.update) for x in (joined, plain)]
     for size in (1e-4, 10.0):
-        gradients = random(size)
+        gradients = random_like(shapes, size, seed=2)
         found = [f(gradients, x, params) for f, x in zip(updates, states, strict=True)]
         states = [state for _, state in found]
         for x, expected in zip(*map(jax.tree.leaves, found), strict=True):
             assert np.linalg.norm(x - expected) <= 3e-6 * np.linalg.norm(expected)
+
+
+@pytest.mark.slow
+def test_updates_of_stacked_blocks_are_equal(train: ModuleType, options: list[str]) -> None:
+    params = random_like(shapes_of(rwkv7, rwkv7.Config(3, 32, head_size=16, vocab_size=8)))
+    stacked = rwkv7.stacked(params)
+    for count in (train.sizes.size, train.sizes.flops_per_token):
+        assert count(stacked) == count(params)
+    optimizer = train.loop.make_optimizer(train.options.parse(options), 2)
+    found, expected = (
+        jax.jit(optimizer.update)(jax.tree.map(jnp.cos, x), optimizer.init(x), x)[0]
+        for x in (stacked, params)
+    )
+    assert_trees_close(rwkv7.unstacked(found), expected, 1e-6)
 
 
 def test_most_operations_are_of_matrices(train: ModuleType) -> None:
@@ -279,18 +243,6 @@ def test_most_operations_are_of_matrices(train: ModuleType) -> None:
     layers = 1.53e9 - 2 * 65536 * 2048
     states = 24 * 32 * 64**2
     assert counts == [pytest.approx(6 * (layers + 256 * 2048 + 4 * states), rel=5e-3)]
-
-
-def test_resume_needs_a_checkpoint(train: ModuleType, options: list[str], tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="has no checkpoint; run without --resume"):
-        train.main([*options, f"--out={tmp_path}", "--resume"])
-
-
-def test_help_needs_no_data() -> None:
-    command = [sys.executable, scripts.SCRIPTS / "train.py", "--help"]
-    shown = subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ)
-    for option in ("--size", "--data", "--steps", "--dtype", "--implementation", "--resume"):
-        assert option in shown.stdout
 
 
 def test_every_twentieth_file_is_held_out(train: ModuleType, tmp_path: Path) -> None:
@@ -358,12 +310,7 @@ def test_detached_pieces_do_not_learn_from_later_ones(long_context: ModuleType) 
     """The parameters are random, because states do not matter with the official initial parameters,
     whose output is zero."""
     config = rwkv7.Config(1, 16, 16, vocab_size=8)
-    shapes = jax.eval_shape(lambda key: rwkv7.init(key, config), jax.random.key(0))
-    leaves, tree = jax.tree.flatten(shapes)
-    keys = jax.random.split(jax.random.key(1), len(leaves))
-    params = jax.tree.unflatten(
-        tree, [jax.random.normal(k, x.shape) / 2 for k, x in zip(keys, leaves, strict=True)]
-    )
+    params = random_like(shapes_of(rwkv7, config), 0.5)
     tokens = jax.random.randint(jax.random.key(2), (1, 17), 0, 8)
 
     def gradients(detach: bool) -> rwkv7.Params:
@@ -382,13 +329,10 @@ def task_options(tmp_path: Path) -> list[str]:
     return [f"--{name}={x}" for name, x in given.items()]
 
 
-@pytest.fixture
-def examples(train: ModuleType, task_options: list[str]) -> Any:
-    return train.tasks.Examples(train.options.parse(task_options))
-
-
-def test_only_answers_count(examples: Any) -> None:
-    """Rows consist of whole questions with their answers, and the mask has all of the answers."""
+def test_only_answers_count(train: ModuleType, task_options: list[str]) -> None:
+    """Rows consist of whole questions with their answers, and the mask has all of the answers.
+    Batches depend on the step."""
+    examples = train.tasks.Examples(train.options.parse(task_options))
     lengths = set()
     for batch in (examples.held_out, *map(examples.batch, range(4))):
         assert batch.tokens.shape[1] - 1 == batch.mask.shape[1] == batch.segment_ids.shape[1]
@@ -408,16 +352,14 @@ def test_only_answers_count(examples: Any) -> None:
             assert not mask[at:].any()
             assert not segment_ids[at:].any()
     assert lengths == {1, 2, 3, 4}
-
-
-def test_batches_depend_on_the_step(examples: Any) -> None:
     first, again, other = (examples.batch(step) for step in (2, 2, 3))
     jax.tree.map(np.testing.assert_array_equal, first, again)
     assert not np.array_equal(first.tokens, other.tokens)
 
 
-def test_judge(examples: Any) -> None:
+def test_judge(train: ModuleType, task_options: list[str]) -> None:
     """An answer counts if all of it is right."""
+    examples = train.tasks.Examples(train.options.parse(task_options))
 
     def answer(questions: np.ndarray, length: int, wrong: int | None = None) -> np.ndarray:
         rows = [bytes(row.astype(np.uint8)).lstrip(b"\0") for row in questions]
@@ -465,19 +407,22 @@ def test_task(
     assert list(log["exact"]) == ["1", "2", "3", "4"]
     assert log["ngrams"] == {}
 
-    # The answers are the most likely bytes after a question without padding.
-    params = models.load(tmp_path / "model.safetensors").params
+
+@pytest.mark.slow
+def test_answers(train: ModuleType, task_options: list[str]) -> None:
+    """They are the most likely bytes after a question without padding."""
+    params = random_like(shapes_of(rwkv7, train.options.config(train.options.parse(task_options))))
     question = np.array([list(b"12=")] * 3, np.int32)
     answer = train.report.answering(train.options.parse(task_options), params)
     answers = answer(np.pad(question, ((0, 0), (2, 0))), 5)
-    tokens = jax.numpy.asarray(np.concatenate([question, answers[:, :-1]], axis=1))
+    tokens = jnp.asarray(np.concatenate([question, answers[:, :-1]], axis=1))
     logits, _ = jax.jit(rwkv7.apply)(params, tokens)
     np.testing.assert_array_equal(logits.argmax(-1)[:, 2:], answers)
 
 
 def saved_model(path: Path, module: ModuleType, vocabulary: int) -> Any:
     config = module.Config(num_layers=1, hidden_size=64, head_size=64, vocab_size=vocabulary)
-    params = jax.jit(module.init, static_argnames="config")(jax.random.key(1), config=config)
+    params = random_like(shapes_of(module, config))
     models.save(path, params)
     return params
 
@@ -518,23 +463,3 @@ def test_growing_questions(train: ModuleType, task_options: list[str]) -> None:
     assert longest(0.4) == [1, 4, 4]
     assert longest(0.8) == [1, 2, 3]
     assert longest(0) == [4, 4, 4]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--context=8"], "--context is 8; documents need 9 or more"),
-        (["--growth=2"], "argument --growth: '2' is not a number from 0 to 1"),
-        (["--data=file"], "--data and --task exclude each other"),
-    ],
-)
-def test_bad_options_of_a_task(
-    train: ModuleType,
-    task_options: list[str],
-    options: list[str],
-    message: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with pytest.raises(SystemExit) as error:
-        train.main([*task_options, *options])
-    assert message in f"{error.value} {capsys.readouterr().err}"

@@ -5,13 +5,15 @@ Most runs here have steps that compute nothing.
 """
 
 import os
+import re
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 
+import jax
 import numpy as np
 import pytest
 
@@ -20,24 +22,12 @@ from support import checkpoints, scripts
 RESULTS = {"model.safetensors", "log.json", "loss.png"}
 
 
-@pytest.fixture
-def train() -> Iterator[ModuleType]:
-    with scripts.running("train") as module:
-        yield module
-
-
 def without_computing(train: ModuleType, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(train.loop, "bound_train_step", lambda *_: lambda _: 9.0)
     patch.setattr(train.loop, "evaluate", lambda *_: 5.0)
     patch.setattr(train.report, "speed", lambda *_: "")
     patch.setattr(train.report, "sample", lambda *_: "")
     patch.setattr(train.report, "plot", lambda path, _: path.touch())
-
-
-@pytest.fixture
-def quick(train: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    without_computing(train, monkeypatch)
-    return train
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +53,20 @@ def finished(options: list[str], tmp_path_factory: pytest.TempPathFactory) -> Pa
 def out(finished: Path, tmp_path: Path) -> Path:
     """A copy of the folder of a finished run."""
     return Path(shutil.copytree(finished, tmp_path / "out"))
+
+
+Run: TypeAlias = Callable[..., None]
+
+
+@pytest.fixture
+def run(train: ModuleType, options: list[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """A run into a folder, without computing, which has to succeed."""
+    without_computing(train, monkeypatch)
+
+    def run(out: Path, *more: str) -> None:
+        assert train.main([*options, f"--out={out}", *more]) == 0
+
+    return run
 
 
 def names(folder: Path) -> set[str]:
@@ -97,20 +101,48 @@ def test_options_that_are_refused(
     assert f": error: argument {option}: {value!r} is not " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (["--width=100"], "hidden_size is 100; accepted is a multiple of head_size = 64"),
-        (["--head-size=48"], "hidden_size is 128; accepted is a multiple of head_size = 48"),
-        (["--resume", "--force"], "not allowed with argument --resume"),
-    ],
-)
+needs_devices = pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
+SEVERAL = "--coordinator=localhost:1 --processes=2"
+MESHES = {
+    "data=1000": "--mesh has 1000 devices where there are .* at most that many",
+    "data=4": "data=4 where --batch is 2; accepted is what divides 2",
+    "seq=3": "seq=3 where --context is 16",
+    "model=4": "model=4 where the number of heads is 2",
+}
+TOGETHER = [
+    *(
+        pytest.param(f"--mesh={mesh}", message, marks=needs_devices)
+        for mesh, message in MESHES.items()
+    ),
+    *(
+        (f"--mesh={mesh}", "accepted are data=N, model=N and seq=N")
+        for mesh in ("", "data", "data=0", "data=x", "batch=2", "data=2,data=2")
+    ),
+    (SEVERAL, "go together"),
+    (f"{SEVERAL} --process=2", "accepted is 0 to 1"),
+    ("--width=100", "hidden_size is 100; accepted is a multiple of head_size = 16"),
+    ("--head-size=48", "hidden_size is 32; accepted is a multiple of head_size = 48"),
+    ("--head-size=8 --implementation=ffi", "--implementation: .*'ffi' cannot run this call"),
+    ("--resume --force", "not allowed with argument --resume"),
+    ("--resume", "has no checkpoint; run without --resume"),
+    ("--task=reverse", "--data and --task exclude each other"),
+    ("--task=reverse --longest=4 --context=8", "--context is 8; documents need 9 or more"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), TOGETHER)
 def test_options_that_do_not_go_together(
-    train: ModuleType, given: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    train: ModuleType,
+    options: list[str],
+    given: str,
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with pytest.raises(SystemExit):
-        train.options.parse(given)
-    assert message in capsys.readouterr().err
+    others = options[1:] if "--context" in given else options  # the first one is --data
+    with pytest.raises(SystemExit) as error:
+        train.main([*others, f"--out={tmp_path}", *given.split(" ")])
+    assert re.search(message, f"{error.value} {capsys.readouterr().err}")
 
 
 def test_extreme_options_that_are_accepted(train: ModuleType) -> None:
@@ -121,21 +153,14 @@ def test_extreme_options_that_are_accepted(train: ModuleType) -> None:
 
 
 def test_models_that_are_refused(train: ModuleType, tmp_path: Path) -> None:
-    whole, cut = tmp_path / "whole.safetensors", tmp_path / "cut.safetensors"
-    checkpoints.write_safetensors(whole, checkpoints.rwkv7(vocabulary=256))
+    whole, cut = checkpoints.write_model(tmp_path, vocabulary=256), tmp_path / "cut.safetensors"
     cut.write_bytes(whole.read_bytes()[:-1])
+    whole.unlink()
     text = tmp_path / "text"
     text.write_text("a text")
     for path in (cut, text, tmp_path, tmp_path / "missing.safetensors"):
         with pytest.raises(SystemExit, match="--model: "):
             train.options.config(train.options.parse([f"--model={path}"]))
-
-
-def test_implementation_that_cannot_run(
-    train: ModuleType, options: list[str], tmp_path: Path
-) -> None:
-    with pytest.raises(SystemExit, match=r"--implementation: .*'ffi' cannot run this call"):
-        train.main([*options, "--head-size=8", "--implementation=ffi", f"--out={tmp_path}"])
 
 
 def test_folders_and_broken_links_are_not_data(train: ModuleType, tmp_path: Path) -> None:
@@ -177,12 +202,12 @@ def test_out_is_checked_before_work_starts(
 
 
 @pytest.mark.parametrize("protected", [".", "model.safetensors", "log.json", "loss.png"])
-def test_read_only_out(quick: ModuleType, options: list[str], out: Path, protected: str) -> None:
+def test_read_only_out(run: Run, out: Path, protected: str) -> None:
     (out / protected).chmod(0o500)
     if os.access(out / protected, os.W_OK):
         pytest.skip("the superuser writes to everything")
     with pytest.raises(SystemExit, match=r"cannot be written to: .*Permission denied"):
-        quick.main([*options, f"--out={out}", "--force"])
+        run(out, "--force")
     (out / protected).chmod(0o700)
 
 
@@ -202,8 +227,8 @@ def at_step(
 
 
 def test_failed_save(
-    quick: ModuleType,
-    options: list[str],
+    train: ModuleType,
+    run: Run,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -215,11 +240,11 @@ def test_failed_save(
         out.rename(kept)
         out.touch()
 
-    at_step(quick, monkeypatch, 2, replace_by_a_file)
+    at_step(train, monkeypatch, 2, replace_by_a_file)
     before = set(threading.enumerate())
     message = r"checkpoint.3 cannot be written: .*Not a directory.*; --resume continues from .*\.2$"
     with pytest.raises(SystemExit, match=message):
-        quick.main([*options, f"--out={out}"])
+        run(out)
     for thread in {*threading.enumerate()} - before:
         if not thread.daemon:
             thread.join(timeout=10)
@@ -229,112 +254,106 @@ def test_failed_save(
 
 
 def test_two_runs_in_a_folder(
-    quick: ModuleType, options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    train: ModuleType, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second one is refused, and the first one goes on."""
     refused = []
 
     def second_run() -> None:
-        for more in ([], ["--resume"], ["--force"]):
+        for more in ((), ("--resume",), ("--force",)):
             with pytest.raises(SystemExit, match="is in use by another run") as error:
-                quick.main([*options, f"--out={tmp_path}", *more])
+                run(tmp_path, *more)
             refused.append(error)
 
-    at_step(quick, monkeypatch, 2, second_run)
-    assert quick.main([*options, f"--out={tmp_path}"]) == 0
+    at_step(train, monkeypatch, 2, second_run)
+    run(tmp_path)
     assert len(refused) == 3
-    assert quick.main([*options, f"--out={tmp_path}", "--resume"]) == 0
+    run(tmp_path, "--resume")
 
 
 @pytest.mark.parametrize("name", ["checkpoint.4", "model.safetensors", "log.json", "loss.png"])
-def test_results_are_not_replaced(
-    quick: ModuleType, options: list[str], out: Path, name: str
-) -> None:
+def test_results_are_not_replaced(run: Run, out: Path, name: str) -> None:
     for other in names(out) - {name}:
         path = out / other
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     with pytest.raises(SystemExit, match=f"has {name} of an earlier run; accepted are --resume"):
-        quick.main([*options, f"--out={out}"])
+        run(out)
     assert names(out) == {name}
 
 
-def test_force(quick: ModuleType, options: list[str], out: Path) -> None:
+def test_force(run: Run, out: Path) -> None:
     """The checkpoints are those of the new run."""
-    assert quick.main([*options, f"--out={out}", "--force", "--steps=2"]) == 0
+    run(out, "--force", "--steps=2")
     assert names(out) == RESULTS | {"checkpoint.1", "checkpoint.2"}
-    assert quick.main([*options, f"--out={out}", "--force", "--steps=1"]) == 0
+    run(out, "--force", "--steps=1")
     assert names(out) == RESULTS | {"checkpoint.1"}
 
 
-def flip_a_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
+def flip_a_bit(content: bytes) -> bytes:
+    half = len(content) // 2
+    return content[:half] + bytes([content[half] ^ 1]) + content[half + 1 :]
 
 
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-def empty(path: Path) -> None:
-    path.write_bytes(b"")
-
-
-DAMAGES = {f.__name__: f for f in (flip_a_bit, cut, empty, Path.unlink)}
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "flipped bit": lambda path: path.write_bytes(flip_a_bit(path.read_bytes())),
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "empty": lambda path: path.write_bytes(b""),
+    "missing": Path.unlink,
+}
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_checkpoint(
-    quick: ModuleType, out: Path, damage: str, capsys: pytest.CaptureFixture[str]
+    train: ModuleType, out: Path, damage: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The one before it is the newest, whichever file is damaged."""
     last, whole = out / "checkpoint.4", out / "whole"
-    assert quick.outputs.checkpoints.newest(out) == 4
+    assert train.outputs.checkpoints.newest(out) == 4
     last.rename(whole)
     files = [path.relative_to(whole) for path in whole.rglob("*") if path.is_file()]
     assert len(files) > 5
     for file in files:
         shutil.copytree(whole, last)
         DAMAGES[damage](last / file)
-        assert quick.outputs.checkpoints.newest(out) == 3
+        assert train.outputs.checkpoints.newest(out) == 3
         assert f"{last} is damaged: " in capsys.readouterr().err
         shutil.rmtree(last)
 
 
 def test_resume_after_damage(
-    quick: ModuleType, options: list[str], out: Path, capsys: pytest.CaptureFixture[str]
+    train: ModuleType, run: Run, out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The run goes on from the checkpoint before the damaged one, and writes that one again."""
-    flip_a_bit(next((out / "checkpoint.4" / "d").iterdir()))
-    assert quick.main([*options, f"--out={out}", "--resume"]) == 0
+    DAMAGES["flipped bit"](next((out / "checkpoint.4" / "d").iterdir()))
+    run(out, "--resume")
     shown = capsys.readouterr()
     assert "Continuing after step 3" in shown.out
     assert "checkpoint.4 is damaged: 'd/" in shown.err
-    assert quick.outputs.checkpoints.newest(out) == 4
+    assert train.outputs.checkpoints.newest(out) == 4
 
     for step in (3, 4):
-        empty(out / f"checkpoint.{step}" / "record.json")
+        DAMAGES["empty"](out / f"checkpoint.{step}" / "record.json")
     with pytest.raises(SystemExit, match="has no whole checkpoint"):
-        quick.main([*options, f"--out={out}", "--resume"])
+        run(out, "--resume")
 
 
-def test_checkpoint_of_a_killed_run(quick: ModuleType, options: list[str], out: Path) -> None:
+def test_checkpoint_of_a_killed_run(run: Run, out: Path) -> None:
     """What a save has left that was not finished is neither resumed from nor in the way."""
     shutil.copytree(out / "checkpoint.4", out / "unfinished.orbax-checkpoint-tmp")
     (out / "checkpoint.4").rename(out / "unfinished")
-    assert quick.main([*options, f"--out={out}", "--resume"]) == 0
+    run(out, "--resume")
     assert names(out) == RESULTS | {"checkpoint.3", "checkpoint.4"}
 
 
 def test_model_is_written_first(
-    quick: ModuleType, options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    train: ModuleType, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever happens while text is decoded, the parameters are in the file."""
 
     def failing(*_: object) -> str:
         raise RuntimeError("no text")
 
-    monkeypatch.setattr(quick.report, "sample", failing)
+    monkeypatch.setattr(train.report, "sample", failing)
     with pytest.raises(RuntimeError, match="no text"):
-        quick.main([*options, f"--out={tmp_path}"])
+        run(tmp_path)
     assert "model.safetensors" in names(tmp_path)

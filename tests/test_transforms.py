@@ -14,7 +14,8 @@ from jax import export
 import rwkv_jax
 from support import tolerance
 from support.cases import Case
-from support.operators import SEQUENCES, Run, runs
+from support.harness import assert_right, expected, operands, value_and_gradients
+from support.operators import FAST, SEQUENCES, Run, runs
 from support.tolerance import assert_trees_close
 
 pytestmark = pytest.mark.quick("run", "op")
@@ -98,32 +99,23 @@ def test_jit_and_eager_agree(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("run", "unmapped"), [(x.values[0], n) for x in RUNS for n in (None, *x.values[0].names)]
+    ("run", "mapped"),
+    [
+        *((x.values[0], x.values[0].names) for x in RUNS),
+        *(
+            (run, [name for name in run.names if name != unmapped])
+            for run in (x.values[0] for x in RUNS)
+            for unmapped in run.names
+        ),
+        *((run, [only]) for run in (Run(op, None) for op in SEQUENCES) for only in run.names),
+    ],
 )
-def test_vmap_with_each_operand_mapped_or_not(run: Run, unmapped: str | None) -> None:
-    _check_vmap(run, tuple(name != unmapped for name in run.names))
-
-
-@pytest.mark.parametrize(("op", "only"), [(op, n) for op in SEQUENCES for n in Run(op, None).names])
-def test_vmap_over_one_operand(op: str, only: str) -> None:
-    run = Run(op, None)
-    _check_vmap(run, tuple(name == only for name in run.names))
-
-
-def _check_vmap(run: Run, mapped: tuple[bool, ...]) -> None:
-    operands = tuple(x if m else x[0] for x, m in zip(_inputs(run, 3), mapped, strict=True))
-    axes = tuple(0 if m else None for m in mapped)
+def test_vmap_over_some_operands(run: Run, mapped: Sequence[str]) -> None:
+    which = tuple(name in mapped for name in run.names)
+    operands = tuple(x if m else x[0] for x, m in zip(_inputs(run, 3), which, strict=True))
+    axes = tuple(0 if m else None for m in which)
     result = jax.jit(jax.vmap(lambda *xs: _call(run, *xs), in_axes=axes))(*operands)
-    assert_trees_close(result, _one_by_one(_results(run), mapped, operands))
-
-
-@each_run
-def test_vmap_over_other_axes(run: Run) -> None:
-    operands = _inputs(run, 3)
-    moved = tuple(jnp.moveaxis(x, 0, 1) for x in operands)
-    call = jax.vmap(lambda *xs: _call(run, *xs), in_axes=1, out_axes=1)
-    expected = _one_by_one(_results(run), (True,) * len(operands), operands)
-    assert_trees_close(call(*moved), jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), expected))
+    assert_trees_close(result, _one_by_one(_results(run), which, operands))
 
 
 @each_run
@@ -146,38 +138,32 @@ def test_vmap_of_no_elements(run: Run) -> None:
     assert [x.shape for x in results] == [(0, *shape) for shape in _result_shapes(run)]
 
 
+def _mapped_but_for_w(run: Run) -> tuple[tuple[jax.Array, ...], tuple[bool, ...], Any]:
+    """Operands of which `w` is not mapped, which are mapped, and the axes of `vmap`."""
+    mapped = tuple(name != "w" for name in run.names)
+    operands = tuple(x if m else x[0] for x, m in zip(_inputs(run, 3), mapped, strict=True))
+    return operands, mapped, tuple(0 if m else None for m in mapped)
+
+
 @each_of_all
 def test_vmap_of_grad(run: Run) -> None:
-    operands, w = list(_inputs(run, 3)), run.names.index("w")
-    operands[w] = operands[w][0]
-    mapped = tuple(name != "w" for name in run.names)
-    axes = tuple(0 if m else None for m in mapped)
+    operands, mapped, axes = _mapped_but_for_w(run)
     result = jax.jit(jax.vmap(lambda *xs: _gradients(run, *xs), in_axes=axes))(*operands)
-    assert_trees_close(result, _one_by_one(_result_gradients(run), mapped, tuple(operands)))
+    assert_trees_close(result, _one_by_one(_result_gradients(run), mapped, operands))
 
 
 @each_run
 def test_grad_of_vmap(run: Run) -> None:
-    operands, w = list(_inputs(run, 3)), run.names.index("w")
-    operands[w] = operands[w][0]
-    axes = tuple(None if name == "w" else 0 for name in run.names)
+    operands, mapped, axes = _mapped_but_for_w(run)
 
     def loss(*xs: jax.Array) -> jax.Array:
         return jnp.sum(jax.vmap(lambda *ys: _loss(run, *ys), in_axes=axes)(*xs))
 
     result = list(jax.jit(jax.grad(loss, argnums=range(len(operands))))(*operands))
-    mapped = tuple(name != "w" for name in run.names)
-    expected = list(_one_by_one(_result_gradients(run), mapped, tuple(operands)))
+    expected = list(_one_by_one(_result_gradients(run), mapped, operands))
+    w = run.names.index("w")
     expected[w] = jnp.sum(expected[w], axis=0)
     assert_trees_close(result, expected)
-
-
-@each_run
-def test_remat_with_a_policy(run: Run) -> None:
-    operands, policy = _inputs(run), jax.checkpoint_policies.dots_saveable
-    loss = jax.checkpoint(lambda *xs: _loss(run, *xs), policy=policy)
-    result = jax.jit(jax.grad(loss, argnums=range(len(operands))))(*operands)
-    assert_trees_close(result, _result_gradients(run)(*operands))
 
 
 @pytest.mark.parametrize(
@@ -198,23 +184,12 @@ def test_scan_over_layers(run: Run, remat: bool) -> None:
     assert_trees_close(gradients(run, x, *operands), gradients(_reference(run), x, *operands))
 
 
-@each_run
-def test_jacrev(run: Run) -> None:
-    operands = _inputs(run, case=Case(1, 3, 1, 16))
-
-    def first_channels(run: Run, *operands: jax.Array) -> jax.Array:
-        return _call(run, *operands)[0][0, ..., :2]
-
-    jacobian = jax.jit(jax.jacrev(first_channels, argnums=(2, len(operands))), static_argnums=0)
-    assert_trees_close(jacobian(run, *operands), jacobian(_reference(run), *operands))
-
-
 @each_reference
 def test_forward_mode_of_the_reference(run: Run) -> None:
     operands, tangents = _inputs(run), _inputs(run, 2)
     tangents = tuple(x[1] for x in tangents)
-    _, derivative = jax.jvp(lambda *xs: _loss(_reference(run), *xs), operands, tangents)
-    gradients = _gradients(_reference(run), *operands)
+    _, derivative = jax.jvp(lambda *xs: _loss(run, *xs), operands, tangents)
+    gradients = _gradients(run, *operands)
     expected = sum(np.vdot(g, t) for g, t in zip(gradients, tangents, strict=True))
     np.testing.assert_allclose(derivative, expected, rtol=1e-3)
 
@@ -225,13 +200,12 @@ def test_second_order_of_the_reference(run: Run) -> None:
     operands, direction = _inputs(run, case=case), tuple(x[1] for x in _inputs(run, 2, case=case))
 
     def slope(*xs: jax.Array) -> jax.Array:
-        gradients = _gradients(_reference(run), *xs)
-        return jnp.sum(jnp.stack(list(map(jnp.vdot, gradients, direction))))
+        return jnp.sum(jnp.stack(list(map(jnp.vdot, _gradients(run, *xs), direction))))
 
     curvature = jax.grad(slope, argnums=range(len(operands)))(*operands)
     step = 1e-2
     ahead, behind = (
-        _gradients(_reference(run), *(x + s * d for x, d in zip(operands, direction, strict=True)))
+        _gradients(run, *(x + s * d for x, d in zip(operands, direction, strict=True)))
         for s in (step, -step)
     )
     for exact, a, b in zip(curvature, ahead, behind, strict=True):
@@ -263,16 +237,6 @@ def test_other_implementations_refuse_second_derivatives(run: Run) -> None:
             jax.eval_shape(derivative, operands[0])
 
 
-@each_run
-def test_inputs_may_be_donated(run: Run) -> None:
-    operands = _inputs(run)
-    expected = _results(run)(*operands)
-    call = jax.jit(lambda *xs: _call(run, *xs), donate_argnums=(3, len(operands) - 1))
-    assert_trees_close(call(*operands), expected)
-    assert operands[3].is_deleted()
-    assert operands[-1].is_deleted()
-
-
 @each_of_all
 def test_export_round_trip(run: Run) -> None:
     operands = _inputs(run)
@@ -292,10 +256,64 @@ def test_export_round_trip(run: Run) -> None:
 
 
 @each_run
-def test_no_transfer_between_host_and_device(run: Run) -> None:
+def test_donated_operands_stay_on_the_device(run: Run) -> None:
     operands = _inputs(run)
     expected = _result_gradients(run)(*operands)
-    call = jax.jit(lambda *xs: _gradients(run, *xs))
+    call = jax.jit(lambda *xs: _gradients(run, *xs), donate_argnums=(3, len(operands) - 1))
     with jax.transfer_guard("disallow"):
         result = call(*operands)
     assert_trees_close(result, expected)
+    assert operands[3].is_deleted()
+    assert operands[-1].is_deleted()
+
+
+# Packed rows, of both kinds.
+
+IDS = np.array([[1] * 20 + [2] * 45 + [0] * 5, [0] * 5 + [3] * 30 + [1] + [3] * 34], np.int32)
+CU_SEQLENS = np.array([[0, 0, 1, 7, 7, 70, 70], [0, 9, 9, 9, 50, 66, 70]], np.int32)
+
+each_packing = pytest.mark.parametrize("packing", ["segment_ids", "cu_seqlens"])
+
+
+def _packed(op: str, packing: str) -> tuple[dict, dict, np.ndarray, np.ndarray]:
+    """Inputs, cotangents, and two packings of the same shape that suit them."""
+    if packing == "segment_ids":
+        return *operands(op, Case(2, 70, 1, 16)), IDS, IDS[::-1]
+    return *operands(op, Case(1, 70, 2, 16), cu_seqlens=CU_SEQLENS[0]), *CU_SEQLENS
+
+
+@pytest.mark.parametrize("op", ["wkv7", "wkv4"])
+@each_packing
+def test_vmap_of_packed_rows(packing: str, op: str) -> None:
+    """The packing is mapped, and then not; all inputs of tokens but one are mapped."""
+    run, (inputs, cotangents, one, other) = FAST[op], _packed(op, packing)
+    several = run.operator.timed[1:]
+    mapped = {n: np.stack([x, x[:, ::-1]]) if n in several else x for n, x in inputs.items()}
+    axes = {n: 0 if n in several else None for n in inputs}
+
+    def call(inputs: dict, rows: Any) -> dict:
+        return value_and_gradients(run, inputs, cotangents, **{packing: rows})
+
+    for rows, axis in ((np.stack([one, other]), 0), (one, None)):
+        found = jax.vmap(call, in_axes=(axes, axis))(mapped, rows)
+        for i in range(2):
+            own = {n: x[i] if n in several else x for n, x in mapped.items()}
+            packed: dict[str, Any] = {packing: one if axis is None else rows[i]}
+            right = expected(op, own, cotangents, **packed)
+            assert_right({name: x[i] for name, x in found.items()}, right)
+
+
+@each_packing
+def test_remat_of_packed_rows_inside_a_scan(packing: str) -> None:
+    run, (inputs, cotangents, rows, _) = FAST["wkv7"], _packed("wkv7", packing)
+
+    def loss(v: jax.Array, run: Run, remat: bool) -> jax.Array:
+        def layer(v: jax.Array, _: None) -> tuple[jax.Array, None]:
+            return run(**{**inputs, "v": v, packing: rows}, precision="highest")[0], None
+
+        y, _ = jax.lax.scan(jax.checkpoint(layer) if remat else layer, v, None, length=2)
+        return jnp.vdot(y, cotangents["dy"])
+
+    gradient = jax.jit(jax.grad(loss), static_argnums=(1, 2))
+    found = gradient(inputs["v"], run, True)
+    assert_right({"dv": found}, {"dv": gradient(inputs["v"], Run("wkv7", "reference"), False)})

@@ -1,18 +1,15 @@
 """Checkpoints as other programs write them, of random numbers."""
 
 import collections
-import contextlib
 import io
 import json
 import math
 import pickle
-import sys
-import types
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +17,7 @@ import numpy as np
 Tensors: TypeAlias = dict[str, np.ndarray]
 Shapes: TypeAlias = dict[str, tuple[int, ...]]
 
+INDEX = "model.safetensors.index.json"
 RANKS = {"w": 7, "a": 5, "v": 3, "g": 9}
 MIX_RANK, DECAY_RANK = 3, 7
 UNUSED = ("blocks.0.att.v0", "blocks.0.att.v1", "blocks.0.att.v2")
@@ -28,17 +26,9 @@ TORCH = {"bfloat16": "BFloat16", "float16": "Half", "float32": "Float", "int64":
 SAFETENSORS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "int64": "I64", "int8": "I8"}
 
 
-def rwkv7(
-    *,
-    layers: int = 2,
-    heads: int = 3,
-    head_size: int = 8,
-    vocabulary: int = 37,
-    dtype: str = "float32",
-) -> Tensors:
+def rwkv7(**options: Any) -> Tensors:
     """The tensors of RWKV-LM's training code. In the first block `v0` to `v2` are unused."""
-    options = {"layers": layers, "heads": heads, "head_size": head_size, "vocabulary": vocabulary}
-    return official("RWKV-7", **options, dtype=dtype)
+    return official("RWKV-7", **options)
 
 
 def official(
@@ -182,10 +172,20 @@ class Storage:
         self.key, self.x = key, x
 
 
+class Global(str):
+    """The name of a function or class of PyTorch, which is not needed."""
+
+    def __call__(self) -> None:
+        """What a pickler takes for a function can be called."""
+
+
+REBUILD = Global("torch._utils _rebuild_tensor_v2")
+REBUILD_PARAMETER = Global("torch._utils _rebuild_parameter")
+KINDS = {dtype: Global(f"torch {name}Storage") for dtype, name in TORCH.items()}
+
+
 class Tensor:
     """A tensor of PyTorch, which is pickled as a call of `_rebuild_tensor_v2`."""
-
-    parameter = False
 
     def __init__(
         self,
@@ -194,60 +194,44 @@ class Tensor:
         strides: tuple[int, ...],
         offset: int = 0,
     ):
-        self.arguments = storage, offset, shape, strides, False, collections.OrderedDict()
-
-    def __reduce__(self) -> Any:
-        utils = sys.modules["torch._utils"]
-        if self.parameter:
-            plain = Tensor.__new__(Tensor)
-            plain.arguments = self.arguments
-            return utils._rebuild_parameter, (plain, True, collections.OrderedDict())
-        return utils._rebuild_tensor_v2, self.arguments
+        self.call = REBUILD, (storage, offset, shape, strides, False, collections.OrderedDict())
 
 
 class Parameter(Tensor):
-    parameter = True
+    """Pickled as a call of another function with the tensor."""
+
+    def __init__(self, *arguments: Any):
+        self.call = REBUILD_PARAMETER, (Tensor(*arguments), True, collections.OrderedDict())
 
 
-@contextlib.contextmanager
-def torch_modules() -> Iterator[types.ModuleType]:
-    """Modules with the names that pickles of PyTorch refer to; those of PyTorch are not needed."""
-    torch, utils = types.ModuleType("torch"), types.ModuleType("torch._utils")
-    for name in ("_rebuild_tensor_v2", "_rebuild_parameter"):
-        function = types.FunctionType((lambda: None).__code__, {}, name)
-        function.__module__, function.__qualname__ = "torch._utils", name
-        setattr(utils, name, function)
-    for name in (*TORCH.values(), "ComplexFloat"):
-        kind = type(f"{name}Storage", (), {"__module__": "torch"})
-        setattr(torch, kind.__name__, kind)
-    before = {name: sys.modules.get(name) for name in ("torch", "torch._utils")}
-    sys.modules |= {"torch": torch, "torch._utils": utils}
-    try:
-        yield torch
-    finally:
-        for name, module in before.items():
-            if module is None:
-                del sys.modules[name]
-            else:
-                sys.modules[name] = module
+class Pickler(pickle._Pickler):
+    """Writes what torch.save writes."""
+
+    def __init__(self, file: io.BytesIO):
+        super().__init__(file, protocol=2)
+        self.storages: dict[str, bytes] = {}
+
+    def persistent_id(self, obj: Any) -> Any:
+        if not isinstance(obj, Storage):
+            return None
+        self.storages[obj.key] = obj.x.tobytes()
+        return "storage", KINDS[str(obj.x.dtype)], obj.key, "cpu", obj.x.size
+
+    def reducer_override(self, obj: Any) -> Any:
+        return obj.call if isinstance(obj, Tensor) else NotImplemented
+
+    def save_torch_global(self: Any, obj: Global) -> None:
+        self.write(pickle.GLOBAL + obj.replace(" ", "\n").encode() + b"\n")
+        self.memoize(obj)
+
+    dispatch: ClassVar[Any] = {**pickle._Pickler.dispatch, Global: save_torch_global}
 
 
 def torch_pickle(value: Any) -> tuple[bytes, dict[str, bytes]]:
     """The pickle that torch.save makes of a value, and the contents of its storages."""
-    storages = {}
-    with torch_modules() as torch:
-
-        class Pickler(pickle.Pickler):
-            def persistent_id(self, obj: Any) -> Any:
-                if not isinstance(obj, Storage):
-                    return None
-                storages[obj.key] = obj.x.tobytes()
-                kind = getattr(torch, f"{TORCH[str(obj.x.dtype)]}Storage")
-                return "storage", kind, obj.key, "cpu", obj.x.size
-
-        file = io.BytesIO()
-        Pickler(file, protocol=2).dump(value)
-    return file.getvalue(), storages
+    pickler = Pickler(file := io.BytesIO())
+    pickler.dump(value)
+    return file.getvalue(), pickler.storages
 
 
 def state_dict(tensors: Mapping[str, np.ndarray], kind: type[Tensor] = Tensor) -> Any:
@@ -272,7 +256,7 @@ def write_archive(
     *,
     compression: int = zipfile.ZIP_STORED,
     byteorder: bytes = b"little",
-) -> None:
+) -> Path:
     """A zip archive as torch.save makes it: no compression, and contents aligned to 64 bytes."""
     members = {"data.pkl": pickled, "byteorder": byteorder}
     members |= {f"data/{key}": x for key, x in storages.items()} | {"version": b"3\n"}
@@ -286,14 +270,15 @@ def write_archive(
             info.extra = b"FB" + size.to_bytes(2, "little") + b"Z" * size
             archive.writestr(info, content)
             info.extra = b""  # the directory at the end has none
+    return path
 
 
-def write_pth(path: Path, value: Any, **options: Any) -> None:
+def write_pth(path: Path, value: Any, **options: Any) -> Path:
     """What torch.save writes."""
-    write_archive(path, *torch_pickle(value), **options)
+    return write_archive(path, *torch_pickle(value), **options)
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
+def write_safetensors(path: Path, tensors: Mapping[str, np.ndarray]) -> Path:
     header, contents = {}, b""
     for name, x in tensors.items():
         begin, contents = len(contents), contents + x.tobytes()
@@ -302,15 +287,21 @@ def write_safetensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
             "shape": x.shape,
             "data_offsets": (begin, len(contents)),
         }
-    write_header(path, header, contents)
+    return write_header(path, header, contents)
 
 
-def write_header(path: Path, header: Any, contents: bytes, size: int | None = None) -> None:
+def write_model(folder: Path, version: str = "RWKV-7", **options: Any) -> Path:
+    """A model of random numbers in model.safetensors."""
+    return write_safetensors(folder / "model.safetensors", official(version, **options))
+
+
+def write_header(path: Path, header: Any, contents: bytes, size: int | None = None) -> Path:
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     path.write_bytes((len(text) if size is None else size).to_bytes(8, "little") + text + contents)
+    return path
 
 
-def write_shards(folder: Path, tensors: Tensors, shards: int) -> None:
+def write_shards(folder: Path, tensors: Tensors, shards: int) -> Path:
     """Several files, and the index that says where each tensor is."""
     folder.mkdir()
     files = {}
@@ -320,4 +311,5 @@ def write_shards(folder: Path, tensors: Tensors, shards: int) -> None:
         write_safetensors(folder / file, part)
         files |= dict.fromkeys(part, file)
     index = {"metadata": {"total_size": 0}, "weight_map": files}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / INDEX).write_text(json.dumps(index))
+    return folder

@@ -1,6 +1,8 @@
 """Small models with random parameters."""
 
+import dataclasses
 import math
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
@@ -9,21 +11,42 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import KeyPath
 
-from rwkv_jax.models import rwkv4, rwkv7
+from rwkv_jax.models import rwkv7
+from support import language_models
 
 VOCABULARY = 61
 _SIZES = {"num_layers": 2, "hidden_size": 32, "head_size": 16, "vocab_size": VOCABULARY}
 
 
+def shapes_of(module: ModuleType, config: Any) -> Any:
+    """The parameters of a generation as shapes."""
+    return jax.eval_shape(lambda: module.init(jax.random.key(0), config))
+
+
+def random_like(shapes: Any, scale: float = 0.3, seed: int = 1) -> Any:
+    """A tree of random numbers in float32."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda x: jnp.asarray(scale * rng.standard_normal(x.shape), jnp.float32), shapes
+    )
+
+
+def config_of(module: ModuleType, **sizes: int) -> Any:
+    """A `Config` with small sizes, but for those that are given; a head size and ranks where the
+    generation has them."""
+    accepted = {field.name for field in dataclasses.fields(module.Config)}
+    return module.Config(**{n: x for n, x in (_SIZES | sizes).items() if n in accepted})
+
+
 def parameters(module: ModuleType) -> Any:
     """Random parameters of a generation, with sizes at which all of them count."""
-    sizes = {name: x for name, x in _SIZES.items() if module is not rwkv4 or name != "head_size"}
-    config = module.Config(**sizes)
-    shapes = jax.eval_shape(lambda key: module.init(key, config), jax.random.key(0))
-    rng = np.random.default_rng(1)
-    return jax.tree.map(
-        lambda x: jnp.asarray(0.3 * rng.standard_normal(x.shape), jnp.float32), shapes
-    )
+    return random_like(shapes_of(module, config_of(module)))
+
+
+def formulas(module: ModuleType, params: Any, rows: Iterable[Any]) -> list[np.ndarray]:
+    """The logits after each token of some rows, by the published formulas in float64."""
+    named = module.names(params)
+    return [language_models.logits(module.GENERATION.name, named, tokens) for tokens in rows]
 
 
 _RANKS = {"w": 40, "a": 8, "v": 16, "g": 72}
@@ -32,8 +55,7 @@ _RANKS = {"w": 40, "a": 8, "v": 16, "g": 72}
 def with_heads_of_64(width: int, dtype: str, layers: int = 2) -> rwkv7.Params:
     """Random parameters of RWKV-7 with heads of 64 channels, where activations stay near 1. The
     ranks of low-rank maps differ."""
-    config = rwkv7.Config(layers, width, vocab_size=11)
-    shapes = jax.eval_shape(lambda key: rwkv7.init(key, config), jax.random.key(0))
+    shapes = shapes_of(rwkv7, rwkv7.Config(layers, width, vocab_size=11))
     rng = np.random.default_rng(width)
 
     def random(path: KeyPath, x: jax.ShapeDtypeStruct) -> jax.Array:

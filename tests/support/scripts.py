@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType
 
 import jax
+import pytest
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
@@ -26,4 +27,10 @@ def running(name: str) -> Iterator[ModuleType]:
     module = load(name)
     # The strictness that tests ask of the package is not asked of optax and flax.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield module
+
+
+@pytest.fixture
+def train() -> Iterator[ModuleType]:
+    with running("train") as module:
         yield module
