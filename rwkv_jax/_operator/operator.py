@@ -280,7 +280,8 @@ def y_and_state(operator: Operator, name: Pass, options: Options, operands: Forw
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def sequence(operator: Operator, options: Options, operands: Forward) -> YAndState:
-    return y_and_state(operator, "forward", options, operands)
+    result: Result = dispatch.run(operator, "forward", options, operands)
+    return result.y, result.state
 
 
 def _sequence_forward(
