@@ -3,6 +3,7 @@ import gc
 import importlib
 import importlib.util
 import os
+from collections.abc import Iterator
 from typing import Any
 
 # Before JAX is imported: several CPU devices for the sharding tests, and what train.py sets.
