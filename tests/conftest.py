@@ -3,6 +3,7 @@ import gc
 import importlib
 import importlib.util
 import os
+from collections.abc import Iterator
 from typing import Any
 
 # Before JAX is imported: several CPU devices for the sharding tests, and what train.py sets.
@@ -131,7 +132,7 @@ def cpus() -> list[Any]:
 
 
 @pytest.fixture
-def unchecked_types():
+def unchecked_types() -> Iterator[None]:
     """Without the run-time checks of annotations, which would answer before the package's own."""
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
