@@ -135,7 +135,9 @@ rows, of less than a chunk in all. The last tokens of a row may be of a sequence
 @pytest.mark.parametrize(("op", "case", "rows"), ON_HOPPER, ids=str)
 def test_kernels_for_hopper(op: str, case: Case, rows: Any) -> None:
     """Tokens of no segment and of no sequence are NaN, and have zeros as results and gradients."""
-    packing, whole, outside = {}, {}, np.zeros((case.B, case.T), bool)
+    packing: dict[str, Any] = {}
+    whole: dict[str, Any] = {}
+    outside = np.zeros((case.B, case.T), bool)
     if isinstance(rows, list):
         packing = {"cu_seqlens": np.array(rows, np.int32)}
         # Offsets that are right, as those are that `ceilings` takes.
