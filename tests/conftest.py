@@ -120,7 +120,11 @@ def _values(given: dict[str, Any], parameters: str) -> list[str]:
     paths = [parameter.split(".") for parameter in parameters.split(",")]
     if not all(name in given for name, *_ in paths):
         return []
-    return [parameters, *(str(functools.reduce(getattr, x, given[name])) for name, *x in paths)]
+    # A test without any case has a value of pytest's own.
+    found = (
+        functools.reduce(lambda x, n: getattr(x, n, None), x, given[name]) for name, *x in paths
+    )
+    return [parameters, *map(str, found)]
 
 
 @pytest.fixture
@@ -132,7 +136,7 @@ def cpus() -> list[Any]:
 
 
 @pytest.fixture
-def unchecked_types():
+def unchecked_types() -> Iterator[None]:
     """Without the run-time checks of annotations, which would answer before the package's own."""
     jaxtyping.config.update("jaxtyping_disable", True)
     yield

@@ -514,21 +514,19 @@ def test_layers(emulated: Emulation, name: str, case: Layer) -> None:
     _assert_same(found, other)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", ELEMENTWISE)
-def test_layers_on_devices(emulated: Emulation, name: str, device: str) -> None:
-    emulated.use(DEVICES[device])
-    _layer(emulated, name, Layer(1, 70, 2, 64, "bfloat16", origin=True))
+ON_EVERY_DEVICE = [
+    *((name, Layer(1, 70, 2, 64, "bfloat16", origin=True)) for name in ELEMENTWISE),
+    ("norm_shift_mix", Layer(1, 3, 1, 2048, "bfloat16")),
+    ("norm_shift_mix", Layer(1, 2, 1, 4096, mixes=1)),
+]
+"""Some devices have no room to copy wide tokens ahead."""
 
 
-@pytest.mark.parametrize(
-    "case", [Layer(1, 3, 1, 2048, "bfloat16"), Layer(1, 2, 1, 4096, mixes=1)], ids=str
-)
 @pytest.mark.parametrize("device", DEVICES)
-def test_wide_tokens_on_devices(emulated: Emulation, case: Layer, device: str) -> None:
-    """Some devices have no room to copy them ahead."""
+@pytest.mark.parametrize(("name", "case"), ON_EVERY_DEVICE, ids=str)
+def test_layers_on_devices(emulated: Emulation, name: str, case: Layer, device: str) -> None:
     emulated.use(DEVICES[device])
-    _layer(emulated, "norm_shift_mix", case)
+    _layer(emulated, name, case)
 
 
 def _read_out_calls(emulated: Emulation, case: Layer, seed: int) -> dict[str, list[np.ndarray]]:

@@ -205,49 +205,39 @@ SOME_ROWS = (1, 2, 3, 8, 9, 17, 33, 70)
 LIMITS = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 5e-3}
 
 
-@pytest.mark.parametrize("op", OPERATORS)
-def test_every_number_of_rows_of_operators(emulation: Emulation, op: str) -> None:
-    def calls(rows: int) -> list[Call]:
-        return _operator_calls(emulation, op, {"B": rows, "T": 3, "H": 1, "K": 16}, "float32")
+def _few(emulation: Emulation, kind: str, name: str, rows: int) -> list[Call]:
+    """The calls of few small heads."""
+    if kind == "blocks":
+        return _block_calls(emulation, rows, 128, name)
+    if kind == "cross entropy":
+        return [_cross_entropy_call(rows, 64, name)]
+    if kind == "matrix units":
+        return _operator_calls(emulation, name, {"B": rows, "T": 17, "H": 1, "K": 64}, "bfloat16")
+    sizes = {"B": rows, "T": 3, "H": 1, "K": 16}
+    if kind == "operators":
+        return _operator_calls(emulation, name, sizes, "float32")
+    return _layer_calls(emulation, name, sizes, "bfloat16")
 
-    _check_rows(emulation, calls, EVERY_ROW, LIMITS["float32"])
 
-
-@pytest.mark.parametrize("op", ["wkv7", "wkv6"])
-def test_rows_of_operators_on_matrix_units(
-    emulation: Emulation, op: str, pytestconfig: pytest.Config
+@pytest.mark.parametrize(
+    ("kind", "name", "dtype"),
+    [
+        *(("operators", op, "float32") for op in OPERATORS),
+        *(("matrix units", op, "bfloat16") for op in ("wkv7", "wkv6")),
+        *(("layers", name, "bfloat16") for name in ELEMENTWISE),
+        ("cross entropy", "float32", "float32"),
+        *(("blocks", dtype, dtype) for dtype in DTYPES),
+    ],
+)
+def test_every_number_of_rows(
+    emulation: Emulation, kind: str, name: str, dtype: str, pytestconfig: pytest.Config
 ) -> None:
-    """An emulated matrix product takes long."""
-
-    def calls(rows: int) -> list[Call]:
-        return _operator_calls(emulation, op, {"B": rows, "T": 17, "H": 1, "K": 64}, "bfloat16")
-
-    every = pytestconfig.getoption("--every-row") or emulation.on_gpu
-    _check_rows(emulation, calls, EVERY_ROW if every else SOME_ROWS, LIMITS["bfloat16"])
-
-
-@pytest.mark.parametrize("name", ELEMENTWISE)
-def test_every_number_of_rows_of_layers(emulation: Emulation, name: str) -> None:
-    def calls(rows: int) -> list[Call]:
-        return _layer_calls(emulation, name, {"B": rows, "T": 3, "H": 1, "K": 16}, "bfloat16")
-
-    _check_rows(emulation, calls, EVERY_ROW, LIMITS["bfloat16"])
-
-
-def test_every_number_of_tokens_of_cross_entropy(emulation: Emulation) -> None:
-    def calls(tokens: int) -> list[Call]:
-        return [_cross_entropy_call(tokens, 64, "float32")]
-
-    _check_rows(emulation, calls, EVERY_ROW, LIMITS["float32"])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_every_number_of_rows_of_blocks(emulation: Emulation, dtype: str) -> None:
-    def calls(rows: int) -> list[Call]:
-        return _block_calls(emulation, rows, 128, dtype)
-
-    _check_rows(emulation, calls, range(1, 33), LIMITS[dtype])
-    if emulation.on_gpu and dtype == "bfloat16":
+    """Or of tokens, of the cross entropy. An emulated matrix product takes long."""
+    calls = functools.partial(_few, emulation, kind, name)
+    every = pytestconfig.getoption("--every-row") or emulation.on_gpu or kind != "matrix units"
+    rows = range(1, 33) if kind == "blocks" else EVERY_ROW if every else SOME_ROWS
+    _check_rows(emulation, calls, rows, LIMITS[dtype])
+    if emulation.on_gpu and name == "bfloat16":
         _check_rows(emulation, calls, MANY_ROWS[32:], LIMITS[dtype], HOPPER)
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from jax.extend.core import jaxprs_in_params
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -39,7 +38,17 @@ KERNEL = {"cuda": "__gpu$xla.gpu.triton", "tpu": "tpu_custom_call", "hopper": "m
 each_op = pytest.mark.parametrize(
     "op", ["wkv7", *(pytest.param(op, marks=pytest.mark.slow) for op in ("wkv6", "wkv5"))]
 )
+on_cuda = pytest.mark.parametrize("interpreted", ["cuda"], indirect=True)
 each_platform = pytest.mark.parametrize("platform", LOWERING.PLATFORMS)
+
+
+@pytest.fixture
+def patched(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """What was traced with other kernels is not found afterwards."""
+    monkeypatch.setattr(HOPPER, "SINCE", (0,))
+    yield monkeypatch
+    monkeypatch.undo()
+    jax.clear_caches()
 
 
 @contextlib.contextmanager
@@ -89,40 +98,11 @@ def test_both_forms_of_kernels(interpreted: str, op: str, case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("interpreted", ["cuda"], indirect=True)
+@on_cuda
 @pytest.mark.parametrize(("op", "case"), ON_CUDA, ids=str)
 def test_against_the_oracle(interpreted: str, op: str, case: Case) -> None:
     _check(op, case)
 
-
-ON_HOPPER = (
-    ("wkv7", Case(2, 65, 2, 64, dtype="bfloat16", regime="mixed")),
-    ("wkv7", Case(1, 130, 1, 64, dtype="bfloat16", regime="extreme")),
-    ("wkv6", Case(2, 65, 2, 64, dtype="bfloat16", decay="exp", regime="mixed")),
-    ("wkv6", Case(1, 130, 1, 64, dtype="bfloat16", decay="exp", regime="near 0")),
-    ("wkv6", Case(1, 65, 1, 64, dtype="bfloat16", decay="log", regime="near 1")),
-    ("wkv6", Case(1, 130, 1, 64, dtype="bfloat16", decay="log", regime="extreme")),
-)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("op", "case"), ON_HOPPER, ids=str)
-def test_kernels_for_hopper(op: str, case: Case) -> None:
-    run, (inputs, cotangents) = Run(op, "pallas"), operands(op, case)
-    options = {"decay": case.decay, "precision": None}
-    with _interpreting("hopper"):
-        found = internals.run_pallas_passes(op, inputs, cotangents, **options)
-        right = expected(op, inputs, cotangents, decay=case.decay)
-        assert_right(found, right, ceilings(run, inputs, **options))
-    float32 = {name for name, x in found.items() if x.dtype == np.float32}
-    assert float32 == {"final_state", "dinitial_state", *(f"d{n}" for n in run.operator.shared)}
-
-
-SEGMENTS_ON_HOPPER = (
-    ("wkv7", Case(2, 200, 1, 64, dtype="bfloat16", regime="mixed")),
-    ("wkv6", Case(2, 200, 1, 64, dtype="bfloat16", decay="exp", regime="mixed")),
-    ("wkv6", Case(2, 200, 1, 64, dtype="bfloat16", decay="log", regime="near 1")),
-)
 
 LONG_IDS = np.array(
     [
@@ -132,50 +112,51 @@ LONG_IDS = np.array(
 )
 """Segments that start in a chunk, that span chunks, and that end with one; chunks of padding."""
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("op", "case"), SEGMENTS_ON_HOPPER, ids=str)
-def test_segments_in_kernels_for_hopper(op: str, case: Case) -> None:
-    run, (inputs, cotangents) = Run(op, "pallas"), operands(op, case, segment_ids=LONG_IDS)
-    options = {"decay": case.decay, "precision": None}
-    with _interpreting("hopper"):
-        packed = {**options, "segment_ids": LONG_IDS}
-        found = internals.run_pallas_passes(op, inputs, cotangents, **packed)
-        right = expected(op, inputs, cotangents, decay=case.decay, segment_ids=LONG_IDS)
-        assert_right(found, right, ceilings(run, inputs, **options))
-    for name in ("y", *(f"d{n}" for n in run.operator.timed)):
-        assert not np.any(np.asarray(found[name])[LONG_IDS == 0]), name
-
-
-SEQUENCES_ON_HOPPER = (
+ON_HOPPER = (
+    ("wkv7", Case(2, 65, 2, 64, dtype="bfloat16", regime="mixed"), None),
+    ("wkv7", Case(1, 130, 1, 64, dtype="bfloat16", regime="extreme"), None),
+    ("wkv6", Case(2, 65, 2, 64, dtype="bfloat16", decay="exp", regime="mixed"), None),
+    ("wkv6", Case(1, 130, 1, 64, dtype="bfloat16", decay="exp", regime="near 0"), None),
+    ("wkv6", Case(1, 65, 1, 64, dtype="bfloat16", decay="log", regime="near 1"), None),
+    ("wkv6", Case(1, 130, 1, 64, dtype="bfloat16", decay="log", regime="extreme"), None),
+    ("wkv7", Case(2, 200, 1, 64, dtype="bfloat16", regime="mixed"), LONG_IDS),
+    ("wkv6", Case(2, 200, 1, 64, dtype="bfloat16", decay="exp", regime="mixed"), LONG_IDS),
+    ("wkv6", Case(2, 200, 1, 64, dtype="bfloat16", decay="log", regime="near 1"), LONG_IDS),
     ("wkv7", Case(1, 300, 1, 64, dtype="bfloat16", regime="mixed"), [3, 3, 4, 68, 133, 196, 287]),
     ("wkv6", Case(1, 300, 1, 64, dtype="bfloat16", decay="exp"), [3, 4, 4, 134, 198, 263, 326]),
     ("wkv7", Case(1, 20, 1, 64, dtype="bfloat16", regime="extreme"), [-1, 7, 7, 19]),
     ("wkv6", Case(1, 20, 1, 64, dtype="bfloat16", decay="log", regime="near 1"), [0, 5, 20]),
 )
-"""Sequences of no token, of one, of 63, 64, 65 and more, and, in two rows, of less than a chunk in
-all. The last tokens of a row may be those of a sequence, or of none."""
+"""With segments, or offsets of sequences of no token, of one, of 63, 64, 65 and more, and, in two
+rows, of less than a chunk in all. The last tokens of a row may be of a sequence, or of none."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("op", "case", "cu"), SEQUENCES_ON_HOPPER, ids=str)
-def test_sequences_in_kernels_for_hopper(op: str, case: Case, cu: list[int]) -> None:
-    """Tokens of no sequence are NaN."""
-    offsets = np.array(cu, np.int32)
-    run, (inputs, cotangents) = Run(op, "pallas"), operands(op, case, cu_seqlens=offsets)
-    options = {"decay": case.decay, "precision": None}
-    others = np.ones(case.T, bool)
-    others[max(cu[0], 0) : cu[-1]] = False
+@pytest.mark.parametrize(("op", "case", "rows"), ON_HOPPER, ids=str)
+def test_kernels_for_hopper(op: str, case: Case, rows: Any) -> None:
+    """Tokens of no segment and of no sequence are NaN, and have zeros as results and gradients."""
+    packing: dict[str, Any] = {}
+    whole: dict[str, Any] = {}
+    outside = np.zeros((case.B, case.T), bool)
+    if isinstance(rows, list):
+        packing = {"cu_seqlens": np.array(rows, np.int32)}
+        # Offsets that are right, as those are that `ceilings` takes.
+        whole = {"cu_seqlens": np.array([0] * (len(rows) - 1) + [case.T], np.int32)}
+        outside[:, : max(rows[0], 0)] = outside[:, rows[-1] :] = True
+    elif rows is not None:
+        packing, outside = {"segment_ids": rows}, rows == 0
+    run, (inputs, cotangents) = Run(op, "pallas"), operands(op, case, **packing)
     for x in (*(inputs[name] for name in run.operator.timed), cotangents["dy"]):
-        x[:, others] = np.nan
+        x[outside] = np.nan
+    options = {"decay": case.decay, "precision": None}
     with _interpreting("hopper"):
-        packed = {**options, "cu_seqlens": offsets}
-        found = internals.run_pallas_passes(op, inputs, cotangents, **packed)
-        right = expected(op, inputs, cotangents, decay=case.decay, cu_seqlens=offsets)
-        whole = np.array([0] * (len(cu) - 1) + [case.T], np.int32)  # which is checked
-        assert_right(found, right, ceilings(run, inputs, **options, cu_seqlens=whole))
+        found = internals.run_pallas_passes(op, inputs, cotangents, **options, **packing)
+        right = expected(op, inputs, cotangents, decay=case.decay, **packing)
+        assert_right(found, right, ceilings(run, inputs, **options, **whole))
     for name in ("y", *(f"d{n}" for n in run.operator.timed)):
-        assert not np.any(np.asarray(found[name])[:, others]), name
+        assert not np.any(np.asarray(found[name])[outside]), name
+    float32 = {name for name, x in found.items() if x.dtype == np.float32}
+    assert float32 == {"final_state", "dinitial_state", *(f"d{n}" for n in run.operator.shared)}
 
 
 IDS = np.array([[0] * 3 + [4] * 20 + [0] * 10 + [4, 5, 6] * 6 + [0] * 2 + [9] * 28])
@@ -194,7 +175,7 @@ def test_several_segments_in_a_row(interpreted: str, op: str, case: Case) -> Non
     _check(op, case, segment_ids=IDS)
 
 
-CU_SEQLENS = [0, 0, 1, 20, 36, 70]
+CU_SEQLENS = np.array([0, 0, 1, 20, 36, 70], np.int32)
 
 SEQUENCES = (
     ("wkv7", Case(1, 70, 1, 16), CU_SEQLENS),
@@ -206,14 +187,14 @@ SEQUENCES = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("interpreted", ["cuda"], indirect=True)
+@on_cuda
 @pytest.mark.parametrize(("op", "case", "cu"), SEQUENCES, ids=str)
-def test_sequences_with_states(interpreted: str, op: str, case: Case, cu: list[int]) -> None:
+def test_sequences_with_states(interpreted: str, op: str, case: Case, cu: Any) -> None:
     _check(op, case, cu_seqlens=np.array(cu, np.int32))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("interpreted", ["cuda"], indirect=True)
+@on_cuda
 def test_sequences_of_mapped_rows(interpreted: str) -> None:
     """With tokens of no sequence, which are NaN, and with offsets that are clamped."""
     run, tokens = Run("wkv6", "pallas"), 100
@@ -235,9 +216,9 @@ def test_sequences_of_mapped_rows(interpreted: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("interpreted", ["cuda"], indirect=True)
+@on_cuda
 def test_what_is_not_finite_stays_in_its_sequence(interpreted: str) -> None:
-    run, cu = Run("wkv7", "pallas"), np.array(CU_SEQLENS, np.int32)
+    run, cu = Run("wkv7", "pallas"), CU_SEQLENS
     inputs, cotangents = operands(run.op, Case(1, 70, 1, 16), cu_seqlens=cu)
     right = jax.device_get(value_and_gradients(run, inputs, cotangents, cu_seqlens=cu))
     for x in (*(inputs[name] for name in run.operator.timed), cotangents["dy"]):
@@ -251,7 +232,7 @@ def test_what_is_not_finite_stays_in_its_sequence(interpreted: str) -> None:
         np.testing.assert_array_equal(*others, err_msg=name)
 
 
-@pytest.mark.parametrize("interpreted", ["cuda"], indirect=True)
+@on_cuda
 @pytest.mark.parametrize("case", [Case(2, 0, 1, 16), Case(0, 5, 1, 16)], ids=str)
 @each_op
 def test_nothing_to_do(interpreted: str, op: str, case: Case) -> None:
@@ -259,7 +240,7 @@ def test_nothing_to_do(interpreted: str, op: str, case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("interpreted", ["cuda"], indirect=True)
+@on_cuda
 def test_shard_map(interpreted: str, cpus: list) -> None:
     """With an operand, `u`, that all devices have. The interpreter cannot run with `check_vma`."""
     run, (inputs, cotangents) = Run("wkv6", "pallas"), operands("wkv6", Case(2, 17, 1, 16))
@@ -319,32 +300,27 @@ def test_lowering(platform: str, op: str, dtype: str, size: int) -> None:
     tokens, decay = (100, "log") if size == 64 else (128, OPERATORS[op].decays[-1])
     text = _lowered(op, platform, Case(2, tokens, 2, size, dtype=dtype, decay=decay))
     assert text.count(KERNEL[platform]) == KERNELS
-    if (op, size) == ("wkv7", 64):
-        ids = np.ones((2, 100), np.int32)
-        text = _lowered(op, platform, Case(2, 100, 2, size, dtype=dtype), segment_ids=ids)
-        assert text.count(KERNEL[platform]) == KERNELS
-        assert LOOP not in text
 
 
 LOOP = "stablehlo.while"
 
 
+@pytest.mark.parametrize(
+    ("case", "packing", "loops"),
+    [
+        (Case(1, 70, 2, 64, dtype="bfloat16"), {"cu_seqlens": CU_SEQLENS}, {"tpu": 2}),
+        (Case(2, 100, 2, 64), {"segment_ids": np.ones((2, 100), np.int32)}, {}),
+    ],
+)
 @each_op
 @each_platform
-def test_lowering_of_sequences(platform: str, op: str) -> None:
+def test_lowering_of_packed_rows(
+    platform: str, op: str, case: Case, packing: dict[str, Any], loops: dict[str, int]
+) -> None:
     """On GPUs no loop goes over chunks."""
-    cu = np.array(CU_SEQLENS, np.int32)
-    text = _lowered(op, platform, Case(1, 70, 2, 64, dtype="bfloat16"), cu_seqlens=cu)
+    text = _lowered(op, platform, case, **packing)
     assert text.count(KERNEL[platform]) == KERNELS
-    assert text.count(LOOP) == (2 if platform == "tpu" else 0)
-
-
-def _equations(jaxpr: Any) -> Iterator[Any]:
-    """All equations of a program, also those of the functions that it calls."""
-    for equation in jaxpr.eqns:
-        yield equation
-        for inner in jaxprs_in_params(equation.params):
-            yield from _equations(inner)
+    assert text.count(LOOP) == loops.get(platform, 0)
 
 
 def _kernels(op: str, platform: str, case: Case) -> list[dict[str, Any]]:
@@ -352,7 +328,7 @@ def _kernels(op: str, platform: str, case: Case) -> list[dict[str, Any]]:
     compiled_with = importlib.import_module(LOWERING.PARAMETERS[platform]).CompilerParams
     found = [
         equation.params
-        for equation in _equations(_traced(op, platform, case).jaxpr.jaxpr)
+        for equation in hlo.equations(_traced(op, platform, case).jaxpr.jaxpr)
         if isinstance(equation.params.get("compiler_params"), compiled_with)
         and not equation.params["interpret"]
     ]
@@ -371,7 +347,7 @@ def test_operands_of_products_fit_shared_memory(op: str) -> None:
     for kernel in _kernels(op, "cuda", Case(1, 100, 1, 128, decay="log")):
         sizes = [
             x.aval.size * x.aval.dtype.itemsize
-            for equation in _equations(kernel["jaxpr"])
+            for equation in hlo.equations(kernel["jaxpr"])
             if equation.primitive is jax.lax.dot_general_p
             for x in equation.invars
         ]
@@ -400,6 +376,7 @@ def test_blocks_fit_the_memory_of_a_tpu(op: str) -> None:
         assert 0 < total <= VECTOR_MEMORY / 4, (kernel["name"], total)
 
 
+@pytest.mark.quick("op")
 @each_platform
 @each_op
 def test_lowering_where_numbers_have_64_bits(platform: str, op: str) -> None:
@@ -408,6 +385,7 @@ def test_lowering_where_numbers_have_64_bits(platform: str, op: str) -> None:
     assert text.count(KERNEL[platform]) == KERNELS
 
 
+@pytest.mark.slow
 @each_op
 def test_export(op: str) -> None:
     inputs, _ = OPERATORS[op].make(Case(1, 16, 1, 32))
@@ -419,17 +397,16 @@ def test_export(op: str) -> None:
     assert KERNEL["cuda"] in jax.export.deserialize(exported.serialize()).mlir_module()
 
 
+@pytest.mark.slow
 @each_op
-def test_when_it_is_chosen(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_it_is_chosen(op: str, patched: pytest.MonkeyPatch) -> None:
     """Without a name: on CUDA GPUs, where there are no native kernels."""
     for platform in ("cpu", "cuda"):
-        internals.pretend(monkeypatch, platform, "on holiday")
+        internals.pretend(patched, platform, "on holiday")
     for platform, count in (("cuda", KERNELS), ("tpu", 0)):
         jax.clear_caches()
         text = _lowered(op, platform, Case(1, 16, 1, 32), None)
         assert text.count(KERNEL[platform]) == count
-    monkeypatch.undo()
-    jax.clear_caches()
 
 
 @each_op
@@ -439,9 +416,8 @@ def test_why_not(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def reason(case: Case, platform: str) -> str | None:
         inputs, _ = OPERATORS[op].make(case)
         with hlo.device(platform):
-            return rwkv_jax.implementations(op, *inputs.values(), platform=platform)[
-                "pallas"
-            ].reason
+            found = rwkv_jax.implementations(op, *inputs.values(), platform=platform)
+        return found["pallas"].reason
 
     for platform in LOWERING.PLATFORMS:
         assert reason(Case(1, 5, 1, 16, V=128, dtype="bfloat16"), platform) is None
@@ -534,9 +510,8 @@ BOTH = "Mosaic GPU, and for gradients Triton"
     ],
 )
 def test_where_mosaic_gpu_is_taken(
-    case: Case, options: dict[str, Any], compiler: str, monkeypatch: pytest.MonkeyPatch
+    case: Case, options: dict[str, Any], compiler: str, patched: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(HOPPER, "SINCE", (0,))
     assert f"({compiler})" in _details(case, **options)
 
 
@@ -563,47 +538,39 @@ TAKEN = "the kernels for Hopper GPUs take"
     ],
 )
 def test_what_mosaic_gpu_takes_without_triton(
-    case: Case, options: dict[str, Any], reason: str | None, monkeypatch: pytest.MonkeyPatch
+    case: Case, options: dict[str, Any], reason: str | None, patched: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(HOPPER, "SINCE", (0,))
-    internals.lose_triton(monkeypatch)
+    internals.lose_triton(patched)
     details = _details(case, **options)
     if reason is None:
         assert "(Mosaic GPU)" in details
     else:
         assert details.startswith(f"JAX {jax.__version__} does not compile pallas kernels")
         assert details.endswith(f"; {reason}")
-    monkeypatch.undo()
-    jax.clear_caches()
 
 
-def test_steps_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_on_hopper(patched: pytest.MonkeyPatch) -> None:
     """Their gradients are those of a sequence of one token."""
-    monkeypatch.setattr(HOPPER, "SINCE", (0,))
     inputs, _ = operands("wkv7_step", Case(128, 1, 2, 64, dtype="bfloat16"))
     call = functools.partial(rwkv_jax.implementations, "wkv7_step", *inputs.values())
     with hlo.device("cuda"):
         options = {"decay": "sigmoid", "platform": "cuda"}
         assert "(Triton)" in str(call(**options)["pallas"].description)
-        internals.lose_triton(monkeypatch)
+        internals.lose_triton(patched)
         assert "(Mosaic GPU)" in str(call(**options)["pallas"].description)
-    monkeypatch.undo()
-    jax.clear_caches()
 
 
-def test_which_jax_mosaic_gpu_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HOPPER, "SINCE", (99, 1))
+def test_which_jax_mosaic_gpu_needs(patched: pytest.MonkeyPatch) -> None:
+    patched.setattr(HOPPER, "SINCE", (99, 1))
     assert "(Triton)" in _details(MANY_HEADS)
-    internals.lose_triton(monkeypatch)
+    internals.lose_triton(patched)
     details = _details(MANY_HEADS)
     assert details.endswith("; the kernels for Hopper GPUs need JAX 99.1")
-    monkeypatch.undo()
-    jax.clear_caches()
 
 
 @compiled
 @pytest.mark.parametrize("op", ["wkv7", pytest.param("wkv6", marks=pytest.mark.slow)])
-def test_lowering_for_hopper(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lowering_for_hopper(op: str, patched: pytest.MonkeyPatch) -> None:
     """The passes of Mosaic GPU that are faster, the others of Triton, and without Triton both of
     Mosaic GPU; inside `shard_map` too, whose results vary over its axis."""
     kernels = importlib.import_module(f"rwkv_jax.{op}.pallas").ENOUGH_HEADS
@@ -615,7 +582,7 @@ def test_lowering_for_hopper(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     text = _lowered(op, "cuda", SEQUENCES_OF_CHUNKS, cu_seqlens=CHUNK_AND_MORE)
     assert text.count(KERNEL["hopper"]) == len(kernels)
     assert KERNEL["hopper"] not in _lowered(op, "cuda", FEW_HEADS)
-    internals.lose_triton(monkeypatch)
+    internals.lose_triton(patched)
     assert _lowered(f"{op}_step", "cuda", FEW_HEADS).count(KERNEL["hopper"]) == 1
     inputs, cotangents = operands(op, FEW_HEADS)
     with hlo.device("cuda"):
@@ -636,16 +603,12 @@ def test_lowering_for_hopper(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count(KERNEL["hopper"]) == 2
     assert KERNEL["cuda"] not in text
-    monkeypatch.undo()
-    jax.clear_caches()
 
 
-def test_what_runs_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_runs_without_triton(patched: pytest.MonkeyPatch) -> None:
     """On a GPU without native kernels too: plain XLA."""
-    internals.pretend(monkeypatch, "cuda", "on holiday")
-    monkeypatch.setitem(sys.modules, f"{PALLAS}.triton", None)
+    internals.pretend(patched, "cuda", "on holiday")
+    patched.setitem(sys.modules, f"{PALLAS}.triton", None)
     assert KERNEL["cuda"] not in _lowered("wkv6", "cuda", Case(1, 16, 1, 32), None)
     with pytest.raises(NotImplementedError, match="does not compile pallas kernels for 'cuda'"):
         _lowered("wkv6", "cuda", Case(1, 16, 1, 32))
-    monkeypatch.undo()
-    jax.clear_caches()

@@ -76,7 +76,7 @@ def _chunked(name: str, dtype: str) -> float:
 class LayerFunction:
     """A function of named arrays.
 
-    call: the public function; its results by name.
+    function: the public function, or what makes its results of named arrays.
     oracle: results from float64 inputs, and gradients where there are cotangents.
     tensors, parameters, results: the axes of arrays by name.
     float32: tensors and results that are float32 whatever the dtype of the others.
@@ -86,7 +86,7 @@ class LayerFunction:
     public: the name of arrays in error messages, where it is another one.
     """
 
-    call: Callable[..., dict[str, jax.Array]]
+    function: Callable[..., Any]
     oracle: Callable[..., dict[str, np.ndarray]]
     tensors: Mapping[str, str]
     parameters: Mapping[str, str]
@@ -96,6 +96,13 @@ class LayerFunction:
     integers: Mapping[str, str] = field(default_factory=dict)
     ceiling: Callable[[str, str], float] = _one_by_one
     public: Callable[[str], str] = str
+
+    def call(self, **arguments: Any) -> dict[str, jax.Array]:
+        """The results by name."""
+        found = self.function(**arguments)
+        if isinstance(found, dict):
+            return found
+        return dict(zip(self.results, jax.tree.leaves(found), strict=True))
 
     @property
     def inputs(self) -> dict[str, str]:
@@ -318,20 +325,6 @@ def _call_norm_shift_mix(**arguments: Any) -> dict[str, jax.Array]:
     return {f"mixed{i}": x for i, x in enumerate(found.mixed)} | {"passed": found.x}
 
 
-def _call_wkv7_keys(**arguments: Any) -> dict[str, jax.Array]:
-    found = layers.wkv7_keys(**arguments)
-    return {"key": found.k, "a": found.a, "b": found.b, "bonus": found.bonus, "passed": found.r}
-
-
-def _call_value_residual(**arguments: Any) -> dict[str, jax.Array]:
-    found = layers.value_residual(**arguments)
-    return {"value": found.value, "value_again": found.value_again, "passed": found.first}
-
-
-def _call_read_out(**arguments: Any) -> dict[str, jax.Array]:
-    return {"out": layers.read_out(**arguments)}
-
-
 def _of_heads(*names: str) -> dict[str, str]:
     return dict.fromkeys(names, "BTHK")
 
@@ -340,29 +333,12 @@ def _by_head(*names: str) -> dict[str, str]:
     return dict.fromkeys(names, "HK")
 
 
-def _call_feed_forward(**arguments: Any) -> dict[str, jax.Array]:
-    return {"y": layers.feed_forward(**arguments)}
-
-
-def _call_low_rank(**arguments: Any) -> dict[str, jax.Array]:
-    return {"y": layers.low_rank(**{"activation": "tanh", **arguments})}
-
-
 def _call_low_rank_maps(implementation: str | None = None, **arguments: Any) -> Any:
     maps = [
         layers.LowRankMap(**of_map(i, arguments), activation=activation)
         for i, (activation, *_) in enumerate(MAPS)
     ]
-    found = layers.low_rank_maps(maps, implementation=implementation)
-    return {f"y{i}": y for i, y in enumerate(found)}
-
-
-def _call_projected_read_out(**arguments: Any) -> dict[str, jax.Array]:
-    return {"projected": layers.projected_read_out(**arguments)}
-
-
-def _call_keyed_wkv7(**arguments: Any) -> dict[str, jax.Array]:
-    return layers.keyed_wkv7(**arguments)._asdict()
+    return layers.low_rank_maps(maps, implementation=implementation)
 
 
 def read_out_and_product(
@@ -402,17 +378,17 @@ ELEMENTWISE = {
         integers={"origin": "BT"},
     ),
     "wkv7_keys": LayerFunction(
-        *(_call_wkv7_keys, wkv7_keys, _of_heads("k", "rate", "r")),
+        *(layers.wkv7_keys, wkv7_keys, _of_heads("k", "rate", "r")),
         _by_head(*OF_KEYS),
         {**_of_heads("key", "a", "b"), "bonus": "BTH", **_of_heads("passed")},
         float32=("bonus",),
     ),
     "value_residual": LayerFunction(
-        *(_call_value_residual, value_residual, _of_heads("v", "rate", "first"), _by_head("v0")),
+        *(layers.value_residual, value_residual, _of_heads("v", "rate", "first"), _by_head("v0")),
         _of_heads("value", "value_again", "passed"),
     ),
     "read_out": LayerFunction(
-        *(_call_read_out, read_out, {"y": "BTHK", "bonus": "BTH", "v": "BTHK", "gate": "BTHK"}),
+        *(layers.read_out, read_out, {"y": "BTHK", "bonus": "BTH", "v": "BTHK", "gate": "BTHK"}),
         *(_by_head("weight", "bias"), _of_heads("out")),
         float32=("bonus",),
     ),
@@ -435,14 +411,14 @@ _OF_MAP = {"first": "CR", "second": "RC", "offset": "C"}
 
 LAYER_FUNCTIONS = ELEMENTWISE | {
     "projected_read_out": LayerFunction(
-        *(_call_projected_read_out, projected_read_out, _READ_OUT.tensors, _READ_OUT.parameters),
+        *(layers.projected_read_out, projected_read_out, _READ_OUT.tensors, _READ_OUT.parameters),
         {"projected": "BTO"},
         float32=("bonus",),
         matrices={"matrix": "OC"},
         ceiling=_products,
     ),
     "keyed_wkv7": LayerFunction(
-        *(_call_keyed_wkv7, keyed_wkv7),
+        *(layers.keyed_wkv7, keyed_wkv7),
         {**_of_heads("r", "w", "k"), "v": "BTHV", **_of_heads("rate"), "initial_state": "BHVK"},
         _by_head(*OF_KEYS),
         {"y": "BTHV", "bonus": "BTH", "final_state": "BHVK"},
@@ -451,12 +427,13 @@ LAYER_FUNCTIONS = ELEMENTWISE | {
         ceiling=_chunked,
     ),
     "feed_forward": LayerFunction(
-        *(_call_feed_forward, feed_forward, {"x": "BTC"}, {}, {"y": "BTC"}),
+        *(layers.feed_forward, feed_forward, {"x": "BTC"}, {}, {"y": "BTC"}),
         matrices={"key": "FC", "value": "CF"},
         ceiling=_products,
     ),
     "low_rank": LayerFunction(
-        *(_call_low_rank, low_rank, {"x": "BTC"}, {}, {"y": "BTC"}),
+        *(functools.partial(layers.low_rank, activation="tanh"), low_rank),
+        *({"x": "BTC"}, {}, {"y": "BTC"}),
         matrices=_OF_MAP,
         ceiling=_products,
     ),
