@@ -502,7 +502,7 @@ def test_implementations_that_cannot_run(name: str, monkeypatch: pytest.MonkeyPa
     )
 
 
-@each_function
+@pytest.mark.parametrize("name", ELEMENTWISE)
 def test_second_derivatives(name: str) -> None:
     """The reference has them, and others say so."""
     inputs, _ = operands(name, Case(B=2, T=3, mixes=1))
