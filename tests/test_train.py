@@ -421,6 +421,7 @@ def saved_model(path: Path, module: ModuleType, vocabulary: int) -> Any:
     return params
 
 
+@pytest.mark.slow
 def test_start_from_a_model(
     train: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

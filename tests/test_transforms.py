@@ -149,11 +149,12 @@ def test_scan_over_layers(run: Run, remat: bool) -> None:
     assert_trees_close(found, right)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("op", "packing"),
     [
         ("wkv7", {}),
-        pytest.param("wkv4", {"cu_seqlens": np.array([0, 1, 1, 3])}, marks=pytest.mark.slow),
+        ("wkv4", {"cu_seqlens": np.array([0, 1, 1, 3])}),
     ],
     ids=["rows", "sequences"],
 )
