@@ -165,6 +165,7 @@ def test_options_are_keywords(op: str) -> None:
         call(*operands, decay)
 
 
+@pytest.mark.slow
 @each_run
 def test_no_heads(run: Run) -> None:
     """Rows and tokens may be none as well: test_ops.py has such cases."""

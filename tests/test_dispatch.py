@@ -170,6 +170,7 @@ def test_other_platforms(platform: str, op: str, pretend: Any) -> None:
         _lowered("ffi", platform, op=op)
 
 
+@pytest.mark.slow
 def test_a_training_step_on_rocm() -> None:
     """Operator, layer functions and loss: XLA's own operations, without any kernel."""
     config = rwkv7.Config(num_layers=2, hidden_size=64, head_size=32, vocab_size=256)

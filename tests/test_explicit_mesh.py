@@ -62,6 +62,7 @@ def test_loss_and_gradients(module: ModuleType, where: str, mesh: Mesh) -> None:
     assert_trees_close(found, of_loss(params, TOKENS), 1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("set_mesh", [False, True], ids=["arguments", "set_mesh"])
 def test_a_loop_over_tokens_equals_the_sequence(
     set_mesh: bool, params: rwkv7.Params, mesh: Mesh

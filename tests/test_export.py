@@ -57,6 +57,7 @@ def test_symbolic_sizes(implementation: str | None, shape: str) -> None:
         jax.tree.map(np.testing.assert_array_equal, found.call(*arrays), function(*arrays))
 
 
+@pytest.mark.slow
 @native
 def test_gradients_of_symbolic_sizes() -> None:
     gradient = jax.jit(jax.grad(lambda *xs: jnp.sum(_wkv7(None)(*xs)[0])))

@@ -321,6 +321,7 @@ def test_outputs_are_written_whole(op: str, name: str, case: Case, marked: bool)
         assert np.isfinite(np.asarray(x, np.float32)).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [Case(2, 65, 4, 64), Case(1, 1000, 2, 64, dtype="bfloat16")], ids=str
 )

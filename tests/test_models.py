@@ -198,6 +198,7 @@ def test_blocks_of_one_shape_are_traced_once(tokens: jax.Array) -> None:
     assert len(set(map(id, bodies))) == 2
 
 
+@pytest.mark.slow
 def test_kernels_add_the_cotangents_of_heads(params: rwkv7.Params, pretend: Any) -> None:
     """On a GPU the sums between kernels are those of the first layer's value, with three uses."""
     pretend("cuda", None)
@@ -294,6 +295,7 @@ def test_one_head_on_two_devices(cpus: list[Any]) -> None:
     assert_trees_close(apply(placed), expected)
 
 
+@pytest.mark.slow
 def test_the_sum_of_a_mixing_has_the_shape_of_its_product(
     params: rwkv7.Params, tokens: jax.Array, cpus: list[Any]
 ) -> None:

@@ -157,6 +157,7 @@ def test_both_start_with_the_official_initialisation() -> None:
     assert paths == {f"params.{name}" for name in rwkv7.names(expected)}
 
 
+@pytest.mark.slow
 def test_bfloat16_model_keeps_float32_parameters() -> None:
     config = rwkv7.Config(1, WIDTH, HEAD_SIZE, 256)
     model = flax.RWKV(config, dtype="bfloat16", rngs=nnx.Rngs(0))

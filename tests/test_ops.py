@@ -43,6 +43,7 @@ def test_precisions(name: str, precision: str | None) -> None:
         check(Run(name, implementation), case, precision=precision)
 
 
+@pytest.mark.slow
 def test_one_decay_and_bonus_for_each_head() -> None:
     inputs, _ = cases.wkv5(Case(2, 17, 3, 16))
     scalars = {name: inputs[name][:, :1] for name in "wu"}

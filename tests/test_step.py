@@ -53,7 +53,7 @@ SAME_BITS = {"cpu": ("wkv7", "wkv6", "wkv5"), "gpu": ("wkv7",)}
 of WKV4 are relative to one of several numbers, and WKV6 takes four tokens at once on a GPU."""
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("op", ["wkv7", "wkv6", "wkv5", "wkv4"])
 def test_prefill_then_decode(op: str, dtype: str) -> None:
     """On the kernels that take one token at a time."""

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -427,6 +428,7 @@ def saved_model(path: Path, module: ModuleType, vocabulary: int) -> Any:
     return params
 
 
+@pytest.mark.slow
 def test_start_from_a_model(
     train: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
