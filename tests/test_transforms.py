@@ -55,16 +55,22 @@ def test_without_jit(run: Run) -> None:
     assert_right(found, expected(run.op, *arrays))
 
 
+MAPPED = [
+    *((x.values[0], x.values[0].names) for x in ALL),
+    *(
+        (run, [name for name in run.names if name != unmapped])
+        for run in (x.values[0] for x in RUNS)
+        for unmapped in run.names
+    ),
+    *((run, [only]) for run in (Run(op, None) for op in SEQUENCES) for only in run.names),
+]
+
+
 @pytest.mark.parametrize(
     ("run", "mapped"),
     [
-        *((x.values[0], x.values[0].names) for x in ALL),
-        *(
-            (run, [name for name in run.names if name != unmapped])
-            for run in (x.values[0] for x in RUNS)
-            for unmapped in run.names
-        ),
-        *((run, [only]) for run in (Run(op, None) for op in SEQUENCES) for only in run.names),
+        pytest.param(run, names, id=f"{run.op}-{run.implementation}-{'+'.join(names)}")
+        for run, names in MAPPED
     ],
 )
 def test_vmap(run: Run, mapped: Sequence[str]) -> None:
