@@ -33,6 +33,9 @@ RUNS: list[Any] = [x for x in ALL if x.values[0].implementation != "xla"]
 
 each_run = pytest.mark.parametrize("run", RUNS)
 each_of_all = pytest.mark.parametrize("run", ALL)
+each_custom_derivative = pytest.mark.parametrize(
+    "run", [x for x in RUNS if x.values[0].implementation != "reference"]
+)
 
 
 def _several(op: str, number: int) -> list[tuple[Arrays, Arrays]]:
@@ -197,7 +200,7 @@ def test_derivatives_of_the_reference(op: str, packing: dict[str, Any]) -> None:
         assert tolerance.rms_error(difference, np.asarray(x)) < 1e-2, name
 
 
-@pytest.mark.parametrize("run", [x for x in RUNS if x.values[0].implementation != "reference"])
+@each_custom_derivative
 def test_other_implementations_refuse_forward_mode(run: Run) -> None:
     inputs, _ = operands(run.op, CASE)
     with pytest.raises(TypeError, match="custom_vjp"):
@@ -207,19 +210,24 @@ def test_other_implementations_refuse_forward_mode(run: Run) -> None:
 @each_custom_derivative
 def test_other_implementations_refuse_second_derivatives(run: Run) -> None:
     """In reverse and in forward mode, also within `jit` and `vmap`."""
-    operands = _inputs(run)
+    inputs, _ = operands(run.op, CASE)
+    inputs = jax.tree.map(jnp.asarray, inputs)
 
-    def gradient(x: jax.Array) -> jax.Array:
-        return jax.grad(lambda x: _loss(run, x, *operands[1:]))(x)
+    def total(gradients: Arrays) -> jax.Array:
+        return sum((jnp.sum(x) for x in gradients.values()), jnp.float32(0))
 
+    def gradient(inputs: Arrays) -> Arrays:
+        return jax.grad(lambda xs: total(results(run, **xs)))(inputs)
+
+    second = jax.grad(lambda xs: total(gradient(xs)))
     message = f"{run.op.removesuffix('_step')}.*second derivative.*implementation='reference'"
     for derivative in (
-        jax.grad(lambda x: jnp.sum(gradient(x))),
+        second,
         jax.jacfwd(jax.jit(gradient)),
-        lambda x: jax.vmap(jax.grad(lambda x: jnp.sum(gradient(x))))(x[None]),
+        lambda xs: jax.vmap(second)(jax.tree.map(lambda x: x[None], xs)),
     ):
         with pytest.raises(NotImplementedError, match=message):
-            jax.eval_shape(derivative, operands[0])
+            jax.eval_shape(derivative, inputs)
 
 
 @each_of_all
