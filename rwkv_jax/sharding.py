@@ -1,7 +1,7 @@
 """Operators on many devices: batch, heads and sequence, each along mesh axes of its own.
 
 Under plain `jit` each device computes the batch rows and heads that it has, without this module. A
-distributed sequence has to be asked for: then only summaries, of about the size of a state, cross
+distributed sequence has to be asked for: then only transitions, of about the size of a state, cross
 devices in the forward and the backward pass, however long the sequence is.
 
 `shard` takes and returns arrays of global shape; `sequence_parallel` is for a `shard_map` of your

@@ -1,7 +1,7 @@
 """Time `rwkv_jax.losses.cross_entropy` beside a head and a loss that hold all logits.
 
     python scripts/bench_loss.py
-    python scripts/bench_loss.py --slabs 2048 4096 8192 16384
+    python scripts/bench_loss.py --chunk-sizes 2048 4096 8192 16384
     python scripts/bench_loss.py --l2-wrap 1e-4
     python scripts/bench_loss.py --shapes 16384x2048x65536 --dtype float32
 
@@ -56,8 +56,8 @@ def contestants(args: argparse.Namespace) -> Iterator[tuple[str, Loss]]:
     yield "all logits", of_all_logits
     yield "cross_entropy", ours
     yield "cross_entropy, recompute", functools.partial(ours, recompute=True)
-    for slab in args.slabs:
-        yield f"slabs of {slab}", functools.partial(ours, chunk_size=slab)
+    for size in args.chunk_sizes:
+        yield f"chunks of {size}", functools.partial(ours, chunk_size=size)
 
 
 def make(shape: Sequence[int], dtype: str) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -124,7 +124,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--shapes", type=shape_of, nargs="+", metavar="NxCxV", help=shapes)
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="float32 on cpu")
     add(
-        "--slabs", type=int, nargs="+", default=[], metavar="N", help="tokens of a slab, to compare"
+        "--chunk-sizes",
+        type=int,
+        nargs="+",
+        default=[],
+        metavar="N",
+        help="tokens of a chunk, to compare",
     )
     add("--z-loss", type=float, default=0.0)
     add("--l2-wrap", type=float, default=0.0)

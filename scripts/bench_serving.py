@@ -4,7 +4,7 @@
     python scripts/bench_serving.py --rate 2 --slots 4     # fewer requests a second
     python scripts/bench_serving.py --shared 0             # prompts without a common beginning
     python scripts/bench_serving.py --model model.pth --dtype bfloat16 --slots 64 --readers 4 \\
-        --pieces 64 256 --requests 500 --rate 50           # a checkpoint on a GPU
+        --prefill-chunks 64 256 --requests 500 --rate 50           # a checkpoint on a GPU
 
 Requests arrive as a Poisson process. The lengths of prompts and of answers are geometrically
 distributed, and all prompts begin with the same --shared tokens. The contestants get the same
@@ -102,7 +102,7 @@ def jobs_of(args: argparse.Namespace, vocabulary: int) -> list[Job]:
 
 
 def in_a_pool(pool: Pool, clock: Clock, jobs: Sequence[Job]) -> list[Outcome]:
-    """The requests by the explicit loop: a round as long as there is something to do."""
+    """The requests by the explicit loop: a scheduler step as long as there is something to do."""
     requests: list[Request] = []
     times: list[list[float]] = [[] for _ in jobs]
     while len(requests) < len(jobs) or pool.running:
@@ -123,7 +123,7 @@ def in_a_pool(pool: Pool, clock: Clock, jobs: Sequence[Job]) -> list[Outcome]:
 
 
 def one_after_another(
-    model: Model, pieces: Sequence[int], clock: Clock, jobs: Sequence[Job]
+    model: Model, prefill_chunks: Sequence[int], clock: Clock, jobs: Sequence[Job]
 ) -> list[Outcome]:
     outcomes = []
     for seed, job in enumerate(jobs):
@@ -132,7 +132,7 @@ def one_after_another(
             *(model.module, model.params, [job.prompt], job.answer),
             sampling=SAMPLING,
             seed=seed,
-            prefill_chunks=pieces,
+            prefill_chunks=prefill_chunks,
             **model.options,
         )
         times = [clock.now() for _ in stream]
@@ -172,8 +172,19 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--answer", type=positive, default=64, help="tokens of an answer, in the mean")
     add("--slots", type=positive, default=16, help="sequences that are decoded at once")
     add("--readers", type=positive, default=1, help="prompts that are read side by side")
-    add("--pieces", type=positive, nargs="+", default=[16, 64], help="lengths of pieces of prompts")
-    add("--steps", type=positive, default=8, help="tokens of a sequence that a round decodes")
+    add(
+        "--prefill-chunks",
+        type=positive,
+        nargs="+",
+        default=[16, 64],
+        help="lengths of prefill chunks",
+    )
+    add(
+        "--steps",
+        type=positive,
+        default=8,
+        help="tokens of a sequence that a scheduler step decodes",
+    )
     add("--cache-mb", type=int, default=256, help="memory for states by the beginning of a prompt")
     add("--seed", type=int, default=0, help="seed of the requests and of a random model")
     add("--clock", choices=("wall", "cpu"), default="wall", help="what the times are of")
@@ -202,7 +213,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def pool(cache_bytes: int) -> Pool:
         return Pool(
             *(model.module, model.params, args.slots),
-            **{name: getattr(args, name) for name in ("readers", "pieces", "steps")},
+            **{name: getattr(args, name) for name in ("readers", "prefill_chunks", "steps")},
             cache_bytes=cache_bytes,
             **model.options,
         )
@@ -211,8 +222,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     contestants: dict[str, Callable[[Clock, Sequence[Job]], list[Outcome]]] = {
         name: functools.partial(in_a_pool, x) for name, x in pools.items()
     }
-    contestants["one after another"] = functools.partial(one_after_another, model, args.pieces)
-    warm = [Job(0.0, [0] * (sum(args.pieces) + 1), 2) for _ in range(2)]
+    contestants["one after another"] = functools.partial(
+        one_after_another, model, args.prefill_chunks
+    )
+    warm = [Job(0.0, [0] * (sum(args.prefill_chunks) + 1), 2) for _ in range(2)]
     read, written = sum(len(job.prompt) for job in jobs), sum(job.answer for job in jobs)
     print(
         f"{jax.devices()[0].device_kind}, {args.dtype}, {args.clock} time: {len(jobs)} requests, "

@@ -141,9 +141,9 @@ def test_decode_with_zeros(bench: Bench, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_loss(bench: Bench) -> None:
-    given = ("--shapes=8x16x32", "--slabs=4", "--repeats=1")
+    given = ("--shapes=8x16x32", "--chunk-sizes=4", "--repeats=1")
     rows = bench("bench_loss", *given, says=("8x16x32, forward+backward",))
-    names = ("all logits", "cross_entropy", "cross_entropy, recompute", "slabs of 4")
+    names = ("all logits", "cross_entropy", "cross_entropy, recompute", "chunks of 4")
     assert [row["contestant"] for row in rows] == [*names, *names]
     assert all(row["differs"] < 1e-5 for row in rows)
 

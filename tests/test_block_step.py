@@ -19,7 +19,7 @@ from support.tolerance import assert_trees_close
 
 ROWS = 2
 BLOCKS = {"rwkv_rwkv7_first_block_v1", "rwkv_rwkv7_block_v1"}
-POSTPONED = {"rwkv_rwkv7_first_block_postponed_v1", "rwkv_rwkv7_block_postponed_v1"}
+DEFERRED = {"rwkv_rwkv7_first_block_deferred_v1", "rwkv_rwkv7_block_deferred_v1"}
 BY_INPUT = {"rwkv_rwkv7_first_block_by_input_v1", "rwkv_rwkv7_block_by_input_v1"}
 
 
@@ -111,7 +111,7 @@ def test_which_rows_get_the_kernels(params: rwkv7.Params, monkeypatch: pytest.Mo
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("on_cuda")
-def test_where_updates_are_postponed(params: rwkv7.Params, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_updates_are_deferred(params: rwkv7.Params, monkeypatch: pytest.MonkeyPatch) -> None:
     """In loops over tokens with more than 32 rows of bfloat16. A program for a CPU gives the same
     tokens and the same session as without the kernels."""
     narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
@@ -119,12 +119,12 @@ def test_where_updates_are_postponed(params: rwkv7.Params, monkeypatch: pytest.M
     def targets(rows: int, model: Any = rwkv7, **options: Any) -> set[str]:
         with hlo.device("cuda"):
             text = internals.lowered_decoding(model, narrow, rows, jnp.bfloat16, **options)
-        return hlo.targets(text) & (BLOCKS | POSTPONED)
+        return hlo.targets(text) & (BLOCKS | DEFERRED)
 
-    assert targets(33) == POSTPONED
-    assert targets(32) == targets(33, postpones=False) == BLOCKS
+    assert targets(33) == DEFERRED
+    assert targets(32) == targets(33, defers=False) == BLOCKS
     assert not targets(33, implementation="xla")
-    assert not targets(33, model=all_models.Invariant(rwkv7, 33)) & POSTPONED
+    assert not targets(33, model=all_models.Invariant(rwkv7, 33)) & DEFERRED
     with monkeypatch.context() as other:
         other.setattr(internals.gpus, "why_not_hopper", lambda: "it is another GPU")
         assert not targets(33)
@@ -184,10 +184,10 @@ def test_why_not(params: rwkv7.Params) -> None:
     with pytest.raises(NotImplementedError, match=r"att\.receptance\.scale is stored in another"):
         _lowered(all_models.quantize(params, group=32), rows=1)
     half = jax.tree.map(lambda x: x.astype(jnp.float16), params)
-    state = internals.postponed(half, rwkv7.initial_state(half, ROWS, "float16"))
+    state = internals.deferred(half, rwkv7.initial_state(half, ROWS, "float16"))
     state = internals.at_step(state, jnp.int32(0), jnp.bool(False))
     step = jax.jit(functools.partial(rwkv7.apply, dtype="float16", layers="fused"))
-    reason = "x is float16; the kernels that postpone updates of states take bfloat16"
+    reason = "x is float16; the kernels that defer updates of states take bfloat16"
     with hlo.device("cuda"), pytest.raises(NotImplementedError, match=reason):
         step.trace(half, jnp.zeros(ROWS, jnp.int32), state).lower(lowering_platforms=("cuda",))
 

@@ -367,7 +367,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "segments": {"segment_ids": np.repeat(np.array([[3, 0, 4, 5]]), [20, 9, 21, 20], axis=1)},
     "sequences": {"cu_seqlens": np.array([0, 3, 3, 67, 70], np.int32)},
 }
-SUMMARIES = [
+TRANSITIONS = [
     ("wkv7", Case(1, 70, 2, 64, dtype="bfloat16"), "alone"),
     ("wkv7", Case(2, 16, 1, 128, dtype="float16"), "alone"),
     ("wkv7", Case(1, 70, 1, 64, dtype="bfloat16"), "segments"),
@@ -377,8 +377,8 @@ SUMMARIES = [
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("op", "case", "rows"), SUMMARIES, ids=str)
-def test_summaries(emulated: Emulation, op: str, case: Case, rows: str, device: str) -> None:
+@pytest.mark.parametrize(("op", "case", "rows"), TRANSITIONS, ids=str)
+def test_transitions(emulated: Emulation, op: str, case: Case, rows: str, device: str) -> None:
     """What all tokens do to a state, and to its gradient, without the state."""
     emulated.use(DEVICES[device])
     inputs, cotangents = harness.operands(op, case, **ROWS[rows])
@@ -386,12 +386,12 @@ def test_summaries(emulated: Emulation, op: str, case: Case, rows: str, device: 
     options = {"decay": case.decay, "implementation": "ffi", "precision": None}
     forward = dataclasses.replace(internals.forward_operands(op, inputs, packing), state={})
     backward = internals.backward_operands(op, inputs, {}, cotangents, packing)
-    summary = internals.run_pass(op, "summary", forward, **options)
-    reverse = internals.run_pass(op, "reverse_summary", backward, **options)
+    transition = internals.run_pass(op, "transition", forward, **options)
+    reverse = internals.run_pass(op, "reverse_transition", backward, **options)
     assert [plan["kernel"] for plan in emulated.plans] == ["matrix units"] * 2
 
     def final_state(start: np.ndarray) -> dict[str, Any]:
-        state = internals.summary(op).apply(summary, {"state": jnp.asarray(start)})
+        state = internals.transition(op).apply(transition, {"state": jnp.asarray(start)})
         given = inputs | {"initial_state": start}
         expected = harness.expected(op, given, cotangents, decay=case.decay, **ROWS[rows])
         limit = tolerance.ceiling("final_state", case.dtype, sequential=False, highest=False)
@@ -636,7 +636,7 @@ def test_keyed_wkv7(emulated: Emulation, device: str, case: Layer, marked: bool)
 
 
 def test_targets_and_constants_are_those_of_python(emulated: Emulation) -> None:
-    names = ("fwd", "bwd", "step", "summary", "reverse_summary")
+    names = ("fwd", "bwd", "step", "transition", "reverse_transition")
     operators = set().union(*(internals.targets(op, *names) for op in SEQUENCES))
     found = set(emulated.module.targets())
     assert found - operators == internals.other_targets()
@@ -922,7 +922,7 @@ def test_rows_without_a_token(blocks: Emulation) -> None:
 
 
 @pytest.mark.parametrize("multiprocessors", [1, 4])
-def test_postponed_updates(blocks: Emulation, multiprocessors: int) -> None:
+def test_deferred_updates(blocks: Emulation, multiprocessors: int) -> None:
     """With one warp for a head and with several, a loop of any length leaves the states of a step
     at a time: those of the first block bit by bit, whose inputs no logits change. So does one in
     which rows have no token now and then, and NaN in a state stays there."""
@@ -954,7 +954,7 @@ def test_postponed_updates(blocks: Emulation, multiprocessors: int) -> None:
     limit = 1e-2
     for count in (1, 2, every + 1, every + 3, length):
         expected, expected_state = run(start, count)
-        found, state = run(internals.postponed(params, start), count)
+        found, state = run(internals.deferred(params, start), count)
         assert tolerance.rms_error(np.concatenate(found), np.concatenate(expected)) < limit
         assert np.array_equal(state[0].att.wkv, expected_state[0].att.wkv)
         for x, y in zip(*map(jax.tree.leaves, (state, expected_state)), strict=True):
@@ -964,7 +964,7 @@ def test_postponed_updates(blocks: Emulation, multiprocessors: int) -> None:
     nan = jnp.asarray(np.array([0x7FFFFFFF], np.uint32).view(np.float32))
     wkv = start[0].att.wkv.at[1, 0, 2, 3].set(nan[0])
     broken = (start[0]._replace(att=start[0].att._replace(wkv=wkv)), *start[1:])
-    found, _ = run(internals.postponed(params, broken), every + 1)
+    found, _ = run(internals.deferred(params, broken), every + 1)
     present = np.flatnonzero(ids[: every + 1, 1])
     assert all(np.isnan(found[i][1]).all() for i in present)
 
@@ -1074,22 +1074,22 @@ def _head_cross_entropy(emulation: Emulation) -> Named:
 
 def _of_block(emulation: Emulation, *kinds: str) -> Named:
     """The step of a block in which every axis that may differ from the others does."""
-    quantised, by_input, postponed = (x in kinds for x in ("int8", "by input", "postponed"))
-    first, dtype = "first" in kinds, "bfloat16" if postponed else "float32"
+    quantised, by_input, deferred = (x in kinds for x in ("int8", "by input", "postponed"))
+    first, dtype = "first" in kinds, "bfloat16" if deferred else "float32"
     params, rows = models.with_heads_of_64(128, dtype), 1 if quantised or by_input else 3
     params = all_models.quantize(params) if quantised else params
     params = all_models.for_decoding(params) if by_input else params
     state = rwkv7.initial_state(params, rows, dtype)
-    if postponed:
-        state = internals.at_step(internals.postponed(params, state), jnp.int32(0), jnp.bool(False))
+    if deferred:
+        state = internals.at_step(internals.deferred(params, state), jnp.int32(0), jnp.bool(False))
     number = 0 if first else 1
     call = emulation.of_block(params.blocks[number], state[number], rows, first=first)
     own = internals.fused_block(
-        first=first, quantised=quantised, by_input=by_input, postponed=postponed
+        first=first, quantised=quantised, by_input=by_input, deferred=deferred
     )
     names = [{"x": "y"}.get(n, n if n == "v_first" else f"next {n}") for n in own.results]
     found = _named("rwkv7_block", call, [*own.inputs], [*names, "scratch"])
-    in_place = ("att.wkv", "att.wkv.waiting") if postponed else ()
+    in_place = ("att.wkv", "att.wkv.waiting") if deferred else ()
     return found._replace(aliases={n: f"next {n}" for n in in_place})
 
 
@@ -1111,7 +1111,7 @@ NAMED: dict[str, Any] = {
         x: lambda emulation, x=x: _of_block(emulation, *x.split(", ")[1:])
         for x in (
             *("block, first", "block", "block, first, int8", "block, first, by input"),
-            *("block, postponed", "block, int8"),
+            *("block, deferred", "block, int8"),
         )
     },
 }
@@ -1267,12 +1267,12 @@ WRONG = [
         *("block, first, by input", {1: 2}),
         "x has B = 2 where ffn.value is by input; expected 1 row",
     ),
-    ("block, postponed", {"att.wkv.waiting": {2: 2}}, "att.wkv.waiting has N = 2 and U = 5"),
-    ("block, postponed", {"att.wkv.waiting": {3: 4}}, "att.wkv.waiting has N = 5 and U = 4"),
-    ("block, postponed", {"att.wkv.schedule": {0: 1}}, "and att.wkv.schedule has P = 1; exp"),
-    ("block, postponed", {"apart": True}, "att.wkv and att.wkv.waiting lie elsewhere"),
+    ("block, deferred", {"att.wkv.waiting": {2: 2}}, "att.wkv.waiting has N = 2 and U = 5"),
+    ("block, deferred", {"att.wkv.waiting": {3: 4}}, "att.wkv.waiting has N = 5 and U = 4"),
+    ("block, deferred", {"att.wkv.schedule": {0: 1}}, "and att.wkv.schedule has P = 1; exp"),
+    ("block, deferred", {"apart": True}, "att.wkv and att.wkv.waiting lie elsewhere"),
     (
-        *("block, postponed", {"bfloat16": "float32"}),
+        *("block, deferred", {"bfloat16": "float32"}),
         "x has B = 3 where tokens wait; expected several rows of BF16",
     ),
 ]

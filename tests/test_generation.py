@@ -16,7 +16,7 @@ from jax.sharding import AxisType
 from rwkv_jax import generation, tokenizers
 from rwkv_jax.generation import Sampling, Session, TextStream, TokenStream, _session
 from rwkv_jax.generation._decoding import Controls, decode
-from rwkv_jax.generation._prefill import lengths_of_pieces, read_piece
+from rwkv_jax.generation._prefill import lengths_of_prefill_chunks, read_prefill_chunk
 from rwkv_jax.generation._sampling import (
     NO_DISTRIBUTION,
     Occurrences,
@@ -69,7 +69,7 @@ def assert_same(one: Session, other: Session, row: int | None = None) -> None:
 
 @pytest.mark.parametrize("module", [rwkv7, rwkv6, rwkv5, rwkv4], ids=lambda x: x.__name__[-5:])
 def test_greedy_tokens_and_logits(module: ModuleType) -> None:
-    """After prompts of all lengths in pieces, against the model over the whole rows."""
+    """After prompts of all lengths in prefill chunks, against the model over the whole rows."""
     params = parameters(module)
     found = generation.generate(
         *(module, params, PROMPTS, LENGTH), sampling=Sampling(temperature=0), prefill_chunks=PIECES
@@ -98,16 +98,18 @@ def test_rows_start_from_a_state(stacked: bool, params: rwkv7.Params) -> None:
         assert_trees_close(found.logits, whole.logits, EXACT_FLOAT32)
 
 
-def test_lengths_of_pieces() -> None:
+def test_lengths_of_prefill_chunks() -> None:
     tokens = (0, 1, 16, 33, 64, 65, 129, 600, 1000)
-    pieces = [[], [16], [16], [64], [64], [64, 16], [256], [256, 256, 64, 16, 16], [256] * 4]
-    assert [lengths_of_pieces(number, generation.PREFILL_CHUNKS) for number in tokens] == pieces
+    chunks = [[], [16], [16], [64], [64], [64, 16], [256], [256, 256, 64, 16, 16], [256] * 4]
+    assert [
+        lengths_of_prefill_chunks(number, generation.PREFILL_CHUNKS) for number in tokens
+    ] == chunks
 
 
 def test_nothing_is_compiled_again(params: rwkv7.Params) -> None:
     """For other lengths, settings, seeds, sessions and tokens that stop."""
     session = generate(params).session
-    compiled: tuple[Any, ...] = (read_piece, decode)
+    compiled: tuple[Any, ...] = (read_prefill_chunk, decode)
     programs = [x._cache_size() for x in compiled]
     prompts = [[1] * n for n in (20, 1, 2, 3, 4, 9)]
     generate(params, 3, prompts=prompts, sampling=Sampling(top_p=0.3), seed=7, stop_tokens=[5, 6])
@@ -127,7 +129,7 @@ def test_a_token_goes_over_the_states_once(params: rwkv7.Params) -> None:
     count = np.int32(1)
     left = np.ones(BATCH, np.int32)
     operands = model, params, session, controls, left, count, count
-    text = decode.lower(*operands, postpones=True).compile().as_text()
+    text = decode.lower(*operands, defers=True).compile().as_text()
     state = ",".join(map(str, shape))
     results = set(re.findall(rf"= f32\[{state}\]\S* ([a-z-]+)\(", text or ""))
     assert results == {"get-tuple-element", "parameter"}
@@ -215,7 +217,8 @@ def test_stacked_parameters_on_a_mesh(params: rwkv7.Params, cpus: list[Any]) -> 
     mesh = jax.make_mesh((2,), ("model",), axis_types=(AxisType.Auto,), devices=cpus[:2])
     stacked = rwkv7.stacked(params)
     placed = jax.device_put(stacked, rwkv7.shardings(stacked, mesh, model="model"))
-    # One piece, because another one would go on from placed states, and be compiled for them.
+    # One prefill chunk, because another one would go on from placed states, and be compiled for
+    # them.
     prompts = [prompt[:4] for prompt in PROMPTS]
     found, expected = (generate(x, prompts=prompts) for x in (placed, params))
     assert found.tokens == expected.tokens

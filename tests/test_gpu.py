@@ -115,8 +115,8 @@ def test_splits(
 @pytest.mark.parametrize(("batch", "tokens"), [(2, 100), (1, 16)])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(("op", "size"), ON_MATRIX_UNITS)
-def test_summaries(op: str, size: int, dtype: str, batch: int, tokens: int) -> None:
-    """Close to summaries in float32 throughout, from runs on zeros and on the identity."""
+def test_transitions(op: str, size: int, dtype: str, batch: int, tokens: int) -> None:
+    """Close to transitions in float32 throughout, from runs on zeros and on the identity."""
     own = OPERATORS[op]
     case = own.suited(Case(batch, tokens, 3, size, dtype=dtype))
     inputs, cotangents = operands(op, case)
@@ -124,8 +124,8 @@ def test_summaries(op: str, size: int, dtype: str, batch: int, tokens: int) -> N
     options = {"decay": case.decay, "implementation": "ffi"}
     states = internals.run_pass(op, "forward", forward, **options, precision=None, save=True).states
     passes = {
-        "summary": dataclasses.replace(forward, state={}),
-        "reverse_summary": internals.backward_operands(op, inputs, states, cotangents),
+        "transition": dataclasses.replace(forward, state={}),
+        "reverse_transition": internals.backward_operands(op, inputs, states, cotangents),
     }
     for name, given in passes.items():
         found = {}

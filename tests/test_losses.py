@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from rwkv_jax.losses import cross_entropy
-from rwkv_jax.losses._options import slabs
+from rwkv_jax.losses._options import chunks
 from support import hlo, internals, meshes
 from support.cases import DTYPES
 from support.tolerance import assert_close, assert_trees_close
@@ -170,11 +170,11 @@ def test_small_cotangents_in_float16(recompute: bool) -> None:
 
 
 @pytest.mark.parametrize("chunk_size", [None, 1, 6, 7, 100])
-def test_slabs(chunk_size: int | None) -> None:
+def test_chunks(chunk_size: int | None) -> None:
     check(arrays(3, 7), mine={"chunk_size": chunk_size}, **ALL_TERMS)
 
 
-def test_number_and_size_of_slabs() -> None:
+def test_number_and_size_of_chunks() -> None:
     for (tokens, vocabulary, most), expected in {
         (16384, 65536, None): (4, 4096),
         (16385, 65536, None): (5, 3277),
@@ -183,7 +183,7 @@ def test_number_and_size_of_slabs() -> None:
         (7, 10**10, None): (7, 1),
         (0, 256, None): (1, 0),
     }.items():
-        assert slabs(most, tokens, vocabulary) == expected
+        assert chunks(most, tokens, vocabulary) == expected
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

@@ -39,7 +39,9 @@ def test_targets_are_those_of_python(platform: str) -> None:
     of_operators = set[str]()
     for op in SEQUENCES:
         assert internals.targets(op, "fwd", "bwd", "step") <= found
-        of_operators |= internals.targets(op, "fwd", "bwd", "step", "summary", "reverse_summary")
+        of_operators |= internals.targets(
+            op, "fwd", "bwd", "step", "transition", "reverse_transition"
+        )
     assert found - of_operators == internals.other_targets(platform)
 
 

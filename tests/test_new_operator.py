@@ -1,5 +1,5 @@
 """An operator that the package does not have: what the machinery gives to one that is described by
-a reference step, the terms of a token and a summary alone.
+a reference step, the terms of a token and a transition alone.
 
 The toy recurrence keeps values under keys, with a decay for each key channel. For each head:
 
@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import rwkv_jax
 from rwkv_jax._operator.call import Arrays, Forward, Marks, Options
-from rwkv_jax._operator.implementation import ForwardFn, Summary
+from rwkv_jax._operator.implementation import ForwardFn, Transition
 from rwkv_jax._operator.operator import Operator, public
 from rwkv_jax._operator.signature import Signature
 from rwkv_jax._packing import segments
@@ -54,7 +54,7 @@ def terms(inputs: Arrays) -> Terms:
     return Terms([Read(inputs["r"], after=True)], [inputs["k"]])
 
 
-class ToySummary(Summary):
+class ToyTransition(Transition):
     """The tokens take the state S to S diag(factor) + added."""
 
     axes: ClassVar = {"factor": "BHK", "added": "BHVK"}
@@ -68,8 +68,8 @@ class ToySummary(Summary):
         result = forward(Forward(operands.inputs, {"state": start}, operands.packing))
         return {"factor": jnp.exp(total), "added": result.state["state"]}
 
-    def apply(self, summary: Arrays, state: Arrays) -> Arrays:
-        return {"state": summary["factor"][..., None, :] * state["state"] + summary["added"]}
+    def apply(self, transition: Arrays, state: Arrays) -> Arrays:
+        return {"state": transition["factor"][..., None, :] * state["state"] + transition["added"]}
 
     def combine(self, first: Arrays, second: Arrays) -> Arrays:
         added = self.apply(second, {"state": first["added"]})["state"]
@@ -78,7 +78,7 @@ class ToySummary(Summary):
 
 OPERATOR = Operator(
     SIGNATURE,
-    ToySummary(),
+    ToyTransition(),
     implementations={
         "xla": Chain(SIGNATURE, terms),
         "reference": TokenByToken(SIGNATURE, step),

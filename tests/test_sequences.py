@@ -53,7 +53,8 @@ CASES = [
         pytest.param(run, Case(1, LONG[-1], 1, 16), LONG, id=f"{op}-long")
         for op, run in FAST.items()
     ),
-    # In plain XLA, over several slabs, with one that goes on from slab to slab.
+    # In plain XLA, over several chunk groups, with one that goes on from chunk group to chunk
+    # group.
     pytest.param(
         *(Run("wkv6", "xla"), Case(1, 1000, 2, 16), [0, 70, 70, 700, 701, 1000]),
         marks=pytest.mark.slow,

@@ -73,8 +73,8 @@ def in_threads(*actions: Callable[[], object]) -> None:
 
 def session_of(pool: Pool, slot: int) -> list[np.ndarray]:
     """What a slot has on the device."""
-    assert pool._rounds._slots is not None
-    return [np.asarray(x)[slot] for x in jax.tree.leaves(pool._rounds._slots.session)]
+    assert pool._scheduler._slots is not None
+    return [np.asarray(x)[slot] for x in jax.tree.leaves(pool._scheduler._slots.session)]
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +138,7 @@ def test_requests_do_not_depend_on_each_other(params: rwkv7.Params, alone: Any) 
 
 @pytest.mark.slow
 def test_prompts_side_by_side(params: rwkv7.Params, alone: Any) -> None:
-    """Two prompts in a call, also where their pieces are of different lengths."""
+    """Two prompts in a call, also where their prefill chunks are of different lengths."""
     pool = pool_of(params, readers=2)
     requests = {number: submit(pool, number) for number in (3, 1, 5, 0)}
     pool.run()
@@ -167,7 +167,7 @@ def test_sequences_start_from_a_given_state(params: rwkv7.Params, alone: Any) ->
     pool = pool_of(params)
     submit(pool, 1)
     pool.run()
-    number, state = pool._rounds._prefixes.find(cut(np.array(PROMPTS[1][:12], np.int32), PIECES))
+    number, state = pool._scheduler._prefixes.find(cut(np.array(PROMPTS[1][:12], np.int32), PIECES))
     assert number == 1
     request = submit(pool_of(params, state=state), 1, prompt=PROMPTS[1][8:])
     assert list(request) == alone[1][0]
@@ -177,35 +177,35 @@ def test_sequences_start_from_a_given_state(params: rwkv7.Params, alone: Any) ->
 
 def test_which_states_are_kept() -> None:
     prompt = np.arange(20, dtype=np.int32)
-    pieces = cut(prompt, (4, 8))
-    assert [len(piece.tokens) for piece in pieces] == [8, 8, 4]
+    chunks = cut(prompt, (4, 8))
+    assert [len(chunk.tokens) for chunk in chunks] == [8, 8, 4]
     longer = cut(np.append(prompt, prompt), (4, 8))
-    assert [piece.key for piece in longer[:2]] == [piece.key for piece in pieces[:2]]
-    # The same tokens in other pieces are computed with other bits.
-    assert cut(prompt, (4,))[1].key != pieces[0].key
-    assert cut(prompt[1:], (4, 8))[1].key != pieces[1].key
+    assert [chunk.key for chunk in longer[:2]] == [chunk.key for chunk in chunks[:2]]
+    # The same tokens in other prefill chunks are computed with other bits.
+    assert cut(prompt, (4,))[1].key != chunks[0].key
+    assert cut(prompt[1:], (4, 8))[1].key != chunks[1].key
 
     state = np.zeros(25, np.float32)
     prefixes = Prefixes(200)
-    for piece in pieces:
-        assert prefixes.wants(piece.key)
-        prefixes.keep(piece.key, state)
-    assert not prefixes.wants(pieces[2].key)
-    assert prefixes.find(pieces[:2])[0] == 0  # the first was dropped
-    assert prefixes.find(pieces)[0] == 2
+    for chunk in chunks:
+        assert prefixes.wants(chunk.key)
+        prefixes.keep(chunk.key, state)
+    assert not prefixes.wants(chunks[2].key)
+    assert prefixes.find(chunks[:2])[0] == 0  # the first was dropped
+    assert prefixes.find(chunks)[0] == 2
     prefixes.keep(b"other", state)
-    assert prefixes.wants(pieces[2].key)  # not used since the second was
+    assert prefixes.wants(chunks[2].key)  # not used since the second was
     prefixes.clear()
-    assert prefixes.find(pieces)[0] == 0
-    prefixes.keep(pieces[0].key, state)
-    prefixes.keep(pieces[1].key, state)
-    assert prefixes.find(pieces)[0] == 2
-    assert not prefixes.wants(pieces[0].key)
+    assert prefixes.find(chunks)[0] == 0
+    prefixes.keep(chunks[0].key, state)
+    prefixes.keep(chunks[1].key, state)
+    assert prefixes.find(chunks)[0] == 2
+    assert not prefixes.wants(chunks[0].key)
     assert not Prefixes(0).wants(b"other")
 
 
 def test_a_long_prompt_does_not_stop_others(params: rwkv7.Params) -> None:
-    """Each round reads one piece of it, and decodes tokens of the others."""
+    """Each scheduler step reads one prefill chunk of it, and decodes tokens of the others."""
     pool = pool_of(params, steps=1)
     first = submit(pool, 4)
     pool.step()
@@ -281,7 +281,7 @@ def test_times(params: rwkv7.Params) -> None:
 
 
 def test_threads(params: rwkv7.Params, alone: Any) -> None:
-    """One does the rounds, others submit and wait."""
+    """One does the scheduler steps, others submit and wait."""
     found: dict[int, Request] = {}
 
     def one(number: int) -> None:
@@ -365,7 +365,7 @@ def test_two_threads(params: rwkv7.Params, both: tuple[str, str], begun: bool) -
     }
 
 
-def test_a_round_that_fails(
+def test_a_scheduler_step_that_fails(
     params: rwkv7.Params, alone: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests with slots fail with its error, and requests without go on."""
@@ -387,7 +387,7 @@ def test_a_round_that_fails(
     again = submit(pool, 1)
     pool.run()
     assert_alone(pool, {number: requests[number] for number in (3, 4, 5)} | {1: again}, alone)
-    assert again.cached == 0  # the failed round may have made the states that were kept
+    assert again.cached == 0  # the failed scheduler step may have made the states that were kept
 
 
 def assert_failed(request: Request, error: type[Exception], message: str) -> None:

@@ -36,7 +36,7 @@ XLA = Run("wkv7", "xla")
 """It differs only in what each device runs, and compiles slowly."""
 
 each_native_run = pytest.mark.parametrize("run", [x for x in NATIVE if x.id != "wkv6-ffi"])
-"""WKV5 has the summaries of WKV6, and one more input that all tokens share."""
+"""WKV5 has the transitions of WKV6, and one more input that all tokens share."""
 
 MIXES = [
     ("data=2,seq=2", AxisType.Auto, True),
@@ -52,7 +52,7 @@ PLACED = [
     for run in RUNS
     for mix in (MIXES if run.id == "wkv7-ffi" else MIXES[::2])
 ]
-"""All of them for one run; a mesh is the same to all operators but for their summaries."""
+"""All of them for one run; a mesh is the same to all operators but for their transitions."""
 
 
 def _sharded(run: Run, axes: str, axis_type: AxisType, cpus: list[Any], **options: Any) -> Any:
@@ -87,7 +87,7 @@ def test_splits_on_each_device(run: Run, cpus: list[Any], monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("op", ["wkv7", pytest.param("wkv5", marks=pytest.mark.slow), "wkv4"])
 def test_bytes_exchanged_do_not_depend_on_the_tokens(op: str, cpus: list[Any]) -> None:
-    """Forward: the summaries of all devices. Backward: as many states, once, and sums."""
+    """Forward: the transitions of all devices. Backward: as many states, once, and sums."""
     run, heads, size = Run(op, available(op, CASE, "cpu")[0]), 2, 16
     function = _sharded(run, "seq=4", AxisType.Auto, cpus)
     sizes = {"B": 1, "H": heads, "C": heads * size} | dict.fromkeys("KLV", size)
@@ -107,11 +107,11 @@ def test_bytes_exchanged_do_not_depend_on_the_tokens(op: str, cpus: list[Any]) -
 
     found = [exchanged(call, 64) for call in (forward, backward)]
     assert exchanged(backward, 4096) == found[1]
-    summaries = 4 * bytes_of(internals.summary(op).axes)
+    transitions = 4 * bytes_of(internals.transition(op).axes)
     states = bytes_of(internals.axes_of_state(op))
     arguments = internals.axes_of_arguments(op)
     shared = bytes_of({name: arguments[name] for name in run.operator.shared})
-    assert found == [summaries, summaries + 4 * states + 2 * states + shared]
+    assert found == [transitions, transitions + 4 * states + 2 * states + shared]
 
 
 @each_native_run

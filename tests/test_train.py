@@ -164,7 +164,7 @@ def test_scan_over_blocks(
 def test_training_keeps_everything_where_it_is(
     train: ModuleType, options: list[str], axes: str
 ) -> None:
-    """Devices exchange only summaries and single tokens of a sequence, and no whole activations
+    """Devices exchange only transitions and single tokens of a sequence, and no whole activations
     except the sums of a layer."""
     steps = importlib.import_module("training.steps")
     args = train.options.parse([*options, f"--mesh={axes}"])

@@ -236,7 +236,7 @@ inline XLA_FFI_Error* RowProductTarget(XLA_FFI_CallFrame* frame) {
 struct Cpu {
   using Context = ffi::ThreadPool;
   using Argument = ffi::ThreadPool;
-  static constexpr bool kHasSummaries = false;
+  static constexpr bool kHasTransitions = false;
   static constexpr int64_t kMaxHeadSize = 256;
   static constexpr bool kOnlyLaunches = false;
 
@@ -258,7 +258,7 @@ struct Cpu {
   }
 
   static int64_t ScratchFloats(const Problem&) { return 0; }
-  static bool HasSummary(const Problem&) { return false; }
+  static bool HasTransition(const Problem&) { return false; }
   static Description PlanOf(int64_t, int64_t, const Problem&) {
     return {{"kernel", std::string("token by token")},
             {"splits", int64_t{1}},

@@ -30,7 +30,7 @@ namespace rwkv_jax::cuda {
 struct Cuda {
   using Context = ffi::PlatformStream<cudaStream_t>;
   using Argument = cudaStream_t;
-  static constexpr bool kHasSummaries = true;
+  static constexpr bool kHasTransitions = true;
   static constexpr int64_t kMaxHeadSize = cuda::kMaxHeadSize;
   static constexpr bool kOnlyLaunches = true;
 
@@ -61,9 +61,10 @@ struct Cuda {
     reader.operands.Require(plan.scratch <= reader.scratch.floats,
                             "scratch has X = ", reader.scratch.floats, "; expected at least ",
                             plan.scratch);
-    if constexpr (kPass == Pass::kSummary || kPass == Pass::kReverseSummary)
+    if constexpr (kPass == Pass::kTransition || kPass == Pass::kReverseTransition)
       reader.operands.Require(
-          plan.matrix_units, "no kernel computes this summary; has_summary tells which ones exist");
+          plan.matrix_units,
+          "no kernel computes this transition; has_transition tells which ones exist");
     if constexpr (kIsKeyed<decltype(call)>)
       reader.operands.Require(plan.matrix_units, "T = ", problem.tokens, " on a device with ",
                               plan.device.shared_memory,
@@ -78,10 +79,10 @@ struct Cuda {
                              problem.tokens, halves, reader.TokenResults(call));
       }
     if (error == cudaSuccess && problem.AllHeads() > 0) {
-      if constexpr (kPass == Pass::kSummary)
-        error = RunSummary(stream, call);
-      else if constexpr (kPass == Pass::kReverseSummary)
-        error = RunReverseSummary(stream, call);
+      if constexpr (kPass == Pass::kTransition)
+        error = RunTransition(stream, call);
+      else if constexpr (kPass == Pass::kReverseTransition)
+        error = RunReverseTransition(stream, call);
       else
         error = Run(stream, call, plan, reader.scratch.memory);
     }
@@ -89,7 +90,7 @@ struct Cuda {
   }
 
   static int64_t ScratchFloats(const Problem& problem) { return cuda::ScratchFloats(problem); }
-  static bool HasSummary(const Problem& problem) { return cuda::HasSummary(problem); }
+  static bool HasTransition(const Problem& problem) { return cuda::HasTransition(problem); }
   static Description PlanOf(int64_t multiprocessors, int64_t shared_memory,
                             const Problem& problem) {
     return Describe(

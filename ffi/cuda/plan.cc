@@ -64,10 +64,10 @@ void LayOutMatrixUnits(const Rules& rules, const Problem& problem, Plan& plan) {
   plan.sums =
       Take(plan.adds_up ? problem.rows * chunks * SumFloats(rules, problem) : 0, plan.scratch);
   plan.replay = plan.scratch;
-  plan.summary_floats = rules.summary_floats;
-  const Splits splits{plan.splits, nullptr, plan.summary_floats, plan.split_chunks};
-  const int64_t summarized = sequences ? problem.heads : problem.AllHeads();
-  plan.summaries = Take(summarized * splits.Stride(), plan.scratch);
+  plan.transition_floats = rules.transition_floats;
+  const Splits splits{plan.splits, nullptr, plan.transition_floats, plan.split_chunks};
+  const int64_t heads_with_transitions = sequences ? problem.heads : problem.AllHeads();
+  plan.transitions = Take(heads_with_transitions * splits.Stride(), plan.scratch);
   const int64_t states = backward ? problem.rows * chunks * problem.heads : 0;
   plan.gradients = Take(states * StateGradientFloats(problem.head_size), plan.scratch);
   if (backward && rules.may_be_inexact)
@@ -150,10 +150,10 @@ int64_t ScratchFloats(const Problem& problem) {
   return std::max(plan.scratch, fallback.scratch);
 }
 
-bool HasSummary(const Problem& problem) {
-  Problem summary = problem;
-  summary.pass = Pass::kSummary;
-  return problem.op != Op::kWkv4 && SuitsMatrixUnits(RulesOf(summary), summary);
+bool HasTransition(const Problem& problem) {
+  Problem transition = problem;
+  transition.pass = Pass::kTransition;
+  return problem.op != Op::kWkv4 && SuitsMatrixUnits(RulesOf(transition), transition);
 }
 
 Description Describe(const Plan& plan) {

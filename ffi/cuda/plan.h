@@ -32,7 +32,7 @@ struct Plan {
   // Splits of a sequence. Where sequences have different lengths and there are several splits, each has
   // `split_chunks` chunks, and `splits` are those of all tokens as if they were one sequence.
   int64_t splits = 1, split_chunks = 0;
-  int64_t summary_floats = 0;  // of what a split does to a state
+  int64_t transition_floats = 0;  // of what a split does to a state
   // The gradient of an input that all tokens share is `partials` sums for each sequence, or, where
   // sequences have different lengths, one for each chunk. If there are several, they are added up.
   int64_t partials = 1;
@@ -42,16 +42,16 @@ struct Plan {
   int64_t replay_heads = 0, replay_floats = 0;
 
   // Where the parts of the scratch begin, and how many floats it has. The replay uses memory that the
-  // kernels on matrix units use for summaries and gradients.
+  // kernels on matrix units use for transitions and gradients.
   int64_t inexact = 0;  // [S, H]: not 0 for heads that the kernels on matrix units leave undefined
   int64_t sums = 0;     // partial sums of the gradients of shared parameters
-  int64_t summaries = 0;  // what splits do to a state
-  int64_t gradients = 0;  // of the states at the ends of chunks
+  int64_t transitions = 0;  // what splits do to a state
+  int64_t gradients = 0;    // of the states at the ends of chunks
   int64_t replay = 0;
   int64_t scratch = 0;
 
   Splits SplitsIn(float* memory) const {
-    return {splits, memory + summaries, summary_floats, split_chunks};
+    return {splits, memory + transitions, transition_floats, split_chunks};
   }
   ReplayScratch Replay(float* memory, int64_t splits) const {
     return {memory + replay, replay_heads, splits, splits * replay_floats};
@@ -71,8 +71,8 @@ Plan MakePlan(const Device& device, const Problem& problem,
 // The floats of scratch with which a call runs well on any device.
 int64_t ScratchFloats(const Problem& problem);
 
-// Whether the targets `summary` and `reverse_summary` take a problem.
-bool HasSummary(const Problem& problem);
+// Whether the targets `transition` and `reverse_transition` take a problem.
+bool HasTransition(const Problem& problem);
 
 // A plan for Python.
 Description Describe(const Plan& plan);

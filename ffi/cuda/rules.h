@@ -21,14 +21,14 @@ struct Rules {
   bool takes_head_size;
   // Whether those kernels leave heads undefined that decay too far for their arithmetic. The kernels
   // that go token by token then compute these heads. Without knowing which ones they are, nothing can
-  // be done with a summary, nor with a head whose sequences have different lengths.
+  // be done with a transition, nor with a head whose sequences have different lengths.
   bool may_be_inexact;
   // The bytes of shared memory that a block of any of those kernels needs.
   int64_t shared_memory;
   // In how many splits those kernels run `heads` sequences of `chunks` chunks.
   int64_t (*splits)(const Device& device, int64_t heads, int64_t head_size, int64_t chunks);
   // The floats that tell what a split does to a state.
-  int64_t summary_floats;
+  int64_t transition_floats;
   // The floats that the kernel that goes token by token backwards needs for each split of a head.
   int64_t replay_floats;
   // How many inputs are shared by all tokens of a sequence.

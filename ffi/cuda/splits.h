@@ -31,7 +31,7 @@ struct BlockWork {
 };
 
 // The tokens of a head are shared out among `count` splits of whole chunks, so that few heads fill a
-// GPU. `memory` has summaries: what each split does to a state. The last split in the order of the
+// GPU. `memory` has transitions: what each split does to a state. The last split in the order of the
 // recurrence needs none.
 //
 // Sequences of different lengths have splits as long as if all tokens were one sequence. So they have
@@ -41,21 +41,21 @@ struct BlockWork {
 struct Splits {
   int64_t count;
   float* memory;
-  int64_t size;        // floats of a summary
+  int64_t size;        // floats of a transition
   int64_t chunks = 0;  // of a split, if sequences have different lengths, or else 0
 
-  // The floats of summaries for each head of each sequence. Sequences of different lengths share the
-  // summaries of a head.
+  // The floats of transitions for each head of each sequence. Sequences of different lengths share the
+  // transitions of a head.
   int64_t Stride() const { return size * (chunks == 0 ? count - 1 : count); }
   // The blocks of a kernel that runs all splits of so many sequences. For sequences of different lengths
   // there is a block for each place but the first, and then one for the first split of each sequence.
   Grid Blocks(int64_t sequences, int64_t heads) const { return GridOf(sequences, heads, count); }
-  // The blocks of a kernel that finds the summaries.
-  Grid SummaryBlocks(int64_t sequences, int64_t heads) const {
+  // The blocks of a kernel that finds the transitions.
+  Grid TransitionBlocks(int64_t sequences, int64_t heads) const {
     return chunks == 0 ? GridOf(sequences, heads, count - 1) : GridOf(0, heads, count);
   }
-  // The heads of all sequences that may have summaries, for a kernel that combines them.
-  int64_t SummarizedHeads(int64_t sequences, int64_t heads) const {
+  // The heads of all sequences that may have transitions, for a kernel that combines them.
+  int64_t HeadsWithTransitions(int64_t sequences, int64_t heads) const {
     return (chunks == 0 ? sequences : count - 1) * heads;
   }
 #ifdef __CUDACC__
@@ -65,31 +65,31 @@ struct Splits {
   __device__ int64_t Count(int64_t all) const {
     return chunks == 0 ? count : all == 0 ? 1 : (all + chunks - 1) / chunks;
   }
-  // The work of this block, one of `Blocks` or, if `summary`, of `SummaryBlocks`. Where sequences have
-  // different lengths, the block of a place finds the summary of the split there or, if the recurrence
-  // runs forwards, of the split before it.
+  // The work of this block, one of `Blocks` or, if `transition`, of `TransitionBlocks`. Where
+  // sequences have different lengths, the block of a place finds the transition of the split there
+  // or, if the recurrence runs forwards, of the split before it.
   template <bool kReverse>
   __device__ BlockWork WorkOfBlock(const Sequences& sequences, int64_t tokens, int64_t heads,
-                                   bool summary) const {
+                                   bool transition) const {
     const int64_t index = blockIdx.x / heads;
     if (chunks == 0)
       return {sequences.InTurn(index, tokens), kReverse ? count - 1 - blockIdx.y : blockIdx.y};
     if (index >= count - 1) return {sequences.InTurn(index - (count - 1), tokens), 0};
     BlockWork work = Later(sequences, index + 1);
-    if (summary && !kReverse) --work.split;
+    if (transition && !kReverse) --work.split;
     return work;
   }
-  // The sequence of a block, one of `SummarizedHeads`, or -1 if it has none.
-  __device__ int64_t SummarizedSequence(const Sequences& sequences, int64_t heads) const {
+  // The sequence of a block, one of `HeadsWithTransitions`, or -1 if it has none.
+  __device__ int64_t SequenceWithTransitions(const Sequences& sequences, int64_t heads) const {
     const int64_t index = blockIdx.x / heads;
     if (chunks == 0) return index;
     const BlockWork work = Later(sequences, index + 1);
     return work.split == 1 ? work.turn.sequence : -1;
   }
-  // The summary of a split. `order` is its number in the order of the recurrence; `head` is
+  // The transition of a split. `order` is its number in the order of the recurrence; `head` is
   // sequence * heads + h.
   template <bool kReverse>
-  __device__ float* Summary(int64_t head, int64_t heads, const Span& span, int64_t order) const {
+  __device__ float* Transition(int64_t head, int64_t heads, const Span& span, int64_t order) const {
     if (chunks == 0) return memory + (head * (count - 1) + order) * size;
     const int64_t split = kReverse ? Count(span.Chunks()) - 1 - order : order;
     return memory + (head % heads * count + Place(span) + split) * size;

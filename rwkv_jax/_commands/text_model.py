@@ -128,13 +128,13 @@ class TextModel:
         """Run each program once that reading and writing need."""
         import jax
 
-        from rwkv_jax.generation._prefill import PREFILL_CHUNKS, lengths_of_pieces
+        from rwkv_jax.generation._prefill import PREFILL_CHUNKS, lengths_of_prefill_chunks
 
-        pieces = lengths_of_pieces(length, PREFILL_CHUNKS) or PREFILL_CHUNKS[:1]
-        needed = {(batch, piece) for piece in pieces} - self._compiled
+        chunks = lengths_of_prefill_chunks(length, PREFILL_CHUNKS) or PREFILL_CHUNKS[:1]
+        needed = {(batch, chunk) for chunk in chunks} - self._compiled
         begin = time.perf_counter()
-        for _, piece in sorted(needed):
-            stream = self._stream([[0]] * batch, 1, prefill_chunks=(piece,))
+        for _, chunk in sorted(needed):
+            stream = self._stream([[0]] * batch, 1, prefill_chunks=(chunk,))
             next(stream)
             jax.block_until_ready(stream.session)
         self._compiled |= needed

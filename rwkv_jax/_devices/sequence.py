@@ -1,11 +1,11 @@
 """A sequence over several devices: each has consecutive tokens, in the order of a mesh axis.
 
-Each device summarises what its own tokens do to a state in a map of about the size of a state (the
-`Summary` of each operator). The devices exchange the summaries, and each finds the state before its
-tokens and runs the operator from there. In the backward pass they exchange what their own
-tokens add to the cotangent of that state, so nothing whose size depends on the number of tokens
+Each device computes what its own tokens do to a state: a map of about the size of a state (the
+`Transition` of each operator). The devices exchange the transitions, and each finds the state
+before its tokens and runs the operator from there. In the backward pass they exchange what their
+own tokens add to the cotangent of that state, so nothing whose size depends on the number of tokens
 crosses devices in either pass. The gradients of the inputs are then those of the operator itself,
-which needs no derivative of the summaries.
+which needs no derivative of the transitions.
 
 On each device the same rule cuts the tokens into splits, which run side by side as if they were
 rows of a larger batch, and so give few heads more of a large GPU.
@@ -56,7 +56,7 @@ class _Residuals(NamedTuple):
     """What the backward pass needs.
 
     inputs, states, packing: of the splits, as rows of a batch.
-    splits: the summaries of the splits and the states before them [B, splits, ...].
+    splits: the transitions of the splits and the states before them [B, splits, ...].
     devices: the same of the devices [devices, B, ...].
     """
 
@@ -92,23 +92,23 @@ def _run_backward(
         return Backward(inputs, states, cut.tokens(dy), jax.tree.map(_flat, dafter), packing)
 
     def chain(
-        summaries_and_states: tuple[Arrays, Arrays], own: Arrays, after: Arrays
+        transitions_and_states: tuple[Arrays, Arrays], own: Arrays, after: Arrays
     ) -> tuple[Arrays, Arrays]:
         """The cotangents of the state before and after each of some runs of tokens [n, ...], from
         what the runs themselves add and from the cotangent of the state after all."""
 
         def before(dafter: Arrays, run: Any) -> tuple[Arrays, Arrays]:
-            (summary, state), own = run
-            _, vjp = jax.vjp(functools.partial(operator.summary.apply, summary), state)
+            (transition, state), own = run
+            _, vjp = jax.vjp(functools.partial(operator.transition.apply, transition), state)
             return jax.tree.map(jnp.add, own, *vjp(dafter)), dafter
 
-        return lax.scan(before, after, (summaries_and_states, own), reverse=True, unroll=8)
+        return lax.scan(before, after, (transitions_and_states, own), reverse=True, unroll=8)
 
     def last(x: Array) -> Array:
         return jnp.pad(x[:, None], [(0, 0), (cut.count - 1, 0)] + [(0, 0)] * (x.ndim - 1))
 
     ends = jax.tree.map(last, dend)
-    own = dispatch.run(operator, "reverse_summary", options, operands(ends))
+    own = dispatch.run(operator, "reverse_transition", options, operands(ends))
     own = _first(jax.tree.map(cut.open, own))
     zeros = jax.tree.map(jnp.zeros_like, dend)
     own_of_device, _ = chain(_first(of_splits), own, zeros)
@@ -129,7 +129,7 @@ def _forward(
     operator: Operator, options: Options, axis: Any, operands: Forward
 ) -> tuple[YAndState, _Residuals]:
     """`y` and the state after the tokens of this device, and what the backward pass needs."""
-    summary, initial = operator.summary, operands.state
+    transition, initial = operator.transition, operands.state
     tokens = operands.inputs[operator.signature.per_token[0]].shape[1]
     cut = _Splits(operator.signature, _count(operator.signature, initial, tokens))
     inputs = cut(operands.inputs)
@@ -137,20 +137,20 @@ def _forward(
     if isinstance(packing, Marks):
         packing = Marks(cut.tokens(packing.marks))
     run = Forward(inputs, {}, packing)
-    found = dispatch.run(operator, "summary", dataclasses.replace(options, save=False), run)
-    summaries = jax.tree.map(cut.open, found)
-    upto = lax.associative_scan(summary.combine, summaries, axis=1)
+    found = dispatch.run(operator, "transition", dataclasses.replace(options, save=False), run)
+    transitions = jax.tree.map(cut.open, found)
+    upto = lax.associative_scan(transition.combine, transitions, axis=1)
     of_devices = lax.all_gather(jax.tree.map(lambda x: x[:, -1], upto), axis)
-    _, starts = lax.scan(lambda s, x: (summary.apply(x, s), s), initial, of_devices, unroll=8)
+    _, starts = lax.scan(lambda s, x: (transition.apply(x, s), s), initial, of_devices, unroll=8)
     before = jax.tree.map(lambda x: x[:, None], _at(starts, lax.axis_index(axis)))
     if cut.count > 1:
-        later = summary.apply(jax.tree.map(lambda x: x[:, :-1], upto), before)
+        later = transition.apply(jax.tree.map(lambda x: x[:, :-1], upto), before)
         before = jax.tree.map(lambda x, y: jnp.concatenate([x, y], axis=1), before, later)
     splits = Forward(inputs, jax.tree.map(_flat, before), packing)
     result = dispatch.run(operator, "forward", options, splits)
     end = jax.tree.map(lambda x: cut.open(x)[:, -1], result.state)
     residuals = _Residuals(
-        inputs, result.states, packing, (summaries, before), (of_devices, starts)
+        inputs, result.states, packing, (transitions, before), (of_devices, starts)
     )
     return (cut.whole(result.y), end), residuals
 

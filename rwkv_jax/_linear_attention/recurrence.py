@@ -1,8 +1,8 @@
 """What WKV5 and WKV6 have in common: the recurrence one token at a time, the terms of a token for
 plain XLA, what a run of tokens does to a state, and the implementations.
 
-In a link of tokens of plain XLA, with P[i, j] the decay of the tokens between j and i, without both
-(see `rwkv_jax._portable.algebra`), `before` that of the tokens before one, and `after` that of
+In a sub-chunk of tokens of plain XLA, with P[i, j] the decay of the tokens between j and i, without
+both (see `rwkv_jax._portable.algebra`), `before` that of the tokens before one, and `after` that of
 those after it:
 
     R_ij = r_i . (P[i, j] k_j)  for j < i,    R_ii = r_i . (u k_i)
@@ -17,7 +17,7 @@ from jax import Array, lax
 
 from rwkv_jax._native.kernels import HEAD_SIZES, NativeKernels
 from rwkv_jax._operator.call import Arrays, Forward, Marks, Options
-from rwkv_jax._operator.implementation import ForwardFn, Summary
+from rwkv_jax._operator.implementation import ForwardFn, Transition
 from rwkv_jax._operator.operator import Operator
 from rwkv_jax._operator.partition import match_shardings
 from rwkv_jax._operator.signature import Signature
@@ -50,7 +50,7 @@ def terms(inputs: Arrays) -> Terms:
     return Terms([Read(r, now=r * u)], [k])
 
 
-class _Summary(Summary):
+class _Transition(Transition):
     """The tokens take the state S [V, K] of a head to S diag(d) + D, where d, `factor`, is the
     product of their decay factors and D, `added`, the run from S = 0."""
 
@@ -74,8 +74,8 @@ class _Summary(Summary):
         result = forward(Forward(operands.inputs, {"state": zeros}, operands.packing))
         return {"factor": jnp.exp(total), "added": result.state["state"]}
 
-    def apply(self, summary: Arrays, state: Arrays) -> Arrays:
-        return {"state": state["state"] * summary["factor"][..., None, :] + summary["added"]}
+    def apply(self, transition: Arrays, state: Arrays) -> Arrays:
+        return {"state": state["state"] * transition["factor"][..., None, :] + transition["added"]}
 
     def combine(self, first: Arrays, second: Arrays) -> Arrays:
         added = self.apply(second, {"state": first["added"]})["state"]
@@ -86,7 +86,7 @@ def operator(signature: Signature) -> Operator:
     """The operator with these operands, whose kernels of Pallas are in its own folder."""
     return Operator(
         signature,
-        _Summary(),
+        _Transition(),
         implementations={
             "ffi": NativeKernels(signature, head_sizes=HEAD_SIZES),
             "pallas": f"rwkv_jax.{signature.name}.pallas",

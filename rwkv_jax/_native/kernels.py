@@ -29,15 +29,15 @@ from rwkv_jax._operator.call import (
     Sequences,
     chunks,
 )
-from rwkv_jax._operator.implementation import Implementation, Summary
+from rwkv_jax._operator.implementation import Implementation, Transition
 from rwkv_jax._operator.signature import Signature
 
 TARGETS = {
     "forward": "fwd",
     "backward": "bwd",
     "step": "step",
-    "summary": "summary",
-    "reverse_summary": "reverse_summary",
+    "transition": "transition",
+    "reverse_transition": "reverse_transition",
 }
 """The pass of a target, as its name has it."""
 
@@ -63,16 +63,16 @@ class NativeKernels(Implementation):
 
     signature: the operands. Their order is that of the targets.
     head_sizes: for each platform the sizes K = V that its kernels take; None without heads.
-    has_summaries: whether there are targets for summaries on CUDA.
+    has_transitions: whether there are targets for transitions on CUDA.
     """
 
     signature: Signature
     head_sizes: Mapping[str, tuple[int, ...]] | None = None
-    has_summaries: bool = True
+    has_transitions: bool = True
     has_step = True
 
     def __post_init__(self) -> None:
-        passes = list(TARGETS) if self.has_summaries else ["forward", "backward", "step"]
+        passes = list(TARGETS) if self.has_transitions else ["forward", "backward", "step"]
         library.register_export_targets(*map(self._target, passes))
 
     def _target(self, name: str) -> str:
@@ -230,39 +230,41 @@ class NativeKernels(Implementation):
         )
         return Result(found[0], dict(zip(state, found[1:], strict=True)), {})
 
-    def summary(
-        self, summary: Summary, options: Options, platform: str, operands: Forward
+    def transition(
+        self, transition: Transition, options: Options, platform: str, operands: Forward
     ) -> Arrays:
-        if not self._summarizes(options, platform, operands):
-            return super().summary(summary, options, platform, operands)
+        if not self._has_kernels_for_transitions(options, platform, operands):
+            return super().transition(transition, options, platform, operands)
         inputs, of_packing, _ = self._given(operands)
         sizes = self.signature.sizes(operands.inputs)
         sizes["L"] = sizes["K"]
-        results = [([sizes[x] for x in axes], jnp.float32) for axes in summary.axes.values()]
-        scratch, attributes = self._problem_of("summary", options, platform, operands)
+        results = [([sizes[x] for x in axes], jnp.float32) for axes in transition.axes.values()]
+        scratch, attributes = self._problem_of("transition", options, platform, operands)
         given = *inputs.values(), *of_packing
-        found = library.call(self._target("summary"), [*results, scratch], *given, **attributes)
-        return dict(zip(summary.axes, found, strict=False))
+        found = library.call(self._target("transition"), [*results, scratch], *given, **attributes)
+        return dict(zip(transition.axes, found, strict=False))
 
-    def reverse_summary(self, options: Options, platform: str, operands: Backward) -> Arrays:
-        if not self._summarizes(options, platform, operands):
-            return super().reverse_summary(options, platform, operands)
+    def reverse_transition(self, options: Options, platform: str, operands: Backward) -> Arrays:
+        if not self._has_kernels_for_transitions(options, platform, operands):
+            return super().reverse_transition(options, platform, operands)
         inputs, of_packing, _ = self._given(operands)
         dstate = self._states(operands, operands.dstate)
-        scratch, attributes = self._problem_of("reverse_summary", options, platform, operands)
+        scratch, attributes = self._problem_of("reverse_transition", options, platform, operands)
         found = library.call(
-            self._target("reverse_summary"),
+            self._target("reverse_transition"),
             [*_like(dstate), scratch],
             *(*inputs.values(), operands.dy, *dstate.values(), *of_packing),
             **attributes,
         )
         return dict(zip(dstate, found, strict=False))
 
-    def _summarizes(self, options: Options, platform: str, operands: Operands) -> bool:
-        if not self.has_summaries or platform != "cuda":
+    def _has_kernels_for_transitions(
+        self, options: Options, platform: str, operands: Operands
+    ) -> bool:
+        if not self.has_transitions or platform != "cuda":
             return False
         problem = self._problem(options, operands)
-        return library.has_summary(platform, self.signature.name, **problem)
+        return library.has_transition(platform, self.signature.name, **problem)
 
     def _problem_of(
         self, name: str, options: Options, platform: str, operands: Operands

@@ -115,9 +115,9 @@ def block_scratch(**problem: int) -> int:
     return module("cuda").block_scratch(**problem)
 
 
-def has_summary(platform: str, op: str, **problem: int) -> bool:
-    """Whether the summary targets take a call. If so, they do on every device."""
-    return module(platform).has_summary(op, **problem)
+def has_transition(platform: str, op: str, **problem: int) -> bool:
+    """Whether the transition targets take a call. If so, they do on every device."""
+    return module(platform).has_transition(op, **problem)
 
 
 _declared: set[str] = set()

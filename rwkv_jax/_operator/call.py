@@ -100,7 +100,7 @@ Packing: TypeAlias = SegmentIds[Leaf] | Marks[Leaf] | Sequences[Leaf] | Active[L
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Forward(Generic[Leaf]):
-    """The operands of the forward pass. For the summary of a run of tokens `state` is empty."""
+    """The operands of the forward pass. For the transition of a run of tokens `state` is empty."""
 
     inputs: dict[str, Leaf]
     state: dict[str, Leaf]

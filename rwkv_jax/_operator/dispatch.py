@@ -44,7 +44,7 @@ def platform_of(platform: str) -> str:
     return {"gpu": "cuda"}.get(platform, platform)
 
 
-Pass: TypeAlias = Literal["forward", "backward", "step", "summary", "reverse_summary"]
+Pass: TypeAlias = Literal["forward", "backward", "step", "transition", "reverse_transition"]
 
 
 class Computation(abc.ABC):

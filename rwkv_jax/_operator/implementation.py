@@ -18,28 +18,28 @@ from rwkv_jax._operator.call import (
 ForwardFn: TypeAlias = Callable[[Forward], Result]
 
 
-class Summary(abc.ABC):
+class Transition(abc.ABC):
     """What a run of tokens does to a state, as a map that composes.
 
-    Summaries let each part of a sequence be summarised on its own, the states between the parts be
-    found from the summaries alone, and then all parts be computed side by side, each from its own
-    state.
+    The transition of each part of a sequence is computed on its own. The states between the parts
+    follow from the transitions alone, and then all parts are computed side by side, each from its
+    own state.
     """
 
     axes: ClassVar[Mapping[str, str]]
-    """The axes of each array of a summary, all in float32."""
+    """The axes of each array of a transition, all in float32."""
 
     @abc.abstractmethod
     def of(self, forward: ForwardFn, options: Options, operands: Forward) -> Arrays:
-        """The summary of all tokens, by the forward pass of an implementation."""
+        """The transition of all tokens, by the forward pass of an implementation."""
 
     @abc.abstractmethod
-    def apply(self, summary: Arrays, state: Arrays) -> Arrays:
+    def apply(self, transition: Arrays, state: Arrays) -> Arrays:
         """The state after the run, from the state before it. Leading axes broadcast."""
 
     @abc.abstractmethod
     def combine(self, first: Arrays, second: Arrays) -> Arrays:
-        """The summary of two runs, one after the other."""
+        """The transition of two runs, one after the other."""
 
 
 class Implementation(abc.ABC):
@@ -74,11 +74,11 @@ class Implementation(abc.ABC):
         """One token; no operand has the axis T."""
         raise NotImplementedError
 
-    def summary(
-        self, summary: Summary, options: Options, platform: str, operands: Forward
+    def transition(
+        self, transition: Transition, options: Options, platform: str, operands: Forward
     ) -> Arrays:
-        return summary.of(functools.partial(self.forward, options, platform), options, operands)
+        return transition.of(functools.partial(self.forward, options, platform), options, operands)
 
-    def reverse_summary(self, options: Options, platform: str, operands: Backward) -> Arrays:
+    def reverse_transition(self, options: Options, platform: str, operands: Backward) -> Arrays:
         """The cotangent of the initial state alone."""
         return self.backward(options, platform, operands).state

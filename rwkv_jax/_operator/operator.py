@@ -31,7 +31,7 @@ from rwkv_jax._operator.call import (
     Sequences,
 )
 from rwkv_jax._operator.dispatch import Computation, Pass
-from rwkv_jax._operator.implementation import Implementation, Summary
+from rwkv_jax._operator.implementation import Implementation, Transition
 from rwkv_jax._operator.partition import Shards, check_heads_unsharded, match_shardings, repeated
 from rwkv_jax._operator.signature import Signature
 from rwkv_jax._packing import by_chunk, segments
@@ -51,7 +51,7 @@ class Operator(Computation):
     """
 
     signature: Signature
-    summary: Summary
+    transition: Transition
     implementations: Mapping[str, Implementation | str]
     name: str = dataclasses.field(init=False)
 
@@ -219,10 +219,10 @@ class Operator(Computation):
                 return signature.backward_axes(packing), signature.gradient_axes(packing)
             case "step":
                 return signature.step_axes()
-            case "summary":
+            case "transition":
                 given = dataclasses.replace(signature.forward_axes(packing), state={})
-                return given, dict(self.summary.axes)
-            case "reverse_summary":
+                return given, dict(self.transition.axes)
+            case "reverse_transition":
                 return signature.backward_axes(packing), signature.gradient_axes(packing).state
 
     def why_not(
@@ -240,8 +240,8 @@ class Operator(Computation):
         implementation = self.imported(choice)
         if name == "step" and not implementation.has_step:
             implementation = self.imported("reference")
-        if name == "summary":
-            return functools.partial(implementation.summary, self.summary, options, platform)
+        if name == "transition":
+            return functools.partial(implementation.transition, self.transition, options, platform)
         compute = functools.partial(getattr(implementation, name), options, platform)
         in_chunks = {"forward": by_chunk.forward, "backward": by_chunk.backward}.get(name)
         if in_chunks is None or implementation.takes_sequences(platform):

@@ -1,7 +1,8 @@
-"""The arithmetic of many links side by side: decays between tokens, and pairs of tokens.
+"""The arithmetic of many sub-chunks side by side: decays between tokens, and pairs of tokens.
 
-Arrays of links are [..., T, K], [..., T, V] or, for pairs of tokens, [..., T, T], where T is the
-number of tokens of a link, a power of two, and all links are batch axes of few, large products.
+Arrays of sub-chunks are [..., T, K], [..., T, V] or, for pairs of tokens, [..., T, T], where T is
+the number of tokens of a sub-chunk, a power of two, and all sub-chunks are batch axes of few, large
+products.
 
 Where the log decay of a token is bounded, two factors of each token are enough
 (`rwkv_jax._portable.bounded`). Otherwise the decay between two tokens is a product of factors that
@@ -21,11 +22,11 @@ from rwkv_jax._portable.terms import Read
 
 
 class Tokens(NamedTuple):
-    """The tokens of links [..., T].
+    """The tokens of sub-chunks [..., T].
 
     there: whether each is there, that is, neither padding nor behind the end; None if all are.
-    segment: the number of the segment of each, where 0 continues from the state before the link;
-      None if all tokens belong to that one.
+    segment: the number of the segment of each, where 0 continues from the state before the
+      sub-chunk; None if all tokens belong to that one.
     """
 
     there: Array | None = None
@@ -33,7 +34,7 @@ class Tokens(NamedTuple):
 
 
 class Decays(NamedTuple):
-    """The decays of links: those of a bounded form relative to the middle of links.
+    """The decays of sub-chunks: those of a bounded form relative to the middle of sub-chunks.
 
     log_decay: of each token [..., T, K].
     exponents: of what leads to each token and from it; None if not bounded.
@@ -50,7 +51,7 @@ class Decays(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """What G reads and H columns make of a link: R [..., G T, K] and C [..., H T, K], with the
+    """What G reads and H columns make of a sub-chunk: R [..., G T, K] and C [..., H T, K], with the
     factors that lead to a token and from it, and P [..., G T, H T], for pairs of tokens."""
 
     rows: Array
@@ -59,7 +60,7 @@ class Factors(NamedTuple):
 
 
 def decays(w: Array, decay: str, tokens: Tokens, product: Products) -> Decays:
-    """The decays of links, from `w` of each token [..., T, K]."""
+    """The decays of sub-chunks, from `w` of each token [..., T, K]."""
     if tokens.there is not None:
         # Here, and not below, where XLA would choose anew for each of the sums that it computes.
         w = jnp.where(tokens.there[..., None], w, NO_DECAY[decay])

@@ -1,10 +1,10 @@
-"""Links where the log decay of a token is bounded.
+"""Sub-chunks where the log decay of a token is bounded.
 
 The decay between two tokens is a product of two factors, one of each token, which are relative to
-the middle of the link and grow away from it. With the decay "sigmoid" the log decay of a token is
-above -0.61, so that a factor is at most e^19.5 in a link of 64 tokens. The same factors lead from
-the state before the link, which is multiplied by the decay up to the middle, and to the state after
-it.
+the middle of the sub-chunk and grow away from it. With the decay "sigmoid" the log decay of a token
+is above -0.61, so that a factor is at most e^19.5 in a sub-chunk of 64 tokens. The same factors
+lead from the state before the sub-chunk, which is multiplied by the decay up to the middle, and to
+the state after it.
 """
 
 import functools
@@ -33,10 +33,10 @@ class Exponents(NamedTuple):
 
 
 def exponents(product: Products, log_decay: Array) -> tuple[Array, Exponents, Array]:
-    """The log decay from the start of links to their middle [..., K], those of tokens relative to
-    the middle, and that from there to the end, from sums over all tokens up to one, and differences
-    of them. What follows does not depend on which exponent is subtracted, so that it has no
-    gradient of its own."""
+    """The log decay from the start of sub-chunks to their middle [..., K], those of tokens relative
+    to the middle, and that from there to the end, from sums over all tokens up to one, and
+    differences of them. What follows does not depend on which exponent is subtracted, so that it
+    has no gradient of its own."""
     if product.rounds:
         # As good as other rounded operands, since all sums have the same ones.
         digits = jnp.finfo(product.dtype)

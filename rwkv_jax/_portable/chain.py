@@ -1,15 +1,15 @@
 """An implementation in plain `jax.numpy` of any operator with one state [V, K] for each head.
 
-What a link of some tokens does to the state before it follows from parts that its tokens alone make
-up (`rwkv_jax._portable.recurrence`). The parts of all links of a slab are made at once, in few,
-large products. On a CPU the forward pass goes from token to token instead (see
+What a sub-chunk of some tokens does to the state before it follows from parts that its tokens alone
+make up (`rwkv_jax._portable.recurrence`). The parts of all sub-chunks of a chunk group are made at
+once, in few, large products. On a CPU the forward pass goes from token to token instead (see
 `rwkv_jax._portable.steps`).
 
-The backward pass makes the parts of each slab again, from the last to the first. The states before
-its links follow from the saved ones. The cotangents of the states after its links, and of U, come
-from a chain that starts at the end. With all of these fixed, the equations of a link are linear in
-the parts. So the gradients of the parts are products of two factors each, which needs no derivative
-of the inverse.
+The backward pass makes the parts of each chunk group again, from the last to the first. The states
+before its sub-chunks follow from the saved ones. The cotangents of the states after its sub-chunks,
+and of U, come from a chain that starts at the end. With all of these fixed, the equations of a
+sub-chunk are linear in the parts. So the gradients of the parts are products of two factors each,
+which needs no derivative of the inverse.
 """
 
 import functools
@@ -36,7 +36,6 @@ from rwkv_jax._operator.signature import Signature
 from rwkv_jax._portable import algebra
 from rwkv_jax._portable.algebra import Tokens
 from rwkv_jax._portable.decay import BOUNDED
-from rwkv_jax._portable.links import ELSEWHERE, LONG_LINKS, ON_CPU, LinksOfRows, Sizes, links
 from rwkv_jax._portable.products import Products, exact, on_matrix_units
 from rwkv_jax._portable.recurrence import (
     Parts,
@@ -49,6 +48,14 @@ from rwkv_jax._portable.recurrence import (
     within,
 )
 from rwkv_jax._portable.steps import Steps, steps
+from rwkv_jax._portable.sub_chunks import (
+    ELSEWHERE,
+    LONG_SUB_CHUNKS,
+    ON_CPU,
+    Sizes,
+    SubChunksOfRows,
+    sub_chunks,
+)
 from rwkv_jax._portable.terms import TermsFn
 
 _Sums: TypeAlias = tuple[Any, Arrays, Arrays]
@@ -79,15 +86,15 @@ class Chain(Implementation):
 
     def _on_any_platform(
         self,
-        compute: Callable[[Options, Any, Products, LinksOfRows], Any],
+        compute: Callable[[Options, Any, Products, SubChunksOfRows], Any],
         options: Options,
         operands: Operands,
         *,
         goes_by_tokens: bool,
     ) -> Any:
-        """A pass with the products and slabs that suit the platform that it is lowered for. One
-        that does not go by tokens on a CPU is traced once where the slabs are alike."""
-        on_cpu = self._links(ON_CPU, operands)
+        """A pass with the products and chunk groups that suit the platform that it is lowered for.
+        One that does not go by tokens on a CPU is traced once where the chunk groups are alike."""
+        on_cpu = self._sub_chunks(ON_CPU, operands)
         product, elsewhere = self._on_matrix_units(options, operands)
         if on_cpu.count == elsewhere.count and not product.rounds and not goes_by_tokens:
             return compute(options, operands, product._replace(minimize_flops=True), elsewhere)
@@ -96,28 +103,28 @@ class Chain(Implementation):
             default=lambda: compute(options, operands, product, elsewhere),
         )
 
-    def _links(self, sizes: Sizes, operands: Operands) -> LinksOfRows:
-        return links(self.signature, sizes, operands.inputs, operands.packing)
+    def _sub_chunks(self, sizes: Sizes, operands: Operands) -> SubChunksOfRows:
+        return sub_chunks(self.signature, sizes, operands.inputs, operands.packing)
 
     def _on_matrix_units(
         self, options: Options, operands: Operands
-    ) -> tuple[Products, LinksOfRows]:
-        """The products and links on platforms with matrix units."""
+    ) -> tuple[Products, SubChunksOfRows]:
+        """The products and sub-chunks on platforms with matrix units."""
         inputs = operands.inputs
         key_size = self.signature.sizes(inputs)["K"]
         product = on_matrix_units(options, inputs[self.signature.y].dtype, key_size)
         is_long = product.rounds and options.decay in BOUNDED
-        return product, self._links(LONG_LINKS if is_long else ELSEWHERE, operands)
+        return product, self._sub_chunks(LONG_SUB_CHUNKS if is_long else ELSEWHERE, operands)
 
     def _forward(
-        self, options: Options, operands: Forward, product: Products, call: LinksOfRows
+        self, options: Options, operands: Forward, product: Products, call: SubChunksOfRows
     ) -> Result:
         signature = self.signature
         (part,) = operands.state
         state, values = operands.state[part], operands.inputs[signature.y]
         save_as = signature.states_dtype(options, operands.inputs)
 
-        def slab(number: Any, carry: tuple[Any, Arrays]) -> tuple[Any, Arrays]:
+        def group(number: Any, carry: tuple[Any, Arrays]) -> tuple[Any, Arrays]:
             carried, room = carry
             per_token, shared, tokens = call.inputs(number)
             chain = call.path(number), state, save_as
@@ -139,18 +146,18 @@ class Chain(Implementation):
         room = {"y": call.room(values)}
         if options.save:
             room["states"] = call.room_for_states(state, save_as)
-        carried, room = call.run(slab, (call.start(state), room))
+        carried, room = call.run(group, (call.start(state), room))
         states = {part: call.states(room["states"])} if options.save else {}
         return Result(call.whole(room["y"]), {part: call.end(carried)}, states)
 
     def _backward(
-        self, options: Options, operands: Backward, product: Products, call: LinksOfRows
+        self, options: Options, operands: Backward, product: Products, call: SubChunksOfRows
     ) -> Gradients:
         signature = self.signature
         (part,) = operands.states
         given = operands.dstate[part]
 
-        def slab(number: Any, carry: _Sums) -> _Sums:
+        def group(number: Any, carry: _Sums) -> _Sums:
             carried, dshared, room = carry
             per_token, shared, tokens = call.inputs(number)
             dy = call.at(number, operands.dy).astype(product.dtype)
@@ -176,7 +183,7 @@ class Chain(Implementation):
         room = {name: call.room(operands.inputs[name]) for name in signature.per_token}
         zeros = jax.tree.map(jnp.zeros_like, call.shared)
         carry = call.start(given), zeros, room
-        carried, dshared, room = call.run(slab, carry, reverse=True)
+        carried, dshared, room = call.run(group, carry, reverse=True)
         d_per_token = {name: call.whole(dx) for name, dx in room.items()}
         dshared = {name: jnp.squeeze(dx, (0, 1, 4)) for name, dx in dshared.items()}
         return Gradients(d_per_token | dshared, {part: call.end(carried)})
@@ -195,7 +202,7 @@ class Chain(Implementation):
 
 
 def _read(product: Products, parts: Parts, states: Array, asked: Array | None) -> Array:
-    """Y, from the states before links and U, if there is one."""
+    """Y, from the states before sub-chunks and U, if there is one."""
     rows, own, others = parts.of_read()
     result = product("...tk,...vk->...tv", rows, states)
     if own is not None and asked is not None:
@@ -206,8 +213,8 @@ def _read(product: Products, parts: Parts, states: Array, asked: Array | None) -
 def _gradients(
     product: Products, parts: Parts, state: Array, written: Array, asked: Array, dafter: Array
 ) -> Parts:
-    """The cotangents of the parts, from the states before links, W, the cotangents of U - P_uu U
-    and Y, and those of the states after links."""
+    """The cotangents of the parts, from the states before sub-chunks, W, the cotangents of U - P_uu
+    U and Y, and those of the states after sub-chunks."""
     keys, of_values = parts.of_values()
     dvalues = product("...ij,...iv->...jv", of_values, asked)
     columns = product("...tv,...vk->...tk", written, dafter)

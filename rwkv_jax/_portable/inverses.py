@@ -1,5 +1,5 @@
-"""The inverses of lower triangular matrices [..., T, T]: of many links side by side, and of one
-tile in a kernel."""
+"""The inverses of lower triangular matrices [..., T, T]: of many sub-chunks side by side, and of
+one tile in a kernel."""
 
 import functools
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Links where decays may be as strong as they like.
+"""Sub-chunks where decays may be as strong as they like.
 
 Any two tokens are in different halves of exactly one piece of 2, 4, 8, ... tokens. The decay
 between them is a product of two factors, which lead from each of them to the middle of that piece
@@ -40,8 +40,8 @@ def factors(
 class _Between(NamedTuple):
     """The factors of the decays of tokens [..., T, K], in the dtype of products.
 
-    before: from the start of the link to each token.
-    after: from each token to the end of the link.
+    before: from the start of the sub-chunk to each token.
+    after: from each token to the end of the sub-chunk.
     second: from the middle of pieces to the tokens of their second halves [..., T / 2, K], for
       pieces of 4, 8, ... tokens. Pieces of 2 tokens have no others between them.
     first: from the tokens of first halves to the middle.

@@ -1,22 +1,22 @@
-"""The states of an operator with one state [V, K] for each head, from link to link.
+"""The states of an operator with one state [V, K] for each head, from sub-chunk to sub-chunk.
 
-What a link of some tokens does to the state S before it, from the parts that follow from its tokens
-alone, side by side. Row i of U is what token i asks of the state before it, W has U above V, and
-the rows of R and of P are those for U above those for Y:
+What a sub-chunk of some tokens does to the state S before it, from the parts that follow from its
+tokens alone, side by side. Row i of U is what token i asks of the state before it, W has U above V,
+and the rows of R and of P are those for U above those for Y:
 
     (U, Y) = R S^T + P W
     S_after = S diag(stay) + W^T C
 
 (Without U in the operators whose writes do not depend on the state: W is V.) Where decays are
-bounded, the factors in R, C and P are relative to the middle of the link. So S is multiplied by the
-decay up to there first (`enter`), and S_after by the decay from there on in the end (`leave`). With
-the triangular part of P that leads from U to U solved, only two products a link go along the chain
-of states:
+bounded, the factors in R, C and P are relative to the middle of the sub-chunk. So S is multiplied
+by the decay up to there first (`enter`), and S_after by the decay from there on in the end
+(`leave`). With the triangular part of P that leads from U to U solved, only two products a
+sub-chunk go along the chain of states:
 
     U = solved S^T + own             solved = (I - P_uu)^-1 R_u,  own = (I - P_uu)^-1 P_uv V
 
-That is the fewest multiplications. Where a link of the chain takes as long as its kernels take to
-start, U is found afterwards, and only one product a link goes along the chain:
+That is the fewest multiplications. Where a sub-chunk of the chain takes as long as its kernels take
+to start, U is found afterwards, and only one product a sub-chunk goes along the chain:
 
     S_after = S diag(stay) + S turned + added + given
     turned = solved^T C_u,           added = own^T C_u,           given = V^T C_v
@@ -32,8 +32,8 @@ from jax import Array, lax
 
 from rwkv_jax._operator.call import Arrays
 from rwkv_jax._portable import inverses
-from rwkv_jax._portable.links import Carried, Path
 from rwkv_jax._portable.products import Products, stacked
+from rwkv_jax._portable.sub_chunks import Carried, Path
 
 _CHUNKS = 8
 """How many chunks a turn of the loop along the chain takes, unless multiplications are to be saved:
@@ -43,8 +43,8 @@ compile."""
 
 class Parts(NamedTuple):
     """What states meet [..., K] in float32, None where it is 1: the logarithm of the factor from
-    the start of a link to its middle, stay, and the logarithm of the factor from the middle to the
-    end. R, C, P and V."""
+    the start of a sub-chunk to its middle, stay, and the logarithm of the factor from the middle to
+    the end. R, C, P and V."""
 
     enter: Array | None
     stay: Array | None
@@ -114,7 +114,7 @@ def _apply_decay(state: Array, factors: Arrays, name: str) -> Array:
 
 
 def _after(product: Products, solved: Arrays, state: Array) -> tuple[Array, Array | None]:
-    """The states after links, from those in their middle, and W if it was needed for them."""
+    """The states after sub-chunks, from those in their middle, and W if it was needed for them."""
     after, written = _apply_decay(state, solved, "stay"), None
     if "columns" in solved:
         written = _written(product, solved, solved["values"], state)
@@ -129,7 +129,7 @@ def _after(product: Products, solved: Arrays, state: Array) -> tuple[Array, Arra
 
 
 def _written(product: Products, solved: Arrays, values: Array, states: Array) -> Array:
-    """W, from the states before links."""
+    """W, from the states before sub-chunks."""
     asked = ask(product, solved, states)
     return values if asked is None else jnp.concatenate([asked, values], axis=-2)
 
@@ -157,26 +157,26 @@ def along(
     *,
     reverse: bool = False,
 ) -> tuple[Any, Array, tuple[Array, Array | None]]:
-    """What is carried on from a slab, the states before its chunks, those in the middle of its
-    links, and W if it was needed for them [N, R, B, H, ...], or in reverse what the mirrored chain
-    has in their place. One turn of the loop takes whole chunks, since a loop costs kernels and
-    copies. No turn reads or writes the states of all sequences."""
+    """What is carried on from a chunk group, the states before its chunks, those in the middle of
+    its sub-chunks, and W if it was needed for them [N, R, B, H, ...], or in reverse what the
+    mirrored chain has in their place. One turn of the loop takes whole chunks, since a loop costs
+    kernels and copies. No turn reads or writes the states of all sequences."""
     unroll = 1 if product.minimize_flops else _CHUNKS
-    chunk = functools.partial(_through_links, product, 0, reverse=reverse)
+    chunk = functools.partial(_through_sub_chunks, product, 0, reverse=reverse)
     return through(chunk, xs, carried, path, given, save_as, reverse=reverse, unroll=unroll)
 
 
-def _through_links(
+def _through_sub_chunks(
     product: Products, axis: int, own: Arrays, state: Array, *, reverse: bool = False
 ) -> tuple[Array, tuple[Array, Array | None]]:
-    """The states after chunks, those in the middle of their links, of which there are several along
-    this axis, and W if it was needed for them."""
+    """The states after chunks, those in the middle of their sub-chunks, of which there are several
+    along this axis, and W if it was needed for them."""
     several = next(iter(own.values())).shape[axis]
     found = list[Any]([None] * several)
     for r in range(several)[:: -1 if reverse else 1]:
-        link = {name: lax.index_in_dim(x, r, axis, keepdims=False) for name, x in own.items()}
-        middle = _apply_decay(state, link, "enter")
-        state, written = _after(product, link, middle)
+        sub_chunk = {name: lax.index_in_dim(x, r, axis, keepdims=False) for name, x in own.items()}
+        middle = _apply_decay(state, sub_chunk, "enter")
+        state, written = _after(product, sub_chunk, middle)
         found[r] = middle.astype(product.dtype), written
     stack = stacked if product.minimize_flops else jnp.stack
     return state, jax.tree.map(lambda *xs: stack(xs, axis), *found)
@@ -193,8 +193,8 @@ def through(
     reverse: bool = False,
     unroll: int = 1,
 ) -> tuple[Any, Array, Any]:
-    """What is carried on from a slab, the states before its chunks, and what `chunk(own, state)`
-    found besides the state after each chunk."""
+    """What is carried on from a chunk group, the states before its chunks, and what
+    `chunk(own, state)` found besides the state after each chunk."""
     # On a path the state after the last chunk is kept as it is, for the end of its sequence.
     keep_as = save_as if path is None else jnp.float32
 
@@ -225,8 +225,9 @@ def _choose(condition: Array, x: Array, y: Array) -> Array:
 
 
 def within(product: Products, parts: Parts, solved: Arrays, saved: Array) -> tuple[Array, Array]:
-    """The states in the middle of links and W, from the states before their chunks [N, B, ...]."""
-    _, (states, written) = _through_links(product, 1, for_chain(product, solved), saved)
+    """The states in the middle of sub-chunks and W, from the states before their chunks
+    [N, B, ...]."""
+    _, (states, written) = _through_sub_chunks(product, 1, for_chain(product, solved), saved)
     if written is None:
         written = _written(product, solved, parts.values, states)
     return states, written
@@ -241,9 +242,9 @@ def back_along(
     path: Path | None,
     given: Array,
 ) -> tuple[Any, Array, Array]:
-    """What is carried on from a slab, the cotangents of the states in the middle of its links, and
-    those of U above those of Y. The chain is that of the states with R and C in each other's place,
-    and with the ways to and from the middle."""
+    """What is carried on from a chunk group, the cotangents of the states in the middle of its
+    sub-chunks, and those of U above those of Y. The chain is that of the states with R and C in
+    each other's place, and with the ways to and from the middle."""
     rows, own, _ = parts.of_read()
     mirrored = _decay_factors(parts.leave, parts.stay, parts.enter)
     if own is None:

@@ -70,7 +70,7 @@ class Steps(NamedTuple):
         return after, found
 
     def outputs(self, found: list[Array], shape: Sequence[int]) -> Array:
-        """Y as links, from what `run` has found of all chunks."""
+        """Y as sub-chunks, from what `run` has found of all chunks."""
         *asked, y = (x[:, :-1] for x in found)
         for now, x in zip(self.now, [*asked, self.values], strict=True):
             y += now[..., None] * x
@@ -91,7 +91,8 @@ def steps(
     tokens: Tokens,
     values: str,
 ) -> Steps:
-    """The tokens of a slab, from those of its links, of which the input `values` is V."""
+    """The tokens of a chunk group, from those of its sub-chunks, of which the input `values` is
+    V."""
     inputs = {name: _of_chunks(x.astype(jnp.float32)) for name, x in per_token.items()}
     inputs |= {name: jnp.squeeze(x.astype(jnp.float32), 4) for name, x in shared.items()}
     w = jnp.broadcast_to(inputs["w"], inputs["k"].shape)
@@ -123,9 +124,9 @@ def _sums(x: Array) -> Array:
 
 
 def _of_chunks(x: Array) -> Array:
-    """The tokens of links [N, R, B, H, T, ...] as those of chunks [N, T, B, H, ...]."""
-    chunks, links, batch, heads, tokens, *rest = x.shape
-    return jnp.moveaxis(x, 4, 2).reshape(chunks, links * tokens, batch, heads, *rest)
+    """The tokens of sub-chunks [N, R, B, H, T, ...] as those of chunks [N, T, B, H, ...]."""
+    chunks, sub_chunks, batch, heads, tokens, *rest = x.shape
+    return jnp.moveaxis(x, 4, 2).reshape(chunks, sub_chunks * tokens, batch, heads, *rest)
 
 
 def _padded(x: Array, **by: float) -> Array:

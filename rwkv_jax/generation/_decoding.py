@@ -12,7 +12,7 @@ from jaxtyping import Bool, Int32
 from rwkv_jax._typing import Operand
 from rwkv_jax.generation._sampling import Settings, counted, sample
 from rwkv_jax.generation._session import Model, Session
-from rwkv_jax.models._postponement import at_step, flush
+from rwkv_jax.models._deferral import at_step, flush
 
 NO_TOKEN = -1
 """What a row has that is not active, or that samples a token that stops."""
@@ -29,7 +29,7 @@ class Controls(NamedTuple):
     stops: Bool[Operand, "B vocabulary"]
 
 
-@functools.partial(jax.jit, static_argnames=("model", "postpones"), donate_argnames="session")
+@functools.partial(jax.jit, static_argnames=("model", "defers"), donate_argnames="session")
 def decode(
     model: Model,
     params: Any,
@@ -38,7 +38,7 @@ def decode(
     left: Int32[Operand, " B"],
     steps: Int32[Array, ""] | np.int32,
     min_active_rows: Int32[Array, ""] | np.int32,
-    postpones: bool,
+    defers: bool,
 ) -> tuple[Session, Int32[Array, "steps B"], Int32[Array, ""]]:
     """The session after up to `left` more tokens of each row, the tokens, and how many steps they
     took. In place of a token a row may have `NO_TOKEN`, or `NO_DISTRIBUTION` as `sample` gives it,
@@ -47,7 +47,7 @@ def decode(
     A call ends after `steps` steps, which are at most `MOST_STEPS`, or when fewer than
     `min_active_rows` rows have tokens left. Both are data, so that there is one program, and a
     stream that asks for one token at a time gets the bits of a call that decodes many; but if it
-    `postpones` updates of states, logits may differ by rounding where the kernels do so.
+    `defers` updates of states, logits may differ by rounding where the kernels do so.
     """
 
     def is_enough(left: Array, count: Array) -> Array:
@@ -65,8 +65,8 @@ def decode(
         session = _read(model, params, session._replace(state=state), controls, sampled)
         return session, left, tokens.at[count].set(sampled), count + 1
 
-    if postpones:
-        session = session._replace(state=model.postponed(params, session.state))
+    if defers:
+        session = session._replace(state=model.deferred(params, session.state))
     tokens = jnp.full((MOST_STEPS, len(left)), NO_TOKEN, jnp.int32)
     carry = session, jnp.asarray(left), tokens, jnp.int32(0)
     session, _, tokens, count = lax.while_loop(goes_on, body, carry)

@@ -1,7 +1,7 @@
 """Reading prompts: any lengths of prompts with a few compiled programs and little memory.
 
-Prompts are read in pieces of a few lengths. The rows of a piece end with padding where their
-prompts have ended, which leaves their states alone.
+Prompts are read in prefill chunks of a few lengths. The rows of a prefill chunk end with padding
+where their prompts have ended, which leaves their states alone.
 """
 
 import functools
@@ -17,7 +17,7 @@ from jaxtyping import Int32
 from rwkv_jax.generation._session import Model, Session
 
 PREFILL_CHUNKS = (16, 64, 256)
-"""The lengths of the pieces in which prompts are read, in tokens."""
+"""The lengths of the prefill chunks in which prompts are read, in tokens."""
 
 
 def read(
@@ -25,34 +25,36 @@ def read(
     params: Any,
     session: Session,
     prompts: Sequence[np.ndarray],
-    pieces: Sequence[int],
+    chunks: Sequence[int],
 ) -> Session:
     """The session after a prompt of each row, which may be empty. `session` is donated."""
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     begin = 0
-    for piece in lengths_of_pieces(int(lengths.max()), pieces):
-        tokens = np.zeros((len(prompts), piece), np.int32)
+    for chunk in lengths_of_prefill_chunks(int(lengths.max()), chunks):
+        tokens = np.zeros((len(prompts), chunk), np.int32)
         for row, prompt in zip(tokens, prompts, strict=True):
-            part = prompt[begin : begin + piece]
+            part = prompt[begin : begin + chunk]
             row[: len(part)] = part
-        session = read_piece(model, params, session, tokens, (lengths - begin).clip(0, piece))
-        begin += piece
+        session = read_prefill_chunk(
+            model, params, session, tokens, (lengths - begin).clip(0, chunk)
+        )
+        begin += chunk
     return session
 
 
-def lengths_of_pieces(tokens: int, pieces: Sequence[int]) -> list[int]:
-    """Which pieces a prompt is read in: each time the longest that it more than half fills, or the
-    shortest."""
+def lengths_of_prefill_chunks(tokens: int, chunks: Sequence[int]) -> list[int]:
+    """Which prefill chunks a prompt is read in: each time the longest that it more than half fills,
+    or the shortest."""
     found = []
     while tokens > 0:
-        fitting = [piece for piece in pieces if piece < 2 * tokens]
-        found.append(max(fitting, default=min(pieces)))
+        fitting = [chunk for chunk in chunks if chunk < 2 * tokens]
+        found.append(max(fitting, default=min(chunks)))
         tokens -= found[-1]
     return found
 
 
 @functools.partial(jax.jit, static_argnames="model", donate_argnames="session")
-def read_piece(
+def read_prefill_chunk(
     model: Model,
     params: Any,
     session: Session,

@@ -14,9 +14,9 @@ from jaxtyping import Bool, Float, Float32, Int32
 from rwkv_jax.generation._sampling import Occurrences
 from rwkv_jax.models import _linear, _mesh
 from rwkv_jax.models._arguments import check_state, differences
+from rwkv_jax.models._deferral import deferred
 from rwkv_jax.models._invariant import Invariant
 from rwkv_jax.models._parameters import names
-from rwkv_jax.models._postponement import postponed
 from rwkv_jax.models._stacking import block_axes
 
 MOST_TOKENS = 2**31 - 1
@@ -39,9 +39,9 @@ class Model(NamedTuple):
             return self.module.logits(params, hidden_states)
         return _linear.logits(params.head, hidden_states)
 
-    def postponed(self, params: Any, state: Any) -> Any:
+    def deferred(self, params: Any, state: Any) -> Any:
         """The state for a loop over tokens."""
-        return state if self.implementation else postponed(self.module, params, state)
+        return state if self.implementation else deferred(self.module, params, state)
 
 
 class Session(NamedTuple):

@@ -171,7 +171,7 @@ class TokenStream(Iterator[list[int | None]]):
             np.where(self._active, np.int32(self._left), np.int32(0)),
             steps=np.int32(steps),
             min_active_rows=np.int32(1),
-            postpones=True,
+            defers=True,
         )
         tokens, count = jax.device_get((tokens, count))
         return [self._given(sampled) for sampled in tokens[: int(count)].tolist()]
@@ -236,7 +236,7 @@ def generate(
 
     A call with the session of another one and empty prompts gives, bit for bit, the tokens that the
     other one would have given next. With more than 32 rows of bfloat16 on a GPU, where updates of
-    states are postponed, that is so but for rounding of the logits.
+    states are deferred, that is so but for rounding of the logits.
 
     The arguments and errors are those of `TokenStream`. A row that fails is an error after all rows
     have ended: a FloatingPointError.

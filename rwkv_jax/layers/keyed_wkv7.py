@@ -124,7 +124,7 @@ def keyed_wkv7(
     state = {"state": given["initial_state"]} if initial_state is not None else {}
     inputs = {name: given[name] for name in SIGNATURE.inputs}
     packing = None if segment_ids is None else SegmentIds(segment_ids)
-    operator = Operator(SIGNATURE, OPERATOR.summary, {})
+    operator = Operator(SIGNATURE, OPERATOR.transition, {})
     found: Results = _run(options, operator.prepared(Forward(inputs, state, packing)))
     return KeyedWkv7(*found)
 

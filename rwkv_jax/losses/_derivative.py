@@ -19,9 +19,9 @@ from jaxtyping import Bool, Float, Float32, Integer
 
 from rwkv_jax._operator.dispatch import Computation, Pass, run
 from rwkv_jax._operator.partition import Shards, match_shardings
-from rwkv_jax.losses import _slabs
+from rwkv_jax.losses import _chunks
+from rwkv_jax.losses._chunks import Gradients, Statistics, Tokens
 from rwkv_jax.losses._options import Axis, Options
-from rwkv_jax.losses._slabs import Gradients, Statistics, Tokens
 
 TOKENS = "abdefghijklmnopqrstu"
 """A letter for each axis of tokens. V is the vocabulary, as `v`, and C the channels, as `c`."""
@@ -101,12 +101,12 @@ class _Loss(Computation):
             operands, cotangents, statistics = operands
             tokens, weight = _taken_apart(operands)
             tokens = tokens._replace(scale=jnp.where(tokens.scale == 0, 0.0, cotangents))
-            return _slabs.gradients(options, axis, tokens, weight, statistics)
+            return _chunks.gradients(options, axis, tokens, weight, statistics)
         tokens, weight = _taken_apart(operands)
         if self.what == "total and gradients":
-            losses, gradients = _slabs.losses_and_gradients(options, axis, tokens, weight)
+            losses, gradients = _chunks.losses_and_gradients(options, axis, tokens, weight)
             return jnp.sum(losses), gradients
-        losses, statistics = _slabs.losses(options, axis, tokens, weight)
+        losses, statistics = _chunks.losses(options, axis, tokens, weight)
         return jnp.sum(losses) if self.what == "total" else (losses, statistics)
 
 

@@ -1,4 +1,4 @@
-"""The operands and options of a loss, and into how many slabs its tokens are cut."""
+"""The operands and options of a loss, and into how many chunks its tokens are cut."""
 
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
@@ -9,10 +9,11 @@ from jaxtyping import Float, Float32, Integer
 Axis: TypeAlias = str | tuple[str, ...] | None
 """Mesh axes over which the vocabulary is distributed, in this order; None if it is not."""
 
-SLAB_BYTES = 2**30
-"""How many bytes of float32 logits a slab has at most, unless the caller says how many tokens. With
-a vocabulary of 65536 a slab then has 4096 tokens. A product of so many rows runs at full speed, and
-the gradient of the weight, which every slab reads and writes, costs little beside it."""
+CHUNK_BYTES = 2**30
+"""How many bytes of float32 logits a chunk has at most, unless the caller says how many tokens.
+With a vocabulary of 65536 a chunk then has 4096 tokens. A product of so many rows runs at full
+speed, and the gradient of the weight, which every chunk reads and writes, costs little beside
+it."""
 
 
 class Tokens(NamedTuple):
@@ -26,8 +27,8 @@ class Tokens(NamedTuple):
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a loss. `chunk_size` is how many tokens a slab has at most; as many as
-    `SLAB_BYTES` allow if None."""
+    """The options of a loss. `chunk_size` is how many tokens a chunk has at most; as many as
+    `CHUNK_BYTES` allow if None."""
 
     z_loss: float = 0.0
     l2_wrap: float = 0.0
@@ -37,9 +38,9 @@ class Options:
     implementation: None = None
 
 
-def slabs(most: int | None, tokens: int, vocabulary: int) -> tuple[int, int]:
-    """The number of slabs, and the size of each, which is at most `most`. The last one may be
+def chunks(most: int | None, tokens: int, vocabulary: int) -> tuple[int, int]:
+    """The number of chunks, and the size of each, which is at most `most`. The last one may be
     filled up."""
-    most = most or max(1, SLAB_BYTES // (4 * vocabulary))
+    most = most or max(1, CHUNK_BYTES // (4 * vocabulary))
     count = max(1, -(-tokens // most))
     return count, -(-tokens // count)

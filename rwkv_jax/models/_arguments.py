@@ -17,7 +17,7 @@ from rwkv_jax._operator import check
 from rwkv_jax._packing import segments
 from rwkv_jax.models import _parameters
 from rwkv_jax.models._checkpoints.tensors import described, listed, quoted
-from rwkv_jax.models._postponement import flush
+from rwkv_jax.models._deferral import flush
 from rwkv_jax.models._stacking import Stacked
 
 

@@ -72,7 +72,7 @@ class Generation:
       rules: where parameters are on a mesh.
       step_block: a block for one token of each row by kernels of its own, or None. It takes the
         block in plain JAX, which it stands for, and the arguments of that.
-      postponed_block: the state of a block whose updates `step_block` may postpone, or None. It
+      deferred_block: the state of a block whose updates `step_block` may defer, or None. It
         takes the parameters of the block and its state.
     """
 
@@ -86,7 +86,7 @@ class Generation:
     initial_wkv: InitialWkv
     rules: _placement.Rules
     step_block: _StepBlock | None = None
-    postponed_block: Callable[[BlockParams, BlockState], BlockState] | None = None
+    deferred_block: Callable[[BlockParams, BlockState], BlockState] | None = None
 
     def init(self, key: Key[Array, ""], config: Any) -> Params:
         """Parameters with the official initialisation, float32, of a model with the sizes of
@@ -108,13 +108,13 @@ class Generation:
         state = _trees.initial_state(self.initial_wkv, params, batch, dtype)
         return _mesh.beside(state, params.ln_out.weight)
 
-    def postponed(self, params: Params, state: State) -> State:
-        """What `_postponement.postponed` returns: with many rows of bfloat16, where blocks are
-        computed by kernels of their own, a state whose updates may be postponed."""
-        if self.postponed_block is None or isinstance(state, Stacked):
+    def deferred(self, params: Params, state: State) -> State:
+        """What `_deferral.deferred` returns: with many rows of bfloat16, where blocks are
+        computed by kernels of their own, a state whose updates may be deferred."""
+        if self.deferred_block is None or isinstance(state, Stacked):
             return state
         pairs = zip(params.blocks, state, strict=True)
-        return tuple(self.postponed_block(p, s) for p, s in pairs)
+        return tuple(self.deferred_block(p, s) for p, s in pairs)
 
     def hidden_states(
         self,

@@ -12,4 +12,4 @@ slots, and one that copies a state for the cache.
 
 from rwkv_jax.serving._pool import Pool as Pool
 from rwkv_jax.serving._request import Request as Request
-from rwkv_jax.serving._rounds import Totals as Totals
+from rwkv_jax.serving._scheduler import Totals as Totals

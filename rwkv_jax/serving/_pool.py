@@ -1,4 +1,4 @@
-"""The pool: what a server calls, and the threads that do the rounds."""
+"""The pool: what a server calls, and the threads that do the scheduler steps."""
 
 import threading
 import time
@@ -22,17 +22,18 @@ from rwkv_jax.generation._text import RowText, check_stop
 from rwkv_jax.models._invariant import Invariant
 from rwkv_jax.models._placement import MeshAxes
 from rwkv_jax.serving._request import Request
-from rwkv_jax.serving._rounds import Plan, Rounds, Totals
+from rwkv_jax.serving._scheduler import Plan, Scheduler, Totals
 from rwkv_jax.serving._slots import Placement, devices_along
 
 
 class Pool:
     """Decodes many sequences at once, which come and go, with one program for all slots.
 
-    A round gives free slots to the requests that have waited longest, reads a chunk of a prompt,
-    and decodes some tokens of all sequences whose prompts are read. `step` does one round, `run`
-    rounds until there is nothing left to do, and `start` has a thread do them. Waiting for a
-    request also does rounds, unless such a thread does. All methods may be called from any thread.
+    A scheduler step gives free slots to the requests that have waited longest, reads a chunk of a
+    prompt, and decodes some tokens of all sequences whose prompts are read. `step` does one
+    scheduler step, `run` does them until there is nothing left to do, and `start` has a thread do
+    them. Waiting for a request also does scheduler steps, unless such a thread does. All methods
+    may be called from any thread.
 
     The tokens of a request depend on its prompt, its seed and its settings. They do not depend on
     the other requests, on the slot, on the order of arrival or on kept states, bit for bit on CPUs,
@@ -40,8 +41,8 @@ class Pool:
     A pool with other numbers may round logits in another way, unless it has a `models.Invariant`.
 
     A request fails alone where no token can be sampled: a logit is NaN or +inf, or all of them are
-    -inf. If a round raises an exception, the requests that have slots fail with it, and those that
-    wait for one go on in later rounds.
+    -inf. If a scheduler step raises an exception, the requests that have slots fail with it, and
+    those that wait for one go on in later scheduler steps.
 
     Args:
       module: the module of the model: `rwkv_jax.models.rwkv7`, `rwkv6`, `rwkv5` or `rwkv4`; or a
@@ -55,8 +56,9 @@ class Pool:
       prefill_chunks: the lengths of the chunks in which prompts are read, in tokens. For each of
         them that occurs a program is compiled.
       readers: how many prompts are read side by side.
-      steps: how many tokens of each sequence a round decodes, from 1 to 32. While prompts are read
-        it is a quarter of them, so that a sequence waits for fewer before it can join the others.
+      steps: how many tokens of each sequence a scheduler step decodes, from 1 to 32. While prompts
+        are read it is a quarter of them, so that a sequence waits for fewer before it can join the
+        others.
       cache_bytes: memory for states by the beginning of a prompt; 0 to keep none.
       mesh: a mesh with axes of type Auto, over which the slots are distributed.
       data: mesh axes that split the slots.
@@ -112,11 +114,13 @@ class Pool:
         placement = None if mesh is None else Placement(mesh, data, model)
         used = Model(module, jnp.dtype(dtype), implementation)
         plan = Plan(slots, tuple(prefill_chunks), readers, steps, cache_bytes, placement)
-        self._rounds = Rounds(used, params, initial_state_of("Pool", used, params, state), plan)
+        self._scheduler = Scheduler(
+            used, params, initial_state_of("Pool", used, params, state), plan
+        )
         self._vocabulary, self._tokenizer = len(params.head.weight), tokenizer
         self._closed = False
         self._thread: threading.Thread | None = None
-        self._round = threading.Lock()
+        self._stepping = threading.Lock()
 
     def submit(
         self,
@@ -176,41 +180,42 @@ class Pool:
             until=self._until,
             cancel=self._cancel,
         )
-        self._rounds.controls(request.sampling, request.stop_tokens)
-        with self._rounds.changed:
+        self._scheduler.controls(request.sampling, request.stop_tokens)
+        with self._scheduler.changed:
             if self._closed:
                 raise RuntimeError("submit: the pool is closed")
-            self._rounds.queue.append(request)
-            self._rounds.changed.notify_all()
+            self._scheduler.queue.append(request)
+            self._scheduler.changed.notify_all()
         return request
 
     def step(self) -> bool:
-        """Do one round, and return whether there is anything left to do.
+        """Do one scheduler step, and return whether there is anything left to do.
 
         Raises:
-          Exception: what failed in the round. The requests that had slots have failed.
+          Exception: what failed in the scheduler step. The requests that had slots have failed.
         """
-        with self._round:
-            self._rounds.one()
-        return self._rounds.busy
+        with self._stepping:
+            self._scheduler.step()
+        return self._scheduler.busy
 
     def run(self) -> None:
-        """Do rounds until all requests have ended.
+        """Do scheduler steps until all requests have ended.
 
         Raises:
-          Exception: what failed in a round. The requests that wait for a slot are still there.
+          Exception: what failed in a scheduler step. The requests that wait for a slot are still
+            there.
         """
         while self.step():
             pass
 
     def start(self) -> None:
-        """Have a thread do rounds until `close`. A round that fails ends its requests, which raise
-        the error.
+        """Have a thread do scheduler steps until `close`. A scheduler step that fails ends its
+        requests, which raise the error.
 
         Raises:
           RuntimeError: there is such a thread, or the pool is closed.
         """
-        with self._rounds.changed:
+        with self._scheduler.changed:
             if self._closed or self._thread is not None:
                 raise RuntimeError("start: the pool is closed or has a thread")
             thread = threading.Thread(target=self._work, name="rwkv_jax.serving", daemon=True)
@@ -221,12 +226,12 @@ class Pool:
     def close(self) -> None:
         """Cancel all requests that have not ended, and end the thread. A closed pool accepts no
         requests."""
-        with self._rounds.changed:
+        with self._scheduler.changed:
             self._closed = True
-            for request in (*self._rounds.queue, *self._rounds.running):
+            for request in (*self._scheduler.queue, *self._scheduler.running):
                 request.end("cancelled")
-            self._rounds.queue.clear()
-            self._rounds.changed.notify_all()
+            self._scheduler.queue.clear()
+            self._scheduler.changed.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
@@ -239,48 +244,48 @@ class Pool:
     @property
     def totals(self) -> Totals:
         """What the pool has done so far."""
-        return self._rounds.totals
+        return self._scheduler.totals
 
     @property
     def waiting(self) -> int:
         """How many requests wait for a slot."""
-        return len(self._rounds.queue)
+        return len(self._scheduler.queue)
 
     @property
     def running(self) -> int:
         """How many requests have slots and have not ended."""
-        return len(self._rounds.running)
+        return len(self._scheduler.running)
 
     def _until(self, ready: Callable[[], bool], timeout: float | None) -> bool:
-        """Do rounds, or have the thread do them, until `ready` or for so many seconds. The result
-        is that of `ready`."""
+        """Do scheduler steps, or have the thread do them, until `ready` or for so many seconds. The
+        result is that of `ready`."""
         end = None if timeout is None else time.monotonic() + timeout
         while self._thread is None and not ready():
             if end is not None and time.monotonic() >= end:
                 return False
             self._attempt()
-        with self._rounds.changed:
+        with self._scheduler.changed:
             left = None if end is None else end - time.monotonic()
-            return self._rounds.changed.wait_for(ready, left)
+            return self._scheduler.changed.wait_for(ready, left)
 
     def _cancel(self, request: Request) -> None:
-        """A request leaves the queue or, at the next round, its slot."""
-        with self._rounds.changed:
+        """A request leaves the queue or, at the next scheduler step, its slot."""
+        with self._scheduler.changed:
             request.end("cancelled")
-            if request in self._rounds.queue:
-                self._rounds.queue.remove(request)
-            self._rounds.changed.notify_all()
+            if request in self._scheduler.queue:
+                self._scheduler.queue.remove(request)
+            self._scheduler.changed.notify_all()
 
     def _work(self) -> None:
         while True:
-            with self._rounds.changed:
-                self._rounds.changed.wait_for(lambda: self._closed or self._rounds.busy)
+            with self._scheduler.changed:
+                self._scheduler.changed.wait_for(lambda: self._closed or self._scheduler.busy)
                 if self._closed:
                     return
             self._attempt()
 
     def _attempt(self) -> None:
-        """A round whose error those get whose requests it ends."""
+        """A scheduler step whose error those get whose requests it ends."""
         try:
             self.step()
         except Exception:

@@ -1,8 +1,8 @@
 """States by the beginning of a prompt, so that prompts with the same beginning read it once.
 
-The key of a state is a hash of the pieces that were read to make it: of their tokens, and of where
-one ends and the next begins. A prompt therefore goes on from a kept state only if it would have
-computed the same bits itself, and the tokens of a request do not depend on what is kept.
+The key of a state is a hash of the prefill chunks that were read to make it: of their tokens, and
+of where one ends and the next begins. A prompt therefore goes on from a kept state only if it would
+have computed the same bits itself, and the tokens of a request do not depend on what is kept.
 """
 
 import hashlib
@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from rwkv_jax.generation._prefill import lengths_of_pieces
+from rwkv_jax.generation._prefill import lengths_of_prefill_chunks
 
 
-class Piece(NamedTuple):
+class PrefillChunk(NamedTuple):
     """A part of a prompt, as it is read.
 
     Attributes:
-      key: of all pieces up to this one.
+      key: of all prefill chunks up to this one.
       tokens: its tokens, without padding.
       length: the length with padding.
     """
@@ -30,31 +30,32 @@ class Piece(NamedTuple):
     length: int
 
 
-def cut(prompt: np.ndarray, lengths: Sequence[int]) -> list[Piece]:
-    """The pieces of a prompt."""
+def cut(prompt: np.ndarray, lengths: Sequence[int]) -> list[PrefillChunk]:
+    """The prefill chunks of a prompt."""
     found, begin, key = [], 0, b""
-    for length in lengths_of_pieces(len(prompt), lengths):
+    for length in lengths_of_prefill_chunks(len(prompt), lengths):
         tokens = prompt[begin : begin + length]
         key = hashlib.sha256(b"%b%d:%b" % (key, length, tokens.tobytes())).digest()
-        found.append(Piece(key, tokens, length))
+        found.append(PrefillChunk(key, tokens, length))
         begin += length
     return found
 
 
 class Prefixes:
-    """The states after pieces, of which those are dropped first that were not used for longest."""
+    """The states after prefill chunks, of which those are dropped first that were not used for
+    longest."""
 
     def __init__(self, most_bytes: int):
         self._most, self._bytes = most_bytes, 0
         self._states: OrderedDict[bytes, Any] = OrderedDict()
 
-    def find(self, pieces: Sequence[Piece]) -> tuple[int, Any]:
-        """The largest number of the first pieces of a prompt after which there is a state, and the
-        state; 0 and None if there is none. The last piece is always left to read, because a state
-        has no logits."""
-        for number in range(len(pieces) - 1, 0, -1):
-            if (state := self._states.get(pieces[number - 1].key)) is not None:
-                self._states.move_to_end(pieces[number - 1].key)
+    def find(self, chunks: Sequence[PrefillChunk]) -> tuple[int, Any]:
+        """The largest number of the first prefill chunks of a prompt after which there is a state,
+        and the state; 0 and None if there is none. The last prefill chunk is always left to read,
+        because a state has no logits."""
+        for number in range(len(chunks) - 1, 0, -1):
+            if (state := self._states.get(chunks[number - 1].key)) is not None:
+                self._states.move_to_end(chunks[number - 1].key)
                 return number, state
         return 0, None
 

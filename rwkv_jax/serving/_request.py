@@ -119,7 +119,7 @@ class Request:
 
     def cancel(self) -> None:
         """End the request after the tokens that it has. Its slot is free for others from the next
-        round on."""
+        scheduler step on."""
         self._cancel(self)
 
     def receive(self, tokens: Sequence[int], when: float) -> None:

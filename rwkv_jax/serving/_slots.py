@@ -96,8 +96,8 @@ def placed(tree: Tree, placement: Placement | None, *, slots: bool = True) -> Tr
 
 @functools.partial(jax.jit, static_argnames="placement", donate_argnames="slots")
 def start(slots: Slots, slot: Number, begin: Start, placement: Placement | None) -> Slots:
-    """A sequence takes a slot. Logits and penalties are those before until it reads a piece, which
-    replaces them."""
+    """A sequence takes a slot. Logits and penalties are those before until it reads a prefill
+    chunk, which replaces them."""
     session, row = slots.session, jnp.asarray(slot)[None]
     after = Slots(
         session._replace(
@@ -123,7 +123,7 @@ def read(
     """Each of some slots, `rows`, reads the first `lengths` tokens of a row of `tokens`. A number
     that no slot has marks a row with nothing to read."""
     before = jax.tree_util.tree_map_with_path(functools.partial(_at, rows), slots.session)
-    after = _prefill.read_piece(model, params, before, tokens, lengths)
+    after = _prefill.read_prefill_chunk(model, params, before, tokens, lengths)
     return placed(slots._replace(session=_put(slots.session, after, rows)), placement)
 
 
@@ -139,11 +139,11 @@ def decode(
 ) -> tuple[Slots, Array, Array]:
     """As `generation._decoding.decode`, for all slots.
 
-    No update is postponed: when a state is updated would depend on the other requests, and so
+    No update is deferred: when a state is updated would depend on the other requests, and so
     would the rounding of logits."""
     session, tokens, count = _decoding.decode(
         *(model, params, slots.session, slots.controls, left, steps, min_active_rows),
-        postpones=False,
+        defers=False,
     )
     return placed(slots._replace(session=session), placement), tokens, count
 

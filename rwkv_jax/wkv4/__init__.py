@@ -10,13 +10,13 @@ from rwkv_jax._typing import Operand, Precision
 from rwkv_jax.wkv4 import reference, xla
 from rwkv_jax.wkv4.signature import SIGNATURE
 from rwkv_jax.wkv4.signature import Wkv4State as Wkv4State
-from rwkv_jax.wkv4.summary import SUMMARY
+from rwkv_jax.wkv4.transition import TRANSITION
 
 OPERATOR = Operator(
     SIGNATURE,
-    SUMMARY,
+    TRANSITION,
     implementations={
-        "ffi": NativeKernels(SIGNATURE, has_summaries=False),
+        "ffi": NativeKernels(SIGNATURE, has_transitions=False),
         "xla": xla.IMPLEMENTATION,
         "reference": reference.IMPLEMENTATION,
     },

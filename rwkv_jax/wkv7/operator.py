@@ -1,9 +1,9 @@
 """The operator WKV7: its operands, the recurrence, what a run of tokens does to a state, and its
 implementations.
 
-In plain XLA the recurrence is solved at once for a link of tokens. With P[i, j] the decay of tokens
-between j and i, without both (see `rwkv_jax._portable.algebra`), `before` that of the tokens before
-one, and `after` that of the tokens after it:
+In plain XLA the recurrence is solved at once for a sub-chunk of tokens. With P[i, j] the decay of
+tokens between j and i, without both (see `rwkv_jax._portable.algebra`), `before` that of the tokens
+before one, and `after` that of the tokens after it:
 
     A_ij = a_i . (P[i, j] b_j)          B_ij = a_i . (P[i, j] k_j)          for j < i
     Q_ij = r_i . (d_i P[i, j] b_j)      R_ij = r_i . (d_i P[i, j] k_j)      for j < i
@@ -20,7 +20,7 @@ from jax import Array, lax
 
 from rwkv_jax._native.kernels import HEAD_SIZES, NativeKernels
 from rwkv_jax._operator.call import Arrays, Forward, Options
-from rwkv_jax._operator.implementation import ForwardFn, Summary
+from rwkv_jax._operator.implementation import ForwardFn, Transition
 from rwkv_jax._operator.operator import Operator
 from rwkv_jax._operator.partition import match_shardings
 from rwkv_jax._operator.signature import Signature
@@ -57,12 +57,12 @@ def _apply(state: Array, x: Array) -> Array:
 
 
 def terms(inputs: Arrays) -> Terms:
-    """The terms of a token, from which plain XLA makes the parts of a link."""
+    """The terms of a token, from which plain XLA makes the parts of a sub-chunk."""
     r, k, a, b = (inputs[name] for name in "rkab")
     return Terms([Read(a), Read(r, after=True)], [b, k])
 
 
-class _Summary(Summary):
+class _Transition(Transition):
     """The tokens take the state S [V, K] of a head to S M + D, where D [V, K], `added`, is the run
     from S = 0 and M [K, K], `factor`, the run from S = I with v = 0. (The letter L is a second K.)
     """
@@ -82,8 +82,8 @@ class _Summary(Summary):
         zeros = jnp.zeros((batch, heads, v.shape[-1], size))
         return {"factor": run(jnp.zeros_like(k), identity), "added": run(v, zeros)}
 
-    def apply(self, summary: Arrays, state: Arrays) -> Arrays:
-        return {"state": _times(state["state"], summary["factor"]) + summary["added"]}
+    def apply(self, transition: Arrays, state: Arrays) -> Arrays:
+        return {"state": _times(state["state"], transition["factor"]) + transition["added"]}
 
     def combine(self, first: Arrays, second: Arrays) -> Arrays:
         added = self.apply(second, {"state": first["added"]})["state"]
@@ -96,7 +96,7 @@ def _times(x: Array, y: Array) -> Array:
 
 OPERATOR = Operator(
     SIGNATURE,
-    _Summary(),
+    _Transition(),
     implementations={
         "ffi": NativeKernels(SIGNATURE, head_sizes=HEAD_SIZES),
         "pallas": "rwkv_jax.wkv7.pallas",

@@ -20,7 +20,7 @@ from benchmarking.timing import copy_gb_s, seconds
 from rwkv_jax import models
 from rwkv_jax.generation._sampling import first_largest
 from rwkv_jax.models import rwkv7
-from rwkv_jax.models._postponement import at_step, flush, postponed
+from rwkv_jax.models._deferral import at_step, deferred, flush
 from training.sizes import flops_per_token
 
 Figures: TypeAlias = dict[str, Any]
@@ -160,7 +160,7 @@ def decode(
         logits, state = model.apply(params, tokens, state, dtype=dtype, layers=layers)
         return (state, first_largest(logits)), None
 
-    carry = postponed(model, params, state), tokens
+    carry = deferred(model, params, state), tokens
     state, tokens = lax.scan(step, carry, jnp.arange(length))[0]
     return flush(state), tokens
 

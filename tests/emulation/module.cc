@@ -201,7 +201,7 @@ std::vector<int64_t> BlockGaps(int64_t dtype, int64_t rows, int64_t width, int64
 }
 
 // Those of an operator that has `floats` of scratch. Backwards, the kernel that goes token by token has the
-// memory of summaries and gradients, too, where it stands in for the kernels on matrix units.
+// memory of transitions and gradients, too, where it stands in for the kernels on matrix units.
 std::vector<int64_t> OperatorGaps(const rwkv_jax::Problem& problem, int64_t floats) {
   rwkv_jax::cuda::Device device;
   rwkv_jax::cuda::CurrentDevice(device);
@@ -293,7 +293,7 @@ PYBIND11_MODULE(rwkv_jax_emulation, module) {
       },
       py::arg("op"), py::arg("pass"), py::kw_only(), py::arg("multiprocessors"),
       py::arg("shared_memory"));
-  module.def("has_summary", [](const std::string& op, const py::kwargs& problem) {
-    return Cuda::HasSummary(ProblemOf(op, "summary", problem));
+  module.def("has_transition", [](const std::string& op, const py::kwargs& problem) {
+    return Cuda::HasTransition(ProblemOf(op, "transition", problem));
   });
 }

@@ -158,7 +158,7 @@ class Emulation:
 
     def __init__(self, module: Any, on_gpu: bool) -> None:
         self.module, self.on_gpu = module, on_gpu
-        self.has_summary, self.plan = module.has_summary, module.plan
+        self.has_transition, self.plan = module.has_transition, module.plan
         self.use(DEVICES["9.0"])
 
     def use(self, device: Device, share: float = 1.0) -> None:

@@ -20,19 +20,19 @@ from rwkv_jax._operator import dispatch
 from rwkv_jax._operator.call import CHUNK as CHUNK
 from rwkv_jax._operator.call import Arrays, Backward, Forward, Marks, Options, Sequences
 from rwkv_jax._operator.dispatch import in_program_of_one_device as in_program_of_one_device
-from rwkv_jax._operator.implementation import Implementation, Summary
+from rwkv_jax._operator.implementation import Implementation, Transition
 from rwkv_jax._operator.operator import PUBLIC, Operator
 from rwkv_jax._operator.signature import Signature
 from rwkv_jax._packing import segments
-from rwkv_jax._portable import algebra, chain, inverses, links, products, terms
+from rwkv_jax._portable import algebra, chain, inverses, products, sub_chunks, terms
 from rwkv_jax._portable import decay as decays
 from rwkv_jax.generation import _decoding, _sampling, _session
 from rwkv_jax.layers import _function as layers
 from rwkv_jax.losses import _native as of_losses
 from rwkv_jax.models import _row_product
-from rwkv_jax.models._postponement import MAX_PENDING as MAX_PENDING
-from rwkv_jax.models._postponement import at_step as at_step
-from rwkv_jax.models._postponement import flush as flush
+from rwkv_jax.models._deferral import MAX_PENDING as MAX_PENDING
+from rwkv_jax.models._deferral import at_step as at_step
+from rwkv_jax.models._deferral import flush as flush
 from rwkv_jax.models.rwkv7 import block_step
 
 CONTINUES, STARTS, PADDING = segments.CONTINUES, segments.STARTS, segments.PADDING
@@ -93,9 +93,9 @@ def axes_of_state(op: str) -> Mapping[str, str]:
     return signature(op).state
 
 
-def summary(op: str) -> Summary:
-    """The summaries of an operator: axes, combine, apply."""
-    return operator(op).summary
+def transition(op: str) -> Transition:
+    """The transitions of an operator: axes, combine, apply."""
+    return operator(op).transition
 
 
 def state_of(op: str, arrays: Mapping[str, Any], form: str = "initial_{}") -> Arrays:
@@ -151,7 +151,7 @@ def marks_of(segment_ids: Any) -> Marks:
 
 
 def run_pass(op: str, name: str, operands: Any, **options: Any) -> Any:
-    """A pass of an operator, such as "summary", for options as `options_of` takes them."""
+    """A pass of an operator, such as "transition", for options as `options_of` takes them."""
     run: Any = dispatch.run
     return run(operator(op), name, options_of(op, **options), operands)
 
@@ -164,8 +164,8 @@ def run_native_pass(op: str, name: str, platform: str, operands: Any, **options:
 
 
 def targets(op: str, *passes: str) -> set[str]:
-    """The native targets for passes of an operator: "fwd", "bwd", "step", "summary" or
-    "reverse_summary"."""
+    """The native targets for passes of an operator: "fwd", "bwd", "step", "transition" or
+    "reverse_transition"."""
     return {f"rwkv_{op}_{name}_v2" for name in passes}
 
 
@@ -216,7 +216,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, platform: str, reason: str | None) 
             device=lambda ordinal: None,
             plan=_plan,
             block_scratch=lambda **_: 0,
-            has_summary=lambda *_, **__: False,
+            has_transition=lambda *_, **__: False,
         )
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setitem(library.MISSING, platform, reason)
@@ -321,10 +321,10 @@ def run_as_on_cuda(monkeypatch: pytest.MonkeyPatch, module: Any, call: Any) -> N
 
 
 def fused_block(
-    *, first: bool, quantised: bool = False, by_input: bool = False, postponed: bool = False
+    *, first: bool, quantised: bool = False, by_input: bool = False, deferred: bool = False
 ) -> Any:
     """The axes of the inputs and results of the step of a whole block."""
-    kinds = {"quantised": quantised, "by_input": by_input, "postponed": postponed}
+    kinds = {"quantised": quantised, "by_input": by_input, "deferred": deferred}
     return block_step._FusedBlock(None, first=first, **kinds)
 
 
@@ -342,7 +342,7 @@ def lowered_decoding(
     rows: int,
     dtype: Any,
     implementation: str | None = None,
-    postpones: bool = True,
+    defers: bool = True,
 ) -> str:
     """The loop over tokens of `rwkv_jax.generation`, lowered for CUDA."""
     jax.clear_caches()
@@ -355,17 +355,17 @@ def lowered_decoding(
     )
     left = jnp.ones(rows, jnp.int32)
     traced = _decoding.decode.trace(
-        *(model, params, session, controls, left, jnp.int32(2), jnp.int32(1)), postpones=postpones
+        *(model, params, session, controls, left, jnp.int32(2), jnp.int32(1)), defers=defers
     )
     return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
-def postponed(params: Any, state: Any) -> Any:
-    """The state of a model, each block with an update that may be postponed, for few rows, too."""
+def deferred(params: Any, state: Any) -> Any:
+    """The state of a model, each block with an update that may be deferred, for few rows, too."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(block_step, "LEAST_POSTPONED", 0)
+        patch.setattr(block_step, "LEAST_DEFERRED", 0)
         patch.setattr(block_step, "_prefers_kernels", lambda *_: True)
-        return tuple(block_step.postponed(p, s) for p, s in zip(params.blocks, state, strict=True))
+        return tuple(block_step.deferred(p, s) for p, s in zip(params.blocks, state, strict=True))
 
 
 def run_blocks_as_on_cuda(monkeypatch: pytest.MonkeyPatch, module: Any, call: Any) -> None:
@@ -500,8 +500,8 @@ def use_matrix_units(monkeypatch: pytest.MonkeyPatch) -> None:
     jax.clear_caches()
 
 
-def link(decay: str, minimize_flops: bool, w: Any, x: Any, y: Any) -> dict[str, Any]:
-    """The decays of links [..., T, K] of `xla`, and the pairs of their tokens, where x is read
+def sub_chunk(decay: str, minimize_flops: bool, w: Any, x: Any, y: Any) -> dict[str, Any]:
+    """The decays of sub-chunks [..., T, K] of `xla`, and the pairs of their tokens, where x is read
     before tokens, after them, and before them while x + y meets the token itself."""
     product = products.Products(jnp.float32, jax.lax.Precision.HIGHEST, minimize_flops)
     decays = algebra.decays(w, decay, algebra.Tokens(), product)
@@ -517,19 +517,22 @@ def link(decay: str, minimize_flops: bool, w: Any, x: Any, y: Any) -> dict[str, 
     }
 
 
-def inverse_of_link(x: Any, *, minimize_flops: bool) -> Any:
-    """What `xla` solves a link with, with the fewest multiplications or on matrix units."""
+def inverse_of_sub_chunk(x: Any, *, minimize_flops: bool) -> Any:
+    """What `xla` solves a sub-chunk with, with the fewest multiplications or on matrix units."""
     product = products.Products(jnp.float32, jax.lax.Precision.HIGHEST, minimize_flops)
     return inverses.inverse(product, x)
 
 
-def chunks_of_slabs(tokens: int, heads: int) -> tuple[int, int, int]:
-    """Of a row in `xla` on a GPU: how many slabs it has, their chunks, and those with tokens."""
-    made = list[links.LinksOfRows]()
+def chunks_of_groups(tokens: int, heads: int) -> tuple[int, int, int]:
+    """Of a row in `xla` on a GPU: how many chunk groups it has, their chunks, and those with
+    tokens."""
+    made = list[sub_chunks.SubChunksOfRows]()
 
     def make(x: Any) -> None:
         inputs: Any = dict.fromkeys("rwkvab", x)
-        made.append(links.LinksOfRows(signature("wkv7"), links.ELSEWHERE, inputs, None))
+        made.append(
+            sub_chunks.SubChunksOfRows(signature("wkv7"), sub_chunks.ELSEWHERE, inputs, None)
+        )
 
     jax.eval_shape(make, jax.ShapeDtypeStruct((1, tokens, heads, 64), jnp.float32))
     (found,) = made

@@ -23,7 +23,7 @@ class BlockReader {
   Operands operands;
 
   // The first block of a model makes the value that all others take. `by_input` is for `ffn.value`.
-  Rwkv7BlockCall Read(bool is_first, bool by_input, bool postpones) {
+  Rwkv7BlockCall Read(bool is_first, bool by_input, bool defers) {
     Rwkv7BlockCall call = {};
     call.value_by_input = by_input;
     call.x = Tensor("x", "BC"), call.time_before = Tensor("att.shift", "BC");
@@ -32,7 +32,7 @@ class BlockReader {
     if (!is_first) call.first = Tensor("v_first", "BC");
     call.segment_ids = static_cast<const int32_t*>(operands.Arg("segment_ids", "B", Kind::kInts));
     const void* waiting = nullptr;
-    if (postpones) {
+    if (defers) {
       waiting = Tensor("att.wkv.waiting", "BHNUK");
       call.schedule =
           static_cast<const int32_t*>(operands.Arg("att.wkv.schedule", "P", Kind::kInts));
@@ -60,8 +60,8 @@ class BlockReader {
     call.state_after = static_cast<float*>(operands.Ret("next att.wkv", "BHVK", Kind::kFloat));
     call.channel_after = Result("next ffn", "BC");
     if (is_first) call.made_first = Result("v_first", "BC");
-    if (postpones) call.waiting = Result("next att.wkv.waiting", "BHNUK");
-    operands.Require(!postpones || (call.state == call.state_after && call.waiting == waiting),
+    if (defers) call.waiting = Result("next att.wkv.waiting", "BHNUK");
+    operands.Require(!defers || (call.state == call.state_after && call.waiting == waiting),
                      "att.wkv and att.wkv.waiting lie elsewhere than their results; expected them "
                      "to be updated in place");
     call.scratch = static_cast<float*>(operands.Ret("scratch", "X", Kind::kFloat));
@@ -84,11 +84,11 @@ class BlockReader {
                      " where att.receptance.weight is S8; expected ", kMaxQuantisedRows, " row");
     operands.Require(!call.value_by_input || call.rows <= kMaxRowsByInput, "x has B = ", call.rows,
                      " where ffn.value is by input; expected ", kMaxRowsByInput, " row");
-    operands.Require(!call.Postpones() || (call.OnMatrixUnits() && call.dtype == Dtype::kBF16),
+    operands.Require(!call.Defers() || (call.OnMatrixUnits() && call.dtype == Dtype::kBF16),
                      "x has B = ", call.rows, " where tokens wait; expected several rows of BF16");
-    operands.Require(!call.Postpones() || (operands.Size('N') == kMostWaiting &&
-                                           operands.Size('U') == kWaitingVectors &&
-                                           operands.Size('P') == kScheduleNumbers),
+    operands.Require(!call.Defers() || (operands.Size('N') == kMostWaiting &&
+                                        operands.Size('U') == kWaitingVectors &&
+                                        operands.Size('P') == kScheduleNumbers),
                      "att.wkv.waiting has N = ", operands.Size('N'),
                      " and U = ", operands.Size('U'),
                      " and att.wkv.schedule has P = ", operands.Size('P'), "; expected ",
@@ -147,10 +147,10 @@ class BlockReader {
   }
 };
 
-template <bool kFirst, bool kByInput = false, bool kPostpones = false>
+template <bool kFirst, bool kByInput = false, bool kDefers = false>
 ffi::Error HandleBlock(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets) {
   BlockReader reader(args, rets);
-  const Rwkv7BlockCall call = reader.Read(kFirst, kByInput, kPostpones);
+  const Rwkv7BlockCall call = reader.Read(kFirst, kByInput, kDefers);
   return RunOnCurrentDevice(stream, call, reader.operands);
 }
 
@@ -160,8 +160,8 @@ inline std::vector<Registration> BlockTargets() {
           {"rwkv_rwkv7_block_v1", LaunchTarget<HandleBlock<false>>},
           {"rwkv_rwkv7_first_block_by_input_v1", LaunchTarget<HandleBlock<true, true>>},
           {"rwkv_rwkv7_block_by_input_v1", LaunchTarget<HandleBlock<false, true>>},
-          {"rwkv_rwkv7_first_block_postponed_v1", LaunchTarget<HandleBlock<true, false, true>>},
-          {"rwkv_rwkv7_block_postponed_v1", LaunchTarget<HandleBlock<false, false, true>>}};
+          {"rwkv_rwkv7_first_block_deferred_v1", LaunchTarget<HandleBlock<true, false, true>>},
+          {"rwkv_rwkv7_block_deferred_v1", LaunchTarget<HandleBlock<false, false, true>>}};
 }
 
 }  // namespace rwkv_jax::cuda

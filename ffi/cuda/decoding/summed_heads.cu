@@ -33,10 +33,10 @@ constexpr int kWarpsOfFew = Partition<0>::kWarps;
 
 // Where heads are many, so many of one warp share the memory of a multiprocessor; where they are few, so many
 // of kWarpsOfFew warps share its registers.
-constexpr int kManyHeads = 9, kManyPostponed = 14, kFewHeads = 8;
+constexpr int kManyHeads = 9, kManyDeferred = 14, kFewHeads = 8;
 
-constexpr int BlocksOfHeads(int warps, bool postpones) {
-  return warps > 1 ? kFewHeads : postpones ? kManyPostponed : kManyHeads;
+constexpr int BlocksOfHeads(int warps, bool defers) {
+  return warps > 1 ? kFewHeads : defers ? kManyDeferred : kManyHeads;
 }
 
 struct HeadArguments {
@@ -47,14 +47,14 @@ struct HeadArguments {
 };
 
 // The tokens with which a state is not up to date, that of the call last.
-template <typename T, bool kPostpones>
+template <typename T, bool kDefers>
 struct HeadShared {
-  static constexpr int kTokens = kPostpones ? kMostWaiting + 1 : 1;
-  float state[kPostpones ? N * N / 2 : N * N];
+  static constexpr int kTokens = kDefers ? kMostWaiting + 1 : 1;
+  float state[kDefers ? N * N / 2 : N * N];
   float factors[kTokens][N], r[N], y[N];
   __nv_bfloat16 u[kParts][N];
   // As they wait; where none does, the vectors that are rounded, as floats.
-  using Element = std::conditional_t<kPostpones, T, float>;
+  using Element = std::conditional_t<kDefers, T, float>;
   Element tokens[kTokens][kWaitingVectors][N];
 };
 
@@ -99,11 +99,11 @@ struct HeadSchedule {
 // Where few instructions copy, and all that does not depend on another load is loaded first, a warp takes
 // half as long as otherwise; but where a whole state is copied, the vectors of the token must not queue behind
 // all of it.
-template <typename T, int kWarps, bool kPostpones>
-__global__ __launch_bounds__(32 * kWarps, BlocksOfHeads(kWarps, kPostpones)) void SummedHeadKernel(
+template <typename T, int kWarps, bool kDefers>
+__global__ __launch_bounds__(32 * kWarps, BlocksOfHeads(kWarps, kDefers)) void SummedHeadKernel(
     ChainPlace place, const __grid_constant__ HeadArguments own) {
   RWKV_JAX_DYNAMIC_SHARED(16, memory);
-  using Shared = HeadShared<T, kPostpones>;
+  using Shared = HeadShared<T, kDefers>;
   using G = Partition<kWarps>;
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   constexpr int kThreads = 32 * kWarps, kToken = kWaitingVectors * N, kFirstHalf = N * N / 2;
@@ -121,11 +121,11 @@ __global__ __launch_bounds__(32 * kWarps, BlocksOfHeads(kWarps, kPostpones)) voi
   // No kernel of the block before this one writes the state, the tokens that wait, a parameter, or the first
   // layer's value.
   const EarlierKernels kernels(place);
-  if constexpr (kPostpones)
+  if constexpr (kDefers)
     CopyUpper<G, kThreads>(state, upper);
   else
     CopyElements<kFirstHalf, kThreads>(state, shared.state);
-  const HeadSchedule schedule(kPostpones ? call.schedule : nullptr);
+  const HeadSchedule schedule(kDefers ? call.schedule : nullptr);
   // A row without a token keeps its states, and what is read out means nothing.
   const bool idle = call.segment_ids[row] == 0;
   // The first warp has the vectors of the token.
@@ -136,7 +136,7 @@ __global__ __launch_bounds__(32 * kWarps, BlocksOfHeads(kWarps, kPostpones)) voi
   LaneProjections<T> given;
   if (warp == 0)
     given.Load(call, static_cast<const T*>(own.projected) + row * own.projected_width, channel);
-  if constexpr (kPostpones) {
+  if constexpr (kDefers) {
     constexpr int kEach = 16 / sizeof(T);
     for (int i = kEach * threadIdx.x; i < schedule.count * kToken; i += kEach * kThreads)
       CopyPacked<kEach>(shared.tokens[0][0] + i, waiting(0) + i);
@@ -166,7 +166,7 @@ __global__ __launch_bounds__(32 * kWarps, BlocksOfHeads(kWarps, kPostpones)) voi
   G partition;
   float x[G::kCols];
   if (schedule.updates) {
-    if constexpr (kPostpones) {
+    if constexpr (kDefers) {
       if (warp == 0)
         for (int i = 0; i < schedule.count; ++i) {
           LaneToken<T> earlier;
@@ -179,7 +179,7 @@ __global__ __launch_bounds__(32 * kWarps, BlocksOfHeads(kWarps, kPostpones)) voi
     for (int turn = 0; turn < kTurns; ++turn, partition.first_row += kNextRows) {
       const int first = FirstOfWarp(partition);
       Fragment<G> s;
-      if constexpr (!kPostpones) {
+      if constexpr (!kDefers) {
         LoadState(partition, shared.state, s);
       } else {
         if (schedule.in_halves)
@@ -198,7 +198,7 @@ __global__ __launch_bounds__(32 * kWarps, BlocksOfHeads(kWarps, kPostpones)) voi
       LoadCols(partition, shared.r, x);
       Read(partition, s, x, shared.y);
     }
-  } else if constexpr (kPostpones) {
+  } else if constexpr (kDefers) {
     if (warp == 0) {
       LaneVector u;
 #pragma unroll
@@ -233,16 +233,16 @@ cudaError_t StepSummedHeads(LaunchChain& chain, const Rwkv7BlockCall& call, cons
   const HeadArguments own{call, call.scratch + scratch.projected, call.scratch + scratch.read,
                           static_cast<int>(scratch.projected_width)};
   const Grid blocks(call.heads, call.rows);
-  const auto launch = [&](auto zero, auto warps, auto postpones) {
-    return chain.Launch(SummedHeadKernel<decltype(zero), warps(), postpones()>, blocks,
-                        32 * warps(), sizeof(HeadShared<decltype(zero), postpones()>), own);
+  const auto launch = [&](auto zero, auto warps, auto defers) {
+    return chain.Launch(SummedHeadKernel<decltype(zero), warps(), defers()>, blocks, 32 * warps(),
+                        sizeof(HeadShared<decltype(zero), defers()>), own);
   };
   const bool few = call.rows * call.heads <= kFewHeads * device.multiprocessors;
   return ForHalfTypes<1, kWarpsOfFew>(call.dtype, few ? kWarpsOfFew : 1,
                                       [&](auto zero, auto warps) {
                                         using T = decltype(zero);
                                         if constexpr (std::is_same_v<T, __nv_bfloat16>)
-                                          if (call.Postpones())
+                                          if (call.Defers())
                                             return launch(zero, warps, std::true_type());
                                         return launch(zero, warps, std::false_type());
                                       });

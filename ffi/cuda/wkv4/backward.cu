@@ -357,7 +357,7 @@ __device__ void StoreInitial(const Column<T>& column, const Wkv4BackwardCall& ca
 }
 
 // A block has a split of a column and takes its chunks from the last to the first. If there are
-// several splits, the kernel first runs with kSummary for all splits but the first one. It then
+// several splits, the kernel first runs with kTransition for all splits but the first one. It then
 // stores the cotangent of the state before the split, as far as it comes from tokens of the split,
 // and the share of the cotangent of log_max after the split that reaches the state before it. For
 // the last split, these are the cotangents themselves.
@@ -370,10 +370,10 @@ __device__ void StoreInitial(const Column<T>& column, const Wkv4BackwardCall& ca
 //
 // ChunkSums have two stages, so a warp that is ahead stores the next chunk's sums beside the
 // present ones.
-template <typename T, bool kSummary, bool kMarked>
+template <typename T, bool kTransition, bool kMarked>
 __global__ __launch_bounds__(kThreads,
                              2) void BackwardKernel(const __grid_constant__ Wkv4BackwardCall call,
-                                                    int64_t splits, Wkv4State<float> summaries,
+                                                    int64_t splits, Wkv4State<float> transitions,
                                                     Splits longs) {
   constexpr int W = kWidth<T>;
   RWKV_JAX_DYNAMIC_SHARED(16, memory);
@@ -385,12 +385,12 @@ __global__ __launch_bounds__(kThreads,
   if (kMarked && column.sequence < 0) return;
   const Span& span = column.span;
   const Division division(span, splits);
-  const int64_t split = blockIdx.y + (kSummary ? 1 : 0);
+  const int64_t split = blockIdx.y + (kTransition ? 1 : 0);
   const int64_t begin = division.First(split), end = division.First(split + 1);
-  const auto summary_row = [&](int64_t i) {
-    return (column.sequence * (splits - 1) + i - 1) * kWkv4BackwardSummary;
+  const auto transition_row = [&](int64_t i) {
+    return (column.sequence * (splits - 1) + i - 1) * kWkv4BackwardTransition;
   };
-  float* const summary_dlog_max = summaries.num + 3 * call.dims.channels;
+  float* const transition_dlog_max = transitions.num + 3 * call.dims.channels;
 
   Channel channel[W];
   float dlog_max[W];  // what is left of the cotangent of the final log_max
@@ -406,13 +406,13 @@ __global__ __launch_bounds__(kThreads,
       cotangent = column.LoadState(call.dfinal_state, column.sequence, c);
       dlog_max[c] = cotangent.log_max;
       cotangent.log_max = 0.0f;
-    } else if (!kSummary) {
+    } else if (!kTransition) {
 #pragma unroll 1
       for (int64_t i = splits - 1; i > split; --i) {
         cotangent =
             PassageOf<kMarked>(division, i, call.marks, column.sequence)
-                .Join(cotangent, channel[c].w, column.LoadState(summaries, summary_row(i), c));
-        dlog_max[c] *= column.LoadFloat(summary_dlog_max, summary_row(i), c);
+                .Join(cotangent, channel[c].w, column.LoadState(transitions, transition_row(i), c));
+        dlog_max[c] *= column.LoadFloat(transition_dlog_max, transition_row(i), c);
       }
     }
     if (warp == 0) shared.cotangents[0][kWarps].Put(c, cotangent);
@@ -488,7 +488,7 @@ __global__ __launch_bounds__(kThreads,
         dw[c] = fmaf(runs.Tokens(), dlog_max[c], dw[c]);
       }
     }
-    if constexpr (!kSummary) run.Write(after, at, dlog_max, dw, du);
+    if constexpr (!kTransition) run.Write(after, at, dlog_max, dw, du);
 #pragma unroll
     for (int c = 0; c < W; ++c)
       if (at[c] >= 0) dlog_max[c] = 0.0f;
@@ -505,9 +505,9 @@ __global__ __launch_bounds__(kThreads,
 #pragma unroll
   for (int c = 0; c < W; ++c) {
     const Sums cotangent = last[kWarps].Get(c);
-    if constexpr (kSummary) {
-      column.StoreState(summaries, summary_row(split), c, cotangent);
-      column.StoreFloat(summary_dlog_max, summary_row(split), c, dlog_max[c]);
+    if constexpr (kTransition) {
+      column.StoreState(transitions, transition_row(split), c, cotangent);
+      column.StoreFloat(transition_dlog_max, transition_row(split), c, dlog_max[c]);
     } else {
       for (int j = 1; j < kWarps; ++j) {
         dw[c] += last[j].Get(c).num;
@@ -645,7 +645,7 @@ cudaError_t FindGradients(cudaStream_t stream, const Wkv4BackwardCall& call, con
                           float* scratch) {
   return wkv4::ForTypes(call.dtype, [&](auto zero) -> cudaError_t {
     using T = decltype(zero);
-    const Wkv4State<float> summaries = wkv4::Summaries(call, scratch);
+    const Wkv4State<float> transitions = wkv4::Transitions(call, scratch);
     // With rows of equal lengths a warp for each column takes longer.
     return wkv4::RunColumns<T>(
         call, plan.splits, call.sequences.Given() && wkv4::ByWarps<T>(call, plan, 3 * kChunk),
@@ -653,9 +653,9 @@ cudaError_t FindGradients(cudaStream_t stream, const Wkv4BackwardCall& call, con
           return Launch(wkv4::BackwardByWarpsKernel<T>, blocks, wkv4::kThreads,
                         sizeof(wkv4::ByWarpsShared<T>), stream, call);
         },
-        [&](auto summary, auto marked, const Grid& blocks, const Splits& longs) {
-          return Launch(wkv4::BackwardKernel<T, summary(), marked()>, blocks, wkv4::kThreads,
-                        sizeof(wkv4::BackwardShared<T>), stream, call, plan.splits, summaries,
+        [&](auto transition, auto marked, const Grid& blocks, const Splits& longs) {
+          return Launch(wkv4::BackwardKernel<T, transition(), marked()>, blocks, wkv4::kThreads,
+                        sizeof(wkv4::BackwardShared<T>), stream, call, plan.splits, transitions,
                         longs);
         });
   });

@@ -65,15 +65,15 @@ __device__ void Write(const Column<T>& column, const Wkv4ForwardCall& call,
   });
 }
 
-// A block has a split of a column. If there are several splits, the kernel first runs with kSummary
+// A block has a split of a column. If there are several splits, the kernel first runs with kTransition
 // for all splits but the last one, and stores what the tokens of a split add up to by themselves.
 //
 // Each chunk has one barrier, a __syncthreads: a warp waits there until all warps have stored the
 // sums of their runs, and then finds the state before its run. ChunkSums have two stages, so a warp
 // that is ahead stores the next chunk's sums beside the present ones.
-template <typename T, bool kSummary, bool kMarked>
+template <typename T, bool kTransition, bool kMarked>
 __global__ __launch_bounds__(kThreads, kWidth<T> == 1 ? 3 : 2) void ForwardKernel(
-    const __grid_constant__ Wkv4ForwardCall call, int64_t splits, Wkv4State<float> summaries,
+    const __grid_constant__ Wkv4ForwardCall call, int64_t splits, Wkv4State<float> transitions,
     Splits longs) {
   constexpr int W = kWidth<T>;
   __shared__ ChunkSums<T> by_run[2];
@@ -87,7 +87,7 @@ __global__ __launch_bounds__(kThreads, kWidth<T> == 1 ? 3 : 2) void ForwardKerne
   const Span& span = column.span;
   const Division division(span, splits);
   const int64_t begin = division.First(split), end = division.First(split + 1);
-  const int64_t summary_row = column.sequence * (splits - 1) * kWkv4ForwardSummary;
+  const int64_t transition_row = column.sequence * (splits - 1) * kWkv4ForwardTransition;
   // The words of the next chunk travel while the present one is computed.
   Words k, v;
   const auto load = [&](int64_t start) {
@@ -101,12 +101,13 @@ __global__ __launch_bounds__(kThreads, kWidth<T> == 1 ? 3 : 2) void ForwardKerne
 #pragma unroll
   for (int c = 0; c < W; ++c) {
     channel[c] = column.LoadChannel(call, c);
-    Sums state = kSummary ? Nothing() : column.LoadState(call.initial_state, column.sequence, c);
+    Sums state = kTransition ? Nothing() : column.LoadState(call.initial_state, column.sequence, c);
 #pragma unroll 1
-    for (int64_t i = 0; i < split && !kSummary; ++i)
-      state = PassageOf<kMarked>(division, i, call.marks, column.sequence)
-                  .Join(state, channel[c].w,
-                        column.LoadState(summaries, summary_row + i * kWkv4ForwardSummary, c));
+    for (int64_t i = 0; i < split && !kTransition; ++i)
+      state =
+          PassageOf<kMarked>(division, i, call.marks, column.sequence)
+              .Join(state, channel[c].w,
+                    column.LoadState(transitions, transition_row + i * kWkv4ForwardTransition, c));
     // The last warp keeps track of the state before the chunk.
     if (last_warp) by_run[0][kWarps].Put(c, state);
   }
@@ -128,11 +129,11 @@ __global__ __launch_bounds__(kThreads, kWidth<T> == 1 ? 3 : 2) void ForwardKerne
       if (last_warp)
         by_run[stage ^ 1][kWarps].Put(c,
                                       place.Over().Join(before[c], channel[c].w, weights.sums[c]));
-    if (!kSummary && warp == 0 && call.states.num != nullptr)
+    if (!kTransition && warp == 0 && call.states.num != nullptr)
 #pragma unroll
       for (int c = 0; c < W; ++c)
         column.StoreState(call.states, span.first_chunk + start / kChunk, c, before[c]);
-    if constexpr (!kSummary) Write(column, call, place, weights, channel, before);
+    if constexpr (!kTransition) Write(column, call, place, weights, channel, before);
     const int64_t next = start / kChunk + 1;
     if (!marks.Follows(next)) marks.Bring(call.marks, column.sequence, next);
   }
@@ -141,8 +142,8 @@ __global__ __launch_bounds__(kThreads, kWidth<T> == 1 ? 3 : 2) void ForwardKerne
   for (int c = 0; c < W; ++c) {
     if (!last_warp) continue;
     const Sums state = by_run[stage][kWarps].Get(c);
-    if constexpr (kSummary)
-      column.StoreState(summaries, summary_row + split * kWkv4ForwardSummary, c, state);
+    if constexpr (kTransition)
+      column.StoreState(transitions, transition_row + split * kWkv4ForwardTransition, c, state);
     else if (split == splits - 1)
       column.StoreState(call.final_state, column.sequence, c, state);
   }
@@ -224,15 +225,15 @@ cudaError_t Run(cudaStream_t stream, const Wkv4ForwardCall& call, const Plan& pl
       return Launch(wkv4::StepKernel<T>, (channels + wkv4::kThreads - 1) / wkv4::kThreads,
                     wkv4::kThreads, 0, stream, call);
     }
-    const Wkv4State<float> summaries = wkv4::Summaries(call, scratch);
+    const Wkv4State<float> transitions = wkv4::Transitions(call, scratch);
     return wkv4::RunColumns<T>(
         call, plan.splits, wkv4::ByWarps<T>(call, plan, 4 * kChunk),
         [&](int64_t blocks) {
           return Launch(wkv4::ForwardByWarpsKernel<T>, blocks, wkv4::kThreads, 0, stream, call);
         },
-        [&](auto summary, auto marked, const Grid& blocks, const Splits& longs) {
-          return Launch(wkv4::ForwardKernel<T, summary(), marked()>, blocks, wkv4::kThreads, 0,
-                        stream, call, plan.splits, summaries, longs);
+        [&](auto transition, auto marked, const Grid& blocks, const Splits& longs) {
+          return Launch(wkv4::ForwardKernel<T, transition(), marked()>, blocks, wkv4::kThreads, 0,
+                        stream, call, plan.splits, transitions, longs);
         });
   });
 }

@@ -12,7 +12,7 @@ namespace rwkv_jax::cuda {
 
 // Splits of a sequence are whole chunks and run side by side. Each split but the last leaves what it
 // hands on in scratch: so many floats for each channel.
-constexpr int64_t kWkv4ForwardSummary = 3, kWkv4BackwardSummary = 4;
+constexpr int64_t kWkv4ForwardTransition = 3, kWkv4BackwardTransition = 4;
 
 cudaError_t Run(cudaStream_t stream, const Wkv4ForwardCall& call, const Plan& plan, float* scratch);
 cudaError_t Run(cudaStream_t stream, const Wkv4BackwardCall& call, const Plan& plan,

@@ -23,9 +23,9 @@ Plan MakeWkv4Plan(const Device& device, const Problem& problem, int64_t availabl
   for (;; --plan.splits) {
     plan.partials = plan.splits;
     plan.adds_up = backward && plan.splits > 1;
-    const int64_t summary = backward ? kWkv4BackwardSummary : kWkv4ForwardSummary;
+    const int64_t transition = backward ? kWkv4BackwardTransition : kWkv4ForwardTransition;
     plan.scratch = 0;
-    plan.summaries = TakePart(channels * (plan.splits - 1) * summary, plan.scratch);
+    plan.transitions = TakePart(channels * (plan.splits - 1) * transition, plan.scratch);
     plan.sums = TakePart(plan.adds_up ? 2 * channels * plan.splits : 0, plan.scratch);
     if (plan.splits == 1 || plan.scratch <= available) return plan;
   }

@@ -200,7 +200,8 @@ inline Splits LongOnes(const Wkv4Call& call) {
 }
 template <typename T>
 int64_t LongColumns(const Wkv4Call& call) {
-  return LongOnes(call).SummarizedHeads(call.dims.batch, Column<T>::Groups(call.dims.channels));
+  return LongOnes(call).HeadsWithTransitions(call.dims.batch,
+                                             Column<T>::Groups(call.dims.channels));
 }
 
 inline int64_t Blocks(int64_t columns) { return (columns + kWarps - 1) / kWarps; }
@@ -212,7 +213,7 @@ __device__ Column<T> ColumnOfBlock(const Wkv4Call& call, const Splits& longs) {
   const unsigned groups = Column<T>::Groups(call.dims.channels);
   Turn turn = {{}, -1};
   if (kMarked && longs.chunks > 0) {
-    turn.sequence = longs.SummarizedSequence(call.sequences, groups);
+    turn.sequence = longs.SequenceWithTransitions(call.sequences, groups);
     if (turn.sequence >= 0) turn.span = call.sequences(turn.sequence, call.dims.tokens);
   } else {
     turn = call.sequences.InTurn(blockIdx.x / groups, call.dims.tokens);
@@ -703,8 +704,8 @@ struct Weights {
   }
 };
 
-// The summaries in scratch [S, Z, X, C]: those of split z of sequence s begin in row (s Z + z) X.
-inline Wkv4State<float> Summaries(const Wkv4Call& call, float* scratch) {
+// The transitions in scratch [S, Z, X, C]: those of split z of sequence s begin in row (s Z + z) X.
+inline Wkv4State<float> Transitions(const Wkv4Call& call, float* scratch) {
   return {scratch, scratch + call.dims.channels, scratch + 2 * call.dims.channels};
 }
 
@@ -716,7 +717,7 @@ cudaError_t ForRows(const Wkv4Call& call, Fn&& fn) {
 }
 
 // Runs a pass on all columns: by `by_warps(blocks)` and then the long ones, if a warp has a column to
-// itself, or else by splits, of which launch(bool_constant<summary>(), ...) finds the summaries first.
+// itself, or else by splits, of which launch(bool_constant<transition>(), ...) finds the transitions first.
 template <typename T, typename ByWarpsFn, typename LaunchFn>
 cudaError_t RunColumns(const Wkv4Call& call, int64_t splits, bool one_for_each_warp,
                        ByWarpsFn&& by_warps, LaunchFn&& launch) {

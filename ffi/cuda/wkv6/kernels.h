@@ -19,8 +19,8 @@ cudaError_t Run(cudaStream_t stream, const Wkv6BackwardCall& call, const Plan& p
 
 // What the tokens of a head do to a state, and, of the backward pass, dinitial_state alone, which needs
 // neither k nor v nor the saved states. Both are computed on matrix units.
-cudaError_t RunSummary(cudaStream_t stream, const Wkv6SummaryCall& call);
-cudaError_t RunReverseSummary(cudaStream_t stream, const Wkv6BackwardCall& call);
+cudaError_t RunTransition(cudaStream_t stream, const Wkv6TransitionCall& call);
+cudaError_t RunReverseTransition(cudaStream_t stream, const Wkv6BackwardCall& call);
 
 // --- Kernels that go token by token, in float (recurrent.cu): any dtype, head sizes 16 to 128, any decay.
 
@@ -44,9 +44,9 @@ cudaError_t Wkv6Backward(cudaStream_t stream, const Wkv6BackwardCall& call, cons
 
 constexpr int kMatrixHeadSize = 64;
 
-// A run of tokens takes a state S to S diag(F) + D. The summary of a split is D, which becomes the state
+// A run of tokens takes a state S to S diag(F) + D. The transition of a split is D, which becomes the state
 // at its end, and then F.
-constexpr int64_t kWkv6SummarySize = kMatrixHeadSize * kMatrixHeadSize + kMatrixHeadSize;
+constexpr int64_t kWkv6TransitionSize = kMatrixHeadSize * kMatrixHeadSize + kMatrixHeadSize;
 
 // The bytes of shared memory that a block of any kernel of a pass needs, in each of the two files.
 int64_t Wkv6ScanSharedMemory(Pass pass);

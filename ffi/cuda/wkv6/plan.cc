@@ -22,7 +22,7 @@ Rules Wkv6Rules(const Problem& problem) {
           false,  // no decay is too fast for these kernels
           problem.pass == Pass::kBackward ? std::max(scan, Wkv6GradientSharedMemory()) : scan,
           CountSplits,
-          kWkv6SummarySize,
+          kWkv6TransitionSize,
           Wkv6ScratchSize(problem.head_size),
           problem.op == Op::kWkv5 ? 2 : 1};
 }

@@ -5,9 +5,9 @@
 //
 // If a sequence is split, three kernels run one after another:
 //
-//   StateKernel    for each split but the last one in the order of the recurrence: its summary, that is
+//   StateKernel    for each split but the last one in the order of the recurrence: its transition, that is
 //                  what its tokens do to a state, S <- S diag(F) + D
-//   CombineKernel  from the summaries, the state at the end of each of these splits
+//   CombineKernel  from the transitions, the state at the end of each of these splits
 //   ForwardKernel  for each split: y, the saved states and the final state; or StateKernel again for the
 //                  gradient of the state, which needs no other result of the forward pass
 //
@@ -35,11 +35,10 @@ struct SplitOfBlock {
   int64_t first_chunk;
   int chunks;
 
-  __device__ SplitOfBlock(const Wkv6Call& call, const Splits& all, bool summary)
-      : SplitOfBlock(
-            call, all,
-            all.WorkOfBlock<kReverse>(call.sequences, call.dims.tokens, call.dims.heads, summary)) {
-  }
+  __device__ SplitOfBlock(const Wkv6Call& call, const Splits& all, bool transition)
+      : SplitOfBlock(call, all,
+                     all.WorkOfBlock<kReverse>(call.sequences, call.dims.tokens, call.dims.heads,
+                                               transition)) {}
   __device__ SplitOfBlock(const Wkv6Call& call, const Splits& all, const BlockWork& work)
       : sequence(work.turn.sequence),
         heads(call.dims.heads),
@@ -146,9 +145,9 @@ struct ForwardPhases {
   }
 
   __device__ void LoadState(Tiles::State& state) const {
-    Tiles::Load(split.order == 0
-                    ? call.initial_state + split.Head() * kStateSize
-                    : splits.Summary<false>(split.Head(), split.heads, split.span, split.order - 1),
+    Tiles::Load(split.order == 0 ? call.initial_state + split.Head() * kStateSize
+                                 : splits.Transition<false>(split.Head(), split.heads, split.span,
+                                                            split.order - 1),
                 state);
   }
 
@@ -296,7 +295,7 @@ __global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void ForwardKer
 struct StateScan : Wkv6Call {
   const void *x, *z;
   const float* start;  // zeros if null
-  float* end;          // if null, the summary of each split is stored in `splits`
+  float* end;          // if null, the transition of each split is stored in `splits`
   uint4* saved;        // if not null, gets the state before each chunk in bfloat16, [B, N, H, V, K]
   Splits splits;
   float* factor = nullptr;  // [B, H, K], if not null: gets the decay of all tokens together
@@ -339,8 +338,8 @@ struct StatePhases {
   __device__ ChunkMarks MarksOf(int i) const {
     return split.template MarksOf<kMarked>(Place(i), in.marks);
   }
-  __device__ float* SummaryOf(int64_t order) const {
-    return in.splits.Summary<kReverse>(split.Head(), split.heads, split.span, order);
+  __device__ float* TransitionOf(int64_t order) const {
+    return in.splits.Transition<kReverse>(split.Head(), split.heads, split.span, order);
   }
 
   // Starts to copy chunk i.
@@ -356,11 +355,11 @@ struct StatePhases {
     if constexpr (kConstant) LoadConstantDecays(in, split.Head(), Constant());
   }
 
-  __device__ void LoadState(bool summary, Tiles::State& state) const {
+  __device__ void LoadState(bool transition, Tiles::State& state) const {
     if (split.order == 0 && in.start != nullptr)
       Tiles::Load(in.start + split.Head() * kStateSize, state);
-    else if (split.order > 0 && !summary)
-      Tiles::Load(SummaryOf(split.order - 1), state);
+    else if (split.order > 0 && !transition)
+      Tiles::Load(TransitionOf(split.order - 1), state);
   }
 
   // Scales z of chunk i by the decays that follow in the recurrence, and stores the decay of the
@@ -425,8 +424,8 @@ struct StatePhases {
   }
 
   // Stores the decay of all tokens of the split, where it is asked for. `all` has its log2.
-  __device__ void StoreFactor(bool summary, bool any_start, const float (&all)[2][4]) const {
-    float* const factor = summary                ? SummaryOf(split.order) + kStateSize
+  __device__ void StoreFactor(bool transition, bool any_start, const float (&all)[2][4]) const {
+    float* const factor = transition             ? TransitionOf(split.order) + kStateSize
                           : in.factor != nullptr ? in.factor + split.Head() * kHeadSize
                                                  : nullptr;
     if (factor != nullptr && Lane() < 4)
@@ -442,8 +441,8 @@ __global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void StateKerne
     const __grid_constant__ StateScan in) {
   RWKV_JAX_DYNAMIC_SHARED(kPanelAlignment, memory);
   const auto wait_for_all = [](StateBarrier) { __syncthreads(); };
-  const bool summary = in.end == nullptr;
-  const SplitOfBlock<kReverse> split(in, in.splits, summary);
+  const bool transition = in.end == nullptr;
+  const SplitOfBlock<kReverse> split(in, in.splits, transition);
   if (split.None()) return;
   const StatePhases<T, kConstant, kReverse, kMarked> phases{in, memory, SharedAddress(memory),
                                                             Warp(), split};
@@ -455,7 +454,7 @@ __global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void StateKerne
   }
   phases.LoadParameters();
   Tiles::State state = {};
-  phases.LoadState(summary, state);
+  phases.LoadState(transition, state);
 
   float all[2][4] = {};
   bool any_start = false;
@@ -479,14 +478,14 @@ __global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void StateKerne
       Tiles::StoreRounded(state, in.saved + split.SavedState(phases.Place(i)) * (kStateSize / 8));
     phases.Advance(i, state[0]);
   }
-  if (summary)
-    Tiles::Store(state, phases.SummaryOf(split.order));
+  if (transition)
+    Tiles::Store(state, phases.TransitionOf(split.order));
   else if (split.Last())
     Tiles::Store(state, in.end + split.Head() * kStateSize);
-  phases.StoreFactor(summary, any_start, all);
+  phases.StoreFactor(transition, any_start, all);
 }
 
-// Turns the summaries of the splits of a head into the states at their ends: S_i = S_{i-1}
+// Turns the transitions of the splits of a head into the states at their ends: S_i = S_{i-1}
 // diag(F_i) + D_i, where S_i takes the place of D_i. The first split has started from the initial
 // state, so its D_0 is S_0 already. A thread has one element of the state.
 constexpr int kCombineThreads = 256;
@@ -494,22 +493,22 @@ constexpr int kCombineThreads = 256;
 template <bool kReverse>
 __global__ __launch_bounds__(kCombineThreads) void CombineKernel(Splits splits, Sequences sequences,
                                                                  int64_t tokens, int64_t heads) {
-  const int64_t sequence = splits.SummarizedSequence(sequences, heads);
+  const int64_t sequence = splits.SequenceWithTransitions(sequences, heads);
   if (sequence < 0) return;
   const int64_t head = sequence * heads + blockIdx.x % heads;
   const Span span = sequences(sequence, tokens);
-  const auto summary_of = [&](int64_t order) {
-    return splits.Summary<kReverse>(head, heads, span, order);
+  const auto transition_of = [&](int64_t order) {
+    return splits.Transition<kReverse>(head, heads, span, order);
   };
   const int64_t count = splits.Count(span.Chunks());
   if (count <= 2) return;
   const int at = blockIdx.y * kCombineThreads + threadIdx.x;
-  float sum = summary_of(0)[at];
+  float sum = transition_of(0)[at];
 #pragma unroll 4
   for (int order = 1; order < count - 1; ++order) {
-    float* const summary = summary_of(order);
-    float& d = summary[at];
-    sum = fmaf(sum, summary[kStateSize + at % kHeadSize], d);
+    float* const transition = transition_of(order);
+    float& d = transition[at];
+    sum = fmaf(sum, transition[kStateSize + at % kHeadSize], d);
     d = sum;
   }
 }
@@ -531,9 +530,9 @@ cudaError_t FindStarts(cudaStream_t stream, StateScan scan) {
   scan.end = nullptr;
   scan.saved = nullptr;
   const cudaError_t error =
-      ScanStates<T, kConstant, kReverse>(stream, scan, splits.SummaryBlocks(batch, heads));
+      ScanStates<T, kConstant, kReverse>(stream, scan, splits.TransitionBlocks(batch, heads));
   if (error != cudaSuccess || splits.count == 2) return error;
-  const Grid blocks(splits.SummarizedHeads(batch, heads), kStateSize / kCombineThreads);
+  const Grid blocks(splits.HeadsWithTransitions(batch, heads), kStateSize / kCombineThreads);
   return Launch(CombineKernel<kReverse>, blocks, kCombineThreads, 0, stream, splits, scan.sequences,
                 scan.dims.tokens, heads);
 }
@@ -572,7 +571,7 @@ cudaError_t Wkv6ReverseScan(cudaStream_t stream, const Wkv6BackwardCall& call, c
   });
 }
 
-cudaError_t RunSummary(cudaStream_t stream, const Wkv6SummaryCall& call) {
+cudaError_t RunTransition(cudaStream_t stream, const Wkv6TransitionCall& call) {
   return ForKinds(call, [&](auto zero, auto constant) {
     return ScanStates<decltype(zero), constant(), false>(
         stream, {call, call.v, call.k, nullptr, call.added, nullptr, kOneSplit, call.factor},
@@ -580,7 +579,7 @@ cudaError_t RunSummary(cudaStream_t stream, const Wkv6SummaryCall& call) {
   });
 }
 
-cudaError_t RunReverseSummary(cudaStream_t stream, const Wkv6BackwardCall& call) {
+cudaError_t RunReverseTransition(cudaStream_t stream, const Wkv6BackwardCall& call) {
   return ForKinds(call, [&](auto zero, auto constant) {
     return ScanStates<decltype(zero), constant(), true>(
         stream, {call, call.dy, call.r, call.dfinal_state, call.dinitial_state, nullptr, kOneSplit},

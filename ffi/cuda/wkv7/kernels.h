@@ -24,8 +24,8 @@ cudaError_t Run(cudaStream_t stream, const Wkv7KeyedBackwardCall& call, const Pl
 // What the tokens of a head do to a state, and, of the backward pass, dinitial_state alone, which needs
 // neither k nor v nor the saved states. Both are computed on matrix units, for decays that cannot go too
 // far for their arithmetic, those of Decay::kSigmoid.
-cudaError_t RunSummary(cudaStream_t stream, const Wkv7SummaryCall& call);
-cudaError_t RunReverseSummary(cudaStream_t stream, const Wkv7BackwardCall& call);
+cudaError_t RunTransition(cudaStream_t stream, const Wkv7TransitionCall& call);
+cudaError_t RunReverseTransition(cudaStream_t stream, const Wkv7BackwardCall& call);
 
 // --- Kernels that go token by token, in float (recurrent.cu): any dtype, head sizes 16 to 128, any decay.
 
@@ -50,9 +50,9 @@ cudaError_t Wkv7Backward(cudaStream_t stream, const Wkv7BackwardCall& call, cons
 // given, they set it for a head with another chunk and leave the head undefined; it is null where no
 // decay can go too far.
 
-// A run of tokens takes a state S to S M + D. The summary of a split is D, which becomes the state at its
+// A run of tokens takes a state S to S M + D. The transition of a split is D, which becomes the state at its
 // end, and then M.
-constexpr int64_t SummarySize(int64_t head_size) { return 2 * head_size * head_size; }
+constexpr int64_t TransitionSize(int64_t head_size) { return 2 * head_size * head_size; }
 
 // The bytes of shared memory that a block of any kernel of a pass needs, in each of the two files.
 int64_t Wkv7ScanSharedMemory(Pass pass, int64_t head_size);

@@ -33,7 +33,7 @@ Rules Wkv7Rules(const Problem& problem) {
           problem.decay != Decay::kSigmoid,
           problem.pass == Pass::kBackward ? std::max(scan, gradients) : scan,
           CountSplits,
-          SummarySize(problem.head_size),
+          TransitionSize(problem.head_size),
           ScratchSize(problem.head_size),
           0};  // no input is shared by tokens
 }

@@ -66,7 +66,7 @@ struct Scan : Wkv7Call {
   float* end;
   void* y;
   void* saved;  // gets states before chunks, or gradients after them; forwards it may be null
-  // A summary S -> S M + D of a split goes to the memory of `splits`. If that is null, the summary
+  // A transition S -> S M + D of a split goes to the memory of `splits`. If that is null, the transition
   // is of all tokens: D goes to `end`, and starts from `start` if that is not null; M goes to
   // `factor` if that is not null.
   Splits splits;
@@ -84,7 +84,7 @@ enum class Work {
   // less time.
   kSpecialized,
   // Two states advance, from zero and from the identity, and their warpgroups share the rest.
-  kSummary,
+  kTransition,
 };
 
 // Named barriers; 0 is __syncthreads, which only the prologue uses. Warpgroups come to the tile
@@ -95,9 +95,9 @@ template <int N, bool kOutput, Work kWork, bool kKeyed>
 struct ScanLayout {
   static constexpr int kPanels = N / kPanelCols;
   static constexpr bool kSpecialized = kWork == Work::kSpecialized;
-  static constexpr bool kSummary = kWork == Work::kSummary;
+  static constexpr bool kTransition = kWork == Work::kTransition;
   static constexpr int kStateThreads = 2 * N;
-  static constexpr int kThreads = kStateThreads * (kSummary ? 2 : 1) + (kSpecialized ? 256 : 0);
+  static constexpr int kThreads = kStateThreads * (kTransition ? 2 : 1) + (kSpecialized ? 256 : 0);
   static constexpr int kBlocks = kThreads > 256 ? 1 : 512 / kThreads;  // on a multiprocessor
   static constexpr int kPanelBytes = kTileTokens * kRowBytes;
   static constexpr int kProductBytes = 4 * kTileBytes;
@@ -406,13 +406,13 @@ class ScanBlock {
         shared(SharedAddress(memory)),
         warpgroup(kTogether ? 0 : Warp() / 4),
         warp(Warp() % (4 * L::kPanels)),
-        identity(L::kSummary && warpgroup >= L::kPanels),
+        identity(L::kTransition && warpgroup >= L::kPanels),
         multiplies(warpgroup == (L::kSpecialized ? L::kPanels : 0)),
         scales(warpgroup == (kTogether         ? 0
                              : L::kSpecialized ? L::kPanels + 1
                                                : 1)),
-        copies(L::kSummary ? warpgroup == 2 * L::kPanels - 1 : multiplies),
-        for_later(L::kSummary && scan.splits.memory != nullptr) {}
+        copies(L::kTransition ? warpgroup == 2 * L::kPanels - 1 : multiplies),
+        for_later(L::kTransition && scan.splits.memory != nullptr) {}
 
   // What the warpgroups that scale operands keep from tile to tile. It is no member, since the
   // compiler keeps a member array from being optimized with the other members until late.
@@ -495,7 +495,7 @@ class ScanBlock {
       if constexpr (kForState)
         if (multiplies && tile + 1 < tiles) TokenProducts(tile + 1);
       if constexpr (kOnState) {
-        if (!L::kSummary && StartsChunk(tile)) SaveState(tile, s);
+        if (!L::kTransition && StartsChunk(tile)) SaveState(tile, s);
         Advance(tile, y, s);
         if (EndsChunk(tile)) ScaleState(tile, s);
       }
@@ -648,17 +648,17 @@ class ScanBlock {
     return false;
   }
 
-  // Splits are numbered by their order in the recurrence. The summary of a split has become the
+  // Splits are numbered by their order in the recurrence. The transition of a split has become the
   // state at its end.
-  __device__ float* SummaryOf(int64_t order) const {
-    return scan.splits.Summary<kReverse>(head, scan.dims.heads, span, order);
+  __device__ float* TransitionOf(int64_t order) const {
+    return scan.splits.Transition<kReverse>(head, scan.dims.heads, span, order);
   }
   __device__ __forceinline__ void LoadStart(State& s) const {
-    // The start of the first split may be known. Then its summary is the state at its end.
-    if (L::kSummary && (order > 0 || scan.start == nullptr))
+    // The start of the first split may be known. Then its transition is the state at its end.
+    if (L::kTransition && (order > 0 || scan.start == nullptr))
       Accumulators::SetDiagonal(identity ? 1.0f : 0.0f, s);
     else
-      Accumulators::Load(order == 0 ? scan.start + head * N * N : SummaryOf(order - 1), s);
+      Accumulators::Load(order == 0 ? scan.start + head * N * N : TransitionOf(order - 1), s);
   }
   // Saves the state before a chunk, or its gradient after it, in [B, N, H, V, K] of bfloat16; `head`
   // is b * H + h.
@@ -701,15 +701,15 @@ class ScanBlock {
                                             copy_to);
   }
   __device__ __forceinline__ void StoreEnd(const State& s) const {
-    if (!L::kSummary) {
+    if (!L::kTransition) {
       if (order == count - 1) Accumulators::Store(s, scan.end + head * N * N);
     } else if (!for_later) {
       float* const to = identity ? scan.factor : scan.end;
       if (to != nullptr) Accumulators::Store(s, to + head * N * N);
     } else if (!identity) {
-      Accumulators::Store(s, SummaryOf(order));
+      Accumulators::Store(s, TransitionOf(order));
     } else if (order > 0) {
-      Accumulators::Store(s, SummaryOf(order) + N * N);
+      Accumulators::Store(s, TransitionOf(order) + N * N);
     }
   }
 
@@ -718,7 +718,7 @@ class ScanBlock {
   const uint32_t shared;
   const int warpgroup, warp;  // the warp among the warps of its state
   // Roles: advances the state that starts as the identity; computes token products and writes y;
-  // scales operands; copies them. `for_later`: the summary goes to the memory of the splits.
+  // scales operands; copies them. `for_later`: the transition goes to the memory of the splits.
   const bool identity, multiplies, scales, copies, for_later;
   int64_t sequence, head;            // the sequence or row b, and b * H + h
   Span span;                         // of the sequence
@@ -751,19 +751,19 @@ __global__ __launch_bounds__(
     block.template MainLoop<false, true>(scaling);
 }
 
-// Makes of the summaries of the splits the state at the end of each split: S_i = S_{i-1} M_i + D_i.
+// Makes of the transitions of the splits the state at the end of each split: S_i = S_{i-1} M_i + D_i.
 // S_0 is there already, and S_i takes the place of D_i. A block computes kCombineRows rows of the
 // states.
 constexpr int kCombineThreads = 128;
 constexpr int kCombineRows = 8;
-// Where there is room, the summaries of so many splits are copied ahead of their use. Of each, a block has
+// Where there is room, the transitions of so many splits are copied ahead of their use. Of each, a block has
 // the factor M and its rows of D.
 template <int N>
 constexpr int kCombineAhead = N == 64 ? 1 : 0;
 template <int N>
-constexpr int kSummaryPart = (N + kCombineRows) * N;
+constexpr int kTransitionPart = (N + kCombineRows) * N;
 template <int N>
-constexpr int64_t kCombineBytes = (kCombineAhead<N> + 1) * kSummaryPart<N> * sizeof(float);
+constexpr int64_t kCombineBytes = (kCombineAhead<N> + 1) * kTransitionPart<N> * sizeof(float);
 
 // A thread multiplies four rows by four columns, for a slice of the sum. Then it adds up the slices of some
 // rows of one column.
@@ -778,7 +778,7 @@ __global__ __launch_bounds__(kCombineThreads) void CombineKernel(Splits splits, 
   __shared__ __align__(16) float shares[kSlices][kCombineRows][N];
   RWKV_JAX_DYNAMIC_SHARED(kPanelAlignment, memory);
   float* const parts = reinterpret_cast<float*>(memory);  // [kAhead + 1, N + kCombineRows, N]
-  const int64_t sequence = splits.SummarizedSequence(sequences, heads);
+  const int64_t sequence = splits.SequenceWithTransitions(sequences, heads);
   if (sequence < 0) return;
   const int64_t head = sequence * heads + blockIdx.x % heads;
   const int first_row = blockIdx.y * kCombineRows;
@@ -789,14 +789,14 @@ __global__ __launch_bounds__(kCombineThreads) void CombineKernel(Splits splits, 
   if (count <= 2) return;
   const int last = static_cast<int>(count) - 2;
   const auto rows_at = [&](int order) {
-    return splits.Summary<kReverse>(head, heads, span, order) + first_row * N;
+    return splits.Transition<kReverse>(head, heads, span, order) + first_row * N;
   };
-  const auto part_of = [&](int order) { return parts + order % (kAhead + 1) * kSummaryPart<N>; };
+  const auto part_of = [&](int order) { return parts + order % (kAhead + 1) * kTransitionPart<N>; };
   const auto copy = [&](int order) {
     if (order > last) return;
     const uint32_t to = SharedAddress(part_of(order));
     const float *const d = rows_at(order), *const factor = d - first_row * N + N * N;
-    for (int i = threadIdx.x * 4; i < kSummaryPart<N>; i += kCombineThreads * 4)
+    for (int i = threadIdx.x * 4; i < kTransitionPart<N>; i += kCombineThreads * 4)
       CopyAsync(to + i * sizeof(float), i < N * N ? factor + i : d + i - N * N, true);
   };
   const int own_col = threadIdx.x % N, own_row = threadIdx.x / N * kOwnRows;
@@ -864,9 +864,9 @@ cudaError_t RunScan(cudaStream_t stream, const Scan& scan, const Device& device)
   const Splits& splits = scan.splits;
   const int64_t batch = scan.dims.batch, heads = scan.dims.heads;
   if (splits.count > 1) {
-    cudaError_t error = LaunchScan<T, N, kReverse, false, Work::kSummary, kKeyed>(
-        stream, scan, splits.SummaryBlocks(batch, heads));
-    const Grid blocks(splits.SummarizedHeads(batch, heads), N / kCombineRows);
+    cudaError_t error = LaunchScan<T, N, kReverse, false, Work::kTransition, kKeyed>(
+        stream, scan, splits.TransitionBlocks(batch, heads));
+    const Grid blocks(splits.HeadsWithTransitions(batch, heads), N / kCombineRows);
     if (error == cudaSuccess)
       error = Launch(CombineKernel<N, kReverse>, blocks, kCombineThreads, kCombineBytes<N>, stream,
                      splits, scan.sequences, scan.dims.tokens, heads, scan.inexact);
@@ -886,12 +886,12 @@ cudaError_t RunScan(cudaStream_t stream, const Scan& scan, const Device& device)
 template <int N>
 int64_t SharedMemory(Pass pass) {
   constexpr bool kMayBeKeyed = N == kPanelCols;
-  const int64_t summary = ScanLayout<N, false, Work::kSummary, kMayBeKeyed>::kBytes;
-  if (pass != Pass::kForward && pass != Pass::kBackward) return summary;
+  const int64_t transition = ScanLayout<N, false, Work::kTransition, kMayBeKeyed>::kBytes;
+  if (pass != Pass::kForward && pass != Pass::kBackward) return transition;
   constexpr Work kLeast = N == kPanelCols ? Work::kTogether : Work::kSpecialized;
   const int64_t scan = pass == Pass::kForward ? ScanLayout<N, true, kLeast, kMayBeKeyed>::kBytes
                                               : ScanLayout<N, false, kLeast, kMayBeKeyed>::kBytes;
-  return std::max({summary, scan, kCombineBytes<N>});
+  return std::max({transition, scan, kCombineBytes<N>});
 }
 
 Scan ReverseScan(const Wkv7BackwardCall& call, const Splits& splits) {
@@ -944,17 +944,17 @@ cudaError_t Wkv7ReverseScan(cudaStream_t stream, const Wkv7KeyedBackwardCall& ca
   });
 }
 
-cudaError_t RunSummary(cudaStream_t stream, const Wkv7SummaryCall& call) {
+cudaError_t RunTransition(cudaStream_t stream, const Wkv7TransitionCall& call) {
   return ForHalfTypes<64, 128>(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
     const Scan scan{call, nullptr, call.added, nullptr, nullptr, kOneSplit, call.factor};
-    return LaunchScan<decltype(zero), size(), false, false, Work::kSummary>(
+    return LaunchScan<decltype(zero), size(), false, false, Work::kTransition>(
         stream, scan, kOneSplit.Blocks(call.dims.batch, call.dims.heads));
   });
 }
 
-cudaError_t RunReverseSummary(cudaStream_t stream, const Wkv7BackwardCall& call) {
+cudaError_t RunReverseTransition(cudaStream_t stream, const Wkv7BackwardCall& call) {
   return ForHalfTypes<64, 128>(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
-    return LaunchScan<decltype(zero), size(), true, false, Work::kSummary>(
+    return LaunchScan<decltype(zero), size(), true, false, Work::kTransition>(
         stream, ReverseScan(call, kOneSplit), kOneSplit.Blocks(call.dims.batch, call.dims.heads));
   });
 }

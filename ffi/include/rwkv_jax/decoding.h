@@ -114,7 +114,7 @@ struct Rwkv7BlockCall {
   }
   bool Quantised() const { return receptance.scale != nullptr; }
   bool OnMatrixUnits() const { return rows > 1 && dtype != Dtype::kF32; }
-  bool Postpones() const { return schedule != nullptr; }
+  bool Defers() const { return schedule != nullptr; }
 };
 
 // What lies where in the scratch of a block, in floats. Each part has room for an array of float, unless it

@@ -26,7 +26,7 @@ inline Problem ProblemOf(const std::string& op, const std::string& pass,
 }
 
 // `Platform` has its Targets(), and says how a problem is solved: ScratchFloats(problem),
-// HasSummary(problem), and PlanOf(multiprocessors, shared_memory, problem).
+// HasTransition(problem), and PlanOf(multiprocessors, shared_memory, problem).
 template <typename Platform>
 void Export(nanobind::module_& module) {
   namespace nb = nanobind;
@@ -51,9 +51,9 @@ void Export(nanobind::module_& module) {
       nb::arg("op"), nb::arg("pass"), nb::kw_only(), nb::arg("multiprocessors"),
       nb::arg("shared_memory"), nb::arg("problem"));
   module.def(
-      "has_summary",
+      "has_transition",
       [](const std::string& op, const nb::kwargs& problem) {
-        return Platform::HasSummary(ProblemOf(op, "summary", problem));
+        return Platform::HasTransition(ProblemOf(op, "transition", problem));
       },
       nb::arg("op"), nb::arg("problem"));
 }

@@ -34,7 +34,7 @@ struct Wkv4 {
   using BackwardCall = Wkv4BackwardCall;
   static constexpr Op kOp = Op::kWkv4;
   static constexpr Decay kLastDecay = Decay::kExp;
-  static constexpr bool kHasSummary = false;
+  static constexpr bool kHasTransition = false;
   static constexpr const char *kValue = "C", *kState = "C";  // the last axes of v and of a state
   static constexpr auto kInputs =
       std::make_tuple(Input{"w", "SC", &ForwardCall::w, &BackwardCall::dw},
@@ -49,10 +49,10 @@ template <bool kConstantDecay>
 struct LinearAttention {
   using ForwardCall = Wkv6ForwardCall;
   using BackwardCall = Wkv6BackwardCall;
-  using SummaryCall = Wkv6SummaryCall;
+  using TransitionCall = Wkv6TransitionCall;
   static constexpr Op kOp = kConstantDecay ? Op::kWkv5 : Op::kWkv6;
   static constexpr Decay kLastDecay = Decay::kExp;
-  static constexpr bool kHasSummary = true;
+  static constexpr bool kHasTransition = true;
   static constexpr const char *kValue = "HV", *kState = "HVK", *kFactor = "HK";
   static constexpr auto kInputs = std::make_tuple(
       Input{"r", "BTHK", &ForwardCall::r, &BackwardCall::dr},
@@ -69,10 +69,10 @@ using Wkv6 = LinearAttention<false>;
 struct Wkv7 {
   using ForwardCall = Wkv7ForwardCall;
   using BackwardCall = Wkv7BackwardCall;
-  using SummaryCall = Wkv7SummaryCall;
+  using TransitionCall = Wkv7TransitionCall;
   static constexpr Op kOp = Op::kWkv7;
   static constexpr Decay kLastDecay = Decay::kSigmoid;
-  static constexpr bool kHasSummary = true;
+  static constexpr bool kHasTransition = true;
   static constexpr const char *kValue = "HV", *kState = "HVK", *kFactor = "HKK";
   static constexpr auto kInputs =
       std::make_tuple(Input{"r", "BTHK", &ForwardCall::r, &BackwardCall::dr},
@@ -166,8 +166,8 @@ class CallReader {
     ReadSizes(call);
   }
 
-  template <typename SummaryCall, typename = decltype(SummaryCall::factor)>
-  void Read(SummaryCall& call) {
+  template <typename TransitionCall, typename = decltype(TransitionCall::factor)>
+  void Read(TransitionCall& call) {
     ReadInputs(call);
     ReadResult("factor", std::string("B") + Operator::kFactor, Kind::kFloat, call.factor);
     ReadResult("added", std::string("B") + Operator::kState, Kind::kFloat, call.added);
@@ -191,7 +191,7 @@ class CallReader {
 
  private:
   static std::string NameOf(Pass pass) {
-    const char* const names[] = {"", " backward", "_step", " summary", " reverse summary"};
+    const char* const names[] = {"", " backward", "_step", " transition", " reverse transition"};
     return kOpNames[static_cast<int>(Operator::kOp)] + std::string(names[static_cast<int>(pass)]);
   }
   static std::string Plural(const char* part) { return std::string(part) + "s"; }
@@ -249,7 +249,7 @@ class CallReader {
     problem.packing = operands.packing();
     problem.rows = operands.Size('B'), problem.tokens = tokens;
     problem.sequences = operands.Size('S');
-    problem.saves = operands.Size('N') != 0 && problem.pass != Pass::kReverseSummary;
+    problem.saves = operands.Size('N') != 0 && problem.pass != Pass::kReverseTransition;
     if constexpr (std::is_base_of_v<Wkv4Call, Call>) {
       problem.heads = operands.Size('C'), problem.head_size = 1;
       call.dims = {problem.sequences, tokens, problem.heads, operands.Saved()};
@@ -269,10 +269,10 @@ class CallReader {
 // The call of a pass, to be read.
 template <typename Operator, Pass kPass>
 auto EmptyCall() {
-  if constexpr (kPass == Pass::kBackward || kPass == Pass::kReverseSummary)
+  if constexpr (kPass == Pass::kBackward || kPass == Pass::kReverseTransition)
     return typename Operator::BackwardCall{};
-  else if constexpr (kPass == Pass::kSummary)
-    return typename Operator::SummaryCall{};
+  else if constexpr (kPass == Pass::kTransition)
+    return typename Operator::TransitionCall{};
   else
     return typename Operator::ForwardCall{};
 }

@@ -11,8 +11,8 @@ namespace rwkv_jax {
 enum class Op { kWkv4, kWkv5, kWkv6, kWkv7 };
 constexpr const char* kOpNames[] = {"wkv4", "wkv5", "wkv6", "wkv7"};
 
-enum class Pass { kForward, kBackward, kStep, kSummary, kReverseSummary };
-constexpr const char* kPassNames[] = {"fwd", "bwd", "step", "summary", "reverse_summary"};
+enum class Pass { kForward, kBackward, kStep, kTransition, kReverseTransition };
+constexpr const char* kPassNames[] = {"fwd", "bwd", "step", "transition", "reverse_transition"};
 
 struct Problem {
   Op op;

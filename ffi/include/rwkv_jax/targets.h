@@ -66,9 +66,9 @@ std::vector<Registration> Registrations() {
     add(op, std::integral_constant<Pass, Pass::kForward>());
     add(op, std::integral_constant<Pass, Pass::kBackward>());
     add(op, std::integral_constant<Pass, Pass::kStep>());
-    if constexpr (Platform::kHasSummaries && decltype(op)::kHasSummary) {
-      add(op, std::integral_constant<Pass, Pass::kSummary>());
-      add(op, std::integral_constant<Pass, Pass::kReverseSummary>());
+    if constexpr (Platform::kHasTransitions && decltype(op)::kHasTransition) {
+      add(op, std::integral_constant<Pass, Pass::kTransition>());
+      add(op, std::integral_constant<Pass, Pass::kReverseTransition>());
     }
   };
   add_all(Wkv4()), add_all(Wkv5()), add_all(Wkv6()), add_all(Wkv7());

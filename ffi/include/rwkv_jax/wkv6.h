@@ -21,7 +21,7 @@ struct Wkv6Call {
 };
 
 // All tokens of a sequence take a state S to S diag(factor) + added. Neither r nor u is read.
-struct Wkv6SummaryCall : Wkv6Call {
+struct Wkv6TransitionCall : Wkv6Call {
   float *factor, *added;  // [B, H, K] and [B, H, V, K]
 };
 

@@ -18,7 +18,7 @@ struct Wkv7Call {
 };
 
 // All tokens of a sequence take a state S to S factor + added. r is not read.
-struct Wkv7SummaryCall : Wkv7Call {
+struct Wkv7TransitionCall : Wkv7Call {
   float *factor, *added;  // [B, H, K, K] and [B, H, V, K]
 };
 

@@ -324,7 +324,7 @@ GENERATION = Generation(
         (("w0", "a0", "v0", "k_k", "k_a", "r_k", "ln_x.weight", "ln_x.bias"), ("model",)),
     ),
     step_block=block_step.step_block,
-    postponed_block=block_step.postponed,
+    deferred_block=block_step.deferred,
 )
 
 init = GENERATION.init

@@ -39,8 +39,8 @@ from rwkv_jax._operator import check
 from rwkv_jax._operator.call import Options
 from rwkv_jax._operator.dispatch import Computation, Pass, compute
 from rwkv_jax.models import _parameters
+from rwkv_jax.models._deferral import MAX_PENDING, Deferred
 from rwkv_jax.models._linear import WeightByInput
-from rwkv_jax.models._postponement import MAX_PENDING, Postponed
 from rwkv_jax.models._trees import BlockParams, BlockState, TimeMixState
 
 Block: TypeAlias = Callable[
@@ -51,8 +51,8 @@ NAME = "rwkv7_block"
 MAX_ROWS, MAX_MANY_ROWS, MAX_QUANTISED_ROWS, MAX_ROWS_BY_INPUT = 32, 1024, 1, 1
 HEAD_SIZE = 64
 VECTORS = 5
-LEAST_POSTPONED = 33
-"""From so many rows on, updates of states are postponed."""
+LEAST_DEFERRED = 33
+"""From so many rows on, updates of states are deferred."""
 RANK_MULTIPLE, MAX_RANK = 8, 1024
 
 _MATRICES = {
@@ -110,7 +110,7 @@ def step_block(
 
 
 def _settled(block: Block) -> Block:
-    """The block for a state that may be postponed, which it updates each time. Where one step of a
+    """The block for a state that may be deferred, which it updates each time. Where one step of a
     program takes it, all steps do, since all of them are for the same platform."""
 
     def flush(
@@ -121,11 +121,11 @@ def _settled(block: Block) -> Block:
         segment_ids: Array | None,
     ) -> tuple[Array, Array, BlockState]:
         own = state.att.wkv
-        if not isinstance(own, Postponed):
+        if not isinstance(own, Deferred):
             return block(params, x, v_first, state, segment_ids)
         operands = params, x, v_first, _with_wkv(state, own.state), segment_ids
         x, v_first, after = block(*operands)
-        return x, v_first, _with_wkv(after, Postponed(after.att.wkv, own.waiting))
+        return x, v_first, _with_wkv(after, Deferred(after.att.wkv, own.waiting))
 
     return flush
 
@@ -134,16 +134,16 @@ def _with_wkv(state: BlockState, wkv: Any) -> BlockState:
     return state._replace(att=state.att._replace(wkv=wkv))
 
 
-def postponed(params: BlockParams, state: BlockState) -> BlockState:
-    """The state of a block with an update that may be postponed, or as it is where the kernels
-    would not be chosen, or postponing was not measured to be faster."""
+def deferred(params: BlockParams, state: BlockState) -> BlockState:
+    """The state of a block with an update that may be deferred, or as it is where the kernels
+    would not be chosen, or deferring was not measured to be faster."""
     rows, heads = state.att.wkv.shape[:2]
-    if rows < LEAST_POSTPONED:
+    if rows < LEAST_DEFERRED:
         return state
     waiting = jnp.zeros((rows, heads, MAX_PENDING, VECTORS, HEAD_SIZE), jnp.bfloat16)
 
     def with_schedule(schedule: Array | None) -> BlockState:
-        return _with_wkv(state, Postponed(state.att.wkv, waiting, schedule))
+        return _with_wkv(state, Deferred(state.att.wkv, waiting, schedule))
 
     # The last inputs of a mixing are like those of the block.
     x = state.ffn
@@ -220,7 +220,7 @@ def _fused(
         first=v_first is None,
         quantised=params.att.receptance.scale is not None,
         by_input=isinstance(params.ffn.value, WeightByInput),
-        postponed=isinstance(state.att.wkv, Postponed),
+        deferred=isinstance(state.att.wkv, Deferred),
     )
 
 
@@ -228,7 +228,7 @@ def _fused(
 class _FusedBlock(Computation):
     """`block`, and the kernels for it. The first block and the others have different operands, and
     so have blocks with and without weights of int8, with `ffn.value` by input, and with a state
-    that is postponed.
+    that is deferred.
 
     Kernels that were not asked for run in programs for a single device: on a mesh each device would
     gather all weights for them.
@@ -238,7 +238,7 @@ class _FusedBlock(Computation):
     first: bool
     quantised: bool
     by_input: bool
-    postponed: bool
+    deferred: bool
 
     name = NAME
     implementations = ("fused", "xla")
@@ -261,7 +261,7 @@ class _FusedBlock(Computation):
                 matrices[f"{name}.weight"] = axes
             if self.quantised:
                 matrices[f"{name}.scale"] = axes[0]
-        waiting = {"att.wkv.waiting": "BHNUK", "att.wkv.schedule": "P"} if self.postponed else {}
+        waiting = {"att.wkv.waiting": "BHNUK", "att.wkv.schedule": "P"} if self.deferred else {}
         share = {} if self.first else {"att.v0": "C", "att.v1": "CR", "att.v2": "RC"}
         return {
             **state,
@@ -292,13 +292,13 @@ class _FusedBlock(Computation):
         names = ["x", "att.shift", "att.wkv", "ffn"]
         made = {"v_first": "BC"} if self.first else {}
         found = {**{name: self.inputs[name] for name in names}, **made}
-        if self.postponed:
+        if self.deferred:
             found["att.wkv.waiting"] = self.inputs["att.wkv.waiting"]
         return found
 
     def axes(self, name: Pass, options: Options, operands: Any) -> tuple[Any, Any]:
         _, x, _, state, _ = operands
-        if self.postponed:
+        if self.deferred:
             state = _with_wkv(state, state.att.wkv._replace(schedule=None))
         return None, jax.tree.map(lambda _: "", (x, x, state))
 
@@ -319,8 +319,8 @@ class _FusedBlock(Computation):
         own = inputs["x"].dtype
         if own not in check.DTYPES:
             return f"x is {own}; the kernels take {', '.join(check.DTYPES)}"
-        if self.postponed and own != jnp.bfloat16:
-            return f"x is {own}; the kernels that postpone updates of states take bfloat16"
+        if self.deferred and own != jnp.bfloat16:
+            return f"x is {own}; the kernels that defer updates of states take bfloat16"
         for operand, x in inputs.items():
             wanted = self._dtypes.get(operand)
             if wanted is not None and x.dtype != wanted:
@@ -386,8 +386,8 @@ class _FusedBlock(Computation):
             ([sizes[x] for x in axes], self._dtypes.get(name, inputs["x"].dtype))
             for name, axes in self.results.items()
         ]
-        target = _target(first=self.first, by_input=self.by_input, postponed=self.postponed)
-        states = [*self.inputs][1:4] + ["att.wkv.waiting"] * self.postponed
+        target = _target(first=self.first, by_input=self.by_input, deferred=self.deferred)
+        states = [*self.inputs][1:4] + ["att.wkv.waiting"] * self.deferred
         results = library.call(
             target,
             [*shapes, ((scratch,), jnp.float32)],
@@ -396,8 +396,8 @@ class _FusedBlock(Computation):
         )
         found = dict(zip(self.results, results, strict=False))
         wkv = found["att.wkv"]
-        if self.postponed:
-            wkv = Postponed(wkv, found["att.wkv.waiting"])
+        if self.deferred:
+            wkv = Deferred(wkv, found["att.wkv.waiting"])
         after = BlockState(TimeMixState(found["att.shift"], wkv), found["ffn"])
         return found["x"], found["v_first"] if v_first is None else v_first, after
 
@@ -407,8 +407,8 @@ def _takes_many_rows(rows: int, dtype: Any) -> bool:
     return fits and gpus.why_not_hopper() is None
 
 
-def _target(*, first: bool, by_input: bool = False, postponed: bool = False) -> str:
-    kinds = "_by_input" * by_input + "_postponed" * postponed
+def _target(*, first: bool, by_input: bool = False, deferred: bool = False) -> str:
+    kinds = "_by_input" * by_input + "_deferred" * deferred
     return f"rwkv_rwkv7_{'first_' * first}block{kinds}_v1"
 
 
@@ -416,7 +416,7 @@ _NORMS = ("ln1", "ln2", "att.ln_x")
 
 TARGETS = tuple(
     _target(first=first, **kind)
-    for kind in ({}, {"by_input": True}, {"postponed": True})
+    for kind in ({}, {"by_input": True}, {"deferred": True})
     for first in (True, False)
 )
 library.register_export_targets(*TARGETS)

@@ -1,4 +1,4 @@
-"""The loss and its gradients on one device, slab by slab.
+"""The loss and its gradients on one device, chunk by chunk.
 
 With the logits z of a token, of which z_y is that of its target and z_m the first of the largest:
 
@@ -26,7 +26,7 @@ from jaxtyping import Bool, Float, Float32, Int32, Integer
 from rwkv_jax._operator.dispatch import Computation, Pass, run
 from rwkv_jax._operator.partition import vary_alike
 from rwkv_jax.losses import _native
-from rwkv_jax.losses._options import Axis, Options, Tokens, slabs
+from rwkv_jax.losses._options import Axis, Options, Tokens, chunks
 
 
 class Statistics(NamedTuple):
@@ -51,11 +51,11 @@ def losses(
     """The loss of each token, times its scale, and the statistics of its logits."""
     narrow = weight.astype(tokens.hidden_states.dtype)
 
-    def slab(nothing: None, tokens: Tokens) -> tuple[None, tuple[Array, Statistics]]:
+    def chunk(nothing: None, tokens: Tokens) -> tuple[None, tuple[Array, Statistics]]:
         logits = _logits(options, tokens.hidden_states, narrow)
         return nothing, _losses(options, axis, tokens, logits)
 
-    _, found = _by_slab(options, weight.shape[0], tokens, tokens, slab, None)
+    _, found = _by_chunk(options, weight.shape[0], tokens, tokens, chunk, None)
     return found
 
 
@@ -88,10 +88,10 @@ def losses_and_gradients(
     dtype = tokens.hidden_states.dtype
     narrow = weight.astype(dtype)
 
-    def slab(
-        dweight: Array, slab: tuple[Tokens, Statistics | None]
+    def chunk(
+        dweight: Array, chunk: tuple[Tokens, Statistics | None]
     ) -> tuple[Array, tuple[Array | None, Array]]:
-        tokens, statistics = slab
+        tokens, statistics = chunk
         if statistics is None:
             found, dlogits, factors = _losses_and_dlogits(options, axis, tokens, narrow)
         else:
@@ -110,25 +110,25 @@ def losses_and_gradients(
         return dweight, (found, dhidden_states)
 
     zeros, _ = vary_alike(jnp.zeros(weight.shape, jnp.float32), weight)
-    dweight, (found, dhidden_states) = _by_slab(
-        options, weight.shape[0], tokens, (tokens, statistics), slab, zeros
+    dweight, (found, dhidden_states) = _by_chunk(
+        options, weight.shape[0], tokens, (tokens, statistics), chunk, zeros
     )
     return found, Gradients(dhidden_states, dweight)
 
 
-def _by_slab(
+def _by_chunk(
     options: Options,
     vocabulary: int,
     tokens: Tokens,
     of_tokens: Any,
-    slab: Callable[[Any, Any], tuple[Any, Any]],
+    chunk: Callable[[Any, Any], tuple[Any, Any]],
     carry: Any,
 ) -> tuple[Any, Any]:
-    """As `lax.scan`, over slabs of a tree of arrays with the leading axes of all `tokens`. The last
-    slab is filled up with tokens that do not count, of which nothing is returned."""
+    """As `lax.scan`, over chunks of a tree of arrays with the leading axes of all `tokens`. The
+    last chunk is filled up with tokens that do not count, of which nothing is returned."""
     shape = tokens.targets.shape
     leading, number = len(shape), tokens.targets.size
-    count, size = slabs(options.chunk_size, number, vocabulary)
+    count, size = chunks(options.chunk_size, number, vocabulary)
 
     def cut(x: Array) -> Array:
         rest = x.shape[leading:]
@@ -141,7 +141,7 @@ def _by_slab(
         rest = x.shape[2:]
         return x.reshape(count * size, *rest)[:number].reshape(*shape, *rest)
 
-    carry, results = lax.scan(slab, carry, jax.tree.map(cut, of_tokens))
+    carry, results = lax.scan(chunk, carry, jax.tree.map(cut, of_tokens))
     return carry, jax.tree.map(joined, results)
 
 
@@ -208,8 +208,8 @@ def _of_logits(
 
 
 @dataclass(frozen=True)
-class _OfSlab(Computation):
-    """The losses and the gradients of logits of a slab, which one device computes."""
+class _OfChunk(Computation):
+    """The losses and the gradients of logits of a chunk, which one device computes."""
 
     axis: Axis
     name = "cross_entropy"
@@ -218,7 +218,7 @@ class _OfSlab(Computation):
     mesh: ClassVar = "none"
 
 
-class _OfLogits(_OfSlab):
+class _OfLogits(_OfChunk):
     """The results from logits."""
 
     def axes(self, name: Pass, options: Options, operands: Any) -> tuple[Any, Any]:
@@ -240,7 +240,7 @@ class _OfLogits(_OfSlab):
         return found, dlogits.astype(tokens.hidden_states.dtype)
 
 
-class _OfHiddenStates(_OfSlab):
+class _OfHiddenStates(_OfChunk):
     """The results from hidden states and the weight, with a factor for each token."""
 
     def axes(self, name: Pass, options: Options, operands: Any) -> tuple[Any, Any]:

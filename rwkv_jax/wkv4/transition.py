@@ -5,7 +5,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 
 from rwkv_jax._operator.call import Arrays, Forward, Marks, Options
-from rwkv_jax._operator.implementation import ForwardFn, Summary
+from rwkv_jax._operator.implementation import ForwardFn, Transition
 from rwkv_jax._operator.partition import match_shardings
 from rwkv_jax._packing import segments
 from rwkv_jax._portable.decay import unbounded_log_decay
@@ -13,7 +13,7 @@ from rwkv_jax.wkv4.reference import add
 from rwkv_jax.wkv4.signature import SIGNATURE
 
 
-class _Summary(Summary):
+class _Transition(Transition):
     """`log_decay` is that of all tokens together; the rest is the state after them from the state
     before any token."""
 
@@ -33,12 +33,12 @@ class _Summary(Summary):
             total = k.shape[1] * log_decay
         return {"log_decay": total, **result.state}
 
-    def apply(self, summary: Arrays, state: Arrays) -> Arrays:
-        return add(state, summary["log_decay"], summary)
+    def apply(self, transition: Arrays, state: Arrays) -> Arrays:
+        return add(state, transition["log_decay"], transition)
 
     def combine(self, first: Arrays, second: Arrays) -> Arrays:
         log_decay = first["log_decay"] + second["log_decay"]
         return {"log_decay": log_decay, **self.apply(second, first)}
 
 
-SUMMARY = _Summary()
+TRANSITION = _Transition()

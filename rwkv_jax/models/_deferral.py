@@ -12,7 +12,7 @@ them, in the order and the arithmetic of a step at a time.
 
 A step between those that write a state reads it only for a product with a rounded r_t. For this it
 need not read all bits, so the first step of a loop updates the states and leaves them in halves
-(`Postponed`), of which the steps between updates read the upper ones: S is rounded as r_t is, and
+(`Deferred`), of which the steps between updates read the upper ones: S is rounded as r_t is, and
 only in what such a step reads out.
 """
 
@@ -31,7 +31,7 @@ MAX_PENDING = 5
 """How many tokens wait at most."""
 
 
-class Postponed(NamedTuple):
+class Deferred(NamedTuple):
     """A state of an operator and the tokens with which it is not up to date.
 
     Attributes:
@@ -48,9 +48,9 @@ class Postponed(NamedTuple):
     schedule: Int32[Array, "4"] | None = None
 
 
-def postponed(model: Any, params: Any, state: Tree) -> Tree:
+def deferred(model: Any, params: Any, state: Tree) -> Tree:
     """`state` for a loop over tokens, with no token that waits, or as it is where nothing would be
-    gained: `Generation.postponed` says where that is.
+    gained: `Generation.deferred` says where that is.
 
     Args:
       model: the module of a model, or what stands for it.
@@ -60,7 +60,7 @@ def postponed(model: Any, params: Any, state: Tree) -> Tree:
     """
     if not isinstance(model, ModuleType):
         return state
-    return model.GENERATION.postponed(params, state)
+    return model.GENERATION.deferred(params, state)
 
 
 def at_step(state: Tree, step: Int32[Array, ""], last: Bool[Array, ""]) -> Tree:
@@ -73,12 +73,12 @@ def at_step(state: Tree, step: Int32[Array, ""], last: Bool[Array, ""]) -> Tree:
 
 
 def flush(state: Tree) -> Tree:
-    """The state after the last step, as it is without postponement."""
+    """The state after the last step, as it is without deferral."""
     return _mapped(lambda x: x.state, state)
 
 
-def _mapped(fn: Callable[[Postponed], Any], state: Tree) -> Tree:
+def _mapped(fn: Callable[[Deferred], Any], state: Tree) -> Tree:
     def mapped(x: Any) -> Any:
-        return fn(x) if isinstance(x, Postponed) else x
+        return fn(x) if isinstance(x, Deferred) else x
 
-    return jax.tree.map(mapped, state, is_leaf=lambda x: isinstance(x, Postponed))
+    return jax.tree.map(mapped, state, is_leaf=lambda x: isinstance(x, Deferred))

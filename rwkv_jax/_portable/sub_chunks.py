@@ -1,12 +1,12 @@
-"""The operands and results of a call, slab by slab: some chunks of all rows at a time, cut into
-links.
+"""The operands and results of a call, chunk group by chunk group: some chunks of all rows at a
+time, cut into sub-chunks.
 
-N is the number of chunks of a slab, R the number of links of a chunk, and T the number of tokens of
-a link: arrays of tokens [B, ..., H, K] become [N, R, B, H, T, K].
+N is the number of chunks of a chunk group, R the number of sub-chunks of a chunk, and T the number
+of tokens of a sub-chunk: arrays of tokens [B, ..., H, K] become [N, R, B, H, T, K].
 
-`LinksOfRows` is for rows, with or without segments. `LinksOfSequences` is for `cu_seqlens`, where
-the state has the axis S, and each sequence has chunks of its own, of which the last one may end
-with padding.
+`SubChunksOfRows` is for rows, with or without segments. `SubChunksOfSequences` is for `cu_seqlens`,
+where the state has the axis S, and each sequence has chunks of its own, of which the last one may
+end with padding.
 """
 
 from collections.abc import Callable
@@ -21,36 +21,37 @@ from rwkv_jax._operator.signature import Signature
 from rwkv_jax._packing import by_chunk, segments
 from rwkv_jax._portable.algebra import Tokens
 
-LINK = 32
-"""Tokens of a link. With more of them, there is more work on pairs of tokens, and with fewer a
+SUB_CHUNK = 32
+"""Tokens of a sub-chunk. With more of them, there is more work on pairs of tokens, and with fewer a
 longer chain."""
 
 
 class Sizes(NamedTuple):
-    """How large slabs are: of so many tokens times heads, or of more if there would be too many.
+    """How large chunk groups are: of so many tokens times heads, or of more if there would be too
+    many.
 
-    link: how many tokens a link has, if its chunk has as many.
-    spare: how many slabs may be empty, relative to those that cannot be, before the device is asked
-      how many there are.
+    sub_chunk: how many tokens a sub-chunk has, if its chunk has as many.
+    spare: how many chunk groups may be empty, relative to those that cannot be, before the device
+      is asked how many there are.
     """
 
-    link: int
+    sub_chunk: int
     tokens: int
     most: int
     spare: int
 
 
-ON_CPU = Sizes(LINK, 512, 1 << 30, 0)
-"""One chunk, unless there are few heads: what is computed of a slab stays in the caches."""
+ON_CPU = Sizes(SUB_CHUNK, 512, 1 << 30, 0)
+"""One chunk, unless there are few heads: what is computed of a chunk group stays in the caches."""
 
-ELSEWHERE = Sizes(LINK, 1 << 12, 8, 1)
-"""So large that a slab has 128 links, about one for each multiprocessor of a large GPU, and so
-small that its memory is a part of that of the call. The host waits for each answer of a GPU, which
-meanwhile has nothing to do."""
+ELSEWHERE = Sizes(SUB_CHUNK, 1 << 12, 8, 1)
+"""So large that a chunk group has 128 sub-chunks, about one for each multiprocessor of a large GPU,
+and so small that its memory is a part of that of the call. The host waits for each answer of a GPU,
+which meanwhile has nothing to do."""
 
-LONG_LINKS = ELSEWHERE._replace(link=2 * LINK)
-"""Half as many links where decays are bounded and products rounded: all pairs of tokens of a link
-are one product there, and the chain is shorter."""
+LONG_SUB_CHUNKS = ELSEWHERE._replace(sub_chunk=2 * SUB_CHUNK)
+"""Half as many sub-chunks where decays are bounded and products rounded: all pairs of tokens of a
+sub-chunk are one product there, and the chain is shorter."""
 
 Carry = TypeVar("Carry")
 
@@ -79,12 +80,12 @@ class Carried(NamedTuple):
     done: Array
 
 
-class LinksOfRows:
-    """The links of rows, which are consecutive tokens from the start of each row.
+class SubChunksOfRows:
+    """The sub-chunks of rows, which are consecutive tokens from the start of each row.
 
-    count: the number of slabs.
+    count: the number of chunk groups.
     used: the number of chunks that have tokens.
-    chunks: the number of chunks of all slabs, also of those behind the end.
+    chunks: the number of chunks of all chunk groups, also of those behind the end.
     shared: the inputs that all tokens share, as arrays [N, R, B, H, T, K].
     """
 
@@ -96,25 +97,26 @@ class LinksOfRows:
         packing: Packing,
         places: int | None = None,
     ) -> None:
-        """`places` is the number of tokens that links have places for, those of a row if None."""
+        """`places` is the number of tokens that sub-chunks have places for, those of a row if
+        None."""
         axes = signature.sizes(inputs)
         self._tokens, self._length = axes["T"], length_of_chunks(axes["T"])
         self._places = axes["T"] if places is None else places
-        self._link = min(sizes.link, self._length)
+        self._sub_chunk = min(sizes.sub_chunk, self._length)
         self._marks = packing.marks if isinstance(packing, Marks) else None
         self._per_token = {name: inputs[name] for name in signature.per_token}
         self.shared = {name: inputs[name][None, None, :, :, None] for name in signature.shared}
         self.used = -(-self._places // self._length)
         heads = axes["B"] * axes["H"]
         enough = self._places * heads // sizes.tokens if isinstance(heads, int) else self.used
-        self._each = chunks_of_slab(self.used, min(sizes.most, enough))
+        self._each = chunks_of_group(self.used, min(sizes.most, enough))
         self.count = -(-self.used // max(self._each, 1))
         self.chunks = self.count * self._each
 
     def run(
         self, body: Callable[[Any, Carry], Carry], carry: Carry, *, reverse: bool = False
     ) -> Carry:
-        """`body(number, carry)` of one slab after another."""
+        """`body(number, carry)` of one chunk group after another."""
         if self.count == 1:
             return body(0, carry)
         count = self._count_used()
@@ -122,13 +124,14 @@ class LinksOfRows:
         return lax.fori_loop(0, count, one, carry)
 
     def _count_used(self) -> Any:
-        """The number of slabs, a number that perhaps only the device knows."""
+        """The number of chunk groups, a number that perhaps only the device knows."""
         return self.count
 
     # Tokens.
 
     def inputs(self, number: Any) -> tuple[Arrays, Arrays, Tokens]:
-        """The inputs of the tokens of a slab, those that all tokens share, and the tokens."""
+        """The inputs of the tokens of a chunk group, those that all tokens share, and the
+        tokens."""
         per_token = {name: self.at(number, x) for name, x in self._per_token.items()}
         return per_token, self.shared, self.tokens(number)
 
@@ -138,18 +141,18 @@ class LinksOfRows:
             if self._tokens == self.chunks * self._length:
                 return Tokens()
             marks = jnp.zeros((1, self._tokens), jnp.uint8)
-        mine = self._links(self._marks_at(number, marks)[:, :, None, None])[..., 0]
+        mine = self._sub_chunks(self._marks_at(number, marks)[:, :, None, None])[..., 0]
         segment = jnp.cumsum(mine == segments.STARTS, axis=-1, dtype=jnp.int32) if starts else None
         return Tokens(mine != segments.PADDING, segment)
 
     def at(self, number: Any, x: Array) -> Array:
-        """The tokens of a slab, with zeros for padding, from `x` [B, T, ...]."""
+        """The tokens of a chunk group, with zeros for padding, from `x` [B, T, ...]."""
         return self._cleared(number, self._slice(number, _filled(x, self.chunks * self._length)))
 
     def _cleared(self, number: Any, x: Array) -> Array:
         if self._marks is not None:
             (x,) = segments.cleared(self._marks_at(number, self._marks), [x])
-        return self._links(x)
+        return self._sub_chunks(x)
 
     def _marks_at(self, number: Any, marks: Array) -> Array:
         missing = self.chunks * self._length - marks.shape[1]
@@ -160,21 +163,21 @@ class LinksOfRows:
         size = self._each * self._length
         return lax.dynamic_slice_in_dim(x, number * size, size, 1)
 
-    def _links(self, x: Array) -> Array:
-        """The tokens of a slab [B, ...] as links."""
+    def _sub_chunks(self, x: Array) -> Array:
+        """The tokens of a chunk group [B, ...] as sub-chunks."""
         batch, _, heads, size = x.shape
-        several = self._length // self._link
-        x = x.reshape(batch, self._each, several, self._link, heads, size)
+        several = self._length // self._sub_chunk
+        x = x.reshape(batch, self._each, several, self._sub_chunk, heads, size)
         return x.transpose(1, 2, 0, 4, 3, 5)
 
     def room(self, x: Array) -> Array:
         """Zeros for what `put` writes, which is like `x` [B, T, ...]."""
         return jnp.zeros_like(x, shape=(x.shape[0], self.chunks * self._length, *x.shape[2:]))
 
-    def put(self, number: Any, room: Array, links: Array) -> Array:
-        """`room` with the tokens of a slab."""
-        chunks, several, batch, heads, length, size = links.shape
-        rows = links.transpose(2, 0, 1, 4, 3, 5)
+    def put(self, number: Any, room: Array, sub_chunks: Array) -> Array:
+        """`room` with the tokens of a chunk group."""
+        chunks, several, batch, heads, length, size = sub_chunks.shape
+        rows = sub_chunks.transpose(2, 0, 1, 4, 3, 5)
         rows = rows.reshape(batch, chunks * several * length, heads, size)
         start = number * self._each * self._length
         return lax.dynamic_update_slice_in_dim(room, rows, start, 1)
@@ -191,7 +194,7 @@ class LinksOfRows:
         return jnp.zeros_like(state, dtype, shape=shape)
 
     def save(self, number: Any, room: Array, states: Array) -> Array:
-        """`room` with the states before the chunks of a slab [N, B, ...]."""
+        """`room` with the states before the chunks of a chunk group [N, B, ...]."""
         states = jnp.moveaxis(states.astype(room.dtype), 0, 1)
         return lax.dynamic_update_slice_in_dim(room, states, number * self._each, 1)
 
@@ -200,12 +203,13 @@ class LinksOfRows:
         return room[:, : self.used]
 
     def of_chunks(self, number: Any, x: Array) -> Array:
-        """Of what each chunk has [B, ...], that of the chunks of a slab [N, B, ...]."""
+        """Of what each chunk has [B, ...], that of the chunks of a chunk group [N, B, ...]."""
         x = _filled(x, self.chunks)
         return jnp.moveaxis(lax.dynamic_slice_in_dim(x, number * self._each, self._each, 1), 1, 0)
 
     def path(self, number: Any) -> Path | None:
-        """The way of the states through the chunks of a slab; None if each row has one state."""
+        """The way of the states through the chunks of a chunk group; None if each row has one
+        state."""
         return None
 
     def start(self, given: Array) -> Any:
@@ -217,8 +221,8 @@ class LinksOfRows:
         return carried
 
 
-class LinksOfSequences(LinksOfRows):
-    """The links of sequences.
+class SubChunksOfSequences(SubChunksOfRows):
+    """The sub-chunks of sequences.
 
     At the first chunk of a sequence the chain continues from the initial state of that sequence.
     The states before all chunks are kept anyway, and the final state of a sequence is the one
@@ -274,11 +278,13 @@ class LinksOfSequences(LinksOfRows):
         return carried.done
 
 
-def links(signature: Signature, sizes: Sizes, inputs: Arrays, packing: Packing) -> LinksOfRows:
-    """The links of a call."""
+def sub_chunks(
+    signature: Signature, sizes: Sizes, inputs: Arrays, packing: Packing
+) -> SubChunksOfRows:
+    """The sub-chunks of a call."""
     if isinstance(packing, Sequences):
-        return LinksOfSequences(signature, sizes, inputs, packing)
-    return LinksOfRows(signature, sizes, inputs, packing)
+        return SubChunksOfSequences(signature, sizes, inputs, packing)
+    return SubChunksOfRows(signature, sizes, inputs, packing)
 
 
 def length_of_chunks(tokens: int) -> int:
@@ -286,11 +292,11 @@ def length_of_chunks(tokens: int) -> int:
     return min(CHUNK, 1 << max(tokens - 1, 0).bit_length())
 
 
-def chunks_of_slab(chunks: int, slabs: int) -> int:
-    """The number of chunks of a slab, for at least so many slabs, and half as many at the least. If
-    possible it divides the number of all chunks, since filling up the last slab copies every
-    operand."""
-    most = -(-chunks // max(min(slabs, chunks), 1))
+def chunks_of_group(chunks: int, groups: int) -> int:
+    """The number of chunks of a chunk group, for at least so many chunk groups, and half as many at
+    the least. If possible it divides the number of all chunks, since filling up the last chunk
+    group copies every operand."""
+    most = -(-chunks // max(min(groups, chunks), 1))
     return next((n for n in range(most, most // 2, -1) if chunks % n == 0), most)
 
 

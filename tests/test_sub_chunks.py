@@ -1,4 +1,4 @@
-"""The arithmetic of links, on which `xla` rests, and the loops that are left."""
+"""The arithmetic of sub-chunks, on which `xla` rests, and the loops that are left."""
 
 import functools
 from typing import Any
@@ -30,7 +30,7 @@ def test_decays_between_tokens(decay: str, minimize_flops: bool) -> None:
     else:
         w = RNG.uniform(-8, 8, x.shape)
         log_decay = -np.exp(-0.5) / (1 + np.exp(-w))
-    found = jax.jit(internals.link, static_argnums=(0, 1))(
+    found = jax.jit(internals.sub_chunk, static_argnums=(0, 1))(
         decay, minimize_flops, w.astype(np.float32), x, y
     )
 
@@ -63,17 +63,17 @@ def test_inverse(length: int, minimize_flops: bool) -> None:
     lower = np.tril(np.ones((length, length)), -1)
     matrices = np.stack([-4.0 * lower, lower * RNG.standard_normal(lower.shape) / 4])
     matrices[0] += 4.0 * lower @ np.eye(length, k=-1)
-    inverse = functools.partial(internals.inverse_of_link, minimize_flops=minimize_flops)
+    inverse = functools.partial(internals.inverse_of_sub_chunk, minimize_flops=minimize_flops)
     given = np.where(lower > 0, matrices, np.nan)
     found = jax.jit(inverse)(given.astype(np.float32))
     assert_right({"inverse": found}, {"inverse": np.linalg.inv(np.eye(length) - matrices)})
 
 
 @pytest.mark.parametrize("tokens", [1, 1000, 4096, 61 * 64, 32768])
-def test_slabs_have_a_chunk_too_many_only_where_they_must(tokens: int) -> None:
-    """To fill up the last slab is to copy every operand."""
+def test_groups_have_a_chunk_too_many_only_where_they_must(tokens: int) -> None:
+    """To fill up the last chunk group is to copy every operand."""
     for heads in (1, 12, 32):
-        count, chunks, used = internals.chunks_of_slabs(tokens, heads)
+        count, chunks, used = internals.chunks_of_groups(tokens, heads)
         assert 0 <= chunks - used < chunks / count
         if used & (used - 1) == 0:
             assert chunks == used
@@ -83,7 +83,8 @@ def test_slabs_have_a_chunk_too_many_only_where_they_must(tokens: int) -> None:
     "op", ["wkv7", *(pytest.param(x, marks=pytest.mark.slow) for x in ("wkv6", "wkv5"))]
 )
 def test_only_states_go_along_a_loop(op: str) -> None:
-    """On a GPU each pass has one loop over chunks, and one over slabs where there are several."""
+    """On a GPU each pass has one loop over chunks, and one over chunk groups where there are
+    several."""
 
     def loops(case: Case, *ends: int) -> int:
         cu = np.array([0, *ends, case.T], np.int32) if ends else None
@@ -133,7 +134,7 @@ def test_products_of_small_heads(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("decay", "regime"), [("sigmoid", "model"), ("sigmoid", "near 0"), ("log", "mixed")]
 )
-def test_one_product_a_link(decay: str, regime: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_product_a_sub_chunk(decay: str, regime: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Platforms with matrix units have a chain of their own in float32, too. Strong decays need the
     digits of their exponents."""
     internals.use_matrix_units(monkeypatch)

@@ -1,4 +1,4 @@
-"""The rounds of a pool: slots for requests, pieces of prompts, and tokens."""
+"""The scheduler of a pool: slots for requests, prefill chunks, and tokens."""
 
 import dataclasses
 import threading
@@ -15,7 +15,7 @@ from rwkv_jax.generation._decoding import Controls
 from rwkv_jax.generation._sampling import mask, settings
 from rwkv_jax.generation._session import Model
 from rwkv_jax.serving import _slots
-from rwkv_jax.serving._prefixes import Piece, Prefixes, cut
+from rwkv_jax.serving._prefixes import PrefillChunk, Prefixes, cut
 from rwkv_jax.serving._request import Request
 
 
@@ -23,7 +23,7 @@ class Plan(NamedTuple):
     """The numbers and the placement of a pool, as `Pool` describes them."""
 
     slots: int
-    pieces: Sequence[int]
+    chunks: Sequence[int]
     readers: int
     steps: int
     cache_bytes: int
@@ -37,8 +37,8 @@ class Totals(NamedTuple):
       read: tokens of prompts that were read.
       cached: tokens of prompts that were not read, because a state after them was kept.
       written: tokens that requests got.
-      rounds: rounds.
-      seconds: the time of the rounds.
+      rounds: scheduler steps.
+      seconds: the time of the scheduler steps.
     """
 
     read: int
@@ -50,23 +50,24 @@ class Totals(NamedTuple):
 
 @dataclasses.dataclass
 class _Sequence:
-    """A request in a slot, and the pieces of its prompt that it has not read. Before it reads the
-    first of them, it starts from the state before any token or from a kept one."""
+    """A request in a slot, and the prefill chunks of its prompt that it has not read. Before it
+    reads the first of them, it starts from the state before any token or from a kept one."""
 
     request: Request
-    pieces: deque[Piece]
+    chunks: deque[PrefillChunk]
     started: bool = False
 
 
-class Rounds:
+class Scheduler:
     """The requests of a pool, and the work on them.
 
-    Whoever changes the queue, or a request, has `changed`. One thread at a time does a round.
+    Whoever changes the queue, or a request, has `changed`. One thread at a time does a scheduler
+    step.
 
     Attributes:
       queue: the requests that wait for a slot, the one that has waited longest first.
       changed: the lock of the queue and of requests, which tells whoever waits for a change.
-      totals: what the rounds have done so far.
+      totals: what the scheduler steps have done so far.
     """
 
     def __init__(self, model: Model, params: Any, initial: Any, plan: Plan):
@@ -94,11 +95,11 @@ class Rounds:
         """Whether there is anything left to do."""
         return bool(self.queue or self.running)
 
-    def one(self) -> None:
-        """Do a round.
+    def step(self) -> None:
+        """Do a scheduler step.
 
         Raises:
-          Exception: what failed in the round. The requests that had slots have failed.
+          Exception: what failed in the scheduler step. The requests that had slots have failed.
         """
         begin = time.perf_counter()
         try:
@@ -131,26 +132,26 @@ class Rounds:
                     del self._sequences[slot]
             free = sorted(set(range(self._plan.slots)) - self._sequences.keys())
             for slot in free[: len(self.queue)]:
-                pieces = deque(cut(self.queue[0].prompt, self._plan.pieces))
-                self._sequences[slot] = _Sequence(self.queue.popleft(), pieces)
+                chunks = deque(cut(self.queue[0].prompt, self._plan.chunks))
+                self._sequences[slot] = _Sequence(self.queue.popleft(), chunks)
 
     def _read(self, slots: _slots.Slots) -> _slots.Slots:
-        """Read a piece of each of up to `readers` prompts, those that got a slot first. The pieces
-        are as long as that of the first of them."""
-        reading = [(slot, x) for slot, x in self._sequences.items() if x.pieces]
+        """Read a prefill chunk of each of up to `readers` prompts, those that got a slot first. The
+        prefill chunks are as long as that of the first of them."""
+        reading = [(slot, x) for slot, x in self._sequences.items() if x.chunks]
         if not reading:
             return slots
         reading = reading[: self._plan.readers]
         for slot, sequence in reading:
             if not sequence.started:
                 slots = self._start(slots, slot, sequence)
-        length = reading[0][1].pieces[0].length
-        reading = [(slot, x) for slot, x in reading if x.pieces[0].length == length]
+        length = reading[0][1].chunks[0].length
+        reading = [(slot, x) for slot, x in reading if x.chunks[0].length == length]
         rows = np.full(self._plan.readers, self._plan.slots, np.int32)
         tokens = np.zeros((self._plan.readers, length), np.int32)
         lengths = np.zeros(self._plan.readers, np.int32)
         for row, (slot, sequence) in enumerate(reading):
-            part = sequence.pieces[0].tokens
+            part = sequence.chunks[0].tokens
             rows[row], lengths[row] = slot, len(part)
             tokens[row, : len(part)] = part
         slots = _slots.read(
@@ -159,8 +160,8 @@ class Rounds:
         )
         self._count(read=int(lengths.sum()))
         for slot, sequence in reading:
-            key = sequence.pieces.popleft().key
-            if sequence.pieces and self._prefixes.wants(key):
+            key = sequence.chunks.popleft().key
+            if sequence.chunks and self._prefixes.wants(key):
                 state = _slots.state_of(slots, np.int32(slot), placement=self._plan.placement)
                 self._prefixes.keep(key, state)
         return slots
@@ -169,8 +170,8 @@ class Rounds:
         """A sequence goes on from the longest beginning of its prompt after which there is a
         state."""
         request, sequence.started = sequence.request, True
-        number, state = self._prefixes.find(list(sequence.pieces))
-        request.cached = sum(len(sequence.pieces.popleft().tokens) for _ in range(number))
+        number, state = self._prefixes.find(list(sequence.chunks))
+        request.cached = sum(len(sequence.chunks.popleft().tokens) for _ in range(number))
         self._count(cached=request.cached)
         begin = _slots.Start(
             state=self._initial if state is None else state,
@@ -185,7 +186,7 @@ class Rounds:
         call ends when one is free."""
         left, reading = np.zeros(self._plan.slots, np.int32), False
         for slot, sequence in self._sequences.items():
-            if sequence.pieces:
+            if sequence.chunks:
                 reading = True
             else:
                 left[slot] = sequence.request.max_new_tokens - len(sequence.request.tokens)
