@@ -1,5 +1,6 @@
 """Which implementation runs, what is said where one cannot, and what an installation reports."""
 
+import functools
 import os
 import re
 import subprocess

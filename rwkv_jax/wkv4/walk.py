@@ -6,9 +6,6 @@ in the same way, and a walk through all groups at the same time gives the states
 The cotangents of the sums are decayed sums themselves, from the last token to the first, and are
 walked through in reverse.
 
-Fewer walks, with `lax.associative_scan` over the groups, took 2.4 times as long for both passes on
-an H100.
-
 Each run has the axes [B, n, 1], each state [B, n, C]. Groups have one axis more, [B, n, L, 1].
 """
 
