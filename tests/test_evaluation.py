@@ -16,7 +16,7 @@ CONTEXT = 11
 
 
 def parameters(module: ModuleType) -> Any:
-    config = config_of(module, width=16, head_size=8, vocabulary=23)
+    config = config_of(module, hidden_size=16, head_size=8, vocab_size=23)
     return random_like(shapes_of(module, config), 0.5)
 
 

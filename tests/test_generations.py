@@ -47,7 +47,7 @@ class Generation(NamedTuple):
     @property
     def config(self) -> Any:
         ranks = {"mix_rank": 5, "decay_rank": 7}
-        return config_of(self.module, width=WIDTH, vocabulary=VOCABULARY, **ranks)
+        return config_of(self.module, hidden_size=WIDTH, vocab_size=VOCABULARY, **ranks)
 
     def apply(self, *args: Any, **options: Any) -> Any:
         return self.module.apply(*args, implementation=FAST[self.op].implementation, **options)

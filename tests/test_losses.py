@@ -373,7 +373,7 @@ def test_shard_map(check_vma: bool, reduction: Any, recompute: bool, cpus: list[
     mesh = meshes.mesh("data=2,model=2", AxisType.Auto, cpus)
     given = arrays(4, 6, vocabulary=38)
     given["mask"] = np.ones((4, 6), bool)
-    options = {"reduction": reduction, "recompute": recompute, "axis": "model", "chunk_size": 5}
+    options = {"reduction": reduction, "recompute": recompute, "axis_name": "model", "chunk_size": 5}
 
     def local(hidden_states: Any, weight: Any, targets: Any, mask: Any) -> jax.Array:
         loss = cross_entropy(hidden_states, weight, targets, mask=mask, **options, **ALL_TERMS)
@@ -404,7 +404,7 @@ def test_vocabulary_along_two_axes(cpus: list[Any]) -> None:
     given, axes = arrays(7, vocabulary=40), ("outer", "inner")
 
     def local(given: dict[str, Any]) -> dict[str, Any]:
-        return value_and_gradients(given, axis=axes, **ALL_TERMS)
+        return value_and_gradients(given, axis_name=axes, **ALL_TERMS)
 
     specs = dict.fromkeys(given, P()) | {"weight": P(axes)}
     outs = {"loss": P(), "dhidden_states": P(), "dweight": P(axes)}
