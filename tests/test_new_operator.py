@@ -174,6 +174,17 @@ def test_checks_and_dispatch() -> None:
         toy(r, w, k, v, implementation="ffi")
 
 
+def test_descriptions_that_are_refused() -> None:
+    by_head = dataclasses.replace(SIGNATURE, inputs={**SIGNATURE.inputs, "w": "BTH"})
+    with pytest.raises(ValueError, match=r"toy: w has the axes \[B, T, H\]; accepted by Chain are"):
+        Chain(by_head, terms)
+
+    def wkv7() -> None: ...
+
+    with pytest.raises(ValueError, match=r"rwkv_jax\.wkv7 has an operator wkv7"):
+        public(OPERATOR)(wkv7)
+
+
 def test_one_token() -> None:
     inputs, cotangents = operands("toy", Case(4, 1, 2, 4, V=3, decay="log"))
     *of_token, state = (x[:, 0] if name in "rwkv" else x for name, x in inputs.items())

@@ -52,7 +52,8 @@ class Implementation(abc.ABC):
     """Whether it has a step of its own, or computes one token as the reference does."""
 
     def why_not(self, options: Options, platform: str, operands: Operands) -> str | None:
-        """Why a call with inputs of the shapes and dtypes of these cannot run, or None."""
+        """Why a call with inputs of the shapes and dtypes of these cannot run, or None. They may be
+        `jax.ShapeDtypeStruct`s, here and in `describe`."""
         return None
 
     def takes_sequences(self, platform: str) -> bool:

@@ -339,9 +339,14 @@ PUBLIC: dict[Callable[..., Any], Operator] = {}
 def public(operator: Operator) -> Callable[[Fn], Fn]:
     """Registers a public function of an operator for `rwkv_jax.sharding` and
     `rwkv_jax.implementations`. Its parameters have the names of the operands, `initial_state` or
-    `state`, and those of the options of `wkv7` or `wkv7_step`."""
+    `state`, and those of the options of `wkv7` or `wkv7_step`. `rwkv_jax.implementations` finds it
+    by its name, so no other one may have that name."""
 
     def register(function: Fn) -> Fn:
+        name, module = function.__name__, function.__module__
+        for other in PUBLIC:
+            if other.__name__ == name and other.__module__ != module:
+                raise ValueError(f"{name} of {module}: {other.__module__} has an operator {name}")
         PUBLIC[function] = operator
         return function
 

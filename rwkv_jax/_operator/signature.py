@@ -38,7 +38,7 @@ class Signature:
       of decay, and 0 for inputs that are not named. None if there are no such inputs.
     state_type: makes the state that callers see of its parts, where there are several.
     empty: the number that a part of the state holds before any token, where that is not 0.
-    per_head: parameters [H, K] that callers may give as [H, 1].
+    per_head: parameters [H, K] that callers may give as [H, 1]. Inputs with T are not among them.
     float32_checkpoints: whether saved states are float32 whatever the dtype of the inputs.
     """
 

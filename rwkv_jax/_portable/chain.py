@@ -63,10 +63,22 @@ _Sums: TypeAlias = tuple[Any, Arrays, Arrays]
 
 @dataclass(frozen=True, eq=False)
 class Chain(Implementation):
-    """Runs everywhere, for any sizes."""
+    """Runs everywhere, for any sizes.
+
+    The inputs are those of tokens, [B, T, H, K or V], and parameters [H, K]. `w` and `k` are among
+    them, and the last axis of `w` may have the size 1.
+    """
 
     signature: Signature
     terms: TermsFn
+
+    def __post_init__(self) -> None:
+        for name, axes in self.signature.inputs.items():
+            if not ((len(axes) == 4 and axes.startswith("BTH")) or axes == "HK"):
+                raise ValueError(
+                    f"{self.signature.name}: {name} has the axes [{', '.join(axes)}]; accepted by "
+                    "Chain are [B, T, H, and one more] and [H, K]"
+                )
 
     def why_not(self, options: Options, platform: str, operands: Operands) -> str | None:
         reason = check.symbolic(self.signature.sizes(operands.inputs), "TKV")

@@ -111,7 +111,7 @@ def steps(
         starts = _padded(starts, last=0.0)
         before = jax.tree.map(lambda x: jnp.where(starts, 0.0, x), before)
     z = reads[-1].x if reads[-1].after else reads[-1].now
-    assert z is not None
+    assert z is not None, "the last read, for Y, has neither `after` nor `now`"
     now = [_sums(z * column) for column in columns]
     rows = [_padded(read.x * own if read.after else read.x, last=0.0) for read in reads]
     return Steps(rows, before, now, v)
