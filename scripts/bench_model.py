@@ -38,7 +38,7 @@ from benchmarking.model_step import Figures, Row, Settings
 from benchmarking.processes import apart
 from benchmarking.report import Table
 from benchmarking.timing import reason_of
-from rwkv_jax.models import rwkv7
+from rwkv_jax.models import Kernels, rwkv7
 from training import xla_flags
 
 COMPILATION = ("trace_s", "lower_s", "compile_s")
@@ -135,6 +135,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def settings_of(args: argparse.Namespace) -> Settings:
     # Every option of the model is in this dictionary and goes to `rwkv7.apply`.
     model = {"dtype": args.dtype, "implementation": args.implementation, **dict(args.model)}
+    model["kernels"] = Kernels(model.pop("implementation"), model.pop("layers", None))
     return Settings(
         tokens=args.tokens,
         vocabulary=args.vocabulary,

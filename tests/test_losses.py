@@ -373,7 +373,12 @@ def test_shard_map(check_vma: bool, reduction: Any, recompute: bool, cpus: list[
     mesh = meshes.mesh("data=2,model=2", AxisType.Auto, cpus)
     given = arrays(4, 6, vocabulary=38)
     given["mask"] = np.ones((4, 6), bool)
-    options = {"reduction": reduction, "recompute": recompute, "axis_name": "model", "chunk_size": 5}
+    options = {
+        "reduction": reduction,
+        "recompute": recompute,
+        "axis_name": "model",
+        "chunk_size": 5,
+    }
 
     def local(hidden_states: Any, weight: Any, targets: Any, mask: Any) -> jax.Array:
         loss = cross_entropy(hidden_states, weight, targets, mask=mask, **options, **ALL_TERMS)
