@@ -104,13 +104,13 @@ def evaluate(
       batch: how many windows go through the model at once, at most.
       at_once: how many tokens of a window go through the model at once, at most.
       dtype: the dtype of the activations.
-      kernels: which kernels compute the model, as its `hidden_states` takes it.
+      kernels: as `hidden_states` takes it.
       progress: called again and again with the number of tokens whose losses have become known
         since the last call.
 
     Raises:
-      TypeError, ValueError: `tokens` is not a vector of at least two tokens of the vocabulary, a
-        size is not positive, or `kernels` is none of those accepted.
+      ValueError: `tokens` is not a vector of at least two tokens of the vocabulary, or a size is
+        not positive.
       FloatingPointError: a loss is NaN or infinite.
     """
     kernels = chosen("evaluate", kernels)

@@ -208,21 +208,10 @@ def test_names_of_kernels() -> None:
     assert {chosen("f", x) for x in (None, Kernels())} == {Kernels(None, None, None, None)}
 
 
-@pytest.mark.usefixtures("unchecked_types")
-def test_wrong_kernels() -> None:
-    cases: list[tuple[dict[str, Any], type[Exception], str]] = [
-        ({"operator": 3}, TypeError, "operator is 3; accepted are a name and None"),
-        (
-            {"layers": "fused"},
-            ValueError,
-            "layers is 'fused'; accepted are 'ffi', 'xla', 'reference'",
-        ),
-        ({"blocks": "ffi"}, ValueError, "blocks is 'ffi'; accepted are 'fused', 'separate'"),
-        ({"wkv": "wkv7"}, TypeError, "wkv is 'wkv7'; accepted are a function and None"),
-    ]
-    for options, error, message in cases:
-        with pytest.raises(error, match=f"Kernels: {message}"):
-            Kernels(**options)
+@pytest.mark.parametrize("name", ["layers", "blocks"])
+def test_wrong_kernels(name: str) -> None:
+    with pytest.raises(ValueError, match=f"Kernels: {name} is 'fast'; accepted are '"):
+        dataclasses.replace(Kernels(), **{name: "fast"})
 
 
 def test_generation_reads_prompts_by_separate_blocks(params: rwkv7.Params) -> None:
@@ -237,7 +226,7 @@ def test_generation_reads_prompts_by_separate_blocks(params: rwkv7.Params) -> No
 @pytest.mark.usefixtures("unchecked_types")
 def test_wrong_options(params: rwkv7.Params) -> None:
     tokens = jnp.zeros((ROWS, 3), jnp.int32)
-    with pytest.raises(ValueError, match=r"blocks = 'fused' with tokens of shape \(2, 3\)"):
+    with pytest.raises(ValueError, match=r"blocks = 'fused' where tokens has shape \(2, 3\)"):
         rwkv7.apply(params, tokens, kernels="fused")
     for name in ("operator", "layers"):
         kernels = dataclasses.replace(Kernels(blocks="fused"), **{name: "xla"})

@@ -43,8 +43,7 @@ class Model(NamedTuple):
 
     @property
     def of_prompts(self) -> Kernels:
-        """The kernels that read prompts: fused blocks take one token of each row, as `Invariant`
-        reads prompts too."""
+        """The kernels for prompts, of which only `Invariant` reads one token at a time."""
         if self.kernels.blocks != "fused" or isinstance(self.module, Invariant):
             return self.kernels
         return dataclasses.replace(self.kernels, blocks=None)

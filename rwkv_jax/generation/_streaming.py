@@ -58,8 +58,8 @@ class TokenStream(Iterator[list[int | None]]):
       prefill_chunks: the lengths of the chunks in which prompts are read, in tokens. For each of
         them that occurs a program is compiled.
       dtype: the dtype of the activations, that of the session if there is one.
-      kernels: which kernels compute the model, as `hidden_states` of the module takes it; "fused"
-        blocks compute new tokens, and prompts with an `Invariant`.
+      kernels: as `hidden_states` takes it. Fused blocks read new tokens, but prompts only with an
+        `Invariant`.
 
     Attributes:
       tokens: the tokens of each row so far.
@@ -67,11 +67,11 @@ class TokenStream(Iterator[list[int | None]]):
         "failed".
 
     Raises:
-      TypeError: tokens, seeds or `max_new_tokens` are no integers, or `kernels` has a wrong type.
+      TypeError: tokens, seeds or `max_new_tokens` are no integers.
       ValueError: there is no prompt; or the first prompt of a row is empty; or tokens are not in
         the vocabulary; or `max_new_tokens` is negative or too large; or the settings, the seeds or
         the session are for another number of rows; or a length of a chunk is not positive; or the
-        session or the state is not one of this model; or `kernels` is none of those accepted.
+        session or the state is not one of this model.
     """
 
     def __init__(

@@ -1,17 +1,16 @@
-"""Which kernels compute a model."""
+"""Which kernels compute a model, and how a time mixing calls its operator."""
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from jax import Array
+from jaxtyping import Int
 
 from rwkv_jax._operator import check
 
 Wkv: TypeAlias = Callable[..., tuple[Array, Any]]
 """A function with the arguments and results of an operator, such as `sharding.shard(wkv7, ...)`."""
-
-_LAYERS = ("ffi", "xla", "reference")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +34,6 @@ class Kernels:
         operator of the model.
 
     Raises:
-      TypeError: `operator` is no name, or `wkv` no function.
       ValueError: `layers` or `blocks` is none of the names.
     """
 
@@ -45,11 +43,8 @@ class Kernels:
     wkv: Wkv | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.operator, str | None):
-            raise TypeError(f"Kernels: operator is {self.operator!r}; accepted are a name and None")
-        if not (self.wkv is None or callable(self.wkv)):
-            raise TypeError(f"Kernels: wkv is {self.wkv!r}; accepted are a function and None")
-        for name, accepted in {"layers": _LAYERS, "blocks": ("fused", "separate")}.items():
+        names = {"layers": ("ffi", "xla", "reference"), "blocks": ("fused", "separate")}
+        for name, accepted in names.items():
             if (value := getattr(self, name)) is not None:
                 check.choice("Kernels", name, value, accepted)
 
@@ -58,37 +53,33 @@ class Kernels:
         """Whether one token each may go through fused blocks, where there are any."""
         return self.blocks == "fused" or not (self.blocks or self.operator or self.layers)
 
-    def of_call(self, what: str, shape: tuple[Any, ...], *, has_fused: bool) -> "Kernels":
-        """Those for tokens of `shape`, [B, T] or [B], by a model whose blocks may be fused or not.
-        None as `blocks` then means fused blocks where they can run and are faster.
+    def of_call(self, what: str, shape: tuple[Any, ...], has_fused: bool) -> "Kernels":
+        """Those for tokens of `shape`, [B, T] or [B], of which `blocks` is None only where they may
+        be fused. With symbolic sizes, in a program to be exported, all others but the reference
+        need numbers.
 
         Raises:
-          ValueError: `blocks` is "fused" where there are no such blocks; or sizes are symbolic, as
-            in a program to be exported, and kernels are asked for that need numbers.
+          ValueError: the call has no such kernels.
         """
-        single = len(shape) == 1
         if not all(isinstance(size, int) for size in shape):
-            reference = dataclasses.replace(_NAMED["reference"], wkv=self.wkv)
-            for name in ("operator", "layers", "blocks"):
-                value, accepted = getattr(self, name), getattr(reference, name)
-                if value not in (None, accepted):
-                    raise ValueError(
-                        f"{what}: kernels has {name} = {value!r} and tokens has the symbolic shape "
-                        f"{shape}; accepted for it are None and {accepted!r}"
-                    )
-            return reference
+            found = dataclasses.replace(_NAMED["reference"], wkv=self.wkv)
+            if any(x not in (None, getattr(found, name)) for name, x in vars(self).items()):
+                raise ValueError(
+                    f"{what}: kernels is {self} and tokens has the symbolic shape {shape}; "
+                    "accepted for it are None and 'reference'"
+                )
+            return found
+        single = len(shape) == 1
         if self.blocks == "fused" and not (has_fused and single):
             accepted = "one token each, [B]" if has_fused else "whole models of RWKV-7 alone"
             raise ValueError(
-                f"{what}: kernels has blocks = 'fused' with tokens of shape {shape}; accepted for "
-                + accepted
+                f"{what}: kernels has blocks = 'fused' where tokens has shape {shape}; accepted "
+                f"for {accepted}"
             )
-        return dataclasses.replace(
-            self,
-            # A token has no run of tokens over which kernels could go.
-            layers="reference" if single else self.layers,
-            blocks=self.blocks if has_fused and single and self.may_fuse else "separate",
-        )
+        blocks = self.blocks if has_fused and single and self.may_fuse else "separate"
+        # A token has no run of tokens over which kernels could go.
+        layers = "reference" if single else self.layers
+        return dataclasses.replace(self, layers=layers, blocks=blocks)
 
 
 _NAMED: dict[str | None, Kernels] = {
@@ -103,9 +94,7 @@ def chosen(what: str, kernels: Kernels | str | None) -> Kernels:
     """What `kernels` stands for, an argument of `what`.
 
     Raises:
-      TypeError: it has another type.
-      ValueError: it is none of the names, or blocks are to be fused, which have an operator and
-        layer functions of their own, with others that are not "ffi".
+      TypeError, ValueError: it is not accepted.
     """
     if isinstance(kernels, str | None) and kernels in _NAMED:
         return _NAMED[kernels]
@@ -114,10 +103,30 @@ def chosen(what: str, kernels: Kernels | str | None) -> Kernels:
             f"{what}: kernels is {kernels!r}; accepted are {', '.join(map(repr, _NAMED))} and a "
             "models.Kernels"
         )
-    for name in ("operator", "layers") if kernels.blocks == "fused" else ():
-        if (value := getattr(kernels, name)) not in (None, "ffi"):
-            raise ValueError(
-                f"{what}: kernels has {name} = {value!r} with blocks = 'fused', which have their "
-                "own; accepted are None and 'ffi'"
-            )
+    if kernels.blocks == "fused" and not {kernels.operator, kernels.layers} <= {None, "ffi"}:
+        raise ValueError(
+            f"{what}: kernels is {kernels}; accepted as operator and layers of fused blocks, which "
+            "have their own, are None and 'ffi'"
+        )
     return kernels
+
+
+class Options(NamedTuple):
+    """The options of a model: the documents of a row, and what `Kernels.of_call` gives."""
+
+    segment_ids: Int[Array, " B *T"] | None
+    kernels: Kernels
+
+
+def run(
+    operator: Wkv, step: Wkv, options: Options, single: bool, operands: tuple[Any, ...], decay: str
+) -> tuple[Array, Any]:
+    """`operator`, or what `options` have in its place, on sequences, or `step` on a `single` token
+    of each row. The last of the operands is the state."""
+    # A function given as `wkv` need not know of segments where there are none.
+    ids, kernels = options
+    segments = {}
+    if ids is not None:
+        segments = {"active": ids != 0} if single else {"segment_ids": ids}
+    call = step if single else kernels.wkv or operator
+    return call(*operands, decay=decay, implementation=kernels.operator, **segments)

@@ -55,10 +55,7 @@ def as_explicit(what: str, kernels: Kernels, operands: Any, like: Array) -> Kern
             f"{what}: kernels has a wkv on an Explicit mesh; accepted are calls within jax.jit or "
             "jax.set_mesh, or None"
         )
-    rows, tokens = (
-        PartitionSpec(*tuple(spec_of(like))[:1]),
-        PartitionSpec(*tuple(spec_of(like))[:2]),
-    )
+    rows, tokens = (PartitionSpec(*tuple(spec_of(like))[:i]) for i in (1, 2))
 
     def call(*operands: Any, segment_ids: Array | None = None, **options: Any) -> Any:
         def of_mesh(inputs: Any, state: Any, segments: Any) -> Any:

@@ -25,7 +25,7 @@ from rwkv_jax.models import (
     _trees,
 )
 from rwkv_jax.models._blocks import add, in_turn, scan
-from rwkv_jax.models._kernels import Kernels, chosen
+from rwkv_jax.models._kernels import Kernels, Options, chosen
 from rwkv_jax.models._linear import embed, logits
 from rwkv_jax.models._normalisation import layer_norm
 from rwkv_jax.models._recomputation import Recompute
@@ -39,7 +39,6 @@ from rwkv_jax.models._trees import (
     TimeMixState,
     initial_block,
 )
-from rwkv_jax.models._wkv import Options
 
 _StepBlock: TypeAlias = Callable[..., tuple[Array, Any, BlockState]]
 
@@ -136,8 +135,7 @@ class Generation:
             one after the last document. With one token each, a row whose id is 0 has none: its
             state stays, and its hidden states mean nothing.
           dtype: the dtype of the activations.
-          kernels: which kernels compute it: a `models.Kernels`, "xla", "reference", "fused" or
-            None.
+          kernels: which kernels compute it: a `models.Kernels`, a name of some, or None.
           recompute: what the backward pass computes again rather than keeps: "mixes", what the
             token shifts of time mixings give; "cheap", all but the products and the results of the
             operator; "blocks", everything but the activations between blocks; or None, what costs
@@ -158,8 +156,7 @@ class Generation:
         segment_ids = _arguments.checked_segment_ids(self.name, segment_ids, tokens.shape)
         dtype, rows = _parameters.floating(self.name, dtype), tokens.shape[0]
         _arguments.check_state(self.name, self.initial_state, params, state, rows, dtype)
-        has_fused = self.step_block is not None
-        kernels = kernels.of_call(self.name, tokens.shape, has_fused=has_fused)
+        kernels = kernels.of_call(self.name, tokens.shape, self.step_block is not None)
         tokens = jnp.asarray(tokens)
         operands = (params, tokens, state, segment_ids)
         kernels = _mesh.as_explicit(self.name, kernels, operands, tokens)
@@ -251,7 +248,7 @@ class Generation:
         check.array("time_mix", "x", x)
         segment_ids = _arguments.checked_segment_ids("time_mix", segment_ids, x.shape[:-1])
         operands = (params, x, state, v_first, segment_ids)
-        kernels = chosen("time_mix", kernels).of_call("time_mix", x.shape[:-1], has_fused=False)
+        kernels = chosen("time_mix", kernels).of_call("time_mix", x.shape[:-1], False)
         kernels = _mesh.as_explicit("time_mix", kernels, operands, x)
 
         def compute(params: Any, x: Array, state: Any, v_first: Any, segment_ids: Any) -> Any:

@@ -45,6 +45,7 @@ from rwkv_jax.models._initialisation import (
     small,
     token_shift_mix,
 )
+from rwkv_jax.models._kernels import Options, run
 from rwkv_jax.models._linear import Weight, WeightByInput, linear, low_rank
 from rwkv_jax.models._model import Generation
 from rwkv_jax.models._normalisation import Norm, head_norm
@@ -52,7 +53,6 @@ from rwkv_jax.models._public import *  # noqa: F403
 from rwkv_jax.models._recomputation import product
 from rwkv_jax.models._token_shift import shift_and_mix
 from rwkv_jax.models._trees import TimeMixState
-from rwkv_jax.models._wkv import Options, run
 from rwkv_jax.wkv6 import wkv6, wkv6_step
 
 
@@ -224,7 +224,7 @@ def mix_tokens(
     gate = jax.nn.silu(linear(p.gate, x_g))
     r, w, k, v = (z.reshape(*x.shape[:-1], *params.time_faaaa.shape) for z in (r, w, k, v))
     single = x.ndim == 2
-    y, last = run(wkv6, wkv6_step, options, single, (r, w, k, v, p.time_faaaa), wkv, "exp")
+    y, last = run(wkv6, wkv6_step, options, single, (r, w, k, v, p.time_faaaa, wkv), "exp")
     y = linear(p.output, head_norm(params.ln_x, y, HEAD_NORM_EPS) * gate)
     return x, y, TimeMixState(shift, last), None
 

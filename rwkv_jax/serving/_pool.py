@@ -66,13 +66,13 @@ class Pool:
       model: mesh axes that split the heads and the vocabulary, as `shardings` of the model takes
         them.
       dtype: the dtype of the activations.
-      kernels: which kernels compute the model, as `TokenStream` takes it.
+      kernels: as `TokenStream` takes it.
 
     Raises:
-      TypeError: a number is no integer, or `kernels` has a wrong type.
+      TypeError: a number is no integer.
       ValueError: a number is not accepted; or an axis is not one of the mesh, or the mesh has
         Explicit axes; or `data` has a number of devices that does not divide `slots`; or `state` is
-        not one of the model; or `kernels` is none of those accepted.
+        not one of the model.
     """
 
     def __init__(

@@ -56,13 +56,13 @@ from rwkv_jax.models import _parameters, _placement, _recomputation
 from rwkv_jax.models._channel_mixing import feed_forward
 from rwkv_jax.models._config import check_sizes
 from rwkv_jax.models._initialisation import depth, head_norm, orthogonal, token_shift_mix
+from rwkv_jax.models._kernels import Options, run
 from rwkv_jax.models._linear import Weight, WeightByInput, linear, low_rank_maps
 from rwkv_jax.models._model import Generation
 from rwkv_jax.models._normalisation import Norm
 from rwkv_jax.models._public import *  # noqa: F403
 from rwkv_jax.models._token_shift import shift_and_mix
 from rwkv_jax.models._trees import TimeMixState
-from rwkv_jax.models._wkv import Options, run
 from rwkv_jax.models.rwkv7 import block_step
 from rwkv_jax.wkv7 import wkv7, wkv7_step
 
@@ -265,7 +265,7 @@ def mix_tokens(
         operands = (r, w, k, v, a, b)
         if single:
             operands = tuple(z[:, 0] for z in operands)
-        y, last = run(wkv7, wkv7_step, options, single, operands, wkv, "sigmoid")
+        y, last = run(wkv7, wkv7_step, options, single, (*operands, wkv), "sigmoid")
     of_heads = (
         *(y[:, None] if single else y, bonus, v_again, gate),
         *(heads(params.ln_x.weight), heads(params.ln_x.bias)),
