@@ -53,9 +53,11 @@ def row_of(text: str) -> Row:
 
 
 def model_option(text: str) -> tuple[str, Any]:
-    """An argument of `rwkv7.apply`, as NAME=VALUE. The value is a Python literal or a word."""
+    """An argument of `rwkv7.apply`, as NAME=VALUE, with `implementation` and `layers` in place of
+    `kernels`. The value is a Python literal or a word."""
     name, _, value = text.partition("=")
-    accepted = sorted(inspect.signature(rwkv7.apply).parameters)
+    arguments = {*inspect.signature(rwkv7.apply).parameters}
+    accepted = sorted(arguments - {"kernels"} | {"implementation", "layers"})
     if name not in accepted:
         raise argparse.ArgumentTypeError(f"the model takes no {name!r}; it takes {accepted}")
     try:
