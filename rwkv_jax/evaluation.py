@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 
 from rwkv_jax.losses import cross_entropy
 from rwkv_jax.models import _not_finite
+from rwkv_jax.models._kernels import Kernels, chosen
 
 _LARGEST = math.log(sys.float_info.max)
 
@@ -81,7 +82,7 @@ def evaluate(
     batch: int = 8,
     at_once: int = 1024,
     dtype: DTypeLike = jnp.float32,
-    implementation: str | None = None,
+    kernels: Kernels | str | None = None,
     progress: Callable[[int], object] = lambda tokens: None,
 ) -> Evaluation:
     """The losses of a model on a text, each token given those before it.
@@ -103,7 +104,7 @@ def evaluate(
       batch: how many windows go through the model at once, at most.
       at_once: how many tokens of a window go through the model at once, at most.
       dtype: the dtype of the activations.
-      implementation: the implementation of the operator.
+      kernels: as `hidden_states` takes it.
       progress: called again and again with the number of tokens whose losses have become known
         since the last call.
 
@@ -112,6 +113,7 @@ def evaluate(
         not positive.
       FloatingPointError: a loss is NaN or infinite.
     """
+    kernels = chosen("evaluate", kernels)
     tokens = np.asarray(tokens)
     for name, size in {"context": context, "batch": batch, "at_once": at_once}.items():
         if size < 1:
@@ -143,7 +145,7 @@ def evaluate(
 
     # The host takes the losses of a part while a device computes those of the next one.
     before = None
-    for each in _parts(module, params, tokens, context, batch, at_once, dtype, implementation):
+    for each in _parts(module, params, tokens, context, batch, at_once, dtype, kernels):
         if before is not None:
             take(*before)
         before = each
@@ -160,7 +162,7 @@ def _parts(
     batch: int,
     at_once: int,
     dtype: DTypeLike,
-    implementation: str | None,
+    kernels: Kernels,
 ) -> Iterator[tuple[slice, Array, np.ndarray]]:
     """The positions within the windows, the losses [B, positions] and the mask of each part."""
     parts = math.ceil(context / at_once)
@@ -184,15 +186,11 @@ def _parts(
             if not mask.any():
                 break
             of_part = (*(jnp.asarray(x[:, part]) for x in rows), jnp.asarray(mask))
-            found, state = _losses(
-                module, params, state, *of_part, dtype=dtype, implementation=implementation
-            )
+            found, state = _losses(module, params, state, *of_part, dtype=dtype, kernels=kernels)
             yield part, found, mask
 
 
-@functools.partial(
-    jax.jit, static_argnames=("module", "dtype", "implementation"), donate_argnames="state"
-)
+@functools.partial(jax.jit, static_argnames=("module", "dtype", "kernels"), donate_argnames="state")
 def _losses(
     module: ModuleType,
     params: Any,
@@ -202,11 +200,9 @@ def _losses(
     mask: Array,
     *,
     dtype: DTypeLike,
-    implementation: str | None,
+    kernels: Kernels,
 ) -> tuple[Array, Any]:
     """The losses of a part [B, T], 0 where the mask is, and the next state."""
-    hidden_states, state = module.hidden_states(
-        params, inputs, state, dtype=dtype, implementation=implementation
-    )
+    hidden_states, state = module.hidden_states(params, inputs, state, dtype=dtype, kernels=kernels)
     losses = cross_entropy(hidden_states, params.head.wide(), targets, mask=mask, reduction="none")
     return losses, state

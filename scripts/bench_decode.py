@@ -101,8 +101,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--fused",
         action=argparse.BooleanOptionalAction,
-        help='decode with layers="fused", the CUDA kernels of whole blocks for one token, or '
-        "never with them; with layers=None, if neither is given",
+        help='decode with kernels="fused", the CUDA kernels of whole blocks for one token, or '
+        "never with them; with kernels=None, if neither is given",
     )
     add(
         "--invariant",
@@ -164,7 +164,7 @@ def measure(args: argparse.Namespace, row: Row) -> list[Figures]:
         tokens=args.tokens,
         repeats=args.repeats,
         processor_time=args.processor_time,
-        layers=None if args.fused is None else "fused" if args.fused else "xla",
+        blocks=None if args.fused is None else "fused" if args.fused else "separate",
         invariant=args.invariant,
         prefill=args.prefill,
         pause=args.pause,

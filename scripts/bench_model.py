@@ -38,7 +38,7 @@ from benchmarking.model_step import Figures, Row, Settings
 from benchmarking.processes import apart
 from benchmarking.report import Table
 from benchmarking.timing import reason_of
-from rwkv_jax.models import rwkv7
+from rwkv_jax.models import Kernels, rwkv7
 from training import xla_flags
 
 COMPILATION = ("trace_s", "lower_s", "compile_s")
@@ -53,9 +53,11 @@ def row_of(text: str) -> Row:
 
 
 def model_option(text: str) -> tuple[str, Any]:
-    """An argument of `rwkv7.apply`, as NAME=VALUE. The value is a Python literal or a word."""
+    """An argument of `rwkv7.apply`, as NAME=VALUE, with `implementation` and `layers` in place of
+    `kernels`. The value is a Python literal or a word."""
     name, _, value = text.partition("=")
-    accepted = sorted(inspect.signature(rwkv7.apply).parameters)
+    arguments = {*inspect.signature(rwkv7.apply).parameters}
+    accepted = sorted(arguments - {"kernels"} | {"implementation", "layers"})
     if name not in accepted:
         raise argparse.ArgumentTypeError(f"the model takes no {name!r}; it takes {accepted}")
     try:
@@ -135,6 +137,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def settings_of(args: argparse.Namespace) -> Settings:
     # Every option of the model is in this dictionary and goes to `rwkv7.apply`.
     model = {"dtype": args.dtype, "implementation": args.implementation, **dict(args.model)}
+    model["kernels"] = Kernels(model.pop("implementation"), model.pop("layers", None))
     return Settings(
         tokens=args.tokens,
         vocabulary=args.vocabulary,

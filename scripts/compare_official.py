@@ -44,7 +44,7 @@ from benchmarking.official import Hyperparameters
 from benchmarking.processes import apart
 from benchmarking.report import Table
 from rwkv_jax import tokenizers
-from rwkv_jax.models import rwkv7
+from rwkv_jax.models import Kernels, rwkv7
 from training import data
 
 L2_WRAP = 1e-4
@@ -149,7 +149,7 @@ def train(
         shapes,
     )
     optimizer = make_optimizer(args.learning_rate, args.warmup, args.steps, args.weight_decay)
-    model = {"dtype": dtype, "implementation": args.implementation, "layers": layers}
+    model = {"dtype": dtype, "kernels": Kernels(args.implementation, layers)}
     rounding = _rounded if rounded else None
     step = jax.jit(training_step(optimizer, model, L2_WRAP, rounding), donate_argnums=0)
     state = jax.jit(functools.partial(initial_state, optimizer, model))(params)

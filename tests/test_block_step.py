@@ -1,6 +1,7 @@
 """The step of a whole block of RWKV-7 by CUDA kernels: where it is taken, where not, and why not.
 `test_emulation.py` has what the kernels compute."""
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -12,8 +13,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from rwkv_jax import models as all_models
-from rwkv_jax.generation import generate
-from rwkv_jax.models import rwkv6, rwkv7
+from rwkv_jax.generation import TokenStream, generate
+from rwkv_jax.models import Kernels, rwkv6, rwkv7
+from rwkv_jax.models._kernels import chosen
 from support import hlo, internals, meshes, models
 from support.tolerance import assert_trees_close
 
@@ -40,7 +42,7 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _lowered(params: Any, rows: int = ROWS, platform: str = "cuda", **options: Any) -> str:
-    options = {"layers": "fused"} | options
+    options = {"kernels": "fused"} | options
     dtype = options.get("dtype", jnp.float32)
     state = jax.eval_shape(lambda p: rwkv7.initial_state(p, rows, dtype), params)
     tokens = jax.ShapeDtypeStruct((rows,), jnp.int32)
@@ -65,7 +67,7 @@ def test_a_token_is_a_call_for_each_block(params: rwkv7.Params, form: Any) -> No
     for call in calls:
         assert call.count("output_operand_alias<") == 3
     for rows, own in ((1, BLOCKS if form is rwkv7.unstacked else set()), (ROWS, set())):
-        assert hlo.targets(_lowered(form(params), rows, layers=None)) & BLOCKS == own
+        assert hlo.targets(_lowered(form(params), rows, kernels=None)) & BLOCKS == own
 
 
 @pytest.mark.slow
@@ -75,8 +77,9 @@ def test_which_rows_get_the_kernels(params: rwkv7.Params, monkeypatch: pytest.Mo
     where they can run, the program is for one device, whatever else JAX has, blocks are not
     stacked, and nobody asks for anything else."""
 
-    def targets(params: Any, rows: int = 1, **options: Any) -> set[str]:
-        return hlo.targets(_lowered(params, rows, layers=None, **options)) & (BLOCKS | BY_INPUT)
+    def targets(params: Any, rows: int = 1, kernels: Any = None, **options: Any) -> set[str]:
+        text = _lowered(params, rows, kernels=kernels, **options)
+        return hlo.targets(text) & (BLOCKS | BY_INPUT)
 
     assert targets(params) == BLOCKS
     mesh = meshes.mesh("data=2", AxisType.Auto, jax.devices("cpu"))
@@ -95,7 +98,7 @@ def test_which_rows_get_the_kernels(params: rwkv7.Params, monkeypatch: pytest.Mo
         assert not targets(narrow, rows=33, dtype=jnp.bfloat16)
     assert not targets(params, rows=2)
     assert not targets(params, platform="cpu")
-    assert not targets(params, implementation="ffi")
+    assert not targets(params, kernels=Kernels("ffi"))
     assert not targets(params, dtype=jnp.bfloat16)
     assert not targets(rwkv7.stacked(params))
     assert targets(all_models.quantize(params)) == BLOCKS
@@ -105,7 +108,7 @@ def test_which_rows_get_the_kernels(params: rwkv7.Params, monkeypatch: pytest.Mo
     assert targets(all_models.for_decoding(all_models.quantize(params))) == BY_INPUT
     assert not targets(all_models.for_decoding(narrow), rows=2, dtype=jnp.bfloat16)
     tokens = jnp.zeros(1, jnp.int32)
-    found, expected = (rwkv7.apply(params, tokens, implementation=i) for i in (None, "reference"))
+    found, expected = (rwkv7.apply(params, tokens, kernels=x) for x in (None, "reference"))
     assert_trees_close(found, expected)
 
 
@@ -123,7 +126,9 @@ def test_where_updates_are_deferred(params: rwkv7.Params, monkeypatch: pytest.Mo
 
     assert targets(33) == DEFERRED
     assert targets(32) == targets(33, defers=False) == BLOCKS
-    assert not targets(33, implementation="xla")
+    assert targets(33, kernels=Kernels(blocks="fused")) == DEFERRED
+    for kernels in (Kernels("xla"), Kernels(layers="xla"), Kernels(blocks="separate")):
+        assert not targets(33, kernels=kernels)
     assert not targets(33, model=all_models.Invariant(rwkv7, 33)) & DEFERRED
     with monkeypatch.context() as other:
         other.setattr(internals.gpus, "why_not_hopper", lambda: "it is another GPU")
@@ -186,24 +191,54 @@ def test_why_not(params: rwkv7.Params) -> None:
     half = jax.tree.map(lambda x: x.astype(jnp.float16), params)
     state = internals.deferred(half, rwkv7.initial_state(half, ROWS, "float16"))
     state = internals.at_step(state, jnp.int32(0), jnp.bool(False))
-    step = jax.jit(functools.partial(rwkv7.apply, dtype="float16", layers="fused"))
+    step = jax.jit(functools.partial(rwkv7.apply, dtype="float16", kernels="fused"))
     reason = "x is float16; the kernels that defer updates of states take bfloat16"
     with hlo.device("cuda"), pytest.raises(NotImplementedError, match=reason):
         step.trace(half, jnp.zeros(ROWS, jnp.int32), state).lower(lowering_platforms=("cuda",))
 
 
+def test_names_of_kernels() -> None:
+    """What they stand for, as static arguments of one program."""
+    for name in ("xla", "reference"):
+        found = {chosen("f", x) for x in (name, Kernels(name, name, "separate"))}
+        assert found == {Kernels(name, name, "separate")}
+    assert {chosen("f", x) for x in ("fused", Kernels(blocks="fused"))} == {
+        Kernels(None, None, "fused")
+    }
+    assert {chosen("f", x) for x in (None, Kernels())} == {Kernels(None, None, None, None)}
+
+
+@pytest.mark.parametrize("name", ["layers", "blocks"])
+def test_wrong_kernels(name: str) -> None:
+    with pytest.raises(ValueError, match=f"Kernels: {name} is 'fast'; accepted are '"):
+        dataclasses.replace(Kernels(), **{name: "fast"})
+
+
+def test_generation_reads_prompts_by_separate_blocks(params: rwkv7.Params) -> None:
+    """Unless they are read by one token at a time. The blocks of new tokens are refused here."""
+    stream = TokenStream(rwkv7, params, [[1, 2]], 1, prefill_chunks=[2], kernels="fused")
+    with pytest.raises(NotImplementedError, match="implementation 'fused' cannot run this call"):
+        next(stream)
+    with pytest.raises(NotImplementedError, match="implementation 'fused' cannot run this call"):
+        TokenStream(all_models.Invariant(rwkv7, 1), params, [[1]], 1, kernels="fused")
+
+
 @pytest.mark.usefixtures("unchecked_types")
 def test_wrong_options(params: rwkv7.Params) -> None:
     tokens = jnp.zeros((ROWS, 3), jnp.int32)
-    with pytest.raises(ValueError, match=r"layers is 'fused' with tokens of shape \(2, 3\)"):
-        rwkv7.apply(params, tokens, layers="fused")
-    with pytest.raises(ValueError, match="implementation is 'xla' where layers is 'fused'"):
-        rwkv7.apply(params, tokens[:, 0], layers="fused", implementation="xla")
-    with pytest.raises(ValueError, match="rwkv6: layers is 'fused'; accepted for models of RWKV-7"):
-        rwkv6.apply(models.parameters(rwkv6), tokens[:, 0], layers="fused")
+    with pytest.raises(ValueError, match=r"blocks = 'fused' where tokens has shape \(2, 3\)"):
+        rwkv7.apply(params, tokens, kernels="fused")
+    for name in ("operator", "layers"):
+        kernels = dataclasses.replace(Kernels(blocks="fused"), **{name: "xla"})
+        with pytest.raises(ValueError, match=rf"rwkv7: kernels is .*{name}='xla'.* None and 'ffi'"):
+            rwkv7.apply(params, tokens[:, 0], kernels=kernels)
+    with pytest.raises(ValueError, match=r"rwkv6: .* blocks = 'fused' .*for whole models"):
+        rwkv6.apply(models.parameters(rwkv6), tokens[:, 0], kernels="fused")
+    with pytest.raises(ValueError, match=r"time_mix: .* blocks = 'fused' .*for whole models"):
+        rwkv7.time_mix(params.blocks[0].att, jnp.zeros((ROWS, 64)), kernels="fused")
     state = rwkv7.initial_state(params, ROWS + 1)
     with pytest.raises(ValueError, match="rwkv7: state is not one of this model with 2 rows"):
-        rwkv7.apply(params, tokens[:, 0], state, layers="fused")
+        rwkv7.apply(params, tokens[:, 0], state, kernels="fused")
 
 
 @pytest.mark.slow
@@ -213,20 +248,20 @@ def test_transformations_take_the_usual_way(params: rwkv7.Params) -> None:
     tokens = jnp.arange(ROWS, dtype=jnp.int32)
     state = jax.tree.map(lambda x: x + 0.5, rwkv7.initial_state(params, ROWS))
 
-    def loss(params: rwkv7.Params, state: Any, layers: str | None) -> jax.Array:
-        logits, after = rwkv7.apply(params, tokens, state, layers=layers)
+    def loss(params: rwkv7.Params, state: Any, kernels: str | None) -> jax.Array:
+        logits, after = rwkv7.apply(params, tokens, state, kernels=kernels)
         return sum((jnp.sum(x * x) for x in jax.tree.leaves(after)), jnp.sum(logits * logits))
 
     found, expected = (
-        jax.jit(jax.grad(loss, argnums=(0, 1)), static_argnums=2)(params, state, layers)
-        for layers in ("fused", None)
+        jax.jit(jax.grad(loss, argnums=(0, 1)), static_argnums=2)(params, state, kernels)
+        for kernels in ("fused", None)
     )
     assert_trees_close(found, expected)
 
-    def rows(layers: str | None) -> Any:
+    def rows(kernels: str | None) -> Any:
         def row(token: jax.Array, state: Any) -> Any:
             alone = jax.tree.map(lambda x: x[None], state)
-            return rwkv7.apply(params, token[None], alone, layers=layers)
+            return rwkv7.apply(params, token[None], alone, kernels=kernels)
 
         return jax.jit(jax.vmap(row))(tokens, state)
 
@@ -240,7 +275,7 @@ def test_inside_shard_map(params: rwkv7.Params) -> None:
     tokens = jnp.arange(ROWS, dtype=jnp.int32)
 
     def step(params: rwkv7.Params, tokens: jax.Array) -> Any:
-        return rwkv7.apply(params, tokens, layers="fused")
+        return rwkv7.apply(params, tokens, kernels="fused")
 
     specs = P(), P("data")
     found = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=P("data")))(

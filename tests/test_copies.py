@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rwkv_jax.models import rwkv7
+from rwkv_jax.models import Kernels, rwkv7
 from support import scripts
 from support.models import random_like, shapes_of
 
@@ -50,7 +50,7 @@ def test_copies_change_neither_loss_nor_gradients(copies: ModuleType) -> None:
     @jax.value_and_grad
     def loss(params: rwkv7.Params, made: rwkv7.Params) -> jax.Array:
         used = copies.in_place(params, made)
-        logits, _ = rwkv7.apply(used, tokens, dtype="bfloat16", implementation="xla")
+        logits, _ = rwkv7.apply(used, tokens, dtype="bfloat16", kernels=Kernels("xla"))
         return jnp.mean(jnp.square(logits))
 
     none = jax.tree.map(lambda _: None, params)

@@ -681,18 +681,18 @@ def test_cross_entropy(emulated: Emulation, vocabulary: int, device: str, dtype:
 
 
 @functools.cache
-def _step(device: Device, dtype: Any, layers: str | None) -> Any:
+def _step(device: Device, dtype: Any, kernels: str | None) -> Any:
     """The model as one program, in which a device has its scratch."""
-    return jax.jit(functools.partial(rwkv7.apply, dtype=dtype, layers=layers))
+    return jax.jit(functools.partial(rwkv7.apply, dtype=dtype, kernels=kernels))
 
 
 def _decode(
-    blocks: Emulation, params: rwkv7.Params, tokens: np.ndarray, layers: str | None = "fused"
+    blocks: Emulation, params: rwkv7.Params, tokens: np.ndarray, kernels: str | None = "fused"
 ) -> tuple[np.ndarray, Any]:
     """The logits after each token of the rows [B, T], and the state after the last one."""
     dtype = params.emb.weight.dtype
     state = rwkv7.initial_state(params, len(tokens), dtype)
-    step, found = _step(blocks.gpu, dtype, layers), []
+    step, found = _step(blocks.gpu, dtype, kernels), []
     for token in tokens.T:
         logits, state = step(params, jnp.asarray(token), state)
         found.append(np.asarray(logits))
@@ -760,7 +760,7 @@ def test_blocks(blocks: Emulation, width: int, rows: int, dtype: str, device: De
     params = models.with_heads_of_64(width, dtype)
     state = _check_decoding(blocks, params, rows)
     if dtype == "float32":
-        _, expected = _decode(blocks, params, _tokens(rows), layers=None)
+        _, expected = _decode(blocks, params, _tokens(rows), kernels=None)
         tolerance.assert_trees_close(state, expected)
 
 
@@ -909,7 +909,7 @@ def test_rows_without_a_token(blocks: Emulation) -> None:
     tokens, ids = jnp.array([1, 2, 3]), jnp.array([7, 0, 1])
 
     def step(**options: Any) -> tuple[Any, Any]:
-        found = rwkv7.apply(params, tokens, state, dtype="bfloat16", layers="fused", **options)
+        found = rwkv7.apply(params, tokens, state, dtype="bfloat16", kernels="fused", **options)
         return jax.tree.map(np.asarray, found)
 
     (logits, after), (all_logits, all_after) = step(segment_ids=ids), step()
@@ -942,7 +942,7 @@ def test_deferred_updates(blocks: Emulation, multiprocessors: int) -> None:
     @jax.jit
     def step(state: Any, token: Any, ids: Any, number: Any, last: Any) -> tuple[Any, Any]:
         state = internals.at_step(state, number, last)
-        return rwkv7.apply(params, token, state, segment_ids=ids, dtype=dtype, layers="fused")
+        return rwkv7.apply(params, token, state, segment_ids=ids, dtype=dtype, kernels="fused")
 
     def run(state: Any, count: int) -> tuple[list[np.ndarray], Any]:
         found = []

@@ -23,7 +23,7 @@ def parameters(module: ModuleType) -> Any:
 def evaluate(
     module: ModuleType, params: Any, tokens: np.ndarray, seen: list[int]
 ) -> evaluation.Evaluation:
-    options: Any = {"context": CONTEXT, "batch": 3, "at_once": 4, "implementation": "reference"}
+    options: Any = {"context": CONTEXT, "batch": 3, "at_once": 4, "kernels": "reference"}
     return evaluation.evaluate(module, params, tokens, progress=seen.append, **options)
 
 
@@ -84,6 +84,7 @@ def test_figures() -> None:
         ([-1, 2], {}, "tokens are from -1 to 2; accepted are 0 to 22"),
         ([1, 2], {"context": 0}, "context is 0; accepted is a positive integer"),
         ([1, 2], {"batch": -1}, "batch is -1; accepted is a positive integer"),
+        ([1, 2], {"kernels": "fast"}, "evaluate: kernels is 'fast'; accepted are None, 'xla'"),
         ([1, 2], {"at_once": 0}, "at_once is 0; accepted is a positive integer"),
     ],
 )

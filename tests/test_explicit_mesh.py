@@ -140,13 +140,14 @@ def test_a_loss_without_jit(mesh: Mesh) -> None:
 
 def test_an_operator_of_the_mesh(params: rwkv7.Params, mesh: Mesh) -> None:
     over_heads = sharding.shard(wkv7, mesh=mesh, batch="data", heads="model")
+    of_mesh = models.Kernels(wkv=over_heads)
     on_mesh = placed(rwkv7, params, mesh, "model"), tokens_on(mesh)
-    found, _ = jax.jit(lambda params, x: rwkv7.apply(params, x, wkv=over_heads))(*on_mesh)
+    found, _ = jax.jit(lambda params, x: rwkv7.apply(params, x, kernels=of_mesh))(*on_mesh)
     assert_trees_close(np.asarray(found), rwkv7.apply(params, TOKENS)[0], 1e-4)
     with pytest.raises(
-        ValueError, match=r"rwkv7: wkv is .* on an Explicit mesh; accepted .* jax\.jit"
+        ValueError, match=r"rwkv7: kernels has a wkv on an Explicit mesh; accepted .* jax\.jit"
     ):
-        rwkv7.apply(*on_mesh, wkv=over_heads)
+        rwkv7.apply(*on_mesh, kernels=of_mesh)
 
 
 @pytest.mark.slow

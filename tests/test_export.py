@@ -1,6 +1,7 @@
 """`jax.export` of operators, layer functions and models: symbolic sizes, several platforms at once,
 and the names of trees."""
 
+import dataclasses
 import functools
 from types import ModuleType
 from typing import Any
@@ -14,7 +15,7 @@ from jax import export
 import rwkv_jax
 from rwkv_jax import generation, layers
 from rwkv_jax.generation._session import Model, started
-from rwkv_jax.models import for_decoding, rwkv4, rwkv5, rwkv6, rwkv7
+from rwkv_jax.models import Kernels, for_decoding, rwkv4, rwkv5, rwkv6, rwkv7
 from support import hlo, internals
 from support.cases import Case
 from support.models import parameters
@@ -153,11 +154,13 @@ def test_any_rows_and_tokens(module: ModuleType) -> None:
             np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["implementation", "layers"])
-def test_kernels_need_sizes(name: str) -> None:
-    options: dict[str, Any] = {name: "xla"}
-    step = jax.jit(lambda tokens: rwkv7.apply(parameters(rwkv7), tokens, **options))
-    message = rf"rwkv7: {name} is 'xla' and tokens has the symbolic shape \(b, 8\); accepted"
+@pytest.mark.parametrize(
+    ("name", "value"), [("operator", "xla"), ("layers", "xla"), ("blocks", "fused")]
+)
+def test_kernels_need_sizes(name: str, value: str) -> None:
+    kernels = dataclasses.replace(Kernels(), **{name: value})
+    step = jax.jit(lambda tokens: rwkv7.apply(parameters(rwkv7), tokens, kernels=kernels))
+    message = rf"rwkv7: kernels is .*{name}='{value}'.* and tokens has the symbolic shape \(b, 8\)"
     with pytest.raises(ValueError, match=message):
         export.export(step)(symbolic("b, 8"))
 
@@ -165,7 +168,7 @@ def test_kernels_need_sizes(name: str) -> None:
 def test_trees_of_other_functions() -> None:
     """Stacked blocks, weights by their inputs, and sessions."""
     params = rwkv7.stacked(for_decoding(parameters(rwkv7)))
-    start = jax.jit(lambda params: started(Model(rwkv7, np.dtype("float32"), None), params, 2))
+    start = jax.jit(lambda params: started(Model(rwkv7, np.dtype("float32")), params, 2))
     exported = export.deserialize(export.export(start)(params).serialize())
     assert exported.in_tree == jax.tree.structure(((params,), {}))
     session = jax.tree.unflatten(exported.out_tree, range(exported.out_tree.num_leaves))

@@ -120,7 +120,7 @@ def test_nothing_is_compiled_again(params: rwkv7.Params) -> None:
 def test_a_token_goes_over_the_states_once(params: rwkv7.Params) -> None:
     """In place, where a native kernel does it: rows without a token keep their states without a
     selection."""
-    model = _session.Model(rwkv7, np.dtype("float32"), None)
+    model = _session.Model(rwkv7, np.dtype("float32"))
     session = jax.eval_shape(lambda: _session.started(model, params, BATCH))
     batch, heads, _, size = shape = session.state[0].att.wkv.shape
     if "ffi" not in available("wkv7_step", Case(batch, 1, heads, size)):
@@ -475,6 +475,7 @@ WRONG = [
     ({"seed": 0.5}, TypeError, "accepted are integers"),
     ({"sampling": Sampling(top_p=[0.1, 0.2])}, ValueError, "top_p has 2 numbers; accepted is one"),
     ({"sampling": Sampling(uncounted=[61])}, ValueError, "uncounted has the token 61"),
+    ({"kernels": "fast"}, ValueError, "generate: kernels is 'fast'; accepted are None, 'xla'"),
 ]
 
 

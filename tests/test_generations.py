@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 import operator
+import re
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from rwkv_jax import models
-from rwkv_jax.models import rwkv4, rwkv5, rwkv6, rwkv7
+from rwkv_jax.models import Kernels, rwkv4, rwkv5, rwkv6, rwkv7
 from rwkv_jax.nn import equinox, flax
 from support import checkpoints, language_models, meshes
 from support.models import config_of, formulas, parameters, random_like, shapes_of
@@ -50,7 +51,7 @@ class Generation(NamedTuple):
         return config_of(self.module, hidden_size=WIDTH, vocab_size=VOCABULARY, **ranks)
 
     def apply(self, *args: Any, **options: Any) -> Any:
-        return self.module.apply(*args, implementation=FAST[self.op].implementation, **options)
+        return self.module.apply(*args, kernels=Kernels(FAST[self.op].implementation), **options)
 
 
 GENERATIONS = {
@@ -419,6 +420,9 @@ def test_unknown_options(generation: Generation) -> None:
     accepted = "accepted are None, 'mixes', 'cheap', 'blocks'"
     with pytest.raises(ValueError, match=f"recompute is 'all'; {accepted}"):
         module.apply(params, jnp.ones((2, 3), jnp.int32), recompute="all")
+    accepted = "accepted are None, 'xla', 'reference', 'fused' and a models.Kernels"
     for tokens in (jnp.ones((2, 3), jnp.int32), jnp.ones(2, jnp.int32)):
-        with pytest.raises(ValueError, match="layers is 'fast'; accepted are"):
-            module.apply(params, tokens, layers="fast")
+        for kernels, error in (("fast", ValueError), (["xla"], TypeError)):
+            message = re.escape(f"{generation.name}: kernels is {kernels!r}; {accepted}")
+            with pytest.raises(error, match=message):
+                module.apply(params, tokens, kernels=kernels)

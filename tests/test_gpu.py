@@ -329,7 +329,7 @@ def test_whole_blocks(rows: int, dtype: str) -> None:
     tokens = np.random.default_rng(rows).integers(0, 11, (rows, 3), np.int32)
 
     def step(state: Any, token: jax.Array) -> tuple[Any, jax.Array]:
-        logits, state = rwkv7.apply(params, token, state, dtype=dtype, layers="fused")
+        logits, state = rwkv7.apply(params, token, state, dtype=dtype, kernels="fused")
         return state, logits
 
     loop = jax.jit(functools.partial(jax.lax.scan, step), donate_argnums=0)
@@ -350,7 +350,7 @@ def test_rows_in_tiles_have_the_same_bits(rows: int) -> None:
 
     def step(rows: int) -> tuple[jax.Array, Any]:
         state = rwkv7.initial_state(params, rows, "bfloat16")
-        call = functools.partial(rwkv7.apply, dtype="bfloat16", layers="fused")
+        call = functools.partial(rwkv7.apply, dtype="bfloat16", kernels="fused")
         return jax.jit(call)(params, tokens[:rows], state)
 
     # The head is not among the kernels.
@@ -551,7 +551,7 @@ def _repeat(width: int, device: Any, seconds: float) -> Any:
     case = layer_functions.Case(2, 70, 1, width, dtype="bfloat16", origin=True)
     params = models.with_heads_of_64(width, "bfloat16")
     arrays = layer_functions.operands("norm_shift_mix", case)
-    step = jax.jit(functools.partial(rwkv7.apply, dtype="bfloat16", layers="fused"))
+    step = jax.jit(functools.partial(rwkv7.apply, dtype="bfloat16", kernels="fused"))
     end, first = time.monotonic() + seconds, None
     with jax.default_device(device):
         arrays, params = jax.device_put((arrays, params), device)

@@ -15,7 +15,7 @@ import pytest
 
 import rwkv_jax
 from rwkv_jax import layers, models
-from rwkv_jax.models import _linear, rwkv7
+from rwkv_jax.models import Kernels, _linear, rwkv7
 from rwkv_jax.models._channel_mixing import feed_forward as feed_forward_of_model
 from support import hlo, internals, layer_functions
 from support.layer_functions import (
@@ -265,11 +265,11 @@ ONCE = collections.Counter([*KEYED, *RESTORING])
         ({"recompute": "blocks"}, ONCE + collections.Counter([KEYED[0], RESTORING[0]])),
         ({"recompute": "mixes"}, ONCE),
         ({"recompute": "cheap"}, ONCE),
-        ({"layers": "ffi", "implementation": "ffi"}, ONCE),
+        ({"kernels": Kernels("ffi", "ffi")}, ONCE),
         # An operator, or another implementation, for one of the two functions.
-        ({"wkv": _operator}, collections.Counter(RESTORING)),
-        ({"implementation": "ffi"}, collections.Counter(RESTORING)),
-        ({"layers": "xla"}, collections.Counter()),
+        ({"kernels": Kernels(wkv=_operator)}, collections.Counter(RESTORING)),
+        ({"kernels": Kernels("ffi")}, collections.Counter(RESTORING)),
+        ({"kernels": Kernels(layers="xla")}, collections.Counter()),
     ],
 )
 def test_the_model_takes_the_kernels(options: dict[str, Any], calls: dict[str, int]) -> None:
@@ -311,7 +311,7 @@ def test_the_model_equals_the_two_functions(form: Any, monkeypatch: pytest.Monke
 
     found = gradients()
     monkeypatch.setattr(TIME_MIXING, _in_two)
-    assert_trees_close(found, gradients(wkv=_operator), 1e-3)
+    assert_trees_close(found, gradients(kernels=Kernels(wkv=_operator)), 1e-3)
     assert all(np.any(x) for x in jax.tree.leaves(found[1].blocks[1].att))
 
 

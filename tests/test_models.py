@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import rwkv_jax
-from rwkv_jax.models import rwkv7
+from rwkv_jax.models import Kernels, rwkv7
 from support import hlo, internals, meshes
 from support.compiler import AS_USERS
 from support.models import config_of, random_like, shapes_of
@@ -40,7 +40,7 @@ def tokens() -> jax.Array:
     return jax.random.randint(jax.random.key(2), (BATCH, TOKENS), 0, CONFIG.vocab_size)
 
 
-forward = jax.jit(rwkv7.apply, static_argnames=("dtype", "implementation"))
+forward = jax.jit(rwkv7.apply, static_argnames=("dtype", "kernels"))
 
 
 def buffers(tree: object) -> list[int]:
@@ -102,11 +102,11 @@ def _loss_and_gradients(
 
 gradients_of_model = jax.jit(
     _loss_and_gradients,
-    static_argnames=("dtype", "implementation", "layers", "recompute"),
+    static_argnames=("dtype", "kernels", "recompute"),
     compiler_options=AS_USERS,
 )
 
-FFI_OR_REFERENCE = FAST["wkv7"].implementation
+FFI_OR_REFERENCE = Kernels(FAST["wkv7"].implementation)
 
 
 @pytest.mark.slow
@@ -123,10 +123,9 @@ def test_layers_in_any_implementation(
     """The loss and all gradients are equal, in bfloat16 but for where they are rounded."""
     tokens = tokens[:, : DOCUMENTS.shape[1]]
     ids = jnp.asarray(DOCUMENTS, jnp.int32) if packed else None
-    options = {"segment_ids": ids, "dtype": dtype, "implementation": FFI_OR_REFERENCE}
-    found, expected = (
-        gradients_of_model(params, tokens, layers=x, **options) for x in (layers, "reference")
-    )
+    options = {"segment_ids": ids, "dtype": dtype}
+    of_layers = (dataclasses.replace(FFI_OR_REFERENCE, layers=x) for x in (layers, "reference"))
+    found, expected = (gradients_of_model(params, tokens, kernels=x, **options) for x in of_layers)
     assert_trees_close(found, expected, ceiling)
 
 
@@ -137,7 +136,7 @@ def test_gradients_that_are_computed_again(
 ) -> None:
     """Also of stacked blocks, in packed rows."""
     ids = jnp.asarray(DOCUMENTS, jnp.int32)
-    options = {"segment_ids": ids, "implementation": FFI_OR_REFERENCE}
+    options = {"segment_ids": ids, "kernels": FFI_OR_REFERENCE}
     rows = tokens[:, : ids.shape[1]]
     expected = gradients_of_model(params, rows, **options)
     for form in (params, rwkv7.stacked(params)):
@@ -166,7 +165,7 @@ def test_what_recompute_keeps(params: rwkv7.Params, tokens: jax.Array) -> None:
     kept = {}
     for recompute in (None, "mixes", "cheap", "blocks"):
         model = functools.partial(
-            rwkv7.hidden_states, implementation=FFI_OR_REFERENCE, recompute=recompute
+            rwkv7.hidden_states, kernels=FFI_OR_REFERENCE, recompute=recompute
         )
         residuals = jax.eval_shape(lambda p, model=model: jax.vjp(model, p, tokens)[1], params)
         kept[recompute] = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(residuals))
@@ -180,7 +179,7 @@ def test_forward_passes_of_recompute(params: rwkv7.Params, tokens: jax.Array, pr
     forwards = {}
     (target,) = internals.targets("wkv7", "fwd")
     for recompute in (None, "mixes", "cheap", "blocks"):
-        options = {"implementation": "ffi", "recompute": recompute}
+        options = {"kernels": Kernels("ffi"), "recompute": recompute}
         call = functools.partial(_loss_and_gradients, **options)
         forwards[recompute] = hlo.calls(jax.make_jaxpr(call)(params, tokens), target)
     # Each platform with kernels has a branch with the target.
@@ -301,7 +300,7 @@ def test_the_sum_of_a_mixing_has_the_shape_of_its_product(
 ) -> None:
     """In a program for one device, where nothing distributes rows and tokens, and with the same
     results."""
-    hidden_states = jax.jit(functools.partial(rwkv7.hidden_states, implementation=FFI_OR_REFERENCE))
+    hidden_states = jax.jit(functools.partial(rwkv7.hidden_states, kernels=FFI_OR_REFERENCE))
 
     def sums(params: rwkv7.Params) -> int:
         """How many sums there are of the shape of a product."""

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from rwkv_jax.models import rwkv4, rwkv5, rwkv6, rwkv7
+from rwkv_jax.models import Kernels, rwkv4, rwkv5, rwkv6, rwkv7
 from rwkv_jax.nn import equinox, flax
 from rwkv_jax.wkv7 import wkv7
 from support.models import VOCABULARY, config_of, parameters, random_like, shapes_of
@@ -125,7 +125,7 @@ def test_layers_mix_sequences_with_the_given_function() -> None:
     tokens = jnp.zeros((BATCH, TOKENS), jnp.int32)
 
     def of_flax() -> None:
-        model = flax.RWKV(CONFIG, wkv=spy, rngs=nnx.Rngs(0))
+        model = flax.RWKV(CONFIG, kernels=Kernels(wkv=spy), rngs=nnx.Rngs(0))
         _, state = model(tokens)
         model(tokens[:, 0], state)
 
@@ -133,7 +133,9 @@ def test_layers_mix_sequences_with_the_given_function() -> None:
     shape = (BATCH, TOKENS, WIDTH // HEAD_SIZE, HEAD_SIZE)
     assert sequences == [shape] * CONFIG.num_layers
 
-    jax.eval_shape(lambda: equinox.RWKV(CONFIG, wkv=spy, key=jax.random.key(0))(tokens[0]))
+    jax.eval_shape(
+        lambda: equinox.RWKV(CONFIG, kernels=Kernels(wkv=spy), key=jax.random.key(0))(tokens[0])
+    )
     assert sequences[CONFIG.num_layers :] == [(1, *shape[1:])] * CONFIG.num_layers
 
 

@@ -502,6 +502,7 @@ def test_wrong_requests(
         ({"readers": 4}, "Pool: readers is 4; accepted is an integer from 1 to 3"),
         ({"steps": 33}, "Pool: steps is 33; accepted is an integer from 1 to 32"),
         ({"cache_bytes": -1}, "Pool: cache_bytes is -1"),
+        ({"kernels": "fast"}, "Pool: kernels is 'fast'; accepted are None, 'xla', 'reference'"),
         ({"data": "data"}, "Pool: data is 'data'; accepted without mesh is None"),
         ({"mesh": MESH, "data": "rows"}, "Pool: data is 'rows'; accepted are 'data', 'model'"),
         ({"mesh": MESH, "data": "data"}, "Pool: slots is 3; accepted is a multiple of 2"),

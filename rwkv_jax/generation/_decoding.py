@@ -97,7 +97,7 @@ def _read(
         *(params, jnp.maximum(tokens, 0), session.state),
         segment_ids=reads,
         dtype=model.dtype,
-        implementation=model.implementation,
+        kernels=model.kernels,
     )
     seen, counts = counted(session.occurrences, controls.settings, tokens)
     rows = active[:, None]

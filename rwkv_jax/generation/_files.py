@@ -73,7 +73,7 @@ def load(
     found = {name: x.array for name, x in tensors.items()}
     positions = found.get("positions", np.zeros(1, np.int32))
     batch = max(len(positions), 1) if positions.ndim == 1 else 1
-    model = Model(module, _parameters.floating("load", dtype), None)
+    model = Model(module, _parameters.floating("load", dtype))
     expected = jax.eval_shape(functools.partial(started, model, batch=batch), params)
     form = jax.tree.structure(expected.state)
     in_turn = jax.eval_shape(lambda x: x._replace(state=unstack(x.state)), expected)

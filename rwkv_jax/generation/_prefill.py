@@ -67,7 +67,7 @@ def read_prefill_chunk(
         *(params, jnp.asarray(tokens), session.state),
         segment_ids=(index < lengths[:, None]).astype(jnp.int32),
         dtype=model.dtype,
-        implementation=model.implementation,
+        kernels=model.of_prompts,
     )
     last = jnp.maximum(lengths - 1, 0)[:, None, None]
     hidden_states = jnp.take_along_axis(hidden_states, last, axis=1)[:, 0]

@@ -1,5 +1,6 @@
 """What a later call needs to continue: the state of a model between two tokens."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from types import ModuleType
@@ -16,6 +17,7 @@ from rwkv_jax.models import _linear, _mesh
 from rwkv_jax.models._arguments import check_state, differences
 from rwkv_jax.models._deferral import deferred
 from rwkv_jax.models._invariant import Invariant
+from rwkv_jax.models._kernels import Kernels
 from rwkv_jax.models._parameters import names
 from rwkv_jax.models._stacking import block_axes
 
@@ -25,11 +27,11 @@ MOST_TOKENS = 2**31 - 1
 
 class Model(NamedTuple):
     """What programs are compiled for: a module of `rwkv_jax.models` or an `Invariant` one, the
-    dtype of the activations, and the implementation of the operator."""
+    dtype of the activations, and the kernels."""
 
     module: ModuleType | Invariant
     dtype: np.dtype
-    implementation: str | None
+    kernels: Kernels = Kernels()
 
     def logits(
         self, params: Any, hidden_states: Float[Array, "B C"]
@@ -39,9 +41,16 @@ class Model(NamedTuple):
             return self.module.logits(params, hidden_states)
         return _linear.logits(params.head, hidden_states)
 
+    @property
+    def of_prompts(self) -> Kernels:
+        """The kernels for prompts, of which only `Invariant` reads one token at a time."""
+        if self.kernels.blocks != "fused" or isinstance(self.module, Invariant):
+            return self.kernels
+        return dataclasses.replace(self.kernels, blocks=None)
+
     def deferred(self, params: Any, state: Any) -> Any:
         """The state for a loop over tokens."""
-        return state if self.implementation else deferred(self.module, params, state)
+        return deferred(self.module, params, state) if self.kernels.may_fuse else state
 
 
 class Session(NamedTuple):

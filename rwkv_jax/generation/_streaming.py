@@ -22,6 +22,7 @@ from rwkv_jax.generation._sampling import (
 )
 from rwkv_jax.generation._session import MOST_TOKENS, Model, Session
 from rwkv_jax.models._invariant import Invariant
+from rwkv_jax.models._kernels import Kernels, chosen
 
 Reason: TypeAlias = Literal["length", "stop token", "stopped", "failed"]
 """Why a row has ended: it has `max_new_tokens`, it sampled one of `stop_tokens`, the caller of
@@ -57,7 +58,8 @@ class TokenStream(Iterator[list[int | None]]):
       prefill_chunks: the lengths of the chunks in which prompts are read, in tokens. For each of
         them that occurs a program is compiled.
       dtype: the dtype of the activations, that of the session if there is one.
-      implementation: the implementation of the operator.
+      kernels: as `hidden_states` takes it. Fused blocks read new tokens, but prompts only with an
+        `Invariant`.
 
     Attributes:
       tokens: the tokens of each row so far.
@@ -86,9 +88,9 @@ class TokenStream(Iterator[list[int | None]]):
         state: Any = None,
         prefill_chunks: Sequence[int] = PREFILL_CHUNKS,
         dtype: DTypeLike = jnp.float32,
-        implementation: str | None = None,
+        kernels: Kernels | str | None = None,
     ):
-        model = Model(module, jnp.dtype(dtype), implementation)
+        model = Model(module, jnp.dtype(dtype), chosen("generate", kernels))
         vocabulary, batch = len(params.head.weight), len(prompts)
         if batch == 0:
             raise ValueError("generate: there are no prompts; accepted is one for each row")
@@ -230,7 +232,7 @@ def generate(
     state: Any = None,
     prefill_chunks: Sequence[int] = PREFILL_CHUNKS,
     dtype: DTypeLike = jnp.float32,
-    implementation: str | None = None,
+    kernels: Kernels | str | None = None,
 ) -> Generated:
     """The tokens that continue prompts, up to `max_new_tokens` of each row.
 
@@ -250,7 +252,7 @@ def generate(
         state=state,
         prefill_chunks=prefill_chunks,
         dtype=dtype,
-        implementation=implementation,
+        kernels=kernels,
     )
     stream.run()
     return Generated(stream.tokens, stream.finish_reasons, stream.session)

@@ -45,19 +45,6 @@ def check_tokens(
         )
 
 
-def implementation_for(what: str, name: str, implementation: str | None, tokens: Any) -> str | None:
-    """The implementation to use. With symbolic sizes, which a program to be exported may have, it
-    is the reference, because all others need numbers."""
-    if all(isinstance(size, int) for size in tokens.shape):
-        return implementation
-    if implementation in (None, "reference"):
-        return "reference"
-    raise ValueError(
-        f"{what}: {name} is {implementation!r} and tokens has the symbolic shape {tokens.shape}; "
-        "accepted for it are None and 'reference'"
-    )
-
-
 def checked_segment_ids(what: str, ids: Any, shape: tuple[int, ...]) -> Array | None:
     """The segments of tokens of `shape`, [B, T] for sequences and [B] for a single token each."""
     return None if ids is None else segments.checked(what, ids, *shape)

@@ -4,6 +4,7 @@ The compiler partitions a model by the rules of its operators and layer function
 Explicit mesh as well, because the axes of the mesh are Auto ones within the model.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -13,8 +14,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath
 
 from rwkv_jax._operator.partition import axis_names, explicit_mesh
+from rwkv_jax.models._kernels import Kernels
 from rwkv_jax.models._stacking import Stacked, is_stacked
-from rwkv_jax.models._wkv import Wkv
 
 Tree = TypeVar("Tree")
 
@@ -43,20 +44,18 @@ def partitioned(compute: Callable[..., Any], *operands: Any, results: Callable[[
     return jax.sharding.auto_axes(compute, out_sharding=_on(mesh, results()))(*operands)
 
 
-def as_explicit(what: str, wkv: Wkv, operands: Any, like: Array) -> Wkv:
-    """`wkv` for calls from within `partitioned` with these operands. Where that makes the axes of a
-    mesh Auto, they are Explicit for `wkv`, and its tokens distributed as those of `like`."""
-    if (mesh := _explicit(operands)) is None:
-        return wkv
+def as_explicit(what: str, kernels: Kernels, operands: Any, like: Array) -> Kernels:
+    """`kernels` for calls from within `partitioned` with these operands. Where that makes the axes
+    of a mesh Auto, they are Explicit for `wkv`, and its tokens distributed as those of `like`."""
+    wkv, mesh = kernels.wkv, _explicit(operands)
+    if wkv is None or mesh is None:
+        return kernels
     if not isinstance(like, core.Tracer) and jax.sharding.get_abstract_mesh().empty:
         raise ValueError(
-            f"{what}: wkv is a function of its own on an Explicit mesh; accepted are calls within "
-            "jax.jit or jax.set_mesh, or None"
+            f"{what}: kernels has a wkv on an Explicit mesh; accepted are calls within jax.jit or "
+            "jax.set_mesh, or None"
         )
-    rows, tokens = (
-        PartitionSpec(*tuple(spec_of(like))[:1]),
-        PartitionSpec(*tuple(spec_of(like))[:2]),
-    )
+    rows, tokens = (PartitionSpec(*tuple(spec_of(like))[:i]) for i in (1, 2))
 
     def call(*operands: Any, segment_ids: Array | None = None, **options: Any) -> Any:
         def of_mesh(inputs: Any, state: Any, segments: Any) -> Any:
@@ -70,7 +69,7 @@ def as_explicit(what: str, wkv: Wkv, operands: Any, like: Array) -> Wkv:
         call_of_mesh: Any = jax.sharding.explicit_axes(of_mesh, in_sharding=places)
         return call_of_mesh(inputs, state, segments)
 
-    return call
+    return dataclasses.replace(kernels, wkv=call)
 
 
 def _explicit(operands: Any) -> Any:

@@ -25,6 +25,7 @@ from rwkv_jax.models import (
     _trees,
 )
 from rwkv_jax.models._blocks import add, in_turn, scan
+from rwkv_jax.models._kernels import Kernels, Options, chosen
 from rwkv_jax.models._linear import embed, logits
 from rwkv_jax.models._normalisation import layer_norm
 from rwkv_jax.models._recomputation import Recompute
@@ -38,13 +39,6 @@ from rwkv_jax.models._trees import (
     TimeMixState,
     initial_block,
 )
-from rwkv_jax.models._wkv import Options, Wkv
-
-LAYERS = ("ffi", "xla", "reference")
-"""The values of `layers` besides None: implementations of the functions of `rwkv_jax.layers`."""
-
-FUSED = "fused"
-"""The value of `layers` for kernels that compute a whole block."""
 
 _StepBlock: TypeAlias = Callable[..., tuple[Array, Any, BlockState]]
 
@@ -57,7 +51,6 @@ class Generation:
       name: the name of its module, such as "rwkv7".
       config: the class of the sizes of a model. All of them have `num_layers`,
         `hidden_size` and `vocab_size`.
-      wkv: the operator for sequences.
       mix_tokens: the time mixing. It takes its parameters, a normalisation, its input, its state,
         what the first block has for all others (the value in RWKV-7; otherwise None) and
         `Options`. It returns the input, for its other uses, the output, the next state, and what
@@ -78,7 +71,6 @@ class Generation:
 
     name: str
     config: type
-    wkv: Wkv
     mix_tokens: Callable[..., tuple[Array, Array, Any, Any]]
     mix_channels: Callable[..., tuple[Array, Array, Array]]
     init_time_mix: Callable[[Array, Any, int], Any]
@@ -124,10 +116,8 @@ class Generation:
         *,
         segment_ids: Int[Operand, " B *T"] | None = None,
         dtype: DTypeLike = jnp.float32,
-        implementation: str | None = None,
-        layers: str | None = None,
+        kernels: Kernels | str | None = None,
         recompute: Recompute | None = None,
-        wkv: Wkv | None = None,
     ) -> tuple[Float[Array, "B *T C"], State]:
         """What `params.head` makes logits of: the normalised output of the last block, for a
         sequence [B, T] of tokens or for one token each, [B].
@@ -145,52 +135,37 @@ class Generation:
             one after the last document. With one token each, a row whose id is 0 has none: its
             state stays, and its hidden states mean nothing.
           dtype: the dtype of the activations.
-          implementation: the implementation of the operator.
-          layers: the implementation of the functions of `rwkv_jax.layers`. Where tokens of a
-            sequence are distributed over devices, give "xla", which the compiler partitions. With
-            one token each, "fused" computes each block of RWKV-7 in a few CUDA kernels for up to 32
-            rows, and for up to 1024 of bfloat16 on GPUs of compute capability 9.0. None chooses
-            them on CUDA for one row, and for several of bfloat16 or float16, where they can run,
-            the program is for one device, and `params` is not stacked.
+          kernels: which kernels compute it: a `models.Kernels`, a name of some, or None.
           recompute: what the backward pass computes again rather than keeps: "mixes", what the
             token shifts of time mixings give; "cheap", all but the products and the results of the
             operator; "blocks", everything but the activations between blocks; or None, what costs
             nothing to speak of.
-          wkv: the function that mixes sequences, such as `sharding.shard(wkv7, ...)`; the operator
-            of the generation if None.
 
         Returns:
           The hidden states [B, T, C] or [B, C] in `dtype`, and the next state.
 
         Raises:
           TypeError, ValueError: `tokens` or `segment_ids` are wrong; `state` is not one of this
-            model and this number of rows; `dtype` is not float32, bfloat16 or float16; `layers` is
-            "fused" where there are no such kernels; or sizes are symbolic and an implementation is
-            asked for that needs numbers.
-          NotImplementedError: an implementation cannot run the call.
+            model and this number of rows; `dtype` is not float32, bfloat16 or float16; `kernels` is
+            none of those accepted; blocks are to be fused where there are no such kernels; or sizes
+            are symbolic and kernels are asked for that need numbers.
+          NotImplementedError: the kernels cannot run the call.
         """
-        if layers is not None:
-            check.choice(self.name, "layers", layers, (*LAYERS, FUSED))
+        kernels = chosen(self.name, kernels)
         _arguments.check_tokens(self.name, tokens, params.emb.weight.shape[0])
         segment_ids = _arguments.checked_segment_ids(self.name, segment_ids, tokens.shape)
         dtype, rows = _parameters.floating(self.name, dtype), tokens.shape[0]
         _arguments.check_state(self.name, self.initial_state, params, state, rows, dtype)
-        implementation, layers = (
-            _arguments.implementation_for(self.name, name, x, tokens)
-            for name, x in {"implementation": implementation, "layers": layers}.items()
-        )
-        if layers == FUSED:
-            self._check_fused(tokens, implementation)
+        kernels = kernels.of_call(self.name, tokens.shape, self.step_block is not None)
         tokens = jnp.asarray(tokens)
         operands = (params, tokens, state, segment_ids)
-        wkv = _mesh.as_explicit(self.name, wkv, operands, tokens) if wkv else self.wkv
+        kernels = _mesh.as_explicit(self.name, kernels, operands, tokens)
 
         def compute(
             params: Params, tokens: Array, state: Any, segment_ids: Array | None
         ) -> tuple[Array, State]:
-            options = Options(segment_ids, implementation, layers, wkv)
-            step = self._step_for(params, tokens, options)
-            block = functools.partial(_block, self, step, options)
+            step = self._step_for(params, kernels)
+            block = functools.partial(_block, self, step, Options(segment_ids, kernels))
             recomputed = functools.partial(_recomputation.recomputed, block, recompute)
             x = embed(params.emb, tokens, dtype)
             if isinstance(params.blocks, Stacked):
@@ -203,35 +178,14 @@ class Generation:
         results = functools.partial(_mesh.specs_of_hidden_states, params, tokens, state)
         return _mesh.partitioned(compute, *operands, results=results)
 
-    def _step_for(
-        self, params: Params, tokens: Int[Operand, " B *T"], options: Options
-    ) -> _StepBlock | None:
+    def _step_for(self, params: Params, kernels: Kernels) -> _StepBlock | None:
         """What computes a block by kernels of its own, or None where no block may be."""
-        if options.layers == FUSED or self.step_block is None:
+        if self.step_block is None or kernels.blocks == "fused":
             return self.step_block
         # A scan over stacked blocks would copy the weights of each block for its kernels.
-        unasked = options.layers is None and options.implementation is None
-        if unasked and tokens.ndim == 1 and not isinstance(params.blocks, Stacked):
-            return functools.partial(self.step_block, required=False)
-        return None
-
-    def _check_fused(
-        self,
-        tokens: Int[Operand, " B *T"],
-        implementation: str | None,
-    ) -> None:
-        if self.step_block is None:
-            raise ValueError(f"{self.name}: layers is 'fused'; accepted for models of RWKV-7 alone")
-        if tokens.ndim != 1:
-            raise ValueError(
-                f"{self.name}: layers is 'fused' with tokens of shape {tokens.shape}; accepted "
-                "with one token each, [B]"
-            )
-        if implementation not in (None, "ffi"):
-            raise ValueError(
-                f"{self.name}: implementation is {implementation!r} where layers is 'fused', which "
-                "has an operator of its own; accepted are None and 'ffi'"
-            )
+        if kernels.blocks == "separate" or isinstance(params.blocks, Stacked):
+            return None
+        return functools.partial(self.step_block, required=False)
 
     def apply(
         self,
@@ -241,10 +195,8 @@ class Generation:
         *,
         segment_ids: Int[Operand, " B *T"] | None = None,
         dtype: DTypeLike = jnp.float32,
-        implementation: str | None = None,
-        layers: str | None = None,
+        kernels: Kernels | str | None = None,
         recompute: Recompute | None = None,
-        wkv: Wkv | None = None,
     ) -> tuple[Float32[Array, "B *T vocabulary"], State]:
         """Logits of the next token after each token of a sequence [B, T], or after one token each,
         [B].
@@ -258,10 +210,8 @@ class Generation:
             *(params, tokens, state),
             segment_ids=segment_ids,
             dtype=dtype,
-            implementation=implementation,
-            layers=layers,
+            kernels=kernels,
             recompute=recompute,
-            wkv=wkv,
         )
         return logits(params.head, x), next_state
 
@@ -273,9 +223,7 @@ class Generation:
         v_first: Float[Array, "B *T C"] | None = None,
         *,
         segment_ids: Int[Operand, " B *T"] | None = None,
-        implementation: str | None = None,
-        layers: str | None = None,
-        wkv: Wkv | None = None,
+        kernels: Kernels | str | None = None,
     ) -> tuple[Float[Array, "B *T C"], TimeMixState, Float[Array, "B *T C"] | None]:
         """The time mixing of a sequence [B, T, C] or a token [B, C], in the dtype of `x`. The
         module of the generation has the formula.
@@ -287,9 +235,7 @@ class Generation:
           v_first: the value of the first layer, which every other layer of RWKV-7 needs. The other
             generations have no such value.
           segment_ids: as `hidden_states` takes it.
-          implementation: the implementation of the operator.
-          layers: the implementation of the functions of `rwkv_jax.layers`.
-          wkv: the function that mixes sequences; the operator of the generation if None.
+          kernels: as `hidden_states` takes it, but for fused blocks.
 
         Returns:
           The output, with the shape and dtype of `x`, the next state, and the value of the first
@@ -297,17 +243,16 @@ class Generation:
 
         Raises:
           ValueError: `v_first` is missing.
-          TypeError, ValueError: `segment_ids` is wrong.
+          TypeError, ValueError: `segment_ids` or `kernels` is wrong.
         """
-        if layers is not None:
-            check.choice("time_mix", "layers", layers, LAYERS)
         check.array("time_mix", "x", x)
         segment_ids = _arguments.checked_segment_ids("time_mix", segment_ids, x.shape[:-1])
         operands = (params, x, state, v_first, segment_ids)
-        wkv = _mesh.as_explicit("time_mix", wkv, operands, x) if wkv else self.wkv
+        kernels = chosen("time_mix", kernels).of_call("time_mix", x.shape[:-1], False)
+        kernels = _mesh.as_explicit("time_mix", kernels, operands, x)
 
         def compute(params: Any, x: Array, state: Any, v_first: Any, segment_ids: Any) -> Any:
-            options = Options(segment_ids, implementation, layers, wkv)
+            options = Options(segment_ids, kernels)
             return self.mix_tokens(params, None, x, state, v_first, options)[1:]
 
         def results() -> Any:
@@ -405,10 +350,9 @@ def _block(
         x = layer_norm(p.ln0, x)
     if step is None:
         return _mixings(generation, options, p, x, of_first, s)
-    without = options._replace(layers=None, segment_ids=None)
 
     def block(p: BlockParams, x: Array, of_first: Any, s: BlockState, ids: Array | None) -> Any:
-        return _mixings(generation, without._replace(segment_ids=ids), p, x, of_first, s)
+        return _mixings(generation, options._replace(segment_ids=ids), p, x, of_first, s)
 
     return step(block, p, x, of_first, s, options.segment_ids)
 
@@ -423,6 +367,6 @@ def _mixings(
 ) -> tuple[Array, Any, BlockState]:
     """`_block` after the normalisation of the embedding."""
     x, dx, att, of_first = generation.mix_tokens(p.att, p.ln1, x, s.att, of_first, options)
-    ids, layers = options.segment_ids, options.layers
+    ids, layers = options.segment_ids, options.kernels.layers
     x, dx, ffn = generation.mix_channels(p.ffn, p.ln2, add(x, dx), s.ffn, ids, layers)
     return add(x, dx), of_first, BlockState(att, ffn)

@@ -1,6 +1,7 @@
 """What the modules of all generations have in common for callers. They import all of it by `*`, and
 `__all__` is the only list of these names."""
 
+from rwkv_jax.models._kernels import Wkv
 from rwkv_jax.models._linear import Weight
 from rwkv_jax.models._normalisation import Norm, layer_norm
 from rwkv_jax.models._parameters import names
@@ -16,7 +17,6 @@ from rwkv_jax.models._trees import (
     stacked,
     unstacked,
 )
-from rwkv_jax.models._wkv import Wkv
 
 __all__ = [
     "BlockParams",

@@ -36,13 +36,13 @@ from rwkv_jax.models._channel_mixing import ChannelMixParams as ChannelMixParams
 from rwkv_jax.models._channel_mixing import mix_channels
 from rwkv_jax.models._config import check_sizes
 from rwkv_jax.models._initialisation import decay, depth, orthogonal, token_shift_mix, zigzag
+from rwkv_jax.models._kernels import Options, run
 from rwkv_jax.models._linear import Weight, linear
 from rwkv_jax.models._model import Generation
 from rwkv_jax.models._normalisation import Norm
 from rwkv_jax.models._public import *  # noqa: F403
 from rwkv_jax.models._token_shift import of_previous, shift_and_mix
 from rwkv_jax.models._trees import TimeMixState
-from rwkv_jax.models._wkv import Options, run
 from rwkv_jax.wkv4 import Wkv4State, wkv4, wkv4_step
 from rwkv_jax.wkv4.signature import NOTHING
 
@@ -150,13 +150,13 @@ def mix_tokens(
     x, (x_k, x_v, x_r), shift = shift_and_mix(
         norm,
         tuple(map(of_previous, mixes)),
-        *(x, before, options.segment_ids, options.layers_for(x)),
+        *(x, before, options.segment_ids, options.kernels.layers),
     )
     decay, first = params.time_decay.astype(x.dtype), params.time_first.astype(x.dtype)
     p = _parameters.like(params, x)
     gate = jax.nn.sigmoid(linear(p.receptance, x_r))
-    operands = (decay, first, linear(p.key, x_k), linear(p.value, x_v))
-    y, last = run(wkv4_step, options, x.ndim == 2, operands, wkv, "exp")
+    operands = (decay, first, linear(p.key, x_k), linear(p.value, x_v), wkv)
+    y, last = run(wkv4, wkv4_step, options, x.ndim == 2, operands, "exp")
     y = linear(p.output, gate * y)
     return x, y, TimeMixState(shift, last), None
 
@@ -164,7 +164,6 @@ def mix_tokens(
 GENERATION = Generation(
     name="rwkv4",
     config=Config,
-    wkv=wkv4,
     mix_tokens=mix_tokens,
     mix_channels=mix_channels,
     init_time_mix=init_time_mix,

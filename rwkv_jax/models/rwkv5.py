@@ -49,13 +49,13 @@ from rwkv_jax.models._initialisation import (
     hidden_width,
     token_shift_mix,
 )
+from rwkv_jax.models._kernels import Options, run
 from rwkv_jax.models._linear import Weight, linear
 from rwkv_jax.models._model import Generation
 from rwkv_jax.models._normalisation import Norm, head_norm
 from rwkv_jax.models._public import *  # noqa: F403
 from rwkv_jax.models._token_shift import of_previous, shift_and_mix
 from rwkv_jax.models._trees import TimeMixState
-from rwkv_jax.models._wkv import Options, run
 from rwkv_jax.wkv5 import wkv5, wkv5_step
 
 
@@ -175,7 +175,7 @@ def mix_tokens(
     x, (x_k, x_v, x_r, *x_g), shift = shift_and_mix(
         norm,
         tuple(of_previous(mix) for mix in mixes if mix is not None),
-        *(x, before, options.segment_ids, options.layers_for(x)),
+        *(x, before, options.segment_ids, options.kernels.layers),
     )
     p = _parameters.like(params, x)
     heads = len(params.time_decay)
@@ -186,7 +186,7 @@ def mix_tokens(
     r, k, v = linear(p.receptance, x_r), linear(p.key, x_k), linear(p.value, x_v)
     r, k, v = map(of_heads, (r, k, v))
     decay, bonus = (z.reshape(heads, -1) for z in (p.time_decay, _bonus(p)))
-    y, last = run(wkv5_step, options, x.ndim == 2, (r, decay, k, v, bonus), wkv, "exp")
+    y, last = run(wkv5, wkv5_step, options, x.ndim == 2, (r, decay, k, v, bonus, wkv), "exp")
     y = head_norm(params.ln_x, y, HEAD_NORM_EPS)
     if p.gate is not None:
         y = y * jax.nn.silu(linear(p.gate, *x_g))
@@ -205,7 +205,6 @@ def _bonus(params: TimeMixParams) -> Array:
 GENERATION = Generation(
     name="rwkv5",
     config=Config,
-    wkv=wkv5,
     mix_tokens=mix_tokens,
     mix_channels=mix_channels,
     init_time_mix=init_time_mix,

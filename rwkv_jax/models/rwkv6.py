@@ -45,6 +45,7 @@ from rwkv_jax.models._initialisation import (
     small,
     token_shift_mix,
 )
+from rwkv_jax.models._kernels import Options, run
 from rwkv_jax.models._linear import Weight, WeightByInput, linear, low_rank
 from rwkv_jax.models._model import Generation
 from rwkv_jax.models._normalisation import Norm, head_norm
@@ -52,7 +53,6 @@ from rwkv_jax.models._public import *  # noqa: F403
 from rwkv_jax.models._recomputation import product
 from rwkv_jax.models._token_shift import shift_and_mix
 from rwkv_jax.models._trees import TimeMixState
-from rwkv_jax.models._wkv import Options, run
 from rwkv_jax.wkv6 import wkv6, wkv6_step
 
 
@@ -204,7 +204,7 @@ def mix_tokens(
     x, (here, earlier, mixed), shift = shift_and_mix(
         norm,
         (zeros, zeros + 1, params.time_maa_x),
-        *(x, before, options.segment_ids, options.layers_for(x)),
+        *(x, before, options.segment_ids, options.kernels.layers),
     )
     p = _parameters.like(params, x)
     hidden = jnp.tanh(product(mixed @ p.time_maa_w1))
@@ -218,13 +218,13 @@ def mix_tokens(
 
     r, k, v = linear(p.receptance, x_r), linear(p.key, x_k), linear(p.value, x_v)
     w = low_rank(
-        *(params.time_decay_w1, params.time_decay_w2, x_w, options.layers_for(x)),
+        *(params.time_decay_w1, params.time_decay_w2, x_w, options.kernels.layers),
         *("tanh", p.time_decay),
     )
     gate = jax.nn.silu(linear(p.gate, x_g))
     r, w, k, v = (z.reshape(*x.shape[:-1], *params.time_faaaa.shape) for z in (r, w, k, v))
     single = x.ndim == 2
-    y, last = run(wkv6_step, options, single, (r, w, k, v, p.time_faaaa), wkv, "exp")
+    y, last = run(wkv6, wkv6_step, options, single, (r, w, k, v, p.time_faaaa, wkv), "exp")
     y = linear(p.output, head_norm(params.ln_x, y, HEAD_NORM_EPS) * gate)
     return x, y, TimeMixState(shift, last), None
 
@@ -232,7 +232,6 @@ def mix_tokens(
 GENERATION = Generation(
     name="rwkv6",
     config=Config,
-    wkv=wkv6,
     mix_tokens=mix_tokens,
     mix_channels=mix_channels,
     init_time_mix=init_time_mix,

@@ -18,10 +18,10 @@ from jaxtyping import Float, Float32, Int, Key
 from rwkv_jax._typing import Operand
 from rwkv_jax.models._arguments import check_tokens
 from rwkv_jax.models._generations import generation_of
+from rwkv_jax.models._kernels import Kernels, chosen
 from rwkv_jax.models._model import Generation
 from rwkv_jax.models._recomputation import Recompute
 from rwkv_jax.models._trees import Params, State, TimeMixState
-from rwkv_jax.models._wkv import Wkv
 
 Tree = TypeVar("Tree")
 
@@ -41,22 +41,19 @@ class TimeMix(eqx.Module):
 
     params: Any
     generation: Generation = eqx.field(static=True)
-    implementation: str | None = eqx.field(static=True)
-    wkv: Wkv | None = eqx.field(static=True)
+    kernels: Kernels = eqx.field(static=True)
 
     def __init__(
         self,
         config: Any,
         layer: int,
         *,
-        implementation: str | None = None,
-        wkv: Wkv | None = None,
+        kernels: Kernels | str | None = None,
         key: Key[Array, ""],
     ):
         self.generation = generation_of(config)
         self.params = self.generation.init_time_mix(key, config, layer)
-        self.implementation = implementation
-        self.wkv = wkv
+        self.kernels = chosen("TimeMix", kernels)
 
     def __call__(
         self,
@@ -76,8 +73,7 @@ class TimeMix(eqx.Module):
                 state,
                 v_first,
                 segment_ids=segment_ids,
-                implementation=self.implementation,
-                wkv=self.wkv,
+                kernels=self.kernels,
             )
         )
 
@@ -117,10 +113,8 @@ class RWKV(eqx.Module):
     params: Params
     generation: Generation = eqx.field(static=True)
     dtype: jnp.dtype = eqx.field(static=True)
-    implementation: str | None = eqx.field(static=True)
-    layers: str | None = eqx.field(static=True)
+    kernels: Kernels = eqx.field(static=True)
     recompute: Recompute | None = eqx.field(static=True)
-    wkv: Wkv | None = eqx.field(static=True)
 
     def __init__(
         self,
@@ -128,10 +122,8 @@ class RWKV(eqx.Module):
         *,
         params: Params | None = None,
         dtype: DTypeLike = jnp.float32,
-        implementation: str | None = None,
-        layers: str | None = None,
+        kernels: Kernels | str | None = None,
         recompute: Recompute | None = None,
-        wkv: Wkv | None = None,
         key: Key[Array, ""] | None = None,
     ):
         self.generation = generation_of(config)
@@ -141,10 +133,8 @@ class RWKV(eqx.Module):
             params = self.generation.init(key, config)
         self.params = params
         self.dtype = jnp.dtype(dtype)
-        self.implementation = implementation
-        self.layers = layers
+        self.kernels = chosen("RWKV", kernels)
         self.recompute = recompute
-        self.wkv = wkv
 
     def __call__(
         self,
@@ -164,9 +154,7 @@ class RWKV(eqx.Module):
                 state,
                 segment_ids=segment_ids,
                 dtype=self.dtype,
-                implementation=self.implementation,
-                layers=self.layers,
+                kernels=self.kernels,
                 recompute=self.recompute,
-                wkv=self.wkv,
             )
         )

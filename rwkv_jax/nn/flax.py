@@ -16,10 +16,10 @@ from jaxtyping import Float, Float32, Int
 
 from rwkv_jax._typing import Operand
 from rwkv_jax.models._generations import generation_of
+from rwkv_jax.models._kernels import Kernels, chosen
 from rwkv_jax.models._parameters import arrays as arrays
 from rwkv_jax.models._recomputation import Recompute
 from rwkv_jax.models._trees import Params, State, TimeMixState
-from rwkv_jax.models._wkv import Wkv
 
 Tree = TypeVar("Tree")
 
@@ -37,14 +37,12 @@ class TimeMix(nnx.Module):
         config: Any,
         layer: int,
         *,
-        implementation: str | None = None,
-        wkv: Wkv | None = None,
+        kernels: Kernels | str | None = None,
         rngs: nnx.Rngs,
     ):
         self.generation = generation_of(config)
         self.params = parameters(self.generation.init_time_mix(rngs.params(), config, layer))
-        self.implementation = implementation
-        self.wkv = wkv
+        self.kernels = chosen("TimeMix", kernels)
 
     def __call__(
         self,
@@ -62,8 +60,7 @@ class TimeMix(nnx.Module):
             state,
             v_first,
             segment_ids=segment_ids,
-            implementation=self.implementation,
-            wkv=self.wkv,
+            kernels=self.kernels,
         )
 
 
@@ -102,10 +99,8 @@ class RWKV(nnx.Module):
         *,
         params: Params | None = None,
         dtype: DTypeLike = jnp.float32,
-        implementation: str | None = None,
-        layers: str | None = None,
+        kernels: Kernels | str | None = None,
         recompute: Recompute | None = None,
-        wkv: Wkv | None = None,
         rngs: nnx.Rngs | None = None,
     ):
         self.generation = generation_of(config)
@@ -115,10 +110,8 @@ class RWKV(nnx.Module):
             params = self.generation.init(rngs.params(), config)
         self.params = parameters(params)
         self.dtype = jnp.dtype(dtype)
-        self.implementation = implementation
-        self.layers = layers
+        self.kernels = chosen("RWKV", kernels)
         self.recompute: Recompute | None = recompute
-        self.wkv = wkv
 
     def __call__(
         self,
@@ -134,8 +127,6 @@ class RWKV(nnx.Module):
             state,
             segment_ids=segment_ids,
             dtype=self.dtype,
-            implementation=self.implementation,
-            layers=self.layers,
+            kernels=self.kernels,
             recompute=self.recompute,
-            wkv=self.wkv,
         )

@@ -20,6 +20,7 @@ from rwkv_jax.generation._sampling import check_tokens
 from rwkv_jax.generation._session import MOST_TOKENS, Model, initial_state_of, seeds_of_rows
 from rwkv_jax.generation._text import RowText, check_stop
 from rwkv_jax.models._invariant import Invariant
+from rwkv_jax.models._kernels import Kernels, chosen
 from rwkv_jax.models._placement import MeshAxes
 from rwkv_jax.serving._request import Request
 from rwkv_jax.serving._scheduler import Plan, Scheduler, Totals
@@ -65,7 +66,7 @@ class Pool:
       model: mesh axes that split the heads and the vocabulary, as `shardings` of the model takes
         them.
       dtype: the dtype of the activations.
-      implementation: the implementation of the operator.
+      kernels: as `TokenStream` takes it.
 
     Raises:
       TypeError: a number is no integer.
@@ -90,7 +91,7 @@ class Pool:
         data: MeshAxes = None,
         model: MeshAxes = None,
         dtype: DTypeLike = jnp.float32,
-        implementation: str | None = None,
+        kernels: Kernels | str | None = None,
     ):
         check.number("Pool", "slots", slots, 1)
         check.number("Pool", "readers", readers, 1, slots)
@@ -112,7 +113,7 @@ class Pool:
                 f"Pool: slots is {slots}; accepted is a multiple of {parts}, the devices of data"
             )
         placement = None if mesh is None else Placement(mesh, data, model)
-        used = Model(module, jnp.dtype(dtype), implementation)
+        used = Model(module, jnp.dtype(dtype), chosen("Pool", kernels))
         plan = Plan(slots, tuple(prefill_chunks), readers, steps, cache_bytes, placement)
         self._scheduler = Scheduler(
             used, params, initial_state_of("Pool", used, params, state), plan

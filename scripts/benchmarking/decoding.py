@@ -19,7 +19,7 @@ from benchmarking.model_step import random_parameters
 from benchmarking.timing import copy_gb_s, seconds
 from rwkv_jax import models
 from rwkv_jax.generation._sampling import first_largest
-from rwkv_jax.models import rwkv7
+from rwkv_jax.models import Kernels, rwkv7
 from rwkv_jax.models._deferral import at_step, deferred, flush
 from training.sizes import flops_per_token
 
@@ -53,7 +53,7 @@ class Settings:
       tokens: how many tokens of each row are decoded in one program.
       repeats: how often that is timed. The median counts.
       processor_time: whether the processor time of this process counts, and not the clock.
-      layers: as the model takes it, while it decodes.
+      blocks: as `Kernels` has it, while the model decodes.
       invariant: how many rows `models.Invariant` takes at once, or None for the model without it.
       prefill: the length of a prompt whose reading is timed as well, or 0.
       pause: seconds in which the device is idle before each prompt.
@@ -67,7 +67,7 @@ class Settings:
     tokens: int = 64
     repeats: int = 5
     processor_time: bool = False
-    layers: str | None = None
+    blocks: str | None = None
     invariant: int | None = None
     prefill: int = 0
     pause: float = 0.0
@@ -148,7 +148,7 @@ def decode(
     *,
     model: Any,
     dtype: str,
-    layers: str | None,
+    kernels: Kernels,
     length: int,
 ) -> tuple[rwkv7.State, Array]:
     """The state and the token of each row after `length` tokens, each of which is the most probable
@@ -157,11 +157,11 @@ def decode(
     def step(carry: tuple[rwkv7.State, Array], i: Array) -> tuple[tuple[rwkv7.State, Array], None]:
         state, tokens = carry
         state = at_step(state, i, i == length - 1)
-        logits, state = model.apply(params, tokens, state, dtype=dtype, layers=layers)
+        logits, state = model.apply(params, tokens, state, dtype=dtype, kernels=kernels)
         return (state, first_largest(logits)), None
 
-    carry = deferred(model, params, state), tokens
-    state, tokens = lax.scan(step, carry, jnp.arange(length))[0]
+    state = deferred(model, params, state) if kernels.may_fuse else state
+    state, tokens = lax.scan(step, (state, tokens), jnp.arange(length))[0]
     return flush(state), tokens
 
 
@@ -172,8 +172,8 @@ def measure(row: Row, settings: Settings) -> list[Figures]:
     tokens = jnp.arange(row.batch, dtype=jnp.int32) % settings.vocabulary
     moved = bytes_of_token(params, state, row.batch, row.zeros)
     about = {**row._asdict(), "device": jax.devices()[0].device_kind, "jax": jax.__version__}
-    options = {"dtype": settings.dtype, "layers": settings.layers, "length": settings.tokens}
-    options["model"] = settings.model
+    options = {"dtype": settings.dtype, "length": settings.tokens, "model": settings.model}
+    options["kernels"] = Kernels(blocks=settings.blocks)
     loop = functools.partial(decode, **options)
     compiled = jax.jit(loop, donate_argnums=1).lower(params, state, tokens).compile()
     copy = copy_gb_s(settings.clock)

@@ -47,7 +47,7 @@ class Settings:
     Attributes:
       tokens: the length of a sequence (T).
       vocabulary: the number of different tokens.
-      model: the arguments of the model by name: `dtype`, `implementation` and any other one.
+      model: the arguments of the model by name: `dtype`, `kernels` and any other one.
       scan: whether the parameters and their moments have the stacked form of `rwkv7.stacked`.
       l2_wrap: the factor of the L2 wrap of RWKV-LM, which is 1e-4 there; 0 leaves it out.
       steps: how many steps are timed together.

@@ -8,7 +8,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from rwkv_jax.losses import cross_entropy
-from rwkv_jax.models import rwkv7
+from rwkv_jax.models import Kernels, rwkv7
 from rwkv_jax.nn.flax import RWKV, arrays, parameters
 from rwkv_jax.sharding import shard
 from rwkv_jax.wkv7 import wkv7
@@ -30,20 +30,18 @@ def make_model(
 ) -> RWKV:
     """The model with `params`, or with initial ones from the seed, which are distributed over the
     mesh; with `scan` they have the stacked form."""
-    wkv, layers = wkv7, None
+    kernels = Kernels(implementation)
     if mesh.size > 1:
         sequence = "seq" if mesh.shape["seq"] > 1 else None
         wkv = shard(wkv7, mesh, batch="data", heads="model", sequence=sequence)
         # The CUDA kernels of the layer functions would gather the tokens of a row.
-        layers = "xla" if sequence else None
+        kernels = Kernels(implementation, layers="xla" if sequence else None, wkv=wkv)
     model = RWKV(
         config,
         params=params,
         dtype=dtype,
-        implementation=implementation,
-        layers=layers,
+        kernels=kernels,
         recompute=recompute,
-        wkv=wkv,
         rngs=nnx.Rngs(seed),
     )
     params = arrays(model.params)
@@ -82,9 +80,7 @@ def mean_loss(
         inputs,
         segment_ids=segment_ids,
         dtype=model.dtype,
-        implementation=model.implementation,
-        layers=model.layers,
+        kernels=model.kernels,
         recompute=model.recompute,
-        wkv=model.wkv,
     )
     return cross_entropy(hidden_states, params.head.weight, labels, mask=mask, l2_wrap=l2_wrap)

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from rwkv_jax import generation
-from rwkv_jax.models import rwkv7
+from rwkv_jax.models import Kernels, rwkv7
 from rwkv_jax.nn.flax import RWKV, arrays
 from training.checkpoints import Log
 from training.sizes import flops_per_token
@@ -61,7 +61,7 @@ def sample(args: argparse.Namespace, params: rwkv7.Params) -> str:
         sampling=generation.Sampling(temperature=args.temperature),
         seed=args.seed,
         dtype=args.dtype,
-        implementation=args.implementation,
+        kernels=Kernels(args.implementation),
     )
     return (prompt + bytes(new.tokens[0])).decode(errors="replace")
 
@@ -70,7 +70,7 @@ def answering(args: argparse.Namespace, params: rwkv7.Params) -> Answer:
     """What the model answers, with the most likely byte each time."""
 
     def answer(questions: np.ndarray, length: int) -> np.ndarray:
-        options = args.dtype, args.implementation
+        options = args.dtype, Kernels(args.implementation)
         return np.asarray(_answers(params, jnp.asarray(questions), length, *options))
 
     return answer
@@ -82,9 +82,9 @@ def _answers(
     questions: jax.Array,
     length: int,
     dtype: str,
-    implementation: str | None,
+    kernels: Kernels,
 ) -> jax.Array:
-    apply = functools.partial(rwkv7.apply, params, dtype=dtype, implementation=implementation)
+    apply = functools.partial(rwkv7.apply, params, dtype=dtype, kernels=kernels)
 
     def decode(
         carry: tuple[jax.Array, rwkv7.State], _: None

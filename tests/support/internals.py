@@ -29,7 +29,7 @@ from rwkv_jax._portable import decay as decays
 from rwkv_jax.generation import _decoding, _sampling, _session
 from rwkv_jax.layers import _function as layers
 from rwkv_jax.losses import _native as of_losses
-from rwkv_jax.models import _row_product
+from rwkv_jax.models import Kernels, _row_product
 from rwkv_jax.models._deferral import MAX_PENDING as MAX_PENDING
 from rwkv_jax.models._deferral import at_step as at_step
 from rwkv_jax.models._deferral import flush as flush
@@ -341,12 +341,12 @@ def lowered_decoding(
     params: Any,
     rows: int,
     dtype: Any,
-    implementation: str | None = None,
+    kernels: Kernels | None = None,
     defers: bool = True,
 ) -> str:
     """The loop over tokens of `rwkv_jax.generation`, lowered for CUDA."""
     jax.clear_caches()
-    model = _session.Model(module, jnp.dtype(dtype), implementation)
+    model = _session.Model(module, jnp.dtype(dtype), kernels or Kernels())
     session = jax.eval_shape(functools.partial(_session.started, model, batch=rows), params)
     vocabulary = len(params.head.weight)
     controls = _decoding.Controls(

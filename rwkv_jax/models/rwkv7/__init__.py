@@ -56,13 +56,13 @@ from rwkv_jax.models import _parameters, _placement, _recomputation
 from rwkv_jax.models._channel_mixing import feed_forward
 from rwkv_jax.models._config import check_sizes
 from rwkv_jax.models._initialisation import depth, head_norm, orthogonal, token_shift_mix
+from rwkv_jax.models._kernels import Options, run
 from rwkv_jax.models._linear import Weight, WeightByInput, linear, low_rank_maps
 from rwkv_jax.models._model import Generation
 from rwkv_jax.models._normalisation import Norm
 from rwkv_jax.models._public import *  # noqa: F403
 from rwkv_jax.models._token_shift import shift_and_mix
 from rwkv_jax.models._trees import TimeMixState
-from rwkv_jax.models._wkv import Options, run
 from rwkv_jax.models.rwkv7 import block_step
 from rwkv_jax.wkv7 import wkv7, wkv7_step
 
@@ -221,10 +221,11 @@ def mix_tokens(
     options: Options,
 ) -> tuple[Array, Array, TimeMixState, Array]:
     """The time mixing, as `Generation` describes it."""
-    layers = options.layers_for(x)
+    segment_ids, kernels = options
+    layers = kernels.layers
     before, wkv = (None, initial_wkv(params, x.shape[0])) if state is None else state
     mixes = (params.x_r, params.x_w, params.x_k, params.x_v, params.x_a, params.x_g)
-    x, mixed, shift = shift_and_mix(norm, mixes, x, before, options.segment_ids, layers)
+    x, mixed, shift = shift_and_mix(norm, mixes, x, before, segment_ids, layers)
     x_r, x_w, x_k, x_v, x_a, x_g = mixed
 
     p = _parameters.like(params, x)
@@ -253,10 +254,10 @@ def mix_tokens(
 
     k_k, k_a, a0, r_k = map(heads, (params.k_k, params.k_a, params.a0, params.r_k))
     single = x.ndim == 2
-    if not single and options.wkv is wkv7 and options.implementation == layers:
+    if not single and kernels.wkv in (None, wkv7) and kernels.operator == layers:
         y, bonus, last = keyed_wkv7(
             *(r, w, k, v, rate, k_k, k_a, a0, r_k, wkv),
-            segment_ids=options.segment_ids,
+            segment_ids=segment_ids,
             implementation=layers,
         )
     else:
@@ -264,7 +265,7 @@ def mix_tokens(
         operands = (r, w, k, v, a, b)
         if single:
             operands = tuple(z[:, 0] for z in operands)
-        y, last = run(wkv7_step, options, single, operands, wkv, "sigmoid")
+        y, last = run(wkv7, wkv7_step, options, single, (*operands, wkv), "sigmoid")
     of_heads = (
         *(y[:, None] if single else y, bonus, v_again, gate),
         *(heads(params.ln_x.weight), heads(params.ln_x.bias)),
@@ -311,7 +312,6 @@ def mix_channels(
 GENERATION = Generation(
     name="rwkv7",
     config=Config,
-    wkv=wkv7,
     mix_tokens=mix_tokens,
     mix_channels=mix_channels,
     init_time_mix=init_time_mix,

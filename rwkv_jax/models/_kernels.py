@@ -1,0 +1,132 @@
+"""Which kernels compute a model, and how a time mixing calls its operator."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+from jax import Array
+from jaxtyping import Int
+
+from rwkv_jax._operator import check
+
+Wkv: TypeAlias = Callable[..., tuple[Array, Any]]
+"""A function with the arguments and results of an operator, such as `sharding.shard(wkv7, ...)`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernels:
+    """Which kernels compute a model. None leaves the choice to the library.
+
+    Functions that take it as `kernels` also take a name: "xla" and "reference" are `operator` and
+    `layers` of this name with separate blocks, and "fused" is fused blocks.
+
+    Attributes:
+      operator: the implementation of the operator, which a function given as `wkv` takes too.
+      layers: the implementation of the functions of `rwkv_jax.layers`: "ffi", "xla" or "reference".
+        Where tokens of a sequence are distributed over devices, give "xla", which the compiler
+        partitions.
+      blocks: with one token each, "fused" computes each block of RWKV-7 in a few CUDA kernels for
+        up to 32 rows, and for up to 1024 of bfloat16 on GPUs of compute capability 9.0. "separate"
+        never does. None does so on CUDA for one row, and for several of bfloat16 or float16, where
+        the kernels can run, the program is for one device, the parameters are not stacked, and
+        `operator` and `layers` are None. With "fused" these two are None or "ffi".
+      wkv: the function that mixes sequences, such as `sharding.shard(wkv7, ...)`, in place of the
+        operator of the model.
+
+    Raises:
+      ValueError: `layers` or `blocks` is none of the names.
+    """
+
+    operator: str | None = None
+    layers: str | None = None
+    blocks: str | None = None
+    wkv: Wkv | None = None
+
+    def __post_init__(self) -> None:
+        names = {"layers": ("ffi", "xla", "reference"), "blocks": ("fused", "separate")}
+        for name, accepted in names.items():
+            if (value := getattr(self, name)) is not None:
+                check.choice("Kernels", name, value, accepted)
+
+    @property
+    def may_fuse(self) -> bool:
+        """Whether one token each may go through fused blocks, where there are any."""
+        return self.blocks == "fused" or not (self.blocks or self.operator or self.layers)
+
+    def of_call(self, what: str, shape: tuple[Any, ...], has_fused: bool) -> "Kernels":
+        """Those for tokens of `shape`, [B, T] or [B], of which `blocks` is None only where they may
+        be fused. With symbolic sizes, in a program to be exported, all others but the reference
+        need numbers.
+
+        Raises:
+          ValueError: the call has no such kernels.
+        """
+        if not all(isinstance(size, int) for size in shape):
+            found = dataclasses.replace(_NAMED["reference"], wkv=self.wkv)
+            if any(x not in (None, getattr(found, name)) for name, x in vars(self).items()):
+                raise ValueError(
+                    f"{what}: kernels is {self} and tokens has the symbolic shape {shape}; "
+                    "accepted for it are None and 'reference'"
+                )
+            return found
+        single = len(shape) == 1
+        if self.blocks == "fused" and not (has_fused and single):
+            accepted = "one token each, [B]" if has_fused else "whole models of RWKV-7 alone"
+            raise ValueError(
+                f"{what}: kernels has blocks = 'fused' where tokens has shape {shape}; accepted "
+                f"for {accepted}"
+            )
+        blocks = self.blocks if has_fused and single and self.may_fuse else "separate"
+        # A token has no run of tokens over which kernels could go.
+        layers = "reference" if single else self.layers
+        return dataclasses.replace(self, layers=layers, blocks=blocks)
+
+
+_NAMED: dict[str | None, Kernels] = {
+    None: Kernels(),
+    "xla": Kernels("xla", "xla", "separate"),
+    "reference": Kernels("reference", "reference", "separate"),
+    "fused": Kernels(blocks="fused"),
+}
+
+
+def chosen(what: str, kernels: Kernels | str | None) -> Kernels:
+    """What `kernels` stands for, an argument of `what`.
+
+    Raises:
+      TypeError, ValueError: it is not accepted.
+    """
+    if isinstance(kernels, str | None) and kernels in _NAMED:
+        return _NAMED[kernels]
+    if not isinstance(kernels, Kernels):
+        raise (ValueError if isinstance(kernels, str) else TypeError)(
+            f"{what}: kernels is {kernels!r}; accepted are {', '.join(map(repr, _NAMED))} and a "
+            "models.Kernels"
+        )
+    if kernels.blocks == "fused" and not {kernels.operator, kernels.layers} <= {None, "ffi"}:
+        raise ValueError(
+            f"{what}: kernels is {kernels}; accepted as operator and layers of fused blocks, which "
+            "have their own, are None and 'ffi'"
+        )
+    return kernels
+
+
+class Options(NamedTuple):
+    """The options of a model: the documents of a row, and what `Kernels.of_call` gives."""
+
+    segment_ids: Int[Array, " B *T"] | None
+    kernels: Kernels
+
+
+def run(
+    operator: Wkv, step: Wkv, options: Options, single: bool, operands: tuple[Any, ...], decay: str
+) -> tuple[Array, Any]:
+    """`operator`, or what `options` have in its place, on sequences, or `step` on a `single` token
+    of each row. The last of the operands is the state."""
+    # A function given as `wkv` need not know of segments where there are none.
+    ids, kernels = options
+    segments = {}
+    if ids is not None:
+        segments = {"active": ids != 0} if single else {"segment_ids": ids}
+    call = step if single else kernels.wkv or operator
+    return call(*operands, decay=decay, implementation=kernels.operator, **segments)
