@@ -1074,7 +1074,7 @@ def _head_cross_entropy(emulation: Emulation) -> Named:
 
 def _of_block(emulation: Emulation, *kinds: str) -> Named:
     """The step of a block in which every axis that may differ from the others does."""
-    quantised, by_input, deferred = (x in kinds for x in ("int8", "by input", "postponed"))
+    quantised, by_input, deferred = (x in kinds for x in ("int8", "by input", "deferred"))
     first, dtype = "first" in kinds, "bfloat16" if deferred else "float32"
     params, rows = models.with_heads_of_64(128, dtype), 1 if quantised or by_input else 3
     params = all_models.quantize(params) if quantised else params
