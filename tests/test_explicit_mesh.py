@@ -50,6 +50,7 @@ def tokens_on(mesh: Mesh) -> jax.Array:
     + [(rwkv7, "nowhere"), (rwkv7, "everywhere")],
     ids=lambda x: x if isinstance(x, str) else x.GENERATION.name,
 )
+@pytest.mark.slow
 def test_loss_and_gradients(module: ModuleType, where: str, mesh: Mesh) -> None:
     params = parameters(module)
 

@@ -133,6 +133,7 @@ def symbolic(shape: str) -> jax.ShapeDtypeStruct:
 
 
 @each_generation
+@pytest.mark.slow
 def test_any_rows_and_tokens(module: ModuleType) -> None:
     """A program for sequences and one for tokens, each with a state; also that they are written and
     read."""

@@ -77,6 +77,7 @@ def test_files_have_the_official_layout(tmp_path: Path, target: str) -> None:
         np.testing.assert_array_equal(x, y, strict=True)
 
 
+@pytest.mark.slow
 def test_on_a_mesh(tmp_path: Path) -> None:
     """Inputs and outputs are where they are in the official layout."""
     params = models.load(_saved(tmp_path / "model.safetensors")).params

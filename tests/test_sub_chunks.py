@@ -79,9 +79,8 @@ def test_groups_have_a_chunk_too_many_only_where_they_must(tokens: int) -> None:
             assert chunks == used
 
 
-@pytest.mark.parametrize(
-    "op", ["wkv7", *(pytest.param(x, marks=pytest.mark.slow) for x in ("wkv6", "wkv5"))]
-)
+@pytest.mark.parametrize("op", ["wkv7", "wkv6", "wkv5"])
+@pytest.mark.slow
 def test_only_states_go_along_a_loop(op: str) -> None:
     """On a GPU each pass has one loop over chunks, and one over chunk groups where there are
     several."""

@@ -377,6 +377,7 @@ def test_judge(train: ModuleType, task_options: list[str]) -> None:
     assert list(examples.exact(functools.partial(answer, wrong=3), 5).values()) == [1, 1, 0, 0]
 
 
+@pytest.mark.slow
 def test_task(
     train: ModuleType,
     task_options: list[str],
