@@ -526,25 +526,6 @@ def test_low_rank_maps(
     _check_products(call, (inputs, tuple(dys)), {internals.low_rank_maps.TARGET}, [*ranks, width])
 
 
-@pytest.mark.parametrize("tokens", [65, 1000])
-@pytest.mark.parametrize("op", ["wkv7", "wkv6"])
-def test_pallas_on_hopper_without_triton(
-    op: str, tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case = Case(2, tokens, 3, 64, dtype="bfloat16")
-    inputs, _ = operands(op, case)
-    decay = OPERATORS[op].suited(case).decay
-    internals.lose_triton(monkeypatch)
-    call = functools.partial(rwkv_jax.implementations, op, *inputs.values(), decay=decay)
-    found = call()["pallas"]
-    if found.reason:
-        pytest.skip(found.reason)
-    assert "(Mosaic GPU)" in str(found.description)
-    check(Run(op, "pallas"), case, precision=None)
-    monkeypatch.undo()
-    jax.clear_caches()
-
-
 def _repeat(width: int, device: Any, seconds: float) -> Any:
     """Run kernels whose shared memory depends on the width, over and over: a layer function and its
     gradient, and the step of a model by fused blocks. The results, always the same."""

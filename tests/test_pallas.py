@@ -19,7 +19,6 @@ from support import hlo, internals, meshes
 from support.cases import Case
 from support.harness import (
     assert_right,
-    ceilings,
     check,
     expected,
     operands,
@@ -29,11 +28,11 @@ from support.operators import OPERATORS, Run
 
 pytestmark = pytest.mark.quick("platform")
 
-LOWERING, HOPPER = internals.pallas_lowering(), internals.pallas_hopper()
+LOWERING = internals.pallas_lowering()
 
 OPS = ("wkv7", "wkv6", "wkv5")
 
-KERNEL = {"cuda": "__gpu$xla.gpu.triton", "tpu": "tpu_custom_call", "hopper": "mosaic_gpu_v2"}
+KERNEL = {"cuda": "__gpu$xla.gpu.triton", "tpu": "tpu_custom_call"}
 
 each_op = pytest.mark.parametrize(
     "op", ["wkv7", *(pytest.param(op, marks=pytest.mark.slow) for op in ("wkv6", "wkv5"))]
@@ -45,7 +44,6 @@ each_platform = pytest.mark.parametrize("platform", LOWERING.PLATFORMS)
 @pytest.fixture
 def patched(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """What was traced with other kernels is not found afterwards."""
-    monkeypatch.setattr(HOPPER, "SINCE", (0,))
     yield monkeypatch
     monkeypatch.undo()
     jax.clear_caches()
@@ -102,61 +100,6 @@ def test_both_forms_of_kernels(interpreted: str, op: str, case: Case) -> None:
 @pytest.mark.parametrize(("op", "case"), ON_CUDA, ids=str)
 def test_against_the_oracle(interpreted: str, op: str, case: Case) -> None:
     _check(op, case)
-
-
-LONG_IDS = np.array(
-    [
-        [0] * 5 + [1] * 58 + [2, 3] + [0] * 3 + [3] * 15 + [4] * 65 + [5] * 44 + [0] * 8,
-        [0] * 70 + [3] * 60 + [0] * 70,
-    ]
-)
-"""Segments that start in a chunk, that span chunks, and that end with one; chunks of padding."""
-
-ON_HOPPER = (
-    ("wkv7", Case(2, 65, 2, 64, dtype="bfloat16", regime="mixed"), None),
-    ("wkv7", Case(1, 130, 1, 64, dtype="bfloat16", regime="extreme"), None),
-    ("wkv6", Case(2, 65, 2, 64, dtype="bfloat16", decay="exp", regime="mixed"), None),
-    ("wkv6", Case(1, 130, 1, 64, dtype="bfloat16", decay="exp", regime="near 0"), None),
-    ("wkv6", Case(1, 65, 1, 64, dtype="bfloat16", decay="log", regime="near 1"), None),
-    ("wkv6", Case(1, 130, 1, 64, dtype="bfloat16", decay="log", regime="extreme"), None),
-    ("wkv7", Case(2, 200, 1, 64, dtype="bfloat16", regime="mixed"), LONG_IDS),
-    ("wkv6", Case(2, 200, 1, 64, dtype="bfloat16", decay="exp", regime="mixed"), LONG_IDS),
-    ("wkv6", Case(2, 200, 1, 64, dtype="bfloat16", decay="log", regime="near 1"), LONG_IDS),
-    ("wkv7", Case(1, 300, 1, 64, dtype="bfloat16", regime="mixed"), [3, 3, 4, 68, 133, 196, 287]),
-    ("wkv6", Case(1, 300, 1, 64, dtype="bfloat16", decay="exp"), [3, 4, 4, 134, 198, 263, 326]),
-    ("wkv7", Case(1, 20, 1, 64, dtype="bfloat16", regime="extreme"), [-1, 7, 7, 19]),
-    ("wkv6", Case(1, 20, 1, 64, dtype="bfloat16", decay="log", regime="near 1"), [0, 5, 20]),
-)
-"""With segments, or offsets of sequences of no token, of one, of 63, 64, 65 and more, and, in two
-rows, of less than a chunk in all. The last tokens of a row may be of a sequence, or of none."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("op", "case", "rows"), ON_HOPPER, ids=str)
-def test_kernels_for_hopper(op: str, case: Case, rows: Any) -> None:
-    """Tokens of no segment and of no sequence are NaN, and have zeros as results and gradients."""
-    packing: dict[str, Any] = {}
-    whole: dict[str, Any] = {}
-    outside = np.zeros((case.B, case.T), bool)
-    if isinstance(rows, list):
-        packing = {"cu_seqlens": np.array(rows, np.int32)}
-        # Offsets that are right, as those are that `ceilings` takes.
-        whole = {"cu_seqlens": np.array([0] * (len(rows) - 1) + [case.T], np.int32)}
-        outside[:, : max(rows[0], 0)] = outside[:, rows[-1] :] = True
-    elif rows is not None:
-        packing, outside = {"segment_ids": rows}, rows == 0
-    run, (inputs, cotangents) = Run(op, "pallas"), operands(op, case, **packing)
-    for x in (*(inputs[name] for name in run.operator.timed), cotangents["dy"]):
-        x[outside] = np.nan
-    options = {"decay": case.decay, "precision": None}
-    with _interpreting("hopper"):
-        found = internals.run_pallas_passes(op, inputs, cotangents, **options, **packing)
-        right = expected(op, inputs, cotangents, decay=case.decay, **packing)
-        assert_right(found, right, ceilings(run, inputs, **options, **whole))
-    for name in ("y", *(f"d{n}" for n in run.operator.timed)):
-        assert not np.any(np.asarray(found[name])[outside]), name
-    float32 = {name for name, x in found.items() if x.dtype == np.float32}
-    assert float32 == {"final_state", "dinitial_state", *(f"d{n}" for n in run.operator.shared)}
 
 
 IDS = np.array([[0] * 3 + [4] * 20 + [0] * 10 + [4, 5, 6] * 6 + [0] * 2 + [9] * 28])
@@ -460,149 +403,6 @@ def test_a_jax_without(
             what = "rwkv_jax.wkv7.pallas cannot be imported" if can is None else "does not compile"
             assert what in reason
             assert missing.rpartition(".")[2] in reason
-
-
-MANY_HEADS = Case(2, 65, 128, 64, dtype="bfloat16")
-SOME_HEADS = Case(2, 65, 16, 64, dtype="bfloat16")
-FEW_HEADS = Case(2, 65, 3, 64, dtype="bfloat16")
-
-SEQUENCES_OF_CHUNKS = Case(1, 256, 32, 64, dtype="bfloat16", state=False)
-CHUNK_AND_MORE = np.array([0, 60, 120, 120, 256], np.int32)
-LESS = np.array([0, 60, 120, 120, 255], np.int32)
-"""Offsets of four sequences that have 64 tokens on average, and of four that have less."""
-
-compiled = pytest.mark.skipif(
-    jax.__version_info__ < HOPPER.SINCE, reason="this JAX compiles no kernels for Hopper GPUs"
-)
-
-
-def _details(case: Case, op: str = "wkv7", kind: str = "NVIDIA H200", **options: Any) -> str:
-    """How the Pallas kernels run a call, or the reason why they do not."""
-    inputs, _ = operands(op, case)
-    with hlo.device("cuda", kind):
-        call = functools.partial(rwkv_jax.implementations, op, *inputs.values())
-        given = {"decay": OPERATORS[op].suited(case).decay, **options}
-        found = call(platform="cuda", **given)["pallas"]
-    assert found.available == str(found.description).startswith("Pallas kernels (")
-    return found.description or str(found.reason)
-
-
-BOTH = "Mosaic GPU, and for gradients Triton"
-
-
-@pytest.mark.parametrize(
-    ("case", "options", "compiler"),
-    [
-        (MANY_HEADS, {}, "Mosaic GPU"),
-        (MANY_HEADS, {"kind": "NVIDIA GH200 480GB"}, "Mosaic GPU"),
-        (SOME_HEADS, {}, BOTH),
-        (Case(2, 63, 128, 64, dtype="bfloat16"), {}, "Triton"),
-        (MANY_HEADS, {"kind": "NVIDIA A100-SXM4-80GB"}, "Triton"),
-        (FEW_HEADS, {}, "Triton"),
-        (MANY_HEADS, {"decay": "log"}, "Triton"),
-        (MANY_HEADS, {"decay": None}, "Mosaic GPU"),
-        *((MANY_HEADS, {"op": "wkv6", "decay": decay}, "Mosaic GPU") for decay in ("exp", "log")),
-        (FEW_HEADS, {"op": "wkv6"}, "Triton"),
-        (MANY_HEADS, {"precision": "highest"}, "Triton"),
-        (MANY_HEADS, {"segment_ids": np.ones((2, 65), np.int32)}, "Mosaic GPU"),
-        (SEQUENCES_OF_CHUNKS, {"cu_seqlens": CHUNK_AND_MORE}, "Mosaic GPU"),
-        (Case(1, 255, 64, 64, dtype="bfloat16", state=False), {"cu_seqlens": LESS}, "Triton"),
-    ],
-)
-def test_where_mosaic_gpu_is_taken(
-    case: Case, options: dict[str, Any], compiler: str, patched: pytest.MonkeyPatch
-) -> None:
-    assert f"({compiler})" in _details(case, **options)
-
-
-TAKEN = "the kernels for Hopper GPUs take"
-
-
-@pytest.mark.parametrize(
-    ("case", "options", "reason"),
-    [
-        (FEW_HEADS, {}, None),
-        *((FEW_HEADS, {"op": "wkv6", "decay": decay}, None) for decay in ("exp", "log")),
-        (Case(2, 0, 3, 64, dtype="bfloat16"), {}, None),
-        (FEW_HEADS, {"decay": "log"}, f"decay 'log'; {TAKEN} 'sigmoid'"),
-        (FEW_HEADS, {"precision": "highest"}, f"precision 'highest'; {TAKEN} the default"),
-        (Case(2, 65, 3, 64), {}, f"float32 inputs; {TAKEN} bfloat16"),
-        (Case(2, 65, 3, 32, dtype="bfloat16"), {}, f"K = 32 and V = 32; {TAKEN} 64"),
-        (FEW_HEADS, {"segment_ids": np.ones((2, 65), np.int32)}, None),
-        (SEQUENCES_OF_CHUNKS, {"cu_seqlens": CHUNK_AND_MORE}, None),
-        (
-            FEW_HEADS,
-            {"kind": "NVIDIA B200"},
-            "the kernels for Hopper GPUs need a GPU of compute capability 9",
-        ),
-    ],
-)
-def test_what_mosaic_gpu_takes_without_triton(
-    case: Case, options: dict[str, Any], reason: str | None, patched: pytest.MonkeyPatch
-) -> None:
-    internals.lose_triton(patched)
-    details = _details(case, **options)
-    if reason is None:
-        assert "(Mosaic GPU)" in details
-    else:
-        assert details.startswith(f"JAX {jax.__version__} does not compile pallas kernels")
-        assert details.endswith(f"; {reason}")
-
-
-def test_steps_on_hopper(patched: pytest.MonkeyPatch) -> None:
-    """Their gradients are those of a sequence of one token."""
-    inputs, _ = operands("wkv7_step", Case(128, 1, 2, 64, dtype="bfloat16"))
-    call = functools.partial(rwkv_jax.implementations, "wkv7_step", *inputs.values())
-    with hlo.device("cuda"):
-        options = {"decay": "sigmoid", "platform": "cuda"}
-        assert "(Triton)" in str(call(**options)["pallas"].description)
-        internals.lose_triton(patched)
-        assert "(Mosaic GPU)" in str(call(**options)["pallas"].description)
-
-
-def test_which_jax_mosaic_gpu_needs(patched: pytest.MonkeyPatch) -> None:
-    patched.setattr(HOPPER, "SINCE", (99, 1))
-    assert "(Triton)" in _details(MANY_HEADS)
-    internals.lose_triton(patched)
-    details = _details(MANY_HEADS)
-    assert details.endswith("; the kernels for Hopper GPUs need JAX 99.1")
-
-
-@compiled
-@pytest.mark.parametrize("op", ["wkv7", pytest.param("wkv6", marks=pytest.mark.slow)])
-def test_lowering_for_hopper(op: str, patched: pytest.MonkeyPatch) -> None:
-    """The passes of Mosaic GPU that are faster, the others of Triton, and without Triton both of
-    Mosaic GPU; inside `shard_map` too, whose results vary over its axis."""
-    kernels = importlib.import_module(f"rwkv_jax.{op}.pallas").ENOUGH_HEADS
-    text = _lowered(op, "cuda", MANY_HEADS)
-    assert text.count(KERNEL["hopper"]) == len(kernels)
-    assert text.count(KERNEL["cuda"]) == (0 if "backward" in kernels else KERNELS - 2)
-    ids = np.ones((2, 65), np.int32)
-    assert _lowered(op, "cuda", MANY_HEADS, segment_ids=ids).count(KERNEL["hopper"]) == len(kernels)
-    text = _lowered(op, "cuda", SEQUENCES_OF_CHUNKS, cu_seqlens=CHUNK_AND_MORE)
-    assert text.count(KERNEL["hopper"]) == len(kernels)
-    assert KERNEL["hopper"] not in _lowered(op, "cuda", FEW_HEADS)
-    internals.lose_triton(patched)
-    assert _lowered(f"{op}_step", "cuda", FEW_HEADS).count(KERNEL["hopper"]) == 1
-    inputs, cotangents = operands(op, FEW_HEADS)
-    with hlo.device("cuda"):
-        mesh = jax.sharding.get_abstract_mesh().update(
-            axis_sizes=(2,), axis_names=("d",), axis_types=(AxisType.Auto,)
-        )
-
-    def passes(inputs: Any, cotangents: Any) -> Any:
-        return value_and_gradients(Run(op, "pallas"), inputs, cotangents, precision=None)
-
-    shared = OPERATORS[op].shared
-    specs = {name: P() if name in shared else P("d") for name in inputs}
-    results = {f"d{name}": spec for name, spec in specs.items()}
-    results |= dict.fromkeys(OPERATORS[op].results, P("d"))
-    spread = jax.shard_map(passes, mesh=mesh, in_specs=(specs, P("d")), out_specs=results)
-    with jax.sharding.use_abstract_mesh(mesh):
-        traced = jax.jit(spread).trace(inputs, cotangents)
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count(KERNEL["hopper"]) == 2
-    assert KERNEL["cuda"] not in text
 
 
 def test_what_runs_without_triton(patched: pytest.MonkeyPatch) -> None:

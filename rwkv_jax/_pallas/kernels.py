@@ -20,28 +20,20 @@ from rwkv_jax._operator.implementation import Implementation
 from rwkv_jax._operator.partition import folds_constants
 from rwkv_jax._pallas import lowering, walk
 from rwkv_jax._pallas.algebra import product
-from rwkv_jax._pallas.hopper import HopperKernels
 
 COMPILERS = {"cuda": "Triton", "tpu": "Mosaic", "cpu": "interpreter"}
-MOSAIC_GPU = "Mosaic GPU"
 
 
 @dataclass(frozen=True, eq=False)
 class PallasKernels(walk.Operator, Implementation):
-    """Kernels for CUDA GPUs and for TPUs, and perhaps others for Hopper GPUs, which run what they
-    are faster at, and, on a JAX without Triton, all that they take."""
-
-    hopper: HopperKernels | None = None
+    """Kernels for CUDA GPUs and for TPUs."""
 
     def why_not(self, options: Options, platform: str, operands: Operands) -> str | None:
         inputs = operands.inputs
         if platform in lowering.PLATFORMS and folds_constants():
             return "JAX traces no Pallas kernel within jax.ensure_compile_time_eval"
         if reason := lowering.why_not(platform):
-            if self.hopper is None or lowering.compiler(platform) not in ("cuda", lowering.HOPPER):
-                return reason
-            other = self.hopper.why_not(options, platform, operands)
-            return other and f"{reason}; {other}"
+            return reason
         sizes = self.signature.sizes(inputs)
         if reason := check.symbolic(sizes, "BTKV"):
             return f"{reason}; the pallas kernels have grids of numbers"
@@ -57,31 +49,10 @@ class PallasKernels(walk.Operator, Implementation):
 
     def describe(self, options: Options, platform: str, operands: Operands) -> str:
         dtype = product(options, operands.inputs[self.signature.y].dtype).dtype.__name__
-        on_hopper = [
-            self._on_hopper(name, options, platform, operands) is not None
-            for name in ("forward", "backward")
-        ]
-        compiler, length = COMPILERS[platform], "tiles"
-        if all(on_hopper):
-            compiler, length = MOSAIC_GPU, "chunks"
-        elif any(on_hopper):
-            compiler = f"{MOSAIC_GPU}, and for gradients {compiler}"
-            length = "chunks and tiles"
-        return f"Pallas kernels ({compiler}), {length} with products of {dtype} operands"
-
-    def _on_hopper(
-        self, name: str, options: Options, platform: str, operands: Operands
-    ) -> HopperKernels | None:
-        """The kernels for Hopper GPUs, if a pass of a call runs in them."""
-        own = self.hopper
-        if own is None or own.why_not(options, platform, operands):
-            return None
-        return own if lowering.why_not(platform) or own.is_faster(name, operands) else None
+        return f"Pallas kernels ({COMPILERS[platform]}), tiles with products of {dtype} operands"
 
     def forward(self, options: Options, platform: str, operands: Forward) -> Result:
         if not self._is_empty(operands.inputs):
-            if own := self._on_hopper("forward", options, platform, operands):
-                return own.forward(options, platform, operands)
             return walk.forward(self, options, platform, operands)
         y, states = operands.inputs[self.signature.y], {}
         if options.save:
@@ -92,8 +63,6 @@ class PallasKernels(walk.Operator, Implementation):
 
     def backward(self, options: Options, platform: str, operands: Backward) -> Gradients:
         if not self._is_empty(operands.inputs):
-            if own := self._on_hopper("backward", options, platform, operands):
-                return own.backward(options, platform, operands)
             return walk.backward(self, options, platform, operands)
         zeros = {name: jnp.zeros_like(x) for name, x in operands.inputs.items()}
         return Gradients(zeros, operands.dstate)

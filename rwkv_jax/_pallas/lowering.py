@@ -29,12 +29,9 @@ compiler. JAX 0.11 announced that the one of "cuda" will be removed."""
 
 PLATFORMS = tuple(PARAMETERS)
 
-HOPPER = "hopper"
-
 INTERPRET: str | None = None
-"""The platform whose kernels the interpreter of Pallas runs on CPUs, for tests: it is slow. With
-HOPPER it runs those for Hopper GPUs, as if there were no others. This is the only switch; None
-outside tests."""
+"""The platform whose kernels the interpreter of Pallas runs on CPUs, for tests: it is slow. This is
+the only switch; None outside tests."""
 
 HEAD_SIZES = (16, 32, 64, 128)
 """The blocks of a GPU program are powers of two, and 16 is the smallest size of a product."""
@@ -110,8 +107,7 @@ def why_not(platform: str) -> str | None:
     """Why kernels cannot be lowered for a platform, or None."""
     if platform not in PLATFORMS and not (platform == "cpu" and INTERPRET):
         return "pallas kernels exist for CUDA GPUs and for TPUs"
-    if (made_for := compiler(platform)) == HOPPER:
-        return "pallas kernels for Hopper GPUs alone are interpreted"
+    made_for = compiler(platform)
     try:
         _parameters(made_for)
     except (ImportError, AttributeError) as error:
@@ -127,10 +123,6 @@ def why_not(platform: str) -> str | None:
 def _lowers_for_gpus() -> bool:
     known = jax.sharding.get_abstract_mesh().abstract_device is not None
     return known or jax.default_backend() == "gpu" or jax.__version_info__ < (0, 11)
-
-
-def interprets_hopper(platform: str) -> bool:
-    return platform == "cpu" and INTERPRET == HOPPER
 
 
 def _parameters(compiler: str) -> Any:

@@ -26,15 +26,10 @@ from jax import Array
 from rwkv_jax._operator.call import Arrays
 from rwkv_jax._pallas import algebra
 from rwkv_jax._pallas.algebra import Decays, Exponents, Product, Tokens
-from rwkv_jax._pallas.hopper import HopperKernels
 from rwkv_jax._pallas.kernels import PallasKernels
 from rwkv_jax._pallas.walk import Rows
 from rwkv_jax._portable import inverses
-from rwkv_jax._portable.decay import BOUNDED
 from rwkv_jax.wkv7.operator import SIGNATURE
-
-ENOUGH_HEADS = {"forward": 32, "backward": 128}
-"""As measured on an H200."""
 
 
 class _Pairs(NamedTuple):
@@ -131,6 +126,4 @@ def _gradient(
     return gradients, dv
 
 
-HOPPER = HopperKernels(SIGNATURE, "rwkv_jax.wkv7.hopper", BOUNDED, ENOUGH_HEADS)
-
-IMPLEMENTATION = PallasKernels(SIGNATURE, _prepare, _gradient, HOPPER)
+IMPLEMENTATION = PallasKernels(SIGNATURE, _prepare, _gradient)

@@ -401,69 +401,9 @@ def pallas_lowering() -> Any:
     return importlib.import_module("rwkv_jax._pallas.lowering")
 
 
-def pallas_hopper() -> Any:
-    """The module that says which calls the Pallas kernels for Hopper GPUs take."""
-    return importlib.import_module("rwkv_jax._pallas.hopper")
-
-
 def interpret_pallas(monkeypatch: pytest.MonkeyPatch, platform: str) -> None:
-    """Run the Pallas kernels of a platform, or those for Hopper GPUs, by the interpreter."""
-    lowering = pallas_lowering()
-    monkeypatch.setattr(lowering, "INTERPRET", platform)
-    if platform == lowering.HOPPER:
-        # JAX 0.10 has not published its name.
-        found = importlib.import_module("jax._src.pallas.mosaic_gpu.interpret.params")
-        mosaic_gpu = importlib.import_module("jax.experimental.pallas.mosaic_gpu")
-        monkeypatch.setattr(
-            mosaic_gpu, "InterpretGPUParams", found.InterpretGPUParams, raising=False
-        )
-    jax.clear_caches()
-
-
-def run_pallas_passes(
-    op: str,
-    arrays: Mapping[str, Any],
-    cotangents: Mapping[str, Any],
-    *,
-    segment_ids: Any = None,
-    cu_seqlens: Any = None,
-    **options: Any,
-) -> Arrays:
-    """Results and gradients by name, by the Pallas kernels on a CPU without the rules of partition,
-    under which the interpreter of Mosaic GPU cannot run. The initial state has to be given."""
-    own, shared = implementation(op, "pallas"), signature(op).shared
-    chosen = options_of(op, implementation="pallas", save=True, **options)
-    packing = None if segment_ids is None else marks_of(segment_ids)
-    if cu_seqlens is not None:
-        packing = Sequences(jnp.asarray(cu_seqlens)[None])
-
-    def in_a_row(state: Arrays) -> Arrays:
-        return {part: x if cu_seqlens is None else x[None] for part, x in state.items()}
-
-    def named(form: str, state: Arrays) -> Arrays:
-        return {form.format(n): x if cu_seqlens is None else x[0] for n, x in state.items()}
-
-    @jax.jit
-    def run(arrays: Mapping[str, Any], cotangents: Mapping[str, Any]) -> Arrays:
-        forward = forward_operands(op, arrays, packing)
-        forward = dataclasses.replace(forward, state=in_a_row(forward.state))
-        result = own.forward(chosen, "cpu", forward)
-        backward = backward_operands(op, arrays, result.states, cotangents, packing)
-        backward = dataclasses.replace(backward, dstate=in_a_row(backward.dstate))
-        gradients = own.backward(chosen, "cpu", backward)
-        return {
-            "y": result.y,
-            **named("final_{}", result.state),
-            **{f"d{n}": x.sum(0) if n in shared else x for n, x in gradients.inputs.items()},
-            **named("dinitial_{}", gradients.state),
-        }
-
-    return run(arrays, cotangents)
-
-
-def lose_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    """JAX has no Triton backend of Pallas."""
-    monkeypatch.setitem(sys.modules, pallas_lowering().PARAMETERS["cuda"], None)
+    """Run the Pallas kernels of a platform by the interpreter."""
+    monkeypatch.setattr(pallas_lowering(), "INTERPRET", platform)
     jax.clear_caches()
 
 
@@ -474,8 +414,7 @@ def why_not_pallas(
     package, _, module = missing.rpartition(".")
     monkeypatch.delattr(importlib.import_module(package), module, raising=False)
     monkeypatch.setitem(sys.modules, missing, None)
-    kept = pallas_hopper().__name__  # whose class the type checker would not take a second time
-    for name in [n for n in sys.modules if n.startswith("rwkv_jax._pallas.") and n != kept]:
+    for name in [n for n in sys.modules if n.startswith("rwkv_jax._pallas.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delitem(sys.modules, "rwkv_jax.wkv7.pallas", raising=False)
     options = options_of("wkv7", decay="log", implementation=None, precision=None)
