@@ -80,7 +80,7 @@ def evaluate(
     *,
     context: int = 4096,
     batch: int = 8,
-    at_once: int = 1024,
+    chunk_size: int = 1024,
     dtype: DTypeLike = jnp.float32,
     kernels: Kernels | str | None = None,
     progress: Callable[[int], object] = lambda tokens: None,
@@ -102,7 +102,7 @@ def evaluate(
       tokens: integers [T], at least two.
       context: the length of a window.
       batch: how many windows go through the model at once, at most.
-      at_once: how many tokens of a window go through the model at once, at most.
+      chunk_size: how many tokens of a window go through the model at once, at most.
       dtype: the dtype of the activations.
       kernels: as `hidden_states` takes it.
       progress: called again and again with the number of tokens whose losses have become known
@@ -115,7 +115,7 @@ def evaluate(
     """
     kernels = chosen("evaluate", kernels)
     tokens = np.asarray(tokens)
-    for name, size in {"context": context, "batch": batch, "at_once": at_once}.items():
+    for name, size in {"context": context, "batch": batch, "chunk_size": chunk_size}.items():
         if size < 1:
             raise ValueError(f"evaluate: {name} is {size}; accepted is a positive integer")
     if tokens.ndim != 1 or len(tokens) < 2 or tokens.dtype.kind not in "iu":
@@ -145,7 +145,7 @@ def evaluate(
 
     # The host takes the losses of a part while a device computes those of the next one.
     before = None
-    for each in _parts(module, params, tokens, context, batch, at_once, dtype, kernels):
+    for each in _parts(module, params, tokens, context, batch, chunk_size, dtype, kernels):
         if before is not None:
             take(*before)
         before = each
@@ -160,12 +160,12 @@ def _parts(
     tokens: np.ndarray,
     context: int,
     batch: int,
-    at_once: int,
+    chunk_size: int,
     dtype: DTypeLike,
     kernels: Kernels,
 ) -> Iterator[tuple[slice, Array, np.ndarray]]:
     """The positions within the windows, the losses [B, positions] and the mask of each part."""
-    parts = math.ceil(context / at_once)
+    parts = math.ceil(context / chunk_size)
     size = math.ceil(context / parts)
 
     def windows(x: np.ndarray, first: int) -> np.ndarray:

@@ -496,7 +496,7 @@ def test_low_rank(
 @pytest.mark.parametrize(
     ("rows", "tokens", "width", "maps"),
     [
-        (1, 1, 64, [(8, "tanh", True)]),
+        (1, 1, 64, [(64, "tanh", True)]),
         (3, 37, 384, [(40, "sigmoid", False), (264, "tanh", True)]),
         (1, 64, 72, [(24, "identity", True), (64, "sigmoid", True), (72, "tanh", False)]),
         (2, 555, 2048, [(96, "tanh", True), (96, "identity", False), (256, "sigmoid", False)]),

@@ -37,14 +37,14 @@ class Totals(NamedTuple):
       read: tokens of prompts that were read.
       cached: tokens of prompts that were not read, because a state after them was kept.
       written: tokens that requests got.
-      rounds: scheduler steps.
+      steps: scheduler steps.
       seconds: the time of the scheduler steps.
     """
 
     read: int
     cached: int
     written: int
-    rounds: int
+    steps: int
     seconds: float
 
 
@@ -110,7 +110,7 @@ class Scheduler:
             self._fail(error)
             raise
         finally:
-            self._count(rounds=1, seconds=time.perf_counter() - begin)
+            self._count(steps=1, seconds=time.perf_counter() - begin)
 
     def controls(self, sampling: Sampling, stop_tokens: Sequence[int]) -> Controls:
         """The settings of a request, as a slot has them.
