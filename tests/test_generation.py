@@ -87,10 +87,9 @@ def test_greedy_tokens_and_logits(module: ModuleType) -> None:
     assert found.session.positions.tolist() == [len(tokens) for tokens in rows]
 
 
-@pytest.mark.parametrize("stacked", [False, True], ids=["in turn", "stacked"])
-def test_rows_start_from_a_state(stacked: bool, params: rwkv7.Params) -> None:
+@pytest.mark.parametrize("form", [rwkv7.unstacked, rwkv7.stacked])
+def test_rows_start_from_a_state(form: Any, params: rwkv7.Params) -> None:
     """As they go on after the tokens that made it. It is still there afterwards."""
-    form = rwkv7.stacked if stacked else lambda tree: tree
     whole = generate(params, 0, prompts=[[3, 1, *prompt] for prompt in PROMPTS]).session
     _, state = rwkv7.apply(params, np.array([[3, 1]]))
     for _ in range(2):
@@ -127,10 +126,9 @@ def test_a_token_goes_over_the_states_once(params: rwkv7.Params) -> None:
     if "ffi" not in available("wkv7_step", Case(batch, 1, heads, size)):
         pytest.skip("no native kernels of wkv7_step run here")
     controls = Controls(settings(MIXED, BATCH, VOCABULARY), np.zeros((BATCH, VOCABULARY), bool))
-    count = np.int32(1)
-    left = np.ones(BATCH, np.int32)
-    operands = model, params, session, controls, left, count, count
-    text = decode.lower(*operands, defers=True).compile().as_text()
+    left, one = np.ones(BATCH, np.int32), np.int32(1)
+    lowered = decode.lower(model, params, session, controls, left, one, one, defers=True)
+    text = lowered.compile().as_text()
     state = ",".join(map(str, shape))
     results = set(re.findall(rf"= f32\[{state}\]\S* ([a-z-]+)\(", text or ""))
     assert results == {"get-tuple-element", "parameter"}
@@ -140,12 +138,8 @@ def test_rows_do_not_depend_on_each_other(params: rwkv7.Params) -> None:
     order = [3, 1, 5, 0, 2, 4]
     one = generate(params, sampling=Sampling(), seed=[7, 8, 9, 10, 11, 12])
     assert one.tokens == generate(params, sampling=Sampling(), seed=7).tokens
-    other = generate(
-        *(params, LENGTH),
-        prompts=[PROMPTS[row] for row in order],
-        sampling=Sampling(),
-        seed=[7 + row for row in order],
-    )
+    prompts, seeds = [PROMPTS[row] for row in order], [7 + row for row in order]
+    other = generate(params, prompts=prompts, sampling=Sampling(), seed=seeds)
     assert other.tokens == [one.tokens[row] for row in order]
     assert one.tokens != generate(params, sampling=Sampling(), seed=70).tokens
 

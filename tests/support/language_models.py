@@ -104,8 +104,7 @@ def time_mix_6(p: Layer, x: Array, state: dict[str, Any]) -> Array:
         share = hidden[i * rank : (i + 1) * rank] @ p["time_maa_w2"][i]
         mixed[name] = x + change * (p[f"time_maa_{name}"] + share)
     w = p["time_decay"] + np.tanh(mixed["w"] @ p["time_decay_w1"]) @ p["time_decay_w2"]
-    r = p.linear("receptance", mixed["r"])
-    k, v = p.linear("key", mixed["k"]), p.linear("value", mixed["v"])
+    r, k, v = (p.linear(name, mixed[name[0]]) for name in ("receptance", "key", "value"))
     u = p["time_faaaa"]
     wkv = state.setdefault("wkv", np.zeros((*u.shape, u.shape[1])))
     y = linear_attention(r, np.exp(-np.exp(w)), k, v, u, wkv)
