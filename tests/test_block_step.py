@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 from rwkv_jax import models as all_models
 from rwkv_jax.generation import TokenStream, generate
 from rwkv_jax.models import Kernels, rwkv6, rwkv7
-from rwkv_jax.models._kernels import chosen
 from support import hlo, internals, meshes, models
 from support.tolerance import assert_trees_close
 
@@ -98,7 +97,8 @@ def test_which_rows_get_the_kernels(params: rwkv7.Params, monkeypatch: pytest.Mo
         assert not targets(narrow, rows=33, dtype=jnp.bfloat16)
     assert not targets(params, rows=2)
     assert not targets(params, platform="cpu")
-    assert not targets(params, kernels=Kernels("ffi"))
+    for kernels in ("xla", "reference", Kernels("ffi")):
+        assert not targets(params, kernels=kernels)
     assert not targets(params, dtype=jnp.bfloat16)
     assert not targets(rwkv7.stacked(params))
     assert targets(all_models.quantize(params)) == BLOCKS
@@ -152,42 +152,35 @@ def test_a_platform_without_the_kernels_refuses(params: rwkv7.Params) -> None:
         _lowered(params, platform="cpu")
 
 
-def _with_rank(params: rwkv7.Params, rank: int) -> rwkv7.Params:
-    first, *others = params.blocks
-    att = first.att._replace(a1=first.att.a1[:, :rank], a2=first.att.a2[:rank])
-    return params._replace(blocks=(first._replace(att=att), *others))
-
-
-def _with_receptance(params: rwkv7.Params, **changes: jax.Array) -> rwkv7.Params:
-    first, *others = params.blocks
-    att = first.att._replace(receptance=first.att.receptance._replace(**changes))
-    return params._replace(blocks=(first._replace(att=att), *others))
-
-
 @pytest.mark.usefixtures("on_cuda")
 def test_why_not(params: rwkv7.Params) -> None:
-    small = jax.eval_shape(
-        lambda: rwkv7.init(jax.random.key(0), rwkv7.Config(1, 64, head_size=32, vocab_size=11))
-    )
+    config = rwkv7.Config(1, 64, head_size=32, vocab_size=11)
+    params = params._replace(blocks=params.blocks[:1])
+    att, quantised = params.blocks[0].att, all_models.quantize(params)
+
+    def with_att(params: Any, **changes: Any) -> rwkv7.Params:
+        (block,) = params.blocks
+        return params._replace(blocks=(block._replace(att=block.att._replace(**changes)),))
+
+    scale = jnp.ones((64, 1), jnp.bfloat16)
+    receptance = rwkv7.Weight(att.receptance.weight.astype(jnp.int8), scale)
+    narrow_scale = with_att(quantised, receptance=receptance)
+    rank_of_4 = with_att(params, a1=att.a1[:, :4], a2=att.a2[:4])
+    groups = all_models.quantize(params, group=32)
     cases: list[tuple[Any, dict[str, Any], str]] = [
         (params, {"rows": 33}, "B = 33; the kernels take 1 to 32 rows"),
         (params, {"rows": 0}, "B = 0; the kernels take 1 to 32 rows"),
         (params, {"dtype": jnp.bfloat16}, "ln1.weight is float32 where x is bfloat16; the"),
-        (all_models.quantize(params), {}, "B = 2; the kernels take 1 row with int8 weights"),
+        (quantised, {}, "B = 2; the kernels take 1 row with int8 weights"),
         (all_models.for_decoding(params), {}, "B = 2; the kernels take 1 row with ffn.value by in"),
-        (
-            _with_receptance(all_models.quantize(params), scale=jnp.ones((64, 1), jnp.bfloat16)),
-            {"rows": 1},
-            "att.receptance.scale is bfloat16; the kernels take float32",
-        ),
-        (small, {}, "K = 32; the kernels take heads of 64 channels"),
-        (_with_rank(params, 4), {}, "att.a1 has a rank of 4; the kernels take multiples of 8 up"),
+        (narrow_scale, {"rows": 1}, "att.receptance.scale is bfloat16; the kernels take float32"),
+        (groups, {"rows": 1}, r"att\.receptance\.scale is stored in another"),
+        (models.shapes_of(rwkv7, config), {}, "K = 32; the kernels take heads of 64 channels"),
+        (rank_of_4, {}, "att.a1 has a rank of 4; the kernels take multiples of 8 up"),
     ]
     for model, options, reason in cases:
         with pytest.raises(NotImplementedError, match=f"on cuda: .*{reason}"):
             _lowered(model, **options)
-    with pytest.raises(NotImplementedError, match=r"att\.receptance\.scale is stored in another"):
-        _lowered(all_models.quantize(params, group=32), rows=1)
     half = jax.tree.map(lambda x: x.astype(jnp.float16), params)
     state = internals.deferred(half, rwkv7.initial_state(half, ROWS, "float16"))
     state = internals.at_step(state, jnp.int32(0), jnp.bool(False))
@@ -195,17 +188,6 @@ def test_why_not(params: rwkv7.Params) -> None:
     reason = "x is float16; the kernels that defer updates of states take bfloat16"
     with hlo.device("cuda"), pytest.raises(NotImplementedError, match=reason):
         step.trace(half, jnp.zeros(ROWS, jnp.int32), state).lower(lowering_platforms=("cuda",))
-
-
-def test_names_of_kernels() -> None:
-    """What they stand for, as static arguments of one program."""
-    for name in ("xla", "reference"):
-        found = {chosen("f", x) for x in (name, Kernels(name, name, "separate"))}
-        assert found == {Kernels(name, name, "separate")}
-    assert {chosen("f", x) for x in ("fused", Kernels(blocks="fused"))} == {
-        Kernels(None, None, "fused")
-    }
-    assert {chosen("f", x) for x in (None, Kernels())} == {Kernels(None, None, None, None)}
 
 
 @pytest.mark.parametrize("name", ["layers", "blocks"])
@@ -248,24 +230,19 @@ def test_transformations_take_the_usual_way(params: rwkv7.Params) -> None:
     tokens = jnp.arange(ROWS, dtype=jnp.int32)
     state = jax.tree.map(lambda x: x + 0.5, rwkv7.initial_state(params, ROWS))
 
-    def loss(params: rwkv7.Params, state: Any, kernels: str | None) -> jax.Array:
-        logits, after = rwkv7.apply(params, tokens, state, kernels=kernels)
-        return sum((jnp.sum(x * x) for x in jax.tree.leaves(after)), jnp.sum(logits * logits))
+    def results(kernels: str | None) -> Any:
+        def loss(params: rwkv7.Params, state: Any) -> jax.Array:
+            found = jax.tree.leaves(rwkv7.apply(params, tokens, state, kernels=kernels))
+            return sum((jnp.vdot(x, x) for x in found), jnp.float32(0))
 
-    found, expected = (
-        jax.jit(jax.grad(loss, argnums=(0, 1)), static_argnums=2)(params, state, kernels)
-        for kernels in ("fused", None)
-    )
-    assert_trees_close(found, expected)
-
-    def rows(kernels: str | None) -> Any:
         def row(token: jax.Array, state: Any) -> Any:
             alone = jax.tree.map(lambda x: x[None], state)
             return rwkv7.apply(params, token[None], alone, kernels=kernels)
 
-        return jax.jit(jax.vmap(row))(tokens, state)
+        gradients = jax.jit(jax.grad(loss, argnums=(0, 1)))(params, state)
+        return gradients, jax.jit(jax.vmap(row))(tokens, state)
 
-    assert_trees_close(rows("fused"), rows(None))
+    assert_trees_close(results("fused"), results(None))
 
 
 @pytest.mark.slow
@@ -273,12 +250,10 @@ def test_transformations_take_the_usual_way(params: rwkv7.Params) -> None:
 def test_inside_shard_map(params: rwkv7.Params) -> None:
     mesh = meshes.mesh("data=2", AxisType.Auto, jax.devices("cpu"))
     tokens = jnp.arange(ROWS, dtype=jnp.int32)
-
-    def step(params: rwkv7.Params, tokens: jax.Array) -> Any:
-        return rwkv7.apply(params, tokens, kernels="fused")
-
-    specs = P(), P("data")
-    found = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=P("data")))(
-        params, tokens
+    step = jax.shard_map(
+        lambda params, tokens: rwkv7.apply(params, tokens, kernels="fused"),
+        mesh=mesh,
+        in_specs=(P(), P("data")),
+        out_specs=P("data"),
     )
-    assert_trees_close(found, rwkv7.apply(params, tokens))
+    assert_trees_close(jax.jit(step)(params, tokens), rwkv7.apply(params, tokens))

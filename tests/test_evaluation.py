@@ -10,21 +10,10 @@ import pytest
 
 from rwkv_jax import evaluation
 from rwkv_jax.models import rwkv5, rwkv6
-from support.models import config_of, formulas, random_like, shapes_of
+from support.models import VOCABULARY, formulas, parameters
 
 CONTEXT = 11
-
-
-def parameters(module: ModuleType) -> Any:
-    config = config_of(module, hidden_size=16, head_size=8, vocab_size=23)
-    return random_like(shapes_of(module, config), 0.5)
-
-
-def evaluate(
-    module: ModuleType, params: Any, tokens: np.ndarray, seen: list[int]
-) -> evaluation.Evaluation:
-    options: Any = {"context": CONTEXT, "batch": 3, "at_once": 4, "kernels": "reference"}
-    return evaluation.evaluate(module, params, tokens, progress=seen.append, **options)
+OPTIONS: Any = {"context": CONTEXT, "batch": 3, "at_once": 4, "kernels": "reference"}
 
 
 def expected(module: ModuleType, params: Any, tokens: np.ndarray) -> evaluation.Evaluation:
@@ -43,10 +32,10 @@ def expected(module: ModuleType, params: Any, tokens: np.ndarray) -> evaluation.
 def test_as_in_numpy() -> None:
     """Windows in parts, of which the last one has padding, and in batches, of which the last one
     has a single short window."""
-    tokens = np.random.default_rng(1).integers(0, 23, 37)
+    tokens = np.random.default_rng(1).integers(0, VOCABULARY, 37)
     for module in (rwkv5, rwkv6):
-        params, seen = parameters(module), []
-        found = evaluate(module, params, tokens, seen)
+        params, seen = parameters(module), list[int]()
+        found = evaluation.evaluate(module, params, tokens, progress=seen.append, **OPTIONS)
         correct = expected(module, params, tokens)
         np.testing.assert_array_equal(found.counts, correct.counts)
         np.testing.assert_allclose(found.losses, correct.losses, rtol=1e-5)
@@ -56,11 +45,11 @@ def test_as_in_numpy() -> None:
 
 def test_losses_that_are_not_finite() -> None:
     """From a token on whose embedding is NaN, the sixth one of a window."""
-    params, tokens, seen = parameters(rwkv5), np.ones(37, np.int32), []
+    params, tokens, seen = parameters(rwkv5), np.ones(37, np.int32), list[int]()
     wrong = params._replace(emb=rwkv5.Weight(params.emb.weight.at[7].set(jnp.nan)))
     tokens[16] = 7
     with pytest.raises(FloatingPointError, match="NaN or infinite after 6 tokens of context"):
-        evaluate(rwkv5, wrong, tokens, seen)
+        evaluation.evaluate(rwkv5, wrong, tokens, progress=seen.append, **OPTIONS)
     assert seen == [12]
 
 
@@ -80,8 +69,8 @@ def test_figures() -> None:
         ([1], {}, r"tokens is int64 \[1\]; accepted are integers \[T\] with T of at least 2"),
         ([[1, 2]], {}, r"tokens is int64 \[1, 2\]; accepted"),
         ([1.0, 2.0], {}, r"tokens is float64 \[2\]; accepted"),
-        ([1, 23], {}, "tokens are from 1 to 23; accepted are 0 to 22"),
-        ([-1, 2], {}, "tokens are from -1 to 2; accepted are 0 to 22"),
+        ([1, 61], {}, "tokens are from 1 to 61; accepted are 0 to 60"),
+        ([-1, 2], {}, "tokens are from -1 to 2; accepted are 0 to 60"),
         ([1, 2], {"context": 0}, "context is 0; accepted is a positive integer"),
         ([1, 2], {"batch": -1}, "batch is -1; accepted is a positive integer"),
         ([1, 2], {"kernels": "fast"}, "evaluate: kernels is 'fast'; accepted are None, 'xla'"),

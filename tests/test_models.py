@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -11,28 +12,24 @@ import numpy as np
 import optax
 import pytest
 from jax import export
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import rwkv_jax
 from rwkv_jax.models import Kernels, rwkv7
 from support import hlo, internals, meshes
 from support.compiler import AS_USERS
-from support.models import config_of, random_like, shapes_of
+from support.models import DOCUMENTS, config_of, parameters, random_like, shapes_of
 from support.operators import FAST
 from support.tolerance import assert_trees_close
 
-pytestmark = pytest.mark.quick("dtype", "implementation")
-
 CONFIG = config_of(rwkv7)
-BATCH, TOKENS = 2, 37
+BATCH, TOKENS = DOCUMENTS.shape
 
 
 @pytest.fixture(scope="module")
 def params() -> rwkv7.Params:
-    """Parameters with noise on the initial values, many of which are zero."""
-    initial = jax.jit(lambda: rwkv7.init(jax.random.key(0), CONFIG))()
-    return jax.tree.map(jnp.add, initial, random_like(initial, 0.1))
+    return parameters(rwkv7)
 
 
 @pytest.fixture(scope="module")
@@ -40,31 +37,26 @@ def tokens() -> jax.Array:
     return jax.random.randint(jax.random.key(2), (BATCH, TOKENS), 0, CONFIG.vocab_size)
 
 
-forward = jax.jit(rwkv7.apply, static_argnames=("dtype", "kernels"))
+forward = jax.jit(rwkv7.apply)
 
 
 def buffers(tree: object) -> list[int]:
     return [x.unsafe_buffer_pointer() for x in jax.tree.leaves(tree)]
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
-def test_decoding_replaces_a_donated_state(
-    params: rwkv7.Params, tokens: jax.Array, dtype: str, compiled: bool
-) -> None:
-    start = functools.partial(rwkv7.initial_state, batch=BATCH, dtype=dtype)
-    step = jax.jit(functools.partial(rwkv7.apply, dtype=dtype), donate_argnums=2)
-    first = (jax.jit(start) if compiled else start)(params)
-    state, logits = first, []
-    for token in tokens.T[:3]:
-        assert len(set(buffers(state))) == len(jax.tree.leaves(state))
-        last, state = step(params, token, state)
-        logits.append(last)
-    assert all(x.is_deleted() for x in jax.tree.leaves(first))
-    expected = forward(params, tokens[:, :3], dtype=dtype)
-    assert_trees_close(
-        (jnp.stack(logits, axis=1), state), expected, {"float32": 1e-4}.get(dtype, 3e-2)
-    )
+def test_decoding_replaces_a_donated_state(params: rwkv7.Params, tokens: jax.Array) -> None:
+    """One that was made with `jit` or without."""
+    start = functools.partial(rwkv7.initial_state, batch=BATCH)
+    step = jax.jit(rwkv7.apply, donate_argnums=2)
+    expected = forward(params, tokens[:, :3])
+    for initial in (start(params), jax.jit(start)(params)):
+        state, logits = initial, []
+        for token in tokens.T[:3]:
+            assert len(set(buffers(state))) == len(jax.tree.leaves(state))
+            last, state = step(params, token, state)
+            logits.append(last)
+        assert all(x.is_deleted() for x in jax.tree.leaves(initial))
+        assert_trees_close((jnp.stack(logits, axis=1), state), expected, 1e-4)
 
 
 @pytest.mark.parametrize("shape", [(BATCH,), (BATCH, 1), (BATCH, 0)], ids=str)
@@ -80,17 +72,10 @@ def test_states_share_no_buffer_with_what_was_given(
         assert len(set(everything)) == len(everything)
 
 
-LENGTH = 6
-DOCUMENTS = np.array(
-    [
-        [0] * 2 + [1] * LENGTH + [0] * 3 + [1] * LENGTH + [0] * 5,
-        [2] * LENGTH + [3] * LENGTH + [2] * LENGTH + [0] * 4,
-    ]
+@functools.partial(
+    jax.jit, static_argnames=("dtype", "kernels", "recompute"), compiler_options=AS_USERS
 )
-"""Segment ids with padding before, between and after documents, and with adjacent documents."""
-
-
-def _loss_and_gradients(
+def loss_and_gradients(
     params: rwkv7.Params, tokens: jax.Array, **options: Any
 ) -> tuple[jax.Array, rwkv7.Params]:
     def loss(params: rwkv7.Params) -> jax.Array:
@@ -100,32 +85,27 @@ def _loss_and_gradients(
     return jax.value_and_grad(loss)(params)
 
 
-gradients_of_model = jax.jit(
-    _loss_and_gradients,
-    static_argnames=("dtype", "kernels", "recompute"),
-    compiler_options=AS_USERS,
-)
-
 FFI_OR_REFERENCE = Kernels(FAST["wkv7"].implementation)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "ceiling"), [("float32", 1e-5), ("bfloat16", 3e-2)])
-@pytest.mark.parametrize(("packed", "layers"), [(True, None), (True, "xla"), (False, None)])
+@pytest.mark.parametrize(
+    ("layers", "dtype", "ceiling"),
+    [(None, "float32", 1e-5), ("xla", "float32", 1e-5), (None, "bfloat16", 3e-2)],
+)
 def test_layers_in_any_implementation(
-    params: rwkv7.Params,
-    tokens: jax.Array,
-    packed: bool,
-    dtype: str,
-    ceiling: float,
-    layers: str | None,
+    params: rwkv7.Params, tokens: jax.Array, layers: str | None, dtype: str, ceiling: float
 ) -> None:
     """The loss and all gradients are equal, in bfloat16 but for where they are rounded."""
-    tokens = tokens[:, : DOCUMENTS.shape[1]]
-    ids = jnp.asarray(DOCUMENTS, jnp.int32) if packed else None
-    options = {"segment_ids": ids, "dtype": dtype}
-    of_layers = (dataclasses.replace(FFI_OR_REFERENCE, layers=x) for x in (layers, "reference"))
-    found, expected = (gradients_of_model(params, tokens, kernels=x, **options) for x in of_layers)
+    found, expected = (
+        loss_and_gradients(
+            *(params, tokens),
+            segment_ids=jnp.asarray(DOCUMENTS, jnp.int32),
+            kernels=dataclasses.replace(FFI_OR_REFERENCE, layers=x),
+            dtype=dtype,
+        )
+        for x in (layers, "reference")
+    )
     assert_trees_close(found, expected, ceiling)
 
 
@@ -136,11 +116,10 @@ def test_gradients_that_are_computed_again(
 ) -> None:
     """Also of stacked blocks, in packed rows."""
     ids = jnp.asarray(DOCUMENTS, jnp.int32)
-    options = {"segment_ids": ids, "kernels": FFI_OR_REFERENCE}
-    rows = tokens[:, : ids.shape[1]]
-    expected = gradients_of_model(params, rows, **options)
+    call = functools.partial(loss_and_gradients, segment_ids=ids, kernels=FFI_OR_REFERENCE)
+    expected = call(params, tokens)
     for form in (params, rwkv7.stacked(params)):
-        loss, gradients = gradients_of_model(form, rows, recompute=recompute, **options)
+        loss, gradients = call(form, tokens, recompute=recompute)
         assert_trees_close((loss, rwkv7.unstacked(gradients)), expected, 1e-5)
 
 
@@ -159,60 +138,30 @@ def test_layer_norm_keeps_its_input_alone() -> None:
     np.testing.assert_allclose(slope, jnp.zeros_like(slope), atol=1e-4)
 
 
-def test_what_recompute_keeps(params: rwkv7.Params, tokens: jax.Array) -> None:
-    """The more is computed again, the less is kept. JAX is asked, since XLA undoes recomputation on
-    CPUs."""
-    kept = {}
-    for recompute in (None, "mixes", "cheap", "blocks"):
-        model = functools.partial(
-            rwkv7.hidden_states, kernels=FFI_OR_REFERENCE, recompute=recompute
-        )
-        residuals = jax.eval_shape(lambda p, model=model: jax.vjp(model, p, tokens)[1], params)
-        kept[recompute] = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(residuals))
-    assert kept["blocks"] < kept["cheap"] < kept["mixes"] < kept[None], kept
-
-
 @pytest.mark.slow
-def test_forward_passes_of_recompute(params: rwkv7.Params, tokens: jax.Array, pretend: Any) -> None:
-    """Only "blocks" has a second forward pass of `wkv7`."""
+def test_recompute(params: rwkv7.Params, tokens: jax.Array, pretend: Any) -> None:
+    """The more is computed again, the less is kept, and only "blocks" has a second forward pass of
+    `wkv7`. JAX is asked, since XLA undoes recomputation on CPUs."""
     pretend("cuda", None)
-    forwards = {}
     (target,) = internals.targets("wkv7", "fwd")
+    kept, forwards = [], []
     for recompute in (None, "mixes", "cheap", "blocks"):
-        options = {"kernels": Kernels("ffi"), "recompute": recompute}
-        call = functools.partial(_loss_and_gradients, **options)
-        forwards[recompute] = hlo.calls(jax.make_jaxpr(call)(params, tokens), target)
+
+        def call(params: rwkv7.Params, recompute: str | None = recompute) -> jax.Array:
+            options: Any = {"kernels": Kernels("ffi"), "recompute": recompute}
+            return rwkv7.hidden_states(params, tokens, **options)[0].sum()
+
+        residuals = jax.eval_shape(lambda p, call=call: jax.vjp(call, p)[1], params)
+        kept.append(sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(residuals)))
+        forwards.append(hlo.calls(jax.make_jaxpr(jax.grad(call))(params), target))
+    assert all(more > less for more, less in itertools.pairwise(kept))
     # Each platform with kernels has a branch with the target.
     branches = sum(x is None for x in rwkv_jax.build_info()["missing"].values())
-    once = CONFIG.num_layers * branches
-    assert forwards == {None: once, "mixes": once, "cheap": once, "blocks": 2 * once}
-
-
-def test_blocks_of_one_shape_are_traced_once(tokens: jax.Array) -> None:
-    """The first block, which has parameters of its own, and the others."""
-    shapes = shapes_of(rwkv7, dataclasses.replace(CONFIG, num_layers=4))
-    program = jax.make_jaxpr(lambda *xs: rwkv7.hidden_states(*xs))(shapes, tokens)
-    bodies = [x.params["jaxpr"] for x in program.eqns if x.params.get("name") == "_block"]
-    assert len(bodies) == 4
-    assert len(set(map(id, bodies))) == 2
-
-
-@pytest.mark.slow
-def test_kernels_add_the_cotangents_of_heads(params: rwkv7.Params, pretend: Any) -> None:
-    """On a GPU the sums between kernels are those of the first layer's value, with three uses."""
-    pretend("cuda", None)
-    tokens = jax.ShapeDtypeStruct((3, 17), jnp.int32)
-    with hlo.device("cuda"):
-        traced = jax.jit(lambda p, x: _loss_and_gradients(p, x)).trace(params, tokens)
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    heads, size = params.blocks[0].att.r_k.shape
-    adds = [x for x in text.splitlines() if "stablehlo.add " in x]
-    assert sum(f"tensor<3x17x{heads}x{size}xf32>" in x for x in adds) == 2
+    assert forwards == [CONFIG.num_layers * branches * times for times in (1, 1, 1, 2)]
 
 
 def test_a_step_is_exported(params: rwkv7.Params, tokens: jax.Array) -> None:
     """With the kernels that multiply few rows on a CPU, which are no operator's."""
-
     step = jax.jit(lambda tokens: rwkv7.apply(params, tokens)[0])
     exported = export.export(step, disabled_checks=rwkv_jax.export_disabled_checks())(tokens[:, 0])
     found = export.deserialize(exported.serialize()).call(tokens[:, 0])
@@ -227,16 +176,10 @@ def test_training_is_exported_for_gpus(
     every = internals.other_targets("cpu") | internals.other_targets("cuda")
     assert {export.DisabledSafetyCheck.custom_call(x) for x in every} <= {*checks}
     pretend("cuda", None)
-
-    def loss(params: rwkv7.Params, tokens: jax.Array) -> jax.Array:
-        return jnp.sum(rwkv7.hidden_states(params, tokens)[0] ** 2)
-
-    exported = export.export(jax.jit(jax.grad(loss)), platforms=["cuda"], disabled_checks=checks)(
-        params, tokens
-    )
-    assert {"rwkv_wkv7_bwd_v2", "rwkv_read_out_restoring_bwd_v1"} <= hlo.targets(
-        exported.mlir_module()
-    )
+    gradient = jax.jit(jax.grad(lambda p, x: jnp.sum(rwkv7.hidden_states(p, x)[0] ** 2)))
+    export_it = export.export(gradient, platforms=["cuda"], disabled_checks=checks)
+    found = hlo.targets(export_it(params, tokens).mlir_module())
+    assert {"rwkv_wkv7_bwd_v2", "rwkv_read_out_restoring_bwd_v1"} <= found
 
 
 def test_official_sizes() -> None:
@@ -245,9 +188,8 @@ def test_official_sizes() -> None:
     att = shapes.blocks[1].att
     ranks = [x.shape[1] for x in (att.w1, att.a1, att.v1, att.g1) if x is not None]
     assert ranks == [64, 64, 32, 128]
-    assert sum(math.prod(x.shape) for x in jax.tree.leaves(shapes)) == pytest.approx(
-        191e6, rel=3e-3
-    )
+    total = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes))
+    assert total == pytest.approx(191e6, rel=3e-3)
 
 
 @pytest.mark.slow
@@ -280,42 +222,6 @@ def test_parameters_that_do_not_divide_stay_whole(cpus: list[Any]) -> None:
         rwkv7.shardings(shapes, mesh, data="batch")
 
 
-@pytest.mark.slow
-def test_one_head_on_two_devices(cpus: list[Any]) -> None:
-    """The operator computes whole heads, so that parameters of half a head would stop it."""
-    mesh = meshes.mesh("model=2", AxisType.Auto, cpus)
-    config = rwkv7.Config(num_layers=1, hidden_size=16, head_size=16, vocab_size=8)
-    params = jax.tree.map(lambda x: jnp.ones(x.shape), shapes_of(rwkv7, config))
-    tokens = jnp.zeros((1, 2), jnp.int32)
-    apply = jax.jit(lambda params: rwkv7.apply(params, tokens)[0])
-    expected = apply(params)
-    placed = jax.device_put(params, rwkv7.shardings(params, mesh, model="model"))
-    assert placed.blocks[0].ffn.key.weight.sharding.spec == P("model", None)
-    assert_trees_close(apply(placed), expected)
-
-
-@pytest.mark.slow
-def test_the_sum_of_a_mixing_has_the_shape_of_its_product(
-    params: rwkv7.Params, tokens: jax.Array, cpus: list[Any]
-) -> None:
-    """In a program for one device, where nothing distributes rows and tokens, and with the same
-    results."""
-    hidden_states = jax.jit(functools.partial(rwkv7.hidden_states, kernels=FFI_OR_REFERENCE))
-
-    def sums(params: rwkv7.Params) -> int:
-        """How many sums there are of the shape of a product."""
-        shape = f"tensor<{tokens.size}x{CONFIG.hidden_size}xf32>"
-        lines = hidden_states.lower(params, tokens).as_text().splitlines()
-        return sum("stablehlo.add" in line and line.endswith(shape) for line in lines)
-
-    mesh = meshes.mesh("data=2", AxisType.Auto, cpus)
-    placed = jax.device_put(params, NamedSharding(mesh, P()))
-    assert sums(placed) == 0
-    assert sums(params) > 0
-    found, expected = (hidden_states(x, tokens) for x in (params, placed))
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
-
-
 # The stacked form of blocks.
 
 
@@ -331,8 +237,7 @@ def test_stacked_and_back(layers: int, tokens: jax.Array) -> None:
     stacked, call = rwkv7.stacked(params), jax.jit(rwkv7.apply)
     assert isinstance(stacked.blocks, rwkv7.Stacked)
     assert rwkv7.stacked(stacked) is stacked or rwkv7.stacked(stacked) == stacked
-    assert_trees_close(rwkv7.unstacked(stacked), params, 0)
-    assert rwkv7.names(rwkv7.unstacked(stacked)).keys() == rwkv7.names(params).keys()
+    assert_trees_close(rwkv7.names(rwkv7.unstacked(stacked)), rwkv7.names(params), 0)
     names = rwkv7.names(stacked)
     assert layers == 1 or names["blocks.rest.att.w0"].shape == (layers - 1, CONFIG.hidden_size)
     state = random_like(rwkv7.initial_state(params, BATCH))

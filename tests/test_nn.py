@@ -3,59 +3,44 @@
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from flax import nnx
 
+from rwkv_jax import models
 from rwkv_jax.models import Kernels, rwkv4, rwkv5, rwkv6, rwkv7
 from rwkv_jax.nn import equinox, flax
 from rwkv_jax.wkv7 import wkv7
-from support.models import VOCABULARY, config_of, parameters, random_like, shapes_of
+from support.models import config_of, parameters
 from support.tolerance import assert_trees_close
 
-WIDTH, HEAD_SIZE = 32, 16
-GENERATIONS = (rwkv7, rwkv6, rwkv5, rwkv4)
 CONFIG = config_of(rwkv7)
 BATCH, TOKENS = 2, 9
-
-Tree = TypeVar("Tree")
-
-FUNCTIONS = {"TimeMix": "time_mix", "ChannelMix": "channel_mix", "RWKV": "apply"}
-
-
-def inputs_of(module: ModuleType, name: str) -> tuple[Any, ...]:
-    """For a batch of sequences: `x` or the tokens, the state and, for a time mixing, `v_first`."""
-    state = random_like(module.initial_state(parameters(module), BATCH))
-    x, v_first = random_like((jnp.zeros((BATCH, TOKENS, WIDTH)),) * 2)
-    return {
-        "TimeMix": (x, state[1].att, *[v_first] * (module is rwkv7)),
-        "ChannelMix": (x, state[1].ffn),
-        "RWKV": (jnp.arange(BATCH * TOKENS).reshape(BATCH, TOKENS) % VOCABULARY, state),
-    }[name]
-
-
-def decoding(x: jax.Array, state: Any, *rest: jax.Array) -> tuple[Any, ...]:
-    """The inputs of the first token of each sequence."""
-    return x[:, 0], state, *(z[:, 0] for z in rest)
 
 
 def program(call: Callable[..., Any], *operands: Any, ids: Any) -> str:
     return jax.jit(lambda *xs, ids: call(*xs, segment_ids=ids)).lower(*operands, ids=ids).as_text()
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.parametrize("generation", GENERATIONS, ids=lambda x: x.GENERATION.name)
-def test_layers_compute_what_functions_compute(generation: ModuleType, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "where"), [("TimeMix", (1,)), ("TimeMix", (0,)), ("ChannelMix", (1,)), ("RWKV", ())]
+)
+@pytest.mark.parametrize("generation", [rwkv7, rwkv6, rwkv5, rwkv4], ids=lambda x: x.__name__[-5:])
+def test_layers_compute_what_functions_compute(
+    generation: ModuleType, name: str, where: tuple[int, ...]
+) -> None:
     """Of sequences and tokens, with a state, without one and with segments, in both frameworks."""
-    where = () if name == "RWKV" else (1,)
     module = getattr(flax, name)(config_of(generation), *where, rngs=nnx.Rngs(0))
     layer = getattr(equinox, name)(config_of(generation), *where, key=jax.random.key(1))
-    function = getattr(generation, FUNCTIONS[name])
+    functions = {"TimeMix": "time_mix", "ChannelMix": "channel_mix", "RWKV": "apply"}
+    function = getattr(generation, functions[name])
     of_rows = functools.partial(function, flax.arrays(module.params))
 
     def of_row(*row: Any, segment_ids: Any) -> Any:
@@ -63,90 +48,41 @@ def test_layers_compute_what_functions_compute(generation: ModuleType, name: str
         found = function(layer.params, *several, segment_ids=ids)
         return jax.tree.map(lambda z: z[0], found)
 
-    x, _, *rest = inputs = inputs_of(generation, name)
+    states = generation.initial_state(parameters(generation), BATCH)
+    x = jnp.zeros((BATCH, TOKENS, CONFIG.hidden_size))
+    x, state, *rest = {
+        "TimeMix": (x, states[1].att, *[x] * (generation is rwkv7 and where == (1,))),
+        "ChannelMix": (x, states[1].ffn),
+        "RWKV": (jnp.zeros((BATCH, TOKENS), jnp.int32), states),
+    }[name]
     segment_ids = jnp.asarray([[1] * 4 + [2] * 5, [0] * 2 + [1] * 4 + [0] * 3], jnp.int32)
     for operands, ids in (
-        (inputs, segment_ids),
+        ((x, state, *rest), segment_ids),
         ((x, None, *rest), None),
-        (decoding(*inputs), None),
+        ((x[:, 0], state, *(z[:, 0] for z in rest)), None),
     ):
         assert program(module, *operands, ids=ids) == program(of_rows, *operands, ids=ids)
         row, row_ids = jax.tree.map(lambda z: z[1], (operands, ids))
         assert program(layer, *row, ids=row_ids) == program(of_row, *row, ids=row_ids)
 
 
-def scalar(results: Tree) -> tuple[jax.Array, Tree]:
-    """A loss to differentiate, and the results themselves."""
-    squares = (jnp.square(x).mean() for x in jax.tree.leaves(results))
-    return sum(squares, jnp.float32(0)), results
-
-
-@pytest.mark.slow
-def test_twins_are_equal() -> None:
-    """Also in the gradients of their parameters, by name."""
-    params = random_like(shapes_of(rwkv7, CONFIG))
-    module, layer = flax.RWKV(CONFIG, params=params), equinox.RWKV(CONFIG, params=params)
-    inputs = inputs_of(rwkv7, "RWKV")
-
-    @nnx.jit
-    def of_flax(module, *inputs):
-        return nnx.value_and_grad(lambda m: scalar(m(*inputs)), has_aux=True)(module)
-
-    @eqx.filter_jit
-    def of_equinox(layer, *inputs):
-        def loss(layer):
-            return scalar(jax.vmap(layer)(*inputs))
-
-        return eqx.filter_value_and_grad(loss, has_aux=True)(layer)
-
-    results, gradients = of_flax(module, *inputs)
-    results_, gradients_ = of_equinox(layer, *inputs)
-    assert jax.tree.structure(results) == jax.tree.structure(results_)
-    assert_trees_close(results, results_)
-    by_name, by_name_ = (
-        {
-            jax.tree_util.keystr(path, simple=True, separator="."): x
-            for path, x in jax.tree_util.tree_leaves_with_path(tree)
-        }
-        for tree in (nnx.to_pure_dict(gradients), gradients_)
-    )
-    assert set(by_name) == set(by_name_)
-    assert all(x.any() for x in by_name.values())
-    assert_trees_close(by_name, by_name_)
-
-
 def test_layers_mix_sequences_with_the_given_function() -> None:
-    sequences = []
+    """But not single tokens."""
+    shapes = []
 
     def spy(r, *args, **options):
-        sequences.append(r.shape)
+        shapes.append(r.shape)
         return wkv7(r, *args, **options)
 
-    tokens = jnp.zeros((BATCH, TOKENS), jnp.int32)
-
-    def of_flax() -> None:
+    def run() -> None:
+        tokens = jnp.zeros((1, TOKENS), jnp.int32)
         model = flax.RWKV(CONFIG, kernels=Kernels(wkv=spy), rngs=nnx.Rngs(0))
         _, state = model(tokens)
         model(tokens[:, 0], state)
+        equinox.RWKV(CONFIG, kernels=Kernels(wkv=spy), key=jax.random.key(0))(tokens[0])
 
-    nnx.eval_shape(of_flax)
-    shape = (BATCH, TOKENS, WIDTH // HEAD_SIZE, HEAD_SIZE)
-    assert sequences == [shape] * CONFIG.num_layers
-
-    jax.eval_shape(
-        lambda: equinox.RWKV(CONFIG, kernels=Kernels(wkv=spy), key=jax.random.key(0))(tokens[0])
-    )
-    assert sequences[CONFIG.num_layers :] == [(1, *shape[1:])] * CONFIG.num_layers
-
-
-def test_first_layer_gives_its_value() -> None:
-    module = flax.TimeMix(CONFIG, 0, rngs=nnx.Rngs(0))
-    x = jnp.ones((BATCH, TOKENS, WIDTH))
-    y, _, v_first = module(x)
-    assert not y.any()  # the official initialisation starts with outputs of zero
-    assert v_first is not None
-    assert v_first.shape == x.shape
-    assert v_first.any()
+    nnx.eval_shape(run)
+    assert shapes == [(1, TOKENS, 2, CONFIG.head_size)] * 2 * CONFIG.num_layers
 
 
 def test_both_start_with_the_official_initialisation() -> None:
@@ -160,17 +96,34 @@ def test_both_start_with_the_official_initialisation() -> None:
 
 
 @pytest.mark.slow
-def test_bfloat16_model_keeps_float32_parameters() -> None:
-    config = rwkv7.Config(1, WIDTH, HEAD_SIZE, 256)
-    model = flax.RWKV(config, dtype="bfloat16", rngs=nnx.Rngs(0))
+def test_bfloat16_models_keep_float32_parameters() -> None:
+    """Which all have gradients, by the same names in both frameworks."""
+    params, tokens = parameters(rwkv7), jnp.arange(8)
+    module = flax.RWKV(CONFIG, params=params, dtype="bfloat16")
+    layer = equinox.RWKV(CONFIG, params=params, dtype="bfloat16")
+    of_flax = nnx.jit(nnx.grad(lambda m: jnp.square(m(tokens[None])[0]).mean()))(module)
+    of_equinox = eqx.filter_jit(eqx.filter_grad(lambda m: jnp.square(m(tokens)[0]).mean()))(layer)
+    found, expected = rwkv7.names(flax.arrays(of_flax.params)), rwkv7.names(of_equinox.params)
+    assert found.keys() == expected.keys() == rwkv7.names(params).keys()
+    assert all(x.any() and x.dtype == jnp.float32 for x in found.values())
+    assert_trees_close(found, expected)
 
-    def gradient(model, tokens):
-        return nnx.grad(lambda m: scalar(m(tokens)[0]), has_aux=True)(model)
 
-    gradients, logits = nnx.eval_shape(gradient, model, jnp.arange(8)[None])
-    assert logits.dtype == jnp.float32
-    assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(gradients))
-    assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(flax.arrays(model.params)))
+@pytest.mark.slow
+def test_the_optimizer_and_the_file_of_a_flax_model(tmp_path: Path) -> None:
+    """A matrix decays, and the file has what has become of it."""
+    before = parameters(rwkv7)
+    model = flax.RWKV(CONFIG, params=before)
+    params = nnx.state(model, nnx.Param)
+    transformation = optax.add_decayed_weights(-0.5, rwkv7.weight_decays(params))
+    optimizer = nnx.Optimizer(model, transformation, wrt=nnx.Param)
+    optimizer.update(model, jax.tree.map(jnp.zeros_like, params))
+    path = tmp_path / "model.safetensors"
+    models.save(path, model.params)
+    halved = jax.tree.map(lambda x, y: x / 2 if y else x, before, rwkv7.weight_decays(before))
+    assert_trees_close(models.load(path).params, halved, 0)
+    with pytest.raises(TypeError, match="save: params is a State; accepted is a Params"):
+        models.save(path, params)
 
 
 @pytest.mark.parametrize("layer", [flax.RWKV, equinox.RWKV])

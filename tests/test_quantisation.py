@@ -1,6 +1,8 @@
 """Weights of 8 bits: the models with them, their files, and the commands that take them."""
 
+import functools
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -11,28 +13,19 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from rwkv_jax import models
-from rwkv_jax.models import rwkv7
+from rwkv_jax.models import rwkv4, rwkv5, rwkv6, rwkv7
 from rwkv_jax.models._linear import Weight
 from support import checkpoints, meshes
 from support.commands import Command
-from support.tolerance import EXACT_FLOAT32, rms_error
-
-
-def _is_weight(x: Any) -> bool:
-    return isinstance(x, Weight)
+from support.models import assert_same_model, config_of, parameters, random_like, shapes_of
 
 
 @pytest.mark.parametrize("group", [None, 8])
-def test_integers_and_scales(tmp_path: Path, group: int | None) -> None:
+def test_integers_and_scales(group: int | None) -> None:
     """Those of numpy in float64, for all matrices of linear maps and the head."""
-    params = models.load(checkpoints.write_model(tmp_path)).params
-    before = rwkv7.names(params)
-    after = rwkv7.names(models.quantize(params, group=group))
-    linear = [
-        *(f"att.{x}" for x in ("receptance", "key", "value", "output")),
-        "ffn.key",
-        "ffn.value",
-    ]
+    before = rwkv7.names(parameters(rwkv7))
+    after = rwkv7.names(models.quantize(parameters(rwkv7), group=group))
+    linear = ("att.receptance", "att.key", "att.value", "att.output", "ffn.key", "ffn.value")
     expected = {"head", *(f"blocks.{i}.{name}" for i in range(2) for name in linear)}
     assert {name.removesuffix(".scale") for name in after if name.endswith(".scale")} == expected
     for name, x in before.items():
@@ -47,9 +40,9 @@ def test_integers_and_scales(tmp_path: Path, group: int | None) -> None:
         assert np.abs(np.asarray(after[name]) - steps).max() <= 0.5 + 1e-4
 
 
-def test_errors(tmp_path: Path) -> None:
-    params = models.load(checkpoints.write_model(tmp_path)).params
-    with pytest.raises(ValueError, match="group is 7; accepted is a divisor of the 24 inputs of"):
+def test_errors() -> None:
+    params = parameters(rwkv7)
+    with pytest.raises(ValueError, match="group is 7; accepted is a divisor of the 32 inputs of"):
         models.quantize(params, group=7)
     with pytest.raises(ValueError, match="receptance has a scale; accepted are weights"):
         models.quantize(models.quantize(params))
@@ -61,11 +54,12 @@ def test_errors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
-def test_numbers_that_are_not_finite(tmp_path: Path, wrong: float) -> None:
+def test_numbers_that_are_not_finite(wrong: float) -> None:
     """Integers have none of them. Where nothing can be refused, their group is NaN, and no other
     one."""
-    sizes: Any = {"heads": 8, "vocabulary": 128}  # enough for what XLA does with large arrays
-    params = models.load(checkpoints.write_model(tmp_path, layers=1, **sizes)).params
+    # Large enough for what XLA does with large arrays.
+    config = config_of(rwkv7, num_layers=1, hidden_size=96, vocab_size=128)
+    params = random_like(shapes_of(rwkv7, config))
     params = params._replace(head=Weight(params.head.weight.at[1, 9].set(wrong)))
     with pytest.raises(ValueError, match="head has NaN or an infinity; accepted are finite"):
         models.quantize(params)
@@ -75,41 +69,29 @@ def test_numbers_that_are_not_finite(tmp_path: Path, wrong: float) -> None:
     assert groups.sum() == 8
 
 
-@pytest.mark.parametrize("version", ["RWKV-4", "RWKV-5.2", "RWKV-6", "RWKV-7"])
-def test_files_and_models(tmp_path: Path, version: str) -> None:
+@pytest.mark.parametrize("module", [rwkv4, rwkv5, rwkv6, rwkv7], ids=lambda x: x.__name__[-5:])
+def test_files_and_models(tmp_path: Path, module: ModuleType) -> None:
     """A file gives back what was saved, whatever dtype is asked for; and a model computes with the
     integers what it computes with the matrices that they stand for."""
-    path = checkpoints.write_model(tmp_path, version, layers=1)
-    small = tmp_path / "small.safetensors"
-    found = models.load(path)
-    params = models.quantize(found.params, group=8 if version == "RWKV-7" else None)
-    models.save(small, params)
-    loaded = models.load(small, dtype="float32").params
-    for x, y in zip(jax.tree.leaves(params), jax.tree.leaves(loaded), strict=True):
-        np.testing.assert_array_equal(x, y, strict=True)
-    shapes = models.inspect(small).params
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), shapes) == jax.tree.map(
-        lambda x: (x.shape, x.dtype), params
-    )
-    wide = jax.tree.map(
-        lambda x: Weight(x.wide()) if _is_weight(x) else x, params, is_leaf=_is_weight
-    )
-    apply = jax.jit(found.module.apply)
-    tokens = jnp.asarray([[1, 2, 3], [4, 5, 6]])
-    (sequence, state), (expected, after) = (apply(p, tokens) for p in (params, wide))
-    assert rms_error(sequence, expected) < EXACT_FLOAT32
-    one = tokens[:, 0]
-    single, expected = apply(params, one, state)[0], apply(wide, one, after)[0]
-    assert rms_error(single, expected) < EXACT_FLOAT32
+    params = models.quantize(parameters(module), group=8 if module is rwkv7 else None)
+    path = tmp_path / "small.safetensors"
+    models.save(path, params)
+    found, shapes = models.load(path, dtype="float32").params, models.inspect(path).params
+    jax.tree.map(functools.partial(np.testing.assert_array_equal, strict=True), found, params)
+    assert shapes == jax.eval_shape(lambda: params)
+
+    def wide(x: Any) -> Any:
+        return Weight(x.wide()) if isinstance(x, Weight) else x
+
+    matrices = jax.tree.map(wide, params, is_leaf=lambda x: isinstance(x, Weight))
+    assert_same_model(module, params, matrices)
 
 
-def test_stacked_and_on_a_mesh(tmp_path: Path) -> None:
+def test_stacked_and_on_a_mesh() -> None:
     """The stacked form has the same integers, and on a mesh a scale is where its weight is."""
-    path = checkpoints.write_model(tmp_path)
-    params = models.quantize(models.load(path).params)
-    stacked = models.quantize(rwkv7.stacked(models.load(path).params))
-    pairs = zip(jax.tree.leaves(rwkv7.stacked(params)), jax.tree.leaves(stacked), strict=True)
-    assert all(np.array_equal(x, y) for x, y in pairs)
+    params = rwkv7.stacked(models.quantize(parameters(rwkv7)))
+    stacked = models.quantize(rwkv7.stacked(parameters(rwkv7)))
+    jax.tree.map(np.testing.assert_array_equal, stacked, params)
     mesh = meshes.mesh("data=1,model=2", AxisType.Auto, jax.devices("cpu"))
     places = rwkv7.names(rwkv7.shardings(stacked, mesh, model="model"))
     assert places["blocks.rest.ffn.key.scale"].spec == P(None, "model", None)
@@ -144,9 +126,8 @@ def test_wrong_files(
     tensors["head.weight"] = np.zeros((37, 24), np.int8)
     tensors["head.scale"] = np.ones((37, 1), np.float32)
     for name, wrong in change.items():
-        if wrong is None:
-            del tensors[name]
-        else:
+        tensors.pop(name, None)
+        if wrong is not None:
             tensors[name] = np.ones(wrong[1], wrong[0])
     path = checkpoints.write_safetensors(tmp_path / "model.safetensors", tensors)
     with pytest.raises(ValueError, match=message):

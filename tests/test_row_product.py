@@ -17,7 +17,7 @@ from rwkv_jax.models._row_product import TARGET, product
 from support import hlo, meshes
 from support.tolerance import CHUNKED, EXACT_FLOAT32, rms_error
 
-pytestmark = pytest.mark.quick("dtype")
+pytestmark = pytest.mark.quick("dtype", "by_output")
 
 NATIVE = rwkv_jax.build_info()["missing"]["cpu"] is None
 each_dtype = pytest.mark.parametrize("dtype", _row_product.MAX_ROWS)
@@ -43,28 +43,19 @@ def _operands(
 
 
 @each_dtype
-def test_right(dtype: str) -> None:
-    """The kernel, with rows that are taken four, two and one at a time, with vectors of inputs and
-    what is left of them, and both orders of the axes; and the formula, which takes more rows."""
-    for rows, inputs, outputs in ((1, 135, 70), (7, 64, 5), (MANY, 64, 5)):
-        for by_output in (True, False):
-            x, weight, scale, expected = _operands(
-                rows, inputs, outputs, dtype, by_output=by_output
-            )
-            y = product(jnp.asarray(x), weight, scale, jnp.float32, by_output=by_output)
-            assert y.dtype == "float32"
-            assert rms_error(np.asarray(y), expected) < EXACT_FLOAT32
-
-
 @pytest.mark.parametrize("by_output", [True, False])
-@pytest.mark.parametrize("rows", [2, MANY])
-def test_groups_of_inputs(rows: int, by_output: bool) -> None:
-    x, weight, scale, expected = _operands(rows, 96, 5, "int8", groups=4, by_output=by_output)
-    y = product(jnp.asarray(x), weight, scale, jnp.float32, by_output=by_output)
-    assert rms_error(np.asarray(y), expected) < EXACT_FLOAT32
-    y = product(jnp.asarray(x, "bfloat16"), weight, scale, "bfloat16", by_output=by_output)
-    assert y.dtype == "bfloat16"
-    assert rms_error(np.asarray(y), expected) < CHUNKED["output"]
+def test_right(dtype: str, by_output: bool) -> None:
+    """The kernel, with rows that are taken four, two and one at a time, and with vectors of inputs
+    and what is left of them; and the formula, which takes more rows. Integers may have groups."""
+    kinds = [(1, "float32"), (5, "float32"), (5, "bfloat16")][: 3 if dtype == "int8" else 1]
+    for rows, inputs, outputs in ((1, 135, 70), (7, 65, 5), (MANY, 65, 5)):
+        for groups, result in kinds:
+            sizes = (rows, inputs, outputs, dtype)
+            x, weight, scale, expected = _operands(*sizes, groups=groups, by_output=by_output)
+            y = product(jnp.asarray(x, result), weight, scale, result, by_output=by_output)
+            assert y.dtype == result
+            ceiling = EXACT_FLOAT32 if result == "float32" else CHUNKED["output"]
+            assert rms_error(np.asarray(y), expected) < ceiling
 
 
 needs_kernel = pytest.mark.skipif(not NATIVE, reason="the CPU kernels are missing")
@@ -163,7 +154,7 @@ def test_parts_of_a_matrix_stay_where_they_are(spec: P) -> None:
     place = functools.partial(NamedSharding, mesh)
     placed = [jax.device_put(a, place(spec)) for a in (weight, scale)]
     rows = jax.device_put(x, place(P(None, None)))
-    call = jax.jit(lambda x, weight, scale: product(x, weight, scale, jnp.float32))
+    call = jax.jit(functools.partial(product, dtype=jnp.float32))
     compiled = call.lower(rows, *placed).compile()
     assert hlo.exchanged(compiled.as_text()) <= expected.size * 4
     assert rms_error(np.asarray(compiled(rows, *placed)), expected) < EXACT_FLOAT32
@@ -172,10 +163,7 @@ def test_parts_of_a_matrix_stay_where_they_are(spec: P) -> None:
 def test_on_explicit_mesh_and_in_shard_map() -> None:
     mesh = meshes.mesh("data=2,model=2", AxisType.Explicit, jax.devices("cpu"))
     x, weight, scale, expected = _operands(2, 64, 32, "int8")
-
-    def call(x: jax.Array, weight: jax.Array, scale: jax.Array) -> jax.Array:
-        return product(x, weight, scale, jnp.float32)
-
+    call = functools.partial(product, dtype=jnp.float32)
     specs = (P("data", None), P("model", None), P("model", None))
     operands = [
         jax.device_put(a, NamedSharding(mesh, s))

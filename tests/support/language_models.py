@@ -48,15 +48,19 @@ def silu(x: Array) -> Array:
     return x * sigmoid(x)
 
 
+def shifted(p: Layer, name: str, x: Array, before: Array) -> Array:
+    """A token mixed with the one before it, in RWKV-4 and 5."""
+    mix = p[f"time_mix_{name}"]
+    return x * mix + before * (1 - mix)
+
+
 def linear_attention(r: Array, decay: Array, k: Array, v: Array, u: Array, wkv: Array) -> Array:
     """What a token reads of a state, one [K, V] matrix for each head, which it then changes."""
-    heads, size = u.shape
-    r, decay, k, v = (x.reshape(heads, size) for x in (r, decay, k, v))
-    y = np.zeros((heads, size))
-    for head in range(heads):
-        written = np.outer(k[head], v[head])
-        y[head] = r[head] @ (wkv[head] + u[head][:, None] * written)
-        wkv[head] = decay[head][:, None] * wkv[head] + written
+    r, decay, k, v = (x.reshape(u.shape) for x in (r, decay, k, v))
+    written = k[:, :, None] * v[:, None, :]
+    y = np.einsum("hk,hkv->hv", r, wkv + u[:, :, None] * written)
+    wkv *= decay[:, :, None]
+    wkv += written
     return y.reshape(-1)
 
 
@@ -100,8 +104,7 @@ def time_mix_6(p: Layer, x: Array, state: dict[str, Any]) -> Array:
         share = hidden[i * rank : (i + 1) * rank] @ p["time_maa_w2"][i]
         mixed[name] = x + change * (p[f"time_maa_{name}"] + share)
     w = p["time_decay"] + np.tanh(mixed["w"] @ p["time_decay_w1"]) @ p["time_decay_w2"]
-    r = p.linear("receptance", mixed["r"])
-    k, v = p.linear("key", mixed["k"]), p.linear("value", mixed["v"])
+    r, k, v = (p.linear(name, mixed[name[0]]) for name in ("receptance", "key", "value"))
     u = p["time_faaaa"]
     wkv = state.setdefault("wkv", np.zeros((*u.shape, u.shape[1])))
     y = linear_attention(r, np.exp(-np.exp(w)), k, v, u, wkv)
@@ -112,13 +115,8 @@ def time_mix_6(p: Layer, x: Array, state: dict[str, Any]) -> Array:
 def time_mix_5(p: Layer, x: Array, state: dict[str, Any]) -> Array:
     """Of all versions: 5.2 has decay and bonus for each channel, 5.1 for each head, and 5.0 the log
     of the bonus and no gate."""
-
-    def mixed(name: str) -> Array:
-        mix = p[f"time_mix_{name}"]
-        return x * mix + state["att"] * (1 - mix)
-
-    r = p.linear("receptance", mixed("r"))
-    k, v = p.linear("key", mixed("k")), p.linear("value", mixed("v"))
+    names = ("receptance", "key", "value")
+    r, k, v = (p.linear(name, shifted(p, name[0], x, state["att"])) for name in names)
     heads = len(p["time_decay"])
     shape = (heads, len(r) // heads)
     decay = np.broadcast_to(np.exp(-np.exp(p["time_decay"])).reshape(heads, -1), shape)
@@ -127,36 +125,31 @@ def time_mix_5(p: Layer, x: Array, state: dict[str, Any]) -> Array:
     wkv = state.setdefault("wkv", np.zeros((*shape, shape[1])))
     y = linear_attention(r, decay, k, v, u, wkv)
     y = p.norm("ln_x", y / HEAD_SIZE_DIVISOR, heads)
-    return p.linear("output", y * silu(p.linear("gate", mixed("g"))) if "time_mix_g" in p else y)
+    if "time_mix_g" in p:
+        y = y * silu(p.linear("gate", shifted(p, "g", x, state["att"])))
+    return p.linear("output", y)
 
 
 def time_mix_4(p: Layer, x: Array, state: dict[str, Any]) -> Array:
     """With the sums as they are published, whose exponents are small in tests."""
-
-    def mixed(name: str) -> Array:
-        mix = p[f"time_mix_{name}"]
-        return x * mix + state["att"] * (1 - mix)
-
-    r = sigmoid(p.linear("receptance", mixed("r")))
-    k, v = p.linear("key", mixed("k")), p.linear("value", mixed("v"))
+    names = ("receptance", "key", "value")
+    r, k, v = (p.linear(name, shifted(p, name[0], x, state["att"])) for name in names)
     num, den = state.get("sums", (0.0, 0.0))
     own = np.exp(p["time_first"] + k)
     y = (num + own * v) / (den + own)
     decay = np.exp(-np.exp(p["time_decay"]))
     state["sums"] = decay * num + np.exp(k) * v, decay * den + np.exp(k)
-    return p.linear("output", r * y)
+    return p.linear("output", sigmoid(r) * y)
 
 
 def channel_mix_5(p: Layer, x: Array, state: dict[str, Any]) -> Array:
-    x_k = x * p["time_mix_k"] + state["ffn"] * (1 - p["time_mix_k"])
-    x_r = x * p["time_mix_r"] + state["ffn"] * (1 - p["time_mix_r"])
+    x_k, x_r = (shifted(p, name, x, state["ffn"]) for name in "kr")
     hidden = np.maximum(p.linear("key", x_k), 0) ** 2
     return sigmoid(p.linear("receptance", x_r)) * p.linear("value", hidden)
 
 
 def channel_mix_6(p: Layer, x: Array, state: dict[str, Any]) -> Array:
-    x_k = x + (state["ffn"] - x) * p["time_maa_k"]
-    x_r = x + (state["ffn"] - x) * p["time_maa_r"]
+    x_k, x_r = (x + (state["ffn"] - x) * p[f"time_maa_{name}"] for name in "kr")
     hidden = np.maximum(p.linear("key", x_k), 0) ** 2
     return sigmoid(p.linear("receptance", x_r)) * p.linear("value", hidden)
 

@@ -13,9 +13,12 @@ from jax.tree_util import KeyPath
 
 from rwkv_jax.models import rwkv7
 from support import language_models
+from support.tolerance import EXACT_FLOAT32, rms_error
 
 VOCABULARY = 61
 _SIZES = {"num_layers": 2, "hidden_size": 32, "head_size": 16, "vocab_size": VOCABULARY}
+DOCUMENTS = np.array([[0] * 2 + [1] * 6 + [0] * 3 + [1] * 5 + [0] * 3, [2] * 6 + [3] * 7 + [2] * 6])
+"""Segment ids with padding before, between and after documents, and with adjacent documents."""
 
 
 def shapes_of(module: ModuleType, config: Any) -> Any:
@@ -47,6 +50,19 @@ def formulas(module: ModuleType, params: Any, rows: Iterable[Any]) -> list[np.nd
     """The logits after each token of some rows, by the published formulas in float64."""
     named = module.names(params)
     return [language_models.logits(module.GENERATION.name, named, tokens) for tokens in rows]
+
+
+def assert_same_model(module: ModuleType, params: Any, others: Any) -> None:
+    """Two trees of parameters give the same logits for a sequence and for a token after it."""
+    tokens = jnp.asarray([[1, 2, 3], [4, 5, 6]])
+
+    @jax.jit
+    def run(params: Any) -> tuple[jax.Array, jax.Array]:
+        sequence, state = module.apply(params, tokens)
+        return sequence, module.apply(params, tokens[:, 0], state)[0]
+
+    for found, expected in zip(run(params), run(others), strict=True):
+        assert rms_error(found, expected) < EXACT_FLOAT32
 
 
 _RANKS = {"w": 40, "a": 8, "v": 16, "g": 72}
