@@ -9,7 +9,7 @@ import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
@@ -27,7 +27,7 @@ SAFETENSORS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "int64": 
 
 
 def rwkv7(**options: Any) -> Tensors:
-    """The tensors of RWKV-LM's training code. In the first block `v0` to `v2` are unused."""
+    """The tensors of RWKV-7. In the first block `v0` to `v2` are unused."""
     return official("RWKV-7", **options)
 
 
@@ -165,11 +165,11 @@ def fla(tensors: Tensors) -> Tensors:
     return found
 
 
-class Storage:
+class Storage(NamedTuple):
     """What a tensor of PyTorch is a view of."""
 
-    def __init__(self, key: str, x: np.ndarray):
-        self.key, self.x = key, x
+    key: str
+    x: np.ndarray
 
 
 class Global(str):
@@ -179,29 +179,29 @@ class Global(str):
         """What a pickler takes for a function can be called."""
 
 
+class Call:
+    """A value that a pickle makes by calling a function."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any):
+        self.call = function, arguments
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+KINDS = {dtype: Global(f"torch {name}Storage") for dtype, name in TORCH.items()}
 REBUILD = Global("torch._utils _rebuild_tensor_v2")
 REBUILD_PARAMETER = Global("torch._utils _rebuild_parameter")
-KINDS = {dtype: Global(f"torch {name}Storage") for dtype, name in TORCH.items()}
 
 
-class Tensor:
-    """A tensor of PyTorch, which is pickled as a call of `_rebuild_tensor_v2`."""
-
-    def __init__(
-        self,
-        storage: Storage,
-        shape: tuple[int, ...],
-        strides: tuple[int, ...],
-        offset: int = 0,
-    ):
-        self.call = REBUILD, (storage, offset, shape, strides, False, collections.OrderedDict())
+def tensor(
+    storage: Storage, shape: tuple[int, ...], strides: tuple[int, ...], offset: int = 0
+) -> Call:
+    return Call(REBUILD, storage, offset, shape, strides, False, collections.OrderedDict())
 
 
-class Parameter(Tensor):
-    """Pickled as a call of another function with the tensor."""
-
-    def __init__(self, *arguments: Any):
-        self.call = REBUILD_PARAMETER, (Tensor(*arguments), True, collections.OrderedDict())
+def parameter(*arguments: Any) -> Call:
+    return Call(REBUILD_PARAMETER, tensor(*arguments), True, collections.OrderedDict())
 
 
 class Pickler(pickle._Pickler):
@@ -217,9 +217,6 @@ class Pickler(pickle._Pickler):
         self.storages[obj.key] = obj.x.tobytes()
         return "storage", KINDS[str(obj.x.dtype)], obj.key, "cpu", obj.x.size
 
-    def reducer_override(self, obj: Any) -> Any:
-        return obj.call if isinstance(obj, Tensor) else NotImplemented
-
     def save_torch_global(self: Any, obj: Global) -> None:
         self.write(pickle.GLOBAL + obj.replace(" ", "\n").encode() + b"\n")
         self.memoize(obj)
@@ -234,7 +231,9 @@ def torch_pickle(value: Any) -> tuple[bytes, dict[str, bytes]]:
     return file.getvalue(), pickler.storages
 
 
-def state_dict(tensors: Mapping[str, np.ndarray], kind: type[Tensor] = Tensor) -> Any:
+def state_dict(
+    tensors: Mapping[str, np.ndarray], kind: Callable[..., Call] = tensor
+) -> collections.OrderedDict[str, Call]:
     """The `state_dict` of a module of PyTorch, with the attribute that it has."""
 
     class Attributed(collections.OrderedDict):
@@ -249,33 +248,41 @@ def state_dict(tensors: Mapping[str, np.ndarray], kind: type[Tensor] = Tensor) -
     return found
 
 
-def write_archive(
-    path: Path,
+def archive(
     pickled: bytes,
-    storages: Mapping[str, bytes],
+    storages: Mapping[str, bytes] = {},
     *,
     compression: int = zipfile.ZIP_STORED,
     byteorder: bytes = b"little",
-) -> Path:
+) -> bytes:
     """A zip archive as torch.save makes it: no compression, and contents aligned to 64 bytes."""
     members = {"data.pkl": pickled, "byteorder": byteorder}
     members |= {f"data/{key}": x for key, x in storages.items()} | {"version": b"3\n"}
-    with zipfile.ZipFile(path, "w") as archive:
+    with zipfile.ZipFile(file := io.BytesIO(), "w") as opened:
         for name, content in members.items():
-            info = zipfile.ZipInfo(f"{path.stem}/{name}")
+            info = zipfile.ZipInfo(f"model/{name}")
             info.compress_type = compression
-            assert archive.fp is not None
-            start = archive.fp.tell() + 30 + len(info.filename) + 4
-            size = -start % 64
+            size = -(file.tell() + 30 + len(info.filename) + 4) % 64
             info.extra = b"FB" + size.to_bytes(2, "little") + b"Z" * size
-            archive.writestr(info, content)
+            opened.writestr(info, content)
             info.extra = b""  # the directory at the end has none
+    return file.getvalue()
+
+
+def torch_file(value: Any, **options: Any) -> bytes:
+    """What torch.save writes."""
+    return archive(*torch_pickle(value), **options)
+
+
+def write_pth(path: Path, tensors: Mapping[str, np.ndarray]) -> Path:
+    path.write_bytes(torch_file(state_dict(tensors)))
     return path
 
 
-def write_pth(path: Path, value: Any, **options: Any) -> Path:
-    """What torch.save writes."""
-    return write_archive(path, *torch_pickle(value), **options)
+def safetensors(header: Any, contents: bytes = b"", size: int | None = None) -> bytes:
+    """A header, whose size may be wrong, and the contents of tensors."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return (len(text) if size is None else size).to_bytes(8, "little") + text + contents
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, np.ndarray]) -> Path:
@@ -287,7 +294,8 @@ def write_safetensors(path: Path, tensors: Mapping[str, np.ndarray]) -> Path:
             "shape": x.shape,
             "data_offsets": (begin, len(contents)),
         }
-    return write_header(path, header, contents)
+    path.write_bytes(safetensors(header, contents))
+    return path
 
 
 def write_model(folder: Path, version: str = "RWKV-7", **options: Any) -> Path:
@@ -295,21 +303,8 @@ def write_model(folder: Path, version: str = "RWKV-7", **options: Any) -> Path:
     return write_safetensors(folder / "model.safetensors", official(version, **options))
 
 
-def write_header(path: Path, header: Any, contents: bytes, size: int | None = None) -> Path:
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    path.write_bytes((len(text) if size is None else size).to_bytes(8, "little") + text + contents)
+def write_index(folder: Path, files: Any) -> Path:
+    """The index that says in which file each tensor is."""
+    path = folder / INDEX
+    path.write_text(json.dumps({"metadata": {"total_size": 0}, "weight_map": files}))
     return path
-
-
-def write_shards(folder: Path, tensors: Tensors, shards: int) -> Path:
-    """Several files, and the index that says where each tensor is."""
-    folder.mkdir()
-    files = {}
-    for i in range(shards):
-        file = f"model-{i + 1:05}-of-{shards:05}.safetensors"
-        part = {name: x for j, (name, x) in enumerate(tensors.items()) if j % shards == i}
-        write_safetensors(folder / file, part)
-        files |= dict.fromkeys(part, file)
-    index = {"metadata": {"total_size": 0}, "weight_map": files}
-    (folder / INDEX).write_text(json.dumps(index))
-    return folder
