@@ -16,9 +16,8 @@ import optax
 import pytest
 from flax import nnx
 
+from support import scripts
 from support.vocabularies import write_vocabulary
-
-SCRIPTS = Path(__file__).parents[1] / "scripts"
 
 DECODE = ["--vocabulary=256", "--tokens=2", "--repeats=1", "--one-process"]
 MODEL = ["--rows=2x64x1", "--tokens=32", "--vocabulary=256", "--dtype=float32", "--one-process"]
@@ -28,12 +27,9 @@ TINY = {"bench_decode": DECODE, "bench_model": MODEL}
 
 @pytest.fixture(autouse=True)
 def _as_scripts_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Modules of scripts can be imported, the speed of copies is not measured, and the strictness
-    that tests ask of the package is not asked of optax."""
-    monkeypatch.syspath_prepend(SCRIPTS)
-    decoding = importlib.import_module("benchmarking.decoding")
-    monkeypatch.setattr(decoding, "copy_gb_s", lambda clock: 10.0)
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    """The speed of copies is not measured."""
+    with scripts.running("benchmarking.decoding") as decoding:
+        monkeypatch.setattr(decoding, "copy_gb_s", lambda clock: 10.0)
         yield
 
 

@@ -71,19 +71,18 @@ def write_shards(path: Path, tensors: Tensors) -> Path:
     return checkpoints.write_index(path, files).parent
 
 
-def with_config(path: Path, tensors: Tensors, **config: Any) -> Path:
-    """A folder."""
+def with_config(path: Path, **config: Any) -> None:
     (path / "config.json").write_text(json.dumps(config))
-    return write_safetensors(path, tensors).parent
 
 
 def write_fla(path: Path, tensors: Tensors) -> Path:
-    return with_config(path, checkpoints.fla(tensors), model_type="rwkv7", norm_eps=1e-5)
+    with_config(path, model_type="rwkv7", norm_eps=1e-5)
+    return write_safetensors(path, checkpoints.fla(tensors)).parent
 
 
 def write_hugging_face(path: Path, tensors: Tensors) -> Path:
-    config = {"model_type": "rwkv", "layer_norm_epsilon": 1e-5, "rescale_every": 6}
-    return with_config(path, checkpoints.hugging_face(tensors), **config)
+    with_config(path, model_type="rwkv", layer_norm_epsilon=1e-5, rescale_every=6)
+    return write_safetensors(path, checkpoints.hugging_face(tensors)).parent
 
 
 def first_fla(tensors: Tensors) -> Tensors:
@@ -131,11 +130,12 @@ def test_load(tmp_path: Path, version: str, form: str, dtype: str) -> None:
 
 
 def test_one_block_without_unused_tensors(tmp_path: Path) -> None:
+    """And in another dtype."""
     tensors = checkpoints.rwkv7(layers=1, heads=1, head_size=6, vocabulary=1)
     tensors = {name: x for name, x in tensors.items() if name not in UNUSED}
-    found = models.load(write_pth(tmp_path, tensors))
+    found = models.load(write_pth(tmp_path, tensors), dtype=jnp.bfloat16)
     assert found.config == rwkv7.Config(num_layers=1, hidden_size=6, head_size=6, vocab_size=1)
-    assert_same(found.params, tensors)
+    assert_same(found.params, {name: x.astype(jnp.bfloat16) for name, x in tensors.items()})
 
 
 def test_views_of_a_storage(tmp_path: Path) -> None:
@@ -149,12 +149,6 @@ def test_views_of_a_storage(tmp_path: Path) -> None:
     tensors[output] = tensors[key].T
     (tmp_path / "model.pth").write_bytes(checkpoints.torch_file(value))
     assert_same(models.load(tmp_path).params, tensors)
-
-
-def test_dtype(tmp_path: Path) -> None:
-    tensors = checkpoints.rwkv7()
-    found = models.load(write_pth(tmp_path, tensors), dtype=jnp.bfloat16)
-    assert_same(found.params, {n: x.astype(jnp.bfloat16) for n, x in tensors.items()})
 
 
 @pytest.mark.parametrize(
@@ -285,19 +279,22 @@ def test_what_is_not_saved(tmp_path: Path) -> None:
     for name, shape in {"g1": (64, 2), "g2": (2, 64)}.items():
         tensors[f"blocks.1.att.{name}"] = np.zeros(shape, np.float32)
     other_rank = models.load(write_pth(tmp_path, tensors)).params
-    old = models.load(write_pth(tmp_path, checkpoints.official("RWKV-4"))).params
     assert_same(other_rank, tensors)
+    small = params_of(checkpoints.rwkv7())
+    old = models.load(write_pth(tmp_path, checkpoints.official("RWKV-4"))).params
     refused: list[Any] = [
         (params, "model", "official", r"path is .*model; accepted is a file \.safetensors or"),
         (params, "model.pth", "fla", "save: path is .*; accepted is a folder"),
         (params, "model.safetensors", "fla", "save: path is .*; accepted is a folder"),
         (params, "model.pth", "other", "names is 'other'; accepted are 'official', 'fla'"),
+        (small, "model", "fla", r"save: names is fla and r_k is \[3, 8\]; accepted is \[H, 64\]"),
         (other_rank, "model", "fla", r"the ranks of g1 are \[2, 9\]"),
         (old, "model", "fla", "save: names is fla; accepted for RWKV-4 is official"),
     ]
     for saved, file, names, message in refused:
         with pytest.raises(ValueError, match=message):
             models.save(tmp_path / file, saved, names=names)
+    assert not (tmp_path / "model").exists()
     with pytest.raises(ValueError, match="mesh is None; data and model name axes"):
         models.load(tmp_path, model="model")
 
@@ -455,7 +452,7 @@ def test_a_configuration_with_another_formula(
     tmp_path: Path, version: str, write: Any, name: str, value: str, accepted: str
 ) -> None:
     folder = write(tmp_path, checkpoints.official(version))
-    (folder / "config.json").write_text(json.dumps({name: value}))
+    with_config(folder, **{name: value})
     with pytest.raises(ValueError, match=f"{name} is '{value}'; accepted is {accepted}"):
         models.load(folder)
 

@@ -6,6 +6,7 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -94,28 +95,23 @@ def test_what_generate_refuses(
     files: Files, tmp_path: Path, command: Command, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "latin.txt").write_bytes(b"\xe9")
+    state = tmp_path / "state.safetensors"
     for options, message in (
         ((), "there is no text to continue"),
         (("--prompt", ""), "there is no text to continue"),
         (("--prompt-file", tmp_path / "latin.txt"), "no text in UTF-8"),
         (("--prompt", "x", "--top-p", 2), "top_p is 2.0; accepted is a number from 0 to 1"),
         (("--prompt", "x", "--load-state", files.model), "header"),
+        (
+            ("--prompt", "Once~", *COLD, "--save-state", state),
+            "generate: row 0: no token can be sampled after 0 new ones, because",
+        ),
     ):
         assert message in command.refused(*files.arguments("generate", *options))
+    assert not state.exists()
     with pytest.raises(SystemExit, match=r"^2$"):
         command(*files.arguments("generate", "--prompt", "x", "--seed", -1))
     assert "argument --seed: '-1' is no integer from 0 to 2^31 - 1" in capsys.readouterr().err
-
-
-def test_text_that_cannot_go_on(files: Files, tmp_path: Path, command: Command) -> None:
-    state = tmp_path / "state.safetensors"
-    arguments = files.arguments("generate", "--prompt", "Once~", *COLD, "--save-state", state)
-    shown = command(*arguments, code=2)
-    assert shown.out == ""
-    assert shown.err.startswith(
-        "rwkv-jax generate: generate: row 0: no token can be sampled after 0 new ones, because"
-    )
-    assert not state.exists()
 
 
 class Typed:
@@ -137,16 +133,8 @@ class Typed:
 
     def __call__(self, arguments: list[str], *lines: str | type[BaseException]) -> str:
         """The output of a command. The input ends after the lines."""
-        left: Iterator[Any] = iter(lines)
-
-        def typed(prompt: str) -> str:
-            line = next(left, EOFError)
-            if isinstance(line, str):
-                return line
-            raise line
-
         self.read.clear()
-        self._patch.setattr(builtins, "input", typed)
+        self._patch.setattr(builtins, "input", Mock(side_effect=[*lines, EOFError]))
         return self._command(*arguments).out
 
 

@@ -77,7 +77,6 @@ SIZES, OFFSETS = "no list of up to 32 sizes", "no list of two offsets"
 VALUES = {
     "system": (Call(os.system, "false"), SYSTEM),
     "eval": ({"x": Call(eval, "1")}, "refers to '__builtin__.eval', which was not executed"),
-    "nested": (PLAIN | {"y": {"z": Call(exec, "")}}, "refers to '__builtin__.exec'"),
     "class": ({"x": Path("/")}, "refers to 'pathlib"),
     "number": ({"x": 1.5}, "has a float under 'x'; accepted are tensors"),
     "nested tensors": ({"model": PLAIN}, "has a dict under 'model'"),
@@ -108,11 +107,9 @@ PROGRAMS = {
     "memo": (b"}h\x07.", "is damaged"),
     "large memo": (b"}r\xff\xff\xff\x7f0.", "instruction POP"),
     "stack": (b"R.", "is damaged"),
-    "mark": (b"}u.", "is damaged"),
     "end": (b"}", "pickle exhausted"),
     "length": (b"X\xff\xff\xff\x7fx.", "expected 2147483647 bytes"),
     "persistent": (b"X\x01\x00\x00\x00xQ.", "that is no storage"),
-    "empty": (b"", "pickle exhausted"),
     "storage": (ELSEWHERE, "'x' is in the member 'model/data/../0', which is missing"),
     "complex": (global_("torch ComplexFloatStorage") + b".", "'torch.ComplexFloatStorage'"),
     "deep": (b")" + b"\x85" * 20_000 + b".", "is a tuple; accepted is a dictionary"),
@@ -149,7 +146,6 @@ HEADERS = {
     "dtype list": (safetensors(entry([1], 0, 4, []), bytes(4)), "has the dtype a list"),
     "outside": (safetensors(TWO, bytes(4)), "ends at byte 8 of the tensors; they have 4"),
     "overlap": (safetensors(TWO | {"y": entry([2], 4, 12)["x"]}, bytes(12)), "begins at byte 4"),
-    "same": (safetensors(TWO | {"y": TWO["x"]}, bytes(8)), "begins at byte 0"),
     "gap": (safetensors(entry([1], 4, 8), bytes(8)), "begins at byte 4"),
     "rest": (safetensors(entry([1], 0, 4), bytes(8)), "end at byte 4, and the file has 8 bytes"),
     "negative shape": (safetensors(entry([-1, -1], 0, 4), bytes(4)), SIZES),
@@ -344,15 +340,11 @@ def test_a_model_of_many_blocks(tmp_path: Path) -> None:
 def test_a_head_size_with_another_formula(tmp_path: Path, size: int) -> None:
     """The normalisation of flash-linear-attention has the eps of RWKV-LM for the head size 64."""
     tensors = checkpoints.rwkv7(heads=2, head_size=size, layers=1)
-    path, folder = tmp_path / "model.safetensors", tmp_path / "folder"
+    path = tmp_path / "model.safetensors"
     checkpoints.write_safetensors(path, checkpoints.fla(tensors))
-    accepted = rf"r_k'? is \[2, {size}\]; accepted is \[H, 64\]"
-    with pytest.raises(ValueError, match=f"{path}: .*{accepted}"):
+    message = rf"{path}: .*r_k' is \[2, {size}\]; accepted is \[H, 64\]"
+    with pytest.raises(ValueError, match=message):
         models.load(path)
-    params = models.load(checkpoints.write_safetensors(path, tensors)).params
-    with pytest.raises(ValueError, match=f"save: names is fla and {accepted}"):
-        models.save(folder, params, names="fla")
-    assert not folder.exists()
 
 
 def test_flipped_bits(tmp_path: Path) -> None:

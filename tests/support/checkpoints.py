@@ -6,8 +6,7 @@ import json
 import math
 import pickle
 import zipfile
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
@@ -15,15 +14,44 @@ import jax.numpy as jnp
 import numpy as np
 
 Tensors: TypeAlias = dict[str, np.ndarray]
-Shapes: TypeAlias = dict[str, tuple[int, ...]]
 
 INDEX = "model.safetensors.index.json"
 RANKS = {"w": 7, "a": 5, "v": 3, "g": 9}
-MIX_RANK, DECAY_RANK = 3, 7
 UNUSED = ("blocks.0.att.v0", "blocks.0.att.v1", "blocks.0.att.v2")
-VECTORS = ("x_r", "x_w", "x_k", "x_v", "x_a", "x_g", "w0", "a0", "v0", "k_k", "k_a")
-TORCH = {"bfloat16": "BFloat16", "float16": "Half", "float32": "Float", "int64": "Long"}
 SAFETENSORS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "int64": "I64", "int8": "I8"}
+
+LINEAR = "receptance.weight key.weight value.weight output.weight"
+WITH_GATE = f"{LINEAR} gate.weight"
+KVR = "time_mix_k time_mix_v time_mix_r"
+KVRG = f"{KVR} time_mix_g"
+GATED = {"FC": "key.weight", "CC": "receptance.weight", "CF": "value.weight"}
+GATED |= {"11C": "time_mix_k time_mix_r"}
+MIXINGS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
+    "RWKV-4": ({"11C": KVR, "C": "time_decay time_first", "CC": LINEAR}, GATED),
+    "RWKV-5.0": ({"11C": KVR, "H": "time_decay time_first", "CC": LINEAR}, GATED),
+    "RWKV-5.1": ({"11C": KVRG, "H": "time_decay time_faaaa", "CC": WITH_GATE}, GATED),
+    "RWKV-5.2": ({"11C": KVRG, "HK": "time_decay time_faaaa", "CC": WITH_GATE}, GATED),
+    "RWKV-6": (
+        {
+            "11C": " ".join(f"time_maa_{x}" for x in "xwkvrg") + " time_decay",
+            "CN": "time_maa_w1",
+            "5MC": "time_maa_w2",
+            "CD": "time_decay_w1",
+            "DC": "time_decay_w2",
+            "HK": "time_faaaa",
+            "CC": WITH_GATE,
+        },
+        GATED | {"11C": "time_maa_k time_maa_r"},
+    ),
+    "RWKV-7": (
+        {"11C": "x_r x_w x_k x_v x_a x_g w0 a0 v0 k_k k_a", "HK": "r_k", "CC": LINEAR}
+        | {f"C{x}": f"{x}1" for x in RANKS}
+        | {f"{x}C": f"{x}2" for x in RANKS},
+        {"11C": "x_k", "FC": "key.weight", "CF": "value.weight"},
+    ),
+}
+"""The tensors of time mixing and channel mixing in a block by their axes, for each version. F is
+the width of channel mixing, and M, N, D and small letters are ranks."""
 
 
 def rwkv7(**options: Any) -> Tensors:
@@ -43,87 +71,22 @@ def official(
     """The tensors of RWKV-LM's training code for a version in `MIXINGS`."""
     rng = np.random.default_rng(0)
     width = heads * head_size
-    att, ffn = MIXINGS[version](heads, head_size)
-
-    def norm(name: str) -> Shapes:
-        return {f"{name}.weight": (width,), f"{name}.bias": (width,)}
-
-    shapes: Shapes = {"emb.weight": (vocabulary, width)}
+    hidden = {"RWKV-4": 4 * width + 3, "RWKV-7": 4 * width}.get(version, 3 * width + 1)
+    sizes = {"1": 1, "5": 5, "C": width, "F": hidden, "H": heads, "K": head_size}
+    sizes |= {"M": 3, "N": 15, "D": 7, **RANKS}
+    names = {"emb.weight head.weight": (vocabulary, width), "ln_out.weight ln_out.bias": (width,)}
+    shapes = {name: shape for several, shape in names.items() for name in several.split()}
     for i in range(layers):
-        for name in ("ln1", "ln2") if i else ("ln0", "ln1", "ln2"):
-            shapes |= norm(f"blocks.{i}.{name}")
-        shapes |= {f"blocks.{i}.att.{name}": shape for name, shape in att.items()}
-        if version != "RWKV-4":
-            shapes |= norm(f"blocks.{i}.att.ln_x")
-        shapes |= {f"blocks.{i}.ffn.{name}": shape for name, shape in ffn.items()}
-    shapes |= norm("ln_out") | {"head.weight": (vocabulary, width)}
+        norms = ["ln1", "ln2", *["ln0"] * (i == 0), *["att.ln_x"] * (version != "RWKV-4")]
+        shapes |= {f"blocks.{i}.{x}.{end}": (width,) for x in norms for end in ("weight", "bias")}
+        for part, mixing in zip(("att", "ffn"), MIXINGS[version], strict=True):
+            for axes, several in mixing.items():
+                shape = tuple(sizes[axis] for axis in axes)
+                shapes |= {f"blocks.{i}.{part}.{name}": shape for name in several.split()}
     return {
         name: (0.3 * rng.standard_normal(shape)).astype(jnp.dtype(dtype))
         for name, shape in shapes.items()
     }
-
-
-def vectors(names: Iterable[str], width: int) -> Shapes:
-    return dict.fromkeys(names, (1, 1, width))
-
-
-def weights(width: int, *more: str) -> Shapes:
-    names = ("receptance", "key", "value", "output", *more)
-    return {f"{name}.weight": (width, width) for name in names}
-
-
-def gated(hidden: int, width: int, mix: str) -> Shapes:
-    """The channel mixing with a gate."""
-    linear = {"key": (hidden, width), "receptance": (width, width), "value": (width, hidden)}
-    mixes = vectors((f"{mix}_k", f"{mix}_r"), width)
-    return mixes | {f"{name}.weight": shape for name, shape in linear.items()}
-
-
-def mixings_of_rwkv7(heads: int, head_size: int) -> tuple[Shapes, Shapes]:
-    width, hidden = heads * head_size, 4 * heads * head_size
-    att = vectors(VECTORS, width)
-    att |= {f"{name}1": (width, rank) for name, rank in RANKS.items()}
-    att |= {f"{name}2": (rank, width) for name, rank in RANKS.items()}
-    att |= {"r_k": (heads, head_size)} | weights(width)
-    linear = {"key.weight": (hidden, width), "value.weight": (width, hidden)}
-    return att, vectors(["x_k"], width) | linear
-
-
-def mixings_of_rwkv6(heads: int, head_size: int) -> tuple[Shapes, Shapes]:
-    width = heads * head_size
-    att = vectors((f"time_maa_{x}" for x in "xwkvrg"), width)
-    att |= {"time_maa_w1": (width, 5 * MIX_RANK), "time_maa_w2": (5, MIX_RANK, width)}
-    att |= {"time_decay": (1, 1, width), "time_faaaa": (heads, head_size)}
-    att |= {"time_decay_w1": (width, DECAY_RANK), "time_decay_w2": (DECAY_RANK, width)}
-    return att | weights(width, "gate"), gated(3 * width + 1, width, "time_maa")
-
-
-def mixings_of_rwkv5(
-    heads: int, head_size: int, *, of_head: bool = False, gate: bool = True, bonus: str
-) -> tuple[Shapes, Shapes]:
-    width = heads * head_size
-    of_heads = (heads,) if of_head else (heads, head_size)
-    att = vectors((f"time_mix_{x}" for x in ("kvrg" if gate else "kvr")), width)
-    att |= {"time_decay": of_heads, bonus: of_heads} | weights(width, *["gate"] * gate)
-    return att, gated(3 * width + 1, width, "time_mix")
-
-
-def mixings_of_rwkv4(heads: int, head_size: int) -> tuple[Shapes, Shapes]:
-    width = heads * head_size
-    att = vectors((f"time_mix_{x}" for x in "kvr"), width)
-    att |= {"time_decay": (width,), "time_first": (width,)} | weights(width)
-    return att, gated(4 * width + 3, width, "time_mix")
-
-
-MIXINGS: dict[str, Callable[[int, int], tuple[Shapes, Shapes]]] = {
-    "RWKV-4": mixings_of_rwkv4,
-    "RWKV-5.0": partial(mixings_of_rwkv5, of_head=True, gate=False, bonus="time_first"),
-    "RWKV-5.1": partial(mixings_of_rwkv5, of_head=True, bonus="time_faaaa"),
-    "RWKV-5.2": partial(mixings_of_rwkv5, bonus="time_faaaa"),
-    "RWKV-6": mixings_of_rwkv6,
-    "RWKV-7": mixings_of_rwkv7,
-}
-"""The names and shapes of time mixing and channel mixing in a block, by version."""
 
 
 def hugging_face(tensors: Tensors) -> Tensors:
@@ -189,6 +152,7 @@ class Call:
         return self.call
 
 
+TORCH = {"bfloat16": "BFloat16", "float16": "Half", "float32": "Float", "int64": "Long"}
 KINDS = {dtype: Global(f"torch {name}Storage") for dtype, name in TORCH.items()}
 REBUILD = Global("torch._utils _rebuild_tensor_v2")
 REBUILD_PARAMETER = Global("torch._utils _rebuild_parameter")
