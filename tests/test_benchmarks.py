@@ -7,15 +7,14 @@ import importlib
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any, TypeAlias
 
 import jax
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
+from rwkv_jax.models import rwkv7
 from support import scripts
 from support.vocabularies import write_vocabulary
 
@@ -31,11 +30,6 @@ def _as_scripts_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with scripts.running("benchmarking.decoding") as decoding:
         monkeypatch.setattr(decoding, "copy_gb_s", lambda clock: 10.0)
         yield
-
-
-@pytest.fixture
-def compare() -> ModuleType:
-    return importlib.import_module("compare_official")
 
 
 @pytest.fixture
@@ -175,15 +169,19 @@ def test_failure_is_a_line_of_the_table(
     assert message in capsys.readouterr().out
 
 
-def test_bad_options(capsys: pytest.CaptureFixture[str]) -> None:
-    for name, options in {
-        "bench_decode": "--rows=2x64 --rows=2x64x1xint3 --tokens=0 --zeros=101 --invariant=0",
-        "bench_model": "--rows=2x64 --model=abc=1 --steps=0 --official-options=abc=1",
-    }.items():
-        for option in options.split():
-            with pytest.raises(SystemExit):
-                importlib.import_module(name).main([*TINY[name], option])
-            assert option.lstrip("-").partition("=")[0] in capsys.readouterr().err
+def test_bad_options(tmp_path: Path, checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    decode = "--rows=2x64 --rows=2x64x1xint3 --tokens=0 --zeros=101 --invariant=0"
+    model = "--rows=2x64 --model=abc=1 --steps=0 --official-options=abc=1"
+    for name, arguments, message in (
+        *(("bench_decode", [x], x[2:].partition("=")[0]) for x in decode.split()),
+        *(("bench_model", [x], x[2:].partition("=")[0]) for x in model.split()),
+        ("bench_model", ["--official", str(tmp_path)], "a checkout of"),
+        ("compare_official", [str(tmp_path)], "accepted is a checkout of"),
+        ("compare_official", [str(checkout), "--tokenizer=abc"], "tokenizer is 'abc'"),
+    ):
+        with pytest.raises(SystemExit):
+            importlib.import_module(name).main([*TINY.get(name, ()), *arguments])
+        assert message in capsys.readouterr().err
 
 
 # Classes of kernels.
@@ -280,21 +278,8 @@ def test_official_models(capsys: pytest.CaptureFixture[str]) -> None:
     assert "| RWKV-4   |   42/42 |" in capsys.readouterr().out
 
 
-def test_official_code_that_is_not_there(
-    tmp_path: Path, checkout: Path, compare: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
-    bench_model = importlib.import_module("bench_model")
-    for script, arguments, message in (
-        (bench_model, ["--official", str(tmp_path)], "a checkout of"),
-        (compare, [str(tmp_path)], "accepted is a checkout of"),
-        (compare, [str(checkout), "--tokenizer=abc"], "tokenizer is 'abc'"),
-    ):
-        with pytest.raises(SystemExit):
-            script.main(arguments)
-        assert message in capsys.readouterr().err
-
-
-def test_losses_are_compared(compare: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_losses_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    compare = importlib.import_module("compare_official")
     losses = {"official": [3.0, 2.0, 1.0], "bfloat16": [3.0, 2.5, 1.0], "float32": [3.0, 2.0, 1.25]}
     assert compare.print_losses(losses, 2) == {"bfloat16": 0.5, "float32": 0.25}
     output = capsys.readouterr().out
@@ -302,9 +287,8 @@ def test_losses_are_compared(compare: ModuleType, capsys: pytest.CaptureFixture[
     assert "bfloat16: differs by 0.5000 at most" in output
 
 
-def test_compared_steps_read_tokens(
-    compare: ModuleType, monkeypatch: pytest.MonkeyPatch, checkout: Path
-) -> None:
+def test_compared_steps_read_tokens(monkeypatch: pytest.MonkeyPatch, checkout: Path) -> None:
+    compare = importlib.import_module("compare_official")
     vocabulary = write_vocabulary(checkout / "vocabulary.txt", ["ab"])
     text = np.frombuffer(b"ab" * 40, np.uint8)
     monkeypatch.setattr(compare.data, "read", lambda folder, pattern: (text, text))
@@ -316,26 +300,22 @@ def test_compared_steps_read_tokens(
 
 
 @pytest.mark.slow
-def test_compared_steps_are_those_of_train(
-    compare: ModuleType, monkeypatch: pytest.MonkeyPatch, checkout: Path
-) -> None:
+def test_compared_steps_are_those_of_train(monkeypatch: pytest.MonkeyPatch, checkout: Path) -> None:
     """The same losses as from the step of train.py, which has no L2 wrap."""
-    sizes = ["--layers=1", "--width=64", "--batch=2", "--context=16", "--steps=4", "--warmup=2"]
-    args = compare.parse([str(checkout), *sizes])
-    monkeypatch.setattr(compare, "L2_WRAP", 0.0)
-    weights = compare.initial_weights(args)
-    losses = compare.train(args, weights, "float32")
-
+    compare = importlib.import_module("compare_official")
     train = importlib.import_module("train")
     steps = importlib.import_module("training.steps")
-    given = {"dtype": "float32", "implementation": None, "seed": 0}
+    sizes = ["--layers=1", "--width=64", "--batch=2", "--context=16", "--steps=4", "--warmup=2"]
+    args = compare.parse([str(checkout), "--tokenizer=bytes", *sizes])
+    monkeypatch.setattr(compare, "L2_WRAP", 0.0)
+    losses = compare.train(args, compare.initial_weights(args), "float32")
+
     config = compare.config_of(args)
+    params = jax.jit(lambda: rwkv7.init(jax.random.key(args.seed), config))()
+    params = jax.tree.map(lambda x: x.astype("bfloat16").astype("float32"), params)
     mesh = train.devices.make_mesh(None, config, batch=args.batch, context=args.context)
+    given = {"dtype": "float32", "implementation": None, "seed": 0, "params": params}
     model = train.language_model.make_model(config, mesh, **given)
-    optimizer = nnx.Optimizer(model, optax.identity(), wrt=nnx.Param)
-    for name, x in steps.variables(model, optimizer).items():
-        if name.startswith("model."):
-            x[...] = jax.numpy.asarray(weights[name.removeprefix("model.")])
     optimizer = nnx.Optimizer(model, train.loop.make_optimizer(args), wrt=nnx.Param)
     step = functools.partial(steps.train_step, model, optimizer, steps.Copies(mesh, model))
     found = [float(step(train.data.Batch(x), mesh)) for x in compare.batches(args)]

@@ -1,6 +1,5 @@
 """`load`, `load_state` and `save` of `rwkv_jax.models`, on files that tests write."""
 
-import dataclasses
 import io
 import json
 import os
@@ -25,9 +24,8 @@ from support.models import config_of, shapes_of
 from support.tolerance import assert_trees_close
 
 SIZES = {"hidden_size": 24, "head_size": 8, "vocab_size": 37, "mix_rank": 3, "decay_rank": 7}
-CONFIG = config_of(rwkv7, **SIZES)
-MODULES = {"RWKV-4": rwkv4, "RWKV-5": rwkv5, "RWKV-6": rwkv6, "RWKV-7": rwkv7}
 EARLIER = [version for version in checkpoints.MIXINGS if version != "RWKV-7"]
+MODULES = {"RWKV-4": rwkv4, "RWKV-5": rwkv5, "RWKV-6": rwkv6, "RWKV-7": rwkv7}
 
 
 def as_vector(x: np.ndarray) -> np.ndarray:
@@ -108,7 +106,7 @@ WRITERS: dict[str, Writer] = {
 }
 FLA_SIZES: dict[str, Any] = {"heads": 1, "head_size": 64}
 """Of tensors for flash-linear-attention, which has the formula of RWKV-LM for this head size."""
-FLA_CONFIG = dataclasses.replace(CONFIG, hidden_size=64, head_size=64)
+FLA_CONFIG = config_of(rwkv7, **SIZES | {"hidden_size": 64, "head_size": 64})
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -116,7 +114,7 @@ FLA_CONFIG = dataclasses.replace(CONFIG, hidden_size=64, head_size=64)
     ("version", "form"),
     [
         *(("RWKV-7", form) for form in WRITERS if form != "hugging face"),
-        *((version, form) for version in EARLIER for form in ("pth", "hugging face")),
+        *((x, form) for x in EARLIER for form in ("pth", "hugging face")),
     ],
 )
 def test_load(tmp_path: Path, version: str, form: str, dtype: str) -> None:
@@ -170,12 +168,9 @@ def test_mesh(tmp_path: Path, cpus: list[Any], version: str, write: Writer) -> N
 
 def params_of(tensors: Tensors) -> rwkv7.Params:
     """The tree of the tensors, made without `load`."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: jnp.asarray(
-            as_vector(tensors[jax.tree_util.keystr(path, simple=True, separator=".")])
-        ),
-        shapes_of(rwkv7, CONFIG),
-    )
+    shapes = shapes_of(rwkv7, config_of(rwkv7, **SIZES))
+    leaves = [jnp.asarray(as_vector(tensors[name])) for name in rwkv7.names(shapes)]
+    return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -6,7 +6,7 @@ import importlib
 import json
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,9 +29,8 @@ from support.scripts import AtStep
 
 TEXT = b"the quick brown fox jumps over the lazy dog\n" * 200
 STEPS, INTERRUPTED_AT = 8, 5
-interrupt = functools.partial(signal.raise_signal, signal.SIGINT)
-
 needs_devices = pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
+interrupt = functools.partial(signal.raise_signal, signal.SIGINT)
 
 
 @pytest.fixture(scope="module")
@@ -293,20 +292,18 @@ def test_only_answers_count(train: ModuleType, task_options: list[str]) -> None:
     for batch in (examples.held_out, *map(examples.batch, range(4))):
         assert batch.tokens.shape[1] - 1 == batch.mask.shape[1] == batch.segment_ids.shape[1]
         for tokens, mask, segment_ids in zip(*batch, strict=True):
-            row, at = bytes(tokens.astype(np.uint8)), 0
-            for number, document in enumerate(re.findall(rb"[0-9]+=[0-9]+\n", row), 1):
-                question, answer = document.strip().split(b"=")
+            row = bytes(tokens.astype(np.uint8))
+            documents = list(re.finditer(rb"([0-9]+)=([0-9]+)\n", row))
+            assert b"".join(document[0] for document in documents) == row.rstrip(b"\0")
+            answers, numbers = np.zeros((2, len(row)))
+            for number, document in enumerate(documents, 1):
+                question, answer = document.groups()
                 assert answer == question[::-1]
-                end, middle = at + len(document), at + len(question) + 1
-                assert row[at:end] == document
-                assert not mask[at : middle - 1].any()
-                assert mask[middle - 1 : end - 1].all()
-                assert (segment_ids[at:end] == number).all()
+                answers[document.start(2) - 1 : document.end() - 1] = 1
+                numbers[document.start() : document.end()] = number
                 lengths.add(len(question))
-                at = end
-            assert not any(row[at:])
-            assert not mask[at:].any()
-            assert not segment_ids[at:].any()
+            np.testing.assert_array_equal(mask, answers[:-1])
+            np.testing.assert_array_equal(segment_ids, numbers[:-1])
     assert lengths == {1, 2, 3, 4}
     first, again, other = (examples.batch(step) for step in (2, 2, 3))
     jax.tree.map(np.testing.assert_array_equal, first, again)
@@ -317,19 +314,18 @@ def test_judge(train: ModuleType, task_options: list[str]) -> None:
     """An answer counts if all of it is right."""
     examples = train.tasks.Examples(train.options.parse(task_options))
 
-    def answer(questions: np.ndarray, length: int, wrong: int | None = None) -> np.ndarray:
+    def answer(questions: np.ndarray, length: int, wrong: Sequence[int] = ()) -> np.ndarray:
         rows = [bytes(row.astype(np.uint8)).lstrip(b"\0") for row in questions]
         answers = [row[-2::-1] + b"\n" for row in rows]
         result = np.array([list(a.ljust(length, b"?")) for a in answers])
-        if wrong is not None:
-            result[:, wrong] += 1
+        result[:, list(wrong)] += 1
         return result
 
     assert examples.exact(answer, 5) == dict.fromkeys(range(1, 5), 1.0)
     for wrong in (0, 1):
-        assert examples.exact(functools.partial(answer, wrong=wrong), 5)[4] == 0.0
+        assert examples.exact(functools.partial(answer, wrong=[wrong]), 5)[4] == 0.0
     # The fourth byte is after the end of the two shortest answers.
-    assert list(examples.exact(functools.partial(answer, wrong=3), 5).values()) == [1, 1, 0, 0]
+    assert list(examples.exact(functools.partial(answer, wrong=[3]), 5).values()) == [1, 1, 0, 0]
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import io
 import json
 import math
 import pickle
+import re
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -103,28 +104,22 @@ def hugging_face(tensors: Tensors) -> Tensors:
 
 def fla(tensors: Tensors) -> Tensors:
     """The tensors as flash-linear-attention has them."""
-    words = {"att": "attn", "ln0": "pre_norm", "ln1": "attn_norm", "ln2": "ffn_norm"}
-    maps = {"receptance": "r_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
-    found = {
-        "model.embeddings.weight": tensors["emb.weight"],
-        "model.norm.weight": tensors["ln_out.weight"],
-        "model.norm.bias": tensors["ln_out.bias"],
-        "lm_head.weight": tensors["head.weight"],
-    }
+    words = {"emb": "model.embeddings", "ln_out": "model.norm", "head": "lm_head"}
+    words |= {"blocks": "model.layers", "ln0": "pre_norm", "ln1": "attn_norm", "ln2": "ffn_norm"}
+    words |= {f"att.{x}": f"att.{x[0]}_proj" for x in ("receptance", "key", "value", "output")}
+    words |= {"att": "attn", "ln_x": "g_norm", "([wavg])0": r"\1_lora.lora.2.bias"}
+    words |= {"([wavg])1": r"\1_lora.lora.0.weight", "([wavg])2": r"\1_lora.lora.2.weight"}
+    found = {}
     for name, x in tensors.items():
-        if not name.startswith("blocks.") or name in UNUSED:
-            continue
-        _, layer, part, first, *rest = name.split(".")
-        if part == "att" and first in ("k_k", "k_a"):
+        there = name
+        for word, other in words.items():
+            there = re.sub(rf"\b{word}(?=\.|$)", other, there)
+        if re.search(r"\.[wavg][12]$", name):
+            x = x.T
+        elif re.search(r"\.([wav]0|k_k|k_a|ffn\.x_k)$", name):
             x = x.reshape(-1)
-        elif part == "att" and len(first) == 2 and first[0] in RANKS:
-            lora = {"0": "2.bias", "1": "0.weight", "2": "2.weight"}[first[1]]
-            first, x = f"{first[0]}_lora.lora.{lora}", x.reshape(-1) if first[1] == "0" else x.T
-        elif part == "att":
-            first = (maps | {"ln_x": "g_norm"}).get(first, first)
-        elif part == "ffn" and first == "x_k":
-            x = x.reshape(-1)
-        found[".".join(["model.layers", layer, words.get(part, part), first, *rest])] = x
+        if name not in UNUSED:
+            found[there] = x
     return found
 
 
