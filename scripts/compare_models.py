@@ -140,7 +140,7 @@ class Compared:
 
     def __init__(self, version: str, tensors: checkpoints.Tensors, folder: Path, length: int):
         self.version, self.path = version, folder / f"{version}.pth"
-        checkpoints.write_pth(self.path, checkpoints.state_dict(tensors))
+        checkpoints.write_pth(self.path, tensors)
         self.tensors = {
             name: x.reshape(-1) if x.shape[:2] == (1, 1) else x
             for name, x in tensors.items()
@@ -260,7 +260,7 @@ def write_large(path: Path, version: str, megabytes: int) -> int:
 
     one, two = (sum(x.nbytes for x in tensors(layers).values()) for layers in (1, 2))
     made = tensors(max(1, 1 + round((megabytes * 1e6 - one) / (two - one))))
-    checkpoints.write_pth(path, checkpoints.state_dict(made))
+    checkpoints.write_pth(path, made)
     return max(x.nbytes for x in made.values())
 
 

@@ -1,11 +1,10 @@
 """`load`, `load_state` and `save` of `rwkv_jax.models`, on files that tests write."""
 
-import dataclasses
 import io
 import json
 import os
 import pickle
-import re
+import struct
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -20,22 +19,13 @@ from jax.sharding import AxisType
 from rwkv_jax import models
 from rwkv_jax.models import rwkv4, rwkv5, rwkv6, rwkv7
 from support import checkpoints, meshes
-from support.checkpoints import UNUSED, Storage, Tensor, Tensors
+from support.checkpoints import UNUSED, Storage, Tensors
 from support.models import config_of, shapes_of
 from support.tolerance import assert_trees_close
 
 SIZES = {"hidden_size": 24, "head_size": 8, "vocab_size": 37, "mix_rank": 3, "decay_rank": 7}
-CONFIG = config_of(rwkv7, **SIZES)
-CONFIGS = {
-    "RWKV-4": config_of(rwkv4, **SIZES),
-    "RWKV-5.0": config_of(rwkv5, **SIZES),
-    "RWKV-5.1": config_of(rwkv5, **SIZES),
-    "RWKV-5.2": config_of(rwkv5, **SIZES),
-    "RWKV-6": config_of(rwkv6, **SIZES),
-    "RWKV-7": CONFIG,
-}
-"""The sizes of the tensors in `checkpoints.official`, by version."""
-EARLIER = [version for version in CONFIGS if version != "RWKV-7"]
+EARLIER = [version for version in checkpoints.MIXINGS if version != "RWKV-7"]
+MODULES = {"RWKV-4": rwkv4, "RWKV-5": rwkv5, "RWKV-6": rwkv6, "RWKV-7": rwkv7}
 
 
 def as_vector(x: np.ndarray) -> np.ndarray:
@@ -56,12 +46,13 @@ Writer: TypeAlias = Callable[[Path, Tensors], Path]
 
 
 def write_pth(path: Path, tensors: Tensors) -> Path:
-    return checkpoints.write_pth(path / "model.pth", checkpoints.state_dict(tensors))
+    return checkpoints.write_pth(path / "model.pth", tensors)
 
 
 def write_parameters(path: Path, tensors: Tensors) -> Path:
-    parameters = checkpoints.state_dict(tensors, checkpoints.Parameter)
-    return checkpoints.write_pth(path / "model.pth", dict(parameters))
+    parameters = checkpoints.state_dict(tensors, checkpoints.parameter)
+    (path / "model.pth").write_bytes(checkpoints.torch_file(dict(parameters)))
+    return path / "model.pth"
 
 
 def write_safetensors(path: Path, tensors: Tensors) -> Path:
@@ -69,22 +60,27 @@ def write_safetensors(path: Path, tensors: Tensors) -> Path:
 
 
 def write_shards(path: Path, tensors: Tensors) -> Path:
-    return checkpoints.write_shards(path / "shards", tensors, 3)
+    """Three files and their index, in a folder."""
+    files = {}
+    for i in range(3):
+        part = dict(list(tensors.items())[i::3])
+        checkpoints.write_safetensors(path / f"model-{i}.safetensors", part)
+        files |= dict.fromkeys(part, f"model-{i}.safetensors")
+    return checkpoints.write_index(path, files).parent
 
 
-def with_config(path: Path, tensors: Tensors, **config: Any) -> Path:
-    """A folder."""
+def with_config(path: Path, **config: Any) -> None:
     (path / "config.json").write_text(json.dumps(config))
-    return write_safetensors(path, tensors).parent
 
 
 def write_fla(path: Path, tensors: Tensors) -> Path:
-    return with_config(path, checkpoints.fla(tensors), model_type="rwkv7", norm_eps=1e-5)
+    with_config(path, model_type="rwkv7", norm_eps=1e-5)
+    return write_safetensors(path, checkpoints.fla(tensors)).parent
 
 
 def write_hugging_face(path: Path, tensors: Tensors) -> Path:
-    config = {"model_type": "rwkv", "layer_norm_epsilon": 1e-5, "rescale_every": 6}
-    return with_config(path, checkpoints.hugging_face(tensors), **config)
+    with_config(path, model_type="rwkv", layer_norm_epsilon=1e-5, rescale_every=6)
+    return write_safetensors(path, checkpoints.hugging_face(tensors)).parent
 
 
 def first_fla(tensors: Tensors) -> Tensors:
@@ -103,42 +99,41 @@ WRITERS: dict[str, Writer] = {
     "safetensors": write_safetensors,
     "shards": write_shards,
     "index": lambda path, tensors: write_shards(path, tensors) / checkpoints.INDEX,
+    "hugging face": write_hugging_face,
     "fla": write_fla,
     "shards of fla": lambda path, tensors: write_shards(path, checkpoints.fla(tensors)),
     "first fla": lambda path, tensors: write_safetensors(path, first_fla(tensors)),
 }
 FLA_SIZES: dict[str, Any] = {"heads": 1, "head_size": 64}
 """Of tensors for flash-linear-attention, which has the formula of RWKV-LM for this head size."""
-FLA_CONFIG = dataclasses.replace(CONFIG, hidden_size=64, head_size=64)
+FLA_CONFIG = config_of(rwkv7, **SIZES | {"hidden_size": 64, "head_size": 64})
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("form", WRITERS)
-def test_load(tmp_path: Path, form: str, dtype: str) -> None:
-    sizes, config = (FLA_SIZES, FLA_CONFIG) if "fla" in form else ({}, CONFIG)
-    tensors = checkpoints.rwkv7(**sizes, dtype=dtype)
-    found = models.load(WRITERS[form](tmp_path, tensors))
-    assert (found.generation, found.module, found.config) == ("RWKV-7", rwkv7, config)
-    assert_same(found.params, tensors)
-
-
-@pytest.mark.parametrize("write", [write_pth, write_hugging_face], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("version", EARLIER)
-def test_load_earlier_generations(tmp_path: Path, version: str, write: Writer) -> None:
-    tensors = checkpoints.official(version, dtype="bfloat16")
-    found = models.load(write(tmp_path, tensors))
+@pytest.mark.parametrize(
+    ("version", "form"),
+    [
+        *(("RWKV-7", form) for form in WRITERS if form != "hugging face"),
+        *((x, form) for x in EARLIER for form in ("pth", "hugging face")),
+    ],
+)
+def test_load(tmp_path: Path, version: str, form: str, dtype: str) -> None:
     generation = version.partition(".")[0]
-    assert (found.generation, found.config) == (generation, CONFIGS[version])
-    assert found.module.Config is type(found.config)
+    tensors = checkpoints.official(version, **FLA_SIZES if "fla" in form else {}, dtype=dtype)
+    config = FLA_CONFIG if "fla" in form else config_of(MODULES[generation], **SIZES)
+    found = models.load(WRITERS[form](tmp_path, tensors))
+    assert (found.generation, found.module) == (generation, MODULES[generation])
+    assert found.config == config
     assert_same(found.params, tensors)
 
 
 def test_one_block_without_unused_tensors(tmp_path: Path) -> None:
+    """And in another dtype."""
     tensors = checkpoints.rwkv7(layers=1, heads=1, head_size=6, vocabulary=1)
     tensors = {name: x for name, x in tensors.items() if name not in UNUSED}
-    found = models.load(write_pth(tmp_path, tensors))
+    found = models.load(write_pth(tmp_path, tensors), dtype=jnp.bfloat16)
     assert found.config == rwkv7.Config(num_layers=1, hidden_size=6, head_size=6, vocab_size=1)
-    assert_same(found.params, tensors)
+    assert_same(found.params, {name: x.astype(jnp.bfloat16) for name, x in tensors.items()})
 
 
 def test_views_of_a_storage(tmp_path: Path) -> None:
@@ -147,17 +142,11 @@ def test_views_of_a_storage(tmp_path: Path) -> None:
     value = checkpoints.state_dict(tensors)
     key, output = "blocks.0.att.key.weight", "blocks.0.att.output.weight"
     storage = Storage("x", np.concatenate([np.zeros(5, np.float32), tensors[key].T.ravel()]))
-    value[key] = Tensor(storage, (24, 24), (1, 24), offset=5)
-    value[output] = Tensor(storage, (24, 24), (24, 1), offset=5)
+    value[key] = checkpoints.tensor(storage, (24, 24), (1, 24), 5)
+    value[output] = checkpoints.tensor(storage, (24, 24), (24, 1), 5)
     tensors[output] = tensors[key].T
-    path = checkpoints.write_pth(tmp_path / "model.pth", value)
-    assert_same(models.load(path).params, tensors)
-
-
-def test_dtype(tmp_path: Path) -> None:
-    tensors = checkpoints.rwkv7()
-    found = models.load(write_pth(tmp_path, tensors), dtype=jnp.bfloat16)
-    assert_same(found.params, {n: x.astype(jnp.bfloat16) for n, x in tensors.items()})
+    (tmp_path / "model.pth").write_bytes(checkpoints.torch_file(value))
+    assert_same(models.load(tmp_path).params, tensors)
 
 
 @pytest.mark.parametrize(
@@ -179,12 +168,9 @@ def test_mesh(tmp_path: Path, cpus: list[Any], version: str, write: Writer) -> N
 
 def params_of(tensors: Tensors) -> rwkv7.Params:
     """The tree of the tensors, made without `load`."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: jnp.asarray(
-            as_vector(tensors[jax.tree_util.keystr(path, simple=True, separator=".")])
-        ),
-        shapes_of(rwkv7, CONFIG),
-    )
+    shapes = shapes_of(rwkv7, config_of(rwkv7, **SIZES))
+    leaves = [jnp.asarray(as_vector(tensors[name])) for name in rwkv7.names(shapes)]
+    return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -217,7 +203,7 @@ def assert_file(path: Path, tensors: Tensors) -> None:
         assert content[begin:end] == np.ascontiguousarray(tensors[name]).tobytes(), name
 
 
-@pytest.mark.parametrize("version", CONFIGS)
+@pytest.mark.parametrize("version", checkpoints.MIXINGS)
 def test_saved_names_and_shapes(tmp_path: Path, version: str) -> None:
     """Other programs find what they expect, and so does `load`."""
     tensors = checkpoints.official(version, dtype="bfloat16")
@@ -243,11 +229,9 @@ def test_saved_archive(tmp_path: Path) -> None:
     path = tmp_path / "model.pth"
     models.save(path, params_of(tensors))
     with zipfile.ZipFile(path) as archive:
-        names = archive.namelist()
-        contents = {name.removeprefix("archive/"): archive.read(name) for name in names}
+        contents = {x.filename: archive.read(x) for x in archive.infolist()}
         for info in archive.infolist():
-            header = path.read_bytes()[info.header_offset : info.header_offset + 30]
-            sizes = int.from_bytes(header[26:28], "little"), int.from_bytes(header[28:], "little")
+            sizes = struct.unpack_from("<2H", path.read_bytes(), info.header_offset + 26)
             assert (info.header_offset + 30 + sum(sizes)) % 64 == 0
     functions = {
         "BFloat16Storage": jnp.bfloat16,
@@ -264,13 +248,13 @@ def test_saved_archive(tmp_path: Path) -> None:
         def persistent_load(self, pid: Any) -> np.ndarray:
             kind, dtype, key, device, size = pid
             assert (kind, device) == ("storage", "cpu")
-            return np.frombuffer(contents[f"data/{key}"], dtype, size)
+            return np.frombuffer(contents[f"archive/data/{key}"], dtype, size)
 
-    found = Unpickler(io.BytesIO(contents["data.pkl"])).load()
+    found = Unpickler(io.BytesIO(contents["archive/data.pkl"])).load()
     assert found.keys() == tensors.keys() - set(UNUSED)
     for name, x in found.items():
         np.testing.assert_array_equal(x, tensors[name], strict=True)
-    assert contents["byteorder"] == b"little"
+    assert contents["archive/byteorder"] == b"little"
 
 
 def test_save_to_the_file_of_the_parameters(tmp_path: Path) -> None:
@@ -290,24 +274,22 @@ def test_what_is_not_saved(tmp_path: Path) -> None:
     for name, shape in {"g1": (64, 2), "g2": (2, 64)}.items():
         tensors[f"blocks.1.att.{name}"] = np.zeros(shape, np.float32)
     other_rank = models.load(write_pth(tmp_path, tensors)).params
-    old = models.load(write_pth(tmp_path, checkpoints.official("RWKV-4"))).params
     assert_same(other_rank, tensors)
+    small = params_of(checkpoints.rwkv7())
+    old = models.load(write_pth(tmp_path, checkpoints.official("RWKV-4"))).params
     refused: list[Any] = [
-        (
-            params,
-            "model",
-            "official",
-            r"path is .*model; accepted is a file \.safetensors or",
-        ),
+        (params, "model", "official", r"path is .*model; accepted is a file \.safetensors or"),
         (params, "model.pth", "fla", "save: path is .*; accepted is a folder"),
         (params, "model.safetensors", "fla", "save: path is .*; accepted is a folder"),
         (params, "model.pth", "other", "names is 'other'; accepted are 'official', 'fla'"),
+        (small, "model", "fla", r"save: names is fla and r_k is \[3, 8\]; accepted is \[H, 64\]"),
         (other_rank, "model", "fla", r"the ranks of g1 are \[2, 9\]"),
         (old, "model", "fla", "save: names is fla; accepted for RWKV-4 is official"),
     ]
     for saved, file, names, message in refused:
         with pytest.raises(ValueError, match=message):
             models.save(tmp_path / file, saved, names=names)
+    assert not (tmp_path / "model").exists()
     with pytest.raises(ValueError, match="mesh is None; data and model name axes"):
         models.load(tmp_path, model="model")
 
@@ -318,15 +300,10 @@ def test_what_is_not_saved(tmp_path: Path) -> None:
 )
 def test_tuned_state(tmp_path: Path, version: str, form: str) -> None:
     tensors = checkpoints.official(version)
-    rng = np.random.default_rng(2)
-    tuned = {
-        f"blocks.{i}.att.time_state": rng.standard_normal((3, 8, 8)).astype(np.float32)
-        for i in range(2)
-    }
-    alone, merged = (
-        checkpoints.write_pth(tmp_path / f"{name}.pth", checkpoints.state_dict(several))
-        for name, several in {"alone": tuned, "merged": tensors | tuned}.items()
-    )
+    values = np.random.default_rng(2).standard_normal((2, 3, 8, 8), np.float32)
+    tuned = {f"blocks.{i}.att.time_state": x for i, x in enumerate(values)}
+    alone = checkpoints.write_pth(tmp_path / "alone.pth", tuned)
+    merged = checkpoints.write_pth(tmp_path / "merged.pth", tensors | tuned)
     found = models.load(merged)
     module, params = found.module, found.params
     assert_same(params, tensors)
@@ -336,8 +313,7 @@ def test_tuned_state(tmp_path: Path, version: str, form: str) -> None:
         empty = module.initial_state(params, 2, jnp.bfloat16)
         assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, empty)
         assert jax.tree.map(jnp.result_type, state) == jax.tree.map(jnp.result_type, empty)
-        for i, block in enumerate(module.unstacked(state)):
-            expected = tuned[f"blocks.{i}.att.time_state"]
+        for block, expected in zip(module.unstacked(state), values, strict=True):
             np.testing.assert_array_equal(block.att.wkv, [expected, expected])
             assert not block.att.shift.any()
     for path in (tmp_path / "saved.safetensors", tmp_path / "saved.pth"):
@@ -345,12 +321,16 @@ def test_tuned_state(tmp_path: Path, version: str, form: str) -> None:
         again = models.load_state(path, params, 2, dtype=jnp.bfloat16)
         assert_trees_close(again, models.load_state(alone, params, 2, dtype=jnp.bfloat16), 0.0)
     tuned["blocks.0.att.time_state"] = np.zeros((3, 8, 7), np.float32)
-    del tuned["blocks.1.att.time_state"]
-    checkpoints.write_pth(alone, checkpoints.state_dict(tuned))
-    with pytest.raises(ValueError, match=r"2 tensors are not") as error:
+    tuned["blocks.2.att.time_state"] = tuned.pop("blocks.1.att.time_state")
+    checkpoints.write_pth(alone, tuned)
+    with pytest.raises(ValueError, match=r"3 tensors are not") as error:
         models.load_state(alone, params)
-    assert "blocks.1.att.time_state is missing; expected is [3, 8, 8]" in str(error.value)
-    assert "is [3, 8, 7]; expected is [3, 8, 8]" in str(error.value)
+    for message in (
+        "blocks.1.att.time_state is missing; expected is [3, 8, 8]",
+        "is [3, 8, 7]; expected is [3, 8, 8]",
+        "is [3, 8, 8]; no tensor of this name is expected",
+    ):
+        assert message in str(error.value)
 
 
 @pytest.mark.usefixtures("unchecked_types")
@@ -384,57 +364,54 @@ def test_more_tensors_than_are_read(tmp_path: Path, ending: str) -> None:
 def test_one_error_lists_all_tensors(tmp_path: Path) -> None:
     tensors = checkpoints.rwkv7()
     del tensors["blocks.1.att.w1"], tensors["emb.weight"]
-    tensors["blocks.1.ffn.key.weight"] = np.zeros((96, 23), np.float32)
-    tensors["blocks.1.att.g2"] = np.zeros((8, 24), np.float32)
     tensors["blocks.0.ln1.bias"] = np.zeros(24, np.int64)
-    tensors["blocks.0.ffn.receptance.weight"] = np.zeros((24, 24), np.float32)
+    for name, shape in {
+        "blocks.1.ffn.key.weight": (96, 23),
+        "blocks.1.att.g2": (8, 24),
+        "blocks.0.ffn.receptance.weight": (24, 24),
+    }.items():
+        tensors[name] = np.zeros(shape, np.float32)
     path = write_pth(tmp_path, tensors)
     with pytest.raises(ValueError, match="are not those of RWKV-7") as error:
         models.load(path)
     first, *lines = str(error.value).splitlines()
     assert first.startswith(f"{path}: 6 tensors are not those of RWKV-7 with Config(num_layers=2, ")
-    assert sorted(line.strip() for line in lines) == sorted(
-        [
-            "blocks.1.att.w1 is missing; expected is [24, 7]",
-            "emb.weight is missing; expected is [37, 24]",
-            f"'blocks.1.ffn.key.weight' in {path} is [96, 23]; expected is [96, 24]",
-            f"'blocks.1.att.g2' in {path} is [8, 24]; expected is [9, 24]",
-            f"'blocks.0.ln1.bias' in {path} is int64; expected is one of bfloat16, float16, "
-            "float32, float64",
-            f"'blocks.0.ffn.receptance.weight' in {path} is [24, 24]; no tensor of this name is "
-            "expected",
-        ]
-    )
+    dtypes = "expected is one of bfloat16, float16, float32, float64"
+    assert {line.strip() for line in lines} == {
+        "blocks.1.att.w1 is missing; expected is [24, 7]",
+        "emb.weight is missing; expected is [37, 24]",
+        f"'blocks.1.ffn.key.weight' in {path} is [96, 23]; expected is [96, 24]",
+        f"'blocks.1.att.g2' in {path} is [8, 24]; expected is [9, 24]",
+        f"'blocks.0.ln1.bias' in {path} is int64; {dtypes}",
+        f"'blocks.0.ffn.receptance.weight' in {path} is [24, 24]; no tensor of this name is "
+        "expected",
+    }
 
 
 @pytest.mark.parametrize(
-    ("version", "changed", "messages"),
+    ("version", "changed", "message"),
     [
         (
             "RWKV-6",  # of which the first tensors tell the sizes
             {"blocks.1.att.time_maa_w2": (5, 4, 24), "blocks.1.att.time_decay_w1": (24, 6)},
-            [
-                "2 tensors are not those of RWKV-6",
-                r"time_maa_w2' in .* is \[5, 4, 24\]; expected is \[5, 3, 24\]",
-                r"time_decay_w1' in .* is \[24, 6\]; expected is \[24, 7\]",
-            ],
+            r"2 tensors are not those of RWKV-6 .*\n.*time_maa_w2' in .* is \[5, 4, 24\]; expected "
+            r"is \[5, 3, 24\]\n.*time_decay_w1' in .* is \[24, 6\]; expected is \[24, 7\]",
         ),
         (
             "RWKV-6",  # a tensor without elements may have any size
             {f"blocks.{i}.att.time_maa_w2": (0, 2**40, 24) for i in range(2)},
-            [r"told without .*time_maa_w2 \[5, mix_rank, C\]"],
+            r"told without .*time_maa_w2 \[5, mix_rank, C\]",
         ),
-        ("RWKV-7", {f"x{i}": (1,) for i in range(50)}, [r"50 tensors.*\n(.*\n){20}  and 30 more$"]),
+        ("RWKV-7", {f"x{i}": (1,) for i in range(50)}, r"50 tensors.*\n(.*\n){20}  and 30 more$"),
     ],
     ids=["disagree", "no elements", "many"],
 )
 def test_wrong_tensors(
-    tmp_path: Path, version: str, changed: dict[str, tuple[int, ...]], messages: list[str]
+    tmp_path: Path, version: str, changed: dict[str, tuple[int, ...]], message: str
 ) -> None:
     wrong = {name: np.zeros(shape, np.float32) for name, shape in changed.items()}
-    with pytest.raises(ValueError, match=messages[0]) as error:
+    with pytest.raises(ValueError, match=message):
         models.load(write_safetensors(tmp_path, checkpoints.official(version) | wrong))
-    assert all(re.search(message, str(error.value)) for message in messages)
 
 
 @pytest.mark.parametrize(
@@ -470,7 +447,7 @@ def test_a_configuration_with_another_formula(
     tmp_path: Path, version: str, write: Any, name: str, value: str, accepted: str
 ) -> None:
     folder = write(tmp_path, checkpoints.official(version))
-    (folder / "config.json").write_text(json.dumps({name: value}))
+    with_config(folder, **{name: value})
     with pytest.raises(ValueError, match=f"{name} is '{value}'; accepted is {accepted}"):
         models.load(folder)
 

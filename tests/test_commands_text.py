@@ -6,6 +6,7 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -14,15 +15,15 @@ import pytest
 
 from rwkv_jax import generation, models, tokenizers
 from rwkv_jax._commands import interrupt, text_model
-from rwkv_jax._commands.chat import _unread
 from rwkv_jax.models import rwkv7
 from support.commands import Command
 from support.models import random_like, shapes_of
+from support.vocabularies import write_vocabulary
 
 ANSWER = ["Assistant:", " fine", "!", "\n\n", "User:"]
 STORY = ["Once", " upon", " a", " time"]
-WORDS = [*dict.fromkeys([*ANSWER, *STORY]), *(chr(x) for x in range(128))]
-BYTES = [bytes([x]) for x in range(128, 256)]
+WORDS = [*map(chr, range(256)), *(x for x in [*ANSWER, *STORY] if len(x) > 1)]
+COLD = ("--temperature", "0", "--presence", "0", "--frequency", "0")
 
 
 class Files(NamedTuple):
@@ -39,9 +40,8 @@ class Files(NamedTuple):
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     folder = tmp_path_factory.mktemp("model")
-    lines = [f"{i} {word!r} {len(word)}\n" for i, word in enumerate([*WORDS, *BYTES], 1)]
-    (folder / "words.txt").write_text("".join(lines))
-    config = rwkv7.Config(num_layers=1, hidden_size=64, vocab_size=len(lines) + 1)
+    vocabulary = write_vocabulary(folder / "words.txt", WORDS[256:])
+    config = rwkv7.Config(num_layers=1, hidden_size=64, vocab_size=len(WORDS) + 1)
     # Blocks of zeros give nothing, so that this is a table of pairs of words.
     params = jax.tree.map(lambda x: jnp.zeros(x.shape), shapes_of(rwkv7, config))
     ones = rwkv7.Norm(jnp.ones(config.hidden_size), jnp.zeros(config.hidden_size))
@@ -54,11 +54,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     words[WORDS.index("~") + 1] = np.nan
     emb, head = (rwkv7.Weight(jnp.asarray(x, jnp.float32)) for x in (words, table))
     models.save(folder / "model.pth", rwkv7.Params(emb, blocks, ln_out=ones, head=head))
-    return Files(str(folder / "model.pth"), str(folder / "words.txt"))
-
-
-COLD = ("--temperature", "0", "--presence", "0", "--frequency", "0")
-HALF = ("--dtype", "bfloat16")
+    return Files(str(folder / "model.pth"), str(vocabulary))
 
 
 def test_generate(files: Files, tmp_path: Path, command: Command) -> None:
@@ -76,9 +72,6 @@ def test_generate(files: Files, tmp_path: Path, command: Command) -> None:
     shown = run("--prompt-file", tmp_path / "prompt.txt", "--stop", "!\n")
     assert shown.out == " fine\n"
     assert shown.err.endswith("ended by: stop string\n")
-    shown = run("--prompt", "Assistant:", "--tokens", 2, "--batch", 2, "--seed", 8, *HALF)
-    assert shown.out == "--- 1 of 2, seed 8\n fine!\n--- 2 of 2, seed 9\n fine!\n"
-    assert shown.err.endswith("ended by: length, length\n")
 
 
 def test_states_of_generate(files: Files, tmp_path: Path, command: Command) -> None:
@@ -102,28 +95,21 @@ def test_what_generate_refuses(
     files: Files, tmp_path: Path, command: Command, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "latin.txt").write_bytes(b"\xe9")
+    state = tmp_path / "state.safetensors"
+    stuck = "generate: row 0: no token can be sampled after 0 new ones, because"
     for options, message in (
         ((), "there is no text to continue"),
         (("--prompt", ""), "there is no text to continue"),
         (("--prompt-file", tmp_path / "latin.txt"), "no text in UTF-8"),
         (("--prompt", "x", "--top-p", 2), "top_p is 2.0; accepted is a number from 0 to 1"),
         (("--prompt", "x", "--load-state", files.model), "header"),
+        (("--prompt", "Once~", *COLD, "--save-state", state), stuck),
     ):
         assert message in command.refused(*files.arguments("generate", *options))
+    assert not state.exists()
     with pytest.raises(SystemExit, match=r"^2$"):
         command(*files.arguments("generate", "--prompt", "x", "--seed", -1))
     assert "argument --seed: '-1' is no integer from 0 to 2^31 - 1" in capsys.readouterr().err
-
-
-def test_text_that_cannot_go_on(files: Files, tmp_path: Path, command: Command) -> None:
-    state = tmp_path / "state.safetensors"
-    arguments = files.arguments("generate", "--prompt", "Once~", *COLD, "--save-state", state)
-    shown = command(*arguments, code=2)
-    assert shown.out == ""
-    assert shown.err.startswith(
-        "rwkv-jax generate: generate: row 0: no token can be sampled after 0 new ones, because"
-    )
-    assert not state.exists()
 
 
 class Typed:
@@ -145,16 +131,8 @@ class Typed:
 
     def __call__(self, arguments: list[str], *lines: str | type[BaseException]) -> str:
         """The output of a command. The input ends after the lines."""
-        left: Iterator[Any] = iter(lines)
-
-        def typed(prompt: str) -> str:
-            line = next(left, EOFError)
-            if isinstance(line, str):
-                return line
-            raise line
-
         self.read.clear()
-        self._patch.setattr(builtins, "input", typed)
+        self._patch.setattr(builtins, "input", Mock(side_effect=[*lines, EOFError]))
         return self._command(*arguments).out
 
 
@@ -172,14 +150,8 @@ def test_chat(files: Files, tmp_path: Path, typed: Typed) -> None:
         *("/reset", "/retry", "new", "/load", f"/load {path}", "/load missing", "loaded"),
         *(KeyboardInterrupt, "/help", "/what", "/quit", "never"),
     )
-    assert typed.read == [
-        "User: Hi\n\nAssistant:",
-        " two\nlines\n\nAssistant:",
-        " two\nlines\n\nAssistant:",
-        " again\n\nAssistant:",
-        "User: new\n\nAssistant:",
-        " loaded\n\nAssistant:",
-    ]
+    messages = ["User: Hi", *[" two\nlines"] * 2, " again", "User: new", " loaded"]
+    assert typed.read == [f"{message}\n\nAssistant:" for message in messages]
     assert output.count("Assistant: fine!\n\n") == 6
     for message in (
         *("a new conversation\n", "there is no message to answer\n", "/load needs the name"),
@@ -211,14 +183,8 @@ def test_answers_that_fail(files: Files, tmp_path: Path, typed: Typed) -> None:
     assert (
         output.count("Assistant:\n\ngenerate: row 0: no token can be sampled after 0 new ones") == 3
     )
-    assert typed.read == [
-        "User: Hi\n\nAssistant:",
-        " ~\n\nAssistant:",
-        " more\n\nAssistant:",
-        " ~\n\nAssistant:",
-        " more\n\nAssistant:",
-        " ~\n\nAssistant:",
-    ]
+    messages = ["User: Hi", " ~", " more", " ~", " more", " ~"]
+    assert typed.read == [f"{message}\n\nAssistant:" for message in messages]
     sizes = [0 if x is None else int(x.positions[0]) for x in typed.sessions]
     hi, more = (len(split(f"{x}\n\nAssistant: fine!\n\nUser:")) for x in ("User: Hi", " more"))
     assert sizes == [0, hi, hi, hi + more, hi, hi + more]
@@ -247,18 +213,13 @@ def test_interrupted_answers(files: Files, typed: Typed, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(text_model.TextModel, "write", interrupted)
     output = typed(files.arguments("chat", *COLD), "one", "two", "three")
-    assert typed.read == [
-        "User: one\n\nAssistant:",
-        "\n\nUser: two\n\nAssistant:",
-        "User: three\n\nAssistant:",
-    ]
+    messages = ["User: one", "\n\nUser: two", "User: three"]
+    assert typed.read == [f"{message}\n\nAssistant:" for message in messages]
     assert output == "Assistant: fine\n\nAssistant: fine!\n\n\n\nAssistant:\n\n\n"
     assert signal.getsignal(signal.SIGINT) is handler
     positions = [int(x.positions[0]) for x in typed.sessions[1:]]
-    assert positions == [
-        len(split("User: one\n\nAssistant: fine")),
-        len(split("User: one\n\nAssistant: fine\n\nUser: two\n\nAssistant: fine!\n\n")),
-    ]
+    one, two = "User: one\n\nAssistant: fine", "\n\nUser: two\n\nAssistant: fine!\n\n"
+    assert positions == [len(split(one)), len(split(one + two))]
 
 
 def test_a_second_interrupt() -> None:
@@ -271,20 +232,14 @@ def test_a_second_interrupt() -> None:
     assert signal.getsignal(signal.SIGINT) is handler
 
 
-@pytest.mark.parametrize(
-    ("seen", "unread"),
-    [
-        *(("yes", "\n\nUser:"), ("yes\n", "\nUser:"), ("yes\n\nUse", "r:"), ("", "\n\nUser:")),
-        *(("yes\n\nUser:", ""), ("yes\n\nUser: x", ""), ("\n\n\n", "User:")),
-    ],
-)
-def test_what_an_answer_leaves_unread(seen: str, unread: str) -> None:
-    assert _unread(seen) == unread
-
-
 @pytest.mark.slow
-def test_rows_that_end_well_are_printed(files: Files, command: Command) -> None:
-    """Of several rows one fails: some sample the word after which nothing can be sampled."""
+def test_rows(files: Files, command: Command) -> None:
+    """Those that end well are printed, where others sample the word after which nothing can be
+    sampled."""
+    arguments = files.arguments("generate", "--prompt", "Assistant:", "--tokens", 2, *COLD)
+    shown = command(*arguments, "--batch", 2, "--seed", 8, "--dtype", "bfloat16")
+    assert shown.out == "--- 1 of 2, seed 8\n fine!\n--- 2 of 2, seed 9\n fine!\n"
+    assert shown.err.endswith("ended by: length, length\n")
     hot = ("--temperature", 100, "--top-p", 1, "--tokens", 400, "--seed", 0)
     arguments = files.arguments("generate", "--prompt", "Once", "--batch", 8, *hot)
     out, err = command(*arguments, code=2)
@@ -296,11 +251,11 @@ def test_rows_that_end_well_are_printed(files: Files, command: Command) -> None:
 
 
 def test_an_initial_state(files: Files, tmp_path: Path, command: Command) -> None:
-    params = random_like(models.load(files.model).params, 0.1)
+    params = random_like(models.load(files.model).params)
     model, state = tmp_path / "model.safetensors", tmp_path / "state.safetensors"
     models.save(model, params)
     empty = rwkv7.initial_state(params, 1)
-    tuned = jax.tree.map(lambda x, y: y if x.ndim == 4 else x, empty, random_like(empty))
+    tuned = jax.tree.map(lambda x, y: y if x.ndim == 4 else x, empty, random_like(empty, 1.0))
     models.save_state(state, tuned)
     prompt, greedy = [[WORDS.index("D") + 1]], generation.Sampling(temperature=0)
     expected, other = (

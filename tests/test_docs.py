@@ -23,17 +23,15 @@ NUMBERS = re.compile(r"\d[\d.,e-]*\b")
 pytestmark = pytest.mark.skipif(not FILES, reason="installed without its documentation")
 
 
-def name_of(file: Path) -> str:
-    return str(file.relative_to(ROOT))
-
-
 def anchors(file: Path) -> set[str]:
     """The anchors of the headings, as GitHub and MkDocs both make them."""
     headings = HEADINGS.findall(BLOCKS.sub("", file.read_text()))
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("file", [f for f in FILES if EXAMPLES.search(f.read_text())], ids=name_of)
+@pytest.mark.parametrize(
+    "file", [f for f in FILES if EXAMPLES.search(f.read_text())], ids=lambda file: file.name
+)
 def test_examples_run(file: Path) -> None:
     """One after another, as a reader of the page runs them."""
     text, names = file.read_text(), {}
@@ -48,7 +46,7 @@ def links_of(file: Path) -> list[str]:
     return [x for x in links if not x.startswith(("https://", "http://", "mailto:"))]
 
 
-@pytest.mark.parametrize("file", [f for f in FILES if links_of(f)], ids=name_of)
+@pytest.mark.parametrize("file", [f for f in FILES if links_of(f)], ids=lambda file: file.name)
 def test_links_lead_somewhere(file: Path) -> None:
     for link in links_of(file):
         path, _, anchor = link.partition("#")

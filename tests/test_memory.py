@@ -23,7 +23,7 @@ AXES = {"B": 1, "H": HEADS, "K": SIZE, "V": SIZE, "C": HEADS * SIZE}
 RUNS = [
     pytest.param(
         Run(op, implementation),
-        marks=[pytest.mark.slow] if implementation == "xla" else [],
+        marks=[pytest.mark.slow] * (implementation == "xla"),
         id=f"{op}-{implementation}",
     )
     for op in ("wkv7", "wkv6", "wkv4")
@@ -34,10 +34,8 @@ RUNS = [
 
 def _shapes(arrays: Mapping[str, str], tokens: int) -> list[Any]:
     sizes = {**AXES, "T": tokens}
-    return [
-        jax.ShapeDtypeStruct([sizes[letter] for letter in axes], np.float32)
-        for axes in arrays.values()
-    ]
+    shapes = ([sizes[letter] for letter in axes] for axes in arrays.values())
+    return [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
 
 
 def _memory(run: Run, tokens: int) -> Any:

@@ -22,8 +22,6 @@ MODEL = ("--layers=2", "--width=32", "--head-size=16", "--batch=2", "--context=3
 MESHES = ("data=2,seq=2", "seq=2,model=2", "data=2,model=2")
 """Meshes of two processes with two devices each. The first axis lies across the processes."""
 
-TIMEOUT = 300
-
 
 def step(train: ModuleType, *options: str) -> dict[str, np.ndarray]:
     """The loss of a training step and every array that it changes. The parameters start with noise,
@@ -77,19 +75,18 @@ def test_two_processes_step_as_one(tmp_path: Path, address: str) -> None:
     import rwkv_jax
 
     native = rwkv_jax.build_info()["missing"]["cpu"] is None
-    outs = [tmp_path / name for name in ("one", "first", "second")]
-    runs = []
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
+    env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    # What pytest adds to the path of its own process.
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(TESTS), env.get("PYTHONPATH"))))
+    outs, runs = [tmp_path / name for name in ("one", "first", "second")], []
     for out, processes in zip(outs, ((), (address, "2", "0"), (address, "2", "1")), strict=True):
         out.mkdir()
-        flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
         command = [sys.executable, __file__, str(out), "ffi" if native else "reference", *processes]
         with open(out / "output", "w") as output:
-            env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-            # What pytest adds to the path of its own process.
-            env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(TESTS), env.get("PYTHONPATH"))))
             runs.append(subprocess.Popen(command, stdout=output, stderr=output, env=env))
     try:
-        codes = [run.wait(TIMEOUT) for run in runs]
+        codes = [run.wait(timeout=300) for run in runs]
     finally:
         for run in runs:
             run.kill()

@@ -1,14 +1,12 @@
 """The training scripts. `train.py` learns, and an interrupted run resumes as if it had not been
 interrupted; `long_context.py` learns from documents in pieces as from whole documents."""
 
-import contextlib
 import functools
 import importlib
-import io
 import json
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,12 +25,12 @@ from rwkv_jax.models import rwkv6, rwkv7
 from rwkv_jax.nn import flax
 from support import hlo, scripts
 from support.models import random_like, shapes_of
-from support.tolerance import assert_trees_close
+from support.scripts import AtStep
 
 TEXT = b"the quick brown fox jumps over the lazy dog\n" * 200
 STEPS, INTERRUPTED_AT = 8, 5
-
 needs_devices = pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
+interrupt = functools.partial(signal.raise_signal, signal.SIGINT)
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +43,12 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def whole(options: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The folder and the output of an uninterrupted run on one device."""
-    out, output = tmp_path_factory.mktemp("whole"), io.StringIO()
-    with scripts.running("train") as train, contextlib.redirect_stdout(output):
+def whole(options: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an uninterrupted run on one device."""
+    out = tmp_path_factory.mktemp("whole")
+    with scripts.running("train") as train:
         assert train.main([*options, f"--out={out}"]) == 0
-    return out, output.getvalue()
+    return out
 
 
 def saved(folder: Path) -> dict[str, np.ndarray]:
@@ -65,43 +63,38 @@ def arrays(folder: Path) -> dict[str, np.ndarray]:
         return jax.tree.map(np.asarray, checkpointer.restore(last.absolute()))
 
 
-def interrupt(train: ModuleType, monkeypatch: pytest.MonkeyPatch, options: list[str]) -> None:
-    batch_at = train.data.batch_at
-
-    def interrupting(step: int, text: np.ndarray, **options: int) -> np.ndarray:
-        if step == INTERRUPTED_AT - 1:
-            signal.raise_signal(signal.SIGINT)
-        return batch_at(step, text, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(train.data, "batch_at", interrupting)
-        assert train.main(options) == 130
+def logs(*folders: Path) -> list[dict[str, Any]]:
+    return [json.loads((folder / "log.json").read_text()) for folder in folders]
 
 
 @pytest.mark.slow
 def test_interrupted_run_resumes_exactly(
     train: ModuleType,
     options: list[str],
-    whole: tuple[Path, str],
+    whole: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    at_step: AtStep,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    (uninterrupted, output), parts = whole, tmp_path / "parts"
-    assert all(name in output for name in ("unigram", "bigram", "RWKV-7", "sample", "tokens/s"))
-    assert (uninterrupted / "loss.png").read_bytes().startswith(b"\x89PNG")
-
-    interrupt(train, monkeypatch, [*options, f"--out={parts}"])
+    parts = tmp_path / "parts"
+    at_step(INTERRUPTED_AT - 1, interrupt)
+    assert train.main([*options, f"--out={parts}"]) == 130
     assert f"after step {INTERRUPTED_AT};" in capsys.readouterr().out
     assert not (parts / "log.json").exists()
 
     assert train.main([*options, f"--out={parts}", "--resume"]) == 0
-    log, expected = (json.loads((out / "log.json").read_text()) for out in (parts, uninterrupted))
+    output = capsys.readouterr().out
+    assert all(name in output for name in ("unigram", "bigram", "RWKV-7", "sample", "tokens/s"))
+    assert (parts / "loss.png").read_bytes().startswith(b"\x89PNG")
+    log, expected = logs(parts, whole)
     assert log == expected
+    # Sizes are recorded under the names that earlier checkpoints have.
+    sizes = {"layers": 1, "width": 32, "head_size": 16, "vocabulary": 256}
+    assert log["options"].items() >= sizes.items()
     assert len(log["train"]) == STEPS
     assert [step for step, _ in log["held_out"]] == [3, 6, STEPS]
     assert log["train"][-1] < log["train"][0] - 1
-    results, others = arrays(parts), arrays(uninterrupted)
+    results, others = arrays(parts), arrays(whole)
     assert set(results) == set(others)
     assert all(np.array_equal(results[name], others[name]) for name in results)
     params = saved(parts)
@@ -115,17 +108,14 @@ def test_interrupted_run_resumes_exactly(
 @pytest.mark.slow
 @needs_devices
 def test_run_resumes_on_another_mesh(
-    train: ModuleType,
-    options: list[str],
-    whole: tuple[Path, str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    train: ModuleType, options: list[str], whole: Path, tmp_path: Path, at_step: AtStep
 ) -> None:
     parts = tmp_path / "parts"
+    at_step(INTERRUPTED_AT - 1, interrupt)
     # Three held-out rows, which two devices do not share evenly.
-    interrupt(train, monkeypatch, [*options, f"--out={parts}", "--mesh=data=2,seq=2"])
+    assert train.main([*options, f"--out={parts}", "--mesh=data=2,seq=2"]) == 130
     assert train.main([*options, f"--out={parts}", "--mesh=model=2", "--resume"]) == 0
-    log, expected = (json.loads((out / "log.json").read_text()) for out in (parts, whole[0]))
+    log, expected = logs(parts, whole)
     assert log["options"] == expected["options"]
     assert len(log["train"]) == STEPS
     for name in ("train", "held_out"):
@@ -139,23 +129,20 @@ def test_scan_over_blocks(
 ) -> None:
     """The same losses as without a scan, also on a mesh; neither form resumes the other."""
     given = [*options, "--layers=3", "--steps=4", "--save-every=4", "--eval-bytes=32"]
-    form = {"plain": [], "scan": ["--scan", "--recompute=blocks", "--mesh=data=2,seq=2"]}
-    logs = {}
-    for name, more in form.items():
-        with monkeypatch.context() as patch:
-            if name == "plain":
-                patch.setattr(train.report, "sample", lambda *_: "")
-            assert train.main([*given, *more, f"--out={tmp_path / name}"]) == 0
-        logs[name] = json.loads((tmp_path / name / "log.json").read_text())
-    assert "model.blocks.rest.att.receptance.weight" in arrays(tmp_path / "scan")
-    np.testing.assert_allclose(logs["scan"]["train"], logs["plain"]["train"], rtol=1e-4)
-    plain, scan = (saved(tmp_path / name) for name in form)
+    plain_out, scan_out = tmp_path / "plain", tmp_path / "scan"
+    with monkeypatch.context() as patch:
+        patch.setattr(train.report, "sample", lambda *_: "")
+        assert train.main([*given, f"--out={plain_out}"]) == 0
+    mesh = ["--scan", "--recompute=blocks", "--mesh=data=2,seq=2"]
+    assert train.main([*given, *mesh, f"--out={scan_out}"]) == 0
+    losses, of_scan = (log["train"] for log in logs(plain_out, scan_out))
+    np.testing.assert_allclose(of_scan, losses, rtol=1e-4)
+    plain, scan = saved(plain_out), saved(scan_out)
     assert set(scan) == set(plain)
-    name = "blocks.2.att.receptance.weight"
-    stacked = arrays(tmp_path / "scan")["model.blocks.rest.att.receptance.weight"]
-    np.testing.assert_array_equal(scan[name], stacked[1])
+    stacked = arrays(scan_out)["model.blocks.rest.att.receptance.weight"]
+    np.testing.assert_array_equal(scan["blocks.2.att.receptance.weight"], stacked[1])
     with pytest.raises(SystemExit, match="was made with scan True, not False"):
-        train.main([*given, f"--out={tmp_path / 'scan'}", "--resume"])
+        train.main([*given, f"--out={scan_out}", "--resume"])
 
 
 @pytest.mark.slow
@@ -186,13 +173,6 @@ def test_training_keeps_everything_where_it_is(
         assert x.ndim == 0 or x[...].sharding.is_equivalent_to(places[name], x.ndim), name
 
 
-def test_what_a_checkpoint_records(train: ModuleType, options: list[str]) -> None:
-    """The sizes of the model, under the names that earlier checkpoints have."""
-    recorded = train.options.recorded(train.options.parse(options), None)
-    names = ("layers", "width", "head_size", "vocabulary")
-    assert [recorded[name] for name in names] == [1, 32, 16, 256]
-
-
 def test_joined_gradients_give_the_same_updates(
     train: ModuleType, options: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,40 +198,22 @@ def test_joined_gradients_give_the_same_updates(
             assert np.linalg.norm(x - expected) <= 3e-6 * np.linalg.norm(expected)
 
 
-@pytest.mark.slow
-def test_updates_of_stacked_blocks_are_equal(train: ModuleType, options: list[str]) -> None:
-    params = random_like(shapes_of(rwkv7, rwkv7.Config(3, 32, head_size=16, vocab_size=8)))
-    stacked = rwkv7.stacked(params)
-    for count in (train.sizes.size, train.sizes.flops_per_token):
-        assert count(stacked) == count(params)
-    optimizer = train.loop.make_optimizer(train.options.parse(options), 2)
-    found, expected = (
-        jax.jit(optimizer.update)(jax.tree.map(jnp.cos, x), optimizer.init(x), x)[0]
-        for x in (stacked, params)
-    )
-    assert_trees_close(rwkv7.unstacked(found), expected, 1e-6)
-
-
 def test_most_operations_are_of_matrices(train: ModuleType) -> None:
     """The official 1.5B model has 1.53e9 parameters, 2 * 65536 * 2048 of them not in layers."""
-    counts = []
-
-    def count(key: jax.Array) -> None:
-        params = rwkv7.init(key, train.options.SIZES["1.5b"])
-        counts.append(train.sizes.flops_per_token(params))
-
-    jax.eval_shape(count, jax.random.key(0))
-    layers = 1.53e9 - 2 * 65536 * 2048
-    states = 24 * 32 * 64**2
-    assert counts == [pytest.approx(6 * (layers + 256 * 2048 + 4 * states), rel=5e-3)]
+    count = train.sizes.flops_per_token(shapes_of(rwkv7, train.options.SIZES["1.5b"]))
+    layers, states = 1.53e9 - 2 * 65536 * 2048, 24 * 32 * 64**2
+    assert count == pytest.approx(6 * (layers + 256 * 2048 + 4 * states), rel=5e-3)
 
 
 def test_every_twentieth_file_is_held_out(train: ModuleType, tmp_path: Path) -> None:
+    """Of files of a pattern, but neither tests nor folders nor broken links."""
     for i in range(40):
         (tmp_path / f"{i:02}.py").write_text(f"<{i}>")
     (tmp_path / "test").mkdir()
-    (tmp_path / "test" / "no.py").write_text("not ours")
-    (tmp_path / "no.txt").write_text("not ours")
+    for other in ("test/no.py", "no.txt"):
+        (tmp_path / other).write_text("not ours")
+    (tmp_path / "folder.py").mkdir()
+    (tmp_path / "link.py").symlink_to(tmp_path / "missing")
     text, held_out = train.data.read(tmp_path, "*.py")
     assert bytes(held_out) == b"<19>\n<39>"
     assert bytes(text) == "\n".join(f"<{i}>" for i in range(40) if i % 20 != 19).encode()
@@ -283,27 +245,19 @@ def test_documents_in_pieces(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The gradients of the whole documents take little more memory than one piece, and the model
-    learns with and without --detach."""
+    """The model learns, and the gradients of whole documents take little more memory than one
+    piece."""
     (tmp_path / "text").write_bytes(TEXT)
     config = rwkv7.Config(num_layers=1, hidden_size=64, head_size=32, vocab_size=256)
     monkeypatch.setitem(long_context.SIZES, "tiny", config)
-    options = [f"--data={tmp_path / 'text'}", "--piece=16", "--steps=4"]
-
-    def output_of(*more: str) -> str:
-        assert long_context.main([*options, *more]) == 0
-        output = capsys.readouterr().out
-        first, last = map(float, re.findall(r"loss (\S+) to (\S+) nats", output)[0])
-        assert last < first - 0.5
-        return output
-
-    output = output_of()
+    assert long_context.main([f"--data={tmp_path / 'text'}", "--piece=16", "--steps=4"]) == 0
+    output = capsys.readouterr().out
+    first, last = map(float, re.findall(r"loss (\S+) to (\S+) nats", output)[0])
+    assert last < first - 0.5
     one, several, whole = map(float, re.findall(r"([\d.]+) MB", output))
     assert 0 < several - one < (whole - one) / 4  # a GPU's libraries take memory of their own
     (difference,) = re.findall(r"differ from those of the whole by (\S+)", output)
     assert float(difference) < 1e-5
-    monkeypatch.setattr(long_context, "compare", lambda *_: 0.0)  # which does not detach
-    output_of("--detach")
 
 
 @pytest.mark.slow
@@ -338,20 +292,18 @@ def test_only_answers_count(train: ModuleType, task_options: list[str]) -> None:
     for batch in (examples.held_out, *map(examples.batch, range(4))):
         assert batch.tokens.shape[1] - 1 == batch.mask.shape[1] == batch.segment_ids.shape[1]
         for tokens, mask, segment_ids in zip(*batch, strict=True):
-            row, at = bytes(tokens.astype(np.uint8)), 0
-            for number, document in enumerate(re.findall(rb"[0-9]+=[0-9]+\n", row), 1):
-                question, answer = document.strip().split(b"=")
+            row = bytes(tokens.astype(np.uint8))
+            documents = list(re.finditer(rb"([0-9]+)=([0-9]+)\n", row))
+            assert b"".join(document[0] for document in documents) == row.rstrip(b"\0")
+            answers, numbers = np.zeros((2, len(row)))
+            for number, document in enumerate(documents, 1):
+                question, answer = document.groups()
                 assert answer == question[::-1]
-                end, middle = at + len(document), at + len(question) + 1
-                assert row[at:end] == document
-                assert not mask[at : middle - 1].any()
-                assert mask[middle - 1 : end - 1].all()
-                assert (segment_ids[at:end] == number).all()
+                answers[document.start(2) - 1 : document.end() - 1] = 1
+                numbers[document.start() : document.end()] = number
                 lengths.add(len(question))
-                at = end
-            assert not any(row[at:])
-            assert not mask[at:].any()
-            assert not segment_ids[at:].any()
+            np.testing.assert_array_equal(mask, answers[:-1])
+            np.testing.assert_array_equal(segment_ids, numbers[:-1])
     assert lengths == {1, 2, 3, 4}
     first, again, other = (examples.batch(step) for step in (2, 2, 3))
     jax.tree.map(np.testing.assert_array_equal, first, again)
@@ -362,49 +314,32 @@ def test_judge(train: ModuleType, task_options: list[str]) -> None:
     """An answer counts if all of it is right."""
     examples = train.tasks.Examples(train.options.parse(task_options))
 
-    def answer(questions: np.ndarray, length: int, wrong: int | None = None) -> np.ndarray:
+    def answer(questions: np.ndarray, length: int, wrong: Sequence[int] = ()) -> np.ndarray:
         rows = [bytes(row.astype(np.uint8)).lstrip(b"\0") for row in questions]
         answers = [row[-2::-1] + b"\n" for row in rows]
         result = np.array([list(a.ljust(length, b"?")) for a in answers])
-        if wrong is not None:
-            result[:, wrong] += 1
+        result[:, list(wrong)] += 1
         return result
 
     assert examples.exact(answer, 5) == dict.fromkeys(range(1, 5), 1.0)
     for wrong in (0, 1):
-        assert examples.exact(functools.partial(answer, wrong=wrong), 5)[4] == 0.0
+        assert examples.exact(functools.partial(answer, wrong=[wrong]), 5)[4] == 0.0
     # The fourth byte is after the end of the two shortest answers.
-    assert list(examples.exact(functools.partial(answer, wrong=3), 5).values()) == [1, 1, 0, 0]
+    assert list(examples.exact(functools.partial(answer, wrong=[3]), 5).values()) == [1, 1, 0, 0]
 
 
 @pytest.mark.slow
 def test_task(
-    train: ModuleType,
-    task_options: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    train: ModuleType, task_options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A run of a task is interrupted and resumes, and its last lines say what it has learned."""
-    batch = train.tasks.Examples.batch
-
-    def interrupting(self: Any, step: int) -> Any:
-        if step == 1:
-            signal.raise_signal(signal.SIGINT)
-        return batch(self, step)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(train.tasks.Examples, "batch", interrupting)
-        patch.setattr(train.loop, "bound_train_step", lambda *_: lambda _: 9.0)
-        assert train.main(task_options) == 130
-    assert train.main([*task_options, "--resume"]) == 0
-    output = capsys.readouterr().out
-    assert re.search(r"all +\d+ of 12, ", output)
-    assert (
-        f"generate {tmp_path / 'model.safetensors'} --prompt 0123456789= --temperature 0" in output
-    )
-    log = json.loads((tmp_path / "log.json").read_text())
-    assert log["train"][:2] == [9.0, 9.0]
+    """The last lines of a run of a task say what it has learned, also when it is resumed."""
+    for more in ([], ["--resume"]):
+        assert train.main([*task_options, *more]) == 0
+        output = capsys.readouterr().out
+        assert re.search(r"all +\d+ of 12, ", output)
+        prompt = "--prompt 0123456789= --temperature 0"
+        assert f"generate {tmp_path / 'model.safetensors'} {prompt}" in output
+    (log,) = logs(tmp_path)
     assert len(log["train"]) == 4
     assert list(log["exact"]) == ["1", "2", "3", "4"]
     assert log["ngrams"] == {}
@@ -422,13 +357,6 @@ def test_answers(train: ModuleType, task_options: list[str]) -> None:
     np.testing.assert_array_equal(logits.argmax(-1)[:, 2:], answers)
 
 
-def saved_model(path: Path, module: ModuleType, vocabulary: int) -> Any:
-    config = module.Config(num_layers=1, hidden_size=64, head_size=64, vocab_size=vocabulary)
-    params = random_like(shapes_of(module, config))
-    models.save(path, params)
-    return params
-
-
 @pytest.mark.slow
 def test_start_from_a_model(
     train: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -436,19 +364,22 @@ def test_start_from_a_model(
     """The parameters and the sizes are those of the file, which has to be a model of bytes."""
     path = tmp_path / "model.safetensors"
     option = f"--model={path}"
-    params = saved_model(path, rwkv7, 256)
+    params, old = (
+        random_like(shapes_of(module, module.Config(1, 64, head_size=64, vocab_size=256)))
+        for module in (rwkv7, rwkv6)
+    )
+    models.save(path, params)
     _, model = train.prepare(train.options.parse([option, "--size=0.1b"]))
     jax.tree.map(np.testing.assert_array_equal, flax.arrays(model.params), params)
 
-    accepted = "accepted is RWKV-7 with the 256 bytes, not quantised"
-    models.save(path, models.quantize(params))
-    with pytest.raises(
-        SystemExit, match=f"RWKV-7 with 256 different tokens, quantised; {accepted}"
+    for refused, what in (
+        (models.quantize(params), "RWKV-7 with 256 different tokens, quantised"),
+        (old, "RWKV-6 with 256 different tokens"),
     ):
-        train.main([option])
-    saved_model(path, rwkv6, 256)
-    with pytest.raises(SystemExit, match=f"RWKV-6 with 256 different tokens; {accepted}"):
-        train.main([option])
+        models.save(path, refused)
+        message = f"{what}; accepted is RWKV-7 with the 256 bytes, not quantised"
+        with pytest.raises(SystemExit, match=message):
+            train.main([option])
     with pytest.raises(SystemExit):
         train.main([option, "--layers=2"])
     assert "--model excludes --layers" in capsys.readouterr().err

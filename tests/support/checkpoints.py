@@ -5,29 +5,58 @@ import io
 import json
 import math
 import pickle
+import re
 import zipfile
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
 
 Tensors: TypeAlias = dict[str, np.ndarray]
-Shapes: TypeAlias = dict[str, tuple[int, ...]]
 
 INDEX = "model.safetensors.index.json"
 RANKS = {"w": 7, "a": 5, "v": 3, "g": 9}
-MIX_RANK, DECAY_RANK = 3, 7
 UNUSED = ("blocks.0.att.v0", "blocks.0.att.v1", "blocks.0.att.v2")
-VECTORS = ("x_r", "x_w", "x_k", "x_v", "x_a", "x_g", "w0", "a0", "v0", "k_k", "k_a")
-TORCH = {"bfloat16": "BFloat16", "float16": "Half", "float32": "Float", "int64": "Long"}
 SAFETENSORS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "int64": "I64", "int8": "I8"}
+
+LINEAR = "receptance.weight key.weight value.weight output.weight"
+WITH_GATE = f"{LINEAR} gate.weight"
+KVR = "time_mix_k time_mix_v time_mix_r"
+KVRG = f"{KVR} time_mix_g"
+GATED = {"FC": "key.weight", "CC": "receptance.weight", "CF": "value.weight"}
+GATED |= {"11C": "time_mix_k time_mix_r"}
+MIXINGS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
+    "RWKV-4": ({"11C": KVR, "C": "time_decay time_first", "CC": LINEAR}, GATED),
+    "RWKV-5.0": ({"11C": KVR, "H": "time_decay time_first", "CC": LINEAR}, GATED),
+    "RWKV-5.1": ({"11C": KVRG, "H": "time_decay time_faaaa", "CC": WITH_GATE}, GATED),
+    "RWKV-5.2": ({"11C": KVRG, "HK": "time_decay time_faaaa", "CC": WITH_GATE}, GATED),
+    "RWKV-6": (
+        {
+            "11C": " ".join(f"time_maa_{x}" for x in "xwkvrg") + " time_decay",
+            "CN": "time_maa_w1",
+            "5MC": "time_maa_w2",
+            "CD": "time_decay_w1",
+            "DC": "time_decay_w2",
+            "HK": "time_faaaa",
+            "CC": WITH_GATE,
+        },
+        GATED | {"11C": "time_maa_k time_maa_r"},
+    ),
+    "RWKV-7": (
+        {"11C": "x_r x_w x_k x_v x_a x_g w0 a0 v0 k_k k_a", "HK": "r_k", "CC": LINEAR}
+        | {f"C{x}": f"{x}1" for x in RANKS}
+        | {f"{x}C": f"{x}2" for x in RANKS},
+        {"11C": "x_k", "FC": "key.weight", "CF": "value.weight"},
+    ),
+}
+"""The tensors of time mixing and channel mixing in a block by their axes, for each version. F is
+the width of channel mixing, and M, N, D and small letters are ranks."""
 
 
 def rwkv7(**options: Any) -> Tensors:
-    """The tensors of RWKV-LM's training code. In the first block `v0` to `v2` are unused."""
+    """The tensors of RWKV-7. In the first block `v0` to `v2` are unused."""
     return official("RWKV-7", **options)
 
 
@@ -43,87 +72,22 @@ def official(
     """The tensors of RWKV-LM's training code for a version in `MIXINGS`."""
     rng = np.random.default_rng(0)
     width = heads * head_size
-    att, ffn = MIXINGS[version](heads, head_size)
-
-    def norm(name: str) -> Shapes:
-        return {f"{name}.weight": (width,), f"{name}.bias": (width,)}
-
-    shapes: Shapes = {"emb.weight": (vocabulary, width)}
+    hidden = {"RWKV-4": 4 * width + 3, "RWKV-7": 4 * width}.get(version, 3 * width + 1)
+    sizes = {"1": 1, "5": 5, "C": width, "F": hidden, "H": heads, "K": head_size}
+    sizes |= {"M": 3, "N": 15, "D": 7, **RANKS}
+    names = {"emb.weight head.weight": (vocabulary, width), "ln_out.weight ln_out.bias": (width,)}
+    shapes = {name: shape for several, shape in names.items() for name in several.split()}
     for i in range(layers):
-        for name in ("ln1", "ln2") if i else ("ln0", "ln1", "ln2"):
-            shapes |= norm(f"blocks.{i}.{name}")
-        shapes |= {f"blocks.{i}.att.{name}": shape for name, shape in att.items()}
-        if version != "RWKV-4":
-            shapes |= norm(f"blocks.{i}.att.ln_x")
-        shapes |= {f"blocks.{i}.ffn.{name}": shape for name, shape in ffn.items()}
-    shapes |= norm("ln_out") | {"head.weight": (vocabulary, width)}
+        norms = ["ln1", "ln2", *["ln0"] * (i == 0), *["att.ln_x"] * (version != "RWKV-4")]
+        shapes |= {f"blocks.{i}.{x}.{end}": (width,) for x in norms for end in ("weight", "bias")}
+        for part, mixing in zip(("att", "ffn"), MIXINGS[version], strict=True):
+            for axes, several in mixing.items():
+                shape = tuple(sizes[axis] for axis in axes)
+                shapes |= {f"blocks.{i}.{part}.{name}": shape for name in several.split()}
     return {
         name: (0.3 * rng.standard_normal(shape)).astype(jnp.dtype(dtype))
         for name, shape in shapes.items()
     }
-
-
-def vectors(names: Iterable[str], width: int) -> Shapes:
-    return dict.fromkeys(names, (1, 1, width))
-
-
-def weights(width: int, *more: str) -> Shapes:
-    names = ("receptance", "key", "value", "output", *more)
-    return {f"{name}.weight": (width, width) for name in names}
-
-
-def gated(hidden: int, width: int, mix: str) -> Shapes:
-    """The channel mixing with a gate."""
-    linear = {"key": (hidden, width), "receptance": (width, width), "value": (width, hidden)}
-    mixes = vectors((f"{mix}_k", f"{mix}_r"), width)
-    return mixes | {f"{name}.weight": shape for name, shape in linear.items()}
-
-
-def mixings_of_rwkv7(heads: int, head_size: int) -> tuple[Shapes, Shapes]:
-    width, hidden = heads * head_size, 4 * heads * head_size
-    att = vectors(VECTORS, width)
-    att |= {f"{name}1": (width, rank) for name, rank in RANKS.items()}
-    att |= {f"{name}2": (rank, width) for name, rank in RANKS.items()}
-    att |= {"r_k": (heads, head_size)} | weights(width)
-    linear = {"key.weight": (hidden, width), "value.weight": (width, hidden)}
-    return att, vectors(["x_k"], width) | linear
-
-
-def mixings_of_rwkv6(heads: int, head_size: int) -> tuple[Shapes, Shapes]:
-    width = heads * head_size
-    att = vectors((f"time_maa_{x}" for x in "xwkvrg"), width)
-    att |= {"time_maa_w1": (width, 5 * MIX_RANK), "time_maa_w2": (5, MIX_RANK, width)}
-    att |= {"time_decay": (1, 1, width), "time_faaaa": (heads, head_size)}
-    att |= {"time_decay_w1": (width, DECAY_RANK), "time_decay_w2": (DECAY_RANK, width)}
-    return att | weights(width, "gate"), gated(3 * width + 1, width, "time_maa")
-
-
-def mixings_of_rwkv5(
-    heads: int, head_size: int, *, of_head: bool = False, gate: bool = True, bonus: str
-) -> tuple[Shapes, Shapes]:
-    width = heads * head_size
-    of_heads = (heads,) if of_head else (heads, head_size)
-    att = vectors((f"time_mix_{x}" for x in ("kvrg" if gate else "kvr")), width)
-    att |= {"time_decay": of_heads, bonus: of_heads} | weights(width, *["gate"] * gate)
-    return att, gated(3 * width + 1, width, "time_mix")
-
-
-def mixings_of_rwkv4(heads: int, head_size: int) -> tuple[Shapes, Shapes]:
-    width = heads * head_size
-    att = vectors((f"time_mix_{x}" for x in "kvr"), width)
-    att |= {"time_decay": (width,), "time_first": (width,)} | weights(width)
-    return att, gated(4 * width + 3, width, "time_mix")
-
-
-MIXINGS: dict[str, Callable[[int, int], tuple[Shapes, Shapes]]] = {
-    "RWKV-4": mixings_of_rwkv4,
-    "RWKV-5.0": partial(mixings_of_rwkv5, of_head=True, gate=False, bonus="time_first"),
-    "RWKV-5.1": partial(mixings_of_rwkv5, of_head=True, bonus="time_faaaa"),
-    "RWKV-5.2": partial(mixings_of_rwkv5, bonus="time_faaaa"),
-    "RWKV-6": mixings_of_rwkv6,
-    "RWKV-7": mixings_of_rwkv7,
-}
-"""The names and shapes of time mixing and channel mixing in a block, by version."""
 
 
 def hugging_face(tensors: Tensors) -> Tensors:
@@ -140,36 +104,30 @@ def hugging_face(tensors: Tensors) -> Tensors:
 
 def fla(tensors: Tensors) -> Tensors:
     """The tensors as flash-linear-attention has them."""
-    words = {"att": "attn", "ln0": "pre_norm", "ln1": "attn_norm", "ln2": "ffn_norm"}
-    maps = {"receptance": "r_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
-    found = {
-        "model.embeddings.weight": tensors["emb.weight"],
-        "model.norm.weight": tensors["ln_out.weight"],
-        "model.norm.bias": tensors["ln_out.bias"],
-        "lm_head.weight": tensors["head.weight"],
-    }
+    words = {"emb": "model.embeddings", "ln_out": "model.norm", "head": "lm_head"}
+    words |= {"blocks": "model.layers", "ln0": "pre_norm", "ln1": "attn_norm", "ln2": "ffn_norm"}
+    words |= {f"att.{x}": f"att.{x[0]}_proj" for x in ("receptance", "key", "value", "output")}
+    words |= {"att": "attn", "ln_x": "g_norm", "([wavg])0": r"\1_lora.lora.2.bias"}
+    words |= {"([wavg])1": r"\1_lora.lora.0.weight", "([wavg])2": r"\1_lora.lora.2.weight"}
+    found = {}
     for name, x in tensors.items():
-        if not name.startswith("blocks.") or name in UNUSED:
-            continue
-        _, layer, part, first, *rest = name.split(".")
-        if part == "att" and first in ("k_k", "k_a"):
+        there = name
+        for word, other in words.items():
+            there = re.sub(rf"\b{word}(?=\.|$)", other, there)
+        if re.search(r"\.[wavg][12]$", name):
+            x = x.T
+        elif re.search(r"\.([wav]0|k_k|k_a|ffn\.x_k)$", name):
             x = x.reshape(-1)
-        elif part == "att" and len(first) == 2 and first[0] in RANKS:
-            lora = {"0": "2.bias", "1": "0.weight", "2": "2.weight"}[first[1]]
-            first, x = f"{first[0]}_lora.lora.{lora}", x.reshape(-1) if first[1] == "0" else x.T
-        elif part == "att":
-            first = (maps | {"ln_x": "g_norm"}).get(first, first)
-        elif part == "ffn" and first == "x_k":
-            x = x.reshape(-1)
-        found[".".join(["model.layers", layer, words.get(part, part), first, *rest])] = x
+        if name not in UNUSED:
+            found[there] = x
     return found
 
 
-class Storage:
+class Storage(NamedTuple):
     """What a tensor of PyTorch is a view of."""
 
-    def __init__(self, key: str, x: np.ndarray):
-        self.key, self.x = key, x
+    key: str
+    x: np.ndarray
 
 
 class Global(str):
@@ -179,29 +137,30 @@ class Global(str):
         """What a pickler takes for a function can be called."""
 
 
+class Call:
+    """A value that a pickle makes by calling a function."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any):
+        self.call = function, arguments
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+TORCH = {"bfloat16": "BFloat16", "float16": "Half", "float32": "Float", "int64": "Long"}
+KINDS = {dtype: Global(f"torch {name}Storage") for dtype, name in TORCH.items()}
 REBUILD = Global("torch._utils _rebuild_tensor_v2")
 REBUILD_PARAMETER = Global("torch._utils _rebuild_parameter")
-KINDS = {dtype: Global(f"torch {name}Storage") for dtype, name in TORCH.items()}
 
 
-class Tensor:
-    """A tensor of PyTorch, which is pickled as a call of `_rebuild_tensor_v2`."""
-
-    def __init__(
-        self,
-        storage: Storage,
-        shape: tuple[int, ...],
-        strides: tuple[int, ...],
-        offset: int = 0,
-    ):
-        self.call = REBUILD, (storage, offset, shape, strides, False, collections.OrderedDict())
+def tensor(
+    storage: Storage, shape: tuple[int, ...], strides: tuple[int, ...], offset: int = 0
+) -> Call:
+    return Call(REBUILD, storage, offset, shape, strides, False, collections.OrderedDict())
 
 
-class Parameter(Tensor):
-    """Pickled as a call of another function with the tensor."""
-
-    def __init__(self, *arguments: Any):
-        self.call = REBUILD_PARAMETER, (Tensor(*arguments), True, collections.OrderedDict())
+def parameter(*arguments: Any) -> Call:
+    return Call(REBUILD_PARAMETER, tensor(*arguments), True, collections.OrderedDict())
 
 
 class Pickler(pickle._Pickler):
@@ -217,9 +176,6 @@ class Pickler(pickle._Pickler):
         self.storages[obj.key] = obj.x.tobytes()
         return "storage", KINDS[str(obj.x.dtype)], obj.key, "cpu", obj.x.size
 
-    def reducer_override(self, obj: Any) -> Any:
-        return obj.call if isinstance(obj, Tensor) else NotImplemented
-
     def save_torch_global(self: Any, obj: Global) -> None:
         self.write(pickle.GLOBAL + obj.replace(" ", "\n").encode() + b"\n")
         self.memoize(obj)
@@ -234,7 +190,9 @@ def torch_pickle(value: Any) -> tuple[bytes, dict[str, bytes]]:
     return file.getvalue(), pickler.storages
 
 
-def state_dict(tensors: Mapping[str, np.ndarray], kind: type[Tensor] = Tensor) -> Any:
+def state_dict(
+    tensors: Mapping[str, np.ndarray], kind: Callable[..., Call] = tensor
+) -> collections.OrderedDict[str, Call]:
     """The `state_dict` of a module of PyTorch, with the attribute that it has."""
 
     class Attributed(collections.OrderedDict):
@@ -249,33 +207,41 @@ def state_dict(tensors: Mapping[str, np.ndarray], kind: type[Tensor] = Tensor) -
     return found
 
 
-def write_archive(
-    path: Path,
+def archive(
     pickled: bytes,
-    storages: Mapping[str, bytes],
+    storages: Mapping[str, bytes] = {},
     *,
     compression: int = zipfile.ZIP_STORED,
     byteorder: bytes = b"little",
-) -> Path:
+) -> bytes:
     """A zip archive as torch.save makes it: no compression, and contents aligned to 64 bytes."""
     members = {"data.pkl": pickled, "byteorder": byteorder}
     members |= {f"data/{key}": x for key, x in storages.items()} | {"version": b"3\n"}
-    with zipfile.ZipFile(path, "w") as archive:
+    with zipfile.ZipFile(file := io.BytesIO(), "w") as opened:
         for name, content in members.items():
-            info = zipfile.ZipInfo(f"{path.stem}/{name}")
+            info = zipfile.ZipInfo(f"model/{name}")
             info.compress_type = compression
-            assert archive.fp is not None
-            start = archive.fp.tell() + 30 + len(info.filename) + 4
-            size = -start % 64
+            size = -(file.tell() + 30 + len(info.filename) + 4) % 64
             info.extra = b"FB" + size.to_bytes(2, "little") + b"Z" * size
-            archive.writestr(info, content)
+            opened.writestr(info, content)
             info.extra = b""  # the directory at the end has none
+    return file.getvalue()
+
+
+def torch_file(value: Any, **options: Any) -> bytes:
+    """What torch.save writes."""
+    return archive(*torch_pickle(value), **options)
+
+
+def write_pth(path: Path, tensors: Mapping[str, np.ndarray]) -> Path:
+    path.write_bytes(torch_file(state_dict(tensors)))
     return path
 
 
-def write_pth(path: Path, value: Any, **options: Any) -> Path:
-    """What torch.save writes."""
-    return write_archive(path, *torch_pickle(value), **options)
+def safetensors(header: Any, contents: bytes = b"", size: int | None = None) -> bytes:
+    """A header, whose size may be wrong, and the contents of tensors."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return (len(text) if size is None else size).to_bytes(8, "little") + text + contents
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, np.ndarray]) -> Path:
@@ -287,7 +253,8 @@ def write_safetensors(path: Path, tensors: Mapping[str, np.ndarray]) -> Path:
             "shape": x.shape,
             "data_offsets": (begin, len(contents)),
         }
-    return write_header(path, header, contents)
+    path.write_bytes(safetensors(header, contents))
+    return path
 
 
 def write_model(folder: Path, version: str = "RWKV-7", **options: Any) -> Path:
@@ -295,21 +262,8 @@ def write_model(folder: Path, version: str = "RWKV-7", **options: Any) -> Path:
     return write_safetensors(folder / "model.safetensors", official(version, **options))
 
 
-def write_header(path: Path, header: Any, contents: bytes, size: int | None = None) -> Path:
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    path.write_bytes((len(text) if size is None else size).to_bytes(8, "little") + text + contents)
+def write_index(folder: Path, files: Any) -> Path:
+    """The index that says in which file each tensor is."""
+    path = folder / INDEX
+    path.write_text(json.dumps({"metadata": {"total_size": 0}, "weight_map": files}))
     return path
-
-
-def write_shards(folder: Path, tensors: Tensors, shards: int) -> Path:
-    """Several files, and the index that says where each tensor is."""
-    folder.mkdir()
-    files = {}
-    for i in range(shards):
-        file = f"model-{i + 1:05}-of-{shards:05}.safetensors"
-        part = {name: x for j, (name, x) in enumerate(tensors.items()) if j % shards == i}
-        write_safetensors(folder / file, part)
-        files |= dict.fromkeys(part, file)
-    index = {"metadata": {"total_size": 0}, "weight_map": files}
-    (folder / INDEX).write_text(json.dumps(index))
-    return folder

@@ -1,24 +1,23 @@
 """The training scripts as modules."""
 
 import contextlib
-import importlib.util
-from collections.abc import Iterator
+import importlib
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any, TypeAlias
 
 import jax
 import pytest
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
+SCRIPTS = str(Path(__file__).parents[2] / "scripts")
 
 
 def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    if SCRIPTS not in sys.path:
+        sys.path.append(SCRIPTS)
+    return importlib.import_module(name)
 
 
 @contextlib.contextmanager
@@ -34,3 +33,22 @@ def running(name: str) -> Iterator[ModuleType]:
 def train() -> Iterator[ModuleType]:
     with running("train") as module:
         yield module
+
+
+AtStep: TypeAlias = Callable[[int, Callable[[], object]], None]
+
+
+@pytest.fixture
+def at_step(train: ModuleType, monkeypatch: pytest.MonkeyPatch) -> AtStep:
+    """Does something when `train` reads the batch of a step."""
+    batch_at = train.data.batch_at
+
+    def at_step(step: int, action: Callable[[], object]) -> None:
+        def acting(number: int, *arguments: Any, **options: Any) -> Any:
+            if number == step:
+                action()
+            return batch_at(number, *arguments, **options)
+
+        monkeypatch.setattr(train.data, "batch_at", acting)
+
+    return at_step
