@@ -121,6 +121,7 @@ def test_a_loss_without_jit(mesh: Mesh) -> None:
     _assert_same_as_on_the_host(loss, mesh, on_mesh, weight)
 
 
+@pytest.mark.slow
 def test_an_operator_of_the_mesh(params: rwkv7.Params, mesh: Mesh) -> None:
     over_heads = sharding.shard(wkv7, mesh=mesh, batch="data", heads="model")
     of_mesh = models.Kernels(wkv=over_heads)
