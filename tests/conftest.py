@@ -80,19 +80,20 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         from support.cases import GPUS
 
         internals.native_module("cuda").limit_devices(*GPUS[limits], hopper=limits == "9.0")
-    missing = rwkv_jax.build_info()["missing"]
-    required = set(filter(None, os.environ.get("RWKV_JAX_REQUIRE", "").split(",")))
-    if "official" in required and not OFFICIAL:
-        pytest.exit("RWKV_JAX_REQUIRE: official: torch or rwkv is not installed", returncode=1)
-    if "libtpu" in required and not LIBTPU:
-        pytest.exit("RWKV_JAX_REQUIRE: libtpu is not installed", returncode=1)
-    for platform in sorted(required - {"official", "libtpu"}):
-        if missing[platform]:
-            pytest.exit(f"RWKV_JAX_REQUIRE: {platform}: {missing[platform]}", returncode=1)
-        try:
-            jax.devices(platform)
-        except RuntimeError as error:
-            pytest.exit(f"RWKV_JAX_REQUIRE: {platform}: {error}", returncode=1)
+    missing = {
+        **rwkv_jax.build_info()["missing"],
+        "official": None if OFFICIAL else "torch or rwkv is not installed",
+        "libtpu": None if LIBTPU else "libtpu is not installed",
+    }
+    for required in filter(None, os.environ.get("RWKV_JAX_REQUIRE", "").split(",")):
+        reason = missing[required]
+        if reason is None and required in ("cpu", "cuda"):
+            try:
+                jax.devices(required)
+            except RuntimeError as error:
+                reason = str(error)
+        if reason is not None:
+            pytest.exit(f"RWKV_JAX_REQUIRE: {required}: {reason}", returncode=1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

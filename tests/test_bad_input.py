@@ -9,25 +9,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 
 import rwkv_jax
+from rwkv_jax import sharding
+from support import meshes
 from support.cases import Case
 from support.harness import operands, value_and_gradients
-from support.operators import OPERATORS, Run, runs
+from support.operators import OPERATORS, SEQUENCES, STEPS, Run, flat, runs
 
 pytestmark = [pytest.mark.usefixtures("unchecked_types"), pytest.mark.quick("op", "run.op")]
 
 CASE = Case(2, 16, 2, 32)
-ARGUMENTS = [(op, name) for op, x in OPERATORS.items() for name in x.names]
 WITH_HEADS = [op for op in OPERATORS if "wkv4" not in op]
 
 each_operator = pytest.mark.parametrize("op", OPERATORS)
-each_argument = pytest.mark.parametrize(("op", "name"), ARGUMENTS)
-each_run = pytest.mark.parametrize("run", runs(CASE, others=2))
-
-
-def _inputs(op: str) -> list[Any]:
-    return list(OPERATORS[op].make(CASE)[0].values())
+each_argument = pytest.mark.parametrize(
+    ("op", "name"), [(op, name) for op, x in OPERATORS.items() for name in x.names]
+)
 
 
 def _arguments(op: str, **changed: Any) -> dict[str, Any]:
@@ -72,19 +71,21 @@ def test_mismatched_sizes(op: str, name: str) -> None:
 
 
 @each_operator
-def test_the_odd_dtype_is_named(op: str) -> None:
-    for name in OPERATORS[op].inputs:
-        x = _arguments(op)[name].astype(jnp.bfloat16)
-        _refuses(op, TypeError, f"{name} is bfloat16 where the others are float32", **{name: x})
+def test_wrong_dtypes(op: str) -> None:
+    arrays, inputs = _arguments(op), OPERATORS[op].inputs
 
+    def refuses(message: str, dtype: str, *names: str) -> None:
+        changed = {name: arrays[name].astype(jnp.dtype(dtype)) for name in names}
+        _refuses(op, TypeError, f"{names[0]} is {dtype}{message}", **changed)
 
-@each_operator
-@pytest.mark.parametrize("dtype", ["int32", "uint8", "bool", "complex64", "float64"])
-def test_dtypes_that_are_not_accepted(op: str, dtype: str) -> None:
-    arrays = _arguments(op)
-    for names in (["k"], OPERATORS[op].inputs):
-        changed = {name: arrays[name].astype(dtype) for name in names}
-        _refuses(op, TypeError, f"{names[0]} is {dtype}; accepted are float32", **changed)
+    for name in inputs:
+        refuses(" where the others are float32", "bfloat16", name)
+    for dtype in ("int32", "uint8", "bool", "complex64", "float64"):
+        refuses("; accepted are float32", dtype, "k")
+        refuses("; accepted are float32", dtype, *inputs)
+    for dtype in ("bfloat16", "float16", "int32", "float64"):
+        for name in OPERATORS[op].states:
+            refuses("; accepted is float32", dtype, name)
 
 
 @each_operator
@@ -94,25 +95,14 @@ def test_float64_under_x64(op: str) -> None:
     with jax.enable_x64(True):
         wide = {name: jnp.asarray(arrays[name], "float64") for name in OPERATORS[op].inputs}
         _refuses(op, TypeError, f"{next(iter(wide))} is float64; accepted are float32", **wide)
-        step = op.endswith("_step")
-        given = {name: x for name, x in arrays.items() if step or name not in states}
-        for implementation in (None, "xla", "reference"):
-            call = functools.partial(OPERATORS[op].function, implementation=implementation)
-            result = jax.eval_shape(lambda call=call: call(**given))
-            assert {x.dtype.name for x in jax.tree.leaves(result)} == {"float32"}
-        if not step:
-            ids = jnp.ones(given["k"].shape[:2], jnp.int32)
-            packed = functools.partial(OPERATORS[op].function, segment_ids=ids)
-            result = jax.eval_shape(lambda: packed(**given))
-            assert {x.dtype.name for x in jax.tree.leaves(result)} == {"float32"}
-
-
-@each_operator
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int32", "float64"])
-def test_state_of_a_wrong_dtype(op: str, dtype: str) -> None:
-    for name in OPERATORS[op].states:
-        x = _arguments(op)[name].astype(dtype)
-        _refuses(op, TypeError, f"{name} is {dtype}; accepted is float32", **{name: x})
+        several: list[dict[str, Any]] = [{"implementation": x} for x in (None, "xla", "reference")]
+        given = arrays
+        if not op.endswith("_step"):
+            given = {name: x for name, x in arrays.items() if name not in states}
+            several.append({"segment_ids": jnp.ones(given["k"].shape[:2], jnp.int32)})
+        for options in several:
+            call = functools.partial(OPERATORS[op].function, **given, **options)
+            assert {x.dtype.name for x in jax.tree.leaves(jax.eval_shape(call))} == {"float32"}
 
 
 @each_operator
@@ -132,10 +122,11 @@ UNKNOWN = {
 @each_operator
 @pytest.mark.parametrize("option", UNKNOWN)
 def test_unknown_options(op: str, option: str) -> None:
+    inputs, _ = OPERATORS[op].make(CASE)
     first = {
         "decay": ", ".join(map(repr, OPERATORS[op].decays)),
         "precision": "None",
-        "implementation": repr(next(iter(rwkv_jax.implementations(op, *_inputs(op))))),
+        "implementation": repr(next(iter(rwkv_jax.implementations(op, *inputs.values())))),
     }
     for value in UNKNOWN[option]:
         message = f"{option} is {value!r}; accepted are {first[option]}"
@@ -143,37 +134,29 @@ def test_unknown_options(op: str, option: str) -> None:
 
 
 @each_operator
-def test_decay_has_no_default(op: str) -> None:
-    arrays = _arguments(op)
-    del arrays["decay"]
-    missing = rf"^{op}\(\) missing 1 required keyword-only argument: 'decay'$"
-    with pytest.raises(TypeError, match=missing):
-        OPERATORS[op].function(**arrays)
-
-
-@each_operator
-def test_options_are_keywords(op: str) -> None:
-    arrays = _arguments(op)
+def test_options_are_keywords_and_decay_has_no_default(op: str) -> None:
+    arrays, call = _arguments(op), getattr(rwkv_jax, op)
     parts = [arrays.pop(name) for name in OPERATORS[op].states]
     decay, state = arrays.pop("decay"), parts[0] if op in WITH_HEADS else rwkv_jax.Wkv4State(*parts)
     operands = (*arrays.values(), state)
-    call = getattr(rwkv_jax, op)
     jax.eval_shape(functools.partial(call, decay=decay), *operands)
     number = len(operands)
     refused = rf"^{op}\(\) takes .*{number} positional arguments but {number + 1} were given$"
     with pytest.raises(TypeError, match=refused):
         call(*operands, decay)
+    missing = rf"^{op}\(\) missing 1 required keyword-only argument: 'decay'$"
+    with pytest.raises(TypeError, match=missing):
+        call(*operands)
 
 
 @pytest.mark.slow
-@each_run
+@pytest.mark.parametrize("run", runs(CASE, others=2))
 def test_no_heads(run: Run) -> None:
     """Rows and tokens may be none as well: test_ops.py has such cases."""
     inputs, cotangents = operands(run.op, Case(2, 16, 0, 32))
     found = value_and_gradients(run, inputs, cotangents)
-    assert {name: found[f"d{name}"].shape for name in inputs} == {
-        name: x.shape for name, x in inputs.items()
-    }
+    for name, x in inputs.items():
+        assert found[f"d{name}"].shape == x.shape
 
 
 @pytest.mark.parametrize("op", WITH_HEADS)
@@ -221,3 +204,60 @@ def test_nan_reaches_its_own_head_only(run: Run, decay: str, name: str) -> None:
         else:
             others[1, :, own] = False
         assert np.isfinite(x[others]).all(), label
+
+
+@pytest.mark.parametrize("op", STEPS)
+def test_wrong_active(op: str) -> None:
+    for error, message, active in (
+        (TypeError, "is a list; accepted is a JAX or numpy array", [True, False]),
+        (TypeError, "is int32; accepted is bool", np.ones(2, np.int32)),
+        (ValueError, "has shape (3,); accepted is [B] = (2,)", np.ones(3, bool)),
+    ):
+        _refuses(op, error, f"active {message}", active=active)
+
+
+@pytest.mark.parametrize("op", SEQUENCES)
+def test_wrong_segment_ids(op: str) -> None:
+    ids = np.ones((2, 16), np.int32)
+    for error, message, wrong in (
+        (TypeError, "is a list; accepted is a JAX or numpy array", ids.tolist()),
+        (TypeError, "is float32; accepted are integers", ids.astype(np.float32)),
+        (TypeError, "is bool; accepted are integers", ids > 0),
+        *(
+            (ValueError, f"has shape {x.shape}; accepted is [B, T] = (2, 16)", x)
+            for x in (ids[:1], ids[:, 1:], ids[0], ids[..., None])
+        ),
+    ):
+        _refuses(op, error, f"segment_ids {message}", segment_ids=wrong)
+
+
+@pytest.mark.parametrize("op", SEQUENCES)
+def test_wrong_cu_seqlens(op: str, cpus: list[Any]) -> None:
+    inputs, _ = operands(op, Case(1, 8, 2, 16), cu_seqlens=[0, 3, 8])
+    right, accepted = np.array([0, 3, 8], np.int32), "accepted are numbers from 0 to T = 8"
+    for error, message, wrong in (
+        (TypeError, "is a list; accepted is a JAX or numpy array", [0, 3, 8]),
+        (TypeError, "is int64; accepted is int32", right.astype(np.int64)),
+        (TypeError, "is float32; accepted is int32", right.astype(np.float32)),
+        (ValueError, "has shape (1, 3); accepted is [S + 1]", right[None]),
+        (ValueError, "has shape (0,); accepted is [S + 1]", right[:0]),
+        (ValueError, f"starts with 1; {accepted}", np.array([1, 3, 8], np.int32)),
+        (ValueError, f"has 5 behind 9; {accepted}", np.array([0, 9, 5], np.int32)),
+        (ValueError, f"ends with 7; {accepted}", np.array([0, 3, 7], np.int32)),
+        (ValueError, "with B = 2; accepted is B = 1", right),
+    ):
+        rows = {} if "B = 2" in message else inputs
+        _refuses(op, error, f"cu_seqlens {message}", **rows, cu_seqlens=wrong)
+    state = OPERATORS[op].states[0]
+    message = f"{state} has shape {inputs[state].shape}, so S = 2, where cu_seqlens has S + 1 = 4"
+    _refuses(op, ValueError, message, **inputs, cu_seqlens=np.array([0, 3, 3, 8], np.int32))
+    both = {"segment_ids": np.ones((1, 8), np.int32), "cu_seqlens": right}
+    _refuses(op, ValueError, "segment_ids with cu_seqlens; accepted is None", **inputs, **both)
+
+    mesh, public = meshes.mesh("x=2", AxisType.Auto, cpus), Run(op, None).public
+    for function, message in (
+        (sharding.shard(public, mesh, sequence="x"), "with sequence = 'x'; accepted with it"),
+        (sharding.sequence_parallel(public, "x"), "along 'x'; accepted is None"),
+    ):
+        with pytest.raises(ValueError, match=f"{op}: cu_seqlens {message}"):
+            flat(op, function)(**inputs, decay="exp", cu_seqlens=right)

@@ -2,6 +2,7 @@
 models are."""
 
 import contextlib
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -64,26 +65,6 @@ def test_loss_and_gradients(module: ModuleType, where: str, mesh: Mesh) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("set_mesh", [False, True], ids=["arguments", "set_mesh"])
-def test_a_loop_over_tokens_equals_the_sequence(
-    set_mesh: bool, params: rwkv7.Params, mesh: Mesh
-) -> None:
-    """Also that states keep their types from step to step."""
-
-    def in_turn(params: Any, tokens: jax.Array) -> jax.Array:
-        def step(state: Any, token: jax.Array) -> tuple[Any, jax.Array]:
-            logits, state = rwkv7.apply(params, token, state)
-            return state, logits
-
-        return jax.lax.scan(step, rwkv7.initial_state(params, 4), tokens.T)[1]
-
-    with jax.set_mesh(mesh) if set_mesh else contextlib.nullcontext():
-        found = jax.jit(in_turn)(placed(rwkv7, params, mesh, "model"), tokens_on(mesh))
-    expected = rwkv7.apply(params, TOKENS)[0]
-    assert_trees_close(jnp.swapaxes(np.asarray(found), 0, 1), expected, 1e-4)
-
-
-@pytest.mark.slow
 def test_without_jit(params: rwkv7.Params, mesh: Mesh) -> None:
     on_mesh = placed(rwkv7, params, mesh, "model")
     logits, state = rwkv7.apply(on_mesh, tokens_on(mesh))
@@ -97,10 +78,19 @@ def test_without_jit(params: rwkv7.Params, mesh: Mesh) -> None:
         assert_trees_close(jax.tree.map(np.asarray, found), expected, 1e-4)
 
 
+def _assert_same_as_on_the_host(call: Callable[..., Any], mesh: Mesh, *operands: Any) -> None:
+    """Results, all of which are on the mesh, and the gradients of all operands."""
+    found, pullback = jax.vjp(call, *operands)
+    right, of_host = jax.vjp(call, *jax.tree.map(np.asarray, operands))
+    assert {x.sharding.mesh for x in found} == {mesh}
+    on_mesh = jax.tree.map(np.asarray, (tuple(found), pullback(found)))
+    assert_trees_close(on_mesh, (tuple(right), of_host(right)), 1e-5)
+
+
 @pytest.mark.parametrize("op", ["wkv7", "wkv4", "wkv6_step"])
 def test_an_operator_without_jit(op: str, mesh: Mesh) -> None:
     """Inputs of tokens are on the mesh; shared ones, states and ids of segments are not, or are
-    made on the way. With gradients of all."""
+    made on the way."""
     operator = OPERATORS[op]
     case = cases.Case(4, 1 if op in STEPS else 5, 2, 16)
     inputs, _ = operator.make(case)
@@ -116,12 +106,7 @@ def test_an_operator_without_jit(op: str, mesh: Mesh) -> None:
         return operator.function(**timed, **given, **options)
 
     for given in (without, without | states) if op in SEQUENCES else (without | states,):
-        found, pullback = jax.vjp(call, timed, given)
-        expected, of_host = jax.vjp(call, *jax.tree.map(np.asarray, (timed, given)))
-        assert {x.sharding.mesh for x in found} == {mesh}
-        assert_trees_close(jax.tree.map(np.asarray, tuple(found)), tuple(expected), 1e-5)
-        gradients = jax.tree.map(np.asarray, pullback(found))
-        assert_trees_close(gradients, of_host(expected), 1e-5)
+        _assert_same_as_on_the_host(call, mesh, timed, given)
 
 
 def test_a_loss_without_jit(mesh: Mesh) -> None:
@@ -129,16 +114,14 @@ def test_a_loss_without_jit(mesh: Mesh) -> None:
     x = np.random.default_rng(0).standard_normal((4, 3, 8), dtype=np.float32)
     weight, targets = jnp.asarray(x[0]), jnp.asarray(TOKENS[:, :3] % 3)
 
-    def found(hidden_states: Any) -> Any:
-        loss, pullback = jax.vjp(
-            lambda x, w: losses.cross_entropy(x, w, targets), hidden_states, weight
-        )
-        return jax.tree.map(np.asarray, (loss, pullback(loss)))
+    def loss(hidden_states: Any, weight: Any) -> tuple[jax.Array]:
+        return (losses.cross_entropy(hidden_states, weight, targets),)
 
     on_mesh = jax.device_put(x, NamedSharding(mesh, P("data")))
-    assert_trees_close(found(on_mesh), found(x), 1e-5)
+    _assert_same_as_on_the_host(loss, mesh, on_mesh, weight)
 
 
+@pytest.mark.slow
 def test_an_operator_of_the_mesh(params: rwkv7.Params, mesh: Mesh) -> None:
     over_heads = sharding.shard(wkv7, mesh=mesh, batch="data", heads="model")
     of_mesh = models.Kernels(wkv=over_heads)
@@ -152,10 +135,16 @@ def test_an_operator_of_the_mesh(params: rwkv7.Params, mesh: Mesh) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", [rwkv7, models.Invariant(rwkv7, 2)], ids=["rwkv7", "Invariant"])
-def test_generation(module: Any, params: rwkv7.Params, mesh: Mesh) -> None:
+@pytest.mark.parametrize(
+    ("module", "set_mesh"),
+    [(rwkv7, False), (rwkv7, True), (models.Invariant(rwkv7, 2), False)],
+    ids=["arguments", "set_mesh", "Invariant"],
+)
+def test_generation(module: Any, set_mesh: bool, params: rwkv7.Params, mesh: Mesh) -> None:
+    """Also that states keep their types from step to step."""
     prompts = [[1, 2, 3], [4]]
-    found = generation.generate(module, placed(rwkv7, params, mesh, "model"), prompts, 5)
+    with jax.set_mesh(mesh) if set_mesh else contextlib.nullcontext():
+        found = generation.generate(module, placed(rwkv7, params, mesh, "model"), prompts, 5)
     assert found.tokens == generation.generate(module, params, prompts, 5).tokens
 
 

@@ -1,6 +1,5 @@
 """Calls of the operators with sharded operands. Forced CPU devices, with GPUs as well."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,15 +19,8 @@ from support.operators import STEPS, Run, available, runs
 pytestmark = pytest.mark.quick("run", "op")
 
 CASE, STEP_CASE = Case(4, 16, 4, 16), Case(4, 1, 4, 16)
-RUNS: list[Any] = [
-    pytest.param(*x.values, id=x.id, marks=[pytest.mark.slow] * (x.values[0].op == "wkv6"))
-    for x in runs(CASE, platform="cpu")
-    if x.values[0].implementation != "xla"
-]
-"""WKV5 has the rules of WKV6, and one more operand that all tokens share."""
-XLA = Run("wkv7", "xla")
-"""It differs only in what each device runs, and compiles slowly."""
-
+# Plain XLA differs only in what each device runs, and compiles slowly.
+RUNS: list[Any] = [x for x in runs(CASE, platform="cpu") if x.values[0].implementation != "xla"]
 each_run = pytest.mark.parametrize("run", RUNS)
 each_mesh = pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 some_of_both = pytest.mark.parametrize(
@@ -88,7 +80,7 @@ def _summed(run: Run, place: tuple) -> set[str]:
             for name, place in PLACES.items()
             if name == "batch and heads" or run.id in ("wkv7-ffi", "wkv5-ffi", "wkv4-ffi")
         ),
-        pytest.param(XLA, PLACES["batch and heads"], marks=pytest.mark.slow),
+        pytest.param(Run("wkv7", "xla"), PLACES["batch and heads"], marks=pytest.mark.slow),
     ],
 )
 @each_mesh
@@ -126,10 +118,6 @@ def test_sharded_channels_are_refused(run: Run, axis_type: AxisType, cpus: list[
         value_and_gradients(run, *placed)
 
 
-def _time_on_an_axis(run: Run) -> dict[str, P]:
-    return _specs(run, P("data", "model"), P("data"), P())
-
-
 def _elsewhere(run: Run, replicated: str) -> dict[str, P]:
     """The first input on other axes than the others, and one operand whole."""
     first = run.operator.inputs[0]
@@ -144,7 +132,7 @@ def _elsewhere(run: Run, replicated: str) -> dict[str, P]:
 @pytest.mark.parametrize(
     ("rows", "specs"),
     [
-        (4, _time_on_an_axis),
+        (4, lambda run: _specs(run, P("data", "model"), P("data"), P())),
         (4, lambda run: _elsewhere(run, "w")),
         (4, lambda run: _elsewhere(run, run.operator.states[-1])),
         # Replicated, since JAX does not shard three rows evenly.
@@ -174,34 +162,25 @@ def test_vmap_keeps_the_batch_where_it_is(run: Run, axis_type: AxisType, cpus: l
         assert hlo.collectives(compiled.as_text()) == _summed(run, ("data", "model"))
 
 
-def _replicated(run: Run) -> dict[str, P]:
-    """`w`, the parameters and the state are the same on all devices."""
-    specs = _specs(run, P("data"), P("data"), P())
-    return specs | dict.fromkeys(("w", *run.operator.states), P())
-
-
-def _local_loss(run: Run, inputs: dict, cotangents: dict) -> jax.Array:
-    found = results(run, **inputs)
-    return jax.lax.psum(sum(jnp.vdot(x, cotangents[f"d{n}"]) for n, x in found.items()), "data")
-
-
-def _shared_operands(run: Run) -> tuple[dict, dict, dict]:
-    """Operands, of which `w` and the state have one row for all devices, and their gradients."""
-    inputs, cotangents = operands(run.op, CASE)
-    of_one = [n for n in ("w", *run.operator.states) if n not in run.operator.shared]
-    whole = inputs | {name: np.repeat(inputs[name][:1], 4, axis=0) for name in of_one}
-    right = expected(run.op, whole, cotangents)
-    gradients = {name: right[f"d{name}"] for name in inputs}
-    gradients |= {name: gradients[name].sum(axis=0, keepdims=True) for name in of_one}
-    return inputs | {name: inputs[name][:1] for name in of_one}, cotangents, gradients
-
-
 @each_run
 @pytest.mark.parametrize("where", ["outside", "outside, unchecked", "inside"])
 def test_gradients_of_replicated_operands(run: Run, where: str, cpus: list[Any]) -> None:
-    """Differentiated outside of a `shard_map` and inside."""
-    inputs, cotangents, gradients = _shared_operands(run)
-    specs, loss = _replicated(run), functools.partial(_local_loss, run)
+    """Differentiated outside of a `shard_map` and inside. The parameters, `w` and the state, of
+    which there is one row, are the same on all devices."""
+    inputs, cotangents = operands(run.op, CASE)
+    of_one = [n for n in ("w", *run.operator.states) if n not in run.operator.shared]
+    inputs |= {name: inputs[name][:1] for name in of_one}
+    whole = inputs | {name: np.repeat(inputs[name], 4, axis=0) for name in of_one}
+    right = expected(run.op, whole, cotangents)
+    gradients = {name: right[f"d{name}"] for name in inputs}
+    gradients |= {name: gradients[name].sum(axis=0, keepdims=True) for name in of_one}
+
+    def loss(inputs: dict, cotangents: dict) -> jax.Array:
+        found = results(run, **inputs)
+        total = sum(jnp.vdot(x, cotangents[f"d{name}"]) for name, x in found.items())
+        return jax.lax.psum(total, "data")
+
+    specs = _specs(run, P("data"), P("data"), P()) | dict.fromkeys(of_one, P())
     in_specs = tuple({name: specs[name] for name in x} for x in (inputs, cotangents))
     inside = where == "inside"
     call = jax.shard_map(
@@ -285,17 +264,16 @@ def test_what_runs_in_a_program_of_one_device(cpus: list[Any]) -> None:
     def joined(x: jax.Array) -> jax.Array:
         return (x.reshape(-1) * 3).reshape(x.shape)
 
+    @jax.jit
     def chosen(x: jax.Array) -> jax.Array:
         return internals.in_program_of_one_device(joined, lambda x: x * 3, x)
 
     x = jnp.arange(8.0).reshape(2, 4)
-    auto = _mesh(AxisType.Auto, cpus)
-    placed = jax.device_put(x, NamedSharding(auto, P("data", "model")))
-    assert "reshape" in jax.jit(chosen).lower(x).as_text()
-    assert "reshape" not in jax.jit(chosen).lower(placed).as_text()
-    for found in (chosen(x), chosen(placed), jax.vmap(chosen)(x[None])[0]):
+    assert "reshape" in chosen.lower(x).as_text()
+    on_meshes = [
+        jax.device_put(x, NamedSharding(_mesh(kind, cpus), P("data", "model")))
+        for kind in (AxisType.Auto, AxisType.Explicit)
+    ]
+    assert not any("reshape" in chosen.lower(placed).as_text() for placed in on_meshes)
+    for found in (chosen(x), *map(chosen, on_meshes), jax.vmap(chosen)(x[None])[0]):
         np.testing.assert_array_equal(found, x * 3)
-    explicit = _mesh(AxisType.Explicit, cpus)
-    with jax.set_mesh(explicit):
-        found = jax.jit(chosen)(jax.device_put(x, NamedSharding(explicit, P("data", "model"))))
-    np.testing.assert_array_equal(found, x * 3)

@@ -4,19 +4,17 @@ import dataclasses
 from typing import Any
 
 import hypothesis
-import jax
 import numpy as np
 import pytest
 from hypothesis import strategies
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-import rwkv_jax
 from rwkv_jax import sharding
 from support import hlo, internals, meshes
 from support.cases import CU_SEQLENS, Case
 from support.harness import assert_right, check, expected, operands, value_and_gradients
-from support.operators import FAST, SEQUENCES, Run, available, flat
+from support.operators import FAST, SEQUENCES, Run, available
 
 pytestmark = pytest.mark.quick("run", "op")
 
@@ -33,15 +31,11 @@ LONG = [0, 300, 1100]
 assert LONG[-1] >= internals.LONG_SEQUENCE * 2
 
 
-def _slowly(op: str, name: str) -> bool:
-    return name == "xla" or (name == "reference" and op != "wkv7")
-
-
 CASES = [
     *(
         pytest.param(
             *(Run(op, name), Case(1, int(CU_SEQLENS[-1]), 2, 16), CU_SEQLENS),
-            marks=[pytest.mark.slow] if _slowly(op, name) else [],
+            marks=[pytest.mark.slow] * ((op, name) != ("wkv7", "reference") and name != "ffi"),
             id=f"{op}-{name}",
         )
         for op in SEQUENCES
@@ -61,14 +55,15 @@ CASES = [
         id="slabs",
     ),
     *(
-        pytest.param(FAST[op], Case(1, cu[-1], 2, 16), cu, id=f"{op}-{cu}")
+        pytest.param(FAST[op], case, cu, id=f"{op}-{cu}")
         for op in ("wkv7", "wkv4")
-        for cu in ([0], [0, 0, 0], [0, 3])
-    ),
-    # Sequences that start without a state.
-    *(
-        pytest.param(FAST[op], dataclasses.replace(CASE, dtype="bfloat16", state=False), CU, id=op)
-        for op in ("wkv7", "wkv4")
+        for case, cu in (
+            (Case(1, 0, 2, 16), [0]),
+            (Case(1, 0, 2, 16), [0, 0, 0]),
+            (Case(1, 3, 2, 16), [0, 3]),
+            # Sequences that start without a state.
+            (dataclasses.replace(CASE, dtype="bfloat16", state=False), CU),
+        )
     ),
 ]
 
@@ -76,17 +71,6 @@ CASES = [
 @pytest.mark.parametrize(("run", "case", "cu"), CASES)
 def test_sequences_are_as_if_alone(run: Run, case: Case, cu: Any) -> None:
     check(run, case, cu_seqlens=np.array(cu, np.int32))
-
-
-@pytest.mark.slow
-def test_sequences_of_mapped_rows() -> None:
-    """In plain XLA, where each row has a path of its own."""
-    run, rows = Run("wkv6", "xla"), np.stack([CU, [0, 9, 9, 9, 50, 66, TOKENS]]).astype(np.int32)
-    inputs, cotangents = operands(run.op, CASE, cu_seqlens=CU)
-    found = jax.vmap(lambda cu: value_and_gradients(run, inputs, cotangents, cu_seqlens=cu))(rows)
-    for i, cu in enumerate(rows):
-        own = {name: x[i] for name, x in found.items()}
-        assert_right(own, expected(run.op, inputs, cotangents, cu_seqlens=cu))
 
 
 COUNT = 5
@@ -116,14 +100,14 @@ def test_tokens_without_any_sequence() -> None:
     assert all(not np.asarray(x).any() for x in found.values())
 
 
-PLACED = [
-    ("wkv7", AxisType.Auto, False),
-    *(pytest.param(x, AxisType.Explicit, True, marks=pytest.mark.slow) for x in ("wkv7", "wkv5")),
-    *(pytest.param(x, AxisType.Auto, False, marks=pytest.mark.slow) for x in ("wkv6", "wkv4")),
-]
-
-
-@pytest.mark.parametrize(("op", "axis_type", "shard"), PLACED)
+@pytest.mark.parametrize(
+    ("op", "axis_type", "shard"),
+    [
+        ("wkv7", AxisType.Auto, False),
+        pytest.param("wkv5", AxisType.Explicit, True, marks=pytest.mark.slow),
+        pytest.param("wkv4", AxisType.Auto, False, marks=pytest.mark.slow),
+    ],
+)
 def test_heads_over_devices(op: str, axis_type: AxisType, shard: bool, cpus: list[Any]) -> None:
     """By a plain call, and by `sharding.shard`."""
     run, mesh = FAST[op], meshes.mesh("model=2", axis_type, cpus)
@@ -139,44 +123,6 @@ def test_heads_over_devices(op: str, axis_type: AxisType, shard: bool, cpus: lis
     assert_right(found, expected(op, inputs, cotangents, cu_seqlens=CU))
     if run.implementation == "ffi":
         assert hlo.collectives(compiled.as_text()) == set()
-
-
-@pytest.mark.usefixtures("unchecked_types")
-@pytest.mark.parametrize("op", SEQUENCES)
-def test_refusals(op: str, cpus: list[Any]) -> None:
-    inputs, _ = operands(op, Case(1, 8, 2, 16), cu_seqlens=[0, 3, 8])
-    inputs["decay"] = "exp"
-
-    def refuses(error: type[Exception], message: str, cu: Any, **more: Any) -> None:
-        with pytest.raises(error, match=rf"^{op}: {message}"):
-            SEQUENCES[op].function(**{**inputs, **more}, cu_seqlens=cu)
-
-    def numbers(*several: int) -> np.ndarray:
-        return np.array(several, np.int32)
-
-    right, accepted = numbers(0, 3, 8), "accepted are numbers from 0 to T = 8"
-    refuses(TypeError, "cu_seqlens is a list; accepted is a JAX or numpy array", [0, 3, 8])
-    refuses(TypeError, "cu_seqlens is int64; accepted is int32", right.astype(np.int64))
-    refuses(TypeError, "cu_seqlens is float32; accepted is int32", right.astype(np.float32))
-    refuses(ValueError, r"cu_seqlens has shape \(1, 3\); accepted is \[S \+ 1\]", right[None])
-    refuses(ValueError, r"cu_seqlens has shape \(0,\); accepted is \[S \+ 1\]", right[:0])
-    refuses(ValueError, f"cu_seqlens starts with 1; {accepted}", numbers(1, 3, 8))
-    refuses(ValueError, f"cu_seqlens has 5 behind 9; {accepted}", numbers(0, 9, 5))
-    refuses(ValueError, f"cu_seqlens ends with 7; {accepted}", numbers(0, 3, 7))
-    state = SEQUENCES[op].states[0]
-    message = rf"{state} has shape \(2, .*\), so S = 2, where cu_seqlens has S \+ 1 = 4"
-    refuses(ValueError, message, numbers(0, 3, 3, 8))
-    rows, _ = operands(op, Case(2, 8, 2, 16))
-    refuses(ValueError, "cu_seqlens with B = 2; accepted is B = 1", right, **rows)
-    ids = np.ones((1, 8), np.int32)
-    refuses(ValueError, "segment_ids with cu_seqlens; accepted is None", right, segment_ids=ids)
-
-    devices = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=cpus[:2])
-    function = getattr(rwkv_jax, op)
-    with pytest.raises(ValueError, match=f"{op}: cu_seqlens with sequence = 'x'; accepted with it"):
-        flat(op, sharding.shard(function, devices, sequence="x"))(**inputs, cu_seqlens=right)
-    with pytest.raises(ValueError, match=f"{op}: cu_seqlens along 'x'; accepted is None"):
-        flat(op, sharding.sequence_parallel(function, "x"))(**inputs, cu_seqlens=right)
 
 
 @pytest.mark.parametrize("op", SEQUENCES)

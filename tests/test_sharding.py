@@ -1,6 +1,5 @@
 """`rwkv_jax.sharding`: batch, heads and sequence over the axes of a mesh. Forced CPU devices."""
 
-import dataclasses
 import functools
 import math
 from collections.abc import Mapping
@@ -10,31 +9,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import rwkv_jax
 from rwkv_jax import sharding
 from support import hlo, internals, meshes
 from support.cases import Case
-from support.harness import (
-    assert_right,
-    check,
-    expected,
-    operands,
-    results,
-    value_and_gradients,
-)
+from support.harness import assert_right, check, expected, operands, results, value_and_gradients
 from support.operators import FAST, SEQUENCES, Run, available, runs
 
 pytestmark = pytest.mark.quick("run", "op")
 
 CASE = Case(4, 32, 4, 16)
+# Plain XLA differs only in what each device runs, and compiles slowly.
 RUNS = [x for x in runs(CASE, platform="cpu") if x.values[0].implementation != "xla"]
 NATIVE = [x for x in RUNS if x.values[0].implementation == "ffi"]
-XLA = Run("wkv7", "xla")
-"""It differs only in what each device runs, and compiles slowly."""
-
 each_native_run = pytest.mark.parametrize("run", [x for x in NATIVE if x.id != "wkv6-ffi"])
 """WKV5 has the transitions of WKV6, and one more input that all tokens share."""
 
@@ -47,13 +37,6 @@ MIXES = [
 ]
 """Each mesh once, and all kinds of axes and checks."""
 
-PLACED = [
-    pytest.param(*run.values, *mix, id=f"{run.id}-{mix[0]}")
-    for run in RUNS
-    for mix in (MIXES if run.id == "wkv7-ffi" else MIXES[::2])
-]
-"""All of them for one run; a mesh is the same to all operators but for their transitions."""
-
 
 def _sharded(run: Run, axes: str, axis_type: AxisType, cpus: list[Any], **options: Any) -> Any:
     """The operator with `sharding.shard` over a mesh."""
@@ -61,7 +44,15 @@ def _sharded(run: Run, axes: str, axis_type: AxisType, cpus: list[Any], **option
     return sharding.shard(run.public, mesh, **{**meshes.PLACES[axes], **options})
 
 
-@pytest.mark.parametrize(("run", "mesh", "axis_type", "check_vma"), PLACED)
+@pytest.mark.parametrize(
+    ("run", "mesh", "axis_type", "check_vma"),
+    [
+        pytest.param(*run.values, *mix, id=f"{run.id}-{mix[0]}")
+        for run in RUNS
+        # A mesh is the same to all operators but for their transitions.
+        for mix in (MIXES if run.id == "wkv7-ffi" else MIXES[::2])
+    ],
+)
 def test_shard(run: Run, mesh: str, axis_type: AxisType, check_vma: bool, cpus: list[Any]) -> None:
     """Values and all gradients, also of parameters and of a state that all devices have."""
     function = _sharded(run, mesh, axis_type, cpus, check_vma=check_vma)
@@ -74,15 +65,6 @@ def test_shard(run: Run, mesh: str, axis_type: AxisType, check_vma: bool, cpus: 
     if "sequence" not in meshes.PLACES[mesh]:
         summed = bool(run.operator.shared)
         assert hlo.collectives(compiled.as_text()) == ({"all-reduce"} if summed else set())
-
-
-@pytest.mark.slow
-@each_native_run
-def test_splits_on_each_device(run: Run, cpus: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each device splits its part of the sequence, as a large GPU does that has few heads."""
-    internals.split_on_each_device(monkeypatch)
-    function = _sharded(run, "seq=2", AxisType.Auto, cpus)
-    check(run, Case(1, 3 * internals.CHUNK * 2, 2, 16), function=function)
 
 
 @pytest.mark.parametrize("op", ["wkv7", pytest.param("wkv5", marks=pytest.mark.slow), "wkv4"])
@@ -122,27 +104,23 @@ def test_inside_a_shard_map_of_ones_own(run: Run, axis_type: AxisType, cpus: lis
     mesh = meshes.mesh("data=2,seq=2", axis_type, cpus)
     function = sharding.sequence_parallel(run.public, "seq")
     inputs, cotangents = operands(run.op, Case(2, 32, 2, 16, state=False))
-    arrays = {**inputs, "dy": cotangents["dy"]}
+    arrays = inputs | {"dy": cotangents["dy"]}
 
-    def loss(dy: jax.Array, function: Any = None, **inputs: jax.Array) -> jax.Array:
+    def loss(inputs: dict, dy: jax.Array, function: Any = None) -> jax.Array:
         return jnp.vdot(results(run, function, **inputs)["y"], dy)
 
-    def gradient(dy: jax.Array, **inputs: jax.Array) -> dict:
-        def whole(inputs: dict) -> jax.Array:
-            return jax.lax.psum(loss(dy, function, **inputs), ("data", "seq"))
-
-        return jax.grad(whole)(inputs)
+    def gradients(dy: jax.Array, **inputs: jax.Array) -> dict:
+        return jax.grad(lambda xs: jax.lax.psum(loss(xs, dy, function), ("data", "seq")))(inputs)
 
     specs = {n: P() if n in run.operator.shared else P("data", "seq") for n in arrays}
     call = jax.shard_map(
-        lambda xs: gradient(**xs),
+        lambda arrays: gradients(**arrays),
         mesh=mesh,
         in_specs=(specs,),
         out_specs={name: specs[name] for name in inputs},
     )
     found = jax.jit(call)(meshes.put(mesh, specs, arrays))
-    right = jax.grad(lambda xs: loss(cotangents["dy"], **xs))(inputs)
-    assert_right(found, right)
+    assert_right(found, jax.grad(loss)(inputs, cotangents["dy"]))
 
 
 @each_native_run
@@ -156,7 +134,7 @@ def test_the_mesh_that_is_set(run: Run, cpus: list[Any]) -> None:
     assert_right(found, expected(run.op, inputs, cotangents))
 
 
-@pytest.mark.parametrize("run", [*NATIVE, XLA])
+@pytest.mark.parametrize("run", [*NATIVE, Run("wkv7", "xla")])
 @pytest.mark.parametrize("case", [Case(2, 0, 2, 16), Case(0, 8, 2, 16)], ids=str)
 def test_nothing(run: Run, case: Case, cpus: list[Any]) -> None:
     check(run, case, function=_sharded(run, "seq=2", AxisType.Auto, cpus))
@@ -170,7 +148,7 @@ def test_nothing(run: Run, case: Case, cpus: list[Any]) -> None:
 @pytest.mark.parametrize("op", SEQUENCES)
 def test_any_decay(op: str, regime: str, dtype: str, cpus: list[Any]) -> None:
     run = Run(op, "ffi")
-    case = Case(1, 64, 2, 16, dtype=dtype, decay=run.operator.decays[-1], regime=regime)
+    case = Case(1, 64, 2, 16, dtype=dtype, regime=regime)
     check(run, case, function=_sharded(run, "seq=4", AxisType.Auto, cpus))
 
 
@@ -181,9 +159,9 @@ def test_vmap_and_remat(run: Run, cpus: list[Any]) -> None:
     several = [operands(run.op, Case(1, 16, 2, 16, seed=seed)) for seed in range(2)]
     stacked = jax.tree.map(lambda *xs: np.stack(xs), *several)
 
-    def remat(decay: Any, precision: Any, implementation: Any, **arrays: Any) -> Any:
-        options = {"decay": decay, "precision": precision, "implementation": implementation}
-        return jax.checkpoint(lambda arrays: function(**arrays, **options))(arrays)
+    def remat(**arguments: Any) -> Any:
+        options = {n: arguments.pop(n) for n in ("decay", "precision", "implementation")}
+        return jax.checkpoint(lambda arrays: function(**arrays, **options))(arguments)
 
     call = functools.partial(value_and_gradients, run, function=remat)
     found = jax.vmap(call)(*stacked)
@@ -234,66 +212,51 @@ ROWS = {
 }
 """For four devices with 16 tokens each, or two with 32."""
 IDS = np.array(list(ROWS.values()), np.int32)
-OF_SEGMENTS = Case(len(ROWS), 64, 2, 16)
 
 MESHES_OF_SEGMENTS = [
     ("wkv7", "seq=4", AxisType.Auto),
     ("wkv6", "data=2,seq=2", AxisType.Explicit),
     ("wkv5", "outer=2,inner=2", AxisType.Auto),
     ("wkv4", "seq=4", AxisType.Explicit),
-    *(
-        pytest.param(*several, marks=pytest.mark.slow)
-        for several in (
-            ("wkv7", "model=2,seq=2", AxisType.Auto),
-            ("wkv7", "data=2,model=2", AxisType.Auto),
-            ("wkv4", "data=2,seq=2", AxisType.Explicit),
-            ("wkv4", "outer=2,inner=2", AxisType.Explicit),
-        )
-    ),
+    ("wkv7", "model=2,seq=2", AxisType.Auto),
+    ("wkv7", "data=2,model=2", AxisType.Auto),
+    ("wkv4", "data=2,seq=2", AxisType.Explicit),
+    ("wkv4", "outer=2,inner=2", AxisType.Explicit),
 ]
 """Each mesh twice, with the two operators that differ most."""
 
 
-def _check_segments(
-    op: str,
-    mesh: str,
-    axis_type: AxisType,
-    cpus: list[Any],
-    *,
-    case: Case = OF_SEGMENTS,
-    ids: np.ndarray = IDS,
-) -> None:
-    devices = meshes.mesh(mesh, axis_type, cpus)
-    function = sharding.shard(FAST[op].public, devices, **meshes.PLACES[mesh])
-    check(FAST[op], case, function=function, segment_ids=ids)
-
-
 @pytest.mark.parametrize(("op", "mesh", "axis_type"), MESHES_OF_SEGMENTS)
 def test_segments(op: str, mesh: str, axis_type: AxisType, cpus: list[Any]) -> None:
-    case = dataclasses.replace(OF_SEGMENTS, state=axis_type == AxisType.Auto or mesh == "seq=4")
-    _check_segments(op, mesh, axis_type, cpus, case=case)
+    case = Case(len(IDS), 64, 2, 16, state=axis_type == AxisType.Auto or mesh == "seq=4")
+    check(FAST[op], case, function=_sharded(FAST[op], mesh, axis_type, cpus), segment_ids=IDS)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("op", ["wkv7", "wkv4"])
-def test_segments_and_splits(op: str, cpus: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each device splits its part of the sequence further; segments cross the splits as well."""
+@pytest.mark.parametrize(
+    ("op", "ids"),
+    [*((op, None) for op in ("wkv7", "wkv5", "wkv4")), *((op, IDS) for op in ("wkv7", "wkv4"))],
+)
+def test_splits_on_each_device(
+    op: str, ids: np.ndarray | None, cpus: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each device splits its part of the sequence, as a large GPU does that has few heads. Segments
+    cross the splits as well."""
     internals.split_on_each_device(monkeypatch)
-    ids = np.repeat(IDS, 6, axis=1)
-    case = Case(len(ids), ids.shape[1], 1, 16)
-    _check_segments(op, "seq=2", AxisType.Auto, cpus, case=case, ids=ids)
+    ids = None if ids is None else np.repeat(ids, 6, axis=1)
+    case = Case(1 if ids is None else len(ids), 3 * internals.CHUNK * 2, 1, 16)
+    function = _sharded(FAST[op], "seq=2", AxisType.Auto, cpus)
+    check(FAST[op], case, function=function, segment_ids=ids)
 
 
 @pytest.mark.slow
 def test_bytes_exchanged_for_segments(cpus: list[Any]) -> None:
     """Each row costs a few integers more than a row without segments."""
     run, batch = FAST["wkv7"], 2
-    mesh = meshes.mesh("seq=4", AxisType.Auto, cpus)
-    function = sharding.shard(run.public, mesh, sequence="seq")
-    place = NamedSharding(mesh, P(None, "seq"))
+    function = _sharded(run, "seq=4", AxisType.Auto, cpus)
 
     def bytes_of(tokens: int, packed: bool) -> int:
-        ids = jax.device_put(np.ones((batch, tokens), np.int32), place) if packed else None
+        ids = np.ones((batch, tokens), np.int32) if packed else None
         arrays = operands(run.op, Case(batch, tokens, 1, 16))
         lowered = value_and_gradients.lower(run, *arrays, function=function, segment_ids=ids)
         return hlo.exchanged(lowered.compile().as_text())

@@ -14,38 +14,18 @@ from support.operators import SEQUENCES, STEPS, Run, available
 
 pytestmark = pytest.mark.quick("run", "op")
 
-RUNS = [
-    pytest.param(Run(op, implementation), id=f"{op}-{implementation}")
-    for op in ("wkv7", "wkv6", "wkv4")
-    for implementation in available(f"{op}_step", Case(1, 1, 1, 64))
-    if op == "wkv7" or implementation == "ffi"
-]
 
-
-def _given(op: str, case: Case) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+def _given(op: str, case: Case) -> tuple[dict[str, Any], dict[str, Any], tuple[Any, ...]]:
     """The inputs that each token has of its own, the ones that all share, and the state."""
     own, (inputs, _) = SEQUENCES[op], operands(op, case)
-    several = own.timed, sorted(own.shared), own.states
-    timed, shared, state = ({name: inputs[name] for name in names} for names in several)
-    return timed, shared, state
+    timed, shared = ({name: inputs[name] for name in names} for names in (own.timed, own.shared))
+    return timed, shared, tuple(inputs[name] for name in own.states)
 
 
-def _sequence(run: Run, inputs: dict, state: dict) -> tuple[jax.Array, dict[str, Any]]:
-    """`y` of whole sequences, and the state after them under the names of the initial one."""
-    y, *after = run(**inputs, **state)
-    return y, dict(zip(run.operator.states, after, strict=True))
-
-
-def _step(run: Run, inputs: dict, state: dict) -> tuple[jax.Array, dict[str, Any]]:
-    """As `_sequence`, for one token."""
-    step = Run(f"{run.op}_step", run.implementation)
-    y, *after = step(**inputs, **{n.replace("initial_", ""): x for n, x in state.items()})
-    return y, dict(zip(run.operator.states, after, strict=True))
-
-
-def _named(y: Any, state: dict) -> dict[str, Any]:
-    """`y` and the state in one."""
-    return {"y": y, **state}
+def _call(run: Run, inputs: dict, state: tuple) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """`y`, and the state afterwards."""
+    y, *after = run(**inputs, **dict(zip(run.operator.states, state, strict=True)))
+    return y, tuple(after)
 
 
 SAME_BITS = {"cpu": ("wkv7", "wkv6", "wkv5"), "gpu": ("wkv7",)}
@@ -57,16 +37,19 @@ of WKV4 are relative to one of several numbers, and WKV6 takes four tokens at on
 @pytest.mark.parametrize("op", ["wkv7", "wkv6", "wkv5", "wkv4"])
 def test_prefill_then_decode(op: str, dtype: str) -> None:
     """On the kernels that take one token at a time."""
-    run = Run(op, "ffi" if "ffi" in available(f"{op}_step", Case(1, 1, 1, 64)) else "reference")
+    native = "ffi" in available(f"{op}_step", Case(1, 1, 1, 64))
+    sequence, step = (Run(x, "ffi" if native else "reference") for x in (op, f"{op}_step"))
     inputs, shared, start = _given(op, Case(2, 37, 2, 64, dtype=dtype))
     shared["precision"] = "highest"
-    whole = _named(*_sequence(run, inputs | shared, start))
-    y, state = _sequence(run, {n: x[:, :20] for n, x in inputs.items()} | shared, start)
+    whole_y, end = _call(sequence, inputs | shared, start)
+    y, state = _call(sequence, {n: x[:, :20] for n, x in inputs.items()} | shared, start)
     rows = [y]
     for t in range(20, 37):
-        y, state = _step(run, {n: x[:, t] for n, x in inputs.items()} | shared, state)
+        y, state = _call(step, {n: x[:, t] for n, x in inputs.items()} | shared, state)
         rows.append(y[:, None])
-    found = _named(np.concatenate(rows, axis=1), state)
+    results = sequence.operator.results
+    found = dict(zip(results, (np.concatenate(rows, axis=1), *state), strict=True))
+    whole = dict(zip(results, (whole_y, *end), strict=True))
     if op in SAME_BITS[jax.default_backend()]:
         for name, x in found.items():
             assert np.asarray(x).tobytes() == np.asarray(whole[name]).tobytes(), name
@@ -77,59 +60,37 @@ def test_prefill_then_decode(op: str, dtype: str) -> None:
 @pytest.mark.parametrize("op", ["wkv7", "wkv6", "wkv4"])
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_a_donated_state_is_updated_in_place(op: str, tokens: int) -> None:
-    run = Run(op, None)
+    """One that is not donated stays as it is."""
+    step = Run(f"{op}_step", None)
     inputs, shared, given = _given(op, Case(2, 1, 2, 64))
     inputs = {name: x[:, 0] for name, x in inputs.items()} | shared
-    state = tuple(map(jnp.array, given.values()))
+    state = tuple(map(jnp.array, given))
 
     # The state first: `y` may have its shape, and would get a buffer of it.
     def decode(inputs: dict, state: tuple) -> tuple[jax.Array, ...]:
-        y, after = _step(run, inputs, dict(zip(given, state, strict=True)))
+        y, after = _call(step, inputs, state)
         for _ in range(tokens - 1):
-            y, after = _step(run, inputs, after)
-        return *after.values(), y
+            y, after = _call(step, inputs, after)
+        return *after, y
 
     *expected, _ = jax.jit(decode)(inputs, state)
-    step = jax.jit(decode, donate_argnames="state").lower(inputs, state).compile()
-    text = step.as_text() or ""
+    for x, before in zip(state, given, strict=True):
+        np.testing.assert_array_equal(x, before)
+    compiled = jax.jit(decode, donate_argnames="state").lower(inputs, state).compile()
+    text = compiled.as_text() or ""
     for i in range(len(state)):
         assert f"{{{i}}}: ({len(inputs) + i}, {{}}, may-alias)" in text
-    if "ffi" in available(f"{op}_step", Case(2, 1, 2, 64)):
+    if "ffi" in available(step.op, Case(2, 1, 2, 64)):
         shape = ",".join(map(str, state[0].shape))
         copies = [line for line in text.splitlines() if " copy(" in line]
         assert not [line for line in copies if f"f32[{shape}]" in line]
 
     pointers = [x.unsafe_buffer_pointer() for x in state]
-    *after, _ = step(inputs, state)
+    *after, _ = compiled(inputs, state)
     assert all(x.is_deleted() for x in state)
     assert [x.unsafe_buffer_pointer() for x in after] == pointers
     for x, right in zip(after, expected, strict=True):
         np.testing.assert_array_equal(x, right)
-
-
-@pytest.mark.parametrize("run", RUNS)
-def test_a_state_that_is_not_donated_stays(run: Run) -> None:
-    inputs, shared, given = _given(run.op, Case(2, 1, 2, 64))
-    token = {name: x[:, 0] for name, x in inputs.items()}
-    state = {name: jnp.array(x) for name, x in given.items()}
-    _, after = _step(run, token | shared, state)
-    for name, x in given.items():
-        np.testing.assert_array_equal(state[name], x)
-        assert not np.array_equal(after[name], x)
-
-
-@pytest.mark.usefixtures("unchecked_types")
-@pytest.mark.parametrize("op", STEPS)
-def test_a_mask_that_is_refused(op: str) -> None:
-    inputs, _ = operands(op, Case(3, 1, 2, 64))
-
-    def refuses(error: type[Exception], message: str, active: Any) -> None:
-        with pytest.raises(error, match=rf"^{op}: active {message}"):
-            Run(op, None)(**inputs, active=active)
-
-    refuses(TypeError, "is a list; accepted is a JAX or numpy array", [True, False, True])
-    refuses(TypeError, "is int32; accepted is bool", np.ones(3, np.int32))
-    refuses(ValueError, r"has shape \(2,\); accepted is \[B\] = \(3,\)", np.ones(2, bool))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The arithmetic of sub-chunks, on which `xla` rests, and the loops that are left."""
 
 import functools
+import re
 from typing import Any
 
 import jax
@@ -12,56 +13,15 @@ from support.cases import CU_SEQLENS, Case
 from support.harness import assert_right, check, operands, value_and_gradients
 from support.operators import Run
 
-LENGTH, SIZE = 32, 4
-RNG = np.random.default_rng(0)
-
-
-@pytest.mark.parametrize(
-    ("decay", "minimize_flops"), [("log", True), ("log", False), ("sigmoid", True)]
-)
-def test_decays_between_tokens(decay: str, minimize_flops: bool) -> None:
-    """Each product of two factors against the sum of the log decays between two tokens: for "log"
-    with tokens that forget everything, next to others that forget little."""
-    x, y = RNG.standard_normal((2, 1, LENGTH, SIZE)).astype(np.float32)
-    rate = RNG.uniform(1e-3, 0.6, x.shape)
-    if decay == "log":
-        w = -np.where(RNG.random(x.shape) < 0.2, RNG.choice([5.0, 100.0, 1e30], x.shape), rate)
-        log_decay = np.maximum(w, -200.0)
-    else:
-        w = RNG.uniform(-8, 8, x.shape)
-        log_decay = -np.exp(-0.5) / (1 + np.exp(-w))
-    found = jax.jit(internals.sub_chunk, static_argnums=(0, 1))(
-        decay, minimize_flops, w.astype(np.float32), x, y
-    )
-
-    log_decay = np.float32(log_decay).astype(np.float64)
-    upto = np.cumsum(log_decay, axis=1)
-    start = upto - log_decay
-    between = start[:, :, None] - upto[:, None]
-    earlier = np.tril(np.ones((LENGTH, LENGTH)), -1)[None, :, :, None]
-    with np.errstate(over="ignore"):
-        weights = np.where(earlier > 0, np.exp(between), 0.0)
-    before = np.einsum("bik,bjk,bijk->bij", x, y, weights)
-    same_token = np.eye(LENGTH)[None, :, :, None]
-    after = np.einsum("bik,bjk,bijk->bij", x * np.exp(log_decay), y, weights)
-    after += np.einsum("bik,bjk,bijk->bij", x, y, same_token)
-    now = before + np.einsum("bik,bjk,bijk->bij", x + y, y, same_token)
-    right = {
-        "pairs": np.concatenate([before, after, now], axis=1),
-        "before": x * np.exp(start),
-        "after": y * np.exp(upto[:, -1:] - upto),
-        "stay": np.exp(upto[:, -1]),
-    }
-    assert_right(found, right)
-
 
 @pytest.mark.parametrize("minimize_flops", [True, False])
-@pytest.mark.parametrize("length", [1, 4, LENGTH, 2 * LENGTH])
+@pytest.mark.parametrize("length", [1, 4, 32, 64])
 def test_inverse(length: int, minimize_flops: bool) -> None:
     """Also of a matrix whose powers are far larger than its inverse. Only what is below the
     diagonal counts."""
+    rng = np.random.default_rng(0)
     lower = np.tril(np.ones((length, length)), -1)
-    matrices = np.stack([-4.0 * lower, lower * RNG.standard_normal(lower.shape) / 4])
+    matrices = np.stack([-4.0 * lower, lower * rng.standard_normal(lower.shape) / 4])
     matrices[0] += 4.0 * lower @ np.eye(length, k=-1)
     inverse = functools.partial(internals.inverse_of_sub_chunk, minimize_flops=minimize_flops)
     given = np.where(lower > 0, matrices, np.nan)
@@ -69,28 +29,20 @@ def test_inverse(length: int, minimize_flops: bool) -> None:
     assert_right({"inverse": found}, {"inverse": np.linalg.inv(np.eye(length) - matrices)})
 
 
-@pytest.mark.parametrize("tokens", [1, 1000, 4096, 61 * 64, 32768])
-def test_groups_have_a_chunk_too_many_only_where_they_must(tokens: int) -> None:
-    """To fill up the last chunk group is to copy every operand."""
-    for heads in (1, 12, 32):
-        count, chunks, used = internals.chunks_of_groups(tokens, heads)
-        assert 0 <= chunks - used < chunks / count
-        if used & (used - 1) == 0:
-            assert chunks == used
-
-
 @pytest.mark.parametrize("op", ["wkv7", "wkv6", "wkv5"])
 @pytest.mark.slow
 def test_only_states_go_along_a_loop(op: str) -> None:
     """On a GPU each pass has one loop over chunks, and one over chunk groups where there are
-    several."""
+    several, and no operand is copied to fill up the last chunk group."""
 
     def loops(case: Case, *ends: int) -> int:
         cu = np.array([0, *ends, case.T], np.int32) if ends else None
         packing: Any = {} if cu is None else {"cu_seqlens": cu}
         inputs, cotangents = operands(op, case, **packing)
         traced: Any = value_and_gradients.trace(Run(op, "xla"), inputs, cotangents, **packing)
-        return traced.lower(lowering_platforms=("cuda",)).as_text().count("stablehlo.while")
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        assert ends or not re.search(r"stablehlo\.pad .* high = \[0, [1-9]", text)
+        return text.count("stablehlo.while")
 
     assert loops(Case(1, 1024, 2, 64)) == loops(Case(1, 1024, 2, 64), 100, 400) == 2
     assert loops(Case(8, 8192, 1, 64)) == loops(Case(1, 8192, 8, 64), 100, 400) == 4

@@ -12,22 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
+from jax.test_util import check_grads
 
 import rwkv_jax
-from support import tolerance
 from support.cases import Arrays, Case
 from support.harness import assert_right, expected, operands, results, value_and_gradients
-from support.operators import FAST, SEQUENCES, Run, runs
+from support.operators import FAST, Run, runs
 from support.tolerance import assert_trees_close
 
 pytestmark = pytest.mark.quick("run", "op")
 
 CASE = Case(2, 16, 2, 32)
-ALL: list[Any] = [
-    pytest.param(*x.values, id=x.id, marks=[pytest.mark.slow] * (x.values[0].op == "wkv6"))
-    for x in runs(CASE)
-]
-"""WKV5 has the rules of WKV6, and one more operand that all tokens share."""
+ALL: list[Any] = runs(CASE)
 RUNS: list[Any] = [x for x in ALL if x.values[0].implementation != "xla"]
 """All but xla, which compiles slowly and has the same rules as the native kernels."""
 
@@ -51,6 +47,20 @@ def _cotangents(found: Arrays, cotangents: Arrays) -> Arrays:
     return {name: cotangents[f"d{name}"] for name in found}
 
 
+IDS = np.array([[1] * 20 + [2] * 45 + [0] * 5, [0] * 5 + [3] * 30 + [1] + [3] * 34], np.int32)
+CU_SEQLENS = np.array([[0, 0, 1, 7, 7, 70, 70], [0, 9, 9, 9, 50, 66, 70]], np.int32)
+
+
+def _packed(op: str, packing: str) -> tuple[Arrays, Arrays, np.ndarray, np.ndarray]:
+    """Inputs, cotangents, and two packings of the same shape that suit them."""
+    if packing == "segment_ids":
+        return *operands(op, Case(2, 70, 1, 16)), IDS, IDS[::-1]
+    return *operands(op, Case(1, 70, 2, 16), cu_seqlens=CU_SEQLENS[0]), *CU_SEQLENS
+
+
+PACKED = list(itertools.product(("segment_ids", "cu_seqlens"), (FAST["wkv7"], FAST["wkv4"])))
+
+
 @each_of_all
 def test_without_jit(run: Run) -> None:
     arrays = jax.tree.map(jnp.asarray, operands(run.op, CASE))
@@ -65,17 +75,15 @@ MAPPED = [
         for run in (x.values[0] for x in RUNS)
         for unmapped in run.names
     ),
-    *((run, [only]) for run in (Run(op, None) for op in SEQUENCES) for only in run.names),
+    *(
+        (run, [only])
+        for run in (Run("wkv7", None), FAST["wkv6"], FAST["wkv5"], FAST["wkv4"])
+        for only in run.names
+    ),
 ]
 
 
-@pytest.mark.parametrize(
-    ("run", "mapped"),
-    [
-        pytest.param(run, names, id=f"{run.op}-{run.implementation}-{'+'.join(names)}")
-        for run, names in MAPPED
-    ],
-)
+@pytest.mark.parametrize(("run", "mapped"), MAPPED, ids=lambda x: "-".join(map(str, x)))
 def test_vmap(run: Run, mapped: Sequence[str]) -> None:
     """Over some operands, of results and gradients."""
     several = _several(run.op, 3)
@@ -90,22 +98,35 @@ def test_vmap(run: Run, mapped: Sequence[str]) -> None:
 
 
 @each_run
-def test_nested_vmap(run: Run) -> None:
-    """The inner `vmap` alone maps one operand, and the outer one another."""
+def test_gradients_of_nested_vmap(run: Run) -> None:
+    """The inner `vmap` alone maps one operand, and the outer one another, whose gradients are added
+    along the axis that is not mapped."""
     inner, outer = run.names[1], run.names[4]
-    arrays = _several(run.op, 6)
-    grid = [[inputs for inputs, _ in arrays[i : i + 3]] for i in (0, 3)]
-    inputs = _stacked([_stacked(row) for row in grid])
+    several = _several(run.op, 6)
+    rows = several[:3], several[3:]
+    inputs, cotangents = _stacked([_stacked(row) for row in rows])
     inputs |= {inner: inputs[inner][0], outer: inputs[outer][:, 0]}
     of_inner, of_outer = (
         {name: None if name == only else 0 for name in inputs} for only in (outer, inner)
     )
-    of_rows = jax.vmap(lambda xs: results(run, **xs), in_axes=(of_inner,))
-    found = jax.jit(jax.vmap(of_rows, in_axes=(of_outer,)))(inputs)
-    for i, j in itertools.product(range(2), range(3)):
-        one = grid[i][j] | {inner: grid[0][j][inner], outer: grid[i][0][outer]}
-        right = expected(run.op, one, arrays[0][1])
-        assert_right({name: x[i, j] for name, x in found.items()}, right)
+
+    @jax.jit
+    def call(inputs: Arrays, cotangents: Arrays) -> Arrays:
+        of_rows = jax.vmap(lambda xs: results(run, **xs), in_axes=(of_inner,))
+        found, vjp = jax.vjp(jax.vmap(of_rows, in_axes=(of_outer,)), inputs)
+        gradients = vjp(_cotangents(found, cotangents))[0]
+        return found | {f"d{name}": x for name, x in gradients.items()}
+
+    each = [
+        [
+            expected(run.op, own | {inner: inputs[inner][j], outer: inputs[outer][i]}, d)
+            for j, (own, d) in enumerate(row)
+        ]
+        for i, row in enumerate(rows)
+    ]
+    right = _stacked([_stacked(row) for row in each])
+    right |= {f"d{inner}": right[f"d{inner}"].sum(0), f"d{outer}": right[f"d{outer}"].sum(1)}
+    assert_right(call(inputs, cotangents), right)
 
 
 @each_run
@@ -117,40 +138,28 @@ def test_vmap_of_no_elements(run: Run) -> None:
     assert {n: x.shape for n, x in found.items()} == {n: (0, *right[n].shape) for n in found}
 
 
-@each_run
-def test_grad_of_vmap(run: Run) -> None:
-    """`w` is not mapped, so that its gradients are added."""
-    several = _several(run.op, 3)
-    inputs, cotangents = _stacked(several)
-    inputs["w"] = w = several[0][0]["w"]
-    axes = {name: None if name == "w" else 0 for name in inputs}
-
-    @jax.jit
-    def gradients(inputs: Arrays, cotangents: Arrays) -> Arrays:
-        found, vjp = jax.vjp(jax.vmap(lambda xs: results(run, **xs), in_axes=(axes,)), inputs)
-        return vjp(_cotangents(found, cotangents))[0]
-
-    each = [expected(run.op, own | {"w": w}, d) for own, d in several]
-    right = {name: np.stack([x[f"d{name}"] for x in each]) for name in inputs}
-    right["w"] = np.sum(right["w"], axis=0)
-    assert_right(gradients(inputs, cotangents), right)
-
-
 @pytest.mark.parametrize(
-    ("run", "remat"),
+    ("run", "remat", "packing"),
     [
-        (RUNS[0].values[0], False),
-        *(pytest.param(*x.values, True, marks=x.marks, id=f"{x.id}-remat") for x in RUNS),
+        (RUNS[0].values[0], False, None),
+        *(pytest.param(*x.values, True, None, marks=x.marks, id=f"{x.id}-remat") for x in RUNS),
+        (FAST["wkv7"], True, "segment_ids"),
+        (FAST["wkv7"], True, "cu_seqlens"),
     ],
     ids=str,
 )
-def test_scan_over_layers(run: Run, remat: bool) -> None:
-    layers, cotangents = _stacked(_several(run.op, 2))
+def test_scan_over_layers(run: Run, remat: bool, packing: str | None) -> None:
+    several: list[Any] = _several(run.op, 2)
+    rows: dict[str, Any] = {}
+    if packing:
+        *arrays, ids, _ = _packed(run.op, packing)
+        several, rows = [arrays, arrays], {packing: ids}
+    layers, cotangents = _stacked(several)
     v, dy = layers.pop("v")[0], cotangents["dy"][0]
 
     def loss(v: jax.Array, layers: Arrays, run: Run) -> jax.Array:
         def layer(v: jax.Array, layer: Arrays) -> tuple[jax.Array, None]:
-            return v + results(run, **layer, v=v)["y"], None
+            return results(run, **layer, v=v, **rows)["y"], None
 
         body = jax.checkpoint(layer) if remat else layer
         return jnp.vdot(jax.lax.scan(body, v, layers)[0], dy)
@@ -163,53 +172,20 @@ def test_scan_over_layers(run: Run, remat: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("op", "packing"),
-    [
-        ("wkv7", {}),
-        ("wkv4", {"cu_seqlens": np.array([0, 1, 1, 3])}),
-    ],
+    [("wkv7", {}), ("wkv4", {"cu_seqlens": np.array([0, 1, 1, 3], np.int32)})],
     ids=["rows", "sequences"],
 )
 def test_derivatives_of_the_reference(op: str, packing: dict[str, Any]) -> None:
-    """Forward mode, and the second derivative against a difference of gradients."""
-    run, case = Run(op, "reference"), Case(1, 3, 1, 2)
-    packing = {name: np.asarray(x, np.int32) for name, x in packing.items()}
-    inputs, cotangents = operands(op, case, **packing)
-    direction, _ = operands(op, dataclasses.replace(case, seed=1), **packing)
-
-    def loss(inputs: Arrays) -> jax.Array:
-        found = results(run, **inputs, **packing)
-        return sum(
-            (jnp.vdot(jnp.sin(x), cotangents[f"d{n}"]) for n, x in found.items()), jnp.float32(0)
-        )
-
-    gradient = jax.jit(jax.grad(loss))
-
-    def slope(inputs: Arrays) -> jax.Array:
-        gradients = jax.grad(loss)(inputs)
-        return sum((jnp.vdot(x, direction[n]) for n, x in gradients.items()), jnp.float32(0))
-
-    _, derivative = jax.jvp(loss, (inputs,), (direction,))
-    np.testing.assert_allclose(derivative, slope(inputs), rtol=1e-3)
-    step = 1e-2
-    ahead, behind = (
-        gradient({name: x + s * direction[name] for name, x in inputs.items()})
-        for s in (step, -step)
-    )
-    for name, x in jax.jit(jax.grad(slope))(inputs).items():
-        difference = np.asarray((ahead[name] - behind[name]) / (2 * step))
-        assert tolerance.rms_error(difference, np.asarray(x)) < 1e-2, name
+    """First and second ones, of both modes, against differences."""
+    inputs, _ = operands(op, Case(1, 3, 1, 2), **packing)
+    call = jax.jit(lambda inputs: results(Run(op, "reference"), **inputs, **packing))
+    check_grads(call, (inputs,), order=2, modes=("fwd", "rev"), rtol=1e-2)
 
 
 @each_custom_derivative
-def test_other_implementations_refuse_forward_mode(run: Run) -> None:
-    inputs, _ = operands(run.op, CASE)
-    with pytest.raises(TypeError, match="custom_vjp"):
-        jax.jvp(lambda xs: results(run, **xs), (inputs,), (inputs,))
-
-
-@each_custom_derivative
-def test_other_implementations_refuse_second_derivatives(run: Run) -> None:
-    """In reverse and in forward mode, also within `jit` and `vmap`."""
+def test_what_other_implementations_refuse(run: Run) -> None:
+    """Forward mode, and second derivatives in reverse and in forward mode, also within `jit` and
+    `vmap`."""
     inputs, _ = operands(run.op, CASE)
     inputs = jax.tree.map(jnp.asarray, inputs)
 
@@ -219,6 +195,8 @@ def test_other_implementations_refuse_second_derivatives(run: Run) -> None:
     def gradient(inputs: Arrays) -> Arrays:
         return jax.grad(lambda xs: total(results(run, **xs)))(inputs)
 
+    with pytest.raises(TypeError, match="custom_vjp"):
+        jax.jvp(lambda xs: results(run, **xs), (inputs,), (inputs,))
     second = jax.grad(lambda xs: total(gradient(xs)))
     message = f"{run.op.removesuffix('_step')}.*second derivative.*implementation='reference'"
     for derivative in (
@@ -254,26 +232,17 @@ def test_donated_operands_stay_on_the_device(run: Run) -> None:
     assert all(x.is_deleted() for x in inputs.values())
 
 
-# Packed rows, of both kinds.
-
-IDS = np.array([[1] * 20 + [2] * 45 + [0] * 5, [0] * 5 + [3] * 30 + [1] + [3] * 34], np.int32)
-CU_SEQLENS = np.array([[0, 0, 1, 7, 7, 70, 70], [0, 9, 9, 9, 50, 66, 70]], np.int32)
-
-each_packing = pytest.mark.parametrize("packing", ["segment_ids", "cu_seqlens"])
-
-
-def _packed(op: str, packing: str) -> tuple[dict, dict, np.ndarray, np.ndarray]:
-    """Inputs, cotangents, and two packings of the same shape that suit them."""
-    if packing == "segment_ids":
-        return *operands(op, Case(2, 70, 1, 16)), IDS, IDS[::-1]
-    return *operands(op, Case(1, 70, 2, 16), cu_seqlens=CU_SEQLENS[0]), *CU_SEQLENS
-
-
-@pytest.mark.parametrize("op", ["wkv7", "wkv4"])
-@each_packing
-def test_vmap_of_packed_rows(packing: str, op: str) -> None:
+@pytest.mark.parametrize(
+    ("packing", "run"),
+    [
+        *(pytest.param(*x, id=f"{x[0]}-{x[1].op}") for x in PACKED),
+        # In plain XLA each row of sequences has a path of its own.
+        pytest.param("cu_seqlens", Run("wkv6", "xla"), marks=pytest.mark.slow),
+    ],
+)
+def test_vmap_of_packed_rows(packing: str, run: Run) -> None:
     """The packing is mapped, and then not; all inputs of tokens but one are mapped."""
-    run, (inputs, cotangents, one, other) = FAST[op], _packed(op, packing)
+    inputs, cotangents, one, other = _packed(run.op, packing)
     several = run.operator.timed[1:]
     mapped = {n: np.stack([x, x[:, ::-1]]) if n in several else x for n, x in inputs.items()}
     axes = {n: 0 if n in several else None for n in inputs}
@@ -286,21 +255,5 @@ def test_vmap_of_packed_rows(packing: str, op: str) -> None:
         for i in range(2):
             own = {n: x[i] if n in several else x for n, x in mapped.items()}
             packed: dict[str, Any] = {packing: one if axis is None else rows[i]}
-            right = expected(op, own, cotangents, **packed)
+            right = expected(run.op, own, cotangents, **packed)
             assert_right({name: x[i] for name, x in found.items()}, right)
-
-
-@each_packing
-def test_remat_of_packed_rows_inside_a_scan(packing: str) -> None:
-    run, (inputs, cotangents, rows, _) = FAST["wkv7"], _packed("wkv7", packing)
-
-    def loss(v: jax.Array, run: Run, remat: bool) -> jax.Array:
-        def layer(v: jax.Array, _: None) -> tuple[jax.Array, None]:
-            return run(**{**inputs, "v": v, packing: rows}, precision="highest")[0], None
-
-        y, _ = jax.lax.scan(jax.checkpoint(layer) if remat else layer, v, None, length=2)
-        return jnp.vdot(y, cotangents["dy"])
-
-    gradient = jax.jit(jax.grad(loss), static_argnums=(1, 2))
-    found = gradient(inputs["v"], run, True)
-    assert_right({"dv": found}, {"dv": gradient(inputs["v"], Run("wkv7", "reference"), False)})

@@ -15,21 +15,11 @@ pytestmark = pytest.mark.quick("implementation")
 
 IDS = np.array([[0] * 3 + [4] * 6 + [0] * 8 + [4, 5, 6] * 3 + [0] * 2 + [9] * 45])
 
-CASES = [
-    pytest.param(
-        Case(1, IDS.shape[1], 1, 16, decay="log", regime="mixed"),
-        {"segment_ids": IDS},
-        id="segments",
-    ),
-    pytest.param(Case(2, 200, 1, 16, decay="log", regime="extreme", state=False), {}, id="rows"),
-    pytest.param(
-        Case(1, 17, 1, 16, dtype="bfloat16"),
-        {"cu_seqlens": np.array([0, 3, 3, 17], np.int32)},
-        id="short-sequences",
-    ),
+CASES: list[Any] = [
+    (Case(1, IDS.shape[1], 1, 16, decay="log", regime="mixed"), {"segment_ids": IDS}),
+    (Case(2, 200, 1, 16, decay="log", regime="extreme", state=False), {}),
+    (Case(1, 17, 1, 16, dtype="bfloat16"), {"cu_seqlens": np.array([0, 3, 3, 17], np.int32)}),
 ]
-
-
 RESETS = Case(2, 67, 1, 16, decay="log")
 
 
@@ -44,7 +34,7 @@ def test_a_log_decay_of_minus_infinity(implementation: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("case", "options"), CASES)
+@pytest.mark.parametrize(("case", "options"), CASES, ids=["segments", "rows", "sequences"])
 def test_walks_without_loops(
     monkeypatch: pytest.MonkeyPatch, case: Case, options: dict[str, Any]
 ) -> None:

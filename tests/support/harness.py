@@ -104,9 +104,9 @@ def _segments(ids: np.ndarray) -> Iterator[Piece]:
     state; a row of padding alone returns its state."""
     for row, own in enumerate(ids):
         several = segments_of(own) or [slice(0, 0)]
-        for i, tokens in enumerate(several):
-            first, last = i == 0, i == len(several) - 1
-            yield Piece(row, tokens, row if first else None, row if last else None)
+        for tokens in several:
+            initial, final = (row if tokens is several[i] else None for i in (0, -1))
+            yield Piece(row, tokens, initial, final)
 
 
 def _sequences(cu: np.ndarray, tokens: int) -> Iterator[Piece]:

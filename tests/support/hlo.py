@@ -10,12 +10,9 @@ from typing import Any
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-COLLECTIVE = re.compile(
-    r"\b(all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter|collective-broadcast)\b"
-)
-RESULT = re.compile(
-    r"= (.*?) (?:all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-done)?\("
-)
+KINDS = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
+COLLECTIVE = re.compile(rf"\b({KINDS}|collective-broadcast)\b")
+RESULT = re.compile(rf"= (.*?) (?:{KINDS})(?:-done)?\(")
 ARRAY = re.compile(r"\b(?:f|bf|s|u|pred)(8|16|32|64)?\[([\d,]*)\]")
 TARGET = re.compile(r"\brwkv_\w+_v\d+\b")
 DEVICES = {"cuda": ("NVIDIA H200", 1, "gpu"), "tpu": ("TPU v5 lite", 1, "tpu")}

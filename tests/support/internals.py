@@ -24,7 +24,7 @@ from rwkv_jax._operator.implementation import Implementation, Transition
 from rwkv_jax._operator.operator import PUBLIC, Operator
 from rwkv_jax._operator.signature import Signature
 from rwkv_jax._packing import segments
-from rwkv_jax._portable import algebra, chain, inverses, products, sub_chunks, terms
+from rwkv_jax._portable import chain, inverses, products
 from rwkv_jax._portable import decay as decays
 from rwkv_jax.generation import _decoding, _sampling, _session
 from rwkv_jax.layers import _function as layers
@@ -439,40 +439,7 @@ def use_matrix_units(monkeypatch: pytest.MonkeyPatch) -> None:
     jax.clear_caches()
 
 
-def sub_chunk(decay: str, minimize_flops: bool, w: Any, x: Any, y: Any) -> dict[str, Any]:
-    """The decays of sub-chunks [..., T, K] of `xla`, and the pairs of their tokens, where x is read
-    before tokens, after them, and before them while x + y meets the token itself."""
-    product = products.Products(jnp.float32, jax.lax.Precision.HIGHEST, minimize_flops)
-    decays = algebra.decays(w, decay, algebra.Tokens(), product)
-    reads = [terms.Read(x), terms.Read(x, after=True), terms.Read(x, now=x + y)]
-    found = algebra.factors(product, decays, algebra.Tokens(), reads, [y])
-    nothing = jnp.zeros_like(w[..., 0, :])
-    enter, leave = (nothing if x is None else x for x in (decays.enter, decays.leave))
-    return {
-        "pairs": found.pairs,
-        "before": found.rows[..., : w.shape[-2], :] * jnp.exp(enter)[..., None, :],
-        "after": found.columns * jnp.exp(leave)[..., None, :],
-        "stay": jnp.exp(enter + leave) * (1.0 if decays.stay is None else decays.stay),
-    }
-
-
 def inverse_of_sub_chunk(x: Any, *, minimize_flops: bool) -> Any:
     """What `xla` solves a sub-chunk with, with the fewest multiplications or on matrix units."""
     product = products.Products(jnp.float32, jax.lax.Precision.HIGHEST, minimize_flops)
     return inverses.inverse(product, x)
-
-
-def chunks_of_groups(tokens: int, heads: int) -> tuple[int, int, int]:
-    """Of a row in `xla` on a GPU: how many chunk groups it has, their chunks, and those with
-    tokens."""
-    made = list[sub_chunks.SubChunksOfRows]()
-
-    def make(x: Any) -> None:
-        inputs: Any = dict.fromkeys("rwkvab", x)
-        made.append(
-            sub_chunks.SubChunksOfRows(signature("wkv7"), sub_chunks.ELSEWHERE, inputs, None)
-        )
-
-    jax.eval_shape(make, jax.ShapeDtypeStruct((1, tokens, heads, 64), jnp.float32))
-    (found,) = made
-    return found.count, found.chunks, found.used

@@ -44,15 +44,16 @@ class Operator:
         return case if case.decay in self.decays else cases.for_wkv6(case)
 
 
-def _flat(function: Callable[..., Any], form: str) -> Callable[..., tuple[jax.Array, ...]]:
-    """WKV4 with the parts of its state as arguments and results of their own."""
+def flat(op: str, function: Callable[..., Any]) -> Callable[..., tuple[jax.Array, ...]]:
+    """`function`, which has the arguments of the operator `op`, as that is called in tests: with
+    the parts of the state of WKV4 as arguments and results of their own."""
+    if not op.startswith("wkv4"):
+        return function
+    form = "{}" if op.endswith("step") else "initial_{}"
     names = [form.format(name) for name in rwkv_jax.Wkv4State._fields]
 
     def call(*operands: Any, **named: Any) -> tuple[jax.Array, ...]:
-        places = (*"wukv", *names)
-        if len(operands) > len(places):
-            return function(*operands)
-        named |= zip(places[: len(operands)], operands, strict=True)
+        named |= zip((*"wukv", *names), operands, strict=False)
         parts = [named.pop(name) for name in names if name in named]
         if parts:
             named[form.format("state")] = rwkv_jax.Wkv4State(*parts)
@@ -60,13 +61,6 @@ def _flat(function: Callable[..., Any], form: str) -> Callable[..., tuple[jax.Ar
         return y, *state
 
     return call
-
-
-def flat(op: str, function: Callable[..., Any]) -> Callable[..., tuple[jax.Array, ...]]:
-    """`function`, which has the arguments of the operator `op`, as that is called in tests."""
-    if not op.startswith("wkv4"):
-        return function
-    return _flat(function, "{}" if op.endswith("step") else "initial_{}")
 
 
 SEQUENCES = {
@@ -83,7 +77,7 @@ SEQUENCES = {
         shared=frozenset("wu"),
     ),
     "wkv4": Operator(
-        *(_flat(rwkv_jax.wkv4, "initial_{}"), oracle.wkv4, cases.wkv4, cases.WKV4, tuple("wukv")),
+        *(flat("wkv4", rwkv_jax.wkv4), oracle.wkv4, cases.wkv4, cases.WKV4, tuple("wukv")),
         shared=frozenset("wu"),
         states=("initial_num", "initial_den", "initial_log_max"),
         results=("y", "final_num", "final_den", "final_log_max"),
@@ -110,7 +104,7 @@ STEPS = {
     "wkv7_step": _step("wkv7", rwkv_jax.wkv7_step, cases.WKV7_STEP),
     "wkv6_step": _step("wkv6", rwkv_jax.wkv6_step, cases.WKV6_STEP),
     "wkv5_step": _step("wkv5", rwkv_jax.wkv5_step, cases.WKV6_STEP),
-    "wkv4_step": _step("wkv4", _flat(rwkv_jax.wkv4_step, "{}"), cases.WKV4_STEP),
+    "wkv4_step": _step("wkv4", flat("wkv4_step", rwkv_jax.wkv4_step), cases.WKV4_STEP),
 }
 """The operators on one token."""
 
@@ -160,13 +154,14 @@ class Run(NamedTuple):
 
 def runs(case: Case, platform: str | None = None, *, others: int = 1) -> list[Any]:
     """Runs of a case, as parameters of a test: every implementation of WKV7, and so many of each
-    other operator, which has the same rules of batching, partition and differentiation. Plain XLA,
-    which compiles for seconds, is slow, unless it is the first one."""
+    other operator, which has the same rules of batching, partition and differentiation. Slow are
+    WKV6, since WKV5 has one more operand that all tokens share, and plain XLA, which compiles for
+    seconds, unless it is the first one."""
     return [
         pytest.param(
             Run(op, implementation),
             id=f"{op}-{implementation}",
-            marks=[pytest.mark.slow] if i and implementation == "xla" else [],
+            marks=[pytest.mark.slow] * (op == "wkv6" or (i > 0 and implementation == "xla")),
         )
         for op in SEQUENCES
         for i, implementation in enumerate(
@@ -175,12 +170,10 @@ def runs(case: Case, platform: str | None = None, *, others: int = 1) -> list[An
     ]
 
 
-def _fast(op: str) -> Run:
-    can = available(op, Case(2, 70, 1, 16))
-    return Run(op, "ffi" if "ffi" in can else "reference")
-
-
-FAST = {op: _fast(op) for op in SEQUENCES}
+FAST = {
+    op: Run(op, "ffi" if "ffi" in available(op, Case(2, 70, 1, 16)) else "reference")
+    for op in SEQUENCES
+}
 """For each operator an implementation that compiles in a moment."""
 
 

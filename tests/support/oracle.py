@@ -20,31 +20,16 @@ def _sigmoid(w: Array) -> Array:
     return np.where(w >= 0, 1.0, e) / (1.0 + e)
 
 
-def _log(w: Array) -> tuple[Array, Array]:
-    return np.exp(w), np.exp(w)
-
-
-def _exp(w: Array) -> tuple[Array, Array]:
-    # The slope as one exponential: its two factors are infinity and 0 where w is large.
-    return np.exp(-np.exp(w)), -np.exp(w - np.exp(w))
-
-
-def _sigmoid_rate(w: Array) -> tuple[Array, Array]:
-    d = np.exp(-RATE * _sigmoid(w))
-    return d, -RATE * _sigmoid(w) * _sigmoid(-w) * d
-
-
-DECAY: dict[str, Callable[[Array], tuple[Array, Array]]] = {
-    "log": _log,
-    "exp": _exp,
-    "sigmoid": _sigmoid_rate,
-}
-"""The decay factor of each form, and its derivative."""
-
-
 def decay(form: str, w: Array) -> tuple[Array, Array]:
+    """The decay factor of a form, and its derivative."""
     with np.errstate(over="ignore", under="ignore"):
-        return DECAY[form](w)
+        if form == "log":
+            return np.exp(w), np.exp(w)
+        if form == "exp":
+            # The slope as one exponential: its two factors are infinity and 0 where w is large.
+            return np.exp(-np.exp(w)), -np.exp(w - np.exp(w))
+        d = np.exp(-RATE * _sigmoid(w))
+        return d, -RATE * _sigmoid(w) * _sigmoid(-w) * d
 
 
 def _matvec(matrix: Array, x: Array) -> Array:
@@ -171,13 +156,12 @@ def wkv4(inputs: Arrays, form: str, cotangents: Arrays | None = None) -> dict[st
         y[:, t] = (past * num + own * v[:, t]) / (past * den + own)
         past, own, largest = weights(log_max + w, k[:, t])
         states[t + 1] = past * num + own * v[:, t], past * den + own, largest
-    results = dict(zip(("final_num", "final_den", "final_log_max"), states[tokens], strict=True))
-    results = {"y": y, **results}
+    num, den, log_max = states[tokens]
+    results = {"y": y, "final_num": num, "final_den": den, "final_log_max": log_max}
     if cotangents is None:
         return results
 
-    dy, *dstate = (np.asarray(cotangents[f"d{name}"], np.float64) for name in results)
-    dnum, dden, dlog_max = dstate
+    dy, dnum, dden, dlog_max = (np.asarray(cotangents[f"d{x}"], np.float64) for x in results)
     gradients = {f"d{name}": np.zeros(x.shape) for name, x in inputs.items()}
     for t in reversed(range(tokens)):
         num, den, log_max = states[t]
@@ -221,13 +205,12 @@ def step(
 
     def in_sequence(named: Arrays, form: str) -> dict[str, Array]:
         return {
-            n if n in shared else n if n in timed else form.format(n): x[:, None]
-            if n in timed
-            else x
-            for n, x in named.items()
+            name if name in {*timed, "w", "u"} else form.format(name): (
+                x[:, None] if name in timed else x
+            )
+            for name, x in named.items()
         }
 
-    shared = {name for name in inputs if name in ("w", "u") and name not in timed}
     given = in_sequence(inputs, "initial_{}")
     if cotangents is not None:
         bare = {name.removeprefix("d"): x for name, x in cotangents.items()}
