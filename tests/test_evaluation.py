@@ -13,7 +13,7 @@ from rwkv_jax.models import rwkv5, rwkv6
 from support.models import VOCABULARY, formulas, parameters
 
 CONTEXT = 11
-OPTIONS: Any = {"context": CONTEXT, "batch": 3, "at_once": 4, "kernels": "reference"}
+OPTIONS: Any = {"context": CONTEXT, "batch": 3, "chunk_size": 4, "kernels": "reference"}
 
 
 def expected(module: ModuleType, params: Any, tokens: np.ndarray) -> evaluation.Evaluation:
@@ -74,7 +74,7 @@ def test_figures() -> None:
         ([1, 2], {"context": 0}, "context is 0; accepted is a positive integer"),
         ([1, 2], {"batch": -1}, "batch is -1; accepted is a positive integer"),
         ([1, 2], {"kernels": "fast"}, "evaluate: kernels is 'fast'; accepted are None, 'xla'"),
-        ([1, 2], {"at_once": 0}, "at_once is 0; accepted is a positive integer"),
+        ([1, 2], {"chunk_size": 0}, "chunk_size is 0; accepted is a positive integer"),
     ],
 )
 def test_wrong_arguments(tokens: Any, options: Any, message: str) -> None:

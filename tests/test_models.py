@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 from jax import export
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import rwkv_jax
@@ -160,6 +160,28 @@ def test_recompute(params: rwkv7.Params, tokens: jax.Array, pretend: Any) -> Non
     assert forwards == [CONFIG.num_layers * branches * times for times in (1, 1, 1, 2)]
 
 
+def test_blocks_of_one_shape_are_traced_once(tokens: jax.Array) -> None:
+    """The first block, which has parameters of its own, and the others."""
+    shapes = shapes_of(rwkv7, dataclasses.replace(CONFIG, num_layers=4))
+    program = jax.make_jaxpr(lambda *xs: rwkv7.hidden_states(*xs))(shapes, tokens)
+    bodies = [x.params["jaxpr"] for x in program.eqns if x.params.get("name") == "_block"]
+    assert len(bodies) == 4
+    assert len(set(map(id, bodies))) == 2
+
+
+@pytest.mark.slow
+def test_kernels_add_the_cotangents_of_heads(params: rwkv7.Params, pretend: Any) -> None:
+    """On a GPU the sums between kernels are those of the first layer's value, with three uses."""
+    pretend("cuda", None)
+    tokens = jax.ShapeDtypeStruct((3, 17), jnp.int32)
+    with hlo.device("cuda"):
+        traced = jax.jit(jax.grad(lambda p, x: rwkv7.apply(p, x)[0].sum())).trace(params, tokens)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    heads, size = params.blocks[0].att.r_k.shape
+    adds = [x for x in text.splitlines() if "stablehlo.add " in x]
+    assert sum(f"tensor<3x17x{heads}x{size}xf32>" in x for x in adds) == 2
+
+
 def test_a_step_is_exported(params: rwkv7.Params, tokens: jax.Array) -> None:
     """With the kernels that multiply few rows on a CPU, which are no operator's."""
     step = jax.jit(lambda tokens: rwkv7.apply(params, tokens)[0])
@@ -220,6 +242,28 @@ def test_parameters_that_do_not_divide_stay_whole(cpus: list[Any]) -> None:
     assert placed.blocks[1].ffn.value.weight.spec == P(None, "model")
     with pytest.raises(ValueError, match="data is 'batch'; accepted"):
         rwkv7.shardings(shapes, mesh, data="batch")
+
+
+@pytest.mark.slow
+def test_the_sum_of_a_mixing_has_the_shape_of_its_product(
+    params: rwkv7.Params, tokens: jax.Array, cpus: list[Any]
+) -> None:
+    """In a program for one device, where nothing distributes rows and tokens, and with the same
+    results."""
+    hidden_states = jax.jit(functools.partial(rwkv7.hidden_states, kernels=FFI_OR_REFERENCE))
+
+    def sums(params: rwkv7.Params) -> int:
+        """How many sums there are of the shape of a product."""
+        shape = f"tensor<{tokens.size}x{CONFIG.hidden_size}xf32>"
+        lines = hidden_states.lower(params, tokens).as_text().splitlines()
+        return sum("stablehlo.add" in line and line.endswith(shape) for line in lines)
+
+    mesh = meshes.mesh("data=2", AxisType.Auto, cpus)
+    placed = jax.device_put(params, NamedSharding(mesh, P()))
+    assert sums(placed) == 0
+    assert sums(params) > 0
+    found, expected = (hidden_states(x, tokens) for x in (params, placed))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 # The stacked form of blocks.

@@ -253,7 +253,7 @@ def test_times(params: rwkv7.Params) -> None:
     gaps = np.asarray(request.times_between_tokens)
     assert gaps[[0, 1, 2, 3, 5]].tolist() == [0] * 5  # calls of 5 and of 2 tokens
     assert gaps[4] > 0
-    assert pool.totals.rounds == 2
+    assert pool.totals.steps == 2
     assert pool.totals.seconds > gaps[4]
 
 
