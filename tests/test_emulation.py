@@ -14,7 +14,6 @@ under compute-sanitizer (memcheck or racecheck):
 
 import dataclasses
 import functools
-import itertools
 import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -28,14 +27,7 @@ import pytest
 import rwkv_jax
 from rwkv_jax import models as all_models
 from rwkv_jax.models import rwkv7
-from support import (
-    harness,
-    internals,
-    language_models,
-    layer_functions,
-    models,
-    tolerance,
-)
+from support import harness, internals, language_models, layer_functions, models, tolerance
 from support.cases import CU_SEQLENS, Arrays, Case
 from support.emulation import DEVICES, Call, Device, Emulation, needs_emulation
 from support.layer_functions import ELEMENTWISE, LAYER_FUNCTIONS
@@ -45,9 +37,9 @@ pytestmark = [needs_emulation, pytest.mark.slow]
 
 
 @functools.cache
-def _function(op: str, *variant: Any) -> Any:
-    """The public function, under a name of its own in JAX's caches for each variant."""
-    return lambda *operands, **options: getattr(rwkv_jax, op)(*operands, **options)
+def _variant(function: Any, *variant: Any) -> Any:
+    """A function under a name of its own in JAX's caches for each variant."""
+    return lambda *operands, **options: function(*operands, **options)
 
 
 def _found(
@@ -55,7 +47,7 @@ def _found(
 ) -> dict[str, np.ndarray]:
     """Results and gradients of an operator, the warps in an order drawn from a seed."""
     emulated.module.seed(seed)
-    function = _function(op, emulated.share, internals.packing.LONG)
+    function = _variant(getattr(rwkv_jax, op), emulated.share, internals.packing.LONG)
     found = harness.value_and_gradients(
         Run(op, "ffi"), inputs, cotangents, function=function, **options
     )
@@ -71,15 +63,14 @@ def _check(
     emulated: Emulation,
     op: str,
     case: Case,
-    inputs: Arrays,
-    cotangents: Arrays,
     *,
     seeds: Sequence[int] = (1, 2),
     precision: str | None = None,
     **rows: Any,
 ) -> dict[str, np.ndarray]:
     """Results and gradients, which are close to those of the oracle, the same for all seeds, and
-    zeros for padding."""
+    zeros for padding. Kernels on matrix units run unless they have too little shared memory."""
+    inputs, cotangents = harness.operands(op, case, **rows)
     options = {"decay": case.decay, **rows}
     found, *others = (
         _found(emulated, op, inputs, cotangents, seed, precision=precision, **options)
@@ -91,6 +82,9 @@ def _check(
     harness.assert_right(found, expected, limits)
     for other in others:
         _assert_same(found, other)
+    for plan in emulated.plans:
+        suits = 0 < plan["shared_memory"] <= emulated.gpu.shared_memory
+        assert suits == (plan["kernel"] == "matrix units"), plan
     padding = rows.get("segment_ids", np.ones(1)) == 0
     for name in ("y", *(f"d{n}" for n in OPERATORS[op].timed)) if padding.any() else ():
         assert not found[name][padding].any(), name
@@ -166,8 +160,7 @@ def test_a_sequence_in_each_row(
     share: float,
 ) -> None:
     emulated.use(Device(multiprocessors), share)
-    inputs, cotangents = harness.operands(op, case)
-    _check(emulated, op, case, inputs, cotangents, precision=precision)
+    _check(emulated, op, case, precision=precision)
 
 
 def _ids(case: Case, seed: int = 0) -> np.ndarray:
@@ -211,26 +204,21 @@ def test_segments(
     """What is not finite in padding, or in another segment, reaches nothing."""
     emulated.use(Device(multiprocessors))
     own, ids = OPERATORS[op], _ids(case)
-    inputs, cotangents = harness.operands(op, case, segment_ids=ids)
     options: dict[str, Any] = {"precision": precision, "segment_ids": ids}
-    found = _check(emulated, op, case, inputs, cotangents, **options)
+    found = _check(emulated, op, case, **options)
     assert not emulated.on_matrix_units
 
     poisoned = np.zeros(ids.shape, bool)
     for row, parts in enumerate(map(harness.segments_of, ids)):
         if len(parts) > 2:
             poisoned[row, parts[len(parts) // 2]] = True
-    for i, name in enumerate((*own.timed, "dy")):
-        x = cotangents["dy"] if name == "dy" else inputs[name]
+    inputs, cotangents = harness.operands(op, case, segment_ids=ids)
+    for i, x in enumerate((*(inputs[name] for name in own.timed), cotangents["dy"])):
         x[poisoned] = (np.inf, np.nan)[i % 2]
     others = _found(emulated, op, inputs, cotangents, decay=case.decay, **options)
-    kept = {
-        name: [a[~poisoned] if a.shape[1] == case.T else a for a in (x, others[name])]
-        for name, x in found.items()
-        if name.removeprefix("d") not in own.shared
-    }
-    for name, (x, other) in kept.items():
-        assert x.tobytes() == other.tobytes(), name
+    for name in found.keys() - {f"d{n}" for n in own.shared}:
+        kept = ~poisoned if found[name].shape[1] == case.T else ...
+        assert found[name][kept].tobytes() == others[name][kept].tobytes(), name
 
 
 IDS = np.array(
@@ -261,8 +249,7 @@ def test_segments_on_matrix_units(
     """What is not finite in padding reaches nothing."""
     emulated.use(Device(multiprocessors))
     ids = IDS[: case.B, : case.T]
-    inputs, cotangents = harness.operands(op, case, segment_ids=ids)
-    _check(emulated, op, case, inputs, cotangents, segment_ids=ids)
+    _check(emulated, op, case, segment_ids=ids)
     assert emulated.on_matrix_units
 
 
@@ -295,24 +282,36 @@ def test_wkv4_without_weight(emulated: Emulation, marked: bool) -> None:
 
 
 SEVERAL = [
-    ("wkv7", Case(1, 300, 1, 16, decay="exp", regime="mixed"), 1, 1),
-    ("wkv7", Case(1, 300, 2, 32, dtype="float16", decay="log"), 132, 0.3),
-    ("wkv6", Case(1, 300, 2, 16, decay="exp", regime="mixed"), 1, 0.3),
-    ("wkv6", Case(1, 300, 1, 32, dtype="bfloat16", decay="log"), 132, 1),
-    ("wkv5", Case(1, 300, 1, 32, decay="log"), 132, 1),
-    ("wkv4", Case(1, 300, 1, 33, decay="log"), 1, 1),
-    ("wkv4", Case(1, 300, 1, 40, decay="log", regime="mixed"), 28, 1),
-    ("wkv4", Case(1, 300, 1, 66, dtype="bfloat16", decay="exp"), 21, 1),
-    ("wkv7", Case(1, 300, 1, 64, dtype="bfloat16"), 1, 1),
-    ("wkv7", Case(1, 300, 1, 64, dtype="float16"), 132, 0.6),
-    ("wkv7", Case(1, 300, 1, 128, dtype="bfloat16"), 4, 1),
-    ("wkv6", Case(1, 300, 1, 64, dtype="bfloat16", decay="log", regime="mixed"), 1, 1),
-    ("wkv6", Case(1, 300, 1, 64, dtype="float16", decay="exp"), 132, 1),
-    ("wkv5", Case(1, 300, 1, 64, dtype="bfloat16", decay="log"), 1, 1),
+    ("wkv7", Case(1, 300, 1, 16, decay="exp", regime="mixed"), 1, 1, None),
+    ("wkv7", Case(1, 300, 2, 32, dtype="float16", decay="log"), 132, 0.3, None),
+    ("wkv6", Case(1, 300, 2, 16, decay="exp", regime="mixed"), 1, 0.3, None),
+    ("wkv6", Case(1, 300, 1, 32, dtype="bfloat16", decay="log"), 132, 1, None),
+    ("wkv5", Case(1, 300, 1, 32, decay="log"), 132, 1, None),
+    ("wkv4", Case(1, 300, 1, 33, decay="log"), 1, 1, None),
+    ("wkv4", Case(1, 300, 1, 40, decay="log", regime="mixed"), 28, 1, None),
+    ("wkv4", Case(1, 300, 1, 66, dtype="bfloat16", decay="exp"), 21, 1, None),
+    ("wkv7", Case(1, 300, 1, 64, dtype="bfloat16"), 1, 1, None),
+    ("wkv7", Case(1, 300, 1, 64, dtype="float16"), 132, 0.6, None),
+    ("wkv7", Case(1, 300, 1, 128, dtype="bfloat16"), 4, 1, None),
+    ("wkv6", Case(1, 300, 1, 64, dtype="bfloat16", decay="log", regime="mixed"), 1, 1, None),
+    ("wkv6", Case(1, 300, 1, 64, dtype="float16", decay="exp"), 132, 1, None),
+    ("wkv5", Case(1, 300, 1, 64, dtype="bfloat16", decay="log"), 1, 1, None),
+    *(
+        (op, case, 1 + 131 * seed, 1, seed)
+        for seed in range(2)
+        for op, case in [
+            ("wkv7", Case(1, 200, 1, 16, decay="exp")),
+            ("wkv6", Case(1, 200, 1, 16, decay="log")),
+            ("wkv4", Case(1, 200, 1, 16, decay="log")),
+            ("wkv7", Case(1, 200, 1, 64, dtype="bfloat16")),
+            ("wkv6", Case(1, 200, 1, 64, dtype="bfloat16", decay="exp")),
+        ]
+    ),
 ]
+"""Each with the number of multiprocessors, the share of scratch, and the seed of random offsets."""
 
 
-@pytest.mark.parametrize(("op", "case", "multiprocessors", "share"), SEVERAL, ids=str)
+@pytest.mark.parametrize(("op", "case", "multiprocessors", "share", "seed"), SEVERAL, ids=str)
 def test_sequences(
     emulated: Emulation,
     monkeypatch: pytest.MonkeyPatch,
@@ -320,46 +319,21 @@ def test_sequences(
     case: Case,
     multiprocessors: int,
     share: float,
+    seed: int | None,
 ) -> None:
-    """Sequences of different lengths in a row, to which its first and last tokens do not belong."""
+    """Sequences of different lengths in a row, to which its first and last tokens do not belong.
+    Random offsets, of any size in any order, are those that they are clamped to. Which sequence
+    runs first makes no difference."""
     emulated.use(Device(multiprocessors), share)
     cu = np.minimum(CU_SEQLENS + 3, case.T - 2)
-    _check_sequences(emulated, monkeypatch, op, case, cu)
-
-
-def _check_sequences(
-    emulated: Emulation, monkeypatch: pytest.MonkeyPatch, op: str, case: Case, cu: np.ndarray
-) -> None:
-    """Which sequence runs first makes no difference."""
-    inputs, cotangents = harness.operands(op, case, cu_seqlens=cu)
+    if seed is not None:
+        random = np.random.default_rng(seed)
+        sizes = random.choice([10, 300, 1 << 31], 6)
+        cu = np.array([random.integers(-size, size) for size in sizes], np.int32)
     internals.take_longest_first(monkeypatch, False)
-    found = _check(emulated, op, case, inputs, cotangents, seeds=[1], cu_seqlens=cu)
+    found = _check(emulated, op, case, seeds=[1], cu_seqlens=cu)
     internals.take_longest_first(monkeypatch, True)
-    options = {"precision": None, "decay": case.decay, "cu_seqlens": cu}
-    _assert_same(found, _found(emulated, op, inputs, cotangents, 2, **options))
-
-
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize(
-    ("op", "case"),
-    [
-        ("wkv7", Case(1, 200, 1, 16, decay="exp")),
-        ("wkv6", Case(1, 200, 1, 16, decay="log")),
-        ("wkv4", Case(1, 200, 1, 16, decay="log")),
-        ("wkv7", Case(1, 200, 1, 64, dtype="bfloat16")),
-        ("wkv6", Case(1, 200, 1, 64, dtype="bfloat16", decay="exp")),
-    ],
-    ids=str,
-)
-def test_sequences_that_are_wrong(
-    emulated: Emulation, monkeypatch: pytest.MonkeyPatch, op: str, case: Case, seed: int
-) -> None:
-    """Numbers of any size in any order are those that they are clamped to."""
-    random = np.random.default_rng(seed)
-    sizes = random.choice([10, 300, 1 << 31], 6)
-    cu = np.array([random.integers(-size, size) for size in sizes], np.int32)
-    emulated.use(Device(1 + 131 * seed))
-    _check_sequences(emulated, monkeypatch, op, case, cu)
+    _assert_same(found, _check(emulated, op, case, seeds=[2], cu_seqlens=cu))
 
 
 ROWS: dict[str, dict[str, Any]] = {
@@ -390,19 +364,13 @@ def test_transitions(emulated: Emulation, op: str, case: Case, rows: str, device
     reverse = internals.run_pass(op, "reverse_transition", backward, **options)
     assert [plan["kernel"] for plan in emulated.plans] == ["matrix units"] * 2
 
-    def final_state(start: np.ndarray) -> dict[str, Any]:
+    limit = functools.partial(tolerance.ceiling, dtype=case.dtype, sequential=False, highest=False)
+    for start in (np.zeros_like(inputs["initial_state"]), inputs["initial_state"]):
         state = internals.transition(op).apply(transition, {"state": jnp.asarray(start)})
+        found = {"final_state": state["state"], "dinitial_state": reverse["state"]}
         given = inputs | {"initial_state": start}
-        expected = harness.expected(op, given, cotangents, decay=case.decay, **ROWS[rows])
-        limit = tolerance.ceiling("final_state", case.dtype, sequential=False, highest=False)
-        harness.assert_right({"final_state": state["state"]}, expected, {"final_state": limit})
-        return expected
-
-    final_state(np.zeros_like(inputs["initial_state"]))
-    expected = final_state(inputs["initial_state"])
-    limit = tolerance.ceiling("dinitial_state", case.dtype, sequential=False, highest=False)
-    found = {"dinitial_state": reverse["state"]}
-    harness.assert_right(found, expected, {"dinitial_state": limit})
+        right = harness.expected(op, given, cotangents, decay=case.decay, **ROWS[rows])
+        harness.assert_right(found, right, {name: limit(name) for name in found})
 
 
 ON_DEVICES = [
@@ -434,21 +402,17 @@ ON_DEVICES = [
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("op", "case", "rows"), ON_DEVICES, ids=str)
 def test_devices(emulated: Emulation, op: str, case: Case, rows: str, device: str) -> None:
-    """Every device runs every call, on matrix units unless it has too little shared memory."""
+    """Every device runs every call."""
     emulated.use(DEVICES[device])
-    inputs, cotangents = harness.operands(op, case, **ROWS[rows])
-    _check(emulated, op, case, inputs, cotangents, seeds=[1], **ROWS[rows])
+    _check(emulated, op, case, seeds=[1], **ROWS[rows])
     assert emulated.plans
-    for plan in emulated.plans:
-        suits = 0 < plan["shared_memory"] <= DEVICES[device].shared_memory
-        assert suits == (plan["kernel"] == "matrix units"), plan
 
 
 Layer = layer_functions.Case
 
 LAYERS = [
     *(
-        ("norm_shift_mix", Layer(*case))
+        ("9.0", "norm_shift_mix", Layer(*case))
         for case in [
             (2, 70, 1, 48, "float32", 6, True),
             (2, 130, 1, 48, "bfloat16", 1),
@@ -472,7 +436,7 @@ LAYERS = [
         ]
     ),
     *(
-        (name, Layer(*case))
+        ("9.0", name, Layer(*case))
         for name in ELEMENTWISE
         if name != "norm_shift_mix"
         for case in [
@@ -489,122 +453,68 @@ LAYERS = [
             (0, 5, 2, 64, "float32"),
         ]
     ),
+    *(
+        (device, name, case)
+        for device in DEVICES
+        for name, case in [
+            *((name, Layer(1, 70, 2, 64, "bfloat16", origin=True)) for name in ELEMENTWISE),
+            ("norm_shift_mix", Layer(1, 3, 1, 2048, "bfloat16")),
+            ("norm_shift_mix", Layer(1, 2, 1, 4096, mixes=1)),
+        ]
+    ),
 ]
 """Rows, tokens, heads, channels of each, and for `norm_shift_mix` the mixes and whether `origin` is
-given. Some have fewer channels than a warp takes, or more than a block."""
+given. Some have fewer channels than a warp takes, or more than a block. Some devices have no room
+to copy wide tokens ahead."""
 
 
-@functools.cache
-def _emulated_layer(name: str) -> Any:
-    """The function, under a name of its own in JAX's caches."""
-    return lambda **arguments: LAYER_FUNCTIONS[name].call(**arguments)
-
-
-def _layer(emulated: Emulation, name: str, case: Layer, seed: int = 1) -> dict[str, jax.Array]:
-    emulated.module.seed(seed)
-    return layer_functions.check(name, "ffi", case, _emulated_layer(name))
-
-
-@pytest.mark.parametrize(("name", "case"), LAYERS, ids=str)
-def test_layers(emulated: Emulation, name: str, case: Layer) -> None:
+@pytest.mark.parametrize(("device", "name", "case"), LAYERS, ids=str)
+def test_layers(emulated: Emulation, device: str, name: str, case: Layer) -> None:
     """Results and gradients are close to those of the oracle, and the same for all seeds."""
-    found, other = (
-        {n: np.asarray(x) for n, x in _layer(emulated, name, case, seed).items()} for seed in (1, 2)
-    )
-    _assert_same(found, other)
-
-
-ON_EVERY_DEVICE = [
-    *((name, Layer(1, 70, 2, 64, "bfloat16", origin=True)) for name in ELEMENTWISE),
-    ("norm_shift_mix", Layer(1, 3, 1, 2048, "bfloat16")),
-    ("norm_shift_mix", Layer(1, 2, 1, 4096, mixes=1)),
-]
-"""Some devices have no room to copy wide tokens ahead."""
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("name", "case"), ON_EVERY_DEVICE, ids=str)
-def test_layers_on_devices(emulated: Emulation, name: str, case: Layer, device: str) -> None:
     emulated.use(DEVICES[device])
-    _layer(emulated, name, case)
+
+    def found(seed: int) -> dict[str, np.ndarray]:
+        emulated.module.seed(seed)
+        every = layer_functions.check(name, "ffi", case, _variant(LAYER_FUNCTIONS[name].call))
+        return {n: np.asarray(x) for n, x in every.items()}
+
+    _assert_same(found(1), found(2))
 
 
-def _read_out_calls(emulated: Emulation, case: Layer, seed: int) -> dict[str, list[np.ndarray]]:
-    """The results of the calls of `projected_read_out`, and of those of the two functions one after
-    the other, by their targets."""
-    calls = {}
-
-    def look(call: Call, _: list[np.ndarray], results: list[np.ndarray]) -> None:
-        calls[call.target] = results
-
-    emulated.module.seed(seed)
-    name = "projected_read_out"
-    arrays = jax.tree.map(jnp.asarray, layer_functions.operands(name, case))
-    right = layer_functions.expected(name, *arrays)
-    emulated.look = look
-    with jax.disable_jit():
-        for function in (None, layer_functions.read_out_and_product):
-            found = layer_functions.value_and_gradients(name, "ffi", *arrays, function=function)
-            layer_functions.assert_right(name, found, right, case.dtype)
-    emulated.look = None
-    return calls
-
-
-RESTORED = [
-    Layer(*case)
-    for case in [
-        (2, 70, 3, 16, "float32"),
-        (1, 130, 1, 32, "float16"),
-        (2, 65, 5, 64, "bfloat16"),
-        (1, 17, 2, 128, "bfloat16"),
-        (1, 3, 9, 256, "float16"),
-        (3, 1, 1, 64, "bfloat16"),
-        (2, 0, 2, 64, "bfloat16"),
-        (0, 5, 2, 64, "float32"),
-    ]
-]
-
-
-@pytest.mark.parametrize("case", RESTORED, ids=str)
-def test_read_out_is_restored(emulated: Emulation, case: Layer) -> None:
-    """The backward pass writes the bits of the forward pass, and the gradients that it computes
-    without that. No result is left as it was."""
-    calls = [_read_out_calls(emulated, case, seed) for seed in (1, 2)]
-    if 0 in (case.B, case.T):
-        return  # All results are right, and empty.
-    forward, restoring = internals.projected_read_out.RESTORING.targets
-    _, backward = internals.read_out.FUNCTION.targets
-    for one in calls:
-        assert all(np.isfinite(x.astype(np.float32)).all() for x in one[restoring])
-        for others in (one[backward] + one[forward], calls[0][restoring]):
-            for x, y in zip(one[restoring], others, strict=True):
-                assert x.tobytes() == y.tobytes()
-
-
-KEYED = [
-    ("9.0", Layer(1, 1, 2, 64, "bfloat16"), False),
-    ("9.0", Layer(3, 63, 1, 64, "float16"), False),
-    ("9.0", Layer(1, 64, 1, 64, "bfloat16", without=("initial_state",)), False),
-    ("9.0", Layer(3, 65, 2, 64, "bfloat16"), False),
-    ("9.0", Layer(1, 200, 3, 64, "float16"), False),
-    ("9.0", Layer(2, 130, 2, 64, "bfloat16"), True),
-    ("9.0", Layer(2, 130, 1, 64, "float16"), True),
-    ("9.0", Layer(0, 65, 2, 64, "bfloat16"), False),
-    ("9.0", Layer(2, 0, 2, 64, "bfloat16"), False),
-    ("8.0", Layer(1, 70, 2, 64, "bfloat16"), False),
-    ("8.9", Layer(1, 130, 2, 64, "bfloat16"), False),
-    ("8.9", Layer(2, 130, 1, 64, "float16"), True),
+TWO_IN_ONE = [
+    ("9.0", "keyed_wkv7", Layer(1, 1, 2, 64, "bfloat16"), False),
+    ("9.0", "keyed_wkv7", Layer(3, 63, 1, 64, "float16"), False),
+    ("9.0", "keyed_wkv7", Layer(1, 64, 1, 64, "bfloat16", without=("initial_state",)), False),
+    ("9.0", "keyed_wkv7", Layer(3, 65, 2, 64, "bfloat16"), False),
+    ("9.0", "keyed_wkv7", Layer(1, 200, 3, 64, "float16"), False),
+    ("9.0", "keyed_wkv7", Layer(2, 130, 2, 64, "bfloat16"), True),
+    ("9.0", "keyed_wkv7", Layer(2, 130, 1, 64, "float16"), True),
+    ("9.0", "keyed_wkv7", Layer(0, 65, 2, 64, "bfloat16"), False),
+    ("9.0", "keyed_wkv7", Layer(2, 0, 2, 64, "bfloat16"), False),
+    ("8.0", "keyed_wkv7", Layer(1, 70, 2, 64, "bfloat16"), False),
+    ("8.9", "keyed_wkv7", Layer(1, 130, 2, 64, "bfloat16"), False),
+    ("8.9", "keyed_wkv7", Layer(2, 130, 1, 64, "float16"), True),
+    ("9.0", "projected_read_out", Layer(2, 70, 3, 16, "float32"), False),
+    ("9.0", "projected_read_out", Layer(1, 130, 1, 32, "float16"), False),
+    ("9.0", "projected_read_out", Layer(2, 65, 5, 64, "bfloat16"), False),
+    ("9.0", "projected_read_out", Layer(1, 17, 2, 128, "bfloat16"), False),
+    ("9.0", "projected_read_out", Layer(1, 3, 9, 256, "float16"), False),
+    ("9.0", "projected_read_out", Layer(3, 1, 1, 64, "bfloat16"), False),
+    ("9.0", "projected_read_out", Layer(2, 0, 2, 64, "bfloat16"), False),
+    ("9.0", "projected_read_out", Layer(0, 5, 2, 64, "float32"), False),
 ]
 """Each with a device and whether the rows have the segments of IDS."""
 
 
-@pytest.mark.parametrize(("device", "case", "marked"), KEYED, ids=str)
-def test_keyed_wkv7(emulated: Emulation, device: str, case: Layer, marked: bool) -> None:
-    """Results and the gradients of tensors are, bit for bit, those of one function after the other;
-    the gradients of parameters are summed in another order. For a few tokens, and on small devices,
-    both functions are called."""
+@pytest.mark.parametrize(("device", "name", "case", "marked"), TWO_IN_ONE, ids=str)
+def test_two_functions_in_one(
+    emulated: Emulation, device: str, name: str, case: Layer, marked: bool
+) -> None:
+    """Results and gradients are, bit for bit, those of one function after the other, but for the
+    parameters of `keyed_wkv7`, whose gradients are summed in another order. For a few tokens, and
+    on small devices, that calls both functions."""
     emulated.use(DEVICES[device])
-    name, own = "keyed_wkv7", LAYER_FUNCTIONS["keyed_wkv7"]
+    own, keyed = LAYER_FUNCTIONS[name], name == "keyed_wkv7"
     inputs, cotangents = layer_functions.operands(name, case)
     inputs |= {"segment_ids": IDS} if marked else {}
 
@@ -616,32 +526,31 @@ def test_keyed_wkv7(emulated: Emulation, device: str, case: Layer, marked: bool)
         return {name: np.asarray(x) for name, x in every.items()}
 
     # Functions of their own in JAX's caches, which know no device.
-    one, two = (functools.partial(x) for x in (own.call, layer_functions.keys_and_wkv7))
+    one, two = (functools.partial(x) for x in (own.call, layer_functions.IN_TWO[name]))
     (fused, other), apart = (found(one, seed) for seed in (1, 2)), found(two, 1)
     right = layer_functions.expected(name, inputs, cotangents)
     layer_functions.assert_right(name, fused, right, case.dtype)
     _assert_same(fused, other)
-    sums = {f"d{name}" for name in own.parameters}
+    sums = {f"d{name}" for name in own.parameters if keyed}
     _assert_same({n: x for n, x in fused.items() if n not in sums}, apart)
     tolerance.assert_close({n: fused[n] for n in sums}, {n: apart[n] for n in sums}, 1e-6)
+    if 0 in (case.B, case.T):
+        return
+    if not keyed:
+        assert {*internals.projected_read_out.RESTORING.targets} <= emulated.files.keys()
+        return
+    files = [emulated.files.get(x) for x in internals.keyed_wkv7.TARGETS.values()]
     in_one = case.T >= 16 and device != "8.9"
-    forward, backward = (emulated.files.get(x) for x in internals.keyed_wkv7.TARGETS.values())
-    if case.B == 0:
-        assert not forward
-    elif in_one:
-        assert forward == {"wkv7_keys.cu", "scan.cu"}
-        assert backward == {"scan.cu", "gradients.cu"}
-    else:
-        assert forward is backward is None
+    of_both = [{"wkv7_keys.cu", "scan.cu"}, {"scan.cu", "gradients.cu"}]
+    assert files == (of_both if in_one else [None, None])
 
 
 def test_targets_and_constants_are_those_of_python(emulated: Emulation) -> None:
     names = ("fwd", "bwd", "step", "transition", "reverse_transition")
-    operators = set().union(*(internals.targets(op, *names) for op in SEQUENCES))
     found = set(emulated.module.targets())
-    assert found - operators == internals.other_targets()
-    for op in SEQUENCES:
-        assert internals.targets(op, *names[:3]) <= found
+    assert found >= set().union(*(internals.targets(op, *names[:3]) for op in SEQUENCES))
+    of_operators = (internals.targets(op, *names) for op in SEQUENCES)
+    assert found.difference(*of_operators) == internals.other_targets()
     constants = emulated.module.layer_constants()
     assert constants == pytest.approx(internals.layer_constants(), rel=1e-7)
 
@@ -703,25 +612,60 @@ def _tokens(rows: int) -> np.ndarray:
     return np.random.default_rng(rows).integers(0, 11, (rows, 2), np.int32)
 
 
+def _with_high_ranks(params: rwkv7.Params) -> rwkv7.Params:
+    """The same model with low-rank maps of eight times the rank."""
+
+    def higher(path: Any, x: jax.Array) -> jax.Array:
+        name = jax.tree_util.keystr(path[-1:], simple=True)
+        if len(name) != 2 or name[1] not in "12":
+            return x
+        return jnp.tile(x, (1, 8)) if name[1] == "1" else jnp.tile(x / 8, (8, 1))
+
+    return jax.tree_util.tree_map_with_path(higher, params)
+
+
+def _with_large_mean(params: rwkv7.Params) -> rwkv7.Params:
+    """Activations have a mean of 64."""
+    first, *others = params.blocks
+    assert first.ln0 is not None
+    first = first._replace(ln0=first.ln0._replace(bias=first.ln0.bias + 64))
+    return params._replace(blocks=(first, *others))
+
+
+CHANGES = {
+    "int8": all_models.quantize,
+    "high ranks": _with_high_ranks,
+    "large mean": _with_large_mean,
+    "": lambda params: params,
+}
+
 BLOCKS = [
-    (256, 1, "float32", DEVICES["9.0"]),
-    (320, 3, "float32", DEVICES["12.0"]),
-    (384, 8, "float32", DEVICES["8.9"]),
-    (256, 7, "float32", Device(1)),
-    (128, 19, "float32", DEVICES["9.0"]),
-    (1024, 1, "bfloat16", DEVICES["10.0"]),
-    (256, 1, "float16", Device(3, 101376)),
-    (256, 2, "bfloat16", DEVICES["9.0"]),
-    (320, 3, "float16", Device(1)),
-    (256, 8, "bfloat16", Device(3, 101376)),
-    (128, 9, "float16", DEVICES["8.0"]),
-    (320, 16, "bfloat16", DEVICES["12.0"]),
-    (192, 31, "bfloat16", Device(5)),
-    (128, 32, "float16", DEVICES["10.0"]),
+    (256, 1, "float32", DEVICES["9.0"], ""),
+    (320, 3, "float32", DEVICES["12.0"], ""),
+    (384, 8, "float32", DEVICES["8.9"], ""),
+    (256, 7, "float32", Device(1), ""),
+    (128, 19, "float32", DEVICES["9.0"], ""),
+    (1024, 1, "bfloat16", DEVICES["10.0"], ""),
+    (256, 1, "float16", Device(3, 101376), ""),
+    (256, 2, "bfloat16", DEVICES["9.0"], ""),
+    (320, 3, "float16", Device(1), ""),
+    (256, 8, "bfloat16", Device(3, 101376), ""),
+    (128, 9, "float16", DEVICES["8.0"], ""),
+    (320, 16, "bfloat16", DEVICES["12.0"], ""),
+    (192, 31, "bfloat16", Device(5), ""),
+    (128, 32, "float16", DEVICES["10.0"], ""),
+    (320, 1, "float32", DEVICES["9.0"], "int8"),
+    (256, 1, "bfloat16", Device(1), "int8"),
+    (576, 1, "bfloat16", DEVICES["9.0"], "int8"),
+    (128, 1, "float16", Device(3, 101376), "int8"),
+    (128, 1, "float32", DEVICES["8.9"], "high ranks"),
+    (128, 4, "bfloat16", DEVICES["8.9"], "high ranks"),
+    (128, 1, "float32", DEVICES["8.9"], "large mean"),
 ]
-"""Widths, rows, dtypes and devices. Few multiprocessors mean several rounds of a block of threads,
-or, on matrix units, several groups of outputs for it. Little shared memory means several slices of
-the inputs, or less that is under way at once."""
+"""Widths, rows, dtypes, devices, and how models are unusual. Few multiprocessors mean several
+rounds of a block of threads, or, on matrix units, several groups of outputs for it. Little shared
+memory means several slices of the inputs, or less that is under way at once, and that there is no
+room for high ranks. A large mean is one far larger than the deviation of a row."""
 
 
 LIMIT_OF_BLOCKS = {"float32": tolerance.EXACT_FLOAT32, "bfloat16": 1e-2, "float16": 2e-3}
@@ -733,7 +677,12 @@ def _check_decoding(
     """The state after a few tokens. Logits are close to those of the oracle, and seeds change
     nothing. The kernels may have other parameters that stand for the same."""
     tokens, dtype = _tokens(rows), str(params.emb.weight.dtype)
-    tensors = {n: np.asarray(x, np.float64) for n, x in rwkv7.names(_wide(params)).items()}
+    wide = jax.tree.map(
+        lambda x: rwkv7.Weight(x.wide()) if isinstance(x, rwkv7.Weight) else x,
+        params,
+        is_leaf=lambda x: isinstance(x, rwkv7.Weight),
+    )
+    tensors = {n: np.asarray(x, np.float64) for n, x in rwkv7.names(wide).items()}
     oracle = np.stack([language_models.logits("rwkv7", tensors, row) for row in tokens])
     params = given or params
     blocks.module.seed(1)
@@ -744,39 +693,18 @@ def _check_decoding(
     return state
 
 
-def _wide(params: rwkv7.Params) -> rwkv7.Params:
-    """The parameters with the matrices that those of int8 stand for."""
-    return jax.tree.map(
-        lambda x: rwkv7.Weight(x.wide()) if isinstance(x, rwkv7.Weight) else x,
-        params,
-        is_leaf=lambda x: isinstance(x, rwkv7.Weight),
-    )
-
-
-@pytest.mark.parametrize(("width", "rows", "dtype", "device"), BLOCKS, ids=str)
-def test_blocks(blocks: Emulation, width: int, rows: int, dtype: str, device: Device) -> None:
-    """In float32 the states are close to those of the model, too."""
+@pytest.mark.parametrize(("width", "rows", "dtype", "device", "change"), BLOCKS, ids=str)
+def test_blocks(
+    blocks: Emulation, width: int, rows: int, dtype: str, device: Device, change: str
+) -> None:
+    """Results are those of the oracle, with the matrices that those of int8 stand for. In float32
+    the states are close to those of the model, too."""
     blocks.use(device)
-    params = models.with_heads_of_64(width, dtype)
+    params = CHANGES[change](models.with_heads_of_64(width, dtype))
     state = _check_decoding(blocks, params, rows)
-    if dtype == "float32":
+    if dtype == "float32" and not change:
         _, expected = _decode(blocks, params, _tokens(rows), kernels=None)
         tolerance.assert_trees_close(state, expected)
-
-
-QUANTISED_BLOCKS = [
-    (320, "float32", DEVICES["9.0"]),
-    (256, "bfloat16", Device(1)),
-    (576, "bfloat16", DEVICES["9.0"]),
-    (128, "float16", Device(3, 101376)),
-]
-
-
-@pytest.mark.parametrize(("width", "dtype", "device"), QUANTISED_BLOCKS, ids=str)
-def test_blocks_of_int8(blocks: Emulation, width: int, dtype: str, device: Device) -> None:
-    """Results are those of the oracle with the matrices that those of int8 stand for."""
-    blocks.use(device)
-    _check_decoding(blocks, all_models.quantize(models.with_heads_of_64(width, dtype)), 1)
 
 
 BLOCKS_BY_INPUT = [
@@ -801,98 +729,51 @@ def test_blocks_by_input(
 ) -> None:
     """Results are those of the oracle, and of `ffn.value` the inputs that are zero are not read."""
     blocks.use(device)
-    rng = np.random.default_rng(0)
-    unread = []
+    rng, params = np.random.default_rng(0), models.with_heads_of_64(width, dtype)
+    unread = [rng.random(4 * width) < zeros for _ in params.blocks]
 
-    def changed(block: Any) -> Any:
+    def changed(block: Any, unread: np.ndarray) -> Any:
         key, norm = block.ffn.key.weight, block.ln2
-        unread.append(rng.random(len(key)) < zeros)
         if zeros < 0:  # a constant input that all of them multiply by a positive number
             norm = norm._replace(weight=0 * norm.weight, bias=0 * norm.bias + 1)
             key = abs(key)
-        key = jnp.where(unread[-1][:, None], 0, key)
+        key = jnp.where(unread[:, None], 0, key)
         return block._replace(ln2=norm, ffn=block.ffn._replace(key=rwkv7.Weight(key)))
-
-    params = models.with_heads_of_64(width, dtype)
-    params = params._replace(blocks=tuple(map(changed, params.blocks)))
-    if quantised:
-        params = all_models.quantize(params)
 
     def poisoned(block: Any, unread: np.ndarray) -> Any:
         value = block.ffn.value
-        if not quantised:
-            rows = jnp.where(unread[:, None], jnp.nan, value.by_input)
-            value = value._replace(by_input=rows.astype(value.by_input.dtype))
+        rows = jnp.where(unread[:, None], jnp.nan, value.by_input).astype(value.by_input.dtype)
+        value = value._replace(by_input=rows)
         return block._replace(ffn=block.ffn._replace(value=value))
 
+    params = params._replace(blocks=tuple(map(changed, params.blocks, unread)))
+    params = all_models.quantize(params) if quantised else params
     given = all_models.for_decoding(params)
-    given = given._replace(blocks=tuple(map(poisoned, given.blocks, unread)))
+    if not quantised:
+        given = given._replace(blocks=tuple(map(poisoned, given.blocks, unread)))
     _check_decoding(blocks, params, 1, given)
 
 
-def _with_high_ranks(params: rwkv7.Params) -> rwkv7.Params:
-    """The same model with low-rank maps of eight times the rank."""
-
-    def higher(path: Any, x: jax.Array) -> jax.Array:
-        name = jax.tree_util.keystr(path[-1:], simple=True)
-        if len(name) != 2 or name[1] not in "12":
-            return x
-        return jnp.tile(x, (1, 8)) if name[1] == "1" else jnp.tile(x / 8, (8, 1))
-
-    return jax.tree_util.tree_map_with_path(higher, params)
-
-
-def _with_large_mean(params: rwkv7.Params) -> rwkv7.Params:
-    """Activations have a mean of 64."""
-    first, *others = params.blocks
-    assert first.ln0 is not None
-    first = first._replace(ln0=first.ln0._replace(bias=first.ln0.bias + 64))
-    return params._replace(blocks=(first, *others))
-
-
-@pytest.mark.parametrize(
-    ("change", "rows", "dtype"),
-    [
-        (_with_high_ranks, 1, "float32"),
-        (_with_high_ranks, 4, "bfloat16"),
-        (_with_large_mean, 1, "float32"),
-    ],
-)
-def test_blocks_of_unusual_models(blocks: Emulation, change: Any, rows: int, dtype: str) -> None:
-    """Low-rank maps that shared memory has no room for, and rows with a mean far larger than their
-    deviation."""
-    blocks.use(DEVICES["8.9"])
-    _check_decoding(blocks, change(models.with_heads_of_64(128, dtype)), rows)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_rows_of_a_block_are_independent(
-    blocks: Emulation, dtype: str, request: pytest.FixtureRequest
-) -> None:
+def test_rows_of_a_block_are_independent(blocks: Emulation, dtype: str) -> None:
     """A row has the same bits in any batch and at any place in it, whatever the other rows are. One
     row of 16-bit elements alone does not run on matrix units: it is close. So are rows of float32
-    in batches of different sizes on a GPU."""
+    in batches of different sizes on a GPU. Of rows without a token the states stay."""
     params = models.with_heads_of_64(256, dtype)
-    rng = np.random.default_rng(0)
-
-    def random(x: Any) -> jax.Array:
-        return jnp.asarray(rng.standard_normal(x.shape), x.dtype)
-
-    x, state = jax.tree.map(
-        random, (jnp.zeros((32, 256), dtype), rwkv7.initial_state(params, 32, dtype)[1])
+    rng, x = np.random.default_rng(0), jnp.zeros((32, 256), dtype)
+    x, first, state = jax.tree.map(
+        lambda x: jnp.asarray(rng.standard_normal(x.shape), x.dtype),
+        (x, x, rwkv7.initial_state(params, 32, dtype)[1]),
     )
-    first = random(x)
 
-    def run(rows: Any, state: Any = state) -> list[np.ndarray]:
+    def run(rows: Any, state: Any = state, ids: Any = None) -> list[np.ndarray]:
         operands = jax.tree.map(lambda x: x[np.array(rows)], (x, first, state))
-        found = internals.step_block(params.blocks[1], *operands)
+        found = internals.step_block(params.blocks[1], *operands, segment_ids=ids)
         return [np.asarray(x, np.float32) for x in jax.tree.leaves(found)]
 
-    together = run(range(32))
-    on_gpu = request.config.getoption("--kernels-on-gpu")
-    limit = LIMIT_OF_BLOCKS[dtype]
+    together, limit = run(range(32)), LIMIT_OF_BLOCKS[dtype]
     for rows in ([5], [3, 1], [7, 2, 0, 5, 31], range(15, -1, -1), range(7, 32)):
-        exact = not on_gpu if dtype == "float32" else len(rows) > 1
+        exact = not blocks.on_gpu if dtype == "float32" else len(rows) > 1
         for found, expected in zip(run(rows), [x[np.array(rows)] for x in together], strict=True):
             assert tolerance.rms_error(found, expected) < limit, rows
             assert not exact or np.array_equal(found, expected), rows
@@ -900,25 +781,12 @@ def test_rows_of_a_block_are_independent(
     assert np.isnan(broken[0][4]).all()
     rest = np.arange(32) != 4
     assert all(np.array_equal(x[rest], y[rest]) for x, y in zip(broken, together, strict=True))
-
-
-def test_rows_without_a_token(blocks: Emulation) -> None:
-    """Their states stay, bit by bit, and the other rows do not notice."""
-    params = models.with_heads_of_64(128, "bfloat16")
-    state = jax.tree.map(lambda x: x + 0.5, rwkv7.initial_state(params, 3, "bfloat16"))
-    tokens, ids = jnp.array([1, 2, 3]), jnp.array([7, 0, 1])
-
-    def step(**options: Any) -> tuple[Any, Any]:
-        found = rwkv7.apply(params, tokens, state, dtype="bfloat16", kernels="fused", **options)
-        return jax.tree.map(np.asarray, found)
-
-    (logits, after), (all_logits, all_after) = step(segment_ids=ids), step()
-    present = np.array(ids) != 0
-    assert np.array_equal(logits[present], all_logits[present])
-    leaves = (*map(jax.tree.leaves, (after, all_after, state)),)
-    for found, with_all, before in zip(*leaves, strict=True):
-        assert np.array_equal(found[present], with_all[present])
-        assert np.array_equal(found[~present], before[~present])
+    ids = np.arange(32, dtype=np.int32) % 3
+    found, before = run(range(32), ids=jnp.asarray(ids)), jax.tree.leaves(state)
+    for x, with_all in zip(found, together, strict=True):
+        assert np.array_equal(x[ids != 0], with_all[ids != 0])
+    for x, start in zip(found[-len(before) :], before, strict=True):
+        assert np.array_equal(x[ids == 0], start[ids == 0].astype(np.float32))
 
 
 @pytest.mark.parametrize("multiprocessors", [1, 4])
@@ -987,44 +855,47 @@ class Named(NamedTuple):
     aliases: Mapping[str, str] = MappingProxyType({})
 
 
-def _named(op: str, call: Call, operands: Sequence[str], results: Sequence[str]) -> Named:
-    """A call whose last operands and results have these names."""
+def _named(emulation: Emulation, call: Call) -> Named:
+    """A call with the names that its handler has for arrays that are missing."""
+    operands = [np.zeros(x.shape, x.dtype) for x in call.operands]
+    results = [np.zeros(x.shape, x.dtype) for x in call.results]
+    for i, j in call.aliases.items():
+        results[j] = operands[i]
 
-    def named(arrays: Sequence[Any], names: Sequence[str]) -> dict[str, Any]:
-        others = [f"array {i}" for i in range(len(arrays) - len(names))]
-        return dict(zip([*others, *names], arrays, strict=True))
+    def missing(operands: list[Any], results: list[Any]) -> tuple[str, str]:
+        with pytest.raises(RuntimeError, match="is missing") as error:
+            emulation.module.call(call.target, operands, results, call.attributes)
+        return re.findall(r"INVALID_ARGUMENT: (.+): (.+) is missing", str(error.value))[0]
 
-    given, made = named(call.operands, operands), named(call.results, results)
-    return Named(op, call.target, given, made, call.attributes)
+    op, _ = missing([], [])
+    given = {missing(operands[:i], results)[1]: x for i, x in enumerate(call.operands)}
+    made = {missing(operands, results[:i])[1]: x for i, x in enumerate(call.results)}
+    assert (len(given), len(made)) == (len(operands), len(results))
+    aliases = {[*given][i]: [*made][j] for i, j in call.aliases.items()}
+    return Named(op, call.target, given, made, call.attributes, aliases)
 
 
 def _of_layer(emulation: Emulation, name: str, direction: str) -> Named:
-    own, case = LAYER_FUNCTIONS[name], Layer(2, 3, 2, 16, "bfloat16", origin=True)
+    keyed = Layer(2, 16, 1, 64, "bfloat16")
+    case = keyed if name == "keyed_wkv7" else Layer(2, 3, 2, 16, "bfloat16", origin=True)
     forward, backward = emulation.of_layer(name, case)
-    kept = ["moments"] if name == "norm_shift_mix" else []
-    inputs = [*own.tensors, "parameters", *own.integers]
-    results = [n.replace("mixed", "mixed ") for n in own.results]
-    if direction == "forward":
-        fresh = [n for n in results if n != "passed" and not n.endswith("_again")]
-        return _named(name, forward, inputs, [*fresh, *kept])
-    gradients = [*(f"d{n}" for n in own.tensors), "partials"]
-    return _named(name, backward, [*inputs, *kept, *(f"d{n}" for n in results)], gradients)
+    return _named(emulation, forward if direction == "forward" else backward)
 
 
-def _restoring(emulation: Emulation) -> Named:
-    own, case = LAYER_FUNCTIONS["read_out"], Layer(2, 3, 2, 16, "bfloat16")
-    _, call = emulation.of_layer("projected_read_out", case)
-    gradients = [*(f"d{n}" for n in own.tensors), "partials", "out"]
-    return _named("read_out", call, [*own.tensors, "parameters", "dout"], gradients)
-
-
-def _keyed(emulation: Emulation, direction: str) -> Named:
-    """What the targets take besides the arrays of `wkv7` has its names."""
-    forward, backward = emulation.of_layer("keyed_wkv7", Layer(2, 16, 1, 64, "bfloat16"))
-    if direction == "forward":
-        return _named("wkv7", forward, ["parameters"], ["bonus", "inverse"])
-    given = ["parameters", "inverse", "dbonus"]
-    return _named("wkv7 backward", backward, given, ["partials"])
+def _of_block(emulation: Emulation, kinds: str) -> Named:
+    """The step of a block in which every axis that may differ from the others does."""
+    first, deferred = "first" in kinds, "deferred" in kinds
+    dtype, rows = "bfloat16" if deferred else "float32", 3
+    params = models.with_heads_of_64(128, dtype)
+    if "int8" in kinds:
+        params, rows = all_models.quantize(params), 1
+    if "by input" in kinds:
+        params, rows = all_models.for_decoding(params), 1
+    state = rwkv7.initial_state(params, rows, dtype)
+    if deferred:
+        state = internals.at_step(internals.deferred(params, state), jnp.int32(0), jnp.bool(False))
+    i = 0 if first else 1
+    return _named(emulation, emulation.of_block(params.blocks[i], state[i], rows, first=first))
 
 
 def _made(target: str, operands: Arrays, results: Arrays, **attributes: int) -> Named:
@@ -1038,12 +909,7 @@ def _made(target: str, operands: Arrays, results: Arrays, **attributes: int) -> 
     return Named(target[len("rwkv_") : -len("_v1")], target, given, made, attributes)
 
 
-def _cross_entropy(emulation: Emulation) -> Named:
-    given = {"logits": (2, 16), "targets": ((2,), "int32"), "scale": (2,), "coefficients": (2,)}
-    return _made("rwkv_cross_entropy_v1", given, {"loss": (2,), "dlogits": (2, 16)})
-
-
-def _low_rank_maps(emulation: Emulation) -> Named:
+def _low_rank_maps() -> Named:
     given, results = {}, {}
     for i, (rank, offset) in enumerate(((8, 16), (24, 0))):
         given |= {f"rows {i}": (2, 3, 16), f"first {i}": (16, rank), f"second {i}": (rank, 16)}
@@ -1053,75 +919,55 @@ def _low_rank_maps(emulation: Emulation) -> Named:
     return _made("rwkv_low_rank_maps_v1", *narrow, activations=5)
 
 
-def _head_cross_entropy(emulation: Emulation) -> Named:
-    tokens, width, vocabulary = 257, 64, 512
-    given = {
-        "features": ((tokens, width), "bfloat16"),
-        "weight": ((vocabulary, width), "bfloat16"),
-        "targets": ((tokens,), "int32"),
-        **dict.fromkeys(("of_target", "scale"), (tokens,)),
-        "l2_wrap": (1,),
-    }
-    results = {
-        **dict.fromkeys(("loss", "factors"), (tokens,)),
-        "exponentials": ((tokens, vocabulary), "bfloat16"),
-        "bases": (tokens,),
-        "again": ((2,), "int32"),
-        "statistics": (2, tokens, 4),
-    }
-    return _made("rwkv_head_cross_entropy_v1", given, results)
-
-
-def _of_block(emulation: Emulation, *kinds: str) -> Named:
-    """The step of a block in which every axis that may differ from the others does."""
-    quantised, by_input, deferred = (x in kinds for x in ("int8", "by input", "deferred"))
-    first, dtype = "first" in kinds, "bfloat16" if deferred else "float32"
-    params, rows = models.with_heads_of_64(128, dtype), 1 if quantised or by_input else 3
-    params = all_models.quantize(params) if quantised else params
-    params = all_models.for_decoding(params) if by_input else params
-    state = rwkv7.initial_state(params, rows, dtype)
-    if deferred:
-        state = internals.at_step(internals.deferred(params, state), jnp.int32(0), jnp.bool(False))
-    number = 0 if first else 1
-    call = emulation.of_block(params.blocks[number], state[number], rows, first=first)
-    own = internals.fused_block(
-        first=first, quantised=quantised, by_input=by_input, deferred=deferred
-    )
-    names = [{"x": "y"}.get(n, n if n == "v_first" else f"next {n}") for n in own.results]
-    found = _named("rwkv7_block", call, [*own.inputs], [*names, "scratch"])
-    in_place = ("att.wkv", "att.wkv.waiting") if deferred else ()
-    return found._replace(aliases={n: f"next {n}" for n in in_place})
-
-
-NAMED: dict[str, Any] = {
-    "wkv7_step": lambda _: _made(
-        "rwkv_wkv7_step_v2", {"r": (1, 1, 16)}, {"y": (1, 1, 16)}, decay=2
+MADE = {
+    "wkv7_step": _made("rwkv_wkv7_step_v2", {"r": (1, 1, 16)}, {"y": (1, 1, 16)}, decay=2),
+    "cross_entropy": _made(
+        "rwkv_cross_entropy_v1",
+        {"logits": (2, 16), "targets": ((2,), "int32"), "scale": (2,), "coefficients": (2,)},
+        {"loss": (2,), "dlogits": (2, 16)},
     ),
-    **{
-        f"{name} {direction}": functools.partial(_of_layer, name=name, direction=direction)
-        for name in ELEMENTWISE
-        for direction in ("forward", "backward")
-    },
-    "read_out restoring": _restoring,
-    **{f"keyed {x}": functools.partial(_keyed, direction=x) for x in ("forward", "backward")},
-    "cross_entropy": _cross_entropy,
-    "low_rank_maps": _low_rank_maps,
-    "head_cross_entropy": _head_cross_entropy,
-    **{
-        x: lambda emulation, x=x: _of_block(emulation, *x.split(", ")[1:])
-        for x in (
-            *("block, first", "block", "block, first, int8", "block, first, by input"),
-            *("block, deferred", "block, int8"),
-        )
-    },
+    "low_rank_maps": _low_rank_maps(),
+    "head_cross_entropy": _made(
+        "rwkv_head_cross_entropy_v1",
+        {
+            "features": ((257, 64), "bfloat16"),
+            "weight": ((512, 64), "bfloat16"),
+            "targets": ((257,), "int32"),
+            **dict.fromkeys(("of_target", "scale"), (257,)),
+            "l2_wrap": (1,),
+        },
+        {
+            **dict.fromkeys(("loss", "factors"), (257,)),
+            "exponentials": ((257, 512), "bfloat16"),
+            "bases": (257,),
+            "again": ((2,), "int32"),
+            "statistics": (2, 257, 4),
+        },
+    ),
 }
+LAYER_PASSES = [
+    *(f"{name} {x}" for name in (*ELEMENTWISE, "keyed_wkv7") for x in ("forward", "backward")),
+    "projected_read_out backward",
+]
+BLOCK_STEPS = [
+    *("block, first", "block", "block, first, int8", "block, first, by input"),
+    *("block, deferred", "block, int8"),
+]
+
+
+def _call(emulation: Emulation, name: str) -> Named:
+    if name in MADE:
+        return MADE[name]
+    if name in BLOCK_STEPS:
+        return _of_block(emulation, name)
+    return _of_layer(emulation, *name.split())
 
 
 def _error(emulation: Emulation, call: Named, changes: Mapping[Any, Any]) -> str:
-    """What a handler says of a call with changes. A name has another shape or dtype, sizes for some
-    axes, or None, which ends the list of arrays; a number is the size of some axes, and a dtype
-    that of some arrays, with other ones in their place; "more" names an array that is added to
-    operands or results; "apart" means that results are no operands. Attributes are `attributes`."""
+    """What a handler says of a call with changes. A name has another shape or dtype, or sizes for
+    some axes; a number is the size of some axes, and a dtype that of some arrays, with other ones
+    in their place; "more" names an array that is added to operands or results; "apart" means that
+    results are no operands. Attributes are `attributes`."""
 
     def changed(name: str, x: Any) -> np.ndarray:
         shape, dtype = [changes.get(n, n) for n in x.shape], changes.get(str(x.dtype), x.dtype)
@@ -1135,15 +981,12 @@ def _error(emulation: Emulation, call: Named, changes: Mapping[Any, Any]) -> str
         return np.zeros(shape, jnp.dtype(dtype))
 
     def arrays(kind: str) -> dict[str, np.ndarray]:
-        kept = itertools.takewhile(
-            lambda x: changes.get(x[0], x) is not None, getattr(call, kind).items()
-        )
         more = {"more": np.zeros(1, np.float32)} if changes.get("more") == kind else {}
-        return {n: changed(n, x) for n, x in kept} | more
+        return {n: changed(n, x) for n, x in getattr(call, kind).items()} | more
 
     operands, results = arrays("operands"), arrays("results")
     for n, x in call.aliases.items():
-        if n in operands and x in results and not {x, "apart"} & changes.keys():
+        if not {x, "apart"} & changes.keys():
             results[x] = operands[n]
     given = list(operands.values()), list(results.values())
     attributes = call.attributes | changes.get("attributes", {})
@@ -1152,26 +995,23 @@ def _error(emulation: Emulation, call: Named, changes: Mapping[Any, Any]) -> str
     return str(error.value)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [x for x in NAMED if x.endswith(("forward", "backward", "restoring")) or x.startswith("block")],
-)
+@pytest.mark.parametrize("name", [*LAYER_PASSES, *BLOCK_STEPS])
 def test_wrong_arrays_are_refused(emulated: Emulation, name: str) -> None:
     """Every operand and result that is missing or has another shape or dtype is named."""
-    call = NAMED[name](emulated)
+    call = _call(emulated, name)
+    if name in LAYER_PASSES:
+        tensors = [*LAYER_FUNCTIONS[name.split()[0]].tensors]
+        forward = name.endswith("forward")
+        names = [*(call.operands if forward else call.results)]
+        assert names[: len(tensors)] == (tensors if forward else [f"d{n}" for n in tensors])
     for kind in ("operands", "results"):
         arrays = getattr(call, kind)
         for n, x in arrays.items():
-            if n.startswith("array"):
-                continue  # of `wkv7`
-            wrong = {
-                "is missing": {n: None},
-                "has shape [1, ": {n: (1, *x.shape)},
-                "is ": {n: "float32" if x.dtype == np.int32 else "int32"},
-            }
-            for message, changes in wrong.items():
-                error = _error(emulated, call, changes)
-                assert f": {n} {message}" in error, (changes, error)
+            assert f": {n} has shape [1, " in _error(emulated, call, {n: (1, *x.shape)})
+            other = "float32" if x.dtype == np.int32 else "int32"
+            assert f": {n} is " in _error(emulated, call, {n: other})
+            if n == "scratch" and "wkv7" in call.target:
+                continue  # which may be larger
             # The first array that has an axis sets its size: a later one is then odd.
             longer = _error(emulated, call, {n: (*x.shape[:-1], 2 * x.shape[-1])})
             assert re.search(rf"\b{re.escape(n)} has ", longer), longer
@@ -1182,109 +1022,105 @@ def test_wrong_arrays_are_refused(emulated: Emulation, name: str) -> None:
 HEADS_OF_32 = {"att.wkv": {3: 32}, "next att.wkv": {3: 32}, "att.r_k": {1: 32}}
 THREE_HEADS = {"att.wkv": {1: 3}, "next att.wkv": {1: 3}, "att.r_k": {0: 3}}
 
-WRONG = [
-    ("wkv7_step", {}, "w is missing"),
-    ("norm_shift_mix forward", {32: 17}, "x has D = 17; expected a multiple of 16"),
-    ("norm_shift_mix forward", {32: 4112}, "x has D = 4112; expected a multiple of 16"),
-    ("norm_shift_mix forward", {"parameters": {1: 5}}, "parameters has J = 5; expected 3 or 8"),
-    ("norm_shift_mix forward", {"moments": {2: 3}}, "moments has E = 3; expected 2"),
-    ("norm_shift_mix backward", {"moments": {2: 3}}, "moments has E = 3; expected 2"),
-    ("norm_shift_mix backward", {"partials": {1: 2}}, "partials has N = 2; expected 1"),
-    ("norm_shift_mix backward", {"partials": {2: 7}}, "so J = 7, where parameters has J = 8"),
-    ("wkv7_keys forward", {"parameters": {1: 2}}, "parameters has J = 2; expected 4"),
-    *(
-        (f"{name} forward", {16: size}, f"K = {size}; expected a power of two from 16 to 256")
-        for name in ("wkv7_keys", "value_residual", "read_out")
-        for size in (8, 48, 512)
-    ),
-    ("keyed forward", {"parameters": {1: 5}}, "parameters has J = 5"),
-    ("keyed backward", {"parameters": {1: 5}}, "parameters has J = 5"),
-    ("keyed forward", {"attributes": {"decay": 0}}, "decay is 0; expected 2 (sigmoid)"),
-    ("keyed backward", {"attributes": {"decay": 0}}, "decay is 0; expected 2 (sigmoid)"),
-    ("keyed forward", {64: 32}, "K = 32; expected 64"),
-    ("keyed backward", {64: 32}, "K = 32; expected 64"),
-    ("keyed backward", {}, "T = 16 on a device with 101376 bytes of shared memory for a block"),
-    ("cross_entropy", {16: 15}, "logits has V = 15; expected a multiple of 8"),
-    ("cross_entropy", {"targets": (3,)}, "targets has shape [3]"),
-    ("cross_entropy", {"scale": "float16"}, "scale is F16"),
-    ("cross_entropy", {"coefficients": (3,)}, "coefficients has E = 3; expected 2"),
-    ("low_rank_maps", {}, "compute capability 9.0 alone"),
-    ("low_rank_maps", {"offset 1": (1,)}, "offset 1 has a size of 1; expected 0 or C = 16"),
-    ("low_rank_maps", {"second 0": (8, 17)}, "second 0 has shape [8, 17], so C = 17"),
-    ("low_rank_maps", {"first 1": (16, 20)}, "second 1 has shape [24, 16], so Q = 24"),
-    ("low_rank_maps", {"rows 1": (2, 4, 16)}, "rows 1 has shape [2, 4, 16]"),
-    ("low_rank_maps", {"rows 0": "float32"}, "first 0 is BF16 where rows 0 is F32"),
-    ("low_rank_maps", {16: 12}, "rows has C = 12; expected a multiple of 8"),
-    *(
-        (
-            "low_rank_maps",
-            {"attributes": {"activations": x}},
-            f"activations is {x}; expected 2 digits",
-        )
-        for x in (9, -1)
-    ),
-    ("low_rank_maps", {"more": "operands"}, "9 operands given; expected 8"),
-    ("head_cross_entropy", {}, "compute capability 9.0 alone"),
-    ("head_cross_entropy", {"bfloat16": "float16"}, "features are not BF16"),
-    ("head_cross_entropy", {64: 96}, "features has C = 96; expected a multiple of 64 up to 262144"),
-    (
-        "head_cross_entropy",
-        {512: 300},
-        "weight has V = 300; expected a multiple of 256 up to 262144",
-    ),
-    ("head_cross_entropy", {"again": (1,)}, "again has R = 1; expected 2"),
-    ("head_cross_entropy", {"statistics": {0: 1}}, "statistics has N = 1; expected 2"),
-    ("head_cross_entropy", {"statistics": {2: 3}}, "statistics has E = 3; expected 4"),
-    ("head_cross_entropy", {"factors": (256,)}, "factors has shape [256]"),
-    ("head_cross_entropy", {"l2_wrap": (2,)}, "l2_wrap has L = 2; expected 1"),
-    ("block, first", {3: 33}, "x has B = 33; expected up to 32 rows"),
-    ("block, first", HEADS_OF_32, "att.wkv has V = 64 and K = 32; expected 64"),
-    ("block, first", THREE_HEADS, "x has C = 128 where att.wkv has H = 3; expected C = H K > 0"),
-    ("block, first", {512: 480}, "ffn.key.weight has F = 480; expected a multiple of 64"),
-    ("block, first", {40: 12}, "att.w1 has a rank of 12; expected a multiple of 8 up to 1024"),
-    ("block, first", {72: 1032}, "att.g1 has a rank of 1032; expected a multiple of 8 up to 1024"),
-    ("block, first", {"scratch": (7,)}, "scratch has X = 7; expected "),
-    (
-        *("block, first", {"ffn.key.weight": "int8"}),
-        "ffn.key.weight is S8; expected no S8 where att.receptance.weight is not",
-    ),
-    ("block, first, int8", {"ffn.key.weight": "float32"}, "ffn.key.weight is F32; expected S8"),
-    ("block, first, int8", {"ffn.key.scale": "float16"}, "ffn.key.scale is F16; expected F32"),
-    ("block, first, int8", {"ffn.key.scale": {0: 511}}, "ffn.key.scale has shape [511]"),
-    (
-        *("block, first, int8", {1: 2}),
-        "x has B = 2 where att.receptance.weight is S8; expected 1 row",
-    ),
-    (
-        *("block, first, by input", {"ffn.value.by_input": (128, 512)}),
-        "ffn.value.by_input has shape [128, 512], so F = 128, where ffn.key",
-    ),
-    (
-        *("block, first, by input", {"ffn.value.by_input": "int8"}),
-        "ffn.value.by_input is S8; expected no S8 where att.rec",
-    ),
-    (
-        *("block, first, by input", {1: 2}),
-        "x has B = 2 where ffn.value is by input; expected 1 row",
-    ),
-    ("block, deferred", {"att.wkv.waiting": {2: 2}}, "att.wkv.waiting has N = 2 and U = 5"),
-    ("block, deferred", {"att.wkv.waiting": {3: 4}}, "att.wkv.waiting has N = 5 and U = 4"),
-    ("block, deferred", {"att.wkv.schedule": {0: 1}}, "and att.wkv.schedule has P = 1; exp"),
-    ("block, deferred", {"apart": True}, "att.wkv and att.wkv.waiting lie elsewhere"),
-    (
-        *("block, deferred", {"bfloat16": "float32"}),
-        "x has B = 3 where tokens wait; expected several rows of BF16",
-    ),
+HEAD_SIZES = [
+    ({16: size}, f"K = {size}; expected a power of two from 16 to 256") for size in (8, 48, 512)
 ]
+KEYED = [
+    ({"parameters": {1: 5}}, "parameters has J = 5"),
+    ({"attributes": {"decay": 0}}, "decay is 0; expected 2 (sigmoid)"),
+    ({64: 32}, "K = 32; expected 64"),
+]
+
+WRONG: dict[str, list[tuple[dict[Any, Any], str]]] = {
+    "wkv7_step": [({}, "w is missing")],
+    "norm_shift_mix forward": [
+        ({32: 17}, "x has D = 17; expected a multiple of 16"),
+        ({32: 4112}, "x has D = 4112; expected a multiple of 16"),
+        ({"parameters": {1: 5}}, "parameters has J = 5; expected 3 or 8"),
+        ({"moments": {2: 3}}, "moments has E = 3; expected 2"),
+    ],
+    "norm_shift_mix backward": [
+        ({"moments": {2: 3}}, "moments has E = 3; expected 2"),
+        ({"partials": {1: 2}}, "partials has N = 2; expected 1"),
+        ({"partials": {2: 7}}, "so J = 7, where parameters has J = 8"),
+    ],
+    "wkv7_keys forward": [
+        ({"parameters": {1: 2}}, "parameters has J = 2; expected 4"),
+        *HEAD_SIZES,
+    ],
+    "value_residual forward": [*HEAD_SIZES],
+    "read_out forward": [*HEAD_SIZES],
+    "keyed_wkv7 forward": [*KEYED],
+    "keyed_wkv7 backward": [
+        *KEYED,
+        ({}, "T = 16 on a device with 101376 bytes of shared memory for a block"),
+    ],
+    "cross_entropy": [
+        ({16: 15}, "logits has V = 15; expected a multiple of 8"),
+        ({"targets": (3,)}, "targets has shape [3]"),
+        ({"scale": "float16"}, "scale is F16"),
+        ({"coefficients": (3,)}, "coefficients has E = 3; expected 2"),
+    ],
+    "low_rank_maps": [
+        ({}, "compute capability 9.0 alone"),
+        ({"offset 1": (1,)}, "offset 1 has a size of 1; expected 0 or C = 16"),
+        ({"second 0": (8, 17)}, "second 0 has shape [8, 17], so C = 17"),
+        ({"first 1": (16, 20)}, "second 1 has shape [24, 16], so Q = 24"),
+        ({"rows 1": (2, 4, 16)}, "rows 1 has shape [2, 4, 16]"),
+        ({"rows 0": "float32"}, "first 0 is BF16 where rows 0 is F32"),
+        ({16: 12}, "rows has C = 12; expected a multiple of 8"),
+        ({"attributes": {"activations": 9}}, "activations is 9; expected 2 digits"),
+        ({"attributes": {"activations": -1}}, "activations is -1; expected 2 digits"),
+        ({"more": "operands"}, "9 operands given; expected 8"),
+    ],
+    "head_cross_entropy": [
+        ({}, "compute capability 9.0 alone"),
+        ({"bfloat16": "float16"}, "features are not BF16"),
+        ({64: 96}, "features has C = 96; expected a multiple of 64 up to 262144"),
+        ({512: 300}, "weight has V = 300; expected a multiple of 256 up to 262144"),
+        ({"again": (1,)}, "again has R = 1; expected 2"),
+        ({"statistics": {0: 1}}, "statistics has N = 1; expected 2"),
+        ({"statistics": {2: 3}}, "statistics has E = 3; expected 4"),
+        ({"factors": (256,)}, "factors has shape [256]"),
+        ({"l2_wrap": (2,)}, "l2_wrap has L = 2; expected 1"),
+    ],
+    "block, first": [
+        ({3: 33}, "x has B = 33; expected up to 32 rows"),
+        (HEADS_OF_32, "att.wkv has V = 64 and K = 32; expected 64"),
+        (THREE_HEADS, "x has C = 128 where att.wkv has H = 3; expected C = H K > 0"),
+        ({512: 480}, "ffn.key.weight has F = 480; expected a multiple of 64"),
+        ({40: 12}, "att.w1 has a rank of 12; expected a multiple of 8 up to 1024"),
+        ({72: 1032}, "att.g1 has a rank of 1032; expected a multiple of 8 up to 1024"),
+        ({"scratch": (7,)}, "scratch has X = 7; expected "),
+        ({"ffn.key.weight": "int8"}, "S8; expected no S8 where att.receptance.weight is not"),
+    ],
+    "block, first, int8": [
+        ({"ffn.key.weight": "float32"}, "ffn.key.weight is F32; expected S8"),
+        ({"ffn.key.scale": "float16"}, "ffn.key.scale is F16; expected F32"),
+        ({"ffn.key.scale": {0: 511}}, "ffn.key.scale has shape [511]"),
+        ({1: 2}, "x has B = 2 where att.receptance.weight is S8; expected 1 row"),
+    ],
+    "block, first, by input": [
+        ({"ffn.value.by_input": (128, 512)}, "has shape [128, 512], so F = 128, where ffn.key"),
+        ({"ffn.value.by_input": "int8"}, "ffn.value.by_input is S8; expected no S8 where att.rec"),
+        ({1: 2}, "x has B = 2 where ffn.value is by input; expected 1 row"),
+    ],
+    "block, deferred": [
+        ({"att.wkv.waiting": {2: 2}}, "att.wkv.waiting has N = 2 and U = 5"),
+        ({"att.wkv.waiting": {3: 4}}, "att.wkv.waiting has N = 5 and U = 4"),
+        ({"att.wkv.schedule": {0: 1}}, "and att.wkv.schedule has P = 1; exp"),
+        ({"apart": True}, "att.wkv and att.wkv.waiting lie elsewhere"),
+        ({"bfloat16": "float32"}, "x has B = 3 where tokens wait; expected several rows of BF16"),
+    ],
+}
 """Calls, with changes as `_error` takes them, and what is wrong with them."""
 
 
-@pytest.mark.parametrize(("name", "changes", "message"), WRONG)
-def test_wrong_calls_are_refused(
-    emulated: Emulation, name: str, changes: dict[Any, Any], message: str
-) -> None:
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_calls_are_refused(emulated: Emulation, name: str) -> None:
     """Python refuses some of them before. On a device that none of the kernels for compute
     capability 9.0, and few others, can run on."""
-    call = NAMED[name](emulated)
+    call = _call(emulated, name)
     emulated.use(DEVICES["8.9"])
-    assert message in _error(emulated, call, changes)
+    for changes, message in WRONG[name]:
+        assert message in _error(emulated, call, changes)

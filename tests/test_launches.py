@@ -8,7 +8,7 @@ kernels run on random operands, and a row has the results that it has among othe
 
 import functools
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from rwkv_jax.models import rwkv7
-from support import internals, layer_functions, tolerance
+from support import internals, layer_functions, models, tolerance
 from support.cases import DTYPES, GPUS
 from support.emulation import DEVICES, Call, Device, Emulation, needs_emulation
 from support.layer_functions import ELEMENTWISE
@@ -39,34 +39,22 @@ Sizes = dict[str, Any]
 EMULATED_LAYERS = (*ELEMENTWISE, "keyed_wkv7")
 
 
-def _passes(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward and the backward pass of a function of arrays by name."""
+def _operator_calls(emulation: Emulation, op: str, sizes: Sizes, dtype: str) -> list[Call]:
+    """The calls of the forward and the backward pass."""
+    operator, axes = OPERATORS[op], internals.axes_of_arguments(op)
+    sizes = {"V": sizes["K"], "C": sizes["H"] * sizes["K"], **sizes}
+
+    def shape(name: str) -> jax.ShapeDtypeStruct:
+        letters = axes.get(name, axes.get(f"state.{name}", "BC"))
+        wide = "float32" if name in operator.states else jnp.dtype(dtype)
+        return jax.ShapeDtypeStruct([sizes[x] for x in letters], wide)
 
     def run(arrays: dict[str, Any]) -> Any:
-        found, vjp = jax.vjp(lambda floats: function(**floats), arrays)
+        options = {"decay": operator.decays[-1], "implementation": "ffi"}
+        found, vjp = jax.vjp(lambda floats: operator.function(**floats, **options), arrays)
         return vjp(found)
 
-    return run
-
-
-def _shapes(axes: dict[str, str], sizes: Sizes, dtype: str, wide: Collection[str] = ()) -> Any:
-    """Arrays by name, those of `wide` of float32."""
-    sizes = {"V": sizes["K"], "C": sizes["H"] * sizes["K"], "D": sizes["H"] * sizes["K"], **sizes}
-    return {
-        name: jax.ShapeDtypeStruct(
-            [sizes[x] for x in letters], "float32" if name in wide else jnp.dtype(dtype)
-        )
-        for name, letters in axes.items()
-    }
-
-
-def _operator_calls(emulation: Emulation, op: str, sizes: Sizes, dtype: str) -> list[Call]:
-    operator = OPERATORS[op]
-    decay = operator.decays[-1]
-    run = _passes(functools.partial(operator.function, decay=decay, implementation="ffi"))
-    axes = internals.axes_of_arguments(op)
-    named = {name: axes.get(name, axes.get(f"state.{name}", "BC")) for name in operator.names}
-    return emulation.traced(run, _shapes(named, sizes, dtype, operator.states))
+    return emulation.traced(run, {name: shape(name) for name in operator.names})
 
 
 def _layer_calls(emulation: Emulation, name: str, sizes: Sizes, dtype: str) -> list[Call]:
@@ -75,8 +63,7 @@ def _layer_calls(emulation: Emulation, name: str, sizes: Sizes, dtype: str) -> l
 
 def _block_calls(emulation: Emulation, rows: int, width: int, dtype: str) -> list[Call]:
     """The step of a block that is not the first one."""
-    config = rwkv7.Config(2, width, vocab_size=11)
-    params = jax.eval_shape(lambda key: rwkv7.init(key, config), jax.random.key(0))
+    params = models.shapes_of(rwkv7, rwkv7.Config(2, width, vocab_size=11))
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.dtype(dtype)), params)
     state = jax.eval_shape(lambda p: rwkv7.initial_state(p, rows, dtype), params)
     return [emulation.of_block(params.blocks[1], state[1], rows)]
@@ -122,19 +109,18 @@ def test_no_launch_beyond_what_a_gpu_takes(
     emulation: Emulation, name: str, shared_memory: int
 ) -> None:
     """The emulation refuses the others."""
-    emulation.use(Device(MULTIPROCESSORS[0], shared_memory))
-    for call in _large_calls(emulation, name):
-        for multiprocessors in MULTIPROCESSORS:
-            device = Device(multiprocessors, shared_memory)
-            assert emulation.launches(call, device), (call, device)
+    devices = [Device(multiprocessors, shared_memory) for multiprocessors in MULTIPROCESSORS]
+    emulation.use(devices[0])
+    for call, device in itertools.product(_large_calls(emulation, name), devices):
+        assert emulation.launches(call, device), (call, device)
 
 
 @pytest.mark.parametrize("name", EMULATED_LAYERS)
 def test_a_million_tokens_have_the_kernels_of_a_few_less(emulation: Emulation, name: str) -> None:
-    def files(tokens: int) -> list[Any]:
+    def files(tokens: int) -> list[list[str]]:
         sizes = {"B": 1, "T": tokens, "H": 2, "K": 64}
         calls = _layer_calls(emulation, name, sizes, "bfloat16")
-        return [[x.file for x in emulation.launches(call, DEVICES["9.0"])] for call in calls]
+        return [emulation.launches(call, DEVICES["9.0"]) for call in calls]
 
     emulation.use(DEVICES["9.0"])
     assert files(2**20) == files(2**20 - 16)
@@ -167,8 +153,8 @@ def _operands(call: Call) -> list[np.ndarray]:
     ]
 
 
-def _sliced(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    return np.ascontiguousarray(x[tuple(slice(n) for n in shape)])
+def _sliced(x: np.ndarray, shape: Sequence[int]) -> np.ndarray:
+    return np.ascontiguousarray(x[tuple(map(slice, shape))])
 
 
 def _check_rows(
@@ -205,48 +191,43 @@ SOME_ROWS = (1, 2, 3, 8, 9, 17, 33, 70)
 LIMITS = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 5e-3}
 
 
-def _few(emulation: Emulation, kind: str, name: str, rows: int) -> list[Call]:
-    """The calls of few small heads."""
-    if kind == "blocks":
-        return _block_calls(emulation, rows, 128, name)
-    if kind == "cross entropy":
-        return [_cross_entropy_call(rows, 64, name)]
-    if kind == "matrix units":
-        return _operator_calls(emulation, name, {"B": rows, "T": 17, "H": 1, "K": 64}, "bfloat16")
-    sizes = {"B": rows, "T": 3, "H": 1, "K": 16}
-    if kind == "operators":
-        return _operator_calls(emulation, name, sizes, "float32")
-    return _layer_calls(emulation, name, sizes, "bfloat16")
+def _few(emulation: Emulation, name: str, dtype: str, rows: int) -> list[Call]:
+    """The calls of few small heads, on matrix units where the dtype is not float32."""
+    if name == "block":
+        return _block_calls(emulation, rows, 128, dtype)
+    if name == "cross_entropy":
+        return [_cross_entropy_call(rows, 64, dtype)]
+    tokens, size = (17, 64) if name in OPERATORS and dtype == "bfloat16" else (3, 16)
+    sizes = {"B": rows, "T": tokens, "H": 1, "K": size}
+    calls = _operator_calls if name in OPERATORS else _layer_calls
+    return calls(emulation, name, sizes, dtype)
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "dtype"),
+    ("name", "dtype"),
     [
-        *(("operators", op, "float32") for op in OPERATORS),
-        *(("matrix units", op, "bfloat16") for op in ("wkv7", "wkv6")),
-        *(("layers", name, "bfloat16") for name in ELEMENTWISE),
-        ("cross entropy", "float32", "float32"),
-        *(("blocks", dtype, dtype) for dtype in DTYPES),
+        *((op, "float32") for op in OPERATORS),
+        *((name, "bfloat16") for name in ("wkv7", "wkv6", *ELEMENTWISE)),
+        ("cross_entropy", "float32"),
+        *(("block", dtype) for dtype in DTYPES),
     ],
 )
 def test_every_number_of_rows(
-    emulation: Emulation, kind: str, name: str, dtype: str, pytestconfig: pytest.Config
+    emulation: Emulation, name: str, dtype: str, pytestconfig: pytest.Config
 ) -> None:
     """Or of tokens, of the cross entropy. An emulated matrix product takes long."""
-    calls = functools.partial(_few, emulation, kind, name)
-    every = pytestconfig.getoption("--every-row") or emulation.on_gpu or kind != "matrix units"
-    rows = range(1, 33) if kind == "blocks" else EVERY_ROW if every else SOME_ROWS
+    calls = functools.partial(_few, emulation, name, dtype)
+    every = pytestconfig.getoption("--every-row") or emulation.on_gpu
+    products = name in OPERATORS and dtype == "bfloat16" and not every
+    rows = range(1, 33) if name == "block" else SOME_ROWS if products else EVERY_ROW
     _check_rows(emulation, calls, rows, LIMITS[dtype])
-    if emulation.on_gpu and name == "bfloat16":
+    if emulation.on_gpu and (name, dtype) == ("block", "bfloat16"):
         _check_rows(emulation, calls, MANY_ROWS[32:], LIMITS[dtype], HOPPER)
 
 
 def test_blocks_of_a_large_gpu(emulation: Emulation) -> None:
     """As many blocks of threads as there is room for their sums."""
-
-    def calls(rows: int) -> list[Call]:
-        return _block_calls(emulation, rows, 1088, "bfloat16")
-
+    calls = functools.partial(_block_calls, emulation, width=1088, dtype="bfloat16")
     _check_rows(emulation, calls, (20, 32), LIMITS["bfloat16"], [DEVICES["10.0"]])
 
 
@@ -276,15 +257,11 @@ def test_low_rank_maps_read_what_was_written_just_before(emulation: Emulation) -
     """Their first kernel copies weights before anything else, which the kernel before may write."""
     if not emulation.on_gpu:
         pytest.skip("these kernels have no emulation")
-    rng = np.random.default_rng(0)
-    tokens, width, rank = 130, 256, 64
-    shapes = [(1, tokens, width), (width, rank), (rank, width), (0,)]
-    rows, first, second, offset = (
-        (rng.standard_normal(shape) / 8).astype(jnp.bfloat16) for shape in shapes
-    )
-    operands = [rows, first, second, offset]
-    given = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
-    made = [jax.ShapeDtypeStruct((1, tokens, n), jnp.bfloat16) for n in (rank, width)]
+    rng, tokens, width, rank = np.random.default_rng(0), 130, 256, 64
+    narrow = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    given = [narrow(x) for x in ((1, tokens, width), (width, rank), (rank, width), (0,))]
+    operands = [(rng.standard_normal(x.shape) / 8).astype(x.dtype) for x in given]
+    made = [narrow((1, tokens, n)) for n in (rank, width)]
     call = Call("rwkv_low_rank_maps_v1", given, made, {}, {"activations": 0}, None)
     hidden, y = (np.asarray(x, np.float64) for x in emulation.run(call, operands, DEVICES["9.0"]))
     rows, first, second = (np.asarray(x, np.float64) for x in operands[:3])

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -14,19 +15,18 @@ import numpy as np
 import pytest
 
 import rwkv_jax
-from rwkv_jax import layers, models
-from rwkv_jax.models import Kernels, _linear, rwkv7
-from rwkv_jax.models._channel_mixing import feed_forward as feed_forward_of_model
+from rwkv_jax import models
+from rwkv_jax.models import Kernels, rwkv6, rwkv7
 from support import hlo, internals, layer_functions
 from support.layer_functions import (
     LAYER_FUNCTIONS,
-    MAPS,
     PRODUCTS,
     Case,
     operands,
     read_out_and_product,
     value_and_gradients,
 )
+from support.models import shapes_of
 from support.tolerance import assert_trees_close
 
 pytestmark = pytest.mark.quick("name")
@@ -46,6 +46,7 @@ CALLS = {
     "low_rank_maps": Case(2, 256, 3, 16, "bfloat16"),
     "keyed_wkv7": Case(2, 17, 2, 64, "bfloat16"),
     "projected_read_out": Case(2, 17, 2, 64, "bfloat16"),
+    "value_residual": Case(1, 17, 2, 64, "bfloat16"),
 }
 """Calls that the kernels take, of products by None with just enough tokens."""
 
@@ -56,18 +57,18 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     internals.pretend(monkeypatch, "cuda", None)
 
 
-def _changed(name: str, changes: dict[str, Any]) -> Case:
-    """A call with other sizes of axes, or other fields."""
-    case = CALLS[name]
-    fields = {n: x for n, x in changes.items() if hasattr(case, n)}
-    others = {n: x for n, x in changes.items() if n not in fields}
-    return dataclasses.replace(case, **fields, others={**case.others, **others})
-
-
 def _targets(
-    name: str, case: Case, implementation: str | None = None, device: str = "cuda", **options: Any
+    name: str,
+    changes: dict[str, Any],
+    implementation: str | None = None,
+    device: str = "cuda",
+    **options: Any,
 ) -> tuple[str, ...]:
-    """The kernels that a program for an H200 with the gradients calls."""
+    """The kernels that a program for an H200 with the gradients calls, where sizes of axes or
+    fields of the call are changed."""
+    fields = {n: x for n, x in changes.items() if hasattr(CALLS[name], n)}
+    sizes = {n: x for n, x in changes.items() if n not in fields}
+    case = dataclasses.replace(CALLS[name], **fields, others={**CALLS[name].others, **sizes})
     arrays = layer_functions.shapes(name, case)
     with hlo.device(device):
         traced = value_and_gradients.trace(name, implementation, *arrays, **options)
@@ -92,6 +93,7 @@ WHICH = [
     ("low_rank_maps", {"T": 2049}, None, NO_KERNEL),
     ("keyed_wkv7", {}, None, KEYED),
     ("keyed_wkv7", {}, "ffi", KEYED),
+    ("keyed_wkv7", {"origin": True}, None, KEYED),
     ("keyed_wkv7", {"T": 16, "dtype": "float16", "without": ("initial_state",)}, None, KEYED),
     ("keyed_wkv7", {"T": 15}, None, KEYS_AND_WKV7),
     ("keyed_wkv7", {"dtype": "float32"}, None, KEYS_AND_WKV7),
@@ -108,47 +110,37 @@ def test_which_calls_have_kernels(
     name: str, changes: dict[str, Any], implementation: str | None, targets: tuple[str, ...]
 ) -> None:
     """Each kernel is called once."""
-    found = _targets(name, _changed(name, changes), implementation)
-    assert found == tuple(sorted(targets))
+    assert _targets(name, changes, implementation) == tuple(sorted(targets))
 
 
 REFUSED = [
     *(("feed_forward", x) for x in ({"dtype": "float32"}, {"C": 544}, {"C": 448}, {"F": 320})),
     *(("low_rank", x) for x in ({"dtype": "float32"}, {"C": 192}, {"R": 20}, {"R": 264})),
     *(("low_rank_maps", x) for x in ({"dtype": "float32"}, {"C": 52}, {"Q": 4})),
+    *(("value_residual", x) for x in ({"B": 2**16, "T": 2**15}, {"T": 2**31})),
 ]
 
 
 @pytest.mark.parametrize(("name", "changes"), REFUSED)
 def test_what_kernels_do_not_take(name: str, changes: dict[str, Any]) -> None:
-    case = _changed(name, changes)
-    assert _targets(name, case) == NO_KERNEL
+    assert _targets(name, changes) == NO_KERNEL
     with pytest.raises(NotImplementedError, match=rf"{name}.*the cuda kernels take"):
-        _targets(name, case, "ffi")
+        _targets(name, changes, "ffi")
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_without_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(internals.gpus, "device_kinds", set)
-    assert _targets(name, CALLS[name], device="") == NO_KERNEL
+    assert _targets(name, {}, device="") == NO_KERNEL
     with pytest.raises(NotImplementedError, match="no CUDA GPU is here"):
-        _targets(name, CALLS[name], "ffi", device="")
+        _targets(name, {}, "ffi", device="")
 
 
 @pytest.mark.parametrize("activation", internals.low_rank.ACTIVATIONS)
 def test_kernels_of_activations(activation: str) -> None:
     call = functools.partial(LAYER_FUNCTIONS["low_rank"].call, activation=activation)
     targets = {internals.low_rank.TARGETS[activation, x] for x in ("forward", "backward")}
-    assert {*_targets("low_rank", CALLS["low_rank"], function=call)} == targets
-
-
-def test_kernels_of_segments() -> None:
-    inputs, cotangents = layer_functions.shapes("keyed_wkv7", CALLS["keyed_wkv7"])
-    inputs["segment_ids"] = jax.ShapeDtypeStruct((2, 17), jnp.int32)
-    program = jax.make_jaxpr(functools.partial(value_and_gradients, "keyed_wkv7", None))
-    with hlo.device("cuda"):
-        found = program(inputs, cotangents)
-    assert [hlo.calls(found, x) for x in KEYED] == [1, 1]
+    assert {*_targets("low_rank", {}, function=call)} == targets
 
 
 def _kept(size: int, call: Callable[..., Any], *arguments: Any) -> int:
@@ -167,64 +159,45 @@ def test_what_is_kept() -> None:
         chosen = functools.partial(call, implementation=implementation)
         assert _kept(size, lambda x, chosen=chosen: chosen(**x), inputs) == 3
     assert _kept(size, lambda x: read_out_and_product(**x), inputs) == 4
-    found = _targets(name, CALLS[name], function=jax.checkpoint(call))
-    assert found == tuple(sorted(RESTORING))
+    assert _targets(name, {}, function=jax.checkpoint(call)) == tuple(sorted(RESTORING))
 
 
 # Models.
 
 
-def _feed_forward(choice: str | None, form: str, **x: jax.Array) -> jax.Array:
-    scale = jnp.ones((len(x["key"]), 1)) if form == "scale" else None
-    by_input = form == "by input"
-    last = _linear.WeightByInput(x["value"].T) if by_input else _linear.Weight(x["value"])
-    return feed_forward_of_model(_linear.Weight(x["key"], scale), last, x["x"], choice)
-
-
-def _of_a_model(form: str, x: Any, offset: Any = None, **matrices: Any) -> dict[str, Any]:
-    """A map as a model has it: the offset with as many axes as the tokens."""
-    x = x.reshape(-1, x.shape[-1]) if form == "single tokens" else x
-    offset = None if offset is None else offset.reshape((1,) * (x.ndim - 1) + offset.shape)
-    return {"x": x, "offset": offset, **matrices}
-
-
-def _low_rank(choice: str | None, form: str, **arrays: Any) -> jax.Array:
-    return _linear.low_rank(**_of_a_model(form, **arrays), layers=choice, activation="tanh")
-
-
-def _low_rank_maps(choice: str | None, form: str, **arrays: Any) -> list[jax.Array]:
-    several = (layer_functions.of_map(i, arrays) for i in range(len(MAPS)))
-    maps = [layers.LowRankMap(**_of_a_model(form, **one)) for one in several]
-    return _linear.low_rank_maps(maps, choice)
-
-
+OF_SEQUENCES = {FEED_FORWARD[0], *OF_MAPS}
 OF_MODELS = [
-    *(("feed_forward", choice, "", FEED_FORWARD) for choice in (None, "ffi")),
-    ("feed_forward", "xla", "", NO_KERNEL),
-    *(("feed_forward", None, form, NO_KERNEL) for form in ("scale", "by input")),
-    *(("low_rank", choice, "", LOW_RANK) for choice in (None, "ffi")),
-    ("low_rank", "xla", "", NO_KERNEL),
-    ("low_rank", None, "single tokens", NO_KERNEL),
-    *(("low_rank_maps", choice, "", OF_MAPS) for choice in (None, "ffi")),
-    ("low_rank_maps", "xla", "", NO_KERNEL),
-    ("low_rank_maps", None, "single tokens", NO_KERNEL),
+    (rwkv7, (2, 2048), None, None, OF_SEQUENCES),
+    (rwkv7, (2, 2048), None, "ffi", OF_SEQUENCES),
+    (rwkv7, (2, 2048), None, "xla", set()),
+    (rwkv7, (2, 2048), models.quantize, None, {*OF_MAPS}),
+    (rwkv7, (2, 2048), models.for_decoding, None, {*OF_MAPS}),
+    (rwkv7, (4096,), None, None, set()),
+    (rwkv6, (2, 6144), None, None, {FEED_FORWARD[0], LOW_RANK[0]}),
+    (rwkv6, (2, 6144), None, "xla", set()),
+    (rwkv6, (12288,), None, None, set()),
 ]
 
 
-@pytest.mark.parametrize(("name", "choice", "form", "targets"), OF_MODELS)
-def test_models_take_the_kernels(
-    name: str, choice: str | None, form: str, targets: tuple[str, ...]
+@pytest.mark.quick("module")
+@pytest.mark.parametrize(("module", "tokens", "change", "choice", "targets"), OF_MODELS)
+def test_products_of_models(
+    module: ModuleType,
+    tokens: tuple[int, ...],
+    change: Callable[[Any], Any] | None,
+    choice: str | None,
+    targets: set[str],
 ) -> None:
-    """For sequences, and of a feed-forward network for plain weights."""
-    of_model = {"feed_forward": _feed_forward, "low_rank": _low_rank}.get(name, _low_rank_maps)
-    case = CALLS[name]
-
-    def call(implementation: None, **x: jax.Array) -> dict[str, jax.Array]:
-        found = jax.tree.leaves(of_model(choice, form, **x))
-        names = LAYER_FUNCTIONS[name].results
-        return {n: y.reshape(case.B, case.T, -1) for n, y in zip(names, found, strict=True)}
-
-    assert _targets(name, case, function=call) == tuple(sorted(targets))
+    """Models have the kernels of products for sequences, and that of a feed-forward network for
+    plain weights."""
+    params = shapes_of(module, module.Config(num_layers=1, hidden_size=512, vocab_size=32))
+    params = params if change is None else jax.eval_shape(change, params)
+    options = {"dtype": jnp.bfloat16, "kernels": Kernels(layers=choice)}
+    call = jax.jit(lambda *operands: module.apply(*operands, **options))
+    with hlo.device("cuda"):
+        traced = call.trace(params, jax.ShapeDtypeStruct(tokens, jnp.int32))
+        found = hlo.targets(traced.lower(lowering_platforms=("cuda",)).as_text())
+    assert found & {*FEED_FORWARD, *LOW_RANK, *OF_MAPS} == targets
 
 
 CONFIG = rwkv7.Config(num_layers=1, hidden_size=128, vocab_size=32, head_size=64)
@@ -251,8 +224,7 @@ def _sum(*arguments: Any, **options: Any) -> jax.Array:
 
 
 def _shapes_of_model(config: rwkv7.Config = CONFIG) -> tuple[Any, Any]:
-    params = jax.eval_shape(lambda: rwkv7.init(jax.random.key(0), config))
-    return params, jax.ShapeDtypeStruct((2, 17), jnp.int32)
+    return shapes_of(rwkv7, config), jax.ShapeDtypeStruct((2, 17), jnp.int32)
 
 
 ONCE = collections.Counter([*KEYED, *RESTORING])
@@ -283,14 +255,10 @@ def test_the_model_takes_the_kernels(options: dict[str, Any], calls: dict[str, i
 def test_the_model_keeps_one_array_less_for_each_block(monkeypatch: pytest.MonkeyPatch) -> None:
     params, tokens = _shapes_of_model(dataclasses.replace(CONFIG, num_layers=2))
 
-    def kept() -> int:
-        return _kept(
-            tokens.size * CONFIG.hidden_size, lambda *x: _hidden_states(*x), params, tokens
-        )
-
-    found = kept()
+    size = tokens.size * CONFIG.hidden_size
+    kept = _kept(size, lambda *x: _hidden_states(*x), params, tokens)
     monkeypatch.setattr(TIME_MIXING, _in_two)
-    assert kept() == found + 2
+    assert _kept(size, lambda *x: _hidden_states(*x), params, tokens) == kept + 2
     program = jax.make_jaxpr(jax.grad(_sum))(params, tokens)
     assert [hlo.calls(program, x) for x in READ_OUT] == [2, 2]
 
@@ -315,19 +283,12 @@ def test_the_model_equals_the_two_functions(form: Any, monkeypatch: pytest.Monke
     assert all(np.any(x) for x in jax.tree.leaves(found[1].blocks[1].att))
 
 
-class Called(Exception):
-    """The model has called `projected_read_out`."""
-
-
 def test_the_model_has_another_product_for_tokens_and_integers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def refuse(*_: Any, **__: Any) -> jax.Array:
-        raise Called
-
-    monkeypatch.setattr(TIME_MIXING, refuse)
+    monkeypatch.setattr(TIME_MIXING, None)
     params, tokens = _shapes_of_model()
     jax.eval_shape(_hidden_states, params, jax.ShapeDtypeStruct((2,), jnp.int32))
     jax.eval_shape(lambda p, tokens: _hidden_states(models.quantize(p), tokens), params, tokens)
-    with pytest.raises(Called):
+    with pytest.raises(TypeError, match="not callable"):
         jax.eval_shape(_hidden_states, params, tokens)

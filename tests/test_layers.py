@@ -2,7 +2,6 @@
 meshes and bad input. What kernels compute test_emulation.py shows and, of products on warpgroups,
 test_gpu.py."""
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -17,13 +16,11 @@ from jax.sharding import PartitionSpec as P
 
 import rwkv_jax
 from rwkv_jax import layers
-from rwkv_jax._operator.call import Options
-from rwkv_jax.layers._function import Operands
-from rwkv_jax.layers.value_residual import FUNCTION as VALUE_RESIDUAL
-from support import hlo, internals, layer_functions, meshes, tolerance
+from support import hlo, internals, meshes, tolerance
 from support.cases import DTYPES, Arrays
 from support.layer_functions import (
     ELEMENTWISE,
+    IN_TWO,
     LAYER_FUNCTIONS,
     PRODUCTS,
     Case,
@@ -40,7 +37,6 @@ ON_GPU = jax.default_backend() == "gpu"
 NATIVE = ON_GPU and rwkv_jax.build_info()["missing"]["cuda"] is None
 IMPLEMENTATIONS = [*(["ffi"] if NATIVE else []), "xla", "reference"]
 FAST = IMPLEMENTATIONS[0]
-IDS = np.array([[1] * 5 + [0] * 2 + [3] * 10, [0] * 4 + [2] * 13], np.int32)
 
 each_function = pytest.mark.parametrize("name", LAYER_FUNCTIONS)
 
@@ -60,32 +56,25 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def _small(name: str, **changes: Any) -> Case:
     """A call that the kernels take."""
     if name in ELEMENTWISE:
-        case = Case(T=17, mixes=1)
-    elif name in PRODUCTS:
-        case = Case(2, 8, 8, 64, "bfloat16")
-    else:
-        case = Case(2, 17, 2, 64, "bfloat16")
-    return dataclasses.replace(case, **changes)
-
-
-def _with_ids(name: str, inputs: Arrays) -> Arrays:
-    """With segments, if the function takes any."""
-    return inputs | ({"segment_ids": IDS} if name == "keyed_wkv7" else {})
+        return Case(**{"T": 17, "mixes": 1, **changes})
+    sizes = {"T": 8, "H": 8} if name in PRODUCTS else {"T": 17, "H": 2}
+    return Case(**{"K": 64, "dtype": "bfloat16", **sizes, **changes})
 
 
 @each_function
 def test_gradients_of_the_oracle(name: str) -> None:
     """Against finite differences of its own results."""
+    own = LAYER_FUNCTIONS[name]
     inputs, cotangents = operands(name, Case(B=2, T=5, H=2, K=3, origin=True))
-    inputs = {n: x if n == "origin" else x.astype(np.float64) for n, x in inputs.items()}
-    own, right = LAYER_FUNCTIONS[name], expected(name, inputs, cotangents)
+    inputs |= {n: np.float64(x) for n, x in inputs.items() if n not in own.integers}
+    right = expected(name, inputs, cotangents)
     rng, step = np.random.default_rng(0), 1e-6
     for n in own.inputs:
         direction = rng.standard_normal(inputs[n].shape)
-        ends = [own.oracle(inputs | {n: inputs[n] + s * direction}) for s in (step, -step)]
-        numeric = sum(
-            np.vdot(cotangents[f"d{x}"], (ends[0][x] - ends[1][x]) / (2 * step)) for x in ends[0]
-        )
+        moved = (inputs | {n: inputs[n] + s * direction} for s in (step, -step))
+        ends = [expected(name, x, cotangents) for x in moved]
+        slopes = {x: (ends[0][x] - ends[1][x]) / (2 * step) for x in own.results}
+        numeric = sum(np.vdot(cotangents[f"d{x}"], slope) for x, slope in slopes.items())
         assert np.vdot(right[f"d{n}"], direction) == pytest.approx(numeric, rel=1e-6, abs=1e-7), n
 
 
@@ -142,15 +131,13 @@ def test_a_head_of_zeros(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_relu_squared(dtype: str) -> None:
-    rng = np.random.default_rng(0)
-    x, dy = rng.standard_normal((2, 1000)).astype(DTYPES[dtype])
+    x, dy = np.random.default_rng(0).standard_normal((2, 1000)).astype(DTYPES[dtype])
     y, vjp = jax.vjp(layers.relu_squared, jnp.asarray(x))
     found = {"y": np.asarray(y), "dx": np.asarray(vjp(jnp.asarray(dy))[0])}
     positive = np.maximum(np.float64(x), 0)
     right = {"y": positive**2, "dx": 2 * positive * np.float64(dy)}
-    tolerance.assert_close(
-        found, right, tolerance.ceiling("", dtype, sequential=True, highest=True)
-    )
+    limit = tolerance.ceiling("", dtype, sequential=True, highest=True)
+    tolerance.assert_close(found, right, limit)
     assert {str(z.dtype) for z in found.values()} == {dtype}
 
 
@@ -177,12 +164,6 @@ def test_activations(activation: str, rank: int, offset: bool) -> None:
     assert_right("low_rank", found, right, case.dtype)
 
 
-IN_TWO = {
-    "projected_read_out": layer_functions.read_out_and_product,
-    "keyed_wkv7": layer_functions.keys_and_wkv7,
-}
-
-
 @pytest.mark.parametrize("name", IN_TWO)
 def test_equals_the_two_functions(name: str) -> None:
     """Exactly, where it is a call of each."""
@@ -203,48 +184,16 @@ def test_equals_the_two_functions(name: str) -> None:
 @each_function
 def test_vmap(name: str, implementation: str | None) -> None:
     """Of tensors, while every second parameter is shared."""
-    case = _small(name)
-    several = [operands(name, dataclasses.replace(case, seed=seed)) for seed in range(2)]
+    own, dtype = LAYER_FUNCTIONS[name], _small(name).dtype
+    several = [operands(name, _small(name, seed=seed)) for seed in range(2)]
     inputs, cotangents = jax.tree.map(lambda *xs: np.stack(xs), *several)
-    own = LAYER_FUNCTIONS[name]
     shared = {n: several[0][0][n] for n in [*own.parameters, *own.matrices][::2]}
     axes = {n: None if n in shared else 0 for n in inputs}
     call = functools.partial(value_and_gradients, name, implementation)
     found = jax.jit(jax.vmap(call, in_axes=(axes, 0)))(inputs | shared, cotangents)
     for i, (one, d) in enumerate(several):
         right = expected(name, one | shared, d)
-        assert_right(name, {n: x[i] for n, x in found.items()}, right, case.dtype)
-
-
-@pytest.mark.usefixtures("kernels")
-@each_function
-def test_checkpoint_and_scan(name: str) -> None:
-    """Each of several batches in turn, computed again in the backward pass."""
-    case, own = _small(name), LAYER_FUNCTIONS[name]
-    several = [operands(name, dataclasses.replace(case, seed=seed)) for seed in range(2)]
-    stacked, cotangents = jax.tree.map(lambda *xs: np.stack(xs), *several)
-    parameters = {n: several[0][0][n] for n in (*own.parameters, *own.matrices)}
-    tensors = {n: x for n, x in stacked.items() if n not in parameters}
-
-    @jax.jit
-    @jax.grad
-    def gradients(both: tuple) -> jax.Array:
-        parameters, tensors = both
-
-        @jax.checkpoint
-        def step(total: jax.Array, each: tuple) -> tuple:
-            inputs, d = each
-            found = own.call(**_with_ids(name, inputs), **parameters)
-            return total + _sum(found, d), None
-
-        total, _ = jax.lax.scan(step, jnp.zeros(()), (tensors, cotangents))
-        return total
-
-    summed, each = gradients((parameters, tensors))
-    rights = [expected(name, _with_ids(name, x | parameters), d) for x, d in several]
-    right = {f"d{n}": sum(x[f"d{n}"] for x in rights) for n in parameters}
-    right |= {f"d{n}": np.stack([x[f"d{n}"] for x in rights]) for n in tensors}
-    assert_right(name, {f"d{n}": x for n, x in (summed | each).items()}, right, case.dtype)
+        assert_right(name, {n: x[i] for n, x in found.items()}, right, dtype)
 
 
 def _sum(results: dict[str, jax.Array], cotangents: Arrays) -> jax.Array:
@@ -310,29 +259,22 @@ def _specs(name: str, where: dict[str, str]) -> dict[str, P]:
     return specs
 
 
-def _summed(name: str) -> int:
-    """The bytes of the gradients of all parameters."""
-    own, sizes = LAYER_FUNCTIONS[name], _small(name).sizes
-    return 4 * sum(math.prod(sizes[x] for x in axes) for axes in own.parameters.values())
-
-
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+
+ON_MESHES = [
+    *((name, None, where, AUTO) for name in [*ELEMENTWISE, *IN_TWO] for where in (HEADS, ROWS)),
+    *((name, None, HEADS, EXPLICIT) for name in [*ELEMENTWISE, "keyed_wkv7"]),
+    *((name, None, ROWS, EXPLICIT) for name in [*ELEMENTWISE, *IN_TWO]),
+    *((name, "reference", HEADS, AUTO) for name in [*ELEMENTWISE, *IN_TWO]),
+    *((name, "reference", ROWS, EXPLICIT) for name in [*ELEMENTWISE, *IN_TWO]),
+    *((name, None, where, AUTO) for name in PRODUCTS for where in (CHANNELS, HIDDEN, MATRICES)),
+    *((name, None, ROWS, kind) for name in PRODUCTS for kind in (AUTO, EXPLICIT)),
+]
 
 
 @pytest.mark.quick("name", "axis_type")
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize(
-    ("implementation", "where", "axis_type"),
-    [
-        (None, HEADS, AUTO),
-        (None, ROWS, AUTO),
-        (None, HEADS, EXPLICIT),
-        (None, ROWS, EXPLICIT),
-        ("reference", HEADS, AUTO),
-        ("reference", ROWS, EXPLICIT),
-    ],
-)
-@pytest.mark.parametrize("name", [*ELEMENTWISE, *IN_TWO])
+@pytest.mark.parametrize(("name", "implementation", "where", "axis_type"), ON_MESHES)
 def test_meshes(
     name: str,
     implementation: str | None,
@@ -343,41 +285,23 @@ def test_meshes(
     """Devices exchange nothing but the sums of gradients of parameters, and with a product no more
     than without it. That is over the heads of all devices, so that an Explicit mesh cannot
     distribute these."""
-    if name == "projected_read_out" and axis_type == EXPLICIT:
-        where = ROWS
-    case = _small(name)
+    own, case = LAYER_FUNCTIONS[name], _small(name)
     mesh, specs = meshes.mesh("data=2,model=2", axis_type, cpus), _specs(name, where)
     arrays = operands(name, case)
     placed = [meshes.put(mesh, specs, x) for x in arrays]
     compiled = value_and_gradients.lower(name, implementation, *placed).compile()
     assert_right(name, compiled(*placed), expected(name, *arrays), case.dtype)
+    if name in PRODUCTS:
+        return
     text = compiled.as_text()
     assert hlo.collectives(text) == {"all-reduce"}
     if name == "projected_read_out":
-        in_two = value_and_gradients.lower(
-            name, implementation, *placed, function=layer_functions.read_out_and_product
-        )
+        in_two = value_and_gradients.lower(name, implementation, *placed, function=IN_TWO[name])
         assert hlo.exchanged(text) == hlo.exchanged(in_two.compile().as_text())
     else:
         # Sums may be exchanged in several parts, but each part once.
-        assert 0 < hlo.exchanged(text) <= _summed(name)
-
-
-@pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize(
-    ("where", "axis_type"),
-    [(CHANNELS, AUTO), (HIDDEN, AUTO), (MATRICES, AUTO), (ROWS, AUTO), (ROWS, EXPLICIT)],
-)
-@pytest.mark.parametrize("name", PRODUCTS)
-def test_meshes_of_products(
-    name: str, where: dict[str, str], axis_type: AxisType, cpus: list[Any]
-) -> None:
-    case = _small(name)
-    mesh, specs = meshes.mesh("data=2,model=2", axis_type, cpus), _specs(name, where)
-    arrays = operands(name, case)
-    placed = [meshes.put(mesh, specs, x) for x in arrays]
-    found = value_and_gradients(name, None, *placed)
-    assert_right(name, found, expected(name, *arrays), case.dtype)
+        sums = sum(math.prod(case.sizes[x] for x in axes) for axes in own.parameters.values())
+        assert 0 < hlo.exchanged(text) <= 4 * sums
 
 
 @pytest.mark.usefixtures("kernels")
@@ -424,7 +348,7 @@ def test_gradients_inside_shard_map(name: str, cpus: list[Any]) -> None:
 @each_function
 def test_wrong_arguments(name: str) -> None:
     own = LAYER_FUNCTIONS[name]
-    inputs = _with_ids(name, operands(name, Case(B=2, T=17, mixes=1))[0])
+    inputs, _ = operands(name, Case(B=2, T=17, mixes=1, origin=name == "keyed_wkv7"))
 
     def error(argument: str, change: Callable[[Any], Any], kind: type[Exception]) -> str:
         with pytest.raises(kind, match=rf"^{name}: ") as caught:
@@ -452,27 +376,18 @@ def test_wrong_arguments(name: str) -> None:
         # Of two tensors either may be the odd one.
         assert f"is {other}" in text or f"others are {other}" in text
         assert public in text
-
-
-@pytest.mark.usefixtures("unchecked_types")
-@pytest.mark.parametrize(
-    "change",
-    [lambda x: x[:, :2], lambda x: x[0], lambda x: x.astype(np.float32), lambda x: x[:1]],
-    ids=["tokens", "rank", "dtype", "batch"],
-)
-def test_wrong_origin(change: Callable[[Any], Any]) -> None:
-    inputs, _ = operands("norm_shift_mix", Case(B=2, T=3, mixes=1, origin=True))
-    accepted = r"accepted is int32 \[B, T\] = \[2, 3\]"
-    with pytest.raises((TypeError, ValueError), match=rf"norm_shift_mix: origin is .*; {accepted}"):
-        layers.norm_shift_mix(**inputs | {"origin": change(inputs["origin"])})
-
-
-@pytest.mark.usefixtures("unchecked_types")
-@each_function
-def test_wrong_implementation(name: str) -> None:
-    inputs, _ = operands(name, Case(B=2, T=3, mixes=1))
     with pytest.raises(ValueError, match=rf"{name}: implementation is 'cuda'; accepted are 'ffi'"):
-        LAYER_FUNCTIONS[name].call(**inputs, implementation="cuda")
+        own.call(**inputs, implementation="cuda")
+
+
+@pytest.mark.usefixtures("unchecked_types")
+def test_wrong_origin() -> None:
+    inputs, _ = operands("norm_shift_mix", Case(B=2, T=3, mixes=1, origin=True))
+    origin = inputs.pop("origin")
+    message = r"norm_shift_mix: origin is .*; accepted is int32 \[B, T\] = \[2, 3\]"
+    for wrong in (origin[:, :2], origin[0], origin.astype(np.float32), origin[:1]):
+        with pytest.raises((TypeError, ValueError), match=message):
+            layers.norm_shift_mix(**inputs, origin=wrong)
 
 
 @pytest.mark.usefixtures("unchecked_types")
@@ -492,10 +407,9 @@ def test_wrong_maps() -> None:
 def test_implementations_that_cannot_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error has the reason of each platform."""
     internals.pretend(monkeypatch, "cuda", "on holiday")
-    inputs, _ = operands(name, Case(B=2, T=3, mixes=1))
-    call = jax.jit(LAYER_FUNCTIONS[name].call, static_argnames="implementation")
+    arrays = operands(name, Case(B=2, T=3, mixes=1))
     with pytest.raises(NotImplementedError) as error:
-        call(**inputs, implementation="ffi")
+        value_and_gradients(name, "ffi", *arrays)
     assert str(error.value) == (
         f"{name}: implementation 'ffi' cannot run this call on cpu, tpu, others: "
         f"{name} has native kernels for CUDA GPUs; on cuda: on holiday"
@@ -505,32 +419,17 @@ def test_implementations_that_cannot_run(name: str, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_second_derivatives(name: str) -> None:
     """The reference has them, and others say so."""
-    inputs, _ = operands(name, Case(B=2, T=3, mixes=1))
+    inputs, cotangents = operands(name, Case(B=2, T=3, mixes=1))
     first = next(iter(LAYER_FUNCTIONS[name].tensors))
 
     def curvature(implementation: str | None) -> Any:
-        def total(x: Any) -> jax.Array:
-            given = inputs | {first: x}
-            found = LAYER_FUNCTIONS[name].call(**given, implementation=implementation)
-            return sum((jnp.sum(x**2) for x in found.values()), jnp.float32(0))
+        def slope(x: Any) -> jax.Array:
+            found = value_and_gradients(name, implementation, inputs | {first: x}, cotangents)
+            return jnp.sum(found[f"d{first}"])
 
-        x = jnp.asarray(inputs[first])
-        return jax.eval_shape(jax.grad(lambda x: jnp.sum(jax.grad(total)(x))), x)
+        return jax.eval_shape(jax.grad(slope), inputs[first])
 
     assert curvature("reference").shape == inputs[first].shape
     message = f"{name}: a second derivative is asked for; .*; implementation='reference' has"
     with pytest.raises(NotImplementedError, match=message):
         curvature(None)
-
-
-@pytest.mark.parametrize(("rows", "tokens"), [(2**16, 2**15), (1, 2**31)])
-def test_no_kernel_beyond_its_grid(rows: int, tokens: int) -> None:
-    function = VALUE_RESIDUAL
-    axes = {"B": rows, "T": tokens, "H": 1, "K": 64}
-    inputs = {
-        name: jax.ShapeDtypeStruct([axes[x] for x in letters], jnp.float32)
-        for name, letters in function.inputs.items()
-    }
-    options = Options(implementation="ffi")
-    reason = function.why_not("forward", "ffi", options, "cuda", Operands(inputs))
-    assert f"B = {rows} and T = {tokens}" in str(reason)

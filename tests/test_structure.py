@@ -4,7 +4,9 @@ call to its kernel, and no question to devices while a program is traced."""
 import ast
 import graphlib
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,29 +47,25 @@ def test_no_module_needs_one_that_needs_it() -> None:
     graphlib.TopologicalSorter(graph).prepare()
 
 
+def _nodes(kind: type[Any]) -> Iterator[tuple[Path, Any]]:
+    for path, tree in SOURCES.items():
+        yield from ((path, node) for node in ast.walk(tree) if isinstance(node, kind))
+
+
 def test_arguments_have_names() -> None:
-    calls = [
-        f"{path}:{node.lineno}"
-        for path, tree in SOURCES.items()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-        if node.func.id == "locals"
-    ]
+    calls = [(path, node) for path, node in _nodes(ast.Call) if ast.unparse(node.func) == "locals"]
     assert not calls
 
 
 def test_who_asks_for_devices() -> None:
     """`_native/gpus.py` alone, for all GPUs of the process, and commands, which do not trace."""
+    names = {"devices", "local_devices", "device_count", "local_device_count"}
     asking = {
-        str(path.relative_to(PACKAGE))
-        for path, tree in SOURCES.items()
-        if path.parent.name != "_commands"
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
-        if node.value.id == "jax"
-        and node.attr in ("devices", "local_devices", "device_count", "local_device_count")
+        path.relative_to(PACKAGE)
+        for path, node in _nodes(ast.Attribute)
+        if ast.unparse(node.value) == "jax" and node.attr in names
     }
-    assert asking == {"_native/gpus.py"}
+    assert {x for x in asking if x.parent.name != "_commands"} == {Path("_native/gpus.py")}
 
 
 @pytest.mark.skipif("ffi" not in available("wkv7", Case(2, 16, 2, 32)), reason="no native kernels")

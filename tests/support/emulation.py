@@ -135,17 +135,6 @@ class Call(NamedTuple):
     scratch: Scratch | None
 
 
-class Launch(NamedTuple):
-    """A launch: the source of the kernel, the blocks along each axis of the grid, and of a block
-    the threads and the bytes of shared memory; and the blocks of a cluster."""
-
-    file: str
-    blocks: tuple[int, int, int]
-    threads: int
-    shared_memory: int
-    cluster: int
-
-
 class Emulation:
     """Takes the place of the native module of CUDA, and answers the package's calls.
 
@@ -153,7 +142,6 @@ class Emulation:
     share: of the scratch that a target asks for, how much it gets.
     plans: how the targets that ran since `use` have computed their calls.
     files: the source files of the kernels that the last call of each target launched.
-    look: gets each call that runs, with its operands and results.
     """
 
     def __init__(self, module: Any, on_gpu: bool) -> None:
@@ -166,7 +154,6 @@ class Emulation:
         self.module.set_device(*device)
         self.plans: list[dict[str, Any]] = []
         self.files: dict[str, set[str]] = {}
-        self.look: Callable[[Call, list[np.ndarray], list[np.ndarray]], None] | None = None
         self._problem: tuple[str, str, dict[str, int]] | None = None
         self._scratch: Scratch | None = None
 
@@ -175,9 +162,8 @@ class Emulation:
 
     def scratch(self, op: str, name: str, **problem: int) -> int:
         # Not less than one split takes.
-        least = self.module.plan(
-            *(op, name), multiprocessors=1, shared_memory=self.gpu.shared_memory, **problem
-        )
+        gpu = {"multiprocessors": 1, "shared_memory": self.gpu.shared_memory}
+        least = self.module.plan(op, name, **gpu, **problem)
         whole = self.module.scratch(op, name, **problem)
         floats = max(int(self.share * whole), min(least["scratch"], whole))
         self._problem = op, name, problem
@@ -210,18 +196,21 @@ class Emulation:
         problem, self._problem = self._problem, None
 
         def run(*operands: jax.Array) -> list[np.ndarray]:
-            given = [np.ascontiguousarray(x) for x in operands]
-            found, launches = self._run(call, given)
-            if self.look is not None:
-                self.look(call, given, found)
-            self.files[target] = {x.file for x in launches}
+            found, files = self._run(call, [np.ascontiguousarray(x) for x in operands])
+            self.files[target] = set(files)
             self._check_kernels(problem, self.files[target])
             return found
 
         return tuple(jax.pure_callback(run, call.results, *operands))
 
-    def recorder(self) -> tuple[list[Call], Callable[..., tuple[jax.Array, ...]]]:
-        """What takes the place of `call` and computes nothing, and the calls that it gets."""
+    def traced(
+        self,
+        function: Callable[..., Any],
+        *shapes: Any,
+        run_as: Callable[..., None] = internals.run_as_on_cuda,
+    ) -> list[Call]:
+        """The calls that a function makes of the targets of operators and layers, or of blocks,
+        from shapes. Nothing is computed."""
         calls: list[Call] = []
 
         def record(*call: Any, **more: Any) -> tuple[jax.Array, ...]:
@@ -229,13 +218,9 @@ class Emulation:
             return tuple(jnp.zeros(x.shape, x.dtype) for x in calls[-1].results)
 
         jax.clear_caches()
-        return calls, record
-
-    def traced(self, function: Callable[..., Any], *shapes: Any) -> list[Call]:
-        """The calls that a function makes of the targets of operators and layers, from shapes."""
-        calls, record = self.recorder()
         with pytest.MonkeyPatch.context() as patch:
-            internals.run_as_on_cuda(patch, self, record)
+            run_as(patch, self, record)
+            patch.setattr(internals.gpus, "why_not_hopper", lambda: None)
             jax.eval_shape(function, *shapes)
         return calls
 
@@ -248,16 +233,13 @@ class Emulation:
         """The call of the step of a block, the first one of a model or another one."""
         width = params.ln1.weight.shape
         x = jax.ShapeDtypeStruct((rows, *width), params.ln1.weight.dtype)
-        calls, record = self.recorder()
-        with pytest.MonkeyPatch.context() as patch:
-            internals.run_blocks_as_on_cuda(patch, self, record)
-            patch.setattr(internals.gpus, "why_not_hopper", lambda: None)
-            jax.eval_shape(internals.step_block, params, x, None if first else x, state)
-        return calls[0]
+        operands = params, x, None if first else x, state
+        run_as = internals.run_blocks_as_on_cuda
+        return self.traced(internals.step_block, *operands, run_as=run_as)[0]
 
-    def launches(self, call: Call, device: Device) -> list[Launch]:
-        """The launches of a call on a device, without any kernel that runs. An error if the device
-        does not take one of them."""
+    def launches(self, call: Call, device: Device) -> list[str]:
+        """The sources of the kernels that a call launches on a device, without any that runs. An
+        error if the device does not take one of the launches."""
         self.use(device)
         self.module.set_dry(True)
         try:
@@ -276,35 +258,32 @@ class Emulation:
 
     def _run(
         self, call: Call, operands: Sequence[np.ndarray]
-    ) -> tuple[list[np.ndarray], list[Launch]]:
-        """Results, on buffers of ones in all bits, which are NaN."""
+    ) -> tuple[list[np.ndarray], list[str]]:
+        """Results, on buffers of ones in all bits, which are NaN, and the sources of kernels."""
         operands = [x.copy() if i in call.aliases else x for i, x in enumerate(operands)]
         results = [
             np.full(x.size * x.dtype.itemsize, 0xFF, np.uint8).view(x.dtype).reshape(x.shape)
             for x in call.results
         ]
-        launches = self._launch(call, operands, results)
+        files = self._launch(call, operands, results)
         if call.scratch and call.scratch.floats and not INITCHECK:
             shape = (call.scratch.floats,)
             (scratch,) = (x for x in results if x.shape == shape and x.dtype == np.float32)
             between = np.add.outer(call.scratch.gaps(), np.arange(GAP)).astype(int)
             written = scratch.view(np.uint32)[between] != 0xFFFFFFFF
             assert not written.any(), "a gap was written"
-        return results, launches
+        return results, files
 
     def _launch(
-        self,
-        call: Call,
-        operands: list[np.ndarray],
-        results: list[np.ndarray],
-    ) -> list[Launch]:
+        self, call: Call, operands: list[np.ndarray], results: list[np.ndarray]
+    ) -> list[str]:
         for operand, result in call.aliases.items():
             results[result] = operands[operand]
         try:
             self.module.call(call.target, operands, results, call.attributes)
         finally:
-            launches = [Launch(Path(file).name, *more) for file, *more in self.module.launches()]
-        return launches
+            launches = self.module.launches()
+        return [Path(file).name for file, *_ in launches]
 
     def _check_kernels(
         self, problem: tuple[str, str, dict[str, int]] | None, files: set[str]
@@ -313,13 +292,8 @@ class Emulation:
         if not problem or not files:
             return
         op, name, sizes = problem
-        multiprocessors, shared_memory, _ = self.gpu
-        plan = self.module.plan(
-            *(op, name),
-            multiprocessors=multiprocessors,
-            shared_memory=shared_memory,
-            **sizes,
-        )
+        gpu = dict(zip(("multiprocessors", "shared_memory"), self.gpu, strict=False))
+        plan = self.module.plan(op, name, **gpu, **sizes)
         on_matrix_units = bool(files & {"scan.cu", "gradients.cu"})
         assert on_matrix_units == (plan["kernel"] == "matrix units"), (plan, files)
         self.plans.append(plan)
@@ -330,11 +304,9 @@ class Emulation:
 
 
 @pytest.fixture(scope="session")
-def emulation(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Emulation:
+def emulation(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Emulation:
     """Built by the first of the workers that need it."""
-    arch = request.config.getoption("--kernels-on-gpu")
+    arch = pytestconfig.getoption("--kernels-on-gpu")
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "emulation"
     folder.mkdir(exist_ok=True)

@@ -320,14 +320,6 @@ def run_as_on_cuda(monkeypatch: pytest.MonkeyPatch, module: Any, call: Any) -> N
     monkeypatch.setattr(dispatch, "run", dispatch.compute)
 
 
-def fused_block(
-    *, first: bool, quantised: bool = False, by_input: bool = False, deferred: bool = False
-) -> Any:
-    """The axes of the inputs and results of the step of a whole block."""
-    kinds = {"quantised": quantised, "by_input": by_input, "deferred": deferred}
-    return block_step._FusedBlock(None, first=first, **kinds)
-
-
 def step_block(params: Any, x: Any, v_first: Any, state: Any, segment_ids: Any = None) -> Any:
     """The step of a whole block by its kernels, without rules of differentiation and batching."""
     operands = params._replace(ln0=None), x, v_first, state, segment_ids

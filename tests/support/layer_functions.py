@@ -17,7 +17,7 @@ import numpy as np
 
 import rwkv_jax
 from rwkv_jax import layers
-from support import cases, harness, oracle, tolerance
+from support import cases, harness, tolerance
 from support.cases import DTYPES, Arrays
 
 TOKEN, NOTHING, STATE = range(3)
@@ -28,7 +28,7 @@ class Case:
     """A call. The width D of `norm_shift_mix` is H * K, and it has so many mixes. Every other
     function takes as many channels.
 
-    origin: whether `norm_shift_mix` has this argument.
+    origin: whether `norm_shift_mix` has this argument, and `keyed_wkv7` has `segment_ids`.
     without: the optional arguments that are not given.
     matrices: the dtype of matrices, if it is not that of the tensors.
     others: sizes of axes that differ from what they usually are.
@@ -59,17 +59,14 @@ class Case:
         return f"B{self.B}-T{self.T}-H{self.H}-K{self.K}-{self.dtype}{more}"
 
 
-def _one_by_one(name: str, dtype: str) -> float:
-    """In float32 throughout, whatever the implementation, and what it gives is rounded."""
-    return tolerance.ceiling(name, dtype, sequential=True, highest=True)
+_one_by_one = functools.partial(tolerance.ceiling, sequential=True, highest=True)
+"""In float32 throughout, whatever the implementation, and what it gives is rounded."""
+
+_chunked = functools.partial(tolerance.ceiling, sequential=False, highest=True)
 
 
 def _products(name: str, dtype: str) -> float:
     return tolerance.PRODUCTS[dtype]
-
-
-def _chunked(name: str, dtype: str) -> float:
-    return tolerance.ceiling(name, dtype, sequential=False, highest=True)
 
 
 @dataclass(frozen=True)
@@ -77,7 +74,7 @@ class LayerFunction:
     """A function of named arrays.
 
     function: the public function, or what makes its results of named arrays.
-    oracle: results from float64 inputs, and gradients where there are cotangents.
+    oracle: results and gradients from inputs and cotangents in float64.
     tensors, parameters, results: the axes of arrays by name.
     float32: tensors and results that are float32 whatever the dtype of the others.
     matrices: the axes of parameters of any dtype, and of the vectors that are added to products.
@@ -147,7 +144,7 @@ def _origin(inputs: Arrays) -> np.ndarray:
     return origin
 
 
-def norm_shift_mix(inputs: Arrays, d: Arrays | None = None) -> dict[str, np.ndarray]:
+def norm_shift_mix(inputs: Arrays, d: Arrays) -> dict[str, np.ndarray]:
     x, before, weight, bias, mix = (inputs[n] for n in ("x", "before", "weight", "bias", "mix"))
     origin = _origin(inputs)[..., None]
     z, scale = _normalised(x, 1e-5)
@@ -155,9 +152,6 @@ def norm_shift_mix(inputs: Arrays, d: Arrays | None = None) -> dict[str, np.ndar
     earlier = np.where(origin == STATE, before[:, None], 0)
     earlier[:, 1:] += np.where(origin[:, 1:] == TOKEN, n[:, :-1], 0)
     found = {f"mixed{i}": n + (earlier - n) * share for i, share in enumerate(mix)}
-    found["passed"] = x
-    if d is None:
-        return found
     dmixed = [d[f"dmixed{i}"] for i in range(len(mix))]
     dn, dearlier = np.zeros_like(x), np.zeros_like(x)
     for dm, share in zip(dmixed, mix, strict=True):
@@ -165,6 +159,7 @@ def norm_shift_mix(inputs: Arrays, d: Arrays | None = None) -> dict[str, np.ndar
         dearlier += dm * share
     dn[:, :-1] += np.where(origin[:, 1:] == TOKEN, dearlier[:, 1:], 0)
     return found | {
+        "passed": x,
         "dx": _normalised_backward(z, scale, dn * weight) + d["dpassed"],
         "dbefore": np.where(origin == STATE, dearlier, 0).sum(1),
         "dweight": (dn * z).sum((0, 1)),
@@ -201,16 +196,16 @@ def wkv7_keys(inputs: Arrays, d: Arrays | None = None) -> dict[str, np.ndarray]:
     }
 
 
-def value_residual(inputs: Arrays, d: Arrays | None = None) -> dict[str, np.ndarray]:
+def value_residual(inputs: Arrays, d: Arrays) -> dict[str, np.ndarray]:
     v, rate, first, v0 = (inputs[n] for n in ("v", "rate", "first", "v0"))
     share = _sigmoid(v0 + rate)
     value = v + (first - v) * share
-    found = {"value": value, "value_again": value, "passed": first}
-    if d is None:
-        return found
     dvalue = d["dvalue"] + d["dvalue_again"]
     drate = dvalue * (first - v) * share * (1 - share)
-    return found | {
+    return {
+        "value": value,
+        "value_again": value,
+        "passed": first,
         "dv": dvalue * (1 - share),
         "drate": drate,
         "dfirst": dvalue * share + d["dpassed"],
@@ -218,16 +213,14 @@ def value_residual(inputs: Arrays, d: Arrays | None = None) -> dict[str, np.ndar
     }
 
 
-def read_out(inputs: Arrays, d: Arrays | None = None) -> dict[str, np.ndarray]:
+def read_out(inputs: Arrays, d: Arrays) -> dict[str, np.ndarray]:
     y, v, gate, weight, bias = (inputs[n] for n in ("y", "v", "gate", "weight", "bias"))
     z, scale = _normalised(y, 64e-5)
     bonus = inputs["bonus"][..., None]
     inner = z * weight + bias + bonus * v
-    found = {"out": inner * gate}
-    if d is None:
-        return found
     dinner = d["dout"] * gate
-    return found | {
+    return {
+        "out": inner * gate,
         "dy": _normalised_backward(z, scale, dinner * weight),
         "dbonus": (dinner * v).sum(-1),
         "dv": dinner * bonus,
@@ -237,23 +230,19 @@ def read_out(inputs: Arrays, d: Arrays | None = None) -> dict[str, np.ndarray]:
     }
 
 
-def feed_forward(inputs: Arrays, d: Arrays | None = None) -> dict[str, np.ndarray]:
+def feed_forward(inputs: Arrays, d: Arrays) -> dict[str, np.ndarray]:
     x, key, value = (inputs[n] for n in ("x", "key", "value"))
     positive = np.maximum(x @ key.T, 0)
-    found = {"y": positive**2 @ value.T}
-    if d is None:
-        return found
     dproduct = 2 * positive * (d["dy"] @ value)
-    return found | {
+    return {
+        "y": positive**2 @ value.T,
         "dx": dproduct @ key,
         "dkey": np.einsum("btf,btc->fc", dproduct, x),
         "dvalue": np.einsum("btc,btf->cf", d["dy"], positive**2),
     }
 
 
-def low_rank(
-    inputs: Arrays, d: Arrays | None = None, *, activation: str = "tanh"
-) -> dict[str, np.ndarray]:
+def low_rank(inputs: Arrays, d: Arrays, activation: str = "tanh") -> dict[str, np.ndarray]:
     x, first, second = (inputs[n] for n in ("x", "first", "second"))
     product = x @ first
     hidden, slope = {
@@ -261,11 +250,9 @@ def low_rank(
         "tanh": (np.tanh(product), 1 / np.cosh(product) ** 2),
         "sigmoid": (_sigmoid(product), 1 / (2 + 2 * np.cosh(product))),
     }[activation]
-    found = {"y": hidden @ second + inputs.get("offset", 0)}
-    if d is None:
-        return found
     dproduct = d["dy"] @ second.T * slope
-    found |= {
+    found = {
+        "y": hidden @ second + inputs.get("offset", 0),
         "dx": dproduct @ first.T,
         "dfirst": np.einsum("btc,btr->cr", x, dproduct),
         "dsecond": np.einsum("btr,btc->rc", hidden, d["dy"]),
@@ -282,35 +269,27 @@ def of_map(i: int, arrays: Arrays) -> Arrays:
     return {name[:-1]: x for name, x in arrays.items() if name[-1] == str(i)}
 
 
-def low_rank_maps(inputs: Arrays, d: Arrays | None = None) -> dict[str, np.ndarray]:
+def low_rank_maps(inputs: Arrays, d: Arrays) -> dict[str, np.ndarray]:
     found = {}
     for i, (activation, *_) in enumerate(MAPS):
-        own = None if d is None else of_map(i, d)
-        results = low_rank(of_map(i, inputs), own, activation=activation)
+        results = low_rank(of_map(i, inputs), of_map(i, d), activation)
         found |= {f"{name}{i}": x for name, x in results.items()}
     return found
 
 
-def projected_read_out(inputs: Arrays, d: Arrays | None = None) -> dict[str, np.ndarray]:
-    matrix, found = inputs["matrix"], read_out(inputs)
-    channels = (*found["out"].shape[:2], matrix.shape[1])
-    out = found["out"].reshape(channels)
-    if d is None:
-        return {"projected": out @ matrix.T}
-    dout = (d["dprojected"] @ matrix).reshape(found["out"].shape)
-    gradients = read_out(inputs, {"dout": dout})
-    del gradients["out"]
-    dmatrix = np.einsum("btd,btc->dc", d["dprojected"], out)
-    return {**gradients, "projected": out @ matrix.T, "dmatrix": dmatrix}
+def projected_read_out(inputs: Arrays, d: Arrays) -> dict[str, np.ndarray]:
+    dprojected, matrix = d["dprojected"], inputs["matrix"]
+    dout = (dprojected @ matrix).reshape(inputs["y"].shape)
+    found = read_out(inputs, {"dout": dout})
+    out = found.pop("out").reshape(*dout.shape[:2], matrix.shape[1])
+    dmatrix = np.einsum("btd,btc->dc", dprojected, out)
+    return {**found, "projected": out @ matrix.T, "dmatrix": dmatrix}
 
 
-def keyed_wkv7(inputs: Arrays, d: Arrays | None = None) -> dict[str, np.ndarray]:
+def keyed_wkv7(inputs: Arrays, d: Arrays) -> dict[str, np.ndarray]:
     keys = wkv7_keys(inputs)
     recurrent = {n: inputs[n] for n in ("r", "w", "v", "initial_state") if n in inputs}
     recurrent |= {"k": keys["key"], "a": keys["a"], "b": keys["b"]}
-    if d is None:
-        found = oracle.wkv7(recurrent, "sigmoid")
-        return {**found, "bonus": keys["bonus"]}
     outer, ids = {n: d[n] for n in ("dy", "dfinal_state")}, inputs.get("segment_ids")
     found = harness.expected("wkv7", recurrent, outer, decay="sigmoid", segment_ids=ids)
     inner = {"dkey": found.pop("dk"), "da": found.pop("da"), "db": found.pop("db")}
@@ -366,6 +345,8 @@ def keys_and_wkv7(
     )
     return {"y": y, "bonus": keys.bonus, "final_state": last}
 
+
+IN_TWO = {"projected_read_out": read_out_and_product, "keyed_wkv7": keys_and_wkv7}
 
 OF_KEYS = ("k_k", "k_a", "a0", "r_k")
 """The parameters of `wkv7_keys`."""
@@ -453,8 +434,8 @@ PRODUCTS = ("feed_forward", "low_rank", "low_rank_maps")
 def shapes(name: str, case: Case) -> tuple[Any, Any]:
     """The shapes and dtypes of inputs and cotangents."""
     inputs, cotangents = jax.eval_shape(lambda: _made(name, case, jnp.zeros))
-    if case.origin and name == "norm_shift_mix":
-        inputs["origin"] = jax.ShapeDtypeStruct((case.B, case.T), jnp.int32)
+    for n in LAYER_FUNCTIONS[name].integers if case.origin else ():
+        inputs[n] = jax.ShapeDtypeStruct((case.B, case.T), jnp.int32)
     return inputs, cotangents
 
 
@@ -476,6 +457,9 @@ def operands(name: str, case: Case) -> tuple[Arrays, Arrays]:
         w = inputs["w"]
         as_in_a_model = cases.decays(cases.Case(1, 1, 1, 1, dtype=case.dtype), rng, w.shape)
         inputs["w"] = as_in_a_model.astype(w.dtype)
+        if case.origin:
+            ids = np.repeat(rng.integers(0, 4, (case.B, case.T)), 3, axis=1)
+            inputs["segment_ids"] = ids[:, : case.T].astype(np.int32)
     return inputs, cotangents
 
 
@@ -537,10 +521,7 @@ def assert_right(name: str, found: Mapping[str, Any], right: Mapping[str, Any], 
 
 
 def check(
-    name: str,
-    implementation: str | None,
-    case: Case,
-    function: Callable[..., Any] | None = None,
+    name: str, implementation: str | None, case: Case, function: Callable[..., Any] | None = None
 ) -> dict[str, jax.Array]:
     """Run a case: results and gradients have the right dtypes and are close to the oracle's."""
     inputs, cotangents = operands(name, case)
