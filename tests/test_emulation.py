@@ -163,6 +163,28 @@ def test_a_sequence_in_each_row(
     _check(emulated, op, case, precision=precision)
 
 
+@pytest.mark.parametrize(
+    ("op", "case"),
+    [
+        ("wkv6", Case(2, 130, 1, 64, dtype="bfloat16", decay="exp", regime="mixed")),
+        ("wkv6", Case(1, 70, 2, 64, dtype="float16", decay="log", regime="near 0")),
+        ("wkv5", Case(1, 130, 1, 64, dtype="bfloat16", decay="log")),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_same_bits_in_little_shared_memory(
+    emulated: Emulation, op: str, case: Case, packed: bool
+) -> None:
+    rows = {"segment_ids": _ids(case)} if packed else {}
+    found = []
+    for shared_memory in (DEVICES["9.0"].shared_memory, DEVICES["8.9"].shared_memory):
+        emulated.use(Device(132, shared_memory))
+        found.append(_check(emulated, op, case, seeds=(1,), **rows))
+        assert emulated.on_matrix_units
+    _assert_same(*found)
+
+
 def _ids(case: Case, seed: int = 0) -> np.ndarray:
     """Rows of short segments, of long ones, and of padding here and there, at the start and at the
     end; the last row has nothing else."""

@@ -83,19 +83,28 @@ void LayOutTokens(const Rules& rules, const Problem& problem, Plan& plan) {
   plan.replay = Take(plan.replay_heads * plan.splits * plan.replay_floats, plan.scratch);
 }
 
+// How many of at most `most` splits have chunks: all have the same number, but for the last one, which
+// may have fewer.
+int64_t CountSplits(int64_t chunks, int64_t most) {
+  if (chunks <= 1 || most <= 1) return 1;
+  const int64_t each = (chunks + most - 1) / most;
+  return (chunks + each - 1) / each;
+}
+
 // In how many splits the kernel that goes token by token backwards runs: they fill a GPU that has few
 // heads. Splits cost a pass over the sequence, so many heads do without.
 int64_t ReplaySplits(const Device& device, const Problem& problem) {
   const int64_t heads = problem.AllHeads();
   if (heads == 0 || heads > Scaled(128, device)) return 1;
-  return std::max<int64_t>(1, std::min(problem.ChunksOfRow(), Scaled(512, device) / heads));
+  return CountSplits(problem.ChunksOfRow(), Scaled(512, device) / heads);
 }
 
 int64_t MatrixSplits(const Rules& rules, const Device& device, const Problem& problem) {
   // All sequences of different lengths have splits as long as if they were one sequence.
   const bool sequences = problem.packing == Packing::kSequences;
   const int64_t chunks = Chunks(sequences ? problem.rows * problem.tokens : problem.tokens);
-  return rules.splits(device, problem.rows * problem.heads, problem.head_size, chunks);
+  const int64_t heads = problem.rows * problem.heads;
+  return heads == 0 ? 1 : CountSplits(chunks, rules.most_splits(device, heads, problem.head_size));
 }
 
 Plan MakePlanOfHeads(const Rules& rules, const Device& device, const Problem& problem,

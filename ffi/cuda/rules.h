@@ -25,8 +25,8 @@ struct Rules {
   bool may_be_inexact;
   // The bytes of shared memory that a block of any of those kernels needs.
   int64_t shared_memory;
-  // In how many splits those kernels run `heads` sequences of `chunks` chunks.
-  int64_t (*splits)(const Device& device, int64_t heads, int64_t head_size, int64_t chunks);
+  // In how many splits at most those kernels run a sequence, where there are `heads` sequences.
+  int64_t (*most_splits)(const Device& device, int64_t heads, int64_t head_size);
   // The floats that tell what a split does to a state.
   int64_t transition_floats;
   // The floats that the kernel that goes token by token backwards needs for each split of a head.

@@ -68,6 +68,7 @@ static_assert(kMaxTokenLog2 * kLogScale == 3072.0f, "0x6a00 is 3072");
 
 constexpr int kThreads = 256;  // two warpgroups
 constexpr int kTilesPerWarpgroup = kChunkTiles / 2;
+constexpr int64_t kStatePieces = kHeadSize * kHeadSize / 8;  // of 16 bytes, of a state in bfloat16
 static_assert(kWordTokens == kTileTokens, "a word of marks says all about a tile");
 
 // In 32 bits, since divisions of 64 bits would cost more than all copies.
@@ -97,11 +98,13 @@ struct GradientLayout {
   static constexpr int kU = kD + kChunkTokens * 4;                       // float [64 channels]
   static constexpr int kConstant = kU + kHeadSize * 4;                   // float [64 channels]
   static constexpr int kSums = kConstant + kHeadSize * 4;  // float [warpgroup][du, dw][64 channels]
-  static constexpr int kFar = kSums + 4 * kHeadSize * 4;   // int [tile][half of the channels]
   // dS after each tile, as left operands: a uint4 for each column tile and thread of a warpgroup.
-  static constexpr int kDsAfter = kFar + 2 * kChunkTiles * 4;
+  static constexpr int kDsAfter = kSums + 4 * kHeadSize * 4;
   static constexpr int kBytes = kDsAfter + kChunkTiles * kPanelBytes;
+  // Where a block cannot have so much, dS after the last tile goes to global memory.
+  static constexpr int kLeastBytes = kBytes - kPanelBytes;
 };
+static_assert(GradientLayout::kLeastBytes <= kLeastSharedMemory);
 
 // The barriers of the kernel in the order in which threads pass them; the table above says who
 // waits for what. All are the barrier of __syncthreads: the name is for the reader.
@@ -258,6 +261,8 @@ struct ChunkGradients {
   using L = GradientLayout;
 
   const Wkv6BackwardCall& call;
+  uint4* const all_ds;  // dS after each chunk, in global memory
+  const bool keeps_last_ds_there;
   unsigned char* const memory;
   const uint32_t shared;  // the address of `memory`
   const int warp, warpgroup, lane;
@@ -269,9 +274,12 @@ struct ChunkGradients {
       channel;  // the first channel of a lane in products with channels as rows; + 8 is the second
 
   // `index` counts the chunks of the sequence, which starts at `span`.
-  __device__ ChunkGradients(const Wkv6BackwardCall& call, unsigned char* memory, int sequence,
-                            unsigned own_head, const Span& span, int64_t index)
+  __device__ ChunkGradients(const Wkv6BackwardCall& call, uint4* all_ds, bool keeps_last_ds_there,
+                            unsigned char* memory, int sequence, unsigned own_head,
+                            const Span& span, int64_t index)
       : call(call),
+        all_ds(all_ds),
+        keeps_last_ds_there(keeps_last_ds_there),
         memory(memory),
         shared(SharedAddress(memory)),
         warp(Warp() % 4),
@@ -296,6 +304,8 @@ struct ChunkGradients {
 
   // --- Where things are.
 
+  // Not a member: there is no register for it.
+  __device__ uint4* ChunkDs() const { return all_ds + blockIdx.x * kStatePieces; }
   __device__ float* Floats(int at) const { return reinterpret_cast<float*>(memory + at); }
   // The rows of a panel that are the tokens of a tile.
   __device__ uint32_t Rows(int panel, int tile) const {
@@ -311,9 +321,11 @@ struct ChunkGradients {
   }
   // u of the two channels of a lane, the second one at [8].
   __device__ const float* BonusOf() const { return Floats(L::kU) + channel; }
-  __device__ bool IsFar(int tile) const {
-    return reinterpret_cast<const int*>(memory + L::kFar)[2 * tile + warp / 2] != 0;
+  // Whether the tile is far by half of its channels: where its factors leave room.
+  __device__ float& FarByHalf(int tile, int half) const {
+    return FactorsOf(tile)[kFactorStride - 1 - half];
   }
+  __device__ bool IsFar(int tile) const { return FarByHalf(tile, warp / 2) != 0.0f; }
   // Marks are read again wherever they are needed: there are no registers to keep them.
   __device__ RowMarks MarksOf(int tile) const {
     return RowMarks(kMarked ? marks[tile] : 0u, copier.tokens - kTileTokens * tile);
@@ -334,23 +346,31 @@ struct ChunkGradients {
     if (const RowMarks marks = MarksOf(tile); marks.clears != 0)
       KeepTokens(0, marks.FirstCleared(), tokens);
   }
-  // dS after a tile, as this thread and the thread of the other warpgroup at the same place have
-  // it.
-  __device__ uint4* StateGradientAfter(int tile) const {
-    return reinterpret_cast<uint4*>(memory + L::kDsAfter + tile * kPanelBytes) + threadIdx.x % 128;
+  // Calls fn(at) with the place of dS after a tile, as this thread and the thread of the other
+  // warpgroup at the same place have it: shared memory or, of the last tile, perhaps global memory.
+  template <typename Fn>
+  __device__ void WithStateGradientAfter(int tile, Fn&& fn) const {
+    const int place = threadIdx.x % 128;
+    if (tile == kChunkTiles - 1 && keeps_last_ds_there)
+      fn(ChunkDs() + place);
+    else
+      fn(reinterpret_cast<uint4*>(memory + L::kDsAfter + tile * kPanelBytes) + place);
   }
   __device__ void KeepStateGradient(int tile, const Left (&x)[kColumnTiles]) const {
+    WithStateGradientAfter(tile, [&](uint4* at) {
 #pragma unroll
-    for (int column = 0; column < kColumnTiles; ++column)
-      StateGradientAfter(tile)[128 * column] = {x[column][0], x[column][1], x[column][2],
-                                                x[column][3]};
+      for (int column = 0; column < kColumnTiles; ++column)
+        at[128 * column] = {x[column][0], x[column][1], x[column][2], x[column][3]};
+    });
   }
   __device__ void RecallStateGradient(int tile, Left (&x)[kColumnTiles]) const {
+    WithStateGradientAfter(tile, [&](const uint4* at) {
 #pragma unroll
-    for (int column = 0; column < kColumnTiles; ++column) {
-      const uint4 four = StateGradientAfter(tile)[128 * column];
-      x[column][0] = four.x, x[column][1] = four.y, x[column][2] = four.z, x[column][3] = four.w;
-    }
+      for (int column = 0; column < kColumnTiles; ++column) {
+        const uint4 four = at[128 * column];
+        x[column][0] = four.x, x[column][1] = four.y, x[column][2] = four.z, x[column][3] = four.w;
+      }
+    });
   }
   // The tokens of a tile by the 16 channels of a warp: where a lane points, for matrices with
   // channels as rows.
@@ -384,23 +404,20 @@ struct ChunkGradients {
 
   // All threads start to copy the operands of the chunk, and then S and dS, in two groups of
   // copies.
-  __device__ void LoadOperands(const uint4* all_gradients) const {
+  __device__ void LoadOperands() const {
     if constexpr (!kConstant) copier.Copy(shared + L::kW, call.w);
     copier.Copy(shared + L::kR, call.r);
     copier.Copy(shared + L::kKh, call.k);
     copier.Copy(shared + L::kV, call.v);
     copier.Copy(shared + L::kDy, call.dy);
     CommitCopies();
-    constexpr int kPieces = kHeadSize * kHeadSize / 8;
-    const int64_t first = static_cast<int64_t>(blockIdx.x) * kPieces;
-    const uint4* const states = static_cast<const uint4*>(call.states) + first;
-    const uint4* const gradients = all_gradients + first;
+    const uint4* const states = static_cast<const uint4*>(call.states) + blockIdx.x * kStatePieces;
     const uint32_t to = PieceAddress(shared, threadIdx.x / 8, threadIdx.x % 8);
 #pragma unroll
-    for (int i = 0; i < kPieces / kThreads; ++i) {
+    for (int i = 0; i < kStatePieces / kThreads; ++i) {
       const uint32_t rows = i * (kThreads / 8) * kRowBytes;
       CopyAsync(to + L::kS + rows, states + threadIdx.x + i * kThreads, true);
-      CopyAsync(to + L::kDs + rows, gradients + threadIdx.x + i * kThreads, true);
+      CopyAsync(to + L::kDs + rows, ChunkDs() + threadIdx.x + i * kThreads, true);
     }
     CommitCopies();
   }
@@ -513,7 +530,7 @@ struct ChunkGradients {
     const RawTile<T> raw = RawTileOf(tile);
     DecaySums sums[kHalfColumns];
     const bool far = SumDecays(tile, raw.marks.present, sums);
-    if (Lane() == 0) reinterpret_cast<int*>(memory + L::kFar)[2 * tile + warpgroup] = far;
+    if (Lane() == 0) FarByHalf(tile, warpgroup) = far ? 1.0f : 0.0f;
     Accumulator<2> a = {}, bonus = {};
 #pragma unroll
     for (int i = 0; i < kHalfColumns; ++i)
@@ -852,7 +869,7 @@ struct ChunkGradients {
 template <typename T, bool kConstant, bool kMarked>
 __global__ __launch_bounds__(kThreads,
                              2) void GradientKernel(const __grid_constant__ Wkv6BackwardCall call,
-                                                    const uint4* gradients) {
+                                                    uint4* gradients, bool keeps_last_ds_there) {
   using L = GradientLayout;
   RWKV_JAX_DYNAMIC_SHARED(kPanelAlignment, memory);
   // Blocks are [B, N, H].
@@ -862,10 +879,11 @@ __global__ __launch_bounds__(kThreads,
                            : static_cast<int>(chunk / static_cast<unsigned>(call.dims.saved));
   if (sequence < 0) return;  // no sequence has this chunk, and nothing reads its partial sums
   const Span span = call.sequences(sequence, call.dims.tokens);
-  const ChunkGradients<T, kConstant, kMarked> phases(call, memory, sequence, own_head, span,
-                                                     chunk - span.first_chunk);
+  const ChunkGradients<T, kConstant, kMarked> phases(call, gradients,
+                                                     keeps_last_ds_there, memory, sequence,
+                                                     own_head, span, chunk - span.first_chunk);
 
-  phases.LoadOperands(gradients);
+  phases.LoadOperands();
   phases.LoadParameters();
   phases.WaitForOperands();
   WaitForAll(kCopied);
@@ -926,17 +944,19 @@ __global__ __launch_bounds__(kThreads,
 
 }  // namespace
 
-int64_t Wkv6GradientSharedMemory() { return GradientLayout::kBytes; }
+int64_t Wkv6GradientSharedMemory() { return GradientLayout::kLeastBytes; }
 
-cudaError_t Wkv6Gradients(cudaStream_t stream, const Wkv6BackwardCall& call,
-                          const uint4* gradients) {
+cudaError_t Wkv6Gradients(cudaStream_t stream, const Wkv6BackwardCall& call, const Device& device,
+                          uint4* gradients) {
   if (call.dims.tokens == 0) return cudaSuccess;
+  const bool fits = device.shared_memory >= GradientLayout::kBytes;
   const int64_t rows = call.sequences.Given() ? 1 : call.dims.batch;
   const int64_t blocks = rows * call.dims.saved * call.dims.heads;
   return ForKinds(call, [&](auto zero, auto constant) {
     return ForMarks(call.marks, [&](auto marked) {
       return Launch(GradientKernel<decltype(zero), constant(), marked()>, blocks, kThreads,
-                    GradientLayout::kBytes, stream, call, gradients);
+                    fits ? GradientLayout::kBytes : GradientLayout::kLeastBytes, stream, call,
+                    gradients, !fits);
     });
   });
 }

@@ -48,7 +48,7 @@ constexpr int kMatrixHeadSize = 64;
 // at its end, and then F.
 constexpr int64_t kWkv6TransitionSize = kMatrixHeadSize * kMatrixHeadSize + kMatrixHeadSize;
 
-// The bytes of shared memory that a block of any kernel of a pass needs, in each of the two files.
+// The bytes of shared memory that a block of any kernel of a pass needs at least, in each of the two files.
 int64_t Wkv6ScanSharedMemory(Pass pass);
 int64_t Wkv6GradientSharedMemory();
 
@@ -58,9 +58,9 @@ cudaError_t Wkv6Scan(cudaStream_t stream, const Wkv6ForwardCall& call, const Spl
 cudaError_t Wkv6ReverseScan(cudaStream_t stream, const Wkv6BackwardCall& call, const Splits& splits,
                             uint4* gradients);
 
-// All gradients but dinitial_state, from what the reverse scan has left. du, and the dw of WKV5, are
-// partial sums, one for each chunk.
-cudaError_t Wkv6Gradients(cudaStream_t stream, const Wkv6BackwardCall& call,
-                          const uint4* gradients);
+// All gradients but dinitial_state, from what the reverse scan has left, which may be overwritten. du, and
+// the dw of WKV5, are partial sums, one for each chunk.
+cudaError_t Wkv6Gradients(cudaStream_t stream, const Wkv6BackwardCall& call, const Device& device,
+                          uint4* gradients);
 
 }  // namespace rwkv_jax::cuda

@@ -10,7 +10,7 @@ cudaError_t FindGradients(cudaStream_t stream, const Wkv6BackwardCall& call, con
     return Wkv6Backward(stream, call, plan.device, plan.Replay(scratch, plan.splits));
   uint4* const gradients = reinterpret_cast<uint4*>(scratch + plan.gradients);
   const cudaError_t error = Wkv6ReverseScan(stream, call, plan.SplitsIn(scratch), gradients);
-  return error == cudaSuccess ? Wkv6Gradients(stream, call, gradients) : error;
+  return error == cudaSuccess ? Wkv6Gradients(stream, call, plan.device, gradients) : error;
 }
 
 }  // namespace

@@ -9,9 +9,8 @@ namespace {
 
 // Splits give few heads more of a large GPU. Splitting costs a pass over the sequence: as measured, it
 // pays until each multiprocessor has two blocks.
-int64_t CountSplits(const Device& device, int64_t heads, int64_t, int64_t chunks) {
-  if (heads == 0) return 1;
-  return std::max<int64_t>(1, std::min(chunks, 2 * device.multiprocessors / heads));
+int64_t MostSplits(const Device& device, int64_t heads, int64_t) {
+  return 2 * device.multiprocessors / heads;
 }
 
 }  // namespace
@@ -21,7 +20,7 @@ Rules Wkv6Rules(const Problem& problem) {
   return {problem.head_size == kMatrixHeadSize,
           false,  // no decay is too fast for these kernels
           problem.pass == Pass::kBackward ? std::max(scan, Wkv6GradientSharedMemory()) : scan,
-          CountSplits,
+          MostSplits,
           kWkv6TransitionSize,
           Wkv6ScratchSize(problem.head_size),
           problem.op == Op::kWkv5 ? 2 : 1};

@@ -11,17 +11,13 @@ namespace {
 // As measured, heads of 64, of which a multiprocessor holds two blocks in the first pass, need at least
 // 8 splits for it to pay, and must be few; a head of 128 takes a multiprocessor to itself, and 3 splits
 // pay.
-int64_t CountSplits(const Device& device, int64_t heads, int64_t head_size, int64_t chunks) {
-  if (heads == 0) return 1;
-  int64_t splits;
+int64_t MostSplits(const Device& device, int64_t heads, int64_t head_size) {
   if (head_size == 64) {
     if (heads > Scaled(64, device)) return 1;
-    splits = std::max<int64_t>(8, 2 * device.multiprocessors / heads + 1);
-  } else {
-    splits = Scaled(128, device) / heads;
-    if (splits < 3) return 1;
+    return std::max<int64_t>(8, 2 * device.multiprocessors / heads + 1);
   }
-  return std::max<int64_t>(1, std::min(chunks, splits));
+  const int64_t splits = Scaled(128, device) / heads;
+  return splits < 3 ? 1 : splits;
 }
 
 }  // namespace
@@ -32,7 +28,7 @@ Rules Wkv7Rules(const Problem& problem) {
   return {problem.head_size == 64 || problem.head_size == 128,
           problem.decay != Decay::kSigmoid,
           problem.pass == Pass::kBackward ? std::max(scan, gradients) : scan,
-          CountSplits,
+          MostSplits,
           TransitionSize(problem.head_size),
           ScratchSize(problem.head_size),
           0};  // no input is shared by tokens
