@@ -138,8 +138,8 @@ class Generation:
           kernels: which kernels compute it: a `models.Kernels`, a name of some, or None.
           recompute: what the backward pass computes again rather than keeps: "mixes", what the
             token shifts of time mixings give; "cheap", all but the products and the results of the
-            operator; "blocks", everything but the activations between blocks; or None, what costs
-            nothing to speak of.
+            operator; "blocks", everything but the activations between blocks; or None, what is
+            almost free to compute again.
 
         Returns:
           The hidden states [B, T, C] or [B, C] in `dtype`, and the next state.
