@@ -356,7 +356,7 @@ def test_more_tensors_than_are_read(tmp_path: Path, ending: str) -> None:
     params = params_of(checkpoints.rwkv7())
     first, second = params.blocks
     large = params._replace(blocks=(first, *[second] * 300))
-    with pytest.raises(ValueError, match=rf"model\.{ending}: with its \d+ tensors or members"):
+    with pytest.raises(ValueError, match=rf"model\.{ending}: with its \d+ (tensors|members)"):
         models.save(tmp_path / f"model.{ending}", large)
     assert not any(tmp_path.glob("model*"))
 
