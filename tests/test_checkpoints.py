@@ -18,6 +18,7 @@ from jax.sharding import AxisType
 
 from rwkv_jax import models
 from rwkv_jax.models import rwkv4, rwkv5, rwkv6, rwkv7
+from rwkv_jax.models._linear import Weight
 from support import checkpoints, meshes
 from support.checkpoints import UNUSED, Storage, Tensors
 from support.models import config_of, shapes_of
@@ -267,6 +268,18 @@ def test_save_to_the_file_of_the_parameters(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["model.safetensors"]
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "model.pth"])
+def test_what_is_beside_a_file_that_is_saved(tmp_path: Path, name: str) -> None:
+    """Nothing else changes, and an error names the folder that the caller named."""
+    params = params_of(checkpoints.rwkv7())
+    (tmp_path / f"{name}.part").write_text("of someone else")
+    models.save(tmp_path / name, params)
+    assert (tmp_path / f"{name}.part").read_text() == "of someone else"
+    assert len(os.listdir(tmp_path)) == 2
+    with pytest.raises(FileNotFoundError, match=f"'{tmp_path}/none'$"):
+        models.save(tmp_path / "none" / name, params)
+
+
 @pytest.mark.usefixtures("unchecked_types")
 def test_what_is_not_saved(tmp_path: Path) -> None:
     tensors = checkpoints.rwkv7(**FLA_SIZES)
@@ -289,7 +302,19 @@ def test_what_is_not_saved(tmp_path: Path) -> None:
     for saved, file, names, message in refused:
         with pytest.raises(ValueError, match=message):
             models.save(tmp_path / file, saved, names=names)
-    assert not (tmp_path / "model").exists()
+    floats = "accepted are bfloat16, float16, float32, float64"
+    quantised = models.quantize(small)
+    of_float32 = quantised.head._replace(weight=small.head.weight)
+    wrong_types: list[tuple[Any, str]] = [
+        (params._replace(emb=Weight(jnp.zeros((37, 64), jnp.int32))), f"int32; {floats}"),
+        (rwkv7.stacked(jax.tree.map(lambda x: x.astype("float8_e4m3fn"), params)), floats),
+        (jax.eval_shape(lambda: params), "ShapeDtypeStruct; accepted is a JAX or numpy"),
+        (quantised._replace(head=of_float32), "float32; accepted are int8$"),
+    ]
+    for saved, message in wrong_types:
+        with pytest.raises(TypeError, match=rf"^save: [\w.]+ is .*{message}"):
+            models.save(tmp_path / "other.safetensors", saved)
+    assert {x.name for x in tmp_path.iterdir()} == {"model.pth"}
     with pytest.raises(ValueError, match="mesh is None; data and model name axes"):
         models.load(tmp_path, model="model")
 
@@ -356,7 +381,7 @@ def test_more_tensors_than_are_read(tmp_path: Path, ending: str) -> None:
     params = params_of(checkpoints.rwkv7())
     first, second = params.blocks
     large = params._replace(blocks=(first, *[second] * 300))
-    with pytest.raises(ValueError, match=rf"model\.{ending}: with its \d+ tensors or members"):
+    with pytest.raises(ValueError, match=rf"model\.{ending}: with its \d+ (tensors|members)"):
         models.save(tmp_path / f"model.{ending}", large)
     assert not any(tmp_path.glob("model*"))
 

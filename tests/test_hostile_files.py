@@ -120,8 +120,8 @@ ARCHIVES = {
         archive(INSTRUCTIONS, {key: x + b"0" for key, x in STORAGES.items()}),
         "has 49 bytes; its storage has 48",
     ),
-    "cut off": (CONTENT[:300], "the zip archive is damaged or cut off"),
-    "short": (CONTENT[:6], "damaged or cut off"),
+    "cut off": (CONTENT[:300], "the zip archive is damaged, cut off or too large"),
+    "short": (CONTENT[:6], "damaged, cut off or too large"),
     "overlapping": (overlapping(), "overlap"),
     "no header": (
         CONTENT.replace(b"PK\x03\x04", b"PK\x03\x05", 2),
@@ -180,6 +180,10 @@ def test_contents(tmp_path: Path, case: str) -> None:
         ({"x": 1}, "names ''"),
         ({"x": "other.safetensors"}, "there is no file 'other.safetensors' beside"),
         ({}, "the index has no weight_map"),
+        (
+            {str(i): str(i) for i in range(1025)},
+            "with its 1025 files .*; accepted are at most 1024",
+        ),
         ([], "the index has no weight_map"),
         ({"x": "a.safetensors", "y": "b.safetensors"}, "'x' is in .* and in b.safetensors"),
     ],
@@ -206,11 +210,11 @@ def test_folders(tmp_path: Path) -> None:
         models.load(tmp_path)
 
 
-def many_members() -> bytes:
-    """A zip archive with 300,000 members, all of which are its first bytes."""
-    count = 300_000
-    entry = b"PK\x01\x02" + bytes(24) + struct.pack("<5H2I", 8, 0, 0, 0, 0, 0, 0)
-    directory = b"".join(entry + b"%08x" % i for i in range(count))
+def many_members(count: int, extra: int = 0) -> bytes:
+    """A zip archive with so many members, all of which are its first bytes, and with extra fields
+    of so many bytes."""
+    entry = b"PK\x01\x02" + bytes(24) + struct.pack("<5H2I", 8, extra, 0, 0, 0, 0, 0)
+    directory = b"".join(entry + b"%08x" % i + bytes(extra) for i in range(count))
     begin = b"PK\x03\x04" + bytes(26)
     end = struct.pack("<4s4H2IH", b"PK\x05\x06", 0, 0, 2**16 - 1, 2**16 - 1, len(directory), 30, 0)
     return begin + directory + end
@@ -248,21 +252,28 @@ def write_costly(folder: Path) -> dict[str, str]:
     files = {
         "header": (safetensors(b'{"":{}' + repeated + b"}"), "25165831 bytes that describe"),
         "pickle": (archive(b"}" * 2**24 + b"."), "16777217 bytes that describe"),
-        "members": (many_members(), "its directory has 16200000 bytes; accepted"),
+        "members": (many_members(300_000), "the directory: with its 16200000 bytes"),
+        "extra fields": (many_members(31, 65_532), "an extra field has 65532 bytes; accepted"),
         "tensors": (many_tensors(10_000), "10002 tensors .*; accepted are at most 8192"),
         "blocks": (many_tensors(8_000), "8002 tensors; RWKV-7 with .* has 264003"),
         # Just as large as is accepted before it is parsed.
         "objects": (safetensors(b'{"":[' + b"{}," * 690_000 + b"{}]}"), ""),
         "names": (safetensors(b"{" + names + b"}"), ""),
-        "instructions": (archive(b"}" * (2**19 - 1) + b"."), ""),
+        "instructions": (archive(b"}" * 327_679 + b"."), ""),
         "axes": (many_axes(), ""),
     }
     for name, (content, _) in files.items():
         (folder / name).write_bytes(content)
     write_parts(folder / "shards", b"{}", 1_000)
     write_parts(folder / "large shards", b"[" + b"[]," * 500_000 + b"[]]", 1)
+    (folder / "archives").mkdir()
+    for i in range(4):
+        code, storages = checkpoints.torch_pickle({str(i): PLAIN["x"]})
+        (folder / "archives" / f"{i}.pth").write_bytes(archive(b"}" * 150_000 + code, storages))
+    checkpoints.write_index(folder / "archives", {str(i): f"{i}.pth" for i in range(4)})
     return {name: message for name, (_, message) in files.items()} | {
-        "shards": "16.safetensors: with its 1000 tensors .* all files",
+        "shards": "16.safetensors: with its 1000 tensors all files",
+        "archives": r"2.pth: the pickle: with its \d+ instructions .* all files",
         "large shards": "1.safetensors: with its 1500076 bytes .* all files",
     }
 

@@ -174,6 +174,10 @@ def test_for_vocabulary(tmp_path: Path) -> None:
         ("a.txt", "1 'a' 2", r"a\.txt: line 1 is .1 'a' 2.; accepted is a line such as"),
         ("a.txt", "1 exit() 2", "line 1 is '1 exit"),
         ("a.txt", f"1 {'(' * 10000} 2", "line 1 is "),
+        ("a.txt", r"1 '\ud800' 3", "line 1 is "),
+        ("a.txt", f"{'1' * 5000} 'a' 1", "line 1 is "),
+        ("a.txt", f"1 '{'a' * 4000}' 4000", "line 1 is "),
+        ("a.txt", f"1 [{'0,' * 2_000_000}] 2", "line 1 is "),
         ("a.txt", "1 'a' 1\n1 'b' 1", "line 2 has the token 1, which is taken"),
         ("a.txt", "0 'a' 1", "line 1 has the token 0, which is taken"),
         ("a.txt", "1 'a' 1", "there is no token for the byte 0"),
@@ -181,6 +185,7 @@ def test_for_vocabulary(tmp_path: Path) -> None:
         ("a.json", "{}", r"a\.json: the file has no tokenizer: "),
         ("a.json", "[]", r"a\.json: the file has no tokenizer: "),
         ("a.json", "nothing", r"a\.json: the file has no tokenizer: "),
+        ("a.json", '{"decoder": [{}]}', r"a\.json: the file has no tokenizer: "),
     ],
 )
 def test_wrong_files(tmp_path: Path, name: str, content: str, message: str) -> None:
@@ -189,8 +194,8 @@ def test_wrong_files(tmp_path: Path, name: str, content: str, message: str) -> N
         tokenizers.load(tmp_path / name)
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "vocabulary.txt"])
-def test_files_that_are_not_read(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(("name", "most"), [("tokenizer.json", 2**25), ("vocabulary.txt", 2**23)])
+def test_files_that_are_not_read(tmp_path: Path, name: str, most: int) -> None:
     """No file, a pipe, which nobody writes to, and a file that is larger than any tokenizer."""
     path = tmp_path / name
     with pytest.raises(FileNotFoundError, match=name):
@@ -200,8 +205,8 @@ def test_files_that_are_not_read(tmp_path: Path, name: str) -> None:
         tokenizers.load(path)
     path.unlink()
     path.touch()
-    os.truncate(path, 2**27 + 1)
-    with pytest.raises(ValueError, match="has 134217729 bytes; accepted are at most 134217728"):
+    os.truncate(path, most + 1)
+    with pytest.raises(ValueError, match=f"has {most + 1} bytes; accepted are at most {most}"):
         tokenizers.load(path)
 
 

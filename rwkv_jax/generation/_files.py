@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from rwkv_jax._operator import check
 from rwkv_jax.generation._session import Model, Session, started
 from rwkv_jax.models import _parameters
 from rwkv_jax.models._arguments import differences
@@ -33,10 +34,13 @@ def save(path: str | os.PathLike[str], session: Session) -> None:
 
     Raises:
       ValueError: `path` does not end in `.safetensors`.
+      TypeError: the session has something else than arrays.
       RuntimeError: the session is distributed over several processes.
     """
     path = Path(path).expanduser()
     check_target("save: path", path, (".safetensors",))
+    for name, x in names(session).items():
+        check.array("save", name, x)
     arrays = names(session._replace(state=unstack(session.state)))
     safetensors.write(path, {name: Stored(x, x.shape) for name, x in arrays.items()})
 

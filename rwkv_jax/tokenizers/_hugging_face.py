@@ -1,11 +1,13 @@
 """Tokenizers of `tokenizer.json` files of Hugging Face, whose tokens stand for bytes."""
 
-import json
 import unicodedata
 from pathlib import Path
 
 from rwkv_jax import _files
-from rwkv_jax.tokenizers._tokenizer import LARGEST_FILE, Tokenizer
+from rwkv_jax.tokenizers._tokenizer import Tokenizer
+
+_LARGEST_FILE = 2**25
+"""The most bytes of a file. The largest published ones whose tokens stand for bytes have 28 MB."""
 
 _END_OF_TEXT = "<|endoftext|>"
 
@@ -25,11 +27,11 @@ def hugging_face(name: str, path: Path, vocabulary: int | None) -> Tokenizer:
     Raises:
       FileNotFoundError: there is no such file.
       ImportError: the package `tokenizers` is not installed.
-      ValueError: the file is larger than `LARGEST_FILE` or no regular one, it has no tokenizer, or
+      ValueError: the file is larger than `_LARGEST_FILE` or no regular one, it has no tokenizer, or
         one whose tokens do not stand for bytes or that changes text, or tokens that are not below
         `vocabulary`.
     """
-    content = _files.content(path, LARGEST_FILE)
+    content = _files.content(path, _LARGEST_FILE)
     try:
         import tokenizers
     except ImportError as error:
@@ -37,12 +39,12 @@ def hugging_face(name: str, path: Path, vocabulary: int | None) -> Tokenizer:
             f"{path} needs the package tokenizers: pip install 'rwkv-jax[text]'"
         ) from error
     try:
-        kind = (json.loads(content).get("decoder") or {}).get("type")
         tokenizer = tokenizers.Tokenizer.from_buffer(content)
     # The package raises nothing more special.
     except Exception as error:
         raise ValueError(f"{path}: the file has no tokenizer: {error}") from None
-    if kind != "ByteLevel":
+    if not isinstance(tokenizer.decoder, tokenizers.decoders.ByteLevel):
+        kind = tokenizer.decoder and type(tokenizer.decoder).__name__
         raise ValueError(f"{path}: the decoder is {kind}; accepted is ByteLevel")
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()

@@ -35,8 +35,9 @@ def load(name_or_path: str | os.PathLike[str], vocab_size: int | None = None) ->
     Raises:
       FileNotFoundError: there is no such file.
       ImportError: a package that the tokenizer needs is not installed.
-      ValueError: there is no such name, the file is no regular one or has more than 128 MiB, it has
-        no tokenizer or one that changes text, or the tokenizer has more tokens than `vocab_size`.
+      ValueError: there is no such name; or the file is no regular one, has more than 8 MiB (`.txt`)
+        or 32 MiB (`.json`), or has no tokenizer or one that changes text; or the tokenizer has
+        more tokens than `vocab_size`.
     """
     name, path = str(name_or_path), Path(name_or_path).expanduser()
     if name == "world":

@@ -5,9 +5,6 @@ import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import SupportsIndex
 
-LARGEST_FILE = 2**27
-"""The most bytes of a file with a tokenizer: several times as many as published ones have."""
-
 
 class Tokenizer:
     """Text to tokens, and tokens to text. Every token stands for some bytes, and the text of tokens

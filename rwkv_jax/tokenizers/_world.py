@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from rwkv_jax import _files
-from rwkv_jax.tokenizers._tokenizer import LARGEST_FILE, Tokenizer
+from rwkv_jax.tokenizers._tokenizer import Tokenizer
 
 FILE = "rwkv_vocab_v20230424.txt"
 """The name of the published vocabulary."""
@@ -26,7 +26,12 @@ VOCABULARY = 65536
 END_OF_TEXT = 0
 
 _PACKAGES = ("rwkv", "pyrwkv_tokenizer")
-_LINE = re.compile(r"(\d+) (.+) (\d+)")
+_LARGEST_FILE = 2**23
+"""The most bytes of a file: seven times as many as the published one has."""
+
+# Python takes up to 500 bytes for each character of a literal that it parses. The lines of the
+# published vocabulary have at most 140 characters.
+_LINE = re.compile(r"(\d{1,9}) (b?['\"].{1,4000}) (\d{1,9})")
 _PLAIN = re.compile(r"'([^'\\]*)'")
 
 
@@ -52,7 +57,7 @@ def world(name: str, path: Path | None, vocabulary: int | None) -> Tokenizer:
     Raises:
       FileNotFoundError: there is no such file.
       ImportError: as `published` raises it.
-      ValueError: the file is larger than `LARGEST_FILE` or no regular one, it is no vocabulary, or
+      ValueError: the file is larger than `_LARGEST_FILE` or no regular one, it is no vocabulary, or
         has tokens that are not below `vocabulary`.
     """
     pieces = _read(path or published())
@@ -76,7 +81,7 @@ def _read(path: Path) -> dict[int, bytes]:
     """The bytes of each token."""
     pieces: dict[int, bytes] = {}
     try:
-        text = _files.content(path, LARGEST_FILE).decode()
+        text = _files.content(path, _LARGEST_FILE).decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: the file is no text in UTF-8: {error}") from None
     # Lines may end as on Windows.
@@ -101,10 +106,9 @@ def _token(path: Path, number: int, line: str) -> tuple[int, bytes]:
         plain = _PLAIN.fullmatch(found[2])
         try:
             piece = plain[1] if plain else ast.literal_eval(found[2])
+            piece = piece.encode() if isinstance(piece, str) else piece
         except (ValueError, SyntaxError, MemoryError, RecursionError):
             piece = b""
-        if isinstance(piece, str):
-            piece = piece.encode()
         if isinstance(piece, bytes) and 0 < len(piece) == int(found[3]):
             return int(found[1]), piece
     raise ValueError(

@@ -9,6 +9,7 @@ from typing import Any
 from rwkv_jax import _files
 from rwkv_jax.models._checkpoints import safetensors, torch_archive
 from rwkv_jax.models._checkpoints.tensors import (
+    FILES,
     MAX_DESCRIPTION,
     TENSORS,
     Allowance,
@@ -37,7 +38,9 @@ def read(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         return _of_file(path, Allowance())
     found: dict[str, Tensor] = {}
     allowance = Allowance()
-    for file in _of_index(path):
+    names = _of_index(path)
+    allowance.take(str(path), len(names), FILES)
+    for file in names:
         if not (path.parent / file).is_file():
             raise ValueError(f"{path}: there is no file {quoted(file)} beside the index")
         tensors = _of_file(path.parent / file, allowance)

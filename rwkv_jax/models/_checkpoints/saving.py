@@ -5,7 +5,6 @@ import os
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-import jax
 from jax import Array
 
 from rwkv_jax._operator import check
@@ -36,7 +35,8 @@ def save(path: str | os.PathLike[str], params: Any, *, names: Names = "official"
         flash-linear-attention and Hugging Face, for RWKV-7.
 
     Raises:
-      TypeError: `params` are not the parameters of a model.
+      TypeError: `params` are not the parameters of a model, or one is no array of a dtype that
+        `load` reads.
       ValueError: `path` does not end as it has to, which for quantised weights is as
         `.safetensors`; or flash-linear-attention has no such model; or the model has more tensors
         than `load` reads.
@@ -53,6 +53,7 @@ def save(path: str | os.PathLike[str], params: Any, *, names: Names = "official"
     endings = endings_for("save: names", params, names)
     writing.check_target("save: path", path, endings)
     layout = layout_of("save", _parameters.names(params))
+    writing.check_arrays("save", _parameters.names(params))
     arrays = _parameters.names(layout.module.unstacked(params))
     stored = dict(_stored(name, x) for name, x in arrays.items())
     if names == "fla":
@@ -104,7 +105,7 @@ def save_state(path: str | os.PathLike[str], state: Any) -> None:
       state: a state of one row, in either form, of RWKV-5 to 7.
 
     Raises:
-      TypeError: `state` is no state of a model.
+      TypeError: `state` is no state of a model, or has no arrays.
       ValueError: `path` does not end as it has to, `state` has several rows, or it is of RWKV-4.
       RuntimeError: the state is distributed over several processes.
     """
@@ -114,8 +115,9 @@ def save_state(path: str | os.PathLike[str], state: Any) -> None:
     if not blocks or not all(isinstance(block, BlockState) for block in blocks):
         raise TypeError(f"save_state: state is a {type(state).__name__}; accepted is a State")
     arrays = {f"blocks.{i}.att.time_state": block.att.wkv for i, block in enumerate(blocks)}
-    if not all(isinstance(x, jax.Array) and x.ndim == 4 for x in arrays.values()):
+    if not all(getattr(x, "ndim", 0) == 4 for x in arrays.values()):
         raise ValueError("save_state: state is of RWKV-4; accepted is one with a matrix a head")
+    writing.check_arrays("save_state", arrays)
     if rows := {len(x) for x in arrays.values()} - {1}:
         raise ValueError(f"save_state: state has {rows.pop()} rows; accepted is one")
     _FORMATS[path.suffix](path, {name: Stored(x, x.shape[1:]) for name, x in arrays.items()})

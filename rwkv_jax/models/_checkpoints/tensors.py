@@ -14,13 +14,21 @@ Mapped: TypeAlias = np.memmap
 
 _MAX_TENSORS = 2**13
 MAX_DESCRIPTION = 256 * _MAX_TENSORS
-"""The most bytes of what describes tensors: the header of a safetensors file, the pickle and the
-directory of an archive, an index, or a configuration. Files of other programs have 100 to 150 for
-each tensor."""
-MAX_INSTRUCTIONS = 64 * _MAX_TENSORS
-"""The most instructions of a pickle. torch.save writes 32 to 50 for each tensor."""
-TENSORS, BYTES = "tensors or members of archives", "bytes that describe tensors"
-_MOST = {TENSORS: _MAX_TENSORS, BYTES: MAX_DESCRIPTION}
+"""The most bytes of what describes tensors: the headers of safetensors files and the pickles of
+archives, their directories, an index, or a configuration. Files of other programs have 100 to 150
+for each tensor."""
+FILES, TENSORS, MEMBERS = "files", "tensors", "members of archives"
+BYTES, DIRECTORY = "bytes that describe tensors", "bytes of directories of archives"
+INSTRUCTIONS = "instructions of pickles"
+_MOST = {
+    FILES: 2**10,
+    TENSORS: _MAX_TENSORS,
+    MEMBERS: _MAX_TENSORS,
+    BYTES: MAX_DESCRIPTION,
+    DIRECTORY: MAX_DESCRIPTION,
+    # torch.save writes 32 to 50 for each tensor, and `save` 32.
+    INSTRUCTIONS: 40 * _MAX_TENSORS,
+}
 """The limits for all files of a checkpoint together. RWKV-7 with 61 blocks has 2,000 tensors."""
 
 _SHOWN = 20
@@ -37,15 +45,15 @@ class Tensor(NamedTuple):
 
 
 class Allowance:
-    """How many `TENSORS` and `BYTES` the files of a checkpoint that were not read yet may have."""
+    """What the files of a checkpoint that were not read yet may have of each kind of `_MOST`."""
 
     def __init__(self) -> None:
-        self._left = dict(_MOST)
+        self.left = dict(_MOST)
 
     def take(self, what: str, count: int, of: str) -> None:
         """Raise an error that begins with `what` if there are too many."""
-        self._left[of] -= count
-        if self._left[of] < 0:
+        self.left[of] -= count
+        if self.left[of] < 0:
             raise ValueError(
                 f"{what}: with its {count} {of} all files of a checkpoint have too many; accepted "
                 f"are at most {_MOST[of]}"

@@ -23,8 +23,8 @@ import numpy as np
 from rwkv_jax.models._checkpoints import torch_pickle
 from rwkv_jax.models._checkpoints.tensors import (
     BYTES,
-    MAX_DESCRIPTION,
-    TENSORS,
+    DIRECTORY,
+    MEMBERS,
     Allowance,
     Mapped,
     Tensor,
@@ -36,6 +36,10 @@ from rwkv_jax.models._checkpoints.writing import Arrays, replacing
 
 MAGIC = b"PK\x03\x04"
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
+_ENTRY = struct.Struct("<28x3H12x")
+"""An entry of the directory: the sizes of the name, of the extra field and of the comment."""
+_LONGEST_EXTRA = 1024
+"""The most bytes of an extra field. zipfile takes a time for it that is quadratic in its size."""
 _ENCRYPTED = 1
 _OTHERS = 3
 """The members that `write` makes beside tensors."""
@@ -56,12 +60,22 @@ class _Member(NamedTuple):
 class _Archive(io.FileIO):
     """A file whose zip directory is not read if it is too large. zipfile reads it at once."""
 
+    def __init__(self, file: str, allowance: Allowance):
+        super().__init__(file)
+        self._allowance = allowance
+
     def read(self, size: int | None = -1, /) -> bytes:
-        if size is not None and size > MAX_DESCRIPTION:
-            raise ValueError(
-                f"its directory has {size} bytes; accepted are at most {MAX_DESCRIPTION}"
-            )
-        return super().read(size)
+        size = -1 if size is None else size
+        self._allowance.take("the directory", max(size, 0), DIRECTORY)
+        found, at = super().read(size), 0
+        while size > _LONGEST_EXTRA and at + _ENTRY.size <= len(found):
+            sizes = _ENTRY.unpack_from(found, at)
+            if sizes[1] > _LONGEST_EXTRA:
+                raise ValueError(
+                    f"an extra field has {sizes[1]} bytes; accepted are at most {_LONGEST_EXTRA}"
+                )
+            at += _ENTRY.size + sum(sizes)
+        return found
 
 
 def read(data: Mapped, file: str, allowance: Allowance) -> dict[str, Tensor]:
@@ -98,7 +112,7 @@ def read(data: Mapped, file: str, allowance: Allowance) -> dict[str, Tensor]:
     allowance.take(file, members[pickles[0]].size, BYTES)
     pickled = content(pickles[0])
     try:
-        views = torch_pickle.read(pickled)
+        views = torch_pickle.read(pickled, allowance)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
     _check_total(views, len(data), file)
@@ -139,11 +153,13 @@ def _check_total(views: Mapping[str, View], size: int, file: str) -> None:
 def _members(data: Mapped, file: str, allowance: Allowance) -> dict[str, _Member]:
     """The bytes of each member."""
     try:
-        with _Archive(file) as opened, zipfile.ZipFile(opened) as archive:
+        with _Archive(file, allowance) as opened, zipfile.ZipFile(opened) as archive:
             infos = archive.infolist()
     except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error) as error:
-        raise ValueError(f"{file}: the zip archive is damaged or cut off: {error}") from None
-    allowance.take(file, len(infos), TENSORS)
+        raise ValueError(
+            f"{file}: the zip archive is damaged, cut off or too large: {error}"
+        ) from None
+    allowance.take(file, len(infos), MEMBERS)
     members, places = {}, []
     for info in infos:
         what = f"{file}: the member {quoted(info.filename)}"
@@ -176,7 +192,7 @@ def write(path: Path, arrays: Arrays) -> None:
     Raises:
       ValueError: they are more than `read` accepts.
     """
-    Allowance().take(str(path), len(arrays) + _OTHERS, TENSORS)
+    Allowance().take(str(path), len(arrays) + _OTHERS, MEMBERS)
     views = {}
     for i, (name, x) in enumerate(arrays.items()):
         strides = tuple(math.prod(x.shape[axis + 1 :]) for axis in range(len(x.shape)))

@@ -14,8 +14,8 @@ import numpy as np
 
 from rwkv_jax.models._checkpoints.tensors import (
     FLOATS,
+    INSTRUCTIONS,
     INTEGERS,
-    MAX_INSTRUCTIONS,
     TENSORS,
     Allowance,
     described,
@@ -76,20 +76,20 @@ _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 _PROTOCOL = 2
 
 
-def read(content: bytes) -> dict[str, View]:
+def read(content: bytes, allowance: Allowance) -> dict[str, View]:
     """The tensors by name, each of which is within its storage. It is not known here which storages
     the file has.
 
     Raises:
-      ValueError: the pickle has anything but a dictionary of tensors.
+      ValueError: the pickle has anything but a dictionary of tensors, or more than is allowed.
     """
     try:
-        found = _Machine().run(content)
+        found = _Machine().run(content, allowance)
     except (IndexError, KeyError, OverflowError, RecursionError):
         raise ValueError("the pickle is damaged") from None
     if not isinstance(found, dict):
         raise ValueError(f"the pickle is {_kind(found)}; accepted is a dictionary of tensors")
-    Allowance().take("the pickle", len(found), TENSORS)
+    allowance.take("the pickle", len(found), TENSORS)
     for name, x in found.items():
         if not isinstance(x, View):
             raise ValueError(
@@ -139,9 +139,11 @@ class _Machine:
         self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
 
-    def run(self, content: bytes) -> Any:
-        for name, argument in _instructions(content):
-            if name == "STOP":
+    def run(self, content: bytes, allowance: Allowance) -> Any:
+        most = allowance.left[INSTRUCTIONS]
+        for count, (name, argument) in enumerate(_instructions(content), 1):
+            if name == "STOP" or count > most:
+                allowance.take("the pickle", count, INSTRUCTIONS)
                 return self.stack.pop()
             if name in _LITERALS:
                 self.stack.append(argument)
@@ -237,9 +239,7 @@ class _Machine:
 def _instructions(content: bytes) -> Iterator[tuple[str, Any]]:
     """The names and arguments of the instructions of a pickle."""
     try:
-        for count, (instruction, argument, _) in enumerate(pickletools.genops(content)):
-            if count == MAX_INSTRUCTIONS:
-                raise ValueError(f"it has more than {MAX_INSTRUCTIONS} instructions")
+        for instruction, argument, _ in pickletools.genops(content):
             yield instruction.name, argument
     except ValueError as error:
         # The module quotes the content, which may be long.

@@ -4,12 +4,16 @@ import contextlib
 import io
 import math
 import os
+import secrets
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
+
+from rwkv_jax._operator import check
+from rwkv_jax.models._checkpoints.tensors import FLOATS
 
 
 class Stored(NamedTuple):
@@ -36,6 +40,18 @@ class Stored(NamedTuple):
         return math.prod(self.shape) * self.array.dtype.itemsize
 
 
+def check_arrays(what: str, arrays: Mapping[str, Any]) -> None:
+    """Raise an error that begins with `what` unless `load` accepts arrays of their types by these
+    names: the weights that have a scale are of int8, and all others are floats."""
+    for name, x in arrays.items():
+        check.array(what, name, x)
+        stem, _, last = name.rpartition(".")
+        quantised = last != "scale" and f"{stem}.scale" in arrays
+        accepted = ("int8",) if quantised else tuple(FLOATS)
+        if str(x.dtype) not in accepted:
+            raise TypeError(f"{what}: {name} is {x.dtype}; accepted are {', '.join(accepted)}")
+
+
 ENDINGS = (".safetensors", ".pth")
 """The endings of the files of checkpoints."""
 
@@ -59,8 +75,16 @@ Arrays: TypeAlias = Mapping[str, Stored]
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[io.BufferedWriter]:
-    """A new file, which replaces the one at `path` once it is complete."""
-    part = path.with_name(path.name + ".part")
+    """A new file, which replaces the one at `path` once it is complete.
+
+    Raises:
+      OSError: there can be no file in the folder, which the error names.
+    """
+    part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
+    try:
+        part.touch(exist_ok=False)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path.parent)) from None
     try:
         with open(part, "wb") as file:
             yield file
