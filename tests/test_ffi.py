@@ -353,3 +353,30 @@ def test_threads_share_one_program() -> None:
             for result, right in zip(results, expected, strict=True):
                 for name in right:
                     np.testing.assert_array_equal(result[name], right[name])
+
+
+if PLATFORM == "cpu":
+
+    def test_special_values_of_float16() -> None:
+        """Of `wkv4` y is the first v, and without weights of tokens it is num / den: all float16
+        are loaded as they are, and float32 is rounded to nearest even."""
+        halves = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
+        exact = halves.astype(np.float32)
+        finite = exact[:0x7C00]
+        middle = (finite + np.append(finite[1:], np.float32(65536))) / 2
+        near = [np.nextafter(middle, np.float32(end)) for end in (0, np.inf)]
+        rounded = np.concatenate([exact, middle, -middle, *near])
+
+        def y(v: np.ndarray, k: float, num: np.ndarray, den: float, log_max: float) -> Any:
+            inputs = {"k": np.full_like(v, k), "v": v}
+            inputs = {name: x[None, None].astype(np.float16) for name, x in inputs.items()}
+            state = {"num": num, "den": np.full_like(v, den), "log_max": np.full_like(v, log_max)}
+            inputs |= {f"initial_{part}": x[None] for part, x in state.items()}
+            inputs |= {"w": np.zeros_like(v), "u": np.zeros_like(v)}
+            return _run("wkv4", "forward", internals.forward_operands("wkv4", inputs)).y[0, 0]
+
+        loaded = y(exact, 0, np.zeros_like(exact), 0, -1e38)
+        np.testing.assert_array_equal(loaded, halves)
+        stored = y(np.zeros_like(rounded), -200, rounded, 1, 0)
+        with np.errstate(over="ignore"):
+            np.testing.assert_array_equal(stored, rounded.astype(np.float16))

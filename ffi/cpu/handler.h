@@ -26,7 +26,9 @@ const Kernels& Best() {
   if (__builtin_cpu_supports("fma") && __builtin_cpu_supports("avx512f")) return Kernels::avx512;
 #endif
 #if defined(RWKV_JAX_HAS_avx2)
-  if (__builtin_cpu_supports("fma") && __builtin_cpu_supports("avx2")) return Kernels::avx2;
+  if (__builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") &&
+      __builtin_cpu_supports("avx2"))
+    return Kernels::avx2;
 #endif
   return Kernels::baseline;
 }
