@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -72,24 +73,48 @@ inline void ClearOutside(const Problem& problem, const Sequences& sequences, int
   }
 }
 
+inline int64_t Lines(int64_t floats) { return (floats + 15) / 16; }
+
+// The scratch of a call, in lines of 16 floats. It is kept for the next call, since memory that is new to a
+// process costs a page fault for each page.
+class Scratch {
+ public:
+  explicit Scratch(int64_t lines) : memory_(kept_.exchange(nullptr)) {
+    if (memory_ != nullptr && memory_->lines >= lines) return;
+    delete[] memory_;
+    memory_ = new (std::nothrow) Line[1 + lines];
+    if (memory_ != nullptr) memory_->lines = lines;
+  }
+  ~Scratch() { delete[] kept_.exchange(memory_); }
+
+  bool Missing() const { return memory_ == nullptr; }
+  float* operator[](int64_t line) const { return memory_[1 + line].floats; }
+
+ private:
+  union alignas(64) Line {
+    int64_t lines;  // in the first line: how many follow
+    float floats[16];
+  };
+  // That of the call that ended last. The end of the process does not free it: a thread may still compute.
+  inline static std::atomic<Line*> kept_ = nullptr;
+  Line* memory_;
+};
+
+inline ffi::Error NoMemory(const char* op) {
+  return ffi::Error(ffi::ErrorCode::kResourceExhausted,
+                    std::string(op) + ": no memory for scratch");
+}
+
 // Calls body(item, scratch) for each item, with `floats` of scratch.
 template <typename Body>
 ffi::Error Run(const char* op, ffi::ThreadPool& pool, int64_t workers, int64_t items,
                int64_t floats, const Body& body) {
-  if (items == 0) return ffi::Error::Success();
   workers = std::min(workers, items);
-  struct alignas(64) Line {
-    float floats[16];
-  };
-  const int64_t lines = (floats + 15) / 16;
-  const std::unique_ptr<Line[]> scratch(new (std::nothrow) Line[workers * lines]);
-  if (scratch == nullptr) {
-    return ffi::Error(
-        ffi::ErrorCode::kResourceExhausted,
-        std::string(op) + ": no memory for the scratch of " + std::to_string(workers) + " threads");
-  }
+  const int64_t lines = Lines(floats);
+  const Scratch scratch(workers * lines);
+  if (scratch.Missing()) return NoMemory(op);
   ParallelFor(pool, workers, items,
-              [&](int64_t worker, int64_t item) { body(item, scratch[worker * lines].floats); });
+              [&](int64_t worker, int64_t item) { body(item, scratch[worker * lines]); });
   return ffi::Error::Success();
 }
 
@@ -119,21 +144,23 @@ ffi::Error RunBackward(const char* op, ffi::ThreadPool& pool, const Call& call) 
 
 // Each thread takes kChannels channels of a sequence.
 template <typename Call>
-ffi::Error RunChannels(const char* op, ffi::ThreadPool& pool, const Call& call,
+ffi::Error RunChannels(ffi::ThreadPool& pool, const Call& call,
                        void (*kernel)(const Call&, int64_t, int64_t)) {
   const Wkv4Dims& dims = call.dims;
   const int64_t groups = (dims.channels + kChannels - 1) / kChannels;
   // With its exponentials, a token of a channel takes about as long as 16 elements of a matrix.
   const int64_t workers = Workers(pool, 16 * AllTokens(call) * dims.channels);
-  return Run(op, pool, workers, dims.batch * groups, 0,
-             [&](int64_t item, float*) { kernel(call, item / groups, item % groups * kChannels); });
+  ParallelFor(pool, workers, dims.batch * groups, [&](int64_t, int64_t item) {
+    kernel(call, item / groups, item % groups * kChannels);
+  });
+  return ffi::Error::Success();
 }
 
-inline ffi::Error RunCall(const char* op, ffi::ThreadPool& pool, const Wkv4ForwardCall& call) {
-  return RunChannels(op, pool, call, Best<Wkv4Kernels>().forward);
+inline ffi::Error RunCall(const char*, ffi::ThreadPool& pool, const Wkv4ForwardCall& call) {
+  return RunChannels(pool, call, Best<Wkv4Kernels>().forward);
 }
-inline ffi::Error RunCall(const char* op, ffi::ThreadPool& pool, const Wkv4BackwardCall& call) {
-  return RunChannels(op, pool, call, Best<Wkv4Kernels>().backward);
+inline ffi::Error RunCall(const char*, ffi::ThreadPool& pool, const Wkv4BackwardCall& call) {
+  return RunChannels(pool, call, Best<Wkv4Kernels>().backward);
 }
 inline ffi::Error RunCall(const char* op, ffi::ThreadPool& pool, const Wkv6ForwardCall& call) {
   return RunForward<Wkv6Kernels>(op, pool, call);
@@ -157,10 +184,11 @@ inline ffi::Error RunOutputs(ffi::ThreadPool& pool, int64_t workers, const RowPr
   const int64_t parts = workers == 1 ? 1 : 4 * workers, outputs = call.outputs;
   const int64_t share = ((outputs + parts - 1) / parts + 63) / 64 * 64;
   const auto kernel = Best<RowProductKernels>().outputs;
-  return Run("row_product", pool, workers, (outputs + share - 1) / std::max<int64_t>(share, 1), 0,
-             [&](int64_t part, float*) {
-               kernel(call, part * share, std::min(outputs, (part + 1) * share));
-             });
+  ParallelFor(pool, workers, (outputs + share - 1) / std::max<int64_t>(share, 1),
+              [&](int64_t, int64_t part) {
+                kernel(call, part * share, std::min(outputs, (part + 1) * share));
+              });
+  return ffi::Error::Success();
 }
 
 // Each thread takes some outputs of some inputs of W [I, O]. How the inputs are divided depends on their
@@ -173,18 +201,17 @@ inline ffi::Error RunInputs(ffi::ThreadPool& pool, int64_t workers, const RowPro
   const int64_t tiles = (outputs + kMostOutputs - 1) / kMostOutputs;
   const int64_t tile = tiles ? ((outputs + tiles - 1) / tiles + 63) / 64 * 64 : 1;
   const std::unique_ptr<float[]> others(new (std::nothrow) float[(parts - 1) * size]);
-  if (others == nullptr)
-    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "row_product: no memory for its sums");
+  if (others == nullptr) return NoMemory("row_product");
   const auto sums = [&](int64_t part) { return part ? others.get() + (part - 1) * size : call.y; };
   const auto kernel = Best<RowProductKernels>().inputs;
-  ffi::Error error = Run("row_product", pool, workers, parts * tiles, 0, [&](int64_t item, float*) {
+  ParallelFor(pool, workers, parts * tiles, [&](int64_t, int64_t item) {
     const int64_t part = item / tiles, first = std::min(outputs, item % tiles * tile);
     kernel(call, part * share, std::min(inputs, (part + 1) * share), first,
            std::min(outputs, first + tile), sums(part));
   });
   for (int64_t part = 1; part < parts; ++part)
     for (int64_t i = 0; i < size; ++i) call.y[i] += sums(part)[i];
-  return error;
+  return ffi::Error::Success();
 }
 
 inline ffi::Error RowProduct(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
