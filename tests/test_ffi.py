@@ -357,6 +357,26 @@ def test_threads_share_one_program() -> None:
 
 if PLATFORM == "cpu":
 
+    @pytest.mark.parametrize("packed", ["alone", "marks", "sequences"])
+    @each_op
+    def test_few_heads_among_many(op: str, packed: str) -> None:
+        """The gradients of a head have the same bits whether threads share the head or each thread
+        has heads of its own."""
+        heads, case = 8, Case(1, 300, 8, 64)
+        cu = internals.Sequences(jnp.asarray([[0, 130, case.T]], jnp.int32))
+        packing = {"alone": None, "marks": _marks(case), "sequences": cu}[packed]
+        operands = _operands(op, "backward", case, packing)
+
+        def first(x: jax.Array) -> jax.Array:
+            """The part of the first head, of which `wkv4` has channels."""
+            axis = next((i for i, n in enumerate(x.shape) if n in (heads, heads * case.K)), None)
+            return x if axis is None else jnp.split(x, heads, axis)[0]
+
+        expected = jax.tree.map(first, _run(op, "backward", operands))
+        for _ in range(3):
+            found = _run(op, "backward", jax.tree.map(first, operands))
+            jax.tree.map(np.testing.assert_array_equal, found, expected)
+
     def test_special_values_of_float16() -> None:
         """Of `wkv4` y is the first v, and without weights of tokens it is num / den: all float16
         are loaded as they are, and float32 is rounded to nearest even."""
