@@ -332,3 +332,50 @@ def test_threads_share_one_program() -> None:
         for _ in range(10):
             results = list(pool.map(lambda x: jax.device_get(gradients(x)), several))
             jax.tree.map(np.testing.assert_array_equal, results, expected)
+
+
+if PLATFORM == "cpu":
+
+    @pytest.mark.parametrize("packed", ["alone", "marks", "sequences"])
+    @each_op
+    def test_few_heads_among_many(op: str, packed: str) -> None:
+        """The gradients of a head have the same bits whether threads share the head or each thread
+        has heads of its own."""
+        heads, case = 8, Case(1, 600, 8, 64)
+        cu = internals.Sequences(jnp.asarray([[0, 130, case.T]], jnp.int32))
+        packing = {"alone": None, "marks": _marks(case), "sequences": cu}[packed]
+        operands = _operands(op, "backward", case, packing)
+
+        def first(x: jax.Array) -> jax.Array:
+            """The part of the first head, of which `wkv4` has channels."""
+            axis = next((i for i, n in enumerate(x.shape) if n in (heads, heads * case.K)), None)
+            return x if axis is None else jnp.split(x, heads, axis)[0]
+
+        expected = jax.tree.map(first, _run(op, "backward", operands))
+        for _ in range(3):
+            found = _run(op, "backward", jax.tree.map(first, operands))
+            jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+    def test_special_values_of_float16() -> None:
+        """Of `wkv4` y is the first v, and without weights of tokens it is num / den: all float16
+        are loaded as they are, and float32 is rounded to nearest even."""
+        halves = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
+        exact = halves.astype(np.float32)
+        finite = exact[:0x7C00]
+        middle = (finite + np.append(finite[1:], np.float32(65536))) / 2
+        near = [np.nextafter(middle, np.float32(end)) for end in (0, np.inf)]
+        rounded = np.concatenate([exact, middle, -middle, *near])
+
+        def y(v: np.ndarray, k: float, num: np.ndarray, den: float, log_max: float) -> Any:
+            inputs = {"k": np.full_like(v, k), "v": v}
+            inputs = {name: x[None, None].astype(np.float16) for name, x in inputs.items()}
+            state = {"num": num, "den": np.full_like(v, den), "log_max": np.full_like(v, log_max)}
+            inputs |= {f"initial_{part}": x[None] for part, x in state.items()}
+            inputs |= {"w": np.zeros_like(v), "u": np.zeros_like(v)}
+            return _run("wkv4", "forward", internals.forward_operands("wkv4", inputs)).y[0, 0]
+
+        loaded = y(exact, 0, np.zeros_like(exact), 0, -1e38)
+        np.testing.assert_array_equal(loaded, halves)
+        stored = y(np.zeros_like(rounded), -200, rounded, 1, 0)
+        with np.errstate(over="ignore"):
+            np.testing.assert_array_equal(stored, rounded.astype(np.float16))

@@ -2,11 +2,14 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <cstring>
 #include <memory>
 #include <new>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "parallel.h"
@@ -26,7 +29,9 @@ const Kernels& Best() {
   if (__builtin_cpu_supports("fma") && __builtin_cpu_supports("avx512f")) return Kernels::avx512;
 #endif
 #if defined(RWKV_JAX_HAS_avx2)
-  if (__builtin_cpu_supports("fma") && __builtin_cpu_supports("avx2")) return Kernels::avx2;
+  if (__builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") &&
+      __builtin_cpu_supports("avx2"))
+    return Kernels::avx2;
 #endif
   return Kernels::baseline;
 }
@@ -70,68 +75,148 @@ inline void ClearOutside(const Problem& problem, const Sequences& sequences, int
   }
 }
 
+inline int64_t Lines(int64_t floats) { return (floats + 15) / 16; }
+
+// The scratch of a call, in lines of 16 floats. It is kept for the next call, since memory that is new to a
+// process costs a page fault for each page.
+class Scratch {
+ public:
+  explicit Scratch(int64_t lines) : memory_(kept_.exchange(nullptr)) {
+    if (memory_ != nullptr && memory_->lines >= lines) return;
+    delete[] memory_;
+    memory_ = new (std::nothrow) Line[1 + lines];
+    if (memory_ != nullptr) memory_->lines = lines;
+  }
+  ~Scratch() { delete[] kept_.exchange(memory_); }
+
+  bool Missing() const { return memory_ == nullptr; }
+  float* operator[](int64_t line) const { return memory_[1 + line].floats; }
+
+ private:
+  union alignas(64) Line {
+    int64_t lines;  // in the first line: how many follow
+    float floats[16];
+  };
+  // That of the call that ended last. The end of the process does not free it: a thread may still compute.
+  inline static std::atomic<Line*> kept_ = nullptr;
+  Line* memory_;
+};
+
+inline ffi::Error NoMemory(const char* op) {
+  return ffi::Error(ffi::ErrorCode::kResourceExhausted,
+                    std::string(op) + ": no memory for scratch");
+}
+
 // Calls body(item, scratch) for each item, with `floats` of scratch.
 template <typename Body>
 ffi::Error Run(const char* op, ffi::ThreadPool& pool, int64_t workers, int64_t items,
                int64_t floats, const Body& body) {
-  if (items == 0) return ffi::Error::Success();
   workers = std::min(workers, items);
-  struct alignas(64) Line {
-    float floats[16];
-  };
-  const int64_t lines = (floats + 15) / 16;
-  const std::unique_ptr<Line[]> scratch(new (std::nothrow) Line[workers * lines]);
-  if (scratch == nullptr) {
-    return ffi::Error(
-        ffi::ErrorCode::kResourceExhausted,
-        std::string(op) + ": no memory for the scratch of " + std::to_string(workers) + " threads");
-  }
+  const int64_t lines = Lines(floats);
+  const Scratch scratch(workers * lines);
+  if (scratch.Missing()) return NoMemory(op);
   ParallelFor(pool, workers, items,
-              [&](int64_t worker, int64_t item) { body(item, scratch[worker * lines].floats); });
+              [&](int64_t worker, int64_t item) { body(item, scratch[worker * lines]); });
   return ffi::Error::Success();
+}
+
+// How many rows of the state of a head a thread takes: with fewer heads than threads, not all of them.
+inline int64_t RowsOfAThread(const HeadDims& dims, int64_t min_rows, int64_t workers) {
+  const int64_t heads = dims.batch * dims.heads, size = dims.head_size;
+  int64_t rows = size;
+  while (rows > min_rows && heads * (size / rows) < workers) rows /= 2;
+  return rows;
 }
 
 // Each thread takes some rows of the state of a head.
 template <typename Kernels, typename Call>
 ffi::Error RunForward(const char* op, ffi::ThreadPool& pool, const Call& call) {
   const Kernels& kernels = Best<Kernels>();
-  const int64_t workers = Workers(pool, call), size = call.dims.head_size;
-  const int64_t heads = call.dims.batch * call.dims.heads;
-  int64_t rows = size;
-  while (rows > kernels.min_rows && heads * (size / rows) < workers) rows /= 2;
-  const int64_t parts = size / rows;
+  const int64_t workers = Workers(pool, call), heads = call.dims.batch * call.dims.heads;
+  const int64_t rows = RowsOfAThread(call.dims, kernels.min_rows, workers);
+  const int64_t parts = call.dims.head_size / rows;
   return Run(op, pool, workers, heads * parts, kernels.forward_scratch(call.dims, rows),
              [&](int64_t item, float* scratch) {
                kernels.forward(call, item / parts, item % parts * rows, rows, scratch);
              });
 }
 
-// Each thread takes a head.
+// Each thread takes a head, or, with fewer heads than threads, some rows of a head. While one thread has the
+// first rows of a chunk, another one has the next rows of the chunk after it, and so on.
 template <typename Kernels, typename Call>
 ffi::Error RunBackward(const char* op, ffi::ThreadPool& pool, const Call& call) {
+  // An item is several chunks, so that a thread that the system interrupts does not stop the others at once. A
+  // sequence of fewer than two items is too short to gain by that.
+  constexpr int64_t kItemChunks = 4;
   const Kernels& kernels = Best<Kernels>();
-  return Run(op, pool, Workers(pool, call), call.dims.batch * call.dims.heads,
-             kernels.backward_scratch(call.dims),
-             [&](int64_t head, float* scratch) { kernels.backward(call, head, scratch); });
+  const HeadDims& dims = call.dims;
+  const int64_t workers = Workers(pool, call), heads = dims.batch * dims.heads;
+  const int64_t size = dims.head_size, chunks = Chunks(dims.tokens);
+  const int64_t rows =
+      chunks < 2 * kItemChunks ? size : RowsOfAThread(dims, kernels.min_rows, workers);
+  const int64_t parts = size / rows;
+  const BackwardScratch floats = kernels.backward_scratch(dims);
+  if (parts == 1)
+    return Run(
+        op, pool, workers, heads, floats.chunk + floats.own, [&](int64_t head, float* scratch) {
+          kernels.backward(call, {head, 0, size, 0, chunks}, scratch, scratch + floats.chunk);
+        });
+
+  const int64_t at_once = std::min(chunks, kItemChunks + parts);  // chunks of a head with scratch
+  const int64_t shared = Lines(floats.chunk), own = Lines(floats.own);
+  const Scratch scratch(heads * at_once * shared + workers * own);
+  if (scratch.Missing()) return NoMemory(op);
+  std::vector<std::atomic<int64_t>> done(heads * parts);  // chunks of these rows of a head
+  // Sleeps after a while, since the thread that is waited for may need this core.
+  const auto wait = [&done](int64_t part, int64_t chunks) {
+    for (int i = 0; done[part].load(std::memory_order_acquire) < chunks; ++i)
+      if (i < 200)
+        std::this_thread::yield();
+      else
+        std::this_thread::sleep_for(std::chrono::microseconds(20));
+  };
+  // An item waits only for items before it, which are done or which threads are at work on.
+  const auto body = [&](int64_t worker, int64_t item) {
+    const int64_t part = item % parts, head = item / parts % heads, first = head * parts;
+    const int64_t begin = item / (parts * heads) * kItemChunks;
+    for (int64_t chunk = begin; chunk < std::min(begin + kItemChunks, chunks); ++chunk) {
+      wait(first + part, chunk);
+      if (part > 0)
+        wait(first + part - 1, chunk + 1);
+      else
+        wait(first + parts - 1, chunk + 1 - at_once);
+      kernels.backward(call, {head, part * rows, rows, chunk, 1},
+                       scratch[(head * at_once + chunk % at_once) * shared],
+                       scratch[heads * at_once * shared + worker * own]);
+      done[first + part].store(chunk + 1, std::memory_order_release);
+    }
+  };
+  ParallelFor(pool, workers, (chunks + kItemChunks - 1) / kItemChunks * heads * parts, body);
+  return ffi::Error::Success();
 }
 
-// Each thread takes kChannels channels of a sequence.
+// Each thread takes some channels of a sequence, at least a line of the cache.
 template <typename Call>
-ffi::Error RunChannels(const char* op, ffi::ThreadPool& pool, const Call& call,
-                       void (*kernel)(const Call&, int64_t, int64_t)) {
+ffi::Error RunChannels(ffi::ThreadPool& pool, const Call& call,
+                       void (*kernel)(const Call&, int64_t, int64_t, int64_t)) {
   const Wkv4Dims& dims = call.dims;
-  const int64_t groups = (dims.channels + kChannels - 1) / kChannels;
   // With its exponentials, a token of a channel takes about as long as 16 elements of a matrix.
   const int64_t workers = Workers(pool, 16 * AllTokens(call) * dims.channels);
-  return Run(op, pool, workers, dims.batch * groups, 0,
-             [&](int64_t item, float*) { kernel(call, item / groups, item % groups * kChannels); });
+  int64_t channels = 128;
+  const auto groups = [&] { return (dims.channels + channels - 1) / channels; };
+  while (channels > 32 && dims.batch * groups() < workers) channels /= 2;
+  ParallelFor(pool, workers, dims.batch * groups(), [&](int64_t, int64_t item) {
+    const int64_t first = item % groups() * channels;
+    kernel(call, item / groups(), first, std::min(first + channels, dims.channels));
+  });
+  return ffi::Error::Success();
 }
 
-inline ffi::Error RunCall(const char* op, ffi::ThreadPool& pool, const Wkv4ForwardCall& call) {
-  return RunChannels(op, pool, call, Best<Wkv4Kernels>().forward);
+inline ffi::Error RunCall(const char*, ffi::ThreadPool& pool, const Wkv4ForwardCall& call) {
+  return RunChannels(pool, call, Best<Wkv4Kernels>().forward);
 }
-inline ffi::Error RunCall(const char* op, ffi::ThreadPool& pool, const Wkv4BackwardCall& call) {
-  return RunChannels(op, pool, call, Best<Wkv4Kernels>().backward);
+inline ffi::Error RunCall(const char*, ffi::ThreadPool& pool, const Wkv4BackwardCall& call) {
+  return RunChannels(pool, call, Best<Wkv4Kernels>().backward);
 }
 inline ffi::Error RunCall(const char* op, ffi::ThreadPool& pool, const Wkv6ForwardCall& call) {
   return RunForward<Wkv6Kernels>(op, pool, call);
@@ -155,10 +240,11 @@ inline ffi::Error RunOutputs(ffi::ThreadPool& pool, int64_t workers, const RowPr
   const int64_t parts = workers == 1 ? 1 : 4 * workers, outputs = call.outputs;
   const int64_t share = ((outputs + parts - 1) / parts + 63) / 64 * 64;
   const auto kernel = Best<RowProductKernels>().outputs;
-  return Run("row_product", pool, workers, (outputs + share - 1) / std::max<int64_t>(share, 1), 0,
-             [&](int64_t part, float*) {
-               kernel(call, part * share, std::min(outputs, (part + 1) * share));
-             });
+  ParallelFor(pool, workers, (outputs + share - 1) / std::max<int64_t>(share, 1),
+              [&](int64_t, int64_t part) {
+                kernel(call, part * share, std::min(outputs, (part + 1) * share));
+              });
+  return ffi::Error::Success();
 }
 
 // Each thread takes some outputs of some inputs of W [I, O]. How the inputs are divided depends on their
@@ -171,18 +257,17 @@ inline ffi::Error RunInputs(ffi::ThreadPool& pool, int64_t workers, const RowPro
   const int64_t tiles = (outputs + kMostOutputs - 1) / kMostOutputs;
   const int64_t tile = tiles ? ((outputs + tiles - 1) / tiles + 63) / 64 * 64 : 1;
   const std::unique_ptr<float[]> others(new (std::nothrow) float[(parts - 1) * size]);
-  if (others == nullptr)
-    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "row_product: no memory for its sums");
+  if (others == nullptr) return NoMemory("row_product");
   const auto sums = [&](int64_t part) { return part ? others.get() + (part - 1) * size : call.y; };
   const auto kernel = Best<RowProductKernels>().inputs;
-  ffi::Error error = Run("row_product", pool, workers, parts * tiles, 0, [&](int64_t item, float*) {
+  ParallelFor(pool, workers, parts * tiles, [&](int64_t, int64_t item) {
     const int64_t part = item / tiles, first = std::min(outputs, item % tiles * tile);
     kernel(call, part * share, std::min(inputs, (part + 1) * share), first,
            std::min(outputs, first + tile), sums(part));
   });
   for (int64_t part = 1; part < parts; ++part)
     for (int64_t i = 0; i < size; ++i) call.y[i] += sums(part)[i];
-  return error;
+  return ffi::Error::Success();
 }
 
 inline ffi::Error RowProduct(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "decay.h"
+#include "kernels.h"
 #include "rwkv_jax/sequences.h"
 #include "vector.h"
 
@@ -162,33 +163,48 @@ struct TokenGradients {
   int count;
 };
 
-// The backward pass of a head. It has a lane for each key, since most of its sums are over rows.
+// What the backward pass takes of scratch for a Chunk, as below.
+template <typename Chunk>
+BackwardScratch ScratchOf(const HeadDims& dims) {
+  const int64_t tokens = Smaller(dims.tokens, kChunk), size = dims.head_size;
+  return {Chunk::kArrays * tokens * size, kLanes * (tokens + (tokens + 1) * size)};
+}
+
+// The backward pass of a part of a head. It has a lane for each key, since most of its sums are over rows.
 //
-// `Chunk` has what it needs of one chunk of tokens: the inputs, dy, the slope of the decays, the states
-// of kLanes rows, and sums over rows. Among the sums, `dlog` is still without its factors d and slope.
-// If `dlog_sum` is not null, it gets the sum of dlog over all tokens. Start, Replay and StepBack are the
-// operator's own.
+// `Chunk` has what it needs of one chunk of tokens: kArrays arrays [tokens, size] that all parts share, which
+// are the inputs, dy, the slope of the decays and sums over rows; and the states of kLanes rows. Among the
+// sums, `dlog` is still without its factors d and slope. If `dlog_sum` is not null, it gets the sum of dlog
+// over all tokens. ClearTotals, Start, Replay and StepBack are the operator's own.
 template <typename Chunk, typename Call>
-void Backward(const Call& call, int64_t index, float* scratch) {
-  const Head head(call, index);
-  const int64_t size = head.size;
+void Backward(const Call& call, const BackwardPart& part, float* shared, float* own) {
+  const Head head(call, part.head);
+  const int64_t size = head.size, last_row = part.first_row + part.rows;
   float* const ds = call.dinitial_state + head.State();
-  __builtin_memcpy(ds, call.dfinal_state + head.State(), size * size * sizeof(float));
-  const Chunk chunk(call, head, scratch);
+  const Chunk chunk(call, head, shared, own);
+  if (part.first_chunk == 0) {
+    const int64_t offset = part.first_row * size;
+    __builtin_memcpy(ds + offset, call.dfinal_state + head.State() + offset,
+                     part.rows * size * sizeof(float));
+    if (part.first_row == 0) chunk.ClearTotals(size);
+  }
   const TokenGradients gradients = chunk.Gradients(call);
-  for (int64_t n = head.span.Chunks() - 1; n >= 0; --n) {
+  const int64_t end = head.span.Chunks() - part.first_chunk;
+  for (int64_t n = end - 1; n >= 0 && n >= end - part.chunks; --n) {
     const int64_t first = n * kChunk;
     const Tokens tokens(call.marks, head.sequence, first,
                         Smaller(head.span.tokens - first, kChunk));
-    for (const auto& gradient : gradients)
-      StoreZeros(tokens, head, 0, size, call.dtype, gradient.to);
+    if (part.first_row == 0) {
+      for (const auto& gradient : gradients)
+        StoreZeros(tokens, head, 0, size, call.dtype, gradient.to);
+      chunk.Read(call, head, tokens, chunk.slope);
+      for (int64_t t = 0; t < tokens.there; ++t)
+        LoadRow(call.dtype, call.dy, head.Token(tokens.at[t]), size, chunk.dy + t * size);
+      Start(chunk, tokens.there, size);
+    }
     if (tokens.there == 0) continue;
-    chunk.Read(call, head, tokens, chunk.slope);
-    for (int64_t t = 0; t < tokens.there; ++t)
-      LoadRow(call.dtype, call.dy, head.Token(tokens.at[t]), size, chunk.dy + t * size);
-    Start(chunk, tokens.there, size);
 
-    for (int64_t row = 0; row < size; row += kLanes) {
+    for (int64_t row = part.first_row; row < last_row; row += kLanes) {
       LoadRow(call.states_dtype, call.states, head.SavedState(n) + row * size, kLanes * size,
               chunk.states);
       Replay(chunk, tokens, size, row);
@@ -207,6 +223,7 @@ void Backward(const Call& call, int64_t index, float* scratch) {
       }
     }
 
+    if (last_row < size) continue;
     for (int64_t i = 0; i < tokens.there * size; i += kLanes)
       Store(chunk.dlog + i, Load(chunk.dlog + i) * Load(chunk.d + i) * Load(chunk.slope + i));
     for (int64_t t = 0; t < tokens.there; ++t) {

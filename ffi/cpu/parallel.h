@@ -11,7 +11,7 @@
 
 namespace rwkv_jax::cpu {
 
-// Calls body(worker, item) for each of `items` > 0 items, with at most `workers` calls at a time,
+// Calls body(worker, item) for each of `items` items, with at most `workers` calls at a time,
 // each with its own worker number. The caller is worker 0 and does whatever the pool does not come
 // to: it waits for items under way but never for the pool, so a busy pool cannot block it.
 template <typename Body>
@@ -31,7 +31,7 @@ void ParallelFor(ffi::ThreadPool& pool, int64_t workers, int64_t items, const Bo
     const std::lock_guard<std::mutex> lock(progress->mutex);
     if ((progress->done += done) == items) progress->all_done.notify_all();
   };
-  for (int64_t worker = 1; worker < workers; ++worker)
+  for (int64_t worker = 1; worker < workers && worker < items; ++worker)
     pool.Schedule([work, worker] { work(worker); });
   work(0);
   std::unique_lock<std::mutex> lock(progress->mutex);

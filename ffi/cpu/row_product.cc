@@ -19,7 +19,7 @@ template <Stored kStored>
 inline Vec LoadWeights(const void* from, int64_t index) {
   if constexpr (kStored == Stored::kF32) return Load(static_cast<const float*>(from) + index);
   if constexpr (kStored == Stored::kBF16) return FromBF16(LoadHalves(from, index));
-  if constexpr (kStored == Stored::kF16) return FromF16(LoadHalves(from, index));
+  if constexpr (kStored == Stored::kF16) return LoadF16(from, index);
   if constexpr (kStored == Stored::kI8)
     return __builtin_convertvector(LoadBytes(static_cast<const int8_t*>(from) + index), Vec);
 }
@@ -28,18 +28,22 @@ template <Stored kStored>
 inline float LoadWeight(const void* from, int64_t index) {
   if constexpr (kStored == Stored::kF32) return static_cast<const float*>(from)[index];
   if constexpr (kStored == Stored::kI8) return static_cast<const int8_t*>(from)[index];
-  if constexpr (kStored == Stored::kBF16 || kStored == Stored::kF16) {
-    const Bits half = Bits{} + static_cast<const uint16_t*>(from)[index];
-    return (kStored == Stored::kBF16 ? FromBF16(half) : FromF16(half))[0];
-  }
+  if constexpr (kStored == Stored::kBF16)
+    return FromBF16(Bits{} + static_cast<const uint16_t*>(from)[index])[0];
 }
 
 // The first `count` weights from `index` on, and zeros for the others.
 template <Stored kStored>
 inline Vec LoadSome(const void* from, int64_t index, int64_t count) {
-  Vec weights = {};
-  for (int64_t i = 0; i < count; ++i) weights[i] = LoadWeight<kStored>(from, index + i);
-  return weights;
+  if constexpr (kStored == Stored::kF16) {
+    uint16_t halves[kLanes] = {};
+    for (int64_t i = 0; i < count; ++i) halves[i] = static_cast<const uint16_t*>(from)[index + i];
+    return LoadF16(halves, 0);
+  } else {
+    Vec weights = {};
+    for (int64_t i = 0; i < count; ++i) weights[i] = LoadWeight<kStored>(from, index + i);
+    return weights;
+  }
 }
 
 // The outputs output, output + apart, ... of kRows rows, from `row` on, of W [O, I]. The matrix is read

@@ -54,7 +54,8 @@ inline Vec MultiplyAdd(Vec a, Vec b, Vec c) {
 #endif
 }
 
-// The conversions use integers for subnormal numbers, which XLA has the CPU flush to zero.
+// The conversions use integers for subnormal numbers, which XLA has the CPU flush to zero. The instructions of
+// LoadF16 and StoreF16 do not flush.
 
 inline Vec FromBF16(Bits x) { return reinterpret_cast<Vec>(x << 16); }
 
@@ -63,6 +64,7 @@ inline Bits ToBF16(Vec x) {
   return x == x ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : bits >> 16 | 0x40;
 }
 
+#if !defined(__AVX2__)
 inline Vec FromF16(Bits x) {
   const Bits magnitude = (x & 0x7fff) << 13, exponent = x & 0x7c00;
   const Vec subnormal = __builtin_convertvector(reinterpret_cast<Ints>(x & 0x3ff), Vec) * 0x1p-24f;
@@ -81,6 +83,7 @@ inline Bits ToF16(Vec x) {
   const Bits special = magnitude > 0x7f800000 ? nan : infinity;
   return (magnitude < 0x47800000 ? finite : special) | (bits >> 16 & 0x8000);
 }
+#endif
 
 // By vectors of the compiler, GCC takes several instructions for a conversion, and with other intrinsics than
 // those with a mask it warns of a variable of its own.
@@ -114,6 +117,36 @@ inline void StoreHalves(void* to, int64_t index, Bits x) {
   *reinterpret_cast<UnalignedHalves*>(halves) = __builtin_convertvector(x, Halves);
 }
 
+inline Vec LoadF16(const void* from, int64_t index) {
+  const auto* halves = static_cast<const uint16_t*>(from) + index;
+#if defined(__AVX512F__)
+  const auto loaded = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(halves));
+  return _mm512_maskz_cvtph_ps(0xffff, loaded);
+#elif defined(__AVX2__)
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(halves)));
+#else
+  return FromF16(LoadHalves(halves, 0));
+#endif
+}
+
+inline void StoreF16(void* to, int64_t index, Vec x) {
+  auto* halves = static_cast<uint16_t*>(to) + index;
+#if defined(__AVX2__)
+  // All instruction sets give the same NaN, of which the instructions would keep more bits.
+  const Bits nan = (reinterpret_cast<Bits>(x) & 0x80000000) | 0x7fc00000;
+  x = x == x ? x : reinterpret_cast<Vec>(nan);
+#endif
+#if defined(__AVX512F__)
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(halves),
+                      _mm512_maskz_cvtps_ph(0xffff, x, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__AVX2__)
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(halves),
+                   _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+#else
+  StoreHalves(halves, 0, ToF16(x));
+#endif
+}
+
 // Asks for element `index` of an array of `dtype` ahead of its use. (Not inlined, it would have no
 // effect that GCC knows of, and GCC would drop it.)
 [[gnu::always_inline]] inline void Prefetch(Dtype dtype, const void* array, int64_t index) {
@@ -125,15 +158,16 @@ inline int64_t Bytes(Dtype dtype) { return dtype == Dtype::kF32 ? 4 : 2; }
 // A vector from an array of `dtype`, and to one, rounding to nearest even.
 inline Vec LoadAs(Dtype dtype, const void* from, int64_t index) {
   if (dtype == Dtype::kF32) return Load(static_cast<const float*>(from) + index);
-  const Bits halves = LoadHalves(from, index);
-  return dtype == Dtype::kBF16 ? FromBF16(halves) : FromF16(halves);
+  return dtype == Dtype::kBF16 ? FromBF16(LoadHalves(from, index)) : LoadF16(from, index);
 }
 
 inline void StoreAs(Dtype dtype, void* to, int64_t index, Vec x) {
   if (dtype == Dtype::kF32)
     Store(static_cast<float*>(to) + index, x);
+  else if (dtype == Dtype::kBF16)
+    StoreHalves(to, index, ToBF16(x));
   else
-    StoreHalves(to, index, dtype == Dtype::kBF16 ? ToBF16(x) : ToF16(x));
+    StoreF16(to, index, x);
 }
 
 // The same for `count` elements, a multiple of kLanes.

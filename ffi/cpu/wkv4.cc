@@ -260,16 +260,15 @@ void ForwardRun(const Wkv4ForwardCall& call, const Channels& channels, int64_t s
   StoreState(call.final_state, channels.Once(), count, state);
 }
 
-void Forward(const Wkv4ForwardCall& call, int64_t sequence, int64_t first_channel) {
+void Forward(const Wkv4ForwardCall& call, int64_t sequence, int64_t first, int64_t end) {
   const int64_t tokens = call.sequences(sequence, call.dims.tokens).tokens;
-  const int64_t end = Smaller(first_channel + kChannels, call.dims.channels);
-  for (int64_t c = first_channel; c < end; c += kLanes) {
+  for (int64_t c = first; c < end; c += kLanes) {
     const Channels channels(call, sequence, c);
     StoreState(call.final_state, channels.Once(), channels.count,
                LoadState(call.initial_state, channels.Once(), channels.count));
   }
   for (int64_t start = 0; start < tokens; start += kRun)
-    for (int64_t c = first_channel; c < end; c += kLanes)
+    for (int64_t c = first; c < end; c += kLanes)
       ForwardRun(call, Channels(call, sequence, c), start);
 }
 
@@ -372,9 +371,8 @@ void BackwardChunk(const Wkv4BackwardCall& call, const Channels& channels, int64
     BackwardTokens(call, channels, MovingMax<false>(parameters), parameters, state, n);
 }
 
-void Backward(const Wkv4BackwardCall& call, int64_t sequence, int64_t first_channel) {
-  const int64_t end = Smaller(first_channel + kChannels, call.dims.channels);
-  for (int64_t c = first_channel; c < end; c += kLanes) {
+void Backward(const Wkv4BackwardCall& call, int64_t sequence, int64_t first, int64_t end) {
+  for (int64_t c = first; c < end; c += kLanes) {
     const Channels channels(call, sequence, c);
     StoreState(call.dinitial_state, channels.Once(), channels.count,
                LoadState(call.dfinal_state, channels.Once(), channels.count));
@@ -383,7 +381,7 @@ void Backward(const Wkv4BackwardCall& call, int64_t sequence, int64_t first_chan
   }
   const int64_t chunks = call.sequences(sequence, call.dims.tokens).Chunks();
   for (int64_t n = chunks - 1; n >= 0; --n)
-    for (int64_t c = first_channel; c < end; c += kLanes)
+    for (int64_t c = first; c < end; c += kLanes)
       BackwardChunk(call, Channels(call, sequence, c), n);
 }
 

@@ -7,13 +7,11 @@
 
 namespace rwkv_jax::cpu {
 
-// Channels are independent of each other. A kernel takes so many of them, or those that are left.
-constexpr int64_t kChannels = 128;
-
-// The kernels for one instruction set.
+// The kernels for one instruction set. Channels are independent of each other. A call takes those from `first`,
+// a multiple of 16, up to `end`.
 struct Wkv4Kernels {
-  void (*forward)(const Wkv4ForwardCall& call, int64_t sequence, int64_t first_channel);
-  void (*backward)(const Wkv4BackwardCall& call, int64_t sequence, int64_t first_channel);
+  void (*forward)(const Wkv4ForwardCall& call, int64_t sequence, int64_t first, int64_t end);
+  void (*backward)(const Wkv4BackwardCall& call, int64_t sequence, int64_t first, int64_t end);
 
   static const Wkv4Kernels baseline, avx2, avx512;
 };

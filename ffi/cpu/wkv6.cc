@@ -78,21 +78,27 @@ struct Inputs {
 // One chunk as the backward pass wants it. Arrays are [tokens, size], but `states`, of kLanes rows, is
 // [tokens + 1, kLanes, size].
 struct Chunk : Inputs {
-  Chunk(const Wkv6BackwardCall& call, const Head& head, float* scratch)
-      : Chunk(call, head, scratch, Smaller(call.dims.tokens, kChunk)) {}
-  Chunk(const Wkv6BackwardCall& call, const Head& head, float* scratch, int64_t tokens)
-      : Inputs(scratch, tokens, head.size),
+  static constexpr int64_t kArrays = 10;
+
+  Chunk(const Wkv6BackwardCall& call, const Head& head, float* shared, float* own)
+      : Chunk(call, head, shared, own, Smaller(call.dims.tokens, kChunk)) {}
+  Chunk(const Wkv6BackwardCall& call, const Head& head, float* shared, float* own, int64_t tokens)
+      : Inputs(shared, tokens, head.size),
         u(call.u + head.Parameter()),
         du(call.du + head.Parameter()),
-        dlog_sum(call.constant_decay ? static_cast<float*>(call.dw) + head.Parameter() : nullptr) {
-    float* free = scratch + Inputs::Scratch(tokens, head.size);
-    float** const arrays[] = {&dy, &slope, &dr, &dk, &dv, &dlog, &states};
+        dlog_sum(call.constant_decay ? static_cast<float*>(call.dw) + head.Parameter() : nullptr),
+        states(own) {
+    float* free = shared + Inputs::Scratch(tokens, head.size);
+    float** const arrays[] = {&dy, &slope, &dr, &dk, &dv, &dlog};
     for (float** array : arrays) {
       *array = free;
       free += tokens * head.size;
     }
-    Clear(du, head.size);
-    if (dlog_sum) Clear(dlog_sum, head.size);
+  }
+
+  void ClearTotals(int64_t size) const {
+    Clear(du, size);
+    if (dlog_sum) Clear(dlog_sum, size);
   }
 
   TokenGradients Gradients(const Wkv6BackwardCall& call) const {
@@ -103,13 +109,8 @@ struct Chunk : Inputs {
   float *const du, *const dlog_sum;
   float *dy, *slope;
   float *dr, *dk, *dv, *dlog;
-  float* states;
+  float* const states;
 };
-
-int64_t BackwardScratch(const HeadDims& dims) {
-  const int64_t tokens = Smaller(dims.tokens, kChunk), size = dims.head_size;
-  return 10 * tokens * size + (tokens + 1) * kLanes * size;
-}
 
 // Starts the gradients of a chunk with those of what a token reads of itself, v (u * k)^T r.
 void Start(const Chunk& chunk, int64_t tokens, int64_t size) {
@@ -196,6 +197,6 @@ void StepBack(const Chunk& chunk, int64_t t, int64_t size, int64_t first_row, fl
 }  // namespace
 
 const Wkv6Kernels Wkv6Kernels::RWKV_JAX_ISA = {
-    {kLanes, ForwardScratch<Inputs>, Forward<Inputs>, BackwardScratch, Backward<Chunk>}};
+    {kLanes, ForwardScratch<Inputs>, Forward<Inputs>, ScratchOf<Chunk>, Backward<Chunk>}};
 
 }  // namespace rwkv_jax::cpu

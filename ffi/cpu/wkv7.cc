@@ -86,18 +86,21 @@ struct Inputs {
 // One chunk as the backward pass wants it. Arrays are [tokens, size], but those of kLanes rows are `states`
 // [tokens + 1, kLanes, size] and `sa` [tokens, kLanes].
 struct Chunk : Inputs {
-  Chunk(const Wkv7BackwardCall& call, const Head& head, float* scratch)
-      : Chunk(scratch, Smaller(call.dims.tokens, kChunk), head.size) {}
-  Chunk(float* scratch, int64_t tokens, int64_t size) : Inputs(scratch, tokens, size) {
-    float* free = scratch + Inputs::Scratch(tokens, size);
+  static constexpr int64_t kArrays = 14;
+
+  Chunk(const Wkv7BackwardCall& call, const Head& head, float* shared, float* own)
+      : Chunk(shared, own, Smaller(call.dims.tokens, kChunk), head.size) {}
+  Chunk(float* shared, float* own, int64_t tokens, int64_t size)
+      : Inputs(shared, tokens, size), sa(own), states(own + tokens * kLanes) {
+    float* free = shared + Inputs::Scratch(tokens, size);
     float** const arrays[] = {&dy, &slope, &dr, &dk, &dv, &da, &db, &dlog};
     for (float** array : arrays) {
       *array = free;
       free += tokens * size;
     }
-    sa = free;
-    states = sa + tokens * kLanes;
   }
+
+  void ClearTotals(int64_t) const {}
 
   TokenGradients Gradients(const Wkv7BackwardCall& call) const {
     return {{{dr, call.dr},
@@ -112,13 +115,8 @@ struct Chunk : Inputs {
   static constexpr float* dlog_sum = nullptr;
   float *dy, *slope;
   float *dr, *dk, *dv, *da, *db, *dlog;
-  float *sa, *states;
+  float *const sa, *const states;
 };
-
-int64_t BackwardScratch(const HeadDims& dims) {
-  const int64_t tokens = Smaller(dims.tokens, kChunk), size = dims.head_size;
-  return 14 * tokens * size + tokens * kLanes + (tokens + 1) * kLanes * size;
-}
 
 // dv is stored, and all else is added up.
 void Start(const Chunk& chunk, int64_t tokens, int64_t size) {
@@ -248,6 +246,6 @@ void StepBack(const Chunk& chunk, int64_t t, int64_t size, int64_t first_row, fl
 }  // namespace
 
 const Wkv7Kernels Wkv7Kernels::RWKV_JAX_ISA = {
-    {kLanes, ForwardScratch<Inputs>, Forward<Inputs>, BackwardScratch, Backward<Chunk>}};
+    {kLanes, ForwardScratch<Inputs>, Forward<Inputs>, ScratchOf<Chunk>, Backward<Chunk>}};
 
 }  // namespace rwkv_jax::cpu
