@@ -177,7 +177,7 @@ def test_for_vocabulary(tmp_path: Path) -> None:
         ("a.txt", r"1 '\ud800' 3", "line 1 is "),
         ("a.txt", f"{'1' * 5000} 'a' 1", "line 1 is "),
         ("a.txt", f"1 '{'a' * 4000}' 4000", "line 1 is "),
-        ("a.txt", f"1 [{'0,' * 2_000_000}] 2", "line 1 is "),
+        ("a.txt", "1 (b'a') 1", "line 1 is "),
         ("a.txt", "1 'a' 1\n1 'b' 1", "line 2 has the token 1, which is taken"),
         ("a.txt", "0 'a' 1", "line 1 has the token 0, which is taken"),
         ("a.txt", "1 'a' 1", "there is no token for the byte 0"),
@@ -185,7 +185,7 @@ def test_for_vocabulary(tmp_path: Path) -> None:
         ("a.json", "{}", r"a\.json: the file has no tokenizer: "),
         ("a.json", "[]", r"a\.json: the file has no tokenizer: "),
         ("a.json", "nothing", r"a\.json: the file has no tokenizer: "),
-        ("a.json", '{"decoder": [{}]}', r"a\.json: the file has no tokenizer: "),
+        ("a.json", '{"decoder": [{}]}', "has no tokenizer: Cannot instantiate"),
     ],
 )
 def test_wrong_files(tmp_path: Path, name: str, content: str, message: str) -> None:
