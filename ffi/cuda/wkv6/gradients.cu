@@ -879,9 +879,9 @@ __global__ __launch_bounds__(kThreads,
                            : static_cast<int>(chunk / static_cast<unsigned>(call.dims.saved));
   if (sequence < 0) return;  // no sequence has this chunk, and nothing reads its partial sums
   const Span span = call.sequences(sequence, call.dims.tokens);
-  const ChunkGradients<T, kConstant, kMarked> phases(call, gradients,
-                                                     keeps_last_ds_there, memory, sequence,
-                                                     own_head, span, chunk - span.first_chunk);
+  const ChunkGradients<T, kConstant, kMarked> phases(call, gradients, keeps_last_ds_there, memory,
+                                                     sequence, own_head, span,
+                                                     chunk - span.first_chunk);
 
   phases.LoadOperands();
   phases.LoadParameters();
