@@ -11,6 +11,8 @@ from typing import NamedTuple, TypeAlias
 import jax
 import numpy as np
 
+from rwkv_jax import _files
+
 
 class Stored(NamedTuple):
     """An array and the shape that it has in a file, where it may also be transposed."""
@@ -47,7 +49,7 @@ def accepted_target(endings: Collection[str]) -> str:
 
 def check_target(what: str, path: str | os.PathLike[str], endings: Collection[str]) -> None:
     """Raise an error that begins with `what` unless the path is one of `accepted_target`."""
-    target = Path(path).expanduser()
+    target = _files.expanded(path)
     fits = target.suffix in endings if endings else target.suffix not in ENDINGS
     if not fits or (endings and target.is_dir()):
         found = ", which is a folder" if target.is_dir() else ""
