@@ -242,7 +242,7 @@ def test_implementations_refuses(op: str) -> None:
         with pytest.raises(TypeError, match=message):
             rwkv_jax.implementations(op, wrong, *operands[1:])
     with pytest.raises(TypeError, match="platform is 3; accepted are a name and None"):
-        rwkv_jax.implementations(op, *operands, platform=3)
+        rwkv_jax.implementations(op, *operands, platform=3)  # pyright: ignore[reportArgumentType]
     names = ", ".join(OPERATORS[op].inputs)
     with pytest.raises(ValueError, match=f"takes the operands {names}, "):
         rwkv_jax.implementations(op, *operands[:3])

@@ -461,15 +461,16 @@ def test_wrong_arguments(
 
 @pytest.mark.usefixtures("unchecked_types")
 def test_wrong_models(params: rwkv7.Params, tmp_path: Path) -> None:
-    for module, given, message in (
+    wrong: Any = (
         ("rwkv4", params, "generate: module is a str; accepted are rwkv4 to rwkv7"),
         (params, rwkv7, "generate: module is a Params; accepted are rwkv4 to rwkv7"),
         (rwkv7, {}, "rwkv7: params is a dict; accepted is a Params"),
-    ):
+    )
+    for module, given, message in wrong:
         with pytest.raises(TypeError, match=message):
             generation.generate(module, given, [[1]], 1)
     with pytest.raises(TypeError, match="save: session is a int; accepted is a Session"):
-        generation.save(tmp_path / "x.safetensors", 5)
+        generation.save(tmp_path / "x.safetensors", 5)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.usefixtures("unchecked_types")

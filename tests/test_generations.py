@@ -364,7 +364,7 @@ def test_unknown_options(module: ModuleType) -> None:
         with pytest.raises(ValueError, match=message):
             module.apply(params, jnp.ones((2, 3), jnp.int32), recompute=recompute)
     with pytest.raises(TypeError, match="Kernels: wkv is 'ffi'; accepted are None and a function"):
-        models.Kernels(wkv="ffi")
+        models.Kernels(wkv="ffi")  # pyright: ignore[reportArgumentType]
     accepted = "accepted are None, 'xla', 'reference', 'fused' and a models.Kernels"
     for tokens in (jnp.ones((2, 3), jnp.int32), jnp.ones(2, jnp.int32)):
         for kernels, error in (("fast", ValueError), (["xla"], TypeError)):

@@ -121,7 +121,7 @@ def test_wrong_arguments() -> None:
         with pytest.raises(error, match=message):
             Invariant(rwkv7, rows)
     with pytest.raises(TypeError, match="Invariant: module is a int; accepted are rwkv4 to rwkv7"):
-        Invariant(5, rows=2)
+        Invariant(5, rows=2)  # pyright: ignore[reportArgumentType]
     ids = jnp.ones(5, jnp.int32)
     with pytest.raises(ValueError, match=r"Invariant: segment_ids has shape \(5,\)"):
         Invariant(rwkv7).hidden_states(parameters(rwkv7), TOKENS, segment_ids=ids)

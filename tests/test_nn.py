@@ -135,7 +135,7 @@ def test_parameters_have_to_come_from_somewhere(layer: Any) -> None:
     with pytest.raises(TypeError, match=r"config is a dict; accepted are rwkv4\.Config, rwkv5"):
         layer({})
     params, source = parameters(rwkv7), "rngs" if layer is flax.RWKV else "key"
-    key = nnx.Rngs(0) if layer is flax.RWKV else jax.random.key(0)
+    key: Any = nnx.Rngs(0) if layer is flax.RWKV else jax.random.key(0)
     with pytest.raises(TypeError, match=f"RWKV: params and {source} are given; accepted is one of"):
         layer(CONFIG, params=params, **{source: key})
     with pytest.raises(TypeError, match="rwkv6: params is of rwkv7; accepted are those of rwkv6"):

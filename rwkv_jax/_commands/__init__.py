@@ -73,8 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     try:
         status = arguments.run(arguments)
-        if sys.stdout is not None:  # as it is where the caller closed it
-            sys.stdout.flush()
+        print(end="", flush=True)  # also where there is no standard output
         return status
     except KeyboardInterrupt:
         return 130

@@ -117,7 +117,7 @@ def symbolic(sizes: Mapping[str, Any], letters: str) -> str | None:
     return next((f"{one} is symbolic" for one in which), None)
 
 
-def choice(op: str, name: str, value: Any, accepted: Iterable[str | None]) -> str:
+def choice(op: str, name: str, value: Any, accepted: Iterable[str | None]) -> Any:
     accepted = tuple(accepted)
     if value not in accepted:
         raise ValueError(

@@ -116,8 +116,9 @@ class Generation:
         """The state before the first token of `batch` rows, in the form of `params` and on their
         devices, whole on each of them. `dtype` is the dtype of the activations."""
         params, dtype = self.checked(params), _parameters.floating(self.name, dtype)
-        if not export.is_symbolic_dim(batch):
-            check.number(self.name, "batch", batch, 0)
+        rows: Any = batch
+        if not export.is_symbolic_dim(rows):
+            check.number(self.name, "batch", rows, 0)
         state = _trees.initial_state(self.initial_wkv, params, batch, dtype)
         return _mesh.beside(state, params.ln_out.weight)
 
