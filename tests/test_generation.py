@@ -435,7 +435,6 @@ WRONG = [
     ({"prefill_chunks": [1.5]}, TypeError, "a length of prefill_chunks is 1.5; accepted is an int"),
     ({"prefill_chunks": 5}, ValueError, "prefill_chunks is 5; accepted are lengths"),
     ({"sampling": {}}, TypeError, "sampling is {}; accepted is a Sampling or None"),
-    ({"sampling": 5}, TypeError, "sampling is 5; accepted is a Sampling or None"),
     ({"stop_tokens": [99]}, ValueError, "stop_tokens has the token 99"),
     ({"seed": [1, 2]}, ValueError, "seed has the shape (2,); accepted is one integer, or 6"),
     ({"seed": 2**31 - 1}, ValueError, "from 0 to 2^31 - 6"),

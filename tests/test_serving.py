@@ -442,7 +442,6 @@ def test_wrong_requests(
     [
         ({"slots": 0}, "Pool: slots is 0"),
         ({"prefill_chunks": ()}, "Pool: prefill_chunks is ()"),
-        ({"prefill_chunks": 5}, "Pool: prefill_chunks is 5"),
         ({"prefill_chunks": (0,)}, "Pool: a length of prefill_chunks is 0; accepted is an integer"),
         ({"tokenizer": "world"}, "Pool: tokenizer is 'world'; accepted are None and a tokenizers"),
         ({"mesh": 5}, "Pool: mesh is a int; accepted is a jax.sharding.Mesh"),
