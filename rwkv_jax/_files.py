@@ -16,6 +16,20 @@ _FOREIGN = {
 """How files begin that are often in the place of another one."""
 
 
+def expanded(path: str | os.PathLike[str]) -> Path:
+    """The path with the home directory in place of `~`.
+
+    Raises:
+      ValueError: it is empty, or there is no such user.
+    """
+    if not os.fspath(path):
+        raise ValueError("the path is empty; accepted is that of a file or a folder")
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
 def refuse_foreign(path: str | os.PathLike[str], begin: bytes) -> None:
     """Raise an error that says what a file is that begins so, if it is one of `_FOREIGN`."""
     begin = begin.lstrip()

@@ -56,6 +56,7 @@ def implementations(
     Raises:
       ValueError: `op` is unknown, operands are too few or too many, or a step is given segments or
         sequences.
+      TypeError: an operand is no array, or `platform` no name.
     """
     functions = {function.__name__: operator for function, operator in PUBLIC.items()}
     operator = functions[check.choice("implementations", "op", op, functions)]
@@ -70,6 +71,9 @@ def implementations(
     if token and not (segment_ids is None and cu_seqlens is None):
         raise ValueError(f"implementations: {op} takes neither segment_ids nor cu_seqlens")
     given = dict(zip(names, operands, strict=False))
+    for name, x in given.items():
+        if not isinstance(x, jax.ShapeDtypeStruct):
+            check.array(op, name, x)
     axes = signature.arguments(token=token, sequences=cu_seqlens is not None)
     check.shapes(op, axes, given, states)
     inputs = {name: given[name] for name in signature.inputs}
@@ -82,6 +86,8 @@ def implementations(
         packing = Marks(segments.checked(op, segment_ids, *sizes))
     decay = signature.decays[-1] if decay is None else decay
     options = operator.options(decay, precision, None, token=token)
+    if not isinstance(platform, str | None):
+        raise TypeError(f"implementations: platform is {platform!r}; accepted are a name and None")
     platform = platform_of(platform or jax.default_backend())
     platform = platform if platform in PLATFORMS else OTHER
 

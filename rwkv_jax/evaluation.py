@@ -13,8 +13,10 @@ import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
+from rwkv_jax._operator import check
 from rwkv_jax.losses import cross_entropy
 from rwkv_jax.models import _not_finite
+from rwkv_jax.models._invariant import of_module
 from rwkv_jax.models._kernels import Kernels, chosen
 
 _LARGEST = math.log(sys.float_info.max)
@@ -111,13 +113,13 @@ def evaluate(
     Raises:
       ValueError: `tokens` is not a vector of at least two tokens of the vocabulary, or a size is
         not positive.
+      TypeError: a size is no integer, or `params` are not those of a model of `module`.
       FloatingPointError: a loss is NaN or infinite.
     """
-    kernels = chosen("evaluate", kernels)
+    params, kernels = of_module("evaluate", module).checked(params), chosen("evaluate", kernels)
     tokens = np.asarray(tokens)
     for name, size in {"context": context, "batch": batch, "chunk_size": chunk_size}.items():
-        if size < 1:
-            raise ValueError(f"evaluate: {name} is {size}; accepted is a positive integer")
+        check.number("evaluate", name, size, 1)
     if tokens.ndim != 1 or len(tokens) < 2 or tokens.dtype.kind not in "iu":
         raise ValueError(
             f"evaluate: tokens is {tokens.dtype} {list(tokens.shape)}; accepted are integers [T] "

@@ -18,11 +18,10 @@ import jax
 from jax.sharding import AxisType, NamedSharding
 
 from rwkv_jax._devices import sequence as over_devices
-from rwkv_jax._operator import check
 from rwkv_jax._operator.call import Forward, Options, Sequences
 from rwkv_jax._operator.dispatch import named
 from rwkv_jax._operator.operator import PUBLIC, Operator, YAndState
-from rwkv_jax._operator.partition import axis_names, spec_of
+from rwkv_jax._operator.partition import axis_names, check_places, spec_of
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 
@@ -56,7 +55,7 @@ def shard(
       alone. It stands inside `jit` or not, and is differentiable as `operator` is.
 
     Raises:
-      TypeError: `operator` is not a registered operator.
+      TypeError: `operator` is not a registered operator, or mesh axes are no names.
       ValueError: an axis is not one of the mesh, or is named twice, or a step is given a
         sequence. The returned function raises it if a size is not a multiple of the number of
         devices.
@@ -73,7 +72,7 @@ def shard(
                 "within jax.set_mesh"
             )
     places = {"batch": batch, "heads": heads, "sequence": sequence}
-    _check_places(op, mesh, places)
+    check_places(op, mesh, places)
     letters = {"B": batch, "T": sequence, "H": heads, "C": heads}
 
     @functools.wraps(operator)
@@ -171,19 +170,6 @@ def _compute(
     if axis is None:
         return operator.compute(options, operands, token=token)
     return over_devices.run(operator, options, axis, operator.prepared(operands, axis=axis))
-
-
-def _check_places(op: str, mesh: Any, places: Mapping[str, Axes]) -> None:
-    taken: dict[str, str] = {}
-    for place, axes in places.items():
-        for axis in axis_names(axes):
-            check.choice(op, place, axis, mesh.axis_names)
-            if axis in taken:
-                raise ValueError(
-                    f"{op}: {place} is {axes!r}, and {taken[axis]} is {places[taken[axis]]!r}; "
-                    "accepted are different mesh axes"
-                )
-            taken[axis] = place
 
 
 def _check_places_of_sequences(op: str, places: Mapping[str, Axes]) -> None:

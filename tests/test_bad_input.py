@@ -223,6 +223,16 @@ def test_wrong_segment_ids(op: str) -> None:
         (TypeError, "is a list; accepted is a JAX or numpy array", ids.tolist()),
         (TypeError, "is float32; accepted are integers", ids.astype(np.float32)),
         (TypeError, "is bool; accepted are integers", ids > 0),
+        (
+            ValueError,
+            "has 4294967297; accepted are integers from -2147483648",
+            np.int64(2**32) + ids,
+        ),
+        (
+            ValueError,
+            "has -4294967295; accepted are integers from -2147483648",
+            ids - np.int64(2**32),
+        ),
         *(
             (ValueError, f"has shape {x.shape}; accepted is [B, T] = (2, 16)", x)
             for x in (ids[:1], ids[:, 1:], ids[0], ids[..., None])

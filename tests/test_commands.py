@@ -48,6 +48,20 @@ def test_errors_of_the_user(tmp_path: Path, command: Command) -> None:
         assert command.refused("inspect", path).startswith(f"rwkv-jax inspect: {path}: {message}")
 
 
+def test_paths_that_are_none(tmp_path: Path, command: Command) -> None:
+    model = checkpoints.write_model(tmp_path)
+    assert "the path is empty; accepted" in command.refused("inspect", "")
+    nobody = "~nobody-has-this-name/x.pth"
+    assert command.refused("convert", model, nobody).startswith(f"rwkv-jax convert: {nobody}: ")
+
+
+def test_a_closed_output() -> None:
+    done = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -m rwkv_jax doctor >&-"], capture_output=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 def test_a_closed_pipe(tmp_path: Path) -> None:
     """Nothing is said of it, as of other programs before head, by the module as a program."""
     model = checkpoints.write_model(tmp_path)

@@ -231,11 +231,18 @@ def test_implementations(op: str) -> None:
 
 
 @each_operator
+@pytest.mark.usefixtures("unchecked_types")
 def test_implementations_refuses(op: str) -> None:
     inputs, _ = OPERATORS[op].make(CASE)
     operands = tuple(inputs.values())
     with pytest.raises(ValueError, match="op is 'wkv9'; accepted are"):
         rwkv_jax.implementations("wkv9", *operands)
+    for wrong in (operands[0].tolist(), None):
+        message = f"{op}: .* is a {type(wrong).__name__}; accepted is a JAX or numpy array"
+        with pytest.raises(TypeError, match=message):
+            rwkv_jax.implementations(op, wrong, *operands[1:])
+    with pytest.raises(TypeError, match="platform is 3; accepted are a name and None"):
+        rwkv_jax.implementations(op, *operands, platform=3)  # pyright: ignore[reportArgumentType]
     names = ", ".join(OPERATORS[op].inputs)
     with pytest.raises(ValueError, match=f"takes the operands {names}, "):
         rwkv_jax.implementations(op, *operands[:3])

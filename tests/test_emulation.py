@@ -176,7 +176,7 @@ def test_a_sequence_in_each_row(
 def test_the_same_bits_in_little_shared_memory(
     emulated: Emulation, op: str, case: Case, packed: bool
 ) -> None:
-    rows = {"segment_ids": _ids(case)} if packed else {}
+    rows: dict[str, Any] = {"segment_ids": _ids(case)} if packed else {}
     found = []
     for shared_memory in (DEVICES["9.0"].shared_memory, DEVICES["8.9"].shared_memory):
         emulated.use(Device(132, shared_memory))

@@ -71,12 +71,17 @@ def test_figures() -> None:
         ([1.0, 2.0], {}, r"tokens is float64 \[2\]; accepted"),
         ([1, 61], {}, "tokens are from 1 to 61; accepted are 0 to 60"),
         ([-1, 2], {}, "tokens are from -1 to 2; accepted are 0 to 60"),
-        ([1, 2], {"context": 0}, "context is 0; accepted is a positive integer"),
-        ([1, 2], {"batch": -1}, "batch is -1; accepted is a positive integer"),
+        ([1, 2], {"context": 0}, "context is 0; accepted is an integer from 1 on"),
+        ([1, 2], {"batch": -1}, "batch is -1; accepted is an integer from 1 on"),
+        *(
+            ([1, 2], {"chunk_size": x}, f"chunk_size is {x!r}; accepted is an integer from 1 on")
+            for x in (2.9, True, None, "3", math.nan)
+        ),
         ([1, 2], {"kernels": "fast"}, "evaluate: kernels is 'fast'; accepted are None, 'xla'"),
-        ([1, 2], {"chunk_size": 0}, "chunk_size is 0; accepted is a positive integer"),
+        ([1, 2], {"chunk_size": 0}, "chunk_size is 0; accepted is an integer from 1 on"),
     ],
 )
+@pytest.mark.usefixtures("unchecked_types")
 def test_wrong_arguments(tokens: Any, options: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         evaluation.evaluate(rwkv5, parameters(rwkv5), np.asarray(tokens), **options)

@@ -431,7 +431,10 @@ WRONG = [
     ({"max_new_tokens": 2**31 - 11}, ValueError, "row 5 would have 2147483648 tokens"),
     ({"max_new_tokens": 2.5}, TypeError, "max_new_tokens is 2.5; accepted is an integer from 0"),
     ({"prefill_chunks": ()}, ValueError, "prefill_chunks is ()"),
-    ({"prefill_chunks": (0, 4)}, ValueError, "lengths of at least 1"),
+    ({"prefill_chunks": (0, 4)}, ValueError, "a length of prefill_chunks is 0; accepted is an int"),
+    ({"prefill_chunks": [1.5]}, TypeError, "a length of prefill_chunks is 1.5; accepted is an int"),
+    ({"prefill_chunks": 5}, ValueError, "prefill_chunks is 5; accepted are lengths"),
+    ({"sampling": {}}, TypeError, "sampling is {}; accepted is a Sampling or None"),
     ({"stop_tokens": [99]}, ValueError, "stop_tokens has the token 99"),
     ({"seed": [1, 2]}, ValueError, "seed has the shape (2,); accepted is one integer, or 6"),
     ({"seed": 2**31 - 1}, ValueError, "from 0 to 2^31 - 6"),
@@ -453,6 +456,20 @@ def test_wrong_arguments(
     with pytest.raises(error) as raised:
         generate(params, **options)
     assert message in str(raised.value)
+
+
+@pytest.mark.usefixtures("unchecked_types")
+def test_wrong_models(params: rwkv7.Params, tmp_path: Path) -> None:
+    wrong: Any = (
+        ("rwkv4", params, "generate: module is a str; accepted are rwkv4 to rwkv7"),
+        (params, rwkv7, "generate: module is a Params; accepted are rwkv4 to rwkv7"),
+        (rwkv7, {}, "rwkv7: params is a dict; accepted is a Params"),
+    )
+    for module, given, message in wrong:
+        with pytest.raises(TypeError, match=message):
+            generation.generate(module, given, [[1]], 1)
+    with pytest.raises(TypeError, match="save: session is a int; accepted is a Session"):
+        generation.save(tmp_path / "x.safetensors", 5)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.usefixtures("unchecked_types")

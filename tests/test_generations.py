@@ -357,12 +357,35 @@ def test_states_are_checked(module: ModuleType) -> None:
 def test_unknown_options(module: ModuleType) -> None:
     """Also for one token of each row, where no layer function has kernels."""
     params = parameters(module)
-    accepted = "accepted are None, 'mixes', 'cheap', 'blocks'"
-    with pytest.raises(ValueError, match=f"recompute is 'all'; {accepted}"):
-        module.apply(params, jnp.ones((2, 3), jnp.int32), recompute="all")
+    name = module.GENERATION.name
+    for recompute in ("all", []):
+        accepted = "accepted are None, 'mixes', 'cheap', 'blocks'"
+        message = re.escape(f"{name}: recompute is {recompute!r}; {accepted}")
+        with pytest.raises(ValueError, match=message):
+            module.apply(params, jnp.ones((2, 3), jnp.int32), recompute=recompute)
+    with pytest.raises(TypeError, match="Kernels: wkv is 'ffi'; accepted are None and a function"):
+        models.Kernels(wkv="ffi")  # pyright: ignore[reportArgumentType]
     accepted = "accepted are None, 'xla', 'reference', 'fused' and a models.Kernels"
     for tokens in (jnp.ones((2, 3), jnp.int32), jnp.ones(2, jnp.int32)):
         for kernels, error in (("fast", ValueError), (["xla"], TypeError)):
-            message = re.escape(f"{module.GENERATION.name}: kernels is {kernels!r}; {accepted}")
+            message = re.escape(f"{name}: kernels is {kernels!r}; {accepted}")
             with pytest.raises(error, match=message):
                 module.apply(params, tokens, kernels=kernels)
+
+
+@pytest.mark.usefixtures("unchecked_types")
+def test_wrong_parameters_and_sizes(module: ModuleType) -> None:
+    params, name, config = parameters(module), module.GENERATION.name, config_of(module)
+    other = rwkv5 if module is rwkv6 else rwkv6
+    for function in (module.apply, module.initial_state):
+        with pytest.raises(TypeError, match=f"{name}: params is a dict; accepted is a Params"):
+            function({}, np.ones(2, np.int32))
+        with pytest.raises(TypeError, match=f"{name}: params is of rwkv.; accepted are those of"):
+            function(parameters(other), np.ones(2, np.int32))
+    for error, size in ((ValueError, -1), (TypeError, 1.5), (TypeError, "2"), (TypeError, True)):
+        with pytest.raises(error, match=f"{name}: batch is {size!r}; accepted is an integer"):
+            module.initial_state(params, size)
+        with pytest.raises(error, match=f"{name}: num_layers is {size!r}; accepted is an integer"):
+            dataclasses.replace(config, num_layers=size)
+    with pytest.raises(ValueError, match=f"{name}: segment_ids has 4294967296; accepted are int"):
+        module.apply(params, np.ones(2, np.int32), segment_ids=np.array([2**32, 1]))

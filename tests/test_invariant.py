@@ -120,6 +120,8 @@ def test_wrong_arguments() -> None:
     for rows, error in cases:
         with pytest.raises(error, match=message):
             Invariant(rwkv7, rows)
+    with pytest.raises(TypeError, match="Invariant: module is a int; accepted are rwkv4 to rwkv7"):
+        Invariant(5, rows=2)  # pyright: ignore[reportArgumentType]
     ids = jnp.ones(5, jnp.int32)
     with pytest.raises(ValueError, match=r"Invariant: segment_ids has shape \(5,\)"):
         Invariant(rwkv7).hidden_states(parameters(rwkv7), TOKENS, segment_ids=ids)

@@ -388,6 +388,8 @@ def test_wrong_origin() -> None:
     for wrong in (origin[:, :2], origin[0], origin.astype(np.float32), origin[:1]):
         with pytest.raises((TypeError, ValueError), match=message):
             layers.norm_shift_mix(**inputs, origin=wrong)
+    with pytest.raises(TypeError, match="origin is a list; accepted is a JAX or numpy array"):
+        layers.norm_shift_mix(**inputs, origin=origin.tolist())
 
 
 @pytest.mark.usefixtures("unchecked_types")
@@ -401,6 +403,8 @@ def test_wrong_maps() -> None:
     for maps in ([], [one] * 8):
         with pytest.raises(ValueError, match=f"{len(maps)} maps; accepted are 1 to 7"):
             layers.low_rank_maps(maps)
+    with pytest.raises(TypeError, match="maps is a ndarray; accepted is a sequence with LowRankM"):
+        layers.low_rank_maps(inputs["x"])
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)

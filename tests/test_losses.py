@@ -435,6 +435,7 @@ BAD_VALUES = [
     ("weight", np.zeros(16, np.float32), "has shape (16,); accepted is"),
     ("weight", np.zeros((0, 16), np.float32), "has shape (0, 16); accepted"),
     ("weight", np.zeros((37, 8), np.float32), "so C = 8, where hidden_states has C = 16"),
+    ("targets", np.full(3, 2**32 + 1), "has 4294967297; accepted are integers from -2147483648"),
     ("targets", np.zeros(4, np.int32), "has shape (4,); accepted is that"),
     ("mask", np.zeros((3, 1), bool), "has shape (3, 1); accepted is that"),
     ("reduction", "average", "is 'average'; accepted are 'mean', 'sum'"),

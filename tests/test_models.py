@@ -242,6 +242,8 @@ def test_parameters_that_do_not_divide_stay_whole(cpus: list[Any]) -> None:
     assert placed.blocks[1].ffn.value.weight.spec == P(None, "model")
     with pytest.raises(ValueError, match="data is 'batch'; accepted"):
         rwkv7.shardings(shapes, mesh, data="batch")
+    with pytest.raises(ValueError, match="model is 'model', and data is 'model'; accepted are dif"):
+        rwkv7.shardings(shapes, mesh, data="model", model="model")
 
 
 @pytest.mark.slow

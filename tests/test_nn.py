@@ -1,6 +1,7 @@
 """`rwkv_jax.nn`: Flax and Equinox layers are equal, and start with the parameters of
 `rwkv_jax.models`."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -10,11 +11,12 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
 
-from rwkv_jax import models
+from rwkv_jax import evaluation, generation, models
 from rwkv_jax.models import Kernels, rwkv4, rwkv5, rwkv6, rwkv7
 from rwkv_jax.nn import equinox, flax
 from rwkv_jax.wkv7 import wkv7
@@ -132,3 +134,25 @@ def test_parameters_have_to_come_from_somewhere(layer: Any) -> None:
         layer(CONFIG)
     with pytest.raises(TypeError, match=r"config is a dict; accepted are rwkv4\.Config, rwkv5"):
         layer({})
+    params, source = parameters(rwkv7), "rngs" if layer is flax.RWKV else "key"
+    key: Any = nnx.Rngs(0) if layer is flax.RWKV else jax.random.key(0)
+    with pytest.raises(TypeError, match=f"RWKV: params and {source} are given; accepted is one of"):
+        layer(CONFIG, params=params, **{source: key})
+    with pytest.raises(TypeError, match="rwkv6: params is of rwkv7; accepted are those of rwkv6"):
+        layer(config_of(rwkv6), params=params)
+    with pytest.raises(ValueError, match=r"RWKV: config is .*; accepted with these params is"):
+        layer(dataclasses.replace(CONFIG, vocab_size=7), params=params)
+    for other in (models.quantize(models.for_decoding(params)), rwkv7.stacked(params)):
+        layer(CONFIG, params=other)
+
+
+@pytest.mark.usefixtures("unchecked_types")
+def test_functions_take_the_parameters_of_a_flax_model() -> None:
+    params, tokens = parameters(rwkv5), np.arange(5)
+    found = flax.RWKV(config_of(rwkv5), params=params).params
+    assert_trees_close(rwkv5.apply(found, tokens[None]), rwkv5.apply(params, tokens[None]), 0)
+    for function in (
+        lambda params: generation.generate(rwkv5, params, [tokens], 2).tokens,
+        lambda params: evaluation.evaluate(rwkv5, params, tokens).losses.tolist(),
+    ):
+        assert function(found) == function(params)

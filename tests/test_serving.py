@@ -442,7 +442,9 @@ def test_wrong_requests(
     [
         ({"slots": 0}, "Pool: slots is 0"),
         ({"prefill_chunks": ()}, "Pool: prefill_chunks is ()"),
-        ({"prefill_chunks": (0,)}, "lengths of at least 1"),
+        ({"prefill_chunks": (0,)}, "Pool: a length of prefill_chunks is 0; accepted is an integer"),
+        ({"tokenizer": "world"}, "Pool: tokenizer is 'world'; accepted are None and a tokenizers"),
+        ({"mesh": 5}, "Pool: mesh is a int; accepted is a jax.sharding.Mesh"),
         ({"readers": 4}, "Pool: readers is 4; accepted is an integer from 1 to 3"),
         ({"steps": 33}, "Pool: steps is 33; accepted is an integer from 1 to 32"),
         ({"cache_bytes": -1}, "Pool: cache_bytes is -1"),
@@ -453,6 +455,7 @@ def test_wrong_requests(
     ],
     ids=str,
 )
+@pytest.mark.usefixtures("unchecked_types")
 def test_wrong_pools(params: rwkv7.Params, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
         pool_of(params, **options)

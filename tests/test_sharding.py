@@ -169,6 +169,7 @@ def test_vmap_and_remat(run: Run, cpus: list[Any]) -> None:
         assert_right({n: x[i] for n, x in found.items()}, expected(run.op, *one))
 
 
+@pytest.mark.usefixtures("unchecked_types")
 def test_refusals(cpus: list[Any]) -> None:
     devices = meshes.mesh("data=2,seq=2", AxisType.Auto, cpus)
     shard, wkv7 = sharding.shard, rwkv_jax.wkv7
@@ -180,6 +181,13 @@ def test_refusals(cpus: list[Any]) -> None:
     for operator, axes, message in refused:
         with pytest.raises(ValueError, match=message):
             shard(operator, devices, **axes)
+    no_names: list[tuple[Any, dict[str, Any], str]] = [
+        (devices, {"heads": 3}, "heads is 3; accepted are a name, a tuple and None"),
+        (5, {}, "mesh is a int; accepted is a jax.sharding.Mesh"),
+    ]
+    for mesh, axes, message in no_names:
+        with pytest.raises(TypeError, match=f"wkv7: {message}"):
+            shard(wkv7, mesh, **axes)
     with pytest.raises(ValueError, match="mesh is None and no mesh is set"):
         shard(wkv7, batch="data")
     with pytest.raises(TypeError, match=r"operator is .*; accepted are wkv4, "):

@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     try:
         status = arguments.run(arguments)
-        sys.stdout.flush()
+        print(end="", flush=True)  # also where there is no standard output
         return status
     except KeyboardInterrupt:
         return 130

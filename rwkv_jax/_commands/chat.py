@@ -4,9 +4,9 @@ import argparse
 import contextlib
 import importlib
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from rwkv_jax import _files
 from rwkv_jax._commands.arguments import add_dtype, add_initial_state, add_model, add_tokenizer
 from rwkv_jax._commands.interrupt import Interrupt
 from rwkv_jax._commands.output import SESSIONS, check_target
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.session is not None:
         check_target("--session", arguments.session, SESSIONS)
     conversation = Conversation(TextModel(arguments), arguments.tokens, seed_of(arguments))
-    if arguments.session is not None and Path(arguments.session).expanduser().exists():
+    if arguments.session is not None and _files.expanded(arguments.session).exists():
         conversation.load(arguments.session)
     while (message := _message()) is not None:
         command, _, rest = message.partition(" ")

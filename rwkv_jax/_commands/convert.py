@@ -1,8 +1,8 @@
 """`rwkv-jax convert`: a checkpoint in another form."""
 
 import argparse
-from pathlib import Path
 
+from rwkv_jax import _files
 from rwkv_jax._commands.arguments import add_dtype, add_model, positive
 from rwkv_jax._commands.output import check_target, in_bytes
 
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    target = Path(arguments.target).expanduser()
+    target = _files.expanded(arguments.target)
     if arguments.group and not arguments.quantize:
         raise ValueError("--group needs --quantize")
     if not arguments.force and (any(target.iterdir()) if target.is_dir() else target.exists()):

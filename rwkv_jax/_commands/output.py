@@ -2,7 +2,8 @@
 
 import tempfile
 from collections.abc import Collection, Sequence
-from pathlib import Path
+
+from rwkv_jax import _files
 
 SESSIONS = (".safetensors",)
 
@@ -20,7 +21,7 @@ def check_target(name: str, path: str, endings: Collection[str]) -> None:
     from rwkv_jax.models._checkpoints import writing
 
     writing.check_target(name, path, endings)
-    target = Path(path).expanduser()
+    target = _files.expanded(path)
     folder = target.parent
     if not endings:
         folder = next(x for x in (target, *target.parents) if x.exists())

@@ -27,6 +27,21 @@ def dtype(op: str, name: str, x: Any) -> None:
         raise TypeError(f"{op}: {name} is {x.dtype}; accepted are {', '.join(DTYPES)}")
 
 
+def integers(op: str, name: str, x: Any) -> jax.Array:
+    """`x` as a JAX array, which without 64-bit types would silently wrap larger numbers."""
+    array(op, name, x)
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise TypeError(f"{op}: {name} is {x.dtype}; accepted are integers")
+    if isinstance(x, np.ndarray) and x.size:
+        held = jnp.iinfo(jax.dtypes.canonicalize_dtype(x.dtype))
+        wrong = x.max() if x.max() > held.max else x.min()
+        if not held.min <= wrong <= held.max:
+            raise ValueError(
+                f"{op}: {name} has {wrong}; accepted are integers from {held.min} to {held.max}"
+            )
+    return jnp.asarray(x)
+
+
 def arrays(
     op: str, axes: Mapping[str, str], given: Mapping[str, Any], states: Iterable[str]
 ) -> dict[str, jax.Array]:
@@ -46,10 +61,7 @@ def shapes(
     """The checks of `arrays`, on anything that has a shape and a dtype."""
     for name in states:
         if name in given and given[name].dtype != STATE_DTYPE:
-            raise TypeError(
-                f"{op}: {name} is {given[name].dtype}; accepted is {STATE_DTYPE}, "
-                "the dtype in which every state is kept"
-            )
+            raise TypeError(f"{op}: {name} is {given[name].dtype}; accepted is {STATE_DTYPE}")
     share_dtype(op, {name: x for name, x in given.items() if name not in states})
     share_sizes(op, axes, given)
 
@@ -105,7 +117,7 @@ def symbolic(sizes: Mapping[str, Any], letters: str) -> str | None:
     return next((f"{one} is symbolic" for one in which), None)
 
 
-def choice(op: str, name: str, value: Any, accepted: Iterable[str]) -> str:
+def choice(op: str, name: str, value: Any, accepted: Iterable[str | None]) -> Any:
     accepted = tuple(accepted)
     if value not in accepted:
         raise ValueError(
@@ -117,7 +129,7 @@ def choice(op: str, name: str, value: Any, accepted: Iterable[str]) -> str:
 def number(what: str, name: str, given: Any, least: int, most: int | None = None) -> None:
     """Raise an error that begins with `what` unless `given` is an integer between two others."""
     accepted = f"an integer from {least} " + ("on" if most is None else f"to {most}")
-    if not isinstance(given, int | np.integer):
+    if not isinstance(given, int | np.integer) or isinstance(given, bool):
         raise TypeError(f"{what}: {name} is {given!r}; accepted is {accepted}")
     if given < least or (most is not None and given > most):
         raise ValueError(f"{what}: {name} is {given}; accepted is {accepted}")

@@ -21,8 +21,10 @@ from jax.experimental.custom_partitioning import (
     SdyShardingRule,
     custom_partitioning,
 )
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+from rwkv_jax._operator import check
 
 SHARDED, WHOLE = "BHC", "KV"
 
@@ -178,6 +180,24 @@ def folds_constants() -> bool:
 def axis_names(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
     """The names of the mesh axes that shard one axis of an array."""
     return (axes,) if isinstance(axes, str) else tuple(axes or ())
+
+
+def check_places(op: str, mesh: Any, places: Mapping[str, Any]) -> None:
+    """Check mesh axes by the names of the arguments that they were given as."""
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise TypeError(f"{op}: mesh is a {type(mesh).__name__}; accepted is a jax.sharding.Mesh")
+    taken: dict[str, str] = {}
+    for place, axes in places.items():
+        if not isinstance(axes, str | tuple | None):
+            raise TypeError(f"{op}: {place} is {axes!r}; accepted are a name, a tuple and None")
+        for axis in axis_names(axes):
+            check.choice(op, place, axis, mesh.axis_names)
+            if axis in taken:
+                raise ValueError(
+                    f"{op}: {place} is {axes!r}, and {taken[axis]} is {places[taken[axis]]!r}; "
+                    "accepted are different mesh axes"
+                )
+            taken[axis] = place
 
 
 def explicit_mesh(operands: Iterable[Array]) -> Any:

@@ -21,13 +21,11 @@ CONTINUES, STARTS, PADDING = 0, 1, 2
 
 def checked(op: str, ids: Any, *shape: int) -> Array:
     """Integers [B, T], or [B] for one token of each row."""
-    check.array(op, "segment_ids", ids)
-    if not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise TypeError(f"{op}: segment_ids is {ids.dtype}; accepted are integers")
+    found = check.integers(op, "segment_ids", ids)
     if ids.shape != shape:
         axes = "[B, T]" if len(shape) == 2 else "[B]"
         raise ValueError(f"{op}: segment_ids has shape {ids.shape}; accepted is {axes} = {shape}")
-    return jnp.asarray(ids)
+    return found
 
 
 def marks(ids: Array, before: Array | None = None, seen: Array | bool = False) -> Array:

@@ -2,7 +2,6 @@
 
 import functools
 import os
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from rwkv_jax import _files
 from rwkv_jax._operator import check
 from rwkv_jax.generation._session import Model, Session, started
 from rwkv_jax.models import _parameters
@@ -18,7 +18,7 @@ from rwkv_jax.models._arguments import differences
 from rwkv_jax.models._checkpoints import safetensors
 from rwkv_jax.models._checkpoints.tensors import Allowance, listed, mapped
 from rwkv_jax.models._checkpoints.writing import Stored, check_target
-from rwkv_jax.models._invariant import Invariant
+from rwkv_jax.models._invariant import Invariant, of_module
 from rwkv_jax.models._parameters import names
 from rwkv_jax.models._stacking import stack, unstack
 
@@ -34,11 +34,13 @@ def save(path: str | os.PathLike[str], session: Session) -> None:
 
     Raises:
       ValueError: `path` does not end in `.safetensors`.
-      TypeError: the session has something else than arrays.
+      TypeError: `session` is no session, or has something else than arrays.
       RuntimeError: the session is distributed over several processes.
     """
-    path = Path(path).expanduser()
+    path = _files.expanded(path)
     check_target("save: path", path, (".safetensors",))
+    if not isinstance(session, Session):
+        raise TypeError(f"save: session is a {type(session).__name__}; accepted is a Session")
     for name, x in names(session).items():
         check.array("save", name, x)
     arrays = names(session._replace(state=unstack(session.state)))
@@ -70,13 +72,15 @@ def load(
       FileNotFoundError: there is no such file.
       ValueError: the file is damaged; or arrays are missing, of no use, or have another shape or
         dtype than a session of this model, all of which the message lists.
-      TypeError: `dtype` is no dtype that activations can have.
+      TypeError: `dtype` is no dtype that activations can have, or `params` are not those of a model
+        of `module`.
     """
-    path = Path(path).expanduser()
+    path = _files.expanded(path)
     tensors = safetensors.read(mapped(path), str(path), Allowance())
     found = {name: x.array for name, x in tensors.items()}
     positions = found.get("positions", np.zeros(1, np.int32))
     batch = max(len(positions), 1) if positions.ndim == 1 else 1
+    params = of_module("load", module).checked(params)
     model = Model(module, _parameters.floating("load", dtype))
     expected = jax.eval_shape(functools.partial(started, model, batch=batch), params)
     form = jax.tree.structure(expected.state)

@@ -14,6 +14,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Int32
 
+from rwkv_jax._operator import check
 from rwkv_jax.generation._session import Model, Session
 
 PREFILL_CHUNKS = (16, 64, 256)
@@ -40,6 +41,18 @@ def read(
         )
         begin += chunk
     return session
+
+
+def check_chunks(what: str, chunks: Any) -> tuple[int, ...]:
+    """The lengths of prefill chunks. Raise an error that begins with `what` unless they are a
+    sequence of positive integers."""
+    if not isinstance(chunks, Sequence | np.ndarray) or not len(chunks):
+        raise ValueError(
+            f"{what}: prefill_chunks is {chunks!r}; accepted are lengths of at least 1"
+        )
+    for chunk in chunks:
+        check.number(what, "a length of prefill_chunks", chunk, 1)
+    return tuple(map(int, chunks))
 
 
 def lengths_of_prefill_chunks(tokens: int, chunks: Sequence[int]) -> list[int]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -90,6 +90,14 @@ class Sampling:
             if values.ndim > 1 or not inside.all():
                 raise ValueError(f"Sampling: {name} is {given!r}; accepted is {accepted}")
         check_tokens("Sampling", "uncounted", self.uncounted)
+
+
+def checked(what: str, sampling: Any) -> Sampling:
+    """`sampling`, or the defaults if it is None. Raise an error that begins with `what` if it is
+    anything else."""
+    if not isinstance(sampling, Sampling | None):
+        raise TypeError(f"{what}: sampling is {sampling!r}; accepted is a Sampling or None")
+    return sampling or Sampling()
 
 
 class Settings(NamedTuple):

@@ -16,12 +16,13 @@ from rwkv_jax.generation._sampling import (
     NO_DISTRIBUTION,
     Sampling,
     check_tokens,
+    checked,
     mask,
     no_distribution,
     settings,
 )
 from rwkv_jax.generation._session import MOST_TOKENS, Model, Session
-from rwkv_jax.models._invariant import Invariant
+from rwkv_jax.models._invariant import Invariant, of_module
 from rwkv_jax.models._kernels import Kernels, chosen
 
 Reason: TypeAlias = Literal["length", "stop token", "stopped", "failed"]
@@ -67,7 +68,8 @@ class TokenStream(Iterator[list[int | None]]):
         "failed".
 
     Raises:
-      TypeError: tokens, seeds or `max_new_tokens` are no integers.
+      TypeError: tokens, seeds, lengths of chunks or `max_new_tokens` are no integers; or `sampling`
+        is no `Sampling`; or `params` are not those of a model of `module`.
       ValueError: there is no prompt; or the first prompt of a row is empty; or tokens are not in
         the vocabulary; or `max_new_tokens` is negative or too large; or the settings, the seeds or
         the session are for another number of rows; or a length of a chunk is not positive; or the
@@ -90,16 +92,13 @@ class TokenStream(Iterator[list[int | None]]):
         dtype: DTypeLike = jnp.float32,
         kernels: Kernels | str | None = None,
     ):
+        params = of_module("generate", module).checked(params)
         model = Model(module, jnp.dtype(dtype), chosen("generate", kernels))
         vocabulary, batch = len(params.head.weight), len(prompts)
         if batch == 0:
             raise ValueError("generate: there are no prompts; accepted is one for each row")
         check.number("generate", "max_new_tokens", max_new_tokens, 0, MOST_TOKENS)
-        if not prefill_chunks or min(prefill_chunks) < 1:
-            raise ValueError(
-                f"generate: prefill_chunks is {prefill_chunks!r}; accepted are lengths of at least "
-                "1"
-            )
+        prefill_chunks = _prefill.check_chunks("generate", prefill_chunks)
         rows = [check_tokens("generate", "a prompt", prompt) for prompt in prompts]
         for row, prompt in enumerate(rows):
             if prompt.size and prompt.max() >= vocabulary:
@@ -117,7 +116,7 @@ class TokenStream(Iterator[list[int | None]]):
         elif state is not None:
             raise ValueError("generate: state with a session; accepted is None for one of them")
         controls = _decoding.Controls(
-            settings(sampling or Sampling(), batch, vocabulary),
+            settings(checked("generate", sampling), batch, vocabulary),
             mask("generate", "stop_tokens", stop_tokens, batch, vocabulary),
         )
         self._controls = jax.tree.map(jnp.asarray, controls)

@@ -87,6 +87,9 @@ def low_rank_maps(
 
 def _checked(maps: Sequence[LowRankMap], implementation: str | None) -> list["_Map"]:
     op = "low_rank_maps"
+    if not isinstance(maps, Sequence) or not all(isinstance(m, LowRankMap) for m in maps):
+        kind = type(maps).__name__
+        raise TypeError(f"{op}: maps is a {kind}; accepted is a sequence with LowRankMap alone")
     if not 1 <= len(maps) <= len(RANKS):
         raise ValueError(f"{op}: {len(maps)} maps; accepted are 1 to {len(RANKS)}")
     axes: dict[str, str] = {}

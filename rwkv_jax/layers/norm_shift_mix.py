@@ -9,6 +9,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Float32, Int32
 
+from rwkv_jax._operator import check
 from rwkv_jax._operator.call import Arrays
 from rwkv_jax._typing import Operand
 from rwkv_jax.layers._function import Function, per_token, run
@@ -74,11 +75,13 @@ def norm_shift_mix(
     rows, tokens = np.shape(x)[:2] if np.ndim(x) == 3 else (0, 0)
     if origin is None:
         origin = jnp.zeros((rows, 0), jnp.int32)
-    elif np.ndim(x) == 3 and (np.shape(origin) != (rows, tokens) or origin.dtype != np.int32):
-        raise ValueError(
-            f"norm_shift_mix: origin is {origin.dtype} of shape {np.shape(origin)}; accepted is "
-            f"int32 [B, T] = [{rows}, {tokens}]"
-        )
+    else:
+        check.array("norm_shift_mix", "origin", origin)
+        if np.ndim(x) == 3 and (origin.shape != (rows, tokens) or origin.dtype != np.int32):
+            raise ValueError(
+                f"norm_shift_mix: origin is {origin.dtype} of shape {origin.shape}; accepted is "
+                f"int32 [B, T] = [{rows}, {tokens}]"
+            )
     found = run(
         _function(len(mix)),
         {"x": x, "before": before},

@@ -21,8 +21,7 @@ def operands(op: str, hidden_states: Any, weight: Any, targets: Any, mask: Any) 
         check.array(op, name, x)
     for name in ("hidden_states", "weight"):
         check.dtype(op, name, given[name])
-    if not jnp.issubdtype(targets.dtype, jnp.integer):
-        raise TypeError(f"{op}: targets is {targets.dtype}; accepted are integers")
+    targets = check.integers(op, "targets", targets)
     if mask is not None and mask.dtype != bool:
         raise TypeError(f"{op}: mask is {mask.dtype}; accepted is bool")
     if hidden_states.ndim == 0:

@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping
 
+from rwkv_jax._operator import check
+
 
 def check_sizes(generation: str, sizes: Mapping[str, int]) -> None:
-    """Raise a `ValueError` that names the generation unless each size is positive, and
+    """Raise an error that names the generation unless each size is a positive integer, and
     `hidden_size` a multiple of `head_size`, if there is one."""
     for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{generation}: {name} is {size}; accepted is a positive integer")
+        check.number(generation, name, size, 1)
     hidden_size, head_size = sizes["hidden_size"], sizes.get("head_size", 1)
     if hidden_size % head_size:
         raise ValueError(

@@ -16,6 +16,7 @@ from jaxtyping import Float, Float32, Int
 from rwkv_jax._operator import check
 from rwkv_jax._typing import Operand
 from rwkv_jax.models import _arguments, _linear, _mesh
+from rwkv_jax.models._model import Generation
 from rwkv_jax.models._stacking import block_axes
 
 
@@ -42,7 +43,7 @@ class Invariant:
       rows: how many rows are computed at once.
 
     Raises:
-      TypeError: `rows` is no integer.
+      TypeError: `module` is no such module, or `rows` no integer.
       ValueError: `rows` is less than 1.
     """
 
@@ -50,6 +51,7 @@ class Invariant:
     rows: int = 8
 
     def __post_init__(self) -> None:
+        of_module("Invariant", self.module)
         check.number("Invariant", "rows", self.rows, 1)
 
     def initial_state(self, params: Any, batch: int, dtype: DTypeLike = jnp.float32) -> Any:
@@ -67,6 +69,7 @@ class Invariant:
         **options: Any,
     ) -> tuple[Float[Array, "B *T C"], Any]:
         """As `hidden_states` of the module, with its arguments and errors."""
+        params = self.module.GENERATION.checked(params)
         _arguments.check_tokens("Invariant", tokens, params.emb.weight.shape[0])
         segment_ids = _arguments.checked_segment_ids("Invariant", segment_ids, tokens.shape)
         _arguments.check_state("Invariant", self.initial_state, params, state, len(tokens), dtype)
@@ -177,6 +180,7 @@ class Invariant:
         self, params: Any, tokens: Int[Operand, " B *T"], state: Any = None, **options: Any
     ) -> tuple[Float32[Array, "B *T V"], Any]:
         """As `apply` of the module, with its arguments and errors."""
+        params = self.module.GENERATION.checked(params)
         x, state = self.hidden_states(params, tokens, state, **options)
         return self.logits(params, x), state
 
@@ -188,6 +192,21 @@ class Invariant:
         missing = [(0, 0)] * x.ndim
         missing[axis] = 0, groups * self.rows - x.shape[axis]
         return jnp.pad(x, missing)
+
+
+def of_module(what: str, module: Any) -> Generation:
+    """The generation of a module of `rwkv_jax.models`, or of an `Invariant` of one.
+
+    Raises:
+      TypeError: `module` is neither. The message begins with `what`.
+    """
+    module = module.module if isinstance(module, Invariant) else module
+    if not isinstance(found := getattr(module, "GENERATION", None), Generation):
+        raise TypeError(
+            f"{what}: module is a {type(module).__name__}; accepted are rwkv4 to rwkv7 of "
+            "rwkv_jax.models, and a models.Invariant of one"
+        )
+    return found
 
 
 def _unknown(*numbers: int) -> tuple[Array, ...]:

@@ -35,6 +35,7 @@ class Kernels:
 
     Raises:
       ValueError: `layers` or `blocks` is none of the names.
+      TypeError: `wkv` is no function.
     """
 
     operator: str | None = None
@@ -47,6 +48,8 @@ class Kernels:
         for name, accepted in names.items():
             if (value := getattr(self, name)) is not None:
                 check.choice("Kernels", name, value, accepted)
+        if self.wkv is not None and not callable(self.wkv):
+            raise TypeError(f"Kernels: wkv is {self.wkv!r}; accepted are None and a function")
 
     @property
     def may_fuse(self) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, export
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 from jaxtyping import Float, Float32, Int, Key, PyTree
@@ -37,6 +37,7 @@ from rwkv_jax.models._trees import (
     Params,
     State,
     TimeMixState,
+    first_block,
     initial_block,
 )
 
@@ -51,6 +52,7 @@ class Generation:
       name: the name of its module, such as "rwkv7".
       config: the class of the sizes of a model. All of them have `num_layers`,
         `hidden_size` and `vocab_size`.
+      time_mix_params: the class of the parameters of a time mixing.
       mix_tokens: the time mixing. It takes its parameters, a normalisation, its input, its state,
         what the first block has for all others (the value in RWKV-7; otherwise None) and
         `Options`. It returns the input, for its other uses, the output, the next state, and what
@@ -71,6 +73,7 @@ class Generation:
 
     name: str
     config: type
+    time_mix_params: type
     mix_tokens: Callable[..., tuple[Array, Array, Any, Any]]
     mix_channels: Callable[..., tuple[Array, Array, Array]]
     init_time_mix: Callable[[Array, Any, int], Any]
@@ -93,10 +96,29 @@ class Generation:
             raise TypeError(f"{self.name}: config is a {given}; accepted is a {accepted}")
         return _initialisation.init(key, config, self.init_time_mix, self.init_channel_mix)
 
+    def checked(self, params: Any) -> Params:
+        """The parameters of a model of this generation, in either form, or of a Flax module that
+        has them.
+
+        Raises:
+          TypeError: they are none.
+        """
+        if not isinstance(params, Params):
+            accepted = "a Params, which a model of rwkv_jax.nn has as its params"
+            given = type(params).__name__
+            raise TypeError(f"{self.name}: params is a {given}; accepted is {accepted}")
+        if not isinstance(first_block(params).att, self.time_mix_params):
+            given = type(first_block(params).att).__module__.rsplit(".", 1)[-1]
+            raise TypeError(f"{self.name}: params is of {given}; accepted are those of {self.name}")
+        return params if isinstance(params.ln_out.weight, Array) else _parameters.arrays(params)
+
     def initial_state(self, params: Params, batch: int, dtype: DTypeLike = jnp.float32) -> State:
         """The state before the first token of `batch` rows, in the form of `params` and on their
         devices, whole on each of them. `dtype` is the dtype of the activations."""
-        dtype = _parameters.floating(self.name, dtype)
+        params, dtype = self.checked(params), _parameters.floating(self.name, dtype)
+        rows: Any = batch
+        if not export.is_symbolic_dim(rows):
+            check.number(self.name, "batch", rows, 0)
         state = _trees.initial_state(self.initial_wkv, params, batch, dtype)
         return _mesh.beside(state, params.ln_out.weight)
 
@@ -145,13 +167,16 @@ class Generation:
           The hidden states [B, T, C] or [B, C] in `dtype`, and the next state.
 
         Raises:
-          TypeError, ValueError: `tokens` or `segment_ids` are wrong; `state` is not one of this
-            model and this number of rows; `dtype` is not float32, bfloat16 or float16; `kernels` is
-            none of those accepted; blocks are to be fused where there are no such kernels; or sizes
-            are symbolic and kernels are asked for that need numbers.
+          TypeError, ValueError: `params` are not of this generation; `tokens`, `segment_ids` or
+            `recompute` are wrong; `state` is not one of this model and this number of rows; `dtype`
+            is not float32, bfloat16 or float16; `kernels` is none of those accepted; blocks are to
+            be fused where there are no such kernels; or sizes are symbolic and kernels are asked
+            for that need numbers.
           NotImplementedError: the kernels cannot run the call.
         """
-        kernels = chosen(self.name, kernels)
+        params, kernels = self.checked(params), chosen(self.name, kernels)
+        if recompute is not None:
+            check.choice(self.name, "recompute", recompute, _recomputation.ACCEPTED)
         _arguments.check_tokens(self.name, tokens, params.emb.weight.shape[0])
         segment_ids = _arguments.checked_segment_ids(self.name, segment_ids, tokens.shape)
         dtype, rows = _parameters.floating(self.name, dtype), tokens.shape[0]
@@ -206,6 +231,7 @@ class Generation:
         Returns:
           Logits [B, T, vocabulary] or [B, vocabulary] in float32, and the next state.
         """
+        params = self.checked(params)
         x, next_state = self.hidden_states(
             *(params, tokens, state),
             segment_ids=segment_ids,
@@ -323,12 +349,13 @@ class Generation:
           stays whole, and so do the channels of the time mixing if the heads do not divide evenly.
 
         Raises:
-          ValueError: `data` or `model` names an axis that the mesh does not have.
+          TypeError: `params` are not of this generation, `mesh` is no mesh, or `data` or `model`
+            are no names.
+          ValueError: `data` or `model` names an axis that the mesh does not have, or both do one.
         """
-        blocks = params.blocks
-        first = blocks.first if isinstance(blocks, Stacked) else blocks[0]
+        params = self.checked(params)
         # The axes of a state of an operator begin with rows and heads, in RWKV-4 channels.
-        state = jax.eval_shape(functools.partial(self.initial_wkv, first.att, 1))
+        state = jax.eval_shape(functools.partial(self.initial_wkv, first_block(params).att, 1))
         heads = jax.tree.leaves(state)[0].shape[1]
         return _placement.shardings(params, mesh, self.rules, heads, data=data, model=model)
 

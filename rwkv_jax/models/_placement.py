@@ -9,8 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath
 from jaxtyping import PyTree
 
-from rwkv_jax._operator import check
-from rwkv_jax._operator.partition import axis_names
+from rwkv_jax._operator.partition import axis_names, check_places
 from rwkv_jax.models import _parameters, _stacking
 
 Axis: TypeAlias = Literal["data", "model"]
@@ -46,14 +45,14 @@ def shardings(
     the channels of a time mixing whose `heads` do not divide evenly.
 
     Raises:
-      ValueError: `data` or `model` names an axis that the mesh does not have.
+      TypeError, ValueError: as `check_places` raises them.
     """
     along: dict[Axis, MeshAxes] = {"data": data, "model": model}
-    devices = {}
-    for axis, mesh_axes in along.items():
-        for name in (names := axis_names(mesh_axes)):
-            check.choice("shardings", axis, name, mesh.axis_names)
-        devices[axis] = math.prod(mesh.shape[name] for name in names)
+    check_places("shardings", mesh, {"data": data, "model": model})
+    devices = {
+        axis: math.prod(mesh.shape[name] for name in axis_names(names))
+        for axis, names in along.items()
+    }
 
     def sharding(path: KeyPath, x: Array | jax.ShapeDtypeStruct) -> NamedSharding:
         name = _parameters.name(path)

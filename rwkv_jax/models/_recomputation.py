@@ -1,7 +1,7 @@
 """What the backward pass of a model keeps of the forward pass, and what it computes again."""
 
 from collections.abc import Callable
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -11,6 +11,7 @@ from rwkv_jax.layers import read_out, value_residual, wkv7_keys
 from rwkv_jax.layers._products import PRODUCT
 
 Recompute: TypeAlias = Literal["mixes", "cheap", "blocks"]
+ACCEPTED = (None, *get_args(Recompute))
 
 KEPT_BY_MIXES = "kept by mixes"
 """The name of what "mixes" keeps and "cheap" does not, but for results of layer functions, which
@@ -34,11 +35,7 @@ def recomputed(
     block: Callable[..., Any], recompute: Recompute | None, *, scanned: bool = False
 ) -> Callable[..., Any]:
     """`block` with a backward pass that computes again what `recompute` says. `scanned` says that
-    it is the body of a scan.
-
-    Raises:
-      ValueError: `recompute` is none of its accepted values.
-    """
+    it is the body of a scan."""
     policies = {
         "mixes": jax.checkpoint_policies.save_only_these_names(
             PRODUCT, KEPT, KEPT_BY_MIXES, *LAYERS
@@ -48,9 +45,5 @@ def recomputed(
     }
     if recompute is None:
         return block
-    if recompute not in policies:
-        raise ValueError(
-            f"recompute is {recompute!r}; accepted are None, {', '.join(map(repr, policies))}"
-        )
     # In a scan the forward and the backward pass are two loops, which the compiler cannot merge.
     return jax.checkpoint(block, policy=policies[recompute], prevent_cse=not scanned)

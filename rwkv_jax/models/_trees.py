@@ -38,6 +38,12 @@ class Params(NamedTuple):
     head: Weight
 
 
+def first_block(params: Params) -> BlockParams:
+    """The first block of parameters in either form."""
+    blocks = params.blocks
+    return blocks.first if isinstance(blocks, Stacked) else blocks[0]
+
+
 class TimeMixState(NamedTuple):
     """`shift` [B, C] is the last input of the time mixing, in the dtype of the activations, and
     `wkv` the float32 state of the operator: [B, H, V, K], or in RWKV-4 a `Wkv4State`."""

@@ -205,6 +205,7 @@ def _bonus(params: TimeMixParams) -> Array:
 GENERATION = Generation(
     name="rwkv5",
     config=Config,
+    time_mix_params=TimeMixParams,
     mix_tokens=mix_tokens,
     mix_channels=mix_channels,
     init_time_mix=init_time_mix,

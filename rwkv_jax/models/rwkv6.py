@@ -232,6 +232,7 @@ def mix_tokens(
 GENERATION = Generation(
     name="rwkv6",
     config=Config,
+    time_mix_params=TimeMixParams,
     mix_tokens=mix_tokens,
     mix_channels=mix_channels,
     init_time_mix=init_time_mix,

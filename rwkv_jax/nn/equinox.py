@@ -22,6 +22,7 @@ from rwkv_jax.models._kernels import Kernels, chosen
 from rwkv_jax.models._model import Generation
 from rwkv_jax.models._recomputation import Recompute
 from rwkv_jax.models._trees import Params, State, TimeMixState
+from rwkv_jax.nn._arguments import of_model
 
 Tree = TypeVar("Tree")
 
@@ -107,7 +108,9 @@ class RWKV(eqx.Module):
     initialisation from `key`.
 
     Raises:
-      TypeError: `config` is of no generation; or both `params` and `key` are None.
+      TypeError: `config` is of no generation, or `params` of another one; or both `params` and
+        `key` are None, or neither is.
+      ValueError: `params` have other sizes than `config`.
     """
 
     params: Params
@@ -126,12 +129,7 @@ class RWKV(eqx.Module):
         recompute: Recompute | None = None,
         key: Key[Array, ""] | None = None,
     ):
-        self.generation = generation_of(config)
-        if params is None:
-            if key is None:
-                raise TypeError("RWKV: params and key are None; accepted is one of them")
-            params = self.generation.init(key, config)
-        self.params = params
+        self.generation, self.params = of_model(config, params, key=key)
         self.dtype = jnp.dtype(dtype)
         self.kernels = chosen("RWKV", kernels)
         self.recompute = recompute

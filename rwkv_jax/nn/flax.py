@@ -20,6 +20,7 @@ from rwkv_jax.models._kernels import Kernels, chosen
 from rwkv_jax.models._parameters import arrays as arrays
 from rwkv_jax.models._recomputation import Recompute
 from rwkv_jax.models._trees import Params, State, TimeMixState
+from rwkv_jax.nn._arguments import of_model
 
 Tree = TypeVar("Tree")
 
@@ -90,7 +91,9 @@ class RWKV(nnx.Module):
     initialisation from `rngs`.
 
     Raises:
-      TypeError: `config` is of no generation; or both `params` and `rngs` are None.
+      TypeError: `config` is of no generation, or `params` of another one; or both `params` and
+        `rngs` are None, or neither is.
+      ValueError: `params` have other sizes than `config`.
     """
 
     def __init__(
@@ -103,11 +106,8 @@ class RWKV(nnx.Module):
         recompute: Recompute | None = None,
         rngs: nnx.Rngs | None = None,
     ):
-        self.generation = generation_of(config)
-        if params is None:
-            if rngs is None:
-                raise TypeError("RWKV: params and rngs are None; accepted is one of them")
-            params = self.generation.init(rngs.params(), config)
+        key = None if rngs is None else rngs.params()
+        self.generation, params = of_model(config, params, rngs=key)
         self.params = parameters(params)
         self.dtype = jnp.dtype(dtype)
         self.kernels = chosen("RWKV", kernels)

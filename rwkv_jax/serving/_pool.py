@@ -13,13 +13,14 @@ from jax.typing import DTypeLike
 
 from rwkv_jax import tokenizers
 from rwkv_jax._operator import check
-from rwkv_jax._operator.partition import axis_names
+from rwkv_jax._operator.partition import check_places
 from rwkv_jax.generation import Sampling
 from rwkv_jax.generation._decoding import MOST_STEPS
-from rwkv_jax.generation._sampling import check_tokens
+from rwkv_jax.generation._prefill import check_chunks
+from rwkv_jax.generation._sampling import check_tokens, checked
 from rwkv_jax.generation._session import MOST_TOKENS, Model, initial_state_of, seeds_of_rows
 from rwkv_jax.generation._text import RowText, check_stop
-from rwkv_jax.models._invariant import Invariant
+from rwkv_jax.models._invariant import Invariant, of_module
 from rwkv_jax.models._kernels import Kernels, chosen
 from rwkv_jax.models._placement import MeshAxes
 from rwkv_jax.serving._request import Request
@@ -69,7 +70,8 @@ class Pool:
       kernels: as `TokenStream` takes it.
 
     Raises:
-      TypeError: a number is no integer.
+      TypeError: a number is no integer; or `params` are not those of a model of `module`; or
+        `tokenizer` is none.
       ValueError: a number is not accepted; or an axis is not one of the mesh, or the mesh has
         Explicit axes; or `data` has a number of devices that does not divide `slots`; or `state` is
         not one of the model.
@@ -97,15 +99,17 @@ class Pool:
         check.number("Pool", "readers", readers, 1, slots)
         check.number("Pool", "steps", steps, 1, MOST_STEPS)
         check.number("Pool", "cache_bytes", cache_bytes, 0)
-        if not prefill_chunks or min(prefill_chunks) < 1:
-            raise ValueError(
-                f"Pool: prefill_chunks is {prefill_chunks!r}; accepted are lengths of at least 1"
+        params = of_module("Pool", module).checked(params)
+        prefill_chunks = check_chunks("Pool", prefill_chunks)
+        if not isinstance(tokenizer, tokenizers.Tokenizer | None):
+            raise TypeError(
+                f"Pool: tokenizer is {tokenizer!r}; accepted are None and a tokenizers.Tokenizer"
             )
         for argument, axes in {"data": data, "model": model}.items():
             if mesh is None and axes is not None:
                 raise ValueError(f"Pool: {argument} is {axes!r}; accepted without mesh is None")
-            for axis in axis_names(axes):
-                check.choice("Pool", argument, axis, mesh.axis_names if mesh else ())
+        if mesh is not None:
+            check_places("Pool", mesh, {"data": data, "model": model})
         if mesh is not None and AxisType.Explicit in mesh.axis_types:
             raise ValueError(f"Pool: mesh is {mesh}; accepted is one with axes of type Auto")
         if mesh is not None and slots % (parts := devices_along(mesh, data)):
@@ -114,7 +118,7 @@ class Pool:
             )
         placement = None if mesh is None else Placement(mesh, data, model)
         used = Model(module, jnp.dtype(dtype), chosen("Pool", kernels))
-        plan = Plan(slots, tuple(prefill_chunks), readers, steps, cache_bytes, placement)
+        plan = Plan(slots, prefill_chunks, readers, steps, cache_bytes, placement)
         self._scheduler = Scheduler(
             used, params, initial_state_of("Pool", used, params, state), plan
         )
@@ -163,8 +167,7 @@ class Pool:
                 f"{self._vocabulary}"
             )
         check.number("submit", "max_new_tokens", max_new_tokens, 1, MOST_TOKENS - len(tokens))
-        if not isinstance(sampling, Sampling | None):
-            raise TypeError(f"submit: sampling is {sampling!r}; accepted is a Sampling or None")
+        sampling = checked("submit", sampling)
         if stops := check_stop("submit", stop):
             self._tokenizer_for("stop", stops)
         text = None if self._tokenizer is None else RowText(self._tokenizer, stops)
@@ -173,7 +176,7 @@ class Pool:
             *(
                 tokens,
                 max_new_tokens,
-                sampling or Sampling(),
+                sampling,
                 int(number),
                 tuple(stop_tokens),
                 text,

@@ -1,8 +1,8 @@
 """Which tokenizer a name, a file or a model has."""
 
 import os
-from pathlib import Path
 
+from rwkv_jax import _files
 from rwkv_jax.tokenizers._hugging_face import hugging_face
 from rwkv_jax.tokenizers._tokenizer import Tokenizer
 from rwkv_jax.tokenizers._world import FILE, VOCABULARY, world
@@ -39,7 +39,7 @@ def load(name_or_path: str | os.PathLike[str], vocab_size: int | None = None) ->
         or 32 MiB (`.json`), or has no tokenizer or one that changes text; or the tokenizer has
         more tokens than `vocab_size`.
     """
-    name, path = str(name_or_path), Path(name_or_path).expanduser()
+    name, path = str(name_or_path), _files.expanded(name_or_path)
     if name == "world":
         return world(name, None, VOCABULARY if vocab_size is None else vocab_size)
     if name == "bytes":
@@ -69,7 +69,7 @@ def for_vocabulary(vocab_size: int, *, checkpoint: str | os.PathLike[str] | None
     """
     if checkpoint is not None:
         for name in _IN_FOLDER:
-            if (path := Path(checkpoint).expanduser() / name).is_file():
+            if (path := _files.expanded(checkpoint) / name).is_file():
                 return str(path)
     if vocab_size in _BY_SIZE:
         return _BY_SIZE[vocab_size]

@@ -31,7 +31,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Tensor]:
       FileNotFoundError: there is no such file.
       ValueError: a file is damaged, has anything but tensors, or is none of a checkpoint.
     """
-    path = Path(path).expanduser()
+    path = _files.expanded(path)
     if path.is_dir():
         path = _in_folder(path)
     if not path.name.endswith(_INDEX):

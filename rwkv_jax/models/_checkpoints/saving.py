@@ -2,19 +2,19 @@
 
 import json
 import os
-from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from jax import Array
 
+from rwkv_jax import _files
 from rwkv_jax._operator import check
 from rwkv_jax.models import _parameters
 from rwkv_jax.models._checkpoints import files, fla, safetensors, torch_archive, writing
 from rwkv_jax.models._checkpoints.layouts import layout_of
 from rwkv_jax.models._checkpoints.tensors import described
 from rwkv_jax.models._checkpoints.writing import Stored
-from rwkv_jax.models._stacking import Stacked, unstack
-from rwkv_jax.models._trees import BlockState, Params
+from rwkv_jax.models._stacking import unstack
+from rwkv_jax.models._trees import BlockState, Params, first_block
 
 Names: TypeAlias = Literal["official", "fla"]
 
@@ -43,7 +43,7 @@ def save(path: str | os.PathLike[str], params: Any, *, names: Names = "official"
       RuntimeError: the parameters are distributed over several processes.
     """
     check.choice("save", "names", names, ("official", "fla"))
-    path = Path(path).expanduser()
+    path = _files.expanded(path)
     params = _parameters.arrays(params)
     if not isinstance(params, Params):
         raise TypeError(
@@ -87,8 +87,7 @@ def endings_for(
     if quantised or layout.name != "RWKV-7":
         model = layout.name + (" with quantised weights" if quantised else "")
         raise ValueError(f"{what} is fla; accepted for {model} is official")
-    first = params.blocks.first if isinstance(params.blocks, Stacked) else params.blocks[0]
-    shape = first.att.r_k.shape[-2:]
+    shape = first_block(params).att.r_k.shape[-2:]
     fla.check_head_size(f"{what} is fla and r_k is {described(shape)}", shape)
     return ()
 
@@ -109,7 +108,7 @@ def save_state(path: str | os.PathLike[str], state: Any) -> None:
       ValueError: `path` does not end as it has to, `state` has several rows, or it is of RWKV-4.
       RuntimeError: the state is distributed over several processes.
     """
-    path = Path(path).expanduser()
+    path = _files.expanded(path)
     writing.check_target("save_state: path", path, writing.ENDINGS)
     blocks = unstack(state) if isinstance(state, tuple) else ()
     if not blocks or not all(isinstance(block, BlockState) for block in blocks):

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import numpy as np
 
+from rwkv_jax import _files
 from rwkv_jax._operator import check
 from rwkv_jax.models._checkpoints.tensors import FLOATS
 
@@ -63,7 +64,7 @@ def accepted_target(endings: Collection[str]) -> str:
 
 def check_target(what: str, path: str | os.PathLike[str], endings: Collection[str]) -> None:
     """Raise an error that begins with `what` unless the path is one of `accepted_target`."""
-    target = Path(path).expanduser()
+    target = _files.expanded(path)
     fits = target.suffix in endings if endings else target.suffix not in ENDINGS
     if not fits or (endings and target.is_dir()):
         found = ", which is a folder" if target.is_dir() else ""

@@ -312,6 +312,7 @@ def mix_channels(
 GENERATION = Generation(
     name="rwkv7",
     config=Config,
+    time_mix_params=TimeMixParams,
     mix_tokens=mix_tokens,
     mix_channels=mix_channels,
     init_time_mix=init_time_mix,
