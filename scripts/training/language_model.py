@@ -42,7 +42,7 @@ def make_model(
         dtype=dtype,
         kernels=kernels,
         recompute=recompute,
-        rngs=nnx.Rngs(seed),
+        rngs=nnx.Rngs(seed) if params is None else None,
     )
     params = arrays(model.params)
     if scan:
