@@ -91,20 +91,24 @@ int64_t CountSplits(int64_t chunks, int64_t most) {
   return (chunks + each - 1) / each;
 }
 
-// In how many splits the kernel that goes token by token backwards runs: they fill a GPU that has few
-// heads. Splits cost a pass over the sequence, so many heads do without.
-int64_t ReplaySplits(const Device& device, const Problem& problem) {
+// In how many splits at most the kernel that goes token by token backwards runs: they fill a GPU that has
+// few heads. Splits cost a pass over the sequence, so many heads do without.
+int64_t MostReplaySplits(const Device& device, const Problem& problem) {
   const int64_t heads = problem.AllHeads();
-  if (heads == 0 || heads > Scaled(128, device)) return 1;
-  return CountSplits(problem.ChunksOfRow(), Scaled(512, device) / heads);
+  return heads == 0 || heads > Scaled(128, device) ? 1 : Scaled(512, device) / heads;
 }
 
-int64_t MatrixSplits(const Rules& rules, const Device& device, const Problem& problem) {
-  // All sequences of different lengths have splits as long as if they were one sequence.
-  const bool sequences = problem.packing == Packing::kSequences;
-  const int64_t chunks = Chunks(sequences ? problem.rows * problem.tokens : problem.tokens);
+int64_t MostMatrixSplits(const Rules& rules, const Device& device, const Problem& problem) {
   const int64_t heads = problem.rows * problem.heads;
-  return heads == 0 ? 1 : CountSplits(chunks, rules.most_splits(device, heads, problem.head_size));
+  return heads == 0 ? 1 : rules.most_splits(device, heads, problem.head_size);
+}
+
+// The chunks that are shared out among splits. On matrix units all sequences of different lengths have
+// splits as long as if they were one sequence.
+int64_t ChunksToSplit(const Problem& problem, bool matrix_units) {
+  if (!matrix_units) return problem.ChunksOfRow();
+  const bool sequences = problem.packing == Packing::kSequences;
+  return Chunks(sequences ? problem.rows * problem.tokens : problem.tokens);
 }
 
 Plan MakePlanOfHeads(const Rules& rules, const Device& device, const Problem& problem,
@@ -127,11 +131,12 @@ Plan MakePlanOfHeads(const Rules& rules, const Device& device, const Problem& pr
     plan.matrix_units ? LayOutMatrixUnits(rules, problem, plan)
                       : LayOutTokens(rules, problem, plan);
   };
-  plan.splits =
-      plan.matrix_units ? MatrixSplits(rules, device, problem) : ReplaySplits(device, problem);
+  const int64_t chunks = ChunksToSplit(problem, plan.matrix_units);
+  plan.splits = CountSplits(chunks, plan.matrix_units ? MostMatrixSplits(rules, device, problem)
+                                                      : MostReplaySplits(device, problem));
   lay_out();
   while (plan.splits > 1 && plan.scratch > available) {
-    --plan.splits;
+    plan.splits = CountSplits(chunks, plan.splits - 1);
     lay_out();
   }
   if (plan.scratch > available && plan.replay_heads > 1) {
