@@ -256,6 +256,9 @@ def test_saved_archive(tmp_path: Path) -> None:
     for name, x in found.items():
         np.testing.assert_array_equal(x, tensors[name], strict=True)
     assert contents["archive/byteorder"] == b"little"
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.comment = b"\xff" * 65535
+    assert_same(models.load(path).params, tensors)
 
 
 def test_save_to_the_file_of_the_parameters(tmp_path: Path) -> None:

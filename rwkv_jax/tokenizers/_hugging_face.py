@@ -7,7 +7,7 @@ from rwkv_jax import _files
 from rwkv_jax.tokenizers._tokenizer import Tokenizer
 
 _LARGEST_FILE = 2**25
-"""The most bytes of a file. The largest published ones whose tokens stand for bytes have 28 MB."""
+"""The most bytes of a file, all of which the package parses before it can be refused."""
 
 _END_OF_TEXT = "<|endoftext|>"
 

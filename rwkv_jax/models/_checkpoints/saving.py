@@ -52,8 +52,9 @@ def save(path: str | os.PathLike[str], params: Any, *, names: Names = "official"
         )
     endings = endings_for("save: names", params, names)
     writing.check_target("save: path", path, endings)
-    layout = layout_of("save", _parameters.names(params))
-    writing.check_arrays("save", _parameters.names(params))
+    given = _parameters.names(params)
+    layout = layout_of("save", given)
+    writing.check_arrays("save", given)
     arrays = _parameters.names(layout.module.unstacked(params))
     stored = dict(_stored(name, x) for name, x in arrays.items())
     if names == "fla":

@@ -36,6 +36,7 @@ from rwkv_jax.models._checkpoints.writing import Arrays, replacing
 
 MAGIC = b"PK\x03\x04"
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
+_ENTRY_MAGIC = b"PK\x01\x02"
 _ENTRY = struct.Struct("<28x3H12x")
 """An entry of the directory: the sizes of the name, of the extra field and of the comment."""
 _LONGEST_EXTRA = 1024
@@ -68,7 +69,8 @@ class _Archive(io.FileIO):
         size = -1 if size is None else size
         self._allowance.take("the directory", max(size, 0), DIRECTORY)
         found, at = super().read(size), 0
-        while size > _LONGEST_EXTRA and at + _ENTRY.size <= len(found):
+        # zipfile also reads the end of the file, which may begin with anything.
+        while found.startswith(_ENTRY_MAGIC, at) and at + _ENTRY.size <= len(found):
             sizes = _ENTRY.unpack_from(found, at)
             if sizes[1] > _LONGEST_EXTRA:
                 raise ValueError(
