@@ -51,15 +51,14 @@ __device__ inline float2 UnboundedLogDecay(float w, Decay form) {
 constexpr float kLogScale = 256.0f;
 constexpr uint32_t kInverseLogScale = 0x1c001c00;  // 1 / 256, twice, in float16
 
-// The base-2 logarithm of the decay factor of w, times the scale.
+// The base-2 logarithm of the decay factor of w, but at least `least`, times the scale.
 template <Decay kForm>
-__device__ float ScaledLogDecay(float w) {
+__device__ float ScaledLogDecay(float w, float least) {
   constexpr float kScale = kLog2E * kLogScale;
   if (kForm == Decay::kSigmoid)
     return -kSigmoidScale * kScale * Reciprocal(1.0f + Exp2(-kLog2E * w));
-  constexpr float kLeast = kMinLog2Decay * kLogScale;
   const float x = kForm == Decay::kExp ? -kScale * Exp2(kLog2E * w) : kScale * w;
-  return x < kLeast ? kLeast : x;
+  return x < least * kLogScale ? least * kLogScale : x;
 }
 
 // The same logarithm without the scale, of kLog or kExp.

@@ -91,11 +91,11 @@ __device__ inline void KeepTokens(int begin, int end, Left& x) {
 }
 
 template <typename T, Decay kForm>
-__device__ void ScaledLogDecays(const uint32_t (&w)[4], uint32_t (&log_decays)[4]) {
+__device__ void ScaledLogDecays(const uint32_t (&w)[4], float least, uint32_t (&log_decays)[4]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i)
-    log_decays[i] = Pair<__half>::Round(ScaledLogDecay<kForm>(Pair<T>::Low(w[i])),
-                                        ScaledLogDecay<kForm>(Pair<T>::High(w[i])));
+    log_decays[i] = Pair<__half>::Round(ScaledLogDecay<kForm>(Pair<T>::Low(w[i]), least),
+                                        ScaledLogDecay<kForm>(Pair<T>::High(w[i]), least));
 }
 
 // Clears the log decays of rows that are not tokens.
@@ -108,16 +108,17 @@ __device__ inline void KeepRows(uint32_t present, uint32_t (&log_decays)[4]) {
 }
 
 // The scaled log decays of 16 tokens and 16 channels, as right operands for two fragments of 8
-// channels, from the tile of w that LoadTransposed has loaded. kLast is the last form that w may have.
+// channels, from the tile of w that LoadTransposed has loaded; none is below `least` to base 2. kLast is
+// the last form that w may have.
 template <typename T, Decay kLast>
-__device__ void LogDecays(const uint32_t (&w)[4], Decay form, uint32_t present,
+__device__ void LogDecays(const uint32_t (&w)[4], Decay form, float least, uint32_t present,
                           uint32_t (&log_decays)[4]) {
   if (kLast == Decay::kSigmoid && form == Decay::kSigmoid)
-    ScaledLogDecays<T, Decay::kSigmoid>(w, log_decays);
+    ScaledLogDecays<T, Decay::kSigmoid>(w, least, log_decays);
   else if (form == Decay::kExp)
-    ScaledLogDecays<T, Decay::kExp>(w, log_decays);
+    ScaledLogDecays<T, Decay::kExp>(w, least, log_decays);
   else
-    ScaledLogDecays<T, Decay::kLog>(w, log_decays);
+    ScaledLogDecays<T, Decay::kLog>(w, least, log_decays);
   if (present != kAllRows) KeepRows(present, log_decays);
 }
 

@@ -65,7 +65,7 @@ struct ChunkDecays {
 #pragma unroll
       for (int i = 0; i < 4; ++i) log_decays[i] = w[i];
     } else {
-      LogDecays<T, Decay::kExp>(w, form, present, log_decays);
+      LogDecays<T, Decay::kExp>(w, form, kMinLog2Decay, present, log_decays);
     }
   }
 };

@@ -460,7 +460,7 @@ class ChunkGradients {
       uint32_t x[4];
       const int token = 16 * (FirstTile() + tile);
       LoadTransposed(TileAddress(OwnPanel(L::kDz), token, warp), decays.raw_w[tile]);
-      LogDecays<T, Decay::kSigmoid>(decays.raw_w[tile], call.decay,
+      LogDecays<T, Decay::kSigmoid>(decays.raw_w[tile], call.decay, kLeastLog2,
                                     PresentRows(tokens - token, LoadMarks().Absent(token)), x);
       Left& log_decays = decays.log_decays[tile];
       log_decays[0] = x[0], log_decays[1] = x[2], log_decays[2] = x[1], log_decays[3] = x[3];

@@ -13,7 +13,11 @@ namespace rwkv_jax::cuda {
 
 // The largest sum of log2 decays of a chunk. Products of two scaled operands stay finite in float.
 constexpr float kMaxChunkLog2 = 86.0f;
-static_assert(kMinLog2Decay < -kMaxChunkLog2, "the least decay takes a chunk out of the range");
+
+// The least log2 decay of a token. What such a token lets through, 2^-100 of the state, is 0 beside what
+// the token writes.
+constexpr float kLeastLog2 = -100.0f;
+static_assert(kLeastLog2 < -kMaxChunkLog2, "the least decay takes a chunk out of the range");
 
 // Multiplies x by e, which has the elements of two fragments, and converts it to bfloat16.
 template <typename T>

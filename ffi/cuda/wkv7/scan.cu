@@ -182,7 +182,7 @@ __device__ bool ScaleColumns(int warp, uint32_t operands, uint32_t raw_w, float*
 
   uint32_t w[4], log_decays[4];
   LoadTransposed(raw_w + panel * L::kPanelBytes + here, w);
-  LogDecays<T, Decay::kSigmoid>(w, form, present, log_decays);
+  LogDecays<T, Decay::kSigmoid>(w, form, kLeastLog2, present, log_decays);
 
   float sum[2][4], before[2][4];
 #pragma unroll
