@@ -14,8 +14,8 @@ namespace {
 // The kernel that goes token by token backwards has hundreds of kilobytes of scratch for each head. It
 // takes so many heads at a time, 8 for each of 132 multiprocessors.
 constexpr int64_t kReplayHeads = 1056;
-// Where it only stands in for the kernels on matrix units on devices with too little shared memory for
-// them, there is scratch for at least so many.
+// Where it only stands in for the kernels on matrix units, for steep chunks or on devices with too little
+// shared memory, there is scratch for so many.
 constexpr int64_t kFallbackHeads = 264;
 
 // The kernels on matrix units index the channels of a token with 32 bits.
@@ -30,12 +30,11 @@ bool SuitsMatrixUnits(const Rules& rules, const Problem& problem) {
   if (problem.dtype == Dtype::kF32 || problem.exact || problem.tokens < kTileTokens ||
       !rules.takes_head_size || problem.heads * problem.head_size > kMaxStride)
     return false;
-  const bool sequences = problem.packing == Packing::kSequences;
   switch (problem.pass) {
     case Pass::kForward:
-    case Pass::kBackward: return !sequences || !rules.may_be_inexact;
+    case Pass::kBackward: return true;
     case Pass::kStep: return false;
-    default: return !sequences && !rules.may_be_inexact;
+    default: return problem.packing != Packing::kSequences;
   }
 }
 
@@ -56,22 +55,22 @@ void LayOutMatrixUnits(const Rules& rules, const Problem& problem, Plan& plan) {
     const int64_t all = Chunks(problem.rows * problem.tokens);
     plan.split_chunks = (all + plan.splits - 1) / plan.splits;
   }
+  const int64_t states = backward ? problem.rows * chunks * problem.heads : 0;
+  const bool replays = rules.may_be_steep && states > 0;
   plan.scratch = 0;
-  plan.inexact = Take(rules.may_be_inexact ? problem.AllHeads() : 0, plan.scratch);
+  plan.steep = Take(replays ? 1 + states : 0, plan.scratch);
   // A sum for each chunk.
   plan.partials = chunks;
   plan.adds_up = backward && (chunks > 1 || sequences);
   plan.sums =
       Take(plan.adds_up ? problem.rows * chunks * SumFloats(rules, problem) : 0, plan.scratch);
-  plan.replay = plan.scratch;
   plan.transition_floats = rules.transition_floats;
   const Splits splits{plan.splits, nullptr, plan.transition_floats, plan.split_chunks};
   const int64_t heads_with_transitions = sequences ? problem.heads : problem.AllHeads();
   plan.transitions = Take(heads_with_transitions * splits.Stride(), plan.scratch);
-  const int64_t states = backward ? problem.rows * chunks * problem.heads : 0;
   plan.gradients = Take(states * StateGradientFloats(problem.head_size), plan.scratch);
-  if (backward && rules.may_be_inexact)
-    plan.scratch = std::max(plan.scratch, plan.replay + plan.replay_heads * plan.replay_floats);
+  plan.replay_heads = replays ? std::min({states, kFallbackHeads, plan.replay_heads}) : 0;
+  plan.replay = Take(plan.replay_heads * plan.replay_floats, plan.scratch);
 }
 
 void LayOutTokens(const Rules& rules, const Problem& problem, Plan& plan) {
@@ -121,7 +120,8 @@ Plan MakePlanOfHeads(const Rules& rules, const Device& device, const Problem& pr
   plan.few_heads = problem.AllHeads() < Scaled(200, device);
   const bool backward = problem.pass == Pass::kBackward;
   if (backward) {
-    plan.replay_heads = std::min(problem.AllHeads(), kReplayHeads);
+    plan.replay_heads =
+        plan.matrix_units ? kFallbackHeads : std::min(problem.AllHeads(), kReplayHeads);
     plan.replay_floats = rules.replay_floats;
   } else if (problem.pass != Pass::kForward || !plan.matrix_units) {
     return plan;

@@ -38,13 +38,12 @@ struct Plan {
   int64_t partials = 1;
   bool adds_up = false;
   // The kernel that goes token by token backwards takes so many heads at a time, counted over all
-  // sequences, and needs `replay_floats` of scratch for each split of a head.
+  // sequences, or so many steep chunks, and needs `replay_floats` of scratch for each split of a head.
   int64_t replay_heads = 0, replay_floats = 0;
 
-  // Where the parts of the scratch begin, and how many floats it has. The replay uses memory that the
-  // kernels on matrix units use for transitions and gradients.
-  int64_t inexact = 0;  // [S, H]: not 0 for heads that the kernels on matrix units leave undefined
-  int64_t sums = 0;     // partial sums of the gradients of shared parameters
+  // Where the parts of the scratch begin, and how many floats it has.
+  int64_t steep = 0;        // [1 + chunks * H]: a count, and numbers of chunks
+  int64_t sums = 0;         // partial sums of the gradients of shared parameters
   int64_t transitions = 0;  // what splits do to a state
   int64_t gradients = 0;    // of the states at the ends of chunks
   int64_t replay = 0;

@@ -19,10 +19,9 @@ constexpr int64_t Scaled(int64_t measured, const Device& device) {
 struct Rules {
   // Whether its kernels on matrix units take heads of this size.
   bool takes_head_size;
-  // Whether those kernels leave heads undefined that decay too far for their arithmetic. The kernels
-  // that go token by token then compute these heads. Without knowing which ones they are, nothing can
-  // be done with a transition, nor with a head whose sequences have different lengths.
-  bool may_be_inexact;
+  // Whether those kernels leave gradients of chunks that decay too far for their arithmetic to the
+  // kernel that goes token by token.
+  bool may_be_steep;
   // The bytes of shared memory that a block of any of those kernels needs.
   int64_t shared_memory;
   // In how many splits at most those kernels run a sequence, where there are `heads` sequences.

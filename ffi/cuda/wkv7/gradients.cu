@@ -385,7 +385,7 @@ class ChunkGradients {
         half(group % 2) {}
 
   // Finds the chunk and the head of this block. Returns false if the block has nothing to do.
-  __device__ __forceinline__ bool Find(const float* inexact) {
+  __device__ __forceinline__ bool Find() {
     // Divisions of 64 bits would cost more.
     const unsigned heads = static_cast<unsigned>(call.dims.heads);
     const int64_t all_chunks = blockIdx.x / heads, head = blockIdx.x - all_chunks * heads;
@@ -393,8 +393,6 @@ class ChunkGradients {
                         ? call.sequences.owners[all_chunks]
                         : static_cast<int>(all_chunks / static_cast<unsigned>(call.dims.saved));
     if (row < 0) return false;
-    if (inexact != nullptr && inexact[static_cast<int64_t>(row) * heads + head] != 0.0f)
-      return false;
     const Span span = call.sequences(row, call.dims.tokens);
     const int chunk = static_cast<int>(all_chunks - span.first_chunk);
     const int64_t first_token = chunk * kChunk;
@@ -474,6 +472,16 @@ class ChunkGradients {
       Sums()[half * N + Channel()] = total[0];
       Sums()[half * N + Channel() + 8] = total[2];
     }
+  }
+
+  // Whether the chunk is left to another kernel.
+  __device__ __forceinline__ bool IsSteep(uint32_t* steep) const {
+    if (kKeyed || steep == nullptr) return false;
+    const bool far = threadIdx.x < N && Sums()[threadIdx.x] + Sums()[N + threadIdx.x] < -86.0f;
+    if (__syncthreads_and(!far)) return false;
+    if (threadIdx.x == 0) steep[1 + atomicAdd(steep, 1)] = blockIdx.x;
+    WaitForCopies<0>();
+    return true;
   }
 
   // At, Rt, Bh and Kh of this half, in place; of float16 also V and dY, as bfloat16.
@@ -1107,11 +1115,11 @@ template <typename T, int N, bool kMarked, typename Call>
 __global__ __launch_bounds__(4 * N,
                              N == 64 ? 2 : 1) void GradientKernel(const __grid_constant__ Call call,
                                                                   const uint4* state_gradients,
-                                                                  const float* inexact) {
+                                                                  uint32_t* steep) {
   using Gradients = ChunkGradients<T, N, kMarked, Call>;
   RWKV_JAX_DYNAMIC_SHARED(kPanelAlignment, memory);
   Gradients gradients(call, memory);
-  if (!gradients.Find(inexact)) return;
+  if (!gradients.Find()) return;
 
   typename Gradients::StatePieces state;
   gradients.LoadChunk(state_gradients, state);
@@ -1121,6 +1129,7 @@ __global__ __launch_bounds__(4 * N,
   gradients.SumLogDecays(decays);
   gradients.WaitForScaledOperands();
   __syncthreads();
+  if (gradients.IsSteep(steep)) return;
   gradients.ScaleOperands(decays);
   gradients.ScaleState(state);
   WaitForCopies<0>();
@@ -1149,7 +1158,7 @@ __global__ __launch_bounds__(4 * N,
 
 template <int... kHeadSizes, typename Call>
 cudaError_t LaunchGradients(cudaStream_t stream, const Call& call, const uint4* gradients,
-                            const float* inexact) {
+                            uint32_t* steep) {
   if (call.dims.tokens == 0) return cudaSuccess;
   const int64_t rows = call.sequences.Given() ? 1 : call.dims.batch;
   const int64_t blocks = rows * call.dims.saved * call.dims.heads;
@@ -1157,7 +1166,7 @@ cudaError_t LaunchGradients(cudaStream_t stream, const Call& call, const uint4* 
     using L = GradientLayout<size()>;
     return ForMarks(call.marks, [&](auto marked) {
       return Launch(GradientKernel<decltype(zero), size(), marked(), Call>, blocks, L::kThreads,
-                    L::kBytes, stream, call, gradients, inexact);
+                    L::kBytes, stream, call, gradients, steep);
     });
   });
 }
@@ -1169,8 +1178,8 @@ int64_t Wkv7GradientSharedMemory(int64_t head_size) {
 }
 
 cudaError_t Wkv7Gradients(cudaStream_t stream, const Wkv7BackwardCall& call, const uint4* gradients,
-                          const float* inexact) {
-  return LaunchGradients<64, 128>(stream, call, gradients, inexact);
+                          uint32_t* steep) {
+  return LaunchGradients<64, 128>(stream, call, gradients, steep);
 }
 
 cudaError_t Wkv7Gradients(cudaStream_t stream, const Wkv7KeyedBackwardCall& call,

@@ -1,23 +1,14 @@
-// What the matrix-unit kernels of WKV7 share beyond tiles.cuh: the range of the decays of a chunk,
-// and the inverse of a tile.
-//
-// Log decays are summed inside a chunk of kChunk tokens, and the operands of the chunk are scaled
-// by exponentials of the sums, up or down, so that the state needs no scaling inside a chunk. A
-// chunk whose sum leaves the range of the scale is not computed: its head is left to the kernels of
-// recurrent.cu, which take any decay.
+// What the matrix-unit kernels of WKV7 share beyond tiles.cuh: the floor of the decays, and the inverse
+// of a tile.
 #pragma once
 
 #include "tiles.cuh"
 
 namespace rwkv_jax::cuda {
 
-// The largest sum of log2 decays of a chunk. Products of two scaled operands stay finite in float.
-constexpr float kMaxChunkLog2 = 86.0f;
-
-// The least log2 decay of a token. What such a token lets through, 2^-100 of the state, is 0 beside what
-// the token writes.
-constexpr float kLeastLog2 = -100.0f;
-static_assert(kLeastLog2 < -kMaxChunkLog2, "the least decay takes a chunk out of the range");
+// The least log2 decay of a token. What such a token lets through, 2^-60 of the state, is nothing beside
+// what it writes, and tokens with it stay in the range of the scaled operands.
+constexpr float kLeastLog2 = -60.0f;
 
 // Multiplies x by e, which has the elements of two fragments, and converts it to bfloat16.
 template <typename T>

@@ -38,40 +38,42 @@ __host__ __device__ constexpr int64_t ScratchSize(int64_t head_size) {
   return kChunk / kReplayTokens * head_size * head_size + kChunk * head_size;
 }
 
-// If `only` [S, H] is given, these run only the heads for which it is not 0. `few_heads` is that of the
-// plan.
-cudaError_t Wkv7Forward(cudaStream_t stream, const Wkv7ForwardCall& call, bool few_heads,
-                        const float* only = nullptr);
+// `few_heads` is that of the plan.
+cudaError_t Wkv7Forward(cudaStream_t stream, const Wkv7ForwardCall& call, bool few_heads);
 cudaError_t Wkv7Backward(cudaStream_t stream, const Wkv7BackwardCall& call, const Device& device,
-                         const ReplayScratch& scratch, const float* only = nullptr);
+                         const ReplayScratch& scratch);
+// The steep chunks that Wkv7Gradients has left, `scratch.heads` of them at a time.
+cudaError_t Wkv7SteepChunks(cudaStream_t stream, const Wkv7BackwardCall& call, const Device& device,
+                            const ReplayScratch& scratch, const uint4* gradients,
+                            const uint32_t* steep);
 
 // --- Kernels on matrix units (scan.cu, gradients.cu): 16-bit dtypes, head sizes 64 and 128, saved states
-// in bfloat16. They take chunks that do not decay too far for their arithmetic. If `inexact` [S, H] is
-// given, they set it for a head with another chunk and leave the head undefined; it is null where no
-// decay can go too far.
+// in bfloat16, any decay.
 
 // A run of tokens takes a state S to S M + D. The transition of a split is D, which becomes the state at its
 // end, and then M.
 constexpr int64_t TransitionSize(int64_t head_size) { return 2 * head_size * head_size; }
 
 // The bytes of shared memory that a block of any kernel of a pass needs, in each of the two files.
-int64_t Wkv7ScanSharedMemory(Pass pass, int64_t head_size);
+int64_t Wkv7ScanSharedMemory(Pass pass, int64_t head_size, Decay decay);
 int64_t Wkv7GradientSharedMemory(int64_t head_size);
 
 cudaError_t Wkv7Scan(cudaStream_t stream, const Wkv7ForwardCall& call, const Device& device,
-                     const Splits& splits, float* inexact);
+                     const Splits& splits);
 cudaError_t Wkv7Scan(cudaStream_t stream, const Wkv7KeyedForwardCall& call, const Device& device,
                      const Splits& splits);
 
 // Leaves the gradients of the states at the ends of chunks, [B, N, H, V, K] of bfloat16.
 cudaError_t Wkv7ReverseScan(cudaStream_t stream, const Wkv7BackwardCall& call, const Device& device,
-                            const Splits& splits, uint4* gradients, float* inexact);
+                            const Splits& splits, uint4* gradients);
 cudaError_t Wkv7ReverseScan(cudaStream_t stream, const Wkv7KeyedBackwardCall& call,
                             const Device& device, const Splits& splits, uint4* gradients);
 
-// All gradients but dinitial_state, from what the reverse scan has left.
+// All gradients but dinitial_state, from what the reverse scan has left. A chunk is steep if it decays too
+// far for the arithmetic of this kernel, as none can of Decay::kSigmoid. `steep` gets, behind their
+// count, which is 0 before, the numbers of those chunks in [B, N, H]; nothing of them is written.
 cudaError_t Wkv7Gradients(cudaStream_t stream, const Wkv7BackwardCall& call, const uint4* gradients,
-                          const float* inexact);
+                          uint32_t* steep);
 
 cudaError_t Wkv7Gradients(cudaStream_t stream, const Wkv7KeyedBackwardCall& call,
                           const uint4* gradients);

@@ -3,45 +3,26 @@
 #include "wkv7/kernels.h"
 
 namespace rwkv_jax::cuda {
-namespace {
-
-// Finds room for `inexact` and clears it, unless no chunk can decay too far.
-cudaError_t ClearInexact(cudaStream_t stream, const Wkv7Call& call, const Plan& plan,
-                         float* scratch, float*& inexact) {
-  inexact = nullptr;
-  if (call.decay == Decay::kSigmoid) return cudaSuccess;
-  inexact = scratch + plan.inexact;
-  return cudaMemsetAsync(inexact, 0, sizeof(float) * call.dims.batch * call.dims.heads, stream);
-}
-
-}  // namespace
 
 cudaError_t Run(cudaStream_t stream, const Wkv7ForwardCall& call, const Plan& plan,
                 float* scratch) {
   if (!plan.matrix_units) return Wkv7Forward(stream, call, plan.few_heads);
-  float* inexact;
-  cudaError_t error = ClearInexact(stream, call, plan, scratch, inexact);
-  if (error == cudaSuccess)
-    error = Wkv7Scan(stream, call, plan.device, plan.SplitsIn(scratch), inexact);
-  if (error == cudaSuccess && inexact != nullptr)
-    error = Wkv7Forward(stream, call, plan.few_heads, inexact);
-  return error;
+  return Wkv7Scan(stream, call, plan.device, plan.SplitsIn(scratch));
 }
 
 cudaError_t Run(cudaStream_t stream, const Wkv7BackwardCall& call, const Plan& plan,
                 float* scratch) {
-  const auto replay = [&](int64_t splits, const float* only) {
-    return Wkv7Backward(stream, call, plan.device, plan.Replay(scratch, splits), only);
-  };
-  if (!plan.matrix_units) return replay(plan.splits, nullptr);
+  if (!plan.matrix_units)
+    return Wkv7Backward(stream, call, plan.device, plan.Replay(scratch, plan.splits));
   uint4* const gradients = reinterpret_cast<uint4*>(scratch + plan.gradients);
-  float* inexact;
-  cudaError_t error = ClearInexact(stream, call, plan, scratch, inexact);
-  if (error == cudaSuccess)
-    error = Wkv7ReverseScan(stream, call, plan.device, plan.SplitsIn(scratch), gradients, inexact);
-  if (error == cudaSuccess) error = Wkv7Gradients(stream, call, gradients, inexact);
-  // The kernels on matrix units no longer need their memory.
-  if (error == cudaSuccess && inexact != nullptr) error = replay(1, inexact);
+  uint32_t* const steep =
+      call.decay == Decay::kSigmoid ? nullptr : reinterpret_cast<uint32_t*>(scratch + plan.steep);
+  cudaError_t error = Wkv7ReverseScan(stream, call, plan.device, plan.SplitsIn(scratch), gradients);
+  if (error == cudaSuccess && steep != nullptr)
+    error = cudaMemsetAsync(steep, 0, sizeof(*steep), stream);
+  if (error == cudaSuccess) error = Wkv7Gradients(stream, call, gradients, steep);
+  if (error == cudaSuccess && steep != nullptr)
+    error = Wkv7SteepChunks(stream, call, plan.device, plan.Replay(scratch, 1), gradients, steep);
   return error;
 }
 

@@ -23,7 +23,7 @@ int64_t MostSplits(const Device& device, int64_t heads, int64_t head_size) {
 }  // namespace
 
 Rules Wkv7Rules(const Problem& problem) {
-  const int64_t scan = Wkv7ScanSharedMemory(problem.pass, problem.head_size);
+  const int64_t scan = Wkv7ScanSharedMemory(problem.pass, problem.head_size, problem.decay);
   const int64_t gradients = Wkv7GradientSharedMemory(problem.head_size);
   return {problem.head_size == 64 || problem.head_size == 128,
           problem.decay != Decay::kSigmoid,

@@ -53,9 +53,8 @@ template <typename T, int N, int kTokens, int kBlocks, bool kMarked>
 __global__ __launch_bounds__(ForwardPartition<N>::kThreads, kBlocks) void ForwardKernel(
     const __grid_constant__ Vectors<T> inputs, int64_t row_tokens, int64_t heads, Decay decay,
     Marks marks, Sequences sequences, const float* initial_state, T* y, float* final_state,
-    SavedStates states, const float* only) {
+    SavedStates states) {
   const Head<N> head(blockIdx.x, row_tokens, heads, sequences);
-  if (only != nullptr && only[head.index] == 0.0f) return;
   RWKV_JAX_DYNAMIC_SHARED(16, memory);
   auto& shared = *reinterpret_cast<ForwardShared<T, N, kTokens>*>(memory);
   using G = ForwardPartition<N>;
@@ -127,31 +126,19 @@ __global__ __launch_bounds__(ForwardPartition<N>::kThreads, kBlocks) void Forwar
   StoreState(partition, final_state + head.State(), s);
 }
 
-// A lot of heads. If `only` is given, heads for which it is 0 are skipped.
-struct SomeHeadsLot : ReplayLot {
-  const float* only;
-
-  __device__ bool Skips(int64_t head) const { return only != nullptr && only[head] == 0.0f; }
-  template <int N>
-  __device__ float* Scratch(int64_t turn, int64_t split) const {
-    return ReplayLot::Scratch(turn, split, ScratchSize(N));
-  }
-};
-
 // Leaves the gradient of the state at the end of each split but the last in the scratch. The
 // gradient follows a recurrence that needs no state: dS <- (dS + dy r^T) diag(d) + ((dS + dy r^T)
 // b) a^T.
 template <typename T, int N, bool kMarked>
 __global__ __launch_bounds__(ForwardPartition<N>::kThreads) void SplitKernel(
     const __grid_constant__ Vectors<T> inputs, int64_t row_tokens, int64_t heads, Decay decay,
-    Marks marks, Sequences sequences, const float* dfinal_state, SomeHeadsLot lot) {
+    Marks marks, Sequences sequences, const float* dfinal_state, ReplayLot lot) {
   enum { kDecayRow, kARow, kBRow, kRRow, kDyRow, kSplitVectors };
   using G = ForwardPartition<N>;
   constexpr int kTokens = 8;
   __shared__ __align__(16) float shared[kSplitVectors * kTokens * N];
   const G partition;
   const Head<N> head(lot.first_head + blockIdx.x, row_tokens, heads, sequences);
-  if (lot.Skips(head.index)) return;
   const int64_t tokens = head.span.tokens, stride = head.TokenStride();
   if (tokens == 0) return;
   const int64_t length = lot.Length(head.span.Chunks()) * kChunk;
@@ -189,7 +176,7 @@ __global__ __launch_bounds__(ForwardPartition<N>::kThreads) void SplitKernel(
       if (own.Starts(t)) Clear<G>(ds);
     }
     if (first % length == 0)
-      StoreState(partition, lot.Scratch<N>(head.turn, first / length - 1), ds);
+      StoreState(partition, lot.Scratch(head.turn, first / length - 1, ScratchSize(N)), ds);
   }
 }
 
@@ -361,6 +348,35 @@ __device__ void ReplayToken(const G& partition, const TokenView<G::N, kTokens>& 
   if (marks.Starts(at.token + 1)) Clear<G>(s);
 }
 
+// The chunks that are left to this kernel, which may be of any head: their numbers in [chunks, H], of
+// which there are numbers[0], and the gradients of the states behind all chunks, [chunks, H, N, N].
+// Without numbers there are none.
+struct SteepChunks {
+  const uint32_t* numbers;
+  const void* gradients;
+};
+
+// What a block of the backward pass computes: chunks of a split of a head, or one steep chunk.
+template <int N>
+struct BackwardWork {
+  Head<N> head;
+  int64_t first_chunk, last_chunk;
+
+  __device__ BackwardWork(const ReplayLot& lot, int64_t tokens, int64_t heads,
+                          const Sequences& sequences)
+      : head(lot.Turn(), tokens, heads, sequences) {
+    const int64_t chunks = head.span.Chunks(), length = lot.Length(chunks);
+    first_chunk = lot.Split() * length;
+    last_chunk = first_chunk + length < chunks ? first_chunk + length : chunks;
+  }
+  __device__ BackwardWork(uint32_t number, int64_t tokens, int64_t heads,
+                          const Sequences& sequences)
+      : head(number % heads, heads, sequences.OfChunk(number / heads, tokens)) {
+    first_chunk = number / heads - head.span.first_chunk;
+    last_chunk = first_chunk + 1;
+  }
+};
+
 // A split takes its chunks from the last to the first. In a chunk there are two phases:
 //   - The whole chunk is replayed once from its saved state. That leaves in the scratch the state
 //     before each quad of kReplayTokens tokens but the first, and S_{t-1} a_t of each token.
@@ -371,7 +387,7 @@ template <typename T, int N, bool kMarked, bool kKeeps>
 __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 64 ? 2 : 1) void BackwardKernel(
     const __grid_constant__ Vectors<T> inputs, int64_t row_tokens, int64_t heads, Decay decay,
     Marks marks, Sequences sequences, SavedStates states, const float* dfinal_state,
-    const __grid_constant__ Gradients<T> out, SomeHeadsLot lot) {
+    const __grid_constant__ Gradients<T> out, ReplayLot lot, SteepChunks steep) {
   using G = BackwardPartition<N>;
   static_assert(kReplayTokens * N <= 4 * G::kThreads);
   static_assert(kReplayTokens == 4, "S_0, S_1 and S_2 are kept or reloaded, S_3 is in registers");
@@ -381,150 +397,176 @@ __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 64 ? 2 : 1) vo
   auto& shared = *reinterpret_cast<Shared*>(memory);
   constexpr int kRows = G::kRows;
   const G partition;
-  const Head<N> head(lot.Turn(), row_tokens, heads, sequences);
-  if (lot.Skips(head.index)) return;
-  const int64_t tokens = head.span.tokens, chunks = head.span.Chunks();
-  const int64_t split = lot.Split(), length = lot.Length(chunks);
-  const int64_t first_chunk = split * length;
-  const int64_t last_chunk = first_chunk + length < chunks ? first_chunk + length : chunks;
-  const int64_t stride = head.TokenStride();
-  float* const ds_end = lot.Scratch<N>(head.turn, split);
+  const bool is_steep = steep.numbers != nullptr;
+  const int64_t parts = is_steep ? steep.numbers[0] : gridDim.x;
+  float* const ds_end = lot.scratch.memory + blockIdx.x * ScratchSize(N);
   float* const quad_states = ds_end + N * N;
   float* const chunk_sa = quad_states + (kChunk / kReplayTokens - 1) * N * N;
+  for (int64_t part = blockIdx.x; part < parts; part += gridDim.x) {
+    const BackwardWork<N> work =
+        is_steep ? BackwardWork<N>(steep.numbers[1 + part], row_tokens, heads, sequences)
+                 : BackwardWork<N>(lot, row_tokens, heads, sequences);
+    const Head<N>& head = work.head;
+    const int64_t first_chunk = work.first_chunk, last_chunk = work.last_chunk;
+    const int64_t tokens = head.span.tokens, stride = head.TokenStride();
 
-  Fragment<G> ds, s;
-  LoadState(partition, last_chunk == chunks ? dfinal_state + head.State() : ds_end, ds);
+    Fragment<G> ds, s;
+    if (is_steep)
+      LoadState(partition,
+                static_cast<const __nv_bfloat16*>(steep.gradients) + head.SavedState(first_chunk),
+                ds);
+    else
+      LoadState(partition, last_chunk == head.span.Chunks() ? dfinal_state + head.State() : ds_end,
+                ds);
 
-  for (int64_t chunk = last_chunk - 1; chunk >= first_chunk; --chunk) {
-    const int64_t start = chunk * kChunk;
-    const int64_t first_token = head.FirstToken() + start * stride;
-    const int in_chunk = static_cast<int>(tokens - start < kChunk ? tokens - start : kChunk);
-    const int quads = (in_chunk + kReplayTokens - 1) / kReplayTokens;
-    const auto count_of = [&](int quad) {
-      return Min(kReplayTokens, in_chunk - quad * kReplayTokens);
-    };
-    const auto token_of = [&](int quad) { return first_token + quad * kReplayTokens * stride; };
-    const auto marks_of = [&](int quad) {
-      return LoadMarks<kMarked>(marks, head.sequence, start + quad * kReplayTokens);
-    };
-    // The state before a quad, before the first token of the quad may clear it.
-    const auto load_state = [&](int quad, Fragment<G>& s) {
-      if (quad > 0)
-        LoadState(partition, quad_states + (quad - 1) * N * N, s);
-      else
-        states.Load(partition, head.SavedState(chunk), s);
-    };
+    for (int64_t chunk = last_chunk - 1; chunk >= first_chunk; --chunk) {
+      const int64_t start = chunk * kChunk;
+      const int64_t first_token = head.FirstToken() + start * stride;
+      const int in_chunk = static_cast<int>(tokens - start < kChunk ? tokens - start : kChunk);
+      const int quads = (in_chunk + kReplayTokens - 1) / kReplayTokens;
+      const auto count_of = [&](int quad) {
+        return Min(kReplayTokens, in_chunk - quad * kReplayTokens);
+      };
+      const auto token_of = [&](int quad) { return first_token + quad * kReplayTokens * stride; };
+      const auto marks_of = [&](int quad) {
+        return LoadMarks<kMarked>(marks, head.sequence, start + quad * kReplayTokens);
+      };
+      // The state before a quad, before the first token of the quad may clear it.
+      const auto load_state = [&](int quad, Fragment<G>& s) {
+        if (quad > 0)
+          LoadState(partition, quad_states + (quad - 1) * N * N, s);
+        else
+          states.Load(partition, head.SavedState(chunk), s);
+      };
 
-    load_state(0, s);
-    TokenLoader<T, G, kReplayVectors, kReplayTokens> replay_loader;
-    replay_loader.Fetch(inputs.x, token_of(0), stride, count_of(0));
-    TileMarks<kMarked> own, next_own = marks_of(0);
-    replay_loader.template Store<false>(shared.tokens[0], nullptr, count_of(0), next_own, decay);
-    __syncthreads();
-    for (int quad = 0; quad < quads; ++quad) {
-      const bool more = quad + 1 < quads;
-      own = next_own;
-      if (more) {
-        replay_loader.Fetch(inputs.x, token_of(quad + 1), stride, count_of(quad + 1));
-        next_own = marks_of(quad + 1);
-      }
-      if (quad > 0) StoreState(partition, quad_states + (quad - 1) * N * N, s);
-      float sa[kReplayTokens][kRows];
-#pragma unroll
-      for (int t = 0; t < kReplayTokens; ++t) {
-        const TokenView<N, kReplayTokens> at{shared.tokens[quad % 2], t};
-        if (own.Starts(t)) Clear<G>(s);
-        ReadFromState(partition, at, s, sa[t]);
-        UpdateState(partition, at, sa[t], s);
-      }
-      if (partition.col_group == 0)
-#pragma unroll
-        for (int t = 0; t < kReplayTokens; ++t)
-          StoreRows(partition, chunk_sa + (quad * kReplayTokens + t) * N, sa[t]);
-      if (more)
-        replay_loader.template Store<false>(shared.tokens[(quad + 1) % 2], nullptr,
-                                            count_of(quad + 1), next_own, decay);
+      load_state(0, s);
+      TokenLoader<T, G, kReplayVectors, kReplayTokens> replay_loader;
+      replay_loader.Fetch(inputs.x, token_of(0), stride, count_of(0));
+      TileMarks<kMarked> own, next_own = marks_of(0);
+      replay_loader.template Store<false>(shared.tokens[0], nullptr, count_of(0), next_own, decay);
       __syncthreads();
-    }
+      for (int quad = 0; quad < quads; ++quad) {
+        const bool more = quad + 1 < quads;
+        own = next_own;
+        if (more) {
+          replay_loader.Fetch(inputs.x, token_of(quad + 1), stride, count_of(quad + 1));
+          next_own = marks_of(quad + 1);
+        }
+        if (quad > 0) StoreState(partition, quad_states + (quad - 1) * N * N, s);
+        float sa[kReplayTokens][kRows];
+#pragma unroll
+        for (int t = 0; t < kReplayTokens; ++t) {
+          const TokenView<N, kReplayTokens> at{shared.tokens[quad % 2], t};
+          if (own.Starts(t)) Clear<G>(s);
+          ReadFromState(partition, at, s, sa[t]);
+          UpdateState(partition, at, sa[t], s);
+        }
+        if (partition.col_group == 0)
+#pragma unroll
+          for (int t = 0; t < kReplayTokens; ++t)
+            StoreRows(partition, chunk_sa + (quad * kReplayTokens + t) * N, sa[t]);
+        if (more)
+          replay_loader.template Store<false>(shared.tokens[(quad + 1) % 2], nullptr,
+                                              count_of(quad + 1), next_own, decay);
+        __syncthreads();
+      }
 
-    TokenLoader<T, G, kBackwardVectors, kReplayTokens> loader;
-    float4 sa_piece;
-    const auto fetch = [&](int quad) {
-      loader.Fetch(inputs.x, token_of(quad), stride, count_of(quad));
-      next_own = marks_of(quad);
-      if (4 * threadIdx.x < kReplayTokens * N)
-        sa_piece =
-            *reinterpret_cast<const float4*>(chunk_sa + quad * kReplayTokens * N + 4 * threadIdx.x);
-    };
-    const auto store = [&](int quad) {
-      loader.template Store<true>(shared.tokens[quad % 2], shared.slope[quad % 2], count_of(quad),
-                                  next_own, decay);
-      if (4 * threadIdx.x < kReplayTokens * N)
-        *reinterpret_cast<float4*>(&shared.sa[quad % 2][4 * threadIdx.x]) = sa_piece;
-    };
-    Fragment<G> s_next;
-    fetch(quads - 1);
-    store(quads - 1);
-    if constexpr (!kLarge) load_state(quads - 1, s_next);
-    __syncthreads();
-    for (int quad = quads - 1; quad >= 0; --quad) {
-      const int count = count_of(quad), stage = quad % 2;
-      own = next_own;
-      if (quad > 0) fetch(quad - 1);
-      if constexpr (kLarge) {
-        load_state(quad, s);
-        if (own.Starts(0)) Clear<G>(s);
-      } else {
-        Copy<G>(s_next, s);
-        if (own.Starts(0)) Clear<G>(s);
-        if constexpr (kKeeps) Keep<G>(shared.kept.of[2], s);
-        if (quad > 0) load_state(quad - 1, s_next);
-      }
-      using Token = TokenView<N, kReplayTokens>;
-#pragma unroll
-      for (int t = 0; t < kReplayTokens - 1; ++t) {
-        ReplayToken<G>(partition, Token{shared.tokens[stage], t}, shared.sa[stage], own, s);
-        if constexpr (kKeeps)
-          if (t < kReplayTokens - 2) Keep<G>(shared.kept.of[t], s);
-      }
-      auto& sums = shared.sums[stage % Shared::kSumStages];
-      const auto token = [&](int t) { return token_of(quad) + t * stride; };
-#pragma unroll
-      for (int t = kReplayTokens - 1; t >= 0; --t) {
-        if (t < kReplayTokens - 1 && (!kKeeps || (t == 0 && kLarge))) {
+      TokenLoader<T, G, kBackwardVectors, kReplayTokens> loader;
+      float4 sa_piece;
+      const auto fetch = [&](int quad) {
+        loader.Fetch(inputs.x, token_of(quad), stride, count_of(quad));
+        next_own = marks_of(quad);
+        if (4 * threadIdx.x < kReplayTokens * N)
+          sa_piece = *reinterpret_cast<const float4*>(chunk_sa + quad * kReplayTokens * N +
+                                                      4 * threadIdx.x);
+      };
+      const auto store = [&](int quad) {
+        loader.template Store<true>(shared.tokens[quad % 2], shared.slope[quad % 2], count_of(quad),
+                                    next_own, decay);
+        if (4 * threadIdx.x < kReplayTokens * N)
+          *reinterpret_cast<float4*>(&shared.sa[quad % 2][4 * threadIdx.x]) = sa_piece;
+      };
+      Fragment<G> s_next;
+      fetch(quads - 1);
+      store(quads - 1);
+      if constexpr (!kLarge) load_state(quads - 1, s_next);
+      __syncthreads();
+      for (int quad = quads - 1; quad >= 0; --quad) {
+        const int count = count_of(quad), stage = quad % 2;
+        own = next_own;
+        if (quad > 0) fetch(quad - 1);
+        if constexpr (kLarge) {
           load_state(quad, s);
           if (own.Starts(0)) Clear<G>(s);
+        } else {
+          Copy<G>(s_next, s);
+          if (own.Starts(0)) Clear<G>(s);
+          if constexpr (kKeeps) Keep<G>(shared.kept.of[2], s);
+          if (quad > 0) load_state(quad - 1, s_next);
+        }
+        using Token = TokenView<N, kReplayTokens>;
 #pragma unroll
-          for (int earlier = 0; earlier < t; ++earlier)
-            ReplayToken<G>(partition, Token{shared.tokens[stage], earlier}, shared.sa[stage], own,
-                           s);
-        } else if (t < kReplayTokens - 1) {
-          if constexpr (kKeeps) Recall<G>(shared.kept.of[t > 0 ? t - 1 : 2], s);
+        for (int t = 0; t < kReplayTokens - 1; ++t) {
+          ReplayToken<G>(partition, Token{shared.tokens[stage], t}, shared.sa[stage], own, s);
+          if constexpr (kKeeps)
+            if (t < kReplayTokens - 2) Keep<G>(shared.kept.of[t], s);
         }
-        BackwardToken<T, G>(partition, {shared.tokens[stage], t}, shared.slope[stage] + t * N,
-                            shared.sa[stage] + t * N, own, s, ds,
-                            sums[t % Shared::kSumTokens][threadIdx.x / 32],
-                            t < count ? out.v + token(t) : nullptr);
-        if constexpr (kLarge) {
-          __syncthreads();
-          WriteColumnSums<T, G>(sums, t < count, own.From(t), token(t), stride, out);
-          __syncthreads();
+        auto& sums = shared.sums[stage % Shared::kSumStages];
+        const auto token = [&](int t) { return token_of(quad) + t * stride; };
+#pragma unroll
+        for (int t = kReplayTokens - 1; t >= 0; --t) {
+          if (t < kReplayTokens - 1 && (!kKeeps || (t == 0 && kLarge))) {
+            load_state(quad, s);
+            if (own.Starts(0)) Clear<G>(s);
+#pragma unroll
+            for (int earlier = 0; earlier < t; ++earlier)
+              ReplayToken<G>(partition, Token{shared.tokens[stage], earlier}, shared.sa[stage], own,
+                             s);
+          } else if (t < kReplayTokens - 1) {
+            if constexpr (kKeeps) Recall<G>(shared.kept.of[t > 0 ? t - 1 : 2], s);
+          }
+          BackwardToken<T, G>(partition, {shared.tokens[stage], t}, shared.slope[stage] + t * N,
+                              shared.sa[stage] + t * N, own, s, ds,
+                              sums[t % Shared::kSumTokens][threadIdx.x / 32],
+                              t < count ? out.v + token(t) : nullptr);
+          if constexpr (kLarge) {
+            __syncthreads();
+            WriteColumnSums<T, G>(sums, t < count, own.From(t), token(t), stride, out);
+            __syncthreads();
+          }
         }
+        if (quad > 0) store(quad - 1);
+        __syncthreads();
+        // While a warp still reads these sums, other warps may be at the next quad, whose sums are in
+        // the other stage.
+        if constexpr (!kLarge) WriteColumnSums<T, G>(sums, count, own, token(0), stride, out);
       }
-      if (quad > 0) store(quad - 1);
-      __syncthreads();
-      // While a warp still reads these sums, other warps may be at the next quad, whose sums are in
-      // the other stage.
-      if constexpr (!kLarge) WriteColumnSums<T, G>(sums, count, own, token(0), stride, out);
     }
+    if (first_chunk == 0 && !is_steep) StoreState(partition, out.initial_state + head.State(), ds);
   }
-  if (split == 0) StoreState(partition, out.initial_state + head.State(), ds);
+}
+
+// Launches the kernel of the backward pass for a lot of heads, or for steep chunks.
+template <typename T, int N, bool kMarked>
+cudaError_t LaunchBackward(cudaStream_t stream, const Wkv7BackwardCall& call, const Device& device,
+                           const ReplayLot& lot, int64_t blocks, const SteepChunks& steep) {
+  const Gradients<T> gradients{static_cast<T*>(call.dr), static_cast<T*>(call.dw),
+                               static_cast<T*>(call.dk), static_cast<T*>(call.dv),
+                               static_cast<T*>(call.da), static_cast<T*>(call.db),
+                               call.dinitial_state};
+  const auto launch = [&](auto keeps) {
+    return Launch(BackwardKernel<T, N, kMarked, keeps()>, blocks, BackwardPartition<N>::kThreads,
+                  sizeof(BackwardShared<BackwardPartition<N>, keeps()>), stream,
+                  Vectors<T>(call.w, call.k, call.v, call.a, call.b, call.r, call.dy),
+                  call.dims.tokens, call.dims.heads, call.decay, call.marks, call.sequences,
+                  StatesOf(call), call.dfinal_state, gradients, lot, steep);
+  };
+  return ForSharedMemory<sizeof(BackwardShared<BackwardPartition<N>, true>)>(device, launch);
 }
 
 }  // namespace
 
-cudaError_t Wkv7Forward(cudaStream_t stream, const Wkv7ForwardCall& call, bool few_heads,
-                        const float* only) {
+cudaError_t Wkv7Forward(cudaStream_t stream, const Wkv7ForwardCall& call, bool few_heads) {
   const int64_t heads = call.dims.batch * call.dims.heads;
   return ForAllTypes<16, 32, 64, 128>(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
     using T = decltype(zero);
@@ -535,7 +577,7 @@ cudaError_t Wkv7Forward(cudaStream_t stream, const Wkv7ForwardCall& call, bool f
                     ForwardPartition<N>::kThreads, sizeof(ForwardShared<T, N, kTokens>), stream,
                     Vectors<T>(call.w, call.k, call.v, call.a, call.b, call.r), call.dims.tokens,
                     call.dims.heads, call.decay, call.marks, call.sequences, call.initial_state,
-                    static_cast<T*>(call.y), call.final_state, StatesOf(call), only);
+                    static_cast<T*>(call.y), call.final_state, StatesOf(call));
     };
     constexpr std::integral_constant<int, 1> one;
     constexpr std::integral_constant<int, N == 64 ? 4 : 1> many;
@@ -549,20 +591,13 @@ cudaError_t Wkv7Forward(cudaStream_t stream, const Wkv7ForwardCall& call, bool f
 }
 
 cudaError_t Wkv7Backward(cudaStream_t stream, const Wkv7BackwardCall& call, const Device& device,
-                         const ReplayScratch& scratch, const float* only) {
+                         const ReplayScratch& scratch) {
   const int64_t heads = call.dims.batch * call.dims.heads;
   return ForAllTypes<16, 32, 64, 128>(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
     using T = decltype(zero);
     constexpr int N = size();
-    const Gradients<T> gradients{static_cast<T*>(call.dr), static_cast<T*>(call.dw),
-                                 static_cast<T*>(call.dk), static_cast<T*>(call.dv),
-                                 static_cast<T*>(call.da), static_cast<T*>(call.db),
-                                 call.dinitial_state};
-    const Vectors<T> inputs(call.w, call.k, call.v, call.a, call.b, call.r, call.dy);
-    const SavedStates states = StatesOf(call);
     return ForMarks(call.marks, [&](auto marked) {
-      return ForHeads(heads, scratch, [&](const ReplayLot& own_lot, int64_t count) {
-        const SomeHeadsLot lot{own_lot, only};
+      return ForHeads(heads, scratch, [&](const ReplayLot& lot, int64_t count) {
         if (scratch.splits > 1 && call.dims.tokens > 0) {
           const cudaError_t error = Launch(
               SplitKernel<T, N, marked()>, count, ForwardPartition<N>::kThreads, 0, stream,
@@ -570,15 +605,21 @@ cudaError_t Wkv7Backward(cudaStream_t stream, const Wkv7BackwardCall& call, cons
               call.dims.heads, call.decay, call.marks, call.sequences, call.dfinal_state, lot);
           if (error != cudaSuccess) return error;
         }
-        const auto launch = [&](auto keeps) {
-          return Launch(BackwardKernel<T, N, marked(), keeps()>, count * scratch.splits,
-                        BackwardPartition<N>::kThreads,
-                        sizeof(BackwardShared<BackwardPartition<N>, keeps()>), stream, inputs,
-                        call.dims.tokens, call.dims.heads, call.decay, call.marks, call.sequences,
-                        states, call.dfinal_state, gradients, lot);
-        };
-        return ForSharedMemory<sizeof(BackwardShared<BackwardPartition<N>, true>)>(device, launch);
+        return LaunchBackward<T, N, marked()>(stream, call, device, lot, count * scratch.splits,
+                                              {});
       });
+    });
+  });
+}
+
+cudaError_t Wkv7SteepChunks(cudaStream_t stream, const Wkv7BackwardCall& call, const Device& device,
+                            const ReplayScratch& scratch, const uint4* gradients,
+                            const uint32_t* steep) {
+  if (scratch.heads == 0) return cudaSuccess;
+  return ForHalfTypes<64, 128>(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
+    return ForMarks(call.marks, [&](auto marked) {
+      return LaunchBackward<decltype(zero), size(), marked()>(stream, call, device, {0, scratch},
+                                                              scratch.heads, {steep, gradients});
     });
   });
 }

@@ -16,9 +16,15 @@
 //   Y  = Rt S^T + tril(Rt Bh^T) U + tril(Rt Kh^T) V
 //   S <- S + U^T Bh + V^T Kh
 //
-// G is the sum of the log decays from the first token of the chunk (64 tokens) to a token, and G'
-// is that sum without the token itself. S is the state times exp(-G) of the last token; at the end
-// of a chunk it is multiplied by exp(G) and becomes the state itself again.
+// G is the sum of the log decays from the start of a frame to a token, and G' is that sum without
+// the token itself. Inside a frame S is the state times exp(-G) of the last token; at its end S is
+// multiplied by exp(G) and becomes the state itself again.
+//
+// Decays with a bound, those of Decay::kSigmoid, have frames of a chunk (64 tokens). With others a
+// tile is a frame, and G and G' are counted from half of the sum of the whole frame. So factors are
+// from 2^-63 to 2^63 for a sum of log2 decays down to kMinFrameLog2. Where a channel goes further, the
+// tile is far: it has four frames of four tokens, which advance the state one after another. Between
+// two frames S is multiplied once, for the later half of the one and the earlier half of the other.
 //
 // The gradient of the state follows the same recurrence from the last token to the first. There b
 // reads from the rows and a is written to them, dy takes the place of v, and r that of k:
@@ -71,7 +77,6 @@ struct Scan : Wkv7Call {
   // `factor` if that is not null.
   Splits splits;
   float* factor;
-  float* inexact;
   // Of a keyed call: the parameters of wkv7_keys and 1 / max(|u|, eps) of its formulas.
   const float *parameters, *inverse;
 };
@@ -86,6 +91,14 @@ enum class Work {
   // Two states advance, from zero and from the identity, and their warpgroups share the rest.
   kTransition,
 };
+
+// The frames of a far tile.
+constexpr int kFarFrames = 4, kFarFrameTokens = kTileTokens / kFarFrames;
+
+// The least sum of log2 decays of a frame, for which a factor between two frames is a normal float. If a
+// frame of a far tile has less, its tokens have at least their share of it each.
+constexpr float kMinFrameLog2 = -126.0f, kLeastInFrame = kMinFrameLog2 / kFarFrameTokens;
+static_assert(2 * kLeastLog2 > kMinFrameLog2, "two tokens that forget all leave a frame as it is");
 
 // Named barriers; 0 is __syncthreads, which only the prologue uses. Warpgroups come to the tile
 // barrier from different loops.
@@ -125,11 +138,21 @@ struct ScanLayout {
   static constexpr int kDecayBytes = 4 * 4 * kDecayStride;
   static constexpr int kBarriers = kDecays + kStages * kDecayBytes;
   static constexpr int kWords = kBarriers + 8 * kStages;  // of marks
-  static constexpr int kGivesUp = kWords + 4 * kStages;   // see WaitForTile
   // Of keyed calls: `inverse` of each token, in a ring as well, and the parameters k_k, k_a and a0.
-  static constexpr int kInverses = kGivesUp + 2 * 4;
+  static constexpr int kInverses = kWords + 4 * kStages;
   static constexpr int kParameters = kInverses + (kKeyed ? 4 * kTileTokens * kStages : 0);
-  static constexpr int kBytes = kParameters + (kKeyed ? 3 * 4 * N : 0);
+  static constexpr int kBoundedBytes = kParameters + (kKeyed ? 3 * 4 * N : 0);
+  // Of decays without a bound, in rings of kFramePlaces tiles: whether a tile is far, and the factors
+  // of the state before each frame that a far tile has.
+  static constexpr int kFramePlaces = 4;
+  static constexpr int kFar = kBoundedBytes;
+  static constexpr int kFactors = kFar + 4 * kFramePlaces;
+  static constexpr int kUnboundedBytes = kFactors + kFramePlaces * kFarFrames * kDecayBytes;
+  static_assert(kFactors % 16 == 0);
+
+  static constexpr int Bytes(Decay decay) {
+    return decay == Decay::kSigmoid ? kBoundedBytes : kUnboundedBytes;
+  }
 };
 
 // What a keyed call makes operands of besides the projected k and the rate, in shared memory: the
@@ -161,18 +184,122 @@ struct TileKeys {
 // The places of the token products of a tile.
 enum ProductPlace { kAak, kQrk, kM, kQrb };
 
-// The sums of the log decays up to the last token of a tile, for four columns of each lane.
+// What the next tile counts from, for four columns of each lane: of decays with a bound, the sums up to
+// the last token of a tile; of others, the log of what S has yet to be multiplied by after it.
 struct Carry {
   float sum[2][2];
 };
 
-// Scales 16 columns of a tile in place, the columns of `warp`, and leaves exp(G) of its last token
-// in `decays`. Returns whether the sums stay in range.
+// G and G' of 16 tokens and 16 channels, each where it lies in an Accumulator<2>.
+struct TileSums {
+  float upto[2][4], before[2][4];
+
+  template <typename Value>
+  __device__ void Set(Value&& value) {
+    ForEachElement<2>([&](int i, int e) { upto[i][e] = before[i][e] = value(i, e); });
+  }
+  __device__ void Add(const Left& inclusive, const Left& exclusive,
+                      const uint32_t (&log_decays)[4]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      WarpMultiplyHalf(upto[i], inclusive, log_decays[2 * i], log_decays[2 * i + 1]);
+      WarpMultiplyHalf(before[i], exclusive, log_decays[2 * i], log_decays[2 * i + 1]);
+    }
+  }
+  template <typename Value>
+  __device__ void Subtract(Value&& value) {
+    ForEachElement<2>([&](int i, int e) {
+      const float x = value(i, e);
+      upto[i][e] -= x, before[i][e] -= x;
+    });
+  }
+  // G of a row, for the columns of this lane, times a factor.
+  __device__ void GetRow(int row, float factor, float (&x)[2][2]) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+#pragma unroll
+      for (int j = 0; j < 2; ++j)
+        x[i][j] = factor * __shfl_sync(~0u, upto[i][row / 8 * 2 + j], row % 8 * 4 | (Lane() & 3));
+  }
+};
+
+// Stores the exponentials of logs that all lanes with the same columns have, as ScaleState reads them.
+template <typename L>
+__device__ void StoreFactors(int warp, const float (&log)[2][2], float* factors) {
+  if (Lane() >= 28)
+    *reinterpret_cast<float4*>(factors + (Lane() & 3) * L::kDecayStride + 4 * warp) = {
+        Exp2(log[0][0]), Exp2(log[0][1]), Exp2(log[1][0]), Exp2(log[1][1])};
+}
+
+// Counts the sums of a tile from the middle of its frame or, if that goes too far, from the middles of
+// four frames. Leaves the factors of S before each of four frames in `factors`, and what follows the
+// last one in `carry`. Returns whether the tile is far.
+template <typename L>
+__device__ bool CentreFrames(int warp, const Ones& inclusive, const Ones& exclusive,
+                             const uint32_t (&log_decays)[4], float* factors, TileSums& sums,
+                             Carry& carry) {
+  constexpr int kStride = L::kDecayBytes / sizeof(float);
+  float half[2][2], log[2][2];
+  const auto store = [&](int frame) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+#pragma unroll
+      for (int j = 0; j < 2; ++j)
+        log[i][j] = carry.sum[i][j] + half[i][j], carry.sum[i][j] = half[i][j];
+    StoreFactors<L>(warp, log, factors + frame * kStride);
+  };
+  sums.GetRow(kTileTokens - 1, 0.5f, half);
+  bool far = false;
+  ForEachElement<1>([&](int, int e) { far = far || half[e / 2][e % 2] < 0.5f * kMinFrameLog2; });
+  far = __any_sync(~0u, far);
+  if (!far) {
+    sums.Subtract([&](int i, int e) { return half[i][e % 2]; });
+    store(0);
+    const float none[2][2] = {};
+#pragma unroll
+    for (int frame = 1; frame < kFarFrames; ++frame)
+      StoreFactors<L>(warp, none, factors + frame * kStride);
+    return false;
+  }
+  // A register of ones has a row and two columns, which are of the same frame or not.
+  const uint32_t same = Lane() / 16 == Lane() % 4 / 2 ? ~0u : 0u;
+  const auto in_frames = [&](Ones ones) {
+    ones.a[0] &= same, ones.a[1] = ones.a[2] = 0u, ones.a[3] &= same;
+    return ones;
+  };
+  // A lane has two tokens of a channel, and the lane beside it the other two of the frame.
+  uint32_t floored[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float low = Pair<__half>::Low(log_decays[i]), high = Pair<__half>::High(log_decays[i]);
+    const float own = low + high, frame = own + __shfl_xor_sync(~0u, own, 1);
+    const float least =
+        (frame < kMinFrameLog2 * kLogScale ? kLeastInFrame : kLeastLog2) * kLogScale;
+    floored[i] = Pair<__half>::Round(low < least ? least : low, high < least ? least : high);
+  }
+  sums.Set([](int, int) { return 0.0f; });
+  sums.Add(in_frames(inclusive).a, in_frames(exclusive).a, floored);
+#pragma unroll
+  for (int frame = 0; frame < kFarFrames; ++frame) {
+    sums.GetRow(frame * kFarFrameTokens + kFarFrameTokens - 1, 0.5f, half);
+    store(frame);
+  }
+  float own[2][4];  // the sums of the frames of the rows of this lane
+  ForEachElement<2>(
+      [&](int i, int e) { own[i][e] = __shfl_sync(~0u, sums.upto[i][e], (Lane() & 19) | 12); });
+  sums.Subtract([&](int i, int e) { return 0.5f * own[i][e]; });
+  return true;
+}
+
+// Scales 16 columns of a tile in place, the columns of `warp`. Leaves in `decays` what S is multiplied
+// by behind the tile if a chunk ends there, and in `frames` what CentreFrames leaves. Returns whether
+// the tile is far.
 template <typename T, typename L, bool kReverse, bool kOutput, bool kKeyed>
-__device__ bool ScaleColumns(int warp, uint32_t operands, uint32_t raw_w, float* decays, Decay form,
-                             uint32_t present, const Ones& inclusive, const Ones& exclusive,
-                             bool starts_chunk, const KeyFactors& factors, Carry& carry) {
-  const int lane = Lane(), panel = warp / 4;
+__device__ bool ScaleColumns(int warp, uint32_t operands, uint32_t raw_w, float* decays,
+                             float* frames, Decay form, uint32_t present, const Ones& inclusive,
+                             const Ones& exclusive, bool starts_chunk, const KeyFactors& keys,
+                             Carry& carry) {
+  const int panel = warp / 4;
   const uint32_t here = TileAddress(0, 0, warp % 4);
   const uint32_t a_tile = operands + L::kA + panel * L::kReadStride + here;
   const uint32_t r_tile = operands + L::kR + panel * L::kReadStride + here;
@@ -184,17 +311,16 @@ __device__ bool ScaleColumns(int warp, uint32_t operands, uint32_t raw_w, float*
   LoadTransposed(raw_w + panel * L::kPanelBytes + here, w);
   LogDecays<T, Decay::kSigmoid>(w, form, kLeastLog2, present, log_decays);
 
-  float sum[2][4], before[2][4];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-#pragma unroll
-    for (int j = 0; j < 4; ++j)
-      sum[i][j] = before[i][j] = starts_chunk ? 0.0f : carry.sum[i][j % 2];
-    WarpMultiplyHalf(sum[i], inclusive.a, log_decays[2 * i], log_decays[2 * i + 1]);
-    WarpMultiplyHalf(before[i], exclusive.a, log_decays[2 * i], log_decays[2 * i + 1]);
-#pragma unroll
-    for (int j = 0; j < 2; ++j) carry.sum[i][j] = __shfl_sync(~0u, sum[i][2 + j], 28 | lane);
-  }
+  if (starts_chunk) carry = {};
+  const bool bounded = kKeyed || form == Decay::kSigmoid;
+  TileSums sums;
+  sums.Set([&](int i, int e) { return bounded ? carry.sum[i][e % 2] : 0.0f; });
+  sums.Add(inclusive.a, exclusive.a, log_decays);
+  bool far = false;
+  if (bounded)
+    sums.GetRow(kTileTokens - 1, 1.0f, carry.sum);
+  else
+    far = CentreFrames<L>(warp, inclusive, exclusive, log_decays, frames, sums, carry);
 
   // Factors are rounded to bfloat16: two products then take one instruction.
   uint32_t e[4];
@@ -220,7 +346,7 @@ __device__ bool ScaleColumns(int warp, uint32_t operands, uint32_t raw_w, float*
     uint32_t rate[4];
     LoadMatrices(kReverse ? b_tile : k_tile, key);
     LoadMatrices(kReverse ? a_tile : b_tile, rate);
-    const TileKeys<T, kPanelCols> made(factors, 16 * warp, key, rate);
+    const TileKeys<T, kPanelCols> made(keys, 16 * warp, key, rate);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       key[i] = made.key[i];
@@ -233,19 +359,17 @@ __device__ bool ScaleColumns(int warp, uint32_t operands, uint32_t raw_w, float*
     else
       scale(tile);
   };
-  exponentials(1.0f, before);
+  exponentials(1.0f, sums.before);
   scale_made(a_tile, reads);
   if constexpr (kReverse) {
-    exponentials(-1.0f, before);
+    exponentials(-1.0f, sums.before);
     scale(k_tile);
   }
-  exponentials(1.0f, sum);
+  exponentials(1.0f, sums.upto);
   if constexpr (kOutput) scale(r_tile);
   // The state is not rounded at the end of a chunk, so its factors are not rounded.
-  if (lane >= 28)
-    *reinterpret_cast<float4*>(decays + (lane & 3) * L::kDecayStride + 4 * warp) = {
-        Exp2(sum[0][2]), Exp2(sum[0][3]), Exp2(sum[1][2]), Exp2(sum[1][3])};
-  exponentials(-1.0f, sum);
+  StoreFactors<L>(warp, carry.sum, decays);
+  exponentials(-1.0f, sums.upto);
   scale_made(b_tile, writes);
   if constexpr (!kReverse) scale_made(k_tile, key);
   if constexpr (std::is_same_v<T, __half>) {
@@ -255,21 +379,23 @@ __device__ bool ScaleColumns(int warp, uint32_t operands, uint32_t raw_w, float*
     for (int i = 0; i < 4; ++i) x[i] = ToBf16<T>(x[i]);
     StoreMatrices(v_tile, x);
   }
-  bool in_range = true;
-  if (form != Decay::kSigmoid) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-#pragma unroll
-      for (int j = 0; j < 4; ++j) in_range = in_range && fabsf(sum[i][j]) <= kMaxChunkLog2;
-  }
-  return in_range;
+  return far;
+}
+
+// Clears the elements of a tile of tokens by tokens whose two tokens are of different frames of a far
+// tile.
+__device__ inline void KeepFrames(Accumulator<2>& m) {
+  const bool same = Lane() / 16 == Lane() % 4 / 2;
+  ForEachElement<2>([&](int i, int e) {
+    if (!same || i != e / 2) m[i][e] = 0.0f;
+  });
 }
 
 // The products of a tile of tokens by tokens, one per warp: M, tril(At Kh^T), tril(Rt Bh^T) and
 // tril(Rt Kh^T).
 template <typename L, bool kReverse, bool kOutput>
 __device__ void MultiplyTokens(int warp, uint32_t operands, uint32_t products,
-                               const RowMarks& marks) {
+                               const RowMarks& marks, bool far) {
   if (warp >= (kOutput ? 4 : 2)) return;
   const bool reads_r = warp >= 2, writes_k = warp % 2 == 1;
   const uint32_t left = operands + (reads_r ? L::kR : L::kA);
@@ -287,6 +413,7 @@ __device__ void MultiplyTokens(int warp, uint32_t operands, uint32_t products,
   }
   KeepLower(reads_r || (kReverse && writes_k), m);
   if (marks.clears != 0) KeepSegments(marks, m);
+  if (far) KeepFrames(m);
   Left rounded;
   if (warp == 0)
     InvertUnitLower(m, rounded);
@@ -298,11 +425,29 @@ __device__ void MultiplyTokens(int warp, uint32_t operands, uint32_t products,
 
 constexpr int kPanelTiles = kPanelCols / kTileTokens;
 
-// Advances the state by one tile and leaves y of the tile in shared memory. If the state is cleared
-// in the tile, products wait for each other.
-template <typename T, typename L, bool kOutput, bool kClears>
+// The rows of a tile by which the state advances: those before `read_end` read the state before them,
+// and those from `write_begin` on write to the state after them. If `clears`, the state is cleared.
+struct AdvancingRows {
+  int begin, end, read_end, write_begin;
+  bool clears;
+
+  // A clearing before the first row is of these rows, one behind the last row only at the end of the
+  // tile.
+  __device__ AdvancingRows(int begin, int end, const RowMarks& marks) : begin(begin), end(end) {
+    const uint32_t upto = end == kTileTokens ? ~0u : (1u << end) - 1;
+    const uint32_t own = marks.clears & upto & ~((1u << begin) - 1);
+    clears = own != 0;
+    read_end = clears ? __ffs(own) - 1 : end;
+    write_begin = clears ? 31 - __clz(own) : begin;
+  }
+};
+
+// Advances the state by a tile, or by some of its rows if kSomeRows, and leaves y of the tile, of which
+// `words` are the part of this lane, in shared memory. By some rows, products wait for each other.
+template <typename T, typename L, bool kOutput, bool kSomeRows>
 __device__ void AdvanceState(int warp, uint32_t operands, uint32_t products, uint32_t y,
-                             bool has_values, const RowMarks& marks, float (&s)[L::kPanels][8][4]) {
+                             bool has_values, const AdvancingRows& rows, uint32_t (&words)[4],
+                             float (&s)[L::kPanels][8][4]) {
   constexpr int kReadFragments = kOutput ? 4 : 2;
   const int panel_of_v = warp / 4;
   Left v = {};
@@ -327,22 +472,24 @@ __device__ void AdvanceState(int warp, uint32_t operands, uint32_t products, uin
       MultiplyOrAdd(panel > 0 || tile > 0, zy, before[tile], read);
     }
   }
-  if constexpr (kClears) {
+  if constexpr (kSomeRows) {
     CommitProducts();
     Finish(zy);
 #pragma unroll
     for (int half = 0; half < kReadFragments; half += 2)
-      KeepTokens<2>(0, 0, marks.FirstCleared(), &zy[half]);
+      KeepTokens<2>(0, rows.begin, rows.read_end, &zy[half]);
     BeginProducts();
   }
   Multiply<true>(zy, v, PackedTiles{products + kAak * kTileBytes});  // and kQrk behind it
   CommitProducts();
-  if constexpr (kClears) {
+  if constexpr (kSomeRows) {
     Finish(zy);
-    KeepTokens(marks.LastCleared(), kTileTokens, v);
+    KeepTokens(rows.write_begin, rows.end, v);
 #pragma unroll
     for (int panel = 0; panel < L::kPanels; ++panel)
-      ForEachElement<8>([&](int fragment, int e) { s[panel][fragment][e] = 0.0f; });
+      ForEachElement<8>([&](int fragment, int e) {
+        if (rows.clears) s[panel][fragment][e] = 0.0f;
+      });
     BeginProducts();
   }
 #pragma unroll
@@ -368,9 +515,9 @@ __device__ void AdvanceState(int warp, uint32_t operands, uint32_t products, uin
     Multiply<true>(zy, u_rounded, PackedTiles{products + kM * kTileBytes});
     CommitProducts();
   }
-  if constexpr (kClears) {
+  if constexpr (kSomeRows) {
     WaitForProducts<0>();
-    KeepTokens(marks.LastCleared(), kTileTokens, u_rounded);
+    KeepTokens(rows.write_begin, rows.end, u_rounded);
     BeginProducts();
   }
 #pragma unroll
@@ -380,9 +527,13 @@ __device__ void AdvanceState(int warp, uint32_t operands, uint32_t products, uin
   if constexpr (kOutput) {
     WaitForProducts<1>();
     Settle(zy);
-    StoreTransposed(TileAddress(y + panel_of_v * L::kPanelBytes, 0, warp % 4),
-                    {Pair<T>::Round(zy[2][0], zy[2][1]), Pair<T>::Round(zy[3][0], zy[3][1]),
-                     Pair<T>::Round(zy[2][2], zy[2][3]), Pair<T>::Round(zy[3][2], zy[3][3])});
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = i % 2 * 8 + 2 * (Lane() % 4);
+      if (!kSomeRows || (row >= rows.begin && row < rows.end))
+        words[i] = Pair<T>::Round(zy[2 + i % 2][i / 2 * 2], zy[2 + i % 2][i / 2 * 2 + 1]);
+    }
+    StoreTransposed(TileAddress(y + panel_of_v * L::kPanelBytes, 0, warp % 4), words);
   }
   WaitForProducts<0>();
 #pragma unroll
@@ -399,6 +550,7 @@ class ScanBlock {
   static constexpr bool kTogether = kWork == Work::kTogether;
   static_assert(!kTogether || N == kPanelCols, "a warpgroup advances 64 rows of a state");
   static_assert(!kKeyed || N == kPanelCols, "a keyed call has heads of 64");
+  static constexpr bool kMayBeFar = !kKeyed;
 
   __device__ ScanBlock(const Scan& scan, unsigned char* memory)
       : scan(scan),
@@ -419,7 +571,6 @@ class ScanBlock {
   struct Scaling {
     const Ones inclusive{true, true, false}, exclusive{true, false, false};
     Carry carry[L::kPanels] = {};
-    bool in_range = true;
   };
 
   // Finds the head and the split of this block. Returns false if the block has nothing to do.
@@ -430,13 +581,6 @@ class ScanBlock {
     if (split < 0) return false;
     sequence = turn.sequence, span = turn.span;
     head = sequence * scan.dims.heads + blockIdx.x % scan.dims.heads;
-    if (scan.inexact != nullptr) {
-      // Another split of the head may give up now, so one thread looks for all.
-      if (threadIdx.x < 2) GivesUp()[threadIdx.x] = 0;
-      if (threadIdx.x == 0 && scan.inexact[head] != 0.0f) GivesUp()[0] = 1;
-      __syncthreads();
-      if (GivesUp()[0] != 0) return false;
-    }
 
     const int64_t in_split = splits.ChunksPerSplit(span.Chunks());
     count = splits.Count(span.Chunks());
@@ -456,14 +600,14 @@ class ScanBlock {
   }
 
   // Fills the pipeline: starts the copies of kStages tiles, scales two of them and multiplies one.
-  // Returns false where the block has to give up.
-  __device__ __forceinline__ bool Prologue(Scaling& scaling) {
+  __device__ __forceinline__ void Prologue(Scaling& scaling) {
     if (threadIdx.x < L::kStages) {
       CopyBarrierOf(threadIdx.x).Init(128);
       if (kMarked && static_cast<int>(threadIdx.x) < tiles)
         Words()[threadIdx.x] = WordOf(threadIdx.x);
     }
     if constexpr (kKeyed) LoadParameters();
+    if (Unbounded() && threadIdx.x < L::kFramePlaces) *FarOf(threadIdx.x) = 0;
     __syncthreads();
     if (copies)
       for (int tile = 0; tile < L::kStages && tile < tiles; ++tile) {
@@ -473,14 +617,13 @@ class ScanBlock {
     if (scales)
       for (int tile = 0; tile < 2 && tile < tiles; ++tile) ScaleOperands(tile, scaling);
     PublishOperands();
-    if (!WaitForTile(-1, scaling.in_range)) return false;
+    WaitForTile();
     if (copies)
       for (int tile = L::kDecayStages; tile < L::kStages && tile < tiles; ++tile) CopyDecays(tile);
     if (multiplies && tiles > 0) TokenProducts(0);
     PublishOperands();
     __syncthreads();
     next_word = copies && L::kStages < tiles ? WordOf(L::kStages) : 0u;
-    return true;
   }
 
   // The main loop of a warpgroup: its work on the state, its work for the state, or both. The
@@ -497,13 +640,13 @@ class ScanBlock {
       if constexpr (kOnState) {
         if (!L::kTransition && StartsChunk(tile)) SaveState(tile, s);
         Advance(tile, y, s);
-        if (EndsChunk(tile)) ScaleState(tile, s);
+        if (EndsChunk(tile)) ScaleState(DecaysOf(tile), s);
       }
       if constexpr (kForState) {
         if (scales && tile + 2 < tiles) ScaleOperands(tile + 2, scaling);
         if (multiplies || scales) PublishOperands();
       }
-      if (!WaitForTile(tile, scaling.in_range)) return;
+      WaitForTile();
       if constexpr (kForState) {
         if (kOutput && multiplies) WriteOutput(tile, y);
         if (copies && tile + L::kStages < tiles) CopyNext(tile + L::kStages);
@@ -555,6 +698,16 @@ class ScanBlock {
   }
   __device__ float* DecaysOf(int tile) const {
     return reinterpret_cast<float*>(memory + L::kDecays) + tile % L::kStages * 4 * L::kDecayStride;
+  }
+  // Of decays without a bound.
+  __device__ bool Unbounded() const { return kMayBeFar && scan.decay != Decay::kSigmoid; }
+  __device__ uint32_t* FarOf(int tile) const {
+    return reinterpret_cast<uint32_t*>(memory + L::kFar) + tile % L::kFramePlaces;
+  }
+  __device__ bool IsFar(int tile) const { return Unbounded() && *FarOf(tile) != 0; }
+  __device__ float* FactorsOf(int tile, int frame) const {
+    return reinterpret_cast<float*>(memory + L::kFactors +
+                                    (tile % L::kFramePlaces * kFarFrames + frame) * L::kDecayBytes);
   }
   __device__ uint32_t ProductsOf(int tile) const {
     return shared + L::kProducts + tile % 2 * L::kProductBytes;
@@ -621,32 +774,23 @@ class ScanBlock {
   __device__ __forceinline__ void ScaleOperands(int tile, Scaling& scaling) const {
     CopyBarrierOf(tile).Wait(tile / L::kStages % 2);
 #pragma unroll
-    for (int panel = 0; panel < L::kPanels; ++panel)
-      scaling.in_range &= ScaleColumns<T, L, kReverse, kOutput, kKeyed>(
-          warp % 4 + 4 * panel, OperandsOf(tile), RawDecaysOf(tile), DecaysOf(tile), scan.decay,
-          MarksOf(tile).present, scaling.inclusive, scaling.exclusive, StartsChunk(tile),
-          {Parameters(), InversesOf(tile)}, scaling.carry[panel]);
+    for (int panel = 0; panel < L::kPanels; ++panel) {
+      const bool far = ScaleColumns<T, L, kReverse, kOutput, kKeyed>(
+          warp % 4 + 4 * panel, OperandsOf(tile), RawDecaysOf(tile), DecaysOf(tile),
+          FactorsOf(tile, 0), scan.decay, MarksOf(tile).present, scaling.inclusive,
+          scaling.exclusive, StartsChunk(tile), {Parameters(), InversesOf(tile)},
+          scaling.carry[panel]);
+      if (far) *FarOf(tile) = 1;
+    }
   }
   __device__ __forceinline__ void TokenProducts(int tile) const {
     MultiplyTokens<L, kReverse, kOutput>(warp % 4, OperandsOf(tile), ProductsOf(tile),
-                                         MarksOf(tile));
+                                         MarksOf(tile), IsFar(tile));
   }
 
-  // Whether a thread has found a decay out of range, before the end of a tile with an even number and of one
-  // with an odd number.
-  __device__ uint32_t* GivesUp() const { return reinterpret_cast<uint32_t*>(memory + L::kGivesUp); }
-
-  // The tile barrier. Returns false where the block has to give up, because a decay is out of
-  // range. What is read behind the barrier of a tile is written again only behind the next one.
-  __device__ __forceinline__ bool WaitForTile(int tile, bool in_range) const {
-    uint32_t* const gives_up = GivesUp() + (tile & 1);
-    if (!in_range) *gives_up = 1;
-    Synchronize(kTileBarrier, L::kThreads);
-    if (scan.inexact == nullptr || *gives_up == 0) return true;
-    WaitForCopies<0>();
-    if (threadIdx.x == 0) scan.inexact[head] = 1.0f;
-    return false;
-  }
+  // The tile barrier. What is read behind the barrier of a tile is written again only behind the next
+  // one.
+  __device__ __forceinline__ void WaitForTile() const { Synchronize(kTileBarrier, L::kThreads); }
 
   // Splits are numbered by their order in the recurrence. The transition of a split has become the
   // state at its end.
@@ -669,19 +813,31 @@ class ScanBlock {
       Accumulators::StoreRounded(s, static_cast<uint4*>(scan.saved) + index * (N * N / 8));
   }
   __device__ __forceinline__ void Advance(int tile, uint32_t y, State& s) const {
-    const auto advance = [&](auto clears, const RowMarks& marks) {
-      AdvanceState<T, L, kOutput, decltype(clears)::value>(warp, OperandsOf(tile), ProductsOf(tile),
-                                                           y, !identity, marks, s);
+    uint32_t words[4] = {};
+    const auto advance = [&](auto some_rows, const AdvancingRows& rows) {
+      AdvanceState<T, L, kOutput, decltype(some_rows)::value>(
+          warp, OperandsOf(tile), ProductsOf(tile), y, !identity, rows, words, s);
     };
     const RowMarks marks = MarksOf(tile);
-    if (marks.clears == 0)
-      advance(std::false_type(), marks);
-    else
-      advance(std::bool_constant<kMarked>(), marks);
+    if (Unbounded()) {
+      ScaleState(FactorsOf(tile, 0), s);
+      // Its place is that of the tile before this one.
+      if (threadIdx.x == 0) *FarOf(tile + L::kFramePlaces - 1) = 0;
+    }
+    const bool far = IsFar(tile);
+    if (!far && marks.clears == 0) {
+      advance(std::false_type(), AdvancingRows(0, kTileTokens, marks));
+    } else if constexpr (kMarked || kMayBeFar) {
+      const int count = far ? kFarFrameTokens : kTileTokens;
+#pragma unroll 1
+      for (int row = 0; row < kTileTokens; row += count) {
+        if (row > 0) ScaleState(FactorsOf(tile, row / count), s);
+        advance(std::true_type(), AdvancingRows(row, row + count, marks));
+      }
+    }
   }
-  // Multiplies the state by exp(G) at the end of a chunk.
-  __device__ __forceinline__ void ScaleState(int tile, State& s) const {
-    const float* const decays = DecaysOf(tile) + (threadIdx.x & 3) * L::kDecayStride;
+  __device__ __forceinline__ void ScaleState(const float* factors, State& s) const {
+    const float* const decays = factors + (threadIdx.x & 3) * L::kDecayStride;
 #pragma unroll
     for (int pair = 0; pair < N / 16; ++pair) {
       const float4 d = *reinterpret_cast<const float4*>(decays + 4 * pair);
@@ -742,7 +898,7 @@ __global__ __launch_bounds__(
   Block block(scan, memory);
   if (!block.Find()) return;
   typename Block::Scaling scaling;
-  if (!block.Prologue(scaling)) return;
+  block.Prologue(scaling);
   if constexpr (kWork != Work::kSpecialized)
     block.template MainLoop<true, true>(scaling);
   else if (block.OnState())
@@ -769,8 +925,7 @@ constexpr int64_t kCombineBytes = (kCombineAhead<N> + 1) * kTransitionPart<N> * 
 // rows of one column.
 template <int N, bool kReverse>
 __global__ __launch_bounds__(kCombineThreads) void CombineKernel(Splits splits, Sequences sequences,
-                                                                 int64_t tokens, int64_t heads,
-                                                                 const float* inexact) {
+                                                                 int64_t tokens, int64_t heads) {
   constexpr int kAhead = kCombineAhead<N>, kEach = 4;
   constexpr int kTiles = kCombineRows / kEach * N / kEach, kSlices = kCombineThreads / kTiles;
   constexpr int kOwnRows = kCombineRows * N / kCombineThreads;
@@ -782,7 +937,6 @@ __global__ __launch_bounds__(kCombineThreads) void CombineKernel(Splits splits, 
   if (sequence < 0) return;
   const int64_t head = sequence * heads + blockIdx.x % heads;
   const int first_row = blockIdx.y * kCombineRows;
-  if (inexact != nullptr && inexact[head] != 0.0f) return;
 
   const Span span = sequences(sequence, tokens);
   const int64_t count = splits.Count(span.Chunks());
@@ -852,7 +1006,7 @@ cudaError_t LaunchScan(cudaStream_t stream, const Scan& scan, const Grid& blocks
   using L = ScanLayout<N, kOutput, kWork, kKeyed>;
   return ForMarks(scan.marks, [&](auto marked) {
     return Launch(ScanKernel<T, N, kReverse, kOutput, kWork, marked(), kKeyed>, blocks, L::kThreads,
-                  L::kBytes, stream, scan);
+                  L::Bytes(scan.decay), stream, scan);
   });
 }
 
@@ -869,7 +1023,7 @@ cudaError_t RunScan(cudaStream_t stream, const Scan& scan, const Device& device)
     const Grid blocks(splits.HeadsWithTransitions(batch, heads), N / kCombineRows);
     if (error == cudaSuccess)
       error = Launch(CombineKernel<N, kReverse>, blocks, kCombineThreads, kCombineBytes<N>, stream,
-                     splits, scan.sequences, scan.dims.tokens, heads, scan.inexact);
+                     splits, scan.sequences, scan.dims.tokens, heads);
     if (error != cudaSuccess) return error;
   }
   const Grid blocks = splits.Blocks(batch, heads);
@@ -877,20 +1031,22 @@ cudaError_t RunScan(cudaStream_t stream, const Scan& scan, const Device& device)
   // more, that more of them hide each other's latency.
   if constexpr (N == kPanelCols) {
     const bool few = blocks.x * blocks.y <= 2 * device.multiprocessors;
-    if (!few || ScanLayout<N, kOutput, Work::kSpecialized, kKeyed>::kBytes > device.shared_memory)
+    using Few = ScanLayout<N, kOutput, Work::kSpecialized, kKeyed>;
+    if (!few || Few::Bytes(scan.decay) > device.shared_memory)
       return LaunchScan<T, N, kReverse, kOutput, Work::kTogether, kKeyed>(stream, scan, blocks);
   }
   return LaunchScan<T, N, kReverse, kOutput, Work::kSpecialized, kKeyed>(stream, scan, blocks);
 }
 
 template <int N>
-int64_t SharedMemory(Pass pass) {
+int64_t SharedMemory(Pass pass, Decay decay) {
   constexpr bool kMayBeKeyed = N == kPanelCols;
-  const int64_t transition = ScanLayout<N, false, Work::kTransition, kMayBeKeyed>::kBytes;
+  const int64_t transition = ScanLayout<N, false, Work::kTransition, kMayBeKeyed>::Bytes(decay);
   if (pass != Pass::kForward && pass != Pass::kBackward) return transition;
   constexpr Work kLeast = N == kPanelCols ? Work::kTogether : Work::kSpecialized;
-  const int64_t scan = pass == Pass::kForward ? ScanLayout<N, true, kLeast, kMayBeKeyed>::kBytes
-                                              : ScanLayout<N, false, kLeast, kMayBeKeyed>::kBytes;
+  const int64_t scan = pass == Pass::kForward
+                           ? ScanLayout<N, true, kLeast, kMayBeKeyed>::Bytes(decay)
+                           : ScanLayout<N, false, kLeast, kMayBeKeyed>::Bytes(decay);
   return std::max({transition, scan, kCombineBytes<N>});
 }
 
@@ -903,15 +1059,14 @@ Scan ReverseScan(const Wkv7BackwardCall& call, const Splits& splits) {
 
 }  // namespace
 
-int64_t Wkv7ScanSharedMemory(Pass pass, int64_t head_size) {
-  return head_size == 64 ? SharedMemory<64>(pass) : SharedMemory<128>(pass);
+int64_t Wkv7ScanSharedMemory(Pass pass, int64_t head_size, Decay decay) {
+  return head_size == 64 ? SharedMemory<64>(pass, decay) : SharedMemory<128>(pass, decay);
 }
 
 cudaError_t Wkv7Scan(cudaStream_t stream, const Wkv7ForwardCall& call, const Device& device,
-                     const Splits& splits, float* inexact) {
+                     const Splits& splits) {
   return ForHalfTypes<64, 128>(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
-    const Scan scan{
-        call, call.initial_state, call.final_state, call.y, call.states, splits, nullptr, inexact};
+    const Scan scan{call, call.initial_state, call.final_state, call.y, call.states, splits};
     return RunScan<decltype(zero), size(), false, false>(stream, scan, device);
   });
 }
@@ -926,10 +1081,10 @@ cudaError_t Wkv7Scan(cudaStream_t stream, const Wkv7KeyedForwardCall& call, cons
 }
 
 cudaError_t Wkv7ReverseScan(cudaStream_t stream, const Wkv7BackwardCall& call, const Device& device,
-                            const Splits& splits, uint4* gradients, float* inexact) {
+                            const Splits& splits, uint4* gradients) {
   return ForHalfTypes<64, 128>(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
     Scan scan = ReverseScan(call, splits);
-    scan.saved = gradients, scan.inexact = inexact;
+    scan.saved = gradients;
     return RunScan<decltype(zero), size(), true, false>(stream, scan, device);
   });
 }

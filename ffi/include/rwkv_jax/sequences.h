@@ -47,6 +47,11 @@ struct Sequences {
     const int32_t* const turn = spans + words * index + kWords;
     return {{turn[0], turn[1], turn[2]}, turn[3]};
   }
+  // The sequence that has a chunk, whose number counts the chunks of all rows.
+  RWKV_JAX_ANYWHERE Turn OfChunk(int64_t chunk, int64_t tokens) const {
+    const int64_t sequence = Given() ? owners[chunk] : chunk / ((tokens + kChunk - 1) / kChunk);
+    return {(*this)(sequence, tokens), sequence};
+  }
   // The tokens from the first to the last of the `each` sequences of a row.
   RWKV_JAX_ANYWHERE Span OfRow(int64_t row, int64_t each, int64_t tokens) const {
     if (each == 0) return {row * tokens, 0, 0};
