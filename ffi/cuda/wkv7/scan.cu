@@ -92,6 +92,10 @@ enum class Work {
   kTransition,
 };
 
+// Named barriers; 0 is __syncthreads, which only the prologue uses. Warpgroups come to the tile
+// barrier from different loops.
+enum NamedBarrier : int { kTileBarrier = 1 };
+
 // The frames of a far tile.
 constexpr int kFarFrames = 4, kFarFrameTokens = kTileTokens / kFarFrames;
 
@@ -100,12 +104,16 @@ constexpr int kFarFrames = 4, kFarFrameTokens = kTileTokens / kFarFrames;
 constexpr float kMinFrameLog2 = -126.0f, kLeastInFrame = kMinFrameLog2 / kFarFrameTokens;
 static_assert(2 * kLeastLog2 > kMinFrameLog2, "two tokens that forget all leave a frame as it is");
 
-// Named barriers; 0 is __syncthreads, which only the prologue uses. Warpgroups come to the tile
-// barrier from different loops.
-enum NamedBarrier : int { kTileBarrier = 1 };
+// What kernels differ in by their inputs.
+enum class Kind {
+  kBounded,    // decays have a bound: frames of a chunk
+  kUnbounded,  // they have none: frames of a tile or less
+  kKeyed,      // a keyed call, with a bound
+};
 
-template <int N, bool kOutput, Work kWork, bool kKeyed>
+template <int N, bool kOutput, Work kWork, Kind kKind>
 struct ScanLayout {
+  static constexpr bool kKeyed = kKind == Kind::kKeyed, kUnbounded = kKind == Kind::kUnbounded;
   static constexpr int kPanels = N / kPanelCols;
   static constexpr bool kSpecialized = kWork == Work::kSpecialized;
   static constexpr bool kTransition = kWork == Work::kTransition;
@@ -128,8 +136,8 @@ struct ScanLayout {
 
   // Rings: tile t has place t % the number of places. There are kStages places for operands,
   // exp(G), copy barriers and marks, kDecayStages for w, which is read two tiles before the rest,
-  // and two for token products and for y.
-  static constexpr int kStages = kSpecialized ? 8 : 4;
+  // and two for token products and for y. Without a bound there are factors in place of a stage.
+  static constexpr int kStages = kSpecialized ? 8 : kUnbounded && !kTransition ? 3 : 4;
   static constexpr int kDecayStages = kSpecialized ? 8 : 2;
   static constexpr int kW = kStages * kOperandBytes;
   static constexpr int kY = kW + kDecayStages * kPanels * kPanelBytes;
@@ -141,18 +149,14 @@ struct ScanLayout {
   // Of keyed calls: `inverse` of each token, in a ring as well, and the parameters k_k, k_a and a0.
   static constexpr int kInverses = kWords + 4 * kStages;
   static constexpr int kParameters = kInverses + (kKeyed ? 4 * kTileTokens * kStages : 0);
-  static constexpr int kBoundedBytes = kParameters + (kKeyed ? 3 * 4 * N : 0);
+  static constexpr int kEnd = kParameters + (kKeyed ? 3 * 4 * N : 0);
   // Of decays without a bound, in rings of kFramePlaces tiles: whether a tile is far, and the factors
   // of the state before each frame that a far tile has.
   static constexpr int kFramePlaces = 4;
-  static constexpr int kFar = kBoundedBytes;
-  static constexpr int kFactors = kFar + 4 * kFramePlaces;
-  static constexpr int kUnboundedBytes = kFactors + kFramePlaces * kFarFrames * kDecayBytes;
-  static_assert(kFactors % 16 == 0);
-
-  static constexpr int Bytes(Decay decay) {
-    return decay == Decay::kSigmoid ? kBoundedBytes : kUnboundedBytes;
-  }
+  static constexpr int kFar = kEnd;
+  static constexpr int kFactors = (kFar + 4 * kFramePlaces + 15) / 16 * 16;
+  static constexpr int kBytes =
+      kUnbounded ? kFactors + kFramePlaces * kFarFrames * kDecayBytes : kEnd;
 };
 
 // What a keyed call makes operands of besides the projected k and the rate, in shared memory: the
@@ -294,7 +298,7 @@ __device__ bool CentreFrames(int warp, const Ones& inclusive, const Ones& exclus
 // Scales 16 columns of a tile in place, the columns of `warp`. Leaves in `decays` what S is multiplied
 // by behind the tile if a chunk ends there, and in `frames` what CentreFrames leaves. Returns whether
 // the tile is far.
-template <typename T, typename L, bool kReverse, bool kOutput, bool kKeyed>
+template <typename T, typename L, bool kReverse, bool kOutput>
 __device__ bool ScaleColumns(int warp, uint32_t operands, uint32_t raw_w, float* decays,
                              float* frames, Decay form, uint32_t present, const Ones& inclusive,
                              const Ones& exclusive, bool starts_chunk, const KeyFactors& keys,
@@ -309,18 +313,20 @@ __device__ bool ScaleColumns(int warp, uint32_t operands, uint32_t raw_w, float*
 
   uint32_t w[4], log_decays[4];
   LoadTransposed(raw_w + panel * L::kPanelBytes + here, w);
-  LogDecays<T, Decay::kSigmoid>(w, form, kLeastLog2, present, log_decays);
+  if constexpr (L::kUnbounded)
+    LogDecays<T, Decay::kExp>(w, form, kLeastLog2, present, log_decays);
+  else
+    LogDecays<T, Decay::kSigmoid>(w, Decay::kSigmoid, kLeastLog2, present, log_decays);
 
   if (starts_chunk) carry = {};
-  const bool bounded = kKeyed || form == Decay::kSigmoid;
   TileSums sums;
-  sums.Set([&](int i, int e) { return bounded ? carry.sum[i][e % 2] : 0.0f; });
+  sums.Set([&](int i, int e) { return L::kUnbounded ? 0.0f : carry.sum[i][e % 2]; });
   sums.Add(inclusive.a, exclusive.a, log_decays);
   bool far = false;
-  if (bounded)
-    sums.GetRow(kTileTokens - 1, 1.0f, carry.sum);
-  else
+  if constexpr (L::kUnbounded)
     far = CentreFrames<L>(warp, inclusive, exclusive, log_decays, frames, sums, carry);
+  else
+    sums.GetRow(kTileTokens - 1, 1.0f, carry.sum);
 
   // Factors are rounded to bfloat16: two products then take one instruction.
   uint32_t e[4];
@@ -342,7 +348,7 @@ __device__ bool ScaleColumns(int warp, uint32_t operands, uint32_t raw_w, float*
     store_scaled(tile, x);
   };
   uint32_t key[4], reads[4], writes[4];  // of a keyed call
-  if constexpr (kKeyed) {
+  if constexpr (L::kKeyed) {
     uint32_t rate[4];
     LoadMatrices(kReverse ? b_tile : k_tile, key);
     LoadMatrices(kReverse ? a_tile : b_tile, rate);
@@ -354,7 +360,7 @@ __device__ bool ScaleColumns(int warp, uint32_t operands, uint32_t raw_w, float*
     }
   }
   const auto scale_made = [&](uint32_t tile, uint32_t (&made)[4]) {
-    if constexpr (kKeyed)
+    if constexpr (L::kKeyed)
       store_scaled(tile, made);
     else
       scale(tile);
@@ -543,14 +549,14 @@ __device__ void AdvanceState(int warp, uint32_t operands, uint32_t products, uin
 // What a block does, and what a thread knows of its place in it. `tile` counts in the order of the
 // recurrence; in reverse, tile 0 has the last tokens, and the first row of a tile is its last
 // token.
-template <typename T, int N, bool kReverse, bool kOutput, Work kWork, bool kMarked, bool kKeyed>
+template <typename T, int N, bool kReverse, bool kOutput, Work kWork, bool kMarked, Kind kKind>
 class ScanBlock {
  public:
-  using L = ScanLayout<N, kOutput, kWork, kKeyed>;
+  using L = ScanLayout<N, kOutput, kWork, kKind>;
+  static constexpr bool kKeyed = L::kKeyed, kUnbounded = L::kUnbounded;
   static constexpr bool kTogether = kWork == Work::kTogether;
   static_assert(!kTogether || N == kPanelCols, "a warpgroup advances 64 rows of a state");
   static_assert(!kKeyed || N == kPanelCols, "a keyed call has heads of 64");
-  static constexpr bool kMayBeFar = !kKeyed;
 
   __device__ ScanBlock(const Scan& scan, unsigned char* memory)
       : scan(scan),
@@ -607,7 +613,7 @@ class ScanBlock {
         Words()[threadIdx.x] = WordOf(threadIdx.x);
     }
     if constexpr (kKeyed) LoadParameters();
-    if (Unbounded() && threadIdx.x < L::kFramePlaces) *FarOf(threadIdx.x) = 0;
+    if (kUnbounded && threadIdx.x < L::kFramePlaces) *FarOf(threadIdx.x) = 0;
     __syncthreads();
     if (copies)
       for (int tile = 0; tile < L::kStages && tile < tiles; ++tile) {
@@ -679,7 +685,8 @@ class ScanBlock {
   // The marks of a tile come with its operands.
   __device__ uint32_t* Words() const { return reinterpret_cast<uint32_t*>(memory + L::kWords); }
   __device__ uint32_t WordOf(int tile) const {
-    return kMarked ? scan.marks.Word(sequence, first_token + TimeOf(tile) * kTileTokens) : 0u;
+    if (!kMarked || (kUnbounded && !scan.marks.Given())) return 0u;
+    return scan.marks.Word(sequence, first_token + TimeOf(tile) * kTileTokens);
   }
   __device__ RowMarks MarksOf(int tile) const {
     return RowMarks(kMarked ? Words()[tile % L::kStages] : 0u, tokens - TimeOf(tile) * kTileTokens,
@@ -700,11 +707,10 @@ class ScanBlock {
     return reinterpret_cast<float*>(memory + L::kDecays) + tile % L::kStages * 4 * L::kDecayStride;
   }
   // Of decays without a bound.
-  __device__ bool Unbounded() const { return kMayBeFar && scan.decay != Decay::kSigmoid; }
   __device__ uint32_t* FarOf(int tile) const {
     return reinterpret_cast<uint32_t*>(memory + L::kFar) + tile % L::kFramePlaces;
   }
-  __device__ bool IsFar(int tile) const { return Unbounded() && *FarOf(tile) != 0; }
+  __device__ bool IsFar(int tile) const { return kUnbounded && *FarOf(tile) != 0; }
   __device__ float* FactorsOf(int tile, int frame) const {
     return reinterpret_cast<float*>(memory + L::kFactors +
                                     (tile % L::kFramePlaces * kFarFrames + frame) * L::kDecayBytes);
@@ -775,7 +781,7 @@ class ScanBlock {
     CopyBarrierOf(tile).Wait(tile / L::kStages % 2);
 #pragma unroll
     for (int panel = 0; panel < L::kPanels; ++panel) {
-      const bool far = ScaleColumns<T, L, kReverse, kOutput, kKeyed>(
+      const bool far = ScaleColumns<T, L, kReverse, kOutput>(
           warp % 4 + 4 * panel, OperandsOf(tile), RawDecaysOf(tile), DecaysOf(tile),
           FactorsOf(tile, 0), scan.decay, MarksOf(tile).present, scaling.inclusive,
           scaling.exclusive, StartsChunk(tile), {Parameters(), InversesOf(tile)},
@@ -819,7 +825,7 @@ class ScanBlock {
           warp, OperandsOf(tile), ProductsOf(tile), y, !identity, rows, words, s);
     };
     const RowMarks marks = MarksOf(tile);
-    if (Unbounded()) {
+    if constexpr (kUnbounded) {
       ScaleState(FactorsOf(tile, 0), s);
       // Its place is that of the tile before this one.
       if (threadIdx.x == 0) *FarOf(tile + L::kFramePlaces - 1) = 0;
@@ -827,7 +833,7 @@ class ScanBlock {
     const bool far = IsFar(tile);
     if (!far && marks.clears == 0) {
       advance(std::false_type(), AdvancingRows(0, kTileTokens, marks));
-    } else if constexpr (kMarked || kMayBeFar) {
+    } else if constexpr (kMarked) {
       const int count = far ? kFarFrameTokens : kTileTokens;
 #pragma unroll 1
       for (int row = 0; row < kTileTokens; row += count) {
@@ -888,12 +894,12 @@ class ScanBlock {
   uint32_t next_word;                // marks of the tile that is copied next
 };
 
-template <typename T, int N, bool kReverse, bool kOutput, Work kWork, bool kMarked, bool kKeyed>
+template <typename T, int N, bool kReverse, bool kOutput, Work kWork, bool kMarked, Kind kKind>
 __global__ __launch_bounds__(
-    ScanLayout<N, kOutput, kWork, kKeyed>::kThreads,
-    ScanLayout<N, kOutput, kWork, kKeyed>::kBlocks) void ScanKernel(const __grid_constant__ Scan
-                                                                        scan) {
-  using Block = ScanBlock<T, N, kReverse, kOutput, kWork, kMarked, kKeyed>;
+    ScanLayout<N, kOutput, kWork, kKind>::kThreads,
+    ScanLayout<N, kOutput, kWork, kKind>::kBlocks) void ScanKernel(const __grid_constant__ Scan
+                                                                       scan) {
+  using Block = ScanBlock<T, N, kReverse, kOutput, kWork, kMarked, kKind>;
   RWKV_JAX_DYNAMIC_SHARED(kPanelAlignment, memory);
   Block block(scan, memory);
   if (!block.Find()) return;
@@ -1001,24 +1007,34 @@ __global__ __launch_bounds__(kCombineThreads) void CombineKernel(Splits splits, 
   }
 }
 
-template <typename T, int N, bool kReverse, bool kOutput, Work kWork, bool kKeyed = false>
+template <typename T, int N, bool kReverse, bool kOutput, Work kWork, Kind kKind>
 cudaError_t LaunchScan(cudaStream_t stream, const Scan& scan, const Grid& blocks) {
-  using L = ScanLayout<N, kOutput, kWork, kKeyed>;
-  return ForMarks(scan.marks, [&](auto marked) {
-    return Launch(ScanKernel<T, N, kReverse, kOutput, kWork, marked(), kKeyed>, blocks, L::kThreads,
-                  L::Bytes(scan.decay), stream, scan);
-  });
+  using L = ScanLayout<N, kOutput, kWork, kKind>;
+  const auto launch = [&](auto marked) {
+    return Launch(ScanKernel<T, N, kReverse, kOutput, kWork, marked(), kKind>, blocks, L::kThreads,
+                  L::kBytes, stream, scan);
+  };
+  // Far tiles are like tiles that clear the state: one kernel does both.
+  if constexpr (kKind == Kind::kUnbounded) return launch(std::true_type());
+  return ForMarks(scan.marks, launch);
+}
+
+// Calls fn with the kind of a call that is not keyed.
+template <typename Fn>
+cudaError_t ForKind(const Scan& scan, Fn&& fn) {
+  return scan.decay == Decay::kSigmoid ? fn(std::integral_constant<Kind, Kind::kBounded>())
+                                       : fn(std::integral_constant<Kind, Kind::kUnbounded>());
 }
 
 // The scan of all tokens, in splits if there are several: first what each does to a state, then,
 // from the state at the start of each, all of them at once.
-template <typename T, int N, bool kReverse, bool kKeyed>
+template <typename T, int N, bool kReverse, Kind kKind>
 cudaError_t RunScan(cudaStream_t stream, const Scan& scan, const Device& device) {
   constexpr bool kOutput = !kReverse;
   const Splits& splits = scan.splits;
   const int64_t batch = scan.dims.batch, heads = scan.dims.heads;
   if (splits.count > 1) {
-    cudaError_t error = LaunchScan<T, N, kReverse, false, Work::kTransition, kKeyed>(
+    cudaError_t error = LaunchScan<T, N, kReverse, false, Work::kTransition, kKind>(
         stream, scan, splits.TransitionBlocks(batch, heads));
     const Grid blocks(splits.HeadsWithTransitions(batch, heads), N / kCombineRows);
     if (error == cudaSuccess)
@@ -1031,22 +1047,20 @@ cudaError_t RunScan(cudaStream_t stream, const Scan& scan, const Device& device)
   // more, that more of them hide each other's latency.
   if constexpr (N == kPanelCols) {
     const bool few = blocks.x * blocks.y <= 2 * device.multiprocessors;
-    using Few = ScanLayout<N, kOutput, Work::kSpecialized, kKeyed>;
-    if (!few || Few::Bytes(scan.decay) > device.shared_memory)
-      return LaunchScan<T, N, kReverse, kOutput, Work::kTogether, kKeyed>(stream, scan, blocks);
+    if (!few || ScanLayout<N, kOutput, Work::kSpecialized, kKind>::kBytes > device.shared_memory)
+      return LaunchScan<T, N, kReverse, kOutput, Work::kTogether, kKind>(stream, scan, blocks);
   }
-  return LaunchScan<T, N, kReverse, kOutput, Work::kSpecialized, kKeyed>(stream, scan, blocks);
+  return LaunchScan<T, N, kReverse, kOutput, Work::kSpecialized, kKind>(stream, scan, blocks);
 }
 
-template <int N>
-int64_t SharedMemory(Pass pass, Decay decay) {
-  constexpr bool kMayBeKeyed = N == kPanelCols;
-  const int64_t transition = ScanLayout<N, false, Work::kTransition, kMayBeKeyed>::Bytes(decay);
+// Of heads of 64 and a bound that of keyed calls, which need more.
+template <int N, Kind kKind>
+int64_t SharedMemory(Pass pass) {
+  const int64_t transition = ScanLayout<N, false, Work::kTransition, kKind>::kBytes;
   if (pass != Pass::kForward && pass != Pass::kBackward) return transition;
   constexpr Work kLeast = N == kPanelCols ? Work::kTogether : Work::kSpecialized;
-  const int64_t scan = pass == Pass::kForward
-                           ? ScanLayout<N, true, kLeast, kMayBeKeyed>::Bytes(decay)
-                           : ScanLayout<N, false, kLeast, kMayBeKeyed>::Bytes(decay);
+  const int64_t scan = pass == Pass::kForward ? ScanLayout<N, true, kLeast, kKind>::kBytes
+                                              : ScanLayout<N, false, kLeast, kKind>::kBytes;
   return std::max({transition, scan, kCombineBytes<N>});
 }
 
@@ -1060,14 +1074,20 @@ Scan ReverseScan(const Wkv7BackwardCall& call, const Splits& splits) {
 }  // namespace
 
 int64_t Wkv7ScanSharedMemory(Pass pass, int64_t head_size, Decay decay) {
-  return head_size == 64 ? SharedMemory<64>(pass, decay) : SharedMemory<128>(pass, decay);
+  if (decay == Decay::kSigmoid)
+    return head_size == 64 ? SharedMemory<64, Kind::kKeyed>(pass)
+                           : SharedMemory<128, Kind::kBounded>(pass);
+  return head_size == 64 ? SharedMemory<64, Kind::kUnbounded>(pass)
+                         : SharedMemory<128, Kind::kUnbounded>(pass);
 }
 
 cudaError_t Wkv7Scan(cudaStream_t stream, const Wkv7ForwardCall& call, const Device& device,
                      const Splits& splits) {
   return ForHalfTypes<64, 128>(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
     const Scan scan{call, call.initial_state, call.final_state, call.y, call.states, splits};
-    return RunScan<decltype(zero), size(), false, false>(stream, scan, device);
+    return ForKind(scan, [&](auto kind) {
+      return RunScan<decltype(zero), size(), false, kind()>(stream, scan, device);
+    });
   });
 }
 
@@ -1076,7 +1096,7 @@ cudaError_t Wkv7Scan(cudaStream_t stream, const Wkv7KeyedForwardCall& call, cons
   return ForHalfTypes<64>(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
     Scan scan{call, call.initial_state, call.final_state, call.y, call.states, splits};
     scan.b = call.a, scan.parameters = call.parameters, scan.inverse = call.inverse;
-    return RunScan<decltype(zero), size(), false, true>(stream, scan, device);
+    return RunScan<decltype(zero), size(), false, Kind::kKeyed>(stream, scan, device);
   });
 }
 
@@ -1085,7 +1105,9 @@ cudaError_t Wkv7ReverseScan(cudaStream_t stream, const Wkv7BackwardCall& call, c
   return ForHalfTypes<64, 128>(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
     Scan scan = ReverseScan(call, splits);
     scan.saved = gradients;
-    return RunScan<decltype(zero), size(), true, false>(stream, scan, device);
+    return ForKind(scan, [&](auto kind) {
+      return RunScan<decltype(zero), size(), true, kind()>(stream, scan, device);
+    });
   });
 }
 
@@ -1095,22 +1117,27 @@ cudaError_t Wkv7ReverseScan(cudaStream_t stream, const Wkv7KeyedBackwardCall& ca
     Scan scan = ReverseScan(call, splits);
     scan.a = call.a, scan.b = call.k, scan.saved = gradients;
     scan.parameters = call.parameters, scan.inverse = call.inverse;
-    return RunScan<decltype(zero), size(), true, true>(stream, scan, device);
+    return RunScan<decltype(zero), size(), true, Kind::kKeyed>(stream, scan, device);
   });
 }
 
 cudaError_t RunTransition(cudaStream_t stream, const Wkv7TransitionCall& call) {
   return ForHalfTypes<64, 128>(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
     const Scan scan{call, nullptr, call.added, nullptr, nullptr, kOneSplit, call.factor};
-    return LaunchScan<decltype(zero), size(), false, false, Work::kTransition>(
-        stream, scan, kOneSplit.Blocks(call.dims.batch, call.dims.heads));
+    return ForKind(scan, [&](auto kind) {
+      return LaunchScan<decltype(zero), size(), false, false, Work::kTransition, kind()>(
+          stream, scan, kOneSplit.Blocks(call.dims.batch, call.dims.heads));
+    });
   });
 }
 
 cudaError_t RunReverseTransition(cudaStream_t stream, const Wkv7BackwardCall& call) {
   return ForHalfTypes<64, 128>(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
-    return LaunchScan<decltype(zero), size(), true, false, Work::kTransition>(
-        stream, ReverseScan(call, kOneSplit), kOneSplit.Blocks(call.dims.batch, call.dims.heads));
+    const Scan scan = ReverseScan(call, kOneSplit);
+    return ForKind(scan, [&](auto kind) {
+      return LaunchScan<decltype(zero), size(), true, false, Work::kTransition, kind()>(
+          stream, scan, kOneSplit.Blocks(call.dims.batch, call.dims.heads));
+    });
   });
 }
 
