@@ -13,8 +13,10 @@ call.
 
 Before it is timed, a contestant's results are compared with those of `implementation="reference"`
 in float32 on the same operands. Where they are too far apart, the table has the error in place of
-a speed. "first s" is what the first call of a program takes: seconds in which it is traced and
-compiled, for the most part.
+a speed. `--rates` takes other decays: those of a normally distributed number, and tokens that
+forget all; with several kinds there is a line with the slowest one, in times of 'model'. "first s"
+is what the first call of a program takes: seconds in which it is traced and compiled, for the most
+part.
 """
 
 import argparse
@@ -33,7 +35,7 @@ import jax
 import jax.numpy as jnp
 
 import rwkv_jax
-from benchmarking.operands import DIRECTIONS, Named, Operands, Shape, programs
+from benchmarking.operands import DIRECTIONS, RATES, Named, Operands, Shape, programs
 from benchmarking.report import Table, arguments, label_of, parse, shape_of, title, write_json
 from benchmarking.timing import Contestant, copy_gb_s, reason_of, seconds, time_in_turn
 
@@ -226,8 +228,9 @@ def contestants(args: argparse.Namespace, shape: Shape, operands: Operands) -> I
                 yield Program(name, {"forward": reason_of(failure)}, failed=True)
 
 
-def measure(args: argparse.Namespace, shape: Shape, copy_speed: float) -> list[Row]:
-    operands = Operands(args.op, shape, args.dtype)
+def measure(args: argparse.Namespace, shape: Shape, rates: str, copy_speed: float) -> list[Row]:
+    operands = Operands(args.op, shape, args.dtype, rates=rates)
+    label = label_of(shape) + (f", {rates}" if rates != RATES[0] else "")
     found = list(contestants(args, shape, operands))
     rows: list[Row] = []
 
@@ -252,7 +255,7 @@ def measure(args: argparse.Namespace, shape: Shape, copy_speed: float) -> list[R
             call = program.call.get(direction)
             if call is None:
                 continue
-            row = Row(label_of(shape), direction, program.name, program.ours, floor)
+            row = Row(label, direction, program.name, program.ours, floor)
             here[program.name] = row
             if isinstance(call, str):
                 row.note, row.failed = call, program.failed
@@ -318,6 +321,15 @@ def print_tables(rows: Sequence[Row]) -> None:
             )
 
 
+def print_worst(rows: Sequence[Row], shape: Shape) -> None:
+    """How much longer the slowest of the kinds of rates takes than the first one."""
+    first = {(x.direction, x.contestant): x.ms for x in rows if x.shape == label_of(shape) and x.ms}
+    for (direction, contestant), ms in first.items():
+        own = [x for x in rows if (x.direction, x.contestant) == (direction, contestant) and x.ms]
+        worst = max(own, key=lambda row: row.ms or 0)
+        print(f"{contestant}, {direction}: at worst {(worst.ms or 0) / ms:.2f} x ({worst.shape})")
+
+
 def plot(rows: Sequence[Row], copy_speed: float, title: str, path: Path) -> None:
     import matplotlib
 
@@ -353,14 +365,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     shapes = "BxTxHxK, or 'step BxHxK' for one token"
     add("--shapes", type=shape_of, nargs="+", metavar="SHAPE", help=shapes)
     add("--implementations", nargs="+", metavar="NAME", help="every one that can run, if not given")
+    kinds = f"kinds of decay rates ({', '.join(RATES)}), 'model' if not given"
+    add("--rates", nargs="+", choices=RATES, metavar="KIND", default=RATES[:1], help=kinds)
     add("--plot", type=Path, help="write a picture (PNG) to this file")
     args = parse(parser, argv, shapes=SHAPES)
     about, copy_speed = title(args), copy_gb_s()
     print(f"{about}; a copy runs at {copy_speed:.1f} GB/s", flush=True)
     rows: list[Row] = []
     for shape in args.shapes:
-        rows += (here := measure(args, shape, copy_speed))
-        print_tables(here)
+        here: list[Row] = []
+        for rates in args.rates:
+            here += (table := measure(args, shape, rates, copy_speed))
+            print_tables(table)
+        if len(args.rates) > 1:
+            print_worst(here, shape)
+        rows += here
     loop = loop_us(args) if args.op == "wkv7" else None
     write_json(
         args,
