@@ -164,7 +164,8 @@ def test_matrix_units_run_and_save_nothing_without_a_gradient(op: str) -> None:
     forward_pass = str(found["ffi"].description).partition(";")[0]
     assert forward_pass == "CUDA kernels on matrix units, bfloat16 with float32 sums"
     exact = rwkv_jax.implementations(op, *inputs.values(), precision="highest")
-    assert exact["ffi"].description == "CUDA kernels, one token at a time in float32"
+    by_token = "CUDA kernels, one token at a time in float32"
+    assert exact["ffi"].description == f"{by_token}: precision is 'highest'"
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)

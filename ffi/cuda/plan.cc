@@ -25,17 +25,19 @@ Rules RulesOf(const Problem& problem) {
   return problem.op == Op::kWkv7 ? Wkv7Rules(problem) : Wkv6Rules(problem);
 }
 
-// Whether the kernels on matrix units take a problem on a device with enough shared memory.
-bool SuitsMatrixUnits(const Rules& rules, const Problem& problem) {
-  if (problem.dtype == Dtype::kF32 || problem.exact || problem.tokens < kTileTokens ||
-      !rules.takes_head_size || problem.heads * problem.head_size > kMaxStride)
-    return false;
-  switch (problem.pass) {
-    case Pass::kForward:
-    case Pass::kBackward: return true;
-    case Pass::kStep: return false;
-    default: return problem.packing != Packing::kSequences;
-  }
+// Why the kernels on matrix units take no such problem, or nothing where they take it on a device with
+// enough shared memory.
+std::string WhyByToken(const Rules& rules, const Problem& problem) {
+  if (problem.exact) return "precision is 'highest'";
+  if (problem.dtype == Dtype::kF32) return "only bfloat16 and float16 run on matrix units";
+  if (!rules.takes_head_size) return "only heads of 64 and 128 run on matrix units";
+  if (problem.tokens < kTileTokens)
+    return "only " + std::to_string(kTileTokens) + " or more tokens run on matrix units";
+  if (problem.heads * problem.head_size > kMaxStride) return "a token has too many channels";
+  const bool whole = problem.pass == Pass::kForward || problem.pass == Pass::kBackward;
+  if (problem.pass == Pass::kStep || (!whole && problem.packing == Packing::kSequences))
+    return "there are no such kernels on matrix units";
+  return "";
 }
 
 // The next part of the scratch, in whole lines of memory.
@@ -114,9 +116,12 @@ Plan MakePlanOfHeads(const Rules& rules, const Device& device, const Problem& pr
                      int64_t available) {
   Plan plan;
   plan.device = device;
-  const bool suits = SuitsMatrixUnits(rules, problem);
-  plan.shared_memory = suits ? rules.shared_memory : 0;
-  plan.matrix_units = suits && plan.shared_memory <= device.shared_memory;
+  plan.why_by_token = WhyByToken(rules, problem);
+  plan.shared_memory = plan.why_by_token.empty() ? rules.shared_memory : 0;
+  if (plan.shared_memory > device.shared_memory)
+    plan.why_by_token = "a block on matrix units needs " + std::to_string(plan.shared_memory) +
+                        " bytes of shared memory";
+  plan.matrix_units = plan.why_by_token.empty();
   plan.few_heads = problem.AllHeads() < Scaled(200, device);
   const bool backward = problem.pass == Pass::kBackward;
   if (backward) {
@@ -167,11 +172,12 @@ int64_t ScratchFloats(const Problem& problem) {
 bool HasTransition(const Problem& problem) {
   Problem transition = problem;
   transition.pass = Pass::kTransition;
-  return problem.op != Op::kWkv4 && SuitsMatrixUnits(RulesOf(transition), transition);
+  return problem.op != Op::kWkv4 && WhyByToken(RulesOf(transition), transition).empty();
 }
 
 Description Describe(const Plan& plan) {
   return {{"kernel", std::string(plan.matrix_units ? "matrix units" : "token by token")},
+          {"why", plan.why_by_token},
           {"splits", plan.splits},
           {"scratch", plan.scratch},
           {"shared_memory", plan.shared_memory}};

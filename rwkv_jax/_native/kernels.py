@@ -43,9 +43,6 @@ TARGETS = {
 
 VERSION = "v2"
 
-MATRIX_UNITS = "matrix units"
-"""The name of such kernels in a plan."""
-
 HEAD_SIZES = {"cpu": (16, 32, 64, 128, 256), "cuda": (16, 32, 64, 128)}
 """The sizes K = V of the kernels of operators with heads."""
 
@@ -105,20 +102,20 @@ class NativeKernels(Implementation):
             return "CUDA kernels, runs of tokens side by side in float32"
         if platform == "cpu" or "T" not in self.signature.sizes(operands.inputs):
             return by_token
-        by_matrix_units = "CUDA kernels on matrix units, bfloat16 with float32 sums"
         ways = [
-            by_matrix_units if on_matrix_units else by_token
-            for on_matrix_units in self.on_matrix_units(options, platform, operands)
+            f"{by_token}: {why}"
+            if why
+            else "CUDA kernels on matrix units, bfloat16 with float32 sums"
+            for why in self.why_by_token(options, platform, operands)
         ]
         return ways[0] if len(set(ways)) == 1 else f"{ways[0]}; backward {ways[1]}"
 
-    def on_matrix_units(self, options: Options, platform: str, operands: Operands) -> list[bool]:
-        """Whether kernels on matrix units compute the passes of a training step on every GPU: the
-        forward pass, and the backward pass. The native code that chooses kernels says so."""
+    def why_by_token(self, options: Options, platform: str, operands: Operands) -> list[str]:
+        """Why no kernels on matrix units compute the forward and the backward pass of a training
+        step on every GPU, or "" where they do. The native code that chooses kernels says so."""
         problem = self._problem(dataclasses.replace(options, save=True), operands)
         plan = functools.partial(library.module(platform).plan, self.signature.name)
-        plans = (plan(name, **gpus.limits(), **problem) for name in ("fwd", "bwd"))
-        return [plan["kernel"] == MATRIX_UNITS for plan in plans]
+        return [plan(name, **gpus.limits(), **problem)["why"] for name in ("fwd", "bwd")]
 
     def _given(self, operands: Operands) -> tuple[Arrays, Sequence[Array], tuple[int, int]]:
         """The inputs by name in the order of the signature, parameters once for each row or

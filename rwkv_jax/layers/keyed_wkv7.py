@@ -150,7 +150,7 @@ def _has_kernels(given: Arrays, options: Options) -> bool:
         and not library.why_not("cuda")
         and sizes["K"] == sizes["V"] == HEAD_SIZE
         and not check.symbolic(sizes, "BTH")
-        and all(KERNELS.on_matrix_units(options, "cuda", Forward(tensors, {})))
+        and not any(KERNELS.why_by_token(options, "cuda", Forward(tensors, {})))
     )
 
 

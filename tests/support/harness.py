@@ -184,22 +184,11 @@ def ceilings(
     return {name: tolerance.ceiling(name, dtype, **kind) for name in names}
 
 
-def suits_matrix_units(
-    op: str,
-    inputs: Arrays,
-    *,
-    decay: str,
-    precision: str | None,
-    cu_seqlens: Any = None,
-    segment_ids: Any = None,
-) -> bool:
+def suits_matrix_units(op: str, inputs: Arrays, *, precision: str | None, **_: Any) -> bool:
     """Whether a call suits CUDA kernels on matrix units, for which a GPU may still have too little
     shared memory. All other native kernels take one token at a time in float32."""
     k = inputs["k"]
     if k.dtype == np.float32 or precision == "highest" or k.shape[1] < internals.TILE:
-        return False
-    # Heads of WKV7 that decay too far are left to the other kernels, which sequences cannot be.
-    if op == "wkv7" and decay != "sigmoid" and cu_seqlens is not None:
         return False
     return k.shape[-1] in ON_MATRIX_UNITS.get(op, ())
 
