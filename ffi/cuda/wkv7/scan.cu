@@ -1015,8 +1015,10 @@ cudaError_t LaunchScan(cudaStream_t stream, const Scan& scan, const Grid& blocks
                   L::kBytes, stream, scan);
   };
   // Far tiles are like tiles that clear the state: one kernel does both.
-  if constexpr (kKind == Kind::kUnbounded) return launch(std::true_type());
-  return ForMarks(scan.marks, launch);
+  if constexpr (kKind == Kind::kUnbounded)
+    return launch(std::true_type());
+  else
+    return ForMarks(scan.marks, launch);
 }
 
 // Calls fn with the kind of a call that is not keyed.
