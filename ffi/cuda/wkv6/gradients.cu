@@ -662,12 +662,13 @@ struct ChunkGradients {
   // Loads dS after the chunk: warpgroup 0 has its rows (values) as rows, warpgroup 1 its columns
   // (keys).
   __device__ void LoadStateGradient(Left (&x)[kColumnTiles], Accumulator<8>& ds) const {
+    if (warpgroup == 0) {
 #pragma unroll
-    for (int column = 0; column < kColumnTiles; ++column)
-      if (warpgroup == 0)
+      for (int column = 0; column < kColumnTiles; ++column)
         LoadLeft(shared + L::kDs, 16 * warp, column, x[column]);
-      else
-        LoadLeftTransposed(shared + L::kDs, 16 * column, warp, x[column]);
+    } else {
+      LoadPanelTransposed(L::kDs, x);
+    }
     Widen(x, ds);
   }
 
@@ -814,16 +815,15 @@ struct ChunkGradients {
       LoadPanelTransposed(GradientPanel(panel), after);
     else
       RecallStateGradient(tile, after);
-    Finish(d.drt);
-    float crossing[2];
-    Crossing(before, after, factors, crossing);
-    d.crossing[0] += crossing[0], d.crossing[1] += crossing[1];
     BeginProducts();
 #pragma unroll
     for (int column = 0; column < kColumnTiles; ++column)
       Multiply<true>(d.dkh, after[column], KAlongRows{Rows(L::kV + at, tile), column});
     CommitProducts();
-    Finish(d.dkh);
+    float crossing[2];
+    Crossing(before, after, factors, crossing);
+    d.crossing[0] += crossing[0], d.crossing[1] += crossing[1];
+    Finish(d.drt, d.dkh);
   }
 
   // Clears what AddStateProducts has added for tokens that do not see the states, and adds the products

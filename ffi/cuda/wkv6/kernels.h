@@ -59,8 +59,8 @@ cudaError_t Wkv6Scan(cudaStream_t stream, const Wkv6ForwardCall& call, const Spl
 cudaError_t Wkv6ReverseScan(cudaStream_t stream, const Wkv6BackwardCall& call, const Splits& splits,
                             uint4* gradients);
 
-// All other gradients but dinitial_state, from what the reverse scan has left, which may be overwritten. du, and
-// the dw of WKV5, are partial sums, one for each chunk.
+// All other gradients but dinitial_state, from what the reverse scan has left, which may be overwritten.
+// du, and the dw of WKV5, are partial sums, one for each chunk.
 cudaError_t Wkv6Gradients(cudaStream_t stream, const Wkv6BackwardCall& call, const Device& device,
                           uint4* gradients);
 
