@@ -128,6 +128,11 @@ ALONE = [
     ("wkv5", Case(1, 40, 1, 64, dtype="float16", decay="log", regime="mixed"), None, 132, 1),
     ("wkv6", Case(1, 70, 1, 64, dtype="bfloat16", decay="log", regime="near 0"), None, 132, 1),
     ("wkv6", Case(1, 70, 1, 64, dtype="bfloat16", decay="exp", regime="near 1"), None, 132, 1),
+    ("wkv6", Case(2, 81, 1, 128, dtype="float16", decay="log"), None, 1, 1),
+    ("wkv6", Case(1, 130, 2, 128, dtype="bfloat16", decay="exp", regime="mixed"), None, 132, 1),
+    ("wkv6", Case(1, 70, 1, 128, dtype="bfloat16", decay="log", regime="near 0"), None, 132, 1),
+    ("wkv5", Case(1, 200, 1, 128, dtype="bfloat16", decay="exp"), None, 1, 1),
+    ("wkv5", Case(1, 40, 1, 128, dtype="float16", decay="log", regime="mixed"), None, 132, 1),
     ("wkv4", Case(1, 0, 1, 32, decay="log"), None, 132, 1),
     ("wkv4", Case(2, 1, 1, 16, decay="log"), None, 132, 1),
     ("wkv4", Case(2, 69, 1, 64, decay="exp"), None, 1, 1),
@@ -266,6 +271,8 @@ IDS = np.array(
         ("wkv6", Case(2, 130, 1, 64, dtype="float16", decay="log"), 132),
         ("wkv6", Case(2, 130, 1, 64, dtype="bfloat16", decay="log", regime="mixed"), 2),
         ("wkv5", Case(2, 130, 1, 64, dtype="bfloat16", decay="exp"), 2),
+        ("wkv6", Case(2, 130, 1, 128, dtype="bfloat16", decay="log", regime="mixed"), 132),
+        ("wkv5", Case(2, 130, 1, 128, dtype="float16", decay="exp"), 1),
     ],
     ids=str,
 )
@@ -322,6 +329,8 @@ SEVERAL = [
     ("wkv6", Case(1, 300, 1, 64, dtype="bfloat16", decay="log", regime="mixed"), 1, 1, None),
     ("wkv6", Case(1, 300, 1, 64, dtype="float16", decay="exp"), 132, 1, None),
     ("wkv5", Case(1, 300, 1, 64, dtype="bfloat16", decay="log"), 1, 1, None),
+    ("wkv6", Case(1, 300, 1, 128, dtype="bfloat16", decay="log", regime="mixed"), 2, 1, None),
+    ("wkv5", Case(1, 300, 1, 128, dtype="float16", decay="exp"), 132, 1, None),
     *(
         (op, case, 1 + 131 * seed, 1, seed)
         for seed in range(2)
@@ -373,6 +382,8 @@ TRANSITIONS = [
     ("wkv7", Case(1, 70, 1, 64, dtype="bfloat16"), "segments"),
     ("wkv6", Case(1, 70, 1, 64, dtype="bfloat16", decay="log"), "segments"),
     ("wkv5", Case(1, 70, 1, 64, dtype="float16", decay="exp"), "alone"),
+    ("wkv6", Case(1, 70, 2, 128, dtype="bfloat16", decay="log"), "segments"),
+    ("wkv5", Case(2, 70, 1, 128, dtype="float16", decay="exp"), "alone"),
 ]
 
 

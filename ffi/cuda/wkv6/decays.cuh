@@ -33,22 +33,22 @@
 
 namespace rwkv_jax::cuda {
 
-constexpr int kHeadSize = kMatrixHeadSize;
-using Tiles = StateAccumulator<kHeadSize>;
 constexpr int kChunkTokens = static_cast<int>(kChunk);
 constexpr int kChunkTiles = kChunkTokens / kTileTokens;
-constexpr int kColumnTiles = kHeadSize / kTileTokens;  // tiles side by side in a panel
-// A panel has the 64 tokens of a chunk as its rows, or the 64 rows of a state.
+constexpr int kColumnTiles = kPanelCols / kTileTokens;  // tiles side by side in a panel
+// A panel has 64 channels as its columns, and as its rows the 64 tokens of a chunk or 64 rows of a state.
 constexpr int kPanelBytes = kChunkTokens * kRowBytes;
 constexpr int kTileStride = kTileTokens * kRowBytes;  // bytes from a tile of tokens to the next one
-static_assert(kHeadSize == kPanelCols && kChunkTokens == kPanelCols,
-              "the tokens of a chunk, and a state, fill one panel each");
+// The panels side by side that a chunk of a head of N channels fills, which are 64 or 128.
+template <int N>
+constexpr int kPanels = N / kPanelCols;
+static_assert(kChunkTokens == kPanelCols, "the tokens of a chunk are the rows of a panel");
 
 // The sum of log2 decays of a tile below which the tile is far.
 
 constexpr float kMaxTileLog2 = 100.0f;
 
-// The log2 decays of a chunk: a panel of w, or one row that all tokens have in common.
+// The log2 decays of 64 channels of a chunk: a panel of w, or one row that all tokens have in common.
 template <typename T, bool kConstant>
 struct ChunkDecays {
   uint32_t w_panel;
@@ -164,10 +164,10 @@ __device__ inline void AddTokenProducts(Accumulator<2>& sum, const uint32_t (&x)
   WarpMultiply(sum[1], x, y[1], y[3]);
 }
 
-// The factors exp(G_L) of the channels of a tile in shared memory. They are sorted by lane % 4, the
+// The factors exp(G_L) of 64 channels of a tile in shared memory. They are sorted by lane % 4, the
 // lanes that have the same columns of an accumulator, so that the four lanes of a row read
 // different banks. The factors are 0 where the tile clears the state.
-constexpr int kFactorStride = kHeadSize / 4 + 4;
+constexpr int kFactorStride = kPanelCols / 4 + 4;
 constexpr int kFactorFloats = 4 * kFactorStride;
 
 __device__ inline void StoreFactors(int column, const float (&factor)[2][2], bool clears,
@@ -177,7 +177,7 @@ __device__ inline void StoreFactors(int column, const float (&factor)[2][2], boo
   if (Lane() < 4) *reinterpret_cast<float4*>(factors + Lane() * kFactorStride + 4 * column) = x;
 }
 
-// S <- S diag(factors), with the rows of S as the rows of the accumulator.
+// S <- S diag(factors) for 64 columns, with the rows of S as the rows of the accumulator.
 __device__ inline void ScaleColumns(const float* factors, Accumulator<8>& s) {
 #pragma unroll
   for (int column = 0; column < kColumnTiles; ++column) {
@@ -276,11 +276,11 @@ __device__ inline void SetDiagonal(const Accumulator<2>& diagonal, Accumulator<2
     }
 }
 
-// A chunk of one head in arrays [B, T, H, 64], and the pieces of 16 bytes of it that one thread
-// copies.
+// 64 channels of a head of a chunk in arrays [B, T, H, N], and the pieces of 16 bytes of them that one
+// of kThreads threads copies.
 template <int kThreads>
 struct ChunkCopier {
-  int64_t first;        // the first element of the chunk in an array
+  int64_t first;        // the first of these elements in an array
   int stride, tokens;   // elements from a token to the next one, tokens of the chunk
   uint64_t absent = 0;  // a bit for each token that is padding
 
@@ -290,7 +290,7 @@ struct ChunkCopier {
   __device__ void ForEachPiece(Fn&& fn) const {
     // A multiple of 8, so that a thread has its pieces in the same place of each of its rows.
     constexpr int kRows = kThreads / 8;
-    const int row = threadIdx.x / 8, piece = threadIdx.x % 8;
+    const int row = threadIdx.x % kThreads / 8, piece = threadIdx.x % 8;
     const uint32_t at = PieceAddress(0, row, piece);
     const int64_t element = first + static_cast<int64_t>(row) * stride + piece * 8;
 #pragma unroll
@@ -299,10 +299,10 @@ struct ChunkCopier {
          row + i * kRows);
   }
   // Starts to copy the pieces of this thread, of an array of 16 bits, into a panel, with zeros for
-  // tokens that are padding.
-  __device__ void Copy(uint32_t panel, const void* from) const {
+  // tokens that are padding. `offset` elements from its own channels on.
+  __device__ void Copy(uint32_t panel, const void* from, int offset = 0) const {
     ForEachPiece([&](uint32_t to, int64_t element, int row) {
-      CopyAsync(panel + to, static_cast<const uint16_t*>(from) + element,
+      CopyAsync(panel + to, static_cast<const uint16_t*>(from) + element + offset,
                 row < tokens && (absent >> row & 1) == 0);
     });
   }
@@ -324,23 +324,26 @@ __device__ void ConvertOwnPieces(unsigned char* panel) {
 #pragma unroll
     for (int i = 0; i < kChunkTokens * 8 / kThreads; ++i) {
       uint4& x = *reinterpret_cast<uint4*>(
-          panel + PieceAddress(0, threadIdx.x / 8 + i * (kThreads / 8), threadIdx.x % 8));
+          panel +
+          PieceAddress(0, threadIdx.x % kThreads / 8 + i * (kThreads / 8), threadIdx.x % 8));
       x = {ToBf16<T>(x.x), ToBf16<T>(x.y), ToBf16<T>(x.z), ToBf16<T>(x.w)};
     }
   }
 }
 
-// Puts the log2 decays that all tokens have in common into shared memory.
-__device__ inline void LoadConstantDecays(const Wkv6Call& call, int64_t head, float* log_decays) {
-  const float* const w = static_cast<const float*>(call.w) + head * kHeadSize;
-  if (threadIdx.x < kHeadSize) log_decays[threadIdx.x] = Log2Decay(w[threadIdx.x], call.decay);
+// Puts the log2 decays that all tokens have in common into shared memory, for so many channels.
+template <int kChannels>
+__device__ void LoadConstantDecays(const Wkv6Call& call, int64_t first_channel, float* log_decays) {
+  const float* const w = static_cast<const float*>(call.w) + first_channel;
+  if (threadIdx.x < kChannels) log_decays[threadIdx.x] = Log2Decay(w[threadIdx.x], call.decay);
 }
 
-// Calls fn(T(), bool_constant<constant decay>()).
+// Calls fn(T(), integral_constant<int, head size>(), bool_constant<constant decay>()).
 template <typename Fn>
 cudaError_t ForKinds(const Wkv6Call& call, Fn&& fn) {
-  return ForHalfTypes<kHeadSize>(call.dtype, call.dims.head_size, [&](auto zero, auto) {
-    return call.constant_decay ? fn(zero, std::true_type()) : fn(zero, std::false_type());
+  return ForHalfTypes<64, 128>(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
+    return call.constant_decay ? fn(zero, size, std::true_type())
+                               : fn(zero, size, std::false_type());
   });
 }
 

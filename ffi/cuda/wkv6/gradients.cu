@@ -1,5 +1,7 @@
 // WKV6 on matrix units: the gradients of the inputs. A thread block has one head of one chunk of 64
-// tokens. It starts from the state S before the chunk, which the forward pass has saved, and from
+// tokens; of heads of 128 it has 64 of the channels (keys), since dR, dK, dlog d and du of other channels
+// are independent of theirs. dV, which is a sum over keys, then comes from the reverse scan. A block
+// starts from the state S before the chunk, which the forward pass has saved, and from
 // the gradient dS of the state after the chunk, which the reverse scan (scan.cu) has left. So all
 // chunks run side by side.
 //
@@ -44,14 +46,21 @@
 //   AddFarTile          what far tiles lack, tiles 0, 1      what far tiles lack, tiles 2, 3
 //   epilogue            all threads store the gradients to global memory
 //
-// Who waits for whom. All threads meet at five barriers, each a __syncthreads; there are no others.
+// Of heads of 128 there is no A and no ValueGradients. The states have 128 values, in two panels of 64,
+// which are taken one after another from KeepStateGradients on: the main loop only adds up what each
+// panel gives (AddStateProducts), and the gradients of the tiles follow.
+//
+// Who waits for whom. All threads meet at these barriers, each a __syncthreads; there are no others.
 //
 //   barrier           threads wait until all others have...   because next they...
 //   kCopied           copied r, k, v, dy and w                scale tiles that others copied
 //   kScaled           scaled tiles, and copied S and dS       multiply the scaled operands
-//   kStateTaken       loaded dS into registers                put dV in its place (warpgroup 0)
+//   kStateTaken       loaded dS into registers (heads of 64)  put dV in its place (warpgroup 0)
+//   kPanelDone        finished with dS of the first panel of  load dS of the second one; copy its S to
+//                     values, and copied that of the second   the place of the dS before it
+//   kStateCopied      copied S of the second panel            load it
 //   kOperandsTaken    finished with Rt of all tiles and S,    put dR, dK and dW in the place of
-//                     and kept dS after each tile             Rt, Kb and S
+//                     and kept dS after each tile             Rt, Kb and S; copy the next dS there
 //   kGradientsStaged  put gradients and sums in place         store them as whole rows
 #include "fragment.cuh"
 #include "wkv6/decays.cuh"
@@ -68,7 +77,9 @@ static_assert(kMaxTokenLog2 * kLogScale == 3072.0f, "0x6a00 is 3072");
 
 constexpr int kThreads = 256;  // two warpgroups
 constexpr int kTilesPerWarpgroup = kChunkTiles / 2;
-constexpr int64_t kStatePieces = kHeadSize * kHeadSize / 8;  // of 16 bytes, of a state in bfloat16
+// Whether dV is computed here, or by the reverse scan.
+template <int N>
+constexpr bool kHasValues = kPanels<N> == 1;
 static_assert(kWordTokens == kTileTokens, "a word of marks says all about a tile");
 
 // In 32 bits, since divisions of 64 bits would cost more than all copies.
@@ -78,37 +89,50 @@ __device__ inline unsigned HeadsOf(const Wkv6Call& call) {
 
 // Byte offsets in shared memory. Names say what is there in the main loop; a comment says what
 // else.
+template <int N>
 struct GradientLayout {
-  // Panels of 64 tokens or of a state.
-  static constexpr int kR = 0;                   // r, then Rt, then dr
-  static constexpr int kKh = kR + kPanelBytes;   // k, then Kh
-  static constexpr int kKb = kKh + kPanelBytes;  // Kb, or k in a far tile; then dk
-  static constexpr int kV = kKb + kPanelBytes;
-  static constexpr int kDy = kV + kPanelBytes;
-  static constexpr int kW = kDy + kPanelBytes;  // w, then scaled log decays
-  static constexpr int kS = kW + kPanelBytes;   // S, then dw
-  static constexpr int kDs = kS + kPanelBytes;  // dS, then dv
-  // Packed matrices of tokens by tokens, one for each tile. A^T is the sum of two matrices, each
-  // over half of the channels.
+  // Panels of 64 tokens by 64 channels, or of a state.
+  static constexpr int kR = 0;                               // r, then Rt, then dr
+  static constexpr int kKh = kR + kPanelBytes;               // k, then Kh
+  static constexpr int kKb = kKh + kPanelBytes;              // Kb, or k in a far tile; then dk
+  static constexpr int kV = kKb + kPanelBytes;               // a panel for each panel of values
+  static constexpr int kDy = kV + kPanels<N> * kPanelBytes;  // likewise
+  static constexpr int kW = kDy + kPanels<N> * kPanelBytes;  // w, then scaled log decays
+  // S and dS of a panel of values; those of the next panel change places.
+  static constexpr int kS = kW + kPanelBytes;
+  static constexpr int kDs = kS + kPanelBytes;          // then dv, where it is computed here
+  static constexpr int kDw = kHasValues<N> ? kS : kDs;  // staged where S was last
+  // Packed matrices of tokens by tokens, one for each tile. A^T, which only dv needs, is the sum of two
+  // matrices, each over half of the channels.
   static constexpr int kAt = kDs + kPanelBytes;
-  static constexpr int kDa = kAt + 2 * kChunkTiles * kTileBytes;
+  static constexpr int kDa = kAt + (kHasValues<N> ? 2 * kChunkTiles * kTileBytes : 0);
   static constexpr int kDat = kDa + kChunkTiles * kTileBytes;
   static constexpr int kFactors = kDat + kChunkTiles * kTileBytes;       // exp(G_L) of each tile
   static constexpr int kD = kFactors + kChunkTiles * kFactorFloats * 4;  // float [64 tokens]
   static constexpr int kU = kD + kChunkTokens * 4;                       // float [64 channels]
-  static constexpr int kConstant = kU + kHeadSize * 4;                   // float [64 channels]
-  static constexpr int kSums = kConstant + kHeadSize * 4;  // float [warpgroup][du, dw][64 channels]
-  // dS after each tile, as left operands: a uint4 for each column tile and thread of a warpgroup.
-  static constexpr int kDsAfter = kSums + 4 * kHeadSize * 4;
-  static constexpr int kBytes = kDsAfter + kChunkTiles * kPanelBytes;
+  static constexpr int kConstant = kU + kPanelCols * 4;                  // float [64 channels]
+  static constexpr int kSums =
+      kConstant + kPanelCols * 4;  // float [warpgroup][du, dw][64 channels]
+  // dS after each tile, as left operands: a uint4 for each column tile and thread of a warpgroup. dS
+  // after the last tile is the panel of dS, unless dv takes its place.
+  static constexpr int kDsAfter = kSums + 4 * kPanelCols * 4;
+  static constexpr int kBytes = kDsAfter + (kChunkTiles - !kHasValues<N>)*kPanelBytes;
   // Where a block cannot have so much, dS after the last tile goes to global memory.
-  static constexpr int kLeastBytes = kBytes - kPanelBytes;
+  static constexpr int kLeastBytes = kHasValues<N> ? kBytes - kPanelBytes : kBytes;
 };
-static_assert(GradientLayout::kLeastBytes <= kLeastSharedMemory);
+static_assert(GradientLayout<64>::kLeastBytes <= kLeastSharedMemory);
 
 // The barriers of the kernel in the order in which threads pass them; the table above says who
 // waits for what. All are the barrier of __syncthreads: the name is for the reader.
-enum Barrier { kCopied, kScaled, kStateTaken, kOperandsTaken, kGradientsStaged };
+enum Barrier {
+  kCopied,
+  kScaled,
+  kStateTaken,
+  kPanelDone,
+  kStateCopied,
+  kOperandsTaken,
+  kGradientsStaged
+};
 
 __device__ inline void WaitForAll(Barrier) { __syncthreads(); }
 
@@ -256,9 +280,9 @@ struct ParameterSums {
 // The phases of the kernel, and what a thread keeps through all of them. Each phase runs in the
 // registers of the caller: functions are inlined, and a thread has 128 registers, all of which are
 // in use.
-template <typename T, bool kConstant, bool kMarked>
+template <typename T, int N, bool kConstant, bool kMarked>
 struct ChunkGradients {
-  using L = GradientLayout;
+  using L = GradientLayout<N>;
 
   const Wkv6BackwardCall& call;
   uint4* const all_ds;  // dS after each chunk, in global memory
@@ -296,16 +320,21 @@ struct ChunkGradients {
                                                    unsigned own_head, const Span& span,
                                                    int64_t index) {
     const int64_t first_token = index * kChunkTokens, left = span.tokens - first_token;
-    return {((span.first_token + first_token) * HeadsOf(call) + own_head) * kHeadSize,
-            static_cast<int>(HeadsOf(call)) * kHeadSize,
+    return {((span.first_token + first_token) * HeadsOf(call) + own_head) * N + FirstChannel(),
+            static_cast<int>(HeadsOf(call)) * N,
             static_cast<int>(left < kChunkTokens ? left : kChunkTokens),
             (kMarked ? ChunkMarks(call.marks, sequence, index) : ChunkMarks()).absent};
   }
 
   // --- Where things are.
 
-  // Not a member: there is no register for it.
-  __device__ uint4* ChunkDs() const { return all_ds + blockIdx.x * kStatePieces; }
+  // The first of the 64 channels (keys) of the head that this block has.
+  static __device__ int FirstChannel() {
+    return kPanels<N> == 1 ? 0 : static_cast<int>(blockIdx.x % kPanels<N>) * kPanelCols;
+  }
+  // The state of the chunk, in pieces of 16 bytes. Not a member: there is no register for it.
+  __device__ int64_t ChunkState() const { return blockIdx.x / kPanels<N> * int64_t{N * N / 8}; }
+  __device__ uint4* ChunkDs() const { return all_ds + ChunkState(); }
   __device__ float* Floats(int at) const { return reinterpret_cast<float*>(memory + at); }
   // The rows of a panel that are the tokens of a tile.
   __device__ uint32_t Rows(int panel, int tile) const {
@@ -351,7 +380,7 @@ struct ChunkGradients {
   template <typename Fn>
   __device__ void WithStateGradientAfter(int tile, Fn&& fn) const {
     const int place = threadIdx.x % 128;
-    if (tile == kChunkTiles - 1 && keeps_last_ds_there)
+    if (kHasValues<N> && tile == kChunkTiles - 1 && keeps_last_ds_there)
       fn(ChunkDs() + place);
     else
       fn(reinterpret_cast<uint4*>(memory + L::kDsAfter + tile * kPanelBytes) + place);
@@ -408,33 +437,63 @@ struct ChunkGradients {
     if constexpr (!kConstant) copier.Copy(shared + L::kW, call.w);
     copier.Copy(shared + L::kR, call.r);
     copier.Copy(shared + L::kKh, call.k);
-    copier.Copy(shared + L::kV, call.v);
-    copier.Copy(shared + L::kDy, call.dy);
-    CommitCopies();
-    const uint4* const states = static_cast<const uint4*>(call.states) + blockIdx.x * kStatePieces;
-    const uint32_t to = PieceAddress(shared, threadIdx.x / 8, threadIdx.x % 8);
 #pragma unroll
-    for (int i = 0; i < kStatePieces / kThreads; ++i) {
-      const uint32_t rows = i * (kThreads / 8) * kRowBytes;
-      CopyAsync(to + L::kS + rows, states + threadIdx.x + i * kThreads, true);
-      CopyAsync(to + L::kDs + rows, ChunkDs() + threadIdx.x + i * kThreads, true);
+    for (int p = 0; p < kPanels<N>; ++p) {
+      const int offset = kPanels<N> == 1 ? 0 : p * kPanelCols - FirstChannel();
+      copier.Copy(shared + L::kV + p * kPanelBytes, call.v, offset);
+      copier.Copy(shared + L::kDy + p * kPanelBytes, call.dy, offset);
     }
     CommitCopies();
+    CopyStates(0, [&](uint32_t to, int64_t from) {
+      CopyAsync(to + L::kS, static_cast<const uint4*>(call.states) + from, true);
+      CopyAsync(to + L::kDs, all_ds + from, true);
+    });
+  }
+
+  // Starts to copy the rows of the states of a panel of values, and the columns of this block, as a group
+  // of copies. Calls copy(bytes from the start of a panel, piece of an array) for each piece of this
+  // thread.
+  template <typename Copy>
+  __device__ void CopyStates(int panel, Copy&& copy) const {
+    constexpr int kRows = kThreads / 8;
+    const int row = threadIdx.x / 8;
+    const uint32_t to = PieceAddress(shared, row, threadIdx.x % 8);
+    const int64_t from = ChunkState() + panel * kPanelCols * (N / 8) + FirstChannel() / 8 +
+                         threadIdx.x + row * (N / 8 - 8);
+#pragma unroll
+    for (int i = 0; i < kPanelCols / kRows; ++i)
+      copy(to + i * kRows * kRowBytes, from + i * kRows * (N / 8));
+    CommitCopies();
+  }
+
+  // Start to copy dS, and then S, of the next panel of values, each to where the other was.
+  __device__ void LoadNextStateGradient(int panel) const {
+    CopyStates(panel, [&](uint32_t to, int64_t from) {
+      CopyAsync(to + GradientPanel(panel), all_ds + from, true);
+    });
+  }
+  __device__ void LoadNextState(int panel) const {
+    CopyStates(panel, [&](uint32_t to, int64_t from) {
+      CopyAsync(to + StatePanel(panel), static_cast<const uint4*>(call.states) + from, true);
+    });
   }
 
   // One thread for each channel brings u, and the decay if all tokens have the same.
   __device__ void LoadParameters() const {
-    if constexpr (kConstant) LoadConstantDecays(call, head, Floats(L::kConstant));
-    if (threadIdx.x < kHeadSize)
-      Floats(L::kU)[threadIdx.x] = call.u[head * kHeadSize + threadIdx.x];
+    const int64_t first = head * N + FirstChannel();
+    if constexpr (kConstant) LoadConstantDecays<kPanelCols>(call, first, Floats(L::kConstant));
+    if (threadIdx.x < kPanelCols) Floats(L::kU)[threadIdx.x] = call.u[first + threadIdx.x];
   }
 
   // Each thread waits for the operands that it has copied. v and dy are used as they are, so they
   // have to be bfloat16.
   __device__ void WaitForOperands() const {
     WaitForCopies<1>();
-    ConvertOwnPieces<T, kThreads>(memory + L::kV);
-    ConvertOwnPieces<T, kThreads>(memory + L::kDy);
+#pragma unroll
+    for (int p = 0; p < kPanels<N>; ++p) {
+      ConvertOwnPieces<T, kThreads>(memory + L::kV + p * kPanelBytes);
+      ConvertOwnPieces<T, kThreads>(memory + L::kDy + p * kPanelBytes);
+    }
   }
 
   // Each thread waits for what it has copied of S and dS, and lets products see all that it has
@@ -479,8 +538,8 @@ struct ChunkGradients {
   }
 
   // Stores exp(G_L), Rt, Kh and Kb of 16 channels, and adds their share of Rt Kb^T to `a` and of R
-  // (u K)^T to `bonus`. In a far tile k itself is stored in place of Kb, and `a` gets nothing
-  // useful.
+  // (u K)^T to `bonus`, which only dV needs. In a far tile k itself is stored in place of Kb, and `a`
+  // gets nothing useful.
   __device__ void ScaleColumn(int tile, int column, bool far, const RowMarks& marks,
                               const DecaySums& sums, Accumulator<2>& a,
                               Accumulator<2>& bonus) const {
@@ -500,7 +559,7 @@ struct ChunkGradients {
       const float* const pair = u + 16 * column + 8 * half + 2 * (Lane() % 4);
       x[n] = Bf16::Multiply(r[n], Bf16::Round(pair[0], pair[1]));
     });
-    AddTokenProducts(bonus, x, k);
+    if constexpr (kHasValues<N>) AddTokenProducts(bonus, x, k);
     if (far) {
       Exponentials([&](int i, int j) { return total[i][j % 2] - sums.upto[i][j]; }, e);
       MultiplyPairs(k, e, x);
@@ -520,7 +579,7 @@ struct ChunkGradients {
     Exponentials([&](int i, int j) { return sums.before[i][j]; }, e);
     MultiplyPairs(r, e, r);
     StoreMatrices(shared + L::kR + here, r);
-    AddTokenProducts(a, r, k);
+    if constexpr (kHasValues<N>) AddTokenProducts(a, r, k);
   }
 
   // Leaves exp(G_L), Rt, Kh, Kb, whether the tile is far, and the share of A^T that these channels
@@ -535,6 +594,7 @@ struct ChunkGradients {
 #pragma unroll
     for (int i = 0; i < kHalfColumns; ++i)
       ScaleColumn(tile, first_column + i, far, raw.marks, sums[i], a, bonus);
+    if constexpr (!kHasValues<N>) return;
     if (far) {
       ChunkDecays<T, kConstant> converted = decays;
       converted.converted = true;
@@ -557,10 +617,11 @@ struct ChunkGradients {
     const bool below = to == L::kDa;  // dA is below the diagonal, and dA^T above it
     Accumulator<2> da = {};
 #pragma unroll
-    for (int column = 0; column < kColumnTiles; ++column) {
+    for (int i = 0; i < kPanels<N> * kColumnTiles; ++i) {
+      const int at = i / kColumnTiles * kPanelBytes, column = i % kColumnTiles;
       uint32_t x[4], y[4];
-      LoadMatrices(TileAddress(shared + left, 16 * tile, column), x);
-      LoadMatrices(TileAddress(shared + right, 16 * tile, column), y);
+      LoadMatrices(TileAddress(shared + left + at, 16 * tile, column), x);
+      LoadMatrices(TileAddress(shared + right + at, 16 * tile, column), y);
       AddTokenProducts(da, x, y);
     }
     float* const d = Floats(L::kD) + kTileTokens * tile;
@@ -587,15 +648,27 @@ struct ChunkGradients {
 
   // --- The gradient of the state, from the last tile to the first.
 
+  // The panels of S and dS of a panel of values.
+  static __device__ int StatePanel(int panel) { return panel % 2 == 0 ? L::kS : L::kDs; }
+  static __device__ int GradientPanel(int panel) { return panel % 2 == 0 ? L::kDs : L::kS; }
+
+  // Loads a panel of a state with its columns (keys) as rows.
+  __device__ void LoadPanelTransposed(int at, Left (&x)[kColumnTiles]) const {
+#pragma unroll
+    for (int column = 0; column < kColumnTiles; ++column)
+      LoadLeftTransposed(shared + at, 16 * column, warp, x[column]);
+  }
+
   // Loads dS after the chunk: warpgroup 0 has its rows (values) as rows, warpgroup 1 its columns
   // (keys).
   __device__ void LoadStateGradient(Left (&x)[kColumnTiles], Accumulator<8>& ds) const {
+    if (warpgroup == 0) {
 #pragma unroll
-    for (int column = 0; column < kColumnTiles; ++column)
-      if (warpgroup == 0)
+      for (int column = 0; column < kColumnTiles; ++column)
         LoadLeft(shared + L::kDs, 16 * warp, column, x[column]);
-      else
-        LoadLeftTransposed(shared + L::kDs, 16 * column, warp, x[column]);
+    } else {
+      LoadPanelTransposed(L::kDs, x);
+    }
     Widen(x, ds);
   }
 
@@ -631,8 +704,9 @@ struct ChunkGradients {
 
   // Warpgroup 1: keeps dS^T after each tile in shared memory, rounded, and moves dS on. `rounded`
   // is dS after the chunk.
-  __device__ void KeepStateGradients(Left (&rounded)[kColumnTiles], Accumulator<8>& ds) const {
-    KeepStateGradient(kChunkTiles - 1, rounded);
+  __device__ void KeepStateGradients(int panel, Left (&rounded)[kColumnTiles],
+                                     Accumulator<8>& ds) const {
+    if constexpr (kHasValues<N>) KeepStateGradient(kChunkTiles - 1, rounded);
 #pragma unroll 1
     for (int tile = kChunkTiles - 1; tile > 0; --tile) {
       Left r;
@@ -642,7 +716,7 @@ struct ChunkGradients {
       LoadRowFactors(tile, factors);
       ScaleRows(factors, ds);
       BeginProducts();
-      Multiply<true>(ds, r, KDownRows{Rows(L::kDy, tile)});
+      Multiply<true>(ds, r, KDownRows{Rows(L::kDy + panel * kPanelBytes, tile)});
       CommitProducts();
       Finish(ds);
       RoundPanel(ds, rounded);
@@ -652,27 +726,41 @@ struct ChunkGradients {
 
   // --- The state, from the first tile to the last. Both warpgroups have S^T, with keys as rows.
 
-  __device__ void LoadState(Left (&x)[kColumnTiles], Accumulator<8>& s) const {
-#pragma unroll
-    for (int column = 0; column < kColumnTiles; ++column)
-      LoadLeftTransposed(shared + L::kS, 16 * column, warp, x[column]);
+  __device__ void LoadState(int panel, Left (&x)[kColumnTiles], Accumulator<8>& s) const {
+    LoadPanelTransposed(StatePanel(panel), x);
     Widen(x, s);
   }
 
   // S <- S diag(exp(G_L)) + V^T Kh: from the state before a tile to that after it.
-  __device__ void AdvanceState(int tile, Accumulator<8>& s) const {
+  __device__ void AdvanceState(int panel, int tile, Accumulator<8>& s) const {
     Left k;
     float factors[2];
     LoadLeftTransposed(Rows(L::kKh, tile), 0, warp, k);
     LoadRowFactors(tile, factors);
     ScaleRows(factors, s);
     BeginProducts();
-    Multiply<true>(s, k, KDownRows{Rows(L::kV, tile)});
+    Multiply<true>(s, k, KDownRows{Rows(L::kV + panel * kPanelBytes, tile)});
     CommitProducts();
     Finish(s);
   }
 
   // --- Main loop: the gradients of one tile. A warp has 16 channels, and its warpgroup has all.
+
+  // exp(G_L) sum_v S dS, of the two channels of a lane.
+  __device__ void Crossing(const Left (&before)[kColumnTiles], const Left (&after)[kColumnTiles],
+                           const float (&factors)[2], float (&crossing)[2]) const {
+    // Only the diagonal is needed of the products of all channels with all channels. Lane / 8 of
+    // the four lanes of a row has it.
+    Accumulator<2> products = {};
+#pragma unroll
+    for (int column = 0; column < kColumnTiles; ++column)
+      AddTokenProducts(products, before[column], after[column]);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float own = lane / 4 % 2 ? products[i][2 * i + 1] : products[i][2 * i];
+      crossing[i] = factors[i] * __shfl_sync(~0u, own, (lane & ~3) | lane / 8);
+    }
+  }
 
   // dRt, dKh, dKb and exp(G_L) sum_v S dS, from S before the tile and dS after it. kClears: the
   // tile has starts of segments, at which the state is cleared.
@@ -701,17 +789,7 @@ struct ChunkGradients {
     Finish(d.drt, d.dkb);
     Left after[kColumnTiles];
     RecallStateGradient(tile, after);
-    // Only the diagonal is needed of the products of all channels with all channels. Lane / 8 of
-    // the four lanes of a row has it.
-    Accumulator<2> products = {};
-#pragma unroll
-    for (int column = 0; column < kColumnTiles; ++column)
-      AddTokenProducts(products, before[column], after[column]);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float own = lane / 4 % 2 ? products[i][2 * i + 1] : products[i][2 * i];
-      d.crossing[i] = factors[i] * __shfl_sync(~0u, own, (lane & ~3) | lane / 8);
-    }
+    Crossing(before, after, factors, d.crossing);
     BeginProducts();
 #pragma unroll
     for (int column = 0; column < kColumnTiles; ++column)
@@ -719,6 +797,51 @@ struct ChunkGradients {
     CommitProducts();
     Finish(d.dkh);
     if constexpr (kClears) KeepTokens<2>(0, marks.LastCleared(), kTileTokens, d.dkh);
+  }
+
+  // What a panel of values adds to dY S, V dS and exp(G_L) sum_v S dS, also of tokens that do not see
+  // those states. All of these are kept as sums over the panels.
+  __device__ void AddStateProducts(int panel, int tile, const float (&factors)[2],
+                                   const Accumulator<8>& s, TileGradients& d) const {
+    const int at = panel * kPanelBytes;
+    Left before[kColumnTiles], after[kColumnTiles];
+    RoundPanel(s, before);
+    BeginProducts();
+#pragma unroll
+    for (int column = 0; column < kColumnTiles; ++column)
+      Multiply<true>(d.drt, before[column], KAlongRows{Rows(L::kDy + at, tile), column});
+    CommitProducts();
+    if (tile == kChunkTiles - 1)
+      LoadPanelTransposed(GradientPanel(panel), after);
+    else
+      RecallStateGradient(tile, after);
+    BeginProducts();
+#pragma unroll
+    for (int column = 0; column < kColumnTiles; ++column)
+      Multiply<true>(d.dkh, after[column], KAlongRows{Rows(L::kV + at, tile), column});
+    CommitProducts();
+    float crossing[2];
+    Crossing(before, after, factors, crossing);
+    d.crossing[0] += crossing[0], d.crossing[1] += crossing[1];
+    Finish(d.drt, d.dkh);
+  }
+
+  // Clears what AddStateProducts has added for tokens that do not see the states, and adds the products
+  // of tokens by tokens.
+  __device__ void AddTokenGradients(int tile, bool far, TileGradients& d) const {
+    if (const RowMarks marks = MarksOf(tile); marks.clears != 0) {
+      KeepTokens<2>(0, 0, marks.FirstCleared(), d.drt);
+      KeepTokens<2>(0, marks.LastCleared(), kTileTokens, d.dkh);
+    }
+    Left r, k;
+    LoadLeftTransposed(Rows(L::kR, tile), 0, warp, r);
+    LoadLeftTransposed(Rows(L::kKb, tile), 0, warp, k);
+    if (far) k[0] = k[1] = k[2] = k[3] = 0u;
+    BeginProducts();
+    Multiply<false>(d.dkb, r, PackedTiles{Packed(L::kDat, tile)});
+    Multiply<true>(d.drt, k, PackedTiles{Packed(L::kDa, tile)});
+    CommitProducts();
+    Finish(d.drt, d.dkb);
   }
 
   // Kh dKh, Rt dRt - Kb dKb and Kb dKb. Loads Rt and Kb into `x`.
@@ -792,7 +915,7 @@ struct ChunkGradients {
         ForEachElement<2>([&](int i, int e) {
           if (padding(i, e)) dw[i][e] = 0.0f;
         });
-      Stage(L::kS, tile, dw);
+      Stage(L::kDw, tile, dw);
     }
   }
 
@@ -815,7 +938,7 @@ struct ChunkGradients {
     AddToStaged(L::kKb, tile, far.dk);
     if constexpr (!kConstant) {
       ScaleBySlope(sums, far.dlog);
-      AddToStaged(L::kS, tile, far.dlog);
+      AddToStaged(L::kDw, tile, far.dlog);
     }
   }
 
@@ -830,7 +953,7 @@ struct ChunkGradients {
       for (int which = 0; which < (kConstant ? 2 : 1); ++which) {
         x[which] += __shfl_xor_sync(~0u, x[which], 1);
         x[which] += __shfl_xor_sync(~0u, x[which], 2);
-        if (lane % 4 == 0) sums[(2 * warpgroup + which) * kHeadSize + channel + 8 * i] = x[which];
+        if (lane % 4 == 0) sums[(2 * warpgroup + which) * kPanelCols + channel + 8 * i] = x[which];
       }
     }
   }
@@ -846,42 +969,56 @@ struct ChunkGradients {
       };
       store(L::kR, call.dr);
       store(L::kKb, call.dk);
-      store(L::kDs, call.dv);
-      if constexpr (!kConstant) store(L::kS, call.dw);
+      if constexpr (kHasValues<N>) store(L::kDs, call.dv);
+      if constexpr (!kConstant) store(L::kDw, call.dw);
     });
+  }
+
+  // The gradients of a tile from the sums of state and token products.
+  __device__ void FinishTile(int tile, bool far, const float (&factors)[2],
+                             TileGradients& gradients, ParameterSums& parameters) const {
+    const RowMarks marks = MarksOf(tile);
+    DecaySums sums;
+    TileInputs inputs;
+    DecayTerms terms;
+    SumByChannel(decays, tile, warp, marks.present, sums);
+    DecayProducts(tile, far, gradients, inputs, terms);
+    InputGradients(tile, far, marks, factors, sums, inputs, gradients, parameters);
+    DecayGradients(tile, gradients.crossing, sums, terms, parameters);
   }
 
   // Stores one partial sum for each chunk, [B, N, H, K].
   __device__ void StoreParameterGradients() const {
-    if (threadIdx.x >= kHeadSize) return;
+    if (threadIdx.x >= kPanelCols) return;
     const float* const sums = Floats(L::kSums);
-    const int64_t to = static_cast<int64_t>(blockIdx.x) * kHeadSize + threadIdx.x;
-    call.du[to] = sums[threadIdx.x] + sums[2 * kHeadSize + threadIdx.x];
+    const int64_t to = static_cast<int64_t>(blockIdx.x) * kPanelCols + threadIdx.x;
+    call.du[to] = sums[threadIdx.x] + sums[2 * kPanelCols + threadIdx.x];
     if constexpr (kConstant) {
       const float slope =
           call.decay == Decay::kExp ? Floats(L::kConstant)[threadIdx.x] * (1.0f / kLog2E) : 1.0f;
       static_cast<float*>(call.dw)[to] =
-          slope * (sums[kHeadSize + threadIdx.x] + sums[3 * kHeadSize + threadIdx.x]);
+          slope * (sums[kPanelCols + threadIdx.x] + sums[3 * kPanelCols + threadIdx.x]);
     }
   }
 };
 
-template <typename T, bool kConstant, bool kMarked>
+template <typename T, int N, bool kConstant, bool kMarked>
 __global__ __launch_bounds__(kThreads,
                              2) void GradientKernel(const __grid_constant__ Wkv6BackwardCall call,
                                                     uint4* gradients, bool keeps_last_ds_there) {
-  using L = GradientLayout;
+  using L = GradientLayout<N>;
   RWKV_JAX_DYNAMIC_SHARED(kPanelAlignment, memory);
-  // Blocks are [B, N, H].
-  const unsigned chunk = blockIdx.x / HeadsOf(call), own_head = blockIdx.x - chunk * HeadsOf(call);
+  // Blocks are [B, N, H, panels of keys].
+  const unsigned index = blockIdx.x / kPanels<N>;
+  const unsigned chunk = index / HeadsOf(call), own_head = index - chunk * HeadsOf(call);
   const int sequence = call.sequences.Given()
                            ? call.sequences.owners[chunk]
                            : static_cast<int>(chunk / static_cast<unsigned>(call.dims.saved));
   if (sequence < 0) return;  // no sequence has this chunk, and nothing reads its partial sums
   const Span span = call.sequences(sequence, call.dims.tokens);
-  const ChunkGradients<T, kConstant, kMarked> phases(call, gradients, keeps_last_ds_there, memory,
-                                                     sequence, own_head, span,
-                                                     chunk - span.first_chunk);
+  const ChunkGradients<T, N, kConstant, kMarked> phases(call, gradients, keeps_last_ds_there,
+                                                        memory, sequence, own_head, span,
+                                                        chunk - span.first_chunk);
 
   phases.LoadOperands();
   phases.LoadParameters();
@@ -897,40 +1034,75 @@ __global__ __launch_bounds__(kThreads,
 
   Left rounded[kColumnTiles];
   Accumulator<8> state;  // first dS, then S
-  phases.LoadStateGradient(rounded, state);
-  WaitForAll(kStateTaken);
-  if (phases.warpgroup == 0)
-    phases.ValueGradients(state);
-  else
-    phases.KeepStateGradients(rounded, state);
-
-  phases.LoadState(rounded, state);
-  const int first_tile = phases.FirstTile();
-#pragma unroll 1
-  for (int tile = 0; tile < first_tile; ++tile) phases.AdvanceState(tile, state);
-  WaitForAll(kOperandsTaken);
-
   ParameterSums parameters;
-#pragma unroll 1
-  for (int own = 0; own < kTilesPerWarpgroup; ++own) {
-    const int tile = first_tile + own;
-    const bool far = phases.IsFar(tile);
-    float factors[2];
-    TileGradients gradients;
-    phases.LoadRowFactors(tile, factors);
-    if (phases.MarksOf(tile).clears == 0)
-      phases.template StateProducts<false>(tile, far, factors, state, gradients);
+  const int first_tile = phases.FirstTile();
+  if constexpr (kHasValues<N>) {
+    phases.LoadStateGradient(rounded, state);
+    WaitForAll(kStateTaken);
+    if (phases.warpgroup == 0)
+      phases.ValueGradients(state);
     else
-      phases.template StateProducts<true>(tile, far, factors, state, gradients);
-    if (own + 1 < kTilesPerWarpgroup) phases.AdvanceState(tile, state);
-    const RowMarks marks = phases.MarksOf(tile);
-    DecaySums sums;
-    TileInputs inputs;
-    DecayTerms terms;
-    SumByChannel(phases.decays, tile, phases.warp, marks.present, sums);
-    phases.DecayProducts(tile, far, gradients, inputs, terms);
-    phases.InputGradients(tile, far, marks, factors, sums, inputs, gradients, parameters);
-    phases.DecayGradients(tile, gradients.crossing, sums, terms, parameters);
+      phases.KeepStateGradients(0, rounded, state);
+
+    phases.LoadState(0, rounded, state);
+#pragma unroll 1
+    for (int tile = 0; tile < first_tile; ++tile) phases.AdvanceState(0, tile, state);
+    WaitForAll(kOperandsTaken);
+
+#pragma unroll 1
+    for (int own = 0; own < kTilesPerWarpgroup; ++own) {
+      const int tile = first_tile + own;
+      const bool far = phases.IsFar(tile);
+      float factors[2];
+      TileGradients gradients;
+      phases.LoadRowFactors(tile, factors);
+      if (phases.MarksOf(tile).clears == 0)
+        phases.template StateProducts<false>(tile, far, factors, state, gradients);
+      else
+        phases.template StateProducts<true>(tile, far, factors, state, gradients);
+      if (own + 1 < kTilesPerWarpgroup) phases.AdvanceState(0, tile, state);
+      phases.FinishTile(tile, far, factors, gradients, parameters);
+    }
+  } else {
+    TileGradients gradients[kTilesPerWarpgroup] = {};
+#pragma unroll 1
+    for (int panel = 0; panel < kPanels<N>; ++panel) {
+      if (panel > 0) {
+        phases.WaitForStates();
+        WaitForAll(kPanelDone);
+        phases.LoadNextState(panel);
+      }
+      if (phases.warpgroup == 1) {
+        phases.LoadPanelTransposed(phases.GradientPanel(panel), rounded);
+        Widen(rounded, state);
+        phases.KeepStateGradients(panel, rounded, state);
+      }
+      if (panel > 0) {
+        phases.WaitForStates();
+        WaitForAll(kStateCopied);
+      }
+      phases.LoadState(panel, rounded, state);
+#pragma unroll 1
+      for (int tile = 0; tile < first_tile; ++tile) phases.AdvanceState(panel, tile, state);
+      WaitForAll(kOperandsTaken);
+      if (panel + 1 < kPanels<N>) phases.LoadNextStateGradient(panel + 1);
+#pragma unroll
+      for (int own = 0; own < kTilesPerWarpgroup; ++own) {
+        float factors[2];
+        phases.LoadRowFactors(first_tile + own, factors);
+        phases.AddStateProducts(panel, first_tile + own, factors, state, gradients[own]);
+        if (own + 1 < kTilesPerWarpgroup) phases.AdvanceState(panel, first_tile + own, state);
+      }
+    }
+#pragma unroll
+    for (int own = 0; own < kTilesPerWarpgroup; ++own) {
+      const int tile = first_tile + own;
+      const bool far = phases.IsFar(tile);
+      float factors[2];
+      phases.LoadRowFactors(tile, factors);
+      phases.AddTokenGradients(tile, far, gradients[own]);
+      phases.FinishTile(tile, far, factors, gradients[own], parameters);
+    }
   }
 #pragma unroll 1
   for (int tile = first_tile; tile < first_tile + kTilesPerWarpgroup; ++tile)
@@ -944,19 +1116,21 @@ __global__ __launch_bounds__(kThreads,
 
 }  // namespace
 
-int64_t Wkv6GradientSharedMemory() { return GradientLayout::kLeastBytes; }
+int64_t Wkv6GradientSharedMemory(int64_t head_size) {
+  return head_size == 64 ? GradientLayout<64>::kLeastBytes : GradientLayout<128>::kLeastBytes;
+}
 
 cudaError_t Wkv6Gradients(cudaStream_t stream, const Wkv6BackwardCall& call, const Device& device,
                           uint4* gradients) {
   if (call.dims.tokens == 0) return cudaSuccess;
-  const bool fits = device.shared_memory >= GradientLayout::kBytes;
   const int64_t rows = call.sequences.Given() ? 1 : call.dims.batch;
-  const int64_t blocks = rows * call.dims.saved * call.dims.heads;
-  return ForKinds(call, [&](auto zero, auto constant) {
+  return ForKinds(call, [&](auto zero, auto size, auto constant) {
+    using L = GradientLayout<size()>;
+    const bool fits = device.shared_memory >= L::kBytes;
+    const int64_t blocks = rows * call.dims.saved * call.dims.heads * kPanels<size()>;
     return ForMarks(call.marks, [&](auto marked) {
-      return Launch(GradientKernel<decltype(zero), constant(), marked()>, blocks, kThreads,
-                    fits ? GradientLayout::kBytes : GradientLayout::kLeastBytes, stream, call,
-                    gradients, !fits);
+      return Launch(GradientKernel<decltype(zero), size(), constant(), marked()>, blocks, kThreads,
+                    fits ? L::kBytes : L::kLeastBytes, stream, call, gradients, !fits);
     });
   });
 }

@@ -16,13 +16,14 @@ int64_t MostSplits(const Device& device, int64_t heads, int64_t) {
 }  // namespace
 
 Rules Wkv6Rules(const Problem& problem) {
-  const int64_t scan = Wkv6ScanSharedMemory(problem.pass);
-  return {problem.head_size == kMatrixHeadSize,
+  const int64_t size = problem.head_size;
+  const int64_t scan = Wkv6ScanSharedMemory(problem.pass, size);
+  return {size == 64 || size == 128,
           false,  // no decay is too fast for these kernels
-          problem.pass == Pass::kBackward ? std::max(scan, Wkv6GradientSharedMemory()) : scan,
+          problem.pass == Pass::kBackward ? std::max(scan, Wkv6GradientSharedMemory(size)) : scan,
           MostSplits,
-          kWkv6TransitionSize,
-          Wkv6ScratchSize(problem.head_size),
+          Wkv6TransitionSize(size),
+          Wkv6ScratchSize(size),
           problem.op == Op::kWkv5 ? 2 : 1};
 }
 

@@ -1,18 +1,20 @@
 // WKV6 on matrix units, from the first token of a sequence to the last: the forward pass; and from
-// the last to the first: the gradient of the state. A thread block has one head, or one head of one
-// split of a sequence, and takes a chunk of 64 tokens at a time. wkv6/decays.cuh has the equations
-// and their sources.
+// the last to the first: the gradient of the state, and with it, of heads of 128, the gradient of v. A
+// thread block has one head, or one head of one split of a sequence, and takes a chunk of 64 tokens at a
+// time. wkv6/decays.cuh has the equations and their sources.
 //
 // If a sequence is split, three kernels run one after another:
 //
 //   StateKernel    for each split but the last one in the order of the recurrence: its transition, that is
 //                  what its tokens do to a state, S <- S diag(F) + D
 //   CombineKernel  from the transitions, the state at the end of each of these splits
-//   ForwardKernel  for each split: y, the saved states and the final state; or StateKernel again for the
-//                  gradient of the state, which needs no other result of the forward pass
+//   OutputKernel   for each split: y, the saved states and the final state; or dv and the gradients of
+//                  the states. Without dv it is StateKernel again
 //
-// Both scans are pipelines with one warpgroup. The prologue starts the copies of the first chunk;
-// the main loop copies the next chunk to shared memory while it computes the present one.
+// Both scans are pipelines with a warpgroup for every 64 rows of a state. The prologue starts the
+// copies of the first chunk; the main loop copies the next chunk to shared memory while it computes the
+// present one. A warpgroup copies and scales 64 of the channels, and multiplies the scaled operands of
+// all channels.
 #include <algorithm>
 
 #include "wkv6/decays.cuh"
@@ -20,12 +22,29 @@
 namespace rwkv_jax::cuda {
 namespace {
 
-constexpr int kThreads = 128;  // one warpgroup, which has the 64 rows of a state
-constexpr int kBlocksPerMultiprocessor = 4;
-constexpr int kStateSize = kHeadSize * kHeadSize;
+constexpr int kPanelThreads = 128;  // a warpgroup, which has 64 rows of a state
 
-// The head and the split that a thread block has.
-template <bool kReverse>
+template <int N>
+constexpr int kThreads = kPanels<N> * kPanelThreads;
+template <int N>
+constexpr int kBlocksPerMultiprocessor = 4 / kPanels<N>;
+template <int N>
+constexpr int kStateSize = N * N;
+
+// A recurrence S <- S diag(d) + x z^T: forwards that of the state, with x = v and z = k; backwards that
+// of its gradient, dS <- dS diag(d) + dy r^T.
+struct Scan : Wkv6Call {
+  const void *x, *z;
+  const float* start;  // StateKernel takes null for zeros
+  float* end;          // if null, the transition of each split is stored in `splits`
+  uint4* saved;        // if not null, gets the state before each chunk in bfloat16, [B, N, H, V, K]
+  Splits splits;
+  void* y = nullptr;        // the outputs, only of OutputKernel: y, or backwards dv
+  float* factor = nullptr;  // [B, H, K], if not null: gets the decay of all tokens together
+};
+
+// The head and the split that a thread block has. Chunks are counted in the order of the recurrence.
+template <int N, bool kReverse>
 struct SplitOfBlock {
   int64_t sequence, heads;
   unsigned own_head;  // of the sequence
@@ -58,108 +77,156 @@ struct SplitOfBlock {
   __device__ bool Last() const { return order == splits - 1; }
   // The head in [S, H].
   __device__ int64_t Head() const { return sequence * heads + own_head; }
-  // Chunk i of this split in arrays [B, T, H, 64].
-  __device__ ChunkCopier<kThreads> Chunk(int i, uint64_t absent = 0) const {
-    const int64_t token = (first_chunk + i) * kChunkTokens, left = span.tokens - token;
-    return {((span.first_token + token) * heads + own_head) * kHeadSize,
-            static_cast<int>(heads) * kHeadSize,
+  // Chunk i in the sequence.
+  __device__ int64_t Place(int i) const { return first_chunk + (kReverse ? chunks - 1 - i : i); }
+  // A panel of chunk i in arrays [B, T, H, N].
+  __device__ ChunkCopier<kPanelThreads> Chunk(int i, int panel, uint64_t absent = 0) const {
+    const int64_t token = Place(i) * kChunkTokens, left = span.tokens - token;
+    return {((span.first_token + token) * heads + own_head) * N + panel * kPanelCols,
+            static_cast<int>(heads) * N,
             static_cast<int>(left < kChunkTokens ? left : kChunkTokens), absent};
   }
-  // Chunk i of this split in [B, N, H].
+  // Chunk i in [B, N, H].
   __device__ int64_t SavedState(int i) const {
-    return (span.first_chunk + first_chunk + i) * heads + own_head;
+    return (span.first_chunk + Place(i)) * heads + own_head;
   }
   template <bool kMarked>
   __device__ ChunkMarks MarksOf(int i, const Marks& marks) const {
-    return kMarked ? ChunkMarks(marks, sequence, first_chunk + i) : ChunkMarks();
+    return kMarked ? ChunkMarks(marks, sequence, Place(i)) : ChunkMarks();
   }
 };
 
-// Byte offsets in shared memory of the forward pass. r and k have two stages of the pipeline.
-struct ForwardLayout {
+// The panel of rows of a state that the warpgroup of this thread has, and of channels that it copies and
+// scales.
+template <int N>
+__device__ int PanelOfThread() {
+  return kPanels<N> == 1 ? 0 : Warp() / 4;
+}
+
+// This warp in its warpgroup.
+template <int N>
+__device__ int WarpOfPanel() {
+  return kPanels<N> == 1 ? Warp() : Warp() % 4;
+}
+
+// Byte offsets in shared memory of OutputKernel. r and k have two stages of the pipeline. What is
+// there for each panel is there for one panel after another, within a stage or a tile.
+template <int N>
+struct OutputLayout {
+  static constexpr int kArrayBytes = kPanels<N> * kPanelBytes;
   static constexpr int kR = 0;                     // r, then Rt
-  static constexpr int kK = kR + 2 * kPanelBytes;  // k, then Kh
-  static constexpr int kV = kK + 2 * kPanelBytes;  // v, then y
-  static constexpr int kW = kV + kPanelBytes;
-  static constexpr int kA = kW + kPanelBytes;                     // packed, a matrix for each tile
-  static constexpr int kFactors = kA + kChunkTiles * kTileBytes;  // exp(G_L) of each tile
-  static constexpr int kU = kFactors + kChunkTiles * kFactorFloats * 4;  // bfloat16 [64 channels]
-  static constexpr int kConstant = kU + kHeadSize * 2;                   // float [64 channels]
-  static constexpr int kBytes = kConstant + kHeadSize * 4;
+  static constexpr int kK = kR + 2 * kArrayBytes;  // k, then Kh
+  static constexpr int kX = kK + 2 * kArrayBytes;  // x, then the outputs
+  static constexpr int kW = kX + kArrayBytes;
+  // A^T if the recurrence runs backwards. Packed; A is the sum of a matrix for each panel of channels.
+  static constexpr int kA = kW + kArrayBytes;
+  static constexpr int kFactors = kA + kChunkTiles * kPanels<N> * kTileBytes;  // exp(G_L)
+  static constexpr int kU =
+      kFactors + kChunkTiles * kPanels<N> * kFactorFloats * 4;  // bfloat16 [N]
+  static constexpr int kConstant = kU + N * 2;                  // float [N]
+  static constexpr int kBytes = kConstant + N * 4;
 };
 
-// The barriers of ForwardKernel for each chunk, each a __syncthreads; the name is for the reader.
+// The barriers of OutputKernel for each chunk, each a __syncthreads; the name is for the reader.
 //
 //   barrier         threads wait until all others have...    because next they...
 //   kKeysCopied     copied r, k and w of the chunk           scale tiles that others have copied
-//   kScaled         scaled their tiles, and copied v         multiply the scaled operands; start to copy
+//   kScaled         scaled their tiles, and copied x         multiply the scaled operands; start to copy
 //                                                            the next w, and r and k to the other stage
-//   kOutputsStaged  put y in the place of v, finished with   store y as whole rows; scale the next chunk
-//                   Rt, Kh, A and the factors
-enum ForwardBarrier { kKeysCopied, kScaled, kOutputsStaged };
+//   kOutputsStaged  put outputs in the place of x, finished  store them as whole rows; scale the next
+//                   with Rt, Kh, A and the factors           chunk
+enum OutputBarrier { kKeysCopied, kScaled, kOutputsStaged };
 
-// The phases of the forward pass. Each phase runs in the registers of the caller: functions are
-// inlined.
-template <typename T, bool kConstant, bool kMarked>
-struct ForwardPhases {
-  using L = ForwardLayout;
+// The phases of OutputKernel. Each phase runs in the registers of the caller: functions are inlined.
+// Backwards Rt and Kh change their parts, and so do v and dy:
+//
+//   dV = Kh dS^T + A^T dY     dS <- dS diag(exp(G_L)) + dY^T Rt.
+template <typename T, int N, bool kConstant, bool kReverse, bool kMarked>
+struct OutputPhases {
+  using L = OutputLayout<N>;
+  using Tiles = StateAccumulator<N>;
+  using State = typename Tiles::State;
 
-  const Wkv6ForwardCall& call;
-  const Splits& splits;
+  const Scan& in;
   unsigned char* const memory;
   const uint32_t shared;  // the address of `memory`
-  const int warp;
-  const SplitOfBlock<false> split;
+  const int warp, panel;
+  const SplitOfBlock<N, kReverse> split;
 
   __device__ float* Floats(int at) const { return reinterpret_cast<float*>(memory + at); }
   // Pairs of bfloat16.
   __device__ uint32_t* Bonus() const { return reinterpret_cast<uint32_t*>(memory + L::kU); }
-  __device__ float* FactorsOf(int tile) const { return Floats(L::kFactors) + tile * kFactorFloats; }
-  __device__ uint32_t ReceptancePanel(int i) const { return shared + L::kR + i % 2 * kPanelBytes; }
-  __device__ uint32_t KeyPanel(int i) const { return shared + L::kK + i % 2 * kPanelBytes; }
+  __device__ float* FactorsOf(int tile, int panel) const {
+    return Floats(L::kFactors) + (tile * kPanels<N> + panel) * kFactorFloats;
+  }
+  // The A of a tile over a panel of channels.
+  __device__ uint32_t Scores(int tile, int panel) const {
+    return shared + L::kA + (tile * kPanels<N> + panel) * kTileBytes;
+  }
+  __device__ uint32_t ReceptancePanel(int i, int panel) const {
+    return shared + L::kR + i % 2 * L::kArrayBytes + panel * kPanelBytes;
+  }
+  __device__ uint32_t KeyPanel(int i, int panel) const {
+    return shared + L::kK + i % 2 * L::kArrayBytes + panel * kPanelBytes;
+  }
+  // What reads the state for the outputs, and what the state takes up.
+  __device__ uint32_t ReadPanel(int i, int panel) const {
+    return kReverse ? KeyPanel(i, panel) : ReceptancePanel(i, panel);
+  }
+  __device__ uint32_t WrittenPanel(int i, int panel) const {
+    return kReverse ? ReceptancePanel(i, panel) : KeyPanel(i, panel);
+  }
+  __device__ ChunkCopier<kPanelThreads> Chunk(int i, uint64_t absent = 0) const {
+    return split.Chunk(i, panel, absent);
+  }
   __device__ uint64_t Absent(int i) const {
-    return split.template MarksOf<kMarked>(i, call.marks).absent;
+    return split.template MarksOf<kMarked>(i, in.marks).absent;
   }
 
   // Start to copy chunk i; each is one group of copies.
   __device__ void LoadKeys(int i, uint64_t absent) const {
-    const auto copier = split.Chunk(i, absent);
-    if constexpr (!kConstant) copier.Copy(shared + L::kW, call.w);
-    copier.Copy(ReceptancePanel(i), call.r);
-    copier.Copy(KeyPanel(i), call.k);
+    const auto copier = Chunk(i, absent);
+    if constexpr (!kConstant) copier.Copy(shared + L::kW + panel * kPanelBytes, in.w);
+    copier.Copy(ReceptancePanel(i, panel), in.r);
+    copier.Copy(KeyPanel(i, panel), in.k);
     CommitCopies();
   }
   __device__ void LoadValues(int i, uint64_t absent) const {
-    split.Chunk(i, absent).Copy(shared + L::kV, call.v);
+    Chunk(i, absent).Copy(shared + L::kX + panel * kPanelBytes, in.x);
     CommitCopies();
+  }
+  // Each thread converts the pieces of x that it has copied: x is used as it is.
+  __device__ void ConvertValues() const {
+    ConvertOwnPieces<T, kPanelThreads>(memory + L::kX + panel * kPanelBytes);
   }
 
   // Brings u, and the decay if all tokens have the same.
   __device__ void LoadParameters() const {
-    if constexpr (kConstant) LoadConstantDecays(call, split.Head(), Floats(L::kConstant));
-    if (threadIdx.x < kHeadSize / 2) {
-      const float2 pair =
-          reinterpret_cast<const float2*>(call.u + split.Head() * kHeadSize)[threadIdx.x];
+    if constexpr (kConstant) LoadConstantDecays<N>(in, split.Head() * N, Floats(L::kConstant));
+    if (threadIdx.x < N / 2) {
+      const float2 pair = reinterpret_cast<const float2*>(in.u + split.Head() * N)[threadIdx.x];
       Bonus()[threadIdx.x] = Bf16::Round(pair.x, pair.y);
     }
   }
 
-  __device__ void LoadState(Tiles::State& state) const {
-    Tiles::Load(split.order == 0 ? call.initial_state + split.Head() * kStateSize
-                                 : splits.Transition<false>(split.Head(), split.heads, split.span,
-                                                            split.order - 1),
+  __device__ void LoadState(State& state) const {
+    Tiles::Load(split.order == 0 ? in.start + split.Head() * kStateSize<N>
+                                 : in.splits.template Transition<kReverse>(
+                                       split.Head(), split.heads, split.span, split.order - 1),
                 state);
   }
 
   // Replaces r and k of a tile of tokens by Rt and Kh, and leaves A and exp(G_L). Each warp has the
-  // tile of its number.
-  __device__ void ScaleOperands(int i, const ChunkCopier<kThreads>& chunk, uint32_t word) const {
+  // tile of its number, and the panel of its warpgroup.
+  __device__ void ScaleOperands(int i, const ChunkCopier<kPanelThreads>& chunk,
+                                uint32_t word) const {
     const int64_t first = chunk.first + static_cast<int64_t>(kTileTokens * warp) * chunk.stride;
-    const RawTile<T> raw{static_cast<const T*>(call.r) + first,
-                         static_cast<const T*>(call.k) + first, chunk.stride,
-                         RowMarks(word, chunk.tokens - kTileTokens * warp)};
-    const ChunkDecays<T, kConstant> decays{shared + L::kW, Floats(L::kConstant), call.decay};
-    const uint32_t r_panel = ReceptancePanel(i), k_panel = KeyPanel(i);
+    const RawTile<T> raw{static_cast<const T*>(in.r) + first, static_cast<const T*>(in.k) + first,
+                         chunk.stride, RowMarks(word, chunk.tokens - kTileTokens * warp)};
+    const ChunkDecays<T, kConstant> decays{shared + L::kW + panel * kPanelBytes,
+                                           Floats(L::kConstant) + panel * kPanelCols, in.decay};
+    const uint32_t* const bonuses = Bonus() + panel * (kPanelCols / 2);
+    const uint32_t r_panel = ReceptancePanel(i, panel), k_panel = KeyPanel(i, panel);
     Accumulator<2> a = {}, bonus = {};
     bool far = false;
     const bool clears = raw.marks.clears != 0;
@@ -173,7 +240,7 @@ struct ForwardPhases {
       for (int j = 0; j < 4; ++j) far |= !(total[j / 2][j % 2] >= -kMaxTileLog2);
       const float factor[2][2] = {{Exp2(total[0][0]), Exp2(total[0][1])},
                                   {Exp2(total[1][0]), Exp2(total[1][1])}};
-      StoreFactors(column, factor, clears, FactorsOf(warp));
+      StoreFactors(column, factor, clears, FactorsOf(warp, panel));
 
       uint32_t r[4], k[4], e[4], x[4];
       LoadMatrices(TileAddress(r_panel, 16 * warp, column), r);
@@ -182,7 +249,7 @@ struct ForwardPhases {
       for (int j = 0; j < 4; ++j) r[j] = ToBf16<T>(r[j]), k[j] = ToBf16<T>(k[j]);
 #pragma unroll
       for (int j = 0; j < 4; ++j)
-        x[j] = Bf16::Multiply(r[j], Bonus()[8 * column + j / 2 * 4 + Lane() % 4]);
+        x[j] = Bf16::Multiply(r[j], bonuses[8 * column + j / 2 * 4 + Lane() % 4]);
       AddTokenProducts(bonus, x, k);
       Exponentials([&](int i, int j) { return total[i][j % 2] - sums.upto[i][j]; }, e);
       MultiplyPairs(k, e, x);
@@ -202,56 +269,67 @@ struct ForwardPhases {
     SetDiagonal(bonus, a);
     Left rounded;
     Round(a[0], a[1], rounded);
-    StoreMatrices(PackedTileAddress(shared + L::kA + warp * kTileBytes), rounded);
+    const uint32_t to = PackedTileAddress(Scores(warp, panel));
+    // In the transpose, the upper right and the lower left 8 x 8 matrix change places.
+    if constexpr (kReverse)
+      StoreTransposed(to, {rounded[0], rounded[2], rounded[1], rounded[3]});
+    else
+      StoreMatrices(to, rounded);
   }
 
-  // Stages Y = Rt S^T + A V of a tile, transposed, and moves the state on. A warp has 16 values as
-  // rows.
-  __device__ void OutputsAndState(int i, int tile, Accumulator<8>& s) const {
-    const uint32_t values = shared + L::kV + tile * kTileStride;
-    Left v, before[kColumnTiles];
-    LoadLeftTransposed(values, 0, warp, v);
-    RoundPanel(s, before);
-    ScaleColumns(FactorsOf(tile), s);
+  // Stages the outputs Y = Rt S^T + A V of a tile, transposed, and moves the state on. A warp has 16
+  // values as rows.
+  __device__ void OutputsAndState(int i, int tile, State& s) const {
+    const uint32_t values = shared + L::kX + panel * kPanelBytes + tile * kTileStride;
+    Left x;
+    LoadLeftTransposed(values, 0, warp, x);
     Accumulator<2> y;
-    BeginProducts();
-    Multiply<false>(y, v, PackedTiles{shared + L::kA + tile * kTileBytes});
 #pragma unroll
-    for (int column = 0; column < kColumnTiles; ++column)
-      Multiply<true>(y, before[column],
-                     KAlongRows{ReceptancePanel(i) + tile * kTileStride, column});
-    CommitProducts();
-    Multiply<true>(s, v, KDownRows{KeyPanel(i) + tile * kTileStride});
-    CommitProducts();
-    WaitForProducts<1>();
-    Settle(y);
+    for (int p = 0; p < kPanels<N>; ++p) {
+      Left before[kColumnTiles];
+      RoundPanel(s[p], before);
+      ScaleColumns(FactorsOf(tile, p), s[p]);
+      BeginProducts();
+      MultiplyOrAdd(p > 0, y, x, PackedTiles{Scores(tile, p)});
+#pragma unroll
+      for (int column = 0; column < kColumnTiles; ++column)
+        Multiply<true>(y, before[column], KAlongRows{ReadPanel(i, p) + tile * kTileStride, column});
+      CommitProducts();
+      Multiply<true>(s[p], x, KDownRows{WrittenPanel(i, p) + tile * kTileStride});
+      CommitProducts();
+      WaitForProducts<1>();
+      Settle(y);
+    }
     // No other warp reads the values that y replaces.
     StoreTransposed(TileAddress(values, 0, warp),
                     {Pair<T>::Round(y[0][0], y[0][1]), Pair<T>::Round(y[1][0], y[1][1]),
                      Pair<T>::Round(y[0][2], y[0][3]), Pair<T>::Round(y[1][2], y[1][3])});
-    Finish(s);
+    WaitForProducts<0>();
+#pragma unroll
+    for (int p = 0; p < kPanels<N>; ++p) Settle(s[p]);
   }
 
-  // Stores the pieces of y that lie where this thread will copy the values of the next chunk.
-  __device__ void StoreOutputs(const ChunkCopier<kThreads>& chunk) const {
+  // Stores the pieces of outputs that lie where this thread will copy the values of the next chunk.
+  __device__ void StoreOutputs(const ChunkCopier<kPanelThreads>& chunk) const {
     chunk.ForEachPiece([&](uint32_t from, int64_t element, int row) {
       if (row < chunk.tokens)
-        *reinterpret_cast<uint4*>(static_cast<T*>(call.y) + element) =
-            *reinterpret_cast<const uint4*>(memory + L::kV + from);
+        *reinterpret_cast<uint4*>(static_cast<T*>(in.y) + element) =
+            *reinterpret_cast<const uint4*>(memory + L::kX + panel * kPanelBytes + from);
     });
   }
 };
 
-template <typename T, bool kConstant, bool kMarked>
-__global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void ForwardKernel(
-    const __grid_constant__ Wkv6ForwardCall call, Splits splits) {
+template <typename T, int N, bool kConstant, bool kReverse, bool kMarked>
+__global__ __launch_bounds__(kThreads<N>, kBlocksPerMultiprocessor<N>) void OutputKernel(
+    const __grid_constant__ Scan in) {
+  using Tiles = StateAccumulator<N>;
   RWKV_JAX_DYNAMIC_SHARED(kPanelAlignment, memory);
-  const auto wait_for_all = [](ForwardBarrier) { __syncthreads(); };
-  const int warp = Warp();
-  const SplitOfBlock<false> split(call, splits, false);
+  const auto wait_for_all = [](OutputBarrier) { __syncthreads(); };
+  const int warp = WarpOfPanel<N>(), panel = PanelOfThread<N>();
+  const SplitOfBlock<N, kReverse> split(in, in.splits, false);
   if (split.None()) return;
-  const ForwardPhases<T, kConstant, kMarked> phases{call, splits, memory, SharedAddress(memory),
-                                                    warp, split};
+  const OutputPhases<T, N, kConstant, kReverse, kMarked> phases{in,   memory, SharedAddress(memory),
+                                                                warp, panel,  split};
 
   if (split.chunks > 0) {
     const uint64_t absent = phases.Absent(0);
@@ -259,58 +337,52 @@ __global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void ForwardKer
     phases.LoadValues(0, absent);
   }
   phases.LoadParameters();
-  Tiles::State state;
+  typename Tiles::State state;
   phases.LoadState(state);
 
 #pragma unroll 1
   for (int i = 0; i < split.chunks; ++i) {
-    const ChunkCopier<kThreads> chunk = split.Chunk(i);
-    const int64_t own_token = (split.first_chunk + i) * kChunkTokens + kTileTokens * phases.warp;
-    const uint32_t word = kMarked ? call.marks.Word(split.sequence, own_token) : 0u;
+    const ChunkCopier<kPanelThreads> chunk = phases.Chunk(i);
+    const int64_t own_token = split.Place(i) * kChunkTokens + kTileTokens * phases.warp;
+    const uint32_t word = kMarked ? in.marks.Word(split.sequence, own_token) : 0u;
     const uint64_t coming = i + 1 < split.chunks ? phases.Absent(i + 1) : 0u;
     WaitForCopies<1>();
     wait_for_all(kKeysCopied);
     phases.ScaleOperands(i, chunk, word);
     WaitForCopies<0>();
-    ConvertOwnPieces<T, kThreads>(memory + ForwardLayout::kV);
+    phases.ConvertValues();
     PublishOperands();
     wait_for_all(kScaled);
     if (i + 1 < split.chunks) phases.LoadKeys(i + 1, coming);
-    if (call.states != nullptr)
-      Tiles::StoreRounded(
-          state, static_cast<uint4*>(call.states) + split.SavedState(i) * (kStateSize / 8));
-#pragma unroll
-    for (int tile = 0; tile < kChunkTiles; ++tile) phases.OutputsAndState(i, tile, state[0]);
+    if (in.saved != nullptr)
+      Tiles::StoreRounded(state, in.saved + split.SavedState(i) * (kStateSize<N> / 8));
+    // Large states leave no registers for more than one tile at a time.
+#pragma unroll(kPanels<N> == 1 ? kChunkTiles : 1)
+    for (int step = 0; step < kChunkTiles; ++step)
+      phases.OutputsAndState(i, kReverse ? kChunkTiles - 1 - step : step, state);
     wait_for_all(kOutputsStaged);
     phases.StoreOutputs(chunk);
     if (i + 1 < split.chunks) phases.LoadValues(i + 1, coming);
   }
-  if (split.Last()) Tiles::Store(state, call.final_state + split.Head() * kStateSize);
+  if (split.Last()) Tiles::Store(state, in.end + split.Head() * kStateSize<N>);
 }
 
-// A recurrence S <- S diag(d) + x z^T without outputs: forwards it is the recurrence of the state,
-// with x = v and z = k; backwards that of its gradient, dS <- dS diag(d) + dy r^T. A chunk is a
-// single product, since z is scaled by the decays of the tokens that come after it in the
-// recurrence, which are at most 1.
-struct StateScan : Wkv6Call {
-  const void *x, *z;
-  const float* start;  // zeros if null
-  float* end;          // if null, the transition of each split is stored in `splits`
-  uint4* saved;        // if not null, gets the state before each chunk in bfloat16, [B, N, H, V, K]
-  Splits splits;
-  float* factor = nullptr;  // [B, H, K], if not null: gets the decay of all tokens together
-};
-
-// Byte offsets in shared memory: two stages of the pipeline with a panel each of x, z and w.
+// StateKernel has no outputs. A chunk is a single product, since z is scaled by the decays of the tokens
+// that come after it in the recurrence, which are at most 1.
+//
+// Byte offsets in shared memory: two stages of the pipeline with x, z and w, and what is there for each
+// panel of channels.
+template <int N>
 struct StateLayout {
   static constexpr int kX = 0;
-  static constexpr int kZ = kPanelBytes;  // z, then z scaled
-  static constexpr int kW = 2 * kPanelBytes;
-  static constexpr int kStageBytes = 3 * kPanelBytes;
+  static constexpr int kZ = kPanels<N> * kPanelBytes;  // z, then z scaled
+  static constexpr int kW = 2 * kZ;
+  static constexpr int kStageBytes = 3 * kZ;
   static constexpr int kFactors = 2 * kStageBytes;
-  static constexpr int kConstant = kFactors + kFactorFloats * 4;
-  static constexpr int kBytes = kConstant + kHeadSize * 4;
+  static constexpr int kConstant = kFactors + kPanels<N> * kFactorFloats * 4;
+  static constexpr int kBytes = kConstant + N * 4;
 };
+static_assert(StateLayout<128>::kBytes <= kLeastSharedMemory, "a transition runs on any device");
 
 // The barriers of StateKernel for each chunk, each a __syncthreads; the name is for the reader.
 //
@@ -320,44 +392,58 @@ struct StateLayout {
 //   kChunkScaled   scaled z and stored the factors          multiply x and z
 enum StateBarrier { kCopied, kChunkScaled };
 
-template <typename T, bool kConstant, bool kReverse, bool kMarked>
+template <typename T, int N, bool kConstant, bool kReverse, bool kMarked>
 struct StatePhases {
-  using L = StateLayout;
+  using L = StateLayout<N>;
+  using Tiles = StateAccumulator<N>;
+  using State = typename Tiles::State;
 
-  const StateScan& in;
+  const Scan& in;
   unsigned char* const memory;
   const uint32_t shared;  // the address of `memory`
-  const int warp;
-  const SplitOfBlock<kReverse> split;
+  const int warp, panel;
+  const SplitOfBlock<N, kReverse> split;
 
-  __device__ float* Constant() const { return reinterpret_cast<float*>(memory + L::kConstant); }
-  __device__ float* Factors() const { return reinterpret_cast<float*>(memory + L::kFactors); }
-  // The place in the split of the chunk that is number i in the order of the recurrence.
-  __device__ int Place(int i) const { return kReverse ? split.chunks - 1 - i : i; }
+  // The decays of the channels of this warpgroup.
+  __device__ float* Constant() const {
+    return reinterpret_cast<float*>(memory + L::kConstant) + panel * kPanelCols;
+  }
+  __device__ float* FactorsOf(int panel) const {
+    return reinterpret_cast<float*>(memory + L::kFactors) + panel * kFactorFloats;
+  }
   __device__ uint32_t Stage(int i) const { return shared + i % 2 * L::kStageBytes; }
+  // The panel of this warpgroup of one of the arrays.
+  __device__ uint32_t OwnPanel(int i, int array) const {
+    return Stage(i) + array + panel * kPanelBytes;
+  }
   __device__ ChunkMarks MarksOf(int i) const {
-    return split.template MarksOf<kMarked>(Place(i), in.marks);
+    return split.template MarksOf<kMarked>(i, in.marks);
   }
   __device__ float* TransitionOf(int64_t order) const {
-    return in.splits.Transition<kReverse>(split.Head(), split.heads, split.span, order);
+    return in.splits.template Transition<kReverse>(split.Head(), split.heads, split.span, order);
   }
 
   // Starts to copy chunk i.
   __device__ void Load(int i, uint64_t absent) const {
-    const auto copier = split.Chunk(Place(i), absent);
-    if constexpr (!kConstant) copier.Copy(Stage(i) + L::kW, in.w);
-    copier.Copy(Stage(i) + L::kZ, in.z);
-    copier.Copy(Stage(i) + L::kX, in.x);
+    const auto copier = split.Chunk(i, panel, absent);
+    if constexpr (!kConstant) copier.Copy(OwnPanel(i, L::kW), in.w);
+    copier.Copy(OwnPanel(i, L::kZ), in.z);
+    copier.Copy(OwnPanel(i, L::kX), in.x);
     CommitCopies();
+  }
+  // Each thread converts the pieces of x that it has copied: x is used as it is.
+  __device__ void ConvertValues(int i) const {
+    ConvertOwnPieces<T, kPanelThreads>(memory + (OwnPanel(i, L::kX) - shared));
   }
 
   __device__ void LoadParameters() const {
-    if constexpr (kConstant) LoadConstantDecays(in, split.Head(), Constant());
+    if constexpr (kConstant)
+      LoadConstantDecays<N>(in, split.Head() * N, reinterpret_cast<float*>(memory + L::kConstant));
   }
 
-  __device__ void LoadState(bool transition, Tiles::State& state) const {
+  __device__ void LoadState(bool transition, State& state) const {
     if (split.order == 0 && in.start != nullptr)
-      Tiles::Load(in.start + split.Head() * kStateSize, state);
+      Tiles::Load(in.start + split.Head() * kStateSize<N>, state);
     else if (split.order > 0 && !transition)
       Tiles::Load(TransitionOf(split.order - 1), state);
   }
@@ -366,9 +452,9 @@ struct StatePhases {
   // whole chunk. A warp has 16 channels; `total` becomes the sums of their log2 decays. Rows that
   // do not reach the state after the chunk, since a segment starts in between, are cleared.
   __device__ void Scale(int i, const ChunkMarks& marks, float (&total)[2][4]) const {
-    const ChunkDecays<T, kConstant> decays{Stage(i) + L::kW, Constant(), in.decay};
-    const uint32_t z_panel = Stage(i) + L::kZ;
-    const int tokens = split.Chunk(Place(i)).tokens;
+    const ChunkDecays<T, kConstant> decays{OwnPanel(i, L::kW), Constant(), in.decay};
+    const uint32_t z_panel = OwnPanel(i, L::kZ);
+    const int tokens = split.Chunk(i, panel).tokens;
     const Ones sooner(kReverse, false, !kReverse), all(true, true, true);
     const bool clears = marks.starts != 0;
     const int begin = clears && !kReverse ? marks.LastStart() : 0;
@@ -409,43 +495,50 @@ struct StatePhases {
     }
     StoreFactors(warp,
                  {{Exp2(total[0][0]), Exp2(total[0][1])}, {Exp2(total[1][0]), Exp2(total[1][1])}},
-                 clears, Factors());
+                 clears, FactorsOf(panel));
   }
 
   // S <- S diag(d) + x z^T over chunk i.
-  __device__ void Advance(int i, Accumulator<8>& s) const {
-    ScaleColumns(Factors(), s);
+  __device__ void Advance(int i, State& s) const {
+#pragma unroll
+    for (int p = 0; p < kPanels<N>; ++p) ScaleColumns(FactorsOf(p), s[p]);
     BeginProducts();
 #pragma unroll
-    for (int tile = 0; tile < kChunkTiles; ++tile)
-      Multiply<true>(s, warp, KDownRows{Stage(i) + L::kX, tile}, KDownRows{Stage(i) + L::kZ, tile});
+    for (int p = 0; p < kPanels<N>; ++p)
+#pragma unroll
+      for (int tile = 0; tile < kChunkTiles; ++tile)
+        Multiply<true>(s[p], warp, KDownRows{OwnPanel(i, L::kX), tile},
+                       KDownRows{Stage(i) + L::kZ + p * kPanelBytes, tile});
     CommitProducts();
-    Finish(s);
+    WaitForProducts<0>();
+#pragma unroll
+    for (int p = 0; p < kPanels<N>; ++p) Settle(s[p]);
   }
 
   // Stores the decay of all tokens of the split, where it is asked for. `all` has its log2.
   __device__ void StoreFactor(bool transition, bool any_start, const float (&all)[2][4]) const {
-    float* const factor = transition             ? TransitionOf(split.order) + kStateSize
-                          : in.factor != nullptr ? in.factor + split.Head() * kHeadSize
+    float* const factor = transition             ? TransitionOf(split.order) + kStateSize<N>
+                          : in.factor != nullptr ? in.factor + split.Head() * N
                                                  : nullptr;
     if (factor != nullptr && Lane() < 4)
 #pragma unroll
       for (int e = 0; e < 4; ++e)
-        factor[16 * warp + e / 2 * 8 + 2 * Lane() + e % 2] =
+        factor[panel * kPanelCols + 16 * warp + e / 2 * 8 + 2 * Lane() + e % 2] =
             any_start ? 0.0f : Exp2(all[e / 2][e % 2]);
   }
 };
 
-template <typename T, bool kConstant, bool kReverse, bool kMarked>
-__global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void StateKernel(
-    const __grid_constant__ StateScan in) {
+template <typename T, int N, bool kConstant, bool kReverse, bool kMarked>
+__global__ __launch_bounds__(kThreads<N>, kBlocksPerMultiprocessor<N>) void StateKernel(
+    const __grid_constant__ Scan in) {
+  using Tiles = StateAccumulator<N>;
   RWKV_JAX_DYNAMIC_SHARED(kPanelAlignment, memory);
   const auto wait_for_all = [](StateBarrier) { __syncthreads(); };
   const bool transition = in.end == nullptr;
-  const SplitOfBlock<kReverse> split(in, in.splits, transition);
+  const SplitOfBlock<N, kReverse> split(in, in.splits, transition);
   if (split.None()) return;
-  const StatePhases<T, kConstant, kReverse, kMarked> phases{in, memory, SharedAddress(memory),
-                                                            Warp(), split};
+  const StatePhases<T, N, kConstant, kReverse, kMarked> phases{
+      in, memory, SharedAddress(memory), WarpOfPanel<N>(), PanelOfThread<N>(), split};
 
   ChunkMarks coming;
   if (split.chunks > 0) {
@@ -453,7 +546,7 @@ __global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void StateKerne
     phases.Load(0, coming.absent);
   }
   phases.LoadParameters();
-  Tiles::State state = {};
+  typename Tiles::State state = {};
   phases.LoadState(transition, state);
 
   float all[2][4] = {};
@@ -464,7 +557,7 @@ __global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void StateKerne
     const ChunkMarks marks = coming;
     if (more) coming = phases.MarksOf(i + 1);
     WaitForCopies<0>();
-    ConvertOwnPieces<T, kThreads>(memory + (phases.Stage(i) - phases.shared) + StateLayout::kX);
+    phases.ConvertValues(i);
     wait_for_all(kCopied);
     if (more) phases.Load(i + 1, coming.absent);
     float total[2][4] = {};
@@ -475,13 +568,13 @@ __global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void StateKerne
     PublishOperands();
     wait_for_all(kChunkScaled);
     if (in.saved != nullptr)
-      Tiles::StoreRounded(state, in.saved + split.SavedState(phases.Place(i)) * (kStateSize / 8));
-    phases.Advance(i, state[0]);
+      Tiles::StoreRounded(state, in.saved + split.SavedState(i) * (kStateSize<N> / 8));
+    phases.Advance(i, state);
   }
   if (transition)
     Tiles::Store(state, phases.TransitionOf(split.order));
   else if (split.Last())
-    Tiles::Store(state, in.end + split.Head() * kStateSize);
+    Tiles::Store(state, in.end + split.Head() * kStateSize<N>);
   phases.StoreFactor(transition, any_start, all);
 }
 
@@ -490,7 +583,7 @@ __global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void StateKerne
 // state, so its D_0 is S_0 already. A thread has one element of the state.
 constexpr int kCombineThreads = 256;
 
-template <bool kReverse>
+template <int N, bool kReverse>
 __global__ __launch_bounds__(kCombineThreads) void CombineKernel(Splits splits, Sequences sequences,
                                                                  int64_t tokens, int64_t heads) {
   const int64_t sequence = splits.SequenceWithTransitions(sequences, heads);
@@ -508,80 +601,96 @@ __global__ __launch_bounds__(kCombineThreads) void CombineKernel(Splits splits, 
   for (int order = 1; order < count - 1; ++order) {
     float* const transition = transition_of(order);
     float& d = transition[at];
-    sum = fmaf(sum, transition[kStateSize + at % kHeadSize], d);
+    sum = fmaf(sum, transition[kStateSize<N> + at % N], d);
     d = sum;
   }
 }
 
-template <typename T, bool kConstant, bool kReverse>
-cudaError_t ScanStates(cudaStream_t stream, const StateScan& scan, const Grid& blocks) {
+template <typename T, int N, bool kConstant, bool kReverse>
+cudaError_t ScanStates(cudaStream_t stream, const Scan& scan, const Grid& blocks) {
   return ForMarks(scan.marks, [&](auto marked) {
-    return Launch(StateKernel<T, kConstant, kReverse, marked()>, blocks, kThreads,
-                  StateLayout::kBytes, stream, scan);
+    return Launch(StateKernel<T, N, kConstant, kReverse, marked()>, blocks, kThreads<N>,
+                  StateLayout<N>::kBytes, stream, scan);
+  });
+}
+
+template <typename T, int N, bool kConstant, bool kReverse>
+cudaError_t ScanOutputs(cudaStream_t stream, const Scan& scan) {
+  return ForMarks(scan.marks, [&](auto marked) {
+    return Launch(OutputKernel<T, N, kConstant, kReverse, marked()>,
+                  scan.splits.Blocks(scan.dims.batch, scan.dims.heads), kThreads<N>,
+                  OutputLayout<N>::kBytes, stream, scan);
   });
 }
 
 // The state at the start of each split.
-template <typename T, bool kConstant, bool kReverse>
-cudaError_t FindStarts(cudaStream_t stream, StateScan scan) {
+template <typename T, int N, bool kConstant, bool kReverse>
+cudaError_t FindStarts(cudaStream_t stream, Scan scan) {
   const Splits& splits = scan.splits;
   const int64_t batch = scan.dims.batch, heads = scan.dims.heads;
   if (splits.count == 1) return cudaSuccess;
   scan.end = nullptr;
   scan.saved = nullptr;
   const cudaError_t error =
-      ScanStates<T, kConstant, kReverse>(stream, scan, splits.TransitionBlocks(batch, heads));
+      ScanStates<T, N, kConstant, kReverse>(stream, scan, splits.TransitionBlocks(batch, heads));
   if (error != cudaSuccess || splits.count == 2) return error;
-  const Grid blocks(splits.HeadsWithTransitions(batch, heads), kStateSize / kCombineThreads);
-  return Launch(CombineKernel<kReverse>, blocks, kCombineThreads, 0, stream, splits, scan.sequences,
-                scan.dims.tokens, heads);
+  const Grid blocks(splits.HeadsWithTransitions(batch, heads), kStateSize<N> / kCombineThreads);
+  return Launch(CombineKernel<N, kReverse>, blocks, kCombineThreads, 0, stream, splits,
+                scan.sequences, scan.dims.tokens, heads);
+}
+
+template <int N>
+int64_t SharedMemoryOf(Pass pass) {
+  const int64_t states = StateLayout<N>::kBytes, outputs = OutputLayout<N>::kBytes;
+  const bool has_outputs = pass == Pass::kForward || (pass == Pass::kBackward && kPanels<N> > 1);
+  return has_outputs ? std::max(states, outputs) : states;
 }
 
 }  // namespace
 
-int64_t Wkv6ScanSharedMemory(Pass pass) {
-  const int64_t states = StateLayout::kBytes, forward = ForwardLayout::kBytes;
-  return pass == Pass::kForward ? std::max(states, forward) : states;
+int64_t Wkv6ScanSharedMemory(Pass pass, int64_t head_size) {
+  return head_size == 64 ? SharedMemoryOf<64>(pass) : SharedMemoryOf<128>(pass);
 }
 
 cudaError_t Wkv6Scan(cudaStream_t stream, const Wkv6ForwardCall& call, const Splits& splits) {
-  return ForKinds(call, [&](auto zero, auto constant) {
+  return ForKinds(call, [&](auto zero, auto size, auto constant) {
     using T = decltype(zero);
-    const cudaError_t error = FindStarts<T, constant(), false>(
-        stream, {call, call.v, call.k, call.initial_state, nullptr, nullptr, splits});
+    Scan scan{call, call.v, call.k, call.initial_state, call.final_state};
+    scan.saved = static_cast<uint4*>(call.states), scan.splits = splits, scan.y = call.y;
+    const cudaError_t error = FindStarts<T, size(), constant(), false>(stream, scan);
     if (error != cudaSuccess) return error;
-    const Grid blocks = splits.Blocks(call.dims.batch, call.dims.heads);
-    return ForMarks(call.marks, [&](auto marked) {
-      return Launch(ForwardKernel<T, constant(), marked()>, blocks, kThreads, ForwardLayout::kBytes,
-                    stream, call, splits);
-    });
+    return ScanOutputs<T, size(), constant(), false>(stream, scan);
   });
 }
 
 cudaError_t Wkv6ReverseScan(cudaStream_t stream, const Wkv6BackwardCall& call, const Splits& splits,
                             uint4* gradients) {
-  return ForKinds(call, [&](auto zero, auto constant) {
+  return ForKinds(call, [&](auto zero, auto size, auto constant) {
     using T = decltype(zero);
-    StateScan scan{call, call.dy, call.r, call.dfinal_state, call.dinitial_state};
-    scan.saved = gradients, scan.splits = splits;
-    const cudaError_t error = FindStarts<T, constant(), true>(stream, scan);
+    Scan scan{call, call.dy, call.r, call.dfinal_state, call.dinitial_state};
+    scan.saved = gradients, scan.splits = splits, scan.y = call.dv;
+    const cudaError_t error = FindStarts<T, size(), constant(), true>(stream, scan);
     if (error != cudaSuccess) return error;
-    return ScanStates<T, constant(), true>(stream, scan,
-                                           splits.Blocks(call.dims.batch, call.dims.heads));
+    if constexpr (kPanels<size()> > 1)
+      return ScanOutputs<T, size(), constant(), true>(stream, scan);
+    else
+      return ScanStates<T, size(), constant(), true>(
+          stream, scan, splits.Blocks(call.dims.batch, call.dims.heads));
   });
 }
 
 cudaError_t RunTransition(cudaStream_t stream, const Wkv6TransitionCall& call) {
-  return ForKinds(call, [&](auto zero, auto constant) {
-    return ScanStates<decltype(zero), constant(), false>(
-        stream, {call, call.v, call.k, nullptr, call.added, nullptr, kOneSplit, call.factor},
-        kOneSplit.Blocks(call.dims.batch, call.dims.heads));
+  return ForKinds(call, [&](auto zero, auto size, auto constant) {
+    Scan scan{call, call.v, call.k, nullptr, call.added, nullptr, kOneSplit};
+    scan.factor = call.factor;
+    return ScanStates<decltype(zero), size(), constant(), false>(
+        stream, scan, kOneSplit.Blocks(call.dims.batch, call.dims.heads));
   });
 }
 
 cudaError_t RunReverseTransition(cudaStream_t stream, const Wkv6BackwardCall& call) {
-  return ForKinds(call, [&](auto zero, auto constant) {
-    return ScanStates<decltype(zero), constant(), true>(
+  return ForKinds(call, [&](auto zero, auto size, auto constant) {
+    return ScanStates<decltype(zero), size(), constant(), true>(
         stream, {call, call.dy, call.r, call.dfinal_state, call.dinitial_state, nullptr, kOneSplit},
         kOneSplit.Blocks(call.dims.batch, call.dims.heads));
   });
